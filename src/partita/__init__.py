@@ -1,0 +1,37 @@
+"""Partition functions for PyTorch: log Z and its gradient, fused, exact and fast."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from ._backend import backend
+from .cross_entropy import cross_entropy
+from .softmax import log_softmax, logsumexp, softmax
+from .token_stats import TokenStats, token_stats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "TokenStats",
+    "backend",
+    "cross_entropy",
+    "log_softmax",
+    "logsumexp",
+    "nn",
+    "softmax",
+    "testing",
+    "token_stats",
+]
+
+_modules = ("nn", "testing")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _modules:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_modules})

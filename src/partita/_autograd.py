@@ -1,0 +1,43 @@
+"""What the ops' autograd functions share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Gradient(torch.autograd.Function):
+    """A first derivative computed by a kernel, whose own derivatives are those of its reference."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(kernel: Callable[..., Tensor], reference: Callable[..., Tensor], variables: int, *tensors: Tensor | None) -> Tensor:
+        return kernel(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.reference, ctx.variables, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        tensors = ctx.saved_tensors
+        variables, rest = tensors[: ctx.variables], tensors[ctx.variables :]
+        pull_back = torch.func.vjp(lambda *chosen: ctx.reference(*chosen, *rest), *variables)[1]
+        return None, None, None, *pull_back(grads[0]), *(None for _ in rest)
+
+
+def gradient(kernel: Callable[..., Tensor], reference: Callable[..., Tensor], variables: int, *tensors: Tensor | None) -> Tensor:
+    """`kernel(*tensors)`, differentiable again in the first `variables` tensors through `reference`, of the same arguments."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _Gradient.apply(kernel, reference, variables, *tensors)
+    return kernel(*tensors)
+
+
+def plain_eager() -> bool:
+    """True outside of compilation and function transforms: there, an autograd function may keep state between calls."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None

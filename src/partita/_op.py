@@ -1,0 +1,52 @@
+"""Registration of the ops with PyTorch: the one file that touches torch.library."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import _backend
+
+_library = torch.library.Library("partita", "DEF")
+
+
+@functools.cache
+def _implementation(column: str, name: str, backend: str, device: torch.device, numba: bool) -> Callable[..., Any]:
+    floor = _backend.resolve(backend, device, numba=numba)
+    return getattr(importlib.import_module(f".{floor}.{column}", __package__), name)
+
+
+def define(
+    column: str,
+    schema: str,
+    fake: Callable[..., Any],
+    *,
+    check: Callable[..., None] | None = None,
+    vmap: Callable[..., Any] | None = None,
+    numba: bool = False,
+) -> Callable[..., Any]:
+    """Register `partita::<schema>` and return the callable.
+
+    The schema's first argument is a tensor and its last is `str backend`. At each call, the function of the op's name in the module
+    `column` of the chosen floor (`reference`, `kernels` or `cpu`) gets every argument but the last. `check` sees the same arguments
+    first: it runs with the op, never while a graph is traced. `fake` gives shapes and dtypes, `vmap` the batching rule.
+    """
+    name = schema.partition("(")[0]
+    qualified = f"partita::{name}"
+
+    def run(first: torch.Tensor, *args: Any) -> Any:
+        *args, backend = args
+        if check is not None:
+            check(first, *args)
+        return _implementation(column, name, backend, first.device, numba)(first, *args)
+
+    _library.define(schema)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(qualified, lambda *args: fake(*args[:-1]), lib=_library)
+    if vmap is not None:
+        torch.library.register_vmap(qualified, vmap, lib=_library)
+    return getattr(torch.ops.partita, name).default

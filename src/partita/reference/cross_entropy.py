@@ -1,0 +1,146 @@
+"""Cross-entropy with all its options.
+
+A row with logits x over C classes and the weights q of its classes has the loss sum_c q_c (lse - x_c), where q is
+w_y (1 - s) at the target y plus s w_c / C everywhere (s the smoothing), or w_c (t_c (1 - s) + s / C) for target probabilities t.
+With Q = sum_c q_c its gradient is Q softmax(x) - q. Soft-capping puts cap tanh(x / cap) in the place of x.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .softmax import accumulator
+
+
+class Rows(NamedTuple):
+    loss: Tensor  # [N, ...], at least fp32, 0 where ignored
+    logsumexp: Tensor  # [N, ...], 0 where ignored
+    maximum: Tensor  # [N, ...]
+    sumexp: Tensor  # [N, ...], sum of exp(logits - maximum)
+
+
+class OnePass(NamedTuple):
+    loss: Tensor  # [N, ...]
+    grad: Tensor  # [N, C, ...]
+
+
+def capped(logits: Tensor, softcap: float) -> Tensor:
+    """Logits, classes last, in the accumulator's dtype, soft-capped where `softcap` is not zero."""
+    wide = logits.to(accumulator(logits.dtype)).movedim(1, -1)
+    return softcap * (wide / softcap).tanh() if softcap else wide
+
+
+def valid_targets(target: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Labels that are safe to index with, and where they are kept (not ignored) and where they are wrong."""
+    inside = (target >= 0) & (target < classes)
+    kept = target != ignore_index
+    return torch.where(inside & kept, target, 0).long(), kept, kept & ~inside
+
+
+def target_weights(target: Tensor, weight: Tensor | None, classes: int, ignore_index: int, smoothing: float, like: Tensor) -> Tensor:
+    """The weights q, `[N, ..., C]`; NaN in rows whose label is wrong, 0 in ignored rows."""
+    weights = like.new_ones(classes) if weight is None else weight.to(like.dtype)
+    if target.is_floating_point():
+        return weights * (target.to(like.dtype).movedim(1, -1) * (1 - smoothing) + smoothing / classes)
+    labels, kept, wrong = valid_targets(target, classes, ignore_index)
+    hot = torch.arange(classes, device=target.device) == labels.unsqueeze(-1)
+    q = torch.where(hot, (1 - smoothing) * weights, 0) + smoothing / classes * weights
+    return torch.where(wrong, torch.nan, kept.to(like.dtype)).unsqueeze(-1) * q
+
+
+def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, softcap: float) -> Rows:
+    classes = logits.shape[1]
+    x = capped(logits, softcap)
+    if classes == 0:
+        nothing = x.new_full(x.shape[:-1], 0.0 if target.is_floating_point() else torch.nan)
+        return Rows(nothing, nothing - torch.inf, nothing - torch.inf, nothing * 0)
+    logp = x.log_softmax(-1)
+    maximum = x.amax(-1)
+    sumexp = (x - torch.where(maximum == -torch.inf, 0, maximum).unsqueeze(-1)).exp().sum(-1)
+    logsumexp = maximum + sumexp.log()
+    if target.is_floating_point():
+        q = target_weights(target, weight, classes, ignore_index, label_smoothing, x)
+        loss = torch.where(q == 0, 0, -q * logp).sum(-1)
+        return Rows(loss, logsumexp, maximum, sumexp)
+    labels, kept, wrong = valid_targets(target, classes, ignore_index)
+    loss = -logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    if weight is not None:
+        loss = loss * weight.to(x.dtype)[labels]
+    if label_smoothing:
+        everywhere = logp.sum(-1) if weight is None else torch.where(weight == 0, 0, logp * weight.to(x.dtype)).sum(-1)
+        loss = (1 - label_smoothing) * loss - label_smoothing / classes * everywhere
+    loss = torch.where(wrong, torch.nan, torch.where(kept, loss, 0))
+    return Rows(loss, torch.where(kept, logsumexp, 0), maximum, sumexp)
+
+
+def cross_entropy_backward(
+    grad_loss: Tensor,
+    grad_logsumexp: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    maximum: Tensor | None,
+    sumexp: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+) -> Tensor:
+    """Differentiable in the first three, and in `weight` and probability targets; `maximum` and `sumexp` spare a kernel work."""
+    classes = logits.shape[1]
+    x = capped(logits, softcap)
+    p = x.softmax(-1)
+    q = target_weights(target, weight, classes, ignore_index, label_smoothing, x)
+    g, h = grad_loss.to(x.dtype).unsqueeze(-1), grad_logsumexp.to(x.dtype).unsqueeze(-1)
+    if not target.is_floating_point():
+        ignored = (target == ignore_index).unsqueeze(-1)
+        g, h, p = torch.where(ignored, 0, g), torch.where(ignored, 0, h), torch.where(ignored, 0, p)
+    grad = p * (g * q.sum(-1, keepdim=True) + h) - g * q
+    if softcap:
+        grad = grad * (1 - (x / softcap) ** 2)
+    return grad.movedim(-1, 1).to(logits.dtype)
+
+
+def cross_entropy_denominators(target: Tensor, weight: Tensor | None, ignore_index: int, classes: int) -> Tensor:
+    """What the mean divides by: `[2]`, the class weights of the targets that count, and their number."""
+    labels, kept, _ = valid_targets(target, classes, ignore_index)
+    count = kept.sum(dtype=torch.float32 if weight is None else accumulator(weight.dtype))
+    if weight is None or classes == 0:
+        return torch.stack([count, count])
+    return torch.stack([torch.where(kept, weight[labels], 0).sum(dtype=count.dtype), count])
+
+
+def cross_entropy_one_pass(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    denominators: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+    z_loss: float,
+) -> OnePass:
+    """Loss of each row, z-loss included and the rows' mean still to be divided by the first denominator, and the gradient of their sum (or mean)."""
+    rows = cross_entropy(logits, target, weight, ignore_index, label_smoothing, softcap)
+    scale, z_scale = (1.0, 1.0) if denominators is None else denominators.to(rows.loss.dtype).reciprocal().unbind()
+    g = torch.ones_like(rows.loss) * scale
+    h = 2 * z_loss * rows.logsumexp * z_scale
+    grad = cross_entropy_backward(g, h, logits, target, weight, rows.maximum, rows.sumexp, ignore_index, label_smoothing, softcap)
+    z = z_loss * rows.logsumexp.square() * (z_scale / scale)
+    return OnePass(rows.loss + z if z_loss else rows.loss, grad)
+
+
+def cross_entropy_one_pass_(logits: Tensor, *args: Any) -> Tensor:
+    loss, grad = cross_entropy_one_pass(logits, *args)
+    logits.copy_(grad)
+    return loss
+
+
+def cross_entropy_backward_(grad_loss: Tensor, grad_logsumexp: Tensor, logits: Tensor, *args: Any) -> None:
+    logits.copy_(cross_entropy_backward(grad_loss, grad_logsumexp, logits, *args))
+
+
+def scale_(grad: Tensor, factor: Tensor) -> None:
+    grad.mul_(factor.to(accumulator(grad.dtype)))

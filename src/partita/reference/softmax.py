@@ -1,0 +1,57 @@
+"""Softmax, log-softmax and log-sum-exp."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class LogSumExp(NamedTuple):
+    logsumexp: Tensor  # [...], dtype of the input
+    maximum: Tensor  # [...], at least fp32
+    sumexp: Tensor  # [...], sum of exp(input - maximum)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums of `dtype` are carried in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def softmax(input: Tensor, dim: int, log: bool, dtype: torch.dtype) -> Tensor:
+    function = torch.log_softmax if log else torch.softmax
+    return function(input.to(accumulator(input.dtype)), dim).to(dtype)
+
+
+def softmax_backward(grad: Tensor, output: Tensor, dim: int, log: bool, dtype: torch.dtype) -> Tensor:
+    wide = accumulator(output.dtype)
+    grad, output = grad.to(wide), output.to(wide)
+    if log:
+        return (grad - output.exp() * grad.sum(dim, keepdim=True)).to(dtype)
+    return (output * (grad - (output * grad).sum(dim, keepdim=True))).to(dtype)
+
+
+def logsumexp(input: Tensor) -> LogSumExp:
+    """Over the last dimension; an empty one gives -inf."""
+    wide = input.to(accumulator(input.dtype))
+    if input.shape[-1] == 0:
+        empty = wide.new_full(input.shape[:-1], -torch.inf)
+        return LogSumExp(empty.to(input.dtype), empty, torch.zeros_like(empty))
+    maximum = wide.amax(-1)
+    shift = torch.where(maximum.isinf(), 0, maximum)
+    sumexp = (wide - shift.unsqueeze(-1)).exp().sum(-1)
+    return LogSumExp((shift + sumexp.log()).to(input.dtype), maximum, sumexp)
+
+
+def logsumexp_backward(grad: Tensor, input: Tensor, maximum: Tensor, sumexp: Tensor) -> Tensor:
+    wide = input.to(accumulator(input.dtype))
+    shift = torch.where(maximum.isinf(), 0, maximum).unsqueeze(-1)
+    weight = (grad.to(wide.dtype) / sumexp).unsqueeze(-1)
+    return ((wide - shift).exp() * weight).to(input.dtype)
+
+
+def logsumexp_gradient(grad: Tensor, input: Tensor) -> Tensor:
+    """The same from `input` alone, so that it can be differentiated again."""
+    wide = accumulator(input.dtype)
+    return (grad.to(wide).unsqueeze(-1) * torch.softmax(input.to(wide), -1)).to(input.dtype)
