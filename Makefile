@@ -1,0 +1,34 @@
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+TORCH := $(shell sed -n 's/.*"torch==\([^"]*\)".*/\1/p' pyproject.toml)
+
+.PHONY: help demo test bench clean
+
+help:  ## show this list
+	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
+
+demo: $(READY)  ## train on handwritten digits and draw what was learnt (ARGS="--epochs 5 --out picture.png")
+	$(BIN)/python examples/digits.py $(ARGS)
+
+test: $(READY)  ## lint, types and tests (ARGS="-k cross_entropy" goes to pytest)
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+bench: $(READY)  ## time every op against PyTorch and the installed peers (ARGS="softmax")
+	$(BIN)/python -m partita bench $(ARGS)
+
+clean:  ## remove the environment and all that was generated
+	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache dist digits.png
+	find src tests examples -name __pycache__ -prune -exec rm -rf {} +
+
+# The build of torch without CUDA comes from the index that pip is set up with, where it has one; otherwise uv knows where that build is.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Partita needs Python 3.11 or newer; try: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install "torch==$(TORCH)+cpu" 2>/dev/null || { \
+		$(BIN)/python -m pip install uv && $(BIN)/uv pip install --python $(BIN)/python --torch-backend cpu "torch==$(TORCH)"; }
+	$(BIN)/python -m pip install --editable . --group dev
+	@touch $@
