@@ -1,0 +1,52 @@
+"""The examples at a small size, and the code of the README."""
+
+import re
+from pathlib import Path
+
+import digits
+import pytest
+import torch
+from matplotlib.image import imread
+
+ROOT = Path(__file__).parents[1]
+EPS = torch.finfo(torch.float32).eps
+
+
+def test_digits_learns_and_agrees_with_pytorch(tmp_path: Path) -> None:
+    out = tmp_path / "new folder" / "digits.png"
+    report = digits.run(epochs=6, seed=0, out=out, quiet=True)
+    assert report.accuracy > 0.9
+    # The loss is below 2; an entry of the gradient is at most one batch-th: 2 ulp of each.
+    assert report.difference.loss <= 4 * EPS
+    assert report.difference.grad <= 2 * EPS / digits.BATCH
+    height, width, _ = imread(out).shape
+    assert width > height > 500
+
+
+def test_digits_is_deterministic(tmp_path: Path) -> None:
+    first, second = (digits.run(epochs=1, seed=3, out=tmp_path / "digits.svg", quiet=True) for _ in range(2))
+    assert first == second
+
+
+def test_digits_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "picture"
+    assert digits.main(["--epochs", "1", "--out", str(out), "--quiet"]) == 1, "one epoch cannot reach the accuracy that the demo asks for"
+    printed = capsys.readouterr()
+    assert [line.partition(":")[0] for line in printed.out.splitlines()] == ["Loss diff", "Grad diff (max)", "Test accuracy", "Picture"]
+    assert "below 97%" in printed.err
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("epochs", ["0", "many"])
+def test_digits_refuses(epochs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        digits.main(["--epochs", epochs])
+    assert f"invalid positive value: '{epochs}'" in capsys.readouterr().err
+
+
+def test_readme_code_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    namespace: dict[str, object] = {}
+    for block in blocks:
+        exec(block, namespace)
