@@ -1,0 +1,26 @@
+"""Error budgets, edge inputs, poisoned memory and timing: what Partita is tested with, for those who test kernels of their own."""
+
+from .budget import Error, assert_within_budget, ulp_error
+from .compare import Difference, Errors, contract_errors, forward_backward_difference
+from .inputs import EDGES, Labelled, edge_rows, sample_labels, sample_rows
+from .memory import poisoned_memory
+from .timing import Timing, report, time_forward_backward
+
+__all__ = [
+    "EDGES",
+    "Difference",
+    "Error",
+    "Errors",
+    "Labelled",
+    "Timing",
+    "assert_within_budget",
+    "contract_errors",
+    "edge_rows",
+    "forward_backward_difference",
+    "poisoned_memory",
+    "report",
+    "sample_labels",
+    "sample_rows",
+    "time_forward_backward",
+    "ulp_error",
+]

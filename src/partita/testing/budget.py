@@ -1,0 +1,139 @@
+"""How far a result is from the truth, and how far it may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..reference.softmax import accumulator
+
+Scale = Literal["element", "tensor"] | int
+
+
+@dataclass(frozen=True)
+class Error:
+    """The worst element of a result.
+
+    Fields:
+        ulp: its error in units in the last place; infinite where a NaN or an infinity is not where the truth has it.
+        budget: the error that is allowed, in the same units.
+        baseline: the worst error of the baseline, in the same units.
+        index: its place; empty for a scalar and for an empty tensor.
+        got, expected: its value, and the true one.
+        passed: whether `ulp` is within `budget`.
+
+    Example:
+        >>> import torch
+        >>> from partita.testing import ulp_error
+        >>> print(ulp_error(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 5.0], dtype=torch.float64)))
+        2.1e+06 ulp at [1] (got 4.0, expected 5.0); budget 2 ulp, the baseline's own error 0 ulp
+    """
+
+    ulp: float
+    budget: float
+    baseline: float
+    index: tuple[int, ...]
+    got: float
+    expected: float
+
+    @property
+    def passed(self) -> bool:
+        return self.ulp <= self.budget
+
+    def __str__(self) -> str:
+        where = f"at {list(self.index)} (got {self.got}, expected {self.expected})"
+        return f"{self.ulp:.3g} ulp {where}; budget {self.budget:.3g} ulp, the baseline's own error {self.baseline:.3g} ulp"
+
+
+def _units(truth: Tensor, dtype: torch.dtype, scale: Scale) -> Tensor:
+    """One unit in the last place of `dtype` at the magnitude that each element is measured by."""
+    magnitude = torch.where(truth.isfinite(), truth, 0).abs()
+    if scale != "element":
+        magnitude = magnitude.amax() if scale == "tensor" else magnitude.amax(scale, keepdim=True)
+    limits, wide = torch.finfo(dtype), torch.finfo(accumulator(dtype))
+    smallest = max(limits.smallest_normal * limits.eps, wide.smallest_normal)  # arithmetic may flush what is below it to zero
+    exponent = torch.frexp(magnitude).exponent.double() - 1
+    return (exponent.exp2() * limits.eps).clamp(min=smallest)
+
+
+def _distance(result: Tensor, truth: Tensor, units: Tensor) -> Tensor:
+    rounded = truth.to(result.dtype)
+    same = (result == rounded) | (result.isnan() & rounded.isnan())
+    apart = torch.where(result.isfinite() & rounded.isfinite(), (result.double() - truth).abs() / units, torch.inf)
+    return torch.where(same & ~rounded.isfinite(), 0, apart)
+
+
+def ulp_error(result: Tensor, truth: Tensor, baseline: Tensor | None = None, *, scale: Scale = "element") -> Error:
+    """The worst error of `result`, beside a budget of twice the baseline's own error or 2 ulp, whichever is more.
+
+    What a correct algorithm guarantees says what an error is measured by. A softmax, or any positive number formed without cancellation, has
+    a bounded relative error in each element: `scale="element"` counts in ulp of that element. A gradient or a log-probability is a
+    difference of terms as large as the greatest of its row; where they cancel, no algorithm bounds the relative error, but the error over
+    that greatest magnitude is bounded: a dimension as `scale` counts in ulp of the greatest element along it, `"tensor"` in ulp of the
+    greatest of all (the losses of a batch). The baseline's error is a draw from the same distribution as the result's, and a lucky element
+    must not shrink the budget, so its worst element counts. A truth of the result's own dtype is rounded like the result: the distance
+    of the two is at most the sum of both errors, so the budget is 2 ulp more.
+
+    Args:
+        result: `[...]`, floating dtype.
+        truth: `[...]`, fp64, computed from the same inputs.
+        baseline: `[...]`, what PyTorch computes from the same inputs on the same device; None to allow 2 ulp.
+        scale: `"element"`, `"tensor"`, or a dimension.
+
+    Returns:
+        An `Error`. Below the smallest normal number of the accumulator's dtype, an ulp is that number.
+
+    Raises:
+        ValueError: a shape or a dtype that does not fit.
+
+    Example:
+        >>> import torch
+        >>> from partita.testing import ulp_error
+        >>> x = torch.linspace(-9, 9, 100)
+        >>> ulp_error(x.exp(), x.double().exp()).passed
+        True
+    """
+    for name, other in (("result", result), ("baseline", baseline)):
+        if other is not None and other.shape != truth.shape:
+            raise ValueError(f"{name}: expected the shape of truth, {list(truth.shape)}, got {list(other.shape)}")
+    if truth.dtype != torch.float64:
+        raise ValueError(f"truth: expected dtype torch.float64, got {truth.dtype}")
+    if not result.is_floating_point():
+        raise ValueError(f"result: expected a floating dtype, got {result.dtype}")
+    result, truth = result.detach(), truth.detach()
+    if not truth.numel():
+        return Error(0.0, 2.0, 0.0, (), 0.0, 0.0)
+    units = _units(truth, result.dtype, scale)
+    distance = _distance(result, truth, units)
+    own = 0.0
+    if baseline is not None:
+        apart = _distance(baseline.detach().to(result.dtype), truth, units)
+        own = float(torch.where(apart.isfinite(), apart, 0).max())
+    budget = max(2 * own, 2.0) + (2.0 if result.dtype == truth.dtype else 0.0)
+    place = tuple(int(i) for i in torch.unravel_index(distance.argmax(), distance.shape))
+    return Error(float(distance[place]), budget, own, place, float(result[place]), float(truth[place]))
+
+
+def assert_within_budget(result: Tensor, truth: Tensor, baseline: Tensor | None = None, *, scale: Scale = "element", name: str = "result") -> None:
+    """Raise `AssertionError` that names the worst element, unless `ulp_error` of the same arguments passes.
+
+    Args:
+        result, truth, baseline, scale: as in `ulp_error`.
+        name: how the message calls the result.
+
+    Raises:
+        AssertionError: the error exceeds the budget.
+
+    Example:
+        >>> import torch
+        >>> from partita.testing import assert_within_budget
+        >>> assert_within_budget(torch.tensor([1.0, float("nan")]), torch.ones(2, dtype=torch.float64), name="loss")
+        Traceback (most recent call last):
+        AssertionError: loss: inf ulp at [1] (got nan, expected 1.0); budget 2 ulp, the baseline's own error 0 ulp
+    """
+    error = ulp_error(result, truth, baseline, scale=scale)
+    if not error.passed:
+        raise AssertionError(f"{name}: {error}")

@@ -1,0 +1,141 @@
+"""A function beside its reference: forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..reference.softmax import accumulator
+from .budget import Error, Scale, ulp_error
+from .memory import poisoned_memory
+
+
+class Difference(NamedTuple):
+    """Greatest absolute differences between two functions.
+
+    Fields:
+        forward: of the results.
+        backward: of the gradients.
+    """
+
+    forward: float
+    backward: float
+
+    def __str__(self) -> str:
+        return f"fwd diff: {self.forward:.2e}\nbwd diff: {self.backward:.2e}"
+
+
+class Errors(NamedTuple):
+    """Errors of a function against fp64.
+
+    Fields:
+        forward: one `Error` for each floating result.
+        backward: one `Error` for each floating input.
+        passed: whether all are within their budgets.
+    """
+
+    forward: tuple[Error, ...]
+    backward: tuple[Error, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(error.passed for error in (*self.forward, *self.backward))
+
+    def __str__(self) -> str:
+        lines = [f"{part} {i}: {error}" for part in ("forward", "backward") for i, error in enumerate(getattr(self, part))]
+        return "\n".join(lines)
+
+
+class Run(NamedTuple):
+    results: tuple[Tensor, ...]  # the floating ones
+    gradients: tuple[Tensor, ...]  # one for each floating input
+
+
+def floating(tensors: Sequence[Any]) -> list[Tensor]:
+    return [t for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def leaves(inputs: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
+    """The inputs, each floating one a leaf that shares its memory, or a copy in `dtype`."""
+    return [t.detach().to(dtype).requires_grad_() if isinstance(t, Tensor) and t.is_floating_point() else t for t in inputs]
+
+
+def upstream_like(results: Sequence[Tensor]) -> list[Tensor]:
+    """A factor of its own for each element."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(r.shape, generator=generator).to(r.device, r.dtype) for r in results]
+
+
+def forward(function: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+    result = function(*inputs)
+    return (result,) if isinstance(result, Tensor) else tuple(floating(result))
+
+
+def run(function: Callable[..., Any], inputs: Sequence[Any], upstream: Sequence[Tensor] | None = None) -> Run:
+    results = forward(function, inputs)
+    upstream = upstream_like(results) if upstream is None else [u.to(r.dtype) for u, r in zip(upstream, results, strict=True)]
+    return Run(results, torch.autograd.grad(results, floating(inputs), upstream))
+
+
+def forward_backward_difference(function: Callable[..., Any], reference: Callable[..., Any], *inputs: Any) -> Difference:
+    """Greatest differences between two functions, in their results and in their gradients.
+
+    Args:
+        function, reference: from `inputs` to a tensor, or a tuple of them; differentiable in every floating input.
+        inputs: tensors and other arguments, left as they are.
+
+    Returns:
+        `Difference(forward, backward)`, gradients under one random upstream factor for each element of the results.
+
+    Example:
+        >>> import torch, partita
+        >>> from partita.testing import forward_backward_difference, sample_labels
+        >>> difference = forward_backward_difference(partita.cross_entropy, torch.nn.functional.cross_entropy, *sample_labels())
+        >>> difference.forward < 1e-6, difference.backward < 1e-6
+        (True, True)
+    """
+    ours, theirs = run(function, leaves(inputs)), run(reference, leaves(inputs))
+    return Difference(*(_greatest(a, b) for a, b in zip(ours, theirs, strict=True)))
+
+
+def _greatest(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    differences = [(a.detach().double() - b.detach().double()).abs() for a, b in zip(ours, theirs, strict=True)]
+    return max((float(d.max()) for d in differences if d.numel()), default=0.0)
+
+
+def contract_errors(
+    function: Callable[..., Any], reference: Callable[..., Any], *inputs: Any, scale: Scale = "element", grad_scale: Scale = "tensor"
+) -> Errors:
+    """Run a function forward and backward on poisoned memory, and measure it against its reference in fp64.
+
+    The budget is that of `ulp_error`, with the reference as its own baseline: on the same device, in fp32 (fp64 for fp64), rounded once.
+
+    Args:
+        function: from `inputs` to a tensor, or a tuple of them; differentiable in every floating input.
+        reference: the same in plain PyTorch, in the dtype of its inputs.
+        inputs: tensors and other arguments, left as they are.
+        scale, grad_scale: of `ulp_error`, for the results and for the gradients.
+
+    Returns:
+        `Errors(forward, backward)`.
+
+    Example:
+        >>> import torch, partita
+        >>> from partita.testing import contract_errors, sample_rows
+        >>> contract_errors(partita.softmax, lambda x: torch.softmax(x, -1), sample_rows(3, 50), grad_scale=-1).passed
+        True
+    """
+    with poisoned_memory():
+        results = forward(function, ours := leaves(inputs))
+        upstream = upstream_like(results)
+        gradients = torch.autograd.grad(results, floating(ours), upstream)
+    wide = [accumulator(t.dtype) for t in floating(inputs)]
+    truth = run(reference, leaves(inputs, torch.float64), upstream)
+    own = run(reference, leaves(inputs, max(wide, key=lambda dtype: dtype.itemsize)), upstream)
+    return Errors(
+        tuple(ulp_error(*triple, scale=scale) for triple in zip(results, truth.results, own.results, strict=True)),
+        tuple(ulp_error(*triple, scale=grad_scale) for triple in zip(gradients, truth.gradients, own.gradients, strict=True)),
+    )

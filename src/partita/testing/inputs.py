@@ -1,0 +1,124 @@
+"""Inputs that break kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Labelled(NamedTuple):
+    """Logits and their labels.
+
+    Fields:
+        logits: `[rows, classes]`.
+        labels: `[rows]`, int64.
+    """
+
+    logits: Tensor
+    labels: Tensor
+
+
+def sample_rows(rows: int = 1823, columns: int = 781, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0) -> Tensor:
+    """Standard normal rows, the same on every device; by default as many and as wide as no block is.
+
+    Args:
+        rows, columns, dtype, device, seed: of the result.
+
+    Returns:
+        `[rows, columns]`.
+
+    Example:
+        >>> from partita.testing import sample_rows
+        >>> sample_rows(3, 4).shape
+        torch.Size([3, 4])
+    """
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def sample_labels(rows: int = 4, classes: int = 10, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0) -> Labelled:
+    """Standard normal logits with uniform labels, the same on every device.
+
+    Args:
+        rows, classes, dtype, device, seed: of the logits.
+
+    Returns:
+        `Labelled(logits [rows, classes], labels [rows])`.
+
+    Example:
+        >>> from partita.testing import sample_labels
+        >>> sample_labels().labels.shape
+        torch.Size([4])
+    """
+    labels = torch.randint(classes, (rows,), generator=torch.Generator().manual_seed(seed))
+    return Labelled(sample_rows(rows, classes, dtype=dtype, device=device, seed=seed), labels.to(device))
+
+
+def _framed(x: Tensor) -> Tensor:
+    frame = x.new_full((x.shape[0] + 2, x.shape[1] + 3), torch.nan)
+    frame[1:-1, 2:-1] = x
+    return frame[1:-1, 2:-1]
+
+
+def _leading_inf(x: Tensor) -> Tensor:
+    x[:, : x.shape[1] - x.shape[1] // 8 - 1] = -torch.inf
+    return x
+
+
+def _scattered_inf(x: Tensor) -> Tensor:
+    x[:, 1:] = x[:, 1:].masked_fill(x[:, 1:] < 0, -torch.inf)
+    return x
+
+
+def _inf_rows(x: Tensor) -> Tensor:
+    x[::2] = -torch.inf
+    return x
+
+
+_EDGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda x: x,
+    "offset": lambda x: x + 1e4,
+    "wide": lambda x: 20 * x,
+    "huge": lambda x: torch.finfo(x.dtype).max / 64 * x.sign(),
+    "equal": torch.zeros_like,
+    "leading_inf": _leading_inf,
+    "scattered_inf": _scattered_inf,
+    "inf_rows": _inf_rows,
+    "transposed": lambda x: x.T.contiguous().T,
+    "framed": _framed,
+    "every_other": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "one_row_expanded": lambda x: x[:1].expand_as(x),
+    "one_column_expanded": lambda x: x[:, :1].expand_as(x),
+    "one_column": lambda x: x[:, :1],
+    "no_rows": lambda x: x[:0],
+}
+
+EDGES = tuple(_EDGES)
+
+
+def edge_rows(edge: str, rows: int = 5, columns: int = 37, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0) -> Tensor:
+    """Rows that a kernel may get wrong, one kind for each name in `EDGES`.
+
+    Args:
+        edge: `plain`; values `offset` by 1e4, `wide` (spread over some 100 nats), `huge` (near the largest number), all `equal`;
+            `leading_inf` (-inf in all but the last eighth of the columns), `scattered_inf`, `inf_rows` (every other row is -inf alone);
+            strides that are `transposed`, `framed` (a slice with NaN on all sides), `every_other` (columns two apart), `one_row_expanded` and
+            `one_column_expanded` (stride 0); `one_column`; `no_rows`.
+        rows, columns, dtype, device, seed: of the tensor that the edge is made from.
+
+    Returns:
+        `[rows, columns]`; one column and no rows for the edges of these names.
+
+    Raises:
+        ValueError: an edge that is not in `EDGES`.
+
+    Example:
+        >>> from partita.testing import edge_rows
+        >>> edge_rows("transposed", 2, 3).stride()
+        (1, 2)
+    """
+    if edge not in _EDGES:
+        raise ValueError(f"edge: expected one of {', '.join(EDGES)}, got {edge!r}")
+    return _EDGES[edge](sample_rows(rows, columns, dtype=dtype, device=device, seed=seed))

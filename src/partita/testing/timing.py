@@ -1,0 +1,99 @@
+"""How long a function takes, forward and backward."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TextIO
+
+import torch
+
+from .compare import floating, forward, leaves
+
+
+class Timing(NamedTuple):
+    """Times of one function, one number a repeat, in milliseconds.
+
+    Fields:
+        forward, backward: of each pass.
+        total: of both.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    total: tuple[float, ...]
+
+
+def time_forward_backward(function: Callable[..., Any], *inputs: Any, repeats: int = 20, warmup: int = 3) -> Timing:
+    """Time the forward and the backward pass of a function: by events on a GPU, by the clock on the CPU.
+
+    Args:
+        function: from `inputs` to a tensor, or a tuple of them; differentiable in every floating input.
+        inputs: tensors and other arguments, left as they are.
+        repeats: how often it is timed.
+        warmup: how often it runs before that.
+
+    Returns:
+        `Timing(forward, backward, total)`, `repeats` numbers each.
+
+    Raises:
+        ValueError: no floating input, or no repeats.
+
+    Example:
+        >>> import partita
+        >>> from partita.testing import sample_labels, time_forward_backward
+        >>> len(time_forward_backward(partita.cross_entropy, *sample_labels(), repeats=5).total)
+        5
+    """
+    variables = floating(args := leaves(inputs))
+    if not variables:
+        raise ValueError("inputs: expected a floating tensor among them, got none")
+    if repeats < 1:
+        raise ValueError(f"repeats: expected at least 1, got {repeats}")
+    device = variables[0].device
+    marks: list[list[Any]] = []
+    for _ in range(warmup + repeats):
+        start = _mark(device)
+        results = forward(function, args)
+        upstream = [torch.ones_like(r) for r in results]
+        middle = _mark(device)
+        torch.autograd.grad(results, variables, upstream)
+        marks.append([start, middle, _mark(device)])
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    times = [(_between(a, b), _between(b, c), _between(a, c)) for a, b, c in marks[warmup:]]
+    return Timing(*map(tuple, zip(*times, strict=True)))
+
+
+def _mark(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _between(start: Any, end: Any) -> float:
+    return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
+
+
+def report(timing: Timing, file: TextIO | None = None) -> None:
+    """Print forward, backward and total time as mean (least-greatest) in milliseconds.
+
+    Args:
+        timing: from `time_forward_backward`.
+        file: where to; the standard output by default.
+
+    Example:
+        >>> from partita.testing import Timing, report
+        >>> report(Timing((1.0, 2.0), (3.0, 3.0), (4.0, 5.0)))
+        fwd: 1.50ms (1.00-2.00ms)
+        bwd: 3.00ms (3.00-3.00ms)
+        tot: 4.50ms (4.00-5.00ms)
+    """
+    for name, times in zip(("fwd", "bwd", "tot"), timing, strict=True):
+        print(f"{name}: {_summary(times)}", file=file)
+
+
+def _summary(times: Sequence[float]) -> str:
+    return f"{sum(times) / len(times):.2f}ms ({min(times):.2f}-{max(times):.2f}ms)"
