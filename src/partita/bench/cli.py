@@ -1,0 +1,175 @@
+"""`partita bench`: arguments, and the order of things."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .._console import Progress
+from . import picture, report
+from .case import DTYPES, Case, Settings
+from .measure import REPETITIONS, Machine, measure_machine
+from .providers import PEERS, Provider, choose
+from .runner import DeviceLost, Row, failed, run, takers
+
+OPS = ("softmax", "cross_entropy", "token_stats")
+GPU_ELEMENTS = 2**28
+CPU_ELEMENTS = 2**20
+
+DESCRIPTION = """\
+Time Partita beside PyTorch and other libraries, on the first GPU (a small timing on the CPU where there is none).
+
+The copy and read bandwidths of the machine are measured first; every time is then given with its share of them, counting
+the fewest bytes that the op must move. What is wrong against fp64 is reported and not timed."""
+
+EPILOG = """\
+examples:
+  partita bench softmax cross_entropy --out results     everything, with results/bench.csv and results/bench.svg
+  partita bench softmax --quick --peers torch,quack     fewer sizes, two peers
+  partita bench cross_entropy --peers '' --columns 32768,131072 --dtype bf16
+
+exit codes:
+  0  measured          1  a result of Partita was wrong, an op failed, or the GPU was lost
+  2  wrong arguments   130  interrupted (what was measured is still written)"""
+
+
+class UsageError(ValueError):
+    """An argument that cannot be used."""
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    numbers = tuple(int(word) if word.isdecimal() else 0 for word in _words(text))
+    if not all(numbers):
+        raise argparse.ArgumentTypeError(f"expected positive whole numbers, got {text!r}")
+    return numbers
+
+
+def _number(text: str) -> int:
+    numbers = _numbers(text)
+    if len(numbers) != 1:
+        raise argparse.ArgumentTypeError(f"expected one positive whole number, got {text!r}")
+    return numbers[0]
+
+
+def _dtypes(text: str) -> tuple[torch.dtype, ...]:
+    for name in _words(text):
+        if name not in DTYPES:
+            raise argparse.ArgumentTypeError(f"expected some of {','.join(DTYPES)}, got {name!r}")
+    return tuple(DTYPES[name] for name in _words(text))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    peers = ",".join(peer.name for peer in PEERS)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.add_argument("ops", nargs="*", metavar="op", help=f"some of {', '.join(OPS)}; all by default")
+    parser.add_argument("--peers", default=peers, metavar="NAMES", help=f"whom to time beside Partita: {peers} by default, '' for nobody")
+    parser.add_argument("--only-ours", action="store_true", help="the same as --peers ''")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes")
+    parser.add_argument("--dtype", type=_dtypes, default=_dtypes("fp32,bf16"), metavar="NAMES", help=f"some of {','.join(DTYPES)}; fp32,bf16 by default")
+    parser.add_argument("--columns", type=_numbers, default=(), metavar="NUMBERS", help="widths, in place of those of the op")
+    parser.add_argument("--elements", type=_number, metavar="NUMBER", help=f"of the logits; {GPU_ELEMENTS:,} by default ({CPU_ELEMENTS:,} on the CPU)")
+    parser.add_argument("--repetitions", type=_number, default=REPETITIONS, metavar="NUMBER", help=f"of each measurement; {REPETITIONS} by default")
+    parser.add_argument("--no-sweep", action="store_true", help="leave out the sweep of softmax over narrow rows, which the picture shows")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", metavar="NAME", help="cuda, cuda:1, cpu")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write DIR/bench.csv and DIR/bench.svg")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the sweep (needs matplotlib)")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is going to happen."""
+
+    device: torch.device
+    settings: Settings
+    providers: list[Provider]
+    cases: list[Case]
+    csv: Path | None
+    svg: Path | None
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    try:
+        device = torch.device(args.device)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device: cannot use {args.device!r}: {str(error).splitlines()[0]}") from None
+    for op in args.ops:
+        if op not in OPS:
+            raise UsageError(f"op: expected some of {', '.join(OPS)}, got {op!r}")
+    try:
+        providers = choose([] if args.only_ours else _words(args.peers))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    csv = args.csv or (args.out and args.out / "bench.csv")
+    svg = args.svg or (args.out and args.out / "bench.svg")
+    if args.svg and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--svg: needs matplotlib (pip install 'partita[bench]')")
+    elements = args.elements or (GPU_ELEMENTS if device.type == "cuda" else CPU_ELEMENTS)
+    settings = Settings(args.dtype, args.columns, elements, args.quick, not args.no_sweep, args.repetitions)
+    modules = [importlib.import_module(f".{op}", __package__) for op in args.ops or OPS]
+    return Plan(device, settings, providers, [case for module in modules for case in module.cases(settings)], csv, svg)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure, print, write; the exit code."""
+    try:
+        plan = _plan(args)
+    except UsageError as error:
+        print(f"partita bench: {error}", file=sys.stderr)
+        return 2
+    if plan.device.type != "cuda":
+        print("No GPU: a small timing on the CPU, which says little about a GPU.")
+    here = []
+    for provider in plan.providers:
+        if message := provider.missing():
+            print(message)
+        else:
+            here.append(provider)
+    if plan.device.type == "cuda":
+        torch.cuda.set_device(plan.device)
+    machine = measure_machine(plan.device, plan.settings.elements, plan.settings.repetitions)
+    print(report.describe(machine), flush=True)
+    rows: list[Row] = []
+    code = 0
+    try:
+        with Progress(sum(len(takers(case, here)) for case in plan.cases)) as progress:
+            for row in run(plan.cases, here, machine, plan.settings, say=progress.say, done=progress.advance):
+                rows.append(row)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
+    except DeviceLost as error:
+        print(f"partita bench: the GPU no longer answers after {error}", file=sys.stderr)
+        code = 1
+    _report(rows, machine, plan)
+    return code or int(bool(failed(rows)))
+
+
+def _report(rows: list[Row], machine: Machine, plan: Plan) -> None:
+    report.print_times(rows, machine)
+    report.print_summary(rows, machine)
+    print(f"\n{report.describe(machine)}")
+    if plan.csv:
+        report.write_csv(plan.csv, rows, machine)
+        print(f"wrote {plan.csv}")
+    shown = picture.sweep(rows)
+    if plan.svg and shown:
+        try:
+            picture.draw(plan.svg, shown, machine)
+            print(f"wrote {plan.svg}")
+        except ImportError:
+            print(f"no {plan.svg}: it needs matplotlib (pip install 'partita[bench]')")
+    for row in failed(rows):
+        print(f"partita bench: {row.case}: {row.provider} {row.note}", file=sys.stderr)

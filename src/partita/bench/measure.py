@@ -1,0 +1,167 @@
+"""Time, bandwidth and memory."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WARM_UP = 3
+REPETITIONS = 20
+HEAD_START_CYCLES = 10_000_000  # some 5 ms in which the host queues work, so that the device never waits for it
+REPLAY_BYTES = 2e9  # a graph this long hides the cost of its launch
+CACHES = 4  # inputs and outputs that rotate through this many times the L2 cache are not found in it
+
+Step = tuple[str, Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds."""
+
+    mean: float
+    median: float
+    least: float
+    greatest: float
+    repetitions: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Timing:
+        return cls(statistics.fmean(samples), statistics.median(samples), min(samples), max(samples), len(samples))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} ({self.least:.3f}–{self.greatest:.3f})"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it runs, and the bandwidths measured there, in bytes a second: of a copy (read plus written), of reading alone."""
+
+    device: torch.device
+    name: str
+    copy: float
+    read: float
+
+    def bandwidth(self, limit: str) -> float:
+        return self.read if limit == "read" else self.copy
+
+
+def _mark(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _milliseconds(start: Any, end: Any) -> float:
+    return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
+
+
+def time_steps(steps: Sequence[Step], device: torch.device, *, before: Callable[[], None] | None = None, repetitions: int = REPETITIONS) -> dict[str, Timing]:
+    """Time steps that follow one another, and their `total` where they are several; `before` runs ahead of each repetition, untimed."""
+    for _ in range(WARM_UP):
+        if before is not None:
+            before()
+        for _, step in steps:
+            step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda._sleep(HEAD_START_CYCLES)
+    marks = []
+    for _ in range(repetitions):
+        if before is not None:
+            before()
+        marks.append([_mark(device)])
+        for _, step in steps:
+            step()
+            marks[-1].append(_mark(device))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    result = {name: Timing.of([_milliseconds(m[i], m[i + 1]) for m in marks]) for i, (name, _) in enumerate(steps)}
+    if len(steps) > 1:
+        result["total"] = Timing.of([_milliseconds(m[0], m[-1]) for m in marks])
+    return result
+
+
+def rotation(bytes_moved: int, device: torch.device) -> int:
+    """How many sets of inputs and outputs it takes to leave the cache behind."""
+    if device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(2, -(-CACHES * cache // bytes_moved))
+
+
+def time_replay(
+    function: Callable[[Tensor], Tensor], inputs: Sequence[Tensor], device: torch.device, *, bytes_moved: int, repetitions: int = REPETITIONS
+) -> Timing:
+    """Time one call inside a CUDA graph of many, over all inputs in turn; plain calls where there is no GPU.
+
+    Results are kept for as many calls as there are inputs, so that no call writes where the cache still holds what another wrote.
+    """
+    if device.type != "cuda":
+        return time_steps([("call", lambda: [function(x) for x in inputs])], device, repetitions=repetitions)["call"]
+    rounds = max(1, round(REPLAY_BYTES / bytes_moved / len(inputs)))
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        function(inputs[0])
+    torch.cuda.synchronize(device)
+    graph, kept = torch.cuda.CUDAGraph(), deque[Tensor](maxlen=len(inputs))
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(rounds):
+            for x in inputs:
+                kept.append(function(x))
+    replay = time_steps([("replay", graph.replay)], device, repetitions=repetitions)["replay"]
+    calls = rounds * len(inputs)
+    return Timing(replay.mean / calls, replay.median / calls, replay.least / calls, replay.greatest / calls, replay.repetitions)
+
+
+def time_host(call: Callable[[], object], device: torch.device, *, calls: int, repetitions: int = REPETITIONS) -> Timing:
+    """Host time of one call, where the device has so little to do that it never holds the host up."""
+    samples = []
+    for _ in range(WARM_UP + repetitions):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        samples.append(1e3 * (time.perf_counter() - start) / calls)
+    return Timing.of(samples[WARM_UP:])
+
+
+def peak_extra_memory(steps: Sequence[Step], device: torch.device, *, before: Callable[[], None] | None = None) -> int | None:
+    """Bytes allocated at the worst moment of the steps, on top of what was there; None where nothing counts them."""
+    if device.type != "cuda":
+        return None
+    if before is not None:
+        before()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    held = torch.cuda.memory_allocated(device)
+    for _, step in steps:
+        step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - held
+
+
+def measure_machine(device: torch.device, elements: int, repetitions: int = REPETITIONS) -> Machine:
+    """Bandwidths of a tensor of `elements` fp32 numbers: copied by PyTorch, and read by a kernel that only reads (a sum where there is no Triton)."""
+    source = torch.randn(elements, device=device)
+    target = torch.empty_like(source)
+    size = source.nbytes
+    copy = time_steps([("copy", lambda: target.copy_(source))], device, repetitions=repetitions)["copy"]
+    readers: list[Callable[[Tensor], Tensor]] = [torch.sum]
+    if device.type == "cuda":
+        from ..kernels.bandwidth import read
+
+        readers.append(read)
+    reads = [time_steps([("read", lambda reader=reader: reader(source))], device, repetitions=repetitions)["read"] for reader in readers]  # type: ignore[misc]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return Machine(device, name, 2e3 * size / copy.median, 1e3 * size / min(read.median for read in reads))

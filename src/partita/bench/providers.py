@@ -1,0 +1,133 @@
+"""Who is timed: Partita, PyTorch in three ways, and other libraries where they are installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Provider:
+    """An implementation of some ops.
+
+    Fields:
+        name: on the command line and in the tables.
+        ops: for each op, what imports (or compiles) its function; called anew for each case.
+        package: the module that must be installed; empty for what is always there.
+        install: the command that brings it.
+        overwrites: whether it leaves the gradient of a loss in the memory of the logits.
+    """
+
+    name: str
+    ops: Mapping[str, Callable[[], Function]]
+    package: str = ""
+    install: str = ""
+    overwrites: bool = False
+
+    def missing(self) -> str | None:
+        """Why it cannot be timed here, in one line."""
+        if self.package and importlib.util.find_spec(self.package) is None:
+            return f"{self.name}: not installed ({self.install})"
+        return None
+
+
+def naive_softmax(x: Tensor) -> Tensor:
+    """Softmax in five calls: the matrix is read five times and written three times."""
+    z = x - x.amax(-1, keepdim=True)
+    numerator = z.exp()
+    return numerator / numerator.sum(-1, keepdim=True)
+
+
+def _softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x, -1)
+
+
+def _log_softmax(x: Tensor) -> Tensor:
+    return torch.log_softmax(x, -1)
+
+
+def eager_token_stats(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probability of the target, log-sum-exp, entropy and arg-max, as written with PyTorch's ops."""
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logp = x.log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    return logp.gather(-1, target.unsqueeze(-1)).squeeze(-1), x.logsumexp(-1), entropy, x.argmax(-1)
+
+
+EAGER: dict[str, Function] = {
+    "softmax": _softmax,
+    "log_softmax": _log_softmax,
+    "cross_entropy": F.cross_entropy,
+    "token_stats": eager_token_stats,
+}
+
+
+def _compiled(function: Function) -> Function:
+    torch.compiler.reset()  # a function is compiled for a few shapes only, before it falls back to the eager one
+    return torch.compile(function, dynamic=False, fullgraph=True)
+
+
+def _import(module: str, name: str) -> Function:
+    return getattr(importlib.import_module(module), name)
+
+
+def _partita(name: str) -> Function:
+    return _import("partita", name)
+
+
+def _partita_inplace() -> Function:
+    cross_entropy = _partita("cross_entropy")
+    return lambda logits, target: cross_entropy(logits.view_as(logits), target, inplace=True)
+
+
+def _liger_softmax() -> Function:
+    function: Any = _import("liger_kernel.ops.softmax", "LigerSoftmaxFunction")
+    return function.apply
+
+
+def _liger_cross_entropy() -> Function:
+    function: Any = _import("liger_kernel.ops.cross_entropy", "LigerCrossEntropyFunction")
+    return lambda logits, target: function.apply(logits, target, None)[0]
+
+
+PARTITA = Provider("partita", {name: lambda name=name: _partita(name) for name in EAGER})  # type: ignore[misc]
+PARTITA_INPLACE = Provider("partita-inplace", {"cross_entropy": _partita_inplace}, overwrites=True)
+OURS = (PARTITA, PARTITA_INPLACE)
+
+TORCH = Provider("torch", {name: lambda function=function: function for name, function in EAGER.items()})  # type: ignore[misc]
+PEERS = (
+    TORCH,
+    Provider("compile", {name: lambda function=function: _compiled(function) for name, function in EAGER.items()}),  # type: ignore[misc]
+    Provider("naive", {"softmax": lambda: naive_softmax}),
+    Provider(
+        "quack",
+        {"softmax": lambda: _import("quack.softmax", "softmax"), "cross_entropy": lambda: _import("quack.cross_entropy", "cross_entropy")},
+        package="quack",
+        install="pip install quack-kernels",
+    ),
+    Provider(
+        "liger",
+        {"softmax": _liger_softmax, "cross_entropy": _liger_cross_entropy},
+        package="liger_kernel",
+        install="pip install liger-kernel",
+        overwrites=True,
+    ),
+)
+
+
+def choose(names: list[str]) -> list[Provider]:
+    """Ours, then the peers of these names, in their order."""
+    known = {peer.name: peer for peer in PEERS}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"--peers: expected some of {', '.join(known)}, got {name!r}")
+    return [*OURS, *(known[name] for name in names)]

@@ -1,0 +1,139 @@
+"""Tables and CSV."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from .._console import print_table
+from .case import DTYPE_NAMES
+from .measure import Machine
+from .runner import Row
+
+PARTS = ("inference", "forward", "backward", "total", "replay", "host")
+COLUMNS = (
+    "op",
+    "part",
+    "provider",
+    "dtype",
+    "rows",
+    "columns",
+    "mean_ms",
+    "median_ms",
+    "min_ms",
+    "max_ms",
+    "repetitions",
+    "bytes",
+    "gb_per_s",
+    "limit",
+    "fraction",
+    "extra_memory_bytes",
+    "error_ulp",
+    "note",
+)
+
+
+def _groups(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
+    """By op, kind of case and dtype, in the order of their coming."""
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.case.op, row.case.label, DTYPE_NAMES[row.case.dtype]), []).append(row)
+    return groups
+
+
+def _title(op: str, label: str, dtype: str) -> str:
+    return f"{op} {label} {dtype}" if label else f"{op} {dtype}"
+
+
+def _percent(row: Row, machine: Machine) -> str:
+    fraction = row.fraction(machine)
+    return "" if fraction is None else f"{100 * fraction:.1f}%"
+
+
+def print_times(rows: Sequence[Row], machine: Machine) -> None:
+    """Every measurement, a line for each case and provider: milliseconds as mean (min–max), and percent of the bandwidth that bounds the part."""
+    for key, group in _groups(rows).items():
+        parts = [part for part in PARTS if any(row.part == part for row in group)]
+        header = ["provider", "rows × columns"]
+        for part in parts:
+            limit = next((row.case.moves[part].limit for row in group if part in row.case.moves), None)
+            header += [f"{part}, ms", *([f"of {limit}"] if limit else [])]
+        memory = any(row.extra_memory is not None for row in group)
+        header += ["extra memory"] * memory + ["ulp", ""]
+        lines = []
+        by_case: dict[tuple[str, str], list[Row]] = {}
+        for row in group:
+            by_case.setdefault((str(row.case), row.provider), []).append(row)
+        for (_, provider), own in by_case.items():
+            case, found = own[0].case, {row.part: row for row in own}
+            line = [provider, f"{case.rows:,} × {case.columns:,}"]
+            for part in parts:
+                measured = found.get(part)
+                line.append(str(measured.timing) if measured else "")
+                if any(part in other.case.moves for other in group):
+                    line.append(_percent(measured, machine) if measured else "")
+            if memory:
+                line.append(_memory(own[0]))
+            line += ["" if math.isnan(own[0].error) else f"{own[0].error:.2g}", own[0].note[:120]]
+            lines.append(line)
+        print_table(_title(*key), header, lines, left=2)
+
+
+def _memory(row: Row) -> str:
+    return "" if row.extra_memory is None else f"{row.extra_memory / 2**20:,.1f} MiB = {row.extra_memory / row.case.bytes:.2f} logits"
+
+
+def print_summary(rows: Sequence[Row], machine: Machine) -> None:
+    """One table for each op and part that has a limit: percent of it, a line a width, a column a provider."""
+    for key, group in _groups(rows).items():
+        providers = list(dict.fromkeys(row.provider for row in group))
+        for part in PARTS:
+            limits = [row.case.moves[part].limit for row in group if row.part == part and part in row.case.moves]
+            if not limits:
+                continue
+            lines = []
+            for columns in dict.fromkeys(row.case.columns for row in group):
+                here = {row.provider: row for row in group if row.case.columns == columns and row.part in (part, "")}
+                cells = [(_percent(here[name], machine) or here[name].note.partition(":")[0]) if name in here else "" for name in providers]
+                lines.append([f"{columns:,}", *cells])
+            print_table(f"{_title(*key)}, {part}: percent of {limits[0]} bandwidth", ["columns", *providers], lines)
+
+
+def describe(machine: Machine) -> str:
+    return f"{machine.name}: copy {machine.copy / 1e9:,.0f} GB/s (read + written), read {machine.read / 1e9:,.0f} GB/s"
+
+
+def write_csv(path: Path, rows: Iterable[Row], machine: Machine) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, COLUMNS, restval="")
+        table.writeheader()
+        for part, bandwidth in (("copy", machine.copy), ("read", machine.read)):
+            table.writerow({"op": "machine", "part": part, "provider": machine.name, "gb_per_s": f"{bandwidth / 1e9:.6g}"})
+        for row in rows:
+            table.writerow(_record(row, machine))
+
+
+def _record(row: Row, machine: Machine) -> dict[str, object]:
+    case, timing, fraction = row.case, row.timing, row.fraction(machine)
+    record: dict[str, object] = {
+        "op": case.op,
+        "part": row.part,
+        "provider": row.provider,
+        "dtype": DTYPE_NAMES[case.dtype],
+        "rows": case.rows,
+        "columns": case.columns,
+        "note": row.note,
+    }
+    if not math.isnan(row.error):
+        record["error_ulp"] = f"{row.error:.3g}"
+    if timing is not None:
+        numbers = {"mean_ms": timing.mean, "median_ms": timing.median, "min_ms": timing.least, "max_ms": timing.greatest}
+        record |= {name: f"{number:.6g}" for name, number in numbers.items()} | {"repetitions": timing.repetitions}
+    if fraction is not None and row.bandwidth is not None:
+        record |= {"bytes": row.moved, "gb_per_s": f"{row.bandwidth / 1e9:.6g}", "limit": case.moves[row.part].limit, "fraction": f"{fraction:.4f}"}
+    if row.part == "total" and row.extra_memory is not None:
+        record["extra_memory_bytes"] = row.extra_memory
+    return record

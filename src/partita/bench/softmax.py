@@ -1,0 +1,124 @@
+"""Softmax and log-softmax over rows, and the sweep over narrow widths that fused softmax kernels are known by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..testing import Error
+from .case import Buffers, Case, Loop, Moves, Settings, divided, poison, row_error
+from .measure import Timing, rotation, time_replay
+from .providers import Function, Provider
+
+WIDTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 781, 50257)
+QUICK_WIDTHS = (256, 4096, 65536, 781)
+SWEEP_ROWS = 4096
+SWEEP_STEP = 128
+SWEEP_LAST = 6272
+
+
+class Inputs(NamedTuple):
+    x: Tensor  # [rows, columns]
+    grad: Tensor  # [rows, columns]
+
+
+@dataclass(frozen=True)
+class Softmax(Case):
+    """Forward and backward: x is read and y written; y and its gradient are read and that of x written."""
+
+    @property
+    def moves(self) -> Mapping[str, Moves]:
+        return {"forward": Moves(2 * self.bytes, "copy"), "backward": Moves(3 * self.bytes, "copy"), "total": Moves(5 * self.bytes, "copy")}
+
+    def inputs(self, buffers: Buffers) -> Inputs:
+        shape = self.rows, self.columns, self.dtype
+        return Inputs(buffers.normal("logits", *shape).detach().requires_grad_(), buffers.normal("gradient", *shape))
+
+    def errors(self, function: Function, inputs: Inputs, provider: Provider) -> Iterator[Error]:
+        x, grad = inputs
+        poison(x)
+        y = function(x)
+        yield row_error(y.detach(), lambda x, _: torch.softmax(x, -1), x)
+        poison(x)
+        (result,) = torch.autograd.grad(y, x, grad)
+        yield row_error(result, lambda x, rows: _softmax_backward(x, grad[rows]), x, scale=-1)
+
+    def loops(self, function: Function, inputs: Inputs, provider: Provider) -> Sequence[Loop]:
+        x, grad = inputs
+        held: dict[str, Any] = {}
+
+        def forward() -> None:
+            held["y"] = function(x)
+
+        def backward() -> None:
+            held["x"] = torch.autograd.grad(held.pop("y"), x, grad)
+
+        return [Loop((("forward", forward), ("backward", backward)), held.clear)]
+
+
+def _softmax_backward(x: Tensor, grad: Tensor) -> Tensor:
+    y = torch.softmax(x, -1)
+    weighted = y * grad.to(x.dtype)
+    return weighted - y * weighted.sum(-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class LogSoftmax(Case):
+    """Forward alone: one read, one write."""
+
+    @property
+    def moves(self) -> Mapping[str, Moves]:
+        return {"inference": Moves(2 * self.bytes, "copy")}
+
+    def inputs(self, buffers: Buffers) -> Tensor:
+        return buffers.normal("logits", self.rows, self.columns, self.dtype)
+
+    def errors(self, function: Function, inputs: Tensor, provider: Provider) -> Iterator[Error]:
+        poison(inputs)
+        yield row_error(function(inputs), lambda x, _: torch.log_softmax(x, -1), inputs, scale=-1)
+
+    def loops(self, function: Function, inputs: Tensor, provider: Provider) -> Sequence[Loop]:
+        return [Loop((("inference", lambda: function(inputs)),), lambda: None)]
+
+
+@dataclass(frozen=True)
+class Sweep(Case):
+    """Softmax forward of a few narrow rows, timed inside a CUDA graph: kernels alone, without the host."""
+
+    without: ClassVar[tuple[str, ...]] = ()
+    label: ClassVar[str] = "sweep"
+
+    @property
+    def moves(self) -> Mapping[str, Moves]:
+        return {"replay": Moves(2 * self.bytes, "copy")}
+
+    def inputs(self, buffers: Buffers) -> Sequence[Tensor]:
+        sets = rotation(2 * self.bytes, buffers.device)
+        return buffers.normal("sweep", sets * self.rows, self.columns, self.dtype).split(self.rows)
+
+    def errors(self, function: Function, inputs: Sequence[Tensor], provider: Provider) -> Iterator[Error]:
+        poison(inputs[0])
+        yield row_error(function(inputs[0]), lambda x, _: torch.softmax(x, -1), inputs[0])
+
+    def loops(self, function: Function, inputs: Sequence[Tensor], provider: Provider) -> Sequence[Loop]:
+        return []
+
+    def times(self, function: Function, inputs: Sequence[Tensor], provider: Provider, device: torch.device, repetitions: int) -> dict[str, Timing]:
+        return {"replay": time_replay(function, inputs, device, bytes_moved=2 * self.bytes, repetitions=repetitions)}
+
+
+def cases(settings: Settings) -> Iterator[Case]:
+    for dtype in settings.dtypes:
+        for columns in settings.widths(WIDTHS, QUICK_WIDTHS):
+            size = dtype, divided(settings.elements, columns), columns
+            yield Softmax("softmax", *size)
+            yield LogSoftmax("log_softmax", *size)
+    if settings.sweep:
+        step = 8 * SWEEP_STEP if settings.quick else SWEEP_STEP
+        rows = min(SWEEP_ROWS, divided(settings.elements, SWEEP_LAST))
+        for columns in range(2 * SWEEP_STEP, SWEEP_LAST + 1, step):
+            yield Sweep("softmax", torch.float32, rows, columns)
