@@ -13,6 +13,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def pytest_configure(config: pytest.Config) -> None:
     for marker, count in NEEDED_GPUS.items():
         config.addinivalue_line("markers", f"{marker}: needs {count} GPU{'s' * (count > 1)} or more; skipped elsewhere")
+    config.addinivalue_line("markers", "interpreted: runs on the CPU under Triton's interpreter too")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

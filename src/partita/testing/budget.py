@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..reference.softmax import accumulator
 
-Scale = Literal["element", "tensor"] | int
+Scale = Literal["element", "tensor"] | int | Tensor
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,22 @@ class Error:
         return f"{self.ulp:.3g} ulp {where}; budget {self.budget:.3g} ulp, the baseline's own error {self.baseline:.3g} ulp"
 
 
-def _units(truth: Tensor, dtype: torch.dtype, scale: Scale) -> Tensor:
-    """One unit in the last place of `dtype` at the magnitude that each element is measured by."""
-    magnitude = torch.where(truth.isfinite(), truth, 0).abs()
-    if scale != "element":
-        magnitude = magnitude.amax() if scale == "tensor" else magnitude.amax(scale, keepdim=True)
+def _ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    """One unit in the last place of `dtype`; arithmetic in the accumulator may flush what is below its smallest normal number."""
     limits, wide = torch.finfo(dtype), torch.finfo(accumulator(dtype))
-    smallest = max(limits.smallest_normal * limits.eps, wide.smallest_normal)  # arithmetic may flush what is below it to zero
+    smallest = max(limits.smallest_normal * limits.eps, wide.smallest_normal)
     exponent = torch.frexp(magnitude).exponent.double() - 1
     return (exponent.exp2() * limits.eps).clamp(min=smallest)
+
+
+def _units(truth: Tensor, dtype: torch.dtype, scale: Scale) -> Tensor:
+    magnitude = torch.where(truth.isfinite(), truth, 0).abs()
+    if isinstance(scale, Tensor):
+        terms = torch.where(scale.isfinite(), scale.double(), 0).abs().expand_as(truth)
+        return torch.maximum(_ulp(magnitude, dtype), _ulp(terms, accumulator(dtype)))
+    if scale != "element":
+        magnitude = magnitude.amax() if scale == "tensor" else magnitude.amax(scale, keepdim=True)
+    return _ulp(magnitude, dtype)
 
 
 def _distance(result: Tensor, truth: Tensor, units: Tensor) -> Tensor:
@@ -69,19 +76,22 @@ def _distance(result: Tensor, truth: Tensor, units: Tensor) -> Tensor:
 def ulp_error(result: Tensor, truth: Tensor, baseline: Tensor | None = None, *, scale: Scale = "element") -> Error:
     """The worst error of `result`, beside a budget of twice the baseline's own error or 2 ulp, whichever is more.
 
-    What a correct algorithm guarantees says what an error is measured by. A softmax, or any positive number formed without cancellation, has
-    a bounded relative error in each element: `scale="element"` counts in ulp of that element. A gradient or a log-probability is a
-    difference of terms as large as the greatest of its row; where they cancel, no algorithm bounds the relative error, but the error over
-    that greatest magnitude is bounded: a dimension as `scale` counts in ulp of the greatest element along it, `"tensor"` in ulp of the
-    greatest of all (the losses of a batch). The baseline's error is a draw from the same distribution as the result's, and a lucky element
-    must not shrink the budget, so its worst element counts. A truth of the result's own dtype is rounded like the result: the distance
-    of the two is at most the sum of both errors, so the budget is 2 ulp more.
+    What a correct algorithm guarantees says what an error is counted in. Every rounding of a term t shifts a sum by at most half an ulp of
+    t, however small the sum is where terms cancel: no algorithm bounds the relative error of a difference, and any good one bounds the
+    error over the magnitude of its terms. So give the sum of the absolute terms as `scale`, and the error is counted in ulp of that in the
+    accumulator's dtype, or in ulp of the result in its own (its one rounding), whichever is more. `scale="element"`, for positive numbers
+    that are formed without cancellation, takes the element alone. Where the terms are not known, a dimension as `scale` takes the greatest
+    element along it, and `"tensor"` the greatest of all; both are blind to what is far below that.
+
+    The baseline's error is a draw from the same distribution as the result's, and a lucky element must not shrink the budget, so its worst
+    element counts. A truth of the result's own dtype is rounded as the result is: the distance between the two is at most the sum of both
+    errors, so the budget is 2 ulp more.
 
     Args:
         result: `[...]`, floating dtype.
         truth: `[...]`, fp64, computed from the same inputs.
         baseline: `[...]`, what PyTorch computes from the same inputs on the same device; None to allow 2 ulp.
-        scale: `"element"`, `"tensor"`, or a dimension.
+        scale: `"element"`, `"tensor"`, a dimension, or magnitudes that broadcast to `truth`.
 
     Returns:
         An `Error`. Below the smallest normal number of the accumulator's dtype, an ulp is that number.

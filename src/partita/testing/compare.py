@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..reference.softmax import accumulator
 from .budget import Error, Scale, ulp_error
 from .memory import poisoned_memory
 
@@ -60,7 +59,7 @@ def floating(tensors: Sequence[Any]) -> list[Tensor]:
 
 def leaves(inputs: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
     """The inputs, each floating one a leaf that shares its memory, or a copy in `dtype`."""
-    return [t.detach().to(dtype).requires_grad_() if isinstance(t, Tensor) and t.is_floating_point() else t for t in inputs]
+    return [t.detach().to(dtype or t.dtype).requires_grad_() if isinstance(t, Tensor) and t.is_floating_point() else t for t in inputs]
 
 
 def upstream_like(results: Sequence[Tensor]) -> list[Tensor]:
@@ -107,17 +106,23 @@ def _greatest(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
 
 
 def contract_errors(
-    function: Callable[..., Any], reference: Callable[..., Any], *inputs: Any, scale: Scale = "element", grad_scale: Scale = "tensor"
+    function: Callable[..., Any],
+    reference: Callable[..., Any],
+    *inputs: Any,
+    upstream: Sequence[Tensor] | None = None,
+    scale: Scale | Sequence[Scale] = "element",
+    grad_scale: Scale | Sequence[Scale] = "tensor",
 ) -> Errors:
     """Run a function forward and backward on poisoned memory, and measure it against its reference in fp64.
 
-    The budget is that of `ulp_error`, with the reference as its own baseline: on the same device, in fp32 (fp64 for fp64), rounded once.
+    The budget is that of `ulp_error`; the baseline is the reference on the same device, in the dtype of the inputs.
 
     Args:
         function: from `inputs` to a tensor, or a tuple of them; differentiable in every floating input.
-        reference: the same in plain PyTorch, in the dtype of its inputs.
+        reference: the same in plain PyTorch, for inputs of any floating dtype.
         inputs: tensors and other arguments, left as they are.
-        scale, grad_scale: of `ulp_error`, for the results and for the gradients.
+        upstream: the gradient of each result; by default one random factor for each element.
+        scale, grad_scale: of `ulp_error`, for the results and for the gradients; one for all, or one for each.
 
     Returns:
         `Errors(forward, backward)`.
@@ -129,13 +134,13 @@ def contract_errors(
         True
     """
     with poisoned_memory():
-        results = forward(function, ours := leaves(inputs))
-        upstream = upstream_like(results)
-        gradients = torch.autograd.grad(results, floating(ours), upstream)
-    wide = [accumulator(t.dtype) for t in floating(inputs)]
+        ours = run(function, leaves(inputs), upstream)
+    upstream = upstream_like(ours.results) if upstream is None else upstream
     truth = run(reference, leaves(inputs, torch.float64), upstream)
-    own = run(reference, leaves(inputs, max(wide, key=lambda dtype: dtype.itemsize)), upstream)
-    return Errors(
-        tuple(ulp_error(*triple, scale=scale) for triple in zip(results, truth.results, own.results, strict=True)),
-        tuple(ulp_error(*triple, scale=grad_scale) for triple in zip(gradients, truth.gradients, own.gradients, strict=True)),
-    )
+    own = run(reference, leaves(inputs), upstream)
+    return Errors(_errors(ours.results, truth.results, own.results, scale), _errors(ours.gradients, truth.gradients, own.gradients, grad_scale))
+
+
+def _errors(ours: Sequence[Tensor], truth: Sequence[Tensor], own: Sequence[Tensor], scale: Scale | Sequence[Scale]) -> tuple[Error, ...]:
+    scales = [scale] * len(ours) if isinstance(scale, str | int | Tensor) else scale
+    return tuple(ulp_error(a, b, c, scale=s) for a, b, c, s in zip(ours, truth, own, scales, strict=True))
