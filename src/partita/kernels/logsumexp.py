@@ -1,0 +1,125 @@
+"""Log-sum-exp and its backward."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..reference.softmax import LogSumExp, accumulator
+from .launch import Rows, counters, elementwise_plan, launch, rows_of, scan_options, scan_plan_for, span_of, tile_options, with_output
+from .math import aligned_start, comes_last, deposit, deposits, edge_columns, exp, finite_shift, first_box, merged, online, row_span
+
+
+@triton.jit
+def logsumexp_kernel(
+    input_ptr,  # [batches, rows, classes]
+    result_ptr,  # [batches, rows]
+    maximum_ptr,  # [batches, rows]
+    sumexp_ptr,  # [batches, rows]
+    boxes_ptr,  # [rows, 1 + splits] int64, zero: the counter, then a box for each program
+    rows,
+    classes,
+    splits,
+    span,
+    in_batch,
+    in_row,
+    in_class,
+    SHARED: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    VEC: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Rows, or shares of a row, read once in blocks; the last program of a row merges the shares."""
+    split = (tl.program_id(0) % splits).to(tl.int64)
+    block = tl.program_id(0) // splits
+    batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
+    row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    start = batch * in_batch + row[:, None] * in_row  # [ROWS, 1]
+    head, body = row_span(start, classes, VEC)
+    source = input_ptr + aligned_start(start, head, VEC)
+    maximum, total = tl.full([ROWS], -float("inf"), WIDE), tl.zeros([ROWS], WIDE)
+    for first in range(split * span, tl.minimum((split + 1) * span, classes), BLOCK_V):
+        column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
+        inside = (row < rows)[:, None] & (column // VEC * VEC < body)
+        x = tl.load(source + column * in_class, mask=inside, other=-float("inf")).to(WIDE)
+        maximum, total = online(maximum, total, x)
+    if VEC > 1:
+        edge, at_edge = edge_columns(head, body, classes, VEC, LANES)  # [1, LANES]
+        edge_x = tl.load(input_ptr + start + edge, mask=at_edge & (split == 0), other=-float("inf")).to(WIDE)
+        maximum, total = online(maximum, total, edge_x)
+    written = row < rows
+    if SHARED:
+        box = first_box(boxes_ptr, tl.sum(row, axis=0), splits)
+        deposit(box, split, tl.sum(maximum, axis=0), tl.sum(total, axis=0))
+        written &= comes_last(box, splits)
+        maxima, sums, held = deposits(box, splits, BLOCK_SPLITS)
+        most, all_sums = merged(maxima, sums, held)
+        maximum, total = tl.zeros([ROWS], WIDE) + most, tl.zeros([ROWS], WIDE) + all_sums
+    place = batch * rows + row
+    result = tl.where(maximum == float("inf"), maximum, maximum + tl.log(total))
+    tl.store(result_ptr + place, result.to(result_ptr.dtype.element_ty), mask=written)
+    tl.store(maximum_ptr + place, maximum, mask=written)
+    tl.store(sumexp_ptr + place, total, mask=written)
+
+
+@triton.jit
+def logsumexp_backward_kernel(
+    grad_ptr,  # [batches, rows]
+    input_ptr,  # [batches, rows, classes]
+    maximum_ptr,  # [batches, rows]
+    sumexp_ptr,  # [batches, rows]
+    result_ptr,  # [batches, rows, classes]
+    rows,
+    classes,
+    in_batch,
+    in_row,
+    in_class,
+    result_batch,
+    result_row,
+    result_class,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """A tile of the softmax, scaled by the gradient of its row: one read, one write."""
+    spans = tl.cdiv(classes, BLOCK_V)
+    block = tl.program_id(0) // spans
+    batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
+    row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    place = batch * rows + row
+    scale = tl.load(grad_ptr + place, mask=row < rows, other=0.0).to(WIDE) / tl.load(sumexp_ptr + place, mask=row < rows, other=1.0)
+    shift = finite_shift(tl.load(maximum_ptr + place, mask=row < rows, other=0.0))
+    column = ((tl.program_id(0) % spans).to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]  # [1, BLOCK_V]
+    inside = (row < rows)[:, None] & (column < classes)
+    x = tl.load(input_ptr + batch * in_batch + row[:, None] * in_row + column * in_class, mask=inside, other=-float("inf")).to(WIDE)
+    result = exp(x - shift[:, None]) * scale[:, None]
+    target = result_ptr + batch * result_batch + row[:, None] * result_row + column * result_class
+    tl.store(target, result.to(result_ptr.dtype.element_ty), mask=inside)
+
+
+def logsumexp(input: Tensor) -> LogSumExp:
+    view = rows_of(-1, input) or rows_of(-1, input.contiguous())
+    wide = input.new_empty(input.shape[:-1], dtype=accumulator(input.dtype))
+    outputs = LogSumExp(input.new_empty(input.shape[:-1]), wide, torch.empty_like(wide))
+    chosen = scan_plan_for(view)
+    args = (view.tensors[0], *outputs, counters(view, chosen.splits), view.rows, view.classes, chosen.splits, span_of(view, chosen), *view.strides[0])
+    launch(logsumexp_kernel, view.batches * triton.cdiv(view.rows, chosen.rows) * chosen.splits, *args, **scan_options(chosen, view))
+    return outputs
+
+
+def logsumexp_backward(grad: Tensor, input: Tensor, maximum: Tensor, sumexp: Tensor) -> Tensor:
+    grad = grad.contiguous()
+    return with_output(lambda view: _logsumexp_backward(view, grad, maximum, sumexp), -1, input, dtype=input.dtype)
+
+
+def _logsumexp_backward(view: Rows, grad: Tensor, maximum: Tensor, sumexp: Tensor) -> None:
+    chosen = elementwise_plan(view)
+    input, result = view.tensors
+    programs = view.batches * triton.cdiv(view.rows, chosen.rows) * triton.cdiv(view.classes, chosen.block)
+    args = (grad, input, maximum, sumexp, result, view.rows, view.classes, *view.strides[0], *view.strides[1])
+    launch(logsumexp_backward_kernel, programs, *args, **tile_options(chosen, input))

@@ -1,0 +1,179 @@
+"""Arithmetic that the kernels share: guarded exponentials, soft-capping, aligned access to rows that start anywhere, and the
+exchange between programs that share a row."""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E_LOW = tl.constexpr(1.925963033500e-8)  # what fp32 drops of log2(e)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def finite_shift(maximum):
+    """The maximum that is subtracted before an exponential: 0 where all is -inf, so that -inf - -inf never arises."""
+    return tl.where(maximum == -float("inf"), 0.0, maximum)
+
+
+@triton.jit
+def exp(x):
+    """e**x; in fp32 by exp2, with an error of |x| half-ulps: enough for what is summed, or rounded to a half type."""
+    if x.dtype == tl.float64:
+        return tl.exp(x)
+    else:
+        return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def exp_exact(x):
+    """e**x to about 2 ulp in fp32 for every x <= 0: the product with log2(e) is carried in two parts."""
+    if x.dtype == tl.float64:
+        return tl.exp(x)
+    else:
+        x = tl.where(x < -150.0, -150.0, x)
+        high = x * LOG2E
+        low = tl.fma(x, LOG2E, -high) + x * LOG2E_LOW
+        e = tl.exp2(high)
+        return tl.fma(e, low * LN2, e)
+
+
+@triton.jit
+def online(maximum, total, x):
+    """Maximum and sum of exponentials of rows, [ROWS], carried over a further block x, [ROWS, BLOCK]."""
+    higher = tl.maximum(maximum, tl.max(x, axis=1))
+    shift = finite_shift(higher)
+    return higher, total * exp(maximum - shift) + tl.sum(exp(x - shift[:, None]), axis=1)
+
+
+@triton.jit
+def tanh(x):
+    """tanh in the precision of x; a series near 0, where the quotient of exponentials cancels."""
+    decay = exp(-2.0 * tl.abs(x))
+    outer = (1.0 - decay) / (1.0 + decay)
+    outer = tl.where(x < 0.0, -outer, outer)
+    if x.dtype == tl.float64:
+        return outer
+    else:
+        s = x * x
+        inner = x + x * s * (-0.33333333333 + s * (0.13333333333 + s * (-0.05396825397 + s * 0.02186948854)))
+        return tl.where(tl.abs(x) < 0.25, inner, outer)
+
+
+@triton.jit
+def capped(x, softcap, CAP: tl.constexpr):
+    """Soft-capped logits; -inf that stands outside of the row must be put back by the caller."""
+    if CAP:
+        return softcap * tanh(x / softcap)
+    else:
+        return x
+
+
+@triton.jit
+def row_span(start, classes, VEC: tl.constexpr):
+    """Where the aligned vectors of a row begin, and how many classes stand before and in them."""
+    if VEC == 1:
+        return 0, classes
+    else:
+        head = ((VEC - start % VEC) % VEC).to(tl.int32)
+        return head, (classes - head) // VEC * VEC
+
+
+@triton.jit
+def aligned_start(start, head, VEC: tl.constexpr):
+    """Offset of the aligned vectors of a row; the compiler cannot see by itself that it is a multiple of VEC."""
+    if VEC == 1:
+        return start
+    else:
+        return tl.multiple_of(start + head, VEC)
+
+
+@triton.jit
+def edge_columns(head, body, classes, VEC: tl.constexpr, LANES: tl.constexpr):
+    """The classes before and behind the aligned vectors: their columns, and which of the lanes hold one."""
+    lane = tl.arange(0, LANES)
+    column = tl.where(lane < VEC, lane, head + body + lane - VEC)
+    return column, tl.where(lane < VEC, lane < head, (lane < 2 * VEC) & (column < classes))
+
+
+@triton.jit
+def again(packed, zero):
+    """`packed`, a block of a half type, as values that the compiler takes for new: it then converts them anew in place of holding
+    the fp32 copies, which would double the registers that a row occupies while its program waits."""
+    return tl.inline_asm_elementwise("xor.b32 $0, $1, $2;", "=r,r,r", [packed, zero], dtype=packed.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
+def pack(first, second):
+    """Two fp32 numbers in one 64-bit word, which is never 0: a pair of zeros gets the sign bit of -0."""
+    high = first.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    word = high | (second.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    return tl.where(word == 0, -0x8000000000000000, word)
+
+
+@triton.jit
+def unpack(word):
+    """The two numbers of `pack`."""
+    return (word >> 32).to(tl.int32).to(tl.float32, bitcast=True), word.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exchange(box_ptr, split, splits, first, second, BLOCK_SPLITS: tl.constexpr):
+    """Hand a pair to the programs that share the row, wait for theirs, and return all, [BLOCK_SPLITS] each, in the programs' order.
+
+    A pair is one 64-bit word, so nobody sees half of it, and it says by not being 0 that it is there. Programs take their places from
+    a ticket, so all those before a waiting program have started, and those of its own row are few enough to fit beside it.
+    """
+    tl.atomic_xchg(box_ptr + split, pack(first, second), sem="relaxed")
+    lane = tl.arange(0, BLOCK_SPLITS)
+    words = tl.load(box_ptr + lane, mask=lane < splits, other=1, volatile=True)
+    while tl.min((words != 0).to(tl.int32), axis=0) == 0:
+        words = tl.load(box_ptr + lane, mask=lane < splits, other=1, volatile=True)
+    return unpack(words)
+
+
+@triton.jit
+def shared_normaliser(box_ptr, split, splits, maximum, total, BLOCK_SPLITS: tl.constexpr):
+    """Maximum (as a finite shift) and sum of exponentials of a row, from those of the part that each program holds."""
+    maxima, sums = exchange(box_ptr, split, splits, maximum, total, BLOCK_SPLITS)
+    maximum, total = merged(maxima, sums, tl.arange(0, BLOCK_SPLITS) < splits)
+    return finite_shift(maximum), total
+
+
+@triton.jit
+def sum_of_all(box_ptr, split, splits, value, BLOCK_SPLITS: tl.constexpr):
+    """The sum of a number over the programs that share a row."""
+    values, _ = exchange(box_ptr, split, splits, value, value, BLOCK_SPLITS)
+    return tl.sum(tl.where(tl.arange(0, BLOCK_SPLITS) < splits, values, 0.0), axis=0)
+
+
+@triton.jit
+def first_box(boxes_ptr, row, splits):
+    """Where a row's counter stands, with a box for each of its programs behind it."""
+    return boxes_ptr + row * (splits + 1)
+
+
+@triton.jit
+def deposit(box_ptr, split, first, second):
+    """Leave a pair for the program of the row that comes last."""
+    tl.atomic_xchg(box_ptr + 1 + split, pack(first, second), sem="relaxed")
+
+
+@triton.jit
+def comes_last(box_ptr, splits):
+    """Whether all other programs of the row have left their pairs: nobody waits, the last one merges."""
+    return tl.atomic_add(box_ptr, 1, sem="acq_rel") == splits - 1
+
+
+@triton.jit
+def deposits(box_ptr, splits, BLOCK_SPLITS: tl.constexpr):
+    """The pairs that were left, [BLOCK_SPLITS] each, and which lanes hold one."""
+    lane = tl.arange(0, BLOCK_SPLITS)
+    first, second = unpack(tl.load(box_ptr + 1 + lane, mask=lane < splits, other=1, volatile=True))
+    return first, second, lane < splits
+
+
+@triton.jit
+def merged(maxima, sums, held):
+    """Maximum and sum of exponentials of a row from those of its parts, [BLOCK_SPLITS], in their order."""
+    maximum = tl.max(tl.where(held, maxima, -float("inf")), axis=0)
+    return maximum, tl.sum(tl.where(held, sums * exp(maxima - finite_shift(maximum)), 0.0), axis=0)
