@@ -101,8 +101,7 @@ class Plan:
 
 def _plan(args: argparse.Namespace) -> Plan:
     try:
-        device = torch.device(args.device)
-        torch.empty(1, device=device)
+        device = torch.empty(1, device=args.device).device  # with its index
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device: cannot use {args.device!r}: {str(error).splitlines()[0]}") from None
     for op in args.ops:
