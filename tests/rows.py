@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from terms import logsumexp_terms, softmax_terms
+from terms import Terms, cross_entropy_terms, logsumexp_terms, softmax_terms
 from torch import Tensor
 
 import partita
@@ -58,14 +58,21 @@ def check(function: Callable, reference: Callable, *inputs: Tensor, **options: A
     assert errors.passed, f"\n{errors}"
 
 
-def check_op(op: Op, x: Tensor, dim: int, *, strict: bool = True) -> None:
-    """Against fp64; `strict` holds each element of a softmax to its own magnitude, which takes a few rows to be fair."""
+def worst_case(terms: Terms, classes: int) -> Terms:
+    """Terms so large that 2 ulp of them is what `classes` roundings one after the other can add up to: for tensors of too few elements to
+    show the baseline's usual error."""
+    return Terms(*(t * (classes / 4 + 2) for t in terms))
+
+
+def check_op(op: Op, x: Tensor, dim: int, *, few: bool = False) -> None:
+    """Against fp64, on `few` elements or on enough to compare with PyTorch's own errors."""
     result = op.theirs(x, dim)
     upstream = upstream_like([result])
     rows = x if x.ndim else x.reshape(1)
     terms = logsumexp_terms(rows, dim, *upstream) if op.name == "logsumexp" else softmax_terms(op.name, rows, dim, *upstream)
+    terms = worst_case(terms, rows.shape[dim]) if few else terms
     forward, backward = (t.reshape(like.shape) for t, like in zip(terms, (result, x), strict=True))
-    scale = "element" if strict and op.name == "softmax" else forward
+    scale = "element" if op.name == "softmax" and not few else forward
     check(lambda x: op.ours(x, dim), lambda x: op.reference(x, dim), x, upstream=upstream, scale=scale, grad_scale=backward)
 
 
@@ -92,10 +99,35 @@ def plain_cross_entropy(
     loss = F.cross_entropy(input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
     if not z_loss:
         return loss
-    z = z_loss * input.logsumexp(min(input.ndim - 1, 1)) ** 2
+    z = z_loss * plain_logsumexp(input, min(input.ndim - 1, 1)) ** 2
     kept = torch.ones_like(z, dtype=torch.bool) if probabilities else target != ignore_index
     z = torch.where(kept, z, 0)
     return loss + {"none": z, "sum": z.sum(), "mean": z.sum() / kept.sum()}[reduction]
+
+
+def check_loss(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    inplace: bool = False,
+    few: bool = False,
+    upstream: Tensor | None = None,
+    **options: Any,
+) -> None:
+    """`partita.cross_entropy` against fp64."""
+    if upstream is None:
+        (upstream,) = upstream_like([plain_cross_entropy(logits, target, weight, **options)])
+    terms = cross_entropy_terms(logits, target, weight, upstream, **options)
+    terms = worst_case(terms, logits.shape[min(logits.ndim - 1, 1)]) if few else terms
+    check(
+        lambda x: partita.cross_entropy(x.clone() if inplace else x, target, weight, inplace=inplace, **options),
+        lambda x: plain_cross_entropy(x, target, weight, **options),
+        logits,
+        upstream=[upstream],
+        scale=terms.forward,
+        grad_scale=terms.backward,
+    )
 
 
 def targets_for(logits: Tensor, kind: str, *, ignored: int | None = None, seed: int = 1) -> Tensor:

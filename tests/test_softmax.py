@@ -13,7 +13,10 @@ COLUMNS = 37
 
 # What the interpreter needs minutes for and a GPU no time.
 WIDTHS = [pytest.param("cpu", width) for width in (1, 2, 3, 64, 129, 300)]
-WIDTHS += [pytest.param("cuda", width, marks=pytest.mark.gpu) for width in (1, 2, 3, 64, 129, 300, 781, 1024, 4097, 8192, 16385, 32768, 50257, 131073, 262144)]
+WIDTHS += [
+    pytest.param("cuda", width, marks=pytest.mark.gpu)
+    for width in (1, 2, 3, 64, 129, 300, 781, 1024, 4097, 8192, 16385, 32768, 50257, 131073, 262144)
+]
 
 
 @pytest.mark.interpreted
@@ -22,7 +25,7 @@ WIDTHS += [pytest.param("cuda", width, marks=pytest.mark.gpu) for width in (1, 2
 @pytest.mark.parametrize("edge", EDGES)
 @ops
 def test_against_fp64(op: Op, edge: str, dtype: torch.dtype, device: str) -> None:
-    check_op(op, edge_rows(edge, columns=COLUMNS, dtype=dtype, device=device), -1)
+    check_op(op, edge_rows(edge, 16, COLUMNS, dtype=dtype, device=device), -1)
 
 
 @pytest.mark.interpreted
@@ -30,7 +33,7 @@ def test_against_fp64(op: Op, edge: str, dtype: torch.dtype, device: str) -> Non
 @pytest.mark.parametrize(("device", "width"), WIDTHS)
 @ops
 def test_widths(op: Op, width: int, device: str, dtype: torch.dtype) -> None:
-    check_op(op, 3 * sample_rows(3, width, dtype=dtype, device=device), -1)
+    check_op(op, 3 * sample_rows(3 + 600 // width, width, dtype=dtype, device=device), -1)
 
 
 @pytest.mark.interpreted
@@ -47,7 +50,7 @@ def test_dims_and_strides(op: Op, layout: str, shape: tuple[int, ...], dim: int,
     order = range(len(shape))
     step = 2 if layout == "spaced" else 1
     x = strided(shape, order if layout == "contiguous" else order[::-1], [step] * len(shape), dtype=dtype, device=device, seed=0)
-    check_op(op, x, dim, strict=False)
+    check_op(op, x, dim, few=True)
 
 
 @devices
@@ -66,7 +69,7 @@ def test_any_tensor(data: st.DataObject, device: str) -> None:
     op = OPS[data.draw(st.sampled_from(sorted(OPS)))]
     dim = data.draw(st.integers(-max(x.ndim, 1), max(x.ndim, 1) - 1))
     assume(x.ndim == 0 or x.shape[dim] > 0)
-    check_op(op, x, dim, strict=False)
+    check_op(op, x, dim, few=True)
 
 
 @pytest.mark.interpreted

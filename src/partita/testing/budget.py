@@ -73,7 +73,15 @@ def _distance(result: Tensor, truth: Tensor, units: Tensor) -> Tensor:
     return torch.where(same & ~rounded.isfinite(), 0, apart)
 
 
-def ulp_error(result: Tensor, truth: Tensor, baseline: Tensor | None = None, *, scale: Scale = "element") -> Error:
+def worst_finite_ulp(result: Tensor, truth: Tensor, scale: Scale) -> float:
+    """The worst error of a baseline: where it is NaN or infinite and the truth is not, it sets no example."""
+    if not truth.numel():
+        return 0.0
+    distance = _distance(result.detach(), truth.detach(), _units(truth.detach(), result.dtype, scale))
+    return float(torch.where(distance.isfinite(), distance, 0).max())
+
+
+def ulp_error(result: Tensor, truth: Tensor, baseline: Tensor | float | None = None, *, scale: Scale = "element") -> Error:
     """The worst error of `result`, beside a budget of twice the baseline's own error or 2 ulp, whichever is more.
 
     What a correct algorithm guarantees says what an error is counted in. Every rounding of a term t shifts a sum by at most half an ulp of
@@ -84,13 +92,13 @@ def ulp_error(result: Tensor, truth: Tensor, baseline: Tensor | None = None, *, 
     element along it, and `"tensor"` the greatest of all; both are blind to what is far below that.
 
     The baseline's error is a draw from the same distribution as the result's, and a lucky element must not shrink the budget, so its worst
-    element counts. A truth of the result's own dtype is rounded as the result is: the distance between the two is at most the sum of both
-    errors, so the budget is 2 ulp more.
+    element counts. A truth of the result's own dtype has an error like the result's; the distance between the two is at most the sum of
+    both, so the budget is doubled.
 
     Args:
         result: `[...]`, floating dtype.
         truth: `[...]`, fp64, computed from the same inputs.
-        baseline: `[...]`, what PyTorch computes from the same inputs on the same device; None to allow 2 ulp.
+        baseline: `[...]`, what PyTorch computes from the same inputs on the same device; or its worst error in ulp; None to allow 2 ulp.
         scale: `"element"`, `"tensor"`, a dimension, or magnitudes that broadcast to `truth`.
 
     Returns:
@@ -107,7 +115,7 @@ def ulp_error(result: Tensor, truth: Tensor, baseline: Tensor | None = None, *, 
         True
     """
     for name, other in (("result", result), ("baseline", baseline)):
-        if other is not None and other.shape != truth.shape:
+        if isinstance(other, Tensor) and other.shape != truth.shape:
             raise ValueError(f"{name}: expected the shape of truth, {list(truth.shape)}, got {list(other.shape)}")
     if truth.dtype != torch.float64:
         raise ValueError(f"truth: expected dtype torch.float64, got {truth.dtype}")
@@ -116,18 +124,16 @@ def ulp_error(result: Tensor, truth: Tensor, baseline: Tensor | None = None, *, 
     result, truth = result.detach(), truth.detach()
     if not truth.numel():
         return Error(0.0, 2.0, 0.0, (), 0.0, 0.0)
-    units = _units(truth, result.dtype, scale)
-    distance = _distance(result, truth, units)
-    own = 0.0
-    if baseline is not None:
-        apart = _distance(baseline.detach().to(result.dtype), truth, units)
-        own = float(torch.where(apart.isfinite(), apart, 0).max())
-    budget = max(2 * own, 2.0) + (2.0 if result.dtype == truth.dtype else 0.0)
+    distance = _distance(result, truth, _units(truth, result.dtype, scale))
+    own = worst_finite_ulp(baseline.to(result.dtype), truth, scale) if isinstance(baseline, Tensor) else baseline or 0.0
+    budget = max(2 * own, 2.0) * (2.0 if result.dtype == truth.dtype else 1.0)
     place = tuple(int(i) for i in torch.unravel_index(distance.argmax(), distance.shape))
     return Error(float(distance[place]), budget, own, place, float(result[place]), float(truth[place]))
 
 
-def assert_within_budget(result: Tensor, truth: Tensor, baseline: Tensor | None = None, *, scale: Scale = "element", name: str = "result") -> None:
+def assert_within_budget(
+    result: Tensor, truth: Tensor, baseline: Tensor | float | None = None, *, scale: Scale = "element", name: str = "result"
+) -> None:
     """Raise `AssertionError` that names the worst element, unless `ulp_error` of the same arguments passes.
 
     Args:

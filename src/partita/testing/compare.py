@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .budget import Error, Scale, ulp_error
+from .budget import Error, Scale, ulp_error, worst_finite_ulp
 from .memory import poisoned_memory
 
 
@@ -115,7 +115,8 @@ def contract_errors(
 ) -> Errors:
     """Run a function forward and backward on poisoned memory, and measure it against its reference in fp64.
 
-    The budget is that of `ulp_error`; the baseline is the reference on the same device, in the dtype of the inputs.
+    The budget is that of `ulp_error`; the baseline is the reference on the same device, in the dtype of the inputs. For fp64, where it would
+    be the truth itself, its error in ulp is measured in fp32, on the inputs rounded to that.
 
     Args:
         function: from `inputs` to a tensor, or a tuple of them; differentiable in every floating input.
@@ -137,10 +138,25 @@ def contract_errors(
         ours = run(function, leaves(inputs), upstream)
     upstream = upstream_like(ours.results) if upstream is None else upstream
     truth = run(reference, leaves(inputs, torch.float64), upstream)
-    own = run(reference, leaves(inputs), upstream)
-    return Errors(_errors(ours.results, truth.results, own.results, scale), _errors(ours.gradients, truth.gradients, own.gradients, grad_scale))
+    below = _narrowed(inputs)
+    own = run(reference, leaves(below), upstream)
+    own_truth = truth if below is inputs else run(reference, leaves(below, torch.float64), upstream)
+    return Errors(*(_errors(*each) for each in zip(ours, truth, own, own_truth, (scale, grad_scale), strict=True)))
 
 
-def _errors(ours: Sequence[Tensor], truth: Sequence[Tensor], own: Sequence[Tensor], scale: Scale | Sequence[Scale]) -> tuple[Error, ...]:
+def _narrowed(inputs: Sequence[Any]) -> Sequence[Any]:
+    """The inputs, fp64 among them as fp32; the same object where there are none."""
+    if all(t.dtype != torch.float64 for t in floating(inputs)):
+        return inputs
+    return [t.float() if isinstance(t, Tensor) and t.dtype == torch.float64 else t for t in inputs]
+
+
+def _errors(
+    ours: Sequence[Tensor], truth: Sequence[Tensor], own: Sequence[Tensor], own_truth: Sequence[Tensor], scale: Scale | Sequence[Scale]
+) -> tuple[Error, ...]:
     scales = [scale] * len(ours) if isinstance(scale, str | int | Tensor) else scale
-    return tuple(ulp_error(a, b, c, scale=s) for a, b, c, s in zip(ours, truth, own, scales, strict=True))
+    errors = []
+    for result, exact, baseline, baseline_exact, each in zip(ours, truth, own, own_truth, scales, strict=True):
+        rounded = baseline if result.dtype == torch.float64 else baseline.to(result.dtype)
+        errors.append(ulp_error(result, exact, worst_finite_ulp(rounded, baseline_exact, each), scale=each))
+    return tuple(errors)

@@ -21,7 +21,9 @@ class Labelled(NamedTuple):
     labels: Tensor
 
 
-def sample_rows(rows: int = 1823, columns: int = 781, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0) -> Tensor:
+def sample_rows(
+    rows: int = 1823, columns: int = 781, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0
+) -> Tensor:
     """Standard normal rows, the same on every device; by default as many and as wide as no block is.
 
     Args:
@@ -38,7 +40,9 @@ def sample_rows(rows: int = 1823, columns: int = 781, *, dtype: torch.dtype = to
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def sample_labels(rows: int = 4, classes: int = 10, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0) -> Labelled:
+def sample_labels(
+    rows: int = 4, classes: int = 10, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0
+) -> Labelled:
     """Standard normal logits with uniform labels, the same on every device.
 
     Args:
@@ -98,7 +102,9 @@ _EDGES: dict[str, Callable[[Tensor], Tensor]] = {
 EDGES = tuple(_EDGES)
 
 
-def edge_rows(edge: str, rows: int = 5, columns: int = 37, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0) -> Tensor:
+def edge_rows(
+    edge: str, rows: int = 5, columns: int = 37, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0
+) -> Tensor:
     """Rows that a kernel may get wrong, one kind for each name in `EDGES`.
 
     Args:
