@@ -61,7 +61,9 @@ def check(function: Callable, reference: Callable, *inputs: Tensor, **options: A
 def worst_case(terms: Terms, classes: int) -> Terms:
     """Terms so large that 2 ulp of them is what `classes` roundings one after the other can add up to: for tensors of too few elements to
     show the baseline's usual error."""
-    return Terms(*(t * (classes / 4 + 2) for t in terms))
+    factor = classes / 4 + 2
+    forward = terms.forward * factor if isinstance(terms.forward, Tensor) else [t * factor for t in terms.forward]
+    return Terms(forward, terms.backward * factor)
 
 
 def check_op(op: Op, x: Tensor, dim: int, *, few: bool = False) -> None:

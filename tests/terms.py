@@ -101,9 +101,6 @@ def token_stats_terms(logits: Tensor, target: Tensor, upstream: list[Tensor], *,
     entropy = (blurred * surprise).sum(-1, keepdim=True)
     on_target, h, e = (u.double().abs().unsqueeze(-1) for u in upstream)
     slope = kept * on_target * (hot + blurred) + h * blurred + e * blurred * (surprise + entropy)
-    # x / temperature is rounded before the maximum is subtracted from it
-    shift = 1 + (0 if temperature == 1 else maximum)
-    return Terms(
-        [t.squeeze(-1) * shift.squeeze(-1) if temperature != 1 else t.squeeze(-1) for t in (logprob, maximum + log_sum + 1, entropy)],
-        slope * shift / temperature,
-    )
+    # x / temperature is rounded before the maximum is taken from it
+    blur = 1 if temperature == 1 else 1 + maximum
+    return Terms([(t * blur).squeeze(-1) for t in (logprob, maximum + log_sum + 1, entropy)], slope * blur / temperature)

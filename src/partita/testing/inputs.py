@@ -84,7 +84,7 @@ def _inf_rows(x: Tensor) -> Tensor:
 _EDGES: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda x: x,
     "offset": lambda x: x + 1e4,
-    "wide": lambda x: 20 * x,
+    "wide": lambda x: 10 * x,
     "huge": lambda x: torch.finfo(x.dtype).max / 64 * x.sign(),
     "equal": torch.zeros_like,
     "leading_inf": _leading_inf,
@@ -108,7 +108,7 @@ def edge_rows(
     """Rows that a kernel may get wrong, one kind for each name in `EDGES`.
 
     Args:
-        edge: `plain`; values `offset` by 1e4, `wide` (spread over some 100 nats), `huge` (near the largest number), all `equal`;
+        edge: `plain`; values `offset` by 1e4, `wide` (spread over tens of nats), `huge` (near the largest number), all `equal`;
             `leading_inf` (-inf in all but the last eighth of the columns), `scattered_inf`, `inf_rows` (every other row is -inf alone);
             strides that are `transposed`, `framed` (a slice with NaN on all sides), `every_other` (columns two apart), `one_row_expanded` and
             `one_column_expanded` (stride 0); `one_column`; `no_rows`.
