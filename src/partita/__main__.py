@@ -19,13 +19,20 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    from . import _check_machine, _info
     from .bench import cli
 
     parser = _Parser(prog="partita", description="Partition functions for PyTorch.", epilog=EPILOG)
     commands = parser.add_subparsers(dest="command", required=True)
-    cli.add_arguments(commands.add_parser("bench", help="time it beside PyTorch and other libraries"))
+    programs = {
+        "info": (_info, "versions, GPUs, and what serves each op"),
+        "check": (_check_machine, "every op against fp64 on this machine"),
+        "bench": (cli, "time it beside PyTorch and other libraries"),
+    }
+    for name, (program, summary) in programs.items():
+        program.add_arguments(commands.add_parser(name, help=summary))
     args = parser.parse_args(argv)
-    return cli.main(args)
+    return programs[args.command][0].main(args)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,12 @@ def _print_rich(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     Console().print(table)
 
 
+def first_line(error: BaseException) -> str:
+    """The name of an error and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 class Progress:
     """A progress bar on the error stream; a line every now and then where that is no terminal."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from .._console import Progress
+from .._info import no_gpu
 from . import picture, report
 from .case import DTYPES, Case, Settings
 from .measure import REPETITIONS, Machine, measure_machine
@@ -76,9 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", default=peers, metavar="NAMES", help=f"whom to time beside Partita: {peers} by default, '' for nobody")
     parser.add_argument("--only-ours", action="store_true", help="the same as --peers ''")
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
-    parser.add_argument("--dtype", type=_dtypes, default=_dtypes("fp32,bf16"), metavar="NAMES", help=f"some of {','.join(DTYPES)}; fp32,bf16 by default")
+    parser.add_argument("--dtype", type=_dtypes, default=_dtypes("fp32,bf16"), metavar="NAMES", help="fp32,bf16 by default; also fp16, fp64")
     parser.add_argument("--columns", type=_numbers, default=(), metavar="NUMBERS", help="widths, in place of those of the op")
-    parser.add_argument("--elements", type=_number, metavar="NUMBER", help=f"of the logits; {GPU_ELEMENTS:,} by default ({CPU_ELEMENTS:,} on the CPU)")
+    parser.add_argument("--elements", type=_number, metavar="NUMBER", help="of the logits; 2**28 by default, 2**20 on the CPU")
     parser.add_argument("--repetitions", type=_number, default=REPETITIONS, metavar="NUMBER", help=f"of each measurement; {REPETITIONS} by default")
     parser.add_argument("--no-sweep", action="store_true", help="leave out the sweep of softmax over narrow rows, which the picture shows")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", metavar="NAME", help="cuda, cuda:1, cpu")
@@ -128,8 +129,8 @@ def main(args: argparse.Namespace) -> int:
     except UsageError as error:
         print(f"partita bench: {error}", file=sys.stderr)
         return 2
-    if plan.device.type != "cuda":
-        print("No GPU: a small timing on the CPU, which says little about a GPU.")
+    if not torch.cuda.is_available():
+        print(f"{no_gpu()} What follows is a small timing on the CPU, which says little about a GPU.")
     here = []
     for provider in plan.providers:
         if message := provider.missing():

@@ -156,12 +156,14 @@ def measure_machine(device: torch.device, elements: int, repetitions: int = REPE
     source = torch.randn(elements, device=device)
     target = torch.empty_like(source)
     size = source.nbytes
-    copy = time_steps([("copy", lambda: target.copy_(source))], device, repetitions=repetitions)["copy"]
+
+    def median(function: Callable[[Tensor], object]) -> float:
+        return time_steps([("call", lambda: function(source))], device, repetitions=repetitions)["call"].median
+
     readers: list[Callable[[Tensor], Tensor]] = [torch.sum]
     if device.type == "cuda":
         from ..kernels.bandwidth import read
 
         readers.append(read)
-    reads = [time_steps([("read", lambda reader=reader: reader(source))], device, repetitions=repetitions)["read"] for reader in readers]  # type: ignore[misc]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return Machine(device, name, 2e3 * size / copy.median, 1e3 * size / min(read.median for read in reads))
+    return Machine(device, name, copy=2e3 * size / median(target.copy_), read=1e3 * size / min(map(median, readers)))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .._console import first_line
 from .case import Buffers, Case, Settings
 from .measure import Machine, Timing
 from .providers import OURS, TORCH, Provider
@@ -56,7 +57,13 @@ class DeviceLost(RuntimeError):
 
 
 def run(
-    cases: Iterable[Case], providers: Sequence[Provider], machine: Machine, settings: Settings, *, say: Callable[[str], None], done: Callable[[], None]
+    cases: Iterable[Case],
+    providers: Sequence[Provider],
+    machine: Machine,
+    settings: Settings,
+    *,
+    say: Callable[[str], None],
+    done: Callable[[], None],
 ) -> Iterable[Row]:
     """Rows as they are measured; `say` hears what is being measured, `done` when a case and its provider are through."""
     buffers = Buffers(machine.device)
@@ -88,12 +95,7 @@ def _rows(case: Case, inputs: object, provider: Provider, own: Sequence[float], 
         return [Row(case, provider.name, part, timing, worst, memory, "") for part, timing in times.items()]
     except Exception as error:
         _require(machine.device, error)
-        return [Row(case, provider.name, "", None, float("nan"), None, f"refuses: {first_line(error)}")]
-
-
-def first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}"[:200] if lines else type(error).__name__
+        return [Row(case, provider.name, "", None, float("nan"), None, f"refuses: {first_line(error)[:200]}")]
 
 
 def _require(device: torch.device, error: Exception) -> None:

@@ -1,0 +1,251 @@
+"""`partita check`: every op against fp64 on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import _backend
+from ._console import Progress, first_line, print_table
+from ._info import FLOORS, no_gpu
+from .cross_entropy import cross_entropy
+from .softmax import log_softmax, logsumexp, softmax
+from .testing import contract_errors, edge_rows
+from .testing.budget import Scale
+from .token_stats import token_stats
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+EDGES = ("plain", "offset", "leading_inf", "transposed", "framed")
+ROWS, COLUMNS = 19, 781  # neither is a multiple of a block
+WIDE_ROWS, WIDE_COLUMNS = 3, 50_257
+IGNORED = 2  # a label
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the table.
+
+    Fields:
+        op: its name.
+        ours, theirs: from the logits and what `others` gives; theirs is PyTorch, in the dtype of the logits.
+        others: from the logits, the arguments that follow them.
+        scale: of `ulp_error`, for the results.
+        sizes: rows and columns.
+        edges: the inputs at the first of these.
+    """
+
+    op: str
+    ours: Function
+    theirs: Function
+    others: Callable[[Tensor], tuple[Any, ...]]
+    scale: Scale
+    sizes: tuple[tuple[int, int], ...] = ((ROWS, COLUMNS), (WIDE_ROWS, WIDE_COLUMNS))
+    edges: tuple[str, ...] = EDGES
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What serves a device, by the name that the table shows."""
+
+    name: str
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"{self.name} on {self.device}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the table, as it is printed."""
+
+    op: str
+    backend: str
+    dtype: str
+    error: str
+    torch_error: str
+    passed: bool
+    note: str = ""
+
+
+def _labels(x: Tensor) -> Tensor:
+    """Labels among the last columns, which are finite in every input."""
+    return torch.arange(x.shape[0], device=x.device) % (x.shape[1] // 8) + x.shape[1] - x.shape[1] // 8
+
+
+def _some_ignored(x: Tensor) -> Tensor:
+    return _labels(x).masked_fill(torch.arange(x.shape[0], device=x.device) % 3 == 1, IGNORED)
+
+
+def _probabilities(x: Tensor) -> Tensor:
+    """Of the same columns alone: 0 where the logits may be -inf."""
+    one_hot = F.one_hot(_labels(x), x.shape[1])
+    return (0.75 * one_hot + 0.25 * one_hot.roll(1, 0)).to(x.dtype)
+
+
+def _weight(x: Tensor) -> Tensor:
+    """Of the classes; eighths, which every dtype holds."""
+    return (torch.arange(x.shape[1], device=x.device) % 8 + 1).to(x.dtype) / 8
+
+
+def _everything(x: Tensor, target: Tensor) -> Tensor:
+    """Class weights, smoothing, ignored labels, soft-capping and z-loss at once."""
+    capped = 30 * torch.tanh(x / 30)
+    kept = target != IGNORED
+    z = 1e-3 * torch.where(kept, capped.logsumexp(-1), 0).square().sum() / kept.sum()
+    return F.cross_entropy(capped, target, _weight(x), ignore_index=IGNORED, label_smoothing=0.1) + z
+
+
+def _token_stats(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    x = x.to(torch.promote_types(x.dtype, torch.float32)) / 0.75
+    logp = x.log_softmax(-1)
+    p = logp.exp()
+    entropy = -(p * logp.masked_fill(p == 0, 0)).sum(-1)
+    return logp.gather(-1, target.unsqueeze(-1)).squeeze(-1), x.logsumexp(-1), entropy
+
+
+CHECKS = (
+    Check("softmax", softmax, lambda x: torch.softmax(x, -1), lambda x: (), "element"),
+    Check("log_softmax", log_softmax, lambda x: torch.log_softmax(x, -1), lambda x: (), -1),
+    Check("logsumexp", logsumexp, lambda x: torch.logsumexp(x, -1), lambda x: (), "tensor"),
+    Check("cross_entropy", cross_entropy, F.cross_entropy, lambda x: (_labels(x),), "tensor"),
+    Check(
+        "cross_entropy, per row",
+        lambda x, target: cross_entropy(x, target, reduction="none", ignore_index=IGNORED),
+        lambda x, target: F.cross_entropy(x, target, reduction="none", ignore_index=IGNORED),
+        lambda x: (_some_ignored(x),),
+        "tensor",
+    ),
+    Check(
+        "cross_entropy, all options",
+        lambda x, target: cross_entropy(x, target, _weight(x), ignore_index=IGNORED, label_smoothing=0.1, softcap=30.0, z_loss=1e-3),
+        _everything,
+        lambda x: (_some_ignored(x),),
+        "tensor",
+        ((ROWS, COLUMNS),),
+    ),
+    Check(
+        "cross_entropy, probabilities",
+        lambda x, target: cross_entropy(x, target, _weight(x)),
+        lambda x, target: F.cross_entropy(x, target, _weight(x)),
+        lambda x: (_probabilities(x),),
+        "tensor",
+        ((ROWS, COLUMNS),),
+        ("plain", "offset", "transposed"),  # PyTorch's loss is NaN where 0 meets -inf
+    ),
+    Check(
+        "cross_entropy, in place",
+        lambda x, target: cross_entropy(x.clone(), target, inplace=True),
+        F.cross_entropy,
+        lambda x: (_labels(x),),
+        "tensor",
+    ),
+    Check("token_stats", lambda x, target: token_stats(x, target, temperature=0.75), _token_stats, lambda x: (_labels(x),), "tensor"),
+)
+
+
+def _inputs(check: Check, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Logits with their names."""
+    for rows, columns in check.sizes:
+        for edge in check.edges if columns == COLUMNS else ("plain",):
+            yield f"{edge} {rows} × {columns}", edge_rows(edge, rows, columns, dtype=dtype, device=device)
+
+
+def run(check: Check, backend: Backend, dtype: str) -> Line:
+    """The worst of all inputs, forward and backward."""
+    worst = 0.0
+    line = Line(check.op, str(backend), dtype, "0", "0", True)
+    try:
+        for name, x in _inputs(check, DTYPES[dtype], backend.device):
+            errors = contract_errors(check.ours, check.theirs, x, *check.others(x), scale=check.scale, grad_scale=-1)
+            for part in ("forward", "backward"):
+                for error in getattr(errors, part):
+                    if error.ulp / error.budget > worst:
+                        worst = error.ulp / error.budget
+                        note = "" if error.passed else f"{name}, {part}: {error}"
+                        line = Line(check.op, str(backend), dtype, f"{error.ulp:.2g}", f"{error.baseline:.2g}", error.passed, note)
+    except Exception as error:
+        return Line(check.op, str(backend), dtype, "", "", False, first_line(error))
+    return line
+
+
+def run_bad_label(backend: Backend, dtype: str) -> Line:
+    """A label out of range: an error where values are checked, else NaN in its row and the other rows as ever."""
+    op = "cross_entropy, bad label"
+    x = edge_rows("plain", ROWS, COLUMNS, dtype=DTYPES[dtype], device=backend.device)
+    good = _labels(x)
+    bad = good.clone()
+    bad[1] = COLUMNS
+    try:
+        expected = cross_entropy(x, good, reduction="none")
+        try:
+            result = cross_entropy(x, bad, reduction="none")
+        except IndexError:
+            return Line(op, str(backend), dtype, "IndexError", "", True)
+        wrong = result.isnan() != (torch.arange(ROWS, device=x.device) == 1)
+        wrong |= (result != expected) & ~result.isnan()
+    except Exception as error:
+        return Line(op, str(backend), dtype, "", "", False, first_line(error))
+    failed = wrong.nonzero().flatten().tolist()
+    return Line(op, str(backend), dtype, "NaN in its row", "", not failed, f"wrong rows: {failed}" if failed else "")
+
+
+def devices(name: str | None) -> list[torch.device]:
+    """The CPU and the current GPU, or the one that is named."""
+    if name is not None:
+        return [torch.empty(0, device=name).device]
+    gpus = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
+    return [torch.device("cpu"), *gpus]
+
+
+def served(devices: Sequence[torch.device]) -> list[Backend]:
+    """What serves each of the devices; a line is printed for one that the chosen backend cannot serve."""
+    result = []
+    for device in devices:
+        try:
+            result.append(Backend(FLOORS[_backend.resolve(_backend.current(), device, numba=False)], device))
+        except RuntimeError as error:
+            print(f"{device} is left out: {error}")
+    return result
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Run every op on this machine, forward and backward, and compare it with fp64: on the CPU and on the current GPU."
+    parser.epilog = "An error may be twice that of PyTorch, or 2 ulp. exit codes: 0 all passed, 1 something failed, 2 wrong arguments"
+    parser.add_argument("--device", metavar="NAME", help="one device alone: cpu, cuda, cuda:1")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Check, print; the exit code."""
+    try:
+        chosen = served(devices(args.device))
+    except (RuntimeError, AssertionError) as error:
+        print(f"partita check: --device: cannot use {args.device!r}: {first_line(error)}", file=sys.stderr)
+        return 2
+    lines = []
+    with Progress(len(chosen) * (len(CHECKS) + 1) * len(DTYPES)) as progress:
+        for backend in chosen:
+            for dtype in DTYPES:
+                for check in CHECKS:
+                    progress.say(f"{check.op} {dtype}, {backend}")
+                    lines.append(run(check, backend, dtype))
+                    progress.advance()
+                lines.append(run_bad_label(backend, dtype))
+                progress.advance()
+    lines.sort(key=lambda line: (line.backend, line.op))  # a stable sort: the dtypes keep their order
+    header = ["op", "backend", "dtype", "error, ulp", "torch's, ulp", "result", ""]
+    table = [[x.op, x.backend, x.dtype, x.error, x.torch_error, "pass" if x.passed else "FAIL", x.note] for x in lines]
+    print_table("Against fp64", header, table, left=3)
+    failures = sum(not line.passed for line in lines)
+    if args.device is None and not torch.cuda.is_available():
+        print(f"\n{no_gpu()}")
+    print(f"\n{len(lines) - failures} passed, {failures} failed")
+    return int(failures > 0)
