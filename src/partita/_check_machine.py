@@ -19,6 +19,7 @@ from .cross_entropy import cross_entropy
 from .softmax import log_softmax, logsumexp, softmax
 from .testing import contract_errors, edge_rows
 from .testing.budget import Scale
+from .testing.compare import forward, upstream_like
 from .token_stats import token_stats
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -165,7 +166,10 @@ def run(check: Check, backend: Backend, dtype: str) -> Line:
     line = Line(check.op, str(backend), dtype, "0", "0", True)
     try:
         for name, x in _inputs(check, DTYPES[dtype], backend.device):
-            errors = contract_errors(check.ours, check.theirs, x, *check.others(x), scale=check.scale, grad_scale=-1)
+            inputs = x, *check.others(x)
+            # Positive factors: what a gradient is the difference of is then no larger than the greatest element of its row.
+            upstream = [u.abs() for u in upstream_like(forward(check.theirs, inputs))]
+            errors = contract_errors(check.ours, check.theirs, *inputs, upstream=upstream, scale=check.scale, grad_scale=-1)
             for part in ("forward", "backward"):
                 for error in getattr(errors, part):
                     if error.ulp / error.budget > worst:

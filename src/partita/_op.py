@@ -38,8 +38,8 @@ def define(
     name = schema.partition("(")[0]
     qualified = f"partita::{name}"
 
-    def run(first: torch.Tensor, *args: Any) -> Any:
-        *args, backend = args
+    def run(first: torch.Tensor, *rest: Any) -> Any:
+        *args, backend = rest
         if check is not None:
             check(first, *args)
         return _implementation(column, name, backend, first.device, numba)(first, *args)

@@ -36,33 +36,33 @@ def _rows_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
             front = tensor.expand(info.batch_size, *tensor.shape) if at is None else tensor.movedim(at, 0)
             tensors[i] = front.flatten(0, 1)
     if count == 3:
-        return tuple(part.unflatten(0, (info.batch_size, -1)) for part in _rows(*tensors, *options)), (0, 0, 0, 0)
+        return tuple(part.unflatten(0, (info.batch_size, -1)) for part in _rows(*tensors, *options)), (0,) * 5
     return _rows_backward(*tensors, *options).unflatten(0, (info.batch_size, -1)), 0
 
 
-def _rows_fake(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _rows_fake(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
     wide = accumulator(logits.dtype)
-    return tuple(logits.new_empty(_row_shape(logits), dtype=wide) for _ in range(4))
+    return tuple(logits.new_empty(_row_shape(logits), dtype=wide) for _ in range(5))
 
 
 _rows = _op.define(
     "cross_entropy",
     "cross_entropy(Tensor logits, Tensor target, Tensor? weight, int ignore_index, float label_smoothing, float softcap, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _rows_fake,
     check=lambda logits, target, weight, ignore_index, *_: _check_labels(logits, target, ignore_index),
     vmap=_rows_vmap,
 )
 _rows_backward = _op.define(
     "cross_entropy",
-    "cross_entropy_backward(Tensor grad_loss, Tensor grad_logsumexp, Tensor logits, Tensor target, Tensor? weight, Tensor maximum, Tensor sumexp,"
+    "cross_entropy_backward(Tensor grad_loss, Tensor grad_logsumexp, Tensor logits, Tensor target, Tensor? weight, Tensor maximum, Tensor sumexp, Tensor total_weight,"
     " int ignore_index, float label_smoothing, float softcap, str backend) -> Tensor",
     lambda grad_loss, grad_logsumexp, logits, *_: torch.empty_like(logits),
     vmap=_rows_vmap,
 )
 _rows_backward_inplace = _op.define(
     "cross_entropy",
-    "cross_entropy_backward_(Tensor grad_loss, Tensor grad_logsumexp, Tensor(a!) logits, Tensor target, Tensor? weight, Tensor maximum, Tensor sumexp,"
+    "cross_entropy_backward_(Tensor grad_loss, Tensor grad_logsumexp, Tensor(a!) logits, Tensor target, Tensor? weight, Tensor maximum, Tensor sumexp, Tensor total_weight,"
     " int ignore_index, float label_smoothing, float softcap, str backend) -> ()",
     lambda *_: None,
 )
@@ -111,19 +111,18 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         logits, target, weight, *ctx.options, ctx.inplace = inputs
-        maximum, sumexp = output[2:]
-        ctx.mark_non_differentiable(maximum, sumexp)
-        ctx.save_for_backward(logits, target, weight, maximum, sumexp)
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.save_for_backward(logits, target, weight, *output[2:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        logits, target, weight, maximum, sumexp = ctx.saved_tensors
+        logits, target, weight, *statistics = ctx.saved_tensors
         grad_loss, grad_logsumexp = grads[:2]
         *options, backend = ctx.options
         if ctx.inplace:
             if torch.is_grad_enabled():
                 raise RuntimeError("inplace=True writes the gradient over the logits, so there is no second derivative: use inplace=False")
-            _rows_backward_inplace(grad_loss, grad_logsumexp, logits, target, weight, maximum, sumexp, *options, backend)
+            _rows_backward_inplace(grad_loss, grad_logsumexp, logits, target, weight, *statistics, *options, backend)
             torch.autograd.graph.increment_version(logits)
             return logits.detach(), *(None for _ in range(7))
         probabilities = target.is_floating_point()
@@ -132,7 +131,7 @@ class _Rows(torch.autograd.Function):
             lambda *tensors: _rows_backward(*tensors, *options, backend),
             lambda *tensors: reference.cross_entropy_backward(*tensors, *options),
             variables,
-            *(grad_loss, grad_logsumexp, logits, target, weight, maximum, sumexp),
+            *(grad_loss, grad_logsumexp, logits, target, weight, *statistics),
         )
         grad_target, grad_weight = None, None
         if probabilities and (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
@@ -194,7 +193,7 @@ def _mean_denominators(logits: Tensor, target: Tensor, weight: Tensor | None, op
 def _reduced(logits: Tensor, target: Tensor, weight: Tensor | None, options: _Options, inplace: bool = False) -> Tensor:
     """The loss from the rows: each term in PyTorch, so that a compiler or a function transform sees through it."""
     numbers = options.ignore_index, options.label_smoothing, options.softcap
-    loss, logsumexp, _, _ = _Rows.apply(logits, target, weight, *numbers, options.backend, inplace)
+    loss, logsumexp, *_ = _Rows.apply(logits, target, weight, *numbers, options.backend, inplace)
     z = options.z_loss * logsumexp.square() if options.z_loss else None
     if options.reduction != "mean":
         loss = loss if z is None else loss + z

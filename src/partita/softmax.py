@@ -208,7 +208,7 @@ def logsumexp(input: Tensor, dim: int | Sequence[int] = -1, keepdim: bool = Fals
     Example:
         >>> import torch, partita
         >>> partita.logsumexp(torch.tensor([1000.0, 1000.0]))
-        tensor(1000.6931)
+        tensor(1000.6932)
     """
     _checks.floating("input", input)
     dims = [_checks.dimension("dim", d, input.ndim) for d in ((dim,) if isinstance(dim, int) else dim)]

@@ -19,6 +19,7 @@ REPLAY_BYTES = 2e9  # a graph this long hides the cost of its launch
 CACHES = 4  # inputs and outputs that rotate through this many times the L2 cache are not found in it
 
 Step = tuple[str, Callable[[], object]]
+Before = Callable[[], None] | None
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def _milliseconds(start: Any, end: Any) -> float:
     return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
 
 
-def time_steps(steps: Sequence[Step], device: torch.device, *, before: Callable[[], None] | None = None, repetitions: int = REPETITIONS) -> dict[str, Timing]:
+def time_steps(steps: Sequence[Step], device: torch.device, *, before: Before = None, repetitions: int = REPETITIONS) -> dict[str, Timing]:
     """Time steps that follow one another, and their `total` where they are several; `before` runs ahead of each repetition, untimed."""
     for _ in range(WARM_UP):
         if before is not None:
@@ -136,7 +137,7 @@ def time_host(call: Callable[[], object], device: torch.device, *, calls: int, r
     return Timing.of(samples[WARM_UP:])
 
 
-def peak_extra_memory(steps: Sequence[Step], device: torch.device, *, before: Callable[[], None] | None = None) -> int | None:
+def peak_extra_memory(steps: Sequence[Step], device: torch.device, *, before: Before = None) -> int | None:
     """Bytes allocated at the worst moment of the steps, on top of what was there; None where nothing counts them."""
     if device.type != "cuda":
         return None

@@ -20,6 +20,7 @@ class Rows(NamedTuple):
     logsumexp: Tensor  # [N, ...], 0 where ignored
     maximum: Tensor  # [N, ...]
     sumexp: Tensor  # [N, ...], sum of exp(logits - maximum)
+    total_weight: Tensor  # [N, ...], sum of q, 0 where ignored
 
 
 class OnePass(NamedTuple):
@@ -56,7 +57,7 @@ def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, ignore_
     x = capped(logits, softcap)
     if classes == 0:
         nothing = x.new_full(x.shape[:-1], 0.0 if target.is_floating_point() else torch.nan)
-        return Rows(nothing, nothing - torch.inf, nothing - torch.inf, nothing * 0)
+        return Rows(nothing, nothing - torch.inf, nothing - torch.inf, nothing * 0, nothing * 0)
     logp = x.log_softmax(-1)
     maximum = x.amax(-1)
     sumexp = (x - torch.where(maximum == -torch.inf, 0, maximum).unsqueeze(-1)).exp().sum(-1)
@@ -64,7 +65,7 @@ def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, ignore_
     if target.is_floating_point():
         q = target_weights(target, weight, classes, ignore_index, label_smoothing, x)
         loss = torch.where(q == 0, 0, -q * logp).sum(-1)
-        return Rows(loss, logsumexp, maximum, sumexp)
+        return Rows(loss, logsumexp, maximum, sumexp, q.sum(-1))
     labels, kept, wrong = valid_targets(target, classes, ignore_index)
     loss = -logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     if weight is not None:
@@ -72,8 +73,11 @@ def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, ignore_
     if label_smoothing:
         everywhere = logp.sum(-1) if weight is None else torch.where(weight == 0, 0, logp * weight.to(x.dtype)).sum(-1)
         loss = (1 - label_smoothing) * loss - label_smoothing / classes * everywhere
-    loss = torch.where(wrong, torch.nan, torch.where(kept, loss, 0))
-    return Rows(loss, torch.where(kept, logsumexp, 0), maximum, sumexp)
+    on_label = x.new_ones(()) if weight is None else weight.to(x.dtype)[labels]
+    spread = 1.0 if weight is None else weight.to(x.dtype).mean()
+    total_weight = torch.where(kept, (1 - label_smoothing) * on_label + label_smoothing * spread, 0)
+    spoiled = torch.where(wrong, torch.nan, 0.0).to(x.dtype)
+    return Rows(torch.where(kept, loss, 0) + spoiled, torch.where(kept, logsumexp, 0), maximum, sumexp, total_weight + spoiled)
 
 
 def cross_entropy_backward(
@@ -84,11 +88,12 @@ def cross_entropy_backward(
     weight: Tensor | None,
     maximum: Tensor | None,
     sumexp: Tensor | None,
+    total_weight: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     softcap: float,
 ) -> Tensor:
-    """Differentiable in the first three, and in `weight` and probability targets; `maximum` and `sumexp` spare a kernel work."""
+    """Differentiable in the first three, and in `weight` and probability targets; the three that follow spare a kernel work."""
     classes = logits.shape[1]
     x = capped(logits, softcap)
     p = x.softmax(-1)
@@ -127,7 +132,7 @@ def cross_entropy_one_pass(
     scale, z_scale = (1.0, 1.0) if denominators is None else denominators.to(rows.loss.dtype).reciprocal().unbind()
     g = torch.ones_like(rows.loss) * scale
     h = 2 * z_loss * rows.logsumexp * z_scale
-    grad = cross_entropy_backward(g, h, logits, target, weight, rows.maximum, rows.sumexp, ignore_index, label_smoothing, softcap)
+    grad = cross_entropy_backward(g, h, logits, target, weight, rows.maximum, rows.sumexp, rows.total_weight, ignore_index, label_smoothing, softcap)
     z = z_loss * rows.logsumexp.square() * (z_scale / scale)
     return OnePass(rows.loss + z if z_loss else rows.loss, grad)
 

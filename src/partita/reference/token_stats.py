@@ -16,8 +16,8 @@ class Stats(NamedTuple):
     logsumexp: Tensor  # [...]
     entropy: Tensor  # [...]
     argmax: Tensor  # [...], int64
-    maximum: Tensor  # [...]
-    sumexp: Tensor  # [...], sum of exp(logits / temperature - maximum)
+    maximum: Tensor  # [...], of the logits
+    sumexp: Tensor  # [...], sum of exp((logits - maximum) / temperature)
 
 
 def token_stats(logits: Tensor, target: Tensor, temperature: float, ignore_index: int) -> Stats:
@@ -31,7 +31,7 @@ def token_stats(logits: Tensor, target: Tensor, temperature: float, ignore_index
     sumexp = (x - torch.where(maximum == -torch.inf, 0, maximum).unsqueeze(-1)).exp().sum(-1)
     spoiled = torch.where(wrong, torch.nan, 0.0).to(x.dtype)
     logprob = torch.where(kept, logprob, 0) + spoiled
-    return Stats(logprob, maximum + sumexp.log() + spoiled, entropy + spoiled, x.argmax(-1), maximum, sumexp)
+    return Stats(logprob, maximum + sumexp.log() + spoiled, entropy + spoiled, x.argmax(-1), maximum * temperature, sumexp)
 
 
 def token_stats_backward(

@@ -1,0 +1,262 @@
+"""Cross-entropy: loss and gradient of a row in one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..reference.cross_entropy import OnePass
+from ..reference.softmax import accumulator
+from .cross_entropy_rows import (
+    cross_entropy,
+    cross_entropy_backward,
+    cross_entropy_backward_,
+    cross_entropy_denominators,
+    class_gradient,
+    held_logits,
+    label_weights,
+    scale_,
+    shortfall,
+    spread_mode,
+    spread_weights,
+    view_of,
+)
+from .launch import boxes, launch, plan_for, row_options, tile_options
+from .math import again, aligned_start, capped, edge_columns, exchange, exp, finite_shift, row_span, shared_normaliser
+
+__all__ = [
+    "cross_entropy",
+    "cross_entropy_backward",
+    "cross_entropy_backward_",
+    "cross_entropy_denominators",
+    "cross_entropy_one_pass",
+    "cross_entropy_one_pass_",
+    "scale_",
+]
+
+
+@triton.jit
+def row_terms(
+    kept, on_label, label_x, spread, spread_loss, shift, total, denominators_ptr, z_loss, SPREAD: tl.constexpr, Z: tl.constexpr, WIDE: tl.constexpr
+):
+    """Of rows: the loss, the factor of exp(x - shift) in the gradient, and the factor of the weights q in it."""
+    log_total = tl.log(total)
+    loss = on_label * (log_total + (shift - label_x))
+    if SPREAD:
+        loss += spread * log_total + spread_loss
+    scale = tl.full([], 1.0, WIDE)
+    z_scale = tl.full([], 1.0, WIDE)
+    if denominators_ptr is not None:
+        scale = 1.0 / tl.load(denominators_ptr).to(WIDE)
+        z_scale = 1.0 / tl.load(denominators_ptr + 1).to(WIDE)
+    pull = scale * (on_label + spread)
+    if Z:
+        logsumexp = shift + log_total
+        loss += z_loss * logsumexp * logsumexp * (z_scale / scale)
+        pull += 2.0 * z_loss * logsumexp * z_scale
+    return tl.where(kept, loss, 0.0), tl.where(kept, pull / total, 0.0), tl.where(kept, scale, 0.0)
+
+
+@triton.jit
+def cross_entropy_tile_kernel(
+    logits_ptr,  # [batches, rows, classes]
+    target_ptr,  # [batches, rows] labels, or [batches, rows, classes] probabilities
+    weight_ptr,  # [classes] or None
+    denominators_ptr,  # [2] or None
+    loss_ptr,  # [batches, rows]
+    grad_ptr,  # [batches, rows, classes]
+    rows,
+    classes,
+    x_batch,
+    x_row,
+    x_class,
+    t_batch,
+    t_row,
+    t_class,
+    grad_batch,
+    grad_row,
+    grad_class,
+    ignore_index,
+    smoothing: tl.float64,
+    softcap: tl.float64,
+    z_loss: tl.float64,
+    SPREAD: tl.constexpr,
+    CAP: tl.constexpr,
+    Z: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Whole rows in one tile: one read of the logits, one write of their gradient."""
+    smoothing, softcap, z_loss = tl.full([], smoothing, WIDE), tl.full([], softcap, WIDE), tl.full([], z_loss, WIDE)
+    blocks = tl.cdiv(rows, ROWS)
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    column = tl.arange(0, BLOCK_V).to(tl.int64)[None, :]  # [1, BLOCK_V]
+    inside = (row < rows)[:, None] & (column < classes)  # [ROWS, BLOCK_V]
+    start = logits_ptr + batch * x_batch + row * x_row  # [ROWS]
+    x = tl.load(start[:, None] + column * x_class, mask=inside, other=-float("inf")).to(WIDE)
+    if CAP:
+        x = tl.where(inside, capped(x, softcap, CAP), -float("inf"))
+    shift = finite_shift(tl.max(x, axis=1))
+    e = exp(x - shift[:, None])
+    total = tl.sum(e, axis=1)
+    place = batch * rows + row
+    probability = tl.zeros([ROWS, BLOCK_V], WIDE)
+    if SPREAD == 2:
+        kept, on_label, label_x, label = row < rows, tl.zeros([ROWS], WIDE), shift, tl.full([ROWS], -1, tl.int64)
+        probability = tl.load(target_ptr + batch * t_batch + row[:, None] * t_row + column * t_class, mask=inside, other=0.0).to(WIDE)
+    else:
+        label = tl.load(target_ptr + place, mask=row < rows, other=ignore_index).to(tl.int64)
+        kept, valid, on_label = label_weights(label, ignore_index, classes, weight_ptr, smoothing, WIDE)
+        label_x = capped(tl.load(start + label * x_class, mask=valid, other=0.0).to(WIDE), softcap, CAP)
+    q, spread, spread_loss = tl.zeros([ROWS, BLOCK_V], WIDE), tl.zeros([ROWS], WIDE), tl.zeros([ROWS], WIDE)
+    if SPREAD:
+        q = spread_weights(probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE)
+        spread, spread_loss = tl.sum(q, axis=1), tl.sum(shortfall(q, shift[:, None], x), axis=1)
+    loss, factor, scale = row_terms(kept, on_label, label_x, spread, spread_loss, shift, total, denominators_ptr, z_loss, SPREAD, Z, WIDE)
+    tl.store(loss_ptr + place, loss, mask=row < rows)
+    at_label = column == label[:, None]
+    grad = class_gradient(e, x, factor[:, None], scale[:, None], q, on_label[:, None], at_label, softcap, SPREAD, CAP)
+    grad_start = grad_ptr + batch * grad_batch + row * grad_row
+    tl.store(grad_start[:, None] + column * grad_class, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def cross_entropy_row_kernel(
+    logits_ptr,  # [rows, classes]
+    target_ptr,  # [rows] labels
+    weight_ptr,  # [classes] or None
+    denominators_ptr,  # [2] or None
+    boxes_ptr,  # [1 + 2 * rows * splits] int64, zero: the ticket, then two boxes for each program
+    loss_ptr,  # [rows]
+    grad_ptr,  # [rows, classes]
+    classes,
+    splits,
+    x_row,
+    grad_row,
+    ignore_index,
+    smoothing: tl.float64,
+    softcap: tl.float64,
+    z_loss: tl.float64,
+    zero,  # 0.0
+    SPREAD: tl.constexpr,
+    CAP: tl.constexpr,
+    Z: tl.constexpr,
+    HALF: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """A row, or the part of a row that one of several programs holds: one read and one write at any width and alignment."""
+    smoothing, softcap, z_loss = smoothing.to(tl.float32), softcap.to(tl.float32), z_loss.to(tl.float32)
+    place = tl.atomic_add(boxes_ptr, 1, sem="relaxed") if SHARED else tl.program_id(0).to(tl.int64)
+    row, split = place // splits, (place % splits).to(tl.int32)
+    head, body = row_span(row * x_row, classes, VEC)
+    column = split * BLOCK_V + tl.arange(0, BLOCK_V)  # [BLOCK_V]
+    inside = column // VEC * VEC < body
+    held = tl.load(logits_ptr + aligned_start(row * x_row, head, VEC) + column, mask=inside, other=-float("inf"))
+    label = tl.load(target_ptr + row).to(tl.int64)
+    kept, valid, on_label = label_weights(label, ignore_index, classes, weight_ptr, smoothing, tl.float32)
+    owner = tl.where(valid & (label >= head) & (label < head + body), (label - head) // BLOCK_V, 0) == split
+    label_x = capped(tl.load(logits_ptr + row * x_row + label, mask=valid & owner, other=0.0).to(tl.float32), softcap, CAP)
+    x = held_logits(held, inside, softcap, CAP)
+    maximum = tl.max(x, axis=0)
+    if VEC > 1:
+        edge, at_edge = edge_columns(head, body, classes, VEC, 2 * VEC)  # [2 * VEC]
+        at_edge &= split == 0
+        edge_x = held_logits(tl.load(logits_ptr + row * x_row + edge, mask=at_edge, other=-float("inf")), at_edge, softcap, CAP)
+        maximum = tl.maximum(maximum, tl.max(edge_x, axis=0))
+    if HALF:
+        held = again(held, tl.full([BLOCK_V], zero, tl.float32).to(held.dtype))
+        x = held_logits(held, inside, softcap, CAP)
+    part = finite_shift(maximum)
+    e = exp(x - part)
+    total = tl.sum(e, axis=0)
+    q, spread, spread_loss = tl.zeros([BLOCK_V], tl.float32), 0.0, 0.0
+    edge_q = 0.0
+    if VEC > 1:
+        edge_e = exp(edge_x - part)
+        total += tl.sum(edge_e, axis=0)
+    shift = part
+    if SHARED:
+        box = boxes_ptr + 1 + row * splits
+        shift, total = shared_normaliser(box, split, splits, maximum, total, BLOCK_SPLITS)
+    if SPREAD:
+        q = spread_weights(0.0, inside, weight_ptr, head + column, classes, smoothing, SPREAD, tl.float32)
+        spread, spread_loss = tl.sum(q, axis=0), tl.sum(shortfall(q, shift, x), axis=0)
+        if VEC > 1:
+            edge_q = spread_weights(0.0, at_edge, weight_ptr, edge, classes, smoothing, SPREAD, tl.float32)
+            spread += tl.sum(edge_q, axis=0)
+            spread_loss += tl.sum(shortfall(edge_q, shift, edge_x), axis=0)
+        if SHARED:
+            lane = tl.arange(0, BLOCK_SPLITS)
+            all_spread, all_loss = exchange(box + tl.num_programs(0), split, splits, spread, spread_loss, BLOCK_SPLITS)
+            spread, spread_loss = tl.sum(tl.where(lane < splits, all_spread, 0.0), axis=0), tl.sum(tl.where(lane < splits, all_loss, 0.0), axis=0)
+    loss, factor, scale = row_terms(kept, on_label, label_x, spread, spread_loss, shift, total, denominators_ptr, z_loss, SPREAD, Z, tl.float32)
+    tl.store(loss_ptr + row, loss, mask=owner)
+    if HALF:
+        x = held_logits(again(held, tl.full([BLOCK_V], zero, tl.float32).to(held.dtype)), inside, softcap, CAP)
+        e, factor_held = exp(x - shift), factor
+    else:
+        factor_held = factor * exp(part - shift)
+    grad = class_gradient(e, x, factor_held, scale, q, on_label, head + column == label, softcap, SPREAD, CAP)
+    tl.store(grad_ptr + aligned_start(row * grad_row, head, VEC) + column, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+    if VEC > 1:
+        edge_grad = class_gradient(exp(edge_x - shift), edge_x, factor, scale, edge_q, on_label, edge == label, softcap, SPREAD, CAP)
+        tl.store(grad_ptr + row * grad_row + edge, edge_grad.to(grad_ptr.dtype.element_ty), mask=at_edge)
+
+
+def cross_entropy_one_pass(logits: Tensor, target: Tensor, *args: Any) -> OnePass:
+    grad = torch.empty_like(logits)
+    return OnePass(_one_pass(logits, target, grad, *args), grad)
+
+
+def cross_entropy_one_pass_(logits: Tensor, target: Tensor, *args: Any) -> Tensor:
+    return _one_pass(logits, target, logits, *args)
+
+
+def _one_pass(
+    logits: Tensor, target: Tensor, grad: Tensor, weight: Tensor | None, denominators: Tensor | None,
+    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float,
+) -> Tensor:  # fmt: skip
+    numbers = (ignore_index, label_smoothing, softcap)
+    spread = spread_mode(target, label_smoothing)
+    view = view_of(logits, target, grad)
+    chosen = None if view is None else plan_for(view)
+    if view is None or chosen is None or chosen.kind == "loop" or (chosen.kind == "row" and spread == 2):
+        return _two_passes(logits, target, grad, weight, denominators, *numbers, z_loss)
+    loss = logits.new_empty([logits.shape[0], *logits.shape[2:]], dtype=accumulator(logits.dtype))
+    labels = target if spread == 2 else target.contiguous()
+    flags = {"SPREAD": spread, "CAP": softcap != 0, "Z": z_loss != 0}
+    if chosen.kind == "row":
+        shared = boxes(view, chosen.splits, words=2)
+        args = (logits, labels, weight, denominators, shared, loss, grad, view.classes, chosen.splits, view.strides[0][1], view.strides[2][1])
+        launch(cross_entropy_row_kernel, view.rows * chosen.splits, *args, *numbers, z_loss, 0.0, **flags, **row_options(chosen, logits))
+    else:
+        sizes = (view.rows, view.classes, *view.strides[0], *view.strides[1], *view.strides[2])
+        args = (logits, labels, weight, denominators, loss, grad, *sizes, *numbers, z_loss)
+        launch(cross_entropy_tile_kernel, view.batches * triton.cdiv(view.rows, chosen.rows), *args, **flags, **tile_options(chosen, logits))
+    return loss
+
+
+def _two_passes(
+    logits: Tensor, target: Tensor, grad: Tensor, weight: Tensor | None, denominators: Tensor | None,
+    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float,
+) -> Tensor:  # fmt: skip
+    """The same where a row fits no tile: statistics of the rows, then their gradient."""
+    rows = cross_entropy(logits, target, weight, ignore_index, label_smoothing, softcap)
+    scale, z_scale = (1.0, 1.0) if denominators is None else denominators.to(rows.loss.dtype).reciprocal().unbind()
+    upstream = torch.ones_like(rows.loss) * scale, 2 * z_loss * rows.logsumexp * z_scale
+    statistics = (rows.maximum, rows.sumexp, rows.total_weight)
+    numbers = (ignore_index, label_smoothing, softcap)
+    if grad.data_ptr() == logits.data_ptr():
+        cross_entropy_backward_(*upstream, logits, target, weight, *statistics, *numbers)
+    else:
+        grad.copy_(cross_entropy_backward(*upstream, logits, target, weight, *statistics, *numbers))
+    return rows.loss + z_loss * rows.logsumexp.square() * (z_scale / scale) if z_loss else rows.loss

@@ -1,0 +1,356 @@
+"""Cross-entropy of rows, with the gradient in a pass of its own; and the small kernels around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..reference.cross_entropy import Rows as RowValues
+from ..reference.softmax import accumulator
+from .launch import Rows, counters, elementwise_plan, launch, rows_of, scan_options, scan_plan_for, span_of, tile_options, triton_dtype
+from .math import aligned_start, capped, comes_last, deposit, deposits, edge_columns, exp, finite_shift, first_box, merged, online, row_span
+
+
+@triton.jit
+def label_weights(label, ignore_index, classes, weight_ptr, smoothing, WIDE: tl.constexpr):
+    """Of each row: whether it counts, whether its label may index, and the weight on the label, NaN where the label is wrong."""
+    kept = label != ignore_index
+    valid = kept & (label >= 0) & (label < classes)
+    on_label = tl.where(valid, 1.0 - smoothing, float("nan")).to(WIDE)
+    if weight_ptr is not None:
+        on_label *= tl.load(weight_ptr + label, mask=valid, other=1.0).to(WIDE)
+    return kept, valid, tl.where(kept, on_label, 0.0)
+
+
+@triton.jit
+def spread_weights(probability, inside, weight_ptr, column, classes, smoothing, SPREAD: tl.constexpr, WIDE: tl.constexpr):
+    """The weights that stand on no label: of smoothing (SPREAD 1), or of target probabilities (SPREAD 2). Zero outside of the row."""
+    q = tl.where(inside, smoothing / classes, 0.0).to(WIDE)
+    if SPREAD == 2:
+        q += probability * (1.0 - smoothing)
+    if weight_ptr is not None:
+        q *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(WIDE)
+    return q
+
+
+@triton.jit
+def shortfall(q, shift, x):
+    """q (shift - x), and 0 where q is 0, whatever x is."""
+    return tl.where(q == 0.0, 0.0, q * (shift - x))
+
+
+@triton.jit
+def class_gradient(e, x, factor, scale, q, on_label, at_label, softcap, SPREAD: tl.constexpr, CAP: tl.constexpr):
+    """Gradient of logits: the pull of the softmax less the weights of the target, through the soft-cap."""
+    grad = e * factor - tl.where(at_label, scale * on_label, 0.0)
+    if SPREAD:
+        grad -= scale * q
+    if CAP:
+        grad *= 1.0 - (x / softcap) * (x / softcap)
+    return grad
+
+
+@triton.jit
+def held_logits(held, inside, softcap, CAP: tl.constexpr):
+    """Soft-capped logits in fp32, -inf outside of the row."""
+    x = held.to(tl.float32)
+    if CAP:
+        x = tl.where(inside, capped(x, softcap, CAP), -float("inf"))
+    return x
+
+
+@triton.jit
+def absorb(
+    maximum, total, spread, spread_loss, x_ptr, t_ptr, column, inside, weight_ptr, classes, smoothing, softcap,
+    SPREAD: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Statistics of rows, [ROWS] each, carried over a further block: maximum, sum, weights q, and sum of q (maximum - x)."""
+    x = tl.load(x_ptr, mask=inside, other=-float("inf")).to(WIDE)
+    if CAP:
+        x = tl.where(inside, capped(x, softcap, CAP), -float("inf"))
+    before = finite_shift(maximum)
+    maximum, total = online(maximum, total, x)
+    if SPREAD:
+        probability = tl.load(t_ptr, mask=inside, other=0.0).to(WIDE) if SPREAD == 2 else x
+        q = spread_weights(probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE)
+        shift = finite_shift(maximum)
+        spread_loss += spread * (shift - before) + tl.sum(shortfall(q, shift[:, None], x), axis=1)
+        spread += tl.sum(q, axis=1)
+    return maximum, total, spread, spread_loss
+
+
+@triton.jit
+def cross_entropy_kernel(
+    logits_ptr,  # [batches, rows, classes]
+    target_ptr,  # [batches, rows] labels, or [batches, rows, classes] probabilities
+    weight_ptr,  # [classes] or None
+    loss_ptr,  # [batches, rows]
+    logsumexp_ptr,  # [batches, rows]
+    maximum_ptr,  # [batches, rows]
+    sumexp_ptr,  # [batches, rows]
+    total_weight_ptr,  # [batches, rows]
+    boxes_ptr,  # [2, rows, 1 + splits] int64, zero: the counter, then a box for each program
+    rows,
+    classes,
+    splits,
+    span,
+    x_batch,
+    x_row,
+    x_class,
+    t_batch,
+    t_row,
+    t_class,
+    ignore_index,
+    smoothing: tl.float64,
+    softcap: tl.float64,
+    SPREAD: tl.constexpr,
+    CAP: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    VEC: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Rows, or shares of a row, read once in blocks; the last program of a row merges the shares."""
+    smoothing, softcap = tl.full([], smoothing, WIDE), tl.full([], softcap, WIDE)
+    split = (tl.program_id(0) % splits).to(tl.int64)
+    block = tl.program_id(0) // splits
+    batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
+    row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    start = batch * x_batch + row[:, None] * x_row  # [ROWS, 1]
+    head, body = row_span(start, classes, VEC)
+    source = logits_ptr + aligned_start(start, head, VEC)
+    maximum, total = tl.full([ROWS], -float("inf"), WIDE), tl.zeros([ROWS], WIDE)
+    spread, spread_loss = tl.zeros([ROWS], WIDE), tl.zeros([ROWS], WIDE)
+    t_start = target_ptr + batch * t_batch + row[:, None] * t_row
+    for first in range(split * span, tl.minimum((split + 1) * span, classes), BLOCK_V):
+        column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
+        inside = (row < rows)[:, None] & (column // VEC * VEC < body)
+        maximum, total, spread, spread_loss = absorb(
+            maximum, total, spread, spread_loss, source + column * x_class, t_start + (head + column) * t_class, head + column, inside,
+            weight_ptr, classes, smoothing, softcap, SPREAD, CAP, WIDE,
+        )  # fmt: skip
+    if VEC > 1:
+        edge, at_edge = edge_columns(head, body, classes, VEC, LANES)  # [1, LANES]
+        maximum, total, spread, spread_loss = absorb(
+            maximum, total, spread, spread_loss, logits_ptr + start + edge, t_start + edge * t_class, edge, at_edge & (split == 0),
+            weight_ptr, classes, smoothing, softcap, SPREAD, CAP, WIDE,
+        )  # fmt: skip
+    written = row < rows
+    if SHARED:
+        box = first_box(boxes_ptr, tl.sum(row, axis=0), splits)
+        second_box = first_box(boxes_ptr, rows + tl.sum(row, axis=0), splits)
+        deposit(second_box, split, tl.sum(spread, axis=0), tl.sum(spread_loss, axis=0))
+        deposit(box, split, tl.sum(maximum, axis=0), tl.sum(total, axis=0))
+        written &= comes_last(box, splits)
+        maxima, sums, held = deposits(box, splits, BLOCK_SPLITS)
+        most, all_sums = merged(maxima, sums, held)
+        spreads, losses, _ = deposits(second_box, splits, BLOCK_SPLITS)
+        losses += spreads * (finite_shift(most) - finite_shift(maxima))
+        spread, spread_loss = tl.zeros([ROWS], WIDE) + tl.sum(tl.where(held, spreads, 0.0), axis=0), tl.zeros([ROWS], WIDE) + tl.sum(tl.where(held, losses, 0.0), axis=0)
+        maximum, total = tl.zeros([ROWS], WIDE) + most, tl.zeros([ROWS], WIDE) + all_sums
+    place = batch * rows + row
+    shift = finite_shift(maximum)
+    if SPREAD == 2:
+        kept, on_label, label_x = written, tl.zeros([ROWS], WIDE), shift
+    else:
+        label = tl.load(target_ptr + place, mask=written, other=ignore_index).to(tl.int64)
+        kept, valid, on_label = label_weights(label, ignore_index, classes, weight_ptr, smoothing, WIDE)
+        label_x = tl.load(logits_ptr + batch * x_batch + row * x_row + label * x_class, mask=valid & written, other=0.0).to(WIDE)
+        label_x = capped(label_x, softcap, CAP)
+    log_total = tl.log(total)
+    loss = on_label * (log_total + (shift - label_x)) + (spread * log_total + spread_loss if SPREAD else 0.0)
+    tl.store(loss_ptr + place, tl.where(kept, loss, 0.0), mask=written)
+    tl.store(logsumexp_ptr + place, tl.where(kept, shift + log_total, 0.0), mask=written)
+    tl.store(maximum_ptr + place, maximum, mask=written)
+    tl.store(sumexp_ptr + place, total, mask=written)
+    tl.store(total_weight_ptr + place, tl.where(kept, on_label + spread, 0.0), mask=written)
+
+
+@triton.jit
+def cross_entropy_backward_kernel(
+    grad_loss_ptr,  # [batches, rows]
+    grad_logsumexp_ptr,  # [batches, rows]
+    logits_ptr,  # [batches, rows, classes]
+    target_ptr,  # [batches, rows] labels, or [batches, rows, classes] probabilities
+    weight_ptr,  # [classes] or None
+    maximum_ptr,  # [batches, rows]
+    sumexp_ptr,  # [batches, rows]
+    total_weight_ptr,  # [batches, rows]
+    grad_ptr,  # [batches, rows, classes], which may be the logits
+    rows,
+    classes,
+    x_batch,
+    x_row,
+    x_class,
+    t_batch,
+    t_row,
+    t_class,
+    grad_batch,
+    grad_row,
+    grad_class,
+    ignore_index,
+    smoothing: tl.float64,
+    softcap: tl.float64,
+    SPREAD: tl.constexpr,
+    CAP: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """A tile of the gradient from the rows' statistics: one read, one write."""
+    smoothing, softcap = tl.full([], smoothing, WIDE), tl.full([], softcap, WIDE)
+    spans = tl.cdiv(classes, BLOCK_V)
+    block = tl.program_id(0) // spans
+    batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
+    row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    exists = row < rows
+    place = batch * rows + row
+    column = ((tl.program_id(0) % spans).to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]  # [1, BLOCK_V]
+    inside = exists[:, None] & (column < classes)
+    x = tl.load(logits_ptr + batch * x_batch + row[:, None] * x_row + column * x_class, mask=inside, other=-float("inf")).to(WIDE)
+    x = capped(x, softcap, CAP)
+    g = tl.load(grad_loss_ptr + place, mask=exists, other=0.0).to(WIDE)
+    h = tl.load(grad_logsumexp_ptr + place, mask=exists, other=0.0).to(WIDE)
+    shift = finite_shift(tl.load(maximum_ptr + place, mask=exists, other=0.0))
+    total = tl.load(sumexp_ptr + place, mask=exists, other=1.0)
+    pull = g * tl.load(total_weight_ptr + place, mask=exists, other=0.0) + h
+    probability = x
+    if SPREAD == 2:
+        kept, on_label, label = exists, tl.zeros([ROWS], WIDE), tl.full([ROWS], -1, tl.int64)
+        probability = tl.load(target_ptr + batch * t_batch + row[:, None] * t_row + column * t_class, mask=inside, other=0.0).to(WIDE)
+    else:
+        label = tl.load(target_ptr + place, mask=exists, other=ignore_index).to(tl.int64)
+        kept, _, on_label = label_weights(label, ignore_index, classes, weight_ptr, smoothing, WIDE)
+    q = spread_weights(probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE) if SPREAD else tl.zeros([ROWS, BLOCK_V], WIDE)
+    factor, scale = tl.where(kept, pull / total, 0.0), tl.where(kept, g, 0.0)
+    e = exp(x - shift[:, None])
+    grad = class_gradient(e, x, factor[:, None], scale[:, None], q, on_label[:, None], column == label[:, None], softcap, SPREAD, CAP)
+    target = grad_ptr + batch * grad_batch + row[:, None] * grad_row + column * grad_class
+    tl.store(target, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def denominators_kernel(
+    target_ptr,  # [rows] labels
+    weight_ptr,  # [classes] or None
+    result_ptr,  # [2]: class weights of the labels that count, and their number
+    rows,
+    classes,
+    ignore_index,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What the mean divides by, in one program, so that the order of the sum is fixed."""
+    count, weights = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], WIDE)
+    for first in range(0, rows, BLOCK):
+        place = first + tl.arange(0, BLOCK).to(tl.int64)
+        label = tl.load(target_ptr + place, mask=place < rows, other=ignore_index).to(tl.int64)
+        count += (label != ignore_index).to(tl.int32)
+        if weight_ptr is not None:
+            inside = (label != ignore_index) & (label >= 0) & (label < classes)
+            weights += tl.load(weight_ptr + label, mask=inside, other=0.0).to(WIDE)
+    counted = tl.sum(count.to(WIDE), axis=0)
+    tl.store(result_ptr, tl.sum(weights, axis=0) if weight_ptr is not None else counted)
+    tl.store(result_ptr + 1, counted)
+
+
+@triton.jit
+def scale_kernel(
+    grad_ptr,  # [elements]
+    factor_ptr,  # []
+    elements,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Multiply by a factor that the host does not know; nothing is read or written where it is 1."""
+    factor = tl.load(factor_ptr).to(WIDE)
+    if factor != 1.0:
+        for first in range(tl.program_id(0).to(tl.int64) * BLOCK, elements, tl.num_programs(0) * BLOCK):
+            place = first + tl.arange(0, BLOCK)
+            grad = tl.load(grad_ptr + place, mask=place < elements).to(WIDE)
+            tl.store(grad_ptr + place, (grad * factor).to(grad_ptr.dtype.element_ty), mask=place < elements)
+
+
+def spread_mode(target: Tensor, label_smoothing: float) -> int:
+    """Which weights stand on no label: none, those of smoothing, or those of target probabilities."""
+    return 2 if target.is_floating_point() else 1 if label_smoothing else 0
+
+
+def view_of(logits: Tensor, target: Tensor, *outputs: Tensor) -> Rows | None:
+    """Logits, target probabilities (the logits again where there are labels), and outputs as rows."""
+    return rows_of(1, logits, target if target.is_floating_point() else logits, *outputs)
+
+
+def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, softcap: float) -> RowValues:
+    view = view_of(logits, target)
+    if view is None:
+        return cross_entropy(logits.contiguous(), target.contiguous(), weight, ignore_index, label_smoothing, softcap)
+    shape = [logits.shape[0], *logits.shape[2:]]
+    values = RowValues(*(logits.new_empty(shape, dtype=accumulator(logits.dtype)) for _ in RowValues._fields))
+    spread = spread_mode(target, label_smoothing)
+    chosen = scan_plan_for(view)
+    programs = view.batches * triton.cdiv(view.rows, chosen.rows) * chosen.splits
+    labels = target if spread == 2 else target.contiguous()
+    tensors = (view.tensors[0], labels, weight, *values, counters(view, chosen.splits, words=2))
+    sizes = (view.rows, view.classes, chosen.splits, span_of(view, chosen), *view.strides[0], *view.strides[1])
+    numbers = (ignore_index, label_smoothing, softcap)
+    launch(cross_entropy_kernel, programs, *tensors, *sizes, *numbers, SPREAD=spread, CAP=softcap != 0, **scan_options(chosen, view))
+    return values
+
+
+def cross_entropy_backward(grad_loss: Tensor, grad_logsumexp: Tensor, logits: Tensor, target: Tensor, *args: Any) -> Tensor:
+    grad = torch.empty_like(logits)
+    if not _backward(grad_loss, grad_logsumexp, logits, target, grad, *args):
+        plain = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        _backward(grad_loss, grad_logsumexp, logits.contiguous(), target.contiguous(), plain, *args)
+        grad.copy_(plain)
+    return grad
+
+
+def cross_entropy_backward_(grad_loss: Tensor, grad_logsumexp: Tensor, logits: Tensor, target: Tensor, *args: Any) -> None:
+    if not _backward(grad_loss, grad_logsumexp, logits, target, logits, *args):
+        logits.copy_(cross_entropy_backward(grad_loss, grad_logsumexp, logits, target, *args))
+
+
+def _backward(
+    grad_loss: Tensor, grad_logsumexp: Tensor, logits: Tensor, target: Tensor, grad: Tensor, weight: Tensor | None,
+    maximum: Tensor, sumexp: Tensor, total_weight: Tensor, ignore_index: int, label_smoothing: float, softcap: float,
+) -> bool:  # fmt: skip
+    view = view_of(logits, target, grad)
+    if view is None:
+        return False
+    spread = spread_mode(target, label_smoothing)
+    chosen = elementwise_plan(view)
+    programs = view.batches * triton.cdiv(view.rows, chosen.rows) * triton.cdiv(view.classes, chosen.block)
+    labels = target if spread == 2 else target.contiguous()
+    upstream = (grad_loss.contiguous(), grad_logsumexp.contiguous())
+    tensors = (*upstream, logits, labels, weight, maximum, sumexp, total_weight, grad)
+    sizes = (view.rows, view.classes, *view.strides[0], *view.strides[1], *view.strides[2])
+    numbers = (ignore_index, label_smoothing, softcap)
+    launch(cross_entropy_backward_kernel, programs, *tensors, *sizes, *numbers, SPREAD=spread, CAP=softcap != 0, **tile_options(chosen, logits))
+    return True
+
+
+def cross_entropy_denominators(target: Tensor, weight: Tensor | None, ignore_index: int, classes: int) -> Tensor:
+    wide = torch.float32 if weight is None else accumulator(weight.dtype)
+    result = target.new_empty(2, dtype=wide)
+    args = (target.contiguous(), weight, result, target.numel(), classes, ignore_index)
+    launch(denominators_kernel, 1, *args, WIDE=triton_dtype(wide), BLOCK=8192, num_warps=16)
+    return result
+
+
+def scale_(grad: Tensor, factor: Tensor) -> None:
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(grad.shape, grad.stride(), strict=True))
+    if grad.numel() != reach:
+        grad.mul_(factor.to(accumulator(grad.dtype)))
+        return
+    programs = min(triton.cdiv(grad.numel(), 4096), 1024)
+    flat = grad.as_strided((reach,), (1,))
+    launch(scale_kernel, programs, flat, factor, grad.numel(), WIDE=triton_dtype(grad.dtype), BLOCK=4096, num_warps=8)

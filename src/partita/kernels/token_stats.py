@@ -1,0 +1,196 @@
+"""Token statistics: one read of the logits, and the backward pass."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..reference.softmax import accumulator
+from ..reference.token_stats import Stats
+from .launch import Rows, counters, elementwise_plan, launch, rows_of, scan_options, scan_plan_for, span_of, tile_options, with_output
+from .math import LN2, LOG2E, aligned_start, comes_last, deposit, deposits, edge_columns, finite_shift, first_box, row_span
+
+
+@triton.jit
+def absorb_stats(maximum, total, surprise, best, x, column, slope):
+    """Statistics of rows, [ROWS] each, carried over a further block x, [ROWS, BLOCK]: maximum, sum of e, sum of e log2 e, arg-max.
+
+    Here e = 2 ** (slope (x - maximum)).
+    """
+    block_maximum = tl.max(x, axis=1)
+    if tl.max((block_maximum > maximum).to(tl.int32), axis=0) > 0:
+        place = tl.min(tl.where(x == block_maximum[:, None], column, 0x7FFFFFFF), axis=1)
+        best = tl.where(block_maximum > maximum, place, best)
+    higher = tl.maximum(maximum, block_maximum)
+    shift = finite_shift(higher)
+    scale = tl.exp2((maximum - shift) * slope)
+    surprise = scale * (surprise - total * (shift - finite_shift(maximum)) * slope)
+    exponent = (x - shift[:, None]) * slope
+    e = tl.exp2(exponent)
+    surprise += tl.sum(e * tl.maximum(exponent, -10000.0), axis=1)  # where e is 0, so is its part, also at -inf
+    return higher, total * scale + tl.sum(e, axis=1), surprise, best
+
+
+@triton.jit
+def token_stats_kernel(
+    logits_ptr,  # [batches, rows, classes]
+    target_ptr,  # [batches, rows]
+    logprob_ptr,  # [batches, rows]
+    logsumexp_ptr,  # [batches, rows]
+    entropy_ptr,  # [batches, rows]
+    argmax_ptr,  # [batches, rows]
+    maximum_ptr,  # [batches, rows]
+    sumexp_ptr,  # [batches, rows]
+    boxes_ptr,  # [2, rows, 1 + splits] int64, zero: the counter, then a box for each program
+    rows,
+    classes,
+    splits,
+    span,
+    x_batch,
+    x_row,
+    x_class,
+    temperature: tl.float64,
+    ignore_index,
+    SHARED: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    VEC: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Rows, or shares of a row, read once in blocks; the last program of a row merges the shares."""
+    temperature = tl.full([], temperature, WIDE)
+    slope = tl.full([], LOG2E, WIDE) / temperature
+    split = (tl.program_id(0) % splits).to(tl.int64)
+    block = tl.program_id(0) // splits
+    batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
+    row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    start = batch * x_batch + row[:, None] * x_row  # [ROWS, 1]
+    head, body = row_span(start, classes, VEC)
+    source = logits_ptr + aligned_start(start, head, VEC)
+    maximum, total, surprise = tl.full([ROWS], -float("inf"), WIDE), tl.zeros([ROWS], WIDE), tl.zeros([ROWS], WIDE)
+    best = tl.zeros([ROWS], tl.int32)
+    if VEC > 1:
+        edge, at_edge = edge_columns(head, body, classes, VEC, LANES)  # [1, LANES]
+        x = tl.load(logits_ptr + start + edge, mask=at_edge & (split == 0), other=-float("inf")).to(WIDE)
+        maximum, total, surprise, best = absorb_stats(maximum, total, surprise, best, x, edge, slope)
+    for first in range(split * span, tl.minimum((split + 1) * span, classes), BLOCK_V):
+        column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
+        inside = (row < rows)[:, None] & (column // VEC * VEC < body)
+        x = tl.load(source + column * x_class, mask=inside, other=-float("inf")).to(WIDE)
+        maximum, total, surprise, best = absorb_stats(maximum, total, surprise, best, x, (head + column).to(tl.int32), slope)
+    written = row < rows
+    if SHARED:
+        box = first_box(boxes_ptr, tl.sum(row, axis=0), splits)
+        second_box = first_box(boxes_ptr, rows + tl.sum(row, axis=0), splits)
+        deposit(second_box, split, tl.sum(surprise, axis=0), tl.sum(best, axis=0).to(tl.float32, bitcast=True))
+        deposit(box, split, tl.sum(maximum, axis=0), tl.sum(total, axis=0))
+        written &= comes_last(box, splits)
+        maxima, sums, held = deposits(box, splits, BLOCK_SPLITS)
+        surprises, places, _ = deposits(second_box, splits, BLOCK_SPLITS)
+        most = tl.max(tl.where(held, maxima, -float("inf")), axis=0)
+        shift = finite_shift(most)
+        scales = tl.where(held, tl.exp2((maxima - shift) * slope), 0.0)
+        parts = tl.where(held, scales * (surprises - sums * (shift - finite_shift(maxima)) * slope), 0.0)
+        nearest = tl.min(tl.where(held & (maxima == most), places.to(tl.int32, bitcast=True), 0x7FFFFFFF), axis=0)
+        maximum, surprise = tl.zeros([ROWS], WIDE) + most, tl.zeros([ROWS], WIDE) + tl.sum(parts, axis=0)
+        total = tl.zeros([ROWS], WIDE) + tl.sum(tl.where(held, scales * sums, 0.0), axis=0)
+        best = tl.zeros([ROWS], tl.int32) + nearest
+    place = batch * rows + row
+    label = tl.load(target_ptr + place, mask=written, other=ignore_index).to(tl.int64)
+    kept = label != ignore_index
+    valid = kept & (label >= 0) & (label < classes)
+    label_x = tl.load(logits_ptr + batch * x_batch + row * x_row + label * x_class, mask=valid & written, other=0.0).to(WIDE)
+    spoiled = tl.where(kept & (valid == 0), float("nan"), 0.0).to(WIDE)
+    shift, log_total = finite_shift(maximum), tl.log(total)
+    tl.store(logprob_ptr + place, tl.where(kept, (label_x - shift) / temperature - log_total, 0.0) + spoiled, mask=written)
+    tl.store(logsumexp_ptr + place, shift / temperature + log_total + spoiled, mask=written)
+    tl.store(entropy_ptr + place, log_total - LN2 * surprise / total + spoiled, mask=written)
+    tl.store(argmax_ptr + place, tl.minimum(best, classes - 1).to(tl.int64), mask=written)
+    tl.store(maximum_ptr + place, maximum, mask=written)
+    tl.store(sumexp_ptr + place, total, mask=written)
+
+
+@triton.jit
+def token_stats_backward_kernel(
+    grad_logprob_ptr,  # [batches, rows]
+    grad_logsumexp_ptr,  # [batches, rows]
+    grad_entropy_ptr,  # [batches, rows]
+    logits_ptr,  # [batches, rows, classes]
+    target_ptr,  # [batches, rows]
+    maximum_ptr,  # [batches, rows]
+    sumexp_ptr,  # [batches, rows]
+    entropy_ptr,  # [batches, rows]
+    grad_ptr,  # [batches, rows, classes]
+    rows,
+    classes,
+    x_batch,
+    x_row,
+    x_class,
+    grad_batch,
+    grad_row,
+    grad_class,
+    temperature: tl.float64,
+    ignore_index,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """A tile of the gradient from the rows' statistics: one read, one write."""
+    temperature = tl.full([], temperature, WIDE)
+    spans = tl.cdiv(classes, BLOCK_V)
+    block = tl.program_id(0) // spans
+    batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
+    row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    exists = row < rows
+    place = batch * rows + row
+    label = tl.load(target_ptr + place, mask=exists, other=ignore_index).to(tl.int64)
+    kept = label != ignore_index
+    spoiled = kept & ((label < 0) | (label >= classes))
+    on_label = tl.where(kept, tl.load(grad_logprob_ptr + place, mask=exists, other=0.0).to(WIDE), 0.0)
+    pull = tl.load(grad_logsumexp_ptr + place, mask=exists, other=0.0).to(WIDE) - on_label
+    grad_entropy = tl.load(grad_entropy_ptr + place, mask=exists, other=0.0).to(WIDE)
+    shift = finite_shift(tl.load(maximum_ptr + place, mask=exists, other=0.0))
+    total = tl.load(sumexp_ptr + place, mask=exists, other=1.0)
+    offset = tl.load(entropy_ptr + place, mask=exists, other=0.0) - tl.log(total)
+    column = ((tl.program_id(0) % spans).to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]  # [1, BLOCK_V]
+    inside = exists[:, None] & (column < classes)
+    x = tl.load(logits_ptr + batch * x_batch + row[:, None] * x_row + column * x_class, mask=inside, other=-float("inf")).to(WIDE)
+    exponent = (x - shift[:, None]) * (tl.full([], LOG2E, WIDE) / temperature)
+    p = tl.exp2(exponent) / total[:, None]
+    log_ratio = LN2 * tl.maximum(exponent, -10000.0) + offset[:, None]  # log p + entropy, kept finite where p is 0
+    grad = p * (pull[:, None] - grad_entropy[:, None] * log_ratio) + tl.where(column == label[:, None], on_label[:, None], 0.0)
+    grad = tl.where(spoiled[:, None], float("nan"), grad / temperature)
+    target = grad_ptr + batch * grad_batch + row[:, None] * grad_row + column * grad_class
+    tl.store(target, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+
+
+def token_stats(logits: Tensor, target: Tensor, temperature: float, ignore_index: int) -> Stats:
+    view = rows_of(-1, logits) or rows_of(-1, logits.contiguous())
+    wide = accumulator(logits.dtype)
+    outputs = Stats(*(logits.new_empty(logits.shape[:-1], dtype=torch.int64 if name == "argmax" else wide) for name in Stats._fields))
+    chosen = scan_plan_for(view)
+    tensors = (view.tensors[0], target.contiguous(), *outputs, counters(view, chosen.splits, words=2))
+    sizes = (view.rows, view.classes, chosen.splits, span_of(view, chosen), *view.strides[0])
+    programs = view.batches * triton.cdiv(view.rows, chosen.rows) * chosen.splits
+    launch(token_stats_kernel, programs, *tensors, *sizes, temperature, ignore_index, **scan_options(chosen, view))
+    return outputs
+
+
+def token_stats_backward(
+    grad_logprob: Tensor, grad_logsumexp: Tensor, grad_entropy: Tensor, logits: Tensor, target: Tensor,
+    maximum: Tensor, sumexp: Tensor, entropy: Tensor, temperature: float, ignore_index: int,
+) -> Tensor:  # fmt: skip
+    upstream = [grad.contiguous() for grad in (grad_logprob, grad_logsumexp, grad_entropy)]
+
+    def run(view: Rows) -> None:
+        chosen = elementwise_plan(view)
+        programs = view.batches * triton.cdiv(view.rows, chosen.rows) * triton.cdiv(view.classes, chosen.block)
+        tensors = (*upstream, view.tensors[0], target.contiguous(), maximum, sumexp, entropy.contiguous(), view.tensors[1])
+        sizes = (view.rows, view.classes, *view.strides[0], *view.strides[1])
+        launch(token_stats_backward_kernel, programs, *tensors, *sizes, temperature, ignore_index, **tile_options(chosen, logits))
+
+    return with_output(run, -1, logits, dtype=logits.dtype)
