@@ -19,7 +19,6 @@ from .cross_entropy import cross_entropy
 from .softmax import log_softmax, logsumexp, softmax
 from .testing import contract_errors, edge_rows
 from .testing.budget import Scale
-from .testing.compare import forward, upstream_like
 from .token_stats import token_stats
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -39,7 +38,7 @@ class Check:
         op: its name.
         ours, theirs: from the logits and what `others` gives; theirs is PyTorch, in the dtype of the logits.
         others: from the logits, the arguments that follow them.
-        scale: of `ulp_error`, for the results.
+        scale, grad_scale: of `ulp_error`, for the results and the gradients: `element` where nothing cancels.
         sizes: rows and columns.
         edges: the inputs at the first of these.
     """
@@ -49,6 +48,7 @@ class Check:
     theirs: Function
     others: Callable[[Tensor], tuple[Any, ...]]
     scale: Scale
+    grad_scale: Scale
     sizes: tuple[tuple[int, int], ...] = ((ROWS, COLUMNS), (WIDE_ROWS, WIDE_COLUMNS))
     edges: tuple[str, ...] = EDGES
 
@@ -114,16 +114,17 @@ def _token_stats(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
 
 
 CHECKS = (
-    Check("softmax", softmax, lambda x: torch.softmax(x, -1), lambda x: (), "element"),
-    Check("log_softmax", log_softmax, lambda x: torch.log_softmax(x, -1), lambda x: (), -1),
-    Check("logsumexp", logsumexp, lambda x: torch.logsumexp(x, -1), lambda x: (), "tensor"),
-    Check("cross_entropy", cross_entropy, F.cross_entropy, lambda x: (_labels(x),), "tensor"),
+    Check("softmax", softmax, lambda x: torch.softmax(x, -1), lambda x: (), "element", "tensor"),
+    Check("log_softmax", log_softmax, lambda x: torch.log_softmax(x, -1), lambda x: (), -1, "tensor"),
+    Check("logsumexp", logsumexp, lambda x: torch.logsumexp(x, -1), lambda x: (), "tensor", "element"),
+    Check("cross_entropy", cross_entropy, F.cross_entropy, lambda x: (_labels(x),), "tensor", "element"),
     Check(
         "cross_entropy, per row",
         lambda x, target: cross_entropy(x, target, reduction="none", ignore_index=IGNORED),
         lambda x, target: F.cross_entropy(x, target, reduction="none", ignore_index=IGNORED),
         lambda x: (_some_ignored(x),),
         "tensor",
+        "element",
     ),
     Check(
         "cross_entropy, all options",
@@ -131,6 +132,7 @@ CHECKS = (
         _everything,
         lambda x: (_some_ignored(x),),
         "tensor",
+        -1,
         ((ROWS, COLUMNS),),
     ),
     Check(
@@ -139,6 +141,7 @@ CHECKS = (
         lambda x, target: F.cross_entropy(x, target, _weight(x)),
         lambda x: (_probabilities(x),),
         "tensor",
+        -1,
         ((ROWS, COLUMNS),),
         ("plain", "offset", "transposed"),  # PyTorch's loss is NaN where 0 meets -inf
     ),
@@ -148,8 +151,9 @@ CHECKS = (
         F.cross_entropy,
         lambda x: (_labels(x),),
         "tensor",
+        "element",
     ),
-    Check("token_stats", lambda x, target: token_stats(x, target, temperature=0.75), _token_stats, lambda x: (_labels(x),), "tensor"),
+    Check("token_stats", lambda x, target: token_stats(x, target, temperature=0.75), _token_stats, lambda x: (_labels(x),), "tensor", "tensor"),
 )
 
 
@@ -166,10 +170,7 @@ def run(check: Check, backend: Backend, dtype: str) -> Line:
     line = Line(check.op, str(backend), dtype, "0", "0", True)
     try:
         for name, x in _inputs(check, DTYPES[dtype], backend.device):
-            inputs = x, *check.others(x)
-            # Positive factors: what a gradient is the difference of is then no larger than the greatest element of its row.
-            upstream = [u.abs() for u in upstream_like(forward(check.theirs, inputs))]
-            errors = contract_errors(check.ours, check.theirs, *inputs, upstream=upstream, scale=check.scale, grad_scale=-1)
+            errors = contract_errors(check.ours, check.theirs, x, *check.others(x), scale=check.scale, grad_scale=check.grad_scale)
             for part in ("forward", "backward"):
                 for error in getattr(errors, part):
                     if error.ulp / error.budget > worst:
@@ -233,6 +234,9 @@ def main(args: argparse.Namespace) -> int:
         chosen = served(devices(args.device))
     except (RuntimeError, AssertionError) as error:
         print(f"partita check: --device: cannot use {args.device!r}: {first_line(error)}", file=sys.stderr)
+        return 2
+    if not chosen:
+        print("partita check: nothing is left to check", file=sys.stderr)
         return 2
     lines = []
     with Progress(len(chosen) * (len(CHECKS) + 1) * len(DTYPES)) as progress:
