@@ -36,9 +36,15 @@ def run(cases: Iterator[Case], *who: Provider, machine: Machine = CPU) -> list[r
     return list(runner.run(list(cases), who, machine, SETTINGS, say=lambda text: None, done=lambda: None))
 
 
-def read(path: Path) -> list[dict[str, str]]:
+def read(path: Path) -> tuple[dict[str, float], list[dict[str, str]]]:
+    """The bandwidths of the machine, and the measurements."""
     with path.open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+        rows = list(csv.DictReader(file))
+    assert all(tuple(row) == report.COLUMNS for row in rows)
+    assert ("torch", torch.__version__) in {(row["provider"], row["note"]) for row in rows if row["op"] == "version"}
+    machine = {row["part"]: float(row["gb_per_s"]) for row in rows if row["op"] == "machine"}
+    assert set(machine) == {"copy", "read"}
+    return machine, [row for row in rows if row["op"] not in ("machine", "version")]
 
 
 @devices
@@ -47,10 +53,7 @@ def test_all_ops_with_table_csv_and_picture(device: str, tmp_path: Path, capsys:
     peers(naive)
     out = tmp_path / "new folder"
     assert main(["bench", *TINY, "--quick", "--peers", "torch,naive", "--device", device, "--out", str(out)]) == 0
-    rows = read(out / "bench.csv")
-    assert tuple(rows[0]) == report.COLUMNS
-    machine, measured = rows[:2], rows[2:]
-    assert [(row["op"], row["part"]) for row in machine] == [("machine", "copy"), ("machine", "read")]
+    machine, measured = read(out / "bench.csv")
     found = {(row["op"], row["part"], row["dtype"], row["provider"]) for row in measured}
     for dtype in ("fp32", "bf16"):
         for name in ("partita", "torch"):
@@ -66,9 +69,8 @@ def test_all_ops_with_table_csv_and_picture(device: str, tmp_path: Path, capsys:
         assert 0 < float(row["min_ms"]) <= float(row["median_ms"]) <= float(row["max_ms"])
         assert float(row["error_ulp"]) < 64
         if row["fraction"]:
-            bandwidth = next(float(m["gb_per_s"]) for m in machine if m["part"] == row["limit"])
             assert float(row["gb_per_s"]) == pytest.approx(int(row["bytes"]) / float(row["median_ms"]) / 1e6, rel=1e-4)
-            assert float(row["fraction"]) == pytest.approx(float(row["gb_per_s"]) / bandwidth, rel=1e-3, abs=1e-4)
+            assert float(row["fraction"]) == pytest.approx(float(row["gb_per_s"]) / machine[row["limit"]], rel=1e-3, abs=1e-4)
         assert bool(row["extra_memory_bytes"]) == (device == "cuda" and row["op"] == "cross_entropy" and row["part"] == "total")
     texts = [element.text for element in ElementTree.parse(out / "bench.svg").iter() if element.tag.endswith("text")]
     assert {"partita", "torch", "naive", "copy", "columns"} <= set(texts)
@@ -130,7 +132,7 @@ def test_ours_must_be_right(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     arguments = ["bench", "softmax", *TINY, "--no-sweep", "--device", "cpu", "--dtype", "fp32", "--only-ours", "--csv", str(tmp_path / "times.csv")]
     assert main(arguments) == 1
     assert capsys.readouterr().err.count("partita wrong: ") == 2
-    assert [row["note"][:6] for row in read(tmp_path / "times.csv")[2:]] == ["wrong:"] * 2
+    assert [row["note"][:6] for row in read(tmp_path / "times.csv")[1]] == ["wrong:"] * 2
 
 
 def test_a_peer_may_refuse(peers: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +160,7 @@ def test_an_interrupted_run_writes_what_it_has(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(softmax.LogSoftmax, "times", times)
     path = tmp_path / "times.csv"
     assert main(["bench", "softmax", *TINY, "--no-sweep", "--device", "cpu", "--dtype", "fp32", "--peers", "", "--csv", str(path)]) == 130
-    assert {row["columns"] for row in read(path)[2:]} == {"16", "33"}
+    assert {row["columns"] for row in read(path)[1]} == {"16", "33"}
 
 
 def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,7 @@ EAGER: dict[str, Function] = {
 
 def _compiled(function: Function) -> Function:
     torch.compiler.reset()  # a function is compiled for a few shapes only, before it falls back to the eager one
+    warnings.filterwarnings("ignore", module=r"torch\._")  # the compiler's remarks about its choices
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 

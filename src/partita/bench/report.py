@@ -8,11 +8,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .._console import print_table
+from .._info import version
 from .case import DTYPE_NAMES
 from .measure import Machine
 from .runner import Row
 
 PARTS = ("inference", "forward", "backward", "total", "replay", "host")
+PACKAGES = ("torch", "triton", "quack-kernels", "liger-kernel")  # whose versions the CSV keeps
 COLUMNS = (
     "op",
     "part",
@@ -112,6 +114,9 @@ def write_csv(path: Path, rows: Iterable[Row], machine: Machine) -> None:
         table.writeheader()
         for part, bandwidth in (("copy", machine.copy), ("read", machine.read)):
             table.writerow({"op": "machine", "part": part, "provider": machine.name, "gb_per_s": f"{bandwidth / 1e9:.6g}"})
+        for package in PACKAGES:
+            if found := version(package):
+                table.writerow({"op": "version", "provider": package, "note": found})
         for row in rows:
             table.writerow(_record(row, machine))
 
