@@ -38,11 +38,12 @@ class Op(NamedTuple):
     reference: Callable[[Tensor, int], Tensor]
 
 
-def plain_logsumexp(x: Tensor, dim: int) -> Tensor:
+def plain_logsumexp(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> Tensor:
     """PyTorch's own gradient is exp(x - logsumexp), which is off where the maximum is large: this one is not."""
     maximum = x.detach().amax(dim, keepdim=True)
     maximum = torch.where(maximum.isinf(), 0, maximum)
-    return maximum.squeeze(dim) + (x - maximum).exp().sum(dim).log()
+    result = maximum + (x - maximum).exp().sum(dim, keepdim=True).log()
+    return result if keepdim else result.squeeze(dim)
 
 
 OPS = {

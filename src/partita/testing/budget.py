@@ -53,7 +53,7 @@ def _ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     limits, wide = torch.finfo(dtype), torch.finfo(accumulator(dtype))
     smallest = max(limits.smallest_normal * limits.eps, wide.smallest_normal)
     exponent = torch.frexp(magnitude).exponent.double() - 1
-    return (exponent.exp2() * limits.eps).clamp(min=smallest)
+    return torch.where(magnitude == 0, smallest, (exponent.exp2() * limits.eps).clamp(min=smallest))
 
 
 def _units(truth: Tensor, dtype: torch.dtype, scale: Scale) -> Tensor:

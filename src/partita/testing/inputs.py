@@ -67,7 +67,7 @@ def _framed(x: Tensor) -> Tensor:
 
 
 def _leading_inf(x: Tensor) -> Tensor:
-    x[:, : x.shape[1] - x.shape[1] // 8 - 1] = -torch.inf
+    x[:, : x.shape[1] - max(1, x.shape[1] // 8)] = -torch.inf
     return x
 
 

@@ -1,0 +1,61 @@
+"""PyTorch's own samples of the ops that ours stand in for."""
+
+from typing import Any
+
+import pytest
+import torch
+from rows import OPS, Op, check, check_loss, check_op, devices, dtypes, plain_logsumexp
+from torch import Tensor
+
+import partita
+
+pytest.importorskip("expecttest", reason="PyTorch's samples need it")
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+INFOS = [info for info in op_db if info.name in (*OPS, "nn.functional.cross_entropy")]
+infos = pytest.mark.parametrize("info", INFOS, ids=lambda info: "-".join(filter(None, (info.name, info.variant_test_name))))
+
+
+def check_normalised(op: Op, x: Tensor, dim: int, **options: Any) -> None:
+    check_op(Op(op.name, *((lambda x, dim, f=f: f(x, dim, **options)) for f in op[1:])), x, dim, few=True)
+
+
+def check_logsumexp(x: Tensor, *args: Any) -> None:
+    check(lambda x: partita.logsumexp(x, *args), lambda x: plain_logsumexp(x, *args), x, scale="tensor")
+
+
+def check_empty(function: Any, theirs: Any, sample: SampleInput) -> None:
+    x = sample.input.detach().requires_grad_()
+    ours, expected = (f(x, *sample.args, **sample.kwargs) for f in (function, theirs))
+    assert torch.equal(ours, expected)
+    (grad,) = torch.autograd.grad(ours.sum(), x)
+    assert grad.shape == x.shape
+
+
+@devices
+@dtypes
+@infos
+def test_samples(info: OpInfo, dtype: torch.dtype, device: str) -> None:
+    """All kinds, under PyTorch's names of the arguments: nothing is adapted or left out."""
+    samples = list(info.reference_inputs(device, dtype))
+    assert samples
+    for sample in samples:
+        x, args, kwargs = sample.input, sample.args, sample.kwargs
+        if info.name == "nn.functional.cross_entropy":
+            check_loss(x, *args, few=True, **kwargs)
+        elif not x.numel():
+            check_empty(OPS[info.name].ours, info.op, sample)
+        elif info.name == "logsumexp":
+            check_logsumexp(x, *args)
+        else:
+            check_normalised(OPS[info.name], x, *args, **kwargs)
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool], ids=str)
+@pytest.mark.parametrize("info", [info for info in INFOS if info.variant_test_name == "with_dtype"], ids=lambda info: info.name)
+def test_integer_samples(info: OpInfo, dtype: torch.dtype, device: str) -> None:
+    """Cast by the argument `dtype`. Without one PyTorch's log-sum-exp takes integers as fp32; ours takes floating dtypes alone."""
+    for sample in info.reference_inputs(device, dtype):
+        assert torch.equal(*(f(sample.input, *sample.args, **sample.kwargs) for f in (OPS[info.name].ours, info.op)))

@@ -1,0 +1,81 @@
+"""torch.library.opcheck on each registered op: schema, fake, autograd registration and AOT dispatch."""
+
+from typing import Any
+
+import pytest
+import torch
+from rows import INTERPRETING, class_weights, devices, targets_for
+
+import partita
+from partita.testing import sample_rows
+
+BACKEND = "triton" if INTERPRETING else "auto"
+N, C = 4, 7
+
+
+def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
+    x = sample_rows(N, C, device=device)
+    half = x.half()
+    images = sample_rows(N, C * 6, device=device).reshape(N, C, 2, 3)
+    labels = targets_for(x, "labels", ignored=-100)
+    pixels = targets_for(images, "labels")
+    probabilities = targets_for(x, "probabilities")
+    weight = class_weights(C, torch.float32, device)
+    one, row = torch.ones(N, device=device), torch.zeros(N, device=device)
+    numbers, all_numbers = (-100, 0.0, 0.0), (-100, 0.1, 5.0)
+    loss_arguments = [
+        (x, labels, None, *numbers),
+        (x, labels, weight, *all_numbers),
+        (images, pixels, None, *numbers),
+        (x, probabilities, weight, *all_numbers),
+    ]
+    denominators = torch.tensor([3.0, 4.0], device=device)
+    return {
+        "softmax": [
+            (x, 1, False, torch.float32),
+            (images, 2, True, torch.float32),
+            (half, 0, False, torch.float32),
+            (x[:0], 1, False, torch.float32),
+        ],
+        "softmax_backward": [(x, x.softmax(1), 1, False, torch.float32), (images, images, 2, True, torch.float16)],
+        "logsumexp": [(x,), (half,), (images.movedim(1, -1),), (x[:, :0],)],
+        "logsumexp_backward": [(one, x, x.amax(1), (x - x.amax(1, keepdim=True)).exp().sum(1))],
+        "cross_entropy": loss_arguments,
+        "cross_entropy_denominators": [(labels, None, -100, C), (labels, weight, -100, C)],
+        "cross_entropy_one_pass": [(*a[:3], d, *a[3:], 1e-3) for a in loss_arguments for d in (None, denominators)],
+        "cross_entropy_one_pass_": [(*a[:3], None, *a[3:], 1e-3) for a in loss_arguments[:2]],
+        "scale_": [(x, torch.tensor(2.0, device=device)), (half, torch.tensor(2.0, device=device))],
+        "token_stats": [(x, labels, 1.0, -100), (images, images[..., 0].argmax(-1).new_zeros(N, C, 2), 0.7, 0)],
+        "token_stats_backward": [(one, one, one, x, labels, *partial(x, labels), 1.0, -100)],
+        **{
+            name: [(one, row, *a[:3], *statistics(a), *a[3:]) for a in loss_arguments[:2]]
+            for name in ("cross_entropy_backward", "cross_entropy_backward_")
+        },
+    }
+
+
+def statistics(arguments: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """What the backward pass gets from the forward."""
+    return torch.ops.partita.cross_entropy(*arguments, BACKEND)[2:]
+
+
+def partial(x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    entropy, _, maximum, sumexp = torch.ops.partita.token_stats(x, labels, 1.0, -100, BACKEND)[2:]
+    return maximum, sumexp, entropy
+
+
+OPS = sorted(name.removeprefix("partita::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("partita::"))
+
+
+def test_every_op_has_samples() -> None:
+    assert partita.softmax is not None
+    assert sorted(samples("cpu")) == OPS
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize("name", OPS)
+def test_opcheck(name: str, device: str) -> None:
+    op = getattr(torch.ops.partita, name).default
+    for arguments in samples(device)[name]:
+        torch.library.opcheck(op, (*arguments, BACKEND))
