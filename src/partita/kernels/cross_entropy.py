@@ -154,13 +154,13 @@ def cross_entropy_row_kernel(
     BLOCK_V: tl.constexpr,
 ):
     """A row, or the part of a row that one of several programs holds: one read and one write at any width and alignment."""
-    smoothing, softcap, z_loss = smoothing.to(tl.float32), softcap.to(tl.float32), z_loss.to(tl.float32)
+    smoothing, softcap, z_loss = tl.full([], smoothing, tl.float32), tl.full([], softcap, tl.float32), tl.full([], z_loss, tl.float32)
     place = tl.atomic_add(boxes_ptr, 1, sem="relaxed") if SHARED else tl.program_id(0).to(tl.int64)
     row, split = place // splits, (place % splits).to(tl.int32)
     head, body = row_span(row * x_row, classes, VEC)
     column = split * BLOCK_V + tl.arange(0, BLOCK_V)  # [BLOCK_V]
     inside = column // VEC * VEC < body
-    held = tl.load(logits_ptr + aligned_start(row * x_row, head, VEC) + column, mask=inside, other=-float("inf"))
+    held = tl.load(logits_ptr + aligned_start(row * x_row, VEC) + column, mask=inside, other=-float("inf"))
     label = tl.load(target_ptr + row).to(tl.int64)
     kept, valid, on_label = label_weights(label, ignore_index, classes, weight_ptr, smoothing, tl.float32)
     owner = tl.where(valid & (label >= head) & (label < head + body), (label - head) // BLOCK_V, 0) == split
@@ -206,7 +206,7 @@ def cross_entropy_row_kernel(
     else:
         factor_held = factor * exp(part - shift)
     grad = class_gradient(e, x, factor_held, scale, q, on_label, head + column == label, softcap, SPREAD, CAP)
-    tl.store(grad_ptr + aligned_start(row * grad_row, head, VEC) + column, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+    tl.store(grad_ptr + aligned_start(row * grad_row, VEC) + column, grad.to(grad_ptr.dtype.element_ty), mask=inside)
     if VEC > 1:
         edge_grad = class_gradient(exp(edge_x - shift), edge_x, factor, scale, edge_q, on_label, edge == label, softcap, SPREAD, CAP)
         tl.store(grad_ptr + row * grad_row + edge, edge_grad.to(grad_ptr.dtype.element_ty), mask=at_edge)

@@ -123,9 +123,9 @@ def cross_entropy_kernel(
     block = tl.program_id(0) // splits
     batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
     row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    start = batch * x_batch + row[:, None] * x_row  # [ROWS, 1]
+    start = batch * x_batch + (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS * x_row
     head, body = row_span(start, classes, VEC)
-    source = logits_ptr + aligned_start(start, head, VEC)
+    source = logits_ptr + aligned_start(start, VEC) + tl.arange(0, ROWS)[:, None] * x_row  # [ROWS, 1]
     maximum, total = tl.full([ROWS], -float("inf"), WIDE), tl.zeros([ROWS], WIDE)
     spread, spread_loss = tl.zeros([ROWS], WIDE), tl.zeros([ROWS], WIDE)
     t_start = target_ptr + batch * t_batch + row[:, None] * t_row
@@ -137,9 +137,9 @@ def cross_entropy_kernel(
             weight_ptr, classes, smoothing, softcap, SPREAD, CAP, WIDE,
         )  # fmt: skip
     if VEC > 1:
-        edge, at_edge = edge_columns(head, body, classes, VEC, LANES)  # [1, LANES]
+        edge, at_edge = edge_columns(head, body, classes, VEC, LANES)  # [LANES]
         maximum, total, spread, spread_loss = absorb(
-            maximum, total, spread, spread_loss, logits_ptr + start + edge, t_start + edge * t_class, edge, at_edge & (split == 0),
+            maximum, total, spread, spread_loss, logits_ptr + start + edge[None, :], t_start + edge[None, :] * t_class, edge[None, :], (at_edge & (split == 0))[None, :],
             weight_ptr, classes, smoothing, softcap, SPREAD, CAP, WIDE,
         )  # fmt: skip
     written = row < rows

@@ -39,9 +39,9 @@ def logsumexp_kernel(
     block = tl.program_id(0) // splits
     batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
     row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    start = batch * in_batch + row[:, None] * in_row  # [ROWS, 1]
+    start = batch * in_batch + (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS * in_row
     head, body = row_span(start, classes, VEC)
-    source = input_ptr + aligned_start(start, head, VEC)
+    source = input_ptr + aligned_start(start, VEC) + tl.arange(0, ROWS)[:, None] * in_row  # [ROWS, 1]
     maximum, total = tl.full([ROWS], -float("inf"), WIDE), tl.zeros([ROWS], WIDE)
     for first in range(split * span, tl.minimum((split + 1) * span, classes), BLOCK_V):
         column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
@@ -49,8 +49,8 @@ def logsumexp_kernel(
         x = tl.load(source + column * in_class, mask=inside, other=-float("inf")).to(WIDE)
         maximum, total = online(maximum, total, x)
     if VEC > 1:
-        edge, at_edge = edge_columns(head, body, classes, VEC, LANES)  # [1, LANES]
-        edge_x = tl.load(input_ptr + start + edge, mask=at_edge & (split == 0), other=-float("inf")).to(WIDE)
+        edge, at_edge = edge_columns(head, body, classes, VEC, LANES)  # [LANES]
+        edge_x = tl.load(input_ptr + start + edge[None, :], mask=(at_edge & (split == 0))[None, :], other=-float("inf")).to(WIDE)
         maximum, total = online(maximum, total, edge_x)
     written = row < rows
     if SHARED:

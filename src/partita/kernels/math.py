@@ -70,21 +70,21 @@ def capped(x, softcap, CAP: tl.constexpr):
 
 @triton.jit
 def row_span(start, classes, VEC: tl.constexpr):
-    """Where the aligned vectors of a row begin, and how many classes stand before and in them."""
+    """How many classes of a row stand before its aligned vectors, and how many in them."""
     if VEC == 1:
         return 0, classes
     else:
-        head = ((VEC - start % VEC) % VEC).to(tl.int32)
+        head = (aligned_start(start, VEC) - start).to(tl.int32)
         return head, (classes - head) // VEC * VEC
 
 
 @triton.jit
-def aligned_start(start, head, VEC: tl.constexpr):
-    """Offset of the aligned vectors of a row; the compiler cannot see by itself that it is a multiple of VEC."""
+def aligned_start(start, VEC: tl.constexpr):
+    """Offset of the aligned vectors of a row, in a form from which the compiler sees that it is a multiple of VEC."""
     if VEC == 1:
         return start
     else:
-        return tl.multiple_of(start + head, VEC)
+        return (start + VEC - 1) // VEC * VEC
 
 
 @triton.jit

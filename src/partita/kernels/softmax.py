@@ -84,8 +84,8 @@ def softmax_row_kernel(
     place = tl.atomic_add(boxes_ptr, 1, sem="relaxed") if SHARED else tl.program_id(0).to(tl.int64)
     row, split = place // splits, (place % splits).to(tl.int32)
     head, body = row_span(row * in_row, classes, VEC)
-    source = input_ptr + aligned_start(row * in_row, head, VEC)
-    target = output_ptr + aligned_start(row * out_row, head, VEC)
+    source = input_ptr + aligned_start(row * in_row, VEC)
+    target = output_ptr + aligned_start(row * out_row, VEC)
     column = split * BLOCK_V + tl.arange(0, BLOCK_V)  # [BLOCK_V]
     inside = column // VEC * VEC < body
     held = tl.load(source + column, mask=inside, other=-float("inf"))
@@ -240,8 +240,8 @@ def softmax_backward_row_kernel(
     head, body = row_span(row * grad_row, classes, VEC)
     column = split * BLOCK_V + tl.arange(0, BLOCK_V)  # [BLOCK_V]
     inside = column // VEC * VEC < body
-    held_grad = tl.load(grad_ptr + aligned_start(row * grad_row, head, VEC) + column, mask=inside, other=0.0)
-    held = tl.load(output_ptr + aligned_start(row * out_row, head, VEC) + column, mask=inside, other=0.0)
+    held_grad = tl.load(grad_ptr + aligned_start(row * grad_row, VEC) + column, mask=inside, other=0.0)
+    held = tl.load(output_ptr + aligned_start(row * out_row, VEC) + column, mask=inside, other=0.0)
     grad, y = held_grad.to(tl.float32), held.to(tl.float32)
     total = tl.sum(grad if LOG else grad * y, axis=0)
     if VEC > 1:
@@ -257,7 +257,7 @@ def softmax_backward_row_kernel(
         grad = again(held_grad, nothing.to(held_grad.dtype)).to(tl.float32)
         y = again(held, nothing.to(held.dtype)).to(tl.float32)
     result = pulled_back(grad, y, total, LOG)
-    tl.store(result_ptr + aligned_start(row * result_row, head, VEC) + column, result.to(result_ptr.dtype.element_ty), mask=inside)
+    tl.store(result_ptr + aligned_start(row * result_row, VEC) + column, result.to(result_ptr.dtype.element_ty), mask=inside)
     if VEC > 1:
         edge_result = pulled_back(edge_grad, edge_y, total, LOG)
         tl.store(result_ptr + row * result_row + edge, edge_result.to(result_ptr.dtype.element_ty), mask=at_edge)

@@ -68,15 +68,15 @@ def token_stats_kernel(
     block = tl.program_id(0) // splits
     batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
     row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    start = batch * x_batch + row[:, None] * x_row  # [ROWS, 1]
+    start = batch * x_batch + (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS * x_row
     head, body = row_span(start, classes, VEC)
-    source = logits_ptr + aligned_start(start, head, VEC)
+    source = logits_ptr + aligned_start(start, VEC) + tl.arange(0, ROWS)[:, None] * x_row  # [ROWS, 1]
     maximum, total, surprise = tl.full([ROWS], -float("inf"), WIDE), tl.zeros([ROWS], WIDE), tl.zeros([ROWS], WIDE)
     best = tl.zeros([ROWS], tl.int32)
     if VEC > 1:
-        edge, at_edge = edge_columns(head, body, classes, VEC, LANES)  # [1, LANES]
-        x = tl.load(logits_ptr + start + edge, mask=at_edge & (split == 0), other=-float("inf")).to(WIDE)
-        maximum, total, surprise, best = absorb_stats(maximum, total, surprise, best, x, edge, slope)
+        edge, at_edge = edge_columns(head, body, classes, VEC, LANES)  # [LANES]
+        x = tl.load(logits_ptr + start + edge[None, :], mask=(at_edge & (split == 0))[None, :], other=-float("inf")).to(WIDE)
+        maximum, total, surprise, best = absorb_stats(maximum, total, surprise, best, x, edge[None, :], slope)
     for first in range(split * span, tl.minimum((split + 1) * span, classes), BLOCK_V):
         column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
         inside = (row < rows)[:, None] & (column // VEC * VEC < body)
