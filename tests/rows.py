@@ -56,7 +56,9 @@ ops = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 
 def check(function: Callable, reference: Callable, *inputs: Tensor, **options: Any) -> None:
     errors = contract_errors(function, reference, *inputs, **options)
-    assert errors.passed, f"\n{errors}"
+    # Triton's interpreter cuts off the bits that bf16 has no room for, in place of rounding: each rounding costs an ulp and not half.
+    allowed = 2 if INTERPRETING and any(t.dtype == torch.bfloat16 for t in inputs) else 1
+    assert all(error.ulp <= allowed * error.budget for error in (*errors.forward, *errors.backward)), f"\n{errors}"
 
 
 def worst_case(terms: Terms, classes: int) -> Terms:
@@ -75,7 +77,8 @@ def check_op(op: Op, x: Tensor, dim: int, *, few: bool = False) -> None:
     terms = logsumexp_terms(rows, dim, *upstream) if op.name == "logsumexp" else softmax_terms(op.name, rows, dim, *upstream)
     terms = worst_case(terms, rows.shape[dim]) if few else terms
     forward, backward = (t.reshape(like.shape) for t, like in zip(terms, (result, x), strict=True))
-    scale = "element" if op.name == "softmax" and not few else forward
+    # The interpreter rounds in the middle of a fused multiply-add, on which the last ulp of an element rests.
+    scale = "element" if op.name == "softmax" and not few and not INTERPRETING else forward
     check(lambda x: op.ours(x, dim), lambda x: op.reference(x, dim), x, upstream=upstream, scale=scale, grad_scale=backward)
 
 

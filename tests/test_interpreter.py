@@ -1,0 +1,52 @@
+"""The kernels on the CPU, under Triton's interpreter: the tests marked `interpreted`, in a process of their own that starts with it."""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+FILES = sorted(path.name for path in HERE.glob("test_*.py") if "mark.interpreted" in path.read_text(encoding="utf-8") and path != Path(__file__))
+
+
+def installed(package: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in version(package).split(".")[:2])
+    except PackageNotFoundError:
+        return ()
+
+
+# The interpreter of triton 3.6 fails on the numpy that made a conversion an error.
+pytestmark = pytest.mark.skipif(
+    not installed("triton") or (installed("triton") <= (3, 6) and installed("numpy") >= (2, 4)),
+    reason="needs triton, and a numpy that its interpreter takes",
+)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the inner process")
+@pytest.mark.parametrize("name", FILES)
+def test_kernels(name: str) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PARTITA_BACKEND": "triton"}
+    for variable in [key for key in environment if key.startswith(("PYTEST_", "PARTITA_CHECK"))]:
+        del environment[variable]
+    arguments = [
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-m",
+        "interpreted and not gpu",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-W",
+        "ignore",
+        str(HERE / name),
+    ]
+    done = subprocess.run([sys.executable, *arguments], env=environment, cwd=HERE.parent, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
