@@ -39,5 +39,7 @@ def gradient(kernel: Callable[..., Tensor], reference: Callable[..., Tensor], va
 
 
 def plain_eager() -> bool:
-    """True outside of compilation and function transforms: there, an autograd function may keep state between calls."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None
+    """True outside of compilation, function transforms and dispatch modes: there, an autograd function may keep state between calls."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None and torch._C._len_torch_dispatch_stack() == 0

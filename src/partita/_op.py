@@ -10,6 +10,9 @@ from typing import Any
 import torch
 
 from . import _backend
+from ._autograd import plain_eager
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _library = torch.library.Library("partita", "DEF")
 
@@ -29,7 +32,7 @@ def define(
     vmap: Callable[..., Any] | None = None,
     numba: bool = False,
 ) -> Callable[..., Any]:
-    """Register `partita::<schema>` and return the callable.
+    """Register `partita::<schema>` and return the callable, which in plain eager code goes past PyTorch's dispatcher: it costs the host time.
 
     The schema's first argument is a tensor and its last is `str backend`. At each call, the function of the op's name in the module
     `column` of the chosen floor (`reference`, `kernels` or `cpu`) gets every argument but the last. `check` sees the same arguments
@@ -49,4 +52,9 @@ def define(
     torch.library.register_fake(qualified, lambda *args: fake(*args[:-1]), lib=_library)
     if vmap is not None:
         torch.library.register_vmap(qualified, vmap, lib=_library)
-    return getattr(torch.ops.partita, name).default
+    op = getattr(torch.ops.partita, name).default
+
+    def call(first: torch.Tensor, *rest: Any) -> Any:
+        return run(first, *rest) if plain_eager() and type(first) in _PLAIN else op(first, *rest)
+
+    return call

@@ -55,15 +55,15 @@ _rows = _op.define(
 )
 _rows_backward = _op.define(
     "cross_entropy",
-    "cross_entropy_backward(Tensor grad_loss, Tensor grad_logsumexp, Tensor logits, Tensor target, Tensor? weight, Tensor maximum, Tensor sumexp, Tensor total_weight,"
-    " int ignore_index, float label_smoothing, float softcap, str backend) -> Tensor",
+    "cross_entropy_backward(Tensor grad_loss, Tensor grad_logsumexp, Tensor logits, Tensor target, Tensor? weight,"
+    " Tensor maximum, Tensor sumexp, Tensor total_weight, int ignore_index, float label_smoothing, float softcap, str backend) -> Tensor",
     lambda grad_loss, grad_logsumexp, logits, *_: torch.empty_like(logits),
     vmap=_rows_vmap,
 )
 _rows_backward_inplace = _op.define(
     "cross_entropy",
-    "cross_entropy_backward_(Tensor grad_loss, Tensor grad_logsumexp, Tensor(a!) logits, Tensor target, Tensor? weight, Tensor maximum, Tensor sumexp, Tensor total_weight,"
-    " int ignore_index, float label_smoothing, float softcap, str backend) -> ()",
+    "cross_entropy_backward_(Tensor grad_loss, Tensor grad_logsumexp, Tensor(a!) logits, Tensor target, Tensor? weight,"
+    " Tensor maximum, Tensor sumexp, Tensor total_weight, int ignore_index, float label_smoothing, float softcap, str backend) -> ()",
     lambda *_: None,
 )
 _denominators = _op.define(
@@ -85,16 +85,22 @@ _one_pass_inplace = _op.define(
     lambda logits, *_: logits.new_empty(_row_shape(logits), dtype=accumulator(logits.dtype)),
     check=lambda logits, target, weight, denominators, ignore_index, *_: _check_labels(logits, target, ignore_index),
 )
+_total = _op.define(
+    "cross_entropy",
+    "cross_entropy_total(Tensor loss, Tensor? denominators, ScalarType dtype, str backend) -> Tensor",
+    lambda loss, denominators, dtype: loss.new_empty((), dtype=dtype),
+)
 _scale = _op.define("cross_entropy", "scale_(Tensor(a!) grad, Tensor factor, str backend) -> ()", lambda *_: None)
 
 
 class _Options(NamedTuple):
     ignore_index: int
-    reduction: str
     label_smoothing: float
     softcap: float  # 0 for none
     z_loss: float
     backend: str
+    reduction: str
+    dtype: torch.dtype  # of the loss
 
 
 class _Rows(torch.autograd.Function):
@@ -149,14 +155,13 @@ class _OnePass(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options, ctx.inplace, ctx.denominators = options, inplace, _mean_denominators(logits, target, weight, options)
         if inplace:
-            loss = _one_pass_inplace(logits, target, weight, ctx.denominators, *_kernel_options(options))
+            loss = _one_pass_inplace(logits, target, weight, ctx.denominators, *options[:5])
             torch.autograd.graph.increment_version(logits)
             ctx.gradient = logits.detach()
         else:
             ctx.save_for_backward(logits, target, weight)
-            loss, ctx.gradient = _one_pass(logits, target, weight, ctx.denominators, *_kernel_options(options))
-        total = loss.sum()
-        return total if ctx.denominators is None else total / ctx.denominators[0]
+            loss, ctx.gradient = _one_pass(logits, target, weight, ctx.denominators, *options[:5])
+        return _total(loss, ctx.denominators, options.dtype, options.backend)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -173,13 +178,9 @@ class _OnePass(torch.autograd.Function):
         gradient, ctx.gradient = ctx.gradient, None
         if gradient is None:
             logits, target, weight = ctx.saved_tensors
-            gradient = _one_pass(logits, target, weight, ctx.denominators, *_kernel_options(ctx.options))[1]
+            gradient = _one_pass(logits, target, weight, ctx.denominators, *ctx.options[:5])[1]
         _scale(gradient, grad, ctx.options.backend)
         return gradient, None, None, None, None
-
-
-def _kernel_options(options: _Options) -> tuple[Any, ...]:
-    return options.ignore_index, options.label_smoothing, options.softcap, options.z_loss, options.backend
 
 
 def _mean_denominators(logits: Tensor, target: Tensor, weight: Tensor | None, options: _Options) -> Tensor | None:
@@ -197,14 +198,20 @@ def _reduced(logits: Tensor, target: Tensor, weight: Tensor | None, options: _Op
     z = options.z_loss * logsumexp.square() if options.z_loss else None
     if options.reduction != "mean":
         loss = loss if z is None else loss + z
-        return loss if options.reduction == "none" else loss.sum()
+        return (loss if options.reduction == "none" else loss.sum()).to(options.dtype)
     if target.is_floating_point():
-        rows = logits.numel() / max(logits.shape[1], 1)
-        main, count = (loss.sum() / rows, rows) if rows else (loss.sum() / 0.0, 0.0)
-    else:
-        denominators = reference.cross_entropy_denominators(target, weight, options.ignore_index, logits.shape[1])
-        main, count = loss.sum() / denominators[0], denominators[1]
-    return main if z is None else main + z.sum() / count
+        rows = loss.numel()
+        main = loss.sum() / rows if rows else loss.sum() / 0.0
+        return (main if z is None else main + z.sum() / rows).to(options.dtype)
+    denominators = reference.cross_entropy_denominators(target, weight, options.ignore_index, logits.shape[1])
+    main = loss.sum() / denominators[0]
+    return (main if z is None else main + z.sum() / denominators[1]).to(options.dtype)
+
+
+def _without_gradient(logits: Tensor, target: Tensor, weight: Tensor | None, options: _Options) -> Tensor:
+    """The reduced loss alone, in three launches."""
+    loss = _rows(logits, target, weight, options.ignore_index, options.label_smoothing, options.softcap, options.backend)[0]
+    return _total(loss, _mean_denominators(logits, target, weight, options), options.dtype, options.backend)
 
 
 def _check(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, softcap: float | None) -> None:
@@ -284,7 +291,6 @@ def cross_entropy(
     _checks.choice("reduction", reduction, REDUCTIONS)
     _checks.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
     _checks.number("z_loss", z_loss, low=0.0)
-    options = _Options(ignore_index, reduction, float(label_smoothing), float(softcap or 0.0), float(z_loss), _backend.current())
     result = input.dtype
     if target.is_floating_point():
         result = torch.promote_types(result, target.dtype)
@@ -292,26 +298,36 @@ def cross_entropy(
         result = torch.promote_types(result, weight.dtype)
     if result in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(input.device.type):
         result = torch.float32
-    logits = input if input.ndim > 1 else input.unsqueeze(0)
-    rows = target if input.ndim > 1 else target.unsqueeze(0)
-    loss = _loss(logits, rows, weight, options, inplace)
-    return (loss if input.ndim > 1 or reduction != "none" else loss.squeeze(0)).to(result)
+    numbers = float(label_smoothing), float(softcap or 0.0), float(z_loss)
+    options = _Options(ignore_index, *numbers, _backend.current(), reduction, result)
+    if input.ndim > 1:
+        return _loss(input, target, weight, options, inplace)
+    loss = _loss(input.unsqueeze(0), target.unsqueeze(0), weight, options, inplace)
+    return loss.squeeze(0) if reduction == "none" else loss
 
 
 def _loss(logits: Tensor, target: Tensor, weight: Tensor | None, options: _Options, inplace: bool) -> Tensor:
-    if not (plain_eager() and torch.is_grad_enabled() and logits.requires_grad):
+    if not plain_eager():
         return _reduced(logits, target, weight, options)
-    if inplace:
-        if logits.is_leaf:
-            raise RuntimeError("inplace: expected logits that were computed from something, got a leaf, whose values would be lost")
-        if any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True)):
-            raise ValueError("inplace: expected logits whose elements each have their own memory, got an expanded tensor")
     others = target.requires_grad or (weight is not None and weight.requires_grad)
-    direct = options.reduction != "none" and logits.dtype != torch.float16 and not others
-    if direct and (inplace or _backend.resolve(options.backend, logits.device, numba=False) == "kernels"):
+    if not (torch.is_grad_enabled() and (logits.requires_grad or others)):
+        direct = options.reduction != "none" and options.z_loss == 0
+        return (_without_gradient if direct else _reduced)(logits, target, weight, options)
+    inplace = inplace and logits.requires_grad
+    if inplace:
+        _check_inplace(logits, others)
+    early = options.reduction != "none" and logits.dtype != torch.float16 and not others
+    if early and (inplace or _backend.resolve(options.backend, logits.device, numba=False) == "kernels"):
         return _OnePass.apply(logits, target, weight, options, inplace)
-    if inplace and others:
-        raise RuntimeError("inplace: expected targets and class weights that need no gradient")
     if inplace:
         torch.autograd.graph.increment_version(logits)  # before the logits are saved: the backward pass alone may read them
     return _reduced(logits, target, weight, options, inplace)
+
+
+def _check_inplace(logits: Tensor, others: bool) -> None:
+    if logits.is_leaf:
+        raise RuntimeError("inplace: expected logits that were computed from something, got a leaf, whose values would be lost")
+    if any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True)):
+        raise ValueError("inplace: expected logits whose elements each have their own memory, got an expanded tensor")
+    if others:
+        raise RuntimeError("inplace: expected targets and class weights that need no gradient")

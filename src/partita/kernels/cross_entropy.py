@@ -12,12 +12,14 @@ from torch import Tensor
 from ..reference.cross_entropy import OnePass
 from ..reference.softmax import accumulator
 from .cross_entropy_rows import (
+    class_gradient,
     cross_entropy,
     cross_entropy_backward,
     cross_entropy_backward_,
     cross_entropy_denominators,
-    class_gradient,
+    cross_entropy_total,
     held_logits,
+    label_gradient,
     label_weights,
     scale_,
     shortfall,
@@ -35,6 +37,7 @@ __all__ = [
     "cross_entropy_denominators",
     "cross_entropy_one_pass",
     "cross_entropy_one_pass_",
+    "cross_entropy_total",
     "scale_",
 ]
 
@@ -106,24 +109,29 @@ def cross_entropy_tile_kernel(
     e = exp(x - shift[:, None])
     total = tl.sum(e, axis=1)
     place = batch * rows + row
-    probability = tl.zeros([ROWS, BLOCK_V], WIDE)
+    probability = x
     if SPREAD == 2:
-        kept, on_label, label_x, label = row < rows, tl.zeros([ROWS], WIDE), shift, tl.full([ROWS], -1, tl.int64)
+        kept, on_label, label_x = row < rows, tl.zeros([ROWS], WIDE), shift
         probability = tl.load(target_ptr + batch * t_batch + row[:, None] * t_row + column * t_class, mask=inside, other=0.0).to(WIDE)
     else:
         label = tl.load(target_ptr + place, mask=row < rows, other=ignore_index).to(tl.int64)
         kept, valid, on_label = label_weights(label, ignore_index, classes, weight_ptr, smoothing, WIDE)
         label_x = capped(tl.load(start + label * x_class, mask=valid, other=0.0).to(WIDE), softcap, CAP)
-    q, spread, spread_loss = tl.zeros([ROWS, BLOCK_V], WIDE), tl.zeros([ROWS], WIDE), tl.zeros([ROWS], WIDE)
+    q, spread, spread_loss = x, tl.zeros([ROWS], WIDE), tl.zeros([ROWS], WIDE)
     if SPREAD:
         q = spread_weights(probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE)
         spread, spread_loss = tl.sum(q, axis=1), tl.sum(shortfall(q, shift[:, None], x), axis=1)
     loss, factor, scale = row_terms(kept, on_label, label_x, spread, spread_loss, shift, total, denominators_ptr, z_loss, SPREAD, Z, WIDE)
     tl.store(loss_ptr + place, loss, mask=row < rows)
-    at_label = column == label[:, None]
-    grad = class_gradient(e, x, factor[:, None], scale[:, None], q, on_label[:, None], at_label, softcap, SPREAD, CAP)
+    grad = class_gradient(e, x, factor[:, None], scale[:, None] * q, softcap, SPREAD, CAP)
     grad_start = grad_ptr + batch * grad_batch + row * grad_row
     tl.store(grad_start[:, None] + column * grad_class, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+    if SPREAD != 2:
+        at_label = label_gradient(
+            label, label_x, valid, on_label, shift, factor, scale, weight_ptr, classes, smoothing, softcap, SPREAD, CAP, WIDE
+        )
+        tl.debug_barrier()
+        tl.store(grad_start + label * grad_class, at_label.to(grad_ptr.dtype.element_ty), mask=valid & (row < rows))
 
 
 @triton.jit
@@ -178,8 +186,7 @@ def cross_entropy_row_kernel(
     part = finite_shift(maximum)
     e = exp(x - part)
     total = tl.sum(e, axis=0)
-    q, spread, spread_loss = tl.zeros([BLOCK_V], tl.float32), 0.0, 0.0
-    edge_q = 0.0
+    q, edge_q, spread, spread_loss = x, 0.0, 0.0, 0.0
     if VEC > 1:
         edge_e = exp(edge_x - part)
         total += tl.sum(edge_e, axis=0)
@@ -205,11 +212,16 @@ def cross_entropy_row_kernel(
         e, factor_held = exp(x - shift), factor
     else:
         factor_held = factor * exp(part - shift)
-    grad = class_gradient(e, x, factor_held, scale, q, on_label, head + column == label, softcap, SPREAD, CAP)
+    grad = class_gradient(e, x, factor_held, scale * q, softcap, SPREAD, CAP)
     tl.store(grad_ptr + aligned_start(row * grad_row, VEC) + column, grad.to(grad_ptr.dtype.element_ty), mask=inside)
     if VEC > 1:
-        edge_grad = class_gradient(exp(edge_x - shift), edge_x, factor, scale, edge_q, on_label, edge == label, softcap, SPREAD, CAP)
+        edge_grad = class_gradient(exp(edge_x - shift), edge_x, factor, scale * edge_q, softcap, SPREAD, CAP)
         tl.store(grad_ptr + row * grad_row + edge, edge_grad.to(grad_ptr.dtype.element_ty), mask=at_edge)
+    at_label = label_gradient(
+        label, label_x, valid, on_label, shift, factor, scale, weight_ptr, classes, smoothing, softcap, SPREAD, CAP, tl.float32
+    )
+    tl.debug_barrier()
+    tl.store(grad_ptr + row * grad_row + label, at_label.to(grad_ptr.dtype.element_ty), mask=valid & owner)
 
 
 def cross_entropy_one_pass(logits: Tensor, target: Tensor, *args: Any) -> OnePass:
@@ -234,6 +246,7 @@ def _one_pass(
     loss = logits.new_empty([logits.shape[0], *logits.shape[2:]], dtype=accumulator(logits.dtype))
     labels = target if spread == 2 else target.contiguous()
     flags = {"SPREAD": spread, "CAP": softcap != 0, "Z": z_loss != 0}
+    args: tuple[Any, ...]
     if chosen.kind == "row":
         shared = boxes(view, chosen.splits, words=2)
         args = (logits, labels, weight, denominators, shared, loss, grad, view.classes, chosen.splits, view.strides[0][1], view.strides[2][1])

@@ -44,14 +44,26 @@ def shortfall(q, shift, x):
 
 
 @triton.jit
-def class_gradient(e, x, factor, scale, q, on_label, at_label, softcap, SPREAD: tl.constexpr, CAP: tl.constexpr):
+def class_gradient(e, x, factor, scaled_q, softcap, SPREAD: tl.constexpr, CAP: tl.constexpr):
     """Gradient of logits: the pull of the softmax less the weights of the target, through the soft-cap."""
-    grad = e * factor - tl.where(at_label, scale * on_label, 0.0)
+    grad = e * factor
     if SPREAD:
-        grad -= scale * q
+        grad -= scaled_q
     if CAP:
         grad *= 1.0 - (x / softcap) * (x / softcap)
     return grad
+
+
+@triton.jit
+def label_gradient(
+    label, label_x, valid, on_label, shift, factor, scale, weight_ptr, classes, smoothing, softcap,
+    SPREAD: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The same at the label. It is stored over that of the other classes: comparing every class with the label would cost registers."""
+    weight = on_label
+    if SPREAD:
+        weight += spread_weights(on_label, valid, weight_ptr, label, classes, smoothing, 1, WIDE)
+    return class_gradient(exp(label_x - shift), label_x, factor, scale * weight, softcap, 1, CAP)
 
 
 @triton.jit
@@ -139,8 +151,8 @@ def cross_entropy_kernel(
     if VEC > 1:
         edge, at_edge = edge_columns(head, body, classes, VEC, LANES)  # [LANES]
         maximum, total, spread, spread_loss = absorb(
-            maximum, total, spread, spread_loss, logits_ptr + start + edge[None, :], t_start + edge[None, :] * t_class, edge[None, :], (at_edge & (split == 0))[None, :],
-            weight_ptr, classes, smoothing, softcap, SPREAD, CAP, WIDE,
+            maximum, total, spread, spread_loss, logits_ptr + start + edge[None, :], t_start + edge[None, :] * t_class, edge[None, :],
+            (at_edge & (split == 0))[None, :], weight_ptr, classes, smoothing, softcap, SPREAD, CAP, WIDE,
         )  # fmt: skip
     written = row < rows
     if SHARED:
@@ -153,7 +165,8 @@ def cross_entropy_kernel(
         most, all_sums = merged(maxima, sums, held)
         spreads, losses, _ = deposits(second_box, splits, BLOCK_SPLITS)
         losses += spreads * (finite_shift(most) - finite_shift(maxima))
-        spread, spread_loss = tl.zeros([ROWS], WIDE) + tl.sum(tl.where(held, spreads, 0.0), axis=0), tl.zeros([ROWS], WIDE) + tl.sum(tl.where(held, losses, 0.0), axis=0)
+        spread = tl.zeros([ROWS], WIDE) + tl.sum(tl.where(held, spreads, 0.0), axis=0)
+        spread_loss = tl.zeros([ROWS], WIDE) + tl.sum(tl.where(held, losses, 0.0), axis=0)
         maximum, total = tl.zeros([ROWS], WIDE) + most, tl.zeros([ROWS], WIDE) + all_sums
     place = batch * rows + row
     shift = finite_shift(maximum)
@@ -223,17 +236,25 @@ def cross_entropy_backward_kernel(
     pull = g * tl.load(total_weight_ptr + place, mask=exists, other=0.0) + h
     probability = x
     if SPREAD == 2:
-        kept, on_label, label = exists, tl.zeros([ROWS], WIDE), tl.full([ROWS], -1, tl.int64)
+        kept = exists
         probability = tl.load(target_ptr + batch * t_batch + row[:, None] * t_row + column * t_class, mask=inside, other=0.0).to(WIDE)
     else:
         label = tl.load(target_ptr + place, mask=exists, other=ignore_index).to(tl.int64)
-        kept, _, on_label = label_weights(label, ignore_index, classes, weight_ptr, smoothing, WIDE)
-    q = spread_weights(probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE) if SPREAD else tl.zeros([ROWS, BLOCK_V], WIDE)
+        kept, valid, on_label = label_weights(label, ignore_index, classes, weight_ptr, smoothing, WIDE)
+        mine = valid & exists & (label // BLOCK_V == tl.program_id(0) % spans)
+        label_x = tl.load(logits_ptr + batch * x_batch + row * x_row + label * x_class, mask=mine, other=0.0).to(WIDE)
+        label_x = capped(label_x, softcap, CAP)
     factor, scale = tl.where(kept, pull / total, 0.0), tl.where(kept, g, 0.0)
-    e = exp(x - shift[:, None])
-    grad = class_gradient(e, x, factor[:, None], scale[:, None], q, on_label[:, None], column == label[:, None], softcap, SPREAD, CAP)
-    target = grad_ptr + batch * grad_batch + row[:, None] * grad_row + column * grad_class
-    tl.store(target, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+    q = spread_weights(probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE) if SPREAD else x
+    grad = class_gradient(exp(x - shift[:, None]), x, factor[:, None], scale[:, None] * q, softcap, SPREAD, CAP)
+    grad_start = grad_ptr + batch * grad_batch + row * grad_row
+    tl.store(grad_start[:, None] + column * grad_class, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+    if SPREAD != 2:
+        at_label = label_gradient(
+            label, label_x, mine, on_label, shift, factor, scale, weight_ptr, classes, smoothing, softcap, SPREAD, CAP, WIDE
+        )
+        tl.debug_barrier()
+        tl.store(grad_start + label * grad_class, at_label.to(grad_ptr.dtype.element_ty), mask=mine)
 
 
 @triton.jit
@@ -259,6 +280,26 @@ def denominators_kernel(
     counted = tl.sum(count.to(WIDE), axis=0)
     tl.store(result_ptr, tl.sum(weights, axis=0) if weight_ptr is not None else counted)
     tl.store(result_ptr + 1, counted)
+
+
+@triton.jit
+def total_kernel(
+    loss_ptr,  # [rows]
+    denominators_ptr,  # [2] or None
+    result_ptr,  # []
+    rows,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum or mean of the rows' losses, in one program, so that the order of the sum is fixed."""
+    sums = tl.zeros([BLOCK], WIDE)
+    for first in range(0, rows, BLOCK):
+        place = first + tl.arange(0, BLOCK).to(tl.int64)
+        sums += tl.load(loss_ptr + place, mask=place < rows, other=0.0)
+    total = tl.sum(sums, axis=0)
+    if denominators_ptr is not None:
+        total /= tl.load(denominators_ptr).to(WIDE)
+    tl.store(result_ptr, total.to(result_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -342,7 +383,22 @@ def cross_entropy_denominators(target: Tensor, weight: Tensor | None, ignore_ind
     wide = torch.float32 if weight is None else accumulator(weight.dtype)
     result = target.new_empty(2, dtype=wide)
     args = (target.contiguous(), weight, result, target.numel(), classes, ignore_index)
-    launch(denominators_kernel, 1, *args, WIDE=triton_dtype(wide), BLOCK=8192, num_warps=16)
+    launch(denominators_kernel, 1, *args, **single_program(target.numel(), wide))
+    return result
+
+
+def single_program(elements: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Options of a kernel whose one program reads all."""
+    block = min(8192, max(128, triton.next_power_of_2(elements)))
+    return {"WIDE": triton_dtype(dtype), "BLOCK": block, "num_warps": max(1, block // 512)}
+
+
+def cross_entropy_total(loss: Tensor, denominators: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if loss.numel() > 65536:
+        total = loss.sum()
+        return (total if denominators is None else total / denominators[0]).to(dtype)
+    result = loss.new_empty((), dtype=dtype)
+    launch(total_kernel, 1, loss, denominators, result, loss.numel(), **single_program(loss.numel(), loss.dtype))
     return result
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference.softmax import LogSumExp, accumulator
-from .launch import Rows, counters, elementwise_plan, launch, rows_of, scan_options, scan_plan_for, span_of, tile_options, with_output
+from .launch import Rows, counters, elementwise_plan, launch, rows_or_copy, scan_options, scan_plan_for, span_of, tile_options, with_output
 from .math import aligned_start, comes_last, deposit, deposits, edge_columns, exp, finite_shift, first_box, merged, online, row_span
 
 
@@ -103,7 +103,7 @@ def logsumexp_backward_kernel(
 
 
 def logsumexp(input: Tensor) -> LogSumExp:
-    view = rows_of(-1, input) or rows_of(-1, input.contiguous())
+    view = rows_or_copy(-1, input)
     wide = input.new_empty(input.shape[:-1], dtype=accumulator(input.dtype))
     outputs = LogSumExp(input.new_empty(input.shape[:-1]), wide, torch.empty_like(wide))
     chosen = scan_plan_for(view)

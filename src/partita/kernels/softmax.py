@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -99,17 +101,19 @@ def softmax_row_kernel(
     if HALF:
         held = again(held, tl.full([BLOCK_V], zero, tl.float32).to(held.dtype))
         x = held.to(tl.float32)
-    shift = finite_shift(maximum)
-    e = exp(x - shift)
+    EXACT: tl.constexpr = output_ptr.dtype.element_ty == tl.float32 and not LOG
+    part = finite_shift(maximum)
+    e = exp_exact(x - part) if EXACT else exp(x - part)
     total = tl.sum(e, axis=0)
+    shift = part
     if VEC > 1:
-        total += tl.sum(exp(edge_x - shift), axis=0)
+        total += tl.sum(exp(edge_x - part), axis=0)
     if SHARED:
         shift, total = shared_normaliser(boxes_ptr + 1 + row * splits, split, splits, maximum, total, BLOCK_SPLITS)
     if HALF:
         x = again(held, tl.full([BLOCK_V], zero, tl.float32).to(held.dtype)).to(tl.float32)
-    EXACT: tl.constexpr = output_ptr.dtype.element_ty == tl.float32
-    tl.store(target + column, normalised(x, shift, total, LOG, EXACT).to(output_ptr.dtype.element_ty), mask=inside)
+    y = normalised(x, shift, total, LOG, EXACT) if LOG or HALF else e * (exp_exact(part - shift) / total)
+    tl.store(target + column, y.to(output_ptr.dtype.element_ty), mask=inside)
     if VEC > 1:
         edge_y = normalised(edge_x, shift, total, LOG, EXACT)
         tl.store(output_ptr + row * out_row + edge, edge_y.to(output_ptr.dtype.element_ty), mask=at_edge)
@@ -162,6 +166,7 @@ def softmax(input: Tensor, dim: int, log: bool, dtype: torch.dtype) -> Tensor:
 def _softmax(view: Rows, log: bool) -> None:
     chosen = plan_for(view)
     (_, in_row, _), (_, out_row, _) = view.strides
+    args: tuple[Any, ...]
     if chosen.kind == "row":
         args = (*view.tensors, boxes(view, chosen.splits), view.classes, chosen.splits, in_row, out_row, 0.0)
         launch(softmax_row_kernel, view.rows * chosen.splits, *args, LOG=log, **row_options(chosen, view.tensors[0]))
@@ -316,9 +321,10 @@ def _softmax_backward(view: Rows, log: bool) -> None:
     output, grad, result = view.tensors
     out_strides, grad_strides, result_strides = view.strides
     chosen = plan_for(view, operands=2)
+    args: tuple[Any, ...]
     if chosen.kind == "row":
-        args = (grad, output, result, boxes(view, chosen.splits), view.classes, chosen.splits, grad_strides[1], out_strides[1], result_strides[1], 0.0)
-        launch(softmax_backward_row_kernel, view.rows * chosen.splits, *args, LOG=log, **row_options(chosen, output))
+        args = (grad, output, result, boxes(view, chosen.splits), view.classes, chosen.splits, grad_strides[1], out_strides[1], result_strides[1])
+        launch(softmax_backward_row_kernel, view.rows * chosen.splits, *args, 0.0, LOG=log, **row_options(chosen, output))
     else:
         kernel = softmax_backward_tile_kernel if chosen.kind == "tile" else softmax_backward_loop_kernel
         args = (grad, output, result, view.rows, view.classes, *grad_strides, *out_strides, *result_strides)

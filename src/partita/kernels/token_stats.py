@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..reference.softmax import accumulator
 from ..reference.token_stats import Stats
-from .launch import Rows, counters, elementwise_plan, launch, rows_of, scan_options, scan_plan_for, span_of, tile_options, with_output
+from .launch import Rows, counters, elementwise_plan, launch, rows_or_copy, scan_options, scan_plan_for, span_of, tile_options, with_output
 from .math import LN2, LOG2E, aligned_start, comes_last, deposit, deposits, edge_columns, finite_shift, first_box, row_span
 
 
@@ -75,8 +75,8 @@ def token_stats_kernel(
     best = tl.zeros([ROWS], tl.int32)
     if VEC > 1:
         edge, at_edge = edge_columns(head, body, classes, VEC, LANES)  # [LANES]
-        x = tl.load(logits_ptr + start + edge[None, :], mask=(at_edge & (split == 0))[None, :], other=-float("inf")).to(WIDE)
-        maximum, total, surprise, best = absorb_stats(maximum, total, surprise, best, x, edge[None, :], slope)
+        edge_x = tl.load(logits_ptr + start + edge[None, :], mask=(at_edge & (split == 0))[None, :], other=-float("inf")).to(WIDE)
+        maximum, total, surprise, best = absorb_stats(maximum, total, surprise, best, edge_x, edge[None, :], slope)
     for first in range(split * span, tl.minimum((split + 1) * span, classes), BLOCK_V):
         column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
         inside = (row < rows)[:, None] & (column // VEC * VEC < body)
@@ -169,7 +169,7 @@ def token_stats_backward_kernel(
 
 
 def token_stats(logits: Tensor, target: Tensor, temperature: float, ignore_index: int) -> Stats:
-    view = rows_of(-1, logits) or rows_of(-1, logits.contiguous())
+    view = rows_or_copy(-1, logits)
     wide = accumulator(logits.dtype)
     outputs = Stats(*(logits.new_empty(logits.shape[:-1], dtype=torch.int64 if name == "argmax" else wide) for name in Stats._fields))
     chosen = scan_plan_for(view)

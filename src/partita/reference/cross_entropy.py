@@ -64,7 +64,7 @@ def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, ignore_
     logsumexp = maximum + sumexp.log()
     if target.is_floating_point():
         q = target_weights(target, weight, classes, ignore_index, label_smoothing, x)
-        loss = torch.where(q == 0, 0, -q * logp).sum(-1)
+        loss = -(q * torch.where((q == 0) & (logp == -torch.inf), 0, logp)).sum(-1)
         return Rows(loss, logsumexp, maximum, sumexp, q.sum(-1))
     labels, kept, wrong = valid_targets(target, classes, ignore_index)
     loss = -logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
@@ -149,3 +149,8 @@ def cross_entropy_backward_(grad_loss: Tensor, grad_logsumexp: Tensor, logits: T
 
 def scale_(grad: Tensor, factor: Tensor) -> None:
     grad.mul_(factor.to(accumulator(grad.dtype)))
+
+
+def cross_entropy_total(loss: Tensor, denominators: Tensor | None, dtype: torch.dtype) -> Tensor:
+    total = loss.sum()
+    return (total if denominators is None else total / denominators[0]).to(dtype)
