@@ -66,29 +66,26 @@ _rows_backward_inplace = _op.define(
     " Tensor maximum, Tensor sumexp, Tensor total_weight, int ignore_index, float label_smoothing, float softcap, str backend) -> ()",
     lambda *_: None,
 )
-_denominators = _op.define(
+_NUMBERS = "int ignore_index, float label_smoothing, float softcap"
+_reduced_loss = _op.define(
     "cross_entropy",
-    "cross_entropy_denominators(Tensor target, Tensor? weight, int ignore_index, int classes, str backend) -> Tensor",
-    lambda target, weight, *_: target.new_empty(2, dtype=torch.float32 if weight is None else accumulator(weight.dtype)),
+    f"cross_entropy_reduced(Tensor logits, Tensor target, Tensor? weight, {_NUMBERS}, bool mean, ScalarType dtype, str backend) -> Tensor",
+    lambda logits, *args: logits.new_empty((), dtype=args[-1]),
+    check=lambda logits, target, weight, ignore_index, *_: _check_labels(logits, target, ignore_index),
 )
 _one_pass = _op.define(
     "cross_entropy",
-    "cross_entropy_one_pass(Tensor logits, Tensor target, Tensor? weight, Tensor? denominators,"
-    " int ignore_index, float label_smoothing, float softcap, float z_loss, str backend) -> (Tensor, Tensor)",
-    lambda logits, *_: (logits.new_empty(_row_shape(logits), dtype=accumulator(logits.dtype)), torch.empty_like(logits)),
-    check=lambda logits, target, weight, denominators, ignore_index, *_: _check_labels(logits, target, ignore_index),
+    f"cross_entropy_one_pass(Tensor logits, Tensor target, Tensor? weight, {_NUMBERS}, float z_loss, bool mean, ScalarType dtype, str backend)"
+    " -> (Tensor, Tensor)",
+    lambda logits, *args: (logits.new_empty((), dtype=args[-1]), torch.empty_like(logits)),
+    check=lambda logits, target, weight, ignore_index, *_: _check_labels(logits, target, ignore_index),
 )
 _one_pass_inplace = _op.define(
     "cross_entropy",
-    "cross_entropy_one_pass_(Tensor(a!) logits, Tensor target, Tensor? weight, Tensor? denominators,"
-    " int ignore_index, float label_smoothing, float softcap, float z_loss, str backend) -> Tensor",
-    lambda logits, *_: logits.new_empty(_row_shape(logits), dtype=accumulator(logits.dtype)),
-    check=lambda logits, target, weight, denominators, ignore_index, *_: _check_labels(logits, target, ignore_index),
-)
-_total = _op.define(
-    "cross_entropy",
-    "cross_entropy_total(Tensor loss, Tensor? denominators, ScalarType dtype, str backend) -> Tensor",
-    lambda loss, denominators, dtype: loss.new_empty((), dtype=dtype),
+    f"cross_entropy_one_pass_(Tensor(a!) logits, Tensor target, Tensor? weight, {_NUMBERS}, float z_loss, bool mean, ScalarType dtype, str backend)"
+    " -> Tensor",
+    lambda logits, *args: logits.new_empty((), dtype=args[-1]),
+    check=lambda logits, target, weight, ignore_index, *_: _check_labels(logits, target, ignore_index),
 )
 _scale = _op.define("cross_entropy", "scale_(Tensor(a!) grad, Tensor factor, str backend) -> ()", lambda *_: None)
 
@@ -98,9 +95,9 @@ class _Options(NamedTuple):
     label_smoothing: float
     softcap: float  # 0 for none
     z_loss: float
-    backend: str
-    reduction: str
+    mean: bool
     dtype: torch.dtype  # of the loss
+    backend: str
 
 
 class _Rows(torch.autograd.Function):
@@ -153,15 +150,15 @@ class _OnePass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, options: _Options, inplace: bool) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.inplace, ctx.denominators = options, inplace, _mean_denominators(logits, target, weight, options)
+        ctx.options, ctx.inplace = options, inplace
         if inplace:
-            loss = _one_pass_inplace(logits, target, weight, ctx.denominators, *options[:5])
+            loss = _one_pass_inplace(logits, target, weight, *options)
             torch.autograd.graph.increment_version(logits)
             ctx.gradient = logits.detach()
         else:
             ctx.save_for_backward(logits, target, weight)
-            loss, ctx.gradient = _one_pass(logits, target, weight, ctx.denominators, *options[:5])
-        return _total(loss, ctx.denominators, options.dtype, options.backend)
+            loss, ctx.gradient = _one_pass(logits, target, weight, *options)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -172,33 +169,24 @@ class _OnePass(torch.autograd.Function):
             raise RuntimeError("inplace=True wrote the gradient over the logits: it serves one backward pass and no second derivative")
         if torch.is_grad_enabled():
             logits, target, weight = ctx.saved_tensors
-            with torch.enable_grad():
-                loss = _reduced(logits, target, weight, ctx.options)
+            loss = _reduced(logits, target, weight, ctx.options, "mean" if ctx.options.mean else "sum")
             return torch.autograd.grad(loss, logits, grad, create_graph=True)[0], None, None, None, None
         gradient, ctx.gradient = ctx.gradient, None
         if gradient is None:
             logits, target, weight = ctx.saved_tensors
-            gradient = _one_pass(logits, target, weight, ctx.denominators, *ctx.options[:5])[1]
+            gradient = _one_pass(logits, target, weight, *ctx.options)[1]
         _scale(gradient, grad, ctx.options.backend)
         return gradient, None, None, None, None
 
 
-def _mean_denominators(logits: Tensor, target: Tensor, weight: Tensor | None, options: _Options) -> Tensor | None:
-    if options.reduction != "mean":
-        return None
-    if target.is_floating_point():
-        return torch.full((2,), logits.numel() / max(logits.shape[1], 1), dtype=accumulator(logits.dtype), device=logits.device)
-    return _denominators(target, weight, options.ignore_index, logits.shape[1], options.backend)
-
-
-def _reduced(logits: Tensor, target: Tensor, weight: Tensor | None, options: _Options, inplace: bool = False) -> Tensor:
+def _reduced(logits: Tensor, target: Tensor, weight: Tensor | None, options: _Options, reduction: str, inplace: bool = False) -> Tensor:
     """The loss from the rows: each term in PyTorch, so that a compiler or a function transform sees through it."""
     numbers = options.ignore_index, options.label_smoothing, options.softcap
     loss, logsumexp, *_ = _Rows.apply(logits, target, weight, *numbers, options.backend, inplace)
     z = options.z_loss * logsumexp.square() if options.z_loss else None
-    if options.reduction != "mean":
+    if reduction != "mean":
         loss = loss if z is None else loss + z
-        return (loss if options.reduction == "none" else loss.sum()).to(options.dtype)
+        return (loss if reduction == "none" else loss.sum()).to(options.dtype)
     if target.is_floating_point():
         rows = loss.numel()
         main = loss.sum() / rows if rows else loss.sum() / 0.0
@@ -206,12 +194,6 @@ def _reduced(logits: Tensor, target: Tensor, weight: Tensor | None, options: _Op
     denominators = reference.cross_entropy_denominators(target, weight, options.ignore_index, logits.shape[1])
     main = loss.sum() / denominators[0]
     return (main if z is None else main + z.sum() / denominators[1]).to(options.dtype)
-
-
-def _without_gradient(logits: Tensor, target: Tensor, weight: Tensor | None, options: _Options) -> Tensor:
-    """The reduced loss alone, in three launches."""
-    loss = _rows(logits, target, weight, options.ignore_index, options.label_smoothing, options.softcap, options.backend)[0]
-    return _total(loss, _mean_denominators(logits, target, weight, options), options.dtype, options.backend)
 
 
 def _check(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, softcap: float | None) -> None:
@@ -299,29 +281,30 @@ def cross_entropy(
     if result in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(input.device.type):
         result = torch.float32
     numbers = float(label_smoothing), float(softcap or 0.0), float(z_loss)
-    options = _Options(ignore_index, *numbers, _backend.current(), reduction, result)
+    options = _Options(ignore_index, *numbers, reduction == "mean", result, _backend.current())
     if input.ndim > 1:
-        return _loss(input, target, weight, options, inplace)
-    loss = _loss(input.unsqueeze(0), target.unsqueeze(0), weight, options, inplace)
+        return _loss(input, target, weight, options, reduction, inplace)
+    loss = _loss(input.unsqueeze(0), target.unsqueeze(0), weight, options, reduction, inplace)
     return loss.squeeze(0) if reduction == "none" else loss
 
 
-def _loss(logits: Tensor, target: Tensor, weight: Tensor | None, options: _Options, inplace: bool) -> Tensor:
+def _loss(logits: Tensor, target: Tensor, weight: Tensor | None, options: _Options, reduction: str, inplace: bool) -> Tensor:
     if not plain_eager():
-        return _reduced(logits, target, weight, options)
+        return _reduced(logits, target, weight, options, reduction)
     others = target.requires_grad or (weight is not None and weight.requires_grad)
     if not (torch.is_grad_enabled() and (logits.requires_grad or others)):
-        direct = options.reduction != "none" and options.z_loss == 0
-        return (_without_gradient if direct else _reduced)(logits, target, weight, options)
+        if reduction == "none" or options.z_loss:
+            return _reduced(logits, target, weight, options, reduction)
+        return _reduced_loss(logits, target, weight, *options[:3], *options[4:])
     inplace = inplace and logits.requires_grad
     if inplace:
         _check_inplace(logits, others)
-    early = options.reduction != "none" and logits.dtype != torch.float16 and not others
+    early = reduction != "none" and logits.dtype != torch.float16 and not others
     if early and (inplace or _backend.resolve(options.backend, logits.device, numba=False) == "kernels"):
         return _OnePass.apply(logits, target, weight, options, inplace)
     if inplace:
         torch.autograd.graph.increment_version(logits)  # before the logits are saved: the backward pass alone may read them
-    return _reduced(logits, target, weight, options, inplace)
+    return _reduced(logits, target, weight, options, reduction, inplace)
 
 
 def _check_inplace(logits: Tensor, others: bool) -> None:

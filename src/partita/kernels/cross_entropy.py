@@ -21,6 +21,7 @@ from .cross_entropy_rows import (
     held_logits,
     label_gradient,
     label_weights,
+    row_shape,
     scale_,
     shortfall,
     spread_mode,
@@ -34,28 +35,31 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_backward",
     "cross_entropy_backward_",
-    "cross_entropy_denominators",
     "cross_entropy_one_pass",
     "cross_entropy_one_pass_",
-    "cross_entropy_total",
+    "cross_entropy_reduced",
     "scale_",
 ]
 
 
 @triton.jit
+def mean_scales(denominators_ptr, MEAN: tl.constexpr, WIDE: tl.constexpr):
+    """What the loss and the z-loss of a row are multiplied by."""
+    if MEAN:
+        return 1.0 / tl.load(denominators_ptr).to(WIDE), 1.0 / tl.load(denominators_ptr + 1).to(WIDE)
+    else:
+        return tl.full([], 1.0, WIDE), tl.full([], 1.0, WIDE)
+
+
+@triton.jit
 def row_terms(
-    kept, on_label, label_x, spread, spread_loss, shift, total, denominators_ptr, z_loss, SPREAD: tl.constexpr, Z: tl.constexpr, WIDE: tl.constexpr
+    kept, on_label, label_x, spread, spread_loss, shift, total, scale, z_scale, z_loss, SPREAD: tl.constexpr, Z: tl.constexpr
 ):
     """Of rows: the loss, the factor of exp(x - shift) in the gradient, and the factor of the weights q in it."""
     log_total = tl.log(total)
     loss = on_label * (log_total + (shift - label_x))
     if SPREAD:
         loss += spread * log_total + spread_loss
-    scale = tl.full([], 1.0, WIDE)
-    z_scale = tl.full([], 1.0, WIDE)
-    if denominators_ptr is not None:
-        scale = 1.0 / tl.load(denominators_ptr).to(WIDE)
-        z_scale = 1.0 / tl.load(denominators_ptr + 1).to(WIDE)
     pull = scale * (on_label + spread)
     if Z:
         logsumexp = shift + log_total
@@ -70,7 +74,7 @@ def cross_entropy_tile_kernel(
     target_ptr,  # [batches, rows] labels, or [batches, rows, classes] probabilities
     weight_ptr,  # [classes] or None
     denominators_ptr,  # [2] or None
-    loss_ptr,  # [batches, rows]
+    loss_ptr,  # [batches, rows], or [] where one program has all rows
     grad_ptr,  # [batches, rows, classes]
     rows,
     classes,
@@ -90,11 +94,13 @@ def cross_entropy_tile_kernel(
     SPREAD: tl.constexpr,
     CAP: tl.constexpr,
     Z: tl.constexpr,
+    MEAN: tl.constexpr,
+    ALONE: tl.constexpr,
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Whole rows in one tile: one read of the logits, one write of their gradient."""
+    """Whole rows in one tile: one read of the logits, one write of their gradient. A program that is ALONE reduces the loss too."""
     smoothing, softcap, z_loss = tl.full([], smoothing, WIDE), tl.full([], softcap, WIDE), tl.full([], z_loss, WIDE)
     blocks = tl.cdiv(rows, ROWS)
     batch = (tl.program_id(0) // blocks).to(tl.int64)
@@ -121,8 +127,20 @@ def cross_entropy_tile_kernel(
     if SPREAD:
         q = spread_weights(probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE)
         spread, spread_loss = tl.sum(q, axis=1), tl.sum(shortfall(q, shift[:, None], x), axis=1)
-    loss, factor, scale = row_terms(kept, on_label, label_x, spread, spread_loss, shift, total, denominators_ptr, z_loss, SPREAD, Z, WIDE)
-    tl.store(loss_ptr + place, loss, mask=row < rows)
+    if ALONE and MEAN:
+        count = tl.sum((kept & (row < rows)).to(WIDE), axis=0)
+        weights = count
+        if weight_ptr is not None and SPREAD != 2:
+            weights = tl.sum(tl.load(weight_ptr + label, mask=valid & (row < rows), other=0.0).to(WIDE), axis=0)
+        mean_scale, z_scale = 1.0 / weights, 1.0 / count
+    else:
+        mean_scale, z_scale = mean_scales(denominators_ptr, MEAN, WIDE)
+    loss, factor, scale = row_terms(kept, on_label, label_x, spread, spread_loss, shift, total, mean_scale, z_scale, z_loss, SPREAD, Z)
+    if ALONE:
+        reduced = tl.sum(tl.where(row < rows, loss, 0.0), axis=0)
+        tl.store(loss_ptr, (reduced / weights if MEAN else reduced).to(loss_ptr.dtype.element_ty))
+    else:
+        tl.store(loss_ptr + place, loss, mask=row < rows)
     grad = class_gradient(e, x, factor[:, None], scale[:, None] * q, softcap, SPREAD, CAP)
     grad_start = grad_ptr + batch * grad_batch + row * grad_row
     tl.store(grad_start[:, None] + column * grad_class, grad.to(grad_ptr.dtype.element_ty), mask=inside)
@@ -155,6 +173,7 @@ def cross_entropy_row_kernel(
     SPREAD: tl.constexpr,
     CAP: tl.constexpr,
     Z: tl.constexpr,
+    MEAN: tl.constexpr,
     HALF: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
@@ -205,7 +224,8 @@ def cross_entropy_row_kernel(
             lane = tl.arange(0, BLOCK_SPLITS)
             all_spread, all_loss = exchange(box + tl.num_programs(0), split, splits, spread, spread_loss, BLOCK_SPLITS)
             spread, spread_loss = tl.sum(tl.where(lane < splits, all_spread, 0.0), axis=0), tl.sum(tl.where(lane < splits, all_loss, 0.0), axis=0)
-    loss, factor, scale = row_terms(kept, on_label, label_x, spread, spread_loss, shift, total, denominators_ptr, z_loss, SPREAD, Z, tl.float32)
+    mean_scale, z_scale = mean_scales(denominators_ptr, MEAN, tl.float32)
+    loss, factor, scale = row_terms(kept, on_label, label_x, spread, spread_loss, shift, total, mean_scale, z_scale, z_loss, SPREAD, Z)
     tl.store(loss_ptr + row, loss, mask=owner)
     if HALF:
         x = held_logits(again(held, tl.full([BLOCK_V], zero, tl.float32).to(held.dtype)), inside, softcap, CAP)
@@ -224,38 +244,63 @@ def cross_entropy_row_kernel(
     tl.store(grad_ptr + row * grad_row + label, at_label.to(grad_ptr.dtype.element_ty), mask=valid & owner)
 
 
-def cross_entropy_one_pass(logits: Tensor, target: Tensor, *args: Any) -> OnePass:
+def cross_entropy_one_pass(logits: Tensor, *args: Any) -> OnePass:
     grad = torch.empty_like(logits)
-    return OnePass(_one_pass(logits, target, grad, *args), grad)
+    return OnePass(_one_pass(logits, grad, *args), grad)
 
 
-def cross_entropy_one_pass_(logits: Tensor, target: Tensor, *args: Any) -> Tensor:
-    return _one_pass(logits, target, logits, *args)
+def cross_entropy_one_pass_(logits: Tensor, *args: Any) -> Tensor:
+    return _one_pass(logits, logits, *args)
 
 
 def _one_pass(
-    logits: Tensor, target: Tensor, grad: Tensor, weight: Tensor | None, denominators: Tensor | None,
-    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float,
+    logits: Tensor, grad: Tensor, target: Tensor, weight: Tensor | None,
+    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, mean: bool, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    numbers = (ignore_index, label_smoothing, softcap)
     spread = spread_mode(target, label_smoothing)
+    numbers = (ignore_index, label_smoothing, softcap, z_loss)
     view = view_of(logits, target, grad)
     chosen = None if view is None else plan_for(view)
-    if view is None or chosen is None or chosen.kind == "loop" or (chosen.kind == "row" and spread == 2):
-        return _two_passes(logits, target, grad, weight, denominators, *numbers, z_loss)
-    loss = logits.new_empty([logits.shape[0], *logits.shape[2:]], dtype=accumulator(logits.dtype))
     labels = target if spread == 2 else target.contiguous()
-    flags = {"SPREAD": spread, "CAP": softcap != 0, "Z": z_loss != 0}
-    args: tuple[Any, ...]
-    if chosen.kind == "row":
-        shared = boxes(view, chosen.splits, words=2)
-        args = (logits, labels, weight, denominators, shared, loss, grad, view.classes, chosen.splits, view.strides[0][1], view.strides[2][1])
-        launch(cross_entropy_row_kernel, view.rows * chosen.splits, *args, *numbers, z_loss, 0.0, **flags, **row_options(chosen, logits))
-    else:
+    flags = {"SPREAD": spread, "CAP": softcap != 0, "Z": z_loss != 0, "MEAN": mean}
+    if view is not None and chosen is not None and chosen.kind == "tile" and view.batches == 1 and 0 < view.rows <= chosen.rows:
         sizes = (view.rows, view.classes, *view.strides[0], *view.strides[1], *view.strides[2])
-        args = (logits, labels, weight, denominators, loss, grad, *sizes, *numbers, z_loss)
-        launch(cross_entropy_tile_kernel, view.batches * triton.cdiv(view.rows, chosen.rows), *args, **flags, **tile_options(chosen, logits))
-    return loss
+        result = logits.new_empty((), dtype=dtype)
+        launch(
+            cross_entropy_tile_kernel, 1, logits, labels, weight, None, result, grad, *sizes, *numbers, **flags, ALONE=True, **tile_options(chosen, logits)
+        )
+        return result
+    denominators = None
+    if mean:
+        denominators = mean_denominators(logits, target, weight, ignore_index)
+    if view is None or chosen is None or chosen.kind == "loop" or (chosen.kind == "row" and spread == 2):
+        loss = _two_passes(logits, target, grad, weight, denominators, *numbers)
+        return cross_entropy_total(loss, denominators, dtype)
+    loss = logits.new_empty(row_shape(logits), dtype=accumulator(logits.dtype))
+    args: tuple[Any, ...] = (logits, labels, weight, denominators)
+    if chosen.kind == "row":
+        args += (boxes(view, chosen.splits, words=2), loss, grad, view.classes, chosen.splits, view.strides[0][1], view.strides[2][1])
+        launch(cross_entropy_row_kernel, view.rows * chosen.splits, *args, *numbers, 0.0, **flags, **row_options(chosen, logits))
+    else:
+        args += (loss, grad, view.rows, view.classes, *view.strides[0], *view.strides[1], *view.strides[2])
+        programs = view.batches * triton.cdiv(view.rows, chosen.rows)
+        launch(cross_entropy_tile_kernel, programs, *args, *numbers, **flags, ALONE=False, **tile_options(chosen, logits))
+    return cross_entropy_total(loss, denominators, dtype)
+
+
+def mean_denominators(logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """What the mean divides by: see `denominators_kernel`; the number of rows, twice, for target probabilities."""
+    if target.is_floating_point():
+        rows = logits.numel() / max(logits.shape[1], 1)
+        return torch.full((2,), rows, dtype=accumulator(logits.dtype), device=logits.device)
+    return cross_entropy_denominators(target, weight, ignore_index, logits.shape[1])
+
+
+def cross_entropy_reduced(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, softcap: float, mean: bool, dtype: torch.dtype
+) -> Tensor:
+    loss = cross_entropy(logits, target, weight, ignore_index, label_smoothing, softcap).loss
+    return cross_entropy_total(loss, mean_denominators(logits, target, weight, ignore_index) if mean else None, dtype)
 
 
 def _two_passes(

@@ -324,6 +324,10 @@ def spread_mode(target: Tensor, label_smoothing: float) -> int:
     return 2 if target.is_floating_point() else 1 if label_smoothing else 0
 
 
+def row_shape(logits: Tensor) -> list[int]:
+    return [logits.shape[0], *logits.shape[2:]]
+
+
 def view_of(logits: Tensor, target: Tensor, *outputs: Tensor) -> Rows | None:
     """Logits, target probabilities (the logits again where there are labels), and outputs as rows."""
     return rows_of(1, logits, target if target.is_floating_point() else logits, *outputs)
@@ -333,8 +337,7 @@ def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, ignore_
     view = view_of(logits, target)
     if view is None:
         return cross_entropy(logits.contiguous(), target.contiguous(), weight, ignore_index, label_smoothing, softcap)
-    shape = [logits.shape[0], *logits.shape[2:]]
-    values = RowValues(*(logits.new_empty(shape, dtype=accumulator(logits.dtype)) for _ in RowValues._fields))
+    values = RowValues(*(logits.new_empty(row_shape(logits), dtype=accumulator(logits.dtype)) for _ in RowValues._fields))
     spread = spread_mode(target, label_smoothing)
     chosen = scan_plan_for(view)
     programs = view.batches * triton.cdiv(view.rows, chosen.rows) * chosen.splits
@@ -403,10 +406,8 @@ def cross_entropy_total(loss: Tensor, denominators: Tensor | None, dtype: torch.
 
 
 def scale_(grad: Tensor, factor: Tensor) -> None:
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(grad.shape, grad.stride(), strict=True))
-    if grad.numel() != reach:
+    elements = grad.numel()
+    if not (grad.is_contiguous() or elements == 1 + sum((size - 1) * stride for size, stride in zip(grad.shape, grad.stride(), strict=True))):
         grad.mul_(factor.to(accumulator(grad.dtype)))
         return
-    programs = min(triton.cdiv(grad.numel(), 4096), 1024)
-    flat = grad.as_strided((reach,), (1,))
-    launch(scale_kernel, programs, flat, factor, grad.numel(), WIDE=triton_dtype(grad.dtype), BLOCK=4096, num_warps=8)
+    launch(scale_kernel, min(triton.cdiv(elements, 4096), 1024), grad, factor, elements, WIDE=triton_dtype(grad.dtype), BLOCK=4096, num_warps=8)

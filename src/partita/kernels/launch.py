@@ -112,10 +112,10 @@ def plan(classes: int, itemsize: int, *, contiguous: bool, aligned: bool, operan
             return Plan("row", 1, block, 4, registers=96)
         rows = max(1, (2048 if half else 1024) // elements)
         return Plan("tile", rows, block, max(4, min(rows * elements // (512 if half else 1024), 8 if half else 16)))
-    wide = 16384 // operands
+    wide = 16384 if half else 16384 // operands
     splits = -(-classes // wide)
     if exchange and itemsize <= 4 and splits <= MOST_SPLITS:
-        return Plan("row", 1, wide, 4, splits, 96 if half else 168, vector)
+        return Plan("row", 1, wide, 4, splits, 96 if half and operands == 1 else 168, vector)
     return Plan("loop", 1, 4096, 4)
 
 
@@ -125,12 +125,15 @@ def scan_plan(rows: int, classes: int, itemsize: int, *, contiguous: bool, align
     block = triton.next_power_of_2(max(classes, 1))
     if not contiguous:
         return Plan("loop", 64, min(block, 64), 4)
-    vector = 1 if aligned or block < 4096 or itemsize > 4 else 16 // itemsize
     if block < 4096:
         return Plan("loop", max(1, 4096 // block), block, 4)
-    wanted = max(-(-classes // 32768), min(-(-1024 // max(rows, 1)), -(-classes // 4096)))
-    splits = min(wanted, MOST_SPLITS) if itemsize <= 4 and classes > 8192 else 1
-    return Plan("loop", 1, 4096 if itemsize < 8 else 2048, 4, splits, vector=vector)
+    splits = 1
+    if itemsize <= 4 and rows < 2048:
+        splits = max(1, min(-(-4096 // max(rows, 1)), -(-classes // 8192), MOST_SPLITS))
+    vector = 1 if aligned or itemsize > 4 else 16 // itemsize
+    if itemsize == 2 and classes // splits > 8192:
+        return Plan("loop", 1, 8192, 4, splits, vector=vector)
+    return Plan("loop", 1, 4096 if itemsize < 8 else 2048, 2 if itemsize == 2 else 4, splits, vector=vector)
 
 
 def scan_plan_for(view: Rows) -> Plan:
@@ -201,38 +204,38 @@ def plan_for(view: Rows, operands: int = 1, exchange: bool = True) -> Plan:
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
-def _specialisation(arg: Any) -> Any:
-    """What Triton compiles anew for: dtype and alignment of a tensor, size and divisibility of an integer."""
-    if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
-    if isinstance(arg, int):
-        return arg if arg == 1 else (arg % 16 == 0, -(2**31) <= arg < 2**31)
-    return arg is None
-
-
 def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
     """Run `kernel` on the device and the current stream of its first tensor.
 
     `args` are its run-time arguments in order, `options` its compile-time ones. A kernel that was compiled for such arguments is called
-    directly, which halves the time that the host takes.
+    directly, which halves the time that the host takes; `key` holds all that Triton compiles anew for: the options, dtype and alignment
+    of tensors, and of integers whether they are 1, multiples of 16, and beyond 32 bits.
     """
     if programs == 0:
         return
     device = args[0].device
     if device.type != "cuda":
         kernel[(programs,)](*args, **options)
-    elif device.index != torch.cuda.current_device():
+        return
+    if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             launch(kernel, programs, *args, **options)
-    else:
-        key = (kernel, device.index, tuple(options.values()), *map(_specialisation, args))
-        found = _compiled.get(key)
-        if found is None:
-            compiled = kernel[(programs,)](*args, **options)
-            _compiled[key] = compiled, tuple(options[name] for name in kernel.arg_names[len(args) :])
+        return
+    key: list[Any] = [id(kernel), device.index, *options.values()]
+    for arg in args:
+        if isinstance(arg, Tensor):
+            key += (arg.dtype, arg.data_ptr() % 16 == 0)
+        elif isinstance(arg, int):
+            key.append(1 if arg == 1 else 2 + (arg % 16 == 0) + 2 * (arg >= 2**31 or arg < -(2**31)))
         else:
-            compiled, constants = found
-            compiled[(programs, 1, 1)](*args, *constants)
+            key.append(arg is None)
+    found = _compiled.get(tuple(key))
+    if found is None:
+        compiled = kernel[(programs,)](*args, **options)
+        _compiled[tuple(key)] = compiled, tuple(options[name] for name in kernel.arg_names[len(args) :])
+    else:
+        compiled, constants = found
+        compiled[(programs, 1, 1)](*args, *constants)
 
 
 def boxes(view: Rows, splits: int, words: int = 1) -> Tensor | None:

@@ -4,7 +4,11 @@ exchange between programs that share a row."""
 import triton
 import triton.language as tl
 
+from .._backend import interpreting
+
 LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E_LOW = tl.constexpr(1.925963033500e-8)  # what fp32 drops of log2(e)
+UNFUSED = tl.constexpr(interpreting())  # the interpreter rounds within a multiply-add, but its exponential is exact
 LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -25,14 +29,15 @@ def exp(x):
 
 @triton.jit
 def exp_exact(x):
-    """e**x to about 2 ulp in fp32 for every x <= 0, by Cody and Waite: x = n ln 2 + r, the product with n exact in its first part."""
-    if x.dtype == tl.float64:
+    """e**x to about 2 ulp in fp32 for every x <= 0: the product with log2(e) is carried in two parts."""
+    if x.dtype == tl.float64 or UNFUSED:
         return tl.exp(x)
     else:
         x = tl.where(x < -150.0, -150.0, x)
-        n = tl.floor(x * LOG2E + 0.5)
-        r = (x - n * 0.693359375) + n * 2.12194440e-4
-        return tl.exp2(r * LOG2E) * tl.exp2(n)
+        high = x * LOG2E
+        low = tl.fma(x, LOG2E, -high) + x * LOG2E_LOW
+        e = tl.exp2(high)
+        return tl.fma(e, low * LN2, e)
 
 
 @triton.jit

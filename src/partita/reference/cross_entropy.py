@@ -24,7 +24,7 @@ class Rows(NamedTuple):
 
 
 class OnePass(NamedTuple):
-    loss: Tensor  # [N, ...]
+    loss: Tensor  # []
     grad: Tensor  # [N, C, ...]
 
 
@@ -117,24 +117,43 @@ def cross_entropy_denominators(target: Tensor, weight: Tensor | None, ignore_ind
     return torch.stack([torch.where(kept, weight[labels], 0).sum(dtype=count.dtype), count])
 
 
+def cross_entropy_reduced(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, softcap: float, mean: bool, dtype: torch.dtype
+) -> Tensor:
+    """Sum or mean of the loss of the rows."""
+    loss = cross_entropy(logits, target, weight, ignore_index, label_smoothing, softcap).loss
+    return (loss.sum() * mean_scales(loss, logits, target, weight, ignore_index, mean)[0]).to(dtype)
+
+
+def mean_scales(loss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, mean: bool) -> Tensor:
+    """What the loss and the z-loss of a row are multiplied by: `[2]`."""
+    if not mean:
+        return loss.new_ones(2)
+    if target.is_floating_point():
+        return loss.new_full((2,), loss.numel()).reciprocal()
+    return cross_entropy_denominators(target, weight, ignore_index, logits.shape[1]).to(loss.dtype).reciprocal()
+
+
 def cross_entropy_one_pass(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    denominators: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     softcap: float,
     z_loss: float,
+    mean: bool,
+    dtype: torch.dtype,
 ) -> OnePass:
-    """Loss of each row, z-loss included and the rows' mean still to be divided by the first denominator, and the gradient of their sum (or mean)."""
+    """Sum or mean of the loss of the rows, z-loss included, and its gradient."""
     rows = cross_entropy(logits, target, weight, ignore_index, label_smoothing, softcap)
-    scale, z_scale = (1.0, 1.0) if denominators is None else denominators.to(rows.loss.dtype).reciprocal().unbind()
+    scale, z_scale = mean_scales(rows.loss, logits, target, weight, ignore_index, mean).unbind()
     g = torch.ones_like(rows.loss) * scale
     h = 2 * z_loss * rows.logsumexp * z_scale
-    grad = cross_entropy_backward(g, h, logits, target, weight, rows.maximum, rows.sumexp, rows.total_weight, ignore_index, label_smoothing, softcap)
-    z = z_loss * rows.logsumexp.square() * (z_scale / scale)
-    return OnePass(rows.loss + z if z_loss else rows.loss, grad)
+    statistics = rows.maximum, rows.sumexp, rows.total_weight
+    grad = cross_entropy_backward(g, h, logits, target, weight, *statistics, ignore_index, label_smoothing, softcap)
+    z = z_loss * rows.logsumexp.square().sum() * z_scale if z_loss else 0.0
+    return OnePass((rows.loss.sum() * scale + z).to(dtype), grad)
 
 
 def cross_entropy_one_pass_(logits: Tensor, *args: Any) -> Tensor:
@@ -149,8 +168,3 @@ def cross_entropy_backward_(grad_loss: Tensor, grad_logsumexp: Tensor, logits: T
 
 def scale_(grad: Tensor, factor: Tensor) -> None:
     grad.mul_(factor.to(accumulator(grad.dtype)))
-
-
-def cross_entropy_total(loss: Tensor, denominators: Tensor | None, dtype: torch.dtype) -> Tensor:
-    total = loss.sum()
-    return (total if denominators is None else total / denominators[0]).to(dtype)
