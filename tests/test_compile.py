@@ -8,6 +8,8 @@ import torch
 import torch._dynamo.testing
 from rows import OPS, class_weights, devices, dtypes, leaf, targets_for
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import partita
 from partita.testing import poisoned_memory, sample_labels, sample_rows
@@ -119,6 +121,32 @@ def test_compiled_code_under_vmap_and_grad(device: str) -> None:
     for function in (partita.cross_entropy, lambda x, t: partita.token_stats(x, t).entropy.sum(), lambda x, t: partita.softmax(x)[0, 0]):
         per_sample = torch.vmap(torch.func.grad(function))
         torch.testing.assert_close(torch.compile(per_sample, fullgraph=True, backend="aot_eager")(x, target), per_sample(x, target))
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize("name", ["softmax", "cross_entropy", "cross_entropy, all", "token_stats"])
+def test_a_tracer_sees_the_ops_and_not_their_kernels(name: str, device: str) -> None:
+    """A graph of what surrounds a kernel alone would replay an output that nothing wrote."""
+    x = leaf(6, 37, device=device)
+    target = targets_for(x, "labels")
+    graph = make_fx(lambda x, t: run(FUNCTIONS[name], x, t))(x, target)
+    assert any("partita" in str(node.target) for node in graph.graph.nodes)
+    other = leaf(6, 37, device=device, seed=5)
+    torch.testing.assert_close(graph(other, target), run(FUNCTIONS[name], other, target))
+
+
+@devices
+@functions
+def test_fake_tensors(function: Callable, device: str) -> None:
+    with FakeTensorMode() as mode:
+        x = torch.empty(6, 37, device=device, dtype=torch.bfloat16, requires_grad=True)
+        result, grad = run(function, x, torch.zeros(6, device=device, dtype=torch.int64))
+    assert mode is result.fake_mode
+    real = leaf(6, 37, dtype=torch.bfloat16, device=device)
+    expected = run(function, real, targets_for(real, "labels"))
+    for fake, value in zip((result, grad), expected, strict=True):
+        assert (fake.shape, fake.dtype, fake.device, fake.stride()) == (value.shape, value.dtype, value.device, value.stride())
 
 
 class Model(torch.nn.Module):

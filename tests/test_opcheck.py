@@ -29,7 +29,7 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         (images, pixels, None, *numbers),
         (x, probabilities, weight, *all_numbers),
     ]
-    denominators = torch.tensor([3.0, 4.0], device=device)
+    reduced = [(mean, dtype) for mean in (False, True) for dtype in (torch.float32, torch.float64)]
     return {
         "softmax": [
             (x, 1, False, torch.float32),
@@ -41,9 +41,9 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         "logsumexp": [(x,), (half,), (images.movedim(1, -1),), (x[:, :0],)],
         "logsumexp_backward": [(one, x, x.amax(1), (x - x.amax(1, keepdim=True)).exp().sum(1))],
         "cross_entropy": loss_arguments,
-        "cross_entropy_denominators": [(labels, None, -100, C), (labels, weight, -100, C)],
-        "cross_entropy_one_pass": [(*a[:3], d, *a[3:], 1e-3) for a in loss_arguments for d in (None, denominators)],
-        "cross_entropy_one_pass_": [(*a[:3], None, *a[3:], 1e-3) for a in loss_arguments[:2]],
+        "cross_entropy_reduced": [(*a, *r) for a in loss_arguments for r in reduced],
+        "cross_entropy_one_pass": [(*a, 1e-3, *r) for a in loss_arguments for r in reduced],
+        "cross_entropy_one_pass_": [(*a, 1e-3, *r) for a in loss_arguments for r in reduced[:1]],
         "scale_": [(x, torch.tensor(2.0, device=device)), (half, torch.tensor(2.0, device=device))],
         "token_stats": [(x, labels, 1.0, -100), (images, images[..., 0].argmax(-1).new_zeros(N, C, 2), 0.7, 0)],
         "token_stats_backward": [(one, one, one, x, labels, *partial(x, labels), 1.0, -100)],
