@@ -1,0 +1,168 @@
+"""Each kernel compiles for each GPU that is supported, on a machine without one, within its shared memory and without spilling registers.
+
+The launches are those of real calls: the ops run on the CPU with a launch that takes note of its arguments in place of the kernel.
+"""
+
+import functools
+import importlib
+import os
+import re
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from rows import INTERPRETING
+
+import partita
+from partita import _backend, _op
+
+pytest.importorskip("triton")
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+pytestmark = pytest.mark.skipif(INTERPRETING, reason="kernels are functions of Python there")
+
+KERNELS = Path(partita.__file__).parent / "kernels"
+SOURCES = ["softmax", "logsumexp", "cross_entropy", "cross_entropy_rows", "token_stats"]
+NAMES = sorted(
+    name for source in SOURCES for name in re.findall(r"^def (\w+_kernel)\(", (KERNELS / f"{source}.py").read_text(encoding="utf-8"), re.M)
+)
+KIB = 1024
+
+
+class Target(NamedTuple):
+    target: GPUTarget
+    shared: int  # bytes a program may use
+
+
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 163 * KIB),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 227 * KIB),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), 227 * KIB),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * KIB),
+}
+
+
+class Launch(NamedTuple):
+    kernel: Any
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the greatest of the floating tensors."""
+        return max((arg for arg in self.args if isinstance(arg, torch.Tensor) and arg.is_floating_point()), key=torch.Tensor.numel).dtype
+
+    @property
+    def demand(self) -> tuple[int, int]:
+        """Elements that a program holds, and the branches that it takes."""
+        numbers = [value for name, value in self.options.items() if name in ("ROWS", "BLOCK_V")]
+        return functools.reduce(lambda a, b: a * b, numbers, 1), sum(bool(value) for value in self.options.values())
+
+    def __str__(self) -> str:
+        return f"{self.kernel.__name__} {self.dtype} {self.options}"
+
+
+@contextmanager
+def recording(launches: list[Launch], cuda: str | None) -> Iterator[None]:
+    importlib.import_module("partita.kernels.launch")  # before it can take over what is patched here
+
+    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        launches.append(Launch(kernel, args, options))
+
+    with (
+        mock.patch.object(JITFunction, "run", note),
+        mock.patch.object(_backend, "interpreting", lambda: True),
+        mock.patch.object(torch.version, "cuda", cuda),
+        partita.backend("triton"),
+    ):
+        _op._implementation.cache_clear()
+        try:
+            yield
+        finally:
+            _op._implementation.cache_clear()
+
+
+def call_everything(x: torch.Tensor) -> None:
+    target = torch.zeros(x.shape[0], dtype=torch.int64)
+    weight = torch.ones(x.shape[1], dtype=x.dtype)
+    probabilities = torch.zeros_like(x)
+    everything = {"weight": weight, "label_smoothing": 0.1, "softcap": 5.0, "z_loss": 0.1}
+    x.requires_grad_()
+    results = [partita.softmax(x), partita.log_softmax(x), partita.logsumexp(x), *partita.token_stats(x, target)[:3]]
+    for options in ({}, everything):
+        results += [partita.cross_entropy(x, t, reduction=r, **options) for t in (target, probabilities) for r in ("none", "mean")]
+        partita.cross_entropy(x.detach(), target, **options)
+    for result in results:
+        torch.autograd.grad(result, x, torch.ones_like(result), retain_graph=True)
+
+
+@functools.cache
+def launches(cuda: str | None) -> dict[str, list[Launch]]:
+    """By kernel, one for each set of compile-time arguments and dtype; narrow and wide rows, aligned and not, in columns too."""
+    noted: list[Launch] = []
+    with recording(noted, cuda):
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
+            for width in (100, 5000, 50_257, 131_072):
+                call_everything(torch.zeros(3, width, dtype=dtype))
+            call_everything(torch.zeros(5000, 3, dtype=dtype).T)
+    found: dict[str, dict[str, Launch]] = defaultdict(dict)
+    for each in noted:
+        found[each.kernel.__name__].setdefault(f"{each} {[arg is None for arg in each.args]}", each)
+    return {name: list(each.values()) for name, each in found.items()}
+
+
+def chosen(kernel: str, name: str) -> list[Launch]:
+    """All in bf16 and fp32 for the GPU that the plans were measured on; elsewhere, and in fp64, the most demanding of each dtype."""
+    every = launches(None if name == "gfx942" else "13.0")[kernel]
+    hardest = [max((e for e in every if e.dtype == dtype), key=lambda e: e.demand) for dtype in dict.fromkeys(e.dtype for e in every)]
+    return [e for e in every if e.dtype != torch.float64 or any(e is h for h in hardest)] if name == "sm_90" else hardest
+
+
+def compiled(launch: Launch, target: GPUTarget) -> Any:
+    """As `JITFunction.run` compiles it, for another GPU."""
+    backend = make_backend(target)
+    binder = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
+    bound, specialization, options = binder(*launch.args, **launch.options)
+    options, signature, constexprs, attrs = launch.kernel._pack_args(backend, launch.options, bound, specialization, options)
+    return triton.compile(ASTSource(launch.kernel, signature, constexprs, attrs), target=target, options=options.__dict__)
+
+
+def spilled(result: Any, target: GPUTarget, folder: Path) -> int:
+    """Bytes of stack a thread, or vector registers that did not fit."""
+    if target.backend == "hip":
+        return int(re.search(r"\.vgpr_spill_count:\s*(\d+)", result.asm["amdgcn"])[1])
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(result.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin" / ("cuobjdump.exe" if os.name == "nt" else "cuobjdump")
+    done = subprocess.run([tool, "--dump-resource-usage", binary], capture_output=True, text=True, check=True)
+    return int(re.search(r"STACK:(\d+)", done.stdout)[1])
+
+
+def test_every_kernel_is_launched_in_every_dtype() -> None:
+    found = {name: {launch.dtype for launch in each} for name, each in launches("13.0").items()}
+    assert sorted(found) == NAMES
+    wanted = {name: {torch.float32} if name == "total_kernel" else {torch.bfloat16, torch.float32} for name in NAMES}  # losses are fp32
+    assert not {name: dtypes for name, dtypes in found.items() if not dtypes >= wanted[name]}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("kernel", NAMES)
+def test_compiles(kernel: str, name: str, tmp_path: Path) -> None:
+    target, limit = TARGETS[name]
+    spills = []
+    for launch in chosen(kernel, name):
+        result = compiled(launch, target)
+        assert result.metadata.shared <= limit, str(launch)
+        if launch.dtype != torch.float64:  # its registers are twice as many, and it is no dtype of training
+            count = spilled(result, target, tmp_path)
+            spills += [f"{count} in {launch}"] * (count > 0)
+    assert not spills, "\n".join(spills)
