@@ -29,7 +29,7 @@ from .cross_entropy_rows import (
     view_of,
 )
 from .launch import boxes, launch, plan_for, row_options, tile_options
-from .math import again, aligned_start, capped, edge_columns, exchange, exp, finite_shift, row_span, shared_normaliser
+from .math import again, aligned_start, capped, edge_columns, exchange, exp, exp_for, finite_shift, load_once, row_span, shared_normaliser, store_once
 
 __all__ = [
     "cross_entropy",
@@ -112,7 +112,7 @@ def cross_entropy_tile_kernel(
     if CAP:
         x = tl.where(inside, capped(x, softcap, CAP), -float("inf"))
     shift = finite_shift(tl.max(x, axis=1))
-    e = exp(x - shift[:, None])
+    e = exp_for(x - shift[:, None], grad_ptr.dtype.element_ty)
     total = tl.sum(e, axis=1)
     place = batch * rows + row
     probability = x
@@ -141,7 +141,7 @@ def cross_entropy_tile_kernel(
         tl.store(loss_ptr, (reduced / weights if MEAN else reduced).to(loss_ptr.dtype.element_ty))
     else:
         tl.store(loss_ptr + place, loss, mask=row < rows)
-    grad = class_gradient(e, x, factor[:, None], scale[:, None] * q, softcap, SPREAD, CAP)
+    grad = class_gradient(kept[:, None], e, x, factor[:, None], scale[:, None] * q, softcap, SPREAD, CAP)
     grad_start = grad_ptr + batch * grad_batch + row * grad_row
     tl.store(grad_start[:, None] + column * grad_class, grad.to(grad_ptr.dtype.element_ty), mask=inside)
     if SPREAD != 2:
@@ -176,6 +176,7 @@ def cross_entropy_row_kernel(
     MEAN: tl.constexpr,
     HALF: tl.constexpr,
     SHARED: tl.constexpr,
+    STREAM: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -187,7 +188,7 @@ def cross_entropy_row_kernel(
     head, body = row_span(row * x_row, classes, VEC)
     column = split * BLOCK_V + tl.arange(0, BLOCK_V)  # [BLOCK_V]
     inside = column // VEC * VEC < body
-    held = tl.load(logits_ptr + aligned_start(row * x_row, VEC) + column, mask=inside, other=-float("inf"))
+    held = load_once(logits_ptr + aligned_start(row * x_row, VEC) + column, inside, -float("inf"), STREAM)
     label = tl.load(target_ptr + row).to(tl.int64)
     kept, valid, on_label = label_weights(label, ignore_index, classes, weight_ptr, smoothing, tl.float32)
     owner = tl.where(valid & (label >= head) & (label < head + body), (label - head) // BLOCK_V, 0) == split
@@ -203,7 +204,8 @@ def cross_entropy_row_kernel(
         held = again(held, tl.full([BLOCK_V], zero, tl.float32).to(held.dtype))
         x = held_logits(held, inside, softcap, CAP)
     part = finite_shift(maximum)
-    e = exp(x - part)
+    dtype: tl.constexpr = grad_ptr.dtype.element_ty
+    e = exp_for(x - part, dtype)
     total = tl.sum(e, axis=0)
     q, edge_q, spread, spread_loss = x, 0.0, 0.0, 0.0
     if VEC > 1:
@@ -231,11 +233,11 @@ def cross_entropy_row_kernel(
         x = held_logits(again(held, tl.full([BLOCK_V], zero, tl.float32).to(held.dtype)), inside, softcap, CAP)
         e, factor_held = exp(x - shift), factor
     else:
-        factor_held = factor * exp(part - shift)
-    grad = class_gradient(e, x, factor_held, scale * q, softcap, SPREAD, CAP)
-    tl.store(grad_ptr + aligned_start(row * grad_row, VEC) + column, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+        factor_held = factor * exp_for(part - shift, dtype)
+    grad = class_gradient(kept, e, x, factor_held, scale * q, softcap, SPREAD, CAP)
+    store_once(grad_ptr + aligned_start(row * grad_row, VEC) + column, grad, inside, STREAM)
     if VEC > 1:
-        edge_grad = class_gradient(exp(edge_x - shift), edge_x, factor, scale * edge_q, softcap, SPREAD, CAP)
+        edge_grad = class_gradient(kept, exp_for(edge_x - shift, dtype), edge_x, factor, scale * edge_q, softcap, SPREAD, CAP)
         tl.store(grad_ptr + row * grad_row + edge, edge_grad.to(grad_ptr.dtype.element_ty), mask=at_edge)
     at_label = label_gradient(
         label, label_x, valid, on_label, shift, factor, scale, weight_ptr, classes, smoothing, softcap, SPREAD, CAP, tl.float32

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..reference.cross_entropy import Rows as RowValues
 from ..reference.softmax import accumulator
 from .launch import Rows, counters, elementwise_plan, launch, rows_of, scan_options, scan_plan_for, span_of, tile_options, triton_dtype
-from .math import aligned_start, capped, comes_last, deposit, deposits, edge_columns, exp, finite_shift, first_box, merged, online, row_span
+from .math import aligned_start, capped, comes_last, deposit, deposits, edge_columns, exp_for, finite_shift, first_box, merged, online, row_span
 
 
 @triton.jit
@@ -44,14 +44,14 @@ def shortfall(q, shift, x):
 
 
 @triton.jit
-def class_gradient(e, x, factor, scaled_q, softcap, SPREAD: tl.constexpr, CAP: tl.constexpr):
+def class_gradient(kept, e, x, factor, scaled_q, softcap, SPREAD: tl.constexpr, CAP: tl.constexpr):
     """Gradient of logits: the pull of the softmax less the weights of the target, through the soft-cap."""
     grad = e * factor
     if SPREAD:
         grad -= scaled_q
     if CAP:
         grad *= 1.0 - (x / softcap) * (x / softcap)
-    return grad
+    return tl.where(kept, grad, 0.0)
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def label_gradient(
     weight = on_label
     if SPREAD:
         weight += spread_weights(on_label, valid, weight_ptr, label, classes, smoothing, 1, WIDE)
-    return class_gradient(exp(label_x - shift), label_x, factor, scale * weight, softcap, 1, CAP)
+    return class_gradient(valid, exp_for(label_x - shift, WIDE), label_x, factor, scale * weight, softcap, 1, CAP)
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def cross_entropy_kernel(
     start = batch * x_batch + (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS * x_row
     head, body = row_span(start, classes, VEC)
     source = logits_ptr + aligned_start(start, VEC) + tl.arange(0, ROWS)[:, None] * x_row  # [ROWS, 1]
-    maximum, total = tl.full([ROWS], -float("inf"), WIDE), tl.zeros([ROWS], WIDE)
+    maximum, total = tl.full([ROWS], -float("inf"), WIDE), tl.zeros([ROWS], tl.float64)
     spread, spread_loss = tl.zeros([ROWS], WIDE), tl.zeros([ROWS], WIDE)
     t_start = target_ptr + batch * t_batch + row[:, None] * t_row
     for first in range(split * span, tl.minimum((split + 1) * span, classes), BLOCK_V):
@@ -155,6 +155,7 @@ def cross_entropy_kernel(
             (at_edge & (split == 0))[None, :], weight_ptr, classes, smoothing, softcap, SPREAD, CAP, WIDE,
         )  # fmt: skip
     written = row < rows
+    total = total.to(WIDE)
     if SHARED:
         box = first_box(boxes_ptr, tl.sum(row, axis=0), splits)
         second_box = first_box(boxes_ptr, rows + tl.sum(row, axis=0), splits)
@@ -246,7 +247,7 @@ def cross_entropy_backward_kernel(
         label_x = capped(label_x, softcap, CAP)
     factor, scale = tl.where(kept, pull / total, 0.0), tl.where(kept, g, 0.0)
     q = spread_weights(probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE) if SPREAD else x
-    grad = class_gradient(exp(x - shift[:, None]), x, factor[:, None], scale[:, None] * q, softcap, SPREAD, CAP)
+    grad = class_gradient(kept[:, None], exp_for(x - shift[:, None], grad_ptr.dtype.element_ty), x, factor[:, None], scale[:, None] * q, softcap, SPREAD, CAP)
     grad_start = grad_ptr + batch * grad_batch + row * grad_row
     tl.store(grad_start[:, None] + column * grad_class, grad.to(grad_ptr.dtype.element_ty), mask=inside)
     if SPREAD != 2:

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from .._backend import interpreting
 
+INTERPRETED = interpreting()
 MOST_SPLITS = 64  # programs that may wait for one another: far below what any supported GPU keeps resident
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Tensors of one shape as `[batches, rows, classes]`; `tensors[i]` has the strides `strides[i]`."""
 
     tensors: tuple[Tensor, ...]
@@ -28,35 +28,34 @@ class Rows:
     classes: int
     strides: tuple[tuple[int, int, int], ...]
 
-    @property
-    def contiguous(self) -> bool:
-        """Whether the classes of a row lie side by side in every tensor."""
-        return self.classes <= 1 or all(stride[2] == 1 for stride in self.strides)
 
-
-def rows_of(dim: int, *tensors: Tensor) -> Rows | None:
-    """A view in common, without a copy; None where the dimensions besides `dim` do not merge into two."""
-    shape = tensors[0].shape
+@functools.lru_cache(maxsize=4096)
+def _merge(dim: int, shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> tuple[int, int, int, tuple[tuple[int, int, int], ...]] | None:
     dim %= len(shape)
     classes = shape[dim]
     others = [d for d in range(len(shape)) if d != dim]
     count = math.prod(shape[d] for d in others)
-    if dim == len(shape) - 1 and all(t.is_contiguous() for t in tensors):
-        return Rows(tensors, 1, count, classes, ((0, classes, 1),) * len(tensors))
+    if count * classes == 0:
+        return 1, count, classes, ((0, 0, 1),) * len(strides)
     groups: list[list[int]] = []  # of [size, stride in tensor 0, stride in tensor 1, ...]
     for d in others:
+        steps = [stride[d] for stride in strides]
         if shape[d] == 1:
             continue
-        strides = [t.stride(d) for t in tensors]
-        if groups and all(outer == inner * shape[d] for outer, inner in zip(groups[-1][1:], strides, strict=True)):
-            groups[-1] = [groups[-1][0] * shape[d], *strides]
+        if groups and all(outer == inner * shape[d] for outer, inner in zip(groups[-1][1:], steps, strict=True)):
+            groups[-1] = [groups[-1][0] * shape[d], *steps]
         else:
-            groups.append([shape[d], *strides])
+            groups.append([shape[d], *steps])
     if len(groups) > 2:
         return None
-    groups = [[1, *(0 for _ in tensors)]] * (2 - len(groups)) + groups
-    steps = tuple((outer, inner, t.stride(dim)) for t, outer, inner in zip(tensors, groups[0][1:], groups[1][1:], strict=True))
-    return Rows(tensors, groups[0][0], groups[1][0] if count else 0, classes, steps)
+    groups = [[1] + [0] * len(strides)] * (2 - len(groups)) + groups
+    return groups[0][0], groups[1][0], classes, tuple((groups[0][i + 1], groups[1][i + 1], stride[dim]) for i, stride in enumerate(strides))
+
+
+def rows_of(dim: int, *tensors: Tensor) -> Rows | None:
+    """A view in common, without a copy; None where the dimensions besides `dim` do not merge into two."""
+    merged = _merge(dim, tensors[0].shape, tuple([t.stride() for t in tensors]))
+    return None if merged is None else Rows(tensors, *merged)
 
 
 def rows_or_copy(dim: int, tensor: Tensor) -> Rows:
@@ -90,62 +89,91 @@ class Plan:
 
     @property
     def options(self) -> dict[str, Any]:
-        limit = {} if self.registers is None or interpreting() else {"maxnreg": self.registers}
+        limit = {} if self.registers is None or INTERPRETED else {"maxnreg": self.registers}
         return {"num_warps": self.warps, **limit}
 
 
+class Shape(NamedTuple):
+    """What a plan depends on."""
+
+    rows: int
+    classes: int
+    itemsize: int
+    contiguous: bool  # the classes of a row lie side by side
+    aligned: bool  # rows start on 16 bytes, or so unlike in the tensors that no common vectors serve them
+    single: bool  # one batch
+
+
+def shape_of(view: Rows, held: int = 1) -> Shape:
+    """The shape of a launch whose programs hold the first `held` tensors."""
+    sizes = [t.element_size() for t in view.tensors]
+    starts = 0
+    for t in view.tensors:
+        starts |= t.data_ptr()
+    return Shape(view.rows, view.classes, max(sizes[:held]), *_layout(view.batches, view.classes, view.strides, tuple(sizes), starts % 16 == 0))
+
+
 @functools.lru_cache(maxsize=4096)
-def plan(classes: int, itemsize: int, *, contiguous: bool, aligned: bool, operands: int, exchange: bool) -> Plan:
-    """Block sizes for rows of `classes` elements, of which a program holds `operands` at once; `aligned` rows start on 16 bytes."""
-    block = triton.next_power_of_2(max(classes, 1))
-    half = itemsize == 2
-    if not contiguous:
+def _layout(
+    batches: int, classes: int, strides: tuple[tuple[int, int, int], ...], sizes: tuple[int, ...], starts_aligned: bool
+) -> tuple[bool, bool, bool]:
+    rows_aligned = all(stride[1] * size % 16 == 0 for stride, size in zip(strides, sizes, strict=True))
+    in_step = starts_aligned and all(stride == strides[0] for stride in strides)
+    contiguous = classes <= 1 or all(stride[2] == 1 for stride in strides)
+    return contiguous, batches > 1 or (starts_aligned and rows_aligned) or not in_step, batches == 1
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(shape: Shape, operands: int = 1) -> Plan:
+    """Block sizes for kernels whose programs hold whole rows, or parts of one, of `operands` tensors."""
+    block = triton.next_power_of_2(max(shape.classes, 1))
+    half = shape.itemsize == 2
+    if not shape.contiguous:
         if block <= 512:
             return Plan("tile", max(1, min(64, 8192 // block // operands)), block, 4)
         return Plan("loop", 64, 64, 4)
-    vector = 1 if aligned or block < (512 if half else 4096) or itemsize > 4 else 16 // itemsize
+    vector = 1 if shape.aligned or block < (512 if half else 4096) or shape.itemsize > 4 else 16 // shape.itemsize
     elements = block * operands
-    if elements <= (16384 if itemsize != 4 else 32768):
+    exchange = shape.single and not INTERPRETED
+    if elements <= (32768 if shape.itemsize == 4 else 16384):
+        if half and block > 8192 and operands == 1 and exchange:
+            return Plan("row", 1, block, 4, registers=96, vector=vector)
         if vector > 1:
             return Plan("row", 1, block, max(1, min(elements // (512 if half else 1024), 16)), vector=vector)
-        if half and block > 8192 and operands == 1 and not interpreting():
-            return Plan("row", 1, block, 4, registers=96)
         rows = max(1, (2048 if half else 1024) // elements)
         return Plan("tile", rows, block, max(4, min(rows * elements // (512 if half else 1024), 8 if half else 16)))
     wide = 16384 if half else 16384 // operands
-    splits = -(-classes // wide)
-    if exchange and itemsize <= 4 and splits <= MOST_SPLITS:
+    splits = -(-shape.classes // wide)
+    if exchange and shape.itemsize <= 4 and splits <= MOST_SPLITS:
         return Plan("row", 1, wide, 4, splits, 96 if half and operands == 1 else 168, vector)
     return Plan("loop", 1, 4096, 4)
 
 
 @functools.lru_cache(maxsize=4096)
-def scan_plan(rows: int, classes: int, itemsize: int, *, contiguous: bool, aligned: bool) -> Plan:
-    """Block sizes for kernels that only read: several programs take a share of a row each where rows are few or wide."""
-    block = triton.next_power_of_2(max(classes, 1))
-    if not contiguous:
+def scan_plan(shape: Shape) -> Plan:
+    """Block sizes for kernels that only read: several programs take a share of a row each where rows are few."""
+    block = triton.next_power_of_2(max(shape.classes, 1))
+    if not shape.contiguous:
         return Plan("loop", 64, min(block, 64), 4)
     if block < 4096:
         return Plan("loop", max(1, 4096 // block), block, 4)
     splits = 1
-    if itemsize <= 4 and rows < 2048:
-        splits = max(1, min(-(-4096 // max(rows, 1)), -(-classes // 8192), MOST_SPLITS))
-    vector = 1 if aligned or itemsize > 4 else 16 // itemsize
-    if itemsize == 2 and classes // splits > 8192:
+    if shape.itemsize <= 4 and shape.rows < 2048:
+        splits = max(1, min(-(-4096 // max(shape.rows, 1)), -(-shape.classes // 8192), MOST_SPLITS))
+    vector = 1 if shape.aligned or shape.itemsize > 4 else 16 // shape.itemsize
+    if shape.itemsize == 2 and shape.classes // splits > 8192:
         return Plan("loop", 1, 8192, 4, splits, vector=vector)
-    return Plan("loop", 1, 4096 if itemsize < 8 else 2048, 2 if itemsize == 2 else 4, splits, vector=vector)
+    return Plan("loop", 1, 4096 if shape.itemsize < 8 else 2048, 2 if shape.itemsize == 2 else 4, splits, vector=vector)
 
 
 def scan_plan_for(view: Rows) -> Plan:
-    """The plan of a kernel that reads the first tensor of the view."""
-    itemsize = view.tensors[0].element_size()
-    single = view.batches == 1
-    return scan_plan(view.rows, view.classes, itemsize, contiguous=view.contiguous, aligned=not single or aligned(view) or not in_step(view))
+    """The plan of a kernel that reads the view once."""
+    return scan_plan(shape_of(view))
 
 
 def elementwise_plan(view: Rows) -> Plan:
     """Tiles for kernels in which no class waits for another."""
-    if not view.contiguous:
+    if view.classes > 1 and any(stride[2] != 1 for stride in view.strides):
         return Plan("tile", 64, min(triton.next_power_of_2(max(view.classes, 1)), 64), 4)
     block = min(triton.next_power_of_2(max(view.classes, 1)), 4096)
     return Plan("tile", max(1, 2048 // block), block, 8 if block >= 4096 else 4)
@@ -174,31 +202,9 @@ def counters(view: Rows, splits: int, words: int = 1) -> Tensor | None:
     return torch.zeros(words * view.batches * view.rows * (splits + 1), dtype=torch.int64, device=view.tensors[0].device)
 
 
-def aligned(view: Rows) -> bool:
-    """Whether every row of every tensor starts on 16 bytes."""
-    return all(
-        (t.data_ptr() | stride[1] * t.element_size()) % 16 == 0
-        for t, stride in zip(view.tensors, view.strides, strict=True)
-    )
-
-
-def in_step(view: Rows) -> bool:
-    """Whether rows that start off 16 bytes do so alike in every tensor, so that one set of vectors serves all."""
-    return all(t.data_ptr() % 16 == 0 and stride == view.strides[0] for t, stride in zip(view.tensors, view.strides, strict=True))
-
-
-def plan_for(view: Rows, operands: int = 1, exchange: bool = True) -> Plan:
+def plan_for(view: Rows, operands: int = 1) -> Plan:
     """The plan of a kernel that holds the first `operands` tensors of the view."""
-    itemsize = max(t.element_size() for t in view.tensors[:operands])
-    single = view.batches == 1
-    return plan(
-        view.classes,
-        itemsize,
-        contiguous=view.contiguous,
-        aligned=not single or aligned(view) or not in_step(view),
-        operands=operands,
-        exchange=exchange and single and not interpreting(),
-    )
+    return plan(shape_of(view, operands), operands)
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
@@ -260,6 +266,7 @@ def row_options(chosen: Plan, tensor: Tensor) -> dict[str, Any]:
     return {
         "HALF": chosen.registers is not None and tensor.element_size() == 2 and torch.version.cuda is not None,
         "SHARED": chosen.splits > 1,
+        "STREAM": chosen.splits > 1 and chosen.vector == 1,
         "BLOCK_SPLITS": max(2, triton.next_power_of_2(chosen.splits)),
         "VEC": chosen.vector,
         "BLOCK_V": chosen.block,

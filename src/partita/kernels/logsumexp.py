@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..reference.softmax import LogSumExp, accumulator
 from .launch import Rows, counters, elementwise_plan, launch, rows_or_copy, scan_options, scan_plan_for, span_of, tile_options, with_output
-from .math import aligned_start, comes_last, deposit, deposits, edge_columns, exp, finite_shift, first_box, merged, online, row_span
+from .math import aligned_start, comes_last, deposit, deposits, edge_columns, exp_for, finite_shift, first_box, merged, online, row_span
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def logsumexp_kernel(
     start = batch * in_batch + (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS * in_row
     head, body = row_span(start, classes, VEC)
     source = input_ptr + aligned_start(start, VEC) + tl.arange(0, ROWS)[:, None] * in_row  # [ROWS, 1]
-    maximum, total = tl.full([ROWS], -float("inf"), WIDE), tl.zeros([ROWS], WIDE)
+    maximum, total = tl.full([ROWS], -float("inf"), WIDE), tl.zeros([ROWS], tl.float64)
     for first in range(split * span, tl.minimum((split + 1) * span, classes), BLOCK_V):
         column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
         inside = (row < rows)[:, None] & (column // VEC * VEC < body)
@@ -53,6 +53,7 @@ def logsumexp_kernel(
         edge_x = tl.load(input_ptr + start + edge[None, :], mask=(at_edge & (split == 0))[None, :], other=-float("inf")).to(WIDE)
         maximum, total = online(maximum, total, edge_x)
     written = row < rows
+    total = total.to(WIDE)
     if SHARED:
         box = first_box(boxes_ptr, tl.sum(row, axis=0), splits)
         deposit(box, split, tl.sum(maximum, axis=0), tl.sum(total, axis=0))
@@ -97,7 +98,7 @@ def logsumexp_backward_kernel(
     column = ((tl.program_id(0) % spans).to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]  # [1, BLOCK_V]
     inside = (row < rows)[:, None] & (column < classes)
     x = tl.load(input_ptr + batch * in_batch + row[:, None] * in_row + column * in_class, mask=inside, other=-float("inf")).to(WIDE)
-    result = exp(x - shift[:, None]) * scale[:, None]
+    result = exp_for(x - shift[:, None], result_ptr.dtype.element_ty) * scale[:, None]
     target = result_ptr + batch * result_batch + row[:, None] * result_row + column * result_class
     tl.store(target, result.to(result_ptr.dtype.element_ty), mask=inside)
 

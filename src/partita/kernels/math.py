@@ -41,11 +41,41 @@ def exp_exact(x):
 
 
 @triton.jit
+def exp_for(x, dtype: tl.constexpr):
+    """The exponential of x <= 0 that a result of `dtype` is worth."""
+    if dtype == tl.float32:
+        return exp_exact(x)
+    else:
+        return exp(x)
+
+
+@triton.jit
 def online(maximum, total, x):
-    """Maximum and sum of exponentials of rows, [ROWS], carried over a further block x, [ROWS, BLOCK]."""
+    """Maximum and sum of exponentials of rows, [ROWS], carried over a further block x, [ROWS, BLOCK].
+
+    The sum is in fp64: thousands of blocks would add up the rounding of fp32.
+    """
     higher = tl.maximum(maximum, tl.max(x, axis=1))
     shift = finite_shift(higher)
-    return higher, total * exp(maximum - shift) + tl.sum(exp(x - shift[:, None]), axis=1)
+    return higher, total * exp(maximum - shift).to(tl.float64) + tl.sum(exp(x - shift[:, None]), axis=1).to(tl.float64)
+
+
+@triton.jit
+def load_once(ptr, mask, other, STREAM: tl.constexpr):
+    """Load what is not read again; rows that are shared leave the cache to the boxes and to what others have in flight."""
+    if STREAM:
+        return tl.load(ptr, mask=mask, other=other, eviction_policy="evict_first")
+    else:
+        return tl.load(ptr, mask=mask, other=other)
+
+
+@triton.jit
+def store_once(ptr, value, mask, STREAM: tl.constexpr):
+    """Store what is not read soon, rounded to the dtype of the memory."""
+    if STREAM:
+        tl.store(ptr, value.to(ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
+    else:
+        tl.store(ptr, value.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -11,7 +11,21 @@ from torch import Tensor
 
 from .launch import Rows, boxes, launch, plan_for, row_options, tile_options, with_output
 from .logsumexp import logsumexp, logsumexp_backward
-from .math import again, aligned_start, edge_columns, exp, exp_exact, finite_shift, online, row_span, shared_normaliser, sum_of_all
+from .math import (
+    again,
+    aligned_start,
+    edge_columns,
+    exp,
+    exp_exact,
+    exp_for,
+    finite_shift,
+    load_once,
+    online,
+    row_span,
+    shared_normaliser,
+    store_once,
+    sum_of_all,
+)
 
 __all__ = ["logsumexp", "logsumexp_backward", "softmax", "softmax_backward"]
 
@@ -44,11 +58,8 @@ def softmax_tile_kernel(
     x -= finite_shift(tl.max(x, axis=1))[:, None]
     if LOG:
         y = x - tl.log(tl.sum(exp(x), axis=1))[:, None]
-    elif output_ptr.dtype.element_ty == tl.float32:
-        e = exp_exact(x)
-        y = e / tl.sum(e, axis=1)[:, None]
     else:
-        e = exp(x)
+        e = exp_for(x, output_ptr.dtype.element_ty)
         y = e / tl.sum(e, axis=1)[:, None]
     target = output_ptr + batch * out_batch + row[:, None] * out_row + column.to(tl.int64)[None, :] * out_class
     tl.store(target, y.to(output_ptr.dtype.element_ty), mask=inside)
@@ -78,6 +89,7 @@ def softmax_row_kernel(
     LOG: tl.constexpr,
     HALF: tl.constexpr,
     SHARED: tl.constexpr,
+    STREAM: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -90,7 +102,7 @@ def softmax_row_kernel(
     target = output_ptr + aligned_start(row * out_row, VEC)
     column = split * BLOCK_V + tl.arange(0, BLOCK_V)  # [BLOCK_V]
     inside = column // VEC * VEC < body
-    held = tl.load(source + column, mask=inside, other=-float("inf"))
+    held = load_once(source + column, inside, -float("inf"), STREAM)
     x = held.to(tl.float32)
     maximum = tl.max(x, axis=0)
     if VEC > 1:
@@ -113,7 +125,7 @@ def softmax_row_kernel(
     if HALF:
         x = again(held, tl.full([BLOCK_V], zero, tl.float32).to(held.dtype)).to(tl.float32)
     y = normalised(x, shift, total, LOG, EXACT) if LOG or HALF else e * (exp_exact(part - shift) / total)
-    tl.store(target + column, y.to(output_ptr.dtype.element_ty), mask=inside)
+    store_once(target + column, y, inside, STREAM)
     if VEC > 1:
         edge_y = normalised(edge_x, shift, total, LOG, EXACT)
         tl.store(output_ptr + row * out_row + edge, edge_y.to(output_ptr.dtype.element_ty), mask=at_edge)
@@ -143,13 +155,13 @@ def softmax_loop_kernel(
     source = input_ptr + batch * in_batch + row[:, None] * in_row
     target = output_ptr + batch * out_batch + row[:, None] * out_row
     maximum = tl.full([ROWS], -float("inf"), WIDE)
-    total = tl.zeros([ROWS], WIDE)
+    total = tl.zeros([ROWS], tl.float64)
     for start in range(0, classes, BLOCK_V):
         column = start + tl.arange(0, BLOCK_V).to(tl.int64)  # [BLOCK_V]
         inside = (row < rows)[:, None] & (column < classes)[None, :]
         x = tl.load(source + column[None, :] * in_class, mask=inside, other=-float("inf")).to(WIDE)
         maximum, total = online(maximum, total, x)
-    shift = finite_shift(maximum)
+    shift, total = finite_shift(maximum), total.to(WIDE)
     EXACT: tl.constexpr = output_ptr.dtype.element_ty == tl.float32
     for start in range(0, classes, BLOCK_V):
         column = start + tl.arange(0, BLOCK_V).to(tl.int64)  # [BLOCK_V]
@@ -177,10 +189,10 @@ def _softmax(view: Rows, log: bool) -> None:
 
 
 @triton.jit
-def pulled_back(grad, y, total, LOG: tl.constexpr):
+def pulled_back(grad, y, total, LOG: tl.constexpr, dtype: tl.constexpr):
     """Gradient of the logits from that of the result y and the row's sum: of grad for log-softmax, of grad * y for softmax."""
     if LOG:
-        return grad - exp(y) * total
+        return grad - exp_for(y, dtype) * total
     else:
         return y * (grad - total)
 
@@ -215,7 +227,7 @@ def softmax_backward_tile_kernel(
     grad = tl.load(grad_ptr + batch * grad_batch + row * grad_row + column * grad_class, mask=inside, other=0.0).to(WIDE)
     y = tl.load(output_ptr + batch * out_batch + row * out_row + column * out_class, mask=inside, other=0.0).to(WIDE)
     total = tl.sum(grad if LOG else grad * y, axis=1)[:, None]
-    result = pulled_back(grad, y, total, LOG)
+    result = pulled_back(grad, y, total, LOG, result_ptr.dtype.element_ty)
     target = result_ptr + batch * result_batch + row * result_row + column * result_class
     tl.store(target, result.to(result_ptr.dtype.element_ty), mask=inside)
 
@@ -235,6 +247,7 @@ def softmax_backward_row_kernel(
     LOG: tl.constexpr,
     HALF: tl.constexpr,
     SHARED: tl.constexpr,
+    STREAM: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -245,8 +258,8 @@ def softmax_backward_row_kernel(
     head, body = row_span(row * grad_row, classes, VEC)
     column = split * BLOCK_V + tl.arange(0, BLOCK_V)  # [BLOCK_V]
     inside = column // VEC * VEC < body
-    held_grad = tl.load(grad_ptr + aligned_start(row * grad_row, VEC) + column, mask=inside, other=0.0)
-    held = tl.load(output_ptr + aligned_start(row * out_row, VEC) + column, mask=inside, other=0.0)
+    held_grad = load_once(grad_ptr + aligned_start(row * grad_row, VEC) + column, inside, 0.0, STREAM)
+    held = load_once(output_ptr + aligned_start(row * out_row, VEC) + column, inside, 0.0, STREAM)
     grad, y = held_grad.to(tl.float32), held.to(tl.float32)
     total = tl.sum(grad if LOG else grad * y, axis=0)
     if VEC > 1:
@@ -261,10 +274,10 @@ def softmax_backward_row_kernel(
         nothing = tl.full([BLOCK_V], zero, tl.float32)
         grad = again(held_grad, nothing.to(held_grad.dtype)).to(tl.float32)
         y = again(held, nothing.to(held.dtype)).to(tl.float32)
-    result = pulled_back(grad, y, total, LOG)
-    tl.store(result_ptr + aligned_start(row * result_row, VEC) + column, result.to(result_ptr.dtype.element_ty), mask=inside)
+    result = pulled_back(grad, y, total, LOG, result_ptr.dtype.element_ty)
+    store_once(result_ptr + aligned_start(row * result_row, VEC) + column, result, inside, STREAM)
     if VEC > 1:
-        edge_result = pulled_back(edge_grad, edge_y, total, LOG)
+        edge_result = pulled_back(edge_grad, edge_y, total, LOG, result_ptr.dtype.element_ty)
         tl.store(result_ptr + row * result_row + edge, edge_result.to(result_ptr.dtype.element_ty), mask=at_edge)
 
 
@@ -296,20 +309,20 @@ def softmax_backward_loop_kernel(
     grad_start = grad_ptr + batch * grad_batch + row * grad_row
     out_start = output_ptr + batch * out_batch + row * out_row
     result_start = result_ptr + batch * result_batch + row * result_row
-    total = tl.zeros([ROWS], WIDE)
+    total = tl.zeros([ROWS], tl.float64)
     for start in range(0, classes, BLOCK_V):
         column = (start + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
         inside = (row < rows) & (column < classes)
         grad = tl.load(grad_start + column * grad_class, mask=inside, other=0.0).to(WIDE)
         if not LOG:
             grad *= tl.load(out_start + column * out_class, mask=inside, other=0.0).to(WIDE)
-        total += tl.sum(grad, axis=1)
+        total += tl.sum(grad, axis=1).to(tl.float64)
     for start in range(0, classes, BLOCK_V):
         column = (start + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
         inside = (row < rows) & (column < classes)
         grad = tl.load(grad_start + column * grad_class, mask=inside, other=0.0).to(WIDE)
         y = tl.load(out_start + column * out_class, mask=inside, other=0.0).to(WIDE)
-        result = pulled_back(grad, y, total[:, None], LOG)
+        result = pulled_back(grad, y, total.to(WIDE)[:, None], LOG, result_ptr.dtype.element_ty)
         tl.store(result_start + column * result_class, result.to(result_ptr.dtype.element_ty), mask=inside)
 
 

@@ -20,17 +20,17 @@ def absorb_stats(maximum, total, surprise, best, x, column, slope):
     Here e = 2 ** (slope (x - maximum)).
     """
     block_maximum = tl.max(x, axis=1)
-    if tl.max((block_maximum > maximum).to(tl.int32), axis=0) > 0:
+    if tl.max((block_maximum >= maximum).to(tl.int32), axis=0) > 0:
         place = tl.min(tl.where(x == block_maximum[:, None], column, 0x7FFFFFFF), axis=1)
-        best = tl.where(block_maximum > maximum, place, best)
+        best = tl.where(block_maximum > maximum, place, tl.where(block_maximum == maximum, tl.minimum(place, best), best))
     higher = tl.maximum(maximum, block_maximum)
     shift = finite_shift(higher)
-    scale = tl.exp2((maximum - shift) * slope)
-    surprise = scale * (surprise - total * (shift - finite_shift(maximum)) * slope)
+    scale = tl.exp2((maximum - shift) * slope).to(tl.float64)
+    surprise = scale * (surprise - total * ((shift - finite_shift(maximum)) * slope).to(tl.float64))
     exponent = (x - shift[:, None]) * slope
     e = tl.exp2(exponent)
-    surprise += tl.sum(e * tl.maximum(exponent, -10000.0), axis=1)  # where e is 0, so is its part, also at -inf
-    return higher, total * scale + tl.sum(e, axis=1), surprise, best
+    surprise += tl.sum(e * tl.maximum(exponent, -10000.0), axis=1).to(tl.float64)  # where e is 0, so is its part, also at -inf
+    return higher, total * scale + tl.sum(e, axis=1).to(tl.float64), surprise, best
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def token_stats_kernel(
     start = batch * x_batch + (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS * x_row
     head, body = row_span(start, classes, VEC)
     source = logits_ptr + aligned_start(start, VEC) + tl.arange(0, ROWS)[:, None] * x_row  # [ROWS, 1]
-    maximum, total, surprise = tl.full([ROWS], -float("inf"), WIDE), tl.zeros([ROWS], WIDE), tl.zeros([ROWS], WIDE)
+    maximum, total, surprise = tl.full([ROWS], -float("inf"), WIDE), tl.zeros([ROWS], tl.float64), tl.zeros([ROWS], tl.float64)
     best = tl.zeros([ROWS], tl.int32)
     if VEC > 1:
         edge, at_edge = edge_columns(head, body, classes, VEC, LANES)  # [LANES]
@@ -83,6 +83,7 @@ def token_stats_kernel(
         x = tl.load(source + column * x_class, mask=inside, other=-float("inf")).to(WIDE)
         maximum, total, surprise, best = absorb_stats(maximum, total, surprise, best, x, (head + column).to(tl.int32), slope)
     written = row < rows
+    total, surprise = total.to(WIDE), surprise.to(WIDE)
     if SHARED:
         box = first_box(boxes_ptr, tl.sum(row, axis=0), splits)
         second_box = first_box(boxes_ptr, rows + tl.sum(row, axis=0), splits)
