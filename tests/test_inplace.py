@@ -124,3 +124,16 @@ def test_refuses_targets_and_weights_that_need_a_gradient(reduction: str, which:
     {"target": target, "weight": weight}[which].requires_grad_()
     with pytest.raises(RuntimeError, match=r"^inplace: expected targets and class weights that need no gradient"):
         partita.cross_entropy(x * 1, target, weight, reduction=reduction, inplace=True)
+
+
+@pytest.mark.interpreted
+@devices
+def test_autograd_notices_a_use_between_the_passes(device: str) -> None:
+    """Without a reduction the logits live until the backward pass, and whoever saved them meanwhile needs them still."""
+    x = leaf(6, CLASSES, device=device)
+    logits = x * 1
+    loss = partita.cross_entropy(logits, targets_for(x, "labels"), reduction="none", inplace=True)
+    square = logits.square().sum()
+    loss.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
+        square.backward()
