@@ -1,6 +1,7 @@
 """PyTorch's own samples of the ops that ours stand in for."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 import partita
 
 pytest.importorskip("expecttest", reason="PyTorch's samples need it")
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+with mock.patch.object(torch.backends, "disable_global_flags"):  # for the other tests of the process
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 INFOS = [info for info in op_db if info.name in (*OPS, "nn.functional.cross_entropy")]
 infos = pytest.mark.parametrize("info", INFOS, ids=lambda info: "-".join(filter(None, (info.name, info.variant_test_name))))
