@@ -23,6 +23,18 @@ def _implementation(column: str, name: str, backend: str, device: torch.device, 
     return getattr(importlib.import_module(f".{floor}.{column}", __package__), name)
 
 
+class Op:
+    """A registered op. Plain eager code goes past PyTorch's dispatcher, which costs host time."""
+
+    def __init__(self, eager: Callable[..., Any], dispatched: Callable[..., Any]) -> None:
+        self.eager, self.dispatched = eager, dispatched
+
+    def __call__(self, first: torch.Tensor, *rest: Any) -> Any:
+        if plain_eager() and type(first) in _PLAIN:
+            return self.eager(first, *rest)
+        return self.dispatched(first, *rest)
+
+
 def define(
     column: str,
     schema: str,
@@ -31,8 +43,8 @@ def define(
     check: Callable[..., None] | None = None,
     vmap: Callable[..., Any] | None = None,
     numba: bool = False,
-) -> Callable[..., Any]:
-    """Register `partita::<schema>` and return the callable, which in plain eager code goes past PyTorch's dispatcher: it costs the host time.
+) -> Op:
+    """Register `partita::<schema>` and return it.
 
     The schema's first argument is a tensor and its last is `str backend`. At each call, the function of the op's name in the module
     `column` of the chosen floor (`reference`, `kernels` or `cpu`) gets every argument but the last. `check` sees the same arguments
@@ -52,9 +64,4 @@ def define(
     torch.library.register_fake(qualified, lambda *args: fake(*args[:-1]), lib=_library)
     if vmap is not None:
         torch.library.register_vmap(qualified, vmap, lib=_library)
-    op = getattr(torch.ops.partita, name).default
-
-    def call(first: torch.Tensor, *rest: Any) -> Any:
-        return run(first, *rest) if plain_eager() and type(first) in _PLAIN else op(first, *rest)
-
-    return call
+    return Op(run, getattr(torch.ops.partita, name).default)

@@ -152,12 +152,12 @@ class _OnePass(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options, ctx.inplace = options, inplace
         if inplace:
-            loss = _one_pass_inplace(logits, target, weight, *options)
+            loss = _one_pass_inplace.eager(logits, target, weight, *options)
             torch.autograd.graph.increment_version(logits)
             ctx.gradient = logits.detach()
         else:
             ctx.save_for_backward(logits, target, weight)
-            loss, ctx.gradient = _one_pass(logits, target, weight, *options)
+            loss, ctx.gradient = _one_pass.eager(logits, target, weight, *options)
         return loss
 
     @staticmethod
@@ -174,8 +174,8 @@ class _OnePass(torch.autograd.Function):
         gradient, ctx.gradient = ctx.gradient, None
         if gradient is None:
             logits, target, weight = ctx.saved_tensors
-            gradient = _one_pass(logits, target, weight, *ctx.options)[1]
-        _scale(gradient, grad, ctx.options.backend)
+            gradient = _one_pass.eager(logits, target, weight, *ctx.options)[1]
+        _scale.eager(gradient, grad, ctx.options.backend)
         return gradient, None, None, None, None
 
 

@@ -29,7 +29,23 @@ from .cross_entropy_rows import (
     view_of,
 )
 from .launch import boxes, launch, plan_for, row_options, tile_options
-from .math import again, aligned_start, capped, edge_columns, exchange, exp, exp_for, finite_shift, load_once, row_span, shared_normaliser, store_once
+from .math import (
+    again,
+    aligned_start,
+    capped,
+    divide,
+    edge_columns,
+    exchange,
+    exp,
+    exp_for,
+    finite_shift,
+    load_once,
+    log_of,
+    reciprocal,
+    row_span,
+    shared_normaliser,
+    store_once,
+)
 
 __all__ = [
     "cross_entropy",
@@ -46,7 +62,7 @@ __all__ = [
 def mean_scales(denominators_ptr, MEAN: tl.constexpr, WIDE: tl.constexpr):
     """What the loss and the z-loss of a row are multiplied by."""
     if MEAN:
-        return 1.0 / tl.load(denominators_ptr).to(WIDE), 1.0 / tl.load(denominators_ptr + 1).to(WIDE)
+        return reciprocal(tl.load(denominators_ptr).to(WIDE)), reciprocal(tl.load(denominators_ptr + 1).to(WIDE))
     else:
         return tl.full([], 1.0, WIDE), tl.full([], 1.0, WIDE)
 
@@ -56,7 +72,7 @@ def row_terms(
     kept, on_label, label_x, spread, spread_loss, shift, total, scale, z_scale, z_loss, SPREAD: tl.constexpr, Z: tl.constexpr
 ):
     """Of rows: the loss, the factor of exp(x - shift) in the gradient, and the factor of the weights q in it."""
-    log_total = tl.log(total)
+    log_total = log_of(total)
     loss = on_label * (log_total + (shift - label_x))
     if SPREAD:
         loss += spread * log_total + spread_loss
@@ -65,7 +81,7 @@ def row_terms(
         logsumexp = shift + log_total
         loss += z_loss * logsumexp * logsumexp * (z_scale / scale)
         pull += 2.0 * z_loss * logsumexp * z_scale
-    return tl.where(kept, loss, 0.0), tl.where(kept, pull / total, 0.0), tl.where(kept, scale, 0.0)
+    return tl.where(kept, loss, 0.0), tl.where(kept, divide(pull, total), 0.0), tl.where(kept, scale, 0.0)
 
 
 @triton.jit
@@ -132,13 +148,13 @@ def cross_entropy_tile_kernel(
         weights = count
         if weight_ptr is not None and SPREAD != 2:
             weights = tl.sum(tl.load(weight_ptr + label, mask=valid & (row < rows), other=0.0).to(WIDE), axis=0)
-        mean_scale, z_scale = 1.0 / weights, 1.0 / count
+        mean_scale, z_scale = reciprocal(weights), reciprocal(count)
     else:
         mean_scale, z_scale = mean_scales(denominators_ptr, MEAN, WIDE)
     loss, factor, scale = row_terms(kept, on_label, label_x, spread, spread_loss, shift, total, mean_scale, z_scale, z_loss, SPREAD, Z)
     if ALONE:
         reduced = tl.sum(tl.where(row < rows, loss, 0.0), axis=0)
-        tl.store(loss_ptr, (reduced / weights if MEAN else reduced).to(loss_ptr.dtype.element_ty))
+        tl.store(loss_ptr, (divide(reduced, weights) if MEAN else reduced).to(loss_ptr.dtype.element_ty))
     else:
         tl.store(loss_ptr + place, loss, mask=row < rows)
     grad = class_gradient(kept[:, None], e, x, factor[:, None], scale[:, None] * q, softcap, SPREAD, CAP)

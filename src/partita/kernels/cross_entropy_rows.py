@@ -12,7 +12,22 @@ from torch import Tensor
 from ..reference.cross_entropy import Rows as RowValues
 from ..reference.softmax import accumulator
 from .launch import Rows, counters, elementwise_plan, launch, rows_of, scan_options, scan_plan_for, span_of, tile_options, triton_dtype
-from .math import aligned_start, capped, comes_last, deposit, deposits, edge_columns, exp_for, finite_shift, first_box, merged, online, row_span
+from .math import (
+    aligned_start,
+    capped,
+    comes_last,
+    deposit,
+    deposits,
+    divide,
+    edge_columns,
+    exp_for,
+    finite_shift,
+    first_box,
+    log_of,
+    merged,
+    online,
+    row_span,
+)
 
 
 @triton.jit
@@ -90,8 +105,8 @@ def absorb(
         probability = tl.load(t_ptr, mask=inside, other=0.0).to(WIDE) if SPREAD == 2 else x
         q = spread_weights(probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE)
         shift = finite_shift(maximum)
-        spread_loss += spread * (shift - before) + tl.sum(shortfall(q, shift[:, None], x), axis=1)
-        spread += tl.sum(q, axis=1)
+        spread_loss += spread * (shift - before).to(tl.float64) + tl.sum(shortfall(q, shift[:, None], x), axis=1).to(tl.float64)
+        spread += tl.sum(q, axis=1).to(tl.float64)
     return maximum, total, spread, spread_loss
 
 
@@ -137,9 +152,9 @@ def cross_entropy_kernel(
     row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     start = batch * x_batch + (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS * x_row
     head, body = row_span(start, classes, VEC)
-    source = logits_ptr + aligned_start(start, VEC) + tl.arange(0, ROWS)[:, None] * x_row  # [ROWS, 1]
+    source = logits_ptr + aligned_start(start, VEC) + tl.arange(0, ROWS).to(tl.int64)[:, None] * x_row  # [ROWS, 1]
     maximum, total = tl.full([ROWS], -float("inf"), WIDE), tl.zeros([ROWS], tl.float64)
-    spread, spread_loss = tl.zeros([ROWS], WIDE), tl.zeros([ROWS], WIDE)
+    spread, spread_loss = tl.zeros([ROWS], tl.float64), tl.zeros([ROWS], tl.float64)
     t_start = target_ptr + batch * t_batch + row[:, None] * t_row
     for first in range(split * span, tl.minimum((split + 1) * span, classes), BLOCK_V):
         column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
@@ -155,7 +170,7 @@ def cross_entropy_kernel(
             (at_edge & (split == 0))[None, :], weight_ptr, classes, smoothing, softcap, SPREAD, CAP, WIDE,
         )  # fmt: skip
     written = row < rows
-    total = total.to(WIDE)
+    total, spread, spread_loss = total.to(WIDE), spread.to(WIDE), spread_loss.to(WIDE)
     if SHARED:
         box = first_box(boxes_ptr, tl.sum(row, axis=0), splits)
         second_box = first_box(boxes_ptr, rows + tl.sum(row, axis=0), splits)
@@ -178,7 +193,7 @@ def cross_entropy_kernel(
         kept, valid, on_label = label_weights(label, ignore_index, classes, weight_ptr, smoothing, WIDE)
         label_x = tl.load(logits_ptr + batch * x_batch + row * x_row + label * x_class, mask=valid & written, other=0.0).to(WIDE)
         label_x = capped(label_x, softcap, CAP)
-    log_total = tl.log(total)
+    log_total = log_of(total)
     loss = on_label * (log_total + (shift - label_x)) + (spread * log_total + spread_loss if SPREAD else 0.0)
     tl.store(loss_ptr + place, tl.where(kept, loss, 0.0), mask=written)
     tl.store(logsumexp_ptr + place, tl.where(kept, shift + log_total, 0.0), mask=written)
@@ -245,7 +260,7 @@ def cross_entropy_backward_kernel(
         mine = valid & exists & (label // BLOCK_V == tl.program_id(0) % spans)
         label_x = tl.load(logits_ptr + batch * x_batch + row * x_row + label * x_class, mask=mine, other=0.0).to(WIDE)
         label_x = capped(label_x, softcap, CAP)
-    factor, scale = tl.where(kept, pull / total, 0.0), tl.where(kept, g, 0.0)
+    factor, scale = tl.where(kept, divide(pull, total), 0.0), tl.where(kept, g, 0.0)
     q = spread_weights(probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE) if SPREAD else x
     grad = class_gradient(kept[:, None], exp_for(x - shift[:, None], grad_ptr.dtype.element_ty), x, factor[:, None], scale[:, None] * q, softcap, SPREAD, CAP)
     grad_start = grad_ptr + batch * grad_batch + row * grad_row
@@ -299,7 +314,7 @@ def total_kernel(
         sums += tl.load(loss_ptr + place, mask=place < rows, other=0.0)
     total = tl.sum(sums, axis=0)
     if denominators_ptr is not None:
-        total /= tl.load(denominators_ptr).to(WIDE)
+        total = divide(total, tl.load(denominators_ptr).to(WIDE))
     tl.store(result_ptr, total.to(result_ptr.dtype.element_ty))
 
 
@@ -376,7 +391,8 @@ def _backward(
     programs = view.batches * triton.cdiv(view.rows, chosen.rows) * triton.cdiv(view.classes, chosen.block)
     labels = target if spread == 2 else target.contiguous()
     upstream = (grad_loss.contiguous(), grad_logsumexp.contiguous())
-    tensors = (*upstream, logits, labels, weight, maximum, sumexp, total_weight, grad)
+    statistics = (maximum.contiguous(), sumexp.contiguous(), total_weight.contiguous())
+    tensors = (*upstream, logits, labels, weight, *statistics, grad)
     sizes = (view.rows, view.classes, *view.strides[0], *view.strides[1], *view.strides[2])
     numbers = (ignore_index, label_smoothing, softcap)
     launch(cross_entropy_backward_kernel, programs, *tensors, *sizes, *numbers, SPREAD=spread, CAP=softcap != 0, **tile_options(chosen, logits))
@@ -393,8 +409,8 @@ def cross_entropy_denominators(target: Tensor, weight: Tensor | None, ignore_ind
 
 def single_program(elements: int, dtype: torch.dtype) -> dict[str, Any]:
     """Options of a kernel whose one program reads all."""
-    block = min(8192, max(128, triton.next_power_of_2(elements)))
-    return {"WIDE": triton_dtype(dtype), "BLOCK": block, "num_warps": max(1, block // 512)}
+    block = min(32768, max(128, triton.next_power_of_2(elements)))
+    return {"WIDE": triton_dtype(dtype), "BLOCK": block, "num_warps": max(1, min(32, block // 512))}
 
 
 def cross_entropy_total(loss: Tensor, denominators: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -223,11 +223,12 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
     if device.type != "cuda":
         kernel[(programs,)](*args, **options)
         return
-    if device.index != torch.cuda.current_device():
+    index = device.index
+    if index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             launch(kernel, programs, *args, **options)
         return
-    key: list[Any] = [id(kernel), device.index, *options.values()]
+    key: list[Any] = [id(kernel), index, *options.values()]
     for arg in args:
         if isinstance(arg, Tensor):
             key += (arg.dtype, arg.data_ptr() % 16 == 0)

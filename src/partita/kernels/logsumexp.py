@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..reference.softmax import LogSumExp, accumulator
 from .launch import Rows, counters, elementwise_plan, launch, rows_or_copy, scan_options, scan_plan_for, span_of, tile_options, with_output
-from .math import aligned_start, comes_last, deposit, deposits, edge_columns, exp_for, finite_shift, first_box, merged, online, row_span
+from .math import aligned_start, comes_last, deposit, deposits, divide, edge_columns, exp_for, finite_shift, first_box, log_of, merged, online, row_span
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def logsumexp_kernel(
     row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     start = batch * in_batch + (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS * in_row
     head, body = row_span(start, classes, VEC)
-    source = input_ptr + aligned_start(start, VEC) + tl.arange(0, ROWS)[:, None] * in_row  # [ROWS, 1]
+    source = input_ptr + aligned_start(start, VEC) + tl.arange(0, ROWS).to(tl.int64)[:, None] * in_row  # [ROWS, 1]
     maximum, total = tl.full([ROWS], -float("inf"), WIDE), tl.zeros([ROWS], tl.float64)
     for first in range(split * span, tl.minimum((split + 1) * span, classes), BLOCK_V):
         column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
@@ -62,7 +62,7 @@ def logsumexp_kernel(
         most, all_sums = merged(maxima, sums, held)
         maximum, total = tl.zeros([ROWS], WIDE) + most, tl.zeros([ROWS], WIDE) + all_sums
     place = batch * rows + row
-    result = tl.where(maximum == float("inf"), maximum, maximum + tl.log(total))
+    result = tl.where(maximum == float("inf"), maximum, maximum + log_of(total))
     tl.store(result_ptr + place, result.to(result_ptr.dtype.element_ty), mask=written)
     tl.store(maximum_ptr + place, maximum, mask=written)
     tl.store(sumexp_ptr + place, total, mask=written)
@@ -93,7 +93,7 @@ def logsumexp_backward_kernel(
     batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
     row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     place = batch * rows + row
-    scale = tl.load(grad_ptr + place, mask=row < rows, other=0.0).to(WIDE) / tl.load(sumexp_ptr + place, mask=row < rows, other=1.0)
+    scale = divide(tl.load(grad_ptr + place, mask=row < rows, other=0.0).to(WIDE), tl.load(sumexp_ptr + place, mask=row < rows, other=1.0))
     shift = finite_shift(tl.load(maximum_ptr + place, mask=row < rows, other=0.0))
     column = ((tl.program_id(0) % spans).to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]  # [1, BLOCK_V]
     inside = (row < rows)[:, None] & (column < classes)
@@ -122,5 +122,5 @@ def _logsumexp_backward(view: Rows, grad: Tensor, maximum: Tensor, sumexp: Tenso
     chosen = elementwise_plan(view)
     input, result = view.tensors
     programs = view.batches * triton.cdiv(view.rows, chosen.rows) * triton.cdiv(view.classes, chosen.block)
-    args = (grad, input, maximum, sumexp, result, view.rows, view.classes, *view.strides[0], *view.strides[1])
+    args = (grad, input, maximum.contiguous(), sumexp.contiguous(), result, view.rows, view.classes, *view.strides[0], *view.strides[1])
     launch(logsumexp_backward_kernel, programs, *args, **tile_options(chosen, input))

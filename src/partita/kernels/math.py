@@ -41,6 +41,33 @@ def exp_exact(x):
 
 
 @triton.jit
+def divide(a, b):
+    """a / b, corrected once: Triton's own division of fp32 is off by 2 ulp, and its exact one costs registers. NaN where b is 0 or infinite."""
+    if b.dtype == tl.float64:
+        return a / b
+    else:
+        inverse = 1.0 / b
+        quotient = a * inverse
+        return tl.fma(tl.fma(-b, quotient, a), inverse, quotient)
+
+
+@triton.jit
+def reciprocal(b):
+    """1 / b, likewise."""
+    inverse = 1.0 / b
+    if b.dtype == tl.float64:
+        return inverse
+    else:
+        return tl.fma(tl.fma(-b, inverse, 1.0), inverse, inverse)
+
+
+@triton.jit
+def log_of(total):
+    """Logarithm of a row's sum, through fp64: one a row costs nothing, and fp32's is off by several ulp."""
+    return tl.log(total.to(tl.float64)).to(total.dtype)
+
+
+@triton.jit
 def exp_for(x, dtype: tl.constexpr):
     """The exponential of x <= 0 that a result of `dtype` is worth."""
     if dtype == tl.float32:

@@ -14,13 +14,16 @@ from .logsumexp import logsumexp, logsumexp_backward
 from .math import (
     again,
     aligned_start,
+    divide,
     edge_columns,
     exp,
     exp_exact,
     exp_for,
     finite_shift,
     load_once,
+    log_of,
     online,
+    reciprocal,
     row_span,
     shared_normaliser,
     store_once,
@@ -57,10 +60,10 @@ def softmax_tile_kernel(
     x = tl.load(source, mask=inside, other=-float("inf")).to(WIDE)
     x -= finite_shift(tl.max(x, axis=1))[:, None]
     if LOG:
-        y = x - tl.log(tl.sum(exp(x), axis=1))[:, None]
+        y = x - log_of(tl.sum(exp(x), axis=1))[:, None]
     else:
         e = exp_for(x, output_ptr.dtype.element_ty)
-        y = e / tl.sum(e, axis=1)[:, None]
+        y = e * reciprocal(tl.sum(e, axis=1))[:, None]
     target = output_ptr + batch * out_batch + row[:, None] * out_row + column.to(tl.int64)[None, :] * out_class
     tl.store(target, y.to(output_ptr.dtype.element_ty), mask=inside)
 
@@ -69,11 +72,11 @@ def softmax_tile_kernel(
 def normalised(x, shift, total, LOG: tl.constexpr, EXACT: tl.constexpr):
     """Softmax or log-softmax of fp32 logits, from the finite maximum and the sum of exponentials of their row."""
     if LOG:
-        return x - shift - tl.log(total)
+        return x - shift - log_of(total)
     elif EXACT:
-        return exp_exact(x - shift) / total
+        return exp_exact(x - shift) * reciprocal(total)
     else:
-        return exp(x - shift) * (1.0 / total)
+        return exp(x - shift) * reciprocal(total)
 
 
 @triton.jit
@@ -124,7 +127,7 @@ def softmax_row_kernel(
         shift, total = shared_normaliser(boxes_ptr + 1 + row * splits, split, splits, maximum, total, BLOCK_SPLITS)
     if HALF:
         x = again(held, tl.full([BLOCK_V], zero, tl.float32).to(held.dtype)).to(tl.float32)
-    y = normalised(x, shift, total, LOG, EXACT) if LOG or HALF else e * (exp_exact(part - shift) / total)
+    y = normalised(x, shift, total, LOG, EXACT) if LOG or HALF else e * divide(exp_exact(part - shift), total)
     store_once(target + column, y, inside, STREAM)
     if VEC > 1:
         edge_y = normalised(edge_x, shift, total, LOG, EXACT)

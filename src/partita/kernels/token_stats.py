@@ -10,7 +10,7 @@ from torch import Tensor
 from ..reference.softmax import accumulator
 from ..reference.token_stats import Stats
 from .launch import Rows, counters, elementwise_plan, launch, rows_or_copy, scan_options, scan_plan_for, span_of, tile_options, with_output
-from .math import LN2, LOG2E, aligned_start, comes_last, deposit, deposits, edge_columns, finite_shift, first_box, row_span
+from .math import LN2, LOG2E, aligned_start, comes_last, deposit, deposits, edge_columns, finite_shift, first_box, log_of, reciprocal, row_span
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def token_stats_kernel(
     row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     start = batch * x_batch + (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS * x_row
     head, body = row_span(start, classes, VEC)
-    source = logits_ptr + aligned_start(start, VEC) + tl.arange(0, ROWS)[:, None] * x_row  # [ROWS, 1]
+    source = logits_ptr + aligned_start(start, VEC) + tl.arange(0, ROWS).to(tl.int64)[:, None] * x_row  # [ROWS, 1]
     maximum, total, surprise = tl.full([ROWS], -float("inf"), WIDE), tl.zeros([ROWS], tl.float64), tl.zeros([ROWS], tl.float64)
     best = tl.zeros([ROWS], tl.int32)
     if VEC > 1:
@@ -106,7 +106,7 @@ def token_stats_kernel(
     valid = kept & (label >= 0) & (label < classes)
     label_x = tl.load(logits_ptr + batch * x_batch + row * x_row + label * x_class, mask=valid & written, other=0.0).to(WIDE)
     spoiled = tl.where(kept & (valid == 0), float("nan"), 0.0).to(WIDE)
-    shift, log_total = finite_shift(maximum), tl.log(total)
+    shift, log_total = finite_shift(maximum), log_of(total)
     tl.store(logprob_ptr + place, tl.where(kept, (label_x - shift) / temperature - log_total, 0.0) + spoiled, mask=written)
     tl.store(logsumexp_ptr + place, shift / temperature + log_total + spoiled, mask=written)
     tl.store(entropy_ptr + place, log_total - LN2 * surprise / total + spoiled, mask=written)
@@ -156,12 +156,12 @@ def token_stats_backward_kernel(
     grad_entropy = tl.load(grad_entropy_ptr + place, mask=exists, other=0.0).to(WIDE)
     shift = finite_shift(tl.load(maximum_ptr + place, mask=exists, other=0.0))
     total = tl.load(sumexp_ptr + place, mask=exists, other=1.0)
-    offset = tl.load(entropy_ptr + place, mask=exists, other=0.0) - tl.log(total)
+    offset = tl.load(entropy_ptr + place, mask=exists, other=0.0) - log_of(total)
     column = ((tl.program_id(0) % spans).to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]  # [1, BLOCK_V]
     inside = exists[:, None] & (column < classes)
     x = tl.load(logits_ptr + batch * x_batch + row[:, None] * x_row + column * x_class, mask=inside, other=-float("inf")).to(WIDE)
     exponent = (x - shift[:, None]) * (tl.full([], LOG2E, WIDE) / temperature)
-    p = tl.exp2(exponent) / total[:, None]
+    p = tl.exp2(exponent) * reciprocal(total)[:, None]
     log_ratio = LN2 * tl.maximum(exponent, -10000.0) + offset[:, None]  # log p + entropy, kept finite where p is 0
     grad = p * (pull[:, None] - grad_entropy[:, None] * log_ratio) + tl.where(column == label[:, None], on_label[:, None], 0.0)
     grad = tl.where(spoiled[:, None], float("nan"), grad / temperature)
@@ -187,10 +187,12 @@ def token_stats_backward(
 ) -> Tensor:  # fmt: skip
     upstream = [grad.contiguous() for grad in (grad_logprob, grad_logsumexp, grad_entropy)]
 
+    statistics = [row.contiguous() for row in (maximum, sumexp, entropy)]
+
     def run(view: Rows) -> None:
         chosen = elementwise_plan(view)
         programs = view.batches * triton.cdiv(view.rows, chosen.rows) * triton.cdiv(view.classes, chosen.block)
-        tensors = (*upstream, view.tensors[0], target.contiguous(), maximum, sumexp, entropy.contiguous(), view.tensors[1])
+        tensors = (*upstream, view.tensors[0], target.contiguous(), *statistics, view.tensors[1])
         sizes = (view.rows, view.classes, *view.strides[0], *view.strides[1])
         launch(token_stats_backward_kernel, programs, *tensors, *sizes, temperature, ignore_index, **tile_options(chosen, logits))
 
