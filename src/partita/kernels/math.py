@@ -42,13 +42,14 @@ def exp_exact(x):
 
 @triton.jit
 def divide(a, b):
-    """a / b, corrected once: Triton's own division of fp32 is off by 2 ulp, and its exact one costs registers. NaN where b is 0 or infinite."""
+    """a / b, corrected once: Triton's own division of fp32 is off by 2 ulp, and its exact one costs registers."""
     if b.dtype == tl.float64:
         return a / b
     else:
         inverse = 1.0 / b
         quotient = a * inverse
-        return tl.fma(tl.fma(-b, quotient, a), inverse, quotient)
+        corrected = tl.fma(tl.fma(-b, quotient, a), inverse, quotient)
+        return tl.where(corrected == corrected, corrected, quotient)  # infinities have no correction
 
 
 @triton.jit
@@ -58,7 +59,8 @@ def reciprocal(b):
     if b.dtype == tl.float64:
         return inverse
     else:
-        return tl.fma(tl.fma(-b, inverse, 1.0), inverse, inverse)
+        corrected = tl.fma(tl.fma(-b, inverse, 1.0), inverse, inverse)
+        return tl.where(corrected == corrected, corrected, inverse)
 
 
 @triton.jit
