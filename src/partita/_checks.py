@@ -78,6 +78,7 @@ def labels(name: str, value: Tensor, classes: int, ignore_index: int) -> None:
     """Every label is a class or `ignore_index`; else `IndexError` names the first that is not, and its place."""
     if value.is_meta or not values_wanted(value.device):
         return
+    value = value.long()  # a narrow type would wrap the bounds
     bad = ((value < 0) | (value >= classes)) & (value != ignore_index)
     if bool(bad.any()):
         place = tuple(bad.nonzero()[0].tolist())

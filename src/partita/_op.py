@@ -59,9 +59,18 @@ def define(
             check(first, *args)
         return _implementation(column, name, backend, first.device, numba)(first, *args)
 
+    def refuse_derivatives(*args: Any) -> Any:
+        """Derivatives are the autograd functions' affair; what goes past them, as Dynamo does under a function transform, must not be a silent zero."""
+        if torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+            raise RuntimeError(f"{qualified}: no derivative here; compile the function inside of torch.func.grad, not the transform itself")
+        with torch._C._AutoDispatchBelowAutograd():
+            return dispatched(*args)
+
     _library.define(schema)
     _library.impl(name, run, "CompositeExplicitAutograd")
+    _library.impl(name, refuse_derivatives, "Autograd")
     torch.library.register_fake(qualified, lambda *args: fake(*args[:-1]), lib=_library)
     if vmap is not None:
         torch.library.register_vmap(qualified, vmap, lib=_library)
-    return Op(run, getattr(torch.ops.partita, name).default)
+    dispatched = getattr(torch.ops.partita, name).default
+    return Op(run, dispatched)

@@ -16,18 +16,17 @@ from .cross_entropy_rows import (
     cross_entropy,
     cross_entropy_backward,
     cross_entropy_backward_,
-    cross_entropy_denominators,
-    cross_entropy_total,
+    exact_spread,
     held_logits,
     label_gradient,
     label_weights,
     row_shape,
-    scale_,
     shortfall,
     spread_mode,
     spread_weights,
     view_of,
 )
+from .cross_entropy_scalars import cross_entropy_denominators, cross_entropy_total, scale_
 from .launch import boxes, launch, plan_for, row_options, tile_options
 from .math import (
     again,
@@ -143,6 +142,7 @@ def cross_entropy_tile_kernel(
     if SPREAD:
         q = spread_weights(probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE)
         spread, spread_loss = tl.sum(q, axis=1), tl.sum(shortfall(q, shift[:, None], x), axis=1)
+        spread = exact_spread(spread, smoothing, weight_ptr, SPREAD)
     if ALONE and MEAN:
         count = tl.sum((kept & (row < rows)).to(WIDE), axis=0)
         weights = count
@@ -242,6 +242,7 @@ def cross_entropy_row_kernel(
             lane = tl.arange(0, BLOCK_SPLITS)
             all_spread, all_loss = exchange(box + tl.num_programs(0), split, splits, spread, spread_loss, BLOCK_SPLITS)
             spread, spread_loss = tl.sum(tl.where(lane < splits, all_spread, 0.0), axis=0), tl.sum(tl.where(lane < splits, all_loss, 0.0), axis=0)
+    spread = exact_spread(spread, smoothing, weight_ptr, SPREAD)
     mean_scale, z_scale = mean_scales(denominators_ptr, MEAN, tl.float32)
     loss, factor, scale = row_terms(kept, on_label, label_x, spread, spread_loss, shift, total, mean_scale, z_scale, z_loss, SPREAD, Z)
     tl.store(loss_ptr + row, loss, mask=owner)

@@ -16,6 +16,7 @@ from torch import Tensor
 from .._backend import interpreting
 
 INTERPRETED = interpreting()
+NVIDIA = torch.version.hip is None
 MOST_SPLITS = 64  # programs that may wait for one another: far below what any supported GPU keeps resident
 
 
@@ -89,7 +90,7 @@ class Plan:
 
     @property
     def options(self) -> dict[str, Any]:
-        limit = {} if self.registers is None or INTERPRETED else {"maxnreg": self.registers}
+        limit = {"maxnreg": self.registers} if self.registers is not None and NVIDIA and not INTERPRETED else {}
         return {"num_warps": self.warps, **limit}
 
 
@@ -265,7 +266,7 @@ def tile_options(chosen: Plan, tensor: Tensor) -> dict[str, Any]:
 def row_options(chosen: Plan, tensor: Tensor) -> dict[str, Any]:
     """Compile-time arguments of the kernels over one row, or a part of one."""
     return {
-        "HALF": chosen.registers is not None and tensor.element_size() == 2 and torch.version.cuda is not None,
+        "HALF": chosen.registers is not None and tensor.element_size() == 2 and NVIDIA and not INTERPRETED,
         "SHARED": chosen.splits > 1,
         "STREAM": chosen.splits > 1 and chosen.vector == 1,
         "BLOCK_SPLITS": max(2, triton.next_power_of_2(chosen.splits)),

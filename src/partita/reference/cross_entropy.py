@@ -36,9 +36,10 @@ def capped(logits: Tensor, softcap: float) -> Tensor:
 
 def valid_targets(target: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     """Labels that are safe to index with, and where they are kept (not ignored) and where they are wrong."""
+    target = target.long()  # a narrow type would wrap the bounds
     inside = (target >= 0) & (target < classes)
     kept = target != ignore_index
-    return torch.where(inside & kept, target, 0).long(), kept, kept & ~inside
+    return torch.where(inside & kept, target, 0), kept, kept & ~inside
 
 
 def target_weights(target: Tensor, weight: Tensor | None, classes: int, ignore_index: int, smoothing: float, like: Tensor) -> Tensor:
@@ -100,9 +101,12 @@ def cross_entropy_backward(
     q = target_weights(target, weight, classes, ignore_index, label_smoothing, x)
     g, h = grad_loss.to(x.dtype).unsqueeze(-1), grad_logsumexp.to(x.dtype).unsqueeze(-1)
     if not target.is_floating_point():
-        ignored = (target == ignore_index).unsqueeze(-1)
+        ignored = (target.long() == ignore_index).unsqueeze(-1)
         g, h, p = torch.where(ignored, 0, g), torch.where(ignored, 0, h), torch.where(ignored, 0, p)
-    grad = p * (g * q.sum(-1, keepdim=True) + h) - g * q
+    total_weight = q.sum(-1, keepdim=True)
+    if weight is None and not target.is_floating_point():
+        total_weight = torch.where(total_weight == total_weight, total_weight.round(), torch.nan)  # 0 or 1, but for the rounding of many terms
+    grad = p * (g * total_weight + h) - g * q
     if softcap:
         grad = grad * (1 - (x / softcap) ** 2)
     return grad.movedim(-1, 1).to(logits.dtype)
@@ -153,7 +157,7 @@ def cross_entropy_one_pass(
     statistics = rows.maximum, rows.sumexp, rows.total_weight
     grad = cross_entropy_backward(g, h, logits, target, weight, *statistics, ignore_index, label_smoothing, softcap)
     z = z_loss * rows.logsumexp.square().sum() * z_scale if z_loss else 0.0
-    return OnePass((rows.loss.sum() * scale + z).to(dtype), grad)
+    return OnePass((rows.loss.sum() * scale + z).to(dtype), torch.empty_like(logits).copy_(grad))
 
 
 def cross_entropy_one_pass_(logits: Tensor, *args: Any) -> Tensor:

@@ -37,7 +37,7 @@ def logsumexp(input: Tensor) -> LogSumExp:
     wide = input.to(accumulator(input.dtype))
     if input.shape[-1] == 0:
         empty = wide.new_full(input.shape[:-1], -torch.inf)
-        return LogSumExp(empty.to(input.dtype), empty, torch.zeros_like(empty))
+        return LogSumExp(empty.to(input.dtype, copy=True), empty, torch.zeros_like(empty))
     maximum = wide.amax(-1)
     shift = torch.where(maximum.isinf(), 0, maximum)
     sumexp = (wide - shift.unsqueeze(-1)).exp().sum(-1)
