@@ -61,7 +61,8 @@ def define(
 
     def refuse_derivatives(*args: Any) -> Any:
         """Derivatives are the autograd functions' affair; what goes past them, as Dynamo does under a function transform, must not be a silent zero."""
-        if torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        if transformed and torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
             raise RuntimeError(f"{qualified}: no derivative here; compile the function inside of torch.func.grad, not the transform itself")
         with torch._C._AutoDispatchBelowAutograd():
             return dispatched(*args)

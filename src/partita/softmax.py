@@ -38,22 +38,21 @@ _softmax_backward = _op.define(
 )
 
 
-def _logsumexp_fake(input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _logsumexp_fake(input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     wide = input.new_empty(input.shape[:-1], dtype=reference.accumulator(input.dtype))
-    return input.new_empty(input.shape[:-1]), wide, torch.empty_like(wide)
+    return input.new_empty(input.shape[:-1], dtype=dtype), wide, torch.empty_like(wide)
 
 
 def _logsumexp_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
-    *tensors, backend = args
-    tensors = [_batch_first(tensor, at, info.batch_size) for tensor, at in zip(tensors, in_dims, strict=False)]
+    tensors = [_batch_first(arg, at, info.batch_size) for arg, at in zip(args, in_dims, strict=False) if isinstance(arg, Tensor)]
     if len(tensors) == 1:
-        return _logsumexp(tensors[0], backend), (0, 0, 0)
-    return _logsumexp_backward(*tensors, backend), 0
+        return _logsumexp(tensors[0], *args[1:]), (0, 0, 0)
+    return _logsumexp_backward(*tensors, args[-1]), 0
 
 
 _logsumexp = _op.define(
     "softmax",
-    "logsumexp(Tensor input, str backend) -> (Tensor, Tensor, Tensor)",
+    "logsumexp(Tensor input, ScalarType dtype, str backend) -> (Tensor, Tensor, Tensor)",
     _logsumexp_fake,
     vmap=_logsumexp_vmap,
 )
@@ -96,12 +95,12 @@ class _LogSumExp(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(input: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-        return _logsumexp(input, backend)
+    def forward(input: Tensor, dtype: torch.dtype, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+        return _logsumexp(input, dtype, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        input, ctx.backend = inputs
+        input, _, ctx.backend = inputs
         _, maximum, sumexp = output
         ctx.mark_non_differentiable(maximum, sumexp)
         ctx.save_for_backward(input, maximum, sumexp)
@@ -116,10 +115,16 @@ class _LogSumExp(torch.autograd.Function):
             grads[0],
             *ctx.saved_tensors,
         )
-        return result, None
+        return result, None, None
 
 
-def _normalise(name: str, input: Tensor, dim: int, dtype: torch.dtype | None, log: bool) -> Tensor:
+def _result_dtype(input: Tensor) -> torch.dtype:
+    """That of the input; fp32 for half types under autocast on a GPU, as in torch."""
+    promoted = input.is_cuda and input.dtype != torch.float64 and torch.is_autocast_enabled("cuda")
+    return torch.float32 if promoted else input.dtype
+
+
+def _normalise(input: Tensor, dim: int, dtype: torch.dtype | None, log: bool) -> Tensor:
     _checks.tensor("input", input)
     if dtype is not None:
         if not dtype.is_floating_point:
@@ -127,9 +132,7 @@ def _normalise(name: str, input: Tensor, dim: int, dtype: torch.dtype | None, lo
         if not (dtype == torch.float32 and input.dtype in (torch.float16, torch.bfloat16)):
             input = input.to(dtype)
     _checks.floating("input", input)
-    if dtype is None:
-        promoted = input.is_cuda and torch.is_autocast_enabled("cuda") and input.dtype != torch.float64
-        dtype = torch.float32 if promoted else input.dtype
+    dtype = dtype or _result_dtype(input)
     dim = _checks.dimension("dim", dim, input.ndim)
     if input.ndim == 0:
         return _Softmax.apply(input.reshape(1), 0, log, dtype, _backend.current()).reshape(())
@@ -159,7 +162,7 @@ def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> T
         tensor([[0.5000, 0.5000],
                 [0.0000, 1.0000]])
     """
-    return _normalise("softmax", input, dim, dtype, log=False)
+    return _normalise(input, dim, dtype, log=False)
 
 
 def log_softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
@@ -184,7 +187,7 @@ def log_softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) 
         >>> partita.log_softmax(torch.zeros(1, 4))
         tensor([[-1.3863, -1.3863, -1.3863, -1.3863]])
     """
-    return _normalise("log_softmax", input, dim, dtype, log=True)
+    return _normalise(input, dim, dtype, log=True)
 
 
 def logsumexp(input: Tensor, dim: int | Sequence[int] = -1, keepdim: bool = False) -> Tensor:
@@ -196,7 +199,7 @@ def logsumexp(input: Tensor, dim: int | Sequence[int] = -1, keepdim: bool = Fals
         keepdim: keep them with size one.
 
     Returns:
-        `input` without `dim`, in nats, in its dtype. An empty sum, or one of -inf alone, is -inf.
+        `input` without `dim`, in nats, in the dtype that `torch.logsumexp` returns. An empty sum, or one of -inf alone, is -inf.
 
     Raises:
         TypeError: `input` is not a floating tensor.
@@ -216,10 +219,10 @@ def logsumexp(input: Tensor, dim: int | Sequence[int] = -1, keepdim: bool = Fals
         raise ValueError(f"dim: expected each dimension once, got {tuple(dim) if not isinstance(dim, int) else dim}")
     dims = sorted(dims) or list(range(input.ndim))
     if input.ndim == 0:
-        return _LogSumExp.apply(input.reshape(1), _backend.current())[0]
+        return _LogSumExp.apply(input.reshape(1), _result_dtype(input), _backend.current())[0]
     kept = [d for d in range(input.ndim) if d not in dims]
     rows = input.permute(*kept, *dims)
     if len(dims) > 1:
         rows = rows.flatten(len(kept))
-    result = _LogSumExp.apply(rows, _backend.current())[0]
+    result = _LogSumExp.apply(rows, _result_dtype(input), _backend.current())[0]
     return result.reshape([1 if d in dims else input.shape[d] for d in range(input.ndim)]) if keepdim else result

@@ -44,6 +44,7 @@ from .math import (
     row_span,
     shared_normaliser,
     store_once,
+    sum_for,
 )
 
 __all__ = [
@@ -128,7 +129,7 @@ def cross_entropy_tile_kernel(
         x = tl.where(inside, capped(x, softcap, CAP), -float("inf"))
     shift = finite_shift(tl.max(x, axis=1))
     e = exp_for(x - shift[:, None], grad_ptr.dtype.element_ty)
-    total = tl.sum(e, axis=1)
+    total = sum_for(e, 1, grad_ptr.dtype.element_ty)
     place = batch * rows + row
     probability = x
     if SPREAD == 2:
@@ -141,7 +142,8 @@ def cross_entropy_tile_kernel(
     q, spread, spread_loss = x, tl.zeros([ROWS], WIDE), tl.zeros([ROWS], WIDE)
     if SPREAD:
         q = spread_weights(probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE)
-        spread, spread_loss = tl.sum(q, axis=1), tl.sum(shortfall(q, shift[:, None], x), axis=1)
+        spread = sum_for(q, 1, grad_ptr.dtype.element_ty)
+        spread_loss = sum_for(shortfall(q, shift[:, None], x), 1, grad_ptr.dtype.element_ty)
         spread = exact_spread(spread, smoothing, weight_ptr, SPREAD)
     if ALONE and MEAN:
         count = tl.sum((kept & (row < rows)).to(WIDE), axis=0)
@@ -222,7 +224,7 @@ def cross_entropy_row_kernel(
     part = finite_shift(maximum)
     dtype: tl.constexpr = grad_ptr.dtype.element_ty
     e = exp_for(x - part, dtype)
-    total = tl.sum(e, axis=0)
+    total = sum_for(e, 0, dtype)
     q, edge_q, spread, spread_loss = x, 0.0, 0.0, 0.0
     if VEC > 1:
         edge_e = exp(edge_x - part)

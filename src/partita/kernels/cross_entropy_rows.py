@@ -27,6 +27,7 @@ from .math import (
     merged,
     online,
     row_span,
+    sum_for,
 )
 
 
@@ -109,13 +110,13 @@ def absorb(
     if CAP:
         x = tl.where(inside, capped(x, softcap, CAP), -float("inf"))
     before = finite_shift(maximum)
-    maximum, total = online(maximum, total, x)
+    maximum, total = online(maximum, total, x, x_ptr.dtype.element_ty)
     if SPREAD:
         probability = tl.load(t_ptr, mask=inside, other=0.0).to(WIDE) if SPREAD == 2 else x
         q = spread_weights(probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE)
         shift = finite_shift(maximum)
-        spread_loss += spread * (shift - before).to(tl.float64) + tl.sum(shortfall(q, shift[:, None], x), axis=1).to(tl.float64)
-        spread += tl.sum(q, axis=1).to(tl.float64)
+        spread_loss += spread * (shift - before).to(tl.float64) + sum_for(shortfall(q, shift[:, None], x), 1, x_ptr.dtype.element_ty).to(tl.float64)
+        spread += sum_for(q, 1, x_ptr.dtype.element_ty).to(tl.float64)
     return maximum, total, spread, spread_loss
 
 

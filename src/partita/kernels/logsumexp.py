@@ -47,11 +47,11 @@ def logsumexp_kernel(
         column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
         inside = (row < rows)[:, None] & (column // VEC * VEC < body)
         x = tl.load(source + column * in_class, mask=inside, other=-float("inf")).to(WIDE)
-        maximum, total = online(maximum, total, x)
+        maximum, total = online(maximum, total, x, input_ptr.dtype.element_ty)
     if VEC > 1:
         edge, at_edge = edge_columns(head, body, classes, VEC, LANES)  # [LANES]
         edge_x = tl.load(input_ptr + start + edge[None, :], mask=(at_edge & (split == 0))[None, :], other=-float("inf")).to(WIDE)
-        maximum, total = online(maximum, total, edge_x)
+        maximum, total = online(maximum, total, edge_x, input_ptr.dtype.element_ty)
     written = row < rows
     total = total.to(WIDE)
     if SHARED:
@@ -103,10 +103,10 @@ def logsumexp_backward_kernel(
     tl.store(target, result.to(result_ptr.dtype.element_ty), mask=inside)
 
 
-def logsumexp(input: Tensor) -> LogSumExp:
+def logsumexp(input: Tensor, dtype: torch.dtype) -> LogSumExp:
     view = rows_or_copy(-1, input)
     wide = input.new_empty(input.shape[:-1], dtype=accumulator(input.dtype))
-    outputs = LogSumExp(input.new_empty(input.shape[:-1]), wide, torch.empty_like(wide))
+    outputs = LogSumExp(input.new_empty(input.shape[:-1], dtype=dtype), wide, torch.empty_like(wide))
     chosen = scan_plan_for(view)
     args = (view.tensors[0], *outputs, counters(view, chosen.splits), view.rows, view.classes, chosen.splits, span_of(view, chosen), *view.strides[0])
     launch(logsumexp_kernel, view.batches * triton.cdiv(view.rows, chosen.rows) * chosen.splits, *args, **scan_options(chosen, view))

@@ -79,14 +79,24 @@ def exp_for(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def online(maximum, total, x):
+def sum_for(terms, axis: tl.constexpr, dtype: tl.constexpr):
+    """The sum along an axis that a result of `dtype` is worth: for fp32 in fp64, which bandwidth hides."""
+    if dtype == tl.float32:
+        return tl.sum(terms.to(tl.float64), axis=axis).to(tl.float32)
+    else:
+        return tl.sum(terms, axis=axis)
+
+
+@triton.jit
+def online(maximum, total, x, dtype: tl.constexpr):
     """Maximum and sum of exponentials of rows, [ROWS], carried over a further block x, [ROWS, BLOCK].
 
     The sum is in fp64: thousands of blocks would add up the rounding of fp32.
     """
     higher = tl.maximum(maximum, tl.max(x, axis=1))
     shift = finite_shift(higher)
-    return higher, total * exp(maximum - shift).to(tl.float64) + tl.sum(exp(x - shift[:, None]), axis=1).to(tl.float64)
+    e = exp_for(x - shift[:, None], dtype)
+    return higher, total * exp_for(maximum - shift, dtype).to(tl.float64) + sum_for(e, 1, dtype).to(tl.float64)
 
 
 @triton.jit

@@ -27,6 +27,7 @@ from .math import (
     row_span,
     shared_normaliser,
     store_once,
+    sum_for,
     sum_of_all,
 )
 
@@ -60,10 +61,10 @@ def softmax_tile_kernel(
     x = tl.load(source, mask=inside, other=-float("inf")).to(WIDE)
     x -= finite_shift(tl.max(x, axis=1))[:, None]
     if LOG:
-        y = x - log_of(tl.sum(exp(x), axis=1))[:, None]
+        y = x - log_of(sum_for(exp(x), 1, output_ptr.dtype.element_ty))[:, None]
     else:
         e = exp_for(x, output_ptr.dtype.element_ty)
-        y = e * reciprocal(tl.sum(e, axis=1))[:, None]
+        y = e * reciprocal(sum_for(e, 1, output_ptr.dtype.element_ty))[:, None]
     target = output_ptr + batch * out_batch + row[:, None] * out_row + column.to(tl.int64)[None, :] * out_class
     tl.store(target, y.to(output_ptr.dtype.element_ty), mask=inside)
 
@@ -119,7 +120,7 @@ def softmax_row_kernel(
     EXACT: tl.constexpr = output_ptr.dtype.element_ty == tl.float32 and not LOG
     part = finite_shift(maximum)
     e = exp_exact(x - part) if EXACT else exp(x - part)
-    total = tl.sum(e, axis=0)
+    total = sum_for(e, 0, output_ptr.dtype.element_ty)
     shift = part
     if VEC > 1:
         total += tl.sum(exp(edge_x - part), axis=0)
@@ -163,7 +164,7 @@ def softmax_loop_kernel(
         column = start + tl.arange(0, BLOCK_V).to(tl.int64)  # [BLOCK_V]
         inside = (row < rows)[:, None] & (column < classes)[None, :]
         x = tl.load(source + column[None, :] * in_class, mask=inside, other=-float("inf")).to(WIDE)
-        maximum, total = online(maximum, total, x)
+        maximum, total = online(maximum, total, x, output_ptr.dtype.element_ty)
     shift, total = finite_shift(maximum), total.to(WIDE)
     EXACT: tl.constexpr = output_ptr.dtype.element_ty == tl.float32
     for start in range(0, classes, BLOCK_V):

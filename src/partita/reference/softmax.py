@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class LogSumExp(NamedTuple):
-    logsumexp: Tensor  # [...], dtype of the input
+    logsumexp: Tensor  # [...]
     maximum: Tensor  # [...], at least fp32
     sumexp: Tensor  # [...], sum of exp(input - maximum)
 
@@ -32,16 +32,16 @@ def softmax_backward(grad: Tensor, output: Tensor, dim: int, log: bool, dtype: t
     return (output * (grad - (output * grad).sum(dim, keepdim=True))).to(dtype)
 
 
-def logsumexp(input: Tensor) -> LogSumExp:
+def logsumexp(input: Tensor, dtype: torch.dtype) -> LogSumExp:
     """Over the last dimension; an empty one gives -inf."""
     wide = input.to(accumulator(input.dtype))
     if input.shape[-1] == 0:
         empty = wide.new_full(input.shape[:-1], -torch.inf)
-        return LogSumExp(empty.to(input.dtype, copy=True), empty, torch.zeros_like(empty))
+        return LogSumExp(empty.to(dtype, copy=True), empty, torch.zeros_like(empty))
     maximum = wide.amax(-1)
     shift = torch.where(maximum.isinf(), 0, maximum)
     sumexp = (wide - shift.unsqueeze(-1)).exp().sum(-1)
-    return LogSumExp((shift + sumexp.log()).to(input.dtype), maximum, sumexp)
+    return LogSumExp((shift + sumexp.log()).to(dtype), maximum, sumexp)
 
 
 def logsumexp_backward(grad: Tensor, input: Tensor, maximum: Tensor, sumexp: Tensor) -> Tensor:
