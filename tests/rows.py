@@ -97,6 +97,9 @@ def plain_cross_entropy(
     if input.dtype in (torch.float16, torch.bfloat16):
         options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing, "softcap": softcap, "z_loss": z_loss}
         return plain_cross_entropy(input.float(), target, weight, **options).to(input.dtype)
+    if input.ndim == 1:  # as a batch of one: the mean over no rows is NaN there, where torch on CUDA gives 0 for one ignored label without a batch
+        options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing, "softcap": softcap, "z_loss": z_loss}
+        return plain_cross_entropy(input.unsqueeze(0), target.unsqueeze(0), weight, **options).reshape(())
     if softcap is not None:
         input = softcap * torch.tanh(input / softcap)
     probabilities = target.is_floating_point()

@@ -1,7 +1,8 @@
 """The magnitude of the terms that each result and gradient is a sum of, in fp64: what their errors are counted in ulp of.
 
 An exponential of x - m carries the rounding of its argument, so an error of |x - m| ulp beside its own; a logarithm of a sum has an absolute
-error of at least one ulp of 1, the sum's relative one.
+error of at least one ulp of 1, the sum's relative one. Arithmetic in the accumulator may flush what is below its smallest normal number to
+zero: an exponential is off by as much, however small it is, and so is every product with it, times its coefficients.
 """
 
 from typing import NamedTuple
@@ -22,30 +23,37 @@ class Parts(NamedTuple):
     depth: Tensor  # |x - maximum|
     log_sum: Tensor
     p: Tensor
-    blurred: Tensor  # p, with the error of its exponential
+    blurred: Tensor  # p, with the error of its exponential, and with its flush to zero
 
 
-def parts(x: Tensor, dim: int, noise: float = 0.0) -> Parts:
+def flush(dtype: torch.dtype) -> float:
+    """The term whose ulp in the accumulator is the accumulator's smallest normal number."""
+    limits = torch.finfo(accumulator(dtype))
+    return limits.smallest_normal / limits.eps
+
+
+def parts(x: Tensor, dim: int, floor: float, noise: float = 0.0) -> Parts:
+    """Of x in fp64; `floor` is what p counts as at least: not where it is 0 in fp64 too, for then nothing is left to flush."""
     maximum = x.amax(dim, keepdim=True)
     maximum = torch.where(maximum.isinf(), 0, maximum)
     depth = (x - maximum).abs() + noise
     sum_exp = (x - maximum).exp().sum(dim, keepdim=True)
     p = (x - maximum).exp() / sum_exp
-    return Parts(maximum.abs() + noise, depth, sum_exp.log().abs(), p, torch.where(p == 0, 0, p * (1 + depth)))
+    return Parts(maximum.abs() + noise, depth, sum_exp.log().abs(), p, torch.where(p == 0, 0, p * (1 + depth) + floor))
 
 
 def softmax_terms(name: str, x: Tensor, dim: int, upstream: Tensor) -> Terms:
-    _, depth, log_sum, p, blurred = parts(x.double(), dim)
+    rounded = torch.finfo(x.dtype).eps / torch.finfo(accumulator(x.dtype)).eps  # the backward pass starts from the rounded output
+    _, depth, log_sum, p, blurred = parts(x.double(), dim, flush(x.dtype) / rounded)
     g = upstream.double().abs()
     total = (p * g).sum(dim, keepdim=True)
-    rounded = torch.finfo(x.dtype).eps / torch.finfo(accumulator(x.dtype)).eps  # the backward pass starts from the rounded output
     if name == "softmax":
         return Terms(blurred, rounded * (blurred * (g + total) + p * (blurred * g).sum(dim, keepdim=True)))
-    return Terms(depth + log_sum + 1, g + rounded * p * (1 + depth + log_sum) * g.sum(dim, keepdim=True))
+    return Terms(depth + log_sum + 1, g + rounded * (blurred + p * log_sum) * g.sum(dim, keepdim=True))
 
 
 def logsumexp_terms(x: Tensor, dim: int, upstream: Tensor) -> Terms:
-    maximum, _, log_sum, _, blurred = parts(x.double(), dim)
+    maximum, _, log_sum, _, blurred = parts(x.double(), dim, flush(x.dtype))
     return Terms((maximum + log_sum + 1).squeeze(dim), upstream.double().abs().unsqueeze(dim) * blurred)
 
 
@@ -64,7 +72,7 @@ def cross_entropy_terms(
     dim = min(logits.ndim - 1, 1)
     classes = logits.shape[dim]
     x = logits.double() if softcap is None else softcap * torch.tanh(logits.double() / softcap)
-    maximum, depth, log_sum, _, blurred = parts(x, dim, softcap or 0.0)
+    maximum, depth, log_sum, _, blurred = parts(x, dim, flush(logits.dtype), softcap or 0.0)
     weights = torch.ones(classes, dtype=torch.float64, device=x.device) if weight is None else weight.double()
     weights = weights.reshape([-1 if d == dim else 1 for d in range(x.ndim)])
     if target.is_floating_point():
@@ -92,7 +100,7 @@ def cross_entropy_terms(
 
 def token_stats_terms(logits: Tensor, target: Tensor, upstream: list[Tensor], *, temperature: float = 1.0, ignore_index: int = -100) -> Terms:
     x = logits.double() / temperature
-    maximum, depth, log_sum, p, blurred = parts(x, -1)
+    maximum, depth, log_sum, p, blurred = parts(x, -1, flush(logits.dtype))
     kept = (target != ignore_index).unsqueeze(-1)
     labels = torch.where(kept, target.unsqueeze(-1), 0).long()
     hot = torch.zeros_like(x).scatter(-1, labels, 1.0)

@@ -282,7 +282,8 @@ def test_replay_rotates_through_more_than_the_cache() -> None:
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     for size in (1000, cache // 3, 10 * cache):
         sets = measure.rotation(size, device)
-        assert sets >= 2 and sets * size >= measure.CACHES * cache
+        assert 2 <= sets <= measure.MOST_CALLS
+        assert sets * size >= measure.CACHES * cache or sets == measure.MOST_CALLS
     calls = []
 
     def function(x: Tensor) -> Tensor:
@@ -291,8 +292,26 @@ def test_replay_rotates_through_more_than_the_cache() -> None:
 
     inputs = torch.zeros(3, 1000, device=device).unbind()
     timing = measure.time_replay(function, inputs, device, bytes_moved=10**8, repetitions=2)
-    assert timing.least > 0
+    assert timing.least > 0 and not timing.note
     assert {x.data_ptr() for x in calls} == {x.data_ptr() for x in inputs}
+    assert len(calls) == 3 + 18  # a warm-up of each, and a graph that moves 2 GB in whole rounds
+    calls.clear()
+    measure.time_replay(function, inputs, device, bytes_moved=1000, repetitions=2)
+    assert len(calls) == 3 + measure.MOST_CALLS // 3 * 3
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_is_timed_in_single_calls() -> None:
+    def function(x: Tensor) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError("not here")
+        return x + 1
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    timing = measure.time_replay(function, torch.zeros(3, 1000, device=device).unbind(), device, bytes_moved=10**8, repetitions=2)
+    assert timing.least > 0
+    assert timing.note == "single calls, for no capture: ValueError: not here"
+    assert str(timing).endswith(f", {timing.note}")
 
 
 @pytest.mark.gpu

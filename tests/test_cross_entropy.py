@@ -148,12 +148,15 @@ def test_labels_of_any_integer_dtype_and_stride(dtype: torch.dtype, device: str)
 @pytest.mark.interpreted
 @devices
 @reductions
-def test_all_ignored(reduction: str, device: str) -> None:
-    logits = leaf(3, CLASSES, device=device)
-    target = torch.full((3,), -100, device=device)
-    theirs = F.cross_entropy(logits, target, reduction=reduction)
-    ours = partita.cross_entropy(logits, target, reduction=reduction)
-    assert torch.equal(ours.nan_to_num(nan=7.0), theirs.nan_to_num(nan=7.0))
+@pytest.mark.parametrize("rows", [None, 1, 3])
+def test_all_ignored(rows: int | None, reduction: str, device: str) -> None:
+    """A mean over no rows is NaN, without a batch too, where torch gives NaN on the CPU and 0 on CUDA."""
+    logits = leaf(rows or 1, CLASSES, device=device)
+    target = torch.full((rows or 1,), -100, device=device)
+    ours = partita.cross_entropy(*((logits, target) if rows else (logits[0], target[0])), reduction=reduction)
+    expected = torch.full_like(ours, torch.nan if reduction == "mean" else 0.0)
+    assert ours.shape == (target.shape if rows and reduction == "none" else ())
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
     (grad,) = torch.autograd.grad(ours.sum(), logits)
     assert torch.equal(grad, torch.zeros_like(grad))
 

@@ -181,7 +181,10 @@ def test_two_runs_give_the_same_bits(call: Callable, columns: int) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("columns", [8192, 50257, 131_072])
 def test_peak_memory_of_cross_entropy(columns: int, reduction: str, inplace: bool, buffers: int) -> None:
-    """Beside the logits: one buffer of their size, or none; what belongs to the rows is a hundredth of one."""
+    """Beside the logits: one buffer of their size, or none; what belongs to the rows is a hundredth of one.
+
+    The caching allocator rounds an allocation above 10 MiB up to a multiple of 2 MiB.
+    """
     base = sample_rows(512, columns, dtype=torch.bfloat16, device="cuda").requires_grad_()
     target = targets_for(base, "labels")
     upstream = torch.ones(512 if reduction == "none" else (), device="cuda", dtype=torch.bfloat16)
@@ -193,7 +196,8 @@ def test_peak_memory_of_cross_entropy(columns: int, reduction: str, inplace: boo
     loss = partita.cross_entropy(logits, target, reduction=reduction, inplace=inplace)
     (grad,) = torch.autograd.grad(loss, logits, upstream)
     assert grad.shape == logits.shape
-    assert torch.cuda.max_memory_allocated() - before <= (buffers + 0.01) * size
+    granule = 2 * 2**20
+    assert torch.cuda.max_memory_allocated() - before <= buffers * -(-size // granule) * granule + 0.01 * size
 
 
 @pytest.mark.parametrize("columns", [300, 131_072])

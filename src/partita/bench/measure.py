@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._console import first_line
+
 WARM_UP = 3
 REPETITIONS = 20
 HEAD_START_CYCLES = 10_000_000  # some 5 ms in which the host queues work, so that the device never waits for it
 REPLAY_BYTES = 2e9  # a graph this long hides the cost of its launch
+MOST_CALLS = 256  # in a graph: the replay of a million calls, which is what tiny rows take to move so many bytes, was seen to crash
 CACHES = 4  # inputs and outputs that rotate through this many times the L2 cache are not found in it
 
 Step = tuple[str, Callable[[], object]]
@@ -24,20 +27,25 @@ Before = Callable[[], None] | None
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds."""
+    """Milliseconds; `note` says how, where it is not the usual way."""
 
     mean: float
     median: float
     least: float
     greatest: float
     repetitions: int
+    note: str = ""
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
         return cls(statistics.fmean(samples), statistics.median(samples), min(samples), max(samples), len(samples))
 
+    def each(self, calls: int, note: str = "") -> Timing:
+        """Of one among so many calls."""
+        return Timing(self.mean / calls, self.median / calls, self.least / calls, self.greatest / calls, self.repetitions, note)
+
     def __str__(self) -> str:
-        return f"{self.mean:.3f} ({self.least:.3f}–{self.greatest:.3f})"
+        return f"{self.mean:.3f} ({self.least:.3f}–{self.greatest:.3f})" + (f", {self.note}" if self.note else "")
 
 
 @dataclass(frozen=True)
@@ -92,36 +100,46 @@ def time_steps(steps: Sequence[Step], device: torch.device, *, before: Before = 
 
 
 def rotation(bytes_moved: int, device: torch.device) -> int:
-    """How many sets of inputs and outputs it takes to leave the cache behind."""
+    """How many sets of inputs and outputs it takes to leave the cache behind, or as many as a graph has calls."""
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
-    return max(2, -(-CACHES * cache // bytes_moved))
+    return min(MOST_CALLS, max(2, -(-CACHES * cache // bytes_moved)))
 
 
 def time_replay(
     function: Callable[[Tensor], Tensor], inputs: Sequence[Tensor], device: torch.device, *, bytes_moved: int, repetitions: int = REPETITIONS
 ) -> Timing:
-    """Time one call inside a CUDA graph of many, over all inputs in turn; plain calls where there is no GPU.
+    """Time one call inside a CUDA graph of many, over all inputs in turn; plain calls where there is no GPU, or no capture.
 
-    Results are kept for as many calls as there are inputs, so that no call writes where the cache still holds what another wrote.
+    All results are kept until the last replay is over, so that no call writes where the cache still holds what another wrote.
     """
     if device.type != "cuda":
-        return time_steps([("call", lambda: [function(x) for x in inputs])], device, repetitions=repetitions)["call"]
-    rounds = max(1, round(REPLAY_BYTES / bytes_moved / len(inputs)))
+        return time_steps([("call", lambda: [function(x) for x in inputs])], device, repetitions=repetitions)["call"].each(len(inputs))
+    inputs = inputs[:MOST_CALLS]
+    rounds = max(1, int(min(MOST_CALLS, REPLAY_BYTES / bytes_moved) / len(inputs)))
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        function(inputs[0])
+        for x in inputs:  # whatever is compiled, loaded or allocated at a first call is there before the capture
+            function(x)
     torch.cuda.synchronize(device)
-    graph, kept = torch.cuda.CUDAGraph(), deque[Tensor](maxlen=len(inputs))
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        for _ in range(rounds):
-            for x in inputs:
-                kept.append(function(x))
-    replay = time_steps([("replay", graph.replay)], device, repetitions=repetitions)["replay"]
-    calls = rounds * len(inputs)
-    return Timing(replay.mean / calls, replay.median / calls, replay.least / calls, replay.greatest / calls, replay.repetitions)
+    graph = torch.cuda.CUDAGraph()
+    kept: list[Tensor] = []
+    try:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for _ in range(rounds):
+                kept += [function(x) for x in inputs]
+    except Exception as error:
+        kept.clear()
+        turns = itertools.cycle(inputs)
+        single = time_steps([("call", lambda: function(next(turns)))], device, repetitions=repetitions)["call"]
+        return single.each(1, f"single calls, for no capture: {first_line(error)[:80]}")
+    try:
+        return time_steps([("replay", graph.replay)], device, repetitions=repetitions)["replay"].each(rounds * len(inputs))
+    finally:  # after an interruption too: what a replay still writes must not be given to others
+        torch.cuda.synchronize(device)
+        kept.clear()
 
 
 def time_host(call: Callable[[], object], device: torch.device, *, calls: int, repetitions: int = REPETITIONS) -> Timing:
