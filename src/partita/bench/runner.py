@@ -92,7 +92,7 @@ def _rows(case: Case, inputs: object, provider: Provider, own: Sequence[float], 
                 return [Row(case, provider.name, "", None, worst, None, f"wrong: {error.ulp:.3g} ulp {where}, allowed {allowed:.3g}")]
         times = case.times(function, inputs, provider, machine.device, repetitions)
         memory = case.extra_memory(function, inputs, provider, machine.device)
-        return [Row(case, provider.name, part, timing, worst, memory, "") for part, timing in times.items()]
+        return [Row(case, provider.name, part, timing, worst, memory, timing.note) for part, timing in times.items()]
     except Exception as error:
         _require(machine.device, error)
         return [Row(case, provider.name, "", None, float("nan"), None, f"refuses: {first_line(error)[:200]}")]

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference.softmax import accumulator
-from .launch import launch, triton_dtype
-from .math import divide
+from .launch import MOST_SPLITS, launch, triton_dtype
+from .math import comes_last, deposit, deposits, divide
 
 
 @triton.jit
@@ -19,24 +19,42 @@ def denominators_kernel(
     target_ptr,  # [rows] labels
     weight_ptr,  # [classes] or None
     result_ptr,  # [2]: class weights of the labels that count, and their number
+    boxes_ptr,  # [1 + programs] int64, zero: a counter, then a box for each program
     rows,
     classes,
     ignore_index,
+    splits,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
 ):
-    """What the mean divides by, in one program, so that the order of the sum is fixed."""
+    """What the mean divides by; the last of several programs adds their shares in order."""
     count, weights = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], WIDE)
-    for first in range(0, rows, BLOCK):
+    for first in range(tl.program_id(0) * BLOCK, rows, splits * BLOCK):
         place = first + tl.arange(0, BLOCK).to(tl.int64)
         label = tl.load(target_ptr + place, mask=place < rows, other=ignore_index).to(tl.int64)
         count += (label != ignore_index).to(tl.int32)
         if weight_ptr is not None:
             inside = (label != ignore_index) & (label >= 0) & (label < classes)
             weights += tl.load(weight_ptr + label, mask=inside, other=0.0).to(WIDE)
-    counted = tl.sum(count.to(WIDE), axis=0)
-    tl.store(result_ptr, tl.sum(weights, axis=0) if weight_ptr is not None else counted)
-    tl.store(result_ptr + 1, counted)
+    counted, weighed, last = add_shares(
+        boxes_ptr, splits, tl.sum(count.to(WIDE), axis=0), tl.sum(weights, axis=0), SHARED, BLOCK_SPLITS
+    )
+    tl.store(result_ptr, weighed if weight_ptr is not None else counted, mask=last)
+    tl.store(result_ptr + 1, counted, mask=last)
+
+
+@triton.jit
+def add_shares(boxes_ptr, splits, first, second, SHARED: tl.constexpr, BLOCK_SPLITS: tl.constexpr):
+    """Two sums over all programs, and whether this is the last of them, which alone knows."""
+    if SHARED:
+        deposit(boxes_ptr, tl.program_id(0), first, second)
+        last = comes_last(boxes_ptr, splits)
+        firsts, seconds, held = deposits(boxes_ptr, splits, BLOCK_SPLITS)
+        return tl.sum(tl.where(held, firsts, 0.0), axis=0), tl.sum(tl.where(held, seconds, 0.0), axis=0), last
+    else:
+        return first, second, tl.full([], True, tl.int1)
 
 
 @triton.jit
@@ -44,19 +62,24 @@ def total_kernel(
     loss_ptr,  # [rows]
     denominators_ptr,  # [2] or None
     result_ptr,  # []
+    boxes_ptr,  # [1 + programs] int64, zero: a counter, then a box for each program
     rows,
+    splits,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
 ):
-    """Sum or mean of the rows' losses, in one program, so that the order of the sum is fixed."""
+    """Sum or mean of the rows' losses; the last of several programs adds their shares in order."""
     sums = tl.zeros([BLOCK], WIDE)
-    for first in range(0, rows, BLOCK):
+    for first in range(tl.program_id(0) * BLOCK, rows, splits * BLOCK):
         place = first + tl.arange(0, BLOCK).to(tl.int64)
         sums += tl.load(loss_ptr + place, mask=place < rows, other=0.0)
-    total = tl.sum(sums, axis=0)
+    share = tl.sum(sums, axis=0)
+    total, _, last = add_shares(boxes_ptr, splits, share, share, SHARED, BLOCK_SPLITS)
     if denominators_ptr is not None:
         total = divide(total, tl.load(denominators_ptr).to(WIDE))
-    tl.store(result_ptr, total.to(result_ptr.dtype.element_ty))
+    tl.store(result_ptr, total.to(result_ptr.dtype.element_ty), mask=last)
 
 
 @triton.jit
@@ -76,26 +99,27 @@ def scale_kernel(
             tl.store(grad_ptr + place, (grad * factor).to(grad_ptr.dtype.element_ty), mask=place < elements)
 
 
+def sharing(elements: int, dtype: torch.dtype, device: torch.device) -> tuple[int, Tensor | None, dict[str, Any]]:
+    """Programs that share a sum, their boxes, and their options; a box holds fp32, so fp64 sums have one program."""
+    block = min(2048, max(128, triton.next_power_of_2(elements)))
+    splits = 1 if dtype == torch.float64 else max(1, min(MOST_SPLITS, triton.cdiv(elements, block)))
+    boxes = None if splits == 1 else torch.zeros(1 + splits, dtype=torch.int64, device=device)
+    options = {"WIDE": triton_dtype(dtype), "BLOCK": block, "SHARED": splits > 1, "BLOCK_SPLITS": max(2, triton.next_power_of_2(splits)), "num_warps": 4}
+    return splits, boxes, options
+
+
 def cross_entropy_denominators(target: Tensor, weight: Tensor | None, ignore_index: int, classes: int) -> Tensor:
     wide = torch.float32 if weight is None else accumulator(weight.dtype)
     result = target.new_empty(2, dtype=wide)
-    args = (target.contiguous(), weight, result, target.numel(), classes, ignore_index)
-    launch(denominators_kernel, 1, *args, **single_program(target.numel(), wide))
+    splits, boxes, options = sharing(target.numel(), wide, target.device)
+    launch(denominators_kernel, splits, target.contiguous(), weight, result, boxes, target.numel(), classes, ignore_index, splits, **options)
     return result
 
 
-def single_program(elements: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Options of a kernel whose one program reads all."""
-    block = min(32768, max(128, triton.next_power_of_2(elements)))
-    return {"WIDE": triton_dtype(dtype), "BLOCK": block, "num_warps": max(1, min(32, block // 512))}
-
-
 def cross_entropy_total(loss: Tensor, denominators: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if loss.numel() > 65536:
-        total = loss.sum()
-        return (total if denominators is None else total / denominators[0]).to(dtype)
     result = loss.new_empty((), dtype=dtype)
-    launch(total_kernel, 1, loss, denominators, result, loss.numel(), **single_program(loss.numel(), loss.dtype))
+    splits, boxes, options = sharing(loss.numel(), loss.dtype, loss.device)
+    launch(total_kernel, splits, loss, denominators, result, boxes, loss.numel(), splits, **options)
     return result
 
 

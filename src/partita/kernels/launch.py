@@ -143,10 +143,11 @@ def plan(shape: Shape, operands: int = 1) -> Plan:
             return Plan("row", 1, block, max(1, min(elements // (512 if half else 1024), 16)), vector=vector)
         rows = max(1, (2048 if half else 1024) // elements)
         return Plan("tile", rows, block, max(4, min(rows * elements // (512 if half else 1024), 8 if half else 16)))
-    wide = 16384 if half else 16384 // operands
+    edged = vector > 1 and not half  # the edges of an fp32 row cost the registers that would hold 16,384 columns
+    wide = 16384 if half else 8192 if edged or operands > 1 else 16384
     splits = -(-shape.classes // wide)
     if exchange and shape.itemsize <= 4 and splits <= MOST_SPLITS:
-        return Plan("row", 1, wide, 4, splits, 96 if half and operands == 1 else 168, vector)
+        return Plan("row", 1, wide, 4, splits, 96 if half and operands == 1 else 104 if edged and operands == 1 else 168, vector)
     return Plan("loop", 1, 4096, 4)
 
 
@@ -157,7 +158,7 @@ def scan_plan(shape: Shape) -> Plan:
     if not shape.contiguous:
         return Plan("loop", 64, min(block, 64), 4)
     if block < 4096:
-        return Plan("loop", max(1, 4096 // block), block, 4)
+        return Plan("loop", max(1, 2048 // block), block, 4)
     splits = 1
     if shape.itemsize <= 4 and shape.rows < 2048:
         splits = max(1, min(-(-4096 // max(shape.rows, 1)), -(-shape.classes // 8192), MOST_SPLITS))

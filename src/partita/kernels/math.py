@@ -80,8 +80,8 @@ def exp_for(x, dtype: tl.constexpr):
 
 @triton.jit
 def sum_for(terms, axis: tl.constexpr, dtype: tl.constexpr):
-    """The sum along an axis that a result of `dtype` is worth: for fp32 in fp64, which bandwidth hides."""
-    if dtype == tl.float32:
+    """The sum along an axis that a result of `dtype` is worth: for fp32 in fp64, where a row has few terms and bandwidth hides it."""
+    if dtype == tl.float32 and terms.shape[axis] <= 4096:
         return tl.sum(terms.to(tl.float64), axis=axis).to(tl.float32)
     else:
         return tl.sum(terms, axis=axis)
@@ -95,8 +95,7 @@ def online(maximum, total, x, dtype: tl.constexpr):
     """
     higher = tl.maximum(maximum, tl.max(x, axis=1))
     shift = finite_shift(higher)
-    e = exp_for(x - shift[:, None], dtype)
-    return higher, total * exp_for(maximum - shift, dtype).to(tl.float64) + sum_for(e, 1, dtype).to(tl.float64)
+    return higher, total * exp(maximum - shift).to(tl.float64) + sum_for(exp(x - shift[:, None]), 1, dtype).to(tl.float64)
 
 
 @triton.jit
