@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import importlib.metadata
 import math
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
@@ -41,7 +42,7 @@ def read(path: Path) -> tuple[dict[str, float], list[dict[str, str]]]:
     with path.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert all(tuple(row) == report.COLUMNS for row in rows)
-    assert ("torch", torch.__version__) in {(row["provider"], row["note"]) for row in rows if row["op"] == "version"}
+    assert ("torch", importlib.metadata.version("torch")) in {(row["provider"], row["note"]) for row in rows if row["op"] == "version"}
     machine = {row["part"]: float(row["gb_per_s"]) for row in rows if row["op"] == "machine"}
     assert set(machine) == {"copy", "read"}
     return machine, [row for row in rows if row["op"] not in ("machine", "version")]

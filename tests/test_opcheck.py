@@ -38,7 +38,7 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
             (x[:0], 1, False, torch.float32),
         ],
         "softmax_backward": [(x, x.softmax(1), 1, False, torch.float32), (images, images, 2, True, torch.float16)],
-        "logsumexp": [(x,), (half,), (images.movedim(1, -1),), (x[:, :0],)],
+        "logsumexp": [(x, x.dtype), (half, torch.float32), (images.movedim(1, -1), images.dtype), (x[:, :0], x.dtype)],
         "logsumexp_backward": [(one, x, x.amax(1), (x - x.amax(1, keepdim=True)).exp().sum(1))],
         "cross_entropy": loss_arguments,
         "cross_entropy_reduced": [(*a, *r) for a in loss_arguments for r in reduced],
