@@ -161,6 +161,7 @@ def cross_entropy_tile_kernel(
         tl.store(loss_ptr + place, loss, mask=row < rows)
     grad = class_gradient(kept[:, None], e, x, factor[:, None], scale[:, None] * q, softcap, SPREAD, CAP)
     grad_start = grad_ptr + batch * grad_batch + row * grad_row
+    tl.debug_barrier()  # in place, the logit at the label must have been read by every warp before one writes over it
     tl.store(grad_start[:, None] + column * grad_class, grad.to(grad_ptr.dtype.element_ty), mask=inside)
     if SPREAD != 2:
         at_label = label_gradient(
