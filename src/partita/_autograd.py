@@ -38,6 +38,11 @@ def gradient(kernel: Callable[..., Tensor], reference: Callable[..., Tensor], va
     return kernel(*tensors)
 
 
+def batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    """A tensor that vmap hands to a batching rule, with the batch in front."""
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
 def plain_eager() -> bool:
     """True outside of compilation, function transforms and dispatch modes: there, an autograd function may keep state between calls."""
     if torch.compiler.is_compiling():

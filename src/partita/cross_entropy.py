@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _backend, _checks, _op
-from ._autograd import gradient, plain_eager
+from ._autograd import batch_first, gradient, plain_eager
 from .reference import cross_entropy as reference
 from .reference.softmax import accumulator
 
@@ -33,8 +33,7 @@ def _rows_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
         raise NotImplementedError("weight: class weights that differ over a vmapped dimension are not supported")
     for i, (tensor, at) in enumerate(zip(tensors, in_dims, strict=False)):
         if i != weight_at:
-            front = tensor.expand(info.batch_size, *tensor.shape) if at is None else tensor.movedim(at, 0)
-            tensors[i] = front.flatten(0, 1)
+            tensors[i] = batch_first(tensor, at, info.batch_size).flatten(0, 1)
     if count == 3:
         return tuple(part.unflatten(0, (info.batch_size, -1)) for part in _rows(*tensors, *options)), (0,) * 5
     return _rows_backward(*tensors, *options).unflatten(0, (info.batch_size, -1)), 0

@@ -9,17 +9,13 @@ import torch
 from torch import Tensor
 
 from . import _backend, _checks, _op
-from ._autograd import gradient
+from ._autograd import batch_first, gradient
 from .reference import softmax as reference
-
-
-def _batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
-    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
 def _softmax_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
     *tensors, dim, log, dtype, backend = args
-    tensors = [_batch_first(tensor, at, info.batch_size) for tensor, at in zip(tensors, in_dims, strict=False)]
+    tensors = [batch_first(tensor, at, info.batch_size) for tensor, at in zip(tensors, in_dims, strict=False)]
     op = _softmax if len(tensors) == 1 else _softmax_backward
     return op(*tensors, dim + 1, log, dtype, backend), 0
 
@@ -44,7 +40,7 @@ def _logsumexp_fake(input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
 
 
 def _logsumexp_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
-    tensors = [_batch_first(arg, at, info.batch_size) for arg, at in zip(args, in_dims, strict=False) if isinstance(arg, Tensor)]
+    tensors = [batch_first(arg, at, info.batch_size) for arg, at in zip(args, in_dims, strict=False) if isinstance(arg, Tensor)]
     if len(tensors) == 1:
         return _logsumexp(tensors[0], *args[1:]), (0, 0, 0)
     return _logsumexp_backward(*tensors, args[-1]), 0

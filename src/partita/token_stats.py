@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _backend, _checks, _op
-from ._autograd import gradient
+from ._autograd import batch_first, gradient
 from .reference import token_stats as reference
 from .reference.softmax import accumulator
 
@@ -31,7 +31,7 @@ class TokenStats(NamedTuple):
 
 def _vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
     count = sum(isinstance(arg, Tensor) for arg in args)
-    tensors = [t.expand(info.batch_size, *t.shape) if at is None else t.movedim(at, 0) for t, at in zip(args[:count], in_dims, strict=False)]
+    tensors = [batch_first(tensor, at, info.batch_size) for tensor, at in zip(args[:count], in_dims, strict=False)]
     if count == 2:
         return _stats(*tensors, *args[count:]), (0,) * 6
     return _stats_backward(*tensors, *args[count:]), 0
