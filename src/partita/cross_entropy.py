@@ -270,8 +270,10 @@ def cross_entropy(
     """
     _check(input, target, weight, ignore_index, softcap)
     _checks.choice("reduction", reduction, REDUCTIONS)
-    _checks.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
-    _checks.number("z_loss", z_loss, low=0.0)
+    if label_smoothing != 0.0:
+        _checks.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
+    if z_loss != 0.0:
+        _checks.number("z_loss", z_loss, low=0.0)
     result = input.dtype
     if target.is_floating_point():
         result = torch.promote_types(result, target.dtype)
@@ -300,7 +302,7 @@ def _loss(logits: Tensor, target: Tensor, weight: Tensor | None, options: _Optio
         _check_inplace(logits, others)
     early = reduction != "none" and logits.dtype != torch.float16 and not others
     if early and (inplace or _backend.resolve(options.backend, logits.device, numba=False) == "kernels"):
-        return _OnePass.apply(logits, target, weight, options, inplace)
+        return super(torch.autograd.Function, _OnePass).apply(logits, target, weight, options, inplace)  # as apply does outside of transforms
     if inplace:
         torch.autograd.graph.increment_version(logits)  # before the logits are saved: the backward pass alone may read them
     return _reduced(logits, target, weight, options, reduction, inplace)

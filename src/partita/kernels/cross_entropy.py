@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,13 +22,15 @@ from .cross_entropy_rows import (
     label_gradient,
     label_weights,
     row_shape,
+    rows_of_loss,
     shortfall,
     spread_mode,
     spread_weights,
+    store_kept,
     view_of,
 )
-from .cross_entropy_scalars import cross_entropy_denominators, cross_entropy_total, scale_
-from .launch import boxes, launch, plan_for, row_options, tile_options
+from .cross_entropy_scalars import SHARES, SUM_WORDS, denominators, scale_, total, whole_of
+from .launch import box_words, launch, plan_for, row_options, tile_options
 from .math import (
     again,
     aligned_start,
@@ -59,29 +62,36 @@ __all__ = [
 
 
 @triton.jit
-def mean_scales(denominators_ptr, MEAN: tl.constexpr, WIDE: tl.constexpr):
+def mean_scales(shares_ptr, MEAN: tl.constexpr, WIDE: tl.constexpr):
     """What the loss and the z-loss of a row are multiplied by."""
     if MEAN:
-        return reciprocal(tl.load(denominators_ptr).to(WIDE)), reciprocal(tl.load(denominators_ptr + 1).to(WIDE))
+        return reciprocal(whole_of(shares_ptr, 0, WIDE)), reciprocal(whole_of(shares_ptr, 1, WIDE))
     else:
         return tl.full([], 1.0, WIDE), tl.full([], 1.0, WIDE)
 
 
 @triton.jit
-def row_terms(
+def row_factor(on_label, spread, shift, total, scale, z_scale, z_loss, Z: tl.constexpr):
+    """Of rows: the factor of exp(x - shift) in the gradient."""
+    pull = scale * (on_label + spread)
+    if Z:
+        pull += 2.0 * z_loss * (shift + log_of(total)) * z_scale
+    return divide(pull, total)
+
+
+@triton.jit
+def row_loss(
     kept, on_label, label_x, spread, spread_loss, shift, total, scale, z_scale, z_loss, SPREAD: tl.constexpr, Z: tl.constexpr
 ):
-    """Of rows: the loss, the factor of exp(x - shift) in the gradient, and the factor of the weights q in it."""
+    """Of rows: the loss. It is computed while the gradient is on its way to memory."""
     log_total = log_of(total)
     loss = on_label * (log_total + (shift - label_x))
     if SPREAD:
         loss += spread * log_total + spread_loss
-    pull = scale * (on_label + spread)
     if Z:
         logsumexp = shift + log_total
         loss += z_loss * logsumexp * logsumexp * (z_scale / scale)
-        pull += 2.0 * z_loss * logsumexp * z_scale
-    return tl.where(kept, loss, 0.0), tl.where(kept, divide(pull, total), 0.0), tl.where(kept, scale, 0.0)
+    return tl.where(kept, loss, 0.0)
 
 
 @triton.jit
@@ -89,7 +99,7 @@ def cross_entropy_tile_kernel(
     logits_ptr,  # [batches, rows, classes]
     target_ptr,  # [batches, rows] labels, or [batches, rows, classes] probabilities
     weight_ptr,  # [classes] or None
-    denominators_ptr,  # [2] or None
+    shares_ptr,  # [2, SHARES] of what the mean divides by, or None
     loss_ptr,  # [batches, rows], or [] where one program has all rows
     grad_ptr,  # [batches, rows, classes]
     rows,
@@ -125,20 +135,21 @@ def cross_entropy_tile_kernel(
     inside = (row < rows)[:, None] & (column < classes)  # [ROWS, BLOCK_V]
     start = logits_ptr + batch * x_batch + row * x_row  # [ROWS]
     x = tl.load(start[:, None] + column * x_class, mask=inside, other=-float("inf")).to(WIDE)
+    place = batch * rows + row
+    if SPREAD != 2:  # what comes from elsewhere is under way before anything waits for the row
+        label = tl.load(target_ptr + place, mask=row < rows, other=ignore_index).to(tl.int64)
+        kept, valid, on_label = label_weights(label, ignore_index, classes, weight_ptr, smoothing, WIDE)
+        label_x = capped(tl.load(start + label * x_class, mask=valid, other=0.0).to(WIDE), softcap, CAP)
+    mean_scale, z_scale = mean_scales(shares_ptr, MEAN and not ALONE, WIDE)
     if CAP:
         x = tl.where(inside, capped(x, softcap, CAP), -float("inf"))
     shift = finite_shift(tl.max(x, axis=1))
     e = exp_for(x - shift[:, None], grad_ptr.dtype.element_ty)
     total = sum_for(e, 1, grad_ptr.dtype.element_ty)
-    place = batch * rows + row
     probability = x
     if SPREAD == 2:
         kept, on_label, label_x = row < rows, tl.zeros([ROWS], WIDE), shift
         probability = tl.load(target_ptr + batch * t_batch + row[:, None] * t_row + column * t_class, mask=inside, other=0.0).to(WIDE)
-    else:
-        label = tl.load(target_ptr + place, mask=row < rows, other=ignore_index).to(tl.int64)
-        kept, valid, on_label = label_weights(label, ignore_index, classes, weight_ptr, smoothing, WIDE)
-        label_x = capped(tl.load(start + label * x_class, mask=valid, other=0.0).to(WIDE), softcap, CAP)
     q, spread, spread_loss = x, tl.zeros([ROWS], WIDE), tl.zeros([ROWS], WIDE)
     if SPREAD:
         q = spread_weights(probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE)
@@ -151,21 +162,20 @@ def cross_entropy_tile_kernel(
         if weight_ptr is not None and SPREAD != 2:
             weights = tl.sum(tl.load(weight_ptr + label, mask=valid & (row < rows), other=0.0).to(WIDE), axis=0)
         mean_scale, z_scale = reciprocal(weights), reciprocal(count)
-    else:
-        mean_scale, z_scale = mean_scales(denominators_ptr, MEAN, WIDE)
-    loss, factor, scale = row_terms(kept, on_label, label_x, spread, spread_loss, shift, total, mean_scale, z_scale, z_loss, SPREAD, Z)
+    factor = row_factor(on_label, spread, shift, total, mean_scale, z_scale, z_loss, Z)
+    grad = class_gradient(e, x, factor[:, None], mean_scale * q, softcap, SPREAD, CAP)
+    grad_start = grad_ptr + batch * grad_batch + row * grad_row
+    tl.debug_barrier()  # in place, the logit at the label must have been read by every warp before one writes over it
+    store_kept(grad_start[:, None] + column * grad_class, grad, inside, kept[:, None], False)
+    loss = row_loss(kept, on_label, label_x, spread, spread_loss, shift, total, mean_scale, z_scale, z_loss, SPREAD, Z)
     if ALONE:
         reduced = tl.sum(tl.where(row < rows, loss, 0.0), axis=0)
         tl.store(loss_ptr, (divide(reduced, weights) if MEAN else reduced).to(loss_ptr.dtype.element_ty))
     else:
         tl.store(loss_ptr + place, loss, mask=row < rows)
-    grad = class_gradient(kept[:, None], e, x, factor[:, None], scale[:, None] * q, softcap, SPREAD, CAP)
-    grad_start = grad_ptr + batch * grad_batch + row * grad_row
-    tl.debug_barrier()  # in place, the logit at the label must have been read by every warp before one writes over it
-    tl.store(grad_start[:, None] + column * grad_class, grad.to(grad_ptr.dtype.element_ty), mask=inside)
     if SPREAD != 2:
         at_label = label_gradient(
-            label, label_x, valid, on_label, shift, factor, scale, weight_ptr, classes, smoothing, softcap, SPREAD, CAP, WIDE
+            label, label_x, valid, on_label, shift, factor, mean_scale, weight_ptr, classes, smoothing, softcap, SPREAD, CAP, WIDE
         )
         tl.debug_barrier()
         tl.store(grad_start + label * grad_class, at_label.to(grad_ptr.dtype.element_ty), mask=valid & (row < rows))
@@ -176,7 +186,7 @@ def cross_entropy_row_kernel(
     logits_ptr,  # [rows, classes]
     target_ptr,  # [rows] labels
     weight_ptr,  # [classes] or None
-    denominators_ptr,  # [2] or None
+    shares_ptr,  # [2, SHARES] of what the mean divides by, or None
     boxes_ptr,  # [1 + 2 * rows * splits] int64, zero: the ticket, then two boxes for each program
     loss_ptr,  # [rows]
     grad_ptr,  # [rows, classes]
@@ -208,6 +218,7 @@ def cross_entropy_row_kernel(
     column = split * BLOCK_V + tl.arange(0, BLOCK_V)  # [BLOCK_V]
     inside = column // VEC * VEC < body
     held = load_once(logits_ptr + aligned_start(row * x_row, VEC) + column, inside, -float("inf"), STREAM)
+    mean_scale, z_scale = mean_scales(shares_ptr, MEAN, tl.float32)
     label = tl.load(target_ptr + row).to(tl.int64)
     kept, valid, on_label = label_weights(label, ignore_index, classes, weight_ptr, smoothing, tl.float32)
     owner = tl.where(valid & (label >= head) & (label < head + body), (label - head) // BLOCK_V, 0) == split
@@ -246,21 +257,24 @@ def cross_entropy_row_kernel(
             all_spread, all_loss = exchange(box + tl.num_programs(0), split, splits, spread, spread_loss, BLOCK_SPLITS)
             spread, spread_loss = tl.sum(tl.where(lane < splits, all_spread, 0.0), axis=0), tl.sum(tl.where(lane < splits, all_loss, 0.0), axis=0)
     spread = exact_spread(spread, smoothing, weight_ptr, SPREAD)
-    mean_scale, z_scale = mean_scales(denominators_ptr, MEAN, tl.float32)
-    loss, factor, scale = row_terms(kept, on_label, label_x, spread, spread_loss, shift, total, mean_scale, z_scale, z_loss, SPREAD, Z)
-    tl.store(loss_ptr + row, loss, mask=owner)
+    factor = row_factor(on_label, spread, shift, total, mean_scale, z_scale, z_loss, Z)
     if HALF:
         x = held_logits(again(held, tl.full([BLOCK_V], zero, tl.float32).to(held.dtype)), inside, softcap, CAP)
         e, factor_held = exp(x - shift), factor
     else:
         factor_held = factor * exp_for(part - shift, dtype)
-    grad = class_gradient(kept, e, x, factor_held, scale * q, softcap, SPREAD, CAP)
-    store_once(grad_ptr + aligned_start(row * grad_row, VEC) + column, grad, inside, STREAM)
+    grad = class_gradient(e, x, factor_held, mean_scale * q, softcap, SPREAD, CAP)
+    if kept:  # one branch for the row costs less than a select for each class
+        store_once(grad_ptr + aligned_start(row * grad_row, VEC) + column, grad, inside, STREAM)
+    else:
+        store_once(grad_ptr + aligned_start(row * grad_row, VEC) + column, tl.zeros_like(grad), inside, STREAM)
     if VEC > 1:
-        edge_grad = class_gradient(kept, exp_for(edge_x - shift, dtype), edge_x, factor, scale * edge_q, softcap, SPREAD, CAP)
-        tl.store(grad_ptr + row * grad_row + edge, edge_grad.to(grad_ptr.dtype.element_ty), mask=at_edge)
+        edge_grad = class_gradient(exp_for(edge_x - shift, dtype), edge_x, factor, mean_scale * edge_q, softcap, SPREAD, CAP)
+        store_kept(grad_ptr + row * grad_row + edge, edge_grad, at_edge, kept, False)
+    loss = row_loss(kept, on_label, label_x, spread, spread_loss, shift, total, mean_scale, z_scale, z_loss, SPREAD, Z)
+    tl.store(loss_ptr + row, loss, mask=owner)
     at_label = label_gradient(
-        label, label_x, valid, on_label, shift, factor, scale, weight_ptr, classes, smoothing, softcap, SPREAD, CAP, tl.float32
+        label, label_x, valid, on_label, shift, factor, mean_scale, weight_ptr, classes, smoothing, softcap, SPREAD, CAP, tl.float32
     )
     tl.debug_barrier()
     tl.store(grad_ptr + row * grad_row + label, at_label.to(grad_ptr.dtype.element_ty), mask=valid & owner)
@@ -282,56 +296,65 @@ def _one_pass(
     spread = spread_mode(target, label_smoothing)
     numbers = (ignore_index, label_smoothing, softcap, z_loss)
     view = view_of(logits, target, grad)
-    chosen = None if view is None else plan_for(view)
+    chosen = None if view is None else plan_for(view, patched=True)
     labels = target if spread == 2 else target.contiguous()
     flags = {"SPREAD": spread, "CAP": softcap != 0, "Z": z_loss != 0, "MEAN": mean}
     if view is not None and chosen is not None and chosen.kind == "tile" and view.batches == 1 and 0 < view.rows <= chosen.rows:
         sizes = (view.rows, view.classes, *view.strides[0], *view.strides[1], *view.strides[2])
         result = logits.new_empty((), dtype=dtype)
-        launch(
-            cross_entropy_tile_kernel, 1, logits, labels, weight, None, result, grad, *sizes, *numbers, **flags, ALONE=True, **tile_options(chosen, logits)
-        )
+        tensors = (logits, labels, weight, None, result, grad)
+        launch(cross_entropy_tile_kernel, 1, *tensors, *sizes, *numbers, **flags, ALONE=True, **tile_options(chosen, logits.dtype))
         return result
-    denominators = None
-    if mean:
-        denominators = mean_denominators(logits, target, weight, ignore_index)
     if view is None or chosen is None or chosen.kind == "loop" or (chosen.kind == "row" and spread == 2):
-        loss = _two_passes(logits, target, grad, weight, denominators, *numbers)
-        return cross_entropy_total(loss, denominators, dtype)
+        words, shares = _prepared(logits, target, weight, ignore_index, mean)
+        return total(_two_passes(logits, target, grad, weight, shares, *numbers), words, dtype, shares=shares)
+    words, shares = _prepared(logits, target, weight, ignore_index, mean, box_words(view, chosen.splits, words=2 if spread else 1))
     loss = logits.new_empty(row_shape(logits), dtype=accumulator(logits.dtype))
-    args: tuple[Any, ...] = (logits, labels, weight, denominators)
+    args: tuple[Any, ...] = (logits, labels, weight, shares)
     if chosen.kind == "row":
-        args += (boxes(view, chosen.splits, words=2), loss, grad, view.classes, chosen.splits, view.strides[0][1], view.strides[2][1])
-        launch(cross_entropy_row_kernel, view.rows * chosen.splits, *args, *numbers, 0.0, **flags, **row_options(chosen, logits))
+        args += (words[SUM_WORDS:], loss, grad, view.classes, chosen.splits, view.strides[0][1], view.strides[2][1])
+        launch(cross_entropy_row_kernel, view.rows * chosen.splits, *args, *numbers, 0.0, **flags, **row_options(chosen, logits.dtype))
     else:
         args += (loss, grad, view.rows, view.classes, *view.strides[0], *view.strides[1], *view.strides[2])
         programs = view.batches * triton.cdiv(view.rows, chosen.rows)
-        launch(cross_entropy_tile_kernel, programs, *args, *numbers, **flags, ALONE=False, **tile_options(chosen, logits))
-    return cross_entropy_total(loss, denominators, dtype)
+        launch(cross_entropy_tile_kernel, programs, *args, *numbers, **flags, ALONE=False, **tile_options(chosen, logits.dtype))
+    return total(loss, words, dtype, shares=shares)
 
 
-def mean_denominators(logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """What the mean divides by: see `denominators_kernel`; the number of rows, twice, for target probabilities."""
-    if target.is_floating_point():
-        rows = logits.numel() / max(logits.shape[1], 1)
-        return torch.full((2,), rows, dtype=accumulator(logits.dtype), device=logits.device)
-    return cross_entropy_denominators(target, weight, ignore_index, logits.shape[1])
+def _prepared(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, mean: bool, boxes: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """Zeroed words for the total and, behind them, for the boxes; and the shares of what a mean divides by."""
+    words = torch.empty(SUM_WORDS + boxes, dtype=torch.int64, device=logits.device)
+    if mean and not target.is_floating_point():
+        return words, denominators(target, weight, ignore_index, logits.shape[1], words)
+    return words.zero_(), equal_shares(logits) if mean else None
+
+
+def equal_shares(logits: Tensor) -> Tensor:
+    """Shares of the number of rows, by which a mean over target probabilities divides."""
+    return torch.full((2, SHARES), math.prod(row_shape(logits)) / SHARES, dtype=accumulator(logits.dtype), device=logits.device)
 
 
 def cross_entropy_reduced(
     logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, softcap: float, mean: bool, dtype: torch.dtype
 ) -> Tensor:
-    loss = cross_entropy(logits, target, weight, ignore_index, label_smoothing, softcap).loss
-    return cross_entropy_total(loss, mean_denominators(logits, target, weight, ignore_index) if mean else None, dtype)
+    words = torch.empty(SUM_WORDS, dtype=torch.int64, device=logits.device)
+    loss = rows_of_loss(logits, target, weight, ignore_index, label_smoothing, softcap, words).loss
+    if not mean:
+        return total(loss, words, dtype)
+    if target.is_floating_point():
+        return total(loss, words, dtype, shares=equal_shares(logits))
+    return total(loss, words, dtype, target=target, weight=weight, ignore_index=ignore_index, classes=logits.shape[1])
 
 
 def _two_passes(
-    logits: Tensor, target: Tensor, grad: Tensor, weight: Tensor | None, denominators: Tensor | None,
+    logits: Tensor, target: Tensor, grad: Tensor, weight: Tensor | None, shares: Tensor | None,
     ignore_index: int, label_smoothing: float, softcap: float, z_loss: float,
 ) -> Tensor:  # fmt: skip
     """The same where a row fits no tile: statistics of the rows, then their gradient."""
     rows = cross_entropy(logits, target, weight, ignore_index, label_smoothing, softcap)
-    scale, z_scale = (1.0, 1.0) if denominators is None else denominators.to(rows.loss.dtype).reciprocal().unbind()
+    scale, z_scale = (1.0, 1.0) if shares is None else shares.sum(1).to(rows.loss.dtype).reciprocal().unbind()
     upstream = torch.ones_like(rows.loss) * scale, 2 * z_loss * rows.logsumexp * z_scale
     statistics = (rows.maximum, rows.sumexp, rows.total_weight)
     numbers = (ignore_index, label_smoothing, softcap)

@@ -11,23 +11,22 @@ from torch import Tensor
 
 from ..reference.cross_entropy import Rows as RowValues
 from ..reference.softmax import accumulator
+from .cross_entropy_scalars import clear
 from .launch import Rows, counters, elementwise_plan, launch, rows_of, scan_options, scan_plan_for, span_of, tile_options
-from .math import (
-    aligned_start,
-    capped,
+from .math import capped, divide, edge_columns, exp_for, finite_shift, log_of, merged, store_once
+from .scan import (
+    by_lane,
     comes_last,
     deposit,
     deposits,
-    divide,
-    edge_columns,
-    exp_for,
-    finite_shift,
     first_box,
-    log_of,
-    merged,
+    for_lanes,
+    lane_sum,
     online,
-    row_span,
-    sum_for,
+    row_sources,
+    share,
+    whole_blocks,
+    whole_rows,
 )
 
 
@@ -69,14 +68,21 @@ def shortfall(q, shift, x):
 
 
 @triton.jit
-def class_gradient(kept, e, x, factor, scaled_q, softcap, SPREAD: tl.constexpr, CAP: tl.constexpr):
-    """Gradient of logits: the pull of the softmax less the weights of the target, through the soft-cap."""
+def class_gradient(e, x, factor, scaled_q, softcap, SPREAD: tl.constexpr, CAP: tl.constexpr):
+    """Gradient of logits of rows that count: the pull of the softmax less the weights of the target, through the soft-cap."""
     grad = e * factor
     if SPREAD:
         grad -= scaled_q
     if CAP:
         grad *= 1.0 - (x / softcap) * (x / softcap)
-    return tl.where(kept, grad, 0.0)
+    return grad
+
+
+@triton.jit
+def store_kept(ptr, grad, inside, kept, STREAM: tl.constexpr):
+    """Store the gradient of rows that count, and zeros in those that do not, whatever their logits: a select for each class would cost more."""
+    store_once(ptr, grad, inside & kept, STREAM)
+    store_once(ptr, tl.zeros_like(grad), inside & (kept == 0), STREAM)
 
 
 @triton.jit
@@ -88,7 +94,7 @@ def label_gradient(
     weight = on_label
     if SPREAD:
         weight += spread_weights(on_label, valid, weight_ptr, label, classes, smoothing, 1, WIDE)
-    return class_gradient(valid, exp_for(label_x - shift, WIDE), label_x, factor, scale * weight, softcap, 1, CAP)
+    return class_gradient(exp_for(label_x - shift, WIDE), label_x, factor, scale * weight, softcap, 1, CAP)
 
 
 @triton.jit
@@ -103,20 +109,21 @@ def held_logits(held, inside, softcap, CAP: tl.constexpr):
 @triton.jit
 def absorb(
     maximum, total, spread, spread_loss, x_ptr, t_ptr, column, inside, weight_ptr, classes, smoothing, softcap,
-    SPREAD: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
+    SPREAD: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of rows, [ROWS] each, carried over a further block: maximum, sum, weights q, and sum of q (maximum - x)."""
+    """Statistics of lanes, [ROWS, LANES] each, carried over a further block: maximum, sum, weights q, and sum of q (maximum - x)."""
+    EXACT: tl.constexpr = LANES == 1 and x_ptr.dtype.element_ty == tl.float32
     x = tl.load(x_ptr, mask=inside, other=-float("inf")).to(WIDE)
     if CAP:
         x = tl.where(inside, capped(x, softcap, CAP), -float("inf"))
     before = finite_shift(maximum)
-    maximum, total = online(maximum, total, x, x_ptr.dtype.element_ty)
+    maximum, total = online(maximum, total, by_lane(x, LANES, VECTOR), EXACT)
     if SPREAD:
         probability = tl.load(t_ptr, mask=inside, other=0.0).to(WIDE) if SPREAD == 2 else x
-        q = spread_weights(probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE)
+        q = by_lane(spread_weights(probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE), LANES, VECTOR)
         shift = finite_shift(maximum)
-        spread_loss += spread * (shift - before).to(tl.float64) + sum_for(shortfall(q, shift[:, None], x), 1, x_ptr.dtype.element_ty).to(tl.float64)
-        spread += sum_for(q, 1, x_ptr.dtype.element_ty).to(tl.float64)
+        spread_loss += spread * (shift - before).to(tl.float64) + lane_sum(shortfall(q, for_lanes(shift), by_lane(x, LANES, VECTOR)), EXACT)
+        spread += lane_sum(q, EXACT)
     return maximum, total, spread, spread_loss
 
 
@@ -131,10 +138,12 @@ def cross_entropy_kernel(
     sumexp_ptr,  # [batches, rows]
     total_weight_ptr,  # [batches, rows]
     boxes_ptr,  # [2, rows, 1 + splits] int64, zero: the counter, then a box for each program
+    words_ptr,  # [words] int64, to be zeroed, or None
     rows,
     classes,
     splits,
     span,
+    words,
     x_batch,
     x_row,
     x_class,
@@ -156,29 +165,47 @@ def cross_entropy_kernel(
 ):
     """Rows, or shares of a row, read once in blocks; the last program of a row merges the shares."""
     smoothing, softcap = tl.full([], smoothing, WIDE), tl.full([], softcap, WIDE)
-    split = (tl.program_id(0) % splits).to(tl.int64)
-    block = tl.program_id(0) // splits
-    batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
-    row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    start = batch * x_batch + (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS * x_row
-    head, body = row_span(start, classes, VEC)
-    source = logits_ptr + aligned_start(start, VEC) + tl.arange(0, ROWS).to(tl.int64)[:, None] * x_row  # [ROWS, 1]
-    maximum, total = tl.full([ROWS], -float("inf"), WIDE), tl.zeros([ROWS], tl.float64)
-    spread, spread_loss = tl.zeros([ROWS], tl.float64), tl.zeros([ROWS], tl.float64)
+    VECTOR: tl.constexpr = 1 if LANES == 1 else 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
+    split, batch, row, start, head, body = share(rows, splits, x_batch, x_row, classes, VEC, ROWS)
+    source = row_sources(logits_ptr, start, x_row, VEC, ROWS)
+    maximum, total = tl.full([ROWS, LANES], -float("inf"), WIDE), tl.zeros([ROWS, LANES], tl.float64)
+    spread, spread_loss = tl.zeros([ROWS, LANES], tl.float64), tl.zeros([ROWS, LANES], tl.float64)
+    place = batch * rows + row
+    if SPREAD == 2:
+        kept, on_label, label_x = row < rows, tl.zeros([ROWS], WIDE), tl.zeros([ROWS], WIDE)
+    else:  # under way before anything waits for the row
+        label = tl.load(target_ptr + place, mask=row < rows, other=ignore_index).to(tl.int64)
+        kept, valid, on_label = label_weights(label, ignore_index, classes, weight_ptr, smoothing, WIDE)
+        label_x = tl.load(logits_ptr + batch * x_batch + row * x_row + label * x_class, mask=valid & (row < rows), other=0.0).to(WIDE)
+        label_x = capped(label_x, softcap, CAP)
+    if words_ptr is not None:
+        clear(words_ptr, words, 64)
     t_start = target_ptr + batch * t_batch + row[:, None] * t_row
-    for first in range(split * span, tl.minimum((split + 1) * span, classes), BLOCK_V):
+    last = tl.minimum((split + 1) * span, classes)
+    whole = whole_blocks(split * span, last, body, BLOCK_V, LANES)
+    for first in range(split * span, whole, BLOCK_V):
+        column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
+        maximum, total, spread, spread_loss = absorb(
+            maximum, total, spread, spread_loss, source + column * x_class, t_start + (head + column) * t_class, head + column,
+            tl.full([ROWS, BLOCK_V], True, tl.int1), weight_ptr, classes, smoothing, softcap, SPREAD, CAP, WIDE, LANES, VECTOR,
+        )  # fmt: skip
+    for first in range(whole, last, BLOCK_V):
         column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
         inside = (row < rows)[:, None] & (column // VEC * VEC < body)
         maximum, total, spread, spread_loss = absorb(
             maximum, total, spread, spread_loss, source + column * x_class, t_start + (head + column) * t_class, head + column, inside,
-            weight_ptr, classes, smoothing, softcap, SPREAD, CAP, WIDE,
+            weight_ptr, classes, smoothing, softcap, SPREAD, CAP, WIDE, LANES, VECTOR,
         )  # fmt: skip
     if VEC > 1:
         edge, at_edge = edge_columns(head, body, classes, VEC, LANES)  # [LANES]
         maximum, total, spread, spread_loss = absorb(
             maximum, total, spread, spread_loss, logits_ptr + start + edge[None, :], t_start + edge[None, :] * t_class, edge[None, :],
-            (at_edge & (split == 0))[None, :], weight_ptr, classes, smoothing, softcap, SPREAD, CAP, WIDE,
+            (at_edge & (split == 0))[None, :], weight_ptr, classes, smoothing, softcap, SPREAD, CAP, WIDE, LANES, 1,
         )  # fmt: skip
+    lane_shift = finite_shift(maximum)
+    maximum, total, _ = whole_rows(maximum, total)
+    spread_loss = tl.sum(spread_loss + spread * (finite_shift(maximum)[:, None] - lane_shift).to(tl.float64), axis=1)
+    spread = tl.sum(spread, axis=1)
     written = row < rows
     total, spread, spread_loss = total.to(WIDE), spread.to(WIDE), spread_loss.to(WIDE)
     if SHARED:
@@ -194,18 +221,11 @@ def cross_entropy_kernel(
         spread = tl.zeros([ROWS], WIDE) + tl.sum(tl.where(held, spreads, 0.0), axis=0)
         spread_loss = tl.zeros([ROWS], WIDE) + tl.sum(tl.where(held, losses, 0.0), axis=0)
         maximum, total = tl.zeros([ROWS], WIDE) + most, tl.zeros([ROWS], WIDE) + all_sums
-    place = batch * rows + row
     shift = finite_shift(maximum)
-    if SPREAD == 2:
-        kept, on_label, label_x = written, tl.zeros([ROWS], WIDE), shift
-    else:
-        label = tl.load(target_ptr + place, mask=written, other=ignore_index).to(tl.int64)
-        kept, valid, on_label = label_weights(label, ignore_index, classes, weight_ptr, smoothing, WIDE)
-        label_x = tl.load(logits_ptr + batch * x_batch + row * x_row + label * x_class, mask=valid & written, other=0.0).to(WIDE)
-        label_x = capped(label_x, softcap, CAP)
     spread = exact_spread(spread, smoothing, weight_ptr, SPREAD)
     log_total = log_of(total)
-    loss = on_label * (log_total + (shift - label_x)) + (spread * log_total + spread_loss if SPREAD else 0.0)
+    on_label_loss = on_label * (log_total + (shift - label_x)) if SPREAD != 2 else 0.0
+    loss = on_label_loss + (spread * log_total + spread_loss if SPREAD else 0.0)
     tl.store(loss_ptr + place, tl.where(kept, loss, 0.0), mask=written)
     tl.store(logsumexp_ptr + place, tl.where(kept, shift + log_total, 0.0), mask=written)
     tl.store(maximum_ptr + place, maximum, mask=written)
@@ -271,12 +291,12 @@ def cross_entropy_backward_kernel(
         mine = valid & exists & (label // BLOCK_V == tl.program_id(0) % spans)
         label_x = tl.load(logits_ptr + batch * x_batch + row * x_row + label * x_class, mask=mine, other=0.0).to(WIDE)
         label_x = capped(label_x, softcap, CAP)
-    factor, scale = tl.where(kept, divide(pull, total), 0.0), tl.where(kept, g, 0.0)
+    factor, scale = divide(pull, total), g
     q = spread_weights(probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE) if SPREAD else x
-    grad = class_gradient(kept[:, None], exp_for(x - shift[:, None], grad_ptr.dtype.element_ty), x, factor[:, None], scale[:, None] * q, softcap, SPREAD, CAP)
+    grad = class_gradient(exp_for(x - shift[:, None], grad_ptr.dtype.element_ty), x, factor[:, None], scale[:, None] * q, softcap, SPREAD, CAP)
     grad_start = grad_ptr + batch * grad_batch + row * grad_row
     tl.debug_barrier()  # in place, the logit at the label must have been read by every warp before one writes over it
-    tl.store(grad_start[:, None] + column * grad_class, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+    store_kept(grad_start[:, None] + column * grad_class, grad, inside, kept[:, None], False)
     if SPREAD != 2:
         at_label = label_gradient(
             label, label_x, mine, on_label, shift, factor, scale, weight_ptr, classes, smoothing, softcap, SPREAD, CAP, WIDE
@@ -300,16 +320,25 @@ def view_of(logits: Tensor, target: Tensor, *outputs: Tensor) -> Rows | None:
 
 
 def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, softcap: float) -> RowValues:
+    return rows_of_loss(logits, target, weight, ignore_index, label_smoothing, softcap)
+
+
+def rows_of_loss(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, softcap: float, words: Tensor | None = None
+) -> RowValues:
+    """Loss and statistics of the rows; `words`, for a later kernel, are zeroed on the way."""
     view = view_of(logits, target)
     if view is None:
-        return cross_entropy(logits.contiguous(), target.contiguous(), weight, ignore_index, label_smoothing, softcap)
+        return rows_of_loss(logits.contiguous(), target.contiguous(), weight, ignore_index, label_smoothing, softcap, words)
     values = RowValues(*(logits.new_empty(row_shape(logits), dtype=accumulator(logits.dtype)) for _ in RowValues._fields))
     spread = spread_mode(target, label_smoothing)
     chosen = scan_plan_for(view)
     programs = view.batches * triton.cdiv(view.rows, chosen.rows) * chosen.splits
     labels = target if spread == 2 else target.contiguous()
-    tensors = (view.tensors[0], labels, weight, *values, counters(view, chosen.splits, words=2))
-    sizes = (view.rows, view.classes, chosen.splits, span_of(view, chosen), *view.strides[0], *view.strides[1])
+    if programs == 0 and words is not None:
+        words.zero_()
+    tensors = (view.tensors[0], labels, weight, *values, counters(view, chosen.splits, words=2), words)
+    sizes = (view.rows, view.classes, chosen.splits, span_of(view, chosen), 0 if words is None else words.numel(), *view.strides[0], *view.strides[1])
     numbers = (ignore_index, label_smoothing, softcap)
     launch(cross_entropy_kernel, programs, *tensors, *sizes, *numbers, SPREAD=spread, CAP=softcap != 0, **scan_options(chosen, view))
     return values
@@ -345,5 +374,5 @@ def _backward(
     tensors = (*upstream, logits, labels, weight, *statistics, grad)
     sizes = (view.rows, view.classes, *view.strides[0], *view.strides[1], *view.strides[2])
     numbers = (ignore_index, label_smoothing, softcap)
-    launch(cross_entropy_backward_kernel, programs, *tensors, *sizes, *numbers, SPREAD=spread, CAP=softcap != 0, **tile_options(chosen, logits))
+    launch(cross_entropy_backward_kernel, programs, *tensors, *sizes, *numbers, SPREAD=spread, CAP=softcap != 0, **tile_options(chosen, logits.dtype))
     return True

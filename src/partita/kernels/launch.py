@@ -89,6 +89,11 @@ class Plan:
     vector: int = 1  # elements of an aligned access where rows start anywhere; 1 where plain accesses do
 
     @property
+    def lanes(self) -> int:
+        """Threads that carry statistics of their own over the blocks of a row; 1 where a block has several rows."""
+        return 32 * self.warps if self.rows == 1 and self.block >= 2048 else 1
+
+    @property
     def options(self) -> dict[str, Any]:
         limit = {"maxnreg": self.registers} if self.registers is not None and NVIDIA and not INTERPRETED else {}
         return {"num_warps": self.warps, **limit}
@@ -125,8 +130,8 @@ def _layout(
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(shape: Shape, operands: int = 1) -> Plan:
-    """Block sizes for kernels whose programs hold whole rows, or parts of one, of `operands` tensors."""
+def plan(shape: Shape, operands: int = 1, patched: bool = False) -> Plan:
+    """Block sizes for kernels whose programs hold whole rows, or parts of one, of `operands` tensors, and may store one class of them again."""
     block = triton.next_power_of_2(max(shape.classes, 1))
     half = shape.itemsize == 2
     if not shape.contiguous:
@@ -136,41 +141,53 @@ def plan(shape: Shape, operands: int = 1) -> Plan:
     vector = 1 if shape.aligned or block < (512 if half else 4096) or shape.itemsize > 4 else 16 // shape.itemsize
     elements = block * operands
     exchange = shape.single and not INTERPRETED
-    if elements <= (32768 if shape.itemsize == 4 else 16384):
+    if elements <= (32768 if shape.itemsize == 4 else 16384) and not (patched and exchange and shape.itemsize == 4 and block > 8192):
         if half and block > 8192 and operands == 1 and exchange:
             return Plan("row", 1, block, 4, registers=96, vector=vector)
         if vector > 1:
             return Plan("row", 1, block, max(1, min(elements // (512 if half else 1024), 16)), vector=vector)
-        rows = max(1, (2048 if half else 1024) // elements)
-        return Plan("tile", rows, block, max(4, min(rows * elements // (512 if half else 1024), 8 if half else 16)))
+        if elements <= 2048:  # 16 fp32 elements a thread, or 32 of a half type, and where that is one warp, no other to wait for
+            rows, warps = max(1, (1024 if half else 512) // elements), 2 if elements > (2048 if half else 512) else 1
+            return Plan("tile", rows, block, warps)
+        return Plan("tile", 1, block, max(4, min(elements // (512 if half else 1024), 8 if half else 16)))
     edged = vector > 1 and not half  # the edges of an fp32 row cost the registers that would hold 16,384 columns
-    wide = 16384 if half else 8192 if edged or operands > 1 else 16384
+    wide = 8192 if edged or (operands > 1 and not half) else 16384
     splits = -(-shape.classes // wide)
     if exchange and shape.itemsize <= 4 and splits <= MOST_SPLITS:
-        return Plan("row", 1, wide, 4, splits, 96 if half and operands == 1 else 104 if edged and operands == 1 else 168, vector)
+        if edged and operands == 1:
+            return Plan("row", 1, wide, 2, splits, 168, vector)
+        return Plan("row", 1, wide, 4, splits, 96 if half and operands == 1 else 168, vector)
     return Plan("loop", 1, 4096, 4)
 
 
 @functools.lru_cache(maxsize=4096)
-def scan_plan(shape: Shape) -> Plan:
-    """Block sizes for kernels that only read: several programs take a share of a row each where rows are few."""
+def scan_plan(shape: Shape, carried: int = 2) -> Plan:
+    """Block sizes for kernels that only read and carry so many numbers: several programs take a share of a row each where rows are few."""
     block = triton.next_power_of_2(max(shape.classes, 1))
     if not shape.contiguous:
         return Plan("loop", 64, min(block, 64), 4)
     if block < 4096:
-        return Plan("loop", max(1, 2048 // block), block, 4)
+        return Plan("loop", max(1, 1024 // block), block, 2)
     splits = 1
-    if shape.itemsize <= 4 and shape.rows < 2048:
-        splits = max(1, min(-(-4096 // max(shape.rows, 1)), -(-shape.classes // 8192), MOST_SPLITS))
+    if shape.itemsize <= 4 and shape.rows < 1024:
+        splits = max(1, min(-(-2048 // max(shape.rows, 1)), -(-shape.classes // 8192), MOST_SPLITS))
     vector = 1 if shape.aligned or shape.itemsize > 4 else 16 // shape.itemsize
-    if shape.itemsize == 2 and shape.classes // splits > 8192:
-        return Plan("loop", 1, 8192, 4, splits, vector=vector)
-    return Plan("loop", 1, 4096 if shape.itemsize < 8 else 2048, 2 if shape.itemsize == 2 else 4, splits, vector=vector)
+    if shape.itemsize == 2:
+        share = shape.classes // splits
+        if share <= 8192:
+            return Plan("loop", 1, 2048, 1, splits, vector=vector)
+        if carried > 2:
+            return Plan("loop", 1, 2048, 2, splits, vector=vector)
+        block, warps = (4096, 2) if share <= 16384 else (8192, 4) if share <= 131072 else (4096, 4)
+        return Plan("loop", 1, block, warps, splits, vector=vector)
+    if shape.itemsize == 4 and shape.classes // splits > 32768 and carried <= 2:
+        return Plan("loop", 1, 8192, 8, splits, vector=vector)
+    return Plan("loop", 1, 4096 if shape.itemsize == 4 else 2048, 4, splits, vector=vector)
 
 
-def scan_plan_for(view: Rows) -> Plan:
+def scan_plan_for(view: Rows, carried: int = 2) -> Plan:
     """The plan of a kernel that reads the view once."""
-    return scan_plan(shape_of(view))
+    return scan_plan(shape_of(view), carried)
 
 
 def elementwise_plan(view: Rows) -> Plan:
@@ -178,7 +195,7 @@ def elementwise_plan(view: Rows) -> Plan:
     if view.classes > 1 and any(stride[2] != 1 for stride in view.strides):
         return Plan("tile", 64, min(triton.next_power_of_2(max(view.classes, 1)), 64), 4)
     block = min(triton.next_power_of_2(max(view.classes, 1)), 4096)
-    return Plan("tile", max(1, 2048 // block), block, 8 if block >= 4096 else 4)
+    return Plan("tile", max(1, min(64, 2048 // block)), block, 8 if block >= 4096 else 4)
 
 
 def scan_options(chosen: Plan, view: Rows) -> dict[str, Any]:
@@ -187,8 +204,8 @@ def scan_options(chosen: Plan, view: Rows) -> dict[str, Any]:
         "SHARED": chosen.splits > 1,
         "BLOCK_SPLITS": max(2, triton.next_power_of_2(chosen.splits)),
         "VEC": chosen.vector,
-        "LANES": 32 * chosen.warps,
-        **tile_options(chosen, view.tensors[0]),
+        "LANES": chosen.lanes,
+        **tile_options(chosen, view.tensors[0].dtype),
     }
 
 
@@ -199,25 +216,33 @@ def span_of(view: Rows, chosen: Plan) -> int:
 
 def counters(view: Rows, splits: int, words: int = 1) -> Tensor | None:
     """Zeroed memory for programs of which the last merges: for each row a counter, and a box for each program; none where one has it all."""
-    if splits == 1:
-        return None
-    return torch.zeros(words * view.batches * view.rows * (splits + 1), dtype=torch.int64, device=view.tensors[0].device)
+    return zeroed(view.tensors[0].device, 0 if splits == 1 else words * view.batches * view.rows * (splits + 1))[0]
 
 
-def plan_for(view: Rows, operands: int = 1) -> Plan:
+def zeroed(device: torch.device, *words: int) -> list[Tensor | None]:
+    """Zeroed 64-bit words for several kernels, from one allocation and one fill; none for those that need none."""
+    sizes = [count + count % 2 for count in words]  # each starts on 16 bytes
+    if not any(sizes):
+        return [None] * len(words)
+    parts = torch.zeros(sum(sizes), dtype=torch.int64, device=device).split(sizes)
+    return [part if count else None for part, count in zip(parts, words, strict=True)]
+
+
+def plan_for(view: Rows, operands: int = 1, patched: bool = False) -> Plan:
     """The plan of a kernel that holds the first `operands` tensors of the view."""
-    return plan(shape_of(view, operands), operands)
+    return plan(shape_of(view, operands), operands, patched)
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+_recent: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+MOST_RECENT = 4096
 
 
 def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
     """Run `kernel` on the device and the current stream of its first tensor.
 
     `args` are its run-time arguments in order, `options` its compile-time ones. A kernel that was compiled for such arguments is called
-    directly, which halves the time that the host takes; `key` holds all that Triton compiles anew for: the options, dtype and alignment
-    of tensors, and of integers whether they are 1, multiples of 16, and beyond 32 bits.
+    directly, which halves the time that the host takes; one that ran with the same numbers is found at once.
     """
     if programs == 0:
         return
@@ -230,28 +255,39 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         with torch.cuda.device(device):
             launch(kernel, programs, *args, **options)
         return
-    key: list[Any] = [id(kernel), index, *options.values()]
-    for arg in args:
-        if isinstance(arg, Tensor):
-            key += (arg.dtype, arg.data_ptr() % 16 == 0)
-        elif isinstance(arg, int):
-            key.append(1 if arg == 1 else 2 + (arg % 16 == 0) + 2 * (arg >= 2**31 or arg < -(2**31)))
-        else:
-            key.append(arg is None)
-    found = _compiled.get(tuple(key))
+    known = [(arg.dtype, arg.data_ptr() & 15 == 0) if isinstance(arg, Tensor) else arg for arg in args]
+    exact = (id(kernel), index, *options.values(), *known)
+    found = _recent.get(exact)
     if found is None:
-        compiled = kernel[(programs,)](*args, **options)
-        _compiled[tuple(key)] = compiled, tuple(options[name] for name in kernel.arg_names[len(args) :])
-    else:
-        compiled, constants = found
-        compiled[(programs, 1, 1)](*args, *constants)
+        key = (id(kernel), index, *options.values(), *map(_kind, known))
+        found = _compiled.get(key)
+        if found is None:
+            compiled = kernel[(programs,)](*args, **options)
+            _compiled[key] = compiled, tuple(options[name] for name in kernel.arg_names[len(args) :])
+            return
+        if len(_recent) >= MOST_RECENT:
+            _recent.clear()
+        _recent[exact] = found
+    compiled, constants = found
+    compiled[(programs, 1, 1)](*args, *constants)
 
 
-def boxes(view: Rows, splits: int, words: int = 1) -> Tensor | None:
-    """Zeroed memory for programs that share rows: the ticket, then `words` boxes for each of them; none where nothing is shared."""
-    if splits == 1:
-        return None
-    return torch.zeros(1 + view.rows * view.batches * splits * words, dtype=torch.int64, device=view.tensors[0].device)
+def _kind(known: Any) -> Any:
+    """All of an argument that Triton compiles anew for: dtype and alignment of a tensor; of an integer whether it is 1, a multiple of 16,
+    and beyond 32 bits; nothing of a float."""
+    if isinstance(known, int):
+        return 1 if known == 1 else 2 + (known % 16 == 0) + 2 * (not -(2**31) <= known < 2**31)
+    return float if isinstance(known, float) else known
+
+
+def box_words(view: Rows, splits: int, words: int = 1) -> int:
+    """Zeroed words for programs that share rows: the ticket, then `words` boxes for each of them; none where nothing is shared."""
+    return 0 if splits == 1 else 1 + view.rows * view.batches * splits * words
+
+
+def boxes(view: Rows, splits: int) -> Tensor | None:
+    """These words, in an allocation of their own."""
+    return zeroed(view.tensors[0].device, box_words(view, splits))[0]
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:
@@ -259,15 +295,16 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def tile_options(chosen: Plan, tensor: Tensor) -> dict[str, Any]:
+@functools.lru_cache(maxsize=4096)
+def tile_options(chosen: Plan, dtype: torch.dtype) -> dict[str, Any]:
     """Compile-time arguments of the kernels over tiles and loops."""
-    return {"WIDE": triton_dtype(tensor.dtype), "ROWS": chosen.rows, "BLOCK_V": chosen.block, **chosen.options}
+    return {"WIDE": triton_dtype(dtype), "ROWS": chosen.rows, "BLOCK_V": chosen.block, **chosen.options}
 
 
-def row_options(chosen: Plan, tensor: Tensor) -> dict[str, Any]:
+def row_options(chosen: Plan, dtype: torch.dtype) -> dict[str, Any]:
     """Compile-time arguments of the kernels over one row, or a part of one."""
     return {
-        "HALF": chosen.registers is not None and tensor.element_size() == 2 and NVIDIA and not INTERPRETED,
+        "HALF": chosen.registers is not None and dtype.itemsize == 2 and NVIDIA and not INTERPRETED,
         "SHARED": chosen.splits > 1,
         "STREAM": chosen.splits > 1 and chosen.vector == 1,
         "BLOCK_SPLITS": max(2, triton.next_power_of_2(chosen.splits)),

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..reference.softmax import LogSumExp, accumulator
 from .launch import Rows, counters, elementwise_plan, launch, rows_or_copy, scan_options, scan_plan_for, span_of, tile_options, with_output
-from .math import aligned_start, comes_last, deposit, deposits, divide, edge_columns, exp_for, finite_shift, first_box, log_of, merged, online, row_span
+from .math import divide, edge_columns, exp_for, finite_shift, log_of, merged
+from .scan import by_lane, comes_last, deposit, deposits, first_box, online, row_sources, share, whole_blocks, whole_rows
 
 
 @triton.jit
@@ -35,23 +36,26 @@ def logsumexp_kernel(
     BLOCK_V: tl.constexpr,
 ):
     """Rows, or shares of a row, read once in blocks; the last program of a row merges the shares."""
-    split = (tl.program_id(0) % splits).to(tl.int64)
-    block = tl.program_id(0) // splits
-    batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
-    row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    start = batch * in_batch + (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS * in_row
-    head, body = row_span(start, classes, VEC)
-    source = input_ptr + aligned_start(start, VEC) + tl.arange(0, ROWS).to(tl.int64)[:, None] * in_row  # [ROWS, 1]
-    maximum, total = tl.full([ROWS], -float("inf"), WIDE), tl.zeros([ROWS], tl.float64)
-    for first in range(split * span, tl.minimum((split + 1) * span, classes), BLOCK_V):
+    EXACT: tl.constexpr = LANES == 1 and input_ptr.dtype.element_ty == tl.float32
+    VECTOR: tl.constexpr = 1 if LANES == 1 else 128 // input_ptr.dtype.element_ty.primitive_bitwidth
+    split, batch, row, start, head, body = share(rows, splits, in_batch, in_row, classes, VEC, ROWS)
+    source = row_sources(input_ptr, start, in_row, VEC, ROWS)
+    maximum, total = tl.full([ROWS, LANES], -float("inf"), WIDE), tl.zeros([ROWS, LANES], tl.float64)
+    last = tl.minimum((split + 1) * span, classes)
+    whole = whole_blocks(split * span, last, body, BLOCK_V, LANES)
+    for first in range(split * span, whole, BLOCK_V):
+        x = tl.load(source + (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :] * in_class).to(WIDE)
+        maximum, total = online(maximum, total, by_lane(x, LANES, VECTOR), EXACT)
+    for first in range(whole, last, BLOCK_V):
         column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
         inside = (row < rows)[:, None] & (column // VEC * VEC < body)
         x = tl.load(source + column * in_class, mask=inside, other=-float("inf")).to(WIDE)
-        maximum, total = online(maximum, total, x, input_ptr.dtype.element_ty)
+        maximum, total = online(maximum, total, by_lane(x, LANES, VECTOR), EXACT)
     if VEC > 1:
         edge, at_edge = edge_columns(head, body, classes, VEC, LANES)  # [LANES]
         edge_x = tl.load(input_ptr + start + edge[None, :], mask=(at_edge & (split == 0))[None, :], other=-float("inf")).to(WIDE)
-        maximum, total = online(maximum, total, edge_x, input_ptr.dtype.element_ty)
+        maximum, total = online(maximum, total, by_lane(edge_x, LANES, 1), EXACT)
+    maximum, total, _ = whole_rows(maximum, total)
     written = row < rows
     total = total.to(WIDE)
     if SHARED:
@@ -123,4 +127,4 @@ def _logsumexp_backward(view: Rows, grad: Tensor, maximum: Tensor, sumexp: Tenso
     input, result = view.tensors
     programs = view.batches * triton.cdiv(view.rows, chosen.rows) * triton.cdiv(view.classes, chosen.block)
     args = (grad, input, maximum.contiguous(), sumexp.contiguous(), result, view.rows, view.classes, *view.strides[0], *view.strides[1])
-    launch(logsumexp_backward_kernel, programs, *args, **tile_options(chosen, input))
+    launch(logsumexp_backward_kernel, programs, *args, **tile_options(chosen, input.dtype))

@@ -10,6 +10,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_LOW = tl.constexpr(1.925963033500e-8)  # what fp32 drops of log2(e)
 UNFUSED = tl.constexpr(interpreting())  # the interpreter rounds within a multiply-add, but its exponential is exact
 LN2 = tl.constexpr(0.6931471805599453)
+LN2_HIGH = tl.constexpr(0.693145751953125)  # so few bits that its products with small integers are exact
+LN2_LOW = tl.constexpr(1.4286068203e-6)
 
 
 @triton.jit
@@ -65,8 +67,31 @@ def reciprocal(b):
 
 @triton.jit
 def log_of(total):
-    """Logarithm of a row's sum, through fp64: fp32's own is off by several ulp."""
-    return tl.log(total.to(tl.float64)).to(total.dtype)
+    """Logarithm of a row's sum, 0 or at least a normal number, to 1 ulp: fp32's own is off by several, and fp64's takes five times as long."""
+    if total.dtype == tl.float64 or UNFUSED:
+        return tl.log(total)
+    else:
+        bits = total.to(tl.int32, bitcast=True)
+        exponent = (bits - 0x3F2AAAAB) & -0x800000  # such that what is left lies between 2/3 and 4/3
+        f = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
+        power = (exponent >> 23).to(tl.float32)
+        high = tl.fma(power, LN2_HIGH, f)
+        low = f - (high - power * LN2_HIGH)  # what that sum lost
+        y = high + tl.fma(power, LN2_LOW, tl.fma(log1p_tail(f), f * f, low))
+        return tl.where((total > 0.0) & (total < float("inf")), y, tl.where(total == 0.0, -float("inf"), total))
+
+
+@triton.jit
+def log1p_tail(f):
+    """(log(1 + f) - f) / f**2 for |f| <= 1/3: a polynomial fitted at Chebyshev's points, which puts log(1 + f) within 6e-9 of itself."""
+    p = tl.fma(f, -0.12767342, 0.13891176)
+    p = tl.fma(f, p, -0.12213734)
+    p = tl.fma(f, p, 0.14025914)
+    p = tl.fma(f, p, -0.16678282)
+    p = tl.fma(f, p, 0.20009103)
+    p = tl.fma(f, p, -0.24999849)
+    p = tl.fma(f, p, 0.3333324)
+    return tl.fma(f, p, -0.5)
 
 
 @triton.jit
@@ -85,17 +110,6 @@ def sum_for(terms, axis: tl.constexpr, dtype: tl.constexpr):
         return tl.sum(terms.to(tl.float64), axis=axis).to(tl.float32)
     else:
         return tl.sum(terms, axis=axis)
-
-
-@triton.jit
-def online(maximum, total, x, dtype: tl.constexpr):
-    """Maximum and sum of exponentials of rows, [ROWS], carried over a further block x, [ROWS, BLOCK].
-
-    The sum is in fp64: thousands of blocks would add up the rounding of fp32.
-    """
-    higher = tl.maximum(maximum, tl.max(x, axis=1))
-    shift = finite_shift(higher)
-    return higher, total * exp(maximum - shift).to(tl.float64) + sum_for(exp(x - shift[:, None]), 1, dtype).to(tl.float64)
 
 
 @triton.jit
@@ -215,32 +229,6 @@ def sum_of_all(box_ptr, split, splits, value, BLOCK_SPLITS: tl.constexpr):
     """The sum of a number over the programs that share a row."""
     values, _ = exchange(box_ptr, split, splits, value, value, BLOCK_SPLITS)
     return tl.sum(tl.where(tl.arange(0, BLOCK_SPLITS) < splits, values, 0.0), axis=0)
-
-
-@triton.jit
-def first_box(boxes_ptr, row, splits):
-    """Where a row's counter stands, with a box for each of its programs behind it."""
-    return boxes_ptr + row * (splits + 1)
-
-
-@triton.jit
-def deposit(box_ptr, split, first, second):
-    """Leave a pair for the program of the row that comes last."""
-    tl.atomic_xchg(box_ptr + 1 + split, pack(first, second), sem="relaxed")
-
-
-@triton.jit
-def comes_last(box_ptr, splits):
-    """Whether all other programs of the row have left their pairs: nobody waits, the last one merges."""
-    return tl.atomic_add(box_ptr, 1, sem="acq_rel") == splits - 1
-
-
-@triton.jit
-def deposits(box_ptr, splits, BLOCK_SPLITS: tl.constexpr):
-    """The pairs that were left, [BLOCK_SPLITS] each, and which lanes hold one."""
-    lane = tl.arange(0, BLOCK_SPLITS)
-    first, second = unpack(tl.load(box_ptr + 1 + lane, mask=lane < splits, other=1, volatile=True))
-    return first, second, lane < splits
 
 
 @triton.jit

@@ -22,7 +22,6 @@ from .math import (
     finite_shift,
     load_once,
     log_of,
-    online,
     reciprocal,
     row_span,
     shared_normaliser,
@@ -30,6 +29,7 @@ from .math import (
     sum_for,
     sum_of_all,
 )
+from .scan import by_lane, online, whole_rows
 
 __all__ = ["logsumexp", "logsumexp_backward", "softmax", "softmax_backward"]
 
@@ -148,25 +148,27 @@ def softmax_loop_kernel(
     out_row,
     out_class,
     LOG: tl.constexpr,
+    LANES: tl.constexpr,
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Rows too wide to hold: a first pass for maximum and sum, a second for the result."""
+    EXACT: tl.constexpr = output_ptr.dtype.element_ty == tl.float32
+    VECTOR: tl.constexpr = 1 if LANES == 1 else 128 // input_ptr.dtype.element_ty.primitive_bitwidth
     blocks = tl.cdiv(rows, ROWS)
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     source = input_ptr + batch * in_batch + row[:, None] * in_row
     target = output_ptr + batch * out_batch + row[:, None] * out_row
-    maximum = tl.full([ROWS], -float("inf"), WIDE)
-    total = tl.zeros([ROWS], tl.float64)
+    maximum, total = tl.full([ROWS, LANES], -float("inf"), WIDE), tl.zeros([ROWS, LANES], tl.float64)
     for start in range(0, classes, BLOCK_V):
         column = start + tl.arange(0, BLOCK_V).to(tl.int64)  # [BLOCK_V]
         inside = (row < rows)[:, None] & (column < classes)[None, :]
         x = tl.load(source + column[None, :] * in_class, mask=inside, other=-float("inf")).to(WIDE)
-        maximum, total = online(maximum, total, x, output_ptr.dtype.element_ty)
+        maximum, total = online(maximum, total, by_lane(x, LANES, VECTOR), LANES == 1 and EXACT)
+    maximum, total, _ = whole_rows(maximum, total)
     shift, total = finite_shift(maximum), total.to(WIDE)
-    EXACT: tl.constexpr = output_ptr.dtype.element_ty == tl.float32
     for start in range(0, classes, BLOCK_V):
         column = start + tl.arange(0, BLOCK_V).to(tl.int64)  # [BLOCK_V]
         inside = (row < rows)[:, None] & (column < classes)[None, :]
@@ -185,11 +187,11 @@ def _softmax(view: Rows, log: bool) -> None:
     args: tuple[Any, ...]
     if chosen.kind == "row":
         args = (*view.tensors, boxes(view, chosen.splits), view.classes, chosen.splits, in_row, out_row, 0.0)
-        launch(softmax_row_kernel, view.rows * chosen.splits, *args, LOG=log, **row_options(chosen, view.tensors[0]))
+        launch(softmax_row_kernel, view.rows * chosen.splits, *args, LOG=log, **row_options(chosen, view.tensors[0].dtype))
     else:
-        kernel = softmax_tile_kernel if chosen.kind == "tile" else softmax_loop_kernel
+        kernel, lanes = (softmax_tile_kernel, {}) if chosen.kind == "tile" else (softmax_loop_kernel, {"LANES": chosen.lanes})
         args = (*view.tensors, view.rows, view.classes, *view.strides[0], *view.strides[1])
-        launch(kernel, view.batches * triton.cdiv(view.rows, chosen.rows), *args, LOG=log, **tile_options(chosen, view.tensors[0]))
+        launch(kernel, view.batches * triton.cdiv(view.rows, chosen.rows), *args, LOG=log, **lanes, **tile_options(chosen, view.tensors[0].dtype))
 
 
 @triton.jit
@@ -341,8 +343,8 @@ def _softmax_backward(view: Rows, log: bool) -> None:
     args: tuple[Any, ...]
     if chosen.kind == "row":
         args = (grad, output, result, boxes(view, chosen.splits), view.classes, chosen.splits, grad_strides[1], out_strides[1], result_strides[1])
-        launch(softmax_backward_row_kernel, view.rows * chosen.splits, *args, 0.0, LOG=log, **row_options(chosen, output))
+        launch(softmax_backward_row_kernel, view.rows * chosen.splits, *args, 0.0, LOG=log, **row_options(chosen, output.dtype))
     else:
         kernel = softmax_backward_tile_kernel if chosen.kind == "tile" else softmax_backward_loop_kernel
         args = (grad, output, result, view.rows, view.classes, *grad_strides, *out_strides, *result_strides)
-        launch(kernel, view.batches * triton.cdiv(view.rows, chosen.rows), *args, LOG=log, **tile_options(chosen, output))
+        launch(kernel, view.batches * triton.cdiv(view.rows, chosen.rows), *args, LOG=log, **tile_options(chosen, output.dtype))

@@ -10,27 +10,31 @@ from torch import Tensor
 from ..reference.softmax import accumulator
 from ..reference.token_stats import Stats
 from .launch import Rows, counters, elementwise_plan, launch, rows_or_copy, scan_options, scan_plan_for, span_of, tile_options, with_output
-from .math import LN2, LOG2E, aligned_start, comes_last, deposit, deposits, edge_columns, finite_shift, first_box, log_of, reciprocal, row_span
+from .math import LN2, LOG2E, edge_columns, finite_shift, log_of, reciprocal
+from .scan import by_lane, comes_last, deposit, deposits, first_box, for_lanes, lane_max, lane_sum, row_sources, share, whole_blocks
 
 
 @triton.jit
-def absorb_stats(maximum, total, surprise, best, x, column, slope):
-    """Statistics of rows, [ROWS] each, carried over a further block x, [ROWS, BLOCK]: maximum, sum of e, sum of e log2 e, arg-max.
-
-    Here e = 2 ** (slope (x - maximum)).
-    """
-    block_maximum = tl.max(x, axis=1)
-    if tl.max((block_maximum >= maximum).to(tl.int32), axis=0) > 0:
-        place = tl.min(tl.where(x == block_maximum[:, None], column, 0x7FFFFFFF), axis=1)
-        best = tl.where(block_maximum > maximum, place, tl.where(block_maximum == maximum, tl.minimum(place, best), best))
+def absorb_stats(maximum, total, surprise, best, x, block, slope, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """Statistics of lanes, [ROWS, LANES] each, carried over a further block x, [ROWS, BLOCK]: maximum, sum of e, sum of e log2 e, and the
+    first block in which the maximum was met. Here e = 2 ** (slope (x - maximum))."""
+    x = by_lane(x, LANES, VECTOR)
+    block_maximum = lane_max(x)
+    best = tl.where(block_maximum > maximum, block, best).to(tl.int32)
     higher = tl.maximum(maximum, block_maximum)
     shift = finite_shift(higher)
     scale = tl.exp2((maximum - shift) * slope).to(tl.float64)
     surprise = scale * (surprise - total * ((shift - finite_shift(maximum)) * slope).to(tl.float64))
-    exponent = (x - shift[:, None]) * slope
+    exponent = (x - for_lanes(shift)) * slope
     e = tl.exp2(exponent)
-    surprise += tl.sum(e * tl.maximum(exponent, -10000.0), axis=1).to(tl.float64)  # where e is 0, so is its part, also at -inf
-    return higher, total * scale + tl.sum(e, axis=1).to(tl.float64), surprise, best
+    surprise += lane_sum(e * tl.maximum(exponent, -10000.0), False)  # where e is 0, so is its part, also at -inf
+    return higher, total * scale + lane_sum(e, False), surprise, best
+
+
+@triton.jit
+def first_place(x, column, maximum):
+    """The lowest column at which x, [ROWS, BLOCK], is the maximum of its row; one beyond all where it is nowhere."""
+    return tl.min(tl.where(x == maximum[:, None], column, 0x7FFFFFFF), axis=1)
 
 
 @triton.jit
@@ -64,24 +68,43 @@ def token_stats_kernel(
     """Rows, or shares of a row, read once in blocks; the last program of a row merges the shares."""
     temperature = tl.full([], temperature, WIDE)
     slope = tl.full([], LOG2E, WIDE) / temperature
-    split = (tl.program_id(0) % splits).to(tl.int64)
-    block = tl.program_id(0) // splits
-    batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
-    row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    start = batch * x_batch + (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS * x_row
-    head, body = row_span(start, classes, VEC)
-    source = logits_ptr + aligned_start(start, VEC) + tl.arange(0, ROWS).to(tl.int64)[:, None] * x_row  # [ROWS, 1]
-    maximum, total, surprise = tl.full([ROWS], -float("inf"), WIDE), tl.zeros([ROWS], tl.float64), tl.zeros([ROWS], tl.float64)
-    best = tl.zeros([ROWS], tl.int32)
-    if VEC > 1:
-        edge, at_edge = edge_columns(head, body, classes, VEC, LANES)  # [LANES]
-        edge_x = tl.load(logits_ptr + start + edge[None, :], mask=(at_edge & (split == 0))[None, :], other=-float("inf")).to(WIDE)
-        maximum, total, surprise, best = absorb_stats(maximum, total, surprise, best, edge_x, edge[None, :], slope)
-    for first in range(split * span, tl.minimum((split + 1) * span, classes), BLOCK_V):
+    VECTOR: tl.constexpr = 1 if LANES == 1 else 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
+    split, batch, row, start, head, body = share(rows, splits, x_batch, x_row, classes, VEC, ROWS)
+    source = row_sources(logits_ptr, start, x_row, VEC, ROWS)
+    maximum, best = tl.full([ROWS, LANES], -float("inf"), WIDE), tl.zeros([ROWS, LANES], tl.int32)
+    total, surprise = tl.zeros([ROWS, LANES], tl.float64), tl.zeros([ROWS, LANES], tl.float64)
+    place = batch * rows + row
+    label = tl.load(target_ptr + place, mask=row < rows, other=ignore_index).to(tl.int64)  # under way before anything waits for the row
+    kept = label != ignore_index
+    valid = kept & (label >= 0) & (label < classes)
+    label_x = tl.load(logits_ptr + batch * x_batch + row * x_row + label * x_class, mask=valid & (row < rows), other=0.0).to(WIDE)
+    last = tl.minimum((split + 1) * span, classes)
+    whole = whole_blocks(split * span, last, body, BLOCK_V, LANES)
+    for first in range(split * span, whole, BLOCK_V):
+        x = tl.load(source + (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :] * x_class).to(WIDE)
+        maximum, total, surprise, best = absorb_stats(maximum, total, surprise, best, x, first // BLOCK_V, slope, LANES, VECTOR)
+    for first in range(whole, last, BLOCK_V):
         column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
         inside = (row < rows)[:, None] & (column // VEC * VEC < body)
         x = tl.load(source + column * x_class, mask=inside, other=-float("inf")).to(WIDE)
-        maximum, total, surprise, best = absorb_stats(maximum, total, surprise, best, x, (head + column).to(tl.int32), slope)
+        maximum, total, surprise, best = absorb_stats(maximum, total, surprise, best, x, first // BLOCK_V, slope, LANES, VECTOR)
+    if VEC > 1:
+        edge, at_edge = edge_columns(head, body, classes, VEC, LANES)  # [LANES]
+        edge_x = tl.load(logits_ptr + start + edge[None, :], mask=(at_edge & (split == 0))[None, :], other=-float("inf")).to(WIDE)
+        maximum, total, surprise, best = absorb_stats(maximum, total, surprise, best, edge_x, 0x3FFFFFFF, slope, LANES, 1)
+    lane_maximum = maximum
+    maximum = tl.max(lane_maximum, axis=1)
+    shift = finite_shift(maximum)
+    scale = tl.exp2((lane_maximum - shift[:, None]) * slope).to(tl.float64)
+    surprise = tl.sum(scale * (surprise - total * ((shift[:, None] - finite_shift(lane_maximum)) * slope).to(tl.float64)), axis=1)
+    total = tl.sum(total * scale, axis=1)
+    best = tl.min(tl.where(lane_maximum == maximum[:, None], best, 0x3FFFFFFF), axis=1)  # the first block that has the maximum, read again
+    first_block = (tl.sum(best, axis=0) if ROWS == 1 else best[:, None]).to(tl.int64)
+    column = first_block * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]  # [ROWS, BLOCK_V]
+    x = tl.load(source + column * x_class, mask=(row < rows)[:, None] & (column // VEC * VEC < body), other=-float("inf")).to(WIDE)
+    best = first_place(x, (head + column).to(tl.int32), maximum)
+    if VEC > 1:
+        best = tl.minimum(best, first_place(edge_x, tl.where(at_edge, edge, 0x7FFFFFFF).to(tl.int32)[None, :], maximum))
     written = row < rows
     total, surprise = total.to(WIDE), surprise.to(WIDE)
     if SHARED:
@@ -100,11 +123,6 @@ def token_stats_kernel(
         maximum, surprise = tl.zeros([ROWS], WIDE) + most, tl.zeros([ROWS], WIDE) + tl.sum(parts, axis=0)
         total = tl.zeros([ROWS], WIDE) + tl.sum(tl.where(held, scales * sums, 0.0), axis=0)
         best = tl.zeros([ROWS], tl.int32) + nearest
-    place = batch * rows + row
-    label = tl.load(target_ptr + place, mask=written, other=ignore_index).to(tl.int64)
-    kept = label != ignore_index
-    valid = kept & (label >= 0) & (label < classes)
-    label_x = tl.load(logits_ptr + batch * x_batch + row * x_row + label * x_class, mask=valid & written, other=0.0).to(WIDE)
     spoiled = tl.where(kept & (valid == 0), float("nan"), 0.0).to(WIDE)
     shift, log_total = finite_shift(maximum), log_of(total)
     tl.store(logprob_ptr + place, tl.where(kept, (label_x - shift) / temperature - log_total, 0.0) + spoiled, mask=written)
@@ -173,7 +191,7 @@ def token_stats(logits: Tensor, target: Tensor, temperature: float, ignore_index
     view = rows_or_copy(-1, logits)
     wide = accumulator(logits.dtype)
     outputs = Stats(*(logits.new_empty(logits.shape[:-1], dtype=torch.int64 if name == "argmax" else wide) for name in Stats._fields))
-    chosen = scan_plan_for(view)
+    chosen = scan_plan_for(view, carried=4)
     tensors = (view.tensors[0], target.contiguous(), *outputs, counters(view, chosen.splits, words=2))
     sizes = (view.rows, view.classes, chosen.splits, span_of(view, chosen), *view.strides[0])
     programs = view.batches * triton.cdiv(view.rows, chosen.rows) * chosen.splits
@@ -194,6 +212,6 @@ def token_stats_backward(
         programs = view.batches * triton.cdiv(view.rows, chosen.rows) * triton.cdiv(view.classes, chosen.block)
         tensors = (*upstream, view.tensors[0], target.contiguous(), *statistics, view.tensors[1])
         sizes = (view.rows, view.classes, *view.strides[0], *view.strides[1])
-        launch(token_stats_backward_kernel, programs, *tensors, *sizes, temperature, ignore_index, **tile_options(chosen, logits))
+        launch(token_stats_backward_kernel, programs, *tensors, *sizes, temperature, ignore_index, **tile_options(chosen, logits.dtype))
 
     return with_output(run, -1, logits, dtype=logits.dtype)
