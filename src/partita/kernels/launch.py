@@ -87,11 +87,13 @@ class Plan:
     splits: int = 1
     registers: int | None = None
     vector: int = 1  # elements of an aligned access where rows start anywhere; 1 where plain accesses do
+    contiguous: bool = True
 
-    @property
-    def lanes(self) -> int:
-        """Threads that carry statistics of their own over the blocks of a row; 1 where a block has several rows."""
-        return 32 * self.warps if self.rows == 1 and self.block >= 2048 else 1
+    def lanes(self, itemsize: int) -> int:
+        """Threads among which each row of a block lies, a vector of 16 bytes after the other; 1 where it does not lie so."""
+        threads = 32 * self.warps
+        one_by_one = self.contiguous and (self.rows == 1 or self.warps == 1) and self.block * itemsize >= 16 * threads
+        return threads if one_by_one else 1
 
     @property
     def options(self) -> dict[str, Any]:
@@ -136,8 +138,8 @@ def plan(shape: Shape, operands: int = 1, patched: bool = False) -> Plan:
     half = shape.itemsize == 2
     if not shape.contiguous:
         if block <= 512:
-            return Plan("tile", max(1, min(64, 8192 // block // operands)), block, 4)
-        return Plan("loop", 64, 64, 4)
+            return Plan("tile", max(1, min(64, 8192 // block // operands)), block, 4, contiguous=False)
+        return Plan("loop", 64, 64, 4, contiguous=False)
     vector = 1 if shape.aligned or block < (512 if half else 4096) or shape.itemsize > 4 else 16 // shape.itemsize
     elements = block * operands
     exchange = shape.single and not INTERPRETED
@@ -148,8 +150,8 @@ def plan(shape: Shape, operands: int = 1, patched: bool = False) -> Plan:
             return Plan("row", 1, block, max(1, min(elements // (512 if half else 1024), 16)), vector=vector)
         if elements <= 2048:  # 16 fp32 elements a thread, or 32 of a half type, and where that is one warp, no other to wait for
             rows, warps = max(1, (1024 if half else 512) // elements), 2 if elements > (2048 if half else 512) else 1
-            return Plan("tile", rows, block, warps)
-        return Plan("tile", 1, block, max(4, min(elements // (512 if half else 1024), 8 if half else 16)))
+            return Plan("tile", rows, block, warps, contiguous=shape.aligned)
+        return Plan("tile", 1, block, max(4, min(elements // (512 if half else 1024), 8 if half else 16)), contiguous=shape.aligned)
     edged = vector > 1 and not half  # the edges of an fp32 row cost the registers that would hold 16,384 columns
     wide = 8192 if edged or (operands > 1 and not half) else 16384
     splits = -(-shape.classes // wide)
@@ -165,7 +167,7 @@ def scan_plan(shape: Shape, carried: int = 2) -> Plan:
     """Block sizes for kernels that only read and carry so many numbers: several programs take a share of a row each where rows are few."""
     block = triton.next_power_of_2(max(shape.classes, 1))
     if not shape.contiguous:
-        return Plan("loop", 64, min(block, 64), 4)
+        return Plan("loop", 64, min(block, 64), 4, contiguous=False)
     if block < 4096:
         return Plan("loop", max(1, 1024 // block), block, 2)
     splits = 1
@@ -204,7 +206,7 @@ def scan_options(chosen: Plan, view: Rows) -> dict[str, Any]:
         "SHARED": chosen.splits > 1,
         "BLOCK_SPLITS": max(2, triton.next_power_of_2(chosen.splits)),
         "VEC": chosen.vector,
-        "LANES": chosen.lanes,
+        "LANES": chosen.lanes(view.tensors[0].element_size()),
         **tile_options(chosen, view.tensors[0].dtype),
     }
 

@@ -4,7 +4,7 @@ leave for the last of them."""
 import triton
 import triton.language as tl
 
-from .math import aligned_start, exp, finite_shift, pack, row_span, unpack
+from .math import aligned_start, exp, finite_shift, pack, row_span, sum_for, unpack
 
 
 @triton.jit
@@ -71,6 +71,17 @@ def lane_sum(x, EXACT: tl.constexpr):
         return tl.sum(x, axis=1)[:, None].to(tl.float64)
     else:
         return tl.sum(tl.sum(x, axis=3), axis=1).to(tl.float64)
+
+
+@triton.jit
+def row_sum(terms, LANES: tl.constexpr, dtype: tl.constexpr):
+    """The sum of each row, [ROWS], of a block, [ROWS, BLOCK], that a result of `dtype` is worth: for fp32 in fp64, from each thread's sum on
+    where a thread has its own part of the row. Wider blocks have so many terms that the roundings average out."""
+    EXACT: tl.constexpr = dtype == tl.float32 and terms.shape[1] <= 4096
+    if EXACT and LANES > 1:
+        return tl.sum(lane_sum(by_lane(terms, LANES, 128 // dtype.primitive_bitwidth), False), axis=1).to(tl.float32)
+    else:
+        return sum_for(terms, 1, dtype)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from .math import (
     sum_for,
     sum_of_all,
 )
-from .scan import by_lane, online, whole_rows
+from .scan import by_lane, online, row_sum, whole_rows
 
 __all__ = ["logsumexp", "logsumexp_backward", "softmax", "softmax_backward"]
 
@@ -47,6 +47,7 @@ def softmax_tile_kernel(
     out_row,
     out_class,
     LOG: tl.constexpr,
+    LANES: tl.constexpr,
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -61,10 +62,10 @@ def softmax_tile_kernel(
     x = tl.load(source, mask=inside, other=-float("inf")).to(WIDE)
     x -= finite_shift(tl.max(x, axis=1))[:, None]
     if LOG:
-        y = x - log_of(sum_for(exp(x), 1, output_ptr.dtype.element_ty))[:, None]
+        y = x - log_of(row_sum(exp(x), LANES, output_ptr.dtype.element_ty))[:, None]
     else:
         e = exp_for(x, output_ptr.dtype.element_ty)
-        y = e * reciprocal(sum_for(e, 1, output_ptr.dtype.element_ty))[:, None]
+        y = e * reciprocal(row_sum(e, LANES, output_ptr.dtype.element_ty))[:, None]
     target = output_ptr + batch * out_batch + row[:, None] * out_row + column.to(tl.int64)[None, :] * out_class
     tl.store(target, y.to(output_ptr.dtype.element_ty), mask=inside)
 
@@ -189,9 +190,10 @@ def _softmax(view: Rows, log: bool) -> None:
         args = (*view.tensors, boxes(view, chosen.splits), view.classes, chosen.splits, in_row, out_row, 0.0)
         launch(softmax_row_kernel, view.rows * chosen.splits, *args, LOG=log, **row_options(chosen, view.tensors[0].dtype))
     else:
-        kernel, lanes = (softmax_tile_kernel, {}) if chosen.kind == "tile" else (softmax_loop_kernel, {"LANES": chosen.lanes})
+        kernel, lanes = softmax_tile_kernel if chosen.kind == "tile" else softmax_loop_kernel, chosen.lanes(view.tensors[0].element_size())
         args = (*view.tensors, view.rows, view.classes, *view.strides[0], *view.strides[1])
-        launch(kernel, view.batches * triton.cdiv(view.rows, chosen.rows), *args, LOG=log, **lanes, **tile_options(chosen, view.tensors[0].dtype))
+        programs = view.batches * triton.cdiv(view.rows, chosen.rows)
+        launch(kernel, programs, *args, LOG=log, LANES=lanes, **tile_options(chosen, view.tensors[0].dtype))
 
 
 @triton.jit
