@@ -6,18 +6,31 @@ import importlib
 from types import ModuleType
 
 from ._backend import backend
+from .chain import Chain, ChainSample, ViterbiPath, logz
 from .cross_entropy import cross_entropy
+from .linear_chain import dense_source, edges_from_states, linear_chain
+from .semiring import Log, Max, Semiring
 from .softmax import log_softmax, logsumexp, softmax
 from .token_stats import TokenStats, token_stats
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Chain",
+    "ChainSample",
+    "Log",
+    "Max",
+    "Semiring",
     "TokenStats",
+    "ViterbiPath",
     "backend",
     "cross_entropy",
+    "dense_source",
+    "edges_from_states",
+    "linear_chain",
     "log_softmax",
     "logsumexp",
+    "logz",
     "nn",
     "softmax",
     "testing",

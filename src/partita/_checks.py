@@ -83,3 +83,13 @@ def labels(name: str, value: Tensor, classes: int, ignore_index: int) -> None:
     if bool(bad.any()):
         place = tuple(bad.nonzero()[0].tolist())
         raise IndexError(f"{name}: expected labels from 0 to {classes - 1} (or ignore_index {ignore_index}), got {int(value[place])} at {list(place)}")
+
+
+def within(name: str, value: Tensor, low: int, high: int, meaning: str) -> None:
+    """Every number is in range; else `ValueError` names the first that is not, and its place."""
+    if value.is_meta or not values_wanted(value.device):
+        return
+    bad = (value < low) | (value > high)
+    if bool(bad.any()):
+        place = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(f"{name}: expected {meaning} from {low} to {high}, got {int(value[place])} at {list(place)}")

@@ -4,6 +4,7 @@ from .budget import Error, assert_within_budget, ulp_error
 from .compare import Difference, Errors, contract_errors, forward_backward_difference
 from .inputs import EDGES, Labelled, edge_rows, sample_labels, sample_rows
 from .memory import poisoned_memory
+from .paths import Paths, all_paths
 from .timing import Timing, report, time_forward_backward
 
 __all__ = [
@@ -12,7 +13,9 @@ __all__ = [
     "Error",
     "Errors",
     "Labelled",
+    "Paths",
     "Timing",
+    "all_paths",
     "assert_within_budget",
     "contract_errors",
     "edge_rows",

@@ -1,0 +1,343 @@
+"""Sparse linear chains: every path of states through T steps has a score, and log Z is the log-sum-exp of them all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _backend, _chain, _checks
+from .reference import chain as reference
+from .reference.softmax import accumulator
+from .semiring import Log, Max, Semiring, differentiable
+
+
+class ViterbiPath(NamedTuple):
+    """The best path of each chain.
+
+    Fields:
+        score: `[N]`, -inf for a chain without a path.
+        states: `[T + 1, N]` int64; row 0 is the initial state; -1 past the length and for a chain without a path.
+        edges: `[T, N]` int64, c·K + k for the k-th edge into state c; -1 likewise.
+    """
+
+    score: Tensor
+    states: Tensor
+    edges: Tensor
+
+
+class ChainSample(NamedTuple):
+    """Paths drawn from the posterior.
+
+    Fields:
+        states: `[k, T + 1, N]` int64, as in `ViterbiPath`.
+        edges: `[k, T, N]` int64, likewise.
+    """
+
+    states: Tensor
+    edges: Tensor
+
+
+def lengths_of(lengths: Tensor | Sequence[int] | None, scores: Tensor) -> Tensor | None:
+    """`[N]` on the device of the scores."""
+    if lengths is None:
+        return None
+    if not isinstance(lengths, Tensor):
+        lengths = torch.tensor(list(lengths), dtype=torch.int64)
+    _checks.integer("lengths", lengths)
+    _checks.shape("lengths", lengths, scores.shape[1:2], "[N]")
+    if lengths.device == scores.device:
+        return lengths
+    if scores.device.type == "cuda" and lengths.device.type == "cpu":
+        lengths = lengths.pin_memory()
+    return lengths.to(scores.device, non_blocking=True)
+
+
+class Chain:
+    """A batch of sparse linear chains: the scores of the steps, and which states they connect.
+
+    `scores[t, n, c, k]` is the score of entering state c at step t of chain n by its k-th edge, which comes from state `source[c, k]`. A path
+    starts in a state with its `initial` score, takes one edge a step, and ends with the `final` score of its last state.
+
+    Args:
+        scores: `[T, N, C, K]` floating, any strides; -inf forbids an edge.
+        source: `[C, K]`, any integer dtype; -1 for no edge, whose scores are never looked at. A state may be used any number of times.
+        initial, final: `[N, C]` floating; zeros if None (the semiring's one).
+        lengths: `[N]` integers on any device, or a list; how many steps of each chain count, all if None.
+
+    Everything is differentiable in scores, initial and final. Scores past a length have gradient 0. Half types give fp32 results.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype, shape or device; a source or length out of range (on a GPU only with `PARTITA_CHECK=1`, otherwise
+            the results of that chain, or for a source of every chain, are NaN).
+
+    Source: Rabiner, A tutorial on hidden Markov models, 1989; Lafferty et al., Conditional random fields, 2001.
+
+    Example:
+        >>> import torch
+        >>> from partita import Chain, dense_source
+        >>> chain = Chain(torch.zeros(3, 1, 2, 2), dense_source(2))
+        >>> chain.logz()  # log 16: 2 initial states, then 3 choices of 2
+        tensor([2.7726])
+        >>> chain.viterbi().states.squeeze(1)
+        tensor([0, 0, 0, 0])
+    """
+
+    def __init__(
+        self,
+        scores: Tensor,
+        source: Tensor,
+        initial: Tensor | None = None,
+        final: Tensor | None = None,
+        *,
+        lengths: Tensor | Sequence[int] | None = None,
+    ) -> None:
+        _checks.floating("scores", scores)
+        if scores.ndim != 4:
+            raise ValueError(f"scores: expected shape [T, N, C, K], got {list(scores.shape)}")
+        _checks.integer("source", source)
+        _checks.device("source", source, scores, "scores")
+        _checks.shape("source", source, scores.shape[2:], "[C, K] of scores")
+        for name, value in (("initial", initial), ("final", final)):
+            if value is not None:
+                _checks.floating(name, value)
+                _checks.device(name, value, scores, "scores")
+                _checks.shape(name, value, scores.shape[1:3], "[N, C] of scores")
+        self.scores, self.source, self.initial, self.final = scores, source, initial, final
+        self.lengths = lengths_of(lengths, scores)
+
+    def _ends(self, one: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Initial and final scores, `[N, C]`."""
+        dtype = accumulator(self.scores.dtype)
+        plain = torch.full((1, 1), one, dtype=dtype, device=self.scores.device).expand(self.scores.shape[1:3])
+        return plain if self.initial is None else self.initial, plain if self.final is None else self.final
+
+    def _all(self, one: float = 0.0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        return self.scores, self.source, *self._ends(one), self.lengths
+
+    def _checked(self, what: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """All inputs of a method that runs in plain PyTorch on every device."""
+        name = _backend.current()
+        if name in ("triton", "numba"):
+            raise RuntimeError(f"backend {name!r}: {what} has no kernel; it runs in PyTorch (backend 'auto' or 'reference')")
+        if not torch.compiler.is_compiling():
+            _chain.check_values(*self._all())
+        return self._all()
+
+    def _rounded(self, value: Tensor) -> Tensor:
+        return value.to(accumulator(self.scores.dtype))
+
+    def _logz64(self, semiring: Semiring) -> Tensor:
+        """log Z in fp64, so that differences of it are formed before they are rounded."""
+        if semiring not in (Log, Max):
+            x = reference.inputs(*self._checked("this semiring")[:2], *self._ends(semiring.one), self.lengths, semiring)
+            return reference.logz_of(x, differentiable(semiring))
+        values = self._all()
+        keep = torch.is_grad_enabled() and any(t.requires_grad for t in values[:4] if t is not None)
+        return _chain.LogZ.apply(*values, semiring is Max, keep, _backend.current())[0]
+
+    def logz(self, semiring: Semiring = Log) -> Tensor:
+        """The sum over all paths, `[N]`: log Z in nats under `Log`, the best score under `Max`; -inf for a chain without a path.
+
+        Example:
+            >>> import torch, partita
+            >>> partita.Chain(torch.zeros(2, 1, 2, 2), partita.dense_source(2)).logz(partita.Max)
+            tensor([0.])
+        """
+        return self._rounded(self._logz64(semiring))
+
+    def marginals(self) -> Tensor:
+        """The posterior probability of each edge, `[T, N, C, K]`, zero past the lengths; not differentiable (see `expectation`).
+
+        Example:
+            >>> import torch, partita
+            >>> partita.Chain(torch.zeros(2, 1, 2, 2), partita.dense_source(2)).marginals().sum((2, 3))
+            tensor([[1.],
+                    [1.]])
+        """
+        with torch.no_grad():
+            scores, source, initial, final, lengths = self._all()
+            backend, dtype = _backend.current(), accumulator(scores.dtype)
+            total, kept = _chain.logz(scores, source, initial, final, lengths, False, True, backend)
+            return _chain.logz_gradient(torch.ones_like(total), scores, initial, final, source, lengths, total, kept, False, dtype, backend)[0]
+
+    def viterbi(self) -> ViterbiPath:
+        """The best path; among equals the one with the lowest edge into each state, then the lowest last state.
+
+        Example:
+            >>> import torch, partita
+            >>> scores = torch.tensor([[[[0.0, 1.0], [0.0, 0.0]]]])  # one step: state 0 is best entered from state 1
+            >>> partita.Chain(scores, partita.dense_source(2)).viterbi().states.flatten()
+            tensor([1, 0])
+        """
+        with torch.no_grad():
+            path = reference.chain_viterbi(*self._checked("Chain.viterbi"))
+        return ViterbiPath(self._rounded(path.score), path.states, path.edges)
+
+    def sample(self, k: int, generator: torch.Generator | None = None) -> ChainSample:
+        """k independent paths from the posterior of each chain.
+
+        Args:
+            k: how many.
+            generator: on the device of the scores; the default one if None. The same state of it gives the same paths.
+
+        Example:
+            >>> import torch, partita
+            >>> chain = partita.Chain(torch.zeros(4, 2, 3, 3), partita.dense_source(3))
+            >>> chain.sample(5).states.shape
+            torch.Size([5, 5, 2])
+        """
+        if isinstance(k, bool) or not isinstance(k, int) or k < 0:
+            raise ValueError(f"k: expected a number of paths, 0 or more, got {k!r}")
+        with torch.no_grad():
+            inputs = self._checked("Chain.sample")
+            steps, chains = self.scores.shape[:2]
+            uniforms = torch.rand((steps + 1, k, chains), dtype=torch.float64, device=self.scores.device, generator=generator)
+            return ChainSample(*reference.chain_sample(*inputs, uniforms))
+
+    def _expectation64(self, values: reference.Values) -> Tensor:
+        return reference.chain_expectation(*self._checked("Chain.expectation"), values)
+
+    def expectation(self, values: Tensor, initial: Tensor | None = None, final: Tensor | None = None) -> Tensor:
+        """The posterior mean of the sum of values along a path, `[N]`; differentiable in the scores and in the values.
+
+        Args:
+            values: of the edges, `[T, N, C, K]`, or what broadcasts to it; 0 · (±inf) counts as 0.
+            initial, final: of the first and the last state, `[N, C]`; 0 if None.
+
+        Example:
+            >>> import torch, partita
+            >>> chain = partita.Chain(torch.zeros(6, 1, 2, 2), partita.dense_source(2))
+            >>> chain.expectation(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))  # how often a state follows itself
+            tensor([3.])
+        """
+        _checks.floating("values", values)
+        _checks.device("values", values, self.scores, "scores")
+        try:
+            edges = values.expand(self.scores.shape)
+        except RuntimeError:
+            raise ValueError(f"values: expected what broadcasts to the scores, {list(self.scores.shape)}, got {list(values.shape)}") from None
+        ends = []
+        for name, value in (("initial", initial), ("final", final)):
+            if value is not None:
+                _checks.floating(name, value)
+                _checks.shape(name, value, self.scores.shape[1:3], "[N, C] of scores")
+            ends.append(self.scores.new_zeros(()).expand(self.scores.shape[1:3]) if value is None else value)
+        return self._rounded(self._expectation64(reference.Values(edges, *ends)))
+
+    def entropy(self) -> Tensor:
+        """The entropy of the paths in nats, `[N]`; 0 for a chain without a path.
+
+        Example:
+            >>> import torch, partita
+            >>> partita.Chain(torch.zeros(3, 1, 2, 2), partita.dense_source(2)).entropy()  # of 16 paths
+            tensor([2.7726])
+        """
+        total = self._logz64(Log)
+        mean = self._expectation64(reference.Values(self.scores, *self._ends()))
+        return self._rounded(torch.where(total == -torch.inf, 0.0, total - mean))
+
+    def kl(self, other: Chain) -> Tensor:
+        """KL(self ‖ other) of the paths in nats, `[N]`; +inf where the other forbids a path of this one.
+
+        Raises:
+            ValueError: the other has another shape, `source` or lengths.
+
+        Example:
+            >>> import torch, partita
+            >>> chain = partita.Chain(torch.randn(3, 1, 2, 2), partita.dense_source(2))
+            >>> chain.kl(chain)
+            tensor([0.])
+        """
+        if not isinstance(other, Chain):
+            raise TypeError(f"other: expected a Chain, got {type(other).__name__}")
+        _checks.shape("other.scores", other.scores, self.scores.shape, "that of this chain")
+        _checks.device("other.scores", other.scores, self.scores, "scores")
+        if other.source is not self.source and _checks.values_wanted(self.scores.device) and not torch.equal(other.source, self.source):
+            raise ValueError("other.source: expected the source of this chain, got another table")
+        (initial, final), (other_initial, other_final) = self._ends(), other._ends()
+        values = reference.Values(
+            self.scores.double() - other.scores.double(), initial.double() - other_initial.double(), final.double() - other_final.double()
+        )
+        mean, total = self._expectation64(values), self._logz64(Log)
+        difference = mean - total + other._logz64(Log)
+        result = torch.where(mean == torch.inf, torch.inf, difference)
+        return self._rounded(torch.where(total == -torch.inf, 0.0, result))
+
+    def log_prob(self, edges: Tensor) -> Tensor:
+        """The log-probability of paths, `[..., N]`; -inf for edges that do not follow one another.
+
+        Args:
+            edges: `[..., T, N]` integers as in `ViterbiPath`; those past a length do not count.
+
+        Example:
+            >>> import torch, partita
+            >>> chain = partita.Chain(torch.zeros(3, 1, 2, 2), partita.dense_source(2))
+            >>> chain.log_prob(chain.viterbi().edges).exp()
+            tensor([0.0625])
+        """
+        _checks.integer("edges", edges)
+        _checks.device("edges", edges, self.scores, "scores")
+        if edges.shape[-2:] != self.scores.shape[:2]:
+            raise ValueError(f"edges: expected shape [..., T, N] with [T, N] = {list(self.scores.shape[:2])}, got {list(edges.shape)}")
+        total = reference.chain_log_score(*self._checked("Chain.log_prob"), edges.long())
+        steps = (self.lengths > 0) if self.lengths is not None else torch.full((1,), self.scores.shape[0] > 0, device=self.scores.device)
+        return self._rounded(torch.where(steps, total - self._logz64(Log), 0.0))
+
+    def forward_scores(self, semiring: Semiring = Log) -> Tensor:
+        """α, `[T + 1, N, C]`: the sum over all ways to be in each state after t steps; past the length, that at the length.
+
+        Example:
+            >>> import torch, partita
+            >>> partita.Chain(torch.zeros(2, 1, 2, 2), partita.dense_source(2)).forward_scores()[:, 0, 0]
+            tensor([0.0000, 0.6931, 1.3863])
+        """
+        inputs = self._checked("Chain.forward_scores")
+        x = reference.inputs(*inputs[:2], *self._ends(semiring.one), self.lengths, semiring)
+        return self._rounded(torch.stack(reference.forward_scores(x, differentiable(semiring))))
+
+    def backward_scores(self, semiring: Semiring = Log) -> Tensor:
+        """β, `[T + 1, N, C]`: the sum over all ways to go on from each state after t steps; from the length on, the final scores.
+
+        Example:
+            >>> import torch, partita
+            >>> partita.Chain(torch.zeros(2, 1, 2, 2), partita.dense_source(2)).backward_scores()[:, 0, 0]
+            tensor([1.3863, 0.6931, 0.0000])
+        """
+        inputs = self._checked("Chain.backward_scores")
+        x = reference.inputs(*inputs[:2], *self._ends(semiring.one), self.lengths, semiring)
+        return self._rounded(torch.stack(reference.backward_scores(x, differentiable(semiring))))
+
+
+def logz(
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor | None = None,
+    final: Tensor | None = None,
+    semiring: Semiring = Log,
+    *,
+    lengths: Tensor | Sequence[int] | None = None,
+) -> Tensor:
+    """The sum over all paths of sparse linear chains: `Chain(...).logz(semiring)` in one call.
+
+    Args:
+        scores, source, initial, final, lengths: as in `Chain`.
+        semiring: `Log` for log Z, `Max` for the best score, or any other.
+
+    Returns:
+        `[N]`, in nats under `Log`; fp32 for half inputs. The gradient is the marginals under `Log`, the best path's indicator under `Max`.
+
+    Raises:
+        TypeError, ValueError: as in `Chain`.
+
+    Source: as in `Chain`.
+
+    Example:
+        >>> import torch
+        >>> from partita import dense_source, logz
+        >>> logz(torch.zeros(3, 1, 2, 2), dense_source(2))  # log 16
+        tensor([2.7726])
+    """
+    return Chain(scores, source, initial, final, lengths=lengths).logz(semiring)

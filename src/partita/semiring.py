@@ -1,0 +1,92 @@
+"""What adds and multiplies along the paths of a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Semiring:
+    """A way to combine the scores of a path (`mul`) and of paths that meet (`sum`).
+
+    Fields:
+        zero: the score of no path: `sum` ignores it, `mul` keeps it.
+        one: the score of the empty path: `mul` ignores it.
+        mul: `(a, b) -> Tensor`, of broadcast shapes.
+        sum: `(x, dim) -> Tensor`, without that dimension.
+        dsum: `(x, dim) -> Tensor` of the shape of x, the derivative of `sum`; None where autograd may differentiate `sum` itself.
+
+    `Log` and `Max` have kernels; any other semiring runs in plain PyTorch, in fp64 inside.
+
+    Source: Goodman, Semiring parsing, 1999.
+
+    Example:
+        >>> import torch
+        >>> from partita import Semiring, dense_source, logz
+        >>> count = Semiring(zero=0.0, one=1.0, mul=torch.mul, sum=torch.sum)
+        >>> logz(torch.ones(3, 1, 2, 2), dense_source(2), semiring=count)  # paths of 3 steps over 2 states, from either
+        tensor([16.])
+    """
+
+    zero: float
+    one: float
+    mul: Callable[[Tensor, Tensor], Tensor]
+    sum: Callable[[Tensor, int], Tensor]
+    dsum: Callable[[Tensor, int], Tensor] | None = None
+
+
+def _log_sum(x: Tensor, dim: int) -> Tensor:
+    shift = x.detach().amax(dim, keepdim=True)
+    shift = shift.masked_fill(shift == -torch.inf, 0.0)
+    total = (x - shift).exp().sum(dim)
+    nothing = total == 0
+    return torch.where(nothing, -torch.inf, total.masked_fill(nothing, 1.0).log() + shift.squeeze(dim))
+
+
+def _log_dsum(x: Tensor, dim: int) -> Tensor:
+    return (x - _log_sum(x, dim).masked_fill((x == -torch.inf).all(dim), 0.0).unsqueeze(dim)).exp()
+
+
+def _max_sum(x: Tensor, dim: int) -> Tensor:
+    return x.gather(dim, x.argmax(dim, keepdim=True)).squeeze(dim)  # the first of equals, for the value and for its derivative
+
+
+def _max_dsum(x: Tensor, dim: int) -> Tensor:
+    best = x.argmax(dim, keepdim=True)
+    return torch.zeros_like(x).scatter(dim, best, (x.gather(dim, best) != -torch.inf).to(x.dtype))
+
+
+Log = Semiring(-torch.inf, 0.0, torch.add, _log_sum, _log_dsum)
+Max = Semiring(-torch.inf, 0.0, torch.add, _max_sum, _max_dsum)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of a semiring that brings its own derivative."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, dim: int, semiring: Semiring) -> Tensor:
+        return semiring.sum(x, dim)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, ctx.dim, ctx.semiring = inputs
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
+        return grads[0].unsqueeze(ctx.dim) * ctx.semiring.dsum(x, ctx.dim), None, None
+
+
+def differentiable(semiring: Semiring) -> Semiring:
+    """The same, with a sum that autograd takes through `dsum` where there is one."""
+    if semiring.dsum is None or semiring in (Log, Max):
+        return semiring
+    return Semiring(semiring.zero, semiring.one, semiring.mul, lambda x, dim: _Sum.apply(x, dim, semiring))

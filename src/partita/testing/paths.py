@@ -1,0 +1,66 @@
+"""Every path of a small chain, written out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..chain import Chain
+
+MOST_PATHS = 1_000_000
+
+
+class Paths(NamedTuple):
+    """All paths of one chain.
+
+    Fields:
+        states: `[P, L + 1]`, L the length of the chain.
+        edges: `[P, L]`, c·K + k for the k-th edge into state c.
+        scores: `[P]` fp64, initial and final scores included.
+    """
+
+    states: Tensor
+    edges: Tensor
+    scores: Tensor
+
+
+def all_paths(chain: Chain, n: int = 0) -> Paths:
+    """Every path of the n-th chain of a batch, by extending them step by step: what a scan is checked against.
+
+    Args:
+        chain: a small one.
+        n: which of the batch.
+
+    Returns:
+        States, edges and scores of all paths, also of those with a score of -inf.
+
+    Raises:
+        ValueError: more than a million paths.
+
+    Example:
+        >>> import torch
+        >>> from partita import Chain, dense_source
+        >>> from partita.testing import all_paths
+        >>> len(all_paths(Chain(torch.zeros(3, 1, 2, 2), dense_source(2))).scores)
+        16
+    """
+    count, slots = chain.source.shape
+    source = chain.source.long().cpu()
+    steps = chain.scores.shape[0] if chain.lengths is None else int(chain.lengths[n])
+    initial, final = (None if t is None else t[n].detach().double().cpu() for t in (chain.initial, chain.final))
+    states = torch.arange(count)[:, None]
+    edges = torch.empty(count, 0, dtype=torch.int64)
+    scores = torch.zeros(count, dtype=torch.float64) if initial is None else initial.clone()
+    every = torch.arange(count * slots)
+    for t in range(steps):
+        follows = (source.flatten() == states[:, -1:]).nonzero()  # (path, edge)
+        if len(follows) > MOST_PATHS:
+            raise ValueError(f"chain: expected at most {MOST_PATHS} paths, got more after {t + 1} steps")
+        path, edge = follows[:, 0], every[follows[:, 1]]
+        step = chain.scores[t, n].detach().double().cpu().flatten()
+        states = torch.cat([states[path], (edge // max(slots, 1))[:, None]], 1)
+        edges = torch.cat([edges[path], edge[:, None]], 1)
+        scores = scores[path] + step[edge]
+    return Paths(states, edges, scores if final is None else scores + final[states[:, -1]])
