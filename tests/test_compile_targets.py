@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="kernels are functions of Python there")
 
 KERNELS = Path(partita.__file__).parent / "kernels"
-SOURCES = ["softmax", "logsumexp", "cross_entropy", "cross_entropy_rows", "cross_entropy_scalars", "token_stats"]
+SOURCES = ["softmax", "logsumexp", "cross_entropy", "cross_entropy_rows", "cross_entropy_scalars", "token_stats", "chain"]
 NAMES = sorted(
     name for source in SOURCES for name in re.findall(r"^def (\w+_kernel)\(", (KERNELS / f"{source}.py").read_text(encoding="utf-8"), re.M)
 )
@@ -97,6 +97,15 @@ def recording(launches: list[Launch], cuda: str | None) -> Iterator[None]:
             _op._implementation.cache_clear()
 
 
+def call_chains(dtype: torch.dtype, states: int, slots: int) -> None:
+    source = torch.arange(slots).repeat(states, 1) % states
+    scores = torch.zeros(3, 2, states, slots, dtype=dtype, requires_grad=True)
+    lengths = torch.ones(2, dtype=torch.int64)
+    chain = partita.Chain(scores, source, torch.zeros(2, states), torch.zeros(2, states), lengths=lengths)
+    torch.autograd.grad(chain.logz().sum(), scores)
+    partita.Chain(scores.detach(), source).logz()
+
+
 def call_everything(x: torch.Tensor) -> None:
     target = torch.zeros(x.shape[0], dtype=torch.int64)
     weight = torch.ones(x.shape[1], dtype=x.dtype)
@@ -120,6 +129,8 @@ def launches(cuda: str | None) -> dict[str, list[Launch]]:
             for width in (100, 5000, 50_257, 131_072):
                 call_everything(torch.zeros(3, width, dtype=dtype))
             call_everything(torch.zeros(5000, 3, dtype=dtype).T)
+            for states, slots in ((3, 2), (64, 5), (1024, 5), (2000, 3), (40, 40)):
+                call_chains(dtype, states, slots)
     found: dict[str, dict[str, Launch]] = defaultdict(dict)
     for each in noted:
         found[each.kernel.__name__].setdefault(f"{each} {[arg is None for arg in each.args]}", each)

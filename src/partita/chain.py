@@ -111,8 +111,11 @@ class Chain:
     def _ends(self, one: float = 0.0) -> tuple[Tensor, Tensor]:
         """Initial and final scores, `[N, C]`."""
         dtype = accumulator(self.scores.dtype)
-        plain = torch.full((1, 1), one, dtype=dtype, device=self.scores.device).expand(self.scores.shape[1:3])
-        return plain if self.initial is None else self.initial, plain if self.final is None else self.final
+
+        def ones() -> Tensor:
+            return torch.full((1, 1), one, dtype=dtype, device=self.scores.device).expand(self.scores.shape[1:3])
+
+        return ones() if self.initial is None else self.initial, ones() if self.final is None else self.final
 
     def _all(self, one: float = 0.0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         return self.scores, self.source, *self._ends(one), self.lengths
@@ -136,7 +139,9 @@ class Chain:
             return reference.logz_of(x, differentiable(semiring))
         values = self._all()
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in values[:4] if t is not None)
-        return _chain.LogZ.apply(*values, semiring is Max, keep, _backend.current())[0]
+        if semiring is Max:
+            return _chain.LogZ.apply(*self._checked("the Max semiring"), True, keep, "reference")[0]
+        return _chain.LogZ.apply(*values, False, keep, _backend.current())[0]
 
     def logz(self, semiring: Semiring = Log) -> Tensor:
         """The sum over all paths, `[N]`: log Z in nats under `Log`, the best score under `Max`; -inf for a chain without a path.
