@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .chain_fast import chain_fast_gradient_kernel, chain_fast_halves_kernel, chain_fast_logz_kernel
 from .chain_steps import (
     alpha_after,
     beta_before,
@@ -239,26 +240,28 @@ def beta_onwards(
 ):  # fmt: skip
     """β from behind the middle step to the start, with the marginals of the steps before the middle."""
     lane = tl.arange(0, BLOCK_C)
-    for i in range(0, middle + 1):
-        t = middle - i
+    at = tl.full([], middle, tl.int64)
+    for c0 in range(0, states, BLOCK_C):
+        c = c0 + lane
+        value = beta_before(
+            kept_ptr + (at + 1) * row, scores_ptr + at * stride_t, first_ptr, edges_ptr, c, states, slots, stride_c, stride_k, MOST, WIDE
+        )
+        tl.store(work_ptr + slot_of(middle, 1, False) * row + c, value, mask=c < states)
+    for i in range(0, middle):
+        t = middle - 1 - i
         at = tl.full([], t, tl.int64)
-        step_ptr = scores_ptr + at * stride_t
-        if i == 0:
-            beta_ptr = kept_ptr + (at + 1) * row
-        else:
-            beta_ptr = work_ptr + slot_of(t + 1, 1, False) * row
-            if renewed(i - 1):
-                total = state_total(kept_ptr + (at + 1) * row, beta_ptr, states, total, BLOCK_C, WIDE)
+        step_ptr, beta_ptr = scores_ptr + at * stride_t, work_ptr + slot_of(t + 1, 1, False) * row
+        if renewed(i):
+            total = state_total(kept_ptr + (at + 1) * row, beta_ptr, states, total, BLOCK_C, WIDE)
         for c0 in range(0, states, BLOCK_C):
             c = c0 + lane
             value = beta_before(beta_ptr, step_ptr, first_ptr, edges_ptr, c, states, slots, stride_c, stride_k, MOST, WIDE)
             tl.store(work_ptr + slot_of(t, 1, False) * row + c, value, mask=c < states)
-            if i > 0:
-                beta = tl.load(beta_ptr + c, mask=c < states, other=-float("inf"))
-                put_marginals(
-                    d_scores_ptr + at * row * slots, kept_ptr + at * row, step_ptr, source_ptr, c, beta, total, grad, states, slots,
-                    stride_c, stride_k, SLOTS, WIDE,
-                )  # fmt: skip
+            beta = tl.load(beta_ptr + c, mask=c < states, other=-float("inf"))
+            put_marginals(
+                d_scores_ptr + at * row * slots, kept_ptr + at * row, step_ptr, source_ptr, c, beta, total, grad, states, slots,
+                stride_c, stride_k, SLOTS, WIDE,
+            )  # fmt: skip
 
 
 def shape_options(scores: Tensor, table: Table) -> dict[str, Any]:
@@ -269,6 +272,17 @@ def shape_options(scores: Tensor, table: Table) -> dict[str, Any]:
     return {**unrolled, "BLOCK_C": block, "WIDE": triton_dtype(scores.dtype), "num_warps": max(1, block // 32)}
 
 
+def fast_options(scores: Tensor, table: Table) -> dict[str, Any] | None:
+    """Compile-time arguments of the kernels for small tables; None where they do not serve."""
+    states, slots = scores.shape[2:]
+    width = max(slots, table.most)
+    reach = (states - 1) * scores.stride(2) + (slots - 1) * scores.stride(3)
+    if scores.dtype == torch.float64 or not 0 < states <= MOST_STATES or not 0 < width <= MOST_UNROLLED or reach >= 2**31:
+        return None
+    block = triton.next_power_of_2(states)
+    return {"WIDTH": width, "AHEAD": 4 if block <= 512 else 1, "BLOCK_C": block, "num_warps": max(1, block // 32)}
+
+
 def chain_logz(
     scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None, best: bool, keep: bool
 ) -> tuple[Tensor, Tensor]:
@@ -276,13 +290,20 @@ def chain_logz(
     table = table_of(source)
     state = torch.empty((steps + 1 if keep else 4, chains, states), dtype=torch.float64, device=scores.device)
     logz = torch.empty(chains, dtype=torch.float64, device=scores.device)
-    options = shape_options(scores, table)
     sizes = (steps, chains, states, slots, *scores.stride(), *initial.stride(), *final.stride())
     ends = (initial, final, None if lengths is None else lengths.contiguous())
     tables = (table.source, table.first, table.edges)
-    launch(chain_halves_kernel, 2 * chains, scores, *tables, *ends, state, *sizes, KEEP=keep, **options)
-    del options["MOST"]
-    launch(chain_logz_kernel, chains, scores, table.source, *ends, state, logz, *sizes, KEEP=keep, **options)
+    fast = fast_options(scores, table)
+    if fast is not None:
+        words = state.view(torch.int64)
+        launch(chain_fast_halves_kernel, 2 * chains, scores, *tables, *ends, words, *sizes, KEEP=keep, **fast)
+        del fast["AHEAD"]
+        launch(chain_fast_logz_kernel, chains, scores, *tables, *ends, words, logz, *sizes, KEEP=keep, **fast)
+    else:
+        options = shape_options(scores, table)
+        launch(chain_halves_kernel, 2 * chains, scores, *tables, *ends, state, *sizes, KEEP=keep, **options)
+        del options["MOST"]
+        launch(chain_logz_kernel, chains, scores, table.source, *ends, state, logz, *sizes, KEEP=keep, **options)
     return logz, state if keep else state.new_empty(0)
 
 
@@ -293,11 +314,16 @@ def chain_gradient(
     steps, chains, states, slots = scores.shape
     table = table_of(source)
     work = torch.empty((4, chains, states), dtype=torch.float64, device=scores.device)
-    d_scores = torch.empty(scores.shape, dtype=dtype, device=scores.device)
+    fast = fast_options(scores, table)
+    fresh = torch.empty if fast is None or table.whole else torch.zeros  # β's direction does not come by the edges that are missing
+    d_scores = fresh(scores.shape, dtype=dtype, device=scores.device)
     d_initial, d_final = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (initial, final))
     tensors = (grad.contiguous(), scores, table.source, table.first, table.edges, initial, final, None if lengths is None else lengths.contiguous())
+    results = (d_scores, d_initial, d_final)
     sizes = (steps, chains, states, slots, *scores.stride(), *initial.stride(), *final.stride())
-    launch(
-        chain_gradient_kernel, 2 * chains, *tensors, logz, kept, work, d_scores, d_initial, d_final, *sizes, **shape_options(scores, table)
-    )  # fmt: skip
-    return d_scores, d_initial, d_final
+    if fast is not None:
+        words = (kept.view(torch.int64), work.view(torch.int64))
+        launch(chain_fast_gradient_kernel, 2 * chains, *tensors, logz, *words, *results, *sizes, **fast)
+    else:
+        launch(chain_gradient_kernel, 2 * chains, *tensors, logz, kept, work, *results, *sizes, **shape_options(scores, table))
+    return results

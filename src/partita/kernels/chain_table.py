@@ -17,12 +17,14 @@ class Table(NamedTuple):
         first: `[C + 1]` int32, where the edges that leave each state begin in `edges`.
         edges: `[C * K]` int32, c·K + k, sorted by the state that they leave; those that leave none stand last.
         most: the greatest number of edges that leave a state.
+        whole: whether no edge is missing.
     """
 
     source: Tensor
     first: Tensor
     edges: Tensor
     most: int
+    whole: bool
 
 
 _tables = WeakTensorKeyDictionary()  # of [version, table]
@@ -40,6 +42,7 @@ def table_of(source: Tensor) -> Table:
     degree = torch.bincount(leaving, minlength=states + 1)[:states]
     first = torch.nn.functional.pad(degree.cumsum(0), (1, 0)).int()
     edges = leaving.argsort(stable=True).int()
-    table = Table(source.clamp(-2, states).int().contiguous(), first, edges, int(degree.max()) if states else 0)
+    most, missing = torch.stack([degree.max(), (leaving == states).sum()]).tolist() if states else (0, 0)
+    table = Table(source.clamp(-2, states).int().contiguous(), first, edges, most, not missing)
     _tables[source] = source._version, table
     return table
