@@ -52,14 +52,11 @@ class LogZ(torch.autograd.Function):
         scores, source, initial, final, lengths, ctx.best, _, ctx.backend = inputs
         logz, kept = output
         ctx.mark_non_differentiable(kept)
-        ctx.set_materialize_grads(False)
         ctx.save_for_backward(scores, source, initial, final, lengths, logz, kept)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         grad = grads[0]
-        if grad is None:
-            return (None,) * 8
         scores, source, initial, final, lengths, logz, kept = ctx.saved_tensors
         rest = (source, lengths, logz, kept)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
