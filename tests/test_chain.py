@@ -1,6 +1,7 @@
 """Chains against every path written out, against formulas, and at the edges of the contract."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from chains import TABLES, debruijn, random_chain, small_chains
 from hypothesis import given, settings
 
 import partita
-from partita import Chain, Log, Max, Semiring
+from partita import Chain, Log, Max, Semiring, _backend, _chain
 from partita.testing import all_paths
 
 COUNT = Semiring(0.0, 1.0, torch.mul, torch.sum)
@@ -335,3 +336,59 @@ def test_empty() -> None:
     assert Chain(torch.zeros(0, 2, 2, 2), partita.dense_source(2)).logz().tolist() == pytest.approx([math.log(2)] * 2)
     nowhere = Chain(torch.zeros(2, 1, 2, 1), torch.full((2, 1), -1))
     assert nowhere.logz().tolist() == [-math.inf] and nowhere.viterbi().edges.tolist() == [[-1], [-1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", TABLES)
+def test_numba_against_the_specification(kind: str, dtype: torch.dtype) -> None:
+    pytest.importorskip("numba")
+    chain = random_chain(9, 4, 6, 3, kind=kind, dtype=dtype, seed=8)
+    results = []
+    for backend in ("numba", "reference"):
+        tensors = [t.clone().requires_grad_() for t in (chain.scores, chain.initial, chain.final)]
+        with partita.backend(backend):
+            z = Chain(tensors[0], chain.source, *tensors[1:], lengths=chain.lengths).logz()
+            with torch.no_grad():
+                alone = Chain(tensors[0], chain.source, *tensors[1:], lengths=chain.lengths).logz()
+        assert torch.equal(z.detach(), alone)
+        results.append((z.detach(), *torch.autograd.grad(z, tensors, torch.linspace(0.5, 2, 4).to(z.dtype))))
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == b.dtype
+        eps = torch.finfo(a.dtype).eps
+        torch.testing.assert_close(a, b, rtol=4 * eps, atol=4 * eps)
+
+
+def test_unchecked_values_under_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    chain = random_chain(5, 3, ragged=False, forbidden=0.0)
+    scores = chain.scores.requires_grad_()
+    with partita.backend("numba"):
+        z = Chain(scores, chain.source, lengths=[1, -2, 9]).logz()
+        assert z.isnan().tolist() == [False, True, True]
+        (grad,) = torch.autograd.grad(z.sum(), scores)
+        assert grad[:, 1:].isnan().all() and grad[:, 0].isfinite().all()
+        assert Chain(scores, chain.source + 3).logz().isnan().all()
+
+
+def test_without_numba_it_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    _backend._without_numba.cache_clear()
+    monkeypatch.setattr(_backend, "has_numba", lambda: False)
+    cpu = torch.device("cpu")
+    with pytest.warns(RuntimeWarning, match="pip install 'partita\\[cpu\\]'"):
+        assert _backend.resolve("auto", cpu, numba=True) == "reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _backend.resolve("auto", cpu, numba=True) == "reference"
+    _backend._without_numba.cache_clear()
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_opcheck(best: bool) -> None:
+    chain = random_chain(4, 2, 3, 2, seed=3)
+    scores = torch.where(chain.scores.isnan(), 0.0, chain.scores)
+    inputs = (scores, chain.source, chain.initial, chain.final, chain.lengths)
+    logz, kept = _chain.logz(*inputs, best, True, "reference")
+    torch.library.opcheck(_chain.logz.dispatched, (*inputs, best, True, "reference"))
+    rest = (chain.source, chain.lengths, logz, kept, best, torch.float64, "reference")
+    torch.library.opcheck(_chain.logz_gradient.dispatched, (torch.ones(2), scores, chain.initial, chain.final, *rest))

@@ -148,6 +148,8 @@ FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 def test_fullgraph(name: str, device: str) -> None:
     if INTERPRETING:
         pytest.skip("kernels are functions of Python there")
+    if torch.__version__ < "2.13":
+        pytest.skip("Dynamo cannot take a dataclass as the default of an argument yet")
     chain = random_chain(5, 3, 4, 3, ragged=False, forbidden=0.0, device=device, dtype=torch.float32)
     scores = chain.scores.clone().requires_grad_()
     expected = torch.autograd.grad(FUNCTIONS[name](scores, chain.source), scores)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -65,6 +66,14 @@ def has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
+@functools.cache
+def _without_numba() -> str:
+    """The floor that serves instead, and a word about it, once."""
+    message = "partita: chains on the CPU run in PyTorch, several times slower than with Numba: pip install 'partita[cpu]' brings it"
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+    return "reference"
+
+
 def interpreting() -> bool:
     """True where Triton kernels run in its interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -75,7 +84,9 @@ def resolve(name: str, device: torch.device, *, numba: bool) -> str:
     if name == "auto":
         if device.type == "cuda" and has_triton():
             return "kernels"
-        return "cpu" if numba and device.type == "cpu" and has_numba() else "reference"
+        if numba and device.type == "cpu":
+            return "cpu" if has_numba() else _without_numba()
+        return "reference"
     if name == "triton":
         if not has_triton():
             raise RuntimeError("backend 'triton': the package triton is not installed")

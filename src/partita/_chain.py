@@ -26,6 +26,7 @@ logz = _op.define(
         scores.new_empty((scores.shape[0] + 1, *scores.shape[1:3]) if keep else (0,), dtype=torch.float64),
     ),
     check=check_values,
+    numba=True,
 )
 logz_gradient = _op.define(
     "chain",
@@ -35,6 +36,7 @@ logz_gradient = _op.define(
         torch.empty(scores.shape, dtype=rest[-1], device=scores.device),
         *(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (initial, final)),
     ),
+    numba=True,
 )
 
 
@@ -52,11 +54,14 @@ class LogZ(torch.autograd.Function):
         scores, source, initial, final, lengths, ctx.best, _, ctx.backend = inputs
         logz, kept = output
         ctx.mark_non_differentiable(kept)
+        ctx.set_materialize_grads(False)  # zeros for what is kept would be as large as it
         ctx.save_for_backward(scores, source, initial, final, lengths, logz, kept)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         grad = grads[0]
+        if grad is None:
+            return (None,) * 8
         scores, source, initial, final, lengths, logz, kept = ctx.saved_tensors
         rest = (source, lengths, logz, kept)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():

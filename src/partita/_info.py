@@ -12,13 +12,14 @@ import torch
 from . import _backend
 from ._console import print_table
 
-OPS = ("logsumexp", "softmax", "log_softmax", "cross_entropy", "token_stats")
+OPS = ("logsumexp", "softmax", "log_softmax", "cross_entropy", "token_stats", "logz")
+NUMBA_OPS = ("logz",)
 FLOORS = {"reference": "PyTorch", "kernels": "Triton", "cpu": "Numba"}
 
 # What each package brings, and the command that brings the package.
 EXTRAS = {
     "triton": ("the kernels for GPUs", "pip install triton"),
-    "numba": ("the kernels for CPUs; the ops so far need none", "pip install 'partita[cpu]'"),
+    "numba": ("the kernels of chains for CPUs", "pip install 'partita[cpu]'"),
     "matplotlib": ("the pictures of partita bench", "pip install 'partita[bench]'"),
     "rich": ("tables and progress bars in colour", "pip install 'partita[bench]'"),
 }
@@ -63,9 +64,9 @@ def no_gpu() -> str:
     return "No GPU: PyTorch finds none; nvidia-smi (or rocm-smi) tells whether the driver does."
 
 
-def _server(device: torch.device) -> str:
+def _server(device: torch.device, op: str) -> str:
     try:
-        floor = _backend.resolve(_backend.current(), device, numba=False)
+        floor = _backend.resolve(_backend.current(), device, numba=op in NUMBA_OPS)
     except (RuntimeError, ValueError) as error:
         return f"none: {error}"
     interpreted = floor == "kernels" and device.type == "cpu"
@@ -81,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         print(f"\n{no_gpu()}")
     devices = ["cpu", *(row[0] for row in gpus)]
-    print_table("Served by", ["op", *devices], [[op, *(_server(torch.device(device)) for device in devices)] for op in OPS], left=1 + len(devices))
+    print_table("Served by", ["op", *devices], [[op, *(_server(torch.device(device), op) for device in devices)] for op in OPS], left=1 + len(devices))
     if gpus and not _backend.has_triton():
         print(f"\nThe GPU is served by PyTorch, because triton is not installed: {EXTRAS['triton'][1]}")
     for name in VARIABLES:

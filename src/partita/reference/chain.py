@@ -89,7 +89,7 @@ def semiring(best: bool) -> Semiring:
 def chain_logz(scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None, best: bool, keep: bool) -> tuple[Tensor, Tensor]:
     """log Z, `[N]` fp64, and what the gradient may use again: nothing, for the reference starts anew."""
     steps, chains, states, _ = scores.shape
-    kept = scores.new_empty((steps + 1, chains, states) if keep else (0,), dtype=torch.float64)
+    kept = scores.new_zeros((steps + 1, chains, states) if keep else (0,), dtype=torch.float64)
     return logz_of(inputs(scores, source, initial, final, lengths, semiring(best)), semiring(best)), kept
 
 
@@ -97,14 +97,23 @@ def chain_gradient(
     grad: Tensor, scores: Tensor, initial: Tensor, final: Tensor, source: Tensor, lengths: Tensor | None, logz: Tensor, kept: Tensor,
     best: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of scores, in `dtype`, of initial and of final, from that of log Z."""
-
-    def value(scores: Tensor, initial: Tensor, final: Tensor) -> Tensor:
-        return logz_of(inputs(scores, source, initial, final, lengths, semiring(best)), semiring(best))
-
-    pull_back = torch.func.vjp(value, scores.double(), initial, final)[1]
-    d_scores, d_initial, d_final = pull_back(grad.double())
-    return d_scores.to(dtype), d_initial, d_final
+    """Gradients of scores, in `dtype`, of initial and of final, from that of log Z: the share of each edge in the sum that entered its state,
+    times what went on from that state."""
+    S = semiring(best)
+    if S.dsum is None:
+        raise ValueError("semiring: expected one with a derivative of its sum")
+    x = inputs(scores, source, initial, final, lengths, S)
+    alpha = forward_scores(x, S)
+    here = d_final = grad.double()[:, None] * S.dsum(S.mul(alpha[-1], x.final), -1)
+    d_scores: list[Tensor] = []
+    for t in reversed(range(len(x.scores))):
+        active = x.active[t, :, None]
+        share = here[..., None] * S.dsum(edge_terms(x, t, alpha[t], S), -1)
+        d_scores.insert(0, torch.where(active[..., None], share, 0.0 * here[..., None]))
+        before = torch.zeros_like(here).index_add(1, x.source.flatten(), share.flatten(1))
+        here = torch.where(active, before, here)
+    every = torch.stack(d_scores) if d_scores else x.scores
+    return every.to(dtype), here.to(initial.dtype), d_final.to(final.dtype)
 
 
 class Path(NamedTuple):

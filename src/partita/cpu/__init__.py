@@ -1,0 +1,1 @@
+"""How the CPU does it where ATen has no such op: Numba."""
