@@ -36,6 +36,9 @@ NAMES = sorted(
     name for source in SOURCES for name in re.findall(r"^def (\w+_kernel)\(", (KERNELS / f"{source}.py").read_text(encoding="utf-8"), re.M)
 )
 KIB = 1024
+# Bytes of stack a thread that are known. Over 1,024 states the fast gradient has 64 registers a thread, and is faster so than with two states a
+# thread; in the others ptxas keeps a scalar or two that no loop touches.
+SPILLED = {"chain_fast_gradient_kernel": 64, "chain_gradient_kernel": 16, "chain_halves_kernel": 8, "chain_logz_kernel": 8}
 
 
 class Target(NamedTuple):
@@ -186,5 +189,5 @@ def test_compiles(kernel: str, name: str, tmp_path: Path) -> None:
         # must fp64, whose registers are twice as many, and which is no dtype of training.
         if launch.plain and launch.dtype != torch.float64:
             count = spilled(result, target, tmp_path)
-            spills += [f"{count} in {launch}"] * (count > 8)  # ptxas keeps a scalar there that no loop touches
+            spills += [f"{count} in {launch}"] * (count > SPILLED.get(kernel, 0))
     assert not spills, "\n".join(spills)

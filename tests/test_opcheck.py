@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from chains import random_chain
 from rows import INTERPRETING, class_weights, devices, targets_for
 
 import partita
@@ -30,7 +31,12 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         (x, probabilities, weight, *all_numbers),
     ]
     reduced = [(mean, dtype) for mean in (False, True) for dtype in (torch.float32, torch.float64)]
+    chain = random_chain(4, 2, 3, 2, ragged=False, forbidden=0.0, device=device, dtype=torch.float32)
+    dense = random_chain(3, 2, 12, kind="dense", ragged=False, device=device)
+    chains = [(c.scores, c.source, c.initial, c.final, lengths) for c, lengths in ((chain, torch.full((2,), 4, device=device)), (dense, None))]
     return {
+        "chain_logz": [(*c, False, keep) for c in chains for keep in (False, True)],
+        "chain_gradient": [chain_gradient_arguments(c) for c in chains],
         "softmax": [
             (x, 1, False, torch.float32),
             (images, 2, True, torch.float32),
@@ -52,6 +58,13 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
             for name in ("cross_entropy_backward", "cross_entropy_backward_")
         },
     }
+
+
+def chain_gradient_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What the backward pass of a chain gets from the forward."""
+    scores, source, initial, final, lengths = arguments
+    logz, kept = torch.ops.partita.chain_logz(*arguments, False, True, BACKEND)
+    return torch.ones_like(logz), scores, initial, final, source, lengths, logz, kept, False, scores.dtype
 
 
 def statistics(arguments: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:

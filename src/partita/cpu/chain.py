@@ -128,6 +128,8 @@ def _prepared(scores: Tensor, source: Tensor, lengths: Tensor | None) -> tuple[A
 def chain_logz(
     scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None, best: bool, keep: bool
 ) -> tuple[Tensor, Tensor]:
+    if best:
+        raise RuntimeError("the Max semiring has no kernel; it runs in PyTorch (backend 'reference')")
     steps, chains, states, _ = scores.shape
     sources, counted, wrong = _prepared(scores, source, lengths)
     kept = _empty((steps + 1 if keep else 2, chains, states))

@@ -286,6 +286,8 @@ def fast_options(scores: Tensor, table: Table) -> dict[str, Any] | None:
 def chain_logz(
     scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None, best: bool, keep: bool
 ) -> tuple[Tensor, Tensor]:
+    if best:
+        raise RuntimeError("the Max semiring has no kernel; it runs in PyTorch (backend 'reference')")
     steps, chains, states, slots = scores.shape
     table = table_of(source)
     state = torch.empty((steps + 1 if keep else 4, chains, states), dtype=torch.float64, device=scores.device)
