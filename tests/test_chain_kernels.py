@@ -16,7 +16,6 @@ DEVICES = [
     pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]),
 ]
 devices = pytest.mark.parametrize("device", DEVICES)
-on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 SHAPES = ((0, 2, 3, 2), (1, 3, 3, 2), (2, 2, 2, 1), (5, 4, 3, 2), (7, 3, 1, 3), (20, 3, 13, 5), (11, 2, 70, 3), (4, 2, 5, 20))
 LARGE = ((50, 3, 64, 5), (50, 3, 256, 5), (30, 2, 1024, 5), (20, 2, 1500, 3), (20, 2, 4096, 2), (20, 2, 100, 40))
 

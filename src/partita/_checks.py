@@ -74,14 +74,18 @@ def values_wanted(where: torch.device) -> bool:
     return where.type == "cpu" if setting == "" else setting == "1"
 
 
+def first_place(bad: Tensor) -> tuple[int, ...] | None:
+    """Where the first of them is, or None where there is none; waits for the device."""
+    return tuple(bad.nonzero()[0].tolist()) if bool(bad.any()) else None
+
+
 def labels(name: str, value: Tensor, classes: int, ignore_index: int) -> None:
     """Every label is a class or `ignore_index`; else `IndexError` names the first that is not, and its place."""
     if value.is_meta or not values_wanted(value.device):
         return
     value = value.long()  # a narrow type would wrap the bounds
     bad = ((value < 0) | (value >= classes)) & (value != ignore_index)
-    if bool(bad.any()):
-        place = tuple(bad.nonzero()[0].tolist())
+    if (place := first_place(bad)) is not None:
         raise IndexError(f"{name}: expected labels from 0 to {classes - 1} (or ignore_index {ignore_index}), got {int(value[place])} at {list(place)}")
 
 
@@ -89,7 +93,5 @@ def within(name: str, value: Tensor, low: int, high: int, meaning: str) -> None:
     """Every number is in range; else `ValueError` names the first that is not, and its place."""
     if value.is_meta or not values_wanted(value.device):
         return
-    bad = (value < low) | (value > high)
-    if bool(bad.any()):
-        place = tuple(bad.nonzero()[0].tolist())
+    if (place := first_place((value < low) | (value > high))) is not None:
         raise ValueError(f"{name}: expected {meaning} from {low} to {high}, got {int(value[place])} at {list(place)}")

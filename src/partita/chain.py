@@ -117,17 +117,23 @@ class Chain:
 
         return ones() if self.initial is None else self.initial, ones() if self.final is None else self.final
 
-    def _all(self, one: float = 0.0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        return self.scores, self.source, *self._ends(one), self.lengths
+    def _all(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        return self.scores, self.source, *self._ends(), self.lengths
 
     def _checked(self, what: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """All inputs of a method that runs in plain PyTorch on every device."""
         name = _backend.current()
         if name in ("triton", "numba"):
             raise RuntimeError(f"backend {name!r}: {what} has no kernel; it runs in PyTorch (backend 'auto' or 'reference')")
+        inputs = self._all()
         if not torch.compiler.is_compiling():
-            _chain.check_values(*self._all())
-        return self._all()
+            _chain.check_values(*inputs)
+        return inputs
+
+    def _scanned(self, what: str, semiring: Semiring) -> reference.Inputs:
+        """The same, ready to be scanned under a semiring."""
+        self._checked(what)
+        return reference.inputs(self.scores, self.source, *self._ends(semiring.one), self.lengths, semiring)
 
     def _rounded(self, value: Tensor) -> Tensor:
         return value.to(accumulator(self.scores.dtype))
@@ -135,8 +141,7 @@ class Chain:
     def _logz64(self, semiring: Semiring) -> Tensor:
         """log Z in fp64, so that differences of it are formed before they are rounded."""
         if semiring not in (Log, Max):
-            x = reference.inputs(*self._checked("this semiring")[:2], *self._ends(semiring.one), self.lengths, semiring)
-            return reference.logz_of(x, differentiable(semiring))
+            return reference.logz_of(self._scanned("this semiring", semiring), differentiable(semiring))
         values = self._all()
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in values[:4] if t is not None)
         if semiring is Max:
@@ -299,8 +304,7 @@ class Chain:
             >>> partita.Chain(torch.zeros(2, 1, 2, 2), partita.dense_source(2)).forward_scores()[:, 0, 0]
             tensor([0.0000, 0.6931, 1.3863])
         """
-        inputs = self._checked("Chain.forward_scores")
-        x = reference.inputs(*inputs[:2], *self._ends(semiring.one), self.lengths, semiring)
+        x = self._scanned("Chain.forward_scores", semiring)
         return self._rounded(torch.stack(reference.forward_scores(x, differentiable(semiring))))
 
     def backward_scores(self, semiring: Semiring = Log) -> Tensor:
@@ -311,8 +315,7 @@ class Chain:
             >>> partita.Chain(torch.zeros(2, 1, 2, 2), partita.dense_source(2)).backward_scores()[:, 0, 0]
             tensor([1.3863, 0.6931, 0.0000])
         """
-        inputs = self._checked("Chain.backward_scores")
-        x = reference.inputs(*inputs[:2], *self._ends(semiring.one), self.lengths, semiring)
+        x = self._scanned("Chain.backward_scores", semiring)
         return self._rounded(torch.stack(reference.backward_scores(x, differentiable(semiring))))
 
 

@@ -71,8 +71,8 @@ def edges_from_states(states: Tensor, source: Tensor) -> Tensor:
     inside = (before >= 0) & (after >= 0) & (after < count)
     fits = (source[after.clamp(0, max(count - 1, 0))] == before[..., None]) & inside[..., None]
     found = fits.any(-1)
-    if _checks.values_wanted(states.device) and bool(((before >= 0) & (after >= 0) & ~found).any()):
-        place = tuple(((before >= 0) & (after >= 0) & ~found).nonzero()[0].tolist())
+    lost = (before >= 0) & (after >= 0) & ~found
+    if _checks.values_wanted(states.device) and (place := _checks.first_place(lost)) is not None:
         raise ValueError(f"states: expected an edge between one state and the next, got {int(before[place])} then {int(after[place])} at {list(place)}")
     return torch.where(found, after * slots + fits.int().argmax(-1), -1)
 

@@ -48,21 +48,22 @@ def _log_sum(x: Tensor, dim: int) -> Tensor:
     return torch.where(nothing, -torch.inf, total.masked_fill(nothing, 1.0).log() + shift.squeeze(dim))
 
 
-def _log_dsum(x: Tensor, dim: int) -> Tensor:
-    return (x - _log_sum(x, dim).masked_fill((x == -torch.inf).all(dim), 0.0).unsqueeze(dim)).exp()
+def log_dsum(x: Tensor, dim: int) -> Tensor:
+    total = _log_sum(x, dim)
+    return (x - total.masked_fill(total == -torch.inf, 0.0).unsqueeze(dim)).exp()
 
 
 def _max_sum(x: Tensor, dim: int) -> Tensor:
     return x.gather(dim, x.argmax(dim, keepdim=True)).squeeze(dim)  # the first of equals, for the value and for its derivative
 
 
-def _max_dsum(x: Tensor, dim: int) -> Tensor:
+def max_dsum(x: Tensor, dim: int) -> Tensor:
     best = x.argmax(dim, keepdim=True)
     return torch.zeros_like(x).scatter(dim, best, (x.gather(dim, best) != -torch.inf).to(x.dtype))
 
 
-Log = Semiring(-torch.inf, 0.0, torch.add, _log_sum, _log_dsum)
-Max = Semiring(-torch.inf, 0.0, torch.add, _max_sum, _max_dsum)
+Log = Semiring(-torch.inf, 0.0, torch.add, _log_sum, log_dsum)
+Max = Semiring(-torch.inf, 0.0, torch.add, _max_sum, max_dsum)
 
 
 class _Sum(torch.autograd.Function):

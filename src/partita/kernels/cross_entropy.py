@@ -22,7 +22,6 @@ from .cross_entropy_rows import (
     label_gradient,
     label_weights,
     row_shape,
-    rows_of_loss,
     shortfall,
     spread_mode,
     spread_weights,
@@ -340,7 +339,7 @@ def cross_entropy_reduced(
     logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, softcap: float, mean: bool, dtype: torch.dtype
 ) -> Tensor:
     words = torch.empty(SUM_WORDS, dtype=torch.int64, device=logits.device)
-    loss = rows_of_loss(logits, target, weight, ignore_index, label_smoothing, softcap, words).loss
+    loss = cross_entropy(logits, target, weight, ignore_index, label_smoothing, softcap, words).loss
     if not mean:
         return total(loss, words, dtype)
     if target.is_floating_point():

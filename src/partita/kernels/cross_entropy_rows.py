@@ -319,17 +319,13 @@ def view_of(logits: Tensor, target: Tensor, *outputs: Tensor) -> Rows | None:
     return rows_of(1, logits, target if target.is_floating_point() else logits, *outputs)
 
 
-def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, softcap: float) -> RowValues:
-    return rows_of_loss(logits, target, weight, ignore_index, label_smoothing, softcap)
-
-
-def rows_of_loss(
+def cross_entropy(
     logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, softcap: float, words: Tensor | None = None
 ) -> RowValues:
     """Loss and statistics of the rows; `words`, for a later kernel, are zeroed on the way."""
     view = view_of(logits, target)
     if view is None:
-        return rows_of_loss(logits.contiguous(), target.contiguous(), weight, ignore_index, label_smoothing, softcap, words)
+        return cross_entropy(logits.contiguous(), target.contiguous(), weight, ignore_index, label_smoothing, softcap, words)
     values = RowValues(*(logits.new_empty(row_shape(logits), dtype=accumulator(logits.dtype)) for _ in RowValues._fields))
     spread = spread_mode(target, label_smoothing)
     chosen = scan_plan_for(view)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..semiring import Log, Max, Semiring
+from ..semiring import Log, Max, Semiring, log_dsum, max_dsum
 
 
 class Inputs(NamedTuple):
@@ -82,15 +82,12 @@ def logz_of(x: Inputs, S: Semiring) -> Tensor:
     return torch.where(total == -torch.inf, total.detach(), total) if S.zero == -torch.inf else total
 
 
-def semiring(best: bool) -> Semiring:
-    return Max if best else Log
-
-
 def chain_logz(scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None, best: bool, keep: bool) -> tuple[Tensor, Tensor]:
     """log Z, `[N]` fp64, and what the gradient may use again: nothing, for the reference starts anew."""
     steps, chains, states, _ = scores.shape
     kept = scores.new_zeros((steps + 1, chains, states) if keep else (0,), dtype=torch.float64)
-    return logz_of(inputs(scores, source, initial, final, lengths, semiring(best)), semiring(best)), kept
+    S = Max if best else Log
+    return logz_of(inputs(scores, source, initial, final, lengths, S), S), kept
 
 
 def chain_gradient(
@@ -99,16 +96,14 @@ def chain_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of scores, in `dtype`, of initial and of final, from that of log Z: the share of each edge in the sum that entered its state,
     times what went on from that state."""
-    S = semiring(best)
-    if S.dsum is None:
-        raise ValueError("semiring: expected one with a derivative of its sum")
+    S, shares = (Max, max_dsum) if best else (Log, log_dsum)
     x = inputs(scores, source, initial, final, lengths, S)
     alpha = forward_scores(x, S)
-    here = d_final = grad.double()[:, None] * S.dsum(S.mul(alpha[-1], x.final), -1)
+    here = d_final = grad.double()[:, None] * shares(S.mul(alpha[-1], x.final), -1)
     d_scores: list[Tensor] = []
     for t in reversed(range(len(x.scores))):
         active = x.active[t, :, None]
-        share = here[..., None] * S.dsum(edge_terms(x, t, alpha[t], S), -1)
+        share = here[..., None] * shares(edge_terms(x, t, alpha[t], S), -1)
         d_scores.insert(0, torch.where(active[..., None], share, 0.0 * here[..., None]))
         before = torch.zeros_like(here).index_add(1, x.source.flatten(), share.flatten(1))
         here = torch.where(active, before, here)
@@ -161,7 +156,7 @@ def _at_states(terms: Tensor, state: Tensor) -> Tensor:
 
 def _drawn(terms: Tensor, uniform: Tensor) -> Tensor:
     """One place of `[S, N, K]` for each row, with probabilities in proportion to the exponentials."""
-    weights = Log.dsum(terms, -1) if Log.dsum else terms
+    weights = log_dsum(terms, -1)
     total = weights.cumsum(-1)
     place = (total <= uniform[..., None] * total[..., -1:]).sum(-1)
     possible = (weights > 0) * torch.arange(weights.shape[-1], device=weights.device)
@@ -196,15 +191,10 @@ def chain_expectation(scores: Tensor, source: Tensor, initial: Tensor, final: Te
     alpha, mean = x.initial, values.initial.double()
     for t in range(len(x.scores)):
         terms = edge_terms(x, t, alpha, Log)
-        through = _weighed(_probabilities(terms), values.edges[t].double() + mean[:, x.source])
+        through = _weighed(log_dsum(terms, -1), values.edges[t].double() + mean[:, x.source])
         active = x.active[t, :, None]
         alpha, mean = torch.where(active, Log.sum(terms, -1), alpha), torch.where(active, through, mean)
-    return _weighed(_probabilities(alpha + x.final), mean + values.final.double())
-
-
-def _probabilities(terms: Tensor) -> Tensor:
-    total = Log.sum(terms, -1)
-    return (terms - total.masked_fill(total == -torch.inf, 0.0).unsqueeze(-1)).exp()
+    return _weighed(log_dsum(alpha + x.final, -1), mean + values.final.double())
 
 
 def _weighed(weights: Tensor, values: Tensor) -> Tensor:
