@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from partita.__main__ import main
-from partita.bench import cli, cross_entropy, measure, providers, report, runner, softmax, token_stats
+from partita.bench import chain, chain_peers, cli, cross_entropy, measure, providers, report, runner, softmax, token_stats
 from partita.bench.case import Buffers, Case, Settings
 from partita.bench.measure import Machine, Timing
 from partita.bench.providers import PARTITA, TORCH, Provider
@@ -23,8 +23,8 @@ DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 devices = pytest.mark.parametrize("device", DEVICES)
 
 TINY = ["--elements", "2048", "--columns", "16,33", "--repetitions", "2"]
-SETTINGS = Settings((torch.float32, torch.bfloat16), (16, 33), 2048, quick=True, sweep=True, repetitions=2)
 CPU = Machine(torch.device("cpu"), "a CPU", copy=4e9, read=2e9)
+SETTINGS = Settings((torch.float32, torch.bfloat16), (16, 33), 2048, quick=True, sweep=True, repetitions=2, device=CPU.device)
 
 
 @pytest.fixture
@@ -62,36 +62,46 @@ def test_all_ops_with_table_csv_and_picture(device: str, tmp_path: Path, capsys:
             assert {("cross_entropy", part, dtype, name) for part in ("inference", "forward", "backward", "total")} <= found
             assert {("token_stats", part, dtype, name) for part in ("inference", "backward", "total")} <= found
             assert ("log_softmax", "inference", dtype, name) in found
+            assert {("chain", part, dtype, name) for part in ("inference", "forward", "backward", "total")} <= found
+            assert ("viterbi", "inference", dtype, name) in found
         assert ("cross_entropy", "total", dtype, "partita-inplace") in found
     assert {name for op, part, _, name in found if part == "replay"} == {"partita", "torch", "naive"}
     assert {name for op, part, _, name in found if part == "host"} == {"partita", "torch"}
     for row in measured:
         assert row["note"] == ""
         assert 0 < float(row["min_ms"]) <= float(row["median_ms"]) <= float(row["max_ms"])
-        assert float(row["error_ulp"]) < 64
+        assert float(row["error_ulp"] or row["error"]) < (1e-4 if row["steps"] else 64)
         if row["fraction"]:
             assert float(row["gb_per_s"]) == pytest.approx(int(row["bytes"]) / float(row["median_ms"]) / 1e6, rel=1e-4)
             assert float(row["fraction"]) == pytest.approx(float(row["gb_per_s"]) / machine[row["limit"]], rel=1e-3, abs=1e-4)
-        assert bool(row["extra_memory_bytes"]) == (device == "cuda" and row["op"] == "cross_entropy" and row["part"] == "total")
+        assert bool(row["extra_memory_bytes"]) == (device == "cuda" and row["op"] in ("cross_entropy", "chain") and row["part"] == "total")
+    sizes = {tuple(row[name] for name in chain.ChainCase.sizes) for row in measured if row["op"] in ("chain", "viterbi")}
+    assert sizes == {("25", "1", "16", "5"), ("12", "1", "33", "5")}
     texts = [element.text for element in ElementTree.parse(out / "bench.svg").iter() if element.tag.endswith("text")]
-    assert {"partita", "torch", "naive", "copy", "columns"} <= set(texts)
+    assert {"partita", "torch", "naive", "copy", "columns", "25 × 1 ×", "12 × 1 ×"} <= set(texts)
+    assert {text.split(" scores")[0] for text in texts if text and text.startswith("log Z")} == {
+        f"log Z and its gradient, {dtype}" for dtype in ("fp32", "bf16")
+    }
     printed = capsys.readouterr().out
     assert "mean" not in printed
-    for title in ("softmax fp32", "softmax sweep fp32", "cross_entropy host fp32", "cross_entropy bf16, total: percent of copy bandwidth"):
+    for title in ("softmax fp32", "softmax sweep fp32", "cross_entropy host fp32", "cross_entropy bf16, total: percent of copy bandwidth", "viterbi bf16"):
         assert f"\n{title}\n" in printed
+    assert "\nsteps × chains × states × slots  partita  torch\n" in printed
     assert ("No GPU" in printed) == (not torch.cuda.is_available())
 
 
 def test_an_absent_peer_gets_one_line(capsys: pytest.CaptureFixture[str], peers: Callable[..., None]) -> None:
-    peers(Provider("absent", {"softmax": lambda: torch.softmax}, package="no_such_package", install="pip install no-such-package"))
+    peers(Provider("absent", {"softmax": lambda: torch.softmax}, packages=("torch", "no_such_package"), install="pip install no-such-package"))
     assert main(["bench", "softmax", *TINY, "--no-sweep", "--device", "cpu", "--peers", "absent"]) == 0
     assert "absent: not installed (pip install no-such-package)\n" in capsys.readouterr().out
+    assert main(["bench", "cross_entropy", *TINY, "--device", "cpu", "--peers", "absent"]) == 0
+    assert "absent" not in capsys.readouterr().out  # it has no such op
 
 
 def test_the_peers_that_are_known() -> None:
-    assert [peer.name for peer in providers.PEERS] == ["torch", "compile", "naive", "quack", "liger"]
+    assert [peer.name for peer in providers.PEERS] == ["torch", "compile", "naive", "quack", "liger", "koi", "seqdist"]
     for peer in providers.PEERS:
-        assert bool(peer.package) == bool(peer.install)
+        assert bool(peer.packages) == bool(peer.install)
     assert [provider.name for provider in providers.choose(["quack", "torch"])] == ["partita", "partita-inplace", "quack", "torch"]
 
 
@@ -100,15 +110,23 @@ def _wrong_gradient(logits: Tensor, target: Tensor) -> Tensor:
     return loss.detach() + 0.5 * (loss - loss.detach())
 
 
+def _wrong_path(scores: Tensor, *others: Tensor) -> Tensor:
+    edges = chain_peers.loop_viterbi(scores, *others)
+    edges[len(edges) // 2] = 0
+    return edges
+
+
 WRONG = {
     "softmax": lambda x: 1.1 * torch.softmax(x, -1),
     "log_softmax": lambda x: torch.cat([torch.log_softmax(x, -1)[:-1], x[-1:]]),
     "cross_entropy": _wrong_gradient,
     "token_stats": lambda x, target: (*providers.eager_token_stats(x, target)[:3], x.argmin(-1)),
+    "chain": lambda *inputs: 1.1 * chain_peers.loop_logz(*inputs),
+    "viterbi": _wrong_path,
 }
 
 
-@pytest.mark.parametrize("module", [softmax, cross_entropy, token_stats])
+@pytest.mark.parametrize("module", [softmax, cross_entropy, token_stats, chain])
 def test_the_wrong_are_not_timed(module: object) -> None:
     wrong = Provider("wrong", {name: lambda function=function: function for name, function in WRONG.items()})
     rows = run(module.cases(SETTINGS), wrong)
@@ -176,8 +194,8 @@ def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["chess"], "expected some of softmax, cross_entropy, token_stats, got 'chess'"),
-        (["--peers", "nobody"], "--peers: expected some of torch, compile, naive, quack, liger, got 'nobody'"),
+        (["chess"], "expected some of softmax, cross_entropy, token_stats, chain, got 'chess'"),
+        (["--peers", "nobody"], "--peers: expected some of torch, compile, naive, quack, liger, koi, seqdist, got 'nobody'"),
         (["--dtype", "fp8"], "expected some of fp16,bf16,fp32,fp64, got 'fp8'"),
         (["--columns", "8,-1"], "expected positive whole numbers, got '8,-1'"),
         (["--elements", "1,2"], "expected one positive whole number, got '1,2'"),
@@ -212,6 +230,8 @@ def test_bytes_that_must_be_moved(dtype: torch.dtype) -> None:
         softmax.Sweep("softmax", dtype, 6, 10): {"replay": (2, "copy")},
         cross_entropy.CrossEntropy("cross_entropy", dtype, 6, 10): {"inference": (1, "read"), "total": (2, "copy")},
         token_stats.TokenStats("token_stats", dtype, 6, 10): {"inference": (1, "read"), "backward": (2, "copy"), "total": (3, "copy")},
+        chain.LogZ("chain", dtype, 2, 3, 2, chain.kmers): {"inference": (1, "read"), "total": (3, "copy")},
+        chain.Viterbi("viterbi", dtype, 5, 2, 2, chain.alignment): {"inference": (1, "read")},
     }
     for case, moves in expected.items():
         assert {part: (m.bytes, m.limit) for part, m in case.moves.items()} == {part: (n * size, limit) for part, (n, limit) in moves.items()}
@@ -227,7 +247,7 @@ def test_shares_of_the_bandwidth() -> None:
 
 
 def test_the_sizes_of_the_report() -> None:
-    full = dataclasses.replace(SETTINGS, columns=(), elements=2**28, quick=False)
+    full = dataclasses.replace(SETTINGS, columns=(), elements=None, quick=False, device=torch.device("cuda"))
     widths = {256 * 2**i for i in range(11)} | {781, 50257}
     cases = list(softmax.cases(full))
     for kind in (softmax.Softmax, softmax.LogSoftmax):
@@ -248,16 +268,17 @@ def test_steps_are_timed_in_order() -> None:
     times = measure.time_steps(steps, CPU.device, before=lambda: told.append("-"), repetitions=4)
     assert list(times) == ["a", "b", "total"]
     assert {timing.repetitions for timing in times.values()} == {4}
-    assert told == ["-", "a", "b"] * (4 + measure.WARM_UP)
+    assert told == ["-", "a", "b"] * (4 + measure.warm_up(4))
+    assert [measure.warm_up(n) for n in (1, 3, 9, 20)] == [1, 1, 3, measure.WARM_UP]
 
 
 def test_numbers_are_drawn_once() -> None:
     buffers = Buffers(CPU.device)
-    first = buffers.normal("logits", 4, 6, torch.float32)
-    second = buffers.normal("logits", 3, 5, torch.float32)
+    first = buffers.normal("logits", (4, 6), torch.float32)
+    second = buffers.normal("logits", (3, 5, 1), torch.float32)
     assert first.data_ptr() == second.data_ptr()
-    assert first.data_ptr() != buffers.normal("gradient", 4, 6, torch.float32).data_ptr()
-    assert buffers.normal("logits", 4, 6, torch.bfloat16).dtype == torch.bfloat16
+    assert first.data_ptr() != buffers.normal("gradient", (4, 6), torch.float32).data_ptr()
+    assert buffers.normal("logits", (4, 6), torch.bfloat16).dtype == torch.bfloat16
 
 
 @devices

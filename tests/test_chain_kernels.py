@@ -17,7 +17,8 @@ DEVICES = [
 ]
 devices = pytest.mark.parametrize("device", DEVICES)
 SHAPES = ((0, 2, 3, 2), (1, 3, 3, 2), (2, 2, 2, 1), (5, 4, 3, 2), (7, 3, 1, 3), (20, 3, 13, 5), (11, 2, 70, 3), (4, 2, 5, 20))
-LARGE = ((50, 3, 64, 5), (50, 3, 256, 5), (30, 2, 1024, 5), (20, 2, 1500, 3), (20, 2, 4096, 2), (20, 2, 100, 40))
+SEMIRINGS = ((partita.Log, "Log"), (partita.Max, "Max"))
+LARGE = ((50, 3, 64, 5), (50, 3, 256, 5), (30, 2, 1024, 5), (20, 2, 1500, 3), (20, 2, 4096, 2), (20, 2, 100, 40), (5, 2, 16_384, 3), (5, 2, 20_000, 2))
 
 
 def results(chain: Chain, backend: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -60,6 +61,85 @@ def test_dtypes(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None
     if device == "cpu" and dtype == torch.bfloat16:
         pytest.skip("the interpreter truncates what it stores in bf16")
     assert_right(random_chain(*shape, seed=1, device=device), dtype)
+
+
+def everything(chain: Chain, backend: str) -> dict[str, torch.Tensor]:
+    """What all the other ops of a chain give."""
+    g = torch.Generator(chain.scores.device).manual_seed(1)
+    tensors = [t.clone().requires_grad_() for t in (chain.scores, chain.initial, chain.final)]
+    values = [torch.randn(t.shape, generator=g, dtype=t.dtype, device=t.device).requires_grad_() for t in tensors]
+    with partita.backend(backend), poisoned_memory():
+        found = {f"{name} {label}": getattr(chain, f"{name}_scores")(S) for S, label in SEMIRINGS for name in ("forward", "backward")}
+        found |= {f"best {name}": value for name, value in chain.viterbi()._asdict().items()}
+        found |= {f"drawn {name}": value for name, value in chain.sample(5, g)._asdict().items()}
+        found["entropy"] = chain.entropy()
+        live = Chain(tensors[0], chain.source, *tensors[1:], lengths=chain.lengths)
+        mean, best = live.expectation(*values), live.logz(partita.Max)
+        factor = torch.linspace(0.5, 2, len(mean), device=mean.device).to(mean.dtype)
+        found |= {"mean": mean, "best": best, "best alone": chain.logz(partita.Max)}
+        for name, result, variables in (("mean", mean, tensors + values), ("best", best, tensors)):
+            found |= {f"{name}'s gradient {i}": t for i, t in enumerate(torch.autograd.grad(result, variables, factor))}
+    return found
+
+
+def assert_everything_right(chain: Chain) -> None:
+    """Paths are the same; sums and means are as exact as log Z, gradients of a mean of some values as exact as posteriors, times these values."""
+    ours, truth = everything(chain, "triton"), everything(chain, "reference")
+    small = 2e-6 if chain.scores.dtype.itemsize < 8 else 1e-11
+    for name, expected in truth.items():
+        tolerance = 0 if not expected.is_floating_point() else max(small, 2 * torch.finfo(expected.dtype).eps)
+        atol = tolerance * (len(chain.scores) + 10) * 10 if tolerance else 0
+        torch.testing.assert_close(ours[name], expected, rtol=tolerance, atol=atol, equal_nan=True, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@devices
+@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_all_other_ops_against_the_specification(shape: tuple[int, ...], kind: str, device: str) -> None:
+    if device == "cpu" and (shape not in SHAPES[::3] or kind not in TABLES[::2]):
+        pytest.skip("one in six under the interpreter, which is slow")
+    assert_everything_right(random_chain(*shape, kind=kind, seed=sum(shape), device=device))
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", (*SHAPES, *LARGE), ids=str)
+def test_all_other_ops_in_training_dtypes(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    chain = random_chain(*shape, seed=sum(shape), device=device, dtype=dtype)
+    assert_everything_right(chain)
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("shape", [(40, 5, 5, 3), (400, 5, 64, 5), (700, 3, 200, 4), (300, 2, 1024, 5)], ids=str)
+def test_ties_are_broken_as_promised(shape: tuple[int, ...], kind: str, device: str) -> None:
+    """Scores of few values, so that almost every path has an equal."""
+    kind = "any" if kind == "dense" and shape[2] > 64 else kind
+    chain = random_chain(*shape, kind=kind, seed=sum(shape), device=device, dtype=torch.float32)
+    for spread in (0.0, 1.0, 30.0):
+        rounded = Chain((chain.scores * spread).nan_to_num(0.0, neginf=-torch.inf).round(), chain.source, lengths=chain.lengths)
+        ours, truth = (path_of(rounded, backend) for backend in ("triton", "reference"))
+        for a, b in zip(ours, truth, strict=True):
+            assert torch.equal(a, b)
+
+
+def path_of(chain: Chain, backend: str) -> partita.chain.ViterbiPath:
+    with partita.backend(backend), poisoned_memory():
+        return chain.viterbi()
+
+
+@devices
+def test_second_derivatives(device: str) -> None:
+    chain = random_chain(5, 3, 4, 3, device=device)
+    found = []
+    for backend in ("triton", "reference"):
+        tensors = [t.clone().nan_to_num(0.0).requires_grad_() for t in (chain.scores, chain.initial, chain.final)]
+        with partita.backend(backend):
+            z = Chain(tensors[0], chain.source, *tensors[1:], lengths=chain.lengths).logz()
+            grads = torch.autograd.grad(z.square().sum(), tensors, create_graph=True)
+            found.append(torch.autograd.grad(sum(g.square().sum() for g in grads), tensors))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
 @devices
@@ -139,6 +219,8 @@ def test_capture_and_replay(device: str) -> None:
 FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "logz": lambda scores, source: partita.logz(scores, source).sum(),
     "max": lambda scores, source: partita.logz(scores, source, semiring=partita.Max).sum(),
+    "method": lambda scores, source: partita.Chain(scores, source).logz().sum(),
+    "entropy": lambda scores, source: partita.Chain(scores, source).entropy().sum(),
 }
 
 
@@ -147,8 +229,6 @@ FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 def test_fullgraph(name: str, device: str) -> None:
     if INTERPRETING:
         pytest.skip("kernels are functions of Python there")
-    if torch.__version__ < "2.13":
-        pytest.skip("Dynamo cannot take a dataclass as the default of an argument yet")
     chain = random_chain(5, 3, 4, 3, ragged=False, forbidden=0.0, device=device, dtype=torch.float32)
     scores = chain.scores.clone().requires_grad_()
     expected = torch.autograd.grad(FUNCTIONS[name](scores, chain.source), scores)[0]

@@ -26,12 +26,14 @@ pytest.importorskip("triton")
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="kernels are functions of Python there")
 
 KERNELS = Path(partita.__file__).parent / "kernels"
-SOURCES = ["softmax", "logsumexp", "cross_entropy", "cross_entropy_rows", "cross_entropy_scalars", "token_stats", "chain", "chain_fast"]
+SOURCES = ["softmax", "logsumexp", "cross_entropy", "cross_entropy_rows", "cross_entropy_scalars", "token_stats"]
+SOURCES += ["chain", "chain_fast", "chain_fast_best", "chain_scan", "chain_paths", "chain_pairs"]
 NAMES = sorted(
     name for source in SOURCES for name in re.findall(r"^def (\w+_kernel)\(", (KERNELS / f"{source}.py").read_text(encoding="utf-8"), re.M)
 )
@@ -61,8 +63,9 @@ class Launch(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the greatest of the floating tensors."""
-        return max((arg for arg in self.args if isinstance(arg, torch.Tensor) and arg.is_floating_point()), key=torch.Tensor.numel).dtype
+        """Of the first of the floating tensors that have the most dimensions: the logits, the scores; int64 where there is none."""
+        floating = [arg for arg in self.args if isinstance(arg, torch.Tensor) and arg.is_floating_point()]
+        return max(floating, key=torch.Tensor.dim).dtype if floating else torch.int64
 
     @property
     def plain(self) -> bool:
@@ -108,7 +111,14 @@ def call_chains(dtype: torch.dtype, states: int, slots: int) -> None:
     lengths = torch.ones(2, dtype=torch.int64)
     chain = partita.Chain(scores, source, torch.zeros(2, states), torch.zeros(2, states), lengths=lengths)
     torch.autograd.grad(chain.logz().sum(), scores)
-    partita.Chain(scores.detach(), source).logz()
+    torch.autograd.grad(chain.expectation(torch.zeros((), dtype=dtype, requires_grad=True)).sum(), scores)
+    alone = partita.Chain(scores.detach(), source)
+    for semiring in (partita.Log, partita.Max):
+        alone.logz(semiring)
+        alone.forward_scores(semiring)
+        alone.backward_scores(semiring)
+    alone.viterbi()
+    alone.sample(2)
 
 
 def call_everything(x: torch.Tensor) -> None:
@@ -156,7 +166,8 @@ def compiled(launch: Launch, target: GPUTarget) -> Any:
     binder = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
     bound, specialization, options = binder(*launch.args, **launch.options)
     options, signature, constexprs, attrs = launch.kernel._pack_args(backend, launch.options, bound, specialization, options)
-    return triton.compile(ASTSource(launch.kernel, signature, constexprs, attrs), target=target, options=options.__dict__)
+    kind = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    return triton.compile(kind(launch.kernel, signature, constexprs, attrs), target=target, options=options.__dict__)
 
 
 def spilled(result: Any, target: GPUTarget, folder: Path) -> int:

@@ -1,8 +1,10 @@
 """The examples at a small size, and the code of the README."""
 
+import csv
 import re
 from pathlib import Path
 
+import chain_exactness
 import digits
 import pytest
 import torch
@@ -42,6 +44,32 @@ def test_digits_refuses(epochs: str, capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit, match="2"):
         digits.main(["--epochs", epochs])
     assert f"invalid positive value: '{epochs}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", chain_exactness.CHAINS)
+def test_the_plain_recursion_is_right_in_fp64(name: str) -> None:
+    chain = chain_exactness.moved(chain_exactness.CHAINS[name](50, torch.Generator().manual_seed(1)), torch.device("cpu"), torch.float64)
+    ours, plain = chain_exactness.ours(chain), chain_exactness.plain(chain)
+    assert plain.logz == pytest.approx(ours.logz, rel=1e-12)
+    assert chain_exactness.worst(plain, ours, 50) <= 1e-12
+
+
+def test_chain_exactness_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new folder"
+    assert chain_exactness.main(["--steps", "50", "20", "--device", "cpu", "--out", str(out), "--quiet"]) == 0
+    assert len(re.findall(r" (20|50) +(partita|plain fp32) ", capsys.readouterr().out)) == 16
+    with (out / "chain_exactness.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["chain"], row["steps"]) for row in rows} == {(name, steps) for name in chain_exactness.CHAINS for steps in ("20", "50")}
+    assert all(row["device"].startswith("CPU") for row in rows)
+    picture = (out / "chain_exactness.svg").read_text(encoding="utf-8")
+    assert all(text in picture for text in [*chain_exactness.CHAINS, "partita", "plain fp32", "CPU"])
+
+
+def test_chain_exactness_out_of_contract(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain_exactness, "ours", lambda chain: chain_exactness.plain(chain))
+    assert chain_exactness.main(["--steps", "50", "--device", "cpu", "--out", str(tmp_path), "--quiet"]) == 1
+    assert "Out of contract: CTC, up to 200 labels, 50 steps." in capsys.readouterr().err
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

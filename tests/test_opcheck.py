@@ -1,5 +1,6 @@
 """torch.library.opcheck on each registered op: schema, fake, autograd registration and AOT dispatch."""
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -31,12 +32,8 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         (x, probabilities, weight, *all_numbers),
     ]
     reduced = [(mean, dtype) for mean in (False, True) for dtype in (torch.float32, torch.float64)]
-    chain = random_chain(4, 2, 3, 2, ragged=False, forbidden=0.0, device=device, dtype=torch.float32)
-    dense = random_chain(3, 2, 12, kind="dense", ragged=False, device=device)
-    chains = [(c.scores, c.source, c.initial, c.final, lengths) for c, lengths in ((chain, torch.full((2,), 4, device=device)), (dense, None))]
     return {
-        "chain_logz": [(*c, False, keep) for c in chains for keep in (False, True)],
-        "chain_gradient": [chain_gradient_arguments(c) for c in chains],
+        **chain_samples(device),
         "softmax": [
             (x, 1, False, torch.float32),
             (images, 2, True, torch.float32),
@@ -60,11 +57,27 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
     }
 
 
-def chain_gradient_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What the backward pass of a chain gets from the forward."""
-    scores, source, initial, final, lengths = arguments
-    logz, kept = torch.ops.partita.chain_logz(*arguments, False, True, BACKEND)
-    return torch.ones_like(logz), scores, initial, final, source, lengths, logz, kept, False, scores.dtype
+def chain_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
+    """For small tables and for those with many edges into a state."""
+    small = random_chain(4, 2, 3, 2, ragged=False, forbidden=0.0, device=device, dtype=torch.float32)
+    dense = random_chain(3, 2, 12, kind="dense", ragged=False, device=device)
+    found: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+    for chain, lengths in ((small, torch.full((2,), 4, device=device)), (dense, None)):
+        inputs = (chain.scores, chain.source, chain.initial, chain.final, lengths)
+        scores, source, initial, final, _ = inputs
+        logz, kept = torch.ops.partita.chain_logz(*inputs, True, BACKEND)
+        values = (scores[:1].nan_to_num(neginf=0.0).expand_as(scores), initial, final)
+        mean, total, pairs = torch.ops.partita.chain_expectation(*inputs, *values, True, BACKEND)
+        uniforms = torch.linspace(0, 1, len(scores) * 6 + 6, device=device, dtype=torch.float64).reshape(-1, 3, 2)
+        ones = torch.ones_like(logz)
+        found["chain_logz"] += [(*inputs, keep) for keep in (False, True)]
+        found["chain_gradient"].append((ones, scores, initial, final, source, lengths, logz, kept, scores.dtype))
+        found["chain_scan"] += [(*inputs, best, reverse) for best in (False, True) for reverse in (False, True)]
+        found["chain_viterbi"] += [(*inputs, trace) for trace in (False, True)]
+        found["chain_sample"].append((*inputs, uniforms))
+        found["chain_expectation"] += [(*inputs, *values, keep) for keep in (False, True)]
+        found["chain_expectation_gradient"] += [(ones, *inputs, *values, mean, total, pairs, *of) for of in ((True, True), (True, False), (False, True))]
+    return found
 
 
 def statistics(arguments: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:

@@ -48,3 +48,15 @@ def plain_eager() -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch._C._functorch.peek_interpreter_stack() is None and torch._C._len_torch_dispatch_stack() == 0
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply(*args)`; where nothing transforms, past the binding of arguments to a signature, which takes longer than a small kernel."""
+    if plain_eager():
+        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+    return function.apply(*args)
+
+
+def capturing(tensor: Tensor) -> bool:
+    """Whether what is made now on the tensor's device belongs to a graph that is being captured."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor
 from . import _backend
 from ._console import Progress, first_line, print_table
 from ._info import FLOORS, no_gpu
-from .chain import logz
+from .chain import Chain, logz
 from .cross_entropy import cross_entropy
+from .semiring import Max
 from .softmax import log_softmax, logsumexp, softmax
 from .testing import contract_errors, edge_rows
 from .testing.budget import Scale
@@ -45,6 +47,7 @@ class Check:
         sizes: rows and columns.
         edges: the inputs at the first of these.
         dtypes: some of them, where compiling for each takes long.
+        numba: whether Numba serves it on the CPU.
     """
 
     op: str
@@ -56,6 +59,7 @@ class Check:
     sizes: tuple[tuple[int, int], ...] = ((ROWS, COLUMNS), (WIDE_ROWS, WIDE_COLUMNS))
     edges: tuple[str, ...] = EDGES
     dtypes: tuple[str, ...] = tuple(DTYPES)
+    numba: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,10 @@ class Backend:
 
     def __str__(self) -> str:
         return f"{self.name} on {self.device}"
+
+    def of(self, check: Check) -> Backend:
+        """What serves this op there."""
+        return Backend(FLOORS[_backend.resolve(_backend.current(), self.device, numba=check.numba)], self.device)
 
 
 @dataclass(frozen=True)
@@ -129,12 +137,37 @@ def _logz(x: Tensor) -> Tensor:
     return logz(*_chain_scores(x))
 
 
-def _logz_in_torch(x: Tensor) -> Tensor:
+def _best(x: Tensor) -> Tensor:
+    return logz(*_chain_scores(x), semiring=Max)
+
+
+def _mean(x: Tensor) -> Tensor:
+    """Of a number for each edge, the same at every step."""
+    scores, source = _chain_scores(x)
+    return Chain(scores, source).expectation(_numbers(source, x.dtype))
+
+
+def _numbers(source: Tensor, dtype: torch.dtype) -> Tensor:
+    return (torch.arange(source.numel(), device=source.device) % 7).to(dtype).unflatten(0, source.shape)
+
+
+def _in_torch(x: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+    """The sum over all paths, or the best score."""
     scores, source = _chain_scores(x.to(torch.promote_types(x.dtype, torch.float32)))
     alpha = torch.zeros_like(scores[0, :, :, 0])
     for step in scores:
-        alpha = (step + alpha[:, source]).logsumexp(-1)
-    return alpha.logsumexp(-1)
+        alpha = total(step + alpha[:, source])
+    return total(alpha)
+
+
+def _mean_in_torch(x: Tensor) -> Tensor:
+    scores, source = _chain_scores(x.to(torch.promote_types(x.dtype, torch.float32)))
+    alpha, mean = torch.zeros(2, *scores.shape[1:3], dtype=scores.dtype, device=x.device)
+    for step in scores:
+        terms = step + alpha[:, source]
+        mean = (terms.softmax(-1) * (_numbers(source, x.dtype) + mean[:, source])).sum(-1)
+        alpha = terms.logsumexp(-1)
+    return (alpha.softmax(-1) * mean).sum(-1)
 
 
 CHECKS = (
@@ -178,7 +211,14 @@ CHECKS = (
         "element",
     ),
     Check("token_stats", lambda x, target: token_stats(x, target, temperature=0.75), _token_stats, lambda x: (_labels(x),), "tensor", "tensor"),
-    Check("logz", _logz, _logz_in_torch, lambda x: (), "tensor", "tensor", ((ROWS, COLUMNS),), ("plain", "offset"), ("fp32", "fp64")),
+    *(
+        Check(op, ours, theirs, lambda x: (), "tensor", "tensor", ((ROWS, COLUMNS),), ("plain", "offset"), tuple(dtypes), True)
+        for op, ours, theirs, *dtypes in (
+            ("logz", _logz, partial(_in_torch, total=lambda terms: terms.logsumexp(-1)), "fp32", "fp64"),
+            ("viterbi, best score", _best, partial(_in_torch, total=lambda terms: terms.amax(-1)), "fp32", "fp64"),
+            ("expectation", _mean, _mean_in_torch, "fp32"),  # in fp64 an offset costs both of them many ulp
+        )
+    ),
 )
 
 
@@ -193,7 +233,7 @@ def _inputs(check: Check, dtype: str, device: torch.device) -> Iterator[tuple[st
 
 def run(check: Check, backend: Backend, dtype: str) -> Line:
     """The worst of all inputs, forward and backward."""
-    worst = 0.0
+    backend, worst = backend.of(check), 0.0
     line = Line(check.op, str(backend), dtype, "0", "0", True)
     try:
         for name, x in _inputs(check, dtype, backend.device):

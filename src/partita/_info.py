@@ -12,8 +12,8 @@ import torch
 from . import _backend
 from ._console import print_table
 
-OPS = ("logsumexp", "softmax", "log_softmax", "cross_entropy", "token_stats", "logz")
-NUMBA_OPS = ("logz",)
+NUMBA_OPS = ("logz", "viterbi", "expectation")
+OPS = ("logsumexp", "softmax", "log_softmax", "cross_entropy", "token_stats", *NUMBA_OPS)
 FLOORS = {"reference": "PyTorch", "kernels": "Triton", "cpu": "Numba"}
 
 # What each package brings, and the command that brings the package.

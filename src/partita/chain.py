@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 
 from . import _backend, _chain, _checks
+from ._autograd import apply, capturing, plain_eager
 from .reference import chain as reference
+from .reference.chain_paths import chain_log_score
 from .reference.softmax import accumulator
 from .semiring import Log, Max, Semiring, differentiable
 
@@ -53,6 +56,13 @@ def lengths_of(lengths: Tensor | Sequence[int] | None, scores: Tensor) -> Tensor
     if scores.device.type == "cuda" and lengths.device.type == "cpu":
         lengths = lengths.pin_memory()
     return lengths.to(scores.device, non_blocking=True)
+
+
+@functools.lru_cache(maxsize=64)
+def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`[1, 1]`, made once: it is only read."""
+    with torch.inference_mode(False):  # what is made in that mode cannot be saved for a gradient later
+        return torch.full((1, 1), value, dtype=dtype, device=device)
 
 
 class Chain:
@@ -110,30 +120,27 @@ class Chain:
 
     def _ends(self, one: float = 0.0) -> tuple[Tensor, Tensor]:
         """Initial and final scores, `[N, C]`."""
-        dtype = accumulator(self.scores.dtype)
-
-        def ones() -> Tensor:
-            return torch.full((1, 1), one, dtype=dtype, device=self.scores.device).expand(self.scores.shape[1:3])
-
-        return ones() if self.initial is None else self.initial, ones() if self.final is None else self.final
+        if self.initial is not None and self.final is not None:
+            return self.initial, self.final
+        make = _scalar if plain_eager() and not capturing(self.scores) else _scalar.__wrapped__
+        ones = make(one, accumulator(self.scores.dtype), self.scores.device)
+        return tuple(ones.expand(self.scores.shape[1:3]) if end is None else end for end in (self.initial, self.final))  # type: ignore[return-value]
 
     def _all(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         return self.scores, self.source, *self._ends(), self.lengths
 
-    def _checked(self, what: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """All inputs of a method that runs in plain PyTorch on every device."""
+    def _scanned(self, what: str, semiring: Semiring) -> reference.Inputs:
+        """All inputs of what runs in plain PyTorch on every device, ready to be scanned under a semiring."""
         name = _backend.current()
         if name in ("triton", "numba"):
             raise RuntimeError(f"backend {name!r}: {what} has no kernel; it runs in PyTorch (backend 'auto' or 'reference')")
-        inputs = self._all()
+        inputs = self.scores, self.source, *self._ends(semiring.one), self.lengths
         if not torch.compiler.is_compiling():
             _chain.check_values(*inputs)
-        return inputs
+        return reference.inputs(*inputs, semiring)
 
-    def _scanned(self, what: str, semiring: Semiring) -> reference.Inputs:
-        """The same, ready to be scanned under a semiring."""
-        self._checked(what)
-        return reference.inputs(self.scores, self.source, *self._ends(semiring.one), self.lengths, semiring)
+    def _differentiated(self, *more: Tensor | None) -> bool:
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (self.scores, self.initial, self.final, *more))
 
     def _rounded(self, value: Tensor) -> Tensor:
         return value.to(accumulator(self.scores.dtype))
@@ -142,11 +149,8 @@ class Chain:
         """log Z in fp64, so that differences of it are formed before they are rounded."""
         if semiring not in (Log, Max):
             return reference.logz_of(self._scanned("this semiring", semiring), differentiable(semiring))
-        values = self._all()
-        keep = torch.is_grad_enabled() and any(t.requires_grad for t in values[:4] if t is not None)
-        if semiring is Max:
-            return _chain.LogZ.apply(*self._checked("the Max semiring"), True, keep, "reference")[0]
-        return _chain.LogZ.apply(*values, False, keep, _backend.current())[0]
+        run = _chain.BestScore if semiring == Max else _chain.LogZ
+        return apply(run, *self._all(), self._differentiated(), _backend.current())[0]
 
     def logz(self, semiring: Semiring = Log) -> Tensor:
         """The sum over all paths, `[N]`: log Z in nats under `Log`, the best score under `Max`; -inf for a chain without a path.
@@ -170,8 +174,8 @@ class Chain:
         with torch.no_grad():
             scores, source, initial, final, lengths = self._all()
             backend, dtype = _backend.current(), accumulator(scores.dtype)
-            total, kept = _chain.logz(scores, source, initial, final, lengths, False, True, backend)
-            return _chain.logz_gradient(torch.ones_like(total), scores, initial, final, source, lengths, total, kept, False, dtype, backend)[0]
+            total, kept = _chain.logz(scores, source, initial, final, lengths, True, backend)
+            return _chain.logz_gradient(torch.ones_like(total), scores, initial, final, source, lengths, total, kept, dtype, backend)[0]
 
     def viterbi(self) -> ViterbiPath:
         """The best path; among equals the one with the lowest edge into each state, then the lowest last state.
@@ -183,8 +187,8 @@ class Chain:
             tensor([1, 0])
         """
         with torch.no_grad():
-            path = reference.chain_viterbi(*self._checked("Chain.viterbi"))
-        return ViterbiPath(self._rounded(path.score), path.states, path.edges)
+            score, states, edges = _chain.viterbi(*self._all(), True, _backend.current())
+        return ViterbiPath(self._rounded(score), states, edges)
 
     def sample(self, k: int, generator: torch.Generator | None = None) -> ChainSample:
         """k independent paths from the posterior of each chain.
@@ -202,13 +206,14 @@ class Chain:
         if isinstance(k, bool) or not isinstance(k, int) or k < 0:
             raise ValueError(f"k: expected a number of paths, 0 or more, got {k!r}")
         with torch.no_grad():
-            inputs = self._checked("Chain.sample")
             steps, chains = self.scores.shape[:2]
             uniforms = torch.rand((steps + 1, k, chains), dtype=torch.float64, device=self.scores.device, generator=generator)
-            return ChainSample(*reference.chain_sample(*inputs, uniforms))
+            return ChainSample(*_chain.sample(*self._all(), uniforms, _backend.current()))
 
-    def _expectation64(self, values: reference.Values) -> Tensor:
-        return reference.chain_expectation(*self._checked("Chain.expectation"), values)
+    def _expectation64(self, values: Tensor, first_values: Tensor, last_values: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean of the values and log Z, in fp64; log Z without a gradient."""
+        keep = self._differentiated(values, first_values, last_values)
+        return apply(_chain.Expectation, *self._all(), values, first_values, last_values, keep, _backend.current())[:2]
 
     def expectation(self, values: Tensor, initial: Tensor | None = None, final: Tensor | None = None) -> Tensor:
         """The posterior mean of the sum of values along a path, `[N]`; differentiable in the scores and in the values.
@@ -235,7 +240,7 @@ class Chain:
                 _checks.floating(name, value)
                 _checks.shape(name, value, self.scores.shape[1:3], "[N, C] of scores")
             ends.append(self.scores.new_zeros(()).expand(self.scores.shape[1:3]) if value is None else value)
-        return self._rounded(self._expectation64(reference.Values(edges, *ends)))
+        return self._rounded(self._expectation64(edges, *ends)[0])
 
     def entropy(self) -> Tensor:
         """The entropy of the paths in nats, `[N]`; 0 for a chain without a path.
@@ -245,8 +250,10 @@ class Chain:
             >>> partita.Chain(torch.zeros(3, 1, 2, 2), partita.dense_source(2)).entropy()  # of 16 paths
             tensor([2.7726])
         """
-        total = self._logz64(Log)
-        mean = self._expectation64(reference.Values(self.scores, *self._ends()))
+        scores, initial, final = (t.expand(t.shape) for t in (self.scores, *self._ends()))  # Dynamo takes no tensor twice
+        mean, total = self._expectation64(scores, initial, final)
+        if self._differentiated():
+            total = self._logz64(Log)
         return self._rounded(torch.where(total == -torch.inf, 0.0, total - mean))
 
     def kl(self, other: Chain) -> Tensor:
@@ -268,10 +275,10 @@ class Chain:
         if other.source is not self.source and _checks.values_wanted(self.scores.device) and not torch.equal(other.source, self.source):
             raise ValueError("other.source: expected the source of this chain, got another table")
         (initial, final), (other_initial, other_final) = self._ends(), other._ends()
-        values = reference.Values(
-            self.scores.double() - other.scores.double(), initial.double() - other_initial.double(), final.double() - other_final.double()
-        )
-        mean, total = self._expectation64(values), self._logz64(Log)
+        pairs = (self.scores, other.scores), (initial, other_initial), (final, other_final)
+        mean, total = self._expectation64(*(a.double() - b.double() for a, b in pairs))
+        if self._differentiated():
+            total = self._logz64(Log)
         difference = mean - total + other._logz64(Log)
         result = torch.where(mean == torch.inf, torch.inf, difference)
         return self._rounded(torch.where(total == -torch.inf, 0.0, result))
@@ -292,9 +299,17 @@ class Chain:
         _checks.device("edges", edges, self.scores, "scores")
         if edges.shape[-2:] != self.scores.shape[:2]:
             raise ValueError(f"edges: expected shape [..., T, N] with [T, N] = {list(self.scores.shape[:2])}, got {list(edges.shape)}")
-        total = reference.chain_log_score(*self._checked("Chain.log_prob"), edges.long())
+        total = chain_log_score(*self._all(), edges.long())
         steps = (self.lengths > 0) if self.lengths is not None else torch.full((1,), self.scores.shape[0] > 0, device=self.scores.device)
         return self._rounded(torch.where(steps, total - self._logz64(Log), 0.0))
+
+    def _scores_after(self, semiring: Semiring, *, reverse: bool) -> Tensor:
+        """α or β; where a gradient is to come, of a scan in PyTorch."""
+        if semiring in (Log, Max) and not self._differentiated():
+            return self._rounded(_chain.scan(*self._all(), semiring == Max, reverse, _backend.current()))
+        scan = reference.backward_scores if reverse else reference.forward_scores
+        x = self._scanned("a derivative of the scores of states" if semiring in (Log, Max) else "this semiring", semiring)
+        return self._rounded(torch.stack(scan(x, differentiable(semiring))))
 
     def forward_scores(self, semiring: Semiring = Log) -> Tensor:
         """α, `[T + 1, N, C]`: the sum over all ways to be in each state after t steps; past the length, that at the length.
@@ -304,8 +319,7 @@ class Chain:
             >>> partita.Chain(torch.zeros(2, 1, 2, 2), partita.dense_source(2)).forward_scores()[:, 0, 0]
             tensor([0.0000, 0.6931, 1.3863])
         """
-        x = self._scanned("Chain.forward_scores", semiring)
-        return self._rounded(torch.stack(reference.forward_scores(x, differentiable(semiring))))
+        return self._scores_after(semiring, reverse=False)
 
     def backward_scores(self, semiring: Semiring = Log) -> Tensor:
         """β, `[T + 1, N, C]`: the sum over all ways to go on from each state after t steps; from the length on, the final scores.
@@ -315,8 +329,7 @@ class Chain:
             >>> partita.Chain(torch.zeros(2, 1, 2, 2), partita.dense_source(2)).backward_scores()[:, 0, 0]
             tensor([1.3863, 0.6931, 0.0000])
         """
-        x = self._scanned("Chain.backward_scores", semiring)
-        return self._rounded(torch.stack(reference.backward_scores(x, differentiable(semiring))))
+        return self._scores_after(semiring, reverse=True)
 
 
 def logz(

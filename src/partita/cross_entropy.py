@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _backend, _checks, _op
-from ._autograd import batch_first, gradient, plain_eager
+from ._autograd import apply, batch_first, gradient, plain_eager
 from .reference import cross_entropy as reference
 from .reference.softmax import accumulator
 
@@ -302,7 +302,7 @@ def _loss(logits: Tensor, target: Tensor, weight: Tensor | None, options: _Optio
         _check_inplace(logits, others)
     early = reduction != "none" and logits.dtype != torch.float16 and not others
     if early and (inplace or _backend.resolve(options.backend, logits.device, numba=False) == "kernels"):
-        return super(torch.autograd.Function, _OnePass).apply(logits, target, weight, options, inplace)  # as apply does outside of transforms
+        return apply(_OnePass, logits, target, weight, options, inplace)
     if inplace:
         torch.autograd.graph.increment_version(logits)  # before the logits are saved: the backward pass alone may read them
     return _reduced(logits, target, weight, options, reduction, inplace)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Semiring:
+# A tuple, because Dynamo takes no instance of a class of ours as the default of a method's argument.
+class Semiring(NamedTuple):
     """A way to combine the scores of a path (`mul`) and of paths that meet (`sum`).
 
     Fields:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,14 +11,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..testing import Error, ulp_error
-from ..testing.budget import Scale
 from .measure import Step, Timing, time_steps
 from .providers import Function, Provider
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-ELEMENTS_AT_ONCE = 2**24  # of which the truth is computed in fp64
+GPU_LOGITS = 2**28
+CPU_LOGITS = 2**20
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,29 @@ class Settings:
 
     Fields:
         dtypes, columns: of the cases; no columns for those that each op has by default.
-        elements: of the logits, in every case.
+        elements: of the logits, in every case, and the most that the scores of chains have; None for what suits the device.
         quick: fewer sizes.
         sweep: time the sweep over narrow widths.
         repetitions: of each measurement.
+        device: where it runs.
     """
 
     dtypes: tuple[torch.dtype, ...]
     columns: tuple[int, ...]
-    elements: int
+    elements: int | None
     quick: bool
     sweep: bool
     repetitions: int
+    device: torch.device
+
+    @property
+    def logits(self) -> int:
+        """How many, in every case."""
+        return self.elements or (GPU_LOGITS if self.device.type == "cuda" else CPU_LOGITS)
+
+    def rows(self, columns: int) -> int:
+        """So many have as many logits as asked for."""
+        return max(1, self.logits // columns)
 
     def widths(self, full: Sequence[int], quick: Sequence[int]) -> Sequence[int]:
         return self.columns or (quick if self.quick else full)
@@ -59,14 +70,14 @@ class Buffers:
         self._generator = torch.Generator(device).manual_seed(0)
         self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def normal(self, use: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        size = rows * columns
+    def normal(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = math.prod(shape)
         flat = self._flat.get((use, dtype))
         if flat is None or flat.numel() < size:
             for key in [key for key in self._flat if key[0] == use]:
                 del self._flat[key]
             flat = self._flat[use, dtype] = torch.randn(size, device=self.device, generator=self._generator, dtype=dtype)
-        return flat[:size].view(rows, columns)
+        return flat[:size].view(shape)
 
     def labels(self, rows: int, classes: int) -> Tensor:
         return torch.randint(classes, (rows,), device=self.device, generator=self._generator)
@@ -81,21 +92,46 @@ class Loop:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """The worst element of a result: its error and what is allowed, in the unit of the case; its place, its value, and the true one."""
+
+    error: float
+    allowed: float
+    index: tuple[int, ...]
+    got: float
+    expected: float
+
+    @property
+    def wrong(self) -> bool:
+        return not self.error <= self.allowed
+
+
+@dataclass(frozen=True)
 class Case(ABC):
     """An op at one size."""
 
     op: str
     dtype: torch.dtype
-    rows: int
-    columns: int
 
+    sizes: ClassVar[tuple[str, ...]]  # what names the dimensions of its scores, each an attribute
+    varying: ClassVar[tuple[str, ...]]  # those by which the lines of a table differ
+    scores: ClassVar[str]  # what they are called
+    unit: ClassVar[str] = ""  # of the errors, where these are no plain numbers
     without: ClassVar[tuple[str, ...]] = ("naive",)  # the providers that are not taken here
     label: ClassVar[str] = ""  # tells apart cases of an op that are not to be put into one table
 
+    def size(self, names: Sequence[str]) -> str:
+        return " × ".join(f"{getattr(self, name):,}" for name in names)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the scores."""
+        return tuple(getattr(self, name) for name in self.sizes)
+
     @property
     def bytes(self) -> int:
-        """Of the logits."""
-        return self.rows * self.columns * self.dtype.itemsize
+        """Of the scores."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     @abstractmethod
@@ -107,8 +143,12 @@ class Case(ABC):
         """What the functions are called with."""
 
     @abstractmethod
-    def errors(self, function: Function, inputs: Any, provider: Provider) -> Iterator[Error]:
-        """Errors against fp64, one for each result and gradient."""
+    def standard(self, inputs: Any) -> Any:
+        """What the results of every provider are held to."""
+
+    @abstractmethod
+    def verdicts(self, function: Function, inputs: Any, provider: Provider, standard: Any) -> Iterator[Verdict]:
+        """On each result and gradient, against fp64."""
 
     @abstractmethod
     def loops(self, function: Function, inputs: Any, provider: Provider) -> Sequence[Loop]:
@@ -126,32 +166,9 @@ class Case(ABC):
         return None
 
     def __str__(self) -> str:
-        return f"{self.op} {DTYPE_NAMES[self.dtype]} {self.rows:,} × {self.columns:,}"
+        return f"{self.op} {DTYPE_NAMES[self.dtype]} {self.size(self.sizes)}"
 
 
 def poison(like: Tensor) -> None:
     """Leave NaN in the memory that the next tensor of this size gets, so that what a kernel does not write is seen."""
     torch.full_like(like, torch.nan)
-
-
-def blocks(x: Tensor) -> Iterator[slice]:
-    """Rows that fp64 has room for."""
-    step = max(1, ELEMENTS_AT_ONCE // x.shape[1])
-    return (slice(start, start + step) for start in range(0, x.shape[0], step))
-
-
-def row_error(result: Tensor, truth: Callable[[Tensor, slice], Tensor], x: Tensor, *, scale: Scale = "element") -> Error:
-    """The worst error of rows, which are compared with the truth a block at a time.
-
-    Args:
-        result: `[rows, ...]`.
-        truth: from some rows of `x` in fp64, and which they are, to those of the result.
-        x: `[rows, columns]`, the input.
-        scale: of `ulp_error`.
-    """
-    with torch.no_grad():
-        return max((ulp_error(result[rows], truth(x[rows].double(), rows), scale=scale) for rows in blocks(x)), key=lambda error: error.ulp)
-
-
-def divided(elements: int, columns: int) -> int:
-    return max(1, elements // columns)

@@ -19,20 +19,22 @@ from .measure import REPETITIONS, Machine, measure_machine
 from .providers import PEERS, Provider, choose
 from .runner import DeviceLost, Row, failed, run, takers
 
-OPS = ("softmax", "cross_entropy", "token_stats")
-GPU_ELEMENTS = 2**28
-CPU_ELEMENTS = 2**20
+OPS = ("softmax", "cross_entropy", "token_stats", "chain")
 
 DESCRIPTION = """\
 Time Partita beside PyTorch and other libraries, on the first GPU (a small timing on the CPU where there is none).
 
 The copy and read bandwidths of the machine are measured first; every time is then given with its share of them, counting
-the fewest bytes that the op must move. What is wrong against fp64 is reported and not timed."""
+the fewest bytes that the op must move. What is wrong against fp64 is reported and not timed.
+
+Chains: log Z alone, with its gradient, and the best path, over tables of k-mers and of CTC. Partita is held to its contract
+(marginals within 2e-6 of fp64), the peers to 1e-2. There is no `compile`: it would unroll a loop over hundreds of steps."""
 
 EPILOG = """\
 examples:
   partita bench softmax cross_entropy --out results     everything, with results/bench.csv and results/bench.svg
   partita bench softmax --quick --peers torch,quack     fewer sizes, two peers
+  partita bench chain --peers torch,koi,seqdist --svg chain.svg    log Z, gradient and best path of sparse chains
   partita bench cross_entropy --peers '' --columns 32768,131072 --dtype bf16
 
 exit codes:
@@ -78,14 +80,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only-ours", action="store_true", help="the same as --peers ''")
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
     parser.add_argument("--dtype", type=_dtypes, default=_dtypes("fp32,bf16"), metavar="NAMES", help="fp32,bf16 by default; also fp16, fp64")
-    parser.add_argument("--columns", type=_numbers, default=(), metavar="NUMBERS", help="widths, in place of those of the op")
-    parser.add_argument("--elements", type=_number, metavar="NUMBER", help="of the logits; 2**28 by default, 2**20 on the CPU")
+    parser.add_argument("--columns", type=_numbers, default=(), metavar="NUMBERS", help="widths (of chains: numbers of states), in place of those of the op")
+    parser.add_argument("--elements", type=_number, metavar="NUMBER", help="of the logits, 2**28 by default (2**20 on the CPU); of chains, the most")
     parser.add_argument("--repetitions", type=_number, default=REPETITIONS, metavar="NUMBER", help=f"of each measurement; {REPETITIONS} by default")
     parser.add_argument("--no-sweep", action="store_true", help="leave out the sweep of softmax over narrow rows, which the picture shows")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", metavar="NAME", help="cuda, cuda:1, cpu")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write DIR/bench.csv and DIR/bench.svg")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the sweep (needs matplotlib)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the sweep of softmax and the times of chains (needs matplotlib)")
 
 
 @dataclass(frozen=True)
@@ -116,9 +118,8 @@ def _plan(args: argparse.Namespace) -> Plan:
     svg = args.svg or (args.out and args.out / "bench.svg")
     if args.svg and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--svg: needs matplotlib (pip install 'partita[bench]')")
-    elements = args.elements or (GPU_ELEMENTS if device.type == "cuda" else CPU_ELEMENTS)
-    settings = Settings(args.dtype, args.columns, elements, args.quick, not args.no_sweep, args.repetitions)
-    modules = [importlib.import_module(f".{op}", __package__) for op in args.ops or OPS]
+    settings = Settings(args.dtype, args.columns, args.elements, args.quick, not args.no_sweep, args.repetitions, device)
+    modules = [importlib.import_module(f".{op}", __package__) for op in dict.fromkeys(args.ops or OPS)]
     return Plan(device, settings, providers, [case for module in modules for case in module.cases(settings)], csv, svg)
 
 
@@ -131,15 +132,15 @@ def main(args: argparse.Namespace) -> int:
         return 2
     if not torch.cuda.is_available():
         print(f"{no_gpu()} What follows is a small timing on the CPU, which says little about a GPU.")
-    here = []
+    here, ops = [], {case.op for case in plan.cases}
     for provider in plan.providers:
-        if message := provider.missing():
+        if not ops.isdisjoint(provider.ops) and (message := provider.missing()):
             print(message)
         else:
             here.append(provider)
     if plan.device.type == "cuda":
         torch.cuda.set_device(plan.device)
-    machine = measure_machine(plan.device, plan.settings.elements, plan.settings.repetitions)
+    machine = measure_machine(plan.device, plan.settings.logits, plan.settings.repetitions)
     print(report.describe(machine), flush=True)
     rows: list[Row] = []
     code = 0
@@ -164,10 +165,10 @@ def _report(rows: list[Row], machine: Machine, plan: Plan) -> None:
     if plan.csv:
         report.write_csv(plan.csv, rows, machine)
         print(f"wrote {plan.csv}")
-    shown = picture.sweep(rows)
-    if plan.svg and shown:
+    panels = picture.panels(rows)
+    if plan.svg and panels:
         try:
-            picture.draw(plan.svg, shown, machine)
+            picture.draw(plan.svg, panels, machine)
             print(f"wrote {plan.svg}")
         except ImportError:
             print(f"no {plan.svg}: it needs matplotlib (pip install 'partita[bench]')")

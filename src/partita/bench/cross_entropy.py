@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..testing import Error, ulp_error
-from .case import Buffers, Case, Loop, Moves, Settings, blocks, divided, poison, row_error
+from .case import Buffers, Case, Loop, Moves, Settings, poison
 from .measure import Timing, peak_extra_memory, time_host
 from .providers import Function, Provider
+from .rows import RowsCase, blocks, row_error
 
 WIDTHS = (8192, 16384, 32768, 131072, 262144, 50257)
 QUICK_WIDTHS = (8192, 131072, 50257)
@@ -26,7 +27,7 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CrossEntropy(Case):
+class CrossEntropy(RowsCase):
     """The loss alone reads the logits once; loss and gradient together also write the gradient, and need to read the logits only once."""
 
     @property
@@ -34,7 +35,7 @@ class CrossEntropy(Case):
         return {"inference": Moves(self.bytes, "read"), "total": Moves(2 * self.bytes, "copy")}
 
     def inputs(self, buffers: Buffers) -> Inputs:
-        return Inputs(buffers.normal("logits", self.rows, self.columns, self.dtype), buffers.labels(self.rows, self.columns))
+        return Inputs(buffers.normal("logits", self.shape, self.dtype), buffers.labels(self.rows, self.columns))
 
     def errors(self, function: Function, inputs: Inputs, provider: Provider) -> Iterator[Error]:
         x, target = inputs
@@ -112,5 +113,5 @@ class Host(CrossEntropy):
 def cases(settings: Settings) -> Iterator[Case]:
     for dtype in settings.dtypes:
         for columns in settings.widths(WIDTHS, QUICK_WIDTHS):
-            yield CrossEntropy("cross_entropy", dtype, divided(settings.elements, columns), columns)
+            yield CrossEntropy("cross_entropy", dtype, settings.rows(columns), columns)
     yield Host("cross_entropy", torch.float32, HOST_ROWS, HOST_COLUMNS)

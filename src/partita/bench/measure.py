@@ -16,7 +16,7 @@ from .._console import first_line
 
 WARM_UP = 3
 REPETITIONS = 20
-HEAD_START_CYCLES = 10_000_000  # some 5 ms in which the host queues work, so that the device never waits for it
+HEAD_START_CYCLES = 40_000_000  # some 20 ms in which the host queues work, so that the device never waits for it
 REPLAY_BYTES = 2e9  # a graph this long hides the cost of its launch
 MOST_CALLS = 256  # in a graph: the replay of a million calls, which is what tiny rows take to move so many bytes, was seen to crash
 CACHES = 4  # inputs and outputs that rotate through this many times the L2 cache are not found in it
@@ -73,9 +73,14 @@ def _milliseconds(start: Any, end: Any) -> float:
     return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
 
 
+def warm_up(repetitions: int) -> int:
+    """How often to run ahead of so many repetitions: what is repeated a few times only takes long."""
+    return max(1, min(WARM_UP, repetitions // 3))
+
+
 def time_steps(steps: Sequence[Step], device: torch.device, *, before: Before = None, repetitions: int = REPETITIONS) -> dict[str, Timing]:
     """Time steps that follow one another, and their `total` where they are several; `before` runs ahead of each repetition, untimed."""
-    for _ in range(WARM_UP):
+    for _ in range(warm_up(repetitions)):
         if before is not None:
             before()
         for _, step in steps:
@@ -145,14 +150,15 @@ def time_replay(
 def time_host(call: Callable[[], object], device: torch.device, *, calls: int, repetitions: int = REPETITIONS) -> Timing:
     """Host time of one call, where the device has so little to do that it never holds the host up."""
     samples = []
-    for _ in range(WARM_UP + repetitions):
+    ahead = warm_up(repetitions)
+    for _ in range(ahead + repetitions):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()
         for _ in range(calls):
             call()
         samples.append(1e3 * (time.perf_counter() - start) / calls)
-    return Timing.of(samples[WARM_UP:])
+    return Timing.of(samples[ahead:])
 
 
 def peak_extra_memory(steps: Sequence[Step], device: torch.device, *, before: Before = None) -> int | None:

@@ -1,22 +1,46 @@
-"""The picture of a sweep: bandwidth against width, a line a provider."""
+"""The pictures: bandwidth against width for the sweep of softmax, milliseconds by size for chains; a panel each, in one file."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from .case import DTYPE_NAMES
 from .measure import Machine
 from .runner import Row
 
-COLOURS = {"partita": "#c2185b", "torch": "#ef6c00", "compile": "#6a1b9a", "naive": "#757575", "quack": "#1565c0", "liger": "#2e7d32"}
+WIDTH, HEIGHT = 8, 4.8  # of a panel, in inches
+COLOURS = {
+    "partita": "#c2185b",
+    "torch": "#ef6c00",
+    "compile": "#6a1b9a",
+    "naive": "#757575",
+    "quack": "#1565c0",
+    "liger": "#2e7d32",
+    "koi": "#1565c0",
+    "seqdist": "#2e7d32",
+}
 
 
-def sweep(rows: Sequence[Row]) -> list[Row]:
-    """The rows that the picture shows."""
-    return [row for row in rows if row.part == "replay"]
+@dataclass(frozen=True)
+class Panel:
+    """Measurements that are shown together, and what draws them on axes."""
+
+    rows: list[Row]
+    draw: Callable[[Any, list[Row], Machine], None]
 
 
-def draw(path: Path, rows: Sequence[Row], machine: Machine) -> None:
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    """One for the sweep, and one for each dtype of chains, where these were measured."""
+    sweep = [row for row in rows if row.part == "replay"]
+    chains = [row for row in rows if row.case.op == "chain" and row.part == "total" and row.timing]
+    by_dtype = [[row for row in chains if row.case.dtype == dtype] for dtype in dict.fromkeys(row.case.dtype for row in chains)]
+    return [Panel(sweep, _sweep)] * bool(sweep) + [Panel(own, _chains) for own in by_dtype]
+
+
+def draw(path: Path, panels: Sequence[Panel], machine: Machine) -> None:
     """Write the picture; the end of the file's name chooses the format.
 
     Raises:
@@ -27,20 +51,50 @@ def draw(path: Path, rows: Sequence[Row], machine: Machine) -> None:
     from matplotlib.figure import Figure
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "partita", "font.size": 11}):
-        figure = Figure(figsize=(8, 4.8), layout="constrained")
+        figure = Figure(figsize=(WIDTH, HEIGHT * len(panels)), layout="constrained")
         FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        for name in dict.fromkeys(row.provider for row in rows):
-            points = [(row.case.columns, row.bandwidth / 1e9) for row in rows if row.provider == name and row.bandwidth is not None]
-            ours = name == "partita"
-            axes.plot(*zip(*points, strict=True), label=name, color=COLOURS.get(name), linewidth=2.4 if ours else 1.4, zorder=3 if ours else 2)
-        axes.axhline(machine.copy / 1e9, color="black", linestyle="--", linewidth=1, label="copy")
-        case = rows[0].case
-        axes.set_title(f"{case.op}, {case.rows:,} rows, fp32, {machine.name}")
-        axes.set_xlabel("columns")
-        axes.set_ylabel("bandwidth, GB/s (read + written)")
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.legend(loc="lower right", ncols=2)
+        for axes, panel in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
+            panel.draw(axes, panel.rows, machine)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _sweep(axes: Any, rows: list[Row], machine: Machine) -> None:
+    """A line a provider."""
+    for name in dict.fromkeys(row.provider for row in rows):
+        points = [(row.case.shape[-1], row.bandwidth / 1e9) for row in rows if row.provider == name and row.bandwidth is not None]
+        ours = name == "partita"
+        axes.plot(*zip(*points, strict=True), label=name, color=COLOURS.get(name), linewidth=2.4 if ours else 1.4, zorder=3 if ours else 2)
+    axes.axhline(machine.copy / 1e9, color="black", linestyle="--", linewidth=1, label="copy")
+    case = rows[0].case
+    axes.set_title(f"{case.op}, {case.shape[0]:,} rows, fp32, {machine.name}")
+    axes.set_xlabel("columns")
+    axes.set_ylabel("bandwidth, GB/s (read + written)")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", ncols=2)
+
+
+def _chains(axes: Any, rows: list[Row], machine: Machine) -> None:
+    """A group of bars a size, a bar a provider, and a line where the bytes alone would be."""
+    cases = list(dict.fromkeys(row.case for row in rows))
+    names = list(dict.fromkeys(row.provider for row in rows))
+    width = 0.84 / len(names)
+    for i, name in enumerate(names):
+        times = {cases.index(row.case): row.timing.median for row in rows if row.provider == name and row.timing}
+        aside = (i - (len(names) - 1) / 2) * width
+        bars = axes.bar([group + aside for group in times], list(times.values()), 0.94 * width, label=name, color=COLOURS.get(name))
+        axes.bar_label(bars, [f"{time:.3g}" if time < 1000 else f"{time:,.0f}" for time in times.values()], padding=1, fontsize=7.5)
+    least = [1e3 * case.moves["total"].bytes / machine.bandwidth(case.moves["total"].limit) for case in cases]
+    groups = range(len(cases))
+    axes.hlines(least, [g - 0.45 for g in groups], [g + 0.45 for g in groups], color="black", linestyle="--", linewidth=1, label="copy")
+    axes.set_yscale("log")
+    axes.set_ylim(min(least) / 2, 8 * max(*least, *(row.timing.median for row in rows if row.timing)))  # the legend stands above the bars
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.set_title(f"log Z and its gradient, {DTYPE_NAMES[cases[0].dtype]} scores, {machine.name}")
+    axes.set_xticks(groups, [f"{case.size(case.sizes[:2])} ×\n{case.size(case.sizes[2:])}" for case in cases], fontsize=9)
+    axes.set_xlabel(" × ".join(cases[0].sizes))
+    axes.set_ylabel("forward + backward, ms")
+    axes.grid(alpha=0.3, axis="y")
+    axes.set_axisbelow(True)
+    axes.legend(loc="upper left", ncols=len(names) + 1)

@@ -1,4 +1,4 @@
-"""Who is timed: Partita, PyTorch in three ways, and other libraries where they are installed."""
+"""Who is timed: Partita, PyTorch in several ways, and other libraries where they are installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import chain_peers
+
 Function = Callable[..., Any]
+CUPY = f"cupy-cuda{(torch.version.cuda or '12').partition('.')[0]}x"
 
 
 @dataclass(frozen=True)
@@ -23,20 +26,22 @@ class Provider:
     Fields:
         name: on the command line and in the tables.
         ops: for each op, what imports (or compiles) its function; called anew for each case.
-        package: the module that must be installed; empty for what is always there.
-        install: the command that brings it.
+        packages: the modules that must be installed; none for what is always there.
+        install: the command that brings them.
         overwrites: whether it leaves the gradient of a loss in the memory of the logits.
+        beyond: why it cannot take the inputs of a case, in a few words; None where it can.
     """
 
     name: str
     ops: Mapping[str, Callable[[], Function]]
-    package: str = ""
+    packages: tuple[str, ...] = ()
     install: str = ""
     overwrites: bool = False
+    beyond: Callable[[Any], str | None] = lambda inputs: None
 
     def missing(self) -> str | None:
         """Why it cannot be timed here, in one line."""
-        if self.package and importlib.util.find_spec(self.package) is None:
+        if any(importlib.util.find_spec(package) is None for package in self.packages):
             return f"{self.name}: not installed ({self.install})"
         return None
 
@@ -70,6 +75,7 @@ EAGER: dict[str, Function] = {
     "cross_entropy": F.cross_entropy,
     "token_stats": eager_token_stats,
 }
+LOOPS: dict[str, Function] = {"chain": chain_peers.loop_logz, "viterbi": chain_peers.loop_viterbi}
 
 
 def _compiled(function: Function) -> Function:
@@ -91,6 +97,11 @@ def _partita_inplace() -> Function:
     return lambda logits, target: cross_entropy(logits.view_as(logits), target, inplace=True)
 
 
+def _partita_viterbi() -> Function:
+    chain = _partita("Chain")
+    return lambda scores, source, initial, final: chain(scores, source, initial, final).viterbi().edges
+
+
 def _liger_softmax() -> Function:
     function: Any = _import("liger_kernel.ops.softmax", "LigerSoftmaxFunction")
     return function.apply
@@ -101,11 +112,14 @@ def _liger_cross_entropy() -> Function:
     return lambda logits, target: function.apply(logits, target, None)[0]
 
 
-PARTITA = Provider("partita", {name: lambda name=name: _partita(name) for name in EAGER})  # type: ignore[misc]
+PARTITA = Provider(
+    "partita",
+    {name: lambda name=name: _partita(name) for name in EAGER} | {"chain": lambda: _partita("logz"), "viterbi": _partita_viterbi},
+)
 PARTITA_INPLACE = Provider("partita-inplace", {"cross_entropy": _partita_inplace}, overwrites=True)
 OURS = (PARTITA, PARTITA_INPLACE)
 
-TORCH = Provider("torch", {name: lambda function=function: function for name, function in EAGER.items()})  # type: ignore[misc]
+TORCH = Provider("torch", {name: lambda function=function: function for name, function in (EAGER | LOOPS).items()})  # type: ignore[misc]
 PEERS = (
     TORCH,
     Provider("compile", {name: lambda function=function: _compiled(function) for name, function in EAGER.items()}),  # type: ignore[misc]
@@ -113,17 +127,35 @@ PEERS = (
     Provider(
         "quack",
         {"softmax": lambda: _import("quack.softmax", "softmax"), "cross_entropy": lambda: _import("quack.cross_entropy", "cross_entropy")},
-        package="quack",
+        packages=("quack",),
         install="pip install quack-kernels",
     ),
     Provider(
         "liger",
         {"softmax": _liger_softmax, "cross_entropy": _liger_cross_entropy},
-        package="liger_kernel",
+        packages=("liger_kernel",),
         install="pip install liger-kernel",
         overwrites=True,
     ),
+    Provider(
+        "koi",
+        chain_peers.library("koi.ctc", "logZ_cu_sparse"),
+        packages=("koi",),
+        install="pip install ont-koi",
+        beyond=chain_peers.beyond_fp32_kernels,
+    ),
+    Provider(
+        "seqdist",
+        chain_peers.library("seqdist.sparse", "logZ"),
+        packages=("cupy", "seqdist"),
+        install=f"pip install {CUPY} && pip install --no-deps seqdist",
+        beyond=chain_peers.beyond_fp32_kernels,
+    ),
 )
+
+
+def is_ours(name: str) -> bool:
+    return name in {provider.name for provider in OURS}
 
 
 def choose(names: list[str]) -> list[Provider]:

@@ -14,7 +14,7 @@ from .measure import Machine
 from .runner import Row
 
 PARTS = ("inference", "forward", "backward", "total", "replay", "host")
-PACKAGES = ("torch", "triton", "quack-kernels", "liger-kernel")  # whose versions the CSV keeps
+PACKAGES = ("torch", "triton", "numba", "quack-kernels", "liger-kernel", "ont-koi", "seqdist")  # whose versions the CSV keeps
 COLUMNS = (
     "op",
     "part",
@@ -22,6 +22,10 @@ COLUMNS = (
     "dtype",
     "rows",
     "columns",
+    "steps",
+    "chains",
+    "states",
+    "slots",
     "mean_ms",
     "median_ms",
     "min_ms",
@@ -33,6 +37,7 @@ COLUMNS = (
     "fraction",
     "extra_memory_bytes",
     "error_ulp",
+    "error",
     "note",
 )
 
@@ -58,19 +63,20 @@ def print_times(rows: Sequence[Row], machine: Machine) -> None:
     """Every measurement, a line for each case and provider: milliseconds as mean (min–max), and percent of the bandwidth that bounds the part."""
     for key, group in _groups(rows).items():
         parts = [part for part in PARTS if any(row.part == part for row in group)]
-        header = ["provider", "rows × columns"]
+        kind = group[0].case
+        header = ["provider", " × ".join(kind.sizes)]
         for part in parts:
             limit = next((row.case.moves[part].limit for row in group if part in row.case.moves), None)
             header += [f"{part}, ms", *([f"of {limit}"] if limit else [])]
         memory = any(row.extra_memory is not None for row in group)
-        header += ["extra memory"] * memory + ["ulp", ""]
+        header += ["extra memory"] * memory + [kind.unit or "error", ""]
         lines = []
         by_case: dict[tuple[str, str], list[Row]] = {}
         for row in group:
             by_case.setdefault((str(row.case), row.provider), []).append(row)
         for (_, provider), own in by_case.items():
             case, found = own[0].case, {row.part: row for row in own}
-            line = [provider, f"{case.rows:,} × {case.columns:,}"]
+            line = [provider, case.size(case.sizes)]
             for part in parts:
                 measured = found.get(part)
                 line.append(str(measured.timing) if measured else "")
@@ -84,23 +90,23 @@ def print_times(rows: Sequence[Row], machine: Machine) -> None:
 
 
 def _memory(row: Row) -> str:
-    return "" if row.extra_memory is None else f"{row.extra_memory / 2**20:,.1f} MiB = {row.extra_memory / row.case.bytes:.2f} logits"
+    return "" if row.extra_memory is None else f"{row.extra_memory / 2**20:,.1f} MiB = {row.extra_memory / row.case.bytes:.2f} {row.case.scores}"
 
 
 def print_summary(rows: Sequence[Row], machine: Machine) -> None:
-    """One table for each op and part that has a limit: percent of it, a line a width, a column a provider."""
+    """One table for each op and part that has a limit: percent of it, a line a size, a column a provider."""
     for key, group in _groups(rows).items():
-        providers = list(dict.fromkeys(row.provider for row in group))
+        providers, varying = list(dict.fromkeys(row.provider for row in group)), group[0].case.varying
         for part in PARTS:
             limits = [row.case.moves[part].limit for row in group if row.part == part and part in row.case.moves]
             if not limits:
                 continue
             lines = []
-            for columns in dict.fromkeys(row.case.columns for row in group):
-                here = {row.provider: row for row in group if row.case.columns == columns and row.part in (part, "")}
+            for size in dict.fromkeys(row.case.size(varying) for row in group):
+                here = {row.provider: row for row in group if row.case.size(varying) == size and row.part in (part, "")}
                 cells = [(_percent(here[name], machine) or here[name].note.partition(":")[0]) if name in here else "" for name in providers]
-                lines.append([f"{columns:,}", *cells])
-            print_table(f"{_title(*key)}, {part}: percent of {limits[0]} bandwidth", ["columns", *providers], lines)
+                lines.append([size, *cells])
+            print_table(f"{_title(*key)}, {part}: percent of {limits[0]} bandwidth", [" × ".join(varying), *providers], lines)
 
 
 def describe(machine: Machine) -> str:
@@ -128,12 +134,11 @@ def _record(row: Row, machine: Machine) -> dict[str, object]:
         "part": row.part,
         "provider": row.provider,
         "dtype": DTYPE_NAMES[case.dtype],
-        "rows": case.rows,
-        "columns": case.columns,
+        **dict(zip(case.sizes, case.shape, strict=True)),
         "note": row.note,
     }
     if not math.isnan(row.error):
-        record["error_ulp"] = f"{row.error:.3g}"
+        record[f"error_{case.unit}".rstrip("_")] = f"{row.error:.3g}"
     if timing is not None:
         numbers = {"mean_ms": timing.mean, "median_ms": timing.median, "min_ms": timing.least, "max_ms": timing.greatest}
         record |= {name: f"{number:.6g}" for name, number in numbers.items()} | {"repetitions": timing.repetitions}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .._console import first_line
-from .case import Buffers, Case, Settings
+from .case import Buffers, Case, Settings, Verdict
 from .measure import Machine, Timing
-from .providers import OURS, TORCH, Provider
+from .providers import Provider, is_ours
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Row:
         case, provider: of what, and whose.
         part: `inference` (no gradient wanted), `forward`, `backward`, `total`, `replay` (in a CUDA graph), `host`; empty where nothing was timed.
         timing: None where it is refused or wrong.
-        error: greatest error against fp64, in ulp, NaN where it is not known.
+        error: greatest error against fp64, in the unit of the case, NaN where it is not known.
         extra_memory: peak bytes beyond the inputs, forward and backward; None where not measured.
         note: why it was not timed.
     """
@@ -49,9 +51,6 @@ class Row:
         return None if self.bandwidth is None else self.bandwidth / machine.bandwidth(self.case.moves[self.part].limit)
 
 
-TOLERANCE = 2.0  # a result is wrong when its error is this many times what the contract allows: 2 ulp, or twice that of PyTorch
-
-
 class DeviceLost(RuntimeError):
     """The GPU no longer answers: what follows would not be measured."""
 
@@ -69,10 +68,10 @@ def run(
     buffers = Buffers(machine.device)
     for case in cases:
         inputs = case.inputs(buffers)
-        own = [error.ulp for error in case.errors(TORCH.ops[case.op](), inputs, TORCH)]
+        standard = case.standard(inputs)
         for provider in takers(case, providers):
             say(f"{case}: {provider.name}")
-            yield from _rows(case, inputs, provider, own, machine, settings.repetitions)
+            yield from _rows(case, inputs, provider, standard, machine, settings.repetitions)
             done()
 
 
@@ -80,22 +79,31 @@ def takers(case: Case, providers: Sequence[Provider]) -> list[Provider]:
     return [provider for provider in providers if case.op in provider.ops and provider.name not in case.without]
 
 
-def _rows(case: Case, inputs: object, provider: Provider, own: Sequence[float], machine: Machine, repetitions: int) -> list[Row]:
+def _rows(case: Case, inputs: Any, provider: Provider, standard: Any, machine: Machine, repetitions: int) -> list[Row]:
     try:
+        if reason := provider.beyond(inputs):
+            return [_untimed(case, provider, f"refuses: {reason}")]
         function = provider.ops[case.op]()
-        errors = list(case.errors(function, inputs, provider))
-        worst = max(error.ulp for error in errors)
-        for error, torch_error in zip(errors, own, strict=True):
-            allowed = TOLERANCE * max(2.0, 2 * torch_error)
-            if not error.ulp <= allowed:
-                where = f"at {list(error.index)} (got {error.got:.6g}, expected {error.expected:.6g})"
-                return [Row(case, provider.name, "", None, worst, None, f"wrong: {error.ulp:.3g} ulp {where}, allowed {allowed:.3g}")]
+        verdicts = list(case.verdicts(function, inputs, provider, standard))
+        worst = max(verdict.error for verdict in verdicts)
+        for verdict in verdicts:
+            if verdict.wrong:
+                return [_untimed(case, provider, f"wrong: {_told(verdict, case.unit)}", worst)]
         times = case.times(function, inputs, provider, machine.device, repetitions)
         memory = case.extra_memory(function, inputs, provider, machine.device)
         return [Row(case, provider.name, part, timing, worst, memory, timing.note) for part, timing in times.items()]
     except Exception as error:
         _require(machine.device, error)
-        return [Row(case, provider.name, "", None, float("nan"), None, f"refuses: {first_line(error)[:200]}")]
+        return [_untimed(case, provider, f"refuses: {first_line(error)[:200]}")]
+
+
+def _untimed(case: Case, provider: Provider, note: str, error: float = math.nan) -> Row:
+    return Row(case, provider.name, "", None, error, None, note)
+
+
+def _told(verdict: Verdict, unit: str) -> str:
+    amount = f"{verdict.error:.3g} {unit}".rstrip()
+    return f"{amount} at {list(verdict.index)} (got {verdict.got:.6g}, expected {verdict.expected:.6g}), allowed {verdict.allowed:.3g}"
 
 
 def _require(device: torch.device, error: Exception) -> None:
@@ -109,5 +117,4 @@ def _require(device: torch.device, error: Exception) -> None:
 
 def failed(rows: Iterable[Row]) -> list[Row]:
     """Rows of ours that were not timed."""
-    ours = {provider.name for provider in OURS}
-    return [row for row in rows if row.provider in ours and row.timing is None]
+    return [row for row in rows if is_ours(row.provider) and row.timing is None]

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..testing import Error
-from .case import Buffers, Case, Loop, Moves, Settings, divided, poison, row_error
+from .case import Buffers, Case, Loop, Moves, Settings, poison
 from .measure import Timing, rotation, time_replay
 from .providers import Function, Provider
+from .rows import RowsCase, row_error
 
 WIDTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 781, 50257)
 QUICK_WIDTHS = (256, 4096, 65536, 781)
@@ -27,7 +28,7 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Softmax(Case):
+class Softmax(RowsCase):
     """Forward and backward: x is read and y written; y and its gradient are read and that of x written."""
 
     @property
@@ -35,7 +36,7 @@ class Softmax(Case):
         return {"forward": Moves(2 * self.bytes, "copy"), "backward": Moves(3 * self.bytes, "copy"), "total": Moves(5 * self.bytes, "copy")}
 
     def inputs(self, buffers: Buffers) -> Inputs:
-        shape = self.rows, self.columns, self.dtype
+        shape = self.shape, self.dtype
         return Inputs(buffers.normal("logits", *shape).detach().requires_grad_(), buffers.normal("gradient", *shape))
 
     def errors(self, function: Function, inputs: Inputs, provider: Provider) -> Iterator[Error]:
@@ -67,7 +68,7 @@ def _softmax_backward(x: Tensor, grad: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LogSoftmax(Case):
+class LogSoftmax(RowsCase):
     """Forward alone: one read, one write."""
 
     @property
@@ -75,7 +76,7 @@ class LogSoftmax(Case):
         return {"inference": Moves(2 * self.bytes, "copy")}
 
     def inputs(self, buffers: Buffers) -> Tensor:
-        return buffers.normal("logits", self.rows, self.columns, self.dtype)
+        return buffers.normal("logits", self.shape, self.dtype)
 
     def errors(self, function: Function, inputs: Tensor, provider: Provider) -> Iterator[Error]:
         poison(inputs)
@@ -86,7 +87,7 @@ class LogSoftmax(Case):
 
 
 @dataclass(frozen=True)
-class Sweep(Case):
+class Sweep(RowsCase):
     """Softmax forward of a few narrow rows, timed inside a CUDA graph: kernels alone, without the host."""
 
     without: ClassVar[tuple[str, ...]] = ()
@@ -98,7 +99,7 @@ class Sweep(Case):
 
     def inputs(self, buffers: Buffers) -> Sequence[Tensor]:
         sets = rotation(2 * self.bytes, buffers.device)
-        return buffers.normal("sweep", sets * self.rows, self.columns, self.dtype).split(self.rows)
+        return buffers.normal("sweep", (sets * self.rows, self.columns), self.dtype).split(self.rows)
 
     def errors(self, function: Function, inputs: Sequence[Tensor], provider: Provider) -> Iterator[Error]:
         poison(inputs[0])
@@ -114,11 +115,11 @@ class Sweep(Case):
 def cases(settings: Settings) -> Iterator[Case]:
     for dtype in settings.dtypes:
         for columns in settings.widths(WIDTHS, QUICK_WIDTHS):
-            size = dtype, divided(settings.elements, columns), columns
+            size = dtype, settings.rows(columns), columns
             yield Softmax("softmax", *size)
             yield LogSoftmax("log_softmax", *size)
     if settings.sweep:
         step = 8 * SWEEP_STEP if settings.quick else SWEEP_STEP
-        rows = min(SWEEP_ROWS, divided(settings.elements, SWEEP_LAST))
+        rows = min(SWEEP_ROWS, settings.rows(SWEEP_LAST))
         for columns in range(2 * SWEEP_STEP, SWEEP_LAST + 1, step):
             yield Sweep("softmax", torch.float32, rows, columns)

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from ..testing import Error, ulp_error
-from .case import Buffers, Case, Loop, Moves, Settings, divided, poison, row_error
+from .case import Buffers, Case, Loop, Moves, Settings, poison
 from .cross_entropy import Inputs
 from .providers import Function, Provider, eager_token_stats
+from .rows import RowsCase, row_error
 
 WIDTHS = (8192, 32768, 131072, 50257)
 QUICK_WIDTHS = (32768, 50257)
 
 
 @dataclass(frozen=True)
-class TokenStats(Case):
+class TokenStats(RowsCase):
     """The statistics read the logits once; their gradient, whose upstream factors come later, reads them again and writes."""
 
     @property
@@ -27,7 +28,7 @@ class TokenStats(Case):
         return {"inference": Moves(self.bytes, "read"), "backward": Moves(2 * self.bytes, "copy"), "total": Moves(3 * self.bytes, "copy")}
 
     def inputs(self, buffers: Buffers) -> Inputs:
-        return Inputs(buffers.normal("logits", self.rows, self.columns, self.dtype), buffers.labels(self.rows, self.columns))
+        return Inputs(buffers.normal("logits", self.shape, self.dtype), buffers.labels(self.rows, self.columns))
 
     def errors(self, function: Function, inputs: Inputs, provider: Provider) -> Iterator[Error]:
         x, target = inputs
@@ -71,4 +72,4 @@ class TokenStats(Case):
 def cases(settings: Settings) -> Iterator[Case]:
     for dtype in settings.dtypes:
         for columns in settings.widths(WIDTHS, QUICK_WIDTHS):
-            yield TokenStats("token_stats", dtype, divided(settings.elements, columns), columns)
+            yield TokenStats("token_stats", dtype, settings.rows(columns), columns)

@@ -1,156 +1,175 @@
-"""Sparse linear chains under Log, in parallel over the batch: α forwards in fp64, and the posterior backwards from it.
+"""Sparse linear chains in parallel over the batch: α forwards in fp64, and the posterior backwards from it; scans under Log and Max.
 
-The posterior of a step is that of the states behind it, times the share that each edge had in the sum that entered its state. These shares are
-divided by their own sum, so nothing adds up over the steps, and there is no β.
+The posterior of a step is that of the states behind it, times the share that each edge had in the sum that entered its state. The posterior of
+every step is divided by its own sum, so nothing adds up over the steps, and there is no β.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 from torch import Tensor
 
-from .math import exp, log
-
-INF = np.inf
-
-
-@njit(fastmath={"contract"})
-def enter(alpha: Any, scores: Any, sources: Any, terms: Any, most: Any) -> None:
-    """Score plus α of each edge, `[K, C]`, and the greatest of each state as a finite shift, `[C]`."""
-    slots, states = sources.shape
-    for c in range(states):
-        most[c] = -INF
-    for k in range(slots):
-        for c in range(states):
-            s = sources[k, c]
-            term = scores[c, k] + alpha[s] if s >= 0 else -INF
-            terms[k, c] = term
-            most[c] = term if term > most[c] else most[c]
-    for c in range(states):
-        most[c] = 0.0 if most[c] == -INF else most[c]
-
-
-@njit(fastmath={"contract"})
-def exponentials(terms: Any, most: Any, total: Any) -> None:
-    """The terms become exp(terms - most), and `total` [C] their sums."""
-    slots, states = terms.shape
-    for c in range(states):
-        total[c] = 0.0
-    for k in range(slots):
-        for c in range(states):
-            e = exp(terms[k, c] - most[c])
-            terms[k, c] = e
-            total[c] += e
+from .chain_steps import (
+    INF,
+    advance,
+    batch_of,
+    behind,
+    choose,
+    clear,
+    edges_of,
+    empty,
+    enter,
+    from_step,
+    in_shares,
+    leaving,
+    log_sum,
+    numbers,
+    posteriors,
+    retreat,
+    spoil,
+    spread,
+    stay,
+    steps,
+)
+from .math import FLAGS, exp
 
 
-@njit(parallel=True, fastmath={"contract"})
-def forward(scores: Any, sources: Any, initial: Any, final: Any, lengths: Any, kept: Any, keep: bool, logz: Any) -> None:
-    """log Z of each chain; α is kept in `[T + 1, N, C]`, or only for two steps."""
-    chains, states, slots = scores.shape[1:]
-    for n in prange(chains):
-        terms, most, total = np.empty((slots, states)), np.empty(states), np.empty(states)
-        for c in range(states):
+@njit(nogil=True, **FLAGS)
+def forward(share: Any, batch: Any, scores: Any, initial: Any, final: Any, kept: Any, keep: bool, logz: Any) -> None:
+    """log Z of each chain; α is kept in `[T + 1, N, C]`, where it stays as it is past the length, or only for two steps."""
+    states = initial.shape[1]
+    for n in share:
+        buffer = np.empty(states * batch.slots, scores.numbers.dtype)
+        terms, most, total = np.empty((batch.slots, states)), np.empty(states), np.empty(states)
+        for c in range(states):  # a slice that is assigned to a slice takes seconds to compile
             kept[0, n, c] = initial[n, c]
-        for t in range(lengths[n]):
-            before, after = (t, t + 1) if keep else (t % 2, (t + 1) % 2)
-            enter(kept[before, n], scores[t, n], sources, terms, most)
-            exponentials(terms, most, total)
-            for c in range(states):
-                value = most[c] + log(total[c])
-                kept[after, n, c] = -INF if total[c] == 0.0 else value
-        last = lengths[n] if keep else lengths[n] % 2
-        highest = -INF
-        for c in range(states):
-            value = kept[last, n, c] + final[n, c]
-            highest = value if value > highest else highest
-        shift, summed = 0.0 if highest == -INF else highest, 0.0
-        for c in range(states):
-            summed += exp(kept[last, n, c] + final[n, c] - shift)
-        logz[n] = -INF if summed == 0.0 else shift + np.log(summed)
+        for t in range(batch.lengths[n]):
+            here, after = (t, t + 1) if keep else (t % 2, (t + 1) % 2)
+            row, ahead = edges_of(scores, t, n, batch.slots, buffer), from_step(scores, t + 1, n)
+            advance(row, batch.sources, kept[here, n], terms, most, total, kept[after, n], ahead)
+        logz[n] = log_sum(kept[batch.lengths[n] if keep else batch.lengths[n] % 2, n], final[n])
+        if keep:
+            stay(kept, n, batch.lengths[n])
 
 
-@njit(parallel=True, fastmath={"contract"})
-def backward(
-    grad: Any, scores: Any, sources: Any, final: Any, lengths: Any, kept: Any, logz: Any, d_scores: Any, d_initial: Any, d_final: Any
-) -> None:
-    """Posteriors of edges and of the first and last states, times the gradient of each chain; 0 past the lengths."""
-    steps, chains, states, slots = scores.shape
-    for n in prange(chains):
-        terms, most, total = np.empty((slots, states)), np.empty(states), np.empty(states)
-        here, there = np.empty(states), np.empty(states)
+@njit(nogil=True, **FLAGS)
+def backward(share: Any, batch: Any, scores: Any, grad: Any, final: Any, kept: Any, logz: Any, d_scores: Any, d_initial: Any, d_final: Any) -> None:
+    """Posteriors of edges `[T, N, C * K]` and of the first and last states, times the gradient of each chain; 0 past the lengths."""
+    states = final.shape[1]
+    for n in share:
+        buffer, edges = np.empty(states * batch.slots, scores.numbers.dtype), np.empty(states * batch.slots)
+        here, added = np.empty(states), np.empty(states)
         for c in range(states):
-            p = 0.0 if logz[n] == -INF else exp(kept[lengths[n], n, c] + final[n, c] - logz[n])
+            p = 0.0 if logz[n] == -INF else exp(kept[batch.lengths[n], n, c] + final[n, c] - logz[n])
             here[c] = p
             d_final[n, c] = p * grad[n]
-        for t in range(lengths[n] - 1, -1, -1):
-            enter(kept[t, n], scores[t, n], sources, terms, most)
-            exponentials(terms, most, total)
-            for c in range(states):
-                there[c] = 0.0
-                here[c] = 0.0 if total[c] == 0.0 else here[c] / total[c]
-            for k in range(slots):
-                for c in range(states):
-                    p = terms[k, c] * here[c]
-                    d_scores[t, n, c, k] = p * grad[n]
-                    if sources[k, c] >= 0:
-                        there[sources[k, c]] += p
-            here, there = there, here
+        for t in range(batch.lengths[n] - 1, -1, -1):
+            row = edges_of(scores, t, n, batch.slots, buffer)
+            behind(here, kept[t + 1, n], added)
+            spread(batch.sources, kept[t, n], added, edges, row, kept[max(t - 1, 0), n])
+            posteriors(row, batch.sources, edges, grad[n], d_scores[t, n])
+            leaving(batch, edges, here)
         for c in range(states):
             d_initial[n, c] = here[c] * grad[n]
-        for t in range(lengths[n], steps):
-            d_scores[t, n] = 0.0
+        clear(d_scores, n, batch.lengths[n])
 
 
-def _empty(shape: Sequence[int], dtype: torch.dtype = torch.float64) -> Tensor:
-    """Memory from NumPy, which asks for large pages: PyTorch's takes several times as long to touch for the first time."""
-    return torch.from_numpy(np.empty(tuple(shape), dtype=str(dtype).removeprefix("torch.")))
+@njit(**FLAGS)
+def follow(pointers: Any, sources: Any, slots: int, n: int, length: int, state: int, states: Any, edges: Any) -> None:
+    """Writes the path of a chain that ends in a state, last step first."""
+    states[length, n] = state
+    for t in range(length - 1, -1, -1):
+        edge = state * slots + pointers[t, n, state]
+        state = sources[edge]
+        edges[t, n], states[t, n] = edge, state
 
 
-def _numbers(tensor: Tensor) -> Any:
-    """As NumPy sees it, in its own memory; half types as fp32."""
-    return (tensor.float() if tensor.element_size() == 2 else tensor).detach().numpy()
+@njit(nogil=True, **FLAGS)
+def best_paths(
+    share: Any, batch: Any, scores: Any, initial: Any, final: Any, kept: Any, keep: bool, pointers: Any, score: Any, states: Any, edges: Any, trace: bool
+) -> None:
+    """The best score of each chain, and its path, where what is no part of one is left as it is; α as in `forward`, under Max. Pointers are those of
+    every step `[T, N, C]`, or of one."""
+    count = initial.shape[1]
+    for n in share:
+        buffer = np.empty(count * batch.slots, scores.numbers.dtype)
+        terms, most = np.empty((batch.slots, count)), np.empty(count)
+        for c in range(count):
+            kept[0, n, c] = initial[n, c]
+        for t in range(batch.lengths[n]):
+            here, after = (t, t + 1) if keep else (t % 2, (t + 1) % 2)
+            row, ahead = edges_of(scores, t, n, batch.slots, buffer), from_step(scores, t + 1, n)
+            enter(row, batch.sources, kept[here, n], terms, most, ahead)
+            choose(terms, kept[after, n], pointers[t if trace else 0, n])
+        alpha = kept[batch.lengths[n] if keep else batch.lengths[n] % 2, n]
+        best, last = -INF, 0
+        for c in range(count):
+            value = alpha[c] + final[n, c]
+            if (value > best) | (value != value):
+                best, last = value, c
+        score[n] = best
+        if keep:
+            stay(kept, n, batch.lengths[n])
+        if trace and best > -INF:
+            follow(pointers, batch.sources, batch.slots, n, batch.lengths[n], last, states, edges)
 
 
-def _prepared(scores: Tensor, source: Tensor, lengths: Tensor | None) -> tuple[Any, Any, Tensor]:
-    """Sources `[K, C]` and lengths that index nothing out of bounds, and which chains have no right answer."""
-    steps, chains, states, _ = scores.shape
-    counted = torch.full((chains,), steps) if lengths is None else lengths.long()
-    wrong = (counted < 0) | (counted > steps) | ((source < -1) | (source >= states)).any()
-    safe = source.long().masked_fill((source < 0) | (source >= states), -1)
-    return safe.T.int().contiguous().numpy(), counted.masked_fill(wrong, 0).numpy(), wrong
+@njit(nogil=True, **FLAGS)
+def scan_back(share: Any, batch: Any, scores: Any, final: Any, best: bool, result: Any) -> None:
+    """β of every step under Max or Log, `[T + 1, N, C]`; from the length on it is the final scores."""
+    states = final.shape[1]
+    for n in share:
+        buffer, edges = np.empty(states * batch.slots, scores.numbers.dtype), np.empty(states * batch.slots)
+        ordered, most, total = np.empty(len(batch.order)), np.empty(states), np.empty(states)
+        for t in range(batch.lengths[n], len(result)):
+            for c in range(states):
+                result[t, n, c] = final[n, c]
+        for t in range(batch.lengths[n] - 1, -1, -1):
+            row = edges_of(scores, t, n, batch.slots, buffer)
+            retreat(row, batch, result[t + 1, n], edges, ordered, most, total, best, result[t, n])
 
 
-def chain_logz(
-    scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None, best: bool, keep: bool
-) -> tuple[Tensor, Tensor]:
-    if best:
-        raise RuntimeError("the Max semiring has no kernel; it runs in PyTorch (backend 'reference')")
-    steps, chains, states, _ = scores.shape
-    sources, counted, wrong = _prepared(scores, source, lengths)
-    kept = _empty((steps + 1 if keep else 2, chains, states))
-    logz = torch.empty(chains, dtype=torch.float64)
-    ends = _numbers(initial.double()), _numbers(final.double())
-    forward(_numbers(scores), sources, *ends, counted, kept.numpy(), keep, logz.numpy())
+def smallest(slots: int) -> Any:
+    """The smallest integer type for a slot."""
+    return np.min_scalar_type(max(slots - 1, 0))
+
+
+def chain_logz(scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
+    batch, wrong = batch_of(scores, source, lengths)
+    kept = empty((scores.shape[0] + 1 if keep else 2, *scores.shape[1:3]))
+    logz = torch.empty(len(initial), dtype=torch.float64)
+    in_shares(forward, batch, steps(scores), numbers(initial), numbers(final), kept.numpy(), keep, logz.numpy())
     return logz.masked_fill_(wrong, torch.nan), kept if keep else kept.new_empty(0)
 
 
 def chain_gradient(
     grad: Tensor, scores: Tensor, initial: Tensor, final: Tensor, source: Tensor, lengths: Tensor | None, logz: Tensor, kept: Tensor,
-    best: bool, dtype: torch.dtype,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    sources, counted, wrong = _prepared(scores, source, lengths)
-    wide = torch.promote_types(dtype, torch.float32)
-    d_scores = _empty(scores.shape, wide)
+    batch, spoilt = batch_of(scores, source, lengths)[0], logz.isnan()
+    d_scores = empty(scores.shape, torch.promote_types(dtype, torch.float32))
     d_initial, d_final = (torch.empty(t.shape, dtype=torch.float64) for t in (initial, final))
-    results = [t.numpy() for t in (d_scores, d_initial, d_final)]
-    factors = grad.double().masked_fill(wrong, torch.nan)
-    numbers = _numbers(final.double()), counted, kept.numpy(), logz.contiguous().numpy()
-    backward(factors.numpy(), _numbers(scores), sources, *numbers, *results)
-    if bool(wrong.any()):
-        d_scores[:, wrong.expand(len(grad))] = torch.nan
+    results = [t.numpy() for t in (d_scores.flatten(2), d_initial, d_final)]
+    factors = grad.double().masked_fill(spoilt, torch.nan)
+    in_shares(backward, batch, steps(scores), factors.numpy(), numbers(final), kept.numpy(), logz.contiguous().numpy(), *results)
+    spoil(d_scores, spoilt)
     return d_scores.to(dtype), d_initial.to(initial.dtype), d_final.to(final.dtype)
+
+
+def chain_scan(scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None, best: bool, reverse: bool) -> Tensor:
+    batch, wrong = batch_of(scores, source, lengths)
+    result = empty((scores.shape[0] + 1, *scores.shape[1:3]))
+    where, first, last, score = steps(scores), numbers(initial), numbers(final), np.empty(scores.shape[1])
+    if reverse:
+        in_shares(scan_back, batch, where, last, best, result.numpy())
+    elif best:
+        pointers, nowhere = np.empty((1, *initial.shape), smallest(batch.slots)), np.empty((0, 0), np.int64)
+        in_shares(best_paths, batch, where, first, last, result.numpy(), True, pointers, score, nowhere, nowhere, False)
+    else:
+        in_shares(forward, batch, where, first, last, result.numpy(), True, score)
+    spoil(result, wrong)
+    return result

@@ -6,14 +6,13 @@ logarithms of differences are fp32. Of a chain of `length` steps, `kept[t]` is Î
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .chain_fast import chain_fast_gradient_kernel, chain_fast_halves_kernel, chain_fast_logz_kernel
+from .chain_scan import chain_scan
 from .chain_steps import (
     alpha_after,
     beta_before,
@@ -28,12 +27,11 @@ from .chain_steps import (
     slot_of,
     state_total,
 )
-from .chain_table import Table, table_of
-from .launch import launch, triton_dtype
+from .chain_table import ahead, directions_of, fast_options, shape_options, table_of
+from .launch import launch
 from .math import exp
 
-MOST_UNROLLED = 8  # edges into or out of a state that are loaded together, before anything waits
-MOST_STATES = 1024  # in a block
+__all__ = ["chain_gradient", "chain_logz", "chain_scan"]
 
 
 @triton.jit
@@ -120,7 +118,7 @@ def chain_logz_kernel(
     middle = tl.maximum(length - 1, 0) // 2
     state_ptr, row = kept_ptr + n * states, tl.full([], chains, tl.int64) * states
     lane = tl.arange(0, BLOCK_C)
-    maximum, total = tl.full([BLOCK_C], -float("inf"), tl.float64), tl.zeros([BLOCK_C], WIDE)
+    maximum, rest = tl.full([BLOCK_C], -float("inf"), tl.float64), tl.zeros([BLOCK_C], WIDE)
     alpha_ptr, beta_ptr = state_ptr + slot_of(middle, 0, KEEP) * row, state_ptr + slot_of(middle + 1, 1, KEEP) * row
     step_ptr = scores_ptr + n * stride_n + tl.full([], middle, tl.int64) * stride_t
     for c0 in range(0, states, BLOCK_C):
@@ -131,10 +129,10 @@ def chain_logz_kernel(
         else:
             value = tl.load(initial_ptr + n * initial_n + c * initial_c, mask=c < states, other=-float("inf")).to(tl.float64)
             value += tl.load(final_ptr + n * final_n + c * final_c, mask=c < states, other=0.0).to(tl.float64)
-        maximum, total = log_add(maximum, total, tl.where(c < states, value, -float("inf")))
+        maximum, rest = log_add(maximum, rest, tl.where(c < states, value, -float("inf")))
     most = tl.max(maximum, axis=0)
     shift = tl.where(most == -float("inf"), 0.0, most)
-    summed = tl.sum(total * exp((maximum - shift).to(WIDE)), axis=0)
+    summed = tl.sum((1.0 + rest) * exp((maximum - shift).to(WIDE)), axis=0)
     tl.store(logz_ptr + n, log_total(shift, summed) + wrong)
 
 
@@ -264,45 +262,26 @@ def beta_onwards(
             )  # fmt: skip
 
 
-def shape_options(scores: Tensor, table: Table) -> dict[str, Any]:
-    """Compile-time arguments: edges that are loaded together, and states of a block, one a thread."""
-    states, slots = scores.shape[2:]
-    block = min(triton.next_power_of_2(max(states, 1)), MOST_STATES)
-    unrolled = {"SLOTS": slots if slots <= MOST_UNROLLED else 0, "MOST": table.most if table.most <= MOST_UNROLLED else 0}
-    return {**unrolled, "BLOCK_C": block, "WIDE": triton_dtype(scores.dtype), "num_warps": max(1, block // 32)}
-
-
-def fast_options(scores: Tensor, table: Table) -> dict[str, Any] | None:
-    """Compile-time arguments of the kernels for small tables; None where they do not serve."""
-    states, slots = scores.shape[2:]
-    width = max(slots, table.most)
-    reach = (states - 1) * scores.stride(2) + (slots - 1) * scores.stride(3)
-    if scores.dtype == torch.float64 or not 0 < states <= MOST_STATES or not 0 < width <= MOST_UNROLLED or reach >= 2**31:
-        return None
-    block = triton.next_power_of_2(states)
-    return {"WIDTH": width, "AHEAD": 4 if block <= 512 else 1, "BLOCK_C": block, "num_warps": max(1, block // 32)}
-
-
 def chain_logz(
-    scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None, best: bool, keep: bool
+    scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    if best:
-        raise RuntimeError("the Max semiring has no kernel; it runs in PyTorch (backend 'reference')")
     steps, chains, states, slots = scores.shape
     table = table_of(source)
+    fast = fast_options(scores, table)
     state = torch.empty((steps + 1 if keep else 4, chains, states), dtype=torch.float64, device=scores.device)
     logz = torch.empty(chains, dtype=torch.float64, device=scores.device)
     sizes = (steps, chains, states, slots, *scores.stride(), *initial.stride(), *final.stride())
     ends = (initial, final, None if lengths is None else lengths.contiguous())
-    tables = (table.source, table.first, table.edges)
-    fast = fast_options(scores, table)
-    if fast is not None:
-        words = state.view(torch.int64)
-        launch(chain_fast_halves_kernel, 2 * chains, scores, *tables, *ends, words, *sizes, KEEP=keep, **fast)
-        del fast["AHEAD"]
-        launch(chain_fast_logz_kernel, chains, scores, *tables, *ends, words, logz, *sizes, KEEP=keep, **fast)
+    if table.wrong:
+        logz.fill_(torch.nan)
+    elif fast is not None:
+        both = directions_of(source, fast["BLOCK_C"], fast["BLOCK_E"])
+        inputs = (scores, both.order, both.others, both.edges, *ends, state.view(torch.int64))
+        launch(chain_fast_halves_kernel, 2 * chains, *inputs, *sizes, KEEP=keep, WHOLE=both.whole, **ahead(fast), **fast)
+        launch(chain_fast_logz_kernel, chains, *inputs, logz, *sizes, KEEP=keep, WHOLE=both.whole, **fast)
     else:
         options = shape_options(scores, table)
+        tables = (table.source, table.first, table.edges)
         launch(chain_halves_kernel, 2 * chains, scores, *tables, *ends, state, *sizes, KEEP=keep, **options)
         del options["MOST"]
         launch(chain_logz_kernel, chains, scores, table.source, *ends, state, logz, *sizes, KEEP=keep, **options)
@@ -310,22 +289,25 @@ def chain_logz(
 
 
 def chain_gradient(
-    grad: Tensor, scores: Tensor, initial: Tensor, final: Tensor, source: Tensor, lengths: Tensor | None, logz: Tensor, kept: Tensor,
-    best: bool, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor, scores: Tensor, initial: Tensor, final: Tensor, source: Tensor, lengths: Tensor | None, logz: Tensor, kept: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     steps, chains, states, slots = scores.shape
     table = table_of(source)
-    work = torch.empty((4, chains, states), dtype=torch.float64, device=scores.device)
     fast = fast_options(scores, table)
-    fresh = torch.empty if fast is None or table.whole else torch.zeros  # Î²'s direction does not come by the edges that are missing
-    d_scores = fresh(scores.shape, dtype=dtype, device=scores.device)
+    d_scores = torch.empty(scores.shape, dtype=dtype, device=scores.device)
     d_initial, d_final = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (initial, final))
-    tensors = (grad.contiguous(), scores, table.source, table.first, table.edges, initial, final, None if lengths is None else lengths.contiguous())
-    results = (d_scores, d_initial, d_final)
+    results = d_scores, d_initial, d_final
+    ends = (initial, final, None if lengths is None else lengths.contiguous())
     sizes = (steps, chains, states, slots, *scores.stride(), *initial.stride(), *final.stride())
-    if fast is not None:
-        words = (kept.view(torch.int64), work.view(torch.int64))
-        launch(chain_fast_gradient_kernel, 2 * chains, *tensors, logz, *words, *results, *sizes, **fast)
+    if table.wrong:
+        for result in results:
+            result.fill_(torch.nan)
+    elif fast is not None:
+        both = directions_of(source, fast["BLOCK_C"], fast["BLOCK_E"])
+        inputs = (grad.contiguous(), scores, both.order, both.others, both.edges, both.places, *ends, logz, kept.view(torch.int64))
+        launch(chain_fast_gradient_kernel, 2 * chains, *inputs, *results, *sizes, WHOLE=both.whole, **ahead(fast), **fast)
     else:
+        work = torch.empty((4, chains, states), dtype=torch.float64, device=scores.device)
+        tensors = (grad.contiguous(), scores, table.source, table.first, table.edges, *ends)
         launch(chain_gradient_kernel, 2 * chains, *tensors, logz, kept, work, *results, *sizes, **shape_options(scores, table))
     return results

@@ -3,15 +3,25 @@
 import triton
 import triton.language as tl
 
-from .math import exp, log_of
+from .math import exp, log1p_pair, log_of
 
 
 @triton.jit
-def log_add(maximum, total, term):
-    """Maximum (fp64) and sum of exponentials (WIDE) carried over one more term; -inf adds nothing."""
-    difference = tl.where(term == -float("inf"), -float("inf"), term - maximum).to(total.dtype)
+def log_add(maximum, rest, term):
+    """The greatest term (fp64) and the sum of the exponentials of the others less it (WIDE), with one more term; -inf adds nothing.
+
+    Were the greatest's own 1 in that sum, rounding would lose in each step what the others add to it.
+    """
+    difference = tl.where(term == -float("inf"), -float("inf"), term - maximum).to(rest.dtype)
     e = exp(-tl.abs(difference))
-    return tl.maximum(maximum, term), tl.where(difference > 0.0, total * e + 1.0, total + e)
+    return tl.maximum(maximum, term), tl.where(difference > 0.0, (1.0 + rest) * e, rest + e)
+
+
+@triton.jit
+def log_sum(maximum, rest):
+    """The log-sum-exp of such terms, fp64."""
+    high, low = log1p_pair(rest)
+    return maximum + (high.to(tl.float64) + low.to(tl.float64))
 
 
 @triton.jit
@@ -27,38 +37,42 @@ def edge_score(score_ptr, state, slot, held, stride_c, stride_k):
 
 @triton.jit
 def leaving(source_ptr, c, k, states, slots):
-    """The state that the k-th edge into c leaves, whether there is one, and NaN where the table is wrong."""
+    """The state that the k-th edge into c leaves, and whether there is one."""
     left = tl.load(source_ptr + c * slots + k, mask=c < states, other=-1)
-    return left, (left >= 0) & (left < states), tl.where((left < -1) | (left >= states), float("nan"), 0.0).to(tl.float64)
+    return left, left >= 0
 
 
 @triton.jit
-def alpha_after(alpha_ptr, score_ptr, source_ptr, c, states, slots, stride_c, stride_k, SLOTS: tl.constexpr, WIDE: tl.constexpr):
+def alpha_after(
+    alpha_ptr, score_ptr, source_ptr, c, states, slots, stride_c, stride_k, SLOTS: tl.constexpr, WIDE: tl.constexpr, BEST: tl.constexpr = False
+):
     """α of states c, [BLOCK_C], after a step; the barrier stands where the α before it is first needed."""
-    maximum, total = tl.full(c.shape, -float("inf"), tl.float64), tl.zeros(c.shape, WIDE)
+    maximum, rest = tl.full(c.shape, -float("inf"), tl.float64), tl.zeros(c.shape, WIDE)
     if SLOTS > 0:
         from_states, scores = (), ()
         for k in tl.static_range(SLOTS):
-            left, held, wrong = leaving(source_ptr, c, k, states, slots)
+            left, held = leaving(source_ptr, c, k, states, slots)
             from_states = from_states + (tl.where(held, left, -1),)
-            scores = scores + (edge_score(score_ptr, c, k, held, stride_c, stride_k) + wrong,)
+            scores = scores + (edge_score(score_ptr, c, k, held, stride_c, stride_k),)
         tl.debug_barrier()
         for k in tl.static_range(SLOTS):
             a = tl.load(alpha_ptr + from_states[k], mask=from_states[k] >= 0, other=-float("inf"))
-            maximum, total = log_add(maximum, total, a + scores[k])
+            maximum, rest = log_add(maximum, rest, a + scores[k])
     else:
         tl.debug_barrier()
         for k in range(slots):
-            left, held, wrong = leaving(source_ptr, c, k, states, slots)
+            left, held = leaving(source_ptr, c, k, states, slots)
             a = tl.load(alpha_ptr + left, mask=held, other=-float("inf"))
-            maximum, total = log_add(maximum, total, a + edge_score(score_ptr, c, k, held, stride_c, stride_k) + wrong)
-    return log_total(maximum, total)
+            maximum, rest = log_add(maximum, rest, a + edge_score(score_ptr, c, k, held, stride_c, stride_k))
+    return maximum if BEST else log_sum(maximum, rest)
 
 
 @triton.jit
-def beta_before(beta_ptr, score_ptr, first_ptr, edges_ptr, s, states, slots, stride_c, stride_k, MOST: tl.constexpr, WIDE: tl.constexpr):
+def beta_before(
+    beta_ptr, score_ptr, first_ptr, edges_ptr, s, states, slots, stride_c, stride_k, MOST: tl.constexpr, WIDE: tl.constexpr, BEST: tl.constexpr = False
+):
     """β of states s, [BLOCK_C], before a step, over the edges that leave them; the barrier likewise."""
-    maximum, total = tl.full(s.shape, -float("inf"), tl.float64), tl.zeros(s.shape, WIDE)
+    maximum, rest = tl.full(s.shape, -float("inf"), tl.float64), tl.zeros(s.shape, WIDE)
     start = tl.load(first_ptr + s, mask=s < states, other=0)
     degree = tl.load(first_ptr + s + 1, mask=s < states, other=0) - start
     if MOST > 0:
@@ -70,15 +84,15 @@ def beta_before(beta_ptr, score_ptr, first_ptr, edges_ptr, s, states, slots, str
         tl.debug_barrier()
         for j in tl.static_range(MOST):
             b = tl.load(beta_ptr + to_states[j], mask=to_states[j] >= 0, other=-float("inf"))
-            maximum, total = log_add(maximum, total, b + scores[j])
+            maximum, rest = log_add(maximum, rest, b + scores[j])
     else:
         tl.debug_barrier()
         for j in range(tl.max(degree, axis=0)):
             edge = tl.load(edges_ptr + start + j, mask=j < degree, other=0)
             b = tl.load(beta_ptr + edge // slots, mask=j < degree, other=-float("inf"))
             score = edge_score(score_ptr, edge // slots, edge % slots, j < degree, stride_c, stride_k)
-            maximum, total = log_add(maximum, total, b + score)
-    return log_total(maximum, total)
+            maximum, rest = log_add(maximum, rest, b + score)
+    return maximum if BEST else log_sum(maximum, rest)
 
 
 @triton.jit
@@ -134,28 +148,28 @@ def put_marginals(
     d_scores_ptr, alpha_ptr, score_ptr, source_ptr, c, beta, total, grad, states, slots, stride_c, stride_k, SLOTS: tl.constexpr, WIDE: tl.constexpr
 ):
     """The marginals of the edges into states c, [BLOCK_C], times grad; and α behind the step. The barrier stands where α is first needed."""
-    maximum, sums = tl.full(c.shape, -float("inf"), tl.float64), tl.zeros(c.shape, WIDE)
+    maximum, rest = tl.full(c.shape, -float("inf"), tl.float64), tl.zeros(c.shape, WIDE)
     if SLOTS > 0:
         from_states, scores, terms = (), (), ()
         for k in tl.static_range(SLOTS):
-            left, held, wrong = leaving(source_ptr, c, k, states, slots)
+            left, held = leaving(source_ptr, c, k, states, slots)
             from_states = from_states + (tl.where(held, left, -1),)
-            scores = scores + (edge_score(score_ptr, c, k, held, stride_c, stride_k) + wrong,)
+            scores = scores + (edge_score(score_ptr, c, k, held, stride_c, stride_k),)
         tl.debug_barrier()
         for k in tl.static_range(SLOTS):
             terms = terms + (tl.load(alpha_ptr + from_states[k], mask=from_states[k] >= 0, other=-float("inf")) + scores[k],)
         for k in tl.static_range(SLOTS):
-            maximum, sums = log_add(maximum, sums, terms[k])
+            maximum, rest = log_add(maximum, rest, terms[k])
         for k in tl.static_range(SLOTS):
             put_marginal(d_scores_ptr + c * slots + k, terms[k] + (beta - total), grad, c < states)
     else:
         tl.debug_barrier()
         for k in range(slots):
-            left, held, wrong = leaving(source_ptr, c, k, states, slots)
-            term = tl.load(alpha_ptr + left, mask=held, other=-float("inf")) + edge_score(score_ptr, c, k, held, stride_c, stride_k) + wrong
-            maximum, sums = log_add(maximum, sums, term)
+            left, held = leaving(source_ptr, c, k, states, slots)
+            term = tl.load(alpha_ptr + left, mask=held, other=-float("inf")) + edge_score(score_ptr, c, k, held, stride_c, stride_k)
+            maximum, rest = log_add(maximum, rest, term)
             put_marginal(d_scores_ptr + c * slots + k, term + (beta - total), grad, c < states)
-    return log_total(maximum, sums)
+    return log_sum(maximum, rest)
 
 
 @triton.jit

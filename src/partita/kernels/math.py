@@ -82,6 +82,27 @@ def log_of(total):
 
 
 @triton.jit
+def log1p_pair(rest):
+    """log(1 + rest) for rest >= 0 in two parts: what rounding 1 + rest and the logarithm itself to fp32 loses is in the second."""
+    if rest.dtype == tl.float64 or UNFUSED:
+        exact = tl.log(1.0 + rest.to(tl.float64))
+        high = exact.to(rest.dtype)
+        return high, tl.where(exact < float("inf"), exact - high.to(tl.float64), 0.0).to(rest.dtype)
+    else:
+        total = 1.0 + rest
+        lost = (rest - (total - 1.0)) / total
+        bits = total.to(tl.int32, bitcast=True)
+        exponent = (bits - 0x3F2AAAAB) & -0x800000
+        f = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
+        power = (exponent >> 23).to(tl.float32)
+        high = tl.fma(power, LN2_HIGH, f)
+        low = f - (high - power * LN2_HIGH)
+        tail = tl.fma(power, LN2_LOW, tl.fma(log1p_tail(f), f * f, low + lost))
+        result = high + tail
+        return result, tail - (result - high)
+
+
+@triton.jit
 def log1p_tail(f):
     """(log(1 + f) - f) / f**2 for |f| <= 1/3: a polynomial fitted at Chebyshev's points, which puts log(1 + f) within 6e-9 of itself."""
     p = tl.fma(f, -0.12767342, 0.13891176)

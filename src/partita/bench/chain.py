@@ -1,0 +1,241 @@
+"""Sparse linear chains: log Z alone, with its gradient, the memory that takes, and the best path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._backend import backend
+from ..chain import Chain
+from ..reference.softmax import accumulator
+from ..semiring import Max
+from .case import Buffers, Case, Loop, Moves, Settings, Verdict, poison
+from .measure import Timing, peak_extra_memory
+from .providers import Function, Provider, is_ours
+
+BASES = 4  # A, C, G and T
+WINDOW = 3  # a label, the blank before it, and the label before that
+SLOW_REPETITIONS = 3
+CHAINS_JUDGED = 4  # against fp64, which takes many times longer than what is judged
+ELEMENTS_JUDGED = 2**24
+CONTRACT = 2e-6, 1e-6  # of marginals, and of log Z over max(1, |log Z|), to which 1e-9 a step is added
+ROUNDING_A_STEP = 1e-9
+PEERS_MAY = 1e-2  # they carry fp32 states, whose marginals are off by 1e-3 at 2,000 steps
+
+Table = Callable[[int], Tensor]
+
+
+def kmers(states: int) -> Tensor:
+    """`[C, 5]`, the table of CTC-CRF: each k-mer is entered from itself, and from the four that become it when a base is added."""
+    moves = torch.arange(states).repeat_interleave(BASES).reshape(BASES, states).T
+    return torch.cat([torch.arange(states)[:, None], moves], 1)
+
+
+def alignment(states: int) -> Tensor:
+    """`[C, 3]`, the shape of CTC: each state is entered from itself and from the two before it; -1 where there is none."""
+    return (torch.arange(states)[:, None] - torch.arange(WINDOW)).clamp(min=-1)
+
+
+class Size(NamedTuple):
+    steps: int
+    chains: int
+    states: int
+    table: Table = kmers
+
+
+SIZES = Size(800, 64, 64), Size(800, 64, 256), Size(800, 64, 1024), Size(2000, 128, 256), Size(2000, 64, 1024), Size(500, 128, 201, alignment)
+CPU_SIZES = Size(500, 8, 64), Size(400, 32, 1024), Size(500, 8, 201, alignment)
+CPU_QUICK_SIZES = Size(100, 4, 64), Size(100, 4, 256)
+
+
+class Inputs(NamedTuple):
+    scores: Tensor  # [T, N, C, K]
+    source: Tensor  # [C, K]
+    initial: Tensor  # [N, C]
+    final: Tensor  # [N, C]
+
+
+class Truth(NamedTuple):
+    """In fp64, of some of the chains."""
+
+    chains: Tensor  # [n], which
+    logz: Tensor  # [n]
+    marginals: Tensor  # [T, n, C, K]
+
+
+class Best(NamedTuple):
+    """In fp64, of some of the chains."""
+
+    chains: Tensor  # [n], which
+    score: Tensor  # [n]
+
+
+@dataclass(frozen=True)
+class ChainCase(Case):
+    """A batch of chains, over one table of sources."""
+
+    steps: int
+    chains: int
+    states: int
+    table: Table
+
+    sizes: ClassVar[tuple[str, ...]] = ("steps", "chains", "states", "slots")
+    varying: ClassVar[tuple[str, ...]] = sizes
+    scores: ClassVar[str] = "scores"
+
+    @property
+    def slots(self) -> int:
+        return self.table(1).shape[1]
+
+    def inputs(self, buffers: Buffers) -> Inputs:
+        ends = torch.zeros(self.chains, self.states, dtype=accumulator(self.dtype), device=buffers.device)
+        source = self.table(self.states).to(buffers.device, torch.int32)
+        return Inputs(buffers.normal("scores", self.shape, self.dtype), source, ends, ends)
+
+    def times(self, function: Function, inputs: Any, provider: Provider, device: torch.device, repetitions: int) -> dict[str, Timing]:
+        """What takes seconds, a loop in Python or anything on the CPU, is repeated less often."""
+        slow = provider.name == "torch" or device.type == "cpu"
+        return super().times(function, inputs, provider, device, min(repetitions, SLOW_REPETITIONS) if slow else repetitions)
+
+
+def judged(inputs: Inputs) -> tuple[Tensor, Chain]:
+    """Some of the chains, the first and the last among them, and what they are in fp64."""
+    steps, chains, states, slots = inputs.scores.shape
+    count = max(1, min(CHAINS_JUDGED, chains, ELEMENTS_JUDGED // (steps * states * slots)))
+    which = torch.linspace(0, chains - 1, count, device=inputs.scores.device).long()
+    return which, Chain(inputs.scores[:, which].double(), inputs.source, inputs.initial[which].double(), inputs.final[which].double())
+
+
+def worst(error: Tensor, allowed: float, got: Tensor, expected: Tensor) -> Verdict:
+    error = error.nan_to_num(nan=torch.inf)
+    index = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+    return Verdict(float(error[index]), allowed, index, float(got[index]), float(expected[index]))
+
+
+def rounding(truth: Tensor, dtype: torch.dtype) -> Tensor:
+    """What it takes to round a marginal to the half type that a gradient has to have."""
+    return truth * (torch.finfo(dtype).eps / 2 if dtype.itemsize < 4 else 0.0)
+
+
+@dataclass(frozen=True)
+class LogZ(ChainCase):
+    """log Z alone reads the scores once; the marginals ask for a second read, since each needs what comes before it and after, and a write."""
+
+    @property
+    def moves(self) -> Mapping[str, Moves]:
+        return {"inference": Moves(self.bytes, "read"), "total": Moves(3 * self.bytes, "copy")}
+
+    def standard(self, inputs: Inputs) -> Truth:
+        which, chain = judged(inputs)
+        with backend("reference"), torch.no_grad():
+            return Truth(which, chain.logz(), chain.marginals())
+
+    def verdicts(self, function: Function, inputs: Inputs, provider: Provider, standard: Truth) -> Iterator[Verdict]:
+        which, truth, marginals = standard
+        of_marginals, of_logz = CONTRACT if is_ours(provider.name) else (PEERS_MAY, PEERS_MAY)
+        scores, *others = inputs
+        leaf = scores.detach().requires_grad_()
+        poison(scores)
+        total = function(leaf, *others)
+        (grad,) = torch.autograd.grad(total, leaf, torch.ones_like(total))
+        some = grad[:, which].double()
+        yield worst(((some - marginals).abs() - rounding(marginals, grad.dtype)).clamp(min=0), of_marginals, some, marginals)
+        for result in (total.detach(), function(scores, *others)):
+            some = result[which].double()
+            apart = ((some - truth).abs() - ROUNDING_A_STEP * self.steps).clamp(min=0)
+            yield worst(apart / truth.abs().clamp(min=1), of_logz, some, truth)
+        yield one_edge_a_step(grad)
+
+    def loops(self, function: Function, inputs: Inputs, provider: Provider) -> Sequence[Loop]:
+        return [Loop((("inference", lambda: function(*inputs)),), lambda: None), _training(function, inputs)]
+
+    def extra_memory(self, function: Function, inputs: Inputs, provider: Provider, device: torch.device) -> int | None:
+        loop = _training(function, inputs)
+        return peak_extra_memory(loop.steps, device, before=loop.before)
+
+
+def one_edge_a_step(marginals: Tensor) -> Verdict:
+    """On all chains, those too that are not compared with fp64: what is grossly wrong counts, and what is not counts as right."""
+    sums = marginals.sum((2, 3), dtype=torch.float64)
+    apart = (sums - 1).abs()
+    return worst(apart.masked_fill(apart <= PEERS_MAY, 0.0), PEERS_MAY, sums, torch.ones_like(sums))
+
+
+def _training(function: Function, inputs: Inputs) -> Loop:
+    scores, *others = inputs
+    leaf = scores.detach().requires_grad_()
+    ones = torch.ones(scores.shape[1], dtype=inputs.initial.dtype, device=scores.device)
+    held: dict[str, Any] = {}
+
+    def forward() -> None:
+        held["logz"] = function(leaf, *others)
+
+    def backward() -> None:
+        held["marginals"] = torch.autograd.grad(held.pop("logz"), leaf, ones)
+
+    return Loop((("forward", forward), ("backward", backward)), held.clear)
+
+
+@dataclass(frozen=True)
+class Viterbi(ChainCase):
+    """The edges of the best path; the scores are read once."""
+
+    @property
+    def moves(self) -> Mapping[str, Moves]:
+        return {"inference": Moves(self.bytes, "read")}
+
+    def standard(self, inputs: Inputs) -> Best:
+        which, chain = judged(inputs)
+        with backend("reference"), torch.no_grad():
+            return Best(which, chain.logz(Max))
+
+    def verdicts(self, function: Function, inputs: Inputs, provider: Provider, standard: Best) -> Iterator[Verdict]:
+        """Another path is as good if its score is; one that is torn is not."""
+        allowed = CONTRACT[1] if is_ours(provider.name) else PEERS_MAY
+        edges = function(*inputs).long()
+        safe = edges.clamp(0, self.states * self.slots - 1)
+        yield torn(edges, safe, inputs.source, allowed)
+        scores = inputs.scores.flatten(2).gather(2, safe[..., None]).sum((0, 2), dtype=torch.float64)[standard.chains]
+        yield worst((standard.score - scores).abs() / standard.score.abs().clamp(min=1), allowed, scores, standard.score)
+
+    def loops(self, function: Function, inputs: Inputs, provider: Provider) -> Sequence[Loop]:
+        return [Loop((("inference", lambda: function(*inputs)),), lambda: None)]
+
+
+def torn(edges: Tensor, safe: Tensor, source: Tensor, allowed: float) -> Verdict:
+    """How many of the edges do not leave the state that the edge before them entered, or do not exist."""
+    left, entered = source.flatten()[safe].long(), safe // source.shape[1]
+    broken = (edges != safe) | (left < 0)
+    broken[1:] |= left[1:] != entered[:-1]
+    first = worst(broken.double(), allowed, left, entered.roll(1, 0))
+    return replace(first, error=float(broken.double().mean()))
+
+
+def _sizes(settings: Settings) -> Iterator[Size]:
+    gpu = settings.device.type == "cuda"
+    if settings.columns:
+        sizes: Sequence[Size] = [(SIZES if gpu else CPU_SIZES)[0]._replace(states=states) for states in settings.columns]
+    elif gpu:
+        sizes = SIZES[:2] if settings.quick else SIZES
+    else:
+        sizes = CPU_QUICK_SIZES if settings.quick else CPU_SIZES
+    for size in sizes:
+        yield _within(size, settings.elements) if settings.elements else size
+
+
+def _within(size: Size, elements: int) -> Size:
+    """Fewer chains, and shorter ones if it takes that, so that there are no more scores."""
+    step = size.table(size.states).numel()
+    chains = max(1, min(size.chains, elements // (size.steps * step)))
+    return size._replace(chains=chains, steps=max(1, min(size.steps, elements // (chains * step))))
+
+
+def cases(settings: Settings) -> Iterator[Case]:
+    for dtype in settings.dtypes:
+        for size in _sizes(settings):
+            yield LogZ("chain", dtype, *size)
+            yield Viterbi("viterbi", dtype, *size)
