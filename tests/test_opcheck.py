@@ -34,6 +34,7 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
     reduced = [(mean, dtype) for mean in (False, True) for dtype in (torch.float32, torch.float64)]
     return {
         **chain_samples(device),
+        **ctc_samples(device),
         "softmax": [
             (x, 1, False, torch.float32),
             (images, 2, True, torch.float32),
@@ -80,6 +81,21 @@ def chain_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
     return found
 
 
+def ctc_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
+    """Log-probabilities and logits, with targets of several lengths."""
+    found: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+    logits = torch.linspace(-1, 1, 48, device=device).reshape(6, 2, 4)
+    labels, *rest = (torch.tensor(numbers, device=device) for numbers in ([1, 2, 2, 3], [0, 1], [6, 5], [1, 3]))
+    backend = "auto" if BACKEND == "triton" else BACKEND  # there are no Triton kernels yet
+    for from_logits in (False, True):
+        inputs = (logits, labels, *rest)
+        loss, kept = torch.ops.partita.ctc_loss(*inputs, 3, 0, from_logits, True, backend)
+        found["ctc_loss"] += [(*inputs, 3, 0, from_logits, keep) for keep in (False, True)]
+        found["ctc_gradient"].append((torch.ones_like(loss), *inputs, loss, kept, 3, 0, from_logits))
+        found["ctc_align"].append((*inputs, 3, 0, from_logits))
+    return found
+
+
 def statistics(arguments: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     """What the backward pass gets from the forward."""
     return torch.ops.partita.cross_entropy(*arguments, BACKEND)[2:]
@@ -104,4 +120,5 @@ def test_every_op_has_samples() -> None:
 def test_opcheck(name: str, device: str) -> None:
     op = getattr(torch.ops.partita, name).default
     for arguments in samples(device)[name]:
-        torch.library.opcheck(op, (*arguments, BACKEND))
+        backend = "auto" if BACKEND == "triton" and name.startswith("ctc") else BACKEND
+        torch.library.opcheck(op, (*arguments, backend))

@@ -8,6 +8,7 @@ from types import ModuleType
 from ._backend import backend
 from .chain import Chain, ChainSample, ViterbiPath, logz
 from .cross_entropy import cross_entropy
+from .ctc import CTCAlignment, TokenSpans, ctc_align, ctc_loss
 from .linear_chain import dense_source, edges_from_states, linear_chain
 from .semiring import Log, Max, Semiring
 from .softmax import log_softmax, logsumexp, softmax
@@ -16,15 +17,19 @@ from .token_stats import TokenStats, token_stats
 __version__ = "0.1.0"
 
 __all__ = [
+    "CTCAlignment",
     "Chain",
     "ChainSample",
     "Log",
     "Max",
     "Semiring",
+    "TokenSpans",
     "TokenStats",
     "ViterbiPath",
     "backend",
     "cross_entropy",
+    "ctc_align",
+    "ctc_loss",
     "dense_source",
     "edges_from_states",
     "linear_chain",

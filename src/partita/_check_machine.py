@@ -18,6 +18,7 @@ from ._console import Progress, first_line, print_table
 from ._info import FLOORS, no_gpu
 from .chain import Chain, logz
 from .cross_entropy import cross_entropy
+from .ctc import ctc_loss
 from .semiring import Max
 from .softmax import log_softmax, logsumexp, softmax
 from .testing import contract_errors, edge_rows
@@ -47,7 +48,7 @@ class Check:
         sizes: rows and columns.
         edges: the inputs at the first of these.
         dtypes: some of them, where compiling for each takes long.
-        numba: whether Numba serves it on the CPU.
+        numba, triton: whether Numba serves it on the CPU, and Triton on a GPU.
     """
 
     op: str
@@ -60,6 +61,7 @@ class Check:
     edges: tuple[str, ...] = EDGES
     dtypes: tuple[str, ...] = tuple(DTYPES)
     numba: bool = False
+    triton: bool = True
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Backend:
 
     def of(self, check: Check) -> Backend:
         """What serves this op there."""
-        return Backend(FLOORS[_backend.resolve(_backend.current(), self.device, numba=check.numba)], self.device)
+        return Backend(FLOORS[_backend.resolve(_backend.current(), self.device, numba=check.numba, triton=check.triton)], self.device)
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,19 @@ def _mean_in_torch(x: Tensor) -> Tensor:
     return (alpha.softmax(-1) * mean).sum(-1)
 
 
+def _ctc_arguments(x: Tensor) -> tuple[Tensor, list[int], list[int]]:
+    """Two labels of the row's target, for rows that are the steps of one sequence."""
+    return _labels(x)[:2][None], [x.shape[0]], [2]
+
+
+def _ctc(x: Tensor, *arguments: Any) -> Tensor:
+    return ctc_loss(x[:, None], *arguments, from_logits=True)
+
+
+def _ctc_in_torch(x: Tensor, *arguments: Any) -> Tensor:
+    return F.ctc_loss(x.to(torch.promote_types(x.dtype, torch.float32))[:, None].log_softmax(-1), *arguments)
+
+
 CHECKS = (
     Check("softmax", softmax, lambda x: torch.softmax(x, -1), lambda x: (), "element", "tensor"),
     Check("log_softmax", log_softmax, lambda x: torch.log_softmax(x, -1), lambda x: (), -1, "tensor"),
@@ -211,6 +226,19 @@ CHECKS = (
         "element",
     ),
     Check("token_stats", lambda x, target: token_stats(x, target, temperature=0.75), _token_stats, lambda x: (_labels(x),), "tensor", "tensor"),
+    Check(
+        "ctc_loss",
+        _ctc,
+        _ctc_in_torch,
+        _ctc_arguments,
+        "tensor",
+        "tensor",
+        ((ROWS, COLUMNS),),
+        ("plain", "offset"),
+        ("bf16", "fp32"),
+        True,
+        False,
+    ),
     *(
         Check(op, ours, theirs, lambda x: (), "tensor", "tensor", ((ROWS, COLUMNS),), ("plain", "offset"), tuple(dtypes), True)
         for op, ours, theirs, *dtypes in (

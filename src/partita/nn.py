@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .cross_entropy import cross_entropy
+from .ctc import Lengths, ctc_loss
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
@@ -54,3 +55,30 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
     def extra_repr(self) -> str:
         return f"softcap={self.softcap}, z_loss={self.z_loss}, inplace={self.inplace}"
+
+
+class CTCLoss(torch.nn.CTCLoss):
+    """`partita.ctc_loss` as a module: `torch.nn.CTCLoss`, with the log-softmax within if wanted.
+
+    Args:
+        blank, reduction, zero_infinity: as in `torch.nn.CTCLoss`.
+        from_logits: as in `partita.ctc_loss`.
+
+    Shapes, units, errors and source are those of `partita.ctc_loss`.
+
+    Example:
+        >>> import torch, partita
+        >>> partita.nn.CTCLoss(from_logits=True)(torch.zeros(2, 1, 2), torch.tensor([[1]]), [2], [1])
+        tensor(0.2877)
+    """
+
+    def __init__(self, blank: int = 0, reduction: str = "mean", zero_infinity: bool = False, *, from_logits: bool = False) -> None:
+        super().__init__(blank, reduction, zero_infinity)
+        self.from_logits = from_logits
+
+    def forward(self, log_probs: Tensor, targets: Tensor, input_lengths: Lengths, target_lengths: Lengths) -> Tensor:
+        options = self.blank, self.reduction, self.zero_infinity
+        return ctc_loss(log_probs, targets, input_lengths, target_lengths, *options, from_logits=self.from_logits)
+
+    def extra_repr(self) -> str:
+        return f"blank={self.blank}, reduction={self.reduction!r}, zero_infinity={self.zero_infinity}, from_logits={self.from_logits}"

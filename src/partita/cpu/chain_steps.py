@@ -219,7 +219,8 @@ def behind(here: Any, after: Any, result: Any) -> None:
 def posteriors(row: Any, sources: Any, edges: Any, factor: float, scaled: Any) -> None:
     """The logarithms less the scores, `[C * K]`, become the posteriors of the edges; these times a factor, too."""
     for e in range(len(edges)):
-        p = exp(row[e] + edges[e])
+        x = row[e] + edges[e]
+        p = exp(0.0 if x > 0.0 else x)  # with scores so large that they swallow others, what is rounded may be anything
         p = p if sources[e] >= 0 else 0.0
         edges[e] = p
         scaled[e] = p * factor
@@ -332,7 +333,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has no threads
 
 
-def in_shares(kernel: Callable[..., Any], batch: Batch, *args: Any) -> None:
+def in_shares(kernel: Callable[..., Any], batch: Any, *args: Any) -> None:
     """The kernel, whose first argument is a share of the chains `[...]`, for all of them, on as many threads as PyTorch has."""
     longest = batch.lengths.argsort(kind="stable")[::-1].copy()
     threads = min(torch.get_num_threads(), len(longest))

@@ -32,7 +32,7 @@ def from_bits(context: Any, x: Any) -> Any:
 
 @intrinsic
 def prefetch(context: Any, array: Any, index: Any) -> Any:
-    """Asks for what lies at an index of a one-dimensional array to be brought near."""
+    """Asks for what lies at an index of a one-dimensional array to be brought near; an index beyond its end does no harm."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = make_array(signature.args[0])(context, builder, args[0]).data

@@ -1,0 +1,88 @@
+"""The ops of CTC, and their derivatives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _checks, _op
+from .reference import ctc as reference
+
+
+def check_values(
+    logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, most: int, *_: Any
+) -> None:
+    _checks.within("input_lengths", input_lengths, 0, logits.shape[0], "steps")
+    _checks.within("target_lengths", target_lengths, 0, most, "labels")
+    if _checks.values_wanted(labels.device):
+        found, counts = reference.held(reference.Targets(labels, offsets, target_lengths, most))
+        if (place := _checks.first_place(counts & ((found < 0) | (found >= logits.shape[2])))) is not None:
+            raise IndexError(f"targets: expected labels from 0 to {logits.shape[2] - 1}, got {int(found[place])} at {list(place)}")
+
+
+_TARGETS = "Tensor labels, Tensor offsets, Tensor input_lengths, Tensor target_lengths"
+loss = _op.define(
+    "ctc",
+    f"ctc_loss(Tensor logits, {_TARGETS}, int most, int blank, bool from_logits, bool keep, str backend) -> (Tensor, Tensor)",
+    lambda logits, labels, offsets, input_lengths, target_lengths, most, blank, from_logits, keep: (
+        logits.new_empty(logits.shape[1], dtype=torch.float64),
+        logits.new_empty((logits.shape[1], logits.shape[0] + 1, 2 * most + 4) if keep else (0,), dtype=torch.float64),
+    ),
+    check=check_values,
+    numba=True,
+    triton=False,
+)
+gradient = _op.define(
+    "ctc",
+    "ctc_gradient(Tensor grad, Tensor logits, Tensor labels, Tensor offsets, Tensor input_lengths, Tensor target_lengths, Tensor loss, Tensor kept,"
+    " int most, int blank, bool from_logits, str backend) -> Tensor",
+    lambda grad, logits, *rest: torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),
+    numba=True,
+    triton=False,
+)
+align = _op.define(
+    "ctc",
+    f"ctc_align(Tensor logits, {_TARGETS}, int most, int blank, bool from_logits, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda logits, *rest: (
+        *(logits.new_empty((logits.shape[1], logits.shape[0]), dtype=dtype) for dtype in (torch.int64, torch.int64, torch.float64)),
+        logits.new_empty(logits.shape[1], dtype=torch.float64),
+    ),
+    check=check_values,
+    numba=True,
+    triton=False,
+)
+
+
+class Loss(torch.autograd.Function):
+    """-log of the probability of each target, `[N]` fp64."""
+
+    @staticmethod
+    def forward(
+        logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, most: int, blank: int, from_logits: bool,
+        keep: bool, backend: str,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return loss(logits, labels, offsets, input_lengths, target_lengths, most, blank, from_logits, keep, backend)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.most, ctx.blank, ctx.from_logits, _, ctx.backend = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        grad = grads[0]
+        if grad is None:
+            return (None,) * 10
+        logits, labels, offsets, input_lengths, target_lengths, losses, kept = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            targets = reference.Targets(labels, offsets, target_lengths, ctx.most)
+            again = reference.loss_of(logits, targets, input_lengths, ctx.blank, ctx.from_logits)
+            (result,) = torch.autograd.grad(again, logits, grad, create_graph=True)
+        else:
+            inputs = (labels, offsets, input_lengths, target_lengths, losses, kept, ctx.most, ctx.blank, ctx.from_logits)
+            result = gradient(grad, logits, *inputs, ctx.backend)
+        return (result, *(None,) * 9)

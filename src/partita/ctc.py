@@ -1,0 +1,203 @@
+"""CTC: the loss of a target whose alignment is not known, and the best alignment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _backend, _checks, _ctc
+from ._autograd import apply
+from .reference.ctc import Targets
+from .reference.softmax import accumulator
+
+Lengths = Tensor | Sequence[int] | int
+REDUCTIONS = ("none", "mean", "sum")
+
+
+class TokenSpans(NamedTuple):
+    """Where each token of each target lies.
+
+    Fields:
+        start, end: `[N, S]` int64, its first step and the one behind its last; -1 past a target's length and where there is no alignment.
+        score: `[N, S]`, the mean log-probability of its steps; 0 likewise.
+    """
+
+    start: Tensor
+    end: Tensor
+    score: Tensor
+
+
+class CTCAlignment(NamedTuple):
+    """The best alignment of each target.
+
+    Fields:
+        labels: `[N, T]` int64, the class that each step emits; -1 past the input's length and where there is no alignment.
+        tokens: `[N, T]` int64, its place in the target; -1 on a blank too.
+        scores: `[N, T]`, its log-probability; 0 where there is no label.
+        score: `[N]`, their sum; -inf where there is no alignment.
+        longest: no target has more tokens.
+    """
+
+    labels: Tensor
+    tokens: Tensor
+    scores: Tensor
+    score: Tensor
+    longest: int
+
+    def spans(self) -> TokenSpans:
+        """Start, end and score of each token, on the device.
+
+        Example:
+            >>> import torch, partita
+            >>> logits = torch.eye(3)[[0, 1, 1, 0, 2]][:, None] * 9  # blank, 1, 1, blank, 2
+            >>> partita.ctc_align(logits, torch.tensor([[1, 2]]), [5], [2], from_logits=True).spans().end
+            tensor([[3, 5]])
+        """
+        count, steps = self.tokens.shape
+        place = torch.where(self.tokens < 0, self.longest, self.tokens)
+        step = torch.arange(steps, device=place.device).expand(count, -1)
+        empty = place.new_zeros(count, self.longest + 1)
+        start = empty.fill_(steps).scatter_reduce(1, place, step, "amin")[:, : self.longest]
+        end = torch.zeros_like(empty).scatter_reduce(1, place, step + 1, "amax")[:, : self.longest]
+        there = end > 0
+        total = torch.nn.functional.pad(self.scores.double().cumsum(1), (1, 0))  # no sum whose order may differ
+        start, end = torch.where(there, start, 0), torch.where(there, end, 0)
+        mean = (total.gather(1, end) - total.gather(1, start)) / (end - start).clamp(min=1)
+        return TokenSpans(torch.where(there, start, -1), torch.where(there, end, -1), mean.to(self.scores.dtype))
+
+
+class _Prepared(NamedTuple):
+    """Arguments as the ops take them: a batch, with targets one after another.
+
+    Fields:
+        logits: `[T, N, C]`.
+        targets: on its device.
+        input_lengths: `[N]` int64, likewise.
+        batched: whether the caller's was.
+    """
+
+    logits: Tensor
+    targets: Targets
+    input_lengths: Tensor
+    batched: bool
+
+
+def _lengths(name: str, value: Lengths, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`[N]` int64 as it came, and on the device."""
+    if isinstance(value, int):
+        value = [value]
+    if not isinstance(value, Tensor):
+        value = torch.tensor(list(value), dtype=torch.int64)
+    _checks.integer(name, value)
+    _checks.shape(name, value.reshape(-1), [count], "[N]")
+    value = value.reshape(-1).long()
+    if value.device.type == "cpu" and device.type == "cuda":
+        return value, value.pin_memory().to(device, non_blocking=True)
+    return value, value.to(device)
+
+
+def _prepare(name: str, logits: Tensor, targets: Tensor, input_lengths: Lengths, target_lengths: Lengths, blank: int) -> _Prepared:
+    _checks.floating(name, logits)
+    _checks.integer("targets", targets)
+    _checks.device("targets", targets, logits, name)
+    batched = logits.ndim == 3
+    if logits.ndim not in (2, 3):
+        raise ValueError(f"{name}: expected shape [T, N, C] or [T, C], got {list(logits.shape)}")
+    if not batched:
+        logits = logits[:, None]
+    _, count, classes = logits.shape
+    if targets.ndim != 1 and (targets.ndim != 2 or not batched or len(targets) != count):
+        raise ValueError(f"targets: expected shape [N, S] with N = {count}, or [sum of target_lengths], got {list(targets.shape)}")
+    if isinstance(blank, bool) or not isinstance(blank, int) or not 0 <= blank < classes:
+        raise ValueError(f"blank: expected a class from 0 to {classes - 1}, got {blank!r}")
+    _, inputs = _lengths("input_lengths", input_lengths, count, logits.device)
+    came, lengths = _lengths("target_lengths", target_lengths, count, logits.device)
+    known = came.device.type == "cpu" and not torch.compiler.is_compiling()
+    longest = int(came.max()) if known and count else targets.shape[-1] if count else 0
+    if targets.ndim == 2:
+        offsets = torch.arange(count, device=logits.device) * targets.shape[1]
+        most = targets.shape[1]
+    else:
+        offsets, most = lengths.cumsum(0) - lengths, len(targets)
+    if targets.ndim == 1 and not torch.compiler.is_compiling() and _checks.values_wanted(logits.device) and int(lengths.sum()) != most:
+        raise ValueError(f"targets: expected as many labels as the sum of target_lengths, {int(lengths.sum())}, got {most}")
+    return _Prepared(logits, Targets(targets.reshape(-1), offsets, lengths, max(min(longest, most), 0)), inputs, batched)
+
+
+def ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Lengths, target_lengths: Lengths, blank: int = 0, reduction: str = "mean",
+    zero_infinity: bool = False, *, from_logits: bool = False,
+) -> Tensor:  # fmt: skip
+    """The CTC loss: minus the logarithm of the summed probability of all alignments of each target, in nats.
+
+    Args:
+        log_probs: `[T, N, C]` or `[T, C]` floating: log-probabilities of the classes at each step, or logits with `from_logits`.
+        targets: `[N, S]`, or all one after another, `[sum of target_lengths]`; integers from 0 to C - 1.
+        input_lengths, target_lengths: `[N]`, tensors on any device, or lists, tuples, or for one sequence numbers.
+        blank: the class of the blank.
+        reduction: `mean` (of loss / target length), `sum` or `none`.
+        zero_infinity: 0 in place of the infinite loss of a target that cannot be aligned; its gradient is 0 in both cases.
+        from_logits: take the log-softmax within.
+
+    Returns:
+        A number, or `[N]`; fp32 for half types. The gradient is the true one: minus the posterior of each class, or softmax minus it.
+
+    Raises:
+        TypeError, ValueError, IndexError: wrong dtypes, shapes, devices, lengths or labels (values on a GPU only with `PARTITA_CHECK=1`, otherwise
+            that sequence's loss and gradient are NaN).
+
+    Source: Graves et al., Connectionist temporal classification, 2006; the arguments are those of `torch.nn.functional.ctc_loss`.
+
+    Example:
+        >>> import torch, partita
+        >>> logits = torch.zeros(2, 1, 2)  # two steps, blank and one label
+        >>> partita.ctc_loss(logits, torch.tensor([[1]]), [2], [1], from_logits=True)  # 3 of the 4 sequences collapse to it
+        tensor(0.2877)
+    """
+    _checks.choice("reduction", reduction, REDUCTIONS)
+    x = _prepare("log_probs", log_probs, targets, input_lengths, target_lengths, blank)
+    keep = torch.is_grad_enabled() and log_probs.requires_grad
+    tensors = (x.targets.labels, x.targets.offsets, x.input_lengths, x.targets.lengths)
+    loss = apply(_ctc.Loss, x.logits, *tensors, x.targets.most, blank, from_logits, keep, _backend.current())[0]
+    if zero_infinity:
+        loss = torch.where(loss == torch.inf, 0.0, loss)
+    if reduction == "mean":
+        loss = (loss / x.targets.lengths.clamp(min=1)).mean()
+    elif reduction == "sum":
+        loss = loss.sum()
+    elif not x.batched:
+        loss = loss[0]
+    return loss.to(accumulator(log_probs.dtype))
+
+
+def ctc_align(
+    log_probs: Tensor, targets: Tensor, input_lengths: Lengths, target_lengths: Lengths, blank: int = 0, *, from_logits: bool = False
+) -> CTCAlignment:
+    """The most probable alignment of each target; of equals, the one that stays longer, from the end.
+
+    Args:
+        log_probs, targets, input_lengths, target_lengths, blank, from_logits: as in `ctc_loss`; without a batch, N is 1.
+
+    Returns:
+        `CTCAlignment(labels, tokens, scores, score, longest)`; not differentiable.
+
+    Raises:
+        TypeError, ValueError, IndexError: as in `ctc_loss`.
+
+    Source: Viterbi, Error bounds for convolutional codes, 1967, over the alignments of Graves et al., 2006.
+
+    Example:
+        >>> import torch, partita
+        >>> logits = torch.eye(3)[[0, 1, 1, 0, 2]][:, None] * 9  # blank, 1, 1, blank, 2
+        >>> partita.ctc_align(logits, torch.tensor([[1, 2]]), [5], [2], from_logits=True).labels
+        tensor([[0, 1, 1, 0, 2]])
+    """
+    with torch.no_grad():
+        x = _prepare("log_probs", log_probs, targets, input_lengths, target_lengths, blank)
+        tensors = (x.targets.labels, x.targets.offsets, x.input_lengths, x.targets.lengths)
+        labels, tokens, scores, score = _ctc.align(x.logits, *tensors, x.targets.most, blank, from_logits, _backend.current())
+        dtype = accumulator(log_probs.dtype)
+    return CTCAlignment(labels, tokens, scores.to(dtype), score.to(dtype), x.targets.most)
