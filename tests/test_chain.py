@@ -381,3 +381,13 @@ def test_without_numba_it_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
         warnings.simplefilter("error")
         assert _backend.resolve("auto", cpu, numba=True) == "reference"
     _backend._without_numba.cache_clear()
+
+
+def test_autocast_leaves_chains_as_they_are() -> None:
+    chain = random_chain(6, 3, 4, 3, ragged=False, dtype=torch.float32)
+    scores = chain.scores.requires_grad_()
+    expected = chain.logz(), chain.entropy(), *torch.autograd.grad(chain.logz().sum(), scores)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = chain.logz(), chain.entropy(), *torch.autograd.grad(chain.logz().sum(), scores)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
