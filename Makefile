@@ -8,8 +8,8 @@ TORCH := $(shell sed -n 's/.*"torch==\([^"]*\)".*/\1/p' pyproject.toml)
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
 
-demo: $(READY)  ## train on handwritten digits and draw what was learnt (ARGS="--epochs 5 --out picture.png")
-	$(BIN)/python examples/digits.py $(ARGS)
+demo: $(READY)  ## learn to read lines of handwritten digits with CTC, and draw it (ARGS="--batches 300 --out picture.png")
+	$(BIN)/python examples/digit_lines.py $(ARGS)
 
 test: $(READY)  ## lint, types and tests (ARGS="-k cross_entropy" goes to pytest)
 	$(BIN)/ruff check
@@ -20,7 +20,7 @@ bench: $(READY)  ## time every op against PyTorch and the installed peers (ARGS=
 	$(BIN)/python -m partita bench $(ARGS)
 
 clean:  ## remove the environment and all that was generated
-	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache dist digits.png
+	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache dist digits.png digit_lines.png
 	find src tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 # The build of torch without CUDA comes from the index that pip is set up with, where it has one; otherwise uv knows where that build is.

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import chain_exactness
+import digit_lines
 import digits
 import pytest
 import torch
@@ -44,6 +45,28 @@ def test_digits_refuses(epochs: str, capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit, match="2"):
         digits.main(["--epochs", epochs])
     assert f"invalid positive value: '{epochs}'" in capsys.readouterr().err
+
+
+def test_digit_lines_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    out = tmp_path / "new folder" / "lines"
+    assert digit_lines.main(["--batches", "3", "--out", str(out), "--quiet"]) == 1, "three batches cannot reach the accuracy that the demo asks for"
+    torch.set_num_threads(threads)
+    printed = capsys.readouterr()
+    lines = dict(line.split(": ") for line in printed.out.splitlines())
+    assert list(lines) == ["Loss diff", "Grad diff (max)", "Lines read without a fault", "Picture"]
+    assert float(lines["Loss diff"]) <= 1e-5 and float(lines["Grad diff (max)"]) <= 1e-6
+    assert "Fewer than 90%" in printed.err
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_digit_lines_reads_what_it_wrote() -> None:
+    """A line's targets, one-hot with blanks between them, are read back."""
+    lines = digit_lines.compose(digit_lines.load(0, torch.device("cpu"))[0], 3, torch.Generator().manual_seed(0))
+    assert lines.images.sum((1, 2, 3)).min() > 0 and (lines.input_lengths <= digit_lines.WIDTH // digit_lines.COLUMNS_A_STEP).all()
+    path = torch.stack([torch.zeros_like(lines.targets), lines.targets], 2).flatten(1)
+    logits = torch.nn.functional.one_hot(path.T, digit_lines.CLASSES).float()
+    assert digit_lines.read(logits, 2 * lines.target_lengths) == digit_lines.truth(lines)
 
 
 @pytest.mark.parametrize("name", chain_exactness.CHAINS)

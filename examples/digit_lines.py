@@ -1,0 +1,215 @@
+"""Read lines of handwritten digits: train a small network with Partita's CTC loss, and draw what it sees where.
+
+    python examples/digit_lines.py --batches 900 --out digit_lines.png
+
+A line is 4 to 10 scans of the digits of `digits.py`, cropped, shifted, and set side by side with gaps between them; nobody tells the network where one
+ends. The lines that it is judged by are made of digits that it has never seen. The exit code is 1 when fewer than 90 % of these are read without a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from digits import INK, MUTED, RIGHT, WRONG, Difference, Digits, load, positive
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
+
+import partita
+
+REQUIRED_ACCURACY = 0.9
+BATCH = 32
+HELD_OUT_LINES = 500
+SHORTEST, LONGEST = 4, 10
+HEIGHT, WIDEST_GAP = 10, 3
+WIDTH = LONGEST * (8 + WIDEST_GAP)
+CLASSES = 11  # the blank, and digit d as class d + 1
+COLUMNS_A_STEP = 2
+
+
+class Lines(NamedTuple):
+    """A batch of lines; `input_lengths` counts steps of the network, of which each sees two columns."""
+
+    images: Tensor  # [N, 1, HEIGHT, WIDTH]
+    targets: Tensor  # [N, LONGEST], 0 past the length
+    input_lengths: Tensor  # [N]
+    target_lengths: Tensor  # [N]
+
+
+@dataclass(frozen=True)
+class Report:
+    accuracy: float
+    difference: Difference
+
+
+class Reader(nn.Module):
+    """Convolutions over the line, then a recurrent network along it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.see = nn.Sequential(
+            nn.Conv2d(1, 24, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(24, 64, 3, padding=1), nn.ReLU(), nn.Dropout(0.1)
+        )  # fmt: skip
+        self.follow = nn.GRU(64 * (HEIGHT // 2), 64, bidirectional=True)
+        self.name = nn.Sequential(nn.Dropout(0.1), nn.Linear(2 * 64, CLASSES))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits, `[T, N, CLASSES]`."""
+        columns = self.see(images).flatten(1, 2).permute(2, 0, 1)
+        return self.name(self.follow(columns)[0])
+
+
+def compose(digits: Digits, count: int, generator: torch.Generator) -> Lines:
+    """Random lines of these digits."""
+    images = torch.zeros(count, 1, HEIGHT, WIDTH)
+    targets = torch.zeros(count, LONGEST, dtype=torch.int64)
+    lengths = torch.randint(SHORTEST, LONGEST + 1, (count,), generator=generator)
+    widths = torch.zeros(count, dtype=torch.int64)
+    for n, length in enumerate(lengths.tolist()):
+        x = 0
+        for place, i in enumerate(torch.randint(len(digits.labels), (length,), generator=generator).tolist()):
+            picture = digits.images[i, 0]
+            inked = picture.sum(0).nonzero().flatten()
+            picture = picture[:, int(inked[0]) : int(inked[-1]) + 1]
+            gap, drop = (int(torch.randint(top, (), generator=generator)) for top in (WIDEST_GAP + 1, HEIGHT - 7))
+            x += gap
+            images[n, 0, drop : drop + 8, x : x + picture.shape[1]] = picture
+            x += picture.shape[1]
+            targets[n, place] = digits.labels[i] + 1
+        widths[n] = x
+    return Lines(images, targets, (widths + COLUMNS_A_STEP - 1) // COLUMNS_A_STEP, lengths)
+
+
+def train(model: nn.Module, digits: Digits, batches: int, generator: torch.Generator, quiet: bool) -> list[float]:
+    """The loss of each batch."""
+    criterion = partita.nn.CTCLoss(from_logits=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=batches)
+    losses = []
+    model.train()
+    columns = ("Training", BarColumn(), MofNCompleteColumn(), "batches", TimeElapsedColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
+    with Progress(*columns, disable=quiet) as progress:
+        task = progress.add_task("", total=batches, loss=float("nan"))
+        for _ in range(batches):
+            lines = compose(digits, BATCH, generator)
+            loss = criterion(model(lines.images), lines.targets, lines.input_lengths, lines.target_lengths)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+            progress.update(task, advance=1, loss=losses[-1])
+    return losses
+
+
+def read(logits: Tensor, input_lengths: Tensor) -> list[list[int]]:
+    """The digits of each line: the best class of each step, repeats and blanks left out."""
+    found = []
+    for classes, length in zip(logits.argmax(-1).T, input_lengths.tolist(), strict=True):
+        changes = torch.unique_consecutive(classes[:length])
+        found.append([int(c) - 1 for c in changes if c > 0])
+    return found
+
+
+def truth(lines: Lines) -> list[list[int]]:
+    return [[int(c) - 1 for c in target[:length]] for target, length in zip(lines.targets, lines.target_lengths.tolist(), strict=True)]
+
+
+def compare(logits: Tensor, lines: Lines) -> Difference:
+    """Loss and gradient in the logits, beside PyTorch's log-softmax and loss."""
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    rest = lines.targets, lines.input_lengths, lines.target_lengths
+    loss, expected = partita.ctc_loss(ours, *rest, from_logits=True), nn.functional.ctc_loss(theirs.log_softmax(-1), *rest)
+    loss.backward()
+    expected.backward()
+    assert ours.grad is not None and theirs.grad is not None
+    return Difference(abs(loss.item() - expected.item()), (ours.grad - theirs.grad).abs().max().item())
+
+
+def draw_line(picture: Axes, posterior: Axes, lines: Lines, logits: Tensor, n: int) -> None:
+    """A line with the place and confidence of each digit, over the probability of each class at each step."""
+    length, count = int(lines.input_lengths[n]), int(lines.target_lengths[n])
+    width = COLUMNS_A_STEP * length
+    picture.imshow(lines.images[n, 0, :, :width], cmap="gray_r", extent=(0, width, HEIGHT, 0), aspect="auto", interpolation="bicubic")
+    best = partita.ctc_align(logits[:, n : n + 1], lines.targets[n : n + 1], [length], [count], from_logits=True)
+    start, end, score = (t[0].tolist() for t in best.spans())
+    for digit, a, b, s in zip(truth(lines)[n], start, end, score, strict=False):
+        confidence = float(torch.tensor(s).exp())
+        colour = RIGHT if confidence > 0.5 else WRONG
+        picture.axvspan(COLUMNS_A_STEP * a, COLUMNS_A_STEP * b, color=colour, alpha=0.25, lw=0)
+        picture.text(COLUMNS_A_STEP * (a + b) / 2, -0.6, f"{digit}", ha="center", color=colour, weight="bold")
+        picture.text(COLUMNS_A_STEP * (a + b) / 2, HEIGHT + 0.4, f"{confidence:.0%}", ha="center", va="top", size=6.5, color=MUTED)
+    probabilities = partita.softmax(logits[:length, n], dim=-1).T
+    posterior.imshow(probabilities, cmap="Blues", vmin=0, vmax=1, extent=(0, width, 10.5, -0.5), aspect="auto")
+    posterior.set(yticks=range(11), xticks=[])
+    posterior.set_yticklabels(["–", *map(str, range(10))], size=6.5, color=INK)
+    picture.set(xticks=[], yticks=[], ylim=(HEIGHT, 0))
+    for axes in (picture, posterior):
+        axes.set_xlim(0, WIDTH)
+        axes.spines[:].set_visible(False)
+
+
+def draw(path: Path, losses: list[float], lines: Lines, logits: Tensor) -> None:
+    """The loss, and four held-out lines, the last of them the one that the network finds hardest."""
+    rest = lines.targets, lines.input_lengths, lines.target_lengths
+    hardest = int((partita.ctc_loss(logits, *rest, reduction="none", from_logits=True) / lines.target_lengths).argmax())
+    figure = Figure(figsize=(12, 9), layout="constrained")
+    left, right = figure.subfigures(1, 2, width_ratios=(1, 2.2))
+    axes = left.subplots()
+    axes.plot(losses, color=RIGHT, lw=1)
+    axes.set(yscale="log", xlabel="batch", title="CTC loss of a digit, nats")
+    axes.spines[["top", "right"]].set_visible(False)
+    right.suptitle("Held-out lines: where ctc_align finds each digit, and what the network sees at each step", size=11, weight="bold", color=INK)
+    for cell, n in zip(right.subfigures(4, 1), [0, 1, 2, hardest], strict=True):
+        draw_line(*cell.subplots(2, 1, height_ratios=(1, 1.6)), lines, logits, n)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = path.suffix[1:].lower() in figure.canvas.get_supported_filetypes()
+    figure.savefig(path, dpi=130, format=None if known else "png")
+
+
+def run(batches: int, seed: int, out: Path, quiet: bool = False) -> Report:
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    digits, held_out = load(seed, torch.device("cpu"))
+    model = Reader()
+    losses = train(model, digits, batches, generator, quiet)
+    lines = compose(held_out, HELD_OUT_LINES, generator)
+    model.eval()
+    with torch.no_grad():
+        logits = model(lines.images)
+    draw(out, losses, lines, logits)
+    right = [a == b for a, b in zip(read(logits, lines.input_lengths), truth(lines), strict=True)]
+    few = Lines(*(t[:BATCH] for t in lines))
+    return Report(sum(right) / len(right), compare(logits[:, :BATCH], few))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Train on lines of scikit-learn's handwritten digits with Partita's CTC loss.")
+    parser.add_argument("--batches", type=positive, default=900, help=f"batches of {BATCH} lines (default 900)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default 0)")
+    parser.add_argument("--out", type=Path, default=Path("digit_lines.png"), help="picture to write (default digit_lines.png)")
+    parser.add_argument("--quiet", action="store_true", help="show no progress bar")
+    options = parser.parse_args(argv)
+
+    torch.set_num_threads(1)  # layers this small spend more time on sharing than on work
+    report = run(options.batches, options.seed, options.out, options.quiet)
+    print(f"Loss diff: {report.difference.loss:.2e}")
+    print(f"Grad diff (max): {report.difference.grad:.2e}")
+    print(f"Lines read without a fault: {report.accuracy:.1%}")
+    print(f"Picture: {options.out}")
+    if report.accuracy < REQUIRED_ACCURACY:
+        print(f"Fewer than {REQUIRED_ACCURACY:.0%} of the lines were read.", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
