@@ -34,6 +34,7 @@ pytestmark = pytest.mark.skipif(INTERPRETING, reason="kernels are functions of P
 KERNELS = Path(partita.__file__).parent / "kernels"
 SOURCES = ["softmax", "logsumexp", "cross_entropy", "cross_entropy_rows", "cross_entropy_scalars", "token_stats"]
 SOURCES += ["chain", "chain_fast", "chain_fast_best", "chain_scan", "chain_paths", "chain_pairs"]
+SOURCES += ["ctc_scan", "ctc_rows"]
 NAMES = sorted(
     name for source in SOURCES for name in re.findall(r"^def (\w+_kernel)\(", (KERNELS / f"{source}.py").read_text(encoding="utf-8"), re.M)
 )
@@ -86,7 +87,7 @@ class Launch(NamedTuple):
 @contextmanager
 def recording(launches: list[Launch], cuda: str | None) -> Iterator[None]:
     # Before they can take over what is patched here.
-    launch, table = (importlib.import_module(f"partita.kernels.{name}") for name in ("launch", "chain_table"))
+    launch, table, _ = (importlib.import_module(f"partita.kernels.{name}") for name in ("launch", "chain_table", "math"))
 
     def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         launches.append(Launch(kernel, args, options))
@@ -124,6 +125,14 @@ def call_chains(dtype: torch.dtype, states: int, slots: int) -> None:
     alone.sample(2)
 
 
+def call_ctc(dtype: torch.dtype, count: int, classes: int, most: int, from_logits: bool) -> None:
+    logits = torch.zeros(3, count, classes, dtype=dtype, requires_grad=True)
+    targets, ones = torch.ones(count, most, dtype=torch.int64), torch.ones(count, dtype=torch.int64)
+    loss = partita.ctc_loss(logits, targets, ones, ones * most, from_logits=from_logits)
+    torch.autograd.grad(loss, logits)
+    partita.ctc_loss(logits.detach(), targets, ones, ones)
+
+
 def call_everything(x: torch.Tensor) -> None:
     target = torch.zeros(x.shape[0], dtype=torch.int64)
     weight = torch.ones(x.shape[1], dtype=x.dtype)
@@ -149,6 +158,9 @@ def launches(cuda: str | None) -> dict[str, list[Launch]]:
             call_everything(torch.zeros(5000, 3, dtype=dtype).T)
             for states, slots in ((3, 2), (64, 5), (1024, 5), (2000, 3), (40, 40), (-64, 5), (-1024, 5)):
                 call_chains(dtype, states, slots)
+            for from_logits in (False, True):
+                for count, classes, most in ((2, 5, 10), (2, 5, 40), (600, 20, 100), (2, 5000, 10)):
+                    call_ctc(dtype, count, classes, most, from_logits)
     found: dict[str, dict[str, Launch]] = defaultdict(dict)
     for each in noted:
         found[each.kernel.__name__].setdefault(f"{each} {[arg is None for arg in each.args]}", each)

@@ -28,11 +28,10 @@ loss = _op.define(
     f"ctc_loss(Tensor logits, {_TARGETS}, int most, int blank, bool from_logits, bool keep, str backend) -> (Tensor, Tensor)",
     lambda logits, labels, offsets, input_lengths, target_lengths, most, blank, from_logits, keep: (
         logits.new_empty(logits.shape[1], dtype=torch.float64),
-        logits.new_empty((logits.shape[1], logits.shape[0] + 1, 2 * most + 4) if keep else (0,), dtype=torch.float64),
+        logits.new_empty(reference.kept_shape(*logits.shape[:2], most, logits.device.type == "cuda", keep), dtype=torch.float64),
     ),
     check=check_values,
     numba=True,
-    triton=False,
 )
 gradient = _op.define(
     "ctc",
@@ -40,7 +39,6 @@ gradient = _op.define(
     " int most, int blank, bool from_logits, str backend) -> Tensor",
     lambda grad, logits, *rest: torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),
     numba=True,
-    triton=False,
 )
 align = _op.define(
     "ctc",

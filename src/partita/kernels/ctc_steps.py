@@ -1,0 +1,170 @@
+"""The states of a CTC lattice in kernels, their arithmetic, and a step through them.
+
+A state is a number m · 2**e, of an fp32 mantissa in [1, 2) and an integer exponent of its own: however far below the others it lies, it keeps
+24 bits, and neither a logarithm nor an exponential is taken of it. `WIDE` states, for what no such exponent holds and for fp64, are logarithms
+to base 2 in fp64. Position i of a target is the blank before its label i and that label; a lane holds PARTS positions one after another.
+"""
+
+import triton
+import triton.language as tl
+
+from .math import LOG2E, LOG2E_LOW, UNFUSED
+
+NOTHING = tl.constexpr(-(2**29))  # exponent of 0; sums of two do not wrap
+POSSIBLE = tl.constexpr(-(2**28))  # exponents of other numbers are above it, up to 2**27 either way
+MAGIC = tl.constexpr(12582912.0)  # 1.5 · 2**23: a sum with it is rounded to an integer, which stands in its low bits
+MAGIC_BITS = tl.constexpr(0x4B400000)
+LOG2E_WIDE = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def state(number: tl.constexpr, like, WIDE: tl.constexpr):
+    """0 or 1 as states, of the shape of the lanes."""
+    if WIDE:
+        return ((like * 0).to(tl.float64) + (0.0 if number == 1 else -float("inf")),)
+    else:
+        return ((like * 0).to(tl.float32) + 1.0, like * 0 + (0 if number == 1 else NOTHING))
+
+
+@triton.jit
+def power(exponent):
+    """2**exponent for exponents up to 127; 0 below fp32's normal range."""
+    return ((tl.maximum(exponent, -127) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def plus(a, b, WIDE: tl.constexpr):
+    """The sum of two states; its mantissa is in [1, 4)."""
+    if WIDE:
+        apart = tl.where(a[0] == b[0], 0.0, -tl.abs(a[0] - b[0]))
+        return (tl.where(a[0] > b[0], a[0], b[0]) + tl.log2(1.0 + tl.exp2(apart)),)
+    else:
+        most = tl.maximum(a[1], b[1])
+        return (tl.fma(a[0], power(a[1] - most), b[0] * power(b[1] - most)), most)
+
+
+@triton.jit
+def times(a, emission, WIDE: tl.constexpr):
+    """A sum of states times an emission, normalised."""
+    if WIDE:
+        return (a[0] + emission[0],)
+    else:
+        product = (a[0] * emission[0]).to(tl.int32, bitcast=True)
+        mantissa = ((product & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+        return (mantissa, tl.maximum(a[1] + (emission[1] + (product >> 23)), NOTHING))
+
+
+@triton.jit
+def emission_of(x, held, limit, WIDE: tl.constexpr):
+    """e**x as a factor, 0 where no label is held: a mantissa, and an exponent less 127; NaN where its exponent would pass a limit."""
+    if WIDE:
+        return (tl.where(held, x.to(tl.float64) * LOG2E_WIDE, -float("inf")),)
+    else:
+        x = x.to(tl.float32)
+        if UNFUSED:
+            wide = x.to(tl.float64) * LOG2E_WIDE
+            whole = tl.floor(wide + 0.5)
+            mantissa, exponent = tl.exp2(wide - whole).to(tl.float32), whole.to(tl.int32)
+        else:
+            high = x * LOG2E
+            low = tl.fma(x, LOG2E_LOW, tl.fma(x, LOG2E, -high))
+            rounded = high + MAGIC
+            mantissa = tl.exp2((high - (rounded - MAGIC)) + low)
+            exponent = rounded.to(tl.int32, bitcast=True) - MAGIC_BITS
+        inside = held & (tl.abs(x) <= limit)
+        mantissa = tl.where(inside, mantissa, tl.where(held & (x != -float("inf")), float("nan"), 1.0))
+        return (mantissa, tl.where(inside, exponent, NOTHING) - 127)
+
+
+@triton.jit
+def word_of(a, WIDE: tl.constexpr):
+    """A state as one 64-bit word, which is never 0."""
+    if WIDE:
+        word = a[0].to(tl.int64, bitcast=True)
+        return tl.where(word == 0, -0x8000000000000000, word)
+    else:
+        return (a[0].to(tl.int32, bitcast=True).to(tl.int64) << 32) | (a[1].to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def state_of(word, WIDE: tl.constexpr):
+    if WIDE:
+        return (word.to(tl.float64, bitcast=True),)
+    else:
+        return ((word >> 32).to(tl.int32).to(tl.float32, bitcast=True), word.to(tl.int32))
+
+
+@triton.jit
+def log2_of(word, WIDE: tl.constexpr):
+    """The logarithm of a state to base 2, fp64."""
+    if WIDE:
+        return word.to(tl.float64, bitcast=True)
+    else:
+        a = state_of(word, WIDE)
+        return tl.where(a[1] > POSSIBLE, a[1].to(tl.float64) + tl.log2(a[0].to(tl.float64)), -float("inf"))
+
+
+@triton.jit
+def share_of(a, b, inverse, exponent, WIDE: tl.constexpr):
+    """a · b / Z, of a sum of states and a state, and of Z = 2**exponent / inverse."""
+    if WIDE:
+        return tl.exp2((a[0] + b[0]) - exponent)
+    else:
+        return (a[0] * b[0]) * (power(tl.minimum(a[1] + b[1] - exponent, 126)) * inverse)
+
+
+@triton.jit
+def chosen(condition, a, b, WIDE: tl.constexpr):
+    if WIDE:
+        return (tl.where(condition, a[0], b[0]),)
+    else:
+        return (tl.where(condition, a[0], b[0]), tl.where(condition, a[1], b[1]))
+
+
+@triton.jit
+def neighbour(a, edge, lane, STEP: tl.constexpr, WIDE: tl.constexpr):
+    """The state that the lane before (STEP -1) or behind (1) holds; where there is none, the one at the edge."""
+    at = (lane + STEP) & (lane.shape[0] - 1)
+    outer = lane == (0 if STEP < 0 else lane.shape[0] - 1)
+    if WIDE:
+        return (tl.where(outer, edge[0], tl.gather(a[0], at, 0)),)
+    else:
+        return (tl.where(outer, edge[0], tl.gather(a[0], at, 0)), tl.where(outer, edge[1], tl.gather(a[1], at, 0)))
+
+
+@triton.jit
+def entered(blanks, labels, skips, edge, lane, FORWARD: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr):
+    """What α sums into each blank and label from the states before a step, or β from those behind it.
+
+    The edge of the positions held is the label before them, or what the last label takes from the position behind it.
+    """
+    into_blanks, into_labels = (), ()
+    if FORWARD:
+        before = neighbour(labels[PARTS - 1], edge, lane, -1, WIDE)
+        for k in tl.static_range(PARTS):
+            total = plus(blanks[k], before, WIDE)
+            into_blanks = into_blanks + (total,)
+            into_labels = into_labels + (plus(labels[k], chosen(skips[k], total, blanks[k], WIDE), WIDE),)
+            before = labels[k]
+    else:
+        offers = ()
+        for k in tl.static_range(PARTS):
+            total = plus(blanks[k], labels[k], WIDE)
+            into_blanks = into_blanks + (total,)
+            offers = offers + (chosen(skips[k], total, blanks[k], WIDE),)
+        behind = neighbour(offers[0], edge, lane, 1, WIDE)
+        for k in tl.static_range(PARTS):
+            if k + 1 < PARTS:
+                into_labels = into_labels + (plus(labels[k], offers[k + 1], WIDE),)
+            else:
+                into_labels = into_labels + (plus(labels[k], behind, WIDE),)
+    return into_blanks, into_labels
+
+
+@triton.jit
+def offered(blanks, labels, skips, FORWARD: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr):
+    """What the last lane (α) or the first (β) has for the edge of its neighbour, as a word."""
+    if FORWARD:
+        return word_of(labels[PARTS - 1], WIDE)
+    else:
+        return word_of(chosen(skips[0], plus(blanks[0], labels[0], WIDE), blanks[0], WIDE), WIDE)
