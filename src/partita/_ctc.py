@@ -28,7 +28,7 @@ loss = _op.define(
     f"ctc_loss(Tensor logits, {_TARGETS}, int most, int blank, bool from_logits, bool keep, str backend) -> (Tensor, Tensor)",
     lambda logits, labels, offsets, input_lengths, target_lengths, most, blank, from_logits, keep: (
         logits.new_empty(logits.shape[1], dtype=torch.float64),
-        logits.new_empty(reference.kept_shape(*logits.shape[:2], most, logits.device.type == "cuda", keep), dtype=torch.float64),
+        logits.new_empty(reference.kept_shape(*logits.shape, most, logits.device.type == "cuda", keep), dtype=torch.float64),
     ),
     check=check_values,
     numba=True,

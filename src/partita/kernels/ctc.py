@@ -9,71 +9,79 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference.ctc import kept_shape
-from .ctc_rows import ctc_gradient_kernel, ctc_norm_kernel, ctc_total_kernel
+from ..reference import ctc as reference
 from . import ctc_scan, launch as launching
+from .ctc_rows import ctc_narrow_gradient_kernel, ctc_next_kernel, ctc_norm_kernel, ctc_total_kernel, ctc_wide_gradient_kernel
 from .ctc_scan import EVERY
 from .launch import INTERPRETED, launch
 
-MANY = 2048  # programs that fill a GPU
+import os
+MANY = int(os.environ.get('MANY','2048'))  # programs that fill a GPU
+
+
+class Plan(NamedTuple):
+    """How a batch is cut.
+
+    Fields:
+        wide: all states are.
+        table: factors are taken from a table of all classes, made once.
+        parts, chunks: positions of a target a lane, and programs a sequence and direction.
+        blocks, reach: of steps in a half, and steps that these make.
+    """
+
+    wide: bool
+    table: bool
+    parts: int
+    chunks: int
+    blocks: int
+    reach: int
 
 
 class Kept(NamedTuple):
-    """What the loss leaves for the gradient, in one buffer, and how it was cut.
+    """What the loss leaves for the gradient, in one buffer.
 
     Fields:
-        words: states before each block of steps, and behind the last.
+        zeros: what must be 0 before the scan: the ticket, flags and edges.
+        ticket, flags: `[1]`, `[N]`.
         edges: what chunks hand to their neighbours.
-        flags, ticket, logz: `[N]`, `[1]`, `[N]`.
+        words: states before each block of steps, and behind the last.
+        logz: `[N]`.
         maxima, sums: `[T, N]`, what normalises each step; None for log-probabilities.
-        blocks, chunks, parts: of steps, of positions, and positions a lane.
+        table: `[T + 1, N, C + 1]`, or None.
     """
 
-    words: Tensor
-    edges: Tensor
-    flags: Tensor
+    zeros: Tensor
     ticket: Tensor | None
+    flags: Tensor
+    edges: Tensor
+    words: Tensor
     logz: Tensor
     maxima: Tensor | None
     sums: Tensor | None
-    blocks: int
-    chunks: int
-    parts: int
+    table: Tensor | None
 
 
-def _real(dtype: torch.dtype) -> Any:
-    return tl.float64 if dtype == torch.float64 else tl.float32
+def plan_of(logits: Tensor, most: int) -> Plan:
+    steps, count, classes = logits.shape
+    wide, blocks = logits.dtype == torch.float64, triton.cdiv(steps + 1, 2 * EVERY)
+    parts = 1 if 2 * count * (most // 32 + 1) <= MANY or wide else 2
+    return Plan(wide, not wide and classes <= min(most, 256), parts, most // (32 * parts) + 1, blocks, blocks * EVERY)
 
 
-def _cut(buffer: Tensor, logits: Tensor, most: int, from_logits: bool, keep: bool) -> Kept:
-    steps, count, _ = logits.shape
-    wide = logits.dtype == torch.float64
-    parts = 1 if 2 * count * (most // 32 + 1) <= MANY else 2
-    chunks, half = most // (32 * parts) + 1, (steps + 1) // 2
-    blocks = triton.cdiv(half, EVERY) if keep else 0
+def _cut(buffer: Tensor, plan: Plan, logits: Tensor, from_logits: bool, keep: bool) -> Kept:
+    steps, count, classes = logits.shape
     norms = steps * count if from_logits else 0
-    sizes = [1, count, 2 * chunks * count * half, 2 * (blocks + 1) * count * chunks * 64 * parts, count, norms, norms if wide else 0]
-    ticket, flags, edges, words, logz, first, second, _ = buffer.split([*sizes, len(buffer) - sum(sizes)])
-    ends = 1 + count + (edges.numel() if chunks > 1 else 0)
-    maxima = sums = None
-    if from_logits and wide:
-        maxima, sums = first, second
-    elif from_logits:
-        maxima, sums = first.view(torch.float32).split([norms, norms])
-    integers = [t.view(torch.int64) for t in (words, edges, flags, ticket, buffer[:ends])]
-    words, edges, flags, ticket, zeros = integers
-    kept = Kept(words, edges, flags, ticket if chunks > 1 and not wide else None, logz, maxima, sums, blocks, chunks, parts)
-    return kept, zeros
-
-
-def _numbers(logits: Tensor, labels: Tensor, most: int) -> tuple[int, ...]:
-    return *logits.shape, len(labels), most
-
-
-def _scan(name: str, programs: int, *args: Any, **options: Any) -> None:
-    gluon = launching.NVIDIA and not INTERPRETED
-    kernel = getattr(ctc_scan, f"ctc_{name}_gluon_kernel" if gluon else f"ctc_{name}_kernel")
-    launch(kernel, programs, *args, LAYOUT=ctc_scan.LANES if gluon else None, **options, num_warps=1)
+    states = 2 * (plan.blocks * keep + 1) * count * plan.chunks * 64 * plan.parts
+    table = (steps + 1) * count * (classes + 1) if plan.table else 0
+    sizes = [1, count, 2 * plan.chunks * count * plan.reach, states, count, norms, norms if plan.wide else 0, table]
+    ticket, flags, edges, words, logz, maxima, sums, factors, _ = buffer.split([*sizes, len(buffer) - sum(sizes)])
+    if not plan.wide:
+        maxima, sums = maxima.view(torch.float32).split([norms, norms])
+    ends = 1 + count + (len(edges) if plan.chunks > 1 else 0)
+    zeros, ticket, flags, edges, words, factors = (t.view(torch.int64) for t in (buffer[:ends], ticket, flags, edges, words, factors))
+    waits = plan.chunks > 1 and not plan.wide
+    norm = (maxima, sums) if from_logits else (None, None)
+    return Kept(zeros, ticket if waits else None, flags, edges, words, logz, *norm, factors if plan.table else None)
 
 
 def _limit(logits: Tensor) -> float:
@@ -81,36 +89,62 @@ def _limit(logits: Tensor) -> float:
     return min(2.0**27 / (len(logits) + 2), 2.0**21) * 0.69
 
 
+def _real(dtype: torch.dtype) -> Any:
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+class _Call(NamedTuple):
+    """What all launches of a call share: its tensors, sizes and plan."""
+
+    logits: Tensor
+    targets: tuple[Tensor, ...]
+    most: int
+    blank: int
+    plan: Plan
+    kept: Kept
+
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        """Whether states are wide, of the runs of a scan: a second one serves sequences with logits that have no factor."""
+        return (True,) if self.plan.wide else (False, True)
+
+    def scan(self, name: str, wide: bool, ticket: Tensor | None, *args: Tensor, blocks: int, **options: Any) -> None:
+        (steps, count, classes), plan, table = self.logits.shape, self.plan, self.kept.table
+        gluon = launching.NVIDIA and not INTERPRETED
+        kernel = getattr(ctc_scan, f"ctc_{name}_gluon_kernel" if gluon else f"ctc_{name}_kernel")
+        source, strides = self.logits, self.logits.stride()
+        if table is not None and not wide:
+            source, strides = table, (count * (classes + 1), classes + 1, 1)
+        sizes = (steps, count, classes, len(self.targets[0]), self.most, plan.chunks, blocks, plan.reach, self.blank, _limit(self.logits), *strides)
+        options |= {"PARTS": plan.parts, "SPAN": 1 if wide else EVERY, "WIDE": wide, "ALL": plan.wide, "TABLE": source is table}
+        programs = 2 * count * (1 if wide else plan.chunks)
+        layout = ctc_scan.LANES if gluon else None
+        launch(kernel, programs, source, *self.targets, *args, None if wide else ticket, *sizes, **options, LAYOUT=layout, num_warps=1, **({'maxnreg':int(os.environ['NREG'])} if 'NREG' in os.environ and name=='posterior' else {}))
+
+
 def ctc_loss(
     logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, most: int, blank: int, from_logits: bool, keep: bool
 ) -> tuple[Tensor, Tensor]:
     steps, count, classes = logits.shape
-    labels = labels.contiguous()
-    buffer = torch.empty(kept_shape(steps, count, most, True, keep), dtype=torch.float64, device=logits.device)
-    kept, zeros = _cut(buffer, logits, most, from_logits, keep)
-    zeros.zero_()
+    if not logits.numel():
+        return reference.ctc_loss(logits, labels, offsets, input_lengths, target_lengths, most, blank, from_logits, keep)
+    plan, real = plan_of(logits, most), _real(logits.dtype)
+    buffer = torch.empty(reference.kept_shape(*logits.shape, most, True, keep), dtype=torch.float64, device=logits.device)
+    x = _cut(buffer, plan, logits, from_logits, keep)
+    x.zeros.zero_()
     loss = torch.empty(count, dtype=torch.float64, device=logits.device)
-    targets = (labels, offsets, input_lengths, target_lengths)
-    if from_logits and logits.numel():
-        block = min(triton.next_power_of_2(classes), 4096)
-        rows = max(1, 1024 // block)
-        norms = (logits, input_lengths, kept.maxima, kept.sums, *logits.shape, *logits.stride())
-        launch(ctc_norm_kernel, triton.cdiv(steps * count, rows), *norms, REAL=_real(logits.dtype), ROWS=rows, BLOCK_V=block, num_warps=max(1, min(4, block // 256)))
-    sizes = (steps, count, classes, len(labels), most, kept.chunks, kept.blocks, blank, _limit(logits), *logits.stride())
-    totals = (*targets, kept.words, kept.flags, kept.maxima, kept.sums, kept.logz, loss, steps, count, len(labels), most, kept.chunks, kept.blocks)
-    for wide, every in _modes(logits):
-        options = {"PARTS": kept.parts, "WIDE": wide, "ALL": every}
-        span = 1 if wide else EVERY
-        ticket, programs = (None, 2 * count) if wide else (kept.ticket, 2 * count * kept.chunks)
-        scans = (logits, *targets, kept.words, kept.edges, kept.flags, ticket, *sizes)
-        _scan("halves", programs, *scans, KEEP=keep, SPAN=span, **options)
-        launch(ctc_total_kernel, count, *totals, BLOCK=128, **options, num_warps=4)
+    if from_logits or plan.table:
+        block = min(triton.next_power_of_2(classes + plan.table), 8192)
+        rows, options = max(1, 2048 // block), {"REAL": real, "BLOCK_V": block, "num_warps": 8 if block > 2048 else 4}
+        norms = (logits, input_lengths, x.maxima, x.sums, x.table, *logits.shape, blank, _limit(logits), *logits.stride())
+        launch(ctc_norm_kernel, triton.cdiv((steps + plan.table) * count, rows), *norms, ROWS=rows, **options)
+    call = _Call(logits, (labels.contiguous(), offsets, input_lengths, target_lengths), most, blank, plan, x)
+    blocks = plan.blocks if keep else 0
+    totals = (x.words, x.flags, x.maxima, x.sums, x.logz, loss, steps, count, len(labels), most, plan.chunks, blocks)
+    for wide in call.modes:
+        call.scan("halves", wide, x.ticket, x.words, x.edges, x.flags, blocks=blocks, KEEP=keep)
+        launch(ctc_total_kernel, count, *call.targets, *totals, PARTS=plan.parts, BLOCK=256, WIDE=wide, ALL=plan.wide, num_warps=4)
     return loss, buffer
-
-
-def _modes(logits: Tensor) -> list[tuple[bool, bool]]:
-    """Whether states are wide, and whether every sequence's are: those with scores that have no factor follow alone."""
-    return [(True, True)] if logits.dtype == torch.float64 else [(False, True), (True, False)]
 
 
 def ctc_gradient(
@@ -118,27 +152,31 @@ def ctc_gradient(
     most: int, blank: int, from_logits: bool,
 ) -> Tensor:  # fmt: skip
     steps, count, classes = logits.shape
-    labels = labels.contiguous()
-    x, _ = _cut(kept, logits, most, from_logits, True)
-    real, device = torch.float64 if logits.dtype == torch.float64 else torch.float32, logits.device
+    plan, real, device = plan_of(logits, most), _real(logits.dtype), logits.device
     result = torch.empty(logits.shape, dtype=logits.dtype, device=device)
     if not result.numel():
         return result
-    width = 32 * x.parts * x.chunks
-    posterior = torch.empty((steps, count, width), dtype=real, device=device)
-    blanks = torch.empty((steps, count, x.chunks), dtype=real, device=device)
-    edges = torch.zeros(1 + (x.edges.numel() if x.chunks > 1 else 0), dtype=torch.int64, device=device)
-    targets = (labels, offsets, input_lengths, target_lengths)
-    sizes = (steps, count, classes, len(labels), most, x.chunks, x.blocks, blank, _limit(logits), *logits.stride())
-    for wide, every in _modes(logits):
-        ticket, programs = (None, 2 * count) if wide else (None if x.ticket is None else edges[:1], 2 * count * x.chunks)
-        scans = (logits, *targets, x.words, x.edges, edges[1:], x.flags, x.logz, posterior, blanks, ticket, *sizes)
-        _scan("posterior", programs, *scans, PARTS=x.parts, SPAN=1 if wide else EVERY, WIDE=wide, ALL=every)
-    narrow = classes <= 64 or (classes <= 256 and classes <= 2 * most)
-    block = max(16, triton.next_power_of_2(classes)) if narrow else 256
-    precision = None if real == torch.float64 else "tf32x3" if launching.NVIDIA and not INTERPRETED else "ieee"
-    rows = (logits, *targets, x.maxima, x.sums, x.flags, x.logz, posterior, blanks, result)
-    numbers = (steps, count, classes, len(labels), most, x.chunks, width, blank, *logits.stride())
-    options = {"NARROW": narrow, "PRECISION": precision, "REAL": _real(logits.dtype), "ROWS": 16, "BLOCK_V": block, "BLOCK_L": 32 if real == torch.float32 else 16}
-    launch(ctc_gradient_kernel, count * triton.cdiv(steps, 16), grad.double().contiguous(), *rows, *numbers, **options, num_warps=4)
+    x = _cut(kept, plan, logits, from_logits, True)
+    width, wide = 32 * plan.parts * plan.chunks, torch.promote_types(logits.dtype, torch.float32)
+    posterior = torch.empty((steps, count, width), dtype=wide, device=device)
+    blanks = torch.empty((steps, count, plan.chunks), dtype=wide, device=device)
+    zeros = torch.zeros(1 + (len(x.edges) if plan.chunks > 1 else 0), dtype=torch.int64, device=device)
+    call = _Call(logits, (labels.contiguous(), offsets, input_lengths, target_lengths), most, blank, plan, x)
+    for each in call.modes:
+        ticket = None if x.ticket is None else zeros[:1]
+        call.scan("posterior", each, ticket, x.words, x.edges, zeros[1:], x.flags, x.logz, posterior, blanks, blocks=plan.blocks)
+    rows = (grad.double().contiguous(), logits, *call.targets, x.maxima, x.sums, x.flags, x.logz, posterior, blanks)
+    sizes = (steps, count, classes, len(labels), most, plan.chunks, width, blank, *logits.stride())
+    if classes <= 64 or (classes <= 256 and most >= 4 * classes):
+        options = {"ROWS": 64, "BLOCK_V": max(16, triton.next_power_of_2(classes)), "BLOCK_L": 64, "PRECISION": "tf32x3"}
+        if plan.wide or INTERPRETED or not launching.NVIDIA:
+            options |= {"ROWS": 16, "BLOCK_L": 16, "PRECISION": None if plan.wide else "ieee"}
+        programs = count * triton.cdiv(steps, options["ROWS"])
+        launch(ctc_narrow_gradient_kernel, programs, *rows, result, *sizes, REAL=real, **options, num_warps=4)
+    else:
+        behind = torch.empty((count, most), dtype=torch.int32, device=device)
+        launch(ctc_next_kernel, count * triton.cdiv(most, 64), *call.targets[:2], target_lengths, behind, len(labels), most, BLOCK=64, num_warps=4)
+        block = min(triton.next_power_of_2(classes), 8192)
+        options = {"BLOCK_V": block, "BLOCK_L": min(max(32, triton.next_power_of_2(most)), 1024), "num_warps": 8 if block > 2048 else 4}
+        launch(ctc_wide_gradient_kernel, steps * count, *rows, behind, result, *sizes, REAL=real, **options)
     return result

@@ -4,19 +4,22 @@ import triton
 import triton.language as tl
 
 from .ctc_scan import SIZES, sizes_of
-from .ctc_steps import log2_of
+from .ctc_steps import factor_of, log2_of, word_of
 from .math import exp, exp_for, finite_shift
 
 
-@triton.jit(do_not_specialize=["steps", "count", "classes", "stride_t", "stride_n"])
+@triton.jit(do_not_specialize=["steps", "count", "classes", "blank", "stride_t", "stride_n"])
 def ctc_norm_kernel(
     logits_ptr,  # [steps, count, classes]
     input_lengths_ptr,  # [count]
-    maxima_ptr,  # [steps, count]
-    sums_ptr,  # [steps, count]
+    maxima_ptr,  # [steps, count] or None
+    sums_ptr,  # [steps, count] or None
+    table_ptr,  # [steps + 1, count, classes + 1] int64, or None
     steps,
     count,
     classes,
+    blank,
+    limit,
     stride_t,
     stride_n,
     stride_c,
@@ -24,21 +27,55 @@ def ctc_norm_kernel(
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """The maximum of each step, and the sum of the exponentials less it."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    t, n = row // count, row % count
+    """The maximum of each step, and the sum of the exponentials less it; and the factors of its classes, of one that is impossible, and of padding."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    t, n, lane = (row // count).to(tl.int64), (row % count).to(tl.int64), tl.arange(0, BLOCK_V)
     counts = (t < steps) & (t < tl.load(input_lengths_ptr + n))
+    source_ptr = logits_ptr + (t * stride_t + n * stride_n)[:, None]
     maximum, total = tl.full([ROWS], -float("inf"), REAL), tl.zeros([ROWS], REAL)
     for first in range(0, classes, BLOCK_V):
-        v = first + tl.arange(0, BLOCK_V)
-        at = (t * stride_t + n * stride_n)[:, None] + v.to(tl.int64)[None, :] * stride_c
-        x = tl.load(logits_ptr + at, mask=counts[:, None] & (v < classes)[None, :], other=-float("inf")).to(REAL)
-        higher = tl.maximum(maximum, tl.max(x, axis=1))
-        shift = finite_shift(higher)
-        total = total * exp(maximum - shift) + tl.sum(exp_for(x - shift[:, None], REAL), axis=1)
-        maximum = higher
-    tl.store(maxima_ptr + row, maximum, mask=counts)
-    tl.store(sums_ptr + row, total, mask=counts)
+        v = first + lane
+        x = tl.load(source_ptr + v.to(tl.int64)[None, :] * stride_c, mask=counts[:, None] & (v < classes)[None, :], other=-float("inf")).to(REAL)
+        if maxima_ptr is not None:
+            higher = tl.maximum(maximum, tl.max(x, axis=1))
+            shift = finite_shift(higher)
+            total = total * exp(maximum - shift) + tl.sum(exp_for(x - shift[:, None], REAL), axis=1)
+            maximum = higher
+        if table_ptr is not None:
+            padding = tl.where(v == blank, 0.0, -float("inf")).to(REAL)
+            factor = factor_of(tl.where((t == steps)[:, None], padding[None, :], x), limit)
+            at = (t * count + n)[:, None] * (classes + 1) + v[None, :]
+            tl.store(table_ptr + at, word_of(factor, False), mask=(counts | (t == steps))[:, None] & (v <= classes)[None, :])
+    if maxima_ptr is not None:
+        tl.store(maxima_ptr + row, maximum, mask=counts)
+        tl.store(sums_ptr + row, total, mask=counts)
+
+
+@triton.jit(do_not_specialize=["held", "most"])
+def ctc_next_kernel(
+    labels_ptr,  # [held]
+    offsets_ptr,  # [count]
+    target_lengths_ptr,  # [count]
+    next_ptr,  # [count, most] int32
+    held,
+    most,
+    BLOCK: tl.constexpr,
+):
+    """Where each label stands next in its target, doubled, with 1 added where it stands there for the first time; -2 for nowhere."""
+    blocks = tl.cdiv(most, BLOCK)
+    n = (tl.program_id(0) // blocks).to(tl.int64)
+    labels, offset = tl.load(target_lengths_ptr + n), tl.load(offsets_ptr + n)
+    labels = tl.where((labels < 0) | (labels > most) | (offset < 0) | (offset + labels > held), 0, labels).to(tl.int32)
+    j = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    label = tl.load(labels_ptr + offset + j, mask=j < labels, other=-1)
+    behind, first = tl.full([BLOCK], 2147483647, tl.int32), tl.full([BLOCK], 1, tl.int32)
+    for start in range(0, labels, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        other = tl.load(labels_ptr + offset + i, mask=i < labels, other=-2)
+        same = label[:, None] == other[None, :]
+        behind = tl.minimum(behind, tl.min(tl.where(same & (i[None, :] > j[:, None]), i[None, :], 2147483647), axis=1))
+        first = tl.minimum(first, tl.min(tl.where(same & (i[None, :] < j[:, None]), 0, 1), axis=1))
+    tl.store(next_ptr + n * most + j, tl.where(behind < 2147483647, behind * 2, -2) + first, mask=j < labels)
 
 
 @triton.jit
@@ -114,7 +151,7 @@ def ctc_total_kernel(
     if (flags >= 0) if ALL or not WIDE else (flags == 1):
         logz = total_of(alpha_ptr, beta_ptr, labels_ptr + offset, labels, PARTS, BLOCK, WIDE)
         logz = tl.where(length > 0, logz, tl.where(labels == 0, 0.0, -float("inf")))
-        loss = -logz * 0.6931471805599453
+        loss = 0.0 - logz * 0.6931471805599453
         if maxima_ptr is not None:
             norm = tl.zeros([BLOCK], tl.float64)
             for first in range(0, length, BLOCK):
@@ -137,33 +174,45 @@ def product(a, b, total, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def blanks_of(blank_ptr, t, counts, n, count, chunks, last, BLOCK_L: tl.constexpr, REAL: tl.constexpr):
+def blanks_of(blank_ptr, counts, last, BLOCK_L: tl.constexpr, REAL: tl.constexpr):
     """The posterior of the blank at each step, over the chunks."""
-    total = tl.zeros(t.shape, REAL)
+    total = tl.zeros(counts.shape, REAL)
     for first in range(0, last + 1, BLOCK_L):
         c = first + tl.arange(0, BLOCK_L)
-        at = ((t * count + n) * chunks)[:, None] + c[None, :]
-        total += tl.sum(tl.load(blank_ptr + at, mask=counts[:, None] & (c <= last)[None, :], other=0.0), axis=1)
+        total += tl.sum(tl.load(blank_ptr[:, None] + c[None, :], mask=counts[:, None] & (c <= last)[None, :], other=0.0), axis=1)
     return total
 
 
 @triton.jit
-def shares_at(posterior_ptr, labels_ptr, row, counts, first, labels, BLOCK_L: tl.constexpr):
-    """Labels, [BLOCK_L] (-1: none), and their posteriors at some steps, [ROWS, BLOCK_L]."""
-    j = first + tl.arange(0, BLOCK_L)
-    shares = tl.load(posterior_ptr + row[:, None] + j[None, :], mask=counts[:, None] & (j < labels)[None, :], other=0.0)
-    return tl.load(labels_ptr + j, mask=j < labels, other=-1), shares
+def row_state(n, t, steps, most, held, grad_ptr, offsets_ptr, input_lengths_ptr, target_lengths_ptr, flags_ptr, logz_ptr, REAL: tl.constexpr):
+    """Labels of a sequence and where they start, its gradient, which steps have posteriors, and NaN where there is no right answer."""
+    length, labels, offset, wrong = sizes_of(n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, steps, most, held)
+    logz = tl.load(logz_ptr + n)
+    spoilt = tl.where(tl.load(flags_ptr + n) >= 2, float("nan"), tl.where(t < length, tl.where(logz != logz, float("nan"), 0.0), 0.0))
+    return labels, offset, tl.load(grad_ptr + n).to(REAL), t < tl.where(logz > -float("inf"), length, 0), spoilt.to(REAL)
 
 
 @triton.jit
-def softmax_at(logits_ptr, at, held, maximum, inverse, REAL: tl.constexpr):
-    """The softmax of some classes from what normalises each step."""
-    x = tl.load(logits_ptr + at, mask=held, other=-float("inf")).to(REAL)
-    return exp_for(x - maximum[:, None], REAL) * inverse[:, None]
+def norms_of(maxima_ptr, sums_ptr, row, counts, grad, REAL: tl.constexpr):
+    """What normalises steps: the maximum, and the gradient over the sum of exponentials."""
+    if maxima_ptr is None:
+        return tl.zeros(row.shape, REAL), tl.zeros(row.shape, REAL)
+    else:
+        maximum = finite_shift(tl.load(maxima_ptr + row, mask=counts, other=0.0))
+        return maximum, tl.where(counts, grad / tl.load(sums_ptr + row, mask=counts, other=1.0), 0.0)
 
 
-@triton.jit(do_not_specialize=["steps", "count", "classes", "held", "most", "chunks", "width", "blank", "stride_t", "stride_n"])
-def ctc_gradient_kernel(
+@triton.jit
+def softmax_at(logits_ptr, at, held, maximum, scale, REAL: tl.constexpr):
+    """The softmax of some classes times a scale, from what normalises it."""
+    return exp_for(tl.load(logits_ptr + at, mask=held, other=-float("inf")).to(REAL) - maximum, REAL) * scale
+
+
+GRADIENT_SIZES = ["steps", "count", "classes", "held", "most", "chunks", "width", "blank", "stride_t", "stride_n"]
+
+
+@triton.jit(do_not_specialize=GRADIENT_SIZES)
+def ctc_narrow_gradient_kernel(
     grad_ptr,  # [count] fp64
     logits_ptr,  # [steps, count, classes]
     labels_ptr,  # [held]
@@ -188,69 +237,115 @@ def ctc_gradient_kernel(
     stride_t,
     stride_n,
     stride_c,
-    NARROW: tl.constexpr,
     PRECISION: tl.constexpr,
     REAL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """Softmax less the posteriors of the classes, which are products of those of the positions with tables of 0 and 1; or minus these.
-
-    NARROW rows are formed at once. Others are written without the posteriors, and then again where labels are, each with all equals of its class.
-    """
+    """Softmax less the posteriors of the classes, or minus these: the product of those of the positions with a table of 0 and 1."""
     n = (tl.program_id(0) % count).to(tl.int64)
     t = (tl.program_id(0) // count).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    length, labels, offset, _ = sizes_of(n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, steps, most, held)
-    logz, grad = tl.load(logz_ptr + n), tl.load(grad_ptr + n).to(REAL)
-    wrong = tl.where(tl.load(flags_ptr + n) >= 2, float("nan"), 0.0).to(REAL)
-    spoilt = wrong + tl.where(t < length, tl.where(logz != logz, float("nan"), 0.0), 0.0).to(REAL)  # [ROWS]
-    counts = t < tl.where(logz > -float("inf"), length, 0)
-    labels_ptr += offset
-    row = (t * count + n) * width
-    source, target = t * stride_t + n * stride_n, (t * count + n) * classes
-    blanks = blanks_of(blank_ptr, t, counts, n, count, chunks, labels // (width // chunks), 16, REAL)
-    total = blanks
+    labels, offset, grad, counts, spoilt = row_state(
+        n, t, steps, most, held, grad_ptr, offsets_ptr, input_lengths_ptr, target_lengths_ptr, flags_ptr, logz_ptr, REAL
+    )
+    row, v = t * count + n, tl.arange(0, BLOCK_V)
+    blanks = blanks_of(blank_ptr + row * chunks, counts, labels // (width // chunks), 16, REAL)
+    total, posterior = blanks, tl.zeros([ROWS, BLOCK_V], REAL)
     for first in range(0, labels, BLOCK_L):
-        shares = shares_at(posterior_ptr, labels_ptr, row, counts, first, labels, BLOCK_L)[1]
+        j = first + tl.arange(0, BLOCK_L)
+        label = tl.load(labels_ptr + offset + j, mask=j < labels, other=-1)
+        shares = tl.load(posterior_ptr + (row * width)[:, None] + j[None, :], mask=counts[:, None] & (j < labels)[None, :], other=0.0)
         total += tl.sum(shares, axis=1)
-    scale = tl.where(total > 0.0, grad / total, 0.0)
-    maximum, inverse = tl.zeros([ROWS], REAL), tl.zeros([ROWS], REAL)
+        posterior = product(shares, label[:, None] == v[None, :], posterior, PRECISION)
+    posterior += tl.where((v == blank)[None, :], blanks[:, None], 0.0)
+    inside = (t < steps)[:, None] & (v < classes)[None, :]
+    value = -posterior * tl.where(total > 0.0, grad / total, 0.0)[:, None] + spoilt[:, None]
     if maxima_ptr is not None:
-        maximum = finite_shift(tl.load(maxima_ptr + t * count + n, mask=counts, other=0.0))
-        inverse = grad / tl.load(sums_ptr + t * count + n, mask=counts, other=1.0)
+        maximum, scale = norms_of(maxima_ptr, sums_ptr, row, counts, grad, REAL)
+        at = (t * stride_t + n * stride_n)[:, None] + v.to(tl.int64)[None, :] * stride_c
+        value += softmax_at(logits_ptr, at, inside & counts[:, None], maximum[:, None], scale[:, None], REAL)
+    tl.store(result_ptr + (row * classes)[:, None] + v[None, :], value.to(result_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def summed_of_class(posterior_ptr, next_ptr, j, labels, BLOCK_L: tl.constexpr):
+    """For labels that stand at j for the first time, the posteriors of all their places; and which these are."""
+    behind = tl.load(next_ptr + j, mask=j < labels, other=-2)
+    first, total = (behind & 1) == 1, tl.load(posterior_ptr + j, mask=j < labels, other=0.0)
+    at = tl.where(first, behind >> 1, -1)
+    while tl.max(at, axis=0) >= 0:
+        total += tl.load(posterior_ptr + at, mask=at >= 0, other=0.0)
+        at = tl.load(next_ptr + at, mask=at >= 0, other=-2) >> 1
+    return total, first
+
+
+@triton.jit(do_not_specialize=GRADIENT_SIZES)
+def ctc_wide_gradient_kernel(
+    grad_ptr,  # [count] fp64
+    logits_ptr,  # [steps, count, classes]
+    labels_ptr,  # [held]
+    offsets_ptr,  # [count]
+    input_lengths_ptr,  # [count]
+    target_lengths_ptr,  # [count]
+    maxima_ptr,  # [steps, count] or None
+    sums_ptr,  # [steps, count] or None
+    flags_ptr,  # [count] int64
+    logz_ptr,  # [count] fp64
+    posterior_ptr,  # [steps, count, width]
+    blank_ptr,  # [steps, count, chunks]
+    next_ptr,  # [count, most] int32
+    result_ptr,  # [steps, count, classes]
+    steps,
+    count,
+    classes,
+    held,
+    most,
+    chunks,
+    width,
+    blank,
+    stride_t,
+    stride_n,
+    stride_c,
+    REAL: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
+    """The same for one step, written without the posteriors, and then again where labels are, each from all places of its class."""
+    n, step = (tl.program_id(0) % count).to(tl.int64), (tl.program_id(0) // count).to(tl.int64)
+    t = step + tl.zeros([1], tl.int64)
+    labels, offset, grad, counts, spoilt = row_state(
+        n, t, steps, most, held, grad_ptr, offsets_ptr, input_lengths_ptr, target_lengths_ptr, flags_ptr, logz_ptr, REAL
+    )
+    row = step * count + n
+    maximum, scale = norms_of(maxima_ptr, sums_ptr, row + t * 0, counts, grad, REAL)
+    logits_ptr += step * stride_t + n * stride_n
+    result_ptr += row * classes
+    posterior_ptr += row * width
+    labels = tl.where(tl.max(counts.to(tl.int32), axis=0) > 0, labels, 0)
+    blanks = blanks_of(blank_ptr + (row + t * 0) * chunks, counts, labels // (width // chunks), 16, REAL)
+    total, found = blanks, blanks  # of all, and of the blank, which may stand in a target too
+    for first in range(0, labels, BLOCK_L):
+        j = first + tl.arange(0, BLOCK_L)
+        share = tl.load(posterior_ptr + j, mask=j < labels, other=0.0)
+        label = tl.load(labels_ptr + offset + j, mask=j < labels, other=-1)
+        total += tl.sum(share, axis=0)
+        found += tl.sum(tl.where(label == blank, share, 0.0), axis=0)
+    inverse = tl.where(total > 0.0, grad / total, 0.0)
     for first in range(0, classes, BLOCK_V):
         v = first + tl.arange(0, BLOCK_V)
-        inside = (t < steps)[:, None] & (v < classes)[None, :]
-        value = tl.zeros([ROWS, BLOCK_V], REAL)
+        value = tl.zeros([BLOCK_V], REAL) + spoilt
         if maxima_ptr is not None:
-            at = source[:, None] + v.to(tl.int64)[None, :] * stride_c
-            value = softmax_at(logits_ptr, at, inside & counts[:, None], maximum, inverse, REAL)
-        if NARROW:
-            posterior = tl.zeros([ROWS, BLOCK_V], REAL)
-            for j in range(0, labels, BLOCK_L):
-                label, shares = shares_at(posterior_ptr, labels_ptr, row, counts, j, labels, BLOCK_L)
-                posterior = product(shares, label[:, None] == v[None, :], posterior, PRECISION)
-            value -= (posterior + tl.where((v == blank)[None, :], blanks[:, None], 0.0)) * scale[:, None]
-        tl.store(result_ptr + target[:, None] + v[None, :], (value + spoilt[:, None]).to(result_ptr.dtype.element_ty), mask=inside)
-    if not NARROW:
-        tl.debug_barrier()
-        found = blanks  # and labels that are the blank
-        for first in range(0, labels, BLOCK_L):
-            label = shares_at(posterior_ptr, labels_ptr, row, counts, first, labels, BLOCK_L)[0]
-            posterior = tl.zeros([ROWS, BLOCK_L], REAL)
-            for j in range(0, labels, BLOCK_L):
-                other, shares = shares_at(posterior_ptr, labels_ptr, row, counts, j, labels, BLOCK_L)
-                posterior = product(shares, other[:, None] == label[None, :], posterior, PRECISION)
-                if first == 0:
-                    found += tl.sum(tl.where((other == blank)[None, :], shares, 0.0), axis=1)
-            held_here = counts[:, None] & ((label >= 0) & (label < classes) & (label != blank))[None, :]
-            value = -posterior * scale[:, None]
-            if maxima_ptr is not None:
-                value += softmax_at(logits_ptr, source[:, None] + label[None, :] * stride_c, held_here, maximum, inverse, REAL)
-            tl.store(result_ptr + target[:, None] + label[None, :], (value + spoilt[:, None]).to(result_ptr.dtype.element_ty), mask=held_here)
-        value = -found * scale
+            value += softmax_at(logits_ptr, v.to(tl.int64) * stride_c, (v < classes) & counts, maximum, scale, REAL)
+        value -= tl.where(v == blank, found * inverse, 0.0)
+        tl.store(result_ptr + v, value.to(result_ptr.dtype.element_ty), mask=v < classes)
+    tl.debug_barrier()
+    for first in range(0, labels, BLOCK_L):
+        j = first + tl.arange(0, BLOCK_L)
+        label = tl.load(labels_ptr + offset + j, mask=j < labels, other=-1)
+        posterior, leads = summed_of_class(posterior_ptr, next_ptr + n * most, j, labels, BLOCK_L)
+        leads = leads & (label >= 0) & (label < classes) & (label != blank)
+        value = spoilt - posterior * inverse
         if maxima_ptr is not None:
-            x = tl.load(logits_ptr + source + blank * stride_c, mask=counts, other=-float("inf")).to(REAL)
-            value += exp_for(x - maximum, REAL) * inverse
-        tl.store(result_ptr + target + blank, (value + spoilt).to(result_ptr.dtype.element_ty), mask=counts)
+            value += softmax_at(logits_ptr, label * stride_c, leads, maximum, scale, REAL)
+        tl.store(result_ptr + label, value.to(result_ptr.dtype.element_ty), mask=leads)

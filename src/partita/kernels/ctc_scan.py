@@ -3,6 +3,9 @@
 A program is one warp, with PARTS positions of the target a lane; longer targets are cut into chunks, a program each. A chunk waits for what its
 neighbour hands over its edge, a block of steps ahead of it, through words in memory that are 0 until they are there. Programs take their places
 from a ticket, so a chunk's neighbour always started before it. `WIDE` programs take the chunks of a sequence one after another instead.
+
+Blocks of SPAN steps are whole: a half begins with padding, in which the blank is certain and labels are impossible, which leaves α and β as they
+start. The other direction comes to the padding last, when nothing is left to do.
 """
 
 import triton
@@ -10,11 +13,25 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .ctc_steps import chosen, emission_of, entered, offered, share_of, state, state_of, times, word_of
+from .ctc_steps import (
+    NOTHING,
+    at_lane,
+    chosen,
+    entered,
+    factor_of,
+    offered,
+    over_lanes,
+    share_of,
+    state,
+    state_of,
+    times,
+    wide_factor_of,
+    word_of,
+)
 
 EVERY = 8  # steps from one state kept to the next; kernels write the number
 # A batch of another size is no reason to compile anew.
-SIZES = ["steps", "count", "classes", "held", "most", "chunks", "blocks", "blank", "stride_t", "stride_n", "stride_c"]
+SIZES = ["steps", "count", "classes", "held", "most", "chunks", "blocks", "reach", "blank", "stride_t", "stride_n", "stride_c"]
 
 
 @triton.jit
@@ -44,64 +61,83 @@ def sizes_of(n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, steps, most,
 
 
 @triton.jit
-def labels_of(labels_ptr, first, labels, classes, lane, PARTS: tl.constexpr):
-    """Of the positions of each lane: classes, which of them count, which may be entered from the label before; and whether one is out of range."""
+def labels_of(labels_ptr, first, labels, classes, stride_c, lane, PARTS: tl.constexpr, TABLE: tl.constexpr):
+    """Of the positions of each lane: where their labels stand in a row, which have one, which may be entered from the label before; and whether
+    one is out of range. A table has a factor of 0 behind its classes, for positions without a label."""
     found, held, skips, wrong = (), (), (), lane < 0
     for k in tl.static_range(PARTS):
         at = first + lane * PARTS + k
         label = tl.load(labels_ptr + at, mask=at < labels, other=0)
         before = tl.load(labels_ptr + at - 1, mask=(at > 0) & (at < labels), other=-1)
         inside = (label >= 0) & (label < classes)
-        found, held, skips = found + (tl.where(inside, label, 0),), held + (at < labels,), skips + ((at > 0) & (label != before),)
-        wrong = wrong | ~inside
+        label = tl.where(inside, label, 0)
+        found = found + (tl.where(at < labels, label, classes if TABLE else 0) * stride_c,)
+        held, skips, wrong = held + (at < labels,), skips + ((at > 0) & (label != before),), wrong | ~inside
     return found, held, skips, wrong
 
 
 @triton.jit
-def rows_ahead(row_ptr, jump, stride_c, found, held, blank, left, lane, PARTS: tl.constexpr, SPAN: tl.constexpr):
-    """Logits of the labels for some steps, step by step, and of the blank, a step a lane; as far as there are steps left."""
+def row_at(walk, p, TABLE: tl.constexpr):
+    """Offset of the row of a step of padded halves; of padding, the table's row for it, or any."""
+    start, jump, count, lead, padding = walk
+    at = start + tl.minimum(tl.maximum(p - lead, 0), tl.maximum(count - 1, 0)) * jump
+    if TABLE:
+        return tl.where(p < lead, padding, at)
+    else:
+        return at
+
+
+@triton.jit
+def rows_ahead(source_ptr, walk, found, blank_at, p, lane, PARTS: tl.constexpr, SPAN: tl.constexpr, TABLE: tl.constexpr):
+    """Logits, or factors, of the labels for a block of steps, step by step, and of the blank, a step a lane."""
     rows = ()
     for u in tl.static_range(SPAN):
+        row_ptr = source_ptr + row_at(walk, p + u, TABLE)
         for k in tl.static_range(PARTS):
-            rows = rows + (tl.load(row_ptr + u * jump + found[k] * stride_c, mask=held[k] & (u < left), other=0.0),)
-    return rows, tl.load(row_ptr + lane * jump + blank * stride_c, mask=(lane < SPAN) & (lane < left), other=0.0)
+            rows = rows + (tl.load(row_ptr + found[k]),)
+    return rows, tl.load(source_ptr + row_at(walk, p + lane % SPAN, TABLE) + blank_at)
 
 
 @triton.jit
-def emissions_of(rows, blank_row, held, lane, limit, PARTS: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr):
-    """These as factors, and in which lanes one has none."""
-    factors, spoilt = (), lane < 0
+def factors_of(rows, blank_row, held, p, lead, lane, limit, PARTS: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr):
+    """These as factors, and NaN in the lanes in which one is none."""
+    factors, spoilt = (), lane.to(tl.float32) * 0.0
     for i in tl.static_range(SPAN * PARTS):
-        factor = emission_of(rows[i], held[i % PARTS], limit, WIDE)
-        factors, spoilt = factors + (factor,), spoilt | (factor[0] != factor[0])
-    blanks = emission_of(blank_row, lane < SPAN, limit, WIDE)
-    return factors, blanks, spoilt | (blanks[0] != blanks[0])
-
-
-@triton.jit
-def at_lane(a, lane, u, WIDE: tl.constexpr):
-    """What lane u holds, in every lane."""
-    at = lane * 0 + u
-    if WIDE:
-        return (tl.gather(a[0], at, 0),)
+        if TABLE:
+            factor = state_of(rows[i], False)
+        elif WIDE:
+            factor = (tl.where(held[i % PARTS], wide_factor_of(rows[i])[0], -float("inf")),)
+        else:
+            mantissa, exponent = factor_of(rows[i], limit)
+            factor = (mantissa, tl.where(held[i % PARTS] & (p + i // PARTS >= lead), exponent, NOTHING - 127))
+        if not WIDE:
+            spoilt += factor[0] * 0.0
+        factors = factors + (factor,)
+    if TABLE:
+        return factors, state_of(blank_row, False), spoilt + state_of(blank_row, False)[0] * 0.0
+    elif WIDE:
+        return factors, wide_factor_of(blank_row), spoilt
     else:
-        return (tl.gather(a[0], at, 0), tl.gather(a[1], at, 0))
+        mantissa, exponent = factor_of(blank_row, limit)
+        real = p + lane % SPAN >= lead
+        return factors, (tl.where(real, mantissa, 1.0), tl.where(real, exponent, -127)), spoilt + mantissa * 0.0
 
 
 @triton.jit
-def words_ahead(edges_ptr, jump, left, lane, there, nothing, SPAN: tl.constexpr):
-    """Words of some steps, a step a lane, as far as they are there."""
-    return tl.load(edges_ptr + lane * jump, mask=there & (lane < SPAN) & (lane < left), other=nothing, volatile=True)
+def words_ahead(edges_ptr, p, there, lane, nothing, SPAN: tl.constexpr):
+    """Words of a block of steps, a step a lane, as far as they are there."""
+    return tl.load(edges_ptr + p + lane, mask=there & (lane < SPAN), other=nothing, volatile=True)
 
 
 @triton.jit
-def after_step(blanks, labels, into_blanks, into_labels, factors, u, blank_factor, live, PARTS: tl.constexpr, WIDE: tl.constexpr):
-    """States behind a step from what enters them, as they were where the step does not count."""
-    new_blanks, new_labels = (), ()
+def advanced(into_blanks, into_states, factors, blank_factors, u, lane, PARTS: tl.constexpr, WIDE: tl.constexpr):
+    """States behind a step from what enters them."""
+    blank_factor = at_lane(blank_factors, lane, u, WIDE)
+    blanks, states = (), ()
     for k in tl.static_range(PARTS):
-        new_blanks = new_blanks + (chosen(live, times(into_blanks[k], blank_factor, WIDE), blanks[k], WIDE),)
-        new_labels = new_labels + (chosen(live, times(into_labels[k], factors[u * PARTS + k], WIDE), labels[k], WIDE),)
-    return new_blanks, new_labels
+        blanks = blanks + (times(into_blanks[k], blank_factor, WIDE),)
+        states = states + (times(into_states[k], factors[u * PARTS + k], WIDE),)
+    return blanks, states
 
 
 @triton.jit
@@ -142,136 +178,136 @@ def start_of(first, labels, lane, FORWARD: tl.constexpr, PARTS: tl.constexpr, WI
 
 @triton.jit
 def half(
-    row_ptr, jump, stride_c, labels_ptr, labels, classes, blank, limit, count, first, kept_ptr, kept_row, own_ptr, edges_ptr, follows, there, lane,
-    FORWARD: tl.constexpr, KEEP: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr,
+    source_ptr, walk, found, held, skips, blank_at, limit, blanks, states, kept_ptr, kept_row, own_ptr, edges_ptr, follows, there, lane,
+    FORWARD: tl.constexpr, KEEP: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """A chunk through its direction's half: 1 where an emission has no factor, and 2 where a label is out of range."""
-    found, held, skips, wrong = labels_of(labels_ptr, first, labels, classes, lane, PARTS)
+    """A chunk through its direction's half; and NaN in the lanes in which a logit has no factor."""
+    count, lead = walk[2], walk[3]
     nothing = word_of(state(0, lane, WIDE), WIDE)
-    blanks, states = start_of(first, labels, lane, FORWARD, PARTS, WIDE)
-    giver, spoilt = (lane == (31 if FORWARD else 0)) & follows, lane < 0
-    rows, blank_row = rows_ahead(row_ptr, jump, stride_c, found, held, blank, count, lane, PARTS, SPAN)
-    words = words_ahead(edges_ptr, 1, count, lane, there, nothing, SPAN)
-    for i in range(0, count, SPAN):
+    giver, spoilt = (lane == (31 if FORWARD else 0)) & follows, lane.to(tl.float32) * 0.0
+    rows, blank_row = rows_ahead(source_ptr, walk, found, blank_at, 0, lane, PARTS, SPAN, TABLE)
+    words = words_ahead(edges_ptr, 0, there & (count > 0), lane, nothing, SPAN)
+    for p in range(0, count + lead, SPAN):
         if not WIDE:
             while tl.min((words != 0).to(tl.int32), axis=0) == 0:
-                words = words_ahead(edges_ptr, 1, count - i, lane, there, nothing, SPAN)
-        factors, blank_factors, bad = emissions_of(rows, blank_row, held, lane, limit, PARTS, SPAN, WIDE)
-        edges, spoilt = words, spoilt | bad
-        row_ptr += SPAN * jump
-        edges_ptr += SPAN
-        rows, blank_row = rows_ahead(row_ptr, jump, stride_c, found, held, blank, count - i - SPAN, lane, PARTS, SPAN)
-        words = words_ahead(edges_ptr, 1, count - i - SPAN, lane, there, nothing, SPAN)
-        if KEEP and i % 8 == 0:
-            put(kept_ptr + i // 8 * kept_row, blanks, states, lane, PARTS, WIDE)
+                words = words_ahead(edges_ptr, p, there, lane, nothing, SPAN)
+        factors, blank_factors, bad = factors_of(rows, blank_row, held, p, lead, lane, limit, PARTS, SPAN, WIDE, TABLE)
+        edges, spoilt = words, spoilt + bad
+        rows, blank_row = rows_ahead(source_ptr, walk, found, blank_at, p + SPAN, lane, PARTS, SPAN, TABLE)
+        words = words_ahead(edges_ptr, p + SPAN, there & (p + SPAN < count + lead), lane, nothing, SPAN)
+        if KEEP and p % 8 == 0:
+            put(kept_ptr + p // 8 * kept_row, blanks, states, lane, PARTS, WIDE)
         for u in tl.static_range(SPAN):
-            tl.store(own_ptr + lane * 0 + u, offered(blanks, states, skips, FORWARD, PARTS, WIDE), mask=giver & (i + u < count))
+            tl.store(own_ptr + p + u + lane * 0, offered(blanks, states, skips, FORWARD, PARTS, WIDE), mask=giver)
             edge = state_of(tl.gather(edges, lane * 0 + u, 0), WIDE)
             into_blanks, into_states = entered(blanks, states, skips, edge, lane, FORWARD, PARTS, WIDE)
-            blank_factor = at_lane(blank_factors, lane, u, WIDE)
-            blanks, states = after_step(blanks, states, into_blanks, into_states, factors, u, blank_factor, i + u < count, PARTS, WIDE)
-        own_ptr += SPAN
-    return blanks, states, tl.max(spoilt.to(tl.int32) | (wrong.to(tl.int32) * 2), axis=0)
-
-
-@triton.jit
-def leave_shares(posterior_ptr, blank_ptr, into_blanks, into_states, blanks, states, inverse, exponent, lane, live, PARTS: tl.constexpr, WIDE: tl.constexpr):
-    """Posteriors of the labels at a step, and of the chunk's blanks together."""
-    together = share_of(into_blanks[0], blanks[0], inverse, exponent, WIDE)
-    for k in tl.static_range(PARTS):
-        if k > 0:
-            together += share_of(into_blanks[k], blanks[k], inverse, exponent, WIDE)
-        share = share_of(into_states[k], states[k], inverse, exponent, WIDE)
-        tl.store(posterior_ptr + lane * PARTS + k, share.to(posterior_ptr.dtype.element_ty), mask=live)
-    tl.store(blank_ptr, tl.sum(together, axis=0).to(blank_ptr.dtype.element_ty), mask=live)
-
-
-@triton.jit
-def advanced(blanks, states, skips, edges, factors, blank_factors, u, lane, FORWARD: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr):
-    """States a step on."""
-    edge = state_of(tl.gather(edges, lane * 0 + u, 0), WIDE)
-    into_blanks, into_states = entered(blanks, states, skips, edge, lane, FORWARD, PARTS, WIDE)
-    return after_step(blanks, states, into_blanks, into_states, factors, u, at_lane(blank_factors, lane, u, WIDE), lane >= 0, PARTS, WIDE)
+            blanks, states = advanced(into_blanks, into_states, factors, blank_factors, u, lane, PARTS, WIDE)
+    return blanks, states, spoilt
 
 
 @triton.jit
 def caught_up(
-    blanks, states, row_ptr, jump, stride_c, found, held, skips, blank, limit, past_ptr, past_there, nothing, at, lane,
-    FORWARD: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
+    blanks, states, source_ptr, walk, found, held, skips, blank_at, limit, past_ptr, there, nothing, p, lane, FORWARD: tl.constexpr, PARTS: tl.constexpr
+):
     """Wide states from those kept before a block of steps to a step in it, in a loop: unrolled, they would be long to compile."""
-    for t in range(at // 8 * 8, at):
-        rows, blank_row = rows_ahead(row_ptr + t * jump, jump, stride_c, found, held, blank, 1, lane, PARTS, 1)
-        factors, blank_factors, bad = emissions_of(rows, blank_row, held, lane, limit, PARTS, 1, True)
-        edges = words_ahead(past_ptr + t, 1, 1, lane, past_there, nothing, 1)
-        blanks, states = advanced(blanks, states, skips, edges, factors, blank_factors, 0, lane, FORWARD, PARTS, True)
+    for q in range(p // 8 * 8, p):
+        rows, blank_row = rows_ahead(source_ptr, walk, found, blank_at, q, lane, PARTS, 1, False)
+        factors, blank_factors, bad = factors_of(rows, blank_row, held, q, 0, lane, limit, PARTS, 1, True, False)
+        edge = state_of(tl.gather(words_ahead(past_ptr, q, there, lane, nothing, 1), lane * 0, 0), True)
+        into_blanks, into_states = entered(blanks, states, skips, edge, lane, FORWARD, PARTS, True)
+        blanks, states = advanced(into_blanks, into_states, factors, blank_factors, 0, lane, PARTS, True)
     return blanks, states
 
 
 @triton.jit
+def put_shares(posterior_ptr, into_states, states, exponent, lane, real, PARTS: tl.constexpr, WIDE: tl.constexpr):
+    """Posteriors of the labels at a step."""
+    if PARTS == 2 and not WIDE:  # a pair is one word
+        first = share_of(into_states[0], states[0], exponent, WIDE).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+        second = share_of(into_states[1], states[1], exponent, WIDE).to(tl.int32, bitcast=True).to(tl.int64)
+        tl.store(posterior_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + lane, (second << 32) | first, mask=real)
+    else:
+        for k in tl.static_range(PARTS):
+            share = share_of(into_states[k], states[k], exponent, WIDE)
+            tl.store(posterior_ptr + lane * PARTS + k, share.to(posterior_ptr.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def blank_share(into_blanks, blanks, exponent, PARTS: tl.constexpr, WIDE: tl.constexpr):
+    """The posterior of the blanks of each lane at a step."""
+    total = share_of(into_blanks[0], blanks[0], exponent, WIDE)
+    for k in tl.static_range(1, PARTS):
+        total += share_of(into_blanks[k], blanks[k], exponent, WIDE)
+    return total
+
+
+@triton.jit
 def other_half(
-    row_ptr, jump, stride_c, labels_ptr, labels, classes, blank, limit, count, first, blanks, states, kept_ptr, kept_row, past_ptr, past_there,
-    own_ptr, edges_ptr, follows, there, posterior_ptr, blank_ptr, posterior_jump, blank_jump, inverse, exponent, lane,
-    FORWARD: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr,
+    source_ptr, walk, found, held, skips, blank_at, limit, blanks, states, kept_ptr, kept_row, past_ptr, past_there, own_ptr, edges_ptr, follows, there,
+    posterior_ptr, posterior_jump, blank_ptr, blank_jump, exponent, lane,
+    FORWARD: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """A chunk through the half of the other direction, whose states come back block by block from those kept before each."""
-    found, held, skips, wrong = labels_of(labels_ptr, first, labels, classes, lane, PARTS)
+    count, lead = walk[2], walk[3]
     nothing = word_of(state(0, lane, WIDE), WIDE)
-    giver = (lane == (31 if FORWARD else 0)) & follows
-    block = (count + SPAN - 1) // SPAN - 1
-    at = block.to(tl.int64) * SPAN
-    left = count - block * SPAN
-    rows, blank_row = rows_ahead(row_ptr + at * jump, jump, stride_c, found, held, blank, left, lane, PARTS, SPAN)
-    kept = words_of(kept_ptr + at // 8 * kept_row, lane, (lane >= 0) & (block >= 0), PARTS)
-    past = words_ahead(past_ptr + at, 1, left, lane, past_there, nothing, SPAN)
-    words = words_ahead(edges_ptr + (count - 1 - at), -1, left, lane, there, nothing, SPAN)
-    for i in range(block, -1, -1):
+    giver, final = (lane == (31 if FORWARD else 0)) & follows, count + lead - SPAN
+    rows, blank_row = rows_ahead(source_ptr, walk, found, blank_at, final, lane, PARTS, SPAN, TABLE)
+    kept = words_of(kept_ptr + final // 8 * kept_row, lane, (lane >= 0) & (count > 0), PARTS)
+    past = words_ahead(past_ptr, final, past_there & (count > 0), lane, nothing, SPAN)
+    words = words_ahead(edges_ptr, final, there & (count > 0), lane, nothing, SPAN)
+    for p in range(final, -1, -SPAN):
         if not WIDE:
             while tl.min((words != 0).to(tl.int32), axis=0) == 0:
-                words = words_ahead(edges_ptr + (count - 1 - at), -1, left, lane, there, nothing, SPAN)
-        factors, blank_factors, bad = emissions_of(rows, blank_row, held, lane, limit, PARTS, SPAN, WIDE)
-        edges, past_edges, here, here_at = words, past, left, at
-        other_blanks, other_states = states_of(kept, PARTS, WIDE)
-        at -= SPAN
-        left = tl.where(i > 0, SPAN, 0)
-        rows, blank_row = rows_ahead(row_ptr + at * jump, jump, stride_c, found, held, blank, left, lane, PARTS, SPAN)
-        kept = words_of(kept_ptr + at // 8 * kept_row, lane, (lane >= 0) & (i > 0), PARTS)
-        past = words_ahead(past_ptr + at, 1, left, lane, past_there, nothing, SPAN)
-        words = words_ahead(edges_ptr + (count - 1 - at), -1, left, lane, there, nothing, SPAN)
+                words = words_ahead(edges_ptr, p, there, lane, nothing, SPAN)
+        factors, blank_factors, bad = factors_of(rows, blank_row, held, p, lead, lane, limit, PARTS, SPAN, WIDE, TABLE)
+        edges, past_edges = words, past
+        others = states_of(kept, PARTS, WIDE)
         if WIDE:
-            other_blanks, other_states = caught_up(
-                other_blanks, other_states, row_ptr, jump, stride_c, found, held, skips, blank, limit, past_ptr, past_there, nothing, here_at, lane,
-                not FORWARD, PARTS,
-            )  # fmt: skip
+            others = caught_up(
+                others[0], others[1], source_ptr, walk, found, held, skips, blank_at, limit, past_ptr, past_there, nothing, p, lane, not FORWARD, PARTS
+            )
         every = ()
         for u in tl.static_range(SPAN):
-            other_blanks, other_states = advanced(
-                other_blanks, other_states, skips, past_edges, factors, blank_factors, u, lane, not FORWARD, PARTS, WIDE
-            )
-            every = every + ((other_blanks, other_states),)
+            edge = state_of(tl.gather(past_edges, lane * 0 + u, 0), WIDE)
+            into_blanks, into_states = entered(others[0], others[1], skips, edge, lane, not FORWARD, PARTS, WIDE)
+            others = advanced(into_blanks, into_states, factors, blank_factors, u, lane, PARTS, WIDE)
+            every = every + (others,)
+        rows, blank_row = rows_ahead(source_ptr, walk, found, blank_at, p - SPAN, lane, PARTS, SPAN, TABLE)
+        kept = words_of(kept_ptr + (p - SPAN) // 8 * kept_row, lane, (lane >= 0) & (p > 0), PARTS)
+        past = words_ahead(past_ptr, p - SPAN, past_there & (p > 0), lane, nothing, SPAN)
+        words = words_ahead(edges_ptr, p - SPAN, there & (p > 0), lane, nothing, SPAN)
+        shares = ()
         for v in tl.static_range(SPAN):
-            live, step = SPAN - 1 - v < here, here_at + (SPAN - 1 - v)
-            tl.store(own_ptr + lane * 0 + (count - 1 - step), offered(blanks, states, skips, FORWARD, PARTS, WIDE), mask=giver & live)
+            tl.store(own_ptr + p + (SPAN - 1 - v) + lane * 0, offered(blanks, states, skips, FORWARD, PARTS, WIDE), mask=giver)
             edge = state_of(tl.gather(edges, lane * 0 + (SPAN - 1 - v), 0), WIDE)
             into_blanks, into_states = entered(blanks, states, skips, edge, lane, FORWARD, PARTS, WIDE)
-            others = every[SPAN - 1 - v]
-            leave_shares(
-                posterior_ptr + step * posterior_jump, blank_ptr + step * blank_jump, into_blanks, into_states, others[0], others[1], inverse, exponent,
-                lane, live, PARTS, WIDE,
-            )  # fmt: skip
-            blank_factor = at_lane(blank_factors, lane, SPAN - 1 - v, WIDE)
-            blanks, states = after_step(blanks, states, into_blanks, into_states, factors, SPAN - 1 - v, blank_factor, live, PARTS, WIDE)
+            there_states = every[SPAN - 1 - v]
+            step = p + (SPAN - 1 - v) - lead
+            put_shares(posterior_ptr + step * posterior_jump, into_states, there_states[1], exponent, lane, step >= 0, PARTS, WIDE)
+            shares = (blank_share(into_blanks, there_states[0], exponent, PARTS, WIDE),) + shares
+            blanks, states = advanced(into_blanks, into_states, factors, blank_factors, SPAN - 1 - v, lane, PARTS, WIDE)
+        step = p - lead + lane * SPAN // 32
+        total = over_lanes(shares, lane).to(blank_ptr.dtype.element_ty)
+        tl.store(blank_ptr + step * blank_jump, total, mask=(lane % (32 // SPAN) == 0) & (step >= 0))
+
+
+@triton.jit
+def walk_of(frame, count, stride_t, steps, FORWARD: tl.constexpr, SPAN: tl.constexpr):
+    """How a half is walked: its first row and the way to the next, its steps and the padding before them, and the row for that."""
+    jump = stride_t.to(tl.int64)
+    start = frame.to(tl.int64) * jump
+    return start, jump if FORWARD else -jump, count, (SPAN - count % SPAN) % SPAN, steps * jump
 
 
 @triton.jit(do_not_specialize=SIZES)
 def ctc_halves_kernel(
-    logits_ptr,  # [steps, count, classes]
+    source_ptr,  # [steps, count, classes], or factors as words, [steps + 1, count, classes + 1]
     labels_ptr,  # [held]
     offsets_ptr,  # [count]
     input_lengths_ptr,  # [count]
     target_lengths_ptr,  # [count]
     kept_ptr,  # [2, blocks + 1, count, chunks, 2, PARTS, 32] int64
-    edges_ptr,  # [2, chunks, count, (steps + 1) // 2] int64, zero
+    edges_ptr,  # [2, chunks, count, reach] int64, zero
     flags_ptr,  # [count] int64, zero
     ticket_ptr,  # [1] int64, zero, or None
     steps,
@@ -281,6 +317,7 @@ def ctc_halves_kernel(
     most,
     chunks,
     blocks,
+    reach,
     blank,
     limit,
     stride_t,
@@ -291,6 +328,7 @@ def ctc_halves_kernel(
     SPAN: tl.constexpr,
     WIDE: tl.constexpr,
     ALL: tl.constexpr,
+    TABLE: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
     """α up to the middle and β down to it: the states before each block of steps (KEEP), and those at the middle in the place behind them."""
@@ -304,44 +342,45 @@ def ctc_halves_kernel(
     if WIDE:
         end = tl.where(ALL | (flags == 1), last + 1, 0)
     lane = lanes(LAYOUT)
-    labels_ptr += offset
-    logits_ptr += n * stride_n
-    row = (count.to(tl.int64) * chunks) * (64 * PARTS)
+    row, across = (count.to(tl.int64) * chunks) * (64 * PARTS), count.to(tl.int64) * reach
     kept_ptr += (direction * (blocks + 1)) * row + n * chunks * (64 * PARTS)
-    across = count.to(tl.int64) * ((steps + 1) // 2)
-    edges_ptr += direction * chunks * across + n * ((steps + 1) // 2)
+    edges_ptr += direction * chunks * across + n * reach
+    source_ptr += n * stride_n
     for c in range(begin, tl.minimum(end, last + 1)):
         chunk = tl.where(direction == 0, c, last - c)
-        chunk_ptr = kept_ptr + chunk * (64 * PARTS)
-        own_ptr = edges_ptr + chunk * across
+        first, chunk_ptr, own_ptr = chunk * (32 * PARTS), kept_ptr + chunk * (64 * PARTS), edges_ptr + chunk * across
+        found, has, skips, bad = labels_of(labels_ptr + offset, first, labels, classes, stride_c, lane, PARTS, TABLE)
         if direction == 0:
-            blanks, states, found = half(
-                logits_ptr, stride_t, stride_c, labels_ptr, labels, classes, blank, limit, middle, chunk * (32 * PARTS), chunk_ptr, row, own_ptr,
-                own_ptr - across, c < last, c > 0, lane, True, KEEP, PARTS, SPAN, WIDE,
+            blanks, states = start_of(first, labels, lane, True, PARTS, WIDE)
+            blanks, states, spoilt = half(
+                source_ptr, walk_of(length * 0, middle, stride_t, steps, True, SPAN), found, has, skips, blank * stride_c, limit, blanks, states,
+                chunk_ptr, row, own_ptr, own_ptr - across, c < last, c > 0, lane, True, KEEP, PARTS, SPAN, WIDE, TABLE,
             )  # fmt: skip
             put(chunk_ptr + blocks * row, blanks, states, lane, PARTS, WIDE)
         else:
-            blanks, states, found = half(
-                logits_ptr + (length - 1) * stride_t, -stride_t, stride_c, labels_ptr, labels, classes, blank, limit, length - middle,
-                chunk * (32 * PARTS), chunk_ptr, row, own_ptr, own_ptr + across, c < last, c > 0, lane, False, KEEP, PARTS, SPAN, WIDE,
+            blanks, states = start_of(first, labels, lane, False, PARTS, WIDE)
+            blanks, states, spoilt = half(
+                source_ptr, walk_of(tl.maximum(length - 1, 0), length - middle, stride_t, steps, False, SPAN), found, has, skips, blank * stride_c, limit,
+                blanks, states, chunk_ptr, row, own_ptr, own_ptr + across, c < last, c > 0, lane, False, KEEP, PARTS, SPAN, WIDE, TABLE,
             )  # fmt: skip
             put(chunk_ptr + blocks * row, blanks, states, lane, PARTS, WIDE)
-        if (found > 0) & ((found > 1) | (not WIDE)):
-            tl.atomic_or(flags_ptr + n, found, sem="relaxed")
+        found_bad = tl.max(tl.where(spoilt == spoilt, 0, 1) | tl.where(bad, 2, 0), axis=0)
+        if found_bad > 0:
+            tl.atomic_or(flags_ptr + n, found_bad, sem="relaxed")
         if WIDE:
             tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=SIZES)
 def ctc_posterior_kernel(
-    logits_ptr,  # [steps, count, classes]
+    source_ptr,  # [steps, count, classes], or factors as words, [steps + 1, count, classes + 1]
     labels_ptr,  # [held]
     offsets_ptr,  # [count]
     input_lengths_ptr,  # [count]
     target_lengths_ptr,  # [count]
     kept_ptr,  # [2, blocks + 1, count, chunks, 2, PARTS, 32] int64
-    past_ptr,  # [2, chunks, count, (steps + 1) // 2] int64
-    edges_ptr,  # [2, chunks, count, (steps + 1) // 2] int64, zero
+    past_ptr,  # [2, chunks, count, reach] int64
+    edges_ptr,  # [2, chunks, count, reach] int64, zero
     flags_ptr,  # [count] int64
     logz_ptr,  # [count] fp64
     posterior_ptr,  # [steps, count, chunks, 32 * PARTS]
@@ -354,6 +393,7 @@ def ctc_posterior_kernel(
     most,
     chunks,
     blocks,
+    reach,
     blank,
     limit,
     stride_t,
@@ -363,52 +403,46 @@ def ctc_posterior_kernel(
     SPAN: tl.constexpr,
     WIDE: tl.constexpr,
     ALL: tl.constexpr,
+    TABLE: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """α and β go on through each other's half, and leave the posteriors of blanks and labels, up to a factor near 1 in common at each step."""
+    """α and β go on through each other's half, and leave the posteriors of labels and blanks, up to a factor in common at each step."""
     place, n, direction = place_of(ticket_ptr, count)
     flags, logz = tl.load(flags_ptr + n), tl.load(logz_ptr + n)
-    length, labels, offset, _ = sizes_of(n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, steps, most, held)
+    length, labels, offset, wrong = sizes_of(n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, steps, most, held)
     middle, last = length // 2, labels // (32 * PARTS)
     begin, end = place, tl.minimum(place, last) + 1
     if WIDE:
         end = last + 1
-    mine = (ALL | (flags == 1)) if WIDE else (flags == 0)
-    end = tl.where(logz > -float("inf"), tl.where(mine, end, 0), 0)
-    if WIDE:
-        inverse, exponent = 1.0, logz
-    else:
-        whole = tl.floor(tl.where(logz > -float("inf"), logz, 0.0))
-        inverse, exponent = tl.exp2(whole - logz).to(tl.float32), whole.to(tl.int32)
+    end = tl.where(logz > -float("inf"), tl.where((ALL | (flags == 1)) if WIDE else (flags == 0), end, 0), 0)
+    exponent = logz
+    if not WIDE:
+        exponent = tl.floor(tl.where(logz > -float("inf"), logz, 0.0)).to(tl.int32)
     lane = lanes(LAYOUT)
-    labels_ptr += offset
-    logits_ptr += n * stride_n
-    row = (count.to(tl.int64) * chunks) * (64 * PARTS)
+    row, across, width = (count.to(tl.int64) * chunks) * (64 * PARTS), count.to(tl.int64) * reach, count.to(tl.int64) * chunks
     kept_ptr += n * chunks * (64 * PARTS)
-    across = count.to(tl.int64) * ((steps + 1) // 2)
-    past_ptr += n * ((steps + 1) // 2)
-    edges_ptr += n * ((steps + 1) // 2)
-    width = count.to(tl.int64) * chunks
+    past_ptr += n * reach
+    edges_ptr += n * reach
+    source_ptr += n * stride_n
     for c in range(begin, end):
         chunk = tl.where(direction == 0, c, last - c)
-        chunk_ptr = kept_ptr + chunk * (64 * PARTS)
-        out_ptr, out_blank_ptr = posterior_ptr + (n * chunks + chunk) * (32 * PARTS), blank_ptr + n * chunks + chunk
+        first, chunk_ptr, own_ptr = chunk * (32 * PARTS), kept_ptr + chunk * (64 * PARTS), edges_ptr + (direction * chunks + chunk) * across
+        found, has, skips, bad = labels_of(labels_ptr + offset, first, labels, classes, stride_c, lane, PARTS, TABLE)
+        out_ptr, out_blank_ptr, edge_frame = posterior_ptr + (n * chunks + chunk) * (32 * PARTS), blank_ptr + n * chunks + chunk, tl.maximum(length - 1, 0)
         if direction == 0:
             blanks, states = states_of(words_of(chunk_ptr + blocks * row, lane, lane >= 0, PARTS), PARTS, WIDE)
-            own_ptr, final = edges_ptr + chunk * across, (length - 1).to(tl.int64)
             other_half(
-                logits_ptr + final * stride_t, -stride_t, stride_c, labels_ptr, labels, classes, blank, limit, length - middle, chunk * (32 * PARTS),
+                source_ptr, walk_of(edge_frame, length - middle, stride_t, steps, False, SPAN), found, has, skips, blank * stride_c, limit,
                 blanks, states, chunk_ptr + (blocks + 1) * row, row, past_ptr + (chunks + chunk + 1) * across, chunk < last, own_ptr, own_ptr - across,
-                c < last, c > 0, out_ptr + final * (width * (32 * PARTS)), out_blank_ptr + final * width, -width * (32 * PARTS), -width,
-                inverse, exponent, lane, True, PARTS, SPAN, WIDE,
+                c < last, c > 0, out_ptr + edge_frame * (width * (32 * PARTS)), -width * (32 * PARTS), out_blank_ptr + edge_frame * width, -width,
+                exponent, lane, True, PARTS, SPAN, WIDE, TABLE,
             )  # fmt: skip
         else:
             blanks, states = states_of(words_of(chunk_ptr + (2 * blocks + 1) * row, lane, lane >= 0, PARTS), PARTS, WIDE)
-            own_ptr = edges_ptr + (chunks + chunk) * across
             other_half(
-                logits_ptr, stride_t.to(tl.int64), stride_c, labels_ptr, labels, classes, blank, limit, middle, chunk * (32 * PARTS),
+                source_ptr, walk_of(length * 0, middle, stride_t, steps, True, SPAN), found, has, skips, blank * stride_c, limit,
                 blanks, states, chunk_ptr, row, past_ptr + (chunk - 1) * across, chunk > 0, own_ptr, own_ptr + across,
-                c < last, c > 0, out_ptr, out_blank_ptr, width * (32 * PARTS), width, inverse, exponent, lane, False, PARTS, SPAN, WIDE,
+                c < last, c > 0, out_ptr, width * (32 * PARTS), out_blank_ptr, width, exponent, lane, False, PARTS, SPAN, WIDE, TABLE,
             )  # fmt: skip
         if WIDE:
             tl.debug_barrier()

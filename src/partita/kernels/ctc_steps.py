@@ -55,25 +55,27 @@ def times(a, emission, WIDE: tl.constexpr):
 
 
 @triton.jit
-def emission_of(x, held, limit, WIDE: tl.constexpr):
-    """e**x as a factor, 0 where no label is held: a mantissa, and an exponent less 127; NaN where its exponent would pass a limit."""
-    if WIDE:
-        return (tl.where(held, x.to(tl.float64) * LOG2E_WIDE, -float("inf")),)
+def factor_of(x, limit):
+    """e**x as a factor: a mantissa, NaN where the exponent would pass a limit, and the exponent less 127; 0 is a mantissa too, with NOTHING."""
+    x = x.to(tl.float32)
+    if UNFUSED:
+        wide = x.to(tl.float64) * LOG2E_WIDE
+        whole = tl.floor(wide + 0.5)
+        mantissa, exponent = tl.exp2(wide - whole).to(tl.float32), whole.to(tl.int32)
     else:
-        x = x.to(tl.float32)
-        if UNFUSED:
-            wide = x.to(tl.float64) * LOG2E_WIDE
-            whole = tl.floor(wide + 0.5)
-            mantissa, exponent = tl.exp2(wide - whole).to(tl.float32), whole.to(tl.int32)
-        else:
-            high = x * LOG2E
-            low = tl.fma(x, LOG2E_LOW, tl.fma(x, LOG2E, -high))
-            rounded = high + MAGIC
-            mantissa = tl.exp2((high - (rounded - MAGIC)) + low)
-            exponent = rounded.to(tl.int32, bitcast=True) - MAGIC_BITS
-        inside = held & (tl.abs(x) <= limit)
-        mantissa = tl.where(inside, mantissa, tl.where(held & (x != -float("inf")), float("nan"), 1.0))
-        return (mantissa, tl.where(inside, exponent, NOTHING) - 127)
+        high = x * LOG2E
+        low = tl.fma(x, LOG2E_LOW, tl.fma(x, LOG2E, -high))
+        rounded = high + MAGIC
+        mantissa = tl.exp2((high - (rounded - MAGIC)) + low)
+        exponent = rounded.to(tl.int32, bitcast=True) - MAGIC_BITS
+    inside = tl.abs(x) <= limit
+    mantissa = tl.where(inside, mantissa, tl.where(x == -float("inf"), 1.0, float("nan")))
+    return mantissa, tl.where(inside, exponent, NOTHING) - 127
+
+
+@triton.jit
+def wide_factor_of(x):
+    return (x.to(tl.float64) * LOG2E_WIDE,)
 
 
 @triton.jit
@@ -105,12 +107,38 @@ def log2_of(word, WIDE: tl.constexpr):
 
 
 @triton.jit
-def share_of(a, b, inverse, exponent, WIDE: tl.constexpr):
-    """a · b / Z, of a sum of states and a state, and of Z = 2**exponent / inverse."""
+def share_of(a, b, exponent, WIDE: tl.constexpr):
+    """a · b · 2**-exponent, of a sum of states and a state that make no more than a few times that."""
     if WIDE:
         return tl.exp2((a[0] + b[0]) - exponent)
     else:
-        return (a[0] * b[0]) * (power(tl.minimum(a[1] + b[1] - exponent, 126)) * inverse)
+        return (a[0] * b[0]) * power(a[1] + b[1] - exponent)
+
+
+@triton.jit
+def at_lane(a, lane, u, WIDE: tl.constexpr):
+    """What lane u holds, in every lane."""
+    at = lane * 0 + u
+    if WIDE:
+        return (tl.gather(a[0], at, 0),)
+    else:
+        return (tl.gather(a[0], at, 0), tl.gather(a[1], at, 0))
+
+
+@triton.jit
+def over_lanes(values, lane, BIT: tl.constexpr = 16):
+    """Sums over the lanes of a power of two of tensors: lane i of 32 has that of the tensor i · len(values) // 32."""
+    if BIT == 0:
+        return values[0]
+    elif len(values) == 1:
+        return over_lanes((values[0] + tl.gather(values[0], lane ^ BIT, 0),), lane, BIT // 2)
+    else:
+        folded = ()
+        for i in tl.static_range(len(values) // 2):
+            first, second = values[i], values[i + len(values) // 2]
+            sent = tl.gather(tl.where((lane & BIT) != 0, first, second), lane ^ BIT, 0)
+            folded = folded + (tl.where((lane & BIT) != 0, second, first) + sent,)
+        return over_lanes(folded, lane, BIT // 2)
 
 
 @triton.jit

@@ -86,25 +86,25 @@ def loss_of(logits: Tensor, targets: Targets, input_lengths: Tensor, blank: int,
     """-log of the probability of the targets, `[N]` fp64; inf where there is no alignment, with a gradient of 0."""
     x = lattice(normalised(logits, from_logits), targets, input_lengths, blank)
     total = logz_of(inputs(x.scores, x.source, x.initial, x.final, input_lengths, Log), Log)
-    return torch.where(x.wrong, torch.nan, -total)
+    return torch.where(x.wrong, torch.nan, 0.0 - total)
 
 
-def kept_shape(steps: int, count: int, most: int, cuda: bool, keep: bool) -> tuple[int, ...]:
-    """Of what the loss keeps for the gradient, in words of 64 bits: α of every step on the CPU; on a GPU, α and β before each eighth step, what
-    normalises the steps, and what programs hand to one another."""
+def kept_shape(steps: int, count: int, classes: int, most: int, cuda: bool, keep: bool) -> tuple[int, ...]:
+    """Of what the loss keeps for the gradient, in words of 64 bits: on the CPU α before each step; on a GPU, at most, α and β before every eighth step,
+    what programs hand to one another, what normalises the steps, and where classes are few the exponentials of the logits."""
     if not cuda:
         return (count, steps + 1, 2 * most + 4) if keep else (0,)
-    half = (steps + 1) // 2
-    blocks = -(-half // 8) if keep else 0
-    states, edges = 4 * (blocks + 1) * count * (most // 64 + 1) * 64, 2 * count * (most // 32 + 1) * half
-    return (1 + 2 * count + states + edges + 2 * steps * count,)
+    blocks = (steps + 16) // 16
+    states, edges = 2 * (blocks * keep + 1) * count * (most // 64 + 1) * 128, 2 * count * (most // 32 + 1) * blocks * 8
+    table = (steps + 1) * (classes + 1) if classes <= min(most, 256) else 0
+    return (1 + states + edges + (2 + 2 * steps + table) * count,)
 
 
 def ctc_loss(
     logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, most: int, blank: int, from_logits: bool, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """That loss, and what the gradient may use again: nothing, for the reference starts anew."""
-    kept = logits.new_zeros(kept_shape(*logits.shape[:2], most, logits.device.type == "cuda", keep), dtype=torch.float64)
+    kept = logits.new_zeros(kept_shape(*logits.shape, most, logits.device.type == "cuda", keep), dtype=torch.float64)
     return loss_of(logits, Targets(labels, offsets, target_lengths, most), input_lengths, blank, from_logits), kept
 
 
