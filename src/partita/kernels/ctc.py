@@ -24,13 +24,13 @@ class Plan(NamedTuple):
 
     Fields:
         wide: all states are.
-        table: factors are taken from a table of all classes, made once.
+        table: the width of a table of factors of all classes, or 0 for none.
         parts, chunks: positions of a target a lane, and programs a sequence and direction.
         blocks, reach: of steps in a half, and steps that these make.
     """
 
     wide: bool
-    table: bool
+    table: int
     parts: int
     chunks: int
     blocks: int
@@ -47,7 +47,7 @@ class Kept(NamedTuple):
         words: states before each block of steps, and behind the last.
         logz: `[N]`.
         maxima, sums: `[T, N]`, what normalises each step; None for log-probabilities.
-        table: `[T + 1, N, C + 1]`, or None.
+        table: `[N, 16 + T + 16, width]`, or None.
     """
 
     zeros: Tensor
@@ -65,15 +65,15 @@ def plan_of(logits: Tensor, most: int) -> Plan:
     steps, count, classes = logits.shape
     wide, blocks = logits.dtype == torch.float64, triton.cdiv(steps + 1, 2 * EVERY)
     parts = 1 if 2 * count * (most // 32 + 1) <= MANY or wide else 2
-    return Plan(wide, not wide and classes <= min(most, 256), parts, most // (32 * parts) + 1, blocks, blocks * EVERY)
+    table = 0 if wide else reference.table_width(classes, most)
+    return Plan(wide, table, parts, most // (32 * parts) + 1, blocks, blocks * EVERY)
 
 
 def _cut(buffer: Tensor, plan: Plan, logits: Tensor, from_logits: bool, keep: bool) -> Kept:
     steps, count, classes = logits.shape
     norms = steps * count if from_logits else 0
     states = 2 * (plan.blocks * keep + 1) * count * plan.chunks * 64 * plan.parts
-    table = (steps + 1) * count * (classes + 1) if plan.table else 0
-    sizes = [1, count, 2 * plan.chunks * count * plan.reach, states, count, norms, norms if plan.wide else 0, table]
+    sizes = [1, count, 2 * plan.chunks * count * plan.reach, states, count, norms, norms if plan.wide else 0, (steps + 32) * count * plan.table]
     ticket, flags, edges, words, logz, maxima, sums, factors, _ = buffer.split([*sizes, len(buffer) - sum(sizes)])
     if not plan.wide:
         maxima, sums = maxima.view(torch.float32).split([norms, norms])
@@ -114,9 +114,9 @@ class _Call(NamedTuple):
         kernel = getattr(ctc_scan, f"ctc_{name}_gluon_kernel" if gluon else f"ctc_{name}_kernel")
         source, strides = self.logits, self.logits.stride()
         if table is not None and not wide:
-            source, strides = table, (count * (classes + 1), classes + 1, 1)
+            source, strides = table[16 * plan.table :], (plan.table, (steps + 32) * plan.table, 1)
         sizes = (steps, count, classes, len(self.targets[0]), self.most, plan.chunks, blocks, plan.reach, self.blank, _limit(self.logits), *strides)
-        options |= {"PARTS": plan.parts, "SPAN": 1 if wide else EVERY, "WIDE": wide, "ALL": plan.wide, "TABLE": source is table}
+        options |= {"PARTS": plan.parts, "SPAN": 1 if wide else EVERY, "WIDE": wide, "ALL": plan.wide, "TABLE": 0 if source is self.logits else plan.table}
         programs = 2 * count * (1 if wide else plan.chunks)
         layout = ctc_scan.LANES if gluon else None
         launch(kernel, programs, source, *self.targets, *args, None if wide else ticket, *sizes, **options, LAYOUT=layout, num_warps=1, **({'maxnreg':int(os.environ['NREG'])} if 'NREG' in os.environ and name=='posterior' else {}))
@@ -134,10 +134,10 @@ def ctc_loss(
     x.zeros.zero_()
     loss = torch.empty(count, dtype=torch.float64, device=logits.device)
     if from_logits or plan.table:
-        block = min(triton.next_power_of_2(classes + plan.table), 8192)
-        rows, options = max(1, 2048 // block), {"REAL": real, "BLOCK_V": block, "num_warps": 8 if block > 2048 else 4}
+        block = min(triton.next_power_of_2(max(classes, plan.table)), 8192)
+        rows, options = max(1, 2048 // block), {"REAL": real, "TABLE": plan.table, "BLOCK_V": block, "num_warps": 8 if block > 2048 else 4}
         norms = (logits, input_lengths, x.maxima, x.sums, x.table, *logits.shape, blank, _limit(logits), *logits.stride())
-        launch(ctc_norm_kernel, triton.cdiv((steps + plan.table) * count, rows), *norms, ROWS=rows, **options)
+        launch(ctc_norm_kernel, triton.cdiv((steps + 32 * (plan.table > 0)) * count, rows), *norms, ROWS=rows, **options)
     call = _Call(logits, (labels.contiguous(), offsets, input_lengths, target_lengths), most, blank, plan, x)
     blocks = plan.blocks if keep else 0
     totals = (x.words, x.flags, x.maxima, x.sums, x.logz, loss, steps, count, len(labels), most, plan.chunks, blocks)

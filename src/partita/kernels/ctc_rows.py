@@ -14,7 +14,7 @@ def ctc_norm_kernel(
     input_lengths_ptr,  # [count]
     maxima_ptr,  # [steps, count] or None
     sums_ptr,  # [steps, count] or None
-    table_ptr,  # [steps + 1, count, classes + 1] int64, or None
+    table_ptr,  # [count, 16 + steps + 16, TABLE] int64, or None
     steps,
     count,
     classes,
@@ -24,13 +24,15 @@ def ctc_norm_kernel(
     stride_n,
     stride_c,
     REAL: tl.constexpr,
+    TABLE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """The maximum of each step, and the sum of the exponentials less it; and the factors of its classes, of one that is impossible, and of padding."""
+    margin: tl.constexpr = 16 if TABLE else 0  # rows before and behind the table's steps
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    t, n, lane = (row // count).to(tl.int64), (row % count).to(tl.int64), tl.arange(0, BLOCK_V)
-    counts = (t < steps) & (t < tl.load(input_lengths_ptr + n))
+    t, n, lane = (row // count).to(tl.int64) - margin, (row % count).to(tl.int64), tl.arange(0, BLOCK_V)
+    counts = (t >= 0) & (t < steps) & (t < tl.load(input_lengths_ptr + n))
     source_ptr = logits_ptr + (t * stride_t + n * stride_n)[:, None]
     maximum, total = tl.full([ROWS], -float("inf"), REAL), tl.zeros([ROWS], REAL)
     for first in range(0, classes, BLOCK_V):
@@ -41,14 +43,14 @@ def ctc_norm_kernel(
             shift = finite_shift(higher)
             total = total * exp(maximum - shift) + tl.sum(exp_for(x - shift[:, None], REAL), axis=1)
             maximum = higher
-        if table_ptr is not None:
+        if TABLE:
             padding = tl.where(v == blank, 0.0, -float("inf")).to(REAL)
-            factor = factor_of(tl.where((t == steps)[:, None], padding[None, :], x), limit)
-            at = (t * count + n)[:, None] * (classes + 1) + v[None, :]
-            tl.store(table_ptr + at, word_of(factor, False), mask=(counts | (t == steps))[:, None] & (v <= classes)[None, :])
+            factor = factor_of(tl.where(counts[:, None], x, padding[None, :]), limit)
+            at = (n * (steps + 2 * margin) + t + margin)[:, None] * TABLE + v[None, :]
+            tl.store(table_ptr + at, word_of(factor, False), mask=(t < steps + margin)[:, None] & (v < TABLE)[None, :])
     if maxima_ptr is not None:
-        tl.store(maxima_ptr + row, maximum, mask=counts)
-        tl.store(sums_ptr + row, total, mask=counts)
+        tl.store(maxima_ptr + t * count + n, maximum, mask=counts)
+        tl.store(sums_ptr + t * count + n, total, mask=counts)
 
 
 @triton.jit(do_not_specialize=["held", "most"])

@@ -5,7 +5,7 @@ neighbour hands over its edge, a block of steps ahead of it, through words in me
 from a ticket, so a chunk's neighbour always started before it. `WIDE` programs take the chunks of a sequence one after another instead.
 
 Blocks of SPAN steps are whole: a half begins with padding, in which the blank is certain and labels are impossible, which leaves α and β as they
-start. The other direction comes to the padding last, when nothing is left to do.
+start. The other direction comes to the padding last, when nothing is left to do. A table of factors has such rows before and behind its steps.
 """
 
 import triton
@@ -77,25 +77,31 @@ def labels_of(labels_ptr, first, labels, classes, stride_c, lane, PARTS: tl.cons
 
 
 @triton.jit
-def row_at(walk, p, TABLE: tl.constexpr):
-    """Offset of the row of a step of padded halves; of padding, the table's row for it, or any."""
-    start, jump, count, lead, padding = walk
-    at = start + tl.minimum(tl.maximum(p - lead, 0), tl.maximum(count - 1, 0)) * jump
-    if TABLE:
-        return tl.where(p < lead, padding, at)
-    else:
-        return at
+def row_at(walk, p):
+    """Offset of the row of a step of a padded half; of padding, and of what lies behind the half, any."""
+    start, jump, count, lead = walk
+    return start + tl.minimum(tl.maximum(p - lead, 0), tl.maximum(count - 1, 0)) * jump
 
 
 @triton.jit
-def rows_ahead(source_ptr, walk, found, blank_at, p, lane, PARTS: tl.constexpr, SPAN: tl.constexpr, TABLE: tl.constexpr):
+def rows_ahead(
+    source_ptr, walk, found, blank_at, p, lane, FORWARD: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, TABLE: tl.constexpr
+):  # fmt: skip
     """Logits, or factors, of the labels for a block of steps, step by step, and of the blank, a step a lane."""
     rows = ()
-    for u in tl.static_range(SPAN):
-        row_ptr = source_ptr + row_at(walk, p + u, TABLE)
-        for k in tl.static_range(PARTS):
-            rows = rows + (tl.load(row_ptr + found[k]),)
-    return rows, tl.load(source_ptr + row_at(walk, p + lane % SPAN, TABLE) + blank_at)
+    if TABLE:
+        step: tl.constexpr = TABLE if FORWARD else -TABLE
+        row_ptr = source_ptr + walk[0] + (p - walk[3]) * step
+        for u in tl.static_range(SPAN):
+            for k in tl.static_range(PARTS):
+                rows = rows + (tl.load((row_ptr + found[k]) + u * step),)
+        return rows, tl.load((row_ptr + blank_at) + lane % SPAN * step)
+    else:
+        for u in tl.static_range(SPAN):
+            row_ptr = source_ptr + row_at(walk, p + u)
+            for k in tl.static_range(PARTS):
+                rows = rows + (tl.load(row_ptr + found[k]),)
+        return rows, tl.load(source_ptr + row_at(walk, p + lane % SPAN) + blank_at)
 
 
 @triton.jit
@@ -185,7 +191,7 @@ def half(
     count, lead = walk[2], walk[3]
     nothing = word_of(state(0, lane, WIDE), WIDE)
     giver, spoilt = (lane == (31 if FORWARD else 0)) & follows, lane.to(tl.float32) * 0.0
-    rows, blank_row = rows_ahead(source_ptr, walk, found, blank_at, 0, lane, PARTS, SPAN, TABLE)
+    rows, blank_row = rows_ahead(source_ptr, walk, found, blank_at, 0, lane, FORWARD, PARTS, SPAN, TABLE)
     words = words_ahead(edges_ptr, 0, there & (count > 0), lane, nothing, SPAN)
     for p in range(0, count + lead, SPAN):
         if not WIDE:
@@ -193,7 +199,7 @@ def half(
                 words = words_ahead(edges_ptr, p, there, lane, nothing, SPAN)
         factors, blank_factors, bad = factors_of(rows, blank_row, held, p, lead, lane, limit, PARTS, SPAN, WIDE, TABLE)
         edges, spoilt = words, spoilt + bad
-        rows, blank_row = rows_ahead(source_ptr, walk, found, blank_at, p + SPAN, lane, PARTS, SPAN, TABLE)
+        rows, blank_row = rows_ahead(source_ptr, walk, found, blank_at, p + SPAN, lane, FORWARD, PARTS, SPAN, TABLE)
         words = words_ahead(edges_ptr, p + SPAN, there & (p + SPAN < count + lead), lane, nothing, SPAN)
         if KEEP and p % 8 == 0:
             put(kept_ptr + p // 8 * kept_row, blanks, states, lane, PARTS, WIDE)
@@ -211,8 +217,8 @@ def caught_up(
 ):
     """Wide states from those kept before a block of steps to a step in it, in a loop: unrolled, they would be long to compile."""
     for q in range(p // 8 * 8, p):
-        rows, blank_row = rows_ahead(source_ptr, walk, found, blank_at, q, lane, PARTS, 1, False)
-        factors, blank_factors, bad = factors_of(rows, blank_row, held, q, 0, lane, limit, PARTS, 1, True, False)
+        rows, blank_row = rows_ahead(source_ptr, walk, found, blank_at, q, lane, FORWARD, PARTS, 1, 0)
+        factors, blank_factors, bad = factors_of(rows, blank_row, held, q, 0, lane, limit, PARTS, 1, True, 0)
         edge = state_of(tl.gather(words_ahead(past_ptr, q, there, lane, nothing, 1), lane * 0, 0), True)
         into_blanks, into_states = entered(blanks, states, skips, edge, lane, FORWARD, PARTS, True)
         blanks, states = advanced(into_blanks, into_states, factors, blank_factors, 0, lane, PARTS, True)
@@ -251,7 +257,7 @@ def other_half(
     count, lead = walk[2], walk[3]
     nothing = word_of(state(0, lane, WIDE), WIDE)
     giver, final = (lane == (31 if FORWARD else 0)) & follows, count + lead - SPAN
-    rows, blank_row = rows_ahead(source_ptr, walk, found, blank_at, final, lane, PARTS, SPAN, TABLE)
+    rows, blank_row = rows_ahead(source_ptr, walk, found, blank_at, final, lane, not FORWARD, PARTS, SPAN, TABLE)
     kept = words_of(kept_ptr + final // 8 * kept_row, lane, (lane >= 0) & (count > 0), PARTS)
     past = words_ahead(past_ptr, final, past_there & (count > 0), lane, nothing, SPAN)
     words = words_ahead(edges_ptr, final, there & (count > 0), lane, nothing, SPAN)
@@ -272,7 +278,7 @@ def other_half(
             into_blanks, into_states = entered(others[0], others[1], skips, edge, lane, not FORWARD, PARTS, WIDE)
             others = advanced(into_blanks, into_states, factors, blank_factors, u, lane, PARTS, WIDE)
             every = every + (others,)
-        rows, blank_row = rows_ahead(source_ptr, walk, found, blank_at, p - SPAN, lane, PARTS, SPAN, TABLE)
+        rows, blank_row = rows_ahead(source_ptr, walk, found, blank_at, p - SPAN, lane, not FORWARD, PARTS, SPAN, TABLE)
         kept = words_of(kept_ptr + (p - SPAN) // 8 * kept_row, lane, (lane >= 0) & (p > 0), PARTS)
         past = words_ahead(past_ptr, p - SPAN, past_there & (p > 0), lane, nothing, SPAN)
         words = words_ahead(edges_ptr, p - SPAN, there & (p > 0), lane, nothing, SPAN)
@@ -292,16 +298,15 @@ def other_half(
 
 
 @triton.jit
-def walk_of(frame, count, stride_t, steps, FORWARD: tl.constexpr, SPAN: tl.constexpr):
-    """How a half is walked: its first row and the way to the next, its steps and the padding before them, and the row for that."""
+def walk_of(frame, count, stride_t, FORWARD: tl.constexpr, SPAN: tl.constexpr):
+    """How a half is walked: its first row and the way to the next, its steps and the padding before them."""
     jump = stride_t.to(tl.int64)
-    start = frame.to(tl.int64) * jump
-    return start, jump if FORWARD else -jump, count, (SPAN - count % SPAN) % SPAN, steps * jump
+    return frame * jump, jump if FORWARD else -jump, count, (SPAN - count % SPAN) % SPAN
 
 
 @triton.jit(do_not_specialize=SIZES)
 def ctc_halves_kernel(
-    source_ptr,  # [steps, count, classes], or factors as words, [steps + 1, count, classes + 1]
+    source_ptr,  # [steps, count, classes], or factors as words, [count, 16 + steps + 16, TABLE]
     labels_ptr,  # [held]
     offsets_ptr,  # [count]
     input_lengths_ptr,  # [count]
@@ -353,14 +358,14 @@ def ctc_halves_kernel(
         if direction == 0:
             blanks, states = start_of(first, labels, lane, True, PARTS, WIDE)
             blanks, states, spoilt = half(
-                source_ptr, walk_of(length * 0, middle, stride_t, steps, True, SPAN), found, has, skips, blank * stride_c, limit, blanks, states,
+                source_ptr, walk_of(length * 0, middle, stride_t, True, SPAN), found, has, skips, blank * stride_c, limit, blanks, states,
                 chunk_ptr, row, own_ptr, own_ptr - across, c < last, c > 0, lane, True, KEEP, PARTS, SPAN, WIDE, TABLE,
             )  # fmt: skip
             put(chunk_ptr + blocks * row, blanks, states, lane, PARTS, WIDE)
         else:
             blanks, states = start_of(first, labels, lane, False, PARTS, WIDE)
             blanks, states, spoilt = half(
-                source_ptr, walk_of(tl.maximum(length - 1, 0), length - middle, stride_t, steps, False, SPAN), found, has, skips, blank * stride_c, limit,
+                source_ptr, walk_of(tl.maximum(length - 1, 0), length - middle, stride_t, False, SPAN), found, has, skips, blank * stride_c, limit,
                 blanks, states, chunk_ptr, row, own_ptr, own_ptr + across, c < last, c > 0, lane, False, KEEP, PARTS, SPAN, WIDE, TABLE,
             )  # fmt: skip
             put(chunk_ptr + blocks * row, blanks, states, lane, PARTS, WIDE)
@@ -373,7 +378,7 @@ def ctc_halves_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def ctc_posterior_kernel(
-    source_ptr,  # [steps, count, classes], or factors as words, [steps + 1, count, classes + 1]
+    source_ptr,  # [steps, count, classes], or factors as words, [count, 16 + steps + 16, TABLE]
     labels_ptr,  # [held]
     offsets_ptr,  # [count]
     input_lengths_ptr,  # [count]
@@ -432,7 +437,7 @@ def ctc_posterior_kernel(
         if direction == 0:
             blanks, states = states_of(words_of(chunk_ptr + blocks * row, lane, lane >= 0, PARTS), PARTS, WIDE)
             other_half(
-                source_ptr, walk_of(edge_frame, length - middle, stride_t, steps, False, SPAN), found, has, skips, blank * stride_c, limit,
+                source_ptr, walk_of(edge_frame, length - middle, stride_t, False, SPAN), found, has, skips, blank * stride_c, limit,
                 blanks, states, chunk_ptr + (blocks + 1) * row, row, past_ptr + (chunks + chunk + 1) * across, chunk < last, own_ptr, own_ptr - across,
                 c < last, c > 0, out_ptr + edge_frame * (width * (32 * PARTS)), -width * (32 * PARTS), out_blank_ptr + edge_frame * width, -width,
                 exponent, lane, True, PARTS, SPAN, WIDE, TABLE,
@@ -440,7 +445,7 @@ def ctc_posterior_kernel(
         else:
             blanks, states = states_of(words_of(chunk_ptr + (2 * blocks + 1) * row, lane, lane >= 0, PARTS), PARTS, WIDE)
             other_half(
-                source_ptr, walk_of(length * 0, middle, stride_t, steps, True, SPAN), found, has, skips, blank * stride_c, limit,
+                source_ptr, walk_of(length * 0, middle, stride_t, True, SPAN), found, has, skips, blank * stride_c, limit,
                 blanks, states, chunk_ptr, row, past_ptr + (chunk - 1) * across, chunk > 0, own_ptr, own_ptr + across,
                 c < last, c > 0, out_ptr, width * (32 * PARTS), out_blank_ptr, width, exponent, lane, False, PARTS, SPAN, WIDE, TABLE,
             )  # fmt: skip

@@ -89,6 +89,11 @@ def loss_of(logits: Tensor, targets: Targets, input_lengths: Tensor, blank: int,
     return torch.where(x.wrong, torch.nan, 0.0 - total)
 
 
+def table_width(classes: int, most: int) -> int:
+    """Of the table of a GPU's factors for few classes, one of which is impossible; 0 for none."""
+    return (classes // 8 + 1) * 8 if classes <= min(4 * most, 256) else 0
+
+
 def kept_shape(steps: int, count: int, classes: int, most: int, cuda: bool, keep: bool) -> tuple[int, ...]:
     """Of what the loss keeps for the gradient, in words of 64 bits: on the CPU α before each step; on a GPU, at most, α and β before every eighth step,
     what programs hand to one another, what normalises the steps, and where classes are few the exponentials of the logits."""
@@ -96,7 +101,7 @@ def kept_shape(steps: int, count: int, classes: int, most: int, cuda: bool, keep
         return (count, steps + 1, 2 * most + 4) if keep else (0,)
     blocks = (steps + 16) // 16
     states, edges = 2 * (blocks * keep + 1) * count * (most // 64 + 1) * 128, 2 * count * (most // 32 + 1) * blocks * 8
-    table = (steps + 1) * (classes + 1) if classes <= min(most, 256) else 0
+    table = (steps + 32) * table_width(classes, most)
     return (1 + states + edges + (2 + 2 * steps + table) * count,)
 
 
