@@ -16,7 +16,6 @@ from .ctc_scan import EVERY
 from .launch import INTERPRETED, launch
 
 import os
-MANY = int(os.environ.get('MANY','2048'))  # programs that fill a GPU
 
 
 class Plan(NamedTuple):
@@ -25,14 +24,15 @@ class Plan(NamedTuple):
     Fields:
         wide: all states are.
         table: the width of a table of factors of all classes, or 0 for none.
-        parts, chunks: positions of a target a lane, and programs a sequence and direction.
+        chunks: of 32 positions of a target, each a program in each direction.
+        groups: of 32 classes, in which posteriors are summed; 0 where they are left by label.
         blocks, reach: of steps in a half, and steps that these make.
     """
 
     wide: bool
     table: int
-    parts: int
     chunks: int
+    groups: int
     blocks: int
     reach: int
 
@@ -64,15 +64,14 @@ class Kept(NamedTuple):
 def plan_of(logits: Tensor, most: int) -> Plan:
     steps, count, classes = logits.shape
     wide, blocks = logits.dtype == torch.float64, triton.cdiv(steps + 1, 2 * EVERY)
-    parts = 1 if 2 * count * (most // 32 + 1) <= MANY or wide else 2
     table = 0 if wide else reference.table_width(classes, most)
-    return Plan(wide, table, parts, most // (32 * parts) + 1, blocks, blocks * EVERY)
+    return Plan(wide, table, most // 32 + 1, triton.cdiv(classes, 32) if classes <= 64 else 0, blocks, blocks * EVERY)
 
 
 def _cut(buffer: Tensor, plan: Plan, logits: Tensor, from_logits: bool, keep: bool) -> Kept:
     steps, count, classes = logits.shape
     norms = steps * count if from_logits else 0
-    states = 2 * (plan.blocks * keep + 1) * count * plan.chunks * 64 * plan.parts
+    states = 2 * (plan.blocks * keep + 1) * count * plan.chunks * 64
     sizes = [1, count, 2 * plan.chunks * count * plan.reach, states, count, norms, norms if plan.wide else 0, (steps + 32) * count * plan.table]
     ticket, flags, edges, words, logz, maxima, sums, factors, _ = buffer.split([*sizes, len(buffer) - sum(sizes)])
     if not plan.wide:
@@ -116,10 +115,10 @@ class _Call(NamedTuple):
         if table is not None and not wide:
             source, strides = table[16 * plan.table :], (plan.table, (steps + 32) * plan.table, 1)
         sizes = (steps, count, classes, len(self.targets[0]), self.most, plan.chunks, blocks, plan.reach, self.blank, _limit(self.logits), *strides)
-        options |= {"PARTS": plan.parts, "SPAN": 1 if wide else EVERY, "WIDE": wide, "ALL": plan.wide, "TABLE": 0 if source is self.logits else plan.table}
+        options |= {"SPAN": 1 if wide else EVERY, "WIDE": wide, "ALL": plan.wide, "TABLE": 0 if source is self.logits else plan.table}
         programs = 2 * count * (1 if wide else plan.chunks)
         layout = ctc_scan.LANES if gluon else None
-        launch(kernel, programs, source, *self.targets, *args, None if wide else ticket, *sizes, **options, LAYOUT=layout, num_warps=1, **({'maxnreg':int(os.environ['NREG'])} if 'NREG' in os.environ and name=='posterior' else {}))
+        launch(kernel, programs, source, *self.targets, *args, None if wide else ticket, *sizes, **options, LAYOUT=layout, num_warps=1, **({'maxnreg':int(os.environ.get('NREG','128'))} if name=='posterior' and gluon else {}))
 
 
 def ctc_loss(
@@ -140,10 +139,11 @@ def ctc_loss(
         launch(ctc_norm_kernel, triton.cdiv((steps + 32 * (plan.table > 0)) * count, rows), *norms, ROWS=rows, **options)
     call = _Call(logits, (labels.contiguous(), offsets, input_lengths, target_lengths), most, blank, plan, x)
     blocks = plan.blocks if keep else 0
+    lanes = {"BLOCK_L": 256, "BLOCK_T": 256 if steps <= 1024 else 2048}
     totals = (x.words, x.flags, x.maxima, x.sums, x.logz, loss, steps, count, len(labels), most, plan.chunks, blocks)
     for wide in call.modes:
         call.scan("halves", wide, x.ticket, x.words, x.edges, x.flags, blocks=blocks, KEEP=keep)
-        launch(ctc_total_kernel, count, *call.targets, *totals, PARTS=plan.parts, BLOCK=256, WIDE=wide, ALL=plan.wide, num_warps=4)
+        launch(ctc_total_kernel, count, *call.targets, *totals, **lanes, WIDE=wide, ALL=plan.wide, num_warps=4)
     return loss, buffer
 
 
@@ -157,22 +157,21 @@ def ctc_gradient(
     if not result.numel():
         return result
     x = _cut(kept, plan, logits, from_logits, True)
-    width, wide = 32 * plan.parts * plan.chunks, torch.promote_types(logits.dtype, torch.float32)
-    posterior = torch.empty((steps, count, width), dtype=wide, device=device)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    posterior = torch.empty((steps, count, plan.chunks, classes if plan.groups else 32), dtype=wide, device=device)
     blanks = torch.empty((steps, count, plan.chunks), dtype=wide, device=device)
     zeros = torch.zeros(1 + (len(x.edges) if plan.chunks > 1 else 0), dtype=torch.int64, device=device)
     call = _Call(logits, (labels.contiguous(), offsets, input_lengths, target_lengths), most, blank, plan, x)
     for each in call.modes:
         ticket = None if x.ticket is None else zeros[:1]
-        call.scan("posterior", each, ticket, x.words, x.edges, zeros[1:], x.flags, x.logz, posterior, blanks, blocks=plan.blocks)
+        tensors = (x.words, x.edges, zeros[1:], x.flags, x.logz, posterior, blanks)
+        call.scan("posterior", each, ticket, *tensors, blocks=plan.blocks, GROUPS=plan.groups)
     rows = (grad.double().contiguous(), logits, *call.targets, x.maxima, x.sums, x.flags, x.logz, posterior, blanks)
-    sizes = (steps, count, classes, len(labels), most, plan.chunks, width, blank, *logits.stride())
-    if classes <= 64 or (classes <= 256 and most >= 4 * classes):
-        options = {"ROWS": 64, "BLOCK_V": max(16, triton.next_power_of_2(classes)), "BLOCK_L": 64, "PRECISION": "tf32x3"}
-        if plan.wide or INTERPRETED or not launching.NVIDIA:
-            options |= {"ROWS": 16, "BLOCK_L": 16, "PRECISION": None if plan.wide else "ieee"}
-        programs = count * triton.cdiv(steps, options["ROWS"])
-        launch(ctc_narrow_gradient_kernel, programs, *rows, result, *sizes, REAL=real, **options, num_warps=4)
+    sizes = (steps, count, classes, len(labels), most, plan.chunks, blank, *logits.stride())
+    if plan.groups:
+        block = triton.next_power_of_2(classes)
+        options = {"REAL": real, "ROWS": max(1, 1024 // block), "BLOCK_V": block}
+        launch(ctc_narrow_gradient_kernel, count * triton.cdiv(steps, options["ROWS"]), *rows, result, *sizes, **options, num_warps=4)
     else:
         behind = torch.empty((count, most), dtype=torch.int32, device=device)
         launch(ctc_next_kernel, count * triton.cdiv(most, 64), *call.targets[:2], target_lengths, behind, len(labels), most, BLOCK=64, num_warps=4)

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from .ctc_scan import SIZES, sizes_of
-from .ctc_steps import factor_of, log2_of, word_of
-from .math import exp, exp_for, finite_shift
+from .ctc_steps import NOTHING, POSSIBLE, chosen, factor_of, plus, power, state, state_of, times, word_of
+from .math import exp, exp_for, finite_shift, log_of
 
 
 @triton.jit(do_not_specialize=["steps", "count", "classes", "blank", "stride_t", "stride_n"])
@@ -81,53 +81,64 @@ def ctc_next_kernel(
 
 
 @triton.jit
-def log2_at(ptr, held, WIDE: tl.constexpr):
-    """Logarithms of states in memory to base 2; -inf where none is held."""
-    return tl.where(held, log2_of(tl.load(ptr, mask=held, other=0), WIDE), -float("inf"))
+def states_at(ptr, held, WIDE: tl.constexpr):
+    """States in memory; 0 where none is held."""
+    return chosen(held, state_of(tl.load(ptr, mask=held, other=0), WIDE), state(0, held.to(tl.int32), WIDE), WIDE)
 
 
 @triton.jit
-def log2_add(maximum, total, term):
-    """A term more in 2**maximum · total, the sum of such."""
-    higher = tl.where(term > maximum, term, maximum)
-    shift = finite_shift(higher)
-    return higher, total * tl.exp2(maximum - shift) + tl.exp2(term - shift)
+def product_of(a, b, WIDE: tl.constexpr):
+    """The product of a sum of states and a state."""
+    if WIDE:
+        return (a[0] + b[0],)
+    else:
+        return times(a, (b[0], tl.maximum(b[1], NOTHING) - 127), WIDE)
 
 
 @triton.jit
-def place_of_position(i, PARTS: tl.constexpr):
-    """Where the blank of a position stands among the states of its chunks, `[chunks, 2, PARTS, 32]`."""
-    return i // (32 * PARTS) * (64 * PARTS) + i % PARTS * 32 + i % (32 * PARTS) // PARTS
-
-
-@triton.jit
-def total_of(alpha_ptr, beta_ptr, labels_ptr, labels, PARTS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+def total_of(alpha_ptr, beta_ptr, labels_ptr, labels, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """log2 of the sum over all ways from α before a step to β behind it."""
-    maximum, total = tl.full([BLOCK], -float("inf"), tl.float64), tl.zeros([BLOCK], tl.float64)
+    lane = tl.arange(0, BLOCK)
+    total = state(0, lane, WIDE)
     for first in range(0, labels + 1, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        at, before = place_of_position(i, PARTS), place_of_position(tl.maximum(i - 1, 0), PARTS)
+        i = first + lane
+        at, before = i // 32 * 64 + i % 32, (i - 1) // 32 * 64 + (i - 1) % 32 + 32
         label = tl.load(labels_ptr + i, mask=i < labels, other=-1)
         skip = (i > 0) & (i < labels) & (label != tl.load(labels_ptr + i - 1, mask=(i > 0) & (i < labels), other=-1))
-        blank, this = log2_at(alpha_ptr + at, i <= labels, WIDE), log2_at(alpha_ptr + at + 32 * PARTS, i < labels, WIDE)
-        left = log2_at(alpha_ptr + before + 32 * PARTS, (i > 0) & (i <= labels), WIDE)
-        blank_next, this_next = log2_at(beta_ptr + at, i <= labels, WIDE), log2_at(beta_ptr + at + 32 * PARTS, i < labels, WIDE)
-        maximum, total = log2_add(maximum, total, blank + blank_next)
-        maximum, total = log2_add(maximum, total, left + blank_next)
-        maximum, total = log2_add(maximum, total, this + this_next)
-        maximum, total = log2_add(maximum, total, blank + this_next)
-        maximum, total = log2_add(maximum, total, tl.where(skip, left, -float("inf")) + this_next)
-    shift = finite_shift(tl.max(maximum, axis=0))
-    return shift + tl.log2(tl.sum(total * tl.exp2(maximum - shift), axis=0))
+        blank, into_label = states_at(alpha_ptr + at, i <= labels, WIDE), states_at(alpha_ptr + at + 32, i < labels, WIDE)
+        into_blank = plus(blank, states_at(alpha_ptr + before, (i > 0) & (i <= labels), WIDE), WIDE)
+        into_label = plus(into_label, chosen(skip, into_blank, blank, WIDE), WIDE)
+        through_blank = product_of(into_blank, states_at(beta_ptr + at, i <= labels, WIDE), WIDE)
+        through_label = product_of(into_label, states_at(beta_ptr + at + 32, i < labels, WIDE), WIDE)
+        total = product_of(plus(total, plus(through_blank, through_label, WIDE), WIDE), state(1, lane, WIDE), WIDE)
+    if WIDE:
+        most = finite_shift(tl.max(total[0], axis=0))
+        return most + tl.log2(tl.sum(tl.exp2(total[0] - most), axis=0))
+    else:
+        most = tl.max(total[1], axis=0)
+        summed = tl.sum((total[0] * power(total[1] - most)).to(tl.float64), axis=0)
+        return tl.where(most > POSSIBLE, most.to(tl.float64) + tl.log2(summed), -float("inf"))
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit
+def norm_of(maxima_ptr, sums_ptr, n, count, length, BLOCK: tl.constexpr):
+    """What normalises a sequence's steps, together."""
+    total = tl.zeros([BLOCK], tl.float64)
+    for first in range(0, length, BLOCK):
+        t = first + tl.arange(0, BLOCK)
+        at = t.to(tl.int64) * count + n
+        maximum, summed = tl.load(maxima_ptr + at, mask=t < length, other=0.0), tl.load(sums_ptr + at, mask=t < length, other=1.0)
+        total += maximum.to(tl.float64) + log_of(summed).to(tl.float64)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit(do_not_specialize=["steps", "count", "held", "most", "chunks", "blocks"])
 def ctc_total_kernel(
     labels_ptr,  # [held]
     offsets_ptr,  # [count]
     input_lengths_ptr,  # [count]
     target_lengths_ptr,  # [count]
-    kept_ptr,  # [2, blocks + 1, count, chunks, 2, PARTS, 32] int64
+    kept_ptr,  # [2, blocks + 1, count, chunks, 2, 32] int64
     flags_ptr,  # [count] int64
     maxima_ptr,  # [steps, count] or None
     sums_ptr,  # [steps, count] or None
@@ -139,49 +150,34 @@ def ctc_total_kernel(
     most,
     chunks,
     blocks,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     WIDE: tl.constexpr,
     ALL: tl.constexpr,
 ):
     """log2 of the sum over the alignments from α and β at the middle, and the loss: what normalises the steps, less it."""
     n = tl.program_id(0).to(tl.int64)
     flags = tl.load(flags_ptr + n)
-    length, labels, offset, _ = sizes_of(n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, steps, most, held)
-    alpha_ptr = kept_ptr + (blocks.to(tl.int64) * count + n) * chunks * (64 * PARTS)
-    beta_ptr = alpha_ptr + (blocks.to(tl.int64) + 1) * count * chunks * (64 * PARTS)
+    length, labels, offset, wrong = sizes_of(n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, steps, most, held)
+    alpha_ptr = kept_ptr + (blocks.to(tl.int64) * count + n) * chunks * 64
+    beta_ptr = alpha_ptr + (blocks.to(tl.int64) + 1) * count * chunks * 64
     if (flags >= 0) if ALL or not WIDE else (flags == 1):
-        logz = total_of(alpha_ptr, beta_ptr, labels_ptr + offset, labels, PARTS, BLOCK, WIDE)
+        logz = total_of(alpha_ptr, beta_ptr, labels_ptr + offset, labels, BLOCK_L, WIDE)
         logz = tl.where(length > 0, logz, tl.where(labels == 0, 0.0, -float("inf")))
         loss = 0.0 - logz * 0.6931471805599453
         if maxima_ptr is not None:
-            norm = tl.zeros([BLOCK], tl.float64)
-            for first in range(0, length, BLOCK):
-                t = first + tl.arange(0, BLOCK)
-                at = t.to(tl.int64) * count + n
-                maximum = tl.load(maxima_ptr + at, mask=t < length, other=0.0).to(tl.float64)
-                norm += maximum + tl.log(tl.load(sums_ptr + at, mask=t < length, other=1.0).to(tl.float64))
-            loss += tl.sum(norm, axis=0)
+            loss += norm_of(maxima_ptr, sums_ptr, n, count, length, BLOCK_T)
         tl.store(logz_ptr + n, logz)
         tl.store(loss_ptr + n, tl.where(flags >= 2, float("nan"), loss))
 
 
 @triton.jit
-def product(a, b, total, PRECISION: tl.constexpr):
-    """total + a @ b."""
-    if PRECISION is None:
-        return total + tl.sum(a[:, :, None] * b.to(a.dtype)[None, :, :], axis=1)
-    else:
-        return tl.dot(a, b.to(a.dtype), total, input_precision=PRECISION)
-
-
-@triton.jit
-def blanks_of(blank_ptr, counts, last, BLOCK_L: tl.constexpr, REAL: tl.constexpr):
+def blanks_of(blanks_ptr, counts, last, BLOCK_L: tl.constexpr, REAL: tl.constexpr):
     """The posterior of the blank at each step, over the chunks."""
     total = tl.zeros(counts.shape, REAL)
     for first in range(0, last + 1, BLOCK_L):
         c = first + tl.arange(0, BLOCK_L)
-        total += tl.sum(tl.load(blank_ptr[:, None] + c[None, :], mask=counts[:, None] & (c <= last)[None, :], other=0.0), axis=1)
+        total += tl.sum(tl.load(blanks_ptr[:, None] + c[None, :], mask=counts[:, None] & (c <= last)[None, :], other=0.0), axis=1)
     return total
 
 
@@ -210,7 +206,7 @@ def softmax_at(logits_ptr, at, held, maximum, scale, REAL: tl.constexpr):
     return exp_for(tl.load(logits_ptr + at, mask=held, other=-float("inf")).to(REAL) - maximum, REAL) * scale
 
 
-GRADIENT_SIZES = ["steps", "count", "classes", "held", "most", "chunks", "width", "blank", "stride_t", "stride_n"]
+GRADIENT_SIZES = ["steps", "count", "classes", "held", "most", "chunks", "blank", "stride_t", "stride_n"]
 
 
 @triton.jit(do_not_specialize=GRADIENT_SIZES)
@@ -225,8 +221,8 @@ def ctc_narrow_gradient_kernel(
     sums_ptr,  # [steps, count] or None
     flags_ptr,  # [count] int64
     logz_ptr,  # [count] fp64
-    posterior_ptr,  # [steps, count, width]
-    blank_ptr,  # [steps, count, chunks]
+    posterior_ptr,  # [steps, count, chunks, classes]
+    blanks_ptr,  # [steps, count, chunks]
     result_ptr,  # [steps, count, classes]
     steps,
     count,
@@ -234,32 +230,27 @@ def ctc_narrow_gradient_kernel(
     held,
     most,
     chunks,
-    width,
     blank,
     stride_t,
     stride_n,
     stride_c,
-    PRECISION: tl.constexpr,
     REAL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCK_L: tl.constexpr,
 ):
-    """Softmax less the posteriors of the classes, or minus these: the product of those of the positions with a table of 0 and 1."""
+    """Softmax less the posteriors of the classes, or minus these: the chunks' together."""
     n = (tl.program_id(0) % count).to(tl.int64)
     t = (tl.program_id(0) // count).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     labels, offset, grad, counts, spoilt = row_state(
         n, t, steps, most, held, grad_ptr, offsets_ptr, input_lengths_ptr, target_lengths_ptr, flags_ptr, logz_ptr, REAL
     )
     row, v = t * count + n, tl.arange(0, BLOCK_V)
-    blanks = blanks_of(blank_ptr + row * chunks, counts, labels // (width // chunks), 16, REAL)
-    total, posterior = blanks, tl.zeros([ROWS, BLOCK_V], REAL)
-    for first in range(0, labels, BLOCK_L):
-        j = first + tl.arange(0, BLOCK_L)
-        label = tl.load(labels_ptr + offset + j, mask=j < labels, other=-1)
-        shares = tl.load(posterior_ptr + (row * width)[:, None] + j[None, :], mask=counts[:, None] & (j < labels)[None, :], other=0.0)
-        total += tl.sum(shares, axis=1)
-        posterior = product(shares, label[:, None] == v[None, :], posterior, PRECISION)
+    blanks, posterior = tl.zeros([ROWS], REAL), tl.zeros([ROWS, BLOCK_V], REAL)
+    for c in range(0, labels // 32 + 1):
+        at = row * chunks + c
+        posterior += tl.load(posterior_ptr + (at * classes)[:, None] + v[None, :], mask=counts[:, None] & (v < classes)[None, :], other=0.0)
+        blanks += tl.load(blanks_ptr + at, mask=counts, other=0.0)
+    total = tl.sum(posterior, axis=1) + blanks
     posterior += tl.where((v == blank)[None, :], blanks[:, None], 0.0)
     inside = (t < steps)[:, None] & (v < classes)[None, :]
     value = -posterior * tl.where(total > 0.0, grad / total, 0.0)[:, None] + spoilt[:, None]
@@ -294,8 +285,8 @@ def ctc_wide_gradient_kernel(
     sums_ptr,  # [steps, count] or None
     flags_ptr,  # [count] int64
     logz_ptr,  # [count] fp64
-    posterior_ptr,  # [steps, count, width]
-    blank_ptr,  # [steps, count, chunks]
+    posterior_ptr,  # [steps, count, chunks, 32]
+    blanks_ptr,  # [steps, count, chunks]
     next_ptr,  # [count, most] int32
     result_ptr,  # [steps, count, classes]
     steps,
@@ -304,7 +295,6 @@ def ctc_wide_gradient_kernel(
     held,
     most,
     chunks,
-    width,
     blank,
     stride_t,
     stride_n,
@@ -323,9 +313,9 @@ def ctc_wide_gradient_kernel(
     maximum, scale = norms_of(maxima_ptr, sums_ptr, row + t * 0, counts, grad, REAL)
     logits_ptr += step * stride_t + n * stride_n
     result_ptr += row * classes
-    posterior_ptr += row * width
+    posterior_ptr += row * chunks * 32
     labels = tl.where(tl.max(counts.to(tl.int32), axis=0) > 0, labels, 0)
-    blanks = blanks_of(blank_ptr + (row + t * 0) * chunks, counts, labels // (width // chunks), 16, REAL)
+    blanks = blanks_of(blanks_ptr + (row + t * 0) * chunks, counts, labels // 32, 16, REAL)
     total, found = blanks, blanks  # of all, and of the blank, which may stand in a target too
     for first in range(0, labels, BLOCK_L):
         j = first + tl.arange(0, BLOCK_L)

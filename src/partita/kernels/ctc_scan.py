@@ -1,6 +1,6 @@
 """CTC's scans: α through the first half of the steps and β through the second, then each through the other's half, where posteriors are left.
 
-A program is one warp, with PARTS positions of the target a lane; longer targets are cut into chunks, a program each. A chunk waits for what its
+A program is one warp, with one position of the target a lane; longer targets are cut into chunks, a program each. A chunk waits for what its
 neighbour hands over its edge, a block of steps ahead of it, through words in memory that are 0 until they are there. Programs take their places
 from a ticket, so a chunk's neighbour always started before it. `WIDE` programs take the chunks of a sequence one after another instead.
 
@@ -16,12 +16,16 @@ from triton.experimental.gluon import language as gl
 from .ctc_steps import (
     NOTHING,
     at_lane,
+    between,
     chosen,
     entered,
     factor_of,
+    labels_below,
     offered,
     over_lanes,
+    running_sum,
     share_of,
+    sorted_by_class,
     state,
     state_of,
     times,
@@ -61,19 +65,20 @@ def sizes_of(n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, steps, most,
 
 
 @triton.jit
-def labels_of(labels_ptr, first, labels, classes, stride_c, lane, PARTS: tl.constexpr, TABLE: tl.constexpr):
-    """Of the positions of each lane: where their labels stand in a row, which have one, which may be entered from the label before; and whether
-    one is out of range. A table has a factor of 0 behind its classes, for positions without a label."""
-    found, held, skips, wrong = (), (), (), lane < 0
-    for k in tl.static_range(PARTS):
-        at = first + lane * PARTS + k
-        label = tl.load(labels_ptr + at, mask=at < labels, other=0)
-        before = tl.load(labels_ptr + at - 1, mask=(at > 0) & (at < labels), other=-1)
-        inside = (label >= 0) & (label < classes)
-        label = tl.where(inside, label, 0)
-        found = found + (tl.where(at < labels, label, classes if TABLE else 0) * stride_c,)
-        held, skips, wrong = held + (at < labels,), skips + ((at > 0) & (label != before),), wrong | ~inside
-    return found, held, skips, wrong
+def labels_of(labels_ptr, first, labels, classes, lane):
+    """Of the positions of a chunk: their labels, which have one, which may be entered from the label before; and whether one is out of range."""
+    at = first + lane
+    label = tl.load(labels_ptr + at, mask=at < labels, other=0)
+    before = tl.load(labels_ptr + at - 1, mask=(at > 0) & (at < labels), other=-1)
+    inside = (label >= 0) & (label < classes)
+    return tl.where(inside, label, 0), at < labels, (at > 0) & (label != before), ~inside
+
+
+@triton.jit
+def walk_of(frame, count, stride_t, FORWARD: tl.constexpr, SPAN: tl.constexpr):
+    """How a half is walked: its first row and the way to the next, its steps and the padding before them."""
+    jump = stride_t.to(tl.int64)
+    return frame * jump, jump if FORWARD else -jump, count, (SPAN - count % SPAN) % SPAN
 
 
 @triton.jit
@@ -84,49 +89,41 @@ def row_at(walk, p):
 
 
 @triton.jit
-def rows_ahead(
-    source_ptr, walk, found, blank_at, p, lane, FORWARD: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, TABLE: tl.constexpr
-):  # fmt: skip
-    """Logits, or factors, of the labels for a block of steps, step by step, and of the blank, a step a lane."""
+def rows_ahead(label_ptr, blank_ptr, walk, p, lane, FORWARD: tl.constexpr, SPAN: tl.constexpr, TABLE: tl.constexpr):
+    """Logits, or factors, of the labels for a block of steps, and of the blank, a step a lane."""
     rows = ()
     if TABLE:
         step: tl.constexpr = TABLE if FORWARD else -TABLE
-        row_ptr = source_ptr + walk[0] + (p - walk[3]) * step
+        at = walk[0] + (p - walk[3]) * step
         for u in tl.static_range(SPAN):
-            for k in tl.static_range(PARTS):
-                rows = rows + (tl.load((row_ptr + found[k]) + u * step),)
-        return rows, tl.load((row_ptr + blank_at) + lane % SPAN * step)
+            rows = rows + (tl.load((label_ptr + at) + u * step),)
+        return rows, tl.load(blank_ptr + at + lane % SPAN * step)
     else:
         for u in tl.static_range(SPAN):
-            row_ptr = source_ptr + row_at(walk, p + u)
-            for k in tl.static_range(PARTS):
-                rows = rows + (tl.load(row_ptr + found[k]),)
-        return rows, tl.load(source_ptr + row_at(walk, p + lane % SPAN) + blank_at)
+            rows = rows + (tl.load(label_ptr + row_at(walk, p + u)),)
+        return rows, tl.load(blank_ptr + row_at(walk, p + lane % SPAN))
 
 
 @triton.jit
-def factors_of(rows, blank_row, held, p, lead, lane, limit, PARTS: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr):
-    """These as factors, and NaN in the lanes in which one is none."""
+def factors_of(rows, blank_row, held, p, lead, lane, limit, SPAN: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr):
+    """These as factors, 0 where no label is held; and NaN in the lanes in which one is none."""
     factors, spoilt = (), lane.to(tl.float32) * 0.0
-    for i in tl.static_range(SPAN * PARTS):
-        if TABLE:
-            factor = state_of(rows[i], False)
-        elif WIDE:
-            factor = (tl.where(held[i % PARTS], wide_factor_of(rows[i])[0], -float("inf")),)
+    for u in tl.static_range(SPAN):
+        if WIDE:
+            factors = factors + ((tl.where(held, wide_factor_of(rows[u])[0], -float("inf")),),)
         else:
-            mantissa, exponent = factor_of(rows[i], limit)
-            factor = (mantissa, tl.where(held[i % PARTS] & (p + i // PARTS >= lead), exponent, NOTHING - 127))
-        if not WIDE:
-            spoilt += factor[0] * 0.0
-        factors = factors + (factor,)
-    if TABLE:
-        return factors, state_of(blank_row, False), spoilt + state_of(blank_row, False)[0] * 0.0
-    elif WIDE:
+            mantissa, exponent = state_of(rows[u], False) if TABLE else factor_of(rows[u], limit)
+            real = held if TABLE else held & (p + u >= lead)
+            factors, spoilt = factors + ((mantissa, tl.where(real, exponent, NOTHING - 127)),), spoilt + mantissa * 0.0
+    if WIDE:
         return factors, wide_factor_of(blank_row), spoilt
     else:
-        mantissa, exponent = factor_of(blank_row, limit)
-        real = p + lane % SPAN >= lead
-        return factors, (tl.where(real, mantissa, 1.0), tl.where(real, exponent, -127)), spoilt + mantissa * 0.0
+        mantissa, exponent = state_of(blank_row, False) if TABLE else factor_of(blank_row, limit)
+        spoilt += mantissa * 0.0
+        if not TABLE:
+            real = p + lane % SPAN >= lead
+            mantissa, exponent = tl.where(real, mantissa, 1.0), tl.where(real, exponent, -127)
+        return factors, (mantissa, exponent), spoilt
 
 
 @triton.jit
@@ -136,172 +133,132 @@ def words_ahead(edges_ptr, p, there, lane, nothing, SPAN: tl.constexpr):
 
 
 @triton.jit
-def advanced(into_blanks, into_states, factors, blank_factors, u, lane, PARTS: tl.constexpr, WIDE: tl.constexpr):
+def edge_at(words, u, lane, WIDE: tl.constexpr):
+    return state_of(tl.gather(words, lane * 0 + u, 0), WIDE)
+
+
+@triton.jit
+def advanced(into_blank, into_label, factors, blank_factors, u, lane, WIDE: tl.constexpr):
     """States behind a step from what enters them."""
-    blank_factor = at_lane(blank_factors, lane, u, WIDE)
-    blanks, states = (), ()
-    for k in tl.static_range(PARTS):
-        blanks = blanks + (times(into_blanks[k], blank_factor, WIDE),)
-        states = states + (times(into_states[k], factors[u * PARTS + k], WIDE),)
-    return blanks, states
+    return times(into_blank, at_lane(blank_factors, lane, u, WIDE), WIDE), times(into_label, factors[u], WIDE)
 
 
 @triton.jit
-def put(kept_ptr, blanks, labels, lane, PARTS: tl.constexpr, WIDE: tl.constexpr):
-    """States of a chunk, `[2, PARTS, 32]`."""
-    for k in tl.static_range(PARTS):
-        tl.store(kept_ptr + k * 32 + lane, word_of(blanks[k], WIDE))
-        tl.store(kept_ptr + (PARTS + k) * 32 + lane, word_of(labels[k], WIDE))
+def put(kept_ptr, blank, label, lane, WIDE: tl.constexpr):
+    """States of a chunk, `[2, 32]`."""
+    tl.store(kept_ptr + lane, word_of(blank, WIDE))
+    tl.store(kept_ptr + 32 + lane, word_of(label, WIDE))
 
 
 @triton.jit
-def words_of(kept_ptr, lane, mask, PARTS: tl.constexpr):
+def words_of(kept_ptr, lane, mask):
     """These as words; 0 where they are masked."""
-    words = ()
-    for k in tl.static_range(2 * PARTS):
-        words = words + (tl.load(kept_ptr + k * 32 + lane, mask=mask, other=0),)
-    return words
-
-
-@triton.jit
-def states_of(words, PARTS: tl.constexpr, WIDE: tl.constexpr):
-    blanks, labels = (), ()
-    for k in tl.static_range(PARTS):
-        blanks, labels = blanks + (state_of(words[k], WIDE),), labels + (state_of(words[PARTS + k], WIDE),)
-    return blanks, labels
-
-
-@triton.jit
-def start_of(first, labels, lane, FORWARD: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr):
-    """States before any step: α stands on the first blank, β on the last."""
-    blanks, states = (), ()
-    for k in tl.static_range(PARTS):
-        alone = first + lane * PARTS + k == (0 if FORWARD else labels)
-        blanks = blanks + (chosen(alone, state(1, lane, WIDE), state(0, lane, WIDE), WIDE),)
-        states = states + (state(0, lane, WIDE),)
-    return blanks, states
+    return tl.load(kept_ptr + lane, mask=mask, other=0), tl.load(kept_ptr + 32 + lane, mask=mask, other=0)
 
 
 @triton.jit
 def half(
-    source_ptr, walk, found, held, skips, blank_at, limit, blanks, states, kept_ptr, kept_row, own_ptr, edges_ptr, follows, there, lane,
-    FORWARD: tl.constexpr, KEEP: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr,
+    label_ptr, blank_ptr, walk, held, skips, limit, blank, label, kept_ptr, kept_row, own_ptr, edges_ptr, follows, there, lane,
+    FORWARD: tl.constexpr, KEEP: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """A chunk through its direction's half; and NaN in the lanes in which a logit has no factor."""
     count, lead = walk[2], walk[3]
     nothing = word_of(state(0, lane, WIDE), WIDE)
     giver, spoilt = (lane == (31 if FORWARD else 0)) & follows, lane.to(tl.float32) * 0.0
-    rows, blank_row = rows_ahead(source_ptr, walk, found, blank_at, 0, lane, FORWARD, PARTS, SPAN, TABLE)
+    rows, blank_row = rows_ahead(label_ptr, blank_ptr, walk, 0, lane, FORWARD, SPAN, TABLE)
     words = words_ahead(edges_ptr, 0, there & (count > 0), lane, nothing, SPAN)
     for p in range(0, count + lead, SPAN):
         if not WIDE:
             while tl.min((words != 0).to(tl.int32), axis=0) == 0:
                 words = words_ahead(edges_ptr, p, there, lane, nothing, SPAN)
-        factors, blank_factors, bad = factors_of(rows, blank_row, held, p, lead, lane, limit, PARTS, SPAN, WIDE, TABLE)
+        factors, blank_factors, bad = factors_of(rows, blank_row, held, p, lead, lane, limit, SPAN, WIDE, TABLE)
         edges, spoilt = words, spoilt + bad
-        rows, blank_row = rows_ahead(source_ptr, walk, found, blank_at, p + SPAN, lane, FORWARD, PARTS, SPAN, TABLE)
+        rows, blank_row = rows_ahead(label_ptr, blank_ptr, walk, p + SPAN, lane, FORWARD, SPAN, TABLE)
         words = words_ahead(edges_ptr, p + SPAN, there & (p + SPAN < count + lead), lane, nothing, SPAN)
         if KEEP and p % 8 == 0:
-            put(kept_ptr + p // 8 * kept_row, blanks, states, lane, PARTS, WIDE)
+            put(kept_ptr + p // 8 * kept_row, blank, label, lane, WIDE)
         for u in tl.static_range(SPAN):
-            tl.store(own_ptr + p + u + lane * 0, offered(blanks, states, skips, FORWARD, PARTS, WIDE), mask=giver)
-            edge = state_of(tl.gather(edges, lane * 0 + u, 0), WIDE)
-            into_blanks, into_states = entered(blanks, states, skips, edge, lane, FORWARD, PARTS, WIDE)
-            blanks, states = advanced(into_blanks, into_states, factors, blank_factors, u, lane, PARTS, WIDE)
-    return blanks, states, spoilt
+            tl.store(own_ptr + p + u + lane * 0, offered(blank, label, skips, FORWARD, WIDE), mask=giver)
+            into_blank, into_label = entered(blank, label, skips, edge_at(edges, u, lane, WIDE), lane, FORWARD, WIDE)
+            blank, label = advanced(into_blank, into_label, factors, blank_factors, u, lane, WIDE)
+    return blank, label, spoilt
 
 
 @triton.jit
-def caught_up(
-    blanks, states, source_ptr, walk, found, held, skips, blank_at, limit, past_ptr, there, nothing, p, lane, FORWARD: tl.constexpr, PARTS: tl.constexpr
-):
+def caught_up(blank, label, label_ptr, blank_ptr, walk, held, skips, limit, past_ptr, there, nothing, p, lane, FORWARD: tl.constexpr):
     """Wide states from those kept before a block of steps to a step in it, in a loop: unrolled, they would be long to compile."""
     for q in range(p // 8 * 8, p):
-        rows, blank_row = rows_ahead(source_ptr, walk, found, blank_at, q, lane, FORWARD, PARTS, 1, 0)
-        factors, blank_factors, bad = factors_of(rows, blank_row, held, q, 0, lane, limit, PARTS, 1, True, 0)
-        edge = state_of(tl.gather(words_ahead(past_ptr, q, there, lane, nothing, 1), lane * 0, 0), True)
-        into_blanks, into_states = entered(blanks, states, skips, edge, lane, FORWARD, PARTS, True)
-        blanks, states = advanced(into_blanks, into_states, factors, blank_factors, 0, lane, PARTS, True)
-    return blanks, states
+        rows, blank_row = rows_ahead(label_ptr, blank_ptr, walk, q, lane, FORWARD, 1, 0)
+        factors, blank_factors, bad = factors_of(rows, blank_row, held, q, 0, lane, limit, 1, True, 0)
+        edges = words_ahead(past_ptr, q, there, lane, nothing, 1)
+        into_blank, into_label = entered(blank, label, skips, edge_at(edges, 0, lane, True), lane, FORWARD, True)
+        blank, label = advanced(into_blank, into_label, factors, blank_factors, 0, lane, True)
+    return blank, label
 
 
 @triton.jit
-def put_shares(posterior_ptr, into_states, states, exponent, lane, real, PARTS: tl.constexpr, WIDE: tl.constexpr):
-    """Posteriors of the labels at a step."""
-    if PARTS == 2 and not WIDE:  # a pair is one word
-        first = share_of(into_states[0], states[0], exponent, WIDE).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-        second = share_of(into_states[1], states[1], exponent, WIDE).to(tl.int32, bitcast=True).to(tl.int64)
-        tl.store(posterior_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + lane, (second << 32) | first, mask=real)
+def classes_of(label, held, lane, GROUPS: tl.constexpr):
+    """The labels' lanes sorted by class, and where those of each class begin and end in that order, for GROUPS of 32 classes."""
+    bounds = ()
+    for g in tl.static_range(GROUPS):
+        bounds = bounds + ((labels_below(label, held, lane, g * 32 + lane), labels_below(label, held, lane, g * 32 + lane + 1)),)
+    return sorted_by_class(label, held, lane), bounds
+
+
+@triton.jit
+def put_shares(posterior_ptr, share, order, bounds, classes, lane, real, GROUPS: tl.constexpr):
+    """Posteriors of a step, by label, or by class."""
+    if GROUPS == 0:
+        tl.store(posterior_ptr + lane, share.to(posterior_ptr.dtype.element_ty), mask=real)
     else:
-        for k in tl.static_range(PARTS):
-            share = share_of(into_states[k], states[k], exponent, WIDE)
-            tl.store(posterior_ptr + lane * PARTS + k, share.to(posterior_ptr.dtype.element_ty), mask=real)
-
-
-@triton.jit
-def blank_share(into_blanks, blanks, exponent, PARTS: tl.constexpr, WIDE: tl.constexpr):
-    """The posterior of the blanks of each lane at a step."""
-    total = share_of(into_blanks[0], blanks[0], exponent, WIDE)
-    for k in tl.static_range(1, PARTS):
-        total += share_of(into_blanks[k], blanks[k], exponent, WIDE)
-    return total
+        sums = running_sum(tl.gather(share, order, 0), lane)
+        for g in tl.static_range(GROUPS):
+            tl.store(posterior_ptr + g * 32 + lane, between(sums, bounds[g][0], bounds[g][1]), mask=real & (g * 32 + lane < classes))
 
 
 @triton.jit
 def other_half(
-    source_ptr, walk, found, held, skips, blank_at, limit, blanks, states, kept_ptr, kept_row, past_ptr, past_there, own_ptr, edges_ptr, follows, there,
-    posterior_ptr, posterior_jump, blank_ptr, blank_jump, exponent, lane,
-    FORWARD: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr,
+    label_ptr, blank_ptr, walk, order, bounds, classes, held, skips, limit, blank, label, kept_ptr, kept_row, past_ptr, past_there, own_ptr, edges_ptr,
+    follows, there, posterior_ptr, posterior_jump, blanks_ptr, blanks_jump, exponent, lane,
+    FORWARD: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """A chunk through the half of the other direction, whose states come back block by block from those kept before each."""
     count, lead = walk[2], walk[3]
     nothing = word_of(state(0, lane, WIDE), WIDE)
     giver, final = (lane == (31 if FORWARD else 0)) & follows, count + lead - SPAN
-    rows, blank_row = rows_ahead(source_ptr, walk, found, blank_at, final, lane, not FORWARD, PARTS, SPAN, TABLE)
-    kept = words_of(kept_ptr + final // 8 * kept_row, lane, (lane >= 0) & (count > 0), PARTS)
+    rows, blank_row = rows_ahead(label_ptr, blank_ptr, walk, final, lane, not FORWARD, SPAN, TABLE)
+    kept = words_of(kept_ptr + final // 8 * kept_row, lane, (lane >= 0) & (count > 0))
     past = words_ahead(past_ptr, final, past_there & (count > 0), lane, nothing, SPAN)
     words = words_ahead(edges_ptr, final, there & (count > 0), lane, nothing, SPAN)
     for p in range(final, -1, -SPAN):
         if not WIDE:
             while tl.min((words != 0).to(tl.int32), axis=0) == 0:
                 words = words_ahead(edges_ptr, p, there, lane, nothing, SPAN)
-        factors, blank_factors, bad = factors_of(rows, blank_row, held, p, lead, lane, limit, PARTS, SPAN, WIDE, TABLE)
-        edges, past_edges = words, past
-        others = states_of(kept, PARTS, WIDE)
+        factors, blank_factors, bad = factors_of(rows, blank_row, held, p, lead, lane, limit, SPAN, WIDE, TABLE)
+        edges, others = words, (state_of(kept[0], WIDE), state_of(kept[1], WIDE))
         if WIDE:
-            others = caught_up(
-                others[0], others[1], source_ptr, walk, found, held, skips, blank_at, limit, past_ptr, past_there, nothing, p, lane, not FORWARD, PARTS
-            )
+            others = caught_up(others[0], others[1], label_ptr, blank_ptr, walk, held, skips, limit, past_ptr, past_there, nothing, p, lane, not FORWARD)
         every = ()
         for u in tl.static_range(SPAN):
-            edge = state_of(tl.gather(past_edges, lane * 0 + u, 0), WIDE)
-            into_blanks, into_states = entered(others[0], others[1], skips, edge, lane, not FORWARD, PARTS, WIDE)
-            others = advanced(into_blanks, into_states, factors, blank_factors, u, lane, PARTS, WIDE)
+            into_blank, into_label = entered(others[0], others[1], skips, edge_at(past, u, lane, WIDE), lane, not FORWARD, WIDE)
+            others = advanced(into_blank, into_label, factors, blank_factors, u, lane, WIDE)
             every = every + (others,)
-        rows, blank_row = rows_ahead(source_ptr, walk, found, blank_at, p - SPAN, lane, not FORWARD, PARTS, SPAN, TABLE)
-        kept = words_of(kept_ptr + (p - SPAN) // 8 * kept_row, lane, (lane >= 0) & (p > 0), PARTS)
+        rows, blank_row = rows_ahead(label_ptr, blank_ptr, walk, p - SPAN, lane, not FORWARD, SPAN, TABLE)
+        kept = words_of(kept_ptr + (p - SPAN) // 8 * kept_row, lane, (lane >= 0) & (p > 0))
         past = words_ahead(past_ptr, p - SPAN, past_there & (p > 0), lane, nothing, SPAN)
         words = words_ahead(edges_ptr, p - SPAN, there & (p > 0), lane, nothing, SPAN)
         shares = ()
         for v in tl.static_range(SPAN):
-            tl.store(own_ptr + p + (SPAN - 1 - v) + lane * 0, offered(blanks, states, skips, FORWARD, PARTS, WIDE), mask=giver)
-            edge = state_of(tl.gather(edges, lane * 0 + (SPAN - 1 - v), 0), WIDE)
-            into_blanks, into_states = entered(blanks, states, skips, edge, lane, FORWARD, PARTS, WIDE)
-            there_states = every[SPAN - 1 - v]
-            step = p + (SPAN - 1 - v) - lead
-            put_shares(posterior_ptr + step * posterior_jump, into_states, there_states[1], exponent, lane, step >= 0, PARTS, WIDE)
-            shares = (blank_share(into_blanks, there_states[0], exponent, PARTS, WIDE),) + shares
-            blanks, states = advanced(into_blanks, into_states, factors, blank_factors, SPAN - 1 - v, lane, PARTS, WIDE)
+            tl.store(own_ptr + p + (SPAN - 1 - v) + lane * 0, offered(blank, label, skips, FORWARD, WIDE), mask=giver)
+            into_blank, into_label = entered(blank, label, skips, edge_at(edges, SPAN - 1 - v, lane, WIDE), lane, FORWARD, WIDE)
+            there_states, step = every[SPAN - 1 - v], p + (SPAN - 1 - v) - lead
+            share = share_of(into_label, there_states[1], exponent, WIDE)
+            put_shares(posterior_ptr + step * posterior_jump, share, order, bounds, classes, lane, step >= 0, GROUPS)
+            shares = (share_of(into_blank, there_states[0], exponent, WIDE),) + shares
+            blank, label = advanced(into_blank, into_label, factors, blank_factors, SPAN - 1 - v, lane, WIDE)
         step = p - lead + lane * SPAN // 32
-        total = over_lanes(shares, lane).to(blank_ptr.dtype.element_ty)
-        tl.store(blank_ptr + step * blank_jump, total, mask=(lane % (32 // SPAN) == 0) & (step >= 0))
-
-
-@triton.jit
-def walk_of(frame, count, stride_t, FORWARD: tl.constexpr, SPAN: tl.constexpr):
-    """How a half is walked: its first row and the way to the next, its steps and the padding before them."""
-    jump = stride_t.to(tl.int64)
-    return frame * jump, jump if FORWARD else -jump, count, (SPAN - count % SPAN) % SPAN
+        total = over_lanes(shares, lane).to(blanks_ptr.dtype.element_ty)
+        tl.store(blanks_ptr + step * blanks_jump, total, mask=(lane % (32 // SPAN) == 0) & (step >= 0))
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -311,7 +268,7 @@ def ctc_halves_kernel(
     offsets_ptr,  # [count]
     input_lengths_ptr,  # [count]
     target_lengths_ptr,  # [count]
-    kept_ptr,  # [2, blocks + 1, count, chunks, 2, PARTS, 32] int64
+    kept_ptr,  # [2, blocks + 1, count, chunks, 2, 32] int64
     edges_ptr,  # [2, chunks, count, reach] int64, zero
     flags_ptr,  # [count] int64, zero
     ticket_ptr,  # [1] int64, zero, or None
@@ -329,7 +286,6 @@ def ctc_halves_kernel(
     stride_n,
     stride_c,
     KEEP: tl.constexpr,
-    PARTS: tl.constexpr,
     SPAN: tl.constexpr,
     WIDE: tl.constexpr,
     ALL: tl.constexpr,
@@ -342,33 +298,31 @@ def ctc_halves_kernel(
     length, labels, offset, wrong = sizes_of(n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, steps, most, held)
     if wrong:
         tl.atomic_or(flags_ptr + n, 2, sem="relaxed")
-    middle, last = length // 2, labels // (32 * PARTS)
-    begin, end = place, place + 1
+    middle, last, begin, end = length // 2, labels // 32, place, place + 1
     if WIDE:
         end = tl.where(ALL | (flags == 1), last + 1, 0)
     lane = lanes(LAYOUT)
-    row, across = (count.to(tl.int64) * chunks) * (64 * PARTS), count.to(tl.int64) * reach
-    kept_ptr += (direction * (blocks + 1)) * row + n * chunks * (64 * PARTS)
+    row, across = (count.to(tl.int64) * chunks) * 64, count.to(tl.int64) * reach
+    kept_ptr += (direction * (blocks + 1)) * row + n * chunks * 64
     edges_ptr += direction * chunks * across + n * reach
     source_ptr += n * stride_n
     for c in range(begin, tl.minimum(end, last + 1)):
         chunk = tl.where(direction == 0, c, last - c)
-        first, chunk_ptr, own_ptr = chunk * (32 * PARTS), kept_ptr + chunk * (64 * PARTS), edges_ptr + chunk * across
-        found, has, skips, bad = labels_of(labels_ptr + offset, first, labels, classes, stride_c, lane, PARTS, TABLE)
+        chunk_ptr, own_ptr, nothing = kept_ptr + chunk * 64, edges_ptr + chunk * across, state(0, lane, WIDE)
+        found, has, skips, bad = labels_of(labels_ptr + offset, chunk * 32, labels, classes, lane)
+        label_ptr, blank_ptr = source_ptr + found * stride_c, source_ptr + blank * stride_c
+        start = chosen(chunk * 32 + lane == tl.where(direction == 0, 0, labels), state(1, lane, WIDE), nothing, WIDE)
         if direction == 0:
-            blanks, states = start_of(first, labels, lane, True, PARTS, WIDE)
-            blanks, states, spoilt = half(
-                source_ptr, walk_of(length * 0, middle, stride_t, True, SPAN), found, has, skips, blank * stride_c, limit, blanks, states,
-                chunk_ptr, row, own_ptr, own_ptr - across, c < last, c > 0, lane, True, KEEP, PARTS, SPAN, WIDE, TABLE,
+            ends_blank, ends_label, spoilt = half(
+                label_ptr, blank_ptr, walk_of(length * 0, middle, stride_t, True, SPAN), has, skips, limit, start, nothing, chunk_ptr, row,
+                own_ptr, own_ptr - across, c < last, c > 0, lane, True, KEEP, SPAN, WIDE, TABLE,
             )  # fmt: skip
-            put(chunk_ptr + blocks * row, blanks, states, lane, PARTS, WIDE)
         else:
-            blanks, states = start_of(first, labels, lane, False, PARTS, WIDE)
-            blanks, states, spoilt = half(
-                source_ptr, walk_of(tl.maximum(length - 1, 0), length - middle, stride_t, False, SPAN), found, has, skips, blank * stride_c, limit,
-                blanks, states, chunk_ptr, row, own_ptr, own_ptr + across, c < last, c > 0, lane, False, KEEP, PARTS, SPAN, WIDE, TABLE,
+            ends_blank, ends_label, spoilt = half(
+                label_ptr, blank_ptr, walk_of(tl.maximum(length - 1, 0), length - middle, stride_t, False, SPAN), has, skips, limit, start, nothing,
+                chunk_ptr, row, own_ptr, own_ptr + across, c < last, c > 0, lane, False, KEEP, SPAN, WIDE, TABLE,
             )  # fmt: skip
-            put(chunk_ptr + blocks * row, blanks, states, lane, PARTS, WIDE)
+        put(chunk_ptr + blocks * row, ends_blank, ends_label, lane, WIDE)
         found_bad = tl.max(tl.where(spoilt == spoilt, 0, 1) | tl.where(bad, 2, 0), axis=0)
         if found_bad > 0:
             tl.atomic_or(flags_ptr + n, found_bad, sem="relaxed")
@@ -383,13 +337,13 @@ def ctc_posterior_kernel(
     offsets_ptr,  # [count]
     input_lengths_ptr,  # [count]
     target_lengths_ptr,  # [count]
-    kept_ptr,  # [2, blocks + 1, count, chunks, 2, PARTS, 32] int64
+    kept_ptr,  # [2, blocks + 1, count, chunks, 2, 32] int64
     past_ptr,  # [2, chunks, count, reach] int64
     edges_ptr,  # [2, chunks, count, reach] int64, zero
     flags_ptr,  # [count] int64
     logz_ptr,  # [count] fp64
-    posterior_ptr,  # [steps, count, chunks, 32 * PARTS]
-    blank_ptr,  # [steps, count, chunks]
+    posterior_ptr,  # [steps, count, chunks, 32], or, GROUPS, of classes, [steps, count, chunks, classes]
+    blanks_ptr,  # [steps, count, chunks]
     ticket_ptr,  # [1] int64, zero, or None
     steps,
     count,
@@ -404,19 +358,18 @@ def ctc_posterior_kernel(
     stride_t,
     stride_n,
     stride_c,
-    PARTS: tl.constexpr,
     SPAN: tl.constexpr,
     WIDE: tl.constexpr,
     ALL: tl.constexpr,
     TABLE: tl.constexpr,
+    GROUPS: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
     """α and β go on through each other's half, and leave the posteriors of labels and blanks, up to a factor in common at each step."""
     place, n, direction = place_of(ticket_ptr, count)
     flags, logz = tl.load(flags_ptr + n), tl.load(logz_ptr + n)
     length, labels, offset, wrong = sizes_of(n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, steps, most, held)
-    middle, last = length // 2, labels // (32 * PARTS)
-    begin, end = place, tl.minimum(place, last) + 1
+    middle, last, begin, end = length // 2, labels // 32, place, tl.minimum(place, labels // 32) + 1
     if WIDE:
         end = last + 1
     end = tl.where(logz > -float("inf"), tl.where((ALL | (flags == 1)) if WIDE else (flags == 0), end, 0), 0)
@@ -424,30 +377,33 @@ def ctc_posterior_kernel(
     if not WIDE:
         exponent = tl.floor(tl.where(logz > -float("inf"), logz, 0.0)).to(tl.int32)
     lane = lanes(LAYOUT)
-    row, across, width = (count.to(tl.int64) * chunks) * (64 * PARTS), count.to(tl.int64) * reach, count.to(tl.int64) * chunks
-    kept_ptr += n * chunks * (64 * PARTS)
+    row, across, width = (count.to(tl.int64) * chunks) * 64, count.to(tl.int64) * reach, count.to(tl.int64) * chunks
+    kept_ptr += n * chunks * 64
     past_ptr += n * reach
     edges_ptr += n * reach
     source_ptr += n * stride_n
+    each = classes if GROUPS else 32
     for c in range(begin, end):
         chunk = tl.where(direction == 0, c, last - c)
-        first, chunk_ptr, own_ptr = chunk * (32 * PARTS), kept_ptr + chunk * (64 * PARTS), edges_ptr + (direction * chunks + chunk) * across
-        found, has, skips, bad = labels_of(labels_ptr + offset, first, labels, classes, stride_c, lane, PARTS, TABLE)
-        out_ptr, out_blank_ptr, edge_frame = posterior_ptr + (n * chunks + chunk) * (32 * PARTS), blank_ptr + n * chunks + chunk, tl.maximum(length - 1, 0)
+        chunk_ptr, own_ptr, edge_frame = kept_ptr + chunk * 64, edges_ptr + (direction * chunks + chunk) * across, tl.maximum(length - 1, 0)
+        found, has, skips, bad = labels_of(labels_ptr + offset, chunk * 32, labels, classes, lane)
+        label_ptr, blank_ptr = source_ptr + found * stride_c, source_ptr + blank * stride_c
+        order, bounds = classes_of(found, has, lane, GROUPS)
+        out_ptr, out_blanks_ptr = posterior_ptr + (n * chunks + chunk) * each, blanks_ptr + n * chunks + chunk
+        words = words_of(chunk_ptr + (blocks + direction * (blocks + 1)) * row, lane, lane >= 0)
+        ends_blank, ends_label = state_of(words[0], WIDE), state_of(words[1], WIDE)
         if direction == 0:
-            blanks, states = states_of(words_of(chunk_ptr + blocks * row, lane, lane >= 0, PARTS), PARTS, WIDE)
             other_half(
-                source_ptr, walk_of(edge_frame, length - middle, stride_t, False, SPAN), found, has, skips, blank * stride_c, limit,
-                blanks, states, chunk_ptr + (blocks + 1) * row, row, past_ptr + (chunks + chunk + 1) * across, chunk < last, own_ptr, own_ptr - across,
-                c < last, c > 0, out_ptr + edge_frame * (width * (32 * PARTS)), -width * (32 * PARTS), out_blank_ptr + edge_frame * width, -width,
-                exponent, lane, True, PARTS, SPAN, WIDE, TABLE,
+                label_ptr, blank_ptr, walk_of(edge_frame, length - middle, stride_t, False, SPAN), order, bounds, classes, has, skips, limit,
+                ends_blank, ends_label, chunk_ptr + (blocks + 1) * row, row, past_ptr + (chunks + chunk + 1) * across, chunk < last, own_ptr, own_ptr - across,
+                c < last, c > 0, out_ptr + edge_frame * (width * each), -width * each, out_blanks_ptr + edge_frame * width, -width,
+                exponent, lane, True, SPAN, WIDE, TABLE, GROUPS,
             )  # fmt: skip
         else:
-            blanks, states = states_of(words_of(chunk_ptr + (2 * blocks + 1) * row, lane, lane >= 0, PARTS), PARTS, WIDE)
             other_half(
-                source_ptr, walk_of(length * 0, middle, stride_t, True, SPAN), found, has, skips, blank * stride_c, limit,
-                blanks, states, chunk_ptr, row, past_ptr + (chunk - 1) * across, chunk > 0, own_ptr, own_ptr + across,
-                c < last, c > 0, out_ptr, width * (32 * PARTS), out_blank_ptr, width, exponent, lane, False, PARTS, SPAN, WIDE, TABLE,
+                label_ptr, blank_ptr, walk_of(length * 0, middle, stride_t, True, SPAN), order, bounds, classes, has, skips, limit,
+                ends_blank, ends_label, chunk_ptr, row, past_ptr + (chunk - 1) * across, chunk > 0, own_ptr, own_ptr + across,
+                c < last, c > 0, out_ptr, width * each, out_blanks_ptr, width, exponent, lane, False, SPAN, WIDE, TABLE, GROUPS,
             )  # fmt: skip
         if WIDE:
             tl.debug_barrier()

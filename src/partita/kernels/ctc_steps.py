@@ -2,7 +2,7 @@
 
 A state is a number m · 2**e, of an fp32 mantissa in [1, 2) and an integer exponent of its own: however far below the others it lies, it keeps
 24 bits, and neither a logarithm nor an exponential is taken of it. `WIDE` states, for what no such exponent holds and for fp64, are logarithms
-to base 2 in fp64. Position i of a target is the blank before its label i and that label; a lane holds PARTS positions one after another.
+to base 2 in fp64. Position i of a target is the blank before its label i and that label; a lane holds one position.
 """
 
 import triton
@@ -97,16 +97,6 @@ def state_of(word, WIDE: tl.constexpr):
 
 
 @triton.jit
-def log2_of(word, WIDE: tl.constexpr):
-    """The logarithm of a state to base 2, fp64."""
-    if WIDE:
-        return word.to(tl.float64, bitcast=True)
-    else:
-        a = state_of(word, WIDE)
-        return tl.where(a[1] > POSSIBLE, a[1].to(tl.float64) + tl.log2(a[0].to(tl.float64)), -float("inf"))
-
-
-@triton.jit
 def share_of(a, b, exponent, WIDE: tl.constexpr):
     """a · b · 2**-exponent, of a sum of states and a state that make no more than a few times that."""
     if WIDE:
@@ -161,38 +151,62 @@ def neighbour(a, edge, lane, STEP: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def entered(blanks, labels, skips, edge, lane, FORWARD: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr):
+def entered(blank, label, skips, edge, lane, FORWARD: tl.constexpr, WIDE: tl.constexpr):
     """What α sums into each blank and label from the states before a step, or β from those behind it.
 
     The edge of the positions held is the label before them, or what the last label takes from the position behind it.
     """
-    into_blanks, into_labels = (), ()
     if FORWARD:
-        before = neighbour(labels[PARTS - 1], edge, lane, -1, WIDE)
-        for k in tl.static_range(PARTS):
-            total = plus(blanks[k], before, WIDE)
-            into_blanks = into_blanks + (total,)
-            into_labels = into_labels + (plus(labels[k], chosen(skips[k], total, blanks[k], WIDE), WIDE),)
-            before = labels[k]
+        into_blank = plus(blank, neighbour(label, edge, lane, -1, WIDE), WIDE)
+        return into_blank, plus(label, chosen(skips, into_blank, blank, WIDE), WIDE)
     else:
-        offers = ()
-        for k in tl.static_range(PARTS):
-            total = plus(blanks[k], labels[k], WIDE)
-            into_blanks = into_blanks + (total,)
-            offers = offers + (chosen(skips[k], total, blanks[k], WIDE),)
-        behind = neighbour(offers[0], edge, lane, 1, WIDE)
-        for k in tl.static_range(PARTS):
-            if k + 1 < PARTS:
-                into_labels = into_labels + (plus(labels[k], offers[k + 1], WIDE),)
-            else:
-                into_labels = into_labels + (plus(labels[k], behind, WIDE),)
-    return into_blanks, into_labels
+        into_blank = plus(blank, label, WIDE)
+        return into_blank, plus(label, neighbour(chosen(skips, into_blank, blank, WIDE), edge, lane, 1, WIDE), WIDE)
 
 
 @triton.jit
-def offered(blanks, labels, skips, FORWARD: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr):
+def offered(blank, label, skips, FORWARD: tl.constexpr, WIDE: tl.constexpr):
     """What the last lane (α) or the first (β) has for the edge of its neighbour, as a word."""
     if FORWARD:
-        return word_of(labels[PARTS - 1], WIDE)
+        return word_of(label, WIDE)
     else:
-        return word_of(chosen(skips[0], plus(blanks[0], labels[0], WIDE), blanks[0], WIDE), WIDE)
+        return word_of(chosen(skips, plus(blank, label, WIDE), blank, WIDE), WIDE)
+
+
+@triton.jit
+def sorted_by_class(label, held, lane):
+    """The lanes in the order of their labels; those without one last."""
+    rank, mine = lane * 0, tl.where(held, label, 2147483647)
+    for j in range(32):
+        other = tl.gather(mine, lane * 0 + j, 0)
+        rank += ((other < mine) | ((other == mine) & (j < lane))).to(tl.int32)
+    order = lane * 0
+    for j in range(32):
+        order = tl.where(tl.gather(rank, lane * 0 + j, 0) == lane, j, order)
+    return order
+
+
+@triton.jit
+def labels_below(label, held, lane, c):
+    """How many of the labels of the lanes are less than class c, [32]."""
+    count = lane * 0
+    for j in range(32):
+        count += (tl.gather(tl.where(held, label, 2147483647), lane * 0 + j, 0) < c).to(tl.int32)
+    return count
+
+
+@triton.jit
+def running_sum(x, lane):
+    """Inclusive sums over the lanes."""
+    x += tl.gather(x, tl.maximum(lane - 1, 0), 0) * (lane >= 1).to(tl.float32)
+    x += tl.gather(x, tl.maximum(lane - 2, 0), 0) * (lane >= 2).to(tl.float32)
+    x += tl.gather(x, tl.maximum(lane - 4, 0), 0) * (lane >= 4).to(tl.float32)
+    x += tl.gather(x, tl.maximum(lane - 8, 0), 0) * (lane >= 8).to(tl.float32)
+    return x + tl.gather(x, tl.maximum(lane - 16, 0), 0) * (lane >= 16).to(tl.float32)
+
+
+@triton.jit
+def between(sums, begin, end):
+    """Sums from one place up to before another, of inclusive ones."""
+    below = tl.gather(sums, tl.maximum(begin - 1, 0), 0) * (begin > 0).to(tl.float32)
+    return tl.gather(sums, tl.maximum(end - 1, 0), 0) * (end > 0).to(tl.float32) - below

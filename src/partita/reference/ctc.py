@@ -90,8 +90,8 @@ def loss_of(logits: Tensor, targets: Targets, input_lengths: Tensor, blank: int,
 
 
 def table_width(classes: int, most: int) -> int:
-    """Of the table of a GPU's factors for few classes, one of which is impossible; 0 for none."""
-    return (classes // 8 + 1) * 8 if classes <= min(4 * most, 256) else 0
+    """Of the table of a GPU's factors for few classes; 0 for none."""
+    return -(-classes // 8) * 8 if classes <= min(4 * most, 256) else 0
 
 
 def kept_shape(steps: int, count: int, classes: int, most: int, cuda: bool, keep: bool) -> tuple[int, ...]:
@@ -100,7 +100,7 @@ def kept_shape(steps: int, count: int, classes: int, most: int, cuda: bool, keep
     if not cuda:
         return (count, steps + 1, 2 * most + 4) if keep else (0,)
     blocks = (steps + 16) // 16
-    states, edges = 2 * (blocks * keep + 1) * count * (most // 64 + 1) * 128, 2 * count * (most // 32 + 1) * blocks * 8
+    states, edges = 2 * (blocks * keep + 1) * count * (most // 32 + 1) * 64, 2 * count * (most // 32 + 1) * blocks * 8
     table = (steps + 32) * table_width(classes, most)
     return (1 + states + edges + (2 + 2 * steps + table) * count,)
 
