@@ -15,7 +15,11 @@ from .ctc_rows import ctc_narrow_gradient_kernel, ctc_next_kernel, ctc_norm_kern
 from .ctc_scan import EVERY
 from .launch import INTERPRETED, launch
 
+
+
 import os
+NREG = int(os.environ.get('NREG','168'))
+MARGIN = 24  # rows of a table before and behind its steps
 
 
 class Plan(NamedTuple):
@@ -47,7 +51,7 @@ class Kept(NamedTuple):
         words: states before each block of steps, and behind the last.
         logz: `[N]`.
         maxima, sums: `[T, N]`, what normalises each step; None for log-probabilities.
-        table: `[N, 16 + T + 16, width]`, or None.
+        table: `[N, 24 + T + 24, width]`, or None.
     """
 
     zeros: Tensor
@@ -72,7 +76,7 @@ def _cut(buffer: Tensor, plan: Plan, logits: Tensor, from_logits: bool, keep: bo
     steps, count, classes = logits.shape
     norms = steps * count if from_logits else 0
     states = 2 * (plan.blocks * keep + 1) * count * plan.chunks * 64
-    sizes = [1, count, 2 * plan.chunks * count * plan.reach, states, count, norms, norms if plan.wide else 0, (steps + 32) * count * plan.table]
+    sizes = [1, count, 2 * plan.chunks * count * plan.reach, states, count, norms, norms if plan.wide else 0, (steps + 2 * MARGIN) * count * plan.table]
     ticket, flags, edges, words, logz, maxima, sums, factors, _ = buffer.split([*sizes, len(buffer) - sum(sizes)])
     if not plan.wide:
         maxima, sums = maxima.view(torch.float32).split([norms, norms])
@@ -90,6 +94,14 @@ def _limit(logits: Tensor) -> float:
 
 def _real(dtype: torch.dtype) -> Any:
     return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def _tile(logits: Tensor, width: int) -> dict[str, int]:
+    """How rows are read: so many at once, in pieces of so many classes, and how many of these lie aligned."""
+    block = min(triton.next_power_of_2(width), 1024)
+    offsets = (logits.data_ptr() // logits.element_size(), logits.shape[2], *logits.stride()[:2])
+    vector = 4 if logits.stride(2) == 1 and all(offset % 4 == 0 for offset in offsets) else 1
+    return {"VEC": vector, "PIECES": min(triton.cdiv(width, block), 8), "ROWS": max(1, 1024 // block), "BLOCK_V": block}
 
 
 class _Call(NamedTuple):
@@ -113,12 +125,12 @@ class _Call(NamedTuple):
         kernel = getattr(ctc_scan, f"ctc_{name}_gluon_kernel" if gluon else f"ctc_{name}_kernel")
         source, strides = self.logits, self.logits.stride()
         if table is not None and not wide:
-            source, strides = table[16 * plan.table :], (plan.table, (steps + 32) * plan.table, 1)
+            source, strides = table[MARGIN * plan.table :], (plan.table, (steps + 2 * MARGIN) * plan.table, 1)
         sizes = (steps, count, classes, len(self.targets[0]), self.most, plan.chunks, blocks, plan.reach, self.blank, _limit(self.logits), *strides)
         options |= {"SPAN": 1 if wide else EVERY, "WIDE": wide, "ALL": plan.wide, "TABLE": 0 if source is self.logits else plan.table}
         programs = 2 * count * (1 if wide else plan.chunks)
         layout = ctc_scan.LANES if gluon else None
-        launch(kernel, programs, source, *self.targets, *args, None if wide else ticket, *sizes, **options, LAYOUT=layout, num_warps=1, **({'maxnreg':int(os.environ.get('NREG','128'))} if name=='posterior' and gluon else {}))
+        launch(kernel, programs, source, *self.targets, *args, None if wide else ticket, *sizes, **options, LAYOUT=layout, num_warps=1, **({'maxnreg':NREG} if name=='posterior' and gluon else {}))
 
 
 def ctc_loss(
@@ -133,10 +145,10 @@ def ctc_loss(
     x.zeros.zero_()
     loss = torch.empty(count, dtype=torch.float64, device=logits.device)
     if from_logits or plan.table:
-        block = min(triton.next_power_of_2(max(classes, plan.table)), 8192)
-        rows, options = max(1, 2048 // block), {"REAL": real, "TABLE": plan.table, "BLOCK_V": block, "num_warps": 8 if block > 2048 else 4}
+        options = {"REAL": real, "TABLE": plan.table, **_tile(logits, max(classes, plan.table))}
         norms = (logits, input_lengths, x.maxima, x.sums, x.table, *logits.shape, blank, _limit(logits), *logits.stride())
-        launch(ctc_norm_kernel, triton.cdiv((steps + 32 * (plan.table > 0)) * count, rows), *norms, ROWS=rows, **options)
+        rows = (steps + 2 * MARGIN * (plan.table > 0)) * count
+        launch(ctc_norm_kernel, triton.cdiv(rows, options["ROWS"]), *norms, **options, num_warps=4)
     call = _Call(logits, (labels.contiguous(), offsets, input_lengths, target_lengths), most, blank, plan, x)
     blocks = plan.blocks if keep else 0
     lanes = {"BLOCK_L": 256, "BLOCK_T": 256 if steps <= 1024 else 2048}
@@ -168,14 +180,14 @@ def ctc_gradient(
         call.scan("posterior", each, ticket, *tensors, blocks=plan.blocks, GROUPS=plan.groups)
     rows = (grad.double().contiguous(), logits, *call.targets, x.maxima, x.sums, x.flags, x.logz, posterior, blanks)
     sizes = (steps, count, classes, len(labels), most, plan.chunks, blank, *logits.stride())
+    tile = {"REAL": real, **_tile(logits, classes)}
     if plan.groups:
-        block = triton.next_power_of_2(classes)
-        options = {"REAL": real, "ROWS": max(1, 1024 // block), "BLOCK_V": block}
-        launch(ctc_narrow_gradient_kernel, count * triton.cdiv(steps, options["ROWS"]), *rows, result, *sizes, **options, num_warps=4)
+        del tile["PIECES"]
+        launch(ctc_narrow_gradient_kernel, count * triton.cdiv(steps, tile["ROWS"]), *rows, result, *sizes, **tile, num_warps=4)
     else:
         behind = torch.empty((count, most), dtype=torch.int32, device=device)
         launch(ctc_next_kernel, count * triton.cdiv(most, 64), *call.targets[:2], target_lengths, behind, len(labels), most, BLOCK=64, num_warps=4)
-        block = min(triton.next_power_of_2(classes), 8192)
-        options = {"BLOCK_V": block, "BLOCK_L": min(max(32, triton.next_power_of_2(most)), 1024), "num_warps": 8 if block > 2048 else 4}
-        launch(ctc_wide_gradient_kernel, steps * count, *rows, behind, result, *sizes, REAL=real, **options)
+        del tile["ROWS"]
+        tile["BLOCK_L"] = min(max(32, triton.next_power_of_2(most)), 1024)
+        launch(ctc_wide_gradient_kernel, steps * count, *rows, behind, result, *sizes, **tile, num_warps=4)
     return result

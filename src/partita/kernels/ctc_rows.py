@@ -14,7 +14,7 @@ def ctc_norm_kernel(
     input_lengths_ptr,  # [count]
     maxima_ptr,  # [steps, count] or None
     sums_ptr,  # [steps, count] or None
-    table_ptr,  # [count, 16 + steps + 16, TABLE] int64, or None
+    table_ptr,  # [count, 24 + steps + 24, TABLE] int64, or None
     steps,
     count,
     classes,
@@ -25,29 +25,37 @@ def ctc_norm_kernel(
     stride_c,
     REAL: tl.constexpr,
     TABLE: tl.constexpr,
+    VEC: tl.constexpr,
+    PIECES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """The maximum of each step, and the sum of the exponentials less it; and the factors of its classes, of one that is impossible, and of padding."""
-    margin: tl.constexpr = 16 if TABLE else 0  # rows before and behind the table's steps
+    margin: tl.constexpr = 24 if TABLE else 0  # rows before and behind the table's steps
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t, n, lane = (row // count).to(tl.int64) - margin, (row % count).to(tl.int64), tl.arange(0, BLOCK_V)
     counts = (t >= 0) & (t < steps) & (t < tl.load(input_lengths_ptr + n))
-    source_ptr = logits_ptr + (t * stride_t + n * stride_n)[:, None]
+    source_ptr = logits_ptr + tl.multiple_of(t * stride_t + n * stride_n, VEC)[:, None]
     maximum, total = tl.full([ROWS], -float("inf"), REAL), tl.zeros([ROWS], REAL)
-    for first in range(0, classes, BLOCK_V):
-        v = first + lane
-        x = tl.load(source_ptr + v.to(tl.int64)[None, :] * stride_c, mask=counts[:, None] & (v < classes)[None, :], other=-float("inf")).to(REAL)
+    for first in range(0, classes, PIECES * BLOCK_V):
+        pieces, higher = (), maximum
+        for i in tl.static_range(PIECES):
+            v = first + i * BLOCK_V + lane
+            x = tl.load(source_ptr + v.to(tl.int64)[None, :] * stride_c, mask=counts[:, None] & (v < classes)[None, :], other=-float("inf")).to(REAL)
+            pieces = pieces + (x,)
         if maxima_ptr is not None:
-            higher = tl.maximum(maximum, tl.max(x, axis=1))
+            for i in tl.static_range(PIECES):
+                higher = tl.maximum(higher, tl.max(pieces[i], axis=1))
             shift = finite_shift(higher)
-            total = total * exp(maximum - shift) + tl.sum(exp_for(x - shift[:, None], REAL), axis=1)
+            total = total * exp(maximum - shift)
+            for i in tl.static_range(PIECES):
+                total += tl.sum(exp_for(pieces[i] - shift[:, None], REAL), axis=1)
             maximum = higher
         if TABLE:
-            padding = tl.where(v == blank, 0.0, -float("inf")).to(REAL)
-            factor = factor_of(tl.where(counts[:, None], x, padding[None, :]), limit)
-            at = (n * (steps + 2 * margin) + t + margin)[:, None] * TABLE + v[None, :]
-            tl.store(table_ptr + at, word_of(factor, False), mask=(t < steps + margin)[:, None] & (v < TABLE)[None, :])
+            padding = tl.where(lane == blank, 0.0, -float("inf")).to(REAL)
+            factor = factor_of(tl.where(counts[:, None], pieces[0], padding[None, :]), limit)
+            at = tl.multiple_of((n * (steps + 2 * margin) + t + margin) * TABLE, 8)[:, None] + lane[None, :]
+            tl.store(table_ptr + at, word_of(factor, False), mask=(t < steps + margin)[:, None] & (lane < TABLE)[None, :])
     if maxima_ptr is not None:
         tl.store(maxima_ptr + t * count + n, maximum, mask=counts)
         tl.store(sums_ptr + t * count + n, total, mask=counts)
@@ -235,6 +243,7 @@ def ctc_narrow_gradient_kernel(
     stride_n,
     stride_c,
     REAL: tl.constexpr,
+    VEC: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -248,7 +257,7 @@ def ctc_narrow_gradient_kernel(
     blanks, posterior = tl.zeros([ROWS], REAL), tl.zeros([ROWS, BLOCK_V], REAL)
     for c in range(0, labels // 32 + 1):
         at = row * chunks + c
-        posterior += tl.load(posterior_ptr + (at * classes)[:, None] + v[None, :], mask=counts[:, None] & (v < classes)[None, :], other=0.0)
+        posterior += tl.load(posterior_ptr + tl.multiple_of(at * classes, VEC)[:, None] + v[None, :], mask=counts[:, None] & (v < classes)[None, :], other=0.0)
         blanks += tl.load(blanks_ptr + at, mask=counts, other=0.0)
     total = tl.sum(posterior, axis=1) + blanks
     posterior += tl.where((v == blank)[None, :], blanks[:, None], 0.0)
@@ -256,9 +265,9 @@ def ctc_narrow_gradient_kernel(
     value = -posterior * tl.where(total > 0.0, grad / total, 0.0)[:, None] + spoilt[:, None]
     if maxima_ptr is not None:
         maximum, scale = norms_of(maxima_ptr, sums_ptr, row, counts, grad, REAL)
-        at = (t * stride_t + n * stride_n)[:, None] + v.to(tl.int64)[None, :] * stride_c
+        at = tl.multiple_of(t * stride_t + n * stride_n, VEC)[:, None] + v.to(tl.int64)[None, :] * stride_c
         value += softmax_at(logits_ptr, at, inside & counts[:, None], maximum[:, None], scale[:, None], REAL)
-    tl.store(result_ptr + (row * classes)[:, None] + v[None, :], value.to(result_ptr.dtype.element_ty), mask=inside)
+    tl.store(result_ptr + tl.multiple_of(row * classes, VEC)[:, None] + v[None, :], value.to(result_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -300,6 +309,8 @@ def ctc_wide_gradient_kernel(
     stride_n,
     stride_c,
     REAL: tl.constexpr,
+    VEC: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
@@ -311,8 +322,8 @@ def ctc_wide_gradient_kernel(
     )
     row = step * count + n
     maximum, scale = norms_of(maxima_ptr, sums_ptr, row + t * 0, counts, grad, REAL)
-    logits_ptr += step * stride_t + n * stride_n
-    result_ptr += row * classes
+    logits_ptr += tl.multiple_of(step * stride_t + n * stride_n, VEC)
+    result_ptr += tl.multiple_of(row * classes, VEC)
     posterior_ptr += row * chunks * 32
     labels = tl.where(tl.max(counts.to(tl.int32), axis=0) > 0, labels, 0)
     blanks = blanks_of(blanks_ptr + (row + t * 0) * chunks, counts, labels // 32, 16, REAL)
@@ -324,13 +335,17 @@ def ctc_wide_gradient_kernel(
         total += tl.sum(share, axis=0)
         found += tl.sum(tl.where(label == blank, share, 0.0), axis=0)
     inverse = tl.where(total > 0.0, grad / total, 0.0)
-    for first in range(0, classes, BLOCK_V):
-        v = first + tl.arange(0, BLOCK_V)
-        value = tl.zeros([BLOCK_V], REAL) + spoilt
-        if maxima_ptr is not None:
-            value += softmax_at(logits_ptr, v.to(tl.int64) * stride_c, (v < classes) & counts, maximum, scale, REAL)
-        value -= tl.where(v == blank, found * inverse, 0.0)
-        tl.store(result_ptr + v, value.to(result_ptr.dtype.element_ty), mask=v < classes)
+    for first in range(0, classes, PIECES * BLOCK_V):
+        pieces = ()
+        for i in tl.static_range(PIECES):
+            v = first + i * BLOCK_V + tl.arange(0, BLOCK_V)
+            value = tl.zeros([BLOCK_V], REAL) + spoilt
+            if maxima_ptr is not None:
+                value += softmax_at(logits_ptr, v.to(tl.int64) * stride_c, (v < classes) & counts, maximum, scale, REAL)
+            pieces = pieces + (value - tl.where(v == blank, found * inverse, 0.0),)
+        for i in tl.static_range(PIECES):
+            v = first + i * BLOCK_V + tl.arange(0, BLOCK_V)
+            tl.store(result_ptr + v, pieces[i].to(result_ptr.dtype.element_ty), mask=v < classes)
     tl.debug_barrier()
     for first in range(0, labels, BLOCK_L):
         j = first + tl.arange(0, BLOCK_L)

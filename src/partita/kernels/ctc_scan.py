@@ -18,14 +18,13 @@ from .ctc_steps import (
     at_lane,
     between,
     chosen,
+    classes_of,
     entered,
     factor_of,
-    labels_below,
     offered,
     over_lanes,
-    running_sum,
+    running_sums,
     share_of,
-    sorted_by_class,
     state,
     state_of,
     times,
@@ -197,23 +196,51 @@ def caught_up(blank, label, label_ptr, blank_ptr, walk, held, skips, limit, past
 
 
 @triton.jit
-def classes_of(label, held, lane, GROUPS: tl.constexpr):
-    """The labels' lanes sorted by class, and where those of each class begin and end in that order, for GROUPS of 32 classes."""
-    bounds = ()
-    for g in tl.static_range(GROUPS):
-        bounds = bounds + ((labels_below(label, held, lane, g * 32 + lane), labels_below(label, held, lane, g * 32 + lane + 1)),)
-    return sorted_by_class(label, held, lane), bounds
+def put_shares(
+    posterior_ptr, blanks_ptr, jump, blanks_jump, shares, blank_shares, order, bounds, classes, p, lead, lane, SPAN: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
+    """Posteriors of a block of steps, by label, or by class; and those of the blanks, a step every 32 / SPAN lanes."""
+    step = p - lead + lane * SPAN // 32
+    total = over_lanes(blank_shares, lane).to(blanks_ptr.dtype.element_ty)
+    tl.store(blanks_ptr + step * blanks_jump, total, mask=(lane % (32 // SPAN) == 0) & (step >= 0))
+    if GROUPS == 0:
+        for u in tl.static_range(SPAN):
+            tl.store(posterior_ptr + (p + u - lead) * jump + lane, shares[u].to(posterior_ptr.dtype.element_ty), mask=p + u >= lead)
+    else:
+        inside = ()
+        for u in tl.static_range(SPAN):
+            inside = inside + (tl.gather(shares[u], order, 0),)
+        sums = running_sums(inside, lane)
+        for g in tl.static_range(GROUPS):
+            for u in tl.static_range(SPAN):
+                real = (p + u >= lead) & (g * 32 + lane < classes)
+                tl.store(posterior_ptr + (p + u - lead) * jump + g * 32 + lane, between(sums[u], bounds[g][0], bounds[g][1]), mask=real)
 
 
 @triton.jit
-def put_shares(posterior_ptr, share, order, bounds, classes, lane, real, GROUPS: tl.constexpr):
-    """Posteriors of a step, by label, or by class."""
-    if GROUPS == 0:
-        tl.store(posterior_ptr + lane, share.to(posterior_ptr.dtype.element_ty), mask=real)
-    else:
-        sums = running_sum(tl.gather(share, order, 0), lane)
-        for g in tl.static_range(GROUPS):
-            tl.store(posterior_ptr + g * 32 + lane, between(sums, bounds[g][0], bounds[g][1]), mask=real & (g * 32 + lane < classes))
+def recovered(
+    label_ptr, blank_ptr, walk, rows, blank_row, kept, past, past_ptr, past_there, nothing, held, skips, limit, p, lane,
+    FORWARD: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr,
+):  # fmt: skip
+    """A block's factors, and the states behind each of its steps, from those kept before it."""
+    factors, blank_factors, bad = factors_of(rows, blank_row, held, p, walk[3], lane, limit, SPAN, WIDE, TABLE)
+    blank, label = state_of(kept[0], WIDE), state_of(kept[1], WIDE)
+    if WIDE:
+        blank, label = caught_up(blank, label, label_ptr, blank_ptr, walk, held, skips, limit, past_ptr, past_there, nothing, tl.maximum(p, 0), lane, FORWARD)
+    every = ()
+    for u in tl.static_range(SPAN):
+        into_blank, into_label = entered(blank, label, skips, edge_at(past, u, lane, WIDE), lane, FORWARD, WIDE)
+        blank, label = advanced(into_blank, into_label, factors, blank_factors, u, lane, WIDE)
+        every = every + ((blank, label),)
+    return factors, blank_factors, every
+
+
+@triton.jit
+def kept_ahead(label_ptr, blank_ptr, walk, kept_ptr, kept_row, past_ptr, past_there, nothing, p, lane, FORWARD: tl.constexpr, SPAN: tl.constexpr, TABLE: tl.constexpr):
+    """What a block is recovered from."""
+    rows, blank_row = rows_ahead(label_ptr, blank_ptr, walk, p, lane, FORWARD, SPAN, TABLE)
+    kept = words_of(kept_ptr + tl.maximum(p, 0) // 8 * kept_row, lane, (lane >= 0) & (p >= 0))
+    return rows, blank_row, kept, words_ahead(past_ptr, p, past_there & (p >= 0), lane, nothing, SPAN)
 
 
 @triton.jit
@@ -222,48 +249,48 @@ def other_half(
     follows, there, posterior_ptr, posterior_jump, blanks_ptr, blanks_jump, exponent, lane,
     FORWARD: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """A chunk through the half of the other direction, whose states come back block by block from those kept before each."""
+    """A chunk through the half of the other direction, whose states come back block by block from those kept before each, one block ahead."""
     count, lead = walk[2], walk[3]
     nothing = word_of(state(0, lane, WIDE), WIDE)
     giver, final = (lane == (31 if FORWARD else 0)) & follows, count + lead - SPAN
-    rows, blank_row = rows_ahead(label_ptr, blank_ptr, walk, final, lane, not FORWARD, SPAN, TABLE)
-    kept = words_of(kept_ptr + final // 8 * kept_row, lane, (lane >= 0) & (count > 0))
-    past = words_ahead(past_ptr, final, past_there & (count > 0), lane, nothing, SPAN)
+    rows, blank_row, kept, past = kept_ahead(
+        label_ptr, blank_ptr, walk, kept_ptr, kept_row, past_ptr, past_there, nothing, final, lane, not FORWARD, SPAN, TABLE
+    )  # fmt: skip
     words = words_ahead(edges_ptr, final, there & (count > 0), lane, nothing, SPAN)
+    factors, blank_factors, every = recovered(
+        label_ptr, blank_ptr, walk, rows, blank_row, kept, past, past_ptr, past_there, nothing, held, skips, limit, final, lane, not FORWARD, SPAN, WIDE, TABLE
+    )  # fmt: skip
+    rows, blank_row, kept, past = kept_ahead(
+        label_ptr, blank_ptr, walk, kept_ptr, kept_row, past_ptr, past_there, nothing, final - SPAN, lane, not FORWARD, SPAN, TABLE
+    )  # fmt: skip
     for p in range(final, -1, -SPAN):
         if not WIDE:
             while tl.min((words != 0).to(tl.int32), axis=0) == 0:
                 words = words_ahead(edges_ptr, p, there, lane, nothing, SPAN)
-        factors, blank_factors, bad = factors_of(rows, blank_row, held, p, lead, lane, limit, SPAN, WIDE, TABLE)
-        edges, others = words, (state_of(kept[0], WIDE), state_of(kept[1], WIDE))
-        if WIDE:
-            others = caught_up(others[0], others[1], label_ptr, blank_ptr, walk, held, skips, limit, past_ptr, past_there, nothing, p, lane, not FORWARD)
-        every = ()
-        for u in tl.static_range(SPAN):
-            into_blank, into_label = entered(others[0], others[1], skips, edge_at(past, u, lane, WIDE), lane, not FORWARD, WIDE)
-            others = advanced(into_blank, into_label, factors, blank_factors, u, lane, WIDE)
-            every = every + (others,)
-        rows, blank_row = rows_ahead(label_ptr, blank_ptr, walk, p - SPAN, lane, not FORWARD, SPAN, TABLE)
-        kept = words_of(kept_ptr + (p - SPAN) // 8 * kept_row, lane, (lane >= 0) & (p > 0))
-        past = words_ahead(past_ptr, p - SPAN, past_there & (p > 0), lane, nothing, SPAN)
+        edges = words
+        next_factors, next_blank_factors, next_every = recovered(
+            label_ptr, blank_ptr, walk, rows, blank_row, kept, past, past_ptr, past_there, nothing, held, skips, limit, p - SPAN, lane,
+            not FORWARD, SPAN, WIDE, TABLE,
+        )  # fmt: skip
+        rows, blank_row, kept, past = kept_ahead(
+            label_ptr, blank_ptr, walk, kept_ptr, kept_row, past_ptr, past_there, nothing, p - 2 * SPAN, lane, not FORWARD, SPAN, TABLE
+        )  # fmt: skip
         words = words_ahead(edges_ptr, p - SPAN, there & (p > 0), lane, nothing, SPAN)
-        shares = ()
+        shares, blank_shares = (), ()
         for v in tl.static_range(SPAN):
             tl.store(own_ptr + p + (SPAN - 1 - v) + lane * 0, offered(blank, label, skips, FORWARD, WIDE), mask=giver)
             into_blank, into_label = entered(blank, label, skips, edge_at(edges, SPAN - 1 - v, lane, WIDE), lane, FORWARD, WIDE)
-            there_states, step = every[SPAN - 1 - v], p + (SPAN - 1 - v) - lead
-            share = share_of(into_label, there_states[1], exponent, WIDE)
-            put_shares(posterior_ptr + step * posterior_jump, share, order, bounds, classes, lane, step >= 0, GROUPS)
-            shares = (share_of(into_blank, there_states[0], exponent, WIDE),) + shares
+            others = every[SPAN - 1 - v]
+            shares = (share_of(into_label, others[1], exponent, WIDE),) + shares
+            blank_shares = (share_of(into_blank, others[0], exponent, WIDE),) + blank_shares
             blank, label = advanced(into_blank, into_label, factors, blank_factors, SPAN - 1 - v, lane, WIDE)
-        step = p - lead + lane * SPAN // 32
-        total = over_lanes(shares, lane).to(blanks_ptr.dtype.element_ty)
-        tl.store(blanks_ptr + step * blanks_jump, total, mask=(lane % (32 // SPAN) == 0) & (step >= 0))
+        put_shares(posterior_ptr, blanks_ptr, posterior_jump, blanks_jump, shares, blank_shares, order, bounds, classes, p, lead, lane, SPAN, GROUPS)
+        factors, blank_factors, every = next_factors, next_blank_factors, next_every
 
 
 @triton.jit(do_not_specialize=SIZES)
 def ctc_halves_kernel(
-    source_ptr,  # [steps, count, classes], or factors as words, [count, 16 + steps + 16, TABLE]
+    source_ptr,  # [steps, count, classes], or factors as words, [count, 24 + steps + 24, TABLE]
     labels_ptr,  # [held]
     offsets_ptr,  # [count]
     input_lengths_ptr,  # [count]
@@ -332,7 +359,7 @@ def ctc_halves_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def ctc_posterior_kernel(
-    source_ptr,  # [steps, count, classes], or factors as words, [count, 16 + steps + 16, TABLE]
+    source_ptr,  # [steps, count, classes], or factors as words, [count, 24 + steps + 24, TABLE]
     labels_ptr,  # [held]
     offsets_ptr,  # [count]
     input_lengths_ptr,  # [count]

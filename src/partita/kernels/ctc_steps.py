@@ -174,35 +174,34 @@ def offered(blank, label, skips, FORWARD: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def sorted_by_class(label, held, lane):
-    """The lanes in the order of their labels; those without one last."""
-    rank, mine = lane * 0, tl.where(held, label, 2147483647)
+def classes_of(label, held, lane, GROUPS: tl.constexpr):
+    """The lanes in the order of their labels, those without one last; and where each class begins and ends in it, for GROUPS of 32 classes."""
+    rank, order, mine, bounds = lane * 0, lane * 0, tl.where(held, label, 2147483647), ()
     for j in range(32):
         other = tl.gather(mine, lane * 0 + j, 0)
         rank += ((other < mine) | ((other == mine) & (j < lane))).to(tl.int32)
-    order = lane * 0
     for j in range(32):
         order = tl.where(tl.gather(rank, lane * 0 + j, 0) == lane, j, order)
-    return order
+    for g in tl.static_range(GROUPS):
+        begin, end = lane * 0, lane * 0
+        for j in range(32):
+            other = tl.gather(mine, lane * 0 + j, 0)
+            begin += (other < g * 32 + lane).to(tl.int32)
+            end += (other <= g * 32 + lane).to(tl.int32)
+        bounds = bounds + ((begin, end),)
+    return order, bounds
 
 
 @triton.jit
-def labels_below(label, held, lane, c):
-    """How many of the labels of the lanes are less than class c, [32]."""
-    count = lane * 0
-    for j in range(32):
-        count += (tl.gather(tl.where(held, label, 2147483647), lane * 0 + j, 0) < c).to(tl.int32)
-    return count
-
-
-@triton.jit
-def running_sum(x, lane):
-    """Inclusive sums over the lanes."""
-    x += tl.gather(x, tl.maximum(lane - 1, 0), 0) * (lane >= 1).to(tl.float32)
-    x += tl.gather(x, tl.maximum(lane - 2, 0), 0) * (lane >= 2).to(tl.float32)
-    x += tl.gather(x, tl.maximum(lane - 4, 0), 0) * (lane >= 4).to(tl.float32)
-    x += tl.gather(x, tl.maximum(lane - 8, 0), 0) * (lane >= 8).to(tl.float32)
-    return x + tl.gather(x, tl.maximum(lane - 16, 0), 0) * (lane >= 16).to(tl.float32)
+def running_sums(xs, lane, BIT: tl.constexpr = 1):
+    """Inclusive sums over the lanes of each of some tensors."""
+    if BIT == 32:
+        return xs
+    else:
+        sums, before, there = (), tl.maximum(lane - BIT, 0), (lane >= BIT).to(tl.float32)
+        for i in tl.static_range(len(xs)):
+            sums = sums + (xs[i] + tl.gather(xs[i], before, 0) * there,)
+        return running_sums(sums, lane, 2 * BIT)
 
 
 @triton.jit
