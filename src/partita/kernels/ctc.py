@@ -170,19 +170,21 @@ def ctc_gradient(
         return result
     x = _cut(kept, plan, logits, from_logits, True)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    posterior = torch.empty((steps, count, plan.chunks, classes if plan.groups else 32), dtype=wide, device=device)
-    blanks = torch.empty((steps, count, plan.chunks), dtype=wide, device=device)
+    width = triton.cdiv(classes, 8) * 8 if plan.groups else 32
+    posterior = torch.empty((count, plan.chunks, steps, width), dtype=wide, device=device)
+    blanks = torch.empty((count, plan.chunks, steps), dtype=wide, device=device)
     zeros = torch.zeros(1 + (len(x.edges) if plan.chunks > 1 else 0), dtype=torch.int64, device=device)
     call = _Call(logits, (labels.contiguous(), offsets, input_lengths, target_lengths), most, blank, plan, x)
     for each in call.modes:
         ticket = None if x.ticket is None else zeros[:1]
         tensors = (x.words, x.edges, zeros[1:], x.flags, x.logz, posterior, blanks)
-        call.scan("posterior", each, ticket, *tensors, blocks=plan.blocks, GROUPS=plan.groups)
+        call.scan("posterior", each, ticket, *tensors, blocks=plan.blocks, GROUPS=plan.groups, WIDTH=width)
     rows = (grad.double().contiguous(), logits, *call.targets, x.maxima, x.sums, x.flags, x.logz, posterior, blanks)
     sizes = (steps, count, classes, len(labels), most, plan.chunks, blank, *logits.stride())
     tile = {"REAL": real, **_tile(logits, classes)}
     if plan.groups:
         del tile["PIECES"]
+        tile["WIDTH"] = width
         launch(ctc_narrow_gradient_kernel, count * triton.cdiv(steps, tile["ROWS"]), *rows, result, *sizes, **tile, num_warps=4)
     else:
         behind = torch.empty((count, most), dtype=torch.int32, device=device)

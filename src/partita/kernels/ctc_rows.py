@@ -180,16 +180,6 @@ def ctc_total_kernel(
 
 
 @triton.jit
-def blanks_of(blanks_ptr, counts, last, BLOCK_L: tl.constexpr, REAL: tl.constexpr):
-    """The posterior of the blank at each step, over the chunks."""
-    total = tl.zeros(counts.shape, REAL)
-    for first in range(0, last + 1, BLOCK_L):
-        c = first + tl.arange(0, BLOCK_L)
-        total += tl.sum(tl.load(blanks_ptr[:, None] + c[None, :], mask=counts[:, None] & (c <= last)[None, :], other=0.0), axis=1)
-    return total
-
-
-@triton.jit
 def row_state(n, t, steps, most, held, grad_ptr, offsets_ptr, input_lengths_ptr, target_lengths_ptr, flags_ptr, logz_ptr, REAL: tl.constexpr):
     """Labels of a sequence and where they start, its gradient, which steps have posteriors, and NaN where there is no right answer."""
     length, labels, offset, wrong = sizes_of(n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, steps, most, held)
@@ -229,8 +219,8 @@ def ctc_narrow_gradient_kernel(
     sums_ptr,  # [steps, count] or None
     flags_ptr,  # [count] int64
     logz_ptr,  # [count] fp64
-    posterior_ptr,  # [steps, count, chunks, classes]
-    blanks_ptr,  # [steps, count, chunks]
+    posterior_ptr,  # [count, chunks, steps, WIDTH]
+    blanks_ptr,  # [count, chunks, steps]
     result_ptr,  # [steps, count, classes]
     steps,
     count,
@@ -243,6 +233,7 @@ def ctc_narrow_gradient_kernel(
     stride_n,
     stride_c,
     REAL: tl.constexpr,
+    WIDTH: tl.constexpr,
     VEC: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -256,8 +247,8 @@ def ctc_narrow_gradient_kernel(
     row, v = t * count + n, tl.arange(0, BLOCK_V)
     blanks, posterior = tl.zeros([ROWS], REAL), tl.zeros([ROWS, BLOCK_V], REAL)
     for c in range(0, labels // 32 + 1):
-        at = row * chunks + c
-        posterior += tl.load(posterior_ptr + tl.multiple_of(at * classes, VEC)[:, None] + v[None, :], mask=counts[:, None] & (v < classes)[None, :], other=0.0)
+        at = (n * chunks + c) * steps + t
+        posterior += tl.load(posterior_ptr + (at * WIDTH)[:, None] + v[None, :], mask=counts[:, None] & (v < classes)[None, :], other=0.0)
         blanks += tl.load(blanks_ptr + at, mask=counts, other=0.0)
     total = tl.sum(posterior, axis=1) + blanks
     posterior += tl.where((v == blank)[None, :], blanks[:, None], 0.0)
@@ -271,13 +262,13 @@ def ctc_narrow_gradient_kernel(
 
 
 @triton.jit
-def summed_of_class(posterior_ptr, next_ptr, j, labels, BLOCK_L: tl.constexpr):
+def summed_of_class(posterior_ptr, pitch, next_ptr, j, labels):
     """For labels that stand at j for the first time, the posteriors of all their places; and which these are."""
     behind = tl.load(next_ptr + j, mask=j < labels, other=-2)
-    first, total = (behind & 1) == 1, tl.load(posterior_ptr + j, mask=j < labels, other=0.0)
+    first, total = (behind & 1) == 1, tl.load(posterior_ptr + j // 32 * pitch + j % 32, mask=j < labels, other=0.0)
     at = tl.where(first, behind >> 1, -1)
     while tl.max(at, axis=0) >= 0:
-        total += tl.load(posterior_ptr + at, mask=at >= 0, other=0.0)
+        total += tl.load(posterior_ptr + at // 32 * pitch + at % 32, mask=at >= 0, other=0.0)
         at = tl.load(next_ptr + at, mask=at >= 0, other=-2) >> 1
     return total, first
 
@@ -294,8 +285,8 @@ def ctc_wide_gradient_kernel(
     sums_ptr,  # [steps, count] or None
     flags_ptr,  # [count] int64
     logz_ptr,  # [count] fp64
-    posterior_ptr,  # [steps, count, chunks, 32]
-    blanks_ptr,  # [steps, count, chunks]
+    posterior_ptr,  # [count, chunks, steps, 32]
+    blanks_ptr,  # [count, chunks, steps]
     next_ptr,  # [count, most] int32
     result_ptr,  # [steps, count, classes]
     steps,
@@ -324,13 +315,17 @@ def ctc_wide_gradient_kernel(
     maximum, scale = norms_of(maxima_ptr, sums_ptr, row + t * 0, counts, grad, REAL)
     logits_ptr += tl.multiple_of(step * stride_t + n * stride_n, VEC)
     result_ptr += tl.multiple_of(row * classes, VEC)
-    posterior_ptr += row * chunks * 32
+    posterior_ptr += (n * chunks * steps + step) * 32
+    blanks_ptr += n * chunks * steps + step
+    pitch = steps.to(tl.int64) * 32  # from one chunk's posteriors to the next
     labels = tl.where(tl.max(counts.to(tl.int32), axis=0) > 0, labels, 0)
-    blanks = blanks_of(blanks_ptr + (row + t * 0) * chunks, counts, labels // 32, 16, REAL)
-    total, found = blanks, blanks  # of all, and of the blank, which may stand in a target too
+    total = tl.zeros([1], REAL)
+    for c in range(0, labels // 32 + 1):
+        total += tl.load(blanks_ptr + c * steps + t * 0, mask=counts, other=0.0)
+    found = total  # of the blank, which may stand in a target too
     for first in range(0, labels, BLOCK_L):
         j = first + tl.arange(0, BLOCK_L)
-        share = tl.load(posterior_ptr + j, mask=j < labels, other=0.0)
+        share = tl.load(posterior_ptr + j // 32 * pitch + j % 32, mask=j < labels, other=0.0)
         label = tl.load(labels_ptr + offset + j, mask=j < labels, other=-1)
         total += tl.sum(share, axis=0)
         found += tl.sum(tl.where(label == blank, share, 0.0), axis=0)
@@ -350,7 +345,7 @@ def ctc_wide_gradient_kernel(
     for first in range(0, labels, BLOCK_L):
         j = first + tl.arange(0, BLOCK_L)
         label = tl.load(labels_ptr + offset + j, mask=j < labels, other=-1)
-        posterior, leads = summed_of_class(posterior_ptr, next_ptr + n * most, j, labels, BLOCK_L)
+        posterior, leads = summed_of_class(posterior_ptr, pitch, next_ptr + n * most, j, labels)
         leads = leads & (label >= 0) & (label < classes) & (label != blank)
         value = spoilt - posterior * inverse
         if maxima_ptr is not None:

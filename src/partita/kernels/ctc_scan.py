@@ -15,6 +15,8 @@ from triton.experimental.gluon import language as gl
 
 from .ctc_steps import (
     NOTHING,
+    NOTHING_WORD,
+    WIDE_NOTHING_WORD,
     at_lane,
     between,
     chosen,
@@ -32,7 +34,7 @@ from .ctc_steps import (
     word_of,
 )
 
-EVERY = 8  # steps from one state kept to the next; kernels write the number
+EVERY = 4  # steps from one state kept to the next; kernels write the number
 # A batch of another size is no reason to compile anew.
 SIZES = ["steps", "count", "classes", "held", "most", "chunks", "blocks", "reach", "blank", "stride_t", "stride_n", "stride_c"]
 
@@ -89,14 +91,14 @@ def row_at(walk, p):
 
 @triton.jit
 def rows_ahead(label_ptr, blank_ptr, walk, p, lane, FORWARD: tl.constexpr, SPAN: tl.constexpr, TABLE: tl.constexpr):
-    """Logits, or factors, of the labels for a block of steps, and of the blank, a step a lane."""
-    rows = ()
+    """Factors of the labels and of the blank for a block of steps; or logits, those of the blank a step a lane."""
+    rows, blanks = (), ()
     if TABLE:
         step: tl.constexpr = TABLE if FORWARD else -TABLE
         at = walk[0] + (p - walk[3]) * step
         for u in tl.static_range(SPAN):
-            rows = rows + (tl.load((label_ptr + at) + u * step),)
-        return rows, tl.load(blank_ptr + at + lane % SPAN * step)
+            rows, blanks = rows + (tl.load((label_ptr + at) + u * step),), blanks + (tl.load((blank_ptr + at + lane * 0) + u * step),)
+        return rows, blanks
     else:
         for u in tl.static_range(SPAN):
             rows = rows + (tl.load(label_ptr + row_at(walk, p + u)),)
@@ -104,42 +106,53 @@ def rows_ahead(label_ptr, blank_ptr, walk, p, lane, FORWARD: tl.constexpr, SPAN:
 
 
 @triton.jit
-def factors_of(rows, blank_row, held, p, lead, lane, limit, SPAN: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr):
-    """These as factors, 0 where no label is held; and NaN in the lanes in which one is none."""
-    factors, spoilt = (), lane.to(tl.float32) * 0.0
-    for u in tl.static_range(SPAN):
-        if WIDE:
+def factors_of(rows, blank_rows, held, p, lead, lane, limit, SPAN: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr):
+    """These as factors, 0 where no label is held, step by step; and NaN in the lanes in which one is none."""
+    factors, blanks, spoilt = (), (), lane.to(tl.float32) * 0.0
+    if TABLE:
+        for u in tl.static_range(SPAN):
+            mantissa, exponent = state_of(rows[u], False)
+            factors, blanks = factors + ((mantissa, tl.where(held, exponent, NOTHING - 127)),), blanks + (state_of(blank_rows[u], False),)
+            spoilt += mantissa * 0.0 + blanks[u][0] * 0.0
+    elif WIDE:
+        for u in tl.static_range(SPAN):
             factors = factors + ((tl.where(held, wide_factor_of(rows[u])[0], -float("inf")),),)
-        else:
-            mantissa, exponent = state_of(rows[u], False) if TABLE else factor_of(rows[u], limit)
-            real = held if TABLE else held & (p + u >= lead)
-            factors, spoilt = factors + ((mantissa, tl.where(real, exponent, NOTHING - 127)),), spoilt + mantissa * 0.0
-    if WIDE:
-        return factors, wide_factor_of(blank_row), spoilt
+            blanks = blanks + (at_lane(wide_factor_of(blank_rows), lane, u, WIDE),)
     else:
-        mantissa, exponent = state_of(blank_row, False) if TABLE else factor_of(blank_row, limit)
+        mantissa, exponent = factor_of(blank_rows, limit)
         spoilt += mantissa * 0.0
-        if not TABLE:
-            real = p + lane % SPAN >= lead
-            mantissa, exponent = tl.where(real, mantissa, 1.0), tl.where(real, exponent, -127)
-        return factors, (mantissa, exponent), spoilt
+        real = p + lane % SPAN >= lead
+        blank_factors = (tl.where(real, mantissa, 1.0), tl.where(real, exponent, -127))
+        for u in tl.static_range(SPAN):
+            mantissa, exponent = factor_of(rows[u], limit)
+            factors = factors + ((mantissa, tl.where(held & (p + u >= lead), exponent, NOTHING - 127)),)
+            blanks, spoilt = blanks + (at_lane(blank_factors, lane, u, WIDE),), spoilt + mantissa * 0.0
+    return factors, blanks, spoilt
 
 
 @triton.jit
-def words_ahead(edges_ptr, p, there, lane, nothing, SPAN: tl.constexpr):
-    """Words of a block of steps, a step a lane, as far as they are there."""
-    return tl.load(edges_ptr + p + lane, mask=there & (lane < SPAN), other=nothing, volatile=True)
+def words_ahead(edges_ptr, p, there, lane, SPAN: tl.constexpr, WIDE: tl.constexpr):
+    """Words of a block of steps, as far as they are there."""
+    words = ()
+    for u in tl.static_range(SPAN):
+        nothing = WIDE_NOTHING_WORD if WIDE else NOTHING_WORD
+        words = words + (tl.load((edges_ptr + p + lane * 0) + u, mask=there & (lane >= 0), other=nothing, volatile=True),)
+    return words
 
 
 @triton.jit
-def edge_at(words, u, lane, WIDE: tl.constexpr):
-    return state_of(tl.gather(words, lane * 0 + u, 0), WIDE)
+def missing(words):
+    """How many are not there yet."""
+    count = (words[0] == 0).to(tl.int32)
+    for u in tl.static_range(1, len(words)):
+        count += (words[u] == 0).to(tl.int32)
+    return tl.max(count, axis=0)
 
 
 @triton.jit
-def advanced(into_blank, into_label, factors, blank_factors, u, lane, WIDE: tl.constexpr):
+def advanced(into_blank, into_label, factors, blank_factors, u, WIDE: tl.constexpr):
     """States behind a step from what enters them."""
-    return times(into_blank, at_lane(blank_factors, lane, u, WIDE), WIDE), times(into_label, factors[u], WIDE)
+    return times(into_blank, blank_factors[u], WIDE), times(into_label, factors[u], WIDE)
 
 
 @triton.jit
@@ -150,62 +163,67 @@ def put(kept_ptr, blank, label, lane, WIDE: tl.constexpr):
 
 
 @triton.jit
-def words_of(kept_ptr, lane, mask):
-    """These as words; 0 where they are masked."""
-    return tl.load(kept_ptr + lane, mask=mask, other=0), tl.load(kept_ptr + 32 + lane, mask=mask, other=0)
-
-
-@triton.jit
 def half(
     label_ptr, blank_ptr, walk, held, skips, limit, blank, label, kept_ptr, kept_row, own_ptr, edges_ptr, follows, there, lane,
     FORWARD: tl.constexpr, KEEP: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """A chunk through its direction's half; and NaN in the lanes in which a logit has no factor."""
     count, lead = walk[2], walk[3]
-    nothing = word_of(state(0, lane, WIDE), WIDE)
     giver, spoilt = (lane == (31 if FORWARD else 0)) & follows, lane.to(tl.float32) * 0.0
-    rows, blank_row = rows_ahead(label_ptr, blank_ptr, walk, 0, lane, FORWARD, SPAN, TABLE)
-    words = words_ahead(edges_ptr, 0, there & (count > 0), lane, nothing, SPAN)
+    rows, blank_rows = rows_ahead(label_ptr, blank_ptr, walk, 0, lane, FORWARD, SPAN, TABLE)
+    words = words_ahead(edges_ptr, 0, there & (count > 0), lane, SPAN, WIDE)
     for p in range(0, count + lead, SPAN):
         if not WIDE:
-            while tl.min((words != 0).to(tl.int32), axis=0) == 0:
-                words = words_ahead(edges_ptr, p, there, lane, nothing, SPAN)
-        factors, blank_factors, bad = factors_of(rows, blank_row, held, p, lead, lane, limit, SPAN, WIDE, TABLE)
+            while missing(words) > 0:
+                words = words_ahead(edges_ptr, p, there, lane, SPAN, WIDE)
+        factors, blank_factors, bad = factors_of(rows, blank_rows, held, p, lead, lane, limit, SPAN, WIDE, TABLE)
         edges, spoilt = words, spoilt + bad
-        rows, blank_row = rows_ahead(label_ptr, blank_ptr, walk, p + SPAN, lane, FORWARD, SPAN, TABLE)
-        words = words_ahead(edges_ptr, p + SPAN, there & (p + SPAN < count + lead), lane, nothing, SPAN)
-        if KEEP and p % 8 == 0:
-            put(kept_ptr + p // 8 * kept_row, blank, label, lane, WIDE)
+        rows, blank_rows = rows_ahead(label_ptr, blank_ptr, walk, p + SPAN, lane, FORWARD, SPAN, TABLE)
+        words = words_ahead(edges_ptr, p + SPAN, there & (p + SPAN < count + lead), lane, SPAN, WIDE)
+        if KEEP and p % 4 == 0:
+            put(kept_ptr + p // 4 * kept_row, blank, label, lane, WIDE)
         for u in tl.static_range(SPAN):
             tl.store(own_ptr + p + u + lane * 0, offered(blank, label, skips, FORWARD, WIDE), mask=giver)
-            into_blank, into_label = entered(blank, label, skips, edge_at(edges, u, lane, WIDE), lane, FORWARD, WIDE)
-            blank, label = advanced(into_blank, into_label, factors, blank_factors, u, lane, WIDE)
+            into_blank, into_label = entered(blank, label, skips, state_of(edges[u], WIDE), lane, FORWARD, WIDE)
+            blank, label = advanced(into_blank, into_label, factors, blank_factors, u, WIDE)
     return blank, label, spoilt
 
 
 @triton.jit
-def caught_up(blank, label, label_ptr, blank_ptr, walk, held, skips, limit, past_ptr, there, nothing, p, lane, FORWARD: tl.constexpr):
+def caught_up(blank, label, label_ptr, blank_ptr, walk, held, skips, limit, past_ptr, there, p, lane, FORWARD: tl.constexpr):
     """Wide states from those kept before a block of steps to a step in it, in a loop: unrolled, they would be long to compile."""
-    for q in range(p // 8 * 8, p):
-        rows, blank_row = rows_ahead(label_ptr, blank_ptr, walk, q, lane, FORWARD, 1, 0)
-        factors, blank_factors, bad = factors_of(rows, blank_row, held, q, 0, lane, limit, 1, True, 0)
-        edges = words_ahead(past_ptr, q, there, lane, nothing, 1)
-        into_blank, into_label = entered(blank, label, skips, edge_at(edges, 0, lane, True), lane, FORWARD, True)
-        blank, label = advanced(into_blank, into_label, factors, blank_factors, 0, lane, True)
+    for q in range(p // 4 * 4, p):
+        rows, blank_rows = rows_ahead(label_ptr, blank_ptr, walk, q, lane, FORWARD, 1, 0)
+        factors, blank_factors, bad = factors_of(rows, blank_rows, held, q, 0, lane, limit, 1, True, 0)
+        edges = words_ahead(past_ptr, q, there, lane, 1, True)
+        into_blank, into_label = entered(blank, label, skips, state_of(edges[0], True), lane, FORWARD, True)
+        blank, label = advanced(into_blank, into_label, factors, blank_factors, 0, True)
     return blank, label
 
 
 @triton.jit
+def kept_ahead(label_ptr, blank_ptr, walk, kept_ptr, kept_row, past_ptr, there, p, lane, FORWARD: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr):
+    """What a block is recovered from: factors, the states before it, and what its chunk got across its edge."""
+    rows, blank_rows = rows_ahead(label_ptr, blank_ptr, walk, p, lane, FORWARD, SPAN, TABLE)
+    at = kept_ptr + tl.maximum(p, 0) // 4 * kept_row + lane
+    kept = (tl.load(at, mask=(lane >= 0) & (p >= 0), other=0), tl.load(at + 32, mask=(lane >= 0) & (p >= 0), other=0))
+    return rows, blank_rows, kept, words_ahead(past_ptr, p, there & (p >= 0), lane, SPAN, WIDE)
+
+
+@triton.jit
 def put_shares(
-    posterior_ptr, blanks_ptr, jump, blanks_jump, shares, blank_shares, order, bounds, classes, p, lead, lane, SPAN: tl.constexpr, GROUPS: tl.constexpr
+    posterior_ptr, blanks_ptr, shares, blank_shares, order, bounds, classes, p, lead, lane,
+    FORWARD: tl.constexpr, SPAN: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Posteriors of a block of steps, by label, or by class; and those of the blanks, a step every 32 / SPAN lanes."""
+    sign: tl.constexpr = 1 if FORWARD else -1
     step = p - lead + lane * SPAN // 32
     total = over_lanes(blank_shares, lane).to(blanks_ptr.dtype.element_ty)
-    tl.store(blanks_ptr + step * blanks_jump, total, mask=(lane % (32 // SPAN) == 0) & (step >= 0))
+    tl.store(blanks_ptr + step * sign, total, mask=(lane % (32 // SPAN) == 0) & (step >= 0))
+    row_ptr = posterior_ptr + (p - lead).to(tl.int64) * (sign * WIDTH) + lane
     if GROUPS == 0:
         for u in tl.static_range(SPAN):
-            tl.store(posterior_ptr + (p + u - lead) * jump + lane, shares[u].to(posterior_ptr.dtype.element_ty), mask=p + u >= lead)
+            tl.store(row_ptr + u * sign * WIDTH, shares[u].to(posterior_ptr.dtype.element_ty), mask=p + u >= lead)
     else:
         inside = ()
         for u in tl.static_range(SPAN):
@@ -214,77 +232,70 @@ def put_shares(
         for g in tl.static_range(GROUPS):
             for u in tl.static_range(SPAN):
                 real = (p + u >= lead) & (g * 32 + lane < classes)
-                tl.store(posterior_ptr + (p + u - lead) * jump + g * 32 + lane, between(sums[u], bounds[g][0], bounds[g][1]), mask=real)
+                tl.store(row_ptr + (u * sign * WIDTH + g * 32), between(sums[u], bounds[g][0], bounds[g][1]), mask=real)
 
 
 @triton.jit
 def recovered(
-    label_ptr, blank_ptr, walk, rows, blank_row, kept, past, past_ptr, past_there, nothing, held, skips, limit, p, lane,
+    label_ptr, blank_ptr, walk, rows, blank_rows, kept, past_ptr, there, held, skips, limit, p, lane,
     FORWARD: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """A block's factors, and the states behind each of its steps, from those kept before it."""
-    factors, blank_factors, bad = factors_of(rows, blank_row, held, p, walk[3], lane, limit, SPAN, WIDE, TABLE)
+    """A block's factors, and the states before it."""
+    factors, blank_factors, bad = factors_of(rows, blank_rows, held, p, walk[3], lane, limit, SPAN, WIDE, TABLE)
     blank, label = state_of(kept[0], WIDE), state_of(kept[1], WIDE)
     if WIDE:
-        blank, label = caught_up(blank, label, label_ptr, blank_ptr, walk, held, skips, limit, past_ptr, past_there, nothing, tl.maximum(p, 0), lane, FORWARD)
-    every = ()
-    for u in tl.static_range(SPAN):
-        into_blank, into_label = entered(blank, label, skips, edge_at(past, u, lane, WIDE), lane, FORWARD, WIDE)
-        blank, label = advanced(into_blank, into_label, factors, blank_factors, u, lane, WIDE)
-        every = every + ((blank, label),)
-    return factors, blank_factors, every
-
-
-@triton.jit
-def kept_ahead(label_ptr, blank_ptr, walk, kept_ptr, kept_row, past_ptr, past_there, nothing, p, lane, FORWARD: tl.constexpr, SPAN: tl.constexpr, TABLE: tl.constexpr):
-    """What a block is recovered from."""
-    rows, blank_row = rows_ahead(label_ptr, blank_ptr, walk, p, lane, FORWARD, SPAN, TABLE)
-    kept = words_of(kept_ptr + tl.maximum(p, 0) // 8 * kept_row, lane, (lane >= 0) & (p >= 0))
-    return rows, blank_row, kept, words_ahead(past_ptr, p, past_there & (p >= 0), lane, nothing, SPAN)
+        blank, label = caught_up(blank, label, label_ptr, blank_ptr, walk, held, skips, limit, past_ptr, there, tl.maximum(p, 0), lane, FORWARD)
+    return factors, blank_factors, blank, label
 
 
 @triton.jit
 def other_half(
     label_ptr, blank_ptr, walk, order, bounds, classes, held, skips, limit, blank, label, kept_ptr, kept_row, past_ptr, past_there, own_ptr, edges_ptr,
-    follows, there, posterior_ptr, posterior_jump, blanks_ptr, blanks_jump, exponent, lane,
-    FORWARD: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr, GROUPS: tl.constexpr,
+    follows, there, posterior_ptr, blanks_ptr, exponent, lane,
+    FORWARD: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A chunk through the half of the other direction, whose states come back block by block from those kept before each, one block ahead."""
-    count, lead = walk[2], walk[3]
-    nothing = word_of(state(0, lane, WIDE), WIDE)
-    giver, final = (lane == (31 if FORWARD else 0)) & follows, count + lead - SPAN
-    rows, blank_row, kept, past = kept_ahead(
-        label_ptr, blank_ptr, walk, kept_ptr, kept_row, past_ptr, past_there, nothing, final, lane, not FORWARD, SPAN, TABLE
-    )  # fmt: skip
-    words = words_ahead(edges_ptr, final, there & (count > 0), lane, nothing, SPAN)
-    factors, blank_factors, every = recovered(
-        label_ptr, blank_ptr, walk, rows, blank_row, kept, past, past_ptr, past_there, nothing, held, skips, limit, final, lane, not FORWARD, SPAN, WIDE, TABLE
-    )  # fmt: skip
-    rows, blank_row, kept, past = kept_ahead(
-        label_ptr, blank_ptr, walk, kept_ptr, kept_row, past_ptr, past_there, nothing, final - SPAN, lane, not FORWARD, SPAN, TABLE
+    """A chunk through the half of the other direction, whose states come back block by block from those kept before each: one block ahead, and step
+    by step beside its own, for neither chain waits for the other."""
+    count, giver, final = walk[2], (lane == (31 if FORWARD else 0)) & follows, walk[2] + walk[3] - SPAN
+    words = words_ahead(edges_ptr, final, there & (count > 0), lane, SPAN, WIDE)
+    rows, blank_rows, kept, past = kept_ahead(label_ptr, blank_ptr, walk, kept_ptr, kept_row, past_ptr, past_there, final, lane, not FORWARD, SPAN, WIDE, TABLE)
+    factors, blank_factors, other_blank, other_label = recovered(
+        label_ptr, blank_ptr, walk, rows, blank_rows, kept, past_ptr, past_there, held, skips, limit, final, lane, not FORWARD, SPAN, WIDE, TABLE
+    )
+    every = ()
+    for u in tl.static_range(SPAN):
+        into_blank, into_label = entered(other_blank, other_label, skips, state_of(past[u], WIDE), lane, not FORWARD, WIDE)
+        other_blank, other_label = advanced(into_blank, into_label, factors, blank_factors, u, WIDE)
+        every = every + ((other_blank, other_label),)
+    rows, blank_rows, kept, past = kept_ahead(
+        label_ptr, blank_ptr, walk, kept_ptr, kept_row, past_ptr, past_there, final - SPAN, lane, not FORWARD, SPAN, WIDE, TABLE
     )  # fmt: skip
     for p in range(final, -1, -SPAN):
         if not WIDE:
-            while tl.min((words != 0).to(tl.int32), axis=0) == 0:
-                words = words_ahead(edges_ptr, p, there, lane, nothing, SPAN)
-        edges = words
-        next_factors, next_blank_factors, next_every = recovered(
-            label_ptr, blank_ptr, walk, rows, blank_row, kept, past, past_ptr, past_there, nothing, held, skips, limit, p - SPAN, lane,
-            not FORWARD, SPAN, WIDE, TABLE,
+            while missing(words) > 0:
+                words = words_ahead(edges_ptr, p, there, lane, SPAN, WIDE)
+        edges, past_edges = words, past
+        next_factors, next_blank_factors, other_blank, other_label = recovered(
+            label_ptr, blank_ptr, walk, rows, blank_rows, kept, past_ptr, past_there, held, skips, limit, p - SPAN, lane, not FORWARD, SPAN, WIDE, TABLE
+        )
+        words = words_ahead(edges_ptr, p - SPAN, there & (p > 0), lane, SPAN, WIDE)
+        rows, blank_rows, kept, past = kept_ahead(
+            label_ptr, blank_ptr, walk, kept_ptr, kept_row, past_ptr, past_there, p - 2 * SPAN, lane, not FORWARD, SPAN, WIDE, TABLE
         )  # fmt: skip
-        rows, blank_row, kept, past = kept_ahead(
-            label_ptr, blank_ptr, walk, kept_ptr, kept_row, past_ptr, past_there, nothing, p - 2 * SPAN, lane, not FORWARD, SPAN, TABLE
+        next_every, shares, blank_shares = (), (), ()
+        for u in tl.static_range(SPAN):
+            tl.store(own_ptr + p + (SPAN - 1 - u) + lane * 0, offered(blank, label, skips, FORWARD, WIDE), mask=giver)
+            into_blank, into_label = entered(blank, label, skips, state_of(edges[SPAN - 1 - u], WIDE), lane, FORWARD, WIDE)
+            into_other, into_other_label = entered(other_blank, other_label, skips, state_of(past_edges[u], WIDE), lane, not FORWARD, WIDE)
+            there_states = every[SPAN - 1 - u]
+            shares = (share_of(into_label, there_states[1], exponent, WIDE),) + shares
+            blank_shares = (share_of(into_blank, there_states[0], exponent, WIDE),) + blank_shares
+            blank, label = advanced(into_blank, into_label, factors, blank_factors, SPAN - 1 - u, WIDE)
+            other_blank, other_label = advanced(into_other, into_other_label, next_factors, next_blank_factors, u, WIDE)
+            next_every = next_every + ((other_blank, other_label),)
+        put_shares(
+            posterior_ptr, blanks_ptr, shares, blank_shares, order, bounds, classes, p, walk[3], lane, not FORWARD, SPAN, GROUPS, WIDTH
         )  # fmt: skip
-        words = words_ahead(edges_ptr, p - SPAN, there & (p > 0), lane, nothing, SPAN)
-        shares, blank_shares = (), ()
-        for v in tl.static_range(SPAN):
-            tl.store(own_ptr + p + (SPAN - 1 - v) + lane * 0, offered(blank, label, skips, FORWARD, WIDE), mask=giver)
-            into_blank, into_label = entered(blank, label, skips, edge_at(edges, SPAN - 1 - v, lane, WIDE), lane, FORWARD, WIDE)
-            others = every[SPAN - 1 - v]
-            shares = (share_of(into_label, others[1], exponent, WIDE),) + shares
-            blank_shares = (share_of(into_blank, others[0], exponent, WIDE),) + blank_shares
-            blank, label = advanced(into_blank, into_label, factors, blank_factors, SPAN - 1 - v, lane, WIDE)
-        put_shares(posterior_ptr, blanks_ptr, posterior_jump, blanks_jump, shares, blank_shares, order, bounds, classes, p, lead, lane, SPAN, GROUPS)
         factors, blank_factors, every = next_factors, next_blank_factors, next_every
 
 
@@ -369,8 +380,8 @@ def ctc_posterior_kernel(
     edges_ptr,  # [2, chunks, count, reach] int64, zero
     flags_ptr,  # [count] int64
     logz_ptr,  # [count] fp64
-    posterior_ptr,  # [steps, count, chunks, 32], or, GROUPS, of classes, [steps, count, chunks, classes]
-    blanks_ptr,  # [steps, count, chunks]
+    posterior_ptr,  # [count, chunks, steps, WIDTH], by label, or, GROUPS, by class
+    blanks_ptr,  # [count, chunks, steps]
     ticket_ptr,  # [1] int64, zero, or None
     steps,
     count,
@@ -390,6 +401,7 @@ def ctc_posterior_kernel(
     ALL: tl.constexpr,
     TABLE: tl.constexpr,
     GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
     """α and β go on through each other's half, and leave the posteriors of labels and blanks, up to a factor in common at each step."""
@@ -404,33 +416,31 @@ def ctc_posterior_kernel(
     if not WIDE:
         exponent = tl.floor(tl.where(logz > -float("inf"), logz, 0.0)).to(tl.int32)
     lane = lanes(LAYOUT)
-    row, across, width = (count.to(tl.int64) * chunks) * 64, count.to(tl.int64) * reach, count.to(tl.int64) * chunks
+    row, across = (count.to(tl.int64) * chunks) * 64, count.to(tl.int64) * reach
     kept_ptr += n * chunks * 64
     past_ptr += n * reach
     edges_ptr += n * reach
     source_ptr += n * stride_n
-    each = classes if GROUPS else 32
     for c in range(begin, end):
         chunk = tl.where(direction == 0, c, last - c)
         chunk_ptr, own_ptr, edge_frame = kept_ptr + chunk * 64, edges_ptr + (direction * chunks + chunk) * across, tl.maximum(length - 1, 0)
         found, has, skips, bad = labels_of(labels_ptr + offset, chunk * 32, labels, classes, lane)
         label_ptr, blank_ptr = source_ptr + found * stride_c, source_ptr + blank * stride_c
         order, bounds = classes_of(found, has, lane, GROUPS)
-        out_ptr, out_blanks_ptr = posterior_ptr + (n * chunks + chunk) * each, blanks_ptr + n * chunks + chunk
-        words = words_of(chunk_ptr + (blocks + direction * (blocks + 1)) * row, lane, lane >= 0)
-        ends_blank, ends_label = state_of(words[0], WIDE), state_of(words[1], WIDE)
+        out_blanks_ptr = blanks_ptr + (n * chunks + chunk) * steps
+        out_ptr, ends_ptr = posterior_ptr + (n * chunks + chunk) * steps * WIDTH, chunk_ptr + (blocks + direction * (blocks + 1)) * row
+        ends_blank, ends_label = state_of(tl.load(ends_ptr + lane), WIDE), state_of(tl.load(ends_ptr + 32 + lane), WIDE)
         if direction == 0:
             other_half(
                 label_ptr, blank_ptr, walk_of(edge_frame, length - middle, stride_t, False, SPAN), order, bounds, classes, has, skips, limit,
                 ends_blank, ends_label, chunk_ptr + (blocks + 1) * row, row, past_ptr + (chunks + chunk + 1) * across, chunk < last, own_ptr, own_ptr - across,
-                c < last, c > 0, out_ptr + edge_frame * (width * each), -width * each, out_blanks_ptr + edge_frame * width, -width,
-                exponent, lane, True, SPAN, WIDE, TABLE, GROUPS,
+                c < last, c > 0, out_ptr + edge_frame.to(tl.int64) * WIDTH, out_blanks_ptr + edge_frame, exponent, lane, True, SPAN, WIDE, TABLE, GROUPS, WIDTH,
             )  # fmt: skip
         else:
             other_half(
                 label_ptr, blank_ptr, walk_of(length * 0, middle, stride_t, True, SPAN), order, bounds, classes, has, skips, limit,
                 ends_blank, ends_label, chunk_ptr, row, past_ptr + (chunk - 1) * across, chunk > 0, own_ptr, own_ptr + across,
-                c < last, c > 0, out_ptr, width * each, out_blanks_ptr, width, exponent, lane, False, SPAN, WIDE, TABLE, GROUPS,
+                c < last, c > 0, out_ptr, out_blanks_ptr, exponent, lane, False, SPAN, WIDE, TABLE, GROUPS, WIDTH,
             )  # fmt: skip
         if WIDE:
             tl.debug_barrier()

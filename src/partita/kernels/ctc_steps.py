@@ -12,6 +12,8 @@ from .math import LOG2E, LOG2E_LOW, UNFUSED
 
 NOTHING = tl.constexpr(-(2**29))  # exponent of 0; sums of two do not wrap
 POSSIBLE = tl.constexpr(-(2**28))  # exponents of other numbers are above it, up to 2**27 either way
+NOTHING_WORD = tl.constexpr((0x3F800000 << 32) | (2**32 - 2**29))
+WIDE_NOTHING_WORD = tl.constexpr(-(2**52))  # -inf
 MAGIC = tl.constexpr(12582912.0)  # 1.5 · 2**23: a sum with it is rounded to an integer, which stands in its low bits
 MAGIC_BITS = tl.constexpr(0x4B400000)
 LOG2E_WIDE = tl.constexpr(1.4426950408889634)
@@ -142,12 +144,11 @@ def chosen(condition, a, b, WIDE: tl.constexpr):
 @triton.jit
 def neighbour(a, edge, lane, STEP: tl.constexpr, WIDE: tl.constexpr):
     """The state that the lane before (STEP -1) or behind (1) holds; where there is none, the one at the edge."""
-    at = (lane + STEP) & (lane.shape[0] - 1)
-    outer = lane == (0 if STEP < 0 else lane.shape[0] - 1)
+    sent = chosen(lane == (31 if STEP < 0 else 0), edge, a, WIDE)  # what that lane holds is for nobody here
     if WIDE:
-        return (tl.where(outer, edge[0], tl.gather(a[0], at, 0)),)
+        return (tl.gather(sent[0], (lane + STEP) & 31, 0),)
     else:
-        return (tl.where(outer, edge[0], tl.gather(a[0], at, 0)), tl.where(outer, edge[1], tl.gather(a[1], at, 0)))
+        return tl.gather(sent[0], (lane + STEP) & 31, 0), tl.gather(sent[1], (lane + STEP) & 31, 0)
 
 
 @triton.jit
