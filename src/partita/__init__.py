@@ -7,6 +7,7 @@ from types import ModuleType
 
 from ._backend import backend
 from .chain import Chain, ChainSample, ViterbiPath, logz
+from .crf import ctc_crf_loss, debruijn_source
 from .cross_entropy import cross_entropy
 from .ctc import CTCAlignment, TokenSpans, ctc_align, ctc_loss
 from .linear_chain import dense_source, edges_from_states, linear_chain
@@ -29,9 +30,12 @@ __all__ = [
     "backend",
     "cross_entropy",
     "ctc_align",
+    "ctc_crf_loss",
     "ctc_loss",
+    "debruijn_source",
     "dense_source",
     "edges_from_states",
+    "integrations",
     "linear_chain",
     "log_softmax",
     "logsumexp",
@@ -42,7 +46,7 @@ __all__ = [
     "token_stats",
 ]
 
-_modules = ("nn", "testing")
+_modules = ("integrations", "nn", "testing")
 
 
 def __getattr__(name: str) -> ModuleType:

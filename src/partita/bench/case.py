@@ -119,6 +119,9 @@ class Case(ABC):
     unit: ClassVar[str] = ""  # of the errors, where these are no plain numbers
     without: ClassVar[tuple[str, ...]] = ("naive",)  # the providers that are not taken here
     label: ClassVar[str] = ""  # tells apart cases of an op that are not to be put into one table
+    versus: ClassVar[str] = ""  # the provider whose times the others are compared with
+    memory_of: ClassVar[str] = "total"  # the part whose memory is measured
+    caption: ClassVar[str] = ""  # of the picture of its times; none for those that have no such picture
 
     def size(self, names: Sequence[str]) -> str:
         return " × ".join(f"{getattr(self, name):,}" for name in names)

@@ -125,6 +125,8 @@ def rounding(truth: Tensor, dtype: torch.dtype) -> Tensor:
 class LogZ(ChainCase):
     """log Z alone reads the scores once; the marginals ask for a second read, since each needs what comes before it and after, and a write."""
 
+    caption: ClassVar[str] = "log Z and its gradient"
+
     @property
     def moves(self) -> Mapping[str, Moves]:
         return {"inference": Moves(self.bytes, "read"), "total": Moves(3 * self.bytes, "copy")}

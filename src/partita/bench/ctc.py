@@ -13,7 +13,7 @@ from torch import Tensor
 from .._backend import backend
 from ..chain import Chain
 from .case import Buffers, Case, Loop, Moves, Settings, Verdict, poison
-from .chain import BASES, CONTRACT, PEERS_MAY, ROUNDING_A_STEP, SLOW_REPETITIONS, kmers, rounding, worst
+from .chain import BASES, CONTRACT, PEERS_MAY, SLOW_REPETITIONS, kmers, rounding, worst
 from .ctc_peers import CrfInputs, CtcInputs, native_loss, places
 from .measure import Timing, peak_extra_memory
 from .providers import Function, Provider, is_ours
@@ -24,23 +24,19 @@ SEQUENCES_JUDGED = 4  # of those over k-mers
 
 
 class Size(NamedTuple):
-    """Targets have from `shortest` to `longest` labels."""
+    """Targets have from `shortest` to `longest` labels; k-mers are of `state_len` bases."""
 
     steps: int
     sequences: int
     classes: int
     shortest: int
     longest: int
+    state_len: int = 0
 
-
-class CrfSize(NamedTuple):
-    """Targets have from `shortest` to `longest` bases."""
-
-    steps: int
-    sequences: int
-    state_len: int
-    shortest: int
-    longest: int
+    @property
+    def scores(self) -> int:
+        """Of a step of one sequence."""
+        return self.classes * BASES**self.state_len
 
 
 SIZES = (
@@ -58,8 +54,9 @@ SIZES = (
 QUICK_SIZES = SIZES[0], SIZES[6]
 CPU_SIZES = SIZES[0], Size(1000, 8, 5000, 100, 100)
 CPU_QUICK_SIZES = Size(60, 4, 20, 8, 12), Size(64, 4, 32, 16, 16)
-CRF_SIZE, CRF_CPU_SIZE, CRF_QUICK_SIZE = CrfSize(2000, 64, 5, 300, 500), CrfSize(400, 4, 3, 60, 100), CrfSize(60, 2, 2, 8, 12)
+CRF_SIZE, CRF_CPU_SIZE, CRF_QUICK_SIZE = Size(2000, 64, 5, 300, 500, 5), Size(400, 4, 5, 60, 100, 3), Size(60, 2, 5, 8, 12, 2)
 ALIGN_SIZE, ALIGN_CPU_SIZE, ALIGN_QUICK_SIZE = Size(180000, 1, 32, 20000, 20000), Size(4000, 1, 32, 500, 500), Size(100, 1, 8, 12, 12)
+FEWEST_STEPS = 16  # before k-mers are made shorter
 
 
 class Truth(NamedTuple):
@@ -70,12 +67,12 @@ class Truth(NamedTuple):
     gradient: Tensor  # [T, n, ...]
 
 
-def random_targets(size: Size | CrfSize, classes: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def random_targets(case: CtcCase, device: torch.device) -> tuple[Tensor, Tensor]:
     """Labels from 1 to C - 1, `[N, S]`, the same on every device, and how many of them count, `[N]`, on the CPU."""
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(size.shortest, size.longest + 1, (size.sequences,), generator=generator)
-    lengths[0] = size.longest
-    return torch.randint(1, classes, (size.sequences, size.longest), generator=generator).to(device), lengths
+    lengths = torch.randint(case.shortest, case.longest + 1, (case.sequences,), generator=generator)
+    lengths[0] = case.longest
+    return torch.randint(1, case.classes, (case.sequences, case.longest), generator=generator).to(device), lengths
 
 
 @dataclass(frozen=True)
@@ -96,9 +93,8 @@ class CtcCase(Case):
     def shape(self) -> tuple[int, ...]:
         return self.steps, self.sequences, self.classes
 
-    def inputs(self, buffers: Buffers) -> CtcInputs:
-        size = Size(self.steps, self.sequences, self.classes, self.shortest, self.longest)
-        targets, lengths = random_targets(size, self.classes, buffers.device)
+    def inputs(self, buffers: Buffers) -> Any:
+        targets, lengths = random_targets(self, buffers.device)
         return CtcInputs(buffers.normal("logits", self.shape, self.dtype), targets, torch.full_like(lengths, self.steps), lengths)
 
     def times(self, function: Function, inputs: Any, provider: Provider, device: torch.device, repetitions: int) -> dict[str, Timing]:
@@ -139,14 +135,21 @@ def judge(function: Function, inputs: Any, truth: Truth, weights: Tensor, allowe
         yield worst(apart.masked_fill(apart <= allowed[1], 0.0)[None], allowed[1], result[None], truth.loss[None])
 
 
-class _Loss:
-    """What is timed of a loss: scores are read once; the gradient asks for a second read, and a write."""
+@dataclass(frozen=True)
+class LossCase(CtcCase):
+    """A loss reads the scores once; its gradient asks for a second read, and a write."""
 
     versus: ClassVar[str] = "torch"
 
     @property
-    def moves(self: Any) -> Mapping[str, Moves]:
+    def moves(self) -> Mapping[str, Moves]:
         return {"inference": Moves(self.bytes, "read"), "total": Moves(3 * self.bytes, "copy")}
+
+    def allowed(self, provider: Provider, of_ours: int = 1) -> tuple[float, float]:
+        """Errors of posteriors, and of the loss over max(1, |loss|)."""
+        if is_ours(provider.name):
+            return of_ours * CONTRACT[0], of_ours * CONTRACT[1]
+        return PEERS_MAY * max(1.0, self.steps / STEPS_OF_PEERS), PEERS_MAY
 
     def loops(self, function: Function, inputs: Any, provider: Provider) -> Sequence[Loop]:
         return [Loop((("inference", lambda: function(*inputs)),), lambda: None), training(function, inputs)]
@@ -157,7 +160,7 @@ class _Loss:
 
 
 @dataclass(frozen=True)
-class Loss(_Loss, CtcCase):
+class Loss(LossCase):
     """The summed loss, from logits."""
 
     caption: ClassVar[str] = "CTC loss and its gradient"
@@ -176,12 +179,11 @@ class Loss(_Loss, CtcCase):
         return Truth(torch.stack(losses).sum(), torch.arange(self.sequences, device=logits.device), torch.cat(gradients, 1))
 
     def verdicts(self, function: Function, inputs: CtcInputs, provider: Provider, standard: Truth) -> Iterator[Verdict]:
-        ours, others = (CONTRACT[0], CONTRACT[1] + self.sequences * ROUNDING_A_STEP), (PEERS_MAY * max(1.0, self.steps / STEPS_OF_PEERS), PEERS_MAY)
-        yield from judge(function, inputs, standard, torch.ones_like(standard.sequences), ours if is_ours(provider.name) else others)
+        yield from judge(function, inputs, standard, torch.ones_like(standard.sequences), self.allowed(provider))
 
 
 @dataclass(frozen=True)
-class Crf(_Loss, CtcCase):
+class Crf(LossCase):
     """The mean loss over k-mers, four bases and the blank: log Z of the chain less that of the target's alignments."""
 
     caption: ClassVar[str] = "CTC-CRF loss and its gradient"
@@ -205,8 +207,7 @@ class Crf(_Loss, CtcCase):
         return self.steps, self.sequences, self.states, self.slots
 
     def inputs(self, buffers: Buffers) -> CrfInputs:
-        size = CrfSize(self.steps, self.sequences, self.state_len, self.shortest, self.longest)
-        targets, lengths = random_targets(size, self.slots, buffers.device)
+        targets, lengths = random_targets(self, buffers.device)
         lengths = lengths.to(buffers.device)
         targets = targets.masked_fill(torch.arange(self.longest, device=buffers.device) >= lengths[:, None], 0)
         source = kmers(self.states).to(buffers.device, torch.int32)
@@ -228,8 +229,8 @@ class Crf(_Loss, CtcCase):
 
     def verdicts(self, function: Function, inputs: CrfInputs, provider: Provider, standard: Truth) -> Iterator[Verdict]:
         """The gradient is the difference of two marginals, over the lengths and their number."""
-        allowed = (2 * CONTRACT[0], 2 * CONTRACT[1]) if is_ours(provider.name) else (PEERS_MAY * max(1.0, self.steps / STEPS_OF_PEERS), PEERS_MAY)
-        yield from judge(function, inputs, standard, self.sequences * inputs.target_lengths[standard.sequences], allowed)
+        weights = self.sequences * inputs.target_lengths[standard.sequences]
+        yield from judge(function, inputs, standard, weights, self.allowed(provider, of_ours=2))
 
     def times(self, function: Function, inputs: Any, provider: Provider, device: torch.device, repetitions: int) -> dict[str, Timing]:
         """A loop in Python is repeated less often."""
@@ -313,9 +314,26 @@ def _sizes(settings: Settings) -> Iterator[Size]:
     if settings.columns:
         sizes = [sizes[0]._replace(classes=max(2, classes)) for classes in settings.columns]
     for size in sizes:
-        yield _within(size, size.classes, settings.elements)
+        yield _within(size, settings.elements)
 
 
-def _within[S: (Size, CrfSize)](size: S, step: int, elements: int | None) -> S:
-    """Fewer sequences, and shorter ones if it takes that, so that there are no more scores; every target can be aligned."""
-    return size
+def _within(size: Size, elements: int | None) -> Size:
+    """Fewer sequences, and shorter ones if it takes that, so that there are no more scores and every target can be aligned."""
+    if elements is None:
+        return size
+    while size.state_len > 1 and size.scores * FEWEST_STEPS > elements:
+        size = size._replace(state_len=size.state_len - 1)
+    sequences = max(1, min(size.sequences, elements // (size.steps * size.scores)))
+    steps = max(1, min(size.steps, elements // (sequences * size.scores)))
+    longest = max(1, size.state_len, min(size.longest, steps // 2))
+    return size._replace(steps=steps, sequences=sequences, longest=longest, shortest=min(size.shortest, longest))
+
+
+def cases(settings: Settings) -> Iterator[Case]:
+    which = 2 if settings.quick else int(settings.device.type != "cuda")
+    crf, align = (each[which] for each in ((CRF_SIZE, CRF_CPU_SIZE, CRF_QUICK_SIZE), (ALIGN_SIZE, ALIGN_CPU_SIZE, ALIGN_QUICK_SIZE)))
+    for dtype in settings.dtypes:
+        for size in _sizes(settings):
+            yield Loss("ctc", dtype, *size[:5])
+        yield Crf("ctc_crf", dtype, *_within(crf, settings.elements))
+        yield Align("ctc_align", dtype, *_within(align, settings.elements)[:5])

@@ -1,4 +1,4 @@
-"""The pictures: bandwidth against width for the sweep of softmax, milliseconds by size for chains; a panel each, in one file."""
+"""The pictures: bandwidth against width for the sweep of softmax, milliseconds by size for chains and CTC; a panel each, in one file."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .case import DTYPE_NAMES
 from .measure import Machine
 from .runner import Row
 
 WIDTH, HEIGHT = 8, 4.8  # of a panel, in inches
+GROUP = 1.15  # the least width of a group of bars, in inches
 COLOURS = {
     "partita": "#c2185b",
     "torch": "#ef6c00",
@@ -33,11 +36,13 @@ class Panel:
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
-    """One for the sweep, and one for each dtype of chains, where these were measured."""
+    """One for the sweep, and one for each op over time and dtype, where these were measured."""
     sweep = [row for row in rows if row.part == "replay"]
-    chains = [row for row in rows if row.case.op == "chain" and row.part == "total" and row.timing]
-    by_dtype = [[row for row in chains if row.case.dtype == dtype] for dtype in dict.fromkeys(row.case.dtype for row in chains)]
-    return [Panel(sweep, _sweep)] * bool(sweep) + [Panel(own, _chains) for own in by_dtype]
+    kinds: dict[tuple[str, torch.dtype], list[Row]] = {}
+    for row in rows:
+        if row.case.caption and row.part == "total" and row.timing:
+            kinds.setdefault((row.case.op, row.case.dtype), []).append(row)
+    return [Panel(sweep, _sweep)] * bool(sweep) + [Panel(own, _bars) for own in kinds.values()]
 
 
 def draw(path: Path, panels: Sequence[Panel], machine: Machine) -> None:
@@ -51,7 +56,8 @@ def draw(path: Path, panels: Sequence[Panel], machine: Machine) -> None:
     from matplotlib.figure import Figure
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "partita", "font.size": 11}):
-        figure = Figure(figsize=(WIDTH, HEIGHT * len(panels)), layout="constrained")
+        groups = max((len({row.case for row in panel.rows}) for panel in panels if panel.draw is _bars), default=0)
+        figure = Figure(figsize=(max(WIDTH, GROUP * groups), HEIGHT * len(panels)), layout="constrained")
         FigureCanvasAgg(figure)
         for axes, panel in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
             panel.draw(axes, panel.rows, machine)
@@ -75,7 +81,7 @@ def _sweep(axes: Any, rows: list[Row], machine: Machine) -> None:
     axes.legend(loc="lower right", ncols=2)
 
 
-def _chains(axes: Any, rows: list[Row], machine: Machine) -> None:
+def _bars(axes: Any, rows: list[Row], machine: Machine) -> None:
     """A group of bars a size, a bar a provider, and a line where the bytes alone would be."""
     cases = list(dict.fromkeys(row.case for row in rows))
     names = list(dict.fromkeys(row.provider for row in rows))
@@ -91,7 +97,7 @@ def _chains(axes: Any, rows: list[Row], machine: Machine) -> None:
     axes.set_yscale("log")
     axes.set_ylim(min(least) / 2, 8 * max(*least, *(row.timing.median for row in rows if row.timing)))  # the legend stands above the bars
     axes.yaxis.set_major_formatter("{x:,g}")
-    axes.set_title(f"log Z and its gradient, {DTYPE_NAMES[cases[0].dtype]} scores, {machine.name}")
+    axes.set_title(f"{cases[0].caption}, {DTYPE_NAMES[cases[0].dtype]} {cases[0].scores}, {machine.name}")
     axes.set_xticks(groups, [f"{case.size(case.sizes[:2])} ×\n{case.size(case.sizes[2:])}" for case in cases], fontsize=9)
     axes.set_xlabel(" × ".join(cases[0].sizes))
     axes.set_ylabel("forward + backward, ms")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import chain_peers
+from . import chain_peers, ctc_peers
 
 Function = Callable[..., Any]
 CUPY = f"cupy-cuda{(torch.version.cuda or '12').partition('.')[0]}x"
@@ -75,7 +75,12 @@ EAGER: dict[str, Function] = {
     "cross_entropy": F.cross_entropy,
     "token_stats": eager_token_stats,
 }
-LOOPS: dict[str, Function] = {"chain": chain_peers.loop_logz, "viterbi": chain_peers.loop_viterbi}
+OVER_TIME: dict[str, Function] = {
+    "chain": chain_peers.loop_logz,
+    "viterbi": chain_peers.loop_viterbi,
+    "ctc": ctc_peers.native_loss,
+    "ctc_crf": ctc_peers.loop_crf_loss,
+}
 
 
 def _compiled(function: Function) -> Function:
@@ -102,6 +107,21 @@ def _partita_viterbi() -> Function:
     return lambda scores, source, initial, final: chain(scores, source, initial, final).viterbi().edges
 
 
+def _partita_ctc() -> Function:
+    ctc_loss = _partita("ctc_loss")
+    return lambda *inputs: ctc_loss(*inputs, reduction="sum", from_logits=True)
+
+
+def _partita_ctc_crf() -> Function:
+    ctc_crf_loss = _partita("ctc_crf_loss")
+    return lambda scores, source, targets, lengths, state_len: ctc_crf_loss(scores, targets, lengths, state_len=state_len, alphabet_size=scores.shape[-1])
+
+
+def _partita_ctc_align() -> Function:
+    ctc_align = _partita("ctc_align")
+    return lambda *inputs: ctc_align(*inputs).labels
+
+
 def _liger_softmax() -> Function:
     function: Any = _import("liger_kernel.ops.softmax", "LigerSoftmaxFunction")
     return function.apply
@@ -114,12 +134,14 @@ def _liger_cross_entropy() -> Function:
 
 PARTITA = Provider(
     "partita",
-    {name: lambda name=name: _partita(name) for name in EAGER} | {"chain": lambda: _partita("logz"), "viterbi": _partita_viterbi},
+    {name: lambda name=name: _partita(name) for name in EAGER}
+    | {"chain": lambda: _partita("logz"), "viterbi": _partita_viterbi}
+    | {"ctc": _partita_ctc, "ctc_crf": _partita_ctc_crf, "ctc_align": _partita_ctc_align},
 )
 PARTITA_INPLACE = Provider("partita-inplace", {"cross_entropy": _partita_inplace}, overwrites=True)
 OURS = (PARTITA, PARTITA_INPLACE)
 
-TORCH = Provider("torch", {name: lambda function=function: function for name, function in (EAGER | LOOPS).items()})  # type: ignore[misc]
+TORCH = Provider("torch", {name: lambda function=function: function for name, function in (EAGER | OVER_TIME).items()})  # type: ignore[misc]
 PEERS = (
     TORCH,
     Provider("compile", {name: lambda function=function: _compiled(function) for name, function in EAGER.items()}),  # type: ignore[misc]
@@ -139,17 +161,24 @@ PEERS = (
     ),
     Provider(
         "koi",
-        chain_peers.library("koi.ctc", "logZ_cu_sparse"),
+        chain_peers.library("koi.ctc", "logZ_cu_sparse") | {"ctc_crf": ctc_peers.koi_crf_loss},
         packages=("koi",),
         install="pip install ont-koi",
-        beyond=chain_peers.beyond_fp32_kernels,
+        beyond=ctc_peers.beyond_seqdist_or_koi,
     ),
     Provider(
         "seqdist",
-        chain_peers.library("seqdist.sparse", "logZ"),
+        chain_peers.library("seqdist.sparse", "logZ") | {"ctc": ctc_peers.seqdist_loss},
         packages=("cupy", "seqdist"),
         install=f"pip install {CUPY} && pip install --no-deps seqdist",
-        beyond=chain_peers.beyond_fp32_kernels,
+        beyond=ctc_peers.beyond_seqdist_or_koi,
+    ),
+    Provider(
+        "torchaudio",
+        {"ctc_align": ctc_peers.torchaudio_align},
+        packages=("torchaudio",),
+        install="pip install torchaudio",
+        beyond=ctc_peers.beyond_torchaudio,
     ),
 )
 

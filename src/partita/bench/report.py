@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from .._console import print_table
@@ -14,7 +14,7 @@ from .measure import Machine
 from .runner import Row
 
 PARTS = ("inference", "forward", "backward", "total", "replay", "host")
-PACKAGES = ("torch", "triton", "numba", "quack-kernels", "liger-kernel", "ont-koi", "seqdist")  # whose versions the CSV keeps
+PACKAGES = ("torch", "triton", "numba", "quack-kernels", "liger-kernel", "ont-koi", "seqdist", "torchaudio")  # whose versions the CSV keeps
 COLUMNS = (
     "op",
     "part",
@@ -26,6 +26,10 @@ COLUMNS = (
     "chains",
     "states",
     "slots",
+    "sequences",
+    "classes",
+    "shortest",
+    "longest",
     "mean_ms",
     "median_ms",
     "min_ms",
@@ -94,19 +98,31 @@ def _memory(row: Row) -> str:
 
 
 def print_summary(rows: Sequence[Row], machine: Machine) -> None:
-    """One table for each op and part that has a limit: percent of it, a line a size, a column a provider."""
+    """For each op and part that has a limit, percent of it: a line a size, a column a provider; and how many times faster than another, where asked for."""
     for key, group in _groups(rows).items():
-        providers, varying = list(dict.fromkeys(row.provider for row in group)), group[0].case.varying
+        versus = group[0].case.versus
         for part in PARTS:
-            limits = [row.case.moves[part].limit for row in group if row.part == part and part in row.case.moves]
-            if not limits:
-                continue
-            lines = []
-            for size in dict.fromkeys(row.case.size(varying) for row in group):
-                here = {row.provider: row for row in group if row.case.size(varying) == size and row.part in (part, "")}
-                cells = [(_percent(here[name], machine) or here[name].note.partition(":")[0]) if name in here else "" for name in providers]
-                lines.append([size, *cells])
-            print_table(f"{_title(*key)}, {part}: percent of {limits[0]} bandwidth", [" × ".join(varying), *providers], lines)
+            measured = [row for row in group if row.part == part and part in row.case.moves]
+            if measured:
+                limit = measured[0].case.moves[part].limit
+                _print_sizes(f"{_title(*key)}, {part}: percent of {limit} bandwidth", group, part, {row: _percent(row, machine) for row in measured})
+            if others := {row.case: row for row in measured if row.provider == versus}:
+                faster = {row: _faster(row, others[row.case]) for row in measured if row.case in others}
+                _print_sizes(f"{_title(*key)}, {part}: times faster than {versus}", group, part, faster)
+
+
+def _print_sizes(title: str, group: Sequence[Row], part: str, cells: Mapping[Row, str]) -> None:
+    """A line a size, a column a provider; why there is no number, where there is none."""
+    providers, varying = list(dict.fromkeys(row.provider for row in group)), group[0].case.varying
+    lines = []
+    for size in dict.fromkeys(row.case.size(varying) for row in group):
+        here = {row.provider: row for row in group if row.case.size(varying) == size and row.part in (part, "")}
+        lines.append([size, *((cells.get(here[name]) or here[name].note.partition(":")[0]) if name in here else "" for name in providers)])
+    print_table(title, [" × ".join(varying), *providers], lines)
+
+
+def _faster(row: Row, other: Row) -> str:
+    return f"{other.timing.median / row.timing.median:.2f}" if row.timing and other.timing else ""
 
 
 def describe(machine: Machine) -> str:
@@ -134,7 +150,7 @@ def _record(row: Row, machine: Machine) -> dict[str, object]:
         "part": row.part,
         "provider": row.provider,
         "dtype": DTYPE_NAMES[case.dtype],
-        **dict(zip(case.sizes, case.shape, strict=True)),
+        **{name: getattr(case, name) for name in case.sizes},
         "note": row.note,
     }
     if not math.isnan(row.error):
@@ -144,6 +160,6 @@ def _record(row: Row, machine: Machine) -> dict[str, object]:
         record |= {name: f"{number:.6g}" for name, number in numbers.items()} | {"repetitions": timing.repetitions}
     if fraction is not None and row.bandwidth is not None:
         record |= {"bytes": row.moved, "gb_per_s": f"{row.bandwidth / 1e9:.6g}", "limit": case.moves[row.part].limit, "fraction": f"{fraction:.4f}"}
-    if row.part == "total" and row.extra_memory is not None:
+    if row.part == case.memory_of and row.extra_memory is not None:
         record["extra_memory_bytes"] = row.extra_memory
     return record

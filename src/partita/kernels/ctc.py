@@ -18,7 +18,7 @@ from .launch import INTERPRETED, launch
 
 
 import os
-NREG = int(os.environ.get('NREG','168'))
+NREG = int(os.environ.get('NREG','255'))
 MARGIN = 24  # rows of a table before and behind its steps
 
 

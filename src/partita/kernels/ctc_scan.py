@@ -34,7 +34,7 @@ from .ctc_steps import (
     word_of,
 )
 
-EVERY = 4  # steps from one state kept to the next; kernels write the number
+EVERY = 8  # steps from one state kept to the next; kernels write the number
 # A batch of another size is no reason to compile anew.
 SIZES = ["steps", "count", "classes", "held", "most", "chunks", "blocks", "reach", "blank", "stride_t", "stride_n", "stride_c"]
 
@@ -180,8 +180,8 @@ def half(
         edges, spoilt = words, spoilt + bad
         rows, blank_rows = rows_ahead(label_ptr, blank_ptr, walk, p + SPAN, lane, FORWARD, SPAN, TABLE)
         words = words_ahead(edges_ptr, p + SPAN, there & (p + SPAN < count + lead), lane, SPAN, WIDE)
-        if KEEP and p % 4 == 0:
-            put(kept_ptr + p // 4 * kept_row, blank, label, lane, WIDE)
+        if KEEP and p % 8 == 0:
+            put(kept_ptr + p // 8 * kept_row, blank, label, lane, WIDE)
         for u in tl.static_range(SPAN):
             tl.store(own_ptr + p + u + lane * 0, offered(blank, label, skips, FORWARD, WIDE), mask=giver)
             into_blank, into_label = entered(blank, label, skips, state_of(edges[u], WIDE), lane, FORWARD, WIDE)
@@ -192,7 +192,7 @@ def half(
 @triton.jit
 def caught_up(blank, label, label_ptr, blank_ptr, walk, held, skips, limit, past_ptr, there, p, lane, FORWARD: tl.constexpr):
     """Wide states from those kept before a block of steps to a step in it, in a loop: unrolled, they would be long to compile."""
-    for q in range(p // 4 * 4, p):
+    for q in range(p // 8 * 8, p):
         rows, blank_rows = rows_ahead(label_ptr, blank_ptr, walk, q, lane, FORWARD, 1, 0)
         factors, blank_factors, bad = factors_of(rows, blank_rows, held, q, 0, lane, limit, 1, True, 0)
         edges = words_ahead(past_ptr, q, there, lane, 1, True)
@@ -205,7 +205,7 @@ def caught_up(blank, label, label_ptr, blank_ptr, walk, held, skips, limit, past
 def kept_ahead(label_ptr, blank_ptr, walk, kept_ptr, kept_row, past_ptr, there, p, lane, FORWARD: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr):
     """What a block is recovered from: factors, the states before it, and what its chunk got across its edge."""
     rows, blank_rows = rows_ahead(label_ptr, blank_ptr, walk, p, lane, FORWARD, SPAN, TABLE)
-    at = kept_ptr + tl.maximum(p, 0) // 4 * kept_row + lane
+    at = kept_ptr + tl.maximum(p, 0) // 8 * kept_row + lane
     kept = (tl.load(at, mask=(lane >= 0) & (p >= 0), other=0), tl.load(at + 32, mask=(lane >= 0) & (p >= 0), other=0))
     return rows, blank_rows, kept, words_ahead(past_ptr, p, there & (p >= 0), lane, SPAN, WIDE)
 

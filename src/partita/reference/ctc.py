@@ -99,8 +99,8 @@ def kept_shape(steps: int, count: int, classes: int, most: int, cuda: bool, keep
     what programs hand to one another, what normalises the steps, and where classes are few the exponentials of the logits."""
     if not cuda:
         return (count, steps + 1, 2 * most + 4) if keep else (0,)
-    blocks = (steps + 8) // 8
-    states, edges = 2 * (blocks * keep + 1) * count * (most // 32 + 1) * 64, 2 * count * (most // 32 + 1) * blocks * 4
+    blocks = (steps + 16) // 16
+    states, edges = 2 * (blocks * keep + 1) * count * (most // 32 + 1) * 64, 2 * count * (most // 32 + 1) * blocks * 8
     table = (steps + 48) * table_width(classes, most)
     return (1 + states + edges + (2 + 2 * steps + table) * count,)
 

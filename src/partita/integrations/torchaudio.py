@@ -1,0 +1,150 @@
+"""The names of `torchaudio.functional` for forced alignment, for any batch: change the import, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+from ..ctc import ctc_align
+
+__all__ = ["TokenSpan", "forced_align", "merge_tokens"]
+
+TARGETS = (torch.int32, torch.int64)
+
+
+@dataclass
+class TokenSpan:
+    """A token, when it is emitted, and how well; its length is the number of steps.
+
+    Fields:
+        token: the class.
+        start, end: its first step, and the one behind its last.
+        score: the mean of the scores of its steps.
+
+    Source: the class of this name in torchaudio 2.1, 2023.
+
+    Example:
+        >>> from partita.integrations.torchaudio import TokenSpan
+        >>> len(TokenSpan(token=3, start=2, end=6, score=-0.5))
+        4
+    """
+
+    token: int
+    start: int
+    end: int
+    score: float
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+def forced_align(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor | None = None, target_lengths: Tensor | None = None, blank: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The most probable CTC alignment of each target; the values of targets and lengths are read on the host.
+
+    Args:
+        log_probs: `[B, T, C]` floating: log-probabilities of the classes at each step, the batch first.
+        targets: `[B, L]` int32 or int64, without the blank.
+        input_lengths, target_lengths: `[B]` integers; T and L by default.
+        blank: the class of the blank.
+
+    Returns:
+        `(paths, scores)`, each `[B, T]`: the class of each step in the dtype of `targets`, and its log-probability in that of `log_probs`; the blank
+        and 0 past the length of an input. Not differentiable.
+
+    Raises:
+        TypeError, ValueError: wrong dtypes, shapes, devices or lengths; a label that is no class, or the blank; a target that has no alignment, since
+            with a blank between equal labels it is longer than the input, or since all alignments have probability 0.
+
+    Source: the function of this name in torchaudio 2.1, 2023, which takes one sequence; the method is that of `partita.ctc_align`.
+
+    Example:
+        >>> import torch
+        >>> from partita.integrations.torchaudio import forced_align, merge_tokens
+        >>> log_probs = (torch.eye(3)[[0, 1, 1, 0, 2]] * 9).log_softmax(-1)[None]  # blank, 1, 1, blank, 2
+        >>> paths, scores = forced_align(log_probs, torch.tensor([[1, 2]]))
+        >>> paths
+        tensor([[0, 1, 1, 0, 2]])
+        >>> [(span.token, span.start, span.end) for span in merge_tokens(paths[0], scores[0])]
+        [(1, 1, 3), (2, 4, 5)]
+    """
+    _check_tensors(log_probs, targets)
+    count, steps, classes = log_probs.shape
+    inputs = _lengths("input_lengths", input_lengths, count, steps)
+    lengths = _lengths("target_lengths", target_lengths, count, targets.shape[1])
+    if isinstance(blank, bool) or not isinstance(blank, int) or not 0 <= blank < classes:
+        raise ValueError(f"blank: expected a class from 0 to {classes - 1}, got {blank!r}")
+    _check_labels(targets.cpu(), inputs, lengths, classes, blank)
+    found = ctc_align(log_probs.detach().transpose(0, 1), targets, inputs, lengths, blank)
+    if (place := _checks.first_place(~found.score.isfinite())) is not None:
+        raise ValueError(f"log_probs: expected an alignment of a probability above 0, got none for the target at {list(place)}")
+    return torch.where(found.labels < 0, blank, found.labels).to(targets.dtype), found.scores.to(log_probs.dtype)
+
+
+def merge_tokens(tokens: Tensor, scores: Tensor, blank: int = 0) -> list[TokenSpan]:
+    """The tokens of one alignment: equal neighbours are one token, blanks are none.
+
+    Args:
+        tokens, scores: `[T]`, a row of each result of `forced_align`.
+        blank: the class of the blank.
+
+    Returns:
+        A list of `TokenSpan`, in the order of time.
+
+    Raises:
+        ValueError: other shapes.
+
+    Source: the function of this name in torchaudio 2.1, 2023.
+
+    Example:
+        >>> import torch
+        >>> from partita.integrations.torchaudio import merge_tokens
+        >>> merge_tokens(torch.tensor([0, 7, 7, 0, 7]), torch.tensor([0.0, -1.0, -2.0, 0.0, -4.0]))
+        [TokenSpan(token=7, start=1, end=3, score=-1.5), TokenSpan(token=7, start=4, end=5, score=-4.0)]
+    """
+    if tokens.ndim != 1 or tokens.shape != scores.shape:
+        raise ValueError(f"tokens, scores: expected one shape [T], got {list(tokens.shape)} and {list(scores.shape)}")
+    found, place, counts = torch.unique_consecutive(tokens.cpu(), return_inverse=True, return_counts=True)
+    means = torch.zeros(len(found), dtype=torch.float64).index_add(0, place, scores.detach().cpu().double()) / counts
+    ends = counts.cumsum(0)
+    spans = zip(found.tolist(), (ends - counts).tolist(), ends.tolist(), means.tolist(), strict=True)
+    return [TokenSpan(*span) for span in spans if span[0] != blank]
+
+
+def _check_tensors(log_probs: Tensor, targets: Tensor) -> None:
+    _checks.floating("log_probs", log_probs)
+    _checks.tensor("targets", targets)
+    if targets.dtype not in TARGETS:
+        raise TypeError(f"targets: expected int32 or int64, got {targets.dtype}")
+    _checks.device("targets", targets, log_probs, "log_probs")
+    if log_probs.ndim != 3:
+        raise ValueError(f"log_probs: expected shape [B, T, C], got {list(log_probs.shape)}")
+    if targets.ndim != 2 or len(targets) != len(log_probs):
+        raise ValueError(f"targets: expected shape [B, L] with B = {len(log_probs)}, got {list(targets.shape)}")
+
+
+def _lengths(name: str, value: Tensor | None, count: int, most: int) -> Tensor:
+    """On the host."""
+    if value is None:
+        return torch.full((count,), most)
+    _checks.integer(name, value)
+    _checks.shape(name, value, [count], "[B]")
+    value = value.cpu().long()
+    if (place := _checks.first_place((value < 0) | (value > most))) is not None:
+        raise ValueError(f"{name}: expected lengths from 0 to {most}, got {int(value[place])} at {list(place)}")
+    return value
+
+
+def _check_labels(targets: Tensor, input_lengths: Tensor, lengths: Tensor, classes: int, blank: int) -> None:
+    """All on the host: labels are classes, none is the blank, and there are steps enough."""
+    counts = torch.arange(targets.shape[1]) < lengths[:, None]
+    if (place := _checks.first_place(counts & ((targets < 0) | (targets >= classes) | (targets == blank)))) is not None:
+        raise ValueError(f"targets: expected labels from 0 to {classes - 1} without the blank {blank}, got {int(targets[place])} at {list(place)}")
+    repeats = (counts[:, 1:] & (targets[:, 1:] == targets[:, :-1])).sum(1)
+    if (place := _checks.first_place(lengths + repeats > input_lengths)) is not None:
+        n = place[0]
+        raise ValueError(f"targets: expected at most {int(input_lengths[n])} labels and repeats, got {int(lengths[n])} and {int(repeats[n])} at [{n}]")

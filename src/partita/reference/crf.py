@@ -1,0 +1,98 @@
+"""CTC-CRF in plain PyTorch: the table of k-mers, and the lattice of the paths through it that spell a target."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..semiring import Log
+from .chain import inputs, logz_of
+
+
+class Targets(NamedTuple):
+    """Targets of a batch, wherever they lie.
+
+    Fields:
+        labels: one after another, `[M]`, from 1 on.
+        offsets: where each sequence's begin, `[N]`.
+        lengths: `[N]`.
+        most: `[N]` or `[]`: no length may be greater.
+    """
+
+    labels: Tensor
+    offsets: Tensor
+    lengths: Tensor
+    most: Tensor
+
+
+class Lattice(NamedTuple):
+    """The chain whose paths spell a target: its states are the target's k-mers, each stays or is entered from the one before it.
+
+    Fields:
+        places: `[N, L, 2]`, which of a step's scores, c·A + k, staying in each state and moving into it have.
+        source: `[L, 2]`.
+        initial, final: `[N, L]`.
+    """
+
+    places: Tensor
+    source: Tensor
+    initial: Tensor
+    final: Tensor
+
+
+def kmers(n_base: int, state_len: int, device: torch.device | str | None = None) -> Tensor:
+    """`[C, n_base + 1]`: column 0 stays, column 1 + j comes from the k-mer of j and all bases of this one but its last."""
+    count = n_base**state_len
+    states = torch.arange(count, device=device)
+    return torch.cat([states[:, None], states.repeat_interleave(n_base).reshape(n_base, count).T], 1)
+
+
+def ladder(states: int, device: torch.device | str | None = None) -> Tensor:
+    """`[L, 2]`: each state stays, or is entered from the one before it; nothing moves into the first."""
+    return torch.arange(states, device=device)[:, None] - torch.arange(2, device=device)
+
+
+def misspelt(targets: Targets, n_base: int) -> Tensor:
+    """`[N]`, sequences with a label or a length that is out of range."""
+    labels, offsets, lengths, most = targets
+    labels = labels.long()  # a narrow type would wrap the bounds
+    bad = torch.nn.functional.pad(((labels < 1) | (labels > n_base)).cumsum(0), (1, 0))
+    before, after = (place.clamp(0, len(labels)) for place in (offsets, offsets + lengths))
+    return (bad[after] > bad[before]) | (lengths < 0) | (lengths > most)
+
+
+def places_of(targets: Targets, states: int, state_len: int, n_base: int) -> Tensor:
+    """`[N, L, 2]` for the first L k-mers; those past a target's end are of other labels, or of none, but in range."""
+    place = targets.offsets[:, None] + torch.arange(states + state_len - 1, device=targets.offsets.device)
+    labels = torch.nn.functional.pad(targets.labels.long(), (0, 1), value=1)
+    digits = (labels[place.clamp(0, len(labels) - 1)] - 1).clamp(0, n_base - 1)
+    kmer = torch.zeros_like(place[:, :states])
+    for i in range(state_len):
+        kmer = kmer * n_base + digits[:, i : i + states]
+    stay = kmer * (n_base + 1)
+    move = stay + torch.nn.functional.pad(digits[:, : states - 1] + 1, (1, 0))  # nothing enters the first: any place will do
+    return torch.stack([stay, move], -1)
+
+
+def lattice(targets: Targets, states: int, state_len: int, n_base: int, dtype: torch.dtype, source: Tensor) -> Lattice:
+    """Of the first L k-mers of each target; a target that is shorter than a k-mer, or has more of them, ends nowhere."""
+    state = torch.arange(states, device=targets.offsets.device)
+    initial = torch.where(state == 0, 0.0, -torch.inf).to(dtype).expand(len(targets.offsets), -1)
+    last = (targets.lengths - state_len)[:, None]
+    final = torch.where(state == last, 0.0, -torch.inf).to(dtype)
+    return Lattice(places_of(targets, states, state_len, n_base), source, initial, final)
+
+
+def at_places(scores: Tensor, places: Tensor) -> Tensor:
+    """`[T, N, L, 2]` of `[T, N, C, A]`."""
+    return scores.flatten(2).gather(2, places.flatten(1).expand(len(scores), -1, -1)).unflatten(2, places.shape[1:])
+
+
+def crf_loss(scores: Tensor, source: Tensor, spelt: Lattice, lengths: Tensor | None) -> Tensor:
+    """log Z of all paths minus that of those that spell the target, `[N]` fp64; inf without one, with the gradient 0."""
+    zeros = scores.new_zeros(scores.shape[1:3])
+    every = logz_of(inputs(scores, source, zeros, zeros, lengths, Log), Log)
+    mine = logz_of(inputs(at_places(scores, spelt.places), spelt.source, spelt.initial, spelt.final, lengths, Log), Log)
+    return torch.where(mine == -torch.inf, torch.inf, every - mine)
