@@ -20,7 +20,7 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from partita import Chain, linear_chain
+from partita import Chain, debruijn_source, linear_chain
 
 STEPS = (100, 1_000, 2_000, 20_000, 100_000)
 MARGINAL_LIMIT = 2e-6
@@ -57,9 +57,7 @@ class Row:
 
 def kmers(steps: int, generator: torch.Generator) -> Chain:
     """64 k-mers of 4 bases: each stays or is entered from the 4 that end in its beginning; normal scores."""
-    states = torch.arange(64)
-    source = torch.cat([states[:, None], states.repeat_interleave(4).reshape(4, 64).T], 1)
-    return Chain(torch.randn(steps, 1, 64, 5, generator=generator), source)
+    return Chain(torch.randn(steps, 1, 64, 5, generator=generator), debruijn_source(4, 3))
 
 
 def sticky(steps: int, generator: torch.Generator) -> Chain:

@@ -43,10 +43,3 @@ def small_chains(draw: st.DrawFn) -> Chain:
         draw(st.integers(0, 4)), draw(st.integers(0, 3)), states, slots, kind=kind, seed=draw(st.integers(0, 2**20)), ragged=draw(st.booleans()),
         forbidden=draw(st.sampled_from([0.0, 0.3, 0.9])), ends=draw(st.booleans()),
     )  # fmt: skip
-
-
-def debruijn(bases: int, length: int) -> torch.Tensor:
-    """The table of k-mers: column 0 stays, the others come from the k-mers that end in this one's beginning."""
-    states = bases**length
-    moves = torch.arange(states).repeat_interleave(bases).reshape(bases, states).T
-    return torch.cat([torch.arange(states)[:, None], moves], 1)

@@ -19,6 +19,7 @@ from partita.bench.measure import Machine, Timing
 from partita.bench.providers import PARTITA, TORCH, Provider
 from partita.testing import assert_within_budget
 
+CTC = ("ctc", "ctc_crf", "ctc_align")
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 devices = pytest.mark.parametrize("device", DEVICES)
 
@@ -64,6 +65,8 @@ def test_all_ops_with_table_csv_and_picture(device: str, tmp_path: Path, capsys:
             assert ("log_softmax", "inference", dtype, name) in found
             assert {("chain", part, dtype, name) for part in ("inference", "forward", "backward", "total")} <= found
             assert ("viterbi", "inference", dtype, name) in found
+            assert {(op, part, dtype, name) for op in CTC[:2] for part in ("inference", "forward", "backward", "total")} <= found
+        assert ("ctc_align", "inference", dtype, "partita") in found
         assert ("cross_entropy", "total", dtype, "partita-inplace") in found
     assert {name for op, part, _, name in found if part == "replay"} == {"partita", "torch", "naive"}
     assert {name for op, part, _, name in found if part == "host"} == {"partita", "torch"}
@@ -74,14 +77,15 @@ def test_all_ops_with_table_csv_and_picture(device: str, tmp_path: Path, capsys:
         if row["fraction"]:
             assert float(row["gb_per_s"]) == pytest.approx(int(row["bytes"]) / float(row["median_ms"]) / 1e6, rel=1e-4)
             assert float(row["fraction"]) == pytest.approx(float(row["gb_per_s"]) / machine[row["limit"]], rel=1e-3, abs=1e-4)
-        assert bool(row["extra_memory_bytes"]) == (device == "cuda" and row["op"] in ("cross_entropy", "chain") and row["part"] == "total")
+        measured_part = row["part"] == "total" or row["op"] == "ctc_align"
+        assert bool(row["extra_memory_bytes"]) == (device == "cuda" and row["op"] in ("cross_entropy", "chain", *CTC) and measured_part)
     sizes = {tuple(row[name] for name in chain.ChainCase.sizes) for row in measured if row["op"] in ("chain", "viterbi")}
     assert sizes == {("25", "1", "16", "5"), ("12", "1", "33", "5")}
     texts = [element.text for element in ElementTree.parse(out / "bench.svg").iter() if element.tag.endswith("text")]
     assert {"partita", "torch", "naive", "copy", "columns", "25 × 1 ×", "12 × 1 ×"} <= set(texts)
-    assert {text.split(" scores")[0] for text in texts if text and text.startswith("log Z")} == {
-        f"log Z and its gradient, {dtype}" for dtype in ("fp32", "bf16")
-    }
+    for dtype in ("fp32", "bf16"):
+        for caption in ("log Z and its gradient, {} scores", "CTC loss and its gradient, {} logits", "CTC-CRF loss and its gradient, {} scores"):
+            assert any(text and text.startswith(caption.format(dtype)) for text in texts)
     printed = capsys.readouterr().out
     assert "mean" not in printed
     for title in ("softmax fp32", "softmax sweep fp32", "cross_entropy host fp32", "cross_entropy bf16, total: percent of copy bandwidth", "viterbi bf16"):
@@ -99,7 +103,7 @@ def test_an_absent_peer_gets_one_line(capsys: pytest.CaptureFixture[str], peers:
 
 
 def test_the_peers_that_are_known() -> None:
-    assert [peer.name for peer in providers.PEERS] == ["torch", "compile", "naive", "quack", "liger", "koi", "seqdist"]
+    assert [peer.name for peer in providers.PEERS] == ["torch", "compile", "naive", "quack", "liger", "koi", "seqdist", "torchaudio"]
     for peer in providers.PEERS:
         assert bool(peer.packages) == bool(peer.install)
     assert [provider.name for provider in providers.choose(["quack", "torch"])] == ["partita", "partita-inplace", "quack", "torch"]
@@ -194,8 +198,8 @@ def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["chess"], "expected some of softmax, cross_entropy, token_stats, chain, got 'chess'"),
-        (["--peers", "nobody"], "--peers: expected some of torch, compile, naive, quack, liger, koi, seqdist, got 'nobody'"),
+        (["chess"], "expected some of softmax, cross_entropy, token_stats, chain, ctc, got 'chess'"),
+        (["--peers", "nobody"], "--peers: expected some of torch, compile, naive, quack, liger, koi, seqdist, torchaudio, got 'nobody'"),
         (["--dtype", "fp8"], "expected some of fp16,bf16,fp32,fp64, got 'fp8'"),
         (["--columns", "8,-1"], "expected positive whole numbers, got '8,-1'"),
         (["--elements", "1,2"], "expected one positive whole number, got '1,2'"),

@@ -6,7 +6,6 @@ import types
 
 import pytest
 import torch
-from chains import debruijn
 from test_bench import CPU, SETTINGS, devices, run
 from torch import Tensor
 
@@ -40,7 +39,7 @@ def off_by(factor: float, chains: slice = slice(None)) -> object:
 
 def test_tables() -> None:
     for length in (1, 3, 5):
-        assert torch.equal(chain.kmers(4**length), debruijn(4, length))
+        assert torch.equal(chain.kmers(4**length), partita.debruijn_source(4, length))
     assert (torch.bincount(chain.kmers(33).flatten()) == 5).all()
     assert chain.alignment(4).tolist() == [[0, -1, -1], [1, 0, -1], [2, 1, 0], [3, 2, 1]]
     for table, slots in ((chain.kmers, 5), (chain.alignment, 3)):

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from chains import TABLES, debruijn, random_chain, small_chains
+from chains import TABLES, random_chain, small_chains
 from hypothesis import given, settings
 
 import partita
@@ -277,7 +277,7 @@ def test_edges_from_states_undoes_states() -> None:
 
 def test_debruijn_table_against_all_paths() -> None:
     g = torch.Generator().manual_seed(0)
-    chain = Chain(torch.randn(3, 1, 9, 4, generator=g, dtype=torch.float64), debruijn(3, 2))
+    chain = Chain(torch.randn(3, 1, 9, 4, generator=g, dtype=torch.float64), partita.debruijn_source(3, 2))
     close(chain.logz()[0], all_paths(chain).scores.logsumexp(0))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from chains import TABLES, debruijn, random_chain
+from chains import TABLES, random_chain
 from rows import INTERPRETING
 
 import partita
@@ -182,7 +182,7 @@ def test_table_is_built_anew_when_it_changes(device: str) -> None:
 @pytest.mark.parametrize("states", [64, 256])
 def test_long_chains(states: int, device: str) -> None:
     """20,000 steps over k-mers."""
-    source = debruijn(4, 3 if states == 64 else 4).to(device)
+    source = partita.debruijn_source(4, 3 if states == 64 else 4).to(device)
     scores = torch.randn(20_000, 1, states, 5, generator=torch.Generator().manual_seed(0)).to(device)
     ours = Chain(scores, source)
     with partita.backend("triton"):

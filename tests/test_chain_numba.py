@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from chains import TABLES, debruijn, random_chain
+from chains import TABLES, random_chain
 
 import partita
-from partita import Chain, Log, Max, _chain
+from partita import Chain, Log, Max, _chain, debruijn_source
 
 pytest.importorskip("numba")
 from partita.cpu import chain as cpu_chain
@@ -75,7 +75,7 @@ def test_against_the_specification(shape: tuple[int, ...], kind: str) -> None:
     assert_right(random_chain(*shape, kind=kind, seed=sum(shape), ragged=False, forbidden=0.6, ends=False))
 
 
-@pytest.mark.parametrize("source", [RING, debruijn(2, 3), debruijn(3, 2), debruijn(4, 3)], ids=lambda source: f"{list(source.shape)}")
+@pytest.mark.parametrize("source", [RING, debruijn_source(2, 3), debruijn_source(3, 2), debruijn_source(4, 3)], ids=lambda source: f"{list(source.shape)}")
 def test_tables_that_leave_each_state_as_often(source: torch.Tensor) -> None:
     scores = torch.randn(7, 3, *source.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert_right(Chain(scores, source, lengths=[7, 0, 4]))
@@ -233,7 +233,7 @@ def test_second_derivatives(kind: str) -> None:
         assert torch.autograd.gradgradcheck(lambda *t: partita.logz(t[0], chain.source, *t[1:], lengths=chain.lengths), tensors)
 
 
-@pytest.mark.parametrize("source", [RING, debruijn(4, 2)], ids=["ring", "k-mers"])
+@pytest.mark.parametrize("source", [RING, debruijn_source(4, 2)], ids=["ring", "k-mers"])
 def test_long_chains(source: torch.Tensor) -> None:
     """fp32 scores, 2,000 steps: before they are rounded, log Z and marginals are exact."""
     scores = torch.randn(2_000, 1, *source.shape, generator=torch.Generator().manual_seed(0))
@@ -251,7 +251,7 @@ def test_long_chains(source: torch.Tensor) -> None:
 @pytest.mark.parametrize("semiring", [Log, Max], ids=["log", "max"])
 def test_ragged_scans_agree_at_every_cut(semiring: partita.Semiring) -> None:
     """Over k-mers, with lengths in order, the worst for threads that share them evenly."""
-    source = debruijn(4, 3)
+    source = debruijn_source(4, 3)
     scores = torch.randn(40, 9, *source.shape, generator=torch.Generator().manual_seed(0))
     with partita.backend("numba"):
         chain = Chain(scores, source, lengths=list(range(40, 4, -4)))

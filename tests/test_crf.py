@@ -1,5 +1,6 @@
 """CTC-CRF against every path through the k-mers written out, and at the edges of the contract."""
 
+import itertools
 import math
 from typing import Any
 from unittest import mock
@@ -8,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows import devices
+from rows import INTERPRETING, devices
 
 import partita
 from partita import Chain, _crf
@@ -71,7 +72,7 @@ def padded(targets: list[list[int]]) -> torch.Tensor:
 def test_against_every_path(batch: tuple[Any, ...], backend: str, joined: bool) -> None:
     scores, targets, lengths, state_len = batch
     x = scores.requires_grad_()
-    labels = torch.tensor(sum(targets, []), dtype=torch.int64) if joined else padded(targets)
+    labels = torch.tensor(list(itertools.chain(*targets)), dtype=torch.int64) if joined else padded(targets)
     sizes = {"state_len": state_len, "alphabet_size": scores.shape[3]}
     with partita.backend(backend):
         losses = partita.ctc_crf_loss(x, labels, [len(t) for t in targets], **sizes, input_lengths=lengths, reduction="none")
@@ -119,7 +120,7 @@ def composed(scores: torch.Tensor, targets: torch.Tensor, lengths: torch.Tensor,
         for step in steps:
             every = (step + every[source]).logsumexp(1)
         bases = [int(label) - 1 for label in targets[n, : lengths[n]]]
-        pairs = [3 * a + b for a, b in zip(bases, bases[1:], strict=False)]
+        pairs = [3 * a + b for a, b in itertools.pairwise(bases)]
         mine = [scores.new_zeros(())] + [scores.new_full((), -1e9)] * (len(pairs) - 1)
         for step in steps:
             stay = [value + step[pair, 0] for value, pair in zip(mine, pairs, strict=False)]
@@ -167,14 +168,12 @@ def test_short_targets_are_impossible(backend: str) -> None:
     x = torch.zeros(3, 5, 8, 3, requires_grad=True)
     targets = torch.tensor([[1, 2, 1, 2, 1, 2, 1], [1, 2, 0, 0, 0, 0, 0], [0] * 7, [1, 2, 1, 0, 0, 0, 0], [1, 2, 1, 2, 0, 0, 0]])
     with partita.backend(backend):
-        losses = partita.ctc_crf_loss(
-            x, targets, [7, 2, 0, 3, 4], state_len=3, alphabet_size=3, input_lengths=[3, 3, 3, 0, 3], reduction="none"
-        )
+        sizes = {"state_len": 3, "alphabet_size": 3, "input_lengths": [3, 3, 3, 0, 3]}
+        losses = partita.ctc_crf_loss(x, targets, [7, 2, 0, 3, 4], **sizes, reduction="none")
         assert losses.tolist() == pytest.approx([math.inf] * 3 + [math.log(8), math.log(8 * 27 / 3)])
         (grad,) = torch.autograd.grad(losses.sum(), x)
         assert (grad[:, :4] == 0).all() and grad[:, 4].isfinite().all() and grad[:, 4].any()
-        mean = partita.ctc_crf_loss(x, targets[:1], [2], state_len=3, alphabet_size=3) if x.shape[1] == 1 else losses[1:2].mean()
-        assert mean == torch.inf
+        assert partita.ctc_crf_loss(x, targets, [7, 2, 0, 3, 4], **sizes) == torch.inf
 
 
 @backends
@@ -210,6 +209,29 @@ def test_second_derivatives(backend: str) -> None:
     with partita.backend(backend):
         f = lambda x: loss_of(x, rest, reduction="none").nan_to_num(posinf=0.0)  # noqa: E731
         assert torch.autograd.gradcheck(f, x) and torch.autograd.gradgradcheck(f, x)
+
+
+WHERE_KERNELS_RUN = [
+    pytest.param("cpu", marks=[pytest.mark.interpreted, pytest.mark.skipif(not INTERPRETING, reason="needs TRITON_INTERPRET=1")]),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("device", WHERE_KERNELS_RUN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_on_the_kernels_of_chains(dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the reference; two targets have a label, or a length, that is out of range."""
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    scores, targets, *rest = (t.to(device) for t in sample(dtype))
+    targets[1, 0], rest[0][4], found = 4, 7, []
+    for backend in ("triton", "reference"):
+        x = scores.clone().requires_grad_()
+        with partita.backend(backend):
+            losses = loss_of(x, (targets, *rest), reduction="none")
+            found.append((losses.detach(), torch.autograd.grad(losses, x, torch.arange(1.0, 6.0, dtype=dtype, device=device))[0]))
+    assert found[0][0].isnan().tolist() == [False, True, False, False, True] and found[0][1][:, [1, 4]].isnan().all()
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, **({"rtol": 1e-6, "atol": 1e-5} if dtype == torch.float32 else EXACT), equal_nan=True)
 
 
 @devices

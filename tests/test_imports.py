@@ -37,10 +37,11 @@ print(sorted(added - set(sys.stdlib_module_names)))
 def test_the_optional_parts_are_there_after_the_import_and_load_on_use() -> None:
     code = """
 import sys, partita
-loaded = ["partita." + name in sys.modules for name in ("nn", "testing", "kernels")]
+loaded = ["partita." + name in sys.modules for name in ("integrations", "nn", "testing", "kernels")]
 print(loaded, partita.nn.CrossEntropyLoss.__name__, partita.testing.sample_rows.__name__, any(m.startswith("partita.kernels") for m in sys.modules))
+print("partita.integrations.koi" in sys.modules, partita.integrations.koi.logZ_cu.__name__)
 """
-    assert run(code) == "[False, False, False] CrossEntropyLoss sample_rows False"
+    assert run(code).splitlines() == ["[False, False, False, False] CrossEntropyLoss sample_rows False", "False logZ_cu"]
 
 
 def test_calls_on_the_cpu_load_no_triton() -> None:
@@ -81,6 +82,9 @@ except AttributeError as error:
     assert run(code) == "module 'partita' has no attribute 'softmin'"
 
 
-@pytest.mark.parametrize("module", ["_backend", "softmax", "cross_entropy", "token_stats", "reference.cross_entropy", "nn", "testing"])
+MODULES = ["_backend", "softmax", "crf", "cross_entropy", "token_stats", "reference.cross_entropy", "integrations.koi", "nn", "testing"]
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_each_module_can_be_the_first_import(module: str) -> None:
     assert run(f"import importlib; print(importlib.import_module('partita.{module}').__name__)") == f"partita.{module}"

@@ -21,7 +21,7 @@ def _count(name: str, value: int, least: int) -> None:
 
 
 def debruijn_source(n_base: int, state_len: int, *, device: torch.device | str | None = None) -> Tensor:
-    """The table of CTC-CRF: its states are k-mers, each of which stays, or is entered from the k-mers that end in its beginning.
+    """The table of CTC-CRF: each k-mer stays, or is entered from those that end in its first k - 1 bases.
 
     Args:
         n_base: number of bases, b.
@@ -105,7 +105,9 @@ def ctc_crf_loss(
     scores: Tensor, targets: Tensor, target_lengths: Lengths, *, state_len: int, alphabet_size: int, input_lengths: Lengths | None = None,
     reduction: str = "mean",
 ) -> Tensor:  # fmt: skip
-    """The CTC-CRF loss: minus the logarithm of the probability, among all paths through the k-mers, of those that spell the target; in nats.
+    """The CTC-CRF loss: minus the log-probability, in nats, of the paths through the k-mers that spell the target.
+
+    A path starts in any k-mer and stays or moves on at each step; its probability is its share in the exponentials of the scores of all paths.
 
     Args:
         scores: `[T, N, C * A]` or `[T, N, C, A]` floating, C = (A - 1)^state_len, any numbers: `scores[t, n, c, 0]` is that of staying in k-mer c,

@@ -317,19 +317,6 @@ def ctc_wide_gradient_kernel(
     result_ptr += tl.multiple_of(row * classes, VEC)
     posterior_ptr += (n * chunks * steps + step) * 32
     blanks_ptr += n * chunks * steps + step
-    pitch = steps.to(tl.int64) * 32  # from one chunk's posteriors to the next
-    labels = tl.where(tl.max(counts.to(tl.int32), axis=0) > 0, labels, 0)
-    total = tl.zeros([1], REAL)
-    for c in range(0, labels // 32 + 1):
-        total += tl.load(blanks_ptr + c * steps + t * 0, mask=counts, other=0.0)
-    found = total  # of the blank, which may stand in a target too
-    for first in range(0, labels, BLOCK_L):
-        j = first + tl.arange(0, BLOCK_L)
-        share = tl.load(posterior_ptr + j // 32 * pitch + j % 32, mask=j < labels, other=0.0)
-        label = tl.load(labels_ptr + offset + j, mask=j < labels, other=-1)
-        total += tl.sum(share, axis=0)
-        found += tl.sum(tl.where(label == blank, share, 0.0), axis=0)
-    inverse = tl.where(total > 0.0, grad / total, 0.0)
     for first in range(0, classes, PIECES * BLOCK_V):
         pieces = ()
         for i in tl.static_range(PIECES):
@@ -337,17 +324,34 @@ def ctc_wide_gradient_kernel(
             value = tl.zeros([BLOCK_V], REAL) + spoilt
             if maxima_ptr is not None:
                 value += softmax_at(logits_ptr, v.to(tl.int64) * stride_c, (v < classes) & counts, maximum, scale, REAL)
-            pieces = pieces + (value - tl.where(v == blank, found * inverse, 0.0),)
+            pieces = pieces + (value,)
         for i in tl.static_range(PIECES):
             v = first + i * BLOCK_V + tl.arange(0, BLOCK_V)
             tl.store(result_ptr + v, pieces[i].to(result_ptr.dtype.element_ty), mask=v < classes)
-    tl.debug_barrier()
-    for first in range(0, labels, BLOCK_L):
-        j = first + tl.arange(0, BLOCK_L)
-        label = tl.load(labels_ptr + offset + j, mask=j < labels, other=-1)
-        posterior, leads = summed_of_class(posterior_ptr, pitch, next_ptr + n * most, j, labels)
-        leads = leads & (label >= 0) & (label < classes) & (label != blank)
-        value = spoilt - posterior * inverse
+    if tl.max(counts.to(tl.int32), axis=0) > 0:
+        pitch = steps.to(tl.int64) * 32  # from one chunk's posteriors to the next
+        total = tl.zeros([1], REAL)
+        for c in range(0, labels // 32 + 1):
+            total += tl.load(blanks_ptr + c * steps)
+        found = total  # of the blank, which may stand in a target too
+        for first in range(0, labels, BLOCK_L):
+            j = first + tl.arange(0, BLOCK_L)
+            share = tl.load(posterior_ptr + j // 32 * pitch + j % 32, mask=j < labels, other=0.0)
+            label = tl.load(labels_ptr + offset + j, mask=j < labels, other=-1)
+            total += tl.sum(share, axis=0)
+            found += tl.sum(tl.where(label == blank, share, 0.0), axis=0)
+        inverse = tl.where(total > 0.0, grad / total, 0.0)
+        tl.debug_barrier()
+        for first in range(0, labels, BLOCK_L):
+            j = first + tl.arange(0, BLOCK_L)
+            label = tl.load(labels_ptr + offset + j, mask=j < labels, other=-1)
+            posterior, leads = summed_of_class(posterior_ptr, pitch, next_ptr + n * most, j, labels)
+            leads = leads & (label >= 0) & (label < classes) & (label != blank)
+            value = spoilt - posterior * inverse
+            if maxima_ptr is not None:
+                value += softmax_at(logits_ptr, label * stride_c, leads, maximum, scale, REAL)
+            tl.store(result_ptr + label, value.to(result_ptr.dtype.element_ty), mask=leads)
+        value = spoilt - found * inverse
         if maxima_ptr is not None:
-            value += softmax_at(logits_ptr, label * stride_c, leads, maximum, scale, REAL)
-        tl.store(result_ptr + label, value.to(result_ptr.dtype.element_ty), mask=leads)
+            value += softmax_at(logits_ptr, blank * stride_c + t * 0, counts, maximum, scale, REAL)
+        tl.store(result_ptr + blank + t * 0, value.to(result_ptr.dtype.element_ty), mask=counts)

@@ -91,14 +91,14 @@ def row_at(walk, p):
 
 @triton.jit
 def rows_ahead(label_ptr, blank_ptr, walk, p, lane, FORWARD: tl.constexpr, SPAN: tl.constexpr, TABLE: tl.constexpr):
-    """Factors of the labels and of the blank for a block of steps; or logits, those of the blank a step a lane."""
-    rows, blanks = (), ()
+    """Logits, or factors, of the labels for a block of steps; and those of the blank, a step a lane."""
+    rows = ()
     if TABLE:
         step: tl.constexpr = TABLE if FORWARD else -TABLE
         at = walk[0] + (p - walk[3]) * step
         for u in tl.static_range(SPAN):
-            rows, blanks = rows + (tl.load((label_ptr + at) + u * step),), blanks + (tl.load((blank_ptr + at + lane * 0) + u * step),)
-        return rows, blanks
+            rows = rows + (tl.load((label_ptr + at) + u * step),)
+        return rows, tl.load(blank_ptr + at + lane % SPAN * step)
     else:
         for u in tl.static_range(SPAN):
             rows = rows + (tl.load(label_ptr + row_at(walk, p + u)),)
@@ -106,53 +106,44 @@ def rows_ahead(label_ptr, blank_ptr, walk, p, lane, FORWARD: tl.constexpr, SPAN:
 
 
 @triton.jit
-def factors_of(rows, blank_rows, held, p, lead, lane, limit, SPAN: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr):
-    """These as factors, 0 where no label is held, step by step; and NaN in the lanes in which one is none."""
-    factors, blanks, spoilt = (), (), lane.to(tl.float32) * 0.0
-    if TABLE:
-        for u in tl.static_range(SPAN):
-            mantissa, exponent = state_of(rows[u], False)
-            factors, blanks = factors + ((mantissa, tl.where(held, exponent, NOTHING - 127)),), blanks + (state_of(blank_rows[u], False),)
-            spoilt += mantissa * 0.0 + blanks[u][0] * 0.0
-    elif WIDE:
-        for u in tl.static_range(SPAN):
+def factors_of(rows, blank_row, held, p, lead, lane, limit, SPAN: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr):
+    """These as factors, 0 where no label is held; and NaN in the lanes in which one is none."""
+    factors, spoilt = (), lane.to(tl.float32) * 0.0
+    for u in tl.static_range(SPAN):
+        if WIDE:
             factors = factors + ((tl.where(held, wide_factor_of(rows[u])[0], -float("inf")),),)
-            blanks = blanks + (at_lane(wide_factor_of(blank_rows), lane, u, WIDE),)
+        else:
+            mantissa, exponent = state_of(rows[u], False) if TABLE else factor_of(rows[u], limit)
+            real = held if TABLE else held & (p + u >= lead)
+            factors, spoilt = factors + ((mantissa, tl.where(real, exponent, NOTHING - 127)),), spoilt + mantissa * 0.0
+    if WIDE:
+        return factors, wide_factor_of(blank_row), spoilt
     else:
-        mantissa, exponent = factor_of(blank_rows, limit)
+        mantissa, exponent = state_of(blank_row, False) if TABLE else factor_of(blank_row, limit)
         spoilt += mantissa * 0.0
-        real = p + lane % SPAN >= lead
-        blank_factors = (tl.where(real, mantissa, 1.0), tl.where(real, exponent, -127))
-        for u in tl.static_range(SPAN):
-            mantissa, exponent = factor_of(rows[u], limit)
-            factors = factors + ((mantissa, tl.where(held & (p + u >= lead), exponent, NOTHING - 127)),)
-            blanks, spoilt = blanks + (at_lane(blank_factors, lane, u, WIDE),), spoilt + mantissa * 0.0
-    return factors, blanks, spoilt
+        if not TABLE:
+            real = p + lane % SPAN >= lead
+            mantissa, exponent = tl.where(real, mantissa, 1.0), tl.where(real, exponent, -127)
+        return factors, (mantissa, exponent), spoilt
 
 
 @triton.jit
 def words_ahead(edges_ptr, p, there, lane, SPAN: tl.constexpr, WIDE: tl.constexpr):
-    """Words of a block of steps, as far as they are there."""
-    words = ()
-    for u in tl.static_range(SPAN):
-        nothing = WIDE_NOTHING_WORD if WIDE else NOTHING_WORD
-        words = words + (tl.load((edges_ptr + p + lane * 0) + u, mask=there & (lane >= 0), other=nothing, volatile=True),)
-    return words
+    """Words of a block of steps, a step a lane, as far as they are there."""
+    nothing = WIDE_NOTHING_WORD if WIDE else NOTHING_WORD
+    return tl.load(edges_ptr + p + lane, mask=there & (lane < SPAN), other=nothing, volatile=True)
 
 
 @triton.jit
-def missing(words):
-    """How many are not there yet."""
-    count = (words[0] == 0).to(tl.int32)
-    for u in tl.static_range(1, len(words)):
-        count += (words[u] == 0).to(tl.int32)
-    return tl.max(count, axis=0)
+def edge_at(words, u, lane, WIDE: tl.constexpr):
+    """The state in lane u's word."""
+    return state_of(tl.gather(words, lane * 0 + u, 0), WIDE)
 
 
 @triton.jit
-def advanced(into_blank, into_label, factors, blank_factors, u, WIDE: tl.constexpr):
+def advanced(into_blank, into_label, factors, blank_factors, u, lane, WIDE: tl.constexpr):
     """States behind a step from what enters them."""
-    return times(into_blank, blank_factors[u], WIDE), times(into_label, factors[u], WIDE)
+    return times(into_blank, at_lane(blank_factors, lane, u, WIDE), WIDE), times(into_label, factors[u], WIDE)
 
 
 @triton.jit
@@ -170,22 +161,22 @@ def half(
     """A chunk through its direction's half; and NaN in the lanes in which a logit has no factor."""
     count, lead = walk[2], walk[3]
     giver, spoilt = (lane == (31 if FORWARD else 0)) & follows, lane.to(tl.float32) * 0.0
-    rows, blank_rows = rows_ahead(label_ptr, blank_ptr, walk, 0, lane, FORWARD, SPAN, TABLE)
+    rows, blank_row = rows_ahead(label_ptr, blank_ptr, walk, 0, lane, FORWARD, SPAN, TABLE)
     words = words_ahead(edges_ptr, 0, there & (count > 0), lane, SPAN, WIDE)
     for p in range(0, count + lead, SPAN):
         if not WIDE:
-            while missing(words) > 0:
+            while tl.min((words != 0).to(tl.int32), axis=0) == 0:
                 words = words_ahead(edges_ptr, p, there, lane, SPAN, WIDE)
-        factors, blank_factors, bad = factors_of(rows, blank_rows, held, p, lead, lane, limit, SPAN, WIDE, TABLE)
+        factors, blank_factors, bad = factors_of(rows, blank_row, held, p, lead, lane, limit, SPAN, WIDE, TABLE)
         edges, spoilt = words, spoilt + bad
-        rows, blank_rows = rows_ahead(label_ptr, blank_ptr, walk, p + SPAN, lane, FORWARD, SPAN, TABLE)
+        rows, blank_row = rows_ahead(label_ptr, blank_ptr, walk, p + SPAN, lane, FORWARD, SPAN, TABLE)
         words = words_ahead(edges_ptr, p + SPAN, there & (p + SPAN < count + lead), lane, SPAN, WIDE)
         if KEEP and p % 8 == 0:
             put(kept_ptr + p // 8 * kept_row, blank, label, lane, WIDE)
         for u in tl.static_range(SPAN):
             tl.store(own_ptr + p + u + lane * 0, offered(blank, label, skips, FORWARD, WIDE), mask=giver)
-            into_blank, into_label = entered(blank, label, skips, state_of(edges[u], WIDE), lane, FORWARD, WIDE)
-            blank, label = advanced(into_blank, into_label, factors, blank_factors, u, WIDE)
+            into_blank, into_label = entered(blank, label, skips, edge_at(edges, u, lane, WIDE), lane, FORWARD, WIDE)
+            blank, label = advanced(into_blank, into_label, factors, blank_factors, u, lane, WIDE)
     return blank, label, spoilt
 
 
@@ -193,21 +184,21 @@ def half(
 def caught_up(blank, label, label_ptr, blank_ptr, walk, held, skips, limit, past_ptr, there, p, lane, FORWARD: tl.constexpr):
     """Wide states from those kept before a block of steps to a step in it, in a loop: unrolled, they would be long to compile."""
     for q in range(p // 8 * 8, p):
-        rows, blank_rows = rows_ahead(label_ptr, blank_ptr, walk, q, lane, FORWARD, 1, 0)
-        factors, blank_factors, bad = factors_of(rows, blank_rows, held, q, 0, lane, limit, 1, True, 0)
+        rows, blank_row = rows_ahead(label_ptr, blank_ptr, walk, q, lane, FORWARD, 1, 0)
+        factors, blank_factors, bad = factors_of(rows, blank_row, held, q, 0, lane, limit, 1, True, 0)
         edges = words_ahead(past_ptr, q, there, lane, 1, True)
-        into_blank, into_label = entered(blank, label, skips, state_of(edges[0], True), lane, FORWARD, True)
-        blank, label = advanced(into_blank, into_label, factors, blank_factors, 0, True)
+        into_blank, into_label = entered(blank, label, skips, edge_at(edges, 0, lane, True), lane, FORWARD, True)
+        blank, label = advanced(into_blank, into_label, factors, blank_factors, 0, lane, True)
     return blank, label
 
 
 @triton.jit
 def kept_ahead(label_ptr, blank_ptr, walk, kept_ptr, kept_row, past_ptr, there, p, lane, FORWARD: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr):
     """What a block is recovered from: factors, the states before it, and what its chunk got across its edge."""
-    rows, blank_rows = rows_ahead(label_ptr, blank_ptr, walk, p, lane, FORWARD, SPAN, TABLE)
+    rows, blank_row = rows_ahead(label_ptr, blank_ptr, walk, p, lane, FORWARD, SPAN, TABLE)
     at = kept_ptr + tl.maximum(p, 0) // 8 * kept_row + lane
     kept = (tl.load(at, mask=(lane >= 0) & (p >= 0), other=0), tl.load(at + 32, mask=(lane >= 0) & (p >= 0), other=0))
-    return rows, blank_rows, kept, words_ahead(past_ptr, p, there & (p >= 0), lane, SPAN, WIDE)
+    return rows, blank_row, kept, words_ahead(past_ptr, p, there & (p >= 0), lane, SPAN, WIDE)
 
 
 @triton.jit
@@ -237,11 +228,11 @@ def put_shares(
 
 @triton.jit
 def recovered(
-    label_ptr, blank_ptr, walk, rows, blank_rows, kept, past_ptr, there, held, skips, limit, p, lane,
+    label_ptr, blank_ptr, walk, rows, blank_row, kept, past_ptr, there, held, skips, limit, p, lane,
     FORWARD: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """A block's factors, and the states before it."""
-    factors, blank_factors, bad = factors_of(rows, blank_rows, held, p, walk[3], lane, limit, SPAN, WIDE, TABLE)
+    factors, blank_factors, bad = factors_of(rows, blank_row, held, p, walk[3], lane, limit, SPAN, WIDE, TABLE)
     blank, label = state_of(kept[0], WIDE), state_of(kept[1], WIDE)
     if WIDE:
         blank, label = caught_up(blank, label, label_ptr, blank_ptr, walk, held, skips, limit, past_ptr, there, tl.maximum(p, 0), lane, FORWARD)
@@ -258,40 +249,40 @@ def other_half(
     by step beside its own, for neither chain waits for the other."""
     count, giver, final = walk[2], (lane == (31 if FORWARD else 0)) & follows, walk[2] + walk[3] - SPAN
     words = words_ahead(edges_ptr, final, there & (count > 0), lane, SPAN, WIDE)
-    rows, blank_rows, kept, past = kept_ahead(label_ptr, blank_ptr, walk, kept_ptr, kept_row, past_ptr, past_there, final, lane, not FORWARD, SPAN, WIDE, TABLE)
+    rows, blank_row, kept, past = kept_ahead(label_ptr, blank_ptr, walk, kept_ptr, kept_row, past_ptr, past_there, final, lane, not FORWARD, SPAN, WIDE, TABLE)
     factors, blank_factors, other_blank, other_label = recovered(
-        label_ptr, blank_ptr, walk, rows, blank_rows, kept, past_ptr, past_there, held, skips, limit, final, lane, not FORWARD, SPAN, WIDE, TABLE
+        label_ptr, blank_ptr, walk, rows, blank_row, kept, past_ptr, past_there, held, skips, limit, final, lane, not FORWARD, SPAN, WIDE, TABLE
     )
     every = ()
     for u in tl.static_range(SPAN):
-        into_blank, into_label = entered(other_blank, other_label, skips, state_of(past[u], WIDE), lane, not FORWARD, WIDE)
-        other_blank, other_label = advanced(into_blank, into_label, factors, blank_factors, u, WIDE)
+        into_blank, into_label = entered(other_blank, other_label, skips, edge_at(past, u, lane, WIDE), lane, not FORWARD, WIDE)
+        other_blank, other_label = advanced(into_blank, into_label, factors, blank_factors, u, lane, WIDE)
         every = every + ((other_blank, other_label),)
-    rows, blank_rows, kept, past = kept_ahead(
+    rows, blank_row, kept, past = kept_ahead(
         label_ptr, blank_ptr, walk, kept_ptr, kept_row, past_ptr, past_there, final - SPAN, lane, not FORWARD, SPAN, WIDE, TABLE
     )  # fmt: skip
     for p in range(final, -1, -SPAN):
         if not WIDE:
-            while missing(words) > 0:
+            while tl.min((words != 0).to(tl.int32), axis=0) == 0:
                 words = words_ahead(edges_ptr, p, there, lane, SPAN, WIDE)
         edges, past_edges = words, past
         next_factors, next_blank_factors, other_blank, other_label = recovered(
-            label_ptr, blank_ptr, walk, rows, blank_rows, kept, past_ptr, past_there, held, skips, limit, p - SPAN, lane, not FORWARD, SPAN, WIDE, TABLE
+            label_ptr, blank_ptr, walk, rows, blank_row, kept, past_ptr, past_there, held, skips, limit, p - SPAN, lane, not FORWARD, SPAN, WIDE, TABLE
         )
         words = words_ahead(edges_ptr, p - SPAN, there & (p > 0), lane, SPAN, WIDE)
-        rows, blank_rows, kept, past = kept_ahead(
+        rows, blank_row, kept, past = kept_ahead(
             label_ptr, blank_ptr, walk, kept_ptr, kept_row, past_ptr, past_there, p - 2 * SPAN, lane, not FORWARD, SPAN, WIDE, TABLE
         )  # fmt: skip
         next_every, shares, blank_shares = (), (), ()
         for u in tl.static_range(SPAN):
             tl.store(own_ptr + p + (SPAN - 1 - u) + lane * 0, offered(blank, label, skips, FORWARD, WIDE), mask=giver)
-            into_blank, into_label = entered(blank, label, skips, state_of(edges[SPAN - 1 - u], WIDE), lane, FORWARD, WIDE)
-            into_other, into_other_label = entered(other_blank, other_label, skips, state_of(past_edges[u], WIDE), lane, not FORWARD, WIDE)
+            into_blank, into_label = entered(blank, label, skips, edge_at(edges, SPAN - 1 - u, lane, WIDE), lane, FORWARD, WIDE)
+            into_other, into_other_label = entered(other_blank, other_label, skips, edge_at(past_edges, u, lane, WIDE), lane, not FORWARD, WIDE)
             there_states = every[SPAN - 1 - u]
             shares = (share_of(into_label, there_states[1], exponent, WIDE),) + shares
             blank_shares = (share_of(into_blank, there_states[0], exponent, WIDE),) + blank_shares
-            blank, label = advanced(into_blank, into_label, factors, blank_factors, SPAN - 1 - u, WIDE)
-            other_blank, other_label = advanced(into_other, into_other_label, next_factors, next_blank_factors, u, WIDE)
+            blank, label = advanced(into_blank, into_label, factors, blank_factors, SPAN - 1 - u, lane, WIDE)
+            other_blank, other_label = advanced(into_other, into_other_label, next_factors, next_blank_factors, u, lane, WIDE)
             next_every = next_every + ((other_blank, other_label),)
         put_shares(
             posterior_ptr, blanks_ptr, shares, blank_shares, order, bounds, classes, p, walk[3], lane, not FORWARD, SPAN, GROUPS, WIDTH
