@@ -73,7 +73,8 @@ def test_all_ops_with_table_csv_and_picture(device: str, tmp_path: Path, capsys:
     for row in measured:
         assert row["note"] == ""
         assert 0 < float(row["min_ms"]) <= float(row["median_ms"]) <= float(row["max_ms"])
-        assert float(row["error_ulp"] or row["error"]) < (1e-4 if row["steps"] else 64)
+        exact = row["provider"] == "partita" or row["dtype"] == "fp32"  # elsewhere gradients are summed in half types
+        assert float(row["error_ulp"] or row["error"]) < ((1e-4 if exact else 1e-2) if row["steps"] else 64)
         if row["fraction"]:
             assert float(row["gb_per_s"]) == pytest.approx(int(row["bytes"]) / float(row["median_ms"]) / 1e6, rel=1e-4)
             assert float(row["fraction"]) == pytest.approx(float(row["gb_per_s"]) / machine[row["limit"]], rel=1e-3, abs=1e-4)

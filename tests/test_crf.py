@@ -203,9 +203,9 @@ def test_empty_batches() -> None:
 
 @backends
 def test_second_derivatives(backend: str) -> None:
-    scores, targets, *_ = sample(steps=4)
-    x = scores.clone().requires_grad_()
-    rest = targets[:, :4], torch.tensor([4, 2, 1, 4, 3]), torch.tensor([4, 3, 4, 2, 0])
+    scores, targets, *_ = sample(steps=3)
+    x = scores[:, :3].clone().requires_grad_()
+    rest = targets[:3, :4], torch.tensor([4, 3, 1]), torch.tensor([3, 2, 3])
     with partita.backend(backend):
         f = lambda x: loss_of(x, rest, reduction="none").nan_to_num(posinf=0.0)  # noqa: E731
         assert torch.autograd.gradcheck(f, x) and torch.autograd.gradgradcheck(f, x)

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from rows import OPS, Op, check, check_loss, check_op, devices, dtypes, plain_logsumexp
 from torch import Tensor
 
@@ -16,6 +17,7 @@ with mock.patch.object(torch.backends, "disable_global_flags"):  # for the other
     from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 INFOS = [info for info in op_db if info.name in (*OPS, "nn.functional.cross_entropy")]
+(CTC,) = [info for info in op_db if info.name == "nn.functional.ctc_loss"]
 infos = pytest.mark.parametrize("info", INFOS, ids=lambda info: "-".join(filter(None, (info.name, info.variant_test_name))))
 
 
@@ -61,3 +63,27 @@ def test_integer_samples(info: OpInfo, dtype: torch.dtype, device: str) -> None:
     """Cast by the argument `dtype`. Without one PyTorch's log-sum-exp takes integers as fp32; ours takes floating dtypes alone."""
     for sample in info.reference_inputs(device, dtype):
         assert torch.equal(*(f(sample.input, *sample.args, **sample.kwargs) for f in (OPS[info.name].ours, info.op)))
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("backend", ["auto", "reference", "numba"])
+def test_ctc_samples(backend: str, dtype: torch.dtype, device: str) -> None:
+    """Through a log-softmax: PyTorch's own gradient is that of log-probabilities which come from one, ours is the true one of any."""
+    if backend == "numba":
+        pytest.importorskip("numba")
+        if device != "cpu":
+            pytest.skip("Numba serves the CPU")
+    samples = list(CTC.sample_inputs(device, dtype))
+    assert samples
+    for sample in samples:
+        leaf = sample.input.detach().requires_grad_()
+        exact = leaf.detach().double().requires_grad_()
+        with partita.backend(backend):
+            loss = partita.ctc_loss(leaf.log_softmax(-1), *sample.args, **sample.kwargs)
+            (grad,) = torch.autograd.grad(loss.sum(), leaf)
+        truth = F.ctc_loss(exact.log_softmax(-1), *sample.args, **sample.kwargs)
+        (true_grad,) = torch.autograd.grad(truth.sum(), exact)
+        bounds = {"rtol": 1e-6, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 1e-10, "atol": 1e-11}
+        torch.testing.assert_close(loss, truth.to(dtype), **bounds)
+        torch.testing.assert_close(grad, true_grad.to(dtype), **bounds)

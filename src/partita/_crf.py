@@ -65,11 +65,11 @@ def subtract(d_scores: Tensor, marginals: Tensor, places: Tensor, factor: Tensor
     order = torch.nn.functional.pad(order, (1, 0), value=1)  # nothing moves into the first state: a 0 before all sums
     first, behind = (torch.searchsorted(place, place, right=right) for right in (False, True))
     steps = len(flat)
-    slab = steps if torch.compiler.is_compiling() else max(_SLAB // max(places.numel(), 1), 1)
-    for t in range(0, steps, max(slab, 1)):
+    slab = max(steps if torch.compiler.is_compiling() else _SLAB // max(places.numel(), 1), 1)
+    for t in range(0, steps, slab):
         part = flat[t : t + slab]
-        sums, at, below, above = (index.expand(len(part), -1, -1) for index in (order, place, first, behind))
-        sums = marginals[t : t + slab].gather(2, sums).round_().to(fixed).cumsum(2, dtype=fixed)
+        ranked, at, below, above = (index.expand(len(part), -1, -1) for index in (order, place, first, behind))
+        sums = marginals[t : t + slab].gather(2, ranked).round_().to(fixed).cumsum(2, dtype=fixed)
         total = sums.gather(2, above).sub_(sums.gather(2, below))
         part.scatter_(2, at, part.gather(2, at).sub_(total * factor[:, None]))
 

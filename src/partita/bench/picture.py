@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .case import DTYPE_NAMES
+from .case import DTYPE_NAMES, Case
 from .measure import Machine
 from .runner import Row
 
@@ -81,6 +81,10 @@ def _sweep(axes: Any, rows: list[Row], machine: Machine) -> None:
     axes.legend(loc="lower right", ncols=2)
 
 
+def _two_a_line(case: Case) -> str:
+    return " ×\n".join(case.size(case.sizes[i : i + 2]) for i in range(0, len(case.sizes), 2))
+
+
 def _bars(axes: Any, rows: list[Row], machine: Machine) -> None:
     """A group of bars a size, a bar a provider, and a line where the bytes alone would be."""
     cases = list(dict.fromkeys(row.case for row in rows))
@@ -95,10 +99,12 @@ def _bars(axes: Any, rows: list[Row], machine: Machine) -> None:
     groups = range(len(cases))
     axes.hlines(least, [g - 0.45 for g in groups], [g + 0.45 for g in groups], color="black", linestyle="--", linewidth=1, label="copy")
     axes.set_yscale("log")
-    axes.set_ylim(min(least) / 2, 8 * max(*least, *(row.timing.median for row in rows if row.timing)))  # the legend stands above the bars
+    measured = [row.timing.median for row in rows if row.timing]
+    axes.set_ylim(max(min(least), min(measured) / 20) / 2, 8 * max(*least, *measured))  # the legend stands above the bars
+    axes.set_xlim(-max(0.6, 2 - len(cases) / 2), len(cases) - 1 + max(0.6, 2 - len(cases) / 2))
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.set_title(f"{cases[0].caption}, {DTYPE_NAMES[cases[0].dtype]} {cases[0].scores}, {machine.name}")
-    axes.set_xticks(groups, [f"{case.size(case.sizes[:2])} ×\n{case.size(case.sizes[2:])}" for case in cases], fontsize=9)
+    axes.set_xticks(groups, [_two_a_line(case) for case in cases], fontsize=9)
     axes.set_xlabel(" × ".join(cases[0].sizes))
     axes.set_ylabel("forward + backward, ms")
     axes.grid(alpha=0.3, axis="y")

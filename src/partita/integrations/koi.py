@@ -71,7 +71,8 @@ def _on_device(idx: Tensor, device: torch.device) -> Tensor:
         return idx.to(device)
     found = _placed.get(idx)
     if found is None or found[0] != idx._version or found[1].device != device:
-        found = _placed[idx] = idx._version, idx.to(device)
+        with torch.inference_mode(False):  # what is made in that mode cannot be saved for a gradient later
+            found = _placed[idx] = idx._version, idx.to(device)
     return found[1]
 
 

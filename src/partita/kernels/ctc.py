@@ -11,14 +11,24 @@ from torch import Tensor
 
 from ..reference import ctc as reference
 from . import ctc_scan, launch as launching
-from .ctc_rows import ctc_narrow_gradient_kernel, ctc_next_kernel, ctc_norm_kernel, ctc_total_kernel, ctc_wide_gradient_kernel
+from .ctc_rows import (
+    ctc_lane_gradient_kernel,
+    ctc_narrow_gradient_kernel,
+    ctc_next_kernel,
+    ctc_norm_kernel,
+    ctc_order_kernel,
+    ctc_softmax_kernel,
+    ctc_total_kernel,
+    ctc_wide_gradient_kernel,
+)
 from .ctc_scan import EVERY
 from .launch import INTERPRETED, launch
 
 
 
 import os
-NREG = int(os.environ.get('NREG','255'))
+NREG = int(os.environ.get('NREG','0'))
+MANY = int(os.environ.get('MANY','2048'))  # programs beyond which a GPU is full
 MARGIN = 24  # rows of a table before and behind its steps
 
 
@@ -29,7 +39,8 @@ class Plan(NamedTuple):
         wide: all states are.
         table: the width of a table of factors of all classes, or 0 for none.
         chunks: of 32 positions of a target, each a program in each direction.
-        groups: of 32 classes, in which posteriors are summed; 0 where they are left by label.
+        groups: of 32 classes, where classes are few; otherwise 0.
+        summed: whether the scan sums posteriors by class: it is no slower where many programs hide one another's latency, and needs less memory.
         blocks, reach: of steps in a half, and steps that these make.
     """
 
@@ -37,6 +48,7 @@ class Plan(NamedTuple):
     table: int
     chunks: int
     groups: int
+    summed: bool
     blocks: int
     reach: int
 
@@ -69,7 +81,8 @@ def plan_of(logits: Tensor, most: int) -> Plan:
     steps, count, classes = logits.shape
     wide, blocks = logits.dtype == torch.float64, triton.cdiv(steps + 1, 2 * EVERY)
     table = 0 if wide else reference.table_width(classes, most)
-    return Plan(wide, table, most // 32 + 1, triton.cdiv(classes, 32) if classes <= 64 else 0, blocks, blocks * EVERY)
+    groups, chunks = triton.cdiv(classes, 32) if classes <= 64 else 0, most // 32 + 1
+    return Plan(wide, table, chunks, groups, groups > 0 and 2 * count * chunks > MANY, blocks, blocks * EVERY)
 
 
 def _cut(buffer: Tensor, plan: Plan, logits: Tensor, from_logits: bool, keep: bool) -> Kept:
@@ -130,7 +143,7 @@ class _Call(NamedTuple):
         options |= {"SPAN": 1 if wide else EVERY, "WIDE": wide, "ALL": plan.wide, "TABLE": 0 if source is self.logits else plan.table}
         programs = 2 * count * (1 if wide else plan.chunks)
         layout = ctc_scan.LANES if gluon else None
-        launch(kernel, programs, source, *self.targets, *args, None if wide else ticket, *sizes, **options, LAYOUT=layout, num_warps=1, **({'maxnreg':NREG} if name=='posterior' and gluon else {}))
+        launch(kernel, programs, source, *self.targets, *args, None if wide else ticket, *sizes, **options, LAYOUT=layout, num_warps=1, **({'maxnreg': NREG or (168 if programs > MANY else 255)} if name=='posterior' and gluon else {}))
 
 
 def ctc_loss(
@@ -170,7 +183,7 @@ def ctc_gradient(
         return result
     x = _cut(kept, plan, logits, from_logits, True)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    width = triton.cdiv(classes, 8) * 8 if plan.groups else 32
+    width = triton.cdiv(classes, 8) * 8 if plan.summed else 32
     posterior = torch.empty((count, plan.chunks, steps, width), dtype=wide, device=device)
     blanks = torch.empty((count, plan.chunks, steps), dtype=wide, device=device)
     zeros = torch.zeros(1 + (len(x.edges) if plan.chunks > 1 else 0), dtype=torch.int64, device=device)
@@ -178,18 +191,26 @@ def ctc_gradient(
     for each in call.modes:
         ticket = None if x.ticket is None else zeros[:1]
         tensors = (x.words, x.edges, zeros[1:], x.flags, x.logz, posterior, blanks)
-        call.scan("posterior", each, ticket, *tensors, blocks=plan.blocks, GROUPS=plan.groups, WIDTH=width)
+        call.scan("posterior", each, ticket, *tensors, blocks=plan.blocks, GROUPS=plan.groups * plan.summed, WIDTH=width)
     rows = (grad.double().contiguous(), logits, *call.targets, x.maxima, x.sums, x.flags, x.logz, posterior, blanks)
     sizes = (steps, count, classes, len(labels), most, plan.chunks, blank, *logits.stride())
-    tile = {"REAL": real, **_tile(logits, classes)}
-    if plan.groups:
+    tile = _tile(logits, classes)
+    if plan.summed:
         del tile["PIECES"]
-        tile["WIDTH"] = width
-        launch(ctc_narrow_gradient_kernel, count * triton.cdiv(steps, tile["ROWS"]), *rows, result, *sizes, **tile, num_warps=4)
+        launch(ctc_narrow_gradient_kernel, count * triton.cdiv(steps, tile["ROWS"]), *rows, result, *sizes, REAL=real, WIDTH=width, **tile, num_warps=4)
+    elif plan.groups:
+        order = torch.empty((count, plan.chunks, 1 + 2 * plan.groups, 32), dtype=torch.int32, device=device)
+        orders = (*call.targets[:2], target_lengths, order, count, classes, len(labels), most, plan.chunks)
+        launch(ctc_order_kernel, count * plan.chunks, *orders, GROUPS=plan.groups, num_warps=1)
+        launch(ctc_lane_gradient_kernel, count * triton.cdiv(steps, 8), *rows, order, result, *sizes, REAL=real, ROWS=8, GROUPS=plan.groups, num_warps=1)
     else:
         behind = torch.empty((count, most), dtype=torch.int32, device=device)
         launch(ctc_next_kernel, count * triton.cdiv(most, 64), *call.targets[:2], target_lengths, behind, len(labels), most, BLOCK=64, num_warps=4)
         del tile["ROWS"]
-        tile["BLOCK_L"] = min(max(32, triton.next_power_of_2(most)), 1024)
-        launch(ctc_wide_gradient_kernel, steps * count, *rows, behind, result, *sizes, **tile, num_warps=4)
+        norms = (offsets, input_lengths, target_lengths, x.maxima, x.sums, x.flags, x.logz)
+        softmax = (rows[0], logits, *norms, result, steps, count, classes, len(labels), most, *logits.stride())
+        launch(ctc_softmax_kernel, steps * count, *softmax, REAL=real, **tile, num_warps=4)
+        block = min(max(32, triton.next_power_of_2(most)), 1024)
+        places = {"ROWS": 1024 // block, "BLOCK_L": block}
+        launch(ctc_wide_gradient_kernel, count * triton.cdiv(steps, places["ROWS"]), *rows, behind, result, *sizes, REAL=real, **places, num_warps=4)
     return result
