@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _checks, _op
+from . import _backend, _checks, _op
 from .reference import ctc as reference
 
 
@@ -28,7 +28,7 @@ loss = _op.define(
     f"ctc_loss(Tensor logits, {_TARGETS}, int most, int blank, bool from_logits, bool keep, str backend) -> (Tensor, Tensor)",
     lambda logits, labels, offsets, input_lengths, target_lengths, most, blank, from_logits, keep: (
         logits.new_empty(logits.shape[1], dtype=torch.float64),
-        logits.new_empty(reference.kept_shape(*logits.shape, most, logits.device.type == "cuda", keep), dtype=torch.float64),
+        logits.new_empty(reference.kept_shape(*logits.shape, most, logits.device.type == "cuda" or _backend.interpreting(), keep), dtype=torch.float64),
     ),
     check=check_values,
     numba=True,
@@ -49,7 +49,6 @@ align = _op.define(
     ),
     check=check_values,
     numba=True,
-    triton=False,
 )
 
 

@@ -10,7 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import ctc as reference
-from . import ctc_scan, launch as launching
+from . import ctc_align as ctc_align_kernels
+from . import ctc_scan
+from . import launch as launching
 from .ctc_rows import (
     ctc_lane_gradient_kernel,
     ctc_narrow_gradient_kernel,
@@ -117,6 +119,24 @@ def _tile(logits: Tensor, width: int) -> dict[str, int]:
     return {"VEC": vector, "PIECES": min(triton.cdiv(width, block), 8), "ROWS": max(1, 1024 // block), "BLOCK_V": block}
 
 
+def _launch_lanes(module: Any, name: str, programs: int, *args: Any, **options: Any) -> None:
+    """Run a kernel of one warp a program, in Gluon where that is known."""
+    gluon = launching.NVIDIA and not INTERPRETED
+    kernel = getattr(module, f"ctc_{name}_gluon_kernel" if gluon else f"ctc_{name}_kernel")
+    launch(kernel, programs, *args, LAYOUT=ctc_scan.LANES if gluon else None, **options, num_warps=1)
+
+
+def _normalise(
+    logits: Tensor, input_lengths: Tensor, maxima: Tensor | None, sums: Tensor | None, table: Tensor | None, width: int
+) -> None:  # fmt: skip
+    """What normalises the steps, and the table of factors."""
+    steps, count, classes = logits.shape
+    options = {"REAL": _real(logits.dtype), "TABLE": width, **_tile(logits, max(classes, width))}
+    rows = (steps + 2 * MARGIN * (width > 0)) * count
+    args = (logits, input_lengths, maxima, sums, table, *logits.shape, _limit(logits), *logits.stride())
+    launch(ctc_norm_kernel, triton.cdiv(rows, options["ROWS"]), *args, **options, num_warps=4)
+
+
 class _Call(NamedTuple):
     """What all launches of a call share: its tensors, sizes and plan."""
 
@@ -134,34 +154,30 @@ class _Call(NamedTuple):
 
     def scan(self, name: str, wide: bool, ticket: Tensor | None, *args: Tensor, blocks: int, **options: Any) -> None:
         (steps, count, classes), plan, table = self.logits.shape, self.plan, self.kept.table
-        gluon = launching.NVIDIA and not INTERPRETED
-        kernel = getattr(ctc_scan, f"ctc_{name}_gluon_kernel" if gluon else f"ctc_{name}_kernel")
         source, strides = self.logits, self.logits.stride()
         if table is not None and not wide:
             source, strides = table[MARGIN * plan.table :], (plan.table, (steps + 2 * MARGIN) * plan.table, 1)
         sizes = (steps, count, classes, len(self.targets[0]), self.most, plan.chunks, blocks, plan.reach, self.blank, _limit(self.logits), *strides)
         options |= {"SPAN": 1 if wide else EVERY, "WIDE": wide, "ALL": plan.wide, "TABLE": 0 if source is self.logits else plan.table}
         programs = 2 * count * (1 if wide else plan.chunks)
-        layout = ctc_scan.LANES if gluon else None
-        launch(kernel, programs, source, *self.targets, *args, None if wide else ticket, *sizes, **options, LAYOUT=layout, num_warps=1, **({'maxnreg': NREG or (168 if programs > MANY else 255)} if name=='posterior' and gluon else {}))
+        if name == "posterior" and launching.NVIDIA and not INTERPRETED:
+            options["maxnreg"] = NREG or (168 if programs > MANY else 255)
+        _launch_lanes(ctc_scan, name, programs, source, *self.targets, *args, None if wide else ticket, *sizes, **options)
 
 
 def ctc_loss(
     logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, most: int, blank: int, from_logits: bool, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    steps, count, classes = logits.shape
+    steps, count, _ = logits.shape
     if not logits.numel():
         return reference.ctc_loss(logits, labels, offsets, input_lengths, target_lengths, most, blank, from_logits, keep)
-    plan, real = plan_of(logits, most), _real(logits.dtype)
+    plan = plan_of(logits, most)
     buffer = torch.empty(reference.kept_shape(*logits.shape, most, True, keep), dtype=torch.float64, device=logits.device)
     x = _cut(buffer, plan, logits, from_logits, keep)
     x.zeros.zero_()
     loss = torch.empty(count, dtype=torch.float64, device=logits.device)
     if from_logits or plan.table:
-        options = {"REAL": real, "TABLE": plan.table, **_tile(logits, max(classes, plan.table))}
-        norms = (logits, input_lengths, x.maxima, x.sums, x.table, *logits.shape, blank, _limit(logits), *logits.stride())
-        rows = (steps + 2 * MARGIN * (plan.table > 0)) * count
-        launch(ctc_norm_kernel, triton.cdiv(rows, options["ROWS"]), *norms, **options, num_warps=4)
+        _normalise(logits, input_lengths, x.maxima, x.sums, x.table, plan.table)
     call = _Call(logits, (labels.contiguous(), offsets, input_lengths, target_lengths), most, blank, plan, x)
     blocks = plan.blocks if keep else 0
     lanes = {"BLOCK_L": 256, "BLOCK_T": 256 if steps <= 1024 else 2048}
@@ -170,6 +186,38 @@ def ctc_loss(
         call.scan("halves", wide, x.ticket, x.words, x.edges, x.flags, blocks=blocks, KEEP=keep)
         launch(ctc_total_kernel, count, *call.targets, *totals, **lanes, WIDE=wide, ALL=plan.wide, num_warps=4)
     return loss, buffer
+
+
+def ctc_align(
+    logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, most: int, blank: int, from_logits: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    steps, count, classes = logits.shape
+    if not logits.numel():
+        return reference.ctc_align(logits, labels, offsets, input_lengths, target_lengths, most, blank, from_logits)
+    device, targets = logits.device, (labels.contiguous(), offsets, input_lengths, target_lengths)
+    chunks, blocks = most // 32 + 1, triton.cdiv(steps, EVERY)
+    reach = blocks * EVERY
+    zeros = torch.zeros(1 + count + (chunks * count * reach if chunks > 1 else 0), dtype=torch.int64, device=device)
+    ticket, flags, edges = zeros.split([1, count, len(zeros) - 1 - count])
+    pointers = torch.empty((count, chunks, blocks, 32), dtype=torch.int32, device=device)
+    ends = torch.empty((count, 2), dtype=torch.float64, device=device)
+    states = torch.empty((count, steps), dtype=torch.int32, device=device)
+    found, tokens = (torch.empty((count, steps), dtype=torch.int64, device=device) for _ in range(2))
+    scores = torch.empty((count, steps), dtype=torch.float64, device=device)
+    maxima = sums = None
+    if from_logits:
+        maxima, sums = torch.empty((2, steps, count), dtype=torch.promote_types(logits.dtype, torch.float32), device=device)
+        _normalise(logits, input_lengths, maxima, sums, None, 0)
+    sizes = (steps, count, classes, len(labels), most, chunks, blocks, reach, blank, *logits.stride())
+    _launch_lanes(
+        ctc_align_kernels, "best", count * chunks, logits, *targets, pointers, ends, edges, flags, ticket if chunks > 1 else None, *sizes, SPAN=EVERY
+    )
+    way = (offsets, input_lengths, target_lengths, pointers, ends, flags, states, steps, count, len(labels), most, chunks, blocks)
+    _launch_lanes(ctc_align_kernels, "trace", count, *way, SPAN=EVERY)
+    spelt = (logits, targets[0], offsets, maxima, sums, flags, states, found, tokens, scores, steps, count, blank, *logits.stride())
+    launch(ctc_align_kernels.ctc_spell_kernel, count * triton.cdiv(steps, 256), *spelt, BLOCK_T=256, num_warps=4)
+    impossible = ends.amax(1).where(target_lengths > 0, ends[:, 0]) == -torch.inf
+    return found, tokens, scores, torch.where(impossible & (flags == 0), -torch.inf, scores.sum(1))
 
 
 def ctc_gradient(
@@ -211,6 +259,6 @@ def ctc_gradient(
         softmax = (rows[0], logits, *norms, result, steps, count, classes, len(labels), most, *logits.stride())
         launch(ctc_softmax_kernel, steps * count, *softmax, REAL=real, **tile, num_warps=4)
         block = min(max(32, triton.next_power_of_2(most)), 1024)
-        places = {"ROWS": 1024 // block, "BLOCK_L": block}
-        launch(ctc_wide_gradient_kernel, count * triton.cdiv(steps, places["ROWS"]), *rows, behind, result, *sizes, REAL=real, **places, num_warps=4)
+        places = {"ROWS": max(1, int(os.environ.get('RR','1024')) // block), "BLOCK_L": block}
+        launch(ctc_wide_gradient_kernel, count * triton.cdiv(steps, places["ROWS"]), *rows, behind, result, *sizes, REAL=real, **places, num_warps=int(os.environ.get('WW','4')))
     return result

@@ -22,7 +22,7 @@ from .ctc_steps import (
 from .math import exp, exp_for, finite_shift, log_of
 
 
-@triton.jit(do_not_specialize=["steps", "count", "classes", "blank", "stride_t", "stride_n"])
+@triton.jit(do_not_specialize=["steps", "count", "classes", "stride_t", "stride_n"])
 def ctc_norm_kernel(
     logits_ptr,  # [steps, count, classes]
     input_lengths_ptr,  # [count]
@@ -32,7 +32,6 @@ def ctc_norm_kernel(
     steps,
     count,
     classes,
-    blank,
     limit,
     stride_t,
     stride_n,
@@ -44,7 +43,7 @@ def ctc_norm_kernel(
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """The maximum of each step, and the sum of the exponentials less it; and the factors of its classes, of one that is impossible, and of padding."""
+    """The maximum of each step, and the sum of the exponentials less it; and the factors of its classes, 0 in padding."""
     margin: tl.constexpr = 24 if TABLE else 0  # rows before and behind the table's steps
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t, n, lane = (row // count).to(tl.int64) - margin, (row % count).to(tl.int64), tl.arange(0, BLOCK_V)
@@ -55,7 +54,7 @@ def ctc_norm_kernel(
         pieces, higher = (), maximum
         for i in tl.static_range(PIECES):
             v = first + i * BLOCK_V + lane
-            x = tl.load(source_ptr + v.to(tl.int64)[None, :] * stride_c, mask=counts[:, None] & (v < classes)[None, :], other=-float("inf")).to(REAL)
+            x = tl.load(source_ptr + v.to(tl.int64)[None, :] * stride_c, mask=counts[:, None] & (v // VEC * VEC < classes)[None, :], other=-float("inf")).to(REAL)
             pieces = pieces + (x,)
         if maxima_ptr is not None:
             for i in tl.static_range(PIECES):
@@ -66,8 +65,7 @@ def ctc_norm_kernel(
                 total += tl.sum(exp_for(pieces[i] - shift[:, None], REAL), axis=1)
             maximum = higher
         if TABLE:
-            padding = tl.where(lane == blank, 0.0, -float("inf")).to(REAL)
-            factor = factor_of(tl.where(counts[:, None], pieces[0], padding[None, :]), limit)
+            factor = factor_of(pieces[0], limit)
             at = tl.multiple_of((n * (steps + 2 * margin) + t + margin) * TABLE, 8)[:, None] + lane[None, :]
             tl.store(table_ptr + at, word_of(factor, False), mask=(t < steps + margin)[:, None] & (lane < TABLE)[None, :])
     if maxima_ptr is not None:
@@ -189,7 +187,7 @@ def ctc_total_kernel(
         loss = 0.0 - logz * 0.6931471805599453
         if maxima_ptr is not None:
             loss += norm_of(maxima_ptr, sums_ptr, n, count, length, BLOCK_T)
-        tl.store(logz_ptr + n, logz)
+        tl.store(logz_ptr + n, tl.where(loss == loss, logz, loss))
         tl.store(loss_ptr + n, tl.where(flags >= 2, float("nan"), loss))
 
 
@@ -262,11 +260,11 @@ def ctc_narrow_gradient_kernel(
     blanks, posterior = tl.zeros([ROWS], REAL), tl.zeros([ROWS, BLOCK_V], REAL)
     for c in range(0, labels // 32 + 1):
         at = (n * chunks + c) * steps + t
-        posterior += tl.load(posterior_ptr + (at * WIDTH)[:, None] + v[None, :], mask=counts[:, None] & (v < classes)[None, :], other=0.0)
+        posterior += tl.load(posterior_ptr + (at * WIDTH)[:, None] + v[None, :], mask=counts[:, None] & (v // VEC * VEC < classes)[None, :], other=0.0)
         blanks += tl.load(blanks_ptr + at, mask=counts, other=0.0)
     total = tl.sum(posterior, axis=1) + blanks
     posterior += tl.where((v == blank)[None, :], blanks[:, None], 0.0)
-    inside = (t < steps)[:, None] & (v < classes)[None, :]
+    inside = (t < steps)[:, None] & (v // VEC * VEC < classes)[None, :]
     value = -posterior * tl.where(total > 0.0, grad / total, 0.0)[:, None] + spoilt[:, None]
     if maxima_ptr is not None:
         maximum, scale = norms_of(maxima_ptr, sums_ptr, row, counts, grad, REAL)
@@ -315,11 +313,11 @@ def ctc_softmax_kernel(
             v = first + i * BLOCK_V + tl.arange(0, BLOCK_V)
             value = tl.zeros([BLOCK_V], REAL) + spoilt
             if maxima_ptr is not None:
-                value += softmax_at(logits_ptr, v.to(tl.int64) * stride_c, (v < classes) & counts, maximum, scale, REAL)
+                value += softmax_at(logits_ptr, v.to(tl.int64) * stride_c, (v // VEC * VEC < classes) & counts, maximum, scale, REAL)
             pieces = pieces + (value,)
         for i in tl.static_range(PIECES):
             v = first + i * BLOCK_V + tl.arange(0, BLOCK_V)
-            tl.store(result_ptr + v, pieces[i].to(result_ptr.dtype.element_ty), mask=v < classes)
+            tl.store(result_ptr + v, pieces[i].to(result_ptr.dtype.element_ty), mask=v // VEC * VEC < classes)
 
 
 @triton.jit

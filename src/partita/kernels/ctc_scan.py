@@ -5,7 +5,7 @@ neighbour hands over its edge, a block of steps ahead of it, through words in me
 from a ticket, so a chunk's neighbour always started before it. `WIDE` programs take the chunks of a sequence one after another instead.
 
 Blocks of SPAN steps are whole: a half begins with padding, in which the blank is certain and labels are impossible, which leaves α and β as they
-start. The other direction comes to the padding last, when nothing is left to do. A table of factors has such rows before and behind its steps.
+start. The other direction comes to the padding last, when nothing is left to do. A table of factors has rows of zeros before and behind its steps.
 """
 
 import triton
@@ -121,9 +121,8 @@ def factors_of(rows, blank_row, held, p, lead, lane, limit, SPAN: tl.constexpr, 
     else:
         mantissa, exponent = state_of(blank_row, False) if TABLE else factor_of(blank_row, limit)
         spoilt += mantissa * 0.0
-        if not TABLE:
-            real = p + lane % SPAN >= lead
-            mantissa, exponent = tl.where(real, mantissa, 1.0), tl.where(real, exponent, -127)
+        real = p + lane % SPAN >= lead
+        mantissa, exponent = tl.where(real, mantissa, 1.0), tl.where(real, exponent, -127)
         return factors, (mantissa, exponent), spoilt
 
 
