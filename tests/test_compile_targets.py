@@ -34,10 +34,8 @@ pytestmark = pytest.mark.skipif(INTERPRETING, reason="kernels are functions of P
 KERNELS = Path(partita.__file__).parent / "kernels"
 SOURCES = ["softmax", "logsumexp", "cross_entropy", "cross_entropy_rows", "cross_entropy_scalars", "token_stats"]
 SOURCES += ["chain", "chain_fast", "chain_fast_best", "chain_scan", "chain_paths", "chain_pairs"]
-SOURCES += ["ctc_scan", "ctc_rows"]
-NAMES = sorted(
-    name for source in SOURCES for name in re.findall(r"^def (\w+_kernel)\(", (KERNELS / f"{source}.py").read_text(encoding="utf-8"), re.M)
-)
+SOURCES += ["ctc_scan", "ctc_posterior", "ctc_rows", "ctc_gradient", "ctc_align"]
+NAMES = sorted(name for source in SOURCES for name in re.findall(r"^def (\w+_kernel)\(", (KERNELS / f"{source}.py").read_text(encoding="utf-8"), re.M))
 KIB = 1024
 # Bytes of stack a thread that are known: ptxas keeps a scalar or two that no loop touches.
 SPILLED = dict.fromkeys(("chain_fast_gradient_kernel", "chain_fast_middle_kernel", "chain_viterbi_kernel"), 8)
@@ -205,9 +203,7 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
     assert not {name: dtypes for name, dtypes in found.items() if not dtypes >= wanted[name]}
 
 
-@pytest.mark.parametrize(
-    ("kernel", "name"), [(kernel, name) for kernel in NAMES for name in TARGETS if name != "gfx942" or not kernel.startswith(NVIDIA_ONLY)]
-)
+@pytest.mark.parametrize(("kernel", "name"), [(kernel, name) for kernel in NAMES for name in TARGETS if name != "gfx942" or not kernel.startswith(NVIDIA_ONLY)])
 def test_compiles(kernel: str, name: str, tmp_path: Path) -> None:
     target, limit = TARGETS[name]
     spills = []

@@ -45,7 +45,7 @@ def batch_of(steps: int, count: int, classes: int, most: int, *, device: str = "
 
 def results(x: Batch, backend: str, dtype: torch.dtype = torch.float32, from_logits: bool = True) -> tuple[torch.Tensor, ...]:
     """Losses with and without a gradient to come, and the gradient."""
-    logits = x.logits.to(dtype).requires_grad_()
+    logits = x.logits.to(dtype).clone().requires_grad_()
     with partita.backend(backend), poisoned_memory():
         losses = partita.ctc_loss(logits, *x[1:], "none", from_logits=from_logits)
         weights = torch.linspace(0.5, 2, len(losses), device=losses.device).to(losses.dtype)
@@ -75,7 +75,8 @@ def assert_aligned(x: Batch, from_logits: bool = True) -> None:
 
 
 # Few and many classes, of which tables are made and not; targets of one chunk and of several, and at their edges; impossible ones.
-SHAPES = [(12, 2, 5, 3), (40, 2, 6, 10), (9, 3, 5, 0), (1, 2, 4, 1), (0, 2, 4, 1), (5, 2, 6, 10), (90, 2, 5, 40), (70, 2, 40, 31), (80, 2, 70, 33), (30, 2, 300, 9)]
+SHAPES = [(12, 2, 5, 3), (40, 2, 6, 10), (9, 3, 5, 0), (1, 2, 4, 1), (0, 2, 4, 1), (5, 2, 6, 10), (90, 2, 5, 40), (70, 2, 40, 31), (80, 2, 70, 33)]
+SHAPES += [(30, 2, 300, 9)]
 
 
 @devices
@@ -229,9 +230,10 @@ def test_replay_sees_other_lengths_and_never_waits_for_the_host(device: str) -> 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_another_number_of_steps_compiles_nothing(device: str) -> None:
-    from partita.kernels import ctc_rows, ctc_scan
+    from partita.kernels import ctc_gradient, ctc_posterior, ctc_rows, ctc_scan
 
-    kernels = [k for module in (ctc_rows, ctc_scan) for name, k in vars(module).items() if name.endswith("_kernel")]
+    modules = (ctc_gradient, ctc_posterior, ctc_rows, ctc_scan)
+    kernels = [k for module in modules for name, k in vars(module).items() if name.endswith("_kernel")]
 
     def compiled() -> int:
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
@@ -252,7 +254,8 @@ def test_derivatives(device: str) -> None:
     def loss(t: torch.Tensor) -> torch.Tensor:
         return partita.ctc_loss(t, *x[1:], "sum", True, from_logits=True)
 
-    assert torch.autograd.gradcheck(loss, logits) and torch.autograd.gradgradcheck(loss, logits)
+    assert torch.autograd.gradcheck(loss, logits)
+    assert torch.autograd.gradgradcheck(loss, logits, nondet_tol=1e-12)  # the specification's own scatter, on a GPU
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])

@@ -51,10 +51,7 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         "scale_": [(x, torch.tensor(2.0, device=device)), (half, torch.tensor(2.0, device=device))],
         "token_stats": [(x, labels, 1.0, -100), (images, images[..., 0].argmax(-1).new_zeros(N, C, 2), 0.7, 0)],
         "token_stats_backward": [(one, one, one, x, labels, *partial(x, labels), 1.0, -100)],
-        **{
-            name: [(one, row, *a[:3], *statistics(a), *a[3:]) for a in loss_arguments[:2]]
-            for name in ("cross_entropy_backward", "cross_entropy_backward_")
-        },
+        **{name: [(one, row, *a[:3], *statistics(a), *a[3:]) for a in loss_arguments[:2]] for name in ("cross_entropy_backward", "cross_entropy_backward_")},
     }
 
 

@@ -11,9 +11,7 @@ from . import _backend, _checks, _op
 from .reference import ctc as reference
 
 
-def check_values(
-    logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, most: int, *_: Any
-) -> None:
+def check_values(logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, most: int, *_: Any) -> None:
     _checks.within("input_lengths", input_lengths, 0, logits.shape[0], "steps")
     _checks.within("target_lengths", target_lengths, 0, most, "labels")
     if _checks.values_wanted(labels.device):
@@ -28,7 +26,7 @@ loss = _op.define(
     f"ctc_loss(Tensor logits, {_TARGETS}, int most, int blank, bool from_logits, bool keep, str backend) -> (Tensor, Tensor)",
     lambda logits, labels, offsets, input_lengths, target_lengths, most, blank, from_logits, keep: (
         logits.new_empty(logits.shape[1], dtype=torch.float64),
-        logits.new_empty(reference.kept_shape(*logits.shape, most, logits.device.type == "cuda" or _backend.interpreting(), keep), dtype=torch.float64),
+        logits.new_empty(reference.kept_shape(logits.shape, most, logits.device.type == "cuda" or _backend.interpreting(), keep), dtype=torch.float64),
     ),
     check=check_values,
     numba=True,

@@ -18,7 +18,14 @@ _library = torch.library.Library("partita", "DEF")
 
 
 @functools.cache
-def _implementation(column: str, name: str, backend: str, device: torch.device, numba: bool, triton: bool = True,) -> Callable[..., Any]:
+def _implementation(
+    column: str,
+    name: str,
+    backend: str,
+    device: torch.device,
+    numba: bool,
+    triton: bool = True,
+) -> Callable[..., Any]:
     floor = _backend.resolve(backend, device, numba=numba, triton=triton)
     return getattr(importlib.import_module(f".{floor}.{column}", __package__), name)
 

@@ -10,28 +10,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import ctc as reference
-from . import ctc_align as ctc_align_kernels
-from . import ctc_scan
+from . import ctc_align as best
+from . import ctc_posterior, ctc_scan
 from . import launch as launching
-from .ctc_rows import (
-    ctc_lane_gradient_kernel,
-    ctc_narrow_gradient_kernel,
-    ctc_next_kernel,
-    ctc_norm_kernel,
-    ctc_order_kernel,
-    ctc_softmax_kernel,
-    ctc_total_kernel,
-    ctc_wide_gradient_kernel,
-)
-from .ctc_scan import EVERY
+from .ctc_gradient import ctc_lane_gradient_kernel, ctc_narrow_gradient_kernel, ctc_softmax_kernel, ctc_wide_gradient_kernel
+from .ctc_rows import ctc_next_kernel, ctc_norm_kernel, ctc_order_kernel, ctc_total_kernel
+from .ctc_walk import EVERY, LANES
 from .launch import INTERPRETED, launch
 
-
-
-import os
-NREG = int(os.environ.get('NREG','0'))
-MANY = int(os.environ.get('MANY','2048'))  # programs beyond which a GPU is full
+MANY = 2048  # programs beyond which a GPU is full
 MARGIN = 24  # rows of a table before and behind its steps
+SCANS = {"halves": ctc_scan, "posterior": ctc_posterior, "best": best, "trace": best}
 
 
 class Plan(NamedTuple):
@@ -88,18 +77,20 @@ def plan_of(logits: Tensor, most: int) -> Plan:
 
 
 def _cut(buffer: Tensor, plan: Plan, logits: Tensor, from_logits: bool, keep: bool) -> Kept:
-    steps, count, classes = logits.shape
-    norms = steps * count if from_logits else 0
+    steps, count, _ = logits.shape
+    norms = triton.cdiv(steps * count, 1 if plan.wide else 2) if from_logits else 0
     states = 2 * (plan.blocks * keep + 1) * count * plan.chunks * 64
-    sizes = [1, count, 2 * plan.chunks * count * plan.reach, states, count, norms, norms if plan.wide else 0, (steps + 2 * MARGIN) * count * plan.table]
+    sizes = [1, count, 2 * plan.chunks * count * plan.reach, states, count, norms, norms, (steps + 2 * MARGIN) * count * plan.table]
+    sizes = [size + size % 2 for size in sizes]  # each on 16 bytes: pointers that are not would be another kernel
     ticket, flags, edges, words, logz, maxima, sums, factors, _ = buffer.split([*sizes, len(buffer) - sum(sizes)])
     if not plan.wide:
-        maxima, sums = maxima.view(torch.float32).split([norms, norms])
-    ends = 1 + count + (len(edges) if plan.chunks > 1 else 0)
+        maxima, sums = maxima.view(torch.float32), sums.view(torch.float32)
+    ends = sum(sizes[: 3 if plan.chunks > 1 else 2])
     zeros, ticket, flags, edges, words, factors = (t.view(torch.int64) for t in (buffer[:ends], ticket, flags, edges, words, factors))
     waits = plan.chunks > 1 and not plan.wide
-    norm = (maxima, sums) if from_logits else (None, None)
-    return Kept(zeros, ticket if waits else None, flags, edges, words, logz, *norm, factors if plan.table else None)
+    if not from_logits:
+        maxima = sums = None
+    return Kept(zeros, ticket if waits else None, flags, edges, words, logz, maxima, sums, factors if plan.table else None)
 
 
 def _limit(logits: Tensor) -> float:
@@ -119,11 +110,11 @@ def _tile(logits: Tensor, width: int) -> dict[str, int]:
     return {"VEC": vector, "PIECES": min(triton.cdiv(width, block), 8), "ROWS": max(1, 1024 // block), "BLOCK_V": block}
 
 
-def _launch_lanes(module: Any, name: str, programs: int, *args: Any, **options: Any) -> None:
+def _launch_lanes(name: str, programs: int, *args: Any, **options: Any) -> None:
     """Run a kernel of one warp a program, in Gluon where that is known."""
     gluon = launching.NVIDIA and not INTERPRETED
-    kernel = getattr(module, f"ctc_{name}_gluon_kernel" if gluon else f"ctc_{name}_kernel")
-    launch(kernel, programs, *args, LAYOUT=ctc_scan.LANES if gluon else None, **options, num_warps=1)
+    kernel = getattr(SCANS[name], f"ctc_{name}_gluon_kernel" if gluon else f"ctc_{name}_kernel")
+    launch(kernel, programs, *args, LAYOUT=LANES if gluon else None, **options, num_warps=1)
 
 
 def _normalise(
@@ -161,8 +152,8 @@ class _Call(NamedTuple):
         options |= {"SPAN": 1 if wide else EVERY, "WIDE": wide, "ALL": plan.wide, "TABLE": 0 if source is self.logits else plan.table}
         programs = 2 * count * (1 if wide else plan.chunks)
         if name == "posterior" and launching.NVIDIA and not INTERPRETED:
-            options["maxnreg"] = NREG or (168 if programs > MANY else 255)
-        _launch_lanes(ctc_scan, name, programs, source, *self.targets, *args, None if wide else ticket, *sizes, **options)
+            options["maxnreg"] = 168 if programs > MANY else 255  # more programs at once, or each with what it wants
+        _launch_lanes(name, programs, source, *self.targets, *args, None if wide else ticket, *sizes, **options)
 
 
 def ctc_loss(
@@ -172,7 +163,7 @@ def ctc_loss(
     if not logits.numel():
         return reference.ctc_loss(logits, labels, offsets, input_lengths, target_lengths, most, blank, from_logits, keep)
     plan = plan_of(logits, most)
-    buffer = torch.empty(reference.kept_shape(*logits.shape, most, True, keep), dtype=torch.float64, device=logits.device)
+    buffer = torch.empty(reference.kept_shape(logits.shape, most, True, keep), dtype=torch.float64, device=logits.device)
     x = _cut(buffer, plan, logits, from_logits, keep)
     x.zeros.zero_()
     loss = torch.empty(count, dtype=torch.float64, device=logits.device)
@@ -197,8 +188,8 @@ def ctc_align(
     device, targets = logits.device, (labels.contiguous(), offsets, input_lengths, target_lengths)
     chunks, blocks = most // 32 + 1, triton.cdiv(steps, EVERY)
     reach = blocks * EVERY
-    zeros = torch.zeros(1 + count + (chunks * count * reach if chunks > 1 else 0), dtype=torch.int64, device=device)
-    ticket, flags, edges = zeros.split([1, count, len(zeros) - 1 - count])
+    zeros = torch.zeros(2 + count + count % 2 + (chunks * count * reach if chunks > 1 else 0), dtype=torch.int64, device=device)
+    ticket, flags, edges = zeros.split([2, count + count % 2, len(zeros) - 2 - count - count % 2])
     pointers = torch.empty((count, chunks, blocks, 32), dtype=torch.int32, device=device)
     ends = torch.empty((count, 2), dtype=torch.float64, device=device)
     states = torch.empty((count, steps), dtype=torch.int32, device=device)
@@ -209,15 +200,13 @@ def ctc_align(
         maxima, sums = torch.empty((2, steps, count), dtype=torch.promote_types(logits.dtype, torch.float32), device=device)
         _normalise(logits, input_lengths, maxima, sums, None, 0)
     sizes = (steps, count, classes, len(labels), most, chunks, blocks, reach, blank, *logits.stride())
-    _launch_lanes(
-        ctc_align_kernels, "best", count * chunks, logits, *targets, pointers, ends, edges, flags, ticket if chunks > 1 else None, *sizes, SPAN=EVERY
-    )
+    _launch_lanes("best", count * chunks, logits, *targets, pointers, ends, edges, flags, ticket if chunks > 1 else None, *sizes, SPAN=EVERY)
     way = (offsets, input_lengths, target_lengths, pointers, ends, flags, states, steps, count, len(labels), most, chunks, blocks)
-    _launch_lanes(ctc_align_kernels, "trace", count, *way, SPAN=EVERY)
+    _launch_lanes("trace", count, *way)
     spelt = (logits, targets[0], offsets, maxima, sums, flags, states, found, tokens, scores, steps, count, blank, *logits.stride())
-    launch(ctc_align_kernels.ctc_spell_kernel, count * triton.cdiv(steps, 256), *spelt, BLOCK_T=256, num_warps=4)
+    launch(best.ctc_spell_kernel, count * triton.cdiv(steps, 256), *spelt, BLOCK_T=256, num_warps=4)
     impossible = ends.amax(1).where(target_lengths > 0, ends[:, 0]) == -torch.inf
-    return found, tokens, scores, torch.where(impossible & (flags == 0), -torch.inf, scores.sum(1))
+    return found, tokens, scores, torch.where(impossible & (flags[:count] == 0), -torch.inf, scores.sum(1))
 
 
 def ctc_gradient(
@@ -234,11 +223,11 @@ def ctc_gradient(
     width = triton.cdiv(classes, 8) * 8 if plan.summed else 32
     posterior = torch.empty((count, plan.chunks, steps, width), dtype=wide, device=device)
     blanks = torch.empty((count, plan.chunks, steps), dtype=wide, device=device)
-    zeros = torch.zeros(1 + (len(x.edges) if plan.chunks > 1 else 0), dtype=torch.int64, device=device)
+    zeros = torch.zeros(2 + (len(x.edges) if plan.chunks > 1 else 0), dtype=torch.int64, device=device)
     call = _Call(logits, (labels.contiguous(), offsets, input_lengths, target_lengths), most, blank, plan, x)
     for each in call.modes:
         ticket = None if x.ticket is None else zeros[:1]
-        tensors = (x.words, x.edges, zeros[1:], x.flags, x.logz, posterior, blanks)
+        tensors = (x.words, x.edges, zeros[2:], x.flags, x.logz, posterior, blanks)
         call.scan("posterior", each, ticket, *tensors, blocks=plan.blocks, GROUPS=plan.groups * plan.summed, WIDTH=width)
     rows = (grad.double().contiguous(), logits, *call.targets, x.maxima, x.sums, x.flags, x.logz, posterior, blanks)
     sizes = (steps, count, classes, len(labels), most, plan.chunks, blank, *logits.stride())
@@ -259,6 +248,6 @@ def ctc_gradient(
         softmax = (rows[0], logits, *norms, result, steps, count, classes, len(labels), most, *logits.stride())
         launch(ctc_softmax_kernel, steps * count, *softmax, REAL=real, **tile, num_warps=4)
         block = min(max(32, triton.next_power_of_2(most)), 1024)
-        places = {"ROWS": max(1, int(os.environ.get('RR','1024')) // block), "BLOCK_L": block}
-        launch(ctc_wide_gradient_kernel, count * triton.cdiv(steps, places["ROWS"]), *rows, behind, result, *sizes, REAL=real, **places, num_warps=int(os.environ.get('WW','4')))
+        places = {"ROWS": max(1, 256 // block), "BLOCK_L": block}
+        launch(ctc_wide_gradient_kernel, count * triton.cdiv(steps, places["ROWS"]), *rows, behind, result, *sizes, REAL=real, **places, num_warps=4)
     return result

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 
-from .ctc_scan import SIZES, edge_at, labels_of, lanes, place_of, rows_ahead, sizes_of, walk_of, words_ahead
 from .ctc_steps import chosen, neighbour, state, word_of
+from .ctc_walk import SIZES, edge_at, labels_of, lanes, rows_ahead, sizes_of, walk_of, words_ahead
 from .math import log_of
 
 
@@ -86,11 +86,10 @@ def ctc_best_kernel(
 
 
 @triton.jit
-def pointers_ahead(pointers_ptr, block, position, pitch, lane):
+def pointers_at(pointers_ptr, block, position, pitch, lane):
     """Pointers of a block of steps for a position and those before it, one a lane."""
     at = position - lane
-    inside = (at >= 0) & (block >= 0)
-    return tl.load(pointers_ptr + (at // 32).to(tl.int64) * pitch + block * 32 + at % 32, mask=inside, other=0)
+    return tl.load(pointers_ptr + (at // 32).to(tl.int64) * pitch + block * 32 + at % 32, mask=(at >= 0) & (block >= 0), other=0)
 
 
 @triton.jit(do_not_specialize=["steps", "count", "held", "most", "chunks", "blocks"])
@@ -108,16 +107,15 @@ def ctc_trace_kernel(
     most,
     chunks,
     blocks,
-    SPAN: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """The state of each step: twice its position, and 1 more on the label; -1 for none. The pointers of a block are read two blocks ahead, for all
-    the positions that it may come to."""
+    """The state of each step: twice its position, and 1 more on the label; -1 for none. The pointers of 32 steps are read at once, for all the
+    positions that these may come to."""
     n, lane = tl.program_id(0).to(tl.int64), lanes(LAYOUT)
-    length, labels, offset, wrong = sizes_of(n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, steps, most, held)
+    length, labels = sizes_of(n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, steps, most, held)[:2]
     first, second = tl.load(ends_ptr + 2 * n), tl.where(labels > 0, tl.load(ends_ptr + 2 * n + 1), -float("inf"))
     there = tl.where(tl.load(flags_ptr + n) == 0, tl.where(first > -float("inf"), 1, tl.where(second > -float("inf"), 1, 0)), 0)
-    pitch, lead = blocks.to(tl.int64) * 32, (SPAN - length % SPAN) % SPAN
+    pitch, lead = blocks.to(tl.int64) * 32, (8 - length % 8) % 8
     pointers_ptr += n * chunks * pitch
     states_ptr += n * steps
     for t in range(0, tl.where(there > 0, 0, length), 32):
@@ -125,21 +123,19 @@ def ctc_trace_kernel(
     for t in range(length, steps, 32):
         tl.store(states_ptr + t + lane, lane * 0 - 1, mask=t + lane < steps)
     position, on_label = tl.where(second >= first, labels - 1, labels) + lane * 0, tl.where(second >= first, 1, 0) + lane * 0
-    last = tl.where(there > 0, (length + lead) // SPAN, 0) - 1
-    base, next_base = position, position
-    words, next_words = pointers_ahead(pointers_ptr, last, position, pitch, lane), pointers_ahead(pointers_ptr, last - 1, position, pitch, lane)
-    for block in range(last, -1, -1):
-        ahead, ahead_base = pointers_ahead(pointers_ptr, block - 2, position, pitch, lane), position
-        states = lane * 0
-        for v in tl.static_range(SPAN):
-            states = tl.where(lane == SPAN - 1 - v, 2 * position + on_label, states)
-            word = tl.gather(words, base - position, 0) >> (4 * (SPAN - 1 - v))
-            slot = tl.where(on_label == 1, (word >> 2) & 3, word & 3)
-            position -= tl.where((on_label == 1) & (slot == 2) | (on_label == 0) & (slot == 1), 1, 0)
+    last = tl.where(there > 0, (length + lead) // 8, 0) - 1
+    for block in range(last, -1, -4):
+        base, states, words = position, lane * 0, ()
+        for b in tl.static_range(4):
+            words = words + (pointers_at(pointers_ptr, block - b, position, pitch, lane),)
+        for v in tl.static_range(32):
+            states = tl.where(lane == v, 2 * position + on_label, states)
+            word = tl.gather(words[v // 8], base - position, 0) >> (4 * (7 - v % 8))
+            slot = tl.where(on_label == 1, word >> 2, word) & 3
+            position -= tl.where(slot == 2 - (on_label == 0).to(tl.int32), 1, 0)
             on_label = tl.where(slot == 1, 1 - on_label, on_label)
-        step = block * SPAN + lane - lead
-        tl.store(states_ptr + step, states, mask=(lane < SPAN) & (step >= 0))
-        words, next_words, base, next_base = next_words, ahead, next_base, ahead_base
+        step = block * 8 + 7 - lane - lead
+        tl.store(states_ptr + step, states, mask=step >= 0)
 
 
 @triton.jit(do_not_specialize=["steps", "count", "blank", "stride_t", "stride_n"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -94,22 +95,23 @@ def table_width(classes: int, most: int) -> int:
     return -(-classes // 8) * 8 if classes <= min(4 * most, 256) else 0
 
 
-def kept_shape(steps: int, count: int, classes: int, most: int, cuda: bool, keep: bool) -> tuple[int, ...]:
+def kept_shape(shape: Sequence[int], most: int, cuda: bool, keep: bool) -> tuple[int, ...]:
     """Of what the loss keeps for the gradient, in words of 64 bits: on the CPU α before each step; on a GPU, at most, α and β before every eighth step,
     what programs hand to one another, what normalises the steps, and where classes are few the exponentials of the logits."""
+    steps, count, classes = shape
     if not cuda:
         return (count, steps + 1, 2 * most + 4) if keep else (0,)
     blocks = (steps + 16) // 16
     states, edges = 2 * (blocks * keep + 1) * count * (most // 32 + 1) * 64, 2 * count * (most // 32 + 1) * blocks * 8
     table = (steps + 48) * table_width(classes, most)
-    return (1 + states + edges + (2 + 2 * steps + table) * count,)
+    return (16 + states + edges + (2 + 2 * steps + table) * count,)
 
 
 def ctc_loss(
     logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, most: int, blank: int, from_logits: bool, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """That loss, and what the gradient may use again: nothing, for the reference starts anew."""
-    kept = logits.new_zeros(kept_shape(*logits.shape, most, logits.device.type == "cuda", keep), dtype=torch.float64)
+    kept = logits.new_zeros(kept_shape(logits.shape, most, logits.device.type == "cuda", keep), dtype=torch.float64)
     return loss_of(logits, Targets(labels, offsets, target_lengths, most), input_lengths, blank, from_logits), kept
 
 
