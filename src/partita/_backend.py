@@ -79,17 +79,15 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def resolve(name: str, device: torch.device, *, numba: bool, triton: bool = True) -> str:
-    """The floor that serves a call on `device`: `reference`, `kernels` or `cpu`; `numba` and `triton` say whether the op has such a column."""
+def resolve(name: str, device: torch.device, *, numba: bool) -> str:
+    """The floor that serves a call on `device`: `reference`, `kernels` or `cpu`; `numba` says whether the op has such a column."""
     if name == "auto":
-        if device.type == "cuda" and triton and has_triton():
+        if device.type == "cuda" and has_triton():
             return "kernels"
         if numba and device.type == "cpu":
             return "cpu" if has_numba() else _without_numba()
         return "reference"
     if name == "triton":
-        if not triton:
-            raise RuntimeError("backend 'triton': this op has no Triton kernel yet; it runs in PyTorch (backend 'auto' or 'reference')")
         if not has_triton():
             raise RuntimeError("backend 'triton': the package triton is not installed")
         if device.type != "cuda" and not (device.type == "cpu" and interpreting()):

@@ -18,15 +18,8 @@ _library = torch.library.Library("partita", "DEF")
 
 
 @functools.cache
-def _implementation(
-    column: str,
-    name: str,
-    backend: str,
-    device: torch.device,
-    numba: bool,
-    triton: bool = True,
-) -> Callable[..., Any]:
-    floor = _backend.resolve(backend, device, numba=numba, triton=triton)
+def _implementation(column: str, name: str, backend: str, device: torch.device, numba: bool) -> Callable[..., Any]:
+    floor = _backend.resolve(backend, device, numba=numba)
     return getattr(importlib.import_module(f".{floor}.{column}", __package__), name)
 
 
@@ -50,14 +43,13 @@ def define(
     check: Callable[..., None] | None = None,
     vmap: Callable[..., Any] | None = None,
     numba: bool = False,
-    triton: bool = True,
 ) -> Op:
     """Register `partita::<schema>` and return it.
 
     The schema's first argument is a tensor and its last is `str backend`. At each call, the function of the op's name in the module
     `column` of the chosen floor (`reference`, `kernels` or `cpu`) gets every argument but the last. `check` sees the same arguments
-    first: it runs with the op, never while a graph is traced. `fake` gives shapes and dtypes, `vmap` the batching rule; `numba` and `triton` say
-    whether these floors have the column.
+    first: it runs with the op, never while a graph is traced. `fake` gives shapes and dtypes, `vmap` the batching rule; `numba` says
+    whether that floor has the column.
     """
     name = schema.partition("(")[0]
     qualified = f"partita::{name}"
@@ -66,7 +58,7 @@ def define(
         *args, backend = rest
         if check is not None:
             check(first, *args)
-        return _implementation(column, name, backend, first.device, numba, triton)(first, *args)
+        return _implementation(column, name, backend, first.device, numba)(first, *args)
 
     def refuse_derivatives(*args: Any) -> Any:
         """Derivatives are the autograd functions' affair; what goes past them, as Dynamo does under a function transform, must not be a silent zero."""
