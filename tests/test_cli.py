@@ -85,7 +85,8 @@ def test_info_says_what_is_missing_and_what_brings_it(capsys: pytest.CaptureFixt
 def test_the_ops_of_info_are_all() -> None:
     import partita
 
-    others = ("backend", "nn", "testing", "ctc_align", "dense_source", "edges_from_states", "linear_chain")
+    tables = ("debruijn_source", "dense_source", "edges_from_states", "linear_chain")
+    others = ("backend", "nn", "testing", "integrations", "ctc_align", "ctc_crf_loss", *tables)
     functions = {name for name in partita.__all__ if name.islower() and name not in others}
     assert functions <= set(_info.OPS)
     assert all(hasattr(partita.Chain, op) for op in set(_info.OPS) - functions)

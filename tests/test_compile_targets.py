@@ -34,11 +34,12 @@ pytestmark = pytest.mark.skipif(INTERPRETING, reason="kernels are functions of P
 KERNELS = Path(partita.__file__).parent / "kernels"
 SOURCES = ["softmax", "logsumexp", "cross_entropy", "cross_entropy_rows", "cross_entropy_scalars", "token_stats"]
 SOURCES += ["chain", "chain_fast", "chain_fast_best", "chain_scan", "chain_paths", "chain_pairs"]
-SOURCES += ["ctc_scan", "ctc_posterior", "ctc_rows", "ctc_gradient", "ctc_align"]
+SOURCES += ["ctc_scan", "ctc_posterior", "ctc_rows", "ctc_gradient", "ctc_align", "crf"]
 NAMES = sorted(name for source in SOURCES for name in re.findall(r"^def (\w+_kernel)\(", (KERNELS / f"{source}.py").read_text(encoding="utf-8"), re.M))
 KIB = 1024
 # Bytes of stack a thread that are known: ptxas keeps a scalar or two that no loop touches.
-SPILLED = dict.fromkeys(("chain_fast_gradient_kernel", "chain_fast_middle_kernel", "chain_viterbi_kernel"), 8)
+SPILLED = dict.fromkeys(("chain_fast_gradient_kernel", "chain_fast_middle_kernel", "chain_viterbi_kernel", "ctc_narrow_gradient_kernel"), 8)
+SPILLED["ctc_posterior_kernel"] = 144  # of what stands before its loop: with fewer registers more programs run at once
 NVIDIA_ONLY = "chain_fast"  # how the names of kernels in Gluon begin, and of those that serve them
 
 
@@ -129,6 +130,13 @@ def call_ctc(dtype: torch.dtype, count: int, classes: int, most: int, from_logit
     loss = partita.ctc_loss(logits, targets, ones, ones * most, from_logits=from_logits)
     torch.autograd.grad(loss, logits)
     partita.ctc_loss(logits.detach(), targets, ones, ones)
+    partita.ctc_align(logits, targets, ones, ones, from_logits=from_logits)
+
+
+def call_crf(dtype: torch.dtype) -> None:
+    scores = torch.zeros(3, 2, 4 * 5, dtype=dtype, requires_grad=True)
+    loss = partita.ctc_crf_loss(scores, torch.ones(2, 4, dtype=torch.int64), [4, 4], state_len=1, alphabet_size=5)
+    torch.autograd.grad(loss, scores)
 
 
 def call_everything(x: torch.Tensor) -> None:
@@ -156,6 +164,7 @@ def launches(cuda: str | None) -> dict[str, list[Launch]]:
             call_everything(torch.zeros(5000, 3, dtype=dtype).T)
             for states, slots in ((3, 2), (64, 5), (1024, 5), (2000, 3), (40, 40), (-64, 5), (-1024, 5)):
                 call_chains(dtype, states, slots)
+            call_crf(dtype)
             for from_logits in (False, True):
                 for count, classes, most in ((2, 5, 10), (2, 5, 40), (600, 20, 100), (2, 5000, 10)):
                     call_ctc(dtype, count, classes, most, from_logits)
@@ -198,7 +207,11 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
     found = {name: {launch.dtype for launch in each} for name, each in launches("13.0").items()}
     assert sorted(found) == NAMES
     alone = {"total_kernel": torch.float32, "chain_fast_last_kernel": torch.float64, "chain_fast_maps_kernel": torch.int64}  # losses, states, pointers
-    alone["chain_fast_trace_kernel"] = torch.int64
+    alone |= dict.fromkeys(("chain_fast_trace_kernel", "ctc_next_kernel", "ctc_order_kernel"), torch.int64)
+    # Of posteriors, or of states.
+    alone |= dict.fromkeys(("ctc_total_kernel", "ctc_posterior_kernel", "crf_subtract_kernel"), torch.float32)
+    alone |= dict.fromkeys((f"ctc_{kind}_gradient_kernel" for kind in ("lane", "narrow", "wide")), torch.float32)
+    alone["ctc_trace_kernel"] = torch.float64
     wanted = {name: {alone[name]} if name in alone else {torch.bfloat16, torch.float32} for name in NAMES}
     assert not {name: dtypes for name, dtypes in found.items() if not dtypes >= wanted[name]}
 

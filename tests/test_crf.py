@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from rows import INTERPRETING, devices
 
 import partita
-from partita import Chain, _crf
+from partita import Chain
+from partita.reference import crf as reference
 from partita.testing import all_paths
 
 BACKENDS = ["reference", "numba"]
@@ -249,16 +250,16 @@ def test_twice_the_same_bits(device: str) -> None:
 @pytest.mark.parametrize("slab", [1, 40, 2**22])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_subtraction_at_places_that_are_equal(dtype: torch.dtype, slab: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_crf, "_SLAB", slab)
+    monkeypatch.setattr(reference, "SLAB", slab)
     g = torch.Generator().manual_seed(0)
     places = torch.randint(0, 12, (3, 8, 2), generator=g)
     marginals = torch.rand(7, 3, 8, 2, generator=g, dtype=torch.float64).flatten(2).softmax(2).unflatten(2, (8, 2))
     marginals[:, :, 0, 1] = 0.0  # nothing moves into the first state
     dense, factor = torch.randn(7, 3, 4, 3, generator=g, dtype=torch.float64), torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     expected = dense.flatten(2).scatter_add(2, places.flatten(1).expand(7, -1, -1), -(marginals * factor[:, None, None]).flatten(2))
-    unit = 2.0 ** _crf._FIXED[dtype][1]
+    unit = 2.0 ** reference.FIXED[dtype][1]
     ours = dense.to(dtype).to(device)
-    _crf.subtract(ours, (marginals * unit).to(dtype).to(device), places.to(device), (factor / unit).to(dtype).to(device))
+    reference.subtract(ours, (marginals * unit).to(dtype).to(device), places.to(device), (factor / unit).to(dtype).to(device))
     torch.testing.assert_close(ours.double().cpu(), expected.reshape(ours.shape), rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-14)
 
 

@@ -89,6 +89,11 @@ def ctc_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         found["ctc_loss"] += [(*inputs, 3, 0, from_logits, keep) for keep in (False, True)]
         found["ctc_gradient"].append((torch.ones_like(loss), *inputs, loss, kept, 3, 0, from_logits))
         found["ctc_align"].append((*inputs, 3, 0, from_logits))
+    scores, source = torch.linspace(-1, 1, 72, device=device).reshape(4, 2, 3, 3), torch.tensor([[0, 1, 2], [1, 0, 2], [2, 0, 1]], device=device)
+    free, lengths, places = torch.zeros(2, 3, device=device), torch.tensor([4, 3], device=device), torch.tensor([[[0, 3], [3, 4]]] * 2, device=device)
+    logz, kept = torch.ops.partita.chain_logz(scores, source, free, free, lengths, True, BACKEND)
+    marginals = torch.ones(4, 2, 2, 2, device=device)
+    found["crf_gradient"] = [(torch.ones_like(logz), scores, source, lengths, logz, kept, marginals, places)]
     return found
 
 

@@ -48,7 +48,7 @@ class Check:
         sizes: rows and columns.
         edges: the inputs at the first of these.
         dtypes: some of them, where compiling for each takes long.
-        numba, triton: whether Numba serves it on the CPU, and Triton on a GPU.
+        numba: whether Numba serves it on the CPU.
     """
 
     op: str
@@ -61,7 +61,6 @@ class Check:
     edges: tuple[str, ...] = EDGES
     dtypes: tuple[str, ...] = tuple(DTYPES)
     numba: bool = False
-    triton: bool = True
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Backend:
 
     def of(self, check: Check) -> Backend:
         """What serves this op there."""
-        return Backend(FLOORS[_backend.resolve(_backend.current(), self.device, numba=check.numba, triton=check.triton)], self.device)
+        return Backend(FLOORS[_backend.resolve(_backend.current(), self.device, numba=check.numba)], self.device)
 
 
 @dataclass(frozen=True)
@@ -237,7 +236,6 @@ CHECKS = (
         ("plain", "offset"),
         ("bf16", "fp32"),
         True,
-        False,
     ),
     *(
         Check(op, ours, theirs, lambda x: (), "tensor", "tensor", ((ROWS, COLUMNS),), ("plain", "offset"), tuple(dtypes), True)

@@ -12,8 +12,7 @@ import torch
 from . import _backend
 from ._console import print_table
 
-NO_TRITON_OPS = ("ctc_loss",)
-NUMBA_OPS = ("logz", "viterbi", "expectation", *NO_TRITON_OPS)
+NUMBA_OPS = ("logz", "viterbi", "expectation", "ctc_loss")
 OPS = ("logsumexp", "softmax", "log_softmax", "cross_entropy", "token_stats", *NUMBA_OPS)
 FLOORS = {"reference": "PyTorch", "kernels": "Triton", "cpu": "Numba"}
 
@@ -67,7 +66,7 @@ def no_gpu() -> str:
 
 def _server(device: torch.device, op: str) -> str:
     try:
-        floor = _backend.resolve(_backend.current(), device, numba=op in NUMBA_OPS, triton=op not in NO_TRITON_OPS)
+        floor = _backend.resolve(_backend.current(), device, numba=op in NUMBA_OPS)
     except (RuntimeError, ValueError) as error:
         return f"none: {error}"
     interpreted = floor == "kernels" and device.type == "cpu"

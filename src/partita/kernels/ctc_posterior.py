@@ -109,8 +109,8 @@ def other_half(
             tl.store(own_ptr + p + (SPAN - 1 - u) + lane * 0, offered(blank, label, skips, FORWARD, WIDE), mask=giver)
             into_blank, into_label = entered(blank, label, skips, edge_at(edges, SPAN - 1 - u, lane, WIDE), lane, FORWARD, WIDE)
             into_other, into_other_label = entered(other_blank, other_label, skips, edge_at(past_edges, u, lane, WIDE), lane, not FORWARD, WIDE)
-            shares = (share_of(into_label, every[SPAN - 1 - u][1], exponent, WIDE), *shares)
-            blank_shares = (share_of(into_blank, every[SPAN - 1 - u][0], exponent, WIDE), *blank_shares)
+            shares = (share_of(into_label, every[SPAN - 1 - u][1], exponent, WIDE),) + shares
+            blank_shares = (share_of(into_blank, every[SPAN - 1 - u][0], exponent, WIDE),) + blank_shares
             blank, label = advanced(into_blank, into_label, factors, blank_factors, SPAN - 1 - u, lane, WIDE)
             other_blank, other_label = advanced(into_other, into_other_label, next_factors, next_blank_factors, u, lane, WIDE)
             next_every = next_every + ((other_blank, other_label),)

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from ..semiring import Log
-from .chain import inputs, logz_of
+from .chain import chain_gradient, inputs, logz_of
+from .softmax import accumulator
+
+# Marginals are summed as integers of this type, in units of 2 to the minus that: in any order the same bits, and they cannot drift.
+FIXED = {torch.float32: (torch.int32, 30), torch.float64: (torch.int64, 60)}
+SLAB = 2**22  # marginals that are subtracted at a time
 
 
 class Targets(NamedTuple):
@@ -96,3 +101,38 @@ def crf_loss(scores: Tensor, source: Tensor, spelt: Lattice, lengths: Tensor | N
     every = logz_of(inputs(scores, source, zeros, zeros, lengths, Log), Log)
     mine = logz_of(inputs(at_places(scores, spelt.places), spelt.source, spelt.initial, spelt.final, lengths, Log), Log)
     return torch.where(mine == -torch.inf, torch.inf, every - mine)
+
+
+def free(scores: Tensor) -> Tensor:
+    """The scores of ends where all are free, `[N, C]`."""
+    return torch.zeros((1, 1), dtype=accumulator(scores.dtype), device=scores.device).expand(scores.shape[1:3])
+
+
+def subtract(d_scores: Tensor, marginals: Tensor, places: Tensor, factor: Tensor) -> None:
+    """Takes `factor[n] · marginals[t, n]` away from `d_scores[t, n]`, `[T, N, C, A]` contiguous, at `places[n]`, of which some are equal.
+
+    The places are sorted once. The sum over a run of equal ones is a difference of cumulative sums, and each of the run writes the same result.
+    """
+    fixed = FIXED[marginals.dtype][0]
+    flat, marginals, places = d_scores.flatten(2), marginals.flatten(2), places.flatten(1)
+    place, order = places.sort(1)
+    order = torch.nn.functional.pad(order, (1, 0), value=1)  # nothing moves into the first state: a 0 before all sums
+    first, behind = (torch.searchsorted(place, place, right=right) for right in (False, True))
+    steps = len(flat)
+    slab = max(steps if torch.compiler.is_compiling() else SLAB // max(places.numel(), 1), 1)
+    for t in range(0, steps, slab):
+        part = flat[t : t + slab]
+        ranked, at, below, above = (index.expand(len(part), -1, -1) for index in (order, place, first, behind))
+        sums = marginals[t : t + slab].gather(2, ranked).round_().to(fixed).cumsum(2, dtype=fixed)
+        total = sums.gather(2, above).sub_(sums.gather(2, below))
+        part.scatter_(2, at, part.gather(2, at).sub_(total * factor[:, None]))
+
+
+def crf_gradient(
+    grad: Tensor, scores: Tensor, source: Tensor, lengths: Tensor, logz: Tensor, kept: Tensor, marginals: Tensor, places: Tensor
+) -> Tensor:
+    """The gradient of all paths' log Z, less the lattice's marginals, which come in units of `FIXED`; half types are rounded once."""
+    dtype = accumulator(scores.dtype)
+    result = chain_gradient(grad, scores, free(scores), free(scores), source, lengths, logz, kept, dtype)[0]
+    subtract(result, marginals, places, (grad * 2.0 ** -FIXED[dtype][1]).to(dtype))
+    return result.to(scores.dtype)

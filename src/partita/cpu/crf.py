@@ -1,0 +1,18 @@
+"""CTC-CRF on the CPU: chains in Numba, and their difference in ATen."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..reference import crf as reference
+from ..reference.softmax import accumulator
+from .chain import chain_gradient
+
+
+def crf_gradient(
+    grad: Tensor, scores: Tensor, source: Tensor, lengths: Tensor, logz: Tensor, kept: Tensor, marginals: Tensor, places: Tensor
+) -> Tensor:
+    free, dtype = reference.free(scores), accumulator(scores.dtype)
+    result = chain_gradient(grad, scores, free, free, source, lengths, logz, kept, dtype)[0]
+    reference.subtract(result, marginals, places, (grad * 2.0 ** -reference.FIXED[dtype][1]).to(dtype))
+    return result.to(scores.dtype)
