@@ -76,7 +76,7 @@ def assert_aligned(x: Batch, from_logits: bool = True) -> None:
 
 # Few and many classes, of which tables are made and not; targets of one chunk and of several, and at their edges; impossible ones.
 SHAPES = [(12, 2, 5, 3), (40, 2, 6, 10), (9, 3, 5, 0), (1, 2, 4, 1), (0, 2, 4, 1), (5, 2, 6, 10), (90, 2, 5, 40), (70, 2, 40, 31), (80, 2, 70, 33)]
-SHAPES += [(30, 2, 300, 9)]
+SHAPES += [(30, 2, 300, 9), (50, 2, 300, 40)]
 
 
 @devices
@@ -85,6 +85,15 @@ def test_against_the_specification(shape: tuple[int, int, int, int], device: str
     x = batch_of(*shape, device=device, seed=sum(shape))
     assert_right(x)
     assert_aligned(x)
+
+
+@devices
+@pytest.mark.parametrize("shape", [(30, 2, 6, 10), (60, 2, 60, 40)], ids=str)
+def test_classes_that_the_scan_sums(shape: tuple[int, int, int, int], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does where programs are many."""
+    monkeypatch.setattr("partita.kernels.ctc.MANY", 0)
+    for dtype in (torch.float32, torch.float64):
+        assert_right(batch_of(*shape, device=device), dtype)
 
 
 @devices

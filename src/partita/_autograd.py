@@ -31,9 +31,14 @@ class _Gradient(torch.autograd.Function):
         return None, None, None, *pull_back(grads[0]), *(None for _ in rest)
 
 
+def twice() -> bool:
+    """Whether a derivative is to be differentiated again."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
 def gradient(kernel: Callable[..., Tensor], reference: Callable[..., Tensor], variables: int, *tensors: Tensor | None) -> Tensor:
     """`kernel(*tensors)`, differentiable again in the first `variables` tensors through `reference`, of the same arguments."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if twice():
         return _Gradient.apply(kernel, reference, variables, *tensors)
     return kernel(*tensors)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _op
+from ._autograd import twice
 from .reference import chain_pairs as reference_pairs
 
 
@@ -95,11 +96,6 @@ expectation_gradient = _op.define(
 )
 
 
-def _twice() -> bool:
-    """Whether a derivative is to be differentiated again."""
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
-
-
 class LogZ(torch.autograd.Function):
     """log Z, `[N]` fp64; its gradient is the marginals."""
 
@@ -122,7 +118,7 @@ class LogZ(torch.autograd.Function):
         grad = grads[0]
         if grad is None:
             return (None,) * 7
-        run = Marginals.apply if _twice() else logz_gradient
+        run = Marginals.apply if twice() else logz_gradient
         scores, *rest = ctx.saved_tensors
         d_scores, d_initial, d_final = run(grad, scores, *rest, scores.dtype, ctx.backend)
         return d_scores, None, d_initial, d_final, None, None, None
@@ -145,7 +141,7 @@ class Marginals(torch.autograd.Function):
         grad, scores, initial, final, source, lengths = ctx.saved_tensors
         chain = (scores, source, initial, final, lengths)
         d_grad, *kept = Expectation.apply(*chain, *values, True, ctx.backend)
-        if _twice():
+        if twice():
             again = reference_pairs.mean_of(*chain, *values)
             parts = torch.autograd.grad(again, (scores, initial, final), grad, create_graph=True)
         else:
@@ -219,7 +215,7 @@ class Expectation(torch.autograd.Function):
             return (None,) * 10
         *tensors, mean, logz, kept = ctx.saved_tensors
         of_scores, of_values = (any(ctx.needs_input_grad[i] for i in part) for part in ((0, 2, 3), (5, 6, 7)))
-        if _twice():
+        if twice():
             variables = {i: tensors[i] for i in (0, 2, 3, 5, 6, 7) if ctx.needs_input_grad[i]}
             again = reference_pairs.mean_of(*tensors)
             parts = torch.autograd.grad(again, list(variables.values()), grad, create_graph=True, allow_unused=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _chain, _op
-from ._autograd import capturing, plain_eager
+from ._autograd import capturing, plain_eager, twice
 from .reference import crf as reference
 from .reference.softmax import accumulator
 
@@ -83,7 +83,7 @@ class Loss(torch.autograd.Function):
         if grad is None:
             return (None,) * 9
         scores, source, places, steps, initial, final, lengths, losses, every, kept, marginals = ctx.saved_tensors
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if twice():
             again = loss_of(scores, source, reference.Lattice(places, steps, initial, final), lengths, ctx.backend)
             (result,) = torch.autograd.grad(again, scores, grad, create_graph=True)
         else:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _backend, _checks, _op
+from ._autograd import twice
 from .reference import ctc as reference
 
 
@@ -73,7 +74,7 @@ class Loss(torch.autograd.Function):
         if grad is None:
             return (None,) * 10
         logits, labels, offsets, input_lengths, target_lengths, losses, kept = ctx.saved_tensors
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if twice():
             targets = reference.Targets(labels, offsets, target_lengths, ctx.most)
             again = reference.loss_of(logits, targets, input_lengths, ctx.blank, ctx.from_logits)
             (result,) = torch.autograd.grad(again, logits, grad, create_graph=True)

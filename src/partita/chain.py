@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import _backend, _chain, _checks
 from ._autograd import apply, capturing, plain_eager
+from ._lengths import moved
 from .reference import chain as reference
 from .reference.chain_paths import chain_log_score
 from .reference.softmax import accumulator
@@ -51,11 +52,7 @@ def lengths_of(lengths: Tensor | Sequence[int] | None, scores: Tensor) -> Tensor
         lengths = torch.tensor(list(lengths), dtype=torch.int64)
     _checks.integer("lengths", lengths)
     _checks.shape("lengths", lengths, scores.shape[1:2], "[N]")
-    if lengths.device == scores.device:
-        return lengths
-    if scores.device.type == "cuda" and lengths.device.type == "cpu":
-        lengths = lengths.pin_memory()
-    return lengths.to(scores.device, non_blocking=True)
+    return moved(lengths, scores.device)
 
 
 @functools.lru_cache(maxsize=64)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from . import _backend, _checks, _crf
 from ._autograd import apply
-from .ctc import REDUCTIONS, Lengths, _lengths
+from ._lengths import Lengths, lengths_of
+from .ctc import REDUCTIONS
 from .reference import crf as reference
 from .reference.crf import Targets
 from .reference.softmax import accumulator
@@ -137,9 +138,9 @@ def ctc_crf_loss(
     _checks.choice("reduction", reduction, REDUCTIONS)
     steps = _as_steps(scores, state_len, alphabet_size)
     n_base, count, device = alphabet_size - 1, steps.shape[1], scores.device
-    came, lengths = _lengths("target_lengths", target_lengths, count, device)
+    came, lengths = lengths_of("target_lengths", target_lengths, count, device)
     all_steps = torch.full((count,), len(steps), device=device)
-    inputs = all_steps if input_lengths is None else _lengths("input_lengths", input_lengths, count, device)[1]
+    inputs = all_steps if input_lengths is None else lengths_of("input_lengths", input_lengths, count, device)[1]
     spoken = _targets(steps, targets, lengths)
     if not torch.compiler.is_compiling() and not scores.is_meta and _checks.values_wanted(device):
         _check_values(steps, targets, lengths, inputs, n_base)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,10 +9,10 @@ from torch import Tensor
 
 from . import _backend, _checks, _ctc
 from ._autograd import apply
+from ._lengths import Lengths, lengths_of
 from .reference.ctc import Targets
 from .reference.softmax import accumulator
 
-Lengths = Tensor | Sequence[int] | int
 REDUCTIONS = ("none", "mean", "sum")
 
 
@@ -85,20 +84,6 @@ class _Prepared(NamedTuple):
     batched: bool
 
 
-def _lengths(name: str, value: Lengths, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`[N]` int64 as it came, and on the device."""
-    if isinstance(value, int):
-        value = [value]
-    if not isinstance(value, Tensor):
-        value = torch.tensor(list(value), dtype=torch.int64)
-    _checks.integer(name, value)
-    _checks.shape(name, value.reshape(-1), [count], "[N]")
-    value = value.reshape(-1).long()
-    if value.device.type == "cpu" and device.type == "cuda":
-        return value, value.pin_memory().to(device, non_blocking=True)
-    return value, value.to(device)
-
-
 def _prepare(name: str, logits: Tensor, targets: Tensor, input_lengths: Lengths, target_lengths: Lengths, blank: int) -> _Prepared:
     _checks.floating(name, logits)
     _checks.integer("targets", targets)
@@ -113,8 +98,8 @@ def _prepare(name: str, logits: Tensor, targets: Tensor, input_lengths: Lengths,
         raise ValueError(f"targets: expected shape [N, S] with N = {count}, or [sum of target_lengths], got {list(targets.shape)}")
     if isinstance(blank, bool) or not isinstance(blank, int) or not 0 <= blank < classes:
         raise ValueError(f"blank: expected a class from 0 to {classes - 1}, got {blank!r}")
-    _, inputs = _lengths("input_lengths", input_lengths, count, logits.device)
-    came, lengths = _lengths("target_lengths", target_lengths, count, logits.device)
+    _, inputs = lengths_of("input_lengths", input_lengths, count, logits.device)
+    came, lengths = lengths_of("target_lengths", target_lengths, count, logits.device)
     known = came.device.type == "cpu" and not torch.compiler.is_compiling()
     longest = int(came.max()) if known and count else targets.shape[-1] if count else 0
     if targets.ndim == 2:

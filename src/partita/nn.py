@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from .cross_entropy import cross_entropy
-from .ctc import Lengths, ctc_loss
+from ._lengths import Lengths
+from .ctc import ctc_loss
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
