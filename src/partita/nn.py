@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cross_entropy import cross_entropy
 from ._lengths import Lengths
+from .cross_entropy import cross_entropy
 from .ctc import ctc_loss
 
 
