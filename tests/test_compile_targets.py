@@ -38,7 +38,8 @@ SOURCES += ["ctc_scan", "ctc_posterior", "ctc_rows", "ctc_gradient", "ctc_align"
 NAMES = sorted(name for source in SOURCES for name in re.findall(r"^def (\w+_kernel)\(", (KERNELS / f"{source}.py").read_text(encoding="utf-8"), re.M))
 KIB = 1024
 # Bytes of stack a thread that are known: ptxas keeps a scalar or two that no loop touches.
-SPILLED = dict.fromkeys(("chain_fast_gradient_kernel", "chain_fast_middle_kernel", "chain_viterbi_kernel", "ctc_narrow_gradient_kernel"), 8)
+SPILLED = dict.fromkeys(("chain_fast_gradient_kernel", "chain_fast_middle_kernel", "chain_gradient_kernel", "chain_logz_kernel", "chain_viterbi_kernel"), 8)
+SPILLED["ctc_narrow_gradient_kernel"] = 8
 SPILLED["ctc_posterior_kernel"] = 144  # of what stands before its loop: with fewer registers more programs run at once
 NVIDIA_ONLY = "chain_fast"  # how the names of kernels in Gluon begin, and of those that serve them
 
