@@ -21,6 +21,11 @@ DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 devices = pytest.mark.parametrize("device", DEVICES)
+KERNEL_DEVICES = [
+    pytest.param("cpu", marks=[pytest.mark.interpreted, pytest.mark.skipif(not INTERPRETING, reason="needs TRITON_INTERPRET=1")]),
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]),
+]
+kernel_devices = pytest.mark.parametrize("device", KERNEL_DEVICES)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 hypothesis_settings = settings(
     max_examples=10 if INTERPRETING else 100,

@@ -5,17 +5,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from chains import TABLES, random_chain
-from rows import INTERPRETING
+from rows import INTERPRETING, KERNEL_DEVICES, kernel_devices
 
 import partita
 from partita import Chain
 from partita.testing import poisoned_memory
 
-DEVICES = [
-    pytest.param("cpu", marks=[pytest.mark.interpreted, pytest.mark.skipif(not INTERPRETING, reason="needs TRITON_INTERPRET=1")]),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]),
-]
-devices = pytest.mark.parametrize("device", DEVICES)
 SHAPES = ((0, 2, 3, 2), (1, 3, 3, 2), (2, 2, 2, 1), (5, 4, 3, 2), (7, 3, 1, 3), (20, 3, 13, 5), (11, 2, 70, 3), (4, 2, 5, 20))
 SEMIRINGS = ((partita.Log, "Log"), (partita.Max, "Max"))
 LARGE = ((50, 3, 64, 5), (50, 3, 256, 5), (30, 2, 1024, 5), (20, 2, 1500, 3), (20, 2, 4096, 2), (20, 2, 100, 40), (5, 2, 16_384, 3), (5, 2, 20_000, 2))
@@ -41,20 +36,20 @@ def assert_right(chain: Chain, dtype: torch.dtype) -> None:
         torch.testing.assert_close(a, b, rtol=max(tolerance, 2 * torch.finfo(a.dtype).eps), atol=2 * tolerance, equal_nan=True)
 
 
-@devices
+@kernel_devices
 @pytest.mark.parametrize("kind", TABLES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_the_specification(shape: tuple[int, ...], kind: str, device: str) -> None:
     assert_right(random_chain(*shape, kind=kind, seed=sum(shape), device=device), torch.float32)
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 def test_large_tables(shape: tuple[int, ...], device: str) -> None:
     assert_right(random_chain(*shape, seed=sum(shape), device=device), torch.float32)
 
 
-@devices
+@kernel_devices
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shape", [(9, 3, 6, 3), (9, 3, 6, 12)], ids=str)
 def test_dtypes(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
@@ -92,7 +87,7 @@ def assert_everything_right(chain: Chain) -> None:
         torch.testing.assert_close(ours[name], expected, rtol=tolerance, atol=atol, equal_nan=True, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@devices
+@kernel_devices
 @pytest.mark.parametrize("kind", TABLES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_all_other_ops_against_the_specification(shape: tuple[int, ...], kind: str, device: str) -> None:
@@ -101,7 +96,7 @@ def test_all_other_ops_against_the_specification(shape: tuple[int, ...], kind: s
     assert_everything_right(random_chain(*shape, kind=kind, seed=sum(shape), device=device))
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", (*SHAPES, *LARGE), ids=str)
 def test_all_other_ops_in_training_dtypes(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
@@ -109,7 +104,7 @@ def test_all_other_ops_in_training_dtypes(shape: tuple[int, ...], dtype: torch.d
     assert_everything_right(chain)
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 @pytest.mark.parametrize("kind", TABLES)
 @pytest.mark.parametrize("shape", [(40, 5, 5, 3), (400, 5, 64, 5), (700, 3, 200, 4), (300, 2, 1024, 5)], ids=str)
 def test_ties_are_broken_as_promised(shape: tuple[int, ...], kind: str, device: str) -> None:
@@ -128,7 +123,7 @@ def path_of(chain: Chain, backend: str) -> partita.chain.ViterbiPath:
         return chain.viterbi()
 
 
-@devices
+@kernel_devices
 def test_second_derivatives(device: str) -> None:
     chain = random_chain(5, 3, 4, 3, device=device)
     found = []
@@ -142,7 +137,7 @@ def test_second_derivatives(device: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-@devices
+@kernel_devices
 def test_strides(device: str) -> None:
     chain = random_chain(6, 3, 4, 3, ragged=False, device=device)
     frame = torch.full((3, 6, 3, 8), torch.nan, dtype=torch.float64, device=device).permute(1, 0, 3, 2)[:, :, ::2]
@@ -151,7 +146,7 @@ def test_strides(device: str) -> None:
     assert_right(Chain(chain.scores[:1].expand(6, -1, -1, -1), chain.source, chain.initial[:1].expand(3, -1), chain.final), torch.float32)
 
 
-@devices
+@kernel_devices
 def test_wrong_lengths_and_sources_make_nan(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARTITA_CHECK", "0")
     chain = random_chain(5, 3, ragged=False, forbidden=0.0, device=device)
@@ -163,14 +158,14 @@ def test_wrong_lengths_and_sources_make_nan(device: str, monkeypatch: pytest.Mon
     assert results(chain, "triton", torch.float32)[0].isnan().all()
 
 
-@devices
+@kernel_devices
 def test_twice_the_same_bits(device: str) -> None:
     chain = random_chain(12, 3, 9, 3, seed=4, device=device)
     for a, b in zip(*(results(chain, "triton", torch.float32) for _ in range(2)), strict=True):
         assert torch.equal(a.nan_to_num(-1.0), b.nan_to_num(-1.0))
 
 
-@devices
+@kernel_devices
 def test_table_is_built_anew_when_it_changes(device: str) -> None:
     chain = random_chain(5, 2, 4, 2, ragged=False, forbidden=0.0, device=device)
     assert_right(chain, torch.float32)
@@ -178,7 +173,7 @@ def test_table_is_built_anew_when_it_changes(device: str) -> None:
     assert_right(chain, torch.float32)
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 @pytest.mark.parametrize("states", [64, 256])
 def test_long_chains(states: int, device: str) -> None:
     """20,000 steps over k-mers."""
@@ -193,7 +188,7 @@ def test_long_chains(states: int, device: str) -> None:
         assert (marginals - truth.marginals()).abs().max() <= 2e-6
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 def test_capture_and_replay(device: str) -> None:
     chain = random_chain(9, 3, 16, 4, ragged=False, forbidden=0.0, device=device, dtype=torch.float32)
     scores = chain.scores.clone().requires_grad_()
@@ -224,7 +219,7 @@ FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("device", ["cpu", DEVICES[1]])
+@pytest.mark.parametrize("device", ["cpu", KERNEL_DEVICES[1]])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_fullgraph(name: str, device: str) -> None:
     if INTERPRETING:

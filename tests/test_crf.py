@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows import INTERPRETING, devices
+from rows import devices, kernel_devices
 
 import partita
 from partita import Chain
@@ -212,13 +212,7 @@ def test_second_derivatives(backend: str) -> None:
         assert torch.autograd.gradcheck(f, x) and torch.autograd.gradgradcheck(f, x)
 
 
-WHERE_KERNELS_RUN = [
-    pytest.param("cpu", marks=[pytest.mark.interpreted, pytest.mark.skipif(not INTERPRETING, reason="needs TRITON_INTERPRET=1")]),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
-
-
-@pytest.mark.parametrize("device", WHERE_KERNELS_RUN)
+@kernel_devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_on_the_kernels_of_chains(dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the reference; two targets have a label, or a length, that is out of range."""

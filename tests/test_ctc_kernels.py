@@ -7,17 +7,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows import INTERPRETING
+from rows import KERNEL_DEVICES, kernel_devices
 
 import partita
 from partita.testing import poisoned_memory
-
-DEVICES = [
-    pytest.param("cpu", marks=[pytest.mark.interpreted, pytest.mark.skipif(not INTERPRETING, reason="needs TRITON_INTERPRET=1")]),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]),
-]
-devices = pytest.mark.parametrize("device", DEVICES)
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 class Batch(NamedTuple):
@@ -79,7 +72,7 @@ SHAPES = [(12, 2, 5, 3), (40, 2, 6, 10), (9, 3, 5, 0), (1, 2, 4, 1), (0, 2, 4, 1
 SHAPES += [(30, 2, 300, 9), (50, 2, 300, 40)]
 
 
-@devices
+@kernel_devices
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_the_specification(shape: tuple[int, int, int, int], device: str) -> None:
     x = batch_of(*shape, device=device, seed=sum(shape))
@@ -87,7 +80,7 @@ def test_against_the_specification(shape: tuple[int, int, int, int], device: str
     assert_aligned(x)
 
 
-@devices
+@kernel_devices
 @pytest.mark.parametrize("shape", [(30, 2, 6, 10), (60, 2, 60, 40)], ids=str)
 def test_classes_that_the_scan_sums(shape: tuple[int, int, int, int], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it does where programs are many."""
@@ -96,7 +89,7 @@ def test_classes_that_the_scan_sums(shape: tuple[int, int, int, int], device: st
         assert_right(batch_of(*shape, device=device), dtype)
 
 
-@devices
+@kernel_devices
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_dtypes(dtype: torch.dtype, device: str) -> None:
     if device == "cpu" and dtype == torch.bfloat16:
@@ -106,7 +99,7 @@ def test_dtypes(dtype: torch.dtype, device: str) -> None:
     assert_right(x._replace(logits=x.logits.log_softmax(-1)), dtype, from_logits=False)
 
 
-@devices
+@kernel_devices
 def test_logits_that_no_exponent_holds_are_served_by_logarithms(device: str) -> None:
     """Masks such as -1e9, scores of 1e7, a NaN, and -inf; the other sequences of the batch go the usual way."""
     x = batch_of(30, 5, 6, 5, device=device, holes=0.1)
@@ -123,7 +116,7 @@ def test_logits_that_no_exponent_holds_are_served_by_logarithms(device: str) -> 
     assert_right(x)
 
 
-@devices
+@kernel_devices
 def test_wrong_labels_and_lengths_spoil_their_sequence_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARTITA_CHECK", "0")
     good = batch_of(20, 6, 7, 5, device=device)._replace(target_lengths=torch.full((6,), 4, device=device))
@@ -140,7 +133,7 @@ def test_wrong_labels_and_lengths_spoil_their_sequence_alone(device: str, monkey
         assert aligned.score[1:].isnan().all() and (aligned.labels[1:] == -1).all() and aligned.score[0].isfinite()
 
 
-@devices
+@kernel_devices
 def test_any_strides(device: str) -> None:
     x = batch_of(20, 3, 8, 5, device=device)
     assert_right(x._replace(logits=x.logits.permute(2, 0, 1).contiguous().permute(1, 2, 0)))
@@ -149,7 +142,7 @@ def test_any_strides(device: str) -> None:
     assert_right(fewer._replace(logits=x.logits[1:, :, 1:]))
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 70), st.integers(0, 5), st.sampled_from([2, 3, 9, 33, 70, 300]), st.integers(0, 70), st.integers(0, 2**20), st.booleans())
 def test_any_batch(device: str, steps: int, count: int, classes: int, most: int, seed: int, from_logits: bool) -> None:
@@ -167,7 +160,7 @@ def native(x: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 LARGE = [(4000, 1, 32, 1200), (10_000, 1, 32, 700), (20_000, 1, 32, 2000), (300, 400, 5, 100), (100, 3, 100_000, 30), (300, 70, 300, 150), (300, 3, 60, 60)]
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 def test_large_batches_against_pytorch_in_fp64(shape: tuple[int, int, int, int], device: str) -> None:
     x = batch_of(*shape, device=device)
@@ -182,7 +175,7 @@ def test_large_batches_against_pytorch_in_fp64(shape: tuple[int, int, int, int],
     assert torch.equal(again, losses) and torch.equal(torch.autograd.grad(again.sum(), logits)[0], grad)
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 def test_posteriors_of_a_hundred_thousand_steps(device: str) -> None:
     """Against the kernels in fp64, which are against the specification above."""
     x = batch_of(100_000, 1, 16, 3000, device=device)
@@ -191,7 +184,7 @@ def test_posteriors_of_a_hundred_thousand_steps(device: str) -> None:
     assert (grad.double() - truth).abs().max() <= 4e-6  # the one weight is .5
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 def test_an_hour_is_aligned(device: str) -> None:
     """A best path that is known: its classes stand out."""
     steps, tokens = 180_000, 20_000
@@ -209,7 +202,7 @@ def test_an_hour_is_aligned(device: str) -> None:
     assert (found.labels >= 0).sum() == steps
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 def test_replay_sees_other_lengths_and_never_waits_for_the_host(device: str) -> None:
     x = batch_of(60, 4, 20, 40, device=device)
     logits = x.logits.clone().requires_grad_()
@@ -237,7 +230,7 @@ def test_replay_sees_other_lengths_and_never_waits_for_the_host(device: str) -> 
             assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 def test_another_number_of_steps_compiles_nothing(device: str) -> None:
     from partita.kernels import ctc_gradient, ctc_posterior, ctc_rows, ctc_scan
 
@@ -255,7 +248,7 @@ def test_another_number_of_steps_compiles_nothing(device: str) -> None:
     assert compiled() == before > 0
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 def test_derivatives(device: str) -> None:
     x = batch_of(7, 2, 4, 3, device=device)
     logits = x.logits.double().requires_grad_()
@@ -267,7 +260,7 @@ def test_derivatives(device: str) -> None:
     assert torch.autograd.gradgradcheck(loss, logits, nondet_tol=1e-12)  # the specification's own scatter, on a GPU
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 def test_concatenated_targets_with_lengths_on_the_device(device: str) -> None:
     x = batch_of(50, 4, 9, 12, device=device)
     flat = torch.cat([row[:length] for row, length in zip(x.targets, x.target_lengths.tolist(), strict=True)])

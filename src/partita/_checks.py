@@ -95,3 +95,8 @@ def within(name: str, value: Tensor, low: int, high: int, meaning: str) -> None:
         return
     if (place := first_place((value < low) | (value > high))) is not None:
         raise ValueError(f"{name}: expected {meaning} from {low} to {high}, got {int(value[place])} at {list(place)}")
+
+
+def blank(value: object, classes: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < classes:
+        raise ValueError(f"blank: expected a class from 0 to {classes - 1}, got {value!r}")

@@ -8,7 +8,7 @@ from torch import Tensor
 from . import _backend, _checks, _crf
 from ._autograd import apply
 from ._lengths import Lengths, lengths_of
-from .ctc import REDUCTIONS
+from .ctc import REDUCTIONS, reduced
 from .reference import crf as reference
 from .reference.crf import Targets
 from .reference.softmax import accumulator
@@ -149,8 +149,4 @@ def ctc_crf_loss(
     spelt = reference.lattice(spoken, states, state_len, n_base, accumulator(scores.dtype), _crf.ladder(states, device))
     keep = torch.is_grad_enabled() and scores.requires_grad
     loss = apply(_crf.Loss, steps, _crf.kmers(n_base, state_len, device), *spelt, inputs, keep, _backend.current())[0]
-    if reduction == "mean":
-        loss = (loss / lengths.clamp(min=1)).mean()
-    elif reduction == "sum":
-        loss = loss.sum()
-    return loss.to(accumulator(scores.dtype))
+    return reduced(loss, lengths, reduction).to(accumulator(scores.dtype))

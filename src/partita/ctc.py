@@ -96,8 +96,7 @@ def _prepare(name: str, logits: Tensor, targets: Tensor, input_lengths: Lengths,
     _, count, classes = logits.shape
     if targets.ndim != 1 and (targets.ndim != 2 or not batched or len(targets) != count):
         raise ValueError(f"targets: expected shape [N, S] with N = {count}, or [sum of target_lengths], got {list(targets.shape)}")
-    if isinstance(blank, bool) or not isinstance(blank, int) or not 0 <= blank < classes:
-        raise ValueError(f"blank: expected a class from 0 to {classes - 1}, got {blank!r}")
+    _checks.blank(blank, classes)
     _, inputs = lengths_of("input_lengths", input_lengths, count, logits.device)
     came, lengths = lengths_of("target_lengths", target_lengths, count, logits.device)
     known = came.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -110,6 +109,13 @@ def _prepare(name: str, logits: Tensor, targets: Tensor, input_lengths: Lengths,
     if targets.ndim == 1 and not torch.compiler.is_compiling() and _checks.values_wanted(logits.device) and int(lengths.sum()) != most:
         raise ValueError(f"targets: expected as many labels as the sum of target_lengths, {int(lengths.sum())}, got {most}")
     return _Prepared(logits, Targets(targets.reshape(-1), offsets, lengths, max(min(longest, most), 0)), inputs, batched)
+
+
+def reduced(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
+    """The mean of loss / target length, the sum, or each."""
+    if reduction == "mean":
+        return (losses / target_lengths.clamp(min=1)).mean()
+    return losses.sum() if reduction == "sum" else losses
 
 
 def ctc_loss(
@@ -149,11 +155,8 @@ def ctc_loss(
     loss = apply(_ctc.Loss, x.logits, *tensors, x.targets.most, blank, from_logits, keep, _backend.current())[0]
     if zero_infinity:
         loss = torch.where(loss == torch.inf, 0.0, loss)
-    if reduction == "mean":
-        loss = (loss / x.targets.lengths.clamp(min=1)).mean()
-    elif reduction == "sum":
-        loss = loss.sum()
-    elif not x.batched:
+    loss = reduced(loss, x.targets.lengths, reduction)
+    if reduction == "none" and not x.batched:
         loss = loss[0]
     return loss.to(accumulator(log_probs.dtype))
 

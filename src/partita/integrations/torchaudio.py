@@ -76,8 +76,7 @@ def forced_align(
     count, steps, classes = log_probs.shape
     inputs = _lengths("input_lengths", input_lengths, count, steps)
     lengths = _lengths("target_lengths", target_lengths, count, targets.shape[1])
-    if isinstance(blank, bool) or not isinstance(blank, int) or not 0 <= blank < classes:
-        raise ValueError(f"blank: expected a class from 0 to {classes - 1}, got {blank!r}")
+    _checks.blank(blank, classes)
     _check_labels(targets.cpu(), inputs, lengths, classes, blank)
     found = ctc_align(log_probs.detach().transpose(0, 1), targets, inputs, lengths, blank)
     if (place := _checks.first_place(~found.score.isfinite())) is not None:

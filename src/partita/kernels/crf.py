@@ -10,6 +10,7 @@ from torch import Tensor
 from ..reference import crf as reference
 from ..reference.softmax import accumulator
 from .chain import chain_gradient
+from .ctc_gradient import summed_of_class
 from .ctc_rows import ctc_next_kernel
 from .launch import launch
 
@@ -31,18 +32,14 @@ def crf_subtract_kernel(
     """Scores that several steps of a lattice read lose all their marginals at once, each in the order of the lattice."""
     n = (tl.program_id(0) % count).to(tl.int64)
     t = (tl.program_id(0) // count).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    row, counts, grad = t * count + n, (t < steps)[:, None], tl.load(grad_ptr + n)
+    row, counts, grad = t * count + n, t < steps, tl.load(grad_ptr + n)
     for first in range(0, held, BLOCK):
         j = first + tl.arange(0, BLOCK)
-        leads = (tl.load(next_ptr + n * held + j, mask=j < held, other=-2) & 1) == 1
-        at, total = tl.where(leads, j, -1), tl.zeros([ROWS, BLOCK], marginals_ptr.dtype.element_ty)
-        while tl.max(at, axis=0) >= 0:
-            total += tl.load(marginals_ptr + (row * held)[:, None] + at[None, :], mask=counts & (at >= 0)[None, :], other=0.0)
-            at = tl.load(next_ptr + n * held + at, mask=at >= 0, other=-2) >> 1
+        total, leads = summed_of_class(marginals_ptr + row * held, 32, next_ptr + n * held, j, held, counts)
         place = tl.load(places_ptr + n * held + j, mask=leads, other=0)
         score_ptr = d_scores_ptr + (row * width)[:, None] + place[None, :]
-        before = tl.load(score_ptr, mask=counts & leads[None, :], other=0.0)
-        tl.store(score_ptr, before - total * grad, mask=counts & leads[None, :])
+        before = tl.load(score_ptr, mask=counts[:, None] & leads[None, :], other=0.0)
+        tl.store(score_ptr, before - total * grad, mask=counts[:, None] & leads[None, :])
 
 
 def crf_gradient(

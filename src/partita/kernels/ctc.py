@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from ..reference import ctc as reference
@@ -16,7 +15,7 @@ from . import launch as launching
 from .ctc_gradient import ctc_lane_gradient_kernel, ctc_narrow_gradient_kernel, ctc_softmax_kernel, ctc_wide_gradient_kernel
 from .ctc_rows import ctc_next_kernel, ctc_norm_kernel, ctc_order_kernel, ctc_total_kernel
 from .ctc_walk import EVERY, LANES
-from .launch import INTERPRETED, launch
+from .launch import INTERPRETED, launch, triton_dtype
 
 MANY = 2048  # programs beyond which a GPU is full
 MARGIN = 24  # rows of a table before and behind its steps
@@ -98,10 +97,6 @@ def _limit(logits: Tensor) -> float:
     return min(2.0**27 / (len(logits) + 2), 2.0**21) * 0.69
 
 
-def _real(dtype: torch.dtype) -> Any:
-    return tl.float64 if dtype == torch.float64 else tl.float32
-
-
 def _tile(logits: Tensor, width: int) -> dict[str, int]:
     """How rows are read: so many at once, in pieces of so many classes, and how many of these lie aligned."""
     block = min(triton.next_power_of_2(width), 1024)
@@ -122,7 +117,7 @@ def _normalise(
 ) -> None:  # fmt: skip
     """What normalises the steps, and the table of factors."""
     steps, count, classes = logits.shape
-    options = {"REAL": _real(logits.dtype), "TABLE": width, **_tile(logits, max(classes, width))}
+    options = {"REAL": triton_dtype(logits.dtype), "TABLE": width, **_tile(logits, max(classes, width))}
     rows = (steps + 2 * MARGIN * (width > 0)) * count
     args = (logits, input_lengths, maxima, sums, table, *logits.shape, _limit(logits), *logits.stride())
     launch(ctc_norm_kernel, triton.cdiv(rows, options["ROWS"]), *args, **options, num_warps=4)
@@ -214,7 +209,7 @@ def ctc_gradient(
     most: int, blank: int, from_logits: bool,
 ) -> Tensor:  # fmt: skip
     steps, count, classes = logits.shape
-    plan, real, device = plan_of(logits, most), _real(logits.dtype), logits.device
+    plan, real, device = plan_of(logits, most), triton_dtype(logits.dtype), logits.device
     result = torch.empty(logits.shape, dtype=logits.dtype, device=device)
     if not result.numel():
         return result

@@ -5,7 +5,7 @@ import triton.language as tl
 from triton.experimental import gluon
 
 from .ctc_steps import chosen, neighbour, state, word_of
-from .ctc_walk import SIZES, edge_at, labels_of, lanes, rows_ahead, sizes_of, walk_of, words_ahead
+from .ctc_walk import SIZES, awaited, edge_at, labels_of, lanes, rows_ahead, sizes_of, turn_of, walk_of, words_ahead
 from .math import log_of
 
 
@@ -44,9 +44,7 @@ def ctc_best_kernel(
     LAYOUT: tl.constexpr,
 ):
     """A chunk of a target through all steps: by how many states each came, 0, 1 or 2, and the scores of the last blank and label."""
-    place = tl.program_id(0)
-    if ticket_ptr is not None:
-        place = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
+    place = turn_of(ticket_ptr)
     chunk, n, lane = place // count, (place % count).to(tl.int64), lanes(LAYOUT)
     length, labels, offset, wrong = sizes_of(n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, steps, most, held)
     found, has, skips, bad = labels_of(labels_ptr + offset, chunk * 32, labels, classes, lane)
@@ -63,8 +61,7 @@ def ctc_best_kernel(
     rows, blank_row = rows_ahead(label_ptr, blank_ptr, walk, 0, lane, True, SPAN, 0)
     words = words_ahead(left_ptr, 0, there, lane, SPAN, True)
     for p in range(0, tl.where(padded > 0, padded + walk[3], 0), SPAN):
-        while tl.min((words != 0).to(tl.int32), axis=0) == 0:
-            words = words_ahead(left_ptr, p, there, lane, SPAN, True)
+        words = awaited(words, left_ptr, p, there, lane, SPAN, True)
         edges, blanks, pointers = words, tl.where(p + lane % SPAN >= walk[3], blank_row, 0.0).to(tl.float64), lane * 0
         values = ()
         for u in tl.static_range(SPAN):

@@ -5,7 +5,7 @@ import triton.language as tl
 from triton.experimental import gluon
 
 from .ctc_steps import between, classes_of, entered, offered, over_lanes, running_sums, share_of, state_of
-from .ctc_walk import SIZES, advanced, edge_at, factors_of, labels_of, lanes, place_of, rows_ahead, sizes_of, walk_of, words_ahead
+from .ctc_walk import SIZES, advanced, awaited, edge_at, factors_of, labels_of, lanes, place_of, rows_ahead, sizes_of, walk_of, words_ahead
 
 
 @triton.jit
@@ -94,8 +94,7 @@ def other_half(
     )  # fmt: skip
     for p in range(final, -1, -SPAN):
         if not WIDE:
-            while tl.min((words != 0).to(tl.int32), axis=0) == 0:
-                words = words_ahead(edges_ptr, p, there, lane, SPAN, WIDE)
+            words = awaited(words, edges_ptr, p, there, lane, SPAN, WIDE)
         edges, past_edges = words, past
         next_factors, next_blank_factors, other_blank, other_label = recovered(
             label_ptr, blank_ptr, walk, rows, blank_row, kept, past_ptr, past_there, held, skips, limit, p - SPAN, lane, not FORWARD, SPAN, WIDE, TABLE

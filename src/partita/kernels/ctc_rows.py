@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from .ctc_steps import NOTHING, POSSIBLE, chosen, classes_of, factor_of, plus, power, state, state_of, times, word_of
-from .ctc_walk import labels_of, sizes_of
-from .math import exp, exp_for, finite_shift, log_of
+from .ctc_walk import labels_of, sizes_of, target_of
+from .math import LN2, exp, exp_for, finite_shift, log_of
 
 
 @triton.jit(do_not_specialize=["steps", "count", "classes", "stride_t", "stride_n"])
@@ -73,8 +73,8 @@ def ctc_next_kernel(
     """Where each label stands next in its target, doubled, with 1 added where it stands there for the first time; -2 for nowhere."""
     blocks = tl.cdiv(most, BLOCK)
     n = (tl.program_id(0) // blocks).to(tl.int64)
-    labels, offset = tl.load(target_lengths_ptr + n), tl.load(offsets_ptr + n)
-    labels = tl.where((labels < 0) | (labels > most) | (offset < 0) | (offset + labels > held), 0, labels).to(tl.int32)
+    labels, offset, wrong = target_of(n, target_lengths_ptr, offsets_ptr, most, held)
+    labels = tl.where(wrong, 0, labels).to(tl.int32)
     j = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     label = tl.load(labels_ptr + offset + j, mask=j < labels, other=-1)
     behind, first = tl.full([BLOCK], 2147483647, tl.int32), tl.full([BLOCK], 1, tl.int32)
@@ -171,7 +171,7 @@ def ctc_total_kernel(
     if (flags >= 0) if ALL or not WIDE else (flags == 1):
         logz = total_of(alpha_ptr, beta_ptr, labels_ptr + offset, labels, BLOCK_L, WIDE)
         logz = tl.where(length > 0, logz, tl.where(labels == 0, 0.0, -float("inf")))
-        loss = 0.0 - logz * 0.6931471805599453
+        loss = 0.0 - logz * LN2
         if maxima_ptr is not None:
             loss += norm_of(maxima_ptr, sums_ptr, n, count, length, BLOCK_T)
         tl.store(logz_ptr + n, tl.where(loss == loss, logz, loss))
@@ -193,8 +193,8 @@ def ctc_order_kernel(
 ):
     """The labels of a chunk sorted by class: their places in that order, and where each class begins and ends in it."""
     n, chunk, lane = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks, tl.arange(0, 32)
-    labels, offset = tl.load(target_lengths_ptr + n), tl.load(offsets_ptr + n)
-    labels = tl.where((labels < 0) | (labels > most) | (offset < 0) | (offset + labels > held), 0, labels).to(tl.int32)
+    labels, offset, wrong = target_of(n, target_lengths_ptr, offsets_ptr, most, held)
+    labels = tl.where(wrong, 0, labels).to(tl.int32)
     labelled = labels_of(labels_ptr + offset, chunk * 32, labels, classes, lane)
     order, bounds = classes_of(labelled[0].to(tl.int32), labelled[1], lane, GROUPS)
     order_ptr += tl.program_id(0).to(tl.int64) * ((1 + 2 * GROUPS) * 32) + lane

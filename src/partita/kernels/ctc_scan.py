@@ -5,7 +5,7 @@ import triton.language as tl
 from triton.experimental import gluon
 
 from .ctc_steps import chosen, entered, offered, state
-from .ctc_walk import SIZES, advanced, edge_at, factors_of, labels_of, lanes, place_of, put, rows_ahead, sizes_of, walk_of, words_ahead
+from .ctc_walk import SIZES, advanced, awaited, edge_at, factors_of, labels_of, lanes, place_of, put, rows_ahead, sizes_of, walk_of, words_ahead
 
 
 @triton.jit
@@ -20,8 +20,7 @@ def half(
     words = words_ahead(edges_ptr, 0, there & (count > 0), lane, SPAN, WIDE)
     for p in range(0, count + lead, SPAN):
         if not WIDE:
-            while tl.min((words != 0).to(tl.int32), axis=0) == 0:
-                words = words_ahead(edges_ptr, p, there, lane, SPAN, WIDE)
+            words = awaited(words, edges_ptr, p, there, lane, SPAN, WIDE)
         factors, blank_factors, bad = factors_of(rows, blank_row, held, p, lead, lane, limit, SPAN, WIDE, TABLE)
         edges, spoilt = words, spoilt + bad
         rows, blank_row = rows_ahead(label_ptr, blank_ptr, walk, p + SPAN, lane, FORWARD, SPAN, TABLE)

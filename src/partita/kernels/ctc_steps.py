@@ -16,7 +16,6 @@ NOTHING_WORD = tl.constexpr((0x3F800000 << 32) | (2**32 - 2**29))
 WIDE_NOTHING_WORD = tl.constexpr(-(2**52))  # -inf
 MAGIC = tl.constexpr(12582912.0)  # 1.5 · 2**23: a sum with it is rounded to an integer, which stands in its low bits
 MAGIC_BITS = tl.constexpr(0x4B400000)
-LOG2E_WIDE = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -61,7 +60,7 @@ def factor_of(x, limit):
     """e**x as a factor: a mantissa, NaN where the exponent would pass a limit, and the exponent less 127; 0 is a mantissa too, with NOTHING."""
     x = x.to(tl.float32)
     if UNFUSED:
-        wide = x.to(tl.float64) * LOG2E_WIDE
+        wide = x.to(tl.float64) * LOG2E
         whole = tl.floor(wide + 0.5)
         mantissa, exponent = tl.exp2(wide - whole).to(tl.float32), whole.to(tl.int32)
     else:
@@ -77,7 +76,7 @@ def factor_of(x, limit):
 
 @triton.jit
 def wide_factor_of(x):
-    return (x.to(tl.float64) * LOG2E_WIDE,)
+    return (x.to(tl.float64) * LOG2E,)
 
 
 @triton.jit

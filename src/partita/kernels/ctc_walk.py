@@ -32,19 +32,34 @@ def lanes(LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def turn_of(ticket_ptr):
+    """This program's number, in the order in which programs start where there is a ticket."""
+    if ticket_ptr is None:
+        return tl.program_id(0)
+    else:
+        return tl.atomic_add(ticket_ptr, 1, sem="relaxed")
+
+
+@triton.jit
 def place_of(ticket_ptr, count):
     """Chunk (in the direction's order), sequence and direction of this program."""
-    place = tl.program_id(0)
-    if ticket_ptr is not None:
-        place = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
+    place = turn_of(ticket_ptr)
     return place // (2 * count), (place // 2 % count).to(tl.int64), place % 2
+
+
+@triton.jit
+def target_of(n, target_lengths_ptr, offsets_ptr, most, held):
+    """Labels of a sequence and where they start, as they came, and whether these are out of range."""
+    labels, offset = tl.load(target_lengths_ptr + n), tl.load(offsets_ptr + n)
+    return labels, offset, (labels < 0) | (labels > most) | (offset < 0) | (offset + labels > held)
 
 
 @triton.jit
 def sizes_of(n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, steps, most, held):
     """Steps and labels of a sequence, where its labels start, and whether it is wrong; 0 and 0 if so."""
-    length, labels, offset = tl.load(input_lengths_ptr + n), tl.load(target_lengths_ptr + n), tl.load(offsets_ptr + n)
-    wrong = (length < 0) | (length > steps) | (labels < 0) | (labels > most) | (offset < 0) | (offset + labels > held)
+    length = tl.load(input_lengths_ptr + n)
+    labels, offset, wrong = target_of(n, target_lengths_ptr, offsets_ptr, most, held)
+    wrong = wrong | (length < 0) | (length > steps)
     return tl.where(wrong, 0, length).to(tl.int32), tl.where(wrong, 0, labels).to(tl.int32), tl.where(wrong, 0, offset), wrong
 
 
@@ -114,6 +129,14 @@ def words_ahead(edges_ptr, p, there, lane, SPAN: tl.constexpr, WIDE: tl.constexp
     """Words of a block of steps, a step a lane, as far as they are there."""
     nothing = WIDE_NOTHING_WORD if WIDE else NOTHING_WORD
     return tl.load(edges_ptr + p + lane, mask=there & (lane < SPAN), other=nothing, volatile=True)
+
+
+@triton.jit
+def awaited(words, edges_ptr, p, there, lane, SPAN: tl.constexpr, WIDE: tl.constexpr):
+    """These once all of them are there."""
+    while tl.min((words != 0).to(tl.int32), axis=0) == 0:
+        words = words_ahead(edges_ptr, p, there, lane, SPAN, WIDE)
+    return words
 
 
 @triton.jit
