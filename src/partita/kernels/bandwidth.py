@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import cdiv
+
 BLOCK = 8192
 
 
@@ -27,7 +29,7 @@ def read_kernel(
 def read(input: Tensor) -> Tensor:
     """The greatest 32-bit word of each block of a contiguous tensor."""
     words = input.view(torch.int32).flatten()
-    blocks = triton.cdiv(words.numel(), BLOCK)
+    blocks = cdiv(words.numel(), BLOCK)
     output = words.new_empty(blocks)
     with torch.cuda.device_of(words):
         read_kernel[(blocks,)](words, output, words.numel(), BLOCK=BLOCK, num_warps=8)

@@ -20,7 +20,7 @@ from .chain_fast_best import (
 from .chain_scan import chain_scan
 from .chain_steps import edge_score, leaving, length_of, put_ends
 from .chain_table import ahead, directions_of, fast_options, shape_options, table_of
-from .launch import launch
+from .launch import cdiv, launch, power_of_2
 
 MOST_TOGETHER = 1024  # edges into a state, or last states, of which a sample is drawn at once
 
@@ -149,7 +149,7 @@ def _fast_viterbi(
     device, block, warps = scores.device, fast["BLOCK_C"], fast["num_warps"]
     both = directions_of(source, block, fast["BLOCK_E"])
     segment = min(max(16, 2 ** round(math.log2(steps + 2) / 2 - 0.5)), 256)  # about as many steps in a segment as there are segments
-    segments = triton.cdiv(steps, 2 * segment)
+    segments = cdiv(steps, 2 * segment)
     middle = torch.empty((2, chains, block), dtype=torch.float64, device=device)
     pointers = torch.empty((steps, chains, block) if trace else 0, dtype=torch.int16, device=device)
     maps = torch.empty((2, segments, chains, block) if trace else 0, dtype=torch.int16, device=device)
@@ -163,7 +163,7 @@ def _fast_viterbi(
     small = {"SEGMENT": segment, "BLOCK_C": block}
     numbers = (scores, *tables, lengths, middle, maps, marked, starts, *results, segments, steps, chains, slots, *scores.stride())
     for lone in (False, True) if trace else (False,):
-        count = triton.cdiv(steps, segment) if lone else segments
+        count = cdiv(steps, segment) if lone else segments
         programs = chains if lone else 2 * chains
         launch(chain_fast_best_kernel, programs, *inputs, LONE=lone, **scan)
         if trace:
@@ -303,10 +303,10 @@ def chain_sample(
     if table.wrong:
         return path.fill_(-1), taken.fill_(-1)
     alpha = chain_scan(scores, source, initial, final, lengths, False, False)
-    block_k = min(max(16, triton.next_power_of_2(max(slots, 1))), MOST_TOGETHER)
-    block_s = max(1, min(triton.next_power_of_2(max(samples, 1)), 1024 // block_k))
+    block_k = min(max(16, power_of_2(max(slots, 1))), MOST_TOGETHER)
+    block_s = max(1, min(power_of_2(max(samples, 1)), 1024 // block_k))
     tensors = (scores, table.source, final, None if lengths is None else lengths.contiguous(), alpha, uniforms.contiguous(), path, taken)
     sizes = (samples, steps, chains, states, slots, *scores.stride(), *final.stride())
-    programs = chains * triton.cdiv(samples, block_s)
+    programs = chains * cdiv(samples, block_s)
     launch(chain_sample_kernel, programs, *tensors, *sizes, BLOCK_S=block_s, BLOCK_K=block_k, num_warps=max(1, min(4, block_s * block_k // 256)))
     return path, taken

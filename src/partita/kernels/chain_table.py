@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .launch import INTERPRETED, NVIDIA, triton_dtype
+from .launch import INTERPRETED, NVIDIA, power_of_2, triton_dtype
 
 MOST_UNROLLED = 8  # edges into or out of a state that are loaded together, before anything waits
 MOST_STATES = 1024  # in a block
@@ -127,7 +126,7 @@ def _directions(table: Table, block: int, edge_block: int) -> Directions:
 def shape_options(scores: Tensor, table: Table) -> dict[str, Any]:
     """Compile-time arguments: edges that are loaded together, and states of a block, one a thread."""
     states, slots = scores.shape[2:]
-    block = min(triton.next_power_of_2(max(states, 1)), MOST_STATES)
+    block = min(power_of_2(max(states, 1)), MOST_STATES)
     unrolled = {"SLOTS": slots if slots <= MOST_UNROLLED else 0, "MOST": table.most if table.most <= MOST_UNROLLED else 0}
     return {**unrolled, "BLOCK_C": block, "WIDE": triton_dtype(scores.dtype), "num_warps": max(1, block // 32)}
 
@@ -141,16 +140,16 @@ def fast_options(scores: Tensor, table: Table) -> dict[str, Any] | None:
         return None
     if not 0 < states <= MOST_STATES or not 0 < width <= MOST_UNROLLED or reach >= 2**31:
         return None
-    block, vec = max(triton.next_power_of_2(states), 32), 16 // scores.element_size()
+    block, vec = max(power_of_2(states), 32), 16 // scores.element_size()
     plain = scores.stride()[2:] == (slots, 1)
     vectors = plain and all(number % 16 == 0 for number in (states * slots, *scores.stride()[:2], scores.data_ptr()))
     return {
         "WIDTH": width,
-        "PARTS": triton.next_power_of_2(width),
+        "PARTS": power_of_2(width),
         "PLAIN": plain,
         "VEC": vec if vectors else 1,
         "BLOCK_C": block,
-        "BLOCK_E": max(triton.next_power_of_2(states * slots), block * (vec if vectors else 1)),  # a vector for each thread at least
+        "BLOCK_E": max(power_of_2(states * slots), block * (vec if vectors else 1)),  # a vector for each thread at least
         "num_warps": block // 32,
     }
 

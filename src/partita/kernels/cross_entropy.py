@@ -29,7 +29,7 @@ from .cross_entropy_rows import (
     view_of,
 )
 from .cross_entropy_scalars import SHARES, SUM_WORDS, denominators, scale_, total, whole_of
-from .launch import box_words, launch, plan_for, row_options, tile_options
+from .launch import box_words, cdiv, launch, plan_for, row_options, tile_options
 from .math import (
     again,
     aligned_start,
@@ -315,7 +315,7 @@ def _one_pass(
         launch(cross_entropy_row_kernel, view.rows * chosen.splits, *args, *numbers, 0.0, **flags, **row_options(chosen, logits.dtype))
     else:
         args += (loss, grad, view.rows, view.classes, *view.strides[0], *view.strides[1], *view.strides[2])
-        programs = view.batches * triton.cdiv(view.rows, chosen.rows)
+        programs = view.batches * cdiv(view.rows, chosen.rows)
         launch(cross_entropy_tile_kernel, programs, *args, *numbers, **flags, ALONE=False, **tile_options(chosen, logits.dtype))
     return total(loss, words, dtype, shares=shares)
 

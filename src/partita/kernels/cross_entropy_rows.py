@@ -12,7 +12,7 @@ from torch import Tensor
 from ..reference.cross_entropy import Rows as RowValues
 from ..reference.softmax import accumulator
 from .cross_entropy_scalars import clear
-from .launch import Rows, counters, elementwise_plan, launch, rows_of, scan_options, scan_plan_for, span_of, tile_options
+from .launch import Rows, cdiv, counters, elementwise_plan, launch, rows_of, scan_options, scan_plan_for, span_of, tile_options
 from .math import capped, divide, edge_columns, exp_for, finite_shift, log_of, merged, store_once
 from .scan import (
     by_lane,
@@ -329,7 +329,7 @@ def cross_entropy(
     values = RowValues(*(logits.new_empty(row_shape(logits), dtype=accumulator(logits.dtype)) for _ in RowValues._fields))
     spread = spread_mode(target, label_smoothing)
     chosen = scan_plan_for(view)
-    programs = view.batches * triton.cdiv(view.rows, chosen.rows) * chosen.splits
+    programs = view.batches * cdiv(view.rows, chosen.rows) * chosen.splits
     labels = target if spread == 2 else target.contiguous()
     if programs == 0 and words is not None:
         words.zero_()
@@ -363,7 +363,7 @@ def _backward(
         return False
     spread = spread_mode(target, label_smoothing)
     chosen = elementwise_plan(view)
-    programs = view.batches * triton.cdiv(view.rows, chosen.rows) * triton.cdiv(view.classes, chosen.block)
+    programs = view.batches * cdiv(view.rows, chosen.rows) * cdiv(view.classes, chosen.block)
     labels = target if spread == 2 else target.contiguous()
     upstream = (grad_loss.contiguous(), grad_logsumexp.contiguous())
     statistics = (maximum.contiguous(), sumexp.contiguous(), total_weight.contiguous())

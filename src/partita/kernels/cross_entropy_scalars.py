@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference.softmax import accumulator
-from .launch import launch, triton_dtype
+from .launch import cdiv, launch, power_of_2, triton_dtype
 from .math import divide
 from .scan import comes_last, deposit, deposits
 
@@ -127,8 +127,8 @@ def scale_kernel(
 
 def share_options(elements: int, dtype: torch.dtype) -> tuple[int, dict[str, Any]]:
     """Programs that share a sum, and their options."""
-    block = min(2048, max(128, triton.next_power_of_2(triton.cdiv(elements, SHARES))))
-    return max(1, min(SHARES, triton.cdiv(elements, block))), {"WIDE": triton_dtype(dtype), "BLOCK": block, "num_warps": 4}
+    block = min(2048, max(128, power_of_2(cdiv(elements, SHARES))))
+    return max(1, min(SHARES, cdiv(elements, block))), {"WIDE": triton_dtype(dtype), "BLOCK": block, "num_warps": 4}
 
 
 def denominators(target: Tensor, weight: Tensor | None, ignore_index: int, classes: int, words: Tensor) -> Tensor:
@@ -164,4 +164,4 @@ def scale_(grad: Tensor, factor: Tensor) -> None:
     if not (grad.is_contiguous() or elements == 1 + sum((size - 1) * stride for size, stride in zip(grad.shape, grad.stride(), strict=True))):
         grad.mul_(factor.to(accumulator(grad.dtype)))
         return
-    launch(scale_kernel, min(triton.cdiv(elements, 4096), 1024), grad, factor, elements, WIDE=triton_dtype(grad.dtype), BLOCK=4096, num_warps=8)
+    launch(scale_kernel, min(cdiv(elements, 4096), 1024), grad, factor, elements, WIDE=triton_dtype(grad.dtype), BLOCK=4096, num_warps=8)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ..reference import ctc as reference
 from . import ctc_align as best
 from . import ctc_posterior, ctc_scan
 from . import launch as launching
-from .ctc_gradient import ctc_lane_gradient_kernel, ctc_narrow_gradient_kernel, ctc_softmax_kernel, ctc_wide_gradient_kernel
+from .ctc_gradient import ctc_lane_gradient_kernel, ctc_narrow_gradient_kernel, ctc_wide_gradient_kernel
 from .ctc_rows import ctc_next_kernel, ctc_norm_kernel, ctc_order_kernel, ctc_total_kernel
 from .ctc_walk import EVERY, LANES
-from .launch import INTERPRETED, launch, triton_dtype
+from .launch import INTERPRETED, cdiv, launch, power_of_2, triton_dtype
 
 MANY = 2048  # programs beyond which a GPU is full
 MARGIN = 24  # rows of a table before and behind its steps
@@ -26,6 +26,7 @@ class Plan(NamedTuple):
     """How a batch is cut.
 
     Fields:
+        most: labels of a target.
         wide: all states are.
         table: the width of a table of factors of all classes, or 0 for none.
         chunks: of 32 positions of a target, each a program in each direction.
@@ -34,6 +35,7 @@ class Plan(NamedTuple):
         blocks, reach: of steps in a half, and steps that these make.
     """
 
+    most: int
     wide: bool
     table: int
     chunks: int
@@ -67,29 +69,36 @@ class Kept(NamedTuple):
     table: Tensor | None
 
 
-def plan_of(logits: Tensor, most: int) -> Plan:
-    steps, count, classes = logits.shape
-    wide, blocks = logits.dtype == torch.float64, triton.cdiv(steps + 1, 2 * EVERY)
+@functools.lru_cache(maxsize=4096)
+def plan_of(shape: torch.Size, wide: bool, most: int) -> Plan:
+    steps, count, classes = shape
+    blocks = cdiv(steps + 1, 2 * EVERY)
     table = 0 if wide else reference.table_width(classes, most)
-    groups, chunks = triton.cdiv(classes, 32) if classes <= 64 else 0, most // 32 + 1
-    return Plan(wide, table, chunks, groups, groups > 0 and 2 * count * chunks > MANY, blocks, blocks * EVERY)
+    groups, chunks = cdiv(classes, 32) if classes <= 64 else 0, most // 32 + 1
+    return Plan(most, wide, table, chunks, groups, groups > 0 and 2 * count * chunks > MANY, blocks, blocks * EVERY)
 
 
-def _cut(buffer: Tensor, plan: Plan, logits: Tensor, from_logits: bool, keep: bool) -> Kept:
-    steps, count, _ = logits.shape
-    norms = triton.cdiv(steps * count, 1 if plan.wide else 2) if from_logits else 0
+@functools.lru_cache(maxsize=4096)
+def _sizes(shape: torch.Size, plan: Plan, from_logits: bool, keep: bool) -> list[int]:
+    """Words of the parts of the buffer, and of what is left."""
+    steps, count, _ = shape
+    norms = cdiv(steps * count, 1 if plan.wide else 2) if from_logits else 0
     states = 2 * (plan.blocks * keep + 1) * count * plan.chunks * 64
     sizes = [1, count, 2 * plan.chunks * count * plan.reach, states, count, norms, norms, (steps + 2 * MARGIN) * count * plan.table]
     sizes = [size + size % 2 for size in sizes]  # each on 16 bytes: pointers that are not would be another kernel
-    ticket, flags, edges, words, logz, maxima, sums, factors, _ = buffer.split([*sizes, len(buffer) - sum(sizes)])
-    if not plan.wide:
-        maxima, sums = maxima.view(torch.float32), sums.view(torch.float32)
-    ends = sum(sizes[: 3 if plan.chunks > 1 else 2])
-    zeros, ticket, flags, edges, words, factors = (t.view(torch.int64) for t in (buffer[:ends], ticket, flags, edges, words, factors))
+    return [*sizes, reference.kept_shape(shape, plan.most, True, keep)[0] - sum(sizes)]
+
+
+def _cut(buffer: Tensor, plan: Plan, shape: torch.Size, from_logits: bool, keep: bool) -> Kept:
+    sizes = _sizes(shape, plan, from_logits, keep)
+    words = buffer.view(torch.int64).split_with_sizes(sizes)
+    maxima = sums = None
+    if from_logits:
+        maxima, sums = (words[i].view(torch.float64 if plan.wide else torch.float32) for i in (5, 6))
     waits = plan.chunks > 1 and not plan.wide
-    if not from_logits:
-        maxima = sums = None
-    return Kept(zeros, ticket if waits else None, flags, edges, words, logz, maxima, sums, factors if plan.table else None)
+    zeros = words[0].as_strided((sum(sizes[: 3 if plan.chunks > 1 else 2]),), (1,))
+    logz = words[4].view(torch.float64)
+    return Kept(zeros, words[0] if waits else None, words[1], words[2], words[3], logz, maxima, sums, words[7] if plan.table else None)
 
 
 def _limit(logits: Tensor) -> float:
@@ -99,10 +108,10 @@ def _limit(logits: Tensor) -> float:
 
 def _tile(logits: Tensor, width: int) -> dict[str, int]:
     """How rows are read: so many at once, in pieces of so many classes, and how many of these lie aligned."""
-    block = min(triton.next_power_of_2(width), 1024)
+    block = min(power_of_2(width), 1024)
     offsets = (logits.data_ptr() // logits.element_size(), logits.shape[2], *logits.stride()[:2])
     vector = 4 if logits.stride(2) == 1 and all(offset % 4 == 0 for offset in offsets) else 1
-    return {"VEC": vector, "PIECES": min(triton.cdiv(width, block), 8), "ROWS": max(1, 1024 // block), "BLOCK_V": block}
+    return {"VEC": vector, "PIECES": min(cdiv(width, block), 8), "ROWS": max(1, 1024 // block), "BLOCK_V": block}
 
 
 def _launch_lanes(name: str, programs: int, *args: Any, **options: Any) -> None:
@@ -120,7 +129,7 @@ def _normalise(
     options = {"REAL": triton_dtype(logits.dtype), "TABLE": width, **_tile(logits, max(classes, width))}
     rows = (steps + 2 * MARGIN * (width > 0)) * count
     args = (logits, input_lengths, maxima, sums, table, *logits.shape, _limit(logits), *logits.stride())
-    launch(ctc_norm_kernel, triton.cdiv(rows, options["ROWS"]), *args, **options, num_warps=4)
+    launch(ctc_norm_kernel, cdiv(rows, options["ROWS"]), *args, **options, num_warps=4)
 
 
 class _Call(NamedTuple):
@@ -157,9 +166,9 @@ def ctc_loss(
     steps, count, _ = logits.shape
     if not logits.numel():
         return reference.ctc_loss(logits, labels, offsets, input_lengths, target_lengths, most, blank, from_logits, keep)
-    plan = plan_of(logits, most)
+    plan = plan_of(logits.shape, logits.dtype == torch.float64, most)
     buffer = torch.empty(reference.kept_shape(logits.shape, most, True, keep), dtype=torch.float64, device=logits.device)
-    x = _cut(buffer, plan, logits, from_logits, keep)
+    x = _cut(buffer, plan, logits.shape, from_logits, keep)
     x.zeros.zero_()
     loss = torch.empty(count, dtype=torch.float64, device=logits.device)
     if from_logits or plan.table:
@@ -181,7 +190,7 @@ def ctc_align(
     if not logits.numel():
         return reference.ctc_align(logits, labels, offsets, input_lengths, target_lengths, most, blank, from_logits)
     device, targets = logits.device, (labels.contiguous(), offsets, input_lengths, target_lengths)
-    chunks, blocks = most // 32 + 1, triton.cdiv(steps, EVERY)
+    chunks, blocks = most // 32 + 1, cdiv(steps, EVERY)
     reach = blocks * EVERY
     zeros = torch.zeros(2 + count + count % 2 + (chunks * count * reach if chunks > 1 else 0), dtype=torch.int64, device=device)
     ticket, flags, edges = zeros.split([2, count + count % 2, len(zeros) - 2 - count - count % 2])
@@ -199,7 +208,7 @@ def ctc_align(
     way = (offsets, input_lengths, target_lengths, pointers, ends, flags, states, steps, count, len(labels), most, chunks, blocks)
     _launch_lanes("trace", count, *way)
     spelt = (logits, targets[0], offsets, maxima, sums, flags, states, found, tokens, scores, steps, count, blank, *logits.stride())
-    launch(best.ctc_spell_kernel, count * triton.cdiv(steps, 256), *spelt, BLOCK_T=256, num_warps=4)
+    launch(best.ctc_spell_kernel, count * cdiv(steps, 256), *spelt, BLOCK_T=256, num_warps=4)
     impossible = ends.amax(1).where(target_lengths > 0, ends[:, 0]) == -torch.inf
     return found, tokens, scores, torch.where(impossible & (flags[:count] == 0), -torch.inf, scores.sum(1))
 
@@ -209,17 +218,23 @@ def ctc_gradient(
     most: int, blank: int, from_logits: bool,
 ) -> Tensor:  # fmt: skip
     steps, count, classes = logits.shape
-    plan, real, device = plan_of(logits, most), triton_dtype(logits.dtype), logits.device
+    plan, real, device = plan_of(logits.shape, logits.dtype == torch.float64, most), triton_dtype(logits.dtype), logits.device
     result = torch.empty(logits.shape, dtype=logits.dtype, device=device)
     if not result.numel():
         return result
-    x = _cut(kept, plan, logits, from_logits, True)
+    x = _cut(kept, plan, logits.shape, from_logits, True)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    width = triton.cdiv(classes, 8) * 8 if plan.summed else 32
+    width = cdiv(classes, 8) * 8 if plan.summed else 32
     posterior = torch.empty((count, plan.chunks, steps, width), dtype=wide, device=device)
     blanks = torch.empty((count, plan.chunks, steps), dtype=wide, device=device)
-    zeros = torch.zeros(2 + (len(x.edges) if plan.chunks > 1 else 0), dtype=torch.int64, device=device)
     call = _Call(logits, (labels.contiguous(), offsets, input_lengths, target_lengths), most, blank, plan, x)
+    words = 2 + (len(x.edges) if plan.chunks > 1 else 0)
+    by_lane = plan.groups > 0 and not plan.summed
+    zeros = (torch.empty if by_lane else torch.zeros)(words, dtype=torch.int64, device=device)
+    if by_lane:
+        order = torch.empty((count, plan.chunks, 1 + 2 * plan.groups, 32), dtype=torch.int32, device=device)
+        orders = (*call.targets[:2], target_lengths, order, zeros, count, classes, len(labels), most, plan.chunks, words)
+        launch(ctc_order_kernel, count * plan.chunks, *orders, GROUPS=plan.groups, num_warps=1)
     for each in call.modes:
         ticket = None if x.ticket is None else zeros[:1]
         tensors = (x.words, x.edges, zeros[2:], x.flags, x.logz, posterior, blanks)
@@ -229,20 +244,13 @@ def ctc_gradient(
     tile = _tile(logits, classes)
     if plan.summed:
         del tile["PIECES"]
-        launch(ctc_narrow_gradient_kernel, count * triton.cdiv(steps, tile["ROWS"]), *rows, result, *sizes, REAL=real, WIDTH=width, **tile, num_warps=4)
-    elif plan.groups:
-        order = torch.empty((count, plan.chunks, 1 + 2 * plan.groups, 32), dtype=torch.int32, device=device)
-        orders = (*call.targets[:2], target_lengths, order, count, classes, len(labels), most, plan.chunks)
-        launch(ctc_order_kernel, count * plan.chunks, *orders, GROUPS=plan.groups, num_warps=1)
-        launch(ctc_lane_gradient_kernel, count * triton.cdiv(steps, 8), *rows, order, result, *sizes, REAL=real, ROWS=8, GROUPS=plan.groups, num_warps=1)
+        launch(ctc_narrow_gradient_kernel, count * cdiv(steps, tile["ROWS"]), *rows, result, *sizes, REAL=real, WIDTH=width, **tile, num_warps=4)
+    elif by_lane:
+        launch(ctc_lane_gradient_kernel, count * cdiv(steps, 8), *rows, order, result, *sizes, REAL=real, ROWS=8, GROUPS=plan.groups, num_warps=1)
     else:
         behind = torch.empty((count, most), dtype=torch.int32, device=device)
-        launch(ctc_next_kernel, count * triton.cdiv(most, 64), *call.targets[:2], target_lengths, behind, len(labels), most, BLOCK=64, num_warps=4)
+        launch(ctc_next_kernel, count * cdiv(most, 64), *call.targets[:2], target_lengths, behind, len(labels), most, BLOCK=64, num_warps=4)
         del tile["ROWS"]
-        norms = (offsets, input_lengths, target_lengths, x.maxima, x.sums, x.flags, x.logz)
-        softmax = (rows[0], logits, *norms, result, steps, count, classes, len(labels), most, *logits.stride())
-        launch(ctc_softmax_kernel, steps * count, *softmax, REAL=real, **tile, num_warps=4)
-        block = min(max(32, triton.next_power_of_2(most)), 1024)
-        places = {"ROWS": max(1, 256 // block), "BLOCK_L": block}
-        launch(ctc_wide_gradient_kernel, count * triton.cdiv(steps, places["ROWS"]), *rows, behind, result, *sizes, REAL=real, **places, num_warps=4)
+        tile["BLOCK_L"] = min(max(32, power_of_2(most)), 1024)
+        launch(ctc_wide_gradient_kernel, steps * count, *rows, behind, result, *sizes, REAL=real, **tile, num_warps=4)
     return result

@@ -90,44 +90,18 @@ def ctc_narrow_gradient_kernel(
     tl.store(result_ptr + tl.multiple_of(row * classes, VEC)[:, None] + v[None, :], value.to(result_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["steps", "count", "classes", "held", "most", "stride_t", "stride_n"])
-def ctc_softmax_kernel(
-    grad_ptr,  # [count] fp64
-    logits_ptr,  # [steps, count, classes]
-    offsets_ptr,  # [count]
-    input_lengths_ptr,  # [count]
-    target_lengths_ptr,  # [count]
-    maxima_ptr,  # [steps, count] or None
-    sums_ptr,  # [steps, count] or None
-    flags_ptr,  # [count] int64
-    logz_ptr,  # [count] fp64
-    result_ptr,  # [steps, count, classes]
-    steps,
-    count,
-    classes,
-    held,
-    most,
-    stride_t,
-    stride_n,
-    stride_c,
-    REAL: tl.constexpr,
-    VEC: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+@triton.jit
+def store_softmax(
+    logits_ptr, result_ptr, classes, stride_c, maximum, scale, counts, spoilt,
+    REAL: tl.constexpr, NORMAL: tl.constexpr, VEC: tl.constexpr, PIECES: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     """The gradient of a step without posteriors: the softmax, or 0."""
-    n, step = (tl.program_id(0) % count).to(tl.int64), (tl.program_id(0) // count).to(tl.int64)
-    t = step + tl.zeros([1], tl.int64)
-    grad, counts, spoilt = row_state(n, t, steps, most, held, grad_ptr, offsets_ptr, input_lengths_ptr, target_lengths_ptr, flags_ptr, logz_ptr, REAL)[2:]
-    maximum, scale = norms_of(maxima_ptr, sums_ptr, t * count + n, counts, grad, REAL)
-    logits_ptr += tl.multiple_of(step * stride_t + n * stride_n, VEC)
-    result_ptr += tl.multiple_of((step * count + n) * classes, VEC)
     for first in range(0, classes, PIECES * BLOCK_V):
         pieces = ()
         for i in tl.static_range(PIECES):
             v = first + i * BLOCK_V + tl.arange(0, BLOCK_V)
             value = tl.zeros([BLOCK_V], REAL) + spoilt
-            if maxima_ptr is not None:
+            if NORMAL:
                 value += softmax_at(logits_ptr, v.to(tl.int64) * stride_c, (v // VEC * VEC < classes) & counts, maximum, scale, REAL)
             pieces = pieces + (value,)
         for i in tl.static_range(PIECES):
@@ -142,13 +116,13 @@ def place_in_chunks(j, pitch):
 
 
 @triton.jit
-def summed_of_class(posterior_ptr, pitch, next_ptr, j, labels, counts):
-    """For labels that stand at j for the first time, the posteriors of all their places, [ROWS, BLOCK_L]; and which these are."""
+def summed_of_class(posterior_ptr, pitch, next_ptr, j, labels):
+    """For labels that stand at j for the first time, the posteriors of all their places; and which these are."""
     behind = tl.load(next_ptr + j, mask=j < labels, other=-2)
     first = (behind & 1) == 1
-    at, total = tl.where(first, j, -1), tl.zeros([posterior_ptr.shape[0], j.shape[0]], posterior_ptr.dtype.element_ty)
+    at, total = tl.where(first, j, -1), tl.zeros(j.shape, posterior_ptr.dtype.element_ty)
     while tl.max(at, axis=0) >= 0:
-        total += tl.load(posterior_ptr[:, None] + place_in_chunks(at, pitch)[None, :], mask=counts[:, None] & (at >= 0)[None, :], other=0.0)
+        total += tl.load(posterior_ptr + place_in_chunks(at, pitch), mask=at >= 0, other=0.0)
         at = tl.load(next_ptr + at, mask=at >= 0, other=-2) >> 1
     return total, first
 
@@ -180,42 +154,44 @@ def ctc_wide_gradient_kernel(
     stride_n,
     stride_c,
     REAL: tl.constexpr,
-    ROWS: tl.constexpr,
+    VEC: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """The gradient of some steps where labels are, and the blank: each from all places of its class."""
-    n = (tl.program_id(0) % count).to(tl.int64)
-    t = (tl.program_id(0) // count).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """The softmax of a step, or 0, and over it, where labels are and at the blank, that less the posteriors of all places of the class."""
+    n, t = (tl.program_id(0) % count).to(tl.int64), (tl.program_id(0) // count).to(tl.int64)
     labels, offset, grad, counts, spoilt = row_state(
         n, t, steps, most, held, grad_ptr, offsets_ptr, input_lengths_ptr, target_lengths_ptr, flags_ptr, logz_ptr, REAL
     )
-    row, pitch = t * count + n, steps.to(tl.int64) * 32
-    maximum, scale = norms_of(maxima_ptr, sums_ptr, row, counts, grad, REAL)
-    source_ptr, target_ptr = logits_ptr + t * stride_t + n * stride_n, result_ptr + row * classes
-    share_ptr, total = posterior_ptr + (n * chunks * steps + t) * 32, tl.zeros([ROWS], REAL)
+    maximum, scale = norms_of(maxima_ptr, sums_ptr, t * count + n, counts, grad, REAL)
+    source_ptr, target_ptr = logits_ptr + tl.multiple_of(t * stride_t + n * stride_n, VEC), result_ptr + tl.multiple_of((t * count + n) * classes, VEC)
+    share_ptr, pitch, total = posterior_ptr + (n * chunks * steps + t) * 32, steps.to(tl.int64) * 32, tl.zeros([1], REAL)
     for c in range(0, labels // 32 + 1):
         total += tl.load(blanks_ptr + (n * chunks + c) * steps + t, mask=counts, other=0.0)
     found = total  # of the blank, which may stand in a target too
     for first in range(0, labels, BLOCK_L):
         j = first + tl.arange(0, BLOCK_L)
-        share = tl.load(share_ptr[:, None] + place_in_chunks(j, pitch)[None, :], mask=counts[:, None] & (j < labels)[None, :], other=0.0)
+        share = tl.load(share_ptr + place_in_chunks(j, pitch), mask=counts & (j < labels), other=0.0)
         label = tl.load(labels_ptr + offset + j, mask=j < labels, other=-1)
-        total += tl.sum(share, axis=1)
-        found += tl.sum(tl.where((label == blank)[None, :], share, 0.0), axis=1)
+        total += tl.sum(share, axis=0)
+        found += tl.sum(tl.where(label == blank, share, 0.0), axis=0)
     inverse = tl.where(total > 0.0, grad / total, 0.0)
-    for first in range(0, labels, BLOCK_L):
+    store_softmax(source_ptr, target_ptr, classes, stride_c, maximum, scale, counts, spoilt, REAL, maxima_ptr is not None, VEC, PIECES, BLOCK_V)
+    tl.debug_barrier()  # what follows stores some of these again
+    for first in range(0, tl.where(counts, labels, 0), BLOCK_L):
         j = first + tl.arange(0, BLOCK_L)
         label = tl.load(labels_ptr + offset + j, mask=j < labels, other=-1)
-        posterior, leads = summed_of_class(share_ptr, pitch, next_ptr + n * most, j, labels, counts)
-        leads = counts[:, None] & (leads & (label >= 0) & (label < classes) & (label != blank))[None, :]
-        value = spoilt[:, None] - posterior * inverse[:, None]
+        posterior, leads = summed_of_class(share_ptr, pitch, next_ptr + n * most, j, labels)
+        leads = leads & (label >= 0) & (label < classes) & (label != blank)
+        value = spoilt - posterior * inverse
         if maxima_ptr is not None:
-            value += softmax_at(source_ptr[:, None], (label * stride_c)[None, :], leads, maximum[:, None], scale[:, None], REAL)
-        tl.store(target_ptr[:, None] + label[None, :], value.to(result_ptr.dtype.element_ty), mask=leads)
+            value += softmax_at(source_ptr, label * stride_c, leads, maximum, scale, REAL)
+        tl.store(target_ptr + label, value.to(result_ptr.dtype.element_ty), mask=leads)
     value = spoilt - found * inverse
     if maxima_ptr is not None:
-        value += softmax_at(source_ptr, blank * stride_c, counts, maximum, scale, REAL)
-    tl.store(target_ptr + blank, value.to(result_ptr.dtype.element_ty), mask=counts)
+        value += softmax_at(source_ptr, blank * stride_c + tl.zeros([1], tl.int32), counts, maximum, scale, REAL)
+    tl.store(target_ptr + blank + tl.zeros([1], tl.int32), value.to(result_ptr.dtype.element_ty), mask=counts)
 
 
 @triton.jit

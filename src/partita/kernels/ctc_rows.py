@@ -178,20 +178,26 @@ def ctc_total_kernel(
         tl.store(loss_ptr + n, tl.where(flags >= 2, float("nan"), loss))
 
 
-@triton.jit(do_not_specialize=["count", "classes", "held", "most", "chunks"])
+@triton.jit(do_not_specialize=["count", "classes", "held", "most", "chunks", "words"])
 def ctc_order_kernel(
     labels_ptr,  # [held]
     offsets_ptr,  # [count]
     target_lengths_ptr,  # [count]
     order_ptr,  # [count, chunks, 1 + 2 * GROUPS, 32] int32
+    zeros_ptr,  # [words] int64
     count,
     classes,
     held,
     most,
     chunks,
+    words,
     GROUPS: tl.constexpr,
 ):
-    """The labels of a chunk sorted by class: their places in that order, and where each class begins and ends in it."""
+    """The labels of a chunk sorted by class: their places in that order, and where each class begins and ends in it. And zeros for the scan to come."""
+    share = tl.cdiv(words, tl.num_programs(0))
+    for first in range(tl.program_id(0).to(tl.int64) * share, tl.minimum((tl.program_id(0) + 1).to(tl.int64) * share, words), 512):
+        word = first + tl.arange(0, 512)
+        tl.store(zeros_ptr + word, tl.zeros([512], tl.int64), mask=word < words)
     n, chunk, lane = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks, tl.arange(0, 32)
     labels, offset, wrong = target_of(n, target_lengths_ptr, offsets_ptr, most, held)
     labels = tl.where(wrong, 0, labels).to(tl.int32)

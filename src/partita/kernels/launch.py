@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -18,6 +17,16 @@ from .._backend import interpreting
 INTERPRETED = interpreting()
 NVIDIA = torch.version.hip is None
 MOST_SPLITS = 64  # programs that may wait for one another: far below what any supported GPU keeps resident
+
+
+def cdiv(number: int, by: int) -> int:
+    """The quotient rounded up; Triton's own takes the host as long as a small tensor."""
+    return -(-number // by)
+
+
+def power_of_2(number: int) -> int:
+    """The least power of 2 that is not below a positive number."""
+    return 1 << (number - 1).bit_length()
 
 
 class Rows(NamedTuple):
@@ -134,7 +143,7 @@ def _layout(
 @functools.lru_cache(maxsize=4096)
 def plan(shape: Shape, operands: int = 1, patched: bool = False) -> Plan:
     """Block sizes for kernels whose programs hold whole rows, or parts of one, of `operands` tensors, and may store one class of them again."""
-    block = triton.next_power_of_2(max(shape.classes, 1))
+    block = power_of_2(max(shape.classes, 1))
     half = shape.itemsize == 2
     if not shape.contiguous:
         if block <= 512:
@@ -165,7 +174,7 @@ def plan(shape: Shape, operands: int = 1, patched: bool = False) -> Plan:
 @functools.lru_cache(maxsize=4096)
 def scan_plan(shape: Shape, carried: int = 2) -> Plan:
     """Block sizes for kernels that only read and carry so many numbers: several programs take a share of a row each where rows are few."""
-    block = triton.next_power_of_2(max(shape.classes, 1))
+    block = power_of_2(max(shape.classes, 1))
     if not shape.contiguous:
         return Plan("loop", 64, min(block, 64), 4, contiguous=False)
     if block < 4096:
@@ -195,8 +204,8 @@ def scan_plan_for(view: Rows, carried: int = 2) -> Plan:
 def elementwise_plan(view: Rows) -> Plan:
     """Tiles for kernels in which no class waits for another."""
     if view.classes > 1 and any(stride[2] != 1 for stride in view.strides):
-        return Plan("tile", 64, min(triton.next_power_of_2(max(view.classes, 1)), 64), 4)
-    block = min(triton.next_power_of_2(max(view.classes, 1)), 4096)
+        return Plan("tile", 64, min(power_of_2(max(view.classes, 1)), 64), 4)
+    block = min(power_of_2(max(view.classes, 1)), 4096)
     return Plan("tile", max(1, min(64, 2048 // block)), block, 8 if block >= 4096 else 4)
 
 
@@ -204,7 +213,7 @@ def scan_options(chosen: Plan, view: Rows) -> dict[str, Any]:
     """Compile-time arguments of the kernels that only read."""
     return {
         "SHARED": chosen.splits > 1,
-        "BLOCK_SPLITS": max(2, triton.next_power_of_2(chosen.splits)),
+        "BLOCK_SPLITS": max(2, power_of_2(chosen.splits)),
         "VEC": chosen.vector,
         "LANES": chosen.lanes(view.tensors[0].element_size()),
         **tile_options(chosen, view.tensors[0].dtype),
@@ -213,7 +222,7 @@ def scan_options(chosen: Plan, view: Rows) -> dict[str, Any]:
 
 def span_of(view: Rows, chosen: Plan) -> int:
     """Classes that each program of a row reads: a multiple of the block."""
-    return triton.cdiv(triton.cdiv(view.classes, chosen.splits), chosen.block) * chosen.block
+    return cdiv(cdiv(view.classes, chosen.splits), chosen.block) * chosen.block
 
 
 def counters(view: Rows, splits: int, words: int = 1) -> Tensor | None:
@@ -309,7 +318,7 @@ def row_options(chosen: Plan, dtype: torch.dtype) -> dict[str, Any]:
         "HALF": chosen.registers is not None and dtype.itemsize == 2 and NVIDIA and not INTERPRETED,
         "SHARED": chosen.splits > 1,
         "STREAM": chosen.splits > 1 and chosen.vector == 1,
-        "BLOCK_SPLITS": max(2, triton.next_power_of_2(chosen.splits)),
+        "BLOCK_SPLITS": max(2, power_of_2(chosen.splits)),
         "VEC": chosen.vector,
         "BLOCK_V": chosen.block,
         **chosen.options,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference.softmax import LogSumExp, accumulator
-from .launch import Rows, counters, elementwise_plan, launch, rows_or_copy, scan_options, scan_plan_for, span_of, tile_options, with_output
+from .launch import Rows, cdiv, counters, elementwise_plan, launch, rows_or_copy, scan_options, scan_plan_for, span_of, tile_options, with_output
 from .math import divide, edge_columns, exp_for, finite_shift, log_of, merged
 from .scan import by_lane, comes_last, deposit, deposits, first_box, online, row_sources, share, whole_blocks, whole_rows
 
@@ -113,7 +113,7 @@ def logsumexp(input: Tensor, dtype: torch.dtype) -> LogSumExp:
     outputs = LogSumExp(input.new_empty(input.shape[:-1], dtype=dtype), wide, torch.empty_like(wide))
     chosen = scan_plan_for(view)
     args = (view.tensors[0], *outputs, counters(view, chosen.splits), view.rows, view.classes, chosen.splits, span_of(view, chosen), *view.strides[0])
-    launch(logsumexp_kernel, view.batches * triton.cdiv(view.rows, chosen.rows) * chosen.splits, *args, **scan_options(chosen, view))
+    launch(logsumexp_kernel, view.batches * cdiv(view.rows, chosen.rows) * chosen.splits, *args, **scan_options(chosen, view))
     return outputs
 
 
@@ -125,6 +125,6 @@ def logsumexp_backward(grad: Tensor, input: Tensor, maximum: Tensor, sumexp: Ten
 def _logsumexp_backward(view: Rows, grad: Tensor, maximum: Tensor, sumexp: Tensor) -> None:
     chosen = elementwise_plan(view)
     input, result = view.tensors
-    programs = view.batches * triton.cdiv(view.rows, chosen.rows) * triton.cdiv(view.classes, chosen.block)
+    programs = view.batches * cdiv(view.rows, chosen.rows) * cdiv(view.classes, chosen.block)
     args = (grad, input, maximum.contiguous(), sumexp.contiguous(), result, view.rows, view.classes, *view.strides[0], *view.strides[1])
     launch(logsumexp_backward_kernel, programs, *args, **tile_options(chosen, input.dtype))

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Rows, boxes, launch, plan_for, row_options, tile_options, with_output
+from .launch import Rows, boxes, cdiv, launch, plan_for, row_options, tile_options, with_output
 from .logsumexp import logsumexp, logsumexp_backward
 from .math import (
     again,
@@ -192,7 +192,7 @@ def _softmax(view: Rows, log: bool) -> None:
     else:
         kernel, lanes = softmax_tile_kernel if chosen.kind == "tile" else softmax_loop_kernel, chosen.lanes(view.tensors[0].element_size())
         args = (*view.tensors, view.rows, view.classes, *view.strides[0], *view.strides[1])
-        programs = view.batches * triton.cdiv(view.rows, chosen.rows)
+        programs = view.batches * cdiv(view.rows, chosen.rows)
         launch(kernel, programs, *args, LOG=log, LANES=lanes, **tile_options(chosen, view.tensors[0].dtype))
 
 
@@ -349,4 +349,4 @@ def _softmax_backward(view: Rows, log: bool) -> None:
     else:
         kernel = softmax_backward_tile_kernel if chosen.kind == "tile" else softmax_backward_loop_kernel
         args = (grad, output, result, view.rows, view.classes, *grad_strides, *out_strides, *result_strides)
-        launch(kernel, view.batches * triton.cdiv(view.rows, chosen.rows), *args, LOG=log, **tile_options(chosen, output.dtype))
+        launch(kernel, view.batches * cdiv(view.rows, chosen.rows), *args, LOG=log, **tile_options(chosen, output.dtype))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..reference.softmax import accumulator
 from ..reference.token_stats import Stats
-from .launch import Rows, counters, elementwise_plan, launch, rows_or_copy, scan_options, scan_plan_for, span_of, tile_options, with_output
+from .launch import Rows, cdiv, counters, elementwise_plan, launch, rows_or_copy, scan_options, scan_plan_for, span_of, tile_options, with_output
 from .math import LN2, LOG2E, edge_columns, finite_shift, log_of, reciprocal
 from .scan import by_lane, comes_last, deposit, deposits, first_box, for_lanes, lane_max, lane_sum, row_sources, share, whole_blocks
 
@@ -194,7 +194,7 @@ def token_stats(logits: Tensor, target: Tensor, temperature: float, ignore_index
     chosen = scan_plan_for(view, carried=4)
     tensors = (view.tensors[0], target.contiguous(), *outputs, counters(view, chosen.splits, words=2))
     sizes = (view.rows, view.classes, chosen.splits, span_of(view, chosen), *view.strides[0])
-    programs = view.batches * triton.cdiv(view.rows, chosen.rows) * chosen.splits
+    programs = view.batches * cdiv(view.rows, chosen.rows) * chosen.splits
     launch(token_stats_kernel, programs, *tensors, *sizes, temperature, ignore_index, **scan_options(chosen, view))
     return outputs
 
@@ -209,7 +209,7 @@ def token_stats_backward(
 
     def run(view: Rows) -> None:
         chosen = elementwise_plan(view)
-        programs = view.batches * triton.cdiv(view.rows, chosen.rows) * triton.cdiv(view.classes, chosen.block)
+        programs = view.batches * cdiv(view.rows, chosen.rows) * cdiv(view.classes, chosen.block)
         tensors = (*upstream, view.tensors[0], target.contiguous(), *statistics, view.tensors[1])
         sizes = (view.rows, view.classes, *view.strides[0], *view.strides[1])
         launch(token_stats_backward_kernel, programs, *tensors, *sizes, temperature, ignore_index, **tile_options(chosen, logits.dtype))

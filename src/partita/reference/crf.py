@@ -36,7 +36,7 @@ class Lattice(NamedTuple):
     """The chain whose paths spell a target: its states are the target's k-mers, each stays or is entered from the one before it.
 
     Fields:
-        places: `[N, L, 2]`, which of a step's scores, c·A + k, staying in each state and moving into it have.
+        places: `[N, L, 2]`, which of a step's scores, c·A + k, staying in each state and moving into it have; -1 for none.
         source: `[L, 2]`.
         initial, final: `[N, L]`.
     """
@@ -69,7 +69,7 @@ def misspelt(targets: Targets, n_base: int) -> Tensor:
 
 
 def places_of(targets: Targets, states: int, state_len: int, n_base: int) -> Tensor:
-    """`[N, L, 2]` for the first L k-mers; those past a target's end are of other labels, or of none, but in range."""
+    """`[N, L, 2]` for the first L k-mers; -1 past a target's end, and for a move into the first, which there is none."""
     place = targets.offsets[:, None] + torch.arange(states + state_len - 1, device=targets.offsets.device)
     labels = torch.nn.functional.pad(targets.labels.long(), (0, 1), value=1)
     digits = (labels[place.clamp(0, len(labels) - 1)] - 1).clamp(0, n_base - 1)
@@ -77,8 +77,11 @@ def places_of(targets: Targets, states: int, state_len: int, n_base: int) -> Ten
     for i in range(state_len):
         kmer = kmer * n_base + digits[:, i : i + states]
     stay = kmer * (n_base + 1)
-    move = stay + torch.nn.functional.pad(digits[:, : states - 1] + 1, (1, 0))  # nothing enters the first: any place will do
-    return torch.stack([stay, move], -1)
+    move = stay + torch.nn.functional.pad(digits[:, : states - 1] + 1, (1, 0))
+    state = torch.arange(states, device=place.device)
+    within = (state <= (targets.lengths - state_len)[:, None])[..., None]
+    entered = state[:, None] >= torch.arange(2, device=place.device)
+    return torch.where(within & entered, torch.stack([stay, move], -1), -1)
 
 
 def lattice(targets: Targets, states: int, state_len: int, n_base: int, dtype: torch.dtype, source: Tensor) -> Lattice:
@@ -91,8 +94,8 @@ def lattice(targets: Targets, states: int, state_len: int, n_base: int, dtype: t
 
 
 def at_places(scores: Tensor, places: Tensor) -> Tensor:
-    """`[T, N, L, 2]` of `[T, N, C, A]`."""
-    return scores.flatten(2).gather(2, places.flatten(1).expand(len(scores), -1, -1)).unflatten(2, places.shape[1:])
+    """`[T, N, L, 2]` of `[T, N, C, A]`; anything where there is no place, which no path enters."""
+    return scores.flatten(2).gather(2, places.flatten(1).clamp(min=0).expand(len(scores), -1, -1)).unflatten(2, places.shape[1:])
 
 
 def crf_loss(scores: Tensor, source: Tensor, spelt: Lattice, lengths: Tensor | None) -> Tensor:
@@ -114,7 +117,7 @@ def subtract(d_scores: Tensor, marginals: Tensor, places: Tensor, factor: Tensor
     The places are sorted once. The sum over a run of equal ones is a difference of cumulative sums, and each of the run writes the same result.
     """
     fixed = FIXED[marginals.dtype][0]
-    flat, marginals, places = d_scores.flatten(2), marginals.flatten(2), places.flatten(1)
+    flat, marginals, places = d_scores.flatten(2), marginals.flatten(2), places.flatten(1).clamp(min=0)  # of no place, marginals are 0
     place, order = places.sort(1)
     order = torch.nn.functional.pad(order, (1, 0), value=1)  # nothing moves into the first state: a 0 before all sums
     first, behind = (torch.searchsorted(place, place, right=right) for right in (False, True))
