@@ -11,6 +11,7 @@ from .crf import ctc_crf_loss, debruijn_source
 from .cross_entropy import cross_entropy
 from .ctc import CTCAlignment, TokenSpans, ctc_align, ctc_loss
 from .linear_chain import dense_source, edges_from_states, linear_chain
+from .linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_plan, linear_token_stats
 from .semiring import Log, Max, Semiring
 from .softmax import log_softmax, logsumexp, softmax
 from .token_stats import TokenStats, token_stats
@@ -37,6 +38,9 @@ __all__ = [
     "edges_from_states",
     "integrations",
     "linear_chain",
+    "linear_cross_entropy",
+    "linear_cross_entropy_plan",
+    "linear_token_stats",
     "log_softmax",
     "logsumexp",
     "logz",

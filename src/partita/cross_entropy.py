@@ -86,7 +86,7 @@ _one_pass_inplace = _op.define(
     lambda logits, *args: logits.new_empty((), dtype=args[-1]),
     check=lambda logits, target, weight, ignore_index, *_: _check_labels(logits, target, ignore_index),
 )
-_scale = _op.define("cross_entropy", "scale_(Tensor(a!) grad, Tensor factor, str backend) -> ()", lambda *_: None)
+scale = _op.define("cross_entropy", "scale_(Tensor(a!) grad, Tensor factor, str backend) -> ()", lambda *_: None)
 
 
 class _Options(NamedTuple):
@@ -174,7 +174,7 @@ class _OnePass(torch.autograd.Function):
         if gradient is None:
             logits, target, weight = ctx.saved_tensors
             gradient = _one_pass.eager(logits, target, weight, *ctx.options)[1]
-        _scale.eager(gradient, grad, ctx.options.backend)
+        scale.eager(gradient, grad, ctx.options.backend)
         return gradient, None, None, None, None
 
 

@@ -288,9 +288,19 @@ def cross_entropy_one_pass_(logits: Tensor, *args: Any) -> Tensor:
     return _one_pass(logits, logits, *args)
 
 
+def one_pass_of_part(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, mean: bool,
+    shares: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The same, in place, of some rows of many: the shares are of what a mean of all divides by."""
+    numbers = (ignore_index, label_smoothing, softcap, z_loss, mean)
+    return _one_pass(logits, logits, target, weight, *numbers, accumulator(logits.dtype), shares, part=True)
+
+
 def _one_pass(
     logits: Tensor, grad: Tensor, target: Tensor, weight: Tensor | None,
     ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, mean: bool, dtype: torch.dtype,
+    shares: Tensor | None = None, part: bool = False,
 ) -> Tensor:  # fmt: skip
     spread = spread_mode(target, label_smoothing)
     numbers = (ignore_index, label_smoothing, softcap, z_loss)
@@ -298,16 +308,17 @@ def _one_pass(
     chosen = None if view is None else plan_for(view, patched=True)
     labels = target if spread == 2 else target.contiguous()
     flags = {"SPREAD": spread, "CAP": softcap != 0, "Z": z_loss != 0, "MEAN": mean}
-    if view is not None and chosen is not None and chosen.kind == "tile" and view.batches == 1 and 0 < view.rows <= chosen.rows:
+    if view is not None and chosen is not None and chosen.kind == "tile" and view.batches == 1 and 0 < view.rows <= chosen.rows and not part:
         sizes = (view.rows, view.classes, *view.strides[0], *view.strides[1], *view.strides[2])
         result = logits.new_empty((), dtype=dtype)
         tensors = (logits, labels, weight, None, result, grad)
         launch(cross_entropy_tile_kernel, 1, *tensors, *sizes, *numbers, **flags, ALONE=True, **tile_options(chosen, logits.dtype))
         return result
     if view is None or chosen is None or chosen.kind == "loop" or (chosen.kind == "row" and spread == 2):
-        words, shares = _prepared(logits, target, weight, ignore_index, mean)
+        words, shares = _prepared(logits, target, weight, ignore_index, mean and not part, shares=shares)
         return total(_two_passes(logits, target, grad, weight, shares, *numbers), words, dtype, shares=shares)
-    words, shares = _prepared(logits, target, weight, ignore_index, mean, box_words(view, chosen.splits, words=2 if spread else 1))
+    boxes = box_words(view, chosen.splits, words=2 if spread else 1)
+    words, shares = _prepared(logits, target, weight, ignore_index, mean and not part, boxes, shares)
     loss = logits.new_empty(row_shape(logits), dtype=accumulator(logits.dtype))
     args: tuple[Any, ...] = (logits, labels, weight, shares)
     if chosen.kind == "row":
@@ -321,13 +332,13 @@ def _one_pass(
 
 
 def _prepared(
-    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, mean: bool, boxes: int = 0
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, mean: bool, boxes: int = 0, shares: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Zeroed words for the total and, behind them, for the boxes; and the shares of what a mean divides by."""
+    """Zeroed words for the total and, behind them, for the boxes; and the shares of what a mean divides by, where it is not told them."""
     words = torch.empty(SUM_WORDS + boxes, dtype=torch.int64, device=logits.device)
     if mean and not target.is_floating_point():
         return words, denominators(target, weight, ignore_index, logits.shape[1], words)
-    return words.zero_(), equal_shares(logits) if mean else None
+    return words.zero_(), equal_shares(logits) if mean else shares
 
 
 def equal_shares(logits: Tensor) -> Tensor:

@@ -1,0 +1,182 @@
+"""The ops of losses straight from hidden states, and their derivatives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _checks, _op
+from ._autograd import plain_eager, twice
+from .cross_entropy import cross_entropy, scale
+from .reference import linear_cross_entropy as reference
+from .reference.cross_entropy import valid_targets
+from .reference.softmax import accumulator
+
+_HEAD = "Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight"
+_WANTED = "bool to_input, bool to_weight, bool to_bias"
+
+
+def _check_labels(input: Tensor, weight: Tensor, target: Tensor, ignore_index: int) -> None:
+    _checks.labels("target", target, len(weight), ignore_index)
+
+
+def _rows_fake(
+    input: Tensor, weight: Tensor, bias: Any, target: Any, class_weight: Any, temperature: float, softcap: float, ignore_index: int, spread: bool,
+    entropy: bool, chunk: int, keep: bool, backend: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    wide, tokens = accumulator(input.dtype), input.shape[0]
+    sizes = (tokens, tokens, tokens * spread, tokens * entropy, tokens * entropy, tokens, tokens)
+    kept = input.new_empty(tokens * reference.width_of(weight.shape[0]) * keep, dtype=reference.computed_in(input))
+    return *(input.new_empty(size, dtype=torch.int64 if i == 4 else wide) for i, size in enumerate(sizes)), kept
+
+
+def _gradients_fake(input: Tensor, weight: Tensor, bias: Tensor | None, *wanted: bool) -> tuple[Tensor, ...]:
+    of = (input, weight, input if bias is None else bias)
+    return tuple(tensor.new_empty(tensor.shape if wants else (0,)) for tensor, wants in zip(of, wanted, strict=True))
+
+
+rows = _op.define(
+    "linear_cross_entropy",
+    f"linear_rows({_HEAD}, float temperature, float softcap, int ignore_index, bool spread, bool entropy, int chunk, bool keep, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _rows_fake,
+    check=lambda input, weight, bias, target, class_weight, temperature, softcap, ignore_index, *_: _check_labels(input, weight, target, ignore_index),
+)
+rows_backward = _op.define(
+    "linear_cross_entropy",
+    "linear_rows_backward(Tensor pull, Tensor at_label, Tensor? log_pull, Tensor? by_class, Tensor input, Tensor weight, Tensor? bias, Tensor target,"
+    f" Tensor? class_weight, Tensor maximum, Tensor sumexp, Tensor kept, float temperature, float softcap, int chunk, {_WANTED}, str backend)"
+    " -> (Tensor, Tensor, Tensor)",
+    lambda *args: _gradients_fake(*args[4:7], *args[-4:-1]),
+)
+one_pass = _op.define(
+    "linear_cross_entropy",
+    f"linear_one_pass({_HEAD}, int ignore_index, float smoothing, float softcap, float z_loss, bool mean, int chunk, {_WANTED}, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda *args: (args[0].new_empty((), dtype=accumulator(args[0].dtype)), *_gradients_fake(*args[:3], *args[-4:-1])),
+    check=lambda input, weight, bias, target, class_weight, ignore_index, *_: _check_labels(input, weight, target, ignore_index),
+)
+
+
+def plain_fields(
+    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, temperature: float, softcap: float,
+    ignore_index: int, spread: bool, entropy: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The differentiable fields with all logits in memory, differentiable any number of times."""
+    x = reference.capped(torch.nn.functional.linear(input, weight, bias), softcap) / temperature
+    logp = x.log_softmax(-1)
+    labels, counts, wrong = valid_targets(target, len(weight), ignore_index)
+    spoilt = torch.where(wrong, torch.nan, 0.0).to(x.dtype)
+    nll = torch.where(counts, -logp.gather(1, labels[:, None])[:, 0], 0.0) + spoilt
+    of_class = 1.0 if class_weight is None else class_weight.to(x.dtype)
+    all_ = -torch.where(torch.as_tensor(of_class, device=x.device) == 0, 0.0, logp * of_class).sum(1) + spoilt if spread else x.new_empty(0)
+    p = logp.exp()
+    return nll, x.logsumexp(1) + spoilt, all_, -torch.where(p == 0, 0.0, p * logp).sum(1) + spoilt if entropy else x.new_empty(0)
+
+
+class Rows(torch.autograd.Function):
+    """`reference.Fields` of the rows. Where the logits are kept, the first backward pass takes them; later ones compute them again."""
+
+    @staticmethod
+    def forward(
+        input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, temperature: float, softcap: float,
+        ignore_index: int, spread: bool, entropy: bool, chunk: int, keep: bool, backend: str,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        return rows(input, weight, bias, target, class_weight, temperature, softcap, ignore_index, spread, entropy, chunk, keep, backend)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.temperature, ctx.softcap, ctx.ignore_index, ctx.spread, ctx.entropy, ctx.chunk, ctx.keep, ctx.backend = inputs
+        ctx.mark_non_differentiable(*output[4:])
+        ctx.set_materialize_grads(False)
+        ctx.spent = False
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        input, weight, bias, target, class_weight, *outputs, kept = ctx.saved_tensors
+        numbers, nothing = (ctx.temperature, ctx.softcap, ctx.ignore_index), (None,) * 10
+        if all(grad is None for grad in grads[:4]):
+            return None, None, None, *nothing
+        wanted = tuple(ctx.needs_input_grad[:3])
+        if twice():
+            fields = plain_fields(input, weight, bias, target, class_weight, *numbers, ctx.spread, ctx.entropy)
+            used = [(field, grad) for field, grad in zip(fields, grads, strict=False) if grad is not None and field.numel() == grad.numel()]
+            inputs = [tensor for tensor, wants in zip((input, weight, bias), wanted, strict=True) if wants]
+            found = iter(torch.autograd.grad([field for field, _ in used], inputs, [grad for _, grad in used], create_graph=True))
+            return *(next(found) if wants else None for wants in wanted), *nothing
+        fields = reference.Fields(*outputs)
+        nll, logsumexp, spread, entropy = grads[:4]
+        c = reference.coefficients(nll, logsumexp, spread, entropy, target, class_weight, fields, len(weight), ctx.temperature, ctx.ignore_index)
+        held = kept if ctx.keep and not ctx.spent else kept.new_empty(0)
+        ctx.spent = True
+        args = (*c, input, weight, bias, target, class_weight, fields.maximum, fields.sumexp, held, ctx.temperature, ctx.softcap, ctx.chunk, *wanted)
+        run = rows_backward.eager if plain_eager() else rows_backward
+        result = run(*args, ctx.backend)
+        return *(grad if wants else None for grad, wants in zip(result, wanted, strict=True)), *nothing
+
+
+def plain_loss(
+    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, ignore_index: int, smoothing: float,
+    softcap: float, z_loss: float, mean: bool,
+) -> Tensor:  # fmt: skip
+    """The loss with all logits in memory, differentiable any number of times."""
+    logits, reduction = torch.nn.functional.linear(input, weight, bias).to(accumulator(input.dtype)), "mean" if mean else "sum"
+    return cross_entropy(
+        logits, target, class_weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=smoothing, softcap=softcap or None, z_loss=z_loss
+    )
+
+
+class OnePass(torch.autograd.Function):
+    """The reduced loss, with the gradients formed beside it, which the first backward pass scales; later ones compute them again. Eager only."""
+
+    @staticmethod
+    def forward(ctx: Any, wanted: tuple[bool, bool, bool], backend: str, numbers: tuple[Any, ...], chunk: int, *tensors: Tensor | None) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.wanted, ctx.backend, ctx.numbers, ctx.chunk = wanted, backend, numbers, chunk
+        ctx.save_for_backward(*tensors)
+        loss, *ctx.gradients = one_pass.eager(*tensors, *numbers, chunk, *wanted, backend)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        (grad,), nothing = grads, (None,) * 4
+        if grad is None:
+            return *nothing, *(None,) * 5
+        tensors = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            inputs = [tensor for tensor, wants in zip(tensors, ctx.wanted, strict=False) if wants]
+            found = iter(torch.autograd.grad(plain_loss(*tensors, *ctx.numbers), inputs, grad, create_graph=True))
+            return *nothing, *(next(found) if wants else None for wants in ctx.wanted), None, None
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            gradients = one_pass.eager(*tensors, *ctx.numbers, ctx.chunk, *ctx.wanted, ctx.backend)[1:]
+        for gradient, wants in zip(gradients, ctx.wanted, strict=True):
+            if wants:
+                scale.eager(gradient, grad, ctx.backend)
+        return *nothing, *(gradient if wants else None for gradient, wants in zip(gradients, ctx.wanted, strict=True)), None, None
+
+
+class OnePassTraced(torch.autograd.Function):
+    """The same for compilers, which keep the gradients as tensors of their graph."""
+
+    @staticmethod
+    def forward(
+        input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, ignore_index: int, smoothing: float,
+        softcap: float, z_loss: float, mean: bool, chunk: int, to_input: bool, to_weight: bool, to_bias: bool, backend: str,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        numbers, wanted = (ignore_index, smoothing, softcap, z_loss, mean, chunk), (to_input, to_weight, to_bias)
+        return one_pass(input, weight, bias, target, class_weight, *numbers, *wanted, backend)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.wanted = inputs[11:14]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        found = (gradient * grads[0].to(gradient.dtype) if wants else None for gradient, wants in zip(ctx.saved_tensors, ctx.wanted, strict=True))
+        return *found, *(None,) * 12

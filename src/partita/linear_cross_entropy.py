@@ -1,0 +1,346 @@
+"""Cross-entropy and token statistics straight from hidden states and the vocabulary's matrix: the logits are never all in memory."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _backend, _checks, _linear
+from ._autograd import apply, plain_eager
+from .cross_entropy import REDUCTIONS, cross_entropy
+from .reference.cross_entropy import cross_entropy_denominators
+from .reference.linear_cross_entropy import width_of
+from .reference.softmax import accumulator
+from .token_stats import TokenStats
+
+BUDGET = 2**31  # bytes of workspace where none are told
+LEAN_BUDGET = 7 * 2**26  # of which the lean plan takes no more than it is faster for
+LOSS_BUDGET = 3 * 2**26  # and a loss without a gradient
+WIDEST, NARROWEST = 16384, 128  # classes in a chunk of the lean plan
+FEWEST = 2048  # tokens in a chunk of the fast plan: with fewer, adding up the matrix's gradient takes as long as a product
+ROW_WORDS = 24  # numbers of 4 bytes that a token's row has beside its logits, at most
+
+
+class Plan(NamedTuple):
+    """What `linear_cross_entropy` does with a batch.
+
+    Fields:
+        name: `fast`, with chunks of tokens: logits, then their gradient in their place, then the gradients of hidden states and matrix; `lean`, with
+            chunks of classes: the logits are computed once for the loss and again for the gradients; `loss`, that without any gradient.
+        chunk: tokens (`fast`) or classes (`lean`, `loss`) at a time.
+        workspace_bytes: the most memory in use at once, beside inputs, results and what the matrix library keeps for itself.
+        flops: of the matrix products, forward and backward.
+    """
+
+    name: str
+    chunk: int
+    workspace_bytes: int
+    flops: int
+
+
+def linear_cross_entropy_plan(
+    tokens: int,
+    hidden: int,
+    vocabulary: int,
+    dtype: torch.dtype,
+    *,
+    memory_budget: int | None = None,
+    input_grad: bool = True,
+    weight_grad: bool = True,
+    reduced: bool = True,
+    device: torch.device | str = "cuda",
+) -> Plan:
+    """What `linear_cross_entropy` will do: how it cuts the batch, the workspace it takes, and its operations.
+
+    `fast` is taken where the workspace allows: all logits at once, or chunks of at least 2,048 tokens; else `lean`, whose chunks are of classes.
+
+    Args:
+        tokens, hidden, vocabulary: sizes of `input` `[tokens, hidden]` and `linear_weight` `[vocabulary, hidden]`.
+        dtype: of both.
+        memory_budget: bytes of workspace; None for 2 GiB, of which a loss without gradient takes 192 MiB.
+        input_grad, weight_grad: whether hidden states and matrix want a gradient.
+        reduced: whether the loss is a mean or a sum; the losses of single tokens need their logits again when their gradients have come.
+        device: of the tensors; half types are computed in fp32 on a CPU.
+
+    Returns:
+        `Plan(name, chunk, workspace_bytes, flops)`.
+
+    Raises:
+        ValueError: a size below 0, or a budget that is too small for a chunk of 128 classes.
+
+    Source: Wijmans et al., Cut your losses in large-vocabulary language models, 2024, for the problem; the plans are our own.
+
+    Example:
+        >>> import torch, partita
+        >>> partita.linear_cross_entropy_plan(8192, 4096, 128256, torch.bfloat16)
+        Plan(name='fast', chunk=8192, workspace_bytes=2102136832, flops=25821155131392)
+        >>> partita.linear_cross_entropy_plan(8192, 4096, 128256, torch.bfloat16, memory_budget=2**29).name
+        'lean'
+    """
+    for name, value in (("tokens", tokens), ("hidden", hidden), ("vocabulary", vocabulary)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
+    if memory_budget is not None and (isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget < 0):
+        raise ValueError(f"memory_budget: expected a number of bytes or None, got {memory_budget!r}")
+    half = dtype.itemsize == 2
+    item = 4 if half and torch.device(device).type != "cuda" else dtype.itemsize
+    product, beside, row = 2 * tokens * hidden * vocabulary, ROW_WORDS * 4 * tokens, width_of(vocabulary) * item
+    budget = BUDGET if memory_budget is None else memory_budget
+    if input_grad or weight_grad:
+        flops = product * (1 + input_grad + weight_grad)
+        if tokens * row + beside <= budget:
+            return Plan("fast", max(tokens, 1), tokens * row + beside, flops)
+        added = hidden * vocabulary * 4 if weight_grad and half else 0
+        fits = (budget - added - beside) // row // 256 * 256
+        if reduced and dtype != torch.float16 and fits >= FEWEST:
+            return Plan("fast", fits, fits * row + added + beside, flops)
+        flops += product
+        beside += tokens * hidden * 4 if input_grad and half else 0
+    else:
+        flops = product
+    name = "lean" if input_grad or weight_grad else "loss"
+    least = tokens * NARROWEST * item + beside
+    if memory_budget is not None and memory_budget < least:
+        raise ValueError(f"memory_budget: expected at least {least:,} bytes for {tokens:,} tokens, or None, got {memory_budget:,}")
+    budget = memory_budget if memory_budget is not None else max(least, LEAN_BUDGET if name == "lean" else LOSS_BUDGET)
+    fits = (budget - beside) // max(tokens * item, 1) // NARROWEST * NARROWEST
+    chunk = max(1, min(fits, WIDEST, vocabulary))
+    return Plan(name, chunk, tokens * min(width_of(chunk), row) * item + beside, flops)
+
+
+class _Rows(NamedTuple):
+    """Arguments as the ops take them.
+
+    Fields:
+        input: `[M, H]`, target: `[M]`, shape: of the losses of the tokens.
+    """
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    shape: torch.Size
+
+    @property
+    def wanted(self) -> tuple[bool, bool, bool]:
+        """Which of hidden states, matrix and bias want a gradient."""
+        grads = (tensor is not None and tensor.requires_grad for tensor in (self.input, self.weight, self.bias))
+        a, b, c = (torch.is_grad_enabled() and grad for grad in grads)
+        return a, b, c
+
+    def plan(self, memory_budget: int | None, reduced: bool) -> Plan:
+        to_input, to_weight, to_bias = self.wanted
+        tokens, hidden = self.input.shape
+        return linear_cross_entropy_plan(
+            tokens, hidden, len(self.weight), self.input.dtype, memory_budget=memory_budget, input_grad=to_input, weight_grad=to_weight or to_bias,
+            reduced=reduced, device=self.input.device,
+        )  # fmt: skip
+
+
+def _cast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """As a linear layer sees them: under autocast in its dtype."""
+    kind = next(tensor for tensor in tensors if tensor is not None).device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(tensor.to(dtype) if tensor is not None and tensor.dtype in (torch.float16, torch.bfloat16, torch.float32) else tensor for tensor in tensors)
+
+
+def _check(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> None:
+    for name, tensor in (("input", input), ("linear_weight", weight), ("linear_bias", bias)):
+        if tensor is not None:
+            _checks.floating(name, tensor)
+            _checks.device(name, tensor, input, "input")
+            if tensor.dtype != input.dtype:
+                raise TypeError(f"{name}: expected the dtype of input, {input.dtype}, got {tensor.dtype}")
+    _checks.tensor("target", target)
+    _checks.device("target", target, input, "input")
+    if weight.ndim < 2 or len(weight) == 0:
+        raise ValueError(f"linear_weight: expected shape [C, H] or [C, d1, ..., H] with at least one class, got {list(weight.shape)}")
+    if input.ndim == 0 or input.shape[-1] != weight.shape[-1]:
+        raise ValueError(f"input: expected shape [..., H] with H = {weight.shape[-1]}, got {list(input.shape)}")
+    if weight.ndim > 2 and input.ndim != 2:
+        raise ValueError(f"input: expected shape [N, H] with a matrix of {weight.ndim} dimensions, got {list(input.shape)}")
+    if bias is not None:
+        _checks.shape("linear_bias", bias, weight.shape[:-1], "linear_weight without H")
+
+
+def _flat(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> _Rows:
+    shape = input.shape[:-1]
+    _checks.integer("target", target)
+    _checks.shape("target", target, shape, "input without H")
+    return _Rows(input.reshape(-1, input.shape[-1]), weight, bias, target.reshape(-1), shape)
+
+
+def _logits(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """All of them, classes in dimension 1 (last, where there is but one more)."""
+    logits = torch.nn.functional.linear(input, weight.flatten(0, -2), None if bias is None else bias.flatten())
+    return logits if weight.ndim == 2 else logits.unflatten(1, weight.shape[:-1])
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    memory_budget: int | None = None,
+) -> Tensor:
+    """`cross_entropy(input @ linear_weight.T + linear_bias, target, ...)`, of which the logits are never all in memory, or leave it at once.
+
+    The products are PyTorch's own, exact to the last small gradient. With `mean` and `sum` the gradients come with the loss and the backward pass
+    scales them; see `linear_cross_entropy_plan` for how the batch is cut. Target probabilities and matrices of more than two dimensions are taken
+    as well, with the logits in memory.
+
+    Args:
+        input: hidden states `[..., H]`, floating dtype; `[N, H]` or `[H]` with target probabilities, `[N, H]` with more-dimensional matrices.
+        linear_weight: `[C, H]` in the same dtype, or `[C, d1, ..., dK, H]`.
+        target: labels `[...]` (`[N, d1, ..., dK]`), any integer dtype; or probabilities `[..., C]` (`[N, C, d1, ..., dK]`).
+        linear_bias: `[C]` or `[C, d1, ..., dK]`.
+        weight: `[C]`, one factor for each class.
+        reduction: `none` (the shape of the labels), `mean` (over the class weights of the tokens that count) or `sum`.
+        ignore_index: tokens with this label have loss and gradient zero and are not counted; None is -100.
+        label_smoothing, softcap, z_loss: as in `cross_entropy`.
+        memory_budget: bytes of workspace beside inputs and results; None for 2 GiB.
+
+    Returns:
+        The loss in nats, fp32 for half types.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype, shape, device, number or budget, named with what was expected.
+        IndexError: a label out of range; on a GPU only with `PARTITA_CHECK=1`, otherwise that token's loss is NaN and with it the gradients it has
+            a part in.
+
+    Source: `torch.nn.functional.linear_cross_entropy`, whose `options` are `memory_budget` here; the rest as in `cross_entropy`.
+
+    Example:
+        >>> import torch, partita
+        >>> hidden, matrix = torch.eye(2, requires_grad=True), torch.tensor([[2.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
+        >>> loss = partita.linear_cross_entropy(hidden, matrix, torch.tensor([0, 0]))
+        >>> loss.backward()
+        >>> loss, hidden.grad
+        (tensor(1.2395, grad_fn=<...>), tensor([[-0.2130,  0.1065],
+                [-0.8935,  0.7870]]))
+    """
+    _checks.tensor("input", input)
+    _checks.tensor("linear_weight", linear_weight)
+    input, linear_weight, linear_bias = _cast(input, linear_weight, linear_bias)  # type: ignore[assignment]
+    _check(input, linear_weight, linear_bias, target)
+    _checks.choice("reduction", reduction, REDUCTIONS)
+    ignore_index = -100 if ignore_index is None else ignore_index
+    numbers: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "softcap": softcap, "z_loss": z_loss}
+    wide = accumulator(input.dtype)
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if linear_weight.ndim > 2 or target.is_floating_point() or transformed or (weight is not None and weight.requires_grad):
+        logits = _logits(input, linear_weight, linear_bias)
+        if linear_weight.ndim == 2 and input.ndim > 2:
+            logits = logits.movedim(-1, 1)
+            target = target.movedim(-1, 1) if target.is_floating_point() else target
+        return cross_entropy(logits, target, weight, reduction=reduction, **numbers).to(wide)
+    rows = _flat(input, linear_weight, linear_bias, target)
+    if weight is not None:
+        _checks.floating("weight", weight)
+        _checks.device("weight", weight, input, "input")
+        _checks.shape("weight", weight, [len(linear_weight)], "[C]")
+    for name, value, low, high in (("label_smoothing", label_smoothing, 0.0, 1.0), ("z_loss", z_loss, 0.0, float("inf"))):
+        _checks.number(name, value, low=low, high=high)
+    if softcap is not None:
+        _checks.number("softcap", softcap, low=0.0, open_low=True)
+    options = (ignore_index, float(label_smoothing), float(softcap or 0.0), float(z_loss))
+    if input.device.type == "cpu" and plain_eager():
+        _checks.labels("target", rows.target, len(linear_weight), ignore_index)
+        return _without_ignored(rows, weight, reduction, options, memory_budget)
+    return _loss(rows, weight, reduction, options, memory_budget).reshape(rows.shape if reduction == "none" else ())
+
+
+def _without_ignored(rows: _Rows, weight: Tensor | None, reduction: str, options: tuple[Any, ...], memory_budget: int | None) -> Tensor:
+    """On a CPU, where it takes no waiting to know their number, ignored tokens are left out."""
+    counts = (rows.target != options[0]).nonzero()[:, 0]
+    if len(counts) == len(rows.target):
+        return _loss(rows, weight, reduction, options, memory_budget).reshape(rows.shape if reduction == "none" else ())
+    few = rows._replace(input=rows.input[counts], target=rows.target[counts])
+    loss = _loss(few, weight, reduction, options, memory_budget)
+    return loss.new_zeros(len(rows.target)).index_put((counts,), loss).reshape(rows.shape) if reduction == "none" else loss
+
+
+def _loss(rows: _Rows, weight: Tensor | None, reduction: str, options: tuple[Any, ...], memory_budget: int | None) -> Tensor:
+    plan, backend, wanted = rows.plan(memory_budget, reduction != "none"), _backend.current(), rows.wanted
+    tensors = (rows.input, rows.weight, rows.bias, rows.target, weight)
+    numbers = (*options, reduction == "mean")
+    if plan.name == "fast" and reduction != "none" and rows.input.dtype != torch.float16:
+        if plain_eager():
+            return apply(_linear.OnePass, wanted, backend, numbers, plan.chunk, *tensors)
+        return _linear.OnePassTraced.apply(*tensors, *numbers, plan.chunk, *wanted, backend)[0]
+    ignore_index, smoothing, softcap, z_loss = options
+    classes = len(rows.weight)
+    keep = plan.name == "fast" and plain_eager()
+    chunk = classes if plan.name == "fast" else plan.chunk
+    nll, logsumexp, spread, *_ = _linear.Rows.apply(*tensors, 1.0, softcap, ignore_index, smoothing > 0, False, chunk, keep, backend)
+    counts = rows.target != ignore_index
+    if weight is not None:
+        nll = nll * weight.to(nll.dtype)[torch.where(counts & (rows.target >= 0) & (rows.target < classes), rows.target, 0).long()]
+    loss = nll
+    if smoothing > 0:
+        loss = (1 - smoothing) * nll + smoothing / classes * torch.where(counts, spread, 0.0)
+    z = z_loss * torch.where(counts, logsumexp, 0.0).square() if z_loss else torch.zeros_like(loss)
+    if reduction != "mean":
+        return loss + z if reduction == "none" else (loss + z).sum()
+    denominators = cross_entropy_denominators(rows.target, weight, ignore_index, classes).to(loss.dtype)
+    return loss.sum() / denominators[0] + (z.sum() / denominators[1] if z_loss else 0.0)
+
+
+def linear_token_stats(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    memory_budget: int | None = None,
+) -> TokenStats:
+    """`token_stats(input @ linear_weight.T + linear_bias, target, ...)`, of which the logits are never all in memory, or leave it at once.
+
+    Args:
+        input: hidden states `[..., H]`, floating dtype.
+        linear_weight: `[C, H]` in the same dtype; linear_bias: `[C]`.
+        target: labels `[...]`, any integer dtype.
+        temperature, ignore_index: as in `token_stats`.
+        memory_budget: bytes of workspace beside inputs and results; None for 2 GiB.
+
+    Returns:
+        `TokenStats(logprob, logsumexp, entropy, argmax)`, fields `[...]`, fp32 (fp64 for fp64) in nats; the first three differentiable in hidden
+        states, matrix and bias.
+
+    Raises:
+        TypeError, ValueError, IndexError: as in `token_stats` and `linear_cross_entropy`.
+
+    Source: as `token_stats`, merged over chunks of the classes.
+
+    Example:
+        >>> import torch, partita
+        >>> partita.linear_token_stats(torch.zeros(1, 3), torch.zeros(4, 3), torch.tensor([2]))
+        TokenStats(logprob=tensor([-1.3863]), logsumexp=tensor([1.3863]), entropy=tensor([1.3863]), argmax=tensor([0]))
+    """
+    _checks.tensor("input", input)
+    _checks.tensor("linear_weight", linear_weight)
+    input, linear_weight, linear_bias = _cast(input, linear_weight, linear_bias)  # type: ignore[assignment]
+    _check(input, linear_weight, linear_bias, target)
+    if linear_weight.ndim != 2:
+        raise ValueError(f"linear_weight: expected shape [C, H], got {list(linear_weight.shape)}")
+    _checks.number("temperature", temperature, low=0.0, open_low=True)
+    rows = _flat(input, linear_weight, linear_bias, target)
+    plan = rows.plan(memory_budget, False)
+    keep, chunk = plan.name == "fast" and plain_eager(), len(linear_weight) if plan.name == "fast" else plan.chunk
+    tensors = (rows.input, rows.weight, rows.bias, rows.target, None)
+    numbers = (float(temperature), 0.0, ignore_index, False, True, chunk, keep, _backend.current())
+    nll, logsumexp, _, entropy, argmax, *_ = _linear.Rows.apply(*tensors, *numbers)
+    return TokenStats(*(field.reshape(rows.shape) for field in (-nll, logsumexp, entropy, argmax)))
