@@ -21,6 +21,7 @@ from rows import INTERPRETING
 
 import partita
 from partita import _backend, _op
+from partita.reference import linear_cross_entropy
 
 pytest.importorskip("triton")
 import triton
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.skipif(INTERPRETING, reason="kernels are functions of P
 KERNELS = Path(partita.__file__).parent / "kernels"
 SOURCES = ["softmax", "logsumexp", "cross_entropy", "cross_entropy_rows", "cross_entropy_scalars", "token_stats"]
 SOURCES += ["chain", "chain_fast", "chain_fast_best", "chain_scan", "chain_paths", "chain_pairs"]
-SOURCES += ["ctc_scan", "ctc_posterior", "ctc_rows", "ctc_gradient", "ctc_align", "crf"]
+SOURCES += ["ctc_scan", "ctc_posterior", "ctc_rows", "ctc_gradient", "ctc_align", "crf", "linear_cross_entropy"]
 NAMES = sorted(name for source in SOURCES for name in re.findall(r"^def (\w+_kernel)\(", (KERNELS / f"{source}.py").read_text(encoding="utf-8"), re.M))
 KIB = 1024
 # Bytes of stack a thread that are known: ptxas keeps a scalar or two that no loop touches.
@@ -98,6 +99,7 @@ def recording(launches: list[Launch], cuda: str | None) -> Iterator[None]:
         mock.patch.object(torch.version, "cuda", cuda),
         mock.patch.object(launch, "NVIDIA", cuda is not None),
         mock.patch.object(table, "NVIDIA", cuda is not None),
+        mock.patch.object(linear_cross_entropy, "computed_in", lambda tensor: tensor.dtype),
         partita.backend("triton"),
     ):
         _op._implementation.cache_clear()
@@ -140,6 +142,16 @@ def call_crf(dtype: torch.dtype) -> None:
     torch.autograd.grad(loss, scores)
 
 
+def call_linear(dtype: torch.dtype, classes: int) -> None:
+    hidden, matrix = torch.zeros(3, 8, dtype=dtype, requires_grad=True), torch.zeros(classes, 8, dtype=dtype)
+    target, weight = torch.zeros(3, dtype=torch.int64), torch.ones(classes, dtype=dtype)
+    for options in ({}, {"weight": weight, "label_smoothing": 0.1, "softcap": 5.0, "z_loss": 0.1}):
+        losses = partita.linear_cross_entropy(hidden, matrix, target, reduction="none", **options)
+        torch.autograd.grad(losses.sum(), hidden)
+    for field in partita.linear_token_stats(hidden, matrix, target)[:3]:
+        torch.autograd.grad(field.sum(), hidden, retain_graph=True)
+
+
 def call_everything(x: torch.Tensor) -> None:
     target = torch.zeros(x.shape[0], dtype=torch.int64)
     weight = torch.ones(x.shape[1], dtype=x.dtype)
@@ -166,6 +178,8 @@ def launches(cuda: str | None) -> dict[str, list[Launch]]:
             for states, slots in ((3, 2), (64, 5), (1024, 5), (2000, 3), (40, 40), (-64, 5), (-1024, 5)):
                 call_chains(dtype, states, slots)
             call_crf(dtype)
+            for classes in (100, 5000, 50_257):
+                call_linear(dtype, classes)
             for from_logits in (False, True):
                 for count, classes, most in ((2, 5, 10), (2, 5, 40), (600, 20, 100), (2, 5000, 10)):
                     call_ctc(dtype, count, classes, most, from_logits)

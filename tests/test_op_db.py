@@ -17,6 +17,7 @@ with mock.patch.object(torch.backends, "disable_global_flags"):  # for the other
     from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 INFOS = [info for info in op_db if info.name in (*OPS, "nn.functional.cross_entropy")]
+LINEAR = [info for info in op_db if info.name == "nn.functional.linear_cross_entropy"]  # from torch 2.13 on
 (CTC,) = [info for info in op_db if info.name == "nn.functional.ctc_loss"]
 infos = pytest.mark.parametrize("info", INFOS, ids=lambda info: "-".join(filter(None, (info.name, info.variant_test_name))))
 
@@ -87,3 +88,24 @@ def test_ctc_samples(backend: str, dtype: torch.dtype, device: str) -> None:
         bounds = {"rtol": 1e-6, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 1e-10, "atol": 1e-11}
         torch.testing.assert_close(loss, truth.to(dtype), **bounds)
         torch.testing.assert_close(grad, true_grad.to(dtype), **bounds)
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("info", LINEAR, ids=lambda info: info.variant_test_name)
+def test_linear_samples(info: OpInfo, dtype: torch.dtype, device: str) -> None:
+    """All of them but for `options`, which say how PyTorch cuts the batch."""
+    samples = list(info.sample_inputs(device, dtype))
+    assert samples
+    for sample in samples:
+        options = {name: value for name, value in sample.kwargs.items() if name != "options"}
+        results = []
+        for function, kind in ((partita.linear_cross_entropy, dtype), (F.linear_cross_entropy, dtype), (F.linear_cross_entropy, torch.float64)):
+            cast = lambda t, kind=kind: t.to(kind) if isinstance(t, Tensor) and t.is_floating_point() else t  # noqa: E731
+            leaf, matrix = (cast(t.detach()).requires_grad_() for t in (sample.input, sample.args[0]))
+            loss = function(leaf, matrix, *map(cast, sample.args[1:]), **{name: cast(value) for name, value in options.items()})
+            results.append((loss.detach(), *torch.autograd.grad(loss.sum(), (leaf, matrix))))
+        for ours, theirs, truth in zip(*results, strict=True):
+            error, own = ((t.double() - truth).abs().max() if truth.numel() else 0.0 for t in (ours, theirs))
+            assert ours.shape == truth.shape
+            assert error <= 2 * own + 4 * torch.finfo(dtype).eps * (truth.abs().max() if truth.numel() else 0.0) or not truth.isfinite().all()

@@ -35,6 +35,7 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
     return {
         **chain_samples(device),
         **ctc_samples(device),
+        **linear_samples(device),
         "softmax": [
             (x, 1, False, torch.float32),
             (images, 2, True, torch.float32),
@@ -53,6 +54,24 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         "token_stats_backward": [(one, one, one, x, labels, *partial(x, labels), 1.0, -100)],
         **{name: [(one, row, *a[:3], *statistics(a), *a[3:]) for a in loss_arguments[:2]] for name in ("cross_entropy_backward", "cross_entropy_backward_")},
     }
+
+
+def linear_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
+    """Plain, and with all options."""
+    hidden, matrix = sample_rows(N, 5, device=device), sample_rows(C, 5, device=device)
+    labels, bias, weight = torch.arange(N, device=device), torch.ones(C, device=device), class_weights(C, torch.float32, device)
+    found: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+    for extra, numbers, wanted in ((None, (0.0, 0.0, 0.0), (True, True, False)), (bias, (0.1, 5.0, 1e-3), (True, False, True))):
+        of_class = weight if numbers[0] else None
+        inputs, spread = (hidden, matrix, extra, labels, of_class), of_class is not None
+        fields = torch.ops.partita.linear_rows(*inputs, 0.7 if spread else 1.0, numbers[1], -100, spread, spread, 3, False, BACKEND)
+        row, optional = torch.linspace(0, 1, N, device=device), torch.ones(N, device=device) if spread else None
+        found["linear_rows"] += [(*inputs, 1.0, numbers[1], -100, spread, spread, chunk, keep) for chunk, keep in ((3, False), (C, True))]
+        found["linear_rows_backward"].append(
+            (row, -row, optional, optional, *inputs, fields[5], fields[6], hidden.new_empty(0), 1.0, numbers[1], 3, *wanted)
+        )
+        found["linear_one_pass"] += [(*inputs, -100, *numbers, mean, chunk, *wanted) for mean, chunk in ((False, N), (True, 2))]
+    return found
 
 
 def chain_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:

@@ -24,7 +24,7 @@ def _check_labels(input: Tensor, weight: Tensor, target: Tensor, ignore_index: i
 
 def _rows_fake(
     input: Tensor, weight: Tensor, bias: Any, target: Any, class_weight: Any, temperature: float, softcap: float, ignore_index: int, spread: bool,
-    entropy: bool, chunk: int, keep: bool, backend: str,
+    entropy: bool, chunk: int, keep: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     wide, tokens = accumulator(input.dtype), input.shape[0]
     sizes = (tokens, tokens, tokens * spread, tokens * entropy, tokens * entropy, tokens, tokens)
@@ -49,13 +49,13 @@ rows_backward = _op.define(
     "linear_rows_backward(Tensor pull, Tensor at_label, Tensor? log_pull, Tensor? by_class, Tensor input, Tensor weight, Tensor? bias, Tensor target,"
     f" Tensor? class_weight, Tensor maximum, Tensor sumexp, Tensor kept, float temperature, float softcap, int chunk, {_WANTED}, str backend)"
     " -> (Tensor, Tensor, Tensor)",
-    lambda *args: _gradients_fake(*args[4:7], *args[-4:-1]),
+    lambda *args: _gradients_fake(*args[4:7], *args[-3:]),
 )
 one_pass = _op.define(
     "linear_cross_entropy",
     f"linear_one_pass({_HEAD}, int ignore_index, float smoothing, float softcap, float z_loss, bool mean, int chunk, {_WANTED}, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda *args: (args[0].new_empty((), dtype=accumulator(args[0].dtype)), *_gradients_fake(*args[:3], *args[-4:-1])),
+    lambda *args: (args[0].new_empty((), dtype=accumulator(args[0].dtype)), *_gradients_fake(*args[:3], *args[-3:])),
     check=lambda input, weight, bias, target, class_weight, ignore_index, *_: _check_labels(input, weight, target, ignore_index),
 )
 
@@ -88,15 +88,15 @@ class Rows(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.temperature, ctx.softcap, ctx.ignore_index, ctx.spread, ctx.entropy, ctx.chunk, ctx.keep, ctx.backend = inputs
+        *tensors, ctx.temperature, ctx.softcap, ctx.ignore_index, ctx.spread, ctx.entropy, ctx.chunk, keep, ctx.backend = inputs
         ctx.mark_non_differentiable(*output[4:])
         ctx.set_materialize_grads(False)
-        ctx.spent = False
-        ctx.save_for_backward(*tensors, *output)
+        ctx.save_for_backward(*tensors, *output[:-1])
+        ctx.kept = output[-1] if keep else None  # past autograd's eyes: the first backward pass writes over it
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        input, weight, bias, target, class_weight, *outputs, kept = ctx.saved_tensors
+        input, weight, bias, target, class_weight, *outputs = ctx.saved_tensors
         numbers, nothing = (ctx.temperature, ctx.softcap, ctx.ignore_index), (None,) * 10
         if all(grad is None for grad in grads[:4]):
             return None, None, None, *nothing
@@ -110,8 +110,8 @@ class Rows(torch.autograd.Function):
         fields = reference.Fields(*outputs)
         nll, logsumexp, spread, entropy = grads[:4]
         c = reference.coefficients(nll, logsumexp, spread, entropy, target, class_weight, fields, len(weight), ctx.temperature, ctx.ignore_index)
-        held = kept if ctx.keep and not ctx.spent else kept.new_empty(0)
-        ctx.spent = True
+        kept, ctx.kept = ctx.kept, None
+        held = input.new_empty(0) if kept is None else kept
         args = (*c, input, weight, bias, target, class_weight, fields.maximum, fields.sumexp, held, ctx.temperature, ctx.softcap, ctx.chunk, *wanted)
         run = rows_backward.eager if plain_eager() else rows_backward
         result = run(*args, ctx.backend)

@@ -17,8 +17,8 @@ from .token_stats import TokenStats
 
 BUDGET = 2**31  # bytes of workspace where none are told
 LEAN_BUDGET = 7 * 2**26  # of which the lean plan takes no more than it is faster for
-LOSS_BUDGET = 3 * 2**26  # and a loss without a gradient
-WIDEST, NARROWEST = 16384, 128  # classes in a chunk of the lean plan
+LOSS_BUDGET = 15 * 2**24  # and a loss without a gradient
+WIDEST, NARROWEST = 2**15, 128  # classes in a chunk of the lean plan
 FEWEST = 2048  # tokens in a chunk of the fast plan: with fewer, adding up the matrix's gradient takes as long as a product
 ROW_WORDS = 24  # numbers of 4 bytes that a token's row has beside its logits, at most
 
@@ -59,7 +59,7 @@ def linear_cross_entropy_plan(
     Args:
         tokens, hidden, vocabulary: sizes of `input` `[tokens, hidden]` and `linear_weight` `[vocabulary, hidden]`.
         dtype: of both.
-        memory_budget: bytes of workspace; None for 2 GiB, of which a loss without gradient takes 192 MiB.
+        memory_budget: bytes of workspace; None for 2 GiB, of which a loss without gradient takes 240 MiB.
         input_grad, weight_grad: whether hidden states and matrix want a gradient.
         reduced: whether the loss is a mean or a sum; the losses of single tokens need their logits again when their gradients have come.
         device: of the tensors; half types are computed in fp32 on a CPU.
@@ -75,7 +75,7 @@ def linear_cross_entropy_plan(
     Example:
         >>> import torch, partita
         >>> partita.linear_cross_entropy_plan(8192, 4096, 128256, torch.bfloat16)
-        Plan(name='fast', chunk=8192, workspace_bytes=2102136832, flops=25821155131392)
+        Plan(name='fast', chunk=8192, workspace_bytes=2102132736, flops=25821343383552)
         >>> partita.linear_cross_entropy_plan(8192, 4096, 128256, torch.bfloat16, memory_budget=2**29).name
         'lean'
     """
@@ -105,8 +105,9 @@ def linear_cross_entropy_plan(
     if memory_budget is not None and memory_budget < least:
         raise ValueError(f"memory_budget: expected at least {least:,} bytes for {tokens:,} tokens, or None, got {memory_budget:,}")
     budget = memory_budget if memory_budget is not None else max(least, LEAN_BUDGET if name == "lean" else LOSS_BUDGET)
-    fits = (budget - beside) // max(tokens * item, 1) // NARROWEST * NARROWEST
-    chunk = max(1, min(fits, WIDEST, vocabulary))
+    fits = max(NARROWEST, min((budget - beside) // max(tokens * item, 1), WIDEST) // NARROWEST * NARROWEST)
+    parts = -(-vocabulary // fits)
+    chunk = max(1, min(-(-vocabulary // max(parts * NARROWEST, 1)) * NARROWEST, vocabulary))  # all of one width
     return Plan(name, chunk, tokens * min(width_of(chunk), row) * item + beside, flops)
 
 
@@ -194,11 +195,11 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     memory_budget: int | None = None,
 ) -> Tensor:
-    """`cross_entropy(input @ linear_weight.T + linear_bias, target, ...)`, of which the logits are never all in memory, or leave it at once.
+    """Cross-entropy straight from hidden states and the vocabulary's matrix, without its logits in memory.
 
-    The products are PyTorch's own, exact to the last small gradient. With `mean` and `sum` the gradients come with the loss and the backward pass
-    scales them; see `linear_cross_entropy_plan` for how the batch is cut. Target probabilities and matrices of more than two dimensions are taken
-    as well, with the logits in memory.
+    The loss is `cross_entropy(input @ linear_weight.T + linear_bias, target, ...)`. The products are PyTorch's own, exact to the last small gradient.
+    With `mean` and `sum` the gradients come with the loss and the backward pass scales them; see `linear_cross_entropy_plan` for how the batch is
+    cut. Target probabilities and matrices of more than two dimensions are taken as well, with the logits in memory.
 
     Args:
         input: hidden states `[..., H]`, floating dtype; `[N, H]` or `[H]` with target probabilities, `[N, H]` with more-dimensional matrices.
@@ -290,11 +291,13 @@ def _loss(rows: _Rows, weight: Tensor | None, reduction: str, options: tuple[Any
     loss = nll
     if smoothing > 0:
         loss = (1 - smoothing) * nll + smoothing / classes * torch.where(counts, spread, 0.0)
-    z = z_loss * torch.where(counts, logsumexp, 0.0).square() if z_loss else torch.zeros_like(loss)
+    z = z_loss * torch.where(counts, logsumexp, 0.0).square() if z_loss else loss
     if reduction != "mean":
-        return loss + z if reduction == "none" else (loss + z).sum()
-    denominators = cross_entropy_denominators(rows.target, weight, ignore_index, classes).to(loss.dtype)
-    return loss.sum() / denominators[0] + (z.sum() / denominators[1] if z_loss else 0.0)
+        loss = loss + z if z_loss else loss
+        return loss if reduction == "none" else loss.sum()
+    count = counts.sum()
+    total = count if weight is None else cross_entropy_denominators(rows.target, weight, ignore_index, classes)[0].to(loss.dtype)
+    return loss.sum() / total + z.sum() / count if z_loss else loss.sum() / total
 
 
 def linear_token_stats(
@@ -307,7 +310,7 @@ def linear_token_stats(
     ignore_index: int = -100,
     memory_budget: int | None = None,
 ) -> TokenStats:
-    """`token_stats(input @ linear_weight.T + linear_bias, target, ...)`, of which the logits are never all in memory, or leave it at once.
+    """Token statistics straight from hidden states: `token_stats(input @ linear_weight.T + linear_bias, target, ...)`.
 
     Args:
         input: hidden states `[..., H]`, floating dtype.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from ._lengths import Lengths
 from .cross_entropy import cross_entropy
 from .ctc import ctc_loss
+from .linear_cross_entropy import linear_cross_entropy
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
@@ -56,6 +59,68 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
     def extra_repr(self) -> str:
         return f"softcap={self.softcap}, z_loss={self.z_loss}, inplace={self.inplace}"
+
+
+class LinearCrossEntropyLoss(torch.nn.Module):
+    """`partita.linear_cross_entropy` as a module with its matrix: `torch.nn.LinearCrossEntropyLoss`, with our options.
+
+    Args:
+        in_features, num_classes, out_features, bias, device, dtype: of the linear layer, `[C * prod(out_features), H]`, named `linear`.
+        reduction, weight, ignore_index, label_smoothing: as in `torch.nn.LinearCrossEntropyLoss`.
+        softcap, z_loss, memory_budget: as in `partita.linear_cross_entropy`.
+
+    Shapes, units, errors and source are those of `partita.linear_cross_entropy`.
+
+    Example:
+        >>> import torch, partita
+        >>> loss = partita.nn.LinearCrossEntropyLoss(4, 10)
+        >>> loss(torch.zeros(2, 4), torch.tensor([0, 2]))
+        tensor(2.3026, grad_fn=<...>)
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        out_features: tuple[int, ...] = (),
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        reduction: str = "mean",
+        weight: Tensor | None = None,
+        ignore_index: int | None = None,
+        label_smoothing: float = 0.0,
+        softcap: float | None = None,
+        z_loss: float = 0.0,
+        memory_budget: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_classes, self.out_features, self.reduction, self.ignore_index = num_classes, tuple(out_features), reduction, ignore_index
+        self.label_smoothing, self.softcap, self.z_loss, self.memory_budget = label_smoothing, softcap, z_loss, memory_budget
+        self.linear = torch.nn.Linear(in_features, math.prod(out_features, start=num_classes), bias=bias, device=device, dtype=dtype)
+        self.register_buffer("weight", weight)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        shape, bias = (self.num_classes, *self.out_features), self.linear.bias
+        return linear_cross_entropy(
+            input,
+            self.linear.weight.reshape(*shape, self.linear.in_features),
+            target,
+            linear_bias=None if bias is None else bias.reshape(shape),
+            weight=self.weight,
+            reduction=self.reduction,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            softcap=self.softcap,
+            z_loss=self.z_loss,
+            memory_budget=self.memory_budget,
+        )
+
+    def extra_repr(self) -> str:
+        return f"softcap={self.softcap}, z_loss={self.z_loss}, memory_budget={self.memory_budget}"
 
 
 class CTCLoss(torch.nn.CTCLoss):

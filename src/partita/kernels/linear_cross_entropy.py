@@ -1,8 +1,12 @@
-"""Chunks of logits between matrix products: what is known of their rows, and their gradient in their place."""
+"""Chunks of logits between matrix products: what is known of their rows, and their gradient in their place.
+
+Rows of a buffer start on 16 bytes and are padded to a multiple of them, so that whole vectors are loaded and stored.
+"""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -10,11 +14,21 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import linear_cross_entropy as reference
-from ..reference.linear_cross_entropy import Coefficients, State
+from ..reference.linear_cross_entropy import Coefficients, Fields, State
+from ..reference.softmax import accumulator
 from .cross_entropy import one_pass_of_part
 from .cross_entropy_scalars import SUM_WORDS, denominators
 from .launch import cdiv, launch, power_of_2, triton_dtype
 from .math import LN2, LOG2E, capped, finite_shift, log_of, reciprocal
+from .scan import by_lane, lane_sum, online
+from .token_stats import absorb_stats
+
+
+@triton.jit
+def loaded(start, v, classes, softcap, CAP: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr):
+    """Logits of some classes, [1, BLOCK_V]; -inf beyond the last."""
+    x = tl.load(start + v, mask=v // VEC * VEC < classes, other=0.0).to(WIDE)
+    return tl.where(v < classes, capped(x, softcap, CAP), -float("inf"))
 
 
 @triton.jit(do_not_specialize=["classes", "first"])
@@ -36,53 +50,99 @@ def linear_absorb_kernel(
     softcap: tl.float64,
     CAP: tl.constexpr,
     WIDE: tl.constexpr,
+    VEC: tl.constexpr,
+    LANES: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """The state of a row, carried over further classes."""
+    """The state of a row, carried over further classes. Without an entropy the temperature is 1."""
     softcap, slope = tl.full([], softcap, WIDE), tl.full([], LOG2E, WIDE) / tl.full([], temperature, WIDE)
     row = tl.program_id(0).to(tl.int64)
     start = logits_ptr + row * stride
-    maximum, total = tl.load(maximum_ptr + row), tl.load(sumexp_ptr + row)
+    VECTOR: tl.constexpr = 1 if LANES == 1 else VEC
     label = tl.load(target_ptr + row).to(tl.int64) - first
+    old, old_total = tl.load(maximum_ptr + row), tl.load(sumexp_ptr + row).to(tl.float64)
+    old, old_total = tl.where(first == 0, -float("inf"), old), tl.where(first == 0, 0.0, old_total)
     here = (label >= 0) & (label < classes)
     label_x = capped(tl.load(start + label, mask=here, other=0.0).to(WIDE), softcap, CAP)
-    if surprise_ptr is not None:
-        surprise, best = tl.load(surprise_ptr + row), tl.load(argmax_ptr + row)
+    maximum, best = tl.full([1, LANES], -float("inf"), WIDE), tl.zeros([1, LANES], tl.int32)
+    total, surprise, spread = tl.zeros([1, LANES], tl.float64), tl.zeros([1, LANES], tl.float64), tl.zeros([1, LANES], tl.float64)
     if spread_ptr is not None:
-        spread, origin = tl.load(spread_ptr + row), tl.load(origin_ptr + row)
+        origin = finite_shift(capped(tl.load(start).to(WIDE), softcap, CAP))
+        origin = tl.where(first == 0, origin, tl.load(origin_ptr + row))
     for block in range(0, classes, BLOCK_V):
-        v = block + tl.arange(0, BLOCK_V)
-        inside = v < classes
-        x = tl.load(start + v, mask=inside, other=-float("inf")).to(WIDE)
-        if CAP:
-            x = tl.where(inside, capped(x, softcap, CAP), -float("inf"))
-        highest = tl.max(x, axis=0)
-        higher = tl.maximum(maximum, highest)
-        shift = finite_shift(higher)
-        if spread_ptr is not None:
-            origin = tl.where(first + block == 0, shift, origin)
-            weight = tl.full([BLOCK_V], 1.0, WIDE)
-            if weight_ptr is not None:
-                weight = tl.load(weight_ptr + v, mask=inside, other=0.0).to(WIDE)
-            spread += tl.sum(tl.where(inside & (weight != 0.0), weight * (origin - x), 0.0), axis=0)
-        exponent = (x - shift) * slope
-        e, scale = tl.exp2(exponent), tl.exp2((maximum - shift) * slope)
+        v = (block + tl.arange(0, BLOCK_V))[None, :]
+        x = loaded(start, v, classes, softcap, CAP, WIDE, VEC)
         if surprise_ptr is not None:
-            moved = surprise - total * (shift - finite_shift(maximum)) * slope
-            surprise = scale * moved + tl.sum(e * tl.maximum(exponent, -10000.0), axis=0)
-            at = tl.min(tl.where(x == highest, v, 0x7FFFFFFF), axis=0).to(tl.int64)
-            best = tl.where(highest > maximum, first + at, best)
-        total = total * scale + tl.sum(e, axis=0)
-        maximum = higher
-    tl.store(maximum_ptr + row, maximum)
-    tl.store(sumexp_ptr + row, total)
-    tl.store(label_ptr + row, label_x, mask=here)
+            maximum, total, surprise, best = absorb_stats(maximum, total, surprise, best, x, block // BLOCK_V, slope, LANES, VECTOR)
+        else:
+            maximum, total = online(maximum, total, by_lane(x, LANES, VECTOR), False)
+        if spread_ptr is not None:
+            weight = tl.full([1, BLOCK_V], 1.0, WIDE)
+            if weight_ptr is not None:
+                weight = tl.load(weight_ptr + v, mask=v < classes, other=0.0).to(WIDE)
+            spread += lane_sum(by_lane(tl.where((v < classes) & (weight != 0.0), weight * (origin - x), 0.0), LANES, VECTOR), False)
+    most = tl.max(maximum)
+    higher = tl.maximum(old, most)
+    shift = finite_shift(higher)
+    scale, old_scale = tl.exp2((maximum - shift) * slope).to(tl.float64), tl.exp2((old - shift) * slope).to(tl.float64)
     if surprise_ptr is not None:
-        tl.store(surprise_ptr + row, surprise)
-        tl.store(argmax_ptr + row, best)
+        old_surprise, old_best = tl.where(first == 0, 0.0, tl.load(surprise_ptr + row).to(tl.float64)), tl.load(argmax_ptr + row)
+        surprise = tl.sum(scale * (surprise - total * ((shift - finite_shift(maximum)) * slope).to(tl.float64)) * LN2)
+        surprise += old_scale * (old_surprise - old_total * ((shift - finite_shift(old)) * slope).to(tl.float64) * LN2)
+        block = tl.min(tl.where(maximum == most, best, 0x3FFFFFFF)) * BLOCK_V  # the first that has the maximum, read again
+        v = (block + tl.arange(0, BLOCK_V))[None, :]
+        place = tl.min(tl.where(loaded(start, v, classes, softcap, CAP, WIDE, VEC) == most, v, 0x7FFFFFFF))
+        tl.store(surprise_ptr + row, surprise.to(WIDE))
+        tl.store(argmax_ptr + row, tl.where((first == 0) | (most > old), first + tl.minimum(place, classes - 1).to(tl.int64), old_best))
     if spread_ptr is not None:
-        tl.store(spread_ptr + row, spread)
+        before = tl.where(first == 0, 0.0, tl.load(spread_ptr + row).to(tl.float64))
+        tl.store(spread_ptr + row, (before + tl.sum(spread)).to(WIDE))
         tl.store(origin_ptr + row, origin)
+    tl.store(maximum_ptr + row, higher)
+    tl.store(sumexp_ptr + row, (old_total * old_scale + tl.sum(total * scale)).to(WIDE))
+    tl.store(label_ptr + row, tl.where(here, label_x, -float("inf")), mask=here | (first == 0))
+
+
+@triton.jit(do_not_specialize=["rows", "classes", "ignore_index"])
+def linear_fields_kernel(
+    maximum_ptr,  # [rows]
+    sumexp_ptr,  # [rows]
+    label_ptr,  # [rows]
+    origin_ptr,  # [rows] or None
+    spread_ptr,  # [rows] or None
+    surprise_ptr,  # [rows] or None
+    target_ptr,  # [rows]
+    all_weight_ptr,  # [] sum of the class weights, or None for their number
+    nll_ptr,  # [rows]
+    logsumexp_ptr,  # [rows]
+    spreads_ptr,  # [rows] or None
+    entropy_ptr,  # [rows] or None
+    rows,
+    classes,
+    ignore_index,
+    temperature: tl.float64,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Statistics of rows from their state after all classes."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside, temperature = row < rows, tl.full([], temperature, WIDE)
+    label = tl.load(target_ptr + row, mask=inside, other=0).to(tl.int64)
+    kept = label != ignore_index
+    spoilt = tl.where(kept & ((label < 0) | (label >= classes)), float("nan"), 0.0).to(WIDE)
+    shift, total = finite_shift(tl.load(maximum_ptr + row, mask=inside, other=0.0)), tl.load(sumexp_ptr + row, mask=inside, other=1.0)
+    log_total = log_of(total)
+    nll = log_total + (shift - tl.load(label_ptr + row, mask=inside, other=0.0)) / temperature
+    tl.store(nll_ptr + row, tl.where(kept, nll, 0.0) + spoilt, mask=inside)
+    tl.store(logsumexp_ptr + row, shift / temperature + log_total + spoilt, mask=inside)
+    if spread_ptr is not None:
+        weight = classes.to(WIDE)
+        if all_weight_ptr is not None:
+            weight = tl.load(all_weight_ptr).to(WIDE)
+        origin, spread = tl.load(origin_ptr + row, mask=inside, other=0.0), tl.load(spread_ptr + row, mask=inside, other=0.0)
+        tl.store(spreads_ptr + row, weight * (log_total + (shift - origin)) + spread + spoilt, mask=inside)
+    if surprise_ptr is not None:
+        tl.store(entropy_ptr + row, log_total - tl.load(surprise_ptr + row, mask=inside, other=0.0) / total + spoilt, mask=inside)
 
 
 @triton.jit(do_not_specialize=["classes", "first"])
@@ -103,13 +163,14 @@ def linear_descend_kernel(
     softcap: tl.float64,
     CAP: tl.constexpr,
     WIDE: tl.constexpr,
+    VEC: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """A part of a row becomes its gradient."""
     softcap, slope = tl.full([], softcap, WIDE), tl.full([], LOG2E, WIDE) / tl.full([], temperature, WIDE)
     blocks = tl.cdiv(classes, BLOCK_V)
     row, v = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
-    inside, at = v < classes, logits_ptr + row * stride + v
+    inside, at = v // VEC * VEC < classes, logits_ptr + row * stride + v
     x = capped(tl.load(at, mask=inside, other=0.0).to(WIDE), softcap, CAP)
     label = tl.load(target_ptr + row).to(tl.int64) - first
     pull, at_label, total = tl.load(pull_ptr + row), tl.load(at_label_ptr + row), tl.load(sumexp_ptr + row)
@@ -123,7 +184,7 @@ def linear_descend_kernel(
     if by_class_ptr is not None:
         by_class = tl.load(by_class_ptr + row)
         if weight_ptr is not None:
-            grad += by_class * tl.load(weight_ptr + v, mask=inside, other=0.0).to(WIDE)
+            grad += by_class * tl.load(weight_ptr + v, mask=v < classes, other=0.0).to(WIDE)
         else:
             grad += by_class
         active += tl.abs(by_class)
@@ -133,23 +194,47 @@ def linear_descend_kernel(
     tl.store(at, tl.where(active == 0.0, 0.0, grad).to(logits_ptr.dtype.element_ty), mask=inside)
 
 
+def options_for(logits: Tensor, softcap: float, block: int, warps: int) -> dict[str, Any]:
+    block = min(power_of_2(logits.shape[1]), block)
+    warps, vector = warps if block > 1024 else 1, 16 // logits.element_size()
+    return {"CAP": softcap != 0, "WIDE": triton_dtype(logits.dtype), "VEC": vector, "BLOCK_V": block, "num_warps": warps}
+
+
 def absorb(logits: Tensor, first: int, target: Tensor, class_weight: Tensor | None, state: State, temperature: float, softcap: float) -> None:
-    rows, classes = logits.shape
-    known = (state.maximum, state.sumexp, state.label, state.origin, state.spread, state.surprise, state.argmax)
-    block = min(power_of_2(classes), 4096)
-    options = {"CAP": softcap != 0, "WIDE": triton_dtype(logits.dtype), "BLOCK_V": block, "num_warps": 4 if block > 1024 else 1}
-    launch(linear_absorb_kernel, rows, logits, target, class_weight, *known, classes, first, logits.stride(0), temperature, softcap, **options)
+    sizes, options = (logits.shape[1], first, logits.stride(0)), options_for(logits, softcap, 2048, 2)
+    lanes = 32 * options["num_warps"]
+    options["LANES"] = lanes if options["BLOCK_V"] >= lanes * options["VEC"] else 1
+    launch(linear_absorb_kernel, len(logits), logits, target, class_weight, *state, *sizes, temperature, softcap, **options)
+
+
+def first_state(logits: Tensor, spread: bool, entropy: bool) -> State:
+    """Memory for it: the first chunk does not look at what is there."""
+    count = 3 + 2 * spread + entropy
+    numbers = iter(torch.empty((count, len(logits)), dtype=accumulator(logits.dtype), device=logits.device))
+    maximum, sumexp, label = (next(numbers) for _ in range(3))
+    origin, summed = (next(numbers), next(numbers)) if spread else (None, None)
+    surprise, argmax = (next(numbers), torch.empty(len(logits), dtype=torch.int64, device=logits.device)) if entropy else (None, None)
+    return State(maximum, sumexp, label, origin, summed, surprise, argmax)
+
+
+def fields_of(state: State, target: Tensor, class_weight: Tensor | None, classes: int, temperature: float, ignore_index: int) -> Fields:
+    x, rows = state.maximum, len(target)
+    weight = None if class_weight is None else class_weight.sum(dtype=x.dtype)
+    results = [x.new_empty(rows) if wanted is not None else None for wanted in (x, x, state.spread, state.surprise)]
+    sizes = (rows, classes, ignore_index, temperature)
+    launch(linear_fields_kernel, cdiv(rows, 256), *state[:6], target, weight, *results, *sizes, WIDE=triton_dtype(x.dtype), BLOCK=256, num_warps=4)
+    nll, logsumexp, spread, entropy = (x.new_empty(0) if result is None else result for result in results)
+    argmax = target.new_empty(0, dtype=torch.int64) if state.argmax is None else state.argmax
+    return Fields(nll, logsumexp, spread, entropy, argmax, x, state.sumexp)
 
 
 def descend(
     logits: Tensor, first: int, target: Tensor, class_weight: Tensor | None, c: Coefficients, maximum: Tensor, sumexp: Tensor,
     temperature: float, softcap: float,
 ) -> None:  # fmt: skip
-    rows, classes = logits.shape
-    block = min(power_of_2(classes), 4096)
-    options = {"CAP": softcap != 0, "WIDE": triton_dtype(logits.dtype), "BLOCK_V": block, "num_warps": 4 if block > 1024 else 1}
     tensors = (logits, target, class_weight, c.pull, c.at_label, c.log_pull, c.by_class, maximum, sumexp)
-    launch(linear_descend_kernel, rows * cdiv(classes, block), *tensors, classes, first, logits.stride(0), temperature, softcap, **options)
+    sizes, options = (logits.shape[1], first, logits.stride(0)), options_for(logits, softcap, 4096, 4)
+    launch(linear_descend_kernel, len(logits) * cdiv(logits.shape[1], options["BLOCK_V"]), *tensors, *sizes, temperature, softcap, **options)
 
 
 def scales(target: Tensor, class_weight: Tensor | None, ignore_index: int, classes: int, mean: bool, wide: torch.dtype) -> Tensor | None:
@@ -159,6 +244,6 @@ def scales(target: Tensor, class_weight: Tensor | None, ignore_index: int, class
     return denominators(target, class_weight, ignore_index, classes, torch.empty(SUM_WORDS, dtype=torch.int64, device=target.device))
 
 
-linear_rows = functools.partial(reference.linear_rows, absorb=absorb)
+linear_rows = functools.partial(reference.linear_rows, absorb=absorb, first_state=first_state, fields_of=fields_of)
 linear_rows_backward = functools.partial(reference.linear_rows_backward, descend=descend)
 linear_one_pass = functools.partial(reference.linear_one_pass, one_pass=one_pass_of_part, scales=scales)

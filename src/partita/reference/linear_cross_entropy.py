@@ -15,7 +15,7 @@ from torch import Tensor
 from .cross_entropy import cross_entropy, cross_entropy_backward, cross_entropy_denominators, valid_targets
 from .softmax import accumulator
 
-ALIGNED = 8  # columns of a buffer come in so many: matrix products of half types want rows that start on 16 bytes
+ALIGNED = 16  # columns of a buffer come in so many: matrix products and kernels want rows that start on 16 bytes
 
 
 class State(NamedTuple):
@@ -25,7 +25,7 @@ class State(NamedTuple):
         maximum: `[M]` of x.
         sumexp: `[M]`, sum of exp((x - maximum) / temperature).
         label: `[M]`, x at the target; -inf before it was met.
-        origin: `[M]`, the maximum after the first chunk; None where no spread is wanted.
+        origin: `[M]`, x of the first class, or 0 for -inf; None where no spread is wanted.
         spread: `[M]`, sum of the class weights times (origin - x); None likewise.
         surprise: `[M]`, sum of e log e, where e are the terms of `sumexp`; None where no entropy is wanted.
         argmax: `[M]` int64, the lowest class at which the maximum is; None likewise.
@@ -147,7 +147,7 @@ def absorb(logits: Tensor, first: int, target: Tensor, class_weight: Tensor | No
     maximum = torch.maximum(state.maximum, highest)
     shift = finite(maximum)
     if first == 0 and state.origin is not None:
-        state.origin.copy_(shift)
+        state.origin.copy_(finite(x[:, 0]))
     if state.origin is not None and state.spread is not None:
         terms = state.origin[:, None] - x
         if class_weight is not None:
@@ -168,26 +168,26 @@ def fields_of(state: State, target: Tensor, class_weight: Tensor | None, classes
     _, kept, wrong = valid_targets(target, classes, ignore_index)
     spoilt = torch.where(wrong, torch.nan, 0.0).to(state.maximum.dtype)
     shift, log_total = finite(state.maximum), state.sumexp.log()
-    nothing = shift.new_empty(0)
-    spread = entropy = nothing
+    spread, entropy = shift.new_empty(0), shift.new_empty(0)
     if state.spread is not None and state.origin is not None:
         weight = classes if class_weight is None else class_weight.to(shift.dtype).sum()
         spread = weight * (log_total + (shift - state.origin)) + state.spread + spoilt
     if state.surprise is not None:
         entropy = log_total - state.surprise / state.sumexp + spoilt
     nll = torch.where(kept, log_total + (shift - state.label) / temperature, 0.0) + spoilt
-    argmax = nothing.long() if state.argmax is None else state.argmax
+    argmax = target.new_empty(0, dtype=torch.int64) if state.argmax is None else state.argmax
     return Fields(nll, shift / temperature + log_total + spoilt, spread, entropy, argmax, state.maximum, state.sumexp)
 
 
 def linear_rows(
     input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, temperature: float, softcap: float,
     ignore_index: int, spread: bool, entropy: bool, chunk: int, keep: bool, absorb: Callable[..., None] = absorb,
+    first_state: Callable[..., State] = first_state, fields_of: Callable[..., Fields] = fields_of,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`Fields` of input weight^T + bias, from so many classes at a time; and, where there is one chunk and they are to be kept, the logits."""
     classes = len(weight)
     buffer = buffer_for(input, len(input), min(chunk, classes))
-    state = first_state(input, spread, entropy)
+    state, target = first_state(input, spread, entropy), target.contiguous()
     for part in chunks(classes, chunk):
         logits = product(input, weight[part], None if bias is None else bias[part], buffer)
         absorb(logits, part.start, target, None if class_weight is None else class_weight[part], state, temperature, softcap)
