@@ -57,16 +57,16 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
 
 
 def linear_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
-    """Plain, and with all options."""
-    hidden, matrix = sample_rows(N, 5, device=device), sample_rows(C, 5, device=device)
-    labels, bias, weight = torch.arange(N, device=device), torch.ones(C, device=device), class_weights(C, torch.float32, device)
+    """Plain, and with all options; so many classes that what is kept has no padding."""
+    hidden, matrix = sample_rows(N, 5, device=device), sample_rows(16, 5, device=device)
+    labels, bias, weight = torch.arange(N, device=device), torch.ones(16, device=device), class_weights(16, torch.float32, device)
     found: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
     for extra, numbers, wanted in ((None, (0.0, 0.0, 0.0), (True, True, False)), (bias, (0.1, 5.0, 1e-3), (True, False, True))):
         of_class = weight if numbers[0] else None
         inputs, spread = (hidden, matrix, extra, labels, of_class), of_class is not None
         fields = torch.ops.partita.linear_rows(*inputs, 0.7 if spread else 1.0, numbers[1], -100, spread, spread, 3, False, BACKEND)
         row, optional = torch.linspace(0, 1, N, device=device), torch.ones(N, device=device) if spread else None
-        found["linear_rows"] += [(*inputs, 1.0, numbers[1], -100, spread, spread, chunk, keep) for chunk, keep in ((3, False), (C, True))]
+        found["linear_rows"] += [(*inputs, 1.0, numbers[1], -100, spread, spread, chunk, keep) for chunk, keep in ((3, False), (16, True))]
         found["linear_rows_backward"].append(
             (row, -row, optional, optional, *inputs, fields[5], fields[6], hidden.new_empty(0), 1.0, numbers[1], 3, *wanted)
         )

@@ -19,6 +19,7 @@ from ._info import FLOORS, no_gpu
 from .chain import Chain, logz
 from .cross_entropy import cross_entropy
 from .ctc import ctc_loss
+from .linear_cross_entropy import linear_cross_entropy, linear_token_stats
 from .semiring import Max
 from .softmax import log_softmax, logsumexp, softmax
 from .testing import contract_errors, edge_rows
@@ -32,6 +33,7 @@ THOROUGH = ("bf16", "fp32")  # with every layout and size; the others share thei
 ROWS, COLUMNS = 19, 781  # neither is a multiple of a block
 WIDE_ROWS, WIDE_COLUMNS = 3, 50_257
 IGNORED = 2  # a label
+LEAN = 25_000  # bytes: too few for all logits of these rows
 
 Function = Callable[..., Any]
 
@@ -171,6 +173,20 @@ def _mean_in_torch(x: Tensor) -> Tensor:
     return (alpha.softmax(-1) * mean).sum(-1)
 
 
+def _matrix(x: Tensor) -> Tensor:
+    """For rows that are hidden states: as many classes as these have elements."""
+    size = x.shape[1]
+    return (torch.arange(size * size, device=x.device, dtype=torch.float64).sin().unflatten(0, (size, size)) / 16).to(x.dtype)
+
+
+def _linear_in_torch(x: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, _matrix(x)), target)
+
+
+def _linear_stats_in_torch(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    return _token_stats(F.linear(x, _matrix(x)), target)
+
+
 def _ctc_arguments(x: Tensor) -> tuple[Tensor, list[int], list[int]]:
     """Two labels of the row's target, for rows that are the steps of one sequence."""
     return _labels(x)[:2][None], [x.shape[0]], [2]
@@ -225,6 +241,14 @@ CHECKS = (
         "element",
     ),
     Check("token_stats", lambda x, target: token_stats(x, target, temperature=0.75), _token_stats, lambda x: (_labels(x),), "tensor", "tensor"),
+    *(
+        Check(op, ours, theirs, lambda x: (_labels(x),), "tensor", "tensor", ((ROWS, COLUMNS),), ("plain",), tuple(dtypes))
+        for op, ours, theirs, *dtypes in (
+            ("linear_cross_entropy", lambda x, t: linear_cross_entropy(x, _matrix(x), t), _linear_in_torch, *DTYPES),
+            ("linear_cross_entropy, lean", lambda x, t: linear_cross_entropy(x, _matrix(x), t, memory_budget=LEAN), _linear_in_torch, "fp32", "fp64"),
+            ("linear_token_stats", lambda x, t: linear_token_stats(x, _matrix(x), t, temperature=0.75), _linear_stats_in_torch, *DTYPES),
+        )
+    ),
     Check(
         "ctc_loss",
         _ctc,

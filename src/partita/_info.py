@@ -13,7 +13,7 @@ from . import _backend
 from ._console import print_table
 
 NUMBA_OPS = ("logz", "viterbi", "expectation", "ctc_loss")
-OPS = ("logsumexp", "softmax", "log_softmax", "cross_entropy", "token_stats", *NUMBA_OPS)
+OPS = ("logsumexp", "softmax", "log_softmax", "cross_entropy", "token_stats", "linear_cross_entropy", "linear_token_stats", *NUMBA_OPS)
 FLOORS = {"reference": "PyTorch", "kernels": "Triton", "cpu": "Numba"}
 
 # What each package brings, and the command that brings the package.

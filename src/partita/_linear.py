@@ -28,7 +28,7 @@ def _rows_fake(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     wide, tokens = accumulator(input.dtype), input.shape[0]
     sizes = (tokens, tokens, tokens * spread, tokens * entropy, tokens * entropy, tokens, tokens)
-    kept = input.new_empty(tokens * reference.width_of(weight.shape[0]) * keep, dtype=reference.computed_in(input))
+    kept = input.new_empty(tokens * reference.width_of(weight.shape[0]) * keep)
     return *(input.new_empty(size, dtype=torch.int64 if i == 4 else wide) for i, size in enumerate(sizes)), kept
 
 

@@ -11,7 +11,7 @@ from . import _backend, _checks, _linear
 from ._autograd import apply, plain_eager
 from .cross_entropy import REDUCTIONS, cross_entropy
 from .reference.cross_entropy import cross_entropy_denominators
-from .reference.linear_cross_entropy import width_of
+from .reference.linear_cross_entropy import TOKENS, width_of
 from .reference.softmax import accumulator
 from .token_stats import TokenStats
 
@@ -19,6 +19,7 @@ BUDGET = 2**31  # bytes of workspace where none are told
 LEAN_BUDGET = 7 * 2**26  # of which the lean plan takes no more than it is faster for
 LOSS_BUDGET = 15 * 2**24  # and a loss without a gradient
 WIDEST, NARROWEST = 2**15, 128  # classes in a chunk of the lean plan
+WAVE = 66 * 128  # so many make as many tiles of a product as 132 processors share evenly
 FEWEST = 2048  # tokens in a chunk of the fast plan: with fewer, adding up the matrix's gradient takes as long as a product
 ROW_WORDS = 24  # numbers of 4 bytes that a token's row has beside its logits, at most
 
@@ -50,7 +51,6 @@ def linear_cross_entropy_plan(
     input_grad: bool = True,
     weight_grad: bool = True,
     reduced: bool = True,
-    device: torch.device | str = "cuda",
 ) -> Plan:
     """What `linear_cross_entropy` will do: how it cuts the batch, the workspace it takes, and its operations.
 
@@ -62,7 +62,6 @@ def linear_cross_entropy_plan(
         memory_budget: bytes of workspace; None for 2 GiB, of which a loss without gradient takes 240 MiB.
         input_grad, weight_grad: whether hidden states and matrix want a gradient.
         reduced: whether the loss is a mean or a sum; the losses of single tokens need their logits again when their gradients have come.
-        device: of the tensors; half types are computed in fp32 on a CPU.
 
     Returns:
         `Plan(name, chunk, workspace_bytes, flops)`.
@@ -84,8 +83,7 @@ def linear_cross_entropy_plan(
             raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
     if memory_budget is not None and (isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget < 0):
         raise ValueError(f"memory_budget: expected a number of bytes or None, got {memory_budget!r}")
-    half = dtype.itemsize == 2
-    item = 4 if half and torch.device(device).type != "cuda" else dtype.itemsize
+    half, item = dtype.itemsize == 2, dtype.itemsize
     product, beside, row = 2 * tokens * hidden * vocabulary, ROW_WORDS * 4 * tokens, width_of(vocabulary) * item
     budget = BUDGET if memory_budget is None else memory_budget
     if input_grad or weight_grad:
@@ -100,15 +98,18 @@ def linear_cross_entropy_plan(
         beside += tokens * hidden * 4 if input_grad and half else 0
     else:
         flops = product
-    name = "lean" if input_grad or weight_grad else "loss"
-    least = tokens * NARROWEST * item + beside
+    name, together = ("lean", tokens) if input_grad or weight_grad else ("loss", min(tokens, TOKENS))
+    least = together * min(width_of(NARROWEST), width_of(vocabulary)) * item + beside
     if memory_budget is not None and memory_budget < least:
         raise ValueError(f"memory_budget: expected at least {least:,} bytes for {tokens:,} tokens, or None, got {memory_budget:,}")
     budget = memory_budget if memory_budget is not None else max(least, LEAN_BUDGET if name == "lean" else LOSS_BUDGET)
-    fits = max(NARROWEST, min((budget - beside) // max(tokens * item, 1), WIDEST) // NARROWEST * NARROWEST)
-    parts = -(-vocabulary // fits)
-    chunk = max(1, min(-(-vocabulary // max(parts * NARROWEST, 1)) * NARROWEST, vocabulary))  # all of one width
-    return Plan(name, chunk, tokens * min(width_of(chunk), row) * item + beside, flops)
+    fits = max(NARROWEST, min((budget - beside) // max(together * item, 1), WIDEST) // NARROWEST * NARROWEST)
+    if fits >= WAVE:
+        chunk = min(fits // WAVE * WAVE, vocabulary)
+    else:
+        parts = -(-vocabulary // fits)
+        chunk = max(1, min(-(-vocabulary // max(parts * NARROWEST, 1)) * NARROWEST, vocabulary))  # all of one width
+    return Plan(name, chunk, together * width_of(chunk) * item + beside, flops)
 
 
 class _Rows(NamedTuple):
@@ -136,7 +137,7 @@ class _Rows(NamedTuple):
         tokens, hidden = self.input.shape
         return linear_cross_entropy_plan(
             tokens, hidden, len(self.weight), self.input.dtype, memory_budget=memory_budget, input_grad=to_input, weight_grad=to_weight or to_bias,
-            reduced=reduced, device=self.input.device,
+            reduced=reduced,
         )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ class Settings:
     """What the user asked for.
 
     Fields:
-        dtypes, columns: of the cases; no columns for those that each op has by default.
+        dtypes, columns: of the cases; none for those that each op has by default.
         elements: of the logits, in every case, and the most that the scores of chains have; None for what suits the device.
         quick: fewer sizes.
         sweep: time the sweep over narrow widths.
@@ -49,6 +49,9 @@ class Settings:
     def rows(self, columns: int) -> int:
         """So many have as many logits as asked for."""
         return max(1, self.logits // columns)
+
+    def types(self, *default: torch.dtype) -> tuple[torch.dtype, ...]:
+        return self.dtypes or default or (torch.float32, torch.bfloat16)
 
     def widths(self, full: Sequence[int], quick: Sequence[int]) -> Sequence[int]:
         return self.columns or (quick if self.quick else full)
@@ -120,6 +123,7 @@ class Case(ABC):
     without: ClassVar[tuple[str, ...]] = ("naive",)  # the providers that are not taken here
     label: ClassVar[str] = ""  # tells apart cases of an op that are not to be put into one table
     versus: ClassVar[str] = ""  # the provider whose times the others are compared with
+    yardstick: ClassVar[str] = ""  # the provider whose times are the unit of the others', and whose results are not judged
     memory_of: ClassVar[str] = "total"  # the part whose memory is measured
     caption: ClassVar[str] = ""  # of the picture of its times; none for those that have no such picture
 

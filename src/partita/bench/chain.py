@@ -237,7 +237,7 @@ def _within(size: Size, elements: int) -> Size:
 
 
 def cases(settings: Settings) -> Iterator[Case]:
-    for dtype in settings.dtypes:
+    for dtype in settings.types():
         for size in _sizes(settings):
             yield LogZ("chain", dtype, *size)
             yield Viterbi("viterbi", dtype, *size)

@@ -19,13 +19,17 @@ from .measure import REPETITIONS, Machine, measure_machine
 from .providers import PEERS, Provider, choose
 from .runner import DeviceLost, Row, failed, run, takers
 
-OPS = ("softmax", "cross_entropy", "token_stats", "chain", "ctc")
+OPS = ("softmax", "cross_entropy", "token_stats", "linear_cross_entropy", "chain", "ctc")
 
 DESCRIPTION = """\
 Time Partita beside PyTorch and other libraries, on the first GPU (a small timing on the CPU where there is none).
 
 The copy and read bandwidths of the machine are measured first; every time is then given with its share of them, counting
 the fewest bytes that the op must move. What is wrong against fp64 is reported and not timed.
+
+From hidden states: the loss alone, and with its gradients, under the plan that keeps all logits (partita-fast) and the one that keeps a
+few classes at a time (partita-lean). The unit is the time of the bare matrix products (products). Partita may be off by what
+PyTorch's composition in the same dtype is off by, the peers by 5e-2.
 
 Chains: log Z alone, with its gradient, and the best path, over tables of k-mers and of CTC. Partita is held to its contract
 (marginals within 2e-6 of fp64), the peers to 1e-2. There is no `compile`: it would unroll a loop over hundreds of steps.
@@ -39,6 +43,7 @@ examples:
   partita bench softmax --quick --peers torch,quack     fewer sizes, two peers
   partita bench chain --peers torch,koi,seqdist --svg chain.svg    log Z, gradient and best path of sparse chains
   partita bench ctc --peers torch,seqdist,koi --dtype fp32 --out results
+  partita bench linear_cross_entropy --peers torch,liger,cce,cce-exact --out results
   partita bench cross_entropy --peers '' --columns 32768,131072 --dtype bf16
 
 exit codes:
@@ -77,21 +82,22 @@ def _dtypes(text: str) -> tuple[torch.dtype, ...]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     peers = ",".join(peer.name for peer in PEERS)
+    elements = "of the logits, 2**28 by default (2**20 on the CPU); of chains, of CTC and from hidden states, the most"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("ops", nargs="*", metavar="op", help=f"some of {', '.join(OPS)}; all by default")
     parser.add_argument("--peers", default=peers, metavar="NAMES", help=f"whom to time beside Partita: {peers} by default, '' for nobody")
     parser.add_argument("--only-ours", action="store_true", help="the same as --peers ''")
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
-    parser.add_argument("--dtype", type=_dtypes, default=_dtypes("fp32,bf16"), metavar="NAMES", help="fp32,bf16 by default; also fp16, fp64")
-    parser.add_argument("--columns", type=_numbers, default=(), metavar="NUMBERS", help="widths in place of the op's own; of chains states, of CTC classes")
-    parser.add_argument("--elements", type=_number, metavar="NUMBER", help="of the logits, 2**28 by default (2**20 on the CPU); of chains and CTC, the most")
+    parser.add_argument("--dtype", type=_dtypes, default=(), metavar="NAMES", help="fp32,bf16 by default, from hidden states bf16; also fp16, fp64")
+    parser.add_argument("--columns", type=_numbers, default=(), metavar="NUMBERS", help="widths in place of the op's own; of chains states, else classes")
+    parser.add_argument("--elements", type=_number, metavar="NUMBER", help=elements)
     parser.add_argument("--repetitions", type=_number, default=REPETITIONS, metavar="NUMBER", help=f"of each measurement; {REPETITIONS} by default")
     parser.add_argument("--no-sweep", action="store_true", help="leave out the sweep of softmax over narrow rows, which the picture shows")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", metavar="NAME", help="cuda, cuda:1, cpu")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write DIR/bench.csv and DIR/bench.svg")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the sweep of softmax and the times of chains and CTC (needs matplotlib)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the sweep of softmax, times from hidden states, of chains, of CTC (needs matplotlib)")
 
 
 @dataclass(frozen=True)

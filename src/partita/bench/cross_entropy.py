@@ -111,7 +111,7 @@ class Host(CrossEntropy):
 
 
 def cases(settings: Settings) -> Iterator[Case]:
-    for dtype in settings.dtypes:
+    for dtype in settings.types():
         for columns in settings.widths(WIDTHS, QUICK_WIDTHS):
             yield CrossEntropy("cross_entropy", dtype, settings.rows(columns), columns)
     yield Host("cross_entropy", torch.float32, HOST_ROWS, HOST_COLUMNS)

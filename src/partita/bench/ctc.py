@@ -334,7 +334,7 @@ def _within(size: Size, elements: int | None) -> Size:
 def cases(settings: Settings) -> Iterator[Case]:
     which = 2 if settings.quick else int(settings.device.type != "cuda")
     crf, align = (each[which] for each in ((CRF_SIZE, CRF_CPU_SIZE, CRF_QUICK_SIZE), (ALIGN_SIZE, ALIGN_CPU_SIZE, ALIGN_QUICK_SIZE)))
-    for dtype in settings.dtypes:
+    for dtype in settings.types():
         for size in _sizes(settings):
             yield Loss("ctc", dtype, *size[:5])
         yield Crf("ctc_crf", dtype, *_within(crf, settings.elements))

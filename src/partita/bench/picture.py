@@ -1,4 +1,4 @@
-"""The pictures: bandwidth against width for the sweep of softmax, milliseconds by size for chains and CTC; a panel each, in one file."""
+"""The pictures: bandwidth against width for the sweep of softmax, milliseconds by size for chains, CTC and losses from hidden states; a panel each."""
 
 from __future__ import annotations
 
@@ -14,14 +14,21 @@ from .measure import Machine
 from .runner import Row
 
 WIDTH, HEIGHT = 8, 4.8  # of a panel, in inches
-GROUP = 1.15  # the least width of a group of bars, in inches
+GROUP, BAR = 1.15, 0.28  # the least width of a group of bars, and of a bar, in inches
+LEGEND = 6  # names in a line
 COLOURS = {
     "partita": "#c2185b",
+    "partita-fast": "#c2185b",
+    "partita-lean": "#f06292",
+    "products": "#bdbdbd",
     "torch": "#ef6c00",
+    "torch-linear": "#ffb74d",
     "compile": "#6a1b9a",
     "naive": "#757575",
     "quack": "#1565c0",
     "liger": "#2e7d32",
+    "cce": "#1565c0",
+    "cce-exact": "#64b5f6",
     "koi": "#1565c0",
     "seqdist": "#2e7d32",
 }
@@ -36,7 +43,7 @@ class Panel:
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
-    """One for the sweep, and one for each op over time and dtype, where these were measured."""
+    """One for the sweep, and one for each dtype of an op that has a caption, where these were measured."""
     sweep = [row for row in rows if row.part == "replay"]
     kinds: dict[tuple[str, torch.dtype], list[Row]] = {}
     for row in rows:
@@ -56,8 +63,9 @@ def draw(path: Path, panels: Sequence[Panel], machine: Machine) -> None:
     from matplotlib.figure import Figure
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "partita", "font.size": 11}):
-        groups = max((len({row.case for row in panel.rows}) for panel in panels if panel.draw is _bars), default=0)
-        figure = Figure(figsize=(max(WIDTH, GROUP * groups), HEIGHT * len(panels)), layout="constrained")
+        bars = [panel.rows for panel in panels if panel.draw is _bars]
+        width = max([WIDTH, *(GROUP * len({row.case for row in rows}) for rows in bars), *(BAR * len(rows) for rows in bars)])
+        figure = Figure(figsize=(width, HEIGHT * len(panels)), layout="constrained")
         FigureCanvasAgg(figure)
         for axes, panel in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
             panel.draw(axes, panel.rows, machine)
@@ -86,7 +94,7 @@ def _two_a_line(case: Case) -> str:
 
 
 def _bars(axes: Any, rows: list[Row], machine: Machine) -> None:
-    """A group of bars a size, a bar a provider, and a line where the bytes alone would be."""
+    """A group of bars a size, a bar a provider, and a line where the bytes alone would be, if they are the limit."""
     cases = list(dict.fromkeys(row.case for row in rows))
     names = list(dict.fromkeys(row.provider for row in rows))
     width = 0.84 / len(names)
@@ -95,18 +103,19 @@ def _bars(axes: Any, rows: list[Row], machine: Machine) -> None:
         aside = (i - (len(names) - 1) / 2) * width
         bars = axes.bar([group + aside for group in times], list(times.values()), 0.94 * width, label=name, color=COLOURS.get(name))
         axes.bar_label(bars, [f"{time:.3g}" if time < 1000 else f"{time:,.0f}" for time in times.values()], padding=1, fontsize=7.5)
-    least = [1e3 * case.moves["total"].bytes / machine.bandwidth(case.moves["total"].limit) for case in cases]
-    groups = range(len(cases))
-    axes.hlines(least, [g - 0.45 for g in groups], [g + 0.45 for g in groups], color="black", linestyle="--", linewidth=1, label="copy")
+    limits = {group: case.moves["total"] for group, case in enumerate(cases) if "total" in case.moves}
+    least = [1e3 * limit.bytes / machine.bandwidth(limit.limit) for limit in limits.values()]
+    if least:
+        axes.hlines(least, [g - 0.45 for g in limits], [g + 0.45 for g in limits], color="black", linestyle="--", linewidth=1, label="copy")
     axes.set_yscale("log")
     measured = [row.timing.median for row in rows if row.timing]
-    axes.set_ylim(max(min(least), min(measured) / 20) / 2, 8 * max(*least, *measured))  # the legend stands above the bars
+    axes.set_ylim(max(min(least or measured), min(measured) / 20) / 2, 8 * max(least + measured))  # the legend stands above the bars
     axes.set_xlim(-max(0.6, 2 - len(cases) / 2), len(cases) - 1 + max(0.6, 2 - len(cases) / 2))
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.set_title(f"{cases[0].caption}, {DTYPE_NAMES[cases[0].dtype]} {cases[0].scores}, {machine.name}")
-    axes.set_xticks(groups, [_two_a_line(case) for case in cases], fontsize=9)
+    axes.set_xticks(range(len(cases)), [_two_a_line(case) for case in cases], fontsize=9)
     axes.set_xlabel(" × ".join(cases[0].sizes))
     axes.set_ylabel("forward + backward, ms")
     axes.grid(alpha=0.3, axis="y")
     axes.set_axisbelow(True)
-    axes.legend(loc="upper left", ncols=len(names) + 1)
+    axes.legend(loc="upper left", ncols=min(len(names) + 1, LEGEND))

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import chain_peers, ctc_peers
+from . import chain_peers, ctc_peers, linear_peers
 
 Function = Callable[..., Any]
 CUPY = f"cupy-cuda{(torch.version.cuda or '12').partition('.')[0]}x"
@@ -75,6 +75,7 @@ EAGER: dict[str, Function] = {
     "cross_entropy": F.cross_entropy,
     "token_stats": eager_token_stats,
 }
+FROM_HIDDEN: dict[str, Function] = {"linear_cross_entropy": linear_peers.composed_loss}
 OVER_TIME: dict[str, Function] = {
     "chain": chain_peers.loop_logz,
     "viterbi": chain_peers.loop_viterbi,
@@ -132,6 +133,11 @@ def _liger_cross_entropy() -> Function:
     return lambda logits, target: function.apply(logits, target, None)[0]
 
 
+def _liger_linear_cross_entropy() -> Function:
+    function: Any = _import("liger_kernel.ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
+    return lambda *inputs: function.apply(*inputs)[0]
+
+
 PARTITA = Provider(
     "partita",
     {name: lambda name=name: _partita(name) for name in EAGER}
@@ -139,12 +145,21 @@ PARTITA = Provider(
     | {"ctc": _partita_ctc, "ctc_crf": _partita_ctc_crf, "ctc_align": _partita_ctc_align},
 )
 PARTITA_INPLACE = Provider("partita-inplace", {"cross_entropy": _partita_inplace}, overwrites=True)
-OURS = (PARTITA, PARTITA_INPLACE)
+PARTITA_FAST = Provider("partita-fast", {"linear_cross_entropy": lambda: linear_peers.partita_linear(linear_peers.fast_budget)})
+PARTITA_LEAN = Provider("partita-lean", {"linear_cross_entropy": lambda: linear_peers.partita_linear(linear_peers.lean_budget)})
+OURS = (PARTITA, PARTITA_INPLACE, PARTITA_FAST, PARTITA_LEAN)
 
-TORCH = Provider("torch", {name: lambda function=function: function for name, function in (EAGER | OVER_TIME).items()})  # type: ignore[misc]
+PRODUCTS = Provider("products", {"linear_cross_entropy": linear_peers.products})  # a yardstick: timed beside ours, whatever the peers
+TORCH = Provider("torch", {name: lambda function=function: function for name, function in (EAGER | FROM_HIDDEN | OVER_TIME).items()})  # type: ignore[misc]
 PEERS = (
     TORCH,
-    Provider("compile", {name: lambda function=function: _compiled(function) for name, function in EAGER.items()}),  # type: ignore[misc]
+    Provider(
+        "torch-linear",
+        {"linear_cross_entropy": linear_peers.torch_linear},
+        packages=("torch.nn.modules.linear_cross_entropy",),
+        install="pip install 'torch>=2.13'",
+    ),
+    Provider("compile", {name: lambda function=function: _compiled(function) for name, function in (EAGER | FROM_HIDDEN).items()}),  # type: ignore[misc]
     Provider("naive", {"softmax": lambda: naive_softmax}),
     Provider(
         "quack",
@@ -154,10 +169,20 @@ PEERS = (
     ),
     Provider(
         "liger",
-        {"softmax": _liger_softmax, "cross_entropy": _liger_cross_entropy},
+        {"softmax": _liger_softmax, "cross_entropy": _liger_cross_entropy, "linear_cross_entropy": _liger_linear_cross_entropy},
         packages=("liger_kernel",),
         install="pip install liger-kernel",
         overwrites=True,
+    ),
+    *(
+        Provider(
+            name,
+            {"linear_cross_entropy": lambda exact=exact: linear_peers.cut_cross_entropy(exact=exact)},  # type: ignore[misc]
+            packages=("cut_cross_entropy",),
+            install="pip install cut-cross-entropy",
+            beyond=linear_peers.beyond_cut_cross_entropy,
+        )
+        for name, exact in (("cce", False), ("cce-exact", True))
     ),
     Provider(
         "koi",
@@ -188,9 +213,9 @@ def is_ours(name: str) -> bool:
 
 
 def choose(names: list[str]) -> list[Provider]:
-    """Ours, then the peers of these names, in their order."""
+    """Ours and the yardstick, then the peers of these names, in their order."""
     known = {peer.name: peer for peer in PEERS}
     for name in names:
         if name not in known:
             raise ValueError(f"--peers: expected some of {', '.join(known)}, got {name!r}")
-    return [*OURS, *(known[name] for name in names)]
+    return [*OURS, PRODUCTS, *(known[name] for name in names)]

@@ -14,7 +14,8 @@ from .measure import Machine
 from .runner import Row
 
 PARTS = ("inference", "forward", "backward", "total", "replay", "host")
-PACKAGES = ("torch", "triton", "numba", "quack-kernels", "liger-kernel", "ont-koi", "seqdist", "torchaudio")  # whose versions the CSV keeps
+# Whose versions the CSV keeps.
+PACKAGES = ("torch", "triton", "numba", "quack-kernels", "liger-kernel", "cut-cross-entropy", "ont-koi", "seqdist", "torchaudio")
 COLUMNS = (
     "op",
     "part",
@@ -22,6 +23,9 @@ COLUMNS = (
     "dtype",
     "rows",
     "columns",
+    "tokens",
+    "hidden",
+    "vocabulary",
     "steps",
     "chains",
     "states",
@@ -98,17 +102,25 @@ def _memory(row: Row) -> str:
 
 
 def print_summary(rows: Sequence[Row], machine: Machine) -> None:
-    """For each op and part that has a limit, percent of it: a line a size, a column a provider; and how many times faster than another, where asked for."""
+    """For each op and part that has a limit, percent of it: a line a size, a column a provider; how many times faster than another, and the time and the
+    memory beside a yardstick, where asked for."""
     for key, group in _groups(rows).items():
-        versus = group[0].case.versus
+        versus, yardstick, memory_of = group[0].case.versus, group[0].case.yardstick, group[0].case.memory_of
         for part in PARTS:
-            measured = [row for row in group if row.part == part and part in row.case.moves]
+            timed = [row for row in group if row.part == part]
+            measured = [row for row in timed if part in row.case.moves]
             if measured:
                 limit = measured[0].case.moves[part].limit
                 _print_sizes(f"{_title(*key)}, {part}: percent of {limit} bandwidth", group, part, {row: _percent(row, machine) for row in measured})
             if others := {row.case: row for row in measured if row.provider == versus}:
-                faster = {row: _faster(row, others[row.case]) for row in measured if row.case in others}
+                faster = {row: _ratio(others[row.case], row) for row in measured if row.case in others}
                 _print_sizes(f"{_title(*key)}, {part}: times faster than {versus}", group, part, faster)
+            if units := {row.case: row for row in timed if row.provider == yardstick}:
+                slower = {row: _ratio(row, units[row.case]) for row in timed if row.case in units}
+                _print_sizes(f"{_title(*key)}, {part}: times the {yardstick}", group, part, slower)
+        if yardstick and any(row.extra_memory is not None for row in group):
+            sizes = {row: f"{row.extra_memory / 2**30:.2f}" for row in group if row.extra_memory is not None}
+            _print_sizes(f"{_title(*key)}: extra memory, GiB", group, memory_of, sizes)
 
 
 def _print_sizes(title: str, group: Sequence[Row], part: str, cells: Mapping[Row, str]) -> None:
@@ -121,8 +133,9 @@ def _print_sizes(title: str, group: Sequence[Row], part: str, cells: Mapping[Row
     print_table(title, [" × ".join(varying), *providers], lines)
 
 
-def _faster(row: Row, other: Row) -> str:
-    return f"{other.timing.median / row.timing.median:.2f}" if row.timing and other.timing else ""
+def _ratio(row: Row, other: Row) -> str:
+    """Of their times."""
+    return f"{row.timing.median / other.timing.median:.2f}" if row.timing and other.timing else ""
 
 
 def describe(machine: Machine) -> str:

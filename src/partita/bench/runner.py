@@ -85,7 +85,7 @@ def _rows(case: Case, inputs: Any, provider: Provider, standard: Any, machine: M
             return [_untimed(case, provider, f"refuses: {reason}")]
         function = provider.ops[case.op]()
         verdicts = list(case.verdicts(function, inputs, provider, standard))
-        worst = max(verdict.error for verdict in verdicts)
+        worst = max((verdict.error for verdict in verdicts), default=math.nan)
         for verdict in verdicts:
             if verdict.wrong:
                 return [_untimed(case, provider, f"wrong: {_told(verdict, case.unit)}", worst)]

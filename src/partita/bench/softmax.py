@@ -113,7 +113,7 @@ class Sweep(RowsCase):
 
 
 def cases(settings: Settings) -> Iterator[Case]:
-    for dtype in settings.dtypes:
+    for dtype in settings.types():
         for columns in settings.widths(WIDTHS, QUICK_WIDTHS):
             size = dtype, settings.rows(columns), columns
             yield Softmax("softmax", *size)

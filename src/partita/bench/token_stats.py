@@ -70,6 +70,6 @@ class TokenStats(RowsCase):
 
 
 def cases(settings: Settings) -> Iterator[Case]:
-    for dtype in settings.dtypes:
+    for dtype in settings.types():
         for columns in settings.widths(WIDTHS, QUICK_WIDTHS):
             yield TokenStats("token_stats", dtype, settings.rows(columns), columns)

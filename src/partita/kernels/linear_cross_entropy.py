@@ -25,10 +25,13 @@ from .token_stats import absorb_stats
 
 
 @triton.jit
-def loaded(start, v, classes, softcap, CAP: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr):
-    """Logits of some classes, [1, BLOCK_V]; -inf beyond the last."""
-    x = tl.load(start + v, mask=v // VEC * VEC < classes, other=0.0).to(WIDE)
-    return tl.where(v < classes, capped(x, softcap, CAP), -float("inf"))
+def loaded(start, v, classes, softcap, ALL: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr):
+    """Logits of some classes, [1, BLOCK_V], or of ALL of them; -inf beyond the last."""
+    if ALL:
+        return capped(tl.load(start + v).to(WIDE), softcap, CAP)
+    else:
+        x = tl.load(start + v, mask=v // VEC * VEC < classes, other=0.0).to(WIDE)
+        return tl.where(v < classes, capped(x, softcap, CAP), -float("inf"))
 
 
 @triton.jit(do_not_specialize=["classes", "first"])
@@ -69,18 +72,21 @@ def linear_absorb_kernel(
     if spread_ptr is not None:
         origin = finite_shift(capped(tl.load(start).to(WIDE), softcap, CAP))
         origin = tl.where(first == 0, origin, tl.load(origin_ptr + row))
-    for block in range(0, classes, BLOCK_V):
-        v = (block + tl.arange(0, BLOCK_V))[None, :]
-        x = loaded(start, v, classes, softcap, CAP, WIDE, VEC)
-        if surprise_ptr is not None:
-            maximum, total, surprise, best = absorb_stats(maximum, total, surprise, best, x, block // BLOCK_V, slope, LANES, VECTOR)
-        else:
-            maximum, total = online(maximum, total, by_lane(x, LANES, VECTOR), False)
-        if spread_ptr is not None:
-            weight = tl.full([1, BLOCK_V], 1.0, WIDE)
-            if weight_ptr is not None:
-                weight = tl.load(weight_ptr + v, mask=v < classes, other=0.0).to(WIDE)
-            spread += lane_sum(by_lane(tl.where((v < classes) & (weight != 0.0), weight * (origin - x), 0.0), LANES, VECTOR), False)
+    whole = classes // BLOCK_V * BLOCK_V
+    for tail in tl.static_range(2):
+        for block in range(whole * tail, classes if tail else whole, BLOCK_V):
+            v = (block + tl.arange(0, BLOCK_V))[None, :]
+            x = loaded(start, v, classes, softcap, tail == 0, CAP, WIDE, VEC)
+            if surprise_ptr is not None:
+                maximum, total, surprise, best = absorb_stats(maximum, total, surprise, best, x, block // BLOCK_V, slope, LANES, VECTOR)
+            else:
+                maximum, total = online(maximum, total, by_lane(x, LANES, VECTOR), False)
+            if spread_ptr is not None:
+                weight = tl.full([1, BLOCK_V], 1.0, WIDE)
+                if weight_ptr is not None:
+                    weight = tl.load(weight_ptr + v, mask=v < classes, other=0.0).to(WIDE)
+                terms = tl.where((v < classes) & (weight != 0.0), weight * (origin - x), 0.0)
+                spread += lane_sum(by_lane(terms, LANES, VECTOR), False)
     most = tl.max(maximum)
     higher = tl.maximum(old, most)
     shift = finite_shift(higher)
@@ -91,7 +97,7 @@ def linear_absorb_kernel(
         surprise += old_scale * (old_surprise - old_total * ((shift - finite_shift(old)) * slope).to(tl.float64) * LN2)
         block = tl.min(tl.where(maximum == most, best, 0x3FFFFFFF)) * BLOCK_V  # the first that has the maximum, read again
         v = (block + tl.arange(0, BLOCK_V))[None, :]
-        place = tl.min(tl.where(loaded(start, v, classes, softcap, CAP, WIDE, VEC) == most, v, 0x7FFFFFFF))
+        place = tl.min(tl.where(loaded(start, v, classes, softcap, False, CAP, WIDE, VEC) == most, v, 0x7FFFFFFF))
         tl.store(surprise_ptr + row, surprise.to(WIDE))
         tl.store(argmax_ptr + row, tl.where((first == 0) | (most > old), first + tl.minimum(place, classes - 1).to(tl.int64), old_best))
     if spread_ptr is not None:
@@ -209,12 +215,10 @@ def absorb(logits: Tensor, first: int, target: Tensor, class_weight: Tensor | No
 
 def first_state(logits: Tensor, spread: bool, entropy: bool) -> State:
     """Memory for it: the first chunk does not look at what is there."""
-    count = 3 + 2 * spread + entropy
-    numbers = iter(torch.empty((count, len(logits)), dtype=accumulator(logits.dtype), device=logits.device))
-    maximum, sumexp, label = (next(numbers) for _ in range(3))
-    origin, summed = (next(numbers), next(numbers)) if spread else (None, None)
-    surprise, argmax = (next(numbers), torch.empty(len(logits), dtype=torch.int64, device=logits.device)) if entropy else (None, None)
-    return State(maximum, sumexp, label, origin, summed, surprise, argmax)
+    rows, wide = len(logits), accumulator(logits.dtype)
+    maximum, sumexp, label, origin, summed, surprise = (logits.new_empty(rows, dtype=wide) for _ in range(6))
+    argmax = logits.new_empty(rows, dtype=torch.int64) if entropy else None
+    return State(maximum, sumexp, label, origin if spread else None, summed if spread else None, surprise if entropy else None, argmax)
 
 
 def fields_of(state: State, target: Tensor, class_weight: Tensor | None, classes: int, temperature: float, ignore_index: int) -> Fields:

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cross_entropy import cross_entropy, cross_entropy_backward, cross_entropy_denominators, valid_targets
+from .cross_entropy import cross_entropy_denominators, valid_targets
 from .softmax import accumulator
 
+TOKENS = 8192  # whose statistics are computed at a time: more would not make the products faster
 ALIGNED = 16  # columns of a buffer come in so many: matrix products and kernels want rows that start on 16 bytes
 
 
@@ -81,11 +82,6 @@ class Gradients(NamedTuple):
     bias: Tensor
 
 
-def computed_in(tensor: Tensor) -> torch.dtype:
-    """What logits and products have: half types on a GPU, whose matrix units sum in fp32; on other devices these are computed in fp32."""
-    return tensor.dtype if tensor.is_cuda else accumulator(tensor.dtype)
-
-
 def width_of(classes: int) -> int:
     """Columns of a buffer for so many classes."""
     return -(-classes // ALIGNED) * ALIGNED
@@ -97,24 +93,19 @@ def chunks(total: int, size: int) -> Iterator[slice]:
 
 def buffer_for(input: Tensor, rows: int, classes: int) -> Tensor:
     """Memory for that many logits."""
-    return input.new_empty(rows * width_of(classes), dtype=computed_in(input))
+    return input.new_empty(rows * width_of(classes))
 
 
 def product(input: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
     """The logits of some tokens and classes, in the buffer."""
     rows, classes = len(input), len(weight)
     logits = buffer[: rows * width_of(classes)].view(rows, width_of(classes))[:, :classes]
-    input, weight = input.to(buffer.dtype), weight.to(buffer.dtype)
-    if bias is None:
-        return torch.mm(input, weight.T, out=logits)
-    return torch.addmm(bias.to(buffer.dtype), input, weight.T, out=logits)
+    return torch.mm(input, weight.T, out=logits) if bias is None else torch.addmm(bias, input, weight.T, out=logits)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a b, summed in the type of the total."""
-    if a.is_cuda and a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda:
+    if a.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
@@ -184,13 +175,15 @@ def linear_rows(
     ignore_index: int, spread: bool, entropy: bool, chunk: int, keep: bool, absorb: Callable[..., None] = absorb,
     first_state: Callable[..., State] = first_state, fields_of: Callable[..., Fields] = fields_of,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """`Fields` of input weight^T + bias, from so many classes at a time; and, where there is one chunk and they are to be kept, the logits."""
-    classes = len(weight)
-    buffer = buffer_for(input, len(input), min(chunk, classes))
-    state, target = first_state(input, spread, entropy), target.contiguous()
-    for part in chunks(classes, chunk):
-        logits = product(input, weight[part], None if bias is None else bias[part], buffer)
-        absorb(logits, part.start, target, None if class_weight is None else class_weight[part], state, temperature, softcap)
+    """`Fields` of input weight^T + bias, from so many classes of some tokens at a time; and, where there is one chunk and it is to be kept, the logits."""
+    (tokens, _), classes, target = input.shape, len(weight), target.contiguous()
+    together = tokens if keep else min(tokens, TOKENS)
+    buffer, state = buffer_for(input, together, min(chunk, classes)), first_state(input, spread, entropy)
+    for rows in chunks(tokens, together):
+        known = State(*(None if t is None else t[rows] for t in state))  # type: ignore[arg-type]
+        for part in chunks(classes, chunk):
+            logits = product(input[rows], weight[part], None if bias is None else bias[part], buffer)
+            absorb(logits, part.start, target[rows], None if class_weight is None else class_weight[part], known, temperature, softcap)
     fields = fields_of(state, target, class_weight, classes, temperature, ignore_index)
     return *fields, buffer if keep else buffer.new_empty(0)
 
@@ -248,7 +241,7 @@ def linear_rows_backward(
     classes, wide = len(weight), accumulator(input.dtype)
     result = empty_gradients(input, weight, bias, to_input, to_weight, to_bias)
     buffer = kept if len(kept) else buffer_for(input, len(input), min(chunk, classes))
-    alone = chunk >= classes and buffer.dtype == input.dtype
+    alone = chunk >= classes
     total = result.input if alone or input.dtype == wide or not to_input else torch.empty_like(input, dtype=wide)
     if to_input and not alone:
         total.zero_()
@@ -261,7 +254,7 @@ def linear_rows_backward(
         elif to_input:
             add_product(total, logits, weight[part])
         if to_weight:
-            store_product(result.weight[part], logits.T, input)
+            torch.mm(logits.T, input, out=result.weight[part])
         if to_bias:
             result.bias[part] = logits.sum(0, dtype=wide)
     if total is not result.input:
@@ -272,14 +265,6 @@ def linear_rows_backward(
 def empty_gradients(input: Tensor, weight: Tensor, bias: Tensor | None, to_input: bool, to_weight: bool, to_bias: bool) -> Gradients:
     wanted = ((input, to_input), (weight, to_weight), (input if bias is None else bias, to_bias))
     return Gradients(*(torch.empty(t.shape if wants else (0,), dtype=t.dtype, device=t.device) for t, wants in wanted))
-
-
-def store_product(result: Tensor, a: Tensor, b: Tensor) -> None:
-    """a b, rounded once."""
-    if a.dtype == result.dtype == b.dtype:
-        torch.mm(a, b, out=result)
-    else:
-        result.copy_(torch.mm(a, b.to(a.dtype)))
 
 
 def scales(target: Tensor, class_weight: Tensor | None, ignore_index: int, classes: int, mean: bool, wide: torch.dtype) -> Tensor:
@@ -294,12 +279,29 @@ def one_pass(
     divisors: Tensor,
 ) -> Tensor:  # fmt: skip
     """The loss of all rows together, divided as told; the logits become its gradient."""
-    rows = cross_entropy(logits, target, class_weight, ignore_index, smoothing, softcap)
+    classes, x = logits.shape[1], capped(logits, softcap)
+    labels, kept, wrong = valid_targets(target, classes, ignore_index)
+    logp, wide = x.log_softmax(1), x.dtype
+    of_class = torch.ones((), dtype=wide, device=x.device) if class_weight is None else class_weight.to(wide)
+    on_label = (1 - smoothing) * (of_class[labels] if class_weight is not None else of_class.expand(len(labels)))
+    loss = -on_label * logp.gather(1, labels[:, None])[:, 0]
+    if smoothing:
+        loss = loss - smoothing / classes * torch.where(of_class == 0, 0.0, of_class * logp).sum(1)
+    everywhere = smoothing / classes * (of_class.sum() if class_weight is not None else classes)
     scale, z_scale = divisors.reciprocal().unbind()
-    g, h = torch.ones_like(rows.loss) * scale, 2 * z_loss * rows.logsumexp * z_scale
-    logits.copy_(cross_entropy_backward(g, h, logits, target, class_weight, None, None, None, ignore_index, smoothing, softcap))
-    z = z_loss * rows.logsumexp.square().sum() * z_scale if z_loss else 0.0
-    return rows.loss.sum() * scale + z
+    loss, pull = scale * loss, scale * (on_label + everywhere)
+    if z_loss:
+        logsumexp = x.logsumexp(1)
+        loss, pull = loss + z_loss * z_scale * logsumexp**2, pull + 2 * z_loss * z_scale * logsumexp
+    grad = logp.exp_().mul_(pull[:, None])
+    if smoothing:
+        grad -= scale * smoothing / classes * of_class
+    grad.scatter_add_(1, labels[:, None], -(scale * on_label)[:, None])
+    if softcap:
+        grad *= 1 - (x / softcap) ** 2
+    spoilt = torch.where(wrong, torch.nan, 0.0).to(wide)
+    logits.copy_(torch.where(kept[:, None], grad + spoilt[:, None], 0.0))
+    return (torch.where(kept, loss, 0.0) + spoilt).sum()
 
 
 def linear_one_pass(
@@ -321,9 +323,9 @@ def linear_one_pass(
         logits = product(input[part], weight, bias, buffer)
         loss += one_pass(logits, target[part], class_weight, ignore_index, smoothing, softcap, z_loss, mean, divisors)
         if to_input:
-            store_product(result.input[part], logits, weight)
+            torch.mm(logits, weight, out=result.input[part])
         if to_weight and alone:
-            store_product(result.weight, logits.T, input)
+            torch.mm(logits.T, input, out=result.weight)
         elif to_weight:
             add_product(totals[0], logits.T, input[part])
         if to_bias:

@@ -1,0 +1,193 @@
+"""Cross-entropy from hidden states and the vocabulary's matrix: the loss alone, loss and gradients, and the memory they take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..reference.softmax import accumulator
+from .case import Buffers, Case, Loop, Moves, Settings, Verdict, poison
+from .linear_peers import LinearInputs
+from .measure import peak_extra_memory
+from .providers import PRODUCTS, TORCH, Function, Provider, is_ours
+
+TOLERANCE = 1.05  # of the error of PyTorch; a result of ours that is off by more, and the slack, is wrong
+PEERS_MAY = 5e-2  # of the greatest gradient, and of the loss
+PEERS_MAY_DROP = 1.5  # of the greatest gradient of classes that are no token's label: who leaves out small gradients has none of these
+TOKENS_JUDGED, CLASSES_JUDGED = 64, 32  # classes: that many that are labels, and that many others
+ELEMENTS_AT_ONCE = 2**27  # logits in fp64
+
+
+class Size(NamedTuple):
+    tokens: int
+    hidden: int
+    vocabulary: int
+
+
+SIZES = Size(8192, 4096, 128256), Size(16384, 2048, 262144), Size(8192, 2048, 32768), Size(4096, 4096, 128256)
+QUICK_SIZES = (SIZES[2],)
+CPU_SIZES, CPU_QUICK_SIZES = (Size(256, 128, 4000),), (Size(128, 64, 1000),)
+
+
+class Sample(NamedTuple):
+    """Some rows of a gradient, in fp64.
+
+    Fields:
+        leaf: 0 for that of the hidden states, 1 for that of the matrix.
+        rows: `[n]`, which.
+        gradient: `[n, hidden]`.
+        peers_may: be wrong by so much.
+    """
+
+    leaf: int
+    rows: Tensor
+    gradient: Tensor
+    peers_may: float
+
+
+class Truth(NamedTuple):
+    """In fp64: the loss and samples of the gradients; and the errors of PyTorch."""
+
+    loss: Tensor
+    samples: list[Sample]
+    own: list[float]
+
+
+@dataclass(frozen=True)
+class LinearCrossEntropy(Case):
+    """The mean loss. What bounds it is three matrix products, one of them in the forward pass."""
+
+    tokens: int
+    hidden: int
+    vocabulary: int
+
+    sizes: ClassVar[tuple[str, ...]] = ("tokens", "hidden", "vocabulary")
+    varying: ClassVar[tuple[str, ...]] = sizes
+    scores: ClassVar[str] = "logits"
+    yardstick: ClassVar[str] = PRODUCTS.name
+    caption: ClassVar[str] = "Cross-entropy from hidden states and its gradients"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tokens, self.vocabulary
+
+    @property
+    def moves(self) -> Mapping[str, Moves]:
+        return {}
+
+    def inputs(self, buffers: Buffers) -> LinearInputs:
+        matrix = buffers.normal("matrix", (self.vocabulary, self.hidden), self.dtype) * self.hidden**-0.5  # logits of variance 1
+        return LinearInputs(buffers.normal("hidden", (self.tokens, self.hidden), self.dtype), matrix, buffers.labels(self.tokens, self.vocabulary))
+
+    def standard(self, inputs: LinearInputs) -> Truth:
+        with torch.no_grad():
+            loss, samples = truth_of(inputs)
+        try:
+            own = [verdict.error for verdict in compared(TORCH.ops[self.op](), inputs, loss, samples)]
+        except torch.OutOfMemoryError:  # all logits several times: then ours may do what peers may
+            own = [PEERS_MAY] * (2 + len(samples))
+        return Truth(loss, samples, own)
+
+    def verdicts(self, function: Function, inputs: LinearInputs, provider: Provider, standard: Truth) -> Iterator[Verdict]:
+        """The yardstick has no results."""
+        if provider.name == self.yardstick:
+            return
+        slack = [self._slack(accumulator(self.dtype))] * 2 + [self._slack(self.dtype)] * len(standard.samples)
+        of_peers = [PEERS_MAY] * 2 + [sample.peers_may for sample in standard.samples]
+        of_ours = [TOLERANCE * own + more for own, more in zip(standard.own, slack, strict=True)]
+        verdicts = compared(function, inputs, standard.loss, standard.samples)
+        for verdict, allowed in zip(verdicts, of_ours if is_ours(provider.name) else of_peers, strict=True):
+            yield replace(verdict, allowed=allowed)
+
+    @staticmethod
+    def _slack(dtype: torch.dtype) -> float:
+        """Of half types the last rounding is the greater part of the error, and the same for all."""
+        return torch.finfo(dtype).eps * (1 / 16 if dtype.itemsize == 2 else 16)
+
+    def loops(self, function: Function, inputs: LinearInputs, provider: Provider) -> Sequence[Loop]:
+        return [Loop((("inference", lambda: function(*inputs)),), lambda: None), training(function, inputs)]
+
+    def extra_memory(self, function: Function, inputs: LinearInputs, provider: Provider, device: torch.device) -> int | None:
+        loop = training(function, inputs)
+        return peak_extra_memory(loop.steps, device, before=loop.before)
+
+
+def _leaves(inputs: LinearInputs) -> list[Tensor]:
+    return [tensor.detach().requires_grad_() for tensor in inputs[:2]]
+
+
+def training(function: Function, inputs: LinearInputs) -> Loop:
+    leaves = _leaves(inputs)
+    held: dict[str, Any] = {}
+
+    def forward() -> None:
+        held["loss"] = function(*leaves, inputs.target)
+
+    def backward() -> None:
+        held["gradients"] = torch.autograd.grad(held.pop("loss"), leaves)
+
+    return Loop((("forward", forward), ("backward", backward)), held.clear)
+
+
+def truth_of(inputs: LinearInputs) -> tuple[Tensor, list[Sample]]:
+    """In fp64, some tokens at a time: the loss of all, and the gradients of some tokens, of some classes that are labels, and of some that are none."""
+    hidden, matrix, target = inputs[0].double(), inputs[1].double(), inputs[2]
+    tokens, classes = len(hidden), len(matrix)
+    logsumexp = torch.cat([(part @ matrix.T).logsumexp(1) for part in hidden.split(max(1, ELEMENTS_AT_ONCE // classes))])
+    loss = (logsumexp - torch.cat([(x * matrix[t]).sum(1) for x, t in zip(hidden.split(1024), target.split(1024), strict=True)])).mean()
+    which = _spread(torch.arange(tokens, device=target.device), TOKENS_JUDGED)
+    p = (hidden[which] @ matrix.T - logsumexp[which, None]).exp()
+    p[torch.arange(len(which), device=p.device), target[which]] -= 1
+    samples = [Sample(0, which, p @ matrix / tokens, PEERS_MAY)]
+    labels = torch.bincount(target, minlength=classes) > 0
+    for group, peers_may in ((labels, PEERS_MAY), (~labels, PEERS_MAY_DROP)):
+        which = _spread(group.nonzero().squeeze(1), CLASSES_JUDGED)
+        p = (hidden @ matrix[which].T - logsumexp[:, None]).exp() - (target[:, None] == which).double()
+        samples.append(Sample(1, which, p.T @ hidden / tokens, peers_may))
+    return loss, [sample for sample in samples if len(sample.rows)]
+
+
+def _spread(candidates: Tensor, most: int) -> Tensor:
+    """Some of them, the first and the last among them."""
+    return candidates[torch.linspace(0, len(candidates) - 1, min(most, len(candidates)), device=candidates.device).long()]
+
+
+def compared(function: Function, inputs: LinearInputs, loss: Tensor, samples: Sequence[Sample]) -> Iterator[Verdict]:
+    """Errors over the greatest true value, of the loss with gradients and without, and of each sample; no matter how great."""
+    leaves = _leaves(inputs)
+    for leaf in leaves:
+        poison(leaf)
+    result = function(*leaves, inputs.target)
+    gradients = torch.autograd.grad(result, leaves)
+    yield _worst(result.detach()[None], loss[None])
+    yield _worst(function(*inputs).detach()[None], loss[None])
+    for sample in samples:
+        worst = _worst(gradients[sample.leaf][sample.rows], sample.gradient)
+        yield replace(worst, index=(int(sample.rows[worst.index[0]]), *worst.index[1:]))
+
+
+def _worst(got: Tensor, expected: Tensor) -> Verdict:
+    error = ((got.double() - expected).abs() / expected.abs().max()).nan_to_num(nan=torch.inf)
+    index = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+    return Verdict(float(error[index]), math.inf, index, float(got[index]), float(expected[index]))
+
+
+def _sizes(settings: Settings) -> Iterator[Size]:
+    gpu = settings.device.type == "cuda"
+    sizes: Sequence[Size] = (QUICK_SIZES if settings.quick else SIZES) if gpu else (CPU_QUICK_SIZES if settings.quick else CPU_SIZES)
+    if settings.columns:
+        sizes = [sizes[0]._replace(vocabulary=max(2, columns)) for columns in settings.columns]
+    for size in sizes:
+        most = settings.elements // size.vocabulary if settings.elements else size.tokens
+        yield size._replace(tokens=max(1, min(size.tokens, most)))
+
+
+def cases(settings: Settings) -> Iterator[Case]:
+    for dtype in settings.types(torch.bfloat16):
+        for size in _sizes(settings):
+            yield LinearCrossEntropy("linear_cross_entropy", dtype, *size)

@@ -1,0 +1,101 @@
+"""Cross-entropy from hidden states as others compute it, the matrix products that it takes, and the memory that each of our plans is given."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..linear_cross_entropy import LEAN_BUDGET, linear_cross_entropy_plan
+
+ALL_LOGITS = 2**62  # bytes, more than they take
+
+
+class LinearInputs(NamedTuple):
+    hidden: Tensor  # [tokens, hidden]
+    matrix: Tensor  # [vocabulary, hidden]
+    target: Tensor  # [tokens]
+
+
+def composed_loss(hidden: Tensor, matrix: Tensor, target: Tensor) -> Tensor:
+    """As it is written with PyTorch's ops: all logits, then their loss."""
+    return F.cross_entropy(F.linear(hidden, matrix), target)
+
+
+def torch_linear() -> Callable[..., Tensor]:
+    """PyTorch's own op, some tokens at a time."""
+    options = torch.nn.LinearCrossEntropyOptions()
+    return lambda *inputs: F.linear_cross_entropy(*inputs, options=options)
+
+
+def cut_cross_entropy(*, exact: bool = False) -> Callable[..., Tensor]:
+    """By default small gradients are left out; older versions know no name for what leaves out none."""
+    library: Any = importlib.import_module("cut_cross_entropy")
+    named = hasattr(library.LinearCrossEntropyImpl, "CCE_EXACT")
+    options: dict[str, Any] = {} if not exact else {"impl": "cce_exact"} if named else {"filter_eps": None}
+    return lambda *inputs: library.linear_cross_entropy(*inputs, **options)
+
+
+def beyond_cut_cross_entropy(inputs: LinearInputs) -> str | None:
+    if inputs.hidden.device.type != "cuda":
+        return "needs a GPU"
+    return None if inputs.hidden.dtype.itemsize == 2 else "takes fp16 and bf16 only"
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, matrix: Tensor, logits: Tensor) -> Tensor:
+        torch.mm(hidden, matrix.T, out=logits)
+        ctx.save_for_backward(hidden, matrix)
+        ctx.logits = logits
+        return hidden.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden, matrix = ctx.saved_tensors
+        return torch.mm(ctx.logits, matrix), torch.mm(ctx.logits.T, hidden), None
+
+
+def products() -> Callable[..., Tensor]:
+    """The bare products: the logits, into memory that is there already; then both gradients, the logits taken for their own. Returns no loss."""
+    kept: list[Tensor] = []
+
+    def function(hidden: Tensor, matrix: Tensor, target: Tensor) -> Tensor:
+        if not kept:
+            kept.append(hidden.new_empty(len(hidden), len(matrix)))
+        return _Products.apply(hidden, matrix, kept[0])
+
+    return function
+
+
+def partita_linear(budget: Callable[..., int]) -> Callable[..., Tensor]:
+    """Ours with so many bytes of workspace, told from the inputs."""
+    linear_cross_entropy = importlib.import_module("partita").linear_cross_entropy
+    return lambda *inputs: linear_cross_entropy(*inputs, memory_budget=budget(*inputs))
+
+
+def fast_budget(*inputs: Tensor) -> int:
+    return ALL_LOGITS
+
+
+def lean_budget(hidden: Tensor, matrix: Tensor, target: Tensor) -> int:
+    return _lean_budget(*hidden.shape, len(matrix), hidden.dtype)
+
+
+@functools.cache
+def _lean_budget(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype) -> int:
+    """What the lean plan takes by itself, halved until the plan is lean; the least that there is a plan for, where so few classes never have a lean one."""
+    plan = functools.partial(linear_cross_entropy_plan, tokens, hidden, vocabulary, dtype)
+    budget = LEAN_BUDGET
+    try:
+        while plan(memory_budget=budget).name != "lean":
+            budget //= 2
+            plan(memory_budget=budget, input_grad=False, weight_grad=False)
+    except ValueError:
+        budget *= 2
+    return budget
