@@ -200,6 +200,11 @@ def _ctc_in_torch(x: Tensor, *arguments: Any) -> Tensor:
     return F.ctc_loss(x.to(torch.promote_types(x.dtype, torch.float32))[:, None].log_softmax(-1), *arguments)
 
 
+LINEAR: tuple[tuple[str, Function, Function, tuple[str, ...]], ...] = (
+    ("linear_cross_entropy", lambda x, t: linear_cross_entropy(x, _matrix(x), t), _linear_in_torch, tuple(DTYPES)),
+    ("linear_cross_entropy, lean", lambda x, t: linear_cross_entropy(x, _matrix(x), t, memory_budget=LEAN), _linear_in_torch, ("fp32", "fp64")),
+    ("linear_token_stats", lambda x, t: linear_token_stats(x, _matrix(x), t, temperature=0.75), _linear_stats_in_torch, tuple(DTYPES)),
+)
 CHECKS = (
     Check("softmax", softmax, lambda x: torch.softmax(x, -1), lambda x: (), "element", "tensor"),
     Check("log_softmax", log_softmax, lambda x: torch.log_softmax(x, -1), lambda x: (), -1, "tensor"),
@@ -242,12 +247,8 @@ CHECKS = (
     ),
     Check("token_stats", lambda x, target: token_stats(x, target, temperature=0.75), _token_stats, lambda x: (_labels(x),), "tensor", "tensor"),
     *(
-        Check(op, ours, theirs, lambda x: (_labels(x),), "tensor", "tensor", ((ROWS, COLUMNS),), ("plain",), tuple(dtypes))
-        for op, ours, theirs, *dtypes in (
-            ("linear_cross_entropy", lambda x, t: linear_cross_entropy(x, _matrix(x), t), _linear_in_torch, *DTYPES),
-            ("linear_cross_entropy, lean", lambda x, t: linear_cross_entropy(x, _matrix(x), t, memory_budget=LEAN), _linear_in_torch, "fp32", "fp64"),
-            ("linear_token_stats", lambda x, t: linear_token_stats(x, _matrix(x), t, temperature=0.75), _linear_stats_in_torch, *DTYPES),
-        )
+        Check(op, ours, theirs, lambda x: (_labels(x),), "tensor", "tensor", ((ROWS, COLUMNS),), ("plain",), dtypes)
+        for op, ours, theirs, dtypes in LINEAR
     ),
     Check(
         "ctc_loss",
