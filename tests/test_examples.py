@@ -7,6 +7,7 @@ from pathlib import Path
 import chain_exactness
 import digit_lines
 import digits
+import language_model
 import pytest
 import torch
 from matplotlib.image import imread
@@ -67,6 +68,31 @@ def test_digit_lines_reads_what_it_wrote() -> None:
     path = torch.stack([torch.zeros_like(lines.targets), lines.targets], 2).flatten(1)
     logits = torch.nn.functional.one_hot(path.T, digit_lines.CLASSES).float()
     assert digit_lines.read(logits, 2 * lines.target_lengths) == digit_lines.truth(lines)
+
+
+def test_language_model_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new folder" / "model"
+    sizes = {"megabytes": 1, "vocabulary": 400, "width": 16, "layers": 1, "length": 16, "batch": 4}
+    arguments = [argument for name, value in sizes.items() for argument in (f"--{name}", str(value))]
+    assert language_model.main(["--batches", "3", "--out", str(out), "--quiet", *arguments]) == 0
+    lines = dict(line.partition(": ")[::2] for line in capsys.readouterr().out.splitlines()[:6])
+    steps = [f"A step with {name}" for name in (language_model.PLAIN, language_model.OURS)]
+    assert list(lines) == ["Held-out loss", "Loss diff", "Grad diff (max)", *steps, "Picture"]
+    limit = 1e-5 if not torch.cuda.is_available() else 1e-2  # in bf16
+    assert float(lines["Loss diff"]) <= limit and float(lines["Grad diff (max)"]) <= limit
+    assert all(re.fullmatch(r"[\d,]+ MiB, [\d,]+ ms", lines[step]) for step in steps)
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_peak_memory_is_what_was_held_at_once(device: str) -> None:
+    def step() -> torch.Tensor:
+        first = torch.zeros(2**20, device=device)
+        second = first + 1
+        del first
+        return second + 1  # in place of the first, so that two are held at most
+
+    assert language_model.peak_memory(step, torch.device(device)) == pytest.approx(8, rel=0.01)
 
 
 @pytest.mark.parametrize("name", chain_exactness.CHAINS)

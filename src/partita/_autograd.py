@@ -62,6 +62,14 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast computes in on this kind of device, where it is on."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return None
+
+
 def capturing(tensor: Tensor) -> bool:
     """Whether what is made now on the tensor's device belongs to a graph that is being captured."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -27,8 +27,9 @@ def _rows_fake(
     entropy: bool, chunk: int, keep: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     wide, tokens = accumulator(input.dtype), input.shape[0]
-    sizes = (tokens, tokens, tokens * spread, tokens * entropy, tokens * entropy, tokens, tokens)
-    kept = input.new_empty(tokens * reference.width_of(weight.shape[0]) * keep)
+    spreads, entropies = tokens if spread else 0, tokens if entropy else 0
+    sizes = (tokens, tokens, spreads, entropies, entropies, tokens, tokens)
+    kept = input.new_empty(tokens * reference.width_of(weight.shape[0]) if keep else 0)
     return *(input.new_empty(size, dtype=torch.int64 if i == 4 else wide) for i, size in enumerate(sizes)), kept
 
 

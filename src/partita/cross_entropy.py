@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _backend, _checks, _op
-from ._autograd import apply, batch_first, gradient, plain_eager
+from ._autograd import apply, autocast_dtype, batch_first, gradient, plain_eager
 from .reference import cross_entropy as reference
 from .reference.softmax import accumulator
 
@@ -279,7 +279,7 @@ def cross_entropy(
         result = torch.promote_types(result, target.dtype)
     if weight is not None and target.is_floating_point():
         result = torch.promote_types(result, weight.dtype)
-    if result in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(input.device.type):
+    if result in (torch.float16, torch.bfloat16) and autocast_dtype(input.device) is not None:
         result = torch.float32
     numbers = float(label_smoothing), float(softcap or 0.0), float(z_loss)
     options = _Options(ignore_index, *numbers, reduction == "mean", result, _backend.current())

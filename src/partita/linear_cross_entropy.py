@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _backend, _checks, _linear
-from ._autograd import apply, plain_eager
+from ._autograd import apply, autocast_dtype, plain_eager
 from .cross_entropy import REDUCTIONS, cross_entropy
 from .reference.cross_entropy import cross_entropy_denominators
 from .reference.linear_cross_entropy import TOKENS, width_of
@@ -16,8 +16,8 @@ from .reference.softmax import accumulator
 from .token_stats import TokenStats
 
 BUDGET = 2**31  # bytes of workspace where none are told
-LEAN_BUDGET = 7 * 2**26  # of which the lean plan takes no more than it is faster for
-LOSS_BUDGET = 15 * 2**24  # and a loss without a gradient
+LEAN_CHUNK = 5 * 2**26  # of which a chunk of the lean plan takes no more than it is faster for
+LOSS_CHUNK = 15 * 2**24  # and that of a loss without a gradient
 WIDEST, NARROWEST = 2**15, 128  # classes in a chunk of the lean plan
 WAVE = 66 * 128  # so many make as many tiles of a product as 132 processors share evenly
 FEWEST = 2048  # tokens in a chunk of the fast plan: with fewer, adding up the matrix's gradient takes as long as a product
@@ -102,8 +102,8 @@ def linear_cross_entropy_plan(
     least = together * min(width_of(NARROWEST), width_of(vocabulary)) * item + beside
     if memory_budget is not None and memory_budget < least:
         raise ValueError(f"memory_budget: expected at least {least:,} bytes for {tokens:,} tokens, or None, got {memory_budget:,}")
-    budget = memory_budget if memory_budget is not None else max(least, LEAN_BUDGET if name == "lean" else LOSS_BUDGET)
-    fits = max(NARROWEST, min((budget - beside) // max(together * item, 1), WIDEST) // NARROWEST * NARROWEST)
+    room = (LEAN_CHUNK if name == "lean" else LOSS_CHUNK) if memory_budget is None else memory_budget - beside
+    fits = max(NARROWEST, min(room // max(together * item, 1), WIDEST) // NARROWEST * NARROWEST)
     if fits >= WAVE:
         chunk = min(fits // WAVE * WAVE, vocabulary)
     else:
@@ -143,10 +143,9 @@ class _Rows(NamedTuple):
 
 def _cast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """As a linear layer sees them: under autocast in its dtype."""
-    kind = next(tensor for tensor in tensors if tensor is not None).device.type
-    if not torch.is_autocast_enabled(kind):
+    dtype = autocast_dtype(next(tensor for tensor in tensors if tensor is not None).device)
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(kind)
     return tuple(tensor.to(dtype) if tensor is not None and tensor.dtype in (torch.float16, torch.bfloat16, torch.float32) else tensor for tensor in tensors)
 
 
@@ -240,13 +239,13 @@ def linear_cross_entropy(
     ignore_index = -100 if ignore_index is None else ignore_index
     numbers: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "softcap": softcap, "z_loss": z_loss}
     wide = accumulator(input.dtype)
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    transformed = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
     if linear_weight.ndim > 2 or target.is_floating_point() or transformed or (weight is not None and weight.requires_grad):
-        logits = _logits(input, linear_weight, linear_bias)
+        logits = _logits(input, linear_weight, linear_bias).to(wide)
         if linear_weight.ndim == 2 and input.ndim > 2:
             logits = logits.movedim(-1, 1)
             target = target.movedim(-1, 1) if target.is_floating_point() else target
-        return cross_entropy(logits, target, weight, reduction=reduction, **numbers).to(wide)
+        return cross_entropy(logits, target, weight, reduction=reduction, **numbers).to(wide)  # under autocast it may be another
     rows = _flat(input, linear_weight, linear_bias, target)
     if weight is not None:
         _checks.floating("weight", weight)

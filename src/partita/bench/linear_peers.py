@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..linear_cross_entropy import LEAN_BUDGET, linear_cross_entropy_plan
+from ..linear_cross_entropy import linear_cross_entropy_plan
 
 ALL_LOGITS = 2**62  # bytes, more than they take
 
@@ -79,6 +79,9 @@ def partita_linear(budget: Callable[..., int]) -> Callable[..., Tensor]:
     return lambda *inputs: linear_cross_entropy(*inputs, memory_budget=budget(*inputs))
 
 
+LEAN = 7 * 2**26  # bytes
+
+
 def fast_budget(*inputs: Tensor) -> int:
     return ALL_LOGITS
 
@@ -89,9 +92,9 @@ def lean_budget(hidden: Tensor, matrix: Tensor, target: Tensor) -> int:
 
 @functools.cache
 def _lean_budget(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype) -> int:
-    """What the lean plan takes by itself, halved until the plan is lean; the least that there is a plan for, where so few classes never have a lean one."""
+    """So many bytes, halved until the plan is lean; the least that there is a plan for, where so few classes never have a lean one."""
     plan = functools.partial(linear_cross_entropy_plan, tokens, hidden, vocabulary, dtype)
-    budget = LEAN_BUDGET
+    budget = LEAN
     try:
         while plan(memory_budget=budget).name != "lean":
             budget //= 2

@@ -64,10 +64,9 @@ def factor_of(x, limit):
         whole = tl.floor(wide + 0.5)
         mantissa, exponent = tl.exp2(wide - whole).to(tl.float32), whole.to(tl.int32)
     else:
-        high = x * LOG2E
-        low = tl.fma(x, LOG2E_LOW, tl.fma(x, LOG2E, -high))
-        rounded = high + MAGIC
-        mantissa = tl.exp2((high - (rounded - MAGIC)) + low)
+        rounded = tl.fma(x, LOG2E, MAGIC)
+        part = tl.fma(x, LOG2E, MAGIC - rounded)  # of the exact product: one that was rounded would cost digits where x is large
+        mantissa = tl.exp2(tl.fma(x, LOG2E_LOW, part))
         exponent = rounded.to(tl.int32, bitcast=True) - MAGIC_BITS
     inside = tl.abs(x) <= limit
     mantissa = tl.where(inside, mantissa, tl.where(x == -float("inf"), 1.0, float("nan")))

@@ -26,12 +26,35 @@ from .token_stats import absorb_stats
 
 @triton.jit
 def loaded(start, v, classes, softcap, ALL: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr):
-    """Logits of some classes, [1, BLOCK_V], or of ALL of them; -inf beyond the last."""
+    """Logits of some classes, [1, BLOCK], or of ALL of them; -inf beyond the last."""
     if ALL:
         return capped(tl.load(start + v).to(WIDE), softcap, CAP)
     else:
         x = tl.load(start + v, mask=v // VEC * VEC < classes, other=0.0).to(WIDE)
         return tl.where(v < classes, capped(x, softcap, CAP), -float("inf"))
+
+
+@triton.jit
+def absorbed(
+    start, weight_ptr, begin, classes, origin, softcap, slope, maximum, total, surprise, spread, best,
+    ALL: tl.constexpr, ENTROPY: tl.constexpr, SPREAD: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What the lanes carry, after the classes from `begin` on too. Without an entropy the temperature is 1."""
+    VECTOR: tl.constexpr = 1 if LANES == 1 else VEC
+    v = (begin + tl.arange(0, BLOCK))[None, :]
+    x = loaded(start, v, classes, softcap, ALL, CAP, WIDE, VEC)
+    if ENTROPY:
+        maximum, total, surprise, best = absorb_stats(maximum, total, surprise, best, x, begin, slope, LANES, VECTOR)
+    else:
+        maximum, total = online(maximum, total, by_lane(x, LANES, VECTOR), False)
+    if SPREAD:
+        weight = tl.full([1, BLOCK], 1.0, WIDE)
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + v, mask=v < classes, other=0.0).to(WIDE)
+        terms = tl.where((v < classes) & (weight != 0.0), weight * (origin - x), 0.0)
+        spread += lane_sum(by_lane(terms, LANES, VECTOR), False)
+    return maximum, total, surprise, spread, best
 
 
 @triton.jit(do_not_specialize=["classes", "first"])
@@ -61,7 +84,6 @@ def linear_absorb_kernel(
     softcap, slope = tl.full([], softcap, WIDE), tl.full([], LOG2E, WIDE) / tl.full([], temperature, WIDE)
     row = tl.program_id(0).to(tl.int64)
     start = logits_ptr + row * stride
-    VECTOR: tl.constexpr = 1 if LANES == 1 else VEC
     label = tl.load(target_ptr + row).to(tl.int64) - first
     old, old_total = tl.load(maximum_ptr + row), tl.load(sumexp_ptr + row).to(tl.float64)
     old, old_total = tl.where(first == 0, -float("inf"), old), tl.where(first == 0, 0.0, old_total)
@@ -69,24 +91,22 @@ def linear_absorb_kernel(
     label_x = capped(tl.load(start + label, mask=here, other=0.0).to(WIDE), softcap, CAP)
     maximum, best = tl.full([1, LANES], -float("inf"), WIDE), tl.zeros([1, LANES], tl.int32)
     total, surprise, spread = tl.zeros([1, LANES], tl.float64), tl.zeros([1, LANES], tl.float64), tl.zeros([1, LANES], tl.float64)
+    origin = tl.full([], 0.0, WIDE)
     if spread_ptr is not None:
         origin = finite_shift(capped(tl.load(start).to(WIDE), softcap, CAP))
         origin = tl.where(first == 0, origin, tl.load(origin_ptr + row))
     whole = classes // BLOCK_V * BLOCK_V
-    for tail in tl.static_range(2):
-        for block in range(whole * tail, classes if tail else whole, BLOCK_V):
-            v = (block + tl.arange(0, BLOCK_V))[None, :]
-            x = loaded(start, v, classes, softcap, tail == 0, CAP, WIDE, VEC)
-            if surprise_ptr is not None:
-                maximum, total, surprise, best = absorb_stats(maximum, total, surprise, best, x, block // BLOCK_V, slope, LANES, VECTOR)
-            else:
-                maximum, total = online(maximum, total, by_lane(x, LANES, VECTOR), False)
-            if spread_ptr is not None:
-                weight = tl.full([1, BLOCK_V], 1.0, WIDE)
-                if weight_ptr is not None:
-                    weight = tl.load(weight_ptr + v, mask=v < classes, other=0.0).to(WIDE)
-                terms = tl.where((v < classes) & (weight != 0.0), weight * (origin - x), 0.0)
-                spread += lane_sum(by_lane(terms, LANES, VECTOR), False)
+    TAIL: tl.constexpr = BLOCK_V if LANES == 1 else LANES * VEC
+    for begin in range(0, whole, BLOCK_V):
+        maximum, total, surprise, spread, best = absorbed(
+            start, weight_ptr, begin, classes, origin, softcap, slope, maximum, total, surprise, spread, best,
+            True, surprise_ptr is not None, spread_ptr is not None, CAP, WIDE, VEC, LANES, BLOCK_V,
+        )  # fmt: skip
+    for begin in range(whole, classes, TAIL):
+        maximum, total, surprise, spread, best = absorbed(
+            start, weight_ptr, begin, classes, origin, softcap, slope, maximum, total, surprise, spread, best,
+            False, surprise_ptr is not None, spread_ptr is not None, CAP, WIDE, VEC, LANES, TAIL,
+        )  # fmt: skip
     most = tl.max(maximum)
     higher = tl.maximum(old, most)
     shift = finite_shift(higher)
@@ -95,8 +115,8 @@ def linear_absorb_kernel(
         old_surprise, old_best = tl.where(first == 0, 0.0, tl.load(surprise_ptr + row).to(tl.float64)), tl.load(argmax_ptr + row)
         surprise = tl.sum(scale * (surprise - total * ((shift - finite_shift(maximum)) * slope).to(tl.float64)) * LN2)
         surprise += old_scale * (old_surprise - old_total * ((shift - finite_shift(old)) * slope).to(tl.float64) * LN2)
-        block = tl.min(tl.where(maximum == most, best, 0x3FFFFFFF)) * BLOCK_V  # the first that has the maximum, read again
-        v = (block + tl.arange(0, BLOCK_V))[None, :]
+        begin = tl.min(tl.where(maximum == most, best, 0x3FFFFFFF))  # of the first block that has the maximum, read again
+        v = (begin + tl.arange(0, BLOCK_V))[None, :]
         place = tl.min(tl.where(loaded(start, v, classes, softcap, False, CAP, WIDE, VEC) == most, v, 0x7FFFFFFF))
         tl.store(surprise_ptr + row, surprise.to(WIDE))
         tl.store(argmax_ptr + row, tl.where((first == 0) | (most > old), first + tl.minimum(place, classes - 1).to(tl.int64), old_best))

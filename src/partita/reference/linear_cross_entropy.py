@@ -16,6 +16,8 @@ from .cross_entropy import cross_entropy_denominators, valid_targets
 from .softmax import accumulator
 
 TOKENS = 8192  # whose statistics are computed at a time: more would not make the products faster
+ELEMENTS = 2**20  # of the rows that are one pass on a CPU
+CPU_TOKENS = 512  # in a chunk there, if the matrix's gradient needs no other memory to be added up in
 ALIGNED = 16  # columns of a buffer come in so many: matrix products and kernels want rows that start on 16 bytes
 
 
@@ -278,7 +280,16 @@ def one_pass(
     logits: Tensor, target: Tensor, class_weight: Tensor | None, ignore_index: int, smoothing: float, softcap: float, z_loss: float, mean: bool,
     divisors: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The loss of all rows together, divided as told; the logits become its gradient."""
+    """The loss of all rows together, divided as told; the logits become its gradient. Some rows at a time: the copies of these fit a cache."""
+    at_once = max(1, ELEMENTS // max(logits.shape[1], 1))
+    options = (class_weight, ignore_index, smoothing, softcap, z_loss, divisors)
+    losses = [_one_pass(logits[rows], target[rows], *options) for rows in chunks(len(logits), at_once)]
+    return torch.stack(losses).sum() if losses else logits.new_zeros((), dtype=accumulator(logits.dtype))
+
+
+def _one_pass(
+    logits: Tensor, target: Tensor, class_weight: Tensor | None, ignore_index: int, smoothing: float, softcap: float, z_loss: float, divisors: Tensor
+) -> Tensor:  # fmt: skip
     classes, x = logits.shape[1], capped(logits, softcap)
     labels, kept, wrong = valid_targets(target, classes, ignore_index)
     logp, wide = x.log_softmax(1), x.dtype
@@ -312,11 +323,13 @@ def linear_one_pass(
     """Sum or mean of the loss, and its `Gradients`: three products, so many tokens at a time."""
     (tokens, _), classes, wide = input.shape, len(weight), accumulator(input.dtype)
     result = empty_gradients(input, weight, bias, to_input, to_weight, to_bias)
+    if not input.is_cuda and input.dtype == wide:
+        chunk = min(chunk, CPU_TOKENS)
     buffer = buffer_for(input, min(chunk, tokens), classes)
     alone = chunk >= tokens
     totals = [result.weight, torch.zeros_like(result.bias, dtype=wide)]
     if to_weight and not alone:
-        totals[0] = torch.zeros_like(result.weight, dtype=wide)
+        totals[0] = result.weight.zero_() if input.dtype == wide else torch.zeros_like(result.weight, dtype=wide)
     divisors = scales(target, class_weight, ignore_index, classes, mean, wide)
     loss = torch.zeros((), dtype=wide, device=input.device)
     for part in chunks(tokens, chunk):

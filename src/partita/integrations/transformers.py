@@ -1,0 +1,164 @@
+"""The loss of causal language models as `transformers` calls it: without an fp32 copy of the logits, or without any logits."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+from .._autograd import autocast_dtype
+from ..cross_entropy import cross_entropy
+from ..linear_cross_entropy import linear_cross_entropy
+from ..reference.softmax import accumulator
+
+__all__ = ["causal_lm_loss", "linear_causal_lm_loss"]
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: int | Tensor | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    **kw: Any,
+) -> Tensor:
+    """The cross-entropy of each token given those before it: `model.loss_function = causal_lm_loss`.
+
+    Args:
+        logits: `[..., T, vocab_size]`, floating dtype: at each position those of the next token.
+        labels: `[..., T]`, any integer dtype and device: the tokens themselves, which are shifted here. Not looked at beside `shift_labels`.
+        vocab_size: how many classes a row of logits has.
+        num_items_in_batch: what the sum is divided by, a number or a tensor; None for the mean over the labels that are not ignored.
+        ignore_index: positions with this label have loss and gradient zero and are not counted.
+        shift_labels: `[..., T]`, the label of each position, where they were shifted before.
+        label_smoothing, softcap, z_loss: as in `partita.cross_entropy`.
+        kw: what else models pass on; not looked at.
+
+    Returns:
+        The loss in nats, fp32 (fp64 for fp64). A mean over no labels is NaN.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype, shape, device or number, named with what was expected.
+        IndexError: a label out of range, where labels are checked (`PARTITA_CHECK`); otherwise the loss is NaN.
+
+    Source: `ForCausalLMLoss` of transformers 5, 2025.
+
+    Example:
+        >>> import torch
+        >>> from partita.integrations.transformers import causal_lm_loss
+        >>> logits, labels = torch.zeros(1, 3, 8, dtype=torch.bfloat16), torch.tensor([[5, -100, 2]])
+        >>> causal_lm_loss(logits, labels, vocab_size=8)
+        tensor(2.0794)
+    """
+    _checks.floating("logits", logits)
+    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
+        raise ValueError(f"vocab_size: expected an int of at least 1, got {vocab_size!r}")
+    if logits.ndim == 0 or logits.numel() % vocab_size:
+        raise ValueError(f"logits: expected shape [..., T, vocab_size] with vocab_size = {vocab_size}, got {list(logits.shape)}")
+    rows = logits.reshape(-1, vocab_size)
+    target = _targets(labels, shift_labels, ignore_index, len(rows), logits.device)
+    reduction = _reduction(num_items_in_batch)
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "softcap": softcap, "z_loss": z_loss}
+    with _wide_result(logits):
+        loss = cross_entropy(rows, target, reduction=reduction, **options)
+    return _divided(loss.to(accumulator(logits.dtype)), num_items_in_batch)
+
+
+def linear_causal_lm_loss(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    labels: Tensor | None,
+    num_items_in_batch: int | Tensor | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    *,
+    linear_bias: Tensor | None = None,
+    memory_budget: int | None = None,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    **kw: Any,
+) -> Tensor:
+    """`causal_lm_loss` of `hidden_states @ lm_head_weight.T + linear_bias`, of which the logits are never all in memory, or leave it at once.
+
+    Args:
+        hidden_states: `[..., T, H]`, floating dtype: what the model hands to its last layer.
+        lm_head_weight: `[vocab_size, H]` in the same dtype.
+        labels, num_items_in_batch, ignore_index, shift_labels: as in `causal_lm_loss`.
+        linear_bias: `[vocab_size]`.
+        memory_budget: as in `partita.linear_cross_entropy`.
+        label_smoothing, softcap, z_loss, kw: as in `causal_lm_loss`.
+
+    Returns:
+        The loss in nats, fp32 (fp64 for fp64), differentiable in hidden states, matrix and bias.
+
+    Raises:
+        TypeError, ValueError, IndexError: as in `causal_lm_loss` and `partita.linear_cross_entropy`.
+
+    Source: as `causal_lm_loss`.
+
+    Example:
+        >>> import torch
+        >>> from partita.integrations.transformers import linear_causal_lm_loss
+        >>> hidden_states, lm_head_weight = torch.zeros(1, 3, 4), torch.ones(8, 4)  # model.model(...).last_hidden_state, model.lm_head.weight
+        >>> linear_causal_lm_loss(hidden_states, lm_head_weight, torch.tensor([[5, -100, 2]]))
+        tensor(2.0794)
+    """
+    _checks.floating("hidden_states", hidden_states)
+    _checks.floating("lm_head_weight", lm_head_weight)
+    _checks.device("lm_head_weight", lm_head_weight, hidden_states, "hidden_states")
+    if lm_head_weight.ndim != 2:
+        raise ValueError(f"lm_head_weight: expected shape [vocab_size, H], got {list(lm_head_weight.shape)}")
+    width = lm_head_weight.shape[1]
+    if hidden_states.ndim == 0 or hidden_states.shape[-1] != width:
+        raise ValueError(f"hidden_states: expected shape [..., T, H] with H = {width}, got {list(hidden_states.shape)}")
+    if lm_head_weight.dtype != hidden_states.dtype and autocast_dtype(hidden_states.device) is None:
+        raise TypeError(f"lm_head_weight: expected the dtype of hidden_states, {hidden_states.dtype}, got {lm_head_weight.dtype}")
+    target = _targets(labels, shift_labels, ignore_index, hidden_states.shape[:-1].numel(), hidden_states.device).view(hidden_states.shape[:-1])
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "softcap": softcap, "z_loss": z_loss}
+    options |= {"linear_bias": linear_bias, "memory_budget": memory_budget, "reduction": _reduction(num_items_in_batch)}
+    return _divided(linear_cross_entropy(hidden_states, lm_head_weight, target, **options), num_items_in_batch)
+
+
+def _targets(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int, count: int, device: torch.device) -> Tensor:
+    """`[count]`: at each position the label of the next, at the last of a sequence none."""
+    name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
+    _checks.integer(name, given)
+    assert given is not None
+    target = given.long()  # a narrow type would wrap ignore_index
+    if shift_labels is None:
+        if given.ndim == 0:
+            raise ValueError("labels: expected shape [..., T], got []")
+        target = torch.nn.functional.pad(target, (0, 1), value=ignore_index)[..., 1:]
+    if target.numel() != count:
+        raise ValueError(f"{name}: expected {count} labels, one for each position, got {target.numel()}, of shape {list(given.shape)}")
+    return target.reshape(-1).to(device)
+
+
+def _reduction(num_items_in_batch: Any) -> str:
+    if num_items_in_batch is None:
+        return "mean"
+    if isinstance(num_items_in_batch, bool) or not isinstance(num_items_in_batch, (int, float, Tensor)):
+        raise TypeError(f"num_items_in_batch: expected a number, a Tensor or None, got {type(num_items_in_batch).__name__}")
+    return "sum"
+
+
+def _divided(loss: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:
+    if num_items_in_batch is None:
+        return loss
+    return loss / (num_items_in_batch.to(loss.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch)
+
+
+def _wide_result(logits: Tensor) -> AbstractContextManager[Any]:
+    """Where half types give a loss in fp32."""
+    kind = logits.device.type
+    half = logits.dtype in (torch.float16, torch.bfloat16) and torch.amp.is_autocast_available(kind)
+    return torch.autocast(kind) if half else nullcontext()
