@@ -86,7 +86,7 @@ def test_the_ops_of_info_are_all() -> None:
     import partita
 
     tables = ("debruijn_source", "dense_source", "edges_from_states", "linear_chain")
-    others = ("backend", "nn", "testing", "integrations", "ctc_align", "ctc_crf_loss", "linear_cross_entropy_plan", *tables)
+    others = ("backend", "nn", "parallel", "testing", "integrations", "ctc_align", "ctc_crf_loss", "linear_cross_entropy_plan", *tables)
     functions = {name for name in partita.__all__ if name.islower() and name not in others}
     assert functions <= set(_info.OPS)
     assert all(hasattr(partita.Chain, op) for op in set(_info.OPS) - functions)

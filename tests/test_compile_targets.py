@@ -222,7 +222,7 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
     alone = {"total_kernel": torch.float32, "chain_fast_last_kernel": torch.float64, "chain_fast_maps_kernel": torch.int64}  # losses, states, pointers
     alone |= dict.fromkeys(("chain_fast_trace_kernel", "crf_slot_kernel", "ctc_next_kernel", "ctc_order_kernel"), torch.int64)
     # Of posteriors, or of states.
-    alone |= dict.fromkeys(("ctc_total_kernel", "ctc_posterior_kernel", "crf_subtract_kernel"), torch.float32)
+    alone |= dict.fromkeys(("ctc_total_kernel", "ctc_posterior_kernel", "crf_subtract_kernel", "linear_fields_kernel"), torch.float32)
     alone |= dict.fromkeys((f"ctc_{kind}_gradient_kernel" for kind in ("lane", "narrow", "wide")), torch.float32)
     alone["ctc_trace_kernel"] = torch.float64
     wanted = {name: {alone[name]} if name in alone else {torch.bfloat16, torch.float32} for name in NAMES}

@@ -12,7 +12,7 @@ import pytest
 import partita
 
 SOURCE = Path(partita.__file__).parent
-MODULES = [partita, partita.integrations, partita.integrations.koi, partita.nn, partita.testing]
+MODULES = [partita, partita.integrations, partita.integrations.koi, partita.integrations.transformers, partita.nn, partita.parallel, partita.testing]
 PUBLIC = [
     (module, name)
     for module in MODULES
@@ -47,7 +47,7 @@ def test_public_names_are_those_of_the_design() -> None:
     chains = {"Chain", "ChainSample", "Log", "Max", "Semiring", "ViterbiPath", "dense_source", "edges_from_states", "linear_chain", "logz"}
     ctc = {"CTCAlignment", "TokenSpans", "ctc_align", "ctc_crf_loss", "ctc_loss", "debruijn_source"}
     linear = {"linear_cross_entropy", "linear_cross_entropy_plan", "linear_token_stats"}
-    assert set(partita.__all__) == rows | linear | chains | ctc | {"backend", "integrations", "nn", "testing"}
+    assert set(partita.__all__) == rows | linear | chains | ctc | {"backend", "integrations", "nn", "parallel", "testing"}
 
 
 def parts(doc: str) -> dict[str, str]:

@@ -45,12 +45,13 @@ __all__ = [
     "logsumexp",
     "logz",
     "nn",
+    "parallel",
     "softmax",
     "testing",
     "token_stats",
 ]
 
-_modules = ("integrations", "nn", "testing")
+_modules = ("integrations", "nn", "parallel", "testing")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -280,24 +280,44 @@ def _loss(rows: _Rows, weight: Tensor | None, reduction: str, options: tuple[Any
         if plain_eager():
             return apply(_linear.OnePass, wanted, backend, numbers, plan.chunk, *tensors)
         return _linear.OnePassTraced.apply(*tensors, *numbers, plan.chunk, *wanted, backend)[0]
-    ignore_index, smoothing, softcap, z_loss = options
+    ignore_index, smoothing, softcap, _ = options
     classes = len(rows.weight)
     keep = plan.name == "fast" and plain_eager()
     chunk = classes if plan.name == "fast" else plan.chunk
     nll, logsumexp, spread, *_ = _linear.Rows.apply(*tensors, 1.0, softcap, ignore_index, smoothing > 0, False, chunk, keep, backend)
-    counts = rows.target != ignore_index
+    return reduced(nll, logsumexp, spread, rows.target, weight, classes, options, reduction)
+
+
+def reduced(
+    nll: Tensor, logsumexp: Tensor, spread: Tensor, target: Tensor, weight: Tensor | None, classes: int, options: tuple[Any, ...], reduction: str
+) -> Tensor:  # fmt: skip
+    """The loss from the fields of the rows."""
+    loss, z = terms(nll, logsumexp, spread, target, weight, classes, options)
+    if reduction == "none":
+        return loss if z is None else loss + z
+    if reduction == "sum":
+        return loss.sum() if z is None else (loss + z).sum()
+    total, count = denominators(target, weight, classes, options[0])
+    return loss.sum() / total if z is None else loss.sum() / total + z.sum() / count
+
+
+def terms(
+    nll: Tensor, logsumexp: Tensor, spread: Tensor, target: Tensor, weight: Tensor | None, classes: int, options: tuple[Any, ...]
+) -> tuple[Tensor, Tensor | None]:
+    """The loss of each row, and its z-loss where there is one."""
+    ignore_index, smoothing, _, z_loss = options
+    counts, loss = target != ignore_index, nll
     if weight is not None:
-        nll = nll * weight.to(nll.dtype)[torch.where(counts & (rows.target >= 0) & (rows.target < classes), rows.target, 0).long()]
-    loss = nll
+        loss = loss * weight.to(nll.dtype)[torch.where(counts & (target >= 0) & (target < classes), target, 0).long()]
     if smoothing > 0:
-        loss = (1 - smoothing) * nll + smoothing / classes * torch.where(counts, spread, 0.0)
-    z = z_loss * torch.where(counts, logsumexp, 0.0).square() if z_loss else loss
-    if reduction != "mean":
-        loss = loss + z if z_loss else loss
-        return loss if reduction == "none" else loss.sum()
-    count = counts.sum()
-    total = count if weight is None else cross_entropy_denominators(rows.target, weight, ignore_index, classes)[0].to(loss.dtype)
-    return loss.sum() / total + z.sum() / count if z_loss else loss.sum() / total
+        loss = (1 - smoothing) * loss + smoothing / classes * torch.where(counts, spread, 0.0)
+    return loss, z_loss * torch.where(counts, logsumexp, 0.0).square() if z_loss else None
+
+
+def denominators(target: Tensor, weight: Tensor | None, classes: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """What a mean divides the loss and the z-loss by."""
+    count = (target != ignore_index).sum()
+    return count if weight is None else cross_entropy_denominators(target, weight, ignore_index, classes)[0], count
 
 
 def linear_token_stats(

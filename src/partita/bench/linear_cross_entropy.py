@@ -16,7 +16,7 @@ from .linear_peers import LinearInputs
 from .measure import peak_extra_memory
 from .providers import PRODUCTS, TORCH, Function, Provider, is_ours
 
-TOLERANCE = 1.05  # of the error of PyTorch; a result of ours that is off by more, and the slack, is wrong
+TOLERANCE = 2.0  # of the error of PyTorch, as the contract has it; a result of ours that is off by more, and the slack, is wrong
 PEERS_MAY = 5e-2  # of the greatest gradient, and of the loss
 PEERS_MAY_DROP = 1.5  # of the greatest gradient of classes that are no token's label: who leaves out small gradients has none of these
 TOKENS_JUDGED, CLASSES_JUDGED = 64, 32  # classes: that many that are labels, and that many others

@@ -87,7 +87,7 @@ def linear_causal_lm_loss(
     z_loss: float = 0.0,
     **kw: Any,
 ) -> Tensor:
-    """`causal_lm_loss` of `hidden_states @ lm_head_weight.T + linear_bias`, of which the logits are never all in memory, or leave it at once.
+    """`causal_lm_loss` straight from hidden states and the head's matrix, without the logits in memory.
 
     Args:
         hidden_states: `[..., T, H]`, floating dtype: what the model hands to its last layer.

@@ -1,6 +1,6 @@
 """Chunks of logits between matrix products: what is known of their rows, and their gradient in their place.
 
-Rows of a buffer start on 16 bytes and are padded to a multiple of them, so that whole vectors are loaded and stored.
+Rows of a buffer start on 16 bytes and are padded to a multiple of them, so that whole vectors are loaded and stored; other rows are, where they can be.
 """
 
 from __future__ import annotations
@@ -182,9 +182,11 @@ def linear_descend_kernel(
     by_class_ptr,  # [rows] or None
     maximum_ptr,  # [rows]
     sumexp_ptr,  # [rows]
+    result_ptr,  # [rows, classes], which may be the logits
     classes,
     first,
     stride,
+    result_stride,
     temperature: tl.float64,
     softcap: tl.float64,
     CAP: tl.constexpr,
@@ -192,12 +194,12 @@ def linear_descend_kernel(
     VEC: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """A part of a row becomes its gradient."""
+    """The gradient of a part of a row."""
     softcap, slope = tl.full([], softcap, WIDE), tl.full([], LOG2E, WIDE) / tl.full([], temperature, WIDE)
     blocks = tl.cdiv(classes, BLOCK_V)
     row, v = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
-    inside, at = v // VEC * VEC < classes, logits_ptr + row * stride + v
-    x = capped(tl.load(at, mask=inside, other=0.0).to(WIDE), softcap, CAP)
+    inside = v // VEC * VEC < classes
+    x = capped(tl.load(logits_ptr + row * stride + v, mask=inside, other=0.0).to(WIDE), softcap, CAP)
     label = tl.load(target_ptr + row).to(tl.int64) - first
     pull, at_label, total = tl.load(pull_ptr + row), tl.load(at_label_ptr + row), tl.load(sumexp_ptr + row)
     exponent = (x - finite_shift(tl.load(maximum_ptr + row))) * slope
@@ -217,13 +219,17 @@ def linear_descend_kernel(
     grad += tl.where(v == label, at_label, 0.0)
     if CAP:
         grad *= 1.0 - (x / softcap) * (x / softcap)
-    tl.store(at, tl.where(active == 0.0, 0.0, grad).to(logits_ptr.dtype.element_ty), mask=inside)
+    tl.store(result_ptr + row * result_stride + v, tl.where(active == 0.0, 0.0, grad).to(result_ptr.dtype.element_ty), mask=inside)
 
 
-def options_for(logits: Tensor, softcap: float, block: int, warps: int) -> dict[str, Any]:
-    block = min(power_of_2(logits.shape[1]), block)
-    warps, vector = warps if block > 1024 else 1, 16 // logits.element_size()
-    return {"CAP": softcap != 0, "WIDE": triton_dtype(logits.dtype), "VEC": vector, "BLOCK_V": block, "num_warps": warps}
+def options_for(logits: Tensor, softcap: float, block: int, warps: int, *others: Tensor) -> dict[str, Any]:
+    """Whole vectors where rows are those of a buffer, or as good."""
+    block, vector = min(power_of_2(logits.shape[1]), block), 16 // logits.element_size()
+    for tensor in (logits, *others):
+        padded = tensor.stride(0) == reference.width_of(logits.shape[1]) or logits.shape[1] % vector == 0
+        if not padded or tensor.stride(0) % vector or tensor.data_ptr() % 16:
+            vector = 1
+    return {"CAP": softcap != 0, "WIDE": triton_dtype(logits.dtype), "VEC": vector, "BLOCK_V": block, "num_warps": warps if block > 1024 else 1}
 
 
 def absorb(logits: Tensor, first: int, target: Tensor, class_weight: Tensor | None, state: State, temperature: float, softcap: float) -> None:
@@ -254,10 +260,10 @@ def fields_of(state: State, target: Tensor, class_weight: Tensor | None, classes
 
 def descend(
     logits: Tensor, first: int, target: Tensor, class_weight: Tensor | None, c: Coefficients, maximum: Tensor, sumexp: Tensor,
-    temperature: float, softcap: float,
+    temperature: float, softcap: float, result: Tensor,
 ) -> None:  # fmt: skip
-    tensors = (logits, target, class_weight, c.pull, c.at_label, c.log_pull, c.by_class, maximum, sumexp)
-    sizes, options = (logits.shape[1], first, logits.stride(0)), options_for(logits, softcap, 4096, 4)
+    tensors = (logits, target, class_weight, c.pull, c.at_label, c.log_pull, c.by_class, maximum, sumexp, result)
+    sizes, options = (logits.shape[1], first, logits.stride(0), result.stride(0)), options_for(logits, softcap, 4096, 4, result)
     launch(linear_descend_kernel, len(logits) * cdiv(logits.shape[1], options["BLOCK_V"]), *tensors, *sizes, temperature, softcap, **options)
 
 
@@ -268,6 +274,7 @@ def scales(target: Tensor, class_weight: Tensor | None, ignore_index: int, class
     return denominators(target, class_weight, ignore_index, classes, torch.empty(SUM_WORDS, dtype=torch.int64, device=target.device))
 
 
-linear_rows = functools.partial(reference.linear_rows, absorb=absorb, first_state=first_state, fields_of=fields_of)
+linear_state = functools.partial(reference.linear_state, absorb=absorb, first_state=first_state)
+linear_rows = functools.partial(reference.linear_rows, linear_state=linear_state, fields_of=fields_of)
 linear_rows_backward = functools.partial(reference.linear_rows_backward, descend=descend)
 linear_one_pass = functools.partial(reference.linear_one_pass, one_pass=one_pass_of_part, scales=scales)

@@ -6,7 +6,7 @@ is done to a chunk (`absorb`, `descend`, `one_pass`) is handed in by the floor t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -172,12 +172,12 @@ def fields_of(state: State, target: Tensor, class_weight: Tensor | None, classes
     return Fields(nll, shift / temperature + log_total + spoilt, spread, entropy, argmax, state.maximum, state.sumexp)
 
 
-def linear_rows(
+def linear_state(
     input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, temperature: float, softcap: float,
-    ignore_index: int, spread: bool, entropy: bool, chunk: int, keep: bool, absorb: Callable[..., None] = absorb,
-    first_state: Callable[..., State] = first_state, fields_of: Callable[..., Fields] = fields_of,
+    spread: bool, entropy: bool, chunk: int, keep: bool, absorb: Callable[..., None] = absorb, first_state: Callable[..., State] = first_state,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """`Fields` of input weight^T + bias, from so many classes of some tokens at a time; and, where there is one chunk and it is to be kept, the logits."""
+    """`State` of input weight^T + bias, from so many classes of some tokens at a time, empty where not wanted; and, where there is one chunk and it is
+    to be kept, the logits."""
     (tokens, _), classes, target = input.shape, len(weight), target.contiguous()
     together = tokens if keep else min(tokens, TOKENS)
     buffer, state = buffer_for(input, together, min(chunk, classes)), first_state(input, spread, entropy)
@@ -186,8 +186,29 @@ def linear_rows(
         for part in chunks(classes, chunk):
             logits = product(input[rows], weight[part], None if bias is None else bias[part], buffer)
             absorb(logits, part.start, target[rows], None if class_weight is None else class_weight[part], known, temperature, softcap)
-    fields = fields_of(state, target, class_weight, classes, temperature, ignore_index)
-    return *fields, buffer if keep else buffer.new_empty(0)
+    return *filled(state), buffer if keep else buffer.new_empty(0)
+
+
+def filled(state: State) -> tuple[Tensor, ...]:
+    """With an empty tensor for what is not wanted, as ops return it."""
+    return tuple(state.maximum.new_empty(0) if tensor is None else tensor for tensor in state)
+
+
+def state_of(found: Sequence[Tensor], spread: bool, entropy: bool) -> State:
+    """The other way round."""
+    wanted = (True, True, True, spread, spread, entropy, entropy)
+    return State(*(tensor if wants else None for tensor, wants in zip(found, wanted, strict=True)))  # type: ignore[arg-type]
+
+
+def linear_rows(
+    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, temperature: float, softcap: float,
+    ignore_index: int, spread: bool, entropy: bool, chunk: int, keep: bool, linear_state: Callable[..., tuple[Tensor, ...]] = linear_state,
+    fields_of: Callable[..., Fields] = fields_of,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`Fields` of input weight^T + bias, and the logits, where they are to be kept."""
+    *found, kept = linear_state(input, weight, bias, target, class_weight, temperature, softcap, spread, entropy, chunk, keep)
+    state = state_of(found, spread, entropy)
+    return *fields_of(state, target.contiguous(), class_weight, len(weight), temperature, ignore_index), kept
 
 
 def coefficients(
@@ -213,9 +234,9 @@ def coefficients(
 
 def descend(
     logits: Tensor, first: int, target: Tensor, class_weight: Tensor | None, c: Coefficients, maximum: Tensor, sumexp: Tensor,
-    temperature: float, softcap: float,
+    temperature: float, softcap: float, result: Tensor,
 ) -> None:  # fmt: skip
-    """The logits of the classes from `first` on become their gradient, in place."""
+    """The gradient of the logits of the classes from `first` on, which may take their place."""
     x = capped(logits, softcap)
     exponent = (x - finite(maximum)[:, None]) / temperature
     p = exponent.exp() / sumexp[:, None]
@@ -231,7 +252,7 @@ def descend(
     grad = grad + torch.where(at_target, c.at_label[:, None], 0.0)
     if softcap:
         grad = grad * (1 - (x / softcap) ** 2)
-    logits.copy_(torch.where(active[:, None], grad, 0.0))
+    result.copy_(torch.where(active[:, None], grad, 0.0))
 
 
 def linear_rows_backward(
@@ -250,7 +271,7 @@ def linear_rows_backward(
     for part in chunks(classes, chunk):
         logits = buffer.view(len(input), -1)[:, :classes] if len(kept) else product(input, weight[part], None if bias is None else bias[part], buffer)
         c, of_class = Coefficients(pull, at_label, log_pull, by_class), None if class_weight is None else class_weight[part]
-        descend(logits, part.start, target, of_class, c, maximum, sumexp, temperature, softcap)
+        descend(logits, part.start, target, of_class, c, maximum, sumexp, temperature, softcap, logits)
         if to_input and alone:
             torch.mm(logits, weight, out=total)
         elif to_input:

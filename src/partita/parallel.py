@@ -1,0 +1,320 @@
+"""Losses over a vocabulary that lies on several ranks: tensors and a process group, or DTensors.
+
+Each rank has the logits, or the rows of the matrix, of some classes, in rank order. The ranks exchange what they know of each token once, and every rank
+gets the same loss, to the bit. The upstream gradient is taken as equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import Shard as Sharded
+
+from . import _backend, _checks
+from ._autograd import autocast_dtype, plain_eager
+from ._parallel import Hidden, Logits, Numbers, Shard
+from .cross_entropy import REDUCTIONS
+from .linear_cross_entropy import denominators, linear_cross_entropy_plan, reduced, terms
+from .token_stats import TokenStats
+
+Classes = int | Sequence[int] | None
+
+__all__ = ["cross_entropy", "linear_cross_entropy", "token_stats"]
+
+
+def shard_of(name: str, local: int, group: dist.ProcessGroup | None, classes: Classes) -> Shard:
+    """This rank's classes among all."""
+    if not dist.is_initialized():
+        raise RuntimeError("group: expected a process group, but torch.distributed is not initialised: call init_process_group, or use torchrun")
+    group = dist.group.WORLD if group is None else group
+    if group is None or (rank := dist.get_rank(group)) < 0:
+        raise ValueError("group: expected a process group that this rank belongs to")
+    world = dist.get_world_size(group)
+    if isinstance(classes, int):
+        each = -(-classes // world)
+        sizes = tuple(max(0, min(each, classes - i * each)) for i in range(world))
+    else:
+        sizes = (local,) * world if classes is None else tuple(classes)
+    if len(sizes) != world or sizes[rank] != local:
+        expected = sizes[rank] if len(sizes) == world else f"a size for each of {world} ranks"
+        raise ValueError(f"{name}: expected {expected} classes on rank {rank} (from classes={classes!r}), got {local}")
+    if sum(sizes) == 0:
+        raise ValueError(f"{name}: expected at least one class")
+    return Shard(group.group_name, sizes, rank)
+
+
+def _check(input: Tensor, target: Tensor, weight: Tensor | None, shard: Shard, ignore_index: int, options: dict[str, Any]) -> tuple[Any, ...]:
+    """The numbers, as the loss takes them."""
+    _checks.integer("target", target)
+    _checks.device("target", target, input, "input")
+    _checks.labels("target", target, shard.classes, ignore_index)
+    if weight is not None:
+        _checks.floating("weight", weight)
+        _checks.shape("weight", weight, [shard.classes], "[C], of all ranks' classes")
+    if options["softcap"] is not None:
+        _checks.number("softcap", options["softcap"], low=0.0, open_low=True)
+    _checks.number("label_smoothing", options["label_smoothing"], low=0.0, high=1.0)
+    _checks.number("z_loss", options["z_loss"], low=0.0)
+    return ignore_index, float(options["label_smoothing"]), float(options["softcap"] or 0.0), float(options["z_loss"])
+
+
+def _rows(logits: Tensor) -> Tensor:
+    return logits if logits.stride(1) == 1 or logits.shape[1] <= 1 else logits.contiguous()
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    classes: Classes = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Cross-entropy of logits whose classes lie on several ranks: `partita.cross_entropy` of all of them, on each.
+
+    Args:
+        input: this rank's logits `[N, C_local, ...]`; or a DTensor `[N, C, ...]`, sharded over its classes in one dimension of the mesh, and over N
+            in others.
+        target: labels among all classes `[N, ...]`, the same on all ranks; beside a DTensor, a DTensor, or those of this rank's rows.
+        weight: `[C]`, of all classes.
+        group: the process group, all ranks if None; DTensors bring theirs.
+        classes: how many there are in all, in shards as PyTorch makes them (the last smaller, or empty), or the number of each rank; None where all have
+            as many. If that is not true on another rank the loss is NaN.
+        ignore_index, reduction, label_smoothing, softcap, z_loss: as in `partita.cross_entropy`; smoothing is over all classes.
+
+    Returns:
+        The loss in nats, fp32 for half types, the same bits on every rank; a DTensor for a DTensor.
+
+    Raises:
+        TypeError, ValueError, IndexError: as in `partita.cross_entropy`.
+        RuntimeError: torch.distributed is not initialised; a second derivative.
+
+    Source: Shoeybi et al., Megatron-LM, 2019, for the split; one gather of (maximum, sum, ...) in place of three reductions.
+
+    Example:
+        >>> import torch, partita, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> partita.parallel.cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]))
+        tensor(1.3863)
+        >>> dist.destroy_process_group()
+    """
+    _checks.choice("reduction", reduction, REDUCTIONS)
+    options = {"label_smoothing": label_smoothing, "softcap": softcap, "z_loss": z_loss}
+    if isinstance(input, DTensor):
+        local, group, classes, batch = _local(input, 1)
+        target = _local_rows(target, input, batch)
+        rows = _losses(local, target, weight, group, classes, ignore_index, options)
+        return _assembled(rows, target, weight, reduction, input, batch, ignore_index)
+    loss, z, shard, numbers = _losses(input, target, weight, group, classes, ignore_index, options)
+    return _sum(loss, z, target, weight, shard, numbers, reduction)
+
+
+def _losses(
+    input: Tensor, target: Tensor, weight: Tensor | None, group: dist.ProcessGroup | None, classes: Classes, ignore_index: int, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None, Shard, tuple[Any, ...]]:
+    """The loss and the z-loss of each row."""
+    _checks.floating("input", input)
+    if input.ndim < 2:
+        raise ValueError(f"input: expected shape [N, C_local, ...], got {list(input.shape)}")
+    shard = shard_of("input", input.shape[1], group, classes)
+    numbers = _check(input, target, weight, shard, ignore_index, options)
+    _checks.shape("target", target, [input.shape[0], *input.shape[2:]], "input without its classes")
+    logits, labels = _rows(input.movedim(1, -1).flatten(0, -2)), target.reshape(-1)
+    of_rows = Numbers(1.0, numbers[2], ignore_index, numbers[1] > 0, False)
+    nll, logsumexp, spread, *_ = Logits.apply(logits, labels, weight, shard, of_rows, _backend.current())
+    loss, z = terms(nll, logsumexp, spread, labels, weight, shard.classes, numbers)
+    return loss.reshape(target.shape), None if z is None else z.reshape(target.shape), shard, numbers
+
+
+def _sum(
+    loss: Tensor, z: Tensor | None, target: Tensor, weight: Tensor | None, shard: Shard, numbers: tuple[Any, ...], reduction: str
+) -> Tensor:  # fmt: skip
+    if reduction != "mean":
+        loss = loss if z is None else loss + z
+        return loss if reduction == "none" else loss.sum()
+    total, count = denominators(target, weight, shard.classes, numbers[0])
+    return loss.sum() / total if z is None else loss.sum() / total + z.sum() / count
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    classes: Classes = None,
+    sequence_parallel: bool = False,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    memory_budget: int | None = None,
+) -> Tensor:
+    """Cross-entropy from hidden states and a matrix whose classes lie on several ranks, on each.
+
+    Args:
+        input: hidden states `[..., H]`, the same on all ranks; with `sequence_parallel` this rank's `[M, H]` of all tokens, in rank order. A DTensor is
+            redistributed as needed.
+        linear_weight: this rank's rows of the matrix `[C_local, H]`; linear_bias: `[C_local]`. Or DTensors, sharded in dimension 0.
+        target: labels of all tokens `[...]`.
+        weight, group, classes: as in `partita.parallel.cross_entropy`.
+        sequence_parallel: gather the hidden states inside, and reduce and scatter their gradient.
+        reduction, ignore_index, label_smoothing, softcap, z_loss, memory_budget: as in `partita.linear_cross_entropy`; the budget is each rank's.
+
+    Returns:
+        The loss in nats, fp32 for half types, the same bits on every rank. The gradient of the hidden states is complete on every rank.
+
+    Raises:
+        TypeError, ValueError, IndexError, RuntimeError: as in `partita.parallel.cross_entropy`.
+
+    Source: as `partita.linear_cross_entropy` and `partita.parallel.cross_entropy`.
+
+    Example:
+        >>> import torch, partita, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> partita.parallel.linear_cross_entropy(torch.zeros(2, 3), torch.zeros(4, 3), torch.tensor([0, 3]))
+        tensor(1.3863)
+        >>> dist.destroy_process_group()
+    """
+    _checks.choice("reduction", reduction, REDUCTIONS)
+    if isinstance(linear_weight, DTensor):
+        rows, group, classes, _ = _local(linear_weight, 0)
+        bias = linear_bias.to_local() if isinstance(linear_bias, DTensor) else linear_bias
+        hidden, labels = (_replicated(t, linear_weight) for t in (input, target))
+        options: dict[str, Any] = {"label_smoothing": label_smoothing, "softcap": softcap, "z_loss": z_loss, "memory_budget": memory_budget}
+        options |= {"linear_bias": bias, "weight": weight, "reduction": reduction, "ignore_index": ignore_index}
+        loss = linear_cross_entropy(hidden, rows, labels, group=group, classes=classes, **options)
+        return DTensor.from_local(loss, linear_weight.device_mesh, [Replicate()] * linear_weight.device_mesh.ndim, run_check=False)
+    _checks.floating("input", input)
+    _checks.floating("linear_weight", linear_weight)
+    dtype = autocast_dtype(input.device)
+    if dtype is not None:
+        input, linear_weight = input.to(dtype), linear_weight.to(dtype)
+        linear_bias = None if linear_bias is None else linear_bias.to(dtype)
+    if linear_weight.ndim != 2 or input.ndim == 0 or input.shape[-1] != linear_weight.shape[1]:
+        raise ValueError(f"input: expected shape [..., H] for linear_weight [C_local, H] = {list(linear_weight.shape)}, got {list(input.shape)}")
+    if linear_weight.dtype != input.dtype:
+        raise TypeError(f"linear_weight: expected the dtype of input, {input.dtype}, got {linear_weight.dtype}")
+    shard = shard_of("linear_weight", len(linear_weight), group, classes)
+    numbers = _check(input, target, weight, shard, ignore_index, {"label_smoothing": label_smoothing, "softcap": softcap, "z_loss": z_loss})
+    tokens = input.shape[:-1].numel() * (len(shard.sizes) if sequence_parallel else 1)
+    expected = [tokens] if sequence_parallel else input.shape[:-1]
+    _checks.shape("target", target, expected, "all tokens" if sequence_parallel else "input without H")
+    if linear_bias is not None:
+        _checks.shape("linear_bias", linear_bias, [len(linear_weight)], "[C_local]")
+    hidden, labels = input[None].flatten(0, -2), target.reshape(-1)
+    grads = torch.is_grad_enabled()
+    wanted = {"input_grad": grads and input.requires_grad, "weight_grad": grads and linear_weight.requires_grad}
+    plan = linear_cross_entropy_plan(tokens, input.shape[-1], max(shard.sizes), input.dtype, memory_budget=memory_budget, reduced=False, **wanted)
+    keep = plan.name == "fast" and plain_eager() and any(wanted.values())
+    chunk = max(len(linear_weight), 1) if plan.name == "fast" else plan.chunk
+    of_rows = Numbers(1.0, numbers[2], ignore_index, numbers[1] > 0, False)
+    tensors = (hidden, linear_weight, linear_bias, labels, weight)
+    nll, logsumexp, spread, *_ = Hidden.apply(*tensors, shard, of_rows, chunk, keep, sequence_parallel, _backend.current())
+    loss = reduced(nll, logsumexp, spread, labels, weight, shard.classes, numbers, reduction)
+    return loss.reshape(target.shape) if reduction == "none" else loss
+
+
+def token_stats(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    classes: Classes = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+) -> TokenStats:
+    """Token statistics of logits whose classes lie on several ranks: `partita.token_stats` of all of them, on each.
+
+    Args:
+        logits: this rank's `[..., C_local]`.
+        target: labels among all classes `[...]`, the same on all ranks.
+        group, classes: as in `partita.parallel.cross_entropy`.
+        temperature, ignore_index: as in `partita.token_stats`.
+
+    Returns:
+        `TokenStats(logprob, logsumexp, entropy, argmax)`, fields `[...]`, the same bits on every rank; the first three differentiable.
+
+    Raises:
+        TypeError, ValueError, IndexError, RuntimeError: as in `partita.parallel.cross_entropy`.
+
+    Source: as `partita.token_stats`, merged over ranks.
+
+    Example:
+        >>> import torch, partita, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> partita.parallel.token_stats(torch.zeros(1, 4), torch.tensor([2])).entropy
+        tensor([1.3863])
+        >>> dist.destroy_process_group()
+    """
+    _checks.floating("logits", logits)
+    if logits.ndim == 0:
+        raise ValueError("logits: expected shape [..., C_local], got []")
+    _checks.number("temperature", temperature, low=0.0, open_low=True)
+    shard = shard_of("logits", logits.shape[-1], group, classes)
+    _check(logits, target, None, shard, ignore_index, {"label_smoothing": 0.0, "softcap": None, "z_loss": 0.0})
+    _checks.shape("target", target, logits.shape[:-1], "logits without its classes")
+    rows, labels = _rows(logits[None].flatten(0, -2)), target.reshape(-1)
+    numbers = Numbers(float(temperature), 0.0, ignore_index, False, True)
+    nll, logsumexp, _, entropy, argmax, *_ = Logits.apply(rows, labels, None, shard, numbers, _backend.current())
+    return TokenStats(*(field.reshape(target.shape) for field in (-nll, logsumexp, entropy, argmax)))
+
+
+def _local(tensor: DTensor, dim: int) -> tuple[Tensor, dist.ProcessGroup, int, list[int]]:
+    """This rank's part of a DTensor that is sharded in this dimension, the group of it, all its classes, and the mesh dimensions over which rows are."""
+    at = [i for i, placement in enumerate(tensor.placements) if isinstance(placement, Sharded) and placement.dim % tensor.ndim == dim]
+    batch = [i for i, placement in enumerate(tensor.placements) if isinstance(placement, Sharded) and placement.dim == 0 and dim != 0]
+    if len(at) != 1 or any(isinstance(placement, Partial) for placement in tensor.placements):
+        raise ValueError(f"DTensor: expected placements with Shard({dim}) in one dimension of the mesh and nothing partial, got {tensor.placements}")
+    return tensor.to_local(), tensor.device_mesh.get_group(at[0]), tensor.shape[dim], batch
+
+
+def _local_rows(target: Tensor, like: DTensor, batch: list[int]) -> Tensor:
+    """The labels of this rank's rows."""
+    if not isinstance(target, DTensor):
+        return target
+    placements: list[Placement] = [Sharded(0) if i in batch else Replicate() for i in range(like.device_mesh.ndim)]
+    return target.redistribute(like.device_mesh, placements).to_local()
+
+
+def _replicated(tensor: Tensor, like: DTensor) -> Tensor:
+    """All of it, on every rank; our gradient of it is complete."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = [Replicate()] * like.device_mesh.ndim
+    return tensor.redistribute(like.device_mesh, placements).to_local(grad_placements=placements)
+
+
+def _assembled(
+    rows: tuple[Tensor, Tensor | None, Shard, tuple[Any, ...]], target: Tensor, weight: Tensor | None, reduction: str, like: DTensor,
+    batch: list[int], ignore_index: int,
+) -> Tensor:  # fmt: skip
+    """A DTensor of the losses, or of their sum or mean over all rows of the mesh."""
+    loss, z, shard, _ = rows
+    mesh = like.device_mesh
+    if reduction == "none":
+        placements: list[Placement] = [Sharded(0) if i in batch else Replicate() for i in range(mesh.ndim)]
+        return DTensor.from_local(loss if z is None else loss + z, mesh, placements, run_check=False)
+
+    def whole(part: Tensor) -> DTensor:
+        placements: list[Placement] = [Partial("sum") if i in batch else Replicate() for i in range(mesh.ndim)]
+        return DTensor.from_local(part, mesh, placements, run_check=False).redistribute(mesh, [Replicate()] * mesh.ndim)
+
+    if reduction == "sum":
+        return whole(loss.sum() if z is None else (loss + z).sum())
+    total, count = denominators(target, weight, shard.classes, ignore_index)
+    mean = whole(loss.sum()) / whole(total.to(loss.dtype))
+    return mean if z is None else mean + whole(z.sum()) / whole(count.to(loss.dtype))

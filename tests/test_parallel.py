@@ -1,0 +1,53 @@
+"""Vocabulary-parallel losses: several processes, on Gloo in the ordinary tests and on NCCL where there are GPUs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import CHECKS
+
+from partita import parallel
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
+WORLDS = [pytest.param("cpu", world) for world in (2, 3, 4)]
+WORLDS += [pytest.param("cuda", world, marks=pytest.mark.multigpu) for world in (2, 4)]
+
+
+def launch(kind: str, world: int, what: str, store: Path) -> list[tuple[int, str]]:
+    """Of each rank, its exit code and what it said."""
+    script = str(Path(__file__).with_name("ranks.py"))
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
+    command = [sys.executable, "-W", "ignore", script]
+    ranks = [subprocess.Popen([*command, str(rank), str(world), str(store), kind, what], **pipes) for rank in range(world)]
+    try:
+        said = [rank.communicate(timeout=300)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+
+
+@pytest.mark.parametrize(("kind", "world"), WORLDS)
+def test_every_rank(kind: str, world: int, tmp_path: Path) -> None:
+    if kind == "cuda" and torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    for code, said in launch(kind, world, "all", tmp_path / "store"):
+        assert code == 0, said[-4000:]
+        assert said.count("passed") == len(CHECKS)
+
+
+def test_a_rank_that_raises_does_not_leave_the_others_hanging(tmp_path: Path) -> None:
+    (first, heard), (second, said) = launch("cpu", 2, "fail", tmp_path / "store")
+    assert second != 0 and "this rank has had enough" in said
+    assert first != 0 and "RuntimeError" in heard
+
+
+def test_no_process_group() -> None:
+    with pytest.raises(RuntimeError, match=r"torch.distributed is not initialised"):
+        parallel.cross_entropy(torch.zeros(2, 3), torch.tensor([0, 1]))
