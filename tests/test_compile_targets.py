@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(INTERPRETING, reason="kernels are functions of P
 KERNELS = Path(partita.__file__).parent / "kernels"
 SOURCES = ["softmax", "logsumexp", "cross_entropy", "cross_entropy_rows", "cross_entropy_scalars", "token_stats"]
 SOURCES += ["chain", "chain_fast", "chain_fast_best", "chain_scan", "chain_paths", "chain_pairs"]
-SOURCES += ["ctc_scan", "ctc_posterior", "ctc_rows", "ctc_gradient", "ctc_align", "crf", "linear_cross_entropy"]
+SOURCES += ["ctc_scan", "ctc_posterior", "ctc_rows", "ctc_gradient", "ctc_align", "crf", "linear_cross_entropy", "parallel"]
 NAMES = sorted(name for source in SOURCES for name in re.findall(r"^def (\w+_kernel)\(", (KERNELS / f"{source}.py").read_text(encoding="utf-8"), re.M))
 KIB = 1024
 # Bytes of stack a thread that are known: ptxas keeps a scalar or two that no loop touches.
@@ -150,6 +150,18 @@ def call_linear(dtype: torch.dtype, classes: int) -> None:
         torch.autograd.grad(field.sum(), hidden, retain_graph=True)
 
 
+def call_parallel(dtype: torch.dtype) -> None:
+    """The merging, of two ranks that know nothing."""
+    from partita import _parallel
+
+    target, wide = torch.zeros(3, dtype=torch.int64), torch.promote_types(dtype, torch.float32)
+    for spread, entropy in ((False, False), (True, False), (False, True)):
+        words = torch.zeros(2, 4 + 3 * spread + 2 * entropy, 3, dtype=wide)
+        fields = _parallel.fields_of(words, target, 4, 0, 0, 1.0, -100, spread, entropy, "triton")
+        grads = (fields[0], fields[1], fields[2] if spread else None, fields[3] if entropy else None)
+        _parallel.coefficients(target, *grads, None, fields[3], spread, 4, 1.0, -100, "triton")
+
+
 def call_everything(x: torch.Tensor) -> None:
     target = torch.zeros(x.shape[0], dtype=torch.int64)
     weight = torch.ones(x.shape[1], dtype=x.dtype)
@@ -178,6 +190,7 @@ def launches(cuda: str | None) -> dict[str, list[Launch]]:
             call_crf(dtype)
             for classes in (100, 5000, 50_257):
                 call_linear(dtype, classes)
+            call_parallel(dtype)
             for from_logits in (False, True):
                 for count, classes, most in ((2, 5, 10), (2, 5, 40), (600, 20, 100), (2, 5000, 10)):
                     call_ctc(dtype, count, classes, most, from_logits)
@@ -223,6 +236,7 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
     alone |= dict.fromkeys(("chain_fast_trace_kernel", "crf_slot_kernel", "ctc_next_kernel", "ctc_order_kernel"), torch.int64)
     # Of posteriors, or of states.
     alone |= dict.fromkeys(("ctc_total_kernel", "ctc_posterior_kernel", "crf_subtract_kernel", "linear_fields_kernel"), torch.float32)
+    alone |= dict.fromkeys(("parallel_fields_kernel", "parallel_coefficients_kernel"), torch.float32)
     alone |= dict.fromkeys((f"ctc_{kind}_gradient_kernel" for kind in ("lane", "narrow", "wide")), torch.float32)
     alone["ctc_trace_kernel"] = torch.float64
     wanted = {name: {alone[name]} if name in alone else {torch.bfloat16, torch.float32} for name in NAMES}

@@ -13,7 +13,7 @@ from ranks import CHECKS
 from partita import parallel
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
-WORLDS = [pytest.param("cpu", world) for world in (2, 3, 4)]
+WORLDS = [pytest.param("cpu", 2, marks=pytest.mark.interpreted), pytest.param("cpu", 3), pytest.param("cpu", 4)]
 WORLDS += [pytest.param("cuda", world, marks=pytest.mark.multigpu) for world in (2, 4)]
 
 

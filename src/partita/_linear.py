@@ -33,12 +33,6 @@ def _rows_fake(
     return *(input.new_empty(size, dtype=torch.int64 if i == 4 else wide) for i, size in enumerate(sizes)), kept
 
 
-def _state_fake(like: Tensor, spread: bool, entropy: bool) -> tuple[Tensor, ...]:
-    rows, wide = like.shape[0], accumulator(like.dtype)
-    wanted = (True, True, True, spread, spread, entropy, entropy)
-    return tuple(like.new_empty(rows if wants else 0, dtype=torch.int64 if i == 6 and wants else wide) for i, wants in enumerate(wanted))
-
-
 def _gradients_fake(input: Tensor, weight: Tensor, bias: Tensor | None, *wanted: bool) -> tuple[Tensor, ...]:
     of = (input, weight, input if bias is None else bias)
     return tuple(tensor.new_empty(tensor.shape if wants else (0,)) for tensor, wants in zip(of, wanted, strict=True))
@@ -58,29 +52,6 @@ rows_backward = _op.define(
     " -> (Tensor, Tensor, Tensor)",
     lambda *args: _gradients_fake(*args[4:7], *args[-3:]),
 )
-state = _op.define(
-    "parallel",
-    f"linear_state({_HEAD}, float temperature, float softcap, bool spread, bool entropy, int chunk, bool keep, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    lambda input, weight, bias, target, class_weight, temperature, softcap, spread, entropy, chunk, keep: (
-        *_state_fake(input, spread, entropy),
-        input.new_empty(input.shape[0] * reference.width_of(weight.shape[0]) if keep else 0),
-    ),
-)
-logits_state = _op.define(
-    "parallel",
-    "logits_state(Tensor logits, Tensor target, Tensor? class_weight, float temperature, float softcap, bool spread, bool entropy, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    lambda logits, target, class_weight, temperature, softcap, spread, entropy: _state_fake(logits, spread, entropy),
-)
-_OF_ROWS = "Tensor target, Tensor? class_weight, Tensor maximum, Tensor sumexp, float temperature, float softcap"
-_COEFFICIENTS = "Tensor pull, Tensor at_label, Tensor? log_pull, Tensor? by_class"
-logits_gradient = _op.define(
-    "parallel",
-    f"logits_gradient({_COEFFICIENTS}, Tensor logits, {_OF_ROWS}, str backend) -> Tensor",
-    lambda *args: torch.empty(args[4].shape, dtype=args[4].dtype, device=args[4].device),
-)
-descend = _op.define("parallel", f"linear_descend_(Tensor(a!) logits, {_COEFFICIENTS}, {_OF_ROWS}, str backend) -> ()", lambda *_: None)
 one_pass = _op.define(
     "linear_cross_entropy",
     f"linear_one_pass({_HEAD}, int ignore_index, float smoothing, float softcap, float z_loss, bool mean, int chunk, {_WANTED}, str backend)"

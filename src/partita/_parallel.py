@@ -8,11 +8,12 @@ import torch
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-from . import _linear
+from . import _linear, _op
 from ._autograd import plain_eager, twice
 from .reference import linear_cross_entropy as reference
-from .reference.linear_cross_entropy import Fields, State
+from .reference.linear_cross_entropy import Fields
 from .reference.parallel import wide_product
+from .reference.softmax import accumulator
 
 
 class Shard(NamedTuple):
@@ -46,41 +47,6 @@ def gathered(tensor: Tensor, group: Any) -> Tensor:
     return functional.wait_tensor(functional.all_gather_tensor(tensor.contiguous()[None], 0, group))
 
 
-def merged(state: State, shard: Shard, class_weight: Tensor | None, temperature: float) -> State:
-    """The state after the classes of all ranks, in rank order: the same bits on each of them. NaN where a rank has other classes than is thought."""
-    wide, size = state.maximum.dtype, torch.full_like(state.maximum, shard.sizes[shard.rank])
-    rows = [state.maximum, state.sumexp, state.label, size]
-    if state.origin is not None and state.spread is not None:
-        weight = shard.part(class_weight)
-        rows += [state.origin, state.spread, size if weight is None else weight.sum(dtype=wide).expand_as(size)]
-    if state.surprise is not None and state.argmax is not None:
-        bits = torch.int32 if wide == torch.float32 else torch.int64
-        rows += [state.surprise, (state.argmax + shard.first).to(bits).view(wide)]
-    found = gathered(torch.stack(rows), shard.group)
-    maxima, sums, labels, sizes = found[:, :4].unbind(1)
-    maximum = maxima.amax(0)
-    shift = reference.finite(maximum)
-    scale = ((maxima - shift) / temperature).exp()
-    expected = torch.tensor(shard.sizes, dtype=wide).to(sizes.device, non_blocking=True) if not sizes.is_cuda else _sizes_on(shard, sizes)
-    spoilt = torch.where(sizes == expected[:, None], 0.0, torch.nan).to(wide).sum(0)
-    origin = spread = surprise = argmax = None
-    if state.origin is not None:
-        origins, spreads, weights = found[:, 4:7].unbind(1)
-        origin = origins[0]
-        spread = (spreads + weights * (origin - origins)).sum(0)
-    if state.surprise is not None:
-        surprises, places = found[:, -2:].unbind(1)
-        surprise = (scale * (surprises - sums * (shift - torch.where(maxima == -torch.inf, 0.0, maxima)) / temperature)).sum(0)
-        places = places.contiguous().view(torch.int32 if wide == torch.float32 else torch.int64).long()
-        argmax = torch.where(maxima == maximum, places, shard.classes).amin(0)
-    return State(maximum, (sums * scale).sum(0) + spoilt, labels.amax(0), origin, spread, surprise, argmax)
-
-
-def _sizes_on(shard: Shard, like: Tensor) -> Tensor:
-    """Made on the device, so that nothing waits and graphs can hold it."""
-    return torch.stack([torch.full((), size, dtype=like.dtype, device=like.device) for size in shard.sizes])
-
-
 class Numbers(NamedTuple):
     temperature: float
     softcap: float
@@ -89,15 +55,85 @@ class Numbers(NamedTuple):
     entropy: bool
 
 
+def _words(like: Tensor, spread: bool, entropy: bool) -> Tensor:
+    return like.new_empty((4 + 3 * spread + 2 * entropy, like.shape[0]), dtype=accumulator(like.dtype))
+
+
+def _fields_fake(found: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    spread, entropy = args[-2:]
+    rows = found.shape[2]
+    sizes = (rows, rows, rows if spread else 0, rows if entropy else 0, rows if entropy else 0, rows, rows)
+    return tuple(found.new_empty(size, dtype=torch.int64 if i == 4 else found.dtype) for i, size in enumerate(sizes))
+
+
+def _coefficients_fake(
+    target: Tensor, nll: Any, logsumexp: Any, spread: Any, entropy: Any, class_weight: Any, entropies: Tensor, spreads: bool, *_: Any
+) -> tuple[Tensor, ...]:
+    like = next(grad for grad in (nll, logsumexp, spread, entropy) if grad is not None)
+    rows = target.shape[0]
+    wanted = (True, True, entropy is not None and entropies.numel() > 0, spread is not None and spreads)
+    return tuple(like.new_empty(rows if wants else 0) for wants in wanted)
+
+
+_STATE = "Tensor target, Tensor? class_weight, int first, float temperature, float softcap, bool spread, bool entropy"
+_OF_ROWS = "Tensor target, Tensor? class_weight, Tensor maximum, Tensor sumexp, float temperature, float softcap"
+_COEFFICIENTS = "Tensor pull, Tensor at_label, Tensor? log_pull, Tensor? by_class"
+of_logits = _op.define(
+    "parallel",
+    f"parallel_logits(Tensor logits, {_STATE}, str backend) -> Tensor",
+    lambda logits, target, class_weight, first, temperature, softcap, spread, entropy: _words(logits, spread, entropy),
+)
+of_hidden = _op.define(
+    "parallel",
+    f"parallel_linear(Tensor input, Tensor weight, Tensor? bias, {_STATE}, int chunk, bool keep, str backend) -> (Tensor, Tensor)",
+    lambda input, weight, bias, target, class_weight, first, temperature, softcap, spread, entropy, chunk, keep: (
+        _words(input, spread, entropy),
+        input.new_empty(input.shape[0] * reference.width_of(weight.shape[0]) if keep else 0),
+    ),
+)
+fields_of = _op.define(
+    "parallel",
+    "parallel_fields(Tensor found, Tensor target, int classes, int first, int rank, float temperature, int ignore_index, bool spread, bool entropy,"
+    " str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fields_fake,
+)
+coefficients = _op.define(
+    "parallel",
+    "parallel_coefficients(Tensor target, Tensor? nll, Tensor? logsumexp, Tensor? spread, Tensor? entropy, Tensor? class_weight, Tensor entropies,"
+    " bool spreads, int classes, float temperature, int ignore_index, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+    _coefficients_fake,
+)
+gradient = _op.define(
+    "parallel",
+    f"parallel_gradient({_COEFFICIENTS}, Tensor logits, {_OF_ROWS}, str backend) -> Tensor",
+    lambda *args: torch.empty(args[4].shape, dtype=args[4].dtype, device=args[4].device),
+)
+gradient_ = _op.define("parallel", f"parallel_gradient_(Tensor(a!) logits, {_COEFFICIENTS}, {_OF_ROWS}, str backend) -> ()", lambda *_: None)
+
+
+def _merged(words: Tensor, target: Tensor, shard: Shard, numbers: Numbers, backend: str) -> tuple[Tensor, ...]:
+    """The fields, the same bits on every rank."""
+    found = gathered(words, shard.group)
+    return fields_of(found, target, shard.classes, shard.first, shard.rank, numbers.temperature, numbers.ignore_index, *numbers[3:], backend)
+
+
+def _coefficients(
+    grads: tuple[Tensor | None, ...], target: Tensor, class_weight: Tensor | None, fields: Fields, shard: Shard, numbers: Numbers, backend: str
+) -> tuple[Any, ...]:  # fmt: skip
+    options = (fields.entropy, numbers.spread, shard.classes, numbers.temperature, numbers.ignore_index, backend)
+    found = coefficients(target, *grads[:4], class_weight, *options)
+    return *found[:2], *(tensor if tensor.numel() else None for tensor in found[2:])
+
+
 class Logits(torch.autograd.Function):
     """The differentiable fields of rows of logits, of which this rank has some classes."""
 
     @staticmethod
     def forward(logits: Tensor, target: Tensor, class_weight: Tensor | None, shard: Shard, numbers: Numbers, backend: str) -> tuple[Tensor, ...]:
-        temperature, softcap, ignore_index, spread, entropy = numbers
-        found = _linear.logits_state(logits, target - shard.first, shard.part(class_weight), temperature, softcap, spread, entropy, backend)
-        state = merged(reference.state_of(found, spread, entropy), shard, class_weight, temperature)
-        return tuple(reference.fields_of(state, target, class_weight, shard.classes, temperature, ignore_index))
+        temperature, softcap, _, spread, entropy = numbers
+        place, of_class = target - shard.first, shard.part(class_weight)
+        words = of_logits(logits, place, of_class, shard.first, temperature, softcap, spread, entropy, backend)
+        return _merged(words, target, shard, numbers, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -112,11 +148,9 @@ class Logits(torch.autograd.Function):
         if twice():
             raise RuntimeError("partita.parallel: no second derivative; gather the logits and use the op of one device")
         numbers, shard, fields = ctx.numbers, ctx.shard, Fields(*outputs)
-        nll, logsumexp, spread, entropy = grads[:4]
-        rest = (target, class_weight, fields, shard.classes, numbers.temperature, numbers.ignore_index)
-        c = reference.coefficients(nll, logsumexp, spread, entropy, *rest)
+        c = _coefficients(grads, target, class_weight, fields, shard, numbers, ctx.backend)
         statistics = (fields.maximum, fields.sumexp, numbers.temperature, numbers.softcap)
-        result = _linear.logits_gradient(*c, logits, target - shard.first, shard.part(class_weight), *statistics, ctx.backend)
+        result = gradient(*c, logits, target - shard.first, shard.part(class_weight), *statistics, ctx.backend)
         return result, None, None, None, None, None
 
 
@@ -129,13 +163,13 @@ class Hidden(torch.autograd.Function):
         input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, shard: Shard, numbers: Numbers, chunk: int,
         keep: bool, scattered: bool, backend: str,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        temperature, softcap, ignore_index, spread, entropy = numbers
+        temperature, softcap, _, spread, entropy = numbers
         if scattered:
             input = gathered(input, shard.group).flatten(0, 1)
         place, of_class = target - shard.first, shard.part(class_weight)
-        *found, kept = _linear.state(input, weight, bias, place, of_class, temperature, softcap, spread, entropy, chunk, keep, backend)
-        state = merged(reference.state_of(found, spread, entropy), shard, class_weight, temperature)
-        return *reference.fields_of(state, target, class_weight, shard.classes, temperature, ignore_index), kept
+        options = (place, of_class, shard.first, temperature, softcap, spread, entropy, chunk, keep, backend)
+        words, kept = of_hidden(input, weight, bias, *options)
+        return *_merged(words, target, shard, numbers, backend), kept
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -152,9 +186,7 @@ class Hidden(torch.autograd.Function):
             raise RuntimeError("partita.parallel: no second derivative; gather the matrix and use the op of one device")
         numbers, shard, fields = ctx.numbers, ctx.shard, Fields(*outputs)
         to_input, to_weight, to_bias = ctx.needs_input_grad[:3]
-        nll, logsumexp, spread, entropy = grads[:4]
-        rest = (target, class_weight, fields, shard.classes, numbers.temperature, numbers.ignore_index)
-        c = reference.coefficients(nll, logsumexp, spread, entropy, *rest)
+        c = _coefficients(grads, target, class_weight, fields, shard, numbers, ctx.backend)
         place, of_class, wide = target - shard.first, shard.part(class_weight), fields.nll.dtype
         if ctx.scattered:
             input = gathered(input, shard.group).flatten(0, 1)
@@ -170,7 +202,7 @@ class Hidden(torch.autograd.Function):
                 d_input = reduce(d_input.to(wide), "sum", 0, shard.group)
         else:
             logits = kept.view(len(input), -1)[:, : len(weight)]
-            _linear.descend.eager(logits, *c, place, of_class, *options, ctx.backend)
+            gradient_.eager(logits, *c, place, of_class, *options, ctx.backend)
             if to_input:  # on its way while the other product runs
                 d_input = reduce(wide_product(logits, weight), "sum", 0, shard.group)
             if to_weight:
