@@ -9,6 +9,7 @@ from chains import random_chain
 from rows import INTERPRETING, class_weights, devices, targets_for
 
 import partita
+import partita.parallel  # registers its ops
 from partita.testing import sample_rows
 
 BACKEND = "triton" if INTERPRETING else "auto"
@@ -36,6 +37,7 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         **chain_samples(device),
         **ctc_samples(device),
         **linear_samples(device),
+        **parallel_samples(device),
         "softmax": [
             (x, 1, False, torch.float32),
             (images, 2, True, torch.float32),
@@ -71,6 +73,29 @@ def linear_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
             (row, -row, optional, optional, *inputs, fields[5], fields[6], hidden.new_empty(0), 1.0, numbers[1], 3, *wanted)
         )
         found["linear_one_pass"] += [(*inputs, -100, *numbers, mean, chunk, *wanted) for mean, chunk in ((False, N), (True, 2))]
+    return found
+
+
+def parallel_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
+    """The first of two ranks; plain, with a spread, and with an entropy."""
+    hidden, matrix = sample_rows(N, 5, device=device), sample_rows(16, 5, device=device)
+    logits, labels, weight = hidden @ matrix.T, torch.arange(N, device=device), class_weights(16, torch.float32, device)
+    row = torch.linspace(0.1, 1, N, device=device)
+    found: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+    for of_class, spread, entropy in ((None, False, False), (weight, True, False), (None, False, True)):
+        state = (labels, of_class, 0, 0.7 if entropy else 1.0, 0.0, spread, entropy)
+        words = torch.ops.partita.parallel_logits(logits, *state, BACKEND)
+        fields = torch.ops.partita.parallel_fields(torch.stack([words, words]), labels, 32, 0, 0, state[3], -100, spread, entropy, BACKEND)
+        found["parallel_logits"].append((logits, *state))
+        found["parallel_linear"] += [(hidden, matrix, None, *state, chunk, keep) for chunk, keep in ((3, False), (16, True))]
+        found["parallel_fields"].append((torch.stack([words, words]), labels, 32, 0, 0, state[3], -100, spread, entropy))
+        grads = (row, None, row if spread else None, row if entropy else None)
+        every = None if of_class is None else torch.cat([weight, weight])
+        found["parallel_coefficients"].append((labels, *grads, every, fields[3], spread, 32, state[3], -100))
+        coefficients = (row, -row, row if entropy else None, row if spread else None)
+        rest = (labels, of_class, *fields[5:7], state[3], 0.0)
+        found["parallel_gradient"].append((*coefficients, logits, *rest))
+        found["parallel_gradient_"].append((logits, *coefficients, *rest))
     return found
 
 

@@ -14,6 +14,7 @@ from partita import parallel
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
 WORLDS = [pytest.param("cpu", 2, marks=pytest.mark.interpreted), pytest.param("cpu", 3), pytest.param("cpu", 4)]
+WORLDS += [pytest.param("shared", 2, marks=pytest.mark.gpu)]  # one GPU between them, on Gloo
 WORLDS += [pytest.param("cuda", world, marks=pytest.mark.multigpu) for world in (2, 4)]
 
 
@@ -51,3 +52,18 @@ def test_a_rank_that_raises_does_not_leave_the_others_hanging(tmp_path: Path) ->
 def test_no_process_group() -> None:
     with pytest.raises(RuntimeError, match=r"torch.distributed is not initialised"):
         parallel.cross_entropy(torch.zeros(2, 3), torch.tensor([0, 1]))
+
+
+def test_balanced() -> None:
+    work = [((7 * i) % 31 + 1) ** 2 for i in range(50)]
+    for ranks in (1, 3, 4, 60):
+        found = parallel.balanced(torch.tensor(work), ranks)
+        assert sorted(index for own in found for index in own) == list(range(50))
+        assert max(map(len, found)) - min(map(len, found)) <= 1
+        loads = [sum(work[i] for i in own) for own in found]
+        assert max(loads) - min(loads) <= max(work)
+    assert parallel.balanced([], 2) == [[], []]
+    with pytest.raises(ValueError, match="ranks: expected at least 1, got 0"):
+        parallel.balanced(work, 0)
+    with pytest.raises(ValueError, match="work: expected numbers"):
+        parallel.balanced([1.0, float("nan")], 2)

@@ -24,7 +24,41 @@ from .token_stats import TokenStats
 
 Classes = int | Sequence[int] | None
 
-__all__ = ["cross_entropy", "linear_cross_entropy", "token_stats"]
+__all__ = ["balanced", "cross_entropy", "linear_cross_entropy", "token_stats"]
+
+
+def balanced(work: Tensor | Sequence[float], ranks: int) -> list[list[int]]:
+    """Which sequences of a ragged batch each rank takes, so that all have as many and about as much to do.
+
+    Args:
+        work: of each sequence `[N]`, in any unit: for CTC input length times target length, for a chain its length. A tensor on a GPU is waited for.
+        ranks: how many.
+
+    Returns:
+        For each rank the indices of its sequences, in their order; their numbers differ by one at most.
+
+    Raises:
+        ValueError: `ranks` below 1, or work that is negative or not a number.
+
+    Source: Graham, Bounds on multiprocessing timing anomalies, 1969: the longest first, each to the rank with the least to do.
+
+    Example:
+        >>> import partita
+        >>> partita.parallel.balanced([9, 1, 1, 1, 8, 2], 2)
+        [[0, 1, 3], [2, 4, 5]]
+    """
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise ValueError(f"ranks: expected at least 1, got {ranks!r}")
+    sizes = work.tolist() if isinstance(work, Tensor) else list(work)
+    if not all(size >= 0 for size in sizes):
+        raise ValueError("work: expected numbers of at least 0")
+    room = [len(sizes) // ranks + (rank < len(sizes) % ranks) for rank in range(ranks)]
+    loads, found = [0.0] * ranks, [list[int]() for _ in range(ranks)]
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        rank = min((r for r in range(ranks) if len(found[r]) < room[r]), key=lambda r: (loads[r], r))
+        loads[rank] += sizes[index]
+        found[rank].append(index)
+    return [sorted(own) for own in found]
 
 
 def shard_of(name: str, local: int, group: dist.ProcessGroup | None, classes: Classes) -> Shard:
