@@ -20,7 +20,7 @@ bench: $(READY)  ## time every op against PyTorch and the installed peers (ARGS=
 	$(BIN)/python -m partita bench $(ARGS)
 
 clean:  ## remove the environment and all that was generated
-	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache dist digits.png digit_lines.png language_model.png
+	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache dist digits.png digit_lines.png language_model.png train_parallel.png
 	find src tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 # The build of torch without CUDA comes from the index that pip is set up with, where it has one; otherwise uv knows where that build is.

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import partita
 from partita import parallel
@@ -168,6 +170,9 @@ def check_dtensor(device: torch.device) -> None:
         (grad,) = torch.autograd.grad(truth.sum(), exact)
         assert logits.grad.placements == (Shard(1),)
         close(logits.grad.full_tensor(), grad)
+    stats, plain_stats = parallel.token_stats(logits.detach(), target), partita.token_stats(full.double(), target)
+    for a, b in zip(stats[:3], plain_stats[:3], strict=True):
+        close(a.full_tensor(), b)
     matrix = distribute_tensor(numbers(CLASSES, HIDDEN, device=device), mesh, [Shard(0)]).requires_grad_()
     states = distribute_tensor(hidden[: TOKENS - TOKENS % world], mesh, [Shard(0)]).requires_grad_()
     few = target[: TOKENS - TOKENS % world]
@@ -190,6 +195,15 @@ def check_dtensor(device: torch.device) -> None:
         close(loss.full_tensor(), truth)
         loss.backward()
         close(logits.grad.full_tensor(), torch.autograd.grad(truth, exact)[0])
+        states = distribute_tensor(hidden[:22], mesh, [Shard(0), Replicate()]).requires_grad_()
+        matrix = distribute_tensor(numbers(CLASSES, HIDDEN, device=device), mesh, [Replicate(), Shard(0)]).requires_grad_()
+        loss = parallel.linear_cross_entropy(states, matrix, shared, z_loss=1e-2)
+        loss.backward()
+        plain = [t.full_tensor().detach().double().requires_grad_() for t in (states, matrix)]
+        truth = partita.cross_entropy(plain[0] @ plain[1].T, where, z_loss=1e-2)
+        close(loss.full_tensor(), truth)
+        for a, b in zip((states, matrix), torch.autograd.grad(truth, plain), strict=True):
+            close(a.grad.full_tensor(), b)
 
 
 def check_compile(device: torch.device) -> None:
@@ -206,7 +220,31 @@ def check_compile(device: torch.device) -> None:
         close(a, b)
 
 
-CHECKS = (check_cross_entropy, check_linear, check_token_stats, check_bad_arguments, check_dtensor, check_compile)
+def check_wrappers(device: torch.device) -> None:
+    """A body under DDP and under FSDP2, and the matrix sharded behind it."""
+    world = dist.get_world_size()
+    mesh = dist.init_device_mesh(device.type, (world,))
+    x, target, matrix = numbers(TOKENS, HIDDEN, device=device), labels(device), numbers(CLASSES, HIDDEN, device=device)
+    sizes, found = sizes_for(world)[0], []
+    for wrap in (lambda body: body, DistributedDataParallel, lambda body: fully_shard(body, mesh=mesh)):
+        torch.manual_seed(0)
+        body = torch.nn.Linear(HIDDEN, HIDDEN).to(device)
+        rows = part_of(matrix, sizes, 0).clone().requires_grad_()
+        wrapped = wrap(body)
+        loss = parallel.linear_cross_entropy(wrapped(x), rows, target, classes=CLASSES)
+        loss.backward()
+        grad = body.weight.grad
+        found.append((loss.detach(), grad.full_tensor() if isinstance(grad, DTensor) else grad, rows.grad))
+    exact = [t.detach().double().requires_grad_() for t in (body.weight.full_tensor(), body.bias.full_tensor(), matrix)]
+    truth = F.cross_entropy(F.linear(x.double(), *exact[:2]) @ exact[2].T, target)
+    expected = torch.autograd.grad(truth, (exact[0], exact[2]))
+    for loss, grad, d_rows in found:
+        close(loss, truth)
+        close(grad, expected[0])
+        close(d_rows, part_of(expected[1], sizes, 0))
+
+
+CHECKS = (check_cross_entropy, check_linear, check_token_stats, check_bad_arguments, check_dtensor, check_wrappers, check_compile)
 
 
 def fail_alone(device: torch.device) -> None:

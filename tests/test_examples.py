@@ -1,7 +1,11 @@
 """The examples at a small size, and the code of the README."""
 
 import csv
+import os
 import re
+import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import chain_exactness
@@ -10,6 +14,7 @@ import digits
 import language_model
 import pytest
 import torch
+import torch.distributed as dist
 from matplotlib.image import imread
 
 ROOT = Path(__file__).parents[1]
@@ -82,6 +87,32 @@ def test_language_model_command(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert float(lines["Loss diff"]) <= limit and float(lines["Grad diff (max)"]) <= limit
     assert all(re.fullmatch(r"[\d,]+ MiB, [\d,]+ ms", lines[step]) for step in steps)
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
+def test_train_parallel_learns_the_same_on_two_ranks_as_on_one(tmp_path: Path) -> None:
+    sizes = {"megabytes": 1, "vocabulary": 401, "width": 16, "layers": 1, "length": 16, "batch": 4}  # rows that two ranks cannot share equally
+    arguments = [argument for name, value in sizes.items() for argument in (f"--{name}", str(value))]
+    # Without a GPU, so that it computes in fp32 and one machine is enough.
+    only_cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **only_cpu}
+    curves = []
+    for world, launcher in enumerate(([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]), 1):
+        table, out = tmp_path / "new folder" / f"{world}.csv", tmp_path / "new folder" / str(world)
+        command = [sys.executable, *launcher, str(ROOT / "examples" / "train_parallel.py"), "--batches", "30", "--quiet", *arguments]
+        done = subprocess.run([*command, "--csv", str(table), "--out", str(out)], env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+        lines = dict(line.split(": ") for line in done.stdout.splitlines())
+        assert list(lines) == ["Loss", "A step", *(f"Head on rank {i}" for i in range(world)), "Transformer", "Picture"]
+        rows = [lines[f"Head on rank {i}"].partition(" rows")[0] for i in range(world)]
+        assert rows == [["401"], ["201", "200"]][world - 1]
+        assert lines["Transformer"].startswith("equal on ")
+        assert out.read_bytes().startswith(b"\x89PNG")
+        with table.open(encoding="utf-8") as file:
+            curves.append([float(row["loss"]) for row in csv.DictReader(file)])
+    alone, together = curves
+    assert len(alone) == 30 and together == pytest.approx(alone, rel=1e-4)
+    assert statistics.mean(together[-5:]) < statistics.mean(together[:5]) - 0.5
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -19,7 +19,7 @@ from . import _backend, _checks
 from ._autograd import autocast_dtype, plain_eager
 from ._parallel import Hidden, Logits, Numbers, Shard
 from .cross_entropy import REDUCTIONS
-from .linear_cross_entropy import denominators, linear_cross_entropy_plan, reduced, terms
+from .linear_cross_entropy import denominators, linear_cross_entropy_plan, terms
 from .token_stats import TokenStats
 
 Classes = int | Sequence[int] | None
@@ -45,7 +45,7 @@ def balanced(work: Tensor | Sequence[float], ranks: int) -> list[list[int]]:
     Example:
         >>> import partita
         >>> partita.parallel.balanced([9, 1, 1, 1, 8, 2], 2)
-        [[0, 1, 3], [2, 4, 5]]
+        [[0, 1, 2], [3, 4, 5]]
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks: expected at least 1, got {ranks!r}")
@@ -224,14 +224,29 @@ def linear_cross_entropy(
         >>> dist.destroy_process_group()
     """
     _checks.choice("reduction", reduction, REDUCTIONS)
+    options = {"label_smoothing": label_smoothing, "softcap": softcap, "z_loss": z_loss}
     if isinstance(linear_weight, DTensor):
-        rows, group, classes, _ = _local(linear_weight, 0)
-        bias = linear_bias.to_local() if isinstance(linear_bias, DTensor) else linear_bias
-        hidden, labels = (_replicated(t, linear_weight) for t in (input, target))
-        options: dict[str, Any] = {"label_smoothing": label_smoothing, "softcap": softcap, "z_loss": z_loss, "memory_budget": memory_budget}
-        options |= {"linear_bias": bias, "weight": weight, "reduction": reduction, "ignore_index": ignore_index}
-        loss = linear_cross_entropy(hidden, rows, labels, group=group, classes=classes, **options)
-        return DTensor.from_local(loss, linear_weight.device_mesh, [Replicate()] * linear_weight.device_mesh.ndim, run_check=False)
+        mesh, (rows, group, classes, _) = linear_weight.device_mesh, _local(linear_weight, 0)
+        batch = _batch(input, linear_weight)
+        rows = linear_weight.to_local(grad_placements=[Partial("sum") if i in batch else p for i, p in enumerate(linear_weight.placements)])
+        bias = linear_bias
+        if isinstance(bias, DTensor):
+            bias = bias.to_local(grad_placements=[Partial("sum") if i in batch else p for i, p in enumerate(bias.placements)])
+        placements: list[Placement] = [Sharded(0) if i in batch else Replicate() for i in range(mesh.ndim)]
+        hidden = input.redistribute(mesh, placements).to_local(grad_placements=placements) if isinstance(input, DTensor) else input
+        target = _local_rows(target, linear_weight, batch)
+        found = _linear_losses(hidden, rows, target, bias, weight, group, classes, False, ignore_index, options, memory_budget)
+        return _assembled(found, target, weight, reduction, linear_weight, batch, ignore_index)
+    losses = (input, linear_weight, target, linear_bias, weight, group, classes, sequence_parallel, ignore_index, options, memory_budget)
+    loss, z, shard, numbers = _linear_losses(*losses)
+    return _sum(loss, z, target, weight, shard, numbers, reduction)
+
+
+def _linear_losses(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None, group: dist.ProcessGroup | None,
+    classes: Classes, sequence_parallel: bool, ignore_index: int, options: dict[str, Any], memory_budget: int | None,
+) -> tuple[Tensor, Tensor | None, Shard, tuple[Any, ...]]:  # fmt: skip
+    """The loss and the z-loss of each token."""
     _checks.floating("input", input)
     _checks.floating("linear_weight", linear_weight)
     dtype = autocast_dtype(input.device)
@@ -243,10 +258,9 @@ def linear_cross_entropy(
     if linear_weight.dtype != input.dtype:
         raise TypeError(f"linear_weight: expected the dtype of input, {input.dtype}, got {linear_weight.dtype}")
     shard = shard_of("linear_weight", len(linear_weight), group, classes)
-    numbers = _check(input, target, weight, shard, ignore_index, {"label_smoothing": label_smoothing, "softcap": softcap, "z_loss": z_loss})
+    numbers = _check(input, target, weight, shard, ignore_index, options)
     tokens = input.shape[:-1].numel() * (len(shard.sizes) if sequence_parallel else 1)
-    expected = [tokens] if sequence_parallel else input.shape[:-1]
-    _checks.shape("target", target, expected, "all tokens" if sequence_parallel else "input without H")
+    _checks.shape("target", target, [tokens] if sequence_parallel else input.shape[:-1], "all tokens" if sequence_parallel else "input without H")
     if linear_bias is not None:
         _checks.shape("linear_bias", linear_bias, [len(linear_weight)], "[C_local]")
     hidden, labels = input[None].flatten(0, -2), target.reshape(-1)
@@ -258,8 +272,8 @@ def linear_cross_entropy(
     of_rows = Numbers(1.0, numbers[2], ignore_index, numbers[1] > 0, False)
     tensors = (hidden, linear_weight, linear_bias, labels, weight)
     nll, logsumexp, spread, *_ = Hidden.apply(*tensors, shard, of_rows, chunk, keep, sequence_parallel, _backend.current())
-    loss = reduced(nll, logsumexp, spread, labels, weight, shard.classes, numbers, reduction)
-    return loss.reshape(target.shape) if reduction == "none" else loss
+    loss, z = terms(nll, logsumexp, spread, labels, weight, shard.classes, numbers)
+    return loss.reshape(target.shape), None if z is None else z.reshape(target.shape), shard, numbers
 
 
 def token_stats(
@@ -274,7 +288,7 @@ def token_stats(
     """Token statistics of logits whose classes lie on several ranks: `partita.token_stats` of all of them, on each.
 
     Args:
-        logits: this rank's `[..., C_local]`.
+        logits: this rank's `[..., C_local]`; or a DTensor `[..., C]`, sharded over its classes in one dimension of the mesh, and over its first in others.
         target: labels among all classes `[...]`, the same on all ranks.
         group, classes: as in `partita.parallel.cross_entropy`.
         temperature, ignore_index: as in `partita.token_stats`.
@@ -294,6 +308,11 @@ def token_stats(
         tensor([1.3863])
         >>> dist.destroy_process_group()
     """
+    if isinstance(logits, DTensor):
+        local, group, classes, batch = _local(logits, logits.ndim - 1)
+        found = token_stats(local, _local_rows(target, logits, batch), group=group, classes=classes, temperature=temperature, ignore_index=ignore_index)
+        placements: list[Placement] = [Sharded(0) if i in batch else Replicate() for i in range(logits.device_mesh.ndim)]
+        return TokenStats(*(DTensor.from_local(field, logits.device_mesh, placements, run_check=False) for field in found))
     _checks.floating("logits", logits)
     if logits.ndim == 0:
         raise ValueError("logits: expected shape [..., C_local], got []")
@@ -324,12 +343,12 @@ def _local_rows(target: Tensor, like: DTensor, batch: list[int]) -> Tensor:
     return target.redistribute(like.device_mesh, placements).to_local()
 
 
-def _replicated(tensor: Tensor, like: DTensor) -> Tensor:
-    """All of it, on every rank; our gradient of it is complete."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    placements = [Replicate()] * like.device_mesh.ndim
-    return tensor.redistribute(like.device_mesh, placements).to_local(grad_placements=placements)
+def _batch(input: Tensor, matrix: DTensor) -> list[int]:
+    """Mesh dimensions over which tokens are, and the matrix is not."""
+    if not isinstance(input, DTensor):
+        return []
+    sharded = [i for i, placement in enumerate(input.placements) if isinstance(placement, Sharded) and placement.dim == 0]
+    return [i for i in sharded if isinstance(matrix.placements[i], Replicate)]
 
 
 def _assembled(
