@@ -16,6 +16,11 @@ from .reference.parallel import wide_product
 from .reference.softmax import accumulator
 
 
+# Their names from torch 2.13 on, and before.
+_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+
 class Shard(NamedTuple):
     """Which classes a rank has.
 
@@ -44,7 +49,7 @@ class Shard(NamedTuple):
 
 def gathered(tensor: Tensor, group: Any) -> Tensor:
     """Of all ranks, along a new first dimension."""
-    return functional.wait_tensor(functional.all_gather_tensor(tensor.contiguous()[None], 0, group))
+    return functional.wait_tensor(_all_gather(tensor.contiguous()[None], 0, group))
 
 
 class Numbers(NamedTuple):
@@ -190,7 +195,7 @@ class Hidden(torch.autograd.Function):
         place, of_class, wide = target - shard.first, shard.part(class_weight), fields.nll.dtype
         if ctx.scattered:
             input = gathered(input, shard.group).flatten(0, 1)
-        reduce = functional.reduce_scatter_tensor if ctx.scattered else lambda t, op, _, group: functional.all_reduce(t, op, group)
+        reduce = _reduce_scatter if ctx.scattered else lambda t, op, _, group: functional.all_reduce(t, op, group)
         options = (fields.maximum, fields.sumexp, numbers.temperature, numbers.softcap)
         kept, ctx.kept = ctx.kept, None
         d_input = d_weight = d_bias = input.new_empty(0)
