@@ -15,7 +15,6 @@ from .reference.linear_cross_entropy import Fields
 from .reference.parallel import wide_product
 from .reference.softmax import accumulator
 
-
 # Their names from torch 2.13 on, and before.
 _all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
