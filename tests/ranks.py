@@ -117,6 +117,31 @@ def check_linear(device: torch.device) -> None:
                         close(a, part_of(b, sizes, 0), dtype)
 
 
+def check_corners(device: torch.device) -> None:
+    """An empty shard in the lean plan and in a second backward pass, no tokens, and labels of a narrow type."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    sizes = (300, *(0,) * (world - 1))
+    hidden, matrix = numbers(20, HIDDEN, device=device), numbers(300, HIDDEN, device=device)
+    target = torch.arange(20, device=device, dtype=torch.uint8)
+    exact = hidden.double().requires_grad_()
+    truth = F.cross_entropy(exact @ matrix.double().T, target.long())
+    (expected,) = torch.autograd.grad(truth, exact)
+    for budget in (None, 20 * 128 * 4 + 24 * 4 * 20):
+        leaf, rows = hidden.clone().requires_grad_(), part_of(matrix, sizes, 0).clone().requires_grad_()
+        loss = parallel.linear_cross_entropy(leaf, rows, target, classes=sizes, memory_budget=budget)
+        close(loss, truth)
+        for _ in range(2):
+            with partita.testing.poisoned_memory():
+                close(torch.autograd.grad(loss, leaf, retain_graph=True)[0], expected)
+    nothing = torch.zeros(0, HIDDEN, device=device, requires_grad=True)
+    rows = part_of(matrix, sizes, 0)
+    loss = parallel.linear_cross_entropy(nothing, rows, target[:0], classes=sizes, reduction="sum")
+    assert loss == 0 and torch.autograd.grad(loss, nothing)[0].shape == nothing.shape
+    logits = part_of(hidden @ matrix.T, (300 - 150, *(0,) * (world - 2), 150), 1)
+    close(parallel.cross_entropy(logits, target, classes=(150, *(0,) * (world - 2), 150)), truth)
+    assert rank < world
+
+
 def check_token_stats(device: torch.device) -> None:
     full, target = 3 * numbers(TOKENS, CLASSES, device=device), labels(device)
     for sizes in sizes_for(dist.get_world_size()):
@@ -244,7 +269,7 @@ def check_wrappers(device: torch.device) -> None:
         close(d_rows, part_of(expected[1], sizes, 0))
 
 
-CHECKS = (check_cross_entropy, check_linear, check_token_stats, check_bad_arguments, check_dtensor, check_wrappers, check_compile)
+CHECKS = (check_cross_entropy, check_linear, check_corners, check_token_stats, check_bad_arguments, check_dtensor, check_wrappers, check_compile)
 
 
 def fail_alone(device: torch.device) -> None:

@@ -1,5 +1,6 @@
 """Cross-entropy and token statistics from hidden states: every plan and option against the plain composition in fp64."""
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from rows import INTERPRETING, devices, hypothesis_settings
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils.flop_counter import FlopCounterMode
 
 import partita
 from partita.linear_cross_entropy import ROW_WORDS
@@ -492,3 +494,36 @@ def test_ignored_tokens_cost_no_memory_on_a_cpu() -> None:
     budget = 24 * 4 * 20 + 20 * 304 * 4
     loss = ours(x._replace(target=target), budget)
     torch.testing.assert_close(loss, F.cross_entropy(x.input[:20] @ x.weight.T, target[:20]))
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize("plan", ["fast", "lean"])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_strided_and_narrow_arguments(reduction: str, plan: str, device: str) -> None:
+    """Labels and class weights that do not lie side by side, and labels of types in which the bounds would wrap."""
+    x = batch_of(weighted=True, device=device)
+    x = x._replace(target=torch.arange(TOKENS, device=device) * 3 % 120)
+    expected = results(lambda x: ours(x, budgets(x)[plan], reduction=reduction, label_smoothing=0.1), x)
+    for dtype in (torch.int64, torch.uint8, torch.int8):
+        target = torch.stack([x.target, x.target * 0], 1).to(dtype)[:, 0]
+        weight = torch.stack([x.class_weight, x.class_weight * 0 + 1e9], 1)[:, 0]
+        strided = x._replace(target=target, class_weight=weight)
+        found = results(lambda x: ours(x, budgets(x)[plan], reduction=reduction, label_smoothing=0.1), strided)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
+    loss = partita.cross_entropy(x.input @ x.weight.T, x.target, weight, label_smoothing=0.1)
+    torch.testing.assert_close(loss, partita.cross_entropy(x.input @ x.weight.T, x.target, x.class_weight, label_smoothing=0.1))
+
+
+def test_under_a_dispatch_mode_second_derivatives_are_right() -> None:
+    x = batch_of(6, 9)
+    found = []
+    for mode in (contextlib.nullcontext(), FlopCounterMode(display=False)):
+        leaf = x.input.clone().requires_grad_()
+        with mode:
+            loss = partita.linear_cross_entropy(leaf, x.weight, x.target)
+            (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        found.append(torch.autograd.grad((grad**2).sum(), leaf)[0])
+    torch.testing.assert_close(*found)
+    assert found[0].any()

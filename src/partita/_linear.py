@@ -71,8 +71,9 @@ def plain_fields(
     labels, counts, wrong = valid_targets(target, len(weight), ignore_index)
     spoilt = torch.where(wrong, torch.nan, 0.0).to(x.dtype)
     nll = torch.where(counts, -logp.gather(1, labels[:, None])[:, 0], 0.0) + spoilt
-    of_class = 1.0 if class_weight is None else class_weight.to(x.dtype)
-    all_ = -torch.where(torch.as_tensor(of_class, device=x.device) == 0, 0.0, logp * of_class).sum(1) + spoilt if spread else x.new_empty(0)
+    of_class = None if class_weight is None else class_weight.to(x.dtype)
+    weighted = logp if of_class is None else torch.where(of_class == 0, 0.0, logp * of_class)
+    all_ = spoilt - weighted.sum(1) if spread else x.new_empty(0)
     p = logp.exp()
     return nll, x.logsumexp(1) + spoilt, all_, -torch.where(p == 0, 0.0, p * logp).sum(1) + spoilt if entropy else x.new_empty(0)
 
@@ -179,5 +180,6 @@ class OnePassTraced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        found = (gradient * grads[0].to(gradient.dtype) if wants else None for gradient, wants in zip(ctx.saved_tensors, ctx.wanted, strict=True))
+        grad, pairs = grads[0], zip(ctx.saved_tensors, ctx.wanted, strict=True)
+        found = ((gradient.to(grad.dtype) * grad).to(gradient.dtype) if wants else None for gradient, wants in pairs)
         return *found, *(None,) * 12

@@ -151,6 +151,8 @@ class Logits(torch.autograd.Function):
         logits, target, class_weight, *outputs = ctx.saved_tensors
         if twice():
             raise RuntimeError("partita.parallel: no second derivative; gather the logits and use the op of one device")
+        if all(grad is None for grad in grads[:4]):
+            return (None,) * 6
         numbers, shard, fields = ctx.numbers, ctx.shard, Fields(*outputs)
         c = _coefficients(grads, target, class_weight, fields, shard, numbers, ctx.backend)
         statistics = (fields.maximum, fields.sumexp, numbers.temperature, numbers.softcap)
@@ -188,6 +190,8 @@ class Hidden(torch.autograd.Function):
         input, weight, bias, target, class_weight, *outputs = ctx.saved_tensors
         if twice():
             raise RuntimeError("partita.parallel: no second derivative; gather the matrix and use the op of one device")
+        if all(grad is None for grad in grads[:4]):  # on all ranks alike
+            return (None,) * 11
         numbers, shard, fields = ctx.numbers, ctx.shard, Fields(*outputs)
         to_input, to_weight, to_bias = ctx.needs_input_grad[:3]
         c = _coefficients(grads, target, class_weight, fields, shard, numbers, ctx.backend)
@@ -205,7 +209,7 @@ class Hidden(torch.autograd.Function):
             if to_input:
                 d_input = reduce(d_input.to(wide), "sum", 0, shard.group)
         else:
-            logits = kept.view(len(input), -1)[:, : len(weight)]
+            logits = kept.view(len(input), reference.width_of(len(weight)))[:, : len(weight)]
             gradient_.eager(logits, *c, place, of_class, *options, ctx.backend)
             if to_input:  # on its way while the other product runs
                 d_input = reduce(wide_product(logits, weight), "sum", 0, shard.group)

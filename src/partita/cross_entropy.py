@@ -270,6 +270,7 @@ def cross_entropy(
     """
     _check(input, target, weight, ignore_index, softcap)
     _checks.choice("reduction", reduction, REDUCTIONS)
+    weight = None if weight is None else weight.contiguous()
     if label_smoothing != 0.0:
         _checks.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
     if z_loss != 0.0:

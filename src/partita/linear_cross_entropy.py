@@ -74,7 +74,7 @@ def linear_cross_entropy_plan(
     Example:
         >>> import torch, partita
         >>> partita.linear_cross_entropy_plan(8192, 4096, 128256, torch.bfloat16)
-        Plan(name='fast', chunk=8192, workspace_bytes=2102132736, flops=25821343383552)
+        Plan(name='fast', chunk=8192, workspace_bytes=2104180736, flops=25821343383552)
         >>> partita.linear_cross_entropy_plan(8192, 4096, 128256, torch.bfloat16, memory_budget=2**29).name
         'lean'
     """
@@ -84,7 +84,8 @@ def linear_cross_entropy_plan(
     if memory_budget is not None and (isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget < 0):
         raise ValueError(f"memory_budget: expected a number of bytes or None, got {memory_budget!r}")
     half, item = dtype.itemsize == 2, dtype.itemsize
-    product, beside, row = 2 * tokens * hidden * vocabulary, ROW_WORDS * 4 * tokens, width_of(vocabulary) * item
+    product, row = 2 * tokens * hidden * vocabulary, width_of(vocabulary) * item
+    beside = (ROW_WORDS * 4 + vocabulary // 512) * tokens  # the second is what programs that share a row exchange
     budget = BUDGET if memory_budget is None else memory_budget
     if input_grad or weight_grad:
         flops = product * (1 + input_grad + weight_grad)
@@ -172,7 +173,8 @@ def _flat(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) ->
     shape = input.shape[:-1]
     _checks.integer("target", target)
     _checks.shape("target", target, shape, "input without H")
-    return _Rows(input.reshape(-1, input.shape[-1]), weight, bias, target.reshape(-1), shape)
+    labels = target.reshape(-1).long().contiguous()  # a narrow type would wrap the bounds
+    return _Rows(input.reshape(-1, input.shape[-1]), weight, bias, labels, shape)
 
 
 def _logits(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -251,6 +253,7 @@ def linear_cross_entropy(
         _checks.floating("weight", weight)
         _checks.device("weight", weight, input, "input")
         _checks.shape("weight", weight, [len(linear_weight)], "[C]")
+        weight = weight.contiguous()
     for name, value, low, high in (("label_smoothing", label_smoothing, 0.0, 1.0), ("z_loss", z_loss, 0.0, float("inf"))):
         _checks.number(name, value, low=low, high=high)
     if softcap is not None:
@@ -279,7 +282,8 @@ def _loss(rows: _Rows, weight: Tensor | None, reduction: str, options: tuple[Any
     if plan.name == "fast" and reduction != "none" and rows.input.dtype != torch.float16:
         if plain_eager():
             return apply(_linear.OnePass, wanted, backend, numbers, plan.chunk, *tensors)
-        return _linear.OnePassTraced.apply(*tensors, *numbers, plan.chunk, *wanted, backend)[0]
+        if torch.compiler.is_compiling():
+            return _linear.OnePassTraced.apply(*tensors, *numbers, plan.chunk, *wanted, backend)[0]
     ignore_index, smoothing, softcap, _ = options
     classes = len(rows.weight)
     keep = plan.name == "fast" and plain_eager()

@@ -89,7 +89,10 @@ def _check(input: Tensor, target: Tensor, weight: Tensor | None, shard: Shard, i
     _checks.labels("target", target, shard.classes, ignore_index)
     if weight is not None:
         _checks.floating("weight", weight)
+        _checks.device("weight", weight, input, "input")
         _checks.shape("weight", weight, [shard.classes], "[C], of all ranks' classes")
+        if weight.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("weight: not differentiable; detach it")
     if options["softcap"] is not None:
         _checks.number("softcap", options["softcap"], low=0.0, open_low=True)
     _checks.number("label_smoothing", options["label_smoothing"], low=0.0, high=1.0)
@@ -163,7 +166,7 @@ def _losses(
     shard = shard_of("input", input.shape[1], group, classes)
     numbers = _check(input, target, weight, shard, ignore_index, options)
     _checks.shape("target", target, [input.shape[0], *input.shape[2:]], "input without its classes")
-    logits, labels = _rows(input.movedim(1, -1).flatten(0, -2)), target.reshape(-1)
+    logits, labels = _rows(input.movedim(1, -1).flatten(0, -2)), target.reshape(-1).long()
     of_rows = Numbers(1.0, numbers[2], ignore_index, numbers[1] > 0, False)
     nll, logsumexp, spread, *_ = Logits.apply(logits, labels, weight, shard, of_rows, _backend.current())
     loss, z = terms(nll, logsumexp, spread, labels, weight, shard.classes, numbers)
@@ -176,7 +179,7 @@ def _sum(
     if reduction != "mean":
         loss = loss if z is None else loss + z
         return loss if reduction == "none" else loss.sum()
-    total, count = denominators(target, weight, shard.classes, numbers[0])
+    total, count = denominators(target.long(), weight, shard.classes, numbers[0])
     return loss.sum() / total if z is None else loss.sum() / total + z.sum() / count
 
 
@@ -261,11 +264,16 @@ def _linear_losses(
     numbers = _check(input, target, weight, shard, ignore_index, options)
     tokens = input.shape[:-1].numel() * (len(shard.sizes) if sequence_parallel else 1)
     _checks.shape("target", target, [tokens] if sequence_parallel else input.shape[:-1], "all tokens" if sequence_parallel else "input without H")
+    _checks.device("linear_weight", linear_weight, input, "input")
     if linear_bias is not None:
+        _checks.device("linear_bias", linear_bias, input, "input")
         _checks.shape("linear_bias", linear_bias, [len(linear_weight)], "[C_local]")
-    hidden, labels = input[None].flatten(0, -2), target.reshape(-1)
+        if linear_bias.dtype != input.dtype:
+            raise TypeError(f"linear_bias: expected the dtype of input, {input.dtype}, got {linear_bias.dtype}")
+    hidden, labels = input[None].flatten(0, -2), target.reshape(-1).long()
     grads = torch.is_grad_enabled()
-    wanted = {"input_grad": grads and input.requires_grad, "weight_grad": grads and linear_weight.requires_grad}
+    to_matrix = linear_weight.requires_grad or (linear_bias is not None and linear_bias.requires_grad)
+    wanted = {"input_grad": grads and input.requires_grad, "weight_grad": grads and to_matrix}
     plan = linear_cross_entropy_plan(tokens, input.shape[-1], max(shard.sizes), input.dtype, memory_budget=memory_budget, reduced=False, **wanted)
     keep = plan.name == "fast" and plain_eager() and any(wanted.values())
     chunk = max(len(linear_weight), 1) if plan.name == "fast" else plan.chunk
@@ -320,7 +328,7 @@ def token_stats(
     shard = shard_of("logits", logits.shape[-1], group, classes)
     _check(logits, target, None, shard, ignore_index, {"label_smoothing": 0.0, "softcap": None, "z_loss": 0.0})
     _checks.shape("target", target, logits.shape[:-1], "logits without its classes")
-    rows, labels = _rows(logits[None].flatten(0, -2)), target.reshape(-1)
+    rows, labels = _rows(logits[None].flatten(0, -2)), target.reshape(-1).long()
     numbers = Numbers(float(temperature), 0.0, ignore_index, False, True)
     nll, logsumexp, _, entropy, argmax, *_ = Logits.apply(rows, labels, None, shard, numbers, _backend.current())
     return TokenStats(*(field.reshape(target.shape) for field in (-nll, logsumexp, entropy, argmax)))
@@ -368,6 +376,6 @@ def _assembled(
 
     if reduction == "sum":
         return whole(loss.sum() if z is None else (loss + z).sum())
-    total, count = denominators(target, weight, shard.classes, ignore_index)
+    total, count = denominators(target.long(), weight, shard.classes, ignore_index)
     mean = whole(loss.sum()) / whole(total.to(loss.dtype))
     return mean if z is None else mean + whole(z.sum()) / whole(count.to(loss.dtype))

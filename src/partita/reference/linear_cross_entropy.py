@@ -264,7 +264,7 @@ def linear_rows_backward(
     classes, wide = len(weight), accumulator(input.dtype)
     result = empty_gradients(input, weight, bias, to_input, to_weight, to_bias)
     buffer = kept if len(kept) else buffer_for(input, len(input), min(chunk, classes))
-    alone = chunk >= classes
+    alone, target = chunk >= classes > 0, target.contiguous()
     total = result.input if alone or input.dtype == wide or not to_input else torch.empty_like(input, dtype=wide)
     if to_input and not alone:
         total.zero_()
