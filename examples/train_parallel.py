@@ -191,6 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = join()
     report = run(sizes, options.batches, options.seed, device, options.quiet)
     first, world = dist.get_rank() == 0, dist.get_world_size()
+    dist.barrier()  # nobody leaves while another still talks
     dist.destroy_process_group()
     if first:
         losses, milliseconds = report.training

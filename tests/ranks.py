@@ -286,13 +286,11 @@ def main(rank: int, world: int, store: str, kind: str, what: str) -> None:
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(seconds=6 if what == "fail" else 120)
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
-    try:
-        for check in (fail_alone,) if what == "fail" else CHECKS:
-            check(device)
-            print(f"rank {rank}: {check.__name__} passed", flush=True)
-    finally:
-        if what != "fail":
-            dist.destroy_process_group()
+    for check in (fail_alone,) if what == "fail" else CHECKS:
+        check(device)
+        print(f"rank {rank}: {check.__name__} passed", flush=True)
+    dist.barrier()  # nobody leaves while another still talks
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
