@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import _checks, _op
-from ._autograd import plain_eager, twice
+from ._autograd import twice
 from .cross_entropy import cross_entropy, scale
 from .reference import linear_cross_entropy as reference
 from .reference.cross_entropy import valid_targets
@@ -78,6 +79,13 @@ def plain_fields(
     return nll, x.logsumexp(1) + spoilt, all_, -torch.where(p == 0, 0.0, p * logp).sum(1) + spoilt if entropy else x.new_empty(0)
 
 
+def _again(outputs: list[Tensor], grads: list[Tensor], inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """Of the inputs that want one, the gradient of what was computed anew, to be differentiated again."""
+    chosen = [tensor for tensor, wants in zip(inputs, wanted, strict=True) if tensor is not None and wants]
+    found = iter(torch.autograd.grad(outputs, chosen, grads, create_graph=True))
+    return tuple(next(found) if wants else None for wants in wanted)
+
+
 class Rows(torch.autograd.Function):
     """`reference.Fields` of the rows. Where the logits are kept, the first backward pass takes them; later ones compute them again."""
 
@@ -106,17 +114,14 @@ class Rows(torch.autograd.Function):
         if twice():
             fields = plain_fields(input, weight, bias, target, class_weight, *numbers, ctx.spread, ctx.entropy)
             used = [(field, grad) for field, grad in zip(fields, grads, strict=False) if grad is not None and field.numel() == grad.numel()]
-            inputs = [tensor for tensor, wants in zip((input, weight, bias), wanted, strict=True) if wants]
-            found = iter(torch.autograd.grad([field for field, _ in used], inputs, [grad for _, grad in used], create_graph=True))
-            return *(next(found) if wants else None for wants in wanted), *nothing
+            return *_again([field for field, _ in used], [grad for _, grad in used], (input, weight, bias), wanted), *nothing
         fields = reference.Fields(*outputs)
         nll, logsumexp, spread, entropy = grads[:4]
         c = reference.coefficients(nll, logsumexp, spread, entropy, target, class_weight, fields, len(weight), ctx.temperature, ctx.ignore_index)
         kept, ctx.kept = ctx.kept, None
         held = input.new_empty(0) if kept is None else kept
         args = (*c, input, weight, bias, target, class_weight, fields.maximum, fields.sumexp, held, ctx.temperature, ctx.softcap, ctx.chunk, *wanted)
-        run = rows_backward.eager if plain_eager() else rows_backward
-        result = run(*args, ctx.backend)
+        result = rows_backward(*args, ctx.backend)
         return *(grad if wants else None for grad, wants in zip(result, wanted, strict=True)), *nothing
 
 
@@ -149,9 +154,7 @@ class OnePass(torch.autograd.Function):
             return *nothing, *(None,) * 5
         tensors = ctx.saved_tensors
         if torch.is_grad_enabled():
-            inputs = [tensor for tensor, wants in zip(tensors, ctx.wanted, strict=False) if wants]
-            found = iter(torch.autograd.grad(plain_loss(*tensors, *ctx.numbers), inputs, grad, create_graph=True))
-            return *nothing, *(next(found) if wants else None for wants in ctx.wanted), None, None
+            return *nothing, *_again([plain_loss(*tensors, *ctx.numbers)], [grad], tensors[:3], ctx.wanted), None, None
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             gradients = one_pass.eager(*tensors, *ctx.numbers, ctx.chunk, *ctx.wanted, ctx.backend)[1:]

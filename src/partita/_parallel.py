@@ -9,7 +9,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from . import _linear, _op
-from ._autograd import plain_eager, twice
+from ._autograd import twice
 from .reference import linear_cross_entropy as reference
 from .reference.linear_cross_entropy import Fields
 from .reference.parallel import wide_product
@@ -204,8 +204,7 @@ class Hidden(torch.autograd.Function):
         d_input = d_weight = d_bias = input.new_empty(0)
         if kept is None:
             args = (*c, input, weight, bias, place, of_class, *options[:2], d_input, *options[2:], ctx.chunk, to_input, to_weight, to_bias)
-            run = _linear.rows_backward.eager if plain_eager() else _linear.rows_backward
-            d_input, d_weight, d_bias = run(*args, ctx.backend)
+            d_input, d_weight, d_bias = _linear.rows_backward(*args, ctx.backend)
             if to_input:
                 d_input = reduce(d_input.to(wide), "sum", 0, shard.group)
         else:

@@ -113,6 +113,12 @@ def linear_cross_entropy_plan(
     return Plan(name, chunk, together * width_of(chunk) * item + beside, flops)
 
 
+def held(plan: Plan, classes: int) -> tuple[int, bool]:
+    """Classes at a time where the gradient comes in the backward pass, and whether that finds the logits kept."""
+    fast = plan.name == "fast"
+    return classes if fast else plan.chunk, fast and plain_eager()
+
+
 class _Rows(NamedTuple):
     """Arguments as the ops take them.
 
@@ -140,6 +146,15 @@ class _Rows(NamedTuple):
             tokens, hidden, len(self.weight), self.input.dtype, memory_budget=memory_budget, input_grad=to_input, weight_grad=to_weight or to_bias,
             reduced=reduced,
         )  # fmt: skip
+
+
+def options_of(ignore_index: int, label_smoothing: float, softcap: float | None, z_loss: float) -> tuple[int, float, float, float]:
+    """The numbers, checked, as the ops take them."""
+    _checks.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
+    _checks.number("z_loss", z_loss, low=0.0)
+    if softcap is not None:
+        _checks.number("softcap", softcap, low=0.0, open_low=True)
+    return ignore_index, float(label_smoothing), float(softcap or 0.0), float(z_loss)
 
 
 def _cast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -254,11 +269,7 @@ def linear_cross_entropy(
         _checks.device("weight", weight, input, "input")
         _checks.shape("weight", weight, [len(linear_weight)], "[C]")
         weight = weight.contiguous()
-    for name, value, low, high in (("label_smoothing", label_smoothing, 0.0, 1.0), ("z_loss", z_loss, 0.0, float("inf"))):
-        _checks.number(name, value, low=low, high=high)
-    if softcap is not None:
-        _checks.number("softcap", softcap, low=0.0, open_low=True)
-    options = (ignore_index, float(label_smoothing), float(softcap or 0.0), float(z_loss))
+    options = options_of(ignore_index, label_smoothing, softcap, z_loss)
     if input.device.type == "cpu" and plain_eager():
         _checks.labels("target", rows.target, len(linear_weight), ignore_index)
         return _without_ignored(rows, weight, reduction, options, memory_budget)
@@ -286,22 +297,20 @@ def _loss(rows: _Rows, weight: Tensor | None, reduction: str, options: tuple[Any
             return _linear.OnePassTraced.apply(*tensors, *numbers, plan.chunk, *wanted, backend)[0]
     ignore_index, smoothing, softcap, _ = options
     classes = len(rows.weight)
-    keep = plan.name == "fast" and plain_eager()
-    chunk = classes if plan.name == "fast" else plan.chunk
+    chunk, keep = held(plan, classes)
     nll, logsumexp, spread, *_ = _linear.Rows.apply(*tensors, 1.0, softcap, ignore_index, smoothing > 0, False, chunk, keep, backend)
-    return reduced(nll, logsumexp, spread, rows.target, weight, classes, options, reduction)
+    loss, z = terms(nll, logsumexp, spread, rows.target, weight, classes, options)
+    return reduced(loss, z, rows.target, weight, classes, ignore_index, reduction)
 
 
 def reduced(
-    nll: Tensor, logsumexp: Tensor, spread: Tensor, target: Tensor, weight: Tensor | None, classes: int, options: tuple[Any, ...], reduction: str
+    loss: Tensor, z: Tensor | None, target: Tensor, weight: Tensor | None, classes: int, ignore_index: int, reduction: str
 ) -> Tensor:  # fmt: skip
-    """The loss from the fields of the rows."""
-    loss, z = terms(nll, logsumexp, spread, target, weight, classes, options)
-    if reduction == "none":
-        return loss if z is None else loss + z
-    if reduction == "sum":
-        return loss.sum() if z is None else (loss + z).sum()
-    total, count = denominators(target, weight, classes, options[0])
+    """The losses of the rows and their z-losses, together."""
+    if reduction != "mean":
+        loss = loss if z is None else loss + z
+        return loss if reduction == "none" else loss.sum()
+    total, count = denominators(target, weight, classes, ignore_index)
     return loss.sum() / total if z is None else loss.sum() / total + z.sum() / count
 
 
@@ -366,7 +375,7 @@ def linear_token_stats(
     _checks.number("temperature", temperature, low=0.0, open_low=True)
     rows = _flat(input, linear_weight, linear_bias, target)
     plan = rows.plan(memory_budget, False)
-    keep, chunk = plan.name == "fast" and plain_eager(), len(linear_weight) if plan.name == "fast" else plan.chunk
+    chunk, keep = held(plan, len(linear_weight))
     tensors = (rows.input, rows.weight, rows.bias, rows.target, None)
     numbers = (float(temperature), 0.0, ignore_index, False, True, chunk, keep, _backend.current())
     nll, logsumexp, _, entropy, argmax, *_ = _linear.Rows.apply(*tensors, *numbers)

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor import Shard as Sharded
 
 from . import _backend, _checks
-from ._autograd import autocast_dtype, plain_eager
+from ._autograd import autocast_dtype
 from ._parallel import Hidden, Logits, Numbers, Shard
 from .cross_entropy import REDUCTIONS
-from .linear_cross_entropy import denominators, linear_cross_entropy_plan, terms
+from .linear_cross_entropy import denominators, held, linear_cross_entropy_plan, options_of, reduced, terms
 from .token_stats import TokenStats
 
 Classes = int | Sequence[int] | None
@@ -93,11 +93,7 @@ def _check(input: Tensor, target: Tensor, weight: Tensor | None, shard: Shard, i
         _checks.shape("weight", weight, [shard.classes], "[C], of all ranks' classes")
         if weight.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("weight: not differentiable; detach it")
-    if options["softcap"] is not None:
-        _checks.number("softcap", options["softcap"], low=0.0, open_low=True)
-    _checks.number("label_smoothing", options["label_smoothing"], low=0.0, high=1.0)
-    _checks.number("z_loss", options["z_loss"], low=0.0)
-    return ignore_index, float(options["label_smoothing"]), float(options["softcap"] or 0.0), float(options["z_loss"])
+    return options_of(ignore_index, **options)
 
 
 def _rows(logits: Tensor) -> Tensor:
@@ -153,7 +149,7 @@ def cross_entropy(
         rows = _losses(local, target, weight, group, classes, ignore_index, options)
         return _assembled(rows, target, weight, reduction, input, batch, ignore_index)
     loss, z, shard, numbers = _losses(input, target, weight, group, classes, ignore_index, options)
-    return _sum(loss, z, target, weight, shard, numbers, reduction)
+    return reduced(loss, z, target.long(), weight, shard.classes, numbers[0], reduction)
 
 
 def _losses(
@@ -171,16 +167,6 @@ def _losses(
     nll, logsumexp, spread, *_ = Logits.apply(logits, labels, weight, shard, of_rows, _backend.current())
     loss, z = terms(nll, logsumexp, spread, labels, weight, shard.classes, numbers)
     return loss.reshape(target.shape), None if z is None else z.reshape(target.shape), shard, numbers
-
-
-def _sum(
-    loss: Tensor, z: Tensor | None, target: Tensor, weight: Tensor | None, shard: Shard, numbers: tuple[Any, ...], reduction: str
-) -> Tensor:  # fmt: skip
-    if reduction != "mean":
-        loss = loss if z is None else loss + z
-        return loss if reduction == "none" else loss.sum()
-    total, count = denominators(target.long(), weight, shard.classes, numbers[0])
-    return loss.sum() / total if z is None else loss.sum() / total + z.sum() / count
 
 
 def linear_cross_entropy(
@@ -242,7 +228,7 @@ def linear_cross_entropy(
         return _assembled(found, target, weight, reduction, linear_weight, batch, ignore_index)
     losses = (input, linear_weight, target, linear_bias, weight, group, classes, sequence_parallel, ignore_index, options, memory_budget)
     loss, z, shard, numbers = _linear_losses(*losses)
-    return _sum(loss, z, target, weight, shard, numbers, reduction)
+    return reduced(loss, z, target.long(), weight, shard.classes, numbers[0], reduction)
 
 
 def _linear_losses(
@@ -275,8 +261,7 @@ def _linear_losses(
     to_matrix = linear_weight.requires_grad or (linear_bias is not None and linear_bias.requires_grad)
     wanted = {"input_grad": grads and input.requires_grad, "weight_grad": grads and to_matrix}
     plan = linear_cross_entropy_plan(tokens, input.shape[-1], max(shard.sizes), input.dtype, memory_budget=memory_budget, reduced=False, **wanted)
-    keep = plan.name == "fast" and plain_eager() and any(wanted.values())
-    chunk = max(len(linear_weight), 1) if plan.name == "fast" else plan.chunk
+    chunk, keep = held(plan, max(len(linear_weight), 1))
     of_rows = Numbers(1.0, numbers[2], ignore_index, numbers[1] > 0, False)
     tensors = (hidden, linear_weight, linear_bias, labels, weight)
     nll, logsumexp, spread, *_ = Hidden.apply(*tensors, shard, of_rows, chunk, keep, sequence_parallel, _backend.current())

@@ -13,6 +13,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ class Megatron(torch.autograd.Function):
     """Three reductions, and the softmax in fp32 kept for the gradient."""
 
     @staticmethod
-    def forward(ctx: object, logits: Tensor, target: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, group: dist.ProcessGroup) -> Tensor:
         x, first = logits.float(), dist.get_rank(group) * logits.shape[1]
         maximum = x.amax(1)
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group)
@@ -48,15 +49,15 @@ class Megatron(torch.autograd.Function):
         total = e.sum(1)
         dist.all_reduce(total, group=group)
         e /= total[:, None]
-        ctx.save_for_backward(e, here, place)  # type: ignore[attr-defined]
-        ctx.dtype = logits.dtype  # type: ignore[attr-defined]
+        ctx.save_for_backward(e, here, place)
+        ctx.dtype = logits.dtype
         return total.log() - mine
 
     @staticmethod
-    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None, None]:
-        e, here, place = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        e, here, place = ctx.saved_tensors
         e.scatter_add_(1, place[:, None], -here.float()[:, None])
-        return (e * grads[0][:, None]).to(ctx.dtype), None, None  # type: ignore[attr-defined]
+        return (e * grads[0][:, None]).to(ctx.dtype), None, None
 
 
 def timed(step: Callable[[], object], repetitions: int, group: dist.ProcessGroup | None) -> tuple[float, float]:

@@ -91,12 +91,13 @@ def _sizes(shape: torch.Size, plan: Plan, from_logits: bool, keep: bool) -> list
 
 def _cut(buffer: Tensor, plan: Plan, shape: torch.Size, from_logits: bool, keep: bool) -> Kept:
     sizes = _sizes(shape, plan, from_logits, keep)
-    words = buffer.view(torch.int64).split_with_sizes(sizes)
+    whole = buffer.view(torch.int64)
+    words = whole.split_with_sizes(sizes)
     maxima = sums = None
     if from_logits:
         maxima, sums = (words[i].view(torch.float64 if plan.wide else torch.float32) for i in (5, 6))
     waits = plan.chunks > 1 and not plan.wide
-    zeros = words[0].as_strided((sum(sizes[: 3 if plan.chunks > 1 else 2]),), (1,))
+    zeros = whole[: sum(sizes[: 3 if plan.chunks > 1 else 2])]
     logz = words[4].view(torch.float64)
     return Kept(zeros, words[0] if waits else None, words[1], words[2], words[3], logz, maxima, sums, words[7] if plan.table else None)
 

@@ -6,7 +6,7 @@ is done to a chunk (`absorb`, `descend`, `one_pass`) is handed in by the floor t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -175,9 +175,8 @@ def fields_of(state: State, target: Tensor, class_weight: Tensor | None, classes
 def linear_state(
     input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, temperature: float, softcap: float,
     spread: bool, entropy: bool, chunk: int, keep: bool, absorb: Callable[..., None] = absorb, first_state: Callable[..., State] = first_state,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """`State` of input weight^T + bias, from so many classes of some tokens at a time, empty where not wanted; and, where there is one chunk and it is
-    to be kept, the logits."""
+) -> tuple[State, Tensor]:  # fmt: skip
+    """The state of input weight^T + bias, from so many classes of some tokens at a time; and, where there is one chunk and it is to be kept, the logits."""
     (tokens, _), classes, target = input.shape, len(weight), target.contiguous()
     together = tokens if keep else min(tokens, TOKENS)
     buffer, state = buffer_for(input, together, min(chunk, classes)), first_state(input, spread, entropy)
@@ -186,28 +185,16 @@ def linear_state(
         for part in chunks(classes, chunk):
             logits = product(input[rows], weight[part], None if bias is None else bias[part], buffer)
             absorb(logits, part.start, target[rows], None if class_weight is None else class_weight[part], known, temperature, softcap)
-    return *filled(state), buffer if keep else buffer.new_empty(0)
-
-
-def filled(state: State) -> tuple[Tensor, ...]:
-    """With an empty tensor for what is not wanted, as ops return it."""
-    return tuple(state.maximum.new_empty(0) if tensor is None else tensor for tensor in state)
-
-
-def state_of(found: Sequence[Tensor], spread: bool, entropy: bool) -> State:
-    """The other way round."""
-    wanted = (True, True, True, spread, spread, entropy, entropy)
-    return State(*(tensor if wants else None for tensor, wants in zip(found, wanted, strict=True)))  # type: ignore[arg-type]
+    return state, buffer if keep else buffer.new_empty(0)
 
 
 def linear_rows(
     input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, temperature: float, softcap: float,
-    ignore_index: int, spread: bool, entropy: bool, chunk: int, keep: bool, linear_state: Callable[..., tuple[Tensor, ...]] = linear_state,
+    ignore_index: int, spread: bool, entropy: bool, chunk: int, keep: bool, linear_state: Callable[..., tuple[State, Tensor]] = linear_state,
     fields_of: Callable[..., Fields] = fields_of,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`Fields` of input weight^T + bias, and the logits, where they are to be kept."""
-    *found, kept = linear_state(input, weight, bias, target, class_weight, temperature, softcap, spread, entropy, chunk, keep)
-    state = state_of(found, spread, entropy)
+    state, kept = linear_state(input, weight, bias, target, class_weight, temperature, softcap, spread, entropy, chunk, keep)
     return *fields_of(state, target.contiguous(), class_weight, len(weight), temperature, ignore_index), kept
 
 

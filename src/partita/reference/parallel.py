@@ -70,7 +70,7 @@ def parallel_linear(
     """The same from hidden states and this rank's rows of the matrix; and the logits, where they are to be kept."""
     x = packed(input, len(input), len(weight), class_weight, spread, entropy, begun=begun and len(weight) > 0)
     args = (input, weight, bias, target, class_weight, temperature, softcap, spread, entropy, chunk, keep)
-    kept = absorb_all(*args, absorb=absorb, first_state=lambda *_: x.state)[-1]
+    kept = absorb_all(*args, absorb=absorb, first_state=lambda *_: x.state)[1]
     return closed(x, first), kept
 
 
