@@ -150,21 +150,3 @@ def test_chain_exactness_out_of_contract(tmp_path: Path, capsys: pytest.CaptureF
     monkeypatch.setattr(chain_exactness, "ours", lambda chain: chain_exactness.plain(chain))
     assert chain_exactness.main(["--steps", "50", "--device", "cpu", "--out", str(tmp_path), "--quiet"]) == 1
     assert "Out of contract: CTC, up to 200 labels, 50 steps." in capsys.readouterr().err
-
-
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
-def test_code_of_the_pages_runs(page: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    assert blocks
-    namespace: dict[str, object] = {}
-    for block in blocks:
-        exec(block, namespace)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
-def test_links_of_the_pages_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
-    assert [link for link in links if not (page.parent / link).exists()] == []
