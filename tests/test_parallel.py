@@ -14,7 +14,6 @@ from partita import parallel
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
 WORLDS = [pytest.param("cpu", 2, marks=pytest.mark.interpreted), pytest.param("cpu", 3), pytest.param("cpu", 4)]
-WORLDS += [pytest.param("shared", 2, marks=pytest.mark.gpu)]  # one GPU between them, on Gloo
 WORLDS += [pytest.param("cuda", world, marks=pytest.mark.multigpu) for world in (2, 4)]
 
 
@@ -52,6 +51,18 @@ def test_a_rank_that_raises_does_not_leave_the_others_hanging(tmp_path: Path) ->
 def test_no_process_group() -> None:
     with pytest.raises(RuntimeError, match=r"torch.distributed is not initialised"):
         parallel.cross_entropy(torch.zeros(2, 3), torch.tensor([0, 1]))
+
+
+@pytest.mark.gpu
+def test_gloo_is_refused_on_a_gpu(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        logits, target = torch.zeros(2, 3, device="cuda"), torch.tensor([0, 1], device="cuda")
+        for call in (parallel.cross_entropy, parallel.token_stats):
+            with pytest.raises(RuntimeError, match=r"group: expected NCCL for tensors on cuda:0, got Gloo"):
+                call(logits, target)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_balanced() -> None:

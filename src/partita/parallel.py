@@ -61,13 +61,17 @@ def balanced(work: Tensor | Sequence[float], ranks: int) -> list[list[int]]:
     return [sorted(own) for own in found]
 
 
-def shard_of(name: str, local: int, group: dist.ProcessGroup | None, classes: Classes) -> Shard:
-    """This rank's classes among all."""
+def shard_of(name: str, tensor: Tensor, dim: int, group: dist.ProcessGroup | None, classes: Classes) -> Shard:
+    """This rank's classes, which lie in a dimension of the tensor, among all."""
+    local = tensor.shape[dim]
     if not dist.is_initialized():
         raise RuntimeError("group: expected a process group, but torch.distributed is not initialised: call init_process_group, or use torchrun")
     group = dist.group.WORLD if group is None else group
     if group is None or (rank := dist.get_rank(group)) < 0:
         raise ValueError("group: expected a process group that this rank belongs to")
+    if tensor.is_cuda and not torch.compiler.is_compiling() and dist.get_backend(group) == "gloo":
+        # It would end the process: https://github.com/pytorch/pytorch/issues/152645
+        raise RuntimeError(f"group: expected NCCL for tensors on {tensor.device}, got Gloo, which cannot gather them")
     world = dist.get_world_size(group)
     if isinstance(classes, int):
         each = -(-classes // world)
@@ -130,7 +134,7 @@ def cross_entropy(
 
     Raises:
         TypeError, ValueError, IndexError: as in `partita.cross_entropy`.
-        RuntimeError: torch.distributed is not initialised; a second derivative.
+        RuntimeError: torch.distributed is not initialised; a group of Gloo for tensors on a GPU; a second derivative.
 
     Source: Shoeybi et al., Megatron-LM, 2019, for the split; one gather of (maximum, sum, ...) in place of three reductions.
 
@@ -159,7 +163,7 @@ def _losses(
     _checks.floating("input", input)
     if input.ndim < 2:
         raise ValueError(f"input: expected shape [N, C_local, ...], got {list(input.shape)}")
-    shard = shard_of("input", input.shape[1], group, classes)
+    shard = shard_of("input", input, 1, group, classes)
     numbers = _check(input, target, weight, shard, ignore_index, options)
     _checks.shape("target", target, [input.shape[0], *input.shape[2:]], "input without its classes")
     logits, labels = _rows(input.movedim(1, -1).flatten(0, -2)), target.reshape(-1).long()
@@ -246,7 +250,7 @@ def _linear_losses(
         raise ValueError(f"input: expected shape [..., H] for linear_weight [C_local, H] = {list(linear_weight.shape)}, got {list(input.shape)}")
     if linear_weight.dtype != input.dtype:
         raise TypeError(f"linear_weight: expected the dtype of input, {input.dtype}, got {linear_weight.dtype}")
-    shard = shard_of("linear_weight", len(linear_weight), group, classes)
+    shard = shard_of("linear_weight", linear_weight, 0, group, classes)
     numbers = _check(input, target, weight, shard, ignore_index, options)
     tokens = input.shape[:-1].numel() * (len(shard.sizes) if sequence_parallel else 1)
     _checks.shape("target", target, [tokens] if sequence_parallel else input.shape[:-1], "all tokens" if sequence_parallel else "input without H")
@@ -310,7 +314,7 @@ def token_stats(
     if logits.ndim == 0:
         raise ValueError("logits: expected shape [..., C_local], got []")
     _checks.number("temperature", temperature, low=0.0, open_low=True)
-    shard = shard_of("logits", logits.shape[-1], group, classes)
+    shard = shard_of("logits", logits, -1, group, classes)
     _check(logits, target, None, shard, ignore_index, {"label_smoothing": 0.0, "softcap": None, "z_loss": 0.0})
     _checks.shape("target", target, logits.shape[:-1], "logits without its classes")
     rows, labels = _rows(logits[None].flatten(0, -2)), target.reshape(-1).long()
