@@ -192,7 +192,7 @@ def launches(cuda: str | None) -> dict[str, list[Launch]]:
                 call_linear(dtype, classes)
             call_parallel(dtype)
             for from_logits in (False, True):
-                for count, classes, most in ((2, 5, 10), (2, 5, 40), (600, 20, 100), (2, 5000, 10)):
+                for count, classes, most in ((2, 5, 10), (2, 5, 40), (600, 20, 100), (2, 5000, 10), (2, 500, 300)):
                     call_ctc(dtype, count, classes, most, from_logits)
     found: dict[str, dict[str, Launch]] = defaultdict(dict)
     for each in noted:
@@ -233,11 +233,11 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
     found = {name: {launch.dtype for launch in each} for name, each in launches("13.0").items()}
     assert sorted(found) == NAMES
     alone = {"total_kernel": torch.float32, "chain_fast_last_kernel": torch.float64, "chain_fast_maps_kernel": torch.int64}  # losses, states, pointers
-    alone |= dict.fromkeys(("chain_fast_trace_kernel", "crf_slot_kernel", "ctc_next_kernel", "ctc_order_kernel"), torch.int64)
+    alone |= dict.fromkeys(("chain_fast_trace_kernel", "ctc_next_kernel", "ctc_order_kernel"), torch.int64)
     # Of posteriors, or of states.
     alone |= dict.fromkeys(("ctc_total_kernel", "ctc_posterior_kernel", "crf_subtract_kernel", "linear_fields_kernel"), torch.float32)
     alone |= dict.fromkeys(("parallel_fields_kernel", "parallel_coefficients_kernel"), torch.float32)
-    alone |= dict.fromkeys((f"ctc_{kind}_gradient_kernel" for kind in ("lane", "narrow", "wide")), torch.float32)
+    alone |= dict.fromkeys((f"ctc_{kind}_gradient_kernel" for kind in ("lane", "narrow", "label")), torch.float32)
     alone["ctc_trace_kernel"] = torch.float64
     wanted = {name: {alone[name]} if name in alone else {torch.bfloat16, torch.float32} for name in NAMES}
     assert not {name: dtypes for name, dtypes in found.items() if not dtypes >= wanted[name]}

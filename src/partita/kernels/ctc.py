@@ -12,10 +12,10 @@ from ..reference import ctc as reference
 from . import ctc_align as best
 from . import ctc_posterior, ctc_scan
 from . import launch as launching
-from .ctc_gradient import ctc_lane_gradient_kernel, ctc_narrow_gradient_kernel, ctc_wide_gradient_kernel
+from .ctc_gradient import ctc_label_gradient_kernel, ctc_lane_gradient_kernel, ctc_narrow_gradient_kernel
 from .ctc_rows import ctc_next_kernel, ctc_norm_kernel, ctc_order_kernel, ctc_total_kernel
 from .ctc_walk import EVERY, LANES
-from .launch import INTERPRETED, cdiv, launch, power_of_2, triton_dtype
+from .launch import INTERPRETED, Beside, cdiv, launch, power_of_2, triton_dtype
 
 MANY = 2048  # programs beyond which a GPU is full
 MARGIN = 24  # rows of a table before and behind its steps
@@ -56,6 +56,7 @@ class Kept(NamedTuple):
         logz: `[N]`.
         maxima, sums: `[T, N]`, what normalises each step; None for log-probabilities.
         table: `[N, 24 + T + 24, width]`, or None.
+        posterior, blanks: `[N, chunks, T, 32]`, `[N, chunks, T]`, where they are found beside what normalises the steps; otherwise None.
     """
 
     zeros: Tensor
@@ -67,6 +68,33 @@ class Kept(NamedTuple):
     maxima: Tensor | None
     sums: Tensor | None
     table: Tensor | None
+    posterior: Tensor | None
+    blanks: Tensor | None
+
+
+class Places(NamedTuple):
+    """Where the labels of a class stand in a target.
+
+    Fields:
+        slots: `[N, C]`, the first place of each class, or -1.
+        again: `[N]`, how often one class stands there again at most, or -1 where none stands there.
+        behind: `[N, L]`, the next place of the same class, or -1.
+    """
+
+    slots: Tensor
+    again: Tensor
+    behind: Tensor
+
+
+def places_of(labels: Tensor, offsets: Tensor, target_lengths: Tensor, most: int, classes: int, blank: int) -> Places:
+    count = len(target_lengths)
+    sizes = [cdiv(size, 4) * 4 for size in (count * classes, count, count * most)]  # each on 16 bytes
+    words = torch.empty(sum(sizes), dtype=torch.int32, device=labels.device)
+    words[: sizes[0] + sizes[1]].fill_(-1)
+    places = Places(*words.split_with_sizes(sizes))
+    args = (labels, offsets, target_lengths, *places, labels.numel(), most, classes, blank)
+    launch(ctc_next_kernel, count * cdiv(most, 64), *args, BLOCK=64, num_warps=4)
+    return places
 
 
 @functools.lru_cache(maxsize=4096)
@@ -84,9 +112,10 @@ def _sizes(shape: torch.Size, plan: Plan, from_logits: bool, keep: bool) -> list
     steps, count, _ = shape
     norms = cdiv(steps * count, 1 if plan.wide else 2) if from_logits else 0
     states = 2 * (plan.blocks * keep + 1) * count * plan.chunks * 64
+    shares = count * plan.chunks * steps if reference.posterior_words(shape, plan.most, from_logits, keep) and not plan.wide else 0
     sizes = [1, count, 2 * plan.chunks * count * plan.reach, states, count, norms, norms, (steps + 2 * MARGIN) * count * plan.table]
-    sizes = [size + size % 2 for size in sizes]  # each on 16 bytes: pointers that are not would be another kernel
-    return [*sizes, reference.kept_shape(shape, plan.most, True, keep)[0] - sum(sizes)]
+    sizes = [size + size % 2 for size in (*sizes, 16 * shares, cdiv(shares, 2))]  # each on 16 bytes: pointers that are not would be another kernel
+    return [*sizes, reference.kept_shape(shape, plan.most, from_logits, True, keep)[0] - sum(sizes)]
 
 
 def _cut(buffer: Tensor, plan: Plan, shape: torch.Size, from_logits: bool, keep: bool) -> Kept:
@@ -98,8 +127,9 @@ def _cut(buffer: Tensor, plan: Plan, shape: torch.Size, from_logits: bool, keep:
         maxima, sums = (words[i].view(torch.float64 if plan.wide else torch.float32) for i in (5, 6))
     waits = plan.chunks > 1 and not plan.wide
     zeros = whole[: sum(sizes[: 3 if plan.chunks > 1 else 2])]
-    logz = words[4].view(torch.float64)
-    return Kept(zeros, words[0] if waits else None, words[1], words[2], words[3], logz, maxima, sums, words[7] if plan.table else None)
+    logz, table = words[4].view(torch.float64), words[7] if plan.table else None
+    posterior, blanks = (words[i].view(torch.float32) if sizes[i] else None for i in (8, 9))
+    return Kept(zeros, words[0] if waits else None, words[1], words[2], words[3], logz, maxima, sums, table, posterior, blanks)
 
 
 def _limit(logits: Tensor) -> float:
@@ -160,27 +190,61 @@ class _Call(NamedTuple):
             options["maxnreg"] = 168 if programs > MANY else 255  # more programs at once, or each with what it wants
         _launch_lanes(name, programs, source, *self.targets, *args, None if wide else ticket, *sizes, **options)
 
+    def halves(self, wide: bool, blocks: int) -> None:
+        x = self.kept
+        self.scan("halves", wide, x.ticket, x.words, x.edges, x.flags, blocks=blocks, KEEP=blocks > 0)
+
+    def total(self, wide: bool, loss: Tensor, blocks: int, normal: bool) -> None:
+        """log Z, and the loss: `normal`, or still without what normalises the steps."""
+        (steps, count, _), x = self.logits.shape, self.kept
+        norms = (x.maxima, x.sums) if normal else (None, None)
+        args = (x.words, x.flags, *norms, x.logz, loss, steps, count, len(self.targets[0]), self.most, self.plan.chunks, blocks)
+        lanes = {"BLOCK_L": 256, "BLOCK_T": 256 if steps <= 1024 else 2048}
+        launch(ctc_total_kernel, count, *self.targets, *args, **lanes, WIDE=wide, ALL=self.plan.wide, num_warps=4)
+
+    def zeros(self, filled: bool = True) -> Tensor:
+        """A ticket and edges for the scan of posteriors; or their memory, for a kernel that fills it."""
+        words = 2 + (len(self.kept.edges) if self.plan.chunks > 1 else 0)
+        return (torch.zeros if filled else torch.empty)(words, dtype=torch.int64, device=self.logits.device)
+
+    def posteriors(self, posterior: Tensor, blanks: Tensor, zeros: Tensor, width: int = 32) -> None:
+        x, groups = self.kept, self.plan.groups * self.plan.summed
+        ticket, tensors = None if x.ticket is None else zeros[:1], (x.words, x.edges, zeros[2:], x.flags, x.logz, posterior, blanks)
+        for wide in self.modes:
+            self.scan("posterior", wide, ticket, *tensors, blocks=self.plan.blocks, GROUPS=groups, WIDTH=width)
+
 
 def ctc_loss(
     logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, most: int, blank: int, from_logits: bool, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    steps, count, _ = logits.shape
     if not logits.numel():
         return reference.ctc_loss(logits, labels, offsets, input_lengths, target_lengths, most, blank, from_logits, keep)
     plan = plan_of(logits.shape, logits.dtype == torch.float64, most)
-    buffer = torch.empty(reference.kept_shape(logits.shape, most, True, keep), dtype=torch.float64, device=logits.device)
+    buffer = torch.empty(reference.kept_shape(logits.shape, most, from_logits, True, keep), dtype=torch.float64, device=logits.device)
     x = _cut(buffer, plan, logits.shape, from_logits, keep)
     x.zeros.zero_()
-    loss = torch.empty(count, dtype=torch.float64, device=logits.device)
-    if from_logits or plan.table:
+    loss = torch.empty(logits.shape[1], dtype=torch.float64, device=logits.device)
+    if plan.table:
         _normalise(logits, input_lengths, x.maxima, x.sums, x.table, plan.table)
     call = _Call(logits, (labels.contiguous(), offsets, input_lengths, target_lengths), most, blank, plan, x)
-    blocks = plan.blocks if keep else 0
-    lanes = {"BLOCK_L": 256, "BLOCK_T": 256 if steps <= 1024 else 2048}
-    totals = (x.words, x.flags, x.maxima, x.sums, x.logz, loss, steps, count, len(labels), most, plan.chunks, blocks)
+    zeros = call.zeros() if x.posterior is not None else None
+    blocks, apart = plan.blocks if keep else 0, from_logits and not plan.table
+    beside = Beside(logits, apart)  # the scans do not wait for what normalises the steps
+    early = call.modes if zeros is not None else call.modes[: int(apart)]
+    with beside:
+        for wide in early:
+            call.halves(wide, blocks)
+            if zeros is not None:
+                call.total(wide, loss, blocks, normal=False)
+        if zeros is not None and x.posterior is not None and x.blanks is not None:
+            call.posteriors(x.posterior, x.blanks, zeros)
+    if apart:
+        _normalise(logits, input_lengths, x.maxima, x.sums, None, 0)
+    beside.join()
     for wide in call.modes:
-        call.scan("halves", wide, x.ticket, x.words, x.edges, x.flags, blocks=blocks, KEEP=keep)
-        launch(ctc_total_kernel, count, *call.targets, *totals, **lanes, WIDE=wide, ALL=plan.wide, num_warps=4)
+        if wide not in early:
+            call.halves(wide, blocks)
+        call.total(wide, loss, blocks, normal=True)
     return loss, buffer
 
 
@@ -224,34 +288,30 @@ def ctc_gradient(
     if not result.numel():
         return result
     x = _cut(kept, plan, logits.shape, from_logits, True)
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    width = cdiv(classes, 8) * 8 if plan.summed else 32
-    posterior = torch.empty((count, plan.chunks, steps, width), dtype=wide, device=device)
-    blanks = torch.empty((count, plan.chunks, steps), dtype=wide, device=device)
     call = _Call(logits, (labels.contiguous(), offsets, input_lengths, target_lengths), most, blank, plan, x)
-    words = 2 + (len(x.edges) if plan.chunks > 1 else 0)
-    by_lane = plan.groups > 0 and not plan.summed
-    zeros = (torch.empty if by_lane else torch.zeros)(words, dtype=torch.int64, device=device)
-    if by_lane:
-        order = torch.empty((count, plan.chunks, 1 + 2 * plan.groups, 32), dtype=torch.int32, device=device)
-        orders = (*call.targets[:2], target_lengths, order, zeros, count, classes, len(labels), most, plan.chunks, words)
-        launch(ctc_order_kernel, count * plan.chunks, *orders, GROUPS=plan.groups, num_warps=1)
-    for each in call.modes:
-        ticket = None if x.ticket is None else zeros[:1]
-        tensors = (x.words, x.edges, zeros[2:], x.flags, x.logz, posterior, blanks)
-        call.scan("posterior", each, ticket, *tensors, blocks=plan.blocks, GROUPS=plan.groups * plan.summed, WIDTH=width)
-    rows = (grad.double().contiguous(), logits, *call.targets, x.maxima, x.sums, x.flags, x.logz, posterior, blanks)
-    sizes = (steps, count, classes, len(labels), most, plan.chunks, blank, *logits.stride())
-    tile = _tile(logits, classes)
-    if plan.summed:
-        del tile["PIECES"]
-        launch(ctc_narrow_gradient_kernel, count * cdiv(steps, tile["ROWS"]), *rows, result, *sizes, REAL=real, WIDTH=width, **tile, num_warps=4)
+    by_lane, wide = plan.groups > 0 and not plan.summed, torch.promote_types(logits.dtype, torch.float32)
+    width = cdiv(classes, 8) * 8 if plan.summed else 32
+    factor, posterior, blanks = grad.double().contiguous(), x.posterior, x.blanks
+    if posterior is None or blanks is None:
+        posterior, blanks = (torch.empty(count * plan.chunks * steps * size, dtype=wide, device=device) for size in (width, 1))
+        zeros = call.zeros(filled=not by_lane)
+        if by_lane:
+            order = torch.empty((count, plan.chunks, 1 + 2 * plan.groups, 32), dtype=torch.int32, device=device)
+            orders = (*call.targets[:2], target_lengths, order, zeros, count, classes, len(labels), most, plan.chunks, len(zeros))
+            launch(ctc_order_kernel, count * plan.chunks, *orders, GROUPS=plan.groups, num_warps=1)
+        call.posteriors(posterior, blanks, zeros, width)
+    rows = (factor, logits, *call.targets, x.maxima, x.sums, x.flags, x.logz, posterior, blanks)
+    sizes, tile = (steps, count, classes, len(labels), most, plan.chunks, blank, *logits.stride()), _tile(logits, classes)
+    if plan.groups == 0:
+        places = places_of(call.targets[0], offsets, target_lengths, most, classes, blank)
+        narrow = tile["BLOCK_V"] <= 512
+        tile |= {"ROWS": 4 if narrow else 1, "BLOCK_L": min(max(32, power_of_2(most + 1)), 256)}
+        if not narrow:
+            tile |= {"BLOCK_V": 512, "PIECES": min(cdiv(classes, 512), 10)}
+        launch(ctc_label_gradient_kernel, count * cdiv(steps, tile["ROWS"]), *rows, *places, result, *sizes, REAL=real, **tile, num_warps=4)
     elif by_lane:
         launch(ctc_lane_gradient_kernel, count * cdiv(steps, 8), *rows, order, result, *sizes, REAL=real, ROWS=8, GROUPS=plan.groups, num_warps=1)
     else:
-        behind = torch.empty((count, most), dtype=torch.int32, device=device)
-        launch(ctc_next_kernel, count * cdiv(most, 64), *call.targets[:2], target_lengths, behind, len(labels), most, BLOCK=64, num_warps=4)
-        del tile["ROWS"]
-        tile["BLOCK_L"] = min(max(32, power_of_2(most)), 1024)
-        launch(ctc_wide_gradient_kernel, steps * count, *rows, behind, result, *sizes, REAL=real, **tile, num_warps=4)
+        del tile["PIECES"]
+        launch(ctc_narrow_gradient_kernel, count * cdiv(steps, tile["ROWS"]), *rows, result, *sizes, REAL=real, WIDTH=width, **tile, num_warps=4)
     return result

@@ -9,12 +9,19 @@ from .math import exp_for, finite_shift
 
 
 @triton.jit
+def state_of_steps(n, t, length, flags_ptr, logz_ptr, REAL: tl.constexpr):
+    """Which steps of a sequence have posteriors, and NaN where there is no right answer."""
+    logz = tl.load(logz_ptr + n)
+    spoilt = tl.where(tl.load(flags_ptr + n) >= 2, float("nan"), tl.where(t < length, tl.where(logz != logz, float("nan"), 0.0), 0.0))
+    return t < tl.where(logz > -float("inf"), length, 0), spoilt.to(REAL)
+
+
+@triton.jit
 def row_state(n, t, steps, most, held, grad_ptr, offsets_ptr, input_lengths_ptr, target_lengths_ptr, flags_ptr, logz_ptr, REAL: tl.constexpr):
     """Labels of a sequence and where they start, its gradient, which steps have posteriors, and NaN where there is no right answer."""
     length, labels, offset = sizes_of(n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, steps, most, held)[:3]
-    logz = tl.load(logz_ptr + n)
-    spoilt = tl.where(tl.load(flags_ptr + n) >= 2, float("nan"), tl.where(t < length, tl.where(logz != logz, float("nan"), 0.0), 0.0))
-    return labels, offset, tl.load(grad_ptr + n).to(REAL), t < tl.where(logz > -float("inf"), length, 0), spoilt.to(REAL)
+    counts, spoilt = state_of_steps(n, t, length, flags_ptr, logz_ptr, REAL)
+    return labels, offset, tl.load(grad_ptr + n).to(REAL), counts, spoilt
 
 
 @triton.jit
@@ -28,9 +35,9 @@ def norms_of(maxima_ptr, sums_ptr, row, counts, grad, REAL: tl.constexpr):
 
 
 @triton.jit
-def softmax_at(logits_ptr, at, held, maximum, scale, REAL: tl.constexpr):
-    """The softmax of some classes times a scale, from what normalises it."""
-    return exp_for(tl.load(logits_ptr + at, mask=held, other=-float("inf")).to(REAL) - maximum, REAL) * scale
+def softmax_at(at, held, maximum, scale, REAL: tl.constexpr):
+    """The softmax of some logits times a scale, from what normalises it."""
+    return exp_for(tl.load(at, mask=held, other=-float("inf")).to(REAL) - maximum, REAL) * scale
 
 
 GRADIENT_SIZES = ["steps", "count", "classes", "held", "most", "chunks", "blank", "stride_t", "stride_n"]
@@ -86,27 +93,8 @@ def ctc_narrow_gradient_kernel(
     if maxima_ptr is not None:
         maximum, scale = norms_of(maxima_ptr, sums_ptr, row, counts, grad, REAL)
         at = tl.multiple_of(t * stride_t + n * stride_n, VEC)[:, None] + v.to(tl.int64)[None, :] * stride_c
-        value += softmax_at(logits_ptr, at, inside & counts[:, None], maximum[:, None], scale[:, None], REAL)
+        value += softmax_at(logits_ptr + at, inside & counts[:, None], maximum[:, None], scale[:, None], REAL)
     tl.store(result_ptr + tl.multiple_of(row * classes, VEC)[:, None] + v[None, :], value.to(result_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def store_softmax(
-    logits_ptr, result_ptr, classes, stride_c, maximum, scale, counts, spoilt,
-    REAL: tl.constexpr, NORMAL: tl.constexpr, VEC: tl.constexpr, PIECES: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """The gradient of a step without posteriors: the softmax, or 0."""
-    for first in range(0, classes, PIECES * BLOCK_V):
-        pieces = ()
-        for i in tl.static_range(PIECES):
-            v = first + i * BLOCK_V + tl.arange(0, BLOCK_V)
-            value = tl.zeros([BLOCK_V], REAL) + spoilt
-            if NORMAL:
-                value += softmax_at(logits_ptr, v.to(tl.int64) * stride_c, (v // VEC * VEC < classes) & counts, maximum, scale, REAL)
-            pieces = pieces + (value,)
-        for i in tl.static_range(PIECES):
-            v = first + i * BLOCK_V + tl.arange(0, BLOCK_V)
-            tl.store(result_ptr + v, pieces[i].to(result_ptr.dtype.element_ty), mask=v // VEC * VEC < classes)
 
 
 @triton.jit
@@ -116,19 +104,52 @@ def place_in_chunks(j, pitch):
 
 
 @triton.jit
-def summed_of_class(posterior_ptr, pitch, next_ptr, j, labels):
-    """For labels that stand at j for the first time, the posteriors of all their places; and which these are."""
-    behind = tl.load(next_ptr + j, mask=j < labels, other=-2)
-    first = (behind & 1) == 1
-    at, total = tl.where(first, j, -1), tl.zeros(j.shape, posterior_ptr.dtype.element_ty)
-    while tl.max(at, axis=0) >= 0:
-        total += tl.load(posterior_ptr + place_in_chunks(at, pitch), mask=at >= 0, other=0.0)
-        at = tl.load(next_ptr + at, mask=at >= 0, other=-2) >> 1
-    return total, first
+def summed_of_class(posterior_ptr, pitch, next_ptr, at, again, counts):
+    """The posteriors at each step of all places of classes, of which `at` is the first, or -1; none stands there again more often than that."""
+    total = tl.zeros([counts.shape[0], at.shape[0]], posterior_ptr.dtype.element_ty)
+    for _ in range(again + 1):
+        total += tl.load(posterior_ptr[:, None] + place_in_chunks(at, pitch)[None, :], mask=counts[:, None] & (at >= 0)[None, :], other=0.0)
+        at = tl.load(next_ptr + at, mask=at >= 0, other=-1)
+    return total
+
+
+@triton.jit
+def totals_of_steps(posterior_ptr, blanks_ptr, labels_ptr, labels, blank, pitch, counts, BLOCK_L: tl.constexpr):
+    """What the posteriors of steps sum to, and those of the blank, which may stand in a target too."""
+    total, found = tl.zeros(counts.shape, posterior_ptr.dtype.element_ty), tl.zeros(counts.shape, posterior_ptr.dtype.element_ty)
+    for first in range(0, labels // 32 + 1, 32):
+        c = first + tl.arange(0, 32)
+        inside = counts[:, None] & (c <= labels // 32)[None, :]
+        found += tl.sum(tl.load(blanks_ptr[:, None] + c.to(tl.int64)[None, :] * pitch, mask=inside, other=0.0), axis=1)
+    for first in range(0, labels, BLOCK_L):
+        j = first + tl.arange(0, BLOCK_L)
+        inside = counts[:, None] & (j < labels)[None, :]
+        share = tl.load(posterior_ptr[:, None] + place_in_chunks(j, pitch * 32)[None, :], mask=inside, other=0.0)
+        is_blank = tl.load(labels_ptr + j, mask=j < labels, other=-1) == blank
+        total += tl.sum(tl.where(is_blank[None, :], 0.0, share), axis=1)
+        found += tl.sum(tl.where(is_blank[None, :], share, 0.0), axis=1)
+    return total + found, found
+
+
+@triton.jit
+def softmax_pieces(
+    source_ptr, first, classes, stride_c, maximum, scale, counts, spoilt,
+    REAL: tl.constexpr, NORMAL: tl.constexpr, VEC: tl.constexpr, PIECES: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The softmax of some classes of some steps, or 0, in pieces: all are loaded before the first is needed."""
+    pieces = ()
+    for i in tl.static_range(PIECES):
+        v = first + i * BLOCK_V + tl.arange(0, BLOCK_V)
+        value = tl.zeros([counts.shape[0], BLOCK_V], REAL) + spoilt[:, None]
+        if NORMAL:
+            inside = counts[:, None] & (v // VEC * VEC < classes)[None, :]
+            value += softmax_at(source_ptr[:, None] + v.to(tl.int64)[None, :] * stride_c, inside, maximum[:, None], scale[:, None], REAL)
+        pieces = pieces + (value,)
+    return pieces
 
 
 @triton.jit(do_not_specialize=GRADIENT_SIZES)
-def ctc_wide_gradient_kernel(
+def ctc_label_gradient_kernel(
     grad_ptr,  # [count] fp64
     logits_ptr,  # [steps, count, classes]
     labels_ptr,  # [held]
@@ -141,6 +162,8 @@ def ctc_wide_gradient_kernel(
     logz_ptr,  # [count] fp64
     posterior_ptr,  # [count, chunks, steps, 32]
     blanks_ptr,  # [count, chunks, steps]
+    slots_ptr,  # [count, classes] int32
+    again_ptr,  # [count] int32
     next_ptr,  # [count, most] int32
     result_ptr,  # [steps, count, classes]
     steps,
@@ -156,42 +179,40 @@ def ctc_wide_gradient_kernel(
     REAL: tl.constexpr,
     VEC: tl.constexpr,
     PIECES: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """The softmax of a step, or 0, and over it, where labels are and at the blank, that less the posteriors of all places of the class."""
-    n, t = (tl.program_id(0) % count).to(tl.int64), (tl.program_id(0) // count).to(tl.int64)
+    """Softmax less the posteriors of the classes, or minus these: the softmax, and over it what the first label of each class, and the blank, make of
+    theirs."""
+    n, t = (tl.program_id(0) % count).to(tl.int64), (tl.program_id(0) // count).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     labels, offset, grad, counts, spoilt = row_state(
         n, t, steps, most, held, grad_ptr, offsets_ptr, input_lengths_ptr, target_lengths_ptr, flags_ptr, logz_ptr, REAL
     )
     maximum, scale = norms_of(maxima_ptr, sums_ptr, t * count + n, counts, grad, REAL)
     source_ptr, target_ptr = logits_ptr + tl.multiple_of(t * stride_t + n * stride_n, VEC), result_ptr + tl.multiple_of((t * count + n) * classes, VEC)
-    share_ptr, pitch, total = posterior_ptr + (n * chunks * steps + t) * 32, steps.to(tl.int64) * 32, tl.zeros([1], REAL)
-    for c in range(0, labels // 32 + 1):
-        total += tl.load(blanks_ptr + (n * chunks + c) * steps + t, mask=counts, other=0.0)
-    found = total  # of the blank, which may stand in a target too
-    for first in range(0, labels, BLOCK_L):
-        j = first + tl.arange(0, BLOCK_L)
-        share = tl.load(share_ptr + place_in_chunks(j, pitch), mask=counts & (j < labels), other=0.0)
-        label = tl.load(labels_ptr + offset + j, mask=j < labels, other=-1)
-        total += tl.sum(share, axis=0)
-        found += tl.sum(tl.where(label == blank, share, 0.0), axis=0)
-    inverse = tl.where(total > 0.0, grad / total, 0.0)
-    store_softmax(source_ptr, target_ptr, classes, stride_c, maximum, scale, counts, spoilt, REAL, maxima_ptr is not None, VEC, PIECES, BLOCK_V)
+    share_ptr, own_ptr, pitch = posterior_ptr + (n * chunks * steps + t) * 32, blanks_ptr + n * chunks * steps + t, steps.to(tl.int64)
+    total, found = totals_of_steps(share_ptr, own_ptr, labels_ptr + offset, labels, blank, pitch, counts, BLOCK_L)
+    inverse, again = tl.where(total > 0.0, grad / total, 0.0), tl.load(again_ptr + n)
+    for first in range(0, classes, PIECES * BLOCK_V):
+        pieces = softmax_pieces(source_ptr, first, classes, stride_c, maximum, scale, counts, spoilt, REAL, maxima_ptr is not None, VEC, PIECES, BLOCK_V)
+        for i in tl.static_range(PIECES):
+            v = first + i * BLOCK_V + tl.arange(0, BLOCK_V)
+            inside = (t < steps)[:, None] & (v // VEC * VEC < classes)[None, :]
+            tl.store(target_ptr[:, None] + v[None, :], pieces[i].to(result_ptr.dtype.element_ty), mask=inside)
     tl.debug_barrier()  # what follows stores some of these again
-    for first in range(0, tl.where(counts, labels, 0), BLOCK_L):
+    for first in range(0, labels + 1, BLOCK_L):
         j = first + tl.arange(0, BLOCK_L)
         label = tl.load(labels_ptr + offset + j, mask=j < labels, other=-1)
-        posterior, leads = summed_of_class(share_ptr, pitch, next_ptr + n * most, j, labels)
-        leads = leads & (label >= 0) & (label < classes) & (label != blank)
-        value = spoilt - posterior * inverse
+        at = tl.load(slots_ptr + n * classes + label, mask=(label >= 0) & (label < classes), other=-1)
+        at, label = tl.where(at == j, at, -1), tl.where(j == labels, blank, label)  # the blank behind the last label
+        posterior = summed_of_class(share_ptr, pitch * 32, next_ptr + n * most, at, again, counts)
+        posterior += tl.where((j == labels)[None, :], found[:, None], 0.0)
+        stands = counts[:, None] & ((at >= 0) | (j == labels))[None, :]
+        value = spoilt[:, None] - posterior * inverse[:, None]
         if maxima_ptr is not None:
-            value += softmax_at(source_ptr, label * stride_c, leads, maximum, scale, REAL)
-        tl.store(target_ptr + label, value.to(result_ptr.dtype.element_ty), mask=leads)
-    value = spoilt - found * inverse
-    if maxima_ptr is not None:
-        value += softmax_at(source_ptr, blank * stride_c + tl.zeros([1], tl.int32), counts, maximum, scale, REAL)
-    tl.store(target_ptr + blank + tl.zeros([1], tl.int32), value.to(result_ptr.dtype.element_ty), mask=counts)
+            value += softmax_at(source_ptr[:, None] + (label * stride_c)[None, :], stands, maximum[:, None], scale[:, None], REAL)
+        tl.store(target_ptr[:, None] + label[None, :], value.to(result_ptr.dtype.element_ty), mask=stands)
 
 
 @triton.jit
@@ -273,5 +294,5 @@ def ctc_lane_gradient_kernel(
             if maxima_ptr is not None:
                 at = (first + u) * stride_t + n * stride_n + v.to(tl.int64) * stride_c
                 high, part = tl.gather(maximum, lane * 0 + u, 0), tl.gather(scale, lane * 0 + u, 0)
-                value += softmax_at(logits_ptr, at, (v < classes) & (u < left), high, part, REAL)
+                value += softmax_at(logits_ptr + at, (v < classes) & (u < left), high, part, REAL)
             tl.store(result_ptr + ((first + u) * count + n) * classes + v, value.to(result_ptr.dtype.element_ty), mask=(v < classes) & (first + u < steps))

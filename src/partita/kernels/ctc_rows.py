@@ -60,31 +60,38 @@ def ctc_norm_kernel(
         tl.store(sums_ptr + t * count + n, total, mask=counts)
 
 
-@triton.jit(do_not_specialize=["held", "most"])
+@triton.jit(do_not_specialize=["held", "most", "classes", "blank"])
 def ctc_next_kernel(
     labels_ptr,  # [held]
     offsets_ptr,  # [count]
     target_lengths_ptr,  # [count]
+    slots_ptr,  # [count, classes] int32, -1
+    again_ptr,  # [count] int32, -1
     next_ptr,  # [count, most] int32
     held,
     most,
+    classes,
+    blank,
     BLOCK: tl.constexpr,
 ):
-    """Where each label stands next in its target, doubled, with 1 added where it stands there for the first time; -2 for nowhere."""
+    """For each class but the blank where it stands first in a target, how often one stands there again at most, and where each label stands next, or -1."""
     blocks = tl.cdiv(most, BLOCK)
     n = (tl.program_id(0) // blocks).to(tl.int64)
     labels, offset, wrong = target_of(n, target_lengths_ptr, offsets_ptr, most, held)
     labels = tl.where(wrong, 0, labels).to(tl.int32)
     j = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     label = tl.load(labels_ptr + offset + j, mask=j < labels, other=-1)
-    behind, first = tl.full([BLOCK], 2147483647, tl.int32), tl.full([BLOCK], 1, tl.int32)
+    behind, before = tl.full([BLOCK], 2147483647, tl.int32), tl.zeros([BLOCK], tl.int32)
     for start in range(0, labels, BLOCK):
         i = start + tl.arange(0, BLOCK)
         other = tl.load(labels_ptr + offset + i, mask=i < labels, other=-2)
         same = label[:, None] == other[None, :]
         behind = tl.minimum(behind, tl.min(tl.where(same & (i[None, :] > j[:, None]), i[None, :], 2147483647), axis=1))
-        first = tl.minimum(first, tl.min(tl.where(same & (i[None, :] < j[:, None]), 0, 1), axis=1))
-    tl.store(next_ptr + n * most + j, tl.where(behind < 2147483647, behind * 2, -2) + first, mask=j < labels)
+        before += tl.sum((same & (i[None, :] < j[:, None])).to(tl.int32), axis=1)
+    stands = (j < labels) & (label >= 0) & (label < classes) & (label != blank)
+    tl.store(next_ptr + n * most + j, tl.where(behind < 2147483647, behind, -1), mask=j < labels)
+    tl.store(slots_ptr + n * classes + label, j, mask=stands & (before == 0))
+    tl.atomic_max(again_ptr + n, tl.max(tl.where(stands, before, -1), axis=0))  # of integers: in any order the same
 
 
 @triton.jit

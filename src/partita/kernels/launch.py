@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton.language as tl
@@ -281,6 +282,32 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         _recent[exact] = found
     compiled, constants = found
     compiled[(programs, 1, 1)](*args, *constants)
+
+
+class Beside:
+    """Launches that run beside those which the current stream gets from here to `join`, and before them where both are ready: short ones of few programs,
+    beside one that fills the GPU. Where there are no streams, or it is not `wanted`, all run in their order."""
+
+    _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
+
+    def __init__(self, tensor: Tensor, wanted: bool) -> None:
+        self.context: AbstractContextManager[Any] = nullcontext()
+        self.main = None
+        if tensor.is_cuda and wanted:
+            self.main = torch.cuda.current_stream(tensor.device)
+            self.side = self._streams.get(tensor.device) or self._streams.setdefault(tensor.device, torch.cuda.Stream(tensor.device, priority=-1))
+            self.side.wait_stream(self.main)
+            self.context = torch.cuda.stream(self.side)
+
+    def __enter__(self) -> None:
+        self.context.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self.context.__exit__(*raised)
+
+    def join(self) -> None:
+        if self.main is not None:
+            self.main.wait_stream(self.side)
 
 
 def _kind(known: Any) -> Any:
