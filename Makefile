@@ -3,7 +3,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 TORCH := $(shell sed -n 's/.*"torch==\([^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: help demo test bench clean
+.PHONY: help demo test bench docs clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
@@ -19,8 +19,11 @@ test: $(READY)  ## lint, types and tests (ARGS="-k cross_entropy" goes to pytest
 bench: $(READY)  ## time every op against PyTorch and the installed peers (ARGS="softmax")
 	$(BIN)/python -m partita bench $(ARGS)
 
+docs: .venv/.docs  ## build the documentation into site/, to be read at site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 clean:  ## remove the environment and all that was generated
-	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache dist digits.png digit_lines.png language_model.png train_parallel.png
+	rm -rf .venv site .hypothesis .mypy_cache .pytest_cache .ruff_cache dist digits.png digit_lines.png language_model.png train_parallel.png
 	find src tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 # The build of torch without CUDA comes from the index that pip is set up with, where it has one; otherwise uv knows where that build is.
@@ -31,4 +34,8 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install "torch==$(TORCH)+cpu" 2>/dev/null || { \
 		$(BIN)/python -m pip install uv && $(BIN)/uv pip install --python $(BIN)/python --torch-backend cpu "torch==$(TORCH)"; }
 	$(BIN)/python -m pip install --editable . --group dev
+	@touch $@
+
+.venv/.docs: $(READY)
+	$(BIN)/python -m pip install --group docs
 	@touch $@

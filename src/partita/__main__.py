@@ -1,4 +1,4 @@
-"""The command line: `partita info | check | bench`, also as `python -m partita`."""
+"""The command line: `partita info | check | bench | report`, also as `python -m partita`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-EPILOG = "exit codes: 0 well, 1 a check failed or a result was wrong, 2 wrong arguments; `partita bench --help` has more"
+EPILOG = """\
+examples:
+  partita check                           does it work here?
+  partita bench softmax --peers torch     how fast is it?
+  partita report report.html              all of it in one file, for a bug report
+
+exit codes:
+  0  well                1  a check failed or a result was wrong
+  2  wrong arguments   130  interrupted
+
+`partita COMMAND --help` has more."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -19,20 +29,26 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    from . import _check_machine, _info
+    from . import _check_machine, _info, _report
     from .bench import cli
 
-    parser = _Parser(prog="partita", description="Partition functions for PyTorch.", epilog=EPILOG)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog="partita", description="Partition functions for PyTorch.", epilog=EPILOG, formatter_class=formatter)
     commands = parser.add_subparsers(dest="command", required=True)
     programs = {
         "info": (_info, "versions, GPUs, and what serves each op"),
         "check": (_check_machine, "every op against fp64 on this machine"),
         "bench": (cli, "time it beside PyTorch and other libraries"),
+        "report": (_report, "all of these in one HTML file"),
     }
     for name, (program, summary) in programs.items():
-        program.add_arguments(commands.add_parser(name, help=summary))
+        program.add_arguments(commands.add_parser(name, help=summary, formatter_class=formatter))
     args = parser.parse_args(argv)
-    return programs[args.command][0].main(args)
+    try:
+        return programs[args.command][0].main(args)
+    except KeyboardInterrupt:
+        print(f"partita {args.command}: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _backend
-from ._console import Progress, first_line, print_table
+from ._console import Progress, Table, UsageError, first_line, print_table
 from ._info import FLOORS, no_gpu
 from .chain import Chain, logz
 from .cross_entropy import cross_entropy
@@ -34,6 +34,19 @@ ROWS, COLUMNS = 19, 781  # neither is a multiple of a block
 WIDE_ROWS, WIDE_COLUMNS = 3, 50_257
 IGNORED = 2  # a label
 LEAN = 25_000  # bytes: too few for all logits of these rows
+
+DESCRIPTION = """\
+Run every op on this machine, forward and backward, and compare it with fp64: on the CPU and on the current GPU.
+An error may be twice that of PyTorch, or 2 ulp."""
+
+EPILOG = """\
+examples:
+  partita check                    on the CPU and on the current GPU
+  partita check --device cuda:1    there alone
+
+exit codes:
+  0  all passed          1  something failed
+  2  wrong arguments   130  interrupted"""
 
 Function = Callable[..., Any]
 
@@ -303,11 +316,11 @@ def run(check: Check, backend: Backend, dtype: str) -> Line:
 def run_bad_label(backend: Backend, dtype: str) -> Line:
     """A label out of range: an error where values are checked, else NaN in its row and the other rows as ever."""
     op = "cross_entropy, bad label"
-    x = edge_rows("plain", ROWS, COLUMNS, dtype=DTYPES[dtype], device=backend.device)
-    good = _labels(x)
-    bad = good.clone()
-    bad[1] = COLUMNS
     try:
+        x = edge_rows("plain", ROWS, COLUMNS, dtype=DTYPES[dtype], device=backend.device)
+        good = _labels(x)
+        bad = good.clone()
+        bad[1] = COLUMNS
         expected = cross_entropy(x, good, reduction="none")
         try:
             result = cross_entropy(x, bad, reduction="none")
@@ -329,33 +342,35 @@ def devices(name: str | None) -> list[torch.device]:
     return [torch.device("cpu"), *gpus]
 
 
-def served(devices: Sequence[torch.device]) -> list[Backend]:
-    """What serves each of the devices; a line is printed for one that the chosen backend cannot serve."""
-    result = []
-    for device in devices:
+@dataclass(frozen=True)
+class Served:
+    """What serves each device, and a line for each that the chosen backend cannot serve."""
+
+    backends: list[Backend]
+    left_out: list[str]
+
+
+def served(name: str | None) -> Served:
+    """On the CPU and the current GPU, or on the device that is named.
+
+    Raises:
+        UsageError: it cannot be used.
+    """
+    try:
+        chosen = devices(name)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device: cannot use {name!r}: {first_line(error)}") from None
+    result = Served([], [])
+    for device in chosen:
         try:
-            result.append(Backend(FLOORS[_backend.resolve(_backend.current(), device, numba=False)], device))
-        except RuntimeError as error:
-            print(f"{device} is left out: {error}")
+            result.backends.append(Backend(FLOORS[_backend.resolve(_backend.current(), device, numba=False)], device))
+        except (RuntimeError, ValueError) as error:
+            result.left_out.append(f"{device} is left out: {error}")
     return result
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Run every op on this machine, forward and backward, and compare it with fp64: on the CPU and on the current GPU."
-    parser.epilog = "An error may be twice that of PyTorch, or 2 ulp. exit codes: 0 all passed, 1 something failed, 2 wrong arguments"
-    parser.add_argument("--device", metavar="NAME", help="one device alone: cpu, cuda, cuda:1")
-
-
-def main(args: argparse.Namespace) -> int:
-    """Check, print; the exit code."""
-    try:
-        chosen = served(devices(args.device))
-    except (RuntimeError, AssertionError) as error:
-        print(f"partita check: --device: cannot use {args.device!r}: {first_line(error)}", file=sys.stderr)
-        return 2
-    if not chosen:
-        print("partita check: nothing is left to check", file=sys.stderr)
-        return 2
+def run_all(chosen: Sequence[Backend]) -> list[Line]:
+    """Every check, with a progress bar; in the order of the table."""
     lines = []
     with Progress(len(chosen) * (sum(len(check.dtypes) for check in CHECKS) + len(DTYPES))) as progress:
         for backend in chosen:
@@ -366,12 +381,39 @@ def main(args: argparse.Namespace) -> int:
                     progress.advance()
                 lines.append(run_bad_label(backend, dtype))
                 progress.advance()
-    lines.sort(key=lambda line: (line.backend, line.op))  # a stable sort: the dtypes keep their order
+    return sorted(lines, key=lambda line: (line.backend, line.op))  # a stable sort: the dtypes keep their order
+
+
+def table(lines: Sequence[Line]) -> Table:
     header = ["op", "backend", "dtype", "error, ulp", "torch's, ulp", "result", ""]
-    table = [[x.op, x.backend, x.dtype, x.error, x.torch_error, "pass" if x.passed else "FAIL", x.note] for x in lines]
-    print_table("Against fp64", header, table, left=3)
+    return Table("Against fp64", header, [[x.op, x.backend, x.dtype, x.error, x.torch_error, "pass" if x.passed else "FAIL", x.note] for x in lines], left=3)
+
+
+def verdict(lines: Sequence[Line]) -> str:
     failures = sum(not line.passed for line in lines)
+    return f"{len(lines) - failures} passed, {failures} failed"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.add_argument("--device", metavar="NAME", help="one device alone: cpu, cuda, cuda:1")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Check, print; the exit code."""
+    try:
+        chosen = served(args.device)
+    except UsageError as error:
+        print(f"partita check: {error}", file=sys.stderr)
+        return 2
+    for message in chosen.left_out:
+        print(message)
+    if not chosen.backends:
+        print("partita check: nothing is left to check", file=sys.stderr)
+        return 2
+    lines = run_all(chosen.backends)
+    print_table(*table(lines))
     if args.device is None and not torch.cuda.is_available():
         print(f"\n{no_gpu()}")
-    print(f"\n{len(lines) - failures} passed, {failures} failed")
-    return int(failures > 0)
+    print(f"\n{verdict(lines)}")
+    return int(not all(line.passed for line in lines))

@@ -7,18 +7,36 @@ import sys
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 SECONDS_BETWEEN_LINES = 15.0
+
+
+class UsageError(ValueError):
+    """An argument that cannot be used."""
+
+
+class Table(NamedTuple):
+    """Its first `left` columns are aligned to the left, as those without a header are; the others to the right."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: int = 1
+
+    @property
+    def aligned(self) -> list[str]:
+        """`<` or `>` for each column."""
+        return ["<" if i < self.left or not name else ">" for i, name in enumerate(self.header)]
 
 
 def has_rich() -> bool:
     return importlib.util.find_spec("rich") is not None
 
 
-def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:
-    """Print a table whose first `left` columns are aligned to the left, as those without a header are; the others to the right."""
-    aligned = ["<" if i < left or not name else ">" for i, name in enumerate(header)]
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
+    """Print the table of these fields."""
+    aligned = Table(title, header, rows, left).aligned
     if has_rich() and sys.stdout.isatty():
         _print_rich(title, header, rows, aligned)
         return

@@ -6,12 +6,13 @@ import argparse
 import importlib
 import importlib.util
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from .._console import Progress
+from .._console import Progress, UsageError, first_line, print_table
 from .._info import no_gpu
 from . import picture, report
 from .case import DTYPES, Case, Settings
@@ -47,12 +48,8 @@ examples:
   partita bench cross_entropy --peers '' --columns 32768,131072 --dtype bf16
 
 exit codes:
-  0  measured          1  a result of Partita was wrong, an op failed, or the GPU was lost
+  0  measured          1  a result of Partita was wrong, an op failed, or the bench broke off
   2  wrong arguments   130  interrupted (what was measured is still written)"""
-
-
-class UsageError(ValueError):
-    """An argument that cannot be used."""
 
 
 def _words(text: str) -> list[str]:
@@ -83,7 +80,6 @@ def _dtypes(text: str) -> tuple[torch.dtype, ...]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     peers = ",".join(peer.name for peer in PEERS)
     elements = "of the logits, 2**28 by default (2**20 on the CPU); of chains, of CTC and from hidden states, the most"
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("ops", nargs="*", metavar="op", help=f"some of {', '.join(OPS)}; all by default")
     parser.add_argument("--peers", default=peers, metavar="NAMES", help=f"whom to time beside Partita: {peers} by default, '' for nobody")
@@ -112,7 +108,21 @@ class Plan:
     svg: Path | None
 
 
-def _plan(args: argparse.Namespace) -> Plan:
+@dataclass(frozen=True)
+class Measured:
+    """What was measured, and why that is not all, where it is not."""
+
+    rows: list[Row]
+    problem: str = ""
+    code: int = 0
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """Of these arguments.
+
+    Raises:
+        UsageError: one of them cannot be used.
+    """
     try:
         device = torch.empty(1, device=args.device).device  # with its index
     except (RuntimeError, AssertionError) as error:
@@ -133,44 +143,59 @@ def _plan(args: argparse.Namespace) -> Plan:
     return Plan(device, settings, providers, [case for module in modules for case in module.cases(settings)], csv, svg)
 
 
+def missing(plan: Plan) -> dict[str, str]:
+    """By the names of those that have one of its ops and are not installed: the command that brings each."""
+    ops = {case.op for case in plan.cases}
+    return {provider.name: message for provider in plan.providers if not ops.isdisjoint(provider.ops) and (message := provider.missing())}
+
+
+def machine_of(plan: Plan) -> Machine:
+    """The device of the plan, made the current one, and its bandwidths."""
+    if plan.device.type == "cuda":
+        torch.cuda.set_device(plan.device)
+    return measure_machine(plan.device, plan.settings.logits, plan.settings.repetitions)
+
+
+def measure(plan: Plan, providers: Sequence[Provider], machine: Machine) -> Measured:
+    """Every case with every provider, with a progress bar; what there is, where it was interrupted."""
+    rows: list[Row] = []
+    try:
+        with Progress(sum(len(takers(case, providers)) for case in plan.cases)) as progress:
+            for row in run(plan.cases, providers, machine, plan.settings, say=progress.say, done=progress.advance):
+                rows.append(row)
+    except KeyboardInterrupt:
+        return Measured(rows, "interrupted", 130)
+    except DeviceLost as error:
+        return Measured(rows, f"the GPU no longer answers after {error}", 1)
+    except Exception as error:  # too little memory for the inputs of a case, say: what was measured is kept
+        return Measured(rows, f"broke off: {first_line(error)}", 1)
+    return Measured(rows, code=int(bool(failed(rows))))
+
+
 def main(args: argparse.Namespace) -> int:
     """Measure, print, write; the exit code."""
     try:
-        plan = _plan(args)
+        plan = make_plan(args)
     except UsageError as error:
         print(f"partita bench: {error}", file=sys.stderr)
         return 2
     if not torch.cuda.is_available():
         print(f"{no_gpu()} What follows is a small timing on the CPU, which says little about a GPU.")
-    here, ops = [], {case.op for case in plan.cases}
-    for provider in plan.providers:
-        if not ops.isdisjoint(provider.ops) and (message := provider.missing()):
-            print(message)
-        else:
-            here.append(provider)
-    if plan.device.type == "cuda":
-        torch.cuda.set_device(plan.device)
-    machine = measure_machine(plan.device, plan.settings.logits, plan.settings.repetitions)
+    absent = missing(plan)
+    for message in absent.values():
+        print(message)
+    machine = machine_of(plan)
     print(report.describe(machine), flush=True)
-    rows: list[Row] = []
-    code = 0
-    try:
-        with Progress(sum(len(takers(case, here)) for case in plan.cases)) as progress:
-            for row in run(plan.cases, here, machine, plan.settings, say=progress.say, done=progress.advance):
-                rows.append(row)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        code = 130
-    except DeviceLost as error:
-        print(f"partita bench: the GPU no longer answers after {error}", file=sys.stderr)
-        code = 1
-    _report(rows, machine, plan)
-    return code or int(bool(failed(rows)))
+    measured = measure(plan, [provider for provider in plan.providers if provider.name not in absent], machine)
+    if measured.problem:
+        print(f"partita bench: {measured.problem}", file=sys.stderr)
+    _report(measured.rows, machine, plan)
+    return measured.code
 
 
 def _report(rows: list[Row], machine: Machine, plan: Plan) -> None:
-    report.print_times(rows, machine)
-    report.print_summary(rows, machine)
+    for table in (*report.times(rows, machine), *report.summary(rows, machine)):
+        print_table(*table)
     print(f"\n{report.describe(machine)}")
     if plan.csv:
         report.write_csv(plan.csv, rows, machine)

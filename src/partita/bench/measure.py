@@ -16,6 +16,7 @@ from .._console import first_line
 
 WARM_UP = 3
 REPETITIONS = 20
+CPU_REPETITIONS = 100  # for the bandwidth of a CPU, where other programs run too: the least of many short times comes closest
 HEAD_START_CYCLES = 40_000_000  # some 20 ms in which the host queues work, so that the device never waits for it
 REPLAY_BYTES = 2e9  # a graph this long hides the cost of its launch
 MOST_CALLS = 256  # in a graph: the replay of a million calls, which is what tiny rows take to move so many bytes, was seen to crash
@@ -182,8 +183,10 @@ def measure_machine(device: torch.device, elements: int, repetitions: int = REPE
     target = torch.empty_like(source)
     size = source.nbytes
 
-    def median(function: Callable[[Tensor], object]) -> float:
-        return time_steps([("call", lambda: function(source))], device, repetitions=repetitions)["call"].median
+    def milliseconds(function: Callable[[Tensor], object]) -> float:
+        if device.type == "cuda":
+            return time_steps([("call", lambda: function(source))], device, repetitions=repetitions)["call"].median
+        return time_steps([("call", lambda: function(source))], device, repetitions=CPU_REPETITIONS)["call"].least
 
     readers: list[Callable[[Tensor], Tensor]] = [torch.sum]
     if device.type == "cuda":
@@ -191,4 +194,4 @@ def measure_machine(device: torch.device, elements: int, repetitions: int = REPE
 
         readers.append(read)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return Machine(device, name, copy=2e3 * size / median(target.copy_), read=1e3 * size / min(map(median, readers)))
+    return Machine(device, name, copy=2e3 * size / milliseconds(target.copy_), read=1e3 * size / min(map(milliseconds, readers)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from .runner import Row
 WIDTH, HEIGHT = 8, 4.8  # of a panel, in inches
 GROUP, BAR = 1.15, 0.28  # the least width of a group of bars, and of a bar, in inches
 LEGEND = 6  # names in a line
+NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # of SVG: where nothing changed, the file is the same
 COLOURS = {
     "partita": "#c2185b",
     "partita-fast": "#c2185b",
@@ -58,6 +60,17 @@ def draw(path: Path, panels: Sequence[Panel], machine: Machine) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
+    picture = render(panels, machine, path.suffix.removeprefix("."))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(picture)
+
+
+def render(panels: Sequence[Panel], machine: Machine, format: str) -> bytes:
+    """The picture as a file of this format.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -69,8 +82,9 @@ def draw(path: Path, panels: Sequence[Panel], machine: Machine) -> None:
         FigureCanvasAgg(figure)
         for axes, panel in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
             panel.draw(axes, panel.rows, machine)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        file = io.BytesIO()
+        figure.savefig(file, format=format or None, metadata=NO_METADATA if format == "svg" else None)
+    return file.getvalue()
 
 
 def _sweep(axes: Any, rows: list[Row], machine: Machine) -> None:
@@ -109,7 +123,7 @@ def _bars(axes: Any, rows: list[Row], machine: Machine) -> None:
         axes.hlines(least, [g - 0.45 for g in limits], [g + 0.45 for g in limits], color="black", linestyle="--", linewidth=1, label="copy")
     axes.set_yscale("log")
     measured = [row.timing.median for row in rows if row.timing]
-    axes.set_ylim(max(min(least or measured), min(measured) / 20) / 2, 8 * max(least + measured))  # the legend stands above the bars
+    axes.set_ylim(max(min(least + measured), min(measured) / 20) / 2, 8 * max(least + measured))  # the legend stands above the bars
     axes.set_xlim(-max(0.6, 2 - len(cases) / 2), len(cases) - 1 + max(0.6, 2 - len(cases) / 2))
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.set_title(f"{cases[0].caption}, {DTYPE_NAMES[cases[0].dtype]} {cases[0].scores}, {machine.name}")
@@ -118,4 +132,4 @@ def _bars(axes: Any, rows: list[Row], machine: Machine) -> None:
     axes.set_ylabel("forward + backward, ms")
     axes.grid(alpha=0.3, axis="y")
     axes.set_axisbelow(True)
-    axes.legend(loc="upper left", ncols=min(len(names) + 1, LEGEND))
+    axes.legend(loc="upper left", ncols=min(len(names) + 1, LEGEND), fontsize=9)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from .._console import print_table
+from .._console import Table
 from .._info import version
 from .case import DTYPE_NAMES
 from .measure import Machine
@@ -67,7 +67,7 @@ def _percent(row: Row, machine: Machine) -> str:
     return "" if fraction is None else f"{100 * fraction:.1f}%"
 
 
-def print_times(rows: Sequence[Row], machine: Machine) -> None:
+def times(rows: Sequence[Row], machine: Machine) -> Iterator[Table]:
     """Every measurement, a line for each case and provider: milliseconds as mean (min–max), and percent of the bandwidth that bounds the part."""
     for key, group in _groups(rows).items():
         parts = [part for part in PARTS if any(row.part == part for row in group)]
@@ -94,14 +94,14 @@ def print_times(rows: Sequence[Row], machine: Machine) -> None:
                 line.append(_memory(own[0]))
             line += ["" if math.isnan(own[0].error) else f"{own[0].error:.2g}", own[0].note[:120]]
             lines.append(line)
-        print_table(_title(*key), header, lines, left=2)
+        yield Table(_title(*key), header, lines, left=2)
 
 
 def _memory(row: Row) -> str:
     return "" if row.extra_memory is None else f"{row.extra_memory / 2**20:,.1f} MiB = {row.extra_memory / row.case.bytes:.2f} {row.case.scores}"
 
 
-def print_summary(rows: Sequence[Row], machine: Machine) -> None:
+def summary(rows: Sequence[Row], machine: Machine) -> Iterator[Table]:
     """For each op and part that has a limit, percent of it: a line a size, a column a provider; how many times faster than another, and the time and the
     memory beside a yardstick, where asked for."""
     for key, group in _groups(rows).items():
@@ -111,26 +111,26 @@ def print_summary(rows: Sequence[Row], machine: Machine) -> None:
             measured = [row for row in timed if part in row.case.moves]
             if measured:
                 limit = measured[0].case.moves[part].limit
-                _print_sizes(f"{_title(*key)}, {part}: percent of {limit} bandwidth", group, part, {row: _percent(row, machine) for row in measured})
+                yield _by_size(f"{_title(*key)}, {part}: percent of {limit} bandwidth", group, part, {row: _percent(row, machine) for row in measured})
             if others := {row.case: row for row in measured if row.provider == versus}:
                 faster = {row: _ratio(others[row.case], row) for row in measured if row.case in others}
-                _print_sizes(f"{_title(*key)}, {part}: times faster than {versus}", group, part, faster)
+                yield _by_size(f"{_title(*key)}, {part}: times faster than {versus}", group, part, faster)
             if units := {row.case: row for row in timed if row.provider == yardstick}:
                 slower = {row: _ratio(row, units[row.case]) for row in timed if row.case in units}
-                _print_sizes(f"{_title(*key)}, {part}: times the {yardstick}", group, part, slower)
+                yield _by_size(f"{_title(*key)}, {part}: times the {yardstick}", group, part, slower)
         if yardstick and any(row.extra_memory is not None for row in group):
             sizes = {row: f"{row.extra_memory / 2**30:.2f}" for row in group if row.extra_memory is not None}
-            _print_sizes(f"{_title(*key)}: extra memory, GiB", group, memory_of, sizes)
+            yield _by_size(f"{_title(*key)}: extra memory, GiB", group, memory_of, sizes)
 
 
-def _print_sizes(title: str, group: Sequence[Row], part: str, cells: Mapping[Row, str]) -> None:
+def _by_size(title: str, group: Sequence[Row], part: str, cells: Mapping[Row, str]) -> Table:
     """A line a size, a column a provider; why there is no number, where there is none."""
     providers, varying = list(dict.fromkeys(row.provider for row in group)), group[0].case.varying
     lines = []
     for size in dict.fromkeys(row.case.size(varying) for row in group):
         here = {row.provider: row for row in group if row.case.size(varying) == size and row.part in (part, "")}
         lines.append([size, *((cells.get(here[name]) or here[name].note.partition(":")[0]) if name in here else "" for name in providers)])
-    print_table(title, [" × ".join(varying), *providers], lines)
+    return Table(title, [" × ".join(varying), *providers], lines)
 
 
 def _ratio(row: Row, other: Row) -> str:

@@ -1,0 +1,121 @@
+"""What MkDocs does not do by itself for this site. The pages are written to be read on a code host too, so they link to files of the repository and
+have formulas between dollar signs.
+
+- ARCHITECTURE.md, CONTRIBUTING.md and CHANGELOG.md are pages. Every other file outside of `docs` that a page links to becomes one, with its text.
+- Links are turned to where their targets are on the site. One that leads nowhere stays, and is the error that the strict build stops at.
+- Under `$ partita ... --help` stands what it prints.
+- Formulas become MathML: nothing is fetched to show them, and one that cannot be converted stops the build.
+- The sections `Fields:` and `Example:` of docstrings, and parameters that share a line, are brought to the form that mkdocstrings knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import io
+import os
+import posixpath
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import griffe
+from math_core import LatexToMathML
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    "README.md": "index.md",
+    "docs": "index.md",
+    "ARCHITECTURE.md": "architecture.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+HELP = re.compile(r"(?<=```console\n)\$ partita (.*--help)$", re.MULTILINE)
+SHARED = re.compile(r"^( +)(\*{0,2}\w+(?:, \*{0,2}\w+)+): (.*(?:\n\1 +\S.*)*)", re.MULTILINE)
+
+
+def place_of(uri: str) -> str:
+    """Where a page of the site stands in the repository."""
+    return next((path for path, page in PAGES.items() if page == uri != "index.md"), f"docs/{uri}")
+
+
+def uri_of(path: str) -> str:
+    """Where a file of the repository stands on the site."""
+    return PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}.md")
+
+
+def links(text: str, place: str) -> Iterator[str]:
+    """The files of the repository that a page links to."""
+    for link in LINK.findall(text):
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(place), link))
+        if (ROOT / path).exists():
+            yield path
+
+
+def printed(command: re.Match[str]) -> str:
+    from partita.__main__ import main
+
+    os.environ["COLUMNS"] = "110"
+    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
+        main(shlex.split(command[1]))
+    return f"{command[0]}\n{text.getvalue().rstrip()}"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for path, uri in PAGES.items():
+        if uri != "index.md":
+            files.append(File.generated(config, uri, content=(ROOT / path).read_text(encoding="utf-8")))
+    for page in list(files.documentation_pages()):
+        for path in links(page.content_string, place_of(page.src_uri)):
+            if uri_of(path).startswith("source/") and (ROOT / path).is_file() and uri_of(path) not in files.src_uris:
+                text = (ROOT / path).read_text(encoding="utf-8")
+                listing = f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n`````{Path(path).suffix.lstrip('.')}\n{text}`````\n"
+                files.append(File.generated(config, uri_of(path), content=listing))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    uri, place = page.file.src_uri, place_of(page.file.src_uri)
+    if uri.startswith("source/"):
+        return markdown
+
+    def turned(match: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(place), match[1]))
+        there = (ROOT / path).exists()
+        return posixpath.relpath(uri_of(path), posixpath.dirname(uri) or ".") if there else match[1]
+
+    return HELP.sub(printed, LINK.sub(turned, markdown))
+
+
+def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    converter = LatexToMathML()
+
+    def converted(match: re.Match[str]) -> str:
+        formula = converter.convert_with_local_state(html.unescape(match[2]), displaystyle=match[1] == "div")
+        return f'<{match[1]} class="formula">{formula}</{match[1]}>'
+
+    return FORMULA.sub(converted, content)
+
+
+class Docstrings(griffe.Extension):
+    """Sections as mkdocstrings knows them: `Fields` are attributes, an `Example` is one of some, and each of several parameters has a line."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring:
+            text = re.sub(r"^( *)Fields:$", r"\1Attributes:", obj.docstring.value, flags=re.MULTILINE)
+            text = re.sub(r"^( *)Example:$", r"\1Examples:", text, flags=re.MULTILINE)
+            obj.docstring.value = SHARED.sub(self.each, text)
+
+    @staticmethod
+    def each(match: re.Match[str]) -> str:
+        indent, names, meaning = match.groups()
+        if names[0].isupper():  # exceptions
+            return match[0]
+        return "\n".join(f"{indent}{name}: {meaning}" for name in names.split(", "))

@@ -1,0 +1,234 @@
+"""Find the wrong labels of a long transcript: align it to a page of real handwriting with Partita, and draw how sure it is of each label.
+
+    python examples/alignment.py --lines 100 --errors 40 --out alignment.png
+
+The page is one signal of thousands of steps: lines of held-out digits, set side by side, as `digit_lines.py` writes and reads them. Its transcript has
+hundreds of labels, of which some are changed and some inserted. `ctc_align` says where each label lies, and where the network does not believe it. The
+exit code is 1 when fewer than 95 % of the labels lie on their digits, or the wrong ones are not told from the right ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import exp
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from digit_lines import CLASSES, COLUMNS_A_STEP, HEIGHT, LONGEST, SHORTEST, WIDTH, Reader, compose, train
+from digits import FAINT, INK, MUTED, RIGHT, WRONG, Digits, load, positive
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from torch import Tensor
+
+import partita
+from partita.integrations.torchaudio import forced_align
+
+REQUIRED_PLACED = 0.95
+REQUIRED_AREA = 0.95
+MOST_ERRORS = SHORTEST // 2  # to a line, so that no two stand side by side
+ROWS, ROW = 3, 75  # what the picture shows in full, and the most steps of a row
+SURE = LinearSegmentedColormap.from_list("sure", [WRONG, "#d69e2e", "#38a89d", RIGHT])
+
+
+class Page(NamedTuple):
+    """Lines in one row."""
+
+    signal: Tensor  # [HEIGHT, W], ink
+    labels: Tensor  # [D], the class of each digit
+    places: Tensor  # [D, 2], its first column, and the one behind its last
+
+
+class Transcript(NamedTuple):
+    """What somebody says that the page reads."""
+
+    labels: Tensor  # [L]
+    digit: Tensor  # [L], the place on the page of the digit that a label stands for; -1 where it was inserted
+    wrong: Tensor  # [L]
+
+
+@dataclass(frozen=True)
+class Report:
+    steps: int
+    labels: int
+    wrong: int
+    placed: float  # the share of labels whose span meets their digit
+    off: float  # the mean distance of their centres, in steps
+    area: float  # under the ROC curve of the wrong labels by falling confidence
+    found: int  # wrong labels among as many of the least confidence
+    same_path: bool  # as forced_align
+    score_difference: float
+    seconds: float = field(compare=False)
+
+
+def compose_page(digits: Digits, count: int, seed: int) -> Page:
+    """A page of so many lines. It is composed twice from one seed: of scans, then of marks where each begins and ends, so that the places are known."""
+    inked = digits.images.amax(2, keepdim=True) > 0
+    first, last = inked & (inked.cumsum(3) == 1), inked & (inked.flip(3).cumsum(3).flip(3) == 1)
+    marks = (first + 2.0 * last).expand_as(digits.images)
+    lines, marked = (compose(digits._replace(images=images), count, torch.Generator().manual_seed(seed)) for images in (digits.images, marks))
+    on_page = torch.arange(WIDTH) < COLUMNS_A_STEP * lines.input_lengths[:, None]
+    mark = marked.images.amax((1, 2))[on_page]
+    places = torch.cat([(mark % 2 == 1).nonzero(), (mark >= 2).nonzero() + 1], 1)
+    labels = lines.targets[torch.arange(LONGEST) < lines.target_lengths[:, None]]
+    return Page(lines.images[:, 0].transpose(0, 1)[:, on_page], labels, places)
+
+
+def spoil(truth: Tensor, errors: int, generator: torch.Generator) -> Transcript:
+    """A transcript in which so many labels are wrong, changed or inserted by the toss of a coin. A wrong label differs from those beside it."""
+    spoilt = set((2 * torch.randperm(len(truth) // 2, generator=generator)[:errors]).tolist())
+    rows = []
+    for i, label in enumerate(truth.tolist()):
+        if i in spoilt:
+            others = sorted({*range(1, CLASSES)} - {*truth[max(i - 1, 0) : i + 2].tolist()})
+            other, changed = (int(torch.randint(top, (), generator=generator)) for top in (len(others), 2))
+            rows.append((others[other], i if changed else -1, True))
+        if i not in spoilt or not changed:
+            rows.append((label, i, False))
+    labels, digit, wrong = torch.tensor(rows).unbind(1)
+    return Transcript(labels, digit, wrong.bool())
+
+
+def align(logits: Tensor, labels: Tensor) -> partita.CTCAlignment:
+    """The best alignment of one transcript `[L]` to logits `[T, 1, CLASSES]`."""
+    return partita.ctc_align(logits, labels[None], [len(logits)], [len(labels)], from_logits=True)
+
+
+def judge(logits: Tensor, best: partita.CTCAlignment, page: Page, transcript: Transcript, seconds: float) -> Report:
+    """Against what is known of the page and of the transcript's errors, and against torchaudio's function."""
+    start, end, score = (t[0] for t in best.spans())
+    wrong = transcript.wrong
+    place = page.places[transcript.digit] / COLUMNS_A_STEP
+    placed = (start < place[:, 1]) & (end > place[:, 0])
+    off = ((start + end) / 2 - place.mean(1)).abs()
+    there = transcript.digit >= 0
+    right, doubted = score[~wrong][:, None], score[wrong]
+    area = ((right > doubted).double() + (right == doubted).double() / 2).mean()
+    found = wrong[score.argsort(stable=True)[: len(doubted)]].sum()
+    path, scores = forced_align(partita.log_softmax(logits, dim=-1).transpose(0, 1), transcript.labels[None])
+    return Report(
+        steps=len(logits),
+        labels=len(wrong),
+        wrong=len(doubted),
+        placed=placed[there].double().mean().item(),
+        off=off[there].double().mean().item(),
+        area=area.item(),
+        found=int(found),
+        same_path=torch.equal(path, best.labels),
+        score_difference=abs(scores.double().sum() - best.score.double()).item(),
+        seconds=seconds,
+    )
+
+
+def draw_row(picture: Axes, curve: Axes, begin: int, end: int, page: Page, transcript: Transcript, spans: partita.TokenSpans) -> None:
+    """These steps of the page: the scans, and under them the ink of each column, with the labels' places over both."""
+    signal = page.signal[:, COLUMNS_A_STEP * begin : COLUMNS_A_STEP * end]
+    time = begin + (torch.arange(signal.shape[1]) + 0.5) / COLUMNS_A_STEP
+    picture.imshow(signal.numpy(), cmap="gray_r", extent=(begin, end, HEIGHT, 0), aspect="auto", interpolation="bicubic")
+    curve.fill_between(time, signal.sum(0), color=FAINT, lw=0)
+    curve.plot(time, signal.sum(0), color=MUTED, lw=0.8)
+    for label, wrong, first, last, score in zip(transcript.labels.tolist(), transcript.wrong.tolist(), *(t[0].tolist() for t in spans), strict=True):
+        if begin <= first < end:
+            colour = SURE(exp(score))
+            for axes in (picture, curve):
+                axes.axvspan(first, last, color=colour, alpha=0.4, lw=0)
+            ring = {"boxstyle": "circle,pad=0.2", "ec": INK, "fc": "none"} if wrong else None
+            picture.text((first + last) / 2, -2, f"{label - 1}", ha="center", va="center", color=colour, weight="bold", bbox=ring)
+    picture.set(xticks=[], yticks=[], ylim=(HEIGHT, 0))
+    curve.set(yticks=[], ylim=(0, HEIGHT - 2))
+    curve.tick_params(color=MUTED, labelcolor=MUTED, labelsize=7.5)
+    for axes in (picture, curve):
+        axes.set_xlim(begin, begin + ROW)
+        axes.spines[:].set_visible(False)
+
+
+def draw_overview(axes: Axes, steps: int, shown: tuple[int, int], transcript: Transcript, spans: partita.TokenSpans) -> None:
+    start, end, score = (t[0] for t in spans)
+    time, confidence = (start + end) / 2, score.exp().clamp(min=1e-8)
+    axes.axvspan(*shown, color=FAINT, lw=0)
+    axes.scatter(time, confidence, c=SURE(confidence.numpy()), s=9, zorder=2, clip_on=False)
+    wrong = transcript.wrong
+    axes.scatter(time[wrong], confidence[wrong], s=42, facecolor="none", edgecolor=INK, lw=0.9, zorder=2, clip_on=False)
+    axes.set(yscale="log", xlim=(0, steps), ylim=(1e-8, 1.5), xlabel="step")
+    axes.tick_params(color=MUTED, labelcolor=INK)
+    axes.grid(axis="y", color=FAINT, lw=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(MUTED)
+
+
+def draw(path: Path, page: Page, transcript: Transcript, spans: partita.TokenSpans, steps: int) -> None:
+    """The part of the page with the most wrong labels in full, and the confidence of every label of the page."""
+    edges = torch.cat([page.places[:, 0] // COLUMNS_A_STEP, torch.tensor([steps])])
+    start = spans.start[0, transcript.wrong]
+    within = (start >= edges[:-1, None]) & (start < edges[:-1, None] + ROWS * ROW)
+    cuts = [int(edges[within.sum(1).argmax()])]
+    while len(cuts) <= ROWS and cuts[-1] < steps:
+        cuts.append(int(edges[edges <= cuts[-1] + ROW].max()))
+    rows = len(cuts) - 1
+    figure = Figure(figsize=(12, 3.4 + 1.5 * rows), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=(1.5 * rows, 3.2), hspace=0.03)
+    heading = {"x": 0.01, "ha": "left", "size": 12, "weight": "bold", "color": INK}
+    top.suptitle("The transcript, laid over the page by ctc_align", **heading)
+    cells = top.subplots(2 * rows, 1, height_ratios=(1.6, 1) * rows).reshape(rows, 2)
+    for (picture, curve), begin, end in zip(cells, cuts[:-1], cuts[1:], strict=True):
+        draw_row(picture, curve, begin, end, page, transcript, spans)
+    bottom.suptitle("The confidence in each label of the page", **heading)
+    bottom.supxlabel("ringed: wrong labels, changed or inserted   grey: the part above", size=9, color=MUTED)
+    draw_overview(bottom.subplots(), steps, (cuts[0], cuts[-1]), transcript, spans)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = path.suffix[1:].lower() in figure.canvas.get_supported_filetypes()
+    figure.savefig(path, dpi=130, format=None if known else "png")
+
+
+def run(lines: int, errors: int, batches: int, seed: int, out: Path, quiet: bool = False) -> Report:
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    digits, held_out = load(seed, torch.device("cpu"))
+    model = Reader()
+    train(model, digits, batches, generator, quiet)
+    page = compose_page(held_out, lines, seed)
+    transcript = spoil(page.labels, errors, generator)
+    model.eval()
+    with torch.no_grad():
+        logits = model(page.signal[None, None])
+    align(logits[:1], transcript.labels[:1])  # so that what is compiled at the first call is not timed
+    begin = perf_counter()
+    best = align(logits, transcript.labels)
+    seconds = perf_counter() - begin
+    draw(out, page, transcript, best.spans(), len(logits))
+    return judge(logits, best, page, transcript, seconds)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Find the wrong labels in the transcript of a page of scikit-learn's handwritten digits.")
+    parser.add_argument("--lines", type=positive, default=100, help="lines of the page (default 100)")
+    parser.add_argument("--errors", type=positive, default=40, help=f"wrong labels, at most {MOST_ERRORS} to a line (default 40)")
+    parser.add_argument("--batches", type=positive, default=300, help="batches of lines to train on (default 300)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default 0)")
+    parser.add_argument("--out", type=Path, default=Path("alignment.png"), help="picture to write (default alignment.png)")
+    parser.add_argument("--quiet", action="store_true", help="show no progress bar")
+    options = parser.parse_args(argv)
+    if options.errors > MOST_ERRORS * options.lines:
+        parser.error(f"argument --errors: expected at most {MOST_ERRORS} to a line, {MOST_ERRORS * options.lines}, got {options.errors}")
+
+    torch.set_num_threads(1)  # layers this small spend more time on sharing than on work
+    report = run(options.lines, options.errors, options.batches, options.seed, options.out, options.quiet)
+    print(f"Page: {report.steps:,} steps, {report.labels:,} labels, {report.wrong:,} of them wrong")
+    print(f"Time of the alignment: {1000 * report.seconds:.1f} ms")
+    print(f"Labels on their digits: {report.placed:.1%}, centres {report.off:.2f} steps apart")
+    print(f"Wrong labels: {report.found:,} among the {report.wrong:,} least sure, area under ROC {report.area:.4f}")
+    print(f"Beside forced_align: {'the same path' if report.same_path else 'another path'}, score diff {report.score_difference:.2e}")
+    print(f"Picture: {options.out}")
+    if report.placed < REQUIRED_PLACED or report.area < REQUIRED_AREA or not report.same_path:
+        print(f"Below {REQUIRED_PLACED:.0%} of labels in place, an area of {REQUIRED_AREA}, or not the path of forced_align.", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
