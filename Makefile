@@ -23,7 +23,7 @@ docs: .venv/.docs  ## build the documentation into site/, to be read at site/ind
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 clean:  ## remove the environment and all that was generated
-	rm -rf .venv site .hypothesis .mypy_cache .pytest_cache .ruff_cache dist digits.png digit_lines.png language_model.png train_parallel.png
+	rm -rf .venv site .hypothesis .mypy_cache .pytest_cache .ruff_cache dist digits.png digit_lines.png language_model.png train_parallel.png alignment.png hmm.png tagger.png
 	find src tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 # The build of torch without CUDA comes from the index that pip is set up with, where it has one; otherwise uv knows where that build is.

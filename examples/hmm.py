@@ -233,7 +233,7 @@ def draw(path: Path, series: Series, fitted: Fit, found: Posterior) -> None:
         best: "Most probable path: viterbi()",
         drawn: f"{len(found.samples)} paths from the posterior: sample()",
         density: "Density of each regime",
-        curves: f"Log-likelihood of {fitted.curves.shape[1]} starts, by step",
+        curves: "Log-likelihood of each start",
         matrix: "Next month, from row to column",
     }
     for axes, title in titles.items():

@@ -82,7 +82,7 @@ class Report:
 
 
 class Tagger(nn.Module):
-    """From characters `[N, T]` to the chain's emissions `[T, N, tags]`; what follows what is learnt in three tables."""
+    """A network from characters `[N, T]` to the chain's emissions `[T, N, tags]`, and the tables of the chain."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Tagger(nn.Module):
 
 def chain_loss(chain: partita.Chain, batch: Snippets) -> Tensor:
     """Log Z minus the score of the right path, nats a character."""
-    return -chain.log_prob(partita.edges_from_states(batch.tags.T, chain.source)).sum() / batch.lengths.sum()
+    return -chain.log_prob(states=batch.tags.T).sum() / batch.lengths.sum()
 
 
 def crf_loss(model: Tagger, batch: Snippets) -> Tensor:
@@ -156,30 +156,27 @@ def snippets_of(tagged: Sequence[tuple[str, list[int]]]) -> Snippets:
     return Snippets(pad_sequence(codes, batch_first=True), pad_sequence(tags, batch_first=True, padding_value=-1), lengths)
 
 
-def load(megabytes: int, seed: int) -> tuple[Snippets, Snippets]:
+def load(files: int, seed: int) -> tuple[Snippets, Snippets]:
     """Snippets of the library's files, to train on and held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [path for path in sorted(root.rglob("*.py")) if not LEFT_OUT & set(path.relative_to(root).parts)]
-    random.Random(seed).shuffle(paths)
-    files = [path.read_text(encoding="utf-8", errors="ignore") for path in paths]
-    files = [file for file, size in zip(files, accumulate(map(len, files)), strict=True) if size <= megabytes * 10**6]
     parts: list[list[tuple[str, list[int]]]] = [[], []]
-    for i, file in enumerate(files):
-        tags, starts = tags_of(file), [*line_starts(file)[::LINES], len(file)]
+    for i, path in enumerate(random.Random(seed).sample(paths, min(files, len(paths)))):
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        tags, starts = tags_of(text), [*line_starts(text)[::LINES], len(text)]
         pieces = [slice(start, min(stop, start + LONGEST)) for start, stop in pairwise(starts) if stop - start > 1]
-        parts[i % HELD_OUT == 0].extend((file[piece], tags[piece]) for piece in pieces)
+        parts[i % HELD_OUT == 0].extend((text[piece], tags[piece]) for piece in pieces)
+    if not all(parts):
+        raise ValueError(f"files: expected enough of them to train on some and hold out others, got {files}")
     return snippets_of(parts[0]), snippets_of(parts[1])
 
 
-def train(name: str, model: Tagger, snippets: Snippets, batches: int, seed: int, quiet: bool) -> list[float]:
-    """The loss of each batch."""
+def train(name: str, model: Tagger, snippets: Snippets, batches: int, seed: int, quiet: bool) -> None:
     loss_of = METHODS[name][0]
     generator = torch.Generator().manual_seed(seed)
-    tables = [model.transitions, model.ends]
     network = [parameter for module in model.children() for parameter in module.parameters()]
-    optimizer = torch.optim.Adam([{"params": network}, {"params": tables}])
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[2e-2, 1e-1], total_steps=batches)
-    losses = []
+    optimizer = torch.optim.Adam([{"params": network}, {"params": [model.transitions, model.ends]}])
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[2e-2, 1e-1], total_steps=batches)  # the tables have farther to go
     columns = (f"{name:8}", BarColumn(), MofNCompleteColumn(), "batches", TimeElapsedColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
     with Progress(*columns, disable=quiet) as progress:
         task = progress.add_task("", total=batches, loss=float("nan"))
@@ -190,9 +187,7 @@ def train(name: str, model: Tagger, snippets: Snippets, batches: int, seed: int,
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-            losses.append(loss.item())
-            progress.update(task, advance=1, loss=losses[-1])
-    return losses
+            progress.update(task, advance=1, loss=loss.item())
 
 
 @torch.no_grad()
@@ -317,8 +312,8 @@ def draw(path: Path, model: Tagger, snippets: Snippets, guesses: dict[str, Guess
     figure.savefig(path, dpi=130, format=None if known else "png")
 
 
-def run(batches: int, megabytes: int, width: int, layers: int, seed: int, out: Path, quiet: bool = False) -> Report:
-    snippets, held_out = load(megabytes, seed)
+def run(batches: int, files: int, width: int, layers: int, seed: int, out: Path, quiet: bool = False) -> Report:
+    snippets, held_out = load(files, seed)
     scores, milliseconds, models, guesses = {}, {}, {}, {}
     for name in METHODS:
         torch.manual_seed(seed)
@@ -335,7 +330,7 @@ def run(batches: int, megabytes: int, width: int, layers: int, seed: int, out: P
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Tag the characters of Python's standard library with a CRF by Partita.")
     parser.add_argument("--batches", type=positive, default=400, help=f"batches of {BATCH} snippets (default 400)")
-    parser.add_argument("--megabytes", type=positive, default=3, help="of text (default 3)")
+    parser.add_argument("--files", type=positive, default=200, help=f"of the library, of which one in {HELD_OUT} is held out (default 200)")
     parser.add_argument("--width", type=positive, default=48, help="channels of the network (default 48)")
     parser.add_argument("--layers", type=positive, default=3, help="layers of the network, which sees two characters farther with each (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default 0)")
@@ -343,8 +338,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quiet", action="store_true", help="show no progress bar")
     options = parser.parse_args(argv)
 
-    torch.set_num_threads(1)  # layers this small spend more time on sharing than on work
-    report = run(options.batches, options.megabytes, options.width, options.layers, options.seed, options.out, options.quiet)
+    torch.set_num_threads(1)  # of a network this small; on a busy machine more of them mostly wait for each other
+    report = run(options.batches, options.files, options.width, options.layers, options.seed, options.out, options.quiet)
     print(f"Loss diff: {report.difference.loss:.2e}")
     print(f"Grad diff (max): {report.difference.grad:.2e}")
     for name, found in report.scores.items():

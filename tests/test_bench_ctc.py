@@ -14,6 +14,7 @@ from torch import Tensor
 
 import partita
 from partita.__main__ import main
+from partita._console import print_table
 from partita.bench import chain, chain_peers, ctc, ctc_peers, picture, providers, report
 from partita.bench.case import Buffers
 from partita.bench.measure import Timing
@@ -226,6 +227,11 @@ def test_what_the_libraries_cannot_take() -> None:
     assert [row.note for row in rows] == ["refuses: needs a GPU"] * 2
 
 
+def print_summary(rows: list[Row]) -> None:
+    for table in report.summary(rows, CPU):
+        print_table(*table)
+
+
 def test_times_faster(capsys: pytest.CaptureFixture[str]) -> None:
     def row(case: ctc.CtcCase, provider: str, milliseconds: float | None) -> Row:
         timing = None if milliseconds is None else Timing.of([milliseconds])
@@ -233,12 +239,12 @@ def test_times_faster(capsys: pytest.CaptureFixture[str]) -> None:
 
     longer = dataclasses.replace(LOSS, steps=400)
     rows = [row(LOSS, "partita", 2.0), row(LOSS, "torch", 5.0), row(LOSS, "seqdist", 4.0), row(longer, "partita", 1.0), row(longer, "torch", None)]
-    report.print_summary(rows, CPU)
+    print_summary(rows)
     printed = capsys.readouterr().out
     table = printed.partition("ctc fp32, total: times faster than torch\n")[2].splitlines()
     assert [line.split()[-3:] for line in table[2:3]] == [["2.50", "1.00", "1.25"]]
     assert table[3].split()[-1] == "refuses" and "." not in table[3]
-    report.print_summary([row(LOSS, "partita", 2.0)], CPU)
+    print_summary([row(LOSS, "partita", 2.0)])
     assert "faster" not in capsys.readouterr().out
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import partita
 from partita.__main__ import main
+from partita._console import print_table
 from partita.bench import linear_cross_entropy as linear
 from partita.bench import linear_peers, picture, providers, report
 from partita.bench.case import Buffers
@@ -238,9 +239,14 @@ def row(provider: str, part: str, milliseconds: float | None, memory: int | None
     return Row(case, provider, part if timing else "", timing, 0.0, memory, "" if timing else "refuses: no")
 
 
+def print_summary(rows: list[Row]) -> None:
+    for table in report.summary(rows, CPU):
+        print_table(*table)
+
+
 def test_times_the_products_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row("products", "total", 2.0, 2**29), row("partita-fast", "total", 2.1, 2**30), row("torch", "total", 5.0, 3 * 2**30), row("cce", "", None)]
-    report.print_summary([*rows, row("torch", "inference", 5.0)], CPU)
+    print_summary([*rows, row("torch", "inference", 5.0)])
     printed = capsys.readouterr().out
     title = "linear_cross_entropy fp32"
     times = printed.partition(f"{title}, total: times the products\n")[2].splitlines()
@@ -249,7 +255,7 @@ def test_times_the_products_and_memory(capsys: pytest.CaptureFixture[str]) -> No
     memory = printed.partition(f"{title}: extra memory, GiB\n")[2].splitlines()
     assert memory[2].split()[-4:] == ["0.50", "1.00", "3.00", "refuses"]
     assert "inference" not in printed and "faster" not in printed and "percent" not in printed  # products had no such part
-    report.print_summary([row("torch", "total", 5.0)], CPU)
+    print_summary([row("torch", "total", 5.0)])
     assert capsys.readouterr().out == ""
 
 

@@ -9,7 +9,7 @@ from chains import TABLES, random_chain, small_chains
 from hypothesis import given, settings
 
 import partita
-from partita import Chain, Log, Max, Semiring, _backend
+from partita import Chain, Log, Max, Semiring, _backend, edges_from_states, linear_chain
 from partita.testing import all_paths
 
 COUNT = Semiring(0.0, 1.0, torch.mul, torch.sum)
@@ -113,6 +113,30 @@ def test_kl_is_infinite_where_the_other_forbids_a_path() -> None:
     other = Chain(scores, chain.source, chain.initial, chain.final)
     assert chain.kl(other).isinf().tolist() == [False, bool((chain.marginals()[1, 1, 2] > 0).any()), False]
     assert other.kl(chain).isfinite().all()
+
+
+def test_log_prob_of_states() -> None:
+    """Of a chain of no steps too, where edges say nothing."""
+    emissions = torch.randn(4, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    tags = torch.tensor([[0, 2, 1], [1, -1, 2], [1, -1, -1], [0, -1, -1]])
+    chain = linear_chain(emissions, torch.randn(3, 3, dtype=torch.float64), torch.randn(3), torch.randn(3), lengths=[4, 1, 2])
+    found, of_edges = chain.log_prob(states=tags), chain.log_prob(edges_from_states(tags, chain.source))
+    assert torch.equal(found[[0, 2]], of_edges[[0, 2]]) and of_edges[1] == 0
+    close(found[1], (chain.initial[1] + chain.final[1]).log_softmax(0)[2])
+    (grad,) = torch.autograd.grad(found[1], emissions)
+    assert grad[0, 1, 2] > 0 > grad[0, 1, 0] and not grad[1:].any()
+    several = chain.log_prob(states=torch.stack([tags, tags]))
+    assert torch.equal(several, torch.stack([found, found]))
+    nowhere = tags.clone()
+    nowhere[0, 1] = 7
+    assert chain.log_prob(states=nowhere)[1] == -torch.inf
+    for arguments in ({}, {"edges": tags[1:], "states": tags}):
+        with pytest.raises(TypeError, match="expected either edges or states"):
+            chain.log_prob(**arguments)
+    with pytest.raises(ValueError, match=r"states: expected shape \[..., T \+ 1, N\] with \[T, N\] = \[3, 3\]"):
+        chain.log_prob(states=tags[1:])
+    with pytest.raises(ValueError, match=r"states: expected an edge between one state and the next, got -5 then 1 at \[0, 0\]"):
+        chain.log_prob(states=torch.where(tags == 0, -5, tags))
 
 
 def test_log_prob_of_edges_that_do_not_follow_one_another() -> None:
@@ -306,6 +330,7 @@ BAD = {
     "samples": (lambda c: c.sample(-1), ValueError, "k: expected a number of paths, 0 or more, got -1"),
     "values": (lambda c: c.expectation(c.scores[..., :1, :1, :].expand(4, 3, 2, 2)), ValueError, "values: expected what broadcasts to the scores"),
     "edges": (lambda c: c.log_prob(torch.zeros(3, 3, dtype=torch.int64)), ValueError, r"edges: expected shape \[..., T, N\]"),
+    "other lengths": (lambda c: c.kl(Chain(c.scores, c.source, lengths=[1, 2, 2])), ValueError, "other.lengths: expected the lengths"),
     "other": (lambda c: c.kl(Chain(c.scores, c.source.roll(1, 0))), ValueError, "other.source: expected the source of this chain"),
     "kernel": (lambda c: _under("numba", lambda: c.logz(COUNT)), RuntimeError, "backend 'numba': this semiring has no kernel"),
     "tokens": (lambda c: partita.linear_chain(c.scores[..., 0], torch.zeros(3, 3), lengths=[1, 0, 2]), ValueError, r"lengths: .* from 1 to 4, got 0"),

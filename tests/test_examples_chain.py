@@ -14,7 +14,7 @@ from matplotlib.image import imread
 
 import partita
 
-TAGGER = {"batches": 2, "megabytes": 1, "width": 8, "layers": 1}
+TAGGER = {"batches": 2, "files": 20, "width": 8, "layers": 1}
 HMM = {"regimes": 3, "starts": 3, "steps": 60}
 
 
@@ -141,12 +141,17 @@ def test_the_stationary_distribution_stays() -> None:
     torch.testing.assert_close((found[:, None] @ transitions)[:, 0], found)
 
 
-@pytest.mark.parametrize("example, option", [(tagger, "--batches"), (tagger, "--layers"), (hmm, "--starts"), (hmm, "--steps")])
+@pytest.mark.parametrize("example, option", [(tagger, "--batches"), (tagger, "--files"), (hmm, "--starts"), (hmm, "--steps")])
 @pytest.mark.parametrize("value", ["0", "many"])
 def test_numbers_that_are_refused(example: object, option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         example.main([option, value])
     assert f"argument {option}: invalid positive value: '{value}'" in capsys.readouterr().err
+
+
+def test_tagger_needs_two_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="files: expected enough"):
+        tagger.run(**{**TAGGER, "files": 1}, seed=0, out=tmp_path / "tagger.png", quiet=True)
 
 
 def test_hmm_refuses_a_number_of_regimes_that_it_has_no_colours_for(capsys: pytest.CaptureFixture[str]) -> None:

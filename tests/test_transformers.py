@@ -101,6 +101,14 @@ def test_half_types_give_fp32(items: int | None, dtype: torch.dtype, device: str
     assert all(grad.dtype == dtype for grad in gradients(without, hidden, matrix))
 
 
+def test_the_name_of_the_soft_cap_in_configurations() -> None:
+    hidden, matrix, labels = sample()
+    expected = linear_causal_lm_loss(hidden, matrix, labels, softcap=3.0)
+    for softcap in (None, 3.0):
+        assert torch.equal(linear_causal_lm_loss(hidden, matrix, labels, softcap=softcap, final_logit_softcapping=3.0), expected)
+    assert not torch.equal(linear_causal_lm_loss(hidden, matrix, labels, final_logit_softcapping=None), expected)
+
+
 @devices
 def test_all_ignored(device: str) -> None:
     hidden, matrix, labels = sample(device, ignored="all")
@@ -232,6 +240,7 @@ def test_what_is_refused(changes: dict[str, object], error: type[Exception], mes
         ({"hidden_states": torch.zeros(2, 3, 6)}, ValueError, r"hidden_states: expected shape \[..., T, H\] with H = 5, got \[2, 3, 6\]"),
         ({"lm_head_weight": torch.zeros(5)}, ValueError, r"lm_head_weight: expected shape \[vocab_size, H\], got \[5\]"),
         ({"lm_head_weight": None}, TypeError, "lm_head_weight: expected a Tensor, got NoneType"),
+        ({"softcap": 3.0, "final_logit_softcapping": 4.0}, ValueError, "softcap: expected one number, got 3.0 and final_logit_softcapping 4.0"),
         ({"lm_head_weight": torch.zeros(4, 5, dtype=torch.bfloat16)}, TypeError, "lm_head_weight: expected the dtype of hidden_states, torch.float32"),
         ({"lm_head_weight": torch.zeros(4, 5, device="meta")}, ValueError, "lm_head_weight: expected the device of hidden_states, cpu, got meta"),
         ({"labels": LABELS[:1]}, ValueError, "labels: expected 6 labels, one for each position, got 3"),

@@ -10,7 +10,8 @@ from .chain import Chain, ChainSample, ViterbiPath, logz
 from .crf import ctc_crf_loss, debruijn_source
 from .cross_entropy import cross_entropy
 from .ctc import CTCAlignment, TokenSpans, ctc_align, ctc_loss
-from .linear_chain import dense_source, edges_from_states, linear_chain
+from .edges import dense_source, edges_from_states
+from .linear_chain import linear_chain
 from .linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_plan, linear_token_stats
 from .semiring import Log, Max, Semiring
 from .softmax import log_softmax, logsumexp, softmax

@@ -12,6 +12,7 @@ from torch import Tensor
 from . import _backend, _chain, _checks
 from ._autograd import apply, capturing, plain_eager
 from ._lengths import moved
+from .edges import edges_from_states
 from .reference import chain as reference
 from .reference.chain_paths import chain_log_score
 from .reference.softmax import accumulator
@@ -22,7 +23,7 @@ class ViterbiPath(NamedTuple):
     """The best path of each chain.
 
     Fields:
-        score: `[N]`, -inf for a chain without a path.
+        score: `[N]`, in nats, as the scores are; -inf for a chain without a path.
         states: `[T + 1, N]` int64; row 0 is the initial state; -1 past the length and for a chain without a path.
         edges: `[T, N]` int64, c·K + k for the k-th edge into state c; -1 likewise.
     """
@@ -69,9 +70,9 @@ class Chain:
     starts in a state with its `initial` score, takes one edge a step, and ends with the `final` score of its last state.
 
     Args:
-        scores: `[T, N, C, K]` floating, any strides; -inf forbids an edge.
+        scores: `[T, N, C, K]` floating, in nats, any strides; -inf forbids an edge.
         source: `[C, K]`, any integer dtype; -1 for no edge, whose scores are never looked at. A state may be used any number of times.
-        initial, final: `[N, C]` floating; zeros if None (the semiring's one).
+        initial, final: `[N, C]` floating, in nats; zeros if None (the semiring's one).
         lengths: `[N]` integers on any device, or a list; how many steps of each chain count, all if None.
 
     Everything is differentiable in scores, initial and final. Scores past a length have gradient 0. Half types give fp32 results.
@@ -80,7 +81,8 @@ class Chain:
         TypeError, ValueError: a wrong dtype, shape or device; a source or length out of range (on a GPU only with `PARTITA_CHECK=1`, otherwise
             the results of that chain, or for a source of every chain, are NaN).
 
-    Source: Rabiner, A tutorial on hidden Markov models, 1989; Lafferty et al., Conditional random fields, 2001.
+    Source: Rabiner, A tutorial on hidden Markov models, 1989; Lafferty et al., Conditional random fields, 2001; for `expectation`, `entropy` and `kl`
+    Li and Eisner, First- and second-order expectation semirings, 2009.
 
     Example:
         >>> import torch
@@ -152,6 +154,9 @@ class Chain:
     def logz(self, semiring: Semiring = Log) -> Tensor:
         """The sum over all paths, `[N]`: log Z in nats under `Log`, the best score under `Max`; -inf for a chain without a path.
 
+        Args:
+            semiring: as in `partita.logz`.
+
         Example:
             >>> import torch, partita
             >>> partita.Chain(torch.zeros(2, 1, 2, 2), partita.dense_source(2)).logz(partita.Max)
@@ -194,6 +199,9 @@ class Chain:
             k: how many.
             generator: on the device of the scores; the default one if None. The same state of it gives the same paths.
 
+        Raises:
+            ValueError: a number of paths that is none.
+
         Example:
             >>> import torch, partita
             >>> chain = partita.Chain(torch.zeros(4, 2, 3, 3), partita.dense_source(3))
@@ -218,6 +226,9 @@ class Chain:
         Args:
             values: of the edges, `[T, N, C, K]`, or what broadcasts to it; 0 · (±inf) counts as 0.
             initial, final: of the first and the last state, `[N, C]`; 0 if None.
+
+        Raises:
+            TypeError, ValueError: wrong dtypes, shapes or devices.
 
         Example:
             >>> import torch, partita
@@ -256,8 +267,11 @@ class Chain:
     def kl(self, other: Chain) -> Tensor:
         """KL(self ‖ other) of the paths in nats, `[N]`; +inf where the other forbids a path of this one.
 
+        Args:
+            other: a chain of the same `[T, N, C, K]` scores, `source` and lengths.
+
         Raises:
-            ValueError: the other has another shape, `source` or lengths.
+            TypeError, ValueError: the other is no chain, or has another shape, device, `source` or lengths.
 
         Example:
             >>> import torch, partita
@@ -269,36 +283,55 @@ class Chain:
             raise TypeError(f"other: expected a Chain, got {type(other).__name__}")
         _checks.shape("other.scores", other.scores, self.scores.shape, "that of this chain")
         _checks.device("other.scores", other.scores, self.scores, "scores")
-        if other.source is not self.source and _checks.values_wanted(self.scores.device) and not torch.equal(other.source, self.source):
-            raise ValueError("other.source: expected the source of this chain, got another table")
-        (initial, final), (other_initial, other_final) = self._ends(), other._ends()
-        pairs = (self.scores, other.scores), (initial, other_initial), (final, other_final)
+        mine, others = ((x.source, x.scores.new_full(x.scores.shape[1:2], len(x.scores)) if x.lengths is None else x.lengths) for x in (self, other))
+        if _checks.values_wanted(self.scores.device):
+            for name, own, given in zip(("source", "lengths"), mine, others, strict=True):
+                if given is not own and not torch.equal(given, own.to(given.dtype)):
+                    raise ValueError(f"other.{name}: expected the {name} of this chain, got another")
+        pairs = zip((self.scores, *self._ends()), (other.scores, *other._ends()), strict=True)
         mean, total = self._expectation64(*(a.double() - b.double() for a, b in pairs))
         if self._differentiated():
             total = self._logz64(Log)
-        difference = mean - total + other._logz64(Log)
-        result = torch.where(mean == torch.inf, torch.inf, difference)
-        return self._rounded(torch.where(total == -torch.inf, 0.0, result))
+        result = torch.where(mean == torch.inf, torch.inf, mean - total + other._logz64(Log))
+        result = torch.where(total == -torch.inf, 0.0, result)
+        return self._rounded(torch.where(mine[1] == others[1], result, torch.nan))
 
-    def log_prob(self, edges: Tensor) -> Tensor:
-        """The log-probability of paths, `[..., N]`; -inf for edges that do not follow one another.
+    def log_prob(self, edges: Tensor | None = None, *, states: Tensor | None = None) -> Tensor:
+        """The log-probability of paths in nats, `[..., N]`; -inf for edges that do not follow one another.
 
         Args:
-            edges: `[..., T, N]` integers as in `ViterbiPath`; those past a length do not count.
+            edges: `[..., T, N]` integers as in `ViterbiPath`; those past a length do not count. Of a chain of no steps they say nothing: 0.
+            states: in their place `[..., T + 1, N]` integers, which tell the state of such a chain too; as in `edges_from_states`.
+
+        Raises:
+            TypeError, ValueError: wrong dtypes or shapes; edges and states, or neither; states that no edge connects, as in `edges_from_states`.
+
+        Source: the score of the path less log Z.
 
         Example:
             >>> import torch, partita
             >>> chain = partita.Chain(torch.zeros(3, 1, 2, 2), partita.dense_source(2))
             >>> chain.log_prob(chain.viterbi().edges).exp()
             tensor([0.0625])
+            >>> chain.log_prob(states=torch.tensor([[0], [1], [1], [0]])).exp()
+            tensor([0.0625])
         """
+        if (edges is None) == (states is None):
+            raise TypeError("log_prob: expected either edges or states")
+        if states is not None:
+            edges = edges_from_states(states, self.source)
+        assert edges is not None
         _checks.integer("edges", edges)
         _checks.device("edges", edges, self.scores, "scores")
         if edges.shape[-2:] != self.scores.shape[:2]:
-            raise ValueError(f"edges: expected shape [..., T, N] with [T, N] = {list(self.scores.shape[:2])}, got {list(edges.shape)}")
-        total = chain_log_score(*self._all(), edges.long())
-        steps = (self.lengths > 0) if self.lengths is not None else torch.full((1,), self.scores.shape[0] > 0, device=self.scores.device)
-        return self._rounded(torch.where(steps, total - self._logz64(Log), 0.0))
+            name, given, rows = ("edges", edges, "T") if states is None else ("states", states, "T + 1")
+            raise ValueError(f"{name}: expected shape [..., {rows}, N] with [T, N] = {list(self.scores.shape[:2])}, got {list(given.shape)}")
+        total = chain_log_score(*self._all(), edges.long(), None if states is None else states[..., 0, :].long())
+        log_prob = total - self._logz64(Log)
+        if states is None:
+            steps = self.scores.shape[0] > 0 if self.lengths is None else self.lengths > 0
+            log_prob = torch.where(torch.as_tensor(steps, device=log_prob.device), log_prob, 0.0)
+        return self._rounded(log_prob)
 
     def _scores_after(self, semiring: Semiring, *, reverse: bool) -> Tensor:
         """α or β; where a gradient is to come, of a scan in PyTorch."""
@@ -309,7 +342,10 @@ class Chain:
         return self._rounded(torch.stack(scan(x, differentiable(semiring))))
 
     def forward_scores(self, semiring: Semiring = Log) -> Tensor:
-        """α, `[T + 1, N, C]`: the sum over all ways to be in each state after t steps; past the length, that at the length.
+        """α, `[T + 1, N, C]`, in nats: the sum over all ways to be in each state after t steps; past the length, that at the length.
+
+        Args:
+            semiring: as in `partita.logz`.
 
         Example:
             >>> import torch, partita
@@ -319,7 +355,10 @@ class Chain:
         return self._scores_after(semiring, reverse=False)
 
     def backward_scores(self, semiring: Semiring = Log) -> Tensor:
-        """β, `[T + 1, N, C]`: the sum over all ways to go on from each state after t steps; from the length on, the final scores.
+        """β, `[T + 1, N, C]`, in nats: the sum over all ways to go on from each state after t steps; from the length on, the final scores.
+
+        Args:
+            semiring: as in `partita.logz`.
 
         Example:
             >>> import torch, partita
@@ -354,8 +393,8 @@ def logz(
 
     Example:
         >>> import torch
-        >>> from partita import dense_source, logz
-        >>> logz(torch.zeros(3, 1, 2, 2), dense_source(2))  # log 16
+        >>> from partita import Log, dense_source, logz
+        >>> logz(torch.zeros(3, 1, 2, 2), dense_source(2), semiring=Log)  # log 16; the default
         tensor([2.7726])
     """
     return Chain(scores, source, initial, final, lengths=lengths).logz(semiring)

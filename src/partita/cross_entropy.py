@@ -250,7 +250,7 @@ def cross_entropy(
             effect where no gradient is needed and in compiled code. It serves one backward pass.
 
     Returns:
-        The loss in nats, in the dtype that `F.cross_entropy` returns (fp32 under autocast). A mean over no rows is NaN.
+        The loss in nats, a number or `[N, ...]`, in the dtype that `F.cross_entropy` returns (fp32 under autocast). A mean over no rows is NaN.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device or number, named with what was expected.

@@ -21,7 +21,7 @@ class TokenSpans(NamedTuple):
 
     Fields:
         start, end: `[N, S]` int64, its first step and the one behind its last; -1 past a target's length and where there is no alignment.
-        score: `[N, S]`, the mean log-probability of its steps; 0 likewise.
+        score: `[N, S]`, the mean log-probability of its steps in nats; 0 likewise.
     """
 
     start: Tensor
@@ -35,7 +35,7 @@ class CTCAlignment(NamedTuple):
     Fields:
         labels: `[N, T]` int64, the class that each step emits; -1 past the input's length and where there is no alignment.
         tokens: `[N, T]` int64, its place in the target; -1 on a blank too.
-        scores: `[N, T]`, its log-probability; 0 where there is no label.
+        scores: `[N, T]`, its log-probability in nats; 0 where there is no label.
         score: `[N]`, their sum; -inf where there is no alignment.
         longest: no target has more tokens.
     """

@@ -31,8 +31,8 @@ class Plan(NamedTuple):
         name: `fast`, with chunks of tokens: logits, then their gradient in their place, then the gradients of hidden states and matrix; `lean`, with
             chunks of classes: the logits are computed once for the loss and again for the gradients; `loss`, that without any gradient.
         chunk: tokens (`fast`) or classes (`lean`, `loss`) at a time.
-        workspace_bytes: the most memory in use at once, beside inputs, results and what the matrix library keeps for itself.
-        flops: of the matrix products, forward and backward.
+        workspace_bytes: the most bytes of memory in use at once, beside inputs, results and what the matrix library keeps for itself.
+        flops: floating-point operations of the matrix products, forward and backward.
     """
 
     name: str
@@ -230,7 +230,7 @@ def linear_cross_entropy(
         memory_budget: bytes of workspace beside inputs and results; None for 2 GiB.
 
     Returns:
-        The loss in nats, fp32 for half types.
+        The loss in nats, a number or `[...]`, fp32 for half types.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device, number or budget, named with what was expected.
@@ -347,7 +347,8 @@ def linear_token_stats(
 
     Args:
         input: hidden states `[..., H]`, floating dtype.
-        linear_weight: `[C, H]` in the same dtype; linear_bias: `[C]`.
+        linear_weight: `[C, H]` in the same dtype.
+        linear_bias: `[C]`, likewise.
         target: labels `[...]`, any integer dtype.
         temperature, ignore_index: as in `token_stats`.
         memory_budget: bytes of workspace beside inputs and results; None for 2 GiB.

@@ -20,7 +20,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         weight, size_average, ignore_index, reduce, reduction, label_smoothing: as in `torch.nn.CrossEntropyLoss`.
         softcap, z_loss, inplace: as in `partita.cross_entropy`.
 
-    Shapes, units, errors and source are those of `partita.cross_entropy`.
+    Source: `torch.nn.CrossEntropyLoss`; the method is that of `partita.cross_entropy`.
 
     Example:
         >>> import torch, partita
@@ -45,6 +45,18 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         self.softcap, self.z_loss, self.inplace = softcap, z_loss, inplace
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """The loss of a batch in nats: `partita.cross_entropy` under the options of the module.
+
+        Args:
+            input: logits `[N, C, ...]` or `[C]`.
+            target: labels `[N, ...]` or `[]`, or probabilities with the shape of `input`.
+
+        Returns:
+            A number, or `[N, ...]` with `reduction="none"`.
+
+        Raises:
+            TypeError, ValueError, IndexError, RuntimeError: as in `partita.cross_entropy`.
+        """
         return cross_entropy(
             input,
             target,
@@ -58,6 +70,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         )
 
     def extra_repr(self) -> str:
+        """The options that torch prints with the module."""
         return f"softcap={self.softcap}, z_loss={self.z_loss}, inplace={self.inplace}"
 
 
@@ -67,9 +80,9 @@ class LinearCrossEntropyLoss(torch.nn.Module):
     Args:
         in_features, num_classes, out_features, bias, device, dtype: of the linear layer, `[C * prod(out_features), H]`, named `linear`.
         reduction, weight, ignore_index, label_smoothing: as in `torch.nn.LinearCrossEntropyLoss`.
-        softcap, z_loss, memory_budget: as in `partita.linear_cross_entropy`.
+        softcap, z_loss, memory_budget: as in `partita.linear_cross_entropy`; the budget in bytes.
 
-    Shapes, units, errors and source are those of `partita.linear_cross_entropy`.
+    Source: `torch.nn.LinearCrossEntropyLoss`; the method is that of `partita.linear_cross_entropy`.
 
     Example:
         >>> import torch, partita
@@ -104,6 +117,18 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         self.register_buffer("weight", weight)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """The loss of a batch in nats: `partita.linear_cross_entropy` under the options of the module.
+
+        Args:
+            input: hidden states `[..., H]`, H = in_features.
+            target: labels `[...]` (`[N, *out_features]`), or probabilities `[..., C]` (`[N, C, *out_features]`).
+
+        Returns:
+            A number, or the shape of the labels, `[...]`, with `reduction="none"`.
+
+        Raises:
+            TypeError, ValueError, IndexError: as in `partita.linear_cross_entropy`.
+        """
         shape, bias = (self.num_classes, *self.out_features), self.linear.bias
         return linear_cross_entropy(
             input,
@@ -120,6 +145,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         )
 
     def extra_repr(self) -> str:
+        """The options that torch prints with the module."""
         return f"softcap={self.softcap}, z_loss={self.z_loss}, memory_budget={self.memory_budget}"
 
 
@@ -130,7 +156,7 @@ class CTCLoss(torch.nn.CTCLoss):
         blank, reduction, zero_infinity: as in `torch.nn.CTCLoss`.
         from_logits: as in `partita.ctc_loss`.
 
-    Shapes, units, errors and source are those of `partita.ctc_loss`.
+    Source: `torch.nn.CTCLoss`; the method is that of `partita.ctc_loss`.
 
     Example:
         >>> import torch, partita
@@ -143,8 +169,20 @@ class CTCLoss(torch.nn.CTCLoss):
         self.from_logits = from_logits
 
     def forward(self, log_probs: Tensor, targets: Tensor, input_lengths: Lengths, target_lengths: Lengths) -> Tensor:
+        """The loss of a batch in nats: `partita.ctc_loss` under the options of the module.
+
+        Args:
+            log_probs, targets, input_lengths, target_lengths: as in `partita.ctc_loss`.
+
+        Returns:
+            A number, or `[N]` with `reduction="none"`.
+
+        Raises:
+            TypeError, ValueError, IndexError: as in `partita.ctc_loss`.
+        """
         options = self.blank, self.reduction, self.zero_infinity
         return ctc_loss(log_probs, targets, input_lengths, target_lengths, *options, from_logits=self.from_logits)
 
     def extra_repr(self) -> str:
+        """The options that torch prints with the module."""
         return f"blank={self.blank}, reduction={self.reduction!r}, zero_infinity={self.zero_infinity}, from_logits={self.from_logits}"

@@ -130,7 +130,7 @@ def cross_entropy(
         ignore_index, reduction, label_smoothing, softcap, z_loss: as in `partita.cross_entropy`; smoothing is over all classes.
 
     Returns:
-        The loss in nats, fp32 for half types, the same bits on every rank; a DTensor for a DTensor.
+        The loss in nats, a number or `[N, ...]`, fp32 for half types, the same bits on every rank; a DTensor for a DTensor.
 
     Raises:
         TypeError, ValueError, IndexError: as in `partita.cross_entropy`.
@@ -195,14 +195,15 @@ def linear_cross_entropy(
     Args:
         input: hidden states `[..., H]`, the same on all ranks; with `sequence_parallel` this rank's `[M, H]` of all tokens, in rank order. A DTensor is
             redistributed as needed.
-        linear_weight: this rank's rows of the matrix `[C_local, H]`; linear_bias: `[C_local]`. Or DTensors, sharded in dimension 0.
+        linear_weight: this rank's rows of the matrix `[C_local, H]`; or a DTensor, sharded in dimension 0.
+        linear_bias: `[C_local]`; or a DTensor, likewise.
         target: labels of all tokens `[...]`.
         weight, group, classes: as in `partita.parallel.cross_entropy`.
         sequence_parallel: gather the hidden states inside, and reduce and scatter their gradient.
-        reduction, ignore_index, label_smoothing, softcap, z_loss, memory_budget: as in `partita.linear_cross_entropy`; the budget is each rank's.
+        reduction, ignore_index, label_smoothing, softcap, z_loss, memory_budget: as in `partita.linear_cross_entropy`; the budget is the bytes of each rank.
 
     Returns:
-        The loss in nats, fp32 for half types, the same bits on every rank. The gradient of the hidden states is complete on every rank.
+        The loss in nats, a number or `[...]`, fp32 for half types, the same bits on every rank. The gradient of the hidden states is complete on every rank.
 
     Raises:
         TypeError, ValueError, IndexError, RuntimeError: as in `partita.parallel.cross_entropy`.
@@ -291,7 +292,7 @@ def token_stats(
         temperature, ignore_index: as in `partita.token_stats`.
 
     Returns:
-        `TokenStats(logprob, logsumexp, entropy, argmax)`, fields `[...]`, the same bits on every rank; the first three differentiable.
+        `TokenStats(logprob, logsumexp, entropy, argmax)`, fields `[...]`, in nats, the same bits on every rank; the first three differentiable.
 
     Raises:
         TypeError, ValueError, IndexError, RuntimeError: as in `partita.parallel.cross_entropy`.

@@ -62,7 +62,9 @@ def max_dsum(x: Tensor, dim: int) -> Tensor:
 
 
 Log = Semiring(-torch.inf, 0.0, torch.add, _log_sum, log_dsum)
+"""Log-sum-exp and +: the sum over all paths is log Z in nats, and its gradient the marginals."""
 Max = Semiring(-torch.inf, 0.0, torch.add, _max_sum, max_dsum)
+"""Max and +: the sum over all paths is the best score, and its gradient the indicator of one best path, the one that `Chain.viterbi` returns."""
 
 
 class _Sum(torch.autograd.Function):

@@ -195,7 +195,7 @@ def logsumexp(input: Tensor, dim: int | Sequence[int] = -1, keepdim: bool = Fals
         keepdim: keep them with size one.
 
     Returns:
-        `input` without `dim`, in nats, in the dtype that `torch.logsumexp` returns. An empty sum, or one of -inf alone, is -inf.
+        `[...]` without `dim`, in nats, in the dtype that `torch.logsumexp` returns. An empty sum, or one of -inf alone, is -inf.
 
     Raises:
         TypeError: `input` is not a floating tensor.

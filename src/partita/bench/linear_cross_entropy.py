@@ -107,7 +107,7 @@ class LinearCrossEntropy(Case):
     @staticmethod
     def _slack(dtype: torch.dtype) -> float:
         """Of half types the last rounding is the greater part of the error, and the same for all."""
-        return torch.finfo(dtype).eps * (1 / 16 if dtype.itemsize == 2 else 16)
+        return torch.finfo(dtype).eps * (1 / 4 if dtype.itemsize == 2 else 16)
 
     def loops(self, function: Function, inputs: LinearInputs, provider: Provider) -> Sequence[Loop]:
         return [Loop((("inference", lambda: function(*inputs)),), lambda: None), training(function, inputs)]

@@ -32,10 +32,9 @@ _placed = WeakTensorKeyDictionary()  # of [version, the table on a device]
 
 
 class SequenceDist:
-    """What a distribution over sequences brings: log Z, from which its posteriors come; the rest is its own.
+    """What a distribution over sequences brings: log Z in nats, from which its posteriors come; the rest is its own.
 
-    Fields:
-        none: a subclass defines `logZ`, `viterbi` and `ctc_loss`.
+    A subclass defines `logZ`, `viterbi` and `ctc_loss`.
 
     Source: `koi.ctc.SequenceDist` and `seqdist.core.SequenceDist`, 2020.
 
@@ -50,16 +49,62 @@ class SequenceDist:
     """
 
     def logZ(self, scores: Tensor, S: Semiring = Log) -> Tensor:
+        """log Z of the scores in nats, `[N]`; not defined here.
+
+        Args:
+            scores: `[...]`, as the subclass takes them.
+            S: `Log`, `Max` or any other semiring.
+
+        Raises:
+            NotImplementedError: the subclass does not define it.
+        """
         raise NotImplementedError
 
     def viterbi(self, scores: Tensor) -> Tensor:
+        """The best path of each sequence, `[...]` as the subclass gives it; not defined here.
+
+        Args:
+            scores: as in `SequenceDist.logZ`.
+
+        Raises:
+            NotImplementedError: the subclass does not define it.
+        """
         raise NotImplementedError
 
     def ctc_loss(self, scores: Tensor, targets: Tensor, target_lengths: Tensor) -> Tensor:
+        """The loss of each target in nats, a number or `[N]`; not defined here.
+
+        Args:
+            scores: as in `SequenceDist.logZ`.
+            targets: `[N, S]`, 0 for padding.
+            target_lengths: `[N]` integers.
+
+        Raises:
+            NotImplementedError: the subclass does not define it.
+        """
         raise NotImplementedError
 
     def posteriors(self, scores: Tensor, S: Semiring = Log) -> Tensor:
-        """The gradient of log Z: probabilities under `Log`, the indicator of one best path under `Max`."""
+        """The gradient of `logZ`: probabilities under `Log`, the indicator of one best path under `Max`.
+
+        Args:
+            scores, S: as in `SequenceDist.logZ`.
+
+        Returns:
+            `[...]`, the shape of the scores.
+
+        Raises:
+            NotImplementedError: the subclass does not define `logZ`.
+
+        Example:
+            >>> import torch, partita
+            >>> from partita.integrations import koi
+            >>> class Chains(koi.SequenceDist):
+            ...     def logZ(self, scores, S=koi.Log):
+            ...         return partita.logz(scores, partita.dense_source(2), semiring=S)
+            >>> Chains().posteriors(torch.zeros(1, 1, 2, 2), koi.Max).flatten()
+            tensor([1., 0., 0., 0.])
+        """
         variable = scores.detach().requires_grad_()
         with torch.enable_grad():
             return torch.autograd.grad(self.logZ(variable, S).sum(), variable)[0]
@@ -99,7 +144,8 @@ def logZ_cu(stay_scores: Tensor, move_scores: Tensor, target_lengths: Tensor, S:
         S: `Log`, `Max` or any other semiring.
 
     Returns:
-        `[N]`, fp32 for half types; -inf for a length below 1 or over L and for one that T steps do not reach. Differentiable in the scores.
+        `[N]`, in nats under `Log`, fp32 for half types; -inf for a length below 1 or over L and for one that T steps do not reach.
+        Differentiable in the scores.
 
     Raises:
         TypeError, ValueError: wrong dtypes or shapes.
@@ -154,7 +200,7 @@ def logZ_cu_sparse(Ms: Tensor, idx: Tensor, v0: Tensor, vT: Tensor, S: Semiring 
         K: not looked at.
 
     Returns:
-        `[N]`, fp32 for half types. Differentiable in Ms, v0 and vT.
+        `[N]`, in nats under `Log`, fp32 for half types. Differentiable in Ms, v0 and vT.
 
     Raises:
         TypeError, ValueError: as in `partita.Chain`.
@@ -178,7 +224,7 @@ def fwd_scores_cu_sparse(Ms: Tensor, idx: Tensor, v0: Tensor, S: Semiring = Log,
         Ms, idx, v0, S, K: as in `logZ_cu_sparse`.
 
     Returns:
-        `[T + 1, N, C]`, fp32 for half types; without a gradient, as koi's.
+        `[T + 1, N, C]`, in nats under `Log`, fp32 for half types; without a gradient, as koi's.
 
     Raises:
         TypeError, ValueError: as in `partita.Chain`.
@@ -203,7 +249,7 @@ def bwd_scores_cu_sparse(Ms: Tensor, idx: Tensor, vT: Tensor, S: Semiring = Log,
         Ms, idx, vT, S, K: as in `logZ_cu_sparse`.
 
     Returns:
-        `[T + 1, N, C]`, fp32 for half types; without a gradient, as koi's.
+        `[T + 1, N, C]`, in nats under `Log`, fp32 for half types; without a gradient, as koi's.
 
     Raises:
         TypeError, ValueError: as in `partita.Chain`.

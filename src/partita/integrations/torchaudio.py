@@ -47,7 +47,7 @@ def forced_align(
     """The most probable CTC alignment of each target; the values of targets and lengths are read on the host.
 
     Args:
-        log_probs: `[B, T, C]` floating: log-probabilities of the classes at each step, the batch first.
+        log_probs: `[B, T, C]` floating: log-probabilities of the classes at each step in nats, the batch first.
         targets: `[B, L]` int32 or int64, without the blank.
         input_lengths, target_lengths: `[B]` integers; T and L by default.
         blank: the class of the blank.

@@ -43,7 +43,7 @@ def causal_lm_loss(
         kw: what else models pass on; not looked at.
 
     Returns:
-        The loss in nats, fp32 (fp64 for fp64). A mean over no labels is NaN.
+        The loss in nats, a number, fp32 (fp64 for fp64). A mean over no labels is NaN.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device or number, named with what was expected.
@@ -85,6 +85,7 @@ def linear_causal_lm_loss(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     z_loss: float = 0.0,
+    final_logit_softcapping: float | None = None,
     **kw: Any,
 ) -> Tensor:
     """`causal_lm_loss` straight from hidden states and the head's matrix, without the logits in memory.
@@ -94,11 +95,12 @@ def linear_causal_lm_loss(
         lm_head_weight: `[vocab_size, H]` in the same dtype.
         labels, num_items_in_batch, ignore_index, shift_labels: as in `causal_lm_loss`.
         linear_bias: `[vocab_size]`.
-        memory_budget: as in `partita.linear_cross_entropy`.
+        memory_budget: bytes of workspace, as in `partita.linear_cross_entropy`.
         label_smoothing, softcap, z_loss, kw: as in `causal_lm_loss`.
+        final_logit_softcapping: `softcap` under the name that it has in models' configurations.
 
     Returns:
-        The loss in nats, fp32 (fp64 for fp64), differentiable in hidden states, matrix and bias.
+        The loss in nats, a number, fp32 (fp64 for fp64), differentiable in hidden states, matrix and bias.
 
     Raises:
         TypeError, ValueError, IndexError: as in `causal_lm_loss` and `partita.linear_cross_entropy`.
@@ -122,6 +124,9 @@ def linear_causal_lm_loss(
         raise ValueError(f"hidden_states: expected shape [..., T, H] with H = {width}, got {list(hidden_states.shape)}")
     if lm_head_weight.dtype != hidden_states.dtype and autocast_dtype(hidden_states.device) is None:
         raise TypeError(f"lm_head_weight: expected the dtype of hidden_states, {hidden_states.dtype}, got {lm_head_weight.dtype}")
+    if None not in (softcap, final_logit_softcapping) and softcap != final_logit_softcapping:
+        raise ValueError(f"softcap: expected one number, got {softcap} and final_logit_softcapping {final_logit_softcapping}")
+    softcap = final_logit_softcapping if softcap is None else softcap
     target = _targets(labels, shift_labels, ignore_index, hidden_states.shape[:-1].numel(), hidden_states.device).view(hidden_states.shape[:-1])
     options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "softcap": softcap, "z_loss": z_loss}
     options |= {"linear_bias": linear_bias, "memory_budget": memory_budget, "reduction": _reduction(num_items_in_batch)}

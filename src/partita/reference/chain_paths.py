@@ -74,23 +74,28 @@ def _traced(x: Inputs, slot_of: Callable[[int, Tensor], Tensor], state: Tensor, 
     return torch.stack(states, 1).masked_fill(~ended, -1), torch.stack(edges, 1) if edges else state[:, None][:, :0]
 
 
-def chain_log_score(scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None, edges: Tensor) -> Tensor:
-    """The score of paths `[..., T, N]`, `[..., N]` fp64; -inf for edges that do not follow one another, 0 for a chain of no steps."""
+def chain_log_score(
+    scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None, edges: Tensor, first: Tensor | None = None
+) -> Tensor:
+    """The score of paths `[..., T, N]`, `[..., N]` fp64; -inf for edges that do not follow one another. A chain of no steps has that of its `first` state
+    `[..., N]`, or 0 where nobody knows it."""
     steps, chains, _, slots = scores.shape
     active, wrong = counted(scores, source, lengths)
-    nothing = torch.where(wrong, torch.nan, 0.0).double().expand(chains)
+    nothing, chain = torch.where(wrong, torch.nan, 0.0).double().expand(*edges.shape[:-2], chains), torch.arange(chains, device=edges.device)
+    if first is not None and initial.shape[1]:
+        state = first.clamp(0, initial.shape[1] - 1)
+        nothing = nothing + torch.where(state == first, initial[chain, state].double() + final[chain, state].double(), -torch.inf)
     if steps == 0 or source.numel() == 0:
-        return nothing.expand(*edges.shape[:-2], chains)
+        return nothing
     edge = edges.clamp(0, source.numel() - 1)
     entered, slot = edge // slots, edge % slots
     left = source[entered, slot].long()
     fits = (edges == edge) & (left >= 0)
     fits = torch.cat([fits[..., :1, :], fits[..., 1:, :] & (left[..., 1:, :] == entered[..., :-1, :])], -2)
-    chain = torch.arange(chains, device=edges.device)
     step = scores[torch.arange(steps, device=edges.device)[:, None], chain, entered, slot].double()
-    total = torch.where(active, torch.where(fits, step, -torch.inf), 0.0).sum(-2) + nothing
+    total = torch.where(active, torch.where(fits, step, -torch.inf), 0.0).sum(-2) + torch.where(wrong, torch.nan, 0.0)
     last = (active.sum(0) - 1).clamp(min=0)
     last_state = entered.gather(-2, last.expand(*edges.shape[:-2], 1, chains)).squeeze(-2)
     first_state = left[..., 0, :].clamp(0, initial.shape[1] - 1)
     ends = initial[chain, first_state].double() + final[chain, last_state].double()
-    return torch.where(active.any(0), total + ends, total)
+    return torch.where(active.any(0), total + ends, nothing)

@@ -41,6 +41,7 @@ class Error:
 
     @property
     def passed(self) -> bool:
+        """Whether `ulp` is within `budget`."""
         return self.ulp <= self.budget
 
     def __str__(self) -> str:
@@ -106,6 +107,8 @@ def ulp_error(result: Tensor, truth: Tensor, baseline: Tensor | float | None = N
 
     Raises:
         ValueError: a shape or a dtype that does not fit.
+
+    Source: Higham, Accuracy and stability of numerical algorithms, 2002, chapter 4, for what an error of a sum is counted in.
 
     Example:
         >>> import torch

@@ -28,7 +28,7 @@ class Difference(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """Errors of a function against fp64.
+    """Errors of a function against fp64, in ulp.
 
     Fields:
         forward: one `Error` for each floating result.
@@ -41,6 +41,7 @@ class Errors(NamedTuple):
 
     @property
     def passed(self) -> bool:
+        """Whether all errors are within their budgets."""
         return all(error.passed for error in (*self.forward, *self.backward))
 
     def __str__(self) -> str:
@@ -89,6 +90,10 @@ def forward_backward_difference(function: Callable[..., Any], reference: Callabl
     Returns:
         `Difference(forward, backward)`, gradients under one random upstream factor for each element of the results.
 
+    Raises:
+        ValueError: the two differ in how many results they have.
+        RuntimeError: no floating input, or a result that is not differentiable.
+
     Example:
         >>> import torch, partita
         >>> from partita.testing import forward_backward_difference, sample_labels
@@ -122,11 +127,15 @@ def contract_errors(
         function: from `inputs` to a tensor, or a tuple of them; differentiable in every floating input.
         reference: the same in plain PyTorch, for inputs of any floating dtype.
         inputs: tensors and other arguments, left as they are.
-        upstream: the gradient of each result; by default one random factor for each element.
+        upstream: the gradient of each result, `[...]` as that is; by default one random factor for each element.
         scale, grad_scale: of `ulp_error`, for the results and for the gradients; one for all, or one for each.
 
     Returns:
         `Errors(forward, backward)`.
+
+    Raises:
+        ValueError: the two differ in how many results they have, or in their shapes.
+        RuntimeError: no floating input, or a result that is not differentiable.
 
     Example:
         >>> import torch, partita

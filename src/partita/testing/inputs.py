@@ -32,6 +32,9 @@ def sample_rows(
     Returns:
         `[rows, columns]`.
 
+    Raises:
+        RuntimeError: a size below 0.
+
     Example:
         >>> from partita.testing import sample_rows
         >>> sample_rows(3, 4).shape
@@ -50,6 +53,9 @@ def sample_labels(
 
     Returns:
         `Labelled(logits [rows, classes], labels [rows])`.
+
+    Raises:
+        RuntimeError: a size below 0, or rows without classes.
 
     Example:
         >>> from partita.testing import sample_labels
@@ -100,6 +106,7 @@ _EDGES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 EDGES = tuple(_EDGES)
+"""The edges that `edge_rows` knows, by name."""
 
 
 def edge_rows(
@@ -121,9 +128,11 @@ def edge_rows(
         ValueError: an edge that is not in `EDGES`.
 
     Example:
-        >>> from partita.testing import edge_rows
+        >>> from partita.testing import EDGES, edge_rows
         >>> edge_rows("transposed", 2, 3).stride()
         (1, 2)
+        >>> [edge for edge in EDGES if edge_rows(edge).isinf().any()]
+        ['leading_inf', 'scattered_inf', 'inf_rows']
     """
     if edge not in _EDGES:
         raise ValueError(f"edge: expected one of {', '.join(EDGES)}, got {edge!r}")

@@ -20,6 +20,8 @@ def poisoned_memory() -> Iterator[None]:
     This holds on every device and in every thread for `torch.empty`, `empty_like`, `empty_strided`, `Tensor.new_empty` and the like: a
     kernel that leaves an element of its output unwritten, or reads it first, shows NaN. It is PyTorch's deterministic mode, warnings off.
 
+    Source: `torch.utils.deterministic.fill_uninitialized_memory`.
+
     Example:
         >>> import torch
         >>> from partita.testing import poisoned_memory

@@ -18,7 +18,7 @@ class Paths(NamedTuple):
     Fields:
         states: `[P, L + 1]`, L the length of the chain.
         edges: `[P, L]`, c·K + k for the k-th edge into state c.
-        scores: `[P]` fp64, initial and final scores included.
+        scores: `[P]` fp64, in nats as those of the chain, initial and final scores included.
     """
 
     states: Tensor

@@ -34,7 +34,7 @@ def time_forward_backward(function: Callable[..., Any], *inputs: Any, repeats: i
         warmup: how often it runs before that.
 
     Returns:
-        `Timing(forward, backward, total)`, `repeats` numbers each.
+        `Timing(forward, backward, total)`, `repeats` numbers each, in milliseconds.
 
     Raises:
         ValueError: no floating input, or no repeats.
