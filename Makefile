@@ -14,7 +14,7 @@ demo: $(READY)  ## learn to read lines of handwritten digits with CTC, and draw 
 test: $(READY)  ## lint, types and tests (ARGS="-k cross_entropy" goes to pytest)
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 bench: $(READY)  ## time every op against PyTorch and the installed peers (ARGS="softmax")
 	$(BIN)/python -m partita bench $(ARGS)

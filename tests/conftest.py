@@ -16,6 +16,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "interpreted: runs on the CPU under Triton's interpreter too")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes minutes comes first, and workers without work take some from the others (`--dist worksteal`)."""
+    items.sort(key=lambda item: item.path.name != "test_interpreter.py")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, count in NEEDED_GPUS.items():
         if item.get_closest_marker(marker) and torch.cuda.device_count() < count:
