@@ -230,6 +230,24 @@ def check_dtensor(device: torch.device) -> None:
             close(a.grad.full_tensor(), b)
 
 
+def check_what_a_dtensor_brings(device: torch.device) -> None:
+    world = dist.get_world_size()
+    mesh = dist.init_device_mesh(device.type, (world,))
+    logits, target = distribute_tensor(numbers(4, 6, device=device), mesh, [Shard(1)]), torch.zeros(4, dtype=torch.int64, device=device)
+    matrix = distribute_tensor(numbers(6, 3, device=device), mesh, [Shard(0)])
+    for call in (
+        lambda: parallel.cross_entropy(logits, target, classes=6),
+        lambda: parallel.token_stats(logits, target, group=dist.group.WORLD),
+        lambda: parallel.linear_cross_entropy(numbers(4, 3, device=device), matrix, target, sequence_parallel=True),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            assert "expected none beside a DTensor" in str(error)
+        else:
+            raise AssertionError("an argument was dropped without a word")
+
+
 def check_compile(device: torch.device) -> None:
     world = dist.get_world_size()
     local, target = numbers(TOKENS, 5, device=device, seed=dist.get_rank()), torch.arange(TOKENS, device=device) % (5 * world)
@@ -268,7 +286,10 @@ def check_wrappers(device: torch.device) -> None:
         close(d_rows, part_of(expected[1], sizes, 0))
 
 
-CHECKS = (check_cross_entropy, check_linear, check_corners, check_token_stats, check_bad_arguments, check_dtensor, check_wrappers, check_compile)
+CHECKS = (
+    check_cross_entropy, check_linear, check_corners, check_token_stats, check_bad_arguments, check_dtensor, check_what_a_dtensor_brings, check_wrappers,
+    check_compile,
+)  # fmt: skip
 
 
 def fail_alone(device: torch.device) -> None:

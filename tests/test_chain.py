@@ -115,6 +115,13 @@ def test_kl_is_infinite_where_the_other_forbids_a_path() -> None:
     assert other.kl(chain).isfinite().all()
 
 
+def test_kl_of_another_table_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    source, scores = partita.dense_source(2), torch.randn(3, 2, 2, 2)
+    assert Chain(scores, source).kl(Chain(scores, source.flip(1))).isnan().all()
+    assert Chain(scores, source, lengths=[3, 2]).kl(Chain(scores, source)).isnan().tolist() == [False, True]
+
+
 def test_log_prob_of_states() -> None:
     """Of a chain of no steps too, where edges say nothing."""
     emissions = torch.randn(4, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
@@ -324,6 +331,9 @@ BAD = {
     "initial": (lambda c: Chain(c.scores, c.source, c.initial[:1]), ValueError, r"initial: expected shape \[N, C\] of scores = \[3, 3\], got \[1, 3\]"),
     "device": (lambda c: Chain(c.scores, c.source, final=c.final.to("meta")), ValueError, "final: expected the device of scores, cpu, got meta"),
     "lengths": (lambda c: Chain(c.scores, c.source, lengths=[1, 2]), ValueError, r"lengths: expected shape \[N\] = \[3\], got \[2\]"),
+    "float lengths": (lambda c: Chain(c.scores, c.source, lengths=[1.5, 2.0, 1.0]), TypeError, "lengths: expected an integer dtype"),
+    "one float": (lambda c: Chain(c.scores, c.source, lengths=2.5), TypeError, "lengths: expected a Tensor or a sequence of integers, got float"),
+    "ends of values": (lambda c: c.expectation(c.scores, c.initial.to("meta")), ValueError, "initial: expected the device of scores"),
     "negative length": (lambda c: Chain(c.scores, c.source, lengths=[1, -2, 0]).logz(), ValueError, r"lengths: .* from 0 to 4, got -2 at \[1\]"),
     "long length": (lambda c: Chain(c.scores, c.source, lengths=[1, 2, 5]).viterbi(), ValueError, r"lengths: .* from 0 to 4, got 5 at \[2\]"),
     "source": (lambda c: Chain(c.scores, c.source + 3).logz(), ValueError, r"source: expected states, or -1 for no edge from -1 to 2, got \d at \[0, 0\]"),

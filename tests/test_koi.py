@@ -201,3 +201,15 @@ def test_the_table_is_placed_once() -> None:
 def test_the_import_is_light() -> None:
     code = "import sys, partita.integrations.koi; print([m for m in ('triton', 'numba', 'torch._dynamo') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_lattices_that_are_refused_and_lengths_in_a_list() -> None:
+    stay, move = torch.randn(5, 2, 3), torch.randn(5, 2, 2)
+    assert torch.equal(koi.logZ_cu(stay, move, [3, 2]), koi.logZ_cu(stay, move, torch.tensor([3, 2])))  # type: ignore[arg-type]
+    for arguments, error, message in (
+        ((stay[0], move, torch.tensor([3, 2])), ValueError, r"stay_scores: expected shape \[T, N, L\], got \[2, 3\]"),
+        ((stay.long(), move, torch.tensor([3, 2])), TypeError, "stay_scores: expected a floating dtype"),
+        ((stay, move, torch.tensor([3, 2, 1])), ValueError, r"target_lengths: expected shape \[N\] = \[2\], got \[3\]"),
+    ):
+        with pytest.raises(error, match=message):
+            koi.logZ_cu(*arguments)

@@ -69,7 +69,7 @@ def has_numba() -> bool:
 @functools.cache
 def _without_numba() -> str:
     """The floor that serves instead, and a word about it, once."""
-    message = "partita: chains on the CPU run in PyTorch, several times slower than with Numba: pip install 'partita[cpu]' brings it"
+    message = "partita: chains and CTC on the CPU run in PyTorch, several times slower than with Numba: pip install 'partita[cpu]' brings it"
     warnings.warn(message, RuntimeWarning, stacklevel=2)
     return "reference"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -21,10 +22,14 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 def lengths_of(name: str, value: Lengths, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """`[N]` int64 as it came, and on the device."""
-    if isinstance(value, int):
-        value = [value]
+    if isinstance(value, Integral):
+        value = [int(value)]
     if not isinstance(value, Tensor):
-        value = torch.tensor(list(value), dtype=torch.int64)
+        try:
+            numbers = list(value)  # type: ignore[arg-type]
+        except TypeError:
+            raise TypeError(f"{name}: expected a Tensor or a sequence of integers, got {type(value).__name__}") from None
+        value = torch.tensor(numbers, dtype=None if numbers else torch.int64)
     _checks.integer(name, value)
     _checks.shape(name, value.reshape(-1), [count], "[N]")
     value = value.reshape(-1).long()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import _backend, _chain, _checks
 from ._autograd import apply, capturing, plain_eager
-from ._lengths import moved
+from ._lengths import lengths_of
 from .edges import edges_from_states
 from .reference import chain as reference
 from .reference.chain_paths import chain_log_score
@@ -43,17 +43,6 @@ class ChainSample(NamedTuple):
 
     states: Tensor
     edges: Tensor
-
-
-def lengths_of(lengths: Tensor | Sequence[int] | None, scores: Tensor) -> Tensor | None:
-    """`[N]` on the device of the scores."""
-    if lengths is None:
-        return None
-    if not isinstance(lengths, Tensor):
-        lengths = torch.tensor(list(lengths), dtype=torch.int64)
-    _checks.integer("lengths", lengths)
-    _checks.shape("lengths", lengths, scores.shape[1:2], "[N]")
-    return moved(lengths, scores.device)
 
 
 @functools.lru_cache(maxsize=64)
@@ -115,7 +104,7 @@ class Chain:
                 _checks.device(name, value, scores, "scores")
                 _checks.shape(name, value, scores.shape[1:3], "[N, C] of scores")
         self.scores, self.source, self.initial, self.final = scores, source, initial, final
-        self.lengths = lengths_of(lengths, scores)
+        self.lengths = None if lengths is None else lengths_of("lengths", lengths, scores.shape[1], scores.device)[1]
 
     def _ends(self, one: float = 0.0) -> tuple[Tensor, Tensor]:
         """Initial and final scores, `[N, C]`."""
@@ -246,6 +235,7 @@ class Chain:
         for name, value in (("initial", initial), ("final", final)):
             if value is not None:
                 _checks.floating(name, value)
+                _checks.device(name, value, self.scores, "scores")
                 _checks.shape(name, value, self.scores.shape[1:3], "[N, C] of scores")
             ends.append(self.scores.new_zeros(()).expand(self.scores.shape[1:3]) if value is None else value)
         return self._rounded(self._expectation64(edges, *ends)[0])
@@ -271,7 +261,8 @@ class Chain:
             other: a chain of the same `[T, N, C, K]` scores, `source` and lengths.
 
         Raises:
-            TypeError, ValueError: the other is no chain, or has another shape, device, `source` or lengths.
+            TypeError, ValueError: the other is no chain, or has another shape, device, `source` or lengths; the last two are NaN on a GPU, unless
+                `PARTITA_CHECK=1`.
 
         Example:
             >>> import torch, partita
@@ -294,7 +285,8 @@ class Chain:
             total = self._logz64(Log)
         result = torch.where(mean == torch.inf, torch.inf, mean - total + other._logz64(Log))
         result = torch.where(total == -torch.inf, 0.0, result)
-        return self._rounded(torch.where(mine[1] == others[1], result, torch.nan))
+        same = (mine[1] == others[1]) & (True if others[0] is mine[0] else (mine[0] == others[0]).all())
+        return self._rounded(torch.where(same, result, torch.nan))
 
     def log_prob(self, edges: Tensor | None = None, *, states: Tensor | None = None) -> Tensor:
         """The log-probability of paths in nats, `[..., N]`; -inf for edges that do not follow one another.

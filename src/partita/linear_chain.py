@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from . import _checks
-from .chain import Chain, lengths_of
+from ._lengths import lengths_of
+from .chain import Chain
 from .edges import dense_source
 
 
@@ -57,7 +58,7 @@ def linear_chain(
     scores = emissions[1:, :, :, None] + transitions.T
     initial = emissions[0] if start is None else emissions[0] + start
     final = None if end is None else end.expand(chains, states)
-    counted = lengths_of(lengths, emissions)
+    counted = None if lengths is None else lengths_of("lengths", lengths, chains, emissions.device)[1]
     if counted is not None:
         _checks.within("lengths", counted, 1, steps, "tokens")
         counted = counted - 1

@@ -67,6 +67,7 @@ def linear_cross_entropy_plan(
         `Plan(name, chunk, workspace_bytes, flops)`.
 
     Raises:
+        TypeError: a dtype that is none, or not floating.
         ValueError: a size below 0, or a budget that is too small for a chunk of 128 classes.
 
     Source: Wijmans et al., Cut your losses in large-vocabulary language models, 2024, for the problem; the plans are our own.
@@ -83,8 +84,10 @@ def linear_cross_entropy_plan(
             raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
     if memory_budget is not None and (isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget < 0):
         raise ValueError(f"memory_budget: expected a number of bytes or None, got {memory_budget!r}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype: expected a floating torch.dtype, got {dtype!r}")
     half, item = dtype.itemsize == 2, dtype.itemsize
-    product, row = 2 * tokens * hidden * vocabulary, width_of(vocabulary) * item
+    product, row = 2 * tokens * hidden * vocabulary, max(width_of(vocabulary) * item, 1)
     beside = (ROW_WORDS * 4 + vocabulary // 512) * tokens  # the second is what programs that share a row exchange
     budget = BUDGET if memory_budget is None else memory_budget
     if input_grad or weight_grad:

@@ -148,6 +148,7 @@ def cross_entropy(
     _checks.choice("reduction", reduction, REDUCTIONS)
     options = {"label_smoothing": label_smoothing, "softcap": softcap, "z_loss": z_loss}
     if isinstance(input, DTensor):
+        _brought(group=group, classes=classes)
         local, group, classes, batch = _local(input, 1)
         target = _local_rows(target, input, batch)
         rows = _losses(local, target, weight, group, classes, ignore_index, options)
@@ -219,7 +220,10 @@ def linear_cross_entropy(
     """
     _checks.choice("reduction", reduction, REDUCTIONS)
     options = {"label_smoothing": label_smoothing, "softcap": softcap, "z_loss": z_loss}
+    if isinstance(input, DTensor) and not isinstance(linear_weight, DTensor):
+        raise TypeError("linear_weight: expected a DTensor beside input, which is one")
     if isinstance(linear_weight, DTensor):
+        _brought(group=group, classes=classes, sequence_parallel=sequence_parallel)
         mesh, (rows, group, classes, _) = linear_weight.device_mesh, _local(linear_weight, 0)
         batch = _batch(input, linear_weight)
         rows = linear_weight.to_local(grad_placements=[Partial("sum") if i in batch else p for i, p in enumerate(linear_weight.placements)])
@@ -307,6 +311,7 @@ def token_stats(
         >>> dist.destroy_process_group()
     """
     if isinstance(logits, DTensor):
+        _brought(group=group, classes=classes)
         local, group, classes, batch = _local(logits, logits.ndim - 1)
         found = token_stats(local, _local_rows(target, logits, batch), group=group, classes=classes, temperature=temperature, ignore_index=ignore_index)
         placements: list[Placement] = [Sharded(0) if i in batch else Replicate() for i in range(logits.device_mesh.ndim)]
@@ -324,12 +329,20 @@ def token_stats(
     return TokenStats(*(field.reshape(target.shape) for field in (-nll, logsumexp, entropy, argmax)))
 
 
+def _brought(**given: Any) -> None:
+    """What a DTensor says itself is not to be given beside it."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{name}: expected none beside a DTensor, which brings its own")
+
+
 def _local(tensor: DTensor, dim: int) -> tuple[Tensor, dist.ProcessGroup, int, list[int]]:
     """This rank's part of a DTensor that is sharded in this dimension, the group of it, all its classes, and the mesh dimensions over which rows are."""
     at = [i for i, placement in enumerate(tensor.placements) if isinstance(placement, Sharded) and placement.dim % tensor.ndim == dim]
     batch = [i for i, placement in enumerate(tensor.placements) if isinstance(placement, Sharded) and placement.dim == 0 and dim != 0]
-    if len(at) != 1 or any(isinstance(placement, Partial) for placement in tensor.placements):
-        raise ValueError(f"DTensor: expected placements with Shard({dim}) in one dimension of the mesh and nothing partial, got {tensor.placements}")
+    rest = [placement for i, placement in enumerate(tensor.placements) if i not in (*at, *batch)]
+    if len(at) != 1 or not all(isinstance(placement, Replicate) for placement in rest):
+        raise ValueError(f"DTensor: expected Shard({dim}) in one dimension of the mesh, Shard(0) or Replicate in others, got {tensor.placements}")
     return tensor.to_local(), tensor.device_mesh.get_group(at[0]), tensor.shape[dim], batch
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .. import _crf
+from .. import _checks, _crf
+from .._lengths import lengths_of
 from ..chain import Chain
 from ..reference.softmax import accumulator
 from ..semiring import Log, Max, Semiring
@@ -123,14 +124,19 @@ def _on_device(idx: Tensor, device: torch.device) -> Tensor:
 
 def _lattice(stay_scores: Tensor, move_scores: Tensor, target_lengths: Tensor) -> Chain:
     """Into state i come staying there and the move out of state i - 1; it starts in the first and ends in that of the length."""
+    _checks.floating("stay_scores", stay_scores)
+    _checks.floating("move_scores", move_scores)
+    if stay_scores.ndim != 3:
+        raise ValueError(f"stay_scores: expected shape [T, N, L], got {list(stay_scores.shape)}")
     device, states = stay_scores.device, stay_scores.shape[2]
+    lengths = lengths_of("target_lengths", target_lengths, stay_scores.shape[1], device)[1]
     if move_scores.shape != (*stay_scores.shape[:2], max(states - 1, 0)):
         raise ValueError(f"move_scores: expected shape [T, N, L - 1] beside stay_scores, {list(stay_scores.shape)}, got {list(move_scores.shape)}")
     scores = torch.stack([stay_scores, torch.nn.functional.pad(move_scores, (min(states, 1), 0))], -1)
     state = torch.arange(states, device=device)
     dtype = accumulator(scores.dtype)
     initial = torch.where(state == 0, 0.0, -torch.inf).to(dtype).expand(stay_scores.shape[1], -1)
-    final = torch.where(state == target_lengths.to(device)[:, None] - 1, 0.0, -torch.inf).to(dtype)
+    final = torch.where(state == lengths[:, None] - 1, 0.0, -torch.inf).to(dtype)
     return Chain(scores, _crf.ladder(states, device), initial, final)
 
 

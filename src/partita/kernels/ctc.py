@@ -231,16 +231,18 @@ def ctc_loss(
     blocks, apart = plan.blocks if keep else 0, from_logits and not plan.table
     beside = Beside(logits, apart)  # the scans do not wait for what normalises the steps
     early = call.modes if zeros is not None else call.modes[: int(apart)]
-    with beside:
-        for wide in early:
-            call.halves(wide, blocks)
-            if zeros is not None:
-                call.total(wide, loss, blocks, normal=False)
-        if zeros is not None and x.posterior is not None and x.blanks is not None:
-            call.posteriors(x.posterior, x.blanks, zeros)
-    if apart:
-        _normalise(logits, input_lengths, x.maxima, x.sums, None, 0)
-    beside.join()
+    try:
+        with beside:
+            for wide in early:
+                call.halves(wide, blocks)
+                if zeros is not None:
+                    call.total(wide, loss, blocks, normal=False)
+            if zeros is not None and x.posterior is not None and x.blanks is not None:
+                call.posteriors(x.posterior, x.blanks, zeros)
+        if apart:
+            _normalise(logits, input_lengths, x.maxima, x.sums, None, 0)
+    finally:
+        beside.join()  # after an error too: the memory is the current stream's
     for wide in call.modes:
         if wide not in early:
             call.halves(wide, blocks)

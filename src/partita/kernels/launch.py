@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -288,14 +289,15 @@ class Beside:
     """Launches that run beside those which the current stream gets from here to `join`, and before them where both are ready: short ones of few programs,
     beside one that fills the GPU. Where there are no streams, or it is not `wanted`, all run in their order."""
 
-    _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
+    _streams: ClassVar[dict[tuple[torch.device, int], torch.cuda.Stream]] = {}  # of each thread: one may capture a graph while another does not
 
     def __init__(self, tensor: Tensor, wanted: bool) -> None:
         self.context: AbstractContextManager[Any] = nullcontext()
         self.main = None
         if tensor.is_cuda and wanted:
             self.main = torch.cuda.current_stream(tensor.device)
-            self.side = self._streams.get(tensor.device) or self._streams.setdefault(tensor.device, torch.cuda.Stream(tensor.device, priority=-1))
+            place = tensor.device, threading.get_ident()
+            self.side = self._streams.get(place) or self._streams.setdefault(place, torch.cuda.Stream(tensor.device, priority=-1))
             self.side.wait_stream(self.main)
             self.context = torch.cuda.stream(self.side)
 
