@@ -28,7 +28,7 @@ clean:  ## remove the environment and all that was generated
 
 # The build of torch without CUDA comes from the index that pip is set up with, where it has one; otherwise uv knows where that build is.
 $(READY): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Partita needs Python 3.11 or newer; try: make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Partita needs Python 3.11 or newer; try: make demo PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install "torch==$(TORCH)+cpu" 2>/dev/null || { \

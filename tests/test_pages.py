@@ -87,5 +87,5 @@ def test_pictures_of_the_tables(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     runpy.run_path(str(DOCS / "bench/figures.py"))["main"](["--out", str(tmp_path)])
     pictures = {path.name for path in tmp_path.glob("*.svg")}
-    assert pictures == {"cross_entropy.svg", "ctc_crf.svg", "ctc_exactness.svg", "row_exactness.svg"}
+    assert pictures == {"cross_entropy.svg", "ctc_crf.svg", "ctc_exactness.svg", "parallel.svg", "row_exactness.svg"}
     assert pictures <= {path.name for path in (DOCS / "bench").iterdir()}

@@ -186,7 +186,7 @@ def test_without_matplotlib_or_rich_the_tables_are_there(tmp_path: Path, monkeyp
     assert run(tmp_path / "report.html", "--ops=softmax", "--peers=torch") == 0
     page = Page(tmp_path / "report.html")
     assert "svg" not in page.seen
-    assert "No pictures: matplotlib is not installed; pip install 'partita[bench]' brings it." in page.text
+    assert "No pictures: matplotlib is not installed; pip install matplotlib brings it." in page.text
     assert page.table("provider", "rows × columns")
 
 

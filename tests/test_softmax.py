@@ -54,7 +54,7 @@ def test_dims_and_strides(op: Op, layout: str, shape: tuple[int, ...], dim: int,
 
 
 @devices
-def test_the_seeds_check(device: str) -> None:
+def test_a_shape_that_no_block_divides(device: str) -> None:
     x = sample_rows(1823, 781, device=device)
     assert torch.allclose(partita.softmax(x, 1), torch.softmax(x, 1))
     check_op(OPS["softmax"], x, 1)

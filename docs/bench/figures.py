@@ -2,8 +2,9 @@
 
     python docs/bench/figures.py
 
-`cross_entropy.svg` is of h200.csv, `ctc_exactness.svg` and `ctc_crf.svg` are of ctc.csv. `row_exactness.svg` and its table are arithmetic in fp32 on the
-CPU: two ways to form a loss and an entropy. The other pictures here come from `partita bench` and `examples/chain_exactness.py`.
+`cross_entropy.svg` is of h200.csv, `ctc_exactness.svg` and `ctc_crf.svg` are of ctc.csv, `parallel.svg` is of parallel.csv and the arithmetic of its
+page. `row_exactness.svg` and its table are arithmetic in fp32 on the CPU: two ways to form a loss and an entropy. The other pictures here come from
+`partita bench` and `examples/chain_exactness.py`.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def drawn(path: Path, panels: int, width: float, draw: Callable[[Sequence[Axes]]
 
 
 def line(axes: Axes, name: str, points: Sequence[tuple[float, float]], **options: Any) -> None:
-    ours = name.startswith("partita")
-    axes.plot(*zip(*sorted(points), strict=True), label=name, color=COLOURS.get(name), linewidth=2.4 if ours else 1.4, marker="o", markersize=4, **options)
+    style = {"color": COLOURS.get(name), "linewidth": 2.4 if name.startswith("partita") else 1.4, "marker": "o", "markersize": 4}
+    axes.plot(*zip(*sorted(points), strict=True), label=name, **(style | options))
     axes.grid(alpha=0.3)
 
 
@@ -85,6 +86,47 @@ def ctc_crf(panels: Sequence[Axes]) -> None:
         axes.set_axisbelow(True)
         axes.grid(alpha=0.3, axis="x")
     panels[0].set_title("CTC-CRF, 2,000 steps × 64 sequences × 4⁵ k-mers, fp32, NVIDIA H200", loc="left")
+
+
+PRODUCTS_MS, PASSES_MS, EXCHANGED_BYTES = 37.7, 1.5, 4 * 4096 * 8192  # of one GPU, as in docs/parallel.md
+MACHINE_RANKS, LINK, NETWORK = 8, 450e9, 50e9  # GPUs of a machine, and nominal bytes a second in each direction inside of it and between machines
+
+
+def on_paper(vocabulary_ranks: int, token_ranks: int) -> float:
+    """Milliseconds of the loss from hidden states: the exchange of their gradient hides behind a third of the products."""
+    work = (PRODUCTS_MS + PASSES_MS) / (vocabulary_ranks * token_ranks)
+    link = LINK if vocabulary_ranks <= MACHINE_RANKS else NETWORK
+    exchange = 2e3 * (1 - 1 / vocabulary_ranks) * EXCHANGED_BYTES / token_ranks / link
+    return work + max(0.0, exchange - PRODUCTS_MS / 3 / (vocabulary_ranks * token_ranks))
+
+
+def parallel(panels: Sequence[Axes]) -> None:
+    """By the number of GPUs: the loss from logits beside others, that from hidden states beside perfect scaling, and memory."""
+    rows, linear = rows_of("parallel.csv", op="cross_entropy"), rows_of("parallel.csv", op="linear_cross_entropy")
+    colours = COLOURS | {"loss_parallel": COLOURS["torch"], "megatron": COLOURS["koi"], "one shard": COLOURS["products"]}
+    worlds = sorted({int(row["gpus"]) for row in rows})
+    names = list(dict.fromkeys(row["provider"] for row in rows))
+    for i, name in enumerate(names):
+        values = [float(row["median_ms"]) for row in rows if row["provider"] == name]
+        places = [worlds.index(int(row["gpus"])) + 0.2 * i for row in rows if row["provider"] == name]
+        panels[0].bar_label(panels[0].bar(places, values, 0.18, label=name, color=colours[name]), [f"{value:.3g}" for value in values], fontsize=8)
+    panels[0].set(yscale="log", ylim=(0.3, 40), ylabel="forward + backward, ms", title="cross-entropy, 8,192 × 131,072 logits")
+    panels[0].set_xticks([place + 0.3 for place in range(len(worlds))], [f"{world} GPUs" for world in worlds])
+    points = [(int(row["gpus"]), float(row["median_ms"])) for row in linear]
+    line(panels[1], "partita", points)
+    line(panels[1], "perfect scaling", [(gpus, points[0][1] / gpus) for gpus in (1, 512)], color="black", linestyle="--", marker="none")
+    line(panels[1], "on paper: vocabulary over all", [(gpus, on_paper(gpus, 1)) for gpus in (8, 64)], color=COLOURS["cce"], linestyle=":")
+    line(panels[1], "on paper: tokens over machines", [(8 * n, on_paper(8, n)) for n in (1, 8, 64)], color=COLOURS["liger"], linestyle=":")
+    panels[1].set(xscale="log", yscale="log", ylabel="forward + backward, ms", title="from hidden states, 8,192 × 4,096 × 128,256")
+    line(panels[2], "from hidden states", [(int(row["gpus"]), float(row["extra_gib"])) for row in linear], color=COLOURS["partita"])
+    line(panels[2], "from logits", [(int(row["gpus"]), float(row["extra_gib"])) for row in rows if row["provider"] == "partita"], color=COLOURS["partita-lean"])
+    panels[2].set(xscale="log", ylim=(0, 3.5), ylabel="GiB on each GPU", title="memory beside the inputs")
+    for axes, ticks in ((panels[1], [1, 2, 8, 64, 512]), (panels[2], sorted({1, *worlds}))):
+        axes.set_xlabel("GPUs")
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.set_xticks([], minor=True)
+    for axes in panels:
+        axes.legend(fontsize=8, loc="upper right")
 
 
 OFFSETS = (1.0, 10.0, 100.0, 1_000.0, 10_000.0, 100_000.0)
@@ -141,6 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     drawn(out / "cross_entropy.svg", 2, 4.6, cross_entropy)
     drawn(out / "ctc_exactness.svg", 1, 6.4, ctc_exactness)
     drawn(out / "ctc_crf.svg", 2, 4.6, ctc_crf)
+    drawn(out / "parallel.svg", 3, 4.2, parallel)
     drawn(out / "row_exactness.svg", 2, 4.6, row_exactness(errors))
 
 

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     programs = {
         "info": (_info, "versions, GPUs, and what serves each op"),
-        "check": (_check_machine, "every op against fp64 on this machine"),
+        "check": (_check_machine, "the ops against fp64 on this machine"),
         "bench": (cli, "time it beside PyTorch and other libraries"),
         "report": (_report, "all of these in one HTML file"),
     }

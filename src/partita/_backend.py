@@ -69,7 +69,7 @@ def has_numba() -> bool:
 @functools.cache
 def _without_numba() -> str:
     """The floor that serves instead, and a word about it, once."""
-    message = "partita: chains and CTC on the CPU run in PyTorch, several times slower than with Numba: pip install 'partita[cpu]' brings it"
+    message = "partita: chains and CTC on the CPU run in PyTorch, several times slower than with Numba: pip install numba brings it"
     warnings.warn(message, RuntimeWarning, stacklevel=2)
     return "reference"
 
@@ -99,6 +99,6 @@ def resolve(name: str, device: torch.device, *, numba: bool) -> str:
         if device.type != "cpu":
             raise RuntimeError(f"backend 'numba': expected tensors on the CPU, got {device}")
         if not has_numba():
-            raise RuntimeError("backend 'numba': the package numba is not installed; pip install 'partita[cpu]' brings it")
+            raise RuntimeError("backend 'numba': the package numba is not installed; pip install numba brings it")
         return "cpu"
     return "reference"

@@ -1,4 +1,4 @@
-"""`partita check`: every op against fp64 on this machine."""
+"""`partita check`: the ops against fp64 on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DENSE_EDGES = ("plain", "offset", "leading_inf")
 THOROUGH = ("bf16", "fp32")  # with every layout and size; the others share their code, and compiling it again for each would take a minute more
 
 DESCRIPTION = """\
-Run every op on this machine, forward and backward, and compare it with fp64: on the CPU and on the current GPU.
+Run the ops that have a gradient, forward and backward, and compare them with fp64: on the CPU and on the current GPU.
 An error may be twice that of PyTorch, or 2 ulp."""
 
 EPILOG = """\

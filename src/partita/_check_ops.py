@@ -1,4 +1,4 @@
-"""What `partita check` runs: every op beside PyTorch's way of saying it."""
+"""What `partita check` runs: ops beside PyTorch's way of saying it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .chain import Chain, logz
+from .crf import ctc_crf_loss, debruijn_source
 from .cross_entropy import cross_entropy
 from .ctc import ctc_loss
 from .linear_cross_entropy import linear_cross_entropy, linear_token_stats
@@ -26,6 +27,7 @@ ROWS, COLUMNS = 19, 781  # neither is a multiple of a block
 WIDE_ROWS, WIDE_COLUMNS = 3, 50_257
 IGNORED = 2  # a label
 LEAN = 25_000  # bytes: too few for all logits of these rows
+BASES, SPELT = (3, 5), (1, 3, 2, 2, 4, 1)  # three to a k-mer, four and the blank; a target
 
 Function = Callable[..., Any]
 
@@ -86,7 +88,7 @@ def _everything(x: Tensor, target: Tensor) -> Tensor:
 
 
 def _token_stats(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-    x = x.to(torch.promote_types(x.dtype, torch.float32)) / 0.75
+    x = _wide(x) / 0.75
     logp = x.log_softmax(-1)
     p = logp.exp()
     entropy = -(p * logp.masked_fill(p == 0, 0)).sum(-1)
@@ -118,23 +120,45 @@ def _numbers(source: Tensor, dtype: torch.dtype) -> Tensor:
     return (torch.arange(source.numel(), device=source.device) % 7).to(dtype).unflatten(0, source.shape)
 
 
-def _in_torch(x: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _paths_in_torch(scores: Tensor, source: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
     """The sum over all paths, or the best score."""
-    scores, source = _chain_scores(x.to(torch.promote_types(x.dtype, torch.float32)))
     alpha = torch.zeros_like(scores[0, :, :, 0])
     for step in scores:
         alpha = total(step + alpha[:, source])
     return total(alpha)
 
 
-def _mean_in_torch(x: Tensor) -> Tensor:
-    scores, source = _chain_scores(x.to(torch.promote_types(x.dtype, torch.float32)))
-    alpha, mean = torch.zeros(2, *scores.shape[1:3], dtype=scores.dtype, device=x.device)
-    for step in scores:
+def _in_torch(x: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+    return _paths_in_torch(*_chain_scores(_wide(x)), total)
+
+
+def _pairs_in_torch(scores: Tensor, source: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """log Z, and the mean of the sum of a path's values, which each step has its own of."""
+    alpha, mean = torch.zeros(2, *scores.shape[1:3], dtype=scores.dtype, device=scores.device)
+    for step, value in zip(scores, values, strict=True):
         terms = step + alpha[:, source]
-        mean = (terms.softmax(-1) * (_numbers(source, x.dtype) + mean[:, source])).sum(-1)
+        mean = (terms.softmax(-1) * (value + mean[:, source])).sum(-1)
         alpha = terms.logsumexp(-1)
-    return (alpha.softmax(-1) * mean).sum(-1)
+    return alpha.logsumexp(-1), (alpha.softmax(-1) * mean).sum(-1)
+
+
+def _mean_in_torch(x: Tensor) -> Tensor:
+    scores, source = _chain_scores(_wide(x))
+    return _pairs_in_torch(scores, source, _numbers(source, x.dtype).expand_as(scores))[1]
+
+
+def _entropy(x: Tensor) -> Tensor:
+    return Chain(*_chain_scores(x)).entropy()
+
+
+def _entropy_in_torch(x: Tensor) -> Tensor:
+    scores, source = _chain_scores(_wide(x))
+    log_z, mean = _pairs_in_torch(scores, source, scores)
+    return log_z - mean
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -161,7 +185,30 @@ def _ctc(x: Tensor, *arguments: Any) -> Tensor:
 
 
 def _ctc_in_torch(x: Tensor, *arguments: Any) -> Tensor:
-    return F.ctc_loss(x.to(torch.promote_types(x.dtype, torch.float32))[:, None].log_softmax(-1), *arguments)
+    return F.ctc_loss(_wide(x)[:, None].log_softmax(-1), *arguments)
+
+
+def _crf_scores(x: Tensor) -> Tensor:
+    """The rows as steps of one sequence over k-mers, `[T, 1, C, A]`."""
+    kmer, alphabet = BASES
+    return x[:, None, : (alphabet - 1) ** kmer * alphabet].unflatten(2, (-1, alphabet))
+
+
+def _crf(x: Tensor) -> Tensor:
+    target = torch.tensor([SPELT], device=x.device)
+    return ctc_crf_loss(_crf_scores(x), target, [len(SPELT)], state_len=BASES[0], alphabet_size=BASES[1], reduction="none")
+
+
+def _crf_in_torch(x: Tensor) -> Tensor:
+    """All paths through the k-mers, less those that spell the target: each of its k-mers stays, or is entered from the one before it."""
+    scores, (size, alphabet) = _crf_scores(_wide(x)), BASES
+    kmers = [sum((base - 1) * (alphabet - 1) ** (size - 1 - i) for i, base in enumerate(SPELT[at : at + size])) for at in range(len(SPELT) - size + 1)]
+    stays, moves = scores[:, 0, kmers, 0], scores[:, 0, kmers[1:], SPELT[: len(kmers) - 1]]
+    spelt = torch.full((len(kmers),), -1e5, dtype=scores.dtype, device=x.device)  # so little that it adds nothing; -inf would make gradients NaN
+    spelt[0] = 0
+    for stay, move in zip(stays, moves, strict=True):
+        spelt = torch.cat([spelt[:1] + stay[:1], torch.logaddexp(spelt[1:] + stay[1:], spelt[:-1] + move)])
+    return _paths_in_torch(scores, debruijn_source(alphabet - 1, size).to(x.device), lambda terms: terms.logsumexp(-1)) - spelt[-1]
 
 
 LINEAR: tuple[tuple[str, Function, Function, tuple[str, ...]], ...] = (
@@ -232,6 +279,8 @@ CHECKS = (
             ("logz", _logz, partial(_in_torch, total=lambda terms: terms.logsumexp(-1)), "fp32", "fp64"),
             ("viterbi, best score", _best, partial(_in_torch, total=lambda terms: terms.amax(-1)), "fp32", "fp64"),
             ("expectation", _mean, _mean_in_torch, "fp32"),  # in fp64 an offset costs both of them many ulp
+            ("entropy", _entropy, _entropy_in_torch, "fp32"),
+            ("ctc_crf_loss", _crf, _crf_in_torch, "fp32"),
         )
     ),
 )

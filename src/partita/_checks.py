@@ -39,10 +39,14 @@ def device(name: str, value: Tensor, other: Tensor, other_name: str) -> None:
         raise ValueError(f"{name}: expected the device of {other_name}, {other.device}, got {value.device}")
 
 
+def whole(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+
+
 def dimension(name: str, dim: Any, ndim: int) -> int:
     """`dim` counted from the front."""
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"{name}: expected an int, got {type(dim).__name__}")
+    whole(name, dim)
     size = max(ndim, 1)
     if not -size <= dim < size:
         raise IndexError(f"{name}: expected a dimension from {-size} to {size - 1}, got {dim}")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _backend, _checks, _op
+from . import _checks, _op
 from ._autograd import twice
 from .reference import ctc as reference
 
@@ -21,20 +21,17 @@ def check_values(logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths:
             raise IndexError(f"targets: expected labels from 0 to {logits.shape[2] - 1}, got {int(found[place])} at {list(place)}")
 
 
-def _kept_shape(logits: Tensor, most: int, from_logits: bool, keep: bool) -> tuple[int, ...]:
-    return reference.kept_shape(logits.shape, most, from_logits, logits.device.type == "cuda" or _backend.interpreting(), keep)
-
-
 _TARGETS = "Tensor labels, Tensor offsets, Tensor input_lengths, Tensor target_lengths"
 loss = _op.define(
     "ctc",
     f"ctc_loss(Tensor logits, {_TARGETS}, int most, int blank, bool from_logits, bool keep, str backend) -> (Tensor, Tensor)",
-    lambda logits, labels, offsets, input_lengths, target_lengths, most, blank, from_logits, keep: (
+    lambda logits, labels, offsets, input_lengths, target_lengths, most, blank, from_logits, keep, floor: (
         logits.new_empty(logits.shape[1], dtype=torch.float64),
-        logits.new_empty(_kept_shape(logits, most, from_logits, keep), dtype=torch.float64),
+        logits.new_empty(reference.kept_shape(logits.shape, most, from_logits, keep, floor), dtype=torch.float64),
     ),
     check=check_values,
     numba=True,
+    by_floor=True,
 )
 gradient = _op.define(
     "ctc",

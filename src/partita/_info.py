@@ -14,16 +14,16 @@ import torch
 from . import _backend
 from ._console import Table, print_table
 
-NUMBA_OPS = ("logz", "viterbi", "expectation", "ctc_loss")
+NUMBA_OPS = ("logz", "viterbi", "expectation", "ctc_loss", "ctc_align", "ctc_crf_loss")
 OPS = ("logsumexp", "softmax", "log_softmax", "cross_entropy", "token_stats", "linear_cross_entropy", "linear_token_stats", *NUMBA_OPS)
 FLOORS = {"reference": "PyTorch", "kernels": "Triton", "cpu": "Numba"}
 
 # What each package brings, and the command that brings the package.
 EXTRAS = {
     "triton": ("the kernels for GPUs", "pip install triton"),
-    "numba": ("the kernels of chains for CPUs", "pip install 'partita[cpu]'"),
-    "matplotlib": ("the pictures of partita bench and report", "pip install 'partita[bench]'"),
-    "rich": ("tables and progress bars in colour", "pip install 'partita[bench]'"),
+    "numba": ("the kernels of chains and CTC for CPUs", "pip install numba"),
+    "matplotlib": ("the pictures of partita bench and report", "pip install matplotlib"),
+    "rich": ("tables and progress bars in colour", "pip install rich"),
 }
 # What changes results or times.
 VARIABLES = (

@@ -43,13 +43,14 @@ def define(
     check: Callable[..., None] | None = None,
     vmap: Callable[..., Any] | None = None,
     numba: bool = False,
+    by_floor: bool = False,
 ) -> Op:
     """Register `partita::<schema>` and return it.
 
     The schema's first argument is a tensor and its last is `str backend`. At each call, the function of the op's name in the module
     `column` of the chosen floor (`reference`, `kernels` or `cpu`) gets every argument but the last. `check` sees the same arguments
-    first: it runs with the op, never while a graph is traced. `fake` gives shapes and dtypes, `vmap` the batching rule; `numba` says
-    whether that floor has the column.
+    first: it runs with the op, never while a graph is traced. `fake` gives shapes and dtypes, of the floor that is named to it last where they
+    differ `by_floor`; `vmap` is the batching rule; `numba` says whether that floor has the column.
     """
     name = schema.partition("(")[0]
     qualified = f"partita::{name}"
@@ -59,6 +60,11 @@ def define(
         if check is not None:
             check(first, *args)
         return _implementation(column, name, backend, first.device, numba)(first, *args)
+
+    def shapes(first: torch.Tensor, *rest: Any) -> Any:
+        *args, backend = rest
+        floor = (_backend.resolve(backend, first.device, numba=numba),) if by_floor else ()
+        return fake(first, *args, *floor)
 
     def refuse_derivatives(*args: Any) -> Any:
         """Derivatives are the autograd functions' affair; what goes past them, as Dynamo does under a function transform, must not be a silent zero."""
@@ -71,7 +77,7 @@ def define(
     _library.define(schema)
     _library.impl(name, run, "CompositeExplicitAutograd")
     _library.impl(name, refuse_derivatives, "Autograd")
-    torch.library.register_fake(qualified, lambda *args: fake(*args[:-1]), lib=_library)
+    torch.library.register_fake(qualified, shapes, lib=_library)
     if vmap is not None:
         torch.library.register_vmap(qualified, vmap, lib=_library)
     dispatched = getattr(torch.ops.partita, name).default

@@ -198,6 +198,7 @@ def _reduced(logits: Tensor, target: Tensor, weight: Tensor | None, options: _Op
 def _check(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, softcap: float | None) -> None:
     _checks.floating("input", input)
     _checks.tensor("target", target)
+    _checks.whole("ignore_index", ignore_index)
     if input.ndim == 0:
         raise ValueError("input: expected shape [N, C, ...] or [C], got []")
     _checks.device("target", target, input, "input")

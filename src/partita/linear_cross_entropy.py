@@ -51,6 +51,7 @@ def linear_cross_entropy_plan(
     input_grad: bool = True,
     weight_grad: bool = True,
     reduced: bool = True,
+    parallel: bool = False,
 ) -> Plan:
     """What `linear_cross_entropy` will do: how it cuts the batch, the workspace it takes, and its operations.
 
@@ -62,6 +63,7 @@ def linear_cross_entropy_plan(
         memory_budget: bytes of workspace; None for 2 GiB, of which a loss without gradient takes 240 MiB.
         input_grad, weight_grad: whether hidden states and matrix want a gradient.
         reduced: whether the loss is a mean or a sum; the losses of single tokens need their logits again when their gradients have come.
+        parallel: of a rank of `partita.parallel`, whose classes these are: never reduced, and ranks exchange the gradient of hidden states in fp32.
 
     Returns:
         `Plan(name, chunk, workspace_bytes, flops)`.
@@ -91,12 +93,12 @@ def linear_cross_entropy_plan(
     beside = (ROW_WORDS * 4 + vocabulary // 512) * tokens  # the second is what programs that share a row exchange
     budget = BUDGET if memory_budget is None else memory_budget
     if input_grad or weight_grad:
-        flops = product * (1 + input_grad + weight_grad)
-        if tokens * row + beside <= budget:
-            return Plan("fast", max(tokens, 1), tokens * row + beside, flops)
+        flops, exchanged = product * (1 + input_grad + weight_grad), 8 * tokens * hidden * (parallel and input_grad)  # what is sent, and what comes
+        if tokens * row + beside + exchanged <= budget:
+            return Plan("fast", max(tokens, 1), tokens * row + beside + exchanged, flops)
         added = hidden * vocabulary * 4 if weight_grad and half else 0
         fits = (budget - added - beside) // row // 256 * 256
-        if reduced and dtype != torch.float16 and fits >= FEWEST:
+        if reduced and not parallel and dtype != torch.float16 and fits >= FEWEST:
             return Plan("fast", fits, fits * row + added + beside, flops)
         flops += product
         beside += tokens * hidden * 4 if input_grad and half else 0
@@ -153,6 +155,7 @@ class _Rows(NamedTuple):
 
 def options_of(ignore_index: int, label_smoothing: float, softcap: float | None, z_loss: float) -> tuple[int, float, float, float]:
     """The numbers, checked, as the ops take them."""
+    _checks.whole("ignore_index", ignore_index)
     _checks.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
     _checks.number("z_loss", z_loss, low=0.0)
     if softcap is not None:
@@ -377,6 +380,7 @@ def linear_token_stats(
     if linear_weight.ndim != 2:
         raise ValueError(f"linear_weight: expected shape [C, H], got {list(linear_weight.shape)}")
     _checks.number("temperature", temperature, low=0.0, open_low=True)
+    _checks.whole("ignore_index", ignore_index)
     rows = _flat(input, linear_weight, linear_bias, target)
     plan = rows.plan(memory_budget, False)
     chunk, keep = held(plan, len(linear_weight))

@@ -269,7 +269,7 @@ def _linear_losses(
     grads = torch.is_grad_enabled()
     to_matrix = linear_weight.requires_grad or (linear_bias is not None and linear_bias.requires_grad)
     wanted = {"input_grad": grads and input.requires_grad, "weight_grad": grads and to_matrix}
-    plan = linear_cross_entropy_plan(tokens, input.shape[-1], max(shard.sizes), input.dtype, memory_budget=memory_budget, reduced=False, **wanted)
+    plan = linear_cross_entropy_plan(tokens, input.shape[-1], max(shard.sizes), input.dtype, memory_budget=memory_budget, parallel=True, **wanted)
     chunk, keep = held(plan, max(len(linear_weight), 1))
     of_rows = Numbers(1.0, numbers[2], ignore_index, numbers[1] > 0, False)
     tensors = (hidden, linear_weight, linear_bias, labels, weight)

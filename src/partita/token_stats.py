@@ -115,4 +115,5 @@ def token_stats(logits: Tensor, target: Tensor, *, temperature: float = 1.0, ign
     _checks.shape("target", target, logits.shape[:-1], "logits.shape[:-1]")
     _checks.device("target", target, logits, "logits")
     _checks.number("temperature", temperature, low=0.0, open_low=True)
+    _checks.whole("ignore_index", ignore_index)
     return TokenStats(*_TokenStats.apply(logits, target, float(temperature), ignore_index, _backend.current())[:4])

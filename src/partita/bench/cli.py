@@ -137,7 +137,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     csv = args.csv or (args.out and args.out / "bench.csv")
     svg = args.svg or (args.out and args.out / "bench.svg")
     if args.svg and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--svg: needs matplotlib (pip install 'partita[bench]')")
+        raise UsageError("--svg: needs matplotlib (pip install matplotlib)")
     settings = Settings(args.dtype, args.columns, args.elements, args.quick, not args.no_sweep, args.repetitions, device)
     modules = [importlib.import_module(f".{op}", __package__) for op in dict.fromkeys(args.ops or OPS)]
     return Plan(device, settings, providers, [case for module in modules for case in module.cases(settings)], csv, svg)
@@ -206,6 +206,6 @@ def _report(rows: list[Row], machine: Machine, plan: Plan) -> None:
             picture.draw(plan.svg, panels, machine)
             print(f"wrote {plan.svg}")
         except ImportError:
-            print(f"no {plan.svg}: it needs matplotlib (pip install 'partita[bench]')")
+            print(f"no {plan.svg}: it needs matplotlib (pip install matplotlib)")
     for row in failed(rows):
         print(f"partita bench: {row.case}: {row.provider} {row.note}", file=sys.stderr)

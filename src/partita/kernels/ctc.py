@@ -115,7 +115,7 @@ def _sizes(shape: torch.Size, plan: Plan, from_logits: bool, keep: bool) -> list
     shares = count * plan.chunks * steps if reference.posterior_words(shape, plan.most, from_logits, keep) and not plan.wide else 0
     sizes = [1, count, 2 * plan.chunks * count * plan.reach, states, count, norms, norms, (steps + 2 * MARGIN) * count * plan.table]
     sizes = [size + size % 2 for size in (*sizes, 16 * shares, cdiv(shares, 2))]  # each on 16 bytes: pointers that are not would be another kernel
-    return [*sizes, reference.kept_shape(shape, plan.most, from_logits, True, keep)[0] - sum(sizes)]
+    return [*sizes, reference.kept_shape(shape, plan.most, from_logits, keep, "kernels")[0] - sum(sizes)]
 
 
 def _cut(buffer: Tensor, plan: Plan, shape: torch.Size, from_logits: bool, keep: bool) -> Kept:
@@ -220,7 +220,7 @@ def ctc_loss(
     if not logits.numel():
         return reference.ctc_loss(logits, labels, offsets, input_lengths, target_lengths, most, blank, from_logits, keep)
     plan = plan_of(logits.shape, logits.dtype == torch.float64, most)
-    buffer = torch.empty(reference.kept_shape(logits.shape, most, from_logits, True, keep), dtype=torch.float64, device=logits.device)
+    buffer = torch.empty(reference.kept_shape(logits.shape, most, from_logits, keep, "kernels"), dtype=torch.float64, device=logits.device)
     x = _cut(buffer, plan, logits.shape, from_logits, keep)
     x.zeros.zero_()
     loss = torch.empty(logits.shape[1], dtype=torch.float64, device=logits.device)

@@ -102,12 +102,15 @@ def posterior_words(shape: Sequence[int], most: int, from_logits: bool, keep: bo
     return (count * chunks * steps * 33 + 1) // 2 if from_logits and keep and 4 * 33 * chunks <= classes else 0
 
 
-def kept_shape(shape: Sequence[int], most: int, from_logits: bool, cuda: bool, keep: bool) -> tuple[int, ...]:
-    """Of what the loss keeps for the gradient, in words of 64 bits: on the CPU α before each step; on a GPU, at most, α and β before every eighth step,
-    what programs hand to one another, what normalises the steps, where classes are few the exponentials of the logits, and where many the posteriors."""
+def kept_shape(shape: Sequence[int], most: int, from_logits: bool, keep: bool, floor: str) -> tuple[int, ...]:
+    """Of what the loss keeps for the gradient, in words of 64 bits: the reference nothing; on the CPU α before each step; kernels, at most, α and β before
+    every eighth step, what programs hand to one another, what normalises the steps, where classes are few the exponentials of the logits, and where many
+    the posteriors."""
     steps, count, classes = shape
-    if not cuda:
-        return (count, steps + 1, 2 * most + 4) if keep else (0,)
+    if floor == "cpu" and keep:
+        return count, steps + 1, 2 * most + 4
+    if floor != "kernels" or 0 in shape:
+        return (0,)
     blocks = (steps + 16) // 16
     states, edges = 2 * (blocks * keep + 1) * count * (most // 32 + 1) * 64, 2 * count * (most // 32 + 1) * blocks * 8
     table = (steps + 48) * table_width(classes, most)
@@ -118,8 +121,7 @@ def ctc_loss(
     logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, most: int, blank: int, from_logits: bool, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """That loss, and what the gradient may use again: nothing, for the reference starts anew."""
-    kept = logits.new_zeros(kept_shape(logits.shape, most, from_logits, logits.device.type == "cuda", keep), dtype=torch.float64)
-    return loss_of(logits, Targets(labels, offsets, target_lengths, most), input_lengths, blank, from_logits), kept
+    return loss_of(logits, Targets(labels, offsets, target_lengths, most), input_lengths, blank, from_logits), logits.new_empty(0, dtype=torch.float64)
 
 
 def ctc_gradient(
