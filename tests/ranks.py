@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -248,6 +249,47 @@ def check_what_a_dtensor_brings(device: torch.device) -> None:
             raise AssertionError("an argument was dropped without a word")
 
 
+def check_uneven_batch(device: torch.device) -> None:
+    """Rows that the mesh does not share evenly: what comes back knows how many there are."""
+    world = dist.get_world_size()
+    mesh = dist.init_device_mesh(device.type, (world, 1))
+    rows = 2 * world + 1
+    x, target = numbers(rows, 6, device=device), torch.arange(rows, device=device) % 6
+    logits = distribute_tensor(x, mesh, [Shard(0), Shard(1)]).requires_grad_()
+    where = distribute_tensor(target, mesh, [Shard(0), Replicate()])
+    plain = x.double().requires_grad_()
+    losses = F.cross_entropy(plain, target, reduction="none")
+    found = parallel.cross_entropy(logits, where, reduction="none")
+    assert found.shape == (rows,)
+    close(found.full_tensor(), losses)
+    stats = parallel.token_stats(logits.detach(), where)
+    close(stats.logprob.full_tensor(), -losses)
+    loss = parallel.cross_entropy(logits, where)
+    close(loss.full_tensor(), losses.mean())
+    (grad,) = torch.autograd.grad(loss, logits)
+    close(grad.full_tensor(), torch.autograd.grad(losses.mean(), plain)[0])
+
+
+def check_what_is_on_its_way(device: torch.device) -> None:
+    """Logits that a collective has not finished, as a tensor-parallel layer hands them on; and fp64, which autocast leaves alone."""
+    part, target = numbers(TOKENS, 3, device=device, seed=dist.get_rank()), torch.arange(TOKENS, device=device) % 3
+    coming = functional.all_gather_tensor_autograd(part.requires_grad_(), 0, dist.group.WORLD)
+    assert isinstance(coming, functional.AsyncCollectiveTensor)
+    labels_of_all = target.repeat(dist.get_world_size())
+    loss = partita.cross_entropy(coming, labels_of_all)
+    loss.backward()
+    whole = coming.detach().double().requires_grad_()
+    truth = F.cross_entropy(whole, labels_of_all)
+    close(loss, truth)
+    rows = slice(dist.get_rank() * TOKENS, (dist.get_rank() + 1) * TOKENS)
+    close(part.grad, torch.autograd.grad(truth, whole)[0][rows] * dist.get_world_size())
+    states, matrix = (numbers(size, HIDDEN, device=device, dtype=torch.float64) for size in (TOKENS, 3))
+    with torch.autocast(device.type):
+        found = parallel.linear_cross_entropy(states, matrix, target)
+    assert found.dtype == torch.float64
+    close(found, F.cross_entropy((states @ matrix.T).repeat(1, dist.get_world_size()), target))
+
+
 def check_compile(device: torch.device) -> None:
     world = dist.get_world_size()
     local, target = numbers(TOKENS, 5, device=device, seed=dist.get_rank()), torch.arange(TOKENS, device=device) % (5 * world)
@@ -288,7 +330,7 @@ def check_wrappers(device: torch.device) -> None:
 
 CHECKS = (
     check_cross_entropy, check_linear, check_corners, check_token_stats, check_bad_arguments, check_dtensor, check_what_a_dtensor_brings, check_wrappers,
-    check_compile,
+    check_uneven_batch, check_what_is_on_its_way, check_compile,
 )  # fmt: skip
 
 

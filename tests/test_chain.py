@@ -410,7 +410,7 @@ def test_without_numba_it_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     _backend._without_numba.cache_clear()
     monkeypatch.setattr(_backend, "has_numba", lambda: False)
     cpu = torch.device("cpu")
-    with pytest.warns(RuntimeWarning, match="pip install 'partita\\[cpu\\]'"):
+    with pytest.warns(RuntimeWarning, match="pip install numba"):
         assert _backend.resolve("auto", cpu, numba=True) == "reference"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -426,3 +426,77 @@ def test_autocast_leaves_chains_as_they_are() -> None:
         found = chain.logz(), chain.entropy(), *torch.autograd.grad(chain.logz().sum(), scores)
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(("states", "slots"), [(0, 2), (3, 0)])
+def test_no_states_and_no_edges(states: int, slots: int, backend: str) -> None:
+    with partita.backend(backend):
+        chain = Chain(torch.zeros(3, 2, states, slots, requires_grad=True), torch.zeros(states, slots, dtype=torch.int64), lengths=[0, 3])
+        total = math.log(states) if states else -math.inf  # of the chain of no steps
+        torch.testing.assert_close(chain.logz(), torch.tensor([total, -math.inf]))
+        assert chain.viterbi().score.tolist() == chain.logz(Max).tolist() == [0.0 if states else -math.inf, -math.inf]
+        assert chain.log_prob(torch.zeros(3, 2, dtype=torch.int64)).tolist() == [0.0 if states else -math.inf, -math.inf]
+        assert chain.forward_scores().shape == chain.backward_scores().shape == (4, 2, states)
+        assert (chain.sample(2).edges == -1).all() and not chain.marginals().numel()
+        assert edges_from_states(torch.full((3, 1), -1), chain.source).tolist() == [[-1], [-1]]
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_tables_of_narrow_types(backend: str) -> None:
+    source = torch.tensor([[0, -1], [120, 1], *[[i, i - 1] for i in range(2, 128)]])
+    scores = torch.randn(4, 2, 128, 2, generator=torch.Generator().manual_seed(0))
+    with partita.backend(backend):
+        expected = Chain(scores, source).logz()
+        assert torch.equal(Chain(scores, source.to(torch.int8)).logz(), expected)
+        assert torch.equal(Chain(scores, source.clamp(min=0).to(torch.uint8)).logz(), Chain(scores, source.clamp(min=0)).logz())
+
+
+def test_values_that_are_not_looked_at() -> None:
+    """NaN past a length and on missing edges, also where the gradient is to be differentiated again."""
+    scores = torch.randn(4, 2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    values = torch.ones(4, 2, 3, 3, dtype=torch.float64)
+    values[2:, 0] = torch.nan
+    chain = Chain(scores, partita.dense_source(3), lengths=[2, 4])
+    for graph in (False, True):
+        (grad,) = torch.autograd.grad(chain.expectation(values).sum(), scores, create_graph=graph)
+        close(grad, torch.zeros_like(grad))
+
+
+def test_log_prob_of_what_has_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = torch.full((2, 1, 2, 2), -math.inf)
+    assert Chain(scores, partita.dense_source(2)).log_prob(torch.zeros(2, 1, dtype=torch.int64)).tolist() == [-math.inf]
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    assert Chain(scores, partita.dense_source(2), lengths=[-1]).log_prob(torch.zeros(2, 1, dtype=torch.int64)).isnan().all()
+
+
+def test_taggers_in_half_types_add_in_full() -> None:
+    generator = torch.Generator().manual_seed(0)
+    emissions, transitions = torch.randn(300, 2, 5, generator=generator).bfloat16(), torch.randn(5, 5, generator=generator).bfloat16()
+    half, full = linear_chain(emissions, transitions).logz(), linear_chain(emissions.double(), transitions.double()).logz()
+    torch.testing.assert_close(half.double(), full, rtol=1e-6, atol=0)
+    assert half.dtype == torch.float32
+
+
+def test_another_default_device() -> None:
+    scores, source = torch.randn(3, 2, 4, 2), torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]])
+    expected = Chain(scores, source, lengths=[2, 3])
+    logz, best = expected.logz(), expected.viterbi()
+    with torch.device("meta"):
+        chain = Chain(scores, source, lengths=[2, 3])
+        assert torch.equal(chain.logz(), logz) and torch.equal(chain.viterbi().states, best.states)
+
+
+def test_no_semiring() -> None:
+    with pytest.raises(TypeError, match="semiring: expected a Semiring, as Log or Max, got 'Log'"):
+        partita.logz(torch.zeros(2, 1, 2, 2), partita.dense_source(2), semiring="Log")  # type: ignore[arg-type]
+
+
+def test_compiled_code_samples_and_tags() -> None:
+    """At one length after another, with lengths of its own."""
+    sample = torch.compile(lambda x: Chain(x, partita.dense_source(3)).sample(2).states, fullgraph=True, backend="aot_eager")
+    tag = torch.compile(lambda x, n: linear_chain(x, torch.zeros(3, 3), lengths=n).logz(), fullgraph=True, backend="aot_eager")
+    for steps in (4, 5, 6):
+        assert sample(torch.zeros(steps, 2, 3, 3)).shape == (2, steps + 1, 2)
+        lengths = torch.tensor([steps, 2])
+        torch.testing.assert_close(tag(torch.zeros(steps, 2, 3), lengths), lengths * math.log(3))

@@ -250,3 +250,47 @@ def test_bad_input(name: str) -> None:
     good = {"log_probs": torch.zeros(3, 2, 4), "targets": torch.ones(2, 2).long(), "input_lengths": [3, 3], "target_lengths": [2, 2]}
     with pytest.raises(error, match=message):
         partita.ctc_loss(**{**good, **changes})
+
+
+@backends
+def test_nan_is_not_a_loss_of_zero(backend: str) -> None:
+    """Of the sequence that has it alone; also behind `zero_infinity`, and where logits are all -inf."""
+    for spoil, from_logits in ((math.nan, False), (math.nan, True), (math.inf, True)):
+        logits = torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(0))
+        logits[2, 0] = spoil
+        for row in (logits, logits.clone().index_put((torch.tensor(2), torch.tensor(0)), torch.tensor(-math.inf))) if from_logits else (logits,):
+            leaf = row.clone().requires_grad_()
+            with partita.backend(backend):
+                loss = partita.ctc_loss(leaf, torch.tensor([[1, 2], [1, 2]]), [5, 5], [2, 2], reduction="none", zero_infinity=True, from_logits=from_logits)
+                best = partita.ctc_align(row, torch.tensor([[1, 2], [1, 2]]), [5, 5], [2, 2], from_logits=from_logits)
+            (grad,) = torch.autograd.grad(loss.sum(), leaf)
+            assert loss.isnan().tolist() == best.score.isnan().tolist() == [True, False]
+            assert grad[:, 0].isnan().any() and grad[:, 1].isfinite().all()
+
+
+@backends
+def test_lengths_that_overflow_read_nothing_outside(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    log_probs, joined = torch.zeros(6, 3, 5).log_softmax(-1), torch.tensor([1, 2, 3])
+    for lengths in ([2**62, 2**62, 2], [2**63 - 1, 3, 1], [2**63 - 1, 1, 1], [-(10**9), 1, 2], [9, 1, 2]):
+        with partita.backend(backend):
+            loss = partita.ctc_loss(log_probs, joined, [6] * 3, lengths, reduction="none")
+        wrong = torch.tensor([not 0 <= n <= 3 for n in lengths])
+        assert loss[wrong].isnan().all()
+        assert (loss[~wrong].isnan() | ((loss[~wrong] > 0) & (loss[~wrong] < 20))).all()
+
+
+def test_one_target_beside_an_unbatched_input() -> None:
+    log_probs = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    for targets in (torch.tensor([[1, 2]]), torch.tensor([[1, 2, 3]])):
+        expected = F.ctc_loss(log_probs, targets, torch.tensor(4), torch.tensor(2))
+        torch.testing.assert_close(partita.ctc_loss(log_probs, targets, 4, 2), expected)
+
+
+def test_compiled_code_takes_targets_of_any_width() -> None:
+    lengths = torch.tensor([6, 6]), torch.tensor([1, 2])
+    compiled = torch.compile(lambda x, t: partita.ctc_loss(x, t, *lengths, reduction="none"), fullgraph=True, backend="aot_eager")
+    x = torch.randn(6, 2, 5, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    for width in range(2, 14):
+        targets = torch.ones(2, width, dtype=torch.int64)
+        torch.testing.assert_close(compiled(x, targets), partita.ctc_loss(x, targets, *lengths, reduction="none"))

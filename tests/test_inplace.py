@@ -1,8 +1,11 @@
 """`inplace=True`: the gradient over the memory of the logits, and what it refuses."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from rows import check_loss, class_weights, devices, dtypes, leaf, targets_for
+from torch import Tensor
 
 import partita
 from partita.testing import edge_rows, sample_labels, sample_rows
@@ -137,3 +140,31 @@ def test_autograd_notices_a_use_between_the_passes(device: str) -> None:
     loss.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
         square.backward()
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize("write", [lambda z, t: z.zero_(), lambda z, t: partita.cross_entropy(z, t, inplace=True)], ids=["zeros", "another loss"])
+def test_who_writes_over_the_gradient_hears_of_it(write: Callable[[Tensor, Tensor], Tensor], device: str) -> None:
+    logits, target = leaf(4, CLASSES, device=device) * 2, torch.zeros(4, dtype=torch.int64, device=device)
+    loss = partita.cross_entropy(logits, target, inplace=True)
+    if write(logits.detach() if write.__code__.co_names == ("zero_",) else logits, target) is not None:
+        with pytest.raises(RuntimeError, match="that memory has been written to since"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("view", [lambda p: p.view(37, 4).T, lambda p: p[:], lambda p: p.t().t(), lambda p: p.narrow(0, 1, 2)])
+def test_a_view_of_a_leaf_is_refused(view: Callable[[Tensor], Tensor]) -> None:
+    parameter = leaf(4, CLASSES)
+    before, logits = parameter.detach().clone(), view(parameter)
+    with pytest.raises(RuntimeError, match="got a leaf, whose values would be lost"):
+        partita.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64), inplace=True)
+    assert torch.equal(parameter, before)
+
+
+def test_rows_that_overlap_are_refused() -> None:
+    numbers = torch.randn(10, requires_grad=True) * 1
+    with pytest.raises(ValueError, match="a tensor that is expanded or overlaps itself"):
+        partita.cross_entropy(numbers.unfold(0, 4, 1), torch.zeros(7, dtype=torch.int64), inplace=True)
+    padded = (torch.randn(3, 6, requires_grad=True) * 1)[:, :5].T.T
+    partita.cross_entropy(padded, torch.zeros(3, dtype=torch.int64), inplace=True).backward()

@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
@@ -531,3 +533,39 @@ def test_under_a_dispatch_mode_second_derivatives_are_right() -> None:
         found.append(torch.autograd.grad((grad**2).sum(), leaf)[0])
     torch.testing.assert_close(*found)
     assert found[0].any()
+
+
+def test_compiled_code_takes_any_number_of_tokens() -> None:
+    compiled = torch.compile(lambda h, w, t: partita.linear_cross_entropy(h, w, t), fullgraph=True, backend="aot_eager")
+    matrix = torch.randn(5, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    for tokens in range(4, 18):
+        hidden, target = torch.randn(tokens, 6, generator=torch.Generator().manual_seed(tokens)), torch.arange(tokens) % 5
+        torch.testing.assert_close(compiled(hidden, matrix, target), partita.linear_cross_entropy(hidden, matrix, target))
+
+
+def test_hidden_states_of_no_size() -> None:
+    torch.testing.assert_close(partita.linear_cross_entropy(torch.zeros(2, 0), torch.zeros(5, 0), torch.tensor([0, 1])), torch.tensor(5.0).log())
+
+
+@pytest.mark.parametrize("call", [partita.linear_cross_entropy, partita.linear_token_stats])
+def test_a_budget_holds_on_a_cpu(call: Callable[..., Any]) -> None:
+    """The peak of resident memory beside what is there before, in a process of its own: the logits would take 250 MB."""
+    code = f"""
+import torch, partita
+torch.set_num_threads(1)
+h, w, t = torch.randn(2048, 64, requires_grad=True), torch.randn(32000, 64, requires_grad=True), torch.randint(32000, (2048,))
+def peak(): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
+def run(h, t):
+    found = partita.{call.__name__}(h, w, t, memory_budget=2**26)
+    (found if isinstance(found, torch.Tensor) else found.entropy.sum()).backward()
+run(h[:256].detach().requires_grad_(), t[:256])
+w.grad = None
+open("/proc/self/clear_refs", "w").write("5")
+before = peak()
+run(h, t)
+print(peak() - before)
+"""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("needs Linux")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert float(done.stdout) < 150

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,26 @@ def gradient(kernel: Callable[..., Tensor], reference: Callable[..., Tensor], va
     if twice():
         return _Gradient.apply(kernel, reference, variables, *tensors)
     return kernel(*tensors)
+
+
+def again(
+    function: Callable[..., Any], inputs: Sequence[Tensor | None], wanted: Sequence[bool], grads: Tensor | Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients of `function(*inputs)` in the wanted ones, to be differentiated again. Each is taken through a view of its own: what leads from one
+    input to another, where that is a function of it, is the caller's to follow."""
+    chosen = [tensor is not None and wants for tensor, wants in zip(inputs, wanted, strict=True)]
+    own = [tensor.view_as(tensor) if held else tensor for tensor, held in zip(inputs, chosen, strict=True)]  # type: ignore[union-attr, arg-type]
+    variables = [tensor for tensor, held in zip(own, chosen, strict=True) if held]
+    found = iter(torch.autograd.grad(function(*own), variables, grads, create_graph=True, allow_unused=True))  # type: ignore[arg-type]
+    return tuple(next(found) if held else None for held in chosen)
+
+
+def refuse_tangents(*tensors: Tensor | None) -> None:
+    """Of what runs past autograd: there is no forward mode, and a tangent must not be dropped in silence."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        for tensor in tensors:
+            if tensor is not None and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
+                raise NotImplementedError("forward-mode differentiation is not there; use reverse mode")
 
 
 def batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:

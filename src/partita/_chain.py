@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _op
-from ._autograd import twice
+from ._autograd import again, twice
 from .reference import chain_pairs as reference_pairs
 
 
@@ -30,12 +30,13 @@ _CHAIN = "Tensor scores, Tensor source, Tensor initial, Tensor final, Tensor? le
 logz = _op.define(
     "chain",
     f"chain_logz({_CHAIN}, bool keep, str backend) -> (Tensor, Tensor)",
-    lambda scores, source, initial, final, lengths, keep: (
+    lambda scores, source, initial, final, lengths, keep, floor: (
         scores.new_empty(scores.shape[1], dtype=torch.float64),
-        _states(scores) if keep else scores.new_empty(0, dtype=torch.float64),
+        _states(scores) if keep and floor != "reference" else scores.new_empty(0, dtype=torch.float64),
     ),
     check=check_values,
     numba=True,
+    by_floor=True,
 )
 logz_gradient = _op.define(
     "chain",
@@ -76,13 +77,14 @@ _VALUES = "Tensor values, Tensor first_values, Tensor last_values"
 expectation = _op.define(
     "chain_pairs",
     f"chain_expectation({_CHAIN}, {_VALUES}, bool keep, str backend) -> (Tensor, Tensor, Tensor)",
-    lambda scores, source, initial, final, lengths, values, first_values, last_values, keep: (
+    lambda scores, source, initial, final, lengths, values, first_values, last_values, keep, floor: (
         scores.new_empty(scores.shape[1], dtype=torch.float64),
         scores.new_empty(scores.shape[1], dtype=torch.float64),
-        _states(scores, torch.float64, 2) if keep else scores.new_empty(0, dtype=torch.float64),
+        _states(scores, torch.float64, 2) if keep and floor != "reference" else scores.new_empty(0, dtype=torch.float64),
     ),
     check=check_values,
     numba=True,
+    by_floor=True,
 )
 expectation_gradient = _op.define(
     "chain_pairs",
@@ -142,8 +144,8 @@ class Marginals(torch.autograd.Function):
         chain = (scores, source, initial, final, lengths)
         d_grad, *kept = Expectation.apply(*chain, *values, True, ctx.backend)
         if twice():
-            again = reference_pairs.mean_of(*chain, *values)
-            parts = torch.autograd.grad(again, (scores, initial, final), grad, create_graph=True)
+            ends = (scores, initial, final)
+            parts = again(lambda s, i, f: reference_pairs.mean_of(s, source, i, f, lengths, *values), ends, [t.requires_grad for t in ends], grad)
         else:
             parts = expectation_gradient(grad, *chain, *values, d_grad, *kept, True, False, ctx.backend)[:3]
         return d_grad, *parts, *(None,) * 6
@@ -216,11 +218,7 @@ class Expectation(torch.autograd.Function):
         *tensors, mean, logz, kept = ctx.saved_tensors
         of_scores, of_values = (any(ctx.needs_input_grad[i] for i in part) for part in ((0, 2, 3), (5, 6, 7)))
         if twice():
-            variables = {i: tensors[i] for i in (0, 2, 3, 5, 6, 7) if ctx.needs_input_grad[i]}
-            again = reference_pairs.mean_of(*tensors)
-            parts = torch.autograd.grad(again, list(variables.values()), grad, create_graph=True, allow_unused=True)
-            found = dict(zip(variables, parts, strict=True))
-            return *(found.get(i) for i in range(8)), None, None
+            return *again(reference_pairs.mean_of, tensors, ctx.needs_input_grad[:8], grad), None, None
         parts = expectation_gradient(grad, *tensors, mean, logz, kept, of_scores, of_values, ctx.backend)
         scores, values = ((part if wanted else (None,) * 3) for part, wanted in ((parts[:3], of_scores), (parts[3:], of_values)))
         return scores[0], None, *scores[1:], None, *values, None, None

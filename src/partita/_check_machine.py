@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from . import _backend
-from ._check_ops import CHECKS, COLUMNS, DTYPES, ROWS, Check, labels
-from ._console import Progress, Table, UsageError, first_line, print_table
+from ._check_ops import CHECKS, COLUMNS, ROWS, Check, labels
+from ._console import DTYPES, Progress, Table, UsageError, first_line, print_table
 from ._info import FLOORS, no_gpu
 from .cross_entropy import cross_entropy
 from .testing import contract_errors, edge_rows

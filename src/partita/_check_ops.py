@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._console import DTYPES
 from .chain import Chain, logz
 from .crf import ctc_crf_loss, debruijn_source
 from .cross_entropy import cross_entropy
@@ -21,7 +22,6 @@ from .softmax import log_softmax, logsumexp, softmax
 from .testing.budget import Scale
 from .token_stats import token_stats
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 EDGES = ("plain", "offset", "leading_inf", "transposed", "framed")
 ROWS, COLUMNS = 19, 781  # neither is a multiple of a block
 WIDE_ROWS, WIDE_COLUMNS = 3, 50_257

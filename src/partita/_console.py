@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import torch
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}  # as tables name them
 SECONDS_BETWEEN_LINES = 15.0
 
 

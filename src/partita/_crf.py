@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import _chain, _op
-from ._autograd import capturing, plain_eager, twice
+from ._autograd import again, twice
 from .reference import crf as reference
 from .reference.softmax import accumulator
-
-_tables: dict[tuple[Any, ...], Tensor] = {}
-
-
-def _table(make: Callable[..., Tensor], device: torch.device, *sizes: int) -> Tensor:
-    """`make(*sizes, device)`, the same tensor each time, as its transposed table is kept with it."""
-    key = (make.__name__, device.type, device.index, *sizes)
-    found = _tables.get(key)
-    if found is None:
-        if not plain_eager():
-            return make(*sizes, device)
-        with torch.inference_mode(False):
-            found = make(*sizes, device)
-        if not capturing(found):
-            _tables[key] = found
-    return found
-
-
-def kmers(n_base: int, state_len: int, device: torch.device) -> Tensor:
-    return _table(reference.kmers, device, n_base, state_len)
-
-
-def ladder(states: int, device: torch.device) -> Tensor:
-    return _table(reference.ladder, device, states)
 
 
 def loss_of(scores: Tensor, source: Tensor, spelt: reference.Lattice, lengths: Tensor, backend: str) -> Tensor:
@@ -84,8 +59,8 @@ class Loss(torch.autograd.Function):
             return (None,) * 9
         scores, source, places, steps, initial, final, lengths, losses, every, kept, marginals = ctx.saved_tensors
         if twice():
-            again = loss_of(scores, source, reference.Lattice(places, steps, initial, final), lengths, ctx.backend)
-            (result,) = torch.autograd.grad(again, scores, grad, create_graph=True)
+            lattice = reference.Lattice(places, steps, initial, final)
+            (result,) = again(lambda scores: loss_of(scores, source, lattice, lengths, ctx.backend), [scores], [True], grad)
         else:
             grad = torch.where(losses == torch.inf, 0.0, grad)
             result = gradient(grad, scores, source, lengths, every, kept, marginals, places, ctx.backend)

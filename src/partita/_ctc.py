@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _op
-from ._autograd import twice
+from ._autograd import again, twice
 from .reference import ctc as reference
 
 
@@ -24,7 +24,7 @@ def check_values(logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths:
 _TARGETS = "Tensor labels, Tensor offsets, Tensor input_lengths, Tensor target_lengths"
 loss = _op.define(
     "ctc",
-    f"ctc_loss(Tensor logits, {_TARGETS}, int most, int blank, bool from_logits, bool keep, str backend) -> (Tensor, Tensor)",
+    f"ctc_loss(Tensor logits, {_TARGETS}, SymInt most, int blank, bool from_logits, bool keep, str backend) -> (Tensor, Tensor)",
     lambda logits, labels, offsets, input_lengths, target_lengths, most, blank, from_logits, keep, floor: (
         logits.new_empty(logits.shape[1], dtype=torch.float64),
         logits.new_empty(reference.kept_shape(logits.shape, most, from_logits, keep, floor), dtype=torch.float64),
@@ -36,13 +36,13 @@ loss = _op.define(
 gradient = _op.define(
     "ctc",
     "ctc_gradient(Tensor grad, Tensor logits, Tensor labels, Tensor offsets, Tensor input_lengths, Tensor target_lengths, Tensor loss, Tensor kept,"
-    " int most, int blank, bool from_logits, str backend) -> Tensor",
+    " SymInt most, int blank, bool from_logits, str backend) -> Tensor",
     lambda grad, logits, *rest: torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),
     numba=True,
 )
 align = _op.define(
     "ctc",
-    f"ctc_align(Tensor logits, {_TARGETS}, int most, int blank, bool from_logits, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"ctc_align(Tensor logits, {_TARGETS}, SymInt most, int blank, bool from_logits, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
     lambda logits, *rest: (
         *(logits.new_empty((logits.shape[1], logits.shape[0]), dtype=dtype) for dtype in (torch.int64, torch.int64, torch.float64)),
         logits.new_empty(logits.shape[1], dtype=torch.float64),
@@ -77,8 +77,7 @@ class Loss(torch.autograd.Function):
         logits, labels, offsets, input_lengths, target_lengths, losses, kept = ctx.saved_tensors
         if twice():
             targets = reference.Targets(labels, offsets, target_lengths, ctx.most)
-            again = reference.loss_of(logits, targets, input_lengths, ctx.blank, ctx.from_logits)
-            (result,) = torch.autograd.grad(again, logits, grad, create_graph=True)
+            (result,) = again(lambda logits: reference.loss_of(logits, targets, input_lengths, ctx.blank, ctx.from_logits), [logits], [True], grad)
         else:
             inputs = (labels, offsets, input_lengths, target_lengths, losses, kept, ctx.most, ctx.blank, ctx.from_logits)
             result = gradient(grad, logits, *inputs, ctx.backend)

@@ -14,10 +14,10 @@ Lengths = Tensor | Sequence[int] | int
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device, without waiting for it."""
+    """The tensor on a device; a GPU is not waited for."""
     if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)  # to the CPU it has to wait
 
 
 def lengths_of(name: str, value: Lengths, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -29,8 +29,8 @@ def lengths_of(name: str, value: Lengths, count: int, device: torch.device) -> t
             numbers = list(value)  # type: ignore[arg-type]
         except TypeError:
             raise TypeError(f"{name}: expected a Tensor or a sequence of integers, got {type(value).__name__}") from None
-        value = torch.tensor(numbers, dtype=None if numbers else torch.int64)
+        value = torch.tensor(numbers, dtype=None if numbers else torch.int64, device="cpu")
     _checks.integer(name, value)
     _checks.shape(name, value.reshape(-1), [count], "[N]")
-    value = value.reshape(-1).long()
+    value = value.reshape(-1).long().contiguous()
     return value, moved(value, device)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import _checks, _op
-from ._autograd import twice
+from ._autograd import again, twice
 from .cross_entropy import cross_entropy, scale
 from .reference import linear_cross_entropy as reference
 from .reference.cross_entropy import valid_targets
@@ -19,7 +18,7 @@ _HEAD = "Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class
 _WANTED = "bool to_input, bool to_weight, bool to_bias"
 
 
-def _check_labels(input: Tensor, weight: Tensor, target: Tensor, ignore_index: int) -> None:
+def _check_labels(weight: Tensor, target: Tensor, ignore_index: int) -> None:
     _checks.labels("target", target, len(weight), ignore_index)
 
 
@@ -44,7 +43,7 @@ rows = _op.define(
     f"linear_rows({_HEAD}, float temperature, float softcap, int ignore_index, bool spread, bool entropy, int chunk, bool keep, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _rows_fake,
-    check=lambda input, weight, bias, target, class_weight, temperature, softcap, ignore_index, *_: _check_labels(input, weight, target, ignore_index),
+    check=lambda input, weight, bias, target, class_weight, temperature, softcap, ignore_index, *_: _check_labels(weight, target, ignore_index),
 )
 rows_backward = _op.define(
     "linear_cross_entropy",
@@ -55,10 +54,10 @@ rows_backward = _op.define(
 )
 one_pass = _op.define(
     "linear_cross_entropy",
-    f"linear_one_pass({_HEAD}, int ignore_index, float smoothing, float softcap, float z_loss, bool mean, int chunk, {_WANTED}, str backend)"
+    f"linear_one_pass({_HEAD}, int ignore_index, float smoothing, float softcap, float z_loss, bool mean, SymInt chunk, {_WANTED}, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     lambda *args: (args[0].new_empty((), dtype=accumulator(args[0].dtype)), *_gradients_fake(*args[:3], *args[-3:])),
-    check=lambda input, weight, bias, target, class_weight, ignore_index, *_: _check_labels(input, weight, target, ignore_index),
+    check=lambda input, weight, bias, target, class_weight, ignore_index, *_: _check_labels(weight, target, ignore_index),
 )
 
 
@@ -76,14 +75,7 @@ def plain_fields(
     weighted = logp if of_class is None else torch.where(of_class == 0, 0.0, logp * of_class)
     all_ = spoilt - weighted.sum(1) if spread else x.new_empty(0)
     p = logp.exp()
-    return nll, x.logsumexp(1) + spoilt, all_, -torch.where(p == 0, 0.0, p * logp).sum(1) + spoilt if entropy else x.new_empty(0)
-
-
-def _again(outputs: list[Tensor], grads: list[Tensor], inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Of the inputs that want one, the gradient of what was computed anew, to be differentiated again."""
-    chosen = [tensor for tensor, wants in zip(inputs, wanted, strict=True) if tensor is not None and wants]
-    found = iter(torch.autograd.grad(outputs, chosen, grads, create_graph=True))
-    return tuple(next(found) if wants else None for wants in wanted)
+    return nll, x.logsumexp(1) + spoilt, all_, -(p * torch.where(p == 0, 0.0, logp)).sum(1) + spoilt if entropy else x.new_empty(0)
 
 
 class Rows(torch.autograd.Function):
@@ -112,9 +104,14 @@ class Rows(torch.autograd.Function):
             return None, None, None, *nothing
         wanted = tuple(ctx.needs_input_grad[:3])
         if twice():
-            fields = plain_fields(input, weight, bias, target, class_weight, *numbers, ctx.spread, ctx.entropy)
-            used = [(field, grad) for field, grad in zip(fields, grads, strict=False) if grad is not None and field.numel() == grad.numel()]
-            return *_again([field for field, _ in used], [grad for _, grad in used], (input, weight, bias), wanted), *nothing
+            sizes = [field.numel() for field in outputs]
+            used = {i: grad for i, grad in enumerate(grads[:4]) if grad is not None and sizes[i] == grad.numel()}
+
+            def fields_of(input: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+                found = plain_fields(input, weight, bias, target, class_weight, *numbers, ctx.spread, ctx.entropy)
+                return [found[i] for i in used]
+
+            return *again(fields_of, (input, weight, bias), wanted, list(used.values())), *nothing
         fields = reference.Fields(*outputs)
         nll, logsumexp, spread, entropy = grads[:4]
         c = reference.coefficients(nll, logsumexp, spread, entropy, target, class_weight, fields, len(weight), ctx.temperature, ctx.ignore_index)
@@ -140,11 +137,11 @@ class OnePass(torch.autograd.Function):
     """The reduced loss, with the gradients formed beside it, which the first backward pass scales; later ones compute them again. Eager only."""
 
     @staticmethod
-    def forward(ctx: Any, wanted: tuple[bool, bool, bool], backend: str, numbers: tuple[Any, ...], chunk: int, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, wanted: tuple[bool, bool, bool], backend: str, numbers: tuple[Any, ...], chunk: int, *tensors: Any) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.wanted, ctx.backend, ctx.numbers, ctx.chunk = wanted, backend, numbers, chunk
         ctx.save_for_backward(*tensors)
-        loss, *ctx.gradients = one_pass.eager(*tensors, *numbers, chunk, *wanted, backend)
+        loss, *ctx.gradients = one_pass(*tensors, *numbers, chunk, *wanted, backend)
         return loss
 
     @staticmethod
@@ -154,10 +151,10 @@ class OnePass(torch.autograd.Function):
             return *nothing, *(None,) * 5
         tensors = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *nothing, *_again([plain_loss(*tensors, *ctx.numbers)], [grad], tensors[:3], ctx.wanted), None, None
+            return *nothing, *again(lambda *inputs: plain_loss(*inputs, *tensors[3:], *ctx.numbers), tensors[:3], ctx.wanted, grad), None, None
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            gradients = one_pass.eager(*tensors, *ctx.numbers, ctx.chunk, *ctx.wanted, ctx.backend)[1:]
+            gradients = one_pass(*tensors, *ctx.numbers, ctx.chunk, *ctx.wanted, ctx.backend)[1:]
         for gradient, wants in zip(gradients, ctx.wanted, strict=True):
             if wants:
                 scale.eager(gradient, grad, ctx.backend)

@@ -12,7 +12,7 @@ import torch
 from . import _backend
 from ._autograd import plain_eager
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _library = torch.library.Library("partita", "DEF")
 
@@ -30,7 +30,7 @@ class Op:
         self.eager, self.dispatched = eager, dispatched
 
     def __call__(self, first: torch.Tensor, *rest: Any) -> Any:
-        if plain_eager() and type(first) in _PLAIN:
+        if plain_eager() and type(first) in PLAIN:
             return self.eager(first, *rest)
         return self.dispatched(first, *rest)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor
 
 from . import _backend, _chain, _checks
-from ._autograd import apply, capturing, plain_eager
+from ._autograd import apply, refuse_tangents
+from ._constants import constant
 from ._lengths import lengths_of
 from .edges import edges_from_states
 from .reference import chain as reference
@@ -45,11 +45,8 @@ class ChainSample(NamedTuple):
     edges: Tensor
 
 
-@functools.lru_cache(maxsize=64)
-def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`[1, 1]`, made once: it is only read."""
-    with torch.inference_mode(False):  # what is made in that mode cannot be saved for a gradient later
-        return torch.full((1, 1), value, dtype=dtype, device=device)
+def _scalar(value: float, dtype: torch.dtype, *, device: torch.device) -> Tensor:
+    return torch.full((1, 1), value, dtype=dtype, device=device)
 
 
 class Chain:
@@ -110,8 +107,7 @@ class Chain:
         """Initial and final scores, `[N, C]`."""
         if self.initial is not None and self.final is not None:
             return self.initial, self.final
-        make = _scalar if plain_eager() and not capturing(self.scores) else _scalar.__wrapped__
-        ones = make(one, accumulator(self.scores.dtype), self.scores.device)
+        ones = constant(_scalar, one, accumulator(self.scores.dtype), device=self.scores.device)
         return tuple(ones.expand(self.scores.shape[1:3]) if end is None else end for end in (self.initial, self.final))  # type: ignore[return-value]
 
     def _all(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
@@ -119,6 +115,8 @@ class Chain:
 
     def _scanned(self, what: str, semiring: Semiring) -> reference.Inputs:
         """All inputs of what runs in plain PyTorch on every device, ready to be scanned under a semiring."""
+        if not isinstance(semiring, Semiring):
+            raise TypeError(f"semiring: expected a Semiring, as Log or Max, got {semiring!r}")
         name = _backend.current()
         if name in ("triton", "numba"):
             raise RuntimeError(f"backend {name!r}: {what} has no kernel; it runs in PyTorch (backend 'auto' or 'reference')")
@@ -197,11 +195,12 @@ class Chain:
             >>> chain.sample(5).states.shape
             torch.Size([5, 5, 2])
         """
-        if isinstance(k, bool) or not isinstance(k, int) or k < 0:
+        _checks.whole("k", k)
+        if k < 0:
             raise ValueError(f"k: expected a number of paths, 0 or more, got {k!r}")
         with torch.no_grad():
             steps, chains = self.scores.shape[:2]
-            uniforms = torch.rand((steps + 1, k, chains), dtype=torch.float64, device=self.scores.device, generator=generator)
+            uniforms = self.scores.new_empty((steps + 1, k, chains), dtype=torch.float64).uniform_(generator=generator)
             return ChainSample(*_chain.sample(*self._all(), uniforms, _backend.current()))
 
     def _expectation64(self, values: Tensor, first_values: Tensor, last_values: Tensor) -> tuple[Tensor, Tensor]:
@@ -319,15 +318,17 @@ class Chain:
             name, given, rows = ("edges", edges, "T") if states is None else ("states", states, "T + 1")
             raise ValueError(f"{name}: expected shape [..., {rows}, N] with [T, N] = {list(self.scores.shape[:2])}, got {list(given.shape)}")
         total = chain_log_score(*self._all(), edges.long(), None if states is None else states[..., 0, :].long())
-        log_prob = total - self._logz64(Log)
+        log_z = self._logz64(Log)
+        log_prob = torch.where(log_z == -torch.inf, -torch.inf, total - log_z)  # no path is one of none
         if states is None:
-            steps = self.scores.shape[0] > 0 if self.lengths is None else self.lengths > 0
-            log_prob = torch.where(torch.as_tensor(steps, device=log_prob.device), log_prob, 0.0)
+            nothing = len(self.scores) == 0 if self.lengths is None else (self.lengths == 0) & (log_z > -torch.inf)
+            log_prob = torch.where(nothing, 0.0, log_prob) if isinstance(nothing, Tensor) else torch.zeros_like(log_prob) if nothing else log_prob
         return self._rounded(log_prob)
 
     def _scores_after(self, semiring: Semiring, *, reverse: bool) -> Tensor:
         """α or β; where a gradient is to come, of a scan in PyTorch."""
         if semiring in (Log, Max) and not self._differentiated():
+            refuse_tangents(self.scores, self.initial, self.final)
             return self._rounded(_chain.scan(*self._all(), semiring == Max, reverse, _backend.current()))
         scan = reference.backward_scores if reverse else reference.forward_scores
         x = self._scanned("a derivative of the scores of states" if semiring in (Log, Max) else "this semiring", semiring)

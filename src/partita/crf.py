@@ -7,8 +7,9 @@ from torch import Tensor
 
 from . import _backend, _checks, _crf
 from ._autograd import apply
+from ._constants import constant
 from ._lengths import Lengths, lengths_of
-from .ctc import REDUCTIONS, reduced
+from .ctc import REDUCTIONS, over_lengths
 from .reference import crf as reference
 from .reference.crf import Targets
 from .reference.softmax import accumulator
@@ -146,7 +147,7 @@ def ctc_crf_loss(
         _check_values(steps, targets, lengths, inputs, n_base)
     inputs = torch.where(reference.misspelt(spoken, n_base), -1, inputs)  # no length of a chain: its results are NaN
     states = _states(came, targets, len(steps), state_len)
-    spelt = reference.lattice(spoken, states, state_len, n_base, accumulator(scores.dtype), _crf.ladder(states, device))
+    spelt = reference.lattice(spoken, states, state_len, n_base, accumulator(scores.dtype), constant(reference.ladder, states, device=device))
     keep = torch.is_grad_enabled() and scores.requires_grad
-    loss = apply(_crf.Loss, steps, _crf.kmers(n_base, state_len, device), *spelt, inputs, keep, _backend.current())[0]
-    return reduced(loss, lengths, reduction).to(accumulator(scores.dtype))
+    loss = apply(_crf.Loss, steps, constant(reference.kmers, n_base, state_len, device=device), *spelt, inputs, keep, _backend.current())[0]
+    return over_lengths(loss, lengths, reduction).to(accumulator(scores.dtype))

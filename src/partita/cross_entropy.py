@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _backend, _checks, _op
-from ._autograd import apply, autocast_dtype, batch_first, gradient, plain_eager
+from ._autograd import apply, autocast_dtype, batch_first, gradient, plain_eager, refuse_tangents
 from .reference import cross_entropy as reference
 from .reference.softmax import accumulator
 
@@ -35,7 +35,7 @@ def _rows_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
         if i != weight_at:
             tensors[i] = batch_first(tensor, at, info.batch_size).flatten(0, 1)
     if count == 3:
-        return tuple(part.unflatten(0, (info.batch_size, -1)) for part in _rows(*tensors, *options)), (0,) * 5
+        return tuple(part.unflatten(0, (info.batch_size, len(part) // max(info.batch_size, 1))) for part in _rows(*tensors, *options)), (0,) * 5
     return _rows_backward(*tensors, *options).unflatten(0, (info.batch_size, -1)), 0
 
 
@@ -131,7 +131,7 @@ class _Rows(torch.autograd.Function):
         variables = 3 if not probabilities else 4 if weight is None else 5
         grad_logits = gradient(
             lambda *tensors: _rows_backward(*tensors, *options, backend),
-            lambda *tensors: reference.cross_entropy_backward(*tensors, *options),
+            lambda *tensors: reference.cross_entropy_gradient(*tensors, *options),
             variables,
             *(grad_loss, grad_logsumexp, logits, target, weight, *statistics),
         )
@@ -151,12 +151,12 @@ class _OnePass(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options, ctx.inplace = options, inplace
         if inplace:
-            loss = _one_pass_inplace.eager(logits, target, weight, *options)
+            loss = _one_pass_inplace(logits, target, weight, *options)
             torch.autograd.graph.increment_version(logits)
-            ctx.gradient = logits.detach()
+            ctx.gradient, ctx.version = logits.detach(), logits._version
         else:
             ctx.save_for_backward(logits, target, weight)
-            loss, ctx.gradient = _one_pass.eager(logits, target, weight, *options)
+            loss, ctx.gradient = _one_pass(logits, target, weight, *options)
         return loss
 
     @staticmethod
@@ -166,6 +166,8 @@ class _OnePass(torch.autograd.Function):
             return None, None, None, None, None
         if ctx.inplace and (torch.is_grad_enabled() or ctx.gradient is None):
             raise RuntimeError("inplace=True wrote the gradient over the logits: it serves one backward pass and no second derivative")
+        if ctx.inplace and ctx.gradient._version != ctx.version:
+            raise RuntimeError("inplace=True wrote the gradient over the logits, and that memory has been written to since: there is no gradient any more")
         if torch.is_grad_enabled():
             logits, target, weight = ctx.saved_tensors
             loss = _reduced(logits, target, weight, ctx.options, "mean" if ctx.options.mean else "sum")
@@ -173,7 +175,7 @@ class _OnePass(torch.autograd.Function):
         gradient, ctx.gradient = ctx.gradient, None
         if gradient is None:
             logits, target, weight = ctx.saved_tensors
-            gradient = _one_pass.eager(logits, target, weight, *ctx.options)[1]
+            gradient = _one_pass(logits, target, weight, *ctx.options)[1]
         scale.eager(gradient, grad, ctx.options.backend)
         return gradient, None, None, None, None
 
@@ -283,6 +285,8 @@ def cross_entropy(
         result = torch.promote_types(result, weight.dtype)
     if result in (torch.float16, torch.bfloat16) and autocast_dtype(input.device) is not None:
         result = torch.float32
+    if result == torch.float64:
+        input = input.to(result)  # in which probabilities or class weights came
     numbers = float(label_smoothing), float(softcap or 0.0), float(z_loss)
     options = _Options(ignore_index, *numbers, reduction == "mean", result, _backend.current())
     if input.ndim > 1:
@@ -296,6 +300,7 @@ def _loss(logits: Tensor, target: Tensor, weight: Tensor | None, options: _Optio
         return _reduced(logits, target, weight, options, reduction)
     others = target.requires_grad or (weight is not None and weight.requires_grad)
     if not (torch.is_grad_enabled() and (logits.requires_grad or others)):
+        refuse_tangents(logits, target, weight)
         if reduction == "none" or options.z_loss:
             return _reduced(logits, target, weight, options, reduction)
         return _reduced_loss(logits, target, weight, *options[:3], *options[4:])
@@ -303,7 +308,7 @@ def _loss(logits: Tensor, target: Tensor, weight: Tensor | None, options: _Optio
     if inplace:
         _check_inplace(logits, others)
     early = reduction != "none" and logits.dtype != torch.float16 and not others
-    if early and (inplace or _backend.resolve(options.backend, logits.device, numba=False) == "kernels"):
+    if early and (inplace or logits.device.type == "cpu" or _backend.resolve(options.backend, logits.device, numba=False) == "kernels"):
         return apply(_OnePass, logits, target, weight, options, inplace)
     if inplace:
         torch.autograd.graph.increment_version(logits)  # before the logits are saved: the backward pass alone may read them
@@ -311,9 +316,13 @@ def _loss(logits: Tensor, target: Tensor, weight: Tensor | None, options: _Optio
 
 
 def _check_inplace(logits: Tensor, others: bool) -> None:
-    if logits.is_leaf:
+    base = logits._base if logits._is_view() else logits
+    if logits.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
         raise RuntimeError("inplace: expected logits that were computed from something, got a leaf, whose values would be lost")
-    if any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True)):
-        raise ValueError("inplace: expected logits whose elements each have their own memory, got an expanded tensor")
+    reach = 0
+    for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            raise ValueError("inplace: expected logits whose elements each have their own memory, got a tensor that is expanded or overlaps itself")
+        reach += stride * (size - 1)
     if others:
         raise RuntimeError("inplace: expected targets and class weights that need no gradient")

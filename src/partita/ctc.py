@@ -94,7 +94,7 @@ def _prepare(name: str, logits: Tensor, targets: Tensor, input_lengths: Lengths,
     if not batched:
         logits = logits[:, None]
     _, count, classes = logits.shape
-    if targets.ndim != 1 and (targets.ndim != 2 or not batched or len(targets) != count):
+    if targets.ndim != 1 and (targets.ndim != 2 or len(targets) != count):
         raise ValueError(f"targets: expected shape [N, S] with N = {count}, or [sum of target_lengths], got {list(targets.shape)}")
     _checks.blank(blank, classes)
     _, inputs = lengths_of("input_lengths", input_lengths, count, logits.device)
@@ -105,13 +105,15 @@ def _prepare(name: str, logits: Tensor, targets: Tensor, input_lengths: Lengths,
         offsets = torch.arange(count, device=logits.device) * targets.shape[1]
         most = targets.shape[1]
     else:
-        offsets, most = lengths.cumsum(0) - lengths, len(targets)
+        there = lengths.clamp(0, len(targets))  # a wrong one must not move the others far
+        offsets, most = there.cumsum(0) - there, len(targets)
     if targets.ndim == 1 and not torch.compiler.is_compiling() and _checks.values_wanted(logits.device) and int(lengths.sum()) != most:
         raise ValueError(f"targets: expected as many labels as the sum of target_lengths, {int(lengths.sum())}, got {most}")
-    return _Prepared(logits, Targets(targets.reshape(-1), offsets, lengths, max(min(longest, most), 0)), inputs, batched)
+    labels = targets.reshape(-1) if targets.dtype in (torch.int32, torch.int64) else targets.reshape(-1).long()  # a narrow type would wrap bounds and blanks
+    return _Prepared(logits, Targets(labels, offsets, lengths, max(min(longest, most), 0)), inputs, batched)
 
 
-def reduced(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
+def over_lengths(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
     """The mean of loss / target length, the sum, or each."""
     if reduction == "mean":
         return (losses / target_lengths.clamp(min=1)).mean()
@@ -155,7 +157,7 @@ def ctc_loss(
     loss = apply(_ctc.Loss, x.logits, *tensors, x.targets.most, blank, from_logits, keep, _backend.current())[0]
     if zero_infinity:
         loss = torch.where(loss == torch.inf, 0.0, loss)
-    loss = reduced(loss, x.targets.lengths, reduction)
+    loss = over_lengths(loss, x.targets.lengths, reduction)
     if reduction == "none" and not x.batched:
         loss = loss[0]
     return loss.to(accumulator(log_probs.dtype))

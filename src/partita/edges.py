@@ -29,7 +29,8 @@ def dense_source(C: int, *, device: torch.device | str | None = None) -> Tensor:
         tensor([[0, 1],
                 [0, 1]])
     """
-    if isinstance(C, bool) or not isinstance(C, int) or C < 0:
+    _checks.whole("C", C)
+    if C < 0:
         raise ValueError(f"C: expected a number of states, 0 or more, got {C!r}")
     return torch.arange(C, device=device).repeat(C, 1)
 
@@ -66,7 +67,9 @@ def edges_from_states(states: Tensor, source: Tensor) -> Tensor:
     count, slots = source.shape
     before, after = states[..., :-1, :].long(), states[..., 1:, :].long()
     inside = (before >= 0) & (after >= 0) & (after < count)
-    fits = (source[after.clamp(0, max(count - 1, 0))] == before[..., None]) & inside[..., None]
+    if not source.numel():
+        source = source.new_full((1, 1), -2)  # which no state is
+    fits = (source[after.clamp(0, len(source) - 1)] == before[..., None]) & inside[..., None]
     found = fits.any(-1)
     lost = (before != -1) & (after != -1) & ~found
     if _checks.values_wanted(states.device) and (place := _checks.first_place(lost)) is not None:

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from . import _checks
+from ._constants import constant
 from ._lengths import lengths_of
 from .chain import Chain
 from .edges import dense_source
+from .reference.softmax import accumulator
 
 
 def linear_chain(
@@ -55,6 +57,8 @@ def linear_chain(
             _checks.floating(name, value)
             _checks.device(name, value, emissions, "emissions")
             _checks.shape(name, value, shape, "[C, C]" if len(shape) == 2 else "[C]")
+    wide = accumulator(emissions.dtype)  # sums of half types would be rounded to them
+    emissions, transitions = emissions.to(wide), transitions.to(wide)
     scores = emissions[1:, :, :, None] + transitions.T
     initial = emissions[0] if start is None else emissions[0] + start
     final = None if end is None else end.expand(chains, states)
@@ -62,4 +66,4 @@ def linear_chain(
     if counted is not None:
         _checks.within("lengths", counted, 1, steps, "tokens")
         counted = counted - 1
-    return Chain(scores, dense_source(states, device=emissions.device), initial, final, lengths=counted)
+    return Chain(scores, constant(dense_source, states, device=emissions.device), initial, final, lengths=counted)

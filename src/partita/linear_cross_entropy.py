@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import _backend, _checks, _linear
 from ._autograd import apply, autocast_dtype, plain_eager
+from ._op import PLAIN
 from .cross_entropy import REDUCTIONS, cross_entropy
 from .reference.cross_entropy import cross_entropy_denominators
 from .reference.linear_cross_entropy import TOKENS, width_of
@@ -82,10 +83,9 @@ def linear_cross_entropy_plan(
         'lean'
     """
     for name, value in (("tokens", tokens), ("hidden", hidden), ("vocabulary", vocabulary)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
             raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
-    if memory_budget is not None and (isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget < 0):
-        raise ValueError(f"memory_budget: expected a number of bytes or None, got {memory_budget!r}")
+    _check_budget(memory_budget)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype: expected a floating torch.dtype, got {dtype!r}")
     half, item = dtype.itemsize == 2, dtype.itemsize
@@ -122,6 +122,11 @@ def held(plan: Plan, classes: int) -> tuple[int, bool]:
     """Classes at a time where the gradient comes in the backward pass, and whether that finds the logits kept."""
     fast = plan.name == "fast"
     return classes if fast else plan.chunk, fast and plain_eager()
+
+
+def _check_budget(memory_budget: int | None) -> None:
+    if memory_budget is not None and (isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget < 0):
+        raise ValueError(f"memory_budget: expected a number of bytes or None, got {memory_budget!r}")
 
 
 class _Rows(NamedTuple):
@@ -163,7 +168,7 @@ def options_of(ignore_index: int, label_smoothing: float, softcap: float | None,
     return ignore_index, float(label_smoothing), float(softcap or 0.0), float(z_loss)
 
 
-def _cast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def cast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """As a linear layer sees them: under autocast in its dtype."""
     dtype = autocast_dtype(next(tensor for tensor in tensors if tensor is not None).device)
     if dtype is None:
@@ -195,7 +200,7 @@ def _flat(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) ->
     _checks.integer("target", target)
     _checks.shape("target", target, shape, "input without H")
     labels = target.reshape(-1).long().contiguous()  # a narrow type would wrap the bounds
-    return _Rows(input.reshape(-1, input.shape[-1]), weight, bias, labels, shape)
+    return _Rows(input[None].flatten(0, -2), weight, bias, labels, shape)
 
 
 def _logits(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -256,9 +261,10 @@ def linear_cross_entropy(
     """
     _checks.tensor("input", input)
     _checks.tensor("linear_weight", linear_weight)
-    input, linear_weight, linear_bias = _cast(input, linear_weight, linear_bias)  # type: ignore[assignment]
+    input, linear_weight, linear_bias = cast(input, linear_weight, linear_bias)  # type: ignore[assignment]
     _check(input, linear_weight, linear_bias, target)
     _checks.choice("reduction", reduction, REDUCTIONS)
+    _check_budget(memory_budget)
     ignore_index = -100 if ignore_index is None else ignore_index
     numbers: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "softcap": softcap, "z_loss": z_loss}
     wide = accumulator(input.dtype)
@@ -276,7 +282,7 @@ def linear_cross_entropy(
         _checks.shape("weight", weight, [len(linear_weight)], "[C]")
         weight = weight.contiguous()
     options = options_of(ignore_index, label_smoothing, softcap, z_loss)
-    if input.device.type == "cpu" and plain_eager():
+    if input.device.type == "cpu" and plain_eager() and type(rows.input) in PLAIN:
         _checks.labels("target", rows.target, len(linear_weight), ignore_index)
         return _without_ignored(rows, weight, reduction, options, memory_budget)
     return _loss(rows, weight, reduction, options, memory_budget).reshape(rows.shape if reduction == "none" else ())
@@ -375,7 +381,7 @@ def linear_token_stats(
     """
     _checks.tensor("input", input)
     _checks.tensor("linear_weight", linear_weight)
-    input, linear_weight, linear_bias = _cast(input, linear_weight, linear_bias)  # type: ignore[assignment]
+    input, linear_weight, linear_bias = cast(input, linear_weight, linear_bias)  # type: ignore[assignment]
     _check(input, linear_weight, linear_bias, target)
     if linear_weight.ndim != 2:
         raise ValueError(f"linear_weight: expected shape [C, H], got {list(linear_weight.shape)}")

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor import Shard as Sharded
 
 from . import _backend, _checks
-from ._autograd import autocast_dtype
 from ._parallel import Hidden, Logits, Numbers, Shard
 from .cross_entropy import REDUCTIONS
-from .linear_cross_entropy import denominators, held, linear_cross_entropy_plan, options_of, reduced, terms
+from .linear_cross_entropy import cast, denominators, held, linear_cross_entropy_plan, options_of, reduced, terms
 from .token_stats import TokenStats
 
 Classes = int | Sequence[int] | None
@@ -73,6 +73,8 @@ def shard_of(name: str, tensor: Tensor, dim: int, group: dist.ProcessGroup | Non
         # It would end the process: https://github.com/pytorch/pytorch/issues/152645
         raise RuntimeError(f"group: expected NCCL for tensors on {tensor.device}, got Gloo, which cannot gather them")
     world = dist.get_world_size(group)
+    for size in (classes if isinstance(classes, Sequence) else () if classes is None else (classes,)):
+        _checks.whole("classes", size)
     if isinstance(classes, int):
         each = -(-classes // world)
         sizes = tuple(max(0, min(each, classes - i * each)) for i in range(world))
@@ -89,6 +91,9 @@ def shard_of(name: str, tensor: Tensor, dim: int, group: dist.ProcessGroup | Non
 def _check(input: Tensor, target: Tensor, weight: Tensor | None, shard: Shard, ignore_index: int, options: dict[str, Any]) -> tuple[Any, ...]:
     """The numbers, as the loss takes them."""
     _checks.integer("target", target)
+    for name, given in (("target", target), ("weight", weight)):
+        if isinstance(given, DTensor):
+            raise TypeError(f"{name}: expected a plain Tensor here, got a DTensor")
     _checks.device("target", target, input, "input")
     _checks.labels("target", target, shard.classes, ignore_index)
     if weight is not None:
@@ -152,7 +157,7 @@ def cross_entropy(
         local, group, classes, batch = _local(input, 1)
         target = _local_rows(target, input, batch)
         rows = _losses(local, target, weight, group, classes, ignore_index, options)
-        return _assembled(rows, target, weight, reduction, input, batch, ignore_index)
+        return _assembled(rows, target, weight, reduction, input, batch, ignore_index, torch.Size([input.shape[0], *input.shape[2:]]))
     loss, z, shard, numbers = _losses(input, target, weight, group, classes, ignore_index, options)
     return reduced(loss, z, target.long(), weight, shard.classes, numbers[0], reduction)
 
@@ -230,11 +235,11 @@ def linear_cross_entropy(
         bias = linear_bias
         if isinstance(bias, DTensor):
             bias = bias.to_local(grad_placements=[Partial("sum") if i in batch else p for i, p in enumerate(bias.placements)])
-        placements: list[Placement] = [Sharded(0) if i in batch else Replicate() for i in range(mesh.ndim)]
+        placements = _placements(mesh, batch)
         hidden = input.redistribute(mesh, placements).to_local(grad_placements=placements) if isinstance(input, DTensor) else input
         target = _local_rows(target, linear_weight, batch)
         found = _linear_losses(hidden, rows, target, bias, weight, group, classes, False, ignore_index, options, memory_budget)
-        return _assembled(found, target, weight, reduction, linear_weight, batch, ignore_index)
+        return _assembled(found, target, weight, reduction, linear_weight, batch, ignore_index, input.shape[:-1])
     losses = (input, linear_weight, target, linear_bias, weight, group, classes, sequence_parallel, ignore_index, options, memory_budget)
     loss, z, shard, numbers = _linear_losses(*losses)
     return reduced(loss, z, target.long(), weight, shard.classes, numbers[0], reduction)
@@ -247,10 +252,7 @@ def _linear_losses(
     """The loss and the z-loss of each token."""
     _checks.floating("input", input)
     _checks.floating("linear_weight", linear_weight)
-    dtype = autocast_dtype(input.device)
-    if dtype is not None:
-        input, linear_weight = input.to(dtype), linear_weight.to(dtype)
-        linear_bias = None if linear_bias is None else linear_bias.to(dtype)
+    input, linear_weight, linear_bias = cast(input, linear_weight, linear_bias)  # type: ignore[assignment]
     if linear_weight.ndim != 2 or input.ndim == 0 or input.shape[-1] != linear_weight.shape[1]:
         raise ValueError(f"input: expected shape [..., H] for linear_weight [C_local, H] = {list(linear_weight.shape)}, got {list(input.shape)}")
     if linear_weight.dtype != input.dtype:
@@ -261,6 +263,7 @@ def _linear_losses(
     _checks.shape("target", target, [tokens] if sequence_parallel else input.shape[:-1], "all tokens" if sequence_parallel else "input without H")
     _checks.device("linear_weight", linear_weight, input, "input")
     if linear_bias is not None:
+        _checks.tensor("linear_bias", linear_bias)
         _checks.device("linear_bias", linear_bias, input, "input")
         _checks.shape("linear_bias", linear_bias, [len(linear_weight)], "[C_local]")
         if linear_bias.dtype != input.dtype:
@@ -314,8 +317,7 @@ def token_stats(
         _brought(group=group, classes=classes)
         local, group, classes, batch = _local(logits, logits.ndim - 1)
         found = token_stats(local, _local_rows(target, logits, batch), group=group, classes=classes, temperature=temperature, ignore_index=ignore_index)
-        placements: list[Placement] = [Sharded(0) if i in batch else Replicate() for i in range(logits.device_mesh.ndim)]
-        return TokenStats(*(DTensor.from_local(field, logits.device_mesh, placements, run_check=False) for field in found))
+        return TokenStats(*(_of_rows(field, logits.device_mesh, batch, logits.shape[:-1]) for field in found))
     _checks.floating("logits", logits)
     if logits.ndim == 0:
         raise ValueError("logits: expected shape [..., C_local], got []")
@@ -346,12 +348,22 @@ def _local(tensor: DTensor, dim: int) -> tuple[Tensor, dist.ProcessGroup, int, l
     return tensor.to_local(), tensor.device_mesh.get_group(at[0]), tensor.shape[dim], batch
 
 
+def _placements(mesh: DeviceMesh, batch: list[int], along: Placement | None = None) -> list[Placement]:
+    """Rows are cut along these dimensions of the mesh, or are so `along` them, and are the same in others."""
+    return [along or Sharded(0) if i in batch else Replicate() for i in range(mesh.ndim)]
+
+
+def _of_rows(local: Tensor, mesh: DeviceMesh, batch: list[int], shape: torch.Size) -> DTensor:
+    """A DTensor of rows, of which ranks may have unlike numbers: so it is told how many there are in all."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, _placements(mesh, batch), run_check=False, shape=shape, stride=stride)
+
+
 def _local_rows(target: Tensor, like: DTensor, batch: list[int]) -> Tensor:
     """The labels of this rank's rows."""
     if not isinstance(target, DTensor):
         return target
-    placements: list[Placement] = [Sharded(0) if i in batch else Replicate() for i in range(like.device_mesh.ndim)]
-    return target.redistribute(like.device_mesh, placements).to_local()
+    return target.redistribute(like.device_mesh, _placements(like.device_mesh, batch)).to_local()
 
 
 def _batch(input: Tensor, matrix: DTensor) -> list[int]:
@@ -364,18 +376,16 @@ def _batch(input: Tensor, matrix: DTensor) -> list[int]:
 
 def _assembled(
     rows: tuple[Tensor, Tensor | None, Shard, tuple[Any, ...]], target: Tensor, weight: Tensor | None, reduction: str, like: DTensor,
-    batch: list[int], ignore_index: int,
+    batch: list[int], ignore_index: int, shape: torch.Size,
 ) -> Tensor:  # fmt: skip
     """A DTensor of the losses, or of their sum or mean over all rows of the mesh."""
     loss, z, shard, _ = rows
     mesh = like.device_mesh
     if reduction == "none":
-        placements: list[Placement] = [Sharded(0) if i in batch else Replicate() for i in range(mesh.ndim)]
-        return DTensor.from_local(loss if z is None else loss + z, mesh, placements, run_check=False)
+        return _of_rows(loss if z is None else loss + z, mesh, batch, shape)
 
     def whole(part: Tensor) -> DTensor:
-        placements: list[Placement] = [Partial("sum") if i in batch else Replicate() for i in range(mesh.ndim)]
-        return DTensor.from_local(part, mesh, placements, run_check=False).redistribute(mesh, [Replicate()] * mesh.ndim)
+        return DTensor.from_local(part, mesh, _placements(mesh, batch, Partial("sum")), run_check=False).redistribute(mesh, [Replicate()] * mesh.ndim)
 
     if reduction == "sum":
         return whole(loss.sum() if z is None else (loss + z).sum())

@@ -40,6 +40,8 @@ class Semiring(NamedTuple):
 
 
 def _log_sum(x: Tensor, dim: int) -> Tensor:
+    if not x.shape[dim]:
+        return x.sum(dim) - torch.inf
     shift = x.detach().amax(dim, keepdim=True)
     shift = shift.masked_fill(shift == -torch.inf, 0.0)
     total = (x - shift).exp().sum(dim)
@@ -53,10 +55,14 @@ def log_dsum(x: Tensor, dim: int) -> Tensor:
 
 
 def _max_sum(x: Tensor, dim: int) -> Tensor:
+    if not x.shape[dim]:
+        return x.sum(dim) - torch.inf
     return x.gather(dim, x.argmax(dim, keepdim=True)).squeeze(dim)  # the first of equals, for the value and for its derivative
 
 
 def max_dsum(x: Tensor, dim: int) -> Tensor:
+    if not x.shape[dim]:
+        return torch.zeros_like(x)
     best = x.argmax(dim, keepdim=True)
     return torch.zeros_like(x).scatter(dim, best, (x.gather(dim, best) != -torch.inf).to(x.dtype))
 

@@ -79,7 +79,7 @@ class _Softmax(torch.autograd.Function):
         dim, log, dtype, backend = ctx.dim, ctx.log, ctx.dtype, ctx.backend
         result = gradient(
             lambda grad, output: _softmax_backward(grad, output, dim, log, dtype, backend),
-            lambda grad, output: reference.softmax_backward(grad, output, dim, log, dtype),
+            lambda grad, output: reference.softmax_gradient(grad, output, dim, log, dtype),
             2,
             grads[0],
             output,
@@ -123,8 +123,8 @@ def _result_dtype(input: Tensor) -> torch.dtype:
 def _normalise(input: Tensor, dim: int, dtype: torch.dtype | None, log: bool) -> Tensor:
     _checks.tensor("input", input)
     if dtype is not None:
-        if not dtype.is_floating_point:
-            raise TypeError(f"dtype: expected a floating dtype, got {dtype}")
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise TypeError(f"dtype: expected a floating dtype, got {dtype!r}")
         if not (dtype == torch.float32 and input.dtype in (torch.float16, torch.bfloat16)):
             input = input.to(dtype)
     _checks.floating("input", input)
@@ -210,6 +210,8 @@ def logsumexp(input: Tensor, dim: int | Sequence[int] = -1, keepdim: bool = Fals
         tensor(1000.6932)
     """
     _checks.floating("input", input)
+    if not isinstance(dim, (int, Sequence)):
+        raise TypeError(f"dim: expected an int or a tuple of them, got {type(dim).__name__}")
     dims = [_checks.dimension("dim", d, input.ndim) for d in ((dim,) if isinstance(dim, int) else dim)]
     if len(set(dims)) != len(dims):
         raise ValueError(f"dim: expected each dimension once, got {tuple(dim) if not isinstance(dim, int) else dim}")

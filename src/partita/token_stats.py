@@ -77,7 +77,7 @@ class _TokenStats(torch.autograd.Function):
         *options, backend = ctx.options
         result = gradient(
             lambda *tensors: _stats_backward(*tensors, *options, backend),
-            lambda *tensors: reference.token_stats_backward(*tensors, *options),
+            lambda *tensors: reference.token_stats_gradient(*tensors, *options),
             4,
             *grads[:3],
             *ctx.saved_tensors,

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .._console import DTYPES
 from .measure import Step, Timing, time_steps
 from .providers import Function, Provider
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 GPU_LOGITS = 2**28
 CPU_LOGITS = 2**20

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from .._console import Progress, UsageError, first_line, print_table
+from .._console import DTYPES, Progress, UsageError, first_line, print_table
 from .._info import no_gpu
 from . import picture, report
-from .case import DTYPES, Case, Settings
+from .case import Case, Settings
 from .measure import REPETITIONS, Machine, measure_machine
 from .providers import PEERS, Provider, choose
 from .runner import DeviceLost, Row, failed, run, takers

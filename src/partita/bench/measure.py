@@ -7,12 +7,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._console import first_line
+from ..testing.timing import between, mark
 
 WARM_UP = 3
 REPETITIONS = 20
@@ -62,18 +62,6 @@ class Machine:
         return self.read if limit == "read" else self.copy
 
 
-def _mark(device: torch.device) -> Any:
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def _milliseconds(start: Any, end: Any) -> float:
-    return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
-
-
 def warm_up(repetitions: int) -> int:
     """How often to run ahead of so many repetitions: what is repeated a few times only takes long."""
     return max(1, min(WARM_UP, repetitions // 3))
@@ -93,15 +81,15 @@ def time_steps(steps: Sequence[Step], device: torch.device, *, before: Before = 
     for _ in range(repetitions):
         if before is not None:
             before()
-        marks.append([_mark(device)])
+        marks.append([mark(device)])
         for _, step in steps:
             step()
-            marks[-1].append(_mark(device))
+            marks[-1].append(mark(device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    result = {name: Timing.of([_milliseconds(m[i], m[i + 1]) for m in marks]) for i, (name, _) in enumerate(steps)}
+    result = {name: Timing.of([between(m[i], m[i + 1]) for m in marks]) for i, (name, _) in enumerate(steps)}
     if len(steps) > 1:
-        result["total"] = Timing.of([_milliseconds(m[0], m[-1]) for m in marks])
+        result["total"] = Timing.of([between(m[0], m[-1]) for m in marks])
     return result
 
 

@@ -141,7 +141,7 @@ def smallest(slots: int) -> Any:
 def chain_logz(scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
     batch, wrong = batch_of(scores, source, lengths)
     kept = empty((scores.shape[0] + 1 if keep else 2, *scores.shape[1:3]))
-    logz = torch.empty(len(initial), dtype=torch.float64)
+    logz = torch.empty(len(initial), dtype=torch.float64, device="cpu")
     in_shares(forward, batch, steps(scores), numbers(initial), numbers(final), kept.numpy(), keep, logz.numpy())
     return logz.masked_fill_(wrong, torch.nan), kept if keep else kept.new_empty(0)
 
@@ -152,7 +152,7 @@ def chain_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, spoilt = batch_of(scores, source, lengths)[0], logz.isnan()
     d_scores = empty(scores.shape, torch.promote_types(dtype, torch.float32))
-    d_initial, d_final = (torch.empty(t.shape, dtype=torch.float64) for t in (initial, final))
+    d_initial, d_final = (torch.empty(t.shape, dtype=torch.float64, device="cpu") for t in (initial, final))
     results = [t.numpy() for t in (d_scores.flatten(2), d_initial, d_final)]
     factors = grad.double().masked_fill(spoilt, torch.nan)
     in_shares(backward, batch, steps(scores), factors.numpy(), numbers(final), kept.numpy(), logz.contiguous().numpy(), *results)

@@ -153,7 +153,7 @@ def chain_expectation(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, wrong = batch_of(scores, source, lengths)
     kept = empty((2, scores.shape[0] + 1 if keep else 2, *scores.shape[1:3]))
-    mean, logz = (torch.empty(len(initial), dtype=torch.float64) for _ in range(2))
+    mean, logz = (torch.empty(len(initial), dtype=torch.float64, device="cpu") for _ in range(2))
     ends = [numbers(t) for t in (first_values, last_values)]
     inputs = batch, steps(scores), numbers(initial), numbers(final), steps(values), *ends
     in_shares(forward_pairs, *inputs, kept.numpy(), keep, logz.numpy(), mean.numpy())
@@ -167,7 +167,7 @@ def chain_expectation_gradient(
     batch, spoilt = batch_of(scores, source, lengths)[0], logz.isnan()
     wide = [torch.promote_types(t.dtype, torch.float32) for t in (scores, values)]
     d_scores, d_values = (empty(scores.shape if wanted else (0,) * 4, dtype) for wanted, dtype in zip((of_scores, of_values), wide, strict=True))
-    d_ends = torch.empty((4, *final.shape), dtype=torch.float64)
+    d_ends = torch.empty((4, *final.shape), dtype=torch.float64, device="cpu")
     factors = grad.double().masked_fill(spoilt, torch.nan).numpy()
     inputs = batch, steps(scores), factors, numbers(final), steps(values), numbers(last_values), numbers(mean), numbers(logz), kept.numpy()
     rows = [t.flatten(2).numpy() for t in (d_scores, d_values)]

@@ -63,8 +63,8 @@ def sampled_paths(share: Any, batch: Any, scores: Any, final: Any, kept: Any, lo
 def chain_viterbi(scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None, trace: bool) -> tuple[Tensor, Tensor, Tensor]:
     batch, wrong = batch_of(scores, source, lengths)
     span, chains, _, slots = scores.shape
-    score = torch.empty(chains, dtype=torch.float64)
-    states, edges = (torch.full((length, chains) if trace else (0, chains), -1) for length in (span + 1, span))
+    score = torch.empty(chains, dtype=torch.float64, device="cpu")
+    states, edges = (torch.full((length, chains) if trace else (0, chains), -1, device="cpu") for length in (span + 1, span))
     kept, pointers = np.empty((2, *initial.shape)), np.empty((span if trace else 1, *initial.shape), smallest(slots))
     inputs = batch, steps(scores), numbers(initial), numbers(final)
     in_shares(best_paths, *inputs, kept, False, pointers, score.numpy(), states.numpy(), edges.numpy(), trace)
@@ -79,7 +79,7 @@ def chain_sample(scores: Tensor, source: Tensor, initial: Tensor, final: Tensor,
     span, chains = scores.shape[:2]
     samples = uniforms.shape[1]
     kept, logz = np.empty((span + 1, *scores.shape[1:3])), np.empty(chains)
-    states, edges = torch.full((samples, span + 1, chains), -1), torch.full((samples, span, chains), -1)
+    states, edges = torch.full((samples, span + 1, chains), -1, device="cpu"), torch.full((samples, span, chains), -1, device="cpu")
     where, ends = steps(scores), numbers(final)
     in_shares(forward, batch, where, numbers(initial), ends, kept, True, logz)
     in_shares(sampled_paths, batch, where, ends, kept, logz, uniforms.contiguous().numpy(), states.numpy(), edges.numpy())

@@ -292,12 +292,12 @@ def empty(shape: Sequence[int], dtype: torch.dtype = torch.float64) -> Tensor:
 
 def numbers(tensor: Tensor) -> Any:
     """What is small, in fp64 and side by side."""
-    return tensor.detach().double().contiguous().numpy()
+    return tensor.detach().double().contiguous().resolve_neg().numpy()
 
 
 def steps(tensor: Tensor) -> Steps:
     """`[T, N, C, K]` in its own memory, whatever its strides; half types as fp32."""
-    wide = (tensor.float() if tensor.element_size() == 2 else tensor).detach()
+    wide = (tensor.float() if tensor.element_size() == 2 else tensor).detach().resolve_neg()
     extent = 1 + sum((size - 1) * stride for size, stride in zip(wide.shape, wide.stride(), strict=True)) if wide.numel() else 0
     return Steps(wide.as_strided((extent,), (1,)).numpy(), np.array(wide.stride()))
 
@@ -305,11 +305,12 @@ def steps(tensor: Tensor) -> Steps:
 def batch_of(scores: Tensor, source: Tensor, lengths: Tensor | None) -> tuple[Batch, Tensor]:
     """What indexes nothing out of bounds; and which chains have no right answer, `[N]`: a length or, for every chain, a source is out of range."""
     span, chains, states, slots = scores.shape
-    count = torch.full((chains,), span) if lengths is None else lengths.long()
+    count = torch.full((chains,), span, device="cpu") if lengths is None else lengths.long()
+    source = source.long()  # a narrow type would wrap the bounds
     outside = (source < -1) | (source >= states)
     wrong = (count < 0) | (count > span) | outside.any()
     safe = count.masked_fill(wrong, 0).numpy()
-    sources = source.long().masked_fill(outside, -1).int().flatten().numpy()
+    sources = source.masked_fill(outside, -1).int().flatten().numpy()
     degrees = np.bincount(sources[sources >= 0], minlength=states)
     starts = np.concatenate([[0], degrees.cumsum()]).astype(np.int32)
     order = sources.argsort(kind="stable")[len(sources) - starts[-1] :].astype(np.uint32)

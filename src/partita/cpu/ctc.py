@@ -68,7 +68,7 @@ def normaliser(row: Any, stride: int, classes: int) -> float:
     total = 0.0
     for c in range(classes):
         total += exp_floor(row[c * stride] - highest)
-    return highest + np.log(total)
+    return highest + np.log(total) if highest > LOWEST else np.nan  # as a log-softmax of nothing but -inf
 
 
 @njit(**FLAGS)
@@ -81,7 +81,7 @@ def enter(row: Any, stride: int, norm: float, labels: Any, skips: Any, before: A
         most = max(max(a, b), max(d, LOWEST))
         total = exp_floor(a - most) + exp_floor(b - most) + exp_floor(d - most)
         value = most + log(total) + emitted[c]
-        after[c + 2] = value if value > IMPOSSIBLE else LOWEST
+        after[c + 2] = LOWEST if value <= IMPOSSIBLE else value  # NaN stays
 
 
 @njit(nogil=True, **FLAGS)
@@ -173,17 +173,19 @@ def best(share: Any, batch: Any, scores: Any, classes: int, from_logits: bool, p
             norms[t] = normaliser(row, stride, classes) if from_logits else 0.0
             for c in range(count):
                 most, slot = before[c + 2], 0
-                if before[c + 1] > most:
+                if (before[c + 1] > most) | (before[c + 1] != before[c + 1]):  # NaN is the greatest
                     most, slot = before[c + 1], 1
-                if before[c] + skips[c] > most:
+                if (before[c] + skips[c] > most) | (before[c] + skips[c] != before[c] + skips[c]):
                     most, slot = before[c], 2
                 value = most + (row[labels[c] * stride] - norms[t])
-                after[c + 2] = value if value > IMPOSSIBLE else LOWEST
+                after[c + 2] = LOWEST if value <= IMPOSSIBLE else value
                 cell = pointers[n, t, c // 4] if c % 4 else 0
                 pointers[n, t, c // 4] = cell | (slot << (2 * (c % 4)))
             before, after = after, before
         state = count - 2 if count > 1 and before[count] >= before[count + 1] else count - 1
-        score[n] = before[state + 2] if before[state + 2] > IMPOSSIBLE else -INF
+        score[n] = -INF if before[state + 2] <= IMPOSSIBLE else before[state + 2]
+        if (before[count] != before[count]) | (before[count + 1] != before[count + 1]):
+            score[n] = np.nan
         for t in range(batch.lengths[n] - 1 if score[n] > -INF else -1, -1, -1):
             labels_of[n, t] = labels[state]
             tokens[n, t] = state // 2 if state % 2 else -1
@@ -194,7 +196,7 @@ def best(share: Any, batch: Any, scores: Any, classes: int, from_logits: bool, p
 def lattices(logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, most: int, blank: int) -> tuple[Lattices, Tensor]:
     """And which sequences have no right answer: a label or a length is out of range."""
     span, _, classes = logits.shape
-    wrong = (input_lengths < 0) | (input_lengths > span) | (target_lengths < 0) | (target_lengths > most)
+    wrong = (input_lengths < 0) | (input_lengths > span) | (target_lengths < 0) | (target_lengths > most) | (offsets < 0)
     bad = torch.nn.functional.pad(((labels < 0) | (labels >= classes)).long().cumsum(0), (1, 0))
     ends = (offsets + target_lengths).clamp(0, len(labels))
     wrong = wrong | (offsets + target_lengths > len(labels)) | (bad[ends] > bad[offsets.clamp(0, len(labels))])
@@ -208,7 +210,7 @@ def ctc_loss(
     batch, wrong = lattices(logits, labels, offsets, input_lengths, target_lengths, most, blank)
     span, count, classes = logits.shape
     alpha = torch.from_numpy(np.zeros((count, span + 1 if keep else 2, 2 * most + 4)))  # the system's pages are zero: what nobody writes costs nothing
-    losses = torch.empty(count, dtype=torch.float64)
+    losses = torch.empty(count, dtype=torch.float64, device="cpu")
     in_shares(forward, batch, steps(logits), classes, from_logits, alpha.numpy(), keep, losses.numpy())
     return losses.masked_fill_(wrong, torch.nan), alpha if keep else alpha.new_empty(0)
 
@@ -221,7 +223,7 @@ def ctc_gradient(
     result = empty(logits.shape, torch.promote_types(logits.dtype, torch.float32))
     numbers = grad.double().contiguous().numpy(), steps(logits), logits.shape[2], from_logits
     in_shares(backward, batch, *numbers, kept.numpy(), loss.contiguous().numpy(), result.numpy())
-    spoil(result, wrong)
+    spoil(result, wrong | loss.isnan())
     return result.to(logits.dtype)
 
 
@@ -230,9 +232,9 @@ def ctc_align(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, wrong = lattices(logits, labels, offsets, input_lengths, target_lengths, most, blank)
     span, count, classes = logits.shape
-    pointers = torch.empty((count, span, most // 2 + 1), dtype=torch.uint8)
-    found, tokens = torch.full((2, count, span), -1)
-    scores, score = torch.zeros((count, span), dtype=torch.float64), torch.empty(count, dtype=torch.float64)
+    pointers = torch.empty((count, span, most // 2 + 1), dtype=torch.uint8, device="cpu")
+    found, tokens = torch.full((2, count, span), -1, device="cpu")
+    scores, score = torch.zeros((count, span), dtype=torch.float64, device="cpu"), torch.empty(count, dtype=torch.float64, device="cpu")
     results = [t.numpy() for t in (found, tokens, scores, score)]
     in_shares(best, batch, steps(logits), classes, from_logits, pointers.numpy(), *results)
     found, tokens = found.masked_fill(wrong[:, None], -1), tokens.masked_fill(wrong[:, None], -1)

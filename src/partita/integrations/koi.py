@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .. import _checks, _crf
+from .. import _checks
+from .._constants import constant
 from .._lengths import lengths_of
 from ..chain import Chain
+from ..reference.crf import ladder
 from ..reference.softmax import accumulator
 from ..semiring import Log, Max, Semiring
 
@@ -113,7 +115,7 @@ class SequenceDist:
 
 def _on_device(idx: Tensor, device: torch.device) -> Tensor:
     """The table there: the same tensor for the same one, as what is built for a table is kept with it."""
-    if idx.device == device or torch.compiler.is_compiling():
+    if idx.device == device or torch.compiler.is_compiling() or idx.is_inference():  # such a tensor tells no version
         return idx.to(device)
     found = _placed.get(idx)
     if found is None or found[0] != idx._version or found[1].device != device:
@@ -137,7 +139,7 @@ def _lattice(stay_scores: Tensor, move_scores: Tensor, target_lengths: Tensor) -
     dtype = accumulator(scores.dtype)
     initial = torch.where(state == 0, 0.0, -torch.inf).to(dtype).expand(stay_scores.shape[1], -1)
     final = torch.where(state == lengths[:, None] - 1, 0.0, -torch.inf).to(dtype)
-    return Chain(scores, _crf.ladder(states, device), initial, final)
+    return Chain(scores, constant(ladder, states, device=device), initial, final)
 
 
 def logZ_cu(stay_scores: Tensor, move_scores: Tensor, target_lengths: Tensor, S: Semiring = Log) -> Tensor:

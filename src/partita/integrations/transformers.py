@@ -138,6 +138,7 @@ def _targets(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: i
     name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
     _checks.integer(name, given)
     assert given is not None
+    _checks.whole("ignore_index", ignore_index)
     target = given.long()  # a narrow type would wrap ignore_index
     if shift_labels is None:
         if given.ndim == 0:

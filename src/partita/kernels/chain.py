@@ -275,7 +275,7 @@ def chain_logz(
     if table.wrong:
         logz.fill_(torch.nan)
     elif fast is not None:
-        both = directions_of(source, fast["BLOCK_C"], fast["BLOCK_E"])
+        both = directions_of(table, fast["BLOCK_C"], fast["BLOCK_E"])
         inputs = (scores, both.order, both.others, both.edges, *ends, state.view(torch.int64))
         launch(chain_fast_halves_kernel, 2 * chains, *inputs, *sizes, KEEP=keep, WHOLE=both.whole, **ahead(fast), **fast)
         launch(chain_fast_logz_kernel, chains, *inputs, logz, *sizes, KEEP=keep, WHOLE=both.whole, **fast)
@@ -303,7 +303,7 @@ def chain_gradient(
         for result in results:
             result.fill_(torch.nan)
     elif fast is not None:
-        both = directions_of(source, fast["BLOCK_C"], fast["BLOCK_E"])
+        both = directions_of(table, fast["BLOCK_C"], fast["BLOCK_E"])
         inputs = (grad.contiguous(), scores, both.order, both.others, both.edges, both.places, *ends, logz, kept.view(torch.int64))
         launch(chain_fast_gradient_kernel, 2 * chains, *inputs, *results, *sizes, WHOLE=both.whole, **ahead(fast), **fast)
     else:

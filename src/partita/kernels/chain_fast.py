@@ -143,7 +143,7 @@ def chain_fast_logz_kernel(
         kept_ptr += (middle * chains * KEEP + n) * states
         before = gl.load(kept_ptr + c, mask=c >= 0, other=0)
         first, _, _ = advanced(before, scores, others, 0, BLOCK_C, PARTS, WIDTH, WHOLE, STATE)
-        last = gl.load(kept_ptr + n * 0 + chains * states + c, mask=c >= 0, other=0)
+        last = gl.load(kept_ptr + (n * 0 + chains) * states + c, mask=c >= 0, other=0)
     high, low = unpack(first)
     other_high, other_low = unpack(last)
     value = (high.to(gl.float64) + low.to(gl.float64)) + (other_high.to(gl.float64) + other_low.to(gl.float64))

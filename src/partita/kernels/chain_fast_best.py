@@ -177,7 +177,7 @@ def chain_fast_maps_kernel(
     if count == SEGMENT:
         pointers_ptr += (first * chains + n) * BLOCK_C
         for _ in range(SEGMENT):
-            place = tl.load(pointers_ptr + place).to(tl.int32) & PLACE
+            place = tl.load(pointers_ptr + place).to(tl.int32) & (BLOCK_C - 1)  # within the block, whatever stands where no path is
             pointers_ptr += step * chains * BLOCK_C
         tl.store(maps_ptr + ((direction * segments + i) * chains + n) * BLOCK_C + tl.arange(0, BLOCK_C), place.to(tl.int16))
 

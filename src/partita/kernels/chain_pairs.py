@@ -34,7 +34,7 @@ def pair_after(
     for k in range(slots):
         left, held = leaving(source_ptr, c, k, states, slots)
         term = tl.load(state_ptr + left, mask=held, other=-float("inf")) + edge_score(score_ptr, c, k, held, stride_c, stride_k)
-        value = tl.load(value_ptr + c.to(tl.int64) * value_c + k * value_k, mask=held, other=0.0).to(tl.float64)
+        value = tl.load(value_ptr + c.to(tl.int64) * value_c + k * tl.cast(value_k, tl.int64), mask=held, other=0.0).to(tl.float64)
         weight = exp((term - shift).to(WIDE))
         total += weight
         mean += weighed(weight, value + tl.load(mean_ptr + left, mask=held, other=0.0))
@@ -58,7 +58,7 @@ def pair_before(
         edge = tl.load(edges_ptr + start + j, mask=j < degree, other=0)
         b = tl.load(state_ptr + edge // slots, mask=j < degree, other=-float("inf"))
         term = b + edge_score(score_ptr, edge // slots, edge % slots, j < degree, stride_c, stride_k)
-        place = value_ptr + (edge // slots).to(tl.int64) * value_c + edge % slots * value_k
+        place = value_ptr + (edge // slots).to(tl.int64) * value_c + edge % slots * tl.cast(value_k, tl.int64)
         value = tl.load(place, mask=j < degree, other=0.0).to(tl.float64)
         weight = exp((term - shift).to(WIDE))
         total += weight
@@ -262,7 +262,7 @@ def put_edge_gradients(
     for k in range(slots):
         left, held = leaving(source_ptr, c, k, states, slots)
         term = tl.load(alpha_ptr + left, mask=held, other=-float("inf")) + edge_score(score_ptr, c, k, held, stride_c, stride_k)
-        value = tl.load(value_ptr + c.to(tl.int64) * value_c + k * value_k, mask=held, other=0.0).to(tl.float64)
+        value = tl.load(value_ptr + c.to(tl.int64) * value_c + k * tl.cast(value_k, tl.int64), mask=held, other=0.0).to(tl.float64)
         value += tl.load(alpha_ptr + kept_half + left, mask=held, other=0.0) + onwards
         posterior = exp((term + (beta - total)).to(WIDE)) * grad
         put_gradients(d_scores_ptr, d_values_ptr, place + c * slots + k, posterior, value, c < states, OF_SCORES, OF_VALUES)

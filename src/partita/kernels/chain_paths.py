@@ -19,7 +19,7 @@ from .chain_fast_best import (
 )
 from .chain_scan import chain_scan
 from .chain_steps import edge_score, leaving, length_of, put_ends
-from .chain_table import ahead, directions_of, fast_options, shape_options, table_of
+from .chain_table import Table, ahead, directions_of, fast_options, shape_options, table_of
 from .launch import cdiv, launch, power_of_2
 
 MOST_TOGETHER = 1024  # edges into a state, or last states, of which a sample is drawn at once
@@ -128,7 +128,7 @@ def chain_viterbi(
     lengths = None if lengths is None else lengths.contiguous()
     fast = fast_options(scores, table)
     if fast is not None:
-        _fast_viterbi(scores, source, initial, final, lengths, trace, fast, results)
+        _fast_viterbi(scores, table, initial, final, lengths, trace, fast, results)
         return results
     kind = torch.uint8 if slots <= 256 else torch.int32
     pointers = torch.empty((steps, chains, states) if trace else 0, dtype=kind, device=device)
@@ -141,13 +141,13 @@ def chain_viterbi(
 
 
 def _fast_viterbi(
-    scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None, trace: bool, fast: dict[str, Any],
+    scores: Tensor, table: Table, initial: Tensor, final: Tensor, lengths: Tensor | None, trace: bool, fast: dict[str, Any],
     results: tuple[Tensor, Tensor, Tensor],
 ) -> None:  # fmt: skip
     """Fill the results: all chains from the middle; then, where there are ties, once more in the order that they are promised to have."""
     steps, chains, _, slots = scores.shape
     device, block, warps = scores.device, fast["BLOCK_C"], fast["num_warps"]
-    both = directions_of(source, block, fast["BLOCK_E"])
+    both = directions_of(table, block, fast["BLOCK_E"])
     segment = min(max(16, 2 ** round(math.log2(steps + 2) / 2 - 0.5)), 256)  # about as many steps in a segment as there are segments
     segments = cdiv(steps, 2 * segment)
     middle = torch.empty((2, chains, block), dtype=torch.float64, device=device)
@@ -183,7 +183,7 @@ def _fast_viterbi(
 def edge_terms(alpha_ptr, score_ptr, source_ptr, state, k, slots, stride_c, stride_k):
     """What the k-th edges into states bring, [BLOCK_S, BLOCK_K]."""
     left = tl.load(source_ptr + state[:, None] * slots + k[None, :], mask=k[None, :] < slots, other=-1)
-    scores = tl.load(score_ptr + state[:, None].to(tl.int64) * stride_c + k[None, :] * stride_k, mask=left >= 0, other=0.0)
+    scores = tl.load(score_ptr + state[:, None].to(tl.int64) * stride_c + k[None, :].to(tl.int64) * stride_k, mask=left >= 0, other=0.0)
     return tl.load(alpha_ptr + left, mask=left >= 0, other=-float("inf")) + scores.to(tl.float64)
 
 

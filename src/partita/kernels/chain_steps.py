@@ -32,7 +32,7 @@ def log_total(maximum, total):
 @triton.jit
 def edge_score(score_ptr, state, slot, held, stride_c, stride_k):
     """Score of an edge into a state, fp64; -inf where there is none."""
-    return tl.load(score_ptr + state.to(tl.int64) * stride_c + slot * stride_k, mask=held, other=-float("inf")).to(tl.float64)
+    return tl.load(score_ptr + state.to(tl.int64) * stride_c + slot * tl.cast(stride_k, tl.int64), mask=held, other=-float("inf")).to(tl.float64)
 
 
 @triton.jit

@@ -32,6 +32,7 @@ class Table(NamedTuple):
     most: int
     missing: bool
     wrong: bool
+    made: dict[tuple[int, int], Directions]
 
 
 class Directions(NamedTuple):
@@ -52,35 +53,51 @@ class Directions(NamedTuple):
     whole: bool
 
 
-_tables = WeakTensorKeyDictionary()  # of [version, table, directions]
+_tables = WeakTensorKeyDictionary()  # of [version, table]
 
 
 def table_of(source: Tensor) -> Table:
     """The table of this tensor object, in this version of it; the first call for it waits for the device, once."""
-    found = _tables.get(source)
-    if found is not None and found[0] == source._version:
+    version = None if source.is_inference() else source._version  # those tell no version: their table is built each time
+    found = None if version is None else _tables.get(source)
+    if found is not None and found[0] == version:
         return found[1]
-    if source.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("source: its transposed table is not built during a capture; run the op once with this tensor before")
+    _not_in_a_capture(source)
     states = source.shape[0]
-    leaving = torch.where((source < 0) | (source >= states), states, source.long()).flatten()
-    wrong = (source < -1) | (source >= states)
+    wide = source.long()  # a narrow type would wrap the bounds
+    leaving = torch.where((wide < 0) | (wide >= states), states, wide).flatten()
+    wrong = (wide < -1) | (wide >= states)
     degree = torch.bincount(leaving, minlength=states + 1)[:states]
     first = torch.nn.functional.pad(degree.cumsum(0), (1, 0)).int()
     edges = leaving.argsort(stable=True).int()
     most, missing, wrong = torch.stack([degree.max(), (leaving == states).sum(), wrong.sum()]).tolist() if source.numel() else (0, 0, 0)
-    table = Table(source.clamp(-2, states).int().contiguous(), first, edges, most, bool(missing), bool(wrong))
-    _tables[source] = source._version, table, {}
+    table = Table(wide.clamp(-2, states).int().contiguous(), first, edges, most, bool(missing), bool(wrong), {})
+    _wait_for(source)
+    if version is not None:
+        _tables[source] = version, table
     return table
 
 
-def directions_of(source: Tensor, block: int, edge_block: int) -> Directions:
+def directions_of(table: Table, block: int, edge_block: int) -> Directions:
     """The two directions of this table, padded to blocks."""
-    table = table_of(source)
-    made = _tables[source][2]
-    if (block, edge_block) not in made:
-        made[block, edge_block] = _directions(table, block, edge_block)
-    return made[block, edge_block]
+    found = table.made.get((block, edge_block))
+    if found is None:
+        _not_in_a_capture(table.source)
+        found = _directions(table, block, edge_block)
+        _wait_for(table.source)
+        table.made[block, edge_block] = found
+    return found
+
+
+def _not_in_a_capture(source: Tensor) -> None:
+    if source.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("source: its transposed table is not built during a capture; run the op once with this tensor before")
+
+
+def _wait_for(source: Tensor) -> None:
+    """What is kept may be read on another stream next."""
+    if source.is_cuda:
+        torch.cuda.current_stream(source.device).synchronize()
 
 
 def _order(states: int, block: int, device: torch.device) -> Tensor:

@@ -28,7 +28,7 @@ from .cross_entropy_rows import (
     store_kept,
     view_of,
 )
-from .cross_entropy_scalars import SHARES, SUM_WORDS, denominators, scale_, total, whole_of
+from .cross_entropy_scalars import SHARES, SUM_WORDS, denominators, labels_at, scale_, total, whole_of
 from .launch import box_words, cdiv, launch, plan_for, row_options, tile_options
 from .math import (
     again,
@@ -136,7 +136,7 @@ def cross_entropy_tile_kernel(
     x = tl.load(start[:, None] + column * x_class, mask=inside, other=-float("inf")).to(WIDE)
     place = batch * rows + row
     if SPREAD != 2:  # what comes from elsewhere is under way before anything waits for the row
-        label = tl.load(target_ptr + place, mask=row < rows, other=ignore_index).to(tl.int64)
+        label = labels_at(target_ptr, place, row < rows, ignore_index)
         kept, valid, on_label = label_weights(label, ignore_index, classes, weight_ptr, smoothing, WIDE)
         label_x = capped(tl.load(start + label * x_class, mask=valid, other=0.0).to(WIDE), softcap, CAP)
     mean_scale, z_scale = mean_scales(shares_ptr, MEAN and not ALONE, WIDE)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..reference.cross_entropy import Rows as RowValues
 from ..reference.softmax import accumulator
-from .cross_entropy_scalars import clear
+from .cross_entropy_scalars import clear, labels_at
 from .launch import Rows, cdiv, counters, elementwise_plan, launch, rows_of, scan_options, scan_plan_for, span_of, tile_options
 from .math import capped, divide, edge_columns, exp_for, finite_shift, log_of, merged, store_once
 from .scan import (
@@ -137,7 +137,7 @@ def cross_entropy_kernel(
     maximum_ptr,  # [batches, rows]
     sumexp_ptr,  # [batches, rows]
     total_weight_ptr,  # [batches, rows]
-    boxes_ptr,  # [2, rows, 1 + splits] int64, zero: the counter, then a box for each program
+    boxes_ptr,  # [batches, rows, 2, 1 + splits] int64, zero: the counter, then a box for each program
     words_ptr,  # [words] int64, to be zeroed, or None
     rows,
     classes,
@@ -174,7 +174,7 @@ def cross_entropy_kernel(
     if SPREAD == 2:
         kept, on_label, label_x = row < rows, tl.zeros([ROWS], WIDE), tl.zeros([ROWS], WIDE)
     else:  # under way before anything waits for the row
-        label = tl.load(target_ptr + place, mask=row < rows, other=ignore_index).to(tl.int64)
+        label = labels_at(target_ptr, place, row < rows, ignore_index)
         kept, valid, on_label = label_weights(label, ignore_index, classes, weight_ptr, smoothing, WIDE)
         label_x = tl.load(logits_ptr + batch * x_batch + row * x_row + label * x_class, mask=valid & (row < rows), other=0.0).to(WIDE)
         label_x = capped(label_x, softcap, CAP)
@@ -209,8 +209,8 @@ def cross_entropy_kernel(
     written = row < rows
     total, spread, spread_loss = total.to(WIDE), spread.to(WIDE), spread_loss.to(WIDE)
     if SHARED:
-        box = first_box(boxes_ptr, tl.sum(row, axis=0), splits)
-        second_box = first_box(boxes_ptr, rows + tl.sum(row, axis=0), splits)
+        box = first_box(boxes_ptr, 2 * tl.sum(place, axis=0), splits)
+        second_box = box + splits + 1
         deposit(second_box, split, tl.sum(spread, axis=0), tl.sum(spread_loss, axis=0))
         deposit(box, split, tl.sum(maximum, axis=0), tl.sum(total, axis=0))
         written &= comes_last(box, splits)
@@ -286,7 +286,7 @@ def cross_entropy_backward_kernel(
         kept = exists
         probability = tl.load(target_ptr + batch * t_batch + row[:, None] * t_row + column * t_class, mask=inside, other=0.0).to(WIDE)
     else:
-        label = tl.load(target_ptr + place, mask=exists, other=ignore_index).to(tl.int64)
+        label = labels_at(target_ptr, place, exists, ignore_index)
         kept, valid, on_label = label_weights(label, ignore_index, classes, weight_ptr, smoothing, WIDE)
         mine = valid & exists & (label // BLOCK_V == tl.program_id(0) % spans)
         label_x = tl.load(logits_ptr + batch * x_batch + row * x_row + label * x_class, mask=mine, other=0.0).to(WIDE)

@@ -21,12 +21,18 @@ SMALL = 2**16  # elements up to which a factor is multiplied in by PyTorch: laun
 
 
 @triton.jit
+def labels_at(target_ptr, place, inside, ignore_index):
+    """Labels of rows, ignored outside of them: as the value outside of a narrow type, `ignore_index` would wrap."""
+    return tl.where(inside, tl.load(target_ptr + place, mask=inside, other=0).to(tl.int64), ignore_index)
+
+
+@triton.jit
 def label_share(target_ptr, weight_ptr, rows, classes, ignore_index, splits, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Of this program's rows: the class weights of the labels that count, and their number."""
     count, weights = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], WIDE)
     for first in range(tl.program_id(0) * BLOCK, rows, splits * BLOCK):
         place = first + tl.arange(0, BLOCK).to(tl.int64)
-        label = tl.load(target_ptr + place, mask=place < rows, other=ignore_index).to(tl.int64)
+        label = labels_at(target_ptr, place, place < rows, ignore_index)
         count += (label != ignore_index).to(tl.int32)
         if weight_ptr is not None:
             inside = (label != ignore_index) & (label >= 0) & (label < classes)

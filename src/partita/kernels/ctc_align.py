@@ -56,7 +56,8 @@ def ctc_best_kernel(
     left_ptr, there = own_ptr - count.to(tl.int64) * reach, (chunk > 0) & (padded > 0)
     giver = (lane == 31) & (chunk < last)
     pointers_ptr += (n * chunks + chunk) * blocks * 32 + lane
-    label_ptr, blank_ptr = logits_ptr + n * stride_n + found * stride_c, logits_ptr + n * stride_n + blank * stride_c
+    logits_ptr += n * stride_n
+    label_ptr, blank_ptr = logits_ptr + found.to(tl.int64) * stride_c, logits_ptr + (n * 0 + blank) * stride_c
     blank_score, score = chosen(chunk * 32 + lane == 0, state(1, lane, True), state(0, lane, True), True)[0], state(0, lane, True)[0]
     rows, blank_row = rows_ahead(label_ptr, blank_ptr, walk, 0, lane, True, SPAN, 0)
     words = words_ahead(left_ptr, 0, there, lane, SPAN, True)

@@ -211,7 +211,7 @@ def ctc_label_gradient_kernel(
         stands = counts[:, None] & ((at >= 0) | (j == labels))[None, :]
         value = spoilt[:, None] - posterior * inverse[:, None]
         if maxima_ptr is not None:
-            value += softmax_at(source_ptr[:, None] + (label * stride_c)[None, :], stands, maximum[:, None], scale[:, None], REAL)
+            value += softmax_at(source_ptr[:, None] + (label.to(tl.int64) * stride_c)[None, :], stands, maximum[:, None], scale[:, None], REAL)
         tl.store(target_ptr[:, None] + label[None, :], value.to(result_ptr.dtype.element_ty), mask=stands)
 
 

@@ -176,7 +176,7 @@ def ctc_posterior_kernel(
         chunk = tl.where(direction == 0, c, last - c)
         chunk_ptr, own_ptr, edge_frame = kept_ptr + chunk * 64, edges_ptr + (direction * chunks + chunk) * across, tl.maximum(length - 1, 0)
         found, has, skips = labels_of(labels_ptr + offset, chunk * 32, labels, classes, lane)[:3]
-        label_ptr, blank_ptr = source_ptr + found * stride_c, source_ptr + blank * stride_c
+        label_ptr, blank_ptr = source_ptr + found.to(tl.int64) * stride_c, source_ptr + (n * 0 + blank) * stride_c
         order, bounds = classes_of(found, has, lane, GROUPS)
         out_blanks_ptr = blanks_ptr + (n * chunks + chunk) * steps
         out_ptr, ends_ptr = posterior_ptr + (n * chunks + chunk) * steps * WIDTH, chunk_ptr + (blocks + direction * (blocks + 1)) * row

@@ -83,7 +83,7 @@ def ctc_halves_kernel(
         chunk = tl.where(direction == 0, c, last - c)
         chunk_ptr, own_ptr, nothing = kept_ptr + chunk * 64, edges_ptr + chunk * across, state(0, lane, WIDE)
         found, has, skips, bad = labels_of(labels_ptr + offset, chunk * 32, labels, classes, lane)
-        label_ptr, blank_ptr = source_ptr + found * stride_c, source_ptr + blank * stride_c
+        label_ptr, blank_ptr = source_ptr + found.to(tl.int64) * stride_c, source_ptr + (n * 0 + blank) * stride_c
         start = chosen(chunk * 32 + lane == tl.where(direction == 0, 0, labels), state(1, lane, WIDE), nothing, WIDE)
         if direction == 0:
             ends_blank, ends_label, spoilt = half(

@@ -129,7 +129,7 @@ def shape_of(view: Rows, held: int = 1) -> Shape:
     starts = 0
     for t in view.tensors:
         starts |= t.data_ptr()
-    return Shape(view.rows, view.classes, max(sizes[:held]), *_layout(view.batches, view.classes, view.strides, tuple(sizes), starts % 16 == 0))
+    return Shape(view.batches * view.rows, view.classes, max(sizes[:held]), *_layout(view.batches, view.classes, view.strides, tuple(sizes), starts % 16 == 0))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -268,7 +268,7 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         with torch.cuda.device(device):
             launch(kernel, programs, *args, **options)
         return
-    known = [(arg.dtype, arg.data_ptr() & 15 == 0) if isinstance(arg, Tensor) else arg for arg in args]
+    known = [(arg.dtype, arg.data_ptr() & 15 == 0, NVIDIA or arg.untyped_storage().nbytes() < 2**31) if isinstance(arg, Tensor) else arg for arg in args]
     exact = (id(kernel), index, *options.values(), *known)
     found = _recent.get(exact)
     if found is None:

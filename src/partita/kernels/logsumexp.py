@@ -19,7 +19,7 @@ def logsumexp_kernel(
     result_ptr,  # [batches, rows]
     maximum_ptr,  # [batches, rows]
     sumexp_ptr,  # [batches, rows]
-    boxes_ptr,  # [rows, 1 + splits] int64, zero: the counter, then a box for each program
+    boxes_ptr,  # [batches, rows, 1 + splits] int64, zero: the counter, then a box for each program
     rows,
     classes,
     splits,
@@ -59,7 +59,7 @@ def logsumexp_kernel(
     written = row < rows
     total = total.to(WIDE)
     if SHARED:
-        box = first_box(boxes_ptr, tl.sum(row, axis=0), splits)
+        box = first_box(boxes_ptr, tl.sum(batch * rows + row, axis=0), splits)
         deposit(box, split, tl.sum(maximum, axis=0), tl.sum(total, axis=0))
         written &= comes_last(box, splits)
         maxima, sums, held = deposits(box, splits, BLOCK_SPLITS)

@@ -80,7 +80,7 @@ def parallel_fields_kernel(
         tl.store(spread_ptr + row, weights * (log_total + (shift - origin)) + spread + spoilt, mask=inside)
     if ENTROPY:
         tl.store(entropy_ptr + row, log_total - surprise / total + spoilt, mask=inside)
-        tl.store(argmax_ptr + row, best, mask=inside)
+        tl.store(argmax_ptr + row, tl.minimum(best, classes - 1), mask=inside)  # NaN is nowhere
 
 
 @triton.jit(do_not_specialize=["rows", "classes", "ignore_index"])

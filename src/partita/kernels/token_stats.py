@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..reference.softmax import accumulator
 from ..reference.token_stats import Stats
+from .cross_entropy_scalars import labels_at
 from .launch import Rows, cdiv, counters, elementwise_plan, launch, rows_or_copy, scan_options, scan_plan_for, span_of, tile_options, with_output
 from .math import LN2, LOG2E, edge_columns, finite_shift, log_of, reciprocal
 from .scan import by_lane, comes_last, deposit, deposits, first_box, for_lanes, lane_max, lane_sum, row_sources, share, whole_blocks
@@ -47,7 +48,7 @@ def token_stats_kernel(
     argmax_ptr,  # [batches, rows]
     maximum_ptr,  # [batches, rows]
     sumexp_ptr,  # [batches, rows]
-    boxes_ptr,  # [2, rows, 1 + splits] int64, zero: the counter, then a box for each program
+    boxes_ptr,  # [batches, rows, 2, 1 + splits] int64, zero: the counter, then a box for each program
     rows,
     classes,
     splits,
@@ -74,7 +75,7 @@ def token_stats_kernel(
     maximum, best = tl.full([ROWS, LANES], -float("inf"), WIDE), tl.zeros([ROWS, LANES], tl.int32)
     total, surprise = tl.zeros([ROWS, LANES], tl.float64), tl.zeros([ROWS, LANES], tl.float64)
     place = batch * rows + row
-    label = tl.load(target_ptr + place, mask=row < rows, other=ignore_index).to(tl.int64)  # under way before anything waits for the row
+    label = labels_at(target_ptr, place, row < rows, ignore_index)  # under way before anything waits for the row
     kept = label != ignore_index
     valid = kept & (label >= 0) & (label < classes)
     label_x = tl.load(logits_ptr + batch * x_batch + row * x_row + label * x_class, mask=valid & (row < rows), other=0.0).to(WIDE)
@@ -108,8 +109,8 @@ def token_stats_kernel(
     written = row < rows
     total, surprise = total.to(WIDE), surprise.to(WIDE)
     if SHARED:
-        box = first_box(boxes_ptr, tl.sum(row, axis=0), splits)
-        second_box = first_box(boxes_ptr, rows + tl.sum(row, axis=0), splits)
+        box = first_box(boxes_ptr, 2 * tl.sum(place, axis=0), splits)
+        second_box = box + splits + 1
         deposit(second_box, split, tl.sum(surprise, axis=0), tl.sum(best, axis=0).to(tl.float32, bitcast=True))
         deposit(box, split, tl.sum(maximum, axis=0), tl.sum(total, axis=0))
         written &= comes_last(box, splits)
@@ -166,7 +167,7 @@ def token_stats_backward_kernel(
     row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     exists = row < rows
     place = batch * rows + row
-    label = tl.load(target_ptr + place, mask=exists, other=ignore_index).to(tl.int64)
+    label = labels_at(target_ptr, place, exists, ignore_index)
     kept = label != ignore_index
     spoiled = kept & ((label < 0) | (label >= classes))
     on_label = tl.where(kept, tl.load(grad_logprob_ptr + place, mask=exists, other=0.0).to(WIDE), 0.0)

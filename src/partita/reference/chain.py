@@ -34,6 +34,7 @@ def counted(scores: Tensor, source: Tensor, lengths: Tensor | None) -> tuple[Ten
     steps, chains, states, _ = scores.shape
     if lengths is None:
         lengths = torch.full((chains,), steps, device=scores.device)
+    source = source.long()  # a narrow type would wrap the bounds
     wrong = ((source < -1) | (source >= states)).any() | (lengths < 0) | (lengths > steps)
     return torch.arange(steps, device=scores.device)[:, None] < lengths, wrong
 
@@ -67,15 +68,17 @@ def backward_scores(x: Inputs, S: Semiring) -> list[Tensor]:
     states, slots = x.source.shape
     leaving = x.source.masked_fill(x.missing, states).flatten()
     order = leaving.argsort(stable=True)
-    degree = torch.bincount(leaving, minlength=states + 1)[:states]
+    degree = torch.zeros(states + 1, dtype=torch.int64, device=leaving.device).index_add(0, leaving, torch.ones_like(leaving))[:states]
     start = degree.cumsum(0) - degree
     widest = max(int(degree.max()) if states else 0, 1)
     place = start[:, None] + torch.arange(widest, device=degree.device)
     held = torch.arange(widest, device=degree.device) < degree[:, None]
-    edge = order[place.clamp(max=states * slots - 1)] if states * slots else place
     beta = [x.final]
+    if not states * slots:
+        return [torch.where(active[:, None], torch.full_like(x.final, S.zero), x.final) for active in x.active] + beta
+    edge = order[place.clamp(max=states * slots - 1)]
     for t in reversed(range(len(x.scores))):
-        terms = S.mul(x.scores[t].flatten(1)[:, edge], beta[0][:, edge // max(slots, 1)]).masked_fill(~held, S.zero)
+        terms = S.mul(x.scores[t].flatten(1)[:, edge], beta[0][:, edge // slots]).masked_fill(~held, S.zero)
         beta.insert(0, torch.where(x.active[t, :, None], S.sum(terms, -1), beta[0]))
     return beta
 
@@ -88,8 +91,7 @@ def logz_of(x: Inputs, S: Semiring) -> Tensor:
 
 def chain_logz(scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
     """log Z, `[N]` fp64, and what the gradient may use again: nothing, for the reference starts anew."""
-    kept = scores.new_zeros((scores.shape[0] + 1, *scores.shape[1:3]) if keep else (0,), dtype=torch.float64)
-    return logz_of(inputs(scores, source, initial, final, lengths, Log), Log), kept
+    return logz_of(inputs(scores, source, initial, final, lengths, Log), Log), scores.new_empty(0, dtype=torch.float64)
 
 
 def chain_gradient(

@@ -19,7 +19,8 @@ def _pairs(x: Inputs, values: Tensor, first_values: Tensor) -> tuple[list[Tensor
     alpha, mean = [x.initial], [first_values.double()]
     for t in range(len(x.scores)):
         active, terms = x.active[t, :, None], edge_terms(x, t, alpha[t], Log)
-        through = _weighed(log_dsum(terms, -1), values[t].double() + mean[t][:, x.source])
+        looked_at = values[t].double().masked_fill(~(active[..., None] & ~x.missing), 0.0)  # others may be NaN, which a second derivative would spread
+        through = _weighed(log_dsum(terms, -1), looked_at + mean[t][:, x.source])
         alpha.append(torch.where(active, Log.sum(terms, -1), alpha[t]))
         mean.append(torch.where(active, through, mean[t]))
     return alpha, mean
@@ -39,9 +40,8 @@ def chain_expectation(
     values: Tensor, first_values: Tensor, last_values: Tensor, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """That mean, log Z, and what the gradient may use again: nothing, for the reference starts anew."""
-    kept = scores.new_zeros((2, scores.shape[0] + 1, *scores.shape[1:3]) if keep else (0,), dtype=torch.float64)
     mean = mean_of(scores, source, initial, final, lengths, values, first_values, last_values)
-    return mean, logz_of(inputs(scores, source, initial, final, lengths, Log), Log), kept
+    return mean, logz_of(inputs(scores, source, initial, final, lengths, Log), Log), scores.new_empty(0, dtype=torch.float64)
 
 
 def chain_expectation_gradient(

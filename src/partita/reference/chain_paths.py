@@ -19,8 +19,8 @@ def chain_viterbi(
     x = inputs(scores, source, initial, final, lengths, Max)
     alpha = forward_scores(x, Max)
     last = alpha[-1] + x.final
-    state = last.argmax(-1)
-    score = last.gather(-1, state[:, None]).squeeze(-1)
+    score = Max.sum(last, -1)
+    state = last.argmax(-1) if last.shape[1] else torch.full_like(score, -1, dtype=torch.int64)
     if not trace:
         return score, state.new_empty(0), state.new_empty(0)
 
@@ -55,6 +55,8 @@ def _drawn(terms: Tensor, uniform: Tensor) -> Tensor:
     """One place of `[S, N, K]` for each row, with probabilities in proportion to the exponentials."""
     weights = log_dsum(terms, -1)
     total = weights.cumsum(-1)
+    if not terms.shape[-1]:
+        return torch.zeros_like(uniform.expand(terms.shape[:-1]), dtype=torch.int64)
     place = (total <= uniform[..., None] * total[..., -1:]).sum(-1)
     possible = (weights > 0) * torch.arange(weights.shape[-1], device=weights.device)
     return torch.minimum(place, possible.amax(-1))  # a product that rounds up to the total would pass the last place
@@ -66,9 +68,9 @@ def _traced(x: Inputs, slot_of: Callable[[int, Tensor], Tensor], state: Tensor, 
     states = [state]
     edges: list[Tensor] = []
     for t in reversed(range(len(x.scores))):
-        slot = slot_of(t, state)
+        slot = slot_of(t, state) if x.source.numel() else state
         edges.insert(0, torch.where(x.active[t] & possible, state * slots + slot, -1))
-        state = torch.where(x.active[t], x.source[state, slot], state)
+        state = torch.where(x.active[t], x.source[state, slot], state) if x.source.numel() else state
         states.insert(0, state)
     ended = torch.cat([torch.ones_like(x.active[:1]) if len(x.active) else possible[None], x.active]) & possible
     return torch.stack(states, 1).masked_fill(~ended, -1), torch.stack(edges, 1) if edges else state[:, None][:, :0]

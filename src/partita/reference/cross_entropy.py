@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .softmax import accumulator
+from .softmax import accumulator, cpu_rows, finite, laid_out, slope
 
 
 class Rows(NamedTuple):
@@ -57,11 +57,12 @@ def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, ignore_
     classes = logits.shape[1]
     x = capped(logits, softcap)
     if classes == 0:
-        nothing = x.new_full(x.shape[:-1], 0.0 if target.is_floating_point() else torch.nan)
-        return Rows(nothing, nothing - torch.inf, nothing - torch.inf, nothing * 0, nothing * 0)
+        nothing = x.new_zeros(x.shape[:-1])
+        loss = nothing if target.is_floating_point() else torch.where(target.long() == ignore_index, 0.0, nothing + torch.nan)
+        return Rows(loss, nothing - torch.inf, nothing - torch.inf, nothing, nothing)
     logp = x.log_softmax(-1)
     maximum = x.amax(-1)
-    sumexp = (x - torch.where(maximum == -torch.inf, 0, maximum).unsqueeze(-1)).exp().sum(-1)
+    sumexp = (x - finite(maximum).unsqueeze(-1)).exp().sum(-1)
     logsumexp = maximum + sumexp.log()
     if target.is_floating_point():
         q = target_weights(target, weight, classes, ignore_index, label_smoothing, x)
@@ -81,7 +82,7 @@ def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, ignore_
     return Rows(torch.where(kept, loss, 0) + spoiled, torch.where(kept, logsumexp, 0), maximum, sumexp, total_weight + spoiled)
 
 
-def cross_entropy_backward(
+def cross_entropy_gradient(
     grad_loss: Tensor,
     grad_logsumexp: Tensor,
     logits: Tensor,
@@ -108,14 +109,18 @@ def cross_entropy_backward(
         total_weight = torch.where(total_weight == total_weight, total_weight.round(), torch.nan)  # 0 or 1, but for the rounding of many terms
     grad = p * (g * total_weight + h) - g * q
     if softcap:
-        grad = grad * (1 - (x / softcap) ** 2)
+        grad = grad * slope(logits.movedim(1, -1), softcap)
     return grad.movedim(-1, 1).to(logits.dtype)
+
+
+def cross_entropy_backward(grad_loss: Tensor, grad_logsumexp: Tensor, logits: Tensor, *args: Any) -> Tensor:
+    return laid_out(cross_entropy_gradient(grad_loss, grad_logsumexp, logits, *args), logits)
 
 
 def cross_entropy_denominators(target: Tensor, weight: Tensor | None, ignore_index: int, classes: int) -> Tensor:
     """What the mean divides by: `[2]`, the class weights of the targets that count, and their number."""
     labels, kept, _ = valid_targets(target, classes, ignore_index)
-    count = kept.sum(dtype=torch.float32 if weight is None else accumulator(weight.dtype))
+    count = kept.sum() if weight is None else kept.sum(dtype=accumulator(weight.dtype))
     if weight is None or classes == 0:
         return torch.stack([count, count])
     return torch.stack([torch.where(kept, weight[labels], 0).sum(dtype=count.dtype), count])
@@ -125,8 +130,14 @@ def cross_entropy_reduced(
     logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, softcap: float, mean: bool, dtype: torch.dtype
 ) -> Tensor:
     """Sum or mean of the loss of the rows."""
-    loss = cross_entropy(logits, target, weight, ignore_index, label_smoothing, softcap).loss
+    x, labels = _flat(logits), _flat(target) if target.is_floating_point() else target.reshape(-1)
+    loss = torch.cat([cross_entropy(x[rows], labels[rows], weight, ignore_index, label_smoothing, softcap).loss for rows in cpu_rows(x)] or [x.new_zeros(0)])
     return (loss.sum() * mean_scales(loss, logits, target, weight, ignore_index, mean)[0]).to(dtype)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Rows of classes, `[M, C]`."""
+    return tensor.movedim(1, -1).reshape(-1, tensor.shape[1]) if tensor.numel() else tensor.new_empty(tensor[:, :1].numel(), tensor.shape[1])
 
 
 def mean_scales(loss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, mean: bool) -> Tensor:
@@ -136,6 +147,50 @@ def mean_scales(loss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | N
     if target.is_floating_point():
         return loss.new_full((2,), loss.numel()).reciprocal()
     return cross_entropy_denominators(target, weight, ignore_index, logits.shape[1]).to(loss.dtype).reciprocal()
+
+
+def one_pass(
+    logits: Tensor, target: Tensor, class_weight: Tensor | None, ignore_index: int, smoothing: float, softcap: float, z_loss: float, mean: bool,
+    divisors: Tensor,
+) -> Tensor:  # fmt: skip
+    """The loss of all rows together, divided as told; the logits become its gradient. Some rows at a time: the copies of these fit a cache."""
+    options = (class_weight, ignore_index, smoothing, softcap, z_loss, divisors)
+    losses = [_one_pass(logits[rows], target[rows], *options) for rows in cpu_rows(logits)]
+    loss = torch.stack(losses).sum() if losses else logits.new_zeros((), dtype=accumulator(logits.dtype))
+    return loss + torch.where(divisors[0] == 0, torch.nan, 0.0)  # a mean over nothing
+
+
+def _one_pass(
+    logits: Tensor, target: Tensor, class_weight: Tensor | None, ignore_index: int, smoothing: float, softcap: float, z_loss: float, divisors: Tensor
+) -> Tensor:  # fmt: skip
+    classes, x = logits.shape[1], capped(logits, softcap)
+    labels, kept, wrong = valid_targets(target, classes, ignore_index)
+    maximum, wide = finite(x.amax(1)), x.dtype
+    e = (x - maximum[:, None]).exp_()
+    row = torch.float64 if x.device.type == "cpu" else wide  # of the numbers that a row has one of
+    total = e.sum(1, dtype=row)
+    log_total = total.log()
+    of_class = torch.ones((), dtype=wide, device=x.device) if class_weight is None else class_weight.to(wide)
+    on_label = (1 - smoothing) * (of_class.to(row)[labels] if class_weight is not None else of_class.to(row).expand(len(labels)))
+    loss = on_label * (log_total + (maximum.to(row) - x.gather(1, labels[:, None])[:, 0]))
+    weights = of_class.sum(dtype=row) if class_weight is not None else classes
+    if smoothing:
+        below = torch.where(of_class == 0, 0.0, of_class * (maximum[:, None] - x)).sum(1, dtype=row)
+        loss = loss + smoothing / classes * (weights * log_total + below)
+    scale, z_scale = divisors.to(row).reciprocal().unbind()
+    loss, pull = scale * loss, scale * (on_label + smoothing / classes * weights)
+    if z_loss:
+        logsumexp = maximum + log_total
+        loss, pull = loss + z_loss * z_scale * logsumexp**2, pull + 2 * z_loss * z_scale * logsumexp
+    grad = e.mul_((pull / total).to(wide)[:, None])
+    if smoothing:
+        grad -= (scale * smoothing / classes * of_class).to(wide)
+    grad.scatter_add_(1, labels[:, None], -(scale * on_label).to(wide)[:, None])
+    if softcap:
+        grad *= slope(logits, softcap)
+    spoilt = torch.where(wrong, torch.nan, 0.0).to(wide)
+    logits.copy_(torch.where(kept[:, None], grad + spoilt[:, None], 0.0))
+    return (torch.where(kept, loss, 0.0) + spoilt).sum().to(wide)
 
 
 def cross_entropy_one_pass(
@@ -150,6 +205,9 @@ def cross_entropy_one_pass(
     dtype: torch.dtype,
 ) -> OnePass:
     """Sum or mean of the loss of the rows, z-loss included, and its gradient."""
+    if not target.is_floating_point() and logits.numel():
+        grad = torch.empty_like(logits).copy_(logits)
+        return OnePass(cross_entropy_one_pass_(grad, target, weight, ignore_index, label_smoothing, softcap, z_loss, mean, dtype), grad)
     rows = cross_entropy(logits, target, weight, ignore_index, label_smoothing, softcap)
     scale, z_scale = mean_scales(rows.loss, logits, target, weight, ignore_index, mean).unbind()
     g = torch.ones_like(rows.loss) * scale
@@ -157,13 +215,25 @@ def cross_entropy_one_pass(
     statistics = rows.maximum, rows.sumexp, rows.total_weight
     grad = cross_entropy_backward(g, h, logits, target, weight, *statistics, ignore_index, label_smoothing, softcap)
     z = z_loss * rows.logsumexp.square().sum() * z_scale if z_loss else 0.0
-    return OnePass((rows.loss.sum() * scale + z).to(dtype), torch.empty_like(logits).copy_(grad))
+    return OnePass((rows.loss.sum() * scale + z).to(dtype), grad)
 
 
-def cross_entropy_one_pass_(logits: Tensor, *args: Any) -> Tensor:
-    loss, grad = cross_entropy_one_pass(logits, *args)
-    logits.copy_(grad)
-    return loss
+def cross_entropy_one_pass_(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, mean: bool,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """The same, with the gradient in the place of the logits."""
+    if target.is_floating_point() or not logits.numel():
+        loss, grad = cross_entropy_one_pass(logits, target, weight, ignore_index, label_smoothing, softcap, z_loss, mean, dtype)
+        logits.copy_(grad)
+        return loss
+    wide, classes = accumulator(logits.dtype), logits.shape[1]
+    divisors = cross_entropy_denominators(target, weight, ignore_index, classes).to(wide) if mean else torch.ones(2, dtype=wide, device=logits.device)
+    rows = _flat(logits)
+    loss = one_pass(rows, target.reshape(-1), weight, ignore_index, label_smoothing, softcap, z_loss, mean, divisors)
+    if rows.data_ptr() != logits.data_ptr():  # a copy, for they do not lie side by side
+        logits.copy_(rows.reshape(logits.movedim(1, -1).shape).movedim(-1, 1))
+    return loss.to(dtype)
 
 
 def cross_entropy_backward_(grad_loss: Tensor, grad_logsumexp: Tensor, logits: Tensor, *args: Any) -> None:

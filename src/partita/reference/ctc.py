@@ -148,7 +148,7 @@ def ctc_align(
     x = lattice(log_probs, Targets(labels, offsets, target_lengths, most), input_lengths, blank)
     score, states, _ = chain_viterbi(x.scores, x.source, x.initial, x.final, input_lengths, True)
     score = torch.where(x.wrong, torch.nan, score)
-    state = states[1:].T
+    state = states[1:].T.contiguous()
     there = (state >= 0) & ~x.wrong[:, None]
     if not there.numel():
         return state, state, state.double(), score

@@ -6,17 +6,16 @@ is done to a chunk (`absorb`, `descend`, `one_pass`) is handed in by the floor t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .cross_entropy import cross_entropy_denominators, valid_targets
-from .softmax import accumulator
+from .cross_entropy import cross_entropy_denominators, one_pass, valid_targets
+from .softmax import accumulator, chunks, cpu_rows, finite, slope
 
 TOKENS = 8192  # whose statistics are computed at a time: more would not make the products faster
-ELEMENTS = 2**20  # of the rows that are one pass on a CPU
 CPU_TOKENS = 512  # in a chunk there, if the matrix's gradient needs no other memory to be added up in
 ALIGNED = 16  # columns of a buffer come in so many: matrix products and kernels want rows that start on 16 bytes
 
@@ -89,10 +88,6 @@ def width_of(classes: int) -> int:
     return -(-classes // ALIGNED) * ALIGNED
 
 
-def chunks(total: int, size: int) -> Iterator[slice]:
-    return (slice(first, min(first + size, total)) for first in range(0, total, max(size, 1)))
-
-
 def buffer_for(input: Tensor, rows: int, classes: int) -> Tensor:
     """Memory for that many logits."""
     return input.new_empty(rows * width_of(classes))
@@ -121,10 +116,6 @@ def first_state(logits: Tensor, spread: bool, entropy: bool) -> State:
     return State(low, zero, low.clone(), origin, summed, surprise, argmax)
 
 
-def finite(maximum: Tensor) -> Tensor:
-    return torch.where(maximum == -torch.inf, 0.0, maximum)
-
-
 def capped(logits: Tensor, softcap: float) -> Tensor:
     wide = logits.to(accumulator(logits.dtype))
     return softcap * (wide / softcap).tanh() if softcap else wide
@@ -132,6 +123,11 @@ def capped(logits: Tensor, softcap: float) -> Tensor:
 
 def absorb(logits: Tensor, first: int, target: Tensor, class_weight: Tensor | None, state: State, temperature: float, softcap: float) -> None:
     """Carry the state, in place, over the classes from `first` on; the class weights are of these."""
+    for rows in cpu_rows(logits):
+        _absorb(logits[rows], first, target[rows], class_weight, State(*(None if t is None else t[rows] for t in state)), temperature, softcap)  # type: ignore[arg-type]
+
+
+def _absorb(logits: Tensor, first: int, target: Tensor, class_weight: Tensor | None, state: State, temperature: float, softcap: float) -> None:
     x = capped(logits, softcap)
     place = target.long() - first
     here = (place >= 0) & (place < x.shape[1])
@@ -224,6 +220,15 @@ def descend(
     temperature: float, softcap: float, result: Tensor,
 ) -> None:  # fmt: skip
     """The gradient of the logits of the classes from `first` on, which may take their place."""
+    for rows in cpu_rows(logits):
+        of_rows = Coefficients(*(None if t is None else t[rows] for t in c))  # type: ignore[arg-type]
+        _descend(logits[rows], first, target[rows], class_weight, of_rows, maximum[rows], sumexp[rows], temperature, softcap, result[rows])
+
+
+def _descend(
+    logits: Tensor, first: int, target: Tensor, class_weight: Tensor | None, c: Coefficients, maximum: Tensor, sumexp: Tensor,
+    temperature: float, softcap: float, result: Tensor,
+) -> None:  # fmt: skip
     x = capped(logits, softcap)
     exponent = (x - finite(maximum)[:, None]) / temperature
     p = exponent.exp() / sumexp[:, None]
@@ -238,7 +243,7 @@ def descend(
     at_target = torch.arange(first, first + x.shape[1], device=x.device) == target.long()[:, None]
     grad = grad + torch.where(at_target, c.at_label[:, None], 0.0)
     if softcap:
-        grad = grad * (1 - (x / softcap) ** 2)
+        grad = grad * slope(logits, softcap)
     result.copy_(torch.where(active[:, None], grad, 0.0))
 
 
@@ -282,45 +287,6 @@ def scales(target: Tensor, class_weight: Tensor | None, ignore_index: int, class
     if not mean:
         return torch.ones(2, dtype=wide, device=target.device)
     return cross_entropy_denominators(target, class_weight, ignore_index, classes).to(wide)
-
-
-def one_pass(
-    logits: Tensor, target: Tensor, class_weight: Tensor | None, ignore_index: int, smoothing: float, softcap: float, z_loss: float, mean: bool,
-    divisors: Tensor,
-) -> Tensor:  # fmt: skip
-    """The loss of all rows together, divided as told; the logits become its gradient. Some rows at a time: the copies of these fit a cache."""
-    at_once = max(1, ELEMENTS // max(logits.shape[1], 1))
-    options = (class_weight, ignore_index, smoothing, softcap, z_loss, divisors)
-    losses = [_one_pass(logits[rows], target[rows], *options) for rows in chunks(len(logits), at_once)]
-    return torch.stack(losses).sum() if losses else logits.new_zeros((), dtype=accumulator(logits.dtype))
-
-
-def _one_pass(
-    logits: Tensor, target: Tensor, class_weight: Tensor | None, ignore_index: int, smoothing: float, softcap: float, z_loss: float, divisors: Tensor
-) -> Tensor:  # fmt: skip
-    classes, x = logits.shape[1], capped(logits, softcap)
-    labels, kept, wrong = valid_targets(target, classes, ignore_index)
-    logp, wide = x.log_softmax(1), x.dtype
-    of_class = torch.ones((), dtype=wide, device=x.device) if class_weight is None else class_weight.to(wide)
-    on_label = (1 - smoothing) * (of_class[labels] if class_weight is not None else of_class.expand(len(labels)))
-    loss = -on_label * logp.gather(1, labels[:, None])[:, 0]
-    if smoothing:
-        loss = loss - smoothing / classes * torch.where(of_class == 0, 0.0, of_class * logp).sum(1)
-    everywhere = smoothing / classes * (of_class.sum() if class_weight is not None else classes)
-    scale, z_scale = divisors.reciprocal().unbind()
-    loss, pull = scale * loss, scale * (on_label + everywhere)
-    if z_loss:
-        logsumexp = x.logsumexp(1)
-        loss, pull = loss + z_loss * z_scale * logsumexp**2, pull + 2 * z_loss * z_scale * logsumexp
-    grad = logp.exp_().mul_(pull[:, None])
-    if smoothing:
-        grad -= scale * smoothing / classes * of_class
-    grad.scatter_add_(1, labels[:, None], -(scale * on_label)[:, None])
-    if softcap:
-        grad *= 1 - (x / softcap) ** 2
-    spoilt = torch.where(wrong, torch.nan, 0.0).to(wide)
-    logits.copy_(torch.where(kept[:, None], grad + spoilt[:, None], 0.0))
-    return (torch.where(kept, loss, 0.0) + spoilt).sum()
 
 
 def linear_one_pass(

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .linear_cross_entropy import Coefficients, Fields, State, absorb, descend, fields_of, finite
+from .linear_cross_entropy import Coefficients, Fields, State, absorb, descend, fields_of
 from .linear_cross_entropy import coefficients as coefficients_of
 from .linear_cross_entropy import linear_state as absorb_all
-from .softmax import accumulator
+from .softmax import accumulator, finite
 
 
 class Packed(NamedTuple):
@@ -93,7 +93,7 @@ def parallel_fields(
         surprises, places = found[:, -2:].unbind(1)
         surprise = (scale * (surprises - sums * (shift - finite(maxima)) / temperature)).sum(0)
         places = places.contiguous().view(bits_of(found.dtype)).long()
-        argmax = torch.where(maxima == maximum, places, classes).amin(0)
+        argmax = torch.where(maxima == maximum, places, classes - 1).amin(0)
     state = State(maximum, total, labels.amax(0), origin, summed, surprise, argmax)
     return tuple(fields_of(state, target, weight, classes, temperature, ignore_index))
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .cross_entropy import valid_targets
-from .softmax import accumulator
+from .softmax import accumulator, finite, laid_out
 
 
 class Stats(NamedTuple):
@@ -26,15 +26,15 @@ def token_stats(logits: Tensor, target: Tensor, temperature: float, ignore_index
     p = logp.exp()
     labels, kept, wrong = valid_targets(target, x.shape[-1], ignore_index)
     logprob = logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    entropy = -torch.where(p == 0, 0, p * logp).sum(-1)
+    entropy = -(p * torch.where(p == 0, 0, logp)).sum(-1)
     maximum = x.amax(-1)
-    sumexp = (x - torch.where(maximum == -torch.inf, 0, maximum).unsqueeze(-1)).exp().sum(-1)
+    sumexp = (x - finite(maximum).unsqueeze(-1)).exp().sum(-1)
     spoiled = torch.where(wrong, torch.nan, 0.0).to(x.dtype)
     logprob = torch.where(kept, logprob, 0) + spoiled
     return Stats(logprob, maximum + sumexp.log() + spoiled, entropy + spoiled, x.argmax(-1), maximum * temperature, sumexp)
 
 
-def token_stats_backward(
+def token_stats_gradient(
     grad_logprob: Tensor,
     grad_logsumexp: Tensor,
     grad_entropy: Tensor,
@@ -50,7 +50,7 @@ def token_stats_backward(
     x = logits.to(accumulator(logits.dtype)) / temperature
     logp = x.log_softmax(-1)
     p = logp.exp()
-    surprise = torch.where(p == 0, 0, p * logp)
+    surprise = p * torch.where(p == 0, 0, logp)  # in this order for the second derivative too
     labels, kept, wrong = valid_targets(target, x.shape[-1], ignore_index)
     hot = torch.arange(x.shape[-1], device=x.device) == labels.unsqueeze(-1)
     on_target = (torch.where(kept, grad_logprob.to(x.dtype), 0)).unsqueeze(-1)
@@ -58,3 +58,7 @@ def token_stats_backward(
     grad = on_target * (hot.to(x.dtype) - p) + h * p
     grad = grad - grad_entropy.to(x.dtype).unsqueeze(-1) * (surprise - p * surprise.sum(-1, keepdim=True))
     return torch.where(wrong.unsqueeze(-1), torch.nan, grad / temperature).to(logits.dtype)
+
+
+def token_stats_backward(grad_logprob: Tensor, grad_logsumexp: Tensor, grad_entropy: Tensor, logits: Tensor, *args: Any) -> Tensor:
+    return laid_out(token_stats_gradient(grad_logprob, grad_logsumexp, grad_entropy, logits, *args), logits)

@@ -53,19 +53,20 @@ def time_forward_backward(function: Callable[..., Any], *inputs: Any, repeats: i
     device = variables[0].device
     marks: list[list[Any]] = []
     for _ in range(warmup + repeats):
-        start = _mark(device)
+        start = mark(device)
         results = forward(function, args)
         upstream = [torch.ones_like(r) for r in results]
-        middle = _mark(device)
+        middle = mark(device)
         torch.autograd.grad(results, variables, upstream)
-        marks.append([start, middle, _mark(device)])
+        marks.append([start, middle, mark(device)])
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    times = [(_between(a, b), _between(b, c), _between(a, c)) for a, b, c in marks[warmup:]]
+    times = [(between(a, b), between(b, c), between(a, c)) for a, b, c in marks[warmup:]]
     return Timing(*map(tuple, zip(*times, strict=True)))
 
 
-def _mark(device: torch.device) -> Any:
+def mark(device: torch.device) -> Any:
+    """A moment of the device's current stream, or of the clock."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -73,7 +74,8 @@ def _mark(device: torch.device) -> Any:
     return event
 
 
-def _between(start: Any, end: Any) -> float:
+def between(start: Any, end: Any) -> float:
+    """Milliseconds, when the device has come to both."""
     return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
 
 
