@@ -236,9 +236,9 @@ def cross_entropy(
 ) -> Tensor:
     """Cross-entropy between logits and targets: `F.cross_entropy`, with soft-capping and z-loss.
 
-    On a GPU, when `input` needs a gradient and `reduction` is `mean` or `sum`, the loss and the gradient come from one pass over the logits
-    (one read, one write). With `reduction="none"`, fp16 logits (whose gradient would underflow before a loss scale), `torch.compile` and
-    function transforms, the loss comes in the forward pass and the gradient in the backward pass.
+    When `input` needs a gradient and `reduction` is `mean` or `sum`, the loss and the gradient come from one pass over the logits, on a GPU one
+    read and one write, on a CPU some rows at a time. With `reduction="none"`, fp16 logits (whose gradient would underflow before a loss scale),
+    `torch.compile` and function transforms, the loss comes in the forward pass and the gradient in the backward pass.
 
     Args:
         input: logits `[N, C, ...]` or `[C]`, floating dtype, any strides.

@@ -98,9 +98,21 @@ def _partita(name: str) -> Function:
     return _import("partita", name)
 
 
+class _Handed(torch.autograd.Function):
+    """The same memory as a result, as a model would hand it on: `inplace=True` writes over no leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
 def _partita_inplace() -> Function:
     cross_entropy = _partita("cross_entropy")
-    return lambda logits, target: cross_entropy(logits.view_as(logits), target, inplace=True)
+    return lambda logits, target: cross_entropy(_Handed.apply(logits), target, inplace=True)
 
 
 def _partita_viterbi() -> Function:
