@@ -227,7 +227,7 @@ def _machine() -> str:
 
 def _check(report: Report) -> str:
     lines = sorted(report.lines, key=lambda line: line.passed)  # a stable sort, with the failures first
-    told = "Every op, forward and backward, on this machine. An error may be twice that of PyTorch in the same dtype, or 2 ulp."
+    told = "The ops that have a gradient, forward and backward, on this machine. An error may be twice that of PyTorch in the same dtype, or 2 ulp."
     failures = _paragraphs([f"{x.op} {x.dtype}, {x.backend}: {x.note}" for x in lines if not x.passed], bad=True)
     return f'<section id="check">\n<h2>Check</h2>\n{failures}{_paragraphs([told, *report.left_out])}{_table(_check_machine.table(lines))}</section>\n'
 
