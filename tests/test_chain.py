@@ -444,9 +444,12 @@ def test_no_states_and_no_edges(states: int, slots: int, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_tables_of_narrow_types(backend: str) -> None:
+    many = (torch.arange(300)[:, None] + torch.arange(2)) % 256  # more states than the type has numbers
     source = torch.tensor([[0, -1], [120, 1], *[[i, i - 1] for i in range(2, 128)]])
     scores = torch.randn(4, 2, 128, 2, generator=torch.Generator().manual_seed(0))
     with partita.backend(backend):
+        wide, narrow = (Chain(torch.zeros(3, 1, 300, 2), table).viterbi() for table in (many, many.to(torch.uint8)))
+        assert all(torch.equal(a, b) for a, b in zip(wide, narrow, strict=True))
         expected = Chain(scores, source).logz()
         assert torch.equal(Chain(scores, source.to(torch.int8)).logz(), expected)
         assert torch.equal(Chain(scores, source.clamp(min=0).to(torch.uint8)).logz(), Chain(scores, source.clamp(min=0)).logz())

@@ -40,6 +40,17 @@ def test_the_loss_of_rows_cut_out_of_others(reduction: str, device: str) -> None
     check_loss(x, torch.arange(9, device=device).reshape(3, 3) * 7, reduction=reduction)
 
 
+def same_bits(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, *targets: Tensor) -> None:
+    """Of the loss and of its gradient, whichever of the targets it gets."""
+    results = []
+    for target in targets:
+        leaf = logits.clone().requires_grad_()
+        value = loss(leaf, target)
+        results.append((value.detach(), *torch.autograd.grad(value, leaf)))
+    for first, other in zip(*results, strict=True):
+        assert torch.equal(first, other)
+
+
 @pytest.mark.interpreted
 @devices
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
@@ -55,13 +66,7 @@ def test_labels_of_a_narrow_type(dtype: torch.dtype, device: str) -> None:
             lambda x, t, i=ignore_index: partita.linear_cross_entropy(x, matrix, t, ignore_index=i),
             lambda x, t, i=ignore_index: partita.token_stats(x, t, ignore_index=i).logprob.sum(),
         ):
-            results = []
-            for labels in (target, target.to(dtype)):
-                leaf = logits.clone().requires_grad_()
-                value = loss(leaf, labels)
-                results.append((value.detach(), *torch.autograd.grad(value, leaf)))
-            for wide, narrow in zip(*results, strict=True):
-                assert torch.equal(wide, narrow)
+            same_bits(loss, logits, target, target.to(dtype))
 
 
 @pytest.mark.interpreted
@@ -70,13 +75,9 @@ def test_targets_of_ctc_of_a_narrow_type(device: str) -> None:
     """Classes beyond the type's last, and a blank among them."""
     logits = torch.randn(8, 2, 300, generator=torch.Generator().manual_seed(0)).to(device)
     targets = torch.tensor([[254, 3, 254, 254, 7], [5, 255, 255, 1, 0]], device=device)
-    results = []
-    for labels in (targets, targets.to(torch.uint8)):
-        leaf = logits.clone().requires_grad_()
-        loss = partita.ctc_loss(leaf, labels, [8, 7], [5, 4], blank=299, from_logits=True)
-        best = partita.ctc_align(logits, labels, [8, 7], [5, 4], blank=299, from_logits=True)
-        results.append((loss.detach(), *torch.autograd.grad(loss, leaf), *best[:4]))
-    for wide, narrow in zip(*results, strict=True):
+    same_bits(lambda x, t: partita.ctc_loss(x, t, [8, 7], [5, 4], blank=299, from_logits=True), logits, targets, targets.to(torch.uint8))
+    aligned = (partita.ctc_align(logits, t, [8, 7], [5, 4], blank=299, from_logits=True)[:4] for t in (targets, targets.to(torch.uint8)))
+    for wide, narrow in zip(*aligned, strict=True):
         assert torch.equal(wide, narrow)
 
 
@@ -88,14 +89,14 @@ def test_lengths_in_a_column(device: str) -> None:
     targets, lengths = torch.tensor([[1, 2], [3, 3], [4, 0]], device=device), torch.tensor([[9, 2], [7, 2], [5, 1]], device=device)
     kmers = torch.randn(9, 3, 4 * 3, generator=torch.Generator().manual_seed(1)).to(device)
     bases = torch.tensor([[1, 2, 2], [2, 1, 1], [1, 1, 1]], device=device)
-    dense = lengths[:, 0].contiguous()
+    columns = lengths.unbind(1)
     for op in (
-        lambda a: partita.ctc_loss(scores, targets, a, lengths[:, 1] if a is not dense else lengths[:, 1].contiguous(), reduction="none", from_logits=True),
-        lambda a: partita.ctc_align(scores, targets, a, lengths[:, 1] if a is not dense else lengths[:, 1].contiguous(), from_logits=True).score,
-        lambda a: partita.ctc_crf_loss(kmers, bases, (lengths[:, 1] + 1)[:], state_len=2, alphabet_size=3, input_lengths=a, reduction="none"),
-        lambda a: partita.linear_chain(scores, torch.zeros(8, 8, device=device), lengths=a).logz(),
+        lambda a, b: partita.ctc_loss(scores, targets, a, b, reduction="none", from_logits=True),
+        lambda a, b: partita.ctc_align(scores, targets, a, b, from_logits=True).score,
+        lambda a, b: partita.ctc_crf_loss(kmers, bases, b, state_len=2, alphabet_size=3, input_lengths=a, reduction="none"),
+        lambda a, b: partita.linear_chain(scores, torch.zeros(8, 8, device=device), lengths=a).logz(),
     ):
-        assert torch.equal(op(lengths[:, 0]), op(dense))
+        assert torch.equal(op(*columns), op(*(column.contiguous() for column in columns)))
 
 
 @pytest.mark.interpreted

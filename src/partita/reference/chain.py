@@ -34,7 +34,6 @@ def counted(scores: Tensor, source: Tensor, lengths: Tensor | None) -> tuple[Ten
     steps, chains, states, _ = scores.shape
     if lengths is None:
         lengths = torch.full((chains,), steps, device=scores.device)
-    source = source.long()  # a narrow type would wrap the bounds
     wrong = ((source < -1) | (source >= states)).any() | (lengths < 0) | (lengths > steps)
     return torch.arange(steps, device=scores.device)[:, None] < lengths, wrong
 
@@ -42,12 +41,13 @@ def counted(scores: Tensor, source: Tensor, lengths: Tensor | None) -> tuple[Ten
 def inputs(scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None, S: Semiring) -> Inputs:
     """Lengths out of range make NaN of their chain, sources out of range of every chain."""
     chains, states = scores.shape[1:3]
+    source = source.long()  # a narrow type would wrap the bounds
     missing = source < 0
     active, wrong = counted(scores, source, lengths)
     initial, final = (end.double().masked_fill(wrong[..., None].expand(chains, 1), torch.nan) for end in (initial, final))
     kept = active[:, :, None, None] & ~missing
     safe = torch.where(kept, scores.double(), S.one)
-    return Inputs(safe, source.clamp(0, max(states - 1, 0)).long(), missing, initial, final, active)
+    return Inputs(safe, source.clamp(0, max(states - 1, 0)), missing, initial, final, active)
 
 
 def edge_terms(x: Inputs, t: int, alpha: Tensor, S: Semiring) -> Tensor:

@@ -82,6 +82,7 @@ def chain_log_score(
     """The score of paths `[..., T, N]`, `[..., N]` fp64; -inf for edges that do not follow one another. A chain of no steps has that of its `first` state
     `[..., N]`, or 0 where nobody knows it."""
     steps, chains, _, slots = scores.shape
+    source = source.long()  # a narrow type would wrap the bounds
     active, wrong = counted(scores, source, lengths)
     nothing, chain = torch.where(wrong, torch.nan, 0.0).double().expand(*edges.shape[:-2], chains), torch.arange(chains, device=edges.device)
     if first is not None and initial.shape[1]:
@@ -91,7 +92,7 @@ def chain_log_score(
         return nothing
     edge = edges.clamp(0, source.numel() - 1)
     entered, slot = edge // slots, edge % slots
-    left = source[entered, slot].long()
+    left = source[entered, slot]
     fits = (edges == edge) & (left >= 0)
     fits = torch.cat([fits[..., :1, :], fits[..., 1:, :] & (left[..., 1:, :] == entered[..., :-1, :])], -2)
     step = scores[torch.arange(steps, device=edges.device)[:, None], chain, entered, slot].double()

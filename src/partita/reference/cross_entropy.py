@@ -142,11 +142,16 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def mean_scales(loss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, mean: bool) -> Tensor:
     """What the loss and the z-loss of a row are multiplied by: `[2]`."""
-    if not mean:
-        return loss.new_ones(2)
-    if target.is_floating_point():
+    if mean and target.is_floating_point():
         return loss.new_full((2,), loss.numel()).reciprocal()
-    return cross_entropy_denominators(target, weight, ignore_index, logits.shape[1]).to(loss.dtype).reciprocal()
+    return scales(target, weight, ignore_index, logits.shape[1], mean, loss.dtype).reciprocal()
+
+
+def scales(target: Tensor, class_weight: Tensor | None, ignore_index: int, classes: int, mean: bool, wide: torch.dtype) -> Tensor:
+    """What the loss and the z-loss of a row are divided by, `[2]`."""
+    if not mean:
+        return torch.ones(2, dtype=wide, device=target.device)
+    return cross_entropy_denominators(target, class_weight, ignore_index, classes).to(wide)
 
 
 def one_pass(
@@ -228,8 +233,7 @@ def cross_entropy_one_pass_(
         logits.copy_(grad)
         return loss
     wide, classes = accumulator(logits.dtype), logits.shape[1]
-    divisors = cross_entropy_denominators(target, weight, ignore_index, classes).to(wide) if mean else torch.ones(2, dtype=wide, device=logits.device)
-    rows = _flat(logits)
+    divisors, rows = scales(target, weight, ignore_index, classes, mean, wide), _flat(logits)
     loss = one_pass(rows, target.reshape(-1), weight, ignore_index, label_smoothing, softcap, z_loss, mean, divisors)
     if rows.data_ptr() != logits.data_ptr():  # a copy, for they do not lie side by side
         logits.copy_(rows.reshape(logits.movedim(1, -1).shape).movedim(-1, 1))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cross_entropy import cross_entropy_denominators, one_pass, valid_targets
+from .cross_entropy import one_pass, scales, valid_targets
 from .softmax import accumulator, chunks, cpu_rows, finite, slope
 
 TOKENS = 8192  # whose statistics are computed at a time: more would not make the products faster
@@ -280,13 +280,6 @@ def linear_rows_backward(
 def empty_gradients(input: Tensor, weight: Tensor, bias: Tensor | None, to_input: bool, to_weight: bool, to_bias: bool) -> Gradients:
     wanted = ((input, to_input), (weight, to_weight), (input if bias is None else bias, to_bias))
     return Gradients(*(torch.empty(t.shape if wants else (0,), dtype=t.dtype, device=t.device) for t, wants in wanted))
-
-
-def scales(target: Tensor, class_weight: Tensor | None, ignore_index: int, classes: int, mean: bool, wide: torch.dtype) -> Tensor:
-    """What the loss and the z-loss of a row are divided by, `[2]`."""
-    if not mean:
-        return torch.ones(2, dtype=wide, device=target.device)
-    return cross_entropy_denominators(target, class_weight, ignore_index, classes).to(wide)
 
 
 def linear_one_pass(
