@@ -142,6 +142,48 @@ def test_any_strides(device: str) -> None:
     assert_right(fewer._replace(logits=x.logits[1:, :, 1:]))
 
 
+def reduced(x: Batch, backend: str, reduction: str, zero_infinity: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = x.logits.clone().requires_grad_()
+    with partita.backend(backend), poisoned_memory():
+        loss = partita.ctc_loss(logits, *x[1:], reduction, zero_infinity, from_logits=True)
+        return loss.detach(), torch.autograd.grad(loss * 0.7, logits)[0]
+
+
+@kernel_devices
+@pytest.mark.parametrize(("reduction", "classes", "zero_infinity"), [("mean", 6, True), ("sum", 6, False), ("mean", 300, True)])
+def test_reductions(reduction: str, classes: int, zero_infinity: bool, device: str) -> None:
+    """With a target that is empty, and one that cannot be aligned."""
+    x = batch_of(12, 4, classes, 3, device=device)
+    x.target_lengths[0], x.input_lengths[1] = 0, 1
+    x.target_lengths[1] = 3
+    for dtype in (torch.float32, torch.float64)[: 1 + (device != "cpu")]:  # the interpreter is slow
+        x = x._replace(logits=x.logits.to(dtype))
+        (loss, grad), (expected, truth) = (reduced(x, backend, reduction, zero_infinity) for backend in ("triton", "reference"))
+        assert loss.dtype == dtype and loss.isfinite() == zero_infinity
+        torch.testing.assert_close((loss, grad), (expected, truth), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
+def test_a_reduction_of_many_is_the_same_each_time(device: str) -> None:
+    x = batch_of(30, 1000, 9, 6, device=device)
+    first = reduced(x, "triton", "mean", True)
+    torch.testing.assert_close(first, reduced(x, "reference", "mean", True), rtol=2e-6, atol=2e-9)
+    for _ in range(5):
+        assert all(map(torch.equal, reduced(x, "triton", "mean", True), first))
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
+@pytest.mark.parametrize("count", [1, 4, 5])
+def test_lengths_come_from_the_host(count: int, device: str) -> None:
+    """In one copy: an odd number of them too, and where the joined targets start."""
+    x = batch_of(20, count, 9, 4, device=device)
+    joined = torch.cat([target[:length] for target, length in zip(x.targets, x.target_lengths, strict=True)])
+    for targets in (x.targets, joined):
+        forms = ([x.input_lengths.to(a), x.target_lengths.to(b)] for a in ("cpu", device) for b in ("cpu", device))
+        losses = [partita.ctc_loss(x.logits, targets, *form, x.blank, "none", from_logits=True) for form in forms]
+        assert all(torch.equal(loss, losses[0]) for loss in losses)
+
+
 @pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 70), st.integers(0, 5), st.sampled_from([2, 3, 9, 33, 70, 300]), st.integers(0, 70), st.integers(0, 2**20), st.booleans())
@@ -203,12 +245,13 @@ def test_an_hour_is_aligned(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
-def test_replay_sees_other_lengths_and_never_waits_for_the_host(device: str) -> None:
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_replay_sees_other_lengths_and_never_waits_for_the_host(reduction: str, device: str) -> None:
     x = batch_of(60, 4, 20, 40, device=device)
     logits = x.logits.clone().requires_grad_()
 
     def step() -> tuple[Any, ...]:
-        loss = partita.ctc_loss(logits, *x[1:], "none", from_logits=True)
+        loss = partita.ctc_loss(logits, *x[1:], reduction, True, from_logits=True)
         return loss, torch.autograd.grad(loss.sum(), logits)[0], partita.ctc_align(logits, *x[1:], from_logits=True).labels
 
     with torch.cuda.stream(torch.cuda.Stream()):

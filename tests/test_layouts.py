@@ -173,7 +173,7 @@ def calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     lengths, target = torch.tensor([6, 5]), (torch.tensor([1, 2, 3, 1]), torch.tensor([0, 2]))
     for x in layouts(6, 2, 5):
         for keep in (True, False):
-            yield ctc.loss, (x, *target, lengths, torch.tensor([2, 2]), 2, 0, True, keep)
+            yield ctc.loss, (x, *target, lengths, torch.tensor([2, 2]), 2, 0, True, "none" if keep else "mean", False, keep)
         yield ctc.align, (x, *target, lengths, torch.tensor([2, 2]), 2, 0, True)
     source, ends = torch.tensor([[0, 1], [1, 2], [2, -1]]), torch.randn(3, 2).T
     for x in layouts(4, 2, 3, 2):

@@ -10,6 +10,7 @@ from torch import Tensor
 from . import _checks, _op
 from ._autograd import again, twice
 from .reference import ctc as reference
+from .reference.softmax import accumulator
 
 
 def check_values(logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, most: int, *_: Any) -> None:
@@ -24,8 +25,10 @@ def check_values(logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths:
 _TARGETS = "Tensor labels, Tensor offsets, Tensor input_lengths, Tensor target_lengths"
 loss = _op.define(
     "ctc",
-    f"ctc_loss(Tensor logits, {_TARGETS}, SymInt most, int blank, bool from_logits, bool keep, str backend) -> (Tensor, Tensor)",
-    lambda logits, labels, offsets, input_lengths, target_lengths, most, blank, from_logits, keep, floor: (
+    f"ctc_loss(Tensor logits, {_TARGETS}, SymInt most, int blank, bool from_logits, str reduction, bool zero_infinity, bool keep,"
+    " str backend) -> (Tensor, Tensor, Tensor)",
+    lambda logits, labels, offsets, input_lengths, target_lengths, most, blank, from_logits, reduction, zero_infinity, keep, floor: (
+        logits.new_empty(logits.shape[1] if reduction == "none" else (), dtype=accumulator(logits.dtype)),
         logits.new_empty(logits.shape[1], dtype=torch.float64),
         logits.new_empty(reference.kept_shape(logits.shape, most, from_logits, keep, floor), dtype=torch.float64),
     ),
@@ -35,8 +38,8 @@ loss = _op.define(
 )
 gradient = _op.define(
     "ctc",
-    "ctc_gradient(Tensor grad, Tensor logits, Tensor labels, Tensor offsets, Tensor input_lengths, Tensor target_lengths, Tensor loss, Tensor kept,"
-    " SymInt most, int blank, bool from_logits, str backend) -> Tensor",
+    "ctc_gradient(Tensor grad, Tensor logits, Tensor labels, Tensor offsets, Tensor input_lengths, Tensor target_lengths, Tensor losses, Tensor kept,"
+    " SymInt most, int blank, bool from_logits, str reduction, str backend) -> Tensor",
     lambda grad, logits, *rest: torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),
     numba=True,
 )
@@ -53,32 +56,37 @@ align = _op.define(
 
 
 class Loss(torch.autograd.Function):
-    """-log of the probability of each target, `[N]` fp64."""
+    """-log of the probability of the targets: their mean over the lengths, their sum, or each."""
 
     @staticmethod
     def forward(
         logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, most: int, blank: int, from_logits: bool,
-        keep: bool, backend: str,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return loss(logits, labels, offsets, input_lengths, target_lengths, most, blank, from_logits, keep, backend)
+        reduction: str, zero_infinity: bool, keep: bool, backend: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        return loss(logits, labels, offsets, input_lengths, target_lengths, most, blank, from_logits, reduction, zero_infinity, keep, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.most, ctx.blank, ctx.from_logits, _, ctx.backend = inputs
-        ctx.mark_non_differentiable(output[1])
+        *tensors, ctx.most, ctx.blank, ctx.from_logits, ctx.reduction, ctx.zero_infinity, _, ctx.backend = inputs
+        ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *output)
+        ctx.save_for_backward(*tensors, *output[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         grad = grads[0]
         if grad is None:
-            return (None,) * 10
+            return (None,) * 12
         logits, labels, offsets, input_lengths, target_lengths, losses, kept = ctx.saved_tensors
         if twice():
             targets = reference.Targets(labels, offsets, target_lengths, ctx.most)
-            (result,) = again(lambda logits: reference.loss_of(logits, targets, input_lengths, ctx.blank, ctx.from_logits), [logits], [True], grad)
+
+            def function(logits: Tensor) -> Tensor:
+                each = reference.loss_of(logits, targets, input_lengths, ctx.blank, ctx.from_logits)
+                return reference.reduced(each, target_lengths, ctx.reduction, ctx.zero_infinity).to(grad.dtype)
+
+            (result,) = again(function, [logits], [True], grad)
         else:
-            inputs = (labels, offsets, input_lengths, target_lengths, losses, kept, ctx.most, ctx.blank, ctx.from_logits)
+            inputs = (labels, offsets, input_lengths, target_lengths, losses, kept, ctx.most, ctx.blank, ctx.from_logits, ctx.reduction)
             result = gradient(grad, logits, *inputs, ctx.backend)
-        return (result, *(None,) * 9)
+        return (result, *(None,) * 11)

@@ -20,8 +20,18 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)  # to the CPU it has to wait
 
 
-def lengths_of(name: str, value: Lengths, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`[N]` int64 as it came, and on the device."""
+def moved_together(device: torch.device, *tensors: Tensor) -> Sequence[Tensor]:
+    """Several `[N]` of 64 bits on a device: in one copy where all have to go from the CPU to a GPU."""
+    if device.type != "cuda" or any(tensor.device.type != "cpu" for tensor in tensors):
+        return [moved(tensor, device) for tensor in tensors]
+    count = len(tensors[0])
+    odd = [torch.nn.functional.pad(tensor, (0, 1)) for tensor in tensors] if count % 2 else tensors  # each starts on 16 bytes
+    rows = moved(torch.stack(tuple(odd)), device).unbind()
+    return [row[:count] for row in rows] if count % 2 else rows
+
+
+def as_lengths(name: str, value: Lengths, count: int) -> Tensor:
+    """`[N]` int64, where it came from."""
     if isinstance(value, Integral):
         value = [int(value)]
     if not isinstance(value, Tensor):
@@ -32,5 +42,10 @@ def lengths_of(name: str, value: Lengths, count: int, device: torch.device) -> t
         value = torch.tensor(numbers, dtype=None if numbers else torch.int64, device="cpu")
     _checks.integer(name, value)
     _checks.shape(name, value.reshape(-1), [count], "[N]")
-    value = value.reshape(-1).long().contiguous()
-    return value, moved(value, device)
+    return value.reshape(-1).long().contiguous()
+
+
+def lengths_of(name: str, value: Lengths, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`[N]` int64 as it came, and on the device."""
+    came = as_lengths(name, value, count)
+    return came, moved(came, device)

@@ -9,9 +9,10 @@ from . import _backend, _checks, _crf
 from ._autograd import apply
 from ._constants import constant
 from ._lengths import Lengths, lengths_of
-from .ctc import REDUCTIONS, over_lengths
+from .ctc import REDUCTIONS
 from .reference import crf as reference
 from .reference.crf import Targets
+from .reference.ctc import over_lengths
 from .reference.softmax import accumulator
 
 _BLOCK = 64  # states by which a lattice grows on a GPU, where a table of another size waits for the device once

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import _backend, _checks, _ctc
 from ._autograd import apply
-from ._lengths import Lengths, lengths_of
+from ._lengths import Lengths, as_lengths, moved_together
 from .reference.ctc import Targets
 from .reference.softmax import accumulator
 
@@ -97,27 +97,20 @@ def _prepare(name: str, logits: Tensor, targets: Tensor, input_lengths: Lengths,
     if targets.ndim != 1 and (targets.ndim != 2 or len(targets) != count):
         raise ValueError(f"targets: expected shape [N, S] with N = {count}, or [sum of target_lengths], got {list(targets.shape)}")
     _checks.blank(blank, classes)
-    _, inputs = lengths_of("input_lengths", input_lengths, count, logits.device)
-    came, lengths = lengths_of("target_lengths", target_lengths, count, logits.device)
+    steps, came = as_lengths("input_lengths", input_lengths, count), as_lengths("target_lengths", target_lengths, count)
     known = came.device.type == "cpu" and not torch.compiler.is_compiling()
     longest = int(came.max()) if known and count else targets.shape[-1] if count else 0
     if targets.ndim == 2:
-        offsets = torch.arange(count, device=logits.device) * targets.shape[1]
+        offsets = torch.arange(count, device=came.device) * targets.shape[1]
         most = targets.shape[1]
     else:
-        there = lengths.clamp(0, len(targets))  # a wrong one must not move the others far
+        there = came.clamp(0, len(targets))  # a wrong one must not move the others far
         offsets, most = there.cumsum(0) - there, len(targets)
-    if targets.ndim == 1 and not torch.compiler.is_compiling() and _checks.values_wanted(logits.device) and int(lengths.sum()) != most:
-        raise ValueError(f"targets: expected as many labels as the sum of target_lengths, {int(lengths.sum())}, got {most}")
+    if targets.ndim == 1 and not torch.compiler.is_compiling() and _checks.values_wanted(logits.device) and int(came.sum()) != most:
+        raise ValueError(f"targets: expected as many labels as the sum of target_lengths, {int(came.sum())}, got {most}")
+    inputs, lengths, offsets = moved_together(logits.device, steps, came, offsets)
     labels = targets.reshape(-1) if targets.dtype in (torch.int32, torch.int64) else targets.reshape(-1).long()  # a narrow type would wrap bounds and blanks
     return _Prepared(logits, Targets(labels, offsets, lengths, max(min(longest, most), 0)), inputs, batched)
-
-
-def over_lengths(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
-    """The mean of loss / target length, the sum, or each."""
-    if reduction == "mean":
-        return (losses / target_lengths.clamp(min=1)).mean()
-    return losses.sum() if reduction == "sum" else losses
 
 
 def ctc_loss(
@@ -154,13 +147,9 @@ def ctc_loss(
     x = _prepare("log_probs", log_probs, targets, input_lengths, target_lengths, blank)
     keep = torch.is_grad_enabled() and log_probs.requires_grad
     tensors = (x.targets.labels, x.targets.offsets, x.input_lengths, x.targets.lengths)
-    loss = apply(_ctc.Loss, x.logits, *tensors, x.targets.most, blank, from_logits, keep, _backend.current())[0]
-    if zero_infinity:
-        loss = torch.where(loss == torch.inf, 0.0, loss)
-    loss = over_lengths(loss, x.targets.lengths, reduction)
-    if reduction == "none" and not x.batched:
-        loss = loss[0]
-    return loss.to(accumulator(log_probs.dtype))
+    options = (x.targets.most, blank, from_logits, reduction, bool(zero_infinity), keep)
+    loss: Tensor = apply(_ctc.Loss, x.logits, *tensors, *options, _backend.current())[0]
+    return loss[0] if reduction == "none" and not x.batched else loss
 
 
 def ctc_align(

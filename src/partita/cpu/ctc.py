@@ -12,6 +12,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from ..reference.ctc import reduced, shared
+from ..reference.softmax import accumulator
 from .chain_steps import INF, LOWEST, empty, from_step, in_shares, spoil, steps
 from .math import FLAGS, exp, exp_floor, log
 
@@ -205,25 +207,28 @@ def lattices(logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Ten
 
 
 def ctc_loss(
-    logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, most: int, blank: int, from_logits: bool, keep: bool
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, most: int, blank: int, from_logits: bool,
+    reduction: str, zero_infinity: bool, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, wrong = lattices(logits, labels, offsets, input_lengths, target_lengths, most, blank)
     span, count, classes = logits.shape
     alpha = torch.from_numpy(np.zeros((count, span + 1 if keep else 2, 2 * most + 4)))  # the system's pages are zero: what nobody writes costs nothing
     losses = torch.empty(count, dtype=torch.float64, device="cpu")
     in_shares(forward, batch, steps(logits), classes, from_logits, alpha.numpy(), keep, losses.numpy())
-    return losses.masked_fill_(wrong, torch.nan), alpha if keep else alpha.new_empty(0)
+    losses.masked_fill_(wrong, torch.nan)
+    value = reduced(losses, target_lengths, reduction, zero_infinity).to(accumulator(logits.dtype), copy=True)
+    return value, losses, alpha if keep else alpha.new_empty(0)
 
 
 def ctc_gradient(
-    grad: Tensor, logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, loss: Tensor, kept: Tensor,
-    most: int, blank: int, from_logits: bool,
+    grad: Tensor, logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, losses: Tensor, kept: Tensor,
+    most: int, blank: int, from_logits: bool, reduction: str,
 ) -> Tensor:  # fmt: skip
     batch, wrong = lattices(logits, labels, offsets, input_lengths, target_lengths, most, blank)
     result = empty(logits.shape, torch.promote_types(logits.dtype, torch.float32))
-    numbers = grad.double().contiguous().numpy(), steps(logits), logits.shape[2], from_logits
-    in_shares(backward, batch, *numbers, kept.numpy(), loss.contiguous().numpy(), result.numpy())
-    spoil(result, wrong | loss.isnan())
+    numbers = shared(grad, target_lengths, reduction).contiguous().numpy(), steps(logits), logits.shape[2], from_logits
+    in_shares(backward, batch, *numbers, kept.numpy(), losses.contiguous().numpy(), result.numpy())
+    spoil(result, wrong | losses.isnan())
     return result.to(logits.dtype)
 
 

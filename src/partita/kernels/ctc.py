@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..reference import ctc as reference
+from ..reference.softmax import accumulator
 from . import ctc_align as best
 from . import ctc_posterior, ctc_scan
 from . import launch as launching
@@ -49,8 +50,8 @@ class Kept(NamedTuple):
     """What the loss leaves for the gradient, in one buffer.
 
     Fields:
-        zeros: what must be 0 before the scan: the ticket, flags and edges.
-        ticket, flags: `[1]`, `[N]`.
+        zeros: what must be 0 before the scan: the ticket, how many losses are there, flags and edges.
+        ticket, arrived, flags: `[1]`, `[1]`, `[N]`.
         edges: what chunks hand to their neighbours.
         words: states before each block of steps, and behind the last.
         logz: `[N]`.
@@ -61,6 +62,7 @@ class Kept(NamedTuple):
 
     zeros: Tensor
     ticket: Tensor | None
+    arrived: Tensor
     flags: Tensor
     edges: Tensor
     words: Tensor
@@ -113,7 +115,7 @@ def _sizes(shape: torch.Size, plan: Plan, from_logits: bool, keep: bool) -> list
     norms = cdiv(steps * count, 1 if plan.wide else 2) if from_logits else 0
     states = 2 * (plan.blocks * keep + 1) * count * plan.chunks * 64
     shares = count * plan.chunks * steps if reference.posterior_words(shape, plan.most, from_logits, keep) and not plan.wide else 0
-    sizes = [1, count, 2 * plan.chunks * count * plan.reach, states, count, norms, norms, (steps + 2 * MARGIN) * count * plan.table]
+    sizes = [1, 1, count, 2 * plan.chunks * count * plan.reach, states, count, norms, norms, (steps + 2 * MARGIN) * count * plan.table]
     sizes = [size + size % 2 for size in (*sizes, 16 * shares, cdiv(shares, 2))]  # each on 16 bytes: pointers that are not would be another kernel
     return [*sizes, reference.kept_shape(shape, plan.most, from_logits, keep, "kernels")[0] - sum(sizes)]
 
@@ -121,20 +123,17 @@ def _sizes(shape: torch.Size, plan: Plan, from_logits: bool, keep: bool) -> list
 def _cut(buffer: Tensor, plan: Plan, shape: torch.Size, from_logits: bool, keep: bool) -> Kept:
     sizes = _sizes(shape, plan, from_logits, keep)
     whole = buffer.view(torch.int64)
-    words = whole.split_with_sizes(sizes)
-    maxima = sums = None
-    if from_logits:
-        maxima, sums = (words[i].view(torch.float64 if plan.wide else torch.float32) for i in (5, 6))
-    waits = plan.chunks > 1 and not plan.wide
-    zeros = whole[: sum(sizes[: 3 if plan.chunks > 1 else 2])]
-    logz, table = words[4].view(torch.float64), words[7] if plan.table else None
-    posterior, blanks = (words[i].view(torch.float32) if sizes[i] else None for i in (8, 9))
-    return Kept(zeros, words[0] if waits else None, words[1], words[2], words[3], logz, maxima, sums, table, posterior, blanks)
+    ticket, arrived, flags, edges, words, logz, maxima, sums, table, posterior, blanks, _ = whole.split_with_sizes(sizes)
+    waits, real = plan.chunks > 1 and not plan.wide, torch.float64 if plan.wide else torch.float32
+    norms, shares = ([part.view(real) if size else None for part in parts] for size, parts in ((sizes[6], (maxima, sums)), (sizes[9], (posterior, blanks))))
+    zeros = whole[: sum(sizes[: 4 if plan.chunks > 1 else 3])]
+    waiting, logz = ticket if waits else None, logz.view(torch.float64)
+    return Kept(zeros, waiting, arrived, flags, edges, words, logz, norms[0], norms[1], table if plan.table else None, shares[0], shares[1])
 
 
 def _limit(logits: Tensor) -> float:
     """Beyond it, logits have no factor: exponents of paths stay below 2**27, and those of emissions below 2**21."""
-    return min(2.0**27 / (len(logits) + 2), 2.0**21) * 0.69
+    return min(2.0**27 / (logits.shape[0] + 2), 2.0**21) * 0.69
 
 
 def _tile(logits: Tensor, width: int) -> dict[str, int]:
@@ -153,13 +152,14 @@ def _launch_lanes(name: str, programs: int, *args: Any, **options: Any) -> None:
 
 
 def _normalise(
-    logits: Tensor, input_lengths: Tensor, maxima: Tensor | None, sums: Tensor | None, table: Tensor | None, width: int
+    logits: Tensor, input_lengths: Tensor, maxima: Tensor | None, sums: Tensor | None, table: Tensor | None, width: int, zeros: Tensor | None
 ) -> None:  # fmt: skip
-    """What normalises the steps, and the table of factors."""
+    """What normalises the steps, and the table of factors; `zeros` are filled."""
     steps, count, classes = logits.shape
     options = {"REAL": triton_dtype(logits.dtype), "TABLE": width, **_tile(logits, max(classes, width))}
     rows = (steps + 2 * MARGIN * (width > 0)) * count
-    args = (logits, input_lengths, maxima, sums, table, *logits.shape, _limit(logits), *logits.stride())
+    words = 0 if zeros is None else zeros.shape[0]
+    args = (logits, input_lengths, maxima, sums, table, zeros, words, *logits.shape, _limit(logits), *logits.stride())
     launch(ctc_norm_kernel, cdiv(rows, options["ROWS"]), *args, **options, num_warps=4)
 
 
@@ -183,7 +183,7 @@ class _Call(NamedTuple):
         source, strides = self.logits, self.logits.stride()
         if table is not None and not wide:
             source, strides = table[MARGIN * plan.table :], (plan.table, (steps + 2 * MARGIN) * plan.table, 1)
-        sizes = (steps, count, classes, len(self.targets[0]), self.most, plan.chunks, blocks, plan.reach, self.blank, _limit(self.logits), *strides)
+        sizes = (steps, count, classes, self.targets[0].shape[0], self.most, plan.chunks, blocks, plan.reach, self.blank, _limit(self.logits), *strides)
         options |= {"SPAN": 1 if wide else EVERY, "WIDE": wide, "ALL": plan.wide, "TABLE": 0 if source is self.logits else plan.table}
         programs = 2 * count * (1 if wide else plan.chunks)
         if name == "posterior" and launching.NVIDIA and not INTERPRETED:
@@ -194,17 +194,18 @@ class _Call(NamedTuple):
         x = self.kept
         self.scan("halves", wide, x.ticket, x.words, x.edges, x.flags, blocks=blocks, KEEP=blocks > 0)
 
-    def total(self, wide: bool, loss: Tensor, blocks: int, normal: bool) -> None:
-        """log Z, and the loss: `normal`, or still without what normalises the steps."""
+    def total(self, losses: Tensor, blocks: int, value: Tensor | None = None, mean: bool = False, zero: bool = False) -> None:
+        """log Z, the losses, and what they are reduced to: without a place for that, all is still without what normalises the steps."""
         (steps, count, _), x = self.logits.shape, self.kept
-        norms = (x.maxima, x.sums) if normal else (None, None)
-        args = (x.words, x.flags, *norms, x.logz, loss, steps, count, len(self.targets[0]), self.most, self.plan.chunks, blocks)
+        norms = (None, None) if value is None else (x.maxima, x.sums)
+        arrived = x.arrived if value is not None and value.ndim == 0 else None
+        args = (x.words, x.flags, *norms, x.logz, losses, value, arrived, steps, count, self.targets[0].shape[0], self.most, self.plan.chunks, blocks)
         lanes = {"BLOCK_L": 256, "BLOCK_T": 256 if steps <= 1024 else 2048}
-        launch(ctc_total_kernel, count, *self.targets, *args, **lanes, WIDE=wide, ALL=self.plan.wide, num_warps=4)
+        launch(ctc_total_kernel, count, *self.targets, *args, **lanes, ALL=self.plan.wide, MEAN=mean, ZERO=zero, num_warps=4)
 
     def zeros(self, filled: bool = True) -> Tensor:
         """A ticket and edges for the scan of posteriors; or their memory, for a kernel that fills it."""
-        words = 2 + (len(self.kept.edges) if self.plan.chunks > 1 else 0)
+        words = 2 + (self.kept.edges.shape[0] if self.plan.chunks > 1 else 0)
         return (torch.zeros if filled else torch.empty)(words, dtype=torch.int64, device=self.logits.device)
 
     def posteriors(self, posterior: Tensor, blanks: Tensor, zeros: Tensor, width: int = 32) -> None:
@@ -215,39 +216,38 @@ class _Call(NamedTuple):
 
 
 def ctc_loss(
-    logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, most: int, blank: int, from_logits: bool, keep: bool
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, most: int, blank: int, from_logits: bool,
+    reduction: str, zero_infinity: bool, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if not logits.numel():
-        return reference.ctc_loss(logits, labels, offsets, input_lengths, target_lengths, most, blank, from_logits, keep)
+        targets = (labels, offsets, input_lengths, target_lengths)
+        return reference.ctc_loss(logits, *targets, most, blank, from_logits, reduction, zero_infinity, keep)
     plan = plan_of(logits.shape, logits.dtype == torch.float64, most)
     buffer = torch.empty(reference.kept_shape(logits.shape, most, from_logits, keep, "kernels"), dtype=torch.float64, device=logits.device)
     x = _cut(buffer, plan, logits.shape, from_logits, keep)
-    x.zeros.zero_()
-    loss = torch.empty(logits.shape[1], dtype=torch.float64, device=logits.device)
+    losses = torch.empty(logits.shape[1], dtype=torch.float64, device=logits.device)
+    value = torch.empty(losses.shape if reduction == "none" else (), dtype=accumulator(logits.dtype), device=logits.device)
     if plan.table:
-        _normalise(logits, input_lengths, x.maxima, x.sums, x.table, plan.table)
+        _normalise(logits, input_lengths, x.maxima, x.sums, x.table, plan.table, x.zeros)
+    else:
+        x.zeros.zero_()
     call = _Call(logits, (labels.contiguous(), offsets, input_lengths, target_lengths), most, blank, plan, x)
     zeros = call.zeros() if x.posterior is not None else None
     blocks, apart = plan.blocks if keep else 0, from_logits and not plan.table
     beside = Beside(logits, apart)  # the scans do not wait for what normalises the steps
-    early = call.modes if zeros is not None else call.modes[: int(apart)]
     try:
         with beside:
-            for wide in early:
+            for wide in call.modes:
                 call.halves(wide, blocks)
-                if zeros is not None:
-                    call.total(wide, loss, blocks, normal=False)
             if zeros is not None and x.posterior is not None and x.blanks is not None:
+                call.total(losses, blocks)
                 call.posteriors(x.posterior, x.blanks, zeros)
         if apart:
-            _normalise(logits, input_lengths, x.maxima, x.sums, None, 0)
+            _normalise(logits, input_lengths, x.maxima, x.sums, None, 0, None)
     finally:
         beside.join()  # after an error too: the memory is the current stream's
-    for wide in call.modes:
-        if wide not in early:
-            call.halves(wide, blocks)
-        call.total(wide, loss, blocks, normal=True)
-    return loss, buffer
+    call.total(losses, blocks, value, reduction == "mean", zero_infinity)
+    return value, losses, buffer
 
 
 def ctc_align(
@@ -269,7 +269,7 @@ def ctc_align(
     maxima = sums = None
     if from_logits:
         maxima, sums = torch.empty((2, steps, count), dtype=torch.promote_types(logits.dtype, torch.float32), device=device)
-        _normalise(logits, input_lengths, maxima, sums, None, 0)
+        _normalise(logits, input_lengths, maxima, sums, None, 0, None)
     sizes = (steps, count, classes, len(labels), most, chunks, blocks, reach, blank, *logits.stride())
     _launch_lanes("best", count * chunks, logits, *targets, pointers, ends, edges, flags, ticket if chunks > 1 else None, *sizes, SPAN=EVERY)
     way = (offsets, input_lengths, target_lengths, pointers, ends, flags, states, steps, count, len(labels), most, chunks, blocks)
@@ -281,8 +281,8 @@ def ctc_align(
 
 
 def ctc_gradient(
-    grad: Tensor, logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, loss: Tensor, kept: Tensor,
-    most: int, blank: int, from_logits: bool,
+    grad: Tensor, logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, losses: Tensor, kept: Tensor,
+    most: int, blank: int, from_logits: bool, reduction: str,
 ) -> Tensor:  # fmt: skip
     steps, count, classes = logits.shape
     plan, real, device = plan_of(logits.shape, logits.dtype == torch.float64, most), triton_dtype(logits.dtype), logits.device
@@ -293,27 +293,29 @@ def ctc_gradient(
     call = _Call(logits, (labels.contiguous(), offsets, input_lengths, target_lengths), most, blank, plan, x)
     by_lane, wide = plan.groups > 0 and not plan.summed, torch.promote_types(logits.dtype, torch.float32)
     width = cdiv(classes, 8) * 8 if plan.summed else 32
-    factor, posterior, blanks = grad.double().contiguous(), x.posterior, x.blanks
+    posterior, blanks = x.posterior, x.blanks
     if posterior is None or blanks is None:
         posterior, blanks = (torch.empty(count * plan.chunks * steps * size, dtype=wide, device=device) for size in (width, 1))
         zeros = call.zeros(filled=not by_lane)
         if by_lane:
             order = torch.empty((count, plan.chunks, 1 + 2 * plan.groups, 32), dtype=torch.int32, device=device)
-            orders = (*call.targets[:2], target_lengths, order, zeros, count, classes, len(labels), most, plan.chunks, len(zeros))
+            orders = (*call.targets[:2], target_lengths, order, zeros, count, classes, labels.shape[0], most, plan.chunks, zeros.shape[0])
             launch(ctc_order_kernel, count * plan.chunks, *orders, GROUPS=plan.groups, num_warps=1)
         call.posteriors(posterior, blanks, zeros, width)
-    rows = (factor, logits, *call.targets, x.maxima, x.sums, x.flags, x.logz, posterior, blanks)
-    sizes, tile = (steps, count, classes, len(labels), most, plan.chunks, blank, *logits.stride()), _tile(logits, classes)
+    rows = (grad, logits, *call.targets, x.maxima, x.sums, x.flags, x.logz, posterior, blanks)
+    sizes = (steps, count, classes, labels.shape[0], most, plan.chunks, blank, *logits.stride(), grad.stride(0) if grad.ndim else 0)
+    tile = _tile(logits, classes) | {"REAL": real, "MEAN": reduction == "mean"}
     if plan.groups == 0:
         places = places_of(call.targets[0], offsets, target_lengths, most, classes, blank)
         narrow = tile["BLOCK_V"] <= 512
         tile |= {"ROWS": 4 if narrow else 1, "BLOCK_L": min(max(32, power_of_2(most + 1)), 256)}
         if not narrow:
             tile |= {"BLOCK_V": 512, "PIECES": min(cdiv(classes, 512), 10)}
-        launch(ctc_label_gradient_kernel, count * cdiv(steps, tile["ROWS"]), *rows, *places, result, *sizes, REAL=real, **tile, num_warps=4)
+        launch(ctc_label_gradient_kernel, count * cdiv(steps, tile["ROWS"]), *rows, *places, result, *sizes, **tile, num_warps=4)
     elif by_lane:
-        launch(ctc_lane_gradient_kernel, count * cdiv(steps, 8), *rows, order, result, *sizes, REAL=real, ROWS=8, GROUPS=plan.groups, num_warps=1)
+        tile = {"REAL": real, "MEAN": tile["MEAN"], "ROWS": 8, "GROUPS": plan.groups}
+        launch(ctc_lane_gradient_kernel, count * cdiv(steps, 8), *rows, order, result, *sizes, **tile, num_warps=1)
     else:
         del tile["PIECES"]
-        launch(ctc_narrow_gradient_kernel, count * cdiv(steps, tile["ROWS"]), *rows, result, *sizes, REAL=real, WIDTH=width, **tile, num_warps=4)
+        launch(ctc_narrow_gradient_kernel, count * cdiv(steps, tile["ROWS"]), *rows, result, *sizes, WIDTH=width, **tile, num_warps=4)
     return result

@@ -17,11 +17,17 @@ def state_of_steps(n, t, length, flags_ptr, logz_ptr, REAL: tl.constexpr):
 
 
 @triton.jit
-def row_state(n, t, steps, most, held, grad_ptr, offsets_ptr, input_lengths_ptr, target_lengths_ptr, flags_ptr, logz_ptr, REAL: tl.constexpr):
+def row_state(
+    n, t, steps, count, most, held, grad_ptr, stride_g, offsets_ptr, input_lengths_ptr, target_lengths_ptr, flags_ptr, logz_ptr,
+    MEAN: tl.constexpr, REAL: tl.constexpr,
+):  # fmt: skip
     """Labels of a sequence and where they start, its gradient, which steps have posteriors, and NaN where there is no right answer."""
     length, labels, offset = sizes_of(n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, steps, most, held)[:3]
     counts, spoilt = state_of_steps(n, t, length, flags_ptr, logz_ptr, REAL)
-    return labels, offset, tl.load(grad_ptr + n).to(REAL), counts, spoilt
+    grad = tl.load(grad_ptr + n * stride_g).to(REAL)
+    if MEAN:
+        grad /= (tl.maximum(labels, 1) * count).to(REAL)
+    return labels, offset, grad, counts, spoilt
 
 
 @triton.jit
@@ -40,12 +46,12 @@ def softmax_at(at, held, maximum, scale, REAL: tl.constexpr):
     return exp_for(tl.load(at, mask=held, other=-float("inf")).to(REAL) - maximum, REAL) * scale
 
 
-GRADIENT_SIZES = ["steps", "count", "classes", "held", "most", "chunks", "blank", "stride_t", "stride_n"]
+GRADIENT_SIZES = ["steps", "count", "classes", "held", "most", "chunks", "blank", "stride_t", "stride_n", "stride_g"]
 
 
 @triton.jit(do_not_specialize=GRADIENT_SIZES)
 def ctc_narrow_gradient_kernel(
-    grad_ptr,  # [count] fp64
+    grad_ptr,  # [count], or of their sum or mean []
     logits_ptr,  # [steps, count, classes]
     labels_ptr,  # [held]
     offsets_ptr,  # [count]
@@ -68,6 +74,8 @@ def ctc_narrow_gradient_kernel(
     stride_t,
     stride_n,
     stride_c,
+    stride_g,
+    MEAN: tl.constexpr,
     REAL: tl.constexpr,
     WIDTH: tl.constexpr,
     VEC: tl.constexpr,
@@ -78,7 +86,7 @@ def ctc_narrow_gradient_kernel(
     n = (tl.program_id(0) % count).to(tl.int64)
     t = (tl.program_id(0) // count).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     labels, _, grad, counts, spoilt = row_state(
-        n, t, steps, most, held, grad_ptr, offsets_ptr, input_lengths_ptr, target_lengths_ptr, flags_ptr, logz_ptr, REAL
+        n, t, steps, count, most, held, grad_ptr, stride_g, offsets_ptr, input_lengths_ptr, target_lengths_ptr, flags_ptr, logz_ptr, MEAN, REAL
     )
     row, v = t * count + n, tl.arange(0, BLOCK_V)
     blanks, posterior = tl.zeros([ROWS], REAL), tl.zeros([ROWS, BLOCK_V], REAL)
@@ -150,7 +158,7 @@ def softmax_pieces(
 
 @triton.jit(do_not_specialize=GRADIENT_SIZES)
 def ctc_label_gradient_kernel(
-    grad_ptr,  # [count] fp64
+    grad_ptr,  # [count], or of their sum or mean []
     logits_ptr,  # [steps, count, classes]
     labels_ptr,  # [held]
     offsets_ptr,  # [count]
@@ -176,6 +184,8 @@ def ctc_label_gradient_kernel(
     stride_t,
     stride_n,
     stride_c,
+    stride_g,
+    MEAN: tl.constexpr,
     REAL: tl.constexpr,
     VEC: tl.constexpr,
     PIECES: tl.constexpr,
@@ -187,7 +197,7 @@ def ctc_label_gradient_kernel(
     theirs."""
     n, t = (tl.program_id(0) % count).to(tl.int64), (tl.program_id(0) // count).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     labels, offset, grad, counts, spoilt = row_state(
-        n, t, steps, most, held, grad_ptr, offsets_ptr, input_lengths_ptr, target_lengths_ptr, flags_ptr, logz_ptr, REAL
+        n, t, steps, count, most, held, grad_ptr, stride_g, offsets_ptr, input_lengths_ptr, target_lengths_ptr, flags_ptr, logz_ptr, MEAN, REAL
     )
     maximum, scale = norms_of(maxima_ptr, sums_ptr, t * count + n, counts, grad, REAL)
     source_ptr, target_ptr = logits_ptr + tl.multiple_of(t * stride_t + n * stride_n, VEC), result_ptr + tl.multiple_of((t * count + n) * classes, VEC)
@@ -243,7 +253,7 @@ def sums_by_class(posterior_ptr, blanks_ptr, order_ptr, chunk_ends, pitch, left,
 
 @triton.jit(do_not_specialize=GRADIENT_SIZES)
 def ctc_lane_gradient_kernel(
-    grad_ptr,  # [count] fp64
+    grad_ptr,  # [count], or of their sum or mean []
     logits_ptr,  # [steps, count, classes]
     labels_ptr,  # [held]
     offsets_ptr,  # [count]
@@ -267,6 +277,8 @@ def ctc_lane_gradient_kernel(
     stride_t,
     stride_n,
     stride_c,
+    stride_g,
+    MEAN: tl.constexpr,
     REAL: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -275,7 +287,7 @@ def ctc_lane_gradient_kernel(
     n, first, lane = (tl.program_id(0) % count).to(tl.int64), (tl.program_id(0) // count).to(tl.int64) * ROWS, tl.arange(0, 32)
     t = first + lane
     labels, _, grad, counts, spoilt = row_state(
-        n, t, steps, most, held, grad_ptr, offsets_ptr, input_lengths_ptr, target_lengths_ptr, flags_ptr, logz_ptr, REAL
+        n, t, steps, count, most, held, grad_ptr, stride_g, offsets_ptr, input_lengths_ptr, target_lengths_ptr, flags_ptr, logz_ptr, MEAN, REAL
     )
     left = tl.sum((counts & (lane < ROWS)).to(tl.int32), axis=0)
     sums, totals, blanks = sums_by_class(

@@ -8,13 +8,24 @@ from .ctc_walk import labels_of, sizes_of, target_of
 from .math import LN2, exp, exp_for, finite_shift, log_of
 
 
-@triton.jit(do_not_specialize=["steps", "count", "classes", "stride_t", "stride_n"])
+@triton.jit
+def fill_share(zeros_ptr, words, BLOCK: tl.constexpr):
+    """This program's share of zeros for a scan to come: a fill of their own would take a launch."""
+    share = tl.cdiv(words, tl.num_programs(0))
+    for first in range(tl.program_id(0).to(tl.int64) * share, tl.minimum((tl.program_id(0) + 1).to(tl.int64) * share, words), BLOCK):
+        word = first + tl.arange(0, BLOCK)
+        tl.store(zeros_ptr + word, tl.zeros([BLOCK], tl.int64), mask=word < words)
+
+
+@triton.jit(do_not_specialize=["words", "steps", "count", "classes", "stride_t", "stride_n"])
 def ctc_norm_kernel(
     logits_ptr,  # [steps, count, classes]
     input_lengths_ptr,  # [count]
     maxima_ptr,  # [steps, count] or None
     sums_ptr,  # [steps, count] or None
     table_ptr,  # [count, 24 + steps + 24, TABLE] int64, or None
+    zeros_ptr,  # [words] int64, or None
+    words,
     steps,
     count,
     classes,
@@ -29,7 +40,9 @@ def ctc_norm_kernel(
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """The maximum of each step, and the sum of the exponentials less it; and the factors of its classes, 0 in padding."""
+    """The maximum of each step, and the sum of the exponentials less it; the factors of its classes, 0 in padding; and zeros for the scan to come."""
+    if zeros_ptr is not None:
+        fill_share(zeros_ptr, words, 512)
     margin: tl.constexpr = 24 if TABLE else 0  # rows before and behind the table's steps
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t, n, lane = (row // count).to(tl.int64) - margin, (row % count).to(tl.int64), tl.arange(0, BLOCK_V)
@@ -146,6 +159,27 @@ def norm_of(maxima_ptr, sums_ptr, n, count, length, BLOCK: tl.constexpr):
     return tl.sum(total, axis=0)
 
 
+@triton.jit
+def counted(loss, ZERO: tl.constexpr):
+    """Infinite losses count as 0 where that is asked for."""
+    if ZERO:
+        loss = tl.where(loss == float("inf"), 0.0, loss)
+    return loss
+
+
+@triton.jit
+def reduced(losses_ptr, target_lengths_ptr, count, MEAN: tl.constexpr, ZERO: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of what all programs left, or the mean of loss / target length."""
+    total = tl.zeros([BLOCK], tl.float64)
+    for first in range(0, count, BLOCK):
+        n = first + tl.arange(0, BLOCK)
+        loss = counted(tl.load(losses_ptr + n, mask=n < count, other=0.0, volatile=True), ZERO)
+        if MEAN:
+            loss /= tl.maximum(tl.load(target_lengths_ptr + n, mask=n < count, other=1), 1).to(tl.float64)
+        total += loss
+    return tl.sum(total, axis=0) / (count.to(tl.float64) if MEAN else 1.0)
+
+
 @triton.jit(do_not_specialize=["steps", "count", "held", "most", "chunks", "blocks"])
 def ctc_total_kernel(
     labels_ptr,  # [held]
@@ -157,7 +191,9 @@ def ctc_total_kernel(
     maxima_ptr,  # [steps, count] or None
     sums_ptr,  # [steps, count] or None
     logz_ptr,  # [count] fp64
-    loss_ptr,  # [count] fp64
+    losses_ptr,  # [count] fp64
+    value_ptr,  # [count], or their sum or mean []; None where what normalises the steps is not there yet
+    arrived_ptr,  # [1] int64, 0; None where losses are not reduced
     steps,
     count,
     held,
@@ -166,23 +202,35 @@ def ctc_total_kernel(
     blocks,
     BLOCK_L: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    WIDE: tl.constexpr,
     ALL: tl.constexpr,
+    MEAN: tl.constexpr,
+    ZERO: tl.constexpr,
 ):
-    """log2 of the sum over the alignments from α and β at the middle, and the loss: what normalises the steps, less it."""
+    """log2 of the sum over the alignments from α and β at the middle, and the loss: what normalises the steps, less it; the last program reduces all."""
     n = tl.program_id(0).to(tl.int64)
     flags = tl.load(flags_ptr + n)
     length, labels, offset = sizes_of(n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, steps, most, held)[:3]
     alpha_ptr = kept_ptr + (blocks.to(tl.int64) * count + n) * chunks * 64
     beta_ptr = alpha_ptr + (blocks.to(tl.int64) + 1) * count * chunks * 64
-    if (flags >= 0) if ALL or not WIDE else (flags == 1):
-        logz = total_of(alpha_ptr, beta_ptr, labels_ptr + offset, labels, BLOCK_L, WIDE)
-        logz = tl.where(length > 0, logz, tl.where(labels == 0, 0.0, -float("inf")))
-        loss = 0.0 - logz * LN2
-        if maxima_ptr is not None:
-            loss += norm_of(maxima_ptr, sums_ptr, n, count, length, BLOCK_T)
-        tl.store(logz_ptr + n, tl.where(loss == loss, logz, loss))
-        tl.store(loss_ptr + n, tl.where(flags >= 2, float("nan"), loss))
+    if ALL:
+        logz = total_of(alpha_ptr, beta_ptr, labels_ptr + offset, labels, BLOCK_L, True)
+    elif flags == 1:
+        logz = total_of(alpha_ptr, beta_ptr, labels_ptr + offset, labels, BLOCK_L, True)
+    else:
+        logz = total_of(alpha_ptr, beta_ptr, labels_ptr + offset, labels, BLOCK_L, False)
+    logz = tl.where(length > 0, logz, tl.where(labels == 0, 0.0, -float("inf")))
+    loss = 0.0 - logz * LN2
+    if maxima_ptr is not None:
+        loss += norm_of(maxima_ptr, sums_ptr, n, count, length, BLOCK_T)
+    tl.store(logz_ptr + n, tl.where(loss == loss, logz, loss))
+    loss = tl.where(flags >= 2, float("nan"), loss)
+    tl.store(losses_ptr + n, loss)
+    if arrived_ptr is not None:
+        tl.debug_barrier()
+        if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == count - 1:
+            tl.store(value_ptr, reduced(losses_ptr, target_lengths_ptr, count, MEAN, ZERO, BLOCK_L).to(value_ptr.dtype.element_ty))
+    elif value_ptr is not None:
+        tl.store(value_ptr + n, counted(loss, ZERO).to(value_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["count", "classes", "held", "most", "chunks", "words"])
@@ -201,10 +249,7 @@ def ctc_order_kernel(
     GROUPS: tl.constexpr,
 ):
     """The labels of a chunk sorted by class: their places in that order, and where each class begins and ends in it. And zeros for the scan to come."""
-    share = tl.cdiv(words, tl.num_programs(0))
-    for first in range(tl.program_id(0).to(tl.int64) * share, tl.minimum((tl.program_id(0) + 1).to(tl.int64) * share, words), 512):
-        word = first + tl.arange(0, 512)
-        tl.store(zeros_ptr + word, tl.zeros([512], tl.int64), mask=word < words)
+    fill_share(zeros_ptr, words, 512)
     n, chunk, lane = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks, tl.arange(0, 32)
     labels, offset, wrong = target_of(n, target_lengths_ptr, offsets_ptr, most, held)
     labels = tl.where(wrong, 0, labels).to(tl.int32)

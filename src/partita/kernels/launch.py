@@ -255,7 +255,8 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
     """Run `kernel` on the device and the current stream of its first tensor.
 
     `args` are its run-time arguments in order, `options` its compile-time ones. A kernel that was compiled for such arguments is called
-    directly, which halves the time that the host takes; one that ran with the same numbers is found at once.
+    directly, which halves the time that the host takes, and with addresses, which Triton takes as they are; one that ran with the same numbers
+    is found at once.
     """
     if programs == 0:
         return
@@ -268,7 +269,18 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         with torch.cuda.device(device):
             launch(kernel, programs, *args, **options)
         return
-    known = [(arg.dtype, arg.data_ptr() & 15 == 0, NVIDIA or arg.untyped_storage().nbytes() < 2**31) if isinstance(arg, Tensor) else arg for arg in args]
+    known: list[Any] = []
+    values: list[Any] = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            address = arg.data_ptr()
+            known += arg.dtype, address & 15 == 0
+            if not NVIDIA:
+                known.append(arg.untyped_storage().nbytes() < 2**31)
+            values.append(address if arg.is_cuda else arg)  # of another's memory Triton says that it is out of reach
+        else:
+            known.append(arg)
+            values.append(arg)
     exact = (id(kernel), index, *options.values(), *known)
     found = _recent.get(exact)
     if found is None:
@@ -282,7 +294,7 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
             _recent.clear()
         _recent[exact] = found
     compiled, constants = found
-    compiled[(programs, 1, 1)](*args, *constants)
+    compiled[(programs, 1, 1)](*values, *constants)
 
 
 class Beside:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..semiring import Log
 from .chain import chain_gradient, inputs, logz_of
 from .chain_paths import chain_viterbi
+from .softmax import accumulator
 
 
 class Targets(NamedTuple):
@@ -90,6 +91,25 @@ def loss_of(logits: Tensor, targets: Targets, input_lengths: Tensor, blank: int,
     return torch.where(x.wrong, torch.nan, 0.0 - total)
 
 
+def over_lengths(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
+    """The mean of loss / target length, the sum, or each."""
+    if reduction == "mean":
+        return (losses / target_lengths.clamp(min=1)).mean()
+    return losses.sum() if reduction == "sum" else losses
+
+
+def reduced(losses: Tensor, target_lengths: Tensor, reduction: str, zero_infinity: bool) -> Tensor:
+    if zero_infinity:
+        losses = torch.where(losses == torch.inf, 0.0, losses)
+    return over_lengths(losses, target_lengths, reduction)
+
+
+def shared(grad: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
+    """The gradient of each loss, `[N]` fp64, from that of what they were reduced to: of an infinite one any will do, as it has none."""
+    grad = grad.double().expand(len(target_lengths))
+    return grad / len(target_lengths) / target_lengths.clamp(min=1) if reduction == "mean" else grad
+
+
 def table_width(classes: int, most: int) -> int:
     """Of the table of a GPU's factors for few classes; 0 for none."""
     return -(-classes // 8) * 8 if classes <= min(4 * most, 256) else 0
@@ -118,26 +138,29 @@ def kept_shape(shape: Sequence[int], most: int, from_logits: bool, keep: bool, f
 
 
 def ctc_loss(
-    logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, most: int, blank: int, from_logits: bool, keep: bool
-) -> tuple[Tensor, Tensor]:
-    """That loss, and what the gradient may use again: nothing, for the reference starts anew."""
-    return loss_of(logits, Targets(labels, offsets, target_lengths, most), input_lengths, blank, from_logits), logits.new_empty(0, dtype=torch.float64)
+    logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, most: int, blank: int, from_logits: bool,
+    reduction: str, zero_infinity: bool, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The losses reduced, each of them, and what the gradient may use again: nothing, for the reference starts anew."""
+    losses = loss_of(logits, Targets(labels, offsets, target_lengths, most), input_lengths, blank, from_logits)
+    value = reduced(losses, target_lengths, reduction, zero_infinity).to(accumulator(logits.dtype), copy=True)
+    return value, losses, logits.new_empty(0, dtype=torch.float64)
 
 
 def ctc_gradient(
-    grad: Tensor, logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, loss: Tensor, kept: Tensor,
-    most: int, blank: int, from_logits: bool,
+    grad: Tensor, logits: Tensor, labels: Tensor, offsets: Tensor, input_lengths: Tensor, target_lengths: Tensor, losses: Tensor, kept: Tensor,
+    most: int, blank: int, from_logits: bool, reduction: str,
 ) -> Tensor:  # fmt: skip
     """The gradient of log-probabilities is minus the posterior of each class at each step; that of logits, the softmax minus it."""
     log_probs = normalised(logits, from_logits)
     x = lattice(log_probs, Targets(labels, offsets, target_lengths, most), input_lengths, blank)
-    chain = (x.scores, x.initial, x.final, x.source, input_lengths, loss, kept, torch.float64)
-    posterior = chain_gradient(torch.ones_like(loss), *chain)[0].sum(-1)
+    chain = (x.scores, x.initial, x.final, x.source, input_lengths, losses, kept, torch.float64)
+    posterior = chain_gradient(torch.ones_like(losses), *chain)[0].sum(-1)
     result = torch.zeros_like(log_probs).scatter_add(2, x.labels.expand(posterior.shape), -posterior)
     counts = torch.arange(len(logits), device=logits.device)[:, None] < input_lengths
     if from_logits:
-        result = result + torch.where((counts & (loss < torch.inf))[..., None], log_probs.exp(), 0.0)
-    return torch.where(x.wrong[:, None], torch.nan, result * grad.double()[:, None]).to(logits.dtype)
+        result = result + torch.where((counts & (losses < torch.inf))[..., None], log_probs.exp(), 0.0)
+    return torch.where(x.wrong[:, None], torch.nan, result * shared(grad, target_lengths, reduction)[:, None]).to(logits.dtype)
 
 
 def ctc_align(
