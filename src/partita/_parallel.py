@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-from . import _linear, _op
+from . import _linear, _op, _peers
 from ._autograd import twice
+from .cross_entropy import scale
 from .reference import linear_cross_entropy as reference
 from .reference.linear_cross_entropy import Fields
 from .reference.parallel import wide_product
@@ -158,6 +160,45 @@ class Logits(torch.autograd.Function):
         statistics = (fields.maximum, fields.sumexp, numbers.temperature, numbers.softcap)
         result = gradient(*c, logits, target - shard.first, shard.part(class_weight), *statistics, ctx.backend)
         return result, None, None, None, None, None
+
+
+def one_pass(logits: Tensor, target: Tensor, shard: Shard, ignore_index: int, softcap: float, z_loss: float, mean: bool) -> tuple[Tensor, Tensor] | None:
+    """The mean or the sum of the losses, and the gradient of this rank's logits; None where the ranks' kernels cannot reach one another."""
+    from .kernels import parallel_rows as kernels
+
+    group = dist.distributed_c10d._resolve_process_group(shard.group)  # type: ignore[attr-defined]
+    splits = kernels.splits_of(max(shard.sizes), logits.element_size())
+    boxes = _peers.boxes_for(group, logits.device, kernels.words_of(len(logits), len(shard.sizes), splits))
+    if boxes is None:
+        return None
+    limit = _peers.patience(group, logits.device)
+    return kernels.parallel_one_pass(logits, target.contiguous(), *boxes, shard.sizes, shard.rank, limit, ignore_index, softcap, z_loss, mean)
+
+
+class OnePass(torch.autograd.Function):
+    """The reduced loss of rows of logits, of which this rank has some classes, with the gradient formed beside it."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, found: tuple[Tensor, Tensor], options: tuple[Any, ...], backend: str) -> Tensor:
+        ctx.set_materialize_grads(False)
+        loss, ctx.gradient = found
+        ctx.options, ctx.backend = options, backend
+        ctx.save_for_backward(logits, target)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if twice():
+            raise RuntimeError("partita.parallel: no second derivative; gather the logits and use the op of one device")
+        if grads[0] is None:
+            return (None,) * 5
+        gradient, ctx.gradient = ctx.gradient, None
+        if gradient is None:  # a second backward pass
+            found = one_pass(*ctx.saved_tensors, *ctx.options)
+            assert found is not None
+            gradient = found[1]
+        scale.eager(gradient, grads[0], ctx.backend)
+        return gradient, None, None, None, None
 
 
 class Hidden(torch.autograd.Function):

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor import Shard as Sharded
 
-from . import _backend, _checks
-from ._parallel import Hidden, Logits, Numbers, Shard
+from . import _backend, _checks, _peers
+from ._parallel import Hidden, Logits, Numbers, OnePass, Shard, one_pass
 from .cross_entropy import REDUCTIONS
 from .linear_cross_entropy import cast, denominators, held, linear_cross_entropy_plan, options_of, reduced, terms
 from .token_stats import TokenStats
@@ -158,21 +158,48 @@ def cross_entropy(
         target = _local_rows(target, input, batch)
         rows = _losses(local, target, weight, group, classes, ignore_index, options)
         return _assembled(rows, target, weight, reduction, input, batch, ignore_index, torch.Size([input.shape[0], *input.shape[2:]]))
+    if reduction != "none" and (early := _one_pass(input, target, weight, group, classes, ignore_index, options, reduction == "mean")) is not None:
+        return early
     loss, z, shard, numbers = _losses(input, target, weight, group, classes, ignore_index, options)
     return reduced(loss, z, target.long(), weight, shard.classes, numbers[0], reduction)
 
 
-def _losses(
+def _one_pass(
+    input: Tensor, target: Tensor, weight: Tensor | None, group: dist.ProcessGroup | None, classes: Classes, ignore_index: int, options: dict[str, Any],
+    mean: bool,
+) -> Tensor | None:  # fmt: skip
+    """The loss with its gradient beside it, where the ranks' kernels wait for one another; what decides that is the same on all ranks."""
+    differentiable = torch.is_grad_enabled() and isinstance(input, Tensor) and input.requires_grad
+    if not differentiable or weight is not None or options["label_smoothing"] or input.dtype not in (torch.bfloat16, torch.float32):
+        return None
+    if input.ndim < 2 or not _peers.wanted(input) or _backend.resolve(_backend.current(), input.device, numba=False) != "kernels":
+        return None
+    shard, numbers, logits, labels = _prepared(input, target, weight, group, classes, ignore_index, options)
+    if len(shard.sizes) == 1 or not len(logits):
+        return None
+    chosen = (shard, ignore_index, *numbers[2:4], mean)
+    found = one_pass(logits.detach(), labels, *chosen)
+    return None if found is None else OnePass.apply(logits, labels, found, chosen, _backend.current())
+
+
+def _prepared(
     input: Tensor, target: Tensor, weight: Tensor | None, group: dist.ProcessGroup | None, classes: Classes, ignore_index: int, options: dict[str, Any]
-) -> tuple[Tensor, Tensor | None, Shard, tuple[Any, ...]]:
-    """The loss and the z-loss of each row."""
+) -> tuple[Shard, tuple[Any, ...], Tensor, Tensor]:
+    """This rank's classes, the numbers, and rows of logits with their labels."""
     _checks.floating("input", input)
     if input.ndim < 2:
         raise ValueError(f"input: expected shape [N, C_local, ...], got {list(input.shape)}")
     shard = shard_of("input", input, 1, group, classes)
     numbers = _check(input, target, weight, shard, ignore_index, options)
     _checks.shape("target", target, [input.shape[0], *input.shape[2:]], "input without its classes")
-    logits, labels = _rows(input.movedim(1, -1).flatten(0, -2)), target.reshape(-1).long()
+    return shard, numbers, _rows(input.movedim(1, -1).flatten(0, -2)), target.reshape(-1).long()
+
+
+def _losses(
+    input: Tensor, target: Tensor, weight: Tensor | None, group: dist.ProcessGroup | None, classes: Classes, ignore_index: int, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None, Shard, tuple[Any, ...]]:
+    """The loss and the z-loss of each row."""
+    shard, numbers, logits, labels = _prepared(input, target, weight, group, classes, ignore_index, options)
     of_rows = Numbers(1.0, numbers[2], ignore_index, numbers[1] > 0, False)
     nll, logsumexp, spread, *_ = Logits.apply(logits, labels, weight, shard, of_rows, _backend.current())
     loss, z = terms(nll, logsumexp, spread, labels, weight, shard.classes, numbers)

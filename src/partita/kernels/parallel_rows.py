@@ -1,0 +1,189 @@
+"""Cross-entropy of rows whose classes lie on several GPUs of one host, with its gradient: one read and one write, for the GPUs' programs wait for one
+another while each holds its part of a row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..reference.softmax import accumulator
+from .cross_entropy import mean_scales, row_factor, row_loss
+from .cross_entropy_rows import class_gradient, held_logits, label_gradient, label_weights, store_kept
+from .cross_entropy_scalars import SUM_WORDS, denominators, total
+from .launch import INTERPRETED, NVIDIA, cdiv, launch, power_of_2
+from .math import again, aligned_start, capped, edge_columns, exp, exp_for, finite_shift, load_once, merged, pack, row_span, store_once, sum_for, unpack
+
+SCOPE = tl.constexpr("gpu" if INTERPRETED else "sys")
+
+
+@triton.jit
+def hand_to(peers_ptr, place, first, second, mask, WORLD: tl.constexpr):
+    """Leave a pair at the same place in the boxes of every rank."""
+    for r in tl.static_range(WORLD):
+        box_ptr = tl.load(peers_ptr + r).to(tl.pointer_type(tl.int64))
+        tl.atomic_xchg(box_ptr + place, pack(first, second), mask=mask, sem="relaxed", scope=SCOPE)
+
+
+@triton.jit
+def wait_for(boxes_ptr, row_place, given_up_ptr, wanted, limit, WORLD: tl.constexpr, SLOTS: tl.constexpr):
+    """The headers of all ranks and the pairs of a row, [SLOTS], and whether all came before the patience of one program ended it for all."""
+    lane = tl.arange(0, SLOTS)
+    at = boxes_ptr + tl.where(lane < WORLD, lane, row_place + lane - WORLD)
+    words = tl.load(at, mask=wanted, other=1, volatile=True)
+    left = tl.where(tl.load(given_up_ptr, volatile=True) == 0, limit, 0)
+    while (tl.min((words != 0).to(tl.int32), axis=0) == 0) & (left > 0):
+        words = tl.load(at, mask=wanted, other=1, volatile=True)
+        left -= 1
+    first, second = unpack(words)
+    return first, second, tl.min((words != 0).to(tl.int32), axis=0) == 1
+
+
+@triton.jit(do_not_specialize=["rows", "all_classes", "first", "rank", "splits", "limit", "ignore_index"])
+def parallel_row_kernel(
+    logits_ptr,  # [rows, classes]
+    target_ptr,  # [rows] labels among all classes
+    shares_ptr,  # [2, SHARES] of what the mean divides by, or None
+    ticket_ptr,  # [2] int64, zero: places, and whether a program gave up
+    boxes_ptr,  # [world + rows * (world * splits + 1)] int64, zero: headers, then for each row the pairs of the ranks' programs and the label's
+    peers_ptr,  # [world] int64, where each rank has its boxes
+    failed_ptr,  # [1] int32 on the host
+    loss_ptr,  # [rows]
+    grad_ptr,  # [rows, classes]
+    rows,
+    classes,
+    all_classes,
+    first,
+    rank,
+    splits,
+    limit,
+    x_row,
+    grad_row,
+    ignore_index,
+    softcap: tl.float64,
+    z_loss: tl.float64,
+    zero,  # 0.0
+    WORLD: tl.constexpr,
+    CAP: tl.constexpr,
+    Z: tl.constexpr,
+    MEAN: tl.constexpr,
+    HALF: tl.constexpr,
+    SLOTS: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """The part of a row that one of the programs of all ranks holds. The loss is NaN where ranks are not agreed on their classes, or one does not come."""
+    softcap, z_loss = tl.full([], softcap, tl.float32), tl.full([], z_loss, tl.float32)
+    place = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
+    row, split = place // splits, (place % splits).to(tl.int32)
+    pairs, lane = WORLD * splits, tl.arange(0, SLOTS)
+    row_place = WORLD + row * (pairs + 1)
+    head, body = row_span(row * x_row, classes, VEC)
+    column = split * BLOCK_V + tl.arange(0, BLOCK_V)  # [BLOCK_V]
+    inside = column // VEC * VEC < body
+    held = load_once(logits_ptr + aligned_start(row * x_row, VEC) + column, inside, -float("inf"), True)
+    mean_scale, z_scale = mean_scales(shares_ptr, MEAN, tl.float32)
+    kept, valid, on_label = label_weights(tl.load(target_ptr + row).to(tl.int64), ignore_index, all_classes, None, 0.0, tl.float32)
+    label = tl.load(target_ptr + row).to(tl.int64) - first
+    mine = valid & (label >= 0) & (label < classes)
+    mine &= tl.where((label >= head) & (label < head + body), (label - head) // BLOCK_V, 0) == split
+    own_label_x = capped(tl.load(logits_ptr + row * x_row + label, mask=mine, other=0.0).to(tl.float32), softcap, CAP)
+    x = held_logits(held, inside, softcap, CAP)
+    maximum = tl.max(x, axis=0)
+    if VEC > 1:
+        edge, at_edge = edge_columns(head, body, classes, VEC, 2 * VEC)  # [2 * VEC]
+        at_edge &= split == 0
+        edge_x = held_logits(tl.load(logits_ptr + row * x_row + edge, mask=at_edge, other=-float("inf")), at_edge, softcap, CAP)
+        maximum = tl.maximum(maximum, tl.max(edge_x, axis=0))
+    if HALF:
+        held = again(held, tl.full([BLOCK_V], zero, tl.float32).to(held.dtype))
+        x = held_logits(held, inside, softcap, CAP)
+    part = finite_shift(maximum)
+    dtype: tl.constexpr = grad_ptr.dtype.element_ty
+    e = exp_for(x - part, dtype)
+    total = sum_for(e, 0, dtype)
+    if VEC > 1:
+        total += tl.sum(exp(edge_x - part), axis=0)
+    hand_to(peers_ptr, rank, classes.to(tl.float32), rows.to(tl.float32), place == 0, WORLD)
+    hand_to(peers_ptr, row_place + pairs, own_label_x, own_label_x, mine, WORLD)
+    hand_to(peers_ptr, row_place + rank * splits + split, maximum, total, place >= 0, WORLD)
+    wanted = (lane < WORLD + pairs) | ((lane == WORLD + pairs) & valid)
+    firsts, seconds, came = wait_for(boxes_ptr, row_place, ticket_ptr + 1, wanted, limit, WORLD, SLOTS)
+    if not came:
+        tl.store(ticket_ptr + 1, 1)
+        tl.store(failed_ptr, 1)
+    before, everywhere = tl.sum(tl.where(lane < rank, firsts, 0.0), axis=0), tl.sum(tl.where(lane < WORLD, firsts, 0.0), axis=0)
+    fewest = tl.min(tl.where(lane < WORLD, seconds, rows.to(tl.float32)), axis=0)
+    agreed = came & (before == first) & (everywhere == all_classes) & (fewest == rows)
+    maximum, total = merged(firsts, seconds, (lane >= WORLD) & (lane < WORLD + pairs))
+    shift, total = finite_shift(maximum), tl.where(agreed, total, float("nan"))
+    label_x = tl.sum(tl.where((lane == WORLD + pairs) & valid, firsts, 0.0), axis=0)
+    factor = row_factor(on_label, 0.0, shift, total, mean_scale, z_scale, z_loss, Z)
+    if HALF:
+        x = held_logits(again(held, tl.full([BLOCK_V], zero, tl.float32).to(held.dtype)), inside, softcap, CAP)
+        e, factor_held = exp(x - shift), factor
+    else:
+        factor_held = factor * exp_for(part - shift, dtype)
+    grad = class_gradient(e, x, factor_held, 0.0, softcap, False, CAP)
+    if kept:  # one branch for the row costs less than a select for each class
+        store_once(grad_ptr + aligned_start(row * grad_row, VEC) + column, grad, inside, True)
+    else:
+        store_once(grad_ptr + aligned_start(row * grad_row, VEC) + column, tl.zeros_like(grad), inside, True)
+    if VEC > 1:
+        edge_grad = class_gradient(exp_for(edge_x - shift, dtype), edge_x, factor, 0.0, softcap, False, CAP)
+        store_kept(grad_ptr + row * grad_row + edge, edge_grad, at_edge, kept, False)
+    tl.store(loss_ptr + row, row_loss(kept, on_label, label_x, 0.0, 0.0, shift, total, mean_scale, z_scale, z_loss, False, Z), mask=split == 0)
+    at_label = label_gradient(label, own_label_x, mine, on_label, shift, factor, mean_scale, None, classes, 0.0, softcap, False, CAP, tl.float32)
+    tl.debug_barrier()
+    tl.store(grad_ptr + row * grad_row + label, at_label.to(dtype), mask=mine)
+
+
+def splits_of(most: int, itemsize: int) -> int:
+    """Programs among which each rank's part of a row is divided, where the greatest of these has so many classes."""
+    return max(1, cdiv(most, _block(most, itemsize)))
+
+
+def _block(most: int, itemsize: int) -> int:
+    return min(power_of_2(max(most, 1024)), 16384 if itemsize == 2 else 8192)
+
+
+def words_of(rows: int, world: int, splits: int) -> int:
+    """How many the ranks leave for one another."""
+    return world + rows * (world * splits + 1)
+
+
+def parallel_one_pass(
+    logits: Tensor, target: Tensor, boxes: Tensor, peers: Tensor, failed: Tensor, sizes: tuple[int, ...], rank: int, limit: int, ignore_index: int,
+    softcap: float, z_loss: float, mean: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The loss and the gradient of this rank's logits, which lie row by row; `sizes` are the classes of all ranks."""
+    dtype = accumulator(logits.dtype)
+    words, shares = torch.empty(SUM_WORDS + 2, dtype=torch.int64, device=logits.device), None
+    if mean:
+        shares = denominators(target, None, ignore_index, sum(sizes), words)
+    else:
+        words.zero_()
+    grad, losses = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device), torch.empty(len(logits), dtype=dtype, device=logits.device)
+    options = (sizes, rank, limit, ignore_index, softcap, z_loss)
+    _launch(logits, grad, target, shares, words[SUM_WORDS:], boxes, peers, failed, losses, *options)
+    return total(losses, words, dtype, shares=shares), grad
+
+
+def _launch(
+    logits: Tensor, grad: Tensor, target: Tensor, shares: Tensor | None, ticket: Tensor, boxes: Tensor, peers: Tensor, failed: Tensor, losses: Tensor,
+    sizes: tuple[int, ...], rank: int, limit: int, ignore_index: int, softcap: float, z_loss: float,
+) -> None:  # fmt: skip
+    rows, classes = logits.shape
+    itemsize, most, world = logits.element_size(), max(sizes), len(sizes)
+    splits, block = splits_of(most, itemsize), _block(most, itemsize)
+    half = itemsize == 2
+    in_step = (logits.data_ptr() | grad.data_ptr()) % 16 == 0 and (logits.stride(0) - grad.stride(0)) * itemsize % 16 == 0
+    plain = not in_step or classes < 512 or (classes % 16 == 0 and logits.stride(0) * itemsize % 16 == 0)
+    vector = 1 if plain else 16 // itemsize  # elements of an aligned access, of which the compiler would not know otherwise
+    numbers = (rows, classes, sum(sizes), sum(sizes[:rank]), rank, splits, limit, logits.stride(0), grad.stride(0), ignore_index, softcap, z_loss, 0.0)
+    flags = {"WORLD": world, "CAP": softcap != 0, "Z": z_loss != 0, "MEAN": shares is not None, "HALF": half and NVIDIA and not INTERPRETED}
+    shape = {"SLOTS": power_of_2(world * (splits + 1) + 1), "VEC": vector, "BLOCK_V": block, "num_warps": max(1, block // (4096 if half else 2048))}
+    limits = {"maxnreg": 96 if half else 168} if NVIDIA and not INTERPRETED else {}
+    tensors = (logits, target, shares, ticket, boxes, peers, failed, losses, grad)
+    launch(parallel_row_kernel, rows * splits, *tensors, *numbers, **flags, **shape, **limits)
