@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import partita
-from partita import parallel
+from partita import _peers, parallel
 
 TOKENS, HIDDEN, CLASSES = 23, 12, 37
 OPTIONS: list[dict[str, Any]] = [{}, {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-2}]
@@ -304,6 +304,43 @@ def check_compile(device: torch.device) -> None:
         close(a, b)
 
 
+def check_kernels_that_wait(device: torch.device) -> None:
+    """Where GPUs reach one another's memory, against the way by a gather: again and again, in memory that grows, and a second time from one graph."""
+    world, found = dist.get_world_size(), {}
+    many = [(2000,) * world, (*(1001,) * (world - 1), 3)] if device.type == "cuda" else []
+    for rows in (TOKENS, 8 * TOKENS if device.type == "cpu" else 9000):
+        for sizes in (*sizes_for(world), *many):
+            for dtype in (torch.float32, torch.bfloat16):
+                target = torch.arange(rows, device=device) * 7 % sum(sizes)
+                target[::6] = -100
+                logits = part_of(3 * numbers(rows, sum(sizes), device=device, dtype=dtype), sizes, 1)
+                for peers in ("1", "0", "1"):
+                    with mock.patch.dict(os.environ, {"PARTITA_PEERS": peers}):
+                        local = logits.clone().requires_grad_()
+                        loss = parallel.cross_entropy(local, target, classes=sizes, softcap=9.0, z_loss=1e-3)
+                        grads = [torch.autograd.grad(loss, local, upstream(loss), retain_graph=True)[0] for _ in range(2)]
+                    same_everywhere(loss.detach())
+                    assert torch.equal(*grads)
+                    found.setdefault(peers, []).append((loss.detach(), grads[0]))
+                close(found["1"][-1][0], found["0"][-1][0])
+                close(found["1"][-1][1], found["0"][-1][1], dtype)
+                assert all(map(torch.equal, *found["1"][-2:]))
+    mesh = dist.init_device_mesh(device.type, (world,))
+    exact = numbers(TOKENS, CLASSES, device=device).double().requires_grad_()
+    sharded = distribute_tensor(exact.detach().float(), mesh, [Shard(1)]).requires_grad_()
+    whole, truth = parallel.cross_entropy(sharded, labels(device)), F.cross_entropy(exact, labels(device))
+    assert isinstance(whole, DTensor) and whole.placements == (Replicate(),)
+    close(whole.full_tensor(), truth)
+    (grad,) = torch.autograd.grad(whole, sharded)
+    assert grad.placements == (Shard(1),)
+    close(grad.full_tensor(), torch.autograd.grad(truth, exact)[0])
+    apart = torch.zeros(4, 5 + dist.get_rank(), device=device, requires_grad=True)
+    loss = parallel.cross_entropy(apart, target[:4].clamp(max=2))  # nobody told the others
+    assert loss.isnan()
+    reached = [state for state in _peers._states.values() if state.boxes is not None]
+    assert bool(reached) == (device.type == "cuda"), "kernels did not wait for one another"
+
+
 def check_wrappers(device: torch.device) -> None:
     """A body under DDP and under FSDP2, and the matrix sharded behind it."""
     world = dist.get_world_size()
@@ -330,15 +367,18 @@ def check_wrappers(device: torch.device) -> None:
 
 CHECKS = (
     check_cross_entropy, check_linear, check_corners, check_token_stats, check_bad_arguments, check_dtensor, check_what_a_dtensor_brings, check_wrappers,
-    check_uneven_batch, check_what_is_on_its_way, check_compile,
+    check_uneven_batch, check_what_is_on_its_way, check_compile, check_kernels_that_wait,
 )  # fmt: skip
 
 
 def fail_alone(device: torch.device) -> None:
     """The last rank raises before it takes part; the others hear of it within the time-out."""
+    logits, target = torch.zeros(2, 3, device=device, requires_grad=True), torch.zeros(2, dtype=torch.int64, device=device)
+    assert parallel.cross_entropy(logits, target).isfinite()
     if dist.get_rank() == dist.get_world_size() - 1:
         raise ValueError("this rank has had enough")
-    parallel.cross_entropy(torch.zeros(2, 3, device=device), torch.zeros(2, dtype=torch.int64, device=device))
+    assert parallel.cross_entropy(logits, target).isnan()  # of kernels that waited; by a gather it raises
+    parallel.cross_entropy(logits, target)
 
 
 def main(rank: int, world: int, store: str, kind: str, what: str) -> None:

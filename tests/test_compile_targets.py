@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(INTERPRETING, reason="kernels are functions of P
 KERNELS = Path(partita.__file__).parent / "kernels"
 SOURCES = ["softmax", "logsumexp", "cross_entropy", "cross_entropy_rows", "cross_entropy_scalars", "token_stats"]
 SOURCES += ["chain", "chain_fast", "chain_fast_best", "chain_scan", "chain_paths", "chain_pairs"]
-SOURCES += ["ctc_scan", "ctc_posterior", "ctc_rows", "ctc_gradient", "ctc_align", "crf", "linear_cross_entropy", "parallel"]
+SOURCES += ["ctc_scan", "ctc_posterior", "ctc_rows", "ctc_gradient", "ctc_align", "crf", "linear_cross_entropy", "parallel", "parallel_rows"]
 NAMES = sorted(name for source in SOURCES for name in re.findall(r"^def (\w+_kernel)\(", (KERNELS / f"{source}.py").read_text(encoding="utf-8"), re.M))
 KIB = 1024
 # Bytes of stack a thread that are known: ptxas keeps a scalar or two that no loop touches.
@@ -160,6 +160,14 @@ def call_parallel(dtype: torch.dtype) -> None:
         fields = _parallel.fields_of(words, target, 4, 0, 0, 1.0, -100, spread, entropy, "triton")
         grads = (fields[0], fields[1], fields[2] if spread else None, fields[3] if entropy else None)
         _parallel.coefficients(target, *grads, None, fields[3], spread, 4, 1.0, -100, "triton")
+    if dtype == torch.float64:
+        return
+    from partita.kernels import parallel_rows
+
+    words, flag = torch.zeros(64, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    for sizes in ((65_536,) * 2, (25_129, 25_128), (12_565,) * 4):
+        for softcap, z_loss, mean in ((0.0, 0.0, True), (0.0, 0.0, False), (5.0, 0.1, True)):
+            parallel_rows.parallel_one_pass(torch.zeros(3, sizes[0], dtype=dtype), target, words, words, flag, sizes, 0, 1, -100, softcap, z_loss, mean)
 
 
 def call_everything(x: torch.Tensor) -> None:

@@ -42,10 +42,14 @@ def test_every_rank(kind: str, world: int, tmp_path: Path) -> None:
         assert said.count("passed") == len(CHECKS)
 
 
-def test_a_rank_that_raises_does_not_leave_the_others_hanging(tmp_path: Path) -> None:
-    (first, heard), (second, said) = launch("cpu", 2, "fail", tmp_path / "store")
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
+def test_a_rank_that_raises_does_not_leave_the_others_hanging(kind: str, tmp_path: Path) -> None:
+    if kind == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    (first, heard), (second, said) = launch(kind, 2, "fail", tmp_path / "store")
     assert second != 0 and "this rank has had enough" in said
     assert first != 0 and "RuntimeError" in heard
+    assert kind == "cpu" or "a rank did not come to the loss" in heard
 
 
 def test_no_process_group() -> None:

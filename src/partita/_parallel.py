@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-from . import _linear, _op, _peers
+from . import _checks, _linear, _op, _peers
 from ._autograd import twice
 from .cross_entropy import scale
 from .reference import linear_cross_entropy as reference
@@ -20,6 +21,9 @@ from .reference.softmax import accumulator
 # Their names from torch 2.13 on, and before.
 _all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+
+Classes = int | Sequence[int] | None
 
 
 class Shard(NamedTuple):
@@ -46,6 +50,33 @@ class Shard(NamedTuple):
     def part(self, class_weight: Tensor | None) -> Tensor | None:
         """Of the weights of all classes, those of this rank."""
         return None if class_weight is None else class_weight[self.first : self.first + self.sizes[self.rank]].contiguous()
+
+
+def shard_of(name: str, tensor: Tensor, dim: int, group: dist.ProcessGroup | None, classes: Classes) -> Shard:
+    """This rank's classes, which lie in a dimension of the tensor, among all."""
+    local = tensor.shape[dim]
+    if not dist.is_initialized():
+        raise RuntimeError("group: expected a process group, but torch.distributed is not initialised: call init_process_group, or use torchrun")
+    group = dist.group.WORLD if group is None else group
+    if group is None or (rank := dist.get_rank(group)) < 0:
+        raise ValueError("group: expected a process group that this rank belongs to")
+    if tensor.is_cuda and not torch.compiler.is_compiling() and dist.get_backend(group) == "gloo":
+        # It would end the process: https://github.com/pytorch/pytorch/issues/152645
+        raise RuntimeError(f"group: expected NCCL for tensors on {tensor.device}, got Gloo, which cannot gather them")
+    world = dist.get_world_size(group)
+    for size in (classes if isinstance(classes, Sequence) else () if classes is None else (classes,)):
+        _checks.whole("classes", size)
+    if isinstance(classes, int):
+        each = -(-classes // world)
+        sizes = tuple(max(0, min(each, classes - i * each)) for i in range(world))
+    else:
+        sizes = (local,) * world if classes is None else tuple(classes)
+    if len(sizes) != world or sizes[rank] != local:
+        expected = sizes[rank] if len(sizes) == world else f"a size for each of {world} ranks"
+        raise ValueError(f"{name}: expected {expected} classes on rank {rank} (from classes={classes!r}), got {local}")
+    if sum(sizes) == 0:
+        raise ValueError(f"{name}: expected at least one class")
+    return Shard(group.group_name, sizes, rank)
 
 
 def gathered(tensor: Tensor, group: Any) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from ._autograd import capturing, plain_eager
 
 FEWEST_WORDS = 2**17
-SPINS_A_SECOND = 10**6  # of a program that waits, about
+SPINS_A_SECOND = 2 * 10**6  # of a program that waits: some more on an H200
 PATIENCE = 600.0  # seconds, where the group has no time-out
 
 
@@ -22,8 +23,8 @@ class Boxes(NamedTuple):
     """Of a group, on this rank: two sets of words, one in use and one that is zeroed for the next call.
 
     Fields:
-        words: int64, each on 16 bytes.
-        peers: `[world]` int64, where each rank has them.
+        words: int64, as many in each.
+        peers: `[world]` int64 each, where the ranks have them.
         failed: `[1]` int32 on the host, which the device writes: a rank did not come.
         handles: what keeps the memory.
     """
@@ -37,8 +38,8 @@ class Boxes(NamedTuple):
 class _State:
     """What a group has, and whose turn it is."""
 
-    def __init__(self, boxes: Boxes | None) -> None:
-        self.boxes, self.calls = boxes, 0
+    def __init__(self, group: dist.ProcessGroup, boxes: Boxes | None) -> None:
+        self.group, self.boxes, self.calls = weakref.ref(group), boxes, 0
         self.stream: torch.cuda.Stream | None = None
 
 
@@ -91,8 +92,8 @@ def boxes_for(group: dist.ProcessGroup, device: torch.device, words: int) -> tup
     """Zeroed words, where each rank has them, and the flag of failure, for one call of all ranks; None where there can be none."""
     key = (group.group_name, device)
     state = _states.get(key)
-    if state is None or (state.boxes is not None and state.boxes.words[0].shape[0] < words):
-        _states[key] = state = _State(_made(group, device, max(FEWEST_WORDS, 1 << (words - 1).bit_length())))
+    if state is None or state.group() is not group or (state.boxes is not None and state.boxes.words[0].shape[0] < words):
+        _states[key] = state = _State(group, _made(group, device, max(FEWEST_WORDS, 1 << (words - 1).bit_length())))
     if state.boxes is None:
         return None
     check(state.boxes.failed)

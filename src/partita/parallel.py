@@ -17,12 +17,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor import Shard as Sharded
 
 from . import _backend, _checks, _peers
-from ._parallel import Hidden, Logits, Numbers, OnePass, Shard, one_pass
+from ._op import PLAIN
+from ._parallel import Classes, Hidden, Logits, Numbers, OnePass, Shard, one_pass, shard_of
 from .cross_entropy import REDUCTIONS
 from .linear_cross_entropy import cast, denominators, held, linear_cross_entropy_plan, options_of, reduced, terms
 from .token_stats import TokenStats
-
-Classes = int | Sequence[int] | None
 
 __all__ = ["balanced", "cross_entropy", "linear_cross_entropy", "token_stats"]
 
@@ -59,33 +58,6 @@ def balanced(work: Tensor | Sequence[float], ranks: int) -> list[list[int]]:
         loads[rank] += sizes[index]
         found[rank].append(index)
     return [sorted(own) for own in found]
-
-
-def shard_of(name: str, tensor: Tensor, dim: int, group: dist.ProcessGroup | None, classes: Classes) -> Shard:
-    """This rank's classes, which lie in a dimension of the tensor, among all."""
-    local = tensor.shape[dim]
-    if not dist.is_initialized():
-        raise RuntimeError("group: expected a process group, but torch.distributed is not initialised: call init_process_group, or use torchrun")
-    group = dist.group.WORLD if group is None else group
-    if group is None or (rank := dist.get_rank(group)) < 0:
-        raise ValueError("group: expected a process group that this rank belongs to")
-    if tensor.is_cuda and not torch.compiler.is_compiling() and dist.get_backend(group) == "gloo":
-        # It would end the process: https://github.com/pytorch/pytorch/issues/152645
-        raise RuntimeError(f"group: expected NCCL for tensors on {tensor.device}, got Gloo, which cannot gather them")
-    world = dist.get_world_size(group)
-    for size in (classes if isinstance(classes, Sequence) else () if classes is None else (classes,)):
-        _checks.whole("classes", size)
-    if isinstance(classes, int):
-        each = -(-classes // world)
-        sizes = tuple(max(0, min(each, classes - i * each)) for i in range(world))
-    else:
-        sizes = (local,) * world if classes is None else tuple(classes)
-    if len(sizes) != world or sizes[rank] != local:
-        expected = sizes[rank] if len(sizes) == world else f"a size for each of {world} ranks"
-        raise ValueError(f"{name}: expected {expected} classes on rank {rank} (from classes={classes!r}), got {local}")
-    if sum(sizes) == 0:
-        raise ValueError(f"{name}: expected at least one class")
-    return Shard(group.group_name, sizes, rank)
 
 
 def _check(input: Tensor, target: Tensor, weight: Tensor | None, shard: Shard, ignore_index: int, options: dict[str, Any]) -> tuple[Any, ...]:
@@ -156,6 +128,10 @@ def cross_entropy(
         _brought(group=group, classes=classes)
         local, group, classes, batch = _local(input, 1)
         target = _local_rows(target, input, batch)
+        if not batch and reduction != "none":
+            early = _one_pass(local, target, weight, group, classes, ignore_index, options, reduction == "mean")
+            if early is not None:
+                return DTensor.from_local(early, input.device_mesh, [Replicate()] * input.device_mesh.ndim, run_check=False)
         rows = _losses(local, target, weight, group, classes, ignore_index, options)
         return _assembled(rows, target, weight, reduction, input, batch, ignore_index, torch.Size([input.shape[0], *input.shape[2:]]))
     if reduction != "none" and (early := _one_pass(input, target, weight, group, classes, ignore_index, options, reduction == "mean")) is not None:
@@ -169,8 +145,8 @@ def _one_pass(
     mean: bool,
 ) -> Tensor | None:  # fmt: skip
     """The loss with its gradient beside it, where the ranks' kernels wait for one another; what decides that is the same on all ranks."""
-    differentiable = torch.is_grad_enabled() and isinstance(input, Tensor) and input.requires_grad
-    if not differentiable or weight is not None or options["label_smoothing"] or input.dtype not in (torch.bfloat16, torch.float32):
+    plain = type(input) in PLAIN and type(target) in PLAIN and weight is None and not options["label_smoothing"]
+    if not (plain and torch.is_grad_enabled() and input.requires_grad and input.dtype in (torch.bfloat16, torch.float32)):
         return None
     if input.ndim < 2 or not _peers.wanted(input) or _backend.resolve(_backend.current(), input.device, numba=False) != "kernels":
         return None

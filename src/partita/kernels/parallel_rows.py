@@ -12,10 +12,8 @@ from ..reference.softmax import accumulator
 from .cross_entropy import mean_scales, row_factor, row_loss
 from .cross_entropy_rows import class_gradient, held_logits, label_gradient, label_weights, store_kept
 from .cross_entropy_scalars import SUM_WORDS, denominators, total
-from .launch import INTERPRETED, NVIDIA, cdiv, launch, power_of_2
+from .launch import Plan, cdiv, launch, power_of_2, row_options
 from .math import again, aligned_start, capped, edge_columns, exp, exp_for, finite_shift, load_once, merged, pack, row_span, store_once, sum_for, unpack
-
-SCOPE = tl.constexpr("gpu" if INTERPRETED else "sys")
 
 
 @triton.jit
@@ -23,7 +21,7 @@ def hand_to(peers_ptr, place, first, second, mask, WORLD: tl.constexpr):
     """Leave a pair at the same place in the boxes of every rank."""
     for r in tl.static_range(WORLD):
         box_ptr = tl.load(peers_ptr + r).to(tl.pointer_type(tl.int64))
-        tl.atomic_xchg(box_ptr + place, pack(first, second), mask=mask, sem="relaxed", scope=SCOPE)
+        tl.atomic_xchg(box_ptr + place, pack(first, second), mask=mask, sem="relaxed", scope="sys")
 
 
 @triton.jit
@@ -175,15 +173,13 @@ def _launch(
     sizes: tuple[int, ...], rank: int, limit: int, ignore_index: int, softcap: float, z_loss: float,
 ) -> None:  # fmt: skip
     rows, classes = logits.shape
-    itemsize, most, world = logits.element_size(), max(sizes), len(sizes)
-    splits, block = splits_of(most, itemsize), _block(most, itemsize)
-    half = itemsize == 2
+    itemsize, world = logits.element_size(), len(sizes)
+    splits, block = splits_of(max(sizes), itemsize), _block(max(sizes), itemsize)
     in_step = (logits.data_ptr() | grad.data_ptr()) % 16 == 0 and (logits.stride(0) - grad.stride(0)) * itemsize % 16 == 0
     plain = not in_step or classes < 512 or (classes % 16 == 0 and logits.stride(0) * itemsize % 16 == 0)
     vector = 1 if plain else 16 // itemsize  # elements of an aligned access, of which the compiler would not know otherwise
     numbers = (rows, classes, sum(sizes), sum(sizes[:rank]), rank, splits, limit, logits.stride(0), grad.stride(0), ignore_index, softcap, z_loss, 0.0)
-    flags = {"WORLD": world, "CAP": softcap != 0, "Z": z_loss != 0, "MEAN": shares is not None, "HALF": half and NVIDIA and not INTERPRETED}
-    shape = {"SLOTS": power_of_2(world * (splits + 1) + 1), "VEC": vector, "BLOCK_V": block, "num_warps": max(1, block // (4096 if half else 2048))}
-    limits = {"maxnreg": 96 if half else 168} if NVIDIA and not INTERPRETED else {}
-    tensors = (logits, target, shares, ticket, boxes, peers, failed, losses, grad)
-    launch(parallel_row_kernel, rows * splits, *tensors, *numbers, **flags, **shape, **limits)
+    plan = Plan("row", 1, block, max(1, block // (4096 if itemsize == 2 else 2048)), splits, 96 if itemsize == 2 else 168, vector)
+    options = {name: value for name, value in row_options(plan, logits.dtype).items() if name not in ("SHARED", "STREAM", "BLOCK_SPLITS")}
+    flags = {"WORLD": world, "CAP": softcap != 0, "Z": z_loss != 0, "MEAN": shares is not None, "SLOTS": power_of_2(world * (splits + 1) + 1)}
+    launch(parallel_row_kernel, rows * splits, logits, target, shares, ticket, boxes, peers, failed, losses, grad, *numbers, **flags, **options)

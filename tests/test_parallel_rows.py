@@ -1,0 +1,159 @@
+"""The kernel in which ranks wait for one another, on one device: its memory is that of all, and the ranks run one after another, or on streams of their own."""
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rows import KERNEL_DEVICES, kernel_devices
+
+from partita import _peers
+from partita.testing import poisoned_memory
+
+kernels = pytest.importorskip("partita.kernels.parallel_rows")
+
+IGNORED = -100
+PATIENCE = 10**7  # looks for what others leave, before a test fails
+
+
+class Memory(NamedTuple):
+    """Of all ranks: the words of each, where these are, and the flag of failure."""
+
+    boxes: list[torch.Tensor]
+    peers: torch.Tensor
+    failed: torch.Tensor
+
+
+def memory_for(rows: int, sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> Memory:
+    words = kernels.words_of(rows, len(sizes), kernels.splits_of(max(sizes), dtype.itemsize))
+    boxes = [torch.zeros(words, dtype=torch.int64, device=device) for _ in sizes]
+    failed = torch.zeros(1, dtype=torch.int32)
+    peers = torch.tensor([box.data_ptr() for box in boxes], device=device)
+    return Memory(boxes, peers, failed.pin_memory() if device == "cuda" else failed)
+
+
+class Batch(NamedTuple):
+    logits: torch.Tensor
+    target: torch.Tensor
+    sizes: tuple[int, ...]
+    softcap: float
+    z_loss: float
+    mean: bool
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        return list(self.logits.split(self.sizes, 1))
+
+
+def rank_of(x: Batch, rank: int, memory: Memory, patience: int, sizes: tuple[int, ...] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    options = (sizes or x.sizes, rank, patience, IGNORED, x.softcap, x.z_loss, x.mean)
+    with poisoned_memory():
+        return kernels.parallel_one_pass(x.parts[rank], x.target, memory.boxes[rank], memory.peers, memory.failed, *options)
+
+
+def in_turn(x: Batch, device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each leaves its words and gives up; then all is there for everyone."""
+    memory = memory_for(len(x.logits), x.sizes, x.logits.dtype, device)
+    for rank in range(len(x.sizes)):
+        rank_of(x, rank, memory, 0)
+    return [rank_of(x, rank, memory, 1) for rank in range(len(x.sizes))]
+
+
+def at_once(x: Batch, device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    memory, found = memory_for(len(x.logits), x.sizes, x.logits.dtype, device), []
+    for rank in range(len(x.sizes)):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found.append(rank_of(x, rank, memory, PATIENCE))
+    torch.cuda.synchronize()
+    assert not memory.failed.item()
+    return found
+
+
+def batch_of(
+    rows: int, sizes: tuple[int, ...], device: str, dtype: torch.dtype = torch.float32, softcap: float = 0.0, z_loss: float = 0.0, mean: bool = True
+) -> Batch:
+    """Rows that start anywhere; the first is ignored, one of the others is -inf but for its label's class."""
+    g = torch.Generator().manual_seed(rows + sum(sizes))
+    logits, target = (3 * torch.randn(rows, sum(sizes), generator=g)).to(dtype), torch.randint(sum(sizes), (rows,), generator=g)
+    if not softcap:
+        logits[1] = logits[1].where(torch.arange(sum(sizes)) == target[1], -torch.inf)
+    target[0] = IGNORED
+    return Batch(logits.to(device), target.to(device), sizes, softcap, z_loss, mean)
+
+
+def assert_right(x: Batch, found: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Against fp64; the same loss on all ranks."""
+    leaf = x.logits.double().requires_grad_()
+    capped = x.softcap * torch.tanh(leaf / x.softcap) if x.softcap else leaf
+    losses = F.cross_entropy(capped, x.target, reduction="none", ignore_index=IGNORED)
+    if x.z_loss:
+        losses = losses + x.z_loss * capped.logsumexp(1).square() * (x.target != IGNORED)
+    truth = losses.sum() / ((x.target != IGNORED).sum() if x.mean else 1)
+    (expected,) = torch.autograd.grad(truth, leaf)
+    assert all(torch.equal(loss, found[0][0]) for loss, _ in found)
+    torch.testing.assert_close(found[0][0].double(), truth, rtol=2e-6, atol=1e-6)
+    epsilon = torch.finfo(x.logits.dtype).eps
+    torch.testing.assert_close(torch.cat([grad for _, grad in found], 1).double(), expected, rtol=max(2e-5, epsilon), atol=max(1e-7, epsilon / 100))
+
+
+CASES = [(3, (40, 25), {}), (2, (2003, 1500, 7), {"mean": False}), (2, (9000, 8193), {"softcap": 5.0}), (2, (1000, 0), {"z_loss": 0.1}), (2, (600, 1100), {})]
+
+
+@kernel_devices
+@pytest.mark.parametrize(("rows", "sizes", "options"), CASES, ids=str)
+def test_in_turn(rows: int, sizes: tuple[int, ...], options: dict[str, float], device: str) -> None:
+    for dtype in (torch.float32,) if device == "cpu" else (torch.float32, torch.bfloat16):  # the interpreter truncates what it stores in bf16
+        x = batch_of(rows, sizes, device, dtype, **options)
+        assert_right(x, in_turn(x, device))
+        plain = x._replace(logits=x.logits.contiguous())
+        assert_right(plain, in_turn(plain, device))
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
+@pytest.mark.parametrize(("rows", "sizes"), [(8, (65_536, 65_536)), (16, (25_129, 25_128)), (7, (131_072, 3)), (20, (16_384,) * 4)], ids=str)
+def test_at_once(rows: int, sizes: tuple[int, ...], device: str) -> None:
+    """Few enough programs that those of all ranks are on the device together. Twice: the same bits."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x = batch_of(rows, sizes, device, dtype)
+        found, again = at_once(x, device), at_once(x, device)
+        assert_right(x, found)
+        assert all(torch.equal(a, b) for one, other in zip(found, again, strict=True) for a, b in zip(one, other, strict=True))
+
+
+@kernel_devices
+def test_a_label_of_nobody_spoils_its_row_alone(device: str) -> None:
+    x = batch_of(4, (30, 20), device, mean=False)
+    x.target[2], x.target[3] = 50, -3
+    found = in_turn(x, device)
+    assert all(loss.isnan() for loss, _ in found)
+    assert all(grad[2:].isnan().all() and grad[:2].isfinite().all() for _, grad in found)
+
+
+@kernel_devices
+def test_a_rank_that_does_not_come(device: str) -> None:
+    """The others' loss is NaN, and who asks is told."""
+    x = batch_of(3, (30, 20), device)
+    memory = memory_for(3, x.sizes, x.logits.dtype, device)
+    loss, _ = rank_of(x, 0, memory, 3)
+    assert loss.isnan() and memory.failed.item() == 1
+    with pytest.raises(RuntimeError, match="a rank did not come to the loss within the time-out"):
+        _peers.check(memory.failed)
+
+
+@kernel_devices
+def test_ranks_that_do_not_agree(device: str) -> None:
+    """On how many classes there are: nobody waits for long, and the loss is NaN on both."""
+    x = batch_of(3, (30, 20), device)
+    memory = memory_for(3, x.sizes, x.logits.dtype, device)
+    wrong = ((30, 30), (20, 20))
+    for patience in (0, 1):
+        found = [rank_of(x, rank, memory, patience, wrong[rank])[0] for rank in range(2)]
+    assert all(math.isnan(loss) for loss in found)
+
+
+def test_where_kernels_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not _peers.wanted(torch.zeros(2))
+    monkeypatch.setenv("PARTITA_PEERS", "yes")
+    with pytest.raises(ValueError, match="PARTITA_PEERS: expected 0, 1 or nothing, got 'yes'"):
+        _peers.wanted(torch.zeros(2))
