@@ -5,6 +5,7 @@ The launches are those of real calls: the ops run on the CPU with a launch that 
 
 import functools
 import importlib
+import itertools
 import os
 import re
 import subprocess
@@ -182,6 +183,29 @@ def call_everything(x: torch.Tensor) -> None:
         partita.cross_entropy(x.detach(), target, **options)
     for result in results:
         torch.autograd.grad(result, x, torch.ones_like(result), retain_graph=True)
+
+
+def test_the_number_of_a_call_settles_its_launches() -> None:
+    """Whatever else differs between two calls, what is compiled for them is the same."""
+    launch, ctc = (importlib.import_module(f"partita.kernels.{name}") for name in ("launch", "ctc"))
+    seen: dict[Any, list[Any]] = {}
+
+    def checked(kernel: Any, _: int, *args: Any, call: Any = None, **options: Any) -> None:
+        kinds = [launch._kind(known) for known in launch.known_of(args)]
+        assert call is None or seen.setdefault((kernel.__name__, call, *options.values()), kinds) == kinds
+
+    with recording([], "13.0"), mock.patch.object(ctc, "launch", checked):
+        for dtype, from_logits, count in itertools.product((torch.bfloat16, torch.float32, torch.float64), (False, True), (2, 3)):
+            for classes, most in ((5, 10), (5, 40), (20, 101), (5000, 10), (500, 301)):
+                for reduction, zero_infinity in (("none", True), ("mean", False), ("sum", True), ("mean", False)):
+                    logits = torch.zeros(40, count + 1, classes, dtype=dtype)[:, 1:].requires_grad_()
+                    targets, lengths = torch.ones(count, most, dtype=torch.int64), torch.ones(count, dtype=torch.int64)
+                    for x in (logits, logits.detach()):
+                        loss = partita.ctc_loss(x, targets, lengths, lengths * most, 0, reduction, zero_infinity, from_logits=from_logits)
+                    loss = partita.ctc_loss(logits, targets, lengths, lengths, 0, reduction, zero_infinity, from_logits=from_logits)
+                    for grad in (torch.ones_like(loss), torch.ones_like(loss)[..., None].expand(*loss.shape, 2)[..., 1]):
+                        torch.autograd.grad(loss, logits, grad, retain_graph=True)
+    assert len(seen) > 500
 
 
 @functools.cache

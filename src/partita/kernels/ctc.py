@@ -16,7 +16,7 @@ from . import launch as launching
 from .ctc_gradient import ctc_label_gradient_kernel, ctc_lane_gradient_kernel, ctc_narrow_gradient_kernel
 from .ctc_rows import ctc_next_kernel, ctc_norm_kernel, ctc_order_kernel, ctc_total_kernel
 from .ctc_walk import EVERY, LANES
-from .launch import INTERPRETED, Beside, cdiv, launch, power_of_2, triton_dtype
+from .launch import INTERPRETED, Beside, cdiv, launch, number_of, power_of_2, triton_dtype
 
 MANY = 2048  # programs beyond which a GPU is full
 MARGIN = 24  # rows of a table before and behind its steps
@@ -144,15 +144,16 @@ def _tile(logits: Tensor, width: int) -> dict[str, int]:
     return {"VEC": vector, "PIECES": min(cdiv(width, block), 8), "ROWS": max(1, 1024 // block), "BLOCK_V": block}
 
 
-def _launch_lanes(name: str, programs: int, *args: Any, **options: Any) -> None:
+def _launch_lanes(name: str, programs: int, *args: Any, call: Any = None, **options: Any) -> None:
     """Run a kernel of one warp a program, in Gluon where that is known."""
     gluon = launching.NVIDIA and not INTERPRETED
     kernel = getattr(SCANS[name], f"ctc_{name}_gluon_kernel" if gluon else f"ctc_{name}_kernel")
-    launch(kernel, programs, *args, LAYOUT=LANES if gluon else None, **options, num_warps=1)
+    launch(kernel, programs, *args, call=call, LAYOUT=LANES if gluon else None, **options, num_warps=1)
 
 
 def _normalise(
-    logits: Tensor, input_lengths: Tensor, maxima: Tensor | None, sums: Tensor | None, table: Tensor | None, width: int, zeros: Tensor | None
+    logits: Tensor, input_lengths: Tensor, maxima: Tensor | None, sums: Tensor | None, table: Tensor | None, width: int, zeros: Tensor | None,
+    call: Any = None,
 ) -> None:  # fmt: skip
     """What normalises the steps, and the table of factors; `zeros` are filled."""
     steps, count, classes = logits.shape
@@ -160,12 +161,13 @@ def _normalise(
     rows = (steps + 2 * MARGIN * (width > 0)) * count
     words = 0 if zeros is None else zeros.shape[0]
     args = (logits, input_lengths, maxima, sums, table, zeros, words, *logits.shape, _limit(logits), *logits.stride())
-    launch(ctc_norm_kernel, cdiv(rows, options["ROWS"]), *args, **options, num_warps=4)
+    launch(ctc_norm_kernel, cdiv(rows, options["ROWS"]), *args, call=call, **options, num_warps=4)
 
 
 class _Call(NamedTuple):
-    """What all launches of a call share: its tensors, sizes and plan."""
+    """What all launches of a call share: its tensors, sizes and plan; and the number that stands for all of these."""
 
+    number: int
     logits: Tensor
     targets: tuple[Tensor, ...]
     most: int
@@ -188,7 +190,7 @@ class _Call(NamedTuple):
         programs = 2 * count * (1 if wide else plan.chunks)
         if name == "posterior" and launching.NVIDIA and not INTERPRETED:
             options["maxnreg"] = 168 if programs > MANY else 255  # more programs at once, or each with what it wants
-        _launch_lanes(name, programs, source, *self.targets, *args, None if wide else ticket, *sizes, **options)
+        _launch_lanes(name, programs, source, *self.targets, *args, None if wide else ticket, *sizes, call=(self.number, blocks), **options)
 
     def halves(self, wide: bool, blocks: int) -> None:
         x = self.kept
@@ -201,7 +203,8 @@ class _Call(NamedTuple):
         arrived = x.arrived if value is not None and value.ndim == 0 else None
         args = (x.words, x.flags, *norms, x.logz, losses, value, arrived, steps, count, self.targets[0].shape[0], self.most, self.plan.chunks, blocks)
         lanes = {"BLOCK_L": 256, "BLOCK_T": 256 if steps <= 1024 else 2048}
-        launch(ctc_total_kernel, count, *self.targets, *args, **lanes, ALL=self.plan.wide, MEAN=mean, ZERO=zero, num_warps=4)
+        call = (self.number, blocks, value is None, arrived is None)
+        launch(ctc_total_kernel, count, *self.targets, *args, call=call, **lanes, ALL=self.plan.wide, MEAN=mean, ZERO=zero, num_warps=4)
 
     def zeros(self, filled: bool = True) -> Tensor:
         """A ticket and edges for the scan of posteriors; or their memory, for a kernel that fills it."""
@@ -227,11 +230,13 @@ def ctc_loss(
     x = _cut(buffer, plan, logits.shape, from_logits, keep)
     losses = torch.empty(logits.shape[1], dtype=torch.float64, device=logits.device)
     value = torch.empty(losses.shape if reduction == "none" else (), dtype=accumulator(logits.dtype), device=logits.device)
+    targets = (labels.contiguous(), offsets, input_lengths, target_lengths)
+    number = number_of(logits, *logits.shape, *logits.stride(), *targets, labels.shape[0], most, blank, from_logits, keep, True)
+    call = _Call(number, logits, targets, most, blank, plan, x)
     if plan.table:
-        _normalise(logits, input_lengths, x.maxima, x.sums, x.table, plan.table, x.zeros)
+        _normalise(logits, input_lengths, x.maxima, x.sums, x.table, plan.table, x.zeros, number)
     else:
         x.zeros.zero_()
-    call = _Call(logits, (labels.contiguous(), offsets, input_lengths, target_lengths), most, blank, plan, x)
     zeros = call.zeros() if x.posterior is not None else None
     blocks, apart = plan.blocks if keep else 0, from_logits and not plan.table
     beside = Beside(logits, apart)  # the scans do not wait for what normalises the steps
@@ -243,7 +248,7 @@ def ctc_loss(
                 call.total(losses, blocks)
                 call.posteriors(x.posterior, x.blanks, zeros)
         if apart:
-            _normalise(logits, input_lengths, x.maxima, x.sums, None, 0, None)
+            _normalise(logits, input_lengths, x.maxima, x.sums, None, 0, None, number)
     finally:
         beside.join()  # after an error too: the memory is the current stream's
     call.total(losses, blocks, value, reduction == "mean", zero_infinity)
@@ -290,7 +295,9 @@ def ctc_gradient(
     if not result.numel():
         return result
     x = _cut(kept, plan, logits.shape, from_logits, True)
-    call = _Call(logits, (labels.contiguous(), offsets, input_lengths, target_lengths), most, blank, plan, x)
+    targets = (labels.contiguous(), offsets, input_lengths, target_lengths)
+    number = number_of(logits, *logits.shape, *logits.stride(), *targets, labels.shape[0], most, blank, from_logits, grad, *grad.stride())
+    call = _Call(number, logits, targets, most, blank, plan, x)
     by_lane, wide = plan.groups > 0 and not plan.summed, torch.promote_types(logits.dtype, torch.float32)
     width = cdiv(classes, 8) * 8 if plan.summed else 32
     posterior, blanks = x.posterior, x.blanks
@@ -300,7 +307,7 @@ def ctc_gradient(
         if by_lane:
             order = torch.empty((count, plan.chunks, 1 + 2 * plan.groups, 32), dtype=torch.int32, device=device)
             orders = (*call.targets[:2], target_lengths, order, zeros, count, classes, labels.shape[0], most, plan.chunks, zeros.shape[0])
-            launch(ctc_order_kernel, count * plan.chunks, *orders, GROUPS=plan.groups, num_warps=1)
+            launch(ctc_order_kernel, count * plan.chunks, *orders, call=number, GROUPS=plan.groups, num_warps=1)
         call.posteriors(posterior, blanks, zeros, width)
     rows = (grad, logits, *call.targets, x.maxima, x.sums, x.flags, x.logz, posterior, blanks)
     sizes = (steps, count, classes, labels.shape[0], most, plan.chunks, blank, *logits.stride(), grad.stride(0) if grad.ndim else 0)
@@ -311,11 +318,11 @@ def ctc_gradient(
         tile |= {"ROWS": 4 if narrow else 1, "BLOCK_L": min(max(32, power_of_2(most + 1)), 256)}
         if not narrow:
             tile |= {"BLOCK_V": 512, "PIECES": min(cdiv(classes, 512), 10)}
-        launch(ctc_label_gradient_kernel, count * cdiv(steps, tile["ROWS"]), *rows, *places, result, *sizes, **tile, num_warps=4)
+        launch(ctc_label_gradient_kernel, count * cdiv(steps, tile["ROWS"]), *rows, *places, result, *sizes, call=number, **tile, num_warps=4)
     elif by_lane:
         tile = {"REAL": real, "MEAN": tile["MEAN"], "ROWS": 8, "GROUPS": plan.groups}
-        launch(ctc_lane_gradient_kernel, count * cdiv(steps, 8), *rows, order, result, *sizes, **tile, num_warps=1)
+        launch(ctc_lane_gradient_kernel, count * cdiv(steps, 8), *rows, order, result, *sizes, call=number, **tile, num_warps=1)
     else:
         del tile["PIECES"]
-        launch(ctc_narrow_gradient_kernel, count * cdiv(steps, tile["ROWS"]), *rows, result, *sizes, WIDTH=width, **tile, num_warps=4)
+        launch(ctc_narrow_gradient_kernel, count * cdiv(steps, tile["ROWS"]), *rows, result, *sizes, call=number, WIDTH=width, **tile, num_warps=4)
     return result

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -251,12 +252,40 @@ _recent: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 MOST_RECENT = 4096
 
 
-def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
+def known_of(args: Iterable[Any]) -> list[Any]:
+    """All of arguments on which it may depend what is compiled, and more."""
+    known: list[Any] = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            known += arg.dtype, arg.data_ptr() & 15 == 0
+            if not NVIDIA:
+                known.append(arg.untyped_storage().nbytes() < 2**31)
+        else:
+            known.append(arg)
+    return known
+
+
+_numbers: dict[tuple[Any, ...], int] = {}
+_next_number = itertools.count()
+
+
+def number_of(*args: Any) -> int:
+    """The number of a call whose arguments settle those of several launches: it stands for all of them, so that these need not be looked at again."""
+    known = tuple(known_of(args))
+    found = _numbers.get(known)
+    if found is None:
+        if len(_numbers) >= MOST_RECENT:
+            _numbers.clear()  # numbers are not given again
+        found = _numbers[known] = next(_next_number)
+    return found
+
+
+def launch(kernel: Any, programs: int, *args: Any, call: Any = None, **options: Any) -> None:
     """Run `kernel` on the device and the current stream of its first tensor.
 
     `args` are its run-time arguments in order, `options` its compile-time ones. A kernel that was compiled for such arguments is called
     directly, which halves the time that the host takes, and with addresses, which Triton takes as they are; one that ran with the same numbers
-    is found at once.
+    is found at once. So is one of a `call` (see `number_of`) that was made before.
     """
     if programs == 0:
         return
@@ -267,24 +296,13 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
     index = device.index
     if index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            launch(kernel, programs, *args, **options)
+            launch(kernel, programs, *args, call=call, **options)
         return
-    known: list[Any] = []
-    values: list[Any] = []
-    for arg in args:
-        if isinstance(arg, Tensor):
-            address = arg.data_ptr()
-            known += arg.dtype, address & 15 == 0
-            if not NVIDIA:
-                known.append(arg.untyped_storage().nbytes() < 2**31)
-            values.append(address if arg.is_cuda else arg)  # of another's memory Triton says that it is out of reach
-        else:
-            known.append(arg)
-            values.append(arg)
+    known = known_of(args) if call is None else [call]
     exact = (id(kernel), index, *options.values(), *known)
     found = _recent.get(exact)
     if found is None:
-        key = (id(kernel), index, *options.values(), *map(_kind, known))
+        key = (id(kernel), index, *options.values(), *map(_kind, known_of(args)))
         found = _compiled.get(key)
         if found is None:
             compiled = kernel[(programs,)](*args, **options)
@@ -294,6 +312,7 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
             _recent.clear()
         _recent[exact] = found
     compiled, constants = found
+    values = [arg.data_ptr() if isinstance(arg, Tensor) and arg.is_cuda else arg for arg in args]  # of other memory Triton says that it is out of reach
     compiled[(programs, 1, 1)](*values, *constants)
 
 
