@@ -113,9 +113,11 @@ def test_in_turn(rows: int, sizes: tuple[int, ...], options: dict[str, float], d
 @pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 @pytest.mark.parametrize(("rows", "sizes"), [(8, (65_536, 65_536)), (16, (25_129, 25_128)), (7, (131_072, 3)), (20, (16_384,) * 4)], ids=str)
 def test_at_once(rows: int, sizes: tuple[int, ...], device: str) -> None:
-    """Few enough programs that those of all ranks are on the device together. Twice: the same bits."""
+    """Few enough programs that those of all ranks are on the device together. Twice: the same bits. In turn first: loading a kernel would wait for one
+    that waits."""
     for dtype in (torch.float32, torch.bfloat16):
         x = batch_of(rows, sizes, device, dtype)
+        assert_right(x, in_turn(x, device))
         found, again = at_once(x, device), at_once(x, device)
         assert_right(x, found)
         assert all(torch.equal(a, b) for one, other in zip(found, again, strict=True) for a, b in zip(one, other, strict=True))
