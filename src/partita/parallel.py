@@ -1,7 +1,7 @@
 """Losses over a vocabulary that lies on several ranks: tensors and a process group, or DTensors.
 
 Each rank has the logits, or the rows of the matrix, of some classes, in rank order. The ranks exchange what they know of each token once, and every rank
-gets the same loss, to the bit. The upstream gradient is taken as equal on all ranks.
+gets the same loss, to the bit. The upstream gradient is taken as equal on all ranks. GPUs of one host exchange it inside of one kernel where they can.
 """
 
 from __future__ import annotations
@@ -111,7 +111,10 @@ def cross_entropy(
 
     Raises:
         TypeError, ValueError, IndexError: as in `partita.cross_entropy`.
-        RuntimeError: torch.distributed is not initialised; a group of Gloo for tensors on a GPU; a second derivative.
+        RuntimeError: torch.distributed is not initialised; a group of Gloo for tensors on a GPU; a second derivative; a rank did not come to the call before.
+
+    On GPUs of one host loss and gradient come from one read and one write of the logits, by kernels that wait for one another (`PARTITA_PEERS=0` forbids
+    that): in eager code, for bf16 and fp32, `mean` and `sum`, without smoothing and class weights.
 
     Source: Shoeybi et al., Megatron-LM, 2019, for the split; one gather of (maximum, sum, ...) in place of three reductions.
 

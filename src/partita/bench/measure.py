@@ -17,7 +17,7 @@ from ..testing.timing import between, mark
 WARM_UP = 3
 REPETITIONS = 20
 CPU_REPETITIONS = 100  # for the bandwidth of a CPU, where other programs run too: the least of many short times comes closest
-HEAD_START_CYCLES = 40_000_000  # some 20 ms in which the host queues work, so that the device never waits for it
+HEAD_START_CYCLES = 120_000_000  # some 60 ms in which the host queues work, so that the device never waits for it
 REPLAY_BYTES = 2e9  # a graph this long hides the cost of its launch
 MOST_CALLS = 256  # in a graph: the replay of a million calls, which is what tiny rows take to move so many bytes, was seen to crash
 CACHES = 4  # inputs and outputs that rotate through this many times the L2 cache are not found in it
