@@ -1,6 +1,7 @@
 """The kernels on the CPU, under Triton's interpreter: the tests marked `interpreted`, in a process of their own that starts with it."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-FILES = sorted(path.name for path in HERE.glob("test_*.py") if "mark.interpreted" in path.read_text(encoding="utf-8") and path != Path(__file__))
-LONGEST = ("test_derivatives.py", "test_linear_cross_entropy.py", "test_opcheck.py")
+MARKS = re.compile("mark.interpreted|KERNEL_DEVICES|kernel_devices")  # or those of `rows`, which have the mark
+FILES = sorted(path.name for path in HERE.glob("test_*.py") if MARKS.search(path.read_text(encoding="utf-8")) and path != Path(__file__))
+LONGEST = ("test_chain_kernels.py", "test_ctc_kernels.py", "test_derivatives.py", "test_linear_cross_entropy.py", "test_opcheck.py")
 FILES.sort(key=LONGEST.__contains__, reverse=True)  # first, so that the other worker is not left without work while one of them runs
 
 
