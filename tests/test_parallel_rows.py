@@ -26,7 +26,7 @@ class Memory(NamedTuple):
 
 
 def memory_for(rows: int, sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> Memory:
-    words = kernels.words_of(rows, len(sizes), kernels.splits_of(max(sizes), dtype.itemsize))
+    words = kernels.words_of(rows, sizes, dtype.itemsize)
     boxes = [torch.zeros(words, dtype=torch.int64, device=device) for _ in sizes]
     failed = torch.zeros(1, dtype=torch.int32)
     peers = torch.tensor([box.data_ptr() for box in boxes], device=device)

@@ -195,15 +195,14 @@ class Logits(torch.autograd.Function):
 
 def one_pass(logits: Tensor, target: Tensor, shard: Shard, ignore_index: int, softcap: float, z_loss: float, mean: bool) -> tuple[Tensor, Tensor] | None:
     """The mean or the sum of the losses, and the gradient of this rank's logits; None where the ranks' kernels cannot reach one another."""
-    from .kernels import parallel_rows as kernels
-
+    words_of, run = (_op._implementation("parallel_rows", name, "triton", logits.device, False) for name in ("words_of", "parallel_one_pass"))
     group = dist.distributed_c10d._resolve_process_group(shard.group)  # type: ignore[attr-defined]
-    splits = kernels.splits_of(max(shard.sizes), logits.element_size())
-    boxes = _peers.boxes_for(group, logits.device, kernels.words_of(len(logits), len(shard.sizes), splits))
+    boxes = _peers.boxes_for(group, logits.device, words_of(len(logits), shard.sizes, logits.element_size()))
     if boxes is None:
         return None
     limit = _peers.patience(group, logits.device)
-    return kernels.parallel_one_pass(logits, target.contiguous(), *boxes, shard.sizes, shard.rank, limit, ignore_index, softcap, z_loss, mean)
+    loss, grad = run(logits, target.contiguous(), *boxes, shard.sizes, shard.rank, limit, ignore_index, softcap, z_loss, mean)
+    return loss, grad
 
 
 class OnePass(torch.autograd.Function):

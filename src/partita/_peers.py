@@ -68,12 +68,14 @@ def _made(group: dist.ProcessGroup, device: torch.device, words: int) -> Boxes |
     if len(set(hosts)) > 1:
         return None
     boxes = None
-    with contextlib.suppress(ImportError, AttributeError, RuntimeError), torch.inference_mode(False):
+    with contextlib.suppress(ImportError, AttributeError, RuntimeError, TypeError), torch.inference_mode(False):
         import torch.distributed._symmetric_memory as symmetric
 
         memory = symmetric.empty(2 * words, dtype=torch.int64, device=device).zero_()
         handle = symmetric.rendezvous(memory, group)
         starts = [handle.get_buffer(rank, [2 * words], torch.int64).data_ptr() for rank in range(len(hosts))]
+        if memory.data_ptr() not in starts:
+            raise RuntimeError("the handle is of other memory than was asked for")
         peers = torch.tensor([starts, [start + 8 * words for start in starts]]).to(device)
         failed = torch.zeros(1, dtype=torch.int32).pin_memory()
         boxes = Boxes((memory[:words], memory[words:]), (peers[0], peers[1].clone()), failed, handle)

@@ -137,18 +137,15 @@ def parallel_row_kernel(
     tl.store(grad_ptr + row * grad_row + label, at_label.to(dtype), mask=mine)
 
 
-def splits_of(most: int, itemsize: int) -> int:
-    """Programs among which each rank's part of a row is divided, where the greatest of these has so many classes."""
-    return max(1, cdiv(most, _block(most, itemsize)))
+def _shares(sizes: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """Programs among which each rank's part of a row is divided, and the classes that one holds: the same on all ranks."""
+    block = min(power_of_2(max(*sizes, 1024)), 16384 if itemsize == 2 else 8192)
+    return max(1, cdiv(max(sizes), block)), block
 
 
-def _block(most: int, itemsize: int) -> int:
-    return min(power_of_2(max(most, 1024)), 16384 if itemsize == 2 else 8192)
-
-
-def words_of(rows: int, world: int, splits: int) -> int:
+def words_of(rows: int, sizes: tuple[int, ...], itemsize: int) -> int:
     """How many the ranks leave for one another."""
-    return world + rows * (world * splits + 1)
+    return len(sizes) + rows * (len(sizes) * _shares(sizes, itemsize)[0] + 1)
 
 
 def parallel_one_pass(
@@ -174,7 +171,7 @@ def _launch(
 ) -> None:  # fmt: skip
     rows, classes = logits.shape
     itemsize, world = logits.element_size(), len(sizes)
-    splits, block = splits_of(max(sizes), itemsize), _block(max(sizes), itemsize)
+    splits, block = _shares(sizes, itemsize)
     in_step = (logits.data_ptr() | grad.data_ptr()) % 16 == 0 and (logits.stride(0) - grad.stride(0)) * itemsize % 16 == 0
     plain = not in_step or classes < 512 or (classes % 16 == 0 and logits.stride(0) * itemsize % 16 == 0)
     vector = 1 if plain else 16 // itemsize  # elements of an aligned access, of which the compiler would not know otherwise

@@ -96,7 +96,10 @@ def buffer_for(input: Tensor, rows: int, classes: int) -> Tensor:
 def product(input: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
     """The logits of some tokens and classes, in the buffer."""
     rows, classes = len(input), len(weight)
-    logits = buffer[: rows * width_of(classes)].view(rows, width_of(classes))[:, :classes]
+    whole = buffer[: rows * width_of(classes)].view(rows, width_of(classes))
+    if whole.device.type == "cpu":
+        whole[:, classes:].zero_()  # the next product reads them on a CPU with AMX (PyTorch 2.13), and 0 times what has been there may be NaN
+    logits = whole[:, :classes]
     return torch.mm(input, weight.T, out=logits) if bias is None else torch.addmm(bias, input, weight.T, out=logits)
 
 
