@@ -306,11 +306,12 @@ def check_compile(device: torch.device) -> None:
 
 def check_kernels_that_wait(device: torch.device) -> None:
     """Where GPUs reach one another's memory, against the way by a gather: again and again, in memory that grows, and a second time from one graph."""
-    world, found = dist.get_world_size(), {}
-    many = [(2000,) * world, (*(1001,) * (world - 1), 3)] if device.type == "cuda" else []
-    for rows in (TOKENS, 8 * TOKENS if device.type == "cpu" else 9000):
-        for sizes in (*sizes_for(world), *many):
-            for dtype in (torch.float32, torch.bfloat16):
+    world, found, sizes_of_ranks, on_gpu = dist.get_world_size(), {}, sizes_for(dist.get_world_size()), device.type == "cuda"
+    if on_gpu:
+        sizes_of_ranks += [(2000,) * world, (*(1001,) * (world - 1), 3)]
+    for rows in (TOKENS, 9000)[: 1 + on_gpu]:
+        for sizes in sizes_of_ranks:
+            for dtype in (torch.float32, torch.bfloat16)[: 1 + on_gpu]:
                 target = torch.arange(rows, device=device) * 7 % sum(sizes)
                 target[::6] = -100
                 logits = part_of(3 * numbers(rows, sum(sizes), device=device, dtype=dtype), sizes, 1)
@@ -338,7 +339,7 @@ def check_kernels_that_wait(device: torch.device) -> None:
     loss = parallel.cross_entropy(apart, target[:4].clamp(max=2))  # nobody told the others
     assert loss.isnan()
     reached = [state for state in _peers._states.values() if state.boxes is not None]
-    assert bool(reached) == (device.type == "cuda"), "kernels did not wait for one another"
+    assert bool(reached) == on_gpu, "kernels did not wait for one another"
 
 
 def check_wrappers(device: torch.device) -> None:

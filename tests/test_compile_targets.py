@@ -236,6 +236,8 @@ def chosen(kernel: str, name: str) -> list[Launch]:
     """All in bf16 and fp32 for the GPU that the plans were measured on; elsewhere, and in fp64, the most demanding of each dtype, plain and not."""
     every = launches(None if name == "gfx942" else "13.0")[kernel]
     kinds = dict.fromkeys((e.dtype, e.plain) for e in every)
+    if name == "gfx942" and torch.float32 in {e.dtype for e in every}:
+        kinds = {kind: None for kind in kinds if kind[0] != torch.bfloat16}  # which differs in its loads alone, and compiles for minutes
     hardest = [max((e for e in every if (e.dtype, e.plain) == kind), key=lambda e: e.demand) for kind in kinds]
     return [e for e in every if e.dtype != torch.float64 or any(e is h for h in hardest)] if name == "sm_90" else hardest
 

@@ -129,10 +129,10 @@ def ctc_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
     labels, *rest = (torch.tensor(numbers, device=device) for numbers in ([1, 2, 2, 3], [0, 1], [6, 5], [1, 3]))
     for from_logits in (False, True):
         inputs = (logits, labels, *rest)
-        for reduction in ("none", "mean"):
-            loss, losses, kept = torch.ops.partita.ctc_loss(*inputs, 3, 0, from_logits, reduction, False, True, BACKEND)
-            found["ctc_loss"] += [(*inputs, 3, 0, from_logits, reduction, True, keep) for keep in (False, True)]
-            found["ctc_gradient"].append((torch.ones_like(loss), *inputs, losses, kept, 3, 0, from_logits, reduction))
+        reduction = "mean" if from_logits else "none"
+        loss, losses, kept = torch.ops.partita.ctc_loss(*inputs, 3, 0, from_logits, reduction, False, True, BACKEND)
+        found["ctc_loss"] += [(*inputs, 3, 0, from_logits, reduction, True, keep) for keep in (False, True)]
+        found["ctc_gradient"].append((torch.ones_like(loss), *inputs, losses, kept, 3, 0, from_logits, reduction))
         found["ctc_align"].append((*inputs, 3, 0, from_logits))
     scores, source = torch.linspace(-1, 1, 72, device=device).reshape(4, 2, 3, 3), torch.tensor([[0, 1, 2], [1, 0, 2], [2, 0, 1]], device=device)
     free, lengths, places = torch.zeros(2, 3, device=device), torch.tensor([4, 3], device=device), torch.tensor([[[0, 3], [3, 4]]] * 2, device=device)
