@@ -181,6 +181,31 @@ def cross_entropy_tile_kernel(
 
 
 @triton.jit
+def held_part(
+    held, row_ptr, inside, head, body, classes, split, softcap, zero, dtype: tl.constexpr, CAP: tl.constexpr, HALF: tl.constexpr, VEC: tl.constexpr
+):
+    """Of what a program holds of a row: that itself, as logits and as exponentials, maximum, shift and sum; and the classes at the row's edges, where it
+    has them: columns, which they are, and logits."""
+    x = held_logits(held, inside, softcap, CAP)
+    maximum = tl.max(x, axis=0)
+    edge, at_edge, edge_x = 0, False, 0.0
+    if VEC > 1:
+        edge, at_edge = edge_columns(head, body, classes, VEC, 2 * VEC)  # [2 * VEC]
+        at_edge &= split == 0
+        edge_x = held_logits(tl.load(row_ptr + edge, mask=at_edge, other=-float("inf")), at_edge, softcap, CAP)
+        maximum = tl.maximum(maximum, tl.max(edge_x, axis=0))
+    if HALF:
+        held = again(held, tl.full(held.shape, zero, tl.float32).to(held.dtype))
+        x = held_logits(held, inside, softcap, CAP)
+    part = finite_shift(maximum)
+    e = exp_for(x - part, dtype)
+    total = sum_for(e, 0, dtype)
+    if VEC > 1:
+        total += tl.sum(exp(edge_x - part), axis=0)
+    return held, x, e, maximum, part, total, edge, at_edge, edge_x
+
+
+@triton.jit
 def cross_entropy_row_kernel(
     logits_ptr,  # [rows, classes]
     target_ptr,  # [rows] labels
@@ -222,24 +247,11 @@ def cross_entropy_row_kernel(
     kept, valid, on_label = label_weights(label, ignore_index, classes, weight_ptr, smoothing, tl.float32)
     owner = tl.where(valid & (label >= head) & (label < head + body), (label - head) // BLOCK_V, 0) == split
     label_x = capped(tl.load(logits_ptr + row * x_row + label, mask=valid & owner, other=0.0).to(tl.float32), softcap, CAP)
-    x = held_logits(held, inside, softcap, CAP)
-    maximum = tl.max(x, axis=0)
-    if VEC > 1:
-        edge, at_edge = edge_columns(head, body, classes, VEC, 2 * VEC)  # [2 * VEC]
-        at_edge &= split == 0
-        edge_x = held_logits(tl.load(logits_ptr + row * x_row + edge, mask=at_edge, other=-float("inf")), at_edge, softcap, CAP)
-        maximum = tl.maximum(maximum, tl.max(edge_x, axis=0))
-    if HALF:
-        held = again(held, tl.full([BLOCK_V], zero, tl.float32).to(held.dtype))
-        x = held_logits(held, inside, softcap, CAP)
-    part = finite_shift(maximum)
     dtype: tl.constexpr = grad_ptr.dtype.element_ty
-    e = exp_for(x - part, dtype)
-    total = sum_for(e, 0, dtype)
+    held, x, e, maximum, part, total, edge, at_edge, edge_x = held_part(
+        held, logits_ptr + row * x_row, inside, head, body, classes, split, softcap, zero, dtype, CAP, HALF, VEC
+    )
     q, edge_q, spread, spread_loss = x, 0.0, 0.0, 0.0
-    if VEC > 1:
-        edge_e = exp(edge_x - part)
-        total += tl.sum(edge_e, axis=0)
     shift = part
     if SHARED:
         box = boxes_ptr + 1 + row * splits

@@ -9,11 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference.softmax import accumulator
-from .cross_entropy import mean_scales, row_factor, row_loss
+from .cross_entropy import held_part, mean_scales, row_factor, row_loss
 from .cross_entropy_rows import class_gradient, held_logits, label_gradient, label_weights, store_kept
 from .cross_entropy_scalars import SUM_WORDS, denominators, total
 from .launch import Plan, cdiv, launch, power_of_2, row_options
-from .math import again, aligned_start, capped, edge_columns, exp, exp_for, finite_shift, load_once, merged, pack, row_span, store_once, sum_for, unpack
+from .math import again, aligned_start, capped, exp, exp_for, finite_shift, load_once, merged, pack, row_span, store_once, unpack
 
 
 @triton.jit
@@ -82,27 +82,16 @@ def parallel_row_kernel(
     inside = column // VEC * VEC < body
     held = load_once(logits_ptr + aligned_start(row * x_row, VEC) + column, inside, -float("inf"), True)
     mean_scale, z_scale = mean_scales(shares_ptr, MEAN, tl.float32)
-    kept, valid, on_label = label_weights(tl.load(target_ptr + row).to(tl.int64), ignore_index, all_classes, None, 0.0, tl.float32)
-    label = tl.load(target_ptr + row).to(tl.int64) - first
+    label = tl.load(target_ptr + row).to(tl.int64)
+    kept, valid, on_label = label_weights(label, ignore_index, all_classes, None, 0.0, tl.float32)
+    label -= first
     mine = valid & (label >= 0) & (label < classes)
     mine &= tl.where((label >= head) & (label < head + body), (label - head) // BLOCK_V, 0) == split
     own_label_x = capped(tl.load(logits_ptr + row * x_row + label, mask=mine, other=0.0).to(tl.float32), softcap, CAP)
-    x = held_logits(held, inside, softcap, CAP)
-    maximum = tl.max(x, axis=0)
-    if VEC > 1:
-        edge, at_edge = edge_columns(head, body, classes, VEC, 2 * VEC)  # [2 * VEC]
-        at_edge &= split == 0
-        edge_x = held_logits(tl.load(logits_ptr + row * x_row + edge, mask=at_edge, other=-float("inf")), at_edge, softcap, CAP)
-        maximum = tl.maximum(maximum, tl.max(edge_x, axis=0))
-    if HALF:
-        held = again(held, tl.full([BLOCK_V], zero, tl.float32).to(held.dtype))
-        x = held_logits(held, inside, softcap, CAP)
-    part = finite_shift(maximum)
     dtype: tl.constexpr = grad_ptr.dtype.element_ty
-    e = exp_for(x - part, dtype)
-    total = sum_for(e, 0, dtype)
-    if VEC > 1:
-        total += tl.sum(exp(edge_x - part), axis=0)
+    held, x, e, maximum, part, total, edge, at_edge, edge_x = held_part(
+        held, logits_ptr + row * x_row, inside, head, body, classes, split, softcap, zero, dtype, CAP, HALF, VEC
+    )
     hand_to(peers_ptr, rank, classes.to(tl.float32), rows.to(tl.float32), place == 0, WORLD)
     hand_to(peers_ptr, row_place + pairs, own_label_x, own_label_x, mine, WORLD)
     hand_to(peers_ptr, row_place + rank * splits + split, maximum, total, place >= 0, WORLD)
@@ -153,23 +142,14 @@ def parallel_one_pass(
     softcap: float, z_loss: float, mean: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The loss and the gradient of this rank's logits, which lie row by row; `sizes` are the classes of all ranks."""
-    dtype = accumulator(logits.dtype)
-    words, shares = torch.empty(SUM_WORDS + 2, dtype=torch.int64, device=logits.device), None
+    rows, classes = logits.shape
+    dtype, device = accumulator(logits.dtype), logits.device
+    words, shares = torch.empty(SUM_WORDS + 2, dtype=torch.int64, device=device), None  # the last two are the ticket
     if mean:
         shares = denominators(target, None, ignore_index, sum(sizes), words)
     else:
         words.zero_()
-    grad, losses = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device), torch.empty(len(logits), dtype=dtype, device=logits.device)
-    options = (sizes, rank, limit, ignore_index, softcap, z_loss)
-    _launch(logits, grad, target, shares, words[SUM_WORDS:], boxes, peers, failed, losses, *options)
-    return total(losses, words, dtype, shares=shares), grad
-
-
-def _launch(
-    logits: Tensor, grad: Tensor, target: Tensor, shares: Tensor | None, ticket: Tensor, boxes: Tensor, peers: Tensor, failed: Tensor, losses: Tensor,
-    sizes: tuple[int, ...], rank: int, limit: int, ignore_index: int, softcap: float, z_loss: float,
-) -> None:  # fmt: skip
-    rows, classes = logits.shape
+    grad, losses = torch.empty(logits.shape, dtype=logits.dtype, device=device), torch.empty(rows, dtype=dtype, device=device)
     itemsize, world = logits.element_size(), len(sizes)
     splits, block = _shares(sizes, itemsize)
     in_step = (logits.data_ptr() | grad.data_ptr()) % 16 == 0 and (logits.stride(0) - grad.stride(0)) * itemsize % 16 == 0
@@ -179,4 +159,5 @@ def _launch(
     plan = Plan("row", 1, block, max(1, block // (4096 if itemsize == 2 else 2048)), splits, 96 if itemsize == 2 else 168, vector)
     options = {name: value for name, value in row_options(plan, logits.dtype).items() if name not in ("SHARED", "STREAM", "BLOCK_SPLITS")}
     flags = {"WORLD": world, "CAP": softcap != 0, "Z": z_loss != 0, "MEAN": shares is not None, "SLOTS": power_of_2(world * (splits + 1) + 1)}
-    launch(parallel_row_kernel, rows * splits, logits, target, shares, ticket, boxes, peers, failed, losses, grad, *numbers, **flags, **options)
+    launch(parallel_row_kernel, rows * splits, logits, target, shares, words[SUM_WORDS:], boxes, peers, failed, losses, grad, *numbers, **flags, **options)
+    return total(losses, words, dtype, shares=shares), grad
