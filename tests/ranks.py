@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.distributed._symmetric_memory as symmetric
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -41,9 +42,9 @@ def labels(device: torch.device) -> Tensor:
     return target
 
 
-def same_everywhere(tensor: Tensor) -> None:
-    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, tensor.contiguous())
+def same_everywhere(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, tensor.contiguous(), group)
     for other in found:
         assert torch.equal(other.nan_to_num(7.0), found[0].nan_to_num(7.0))
 
@@ -305,10 +306,18 @@ def check_compile(device: torch.device) -> None:
 
 
 def check_kernels_that_wait(device: torch.device) -> None:
-    """Where GPUs reach one another's memory, against the way by a gather: again and again, in memory that grows, and a second time from one graph."""
+    """Where GPUs reach one another's memory, against the way by a gather: again and again, in memory that grows, and a second time from one graph.
+    Ranks have met in other groups before, each in others."""
     world, found, sizes_of_ranks, on_gpu = dist.get_world_size(), {}, sizes_for(dist.get_world_size()), device.type == "cuda"
     if on_gpu:
         sizes_of_ranks += [(2000,) * world, (*(1001,) * (world - 1), 3)]
+        first = dist.new_group([0])
+        if dist.get_rank() == 0:
+            symmetric.rendezvous(symmetric.empty(8, device=device), first)
+        without_last = dist.new_group(list(range(world - 1)))
+        if dist.get_rank() < world - 1:
+            logits = numbers(TOKENS, CLASSES, device=device).requires_grad_()
+            same_everywhere(parallel.cross_entropy(logits, labels(device), group=without_last).detach(), without_last)
     for rows in (TOKENS, 9000)[: 1 + on_gpu]:
         for sizes in sizes_of_ranks:
             for dtype in (torch.float32, torch.bfloat16)[: 1 + on_gpu]:

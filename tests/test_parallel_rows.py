@@ -1,10 +1,13 @@
 """The kernel in which ranks wait for one another, on one device: its memory is that of all, and the ranks run one after another, or on streams of their own."""
 
+import datetime
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from rows import KERNEL_DEVICES, kernel_devices
 
@@ -47,7 +50,7 @@ class Batch(NamedTuple):
 
 
 def rank_of(x: Batch, rank: int, memory: Memory, patience: int, sizes: tuple[int, ...] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    options = (sizes or x.sizes, rank, patience, IGNORED, x.softcap, x.z_loss, x.mean)
+    options = (patience, sizes or x.sizes, rank, IGNORED, x.softcap, x.z_loss, x.mean)
     with poisoned_memory():
         return kernels.parallel_one_pass(x.parts[rank], x.target, memory.boxes[rank], memory.peers, memory.failed, *options)
 
@@ -152,6 +155,56 @@ def test_ranks_that_do_not_agree(device: str) -> None:
     for patience in (0, 1):
         found = [rank_of(x, rank, memory, patience, wrong[rank])[0] for rank in range(2)]
     assert all(math.isnan(loss) for loss in found)
+
+
+@kernel_devices
+def test_ranks_that_bring_other_rows(device: str) -> None:
+    """Who finds it out leaves at once, however patient."""
+    many, few = batch_of(3, (30, 20), device), batch_of(2, (30, 20), device)
+    memory = memory_for(3, many.sizes, many.logits.dtype, device)
+    rank_of(many, 0, memory, 0)
+    memory.failed.zero_()
+    for x, rank in ((few, 1), (many, 0)):
+        loss, _ = rank_of(x, rank, memory, 10**9)
+        assert loss.isnan() and memory.failed.item() == 1
+    with pytest.raises(RuntimeError, match="or came with other rows"):
+        _peers.check(memory.failed)
+
+
+def test_meetings_of_ranks_with_other_histories() -> None:
+    """What PyTorch's symmetric memory writes into the store of a group is numbered by this group's meetings, also where C++ asks."""
+    shared = dist.HashStore()
+    stores = [_peers.Numbered(shared) for _ in range(2)]
+    ranks = [dist.PrefixStore("group", store) for store in stores]
+    for meeting in range(2):
+        for rank, first in enumerate((7, 0)):  # how many exchanges this process has seen before
+            ranks[rank].set(f"CUDA/{first + meeting}/{rank}", f"{rank} in {meeting}")
+        for rank, first in enumerate((7, 0)):
+            theirs = f"CUDA/{first + meeting}/{1 - rank}"
+            ranks[rank].wait([theirs])
+            ranks[rank].wait([theirs], datetime.timedelta(seconds=1))
+            assert ranks[rank].get(theirs) == f"{1 - rank} in {meeting}".encode()
+            assert ranks[rank].multi_get([theirs, theirs]) == 2 * [f"{1 - rank} in {meeting}".encode()]
+    ranks[0].set("else", "anything")
+    assert ranks[1].get("else") == b"anything"
+    with pytest.raises(dist.DistStoreError):
+        ranks[0].wait(["CUDA/9/1"], datetime.timedelta(milliseconds=10))
+
+
+def test_a_group_for_one_meeting(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        for _ in range(2):
+            with _peers._alias(dist.group.WORLD, "token") as name:
+                found = dist.distributed_c10d._resolve_process_group(name)
+                found.get_group_store().set("CUDA/3/0", "here")
+                assert (found.rank(), found.size(), found.get_group_store().get("CUDA/3/0")) == (0, 1, b"here")
+            with pytest.raises(RuntimeError):
+                dist.distributed_c10d._resolve_process_group(name)
+        with pytest.warns(UserWarning, match="the GPUs do not share memory, so their statistics are gathered"):
+            assert _peers._made(dist.group.WORLD, torch.device("cpu"), 8) is None
+    finally:
+        dist.destroy_process_group()
 
 
 def test_where_kernels_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from . import _checks, _linear, _op, _peers
-from ._autograd import twice
+from ._autograd import plain_eager, twice
 from .cross_entropy import scale
 from .reference import linear_cross_entropy as reference
 from .reference.linear_cross_entropy import Fields
@@ -82,6 +82,27 @@ def shard_of(name: str, tensor: Tensor, dim: int, group: dist.ProcessGroup | Non
 def gathered(tensor: Tensor, group: Any) -> Tensor:
     """Of all ranks, along a new first dimension."""
     return functional.wait_tensor(_all_gather(tensor.contiguous()[None], 0, group))
+
+
+def _sum(tensor: Tensor, group: Any) -> Tensor:
+    """Over the ranks, to be waited for; what was given is overwritten where it can be."""
+    if plain_eager():
+        return torch.ops._c10d_functional.all_reduce_(tensor, "sum", group)
+    return functional.all_reduce(tensor, "sum", group)
+
+
+def _scattered_sum(tensor: Tensor, group: Any) -> Tensor:
+    return _reduce_scatter(tensor, "sum", 0, group)
+
+
+def _beside(a: Tensor, b: Tensor) -> Tensor:
+    """a b, while ranks exchange something. In two parts: a product occupies the whole device, and NCCL's kernel, which comes behind it, starts when
+    the first part leaves."""
+    first = len(a) // 4 // 128 * 128
+    result = torch.empty((len(a), b.shape[1]), dtype=a.dtype, device=a.device)
+    for part in (slice(0, first), slice(first, None)) if first else (slice(None),):
+        torch.mm(a[part], b, out=result[part])
+    return result
 
 
 class Numbers(NamedTuple):
@@ -200,8 +221,7 @@ def one_pass(logits: Tensor, target: Tensor, shard: Shard, ignore_index: int, so
     boxes = _peers.boxes_for(group, logits.device, words_of(len(logits), shard.sizes, logits.element_size()))
     if boxes is None:
         return None
-    limit = _peers.patience(group, logits.device)
-    loss, grad = run(logits, target.contiguous(), *boxes, shard.sizes, shard.rank, limit, ignore_index, softcap, z_loss, mean)
+    loss, grad = run(logits, target.contiguous(), *boxes, shard.sizes, shard.rank, ignore_index, softcap, z_loss, mean)
     return loss, grad
 
 
@@ -269,7 +289,7 @@ class Hidden(torch.autograd.Function):
         place, of_class, wide = target - shard.first, shard.part(class_weight), fields.nll.dtype
         if ctx.scattered:
             input = gathered(input, shard.group).flatten(0, 1)
-        reduce = _reduce_scatter if ctx.scattered else lambda t, op, _, group: functional.all_reduce(t, op, group)
+        reduce = _scattered_sum if ctx.scattered else _sum
         options = (fields.maximum, fields.sumexp, numbers.temperature, numbers.softcap)
         kept, ctx.kept = ctx.kept, None
         d_input = d_weight = d_bias = input.new_empty(0)
@@ -277,14 +297,14 @@ class Hidden(torch.autograd.Function):
             args = (*c, input, weight, bias, place, of_class, *options[:2], d_input, *options[2:], ctx.chunk, to_input, to_weight, to_bias)
             d_input, d_weight, d_bias = _linear.rows_backward(*args, ctx.backend)
             if to_input:
-                d_input = reduce(d_input.to(wide), "sum", 0, shard.group)
+                d_input = reduce(d_input.to(wide), shard.group)
         else:
             logits = kept.view(len(input), reference.width_of(len(weight)))[:, : len(weight)]
             gradient_.eager(logits, *c, place, of_class, *options, ctx.backend)
-            if to_input:  # on its way while the other product runs
-                d_input = reduce(wide_product(logits, weight), "sum", 0, shard.group)
+            if to_input:
+                d_input = reduce(wide_product(logits, weight), shard.group)
             if to_weight:
-                d_weight = torch.mm(logits.T, input)
+                d_weight = _beside(logits.T, input) if to_input else torch.mm(logits.T, input)
             if to_bias and bias is not None:
                 d_bias = logits.sum(0, dtype=wide).to(bias.dtype)
         if to_input:

@@ -25,17 +25,26 @@ def hand_to(peers_ptr, place, first, second, mask, WORLD: tl.constexpr):
 
 
 @triton.jit
-def wait_for(boxes_ptr, row_place, given_up_ptr, wanted, limit, WORLD: tl.constexpr, SLOTS: tl.constexpr):
-    """The headers of all ranks and the pairs of a row, [SLOTS], and whether all came before the patience of one program ended it for all."""
+def strangers(words, programs, WORLD: tl.constexpr, SLOTS: tl.constexpr):
+    """Whether a header, of those that are there, is of a rank with another number of programs."""
+    _, theirs = unpack(words)
+    return tl.max(((tl.arange(0, SLOTS) < WORLD) & (words != 0) & (theirs != programs)).to(tl.int32), axis=0) == 1
+
+
+@triton.jit
+def wait_for(boxes_ptr, row_place, given_up_ptr, wanted, programs, limit, WORLD: tl.constexpr, SLOTS: tl.constexpr):
+    """The headers of all ranks and the pairs of a row, [SLOTS], and whether all came before the patience of one program ended it for all, or a rank
+    came with another number of programs, which may leave no pair for this row."""
     lane = tl.arange(0, SLOTS)
     at = boxes_ptr + tl.where(lane < WORLD, lane, row_place + lane - WORLD)
     words = tl.load(at, mask=wanted, other=1, volatile=True)
     left = tl.where(tl.load(given_up_ptr, volatile=True) == 0, limit, 0)
     while (tl.min((words != 0).to(tl.int32), axis=0) == 0) & (left > 0):
         words = tl.load(at, mask=wanted, other=1, volatile=True)
-        left -= 1
+        left = tl.where(strangers(words, programs, WORLD, SLOTS), 0, left - 1)
     first, second = unpack(words)
-    return first, second, tl.min((words != 0).to(tl.int32), axis=0) == 1
+    came = (tl.min((words != 0).to(tl.int32), axis=0) == 1) & (strangers(words, programs, WORLD, SLOTS) == 0)
+    return first, second, came
 
 
 @triton.jit(do_not_specialize=["rows", "all_classes", "first", "rank", "splits", "limit", "ignore_index"])
@@ -46,7 +55,7 @@ def parallel_row_kernel(
     ticket_ptr,  # [2] int64, zero: places, and whether a program gave up
     boxes_ptr,  # [world + rows * (world * splits + 1)] int64, zero: headers, then for each row the pairs of the ranks' programs and the label's
     peers_ptr,  # [world] int64, where each rank has its boxes
-    failed_ptr,  # [1] int32 on the host
+    failed_ptr,  # [1] int32 on the host: pairs are missing
     loss_ptr,  # [rows]
     grad_ptr,  # [rows, classes]
     rows,
@@ -71,7 +80,7 @@ def parallel_row_kernel(
     VEC: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """The part of a row that one of the programs of all ranks holds. The loss is NaN where ranks are not agreed on their classes, or one does not come."""
+    """The part of a row that one of the programs of all ranks holds. The loss is NaN where ranks are not agreed on rows or classes, or one does not come."""
     softcap, z_loss = tl.full([], softcap, tl.float32), tl.full([], z_loss, tl.float32)
     place = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
     row, split = place // splits, (place % splits).to(tl.int32)
@@ -92,17 +101,17 @@ def parallel_row_kernel(
     held, x, e, maximum, part, total, edge, at_edge, edge_x = held_part(
         held, logits_ptr + row * x_row, inside, head, body, classes, split, softcap, zero, dtype, CAP, HALF, VEC
     )
-    hand_to(peers_ptr, rank, classes.to(tl.float32), rows.to(tl.float32), place == 0, WORLD)
+    programs = (rows * splits).to(tl.float32)
+    hand_to(peers_ptr, rank, classes.to(tl.float32), programs, place == 0, WORLD)
     hand_to(peers_ptr, row_place + pairs, own_label_x, own_label_x, mine, WORLD)
     hand_to(peers_ptr, row_place + rank * splits + split, maximum, total, place >= 0, WORLD)
     wanted = (lane < WORLD + pairs) | ((lane == WORLD + pairs) & valid)
-    firsts, seconds, came = wait_for(boxes_ptr, row_place, ticket_ptr + 1, wanted, limit, WORLD, SLOTS)
+    firsts, seconds, came = wait_for(boxes_ptr, row_place, ticket_ptr + 1, wanted, programs, limit, WORLD, SLOTS)
     if not came:
         tl.store(ticket_ptr + 1, 1)
         tl.store(failed_ptr, 1)
     before, everywhere = tl.sum(tl.where(lane < rank, firsts, 0.0), axis=0), tl.sum(tl.where(lane < WORLD, firsts, 0.0), axis=0)
-    fewest = tl.min(tl.where(lane < WORLD, seconds, rows.to(tl.float32)), axis=0)
-    agreed = came & (before == first) & (everywhere == all_classes) & (fewest == rows)
+    agreed = came & (before == first) & (everywhere == all_classes)
     maximum, total = merged(firsts, seconds, (lane >= WORLD) & (lane < WORLD + pairs))
     shift, total = finite_shift(maximum), tl.where(agreed, total, float("nan"))
     label_x = tl.sum(tl.where((lane == WORLD + pairs) & valid, firsts, 0.0), axis=0)
@@ -138,7 +147,7 @@ def words_of(rows: int, sizes: tuple[int, ...], itemsize: int) -> int:
 
 
 def parallel_one_pass(
-    logits: Tensor, target: Tensor, boxes: Tensor, peers: Tensor, failed: Tensor, sizes: tuple[int, ...], rank: int, limit: int, ignore_index: int,
+    logits: Tensor, target: Tensor, boxes: Tensor, peers: Tensor, failed: Tensor, limit: int, sizes: tuple[int, ...], rank: int, ignore_index: int,
     softcap: float, z_loss: float, mean: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The loss and the gradient of this rank's logits, which lie row by row; `sizes` are the classes of all ranks."""
