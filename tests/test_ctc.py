@@ -142,6 +142,31 @@ def test_strides_and_stride_zero(backend: str) -> None:
 
 
 @backends
+@pytest.mark.parametrize("classes", [63, 64, 65, 200])
+def test_wide_vocabularies(classes: int, backend: str) -> None:
+    """Sums of more than a lane or two, of classes side by side and of others; NaN in one of them spoils its sequence, -inf does not."""
+    x = 3 * torch.randn(6, 3, classes, dtype=torch.float64, generator=torch.Generator().manual_seed(classes)) + 500
+    x[0, :, 5] = -torch.inf
+    targets, lengths = torch.tensor([[1, classes - 1], [2, 2], [62, 1]]), torch.tensor([2, 2, 2])
+    truth = F.ctc_loss(x.log_softmax(2), targets, torch.full((3,), 6), lengths, reduction="none")
+    for laid in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
+        leaf = laid.clone(memory_format=torch.preserve_format).requires_grad_()
+        with partita.backend(backend):
+            loss = partita.ctc_loss(leaf, targets, torch.full((3,), 6), lengths, reduction="none", from_logits=True)
+            (grad,) = torch.autograd.grad(loss.sum(), leaf)
+        torch.testing.assert_close(loss, truth, rtol=1e-11, atol=1e-11)
+        low = x.clamp(min=-1000.0).requires_grad_()  # PyTorch's gradient is NaN where logits are -inf
+        expected = torch.autograd.grad(F.ctc_loss(low.log_softmax(2), targets, torch.full((3,), 6), lengths, reduction="sum"), low)[0]
+        torch.testing.assert_close(grad, expected, rtol=1e-9, atol=1e-11)
+    for place in (0, classes // 2, classes - 1):
+        spoilt = x.clone()
+        spoilt[3, 1, place] = torch.nan
+        with partita.backend(backend):
+            loss = partita.ctc_loss(spoilt, targets, torch.full((3,), 6), lengths, reduction="none", from_logits=True)
+        assert loss.isnan().tolist() == [False, True, False]
+
+
+@backends
 def test_what_cannot_be_aligned(backend: str) -> None:
     x = torch.zeros(2, 3, 3, requires_grad=True)
     targets, lengths = torch.tensor([[1, 1], [1, 2], [2, 2]]), [2, 2, 0]

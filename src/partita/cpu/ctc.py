@@ -18,6 +18,7 @@ from .chain_steps import INF, LOWEST, empty, from_step, in_shares, spoil, steps
 from .math import FLAGS, exp, exp_floor, log
 
 IMPOSSIBLE = LOWEST / 2  # what lies below has come from -inf
+LANES = 64  # of a long sum
 
 
 class Lattices(NamedTuple):
@@ -62,22 +63,49 @@ def start(alpha: Any, count: int) -> None:
 
 
 @njit(**FLAGS)
-def normaliser(row: Any, stride: int, classes: int) -> float:
-    """log Σ exp of the classes of a step."""
+def classes_of(scores: Any, t: int, n: int, buffer: Any) -> Any:
+    """The numbers of a step, `[C]`, side by side: where they lie, or copied to the buffer."""
+    row, stride = from_step(scores, t, n), scores.strides[2]
+    if stride == 1:
+        return row[: len(buffer)]
+    for c in range(len(buffer)):
+        buffer[c] = row[c * stride]
+    return buffer
+
+
+@njit(**FLAGS)
+def normaliser(row: Any, lanes: Any) -> float:
+    """log Σ exp of the classes of a step, of which each lane, `[2, LANES]`, takes every so many: no compiler may make vector code of one sum."""
+    high, sums = lanes
+    whole = len(row) - len(row) % LANES
+    for i in range(LANES):
+        high[i], sums[i] = LOWEST, 0.0
+    for c in range(0, whole, LANES):
+        part = row[c : c + LANES]
+        for i in range(LANES):
+            high[i] = part[i] if part[i] > high[i] else high[i]
     highest = LOWEST
-    for c in range(classes):
-        highest = row[c * stride] if row[c * stride] > highest else highest
+    for i in range(LANES):
+        highest = high[i] if high[i] > highest else highest
+    for c in range(whole, len(row)):
+        highest = row[c] if row[c] > highest else highest
+    for c in range(0, whole, LANES):
+        part = row[c : c + LANES]
+        for i in range(LANES):
+            sums[i] += exp_floor(part[i] - highest)
     total = 0.0
-    for c in range(classes):
-        total += exp_floor(row[c * stride] - highest)
+    for i in range(LANES):
+        total += sums[i]
+    for c in range(whole, len(row)):
+        total += exp_floor(row[c] - highest)
     return highest + np.log(total) if highest > LOWEST else np.nan  # as a log-softmax of nothing but -inf
 
 
 @njit(**FLAGS)
-def enter(row: Any, stride: int, norm: float, labels: Any, skips: Any, before: Any, after: Any, count: int, emitted: Any) -> None:
+def enter(row: Any, norm: float, labels: Any, skips: Any, before: Any, after: Any, count: int, emitted: Any) -> None:
     """α after a step, `[2 + S]`, from that before it."""
     for c in range(count):
-        emitted[c] = row[labels[c] * stride] - norm
+        emitted[c] = row[labels[c]] - norm
     for c in range(count):
         a, b, d = before[c + 2], before[c + 1], before[c] + skips[c]
         most = max(max(a, b), max(d, LOWEST))
@@ -89,18 +117,18 @@ def enter(row: Any, stride: int, norm: float, labels: Any, skips: Any, before: A
 @njit(nogil=True, **FLAGS)
 def forward(share: Any, batch: Any, scores: Any, classes: int, from_logits: bool, alpha: Any, keep: bool, losses: Any) -> None:
     """Losses, `[N]`; α before each step is kept in `[N, T + 1, 2 + S + 1]`, or for two steps, with log Σ exp of the step behind it."""
-    width, stride = 2 * batch.most + 1, scores.strides[2]
+    width, lanes, buffer = 2 * batch.most + 1, np.empty((2, LANES)), np.empty(classes, scores.numbers.dtype)
     for n in share:
         labels, skips, emitted = np.empty(width, np.int64), np.empty(width), np.empty(width)
         count = states_of(batch, n, labels, skips)
         start(alpha[n, 0], count)
         for t in range(batch.lengths[n]):
-            row = from_step(scores, t, n)
+            row = classes_of(scores, t, n, buffer)
             here, after = (t, t + 1) if keep else (t % 2, (t + 1) % 2)
-            norm = normaliser(row, stride, classes) if from_logits else 0.0
+            norm = normaliser(row, lanes) if from_logits else 0.0
             alpha[n, here, width + 2] = norm
             alpha[n, after, 0], alpha[n, after, 1] = LOWEST, LOWEST
-            enter(row, stride, norm, labels, skips, alpha[n, here], alpha[n, after], count, emitted)
+            enter(row, norm, labels, skips, alpha[n, here], alpha[n, after], count, emitted)
         last = alpha[n, batch.lengths[n] if keep else batch.lengths[n] % 2]
         a, b = last[count + 1], last[count] if count > 1 else LOWEST
         most = max(a, b)
@@ -124,12 +152,23 @@ def leave(before: Any, skips: Any, here: Any, there: Any, parts: Any, count: int
         there[c] += parts[2, c + 2]
 
 
+@njit(**FLAGS)
+def descend(row: Any, norm: float, grad: float, softmax: bool, posterior: Any, result: Any) -> None:
+    """The gradient of the classes of a step, `[C]`."""
+    if softmax:
+        for c in range(len(row)):
+            result[c] = grad * (exp(row[c] - norm) - posterior[c])
+    else:
+        for c in range(len(row)):
+            result[c] = grad * (0.0 - posterior[c])
+
+
 @njit(nogil=True, **FLAGS)
 def backward(
     share: Any, batch: Any, grad: Any, scores: Any, classes: int, from_logits: bool, alpha: Any, losses: Any, result: Any
 ) -> None:
     """The gradient of the logits, `[T, N, C]`."""
-    width, stride = 2 * batch.most + 1, scores.strides[2]
+    width, buffer = 2 * batch.most + 1, np.empty(classes, scores.numbers.dtype)
     for n in share:
         labels, skips, parts = np.empty(width, np.int64), np.empty(width), np.empty((3, width))
         here, there, posterior = np.empty(width), np.empty(width), np.zeros(classes)
@@ -141,17 +180,14 @@ def backward(
         for c in range(max(count - 2, 0), count):
             here[c] = exp(last[c + 2] + losses[n]) if possible else 0.0
         for t in range(batch.lengths[n] - 1, -1, -1):
-            row = from_step(scores, t, n)
             total = 0.0
             for c in range(count):
                 total += here[c]
             scale = 1.0 / total if total > 0.0 else 0.0
             for c in range(count):
                 posterior[labels[c]] += here[c] * scale
-            softmax = from_logits and possible
-            for c in range(classes):
-                p = exp(row[c * stride] - alpha[n, t, width + 2]) if softmax else 0.0
-                result[t, n, c] = grad[n] * (p - posterior[c])
+            row = classes_of(scores, t, n, buffer)
+            descend(row, alpha[n, t, width + 2], grad[n], from_logits and possible, posterior, result[t, n])
             for c in range(count):
                 posterior[labels[c]] = 0.0
             leave(alpha[n, t], skips, here, there, parts, count)
@@ -164,22 +200,22 @@ def backward(
 @njit(nogil=True, **FLAGS)
 def best(share: Any, batch: Any, scores: Any, classes: int, from_logits: bool, pointers: Any, labels_of: Any, tokens: Any, found: Any, score: Any) -> None:
     """The best alignment of each sequence, followed back by pointers of two bits, `[N, T, S / 4]`."""
-    width, stride = 2 * batch.most + 1, scores.strides[2]
+    width, lanes, buffer = 2 * batch.most + 1, np.empty((2, LANES)), np.empty(classes, scores.numbers.dtype)
     for n in share:
         labels, skips, norms = np.empty(width, np.int64), np.empty(width), np.zeros(max(batch.lengths[n], 1))
         count = states_of(batch, n, labels, skips)
         before, after = np.empty(width + 2), np.full(width + 2, LOWEST)
         start(before, count)
         for t in range(batch.lengths[n]):
-            row = from_step(scores, t, n)
-            norms[t] = normaliser(row, stride, classes) if from_logits else 0.0
+            row = classes_of(scores, t, n, buffer)
+            norms[t] = normaliser(row, lanes) if from_logits else 0.0
             for c in range(count):
                 most, slot = before[c + 2], 0
                 if (before[c + 1] > most) | (before[c + 1] != before[c + 1]):  # NaN is the greatest
                     most, slot = before[c + 1], 1
                 if (before[c] + skips[c] > most) | (before[c] + skips[c] != before[c] + skips[c]):
                     most, slot = before[c], 2
-                value = most + (row[labels[c] * stride] - norms[t])
+                value = most + (row[labels[c]] - norms[t])
                 after[c + 2] = LOWEST if value <= IMPOSSIBLE else value
                 cell = pointers[n, t, c // 4] if c % 4 else 0
                 pointers[n, t, c // 4] = cell | (slot << (2 * (c % 4)))
@@ -191,7 +227,7 @@ def best(share: Any, batch: Any, scores: Any, classes: int, from_logits: bool, p
         for t in range(batch.lengths[n] - 1 if score[n] > -INF else -1, -1, -1):
             labels_of[n, t] = labels[state]
             tokens[n, t] = state // 2 if state % 2 else -1
-            found[n, t] = from_step(scores, t, n)[labels[state] * stride] - norms[t]
+            found[n, t] = from_step(scores, t, n)[labels[state] * scores.strides[2]] - norms[t]
             state -= (pointers[n, t, state // 4] >> (2 * (state % 4))) & 3
 
 
