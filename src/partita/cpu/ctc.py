@@ -74,9 +74,9 @@ def classes_of(scores: Any, t: int, n: int, buffer: Any) -> Any:
 
 
 @njit(**FLAGS)
-def normaliser(row: Any, lanes: Any) -> float:
-    """log Σ exp of the classes of a step, of which each lane, `[2, LANES]`, takes every so many: no compiler may make vector code of one sum."""
-    high, sums = lanes
+def normaliser(row: Any, high: Any, sums: Any) -> float:
+    """log Σ exp of the classes of a step, of which each lane, `[LANES]` both, takes every so many: one sum would not become vector code,
+    and neither would two rows of one array, which might overlap."""
     whole = len(row) - len(row) % LANES
     for i in range(LANES):
         high[i], sums[i] = LOWEST, 0.0
@@ -117,7 +117,7 @@ def enter(row: Any, norm: float, labels: Any, skips: Any, before: Any, after: An
 @njit(nogil=True, **FLAGS)
 def forward(share: Any, batch: Any, scores: Any, classes: int, from_logits: bool, alpha: Any, keep: bool, losses: Any) -> None:
     """Losses, `[N]`; α before each step is kept in `[N, T + 1, 2 + S + 1]`, or for two steps, with log Σ exp of the step behind it."""
-    width, lanes, buffer = 2 * batch.most + 1, np.empty((2, LANES)), np.empty(classes, scores.numbers.dtype)
+    width, buffer, high, sums = 2 * batch.most + 1, np.empty(classes, scores.numbers.dtype), np.empty(LANES), np.empty(LANES)
     for n in share:
         labels, skips, emitted = np.empty(width, np.int64), np.empty(width), np.empty(width)
         count = states_of(batch, n, labels, skips)
@@ -125,7 +125,7 @@ def forward(share: Any, batch: Any, scores: Any, classes: int, from_logits: bool
         for t in range(batch.lengths[n]):
             row = classes_of(scores, t, n, buffer)
             here, after = (t, t + 1) if keep else (t % 2, (t + 1) % 2)
-            norm = normaliser(row, lanes) if from_logits else 0.0
+            norm = normaliser(row, high, sums) if from_logits else 0.0
             alpha[n, here, width + 2] = norm
             alpha[n, after, 0], alpha[n, after, 1] = LOWEST, LOWEST
             enter(row, norm, labels, skips, alpha[n, here], alpha[n, after], count, emitted)
@@ -200,7 +200,7 @@ def backward(
 @njit(nogil=True, **FLAGS)
 def best(share: Any, batch: Any, scores: Any, classes: int, from_logits: bool, pointers: Any, labels_of: Any, tokens: Any, found: Any, score: Any) -> None:
     """The best alignment of each sequence, followed back by pointers of two bits, `[N, T, S / 4]`."""
-    width, lanes, buffer = 2 * batch.most + 1, np.empty((2, LANES)), np.empty(classes, scores.numbers.dtype)
+    width, buffer, high, sums = 2 * batch.most + 1, np.empty(classes, scores.numbers.dtype), np.empty(LANES), np.empty(LANES)
     for n in share:
         labels, skips, norms = np.empty(width, np.int64), np.empty(width), np.zeros(max(batch.lengths[n], 1))
         count = states_of(batch, n, labels, skips)
@@ -208,7 +208,7 @@ def best(share: Any, batch: Any, scores: Any, classes: int, from_logits: bool, p
         start(before, count)
         for t in range(batch.lengths[n]):
             row = classes_of(scores, t, n, buffer)
-            norms[t] = normaliser(row, lanes) if from_logits else 0.0
+            norms[t] = normaliser(row, high, sums) if from_logits else 0.0
             for c in range(count):
                 most, slot = before[c + 2], 0
                 if (before[c + 1] > most) | (before[c + 1] != before[c + 1]):  # NaN is the greatest
