@@ -168,7 +168,7 @@ def call_parallel(dtype: torch.dtype) -> None:
     words, flag = torch.zeros(64, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     for sizes in ((65_536,) * 2, (25_129, 25_128), (12_565,) * 4):
         for softcap, z_loss, mean in ((0.0, 0.0, True), (0.0, 0.0, False), (5.0, 0.1, True)):
-            parallel_rows.parallel_one_pass(torch.zeros(3, sizes[0], dtype=dtype), target, words, words, flag, sizes, 0, 1, -100, softcap, z_loss, mean)
+            parallel_rows.parallel_one_pass(torch.zeros(3, sizes[0], dtype=dtype), target, words, words, words, flag, 1, sizes, 0, -100, softcap, z_loss, mean)
 
 
 def call_everything(x: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import datetime
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from rows import KERNEL_DEVICES, kernel_devices
 
-from partita import _peers
+from partita import _parallel, _peers
 from partita.testing import poisoned_memory
 
 kernels = pytest.importorskip("partita.kernels.parallel_rows")
@@ -21,19 +22,25 @@ PATIENCE = 10**7  # looks for what others leave, before a test fails
 
 
 class Memory(NamedTuple):
-    """Of all ranks: the words of each, where these are, and the flag of failure."""
+    """Of all ranks: the words of each, where these are, and the flags of each."""
 
     boxes: list[torch.Tensor]
     peers: torch.Tensor
+    given_up: list[torch.Tensor]
     failed: torch.Tensor
+
+    def forgive(self) -> None:
+        self.failed.zero_()
+        for flag in self.given_up:
+            flag.zero_()
 
 
 def memory_for(rows: int, sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> Memory:
     words = kernels.words_of(rows, sizes, dtype.itemsize)
     boxes = [torch.zeros(words, dtype=torch.int64, device=device) for _ in sizes]
     failed = torch.zeros(1, dtype=torch.int32)
-    peers = torch.tensor([box.data_ptr() for box in boxes], device=device)
-    return Memory(boxes, peers, failed.pin_memory() if device == "cuda" else failed)
+    peers, given_up = torch.tensor([box.data_ptr() for box in boxes], device=device), [torch.zeros(1, dtype=torch.int64, device=device) for _ in sizes]
+    return Memory(boxes, peers, given_up, failed.pin_memory() if device == "cuda" else failed)
 
 
 class Batch(NamedTuple):
@@ -50,9 +57,9 @@ class Batch(NamedTuple):
 
 
 def rank_of(x: Batch, rank: int, memory: Memory, patience: int, sizes: tuple[int, ...] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    options = (patience, sizes or x.sizes, rank, IGNORED, x.softcap, x.z_loss, x.mean)
+    options = (memory.given_up[rank], memory.failed, patience, sizes or x.sizes, rank, IGNORED, x.softcap, x.z_loss, x.mean)
     with poisoned_memory():
-        return kernels.parallel_one_pass(x.parts[rank], x.target, memory.boxes[rank], memory.peers, memory.failed, *options)
+        return kernels.parallel_one_pass(x.parts[rank], x.target, memory.boxes[rank], memory.peers, *options)
 
 
 def in_turn(x: Batch, device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -60,6 +67,7 @@ def in_turn(x: Batch, device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     memory = memory_for(len(x.logits), x.sizes, x.logits.dtype, device)
     for rank in range(len(x.sizes)):
         rank_of(x, rank, memory, 0)
+    memory.forgive()
     return [rank_of(x, rank, memory, 1) for rank in range(len(x.sizes))]
 
 
@@ -137,11 +145,14 @@ def test_a_label_of_nobody_spoils_its_row_alone(device: str) -> None:
 
 @kernel_devices
 def test_a_rank_that_does_not_come(device: str) -> None:
-    """The others' loss is NaN, and who asks is told."""
+    """The others' loss is NaN, and who asks is told; a call that was on its way already waits for nothing, and its loss is NaN, whoever comes."""
     x = batch_of(3, (30, 20), device)
     memory = memory_for(3, x.sizes, x.logits.dtype, device)
     loss, _ = rank_of(x, 0, memory, 3)
     assert loss.isnan() and memory.failed.item() == 1
+    rank_of(x, 1, memory, 0)
+    loss, _ = rank_of(x, 0, memory, 10**9)
+    assert loss.isnan()
     with pytest.raises(RuntimeError, match="a rank did not come to the loss within the time-out"):
         _peers.check(memory.failed)
 
@@ -153,6 +164,7 @@ def test_ranks_that_do_not_agree(device: str) -> None:
     memory = memory_for(3, x.sizes, x.logits.dtype, device)
     wrong = ((30, 30), (20, 20))
     for patience in (0, 1):
+        memory.forgive()
         found = [rank_of(x, rank, memory, patience, wrong[rank])[0] for rank in range(2)]
     assert all(math.isnan(loss) for loss in found)
 
@@ -163,11 +175,11 @@ def test_ranks_that_bring_other_rows(device: str) -> None:
     many, few = batch_of(3, (30, 20), device), batch_of(2, (30, 20), device)
     memory = memory_for(3, many.sizes, many.logits.dtype, device)
     rank_of(many, 0, memory, 0)
-    memory.failed.zero_()
     for x, rank in ((few, 1), (many, 0)):
+        memory.forgive()
         loss, _ = rank_of(x, rank, memory, 10**9)
         assert loss.isnan() and memory.failed.item() == 1
-    with pytest.raises(RuntimeError, match="or came with other rows"):
+    with pytest.raises(RuntimeError, match="or came with other rows or classes"):
         _peers.check(memory.failed)
 
 
@@ -185,6 +197,9 @@ def test_meetings_of_ranks_with_other_histories() -> None:
             ranks[rank].wait([theirs], datetime.timedelta(seconds=1))
             assert ranks[rank].get(theirs) == f"{1 - rank} in {meeting}".encode()
             assert ranks[rank].multi_get([theirs, theirs]) == 2 * [f"{1 - rank} in {meeting}".encode()]
+    if hasattr(dist.Store, "barrier"):
+        with ThreadPoolExecutor(2) as pool:  # C++ counts by `add`
+            list(pool.map(lambda rank, number: stores[rank].barrier(f"CUDA/{number}", 2, datetime.timedelta(seconds=20)), (0, 1), (9, 2)))
     ranks[0].set("else", "anything")
     assert ranks[1].get("else") == b"anything"
     with pytest.raises(dist.DistStoreError):
@@ -205,6 +220,12 @@ def test_a_group_for_one_meeting(tmp_path: Path) -> None:
             assert _peers._made(dist.group.WORLD, torch.device("cpu"), 8) is None
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("classes", [0, 511, 512, 600])
+def test_a_product_in_two_parts(classes: int) -> None:
+    a, b = torch.randn(7, classes + 40)[:, :classes], torch.randn(7, 5)
+    torch.testing.assert_close(_parallel._beside(a.T, b), a.T @ b)
 
 
 def test_where_kernels_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:

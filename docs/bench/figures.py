@@ -88,7 +88,7 @@ def ctc_crf(panels: Sequence[Axes]) -> None:
     panels[0].set_title("CTC-CRF, 2,000 steps × 64 sequences × 4⁵ k-mers, fp32, NVIDIA H200", loc="left")
 
 
-PRODUCTS_MS, PASSES_MS, EXCHANGED_BYTES = 38.1, 1.5, 4 * 4096 * 8192  # of one GPU, as in docs/parallel.md
+PRODUCTS_MS, PASSES_MS, EXCHANGED_BYTES = 37.7, 1.5, 4 * 4096 * 8192  # of one GPU, as in docs/parallel.md
 MACHINE_RANKS, LINK, NETWORK = 8, 450e9, 50e9  # GPUs of a machine, and nominal bytes a second in each direction inside of it and between machines
 
 

@@ -31,13 +31,15 @@ class Boxes(NamedTuple):
     Fields:
         words: int64, as many in each.
         peers: `[world]` int64 each, where the ranks have them.
-        failed: `[1]` int32 on the host, which the device writes: a rank did not come.
+        given_up: `[1]` int64, not 0 for good once a program of this rank has given up: words may come late from then on.
+        failed: `[1]` int32 on the host, which the device writes then.
         limit: how often a program looks for what others leave before it gives up.
         handles: what keeps the memory.
     """
 
     words: tuple[Tensor, Tensor]
     peers: tuple[Tensor, Tensor]
+    given_up: Tensor
     failed: Tensor
     limit: int
     handles: Any
@@ -66,6 +68,9 @@ class Numbered(Store):
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return self.store.multi_get([self._key(key) for key in keys])
+
+    def add(self, key: str, value: int) -> int:
+        return self.store.add(self._key(key), value)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self.store.wait([self._key(key) for key in keys], *(() if timeout is None else (timeout,)))
@@ -120,8 +125,8 @@ def _shared(group: ProcessGroup, device: torch.device, words: int, token: str) -
     if memory.data_ptr() not in starts:
         raise RuntimeError("the handle is of other memory than was asked for")
     peers = torch.tensor([starts, [start + 8 * words for start in starts]]).to(device)
-    failed = torch.zeros(1, dtype=torch.int32).pin_memory()
-    return Boxes((memory[:words], memory[words:]), (peers[0], peers[1].clone()), failed, patience(group, device), handle)
+    given_up, failed = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int32).pin_memory()
+    return Boxes((memory[:words], memory[words:]), (peers[0], peers[1].clone()), given_up, failed, patience(group, device), handle)
 
 
 def _made(group: ProcessGroup, device: torch.device, words: int) -> Boxes | None:
@@ -130,13 +135,16 @@ def _made(group: ProcessGroup, device: torch.device, words: int) -> Boxes | None
     dist.all_gather_object(met, (socket.gethostname(), uuid.uuid4().hex), group)
     if len({host for host, _ in met}) > 1:
         return None
-    boxes = None
+    boxes = why = None
     try:
         with torch.inference_mode(False):
             boxes = _shared(group, device, words, met[0][1])
     except (ImportError, AttributeError, RuntimeError, TypeError) as error:
-        warnings.warn(f"partita.parallel: the GPUs do not share memory, so their statistics are gathered: {error}", stacklevel=2)
-    return boxes if _agreed(boxes is not None, group, device) else None
+        why = error
+    agreed = _agreed(boxes is not None, group, device)
+    if why is not None:
+        warnings.warn(f"partita.parallel: the GPUs do not share memory, so their statistics are gathered: {why}", stacklevel=2)
+    return boxes if agreed else None
 
 
 def patience(group: ProcessGroup, device: torch.device) -> int:
@@ -147,8 +155,8 @@ def patience(group: ProcessGroup, device: torch.device) -> int:
     return int(seconds * SPINS_A_SECOND)
 
 
-def boxes_for(group: ProcessGroup, device: torch.device, words: int) -> tuple[Tensor, Tensor, Tensor, int] | None:
-    """Zeroed words, where each rank has them, the flag of failure, and the patience, for one call of all ranks; None where there can be none."""
+def boxes_for(group: ProcessGroup, device: torch.device, words: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int] | None:
+    """Zeroed words, where each rank has them, the two flags, and the patience, for one call of all ranks; None where there can be none."""
     key = (group.group_name, device)
     state = _states.get(key)
     if state is None or state.group() is not group or (state.boxes is not None and state.boxes.words[0].shape[0] < words):
@@ -162,11 +170,12 @@ def boxes_for(group: ProcessGroup, device: torch.device, words: int) -> tuple[Te
     state.stream = stream
     turn, state.calls = state.calls % 2, state.calls + 1
     state.boxes.words[1 - turn].zero_()  # the call before used them, and none of its programs is left anywhere
-    return state.boxes.words[turn], state.boxes.peers[turn], state.boxes.failed, state.boxes.limit
+    return state.boxes.words[turn], state.boxes.peers[turn], *state.boxes[2:5]
 
 
 def check(failed: Tensor) -> None:
     if failed.item():
         raise RuntimeError(
-            "partita.parallel: a rank did not come to the loss within the time-out of its group, or came with other rows, so the loss of the others is NaN"
+            "partita.parallel: a rank did not come to the loss within the time-out of its group, or came with other rows or classes, "
+            "so the loss of the others is NaN"
         )

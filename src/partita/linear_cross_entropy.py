@@ -93,7 +93,7 @@ def linear_cross_entropy_plan(
     beside = (ROW_WORDS * 4 + vocabulary // 512) * tokens  # the second is what programs that share a row exchange
     budget = BUDGET if memory_budget is None else memory_budget
     if input_grad or weight_grad:
-        flops, exchanged = product * (1 + input_grad + weight_grad), 6 * tokens * hidden * (parallel and input_grad)  # sent in fp32, and what comes
+        flops, exchanged = product * (1 + input_grad + weight_grad), 8 * tokens * hidden * (parallel and input_grad)  # what is sent, and what comes
         if tokens * row + beside + exchanged <= budget:
             return Plan("fast", max(tokens, 1), tokens * row + beside + exchanged, flops)
         added = hidden * vocabulary * 4 if weight_grad and half else 0

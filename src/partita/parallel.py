@@ -111,7 +111,7 @@ def cross_entropy(
 
     Raises:
         TypeError, ValueError, IndexError: as in `partita.cross_entropy`.
-        RuntimeError: torch.distributed is not initialised; a group of Gloo for tensors on a GPU; a second derivative; a rank did not come to the call before.
+        RuntimeError: torch.distributed is not initialised; Gloo for tensors on a GPU; a second derivative; a rank missed an earlier call or had other rows.
 
     On GPUs of one host loss and gradient come from one read and one write of the logits, by kernels that wait for one another (`PARTITA_PEERS=0` forbids
     that): in eager code, for bf16 and fp32, `mean` and `sum`, without smoothing and class weights.

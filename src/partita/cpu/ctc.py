@@ -78,24 +78,24 @@ def normaliser(row: Any, high: Any, sums: Any) -> float:
     """log Σ exp of the classes of a step, of which each lane, `[LANES]` both, takes every so many: one sum would not become vector code,
     and neither would two rows of one array, which might overlap."""
     whole = len(row) - len(row) % LANES
-    for i in range(LANES):
-        high[i], sums[i] = LOWEST, 0.0
-    for c in range(0, whole, LANES):
-        part = row[c : c + LANES]
-        for i in range(LANES):
-            high[i] = part[i] if part[i] > high[i] else high[i]
-    highest = LOWEST
-    for i in range(LANES):
-        highest = high[i] if high[i] > highest else highest
+    highest, total = LOWEST, 0.0
     for c in range(whole, len(row)):
         highest = row[c] if row[c] > highest else highest
-    for c in range(0, whole, LANES):
-        part = row[c : c + LANES]
+    if whole:
         for i in range(LANES):
-            sums[i] += exp_floor(part[i] - highest)
-    total = 0.0
-    for i in range(LANES):
-        total += sums[i]
+            high[i], sums[i] = highest, 0.0
+        for c in range(0, whole, LANES):
+            part = row[c : c + LANES]
+            for i in range(LANES):
+                high[i] = part[i] if part[i] > high[i] else high[i]
+        for i in range(LANES):
+            highest = high[i] if high[i] > highest else highest
+        for c in range(0, whole, LANES):
+            part = row[c : c + LANES]
+            for i in range(LANES):
+                sums[i] += exp_floor(part[i] - highest)
+        for i in range(LANES):
+            total += sums[i]
     for c in range(whole, len(row)):
         total += exp_floor(row[c] - highest)
     return highest + np.log(total) if highest > LOWEST else np.nan  # as a log-softmax of nothing but -inf

@@ -33,18 +33,19 @@ def strangers(words, programs, WORLD: tl.constexpr, SLOTS: tl.constexpr):
 
 @triton.jit
 def wait_for(boxes_ptr, row_place, given_up_ptr, wanted, programs, limit, WORLD: tl.constexpr, SLOTS: tl.constexpr):
-    """The headers of all ranks and the pairs of a row, [SLOTS], and whether all came before the patience of one program ended it for all, or a rank
-    came with another number of programs, which may leave no pair for this row."""
+    """The headers of all ranks and the pairs of a row, [SLOTS], and whether all came before the patience of one program ended it for all, in this call
+    or an earlier one, or a rank came with another number of programs, which may leave no pair for this row."""
     lane = tl.arange(0, SLOTS)
     at = boxes_ptr + tl.where(lane < WORLD, lane, row_place + lane - WORLD)
     words = tl.load(at, mask=wanted, other=1, volatile=True)
-    left = tl.where(tl.load(given_up_ptr, volatile=True) == 0, limit, 0)
+    going = tl.load(given_up_ptr, volatile=True) == 0
+    left = tl.where(going, limit, 0)
     while (tl.min((words != 0).to(tl.int32), axis=0) == 0) & (left > 0):
         words = tl.load(at, mask=wanted, other=1, volatile=True)
         left = tl.where(strangers(words, programs, WORLD, SLOTS), 0, left - 1)
     first, second = unpack(words)
     came = (tl.min((words != 0).to(tl.int32), axis=0) == 1) & (strangers(words, programs, WORLD, SLOTS) == 0)
-    return first, second, came
+    return first, second, came & going
 
 
 @triton.jit(do_not_specialize=["rows", "all_classes", "first", "rank", "splits", "limit", "ignore_index"])
@@ -52,10 +53,11 @@ def parallel_row_kernel(
     logits_ptr,  # [rows, classes]
     target_ptr,  # [rows] labels among all classes
     shares_ptr,  # [2, SHARES] of what the mean divides by, or None
-    ticket_ptr,  # [2] int64, zero: places, and whether a program gave up
+    ticket_ptr,  # [1] int64, zero: places
     boxes_ptr,  # [world + rows * (world * splits + 1)] int64, zero: headers, then for each row the pairs of the ranks' programs and the label's
     peers_ptr,  # [world] int64, where each rank has its boxes
-    failed_ptr,  # [1] int32 on the host: pairs are missing
+    given_up_ptr,  # [1] int64, of all calls
+    failed_ptr,  # [1] int32 on the host
     loss_ptr,  # [rows]
     grad_ptr,  # [rows, classes]
     rows,
@@ -106,9 +108,9 @@ def parallel_row_kernel(
     hand_to(peers_ptr, row_place + pairs, own_label_x, own_label_x, mine, WORLD)
     hand_to(peers_ptr, row_place + rank * splits + split, maximum, total, place >= 0, WORLD)
     wanted = (lane < WORLD + pairs) | ((lane == WORLD + pairs) & valid)
-    firsts, seconds, came = wait_for(boxes_ptr, row_place, ticket_ptr + 1, wanted, programs, limit, WORLD, SLOTS)
+    firsts, seconds, came = wait_for(boxes_ptr, row_place, given_up_ptr, wanted, programs, limit, WORLD, SLOTS)
     if not came:
-        tl.store(ticket_ptr + 1, 1)
+        tl.store(given_up_ptr, 1)
         tl.store(failed_ptr, 1)
     before, everywhere = tl.sum(tl.where(lane < rank, firsts, 0.0), axis=0), tl.sum(tl.where(lane < WORLD, firsts, 0.0), axis=0)
     agreed = came & (before == first) & (everywhere == all_classes)
@@ -147,13 +149,13 @@ def words_of(rows: int, sizes: tuple[int, ...], itemsize: int) -> int:
 
 
 def parallel_one_pass(
-    logits: Tensor, target: Tensor, boxes: Tensor, peers: Tensor, failed: Tensor, limit: int, sizes: tuple[int, ...], rank: int, ignore_index: int,
-    softcap: float, z_loss: float, mean: bool,
+    logits: Tensor, target: Tensor, boxes: Tensor, peers: Tensor, given_up: Tensor, failed: Tensor, limit: int, sizes: tuple[int, ...], rank: int,
+    ignore_index: int, softcap: float, z_loss: float, mean: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The loss and the gradient of this rank's logits, which lie row by row; `sizes` are the classes of all ranks."""
     rows, classes = logits.shape
     dtype, device = accumulator(logits.dtype), logits.device
-    words, shares = torch.empty(SUM_WORDS + 2, dtype=torch.int64, device=device), None  # the last two are the ticket
+    words, shares = torch.empty(SUM_WORDS + 1, dtype=torch.int64, device=device), None  # the last is the ticket
     if mean:
         shares = denominators(target, None, ignore_index, sum(sizes), words)
     else:
@@ -168,5 +170,6 @@ def parallel_one_pass(
     plan = Plan("row", 1, block, max(1, block // (4096 if itemsize == 2 else 2048)), splits, 96 if itemsize == 2 else 168, vector)
     options = {name: value for name, value in row_options(plan, logits.dtype).items() if name not in ("SHARED", "STREAM", "BLOCK_SPLITS")}
     flags = {"WORLD": world, "CAP": softcap != 0, "Z": z_loss != 0, "MEAN": shares is not None, "SLOTS": power_of_2(world * (splits + 1) + 1)}
-    launch(parallel_row_kernel, rows * splits, logits, target, shares, words[SUM_WORDS:], boxes, peers, failed, losses, grad, *numbers, **flags, **options)
+    tensors = (logits, target, shares, words[SUM_WORDS:], boxes, peers, given_up, failed, losses, grad)
+    launch(parallel_row_kernel, rows * splits, *tensors, *numbers, **flags, **options)
     return total(losses, words, dtype, shares=shares), grad
