@@ -1,5 +1,6 @@
 """torch.library.opcheck on each registered op: schema, fake, autograd registration and AOT dispatch."""
 
+import functools
 from collections import defaultdict
 from typing import Any
 
@@ -16,6 +17,7 @@ BACKEND = "triton" if INTERPRETING else "auto"
 N, C = 4, 7
 
 
+@functools.cache  # opcheck works on copies
 def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
     x = sample_rows(N, C, device=device)
     half = x.half()
