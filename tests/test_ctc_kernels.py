@@ -110,14 +110,14 @@ def test_dtypes(dtype: torch.dtype, device: str) -> None:
 @kernel_devices
 def test_logits_that_no_exponent_holds_are_served_by_logarithms(device: str) -> None:
     """Masks such as -1e9, scores of 1e7, a NaN, and -inf; the other sequences of the batch go the usual way."""
-    x = batch_of(10, 5, 6, 3, device=device, holes=0.1)
+    x = batch_of(8, 4, 6, 3, device=device, holes=0.1)
     x.logits[:, 1] *= 1e7
     x.logits[:, 2, 1] = -1e9
     assert_right(x)
     x.logits[3, 3, 0] = torch.nan
     losses, alone, grad = results(x, "triton")
     assert losses[3].isnan() and alone[3].isnan() and grad[: x.input_lengths[3], 3].isnan().all()
-    others = torch.tensor([0, 1, 2, 4], device=device)
+    others = torch.tensor([0, 1, 2], device=device)
     truth = results(x, "reference")
     torch.testing.assert_close((losses[others], grad[:, others]), (truth[0][others], truth[2][:, others]), rtol=2e-6, atol=4e-6)
     assert_right(batch_of(*((34, 1, 6, 33) if device == "cpu" else (60, 2, 6, 40)), device=device, scale=1e7))
@@ -142,10 +142,10 @@ def test_wrong_labels_and_lengths_spoil_their_sequence_alone(device: str, monkey
 
 @kernel_devices
 def test_any_strides(device: str) -> None:
-    x = batch_of(10, 3, 8, 4, device=device)
+    x = batch_of(7, 2, 8, 3, device=device)
     assert_right(x._replace(logits=x.logits.permute(2, 0, 1).contiguous().permute(1, 2, 0)))
-    assert_right(x._replace(logits=x.logits[:, :1].expand(-1, 3, -1)))
-    fewer = x._replace(targets=x.targets % 7, input_lengths=x.input_lengths.clamp(max=9))
+    assert_right(x._replace(logits=x.logits[:, :1].expand(-1, 2, -1)))
+    fewer = x._replace(targets=x.targets % 7, input_lengths=x.input_lengths.clamp(max=6))
     assert_right(fewer._replace(logits=x.logits[1:, :, 1:]))
 
 
