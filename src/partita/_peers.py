@@ -161,16 +161,16 @@ def boxes_for(group: ProcessGroup, device: torch.device, words: int) -> tuple[Te
     state = _states.get(key)
     if state is None or state.group() is not group or (state.boxes is not None and state.boxes.words[0].shape[0] < words):
         _states[key] = state = _State(group, _made(group, device, max(FEWEST_WORDS, 1 << (words - 1).bit_length())))
-    if state.boxes is None:
+    if (boxes := state.boxes) is None:
         return None
-    check(state.boxes.failed)
+    check(boxes.failed)
     stream = torch.cuda.current_stream(device)
     if state.stream is not None and state.stream != stream:
         stream.wait_stream(state.stream)
     state.stream = stream
     turn, state.calls = state.calls % 2, state.calls + 1
-    state.boxes.words[1 - turn].zero_()  # the call before used them, and none of its programs is left anywhere
-    return state.boxes.words[turn], state.boxes.peers[turn], *state.boxes[2:5]
+    boxes.words[1 - turn].zero_()  # the call before used them, and none of its programs is left anywhere
+    return boxes.words[turn], boxes.peers[turn], boxes.given_up, boxes.failed, boxes.limit
 
 
 def check(failed: Tensor) -> None:
