@@ -48,7 +48,9 @@ def place_of(uri: str) -> str:
 
 def uri_of(path: str) -> str:
     """Where a file of the repository stands on the site."""
-    return PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}.md")
+    return PAGES.get(path) or (
+        path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}.md"
+    )
 
 
 def links(text: str, place: str) -> Iterator[str]:
@@ -71,10 +73,16 @@ def printed(command: re.Match[str]) -> str:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, uri in PAGES.items():
         if uri != "index.md":
-            files.append(File.generated(config, uri, content=(ROOT / path).read_text(encoding="utf-8")))
+            files.append(
+                File.generated(config, uri, content=(ROOT / path).read_text(encoding="utf-8"))
+            )
     for page in list(files.documentation_pages()):
         for path in links(page.content_string, place_of(page.src_uri)):
-            if uri_of(path).startswith("source/") and (ROOT / path).is_file() and uri_of(path) not in files.src_uris:
+            if (
+                uri_of(path).startswith("source/")
+                and (ROOT / path).is_file()
+                and uri_of(path) not in files.src_uris
+            ):
                 text = (ROOT / path).read_text(encoding="utf-8")
                 listing = f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n`````{Path(path).suffix.lstrip('.')}\n{text}`````\n"
                 files.append(File.generated(config, uri_of(path), content=listing))
@@ -98,7 +106,9 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
     converter = LatexToMathML()
 
     def converted(match: re.Match[str]) -> str:
-        formula = converter.convert_with_local_state(html.unescape(match[2]), displaystyle=match[1] == "div")
+        formula = converter.convert_with_local_state(
+            html.unescape(match[2]), displaystyle=match[1] == "div"
+        )
         return f'<{match[1]} class="formula">{formula}</{match[1]}>'
 
     return FORMULA.sub(converted, content)
@@ -109,7 +119,9 @@ class Docstrings(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
-            text = re.sub(r"^( *)Fields:$", r"\1Attributes:", obj.docstring.value, flags=re.MULTILINE)
+            text = re.sub(
+                r"^( *)Fields:$", r"\1Attributes:", obj.docstring.value, flags=re.MULTILINE
+            )
             text = re.sub(r"^( *)Example:$", r"\1Examples:", text, flags=re.MULTILINE)
             obj.docstring.value = SHARED.sub(self.each, text)
 

@@ -19,7 +19,17 @@ from time import perf_counter
 from typing import NamedTuple
 
 import torch
-from digit_lines import CLASSES, COLUMNS_A_STEP, HEIGHT, LONGEST, SHORTEST, WIDTH, Reader, compose, train
+from digit_lines import (
+    CLASSES,
+    COLUMNS_A_STEP,
+    HEIGHT,
+    LONGEST,
+    SHORTEST,
+    WIDTH,
+    Reader,
+    compose,
+    train,
+)
 from digits import FAINT, INK, MUTED, RIGHT, WRONG, Digits, load, positive
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
@@ -71,7 +81,10 @@ def compose_page(digits: Digits, count: int, seed: int) -> Page:
     inked = digits.images.amax(2, keepdim=True) > 0
     first, last = inked & (inked.cumsum(3) == 1), inked & (inked.flip(3).cumsum(3).flip(3) == 1)
     marks = (first + 2.0 * last).expand_as(digits.images)
-    lines, marked = (compose(digits._replace(images=images), count, torch.Generator().manual_seed(seed)) for images in (digits.images, marks))
+    lines, marked = (
+        compose(digits._replace(images=images), count, torch.Generator().manual_seed(seed))
+        for images in (digits.images, marks)
+    )
     on_page = torch.arange(WIDTH) < COLUMNS_A_STEP * lines.input_lengths[:, None]
     mark = marked.images.amax((1, 2))[on_page]
     places = torch.cat([(mark % 2 == 1).nonzero(), (mark >= 2).nonzero() + 1], 1)
@@ -86,7 +99,9 @@ def spoil(truth: Tensor, errors: int, generator: torch.Generator) -> Transcript:
     for i, label in enumerate(truth.tolist()):
         if i in spoilt:
             others = sorted({*range(1, CLASSES)} - {*truth[max(i - 1, 0) : i + 2].tolist()})
-            other, changed = (int(torch.randint(top, (), generator=generator)) for top in (len(others), 2))
+            other, changed = (
+                int(torch.randint(top, (), generator=generator)) for top in (len(others), 2)
+            )
             rows.append((others[other], i if changed else -1, True))
         if i not in spoilt or not changed:
             rows.append((label, i, False))
@@ -99,7 +114,9 @@ def align(logits: Tensor, labels: Tensor) -> partita.CTCAlignment:
     return partita.ctc_align(logits, labels[None], [len(logits)], [len(labels)], from_logits=True)
 
 
-def judge(logits: Tensor, best: partita.CTCAlignment, page: Page, transcript: Transcript, seconds: float) -> Report:
+def judge(
+    logits: Tensor, best: partita.CTCAlignment, page: Page, transcript: Transcript, seconds: float
+) -> Report:
     """Against what is known of the page and of the transcript's errors, and against torchaudio's function."""
     start, end, score = (t[0] for t in best.spans())
     wrong = transcript.wrong
@@ -110,7 +127,9 @@ def judge(logits: Tensor, best: partita.CTCAlignment, page: Page, transcript: Tr
     right, doubted = score[~wrong][:, None], score[wrong]
     area = ((right > doubted).double() + (right == doubted).double() / 2).mean()
     found = wrong[score.argsort(stable=True)[: len(doubted)]].sum()
-    path, scores = forced_align(partita.log_softmax(logits, dim=-1).transpose(0, 1), transcript.labels[None])
+    path, scores = forced_align(
+        partita.log_softmax(logits, dim=-1).transpose(0, 1), transcript.labels[None]
+    )
     return Report(
         steps=len(logits),
         labels=len(wrong),
@@ -125,20 +144,48 @@ def judge(logits: Tensor, best: partita.CTCAlignment, page: Page, transcript: Tr
     )
 
 
-def draw_row(picture: Axes, curve: Axes, begin: int, end: int, page: Page, transcript: Transcript, spans: partita.TokenSpans) -> None:
+def draw_row(
+    picture: Axes,
+    curve: Axes,
+    begin: int,
+    end: int,
+    page: Page,
+    transcript: Transcript,
+    spans: partita.TokenSpans,
+) -> None:
     """These steps of the page: the scans, and under them the ink of each column, with the labels' places over both."""
     signal = page.signal[:, COLUMNS_A_STEP * begin : COLUMNS_A_STEP * end]
     time = begin + (torch.arange(signal.shape[1]) + 0.5) / COLUMNS_A_STEP
-    picture.imshow(signal.numpy(), cmap="gray_r", extent=(begin, end, HEIGHT, 0), aspect="auto", interpolation="bicubic")
+    picture.imshow(
+        signal.numpy(),
+        cmap="gray_r",
+        extent=(begin, end, HEIGHT, 0),
+        aspect="auto",
+        interpolation="bicubic",
+    )
     curve.fill_between(time, signal.sum(0), color=FAINT, lw=0)
     curve.plot(time, signal.sum(0), color=MUTED, lw=0.8)
-    for label, wrong, first, last, score in zip(transcript.labels.tolist(), transcript.wrong.tolist(), *(t[0].tolist() for t in spans), strict=True):
+    for label, wrong, first, last, score in zip(
+        transcript.labels.tolist(),
+        transcript.wrong.tolist(),
+        *(t[0].tolist() for t in spans),
+        strict=True,
+    ):
         if begin <= first < end:
             colour = SURE(exp(score))
             for axes in (picture, curve):
                 axes.axvspan(first, last, color=colour, alpha=0.4, lw=0)
             ring = {"boxstyle": "circle,pad=0.2", "ec": INK, "fc": "none"} if wrong else None
-            picture.text((first + last) / 2, -2, f"{label - 1}", ha="center", va="center", color=colour, weight="bold", bbox=ring)
+            picture.text(
+                (first + last) / 2,
+                -2,
+                f"{label - 1}",
+                ha="center",
+                va="center",
+                color=colour,
+                weight="bold",
+                bbox=ring,
+            )
     picture.set(xticks=[], yticks=[], ylim=(HEIGHT, 0))
     curve.set(yticks=[], ylim=(0, HEIGHT - 2))
     curve.tick_params(color=MUTED, labelcolor=MUTED, labelsize=7.5)
@@ -147,13 +194,28 @@ def draw_row(picture: Axes, curve: Axes, begin: int, end: int, page: Page, trans
         axes.spines[:].set_visible(False)
 
 
-def draw_overview(axes: Axes, steps: int, shown: tuple[int, int], transcript: Transcript, spans: partita.TokenSpans) -> None:
+def draw_overview(
+    axes: Axes,
+    steps: int,
+    shown: tuple[int, int],
+    transcript: Transcript,
+    spans: partita.TokenSpans,
+) -> None:
     start, end, score = (t[0] for t in spans)
     time, confidence = (start + end) / 2, score.exp().clamp(min=1e-8)
     axes.axvspan(*shown, color=FAINT, lw=0)
     axes.scatter(time, confidence, c=SURE(confidence.numpy()), s=9, zorder=2, clip_on=False)
     wrong = transcript.wrong
-    axes.scatter(time[wrong], confidence[wrong], s=42, facecolor="none", edgecolor=INK, lw=0.9, zorder=2, clip_on=False)
+    axes.scatter(
+        time[wrong],
+        confidence[wrong],
+        s=42,
+        facecolor="none",
+        edgecolor=INK,
+        lw=0.9,
+        zorder=2,
+        clip_on=False,
+    )
     axes.set(yscale="log", xlim=(0, steps), ylim=(1e-8, 1.5), xlabel="step")
     axes.tick_params(color=MUTED, labelcolor=INK)
     axes.grid(axis="y", color=FAINT, lw=0.8)
@@ -161,7 +223,9 @@ def draw_overview(axes: Axes, steps: int, shown: tuple[int, int], transcript: Tr
     axes.spines[["left", "bottom"]].set_color(MUTED)
 
 
-def draw(path: Path, page: Page, transcript: Transcript, spans: partita.TokenSpans, steps: int) -> None:
+def draw(
+    path: Path, page: Page, transcript: Transcript, spans: partita.TokenSpans, steps: int
+) -> None:
     """The part of the page with the most wrong labels in full, and the confidence of every label of the page."""
     edges = torch.cat([page.places[:, 0] // COLUMNS_A_STEP, torch.tensor([steps])])
     start = spans.start[0, transcript.wrong]
@@ -178,7 +242,9 @@ def draw(path: Path, page: Page, transcript: Transcript, spans: partita.TokenSpa
     for (picture, curve), begin, end in zip(cells, cuts[:-1], cuts[1:], strict=True):
         draw_row(picture, curve, begin, end, page, transcript, spans)
     bottom.suptitle("The confidence in each label of the page", **heading)
-    bottom.supxlabel("ringed: wrong labels, changed or inserted   grey: the part above", size=9, color=MUTED)
+    bottom.supxlabel(
+        "ringed: wrong labels, changed or inserted   grey: the part above", size=9, color=MUTED
+    )
     draw_overview(bottom.subplots(), steps, (cuts[0], cuts[-1]), transcript, spans)
     path.parent.mkdir(parents=True, exist_ok=True)
     known = path.suffix[1:].lower() in figure.canvas.get_supported_filetypes()
@@ -196,7 +262,9 @@ def run(lines: int, errors: int, batches: int, seed: int, out: Path, quiet: bool
     model.eval()
     with torch.no_grad():
         logits = model(page.signal[None, None])
-    align(logits[:1], transcript.labels[:1])  # so that what is compiled at the first call is not timed
+    align(
+        logits[:1], transcript.labels[:1]
+    )  # so that what is compiled at the first call is not timed
     begin = perf_counter()
     best = align(logits, transcript.labels)
     seconds = perf_counter() - begin
@@ -205,27 +273,54 @@ def run(lines: int, errors: int, batches: int, seed: int, out: Path, quiet: bool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Find the wrong labels in the transcript of a page of scikit-learn's handwritten digits.")
-    parser.add_argument("--lines", type=positive, default=100, help="lines of the page (default 100)")
-    parser.add_argument("--errors", type=positive, default=40, help=f"wrong labels, at most {MOST_ERRORS} to a line (default 40)")
-    parser.add_argument("--batches", type=positive, default=300, help="batches of lines to train on (default 300)")
+    parser = argparse.ArgumentParser(
+        description="Find the wrong labels in the transcript of a page of scikit-learn's handwritten digits."
+    )
+    parser.add_argument(
+        "--lines", type=positive, default=100, help="lines of the page (default 100)"
+    )
+    parser.add_argument(
+        "--errors",
+        type=positive,
+        default=40,
+        help=f"wrong labels, at most {MOST_ERRORS} to a line (default 40)",
+    )
+    parser.add_argument(
+        "--batches", type=positive, default=300, help="batches of lines to train on (default 300)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default 0)")
-    parser.add_argument("--out", type=Path, default=Path("alignment.png"), help="picture to write (default alignment.png)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("alignment.png"),
+        help="picture to write (default alignment.png)",
+    )
     parser.add_argument("--quiet", action="store_true", help="show no progress bar")
     options = parser.parse_args(argv)
     if options.errors > MOST_ERRORS * options.lines:
-        parser.error(f"argument --errors: expected at most {MOST_ERRORS} to a line, {MOST_ERRORS * options.lines}, got {options.errors}")
+        parser.error(
+            f"argument --errors: expected at most {MOST_ERRORS} to a line, {MOST_ERRORS * options.lines}, got {options.errors}"
+        )
 
     torch.set_num_threads(1)  # layers this small spend more time on sharing than on work
-    report = run(options.lines, options.errors, options.batches, options.seed, options.out, options.quiet)
+    report = run(
+        options.lines, options.errors, options.batches, options.seed, options.out, options.quiet
+    )
     print(f"Page: {report.steps:,} steps, {report.labels:,} labels, {report.wrong:,} of them wrong")
     print(f"Time of the alignment: {1000 * report.seconds:.1f} ms")
     print(f"Labels on their digits: {report.placed:.1%}, centres {report.off:.2f} steps apart")
-    print(f"Wrong labels: {report.found:,} among the {report.wrong:,} least sure, area under ROC {report.area:.4f}")
-    print(f"Beside forced_align: {'the same path' if report.same_path else 'another path'}, score diff {report.score_difference:.2e}")
+    print(
+        f"Wrong labels: {report.found:,} among the {report.wrong:,} least sure, area under ROC {report.area:.4f}"
+    )
+    print(
+        f"Beside forced_align: {'the same path' if report.same_path else 'another path'}, score diff {report.score_difference:.2e}"
+    )
     print(f"Picture: {options.out}")
     if report.placed < REQUIRED_PLACED or report.area < REQUIRED_AREA or not report.same_path:
-        print(f"Below {REQUIRED_PLACED:.0%} of labels in place, an area of {REQUIRED_AREA}, or not the path of forced_align.", file=sys.stderr)
+        print(
+            f"Below {REQUIRED_PLACED:.0%} of labels in place, an area of {REQUIRED_AREA}, or not the path of forced_align.",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

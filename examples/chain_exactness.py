@@ -31,7 +31,9 @@ COLOURS = {"partita": "#c2185b", "plain fp32": "#757575"}
 @dataclass(frozen=True)
 class Posterior:
     logz: float
-    marginals: Callable[[int, int], Tensor]  # of the steps from one to before another, [steps, C, K]
+    marginals: Callable[
+        [int, int], Tensor
+    ]  # of the steps from one to before another, [steps, C, K]
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,9 @@ def sticky(steps: int, generator: torch.Generator) -> Chain:
     stay = torch.linspace(0.99, 0.999, 8)
     transitions = ((1 - stay) / 7)[:, None].expand(8, 8).clone()
     transitions.diagonal().copy_(stay)
-    moves = (torch.rand(steps + 1, generator=generator) < 0.005) * torch.randint(1, 8, (steps + 1,), generator=generator)
+    moves = (torch.rand(steps + 1, generator=generator) < 0.005) * torch.randint(
+        1, 8, (steps + 1,), generator=generator
+    )
     levels = 0.5 * torch.arange(8)
     seen = levels[moves.cumsum(0) % 8] + torch.randn(steps + 1, generator=generator)
     emissions = torch.distributions.Normal(levels, 1.0).log_prob(seen[:, None, None])
@@ -88,10 +92,18 @@ def ctc(steps: int, generator: torch.Generator) -> Chain:
 
 def ring(steps: int, generator: torch.Generator) -> Chain:
     """4 states in a ring, each entered from itself and from the one before it; normal scores."""
-    return Chain(torch.randn(steps, 1, 4, 2, generator=generator), torch.tensor([[0, 3], [1, 0], [2, 1], [3, 2]]))
+    return Chain(
+        torch.randn(steps, 1, 4, 2, generator=generator),
+        torch.tensor([[0, 3], [1, 0], [2, 1], [3, 2]]),
+    )
 
 
-CHAINS = {"k-mers, 64 states": kmers, "sticky HMM, 8 states": sticky, "CTC, up to 200 labels": ctc, "ring, 4 states": ring}
+CHAINS = {
+    "k-mers, 64 states": kmers,
+    "sticky HMM, 8 states": sticky,
+    "CTC, up to 200 labels": ctc,
+    "ring, 4 states": ring,
+}
 
 
 def moved(chain: Chain, device: torch.device, dtype: torch.dtype = torch.float32) -> Chain:
@@ -107,9 +119,14 @@ def ours(chain: Chain) -> Posterior:
 def leaving(source: Tensor) -> Tensor:
     """The edges c·K + k that leave each state, padded with -1, `[C, most]`."""
     flat = source.flatten().tolist()
-    edges = [[edge for edge, origin in enumerate(flat) if origin == state] for state in range(len(source))]
+    edges = [
+        [edge for edge, origin in enumerate(flat) if origin == state]
+        for state in range(len(source))
+    ]
     most = max(map(len, edges))
-    return torch.tensor([[*held, *[-1] * (most - len(held))] for held in edges], device=source.device)
+    return torch.tensor(
+        [[*held, *[-1] * (most - len(held))] for held in edges], device=source.device
+    )
 
 
 def plain(chain: Chain) -> Posterior:
@@ -139,7 +156,10 @@ def plain(chain: Chain) -> Posterior:
 def worst(found: Posterior, truth: Posterior, steps: int) -> float:
     """The greatest absolute error of a marginal, a part of the chain at a time."""
     parts = [(start, min(start + CHUNK, steps)) for start in range(0, steps, CHUNK)]
-    return max((found.marginals(*part).double() - truth.marginals(*part)).abs().max().item() for part in parts)
+    return max(
+        (found.marginals(*part).double() - truth.marginals(*part)).abs().max().item()
+        for part in parts
+    )
 
 
 def measure(name: str, steps: int, device: torch.device, seed: int) -> list[Row]:
@@ -152,12 +172,27 @@ def measure(name: str, steps: int, device: torch.device, seed: int) -> list[Row]
         found = run(moved(chain, device))
         off = abs(found.logz - truth.logz)
         errors = worst(found, truth, steps), off, off / allowed
-        rows.append(Row(name, steps, *chain.source.shape, provider, truth.logz, *errors, name_of(device), torch.__version__))
+        rows.append(
+            Row(
+                name,
+                steps,
+                *chain.source.shape,
+                provider,
+                truth.logz,
+                *errors,
+                name_of(device),
+                torch.__version__,
+            )
+        )
     return rows
 
 
 def name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU ({platform.machine()})"
+    )
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
@@ -180,9 +215,22 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
         panels = figure.subplots(1, len(names), sharex=True, sharey=True, squeeze=False)[0]
         for axes, name in zip(panels, names, strict=True):
             for provider, colour in COLOURS.items():
-                points = [(row.steps, row.marginal_error) for row in rows if (row.chain, row.provider) == (name, provider)]
-                axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=4, linewidth=2, label=provider)
-            axes.axhline(MARGINAL_LIMIT, color="black", linestyle="--", linewidth=1, label="contract, 2e-6")
+                points = [
+                    (row.steps, row.marginal_error)
+                    for row in rows
+                    if (row.chain, row.provider) == (name, provider)
+                ]
+                axes.plot(
+                    *zip(*points, strict=True),
+                    color=colour,
+                    marker="o",
+                    markersize=4,
+                    linewidth=2,
+                    label=provider,
+                )
+            axes.axhline(
+                MARGINAL_LIMIT, color="black", linestyle="--", linewidth=1, label="contract, 2e-6"
+            )
             axes.set(xscale="log", yscale="log", title=name, xlabel="steps")
             axes.grid(alpha=0.3)
         panels[0].set_ylabel("greatest error of a marginal")
@@ -191,11 +239,15 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
-def run(steps: Sequence[int], out: Path, device: torch.device, seed: int = 0, quiet: bool = False) -> list[Row]:
+def run(
+    steps: Sequence[int], out: Path, device: torch.device, seed: int = 0, quiet: bool = False
+) -> list[Row]:
     """Measure every chain at every length, and write `chain_exactness.csv` and `chain_exactness.svg` into a folder."""
     cases = [(name, length) for length in sorted(set(steps)) for name in CHAINS]
     rows: list[Row] = []
-    with Progress(BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), disable=quiet) as progress:
+    with Progress(
+        BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), disable=quiet
+    ) as progress:
         task = progress.add_task("", total=sum(length for _, length in cases))
         for name, length in cases:
             progress.update(task, description=f"{name}, {length:,} steps")
@@ -208,10 +260,14 @@ def run(steps: Sequence[int], out: Path, device: torch.device, seed: int = 0, qu
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    print(f"On {rows[0].device}, torch {rows[0].torch}; the error of log Z is in units of what the contract allows.\n")
+    print(
+        f"On {rows[0].device}, torch {rows[0].torch}; the error of log Z is in units of what the contract allows.\n"
+    )
     print(f"{'chain':26} {'steps':>8} {'provider':10} {'marginals':>10} {'log Z':>10}")
     for row in rows:
-        print(f"{row.chain:26} {row.steps:8,} {row.provider:10} {row.marginal_error:10.1e} {row.logz_share:10.1e}")
+        print(
+            f"{row.chain:26} {row.steps:8,} {row.provider:10} {row.marginal_error:10.1e} {row.logz_share:10.1e}"
+        )
 
 
 def positive(text: str) -> int:
@@ -221,17 +277,38 @@ def positive(text: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Errors of marginals and log Z of long chains against fp64.")
-    parser.add_argument("--steps", type=positive, nargs="+", default=STEPS, help="lengths of the chains (default 100 to 100,000)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where they run (default cuda where there is one)")
+    parser = argparse.ArgumentParser(
+        description="Errors of marginals and log Z of long chains against fp64."
+    )
+    parser.add_argument(
+        "--steps",
+        type=positive,
+        nargs="+",
+        default=STEPS,
+        help="lengths of the chains (default 100 to 100,000)",
+    )
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where they run (default cuda where there is one)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the scores (default 0)")
-    parser.add_argument("--out", type=Path, default=Path("docs/bench"), help="folder for the table and the picture (default docs/bench)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("docs/bench"),
+        help="folder for the table and the picture (default docs/bench)",
+    )
     parser.add_argument("--quiet", action="store_true", help="show no progress bar")
     options = parser.parse_args(argv)
 
-    rows = run(options.steps, options.out, torch.device(options.device), options.seed, options.quiet)
+    rows = run(
+        options.steps, options.out, torch.device(options.device), options.seed, options.quiet
+    )
     print_rows(rows)
-    print(f"\nTable and picture: {options.out / 'chain_exactness.csv'}, {options.out / 'chain_exactness.svg'}")
+    print(
+        f"\nTable and picture: {options.out / 'chain_exactness.csv'}, {options.out / 'chain_exactness.svg'}"
+    )
     missed = [row for row in rows if row.provider == "partita" and not row.passed]
     for row in missed:
         print(f"Out of contract: {row.chain}, {row.steps:,} steps.", file=sys.stderr)

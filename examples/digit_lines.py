@@ -55,8 +55,13 @@ class Reader(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.see = nn.Sequential(
-            nn.Conv2d(1, 24, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(24, 64, 3, padding=1), nn.ReLU(), nn.Dropout(0.1)
-        )  # fmt: skip
+            nn.Conv2d(1, 24, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(24, 64, 3, padding=1),
+            nn.ReLU(),
+            nn.Dropout(0.1),
+        )
         self.follow = nn.GRU(64 * (HEIGHT // 2), 64, bidirectional=True)
         self.name = nn.Sequential(nn.Dropout(0.1), nn.Linear(2 * 64, CLASSES))
 
@@ -74,11 +79,16 @@ def compose(digits: Digits, count: int, generator: torch.Generator) -> Lines:
     widths = torch.zeros(count, dtype=torch.int64)
     for n, length in enumerate(lengths.tolist()):
         x = 0
-        for place, i in enumerate(torch.randint(len(digits.labels), (length,), generator=generator).tolist()):
+        for place, i in enumerate(
+            torch.randint(len(digits.labels), (length,), generator=generator).tolist()
+        ):
             picture = digits.images[i, 0]
             inked = picture.sum(0).nonzero().flatten()
             picture = picture[:, int(inked[0]) : int(inked[-1]) + 1]
-            gap, drop = (int(torch.randint(top, (), generator=generator)) for top in (WIDEST_GAP + 1, HEIGHT - 7))
+            gap, drop = (
+                int(torch.randint(top, (), generator=generator))
+                for top in (WIDEST_GAP + 1, HEIGHT - 7)
+            )
             x += gap
             images[n, 0, drop : drop + 8, x : x + picture.shape[1]] = picture
             x += picture.shape[1]
@@ -87,19 +97,30 @@ def compose(digits: Digits, count: int, generator: torch.Generator) -> Lines:
     return Lines(images, targets, (widths + COLUMNS_A_STEP - 1) // COLUMNS_A_STEP, lengths)
 
 
-def train(model: nn.Module, digits: Digits, batches: int, generator: torch.Generator, quiet: bool) -> list[float]:
+def train(
+    model: nn.Module, digits: Digits, batches: int, generator: torch.Generator, quiet: bool
+) -> list[float]:
     """The loss of each batch."""
     criterion = partita.nn.CTCLoss(from_logits=True)
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=batches)
     losses = []
     model.train()
-    columns = ("Training", BarColumn(), MofNCompleteColumn(), "batches", TimeElapsedColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
+    columns = (
+        "Training",
+        BarColumn(),
+        MofNCompleteColumn(),
+        "batches",
+        TimeElapsedColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+    )
     with Progress(*columns, disable=quiet) as progress:
         task = progress.add_task("", total=batches, loss=float("nan"))
         for _ in range(batches):
             lines = compose(digits, BATCH, generator)
-            loss = criterion(model(lines.images), lines.targets, lines.input_lengths, lines.target_lengths)
+            loss = criterion(
+                model(lines.images), lines.targets, lines.input_lengths, lines.target_lengths
+            )
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -120,35 +141,63 @@ def read(logits: Tensor, input_lengths: Tensor) -> list[list[int]]:
 
 
 def truth(lines: Lines) -> list[list[int]]:
-    return [[int(c) - 1 for c in target[:length]] for target, length in zip(lines.targets, lines.target_lengths.tolist(), strict=True)]
+    return [
+        [int(c) - 1 for c in target[:length]]
+        for target, length in zip(lines.targets, lines.target_lengths.tolist(), strict=True)
+    ]
 
 
 def compare(logits: Tensor, lines: Lines) -> Difference:
     """Loss and gradient in the logits, beside PyTorch's log-softmax and loss."""
     ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     rest = lines.targets, lines.input_lengths, lines.target_lengths
-    loss, expected = partita.ctc_loss(ours, *rest, from_logits=True), nn.functional.ctc_loss(theirs.log_softmax(-1), *rest)
+    loss, expected = (
+        partita.ctc_loss(ours, *rest, from_logits=True),
+        nn.functional.ctc_loss(theirs.log_softmax(-1), *rest),
+    )
     loss.backward()
     expected.backward()
     assert ours.grad is not None and theirs.grad is not None
-    return Difference(abs(loss.item() - expected.item()), (ours.grad - theirs.grad).abs().max().item())
+    return Difference(
+        abs(loss.item() - expected.item()), (ours.grad - theirs.grad).abs().max().item()
+    )
 
 
 def draw_line(picture: Axes, posterior: Axes, lines: Lines, logits: Tensor, n: int) -> None:
     """A line with the place and confidence of each digit, over the probability of each class at each step."""
     length, count = int(lines.input_lengths[n]), int(lines.target_lengths[n])
     width = COLUMNS_A_STEP * length
-    picture.imshow(lines.images[n, 0, :, :width], cmap="gray_r", extent=(0, width, HEIGHT, 0), aspect="auto", interpolation="bicubic")
-    best = partita.ctc_align(logits[:, n : n + 1], lines.targets[n : n + 1], [length], [count], from_logits=True)
+    picture.imshow(
+        lines.images[n, 0, :, :width],
+        cmap="gray_r",
+        extent=(0, width, HEIGHT, 0),
+        aspect="auto",
+        interpolation="bicubic",
+    )
+    best = partita.ctc_align(
+        logits[:, n : n + 1], lines.targets[n : n + 1], [length], [count], from_logits=True
+    )
     start, end, score = (t[0].tolist() for t in best.spans())
     for digit, a, b, s in zip(truth(lines)[n], start, end, score, strict=False):
         confidence = float(torch.tensor(s).exp())
         colour = RIGHT if confidence > 0.5 else WRONG
         picture.axvspan(COLUMNS_A_STEP * a, COLUMNS_A_STEP * b, color=colour, alpha=0.25, lw=0)
-        picture.text(COLUMNS_A_STEP * (a + b) / 2, -0.6, f"{digit}", ha="center", color=colour, weight="bold")
-        picture.text(COLUMNS_A_STEP * (a + b) / 2, HEIGHT + 0.4, f"{confidence:.0%}", ha="center", va="top", size=6.5, color=MUTED)
+        picture.text(
+            COLUMNS_A_STEP * (a + b) / 2, -0.6, f"{digit}", ha="center", color=colour, weight="bold"
+        )
+        picture.text(
+            COLUMNS_A_STEP * (a + b) / 2,
+            HEIGHT + 0.4,
+            f"{confidence:.0%}",
+            ha="center",
+            va="top",
+            size=6.5,
+            color=MUTED,
+        )
     probabilities = partita.softmax(logits[:length, n], dim=-1).T
-    posterior.imshow(probabilities, cmap="Blues", vmin=0, vmax=1, extent=(0, width, 10.5, -0.5), aspect="auto")
+    posterior.imshow(
+        probabilities, cmap="Blues", vmin=0, vmax=1, extent=(0, width, 10.5, -0.5), aspect="auto"
+    )
     posterior.set(yticks=range(11), xticks=[])
     posterior.set_yticklabels(["–", *map(str, range(10))], size=6.5, color=INK)
     picture.set(xticks=[], yticks=[], ylim=(HEIGHT, 0))
@@ -160,14 +209,24 @@ def draw_line(picture: Axes, posterior: Axes, lines: Lines, logits: Tensor, n: i
 def draw(path: Path, losses: list[float], lines: Lines, logits: Tensor) -> None:
     """The loss, and four held-out lines, the last of them the one that the network finds hardest."""
     rest = lines.targets, lines.input_lengths, lines.target_lengths
-    hardest = int((partita.ctc_loss(logits, *rest, reduction="none", from_logits=True) / lines.target_lengths).argmax())
+    hardest = int(
+        (
+            partita.ctc_loss(logits, *rest, reduction="none", from_logits=True)
+            / lines.target_lengths
+        ).argmax()
+    )
     figure = Figure(figsize=(12, 9), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=(1, 2.2))
     axes = left.subplots()
     axes.plot(losses, color=RIGHT, lw=1)
     axes.set(yscale="log", xlabel="batch", title="CTC loss of a digit, nats")
     axes.spines[["top", "right"]].set_visible(False)
-    right.suptitle("Held-out lines: where ctc_align finds each digit, and what the network sees at each step", size=11, weight="bold", color=INK)
+    right.suptitle(
+        "Held-out lines: where ctc_align finds each digit, and what the network sees at each step",
+        size=11,
+        weight="bold",
+        color=INK,
+    )
     for cell, n in zip(right.subfigures(4, 1), [0, 1, 2, hardest], strict=True):
         draw_line(*cell.subplots(2, 1, height_ratios=(1, 1.6)), lines, logits, n)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -192,10 +251,19 @@ def run(batches: int, seed: int, out: Path, quiet: bool = False) -> Report:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Train on lines of scikit-learn's handwritten digits with Partita's CTC loss.")
-    parser.add_argument("--batches", type=positive, default=900, help=f"batches of {BATCH} lines (default 900)")
+    parser = argparse.ArgumentParser(
+        description="Train on lines of scikit-learn's handwritten digits with Partita's CTC loss."
+    )
+    parser.add_argument(
+        "--batches", type=positive, default=900, help=f"batches of {BATCH} lines (default 900)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default 0)")
-    parser.add_argument("--out", type=Path, default=Path("digit_lines.png"), help="picture to write (default digit_lines.png)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("digit_lines.png"),
+        help="picture to write (default digit_lines.png)",
+    )
     parser.add_argument("--quiet", action="store_true", help="show no progress bar")
     options = parser.parse_args(argv)
 

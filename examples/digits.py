@@ -62,7 +62,9 @@ def load(seed: int, device: torch.device) -> tuple[Digits, Digits]:
     pixels, labels = load_digits(return_X_y=True)
     images = torch.tensor(pixels / 16, dtype=torch.float32, device=device).view(-1, 1, 8, 8)
     targets = torch.tensor(labels, device=device)
-    train, test = train_test_split(torch.arange(len(labels)), test_size=0.25, stratify=labels, random_state=seed)
+    train, test = train_test_split(
+        torch.arange(len(labels)), test_size=0.25, stratify=labels, random_state=seed
+    )
     return Digits(images[train], targets[train]), Digits(images[test], targets[test])
 
 
@@ -90,10 +92,19 @@ def train(model: nn.Module, digits: Digits, held_out: Digits, epochs: int, quiet
     criterion = partita.nn.CrossEntropyLoss()
     optimizer = torch.optim.AdamW(model.parameters())
     batches = len(digits.labels) // BATCH
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=epochs * batches)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=5e-3, total_steps=epochs * batches
+    )
     batch_losses: list[float] = []
     test_losses: list[float] = []
-    columns = ("Training", BarColumn(), MofNCompleteColumn(), "epochs", TimeElapsedColumn(), TextColumn("held-out loss {task.fields[loss]:.4f}"))
+    columns = (
+        "Training",
+        BarColumn(),
+        MofNCompleteColumn(),
+        "epochs",
+        TimeElapsedColumn(),
+        TextColumn("held-out loss {task.fields[loss]:.4f}"),
+    )
     with Progress(*columns, disable=quiet) as progress:
         task = progress.add_task("", total=epochs, loss=float("nan"))
         for _ in range(epochs):
@@ -114,11 +125,16 @@ def train(model: nn.Module, digits: Digits, held_out: Digits, epochs: int, quiet
 
 def compare(logits: Tensor, labels: Tensor) -> Difference:
     ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    loss, expected = partita.cross_entropy(ours, labels), nn.functional.cross_entropy(theirs, labels)
+    loss, expected = (
+        partita.cross_entropy(ours, labels),
+        nn.functional.cross_entropy(theirs, labels),
+    )
     loss.backward()
     expected.backward()
     assert ours.grad is not None and theirs.grad is not None
-    return Difference(abs(loss.item() - expected.item()), (ours.grad - theirs.grad).abs().max().item())
+    return Difference(
+        abs(loss.item() - expected.item()), (ours.grad - theirs.grad).abs().max().item()
+    )
 
 
 def draw_losses(axes: Axes, training: Training) -> None:
@@ -126,7 +142,9 @@ def draw_losses(axes: Axes, training: Training) -> None:
     per_epoch = len(training.batch_losses) / len(epochs)
     time = [(i + 1) / per_epoch for i in range(len(training.batch_losses))]
     axes.plot(time, training.batch_losses, color=MUTED, lw=0.8, label="each training batch")
-    axes.plot(epochs, training.test_losses, color=RIGHT, lw=2, marker="o", ms=4, label="held-out digits")
+    axes.plot(
+        epochs, training.test_losses, color=RIGHT, lw=2, marker="o", ms=4, label="held-out digits"
+    )
     axes.set(yscale="log", xlabel="epoch", xlim=(0, len(epochs) * 1.02))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.tick_params(which="both", color=MUTED, labelcolor=INK)
@@ -136,7 +154,9 @@ def draw_losses(axes: Axes, training: Training) -> None:
     axes.spines[["left", "bottom"]].set_color(MUTED)
 
 
-def draw_digit(picture: Axes, bars: Axes, image: np.ndarray, label: int, probabilities: np.ndarray) -> None:
+def draw_digit(
+    picture: Axes, bars: Axes, image: np.ndarray, label: int, probabilities: np.ndarray
+) -> None:
     guess = int(probabilities.argmax())
     picture.imshow(image, cmap="gray_r", vmin=0, vmax=1, interpolation="bicubic")
     picture.set(xticks=[], yticks=[])
@@ -165,7 +185,9 @@ def draw(path: Path, training: Training, test: Digits, logits: Tensor) -> None:
     left.suptitle("Cross-entropy", **heading)
     draw_losses(left.subplots(), training)
     certain, uncertain = right.subfigures(2, 1, height_ratios=(2, 1.05))
-    right.supxlabel("blue: read correctly   red: misread   bold: the true digit", size=9, color=MUTED)
+    right.supxlabel(
+        "blue: read correctly   red: misread   bold: the true digit", size=9, color=MUTED
+    )
     certain.suptitle("Held-out digits, and what the network takes them for", **heading)
     uncertain.suptitle("The four it is least sure of", **heading)
     cells = [*certain.subfigures(2, 4).flat, *uncertain.subfigures(1, 4)]
@@ -197,10 +219,24 @@ def positive(text: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Train on scikit-learn's handwritten digits with Partita's cross-entropy.")
-    parser.add_argument("--epochs", type=positive, default=20, help="passes over the training digits (default 20)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the split, the weights and the order of the batches (default 0)")
-    parser.add_argument("--out", type=Path, default=Path("digits.png"), help="where to write the picture (default digits.png)")
+    parser = argparse.ArgumentParser(
+        description="Train on scikit-learn's handwritten digits with Partita's cross-entropy."
+    )
+    parser.add_argument(
+        "--epochs", type=positive, default=20, help="passes over the training digits (default 20)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the split, the weights and the order of the batches (default 0)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("digits.png"),
+        help="where to write the picture (default digits.png)",
+    )
     parser.add_argument("--quiet", action="store_true", help="show no progress bar")
     options = parser.parse_args(argv)
 

@@ -80,7 +80,9 @@ class Report:
     log_likelihood: float
     bic: float
     as_good: int  # starts that end within 1 nat of the best
-    regimes: list[tuple[float, float, float, float]]  # mean, deviation, share of the time, months that it lasts
+    regimes: list[
+        tuple[float, float, float, float]
+    ]  # mean, deviation, share of the time, months that it lasts
     best_log_prob: float
     entropy: float
     changes: float
@@ -89,7 +91,9 @@ class Report:
 
 def load() -> Series:
     table = elnino.load_pandas().data
-    years, temperatures = torch.tensor(table.to_numpy(), dtype=torch.float64).tensor_split([1], dim=1)  # [years, 1], [years, 12]
+    years, temperatures = torch.tensor(table.to_numpy(), dtype=torch.float64).tensor_split(
+        [1], dim=1
+    )  # [years, 1], [years, 12]
     middles = (torch.arange(12, dtype=torch.float64) + 0.5) / 12
     return Series((years + middles).flatten(), (temperatures - temperatures.mean(0)).flatten())
 
@@ -97,21 +101,31 @@ def load() -> Series:
 def stationary(transitions: Tensor) -> Tensor:
     """π with πP = π and Σπ = 1, `[N, C]`, of P `[N, C, C]`: the solution of π (I − P + 1) = 1."""
     identity = torch.eye(transitions.shape[-1], dtype=transitions.dtype)
-    return torch.linalg.solve((identity - transitions + 1).mT, transitions.new_ones(transitions.shape[:2]))
+    return torch.linalg.solve(
+        (identity - transitions + 1).mT, transitions.new_ones(transitions.shape[:2])
+    )
 
 
 def chain_of(model: Model, values: Tensor) -> partita.Chain:
     """The chain of each model over the same series."""
-    emissions = torch.distributions.Normal(model.means, model.deviations).log_prob(values[:, None, None])  # [T, N, C]
+    emissions = torch.distributions.Normal(model.means, model.deviations).log_prob(
+        values[:, None, None]
+    )  # [T, N, C]
     scores = emissions[1:, :, :, None] + model.transitions.mT  # to and from
-    return partita.Chain(scores, partita.dense_source(scores.shape[-1]), initial=emissions[0] + model.stationary)
+    return partita.Chain(
+        scores, partita.dense_source(scores.shape[-1]), initial=emissions[0] + model.stationary
+    )
 
 
-def fit(values: Tensor, regimes: int, starts: int, steps: int, generator: torch.Generator, quiet: bool) -> Fit:
+def fit(
+    values: Tensor, regimes: int, starts: int, steps: int, generator: torch.Generator, quiet: bool
+) -> Fit:
     """Each start takes months at random for its means; the curves are the log-likelihoods before each step."""
     means = values[torch.randint(len(values), (starts, regimes), generator=generator)]
     widths = torch.full_like(means, values.std().log().item())
-    moves = 2 * torch.eye(regimes, dtype=torch.float64) + torch.randn(starts, regimes, regimes, dtype=torch.float64, generator=generator)
+    moves = 2 * torch.eye(regimes, dtype=torch.float64) + torch.randn(
+        starts, regimes, regimes, dtype=torch.float64, generator=generator
+    )
     parameters = [means.requires_grad_(), widths.requires_grad_(), moves.requires_grad_()]
     optimizer = torch.optim.Adam(parameters)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=steps)
@@ -119,9 +133,18 @@ def fit(values: Tensor, regimes: int, starts: int, steps: int, generator: torch.
 
     def model() -> Model:
         transitions = moves.log_softmax(-1)
-        return Model(means, NARROWEST + widths.exp(), transitions, stationary(transitions.exp()).log())
+        return Model(
+            means, NARROWEST + widths.exp(), transitions, stationary(transitions.exp()).log()
+        )
 
-    columns = ("Fitting", BarColumn(), MofNCompleteColumn(), "steps", TimeElapsedColumn(), TextColumn("best log-likelihood {task.fields[best]:.2f}"))
+    columns = (
+        "Fitting",
+        BarColumn(),
+        MofNCompleteColumn(),
+        "steps",
+        TimeElapsedColumn(),
+        TextColumn("best log-likelihood {task.fields[best]:.2f}"),
+    )
     with Progress(*columns, disable=quiet) as progress:
         task = progress.add_task("", total=steps, best=float("nan"))
         for _ in range(steps):
@@ -137,7 +160,12 @@ def fit(values: Tensor, regimes: int, starts: int, steps: int, generator: torch.
         curves.append(chain_of(found, values).logz())
         best = int(curves[-1].argmax())
         order = means[best].argsort()
-        model_of_best = Model(*(t[best : best + 1, order] for t in found._replace(transitions=found.transitions[:, :, order])))
+        model_of_best = Model(
+            *(
+                t[best : best + 1, order]
+                for t in found._replace(transitions=found.transitions[:, :, order])
+            )
+        )
     return Fit(model_of_best, torch.stack(curves))
 
 
@@ -160,9 +188,13 @@ def compare(model: Model, values: Tensor, log_likelihood: float, marginals: Tens
     regimes = len(model.means[0])
     into = model.transitions[0].exp().mT[:-1].flatten()
     theirs = MarkovRegression(values.numpy(), k_regimes=regimes, trend="c", switching_variance=True)
-    smoothed = theirs.smooth(torch.cat([into, model.means[0], model.deviations[0] ** 2]).numpy(), return_raw=True)
+    smoothed = theirs.smooth(
+        torch.cat([into, model.means[0], model.deviations[0] ** 2]).numpy(), return_raw=True
+    )
     posterior = torch.tensor(smoothed.smoothed_marginal_probabilities).T
-    return Difference(abs(log_likelihood - smoothed.llf_obs.sum()), (marginals - posterior).abs().max().item())
+    return Difference(
+        abs(log_likelihood - smoothed.llf_obs.sum()), (marginals - posterior).abs().max().item()
+    )
 
 
 def summary(fitted: Fit, values: Tensor, found: Posterior, difference: Difference) -> Report:
@@ -171,24 +203,56 @@ def summary(fitted: Fit, values: Tensor, found: Posterior, difference: Differenc
     regimes = len(model.means[0])
     parameters = regimes * (regimes - 1) + 2 * regimes
     lasts = 1 / -torch.expm1(model.transitions[0].diagonal())
-    rows = [tuple(row) for row in torch.stack([model.means[0], model.deviations[0], model.stationary[0].exp(), lasts], 1).tolist()]
+    rows = [
+        tuple(row)
+        for row in torch.stack(
+            [model.means[0], model.deviations[0], model.stationary[0].exp(), lasts], 1
+        ).tolist()
+    ]
     bic = parameters * math.log(len(values)) - 2 * best
-    return Report(best, bic, int((ends > best - 1).sum()), rows, found.best_log_prob, found.entropy, found.changes, difference)
+    return Report(
+        best,
+        bic,
+        int((ends > best - 1).sum()),
+        rows,
+        found.best_log_prob,
+        found.entropy,
+        found.changes,
+        difference,
+    )
 
 
 def draw_series(axes: Axes, series: Series, found: Posterior, colours: Sequence[str]) -> None:
     """The series over a background that mixes the regimes' colours by their posterior."""
-    shade = found.marginals @ torch.tensor([to_rgb(colour) for colour in colours], dtype=torch.float64)
+    shade = found.marginals @ torch.tensor(
+        [to_rgb(colour) for colour in colours], dtype=torch.float64
+    )
     low, high = series.values.min().item() - 0.3, series.values.max().item() + 0.3
     span = float(series.years[0]) - 1 / 24, float(series.years[-1]) + 1 / 24
-    axes.imshow(shade[None].numpy(), extent=(*span, low, high), aspect="auto", alpha=0.45, interpolation="nearest")
+    axes.imshow(
+        shade[None].numpy(),
+        extent=(*span, low, high),
+        aspect="auto",
+        alpha=0.45,
+        interpolation="nearest",
+    )
     axes.plot(series.years, series.values, color=INK, lw=1)
     axes.set(xlim=span, ylim=(low, high), ylabel="°C above the mean of the calendar month")
 
 
-def draw_paths(axes: Axes, states: Tensor, span: tuple[float, float], colours: Sequence[str]) -> None:
+def draw_paths(
+    axes: Axes, states: Tensor, span: tuple[float, float], colours: Sequence[str]
+) -> None:
     extent = (*span, len(states), 0)
-    axes.imshow(states.numpy(), cmap=ListedColormap(colours), vmin=-0.5, vmax=len(colours) - 0.5, extent=extent, aspect="auto", interpolation="nearest")
+    axes.imshow(
+        states.numpy(),
+        cmap=ListedColormap(colours),
+        vmin=-0.5,
+        vmax=len(colours) - 0.5,
+        extent=extent,
+        aspect="auto",
+        interpolation="nearest",
+    )
     axes.set(yticks=[], xlim=span)
 
 
@@ -196,7 +260,10 @@ def draw_densities(axes: Axes, series: Series, model: Model, colours: Sequence[s
     """Each regime's density times its share of the time, beside the histogram of the series."""
     axes.hist(series.values, bins=50, density=True, orientation="horizontal", color=FAINT)
     grid = torch.linspace(*axes.get_ylim(), 400, dtype=torch.float64)[:, None]
-    densities = (torch.distributions.Normal(model.means[0], model.deviations[0]).log_prob(grid) + model.stationary[0]).exp()
+    densities = (
+        torch.distributions.Normal(model.means[0], model.deviations[0]).log_prob(grid)
+        + model.stationary[0]
+    ).exp()
     for density, colour in zip(densities.T, colours, strict=True):
         axes.plot(density, grid[:, 0], color=colour, lw=2)
     axes.plot(densities.sum(1), grid[:, 0], color=INK, lw=1, ls="--")
@@ -209,7 +276,15 @@ def draw_transitions(axes: Axes, model: Model, colours: Sequence[str]) -> None:
     names = [f"{mean:+.1f}°" for mean in model.means[0].tolist()]
     for i, row in enumerate(probabilities.tolist()):
         for j, probability in enumerate(row):
-            axes.text(j, i, f"{probability:.0%}" if probability >= 0.005 else "·", ha="center", va="center", color=INK, size=9)
+            axes.text(
+                j,
+                i,
+                f"{probability:.0%}" if probability >= 0.005 else "·",
+                ha="center",
+                va="center",
+                color=INK,
+                size=9,
+            )
     axes.set(xticks=range(len(names)), yticks=range(len(names)))
     axes.set_xticklabels(names, weight="bold")
     axes.set_yticklabels(names, weight="bold")
@@ -267,26 +342,54 @@ def run(regimes: int, starts: int, steps: int, seed: int, out: Path, quiet: bool
     chain = chain_of(fitted.model, series.values)
     found = posterior_of(chain, generator)
     draw(out, series, fitted, found)
-    return summary(fitted, series.values, found, compare(fitted.model, series.values, chain.logz().item(), found.marginals))
+    return summary(
+        fitted,
+        series.values,
+        found,
+        compare(fitted.model, series.values, chain.logz().item(), found.marginals),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Fit a hidden Markov model to the sea temperatures of El Niño with Partita.")
-    parser.add_argument("--regimes", type=int, choices=sorted(COLOURS), default=4, help="regimes of the model (default 4)")
-    parser.add_argument("--starts", type=positive, default=16, help="random starts, fitted as one batch (default 16)")
+    parser = argparse.ArgumentParser(
+        description="Fit a hidden Markov model to the sea temperatures of El Niño with Partita."
+    )
+    parser.add_argument(
+        "--regimes",
+        type=int,
+        choices=sorted(COLOURS),
+        default=4,
+        help="regimes of the model (default 4)",
+    )
+    parser.add_argument(
+        "--starts",
+        type=positive,
+        default=16,
+        help="random starts, fitted as one batch (default 16)",
+    )
     parser.add_argument("--steps", type=positive, default=500, help="steps of Adam (default 500)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the starts and of the samples (default 0)")
-    parser.add_argument("--out", type=Path, default=Path("hmm.png"), help="picture to write (default hmm.png)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the starts and of the samples (default 0)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("hmm.png"), help="picture to write (default hmm.png)"
+    )
     parser.add_argument("--quiet", action="store_true", help="show no progress bar")
     options = parser.parse_args(argv)
 
     torch.set_num_threads(1)  # tensors this small spend more time on sharing than on work
-    report = run(options.regimes, options.starts, options.steps, options.seed, options.out, options.quiet)
-    print(f"Log-likelihood: {report.log_likelihood:.4f} (BIC {report.bic:.1f}); {report.as_good} of {options.starts} starts within 1 nat of it")
+    report = run(
+        options.regimes, options.starts, options.steps, options.seed, options.out, options.quiet
+    )
+    print(
+        f"Log-likelihood: {report.log_likelihood:.4f} (BIC {report.bic:.1f}); {report.as_good} of {options.starts} starts within 1 nat of it"
+    )
     print(f"Log-likelihood diff to statsmodels: {report.difference.log_likelihood:.2e}")
     print(f"Posterior diff to statsmodels (max): {report.difference.posterior:.2e}")
     for i, (mean, deviation, share, lasts) in enumerate(report.regimes, 1):
-        print(f"Regime {i}: {mean:+.2f} ± {deviation:.2f} °C, {share:.0%} of the time, lasts {lasts:.1f} months")
+        print(
+            f"Regime {i}: {mean:+.2f} ± {deviation:.2f} °C, {share:.0%} of the time, lasts {lasts:.1f} months"
+        )
     print(f"Probability of the best path: {math.exp(report.best_log_prob):.1e}")
     print(f"Entropy of the path: {report.entropy:.1f} nats")
     print(f"Changes of regime: {report.changes:.1f} expected")

@@ -40,7 +40,13 @@ import partita
 from partita.integrations.transformers import linear_causal_lm_loss
 
 HELD_OUT = 20  # one file of so many
-LEFT_OUT = {"dist-packages", "encodings", "site-packages", "test", "tests"}  # folders of other packages, of tables and of repetitions
+LEFT_OUT = {
+    "dist-packages",
+    "encodings",
+    "site-packages",
+    "test",
+    "tests",
+}  # folders of other packages, of tables and of repetitions
 END = 0  # the token behind each file
 PROMPT = "import os\n\n\ndef"
 TIMED = 5
@@ -85,11 +91,19 @@ class Block(nn.Module):
         self.heads = 1 if width % 64 else width // 64
         self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attend, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.attend(self.before_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each [N, heads, T, width / heads]
-        x = x + self.merge(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            self.attend(self.before_attention(x))
+            .unflatten(-1, (3, self.heads, -1))
+            .permute(2, 0, 3, 1, 4)
+        )  # each [N, heads, T, width / heads]
+        x = x + self.merge(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.mlp(self.before_mlp(x))
 
 
@@ -98,12 +112,20 @@ class LanguageModel(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.embed, self.place = nn.Embedding(sizes.vocabulary, sizes.width), nn.Embedding(sizes.length, sizes.width)
+        self.embed, self.place = (
+            nn.Embedding(sizes.vocabulary, sizes.width),
+            nn.Embedding(sizes.length, sizes.width),
+        )
         self.blocks = nn.Sequential(*(Block(sizes.width) for _ in range(sizes.layers)))
-        self.norm, self.head = nn.LayerNorm(sizes.width), nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        self.norm, self.head = (
+            nn.LayerNorm(sizes.width),
+            nn.Linear(sizes.width, sizes.vocabulary, bias=False),
+        )
         self.head.weight = self.embed.weight
         for table in (self.embed, self.place):
-            nn.init.normal_(table.weight, std=sizes.width**-0.5)  # so that the first logits have variance 1
+            nn.init.normal_(
+                table.weight, std=sizes.width**-0.5
+            )  # so that the first logits have variance 1
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.norm(self.blocks(self.embed(tokens) + self.place.weight[: tokens.shape[1]]))
@@ -125,7 +147,9 @@ def plain_loss(model: LanguageModel, tokens: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def step(loss_of: Callable[[LanguageModel, Tensor], Tensor], model: LanguageModel, tokens: Tensor) -> Tensor:
+def step(
+    loss_of: Callable[[LanguageModel, Tensor], Tensor], model: LanguageModel, tokens: Tensor
+) -> Tensor:
     """The loss, with its gradient added up in the model."""
     loss = loss_of(model, tokens)
     loss.backward()
@@ -135,14 +159,30 @@ def step(loss_of: Callable[[LanguageModel, Tensor], Tensor], model: LanguageMode
 def load(sizes: Sizes, seed: int) -> Text:
     """The library's files in random order, as many as the megabytes hold."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = [path for path in sorted(root.rglob("*.py")) if not LEFT_OUT & set(path.relative_to(root).parts)]
+    paths = [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if not LEFT_OUT & set(path.relative_to(root).parts)
+    ]
     random.Random(seed).shuffle(paths)
     files = [path.read_text(encoding="utf-8", errors="ignore") for path in paths]
-    files = [file for file, size in zip(files, accumulate(map(len, files)), strict=True) if size <= sizes.megabytes * 10**6]
+    files = [
+        file
+        for file, size in zip(files, accumulate(map(len, files)), strict=True)
+        if size <= sizes.megabytes * 10**6
+    ]
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=sizes.vocabulary, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=sizes.vocabulary,
+        initial_alphabet=alphabet,
+        special_tokens=["<end>"],
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(files, trainer)
     parts: tuple[list[int], list[int]] = [], []
     for i, encoding in enumerate(tokenizer.encode_batch(files)):
@@ -150,7 +190,9 @@ def load(sizes: Sizes, seed: int) -> Text:
     return Text(tokenizer, *map(torch.tensor, parts))
 
 
-def batches(tokens: Tensor, sizes: Sizes, generator: torch.Generator, device: torch.device) -> Iterator[Tensor]:
+def batches(
+    tokens: Tensor, sizes: Sizes, generator: torch.Generator, device: torch.device
+) -> Iterator[Tensor]:
     """Pieces of the text from anywhere, `[batch, length]`."""
     while True:
         starts = torch.randint(len(tokens) - sizes.length, (sizes.batch, 1), generator=generator)
@@ -160,9 +202,18 @@ def batches(tokens: Tensor, sizes: Sizes, generator: torch.Generator, device: to
 def train(model: LanguageModel, pieces: Iterator[Tensor], steps: int, quiet: bool) -> list[float]:
     """The loss of each batch."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.64 / model.head.in_features, total_steps=steps)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=0.64 / model.head.in_features, total_steps=steps
+    )
     losses = []
-    columns = ("Training", BarColumn(), MofNCompleteColumn(), "batches", TimeElapsedColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
+    columns = (
+        "Training",
+        BarColumn(),
+        MofNCompleteColumn(),
+        "batches",
+        TimeElapsedColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+    )
     with Progress(*columns, disable=quiet) as progress:
         task = progress.add_task("", total=steps, loss=float("nan"))
         for _, tokens in zip(range(steps), pieces, strict=False):
@@ -183,14 +234,20 @@ def peak_memory(work: Callable[[], object], device: torch.device) -> float:
         torch.cuda.reset_peak_memory_stats()
         work()
         return (torch.cuda.max_memory_allocated() - before) / 2**20
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler says when it starts and stops
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "99"
+    )  # else the profiler says when it starts and stops
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    changes = sorted((event["ts"], i, event["args"]["Bytes"]) for i, event in enumerate(events) if event.get("name") == "[memory]")
+    changes = sorted(
+        (event["ts"], i, event["args"]["Bytes"])
+        for i, event in enumerate(events)
+        if event.get("name") == "[memory]"
+    )
     return max(accumulate(size for _, _, size in changes), default=0) / 2**20
 
 
@@ -205,7 +262,10 @@ def duration(work: Callable[[], object], device: torch.device) -> float:
 
 def compare(model: LanguageModel, tokens: Tensor) -> tuple[Difference, dict[str, Cost]]:
     """The two losses and their gradients on one batch, and what a step with each costs."""
-    steps = {PLAIN: partial(step, plain_loss, model, tokens), OURS: partial(step, our_loss, model, tokens)}
+    steps = {
+        PLAIN: partial(step, plain_loss, model, tokens),
+        OURS: partial(step, our_loss, model, tokens),
+    }
     losses, gradients, memory, times = {}, {}, {}, {name: [] for name in steps}
     for name, run_step in steps.items():
         model.zero_grad()
@@ -217,12 +277,21 @@ def compare(model: LanguageModel, tokens: Tensor) -> tuple[Difference, dict[str,
         for name, run_step in steps.items():
             model.zero_grad()
             times[name].append(duration(run_step, tokens.device))
-    grad = max((a - b).abs().max().item() for a, b in zip(gradients[OURS], gradients[PLAIN], strict=True))
+    grad = max(
+        (a - b).abs().max().item() for a, b in zip(gradients[OURS], gradients[PLAIN], strict=True)
+    )
     difference = Difference(abs(losses[OURS] - losses[PLAIN]), grad)
     return difference, {name: Cost(memory[name], statistics.median(times[name])) for name in steps}
 
 
-def continued(model: LanguageModel, tokenizer: Tokenizer, prompt: str, count: int, length: int, generator: torch.Generator) -> str:
+def continued(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompt: str,
+    count: int,
+    length: int,
+    generator: torch.Generator,
+) -> str:
     """The prompt and so many tokens more, drawn one by one."""
     tokens = tokenizer.encode(prompt).ids
     for _ in range(count):
@@ -230,25 +299,47 @@ def continued(model: LanguageModel, tokenizer: Tokenizer, prompt: str, count: in
         with torch.no_grad(), precision(seen.device):
             logits = model.head(model(seen)[0, -1]).float()
         best = logits.topk(min(40, len(logits)))
-        tokens.append(int(best.indices[torch.multinomial(partita.softmax(best.values / 0.8, dim=0).cpu(), 1, generator=generator)]))
+        tokens.append(
+            int(
+                best.indices[
+                    torch.multinomial(
+                        partita.softmax(best.values / 0.8, dim=0).cpu(), 1, generator=generator
+                    )
+                ]
+            )
+        )
     return tokenizer.decode(tokens)
 
 
 def draw_bars(axes: Axes, title: str, unit: str, values: Sequence[float]) -> None:
-    bars = axes.bar([PLAIN.replace(" + ", "\n+ "), OURS.replace("_lm", "\n_lm")], values, color=[MUTED, RIGHT], width=0.6)
-    axes.bar_label(bars, [f"{value:,.0f} {unit}" for value in values], color=INK, weight="bold", padding=3)
+    bars = axes.bar(
+        [PLAIN.replace(" + ", "\n+ "), OURS.replace("_lm", "\n_lm")],
+        values,
+        color=[MUTED, RIGHT],
+        width=0.6,
+    )
+    axes.bar_label(
+        bars, [f"{value:,.0f} {unit}" for value in values], color=INK, weight="bold", padding=3
+    )
     axes.set_title(title, size=11, weight="bold", color=INK)
     axes.set(yticks=[], ylim=(0, 1.12 * max(values)))
     axes.tick_params(length=0, labelsize=9, labelcolor=INK)
     axes.spines[["left", "top", "right"]].set_visible(False)
 
 
-def draw(path: Path, losses: list[float], held_out_loss: float, costs: dict[str, Cost], where: str) -> None:
+def draw(
+    path: Path, losses: list[float], held_out_loss: float, costs: dict[str, Cost], where: str
+) -> None:
     """The loss of each batch, beside what a step costs."""
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     curve, memory, times = figure.subplots(1, 3, width_ratios=(1.6, 1, 1))
     curve.plot(range(1, len(losses) + 1), losses, color=RIGHT, lw=1, label="each training batch")
-    curve.axhline(held_out_loss, color=MUTED, ls="--", label=f"held-out files, in the end: {held_out_loss:.2f}")
+    curve.axhline(
+        held_out_loss,
+        color=MUTED,
+        ls="--",
+        label=f"held-out files, in the end: {held_out_loss:.2f}",
+    )
     curve.set_title("Loss of a token, nats", size=11, weight="bold", color=INK)
     curve.set(xlabel="batch")
     curve.legend(frameon=False, labelcolor=INK)
@@ -261,20 +352,30 @@ def draw(path: Path, losses: list[float], held_out_loss: float, costs: dict[str,
     figure.savefig(path, dpi=130, format=None if known else "png")
 
 
-def run(sizes: Sizes, steps: int, seed: int, out: Path, device: torch.device, quiet: bool = False) -> Report:
+def run(
+    sizes: Sizes, steps: int, seed: int, out: Path, device: torch.device, quiet: bool = False
+) -> Report:
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     text = load(sizes, seed)
     if len(text.held_out) <= sizes.length:
-        raise ValueError(f"megabytes: expected text enough for {sizes.length} tokens, got {len(text.held_out)} in the held-out files")
+        raise ValueError(
+            f"megabytes: expected text enough for {sizes.length} tokens, got {len(text.held_out)} in the held-out files"
+        )
     model = LanguageModel(sizes._replace(vocabulary=text.tokenizer.get_vocab_size())).to(device)
-    pieces, held_out = (batches(tokens, sizes, generator, device) for tokens in (text.train, text.held_out))
+    pieces, held_out = (
+        batches(tokens, sizes, generator, device) for tokens in (text.train, text.held_out)
+    )
     losses = train(model, pieces, steps, quiet)
     with torch.no_grad():
         held_out_loss = statistics.mean(our_loss(model, next(held_out)).item() for _ in range(10))
     difference, costs = compare(model, next(pieces))
     sample = continued(model, text.tokenizer, PROMPT, 120, sizes.length, generator)
-    where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    where = (
+        torch.cuda.get_device_name()
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
     shape = f"{sizes.batch} × {sizes.length} tokens, {model.head.out_features:,} classes, width {sizes.width}, {sizes.layers} layers"
     draw(out, losses, held_out_loss, costs, f"{where}: {shape}")
     return Report(held_out_loss, difference, costs, sample)
@@ -282,12 +383,26 @@ def run(sizes: Sizes, steps: int, seed: int, out: Path, device: torch.device, qu
 
 def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    parser = argparse.ArgumentParser(description="Train a language model on Python's standard library with Partita's linear cross-entropy.")
-    parser.add_argument("--batches", type=positive, default=400, help="batches to train on (default 400)")
+    parser = argparse.ArgumentParser(
+        description="Train a language model on Python's standard library with Partita's linear cross-entropy."
+    )
+    parser.add_argument(
+        "--batches", type=positive, default=400, help="batches to train on (default 400)"
+    )
     for name, value in (ON_GPU if device.type == "cuda" else ON_CPU)._asdict().items():
-        parser.add_argument(f"--{name}", type=positive, default=value, help=f"{'of text' if name == 'megabytes' else 'of the model'} (default {value})")
+        parser.add_argument(
+            f"--{name}",
+            type=positive,
+            default=value,
+            help=f"{'of text' if name == 'megabytes' else 'of the model'} (default {value})",
+        )
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default 0)")
-    parser.add_argument("--out", type=Path, default=Path("language_model.png"), help="picture to write (default language_model.png)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("language_model.png"),
+        help="picture to write (default language_model.png)",
+    )
     parser.add_argument("--quiet", action="store_true", help="show no progress bar")
     options = parser.parse_args(argv)
 

@@ -64,7 +64,11 @@ class Report:
 
 def join() -> torch.device:
     """Join the other processes of torchrun, if it started this one. Gives this rank's device."""
-    alone = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone = (
+        {}
+        if "WORLD_SIZE" in os.environ
+        else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    )
     if not torch.cuda.is_available():
         dist.init_process_group("gloo", **alone)
         return torch.device("cpu")
@@ -87,7 +91,9 @@ def shared_text(sizes: Sizes, seed: int, device: torch.device) -> Data:
     dist.broadcast_object_list(box, device=device)
     data = box[0]
     if len(data.tokens) <= sizes.length:
-        raise ValueError(f"megabytes: expected text enough for {sizes.length} tokens, got {len(data.tokens)}")
+        raise ValueError(
+            f"megabytes: expected text enough for {sizes.length} tokens, got {len(data.tokens)}"
+        )
     return data
 
 
@@ -103,7 +109,9 @@ def build(sizes: Sizes, seed: int, device: torch.device) -> LanguageModel:
 
 def loss_of(model: LanguageModel, tokens: Tensor, vocabulary: int) -> Tensor:
     with precision(tokens.device):
-        return partita.parallel.linear_cross_entropy(model(tokens)[:, :-1], model.head.weight, tokens[:, 1:], classes=vocabulary)
+        return partita.parallel.linear_cross_entropy(
+            model(tokens)[:, :-1], model.head.weight, tokens[:, 1:], classes=vocabulary
+        )
 
 
 def body(model: LanguageModel) -> list[nn.Parameter]:
@@ -115,14 +123,32 @@ def clip(model: LanguageModel, limit: float) -> None:
     """Scale all gradients down to a norm, to which each rank's rows of the head add their part: with norms of their own the ranks would drift apart."""
     square = model.head.weight.grad.square().sum()
     dist.all_reduce(square)
-    norm = (square + nn.utils.get_total_norm([parameter.grad for parameter in body(model)]).square()).sqrt()
+    norm = (
+        square + nn.utils.get_total_norm([parameter.grad for parameter in body(model)]).square()
+    ).sqrt()
     nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm)
 
 
-def train(model: LanguageModel, optimizer: torch.optim.Optimizer, pieces: Iterator[Tensor], vocabulary: int, steps: int, quiet: bool) -> Training:
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.64 / model.head.in_features, total_steps=steps)
+def train(
+    model: LanguageModel,
+    optimizer: torch.optim.Optimizer,
+    pieces: Iterator[Tensor],
+    vocabulary: int,
+    steps: int,
+    quiet: bool,
+) -> Training:
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=0.64 / model.head.in_features, total_steps=steps
+    )
     training = Training([], [])
-    columns = ("Training", BarColumn(), MofNCompleteColumn(), "batches", TimeElapsedColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
+    columns = (
+        "Training",
+        BarColumn(),
+        MofNCompleteColumn(),
+        "batches",
+        TimeElapsedColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+    )
     with Progress(*columns, disable=quiet or dist.get_rank() > 0) as progress:
         task = progress.add_task("", total=steps, loss=float("nan"))
         for _, tokens in zip(range(steps), pieces, strict=False):
@@ -142,7 +168,9 @@ def train(model: LanguageModel, optimizer: torch.optim.Optimizer, pieces: Iterat
 def describe(model: LanguageModel, optimizer: torch.optim.Optimizer) -> Rank:
     head = model.head.weight
     held = [head, head.grad, *(state for state in optimizer.state[head].values() if state.ndim)]
-    checksum = [int(parameter.detach().view(torch.int32).sum()) for parameter in body(model)]  # of the bits
+    checksum = [
+        int(parameter.detach().view(torch.int32).sum()) for parameter in body(model)
+    ]  # of the bits
     return Rank(checksum, len(head), sum(tensor.nbytes for tensor in held) / 2**20)
 
 
@@ -177,13 +205,27 @@ def draw(path: Path, losses: list[float], where: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description="Train a language model with its vocabulary spread over the processes that torchrun starts.")
-    parser.add_argument("--batches", type=positive, default=200, help="batches to train on (default 200)")
+    parser = argparse.ArgumentParser(
+        description="Train a language model with its vocabulary spread over the processes that torchrun starts."
+    )
+    parser.add_argument(
+        "--batches", type=positive, default=200, help="batches to train on (default 200)"
+    )
     for name, value in (ON_GPU if gpu else ON_CPU)._asdict().items():
-        parser.add_argument(f"--{name}", type=positive, default=value, help=f"{'of text' if name == 'megabytes' else 'of the model'} (default {value})")
+        parser.add_argument(
+            f"--{name}",
+            type=positive,
+            default=value,
+            help=f"{'of text' if name == 'megabytes' else 'of the model'} (default {value})",
+        )
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default 0)")
     parser.add_argument("--csv", type=Path, help="table of the loss of each batch to write")
-    parser.add_argument("--out", type=Path, default=Path("train_parallel.png"), help="picture to write (default train_parallel.png)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("train_parallel.png"),
+        help="picture to write (default train_parallel.png)",
+    )
     parser.add_argument("--quiet", action="store_true", help="show no progress bar")
     options = parser.parse_args(argv)
 
@@ -195,14 +237,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     dist.destroy_process_group()
     if first:
         losses, milliseconds = report.training
-        print(f"Loss: {statistics.mean(losses[:FEW]):.3f} nats a token at the start, {statistics.mean(losses[-FEW:]):.3f} at the end")
+        print(
+            f"Loss: {statistics.mean(losses[:FEW]):.3f} nats a token at the start, {statistics.mean(losses[-FEW:]):.3f} at the end"
+        )
         print(f"A step: {statistics.median(milliseconds):,.0f} ms")
         for i, rank in enumerate(report.ranks):
-            print(f"Head on rank {i}: {rank.rows:,} rows, {rank.mebibytes:,.1f} MiB with gradient and optimizer")
+            print(
+                f"Head on rank {i}: {rank.rows:,} rows, {rank.mebibytes:,.1f} MiB with gradient and optimizer"
+            )
         places = f"{world} {'rank' if world == 1 else 'ranks'}"
         print(f"Transformer: {'equal' if report.equal else 'not equal'} on {places}")
         where = f"{torch.cuda.get_device_name()}, NCCL" if gpu else "CPU, Gloo"
-        draw(options.out, losses, f"{where}, {places}: {sizes.batch} × {sizes.length} tokens, {sum(rank.rows for rank in report.ranks):,} classes")
+        draw(
+            options.out,
+            losses,
+            f"{where}, {places}: {sizes.batch} × {sizes.length} tokens, {sum(rank.rows for rank in report.ranks):,} classes",
+        )
         print(f"Picture: {options.out}")
         if options.csv:
             write(options.csv, losses)

@@ -29,7 +29,11 @@ Record = dict[str, str]
 
 def rows_of(name: str, **wanted: str) -> list[Record]:
     with (HERE / name).open(encoding="utf-8", newline="") as file:
-        return [row for row in csv.DictReader(file) if all(row[key] == value for key, value in wanted.items())]
+        return [
+            row
+            for row in csv.DictReader(file)
+            if all(row[key] == value for key, value in wanted.items())
+        ]
 
 
 def drawn(path: Path, panels: int, width: float, draw: Callable[[Sequence[Axes]], None]) -> None:
@@ -41,7 +45,12 @@ def drawn(path: Path, panels: int, width: float, draw: Callable[[Sequence[Axes]]
 
 
 def line(axes: Axes, name: str, points: Sequence[tuple[float, float]], **options: Any) -> None:
-    style = {"color": COLOURS.get(name), "linewidth": 2.4 if name.startswith("partita") else 1.4, "marker": "o", "markersize": 4}
+    style = {
+        "color": COLOURS.get(name),
+        "linewidth": 2.4 if name.startswith("partita") else 1.4,
+        "marker": "o",
+        "markersize": 4,
+    }
     axes.plot(*zip(*sorted(points), strict=True), label=name, **(style | options))
     axes.grid(alpha=0.3)
 
@@ -49,12 +58,33 @@ def line(axes: Axes, name: str, points: Sequence[tuple[float, float]], **options
 def cross_entropy(panels: Sequence[Axes]) -> None:
     """Loss and gradient: the share of the copy bandwidth, by classes."""
     for axes, dtype in zip(panels, ("fp32", "bf16"), strict=True):
-        rows = [row for row in rows_of("h200.csv", op="cross_entropy", part="total", dtype=dtype) if row["fraction"]]
+        rows = [
+            row
+            for row in rows_of("h200.csv", op="cross_entropy", part="total", dtype=dtype)
+            if row["fraction"]
+        ]
         for name in dict.fromkeys(row["provider"] for row in rows):
             if name != "partita-inplace":
-                line(axes, name, [(int(row["columns"]), 100 * float(row["fraction"])) for row in rows if row["provider"] == name])
-        axes.set(xscale="log", title=f"cross-entropy with its gradient, {dtype}", xlabel="classes", ylim=(0, 105))
-        axes.set_xticks([8192, 16384, 32768, 131072, 262144], ["8 k", "16 k", "32 k", "128 k", "256 k"], minor=False)
+                line(
+                    axes,
+                    name,
+                    [
+                        (int(row["columns"]), 100 * float(row["fraction"]))
+                        for row in rows
+                        if row["provider"] == name
+                    ],
+                )
+        axes.set(
+            xscale="log",
+            title=f"cross-entropy with its gradient, {dtype}",
+            xlabel="classes",
+            ylim=(0, 105),
+        )
+        axes.set_xticks(
+            [8192, 16384, 32768, 131072, 262144],
+            ["8 k", "16 k", "32 k", "128 k", "256 k"],
+            minor=False,
+        )
         axes.set_xticks([], minor=True)
     panels[0].set_ylabel("% of the copy bandwidth of one H200")
     panels[0].legend(ncols=3, fontsize=9, loc="lower center")
@@ -62,13 +92,23 @@ def cross_entropy(panels: Sequence[Axes]) -> None:
 
 def ctc_exactness(panels: Sequence[Axes]) -> None:
     """The greatest error of a posterior, by the length of the input; what was too wrong to be timed too."""
-    rows = [row for row in rows_of("ctc.csv", op="ctc") if row["error"] and row["part"] in ("total", "")]
+    rows = [
+        row for row in rows_of("ctc.csv", op="ctc") if row["error"] and row["part"] in ("total", "")
+    ]
     (axes,) = panels
     for name in dict.fromkeys(row["provider"] for row in rows):
-        found = [(int(row["steps"]), float(row["error"])) for row in rows if row["provider"] == name]
+        found = [
+            (int(row["steps"]), float(row["error"])) for row in rows if row["provider"] == name
+        ]
         line(axes, name, found, linestyle="none")
     axes.axhline(2e-6, color="black", linestyle="--", linewidth=1, label="contract, 2e-6")
-    axes.set(xscale="log", yscale="log", xlabel="steps", ylabel="greatest error of a posterior", title="CTC against fp64, logits in fp32, NVIDIA H200")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="steps",
+        ylabel="greatest error of a posterior",
+        title="CTC against fp64, logits in fp32, NVIDIA H200",
+    )
     axes.legend(fontsize=9, loc="upper left")
 
 
@@ -76,20 +116,40 @@ def ctc_crf(panels: Sequence[Axes]) -> None:
     """Time and memory."""
     rows = rows_of("ctc.csv", op="ctc_crf", part="total")
     names = [row["provider"] for row in rows]
-    columns = (("median_ms", "forward + backward, ms", 1.0), ("extra_memory_bytes", "memory beside the scores, GiB", 2.0**30))
+    columns = (
+        ("median_ms", "forward + backward, ms", 1.0),
+        ("extra_memory_bytes", "memory beside the scores, GiB", 2.0**30),
+    )
     for axes, (column, label, unit) in zip(panels, columns, strict=True):
         values = [float(row[column]) / unit for row in rows]
         bars = axes.barh(names, values, color=[COLOURS[name] for name in names], height=0.6)
         axes.bar_label(bars, [f"{value:,.3g}" for value in values], padding=3, fontsize=9)
-        axes.set(xlabel=label, **({"xscale": "log", "xlim": (1, 4 * max(values))} if column == "median_ms" else {"xlim": (0, 1.15 * max(values))}))
+        axes.set(
+            xlabel=label,
+            **(
+                {"xscale": "log", "xlim": (1, 4 * max(values))}
+                if column == "median_ms"
+                else {"xlim": (0, 1.15 * max(values))}
+            ),
+        )
         axes.invert_yaxis()
         axes.set_axisbelow(True)
         axes.grid(alpha=0.3, axis="x")
-    panels[0].set_title("CTC-CRF, 2,000 steps × 64 sequences × 4⁵ k-mers, fp32, NVIDIA H200", loc="left")
+    panels[0].set_title(
+        "CTC-CRF, 2,000 steps × 64 sequences × 4⁵ k-mers, fp32, NVIDIA H200", loc="left"
+    )
 
 
-PRODUCTS_MS, PASSES_MS, EXCHANGED_BYTES = 37.7, 1.5, 4 * 4096 * 8192  # of one GPU, as in docs/parallel.md
-MACHINE_RANKS, LINK, NETWORK = 8, 450e9, 50e9  # GPUs of a machine, and nominal bytes a second in each direction inside of it and between machines
+PRODUCTS_MS, PASSES_MS, EXCHANGED_BYTES = (
+    37.7,
+    1.5,
+    4 * 4096 * 8192,
+)  # of one GPU, as in docs/parallel.md
+MACHINE_RANKS, LINK, NETWORK = (
+    8,
+    450e9,
+    50e9,
+)  # GPUs of a machine, and nominal bytes a second in each direction inside of it and between machines
 
 
 def on_paper(vocabulary_ranks: int, token_ranks: int) -> float:
@@ -102,25 +162,85 @@ def on_paper(vocabulary_ranks: int, token_ranks: int) -> float:
 
 def parallel(panels: Sequence[Axes]) -> None:
     """By the number of GPUs: the loss from logits beside others, that from hidden states beside perfect scaling, and memory."""
-    rows, linear = rows_of("parallel.csv", op="cross_entropy"), rows_of("parallel.csv", op="linear_cross_entropy")
-    colours = COLOURS | {"loss_parallel": COLOURS["torch"], "megatron": COLOURS["koi"], "one shard": COLOURS["products"]}
+    rows, linear = (
+        rows_of("parallel.csv", op="cross_entropy"),
+        rows_of("parallel.csv", op="linear_cross_entropy"),
+    )
+    colours = COLOURS | {
+        "loss_parallel": COLOURS["torch"],
+        "megatron": COLOURS["koi"],
+        "one shard": COLOURS["products"],
+    }
     worlds = sorted({int(row["gpus"]) for row in rows})
     names = list(dict.fromkeys(row["provider"] for row in rows))
     for i, name in enumerate(names):
         values = [float(row["median_ms"]) for row in rows if row["provider"] == name]
-        places = [worlds.index(int(row["gpus"])) + 0.2 * i for row in rows if row["provider"] == name]
-        panels[0].bar_label(panels[0].bar(places, values, 0.18, label=name, color=colours[name]), [f"{value:.3g}" for value in values], fontsize=8)
-    panels[0].set(yscale="log", ylim=(0.03, 60), ylabel="forward + backward, ms", title="cross-entropy, 8,192 × 131,072 logits")
-    panels[0].set_xticks([place + 0.3 for place in range(len(worlds))], [f"{world} GPUs" for world in worlds])
+        places = [
+            worlds.index(int(row["gpus"])) + 0.2 * i for row in rows if row["provider"] == name
+        ]
+        panels[0].bar_label(
+            panels[0].bar(places, values, 0.18, label=name, color=colours[name]),
+            [f"{value:.3g}" for value in values],
+            fontsize=8,
+        )
+    panels[0].set(
+        yscale="log",
+        ylim=(0.03, 60),
+        ylabel="forward + backward, ms",
+        title="cross-entropy, 8,192 × 131,072 logits",
+    )
+    panels[0].set_xticks(
+        [place + 0.3 for place in range(len(worlds))], [f"{world} GPUs" for world in worlds]
+    )
     points = [(int(row["gpus"]), float(row["median_ms"])) for row in linear]
     line(panels[1], "partita", points)
-    line(panels[1], "perfect scaling", [(gpus, points[0][1] / gpus) for gpus in (1, 512)], color="black", linestyle="--", marker="none")
-    line(panels[1], "on paper: vocabulary over all", [(gpus, on_paper(gpus, 1)) for gpus in (8, 64)], color=COLOURS["cce"], linestyle=":")
-    line(panels[1], "on paper: tokens over machines", [(8 * n, on_paper(8, n)) for n in (1, 8, 64)], color=COLOURS["liger"], linestyle=":")
-    panels[1].set(xscale="log", yscale="log", ylabel="forward + backward, ms", title="from hidden states, 8,192 × 4,096 × 128,256")
-    line(panels[2], "from hidden states", [(int(row["gpus"]), float(row["extra_gib"])) for row in linear], color=COLOURS["partita"])
-    line(panels[2], "from logits", [(int(row["gpus"]), float(row["extra_gib"])) for row in rows if row["provider"] == "partita"], color=COLOURS["partita-lean"])
-    panels[2].set(xscale="log", ylim=(0, 3.5), ylabel="GiB on each GPU", title="memory beside the inputs")
+    line(
+        panels[1],
+        "perfect scaling",
+        [(gpus, points[0][1] / gpus) for gpus in (1, 512)],
+        color="black",
+        linestyle="--",
+        marker="none",
+    )
+    line(
+        panels[1],
+        "on paper: vocabulary over all",
+        [(gpus, on_paper(gpus, 1)) for gpus in (8, 64)],
+        color=COLOURS["cce"],
+        linestyle=":",
+    )
+    line(
+        panels[1],
+        "on paper: tokens over machines",
+        [(8 * n, on_paper(8, n)) for n in (1, 8, 64)],
+        color=COLOURS["liger"],
+        linestyle=":",
+    )
+    panels[1].set(
+        xscale="log",
+        yscale="log",
+        ylabel="forward + backward, ms",
+        title="from hidden states, 8,192 × 4,096 × 128,256",
+    )
+    line(
+        panels[2],
+        "from hidden states",
+        [(int(row["gpus"]), float(row["extra_gib"])) for row in linear],
+        color=COLOURS["partita"],
+    )
+    line(
+        panels[2],
+        "from logits",
+        [
+            (int(row["gpus"]), float(row["extra_gib"]))
+            for row in rows
+            if row["provider"] == "partita"
+        ],
+        color=COLOURS["partita-lean"],
+    )
+    panels[2].set(
+        xscale="log", ylim=(0, 3.5), ylabel="GiB on each GPU", title="memory beside the inputs"
+    )
     for axes, ticks in ((panels[1], [1, 2, 4, 8, 64, 512]), (panels[2], sorted({1, *worlds}))):
         axes.set_xlabel("GPUs")
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -149,21 +269,48 @@ def row_errors() -> list[Record]:
                 "loss: log Z - x": logz - x.gather(-1, labels),
                 "loss: log d + (m - x)": d.log() + (m - x.gather(-1, labels)),
                 "entropy: log Z - Σ p x": logz - (p * x).sum(-1, keepdim=True),
-                "entropy: log d - Σ e (x - m) / d": d.log() - (e * (x - m)).sum(-1, keepdim=True) / d,
+                "entropy: log d - Σ e (x - m) / d": d.log()
+                - (e * (x - m)).sum(-1, keepdim=True) / d,
             }
 
         truth = formed(x.double())
-        result += [{"offset": f"{offset:g}", "formed as": name, "error": f"{(value - truth[name]).abs().max():.3g}"} for name, value in formed(x).items()]
+        result += [
+            {
+                "offset": f"{offset:g}",
+                "formed as": name,
+                "error": f"{(value - truth[name]).abs().max():.3g}",
+            }
+            for name, value in formed(x).items()
+        ]
     return result
 
 
 def row_exactness(errors: Sequence[Record]) -> Callable[[Sequence[Axes]], None]:
     def draw(panels: Sequence[Axes]) -> None:
         for axes, what in zip(panels, ("loss", "entropy"), strict=True):
-            for i, name in enumerate(dict.fromkeys(row["formed as"] for row in errors if row["formed as"].startswith(what))):
-                points = [(float(row["offset"]), float(row["error"])) for row in errors if row["formed as"] == name]
-                axes.plot(*zip(*points, strict=True), label=name.partition(": ")[2], color=(COLOURS["naive"], COLOURS["partita"])[i], marker="o", markersize=4)
-            axes.set(xscale="log", yscale="log", xlabel="offset of the logits", title=f"{what} in fp32, 1,000 classes")
+            for i, name in enumerate(
+                dict.fromkeys(
+                    row["formed as"] for row in errors if row["formed as"].startswith(what)
+                )
+            ):
+                points = [
+                    (float(row["offset"]), float(row["error"]))
+                    for row in errors
+                    if row["formed as"] == name
+                ]
+                axes.plot(
+                    *zip(*points, strict=True),
+                    label=name.partition(": ")[2],
+                    color=(COLOURS["naive"], COLOURS["partita"])[i],
+                    marker="o",
+                    markersize=4,
+                )
+            axes.set(
+                xscale="log",
+                yscale="log",
+                xlabel="offset of the logits",
+                title=f"{what} in fp32, 1,000 classes",
+            )
             axes.grid(alpha=0.3)
             axes.legend(fontsize=9, loc="upper left")
         panels[0].set_ylabel("greatest error against fp64")
@@ -173,7 +320,9 @@ def row_exactness(errors: Sequence[Record]) -> Callable[[Sequence[Axes]], None]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Draw what the tables in this folder say.")
-    parser.add_argument("--out", type=Path, default=HERE, help="folder for the pictures (default: this one)")
+    parser.add_argument(
+        "--out", type=Path, default=HERE, help="folder for the pictures (default: this one)"
+    )
     out = parser.parse_args(argv).out
     errors = row_errors()
     with (out / "row_exactness.csv").open("w", encoding="utf-8", newline="") as file:

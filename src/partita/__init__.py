@@ -5,17 +5,21 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from ._backend import backend
-from .chain import Chain, ChainSample, ViterbiPath, logz
-from .crf import ctc_crf_loss, debruijn_source
-from .cross_entropy import cross_entropy
-from .ctc import CTCAlignment, TokenSpans, ctc_align, ctc_loss
-from .edges import dense_source, edges_from_states
-from .linear_chain import linear_chain
-from .linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_plan, linear_token_stats
-from .semiring import Log, Max, Semiring
-from .softmax import log_softmax, logsumexp, softmax
-from .token_stats import TokenStats, token_stats
+from .ops.chain.api import Chain, ChainSample, ViterbiPath, logz
+from .ops.chain.edges import dense_source, edges_from_states
+from .ops.cross_entropy.api import cross_entropy
+from .ops.cross_entropy.token_stats import TokenStats, token_stats
+from .ops.ctc.api import CTCAlignment, TokenSpans, ctc_align, ctc_loss
+from .ops.ctc_crf.api import ctc_crf_loss, debruijn_source
+from .ops.linear_chain.api import linear_chain
+from .ops.linear_heads.api import (
+    linear_cross_entropy,
+    linear_cross_entropy_plan,
+    linear_token_stats,
+)
+from .ops.softmax.api import log_softmax, logsumexp, softmax
+from .primitives.semiring import Log, Max, Semiring
+from .runtime.backend import backend
 
 __version__ = "0.1.0"
 

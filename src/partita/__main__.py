@@ -29,11 +29,18 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    from . import _check_machine, _info, _report
     from .bench import cli
+    from .cli import check as _check_machine
+    from .cli import info as _info
+    from .cli import report as _report
 
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(prog="partita", description="Partition functions for PyTorch.", epilog=EPILOG, formatter_class=formatter)
+    parser = _Parser(
+        prog="partita",
+        description="Partition functions for PyTorch.",
+        epilog=EPILOG,
+        formatter_class=formatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     programs = {
         "info": (_info, "versions, GPUs, and what serves each op"),

@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from ._lengths import Lengths
-from .cross_entropy import cross_entropy
-from .ctc import ctc_loss
-from .linear_cross_entropy import linear_cross_entropy
+from .ops.cross_entropy.api import cross_entropy
+from .ops.ctc.api import ctc_loss
+from .ops.linear_heads.api import linear_cross_entropy
+from .runtime.lengths import Lengths
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
@@ -111,9 +111,25 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         memory_budget: int | None = None,
     ) -> None:
         super().__init__()
-        self.num_classes, self.out_features, self.reduction, self.ignore_index = num_classes, tuple(out_features), reduction, ignore_index
-        self.label_smoothing, self.softcap, self.z_loss, self.memory_budget = label_smoothing, softcap, z_loss, memory_budget
-        self.linear = torch.nn.Linear(in_features, math.prod(out_features, start=num_classes), bias=bias, device=device, dtype=dtype)
+        self.num_classes, self.out_features, self.reduction, self.ignore_index = (
+            num_classes,
+            tuple(out_features),
+            reduction,
+            ignore_index,
+        )
+        self.label_smoothing, self.softcap, self.z_loss, self.memory_budget = (
+            label_smoothing,
+            softcap,
+            z_loss,
+            memory_budget,
+        )
+        self.linear = torch.nn.Linear(
+            in_features,
+            math.prod(out_features, start=num_classes),
+            bias=bias,
+            device=device,
+            dtype=dtype,
+        )
         self.register_buffer("weight", weight)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
@@ -164,11 +180,20 @@ class CTCLoss(torch.nn.CTCLoss):
         tensor(0.2877)
     """
 
-    def __init__(self, blank: int = 0, reduction: str = "mean", zero_infinity: bool = False, *, from_logits: bool = False) -> None:
+    def __init__(
+        self,
+        blank: int = 0,
+        reduction: str = "mean",
+        zero_infinity: bool = False,
+        *,
+        from_logits: bool = False,
+    ) -> None:
         super().__init__(blank, reduction, zero_infinity)
         self.from_logits = from_logits
 
-    def forward(self, log_probs: Tensor, targets: Tensor, input_lengths: Lengths, target_lengths: Lengths) -> Tensor:
+    def forward(
+        self, log_probs: Tensor, targets: Tensor, input_lengths: Lengths, target_lengths: Lengths
+    ) -> Tensor:
         """The loss of a batch in nats: `partita.ctc_loss` under the options of the module.
 
         Args:
@@ -181,7 +206,14 @@ class CTCLoss(torch.nn.CTCLoss):
             TypeError, ValueError, IndexError: as in `partita.ctc_loss`.
         """
         options = self.blank, self.reduction, self.zero_infinity
-        return ctc_loss(log_probs, targets, input_lengths, target_lengths, *options, from_logits=self.from_logits)
+        return ctc_loss(
+            log_probs,
+            targets,
+            input_lengths,
+            target_lengths,
+            *options,
+            from_logits=self.from_logits,
+        )
 
     def extra_repr(self) -> str:
         """The options that torch prints with the module."""

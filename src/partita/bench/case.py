@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .._console import DTYPES
+from ..cli.console import DTYPES
 from .measure import Step, Timing, time_steps
 from .providers import Function, Provider
 
@@ -79,7 +79,9 @@ class Buffers:
         if flat is None or flat.numel() < size:
             for key in [key for key in self._flat if key[0] == use]:
                 del self._flat[key]
-            flat = self._flat[use, dtype] = torch.randn(size, device=self.device, generator=self._generator, dtype=dtype)
+            flat = self._flat[use, dtype] = torch.randn(
+                size, device=self.device, generator=self._generator, dtype=dtype
+            )
         return flat[:size].view(shape)
 
     def labels(self, rows: int, classes: int) -> Tensor:
@@ -123,9 +125,13 @@ class Case(ABC):
     without: ClassVar[tuple[str, ...]] = ("naive",)  # the providers that are not taken here
     label: ClassVar[str] = ""  # tells apart cases of an op that are not to be put into one table
     versus: ClassVar[str] = ""  # the provider whose times the others are compared with
-    yardstick: ClassVar[str] = ""  # the provider whose times are the unit of the others', and whose results are not judged
+    yardstick: ClassVar[str] = (
+        ""  # the provider whose times are the unit of the others', and whose results are not judged
+    )
     memory_of: ClassVar[str] = "total"  # the part whose memory is measured
-    caption: ClassVar[str] = ""  # of the picture of its times; none for those that have no such picture
+    caption: ClassVar[str] = (
+        ""  # of the picture of its times; none for those that have no such picture
+    )
 
     def size(self, names: Sequence[str]) -> str:
         return " × ".join(f"{getattr(self, name):,}" for name in names)
@@ -154,21 +160,32 @@ class Case(ABC):
         """What the results of every provider are held to."""
 
     @abstractmethod
-    def verdicts(self, function: Function, inputs: Any, provider: Provider, standard: Any) -> Iterator[Verdict]:
+    def verdicts(
+        self, function: Function, inputs: Any, provider: Provider, standard: Any
+    ) -> Iterator[Verdict]:
         """On each result and gradient, against fp64."""
 
     @abstractmethod
     def loops(self, function: Function, inputs: Any, provider: Provider) -> Sequence[Loop]:
         """What is timed."""
 
-    def times(self, function: Function, inputs: Any, provider: Provider, device: torch.device, repetitions: int) -> dict[str, Timing]:
+    def times(
+        self,
+        function: Function,
+        inputs: Any,
+        provider: Provider,
+        device: torch.device,
+        repetitions: int,
+    ) -> dict[str, Timing]:
         result: dict[str, Timing] = {}
         for loop in self.loops(function, inputs, provider):
             result |= time_steps(loop.steps, device, before=loop.before, repetitions=repetitions)
             loop.before()
         return result
 
-    def extra_memory(self, function: Function, inputs: Any, provider: Provider, device: torch.device) -> int | None:
+    def extra_memory(
+        self, function: Function, inputs: Any, provider: Provider, device: torch.device
+    ) -> int | None:
         """Peak bytes beyond the inputs; None where that is not asked."""
         return None
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .._backend import backend
-from ..chain import Chain
-from ..reference.softmax import accumulator
-from ..semiring import Max
+from ..ops.chain.api import Chain
+from ..primitives.semiring import Max
+from ..runtime.backend import backend
+from ..runtime.dtypes import acc_dtype
 from .case import Buffers, Case, Loop, Moves, Settings, Verdict, poison
 from .measure import Timing, peak_extra_memory
 from .providers import Function, Provider, is_ours
@@ -22,7 +22,10 @@ WINDOW = 3  # a label, the blank before it, and the label before that
 SLOW_REPETITIONS = 3
 CHAINS_JUDGED = 4  # against fp64, which takes many times longer than what is judged
 ELEMENTS_JUDGED = 2**24
-CONTRACT = 2e-6, 1e-6  # of marginals, and of log Z over max(1, |log Z|), to which 1e-9 a step is added
+CONTRACT = (
+    2e-6,
+    1e-6,
+)  # of marginals, and of log Z over max(1, |log Z|), to which 1e-9 a step is added
 ROUNDING_A_STEP = 1e-9
 PEERS_MAY = 1e-2  # they carry fp32 states, whose marginals are off by 1e-3 at 2,000 steps
 
@@ -47,7 +50,14 @@ class Size(NamedTuple):
     table: Table = kmers
 
 
-SIZES = Size(800, 64, 64), Size(800, 64, 256), Size(800, 64, 1024), Size(2000, 128, 256), Size(2000, 64, 1024), Size(500, 128, 201, alignment)
+SIZES = (
+    Size(800, 64, 64),
+    Size(800, 64, 256),
+    Size(800, 64, 1024),
+    Size(2000, 128, 256),
+    Size(2000, 64, 1024),
+    Size(500, 128, 201, alignment),
+)
 CPU_SIZES = Size(500, 8, 64), Size(400, 32, 1024), Size(500, 8, 201, alignment)
 CPU_QUICK_SIZES = Size(100, 4, 64), Size(100, 4, 256)
 
@@ -92,14 +102,29 @@ class ChainCase(Case):
         return self.table(1).shape[1]
 
     def inputs(self, buffers: Buffers) -> Inputs:
-        ends = torch.zeros(self.chains, self.states, dtype=accumulator(self.dtype), device=buffers.device)
+        ends = torch.zeros(
+            self.chains, self.states, dtype=acc_dtype(self.dtype), device=buffers.device
+        )
         source = self.table(self.states).to(buffers.device, torch.int32)
         return Inputs(buffers.normal("scores", self.shape, self.dtype), source, ends, ends)
 
-    def times(self, function: Function, inputs: Any, provider: Provider, device: torch.device, repetitions: int) -> dict[str, Timing]:
+    def times(
+        self,
+        function: Function,
+        inputs: Any,
+        provider: Provider,
+        device: torch.device,
+        repetitions: int,
+    ) -> dict[str, Timing]:
         """What takes seconds, a loop in Python or anything on the CPU, is repeated less often."""
         slow = provider.name == "torch" or device.type == "cpu"
-        return super().times(function, inputs, provider, device, min(repetitions, SLOW_REPETITIONS) if slow else repetitions)
+        return super().times(
+            function,
+            inputs,
+            provider,
+            device,
+            min(repetitions, SLOW_REPETITIONS) if slow else repetitions,
+        )
 
 
 def judged(inputs: Inputs) -> tuple[Tensor, Chain]:
@@ -107,7 +132,12 @@ def judged(inputs: Inputs) -> tuple[Tensor, Chain]:
     steps, chains, states, slots = inputs.scores.shape
     count = max(1, min(CHAINS_JUDGED, chains, ELEMENTS_JUDGED // (steps * states * slots)))
     which = torch.linspace(0, chains - 1, count, device=inputs.scores.device).long()
-    return which, Chain(inputs.scores[:, which].double(), inputs.source, inputs.initial[which].double(), inputs.final[which].double())
+    return which, Chain(
+        inputs.scores[:, which].double(),
+        inputs.source,
+        inputs.initial[which].double(),
+        inputs.final[which].double(),
+    )
 
 
 def worst(error: Tensor, allowed: float, got: Tensor, expected: Tensor) -> Verdict:
@@ -136,7 +166,9 @@ class LogZ(ChainCase):
         with backend("reference"), torch.no_grad():
             return Truth(which, chain.logz(), chain.marginals())
 
-    def verdicts(self, function: Function, inputs: Inputs, provider: Provider, standard: Truth) -> Iterator[Verdict]:
+    def verdicts(
+        self, function: Function, inputs: Inputs, provider: Provider, standard: Truth
+    ) -> Iterator[Verdict]:
         which, truth, marginals = standard
         of_marginals, of_logz = CONTRACT if is_ours(provider.name) else (PEERS_MAY, PEERS_MAY)
         scores, *others = inputs
@@ -145,7 +177,12 @@ class LogZ(ChainCase):
         total = function(leaf, *others)
         (grad,) = torch.autograd.grad(total, leaf, torch.ones_like(total))
         some = grad[:, which].double()
-        yield worst(((some - marginals).abs() - rounding(marginals, grad.dtype)).clamp(min=0), of_marginals, some, marginals)
+        yield worst(
+            ((some - marginals).abs() - rounding(marginals, grad.dtype)).clamp(min=0),
+            of_marginals,
+            some,
+            marginals,
+        )
         for result in (total.detach(), function(scores, *others)):
             some = result[which].double()
             apart = ((some - truth).abs() - ROUNDING_A_STEP * self.steps).clamp(min=0)
@@ -153,9 +190,14 @@ class LogZ(ChainCase):
         yield one_edge_a_step(grad)
 
     def loops(self, function: Function, inputs: Inputs, provider: Provider) -> Sequence[Loop]:
-        return [Loop((("inference", lambda: function(*inputs)),), lambda: None), _training(function, inputs)]
+        return [
+            Loop((("inference", lambda: function(*inputs)),), lambda: None),
+            _training(function, inputs),
+        ]
 
-    def extra_memory(self, function: Function, inputs: Inputs, provider: Provider, device: torch.device) -> int | None:
+    def extra_memory(
+        self, function: Function, inputs: Inputs, provider: Provider, device: torch.device
+    ) -> int | None:
         loop = _training(function, inputs)
         return peak_extra_memory(loop.steps, device, before=loop.before)
 
@@ -195,14 +237,25 @@ class Viterbi(ChainCase):
         with backend("reference"), torch.no_grad():
             return Best(which, chain.logz(Max))
 
-    def verdicts(self, function: Function, inputs: Inputs, provider: Provider, standard: Best) -> Iterator[Verdict]:
+    def verdicts(
+        self, function: Function, inputs: Inputs, provider: Provider, standard: Best
+    ) -> Iterator[Verdict]:
         """Another path is as good if its score is; one that is torn is not."""
         allowed = CONTRACT[1] if is_ours(provider.name) else PEERS_MAY
         edges = function(*inputs).long()
         safe = edges.clamp(0, self.states * self.slots - 1)
         yield torn(edges, safe, inputs.source, allowed)
-        scores = inputs.scores.flatten(2).gather(2, safe[..., None]).sum((0, 2), dtype=torch.float64)[standard.chains]
-        yield worst((standard.score - scores).abs() / standard.score.abs().clamp(min=1), allowed, scores, standard.score)
+        scores = (
+            inputs.scores.flatten(2)
+            .gather(2, safe[..., None])
+            .sum((0, 2), dtype=torch.float64)[standard.chains]
+        )
+        yield worst(
+            (standard.score - scores).abs() / standard.score.abs().clamp(min=1),
+            allowed,
+            scores,
+            standard.score,
+        )
 
     def loops(self, function: Function, inputs: Inputs, provider: Provider) -> Sequence[Loop]:
         return [Loop((("inference", lambda: function(*inputs)),), lambda: None)]
@@ -220,7 +273,9 @@ def torn(edges: Tensor, safe: Tensor, source: Tensor, allowed: float) -> Verdict
 def _sizes(settings: Settings) -> Iterator[Size]:
     gpu = settings.device.type == "cuda"
     if settings.columns:
-        sizes: Sequence[Size] = [(SIZES if gpu else CPU_SIZES)[0]._replace(states=states) for states in settings.columns]
+        sizes: Sequence[Size] = [
+            (SIZES if gpu else CPU_SIZES)[0]._replace(states=states) for states in settings.columns
+        ]
     elif gpu:
         sizes = SIZES[:2] if settings.quick else SIZES
     else:

@@ -43,7 +43,9 @@ def loop_viterbi(scores: Tensor, source: Tensor, initial: Tensor, final: Tensor)
 def _reachable(scores: Tensor, source: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
     """Scores in the dtype of states, -inf where there is no edge, and sources that all exist."""
     missing = source < 0
-    return scores.to(initial.dtype).masked_fill(missing, -torch.inf), source.masked_fill(missing, 0).long()
+    return scores.to(initial.dtype).masked_fill(missing, -torch.inf), source.masked_fill(
+        missing, 0
+    ).long()
 
 
 def beyond_fp32_kernels(inputs: Any) -> str | None:

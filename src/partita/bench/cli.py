@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from .._console import DTYPES, Progress, UsageError, first_line, print_table
-from .._info import no_gpu
+from ..cli.console import DTYPES, Progress, UsageError, first_line, print_table
+from ..cli.info import no_gpu
 from . import picture, report
 from .case import Case, Settings
 from .measure import REPETITIONS, Machine, measure_machine
@@ -81,19 +81,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     peers = ",".join(peer.name for peer in PEERS)
     elements = "of the logits, 2**28 by default (2**20 on the CPU); of chains, of CTC and from hidden states, the most"
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.add_argument("ops", nargs="*", metavar="op", help=f"some of {', '.join(OPS)}; all by default")
-    parser.add_argument("--peers", default=peers, metavar="NAMES", help=f"whom to time beside Partita: {peers} by default, '' for nobody")
+    parser.add_argument(
+        "ops", nargs="*", metavar="op", help=f"some of {', '.join(OPS)}; all by default"
+    )
+    parser.add_argument(
+        "--peers",
+        default=peers,
+        metavar="NAMES",
+        help=f"whom to time beside Partita: {peers} by default, '' for nobody",
+    )
     parser.add_argument("--only-ours", action="store_true", help="the same as --peers ''")
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
-    parser.add_argument("--dtype", type=_dtypes, default=(), metavar="NAMES", help="fp32,bf16 by default, from hidden states bf16; also fp16, fp64")
-    parser.add_argument("--columns", type=_numbers, default=(), metavar="NUMBERS", help="widths in place of the op's own; of chains states, else classes")
+    parser.add_argument(
+        "--dtype",
+        type=_dtypes,
+        default=(),
+        metavar="NAMES",
+        help="fp32,bf16 by default, from hidden states bf16; also fp16, fp64",
+    )
+    parser.add_argument(
+        "--columns",
+        type=_numbers,
+        default=(),
+        metavar="NUMBERS",
+        help="widths in place of the op's own; of chains states, else classes",
+    )
     parser.add_argument("--elements", type=_number, metavar="NUMBER", help=elements)
-    parser.add_argument("--repetitions", type=_number, default=REPETITIONS, metavar="NUMBER", help=f"of each measurement; {REPETITIONS} by default")
-    parser.add_argument("--no-sweep", action="store_true", help="leave out the sweep of softmax over narrow rows, which the picture shows")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", metavar="NAME", help="cuda, cuda:1, cpu")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write DIR/bench.csv and DIR/bench.svg")
+    parser.add_argument(
+        "--repetitions",
+        type=_number,
+        default=REPETITIONS,
+        metavar="NUMBER",
+        help=f"of each measurement; {REPETITIONS} by default",
+    )
+    parser.add_argument(
+        "--no-sweep",
+        action="store_true",
+        help="leave out the sweep of softmax over narrow rows, which the picture shows",
+    )
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        metavar="NAME",
+        help="cuda, cuda:1, cpu",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="write DIR/bench.csv and DIR/bench.svg"
+    )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the sweep of softmax, times from hidden states, of chains, of CTC (needs matplotlib)")
+    parser.add_argument(
+        "--svg",
+        type=Path,
+        metavar="FILE",
+        help="draw the sweep of softmax, times from hidden states, of chains, of CTC (needs matplotlib)",
+    )
 
 
 @dataclass(frozen=True)
@@ -126,7 +167,9 @@ def make_plan(args: argparse.Namespace) -> Plan:
     try:
         device = torch.empty(1, device=args.device).device  # with its index
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device: cannot use {args.device!r}: {str(error).splitlines()[0]}") from None
+        raise UsageError(
+            f"--device: cannot use {args.device!r}: {str(error).splitlines()[0]}"
+        ) from None
     for op in args.ops:
         if op not in OPS:
             raise UsageError(f"op: expected some of {', '.join(OPS)}, got {op!r}")
@@ -138,15 +181,36 @@ def make_plan(args: argparse.Namespace) -> Plan:
     svg = args.svg or (args.out and args.out / "bench.svg")
     if args.svg and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--svg: needs matplotlib (pip install matplotlib)")
-    settings = Settings(args.dtype, args.columns, args.elements, args.quick, not args.no_sweep, args.repetitions, device)
-    modules = [importlib.import_module(f".{op}", __package__) for op in dict.fromkeys(args.ops or OPS)]
-    return Plan(device, settings, providers, [case for module in modules for case in module.cases(settings)], csv, svg)
+    settings = Settings(
+        args.dtype,
+        args.columns,
+        args.elements,
+        args.quick,
+        not args.no_sweep,
+        args.repetitions,
+        device,
+    )
+    modules = [
+        importlib.import_module(f".{op}", __package__) for op in dict.fromkeys(args.ops or OPS)
+    ]
+    return Plan(
+        device,
+        settings,
+        providers,
+        [case for module in modules for case in module.cases(settings)],
+        csv,
+        svg,
+    )
 
 
 def missing(plan: Plan) -> dict[str, str]:
     """By the names of those that have one of its ops and are not installed: the command that brings each."""
     ops = {case.op for case in plan.cases}
-    return {provider.name: message for provider in plan.providers if not ops.isdisjoint(provider.ops) and (message := provider.missing())}
+    return {
+        provider.name: message
+        for provider in plan.providers
+        if not ops.isdisjoint(provider.ops) and (message := provider.missing())
+    }
 
 
 def machine_of(plan: Plan) -> Machine:
@@ -161,13 +225,22 @@ def measure(plan: Plan, providers: Sequence[Provider], machine: Machine) -> Meas
     rows: list[Row] = []
     try:
         with Progress(sum(len(takers(case, providers)) for case in plan.cases)) as progress:
-            for row in run(plan.cases, providers, machine, plan.settings, say=progress.say, done=progress.advance):
+            for row in run(
+                plan.cases,
+                providers,
+                machine,
+                plan.settings,
+                say=progress.say,
+                done=progress.advance,
+            ):
                 rows.append(row)
     except KeyboardInterrupt:
         return Measured(rows, "interrupted", 130)
     except DeviceLost as error:
         return Measured(rows, f"the GPU no longer answers after {error}", 1)
-    except Exception as error:  # too little memory for the inputs of a case, say: what was measured is kept
+    except (
+        Exception
+    ) as error:  # too little memory for the inputs of a case, say: what was measured is kept
         return Measured(rows, f"broke off: {first_line(error)}", 1)
     return Measured(rows, code=int(bool(failed(rows))))
 
@@ -180,13 +253,17 @@ def main(args: argparse.Namespace) -> int:
         print(f"partita bench: {error}", file=sys.stderr)
         return 2
     if not torch.cuda.is_available():
-        print(f"{no_gpu()} What follows is a small timing on the CPU, which says little about a GPU.")
+        print(
+            f"{no_gpu()} What follows is a small timing on the CPU, which says little about a GPU."
+        )
     absent = missing(plan)
     for message in absent.values():
         print(message)
     machine = machine_of(plan)
     print(report.describe(machine), flush=True)
-    measured = measure(plan, [provider for provider in plan.providers if provider.name not in absent], machine)
+    measured = measure(
+        plan, [provider for provider in plan.providers if provider.name not in absent], machine
+    )
     if measured.problem:
         print(f"partita bench: {measured.problem}", file=sys.stderr)
     _report(measured.rows, machine, plan)

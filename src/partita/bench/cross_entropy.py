@@ -35,7 +35,10 @@ class CrossEntropy(RowsCase):
         return {"inference": Moves(self.bytes, "read"), "total": Moves(2 * self.bytes, "copy")}
 
     def inputs(self, buffers: Buffers) -> Inputs:
-        return Inputs(buffers.normal("logits", self.shape, self.dtype), buffers.labels(self.rows, self.columns))
+        return Inputs(
+            buffers.normal("logits", self.shape, self.dtype),
+            buffers.labels(self.rows, self.columns),
+        )
 
     def errors(self, function: Function, inputs: Inputs, provider: Provider) -> Iterator[Error]:
         x, target = inputs
@@ -50,7 +53,15 @@ class CrossEntropy(RowsCase):
             return p / target.numel()
 
         yield row_error(grad, truth, x)
-        expected = torch.stack([F.cross_entropy(x[rows].double(), target[rows], reduction="sum") for rows in blocks(x)]).sum() / target.numel()
+        expected = (
+            torch.stack(
+                [
+                    F.cross_entropy(x[rows].double(), target[rows], reduction="sum")
+                    for rows in blocks(x)
+                ]
+            ).sum()
+            / target.numel()
+        )
         yield ulp_error(loss.detach(), expected)
         yield ulp_error(function(x, target), expected)
 
@@ -61,7 +72,9 @@ class CrossEntropy(RowsCase):
             loops.insert(0, Loop((("inference", lambda: function(x, target)),), lambda: None))
         return loops
 
-    def extra_memory(self, function: Function, inputs: Inputs, provider: Provider, device: torch.device) -> int | None:
+    def extra_memory(
+        self, function: Function, inputs: Inputs, provider: Provider, device: torch.device
+    ) -> int | None:
         loop = _training(function, *inputs, provider)
         return peak_extra_memory(loop.steps, device, before=loop.before)
 
@@ -101,12 +114,23 @@ class Host(CrossEntropy):
     def moves(self) -> Mapping[str, Moves]:
         return {}
 
-    def times(self, function: Function, inputs: Inputs, provider: Provider, device: torch.device, repetitions: int) -> dict[str, Timing]:
+    def times(
+        self,
+        function: Function,
+        inputs: Inputs,
+        provider: Provider,
+        device: torch.device,
+        repetitions: int,
+    ) -> dict[str, Timing]:
         leaf = _leaf(inputs.x, provider)
-        call: Callable[[], object] = lambda: torch.autograd.grad(function(leaf, inputs.target), leaf)  # noqa: E731
+        call: Callable[[], object] = lambda: torch.autograd.grad(
+            function(leaf, inputs.target), leaf
+        )  # noqa: E731
         return {"host": time_host(call, device, calls=HOST_CALLS, repetitions=repetitions)}
 
-    def extra_memory(self, function: Function, inputs: Inputs, provider: Provider, device: torch.device) -> int | None:
+    def extra_memory(
+        self, function: Function, inputs: Inputs, provider: Provider, device: torch.device
+    ) -> int | None:
         return None
 
 

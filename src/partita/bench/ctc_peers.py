@@ -49,7 +49,9 @@ class CrfInputs(NamedTuple):
     state_len: int
 
 
-def native_loss(logits: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor) -> Tensor:
+def native_loss(
+    logits: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor
+) -> Tensor:
     """The summed loss by PyTorch's own kernels: those of cuDNN take 256 labels at most, and other arguments."""
     log_probs = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     with torch.backends.cudnn.flags(enabled=False):
@@ -74,7 +76,9 @@ def torchaudio_align() -> Callable[..., Tensor]:
     align = library.forced_align
 
     def function(log_probs: Tensor, targets: Tensor, *lengths: Tensor) -> Tensor:
-        return align(log_probs.transpose(0, 1), targets, *(length.to(log_probs.device) for length in lengths))[0]
+        return align(
+            log_probs.transpose(0, 1), targets, *(length.to(log_probs.device) for length in lengths)
+        )[0]
 
     return function
 
@@ -99,13 +103,20 @@ def places(targets: Tensor, state_len: int, bases: int) -> Places:
     return Places(stay, stay[:, 1:] + 1 + labels[:, : stay.shape[1] - 1])
 
 
-def _recipe(inputs: CrfInputs, every: Callable[..., Tensor], aligned: Callable[..., Tensor]) -> Tensor:
+def _recipe(
+    inputs: CrfInputs, every: Callable[..., Tensor], aligned: Callable[..., Tensor]
+) -> Tensor:
     """The mean loss as basecallers write it: log Z taken off the scores, a share each step, then log Z of the target's alignments alone."""
     scores, source, targets, lengths, state_len = inputs
     steps, count, states, slots = scores.shape
-    ends = torch.zeros(count, states, dtype=torch.promote_types(scores.dtype, torch.float32), device=scores.device)
+    ends = torch.zeros(
+        count, states, dtype=torch.promote_types(scores.dtype, torch.float32), device=scores.device
+    )
     normal = scores.flatten(2) - every(scores, source, ends, ends)[:, None] / steps
-    stay, move = (normal.gather(2, place.expand(steps, -1, -1)) for place in places(targets, state_len, slots - 1))
+    stay, move = (
+        normal.gather(2, place.expand(steps, -1, -1))
+        for place in places(targets, state_len, slots - 1)
+    )
     return -(aligned(stay, move, lengths + 1 - state_len) / lengths).mean()
 
 
@@ -114,7 +125,9 @@ def _loop_aligned(stay: Tensor, move: Tensor, lengths: Tensor) -> Tensor:
     alpha = torch.full_like(stay[0], UNREACHED)
     alpha[:, 0] = 0.0
     for staying, moving in zip(stay, move, strict=True):
-        alpha = torch.logaddexp(staying + alpha, F.pad(moving + alpha[:, :-1], (1, 0), value=UNREACHED))
+        alpha = torch.logaddexp(
+            staying + alpha, F.pad(moving + alpha[:, :-1], (1, 0), value=UNREACHED)
+        )
     return alpha.gather(1, lengths[:, None] - 1).squeeze(1)
 
 

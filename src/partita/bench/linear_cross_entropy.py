@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..reference.softmax import accumulator
+from ..runtime.dtypes import acc_dtype
 from .case import Buffers, Case, Loop, Moves, Settings, Verdict, poison
 from .linear_peers import LinearInputs
 from .measure import peak_extra_memory
@@ -29,7 +29,12 @@ class Size(NamedTuple):
     vocabulary: int
 
 
-SIZES = Size(8192, 4096, 128256), Size(16384, 2048, 262144), Size(8192, 2048, 32768), Size(4096, 4096, 128256)
+SIZES = (
+    Size(8192, 4096, 128256),
+    Size(16384, 2048, 262144),
+    Size(8192, 2048, 32768),
+    Size(4096, 4096, 128256),
+)
 QUICK_SIZES = (SIZES[2],)
 CPU_SIZES, CPU_QUICK_SIZES = (Size(256, 128, 4000),), (Size(128, 64, 1000),)
 
@@ -81,27 +86,41 @@ class LinearCrossEntropy(Case):
         return {}
 
     def inputs(self, buffers: Buffers) -> LinearInputs:
-        matrix = buffers.normal("matrix", (self.vocabulary, self.hidden), self.dtype) * self.hidden**-0.5  # logits of variance 1
-        return LinearInputs(buffers.normal("hidden", (self.tokens, self.hidden), self.dtype), matrix, buffers.labels(self.tokens, self.vocabulary))
+        matrix = (
+            buffers.normal("matrix", (self.vocabulary, self.hidden), self.dtype) * self.hidden**-0.5
+        )  # logits of variance 1
+        return LinearInputs(
+            buffers.normal("hidden", (self.tokens, self.hidden), self.dtype),
+            matrix,
+            buffers.labels(self.tokens, self.vocabulary),
+        )
 
     def standard(self, inputs: LinearInputs) -> Truth:
         with torch.no_grad():
             loss, samples = truth_of(inputs)
         try:
-            own = [verdict.error for verdict in compared(TORCH.ops[self.op](), inputs, loss, samples)]
+            own = [
+                verdict.error for verdict in compared(TORCH.ops[self.op](), inputs, loss, samples)
+            ]
         except torch.OutOfMemoryError:  # all logits several times: then ours may do what peers may
             own = [PEERS_MAY] * (2 + len(samples))
         return Truth(loss, samples, own)
 
-    def verdicts(self, function: Function, inputs: LinearInputs, provider: Provider, standard: Truth) -> Iterator[Verdict]:
+    def verdicts(
+        self, function: Function, inputs: LinearInputs, provider: Provider, standard: Truth
+    ) -> Iterator[Verdict]:
         """The yardstick has no results."""
         if provider.name == self.yardstick:
             return
-        slack = [self._slack(accumulator(self.dtype))] * 2 + [self._slack(self.dtype)] * len(standard.samples)
+        slack = [self._slack(acc_dtype(self.dtype))] * 2 + [self._slack(self.dtype)] * len(
+            standard.samples
+        )
         of_peers = [PEERS_MAY] * 2 + [sample.peers_may for sample in standard.samples]
         of_ours = [TOLERANCE * own + more for own, more in zip(standard.own, slack, strict=True)]
         verdicts = compared(function, inputs, standard.loss, standard.samples)
-        for verdict, allowed in zip(verdicts, of_ours if is_ours(provider.name) else of_peers, strict=True):
+        for verdict, allowed in zip(
+            verdicts, of_ours if is_ours(provider.name) else of_peers, strict=True
+        ):
             yield replace(verdict, allowed=allowed)
 
     @staticmethod
@@ -110,9 +129,14 @@ class LinearCrossEntropy(Case):
         return torch.finfo(dtype).eps * (1 / 4 if dtype.itemsize == 2 else 16)
 
     def loops(self, function: Function, inputs: LinearInputs, provider: Provider) -> Sequence[Loop]:
-        return [Loop((("inference", lambda: function(*inputs)),), lambda: None), training(function, inputs)]
+        return [
+            Loop((("inference", lambda: function(*inputs)),), lambda: None),
+            training(function, inputs),
+        ]
 
-    def extra_memory(self, function: Function, inputs: LinearInputs, provider: Provider, device: torch.device) -> int | None:
+    def extra_memory(
+        self, function: Function, inputs: LinearInputs, provider: Provider, device: torch.device
+    ) -> int | None:
         loop = training(function, inputs)
         return peak_extra_memory(loop.steps, device, before=loop.before)
 
@@ -138,8 +162,21 @@ def truth_of(inputs: LinearInputs) -> tuple[Tensor, list[Sample]]:
     """In fp64, some tokens at a time: the loss of all, and the gradients of some tokens, of some classes that are labels, and of some that are none."""
     hidden, matrix, target = inputs[0].double(), inputs[1].double(), inputs[2]
     tokens, classes = len(hidden), len(matrix)
-    logsumexp = torch.cat([(part @ matrix.T).logsumexp(1) for part in hidden.split(max(1, ELEMENTS_AT_ONCE // classes))])
-    loss = (logsumexp - torch.cat([(x * matrix[t]).sum(1) for x, t in zip(hidden.split(1024), target.split(1024), strict=True)])).mean()
+    logsumexp = torch.cat(
+        [
+            (part @ matrix.T).logsumexp(1)
+            for part in hidden.split(max(1, ELEMENTS_AT_ONCE // classes))
+        ]
+    )
+    loss = (
+        logsumexp
+        - torch.cat(
+            [
+                (x * matrix[t]).sum(1)
+                for x, t in zip(hidden.split(1024), target.split(1024), strict=True)
+            ]
+        )
+    ).mean()
     which = _spread(torch.arange(tokens, device=target.device), TOKENS_JUDGED)
     p = (hidden[which] @ matrix.T - logsumexp[which, None]).exp()
     p[torch.arange(len(which), device=p.device), target[which]] -= 1
@@ -147,17 +184,25 @@ def truth_of(inputs: LinearInputs) -> tuple[Tensor, list[Sample]]:
     labels = torch.bincount(target, minlength=classes) > 0
     for group, peers_may in ((labels, PEERS_MAY), (~labels, PEERS_MAY_DROP)):
         which = _spread(group.nonzero().squeeze(1), CLASSES_JUDGED)
-        p = (hidden @ matrix[which].T - logsumexp[:, None]).exp() - (target[:, None] == which).double()
+        p = (hidden @ matrix[which].T - logsumexp[:, None]).exp() - (
+            target[:, None] == which
+        ).double()
         samples.append(Sample(1, which, p.T @ hidden / tokens, peers_may))
     return loss, [sample for sample in samples if len(sample.rows)]
 
 
 def _spread(candidates: Tensor, most: int) -> Tensor:
     """Some of them, the first and the last among them."""
-    return candidates[torch.linspace(0, len(candidates) - 1, min(most, len(candidates)), device=candidates.device).long()]
+    return candidates[
+        torch.linspace(
+            0, len(candidates) - 1, min(most, len(candidates)), device=candidates.device
+        ).long()
+    ]
 
 
-def compared(function: Function, inputs: LinearInputs, loss: Tensor, samples: Sequence[Sample]) -> Iterator[Verdict]:
+def compared(
+    function: Function, inputs: LinearInputs, loss: Tensor, samples: Sequence[Sample]
+) -> Iterator[Verdict]:
     """Errors over the greatest true value, of the loss with gradients and without, and of each sample; no matter how great."""
     leaves = _leaves(inputs)
     for leaf in leaves:
@@ -179,7 +224,11 @@ def _worst(got: Tensor, expected: Tensor) -> Verdict:
 
 def _sizes(settings: Settings) -> Iterator[Size]:
     gpu = settings.device.type == "cuda"
-    sizes: Sequence[Size] = (QUICK_SIZES if settings.quick else SIZES) if gpu else (CPU_QUICK_SIZES if settings.quick else CPU_SIZES)
+    sizes: Sequence[Size] = (
+        (QUICK_SIZES if settings.quick else SIZES)
+        if gpu
+        else (CPU_QUICK_SIZES if settings.quick else CPU_SIZES)
+    )
     if settings.columns:
         sizes = [sizes[0]._replace(vocabulary=max(2, columns)) for columns in settings.columns]
     for size in sizes:

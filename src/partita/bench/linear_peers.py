@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..linear_cross_entropy import linear_cross_entropy_plan
+from ..ops.linear_heads.api import linear_cross_entropy_plan
 
 ALL_LOGITS = 2**62  # bytes, more than they take
 
@@ -37,7 +37,9 @@ def cut_cross_entropy(*, exact: bool = False) -> Callable[..., Tensor]:
     """By default small gradients are left out; older versions know no name for what leaves out none."""
     library: Any = importlib.import_module("cut_cross_entropy")
     named = hasattr(library.LinearCrossEntropyImpl, "CCE_EXACT")
-    options: dict[str, Any] = {} if not exact else {"impl": "cce_exact"} if named else {"filter_eps": None}
+    options: dict[str, Any] = (
+        {} if not exact else {"impl": "cce_exact"} if named else {"filter_eps": None}
+    )
     return lambda *inputs: library.linear_cross_entropy(*inputs, **options)
 
 

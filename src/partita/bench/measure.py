@@ -11,16 +11,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._console import first_line
+from ..cli.console import first_line
 from ..testing.timing import between, mark
 
 WARM_UP = 3
 REPETITIONS = 20
 CPU_REPETITIONS = 100  # for the bandwidth of a CPU, where other programs run too: the least of many short times comes closest
-HEAD_START_CYCLES = 120_000_000  # some 60 ms in which the host queues work, so that the device never waits for it
+HEAD_START_CYCLES = (
+    120_000_000  # some 60 ms in which the host queues work, so that the device never waits for it
+)
 REPLAY_BYTES = 2e9  # a graph this long hides the cost of its launch
 MOST_CALLS = 256  # in a graph: the replay of a million calls, which is what tiny rows take to move so many bytes, was seen to crash
-CACHES = 4  # inputs and outputs that rotate through this many times the L2 cache are not found in it
+CACHES = (
+    4  # inputs and outputs that rotate through this many times the L2 cache are not found in it
+)
 
 Step = tuple[str, Callable[[], object]]
 Before = Callable[[], None] | None
@@ -39,14 +43,29 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
-        return cls(statistics.fmean(samples), statistics.median(samples), min(samples), max(samples), len(samples))
+        return cls(
+            statistics.fmean(samples),
+            statistics.median(samples),
+            min(samples),
+            max(samples),
+            len(samples),
+        )
 
     def each(self, calls: int, note: str = "") -> Timing:
         """Of one among so many calls."""
-        return Timing(self.mean / calls, self.median / calls, self.least / calls, self.greatest / calls, self.repetitions, note)
+        return Timing(
+            self.mean / calls,
+            self.median / calls,
+            self.least / calls,
+            self.greatest / calls,
+            self.repetitions,
+            note,
+        )
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f} ({self.least:.3f}–{self.greatest:.3f})" + (f", {self.note}" if self.note else "")
+        return f"{self.mean:.3f} ({self.least:.3f}–{self.greatest:.3f})" + (
+            f", {self.note}" if self.note else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -67,7 +86,13 @@ def warm_up(repetitions: int) -> int:
     return max(1, min(WARM_UP, repetitions // 3))
 
 
-def time_steps(steps: Sequence[Step], device: torch.device, *, before: Before = None, repetitions: int = REPETITIONS) -> dict[str, Timing]:
+def time_steps(
+    steps: Sequence[Step],
+    device: torch.device,
+    *,
+    before: Before = None,
+    repetitions: int = REPETITIONS,
+) -> dict[str, Timing]:
     """Time steps that follow one another, and their `total` where they are several; `before` runs ahead of each repetition, untimed."""
     for _ in range(warm_up(repetitions)):
         if before is not None:
@@ -87,7 +112,10 @@ def time_steps(steps: Sequence[Step], device: torch.device, *, before: Before = 
             marks[-1].append(mark(device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    result = {name: Timing.of([between(m[i], m[i + 1]) for m in marks]) for i, (name, _) in enumerate(steps)}
+    result = {
+        name: Timing.of([between(m[i], m[i + 1]) for m in marks])
+        for i, (name, _) in enumerate(steps)
+    }
     if len(steps) > 1:
         result["total"] = Timing.of([between(m[0], m[-1]) for m in marks])
     return result
@@ -102,20 +130,29 @@ def rotation(bytes_moved: int, device: torch.device) -> int:
 
 
 def time_replay(
-    function: Callable[[Tensor], Tensor], inputs: Sequence[Tensor], device: torch.device, *, bytes_moved: int, repetitions: int = REPETITIONS
+    function: Callable[[Tensor], Tensor],
+    inputs: Sequence[Tensor],
+    device: torch.device,
+    *,
+    bytes_moved: int,
+    repetitions: int = REPETITIONS,
 ) -> Timing:
     """Time one call inside a CUDA graph of many, over all inputs in turn; plain calls where there is no GPU, or no capture.
 
     All results are kept until the last replay is over, so that no call writes where the cache still holds what another wrote.
     """
     if device.type != "cuda":
-        return time_steps([("call", lambda: [function(x) for x in inputs])], device, repetitions=repetitions)["call"].each(len(inputs))
+        return time_steps(
+            [("call", lambda: [function(x) for x in inputs])], device, repetitions=repetitions
+        )["call"].each(len(inputs))
     inputs = inputs[:MOST_CALLS]
     rounds = max(1, int(min(MOST_CALLS, REPLAY_BYTES / bytes_moved) / len(inputs)))
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        for x in inputs:  # whatever is compiled, loaded or allocated at a first call is there before the capture
+        for x in (
+            inputs
+        ):  # whatever is compiled, loaded or allocated at a first call is there before the capture
             function(x)
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
@@ -127,16 +164,22 @@ def time_replay(
     except Exception as error:
         kept.clear()
         turns = itertools.cycle(inputs)
-        single = time_steps([("call", lambda: function(next(turns)))], device, repetitions=repetitions)["call"]
+        single = time_steps(
+            [("call", lambda: function(next(turns)))], device, repetitions=repetitions
+        )["call"]
         return single.each(1, f"single calls, for no capture: {first_line(error)[:80]}")
     try:
-        return time_steps([("replay", graph.replay)], device, repetitions=repetitions)["replay"].each(rounds * len(inputs))
+        return time_steps([("replay", graph.replay)], device, repetitions=repetitions)[
+            "replay"
+        ].each(rounds * len(inputs))
     finally:  # after an interruption too: what a replay still writes must not be given to others
         torch.cuda.synchronize(device)
         kept.clear()
 
 
-def time_host(call: Callable[[], object], device: torch.device, *, calls: int, repetitions: int = REPETITIONS) -> Timing:
+def time_host(
+    call: Callable[[], object], device: torch.device, *, calls: int, repetitions: int = REPETITIONS
+) -> Timing:
     """Host time of one call, where the device has so little to do that it never holds the host up."""
     samples = []
     ahead = warm_up(repetitions)
@@ -150,7 +193,9 @@ def time_host(call: Callable[[], object], device: torch.device, *, calls: int, r
     return Timing.of(samples[ahead:])
 
 
-def peak_extra_memory(steps: Sequence[Step], device: torch.device, *, before: Before = None) -> int | None:
+def peak_extra_memory(
+    steps: Sequence[Step], device: torch.device, *, before: Before = None
+) -> int | None:
     """Bytes allocated at the worst moment of the steps, on top of what was there; None where nothing counts them."""
     if device.type != "cuda":
         return None
@@ -173,13 +218,22 @@ def measure_machine(device: torch.device, elements: int, repetitions: int = REPE
 
     def milliseconds(function: Callable[[Tensor], object]) -> float:
         if device.type == "cuda":
-            return time_steps([("call", lambda: function(source))], device, repetitions=repetitions)["call"].median
-        return time_steps([("call", lambda: function(source))], device, repetitions=CPU_REPETITIONS)["call"].least
+            return time_steps(
+                [("call", lambda: function(source))], device, repetitions=repetitions
+            )["call"].median
+        return time_steps(
+            [("call", lambda: function(source))], device, repetitions=CPU_REPETITIONS
+        )["call"].least
 
     readers: list[Callable[[Tensor], Tensor]] = [torch.sum]
     if device.type == "cuda":
-        from ..kernels.bandwidth import read
+        from .read_kernel import read
 
         readers.append(read)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return Machine(device, name, copy=2e3 * size / milliseconds(target.copy_), read=1e3 * size / min(map(milliseconds, readers)))
+    return Machine(
+        device,
+        name,
+        copy=2e3 * size / milliseconds(target.copy_),
+        read=1e3 * size / min(map(milliseconds, readers)),
+    )

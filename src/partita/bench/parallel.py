@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import partita
 
-from ..linear_cross_entropy import linear_cross_entropy_plan
+from ..ops.linear_heads.api import linear_cross_entropy_plan
 
 TOKENS, VOCABULARY = 8192, 131_072
 LINEAR = (8192, 4096, 128_256)
@@ -60,7 +60,9 @@ class Megatron(torch.autograd.Function):
         return (e * grads[0][:, None]).to(ctx.dtype), None, None
 
 
-def timed(step: Callable[[], object], repetitions: int, group: dist.ProcessGroup | None) -> tuple[float, float]:
+def timed(
+    step: Callable[[], object], repetitions: int, group: dist.ProcessGroup | None
+) -> tuple[float, float]:
     """Milliseconds, of the slowest rank of a group in the median repetition, and peak GiB beside what is there."""
     for _ in range(3):
         step()
@@ -76,16 +78,26 @@ def timed(step: Callable[[], object], repetitions: int, group: dist.ProcessGroup
         end.record()
         marks.append((start, end))
     torch.cuda.synchronize()
-    found = torch.tensor([statistics.median(a.elapsed_time(b) for a, b in marks), (torch.cuda.max_memory_allocated() - before) / 2**30], device="cuda")
+    found = torch.tensor(
+        [
+            statistics.median(a.elapsed_time(b) for a, b in marks),
+            (torch.cuda.max_memory_allocated() - before) / 2**30,
+        ],
+        device="cuda",
+    )
     if group is not None:
         dist.all_reduce(found, dist.ReduceOp.MAX, group)
     return float(found[0]), float(found[1])
 
 
-def cross_entropies(group: dist.ProcessGroup, mesh: DeviceMesh, world: int) -> Iterator[tuple[str, Callable[[], object]]]:
+def cross_entropies(
+    group: dist.ProcessGroup, mesh: DeviceMesh, world: int
+) -> Iterator[tuple[str, Callable[[], object]]]:
     """By name, what is timed; each is held to the loss in fp64 of some tokens first."""
     torch.manual_seed(dist.get_rank(group))
-    local = torch.randn(TOKENS, VOCABULARY // world, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    local = torch.randn(
+        TOKENS, VOCABULARY // world, device="cuda", dtype=torch.bfloat16, requires_grad=True
+    )
     torch.manual_seed(1)
     target = torch.randint(VOCABULARY, (TOKENS,), device="cuda")
 
@@ -94,7 +106,12 @@ def cross_entropies(group: dist.ProcessGroup, mesh: DeviceMesh, world: int) -> I
 
     def theirs() -> Tensor:
         with loss_parallel():
-            return torch.autograd.grad(F.cross_entropy(DTensor.from_local(local, mesh, [Shard(1)], run_check=False), target), local)[0]
+            return torch.autograd.grad(
+                F.cross_entropy(
+                    DTensor.from_local(local, mesh, [Shard(1)], run_check=False), target
+                ),
+                local,
+            )[0]
 
     def megatron() -> Tensor:
         return Megatron.apply(local, target, group).mean()
@@ -105,7 +122,9 @@ def cross_entropies(group: dist.ProcessGroup, mesh: DeviceMesh, world: int) -> I
         few = torch.cat([part[:64] for part in whole], 1).double()
         truth = F.cross_entropy(few, target[:64], reduction="none")
         found = partita.parallel.cross_entropy(local, target, group=group, reduction="none")[:64]
-        assert (found - truth).abs().max() < 1e-5 * truth.abs().max(), "the loss of partita is wrong"
+        assert (found - truth).abs().max() < 1e-5 * truth.abs().max(), (
+            "the loss of partita is wrong"
+        )
         del whole, few
     yield "partita", lambda: torch.autograd.grad(ours(), local)
     yield "loss_parallel", theirs
@@ -120,17 +139,29 @@ def linear(group: dist.ProcessGroup, world: int) -> Callable[[], object]:
     states = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(vocabulary, (tokens,), device="cuda")
     torch.manual_seed(2 + dist.get_rank(group))
-    matrix = (torch.randn(vocabulary // world, hidden, device="cuda") * hidden**-0.5).bfloat16().requires_grad_()
+    matrix = (
+        (torch.randn(vocabulary // world, hidden, device="cuda") * hidden**-0.5)
+        .bfloat16()
+        .requires_grad_()
+    )
     budget = linear_cross_entropy_plan(*LINEAR, torch.bfloat16, memory_budget=2**40).workspace_bytes
     if world == 1:
-        return lambda: torch.autograd.grad(partita.linear_cross_entropy(states, matrix, target, memory_budget=budget), (states, matrix))
+        return lambda: torch.autograd.grad(
+            partita.linear_cross_entropy(states, matrix, target, memory_budget=budget),
+            (states, matrix),
+        )
     return lambda: torch.autograd.grad(
-        partita.parallel.linear_cross_entropy(states, matrix, target, group=group, memory_budget=budget), (states, matrix)
+        partita.parallel.linear_cross_entropy(
+            states, matrix, target, group=group, memory_budget=budget
+        ),
+        (states, matrix),
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--csv", type=Path, help="write every measurement")
     parser.add_argument("--repetitions", type=int, default=20)
     args = parser.parse_args()
@@ -146,15 +177,26 @@ def main() -> None:
             for name, step in cross_entropies(group, mesh, world) if world > 1 else ():
                 rows.append(("cross_entropy", world, name, *timed(step, args.repetitions, group)))
             torch.cuda.empty_cache()
-            rows.append(("linear_cross_entropy", world, "partita", *timed(linear(group, world), args.repetitions, group)))
+            rows.append(
+                (
+                    "linear_cross_entropy",
+                    world,
+                    "partita",
+                    *timed(linear(group, world), args.repetitions, group),
+                )
+            )
             torch.cuda.empty_cache()
             if rank == 0:
                 for op, ranks, name, ms, memory in rows[-5:] if world > 1 else rows[-1:]:
-                    print(f"{op:22} {ranks} GPUs {name:14} {ms:9.3f} ms {memory:7.2f} GiB", flush=True)
+                    print(
+                        f"{op:22} {ranks} GPUs {name:14} {ms:9.3f} ms {memory:7.2f} GiB", flush=True
+                    )
         dist.barrier()
     if dist.get_rank() == 0 and args.csv:
         with args.csv.open("w", newline="") as file:
-            csv.writer(file).writerows([("op", "gpus", "provider", "median_ms", "extra_gib"), *rows])
+            csv.writer(file).writerows(
+                [("op", "gpus", "provider", "median_ms", "extra_gib"), *rows]
+            )
     dist.destroy_process_group()
 
 

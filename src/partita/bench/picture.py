@@ -17,7 +17,9 @@ from .runner import Row
 WIDTH, HEIGHT = 8, 4.8  # of a panel, in inches
 GROUP, BAR = 1.15, 0.28  # the least width of a group of bars, and of a bar, in inches
 LEGEND = 6  # names in a line
-NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # of SVG: where nothing changed, the file is the same
+NO_METADATA = dict.fromkeys(
+    ("Creator", "Date", "Format", "Type")
+)  # of SVG: where nothing changed, the file is the same
 COLOURS = {
     "partita": "#c2185b",
     "partita-fast": "#c2185b",
@@ -77,22 +79,42 @@ def render(panels: Sequence[Panel], machine: Machine, format: str) -> bytes:
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "partita", "font.size": 11}):
         bars = [panel.rows for panel in panels if panel.draw is _bars]
-        width = max([WIDTH, *(GROUP * len({row.case for row in rows}) for rows in bars), *(BAR * len(rows) for rows in bars)])
+        width = max(
+            [
+                WIDTH,
+                *(GROUP * len({row.case for row in rows}) for rows in bars),
+                *(BAR * len(rows) for rows in bars),
+            ]
+        )
         figure = Figure(figsize=(width, HEIGHT * len(panels)), layout="constrained")
         FigureCanvasAgg(figure)
-        for axes, panel in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
+        for axes, panel in zip(
+            figure.subplots(len(panels), squeeze=False).flat, panels, strict=True
+        ):
             panel.draw(axes, panel.rows, machine)
         file = io.BytesIO()
-        figure.savefig(file, format=format or None, metadata=NO_METADATA if format == "svg" else None)
+        figure.savefig(
+            file, format=format or None, metadata=NO_METADATA if format == "svg" else None
+        )
     return file.getvalue()
 
 
 def _sweep(axes: Any, rows: list[Row], machine: Machine) -> None:
     """A line a provider."""
     for name in dict.fromkeys(row.provider for row in rows):
-        points = [(row.case.shape[-1], row.bandwidth / 1e9) for row in rows if row.provider == name and row.bandwidth is not None]
+        points = [
+            (row.case.shape[-1], row.bandwidth / 1e9)
+            for row in rows
+            if row.provider == name and row.bandwidth is not None
+        ]
         ours = name == "partita"
-        axes.plot(*zip(*points, strict=True), label=name, color=COLOURS.get(name), linewidth=2.4 if ours else 1.4, zorder=3 if ours else 2)
+        axes.plot(
+            *zip(*points, strict=True),
+            label=name,
+            color=COLOURS.get(name),
+            linewidth=2.4 if ours else 1.4,
+            zorder=3 if ours else 2,
+        )
     axes.axhline(machine.copy / 1e9, color="black", linestyle="--", linewidth=1, label="copy")
     case = rows[0].case
     axes.set_title(f"{case.op}, {case.shape[0]:,} rows, fp32, {machine.name}")
@@ -113,20 +135,49 @@ def _bars(axes: Any, rows: list[Row], machine: Machine) -> None:
     names = list(dict.fromkeys(row.provider for row in rows))
     width = 0.84 / len(names)
     for i, name in enumerate(names):
-        times = {cases.index(row.case): row.timing.median for row in rows if row.provider == name and row.timing}
+        times = {
+            cases.index(row.case): row.timing.median
+            for row in rows
+            if row.provider == name and row.timing
+        }
         aside = (i - (len(names) - 1) / 2) * width
-        bars = axes.bar([group + aside for group in times], list(times.values()), 0.94 * width, label=name, color=COLOURS.get(name))
-        axes.bar_label(bars, [f"{time:.3g}" if time < 1000 else f"{time:,.0f}" for time in times.values()], padding=1, fontsize=7.5)
-    limits = {group: case.moves["total"] for group, case in enumerate(cases) if "total" in case.moves}
+        bars = axes.bar(
+            [group + aside for group in times],
+            list(times.values()),
+            0.94 * width,
+            label=name,
+            color=COLOURS.get(name),
+        )
+        axes.bar_label(
+            bars,
+            [f"{time:.3g}" if time < 1000 else f"{time:,.0f}" for time in times.values()],
+            padding=1,
+            fontsize=7.5,
+        )
+    limits = {
+        group: case.moves["total"] for group, case in enumerate(cases) if "total" in case.moves
+    }
     least = [1e3 * limit.bytes / machine.bandwidth(limit.limit) for limit in limits.values()]
     if least:
-        axes.hlines(least, [g - 0.45 for g in limits], [g + 0.45 for g in limits], color="black", linestyle="--", linewidth=1, label="copy")
+        axes.hlines(
+            least,
+            [g - 0.45 for g in limits],
+            [g + 0.45 for g in limits],
+            color="black",
+            linestyle="--",
+            linewidth=1,
+            label="copy",
+        )
     axes.set_yscale("log")
     measured = [row.timing.median for row in rows if row.timing]
-    axes.set_ylim(max(min(least + measured), min(measured) / 20) / 2, 8 * max(least + measured))  # the legend stands above the bars
+    axes.set_ylim(
+        max(min(least + measured), min(measured) / 20) / 2, 8 * max(least + measured)
+    )  # the legend stands above the bars
     axes.set_xlim(-max(0.6, 2 - len(cases) / 2), len(cases) - 1 + max(0.6, 2 - len(cases) / 2))
     axes.yaxis.set_major_formatter("{x:,g}")
-    axes.set_title(f"{cases[0].caption}, {DTYPE_NAMES[cases[0].dtype]} {cases[0].scores}, {machine.name}")
+    axes.set_title(
+        f"{cases[0].caption}, {DTYPE_NAMES[cases[0].dtype]} {cases[0].scores}, {machine.name}"
+    )
     axes.set_xticks(range(len(cases)), [_two_a_line(case) for case in cases], fontsize=9)
     axes.set_xlabel(" × ".join(cases[0].sizes))
     axes.set_ylabel("forward + backward, ms")

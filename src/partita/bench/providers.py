@@ -86,7 +86,9 @@ OVER_TIME: dict[str, Function] = {
 
 def _compiled(function: Function) -> Function:
     torch.compiler.reset()  # a function is compiled for a few shapes only, before it falls back to the eager one
-    warnings.filterwarnings("ignore", module=r"torch\._")  # the compiler's remarks about its choices
+    warnings.filterwarnings(
+        "ignore", module=r"torch\._"
+    )  # the compiler's remarks about its choices
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
@@ -117,7 +119,9 @@ def _partita_inplace() -> Function:
 
 def _partita_viterbi() -> Function:
     chain = _partita("Chain")
-    return lambda scores, source, initial, final: chain(scores, source, initial, final).viterbi().edges
+    return lambda scores, source, initial, final: (
+        chain(scores, source, initial, final).viterbi().edges
+    )
 
 
 def _partita_ctc() -> Function:
@@ -127,7 +131,9 @@ def _partita_ctc() -> Function:
 
 def _partita_ctc_crf() -> Function:
     ctc_crf_loss = _partita("ctc_crf_loss")
-    return lambda scores, source, targets, lengths, state_len: ctc_crf_loss(scores, targets, lengths, state_len=state_len, alphabet_size=scores.shape[-1])
+    return lambda scores, source, targets, lengths, state_len: ctc_crf_loss(
+        scores, targets, lengths, state_len=state_len, alphabet_size=scores.shape[-1]
+    )
 
 
 def _partita_ctc_align() -> Function:
@@ -146,7 +152,9 @@ def _liger_cross_entropy() -> Function:
 
 
 def _liger_linear_cross_entropy() -> Function:
-    function: Any = _import("liger_kernel.ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
+    function: Any = _import(
+        "liger_kernel.ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction"
+    )
     return lambda *inputs: function.apply(*inputs)[0]
 
 
@@ -157,12 +165,26 @@ PARTITA = Provider(
     | {"ctc": _partita_ctc, "ctc_crf": _partita_ctc_crf, "ctc_align": _partita_ctc_align},
 )
 PARTITA_INPLACE = Provider("partita-inplace", {"cross_entropy": _partita_inplace}, overwrites=True)
-PARTITA_FAST = Provider("partita-fast", {"linear_cross_entropy": lambda: linear_peers.partita_linear(linear_peers.fast_budget)})
-PARTITA_LEAN = Provider("partita-lean", {"linear_cross_entropy": lambda: linear_peers.partita_linear(linear_peers.lean_budget)})
+PARTITA_FAST = Provider(
+    "partita-fast",
+    {"linear_cross_entropy": lambda: linear_peers.partita_linear(linear_peers.fast_budget)},
+)
+PARTITA_LEAN = Provider(
+    "partita-lean",
+    {"linear_cross_entropy": lambda: linear_peers.partita_linear(linear_peers.lean_budget)},
+)
 OURS = (PARTITA, PARTITA_INPLACE, PARTITA_FAST, PARTITA_LEAN)
 
-PRODUCTS = Provider("products", {"linear_cross_entropy": linear_peers.products})  # a yardstick: timed beside ours, whatever the peers
-TORCH = Provider("torch", {name: lambda function=function: function for name, function in (EAGER | FROM_HIDDEN | OVER_TIME).items()})  # type: ignore[misc]
+PRODUCTS = Provider(
+    "products", {"linear_cross_entropy": linear_peers.products}
+)  # a yardstick: timed beside ours, whatever the peers
+TORCH = Provider(
+    "torch",
+    {
+        name: lambda function=function: function
+        for name, function in (EAGER | FROM_HIDDEN | OVER_TIME).items()
+    },
+)  # type: ignore[misc]
 PEERS = (
     TORCH,
     Provider(
@@ -171,17 +193,30 @@ PEERS = (
         packages=("torch.nn.modules.linear_cross_entropy",),
         install="pip install 'torch>=2.13'",
     ),
-    Provider("compile", {name: lambda function=function: _compiled(function) for name, function in (EAGER | FROM_HIDDEN).items()}),  # type: ignore[misc]
+    Provider(
+        "compile",
+        {
+            name: lambda function=function: _compiled(function)
+            for name, function in (EAGER | FROM_HIDDEN).items()
+        },
+    ),  # type: ignore[misc]
     Provider("naive", {"softmax": lambda: naive_softmax}),
     Provider(
         "quack",
-        {"softmax": lambda: _import("quack.softmax", "softmax"), "cross_entropy": lambda: _import("quack.cross_entropy", "cross_entropy")},
+        {
+            "softmax": lambda: _import("quack.softmax", "softmax"),
+            "cross_entropy": lambda: _import("quack.cross_entropy", "cross_entropy"),
+        },
         packages=("quack",),
         install="pip install quack-kernels",
     ),
     Provider(
         "liger",
-        {"softmax": _liger_softmax, "cross_entropy": _liger_cross_entropy, "linear_cross_entropy": _liger_linear_cross_entropy},
+        {
+            "softmax": _liger_softmax,
+            "cross_entropy": _liger_cross_entropy,
+            "linear_cross_entropy": _liger_linear_cross_entropy,
+        },
         packages=("liger_kernel",),
         install="pip install liger-kernel",
         overwrites=True,
@@ -189,7 +224,11 @@ PEERS = (
     *(
         Provider(
             name,
-            {"linear_cross_entropy": lambda exact=exact: linear_peers.cut_cross_entropy(exact=exact)},  # type: ignore[misc]
+            {
+                "linear_cross_entropy": lambda exact=exact: linear_peers.cut_cross_entropy(
+                    exact=exact
+                )
+            },  # type: ignore[misc]
             packages=("cut_cross_entropy",),
             install="pip install cut-cross-entropy",
             beyond=linear_peers.beyond_cut_cross_entropy,

@@ -7,15 +7,25 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from .._console import Table
-from .._info import version
+from ..cli.console import Table
+from ..cli.info import version
 from .case import DTYPE_NAMES
 from .measure import Machine
 from .runner import Row
 
 PARTS = ("inference", "forward", "backward", "total", "replay", "host")
 # Whose versions the CSV keeps.
-PACKAGES = ("torch", "triton", "numba", "quack-kernels", "liger-kernel", "cut-cross-entropy", "ont-koi", "seqdist", "torchaudio")
+PACKAGES = (
+    "torch",
+    "triton",
+    "numba",
+    "quack-kernels",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "ont-koi",
+    "seqdist",
+    "torchaudio",
+)
 COLUMNS = (
     "op",
     "part",
@@ -54,7 +64,9 @@ def _groups(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
     """By op, kind of case and dtype, in the order of their coming."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.case.op, row.case.label, DTYPE_NAMES[row.case.dtype]), []).append(row)
+        groups.setdefault((row.case.op, row.case.label, DTYPE_NAMES[row.case.dtype]), []).append(
+            row
+        )
     return groups
 
 
@@ -74,7 +86,9 @@ def times(rows: Sequence[Row], machine: Machine) -> Iterator[Table]:
         kind = group[0].case
         header = ["provider", " × ".join(kind.sizes)]
         for part in parts:
-            limit = next((row.case.moves[part].limit for row in group if part in row.case.moves), None)
+            limit = next(
+                (row.case.moves[part].limit for row in group if part in row.case.moves), None
+            )
             header += [f"{part}, ms", *([f"of {limit}"] if limit else [])]
         memory = any(row.extra_memory is not None for row in group)
         header += ["extra memory"] * memory + [kind.unit or "error", ""]
@@ -98,28 +112,51 @@ def times(rows: Sequence[Row], machine: Machine) -> Iterator[Table]:
 
 
 def _memory(row: Row) -> str:
-    return "" if row.extra_memory is None else f"{row.extra_memory / 2**20:,.1f} MiB = {row.extra_memory / row.case.bytes:.2f} {row.case.scores}"
+    return (
+        ""
+        if row.extra_memory is None
+        else f"{row.extra_memory / 2**20:,.1f} MiB = {row.extra_memory / row.case.bytes:.2f} {row.case.scores}"
+    )
 
 
 def summary(rows: Sequence[Row], machine: Machine) -> Iterator[Table]:
     """For each op and part that has a limit, percent of it: a line a size, a column a provider; how many times faster than another, and the time and the
     memory beside a yardstick, where asked for."""
     for key, group in _groups(rows).items():
-        versus, yardstick, memory_of = group[0].case.versus, group[0].case.yardstick, group[0].case.memory_of
+        versus, yardstick, memory_of = (
+            group[0].case.versus,
+            group[0].case.yardstick,
+            group[0].case.memory_of,
+        )
         for part in PARTS:
             timed = [row for row in group if row.part == part]
             measured = [row for row in timed if part in row.case.moves]
             if measured:
                 limit = measured[0].case.moves[part].limit
-                yield _by_size(f"{_title(*key)}, {part}: percent of {limit} bandwidth", group, part, {row: _percent(row, machine) for row in measured})
+                yield _by_size(
+                    f"{_title(*key)}, {part}: percent of {limit} bandwidth",
+                    group,
+                    part,
+                    {row: _percent(row, machine) for row in measured},
+                )
             if others := {row.case: row for row in measured if row.provider == versus}:
-                faster = {row: _ratio(others[row.case], row) for row in measured if row.case in others}
-                yield _by_size(f"{_title(*key)}, {part}: times faster than {versus}", group, part, faster)
+                faster = {
+                    row: _ratio(others[row.case], row) for row in measured if row.case in others
+                }
+                yield _by_size(
+                    f"{_title(*key)}, {part}: times faster than {versus}", group, part, faster
+                )
             if units := {row.case: row for row in timed if row.provider == yardstick}:
                 slower = {row: _ratio(row, units[row.case]) for row in timed if row.case in units}
-                yield _by_size(f"{_title(*key)}, {part}: times the {yardstick}", group, part, slower)
+                yield _by_size(
+                    f"{_title(*key)}, {part}: times the {yardstick}", group, part, slower
+                )
         if yardstick and any(row.extra_memory is not None for row in group):
-            sizes = {row: f"{row.extra_memory / 2**30:.2f}" for row in group if row.extra_memory is not None}
+            sizes = {
+                row: f"{row.extra_memory / 2**30:.2f}"
+                for row in group
+                if row.extra_memory is not None
+            }
             yield _by_size(f"{_title(*key)}: extra memory, GiB", group, memory_of, sizes)
 
 
@@ -128,8 +165,22 @@ def _by_size(title: str, group: Sequence[Row], part: str, cells: Mapping[Row, st
     providers, varying = list(dict.fromkeys(row.provider for row in group)), group[0].case.varying
     lines = []
     for size in dict.fromkeys(row.case.size(varying) for row in group):
-        here = {row.provider: row for row in group if row.case.size(varying) == size and row.part in (part, "")}
-        lines.append([size, *((cells.get(here[name]) or here[name].note.partition(":")[0]) if name in here else "" for name in providers)])
+        here = {
+            row.provider: row
+            for row in group
+            if row.case.size(varying) == size and row.part in (part, "")
+        }
+        lines.append(
+            [
+                size,
+                *(
+                    (cells.get(here[name]) or here[name].note.partition(":")[0])
+                    if name in here
+                    else ""
+                    for name in providers
+                ),
+            ]
+        )
     return Table(title, [" × ".join(varying), *providers], lines)
 
 
@@ -148,7 +199,14 @@ def write_csv(path: Path, rows: Iterable[Row], machine: Machine) -> None:
         table = csv.DictWriter(file, COLUMNS, restval="")
         table.writeheader()
         for part, bandwidth in (("copy", machine.copy), ("read", machine.read)):
-            table.writerow({"op": "machine", "part": part, "provider": machine.name, "gb_per_s": f"{bandwidth / 1e9:.6g}"})
+            table.writerow(
+                {
+                    "op": "machine",
+                    "part": part,
+                    "provider": machine.name,
+                    "gb_per_s": f"{bandwidth / 1e9:.6g}",
+                }
+            )
         for package in PACKAGES:
             if found := version(package):
                 table.writerow({"op": "version", "provider": package, "note": found})
@@ -169,10 +227,22 @@ def _record(row: Row, machine: Machine) -> dict[str, object]:
     if not math.isnan(row.error):
         record[f"error_{case.unit}".rstrip("_")] = f"{row.error:.3g}"
     if timing is not None:
-        numbers = {"mean_ms": timing.mean, "median_ms": timing.median, "min_ms": timing.least, "max_ms": timing.greatest}
-        record |= {name: f"{number:.6g}" for name, number in numbers.items()} | {"repetitions": timing.repetitions}
+        numbers = {
+            "mean_ms": timing.mean,
+            "median_ms": timing.median,
+            "min_ms": timing.least,
+            "max_ms": timing.greatest,
+        }
+        record |= {name: f"{number:.6g}" for name, number in numbers.items()} | {
+            "repetitions": timing.repetitions
+        }
     if fraction is not None and row.bandwidth is not None:
-        record |= {"bytes": row.moved, "gb_per_s": f"{row.bandwidth / 1e9:.6g}", "limit": case.moves[row.part].limit, "fraction": f"{fraction:.4f}"}
+        record |= {
+            "bytes": row.moved,
+            "gb_per_s": f"{row.bandwidth / 1e9:.6g}",
+            "limit": case.moves[row.part].limit,
+            "fraction": f"{fraction:.4f}",
+        }
     if row.part == case.memory_of and row.extra_memory is not None:
         record["extra_memory_bytes"] = row.extra_memory
     return record

@@ -39,9 +39,13 @@ class RowsCase(Case):
         """The errors of PyTorch."""
         return [error.ulp for error in self.errors(TORCH.ops[self.op](), inputs, TORCH)]
 
-    def verdicts(self, function: Function, inputs: Any, provider: Provider, standard: Sequence[float]) -> Iterator[Verdict]:
+    def verdicts(
+        self, function: Function, inputs: Any, provider: Provider, standard: Sequence[float]
+    ) -> Iterator[Verdict]:
         for error, own in zip(self.errors(function, inputs, provider), standard, strict=True):
-            yield Verdict(error.ulp, TOLERANCE * max(2.0, 2 * own), error.index, error.got, error.expected)
+            yield Verdict(
+                error.ulp, TOLERANCE * max(2.0, 2 * own), error.index, error.got, error.expected
+            )
 
 
 def blocks(x: Tensor) -> Iterator[slice]:
@@ -50,7 +54,9 @@ def blocks(x: Tensor) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, x.shape[0], step))
 
 
-def row_error(result: Tensor, truth: Callable[[Tensor, slice], Tensor], x: Tensor, *, scale: Scale = "element") -> Error:
+def row_error(
+    result: Tensor, truth: Callable[[Tensor, slice], Tensor], x: Tensor, *, scale: Scale = "element"
+) -> Error:
     """The worst error of rows, which are compared with the truth a block at a time.
 
     Args:
@@ -60,4 +66,10 @@ def row_error(result: Tensor, truth: Callable[[Tensor, slice], Tensor], x: Tenso
         scale: of `ulp_error`.
     """
     with torch.no_grad():
-        return max((ulp_error(result[rows], truth(x[rows].double(), rows), scale=scale) for rows in blocks(x)), key=lambda error: error.ulp)
+        return max(
+            (
+                ulp_error(result[rows], truth(x[rows].double(), rows), scale=scale)
+                for rows in blocks(x)
+            ),
+            key=lambda error: error.ulp,
+        )

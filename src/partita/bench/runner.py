@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._console import first_line
+from ..cli.console import first_line
 from .case import Buffers, Case, Settings, Verdict
 from .measure import Machine, Timing
 from .providers import Provider, is_ours
@@ -45,10 +45,18 @@ class Row:
     @property
     def bandwidth(self) -> float | None:
         """Bytes a second, of the bytes that had to be moved."""
-        return None if self.moved is None or self.timing is None else 1e3 * self.moved / self.timing.median
+        return (
+            None
+            if self.moved is None or self.timing is None
+            else 1e3 * self.moved / self.timing.median
+        )
 
     def fraction(self, machine: Machine) -> float | None:
-        return None if self.bandwidth is None else self.bandwidth / machine.bandwidth(self.case.moves[self.part].limit)
+        return (
+            None
+            if self.bandwidth is None
+            else self.bandwidth / machine.bandwidth(self.case.moves[self.part].limit)
+        )
 
 
 class DeviceLost(RuntimeError):
@@ -76,10 +84,16 @@ def run(
 
 
 def takers(case: Case, providers: Sequence[Provider]) -> list[Provider]:
-    return [provider for provider in providers if case.op in provider.ops and provider.name not in case.without]
+    return [
+        provider
+        for provider in providers
+        if case.op in provider.ops and provider.name not in case.without
+    ]
 
 
-def _rows(case: Case, inputs: Any, provider: Provider, standard: Any, machine: Machine, repetitions: int) -> list[Row]:
+def _rows(
+    case: Case, inputs: Any, provider: Provider, standard: Any, machine: Machine, repetitions: int
+) -> list[Row]:
     try:
         if reason := provider.beyond(inputs):
             return [_untimed(case, provider, f"refuses: {reason}")]
@@ -91,7 +105,10 @@ def _rows(case: Case, inputs: Any, provider: Provider, standard: Any, machine: M
                 return [_untimed(case, provider, f"wrong: {_told(verdict, case.unit)}", worst)]
         times = case.times(function, inputs, provider, machine.device, repetitions)
         memory = case.extra_memory(function, inputs, provider, machine.device)
-        return [Row(case, provider.name, part, timing, worst, memory, timing.note) for part, timing in times.items()]
+        return [
+            Row(case, provider.name, part, timing, worst, memory, timing.note)
+            for part, timing in times.items()
+        ]
     except Exception as error:
         _require(machine.device, error)
         return [_untimed(case, provider, f"refuses: {first_line(error)[:200]}")]

@@ -33,11 +33,18 @@ class Softmax(RowsCase):
 
     @property
     def moves(self) -> Mapping[str, Moves]:
-        return {"forward": Moves(2 * self.bytes, "copy"), "backward": Moves(3 * self.bytes, "copy"), "total": Moves(5 * self.bytes, "copy")}
+        return {
+            "forward": Moves(2 * self.bytes, "copy"),
+            "backward": Moves(3 * self.bytes, "copy"),
+            "total": Moves(5 * self.bytes, "copy"),
+        }
 
     def inputs(self, buffers: Buffers) -> Inputs:
         shape = self.shape, self.dtype
-        return Inputs(buffers.normal("logits", *shape).detach().requires_grad_(), buffers.normal("gradient", *shape))
+        return Inputs(
+            buffers.normal("logits", *shape).detach().requires_grad_(),
+            buffers.normal("gradient", *shape),
+        )
 
     def errors(self, function: Function, inputs: Inputs, provider: Provider) -> Iterator[Error]:
         x, grad = inputs
@@ -99,17 +106,34 @@ class Sweep(RowsCase):
 
     def inputs(self, buffers: Buffers) -> Sequence[Tensor]:
         sets = rotation(2 * self.bytes, buffers.device)
-        return buffers.normal("sweep", (sets * self.rows, self.columns), self.dtype).split(self.rows)
+        return buffers.normal("sweep", (sets * self.rows, self.columns), self.dtype).split(
+            self.rows
+        )
 
-    def errors(self, function: Function, inputs: Sequence[Tensor], provider: Provider) -> Iterator[Error]:
+    def errors(
+        self, function: Function, inputs: Sequence[Tensor], provider: Provider
+    ) -> Iterator[Error]:
         poison(inputs[0])
         yield row_error(function(inputs[0]), lambda x, _: torch.softmax(x, -1), inputs[0])
 
-    def loops(self, function: Function, inputs: Sequence[Tensor], provider: Provider) -> Sequence[Loop]:
+    def loops(
+        self, function: Function, inputs: Sequence[Tensor], provider: Provider
+    ) -> Sequence[Loop]:
         return []
 
-    def times(self, function: Function, inputs: Sequence[Tensor], provider: Provider, device: torch.device, repetitions: int) -> dict[str, Timing]:
-        return {"replay": time_replay(function, inputs, device, bytes_moved=2 * self.bytes, repetitions=repetitions)}
+    def times(
+        self,
+        function: Function,
+        inputs: Sequence[Tensor],
+        provider: Provider,
+        device: torch.device,
+        repetitions: int,
+    ) -> dict[str, Timing]:
+        return {
+            "replay": time_replay(
+                function, inputs, device, bytes_moved=2 * self.bytes, repetitions=repetitions
+            )
+        }
 
 
 def cases(settings: Settings) -> Iterator[Case]:

@@ -25,17 +25,26 @@ class TokenStats(RowsCase):
 
     @property
     def moves(self) -> Mapping[str, Moves]:
-        return {"inference": Moves(self.bytes, "read"), "backward": Moves(2 * self.bytes, "copy"), "total": Moves(3 * self.bytes, "copy")}
+        return {
+            "inference": Moves(self.bytes, "read"),
+            "backward": Moves(2 * self.bytes, "copy"),
+            "total": Moves(3 * self.bytes, "copy"),
+        }
 
     def inputs(self, buffers: Buffers) -> Inputs:
-        return Inputs(buffers.normal("logits", self.shape, self.dtype), buffers.labels(self.rows, self.columns))
+        return Inputs(
+            buffers.normal("logits", self.shape, self.dtype),
+            buffers.labels(self.rows, self.columns),
+        )
 
     def errors(self, function: Function, inputs: Inputs, provider: Provider) -> Iterator[Error]:
         x, target = inputs
         leaf = x.detach().requires_grad_()
         poison(x)
         results = function(leaf, target)[:3]
-        (grad,) = torch.autograd.grad(results, leaf, [torch.ones_like(result) for result in results])
+        (grad,) = torch.autograd.grad(
+            results, leaf, [torch.ones_like(result) for result in results]
+        )
 
         def truth(x: Tensor, rows: slice) -> Tensor:
             return torch.stack(eager_token_stats(x, target[rows])[:3], -1)
@@ -62,7 +71,11 @@ class TokenStats(RowsCase):
             logprob, logsumexp, entropy, _ = held.pop("stats")
             held["x"] = torch.autograd.grad((logprob, logsumexp, entropy), leaf, (ones, ones, ones))
 
-        ones = torch.ones(x.shape[0], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32, device=x.device)
+        ones = torch.ones(
+            x.shape[0],
+            dtype=torch.float64 if x.dtype == torch.float64 else torch.float32,
+            device=x.device,
+        )
         return [
             Loop((("inference", lambda: function(x, target)),), lambda: None),
             Loop((("forward", forward), ("backward", backward)), held.clear),

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .. import _checks
-from .._constants import constant
-from .._lengths import lengths_of
-from ..chain import Chain
-from ..reference.crf import ladder
-from ..reference.softmax import accumulator
-from ..semiring import Log, Max, Semiring
+from ..ops.chain.api import Chain
+from ..ops.ctc_crf.reference import ladder
+from ..primitives.semiring import Log, Max, Semiring
+from ..runtime import checks
+from ..runtime.constants import constant
+from ..runtime.dtypes import acc_dtype
+from ..runtime.lengths import lengths_on_device
 
 __all__ = [
     "Log",
@@ -115,34 +115,44 @@ class SequenceDist:
 
 def _on_device(idx: Tensor, device: torch.device) -> Tensor:
     """The table there: the same tensor for the same one, as what is built for a table is kept with it."""
-    if idx.device == device or torch.compiler.is_compiling() or idx.is_inference():  # such a tensor tells no version
+    if (
+        idx.device == device or torch.compiler.is_compiling() or idx.is_inference()
+    ):  # such a tensor tells no version
         return idx.to(device)
     found = _placed.get(idx)
     if found is None or found[0] != idx._version or found[1].device != device:
-        with torch.inference_mode(False):  # what is made in that mode cannot be saved for a gradient later
+        with torch.inference_mode(
+            False
+        ):  # what is made in that mode cannot be saved for a gradient later
             found = _placed[idx] = idx._version, idx.to(device)
     return found[1]
 
 
 def _lattice(stay_scores: Tensor, move_scores: Tensor, target_lengths: Tensor) -> Chain:
     """Into state i come staying there and the move out of state i - 1; it starts in the first and ends in that of the length."""
-    _checks.floating("stay_scores", stay_scores)
-    _checks.floating("move_scores", move_scores)
+    checks.floating("stay_scores", stay_scores)
+    checks.floating("move_scores", move_scores)
     if stay_scores.ndim != 3:
         raise ValueError(f"stay_scores: expected shape [T, N, L], got {list(stay_scores.shape)}")
     device, states = stay_scores.device, stay_scores.shape[2]
-    lengths = lengths_of("target_lengths", target_lengths, stay_scores.shape[1], device)[1]
+    lengths = lengths_on_device("target_lengths", target_lengths, stay_scores.shape[1], device)[1]
     if move_scores.shape != (*stay_scores.shape[:2], max(states - 1, 0)):
-        raise ValueError(f"move_scores: expected shape [T, N, L - 1] beside stay_scores, {list(stay_scores.shape)}, got {list(move_scores.shape)}")
-    scores = torch.stack([stay_scores, torch.nn.functional.pad(move_scores, (min(states, 1), 0))], -1)
+        raise ValueError(
+            f"move_scores: expected shape [T, N, L - 1] beside stay_scores, {list(stay_scores.shape)}, got {list(move_scores.shape)}"
+        )
+    scores = torch.stack(
+        [stay_scores, torch.nn.functional.pad(move_scores, (min(states, 1), 0))], -1
+    )
     state = torch.arange(states, device=device)
-    dtype = accumulator(scores.dtype)
+    dtype = acc_dtype(scores.dtype)
     initial = torch.where(state == 0, 0.0, -torch.inf).to(dtype).expand(stay_scores.shape[1], -1)
     final = torch.where(state == lengths[:, None] - 1, 0.0, -torch.inf).to(dtype)
     return Chain(scores, constant(ladder, states, device=device), initial, final)
 
 
-def logZ_cu(stay_scores: Tensor, move_scores: Tensor, target_lengths: Tensor, S: Semiring = Log) -> Tensor:
+def logZ_cu(
+    stay_scores: Tensor, move_scores: Tensor, target_lengths: Tensor, S: Semiring = Log
+) -> Tensor:
     """log Z of the lattice of each target: its states follow one another, from the first to the last, and each may stay.
 
     Args:
@@ -192,12 +202,16 @@ def viterbi_alignments(stay_scores: Tensor, move_scores: Tensor, target_lengths:
                 [1., 0.],
                 [1., 0.]])
     """
-    left = _lattice(stay_scores.detach(), move_scores.detach(), target_lengths).viterbi().states[:-1]
+    left = (
+        _lattice(stay_scores.detach(), move_scores.detach(), target_lengths).viterbi().states[:-1]
+    )
     there = (left >= 0).to(stay_scores.dtype)[..., None]
     return stay_scores.new_zeros(stay_scores.shape).scatter_(2, left.clamp(min=0)[..., None], there)
 
 
-def logZ_cu_sparse(Ms: Tensor, idx: Tensor, v0: Tensor, vT: Tensor, S: Semiring = Log, K: int = 1) -> Tensor:
+def logZ_cu_sparse(
+    Ms: Tensor, idx: Tensor, v0: Tensor, vT: Tensor, S: Semiring = Log, K: int = 1
+) -> Tensor:
     """log Z of sparse linear chains.
 
     Args:
@@ -225,7 +239,9 @@ def logZ_cu_sparse(Ms: Tensor, idx: Tensor, v0: Tensor, vT: Tensor, S: Semiring 
     return Chain(Ms, _on_device(idx, Ms.device), v0, vT).logz(S)
 
 
-def fwd_scores_cu_sparse(Ms: Tensor, idx: Tensor, v0: Tensor, S: Semiring = Log, K: int = 1) -> Tensor:
+def fwd_scores_cu_sparse(
+    Ms: Tensor, idx: Tensor, v0: Tensor, S: Semiring = Log, K: int = 1
+) -> Tensor:
     """α: the sum over all ways to be in each state after each step.
 
     Args:
@@ -250,7 +266,9 @@ def fwd_scores_cu_sparse(Ms: Tensor, idx: Tensor, v0: Tensor, S: Semiring = Log,
         return Chain(Ms, _on_device(idx, Ms.device), v0).forward_scores(S)
 
 
-def bwd_scores_cu_sparse(Ms: Tensor, idx: Tensor, vT: Tensor, S: Semiring = Log, K: int = 1) -> Tensor:
+def bwd_scores_cu_sparse(
+    Ms: Tensor, idx: Tensor, vT: Tensor, S: Semiring = Log, K: int = 1
+) -> Tensor:
     """β: the sum over all ways to go on from each state after each step.
 
     Args:
@@ -272,4 +290,6 @@ def bwd_scores_cu_sparse(Ms: Tensor, idx: Tensor, vT: Tensor, S: Semiring = Log,
         tensor([9., 3., 1.])
     """
     with torch.no_grad():
-        return Chain(Ms, _on_device(idx, Ms.device), vT.new_zeros(()).expand_as(vT), vT).backward_scores(S)
+        return Chain(
+            Ms, _on_device(idx, Ms.device), vT.new_zeros(()).expand_as(vT), vT
+        ).backward_scores(S)

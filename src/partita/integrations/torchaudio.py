@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import _checks
-from ..ctc import ctc_align
+from ..ops.ctc.api import ctc_align
+from ..runtime import checks
 
 __all__ = ["TokenSpan", "forced_align", "merge_tokens"]
 
@@ -42,7 +42,11 @@ class TokenSpan:
 
 
 def forced_align(
-    log_probs: Tensor, targets: Tensor, input_lengths: Tensor | None = None, target_lengths: Tensor | None = None, blank: int = 0
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | None = None,
+    target_lengths: Tensor | None = None,
+    blank: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The most probable CTC alignment of each target; the values of targets and lengths are read on the host.
 
@@ -76,12 +80,16 @@ def forced_align(
     count, steps, classes = log_probs.shape
     inputs = _lengths("input_lengths", input_lengths, count, steps)
     lengths = _lengths("target_lengths", target_lengths, count, targets.shape[1])
-    _checks.blank(blank, classes)
+    checks.blank(blank, classes)
     _check_labels(targets.cpu(), inputs, lengths, classes, blank)
     found = ctc_align(log_probs.detach().transpose(0, 1), targets, inputs, lengths, blank)
-    if (place := _checks.first_place(~found.score.isfinite())) is not None:
-        raise ValueError(f"log_probs: expected an alignment of a probability above 0, got none for the target at {list(place)}")
-    return torch.where(found.labels < 0, blank, found.labels).to(targets.dtype), found.scores.to(log_probs.dtype)
+    if (place := checks.first_place(~found.score.isfinite())) is not None:
+        raise ValueError(
+            f"log_probs: expected an alignment of a probability above 0, got none for the target at {list(place)}"
+        )
+    return torch.where(found.labels < 0, blank, found.labels).to(targets.dtype), found.scores.to(
+        log_probs.dtype
+    )
 
 
 def merge_tokens(tokens: Tensor, scores: Tensor, blank: int = 0) -> list[TokenSpan]:
@@ -106,44 +114,69 @@ def merge_tokens(tokens: Tensor, scores: Tensor, blank: int = 0) -> list[TokenSp
         [TokenSpan(token=7, start=1, end=3, score=-1.5), TokenSpan(token=7, start=4, end=5, score=-4.0)]
     """
     if tokens.ndim != 1 or tokens.shape != scores.shape:
-        raise ValueError(f"tokens, scores: expected one shape [T], got {list(tokens.shape)} and {list(scores.shape)}")
-    found, place, counts = torch.unique_consecutive(tokens.cpu(), return_inverse=True, return_counts=True)
-    means = torch.zeros(len(found), dtype=torch.float64).index_add(0, place, scores.detach().cpu().double()) / counts
+        raise ValueError(
+            f"tokens, scores: expected one shape [T], got {list(tokens.shape)} and {list(scores.shape)}"
+        )
+    found, place, counts = torch.unique_consecutive(
+        tokens.cpu(), return_inverse=True, return_counts=True
+    )
+    means = (
+        torch.zeros(len(found), dtype=torch.float64).index_add(
+            0, place, scores.detach().cpu().double()
+        )
+        / counts
+    )
     ends = counts.cumsum(0)
-    spans = zip(found.tolist(), (ends - counts).tolist(), ends.tolist(), means.tolist(), strict=True)
+    spans = zip(
+        found.tolist(), (ends - counts).tolist(), ends.tolist(), means.tolist(), strict=True
+    )
     return [TokenSpan(*span) for span in spans if span[0] != blank]
 
 
 def _check_tensors(log_probs: Tensor, targets: Tensor) -> None:
-    _checks.floating("log_probs", log_probs)
-    _checks.tensor("targets", targets)
+    checks.floating("log_probs", log_probs)
+    checks.tensor("targets", targets)
     if targets.dtype not in TARGETS:
         raise TypeError(f"targets: expected int32 or int64, got {targets.dtype}")
-    _checks.device("targets", targets, log_probs, "log_probs")
+    checks.device("targets", targets, log_probs, "log_probs")
     if log_probs.ndim != 3:
         raise ValueError(f"log_probs: expected shape [B, T, C], got {list(log_probs.shape)}")
     if targets.ndim != 2 or len(targets) != len(log_probs):
-        raise ValueError(f"targets: expected shape [B, L] with B = {len(log_probs)}, got {list(targets.shape)}")
+        raise ValueError(
+            f"targets: expected shape [B, L] with B = {len(log_probs)}, got {list(targets.shape)}"
+        )
 
 
 def _lengths(name: str, value: Tensor | None, count: int, most: int) -> Tensor:
     """On the host."""
     if value is None:
         return torch.full((count,), most)
-    _checks.integer(name, value)
-    _checks.shape(name, value, [count], "[B]")
+    checks.integer(name, value)
+    checks.shape(name, value, [count], "[B]")
     value = value.cpu().long()
-    if (place := _checks.first_place((value < 0) | (value > most))) is not None:
-        raise ValueError(f"{name}: expected lengths from 0 to {most}, got {int(value[place])} at {list(place)}")
+    if (place := checks.first_place((value < 0) | (value > most))) is not None:
+        raise ValueError(
+            f"{name}: expected lengths from 0 to {most}, got {int(value[place])} at {list(place)}"
+        )
     return value
 
 
-def _check_labels(targets: Tensor, input_lengths: Tensor, lengths: Tensor, classes: int, blank: int) -> None:
+def _check_labels(
+    targets: Tensor, input_lengths: Tensor, lengths: Tensor, classes: int, blank: int
+) -> None:
     """All on the host: labels are classes, none is the blank, and there are steps enough."""
     counts = torch.arange(targets.shape[1]) < lengths[:, None]
-    if (place := _checks.first_place(counts & ((targets < 0) | (targets >= classes) | (targets == blank)))) is not None:
-        raise ValueError(f"targets: expected labels from 0 to {classes - 1} without the blank {blank}, got {int(targets[place])} at {list(place)}")
+    if (
+        place := checks.first_place(
+            counts & ((targets < 0) | (targets >= classes) | (targets == blank))
+        )
+    ) is not None:
+        raise ValueError(
+            f"targets: expected labels from 0 to {classes - 1} without the blank {blank}, got {int(targets[place])} at {list(place)}"
+        )
     repeats = (counts[:, 1:] & (targets[:, 1:] == targets[:, :-1])).sum(1)
-    if (place := _checks.first_place(lengths + repeats > input_lengths)) is not None:
+    if (place := checks.first_place(lengths + repeats > input_lengths)) is not None:
         n = place[0]
-        raise ValueError(f"targets: expected at most {int(input_lengths[n])} labels and repeats, got {int(lengths[n])} and {int(repeats[n])} at [{n}]")
+        raise ValueError(
+            f"targets: expected at most {int(input_lengths[n])} labels and repeats, got {int(lengths[n])} and {int(repeats[n])} at [{n}]"
+        )

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _checks
-from .._autograd import autocast_dtype
-from ..cross_entropy import cross_entropy
-from ..linear_cross_entropy import linear_cross_entropy
-from ..reference.softmax import accumulator
+from ..ops.cross_entropy.api import cross_entropy
+from ..ops.linear_heads.api import linear_cross_entropy
+from ..runtime import checks
+from ..runtime.autograd import autocast_dtype
+from ..runtime.dtypes import acc_dtype
 
 __all__ = ["causal_lm_loss", "linear_causal_lm_loss"]
 
@@ -58,18 +58,25 @@ def causal_lm_loss(
         >>> causal_lm_loss(logits, labels, vocab_size=8)
         tensor(2.0794)
     """
-    _checks.floating("logits", logits)
+    checks.floating("logits", logits)
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
         raise ValueError(f"vocab_size: expected an int of at least 1, got {vocab_size!r}")
     if logits.ndim == 0 or logits.numel() % vocab_size:
-        raise ValueError(f"logits: expected shape [..., T, vocab_size] with vocab_size = {vocab_size}, got {list(logits.shape)}")
+        raise ValueError(
+            f"logits: expected shape [..., T, vocab_size] with vocab_size = {vocab_size}, got {list(logits.shape)}"
+        )
     rows = logits.reshape(-1, vocab_size)
     target = _targets(labels, shift_labels, ignore_index, len(rows), logits.device)
     reduction = _reduction(num_items_in_batch)
-    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "softcap": softcap, "z_loss": z_loss}
+    options: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "softcap": softcap,
+        "z_loss": z_loss,
+    }
     with _wide_result(logits):
         loss = cross_entropy(rows, target, reduction=reduction, **options)
-    return _divided(loss.to(accumulator(logits.dtype)), num_items_in_batch)
+    return _divided(loss.to(acc_dtype(logits.dtype)), num_items_in_batch)
 
 
 def linear_causal_lm_loss(
@@ -114,53 +121,90 @@ def linear_causal_lm_loss(
         >>> linear_causal_lm_loss(hidden_states, lm_head_weight, torch.tensor([[5, -100, 2]]))
         tensor(2.0794)
     """
-    _checks.floating("hidden_states", hidden_states)
-    _checks.floating("lm_head_weight", lm_head_weight)
-    _checks.device("lm_head_weight", lm_head_weight, hidden_states, "hidden_states")
+    checks.floating("hidden_states", hidden_states)
+    checks.floating("lm_head_weight", lm_head_weight)
+    checks.device("lm_head_weight", lm_head_weight, hidden_states, "hidden_states")
     if lm_head_weight.ndim != 2:
-        raise ValueError(f"lm_head_weight: expected shape [vocab_size, H], got {list(lm_head_weight.shape)}")
+        raise ValueError(
+            f"lm_head_weight: expected shape [vocab_size, H], got {list(lm_head_weight.shape)}"
+        )
     width = lm_head_weight.shape[1]
     if hidden_states.ndim == 0 or hidden_states.shape[-1] != width:
-        raise ValueError(f"hidden_states: expected shape [..., T, H] with H = {width}, got {list(hidden_states.shape)}")
+        raise ValueError(
+            f"hidden_states: expected shape [..., T, H] with H = {width}, got {list(hidden_states.shape)}"
+        )
     if lm_head_weight.dtype != hidden_states.dtype and autocast_dtype(hidden_states.device) is None:
-        raise TypeError(f"lm_head_weight: expected the dtype of hidden_states, {hidden_states.dtype}, got {lm_head_weight.dtype}")
+        raise TypeError(
+            f"lm_head_weight: expected the dtype of hidden_states, {hidden_states.dtype}, got {lm_head_weight.dtype}"
+        )
     if None not in (softcap, final_logit_softcapping) and softcap != final_logit_softcapping:
-        raise ValueError(f"softcap: expected one number, got {softcap} and final_logit_softcapping {final_logit_softcapping}")
+        raise ValueError(
+            f"softcap: expected one number, got {softcap} and final_logit_softcapping {final_logit_softcapping}"
+        )
     softcap = final_logit_softcapping if softcap is None else softcap
-    target = _targets(labels, shift_labels, ignore_index, hidden_states.shape[:-1].numel(), hidden_states.device).view(hidden_states.shape[:-1])
-    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "softcap": softcap, "z_loss": z_loss}
-    options |= {"linear_bias": linear_bias, "memory_budget": memory_budget, "reduction": _reduction(num_items_in_batch)}
-    return _divided(linear_cross_entropy(hidden_states, lm_head_weight, target, **options), num_items_in_batch)
+    target = _targets(
+        labels, shift_labels, ignore_index, hidden_states.shape[:-1].numel(), hidden_states.device
+    ).view(hidden_states.shape[:-1])
+    options: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "softcap": softcap,
+        "z_loss": z_loss,
+    }
+    options |= {
+        "linear_bias": linear_bias,
+        "memory_budget": memory_budget,
+        "reduction": _reduction(num_items_in_batch),
+    }
+    return _divided(
+        linear_cross_entropy(hidden_states, lm_head_weight, target, **options), num_items_in_batch
+    )
 
 
-def _targets(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int, count: int, device: torch.device) -> Tensor:
+def _targets(
+    labels: Tensor | None,
+    shift_labels: Tensor | None,
+    ignore_index: int,
+    count: int,
+    device: torch.device,
+) -> Tensor:
     """`[count]`: at each position the label of the next, at the last of a sequence none."""
     name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
-    _checks.integer(name, given)
+    checks.integer(name, given)
     assert given is not None
-    _checks.whole("ignore_index", ignore_index)
+    checks.whole("ignore_index", ignore_index)
     target = given.long()  # a narrow type would wrap ignore_index
     if shift_labels is None:
         if given.ndim == 0:
             raise ValueError("labels: expected shape [..., T], got []")
         target = torch.nn.functional.pad(target, (0, 1), value=ignore_index)[..., 1:]
     if target.numel() != count:
-        raise ValueError(f"{name}: expected {count} labels, one for each position, got {target.numel()}, of shape {list(given.shape)}")
+        raise ValueError(
+            f"{name}: expected {count} labels, one for each position, got {target.numel()}, of shape {list(given.shape)}"
+        )
     return target.reshape(-1).to(device)
 
 
 def _reduction(num_items_in_batch: Any) -> str:
     if num_items_in_batch is None:
         return "mean"
-    if isinstance(num_items_in_batch, bool) or not isinstance(num_items_in_batch, (int, float, Tensor)):
-        raise TypeError(f"num_items_in_batch: expected a number, a Tensor or None, got {type(num_items_in_batch).__name__}")
+    if isinstance(num_items_in_batch, bool) or not isinstance(
+        num_items_in_batch, (int, float, Tensor)
+    ):
+        raise TypeError(
+            f"num_items_in_batch: expected a number, a Tensor or None, got {type(num_items_in_batch).__name__}"
+        )
     return "sum"
 
 
 def _divided(loss: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:
     if num_items_in_batch is None:
         return loss
-    return loss / (num_items_in_batch.to(loss.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch)
+    return loss / (
+        num_items_in_batch.to(loss.device)
+        if isinstance(num_items_in_batch, Tensor)
+        else num_items_in_batch
+    )
 
 
 def _wide_result(logits: Tensor) -> AbstractContextManager[Any]:

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..reference.softmax import accumulator
+from ..runtime.dtypes import acc_dtype
 
 Scale = Literal["element", "tensor"] | int | Tensor
 
@@ -51,7 +51,7 @@ class Error:
 
 def _ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     """One unit in the last place of `dtype`; arithmetic in the accumulator may flush what is below its smallest normal number."""
-    limits, wide = torch.finfo(dtype), torch.finfo(accumulator(dtype))
+    limits, wide = torch.finfo(dtype), torch.finfo(acc_dtype(dtype))
     smallest = max(limits.smallest_normal * limits.eps, wide.smallest_normal)
     exponent = torch.frexp(magnitude).exponent.double() - 1
     return torch.where(magnitude == 0, smallest, (exponent.exp2() * limits.eps).clamp(min=smallest))
@@ -61,7 +61,7 @@ def _units(truth: Tensor, dtype: torch.dtype, scale: Scale) -> Tensor:
     magnitude = torch.where(truth.isfinite(), truth, 0).abs()
     if isinstance(scale, Tensor):
         terms = torch.where(scale.isfinite(), scale.double(), 0).abs().expand_as(truth)
-        return torch.maximum(_ulp(magnitude, dtype), _ulp(terms, accumulator(dtype)))
+        return torch.maximum(_ulp(magnitude, dtype), _ulp(terms, acc_dtype(dtype)))
     if scale != "element":
         magnitude = magnitude.amax() if scale == "tensor" else magnitude.amax(scale, keepdim=True)
     return _ulp(magnitude, dtype)
@@ -70,7 +70,9 @@ def _units(truth: Tensor, dtype: torch.dtype, scale: Scale) -> Tensor:
 def _distance(result: Tensor, truth: Tensor, units: Tensor) -> Tensor:
     rounded = truth.to(result.dtype)
     same = (result == rounded) | (result.isnan() & rounded.isnan())
-    apart = torch.where(result.isfinite() & rounded.isfinite(), (result.double() - truth).abs() / units, torch.inf)
+    apart = torch.where(
+        result.isfinite() & rounded.isfinite(), (result.double() - truth).abs() / units, torch.inf
+    )
     return torch.where(same & ~rounded.isfinite(), 0, apart)
 
 
@@ -78,11 +80,19 @@ def worst_finite_ulp(result: Tensor, truth: Tensor, scale: Scale) -> float:
     """The worst error of a baseline: where it is NaN or infinite and the truth is not, it sets no example."""
     if not truth.numel():
         return 0.0
-    distance = _distance(result.detach(), truth.detach(), _units(truth.detach(), result.dtype, scale))
+    distance = _distance(
+        result.detach(), truth.detach(), _units(truth.detach(), result.dtype, scale)
+    )
     return float(torch.where(distance.isfinite(), distance, 0).max())
 
 
-def ulp_error(result: Tensor, truth: Tensor, baseline: Tensor | float | None = None, *, scale: Scale = "element") -> Error:
+def ulp_error(
+    result: Tensor,
+    truth: Tensor,
+    baseline: Tensor | float | None = None,
+    *,
+    scale: Scale = "element",
+) -> Error:
     """The worst error of `result`, beside a budget of twice the baseline's own error or 2 ulp, whichever is more.
 
     What a correct algorithm guarantees says what an error is counted in. Every rounding of a term t shifts a sum by at most half an ulp of
@@ -119,7 +129,9 @@ def ulp_error(result: Tensor, truth: Tensor, baseline: Tensor | float | None = N
     """
     for name, other in (("result", result), ("baseline", baseline)):
         if isinstance(other, Tensor) and other.shape != truth.shape:
-            raise ValueError(f"{name}: expected the shape of truth, {list(truth.shape)}, got {list(other.shape)}")
+            raise ValueError(
+                f"{name}: expected the shape of truth, {list(truth.shape)}, got {list(other.shape)}"
+            )
     if truth.dtype != torch.float64:
         raise ValueError(f"truth: expected dtype torch.float64, got {truth.dtype}")
     if not result.is_floating_point():
@@ -128,14 +140,25 @@ def ulp_error(result: Tensor, truth: Tensor, baseline: Tensor | float | None = N
     if not truth.numel():
         return Error(0.0, 2.0, 0.0, (), 0.0, 0.0)
     distance = _distance(result, truth, _units(truth, result.dtype, scale))
-    own = worst_finite_ulp(baseline.to(result.dtype), truth, scale) if isinstance(baseline, Tensor) else baseline or 0.0
+    own = (
+        worst_finite_ulp(baseline.to(result.dtype), truth, scale)
+        if isinstance(baseline, Tensor)
+        else baseline or 0.0
+    )
     budget = max(2 * own, 2.0) * (2.0 if result.dtype == truth.dtype else 1.0)
     place = tuple(int(i) for i in torch.unravel_index(distance.argmax(), distance.shape))
-    return Error(float(distance[place]), budget, own, place, float(result[place]), float(truth[place]))
+    return Error(
+        float(distance[place]), budget, own, place, float(result[place]), float(truth[place])
+    )
 
 
 def assert_within_budget(
-    result: Tensor, truth: Tensor, baseline: Tensor | float | None = None, *, scale: Scale = "element", name: str = "result"
+    result: Tensor,
+    truth: Tensor,
+    baseline: Tensor | float | None = None,
+    *,
+    scale: Scale = "element",
+    name: str = "result",
 ) -> None:
     """Raise `AssertionError` that names the worst element, unless `ulp_error` of the same arguments passes.
 

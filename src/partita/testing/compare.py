@@ -45,7 +45,11 @@ class Errors(NamedTuple):
         return all(error.passed for error in (*self.forward, *self.backward))
 
     def __str__(self) -> str:
-        lines = [f"{part} {i}: {error}" for part in ("forward", "backward") for i, error in enumerate(getattr(self, part))]
+        lines = [
+            f"{part} {i}: {error}"
+            for part in ("forward", "backward")
+            for i, error in enumerate(getattr(self, part))
+        ]
         return "\n".join(lines)
 
 
@@ -60,7 +64,12 @@ def floating(tensors: Sequence[Any]) -> list[Tensor]:
 
 def leaves(inputs: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
     """The inputs, each floating one a leaf that shares its memory, or a copy in `dtype`."""
-    return [t.detach().to(dtype or t.dtype).requires_grad_() if isinstance(t, Tensor) and t.is_floating_point() else t for t in inputs]
+    return [
+        t.detach().to(dtype or t.dtype).requires_grad_()
+        if isinstance(t, Tensor) and t.is_floating_point()
+        else t
+        for t in inputs
+    ]
 
 
 def upstream_like(results: Sequence[Tensor]) -> list[Tensor]:
@@ -74,13 +83,21 @@ def forward(function: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Tensor
     return (result,) if isinstance(result, Tensor) else tuple(floating(result))
 
 
-def run(function: Callable[..., Any], inputs: Sequence[Any], upstream: Sequence[Tensor] | None = None) -> Run:
+def run(
+    function: Callable[..., Any], inputs: Sequence[Any], upstream: Sequence[Tensor] | None = None
+) -> Run:
     results = forward(function, inputs)
-    upstream = upstream_like(results) if upstream is None else [u.to(r.dtype) for u, r in zip(upstream, results, strict=True)]
+    upstream = (
+        upstream_like(results)
+        if upstream is None
+        else [u.to(r.dtype) for u, r in zip(upstream, results, strict=True)]
+    )
     return Run(results, torch.autograd.grad(results, floating(inputs), upstream))
 
 
-def forward_backward_difference(function: Callable[..., Any], reference: Callable[..., Any], *inputs: Any) -> Difference:
+def forward_backward_difference(
+    function: Callable[..., Any], reference: Callable[..., Any], *inputs: Any
+) -> Difference:
     """Greatest differences between two functions, in their results and in their gradients.
 
     Args:
@@ -110,7 +127,9 @@ def _greatest(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     differences = [torch.zeros(1, dtype=torch.float64)]
     for a, b in zip(ours, theirs, strict=True):
         if a.shape != b.shape:
-            raise ValueError(f"results: expected equal shapes, got {list(a.shape)} and {list(b.shape)}")
+            raise ValueError(
+                f"results: expected equal shapes, got {list(a.shape)} and {list(b.shape)}"
+            )
         a, b = a.detach().double(), b.detach().double()
         differences.append(torch.where(a == b, 0.0, a - b).abs().flatten().cpu())
     return float(torch.cat(differences).max())
@@ -156,7 +175,12 @@ def contract_errors(
     below = _narrowed(inputs)
     own = run(reference, leaves(below), upstream)
     own_truth = truth if below is inputs else run(reference, leaves(below, torch.float64), upstream)
-    return Errors(*(_errors(*each) for each in zip(ours, truth, own, own_truth, (scale, grad_scale), strict=True)))
+    return Errors(
+        *(
+            _errors(*each)
+            for each in zip(ours, truth, own, own_truth, (scale, grad_scale), strict=True)
+        )
+    )
 
 
 def _narrowed(inputs: Sequence[Any]) -> Sequence[Any]:
@@ -167,11 +191,19 @@ def _narrowed(inputs: Sequence[Any]) -> Sequence[Any]:
 
 
 def _errors(
-    ours: Sequence[Tensor], truth: Sequence[Tensor], own: Sequence[Tensor], own_truth: Sequence[Tensor], scale: Scale | Sequence[Scale]
+    ours: Sequence[Tensor],
+    truth: Sequence[Tensor],
+    own: Sequence[Tensor],
+    own_truth: Sequence[Tensor],
+    scale: Scale | Sequence[Scale],
 ) -> tuple[Error, ...]:
     scales = [scale] * len(ours) if isinstance(scale, str | int | Tensor) else scale
     errors = []
-    for result, exact, baseline, baseline_exact, each in zip(ours, truth, own, own_truth, scales, strict=True):
+    for result, exact, baseline, baseline_exact, each in zip(
+        ours, truth, own, own_truth, scales, strict=True
+    ):
         rounded = baseline if result.dtype == torch.float64 else baseline.to(result.dtype)
-        errors.append(ulp_error(result, exact, worst_finite_ulp(rounded, baseline_exact, each), scale=each))
+        errors.append(
+            ulp_error(result, exact, worst_finite_ulp(rounded, baseline_exact, each), scale=each)
+        )
     return tuple(errors)

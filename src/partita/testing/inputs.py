@@ -22,7 +22,12 @@ class Labelled(NamedTuple):
 
 
 def sample_rows(
-    rows: int = 1823, columns: int = 781, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0
+    rows: int = 1823,
+    columns: int = 781,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
 ) -> Tensor:
     """Standard normal rows, the same on every device; by default as many and as wide as no block is.
 
@@ -40,11 +45,18 @@ def sample_rows(
         >>> sample_rows(3, 4).shape
         torch.Size([3, 4])
     """
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(
+        device, dtype
+    )
 
 
 def sample_labels(
-    rows: int = 4, classes: int = 10, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0
+    rows: int = 4,
+    classes: int = 10,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
 ) -> Labelled:
     """Standard normal logits with uniform labels, the same on every device.
 
@@ -63,7 +75,9 @@ def sample_labels(
         torch.Size([4])
     """
     labels = torch.randint(classes, (rows,), generator=torch.Generator().manual_seed(seed))
-    return Labelled(sample_rows(rows, classes, dtype=dtype, device=device, seed=seed), labels.to(device))
+    return Labelled(
+        sample_rows(rows, classes, dtype=dtype, device=device, seed=seed), labels.to(device)
+    )
 
 
 def _framed(x: Tensor) -> Tensor:
@@ -110,7 +124,13 @@ EDGES = tuple(_EDGES)
 
 
 def edge_rows(
-    edge: str, rows: int = 5, columns: int = 37, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0
+    edge: str,
+    rows: int = 5,
+    columns: int = 37,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
 ) -> Tensor:
     """Rows that a kernel may get wrong, one kind for each name in `EDGES`.
 

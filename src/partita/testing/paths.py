@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..chain import Chain
+from ..ops.chain.api import Chain
 
 MOST_PATHS = 1_000_000
 
@@ -49,7 +49,9 @@ def all_paths(chain: Chain, n: int = 0) -> Paths:
     count, slots = chain.source.shape
     source = chain.source.long().cpu()
     steps = chain.scores.shape[0] if chain.lengths is None else int(chain.lengths[n])
-    initial, final = (None if t is None else t[n].detach().double().cpu() for t in (chain.initial, chain.final))
+    initial, final = (
+        None if t is None else t[n].detach().double().cpu() for t in (chain.initial, chain.final)
+    )
     states = torch.arange(count)[:, None]
     edges = torch.empty(count, 0, dtype=torch.int64)
     scores = torch.zeros(count, dtype=torch.float64) if initial is None else initial.clone()
@@ -57,7 +59,9 @@ def all_paths(chain: Chain, n: int = 0) -> Paths:
     for t in range(steps):
         follows = (source.flatten() == states[:, -1:]).nonzero()  # (path, edge)
         if len(follows) > MOST_PATHS:
-            raise ValueError(f"chain: expected at most {MOST_PATHS} paths, got more after {t + 1} steps")
+            raise ValueError(
+                f"chain: expected at most {MOST_PATHS} paths, got more after {t + 1} steps"
+            )
         path, edge = follows[:, 0], every[follows[:, 1]]
         step = chain.scores[t, n].detach().double().cpu().flatten()
         states = torch.cat([states[path], (edge // max(slots, 1))[:, None]], 1)

@@ -24,7 +24,9 @@ class Timing(NamedTuple):
     total: tuple[float, ...]
 
 
-def time_forward_backward(function: Callable[..., Any], *inputs: Any, repeats: int = 20, warmup: int = 3) -> Timing:
+def time_forward_backward(
+    function: Callable[..., Any], *inputs: Any, repeats: int = 20, warmup: int = 3
+) -> Timing:
     """Time the forward and the backward pass of a function: by events on a GPU, by the clock on the CPU.
 
     Args:

@@ -1,0 +1,208 @@
+"""`partita info`: what is installed and found, and what serves each op."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from ..runtime.backend import current_backend, has_triton, resolve
+from .console import Table, print_table
+
+NUMBA_OPS = ("logz", "viterbi", "expectation", "ctc_loss", "ctc_align", "ctc_crf_loss")
+OPS = (
+    "logsumexp",
+    "softmax",
+    "log_softmax",
+    "cross_entropy",
+    "token_stats",
+    "linear_cross_entropy",
+    "linear_token_stats",
+    *NUMBA_OPS,
+)
+FLOORS = {"reference": "PyTorch", "gpu": "Triton", "cpu": "Numba"}
+
+# What each package brings, and the command that brings the package.
+EXTRAS = {
+    "triton": ("the kernels for GPUs", "pip install triton"),
+    "numba": ("the kernels of chains and CTC for CPUs", "pip install numba"),
+    "matplotlib": ("the pictures of partita bench and report", "pip install matplotlib"),
+    "rich": ("tables and progress bars in colour", "pip install rich"),
+}
+# What changes results or times.
+VARIABLES = (
+    *("PARTITA_BACKEND", "PARTITA_CHECK", "PARTITA_PEERS"),
+    *(
+        "TRITON_INTERPRET",
+        "TRITON_DEBUG",
+        "NUMBA_DISABLE_JIT",
+        "NUMBA_NUM_THREADS",
+        "OMP_NUM_THREADS",
+        "MKL_NUM_THREADS",
+    ),
+    *(
+        "CUDA_VISIBLE_DEVICES",
+        "HIP_VISIBLE_DEVICES",
+        "CUDA_LAUNCH_BLOCKING",
+        "NVIDIA_TF32_OVERRIDE",
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    ),
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+)
+
+EPILOG = """\
+examples:
+  partita info                           what is installed, and what serves each op
+  PARTITA_BACKEND=numba partita info     the same under this choice
+
+exit codes:
+  0  printed             2  wrong arguments"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Print versions, GPUs, and the backend that serves each op on each device."
+    parser.epilog = EPILOG
+
+
+def version(package: str) -> str | None:
+    """Of an installed package."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _versions() -> list[list[str]]:
+    from .. import __version__
+
+    rows = [
+        ["partita", __version__, ""],
+        ["python", platform.python_version(), ""],
+        ["torch", torch.__version__, ""],
+    ]
+    for package, (purpose, command) in EXTRAS.items():
+        found = version(package)
+        rows.append(
+            [package, found, ""] if found else [package, "not installed", f"{purpose}: {command}"]
+        )
+    if torch.cuda.is_available():
+        rows.append(["driver", _driver(), ""])
+    return [*rows, ["system", platform.platform(), ""]]
+
+
+def _driver() -> str:
+    """Of the GPUs."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return " ".join(dict.fromkeys(done.stdout.split()))
+
+
+def cpu() -> str:
+    """Its name as Linux tells it, else as Python does, and what PyTorch uses of it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, platform.processor() or platform.machine())}, {torch.get_num_threads()} threads"
+
+
+def _devices() -> list[list[str]]:
+    rows = [["cpu", cpu(), "", "", ""]]
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        rows.append(
+            [
+                f"cuda:{index}",
+                gpu.name,
+                f"{gpu.total_memory / 2**30:.0f} GiB",
+                str(gpu.multi_processor_count),
+                f"{gpu.major}.{gpu.minor}",
+            ]
+        )
+    return rows
+
+
+def no_gpu() -> str:
+    """Why there is no GPU, and what brings one."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "No GPU: this PyTorch was built without CUDA; on Linux, pip install --force-reinstall torch brings one that has it."
+    return "No GPU: PyTorch finds none; nvidia-smi (or rocm-smi) tells whether the driver does."
+
+
+def _server(device: torch.device, op: str) -> str:
+    try:
+        floor = resolve(current_backend(), device, has_cpu=op in NUMBA_OPS)
+    except (RuntimeError, ValueError) as error:
+        return f"none: {error}"
+    interpreted = floor == "gpu" and device.type == "cpu"
+    return FLOORS[floor] + (" (interpreted)" if interpreted else "")
+
+
+def tables() -> list[Table]:
+    found = _devices()
+    devices = [row[0] for row in found]
+    return [
+        Table("Installed", ["package", "version", ""], _versions(), left=2),
+        Table(
+            "Devices", ["device", "name", "memory", "multiprocessors", "capability"], found, left=2
+        ),
+        Table(
+            "Served by",
+            ["op", *devices],
+            [[op, *(_server(torch.device(device), op) for device in devices)] for op in OPS],
+            left=1 + len(devices),
+        ),
+    ]
+
+
+def notes() -> list[str]:
+    """Why the kernels for GPUs serve nothing here."""
+    if not torch.cuda.is_available():
+        return [no_gpu()]
+    return (
+        []
+        if has_triton()
+        else [
+            f"The GPU is served by PyTorch, because triton is not installed: {EXTRAS['triton'][1]}"
+        ]
+    )
+
+
+def missing() -> list[str]:
+    """What is not there, and what brings it."""
+    absent = {package: about for package, about in EXTRAS.items() if not version(package)}
+    return [
+        *notes(),
+        *(
+            f"{package} is not installed; {command} brings it, for {purpose}"
+            for package, (purpose, command) in absent.items()
+        ),
+    ]
+
+
+def variables() -> list[str]:
+    """Those that are set."""
+    return [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print all; the exit code."""
+    for table in tables():
+        print_table(*table)
+    for line in (*notes(), *variables()):
+        print(f"\n{line}")
+    return 0

@@ -1,0 +1,315 @@
+"""The page of `partita report`: HTML that stands alone, and tells nothing about whose machine it was."""
+
+from __future__ import annotations
+
+import getpass
+import html
+import importlib.util
+import os
+import platform
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .. import __version__
+from ..bench import picture
+from ..bench.cli import Measured
+from ..bench.measure import Machine
+from ..bench.providers import is_ours
+from ..bench.report import describe, summary, times
+from ..bench.runner import Row, failed
+from . import check as _check_machine
+from . import info as _info
+from .check import Line
+from .console import Table
+
+# Loads nothing, runs nothing: a browser holds the page to it.
+HEAD = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+"""
+
+CSS = """\
+:root {
+  --text: #1c1e21; --soft: #5d636b; --page: #fff; --card: #f6f7f8; --line: #dcdfe3;
+  --ours: #ad1457; --good: #1b6e34; --bad: #b3261e; --bad-card: #fdecea;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --text: #e3e5e8; --soft: #9aa1aa; --page: #16181b; --card: #1f2226; --line: #34383e;
+    --ours: #f48fb1; --good: #7bd494; --bad: #ff9c93; --bad-card: #3c1f1d;
+  }
+}
+body { margin: 0 auto; max-width: 90rem; padding: 1.5rem 1rem 4rem; background: var(--page); color: var(--text); font: 1rem/1.5 system-ui, sans-serif; }
+h1 { margin: 0; font-size: 1.6rem; }
+h2 { margin: 3rem 0 .5rem; padding-bottom: .25rem; border-bottom: 1px solid var(--line); font-size: 1.3rem; }
+h3 { margin: 2.5rem 0 .5rem; font-size: 1.1rem; }
+p, ul { margin: .5rem 0; max-width: 60rem; overflow-wrap: anywhere; }
+a { color: inherit; }
+nav a { margin-right: 1rem; }
+code { font: .9em ui-monospace, monospace; }
+.soft { color: var(--soft); }
+.verdict { margin: 1rem 0; padding: .5rem 1rem; border-left: .3rem solid var(--good); background: var(--card); font-weight: 600; }
+.verdict p { margin: .25rem 0; }
+.verdict.bad { border-color: var(--bad); background: var(--bad-card); }
+.bad, .fail { color: var(--bad); }
+.side { display: flex; flex-wrap: wrap; gap: 0 2.5rem; align-items: flex-start; }
+details { min-width: 0; max-width: 100%; }
+summary { margin: .8rem 0 .3rem; font-weight: 600; cursor: pointer; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line); text-align: left; white-space: nowrap; }
+th { color: var(--soft); font-weight: 600; }
+th.number, td.number { text-align: right; }
+.note:not(:empty) { min-width: 20rem; white-space: normal; overflow-wrap: anywhere; }
+.ours { color: var(--ours); font-weight: 600; }
+tr.fail td { background: var(--bad-card); color: var(--bad); font-weight: 600; }
+figure { flex: 1 1 36rem; min-width: 0; margin: .5rem 0; padding: .5rem; overflow-x: auto; }
+figure { border: 1px solid var(--line); border-radius: .5rem; background: #fff; }
+figure svg { display: block; min-width: 34rem; max-width: 100%; height: auto; margin: auto; }
+@media print {
+  :root {
+    --text: #000; --soft: #444; --page: #fff; --card: #fff; --line: #bbb;
+    --ours: #ad1457; --good: #1b6e34; --bad: #b3261e; --bad-card: #fff;
+  }
+  @page { size: landscape; margin: 1cm; }
+  body { max-width: none; padding: 0; font-size: .75rem; }
+  nav { display: none; }
+  .scroll, figure { overflow: visible; }
+  table { font-size: .5rem; }
+  th, td { padding: .1rem .35rem; }
+  h2, h3, summary { break-after: avoid; }
+  tr, figure { break-inside: avoid; }
+}
+"""
+
+READING = """\
+Times are means (least–greatest) of several runs. Shares are of the bandwidth that was measured on this machine, counting the fewest bytes that the work \
+must move; errors are the greatest against fp64, in the unit that the column names, else as plain numbers. What is wrong is not timed."""
+
+SMALL = "A small timing on the CPU, which says little about a GPU; whatever else the machine did meanwhile shows in it."
+
+# A home; and from the root of a disk, or from a home, to the last part of a path. No addresses of the web.
+PART = r"[^\s\\/'\"<>|:,;()]+"
+HOME = re.compile(rf"[\\/](?:home|Users)[\\/]+{PART}")
+FOLDERS = re.compile(
+    rf"(?<![\w./\\])(?<!https:)(?<!http:)(?:[A-Za-z]:|~[\w.-]*)?(?:[\\/]+{PART})+[\\/]+"
+)
+COMMON = {
+    "root",
+    "user",
+    "host",
+    "localhost",
+    "cpu",
+    "gpu",
+    "cuda",
+    "torch",
+    "partita",
+}  # names that give nobody away
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What it measured, where, and who is not installed; no machine where even its bandwidth could not be measured."""
+
+    measured: Measured
+    machine: Machine | None
+    absent: list[str]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the page holds."""
+
+    command: str
+    date: str
+    lines: list[Line]
+    left_out: list[str]
+    bench: Bench | None
+
+    @property
+    def code(self) -> int:
+        return (self.bench.measured.code if self.bench else 0) or int(
+            not all(line.passed for line in self.lines)
+        )
+
+
+def public(text: str) -> str:
+    """Without folders, and the names of the user and of the host."""
+    home = os.path.expanduser("~")
+    if len(home) > 1:
+        text = re.sub(rf"{re.escape(home)}(?![\w-])", "~", text)
+    text = FOLDERS.sub("…/", HOME.sub("~", text))
+    for name, substitute in _names():
+        if len(name) > 2 and name not in COMMON:
+            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", substitute, text)
+    return text
+
+
+def _names() -> Iterator[tuple[str, str]]:
+    """Of the user and the host, with what is to stand for them."""
+    host = platform.node()
+    yield host, "(host)"
+    yield host.partition(".")[0], "(host)"
+    try:
+        yield getpass.getuser(), "(user)"
+    except (OSError, KeyError):  # an account without a name
+        return
+
+
+def _text(text: str) -> str:
+    return html.escape(public(text))
+
+
+def _paragraphs(lines: Sequence[str], *, bad: bool = False) -> str:
+    return "".join(f"<p{_class(bad=bad)}>{_text(line)}</p>\n" for line in lines)
+
+
+def _items(lines: Sequence[str]) -> str:
+    return (
+        "<ul>\n" + "".join(f"<li>{_text(line)}</li>\n" for line in lines) + "</ul>\n"
+        if lines
+        else ""
+    )
+
+
+def _side(parts: str) -> str:
+    """By side, as many as there is room for."""
+    return f'<div class="side">\n{parts}</div>\n' if parts else ""
+
+
+def _failed(row: Sequence[str]) -> bool:
+    return "FAIL" in row or (is_ours(row[0]) and row[-1].startswith(("wrong", "refuses")))
+
+
+def _class(**kinds: bool) -> str:
+    """The attribute, where any of these holds."""
+    names = " ".join(kind for kind, holds in kinds.items() if holds)
+    return f' class="{names}"' if names else ""
+
+
+def _table(table: Table) -> str:
+    """It folds away under its title, and scrolls by itself where the page is too narrow for it."""
+    number, note = [align == ">" for align in table.aligned], [not name for name in table.header]
+
+    def cells(tag: str, row: Sequence[str]) -> str:
+        ours = [is_ours(name) or is_ours(row[0]) for name in table.header]
+        classes = [_class(number=number[i], note=note[i], ours=ours[i]) for i in range(len(row))]
+        return "".join(
+            f"<{tag}{kind}>{_text(text)}</{tag[:2]}>"
+            for kind, text in zip(classes, row, strict=True)
+        )
+
+    head = cells('th scope="col"', table.header)
+    body = "".join(
+        f"<tr{_class(fail=_failed(row))}>{cells('td', row)}</tr>\n" for row in table.rows
+    )
+    content = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>"
+    return f'<details open><summary>{_text(table.title)}</summary>\n<div class="scroll">{content}</div></details>\n'
+
+
+def _picture(panel: picture.Panel, machine: Machine, name: str) -> str:
+    """Drawn into the page; `name` keeps its anchors apart from those of the other pictures."""
+    svg = picture.render([panel], machine, "svg").decode().partition("<svg")[2]
+    for anchor in ('id="', 'href="#', "url(#"):
+        svg = svg.replace(anchor, f"{anchor}{name}-")
+    label = panel.rows[0].case.caption or "bandwidth by number of columns"
+    return f'<figure><svg role="img" aria-label="{_text(label)}"{svg}</figure>\n'
+
+
+def verdicts(report: Report) -> list[str]:
+    """Of the check and of the bench, a line each."""
+    lines = [f"check: {_check_machine.verdict(report.lines)}"]
+    if report.bench is not None:
+        measured = report.bench.measured
+        wrong = len(failed(measured.rows))
+        right = "all results of Partita right" if measured.rows else "nothing measured"
+        found = f"{wrong} result{'s' * (wrong > 1)} of Partita wrong or refused" if wrong else right
+        lines.append(f"bench: {found}" + (f"; {measured.problem}" if measured.problem else ""))
+    return lines
+
+
+def _header(report: Report) -> str:
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    versions = (
+        f"Python {platform.python_version()}, PyTorch {torch.__version__}, {_info.cpu()}{gpu}"
+    )
+    verdict = (
+        f"<div{_class(verdict=True, bad=report.code != 0)}>{_paragraphs(verdicts(report))}</div>\n"
+    )
+    told = f'<p class="soft">{_text(report.date)} · {_text(versions)}</p>\n<p class="soft"><code>{_text(report.command)}</code></p>\n'
+    return f"<header>\n<h1>Partita {_text(__version__)}: report</h1>\n{verdict}{told}{_items(_info.missing())}</header>\n"
+
+
+def _machine() -> str:
+    variables = _info.variables() or [
+        f"None of these variables is set: {', '.join(_info.VARIABLES)}."
+    ]
+    tables = "".join(_table(table) for table in _info.tables())
+    return f'<section id="machine">\n<h2>Machine</h2>\n{_side(tables)}<h3>Environment</h3>\n{_items(variables)}</section>\n'
+
+
+def _check(report: Report) -> str:
+    lines = sorted(
+        report.lines, key=lambda line: line.passed
+    )  # a stable sort, with the failures first
+    told = "The ops that have a gradient, forward and backward, on this machine. An error may be twice that of PyTorch in the same dtype, or 2 ulp."
+    failures = _paragraphs(
+        [f"{x.op} {x.dtype}, {x.backend}: {x.note}" for x in lines if not x.passed], bad=True
+    )
+    return f'<section id="check">\n<h2>Check</h2>\n{failures}{_paragraphs([told, *report.left_out])}{_table(_check_machine.table(lines))}</section>\n'
+
+
+def _bench(bench: Bench) -> str:
+    rows, machine = bench.measured.rows, bench.machine
+    told = _paragraphs(
+        [
+            READING,
+            *([describe(machine)] if machine else []),
+            *([SMALL] if machine and machine.device.type == "cpu" else []),
+        ]
+    )
+    problems = [f"{row.case}: {row.provider} {row.note}" for row in failed(rows)] + [
+        bench.measured.problem
+    ] * bool(bench.measured.problem)
+    if importlib.util.find_spec("matplotlib") is None:
+        told += _paragraphs(
+            [
+                f"No pictures: matplotlib is not installed; {_info.EXTRAS['matplotlib'][1]} brings it."
+            ]
+        )
+    ops = (
+        "".join(_op(op, [row for row in rows if row.case.op == op], machine) for op in _ops(rows))
+        if machine
+        else ""
+    )
+    return f'<section id="bench">\n<h2>Bench</h2>\n{_paragraphs(problems, bad=True)}{told}{_items(bench.absent)}{ops}</section>\n'
+
+
+def _ops(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row.case.op for row in rows))
+
+
+def _op(op: str, rows: Sequence[Row], machine: Machine) -> str:
+    """Its pictures, then what sums up its times, then these."""
+    panels = picture.panels(rows) if importlib.util.find_spec("matplotlib") else []
+    pictures = "".join(_picture(panel, machine, f"{op}-{i}") for i, panel in enumerate(panels))
+    tables = "".join(_table(table) for table in (*summary(rows, machine), *times(rows, machine)))
+    return f'<section id="{_text(op)}">\n<h3>{_text(op)}</h3>\n{_side(pictures)}{_side(tables)}</section>\n'
+
+
+def page(report: Report) -> str:
+    """The whole file."""
+    ops = _ops(report.bench.measured.rows) if report.bench else []
+    names = ["machine", "check", *(["bench", *ops] if report.bench else [])]
+    links = "\n".join(f'<a href="#{_text(name)}">{_text(name)}</a>' for name in names)
+    head = f"{HEAD}<title>Partita report: {_check_machine.verdict(report.lines)}</title>\n<style>\n{CSS}</style>\n</head>\n"
+    sections = _machine() + _check(report) + (_bench(report.bench) if report.bench else "")
+    return f"{head}<body>\n{_header(report)}<nav>\n{links}\n</nav>\n<main>\n{sections}</main>\n</body>\n</html>\n"

@@ -1,1 +1,0 @@
-"""How the CPU does it where ATen has no such op: Numba."""

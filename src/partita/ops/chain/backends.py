@@ -1,0 +1,55 @@
+"""Which functions serve the ops of sparse linear chains on each backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...runtime.backend import Backends
+
+Functions = Mapping[str, Callable[..., Any]]
+
+
+def _reference() -> Functions:
+    from . import reference, reference_expectation, reference_paths
+
+    return {
+        "chain_logz": reference.chain_logz,
+        "chain_gradient": reference.chain_gradient,
+        "chain_scan": reference.chain_scan,
+        "chain_viterbi": reference_paths.chain_viterbi,
+        "chain_sample": reference_paths.chain_sample,
+        "chain_expectation": reference_expectation.chain_expectation,
+        "chain_expectation_gradient": reference_expectation.chain_expectation_gradient,
+    }
+
+
+def _gpu() -> Functions:
+    from .gpu import expectation, launch, paths, state_scores
+
+    return {
+        "chain_logz": launch.chain_logz,
+        "chain_gradient": launch.chain_gradient,
+        "chain_scan": state_scores.chain_scan,
+        "chain_viterbi": paths.chain_viterbi,
+        "chain_sample": paths.chain_sample,
+        "chain_expectation": expectation.chain_expectation,
+        "chain_expectation_gradient": expectation.chain_expectation_gradient,
+    }
+
+
+def _cpu() -> Functions:
+    from . import cpu, cpu_expectation, cpu_paths
+
+    return {
+        "chain_logz": cpu.chain_logz,
+        "chain_gradient": cpu.chain_gradient,
+        "chain_scan": cpu.chain_scan,
+        "chain_viterbi": cpu_paths.chain_viterbi,
+        "chain_sample": cpu_paths.chain_sample,
+        "chain_expectation": cpu_expectation.chain_expectation,
+        "chain_expectation_gradient": cpu_expectation.chain_expectation_gradient,
+    }
+
+
+BACKENDS = Backends(reference=_reference, gpu=_gpu, cpu=_cpu)

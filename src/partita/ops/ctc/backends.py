@@ -1,0 +1,43 @@
+"""Which functions serve the ops of CTC on each backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...runtime.backend import Backends
+
+Functions = Mapping[str, Callable[..., Any]]
+
+
+def _reference() -> Functions:
+    from . import reference
+
+    return {
+        "ctc_loss": reference.ctc_loss,
+        "ctc_gradient": reference.ctc_gradient,
+        "ctc_align": reference.ctc_align,
+    }
+
+
+def _gpu() -> Functions:
+    from .gpu import launch
+
+    return {
+        "ctc_loss": launch.ctc_loss,
+        "ctc_gradient": launch.ctc_gradient,
+        "ctc_align": launch.ctc_align,
+    }
+
+
+def _cpu() -> Functions:
+    from . import cpu
+
+    return {
+        "ctc_loss": cpu.ctc_loss,
+        "ctc_gradient": cpu.ctc_gradient,
+        "ctc_align": cpu.ctc_align,
+    }
+
+
+BACKENDS = Backends(reference=_reference, gpu=_gpu, cpu=_cpu)

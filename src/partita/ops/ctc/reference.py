@@ -1,0 +1,247 @@
+"""CTC in plain PyTorch: a sparse linear chain over a target's labels with blanks between them, in fp64, differentiable throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...primitives.semiring import Log
+from ...runtime.dtypes import acc_dtype
+from ..chain.reference import chain_gradient, inputs, logz_of
+from ..chain.reference_paths import chain_viterbi
+
+
+class Targets(NamedTuple):
+    """Targets of a batch, wherever they lie.
+
+    Fields:
+        labels: one after another, `[M]`.
+        offsets: where each sequence's begin, `[N]`.
+        lengths: `[N]`.
+        most: no length is greater; the lattice has 2 · most + 1 states.
+    """
+
+    labels: Tensor
+    offsets: Tensor
+    lengths: Tensor
+    most: int
+
+
+class Lattice(NamedTuple):
+    """The chain whose paths are the alignments of a target.
+
+    Fields:
+        labels: `[N, S]`, the class that each state emits: blank, label, blank, label, ..., blank.
+        scores: `[T, N, S, 3]` fp64: of staying, of the next state, and of the label after this one past the blank between them.
+        source: `[S, 3]`.
+        initial, final: `[N, S]` fp64.
+        wrong: `[N]`, sequences with a label or a length that is out of range.
+    """
+
+    labels: Tensor
+    scores: Tensor
+    source: Tensor
+    initial: Tensor
+    final: Tensor
+    wrong: Tensor
+
+
+def held(targets: Targets) -> tuple[Tensor, Tensor]:
+    """The labels of each sequence, `[N, most]`, and which of them count."""
+    place = torch.arange(targets.most, device=targets.offsets.device)
+    counts = place < targets.lengths[:, None]
+    if not targets.labels.numel():
+        return counts.long(), counts
+    index = (targets.offsets[:, None] + place).clamp(0, targets.labels.numel() - 1)
+    return targets.labels[index].long(), counts
+
+
+def lattice(log_probs: Tensor, targets: Targets, input_lengths: Tensor, blank: int) -> Lattice:
+    """From log-probabilities `[T, N, C]` fp64."""
+    steps, count, classes = log_probs.shape
+    found, counts = held(targets)
+    wrong = (counts & ((found < 0) | (found >= classes))).any(1)
+    wrong = (
+        wrong
+        | (input_lengths < 0)
+        | (input_lengths > steps)
+        | (targets.lengths < 0)
+        | (targets.lengths > targets.most)
+    )
+    states = 2 * targets.most + 1
+    labels = found.new_full((count, states), blank)
+    labels[:, 1::2] = torch.where(counts, found, blank).clamp(0, classes - 1)
+    entered = log_probs.gather(2, labels.expand(steps, -1, -1))
+    same = torch.nn.functional.pad(
+        labels[:, 2:] == labels[:, :-2], (min(2, states), 0), value=True
+    )[:, :states]
+    scores = torch.stack([entered, entered, entered.masked_fill(same, -torch.inf)], -1)
+    state = torch.arange(states, device=labels.device)
+    source = (state[:, None] - torch.arange(3, device=labels.device)).clamp(min=-1)
+    initial = torch.where(state == 0, 0.0, -torch.inf).double().expand(count, -1)
+    last = 2 * targets.lengths[:, None]
+    final = torch.where((state == last) | (state == last - 1), 0.0, -torch.inf).double()
+    return Lattice(labels, scores, source, initial, final, wrong)
+
+
+def normalised(logits: Tensor, from_logits: bool) -> Tensor:
+    logits = logits.double()
+    return logits.log_softmax(-1) if from_logits else logits
+
+
+def loss_of(
+    logits: Tensor, targets: Targets, input_lengths: Tensor, blank: int, from_logits: bool
+) -> Tensor:
+    """-log of the probability of the targets, `[N]` fp64; inf where there is no alignment, with a gradient of 0."""
+    x = lattice(normalised(logits, from_logits), targets, input_lengths, blank)
+    total = logz_of(inputs(x.scores, x.source, x.initial, x.final, input_lengths, Log), Log)
+    return torch.where(x.wrong, torch.nan, 0.0 - total)
+
+
+def over_lengths(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
+    """The mean of loss / target length, the sum, or each."""
+    if reduction == "mean":
+        return (losses / target_lengths.clamp(min=1)).mean()
+    return losses.sum() if reduction == "sum" else losses
+
+
+def reduced(losses: Tensor, target_lengths: Tensor, reduction: str, zero_infinity: bool) -> Tensor:
+    if zero_infinity:
+        losses = torch.where(losses == torch.inf, 0.0, losses)
+    return over_lengths(losses, target_lengths, reduction)
+
+
+def shared(grad: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
+    """The gradient of each loss, `[N]` fp64, from that of what they were reduced to: of an infinite one any will do, as it has none."""
+    grad = grad.double().expand(len(target_lengths))
+    return grad / len(target_lengths) / target_lengths.clamp(min=1) if reduction == "mean" else grad
+
+
+def table_width(classes: int, most: int) -> int:
+    """Of the table of a GPU's factors for few classes; 0 for none."""
+    return -(-classes // 8) * 8 if classes <= min(4 * most, 256) else 0
+
+
+def posterior_words(shape: Sequence[int], most: int, from_logits: bool, keep: bool) -> int:
+    """Of the posteriors that the loss leaves, by label: where classes are so many that its scans are done before the logits are read, or none."""
+    steps, count, classes = shape
+    chunks = most // 32 + 1
+    return (
+        (count * chunks * steps * 33 + 1) // 2
+        if from_logits and keep and 4 * 33 * chunks <= classes
+        else 0
+    )
+
+
+def kept_shape(
+    shape: Sequence[int], most: int, from_logits: bool, keep: bool, floor: str
+) -> tuple[int, ...]:
+    """Of what the loss keeps for the gradient, in words of 64 bits: the reference nothing; on the CPU α before each step; kernels, at most, α and β before
+    every eighth step, what programs hand to one another, what normalises the steps, where classes are few the exponentials of the logits, and where many
+    the posteriors."""
+    steps, count, classes = shape
+    if floor == "cpu" and keep:
+        return count, steps + 1, 2 * most + 4
+    if floor != "gpu" or 0 in shape:
+        return (0,)
+    blocks = (steps + 16) // 16
+    states, edges = (
+        2 * (blocks * keep + 1) * count * (most // 32 + 1) * 64,
+        2 * count * (most // 32 + 1) * blocks * 8,
+    )
+    table = (steps + 48) * table_width(classes, most)
+    return (
+        16
+        + states
+        + edges
+        + (2 + 2 * steps + table) * count
+        + posterior_words(shape, most, from_logits, keep),
+    )
+
+
+def ctc_loss(
+    logits: Tensor,
+    labels: Tensor,
+    offsets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    most: int,
+    blank: int,
+    from_logits: bool,
+    reduction: str,
+    zero_infinity: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The losses reduced, each of them, and what the gradient may use again: nothing, for the reference starts anew."""
+    losses = loss_of(
+        logits, Targets(labels, offsets, target_lengths, most), input_lengths, blank, from_logits
+    )
+    value = reduced(losses, target_lengths, reduction, zero_infinity).to(
+        acc_dtype(logits.dtype), copy=True
+    )
+    return value, losses, logits.new_empty(0, dtype=torch.float64)
+
+
+def ctc_gradient(
+    grad: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    offsets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    losses: Tensor,
+    kept: Tensor,
+    most: int,
+    blank: int,
+    from_logits: bool,
+    reduction: str,
+) -> Tensor:
+    """The gradient of log-probabilities is minus the posterior of each class at each step; that of logits, the softmax minus it."""
+    log_probs = normalised(logits, from_logits)
+    x = lattice(log_probs, Targets(labels, offsets, target_lengths, most), input_lengths, blank)
+    chain = (x.scores, x.initial, x.final, x.source, input_lengths, losses, kept, torch.float64)
+    posterior = chain_gradient(torch.ones_like(losses), *chain)[0].sum(-1)
+    result = torch.zeros_like(log_probs).scatter_add(
+        2, x.labels.expand(posterior.shape), -posterior
+    )
+    counts = torch.arange(len(logits), device=logits.device)[:, None] < input_lengths
+    if from_logits:
+        result = result + torch.where(
+            (counts & (losses < torch.inf))[..., None], log_probs.exp(), 0.0
+        )
+    return torch.where(
+        x.wrong[:, None], torch.nan, result * shared(grad, target_lengths, reduction)[:, None]
+    ).to(logits.dtype)
+
+
+def ctc_align(
+    logits: Tensor,
+    labels: Tensor,
+    offsets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    most: int,
+    blank: int,
+    from_logits: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of the best alignment: the label of each step and its place in the target, `[N, T]`, its log-probability, and the sum of these, `[N]` fp64."""
+    log_probs = normalised(logits, from_logits)
+    x = lattice(log_probs, Targets(labels, offsets, target_lengths, most), input_lengths, blank)
+    score, states, _ = chain_viterbi(x.scores, x.source, x.initial, x.final, input_lengths, True)
+    score = torch.where(x.wrong, torch.nan, score)
+    state = states[1:].T.contiguous()
+    there = (state >= 0) & ~x.wrong[:, None]
+    if not there.numel():
+        return state, state, state.double(), score
+    found = torch.where(there, x.labels.gather(1, state.clamp(min=0)), -1)
+    tokens = torch.where(there & (state % 2 == 1), state // 2, -1)
+    scores = (
+        log_probs.transpose(0, 1)
+        .gather(2, found.clamp(min=0)[..., None])
+        .squeeze(-1)
+        .masked_fill(~there, 0.0)
+    )
+    return found, tokens, torch.where(x.wrong[:, None], torch.nan, scores), score

@@ -1,0 +1,33 @@
+"""Which functions serve the ops of losses and token statistics from hidden states on each backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...runtime.backend import Backends
+
+Functions = Mapping[str, Callable[..., Any]]
+
+
+def _reference() -> Functions:
+    from . import reference
+
+    return {
+        "linear_rows": reference.linear_rows,
+        "linear_rows_backward": reference.linear_rows_backward,
+        "linear_one_pass": reference.linear_one_pass,
+    }
+
+
+def _gpu() -> Functions:
+    from .gpu import launch
+
+    return {
+        "linear_rows": launch.linear_rows,
+        "linear_rows_backward": launch.linear_rows_backward,
+        "linear_one_pass": launch.linear_one_pass,
+    }
+
+
+BACKENDS = Backends(reference=_reference, gpu=_gpu)

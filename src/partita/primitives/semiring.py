@@ -1,0 +1,106 @@
+"""What adds and multiplies along the paths of a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+# A tuple, because Dynamo takes no instance of a class of ours as the default of a method's argument.
+class Semiring(NamedTuple):
+    """A way to combine the scores of a path (`mul`) and of paths that meet (`sum`).
+
+    Fields:
+        zero: the score of no path: `sum` ignores it, `mul` keeps it.
+        one: the score of the empty path: `mul` ignores it.
+        mul: `(a, b) -> Tensor`, of broadcast shapes.
+        sum: `(x, dim) -> Tensor`, without that dimension.
+        dsum: `(x, dim) -> Tensor` of the shape of x, the derivative of `sum`; None where autograd may differentiate `sum` itself.
+
+    `Log` and `Max` have kernels; any other semiring runs in plain PyTorch, in fp64 inside.
+
+    Source: Goodman, Semiring parsing, 1999.
+
+    Example:
+        >>> import torch
+        >>> from partita import Semiring, dense_source, logz
+        >>> count = Semiring(zero=0.0, one=1.0, mul=torch.mul, sum=torch.sum)
+        >>> logz(torch.ones(3, 1, 2, 2), dense_source(2), semiring=count)  # paths of 3 steps over 2 states, from either
+        tensor([16.])
+    """
+
+    zero: float
+    one: float
+    mul: Callable[[Tensor, Tensor], Tensor]
+    sum: Callable[[Tensor, int], Tensor]
+    dsum: Callable[[Tensor, int], Tensor] | None = None
+
+
+def _log_sum(x: Tensor, dim: int) -> Tensor:
+    if not x.shape[dim]:
+        return x.sum(dim) - torch.inf
+    shift = x.detach().amax(dim, keepdim=True)
+    shift = shift.masked_fill(shift == -torch.inf, 0.0)
+    total = (x - shift).exp().sum(dim)
+    nothing = total == 0
+    return torch.where(
+        nothing, -torch.inf, total.masked_fill(nothing, 1.0).log() + shift.squeeze(dim)
+    )
+
+
+def log_dsum(x: Tensor, dim: int) -> Tensor:
+    total = _log_sum(x, dim)
+    return (x - total.masked_fill(total == -torch.inf, 0.0).unsqueeze(dim)).exp()
+
+
+def _max_sum(x: Tensor, dim: int) -> Tensor:
+    if not x.shape[dim]:
+        return x.sum(dim) - torch.inf
+    return x.gather(dim, x.argmax(dim, keepdim=True)).squeeze(
+        dim
+    )  # the first of equals, for the value and for its derivative
+
+
+def max_dsum(x: Tensor, dim: int) -> Tensor:
+    if not x.shape[dim]:
+        return torch.zeros_like(x)
+    best = x.argmax(dim, keepdim=True)
+    return torch.zeros_like(x).scatter(dim, best, (x.gather(dim, best) != -torch.inf).to(x.dtype))
+
+
+Log = Semiring(-torch.inf, 0.0, torch.add, _log_sum, log_dsum)
+"""Log-sum-exp and +: the sum over all paths is log Z in nats, and its gradient the marginals."""
+Max = Semiring(-torch.inf, 0.0, torch.add, _max_sum, max_dsum)
+"""Max and +: the sum over all paths is the best score, and its gradient the indicator of one best path, the one that `Chain.viterbi` returns."""
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of a semiring that brings its own derivative."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, dim: int, semiring: Semiring) -> Tensor:
+        return semiring.sum(x, dim)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, ctx.dim, ctx.semiring = inputs
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
+        return grads[0].unsqueeze(ctx.dim) * ctx.semiring.dsum(x, ctx.dim), None, None
+
+
+def differentiable(semiring: Semiring) -> Semiring:
+    """The same, with a sum that autograd takes through `dsum` where there is one."""
+    if semiring.dsum is None or semiring in (Log, Max):
+        return semiring
+    return Semiring(
+        semiring.zero, semiring.one, semiring.mul, lambda x, dim: _Sum.apply(x, dim, semiring)
+    )

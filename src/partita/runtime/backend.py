@@ -1,0 +1,179 @@
+"""Which backend serves a call: the user's choice, and what is installed on this machine."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ContextDecorator
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+
+BACKENDS = ("auto", "reference", "triton", "numba")
+
+Table = Literal["reference", "gpu", "cpu"]
+Loader = Callable[[], Mapping[str, Callable[..., Any]]]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_default: str | None = None  # what a plain call of `backend` set for the whole process
+_chosen: ContextVar[str | None] = ContextVar(
+    "partita_backend", default=None
+)  # that of the innermost block
+
+
+@dataclass(frozen=True)
+class Backends:
+    """The functions that serve the ops of one family, by the name of the op.
+
+    Each field is a function that imports its backend and returns the table, so that Triton and
+    Numba load at the first call that needs them.
+
+    Fields:
+        reference: plain PyTorch, on any device.
+        gpu: Triton and Gluon kernels.
+        cpu: Numba kernels; None where ATen serves the CPU.
+    """
+
+    reference: Loader
+    gpu: Loader
+    cpu: Loader | None = None
+
+    def functions(self, table: Table) -> Mapping[str, Callable[..., Any]]:
+        """Return the functions of one table."""
+        loader = {"reference": self.reference, "gpu": self.gpu, "cpu": self.cpu}[table]
+        assert loader is not None
+        return loader()
+
+
+def _known(name: str, origin: str) -> str:
+    if name not in BACKENDS:
+        raise ValueError(f"{origin}: expected one of {', '.join(BACKENDS)}, got {name!r}")
+    return name
+
+
+class backend(ContextDecorator):
+    """Serve calls by one backend: inside a block, or, as a plain call outside of any block, everywhere.
+
+    Args:
+        name: `auto` (Triton on a GPU, Numba or ATen on the CPU), `reference` (plain PyTorch on any
+            device), `triton`, or `numba`.
+
+    A block holds in the current thread or task alone. A plain call outside of any block sets the
+    default of the process, which all threads share; before it, `PARTITA_BACKEND` does. A backend
+    that cannot serve a call raises `RuntimeError`; it never falls back in silence. The backward
+    pass of a graph runs on the backend of its forward pass, wherever it is called.
+
+    Raises:
+        ValueError: `name` is none of these.
+
+    Example:
+        >>> import torch, partita
+        >>> with partita.backend("reference"):
+        ...     partita.softmax(torch.zeros(2), dim=0)
+        tensor([0.5000, 0.5000])
+    """
+
+    def __init__(self, name: str) -> None:
+        global _default
+        self.name = _known(name, "backend")
+        self._tokens: list[Token[str | None]] = []
+        self._previous = _default
+        self._is_default = _chosen.get() is None
+        if self._is_default:
+            _default = name
+
+    def __enter__(self) -> None:
+        self._leave_default()
+        self._tokens.append(_chosen.set(self.name))
+
+    def __exit__(self, *raised: object) -> None:
+        _chosen.reset(self._tokens.pop())
+
+    def __call__(self, func: Function) -> Function:
+        self._leave_default()
+        return super().__call__(func)
+
+    def _leave_default(self) -> None:
+        """Undo the plain call that a block or a decorator begins with."""
+        global _default
+        if self._is_default:
+            _default, self._is_default = self._previous, False
+
+
+def current_backend() -> str:
+    """Return the backend that the user chose, or `auto`."""
+    chosen = _chosen.get() or _default
+    if chosen is not None:
+        return chosen
+    return _known(os.environ.get("PARTITA_BACKEND") or "auto", "PARTITA_BACKEND")
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Return whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def has_numba() -> bool:
+    """Return whether Numba is installed."""
+    return importlib.util.find_spec("numba") is not None
+
+
+@functools.cache
+def _without_numba() -> Table:
+    """Return the table that serves in place of Numba's kernels, and warn once."""
+    message = (
+        "partita: chains and CTC on the CPU run in PyTorch, several times slower than with Numba:"
+        " pip install numba brings it"
+    )
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+    return "reference"
+
+
+def interpreting() -> bool:
+    """Return whether Triton's interpreter runs the kernels on the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def resolve(name: str, device: torch.device, *, has_cpu: bool) -> Table:
+    """Return the table that serves a call on `device`; `has_cpu` says whether the op has Numba kernels.
+
+    Raises:
+        RuntimeError: the backend that the user chose cannot serve the call.
+    """
+    if name == "auto":
+        if device.type == "cuda" and has_triton():
+            return "gpu"
+        if has_cpu and device.type == "cpu":
+            return "cpu" if has_numba() else _without_numba()
+        return "reference"
+    if name == "triton":
+        if not has_triton():
+            raise RuntimeError("backend 'triton': the package triton is not installed")
+        if device.type != "cuda" and not (device.type == "cpu" and interpreting()):
+            raise RuntimeError(
+                "backend 'triton': expected tensors on a GPU (or TRITON_INTERPRET=1 set before the"
+                f" import), got {device}"
+            )
+        return "gpu"
+    if name == "numba":
+        if not has_cpu:
+            raise RuntimeError(
+                "backend 'numba': this op has no Numba kernel; on the CPU it is served by ATen"
+                " (backend 'reference')"
+            )
+        if device.type != "cpu":
+            raise RuntimeError(f"backend 'numba': expected tensors on the CPU, got {device}")
+        if not has_numba():
+            raise RuntimeError(
+                "backend 'numba': the package numba is not installed; pip install numba brings it"
+            )
+        return "cpu"
+    return "reference"

@@ -1,0 +1,547 @@
+"""The benchmark at tiny sizes: what it refuses, what it counts, and what it writes. No test depends on a measured time."""
+
+import dataclasses
+import math
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.bench import CPU, SETTINGS, devices, read, run
+from torch import Tensor
+
+from partita.__main__ import main
+from partita.bench import (
+    chain,
+    chain_peers,
+    cli,
+    cross_entropy,
+    measure,
+    providers,
+    runner,
+    softmax,
+    token_stats,
+)
+from partita.bench.case import Buffers, Case
+from partita.bench.measure import Timing
+from partita.bench.providers import PARTITA, TORCH, Provider
+from partita.testing import assert_within_budget
+
+CTC = ("ctc", "ctc_crf", "ctc_align")
+PEERS = "torch,torch-linear,compile,naive,quack,liger,cce,cce-exact,koi,seqdist,torchaudio"
+TINY = ["--elements", "2048", "--columns", "16,33", "--repetitions", "2"]
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Replaces the peers by PyTorch and those given."""
+    return lambda *extra: monkeypatch.setattr(providers, "PEERS", (TORCH, *extra))
+
+
+@devices
+def test_all_ops_with_table_csv_and_picture(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], peers: Callable[..., None]
+) -> None:
+    naive = next(peer for peer in providers.PEERS if peer.name == "naive")
+    peers(naive)
+    out = tmp_path / "new folder"
+    assert (
+        main(
+            [
+                "bench",
+                *TINY,
+                "--quick",
+                "--peers",
+                "torch,naive",
+                "--device",
+                device,
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
+    machine, measured = read(out / "bench.csv")
+    found = {(row["op"], row["part"], row["dtype"], row["provider"]) for row in measured}
+    for dtype in ("fp32", "bf16"):
+        for name in ("partita", "torch"):
+            assert {
+                ("softmax", part, dtype, name) for part in ("forward", "backward", "total")
+            } <= found
+            assert {
+                ("cross_entropy", part, dtype, name)
+                for part in ("inference", "forward", "backward", "total")
+            } <= found
+            assert {
+                ("token_stats", part, dtype, name) for part in ("inference", "backward", "total")
+            } <= found
+            assert ("log_softmax", "inference", dtype, name) in found
+            assert {
+                ("chain", part, dtype, name)
+                for part in ("inference", "forward", "backward", "total")
+            } <= found
+            assert ("viterbi", "inference", dtype, name) in found
+            assert {
+                (op, part, dtype, name)
+                for op in CTC[:2]
+                for part in ("inference", "forward", "backward", "total")
+            } <= found
+        assert ("ctc_align", "inference", dtype, "partita") in found
+        assert ("cross_entropy", "total", dtype, "partita-inplace") in found
+    parts = ("inference", "forward", "backward", "total")
+    from_hidden = {
+        (part, "bf16", name)
+        for part in parts
+        for name in ("partita-fast", "partita-lean", "products", "torch")
+    }
+    assert {row[1:] for row in found if row[0] == "linear_cross_entropy"} == from_hidden
+    assert {name for op, part, _, name in found if part == "replay"} == {
+        "partita",
+        "torch",
+        "naive",
+    }
+    assert {name for op, part, _, name in found if part == "host"} == {"partita", "torch"}
+    for row in measured:
+        assert row["note"] == ""
+        assert 0 < float(row["min_ms"]) <= float(row["median_ms"]) <= float(row["max_ms"])
+        exact = (
+            row["provider"] == "partita" or row["dtype"] == "fp32"
+        )  # elsewhere gradients are summed in half types
+        judged = row["op"] != "linear_cross_entropy"  # has its own tests
+        assert not judged or float(row["error_ulp"] or row["error"]) < (
+            (1e-4 if exact else 1e-2) if row["steps"] else 64
+        )
+        if row["fraction"]:
+            assert float(row["gb_per_s"]) == pytest.approx(
+                int(row["bytes"]) / float(row["median_ms"]) / 1e6, rel=1e-4
+            )
+            assert float(row["fraction"]) == pytest.approx(
+                float(row["gb_per_s"]) / machine[row["limit"]], rel=1e-3, abs=1e-4
+            )
+        measured_part = row["part"] == "total" or row["op"] == "ctc_align"
+        assert bool(row["extra_memory_bytes"]) == (
+            device == "cuda"
+            and row["op"] in ("cross_entropy", "linear_cross_entropy", "chain", *CTC)
+            and measured_part
+        )
+    sizes = {
+        tuple(row[name] for name in chain.ChainCase.sizes)
+        for row in measured
+        if row["op"] in ("chain", "viterbi")
+    }
+    assert sizes == {("25", "1", "16", "5"), ("12", "1", "33", "5")}
+    texts = [
+        element.text
+        for element in ElementTree.parse(out / "bench.svg").iter()
+        if element.tag.endswith("text")
+    ]
+    assert {"partita", "torch", "naive", "copy", "columns", "25 × 1 ×", "12 × 1 ×"} <= set(texts)
+    for dtype in ("fp32", "bf16"):
+        for caption in (
+            "log Z and its gradient, {} scores",
+            "CTC loss and its gradient, {} logits",
+            "CTC-CRF loss and its gradient, {} scores",
+        ):
+            assert any(text and text.startswith(caption.format(dtype)) for text in texts)
+    printed = capsys.readouterr().out
+    assert "mean" not in printed
+    for title in (
+        "softmax fp32",
+        "softmax sweep fp32",
+        "cross_entropy host fp32",
+        "cross_entropy bf16, total: percent of copy bandwidth",
+        "viterbi bf16",
+    ):
+        assert f"\n{title}\n" in printed
+    assert "\nsteps × chains × states × slots  partita  torch\n" in printed
+    assert ("No GPU" in printed) == (not torch.cuda.is_available())
+
+
+def test_an_absent_peer_gets_one_line(
+    capsys: pytest.CaptureFixture[str], peers: Callable[..., None]
+) -> None:
+    peers(
+        Provider(
+            "absent",
+            {"softmax": lambda: torch.softmax},
+            packages=("torch", "no_such_package"),
+            install="pip install no-such-package",
+        )
+    )
+    assert (
+        main(["bench", "softmax", *TINY, "--no-sweep", "--device", "cpu", "--peers", "absent"]) == 0
+    )
+    assert "absent: not installed (pip install no-such-package)\n" in capsys.readouterr().out
+    assert main(["bench", "cross_entropy", *TINY, "--device", "cpu", "--peers", "absent"]) == 0
+    assert "absent" not in capsys.readouterr().out  # it has no such op
+
+
+def test_the_peers_that_are_known() -> None:
+    assert ",".join(peer.name for peer in providers.PEERS) == PEERS
+    for peer in providers.PEERS:
+        assert bool(peer.packages) == bool(peer.install)
+    always = ["partita", "partita-inplace", "partita-fast", "partita-lean", "products"]
+    assert [provider.name for provider in providers.choose(["quack", "torch"])] == [
+        *always,
+        "quack",
+        "torch",
+    ]
+
+
+def _wrong_gradient(logits: Tensor, target: Tensor) -> Tensor:
+    loss = torch.nn.functional.cross_entropy(logits, target)
+    return loss.detach() + 0.5 * (loss - loss.detach())
+
+
+def _wrong_path(scores: Tensor, *others: Tensor) -> Tensor:
+    edges = chain_peers.loop_viterbi(scores, *others)
+    edges[len(edges) // 2] = 0
+    return edges
+
+
+WRONG = {
+    "softmax": lambda x: 1.1 * torch.softmax(x, -1),
+    "log_softmax": lambda x: torch.cat([torch.log_softmax(x, -1)[:-1], x[-1:]]),
+    "cross_entropy": _wrong_gradient,
+    "token_stats": lambda x, target: (*providers.eager_token_stats(x, target)[:3], x.argmin(-1)),
+    "chain": lambda *inputs: 1.1 * chain_peers.loop_logz(*inputs),
+    "viterbi": _wrong_path,
+}
+
+
+@pytest.mark.parametrize("module", [softmax, cross_entropy, token_stats, chain])
+def test_the_wrong_are_not_timed(module: object) -> None:
+    wrong = Provider(
+        "wrong", {name: lambda function=function: function for name, function in WRONG.items()}
+    )
+    rows = run(module.cases(SETTINGS), wrong)
+    assert rows
+    for row in rows:
+        assert row.timing is None
+        assert row.note.startswith("wrong: ")
+
+
+def test_unwritten_memory_is_wrong() -> None:
+    def unwritten(x: Tensor) -> Tensor:
+        result = torch.full_like(x, torch.nan)
+        result[1:] = torch.softmax(x, -1)[1:]
+        return result
+
+    (row,) = run(
+        iter([softmax.Softmax("softmax", torch.float32, 4, 8)]),
+        Provider("unwritten", {"softmax": lambda: unwritten}),
+    )
+    assert row.timing is None and math.isinf(row.error)
+
+
+def test_ours_must_be_right(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        providers,
+        "OURS",
+        (dataclasses.replace(PARTITA, ops={"softmax": lambda: WRONG["softmax"]}),),
+    )
+    arguments = [
+        "bench",
+        "softmax",
+        *TINY,
+        "--no-sweep",
+        "--device",
+        "cpu",
+        "--dtype",
+        "fp32",
+        "--only-ours",
+        "--csv",
+        str(tmp_path / "times.csv"),
+    ]
+    assert main(arguments) == 1
+    assert capsys.readouterr().err.count("partita wrong: ") == 2
+    assert [row["note"][:6] for row in read(tmp_path / "times.csv")[1]] == ["wrong:"] * 2
+
+
+def test_a_peer_may_refuse(peers: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    def narrow(x: Tensor) -> Tensor:
+        if x.shape[1] > 16:
+            raise ValueError("too wide\nby far")
+        return torch.softmax(x, -1)
+
+    peers(
+        Provider("narrow", {"softmax": lambda: narrow}),
+        Provider("broken", {"softmax": lambda: __import__("no_such_module")}),
+    )
+    assert (
+        main(
+            [
+                "bench",
+                "softmax",
+                *TINY,
+                "--no-sweep",
+                "--device",
+                "cpu",
+                "--dtype",
+                "fp32",
+                "--peers",
+                "narrow,broken",
+            ]
+        )
+        == 0
+    )
+    printed = capsys.readouterr().out
+    assert printed.count("refuses: ValueError: too wide\n") == 1
+    assert printed.count("refuses: ModuleNotFoundError: No module named 'no_such_module'\n") == 2
+
+
+def test_an_interrupted_run_writes_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls = []
+
+    def times(self: Case, *args: object) -> dict[str, Timing]:
+        calls.append(self)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return {"inference": Timing.of([1.0])}
+
+    monkeypatch.setattr(softmax.LogSoftmax, "times", times)
+    path = tmp_path / "times.csv"
+    assert (
+        main(
+            [
+                "bench",
+                "softmax",
+                *TINY,
+                "--no-sweep",
+                "--device",
+                "cpu",
+                "--dtype",
+                "fp32",
+                "--peers",
+                "",
+                "--csv",
+                str(path),
+            ]
+        )
+        == 130
+    )
+    assert {row["columns"] for row in read(path)[1]} == {"16", "33"}
+
+
+def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(device: object) -> None:
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    with pytest.raises(runner.DeviceLost, match="ValueError: told"):
+        runner._require(torch.device("cuda"), ValueError("told"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["chess"],
+            "expected some of softmax, cross_entropy, token_stats, linear_cross_entropy, chain, ctc, got 'chess'",
+        ),
+        (
+            ["--peers", "nobody"],
+            f"--peers: expected some of {PEERS.replace(',', ', ')}, got 'nobody'",
+        ),
+        (["--dtype", "fp8"], "expected some of fp16,bf16,fp32,fp64, got 'fp8'"),
+        (["--columns", "8,-1"], "expected positive whole numbers, got '8,-1'"),
+        (["--elements", "1,2"], "expected one positive whole number, got '1,2'"),
+        (["--device", "nowhere"], "--device: cannot use 'nowhere'"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_wrong_arguments(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["bench", *arguments])
+    except SystemExit as stop:
+        code = stop.code
+    error = capsys.readouterr().err
+    assert code == 2
+    assert expected in error
+    assert error.count("\n") == 1
+
+
+def test_a_picture_needs_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    find_spec = cli.importlib.util.find_spec
+    monkeypatch.setattr(
+        cli.importlib.util,
+        "find_spec",
+        lambda name: None if name == "matplotlib" else find_spec(name),
+    )
+    assert main(["bench", "softmax", "--svg", str(tmp_path / "x.svg")]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_bytes_that_must_be_moved(dtype: torch.dtype) -> None:
+    size = 6 * 10 * dtype.itemsize
+    expected = {
+        softmax.Softmax("softmax", dtype, 6, 10): {
+            "forward": (2, "copy"),
+            "backward": (3, "copy"),
+            "total": (5, "copy"),
+        },
+        softmax.LogSoftmax("log_softmax", dtype, 6, 10): {"inference": (2, "copy")},
+        softmax.Sweep("softmax", dtype, 6, 10): {"replay": (2, "copy")},
+        cross_entropy.CrossEntropy("cross_entropy", dtype, 6, 10): {
+            "inference": (1, "read"),
+            "total": (2, "copy"),
+        },
+        token_stats.TokenStats("token_stats", dtype, 6, 10): {
+            "inference": (1, "read"),
+            "backward": (2, "copy"),
+            "total": (3, "copy"),
+        },
+        chain.LogZ("chain", dtype, 2, 3, 2, chain.kmers): {
+            "inference": (1, "read"),
+            "total": (3, "copy"),
+        },
+        chain.Viterbi("viterbi", dtype, 5, 2, 2, chain.alignment): {"inference": (1, "read")},
+    }
+    for case, moves in expected.items():
+        assert {part: (m.bytes, m.limit) for part, m in case.moves.items()} == {
+            part: (n * size, limit) for part, (n, limit) in moves.items()
+        }
+
+
+def test_shares_of_the_bandwidth() -> None:
+    case = cross_entropy.CrossEntropy("cross_entropy", torch.float32, 1000, 1000)  # 4 MB
+    slow = Timing.of([8.0, 4.0, 6.0])
+    assert (slow.mean, slow.median, slow.least, slow.greatest, slow.repetitions) == (
+        6.0,
+        6.0,
+        4.0,
+        8.0,
+        3,
+    )
+    assert str(slow) == "6.000 (4.000–8.000)"
+    shares = {
+        part: runner.Row(case, "x", part, Timing.of([4.0]), 0.0, None, "").fraction(CPU)
+        for part in ("inference", "forward", "total")
+    }
+    assert shares == {"inference": pytest.approx(0.5), "forward": None, "total": pytest.approx(0.5)}
+
+
+def test_the_sizes_of_the_report() -> None:
+    full = dataclasses.replace(
+        SETTINGS, columns=(), elements=None, quick=False, device=torch.device("cuda")
+    )
+    widths = {256 * 2**i for i in range(11)} | {781, 50257}
+    cases = list(softmax.cases(full))
+    for kind in (softmax.Softmax, softmax.LogSoftmax):
+        assert {case.columns for case in cases if isinstance(case, kind)} == widths
+    sweep = [case for case in cases if isinstance(case, softmax.Sweep)]
+    assert [case.columns for case in sweep] == list(range(256, 6273, 128))
+    assert {case.rows for case in sweep} == {4096}
+    losses = [
+        case for case in cross_entropy.cases(full) if type(case) is cross_entropy.CrossEntropy
+    ]
+    assert {case.columns for case in losses} == {8192, 16384, 32768, 131072, 262144, 50257}
+    for case in cases + losses:
+        assert (
+            isinstance(case, softmax.Sweep)
+            or 2**28 - case.columns < case.rows * case.columns <= 2**28
+        )
+    assert len(list(softmax.cases(dataclasses.replace(full, quick=True)))) < len(cases) / 3
+
+
+def test_steps_are_timed_in_order() -> None:
+    told = []
+    steps = [("a", lambda: told.append("a")), ("b", lambda: told.append("b"))]
+    times = measure.time_steps(steps, CPU.device, before=lambda: told.append("-"), repetitions=4)
+    assert list(times) == ["a", "b", "total"]
+    assert {timing.repetitions for timing in times.values()} == {4}
+    assert told == ["-", "a", "b"] * (4 + measure.warm_up(4))
+    assert [measure.warm_up(n) for n in (1, 3, 9, 20)] == [1, 1, 3, measure.WARM_UP]
+
+
+def test_numbers_are_drawn_once() -> None:
+    buffers = Buffers(CPU.device)
+    first = buffers.normal("logits", (4, 6), torch.float32)
+    second = buffers.normal("logits", (3, 5, 1), torch.float32)
+    assert first.data_ptr() == second.data_ptr()
+    assert first.data_ptr() != buffers.normal("gradient", (4, 6), torch.float32).data_ptr()
+    assert buffers.normal("logits", (4, 6), torch.bfloat16).dtype == torch.bfloat16
+
+
+@devices
+def test_what_the_providers_compute(device: str) -> None:
+    x = torch.randn(5, 40, device=device, generator=torch.Generator(device).manual_seed(0))
+    target = torch.arange(5, device=device)
+    assert_within_budget(
+        providers.naive_softmax(x), torch.softmax(x.double(), -1), torch.softmax(x, -1)
+    )
+    logprob, logsumexp, entropy, argmax = providers.eager_token_stats(x, target)
+    exact = x.double().log_softmax(-1)
+    assert_within_budget(logprob, exact[range(5), target], scale="tensor")
+    assert_within_budget(logsumexp, x.double().logsumexp(-1))
+    assert_within_budget(entropy, torch.special.entr(exact.exp()).sum(-1), scale="tensor")
+    assert torch.equal(argmax, exact.argmax(-1))
+    inplace = providers.PARTITA_INPLACE.ops["cross_entropy"]()
+    leaf = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(inplace(leaf, target), leaf)
+    assert torch.equal(grad, leaf.detach())
+
+
+@pytest.mark.gpu
+def test_replay_rotates_through_more_than_the_cache() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    for size in (1000, cache // 3, 10 * cache):
+        sets = measure.rotation(size, device)
+        assert 2 <= sets <= measure.MOST_CALLS
+        assert sets * size >= measure.CACHES * cache or sets == measure.MOST_CALLS
+    calls = []
+
+    def function(x: Tensor) -> Tensor:
+        calls.append(x)
+        return x + 1
+
+    inputs = torch.zeros(3, 1000, device=device).unbind()
+    timing = measure.time_replay(function, inputs, device, bytes_moved=10**8, repetitions=2)
+    assert timing.least > 0 and not timing.note
+    assert {x.data_ptr() for x in calls} == {x.data_ptr() for x in inputs}
+    assert len(calls) == 3 + 18  # a warm-up of each, and a graph that moves 2 GB in whole rounds
+    calls.clear()
+    measure.time_replay(function, inputs, device, bytes_moved=1000, repetitions=2)
+    assert len(calls) == 3 + measure.MOST_CALLS // 3 * 3
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_is_timed_in_single_calls() -> None:
+    def function(x: Tensor) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError("not here")
+        return x + 1
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    timing = measure.time_replay(
+        function,
+        torch.zeros(3, 1000, device=device).unbind(),
+        device,
+        bytes_moved=10**8,
+        repetitions=2,
+    )
+    assert timing.least > 0
+    assert timing.note == "single calls, for no capture: ValueError: not here"
+    assert str(timing).endswith(f", {timing.note}")
+
+
+@pytest.mark.gpu
+def test_peak_memory_is_what_is_allocated() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    kept = []
+    steps = [
+        ("a", lambda: torch.zeros(2**22, device=device)),
+        ("b", lambda: kept.append(torch.zeros(2**20, device=device))),
+    ]
+    assert measure.peak_extra_memory(steps, device) == 2**24

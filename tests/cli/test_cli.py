@@ -1,0 +1,250 @@
+"""The command line: `partita info`, `partita check`, and what all commands share."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from partita.__main__ import main
+from partita.cli import check as _check_machine
+from partita.cli import console as _console
+from partita.cli import info as _info
+
+
+def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *args: None if name == package else find_spec(name, *args),
+    )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [[sys.executable, "-m", "partita", "info"], [sys.executable, "-m", "partita", "--help"]],
+    ids=lambda c: c[-1],
+)
+def test_runs_as_a_module(command: list[str]) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(_console.__file__).parents[2])}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert "partita" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["info"], ["check"], ["bench"]], ids=lambda c: c[0] if c else "partita"
+)
+def test_help_names_the_exit_codes(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--help"])
+    assert stop.value.code == 0
+    assert "exit code" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ([], "required: command"),
+        (["chess"], "invalid choice: 'chess'"),
+        (["info", "--fast"], "unrecognized arguments: --fast"),
+    ],
+    ids=["nothing", "command", "argument"],
+)
+def test_wrong_arguments(
+    command: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(command)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert expected in error
+    assert error.count("\n") == 1
+
+
+def lines_of(printed: str) -> dict[str, str]:
+    """By their first word."""
+    return {line.split()[0]: line for line in printed.splitlines() if line.split()}
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_info(
+    rich: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not rich:
+        without(monkeypatch, "rich")
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    lines = lines_of(printed)
+    assert torch.__version__ in lines["torch"]
+    for op in _info.OPS:
+        assert any(server in lines[op] for server in ("PyTorch", "Triton", "Numba"))
+    for index in range(torch.cuda.device_count()):
+        assert torch.cuda.get_device_name(index) in lines[f"cuda:{index}"]
+    assert ("No GPU: " in printed) == (torch.cuda.device_count() == 0)
+
+
+def test_info_says_what_is_missing_and_what_brings_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_info, "version", lambda package: None)
+    monkeypatch.setenv("PARTITA_BACKEND", "numba")
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    lines = lines_of(printed)
+    for package, (_, command) in _info.EXTRAS.items():
+        assert "not installed" in lines[package]
+        assert command in lines[package]
+    assert "none: backend 'numba': this op has no Numba kernel" in lines["softmax"]
+    assert "PARTITA_BACKEND=numba" in printed
+
+
+def test_the_ops_of_info_are_all() -> None:
+    import partita
+
+    tables = ("debruijn_source", "dense_source", "edges_from_states", "linear_chain")
+    others = (
+        "backend",
+        "nn",
+        "parallel",
+        "testing",
+        "integrations",
+        "linear_cross_entropy_plan",
+        *tables,
+    )
+    functions = {name for name in partita.__all__ if name.islower() and name not in others}
+    assert functions <= set(_info.OPS)
+    assert all(hasattr(partita.Chain, op) for op in set(_info.OPS) - functions)
+
+
+def table_of(printed: str) -> list[list[str]]:
+    """Op, backend, dtype and the rest of each line."""
+    return [
+        cells
+        for line in printed.splitlines()
+        if len(cells := [c for c in line.split("  ") if c]) >= 4 and "on" in line.split()
+    ]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_check_passes(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["check", "--device", device])
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    table = table_of(printed)
+    assert len(table) == 4 + sum(len(check.dtypes) for check in _check_machine.CHECKS)
+    assert {cells[0] for cells in table} == {check.op for check in _check_machine.CHECKS} | {
+        "cross_entropy, bad label"
+    }
+    assert all(cells[-1].strip() == "pass" for cells in table)
+    assert f"{len(table)} passed, 0 failed" in printed
+    for op in set(_info.OPS) - {"ctc_align"}:  # which has no gradient
+        assert any(check.op.startswith(op) for check in _check_machine.CHECKS)
+
+
+def _fails(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("no kernel\nat all")
+
+
+WRONG: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+    "inexact": (lambda x: torch.softmax(x, -1) * 1.1, " ulp at ["),
+    "unwritten": (lambda x: torch.softmax(x, -1) + 0 * torch.empty_like(x), "got nan"),
+    "wrong gradient": (
+        lambda x: (y := torch.softmax(x, -1)) + 0.1 * (y - y.detach()),
+        "backward: ",
+    ),
+    "raises": (_fails, "RuntimeError: no kernel\n"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_check_finds_what_is_wrong(
+    wrong: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, note = WRONG[wrong]
+    check = _check_machine.Check(
+        "softmax", function, lambda x: torch.softmax(x, -1), lambda x: (), "element", -1
+    )
+    monkeypatch.setattr(_check_machine, "CHECKS", (check,))
+    assert main(["check", "--device", "cpu"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("FAIL") == 4
+    assert printed.count(note) == 4
+    assert "4 passed, 4 failed" in printed
+
+
+def test_check_finds_a_label_that_spoils_other_rows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoils(x: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
+        valid = target < x.shape[1]
+        return (
+            torch.nn.functional.cross_entropy(x, torch.where(valid, target, 0), reduction=reduction)
+            / valid.all()
+        )
+
+    monkeypatch.setattr(_check_machine, "CHECKS", ())
+    monkeypatch.setattr(_check_machine, "cross_entropy", spoils)
+    assert main(["check", "--device", "cpu"]) == 1
+    assert "wrong rows: [0, 1, 2" in capsys.readouterr().out
+
+
+def test_check_of_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--device", "nowhere"]) == 2
+    assert capsys.readouterr().err.startswith("partita check: --device: cannot use 'nowhere': ")
+
+
+def test_check_leaves_out_what_the_backend_cannot_serve(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARTITA_BACKEND", "numba")
+    assert main(["check", "--device", "cpu"]) == 2
+    printed = capsys.readouterr()
+    assert "cpu is left out: backend 'numba'" in printed.out
+    assert printed.err == "partita check: nothing is left to check\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_tables(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    monkeypatch.setenv("COLUMNS", "100")
+    _console.print_table(
+        "A title", ["op", "ms", ""], [["softmax", "1.5", "[fast]"], ["x", "10.25", ""]]
+    )
+    printed = capsys.readouterr().out
+    assert "A title" in printed and "[fast]" in printed
+    if not terminal:
+        assert (
+            printed
+            == "\nA title\nop          ms\n-------  -----\nsoftmax    1.5  [fast]\nx        10.25\n"
+        )
+
+
+@pytest.mark.parametrize("rich", [True, False])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress(
+    terminal: bool, rich: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not rich:
+        without(monkeypatch, "rich")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    monkeypatch.setattr(_console, "SECONDS_BETWEEN_LINES", -1.0)
+    with _console.Progress(2) as progress:
+        for name in ("one", "two"):
+            progress.say(name)
+            progress.advance()
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    if not terminal:
+        assert printed.err == "[0/2] one\n[1/2] two\n"
+    elif not rich:
+        assert "[1/2] two" in printed.err

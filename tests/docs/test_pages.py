@@ -1,0 +1,128 @@
+"""Pages of documentation: their code runs, their links lead somewhere, and the reference has every public name."""
+
+import contextlib
+import importlib
+import inspect
+import io
+import re
+import runpy
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import partita
+from partita.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+REFERENCE = sorted((DOCS / "reference").glob("*.md"))
+WITHOUT_CODE = {*REFERENCE, DOCS / "benchmarks.md"}  # docstrings have theirs, which run as doctests
+DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in WITHOUT_CODE], ids=named)
+def test_code_of_the_pages_runs(page: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    namespace: dict[str, object] = {}
+    for block in blocks:
+        exec(block, namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_of_the_pages_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(
+        r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    made = {
+        "architecture.md",
+        "contributing.md",
+        "changelog.md",
+    }  # by docs/hooks.py, of the files of these names
+    assert sorted(listed) == sorted(
+        {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} | made
+    )
+
+
+def found(path: str) -> Any:
+    """What a name of the reference stands for: modules go before what a package calls by the same name, as for mkdocstrings."""
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            value: Any = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[count:]:
+            value = getattr(value, part)
+        return value
+    raise ModuleNotFoundError(path)
+
+
+def public(module: ModuleType) -> dict[str, Any]:
+    classes = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and value.__module__ == module.__name__
+    ]
+    return {
+        f"{module.__name__}.{name}": getattr(module, name)
+        for name in getattr(module, "__all__", classes)
+    }
+
+
+def test_the_reference_has_every_public_name() -> None:
+    shown = [
+        found(path)
+        for page in REFERENCE
+        for path in DIRECTIVE.findall(page.read_text(encoding="utf-8"))
+    ]
+    integrations = [
+        importlib.import_module(f"partita.integrations.{name}")
+        for name in partita.integrations.__all__
+    ]
+    modules = [
+        partita,
+        partita.integrations,
+        partita.nn,
+        partita.parallel,
+        partita.testing,
+        *integrations,
+    ]
+    names = {path: value for module in modules for path, value in public(module).items()}
+    assert [
+        path for path, value in names.items() if not any(value is other for other in shown)
+    ] == []
+
+
+def test_the_page_of_the_command_has_every_command() -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as help, contextlib.suppress(SystemExit):
+        main(["--help"])
+    commands = re.findall(r"\{([a-z,]+)\}", help.getvalue())[0].split(",")
+    page = (DOCS / "reference/command.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\$ partita (\w+) --help$", page, re.MULTILINE) == commands
+
+
+def test_pictures_of_the_tables(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    runpy.run_path(str(DOCS / "bench/figures.py"))["main"](["--out", str(tmp_path)])
+    pictures = {path.name for path in tmp_path.glob("*.svg")}
+    assert pictures == {
+        "cross_entropy.svg",
+        "ctc_crf.svg",
+        "ctc_exactness.svg",
+        "parallel.svg",
+        "row_exactness.svg",
+    }
+    assert pictures <= {path.name for path in (DOCS / "bench").iterdir()}

@@ -1,0 +1,153 @@
+"""The example of forced alignment, at a small size."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import alignment
+import pytest
+import torch
+from matplotlib.image import imread
+from torch import Tensor
+
+SMALL = {"lines": 3, "errors": 4, "batches": 2, "seed": 1}
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def page(lines: int, seed: int) -> alignment.Page:
+    return alignment.compose_page(alignment.load(0, torch.device("cpu"))[1], lines, seed)
+
+
+def certain(labels: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits `[T, 1, CLASSES]` that are sure of these labels, of so many steps each with a blank after it, and where each starts and ends."""
+    end = (lengths + 1).cumsum(0) - 1
+    path = (
+        torch.stack([labels, torch.zeros_like(labels)], 1)
+        .flatten()
+        .repeat_interleave(torch.stack([lengths, torch.ones_like(labels)], 1).flatten())
+    )
+    return 9.0 * torch.nn.functional.one_hot(path, alignment.CLASSES)[:, None], end - lengths, end
+
+
+def test_the_page_knows_where_its_digits_are() -> None:
+    signal, labels, places = page(20, seed=0)
+    assert (
+        len(labels) == len(places) >= 20 * alignment.SHORTEST
+        and labels.min() >= 1
+        and labels.max() < alignment.CLASSES
+    )
+    assert (
+        (places[:, 0] < places[:, 1]).all()
+        and (places[1:, 0] >= places[:-1, 1]).all()
+        and places[-1, 1] <= signal.shape[1]
+    )
+    ink = signal.sum(0)
+    assert (ink[places[:, 0]] > 0).all() and (ink[places[:, 1] - 1] > 0).all()
+    inside = torch.zeros(signal.shape[1], dtype=torch.bool)
+    for begin, end in places.tolist():
+        inside[begin:end] = True
+    assert not ink[~inside].any()
+
+
+def test_spoilt_labels_are_known_and_differ_from_those_beside_them() -> None:
+    truth = page(20, seed=0).labels
+    transcript = alignment.spoil(truth, 40, torch.Generator().manual_seed(0))
+    inserted = transcript.digit < 0
+    changed = ~inserted & (transcript.labels != truth[transcript.digit])
+    assert (
+        inserted.any()
+        and changed.any()
+        and torch.equal(inserted | changed, transcript.wrong)
+        and transcript.wrong.sum() == 40
+    )
+    assert torch.equal(transcript.digit[~inserted], torch.arange(len(truth)))
+    beside = transcript.wrong[1:] | transcript.wrong[:-1]
+    assert (transcript.labels[1:] != transcript.labels[:-1])[beside].all()
+
+
+def test_one_hot_logits_give_their_spans() -> None:
+    labels = page(20, seed=1).labels
+    logits, start, end = certain(labels, 1 + torch.arange(len(labels)) % 3)
+    best = alignment.align(logits, labels)
+    spans = best.spans()
+    assert torch.equal(spans.start[0], start) and torch.equal(spans.end[0], end)
+    assert torch.equal(best.labels[0], logits[:, 0].argmax(1))
+
+
+def test_a_sure_network_finds_every_wrong_label() -> None:
+    labels = (
+        1 + torch.arange(120) % 10
+    )  # with repeats, the transcript could be as near to another place
+    logits, start, end = certain(labels, torch.full_like(labels, 3))
+    logits = logits + 0.01 * torch.rand(
+        logits.shape, generator=torch.Generator().manual_seed(0)
+    )  # no two alignments are equally good
+    known = alignment.Page(
+        torch.empty(0), labels, alignment.COLUMNS_A_STEP * torch.stack([start, end], 1)
+    )
+    transcript = alignment.spoil(labels, 40, torch.Generator().manual_seed(0))
+    report = alignment.judge(
+        logits, alignment.align(logits, transcript.labels), known, transcript, seconds=0.0
+    )
+    assert report.steps == len(logits) and report.labels == len(transcript.labels)
+    assert report.placed == report.area == 1 and report.found == report.wrong == 40
+    assert (
+        report.off < 0.5 and report.same_path and report.score_difference <= 1e-6 * report.steps * 9
+    )
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new folder" / "page"
+    arguments = [
+        argument for name, value in SMALL.items() for argument in (f"--{name}", str(value))
+    ]
+    assert alignment.main([*arguments, "--out", str(out), "--quiet"]) == 1, (
+        "two batches cannot tell the wrong labels"
+    )
+    printed = capsys.readouterr()
+    lines = dict(line.split(": ") for line in printed.out.splitlines())
+    assert list(lines) == [
+        "Page",
+        "Time of the alignment",
+        "Labels on their digits",
+        "Wrong labels",
+        "Beside forced_align",
+        "Picture",
+    ]
+    assert re.fullmatch(r"\d+ steps, \d+ labels, 4 of them wrong", lines["Page"])
+    assert re.fullmatch(r"[\d.]+ ms", lines["Time of the alignment"])
+    assert re.fullmatch(r"the same path, score diff \d\.\d\de[-+]\d+", lines["Beside forced_align"])
+    assert "Below 95%" in printed.err
+    assert out.read_bytes().startswith(b"\x89PNG")
+    height, width, _ = imread(out).shape
+    assert width > height > 500
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_it_is_deterministic(tmp_path: Path) -> None:
+    first, second = (
+        alignment.run(**SMALL, out=tmp_path / "page.svg", quiet=True) for _ in range(2)
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lines", "0"], "invalid positive value: '0'"),
+        (["--errors", "many"], "invalid positive value: 'many'"),
+        (["--lines", "3", "--errors", "7"], "--errors: expected at most 2 to a line, 6, got 7"),
+    ],
+)
+def test_it_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        alignment.main(arguments)
+    assert message in capsys.readouterr().err

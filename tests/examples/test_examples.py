@@ -1,0 +1,221 @@
+"""The examples at a small size, and the code of the README."""
+
+import csv
+import os
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import chain_exactness
+import digit_lines
+import digits
+import language_model
+import pytest
+import torch
+import torch.distributed as dist
+from matplotlib.image import imread
+
+ROOT = Path(__file__).parents[2]
+EPS = torch.finfo(torch.float32).eps
+
+
+def test_digits_learns_and_agrees_with_pytorch(tmp_path: Path) -> None:
+    out = tmp_path / "new folder" / "digits.png"
+    report = digits.run(epochs=6, seed=0, out=out, quiet=True)
+    assert report.accuracy > 0.9
+    # The loss is below 2; an entry of the gradient is at most one batch-th: 2 ulp of each.
+    assert report.difference.loss <= 4 * EPS
+    assert report.difference.grad <= 2 * EPS / digits.BATCH
+    height, width, _ = imread(out).shape
+    assert width > height > 500
+
+
+def test_digits_is_deterministic(tmp_path: Path) -> None:
+    first, second = (
+        digits.run(epochs=1, seed=3, out=tmp_path / "digits.svg", quiet=True) for _ in range(2)
+    )
+    assert first == second
+
+
+def test_digits_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "picture"
+    assert digits.main(["--epochs", "1", "--out", str(out), "--quiet"]) == 1, (
+        "one epoch cannot reach the accuracy that the demo asks for"
+    )
+    printed = capsys.readouterr()
+    assert [line.partition(":")[0] for line in printed.out.splitlines()] == [
+        "Loss diff",
+        "Grad diff (max)",
+        "Test accuracy",
+        "Picture",
+    ]
+    assert "below 97%" in printed.err
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("epochs", ["0", "many"])
+def test_digits_refuses(epochs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        digits.main(["--epochs", epochs])
+    assert f"invalid positive value: '{epochs}'" in capsys.readouterr().err
+
+
+def test_digit_lines_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    out = tmp_path / "new folder" / "lines"
+    assert digit_lines.main(["--batches", "3", "--out", str(out), "--quiet"]) == 1, (
+        "three batches cannot reach the accuracy that the demo asks for"
+    )
+    torch.set_num_threads(threads)
+    printed = capsys.readouterr()
+    lines = dict(line.split(": ") for line in printed.out.splitlines())
+    assert list(lines) == ["Loss diff", "Grad diff (max)", "Lines read without a fault", "Picture"]
+    assert float(lines["Loss diff"]) <= 1e-5 and float(lines["Grad diff (max)"]) <= 1e-6
+    assert "Fewer than 90%" in printed.err
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_digit_lines_reads_what_it_wrote() -> None:
+    """A line's targets, one-hot with blanks between them, are read back."""
+    lines = digit_lines.compose(
+        digit_lines.load(0, torch.device("cpu"))[0], 3, torch.Generator().manual_seed(0)
+    )
+    assert (
+        lines.images.sum((1, 2, 3)).min() > 0
+        and (lines.input_lengths <= digit_lines.WIDTH // digit_lines.COLUMNS_A_STEP).all()
+    )
+    path = torch.stack([torch.zeros_like(lines.targets), lines.targets], 2).flatten(1)
+    logits = torch.nn.functional.one_hot(path.T, digit_lines.CLASSES).float()
+    assert digit_lines.read(logits, 2 * lines.target_lengths) == digit_lines.truth(lines)
+
+
+def test_language_model_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new folder" / "model"
+    sizes = {"megabytes": 1, "vocabulary": 400, "width": 16, "layers": 1, "length": 16, "batch": 4}
+    arguments = [
+        argument for name, value in sizes.items() for argument in (f"--{name}", str(value))
+    ]
+    assert language_model.main(["--batches", "3", "--out", str(out), "--quiet", *arguments]) == 0
+    lines = dict(line.partition(": ")[::2] for line in capsys.readouterr().out.splitlines()[:6])
+    steps = [f"A step with {name}" for name in (language_model.PLAIN, language_model.OURS)]
+    assert list(lines) == ["Held-out loss", "Loss diff", "Grad diff (max)", *steps, "Picture"]
+    limit = 1e-5 if not torch.cuda.is_available() else 1e-2  # in bf16
+    assert float(lines["Loss diff"]) <= limit and float(lines["Grad diff (max)"]) <= limit
+    assert all(re.fullmatch(r"[\d,]+ MiB, [\d,]+ ms", lines[step]) for step in steps)
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
+def test_train_parallel_learns_the_same_on_two_ranks_as_on_one(tmp_path: Path) -> None:
+    sizes = {
+        "megabytes": 1,
+        "vocabulary": 401,
+        "width": 16,
+        "layers": 1,
+        "length": 16,
+        "batch": 4,
+    }  # rows that two ranks cannot share equally
+    arguments = [
+        argument for name, value in sizes.items() for argument in (f"--{name}", str(value))
+    ]
+    # Without a GPU, so that it computes in fp32 and one machine is enough.
+    only_cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **only_cpu}
+    curves = []
+    for world, launcher in enumerate(
+        ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]), 1
+    ):
+        table, out = tmp_path / "new folder" / f"{world}.csv", tmp_path / "new folder" / str(world)
+        command = [
+            sys.executable,
+            *launcher,
+            str(ROOT / "examples" / "train_parallel.py"),
+            "--batches",
+            "30",
+            "--quiet",
+            *arguments,
+        ]
+        done = subprocess.run(
+            [*command, "--csv", str(table), "--out", str(out)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        lines = dict(line.split(": ") for line in done.stdout.splitlines())
+        assert list(lines) == [
+            "Loss",
+            "A step",
+            *(f"Head on rank {i}" for i in range(world)),
+            "Transformer",
+            "Picture",
+        ]
+        rows = [lines[f"Head on rank {i}"].partition(" rows")[0] for i in range(world)]
+        assert rows == [["401"], ["201", "200"]][world - 1]
+        assert lines["Transformer"].startswith("equal on ")
+        assert out.read_bytes().startswith(b"\x89PNG")
+        with table.open(encoding="utf-8") as file:
+            curves.append([float(row["loss"]) for row in csv.DictReader(file)])
+    alone, together = curves
+    assert len(alone) == 30 and together == pytest.approx(alone, rel=1e-4)
+    assert statistics.mean(together[-5:]) < statistics.mean(together[:5]) - 0.5
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_peak_memory_is_what_was_held_at_once(device: str) -> None:
+    def step() -> torch.Tensor:
+        first = torch.zeros(2**20, device=device)
+        second = first + 1
+        del first
+        return second + 1  # in place of the first, so that two are held at most
+
+    assert language_model.peak_memory(step, torch.device(device)) == pytest.approx(8, rel=0.01)
+
+
+@pytest.mark.parametrize("name", chain_exactness.CHAINS)
+def test_the_plain_recursion_is_right_in_fp64(name: str) -> None:
+    chain = chain_exactness.moved(
+        chain_exactness.CHAINS[name](50, torch.Generator().manual_seed(1)),
+        torch.device("cpu"),
+        torch.float64,
+    )
+    ours, plain = chain_exactness.ours(chain), chain_exactness.plain(chain)
+    assert plain.logz == pytest.approx(ours.logz, rel=1e-12)
+    assert chain_exactness.worst(plain, ours, 50) <= 1e-12
+
+
+def test_chain_exactness_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new folder"
+    assert (
+        chain_exactness.main(
+            ["--steps", "50", "20", "--device", "cpu", "--out", str(out), "--quiet"]
+        )
+        == 0
+    )
+    assert len(re.findall(r" (20|50) +(partita|plain fp32) ", capsys.readouterr().out)) == 16
+    with (out / "chain_exactness.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["chain"], row["steps"]) for row in rows} == {
+        (name, steps) for name in chain_exactness.CHAINS for steps in ("20", "50")
+    }
+    assert all(row["device"].startswith("CPU") for row in rows)
+    picture = (out / "chain_exactness.svg").read_text(encoding="utf-8")
+    assert all(
+        text in picture for text in [*chain_exactness.CHAINS, "partita", "plain fp32", "CPU"]
+    )
+
+
+def test_chain_exactness_out_of_contract(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chain_exactness, "ours", lambda chain: chain_exactness.plain(chain))
+    assert (
+        chain_exactness.main(
+            ["--steps", "50", "--device", "cpu", "--out", str(tmp_path), "--quiet"]
+        )
+        == 1
+    )
+    assert "Out of contract: CTC, up to 200 labels, 50 steps." in capsys.readouterr().err

@@ -1,0 +1,211 @@
+"""The examples of chains, a tagger and a hidden Markov model, at a small size."""
+
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import hmm
+import pytest
+import tagger
+import torch
+from matplotlib.image import imread
+
+import partita
+
+TAGGER = {"batches": 2, "files": 20, "width": 8, "layers": 1}
+HMM = {"regimes": 3, "starts": 3, "steps": 60}
+
+
+@pytest.fixture(autouse=True)
+def few_threads() -> Iterator[None]:
+    """One, as the commands set; they leave it so."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def command(sizes: dict[str, int], out: Path) -> list[str]:
+    return [
+        *(argument for name, value in sizes.items() for argument in (f"--{name}", str(value))),
+        "--out",
+        str(out),
+        "--quiet",
+    ]
+
+
+def test_tagger_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new folder" / "tagger"
+    assert tagger.main(command(TAGGER, out)) == 1, (
+        "two batches cannot reach the accuracy that the demo asks for"
+    )
+    printed = capsys.readouterr()
+    lines = dict(line.split(": ") for line in printed.out.splitlines())
+    assert list(lines) == ["Loss diff", "Grad diff (max)", "CRF", "Softmax", "Picture"]
+    # Nats a character, below 3; marginals are within 2e-6, and a table's gradient is the mean of them over the characters.
+    assert float(lines["Loss diff"]) <= 3e-6 and float(lines["Grad diff (max)"]) <= 2e-6
+    form = r"[\d.]+% of characters right \(mean confidence [\d.]+%\), [\d.]+% of lines without a fault, [\d,]+ broken tokens, \d+ ms a batch"
+    assert all(re.fullmatch(form, lines[name]) for name in tagger.METHODS)
+    assert "Fewer than 90 %" in printed.err.replace("%", " %")
+    height, width, _ = imread(out).shape
+    assert width > height > 500
+
+
+def test_tagger_is_deterministic_and_learns(tmp_path: Path) -> None:
+    sizes = {**TAGGER, "batches": 6}
+    first, second = (
+        tagger.run(**sizes, seed=3, out=tmp_path / "tagger.svg", quiet=True) for _ in range(2)
+    )
+    assert first == second
+    assert all(score.characters > 2 / len(tagger.TAGS) for score in first.scores.values())
+
+
+def test_tags_are_those_of_tokenize() -> None:
+    text = 'if é1 :\n\tx="""a\n  b"""# 2\n'
+    kinds = ["space", *tagger.KINDS]
+    written = "".join(
+        "_"
+        if tag == 0
+        else kinds[(tag + 1) // 2][0].upper()
+        if tag % 2
+        else kinds[(tag + 1) // 2][0]
+        for tag in tagger.tags_of(text)
+    )
+    assert written == "Kk_Nn_O__NOSssssssssssCcc_"
+    assert tagger.tags_of("") == []
+
+
+def test_the_taggers_plain_loss_is_right() -> None:
+    """Beside every path of two short chains."""
+    generator = torch.Generator().manual_seed(0)
+    count, lengths = len(tagger.TAGS), [3, 2]
+    emissions = torch.randn(3, 2, count, dtype=torch.float64, generator=generator)
+    transitions, ends = (
+        torch.randn(rows, count, dtype=torch.float64, generator=generator) for rows in (count, 2)
+    )
+    tags = torch.tensor([[1, 2, 0], [4, 11, -1]])
+
+    def score(n: int, path: tuple[int, ...]) -> float:
+        steps = sum(emissions[t, n, c].item() for t, c in enumerate(path)) + sum(
+            transitions[pair].item() for pair in itertools.pairwise(path)
+        )
+        return steps + ends[0, path[0]].item() + ends[1, path[-1]].item()
+
+    expected = 0.0
+    for n, length in enumerate(lengths):
+        total = math.fsum(
+            math.exp(score(n, path)) for path in itertools.product(range(count), repeat=length)
+        )
+        expected += math.log(total) - score(n, tuple(tags[n, :length].tolist()))
+    batch = tagger.Snippets(torch.zeros_like(tags), tags, torch.tensor(lengths))
+    assert tagger.plain_loss(emissions, transitions, ends, batch).item() == pytest.approx(
+        expected / 5, rel=1e-12
+    )
+    chain = partita.linear_chain(emissions, transitions, *ends, lengths=lengths)
+    assert tagger.chain_loss(chain, batch).item() == pytest.approx(expected / 5, rel=1e-12)
+
+
+def test_tagger_scores_lines_and_broken_tokens() -> None:
+    text = torch.tensor([list(b"a b\n\nc\n"), list(b"de\n\0\0\0\0")])
+    truth = torch.tensor([[1, 0, 1, 0, 0, 1, 0], [1, 2, 0, -1, -1, -1, -1]])
+    found = truth.clone()
+    found[0, 2], found[1, 0] = 2, 3  # a name goes on behind a space, and behind a keyword
+    score = tagger.score(
+        tagger.Guess(found, torch.full(truth.shape, 0.5)),
+        tagger.Snippets(text, truth, torch.tensor([7, 3])),
+    )
+    assert score == (pytest.approx(0.8), pytest.approx(1 / 3), 2, 0.5)
+
+
+def test_hmm_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new folder" / "hmm"
+    assert hmm.main(command(HMM, out)) == 0
+    lines = dict(line.split(": ") for line in capsys.readouterr().out.splitlines())
+    differences = ["Log-likelihood diff to statsmodels", "Posterior diff to statsmodels (max)"]
+    regimes = [f"Regime {i}" for i in (1, 2, 3)]
+    assert list(lines) == [
+        "Log-likelihood",
+        *differences,
+        *regimes,
+        "Probability of the best path",
+        "Entropy of the path",
+        "Changes of regime",
+        "Picture",
+    ]
+    assert all(float(lines[name]) <= 1e-9 for name in differences)
+    assert all(
+        re.fullmatch(
+            r"[+-]\d\.\d\d ± \d\.\d\d °C, \d+% of the time, lasts [\d.]+ months", lines[name]
+        )
+        for name in regimes
+    )
+    height, width, _ = imread(out).shape
+    assert width > height > 500
+
+
+def test_hmm_is_deterministic(tmp_path: Path) -> None:
+    first, second = (hmm.run(**HMM, seed=3, out=tmp_path / "hmm.svg", quiet=True) for _ in range(2))
+    assert first == second
+
+
+def test_the_starts_of_a_batch_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each start climbs as it would alone."""
+    values = hmm.load().values
+    drawn = torch.Generator().manual_seed(0)
+    places = torch.randint(len(values), (3, 2), generator=drawn)
+    moves = torch.randn(3, 2, 2, dtype=torch.float64, generator=drawn)
+
+    def curves(chosen: slice) -> torch.Tensor:
+        monkeypatch.setattr(torch, "randint", lambda *_, **__: places[chosen])
+        monkeypatch.setattr(torch, "randn", lambda *_, **__: moves[chosen])
+        return hmm.fit(values, 2, len(places[chosen]), 20, drawn, True).curves
+
+    together, alone = curves(slice(0, 3)), [curves(slice(i, i + 1)) for i in range(3)]
+    torch.testing.assert_close(together, torch.cat(alone, 1), rtol=1e-9, atol=0)
+    assert (together[-1] > together[0]).all()
+
+
+def test_hmm_says_when_statsmodels_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hmm, "compare", lambda *_: hmm.Difference(0.0, math.nan))
+    assert hmm.main(command({**HMM, "steps": 1}, tmp_path / "hmm.png")) == 1
+    assert "statsmodels differs" in capsys.readouterr().err
+
+
+def test_the_stationary_distribution_stays() -> None:
+    transitions = torch.rand(
+        5, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    transitions = transitions / transitions.sum(-1, keepdim=True)
+    found = hmm.stationary(transitions)
+    torch.testing.assert_close(found.sum(-1), torch.ones(5, dtype=torch.float64))
+    torch.testing.assert_close((found[:, None] @ transitions)[:, 0], found)
+
+
+@pytest.mark.parametrize(
+    "example, option",
+    [(tagger, "--batches"), (tagger, "--files"), (hmm, "--starts"), (hmm, "--steps")],
+)
+@pytest.mark.parametrize("value", ["0", "many"])
+def test_numbers_that_are_refused(
+    example: object, option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        example.main([option, value])
+    assert f"argument {option}: invalid positive value: '{value}'" in capsys.readouterr().err
+
+
+def test_tagger_needs_two_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="files: expected enough"):
+        tagger.run(**{**TAGGER, "files": 1}, seed=0, out=tmp_path / "tagger.png", quiet=True)
+
+
+def test_hmm_refuses_a_number_of_regimes_that_it_has_no_colours_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        hmm.main(["--regimes", "7"])
+    assert "argument --regimes: invalid choice: 7" in capsys.readouterr().err

@@ -1,0 +1,71 @@
+"""Chains for tests: small ones that can be enumerated, and tables as they occur."""
+
+import torch
+from hypothesis import strategies as st
+
+from partita import Chain
+
+TABLES = ("any", "dense", "missing", "repeated")
+
+
+def table(kind: str, states: int, slots: int, generator: torch.Generator) -> torch.Tensor:
+    """`[states, slots]`, or `[states, states]` where all are connected."""
+    if kind == "dense":
+        return torch.arange(states).repeat(states, 1)
+    source = torch.randint(
+        -1 if kind == "missing" else 0, states, (states, slots), generator=generator
+    )
+    return source[:, :1].repeat(1, slots) if kind == "repeated" else source
+
+
+def random_chain(
+    steps: int = 4,
+    chains: int = 3,
+    states: int = 3,
+    slots: int = 2,
+    *,
+    kind: str = "any",
+    seed: int = 0,
+    ragged: bool = True,
+    forbidden: float = 0.2,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    ends: bool = True,
+) -> Chain:
+    """Standard normal scores, a share of them -inf; lengths from 0 on; scores that do not count are NaN."""
+    g = torch.Generator().manual_seed(seed)
+    source = table(kind, states, slots, g)
+    scores = torch.randn(steps, chains, *source.shape, generator=g, dtype=torch.float64)
+    scores[torch.rand(scores.shape, generator=g) < forbidden] = -torch.inf
+    scores[..., source < 0] = torch.nan
+    lengths = torch.randint(0, steps + 1, (chains,), generator=g) if ragged else None
+    if lengths is not None:
+        scores[torch.arange(steps)[:, None] >= lengths] = torch.nan
+    initial, final = (
+        torch.randn(2, chains, states, generator=g, dtype=torch.float64).to(dtype).to(device)
+    )
+    placed = None if lengths is None else lengths.to(device)
+    return Chain(
+        scores.to(dtype).to(device),
+        source.to(device),
+        *((initial, final) if ends else (None, None)),
+        lengths=placed,
+    )
+
+
+@st.composite
+def small_chains(draw: st.DrawFn) -> Chain:
+    """At most some thousand paths."""
+    kind = draw(st.sampled_from(TABLES))
+    states, slots = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    return random_chain(
+        draw(st.integers(0, 4)),
+        draw(st.integers(0, 3)),
+        states,
+        slots,
+        kind=kind,
+        seed=draw(st.integers(0, 2**20)),
+        ragged=draw(st.booleans()),
+        forbidden=draw(st.sampled_from([0.0, 0.3, 0.9])),
+        ends=draw(st.booleans()),
+    )

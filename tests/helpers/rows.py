@@ -1,0 +1,270 @@
+"""What the tests of the rows family share: the ops beside PyTorch's, what they are measured by, and Hypothesis strategies."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import partita
+from partita.testing import contract_errors, sample_rows
+from partita.testing.compare import upstream_like
+
+from .terms import Terms, cross_entropy_terms, logsumexp_terms, softmax_terms
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+devices = pytest.mark.parametrize("device", DEVICES)
+KERNEL_DEVICES = [
+    pytest.param(
+        "cpu",
+        marks=[
+            pytest.mark.interpreted,
+            pytest.mark.skipif(not INTERPRETING, reason="needs TRITON_INTERPRET=1"),
+        ],
+    ),
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+        ],
+    ),
+]
+kernel_devices = pytest.mark.parametrize("device", KERNEL_DEVICES)
+dtypes = pytest.mark.parametrize(
+    "dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch.")
+)
+hypothesis_settings = settings(
+    max_examples=10 if INTERPRETING else 100,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
+)
+
+
+class Op(NamedTuple):
+    name: str
+    ours: Callable[..., Tensor]
+    theirs: Callable[..., Tensor]
+    reference: Callable[[Tensor, int], Tensor]
+
+
+def plain_logsumexp(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> Tensor:
+    """PyTorch's own gradient is exp(x - logsumexp), which is off where the maximum is large: this one is not."""
+    maximum = x.detach().amax(dim, keepdim=True)
+    maximum = torch.where(maximum.isinf(), 0, maximum)
+    result = maximum + (x - maximum).exp().sum(dim, keepdim=True).log()
+    return result if keepdim else result.squeeze(dim)
+
+
+OPS = {
+    "softmax": Op("softmax", partita.softmax, torch.softmax, torch.softmax),
+    "log_softmax": Op("log_softmax", partita.log_softmax, torch.log_softmax, torch.log_softmax),
+    "logsumexp": Op("logsumexp", partita.logsumexp, torch.logsumexp, plain_logsumexp),
+}
+ops = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+
+
+def check(function: Callable, reference: Callable, *inputs: Tensor, **options: Any) -> None:
+    errors = contract_errors(function, reference, *inputs, **options)
+    # Triton's interpreter cuts off the bits that bf16 has no room for, in place of rounding, and rounds twice in a fused multiply-add.
+    allowed = 2 if INTERPRETING else 1
+    assert all(
+        error.ulp <= allowed * error.budget for error in (*errors.forward, *errors.backward)
+    ), f"\n{errors}"
+
+
+def worst_case(terms: Terms, classes: int) -> Terms:
+    """Terms so large that 2 ulp of them is what `classes` roundings one after the other can add up to: for tensors of too few elements to
+    show the baseline's usual error."""
+    factor = classes / 4 + 2
+    forward = (
+        terms.forward * factor
+        if isinstance(terms.forward, Tensor)
+        else [t * factor for t in terms.forward]
+    )
+    return Terms(forward, terms.backward * factor)
+
+
+def check_op(op: Op, x: Tensor, dim: int, *, few: bool = False) -> None:
+    """Against fp64, on `few` elements or on enough to compare with PyTorch's own errors."""
+    result = op.theirs(x, dim)
+    upstream = upstream_like([result])
+    rows = x if x.ndim else x.reshape(1)
+    terms = (
+        logsumexp_terms(rows, dim, *upstream)
+        if op.name == "logsumexp"
+        else softmax_terms(op.name, rows, dim, *upstream)
+    )
+    terms = worst_case(terms, rows.shape[dim]) if few else terms
+    forward, backward = (t.reshape(like.shape) for t, like in zip(terms, (result, x), strict=True))
+    # The interpreter rounds in the middle of a fused multiply-add, on which the last ulp of an element rests.
+    scale = "element" if op.name == "softmax" and not few and not INTERPRETING else forward
+    check(
+        lambda x: op.ours(x, dim),
+        lambda x: op.reference(x, dim),
+        x,
+        upstream=upstream,
+        scale=scale,
+        grad_scale=backward,
+    )
+
+
+def plain_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """All the options, composed from PyTorch's functions; half types are computed in fp32 and rounded once."""
+    if input.dtype in (torch.float16, torch.bfloat16):
+        options = {
+            "ignore_index": ignore_index,
+            "reduction": reduction,
+            "label_smoothing": label_smoothing,
+            "softcap": softcap,
+            "z_loss": z_loss,
+        }
+        return plain_cross_entropy(input.float(), target, weight, **options).to(input.dtype)
+    if (
+        input.ndim == 1
+    ):  # as a batch of one: the mean over no rows is NaN there, where torch on CUDA gives 0 for one ignored label without a batch
+        options = {
+            "ignore_index": ignore_index,
+            "reduction": reduction,
+            "label_smoothing": label_smoothing,
+            "softcap": softcap,
+            "z_loss": z_loss,
+        }
+        return plain_cross_entropy(
+            input.unsqueeze(0), target.unsqueeze(0), weight, **options
+        ).reshape(())
+    if softcap is not None:
+        input = softcap * torch.tanh(input / softcap)
+    probabilities = target.is_floating_point()
+    target = target.to(input.dtype) if probabilities else target.long()
+    weight = None if weight is None else weight.to(input.dtype)
+    loss = F.cross_entropy(
+        input,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+    if not z_loss:
+        return loss
+    z = z_loss * plain_logsumexp(input, min(input.ndim - 1, 1)) ** 2
+    kept = torch.ones_like(z, dtype=torch.bool) if probabilities else target != ignore_index
+    z = torch.where(kept, z, 0)
+    return loss + {"none": z, "sum": z.sum(), "mean": z.sum() / kept.sum()}[reduction]
+
+
+def check_loss(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    inplace: bool = False,
+    few: bool = False,
+    upstream: Tensor | None = None,
+    **options: Any,
+) -> None:
+    """`partita.cross_entropy` against fp64."""
+    if upstream is None:
+        (upstream,) = upstream_like([plain_cross_entropy(logits, target, weight, **options)])
+    terms = cross_entropy_terms(logits, target, weight, upstream, **options)
+    terms = worst_case(terms, logits.shape[min(logits.ndim - 1, 1)]) if few else terms
+    check(
+        lambda x: partita.cross_entropy(
+            x.clone() if inplace else x, target, weight, inplace=inplace, **options
+        ),
+        lambda x: plain_cross_entropy(x, target, weight, **options),
+        logits,
+        upstream=[upstream],
+        scale=terms.forward,
+        grad_scale=terms.backward,
+    )
+
+
+def targets_for(logits: Tensor, kind: str, *, ignored: int | None = None, seed: int = 1) -> Tensor:
+    """Labels, a third of them `ignored` where that is given, or probabilities."""
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "probabilities":
+        return (
+            torch.rand(logits.shape, generator=generator)
+            .to(logits.device)
+            .softmax(min(logits.ndim - 1, 1))
+            .to(logits.dtype)
+        )
+    rows = logits.shape[:1] + logits.shape[2:] if logits.ndim > 1 else ()
+    labels = torch.randint(logits.shape[min(logits.ndim - 1, 1)], rows, generator=generator)
+    if ignored is not None:
+        labels = torch.where(torch.rand(rows, generator=generator) < 1 / 3, ignored, labels)
+    return labels.to(logits.device)
+
+
+def class_weights(classes: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Positive, but for one class whose weight is 0."""
+    weights = torch.rand(classes, generator=torch.Generator().manual_seed(2)) + 0.1
+    weights[classes // 2] = 0
+    return weights.to(device, dtype)
+
+
+def strided(
+    shape: Sequence[int],
+    order: Sequence[int],
+    steps: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: str,
+    seed: int,
+) -> Tensor:
+    """A tensor of this shape whose dimensions lie in memory in this order, at these steps; a step of 0 repeats the elements."""
+    generator = torch.Generator().manual_seed(seed)
+    stored = [max(1, shape[d] * steps[d]) if steps[d] else 1 for d in order]
+    memory = (3 * torch.randn(stored, generator=generator)).to(device, dtype)
+    x = memory.permute([order.index(d) for d in range(len(order))])
+    x = x[tuple(slice(None, None, max(step, 1)) for step in steps)]
+    return x[tuple(slice(0, size) for size in shape)].expand(shape)
+
+
+@st.composite
+def tensors(draw: st.DrawFn, device: str, *, min_dims: int = 0, max_dims: int = 4) -> Tensor:
+    """Any shape, strides and floating dtype."""
+    shape = draw(
+        st.lists(st.integers(0, 9) | st.integers(10, 70), min_size=min_dims, max_size=max_dims)
+    )
+    shape = [
+        size if i == 0 else min(size, 12) for i, size in enumerate(sorted(shape, reverse=True))
+    ]
+    shape = draw(st.permutations(shape))
+    order = draw(st.permutations(range(len(shape))))
+    steps = draw(st.lists(st.sampled_from((1, 1, 2, 0)), min_size=len(shape), max_size=len(shape)))
+    dtype = draw(st.sampled_from(DTYPES))
+    return strided(shape, order, steps, dtype=dtype, device=device, seed=draw(st.integers(0, 9)))
+
+
+def leaf(
+    rows: int,
+    columns: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Tensor:
+    return sample_rows(rows, columns, dtype=dtype, device=device, seed=seed).requires_grad_()

@@ -1,0 +1,45 @@
+"""Token statistics in plain PyTorch, and their comparison."""
+
+import torch
+from torch import Tensor
+
+import partita
+from partita.runtime.dtypes import acc_dtype
+from partita.testing.compare import upstream_like
+
+from .rows import check, worst_case
+from .terms import token_stats_terms
+
+
+def plain_token_stats(
+    logits: Tensor, target: Tensor, *, temperature: float = 1.0, ignore_index: int = -100
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = logits.to(acc_dtype(logits.dtype)) / temperature
+    logp = x.log_softmax(-1)
+    p = logp.exp()
+    kept = target != ignore_index
+    logprob = logp.gather(-1, torch.where(kept, target, 0).long().unsqueeze(-1)).squeeze(-1)
+    maximum = x.detach().amax(-1)
+    finite = torch.where(maximum.isinf(), 0, maximum)
+    logsumexp = finite + (x - finite.unsqueeze(-1)).exp().sum(-1).log()
+    # a class of probability 0 adds nothing, and its infinite log-probability must not reach the product
+    entropy = -(p * torch.where(p == 0, 0, logp)).sum(-1)
+    return torch.where(kept, logprob, 0), logsumexp, entropy
+
+
+def check_stats(logits: Tensor, target: Tensor, *, few: bool = False, **options: float) -> None:
+    with torch.no_grad():
+        upstream = upstream_like(plain_token_stats(logits, target, **options))
+    terms = token_stats_terms(logits, target, upstream, **options)
+    terms = worst_case(terms, logits.shape[-1]) if few else terms
+    check(
+        lambda x: partita.token_stats(x, target, **options)[:3],
+        lambda x: plain_token_stats(x, target, **options),
+        logits,
+        upstream=upstream,
+        scale=terms.forward,
+        grad_scale=terms.backward,
+    )
+    stats = partita.token_stats(logits, target, **options)
+    assert torch.equal(stats.argmax, logits.argmax(-1))
+    assert {field.dtype for field in stats[:3]} == {acc_dtype(logits.dtype)}

@@ -1,0 +1,463 @@
+"""The loss of causal language models: against each position written out, against transformers itself, and what it refuses."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import partita
+from partita.integrations.transformers import causal_lm_loss, linear_causal_lm_loss
+
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+devices = pytest.mark.parametrize("device", DEVICES)
+HALVES = [torch.float16, torch.bfloat16]
+BATCH, TIME, HIDDEN, CLASSES = 3, 7, 5, 11
+OPTIONS: dict[str, Any] = {"label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.01}
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def sample(
+    device: str = "cpu", dtype: torch.dtype = torch.float64, ignored: str = "some"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, matrix, and labels of which none, some or all are ignored."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, matrix = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((BATCH, TIME, HIDDEN), (CLASSES, HIDDEN))
+    )
+    labels = torch.randint(CLASSES, (BATCH, TIME), generator=generator)
+    share = {"none": 0.0, "some": 0.4, "all": 1.0}[ignored]
+    labels[torch.rand(BATCH, TIME, generator=generator) < share] = -100
+    return (
+        hidden.to(device, dtype).requires_grad_(),
+        matrix.to(device, dtype).requires_grad_(),
+        labels.to(device),
+    )
+
+
+def meaning(
+    logits: Tensor,
+    labels: Tensor,
+    items: float | None = None,
+    ignore_index: int = -100,
+    shifted: bool = False,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """The loss in fp64, position by position."""
+    total, count = logits.new_zeros((), dtype=torch.float64), 0
+    for sequence, tokens in zip(logits.double(), labels.tolist(), strict=True):
+        following = tokens if shifted else [*tokens[1:], ignore_index]
+        for x, label in zip(sequence, following, strict=True):
+            if label == ignore_index:
+                continue
+            x = x if softcap is None else softcap * torch.tanh(x / softcap)
+            surprise = x.logsumexp(0) - x
+            total = (
+                total
+                + (1 - label_smoothing) * surprise[label]
+                + label_smoothing * surprise.mean()
+                + z_loss * x.logsumexp(0) ** 2
+            )
+            count += 1
+    return total / (count if items is None else items)
+
+
+def gradients(loss: Tensor, *of: Tensor) -> list[Tensor]:
+    return [
+        torch.zeros_like(tensor) if grad is None else grad
+        for tensor, grad in zip(of, torch.autograd.grad(loss, of, allow_unused=True), strict=True)
+    ]
+
+
+@devices
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
+@pytest.mark.parametrize("ignored", ["none", "some"])
+@pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shift_labels"])
+@pytest.mark.parametrize("items", [None, 4, torch.tensor(4), torch.tensor([4])], ids=str)
+def test_the_meaning(
+    items: int | Tensor | None, shifted: bool, ignored: str, options: dict[str, Any], device: str
+) -> None:
+    hidden, matrix, labels = sample(device, ignored=ignored)
+    given = (None, items, -100, labels) if shifted else (labels, items)
+    expected = meaning(
+        hidden @ matrix.T, labels, None if items is None else 4, shifted=shifted, **options
+    )
+    logits = hidden @ matrix.T
+    ours = causal_lm_loss(logits, given[0], CLASSES, *given[1:], **options)
+    without = linear_causal_lm_loss(hidden, matrix, *given, **options)
+    truth = gradients(expected, hidden, matrix)
+    for loss in (ours, without):
+        assert loss.shape == (() if not isinstance(items, Tensor) else items.shape)
+        torch.testing.assert_close(loss.reshape(()), expected)
+        for grad, true in zip(gradients(loss, hidden, matrix), truth, strict=True):
+            torch.testing.assert_close(grad, true)
+
+
+@devices
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("items", [None, 4], ids=str)
+def test_half_types_give_fp32(items: int | None, dtype: torch.dtype, device: str) -> None:
+    hidden, matrix, labels = sample(device, dtype)
+    logits = (hidden @ matrix.T).detach().requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    loss, expected = (
+        causal_lm_loss(logits, labels, CLASSES, items, **OPTIONS),
+        meaning(exact, labels, items, **OPTIONS),
+    )
+    assert (loss.shape, loss.dtype) == ((), torch.float32)
+    # Each loss is below 16, and takes fewer than 16 roundings in fp32.
+    torch.testing.assert_close(
+        loss.double(), expected, rtol=0, atol=16 * torch.finfo(torch.float32).eps * 16
+    )
+    (grad,), (true,) = gradients(loss, logits), gradients(expected, exact)
+    assert grad.dtype == dtype
+    # Rounded when it is formed, and once more by the factor from upstream.
+    torch.testing.assert_close(
+        grad.double(), true, rtol=torch.finfo(dtype).eps, atol=torch.finfo(torch.float32).eps
+    )
+
+    without, expected = (
+        linear_causal_lm_loss(hidden, matrix, labels, items),
+        meaning(hidden.double() @ matrix.double().T, labels, items),
+    )
+    assert (without.shape, without.dtype) == ((), torch.float32)
+    # A logit, rounded to half of an eps of it, shifts a loss by as much at most, and its label's by as much again.
+    count = 1 if items is None else (labels[:, 1:] != -100).sum().item() / items
+    torch.testing.assert_close(
+        without.double(),
+        expected,
+        rtol=0,
+        atol=count * torch.finfo(dtype).eps * logits.abs().max().item(),
+    )
+    assert all(grad.dtype == dtype for grad in gradients(without, hidden, matrix))
+
+
+def test_the_name_of_the_soft_cap_in_configurations() -> None:
+    hidden, matrix, labels = sample()
+    expected = linear_causal_lm_loss(hidden, matrix, labels, softcap=3.0)
+    for softcap in (None, 3.0):
+        assert torch.equal(
+            linear_causal_lm_loss(
+                hidden, matrix, labels, softcap=softcap, final_logit_softcapping=3.0
+            ),
+            expected,
+        )
+    assert not torch.equal(
+        linear_causal_lm_loss(hidden, matrix, labels, final_logit_softcapping=None), expected
+    )
+
+
+@devices
+def test_all_ignored(device: str) -> None:
+    hidden, matrix, labels = sample(device, ignored="all")
+    losses = (
+        lambda items: causal_lm_loss(hidden @ matrix.T, labels, CLASSES, items),
+        lambda items: linear_causal_lm_loss(hidden, matrix, labels, items),
+    )
+    for loss in losses:
+        assert loss(None).isnan()
+        assert loss(3) == 0
+        assert not any(grad.any() for grad in gradients(loss(3), hidden, matrix))
+        assert loss(0).isnan() and loss(torch.tensor(0)).isnan(), "0 / 0, as a tensor divides"
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8], ids=str)
+@pytest.mark.parametrize("ignore_index", [-100, 0, 300])
+def test_labels_of_any_dtype_and_ignored_index(ignore_index: int, dtype: torch.dtype) -> None:
+    hidden, matrix, labels = sample(ignored="none")
+    expected = meaning(hidden @ matrix.T, labels, ignore_index=ignore_index)
+    for shift_labels in (None, torch.nn.functional.pad(labels[:, 1:], (0, 1), value=10).to(dtype)):
+        if shift_labels is not None:
+            expected = meaning(
+                hidden @ matrix.T, shift_labels, ignore_index=ignore_index, shifted=True
+            )
+        arguments = (labels.to(dtype), None, ignore_index, shift_labels)
+        torch.testing.assert_close(
+            causal_lm_loss(hidden @ matrix.T, arguments[0], CLASSES, *arguments[1:]), expected
+        )
+        torch.testing.assert_close(linear_causal_lm_loss(hidden, matrix, *arguments), expected)
+
+
+def test_any_leading_dimensions_and_strides() -> None:
+    hidden, matrix, labels = sample()
+    logits = hidden @ matrix.T
+    expected = causal_lm_loss(logits, labels, CLASSES)
+    apart = logits.transpose(0, 1).contiguous().transpose(0, 1)
+    states = hidden.transpose(0, 1).contiguous().transpose(0, 1)
+    torch.testing.assert_close(causal_lm_loss(apart, labels.T.contiguous().T, CLASSES), expected)
+    torch.testing.assert_close(
+        linear_causal_lm_loss(states, matrix, labels.T.contiguous().T), expected
+    )
+    torch.testing.assert_close(causal_lm_loss(logits[None], labels[None], CLASSES), expected)
+    torch.testing.assert_close(linear_causal_lm_loss(hidden[None], matrix, labels[None]), expected)
+    one = causal_lm_loss(logits[0], labels[0], CLASSES)
+    torch.testing.assert_close(one, causal_lm_loss(logits[:1], labels[:1], CLASSES))
+    torch.testing.assert_close(one, linear_causal_lm_loss(hidden[0], matrix, labels[0]))
+
+
+def test_a_bias_and_a_budget_are_passed_on() -> None:
+    hidden, matrix, labels = sample()
+    bias = torch.linspace(-1, 1, CLASSES, dtype=torch.float64, requires_grad=True)
+    expected = causal_lm_loss(hidden @ matrix.T + bias, labels, CLASSES)
+    loss = linear_causal_lm_loss(hidden, matrix, labels, linear_bias=bias)
+    torch.testing.assert_close(loss, expected)
+    for grad, true in zip(
+        gradients(loss, hidden, matrix, bias),
+        gradients(expected, hidden, matrix, bias),
+        strict=True,
+    ):
+        torch.testing.assert_close(grad, true)
+    with pytest.raises(ValueError, match="memory_budget: expected at least"):
+        linear_causal_lm_loss(hidden, matrix, labels, memory_budget=1)
+
+
+def test_what_else_models_pass_on_is_not_looked_at() -> None:
+    hidden, matrix, labels = sample()
+    more = {"cache_position": torch.arange(3), "output_attentions": True, "reduction": "none"}
+    assert torch.equal(
+        causal_lm_loss(hidden @ matrix.T, labels, CLASSES, **more),
+        causal_lm_loss(hidden @ matrix.T, labels, CLASSES),
+    )
+    assert torch.equal(
+        linear_causal_lm_loss(hidden, matrix, labels, **more),
+        linear_causal_lm_loss(hidden, matrix, labels),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_compiled_and_under_autocast(dtype: torch.dtype) -> None:
+    hidden, matrix, labels = sample(dtype=dtype)
+    items = torch.tensor(4)
+    for f, arguments in (
+        (causal_lm_loss, ((hidden @ matrix.T).detach().requires_grad_(), labels, CLASSES)),
+        (linear_causal_lm_loss, (hidden, matrix, labels)),
+    ):
+        loss, compiled = (
+            f(*arguments, items),
+            torch.compile(f, fullgraph=True, backend="aot_eager")(*arguments, items),
+        )
+        torch.testing.assert_close(compiled, loss)
+        of = [tensor for tensor in arguments if isinstance(tensor, Tensor) and tensor.requires_grad]
+        for grad, eager in zip(gradients(compiled, *of), gradients(loss, *of), strict=True):
+            torch.testing.assert_close(grad, eager, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_causal_lm_loss(hidden.bfloat16(), matrix.float(), labels)
+        assert (
+            loss.dtype == torch.float32
+            and causal_lm_loss(hidden @ matrix.T, labels, CLASSES).dtype == torch.float32
+        )
+    torch.testing.assert_close(
+        loss, linear_causal_lm_loss(hidden.bfloat16(), matrix.bfloat16(), labels)
+    )
+
+
+@pytest.mark.gpu
+def test_labels_and_number_of_items_come_from_another_device() -> None:
+    hidden, matrix, labels = sample("cuda")
+    items = torch.tensor(4)
+    expected = meaning(hidden @ matrix.T, labels, 4)
+    torch.testing.assert_close(
+        causal_lm_loss(hidden @ matrix.T, labels.cpu(), CLASSES, items), expected
+    )
+    torch.testing.assert_close(linear_causal_lm_loss(hidden, matrix, labels.cpu(), items), expected)
+    torch.testing.assert_close(
+        causal_lm_loss((hidden @ matrix.T).cpu(), labels, CLASSES, items.cuda()), expected.cpu()
+    )
+
+
+@pytest.mark.gpu
+def test_no_copy_of_the_logits() -> None:
+    logits = torch.randn(1024, 32_768, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    labels = torch.randint(32_768, (1024,), device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    causal_lm_loss(logits, labels, 32_768, 1024).backward()
+    assert torch.cuda.max_memory_allocated() - before < 1.1 * logits.nbytes, (
+        "the gradient, and no more"
+    )
+
+
+LOGITS, LABELS = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"logits": [1.0]}, TypeError, "logits: expected a Tensor, got list"),
+        ({"logits": LOGITS.long()}, TypeError, "logits: expected a floating dtype"),
+        (
+            {"vocab_size": 5},
+            ValueError,
+            r"logits: expected shape \[..., T, vocab_size\] with vocab_size = 5, got \[2, 3, 4\]",
+        ),
+        ({"vocab_size": None}, ValueError, "vocab_size: expected an int of at least 1, got None"),
+        ({"labels": None}, TypeError, "labels: expected a Tensor, got NoneType"),
+        (
+            {"labels": LABELS.float()},
+            TypeError,
+            "labels: expected an integer dtype, got torch.float32",
+        ),
+        (
+            {"labels": LABELS[:, 1:]},
+            ValueError,
+            r"labels: expected 6 labels, one for each position, got 4, of shape \[2, 2\]",
+        ),
+        ({"labels": LABELS[0, 0]}, ValueError, r"labels: expected shape \[..., T\], got \[\]"),
+        (
+            {"labels": LABELS + 4},
+            IndexError,
+            r"expected labels from 0 to 3 \(or ignore_index -100\), got 4 at \[0\]",
+        ),
+        (
+            {"shift_labels": LABELS[:1]},
+            ValueError,
+            r"shift_labels: expected 6 labels, one for each position, got 3",
+        ),
+        (
+            {"shift_labels": LABELS.bool()},
+            TypeError,
+            "shift_labels: expected an integer dtype, got torch.bool",
+        ),
+        (
+            {"num_items_in_batch": "6"},
+            TypeError,
+            "num_items_in_batch: expected a number, a Tensor or None, got str",
+        ),
+        ({"label_smoothing": 2.0}, ValueError, "label_smoothing: expected a number"),
+        ({"softcap": 0.0}, ValueError, "softcap: expected a number above 0.0, got 0.0"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        causal_lm_loss(**{"logits": LOGITS, "labels": LABELS, "vocab_size": 4, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"hidden_states": LABELS}, TypeError, "hidden_states: expected a floating dtype"),
+        (
+            {"hidden_states": torch.zeros(2, 3, 6)},
+            ValueError,
+            r"hidden_states: expected shape \[..., T, H\] with H = 5, got \[2, 3, 6\]",
+        ),
+        (
+            {"lm_head_weight": torch.zeros(5)},
+            ValueError,
+            r"lm_head_weight: expected shape \[vocab_size, H\], got \[5\]",
+        ),
+        ({"lm_head_weight": None}, TypeError, "lm_head_weight: expected a Tensor, got NoneType"),
+        (
+            {"softcap": 3.0, "final_logit_softcapping": 4.0},
+            ValueError,
+            "softcap: expected one number, got 3.0 and final_logit_softcapping 4.0",
+        ),
+        (
+            {"lm_head_weight": torch.zeros(4, 5, dtype=torch.bfloat16)},
+            TypeError,
+            "lm_head_weight: expected the dtype of hidden_states, torch.float32",
+        ),
+        (
+            {"lm_head_weight": torch.zeros(4, 5, device="meta")},
+            ValueError,
+            "lm_head_weight: expected the device of hidden_states, cpu, got meta",
+        ),
+        (
+            {"labels": LABELS[:1]},
+            ValueError,
+            "labels: expected 6 labels, one for each position, got 3",
+        ),
+        ({"labels": LABELS - 1}, IndexError, "expected labels from 0 to 3"),
+        ({"linear_bias": torch.zeros(3)}, ValueError, "linear_bias: expected shape"),
+        (
+            {"num_items_in_batch": True},
+            TypeError,
+            "num_items_in_batch: expected a number, a Tensor or None, got bool",
+        ),
+    ],
+)
+def test_what_is_refused_without_logits(
+    changes: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        linear_causal_lm_loss(
+            **{
+                "hidden_states": torch.zeros(2, 3, 5),
+                "lm_head_weight": torch.zeros(4, 5),
+                "labels": LABELS,
+                **changes,
+            }
+        )
+
+
+def test_transformers_is_not_imported() -> None:
+    code = "import sys, partita; partita.integrations.transformers.causal_lm_loss; print('transformers' in sys.modules)"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "False"
+    )
+    assert "transformers" in dir(partita.integrations)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("items", [None, 4, torch.tensor(4)], ids=str)
+@pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shift_labels"])
+def test_as_transformers(shifted: bool, items: int | Tensor | None, dtype: torch.dtype) -> None:
+    theirs = pytest.importorskip(
+        "transformers.loss.loss_utils", exc_type=ImportError
+    ).ForCausalLMLoss
+    hidden, matrix, labels = sample(dtype=dtype)
+    logits = (hidden @ matrix.T).detach().requires_grad_()
+    arguments = (
+        logits,
+        None if shifted else labels,
+        CLASSES,
+        items,
+        -100,
+        labels if shifted else None,
+    )
+    loss, expected = causal_lm_loss(*arguments), theirs(*arguments)
+    assert loss.dtype == expected.dtype
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(*(gradients(each, logits)[0] for each in (loss, expected)))
+
+
+def test_as_the_loss_of_a_model_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers", exc_type=ImportError)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=CLASSES, **sizes))
+    tokens = torch.randint(CLASSES, (BATCH, TIME))
+    parameters = list(model.parameters())
+    for more in ({}, {"num_items_in_batch": torch.tensor(9)}):
+        expected = model(input_ids=tokens, labels=tokens, **more).loss
+        truth = gradients(expected, *parameters)
+        model.loss_function = causal_lm_loss
+        ours = model(input_ids=tokens, labels=tokens, **more).loss
+        del model._loss_function
+        without = linear_causal_lm_loss(
+            model.model(input_ids=tokens).last_hidden_state, model.lm_head.weight, tokens, **more
+        )
+        for loss in (ours, without):
+            torch.testing.assert_close(loss, expected)
+            for grad, true in zip(gradients(loss, *parameters), truth, strict=True):
+                torch.testing.assert_close(grad, true)

@@ -1,0 +1,309 @@
+"""The kernels of chains against the specification, under the interpreter and on a GPU."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers.chains import TABLES, random_chain
+from helpers.rows import INTERPRETING, KERNEL_DEVICES, kernel_devices
+
+import partita
+from partita import Chain
+from partita.testing import poisoned_memory
+
+SHAPES = (
+    (0, 2, 3, 2),
+    (1, 3, 3, 2),
+    (2, 2, 2, 1),
+    (5, 4, 3, 2),
+    (7, 3, 1, 3),
+    (20, 3, 13, 5),
+    (11, 2, 70, 3),
+    (4, 2, 5, 20),
+)
+SEMIRINGS = ((partita.Log, "Log"), (partita.Max, "Max"))
+LARGE = (
+    (50, 3, 64, 5),
+    (50, 3, 256, 5),
+    (30, 2, 1024, 5),
+    (20, 2, 1500, 3),
+    (20, 2, 4096, 2),
+    (20, 2, 100, 40),
+    (5, 2, 16_384, 3),
+    (5, 2, 20_000, 2),
+)
+
+
+def results(chain: Chain, backend: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """log Z with and without a gradient to come, and the gradients of scores, initial and final."""
+    tensors = [t.to(dtype).requires_grad_() for t in (chain.scores, chain.initial, chain.final)]
+    with partita.backend(backend), poisoned_memory():
+        z = Chain(tensors[0], chain.source, *tensors[1:], lengths=chain.lengths).logz()
+        grads = torch.autograd.grad(
+            z, tensors, torch.linspace(0.5, 2, len(z), device=z.device).to(z.dtype)
+        )
+        with torch.no_grad():
+            alone = Chain(tensors[0], chain.source, *tensors[1:], lengths=chain.lengths).logz()
+    return z, alone, *grads
+
+
+def assert_right(chain: Chain, dtype: torch.dtype) -> None:
+    """Probabilities are within 2e-6, and half an ulp of where they are stored; log Z within 1e-6 of itself."""
+    ours, truth = results(chain, "triton", dtype), results(chain, "reference", dtype)
+    tolerance = 2e-6 if dtype.itemsize < 8 else 1e-12
+    for a, b in zip(ours, truth, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(
+            a,
+            b,
+            rtol=max(tolerance, 2 * torch.finfo(a.dtype).eps),
+            atol=2 * tolerance,
+            equal_nan=True,
+        )
+
+
+@kernel_devices
+@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_against_the_specification(shape: tuple[int, ...], kind: str, device: str) -> None:
+    assert_right(random_chain(*shape, kind=kind, seed=sum(shape), device=device), torch.float32)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+def test_large_tables(shape: tuple[int, ...], device: str) -> None:
+    assert_right(random_chain(*shape, seed=sum(shape), device=device), torch.float32)
+
+
+@kernel_devices
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(9, 3, 6, 3), (9, 3, 6, 12)], ids=str)
+def test_dtypes(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    if device == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter truncates what it stores in bf16")
+    assert_right(random_chain(*shape, seed=1, device=device), dtype)
+
+
+def everything(chain: Chain, backend: str) -> dict[str, torch.Tensor]:
+    """What all the other ops of a chain give."""
+    g = torch.Generator(chain.scores.device).manual_seed(1)
+    tensors = [t.clone().requires_grad_() for t in (chain.scores, chain.initial, chain.final)]
+    values = [
+        torch.randn(t.shape, generator=g, dtype=t.dtype, device=t.device).requires_grad_()
+        for t in tensors
+    ]
+    with partita.backend(backend), poisoned_memory():
+        found = {
+            f"{name} {label}": getattr(chain, f"{name}_scores")(S)
+            for S, label in SEMIRINGS
+            for name in ("forward", "backward")
+        }
+        found |= {f"best {name}": value for name, value in chain.viterbi()._asdict().items()}
+        found |= {f"drawn {name}": value for name, value in chain.sample(5, g)._asdict().items()}
+        found["entropy"] = chain.entropy()
+        live = Chain(tensors[0], chain.source, *tensors[1:], lengths=chain.lengths)
+        mean, best = live.expectation(*values), live.logz(partita.Max)
+        factor = torch.linspace(0.5, 2, len(mean), device=mean.device).to(mean.dtype)
+        found |= {"mean": mean, "best": best, "best alone": chain.logz(partita.Max)}
+        for name, result, variables in (("mean", mean, tensors + values), ("best", best, tensors)):
+            found |= {
+                f"{name}'s gradient {i}": t
+                for i, t in enumerate(torch.autograd.grad(result, variables, factor))
+            }
+    return found
+
+
+def assert_everything_right(chain: Chain) -> None:
+    """Paths are the same; sums and means are as exact as log Z, gradients of a mean of some values as exact as posteriors, times these values."""
+    ours, truth = everything(chain, "triton"), everything(chain, "reference")
+    small = 2e-6 if chain.scores.dtype.itemsize < 8 else 1e-11
+    for name, expected in truth.items():
+        tolerance = (
+            0
+            if not expected.is_floating_point()
+            else max(small, 2 * torch.finfo(expected.dtype).eps)
+        )
+        atol = tolerance * (len(chain.scores) + 10) * 10 if tolerance else 0
+        torch.testing.assert_close(
+            ours[name],
+            expected,
+            rtol=tolerance,
+            atol=atol,
+            equal_nan=True,
+            msg=lambda m, name=name: f"{name}: {m}",
+        )
+
+
+@kernel_devices
+@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_all_other_ops_against_the_specification(
+    shape: tuple[int, ...], kind: str, device: str
+) -> None:
+    if device == "cpu" and (shape not in SHAPES[::3] or kind not in TABLES[::2]):
+        pytest.skip("one in six under the interpreter, which is slow")
+    assert_everything_right(random_chain(*shape, kind=kind, seed=sum(shape), device=device))
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", (*SHAPES, *LARGE), ids=str)
+def test_all_other_ops_in_training_dtypes(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str
+) -> None:
+    chain = random_chain(*shape, seed=sum(shape), device=device, dtype=dtype)
+    assert_everything_right(chain)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
+@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize(
+    "shape", [(40, 5, 5, 3), (400, 5, 64, 5), (700, 3, 200, 4), (300, 2, 1024, 5)], ids=str
+)
+def test_ties_are_broken_as_promised(shape: tuple[int, ...], kind: str, device: str) -> None:
+    """Scores of few values, so that almost every path has an equal."""
+    kind = "any" if kind == "dense" and shape[2] > 64 else kind
+    chain = random_chain(*shape, kind=kind, seed=sum(shape), device=device, dtype=torch.float32)
+    for spread in (0.0, 1.0, 30.0):
+        rounded = Chain(
+            (chain.scores * spread).nan_to_num(0.0, neginf=-torch.inf).round(),
+            chain.source,
+            lengths=chain.lengths,
+        )
+        ours, truth = (path_of(rounded, backend) for backend in ("triton", "reference"))
+        for a, b in zip(ours, truth, strict=True):
+            assert torch.equal(a, b)
+
+
+def path_of(chain: Chain, backend: str) -> partita.ViterbiPath:
+    with partita.backend(backend), poisoned_memory():
+        return chain.viterbi()
+
+
+@kernel_devices
+def test_second_derivatives(device: str) -> None:
+    chain = random_chain(5, 3, 4, 3, device=device)
+    found = []
+    for backend in ("triton", "reference"):
+        tensors = [
+            t.clone().nan_to_num(0.0).requires_grad_()
+            for t in (chain.scores, chain.initial, chain.final)
+        ]
+        with partita.backend(backend):
+            z = Chain(tensors[0], chain.source, *tensors[1:], lengths=chain.lengths).logz()
+            grads = torch.autograd.grad(z.square().sum(), tensors, create_graph=True)
+            found.append(torch.autograd.grad(sum(g.square().sum() for g in grads), tensors))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@kernel_devices
+def test_strides(device: str) -> None:
+    chain = random_chain(6, 3, 4, 3, ragged=False, device=device)
+    frame = torch.full((3, 6, 3, 8), torch.nan, dtype=torch.float64, device=device).permute(
+        1, 0, 3, 2
+    )[:, :, ::2]
+    frame.copy_(chain.scores)
+    assert_right(Chain(frame, chain.source, chain.initial, chain.final), torch.float64)
+    assert_right(
+        Chain(
+            chain.scores[:1].expand(6, -1, -1, -1),
+            chain.source,
+            chain.initial[:1].expand(3, -1),
+            chain.final,
+        ),
+        torch.float32,
+    )
+
+
+@kernel_devices
+def test_wrong_lengths_and_sources_make_nan(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    chain = random_chain(5, 3, ragged=False, forbidden=0.0, device=device)
+    chain.lengths = torch.tensor([1, -2, 9], device=device)
+    z, alone, d_scores, *_ = results(chain, "triton", torch.float32)
+    assert z.isnan().tolist() == alone.isnan().tolist() == [False, True, True]
+    assert d_scores[:, 1:].isnan().all() and d_scores[:, 0].isfinite().all()
+    chain.lengths, chain.source = None, chain.source + 2
+    assert results(chain, "triton", torch.float32)[0].isnan().all()
+
+
+@kernel_devices
+def test_twice_the_same_bits(device: str) -> None:
+    chain = random_chain(12, 3, 9, 3, seed=4, device=device)
+    for a, b in zip(*(results(chain, "triton", torch.float32) for _ in range(2)), strict=True):
+        assert torch.equal(a.nan_to_num(-1.0), b.nan_to_num(-1.0))
+
+
+@kernel_devices
+def test_table_is_built_anew_when_it_changes(device: str) -> None:
+    chain = random_chain(5, 2, 4, 2, ragged=False, forbidden=0.0, device=device)
+    assert_right(chain, torch.float32)
+    chain.source.copy_(chain.source.flip(0))
+    assert_right(chain, torch.float32)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
+@pytest.mark.parametrize("states", [64, 256])
+def test_long_chains(states: int, device: str) -> None:
+    """20,000 steps over k-mers."""
+    source = partita.debruijn_source(4, 3 if states == 64 else 4).to(device)
+    scores = torch.randn(20_000, 1, states, 5, generator=torch.Generator().manual_seed(0)).to(
+        device
+    )
+    ours = Chain(scores, source)
+    with partita.backend("triton"):
+        z, marginals = ours.logz(), ours.marginals()
+    with partita.backend("reference"):
+        truth = Chain(scores.double(), source)
+        assert (z - truth.logz()).abs() <= 1e-6 * truth.logz().abs() + 2e-5
+        assert (marginals - truth.marginals()).abs().max() <= 2e-6
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
+def test_capture_and_replay(device: str) -> None:
+    chain = random_chain(
+        9, 3, 16, 4, ragged=False, forbidden=0.0, device=device, dtype=torch.float32
+    )
+    scores = chain.scores.clone().requires_grad_()
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        z = partita.logz(scores, chain.source, chain.initial, chain.final)
+        return z, torch.autograd.grad(z.sum(), scores)[0]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step()
+    with torch.no_grad():
+        scores.mul_(0.5)
+    graph.replay()
+    for a, b in zip(captured, step(), strict=True):
+        assert torch.equal(a, b)
+
+
+FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "logz": lambda scores, source: partita.logz(scores, source).sum(),
+    "max": lambda scores, source: partita.logz(scores, source, semiring=partita.Max).sum(),
+    "method": lambda scores, source: partita.Chain(scores, source).logz().sum(),
+    "entropy": lambda scores, source: partita.Chain(scores, source).entropy().sum(),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", KERNEL_DEVICES[1]])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_fullgraph(name: str, device: str) -> None:
+    if INTERPRETING:
+        pytest.skip("kernels are functions of Python there")
+    chain = random_chain(
+        5, 3, 4, 3, ragged=False, forbidden=0.0, device=device, dtype=torch.float32
+    )
+    scores = chain.scores.clone().requires_grad_()
+    expected = torch.autograd.grad(FUNCTIONS[name](scores, chain.source), scores)[0]
+    compiled = torch.compile(FUNCTIONS[name], fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(
+        torch.autograd.grad(compiled(scores, chain.source), scores)[0], expected
+    )

@@ -1,0 +1,366 @@
+"""The CPU's kernels of chains against the specification."""
+
+import math
+
+import pytest
+import torch
+from helpers.chains import TABLES, random_chain
+
+import partita
+from partita import Chain, Log, Max, debruijn_source
+
+pytest.importorskip("numba")
+from partita.ops.chain import autograd as _chain
+from partita.ops.chain import cpu as cpu_chain
+from partita.ops.chain import cpu_expectation as cpu_pairs
+from partita.ops.chain import cpu_steps as chain_steps
+from partita.ops.chain.cpu_steps import empty
+from partita.primitives.cpu import math as cpu_math
+
+RING = torch.tensor([[0, 3], [1, 0], [2, 1], [3, 2]])
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+WIDTHS = (
+    (0, 2, 3, 2),
+    (3, 0, 3, 2),
+    (1, 1, 1, 1),
+    (4, 3, 1, 3),
+    (5, 4, 3, 4),
+    (5, 3, 13, 5),
+    (4, 2, 9, 6),
+)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_and_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nothing was written to yet holds NaN, and the smallest batch is shared out."""
+    for module in (cpu_chain, cpu_pairs):
+        monkeypatch.setattr(module, "empty", lambda *args: empty(*args).fill_(torch.nan))
+    monkeypatch.setattr(chain_steps, "SMALL", 0)
+
+
+def every_op(
+    chain: Chain, values: torch.Tensor, backend: str
+) -> dict[str, tuple[torch.Tensor, ...]]:
+    """What each op gives; the numbers that go in beside the chain are the same at each call."""
+    g = torch.Generator().manual_seed(3)
+    steps, chains, states, _ = chain.scores.shape
+    first, last = torch.randn(2, chains, states, generator=g, dtype=torch.float64)
+    grad, uniforms = (
+        torch.randn(chains, generator=g).double(),
+        torch.rand(steps + 1, 4, chains, generator=g, dtype=torch.float64),
+    )
+    scores, source, *ends, lengths = inputs = chain._all()
+    more = (values, first, last)
+    results = {}
+    for best in (False, True):
+        for reverse in (False, True):
+            results[f"scan {best} {reverse}"] = (_chain.scan(*inputs, best, reverse, backend),)
+    logz, kept = _chain.logz(*inputs, True, backend)
+    results["logz"] = logz, _chain.logz(*inputs, False, backend)[0]
+    results["gradient"] = _chain.logz_gradient(
+        grad, scores, *ends, source, lengths, logz, kept, torch.float64, backend
+    )
+    results["viterbi"] = _chain.viterbi(*inputs, True, backend)
+    results["best score"] = _chain.viterbi(*inputs, False, backend)
+    results["sample"] = _chain.sample(*inputs, uniforms, backend)
+    mean, logz, kept = _chain.expectation(*inputs, *more, True, backend)
+    results["expectation"] = mean, logz, *_chain.expectation(*inputs, *more, False, backend)
+    for wanted in ((True, True), (True, False), (False, True)):
+        results[f"expectation {wanted}"] = _chain.expectation_gradient(
+            grad, *inputs, *more, mean, logz, kept, *wanted, backend
+        )
+    return results
+
+
+def assert_right(chain: Chain, values: torch.Tensor | None = None) -> None:
+    """Paths and sizes are the same, numbers within 1e-11, or 2 ulp of where they are stored."""
+    if values is None:
+        values = torch.randn(
+            chain.scores.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+        )
+    ours, truth = (every_op(chain, values, backend) for backend in ("numba", "reference"))
+    for name in truth:
+        for a, b in zip(ours[name], truth[name], strict=True):
+            tolerance = max(1e-11, 2 * torch.finfo(a.dtype).eps) if a.is_floating_point() else 0
+            torch.testing.assert_close(
+                a,
+                b,
+                rtol=tolerance,
+                atol=tolerance,
+                equal_nan=True,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
+
+
+@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("shape", WIDTHS, ids=str)
+def test_against_the_specification(shape: tuple[int, ...], kind: str) -> None:
+    chain = random_chain(*shape, kind=kind, seed=sum(shape))
+    if len(chain.lengths) > 1:
+        chain.lengths[1] = 0
+    assert_right(chain)
+    assert_right(
+        random_chain(*shape, kind=kind, seed=sum(shape), ragged=False, forbidden=0.6, ends=False)
+    )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [RING, debruijn_source(2, 3), debruijn_source(3, 2), debruijn_source(4, 3)],
+    ids=lambda source: f"{list(source.shape)}",
+)
+def test_tables_that_leave_each_state_as_often(source: torch.Tensor) -> None:
+    scores = torch.randn(
+        7, 3, *source.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    assert_right(Chain(scores, source, lengths=[7, 0, 4]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes(dtype: torch.dtype) -> None:
+    assert_right(random_chain(9, 4, 6, 3, dtype=dtype, seed=8))
+
+
+def test_values_of_another_dtype_and_without_a_stride() -> None:
+    chain = random_chain(6, 3, 4, 3, kind="missing", seed=4, dtype=torch.float32)
+    values = torch.randn(4, 3, dtype=torch.float16)
+    assert_right(chain, values.expand(chain.scores.shape))
+    assert_right(chain, torch.ones(()).expand(chain.scores.shape))
+
+
+def test_values_where_the_posterior_is_zero() -> None:
+    """0 · (±inf) and 0 · NaN are 0."""
+    chain = random_chain(5, 3, 4, 3, kind="missing", seed=6)
+    reached = torch.randn(
+        chain.scores.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    nowhere = chain.marginals() == 0
+    odd = (
+        torch.tensor([torch.inf, -torch.inf, torch.nan])
+        .double()
+        .repeat(reached.numel())[: reached.numel()]
+    )
+    results = []
+    with partita.backend("numba"):
+        for values in (reached, torch.where(nowhere, odd.view_as(reached), reached)):
+            tensors = [
+                t.clone().requires_grad_() for t in (chain.scores, chain.initial, chain.final)
+            ]
+            mean = Chain(tensors[0], chain.source, *tensors[1:], lengths=chain.lengths).expectation(
+                values
+            )
+            results.append((mean.detach(), *torch.autograd.grad(mean.sum(), tensors)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+def test_finite_numbers_that_stand_for_minus_infinity() -> None:
+    chain = random_chain(6, 3, 4, 3, forbidden=0.3, ragged=False, seed=4, dtype=torch.float32)
+    results = []
+    for least in (-torch.inf, -1e38, -1e9):
+        scores, start = (
+            chain.scores.clamp(min=least),
+            torch.tensor([0.0, least, least, least]).expand(3, -1),
+        )
+        with partita.backend("numba"):
+            one = Chain(scores, chain.source, start)
+            results.append((one.logz(), one.marginals()))
+    assert results[0][0].isfinite().all()
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(a, b)
+    with partita.backend("numba"):  # every path as bad as can be
+        marginals = Chain(scores, chain.source, torch.full((3, 4), -1e38)).marginals()
+    assert ((marginals >= 0) & (marginals <= 1)).all()
+
+
+def test_strides() -> None:
+    chain = random_chain(5, 3, 4, 3, ragged=False)
+    frame = torch.full((3, 5, 3, 8), torch.nan, dtype=torch.float64).permute(1, 0, 3, 2)[:, :, ::2]
+    frame.copy_(chain.scores)
+    assert_right(Chain(frame, chain.source, chain.initial, chain.final), frame)
+    assert_right(Chain(chain.scores.transpose(0, 1), chain.source), chain.scores.transpose(0, 1))
+    one = chain.scores[:1].expand(5, -1, -1, -1)
+    assert_right(
+        Chain(one, chain.source, chain.initial[:1].expand(3, -1)), one[..., :1].expand(one.shape)
+    )
+
+
+def test_more_slots_than_a_byte_counts() -> None:
+    g, slots = torch.Generator().manual_seed(0), 300
+    scores, source = (
+        torch.randn(3, 2, 2, slots, generator=g, dtype=torch.float64),
+        torch.randint(0, 2, (2, slots), generator=g),
+    )
+    with partita.backend("numba"):
+        ours = Chain(scores, source).viterbi()
+    with partita.backend("reference"):
+        truth = Chain(scores, source).viterbi()
+    assert ours.edges.remainder(slots).max() > slots // 10
+    for a, b in zip(ours, truth, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ties(seed: int) -> None:
+    chain = random_chain(8, 4, 4, 3, kind=TABLES[seed % 4], seed=seed, ends=seed % 2 == 0)
+    chain.scores, *ends = (
+        None if t is None else t.round() for t in (chain.scores, chain.initial, chain.final)
+    )
+    chain.initial, chain.final = ends
+    for a, b in zip(
+        *(_chain.viterbi(*chain._all(), True, backend) for backend in ("numba", "reference")),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+def test_wrong_lengths_spoil_their_chain_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    chain = random_chain(5, 3, 4, 2, ragged=False, forbidden=0.0)
+    values = torch.randn(chain.scores.shape, dtype=torch.float64)
+    right = every_op(chain, values, "numba")
+    chain.lengths = torch.tensor([5, -2, 2**40])
+    for name, results in every_op(chain, values, "numba").items():
+        for a, b in zip(results, right[name], strict=True):
+            chains = next((i for i, size in enumerate(a.shape) if size == 3), None)
+            if chains is None:
+                continue
+            assert torch.equal(a.select(chains, 0), b.select(chains, 0))
+            spoilt = a.narrow(chains, 1, 2)
+            assert (spoilt.isnan() if a.is_floating_point() else spoilt == -1).all(), name
+
+
+@pytest.mark.parametrize("bad", [4, -2, 2**40])
+def test_a_wrong_source_spoils_every_chain(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    chain = random_chain(5, 3, 4, 3, ragged=False, forbidden=0.0)
+    chain.source[2, 1] = bad
+    for name, results in every_op(chain, chain.scores, "numba").items():
+        for a in results:
+            assert (a.isnan() if a.is_floating_point() else a == -1).all(), name
+
+
+def test_scores_that_are_nan_are_not_lost() -> None:
+    for kind in TABLES:
+        chain = random_chain(4, 2, 3, 2, kind=kind, ragged=False, forbidden=0.0, seed=1)
+        chain.scores[1, 0] = torch.nan
+        with partita.backend("numba"):
+            path = chain.viterbi()
+            results = chain.logz(), chain.logz(Max), chain.expectation(chain.scores), path.score
+        assert all(r.isnan().tolist() == [True, False] for r in results)
+        assert (
+            (path.states[:, 0] == -1).all()
+            and (path.edges[:, 0] == -1).all()
+            and (path.states[:, 1] >= 0).all()
+        )
+
+
+def test_twice_the_same_bits_on_any_number_of_threads() -> None:
+    chain, threads = random_chain(12, 7, 9, 3, seed=4), torch.get_num_threads()
+    values = torch.randn(chain.scores.shape, dtype=torch.float64)
+    runs = []
+    try:
+        for number in (1, 2, 2, 5):
+            torch.set_num_threads(number)
+            runs.append(every_op(chain, values, "numba"))
+    finally:
+        torch.set_num_threads(threads)
+    for name in runs[0]:
+        for one, *others in zip(*(run[name] for run in runs), strict=True):
+            assert all(
+                torch.equal(one.nan_to_num(-1.0), other.nan_to_num(-1.0)) for other in others
+            ), name
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_gradients_of_expectations(kind: str) -> None:
+    """In scores, ends and values."""
+    chain = random_chain(6, 3, 4, 3, kind=kind, seed=5)
+    values = torch.randn(
+        chain.scores.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    results = []
+    for backend in ("numba", "reference"):
+        tensors = [
+            t.clone().requires_grad_() for t in (chain.scores, chain.initial, chain.final, values)
+        ]
+        with partita.backend(backend):
+            whole = Chain(tensors[0], chain.source, *tensors[1:3], lengths=chain.lengths)
+            results.append(
+                torch.autograd.grad(
+                    (whole.expectation(tensors[3]) + whole.entropy()).sum(), tensors
+                )
+            )
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_second_derivatives(kind: str) -> None:
+    chain = random_chain(3, 2, 3, 2, kind=kind, forbidden=0.0, seed=2)
+    scores = torch.where(chain.scores.isnan(), 0.0, chain.scores)
+    tensors = tuple(t.requires_grad_() for t in (scores, chain.initial, chain.final))
+    with partita.backend("numba"):
+        assert torch.autograd.gradgradcheck(
+            lambda *t: partita.logz(t[0], chain.source, *t[1:], lengths=chain.lengths), tensors
+        )
+
+
+@pytest.mark.parametrize("source", [RING, debruijn_source(4, 2)], ids=["ring", "k-mers"])
+def test_long_chains(source: torch.Tensor) -> None:
+    """fp32 scores, 2,000 steps: before they are rounded, log Z and marginals are exact."""
+    scores = torch.randn(2_000, 1, *source.shape, generator=torch.Generator().manual_seed(0))
+    results = []
+    for backend in ("numba", "reference"):
+        inputs = Chain(scores, source)._all()
+        logz, kept = _chain.logz(*inputs, True, backend)
+        grad = torch.ones_like(logz)
+        results.append(
+            (
+                logz,
+                _chain.logz_gradient(
+                    grad,
+                    inputs[0],
+                    inputs[2],
+                    inputs[3],
+                    source,
+                    None,
+                    logz,
+                    kept,
+                    torch.float64,
+                    backend,
+                )[0],
+            )
+        )
+    (logz, marginals), (true_logz, truth) = results
+    torch.testing.assert_close(logz, true_logz, rtol=1e-13, atol=0)
+    torch.testing.assert_close(marginals, truth, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("semiring", [Log, Max], ids=["log", "max"])
+def test_ragged_scans_agree_at_every_cut(semiring: partita.Semiring) -> None:
+    """Over k-mers, with lengths in order, the worst for threads that share them evenly."""
+    source = debruijn_source(4, 3)
+    scores = torch.randn(40, 9, *source.shape, generator=torch.Generator().manual_seed(0))
+    with partita.backend("numba"):
+        chain = Chain(scores, source, lengths=list(range(40, 4, -4)))
+        alpha, beta, total = (
+            chain.forward_scores(semiring),
+            chain.backward_scores(semiring),
+            chain.logz(semiring),
+        )
+    torch.testing.assert_close(semiring.sum(alpha + beta, -1), total.expand(41, 9))
+
+
+def test_exponential_and_logarithm() -> None:
+    g = torch.Generator().manual_seed(0)
+    for x in (torch.rand(2_000, generator=g, dtype=torch.float64) * -40).tolist():
+        assert cpu_math.exp(x) == pytest.approx(math.exp(x), rel=4e-15)
+        assert cpu_math.log(1 - x) == pytest.approx(math.log(1 - x), rel=1e-15)
+    assert cpu_math.exp(0.0) == 1.0 and cpu_math.log(1.0) == 0.0
+    assert (
+        cpu_math.exp(-699.0) == pytest.approx(math.exp(-699.0), rel=1e-13)
+        and cpu_math.exp(-701.0) == cpu_math.exp(-math.inf) == 0.0
+    )
+    assert math.isnan(cpu_math.exp(math.nan)) and math.isnan(cpu_math.log(math.nan))

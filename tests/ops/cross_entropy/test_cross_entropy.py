@@ -1,0 +1,417 @@
+"""Cross-entropy: every combination of options, forward and backward against fp64, on memory poisoned with NaN."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.rows import (
+    DTYPES,
+    check,
+    check_loss,
+    class_weights,
+    devices,
+    dtypes,
+    hypothesis_settings,
+    leaf,
+    plain_cross_entropy,
+    strided,
+    targets_for,
+)
+from helpers.terms import cross_entropy_terms
+from hypothesis import given
+from hypothesis import strategies as st
+
+import partita
+from partita.runtime.dtypes import acc_dtype
+from partita.testing import (
+    EDGES,
+    edge_rows,
+    forward_backward_difference,
+    sample_labels,
+    sample_rows,
+)
+
+CLASSES = 37
+REDUCTIONS = ("none", "mean", "sum")
+reductions = pytest.mark.parametrize("reduction", REDUCTIONS)
+kinds = pytest.mark.parametrize("kind", ["labels", "probabilities"])
+
+
+OPTIONS = list(itertools.product((False, True), (0.0, 0.1), (None, 5.0), (0.0, 1e-2)))
+options = pytest.mark.parametrize(("weight", "label_smoothing", "softcap", "z_loss"), OPTIONS)
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@kinds
+@reductions
+@options
+def test_every_combination_of_options(
+    weight, label_smoothing, softcap, z_loss, reduction, kind, dtype, device
+) -> None:
+    logits = 3 * sample_rows(32, CLASSES, dtype=dtype, device=device)
+    weights = class_weights(CLASSES, dtype, device) if weight else None
+    numbers = {
+        "label_smoothing": label_smoothing,
+        "softcap": softcap,
+        "z_loss": z_loss,
+        "reduction": reduction,
+    }
+    if kind == "probabilities":
+        check_loss(logits, targets_for(logits, kind), weights, **numbers)
+    for ignore_index in (-100, 3) if kind == "labels" else ():
+        check_loss(
+            logits,
+            targets_for(logits, kind, ignored=ignore_index),
+            weights,
+            ignore_index=ignore_index,
+            **numbers,
+        )
+
+
+@pytest.mark.interpreted
+@devices
+@dtypes
+@pytest.mark.parametrize("edge", EDGES)
+def test_edges(edge: str, dtype: torch.dtype, device: str) -> None:
+    logits = edge_rows(edge, 16, CLASSES, dtype=dtype, device=device)
+    target = targets_for(logits, "labels")
+    for reduction in REDUCTIONS:
+        check_loss(logits, target, reduction=reduction)
+    if "inf" not in edge and len(logits):
+        check_loss(logits, target, reduction="none", z_loss=1e-4, label_smoothing=0.2)
+        check_loss(logits, targets_for(logits, "probabilities"))
+
+
+WIDTHS = [pytest.param("cpu", width) for width in (1, 2, 3, 64, 129, 300)]
+WIDTHS += [
+    pytest.param("cuda", width, marks=pytest.mark.gpu)
+    for width in (1, 2, 3, 64, 129, 300, 781, 1024, 4097, 8192, 16385, 32768, 50257, 131073, 262144)
+]
+
+
+@pytest.mark.interpreted
+@dtypes
+@pytest.mark.parametrize(("device", "width"), WIDTHS)
+def test_widths(width: int, device: str, dtype: torch.dtype) -> None:
+    logits = 3 * sample_rows(5 + 600 // width, width, dtype=dtype, device=device)
+    target = targets_for(logits, "labels", ignored=-100)
+    for reduction in ("none", "mean"):
+        check_loss(logits, target, reduction=reduction)
+        check_loss(
+            logits, target, reduction=reduction, label_smoothing=0.1, softcap=5.0, z_loss=1e-3
+        )
+
+
+SHAPES = [
+    (CLASSES,),
+    (1, CLASSES),
+    (4, 1),
+    (0, CLASSES),
+    (2, CLASSES, 3),
+    (2, CLASSES, 0),
+    (2, CLASSES, 3, 2),
+    (2, 5, 1, 2, 3),
+]
+
+
+@pytest.mark.interpreted
+@devices
+@kinds
+@reductions
+@pytest.mark.parametrize("layout", ["contiguous", "classes_last", "spaced"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes_and_strides(
+    shape: tuple[int, ...], layout: str, reduction: str, kind: str, device: str
+) -> None:
+    order = list(range(len(shape)))
+    if layout == "classes_last" and len(shape) > 1:
+        order.append(order.pop(1))
+    steps = [2 if layout == "spaced" else 1] * len(shape)
+    logits = strided(shape, order, steps, dtype=torch.float32, device=device, seed=0)
+    target = targets_for(logits, kind, ignored=-100)
+    result = partita.cross_entropy(logits, target, reduction=reduction)
+    assert result.shape == F.cross_entropy(logits, target, reduction=reduction).shape
+    check_loss(logits, target, reduction=reduction, few=True)
+
+
+@pytest.mark.interpreted
+@devices
+@hypothesis_settings
+@given(data=st.data())
+def test_any_call(data: st.DataObject, device: str) -> None:
+    draw = data.draw
+    dims = draw(st.integers(1, 4))
+    shape = [draw(st.integers(0, 6)) for _ in range(dims)]
+    shape[min(dims - 1, 1)] = draw(st.integers(1, 70))
+    order = draw(st.permutations(range(dims)))
+    steps = draw(st.lists(st.sampled_from((1, 1, 2, 0)), min_size=dims, max_size=dims))
+    dtype = draw(st.sampled_from(DTYPES))
+    logits = strided(shape, order, steps, dtype=dtype, device=device, seed=draw(st.integers(0, 9)))
+    kind = draw(st.sampled_from(("labels", "probabilities")))
+    ignore_index = draw(st.sampled_from((-100, 0, -1))) if kind == "labels" else -100
+    weight = class_weights(shape[min(dims - 1, 1)], dtype, device) if draw(st.booleans()) else None
+    check_loss(
+        logits,
+        targets_for(logits, kind, ignored=ignore_index, seed=draw(st.integers(0, 9))),
+        weight,
+        ignore_index=ignore_index,
+        reduction=draw(st.sampled_from(REDUCTIONS)),
+        label_smoothing=draw(st.sampled_from((0.0, 0.1, 1.0))),
+        softcap=draw(st.sampled_from((None, 2.0, 30.0))),
+        z_loss=draw(st.sampled_from((0.0, 1e-3))),
+        few=True,
+    )
+
+
+@devices
+def test_the_seeds_check(device: str) -> None:
+    logits, labels = sample_labels(4, 10, device=device)
+    difference = forward_backward_difference(partita.cross_entropy, F.cross_entropy, logits, labels)
+    eps = torch.finfo(torch.float32).eps
+    assert difference.forward <= 2 * eps  # 2 ulp of a loss between 1 and 4
+    assert difference.backward <= 2 * eps / 4  # 2 ulp of an entry of at most 1/4
+    check_loss(logits, labels, few=True)
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8], ids=str
+)
+def test_labels_of_any_integer_dtype_and_stride(dtype: torch.dtype, device: str) -> None:
+    logits = sample_rows(6, CLASSES, device=device)
+    labels = targets_for(logits, "labels")
+    expected = partita.cross_entropy(logits, labels, reduction="none")
+    spaced = labels.to(dtype).repeat_interleave(3)[::3]
+    assert torch.equal(partita.cross_entropy(logits, spaced, reduction="none"), expected)
+    one = labels[:1].to(dtype).expand(6)
+    assert torch.equal(
+        partita.cross_entropy(logits, one, reduction="none"),
+        partita.cross_entropy(logits, one.contiguous().long(), reduction="none"),
+    )
+
+
+@pytest.mark.interpreted
+@devices
+@reductions
+@pytest.mark.parametrize("rows", [None, 1, 3])
+def test_all_ignored(rows: int | None, reduction: str, device: str) -> None:
+    """A mean over no rows is NaN, without a batch too, where torch gives NaN on the CPU and 0 on CUDA."""
+    logits = leaf(rows or 1, CLASSES, device=device)
+    target = torch.full((rows or 1,), -100, device=device)
+    ours = partita.cross_entropy(
+        *((logits, target) if rows else (logits[0], target[0])), reduction=reduction
+    )
+    expected = torch.full_like(ours, torch.nan if reduction == "mean" else 0.0)
+    assert ours.shape == (target.shape if rows and reduction == "none" else ())
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
+    (grad,) = torch.autograd.grad(ours.sum(), logits)
+    assert torch.equal(grad, torch.zeros_like(grad))
+
+
+@pytest.mark.interpreted
+@devices
+@reductions
+def test_what_an_ignored_row_holds_does_not_matter(reduction: str, device: str) -> None:
+    logits, target = sample_labels(6, CLASSES, device=device)
+    target[[1, 4]] = -100
+    clean, spoiled = logits.clone().requires_grad_(), logits.clone()
+    spoiled[1], spoiled[4] = torch.nan, -torch.inf
+    spoiled.requires_grad_()
+    results = [
+        partita.cross_entropy(x, target, reduction=reduction, z_loss=1e-3, label_smoothing=0.1)
+        for x in (clean, spoiled)
+    ]
+    grads = [
+        torch.autograd.grad(r.sum(), x)[0] for r, x in zip(results, (clean, spoiled), strict=True)
+    ]
+    assert torch.equal(*results)
+    assert torch.equal(*grads)
+
+
+@devices
+@pytest.mark.parametrize(
+    "numbers", [{}, {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-3}], ids=["plain", "all"]
+)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradient_of_probabilities_and_of_their_class_weights(
+    reduction: str, numbers: dict[str, float], device: str
+) -> None:
+    """Where a probability or a weight is 0 too."""
+    logits = sample_rows(4, CLASSES, device=device)
+    target, weight = (
+        targets_for(logits, "probabilities"),
+        class_weights(CLASSES, torch.float32, device),
+    )
+    target[:2] = F.one_hot(targets_for(logits, "labels")[:2], CLASSES)
+    options = {"reduction": reduction, **numbers}
+    check(
+        lambda *t: partita.cross_entropy(*t, **options),
+        lambda *t: plain_cross_entropy(*t, **options),
+        logits,
+        target,
+        weight,
+        scale="tensor",
+    )
+
+
+@devices
+@dtypes
+@kinds
+def test_result_has_the_dtype_that_torch_gives(kind: str, dtype: torch.dtype, device: str) -> None:
+    logits = sample_rows(4, 7, dtype=dtype, device=device)
+    target = targets_for(logits, kind)
+    weight = class_weights(7, dtype, device)
+    for arguments in ((logits, target), (logits, target, weight)):
+        assert partita.cross_entropy(*arguments).dtype == F.cross_entropy(*arguments).dtype
+        with torch.autocast(device, torch.bfloat16):
+            assert partita.cross_entropy(*arguments).dtype == F.cross_entropy(*arguments).dtype
+    if kind == "probabilities":
+        for other in DTYPES:
+            assert (
+                partita.cross_entropy(logits, target.to(other)).dtype
+                == F.cross_entropy(logits, target.to(other)).dtype
+            )
+
+
+@devices
+def test_class_weights_in_fp32_beside_half_logits(device: str) -> None:
+    logits = sample_rows(4, CLASSES, dtype=torch.bfloat16, device=device)
+    check_loss(logits, targets_for(logits, "labels"), class_weights(CLASSES, torch.float32, device))
+
+
+@pytest.mark.interpreted
+@devices
+def test_fp16_gradient_under_a_loss_scale(device: str) -> None:
+    """Divided by the number of rows before the scale is known, most of this gradient would fall below what fp16 can hold."""
+    logits = sample_rows(512, 64, dtype=torch.float16, device=device)
+    target = targets_for(logits, "labels")
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return partita.cross_entropy(x, target)
+
+    upstream = torch.tensor(65536.0, device=device)
+    terms = cross_entropy_terms(logits, target, None, upstream)
+    check(
+        scaled,
+        lambda x: F.cross_entropy(x.to(acc_dtype(x.dtype)), target),
+        logits,
+        upstream=[upstream],
+        scale=terms[0],
+        grad_scale=terms[1],
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda x, t: partita.cross_entropy([1.0], t),
+            TypeError,
+            "input: expected a Tensor, got list",
+        ),
+        (
+            lambda x, t: partita.cross_entropy(t, t),
+            TypeError,
+            "input: expected a floating dtype, got torch.int64",
+        ),
+        (lambda x, t: partita.cross_entropy(x, 1), TypeError, "target: expected a Tensor, got int"),
+        (
+            lambda x, t: partita.cross_entropy(x[0, 0], t),
+            ValueError,
+            r"input: expected shape \[N, C, ...\] or \[C\], got \[\]",
+        ),
+        (
+            lambda x, t: partita.cross_entropy(x, t.bool()),
+            TypeError,
+            "target: expected an integer dtype, got torch.bool",
+        ),
+        (
+            lambda x, t: partita.cross_entropy(x, x[:, 0]),
+            TypeError,
+            "target: expected an integer dtype, got torch.float32",
+        ),
+        (
+            lambda x, t: partita.cross_entropy(x, t[:3]),
+            ValueError,
+            r"target: expected shape .* = \[4\], got \[3\]",
+        ),
+        (
+            lambda x, t: partita.cross_entropy(x[0], t),
+            ValueError,
+            r"target: expected shape .* = \[\], got \[4\]",
+        ),
+        (
+            lambda x, t: partita.cross_entropy(x.to("meta"), t),
+            ValueError,
+            "target: expected the device of input, meta, got cpu",
+        ),
+        (
+            lambda x, t: partita.cross_entropy(x, t, t),
+            TypeError,
+            "weight: expected a floating dtype, got torch.int64",
+        ),
+        (
+            lambda x, t: partita.cross_entropy(x, t, x[0, :3]),
+            ValueError,
+            r"weight: expected shape \[C\] = \[7\], got \[3\]",
+        ),
+        (
+            lambda x, t: partita.cross_entropy(x, t, x[0].to("meta")),
+            ValueError,
+            "weight: expected the device of input, cpu, got meta",
+        ),
+        (
+            lambda x, t: partita.cross_entropy(x, t, x[0].clone().requires_grad_()),
+            RuntimeError,
+            "weight: not differentiable with label targets.*",
+        ),
+        (
+            lambda x, t: partita.cross_entropy(x, x, ignore_index=0),
+            ValueError,
+            "ignore_index: expected none .* with target probabilities, got 0",
+        ),
+        (
+            lambda x, t: partita.cross_entropy(x, t, reduction="max"),
+            ValueError,
+            "reduction: expected one of 'none', 'mean', 'sum', got 'max'",
+        ),
+        (
+            lambda x, t: partita.cross_entropy(x, t, label_smoothing=1.5),
+            ValueError,
+            "label_smoothing: .* at least 0.0 and at most 1.0, got 1.5",
+        ),
+        (
+            lambda x, t: partita.cross_entropy(x, t, label_smoothing="a"),
+            TypeError,
+            "label_smoothing: expected a number, got str",
+        ),
+        (
+            lambda x, t: partita.cross_entropy(x, t, softcap=0.0),
+            ValueError,
+            "softcap: expected a number above 0.0, got 0.0",
+        ),
+        (
+            lambda x, t: partita.cross_entropy(x, t, softcap=float("nan")),
+            ValueError,
+            "softcap: expected a number above 0.0, got nan",
+        ),
+        (
+            lambda x, t: partita.cross_entropy(x, t, z_loss=-1.0),
+            ValueError,
+            "z_loss: expected a number of at least 0.0, got -1.0",
+        ),
+        (
+            lambda x, t: partita.cross_entropy(x, t, z_loss=float("inf")),
+            ValueError,
+            "z_loss: expected a number of at least 0.0, got inf",
+        ),
+    ],
+)
+def test_refuses(call, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{message}$"):
+        call(*sample_labels(4, 7))

@@ -1,0 +1,197 @@
+"""Token statistics: forward and backward against fp64, on memory poisoned with NaN."""
+
+import pytest
+import torch
+from helpers.rows import DTYPES, devices, dtypes, hypothesis_settings, leaf, strided, targets_for
+from helpers.stats import check_stats, plain_token_stats
+from hypothesis import given
+from hypothesis import strategies as st
+
+import partita
+from partita.testing import EDGES, edge_rows, sample_labels, sample_rows
+
+CLASSES = 37
+
+
+@pytest.mark.interpreted
+@devices
+@dtypes
+@pytest.mark.parametrize("edge", EDGES)
+def test_against_fp64(edge: str, dtype: torch.dtype, device: str) -> None:
+    logits = edge_rows(edge, 16, CLASSES, dtype=dtype, device=device)
+    check_stats(logits, targets_for(logits, "labels", ignored=-100))
+
+
+WIDTHS = [pytest.param("cpu", width) for width in (1, 2, 3, 64, 129, 300)]
+WIDTHS += [
+    pytest.param("cuda", width, marks=pytest.mark.gpu)
+    for width in (1, 2, 64, 300, 781, 4097, 8192, 16385, 50257, 131073, 262144)
+]
+
+
+@pytest.mark.interpreted
+@dtypes
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("device", "width"), WIDTHS)
+def test_widths_and_temperatures(
+    width: int, device: str, temperature: float, dtype: torch.dtype
+) -> None:
+    logits = 3 * sample_rows(5 + 600 // width, width, dtype=dtype, device=device)
+    check_stats(logits, targets_for(logits, "labels"), temperature=temperature)
+
+
+@pytest.mark.interpreted
+@devices
+@hypothesis_settings
+@given(data=st.data())
+def test_any_call(data: st.DataObject, device: str) -> None:
+    draw = data.draw
+    shape = [*draw(st.lists(st.integers(0, 5), max_size=3)), draw(st.integers(1, 70))]
+    order = draw(st.permutations(range(len(shape))))
+    steps = draw(st.lists(st.sampled_from((1, 1, 2, 0)), min_size=len(shape), max_size=len(shape)))
+    dtype = draw(st.sampled_from(DTYPES))
+    logits = strided(shape, order, steps, dtype=dtype, device=device, seed=draw(st.integers(0, 9)))
+    ignore_index = draw(st.sampled_from((-100, 0)))
+    target = targets_for(
+        logits.movedim(-1, min(1, logits.ndim - 1)), "labels", ignored=ignore_index
+    )
+    check_stats(
+        logits,
+        target,
+        few=True,
+        temperature=draw(st.sampled_from((1.0, 0.5, 3.0))),
+        ignore_index=ignore_index,
+    )
+
+
+@pytest.mark.interpreted
+@devices
+def test_argmax_takes_the_lowest_index_among_equals(device: str) -> None:
+    logits = torch.tensor(
+        [[1.0, 2.0, 2.0], [3.0, 3.0, 3.0], [-torch.inf, 0.0, 0.0]], device=device
+    ).repeat(1, 50)
+    assert partita.token_stats(
+        logits, torch.zeros(3, dtype=torch.int64, device=device)
+    ).argmax.tolist() == [1, 0, 1]
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.inf])
+def test_argmax_is_a_class_whatever_the_logits(value: float, device: str) -> None:
+    stats = partita.token_stats(
+        torch.full((2, 70), value, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    )
+    assert ((stats.argmax >= 0) & (stats.argmax < 70)).all()
+
+
+@pytest.mark.interpreted
+@devices
+def test_ignored_rows_keep_all_but_the_log_probability(device: str) -> None:
+    logits, labels = sample_labels(4, CLASSES, device=device)
+    kept, ignored = (
+        partita.token_stats(logits, labels),
+        partita.token_stats(logits, torch.full_like(labels, -100)),
+    )
+    assert torch.equal(ignored.logprob, torch.zeros_like(ignored.logprob))
+    assert all(torch.equal(a, b) for a, b in zip(kept[1:], ignored[1:], strict=True))
+
+
+@pytest.mark.interpreted
+@devices
+def test_masked_classes_give_finite_statistics_and_gradients(device: str) -> None:
+    logits, labels = sample_labels(4, CLASSES, device=device)
+    logits[:, 1::2] = -torch.inf
+    labels = labels // 2 * 2
+    x = logits.requires_grad_()
+    stats = partita.token_stats(x, labels)
+    (grad,) = torch.autograd.grad(
+        stats.logprob.sum() + stats.entropy.sum() + stats.logsumexp.sum(), x
+    )
+    assert all(field.isfinite().all() for field in stats)
+    assert grad.isfinite().all()
+    assert not grad[:, 1::2].any()
+
+
+@devices
+def test_one_row_without_a_batch(device: str) -> None:
+    logits, labels = sample_labels(1, CLASSES, device=device)
+    single, batch = partita.token_stats(logits[0], labels[0]), partita.token_stats(logits, labels)
+    assert all(a.shape == () and torch.equal(a, b[0]) for a, b in zip(single, batch, strict=True))
+
+
+@devices
+@pytest.mark.parametrize("field", ["logprob", "logsumexp", "entropy"])
+def test_one_field_alone_is_differentiable(field: str, device: str) -> None:
+    logits, labels = sample_labels(4, CLASSES, device=device)
+    x, y = logits.clone().requires_grad_(), logits.clone().double().requires_grad_()
+    getattr(partita.token_stats(x, labels), field).sum().backward()
+    plain_token_stats(y, labels)[("logprob", "logsumexp", "entropy").index(field)].sum().backward()
+    torch.testing.assert_close(
+        x.grad.double(), y.grad, rtol=0, atol=4 * torch.finfo(torch.float32).eps
+    )
+
+
+def test_argmax_is_not_differentiable() -> None:
+    stats = partita.token_stats(leaf(4, CLASSES), torch.zeros(4, dtype=torch.int64))
+    assert not stats.argmax.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda x, t: partita.token_stats(None, t),
+            TypeError,
+            "logits: expected a Tensor, got NoneType",
+        ),
+        (
+            lambda x, t: partita.token_stats(t, t),
+            TypeError,
+            "logits: expected a floating dtype, got torch.int64",
+        ),
+        (
+            lambda x, t: partita.token_stats(x, x),
+            TypeError,
+            "target: expected an integer dtype, got torch.float32",
+        ),
+        (
+            lambda x, t: partita.token_stats(x[0, 0], t),
+            ValueError,
+            r"logits: expected shape \[..., C\] with at least one class, got \[\]",
+        ),
+        (
+            lambda x, t: partita.token_stats(x[:, :0], t),
+            ValueError,
+            r"logits: expected shape \[..., C\] with at least one class, got \[4, 0\]",
+        ),
+        (
+            lambda x, t: partita.token_stats(x, t[1:]),
+            ValueError,
+            r"target: expected shape logits.shape\[:-1\] = \[4\], got \[3\]",
+        ),
+        (
+            lambda x, t: partita.token_stats(x, t.to("meta")),
+            ValueError,
+            "target: expected the device of logits, cpu, got meta",
+        ),
+        (
+            lambda x, t: partita.token_stats(x, t, temperature=0.0),
+            ValueError,
+            "temperature: expected a number above 0.0, got 0.0",
+        ),
+        (
+            lambda x, t: partita.token_stats(x, t, temperature=float("inf")),
+            ValueError,
+            "temperature: expected a number above 0.0, got inf",
+        ),
+        (
+            lambda x, t: partita.token_stats(x, t, temperature=torch.ones(())),
+            TypeError,
+            "temperature: expected a number, got Tensor",
+        ),
+    ],
+)
+def test_refuses(call, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{message}$"):
+        call(*sample_labels(4, 7))

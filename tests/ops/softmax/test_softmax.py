@@ -1,0 +1,322 @@
+"""Softmax, log-softmax and log-sum-exp: forward and backward against fp64, on memory poisoned with NaN."""
+
+import pytest
+import torch
+from helpers.rows import (
+    DTYPES,
+    INTERPRETING,
+    OPS,
+    Op,
+    check_op,
+    devices,
+    dtypes,
+    hypothesis_settings,
+    leaf,
+    ops,
+    strided,
+    tensors,
+)
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import partita
+from partita.testing import EDGES, assert_within_budget, edge_rows, poisoned_memory, sample_rows
+
+COLUMNS = 37
+
+# What the interpreter needs minutes for and a GPU no time.
+WIDTHS = [pytest.param("cpu", width) for width in (1, 2, 3, 64, 129, 300)]
+WIDTHS += [
+    pytest.param("cuda", width, marks=pytest.mark.gpu)
+    for width in (1, 2, 3, 64, 129, 300, 781, 1024, 4097, 8192, 16385, 32768, 50257, 131073, 262144)
+]
+
+
+@pytest.mark.interpreted
+@devices
+@dtypes
+@pytest.mark.parametrize("edge", EDGES)
+@ops
+def test_against_fp64(op: Op, edge: str, dtype: torch.dtype, device: str) -> None:
+    check_op(op, edge_rows(edge, 16, COLUMNS, dtype=dtype, device=device), -1)
+
+
+@pytest.mark.interpreted
+@dtypes
+@pytest.mark.parametrize(("device", "width"), WIDTHS)
+@ops
+def test_widths(op: Op, width: int, device: str, dtype: torch.dtype) -> None:
+    check_op(op, 3 * sample_rows(3 + 600 // width, width, dtype=dtype, device=device), -1)
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [
+        ((), 0),
+        ((), -1),
+        ((7,), 0),
+        ((5, 6), 0),
+        ((3, 5, 4), 1),
+        ((3, 5, 4), 0),
+        ((2, 3, 4, 5), -2),
+        ((0, 4), 1),
+        ((5, 1), 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", ["contiguous", "reversed", "spaced"])
+@ops
+def test_dims_and_strides(
+    op: Op, layout: str, shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: str
+) -> None:
+    order = range(len(shape))
+    step = 2 if layout == "spaced" else 1
+    x = strided(
+        shape,
+        order if layout == "contiguous" else order[::-1],
+        [step] * len(shape),
+        dtype=dtype,
+        device=device,
+        seed=0,
+    )
+    check_op(op, x, dim, few=True)
+
+
+@devices
+def test_a_shape_that_no_block_divides(device: str) -> None:
+    x = sample_rows(1823, 781, device=device)
+    assert torch.allclose(partita.softmax(x, 1), torch.softmax(x, 1))
+    check_op(OPS["softmax"], x, 1)
+
+
+@pytest.mark.interpreted
+@devices
+@hypothesis_settings
+@given(data=st.data())
+def test_any_tensor(data: st.DataObject, device: str) -> None:
+    x = data.draw(tensors(device))
+    op = OPS[data.draw(st.sampled_from(sorted(OPS)))]
+    dim = data.draw(st.integers(-max(x.ndim, 1), max(x.ndim, 1) - 1))
+    assume(x.ndim == 0 or x.shape[dim] > 0)
+    check_op(op, x, dim, few=True)
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("dim", [(), (0,), (0, 1), (-1, 0), (2, 1), (0, 1, 2), [1, 2]], ids=str)
+def test_logsumexp_over_several_dims(dim: tuple[int, ...], keepdim: bool, device: str) -> None:
+    x = strided((4, 3, 5), (1, 2, 0), (1, 1, 1), dtype=torch.float32, device=device, seed=0)
+    expected = torch.logsumexp(
+        x.double(), dim or (0, 1, 2), keepdim
+    )  # PyTorch refuses () without keepdim
+    result = partita.logsumexp(x, dim, keepdim)
+    assert result.shape == expected.shape
+    assert_within_budget(result, expected, scale="tensor")
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((0,), 0), ((3, 0), 1), ((0, 3), 1), ((2, 0, 3), 1)], ids=str
+)
+@ops
+def test_nothing(op: Op, shape: tuple[int, ...], dim: int, device: str) -> None:
+    x = torch.zeros(shape, device=device, requires_grad=True)
+    result = op.ours(x, dim)
+    assert torch.equal(result, op.theirs(x, dim))
+    result.sum().backward()
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.interpreted
+@devices
+def test_rows_of_infinities(device: str) -> None:
+    inf = torch.inf
+    x = torch.tensor(
+        [[-inf, -inf], [inf, 0.0], [inf, -inf], [torch.nan, 0.0], [0.0, -inf]], device=device
+    )
+    for op in OPS.values():
+        assert torch.equal(op.ours(x, -1).nan_to_num(nan=7.0), op.theirs(x, -1).nan_to_num(nan=7.0))
+
+
+@devices
+@dtypes
+@pytest.mark.parametrize("wanted", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_dtype_argument(name: str, wanted: torch.dtype, dtype: torch.dtype, device: str) -> None:
+    op = OPS[name]
+    x = leaf(4, 19, dtype=dtype, device=device)
+    with poisoned_memory():
+        result = op.ours(x, -1, dtype=wanted)
+        (grad,) = torch.autograd.grad(result.square().sum(), x)
+    theirs = op.theirs(x, -1, dtype=wanted)
+    assert (result.dtype, grad.dtype) == (wanted, dtype)
+    cast = x.detach().to(wanted).double()
+    assert_within_budget(result, op.theirs(cast, -1), theirs, scale=-1)
+    (expected,) = torch.autograd.grad(theirs.square().sum(), x)
+    eps = max(torch.finfo(dtype).eps, torch.finfo(wanted).eps)
+    assert (grad.double() - expected.double()).abs().max() <= 8 * eps * expected.abs().max()
+
+
+@devices
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_dtype_argument_casts_integers(name: str, device: str) -> None:
+    x = torch.arange(6, device=device).reshape(2, 3)
+    torch.testing.assert_close(
+        OPS[name].ours(x, -1, dtype=torch.float64),
+        OPS[name].theirs(x, -1, dtype=torch.float64),
+        rtol=1e-15,
+        atol=0,
+    )
+
+
+@devices
+@dtypes
+@ops
+def test_autocast_gives_the_dtype_that_torch_gives(op: Op, dtype: torch.dtype, device: str) -> None:
+    x = sample_rows(3, 5, dtype=dtype, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        assert op.ours(x, -1).dtype == op.theirs(x, -1).dtype
+
+
+@pytest.mark.interpreted
+@ops
+def test_first_and_second_derivatives(op: Op) -> None:
+    x = leaf(3, 4, dtype=torch.float64)
+    for dim in (0, 1):
+        assert torch.autograd.gradcheck(lambda x, dim=dim: op.ours(x, dim), x)
+        assert torch.autograd.gradgradcheck(lambda x, dim=dim: op.ours(x, dim), x)
+
+
+@pytest.mark.interpreted
+@devices
+@ops
+def test_backward_twice_gives_equal_bits(op: Op, device: str) -> None:
+    x = leaf(5, 70, device=device)
+    result = op.ours(x, -1)
+    upstream = 2.5 * torch.rand_like(result)
+    first, second = (
+        torch.autograd.grad(result, x, upstream, retain_graph=True)[0] for _ in range(2)
+    )
+    assert torch.equal(first, second)
+    result.backward(upstream, retain_graph=True)
+    result.backward(upstream)
+    assert torch.equal(x.grad, first + first)
+
+
+@pytest.mark.interpreted
+@devices
+@ops
+def test_leaves_its_arguments_alone(op: Op, device: str) -> None:
+    x = leaf(5, 70, device=device)
+    before, version = x.detach().clone(), x._version
+    result = op.ours(x, -1)
+    upstream = torch.rand_like(result)
+    upstream_before = upstream.clone()
+    result.backward(upstream)
+    assert torch.equal(x, before)
+    assert torch.equal(upstream, upstream_before)
+    assert x._version == version
+
+
+@pytest.mark.interpreted
+@devices
+@ops
+def test_vmap_and_per_sample_gradients(op: Op, device: str) -> None:
+    x = sample_rows(3, 8, device=device).reshape(3, 2, 4)
+    for at in range(3):
+        for dim in (0, 1, -1):
+            mapped = torch.vmap(lambda x, dim=dim: op.ours(x, dim), in_dims=at)(x)
+            one_by_one = torch.stack([op.ours(part, dim) for part in x.unbind(at)])
+            torch.testing.assert_close(mapped, one_by_one)
+    each = torch.vmap(torch.func.grad(lambda x: op.ours(x, 0).square().sum()))(x)
+    torch.testing.assert_close(
+        each,
+        torch.stack(
+            [torch.func.grad(lambda x: op.theirs(x, 0).square().sum())(part) for part in x]
+        ),
+    )
+
+
+@pytest.mark.interpreted
+@devices
+@ops
+def test_jacobians_and_hessians(op: Op, device: str) -> None:
+    x = sample_rows(3, 4, dtype=torch.float64, device=device)
+    jacobians = [torch.func.jacrev(lambda x, f=f: f(x, 1))(x) for f in (op.ours, op.theirs)]
+    hessians = [
+        torch.func.jacrev(torch.func.grad(lambda x, f=f: f(x, 1).square().sum()))(x)
+        for f in (op.ours, op.theirs)
+    ]
+    torch.testing.assert_close(*jacobians)
+    torch.testing.assert_close(*hessians)
+
+
+@ops
+def test_forward_mode_raises(op: Op) -> None:
+    x = sample_rows(2, 4)
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"forward.mode|jvp"):
+        torch.func.jvp(lambda x: op.ours(x, -1), (x,), (x,))
+
+
+@pytest.mark.interpreted
+@devices
+@ops
+def test_two_runs_give_the_same_bits(op: Op, device: str) -> None:
+    x = leaf(300 if not INTERPRETING else 10, 129, device=device)
+    runs = []
+    for _ in range(2):
+        result = op.ours(x, -1)
+        runs.append((result, *torch.autograd.grad(result, x, torch.ones_like(result))))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: partita.softmax([1.0]), TypeError, "input: expected a Tensor, got list"),
+        (
+            lambda: partita.softmax(torch.ones(2, dtype=torch.int64)),
+            TypeError,
+            "input: expected a floating dtype, got torch.int64",
+        ),
+        (
+            lambda: partita.softmax(torch.ones(2), dtype=torch.int64),
+            TypeError,
+            "dtype: expected a floating dtype, got torch.int64",
+        ),
+        (
+            lambda: partita.softmax(torch.ones(2), 1),
+            IndexError,
+            "dim: expected a dimension from -1 to 0, got 1",
+        ),
+        (
+            lambda: partita.log_softmax(torch.ones(2, 2), -3),
+            IndexError,
+            "dim: expected a dimension from -2 to 1, got -3",
+        ),
+        (lambda: partita.softmax(torch.ones(2), 0.0), TypeError, "dim: expected an int, got float"),
+        (
+            lambda: partita.logsumexp(torch.ones(2, dtype=torch.bool)),
+            TypeError,
+            "input: expected a floating dtype, got torch.bool",
+        ),
+        (
+            lambda: partita.logsumexp(torch.ones(2, 2), (0, 2)),
+            IndexError,
+            "dim: expected a dimension from -2 to 1, got 2",
+        ),
+        (
+            lambda: partita.logsumexp(torch.ones(2, 2), (0, -2)),
+            ValueError,
+            r"dim: expected each dimension once, got \(0, -2\)",
+        ),
+    ],
+)
+def test_refuses(call, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{message}$"):
+        call()

@@ -1,0 +1,188 @@
+"""The public names: sorted, documented in the same parts, and all there."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import partita
+
+SOURCE = Path(partita.__file__).parent
+MODULES = [
+    partita,
+    partita.integrations,
+    partita.integrations.koi,
+    partita.integrations.transformers,
+    partita.nn,
+    partita.parallel,
+    partita.testing,
+]
+PUBLIC = [
+    (module, name)
+    for module in MODULES
+    for name in getattr(
+        module,
+        "__all__",
+        [
+            n
+            for n, v in vars(module).items()
+            if inspect.isclass(v) and v.__module__ == module.__name__
+        ],
+    )
+]
+DOCUMENTED = [(module, name) for module, name in PUBLIC if callable(getattr(module, name))]
+
+
+def identify(value: ModuleType | str) -> str:
+    return value if isinstance(value, str) else value.__name__
+
+
+@pytest.mark.parametrize(
+    "module", [module for module in MODULES if hasattr(module, "__all__")], ids=identify
+)
+def test_all_is_sorted_and_there(module: ModuleType) -> None:
+    def natural(name: str) -> tuple[bool, bool, str]:
+        return (
+            not name.isupper(),
+            not name[0].isupper(),
+            name,
+        )  # as ruff sorts: constants, classes, functions
+
+    assert module.__all__ == sorted(module.__all__, key=natural)
+    assert all(hasattr(module, name) for name in module.__all__)
+    assert set(module.__all__) <= set(dir(module))
+    assert dir(module) == sorted(dir(module))
+
+
+def test_star_import_brings_all() -> None:
+    namespace: dict[str, Any] = {}
+    exec("from partita import *", namespace)
+    assert set(partita.__all__) <= namespace.keys()
+
+
+def test_public_names_are_those_of_the_design() -> None:
+    rows = {"TokenStats", "cross_entropy", "log_softmax", "logsumexp", "softmax", "token_stats"}
+    chains = {
+        "Chain",
+        "ChainSample",
+        "Log",
+        "Max",
+        "Semiring",
+        "ViterbiPath",
+        "dense_source",
+        "edges_from_states",
+        "linear_chain",
+        "logz",
+    }
+    ctc = {"CTCAlignment", "TokenSpans", "ctc_align", "ctc_crf_loss", "ctc_loss", "debruijn_source"}
+    linear = {"linear_cross_entropy", "linear_cross_entropy_plan", "linear_token_stats"}
+    assert set(partita.__all__) == rows | linear | chains | ctc | {
+        "backend",
+        "integrations",
+        "nn",
+        "parallel",
+        "testing",
+    }
+
+
+def parts(doc: str) -> dict[str, str]:
+    """The named parts of a docstring, and its first line under the name of nothing."""
+    found = re.split(r"^(Args|Fields|Returns|Raises|Source|Example): ?", doc, flags=re.MULTILINE)
+    return {"": found[0].splitlines()[0], **dict(zip(found[1::2], found[2::2], strict=True))}
+
+
+@pytest.mark.parametrize(("module", "name"), DOCUMENTED, ids=identify)
+def test_docstring(module: ModuleType, name: str) -> None:
+    value = getattr(module, name)
+    doc = parts(inspect.getdoc(value) or "")
+    assert re.fullmatch(r".{10,120}[.]", doc[""]), "one line, a sentence"
+    if inspect.isclass(value) and not issubclass(value, partita.nn.CrossEntropyLoss):
+        described = doc.get("Fields", "")
+        expected = [
+            field for field in getattr(value, "_fields", getattr(value, "__dataclass_fields__", ()))
+        ]
+    else:
+        described = doc.get("Args", "")
+        expected = [name for name in inspect.signature(value).parameters]
+    missing = [
+        argument
+        for argument in expected
+        if not re.search(rf"\b{argument}\b.*:|^\s*{argument}\b", described, flags=re.MULTILINE)
+    ]
+    assert not missing
+    # A field's own example is that of the function that returns it, and a test that raises has nothing to return.
+    if not inspect.isclass(value):
+        assert ">>>" in doc["Example"]
+        returns = inspect.signature(value).return_annotation
+        assert "Returns" in doc or returns == "None" or returns.startswith("Iterator")
+
+
+OPS = ["cross_entropy", "log_softmax", "logsumexp", "softmax", "token_stats"]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_names_its_errors_and_the_source_of_its_method(name: str) -> None:
+    doc = parts(inspect.getdoc(getattr(partita, name)) or "")
+    assert {"Args", "Returns", "Raises", "Source", "Example"} <= doc.keys()
+    assert re.search(r"\d{4}", doc["Source"])
+
+
+def imported(path: Path) -> set[str]:
+    """First folder or file under the package of each import, absolute or relative, at any depth of the code."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = path.relative_to(SOURCE).parent.parts
+            base = base[: len(base) - node.level + 1]
+            modules = [node.module] if node.module else [alias.name for alias in node.names]
+            names |= {(*base, *module.split("."))[0] for module in modules if module}
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            modules = (
+                [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else [alias.name for alias in node.names]
+            )
+            assert not any(module.partition(".")[0] == "partita" for module in modules), (
+                "imports inside the package are relative"
+            )
+    return names
+
+
+FLOORS = {
+    "reference": {"reference", "semiring"},
+    "kernels": {"reference", "kernels", "_backend"},
+    "cpu": {"reference", "cpu", "_backend"},
+}
+
+
+@pytest.mark.parametrize(
+    "path", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE))
+)
+def test_a_floor_imports_only_the_floors_below_it(path: Path) -> None:
+    floor = path.relative_to(SOURCE).parts[0]
+    if floor in FLOORS:
+        assert imported(path) <= FLOORS[floor]
+    elif floor != "bench":  # it times kernels of its own there
+        assert not imported(path) & {"kernels", "cpu"}, "kernels are reached through _op alone"
+
+
+def test_one_file_touches_torch_library() -> None:
+    users = [
+        str(path.relative_to(SOURCE))
+        for path in sorted(SOURCE.rglob("*.py"))
+        if "torch.library" in path.read_text(encoding="utf-8")
+    ]
+    assert users == ["_op.py"]
+
+
+def test_no_file_is_over_400_lines() -> None:
+    long = [
+        path.name
+        for path in sorted(SOURCE.rglob("*.py"))
+        if len(path.read_text(encoding="utf-8").splitlines()) > 400
+    ]
+    assert not long

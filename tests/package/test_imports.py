@@ -1,0 +1,128 @@
+"""What `import partita` loads, in a fresh process, from a source tree that is not installed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src"
+HEAVY = (
+    "triton",
+    "numba",
+    "matplotlib",
+    "rich",
+    "numpy.testing",
+    "hypothesis",
+    "torch._dynamo",
+    "torch._inductor",
+    "sympy",
+)
+
+
+def run(code: str, **variables: str) -> str:
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": str(SOURCE),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        **variables,
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_adds_nothing_heavy_to_torch() -> None:
+    report = f"import sys, torch; before = set(sys.modules); import partita; print([m for m in {HEAVY!r} if m in sys.modules and m not in before])"
+    assert run(report) == "[]"
+
+
+def test_import_adds_only_torch_and_the_package_itself() -> None:
+    code = """
+import sys, torch
+before = set(sys.modules)
+import partita
+added = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(sorted(added - set(sys.stdlib_module_names)))
+"""
+    assert run(code) == "['partita']"
+
+
+def test_the_optional_parts_are_there_after_the_import_and_load_on_use() -> None:
+    code = """
+import sys, partita
+loaded = ["partita." + name in sys.modules for name in ("integrations", "nn", "testing", "kernels")]
+print(loaded, partita.nn.CrossEntropyLoss.__name__, partita.testing.sample_rows.__name__, any(m.startswith("partita.kernels") for m in sys.modules))
+print("partita.integrations.koi" in sys.modules, partita.integrations.koi.logZ_cu.__name__)
+"""
+    assert run(code).splitlines() == [
+        "[False, False, False, False] CrossEntropyLoss sample_rows False",
+        "False logZ_cu",
+    ]
+
+
+def test_calls_on_the_cpu_load_no_triton() -> None:
+    code = """
+import sys, torch, partita
+x = torch.randn(4, 7, requires_grad=True)
+partita.cross_entropy(x, torch.tensor([0, 1, 2, 3])).backward()
+partita.softmax(x), partita.logsumexp(x), partita.token_stats(x, torch.tensor([0, 1, 2, 3])), partita.testing.sample_rows(2, 2)
+print([m for m in ("triton", "numba", "matplotlib", "rich") if m in sys.modules])
+"""
+    assert run(code) == "[]"
+
+
+def test_it_runs_where_triton_and_numba_are_not_installed() -> None:
+    code = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("triton", "numba", "matplotlib", "rich", "numpy"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+import torch, partita
+x = torch.zeros(2, 2, requires_grad=True)
+partita.cross_entropy(x, torch.tensor([0, 1])).backward()
+print(x.grad.tolist())
+"""
+    assert run(code) == "[[-0.25, 0.25], [0.25, -0.25]]"
+
+
+def test_an_unknown_attribute_is_named() -> None:
+    code = """
+import partita
+try:
+    partita.softmin
+except AttributeError as error:
+    print(error)
+"""
+    assert run(code) == "module 'partita' has no attribute 'softmin'"
+
+
+MODULES = [
+    "_backend",
+    "softmax",
+    "crf",
+    "cross_entropy",
+    "token_stats",
+    "reference.cross_entropy",
+    "integrations.koi",
+    "nn",
+    "testing",
+]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_each_module_can_be_the_first_import(module: str) -> None:
+    assert (
+        run(f"import importlib; print(importlib.import_module('partita.{module}').__name__)")
+        == f"partita.{module}"
+    )

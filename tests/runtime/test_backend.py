@@ -1,0 +1,177 @@
+"""partita.backend and PARTITA_BACKEND: who serves a call, and that nobody steps in for them in silence."""
+
+import sys
+import threading
+
+import pytest
+import torch
+from helpers.rows import INTERPRETING, devices, leaf
+
+import partita
+from partita.runtime import backend as _backend
+from partita.testing import sample_rows
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PARTITA_BACKEND", raising=False)
+
+
+def test_blocks_nest_and_end_with_an_exception_too() -> None:
+    assert _backend.current() == "auto"
+    with partita.backend("reference"):
+        with pytest.raises(KeyError), partita.backend("triton"):
+            assert _backend.current() == "triton"
+            raise KeyError
+        assert _backend.current() == "reference"
+    assert _backend.current() == "auto"
+
+
+def test_it_decorates_a_function() -> None:
+    @partita.backend("reference")
+    def served() -> str:
+        return _backend.current()
+
+    assert (served(), served()) == ("reference", "reference")
+
+
+def test_the_variable_is_read_at_each_call_and_yields_to_the_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PARTITA_BACKEND", "numba")
+    with pytest.raises(RuntimeError, match=r"^backend 'numba': this op has no Numba kernel"):
+        partita.softmax(sample_rows(2, 3))
+    with partita.backend("reference"):
+        partita.softmax(sample_rows(2, 3))
+    monkeypatch.setenv("PARTITA_BACKEND", "")
+    partita.softmax(sample_rows(2, 3))
+
+
+def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        pytest.raises(
+            ValueError,
+            match=r"^backend: expected one of auto, reference, triton, numba, got 'cuda'$",
+        ),
+        partita.backend("cuda"),
+    ):
+        pass
+    monkeypatch.setenv("PARTITA_BACKEND", "Triton")
+    with pytest.raises(
+        ValueError,
+        match=r"^PARTITA_BACKEND: expected one of auto, reference, triton, numba, got 'Triton'$",
+    ):
+        partita.softmax(sample_rows(2, 3))
+
+
+def test_it_holds_in_every_thread() -> None:
+    seen = []
+    with partita.backend("reference"):
+        thread = threading.Thread(target=lambda: seen.append(_backend.current()))
+        thread.start()
+        thread.join()
+    assert seen == ["reference"]
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "numba", "floor"),
+    [
+        ("auto", CPU, False, "reference"),
+        ("auto", CPU, True, "cpu"),
+        ("auto", GPU, False, "kernels"),
+        ("auto", GPU, True, "kernels"),
+        ("auto", torch.device("meta"), True, "reference"),
+        ("reference", CPU, True, "reference"),
+        ("reference", GPU, True, "reference"),
+        ("triton", GPU, True, "kernels"),
+        ("numba", CPU, True, "cpu"),
+    ],
+    ids=str,
+)
+def test_who_serves(
+    name: str, device: torch.device, numba: bool, floor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_backend, "has_triton", lambda: True)
+    monkeypatch.setattr(_backend, "has_numba", lambda: True)
+    assert _backend.resolve(name, device, numba=numba) == floor
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "numba", "floor"),
+    [("auto", CPU, True, "reference"), ("auto", GPU, True, "reference")],
+    ids=str,
+)
+def test_who_serves_without_the_packages(
+    name: str, device: torch.device, numba: bool, floor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_backend, "has_triton", lambda: False)
+    monkeypatch.setattr(_backend, "has_numba", lambda: False)
+    assert _backend.resolve(name, device, numba=numba) == floor
+    with pytest.raises(
+        RuntimeError, match=r"^backend 'triton': the package triton is not installed$"
+    ):
+        _backend.resolve("triton", device, numba=numba)
+    with pytest.raises(RuntimeError, match=r"^backend 'numba': "):
+        _backend.resolve("numba", device, numba=numba)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter serves the CPU")
+@pytest.mark.skipif(
+    "triton" not in sys.modules and not _backend.has_triton(), reason="needs triton"
+)
+def test_triton_refuses_the_cpu_without_its_interpreter() -> None:
+    x = sample_rows(2, 3)
+    calls = (
+        partita.softmax,
+        partita.logsumexp,
+        lambda x: partita.cross_entropy(x, torch.tensor([0, 1])),
+    )
+    for call in calls:
+        with (
+            partita.backend("triton"),
+            pytest.raises(
+                RuntimeError, match=r"^backend 'triton': expected tensors on a GPU .* got cpu$"
+            ),
+        ):
+            call(x)
+
+
+@devices
+def test_backward_runs_on_the_backend_of_its_forward(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = leaf(2, 3, device=device)
+    target = torch.tensor([0, 1], device=device)
+    with partita.backend("reference"):
+        loss = (
+            partita.softmax(x)[0, 0]
+            + partita.logsumexp(x).sum()
+            + partita.cross_entropy(x, target)
+            + partita.token_stats(x, target).entropy.sum()
+        )
+    monkeypatch.setenv("PARTITA_BACKEND", "numba")
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    grad.square().sum().backward()
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.gpu
+def test_reference_on_the_gpu_agrees_with_the_kernels() -> None:
+    x = sample_rows(64, 781, device="cuda")
+    with partita.backend("reference"):
+        expected = partita.softmax(x)
+    torch.testing.assert_close(partita.softmax(x), expected)
+
+
+def test_meta_tensors() -> None:
+    x = torch.empty(4, 7, device="meta", requires_grad=True)
+    target = torch.empty(4, device="meta", dtype=torch.int64)
+    loss = (
+        partita.cross_entropy(x, target)
+        + partita.token_stats(x, target).entropy.sum()
+        + partita.softmax(x).sum()
+    )
+    loss.backward()
+    assert (loss.shape, x.grad.shape) == ((), (4, 7))

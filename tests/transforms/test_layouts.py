@@ -1,0 +1,309 @@
+"""Inputs as programs really have them: rows cut out of others, narrow labels, lengths in a column, tensors made in inference mode; and compilers are told
+how results lie in memory."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.rows import INTERPRETING, OPS, check, check_loss, check_op, devices, targets_for
+from helpers.stats import check_stats
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import partita
+
+NARROW = (torch.int8, torch.uint8)
+
+
+def without_the_last(device: str, classes: int = 20_000) -> Tensor:
+    """All steps but the last of each sequence, as a language model's loss takes them: rows that lie in several groups, and are shared by programs."""
+    rows = torch.randn(3, 4, classes, generator=torch.Generator().manual_seed(0)).to(device)
+    return rows[:, :-1]
+
+
+@pytest.mark.interpreted
+@devices
+def test_rows_cut_out_of_others(device: str) -> None:
+    x = without_the_last(device)
+    for op in OPS.values():
+        check_op(op, x, -1)
+    check_stats(x, targets_for(x.reshape(-1, x.shape[-1]), "labels").reshape(x.shape[:-1]))
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_loss_of_rows_cut_out_of_others(reduction: str, device: str) -> None:
+    x = without_the_last(device).transpose(1, 2)
+    check_loss(x, torch.arange(9, device=device).reshape(3, 3) * 7, reduction=reduction)
+
+
+def same_bits(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, *targets: Tensor) -> None:
+    """Of the loss and of its gradient, whichever of the targets it gets."""
+    results = []
+    for target in targets:
+        leaf = logits.clone().requires_grad_()
+        value = loss(leaf, target)
+        results.append((value.detach(), *torch.autograd.grad(value, leaf)))
+    for first, other in zip(*results, strict=True):
+        assert torch.equal(first, other)
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_labels_of_a_narrow_type(dtype: torch.dtype, device: str) -> None:
+    """Outside of the rows there is no label, whatever the type would make of `ignore_index`."""
+    logits = torch.randn(21, 120, generator=torch.Generator().manual_seed(0)).to(device)
+    target = torch.arange(21, device=device) * 3
+    matrix = torch.eye(120, device=device)
+    for ignore_index in (-100, 1000):
+        for loss in (
+            lambda x, t, i=ignore_index: partita.cross_entropy(x, t, ignore_index=i),
+            lambda x, t, i=ignore_index: partita.cross_entropy(
+                x, t, ignore_index=i, reduction="sum", label_smoothing=0.1
+            ),
+            lambda x, t, i=ignore_index: partita.linear_cross_entropy(x, matrix, t, ignore_index=i),
+            lambda x, t, i=ignore_index: partita.token_stats(x, t, ignore_index=i).logprob.sum(),
+        ):
+            same_bits(loss, logits, target, target.to(dtype))
+
+
+@pytest.mark.interpreted
+@devices
+def test_targets_of_ctc_of_a_narrow_type(device: str) -> None:
+    """Classes beyond the type's last, and a blank among them."""
+    logits = torch.randn(8, 2, 300, generator=torch.Generator().manual_seed(0)).to(device)
+    targets = torch.tensor([[254, 3, 254, 254, 7], [5, 255, 255, 1, 0]], device=device)
+    same_bits(
+        lambda x, t: partita.ctc_loss(x, t, [8, 7], [5, 4], blank=299, from_logits=True),
+        logits,
+        targets,
+        targets.to(torch.uint8),
+    )
+    aligned = (
+        partita.ctc_align(logits, t, [8, 7], [5, 4], blank=299, from_logits=True)[:4]
+        for t in (targets, targets.to(torch.uint8))
+    )
+    for wide, narrow in zip(*aligned, strict=True):
+        assert torch.equal(wide, narrow)
+
+
+@pytest.mark.interpreted
+@devices
+def test_lengths_in_a_column(device: str) -> None:
+    """The columns of one tensor are views with a stride."""
+    scores = torch.randn(9, 3, 8, generator=torch.Generator().manual_seed(0)).to(device)
+    targets, lengths = (
+        torch.tensor([[1, 2], [3, 3], [4, 0]], device=device),
+        torch.tensor([[9, 2], [7, 2], [5, 1]], device=device),
+    )
+    kmers = torch.randn(9, 3, 4 * 3, generator=torch.Generator().manual_seed(1)).to(device)
+    bases = torch.tensor([[1, 2, 2], [2, 1, 1], [1, 1, 1]], device=device)
+    columns = lengths.unbind(1)
+    for op in (
+        lambda a, b: partita.ctc_loss(scores, targets, a, b, reduction="none", from_logits=True),
+        lambda a, b: partita.ctc_align(scores, targets, a, b, from_logits=True).score,
+        lambda a, b: partita.ctc_crf_loss(
+            kmers, bases, b, state_len=2, alphabet_size=3, input_lengths=a, reduction="none"
+        ),
+        lambda a, b: partita.linear_chain(
+            scores, torch.zeros(8, 8, device=device), lengths=a
+        ).logz(),
+    ):
+        assert torch.equal(op(*columns), op(*(column.contiguous() for column in columns)))
+
+
+@pytest.mark.interpreted
+@devices
+def test_a_negative_target_length_spoils_its_own_sequence_alone(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    logits = torch.randn(9, 3, 5, generator=torch.Generator().manual_seed(0)).to(device)
+    joined = torch.tensor([1, 2, 3, 4, 1], device=device)
+    expected = partita.ctc_loss(
+        logits[:, 1:],
+        joined,
+        torch.tensor([9, 9], device=device),
+        torch.tensor([2, 3], device=device),
+        reduction="none",
+    )
+    lengths = torch.tensor([-2, 2, 3], device=device)
+    found = partita.ctc_loss(
+        logits, joined, torch.full((3,), 9, device=device), lengths, reduction="none"
+    )
+    assert found[0].isnan()
+    torch.testing.assert_close(found[1:], expected)
+
+
+@pytest.mark.interpreted
+@devices
+def test_chains_in_inference_mode(device: str) -> None:
+    """Their tables are tensors without a version."""
+    emissions = torch.randn(6, 2, 4, generator=torch.Generator().manual_seed(0)).to(device)
+    transitions = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)).to(device)
+
+    def results(source: Tensor) -> list[Tensor]:
+        tagger, chain = (
+            partita.linear_chain(emissions, transitions),
+            partita.Chain(emissions[..., None].expand(-1, -1, -1, 4), source),
+        )
+        return [tagger.logz(), *tagger.viterbi(), chain.logz(), chain.marginals(), *chain.viterbi()]
+
+    expected = results(partita.dense_source(4, device=device))
+    with torch.inference_mode():
+        source = partita.dense_source(4, device=device)
+        for _ in range(2):
+            for found, wanted in zip(results(source), expected, strict=True):
+                assert torch.equal(found, wanted)
+    assert torch.equal(results(source)[0], expected[0])
+
+
+@pytest.mark.gpu
+def test_a_tagger_in_a_capture() -> None:
+    emissions, transitions = torch.randn(6, 2, 4, device="cuda"), torch.randn(4, 4, device="cuda")
+    expected = partita.linear_chain(
+        emissions, transitions
+    ).logz()  # makes its table, which the capture finds
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = partita.linear_chain(emissions, transitions).logz()
+    graph.replay()
+    assert torch.equal(found, expected)
+
+
+def layouts(*shape: int) -> Iterator[Tensor]:
+    yield torch.randn(shape[::-1]).permute(*reversed(range(len(shape))))
+    if INTERPRETING:  # slow
+        return
+    yield torch.randn(shape)
+    yield torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2]
+    yield torch.randn(shape[0], shape[1] + 1, *shape[2:])[:, :-1]
+    yield torch.randn(shape[0], *shape[:0:-1]).permute(0, *reversed(range(1, len(shape))))
+
+
+def calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Ops, with arguments of many layouts."""
+    from partita.ops.chain import autograd as chain
+    from partita.ops.cross_entropy import api as cross_entropy
+    from partita.ops.cross_entropy import token_stats
+    from partita.ops.ctc import autograd as ctc
+    from partita.ops.softmax import api as softmax
+
+    labels, along = torch.randint(4, (3, 5)), torch.randint(5, (3, 4))
+    for x in layouts(3, 4, 5):
+        for dim in range(3):
+            yield softmax._softmax, (x, dim, True, x.dtype)
+            yield softmax._softmax_backward, (torch.randn(3, 4, 5), x, dim, False, x.dtype)
+        for target in (labels, torch.rand(3, 4, 5)):
+            rows = (x, target, None, -100, 0.0, 0.0)
+            yield cross_entropy._rows, rows
+            yield (
+                cross_entropy._rows_backward,
+                (
+                    torch.randn(3, 5),
+                    torch.randn(3, 5),
+                    *rows[:3],
+                    *cross_entropy._rows(*rows, "auto")[2:],
+                    *rows[3:],
+                ),
+            )
+            yield cross_entropy._one_pass, (*rows, 0.0, True, x.dtype)
+        found = token_stats._stats(x, along, 1.0, -100, "auto")
+        yield token_stats._stats, (x, along, 1.0, -100)
+        yield (
+            token_stats._stats_backward,
+            (
+                *(torch.randn(3, 4) for _ in range(3)),
+                x,
+                along,
+                found[4],
+                found[5],
+                found[2],
+                1.0,
+                -100,
+            ),
+        )
+    lengths, target = torch.tensor([6, 5]), (torch.tensor([1, 2, 3, 1]), torch.tensor([0, 2]))
+    for x in layouts(6, 2, 5):
+        for keep in (True, False):
+            yield (
+                ctc.loss,
+                (
+                    x,
+                    *target,
+                    lengths,
+                    torch.tensor([2, 2]),
+                    2,
+                    0,
+                    True,
+                    "none" if keep else "mean",
+                    False,
+                    keep,
+                ),
+            )
+        yield ctc.align, (x, *target, lengths, torch.tensor([2, 2]), 2, 0, True)
+    source, ends = torch.tensor([[0, 1], [1, 2], [2, -1]]), torch.randn(3, 2).T
+    for x in layouts(4, 2, 3, 2):
+        log_z = chain.logz(x, source, ends, ends, None, True, "auto")
+        yield chain.logz, (x, source, ends, ends, None, True)
+        yield (
+            chain.logz_gradient,
+            (torch.ones(2, dtype=torch.float64), x, ends, ends, source, None, *log_z, x.dtype),
+        )
+        yield chain.viterbi, (x, source, ends, ends, None, True)
+        yield chain.expectation, (x, source, ends, ends, None, x, ends, ends, True)
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param("auto", marks=pytest.mark.interpreted), "reference"]
+)
+def test_results_lie_as_compilers_are_told(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes, dtypes and strides of what each op returns, beside what it says under a fake mode."""
+    if INTERPRETING:
+        backend = "triton"
+    wrong, count = [], 0
+    for op, arguments in calls():
+        mode = FakeTensorMode()
+        faked = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments]
+        real = op.dispatched(*arguments, backend)
+        with mode:
+            told = op.dispatched(*faked, backend)
+        for one, other in zip(
+            *([r] if isinstance(r, Tensor) else r for r in (real, told)), strict=True
+        ):
+            count += 1
+            strides = [
+                [step for step, size in zip(t.stride(), t.shape, strict=True) if size > 1]
+                for t in (one, other)
+            ]
+            if (
+                one.shape != other.shape
+                or one.dtype != other.dtype
+                or (one.numel() and strides[0] != strides[1])
+            ):
+                wrong.append((op.dispatched, arguments[0].stride(), one.stride(), other.stride()))
+    assert not wrong and count > 40
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, t: partita.cross_entropy(x, t),
+        lambda x, t: partita.softmax(x.transpose(1, 2), 1),
+        lambda x, t: partita.token_stats(x.transpose(1, 2), t).entropy,
+        lambda x, t: partita.ctc_loss(
+            x.permute(2, 0, 1), t[:, :2] % 4 + 1, [7, 7], [2, 2], from_logits=True
+        ),
+    ],
+    ids=["cross_entropy", "softmax", "token_stats", "ctc_loss"],
+)
+def test_compiled_code_takes_them(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    x, target = torch.randn(2, 5, 7), torch.randint(5, (2, 7))
+    check(
+        torch.compile(lambda x: function(x, target), fullgraph=True),
+        lambda x: function(x, target),
+        x,
+    )

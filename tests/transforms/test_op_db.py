@@ -1,0 +1,157 @@
+"""PyTorch's own samples of the ops that ours stand in for."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.rows import OPS, Op, check, check_loss, check_op, devices, dtypes, plain_logsumexp
+from torch import Tensor
+
+import partita
+
+pytest.importorskip("expecttest", reason="PyTorch's samples need it")
+with mock.patch.object(
+    torch.backends, "disable_global_flags"
+):  # for the other tests of the process
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+INFOS = [info for info in op_db if info.name in (*OPS, "nn.functional.cross_entropy")]
+LINEAR = [
+    info for info in op_db if info.name == "nn.functional.linear_cross_entropy"
+]  # from torch 2.13 on
+(CTC,) = [info for info in op_db if info.name == "nn.functional.ctc_loss"]
+infos = pytest.mark.parametrize(
+    "info", INFOS, ids=lambda info: "-".join(filter(None, (info.name, info.variant_test_name)))
+)
+
+
+def check_normalised(op: Op, x: Tensor, dim: int, **options: Any) -> None:
+    check_op(
+        Op(op.name, *((lambda x, dim, f=f: f(x, dim, **options)) for f in op[1:])), x, dim, few=True
+    )
+
+
+def check_logsumexp(x: Tensor, *args: Any) -> None:
+    check(
+        lambda x: partita.logsumexp(x, *args),
+        lambda x: plain_logsumexp(x, *args),
+        x,
+        scale="tensor",
+    )
+
+
+def check_empty(function: Any, theirs: Any, sample: SampleInput) -> None:
+    x = sample.input.detach().requires_grad_()
+    ours, expected = (f(x, *sample.args, **sample.kwargs) for f in (function, theirs))
+    assert torch.equal(ours, expected)
+    (grad,) = torch.autograd.grad(ours.sum(), x)
+    assert grad.shape == x.shape
+
+
+@devices
+@dtypes
+@infos
+def test_samples(info: OpInfo, dtype: torch.dtype, device: str) -> None:
+    """All kinds, under PyTorch's names of the arguments: nothing is adapted or left out."""
+    samples = list(info.reference_inputs(device, dtype))
+    assert samples
+    for sample in samples:
+        x, args, kwargs = sample.input, sample.args, sample.kwargs
+        if info.name == "nn.functional.cross_entropy":
+            check_loss(x, *args, few=True, **kwargs)
+        elif not x.numel():
+            check_empty(OPS[info.name].ours, info.op, sample)
+        elif info.name == "logsumexp":
+            check_logsumexp(x, *args)
+        else:
+            check_normalised(OPS[info.name], x, *args, **kwargs)
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    "info",
+    [info for info in INFOS if info.variant_test_name == "with_dtype"],
+    ids=lambda info: info.name,
+)
+def test_integer_samples(info: OpInfo, dtype: torch.dtype, device: str) -> None:
+    """Cast by the argument `dtype`. Without one PyTorch's log-sum-exp takes integers as fp32; ours takes floating dtypes alone."""
+    for sample in info.reference_inputs(device, dtype):
+        assert torch.equal(
+            *(
+                f(sample.input, *sample.args, **sample.kwargs)
+                for f in (OPS[info.name].ours, info.op)
+            )
+        )
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("backend", ["auto", "reference", "numba"])
+def test_ctc_samples(backend: str, dtype: torch.dtype, device: str) -> None:
+    """Through a log-softmax: PyTorch's own gradient is that of log-probabilities which come from one, ours is the true one of any."""
+    if backend == "numba":
+        pytest.importorskip("numba")
+        if device != "cpu":
+            pytest.skip("Numba serves the CPU")
+    samples = list(CTC.sample_inputs(device, dtype))
+    assert samples
+    for sample in samples:
+        leaf = sample.input.detach().requires_grad_()
+        exact = leaf.detach().double().requires_grad_()
+        with partita.backend(backend):
+            loss = partita.ctc_loss(leaf.log_softmax(-1), *sample.args, **sample.kwargs)
+            (grad,) = torch.autograd.grad(loss.sum(), leaf)
+        truth = F.ctc_loss(exact.log_softmax(-1), *sample.args, **sample.kwargs)
+        (true_grad,) = torch.autograd.grad(truth.sum(), exact)
+        bounds = (
+            {"rtol": 1e-6, "atol": 2e-6}
+            if dtype == torch.float32
+            else {"rtol": 1e-10, "atol": 1e-11}
+        )
+        torch.testing.assert_close(loss, truth.to(dtype), **bounds)
+        torch.testing.assert_close(grad, true_grad.to(dtype), **bounds)
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("info", LINEAR, ids=lambda info: info.variant_test_name)
+def test_linear_samples(info: OpInfo, dtype: torch.dtype, device: str) -> None:
+    """All of them but for `options`, which say how PyTorch cuts the batch."""
+    samples = list(info.sample_inputs(device, dtype))
+    assert samples
+    for sample in samples:
+        options = {name: value for name, value in sample.kwargs.items() if name != "options"}
+        results = []
+        for function, kind in (
+            (partita.linear_cross_entropy, dtype),
+            (F.linear_cross_entropy, dtype),
+            (F.linear_cross_entropy, torch.float64),
+        ):
+            cast = lambda t, kind=kind: (
+                t.to(kind) if isinstance(t, Tensor) and t.is_floating_point() else t
+            )  # noqa: E731
+            leaf, matrix = (
+                cast(t.detach()).requires_grad_() for t in (sample.input, sample.args[0])
+            )
+            loss = function(
+                leaf,
+                matrix,
+                *map(cast, sample.args[1:]),
+                **{name: cast(value) for name, value in options.items()},
+            )
+            results.append((loss.detach(), *torch.autograd.grad(loss.sum(), (leaf, matrix))))
+        for ours, theirs, truth in zip(*results, strict=True):
+            error, own = (
+                (t.double() - truth).abs().max() if truth.numel() else 0.0 for t in (ours, theirs)
+            )
+            assert ours.shape == truth.shape
+            assert (
+                error
+                <= 2 * own
+                + 4 * torch.finfo(dtype).eps * (truth.abs().max() if truth.numel() else 0.0)
+                or not truth.isfinite().all()
+            )

@@ -1,0 +1,274 @@
+"""torch.library.opcheck on each registered op: schema, fake, autograd registration and AOT dispatch."""
+
+import functools
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from helpers.chains import random_chain
+from helpers.rows import INTERPRETING, class_weights, devices, targets_for
+
+import partita
+import partita.parallel  # registers its ops
+from partita.testing import sample_rows
+
+BACKEND = "triton" if INTERPRETING else "auto"
+N, C = 4, 7
+
+
+@functools.cache  # opcheck works on copies
+def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
+    x = sample_rows(N, C, device=device)
+    half = x.half()
+    images = sample_rows(N, C * 6, device=device).reshape(N, C, 2, 3)
+    labels = targets_for(x, "labels", ignored=-100)
+    pixels = targets_for(images, "labels")
+    probabilities = targets_for(x, "probabilities")
+    weight = class_weights(C, torch.float32, device)
+    one, row = torch.ones(N, device=device), torch.zeros(N, device=device)
+    numbers, all_numbers = (-100, 0.0, 0.0), (-100, 0.1, 5.0)
+    loss_arguments = [
+        (x, labels, None, *numbers),
+        (x, labels, weight, *all_numbers),
+        (images, pixels, None, *numbers),
+        (x, probabilities, weight, *all_numbers),
+    ]
+    reduced = [(mean, dtype) for mean in (False, True) for dtype in (torch.float32, torch.float64)]
+    return {
+        **chain_samples(device),
+        **ctc_samples(device),
+        **linear_samples(device),
+        **parallel_samples(device),
+        "softmax": [
+            (x, 1, False, torch.float32),
+            (images, 2, True, torch.float32),
+            (half, 0, False, torch.float32),
+            (x[:0], 1, False, torch.float32),
+        ],
+        "softmax_backward": [
+            (x, x.softmax(1), 1, False, torch.float32),
+            (images, images, 2, True, torch.float16),
+        ],
+        "logsumexp": [
+            (x, x.dtype),
+            (half, torch.float32),
+            (images.movedim(1, -1), images.dtype),
+            (x[:, :0], x.dtype),
+        ],
+        "logsumexp_backward": [(one, x, x.amax(1), (x - x.amax(1, keepdim=True)).exp().sum(1))],
+        "cross_entropy": loss_arguments,
+        "cross_entropy_reduced": [(*a, *r) for a in loss_arguments for r in reduced],
+        "cross_entropy_one_pass": [(*a, 1e-3, *r) for a in loss_arguments for r in reduced],
+        "cross_entropy_one_pass_": [(*a, 1e-3, *r) for a in loss_arguments for r in reduced[:1]],
+        "scale_": [(x, torch.tensor(2.0, device=device)), (half, torch.tensor(2.0, device=device))],
+        "token_stats": [
+            (x, labels, 1.0, -100),
+            (images, images[..., 0].argmax(-1).new_zeros(N, C, 2), 0.7, 0),
+        ],
+        "token_stats_backward": [(one, one, one, x, labels, *partial(x, labels), 1.0, -100)],
+        **{
+            name: [(one, row, *a[:3], *statistics(a), *a[3:]) for a in loss_arguments[:2]]
+            for name in ("cross_entropy_backward", "cross_entropy_backward_")
+        },
+    }
+
+
+def linear_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
+    """Plain, and with all options; so many classes that what is kept has no padding."""
+    hidden, matrix = sample_rows(N, 5, device=device), sample_rows(16, 5, device=device)
+    labels, bias, weight = (
+        torch.arange(N, device=device),
+        torch.ones(16, device=device),
+        class_weights(16, torch.float32, device),
+    )
+    found: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+    for extra, numbers, wanted in (
+        (None, (0.0, 0.0, 0.0), (True, True, False)),
+        (bias, (0.1, 5.0, 1e-3), (True, False, True)),
+    ):
+        of_class = weight if numbers[0] else None
+        inputs, spread = (hidden, matrix, extra, labels, of_class), of_class is not None
+        fields = torch.ops.partita.linear_rows(
+            *inputs, 0.7 if spread else 1.0, numbers[1], -100, spread, spread, 3, False, BACKEND
+        )
+        row, optional = (
+            torch.linspace(0, 1, N, device=device),
+            torch.ones(N, device=device) if spread else None,
+        )
+        found["linear_rows"] += [
+            (*inputs, 1.0, numbers[1], -100, spread, spread, chunk, keep)
+            for chunk, keep in ((3, False), (16, True))
+        ]
+        found["linear_rows_backward"].append(
+            (
+                row,
+                -row,
+                optional,
+                optional,
+                *inputs,
+                fields[5],
+                fields[6],
+                hidden.new_empty(0),
+                1.0,
+                numbers[1],
+                3,
+                *wanted,
+            )
+        )
+        found["linear_one_pass"] += [
+            (*inputs, -100, *numbers, mean, chunk, *wanted)
+            for mean, chunk in ((False, N), (True, 2))
+        ]
+    return found
+
+
+def parallel_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
+    """The first of two ranks; plain, with a spread, and with an entropy."""
+    hidden, matrix = sample_rows(N, 5, device=device), sample_rows(16, 5, device=device)
+    logits, labels, weight = (
+        hidden @ matrix.T,
+        torch.arange(N, device=device),
+        class_weights(16, torch.float32, device),
+    )
+    row = torch.linspace(0.1, 1, N, device=device)
+    found: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+    for of_class, spread, entropy in (
+        (None, False, False),
+        (weight, True, False),
+        (None, False, True),
+    ):
+        state = (labels, of_class, 0, 0.7 if entropy else 1.0, 0.0, spread, entropy)
+        words = torch.ops.partita.parallel_logits(logits, *state, BACKEND)
+        fields = torch.ops.partita.parallel_fields(
+            torch.stack([words, words]), labels, 32, 0, 0, state[3], -100, spread, entropy, BACKEND
+        )
+        found["parallel_logits"].append((logits, *state))
+        found["parallel_linear"] += [
+            (hidden, matrix, None, *state, chunk, keep) for chunk, keep in ((3, False), (16, True))
+        ]
+        found["parallel_fields"].append(
+            (torch.stack([words, words]), labels, 32, 0, 0, state[3], -100, spread, entropy)
+        )
+        grads = (row, None, row if spread else None, row if entropy else None)
+        every = None if of_class is None else torch.cat([weight, weight])
+        found["parallel_coefficients"].append(
+            (labels, *grads, every, fields[3], spread, 32, state[3], -100)
+        )
+        coefficients = (row, -row, row if entropy else None, row if spread else None)
+        rest = (labels, of_class, *fields[5:7], state[3], 0.0)
+        found["parallel_gradient"].append((*coefficients, logits, *rest))
+        found["parallel_gradient_"].append((logits, *coefficients, *rest))
+    return found
+
+
+def chain_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
+    """For small tables and for those with many edges into a state."""
+    small = random_chain(
+        4, 2, 3, 2, ragged=False, forbidden=0.0, device=device, dtype=torch.float32
+    )
+    dense = random_chain(3, 2, 12, kind="dense", ragged=False, device=device)
+    found: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+    for chain, lengths in ((small, torch.full((2,), 4, device=device)), (dense, None)):
+        inputs = (chain.scores, chain.source, chain.initial, chain.final, lengths)
+        scores, source, initial, final, _ = inputs
+        logz, kept = torch.ops.partita.chain_logz(*inputs, True, BACKEND)
+        values = (scores[:1].nan_to_num(neginf=0.0).expand_as(scores), initial, final)
+        mean, total, pairs = torch.ops.partita.chain_expectation(*inputs, *values, True, BACKEND)
+        uniforms = torch.linspace(
+            0, 1, len(scores) * 6 + 6, device=device, dtype=torch.float64
+        ).reshape(-1, 3, 2)
+        ones = torch.ones_like(logz)
+        found["chain_logz"] += [(*inputs, keep) for keep in (False, True)]
+        found["chain_gradient"].append(
+            (ones, scores, initial, final, source, lengths, logz, kept, scores.dtype)
+        )
+        found["chain_scan"] += [
+            (*inputs, best, reverse) for best in (False, True) for reverse in (False, True)
+        ]
+        found["chain_viterbi"] += [(*inputs, trace) for trace in (False, True)]
+        found["chain_sample"].append((*inputs, uniforms))
+        found["chain_expectation"] += [(*inputs, *values, keep) for keep in (False, True)]
+        found["chain_expectation_gradient"] += [
+            (ones, *inputs, *values, mean, total, pairs, *of)
+            for of in ((True, True), (True, False), (False, True))
+        ]
+    return found
+
+
+def ctc_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
+    """Log-probabilities and logits, with targets of several lengths."""
+    found: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+    logits = torch.linspace(-1, 1, 48, device=device).reshape(6, 2, 4)
+    labels, *rest = (
+        torch.tensor(numbers, device=device) for numbers in ([1, 2, 2, 3], [0, 1], [6, 5], [1, 3])
+    )
+    for from_logits in (False, True):
+        inputs = (logits, labels, *rest)
+        reduction = "mean" if from_logits else "none"
+        loss, losses, kept = torch.ops.partita.ctc_loss(
+            *inputs, 3, 0, from_logits, reduction, False, True, BACKEND
+        )
+        found["ctc_loss"] += [
+            (*inputs, 3, 0, from_logits, reduction, True, keep) for keep in (False, True)
+        ]
+        found["ctc_gradient"].append(
+            (torch.ones_like(loss), *inputs, losses, kept, 3, 0, from_logits, reduction)
+        )
+        found["ctc_align"].append((*inputs, 3, 0, from_logits))
+    scores, source = (
+        torch.linspace(-1, 1, 72, device=device).reshape(4, 2, 3, 3),
+        torch.tensor([[0, 1, 2], [1, 0, 2], [2, 0, 1]], device=device),
+    )
+    free, lengths, places = (
+        torch.zeros(2, 3, device=device),
+        torch.tensor([4, 3], device=device),
+        torch.tensor([[[0, 3], [3, 4]]] * 2, device=device),
+    )
+    logz, kept = torch.ops.partita.chain_logz(scores, source, free, free, lengths, True, BACKEND)
+    marginals = torch.ones(4, 2, 2, 2, device=device)
+    found["crf_gradient"] = [
+        (torch.ones_like(logz), scores, source, lengths, logz, kept, marginals, places)
+    ]
+    return found
+
+
+def statistics(arguments: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """What the backward pass gets from the forward."""
+    return torch.ops.partita.cross_entropy(*arguments, BACKEND)[2:]
+
+
+def partial(x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    entropy, _, maximum, sumexp = torch.ops.partita.token_stats(x, labels, 1.0, -100, BACKEND)[2:]
+    return maximum, sumexp, entropy
+
+
+OPS = sorted(
+    name.removeprefix("partita::")
+    for name in torch._C._dispatch_get_all_op_names()
+    if name.startswith("partita::")
+)
+
+
+def test_every_op_has_samples() -> None:
+    assert partita.softmax is not None
+    assert sorted(samples("cpu")) == OPS
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize("name", OPS)
+def test_opcheck(name: str, device: str) -> None:
+    op = getattr(torch.ops.partita, name).default
+    for arguments in samples(device)[name][
+        :: 3 if INTERPRETING else 1
+    ]:  # which takes minutes; a GPU and the reference see them all
+        # What the kernels of CTC keep is memory of which they fill what they need: nothing to compare.
+        scratch = name == "ctc_loss" and (device == "cuda" or BACKEND == "triton")
+        utilities = [
+            "test_schema",
+            "test_autograd_registration",
+            "test_faketensor",
+            *["test_aot_dispatch_dynamic"] * (not scratch and not INTERPRETING),
+        ]
+        torch.library.opcheck(op, (*arguments, BACKEND), test_utils=utilities)
