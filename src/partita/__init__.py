@@ -12,11 +12,8 @@ from .ops.cross_entropy.token_stats import TokenStats, token_stats
 from .ops.ctc.api import CTCAlignment, TokenSpans, ctc_align, ctc_loss
 from .ops.ctc_crf.api import ctc_crf_loss, debruijn_source
 from .ops.linear_chain.api import linear_chain
-from .ops.linear_heads.api import (
-    linear_cross_entropy,
-    linear_cross_entropy_plan,
-    linear_token_stats,
-)
+from .ops.linear_heads.api import linear_cross_entropy, linear_token_stats
+from .ops.linear_heads.plan import linear_cross_entropy_plan
 from .ops.softmax.api import log_softmax, logsumexp, softmax
 from .primitives.semiring import Log, Max, Semiring
 from .runtime.backend import backend

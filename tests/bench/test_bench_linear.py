@@ -23,7 +23,7 @@ from partita.bench.measure import Timing
 from partita.bench.providers import PARTITA_FAST, PARTITA_LEAN, PRODUCTS, TORCH, Provider
 from partita.bench.runner import Row
 from partita.cli.console import print_table
-from partita.ops.linear_heads.api import Plan
+from partita.ops.linear_heads.plan import MemoryPlan
 
 CASE = linear.LinearCrossEntropy("linear_cross_entropy", torch.float32, 96, 16, 300)
 PARTS = report.PARTS[:4]
@@ -80,7 +80,7 @@ def test_inputs() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [*linear.SIZES, *linear.CPU_SIZES, *linear.CPU_QUICK_SIZES])
 def test_plans_of_ours(size: linear.Size, dtype: torch.dtype) -> None:
-    def plan(budget: int) -> Plan:
+    def plan(budget: int) -> MemoryPlan:
         return partita.linear_cross_entropy_plan(*size, dtype, memory_budget=budget)
 
     fast = plan(linear_peers.fast_budget())

@@ -114,7 +114,7 @@ EXCEPTIONS = {  # name and rule: why it does not hold; a test says that each is 
     ("partita.integrations.koi.SequenceDist.ctc_loss", "example"): SUBCLASS_DEFINES,
     ("partita.integrations.koi.SequenceDist.logZ", "example"): SUBCLASS_DEFINES,
     ("partita.integrations.koi.SequenceDist.viterbi", "example"): SUBCLASS_DEFINES,
-    ("partita.ops.linear_heads.api.Plan", "units"): "`loss` is the name of a plan",
+    ("partita.ops.linear_heads.plan.MemoryPlan", "units"): "`loss` is the name of a plan",
 }
 
 
@@ -175,8 +175,8 @@ def found() -> Iterator[Public]:
                     yield from members(full, value)
     # A result whose name is not exported is still read about.
     yield Public(
-        "partita.ops.linear_heads.api.Plan",
-        sys.modules["partita.ops.linear_heads.api"].Plan,
+        "partita.ops.linear_heads.plan.MemoryPlan",
+        sys.modules["partita.ops.linear_heads.plan"].MemoryPlan,
         "record",
     )
 

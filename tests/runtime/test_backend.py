@@ -20,19 +20,19 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_blocks_nest_and_end_with_an_exception_too() -> None:
-    assert _backend.current() == "auto"
+    assert _backend.current_backend() == "auto"
     with partita.backend("reference"):
         with pytest.raises(KeyError), partita.backend("triton"):
-            assert _backend.current() == "triton"
+            assert _backend.current_backend() == "triton"
             raise KeyError
-        assert _backend.current() == "reference"
-    assert _backend.current() == "auto"
+        assert _backend.current_backend() == "reference"
+    assert _backend.current_backend() == "auto"
 
 
 def test_it_decorates_a_function() -> None:
     @partita.backend("reference")
     def served() -> str:
-        return _backend.current()
+        return _backend.current_backend()
 
     assert (served(), served()) == ("reference", "reference")
 
@@ -66,13 +66,31 @@ def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         partita.softmax(sample_rows(2, 3))
 
 
-def test_it_holds_in_every_thread() -> None:
+def in_another_thread() -> str:
+    """Return the backend that a new thread sees."""
     seen = []
+    thread = threading.Thread(target=lambda: seen.append(_backend.current_backend()))
+    thread.start()
+    thread.join()
+    return seen[0]
+
+
+def test_a_block_holds_in_its_own_thread() -> None:
     with partita.backend("reference"):
-        thread = threading.Thread(target=lambda: seen.append(_backend.current()))
-        thread.start()
-        thread.join()
-    assert seen == ["reference"]
+        assert (_backend.current_backend(), in_another_thread()) == ("reference", "auto")
+
+
+def test_a_plain_call_outside_of_blocks_sets_the_default_of_all_threads() -> None:
+    partita.backend("reference")
+    try:
+        assert (_backend.current_backend(), in_another_thread()) == ("reference", "reference")
+        with partita.backend("numba"):
+            partita.backend("triton")  # inside of a block a plain call does nothing
+            assert (_backend.current_backend(), in_another_thread()) == ("numba", "reference")
+        assert _backend.current_backend() == "reference"
+    finally:
+        partita.backend("auto")
+    assert in_another_thread() == "auto"
 
 
 @pytest.mark.parametrize(
@@ -80,12 +98,12 @@ def test_it_holds_in_every_thread() -> None:
     [
         ("auto", CPU, False, "reference"),
         ("auto", CPU, True, "cpu"),
-        ("auto", GPU, False, "kernels"),
-        ("auto", GPU, True, "kernels"),
+        ("auto", GPU, False, "gpu"),
+        ("auto", GPU, True, "gpu"),
         ("auto", torch.device("meta"), True, "reference"),
         ("reference", CPU, True, "reference"),
         ("reference", GPU, True, "reference"),
-        ("triton", GPU, True, "kernels"),
+        ("triton", GPU, True, "gpu"),
         ("numba", CPU, True, "cpu"),
     ],
     ids=str,
@@ -95,7 +113,7 @@ def test_who_serves(
 ) -> None:
     monkeypatch.setattr(_backend, "has_triton", lambda: True)
     monkeypatch.setattr(_backend, "has_numba", lambda: True)
-    assert _backend.resolve(name, device, numba=numba) == floor
+    assert _backend.resolve(name, device, has_cpu=numba) == floor
 
 
 @pytest.mark.parametrize(
@@ -108,13 +126,13 @@ def test_who_serves_without_the_packages(
 ) -> None:
     monkeypatch.setattr(_backend, "has_triton", lambda: False)
     monkeypatch.setattr(_backend, "has_numba", lambda: False)
-    assert _backend.resolve(name, device, numba=numba) == floor
+    assert _backend.resolve(name, device, has_cpu=numba) == floor
     with pytest.raises(
         RuntimeError, match=r"^backend 'triton': the package triton is not installed$"
     ):
-        _backend.resolve("triton", device, numba=numba)
+        _backend.resolve("triton", device, has_cpu=numba)
     with pytest.raises(RuntimeError, match=r"^backend 'numba': "):
-        _backend.resolve("numba", device, numba=numba)
+        _backend.resolve("numba", device, has_cpu=numba)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter serves the CPU")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.linear_heads.api import linear_cross_entropy_plan
+from ..ops.linear_heads.plan import linear_cross_entropy_plan
 
 ALL_LOGITS = 2**62  # bytes, more than they take
 

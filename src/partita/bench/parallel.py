@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 import partita
-
-from ..ops.linear_heads.api import linear_cross_entropy_plan
+from partita.ops.linear_heads.plan import linear_cross_entropy_plan
 
 TOKENS, VOCABULARY = 8192, 131_072
 LINEAR = (8192, 4096, 128_256)

@@ -181,10 +181,10 @@ PRODUCTS = Provider(
 TORCH = Provider(
     "torch",
     {
-        name: lambda function=function: function
+        name: lambda function=function: function  # type: ignore[misc]
         for name, function in (EAGER | FROM_HIDDEN | OVER_TIME).items()
     },
-)  # type: ignore[misc]
+)
 PEERS = (
     TORCH,
     Provider(
@@ -196,10 +196,10 @@ PEERS = (
     Provider(
         "compile",
         {
-            name: lambda function=function: _compiled(function)
+            name: lambda function=function: _compiled(function)  # type: ignore[misc]
             for name, function in (EAGER | FROM_HIDDEN).items()
         },
-    ),  # type: ignore[misc]
+    ),
     Provider("naive", {"softmax": lambda: naive_softmax}),
     Provider(
         "quack",
@@ -225,10 +225,10 @@ PEERS = (
         Provider(
             name,
             {
-                "linear_cross_entropy": lambda exact=exact: linear_peers.cut_cross_entropy(
+                "linear_cross_entropy": lambda exact=exact: linear_peers.cut_cross_entropy(  # type: ignore[misc]
                     exact=exact
                 )
-            },  # type: ignore[misc]
+            },
             packages=("cut_cross_entropy",),
             install="pip install cut-cross-entropy",
             beyond=linear_peers.beyond_cut_cross_entropy,

@@ -83,7 +83,7 @@ def forced_align(
     checks.blank(blank, classes)
     _check_labels(targets.cpu(), inputs, lengths, classes, blank)
     found = ctc_align(log_probs.detach().transpose(0, 1), targets, inputs, lengths, blank)
-    if (place := checks.first_place(~found.score.isfinite())) is not None:
+    if (place := checks.first_index(~found.score.isfinite())) is not None:
         raise ValueError(
             f"log_probs: expected an alignment of a probability above 0, got none for the target at {list(place)}"
         )
@@ -154,7 +154,7 @@ def _lengths(name: str, value: Tensor | None, count: int, most: int) -> Tensor:
     checks.integer(name, value)
     checks.shape(name, value, [count], "[B]")
     value = value.cpu().long()
-    if (place := checks.first_place((value < 0) | (value > most))) is not None:
+    if (place := checks.first_index((value < 0) | (value > most))) is not None:
         raise ValueError(
             f"{name}: expected lengths from 0 to {most}, got {int(value[place])} at {list(place)}"
         )
@@ -167,7 +167,7 @@ def _check_labels(
     """All on the host: labels are classes, none is the blank, and there are steps enough."""
     counts = torch.arange(targets.shape[1]) < lengths[:, None]
     if (
-        place := checks.first_place(
+        place := checks.first_index(
             counts & ((targets < 0) | (targets >= classes) | (targets == blank))
         )
     ) is not None:
@@ -175,7 +175,7 @@ def _check_labels(
             f"targets: expected labels from 0 to {classes - 1} without the blank {blank}, got {int(targets[place])} at {list(place)}"
         )
     repeats = (counts[:, 1:] & (targets[:, 1:] == targets[:, :-1])).sum(1)
-    if (place := checks.first_place(lengths + repeats > input_lengths)) is not None:
+    if (place := checks.first_index(lengths + repeats > input_lengths)) is not None:
         n = place[0]
         raise ValueError(
             f"targets: expected at most {int(input_lengths[n])} labels and repeats, got {int(lengths[n])} and {int(repeats[n])} at [{n}]"

@@ -172,7 +172,7 @@ def _targets(
     name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
     checks.integer(name, given)
     assert given is not None
-    checks.whole("ignore_index", ignore_index)
+    checks.python_int("ignore_index", ignore_index)
     target = given.long()  # a narrow type would wrap ignore_index
     if shift_labels is None:
         if given.ndim == 0:

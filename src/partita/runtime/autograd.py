@@ -1,4 +1,4 @@
-"""What the ops' autograd functions share."""
+"""What the autograd functions of all families share."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 
-class _Gradient(torch.autograd.Function):
-    """A first derivative computed by a kernel, whose own derivatives are those of its reference."""
+class _FirstDerivative(torch.autograd.Function):
+    """A first derivative that a kernel computes and whose own derivatives are the reference's."""
 
     generate_vmap_rule = True
 
@@ -32,12 +32,12 @@ class _Gradient(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors
         variables, rest = tensors[: ctx.variables], tensors[ctx.variables :]
-        pull_back = torch.func.vjp(lambda *chosen: ctx.reference(*chosen, *rest), *variables)[1]
-        return None, None, None, *pull_back(grads[0]), *(None for _ in rest)
+        vjp = torch.func.vjp(lambda *chosen: ctx.reference(*chosen, *rest), *variables)[1]
+        return None, None, None, *vjp(grads[0]), *(None for _ in rest)
 
 
 def is_double_backward() -> bool:
-    """Whether a derivative is to be differentiated again."""
+    """Return whether the derivative that is computed now will be differentiated again."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
@@ -47,9 +47,12 @@ def first_derivative(
     variables: int,
     *tensors: Tensor | None,
 ) -> Tensor:
-    """`kernel(*tensors)`, differentiable again in the first `variables` tensors through `reference`, of the same arguments."""
+    """Return `kernel(*tensors)`, differentiable in the first `variables` tensors.
+
+    The second derivative is that of `reference`, which takes the same arguments.
+    """
     if is_double_backward():
-        return _Gradient.apply(kernel, reference, variables, *tensors)
+        return _FirstDerivative.apply(kernel, reference, variables, *tensors)
     return kernel(*tensors)
 
 
@@ -59,22 +62,27 @@ def double_backward(
     wanted: Sequence[bool],
     grads: Tensor | Sequence[Tensor],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of `function(*inputs)` in the wanted ones, to be differentiated again. Each is taken through a view of its own: what leads from one
-    input to another, where that is a function of it, is the caller's to follow."""
-    chosen = [tensor is not None and wants for tensor, wants in zip(inputs, wanted, strict=True)]
-    own = [
-        tensor.view_as(tensor) if held else tensor
-        for tensor, held in zip(inputs, chosen, strict=True)
-    ]  # type: ignore[union-attr, arg-type]
-    variables = [tensor for tensor, held in zip(own, chosen, strict=True) if held]
-    found = iter(
-        torch.autograd.grad(function(*own), variables, grads, create_graph=True, allow_unused=True)
-    )  # type: ignore[arg-type]
-    return tuple(next(found) if held else None for held in chosen)
+    """Return the differentiable gradients of `function(*inputs)` in the wanted inputs.
+
+    Each gradient is taken through a view of its own. Where one input is a function of another, the
+    caller's graph follows that path, so it is not counted here.
+    """
+    views = [
+        tensor.view_as(tensor) if tensor is not None and wants else None
+        for tensor, wants in zip(inputs, wanted, strict=True)
+    ]
+    variables = [view for view in views if view is not None]
+    values = [tensor if view is None else view for tensor, view in zip(inputs, views, strict=True)]
+    results = iter(
+        torch.autograd.grad(
+            function(*values), variables, grads, create_graph=True, allow_unused=True
+        )
+    )
+    return tuple(None if view is None else next(results) for view in views)
 
 
 def refuse_forward_mode(*tensors: Tensor | None) -> None:
-    """Of what runs past autograd: there is no forward mode, and a tangent must not be dropped in silence."""
+    """Raise for tensors with a forward-mode tangent, which would be dropped in silence."""
     if torch.autograd.forward_ad._current_level >= 0:
         for tensor in tensors:
             if (
@@ -87,12 +95,15 @@ def refuse_forward_mode(*tensors: Tensor | None) -> None:
 
 
 def batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
-    """A tensor that vmap hands to a batching rule, with the batch in front."""
+    """Return a tensor that `vmap` gives to a batching rule with the batch dimension first."""
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
 def plain_eager() -> bool:
-    """True outside of compilation, function transforms and dispatch modes: there, an autograd function may keep state between calls."""
+    """Return whether no compiler, function transform or dispatch mode is active.
+
+    Only then may an autograd function keep state between calls.
+    """
     if torch.compiler.is_compiling():
         return False
     return (
@@ -102,20 +113,24 @@ def plain_eager() -> bool:
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply(*args)`; where nothing transforms, past the binding of arguments to a signature, which takes longer than a small kernel."""
+    """Return `function.apply(*args)`.
+
+    Without transforms the call bypasses PyTorch's binding of arguments to a signature, which takes
+    longer than a small kernel.
+    """
     if plain_eager():
         return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
     return function.apply(*args)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast computes in on this kind of device, where it is on."""
+    """Return the dtype that autocast computes in on this device, or None where it is off."""
     kind = device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):  # which has no autocast to ask for
+    if kind != "meta" and torch.is_autocast_enabled(kind):  # autocast does not know "meta"
         return torch.get_autocast_dtype(kind)
     return None
 
 
 def is_capturing(tensor: Tensor) -> bool:
-    """Whether what is made now on the tensor's device belongs to a graph that is being captured."""
+    """Return whether work on the tensor's device is being captured into a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -22,6 +22,7 @@ Loader = Callable[[], Mapping[str, Callable[..., Any]]]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _default: str | None = None  # what a plain call of `backend` set for the whole process
+_latest: str | None = None  # mirrors `_chosen` for compilers, which cannot trace a ContextVar
 _chosen: ContextVar[str | None] = ContextVar(
     "partita_backend", default=None
 )  # that of the innermost block
@@ -89,11 +90,15 @@ class backend(ContextDecorator):
             _default = name
 
     def __enter__(self) -> None:
+        global _latest
         self._leave_default()
         self._tokens.append(_chosen.set(self.name))
+        _latest = self.name
 
     def __exit__(self, *raised: object) -> None:
+        global _latest
         _chosen.reset(self._tokens.pop())
+        _latest = _chosen.get()
 
     def __call__(self, func: Function) -> Function:
         self._leave_default()
@@ -108,7 +113,7 @@ class backend(ContextDecorator):
 
 def current_backend() -> str:
     """Return the backend that the user chose, or `auto`."""
-    chosen = _chosen.get() or _default
+    chosen = (_latest if torch.compiler.is_compiling() else _chosen.get()) or _default
     if chosen is not None:
         return chosen
     return _known(os.environ.get("PARTITA_BACKEND") or "auto", "PARTITA_BACKEND")

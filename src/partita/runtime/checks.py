@@ -44,14 +44,14 @@ def device(name: str, value: Tensor, other: Tensor, other_name: str) -> None:
         )
 
 
-def whole(name: str, value: Any) -> None:
+def python_int(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt)):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
 
 
 def dimension(name: str, dim: Any, ndim: int) -> int:
     """`dim` counted from the front."""
-    whole(name, dim)
+    python_int(name, dim)
     size = max(ndim, 1)
     if not -size <= dim < size:
         raise IndexError(f"{name}: expected a dimension from {-size} to {size - 1}, got {dim}")
@@ -77,7 +77,7 @@ def number(
         )
 
 
-def values_wanted(where: torch.device) -> bool:
+def should_check_values(where: torch.device) -> bool:
     """Whether the values inside tensors on this device are checked: see `PARTITA_CHECK`. A compiler cannot look at them; the op that it calls does."""
     if torch.compiler.is_compiling():
         return False
@@ -91,18 +91,18 @@ def values_wanted(where: torch.device) -> bool:
     return where.type == "cpu" if setting == "" else setting == "1"
 
 
-def first_place(bad: Tensor) -> tuple[int, ...] | None:
+def first_index(bad: Tensor) -> tuple[int, ...] | None:
     """Where the first of them is, or None where there is none; waits for the device."""
     return tuple(bad.nonzero()[0].tolist()) if bool(bad.any()) else None
 
 
 def labels(name: str, value: Tensor, classes: int, ignore_index: int) -> None:
     """Every label is a class or `ignore_index`; else `IndexError` names the first that is not, and its place."""
-    if value.is_meta or not values_wanted(value.device):
+    if value.is_meta or not should_check_values(value.device):
         return
     value = value.long()  # a narrow type would wrap the bounds
     bad = ((value < 0) | (value >= classes)) & (value != ignore_index)
-    if (place := first_place(bad)) is not None:
+    if (place := first_index(bad)) is not None:
         raise IndexError(
             f"{name}: expected labels from 0 to {classes - 1} (or ignore_index {ignore_index}), got {int(value[place])} at {list(place)}"
         )
@@ -110,10 +110,10 @@ def labels(name: str, value: Tensor, classes: int, ignore_index: int) -> None:
 
 def within(name: str, value: Tensor, low: int, high: int, meaning: str) -> None:
     """Every number is in range; else `ValueError` names the first that is not, and its place."""
-    if value.is_meta or not values_wanted(value.device):
+    if value.is_meta or not should_check_values(value.device):
         return
     value = value.long()  # a narrow type would wrap the bounds
-    if (place := first_place((value < low) | (value > high))) is not None:
+    if (place := first_index((value < low) | (value > high))) is not None:
         raise ValueError(
             f"{name}: expected {meaning} from {low} to {high}, got {int(value[place])} at {list(place)}"
         )
@@ -122,3 +122,6 @@ def within(name: str, value: Tensor, low: int, high: int, meaning: str) -> None:
 def blank(value: object, classes: int) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral) or not 0 <= value < classes:  # type: ignore[operator]
         raise ValueError(f"blank: expected a class from 0 to {classes - 1}, got {value!r}")
+
+
+REDUCTIONS = ("none", "mean", "sum")

@@ -585,10 +585,10 @@ def test_without_numba_it_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_backend, "has_numba", lambda: False)
     cpu = torch.device("cpu")
     with pytest.warns(RuntimeWarning, match="pip install numba"):
-        assert _backend.resolve("auto", cpu, numba=True) == "reference"
+        assert _backend.resolve("auto", cpu, has_cpu=True) == "reference"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert _backend.resolve("auto", cpu, numba=True) == "reference"
+        assert _backend.resolve("auto", cpu, has_cpu=True) == "reference"
     _backend._without_numba.cache_clear()
 
 

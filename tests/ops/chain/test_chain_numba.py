@@ -11,11 +11,11 @@ from partita import Chain, Log, Max, debruijn_source
 
 pytest.importorskip("numba")
 from partita.ops.chain import autograd as _chain
-from partita.ops.chain import cpu as cpu_chain
-from partita.ops.chain import cpu_expectation as cpu_pairs
-from partita.ops.chain import cpu_steps as chain_steps
-from partita.ops.chain.cpu_steps import empty
+from partita.ops.chain.cpu import expectation as cpu_pairs
+from partita.ops.chain.cpu import logz as cpu_chain
+from partita.ops.chain.cpu import steps as chain_steps
 from partita.primitives.cpu import math as cpu_math
+from partita.primitives.cpu.batch import empty_batch
 
 RING = torch.tensor([[0, 3], [1, 0], [2, 1], [3, 2]])
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -34,7 +34,7 @@ WIDTHS = (
 def poisoned_and_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that nothing was written to yet holds NaN, and the smallest batch is shared out."""
     for module in (cpu_chain, cpu_pairs):
-        monkeypatch.setattr(module, "empty", lambda *args: empty(*args).fill_(torch.nan))
+        monkeypatch.setattr(module, "empty", lambda *args: empty_batch(*args).fill_(torch.nan))
     monkeypatch.setattr(chain_steps, "SMALL", 0)
 
 

@@ -20,7 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.flop_counter import FlopCounterMode
 
 import partita
-from partita.ops.linear_heads.api import ROW_WORDS
+from partita.ops.linear_heads.plan import ROW_WORDS
 from partita.testing import poisoned_memory
 
 TOKENS, HIDDEN, CLASSES = 40, 24, 333

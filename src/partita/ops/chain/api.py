@@ -122,7 +122,7 @@ class Chain:
     def _all(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         return self.scores, self.source, *self._ends(), self.lengths
 
-    def _scanned(self, what: str, semiring: Semiring) -> reference.Inputs:
+    def _scanned(self, what: str, semiring: Semiring) -> reference.ChainInputs:
         """All inputs of what runs in plain PyTorch on every device, ready to be scanned under a semiring."""
         if not isinstance(semiring, Semiring):
             raise TypeError(f"semiring: expected a Semiring, as Log or Max, got {semiring!r}")
@@ -134,7 +134,7 @@ class Chain:
         inputs = self.scores, self.source, *self._ends(semiring.one), self.lengths
         if not torch.compiler.is_compiling():
             _chain.check_values(*inputs)
-        return reference.inputs(*inputs, semiring)
+        return reference.chain_inputs(*inputs, semiring)
 
     def _differentiated(self, *more: Tensor | None) -> bool:
         return torch.is_grad_enabled() and any(
@@ -148,7 +148,7 @@ class Chain:
     def _logz64(self, semiring: Semiring) -> Tensor:
         """log Z in fp64, so that differences of it are formed before they are rounded."""
         if semiring not in (Log, Max):
-            return reference.logz_of(
+            return reference.log_partition(
                 self._scanned("this semiring", semiring), differentiable(semiring)
             )
         run = _chain.BestScore if semiring == Max else _chain.LogZ
@@ -222,7 +222,7 @@ class Chain:
             >>> chain.sample(5).states.shape
             torch.Size([5, 5, 2])
         """
-        checks.whole("k", k)
+        checks.python_int("k", k)
         if k < 0:
             raise ValueError(f"k: expected a number of paths, 0 or more, got {k!r}")
         with torch.no_grad():
@@ -329,7 +329,7 @@ class Chain:
             )
             for x in (self, other)
         )
-        if checks.values_wanted(self.scores.device):
+        if checks.should_check_values(self.scores.device):
             for name, own, given in zip(("source", "lengths"), mine, others, strict=True):
                 if given is not own and not torch.equal(given, own.to(given.dtype)):
                     raise ValueError(

@@ -39,16 +39,16 @@ def _gpu() -> Functions:
 
 
 def _cpu() -> Functions:
-    from . import cpu, cpu_expectation, cpu_paths
+    from .cpu import expectation, logz, paths
 
     return {
-        "chain_logz": cpu.chain_logz,
-        "chain_gradient": cpu.chain_gradient,
-        "chain_scan": cpu.chain_scan,
-        "chain_viterbi": cpu_paths.chain_viterbi,
-        "chain_sample": cpu_paths.chain_sample,
-        "chain_expectation": cpu_expectation.chain_expectation,
-        "chain_expectation_gradient": cpu_expectation.chain_expectation_gradient,
+        "chain_logz": logz.chain_logz,
+        "chain_gradient": logz.chain_gradient,
+        "chain_scan": logz.chain_scan,
+        "chain_viterbi": paths.chain_viterbi,
+        "chain_sample": paths.chain_sample,
+        "chain_expectation": expectation.chain_expectation,
+        "chain_expectation_gradient": expectation.chain_expectation_gradient,
     }
 
 

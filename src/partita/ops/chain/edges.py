@@ -29,7 +29,7 @@ def dense_source(C: int, *, device: torch.device | str | None = None) -> Tensor:
         tensor([[0, 1],
                 [0, 1]])
     """
-    checks.whole("C", C)
+    checks.python_int("C", C)
     if C < 0:
         raise ValueError(f"C: expected a number of states, 0 or more, got {C!r}")
     return torch.arange(C, device=device).repeat(C, 1)
@@ -72,7 +72,10 @@ def edges_from_states(states: Tensor, source: Tensor) -> Tensor:
     fits = (source[after.clamp(0, len(source) - 1)] == before[..., None]) & inside[..., None]
     found = fits.any(-1)
     lost = (before != -1) & (after != -1) & ~found
-    if checks.values_wanted(states.device) and (place := checks.first_place(lost)) is not None:
+    if (
+        checks.should_check_values(states.device)
+        and (place := checks.first_index(lost)) is not None
+    ):
         raise ValueError(
             f"states: expected an edge between one state and the next, got {int(before[place])} then {int(after[place])} at {list(place)}"
         )

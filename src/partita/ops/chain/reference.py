@@ -10,7 +10,7 @@ from torch import Tensor
 from ...primitives.semiring import Log, Max, Semiring, log_dsum
 
 
-class Inputs(NamedTuple):
+class ChainInputs(NamedTuple):
     """A batch of chains, ready to be scanned: nothing in it can index out of bounds or make a NaN where it does not count.
 
     Fields:
@@ -38,14 +38,14 @@ def counted(scores: Tensor, source: Tensor, lengths: Tensor | None) -> tuple[Ten
     return torch.arange(steps, device=scores.device)[:, None] < lengths, wrong
 
 
-def inputs(
+def chain_inputs(
     scores: Tensor,
     source: Tensor,
     initial: Tensor,
     final: Tensor,
     lengths: Tensor | None,
     S: Semiring,
-) -> Inputs:
+) -> ChainInputs:
     """Lengths out of range make NaN of their chain, sources out of range of every chain."""
     chains, states = scores.shape[1:3]
     source = source.long()  # a narrow type would wrap the bounds
@@ -57,15 +57,15 @@ def inputs(
     )
     kept = active[:, :, None, None] & ~missing
     safe = torch.where(kept, scores.double(), S.one)
-    return Inputs(safe, source.clamp(0, max(states - 1, 0)), missing, initial, final, active)
+    return ChainInputs(safe, source.clamp(0, max(states - 1, 0)), missing, initial, final, active)
 
 
-def edge_terms(x: Inputs, t: int, alpha: Tensor, S: Semiring) -> Tensor:
+def edge_terms(x: ChainInputs, t: int, alpha: Tensor, S: Semiring) -> Tensor:
     """What each edge of step t brings to the state it enters, `[N, C, K]`."""
     return S.mul(x.scores[t], alpha[:, x.source]).masked_fill(x.missing, S.zero)
 
 
-def forward_scores(x: Inputs, S: Semiring) -> list[Tensor]:
+def forward_scores(x: ChainInputs, S: Semiring) -> list[Tensor]:
     """α after each step, `[N, C]` each; after the last step that counts it stays as it is."""
     alpha = [x.initial]
     for t in range(len(x.scores)):
@@ -75,7 +75,7 @@ def forward_scores(x: Inputs, S: Semiring) -> list[Tensor]:
     return alpha
 
 
-def backward_scores(x: Inputs, S: Semiring) -> list[Tensor]:
+def backward_scores(x: ChainInputs, S: Semiring) -> list[Tensor]:
     """β before each step, and the final scores last, `[N, C]` each: what the rest of the chain adds, from each state."""
     states, slots = x.source.shape
     leaving = x.source.masked_fill(x.missing, states).flatten()
@@ -102,7 +102,7 @@ def backward_scores(x: Inputs, S: Semiring) -> list[Tensor]:
     return beta
 
 
-def logz_of(x: Inputs, S: Semiring) -> Tensor:
+def log_partition(x: ChainInputs, S: Semiring) -> Tensor:
     """⊕ over all paths, `[N]` fp64; the gradient of a chain that has no path is 0."""
     total = S.sum(S.mul(forward_scores(x, S)[-1], x.final), -1)
     return (
@@ -119,9 +119,9 @@ def chain_logz(
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
     """log Z, `[N]` fp64, and what the gradient may use again: nothing, for the reference starts anew."""
-    return logz_of(inputs(scores, source, initial, final, lengths, Log), Log), scores.new_empty(
-        0, dtype=torch.float64
-    )
+    return log_partition(
+        chain_inputs(scores, source, initial, final, lengths, Log), Log
+    ), scores.new_empty(0, dtype=torch.float64)
 
 
 def chain_gradient(
@@ -137,7 +137,7 @@ def chain_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of scores, in `dtype`, of initial and of final, from that of log Z: the share of each edge in the sum that entered its state,
     times what went on from that state."""
-    x = inputs(scores, source, initial, final, lengths, Log)
+    x = chain_inputs(scores, source, initial, final, lengths, Log)
     alpha = forward_scores(x, Log)
     here = d_final = grad.double()[:, None] * log_dsum(alpha[-1] + x.final, -1)
     d_scores: list[Tensor] = []
@@ -150,7 +150,7 @@ def chain_gradient(
     return every.to(dtype), here.to(initial.dtype), d_final.to(final.dtype)
 
 
-def leaving(x: Inputs, edges: Tensor) -> Tensor:
+def leaving(x: ChainInputs, edges: Tensor) -> Tensor:
     """Of numbers on the edges `[N, C, K]`, the sum over those that leave each state, `[N, C]`."""
     return torch.zeros_like(x.initial).index_add(1, x.source.flatten(), edges.flatten(1))
 
@@ -166,5 +166,5 @@ def chain_scan(
 ) -> Tensor:
     """α or β under Log or Max, `[T + 1, N, C]` fp64."""
     S = Max if best else Log
-    x = inputs(scores, source, initial, final, lengths, S)
+    x = chain_inputs(scores, source, initial, final, lengths, S)
     return torch.stack(backward_scores(x, S) if reverse else forward_scores(x, S))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...primitives.semiring import Log, log_dsum
-from .reference import Inputs, edge_terms, inputs, leaving, logz_of
+from .reference import ChainInputs, chain_inputs, edge_terms, leaving, log_partition
 
 
 def _weighed(weights: Tensor, values: Tensor) -> Tensor:
@@ -14,7 +14,9 @@ def _weighed(weights: Tensor, values: Tensor) -> Tensor:
     return (weights * values.masked_fill(weights == 0, 0.0)).sum(-1)
 
 
-def _pairs(x: Inputs, values: Tensor, first_values: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+def _pairs(
+    x: ChainInputs, values: Tensor, first_values: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
     """α after each step, and the mean of the values over the paths into each state, `[N, C]` each."""
     alpha, mean = [x.initial], [first_values.double()]
     for t in range(len(x.scores)):
@@ -39,7 +41,7 @@ def mean_of(
     last_values: Tensor,
 ) -> Tensor:
     """The mean of the sum of values along a path, `[N]` fp64: values of edges `[T, N, C, K]`, of first and of last states `[N, C]`."""
-    x = inputs(scores, source, initial, final, lengths, Log)
+    x = chain_inputs(scores, source, initial, final, lengths, Log)
     alpha, mean = _pairs(x, values, first_values)
     return _weighed(log_dsum(alpha[-1] + x.final, -1), mean[-1] + last_values.double())
 
@@ -59,7 +61,7 @@ def chain_expectation(
     mean = mean_of(scores, source, initial, final, lengths, values, first_values, last_values)
     return (
         mean,
-        logz_of(inputs(scores, source, initial, final, lengths, Log), Log),
+        log_partition(chain_inputs(scores, source, initial, final, lengths, Log), Log),
         scores.new_empty(0, dtype=torch.float64),
     )
 
@@ -82,7 +84,7 @@ def chain_expectation_gradient(
 ) -> tuple[Tensor, ...]:
     """Gradients of scores, initial, final, values, first and last values: the posterior of each edge and state for the values, and for the scores
     that times how far the mean over the paths through it lies from the mean over all."""
-    x = inputs(scores, source, initial, final, lengths, Log)
+    x = chain_inputs(scores, source, initial, final, lengths, Log)
     alpha, before = _pairs(x, values, first_values)
     grad, mean = grad.double()[:, None], mean[:, None]
     here, behind = grad * log_dsum(alpha[-1] + x.final, -1), last_values.double()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...primitives.semiring import Log, Max, log_dsum
-from .reference import Inputs, counted, edge_terms, forward_scores, inputs
+from .reference import ChainInputs, chain_inputs, counted, edge_terms, forward_scores
 
 
 def chain_viterbi(
@@ -21,7 +21,7 @@ def chain_viterbi(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The best score `[N]` fp64, states `[T + 1, N]` and edges `[T, N]` of its path, -1 where there is none, or nothing without `trace`; ties go to
     the lowest edge into a state, then to the lowest last state."""
-    x = inputs(scores, source, initial, final, lengths, Max)
+    x = chain_inputs(scores, source, initial, final, lengths, Max)
     alpha = forward_scores(x, Max)
     last = alpha[-1] + x.final
     score = Max.sum(last, -1)
@@ -45,7 +45,7 @@ def chain_sample(
     uniforms: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Paths from the posterior, states `[S, T + 1, N]` and edges `[S, T, N]`, by uniform numbers `[T + 1, S, N]`."""
-    x = inputs(scores, source, initial, final, lengths, Log)
+    x = chain_inputs(scores, source, initial, final, lengths, Log)
     alpha = forward_scores(x, Log)
     ends = alpha[-1] + x.final
 
@@ -75,7 +75,7 @@ def _drawn(terms: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _traced(
-    x: Inputs, slot_of: Callable[[int, Tensor], Tensor], state: Tensor, possible: Tensor
+    x: ChainInputs, slot_of: Callable[[int, Tensor], Tensor], state: Tensor, possible: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Paths followed back from their last states `[S, N]`, by the edge into each state: `[S, T + 1, N]` and `[S, T, N]`."""
     slots = x.source.shape[1]

@@ -7,40 +7,20 @@ With Q = sum_c q_c its gradient is Q softmax(x) - q. Soft-capping puts cap tanh(
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...primitives.rows import finite_shift, laid_out_like, row_chunks, softcap_slope
 from ...runtime.dtypes import acc_dtype
-
-
-class Rows(NamedTuple):
-    loss: Tensor  # [N, ...], at least fp32, 0 where ignored
-    logsumexp: Tensor  # [N, ...], 0 where ignored
-    maximum: Tensor  # [N, ...]
-    sumexp: Tensor  # [N, ...], sum of exp(logits - maximum)
-    total_weight: Tensor  # [N, ...], sum of q, 0 where ignored
-
-
-class OnePass(NamedTuple):
-    loss: Tensor  # []
-    grad: Tensor  # [N, C, ...]
+from .common import OnePass, RowLosses, valid_targets
 
 
 def capped(logits: Tensor, softcap: float) -> Tensor:
     """Logits, classes last, in the accumulator's dtype, soft-capped where `softcap` is not zero."""
     wide = logits.to(acc_dtype(logits.dtype)).movedim(1, -1)
     return softcap * (wide / softcap).tanh() if softcap else wide
-
-
-def valid_targets(target: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Labels that are safe to index with, and where they are kept (not ignored) and where they are wrong."""
-    target = target.long()  # a narrow type would wrap the bounds
-    inside = (target >= 0) & (target < classes)
-    kept = target != ignore_index
-    return torch.where(inside & kept, target, 0), kept, kept & ~inside
 
 
 def target_weights(
@@ -70,7 +50,7 @@ def cross_entropy(
     ignore_index: int,
     label_smoothing: float,
     softcap: float,
-) -> Rows:
+) -> RowLosses:
     classes = logits.shape[1]
     x = capped(logits, softcap)
     if classes == 0:
@@ -80,7 +60,7 @@ def cross_entropy(
             if target.is_floating_point()
             else torch.where(target.long() == ignore_index, 0.0, nothing + torch.nan)
         )
-        return Rows(loss, nothing - torch.inf, nothing - torch.inf, nothing, nothing)
+        return RowLosses(loss, nothing - torch.inf, nothing - torch.inf, nothing, nothing)
     logp = x.log_softmax(-1)
     maximum = x.amax(-1)
     sumexp = (x - finite_shift(maximum).unsqueeze(-1)).exp().sum(-1)
@@ -88,7 +68,7 @@ def cross_entropy(
     if target.is_floating_point():
         q = target_weights(target, weight, classes, ignore_index, label_smoothing, x)
         loss = -(q * torch.where((q == 0) & (logp == -torch.inf), 0, logp)).sum(-1)
-        return Rows(loss, logsumexp, maximum, sumexp, q.sum(-1))
+        return RowLosses(loss, logsumexp, maximum, sumexp, q.sum(-1))
     labels, kept, wrong = valid_targets(target, classes, ignore_index)
     loss = -logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     if weight is not None:
@@ -104,7 +84,7 @@ def cross_entropy(
     spread = 1.0 if weight is None else weight.to(x.dtype).mean()
     total_weight = torch.where(kept, (1 - label_smoothing) * on_label + label_smoothing * spread, 0)
     spoiled = torch.where(wrong, torch.nan, 0.0).to(x.dtype)
-    return Rows(
+    return RowLosses(
         torch.where(kept, loss, 0) + spoiled,
         torch.where(kept, logsumexp, 0),
         maximum,
@@ -152,7 +132,7 @@ def cross_entropy_backward(
     return laid_out_like(cross_entropy_gradient(grad_loss, grad_logsumexp, logits, *args), logits)
 
 
-def cross_entropy_denominators(
+def mean_denominators(
     target: Tensor, weight: Tensor | None, ignore_index: int, classes: int
 ) -> Tensor:
     """What the mean divides by: `[2]`, the class weights of the targets that count, and their number."""
@@ -207,10 +187,10 @@ def mean_scales(
     """What the loss and the z-loss of a row are multiplied by: `[2]`."""
     if mean and target.is_floating_point():
         return loss.new_full((2,), loss.numel()).reciprocal()
-    return scales(target, weight, ignore_index, logits.shape[1], mean, loss.dtype).reciprocal()
+    return mean_shares(target, weight, ignore_index, logits.shape[1], mean, loss.dtype).reciprocal()
 
 
-def scales(
+def mean_shares(
     target: Tensor,
     class_weight: Tensor | None,
     ignore_index: int,
@@ -221,7 +201,7 @@ def scales(
     """What the loss and the z-loss of a row are divided by, `[2]`."""
     if not mean:
         return torch.ones(2, dtype=wide, device=target.device)
-    return cross_entropy_denominators(target, class_weight, ignore_index, classes).to(wide)
+    return mean_denominators(target, class_weight, ignore_index, classes).to(wide)
 
 
 def one_pass(
@@ -343,7 +323,7 @@ def cross_entropy_one_pass_(
         logits.copy_(grad)
         return loss
     wide, classes = acc_dtype(logits.dtype), logits.shape[1]
-    divisors, rows = scales(target, weight, ignore_index, classes, mean, wide), _flat(logits)
+    divisors, rows = mean_shares(target, weight, ignore_index, classes, mean, wide), _flat(logits)
     loss = one_pass(
         rows,
         target.reshape(-1),

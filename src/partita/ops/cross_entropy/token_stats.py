@@ -130,7 +130,7 @@ def token_stats(
     checks.shape("target", target, logits.shape[:-1], "logits.shape[:-1]")
     checks.device("target", target, logits, "logits")
     checks.number("temperature", temperature, low=0.0, open_low=True)
-    checks.whole("ignore_index", ignore_index)
+    checks.python_int("ignore_index", ignore_index)
     return TokenStats(
         *_TokenStats.apply(logits, target, float(temperature), ignore_index, current_backend())[:4]
     )

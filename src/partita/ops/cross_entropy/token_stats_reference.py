@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...primitives.rows import finite_shift, laid_out_like
 from ...runtime.dtypes import acc_dtype
-from .reference import valid_targets
+from .common import valid_targets
 
 
 class Stats(NamedTuple):

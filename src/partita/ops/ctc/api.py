@@ -13,7 +13,7 @@ from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ...runtime.lengths import Lengths, as_lengths, to_device_together
 from . import autograd as _ctc
-from .reference import Targets
+from .common import Targets
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -127,7 +127,7 @@ def _prepare(
     if (
         targets.ndim == 1
         and not torch.compiler.is_compiling()
-        and checks.values_wanted(logits.device)
+        and checks.should_check_values(logits.device)
         and int(came.sum()) != most
     ):
         raise ValueError(

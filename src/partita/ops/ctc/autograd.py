@@ -12,6 +12,7 @@ from ...runtime.autograd import double_backward, is_double_backward
 from ...runtime.dtypes import acc_dtype
 from . import reference
 from .backends import BACKENDS
+from .common import Targets, reduce_losses
 
 
 def check_values(
@@ -25,10 +26,10 @@ def check_values(
 ) -> None:
     checks.within("input_lengths", input_lengths, 0, logits.shape[0], "steps")
     checks.within("target_lengths", target_lengths, 0, most, "labels")
-    if checks.values_wanted(labels.device):
-        found, counts = reference.held(reference.Targets(labels, offsets, target_lengths, most))
+    if checks.should_check_values(labels.device):
+        found, counts = reference.padded_targets(Targets(labels, offsets, target_lengths, most))
         if (
-            place := checks.first_place(counts & ((found < 0) | (found >= logits.shape[2])))
+            place := checks.first_index(counts & ((found < 0) | (found >= logits.shape[2])))
         ) is not None:
             raise IndexError(
                 f"targets: expected labels from 0 to {logits.shape[2] - 1}, got {int(found[place])} at {list(place)}"
@@ -128,11 +129,11 @@ class Loss(torch.autograd.Function):
             return (None,) * 12
         logits, labels, offsets, input_lengths, target_lengths, losses, kept = ctx.saved_tensors
         if is_double_backward():
-            targets = reference.Targets(labels, offsets, target_lengths, ctx.most)
+            targets = Targets(labels, offsets, target_lengths, ctx.most)
 
             def function(logits: Tensor) -> Tensor:
                 each = reference.loss_of(logits, targets, input_lengths, ctx.blank, ctx.from_logits)
-                return reference.reduced(each, target_lengths, ctx.reduction, ctx.zero_infinity).to(
+                return reduce_losses(each, target_lengths, ctx.reduction, ctx.zero_infinity).to(
                     grad.dtype
                 )
 

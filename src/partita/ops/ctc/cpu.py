@@ -12,10 +12,18 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from ...primitives.cpu.batch import (
+    INF,
+    LOWEST,
+    as_steps,
+    empty_batch,
+    fill_nan,
+    row_at,
+    run_over_batch,
+)
 from ...primitives.cpu.math import FLAGS, exp, exp_floor, log
 from ...runtime.dtypes import acc_dtype
-from ..chain.cpu_steps import INF, LOWEST, empty, from_step, in_shares, spoil, steps
-from .reference import reduced, shared
+from .common import gradient_per_sequence, reduce_losses
 
 IMPOSSIBLE = LOWEST / 2  # what lies below has come from -inf
 LANES = 64  # of a long sum
@@ -65,7 +73,7 @@ def start(alpha: Any, count: int) -> None:
 @njit(**FLAGS)
 def classes_of(scores: Any, t: int, n: int, buffer: Any) -> Any:
     """The numbers of a step, `[C]`, side by side: where they lie, or copied to the buffer."""
-    row, stride = from_step(scores, t, n), scores.strides[2]
+    row, stride = row_at(scores, t, n), scores.strides[2]
     if stride == 1:
         return row[: len(buffer)]
     for c in range(len(buffer)):
@@ -291,7 +299,7 @@ def best(
         for t in range(batch.lengths[n] - 1 if score[n] > -INF else -1, -1, -1):
             labels_of[n, t] = labels[state]
             tokens[n, t] = state // 2 if state % 2 else -1
-            found[n, t] = from_step(scores, t, n)[labels[state] * scores.strides[2]] - norms[t]
+            found[n, t] = row_at(scores, t, n)[labels[state] * scores.strides[2]] - norms[t]
             state -= (pointers[n, t, state // 4] >> (2 * (state % 4))) & 3
 
 
@@ -347,11 +355,11 @@ def ctc_loss(
         np.zeros((count, span + 1 if keep else 2, 2 * most + 4))
     )  # the system's pages are zero: what nobody writes costs nothing
     losses = torch.empty(count, dtype=torch.float64, device="cpu")
-    in_shares(
-        forward, batch, steps(logits), classes, from_logits, alpha.numpy(), keep, losses.numpy()
+    run_over_batch(
+        forward, batch, as_steps(logits), classes, from_logits, alpha.numpy(), keep, losses.numpy()
     )
     losses.masked_fill_(wrong, torch.nan)
-    value = reduced(losses, target_lengths, reduction, zero_infinity).to(
+    value = reduce_losses(losses, target_lengths, reduction, zero_infinity).to(
         acc_dtype(logits.dtype), copy=True
     )
     return value, losses, alpha if keep else alpha.new_empty(0)
@@ -372,15 +380,17 @@ def ctc_gradient(
     reduction: str,
 ) -> Tensor:
     batch, wrong = lattices(logits, labels, offsets, input_lengths, target_lengths, most, blank)
-    result = empty(logits.shape, torch.promote_types(logits.dtype, torch.float32))
+    result = empty_batch(logits.shape, torch.promote_types(logits.dtype, torch.float32))
     numbers = (
-        shared(grad, target_lengths, reduction).contiguous().numpy(),
-        steps(logits),
+        gradient_per_sequence(grad, target_lengths, reduction).contiguous().numpy(),
+        as_steps(logits),
         logits.shape[2],
         from_logits,
     )
-    in_shares(backward, batch, *numbers, kept.numpy(), losses.contiguous().numpy(), result.numpy())
-    spoil(result, wrong | losses.isnan())
+    run_over_batch(
+        backward, batch, *numbers, kept.numpy(), losses.contiguous().numpy(), result.numpy()
+    )
+    fill_nan(result, wrong | losses.isnan())
     return result.to(logits.dtype)
 
 
@@ -403,7 +413,7 @@ def ctc_align(
         torch.empty(count, dtype=torch.float64, device="cpu"),
     )
     results = [t.numpy() for t in (found, tokens, scores, score)]
-    in_shares(best, batch, steps(logits), classes, from_logits, pointers.numpy(), *results)
+    run_over_batch(best, batch, as_steps(logits), classes, from_logits, pointers.numpy(), *results)
     found, tokens = found.masked_fill(wrong[:, None], -1), tokens.masked_fill(wrong[:, None], -1)
     return (
         found,

@@ -10,24 +10,9 @@ from torch import Tensor
 
 from ...primitives.semiring import Log
 from ...runtime.dtypes import acc_dtype
-from ..chain.reference import chain_gradient, inputs, logz_of
+from ..chain.reference import chain_gradient, chain_inputs, log_partition
 from ..chain.reference_paths import chain_viterbi
-
-
-class Targets(NamedTuple):
-    """Targets of a batch, wherever they lie.
-
-    Fields:
-        labels: one after another, `[M]`.
-        offsets: where each sequence's begin, `[N]`.
-        lengths: `[N]`.
-        most: no length is greater; the lattice has 2 · most + 1 states.
-    """
-
-    labels: Tensor
-    offsets: Tensor
-    lengths: Tensor
-    most: int
+from .common import Targets, gradient_per_sequence, reduce_losses
 
 
 class Lattice(NamedTuple):
@@ -49,7 +34,7 @@ class Lattice(NamedTuple):
     wrong: Tensor
 
 
-def held(targets: Targets) -> tuple[Tensor, Tensor]:
+def padded_targets(targets: Targets) -> tuple[Tensor, Tensor]:
     """The labels of each sequence, `[N, most]`, and which of them count."""
     place = torch.arange(targets.most, device=targets.offsets.device)
     counts = place < targets.lengths[:, None]
@@ -62,7 +47,7 @@ def held(targets: Targets) -> tuple[Tensor, Tensor]:
 def lattice(log_probs: Tensor, targets: Targets, input_lengths: Tensor, blank: int) -> Lattice:
     """From log-probabilities `[T, N, C]` fp64."""
     steps, count, classes = log_probs.shape
-    found, counts = held(targets)
+    found, counts = padded_targets(targets)
     wrong = (counts & ((found < 0) | (found >= classes))).any(1)
     wrong = (
         wrong
@@ -97,27 +82,10 @@ def loss_of(
 ) -> Tensor:
     """-log of the probability of the targets, `[N]` fp64; inf where there is no alignment, with a gradient of 0."""
     x = lattice(normalised(logits, from_logits), targets, input_lengths, blank)
-    total = logz_of(inputs(x.scores, x.source, x.initial, x.final, input_lengths, Log), Log)
+    total = log_partition(
+        chain_inputs(x.scores, x.source, x.initial, x.final, input_lengths, Log), Log
+    )
     return torch.where(x.wrong, torch.nan, 0.0 - total)
-
-
-def over_lengths(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
-    """The mean of loss / target length, the sum, or each."""
-    if reduction == "mean":
-        return (losses / target_lengths.clamp(min=1)).mean()
-    return losses.sum() if reduction == "sum" else losses
-
-
-def reduced(losses: Tensor, target_lengths: Tensor, reduction: str, zero_infinity: bool) -> Tensor:
-    if zero_infinity:
-        losses = torch.where(losses == torch.inf, 0.0, losses)
-    return over_lengths(losses, target_lengths, reduction)
-
-
-def shared(grad: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
-    """The gradient of each loss, `[N]` fp64, from that of what they were reduced to: of an infinite one any will do, as it has none."""
-    grad = grad.double().expand(len(target_lengths))
-    return grad / len(target_lengths) / target_lengths.clamp(min=1) if reduction == "mean" else grad
 
 
 def table_width(classes: int, most: int) -> int:
@@ -179,7 +147,7 @@ def ctc_loss(
     losses = loss_of(
         logits, Targets(labels, offsets, target_lengths, most), input_lengths, blank, from_logits
     )
-    value = reduced(losses, target_lengths, reduction, zero_infinity).to(
+    value = reduce_losses(losses, target_lengths, reduction, zero_infinity).to(
         acc_dtype(logits.dtype), copy=True
     )
     return value, losses, logits.new_empty(0, dtype=torch.float64)
@@ -213,7 +181,9 @@ def ctc_gradient(
             (counts & (losses < torch.inf))[..., None], log_probs.exp(), 0.0
         )
     return torch.where(
-        x.wrong[:, None], torch.nan, result * shared(grad, target_lengths, reduction)[:, None]
+        x.wrong[:, None],
+        torch.nan,
+        result * gradient_per_sequence(grad, target_lengths, reduction)[:, None],
     ).to(logits.dtype)
 
 

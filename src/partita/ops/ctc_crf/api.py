@@ -12,7 +12,7 @@ from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
 from ...runtime.lengths import Lengths, lengths_on_device
 from ..ctc.api import REDUCTIONS
-from ..ctc.reference import over_lengths
+from ..ctc.common import reduce_over_lengths
 from . import autograd as _crf
 from . import reference
 from .reference import Targets
@@ -103,7 +103,7 @@ def _check_values(
             f"targets: expected as many labels as the sum of target_lengths, {int(lengths.sum())}, got {len(targets)}"
         )
     labels = targets.long()
-    if (place := checks.first_place(counts & ((labels < 1) | (labels > n_base)))) is not None:
+    if (place := checks.first_index(counts & ((labels < 1) | (labels > n_base)))) is not None:
         raise IndexError(
             f"targets: expected labels from 1 to {n_base}, got {int(labels[place])} at {list(place)}"
         )
@@ -168,7 +168,11 @@ def ctc_crf_loss(
         else lengths_on_device("input_lengths", input_lengths, count, device)[1]
     )
     spoken = _targets(steps, targets, lengths)
-    if not torch.compiler.is_compiling() and not scores.is_meta and checks.values_wanted(device):
+    if (
+        not torch.compiler.is_compiling()
+        and not scores.is_meta
+        and checks.should_check_values(device)
+    ):
         _check_values(steps, targets, lengths, inputs, n_base)
     inputs = torch.where(
         reference.misspelt(spoken, n_base), -1, inputs
@@ -192,4 +196,4 @@ def ctc_crf_loss(
         keep,
         current_backend(),
     )[0]
-    return over_lengths(loss, lengths, reduction).to(acc_dtype(scores.dtype))
+    return reduce_over_lengths(loss, lengths, reduction).to(acc_dtype(scores.dtype))

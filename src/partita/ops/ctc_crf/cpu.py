@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...runtime.dtypes import acc_dtype
-from ..chain.cpu import chain_gradient
+from ..chain.cpu.logz import chain_gradient
 from . import reference
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...primitives.semiring import Log
 from ...runtime.dtypes import acc_dtype
-from ..chain.reference import chain_gradient, inputs, logz_of
+from ..chain.reference import chain_gradient, chain_inputs, log_partition
 
 # Marginals are summed as integers of this type, in units of 2 to the minus that: in any order the same bits, and they cannot drift.
 FIXED = {torch.float32: (torch.int32, 30), torch.float64: (torch.int64, 60)}
@@ -111,9 +111,9 @@ def at_places(scores: Tensor, places: Tensor) -> Tensor:
 def crf_loss(scores: Tensor, source: Tensor, spelt: Lattice, lengths: Tensor | None) -> Tensor:
     """log Z of all paths minus that of those that spell the target, `[N]` fp64; inf without one, with the gradient 0."""
     zeros = scores.new_zeros(scores.shape[1:3])
-    every = logz_of(inputs(scores, source, zeros, zeros, lengths, Log), Log)
-    mine = logz_of(
-        inputs(
+    every = log_partition(chain_inputs(scores, source, zeros, zeros, lengths, Log), Log)
+    mine = log_partition(
+        chain_inputs(
             at_places(scores, spelt.places), spelt.source, spelt.initial, spelt.final, lengths, Log
         ),
         Log,

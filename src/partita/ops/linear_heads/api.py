@@ -8,146 +8,16 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import apply, autocast_dtype, plain_eager
+from ...runtime.autograd import apply, plain_eager
 from ...runtime.backend import current_backend
+from ...runtime.checks import REDUCTIONS
 from ...runtime.dtypes import acc_dtype
 from ...runtime.register import PLAIN
-from ..cross_entropy.api import REDUCTIONS, cross_entropy
-from ..cross_entropy.reference import cross_entropy_denominators
+from ..cross_entropy.api import cross_entropy
 from ..cross_entropy.token_stats import TokenStats
 from . import autograd as _linear
-from .reference import TOKENS, width_of
-
-BUDGET = 2**31  # bytes of workspace where none are told
-LEAN_CHUNK = 5 * 2**26  # of which a chunk of the lean plan takes no more than it is faster for
-LOSS_CHUNK = 15 * 2**24  # and that of a loss without a gradient
-WIDEST, NARROWEST = 2**15, 128  # classes in a chunk of the lean plan
-WAVE = 66 * 128  # so many make as many tiles of a product as 132 processors share evenly
-FEWEST = 2048  # tokens in a chunk of the fast plan: with fewer, adding up the matrix's gradient takes as long as a product
-ROW_WORDS = 24  # numbers of 4 bytes that a token's row has beside its logits, at most
-
-
-class Plan(NamedTuple):
-    """What `linear_cross_entropy` does with a batch.
-
-    Fields:
-        name: `fast`, with chunks of tokens: logits, then their gradient in their place, then the gradients of hidden states and matrix; `lean`, with
-            chunks of classes: the logits are computed once for the loss and again for the gradients; `loss`, that without any gradient.
-        chunk: tokens (`fast`) or classes (`lean`, `loss`) at a time.
-        workspace_bytes: the most bytes of memory in use at once, beside inputs, results and what the matrix library keeps for itself.
-        flops: floating-point operations of the matrix products, forward and backward.
-    """
-
-    name: str
-    chunk: int
-    workspace_bytes: int
-    flops: int
-
-
-def linear_cross_entropy_plan(
-    tokens: int,
-    hidden: int,
-    vocabulary: int,
-    dtype: torch.dtype,
-    *,
-    memory_budget: int | None = None,
-    input_grad: bool = True,
-    weight_grad: bool = True,
-    reduced: bool = True,
-    parallel: bool = False,
-) -> Plan:
-    """What `linear_cross_entropy` will do: how it cuts the batch, the workspace it takes, and its operations.
-
-    `fast` is taken where the workspace allows: all logits at once, or chunks of at least 2,048 tokens; else `lean`, whose chunks are of classes.
-
-    Args:
-        tokens, hidden, vocabulary: sizes of `input` `[tokens, hidden]` and `linear_weight` `[vocabulary, hidden]`.
-        dtype: of both.
-        memory_budget: bytes of workspace; None for 2 GiB, of which a loss without gradient takes 240 MiB.
-        input_grad, weight_grad: whether hidden states and matrix want a gradient.
-        reduced: whether the loss is a mean or a sum; the losses of single tokens need their logits again when their gradients have come.
-        parallel: of a rank of `partita.parallel`, whose classes these are: never reduced, and ranks exchange the gradient of hidden states in fp32.
-
-    Returns:
-        `Plan(name, chunk, workspace_bytes, flops)`.
-
-    Raises:
-        TypeError: a dtype that is none, or not floating.
-        ValueError: a size below 0, or a budget that is too small for a chunk of 128 classes.
-
-    Source: Wijmans et al., Cut your losses in large-vocabulary language models, 2024, for the problem; the plans are our own.
-
-    Example:
-        >>> import torch, partita
-        >>> partita.linear_cross_entropy_plan(8192, 4096, 128256, torch.bfloat16)
-        Plan(name='fast', chunk=8192, workspace_bytes=2104180736, flops=25821343383552)
-        >>> partita.linear_cross_entropy_plan(8192, 4096, 128256, torch.bfloat16, memory_budget=2**29).name
-        'lean'
-    """
-    for name, value in (("tokens", tokens), ("hidden", hidden), ("vocabulary", vocabulary)):
-        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
-            raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
-    _check_budget(memory_budget)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(f"dtype: expected a floating torch.dtype, got {dtype!r}")
-    half, item = dtype.itemsize == 2, dtype.itemsize
-    product, row = 2 * tokens * hidden * vocabulary, max(width_of(vocabulary) * item, 1)
-    beside = (
-        ROW_WORDS * 4 + vocabulary // 512
-    ) * tokens  # the second is what programs that share a row exchange
-    budget = BUDGET if memory_budget is None else memory_budget
-    if input_grad or weight_grad:
-        flops, exchanged = (
-            product * (1 + input_grad + weight_grad),
-            8 * tokens * hidden * (parallel and input_grad),
-        )  # what is sent, and what comes
-        if tokens * row + beside + exchanged <= budget:
-            return Plan("fast", max(tokens, 1), tokens * row + beside + exchanged, flops)
-        added = hidden * vocabulary * 4 if weight_grad and half else 0
-        fits = (budget - added - beside) // row // 256 * 256
-        if reduced and not parallel and dtype != torch.float16 and fits >= FEWEST:
-            return Plan("fast", fits, fits * row + added + beside, flops)
-        flops += product
-        beside += tokens * hidden * 4 if input_grad and half else 0
-    else:
-        flops = product
-    name, together = (
-        ("lean", tokens) if input_grad or weight_grad else ("loss", min(tokens, TOKENS))
-    )
-    least = together * min(width_of(NARROWEST), width_of(vocabulary)) * item + beside
-    if memory_budget is not None and memory_budget < least:
-        raise ValueError(
-            f"memory_budget: expected at least {least:,} bytes for {tokens:,} tokens, or None, got {memory_budget:,}"
-        )
-    room = (
-        (LEAN_CHUNK if name == "lean" else LOSS_CHUNK)
-        if memory_budget is None
-        else memory_budget - beside
-    )
-    fits = max(NARROWEST, min(room // max(together * item, 1), WIDEST) // NARROWEST * NARROWEST)
-    if fits >= WAVE:
-        chunk = min(fits // WAVE * WAVE, vocabulary)
-    else:
-        parts = -(-vocabulary // fits)
-        chunk = max(
-            1, min(-(-vocabulary // max(parts * NARROWEST, 1)) * NARROWEST, vocabulary)
-        )  # all of one width
-    return Plan(name, chunk, together * width_of(chunk) * item + beside, flops)
-
-
-def held(plan: Plan, classes: int) -> tuple[int, bool]:
-    """Classes at a time where the gradient comes in the backward pass, and whether that finds the logits kept."""
-    fast = plan.name == "fast"
-    return classes if fast else plan.chunk, fast and plain_eager()
-
-
-def _check_budget(memory_budget: int | None) -> None:
-    if memory_budget is not None and (
-        isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget < 0
-    ):
-        raise ValueError(
-            f"memory_budget: expected a number of bytes or None, got {memory_budget!r}"
-        )
+from .common import cast_to_autocast, checked_options, chunk_and_save, loss_terms, reduce_losses
+from .plan import MemoryPlan, _check_budget, linear_cross_entropy_plan
 
 
 class _Rows(NamedTuple):
@@ -173,7 +43,7 @@ class _Rows(NamedTuple):
         a, b, c = (torch.is_grad_enabled() and grad for grad in grads)
         return a, b, c
 
-    def plan(self, memory_budget: int | None, reduced: bool) -> Plan:
+    def plan(self, memory_budget: int | None, reduced: bool) -> MemoryPlan:
         to_input, to_weight, to_bias = self.wanted
         tokens, hidden = self.input.shape
         return linear_cross_entropy_plan(
@@ -186,31 +56,6 @@ class _Rows(NamedTuple):
             weight_grad=to_weight or to_bias,
             reduced=reduced,
         )
-
-
-def options_of(
-    ignore_index: int, label_smoothing: float, softcap: float | None, z_loss: float
-) -> tuple[int, float, float, float]:
-    """The numbers, checked, as the ops take them."""
-    checks.whole("ignore_index", ignore_index)
-    checks.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
-    checks.number("z_loss", z_loss, low=0.0)
-    if softcap is not None:
-        checks.number("softcap", softcap, low=0.0, open_low=True)
-    return ignore_index, float(label_smoothing), float(softcap or 0.0), float(z_loss)
-
-
-def cast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """As a linear layer sees them: under autocast in its dtype."""
-    dtype = autocast_dtype(next(tensor for tensor in tensors if tensor is not None).device)
-    if dtype is None:
-        return tensors
-    return tuple(
-        tensor.to(dtype)
-        if tensor is not None and tensor.dtype in (torch.float16, torch.bfloat16, torch.float32)
-        else tensor
-        for tensor in tensors
-    )
 
 
 def _check(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> None:
@@ -308,7 +153,7 @@ def linear_cross_entropy(
     """
     checks.tensor("input", input)
     checks.tensor("linear_weight", linear_weight)
-    input, linear_weight, linear_bias = cast(input, linear_weight, linear_bias)  # type: ignore[assignment]
+    input, linear_weight, linear_bias = cast_to_autocast(input, linear_weight, linear_bias)  # type: ignore[assignment]
     _check(input, linear_weight, linear_bias, target)
     checks.choice("reduction", reduction, REDUCTIONS)
     _check_budget(memory_budget)
@@ -343,7 +188,7 @@ def linear_cross_entropy(
         checks.device("weight", weight, input, "input")
         checks.shape("weight", weight, [len(linear_weight)], "[C]")
         weight = weight.contiguous()
-    options = options_of(ignore_index, label_smoothing, softcap, z_loss)
+    options = checked_options(ignore_index, label_smoothing, softcap, z_loss)
     if input.device.type == "cpu" and plain_eager() and type(rows.input) in PLAIN:
         checks.labels("target", rows.target, len(linear_weight), ignore_index)
         return _without_ignored(rows, weight, reduction, options, memory_budget)
@@ -395,63 +240,12 @@ def _loss(
             return _linear.OnePassTraced.apply(*tensors, *numbers, plan.chunk, *wanted, backend)[0]
     ignore_index, smoothing, softcap, _ = options
     classes = len(rows.weight)
-    chunk, keep = held(plan, classes)
+    chunk, keep = chunk_and_save(plan, classes)
     nll, logsumexp, spread, *_ = _linear.Rows.apply(
         *tensors, 1.0, softcap, ignore_index, smoothing > 0, False, chunk, keep, backend
     )
-    loss, z = terms(nll, logsumexp, spread, rows.target, weight, classes, options)
-    return reduced(loss, z, rows.target, weight, classes, ignore_index, reduction)
-
-
-def reduced(
-    loss: Tensor,
-    z: Tensor | None,
-    target: Tensor,
-    weight: Tensor | None,
-    classes: int,
-    ignore_index: int,
-    reduction: str,
-) -> Tensor:
-    """The losses of the rows and their z-losses, together."""
-    if reduction != "mean":
-        loss = loss if z is None else loss + z
-        return loss if reduction == "none" else loss.sum()
-    total, count = denominators(target, weight, classes, ignore_index)
-    return loss.sum() / total if z is None else loss.sum() / total + z.sum() / count
-
-
-def terms(
-    nll: Tensor,
-    logsumexp: Tensor,
-    spread: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    classes: int,
-    options: tuple[Any, ...],
-) -> tuple[Tensor, Tensor | None]:
-    """The loss of each row, and its z-loss where there is one."""
-    ignore_index, smoothing, _, z_loss = options
-    counts, loss = target != ignore_index, nll
-    if weight is not None:
-        loss = (
-            loss
-            * weight.to(nll.dtype)[
-                torch.where(counts & (target >= 0) & (target < classes), target, 0).long()
-            ]
-        )
-    if smoothing > 0:
-        loss = (1 - smoothing) * loss + smoothing / classes * torch.where(counts, spread, 0.0)
-    return loss, z_loss * torch.where(counts, logsumexp, 0.0).square() if z_loss else None
-
-
-def denominators(
-    target: Tensor, weight: Tensor | None, classes: int, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    """What a mean divides the loss and the z-loss by."""
-    count = (target != ignore_index).sum()
-    return count if weight is None else cross_entropy_denominators(
-        target, weight, ignore_index, classes
-    )[0], count
+    loss, z = loss_terms(nll, logsumexp, spread, rows.target, weight, classes, options)
+    return reduce_losses(loss, z, rows.target, weight, classes, ignore_index, reduction)
 
 
 def linear_token_stats(
@@ -490,15 +284,15 @@ def linear_token_stats(
     """
     checks.tensor("input", input)
     checks.tensor("linear_weight", linear_weight)
-    input, linear_weight, linear_bias = cast(input, linear_weight, linear_bias)  # type: ignore[assignment]
+    input, linear_weight, linear_bias = cast_to_autocast(input, linear_weight, linear_bias)  # type: ignore[assignment]
     _check(input, linear_weight, linear_bias, target)
     if linear_weight.ndim != 2:
         raise ValueError(f"linear_weight: expected shape [C, H], got {list(linear_weight.shape)}")
     checks.number("temperature", temperature, low=0.0, open_low=True)
-    checks.whole("ignore_index", ignore_index)
+    checks.python_int("ignore_index", ignore_index)
     rows = _flat(input, linear_weight, linear_bias, target)
     plan = rows.plan(memory_budget, False)
-    chunk, keep = held(plan, len(linear_weight))
+    chunk, keep = chunk_and_save(plan, len(linear_weight))
     tensors = (rows.input, rows.weight, rows.bias, rows.target, None)
     numbers = (float(temperature), 0.0, ignore_index, False, True, chunk, keep, current_backend())
     nll, logsumexp, _, entropy, argmax, *_ = _linear.Rows.apply(*tensors, *numbers)

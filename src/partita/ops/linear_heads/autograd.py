@@ -10,10 +10,13 @@ from torch import Tensor
 from ...runtime import checks, register
 from ...runtime.autograd import double_backward, is_double_backward
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.api import cross_entropy, scale
-from ..cross_entropy.reference import valid_targets
+from ..cross_entropy.api import cross_entropy
+from ..cross_entropy.autograd import scale_gradient
+from ..cross_entropy.common import valid_targets
 from . import reference
 from .backends import BACKENDS
+from .common import RowStatistics
+from .plan import padded_width
 
 _HEAD = "Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight"
 _WANTED = "bool to_input, bool to_weight, bool to_bias"
@@ -40,7 +43,7 @@ def _rows_fake(
     wide, tokens = acc_dtype(input.dtype), input.shape[0]
     spreads, entropies = tokens if spread else 0, tokens if entropy else 0
     sizes = (tokens, tokens, spreads, entropies, entropies, tokens, tokens)
-    kept = input.new_empty(tokens * reference.width_of(weight.shape[0]) if keep else 0)
+    kept = input.new_empty(tokens * padded_width(weight.shape[0]) if keep else 0)
     return *(
         input.new_empty(size, dtype=torch.int64 if i == 4 else wide) for i, size in enumerate(sizes)
     ), kept
@@ -117,7 +120,7 @@ def plain_fields(
 
 
 class Rows(torch.autograd.Function):
-    """`reference.Fields` of the rows. Where the logits are kept, the first backward pass takes them; later ones compute them again."""
+    """`RowStatistics` of the rows. Where the logits are kept, the first backward pass takes them; later ones compute them again."""
 
     @staticmethod
     def forward(
@@ -195,9 +198,9 @@ class Rows(torch.autograd.Function):
             return *double_backward(
                 fields_of, (input, weight, bias), wanted, list(used.values())
             ), *nothing
-        fields = reference.Fields(*outputs)
+        fields = RowStatistics(*outputs)
         nll, logsumexp, spread, entropy = grads[:4]
-        c = reference.coefficients(
+        c = reference.gradient_coefficients(
             nll,
             logsumexp,
             spread,
@@ -302,7 +305,7 @@ class OnePass(torch.autograd.Function):
             gradients = one_pass(*tensors, *ctx.numbers, ctx.chunk, *ctx.wanted, ctx.backend)[1:]
         for gradient, wants in zip(gradients, ctx.wanted, strict=True):
             if wants:
-                scale.eager(gradient, grad, ctx.backend)
+                scale_gradient.eager(gradient, grad, ctx.backend)
         return (
             *nothing,
             *(

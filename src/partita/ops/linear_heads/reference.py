@@ -1,105 +1,33 @@
 """Statistics of rows of logits that are never all in memory: hidden states times the vocabulary's matrix, a chunk at a time.
 
 A chunk is either all logits of some tokens, or some classes of all tokens. The loops and the matrix products stand here, for every device; what
-is done to a chunk (`absorb`, `descend`, `one_pass`) is handed in by the floor that serves, and stands here as plain PyTorch.
+is done to a chunk (`accumulate_logits`, `logits_gradient`, `one_pass`) is handed in by the floor that serves, and stands here as plain PyTorch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...primitives.rows import chunks, finite_shift, row_chunks, softcap_slope
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.reference import one_pass, scales, valid_targets
-
-TOKENS = 8192  # whose statistics are computed at a time: more would not make the products faster
-CPU_TOKENS = (
-    512  # in a chunk there, if the matrix's gradient needs no other memory to be added up in
-)
-ALIGNED = 16  # columns of a buffer come in so many: matrix products and kernels want rows that start on 16 bytes
-
-
-class State(NamedTuple):
-    """What is known of each row after some of its classes; `x` are the logits, soft-capped.
-
-    Fields:
-        maximum: `[M]` of x.
-        sumexp: `[M]`, sum of exp((x - maximum) / temperature).
-        label: `[M]`, x at the target; -inf before it was met.
-        origin: `[M]`, x of the first class, or 0 for -inf; None where no spread is wanted.
-        spread: `[M]`, sum of the class weights times (origin - x); None likewise.
-        surprise: `[M]`, sum of e log e, where e are the terms of `sumexp`; None where no entropy is wanted.
-        argmax: `[M]` int64, the lowest class at which the maximum is; None likewise.
-    """
-
-    maximum: Tensor
-    sumexp: Tensor
-    label: Tensor
-    origin: Tensor | None
-    spread: Tensor | None
-    surprise: Tensor | None
-    argmax: Tensor | None
-
-
-class Fields(NamedTuple):
-    """Statistics of each row of logits / temperature, in nats, `[M]`; NaN where the target is wrong.
-
-    Fields:
-        nll: minus the log-probability of the target, 0 where that is ignored.
-        logsumexp: their log Z.
-        spread: sum of the class weights times minus each class's log-probability; empty where not wanted.
-        entropy: empty where not wanted.
-        argmax: int64, likewise.
-        maximum, sumexp: of `State`, for the gradient.
-    """
-
-    nll: Tensor
-    logsumexp: Tensor
-    spread: Tensor
-    entropy: Tensor
-    argmax: Tensor
-    maximum: Tensor
-    sumexp: Tensor
-
-
-class Coefficients(NamedTuple):
-    """Of each row, `[M]`: its gradient is pull · p + log_pull · p log p + at_label at the target + by_class · class weights, p being its softmax.
-
-    A row of which all are 0 has the gradient 0, whatever its logits.
-    """
-
-    pull: Tensor
-    at_label: Tensor
-    log_pull: Tensor | None
-    by_class: Tensor | None
-
-
-class Gradients(NamedTuple):
-    """Of hidden states, matrix and bias; empty where not wanted."""
-
-    input: Tensor
-    weight: Tensor
-    bias: Tensor
-
-
-def width_of(classes: int) -> int:
-    """Columns of a buffer for so many classes."""
-    return -(-classes // ALIGNED) * ALIGNED
+from ..cross_entropy.common import valid_targets
+from ..cross_entropy.reference import mean_shares, one_pass
+from .common import GradientCoefficients, HeadGradients, RowState, RowStatistics
+from .plan import CPU_TOKENS, TOKENS, padded_width
 
 
 def buffer_for(input: Tensor, rows: int, classes: int) -> Tensor:
     """Memory for that many logits."""
-    return input.new_empty(rows * width_of(classes))
+    return input.new_empty(rows * padded_width(classes))
 
 
 def product(input: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
     """The logits of some tokens and classes, in the buffer."""
     rows, classes = len(input), len(weight)
-    whole = buffer[: rows * width_of(classes)].view(rows, width_of(classes))
+    whole = buffer[: rows * padded_width(classes)].view(rows, padded_width(classes))
     if whole.device.type == "cpu":
         whole[
             :, classes:
@@ -120,7 +48,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
-def first_state(logits: Tensor, spread: bool, entropy: bool) -> State:
+def first_state(logits: Tensor, spread: bool, entropy: bool) -> RowState:
     rows, wide = len(logits), acc_dtype(logits.dtype)
     low, zero = (
         torch.full((rows,), value, dtype=wide, device=logits.device) for value in (-torch.inf, 0.0)
@@ -131,7 +59,7 @@ def first_state(logits: Tensor, spread: bool, entropy: bool) -> State:
         if entropy
         else (None, None)
     )
-    return State(low, zero, low.clone(), origin, summed, surprise, argmax)
+    return RowState(low, zero, low.clone(), origin, summed, surprise, argmax)
 
 
 def capped(logits: Tensor, softcap: float) -> Tensor:
@@ -139,12 +67,12 @@ def capped(logits: Tensor, softcap: float) -> Tensor:
     return softcap * (wide / softcap).tanh() if softcap else wide
 
 
-def absorb(
+def accumulate_logits(
     logits: Tensor,
     first: int,
     target: Tensor,
     class_weight: Tensor | None,
-    state: State,
+    state: RowState,
     temperature: float,
     softcap: float,
 ) -> None:
@@ -155,10 +83,10 @@ def absorb(
             first,
             target[rows],
             class_weight,
-            State(*(None if t is None else t[rows] for t in state)),
+            RowState(*(None if t is None else t[rows] for t in state)),  # type: ignore[arg-type]
             temperature,
             softcap,
-        )  # type: ignore[arg-type]
+        )
 
 
 def _absorb(
@@ -166,7 +94,7 @@ def _absorb(
     first: int,
     target: Tensor,
     class_weight: Tensor | None,
-    state: State,
+    state: RowState,
     temperature: float,
     softcap: float,
 ) -> None:
@@ -196,14 +124,14 @@ def _absorb(
     state.maximum.copy_(maximum)
 
 
-def fields_of(
-    state: State,
+def row_statistics(
+    state: RowState,
     target: Tensor,
     class_weight: Tensor | None,
     classes: int,
     temperature: float,
     ignore_index: int,
-) -> Fields:
+) -> RowStatistics:
     """Statistics from the state after all classes."""
     _, kept, wrong = valid_targets(target, classes, ignore_index)
     spoilt = torch.where(wrong, torch.nan, 0.0).to(state.maximum.dtype)
@@ -216,7 +144,7 @@ def fields_of(
         entropy = log_total - state.surprise / state.sumexp + spoilt
     nll = torch.where(kept, log_total + (shift - state.label) / temperature, 0.0) + spoilt
     argmax = target.new_empty(0, dtype=torch.int64) if state.argmax is None else state.argmax
-    return Fields(
+    return RowStatistics(
         nll,
         shift / temperature + log_total + spoilt,
         spread,
@@ -227,7 +155,7 @@ def fields_of(
     )
 
 
-def linear_state(
+def accumulate_hidden(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -239,9 +167,9 @@ def linear_state(
     entropy: bool,
     chunk: int,
     keep: bool,
-    absorb: Callable[..., None] = absorb,
-    first_state: Callable[..., State] = first_state,
-) -> tuple[State, Tensor]:
+    accumulate_logits: Callable[..., None] = accumulate_logits,
+    first_state: Callable[..., RowState] = first_state,
+) -> tuple[RowState, Tensor]:
     """The state of input weight^T + bias, from so many classes of some tokens at a time; and, where there is one chunk and it is to be kept, the logits."""
     (tokens, _), classes, target = input.shape, len(weight), target.contiguous()
     together = tokens if keep else min(tokens, TOKENS)
@@ -250,12 +178,12 @@ def linear_state(
         first_state(input, spread, entropy),
     )
     for rows in chunks(tokens, together):
-        known = State(*(None if t is None else t[rows] for t in state))  # type: ignore[arg-type]
+        known = RowState(*(None if t is None else t[rows] for t in state))  # type: ignore[arg-type]
         for part in chunks(classes, chunk):
             logits = product(
                 input[rows], weight[part], None if bias is None else bias[part], buffer
             )
-            absorb(
+            accumulate_logits(
                 logits,
                 part.start,
                 target[rows],
@@ -280,11 +208,11 @@ def linear_rows(
     entropy: bool,
     chunk: int,
     keep: bool,
-    linear_state: Callable[..., tuple[State, Tensor]] = linear_state,
-    fields_of: Callable[..., Fields] = fields_of,
+    accumulate_hidden: Callable[..., tuple[RowState, Tensor]] = accumulate_hidden,
+    row_statistics: Callable[..., RowStatistics] = row_statistics,
 ) -> tuple[Tensor, ...]:
     """`Fields` of input weight^T + bias, and the logits, where they are to be kept."""
-    state, kept = linear_state(
+    state, kept = accumulate_hidden(
         input,
         weight,
         bias,
@@ -297,23 +225,23 @@ def linear_rows(
         chunk,
         keep,
     )
-    return *fields_of(
+    return *row_statistics(
         state, target.contiguous(), class_weight, len(weight), temperature, ignore_index
     ), kept
 
 
-def coefficients(
+def gradient_coefficients(
     nll: Tensor | None,
     logsumexp: Tensor | None,
     spread: Tensor | None,
     entropy: Tensor | None,
     target: Tensor,
     class_weight: Tensor | None,
-    fields: Fields,
+    fields: RowStatistics,
     classes: int,
     temperature: float,
     ignore_index: int,
-) -> Coefficients:
+) -> GradientCoefficients:
     """From the gradients of the fields."""
     _, kept, wrong = valid_targets(target, classes, ignore_index)
     pull = torch.where(wrong, torch.nan, 0.0).to(fields.maximum.dtype)
@@ -330,15 +258,15 @@ def coefficients(
         by_class = -spread / temperature
     if entropy is not None and fields.entropy.numel():
         pull, log_pull = pull - entropy * fields.entropy, -entropy / temperature
-    return Coefficients(pull / temperature, at_label / temperature, log_pull, by_class)
+    return GradientCoefficients(pull / temperature, at_label / temperature, log_pull, by_class)
 
 
-def descend(
+def logits_gradient(
     logits: Tensor,
     first: int,
     target: Tensor,
     class_weight: Tensor | None,
-    c: Coefficients,
+    c: GradientCoefficients,
     maximum: Tensor,
     sumexp: Tensor,
     temperature: float,
@@ -347,7 +275,7 @@ def descend(
 ) -> None:
     """The gradient of the logits of the classes from `first` on, which may take their place."""
     for rows in row_chunks(logits):
-        of_rows = Coefficients(*(None if t is None else t[rows] for t in c))  # type: ignore[arg-type]
+        of_rows = GradientCoefficients(*(None if t is None else t[rows] for t in c))  # type: ignore[arg-type]
         _descend(
             logits[rows],
             first,
@@ -367,7 +295,7 @@ def _descend(
     first: int,
     target: Tensor,
     class_weight: Tensor | None,
-    c: Coefficients,
+    c: GradientCoefficients,
     maximum: Tensor,
     sumexp: Tensor,
     temperature: float,
@@ -415,7 +343,7 @@ def linear_rows_backward(
     to_input: bool,
     to_weight: bool,
     to_bias: bool,
-    descend: Callable[..., None] = descend,
+    logits_gradient: Callable[..., None] = logits_gradient,
 ) -> tuple[Tensor, ...]:
     """`Gradients` from the coefficients of the rows: the logits are computed again, a chunk of classes at a time, or are `kept`, and overwritten."""
     classes, wide = len(weight), acc_dtype(input.dtype)
@@ -436,10 +364,10 @@ def linear_rows_backward(
             else product(input, weight[part], None if bias is None else bias[part], buffer)
         )
         c, of_class = (
-            Coefficients(pull, at_label, log_pull, by_class),
+            GradientCoefficients(pull, at_label, log_pull, by_class),
             None if class_weight is None else class_weight[part],
         )
-        descend(
+        logits_gradient(
             logits, part.start, target, of_class, c, maximum, sumexp, temperature, softcap, logits
         )
         if to_input and alone:
@@ -462,9 +390,9 @@ def empty_gradients(
     to_input: bool,
     to_weight: bool,
     to_bias: bool,
-) -> Gradients:
+) -> HeadGradients:
     wanted = ((input, to_input), (weight, to_weight), (input if bias is None else bias, to_bias))
-    return Gradients(
+    return HeadGradients(
         *(
             torch.empty(t.shape if wants else (0,), dtype=t.dtype, device=t.device)
             for t, wants in wanted
@@ -488,7 +416,7 @@ def linear_one_pass(
     to_weight: bool,
     to_bias: bool,
     one_pass: Callable[..., Tensor] = one_pass,
-    scales: Callable[..., Tensor | None] = scales,
+    mean_shares: Callable[..., Tensor | None] = mean_shares,
 ) -> tuple[Tensor, ...]:
     """Sum or mean of the loss, and its `Gradients`: three products, so many tokens at a time."""
     (tokens, _), classes, wide = input.shape, len(weight), acc_dtype(input.dtype)
@@ -504,7 +432,7 @@ def linear_one_pass(
             if input.dtype == wide
             else torch.zeros_like(result.weight, dtype=wide)
         )
-    divisors = scales(target, class_weight, ignore_index, classes, mean, wide)
+    divisors = mean_shares(target, class_weight, ignore_index, classes, mean, wide)
     loss = torch.zeros((), dtype=wide, device=input.device)
     for part in chunks(tokens, chunk):
         logits = product(input[part], weight, bias, buffer)

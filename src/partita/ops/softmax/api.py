@@ -11,6 +11,7 @@ from torch import Tensor
 from ...runtime import checks, register
 from ...runtime.autograd import batch_first, first_derivative
 from ...runtime.backend import current_backend
+from ...runtime.dtypes import acc_dtype
 from . import reference
 from .backends import BACKENDS
 
@@ -40,7 +41,7 @@ _softmax_backward = register.define(
 
 
 def _logsumexp_fake(input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    wide = input.new_empty(input.shape[:-1], dtype=reference.accumulator(input.dtype))
+    wide = input.new_empty(input.shape[:-1], dtype=acc_dtype(input.dtype))
     return input.new_empty(input.shape[:-1], dtype=dtype), wide, torch.empty_like(wide)
 
 

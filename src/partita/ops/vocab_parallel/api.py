@@ -18,18 +18,18 @@ from torch.distributed.tensor import Shard as Sharded
 
 from ...runtime import checks
 from ...runtime.backend import current_backend, resolve
+from ...runtime.checks import REDUCTIONS
 from ...runtime.register import PLAIN
-from ..cross_entropy.api import REDUCTIONS
 from ..cross_entropy.token_stats import TokenStats
-from ..linear_heads.api import (
-    cast,
-    denominators,
-    held,
-    linear_cross_entropy_plan,
-    options_of,
-    reduced,
-    terms,
+from ..linear_heads.common import (
+    cast_to_autocast,
+    checked_options,
+    chunk_and_save,
+    loss_denominators,
+    loss_terms,
+    reduce_losses,
 )
+from ..linear_heads.plan import linear_cross_entropy_plan
 from . import peers as _peers
 from .autograd import Classes, Hidden, Logits, Numbers, OnePass, Shard, one_pass, shard_of
 
@@ -93,7 +93,7 @@ def _check(
         checks.shape("weight", weight, [shard.classes], "[C], of all ranks' classes")
         if weight.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("weight: not differentiable; detach it")
-    return options_of(ignore_index, **options)
+    return checked_options(ignore_index, **options)
 
 
 def _rows(logits: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def cross_entropy(
     ):
         return early
     loss, z, shard, numbers = _losses(input, target, weight, group, classes, ignore_index, options)
-    return reduced(loss, z, target.long(), weight, shard.classes, numbers[0], reduction)
+    return reduce_losses(loss, z, target.long(), weight, shard.classes, numbers[0], reduction)
 
 
 def _one_pass(
@@ -264,7 +264,7 @@ def _losses(
     nll, logsumexp, spread, *_ = Logits.apply(
         logits, labels, weight, shard, of_rows, current_backend()
     )
-    loss, z = terms(nll, logsumexp, spread, labels, weight, shard.classes, numbers)
+    loss, z = loss_terms(nll, logsumexp, spread, labels, weight, shard.classes, numbers)
     return (
         loss.reshape(target.shape),
         None if z is None else z.reshape(target.shape),
@@ -374,7 +374,7 @@ def linear_cross_entropy(
         memory_budget,
     )
     loss, z, shard, numbers = _linear_losses(*losses)
-    return reduced(loss, z, target.long(), weight, shard.classes, numbers[0], reduction)
+    return reduce_losses(loss, z, target.long(), weight, shard.classes, numbers[0], reduction)
 
 
 def _linear_losses(
@@ -393,7 +393,7 @@ def _linear_losses(
     """The loss and the z-loss of each token."""
     checks.floating("input", input)
     checks.floating("linear_weight", linear_weight)
-    input, linear_weight, linear_bias = cast(input, linear_weight, linear_bias)  # type: ignore[assignment]
+    input, linear_weight, linear_bias = cast_to_autocast(input, linear_weight, linear_bias)  # type: ignore[assignment]
     if linear_weight.ndim != 2 or input.ndim == 0 or input.shape[-1] != linear_weight.shape[1]:
         raise ValueError(
             f"input: expected shape [..., H] for linear_weight [C_local, H] = {list(linear_weight.shape)}, got {list(input.shape)}"
@@ -435,13 +435,13 @@ def _linear_losses(
         parallel=True,
         **wanted,
     )
-    chunk, keep = held(plan, max(len(linear_weight), 1))
+    chunk, keep = chunk_and_save(plan, max(len(linear_weight), 1))
     of_rows = Numbers(1.0, numbers[2], ignore_index, numbers[1] > 0, False)
     tensors = (hidden, linear_weight, linear_bias, labels, weight)
     nll, logsumexp, spread, *_ = Hidden.apply(
         *tensors, shard, of_rows, chunk, keep, sequence_parallel, current_backend()
     )
-    loss, z = terms(nll, logsumexp, spread, labels, weight, shard.classes, numbers)
+    loss, z = loss_terms(nll, logsumexp, spread, labels, weight, shard.classes, numbers)
     return (
         loss.reshape(target.shape),
         None if z is None else z.reshape(target.shape),
@@ -604,6 +604,6 @@ def _assembled(
 
     if reduction == "sum":
         return whole(loss.sum() if z is None else (loss + z).sum())
-    total, count = denominators(target.long(), weight, shard.classes, ignore_index)
+    total, count = loss_denominators(target.long(), weight, shard.classes, ignore_index)
     mean = whole(loss.sum()) / whole(total.to(loss.dtype))
     return mean if z is None else mean + whole(z.sum()) / whole(count.to(loss.dtype))

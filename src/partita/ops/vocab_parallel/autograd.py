@@ -13,10 +13,10 @@ from torch import Tensor
 from ...runtime import checks, register
 from ...runtime.autograd import is_double_backward, plain_eager
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.api import scale
+from ..cross_entropy.autograd import scale_gradient
 from ..linear_heads import autograd as _linear
-from ..linear_heads import reference
-from ..linear_heads.reference import Fields
+from ..linear_heads.common import RowStatistics
+from ..linear_heads.plan import padded_width
 from . import peers as _peers
 from .backends import BACKENDS, one_pass_functions
 from .reference import wide_product
@@ -34,7 +34,7 @@ Classes = int | Sequence[int] | None
 class Shard(NamedTuple):
     """Which classes a rank has.
 
-    Fields:
+    RowStatistics:
         group: the name of the process group.
         sizes: classes of each rank, in rank order.
         rank: in the group.
@@ -80,7 +80,7 @@ def shard_of(
         )
     world = dist.get_world_size(group)
     for size in classes if isinstance(classes, Sequence) else () if classes is None else (classes,):
-        checks.whole("classes", size)
+        checks.python_int("classes", size)
     if isinstance(classes, int):
         each = -(-classes // world)
         sizes = tuple(max(0, min(each, classes - i * each)) for i in range(world))
@@ -190,7 +190,7 @@ of_hidden = register.define(
     f"parallel_linear(Tensor input, Tensor weight, Tensor? bias, {_STATE}, int chunk, bool keep, str backend) -> (Tensor, Tensor)",
     lambda input, weight, bias, target, class_weight, first, temperature, softcap, spread, entropy, chunk, keep: (
         _words(input, spread, entropy),
-        input.new_empty(input.shape[0] * reference.width_of(weight.shape[0]) if keep else 0),
+        input.new_empty(input.shape[0] * padded_width(weight.shape[0]) if keep else 0),
     ),
     backends=BACKENDS,
 )
@@ -240,7 +240,7 @@ def _coefficients(
     grads: tuple[Tensor | None, ...],
     target: Tensor,
     class_weight: Tensor | None,
-    fields: Fields,
+    fields: RowStatistics,
     shard: Shard,
     numbers: Numbers,
     backend: str,
@@ -292,7 +292,7 @@ class Logits(torch.autograd.Function):
             )
         if all(grad is None for grad in grads[:4]):
             return (None,) * 6
-        numbers, shard, fields = ctx.numbers, ctx.shard, Fields(*outputs)
+        numbers, shard, fields = ctx.numbers, ctx.shard, RowStatistics(*outputs)
         c = _coefficients(grads, target, class_weight, fields, shard, numbers, ctx.backend)
         statistics = (fields.maximum, fields.sumexp, numbers.temperature, numbers.softcap)
         result = gradient(
@@ -363,7 +363,7 @@ class OnePass(torch.autograd.Function):
             found = one_pass(*ctx.saved_tensors, *ctx.options)
             assert found is not None
             gradient = found[1]
-        scale.eager(gradient, grads[0], ctx.backend)
+        scale_gradient.eager(gradient, grads[0], ctx.backend)
         return gradient, None, None, None, None
 
 
@@ -421,7 +421,7 @@ class Hidden(torch.autograd.Function):
             )
         if all(grad is None for grad in grads[:4]):  # on all ranks alike
             return (None,) * 11
-        numbers, shard, fields = ctx.numbers, ctx.shard, Fields(*outputs)
+        numbers, shard, fields = ctx.numbers, ctx.shard, RowStatistics(*outputs)
         to_input, to_weight, to_bias = ctx.needs_input_grad[:3]
         c = _coefficients(grads, target, class_weight, fields, shard, numbers, ctx.backend)
         place, of_class, wide = target - shard.first, shard.part(class_weight), fields.nll.dtype
@@ -451,7 +451,7 @@ class Hidden(torch.autograd.Function):
             if to_input:
                 d_input = reduce(d_input.to(wide), shard.group)
         else:
-            logits = kept.view(len(input), reference.width_of(len(weight)))[:, : len(weight)]
+            logits = kept.view(len(input), padded_width(len(weight)))[:, : len(weight)]
             gradient_.eager(logits, *c, place, of_class, *options, ctx.backend)
             if to_input:
                 d_input = reduce(wide_product(logits, weight), shard.group)

@@ -10,21 +10,22 @@ from torch import Tensor
 
 from ...primitives.rows import finite_shift
 from ...runtime.dtypes import acc_dtype
-from ..linear_heads.reference import Coefficients, Fields, State, absorb, descend, fields_of
-from ..linear_heads.reference import coefficients as coefficients_of
-from ..linear_heads.reference import linear_state as absorb_all
+from ..linear_heads.common import GradientCoefficients, RowState, RowStatistics
+from ..linear_heads.reference import accumulate_hidden as absorb_all
+from ..linear_heads.reference import accumulate_logits, logits_gradient, row_statistics
+from ..linear_heads.reference import gradient_coefficients as coefficients_of
 
 
 class Packed(NamedTuple):
     """A rank's state, as it is gathered.
 
-    Fields:
+    RowStatistics:
         rows: `[4 + 3 spread + 2 entropy, M]`: maximum, sum, label, number of classes; origin, spread, sum of class weights; surprise, arg-max (its bits).
         state: views of these, and an arg-max of its own.
     """
 
     rows: Tensor
-    state: State
+    state: RowState
 
 
 def bits_of(wide: torch.dtype) -> torch.dtype:
@@ -58,7 +59,7 @@ def packed(
         words[5] if spread else None,
         words[-2] if entropy else None,
     )
-    return Packed(words, State(words[0], words[1], words[2], origin, summed, surprise, argmax))
+    return Packed(words, RowState(words[0], words[1], words[2], origin, summed, surprise, argmax))
 
 
 def closed(x: Packed, first: int) -> Tensor:
@@ -77,7 +78,7 @@ def parallel_logits(
     softcap: float,
     spread: bool,
     entropy: bool,
-    absorb: Callable[..., None] = absorb,
+    accumulate_logits: Callable[..., None] = accumulate_logits,
     begun: bool = False,
 ) -> Tensor:
     """`Packed.rows` of this rank's logits; target and class weights are of its classes."""
@@ -91,7 +92,9 @@ def parallel_logits(
         begun=begun and logits.numel() > 0,
     )
     if logits.numel():
-        absorb(logits, 0, target.contiguous(), class_weight, x.state, temperature, softcap)
+        accumulate_logits(
+            logits, 0, target.contiguous(), class_weight, x.state, temperature, softcap
+        )
     return closed(x, first)
 
 
@@ -108,7 +111,7 @@ def parallel_linear(
     entropy: bool,
     chunk: int,
     keep: bool,
-    absorb: Callable[..., None] = absorb,
+    accumulate_logits: Callable[..., None] = accumulate_logits,
     begun: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The same from hidden states and this rank's rows of the matrix; and the logits, where they are to be kept."""
@@ -134,7 +137,7 @@ def parallel_linear(
         chunk,
         keep,
     )
-    kept = absorb_all(*args, absorb=absorb, first_state=lambda *_: x.state)[1]
+    kept = absorb_all(*args, accumulate_logits=accumulate_logits, first_state=lambda *_: x.state)[1]
     return closed(x, first), kept
 
 
@@ -168,8 +171,8 @@ def parallel_fields(
         )
         places = places.contiguous().view(bits_of(found.dtype)).long()
         argmax = torch.where(maxima == maximum, places, classes - 1).amin(0)
-    state = State(maximum, total, labels.amax(0), origin, summed, surprise, argmax)
-    return tuple(fields_of(state, target, weight, classes, temperature, ignore_index))
+    state = RowState(maximum, total, labels.amax(0), origin, summed, surprise, argmax)
+    return tuple(row_statistics(state, target, weight, classes, temperature, ignore_index))
 
 
 def parallel_coefficients(
@@ -188,7 +191,7 @@ def parallel_coefficients(
     """`Coefficients` from the gradients of the fields, of which an entropy and a spread were wanted or not; empty for None."""
     like = next(grad for grad in (nll, logsumexp, spread, entropy) if grad is not None)
     nothing = like.new_empty(0)
-    fields = Fields(
+    fields = RowStatistics(
         nothing,
         nothing,
         like if spreads else nothing,
@@ -224,13 +227,13 @@ def parallel_gradient(
     sumexp: Tensor,
     temperature: float,
     softcap: float,
-    descend: Callable[..., None] = descend,
+    logits_gradient: Callable[..., None] = logits_gradient,
 ) -> Tensor:
     """Of rows of logits, from the coefficients."""
     result = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if logits.numel():
-        c = Coefficients(pull, at_label, log_pull, by_class)
-        descend(
+        c = GradientCoefficients(pull, at_label, log_pull, by_class)
+        logits_gradient(
             logits,
             0,
             target.contiguous(),
@@ -257,12 +260,12 @@ def parallel_gradient_(
     sumexp: Tensor,
     temperature: float,
     softcap: float,
-    descend: Callable[..., None] = descend,
+    logits_gradient: Callable[..., None] = logits_gradient,
 ) -> None:
     """Logits that were kept become their gradient."""
     if logits.numel():
-        c = Coefficients(pull, at_label, log_pull, by_class)
-        descend(
+        c = GradientCoefficients(pull, at_label, log_pull, by_class)
+        logits_gradient(
             logits,
             0,
             target.contiguous(),

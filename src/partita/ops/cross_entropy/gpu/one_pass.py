@@ -32,22 +32,30 @@ from ....primitives.gpu.row_plan import exchange_words, row_options, row_plan_fo
 from ....primitives.gpu.sync import exchange_normalizer, exchange_pairs
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch
-from ..reference import OnePass
-from .reduction import SHARES, SUM_WORDS, denominators, labels_at, scale_, total, whole_of
+from ..common import OnePass
+from .reduction import (
+    SHARES,
+    SUM_WORDS,
+    labels_at,
+    mean_denominators,
+    reduce_losses,
+    scale_,
+    whole_of,
+)
 from .rows import (
+    acc_logits,
     class_gradient,
     cross_entropy,
     cross_entropy_backward,
     cross_entropy_backward_,
-    exact_spread,
-    held_logits,
+    exact_smoothing_weight,
     label_gradient,
     label_weights,
     row_shape,
     shortfall,
-    spread_mode,
-    spread_weights,
-    store_kept,
+    smoothing_mode,
+    smoothing_weights,
+    store_valid_rows,
     view_of,
 )
 
@@ -176,12 +184,12 @@ def cross_entropy_tile_kernel(
         ).to(WIDE)
     q, spread, spread_loss = x, tl.zeros([ROWS], WIDE), tl.zeros([ROWS], WIDE)
     if SPREAD:
-        q = spread_weights(
+        q = smoothing_weights(
             probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE
         )
         spread = sum_for_dtype(q, 1, grad_ptr.dtype.element_ty)
         spread_loss = sum_for_dtype(shortfall(q, shift[:, None], x), 1, grad_ptr.dtype.element_ty)
-        spread = exact_spread(spread, smoothing, weight_ptr, SPREAD)
+        spread = exact_smoothing_weight(spread, smoothing, weight_ptr, SPREAD)
     if ALONE and MEAN:
         count = tl.sum((kept & (row < rows)).to(WIDE), axis=0)
         weights = count
@@ -194,7 +202,7 @@ def cross_entropy_tile_kernel(
     grad = class_gradient(e, x, factor[:, None], mean_scale * q, softcap, SPREAD, CAP)
     grad_start = grad_ptr + batch * grad_batch + row * grad_row
     tl.debug_barrier()  # in place, the logit at the label must have been read by every warp before one writes over it
-    store_kept(grad_start[:, None] + column * grad_class, grad, inside, kept[:, None], False)
+    store_valid_rows(grad_start[:, None] + column * grad_class, grad, inside, kept[:, None], False)
     loss = row_loss(
         kept,
         on_label,
@@ -242,7 +250,7 @@ def cross_entropy_tile_kernel(
 
 
 @triton.jit
-def held_part(
+def row_part(
     held,
     row_ptr,
     inside,
@@ -259,19 +267,19 @@ def held_part(
 ):
     """Of what a program holds of a row: that itself, as logits and as exponentials, maximum, shift and sum; and the classes at the row's edges, where it
     has them: columns, which they are, and logits."""
-    x = held_logits(held, inside, softcap, CAP)
+    x = acc_logits(held, inside, softcap, CAP)
     maximum = tl.max(x, axis=0)
     edge, at_edge, edge_x = 0, False, 0.0
     if VEC > 1:
         edge, at_edge = edge_columns(head, body, classes, VEC, 2 * VEC)  # [2 * VEC]
         at_edge &= split == 0
-        edge_x = held_logits(
+        edge_x = acc_logits(
             tl.load(row_ptr + edge, mask=at_edge, other=-float("inf")), at_edge, softcap, CAP
         )
         maximum = tl.maximum(maximum, tl.max(edge_x, axis=0))
     if HALF:
         held = opaque(held, tl.full(held.shape, zero, tl.float32).to(held.dtype))
-        x = held_logits(held, inside, softcap, CAP)
+        x = acc_logits(held, inside, softcap, CAP)
     part = finite_shift(maximum)
     e = exp_for_dtype(x - part, dtype)
     total = sum_for_dtype(e, 0, dtype)
@@ -338,7 +346,7 @@ def cross_entropy_row_kernel(
         CAP,
     )
     dtype: tl.constexpr = grad_ptr.dtype.element_ty
-    held, x, e, maximum, part, total, edge, at_edge, edge_x = held_part(
+    held, x, e, maximum, part, total, edge, at_edge, edge_x = row_part(
         held,
         logits_ptr + row * x_row,
         inside,
@@ -359,12 +367,12 @@ def cross_entropy_row_kernel(
         box = boxes_ptr + 1 + row * splits
         shift, total = exchange_normalizer(box, split, splits, maximum, total, BLOCK_SPLITS)
     if SPREAD:
-        q = spread_weights(
+        q = smoothing_weights(
             0.0, inside, weight_ptr, head + column, classes, smoothing, SPREAD, tl.float32
         )
         spread, spread_loss = tl.sum(q, axis=0), tl.sum(shortfall(q, shift, x), axis=0)
         if VEC > 1:
-            edge_q = spread_weights(
+            edge_q = smoothing_weights(
                 0.0, at_edge, weight_ptr, edge, classes, smoothing, SPREAD, tl.float32
             )
             spread += tl.sum(edge_q, axis=0)
@@ -378,10 +386,10 @@ def cross_entropy_row_kernel(
                 tl.sum(tl.where(lane < splits, all_spread, 0.0), axis=0),
                 tl.sum(tl.where(lane < splits, all_loss, 0.0), axis=0),
             )
-    spread = exact_spread(spread, smoothing, weight_ptr, SPREAD)
+    spread = exact_smoothing_weight(spread, smoothing, weight_ptr, SPREAD)
     factor = row_factor(on_label, spread, shift, total, mean_scale, z_scale, z_loss, Z)
     if HALF:
-        x = held_logits(
+        x = acc_logits(
             opaque(held, tl.full([BLOCK_V], zero, tl.float32).to(held.dtype)), inside, softcap, CAP
         )
         e, factor_held = exp(x - shift), factor
@@ -409,7 +417,7 @@ def cross_entropy_row_kernel(
             SPREAD,
             CAP,
         )
-        store_kept(grad_ptr + row * grad_row + edge, edge_grad, at_edge, kept, False)
+        store_valid_rows(grad_ptr + row * grad_row + edge, edge_grad, at_edge, kept, False)
     loss = row_loss(
         kept,
         on_label,
@@ -458,7 +466,7 @@ def cross_entropy_one_pass_(logits: Tensor, *args: Any) -> Tensor:
     return _one_pass(logits, logits, *args)
 
 
-def one_pass_of_part(
+def one_pass_of_chunk(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -490,7 +498,7 @@ def _one_pass(
     shares: Tensor | None = None,
     part: bool = False,
 ) -> Tensor:
-    spread = spread_mode(target, label_smoothing)
+    spread = smoothing_mode(target, label_smoothing)
     numbers = (ignore_index, label_smoothing, softcap, z_loss)
     view = view_of(logits, target, grad)
     chosen = None if view is None else row_plan_for(view, patched=True)
@@ -527,7 +535,7 @@ def _one_pass(
         words, shares = _prepared(
             logits, target, weight, ignore_index, mean and not part, shares=shares
         )
-        return total(
+        return reduce_losses(
             _two_passes(logits, target, grad, weight, shares, *numbers), words, dtype, shares=shares
         )
     boxes = exchange_words(view, chosen.splits, words=2 if spread else 1)
@@ -575,7 +583,7 @@ def _one_pass(
             ALONE=False,
             **tile_options(chosen, logits.dtype),
         )
-    return total(loss, words, dtype, shares=shares)
+    return reduce_losses(loss, words, dtype, shares=shares)
 
 
 def _prepared(
@@ -590,7 +598,7 @@ def _prepared(
     """Zeroed words for the total and, behind them, for the boxes; and the shares of what a mean divides by, where it is not told them."""
     words = torch.empty(SUM_WORDS + boxes, dtype=torch.int64, device=logits.device)
     if mean and not target.is_floating_point():
-        return words, denominators(target, weight, ignore_index, logits.shape[1], words)
+        return words, mean_denominators(target, weight, ignore_index, logits.shape[1], words)
     return words.zero_(), equal_shares(logits) if mean else shares
 
 
@@ -617,10 +625,10 @@ def cross_entropy_reduced(
     words = torch.empty(SUM_WORDS, dtype=torch.int64, device=logits.device)
     loss = cross_entropy(logits, target, weight, ignore_index, label_smoothing, softcap, words).loss
     if not mean:
-        return total(loss, words, dtype)
+        return reduce_losses(loss, words, dtype)
     if target.is_floating_point():
-        return total(loss, words, dtype, shares=equal_shares(logits))
-    return total(
+        return reduce_losses(loss, words, dtype, shares=equal_shares(logits))
+    return reduce_losses(
         loss,
         words,
         dtype,

@@ -171,7 +171,7 @@ def share_options(elements: int, dtype: torch.dtype) -> tuple[int, dict[str, Any
     }
 
 
-def denominators(
+def mean_denominators(
     target: Tensor, weight: Tensor | None, ignore_index: int, classes: int, words: Tensor
 ) -> Tensor:
     """The shares of what the mean divides by; `words` are zeroed on the way."""
@@ -195,7 +195,7 @@ def denominators(
     return shares
 
 
-def total(
+def reduce_losses(
     loss: Tensor,
     words: Tensor,
     dtype: torch.dtype,

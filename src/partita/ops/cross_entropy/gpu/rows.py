@@ -40,7 +40,7 @@ from ....primitives.gpu.sync import (
 )
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch
-from ..reference import Rows as RowValues
+from ..common import RowLosses as RowValues
 from .reduction import clear, labels_at
 
 
@@ -56,7 +56,7 @@ def label_weights(label, ignore_index, classes, weight_ptr, smoothing, WIDE: tl.
 
 
 @triton.jit
-def spread_weights(
+def smoothing_weights(
     probability,
     inside,
     weight_ptr,
@@ -76,7 +76,7 @@ def spread_weights(
 
 
 @triton.jit
-def exact_spread(spread, smoothing, weight_ptr, SPREAD: tl.constexpr):
+def exact_smoothing_weight(spread, smoothing, weight_ptr, SPREAD: tl.constexpr):
     """Their sum over a row: without class weights, that of smoothing is known better than a sum of many roundings."""
     if SPREAD == 1 and weight_ptr is None:
         return spread * 0.0 + smoothing
@@ -102,7 +102,7 @@ def class_gradient(e, x, factor, scaled_q, softcap, SPREAD: tl.constexpr, CAP: t
 
 
 @triton.jit
-def store_kept(ptr, grad, inside, kept, STREAM: tl.constexpr):
+def store_valid_rows(ptr, grad, inside, kept, STREAM: tl.constexpr):
     """Store the gradient of rows that count, and zeros in those that do not, whatever their logits: a select for each class would cost more."""
     store_streaming(ptr, grad, inside & kept, STREAM)
     store_streaming(ptr, tl.zeros_like(grad), inside & (kept == 0), STREAM)
@@ -128,14 +128,14 @@ def label_gradient(
     """The same at the label. It is stored over that of the other classes: comparing every class with the label would cost registers."""
     weight = on_label
     if SPREAD:
-        weight += spread_weights(on_label, valid, weight_ptr, label, classes, smoothing, 1, WIDE)
+        weight += smoothing_weights(on_label, valid, weight_ptr, label, classes, smoothing, 1, WIDE)
     return class_gradient(
         exp_for_dtype(label_x - shift, WIDE), label_x, factor, scale * weight, softcap, 1, CAP
     )
 
 
 @triton.jit
-def held_logits(held, inside, softcap, CAP: tl.constexpr):
+def acc_logits(held, inside, softcap, CAP: tl.constexpr):
     """Soft-capped logits in fp32, -inf outside of the row."""
     x = held.to(tl.float32)
     if CAP:
@@ -173,7 +173,7 @@ def absorb(
     if SPREAD:
         probability = tl.load(t_ptr, mask=inside, other=0.0).to(WIDE) if SPREAD == 2 else x
         q = by_lane(
-            spread_weights(
+            smoothing_weights(
                 probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE
             ),
             LANES,
@@ -342,7 +342,7 @@ def cross_entropy_kernel(
         spread_loss = tl.zeros([ROWS], WIDE) + tl.sum(tl.where(held, losses, 0.0), axis=0)
         maximum, total = tl.zeros([ROWS], WIDE) + most, tl.zeros([ROWS], WIDE) + all_sums
     shift = finite_shift(maximum)
-    spread = exact_spread(spread, smoothing, weight_ptr, SPREAD)
+    spread = exact_smoothing_weight(spread, smoothing, weight_ptr, SPREAD)
     log_total = log_exact(total)
     on_label_loss = on_label * (log_total + (shift - label_x)) if SPREAD != 2 else 0.0
     loss = on_label_loss + (spread * log_total + spread_loss if SPREAD else 0.0)
@@ -427,7 +427,7 @@ def cross_entropy_backward_kernel(
         label_x = apply_softcap(label_x, softcap, CAP)
     factor, scale = divide(pull, total), g
     q = (
-        spread_weights(probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE)
+        smoothing_weights(probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE)
         if SPREAD
         else x
     )
@@ -442,7 +442,7 @@ def cross_entropy_backward_kernel(
     )
     grad_start = grad_ptr + batch * grad_batch + row * grad_row
     tl.debug_barrier()  # in place, the logit at the label must have been read by every warp before one writes over it
-    store_kept(grad_start[:, None] + column * grad_class, grad, inside, kept[:, None], False)
+    store_valid_rows(grad_start[:, None] + column * grad_class, grad, inside, kept[:, None], False)
     if SPREAD != 2:
         at_label = label_gradient(
             label,
@@ -464,7 +464,7 @@ def cross_entropy_backward_kernel(
         tl.store(grad_start + label * grad_class, at_label.to(grad_ptr.dtype.element_ty), mask=mine)
 
 
-def spread_mode(target: Tensor, label_smoothing: float) -> int:
+def smoothing_mode(target: Tensor, label_smoothing: float) -> int:
     """Which weights stand on no label: none, those of smoothing, or those of target probabilities."""
     return 2 if target.is_floating_point() else 1 if label_smoothing else 0
 
@@ -505,7 +505,7 @@ def cross_entropy(
             for _ in RowValues._fields
         )
     )
-    spread = spread_mode(target, label_smoothing)
+    spread = smoothing_mode(target, label_smoothing)
     chosen = reduce_plan_for(view)
     programs = view.batches * cdiv(view.rows, chosen.rows) * chosen.splits
     labels = target if spread == 2 else target.contiguous()
@@ -577,7 +577,7 @@ def _backward(
     view = view_of(logits, target, grad)
     if view is None:
         return False
-    spread = spread_mode(target, label_smoothing)
+    spread = smoothing_mode(target, label_smoothing)
     chosen = elementwise_plan(view)
     programs = view.batches * cdiv(view.rows, chosen.rows) * cdiv(view.classes, chosen.block)
     labels = target if spread == 2 else target.contiguous()

@@ -37,7 +37,7 @@ from .reduction import labels_at
 
 
 @triton.jit
-def absorb_stats(
+def accumulate_stats(
     maximum, total, surprise, best, x, block, slope, LANES: tl.constexpr, VECTOR: tl.constexpr
 ):
     """Statistics of lanes, [ROWS, LANES] each, carried over a further block x, [ROWS, BLOCK]: maximum, sum of e, sum of e log2 e, and the
@@ -120,14 +120,14 @@ def token_stats_kernel(
         x = tl.load(source + (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :] * x_class).to(
             WIDE
         )
-        maximum, total, surprise, best = absorb_stats(
+        maximum, total, surprise, best = accumulate_stats(
             maximum, total, surprise, best, x, first // BLOCK_V, slope, LANES, VECTOR
         )
     for first in range(whole, last, BLOCK_V):
         column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
         inside = (row < rows)[:, None] & (column // VEC * VEC < body)
         x = tl.load(source + column * x_class, mask=inside, other=-float("inf")).to(WIDE)
-        maximum, total, surprise, best = absorb_stats(
+        maximum, total, surprise, best = accumulate_stats(
             maximum, total, surprise, best, x, first // BLOCK_V, slope, LANES, VECTOR
         )
     if VEC > 1:
@@ -137,7 +137,7 @@ def token_stats_kernel(
             mask=(at_edge & (split == 0))[None, :],
             other=-float("inf"),
         ).to(WIDE)
-        maximum, total, surprise, best = absorb_stats(
+        maximum, total, surprise, best = accumulate_stats(
             maximum, total, surprise, best, edge_x, 0x3FFFFFFF, slope, LANES, 1
         )
     lane_maximum = maximum

@@ -87,7 +87,7 @@ class Kept(NamedTuple):
     blanks: Tensor | None
 
 
-class Places(NamedTuple):
+class LabelIndex(NamedTuple):
     """Where the labels of a class stand in a target.
 
     Fields:
@@ -101,16 +101,16 @@ class Places(NamedTuple):
     behind: Tensor
 
 
-def places_of(
+def label_index(
     labels: Tensor, offsets: Tensor, target_lengths: Tensor, most: int, classes: int, blank: int
-) -> Places:
+) -> LabelIndex:
     count = len(target_lengths)
     sizes = [
         cdiv(size, 4) * 4 for size in (count * classes, count, count * most)
     ]  # each on 16 bytes
     words = torch.empty(sum(sizes), dtype=torch.int32, device=labels.device)
     words[: sizes[0] + sizes[1]].fill_(-1)
-    places = Places(*words.split_with_sizes(sizes))
+    places = LabelIndex(*words.split_with_sizes(sizes))
     args = (labels, offsets, target_lengths, *places, labels.numel(), most, classes, blank)
     launch(ctc_next_kernel, count * cdiv(most, 64), *args, BLOCK=64, num_warps=4)
     return places
@@ -656,7 +656,7 @@ def ctc_gradient(
     )
     tile = _tile(logits, classes) | {"REAL": real, "MEAN": reduction == "mean"}
     if plan.groups == 0:
-        places = places_of(call.targets[0], offsets, target_lengths, most, classes, blank)
+        places = label_index(call.targets[0], offsets, target_lengths, most, classes, blank)
         narrow = tile["BLOCK_V"] <= 512
         tile |= {
             "ROWS": 4 if narrow else 1,

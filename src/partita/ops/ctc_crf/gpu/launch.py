@@ -10,7 +10,7 @@ from torch import Tensor
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch
 from ...chain.gpu.launch import chain_gradient
-from ...ctc.gpu.launch import places_of
+from ...ctc.gpu.launch import label_index
 from .. import reference
 
 
@@ -77,7 +77,9 @@ def crf_gradient(
     held, device = places.shape[1], scores.device
     if steps * count * held:
         width, every = states * slots, torch.full((count,), held, device=device)
-        found = places_of(places, torch.arange(count, device=device) * held, every, held, width, -1)
+        found = label_index(
+            places, torch.arange(count, device=device) * held, every, held, width, -1
+        )
         factor = (grad * 2.0 ** -reference.FIXED[dtype][1]).to(dtype)
         sizes = (steps, count, held, width)
         launch(

@@ -17,11 +17,12 @@ from ....primitives.gpu.math import LN2, LOG2E, apply_softcap, finite_shift, log
 from ....primitives.gpu.reduce import by_lane, lane_sum, online_softmax
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
-from ...cross_entropy.gpu.one_pass import one_pass_of_part
-from ...cross_entropy.gpu.reduction import SUM_WORDS, denominators
-from ...cross_entropy.gpu.token_stats import absorb_stats
+from ...cross_entropy.gpu.one_pass import one_pass_of_chunk
+from ...cross_entropy.gpu.reduction import SUM_WORDS, mean_denominators
+from ...cross_entropy.gpu.token_stats import accumulate_stats
 from .. import reference
-from ..reference import Coefficients, Fields, State
+from ..common import GradientCoefficients, RowState, RowStatistics
+from ..plan import padded_width
 
 
 @triton.jit
@@ -71,7 +72,7 @@ def absorbed(
     v = (begin + tl.arange(0, BLOCK))[None, :]
     x = loaded(start, v, classes, softcap, ALL, CAP, WIDE, VEC)
     if ENTROPY:
-        maximum, total, surprise, best = absorb_stats(
+        maximum, total, surprise, best = accumulate_stats(
             maximum, total, surprise, best, x, begin, slope, LANES, VECTOR
         )
     else:
@@ -356,9 +357,7 @@ def options_for(
     """Whole vectors where rows are those of a buffer, or as good."""
     block, vector = min(next_power_of_2(logits.shape[1]), block), 16 // logits.element_size()
     for tensor in (logits, *others):
-        padded = (
-            tensor.stride(0) == reference.width_of(logits.shape[1]) or logits.shape[1] % vector == 0
-        )
+        padded = tensor.stride(0) == padded_width(logits.shape[1]) or logits.shape[1] % vector == 0
         if not padded or tensor.stride(0) % vector or tensor.data_ptr() % 16:
             vector = 1
     return {
@@ -370,12 +369,12 @@ def options_for(
     }
 
 
-def absorb(
+def accumulate_logits(
     logits: Tensor,
     first: int,
     target: Tensor,
     class_weight: Tensor | None,
-    state: State,
+    state: RowState,
     temperature: float,
     softcap: float,
 ) -> None:
@@ -399,14 +398,14 @@ def absorb(
     )
 
 
-def first_state(logits: Tensor, spread: bool, entropy: bool) -> State:
+def first_state(logits: Tensor, spread: bool, entropy: bool) -> RowState:
     """Memory for it: the first chunk does not look at what is there."""
     rows, wide = len(logits), acc_dtype(logits.dtype)
     maximum, sumexp, label, origin, summed, surprise = (
         logits.new_empty(rows, dtype=wide) for _ in range(6)
     )
     argmax = logits.new_empty(rows, dtype=torch.int64) if entropy else None
-    return State(
+    return RowState(
         maximum,
         sumexp,
         label,
@@ -417,14 +416,14 @@ def first_state(logits: Tensor, spread: bool, entropy: bool) -> State:
     )
 
 
-def fields_of(
-    state: State,
+def row_statistics(
+    state: RowState,
     target: Tensor,
     class_weight: Tensor | None,
     classes: int,
     temperature: float,
     ignore_index: int,
-) -> Fields:
+) -> RowStatistics:
     x, rows = state.maximum, len(target)
     weight = None if class_weight is None else class_weight.sum(dtype=x.dtype)
     results = [
@@ -448,15 +447,15 @@ def fields_of(
         x.new_empty(0) if result is None else result for result in results
     )
     argmax = target.new_empty(0, dtype=torch.int64) if state.argmax is None else state.argmax
-    return Fields(nll, logsumexp, spread, entropy, argmax, x, state.sumexp)
+    return RowStatistics(nll, logsumexp, spread, entropy, argmax, x, state.sumexp)
 
 
-def descend(
+def logits_gradient(
     logits: Tensor,
     first: int,
     target: Tensor,
     class_weight: Tensor | None,
-    c: Coefficients,
+    c: GradientCoefficients,
     maximum: Tensor,
     sumexp: Tensor,
     temperature: float,
@@ -490,7 +489,7 @@ def descend(
     )
 
 
-def scales(
+def mean_shares(
     target: Tensor,
     class_weight: Tensor | None,
     ignore_index: int,
@@ -501,7 +500,7 @@ def scales(
     """Shares of what the mean divides by; None for a sum."""
     if not mean:
         return None
-    return denominators(
+    return mean_denominators(
         target,
         class_weight,
         ignore_index,
@@ -510,11 +509,15 @@ def scales(
     )
 
 
-linear_state = functools.partial(reference.linear_state, absorb=absorb, first_state=first_state)
-linear_rows = functools.partial(
-    reference.linear_rows, linear_state=linear_state, fields_of=fields_of
+accumulate_hidden = functools.partial(
+    reference.accumulate_hidden, accumulate_logits=accumulate_logits, first_state=first_state
 )
-linear_rows_backward = functools.partial(reference.linear_rows_backward, descend=descend)
+linear_rows = functools.partial(
+    reference.linear_rows, accumulate_hidden=accumulate_hidden, row_statistics=row_statistics
+)
+linear_rows_backward = functools.partial(
+    reference.linear_rows_backward, logits_gradient=logits_gradient
+)
 linear_one_pass = functools.partial(
-    reference.linear_one_pass, one_pass=one_pass_of_part, scales=scales
+    reference.linear_one_pass, one_pass=one_pass_of_chunk, mean_shares=mean_shares
 )

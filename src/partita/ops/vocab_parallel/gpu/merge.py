@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....primitives.gpu.math import LOG2E, finite_shift, log_exact
 from ....runtime.launch import cdiv, launch, tl_acc_dtype
-from ...linear_heads.gpu.launch import absorb, descend
+from ...linear_heads.gpu.launch import accumulate_logits, logits_gradient
 from .. import reference
 
 
@@ -256,7 +256,13 @@ def parallel_coefficients(
     return pull, at_label, log_pull, by_class
 
 
-parallel_logits = functools.partial(reference.parallel_logits, absorb=absorb, begun=True)
-parallel_linear = functools.partial(reference.parallel_linear, absorb=absorb, begun=True)
-parallel_gradient = functools.partial(reference.parallel_gradient, descend=descend)
-parallel_gradient_ = functools.partial(reference.parallel_gradient_, descend=descend)
+parallel_logits = functools.partial(
+    reference.parallel_logits, accumulate_logits=accumulate_logits, begun=True
+)
+parallel_linear = functools.partial(
+    reference.parallel_linear, accumulate_logits=accumulate_logits, begun=True
+)
+parallel_gradient = functools.partial(reference.parallel_gradient, logits_gradient=logits_gradient)
+parallel_gradient_ = functools.partial(
+    reference.parallel_gradient_, logits_gradient=logits_gradient
+)

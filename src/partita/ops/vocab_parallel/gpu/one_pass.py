@@ -20,14 +20,14 @@ from ....primitives.gpu.row_plan import RowPlan, row_options
 from ....primitives.gpu.sync import merge_normalizers, pack_pair, unpack_pair
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
-from ...cross_entropy.gpu.one_pass import held_part, mean_scales, row_factor, row_loss
-from ...cross_entropy.gpu.reduction import SUM_WORDS, denominators, total
+from ...cross_entropy.gpu.one_pass import mean_scales, row_factor, row_loss, row_part
+from ...cross_entropy.gpu.reduction import SUM_WORDS, mean_denominators, reduce_losses
 from ...cross_entropy.gpu.rows import (
+    acc_logits,
     class_gradient,
-    held_logits,
     label_gradient,
     label_weights,
-    store_kept,
+    store_valid_rows,
 )
 
 
@@ -140,7 +140,7 @@ def parallel_row_kernel(
         tl.load(logits_ptr + row * x_row + label, mask=mine, other=0.0).to(tl.float32), softcap, CAP
     )
     dtype: tl.constexpr = grad_ptr.dtype.element_ty
-    held, x, e, maximum, part, total, edge, at_edge, edge_x = held_part(
+    held, x, e, maximum, part, total, edge, at_edge, edge_x = row_part(
         held,
         logits_ptr + row * x_row,
         inside,
@@ -176,7 +176,7 @@ def parallel_row_kernel(
     label_x = tl.sum(tl.where((lane == WORLD + pairs) & valid, firsts, 0.0), axis=0)
     factor = row_factor(on_label, 0.0, shift, total, mean_scale, z_scale, z_loss, Z)
     if HALF:
-        x = held_logits(
+        x = acc_logits(
             opaque(held, tl.full([BLOCK_V], zero, tl.float32).to(held.dtype)), inside, softcap, CAP
         )
         e, factor_held = exp(x - shift), factor
@@ -196,7 +196,7 @@ def parallel_row_kernel(
         edge_grad = class_gradient(
             exp_for_dtype(edge_x - shift, dtype), edge_x, factor, 0.0, softcap, False, CAP
         )
-        store_kept(grad_ptr + row * grad_row + edge, edge_grad, at_edge, kept, False)
+        store_valid_rows(grad_ptr + row * grad_row + edge, edge_grad, at_edge, kept, False)
     tl.store(
         loss_ptr + row,
         row_loss(
@@ -258,7 +258,7 @@ def parallel_one_pass(
         None,
     )  # the last is the ticket
     if mean:
-        shares = denominators(target, None, ignore_index, sum(sizes), words)
+        shares = mean_denominators(target, None, ignore_index, sum(sizes), words)
     else:
         words.zero_()
     grad, losses = (
@@ -327,4 +327,4 @@ def parallel_one_pass(
         grad,
     )
     launch(parallel_row_kernel, rows * splits, *tensors, *numbers, **flags, **options)
-    return total(losses, words, dtype, shares=shares), grad
+    return reduce_losses(losses, words, dtype, shares=shares), grad

@@ -12,26 +12,28 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from ...primitives.cpu.math import FLAGS, exp, log
-from .cpu_steps import (
+from ....primitives.cpu.batch import (
     INF,
     LOWEST,
+    as_array,
+    as_steps,
+    empty_batch,
+    fill_nan,
+    row_at,
+    run_over_batch,
+)
+from ....primitives.cpu.math import FLAGS, exp, log
+from .steps import (
     batch_of,
     behind,
     clear,
     edges_of,
-    empty,
     enter,
-    from_step,
-    in_shares,
     leaving,
     log_sum,
-    numbers,
     onward,
     posteriors,
-    spoil,
     spread,
-    steps,
 )
 
 
@@ -91,14 +93,14 @@ def forward_pairs(
                 edges_of(scores, t, n, batch.slots, buffer),
                 edges_of(values, t, n, batch.slots, value_buffer),
             )
-            enter(row, batch.sources, kept[0, here, n], terms, most, from_step(scores, t + 1, n))
+            enter(row, batch.sources, kept[0, here, n], terms, most, row_at(scores, t + 1, n))
             enter(
                 value_row,
                 batch.sources,
                 kept[1, here, n],
                 pairs,
                 unused,
-                from_step(values, t + 1, n),
+                row_at(values, t + 1, n),
             )
             average(terms, most, pairs, total, kept[0, after, n], kept[1, after, n])
         last = batch.lengths[n] if keep else batch.lengths[n] % 2
@@ -207,11 +209,11 @@ def chain_expectation(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, wrong = batch_of(scores, source, lengths)
-    kept = empty((2, scores.shape[0] + 1 if keep else 2, *scores.shape[1:3]))
+    kept = empty_batch((2, scores.shape[0] + 1 if keep else 2, *scores.shape[1:3]))
     mean, logz = (torch.empty(len(initial), dtype=torch.float64, device="cpu") for _ in range(2))
-    ends = [numbers(t) for t in (first_values, last_values)]
-    inputs = batch, steps(scores), numbers(initial), numbers(final), steps(values), *ends
-    in_shares(forward_pairs, *inputs, kept.numpy(), keep, logz.numpy(), mean.numpy())
+    ends = [as_array(t) for t in (first_values, last_values)]
+    inputs = batch, as_steps(scores), as_array(initial), as_array(final), as_steps(values), *ends
+    run_over_batch(forward_pairs, *inputs, kept.numpy(), keep, logz.numpy(), mean.numpy())
     return (
         mean.masked_fill_(wrong, torch.nan),
         logz.masked_fill_(wrong, torch.nan),
@@ -238,26 +240,26 @@ def chain_expectation_gradient(
     batch, spoilt = batch_of(scores, source, lengths)[0], logz.isnan()
     wide = [torch.promote_types(t.dtype, torch.float32) for t in (scores, values)]
     d_scores, d_values = (
-        empty(scores.shape if wanted else (0,) * 4, dtype)
+        empty_batch(scores.shape if wanted else (0,) * 4, dtype)
         for wanted, dtype in zip((of_scores, of_values), wide, strict=True)
     )
     d_ends = torch.empty((4, *final.shape), dtype=torch.float64, device="cpu")
     factors = grad.double().masked_fill(spoilt, torch.nan).numpy()
     inputs = (
         batch,
-        steps(scores),
+        as_steps(scores),
         factors,
-        numbers(final),
-        steps(values),
-        numbers(last_values),
-        numbers(mean),
-        numbers(logz),
+        as_array(final),
+        as_steps(values),
+        as_array(last_values),
+        as_array(mean),
+        as_array(logz),
         kept.numpy(),
     )
     rows = [t.flatten(2).numpy() for t in (d_scores, d_values)]
-    in_shares(backward_pairs, *inputs, *rows, d_ends.numpy(), of_scores, of_values)
+    run_over_batch(backward_pairs, *inputs, *rows, d_ends.numpy(), of_scores, of_values)
     for result in (d_scores, d_values):
-        spoil(result, spoilt)
+        fill_nan(result, spoilt)
     d_initial, d_final, d_first, d_last = (
         end.clone() for end in d_ends
     )  # results of an op share no memory

@@ -6,11 +6,6 @@ code. The loops that look states up stay scalar code; those with few slots are c
 
 from __future__ import annotations
 
-import functools
-import os
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,26 +13,10 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from ...primitives.cpu.math import FLAGS, exp, exp_floor, log, prefetch
+from ....primitives.cpu.batch import INF, LOWEST, row_at
+from ....primitives.cpu.math import FLAGS, exp, exp_floor, log, prefetch
 
-INF = np.inf
-LOWEST = np.finfo(
-    np.float64
-).min  # takes the place of -inf in maxima, so that no difference from one is NaN
-SMALL = 2**18  # edges times steps: with fewer, other threads take longer to start than they save
 SMALLEST = np.finfo(np.float64).tiny
-
-
-class Steps(NamedTuple):
-    """Numbers of the edges of all steps, anywhere in memory.
-
-    Fields:
-        numbers: from the first to the last of them, `[...]`.
-        strides: of steps, chains, states and slots, `[4]`.
-    """
-
-    numbers: Any
-    strides: Any
 
 
 class Batch(NamedTuple):
@@ -61,15 +40,9 @@ class Batch(NamedTuple):
 
 
 @njit(**FLAGS)
-def from_step(steps: Any, t: int, n: int) -> Any:
-    """The numbers from a step of a chain on."""
-    return steps.numbers[t * steps.strides[0] + n * steps.strides[1] :]
-
-
-@njit(**FLAGS)
 def edges_of(steps: Any, t: int, n: int, slots: int, buffer: Any) -> Any:
     """The numbers of a step, `[C * K]`: where they lie if that is side by side, otherwise copied to the buffer."""
-    numbers = from_step(steps, t, n)
+    numbers = row_at(steps, t, n)
     by_state, by_slot = steps.strides[2], steps.strides[3]
     if by_slot == 1 and by_state == slots:
         return numbers[: len(buffer)]
@@ -305,27 +278,6 @@ def log_sum(alpha: Any, final: Any) -> float:
     return -INF if value == LOWEST else value
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype = torch.float64) -> Tensor:
-    """Memory from NumPy, which asks for large pages: PyTorch's takes several times as long to touch for the first time."""
-    return torch.from_numpy(np.empty(tuple(shape), dtype=str(dtype).removeprefix("torch.")))
-
-
-def numbers(tensor: Tensor) -> Any:
-    """What is small, in fp64 and side by side."""
-    return tensor.detach().double().contiguous().resolve_neg().numpy()
-
-
-def steps(tensor: Tensor) -> Steps:
-    """`[T, N, C, K]` in its own memory, whatever its strides; half types as fp32."""
-    wide = (tensor.float() if tensor.element_size() == 2 else tensor).detach().resolve_neg()
-    extent = (
-        1 + sum((size - 1) * stride for size, stride in zip(wide.shape, wide.stride(), strict=True))
-        if wide.numel()
-        else 0
-    )
-    return Steps(wide.as_strided((extent,), (1,)).numpy(), np.array(wide.stride()))
-
-
 def batch_of(scores: Tensor, source: Tensor, lengths: Tensor | None) -> tuple[Batch, Tensor]:
     """What indexes nothing out of bounds; and which chains have no right answer, `[N]`: a length or, for every chain, a source is out of range."""
     span, chains, states, slots = scores.shape
@@ -341,38 +293,3 @@ def batch_of(scores: Tensor, source: Tensor, lengths: Tensor | None) -> tuple[Ba
     degree = int(starts[-1]) // max(states, 1)
     regular = bool((degrees == degree).all())
     return Batch(slots, sources, order, starts, degree if regular else 0, safe), wrong
-
-
-def spoil(result: Tensor, spoilt: Tensor) -> None:
-    """NaN for some of the chains of `[T, N, ...]`."""
-    if bool(spoilt.any()) and result.numel():
-        result[:, spoilt] = torch.nan
-
-
-@functools.cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, "partita")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has no threads
-
-
-def in_shares(kernel: Callable[..., Any], batch: Any, *args: Any) -> None:
-    """The kernel, whose first argument is a share of the chains `[...]`, for all of them, on as many threads as PyTorch has."""
-    longest = batch.lengths.argsort(kind="stable")[::-1].copy()
-    threads = min(torch.get_num_threads(), len(longest))
-    if threads < 2 or int(batch.lengths.sum()) * len(batch.sources) < SMALL:
-        kernel(longest, batch, *args)
-        return
-    parts = min(4 * threads, len(longest))
-    shares = deque([*(longest[i::parts].copy() for i in range(parts)), *[None] * threads])
-
-    def work() -> None:
-        while (share := shares.popleft()) is not None:
-            kernel(share, batch, *args)
-
-    others = [_pool(threads - 1).submit(work) for _ in range(threads - 1)]
-    work()
-    for other in others:
-        other.result()

@@ -13,28 +13,30 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from ...primitives.cpu.math import FLAGS, exp
-from .cpu_steps import (
+from ....primitives.cpu.batch import (
     INF,
+    as_array,
+    as_steps,
+    empty_batch,
+    fill_nan,
+    row_at,
+    run_over_batch,
+)
+from ....primitives.cpu.math import FLAGS, exp
+from .steps import (
     advance,
     batch_of,
     behind,
     choose,
     clear,
     edges_of,
-    empty,
     enter,
-    from_step,
-    in_shares,
     leaving,
     log_sum,
-    numbers,
     posteriors,
     retreat,
-    spoil,
     spread,
     stay,
-    steps,
 )
 
 
@@ -51,7 +53,7 @@ def forward(
             kept[0, n, c] = initial[n, c]
         for t in range(batch.lengths[n]):
             here, after = (t, t + 1) if keep else (t % 2, (t + 1) % 2)
-            row, ahead = edges_of(scores, t, n, batch.slots, buffer), from_step(scores, t + 1, n)
+            row, ahead = edges_of(scores, t, n, batch.slots, buffer), row_at(scores, t + 1, n)
             advance(row, batch.sources, kept[here, n], terms, most, total, kept[after, n], ahead)
         logz[n] = log_sum(kept[batch.lengths[n] if keep else batch.lengths[n] % 2, n], final[n])
         if keep:
@@ -142,7 +144,7 @@ def best_paths(
             kept[0, n, c] = initial[n, c]
         for t in range(batch.lengths[n]):
             here, after = (t, t + 1) if keep else (t % 2, (t + 1) % 2)
-            row, ahead = edges_of(scores, t, n, batch.slots, buffer), from_step(scores, t + 1, n)
+            row, ahead = edges_of(scores, t, n, batch.slots, buffer), row_at(scores, t + 1, n)
             enter(row, batch.sources, kept[here, n], terms, most, ahead)
             choose(terms, kept[after, n], pointers[t if trace else 0, n])
         alpha = kept[batch.lengths[n] if keep else batch.lengths[n] % 2, n]
@@ -190,14 +192,14 @@ def chain_logz(
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
     batch, wrong = batch_of(scores, source, lengths)
-    kept = empty((scores.shape[0] + 1 if keep else 2, *scores.shape[1:3]))
+    kept = empty_batch((scores.shape[0] + 1 if keep else 2, *scores.shape[1:3]))
     logz = torch.empty(len(initial), dtype=torch.float64, device="cpu")
-    in_shares(
+    run_over_batch(
         forward,
         batch,
-        steps(scores),
-        numbers(initial),
-        numbers(final),
+        as_steps(scores),
+        as_array(initial),
+        as_array(final),
         kept.numpy(),
         keep,
         logz.numpy(),
@@ -217,23 +219,23 @@ def chain_gradient(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, spoilt = batch_of(scores, source, lengths)[0], logz.isnan()
-    d_scores = empty(scores.shape, torch.promote_types(dtype, torch.float32))
+    d_scores = empty_batch(scores.shape, torch.promote_types(dtype, torch.float32))
     d_initial, d_final = (
         torch.empty(t.shape, dtype=torch.float64, device="cpu") for t in (initial, final)
     )
     results = [t.numpy() for t in (d_scores.flatten(2), d_initial, d_final)]
     factors = grad.double().masked_fill(spoilt, torch.nan)
-    in_shares(
+    run_over_batch(
         backward,
         batch,
-        steps(scores),
+        as_steps(scores),
         factors.numpy(),
-        numbers(final),
+        as_array(final),
         kept.numpy(),
         logz.contiguous().numpy(),
         *results,
     )
-    spoil(d_scores, spoilt)
+    fill_nan(d_scores, spoilt)
     return d_scores.to(dtype), d_initial.to(initial.dtype), d_final.to(final.dtype)
 
 
@@ -247,21 +249,21 @@ def chain_scan(
     reverse: bool,
 ) -> Tensor:
     batch, wrong = batch_of(scores, source, lengths)
-    result = empty((scores.shape[0] + 1, *scores.shape[1:3]))
+    result = empty_batch((scores.shape[0] + 1, *scores.shape[1:3]))
     where, first, last, score = (
-        steps(scores),
-        numbers(initial),
-        numbers(final),
+        as_steps(scores),
+        as_array(initial),
+        as_array(final),
         np.empty(scores.shape[1]),
     )
     if reverse:
-        in_shares(scan_back, batch, where, last, best, result.numpy())
+        run_over_batch(scan_back, batch, where, last, best, result.numpy())
     elif best:
         pointers, nowhere = (
             np.empty((1, *initial.shape), smallest(batch.slots)),
             np.empty((0, 0), np.int64),
         )
-        in_shares(
+        run_over_batch(
             best_paths,
             batch,
             where,
@@ -276,6 +278,6 @@ def chain_scan(
             False,
         )
     else:
-        in_shares(forward, batch, where, first, last, result.numpy(), True, score)
-    spoil(result, wrong)
+        run_over_batch(forward, batch, where, first, last, result.numpy(), True, score)
+    fill_nan(result, wrong)
     return result

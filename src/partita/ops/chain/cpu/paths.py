@@ -9,9 +9,10 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from ...primitives.cpu.math import FLAGS, exp
-from .cpu import best_paths, forward, smallest
-from .cpu_steps import INF, batch_of, edges_of, in_shares, numbers, steps
+from ....primitives.cpu.batch import INF, as_array, as_steps, run_over_batch
+from ....primitives.cpu.math import FLAGS, exp
+from .logz import best_paths, forward, smallest
+from .steps import batch_of, edges_of
 
 
 @njit(**FLAGS)
@@ -89,8 +90,8 @@ def chain_viterbi(
         np.empty((2, *initial.shape)),
         np.empty((span if trace else 1, *initial.shape), smallest(slots)),
     )
-    inputs = batch, steps(scores), numbers(initial), numbers(final)
-    in_shares(
+    inputs = batch, as_steps(scores), as_array(initial), as_array(final)
+    run_over_batch(
         best_paths,
         *inputs,
         kept,
@@ -123,9 +124,9 @@ def chain_sample(
         torch.full((samples, span + 1, chains), -1, device="cpu"),
         torch.full((samples, span, chains), -1, device="cpu"),
     )
-    where, ends = steps(scores), numbers(final)
-    in_shares(forward, batch, where, numbers(initial), ends, kept, True, logz)
-    in_shares(
+    where, ends = as_steps(scores), as_array(final)
+    run_over_batch(forward, batch, where, as_array(initial), ends, kept, True, logz)
+    run_over_batch(
         sampled_paths,
         batch,
         where,
