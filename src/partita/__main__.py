@@ -21,7 +21,7 @@ exit codes:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with an argument."""
+    """A parser that reports a wrong argument in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -29,10 +29,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    from .bench import cli
-    from .cli import check as _check_machine
-    from .cli import info as _info
-    from .cli import report as _report
+    from .bench import cli as bench
+    from .cli import check, info, report
 
     formatter = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
@@ -43,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     programs = {
-        "info": (_info, "versions, GPUs, and what serves each op"),
-        "check": (_check_machine, "the ops against fp64 on this machine"),
-        "bench": (cli, "time it beside PyTorch and other libraries"),
-        "report": (_report, "all of these in one HTML file"),
+        "info": (info, "versions, GPUs, and what serves each op"),
+        "check": (check, "the ops against fp64 on this machine"),
+        "bench": (bench, "the time of each op, of PyTorch and of other libraries"),
+        "report": (report, "all of these in one HTML file"),
     }
     for name, (program, summary) in programs.items():
         program.add_arguments(commands.add_parser(name, help=summary, formatter_class=formatter))

@@ -14,17 +14,16 @@ from ..runtime.backend import current_backend, resolve
 from ..testing import contract_errors, edge_rows
 from .check_ops import CHECKS, COLUMNS, ROWS, Check, labels
 from .console import DTYPES, Progress, Table, UsageError, first_line, print_table
-from .info import FLOORS, no_gpu
+from .info import BACKEND_NAMES, no_gpu
 
 DENSE_EDGES = ("plain", "offset", "leading_inf")
-THOROUGH = (
-    "bf16",
-    "fp32",
-)  # with every layout and size; the others share their code, and compiling it again for each would take a minute more
+# These dtypes run with all layouts and sizes. The others share their code, and compiling it for
+# each of them would take a minute more.
+THOROUGH = ("bf16", "fp32")
 
 DESCRIPTION = """\
-Run the ops that have a gradient, forward and backward, and compare them with fp64: on the CPU and on the current GPU.
-An error may be twice that of PyTorch, or 2 ulp."""
+Run the ops that have a gradient, forward and backward, and compare them with fp64, on the CPU
+and on the current GPU. The bound of an error is two times that of PyTorch, or 2 ulp."""
 
 EPILOG = """\
 examples:
@@ -38,7 +37,12 @@ exit codes:
 
 @dataclass(frozen=True)
 class Backend:
-    """What serves a device, by the name that the table shows."""
+    """The backend that serves a device.
+
+    Fields:
+        name: the name in the table.
+        device: the device.
+    """
 
     name: str
     device: torch.device
@@ -47,15 +51,15 @@ class Backend:
         return f"{self.name} on {self.device}"
 
     def of(self, check: Check) -> Backend:
-        """What serves this op there."""
+        """Return the backend that serves this op on the device."""
         return Backend(
-            FLOORS[resolve(current_backend(), self.device, has_cpu=check.numba)], self.device
+            BACKEND_NAMES[resolve(current_backend(), self.device, has_cpu=check.numba)], self.device
         )
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the table, as it is printed."""
+    """A line of the table with its cells as text."""
 
     op: str
     backend: str
@@ -67,7 +71,7 @@ class Line:
 
 
 def _inputs(check: Check, dtype: str, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Logits with their names."""
+    """Yield the names and the logits of the inputs."""
     thorough = dtype in THOROUGH or device.type == "cpu"
     for rows, columns in check.sizes if thorough else check.sizes[:1]:
         for edge in check.edges if columns == COLUMNS else ("plain",):
@@ -79,7 +83,7 @@ def _inputs(check: Check, dtype: str, device: torch.device) -> Iterator[tuple[st
 
 
 def run(check: Check, backend: Backend, dtype: str) -> Line:
-    """The worst of all inputs, forward and backward."""
+    """Return the line with the worst error of all inputs, forward and backward."""
     backend, worst = backend.of(check), 0.0
     line = Line(check.op, str(backend), dtype, "0", "0", True)
     try:
@@ -112,7 +116,10 @@ def run(check: Check, backend: Backend, dtype: str) -> Line:
 
 
 def run_bad_label(backend: Backend, dtype: str) -> Line:
-    """A label out of range: an error where values are checked, else NaN in its row and the other rows as ever."""
+    """Check a label that is out of range.
+
+    It raises where values are checked. Elsewhere its row is NaN and the other rows are unchanged.
+    """
     op = "cross_entropy, bad label"
     try:
         x = edge_rows("plain", ROWS, COLUMNS, dtype=DTYPES[dtype], device=backend.device)
@@ -124,11 +131,11 @@ def run_bad_label(backend: Backend, dtype: str) -> Line:
             result = cross_entropy(x, bad, reduction="none")
         except IndexError:
             return Line(op, str(backend), dtype, "IndexError", "", True)
-        wrong = result.isnan() != (torch.arange(ROWS, device=x.device) == 1)
-        wrong |= (result != expected) & ~result.isnan()
+        mismatch = result.isnan() != (torch.arange(ROWS, device=x.device) == 1)
+        mismatch |= (result != expected) & ~result.isnan()
     except Exception as error:
         return Line(op, str(backend), dtype, "", "", False, first_line(error))
-    failed = wrong.nonzero().flatten().tolist()
+    failed = mismatch.nonzero().flatten().tolist()
     return Line(
         op,
         str(backend),
@@ -141,7 +148,7 @@ def run_bad_label(backend: Backend, dtype: str) -> Line:
 
 
 def devices(name: str | None) -> list[torch.device]:
-    """The CPU and the current GPU, or the one that is named."""
+    """Return the named device, or the CPU and the current GPU."""
     if name is not None:
         return [torch.empty(0, device=name).device]
     gpus = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
@@ -150,17 +157,22 @@ def devices(name: str | None) -> list[torch.device]:
 
 @dataclass(frozen=True)
 class Served:
-    """What serves each device, and a line for each that the chosen backend cannot serve."""
+    """The backends of the devices.
+
+    Fields:
+        backends: one for each device that is served.
+        left_out: a message for each device that the chosen backend cannot serve.
+    """
 
     backends: list[Backend]
     left_out: list[str]
 
 
 def served(name: str | None) -> Served:
-    """On the CPU and the current GPU, or on the device that is named.
+    """Return the backends of the named device, or of the CPU and the current GPU.
 
     Raises:
-        UsageError: it cannot be used.
+        UsageError: the device cannot be used.
     """
     try:
         chosen = devices(name)
@@ -170,7 +182,7 @@ def served(name: str | None) -> Served:
     for device in chosen:
         try:
             result.backends.append(
-                Backend(FLOORS[resolve(current_backend(), device, has_cpu=False)], device)
+                Backend(BACKEND_NAMES[resolve(current_backend(), device, has_cpu=False)], device)
             )
         except (RuntimeError, ValueError) as error:
             result.left_out.append(f"{device} is left out: {error}")
@@ -178,7 +190,7 @@ def served(name: str | None) -> Served:
 
 
 def run_all(chosen: Sequence[Backend]) -> list[Line]:
-    """Every check, with a progress bar; in the order of the table."""
+    """Run all checks with a progress bar and return them in the order of the table."""
     lines = []
     with Progress(
         len(chosen) * (sum(len(check.dtypes) for check in CHECKS) + len(DTYPES))
@@ -191,9 +203,8 @@ def run_all(chosen: Sequence[Backend]) -> list[Line]:
                     progress.advance()
                 lines.append(run_bad_label(backend, dtype))
                 progress.advance()
-    return sorted(
-        lines, key=lambda line: (line.backend, line.op)
-    )  # a stable sort: the dtypes keep their order
+    # The sort is stable, so the dtypes stay in their order.
+    return sorted(lines, key=lambda line: (line.backend, line.op))
 
 
 def table(lines: Sequence[Line]) -> Table:
@@ -228,7 +239,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Check, print; the exit code."""
+    """Run and print the checks, and return the exit code."""
     try:
         chosen = served(args.device)
     except UsageError as error:

@@ -1,4 +1,4 @@
-"""What `partita check` runs: ops beside PyTorch's way of saying it."""
+"""The ops that `partita check` runs, each with its counterpart in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from .console import DTYPES
 
 EDGES = ("plain", "offset", "leading_inf", "transposed", "framed")
 ROWS, COLUMNS = 19, 781  # neither is a multiple of a block
-WIDE_ROWS, WIDE_COLUMNS = 3, 50_257
+LONG_ROWS, LONG_COLUMNS = 3, 50_257
 IGNORED = 2  # a label
-LEAN = 25_000  # bytes: too few for all logits of these rows
-BASES, SPELT = (3, 5), (1, 3, 2, 2, 4, 1)  # three to a k-mer, four and the blank; a target
+LEAN = 25_000  # a budget in bytes that does not hold all logits of these rows
+STATE_LEN, ALPHABET = 3, 5  # k-mers of three bases; four bases and the blank
+TARGET = (1, 3, 2, 2, 4, 1)
 
 Function = Callable[..., Any]
 
@@ -37,14 +38,16 @@ class Check:
     """One line of the table.
 
     Fields:
-        op: its name.
-        ours, theirs: from the logits and what `others` gives; theirs is PyTorch, in the dtype of the logits.
-        others: from the logits, the arguments that follow them.
-        scale, grad_scale: of `ulp_error`, for the results and the gradients: `element` where nothing cancels.
-        sizes: rows and columns.
-        edges: the inputs at the first of these.
-        dtypes: some of them, where compiling for each takes long.
-        numba: whether Numba serves it on the CPU.
+        op: the name of the op.
+        ours, theirs: functions of the logits and the results of `others`; theirs is PyTorch in the
+            dtype of the logits.
+        others: computes the arguments after the logits.
+        scale, grad_scale: the scales of `ulp_error` for results and gradients; `element` where
+            nothing cancels.
+        sizes: pairs of rows and columns.
+        edges: the kinds of input at the first size.
+        dtypes: fewer of them where compiling for each takes long.
+        numba: whether Numba serves the op on the CPU.
     """
 
     op: str
@@ -53,14 +56,14 @@ class Check:
     others: Callable[[Tensor], tuple[Any, ...]]
     scale: Scale
     grad_scale: Scale
-    sizes: tuple[tuple[int, int], ...] = ((ROWS, COLUMNS), (WIDE_ROWS, WIDE_COLUMNS))
+    sizes: tuple[tuple[int, int], ...] = ((ROWS, COLUMNS), (LONG_ROWS, LONG_COLUMNS))
     edges: tuple[str, ...] = EDGES
     dtypes: tuple[str, ...] = tuple(DTYPES)
     numba: bool = False
 
 
 def labels(x: Tensor) -> Tensor:
-    """Labels among the last columns, which are finite in every input."""
+    """Return labels among the last columns, which are finite in all inputs."""
     return (
         torch.arange(x.shape[0], device=x.device) % (x.shape[1] // 8) + x.shape[1] - x.shape[1] // 8
     )
@@ -71,28 +74,28 @@ def _some_ignored(x: Tensor) -> Tensor:
 
 
 def _probabilities(x: Tensor) -> Tensor:
-    """Of the same columns alone: 0 where the logits may be -inf."""
+    """Return probabilities of the same columns, which are 0 where the logits may be -inf."""
     one_hot = F.one_hot(labels(x), x.shape[1])
     return (0.75 * one_hot + 0.25 * one_hot.roll(1, 0)).to(x.dtype)
 
 
 def _weight(x: Tensor) -> Tensor:
-    """Of the classes; eighths, which every dtype holds."""
+    """Return class weights in eighths, which all dtypes represent exactly."""
     return (torch.arange(x.shape[1], device=x.device) % 8 + 1).to(x.dtype) / 8
 
 
 def _everything(x: Tensor, target: Tensor) -> Tensor:
-    """Class weights, smoothing, ignored labels, soft-capping and z-loss at once."""
+    """Compute the loss with class weights, smoothing, ignored labels, soft-capping and z-loss."""
     capped = 30 * torch.tanh(x / 30)
-    kept = target != IGNORED
-    z = 1e-3 * torch.where(kept, capped.logsumexp(-1), 0).square().sum() / kept.sum()
+    valid = target != IGNORED
+    z = 1e-3 * torch.where(valid, capped.logsumexp(-1), 0).square().sum() / valid.sum()
     return (
         F.cross_entropy(capped, target, _weight(x), ignore_index=IGNORED, label_smoothing=0.1) + z
     )
 
 
 def _token_stats(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-    x = _wide(x) / 0.75
+    x = _upcast(x) / 0.75
     logp = x.log_softmax(-1)
     p = logp.exp()
     entropy = -(p * logp.masked_fill(p == 0, 0)).sum(-1)
@@ -100,7 +103,10 @@ def _token_stats(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
 
 
 def _chain_scores(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows as steps of one chain of 260 states, each entered from itself and its neighbours."""
+    """Return the rows as steps of one chain of 260 states.
+
+    A state is entered from itself and from its two neighbours.
+    """
     states = torch.arange(x.shape[1] // 3, device=x.device)
     source = (states[:, None] + torch.arange(-1, 2, device=x.device)) % len(states)
     return x[:, None, : source.numel()].unflatten(2, source.shape), source
@@ -115,7 +121,7 @@ def _best(x: Tensor) -> Tensor:
 
 
 def _mean(x: Tensor) -> Tensor:
-    """Of a number for each edge, the same at every step."""
+    """Compute the expectation of one number for each edge, the same at all steps."""
     scores, source = _chain_scores(x)
     return Chain(scores, source).expectation(_numbers(source, x.dtype))
 
@@ -128,12 +134,12 @@ def _numbers(source: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-def _wide(x: Tensor) -> Tensor:
+def _upcast(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _paths_in_torch(scores: Tensor, source: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
-    """The sum over all paths, or the best score."""
+    """Compute the sum over all paths, or the best score."""
     alpha = torch.zeros_like(scores[0, :, :, 0])
     for step in scores:
         alpha = total(step + alpha[:, source])
@@ -141,11 +147,11 @@ def _paths_in_torch(scores: Tensor, source: Tensor, total: Callable[[Tensor], Te
 
 
 def _in_torch(x: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
-    return _paths_in_torch(*_chain_scores(_wide(x)), total)
+    return _paths_in_torch(*_chain_scores(_upcast(x)), total)
 
 
 def _pairs_in_torch(scores: Tensor, source: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """log Z, and the mean of the sum of a path's values, which each step has its own of."""
+    """Compute log Z and the expected sum of the values of a path; each step has its own values."""
     alpha, mean = torch.zeros(2, *scores.shape[1:3], dtype=scores.dtype, device=scores.device)
     for step, value in zip(scores, values, strict=True):
         terms = step + alpha[:, source]
@@ -155,7 +161,7 @@ def _pairs_in_torch(scores: Tensor, source: Tensor, values: Tensor) -> tuple[Ten
 
 
 def _mean_in_torch(x: Tensor) -> Tensor:
-    scores, source = _chain_scores(_wide(x))
+    scores, source = _chain_scores(_upcast(x))
     return _pairs_in_torch(scores, source, _numbers(source, x.dtype).expand_as(scores))[1]
 
 
@@ -164,13 +170,13 @@ def _entropy(x: Tensor) -> Tensor:
 
 
 def _entropy_in_torch(x: Tensor) -> Tensor:
-    scores, source = _chain_scores(_wide(x))
+    scores, source = _chain_scores(_upcast(x))
     log_z, mean = _pairs_in_torch(scores, source, scores)
     return log_z - mean
 
 
 def _matrix(x: Tensor) -> Tensor:
-    """For rows that are hidden states: as many classes as these have elements."""
+    """Return a square matrix that maps rows of hidden states to logits."""
     size = x.shape[1]
     return (
         torch.arange(size * size, device=x.device, dtype=torch.float64)
@@ -189,7 +195,7 @@ def _linear_stats_in_torch(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
 
 
 def _ctc_arguments(x: Tensor) -> tuple[Tensor, list[int], list[int]]:
-    """Two labels of the row's target, for rows that are the steps of one sequence."""
+    """Return a target of two labels for rows that are the steps of one sequence."""
     return labels(x)[:2][None], [x.shape[0]], [2]
 
 
@@ -198,54 +204,45 @@ def _ctc(x: Tensor, *arguments: Any) -> Tensor:
 
 
 def _ctc_in_torch(x: Tensor, *arguments: Any) -> Tensor:
-    return F.ctc_loss(_wide(x)[:, None].log_softmax(-1), *arguments)
+    return F.ctc_loss(_upcast(x)[:, None].log_softmax(-1), *arguments)
 
 
 def _crf_scores(x: Tensor) -> Tensor:
-    """The rows as steps of one sequence over k-mers, `[T, 1, C, A]`."""
-    kmer, alphabet = BASES
-    return x[:, None, : (alphabet - 1) ** kmer * alphabet].unflatten(2, (-1, alphabet))
+    """Return the rows as steps of one sequence over k-mers, `[T, 1, C, A]`."""
+    size = (ALPHABET - 1) ** STATE_LEN * ALPHABET
+    return x[:, None, :size].unflatten(2, (-1, ALPHABET))
 
 
 def _crf(x: Tensor) -> Tensor:
-    target = torch.tensor([SPELT], device=x.device)
     return ctc_crf_loss(
         _crf_scores(x),
-        target,
-        [len(SPELT)],
-        state_len=BASES[0],
-        alphabet_size=BASES[1],
+        torch.tensor([TARGET], device=x.device),
+        [len(TARGET)],
+        state_len=STATE_LEN,
+        alphabet_size=ALPHABET,
         reduction="none",
     )
 
 
 def _crf_in_torch(x: Tensor) -> Tensor:
-    """All paths through the k-mers, less those that spell the target: each of its k-mers stays, or is entered from the one before it."""
-    scores, (size, alphabet) = _crf_scores(_wide(x)), BASES
+    """Compute log Z of all paths minus log Z of the paths that emit the target.
+
+    In the lattice of the target, a k-mer stays or is entered from the one before it.
+    """
+    scores, bases = _crf_scores(_upcast(x)), ALPHABET - 1
     kmers = [
-        sum(
-            (base - 1) * (alphabet - 1) ** (size - 1 - i)
-            for i, base in enumerate(SPELT[at : at + size])
-        )
-        for at in range(len(SPELT) - size + 1)
+        sum((base - 1) * bases ** (STATE_LEN - 1 - i) for i, base in enumerate(window))
+        for window in (TARGET[at : at + STATE_LEN] for at in range(len(TARGET) - STATE_LEN + 1))
     ]
-    stays, moves = scores[:, 0, kmers, 0], scores[:, 0, kmers[1:], SPELT[: len(kmers) - 1]]
-    spelt = torch.full(
-        (len(kmers),), -1e5, dtype=scores.dtype, device=x.device
-    )  # so little that it adds nothing; -inf would make gradients NaN
-    spelt[0] = 0
+    stays, moves = scores[:, 0, kmers, 0], scores[:, 0, kmers[1:], TARGET[: len(kmers) - 1]]
+    # -1e5 adds nothing to a sum, and -inf would make the gradients NaN.
+    alpha = torch.full((len(kmers),), -1e5, dtype=scores.dtype, device=x.device)
+    alpha[0] = 0
     for stay, move in zip(stays, moves, strict=True):
-        spelt = torch.cat(
-            [spelt[:1] + stay[:1], torch.logaddexp(spelt[1:] + stay[1:], spelt[:-1] + move)]
-        )
-    return (
-        _paths_in_torch(
-            scores,
-            debruijn_source(alphabet - 1, size).to(x.device),
-            lambda terms: terms.logsumexp(-1),
-        )
-        - spelt[-1]
-    )
+        entered = torch.logaddexp(alpha[1:] + stay[1:], alpha[:-1] + move)
+        alpha = torch.cat([alpha[:1] + stay[:1], entered])
+    source = debruijn_source(bases, STATE_LEN).to(x.device)
+    return _paths_in_torch(scores, source, lambda terms: terms.logsumexp(-1)) - alpha[-1]
 
 
 LINEAR: tuple[tuple[str, Function, Function, tuple[str, ...]], ...] = (

@@ -1,4 +1,4 @@
-"""What the commands print with: tables and a progress bar, by rich on a terminal that has it, in plain text elsewhere."""
+"""Tables and a progress bar: by rich on a terminal that has it, in plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+# The dtypes by the names that tables show.
 DTYPES = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
     "fp64": torch.float64,
-}  # as tables name them
+}
 SECONDS_BETWEEN_LINES = 15.0
 
 
@@ -25,7 +26,14 @@ class UsageError(ValueError):
 
 
 class Table(NamedTuple):
-    """Its first `left` columns are aligned to the left, as those without a header are; the others to the right."""
+    """A table of text.
+
+    Fields:
+        title: the line above the table.
+        header: the names of the columns.
+        rows: the cells.
+        left: how many leading columns are aligned to the left, like columns without a name.
+    """
 
     title: str
     header: Sequence[str]
@@ -34,7 +42,7 @@ class Table(NamedTuple):
 
     @property
     def aligned(self) -> list[str]:
-        """`<` or `>` for each column."""
+        """Return `<` or `>` for each column."""
         return ["<" if i < self.left or not name else ">" for i, name in enumerate(self.header)]
 
 
@@ -45,7 +53,7 @@ def has_rich() -> bool:
 def print_table(
     title: str, header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
 ) -> None:
-    """Print the table of these fields."""
+    """Print the `Table` of these fields."""
     aligned = Table(title, header, rows, left).aligned
     if has_rich() and sys.stdout.isatty():
         _print_rich(title, header, rows, aligned)
@@ -82,13 +90,13 @@ def _print_rich(
 
 
 def first_line(error: BaseException) -> str:
-    """The name of an error and the first line of what it says."""
+    """Return the name of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 class Progress:
-    """A progress bar on the error stream; a line every now and then where that is no terminal."""
+    """A progress bar on the error stream, or a line now and then where that is no terminal."""
 
     def __init__(self, total: int, *, quiet: bool = False) -> None:
         self._total, self._done, self._quiet = total, 0, quiet
@@ -124,7 +132,7 @@ class Progress:
             print("\r\x1b[K", end="", file=sys.stderr)
 
     def say(self, text: str) -> None:
-        """What is being done now."""
+        """Show what is being done now."""
         if self._bar is not None:
             self._bar.update(self._task, description=text)
         elif not self._quiet and sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""`partita info`: what is installed and found, and what serves each op."""
+"""`partita info`: versions, devices, and the backend that serves each op."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ OPS = (
     "linear_token_stats",
     *NUMBA_OPS,
 )
-FLOORS = {"reference": "PyTorch", "gpu": "Triton", "cpu": "Numba"}
+BACKEND_NAMES = {"reference": "PyTorch", "gpu": "Triton", "cpu": "Numba"}
 
-# What each package brings, and the command that brings the package.
+# The purpose of each optional package, and the command that installs it.
 EXTRAS = {
     "triton": ("the kernels for GPUs", "pip install triton"),
     "numba": ("the kernels of chains and CTC for CPUs", "pip install numba"),
     "matplotlib": ("the pictures of partita bench and report", "pip install matplotlib"),
     "rich": ("tables and progress bars in colour", "pip install rich"),
 }
-# What changes results or times.
+# Environment variables that change results or times.
 VARIABLES = (
     *("PARTITA_BACKEND", "PARTITA_CHECK", "PARTITA_PEERS"),
     *(
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def version(package: str) -> str | None:
-    """Of an installed package."""
+    """Return the version of an installed package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -96,7 +96,7 @@ def _versions() -> list[list[str]]:
 
 
 def _driver() -> str:
-    """Of the GPUs."""
+    """Return the version of the GPU driver."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
@@ -111,13 +111,14 @@ def _driver() -> str:
 
 
 def cpu() -> str:
-    """Its name as Linux tells it, else as Python does, and what PyTorch uses of it."""
+    """Return the name of the CPU, and the number of threads that PyTorch uses."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return f"{next(names, platform.processor() or platform.machine())}, {torch.get_num_threads()} threads"
+    name = next(names, platform.processor() or platform.machine())
+    return f"{name}, {torch.get_num_threads()} threads"
 
 
 def _devices() -> list[list[str]]:
@@ -137,19 +138,22 @@ def _devices() -> list[list[str]]:
 
 
 def no_gpu() -> str:
-    """Why there is no GPU, and what brings one."""
+    """Return why there is no GPU, and what helps."""
     if torch.version.cuda is None and torch.version.hip is None:
-        return "No GPU: this PyTorch was built without CUDA; on Linux, pip install --force-reinstall torch brings one that has it."
+        return (
+            "No GPU: this PyTorch was built without CUDA; on Linux,"
+            " pip install --force-reinstall torch brings one that has it."
+        )
     return "No GPU: PyTorch finds none; nvidia-smi (or rocm-smi) tells whether the driver does."
 
 
 def _server(device: torch.device, op: str) -> str:
     try:
-        floor = resolve(current_backend(), device, has_cpu=op in NUMBA_OPS)
+        table = resolve(current_backend(), device, has_cpu=op in NUMBA_OPS)
     except (RuntimeError, ValueError) as error:
         return f"none: {error}"
-    interpreted = floor == "gpu" and device.type == "cpu"
-    return FLOORS[floor] + (" (interpreted)" if interpreted else "")
+    interpreted = table == "gpu" and device.type == "cpu"
+    return BACKEND_NAMES[table] + (" (interpreted)" if interpreted else "")
 
 
 def tables() -> list[Table]:
@@ -170,7 +174,7 @@ def tables() -> list[Table]:
 
 
 def notes() -> list[str]:
-    """Why the kernels for GPUs serve nothing here."""
+    """Return why the kernels for GPUs serve nothing on this machine."""
     if not torch.cuda.is_available():
         return [no_gpu()]
     return (
@@ -183,7 +187,7 @@ def notes() -> list[str]:
 
 
 def missing() -> list[str]:
-    """What is not there, and what brings it."""
+    """Return what is missing, and what installs it."""
     absent = {package: about for package, about in EXTRAS.items() if not version(package)}
     return [
         *notes(),
@@ -195,12 +199,12 @@ def missing() -> list[str]:
 
 
 def variables() -> list[str]:
-    """Those that are set."""
+    """Return the environment variables that are set."""
     return [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print all; the exit code."""
+    """Print all tables, and return the exit code."""
     for table in tables():
         print_table(*table)
     for line in (*notes(), *variables()):

@@ -1,4 +1,4 @@
-"""The page of `partita report`: HTML that stands alone, and tells nothing about whose machine it was."""
+"""The page of `partita report`: HTML that loads nothing and names neither user nor host."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from ..bench.measure import Machine
 from ..bench.providers import is_ours
 from ..bench.report import describe, summary, times
 from ..bench.runner import Row, failed
-from . import check as _check_machine
-from . import info as _info
+from . import check, info
 from .check import Line
 from .console import Table
 
-# Loads nothing, runs nothing: a browser holds the page to it.
+# The page loads nothing and runs nothing. The policy makes a browser enforce that.
 HEAD = """\
 <!DOCTYPE html>
 <html lang="en">
@@ -47,16 +46,19 @@ CSS = """\
     --ours: #f48fb1; --good: #7bd494; --bad: #ff9c93; --bad-card: #3c1f1d;
   }
 }
-body { margin: 0 auto; max-width: 90rem; padding: 1.5rem 1rem 4rem; background: var(--page); color: var(--text); font: 1rem/1.5 system-ui, sans-serif; }
+body { margin: 0 auto; max-width: 90rem; padding: 1.5rem 1rem 4rem; background: var(--page); }
+body { color: var(--text); font: 1rem/1.5 system-ui, sans-serif; }
 h1 { margin: 0; font-size: 1.6rem; }
-h2 { margin: 3rem 0 .5rem; padding-bottom: .25rem; border-bottom: 1px solid var(--line); font-size: 1.3rem; }
+h2 { margin: 3rem 0 .5rem; padding-bottom: .25rem; font-size: 1.3rem; }
+h2 { border-bottom: 1px solid var(--line); }
 h3 { margin: 2.5rem 0 .5rem; font-size: 1.1rem; }
 p, ul { margin: .5rem 0; max-width: 60rem; overflow-wrap: anywhere; }
 a { color: inherit; }
 nav a { margin-right: 1rem; }
 code { font: .9em ui-monospace, monospace; }
 .soft { color: var(--soft); }
-.verdict { margin: 1rem 0; padding: .5rem 1rem; border-left: .3rem solid var(--good); background: var(--card); font-weight: 600; }
+.verdict { margin: 1rem 0; padding: .5rem 1rem; background: var(--card); font-weight: 600; }
+.verdict { border-left: .3rem solid var(--good); }
 .verdict p { margin: .25rem 0; }
 .verdict.bad { border-color: var(--bad); background: var(--bad-card); }
 .bad, .fail { color: var(--bad); }
@@ -65,7 +67,8 @@ details { min-width: 0; max-width: 100%; }
 summary { margin: .8rem 0 .3rem; font-weight: 600; cursor: pointer; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line); text-align: left; white-space: nowrap; }
+th, td { padding: .2rem .6rem; text-align: left; white-space: nowrap; }
+th, td { border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-weight: 600; }
 th.number, td.number { text-align: right; }
 .note:not(:empty) { min-width: 20rem; white-space: normal; overflow-wrap: anywhere; }
@@ -91,33 +94,35 @@ figure svg { display: block; min-width: 34rem; max-width: 100%; height: auto; ma
 """
 
 READING = """\
-Times are means (least–greatest) of several runs. Shares are of the bandwidth that was measured on this machine, counting the fewest bytes that the work \
-must move; errors are the greatest against fp64, in the unit that the column names, else as plain numbers. What is wrong is not timed."""
+Times are means (least–greatest) of several runs. Shares are of the bandwidth that was measured on \
+this machine, counting the fewest bytes that the work must move. Errors are the greatest against \
+fp64, in the unit that the column names, else as plain numbers. Wrong results are not timed."""
 
-SMALL = "A small timing on the CPU, which says little about a GPU; whatever else the machine did meanwhile shows in it."
+SMALL = (
+    "A small timing on the CPU, which says little about a GPU. Other work of the machine shows"
+    " in it."
+)
 
-# A home; and from the root of a disk, or from a home, to the last part of a path. No addresses of the web.
+# HOME matches the home of a user. FOLDERS matches the folders of a path from the root of a disk or
+# from a home, but no addresses of the web.
 PART = r"[^\s\\/'\"<>|:,;()]+"
 HOME = re.compile(rf"[\\/](?:home|Users)[\\/]+{PART}")
 FOLDERS = re.compile(
     rf"(?<![\w./\\])(?<!https:)(?<!http:)(?:[A-Za-z]:|~[\w.-]*)?(?:[\\/]+{PART})+[\\/]+"
 )
-COMMON = {
-    "root",
-    "user",
-    "host",
-    "localhost",
-    "cpu",
-    "gpu",
-    "cuda",
-    "torch",
-    "partita",
-}  # names that give nobody away
+# These names identify nobody.
+COMMON = {"root", "user", "host", "localhost", "cpu", "gpu", "cuda", "torch", "partita"}
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What it measured, where, and who is not installed; no machine where even its bandwidth could not be measured."""
+    """The results of the bench.
+
+    Fields:
+        measured: the measurements.
+        machine: the machine, or None where its bandwidth could not be measured.
+        absent: the peers that are not installed.
+    """
 
     measured: Measured
     machine: Machine | None
@@ -126,7 +131,15 @@ class Bench:
 
 @dataclass(frozen=True)
 class Report:
-    """What the page holds."""
+    """The content of the page.
+
+    Fields:
+        command: the command line.
+        date: the date and time.
+        lines: the lines of the check.
+        left_out: messages for devices that were left out.
+        bench: the bench, or None.
+    """
 
     command: str
     date: str
@@ -142,7 +155,7 @@ class Report:
 
 
 def public(text: str) -> str:
-    """Without folders, and the names of the user and of the host."""
+    """Return the text without folders and without the names of the user and the host."""
     home = os.path.expanduser("~")
     if len(home) > 1:
         text = re.sub(rf"{re.escape(home)}(?![\w-])", "~", text)
@@ -154,7 +167,7 @@ def public(text: str) -> str:
 
 
 def _names() -> Iterator[tuple[str, str]]:
-    """Of the user and the host, with what is to stand for them."""
+    """Yield the names of the user and the host with their substitutes."""
     host = platform.node()
     yield host, "(host)"
     yield host.partition(".")[0], "(host)"
@@ -180,9 +193,13 @@ def _items(lines: Sequence[str]) -> str:
     )
 
 
-def _side(parts: str) -> str:
-    """By side, as many as there is room for."""
+def _in_rows(parts: str) -> str:
+    """Return the parts in rows that fill the width of the page."""
     return f'<div class="side">\n{parts}</div>\n' if parts else ""
+
+
+def _section(name: str, content: str) -> str:
+    return f'<section id="{name}">\n{content}</section>\n'
 
 
 def _failed(row: Sequence[str]) -> bool:
@@ -190,13 +207,13 @@ def _failed(row: Sequence[str]) -> bool:
 
 
 def _class(**kinds: bool) -> str:
-    """The attribute, where any of these holds."""
+    """Return the class attribute of the kinds that hold, or nothing."""
     names = " ".join(kind for kind, holds in kinds.items() if holds)
     return f' class="{names}"' if names else ""
 
 
 def _table(table: Table) -> str:
-    """It folds away under its title, and scrolls by itself where the page is too narrow for it."""
+    """Return a table that folds under its title and scrolls where the page is too narrow."""
     number, note = [align == ">" for align in table.aligned], [not name for name in table.header]
 
     def cells(tag: str, row: Sequence[str]) -> str:
@@ -212,11 +229,12 @@ def _table(table: Table) -> str:
         f"<tr{_class(fail=_failed(row))}>{cells('td', row)}</tr>\n" for row in table.rows
     )
     content = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>"
-    return f'<details open><summary>{_text(table.title)}</summary>\n<div class="scroll">{content}</div></details>\n'
+    summary = f"<summary>{_text(table.title)}</summary>"
+    return f'<details open>{summary}\n<div class="scroll">{content}</div></details>\n'
 
 
 def _picture(panel: picture.Panel, machine: Machine, name: str) -> str:
-    """Drawn into the page; `name` keeps its anchors apart from those of the other pictures."""
+    """Return the picture as inline SVG; `name` makes its anchors unique in the page."""
     svg = picture.render([panel], machine, "svg").decode().partition("<svg")[2]
     for anchor in ('id="', 'href="#', "url(#"):
         svg = svg.replace(anchor, f"{anchor}{name}-")
@@ -225,51 +243,55 @@ def _picture(panel: picture.Panel, machine: Machine, name: str) -> str:
 
 
 def verdicts(report: Report) -> list[str]:
-    """Of the check and of the bench, a line each."""
-    lines = [f"check: {_check_machine.verdict(report.lines)}"]
+    """Return one line each for the check and the bench."""
+    lines = [f"check: {check.verdict(report.lines)}"]
     if report.bench is not None:
         measured = report.bench.measured
-        wrong = len(failed(measured.rows))
+        failures = len(failed(measured.rows))
         right = "all results of Partita right" if measured.rows else "nothing measured"
-        found = f"{wrong} result{'s' * (wrong > 1)} of Partita wrong or refused" if wrong else right
+        plural = "s" * (failures > 1)
+        found = f"{failures} result{plural} of Partita wrong or refused" if failures else right
         lines.append(f"bench: {found}" + (f"; {measured.problem}" if measured.problem else ""))
     return lines
 
 
 def _header(report: Report) -> str:
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    versions = (
-        f"Python {platform.python_version()}, PyTorch {torch.__version__}, {_info.cpu()}{gpu}"
-    )
+    versions = f"Python {platform.python_version()}, PyTorch {torch.__version__}, {info.cpu()}{gpu}"
     verdict = (
         f"<div{_class(verdict=True, bad=report.code != 0)}>{_paragraphs(verdicts(report))}</div>\n"
     )
-    told = f'<p class="soft">{_text(report.date)} · {_text(versions)}</p>\n<p class="soft"><code>{_text(report.command)}</code></p>\n'
-    return f"<header>\n<h1>Partita {_text(__version__)}: report</h1>\n{verdict}{told}{_items(_info.missing())}</header>\n"
+    date = f'<p class="soft">{_text(report.date)} · {_text(versions)}</p>\n'
+    command = f'<p class="soft"><code>{_text(report.command)}</code></p>\n'
+    title = f"<h1>Partita {_text(__version__)}: report</h1>\n"
+    return f"<header>\n{title}{verdict}{date}{command}{_items(info.missing())}</header>\n"
 
 
 def _machine() -> str:
-    variables = _info.variables() or [
-        f"None of these variables is set: {', '.join(_info.VARIABLES)}."
+    variables = info.variables() or [
+        f"None of these variables is set: {', '.join(info.VARIABLES)}."
     ]
-    tables = "".join(_table(table) for table in _info.tables())
-    return f'<section id="machine">\n<h2>Machine</h2>\n{_side(tables)}<h3>Environment</h3>\n{_items(variables)}</section>\n'
+    tables = "".join(_table(table) for table in info.tables())
+    environment = f"<h3>Environment</h3>\n{_items(variables)}"
+    return _section("machine", f"<h2>Machine</h2>\n{_in_rows(tables)}{environment}")
 
 
 def _check(report: Report) -> str:
-    lines = sorted(
-        report.lines, key=lambda line: line.passed
-    )  # a stable sort, with the failures first
-    told = "The ops that have a gradient, forward and backward, on this machine. An error may be twice that of PyTorch in the same dtype, or 2 ulp."
+    lines = sorted(report.lines, key=lambda line: line.passed)  # the failures come first
+    intro = (
+        "The ops that have a gradient, forward and backward, on this machine. The bound of an error"
+        " is two times that of PyTorch in the same dtype, or 2 ulp."
+    )
     failures = _paragraphs(
         [f"{x.op} {x.dtype}, {x.backend}: {x.note}" for x in lines if not x.passed], bad=True
     )
-    return f'<section id="check">\n<h2>Check</h2>\n{failures}{_paragraphs([told, *report.left_out])}{_table(_check_machine.table(lines))}</section>\n'
+    content = _paragraphs([intro, *report.left_out]) + _table(check.table(lines))
+    return _section("check", f"<h2>Check</h2>\n{failures}{content}")
 
 
 def _bench(bench: Bench) -> str:
     rows, machine = bench.measured.rows, bench.machine
-    told = _paragraphs(
+    intro = _paragraphs(
         [
             READING,
             *([describe(machine)] if machine else []),
@@ -280,17 +302,16 @@ def _bench(bench: Bench) -> str:
         bench.measured.problem
     ] * bool(bench.measured.problem)
     if importlib.util.find_spec("matplotlib") is None:
-        told += _paragraphs(
-            [
-                f"No pictures: matplotlib is not installed; {_info.EXTRAS['matplotlib'][1]} brings it."
-            ]
+        intro += _paragraphs(
+            [f"No pictures: matplotlib is not installed; {info.EXTRAS['matplotlib'][1]} brings it."]
         )
     ops = (
         "".join(_op(op, [row for row in rows if row.case.op == op], machine) for op in _ops(rows))
         if machine
         else ""
     )
-    return f'<section id="bench">\n<h2>Bench</h2>\n{_paragraphs(problems, bad=True)}{told}{_items(bench.absent)}{ops}</section>\n'
+    content = f"{_paragraphs(problems, bad=True)}{intro}{_items(bench.absent)}{ops}"
+    return _section("bench", f"<h2>Bench</h2>\n{content}")
 
 
 def _ops(rows: Sequence[Row]) -> list[str]:
@@ -298,18 +319,20 @@ def _ops(rows: Sequence[Row]) -> list[str]:
 
 
 def _op(op: str, rows: Sequence[Row], machine: Machine) -> str:
-    """Its pictures, then what sums up its times, then these."""
+    """Return the section of an op: pictures, the summary, and the times."""
     panels = picture.panels(rows) if importlib.util.find_spec("matplotlib") else []
     pictures = "".join(_picture(panel, machine, f"{op}-{i}") for i, panel in enumerate(panels))
     tables = "".join(_table(table) for table in (*summary(rows, machine), *times(rows, machine)))
-    return f'<section id="{_text(op)}">\n<h3>{_text(op)}</h3>\n{_side(pictures)}{_side(tables)}</section>\n'
+    return _section(_text(op), f"<h3>{_text(op)}</h3>\n{_in_rows(pictures)}{_in_rows(tables)}")
 
 
 def page(report: Report) -> str:
-    """The whole file."""
+    """Return the whole file."""
     ops = _ops(report.bench.measured.rows) if report.bench else []
     names = ["machine", "check", *(["bench", *ops] if report.bench else [])]
     links = "\n".join(f'<a href="#{_text(name)}">{_text(name)}</a>' for name in names)
-    head = f"{HEAD}<title>Partita report: {_check_machine.verdict(report.lines)}</title>\n<style>\n{CSS}</style>\n</head>\n"
+    title = f"<title>Partita report: {check.verdict(report.lines)}</title>"
+    head = f"{HEAD}{title}\n<style>\n{CSS}</style>\n</head>\n"
     sections = _machine() + _check(report) + (_bench(report.bench) if report.bench else "")
-    return f"{head}<body>\n{_header(report)}<nav>\n{links}\n</nav>\n<main>\n{sections}</main>\n</body>\n</html>\n"
+    body = f"{_header(report)}<nav>\n{links}\n</nav>\n<main>\n{sections}</main>"
+    return f"{head}<body>\n{body}\n</body>\n</html>\n"

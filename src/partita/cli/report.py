@@ -1,4 +1,4 @@
-"""`partita report`: what info, check and bench find, in one HTML file to attach to a bug report."""
+"""`partita report`: the results of info, check and bench in one HTML file, for a bug report."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ from pathlib import Path
 
 from ..bench import cli
 from ..bench.providers import PEERS
-from . import check as _check_machine
+from . import check
 from .console import UsageError, first_line
 from .page import Bench, Report, page, verdicts
 
-# The quick bench on a CPU: logits and repetitions in place of bench's own, and a peer left out, so that all of it takes a minute or two.
+# The quick bench on a CPU has fewer logits and repetitions than the bench itself, and one peer
+# less, so that it takes a minute or two.
 CPU_ELEMENTS, CPU_REPETITIONS = 2**17, 5
 SLOW_ON_CPU = "compile"
 
 DESCRIPTION = """\
-Run info, check and a quick bench, and write what they find to one HTML file, to read in a browser or to attach to a bug report.
+Run info, check and a quick bench, and write their results to one HTML file, to read in a browser or
+to attach to a bug report.
 
-It holds tables, and pictures where matplotlib is installed; it loads nothing from elsewhere and runs no scripts. Names of the user, of
-the host and of folders are left out. It takes a few minutes. The quick bench is smaller yet on a CPU, and without torch.compile there
-unless --peers names it."""
+The file has tables, and pictures where matplotlib is installed. It loads nothing from elsewhere
+and runs no scripts. The names of the user, the host and folders are left out. The command takes a
+few minutes. On a CPU the quick bench is smaller, and leaves out torch.compile unless --peers names
+it."""
 
 EPILOG = """\
 examples:
   partita report report.html                               everything, quickly
   partita report report.html --no-bench                    does it work? without times
   partita report slow.html --ops ctc --peers torch --full --device cuda:1
-  partita report report.html --force                       in place of the last one
+  partita report report.html --force                       replaces the last one
 
 exit codes (of these, the report is written at 0, at 1, and at 130 once the bench has begun):
   0  well                1  a check failed, a result of Partita was wrong, or the bench broke off
@@ -47,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         metavar="NAME",
-        help="cpu, cuda, cuda:1; by default the CPU and the current GPU are checked, and the GPU is timed",
+        help="cpu, cuda, cuda:1; by default the CPU and the current GPU are checked, and the GPU"
+        " is timed",
     )
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
@@ -65,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """That gave these arguments, with the name of the file alone."""
+    """Return the command of these arguments, without the folder of the file."""
     words = ["partita", "report", args.out.name]
     for name in ("force", "full", "no_bench", "device", "ops", "peers"):
         value, option = getattr(args, name), f"--{name.replace('_', '-')}"
@@ -78,10 +82,10 @@ def _command(args: argparse.Namespace) -> str:
 
 
 def _prepare(path: Path, force: bool) -> None:
-    """Refuse what could not be written, or would be lost, before the work begins.
+    """Check before the work begins that the file can be written and that nothing is lost.
 
     Raises:
-        UsageError: so it is.
+        UsageError: the file cannot be written, or is there already.
     """
     try:
         if path.is_dir():
@@ -98,7 +102,7 @@ def _prepare(path: Path, force: bool) -> None:
 
 
 def _plan(args: argparse.Namespace) -> cli.Plan:
-    """Of the bench: its own arguments, and ours in place of its defaults."""
+    """Return the plan of the bench with the defaults of the report."""
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     parser.set_defaults(
@@ -118,14 +122,15 @@ def _bench(plan: cli.Plan) -> Bench:
     absent = cli.missing(plan)
     try:
         machine = cli.machine_of(plan)
-    except Exception as error:  # too little memory, say, or a GPU that a check has broken: the report is wanted all the more
+    # With too little memory, or a GPU that a check has broken, the report matters most.
+    except Exception as error:
         return Bench(cli.Measured([], first_line(error), 1), None, list(absent.values()))
     providers = [provider for provider in plan.providers if provider.name not in absent]
     return Bench(cli.measure(plan, providers, machine), machine, list(absent.values()))
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole, or not at all."""
+    """Write the whole file or nothing."""
     part = path.with_name(f".{path.name[:100]}.{os.getpid()}.part")
     try:
         part.write_text(text, encoding="utf-8")
@@ -135,9 +140,9 @@ def _write(path: Path, text: str) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Check, measure, write; the exit code."""
+    """Check, measure and write, and return the exit code."""
     try:
-        served = _check_machine.served(args.device)
+        served = check.served(args.device)
         if not served.backends:
             raise UsageError(f"nothing is left to check: {'; '.join(served.left_out)}")
         plan = None if args.no_bench else _plan(args)
@@ -146,7 +151,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"partita report: {error}", file=sys.stderr)
         return 2
     date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    lines = _check_machine.run_all(served.backends)
+    lines = check.run_all(served.backends)
     report = Report(_command(args), date, lines, served.left_out, _bench(plan) if plan else None)
     try:
         _write(args.out, page(report))

@@ -1,4 +1,4 @@
-"""Error budgets, edge inputs, poisoned memory and timing: what Partita is tested with, for those who test kernels of their own."""
+"""Error budgets, edge inputs, poisoned memory and timing, for tests of your own kernels."""
 
 from .budget import Error, assert_within_budget, ulp_error
 from .compare import Difference, Errors, contract_errors, forward_backward_difference

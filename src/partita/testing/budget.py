@@ -1,4 +1,4 @@
-"""How far a result is from the truth, and how far it may be."""
+"""The error of a result against fp64, and its budget."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ class Error:
     """The worst element of a result.
 
     Fields:
-        ulp: its error in units in the last place; infinite where a NaN or an infinity is not where the truth has it.
+        ulp: its error in units in the last place; infinite where only one of result and truth is
+            NaN or infinite.
         budget: the error that is allowed, in the same units.
         baseline: the worst error of the baseline, in the same units.
-        index: its place; empty for a scalar and for an empty tensor.
-        got, expected: its value, and the true one.
+        index: its index; empty for a scalar and for an empty tensor.
+        got, expected: its value, and the true value.
         passed: whether `ulp` is within `budget`.
 
     Example:
         >>> import torch
         >>> from partita.testing import ulp_error
-        >>> print(ulp_error(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 5.0], dtype=torch.float64)))
+        >>> truth = torch.tensor([1.0, 5.0], dtype=torch.float64)
+        >>> print(ulp_error(torch.tensor([1.0, 4.0]), truth))
         2.1e+06 ulp at [1] (got 4.0, expected 5.0); budget 2 ulp, the baseline's own error 0 ulp
     """
 
@@ -41,18 +43,24 @@ class Error:
 
     @property
     def passed(self) -> bool:
-        """Whether `ulp` is within `budget`."""
+        """Return whether `ulp` is within `budget`."""
         return self.ulp <= self.budget
 
     def __str__(self) -> str:
         where = f"at {list(self.index)} (got {self.got}, expected {self.expected})"
-        return f"{self.ulp:.3g} ulp {where}; budget {self.budget:.3g} ulp, the baseline's own error {self.baseline:.3g} ulp"
+        budget = f"budget {self.budget:.3g} ulp"
+        baseline = f"the baseline's own error {self.baseline:.3g} ulp"
+        return f"{self.ulp:.3g} ulp {where}; {budget}, {baseline}"
 
 
 def _ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
-    """One unit in the last place of `dtype`; arithmetic in the accumulator may flush what is below its smallest normal number."""
-    limits, wide = torch.finfo(dtype), torch.finfo(acc_dtype(dtype))
-    smallest = max(limits.smallest_normal * limits.eps, wide.smallest_normal)
+    """Return one unit in the last place of `dtype`.
+
+    Arithmetic in the accumulator may flush numbers below its smallest normal number to zero, so a
+    unit is at least that number.
+    """
+    limits, acc_limits = torch.finfo(dtype), torch.finfo(acc_dtype(dtype))
+    smallest = max(limits.smallest_normal * limits.eps, acc_limits.smallest_normal)
     exponent = torch.frexp(magnitude).exponent.double() - 1
     return torch.where(magnitude == 0, smallest, (exponent.exp2() * limits.eps).clamp(min=smallest))
 
@@ -77,7 +85,10 @@ def _distance(result: Tensor, truth: Tensor, units: Tensor) -> Tensor:
 
 
 def worst_finite_ulp(result: Tensor, truth: Tensor, scale: Scale) -> float:
-    """The worst error of a baseline: where it is NaN or infinite and the truth is not, it sets no example."""
+    """Return the worst finite error of a baseline.
+
+    Elements where the baseline is NaN or infinite and the truth is not do not enlarge a budget.
+    """
     if not truth.numel():
         return 0.0
     distance = _distance(
@@ -93,32 +104,39 @@ def ulp_error(
     *,
     scale: Scale = "element",
 ) -> Error:
-    """The worst error of `result`, beside a budget of twice the baseline's own error or 2 ulp, whichever is more.
+    """Return the worst error of `result` with a budget of 2 ulp or two times the baseline's error.
 
-    What a correct algorithm guarantees says what an error is counted in. Every rounding of a term t shifts a sum by at most half an ulp of
-    t, however small the sum is where terms cancel: no algorithm bounds the relative error of a difference, and any good one bounds the
-    error over the magnitude of its terms. So give the sum of the absolute terms as `scale`, and the error is counted in ulp of that in the
-    accumulator's dtype, or in ulp of the result in its own (its one rounding), whichever is more. `scale="element"`, for positive numbers
-    that are formed without cancellation, takes the element alone. Where the terms are not known, a dimension as `scale` takes the greatest
-    element along it, and `"tensor"` the greatest of all; both are blind to what is far below that.
+    The guarantee of a correct algorithm decides the unit of its error. Each rounding of a term t
+    shifts a sum by at most half an ulp of t, however small the sum is where terms cancel. So no
+    algorithm bounds the relative error of a difference, and a good one bounds the error over the
+    magnitude of its terms. Give the sum of the absolute terms as `scale`; the error is then counted
+    in ulp of that sum in the accumulator's dtype or in ulp of the result in its own dtype,
+    whichever is larger. `scale="element"` takes the element alone, for positive numbers that are
+    formed without cancellation. Where the terms are not known, a dimension as `scale` takes the
+    greatest element along it, and `"tensor"` the greatest of all. Both hide errors of much smaller
+    elements.
 
-    The baseline's error is a draw from the same distribution as the result's, and a lucky element must not shrink the budget, so its worst
-    element counts. A truth of the result's own dtype has an error like the result's; the distance between the two is at most the sum of
-    both, so the budget is doubled.
+    The baseline's error is a draw from the same distribution as the result's. Its worst element
+    counts, so that a lucky element does not shrink the budget. A truth of the result's own dtype
+    has an error of its own. The distance of the two is at most the sum of both, so the budget
+    doubles.
 
     Args:
         result: `[...]`, floating dtype.
         truth: `[...]`, fp64, computed from the same inputs.
-        baseline: `[...]`, what PyTorch computes from the same inputs on the same device; or its worst error in ulp; None to allow 2 ulp.
+        baseline: `[...]`, the result of PyTorch from the same inputs on the same device, or its
+            worst error in ulp; None to allow 2 ulp.
         scale: `"element"`, `"tensor"`, a dimension, or magnitudes that broadcast to `truth`.
 
     Returns:
-        An `Error`. Below the smallest normal number of the accumulator's dtype, an ulp is that number.
+        An `Error` in ulp. Below the smallest normal number of the accumulator's dtype, an ulp is
+        that number.
 
     Raises:
         ValueError: a shape or a dtype that does not fit.
 
-    Source: Higham, Accuracy and stability of numerical algorithms, 2002, chapter 4, for what an error of a sum is counted in.
+    Source: Higham, Accuracy and stability of numerical algorithms, 2002, chapter 4, for the error
+    of a sum.
 
     Example:
         >>> import torch
@@ -146,9 +164,9 @@ def ulp_error(
         else baseline or 0.0
     )
     budget = max(2 * own, 2.0) * (2.0 if result.dtype == truth.dtype else 1.0)
-    place = tuple(int(i) for i in torch.unravel_index(distance.argmax(), distance.shape))
+    index = tuple(int(i) for i in torch.unravel_index(distance.argmax(), distance.shape))
     return Error(
-        float(distance[place]), budget, own, place, float(result[place]), float(truth[place])
+        float(distance[index]), budget, own, index, float(result[index]), float(truth[index])
     )
 
 
@@ -160,11 +178,11 @@ def assert_within_budget(
     scale: Scale = "element",
     name: str = "result",
 ) -> None:
-    """Raise `AssertionError` that names the worst element, unless `ulp_error` of the same arguments passes.
+    """Raise an error that names the worst element, unless `ulp_error` of the same arguments passes.
 
     Args:
         result, truth, baseline, scale: as in `ulp_error`.
-        name: how the message calls the result.
+        name: the name of the result in the message.
 
     Raises:
         AssertionError: the error exceeds the budget.
@@ -172,9 +190,10 @@ def assert_within_budget(
     Example:
         >>> import torch
         >>> from partita.testing import assert_within_budget
-        >>> assert_within_budget(torch.tensor([1.0, float("nan")]), torch.ones(2, dtype=torch.float64), name="loss")
+        >>> truth = torch.ones(2, dtype=torch.float64)
+        >>> assert_within_budget(torch.tensor([1.0, float("nan")]), truth, name="loss")
         Traceback (most recent call last):
-        AssertionError: loss: inf ulp at [1] (got nan, expected 1.0); budget 2 ulp, the baseline's own error 0 ulp
+        AssertionError: loss: inf ulp at [1] (got nan, expected 1.0); budget 2 ulp, ...
     """
     error = ulp_error(result, truth, baseline, scale=scale)
     if not error.passed:

@@ -1,4 +1,4 @@
-"""A function beside its reference: forward and backward."""
+"""Comparison of a function with its reference, forward and backward."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Errors(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether all errors are within their budgets."""
+        """Return whether all errors are within their budgets."""
         return all(error.passed for error in (*self.forward, *self.backward))
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ def floating(tensors: Sequence[Any]) -> list[Tensor]:
 
 
 def leaves(inputs: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
-    """The inputs, each floating one a leaf that shares its memory, or a copy in `dtype`."""
+    """Return the inputs with floating tensors as leaves that share memory, or copies in `dtype`."""
     return [
         t.detach().to(dtype or t.dtype).requires_grad_()
         if isinstance(t, Tensor) and t.is_floating_point()
@@ -73,7 +73,7 @@ def leaves(inputs: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]
 
 
 def upstream_like(results: Sequence[Tensor]) -> list[Tensor]:
-    """A factor of its own for each element."""
+    """Return a random upstream gradient for each element."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(r.shape, generator=generator).to(r.device, r.dtype) for r in results]
 
@@ -101,20 +101,24 @@ def forward_backward_difference(
     """Greatest differences between two functions, in their results and in their gradients.
 
     Args:
-        function, reference: from `inputs` to a tensor, or a tuple of them; differentiable in every floating input.
-        inputs: tensors and other arguments, left as they are.
+        function, reference: map `inputs` to a tensor or a tuple of tensors, and are differentiable
+            in all floating inputs.
+        inputs: tensors and other arguments, which are not changed.
 
     Returns:
-        `Difference(forward, backward)`, gradients under one random upstream factor for each element of the results.
+        `Difference(forward, backward)`, with one random upstream gradient for each element of the
+        results.
 
     Raises:
-        ValueError: the two differ in how many results they have.
+        ValueError: the two have different numbers of results.
         RuntimeError: no floating input, or a result that is not differentiable.
 
     Example:
         >>> import torch, partita
         >>> from partita.testing import forward_backward_difference, sample_labels
-        >>> difference = forward_backward_difference(partita.cross_entropy, torch.nn.functional.cross_entropy, *sample_labels())
+        >>> theirs = torch.nn.functional.cross_entropy
+        >>> labelled = sample_labels()
+        >>> difference = forward_backward_difference(partita.cross_entropy, theirs, *labelled)
         >>> difference.forward < 1e-6, difference.backward < 1e-6
         (True, True)
     """
@@ -123,7 +127,10 @@ def forward_backward_difference(
 
 
 def _greatest(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """NaN if there is one, which a maximum of Python numbers may pass over; equal infinities do not differ."""
+    """Return the greatest difference, which is NaN if any is; equal infinities do not differ.
+
+    A maximum of Python numbers could pass over a NaN.
+    """
     differences = [torch.zeros(1, dtype=torch.float64)]
     for a, b in zip(ours, theirs, strict=True):
         if a.shape != b.shape:
@@ -143,29 +150,34 @@ def contract_errors(
     scale: Scale | Sequence[Scale] = "element",
     grad_scale: Scale | Sequence[Scale] = "tensor",
 ) -> Errors:
-    """Run a function forward and backward on poisoned memory, and measure it against its reference in fp64.
+    """Run a function on poisoned memory, and measure it against its reference in fp64.
 
-    The budget is that of `ulp_error`; the baseline is the reference on the same device, in the dtype of the inputs. For fp64, where it would
-    be the truth itself, its error in ulp is measured in fp32, on the inputs rounded to that.
+    The budget is that of `ulp_error`. The baseline is the reference on the same device, in the
+    dtype of the inputs. For fp64, where it would be the truth itself, its error in ulp is measured
+    in fp32 on rounded inputs.
 
     Args:
-        function: from `inputs` to a tensor, or a tuple of them; differentiable in every floating input.
-        reference: the same in plain PyTorch, for inputs of any floating dtype.
-        inputs: tensors and other arguments, left as they are.
-        upstream: the gradient of each result, `[...]` as that is; by default one random factor for each element.
-        scale, grad_scale: of `ulp_error`, for the results and for the gradients; one for all, or one for each.
+        function: maps `inputs` to a tensor or a tuple of tensors, and is differentiable in all
+            floating inputs.
+        reference: the same function in plain PyTorch, for inputs of any floating dtype.
+        inputs: tensors and other arguments, which are not changed.
+        upstream: the gradient of each result, `[...]` like the result; by default one random number
+            for each element.
+        scale, grad_scale: the scales of `ulp_error` for results and gradients; one for all, or one
+            for each.
 
     Returns:
-        `Errors(forward, backward)`.
+        `Errors(forward, backward)`, in ulp.
 
     Raises:
-        ValueError: the two differ in how many results they have, or in their shapes.
+        ValueError: the two have different numbers or shapes of results.
         RuntimeError: no floating input, or a result that is not differentiable.
 
     Example:
         >>> import torch, partita
         >>> from partita.testing import contract_errors, sample_rows
-        >>> contract_errors(partita.softmax, lambda x: torch.softmax(x, -1), sample_rows(3, 50), grad_scale=-1).passed
+        >>> theirs = lambda x: torch.softmax(x, -1)
+        >>> contract_errors(partita.softmax, theirs, sample_rows(3, 50), grad_scale=-1).passed
         True
     """
     with poisoned_memory():
@@ -184,7 +196,7 @@ def contract_errors(
 
 
 def _narrowed(inputs: Sequence[Any]) -> Sequence[Any]:
-    """The inputs, fp64 among them as fp32; the same object where there are none."""
+    """Return the inputs with fp64 tensors as fp32; the same object where there are none."""
     if all(t.dtype != torch.float64 for t in floating(inputs)):
         return inputs
     return [t.float() if isinstance(t, Tensor) and t.dtype == torch.float64 else t for t in inputs]

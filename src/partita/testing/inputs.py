@@ -29,10 +29,11 @@ def sample_rows(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Tensor:
-    """Standard normal rows, the same on every device; by default as many and as wide as no block is.
+    """Return standard normal rows, the same on all devices; the default sizes are no block's.
 
     Args:
-        rows, columns, dtype, device, seed: of the result.
+        rows, columns, dtype, device: the sizes, dtype and device of the result.
+        seed: the seed of the generator.
 
     Returns:
         `[rows, columns]`.
@@ -58,10 +59,11 @@ def sample_labels(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Labelled:
-    """Standard normal logits with uniform labels, the same on every device.
+    """Return standard normal logits with uniform labels, the same on all devices.
 
     Args:
-        rows, classes, dtype, device, seed: of the logits.
+        rows, classes, dtype, device: the sizes, dtype and device of the logits.
+        seed: the seed of the generator.
 
     Returns:
         `Labelled(logits [rows, classes], labels [rows])`.
@@ -132,17 +134,20 @@ def edge_rows(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Tensor:
-    """Rows that a kernel may get wrong, one kind for each name in `EDGES`.
+    """Return rows that a kernel may get wrong, of one kind for each name in `EDGES`.
 
     Args:
-        edge: `plain`; values `offset` by 1e4, `wide` (spread over tens of nats), `huge` (near the largest number), all `equal`;
-            `leading_inf` (-inf in all but the last eighth of the columns), `scattered_inf`, `inf_rows` (every other row is -inf alone);
-            strides that are `transposed`, `framed` (a slice with NaN on all sides), `every_other` (columns two apart), `one_row_expanded` and
-            `one_column_expanded` (stride 0); `one_column`; `no_rows`.
-        rows, columns, dtype, device, seed: of the tensor that the edge is made from.
+        edge: `plain`; values `offset` by 1e4, `wide` (tens of nats apart), `huge` (near the largest
+            number), or all `equal`; `leading_inf` (-inf in all but the last eighth of the columns),
+            `scattered_inf`, `inf_rows` (each second row is all -inf); strides that are
+            `transposed`, `framed` (a slice with NaN on all sides), `every_other` (columns two
+            apart), `one_row_expanded` and `one_column_expanded` (stride 0); `one_column`;
+            `no_rows`.
+        rows, columns, dtype, device: the sizes, dtype and device before the edge is applied.
+        seed: the seed of the generator.
 
     Returns:
-        `[rows, columns]`; one column and no rows for the edges of these names.
+        `[rows, columns]`; one column or no rows for the edges of these names.
 
     Raises:
         ValueError: an edge that is not in `EDGES`.

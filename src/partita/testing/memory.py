@@ -1,4 +1,4 @@
-"""Memory that shows what was not written."""
+"""Memory that shows missing writes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ _settings: Any = deterministic  # its one attribute is not declared
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fill new memory with NaN, and with the greatest number for integers, wherever PyTorch leaves it uninitialised.
+    """Fill uninitialised memory of PyTorch with NaN, and with the greatest number for integers.
 
-    This holds on every device and in every thread for `torch.empty`, `empty_like`, `empty_strided`, `Tensor.new_empty` and the like: a
-    kernel that leaves an element of its output unwritten, or reads it first, shows NaN. It is PyTorch's deterministic mode, warnings off.
+    This holds on all devices and in all threads for `torch.empty`, `empty_like`, `empty_strided`,
+    `Tensor.new_empty` and similar functions. A kernel that leaves an element of its output
+    unwritten, or reads it before it writes it, shows NaN. It is PyTorch's deterministic mode
+    without warnings.
 
     Source: `torch.utils.deterministic.fill_uninitialized_memory`.
 

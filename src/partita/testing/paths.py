@@ -1,4 +1,4 @@
-"""Every path of a small chain, written out."""
+"""Enumeration of all paths of a small chain."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..ops.chain.api import Chain
 
-MOST_PATHS = 1_000_000
+MAX_PATHS = 1_000_000
 
 
 class Paths(NamedTuple):
@@ -27,11 +27,11 @@ class Paths(NamedTuple):
 
 
 def all_paths(chain: Chain, n: int = 0) -> Paths:
-    """Every path of the n-th chain of a batch, by extending them step by step: what a scan is checked against.
+    """Enumerate the paths of the n-th chain of a batch, to check a scan against them.
 
     Args:
         chain: a small one.
-        n: which of the batch.
+        n: the index of the chain in the batch.
 
     Returns:
         States, edges and scores of all paths, also of those with a score of -inf.
@@ -46,25 +46,25 @@ def all_paths(chain: Chain, n: int = 0) -> Paths:
         >>> len(all_paths(Chain(torch.zeros(3, 1, 2, 2), dense_source(2))).scores)
         16
     """
-    count, slots = chain.source.shape
+    C, K = chain.source.shape
     source = chain.source.long().cpu()
     steps = chain.scores.shape[0] if chain.lengths is None else int(chain.lengths[n])
     initial, final = (
         None if t is None else t[n].detach().double().cpu() for t in (chain.initial, chain.final)
     )
-    states = torch.arange(count)[:, None]
-    edges = torch.empty(count, 0, dtype=torch.int64)
-    scores = torch.zeros(count, dtype=torch.float64) if initial is None else initial.clone()
-    every = torch.arange(count * slots)
+    states = torch.arange(C)[:, None]
+    edges = torch.empty(C, 0, dtype=torch.int64)
+    scores = torch.zeros(C, dtype=torch.float64) if initial is None else initial.clone()
+    edge_ids = torch.arange(C * K)
     for t in range(steps):
-        follows = (source.flatten() == states[:, -1:]).nonzero()  # (path, edge)
-        if len(follows) > MOST_PATHS:
+        next_edges = (source.flatten() == states[:, -1:]).nonzero()  # (path, edge)
+        if len(next_edges) > MAX_PATHS:
             raise ValueError(
-                f"chain: expected at most {MOST_PATHS} paths, got more after {t + 1} steps"
+                f"chain: expected at most {MAX_PATHS} paths, got more after {t + 1} steps"
             )
-        path, edge = follows[:, 0], every[follows[:, 1]]
+        path, edge = next_edges[:, 0], edge_ids[next_edges[:, 1]]
         step = chain.scores[t, n].detach().double().cpu().flatten()
-        states = torch.cat([states[path], (edge // max(slots, 1))[:, None]], 1)
+        states = torch.cat([states[path], (edge // max(K, 1))[:, None]], 1)
         edges = torch.cat([edges[path], edge[:, None]], 1)
         scores = scores[path] + step[edge]
     return Paths(states, edges, scores if final is None else scores + final[states[:, -1]])

@@ -1,4 +1,4 @@
-"""How long a function takes, forward and backward."""
+"""The time of a function, forward and backward."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Timing(NamedTuple):
     """Times of one function, one number a repeat, in milliseconds.
 
     Fields:
-        forward, backward: of each pass.
-        total: of both.
+        forward, backward: the times of each pass.
+        total: the times of both passes.
     """
 
     forward: tuple[float, ...]
@@ -27,13 +27,14 @@ class Timing(NamedTuple):
 def time_forward_backward(
     function: Callable[..., Any], *inputs: Any, repeats: int = 20, warmup: int = 3
 ) -> Timing:
-    """Time the forward and the backward pass of a function: by events on a GPU, by the clock on the CPU.
+    """Time both passes of a function, by events on a GPU and by the clock on the CPU.
 
     Args:
-        function: from `inputs` to a tensor, or a tuple of them; differentiable in every floating input.
-        inputs: tensors and other arguments, left as they are.
-        repeats: how often it is timed.
-        warmup: how often it runs before that.
+        function: maps `inputs` to a tensor or a tuple of tensors, and is differentiable in all
+            floating inputs.
+        inputs: tensors and other arguments, which are not changed.
+        repeats: the number of timed runs.
+        warmup: the number of runs before them.
 
     Returns:
         `Timing(forward, backward, total)`, `repeats` numbers each, in milliseconds.
@@ -68,7 +69,7 @@ def time_forward_backward(
 
 
 def mark(device: torch.device) -> Any:
-    """A moment of the device's current stream, or of the clock."""
+    """Return a moment of the device's current stream, or of the clock."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -77,7 +78,7 @@ def mark(device: torch.device) -> Any:
 
 
 def between(start: Any, end: Any) -> float:
-    """Milliseconds, when the device has come to both."""
+    """Return the milliseconds between two moments that the device has passed."""
     return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
 
 
@@ -86,7 +87,7 @@ def report(timing: Timing, file: TextIO | None = None) -> None:
 
     Args:
         timing: from `time_forward_backward`.
-        file: where to; the standard output by default.
+        file: the stream; the standard output by default.
 
     Example:
         >>> from partita.testing import Timing, report

@@ -1,0 +1,442 @@
+"""Rules for the docstrings of public names: shapes, units, errors, sources and examples."""
+
+import ast
+import builtins
+import importlib
+import inspect
+import re
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+MODULES = (
+    "partita",
+    "partita.nn",
+    "partita.parallel",
+    "partita.testing",
+    "partita.integrations",
+    "partita.integrations.koi",
+    "partita.integrations.torchaudio",
+    "partita.integrations.transformers",
+)
+SECTIONS = ("Args", "Fields", "Returns", "Raises", "Source", "Example")  # in this order
+# Names of other projects for names of this one, which have the documentation.
+ALIASES = {
+    "partita.integrations.koi.Log": "partita.Log",
+    "partita.integrations.koi.Max": "partita.Max",
+    "partita.integrations.koi.semiring": "partita.Semiring",
+}
+# The docstring of a constant is the string below it. Each constant has the module that defines
+# it, and the name whose example shows it.
+CONSTANTS = {
+    "partita.Log": ("partita.primitives.semiring", "partita.logz"),
+    "partita.Max": ("partita.primitives.semiring", "partita.Chain.logz"),
+    "partita.testing.EDGES": ("partita.testing.inputs", "partita.testing.edge_rows"),
+}
+OUT = ("", "Fields", "Returns")
+IN_AND_OUT = ("", "Args", "Fields", "Returns")
+# A quantity, the sections that may mention it, and the unit that these sections must name then.
+UNITS = (
+    (r"(?<!-)\bloss(es)?\b", OUT, "nats"),
+    (r"\blog-probabilit|\bentropy\b|\blog Z\b|\bKL\b", IN_AND_OUT, "nats"),
+    (r"\bmemory_budget\b|\bworkspace\b|_bytes\b", IN_AND_OUT, "bytes"),
+    (r"\b[Ee]rrors? (of|that)\b", IN_AND_OUT, "ulp"),
+    (r"\bTimes? (of|the)\b|\btime as\b", IN_AND_OUT, "milliseconds"),
+)
+# The exceptions that the checks of `partita.runtime.checks` raise. A function that calls a check
+# documents them.
+CHECKS = {
+    "tensor": {"TypeError"},
+    "floating": {"TypeError"},
+    "integer": {"TypeError"},
+    "shape": {"ValueError"},
+    "device": {"ValueError"},
+    "python_int": {"TypeError"},
+    "dimension": {"TypeError", "IndexError"},
+    "choice": {"ValueError"},
+    "number": {"TypeError", "ValueError"},
+    "labels": {"IndexError"},
+    "within": {"ValueError"},
+    "blank": {"ValueError"},
+}
+TENSOR = re.compile(r"\b(Tensor|Lengths)\b")
+SHAPE = re.compile(r"`\[[^`]*\]`|[Aa] number\b|as in `|\bas `")
+LOOK_UP = re.compile(r"(?:\bas in|\bas) ((?:`[\w.]+`(?: and |, )?)+)")
+STANDS_BY_ITS_CLASS = "the example of its class calls it"
+FOLLOWS_NOTHING = "it computes nothing that has a source"
+SUBCLASS_DEFINES = "without a body: a subclass defines it, as in the example of its class"
+EXCEPTIONS = {  # name and rule: why it does not hold; a test says that each is needed
+    ("partita.backend", "source"): FOLLOWS_NOTHING,
+    ("partita.testing.all_paths", "source"): FOLLOWS_NOTHING,
+    ("partita.testing.contract_errors", "source"): "that of `ulp_error`, which measures",
+    ("partita.testing.assert_within_budget", "source"): "that of `ulp_error`, which measures",
+    ("partita.testing.edge_rows", "source"): FOLLOWS_NOTHING,
+    ("partita.testing.forward_backward_difference", "source"): FOLLOWS_NOTHING,
+    ("partita.testing.report", "source"): FOLLOWS_NOTHING,
+    ("partita.testing.sample_labels", "source"): FOLLOWS_NOTHING,
+    ("partita.testing.sample_rows", "source"): FOLLOWS_NOTHING,
+    ("partita.testing.time_forward_backward", "source"): FOLLOWS_NOTHING,
+    ("partita.testing.report", "raises"): "it prints what it is given",
+    (
+        "partita.Chain.logz",
+        "raises",
+    ): "a semiring is not checked; what else is wrong, `Chain` names",
+    (
+        "partita.Chain.forward_scores",
+        "raises",
+    ): "a semiring is not checked; what else is wrong, `Chain` names",
+    (
+        "partita.Chain.backward_scores",
+        "raises",
+    ): "a semiring is not checked; what else is wrong, `Chain` names",
+    (
+        "partita.nn.CTCLoss",
+        "raises",
+    ): "the constructor keeps what it gets; `forward` names the errors",
+    (
+        "partita.nn.CrossEntropyLoss",
+        "raises",
+    ): "the constructor keeps what it gets; `forward` names the errors",
+    (
+        "partita.nn.LinearCrossEntropyLoss",
+        "raises",
+    ): "the constructor keeps what it gets; `forward` names the errors",
+    ("partita.nn.CTCLoss.forward", "example"): STANDS_BY_ITS_CLASS,
+    ("partita.nn.CrossEntropyLoss.forward", "example"): STANDS_BY_ITS_CLASS,
+    ("partita.nn.LinearCrossEntropyLoss.forward", "example"): STANDS_BY_ITS_CLASS,
+    ("partita.nn.CTCLoss.extra_repr", "example"): "torch calls it, to print the module",
+    ("partita.nn.CrossEntropyLoss.extra_repr", "example"): "torch calls it, to print the module",
+    (
+        "partita.nn.LinearCrossEntropyLoss.extra_repr",
+        "example",
+    ): "torch calls it, to print the module",
+    ("partita.integrations.koi.SequenceDist.ctc_loss", "example"): SUBCLASS_DEFINES,
+    ("partita.integrations.koi.SequenceDist.logZ", "example"): SUBCLASS_DEFINES,
+    ("partita.integrations.koi.SequenceDist.viterbi", "example"): SUBCLASS_DEFINES,
+    ("partita.ops.linear_heads.plan.MemoryPlan", "units"): "`loss` is the name of a plan",
+}
+
+
+class Public(NamedTuple):
+    name: str
+    value: Any
+    kind: str
+
+
+def names_of(module: ModuleType) -> list[str]:
+    """`partita.nn` has no `__all__`: its own classes."""
+    return getattr(
+        module,
+        "__all__",
+        [
+            name
+            for name, value in vars(module).items()
+            if inspect.isclass(value) and value.__module__ == module.__name__
+        ],
+    )
+
+
+def fields_of(value: type) -> dict[str, str]:
+    if hasattr(value, "_fields") or hasattr(value, "__dataclass_fields__"):
+        return {name: str(kind) for name, kind in value.__annotations__.items()}
+    return {}
+
+
+def kind_of(name: str, value: Any) -> str:
+    if name in ALIASES:
+        return "alias"
+    if isinstance(value, ModuleType):
+        return "module"
+    if inspect.isclass(value):
+        return "record" if fields_of(value) else "class"
+    return "function" if inspect.isroutine(value) else "constant"
+
+
+def members(name: str, value: type) -> Iterator[Public]:
+    for member, own in vars(value).items():
+        if member.startswith("_") or member in fields_of(value):
+            continue
+        if isinstance(own, property):
+            yield Public(f"{name}.{member}", own, "property")
+        elif inspect.isroutine(own):
+            yield Public(f"{name}.{member}", own, "method")
+
+
+def found() -> Iterator[Public]:
+    for path in MODULES:
+        module = importlib.import_module(path)
+        yield Public(path, module, "module")
+        for name in names_of(module):
+            value, full = getattr(module, name), f"{path}.{name}"
+            if full not in MODULES:
+                yield Public(full, value, kind := kind_of(full, value))
+                if kind in ("class", "record"):
+                    yield from members(full, value)
+    # A result whose name is not exported is still read about.
+    yield Public(
+        "partita.ops.linear_heads.plan.MemoryPlan",
+        sys.modules["partita.ops.linear_heads.plan"].MemoryPlan,
+        "record",
+    )
+
+
+PUBLIC = list(found())
+BY_NAME = {public.name: public for public in PUBLIC}
+
+
+def doc_of(public: Public) -> str:
+    if public.kind == "constant":
+        return constant_doc(public.name)
+    own = (
+        public.value.__doc__
+        if public.kind in ("module", "record", "class")
+        else inspect.unwrap(getattr(public.value, "fget", public.value)).__doc__
+    )
+    return inspect.cleandoc(own or "")
+
+
+def constant_doc(name: str) -> str:
+    """The string below an assignment, as tools of documentation read it."""
+    body = ast.parse(
+        Path(sys.modules[CONSTANTS[name][0]].__file__ or "").read_text(encoding="utf-8")
+    ).body
+    for before, after in pairwise(body):
+        named = (
+            isinstance(before, ast.Assign)
+            and ast.unparse(before.targets[0]) == name.rpartition(".")[2]
+        )
+        if named and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            return inspect.cleandoc(str(after.value.value))
+    return ""
+
+
+def sections(doc: str) -> dict[str, str]:
+    """Return the text of each section, and the text before the first under the empty name."""
+    parts = re.split(rf"^({'|'.join(SECTIONS)}):", doc, flags=re.MULTILINE)
+    return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
+
+
+def entries(section: str) -> dict[str, str]:
+    """Return the entry of each name in a section: `a, b: text`, indented by four."""
+    result, current = {}, []
+    for line in section.splitlines():
+        if head := re.match(r"    (\w+(?:, \w+)*): (.*)", line):
+            current = head[1].split(", ")
+            result.update(dict.fromkeys(current, head[2]))
+        elif line.startswith("     "):
+            result.update({name: f"{result[name]} {line.strip()}" for name in current})
+        else:
+            current = []
+    return result
+
+
+def parameters(public: Public) -> dict[str, str]:
+    found = inspect.signature(public.value).parameters.values()
+    return {
+        parameter.name: str(parameter.annotation) for parameter in found if parameter.name != "self"
+    }
+
+
+def torch_or_ours(path: str, near: str) -> Any:
+    """Return the object that a name in backticks means.
+
+    The name is one of torch, or a public name, written in full or relative to `near`.
+    """
+    if path.startswith("torch."):
+        value: Any = torch
+        for part in path.split(".")[1:]:
+            value = getattr(value, part)
+        return value
+    around = [near.rsplit(".", depth)[0] for depth in range(1, near.count(".") + 1)]
+    for full in (path, *(f"{prefix}.{path}" for prefix in around)):
+        if full in BY_NAME:
+            return BY_NAME[full]
+    raise LookupError(path)
+
+
+def purpose(public: Public) -> Iterator[str]:
+    first, *rest = doc_of(public).splitlines() or [""]
+    if not re.fullmatch(r".{10,149}[.]", first):
+        yield f"expected one line of purpose that ends in a full stop, got {first!r}"
+    if rest and rest[0]:
+        yield "expected an empty line below the first"
+
+
+def order(public: Public) -> Iterator[str]:
+    heads = re.findall(r"^(\w+):(?: |$)", doc_of(public), re.MULTILINE)
+    found = [name for name in heads if name in SECTIONS]
+    if found != [name for name in SECTIONS if name in found]:
+        yield f"expected the sections in the order {SECTIONS}, each once, got {found}"
+
+
+def arguments(public: Public) -> Iterator[str]:
+    """Check that each parameter has an entry, and that a tensor has its shape or a reference."""
+    expected, said = parameters(public), entries(sections(doc_of(public)).get("Args", ""))
+    if list(said) != [name for name in said if name in expected]:
+        yield f"Args: {sorted(set(said) - set(expected))} are no parameters"
+    for name, annotation in expected.items():
+        text = said.get(name)
+        if text is None:
+            yield f"Args: expected {name}"
+        elif (where := LOOK_UP.search(text)) is not None:
+            for path in re.findall(r"`([\w.]+)`", where[1]):
+                yield from looked_up(public, name, path)
+        elif TENSOR.search(annotation) and not SHAPE.search(text):
+            yield f"Args: expected the shape of {name}, got {text!r}"
+
+
+def looked_up(public: Public, parameter: str, path: str) -> Iterator[str]:
+    try:
+        other = torch_or_ours(path, public.name)
+    except (AttributeError, LookupError):
+        yield f"Args: {parameter} is said to be as in {path}, which is not there"
+        return
+    found = (
+        parameters(other)
+        if isinstance(other, Public) and other.kind in ("function", "method", "class")
+        else {}
+    )
+    if isinstance(other, Public) and found and parameter not in found:
+        yield f"Args: {parameter} is said to be as in {path}, which has none"
+
+
+def fields(public: Public) -> Iterator[str]:
+    """Check that each field has an entry, and that tensors have shapes there or in the first line."""
+    head, said = (
+        doc_of(public).partition("\n")[0],
+        entries(sections(doc_of(public)).get("Fields", "")),
+    )
+    for name, annotation in fields_of(public.value).items():
+        if name not in said:
+            yield f"Fields: expected {name}"
+        elif TENSOR.fullmatch(
+            re.sub(r"ForwardRef\('(\w+)'.*", r"\1", annotation)
+        ) and not SHAPE.search(said[name] + head):
+            yield f"Fields: expected the shape of {name}, got {said[name]!r}"
+
+
+def returns(public: Public) -> Iterator[str]:
+    """Check that the result and its shape are documented; a method may do so in its first line."""
+    annotation, doc = (
+        str(inspect.signature(public.value).return_annotation),
+        sections(doc_of(public)),
+    )
+    if annotation == "None" or annotation.startswith("Iterator"):
+        if "Returns" in doc:
+            yield "Returns: nothing is returned"
+        return
+    text = doc.get("Returns", "")
+    if public.kind == "method" and not text:
+        text = doc[""].partition("\n")[0]
+    if not text.strip():
+        yield "expected Returns"
+    elif annotation == "Tensor" and not SHAPE.search(text):
+        yield f"Returns: expected the shape, got {text.strip()!r}"
+
+
+def raised(public: Public) -> set[str]:
+    """Return the exceptions that the function raises itself or through the checks that it calls."""
+    names: set[str] = set()
+    value = (
+        vars(public.value).get("__init__")
+        if public.kind == "class"
+        else inspect.unwrap(public.value)
+    )
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(value)) if value else "")):
+        if isinstance(node, ast.Raise) and node.exc:
+            names.add(ast.unparse(node.exc).partition("(")[0])
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("checks."):
+            names |= CHECKS.get(ast.unparse(node.func).removeprefix("checks."), set())
+    return names
+
+
+def raises(public: Public) -> Iterator[str]:
+    """Check that Raises names at least the exceptions that the function raises itself."""
+    said = entries(sections(doc_of(public)).get("Raises", ""))
+    if not said and parameters(public):
+        yield "expected Raises"
+    if unknown := [
+        name for name in said if not issubclass(getattr(builtins, name, int), Exception)
+    ]:
+        yield f"Raises: {unknown} are no exceptions"
+    if missing := raised(public) - set(said):
+        yield f"Raises: expected {sorted(missing)}"
+
+
+def source(public: Public) -> Iterator[str]:
+    """Check that Source names a paper with its year, or a function."""
+    if not re.search(r"\b\d{4}\b|`[\w.]+`", sections(doc_of(public)).get("Source", "")):
+        yield "expected a Source with a year or a function"
+
+
+def example(public: Public) -> Iterator[str]:
+    if ">>> " not in sections(doc_of(public)).get("Example", ""):
+        yield "expected an Example"
+    # The configuration of pytest does not collect the examples of kernels.
+    if re.match(
+        r"partita\.(ops\.\w+\.(gpu|cpu)|primitives\.\w+)\b|(?!partita)",
+        inspect.unwrap(public.value).__module__,
+    ):
+        yield f"the doctests of {public.value.__module__} are not run"
+
+
+def units(public: Public) -> Iterator[str]:
+    parts = sections(doc_of(public))
+    for quantity, where, unit in UNITS:
+        text = "".join(parts.get(name, "") for name in where)
+        if (spoken := re.search(quantity, text)) and not re.search(rf"\b{unit}\b", text):
+            yield f"expected the unit of {spoken[0]!r}: {unit}"
+
+
+def shown(public: Public) -> Iterator[str]:
+    """Check that the example of another name shows the constant."""
+    other = CONSTANTS[public.name][1]
+    if not re.search(
+        rf"\b{public.name.rpartition('.')[2]}\b", sections(doc_of(BY_NAME[other]))["Example"]
+    ):
+        yield f"expected it in the example of {other}"
+
+
+def exemplified(public: Public) -> Iterator[str]:
+    """Check that a module has a name with an example."""
+    inside = [
+        other
+        for other in PUBLIC
+        if other.name.startswith(f"{public.name}.") and other.kind in ("function", "class")
+    ]
+    if not any(not list(example(other)) for other in inside):
+        yield "expected a name with an example"
+
+
+def same(public: Public) -> Iterator[str]:
+    if public.value is not BY_NAME[ALIASES[public.name]].value:
+        yield f"expected {ALIASES[public.name]}"
+
+
+CALLABLE = (purpose, order, arguments, returns, raises, example, units)
+RULES: dict[str, tuple[Callable[[Public], Iterator[str]], ...]] = {
+    "alias": (same,),
+    "class": (purpose, order, arguments, raises, source, example, units),
+    "constant": (purpose, shown),
+    "function": (*CALLABLE, source),
+    "method": CALLABLE,  # its source is among those of its class
+    "module": (purpose, exemplified),
+    "property": (purpose,),
+    "record": (
+        purpose,
+        order,
+        fields,
+        units,
+    ),  # errors, source and example are those of what returns it
+}
+
+
+def problems(public: Public, rule: Callable[[Public], Iterator[str]]) -> list[str]:
+    return [f"{rule.__name__}: {problem}" for problem in rule(public)]

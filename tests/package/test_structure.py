@@ -1,0 +1,259 @@
+"""The layout of the package: who may import whom, and how source files look."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import partita
+
+SOURCE = Path(partita.__file__).parent
+ROOT = Path(__file__).parents[2]
+FILES = sorted(SOURCE.rglob("*.py"))
+TEXTS = [*FILES, *sorted(ROOT.glob("tests/**/*.py")), *sorted(ROOT.glob("examples/*.py"))]
+TEXTS += sorted(ROOT.glob("docs/**/*.py"))
+
+FAMILIES = {path.name for path in (SOURCE / "ops").iterdir() if (path / "__init__.py").exists()}
+
+# A layer (reference, gpu, cpu) of the first family may import the same layer of the second.
+ARROWS = {
+    ("cross_entropy", "softmax"),
+    ("linear_heads", "cross_entropy"),
+    ("vocab_parallel", "cross_entropy"),
+    ("vocab_parallel", "linear_heads"),
+    ("linear_chain", "chain"),
+    ("ctc", "chain"),
+    ("ctc_crf", "chain"),
+    ("ctc_crf", "ctc"),
+}
+BACKEND_LAYERS = ("reference", "gpu", "cpu")
+SHARED = ("common", "plan")  # what every layer of a family, and other families, may import
+
+# These words had several meanings each. None of them is a name.
+RETIRED = {
+    *("held", "kept", "wide", "most", "count", "came", "there", "spoilt", "wrong", "every", "mine"),
+    *("spelt", "misspelt", "place", "places", "twice", "again", "giver", "walk", "lead", "pull"),
+    *("spread", "surprise", "boxes", "ticket", "deposit", "deposits", "offered", "beside"),
+}
+# These words are no part of a longer name either, and do not stand in the texts of the package.
+RETIRED_EVERYWHERE = (
+    "held kept came spoilt mine spelt misspelt twice giver boxes ticket deposit offered"
+)
+
+
+class Import(NamedTuple):
+    """One name that a module imports from the package.
+
+    Fields:
+        module: the module that is imported, as its parts below the package.
+        name: the name that is taken from it, or None for the module itself.
+        at_top: whether it is imported with the module, and not inside of a function.
+    """
+
+    module: tuple[str, ...]
+    name: str | None
+    at_top: bool
+
+
+def is_module(parts: tuple[str, ...]) -> bool:
+    path = SOURCE.joinpath(*parts)
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def module_of(path: Path) -> tuple[str, ...]:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+@cache
+def imports(path: Path) -> tuple[Import, ...]:
+    """Return what a file imports from the package, which has to be relative."""
+    found = []
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inner = {
+        node
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            assert not any(alias.name.partition(".")[0] == "partita" for alias in node.names)
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        if not node.level:
+            assert (node.module or "").partition(".")[0] != "partita", "import relatively"
+            continue
+        package = path.relative_to(SOURCE).parent.parts
+        base = (*package[: len(package) - node.level + 1], *(node.module or "").split("."))
+        base = tuple(part for part in base if part)
+        for alias in node.names:
+            whole = (*base, alias.name)
+            module, name = (whole, None) if is_module(whole) else (base, alias.name)
+            found.append(Import(module, name, node not in inner))
+    return tuple(found)
+
+
+def layer_of(parts: tuple[str, ...]) -> str:
+    """Return the layer of a module of a family; `reference_paths` belongs to `reference`."""
+    layer = parts[2] if len(parts) > 2 else ""
+    return next((name for name in BACKEND_LAYERS if layer.startswith(name)), layer)
+
+
+def allowed(importer: tuple[str, ...], module: tuple[str, ...]) -> bool:
+    """Return whether the module `importer` may import `module`, below the package."""
+    top = importer[0] if importer else ""
+    target = module[0] if module else ""
+    if top == "runtime":
+        return target == "runtime"
+    if top == "primitives":
+        return target in ("runtime", "primitives")
+    if target != "ops":
+        return target in ("runtime", "primitives") if top == "ops" else True
+    if top != "ops":  # the namespaces, the command, the benchmark and the integrations
+        return layer_of(module) not in BACKEND_LAYERS
+    family, layer, other, other_layer = importer[1], layer_of(importer), module[1], layer_of(module)
+    if layer == "backends":
+        return family == other
+    is_plan = module[2:] == ("gpu", "plan")  # pure functions of sizes
+    if layer in ("gpu", "cpu"):
+        same = other_layer == layer and (family == other or (family, other) in ARROWS)
+        return same or other_layer in SHARED or is_plan
+    if layer == "reference":
+        same = other_layer == layer and (family == other or (family, other) in ARROWS)
+        return same or (
+            other_layer not in BACKEND_LAYERS and other_layer not in ("api", "autograd")
+        )
+    if other_layer == "reference":  # the second derivatives of autograd functions
+        return family == other or (family, other) in ARROWS
+    return other_layer not in ("gpu", "cpu") or is_plan
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_follow_the_layout(path: Path) -> None:
+    importer = module_of(path)
+    own_kernels = ("bench", "read_kernel")  # the benchmark times a kernel of its own
+    refused = [
+        ".".join(found.module)
+        for found in imports(path)
+        if not allowed(importer, found.module) and found.module != own_kernels
+    ]
+    assert not refused
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_public_modules_are_no_helper_libraries(path: Path) -> None:
+    """Only public names are imported from a public module of the ops."""
+    public = {*partita.__all__, *partita.parallel.__all__, "Lengths"}
+    helpers = [
+        f"{'.'.join(found.module)}.{found.name}"
+        for found in imports(path)
+        if found.module[:1] == ("ops",)
+        and found.module[-1:] == ("api",)
+        and module_of(path)[:2] != found.module[:2]
+        and found.name not in public
+    ]
+    assert not helpers
+
+
+def test_imports_have_no_cycles() -> None:
+    graph = defaultdict(set)
+    for path in FILES:
+        graph[module_of(path)] |= {found.module for found in imports(path) if found.at_top}
+    done: set[tuple[str, ...]] = set()
+
+    def visit(module: tuple[str, ...], trail: tuple[tuple[str, ...], ...]) -> None:
+        assert module not in trail, " -> ".join(".".join(each) for each in (*trail, module))
+        if module not in done:
+            for other in sorted(graph.get(module, ())):
+                if other:  # the root package
+                    visit(other, (*trail, module))
+            done.add(module)
+
+    for module in sorted(graph):
+        visit(module, ())
+
+
+def test_one_file_touches_torch_library() -> None:
+    users = [
+        str(path.relative_to(SOURCE))
+        for path in FILES
+        if "torch.library" in path.read_text(encoding="utf-8")
+    ]
+    assert users == ["runtime/register.py"]
+
+
+def test_kernels_are_not_looked_up_by_a_string() -> None:
+    pattern = re.compile(r"getattr\([^)]*f[\"']|import_module\([^)]*(f[\"']|\+)")
+    allowed_files = {"__init__.py", "integrations/__init__.py", "bench/cli.py"}
+    found = [
+        str(path.relative_to(SOURCE))
+        for path in FILES
+        if pattern.search(path.read_text(encoding="utf-8"))
+    ]
+    assert set(found) <= allowed_files
+
+
+def test_families_have_empty_package_files() -> None:
+    filled = [
+        str(path.relative_to(SOURCE))
+        for path in SOURCE.glob("ops/**/__init__.py")
+        if path.read_text(encoding="utf-8").strip() and path.parent.parent.name != "chain"
+    ]
+    assert not filled
+    assert {"softmax", "cross_entropy", "linear_heads", "chain", "ctc"} <= FAMILIES
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_are_short_and_narrow(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 450
+    assert not [number for number, line in enumerate(lines, 1) if len(line) > 100]
+
+
+def test_formatting_is_seldom_switched_off() -> None:
+    switch = "fmt:" + " skip"
+    assert sum(path.read_text(encoding="utf-8").count(switch) for path in TEXTS) < 10
+
+
+def bound_names(tree: ast.AST) -> Iterator[str]:
+    """Yield the names that a file defines: functions, classes, parameters, variables, fields."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield (node.asname or node.name).rpartition(".")[2]
+
+
+def words_of(name: str) -> list[str]:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().strip("_").split("_")
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_names_use_the_terms_of_the_field(path: Path) -> None:
+    """Words that had several meanings in this package are no names in it."""
+    names = set(bound_names(ast.parse(path.read_text(encoding="utf-8"))))
+    retired = {
+        name
+        for name in names
+        if "_".join(words_of(name)) in RETIRED
+        or (not name.startswith("test_") and RETIRED_EVERYWHERE & set(words_of(name)))
+    }
+    assert not retired
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_texts_use_the_terms_of_the_field(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert not re.findall(rf"\b({'|'.join(sorted(RETIRED_EVERYWHERE))})\b", text)
