@@ -1,33 +1,64 @@
+import fcntl
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
-NEEDED_GPUS = {"gpu": 1, "multigpu": 2}
+NEEDED_GPUS = {"gpu": 1, "multigpu": 2, "whole_gpu": 1}
+MARKERS = {
+    "gpu": "needs a GPU; skipped elsewhere",
+    "multigpu": "needs 2 GPUs or more; skipped elsewhere",
+    "whole_gpu": "needs the memory of a whole GPU, so it runs alone there; skipped elsewhere",
+    "interpreted": "runs on the CPU under Triton's interpreter too: make test-kernels",
+}
+RELEASED = 2**32  # bytes of cached GPU memory beyond which a test gives them back
 
 # Each worker of pytest-xdist gets its own share of the cores.
 if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(
-        max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
-    )
+    workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for marker, count in NEEDED_GPUS.items():
-        config.addinivalue_line(
-            "markers", f"{marker}: needs {count} GPU{'s' * (count > 1)} or more; skipped elsewhere"
-        )
-    config.addinivalue_line(
-        "markers", "interpreted: runs on the CPU under Triton's interpreter too"
-    )
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes minutes comes first, and workers without work take some from the others (`--dist worksteal`)."""
-    items.sort(key=lambda item: item.path.name != "test_interpreter.py")
+    for marker, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{marker}: {meaning}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    for marker, count in NEEDED_GPUS.items():
-        if item.get_closest_marker(marker) and torch.cuda.device_count() < count:
-            pytest.skip(f"needs {count} GPU{'s' * (count > 1)}")
+    for marker, number in NEEDED_GPUS.items():
+        if item.get_closest_marker(marker) and torch.cuda.device_count() < number:
+            pytest.skip(f"needs {number} GPU{'s' * (number > 1)}")
+
+
+@contextmanager
+def locked(name: str, operation: int) -> Iterator[None]:
+    """Lock a file that all test processes of this user share."""
+    with open(Path(tempfile.gettempdir()) / f"partita-tests-{os.getuid()}-{name}", "w") as file:
+        fcntl.flock(file, operation)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let a test that needs the memory of a whole GPU run alone, and the others side by side.
+
+    Tests share one lock; a test that runs alone takes it exclusively. All tests pass the gate
+    first, so that a waiting test stops others from starting and does not starve.
+    """
+    alone = request.node.get_closest_marker("whole_gpu") is not None
+    if not (alone or request.node.get_closest_marker("gpu")) or not torch.cuda.is_available():
+        yield
+        return
+    with locked("gate", fcntl.LOCK_EX):
+        memory = locked("memory", fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        memory.__enter__()
+    try:
+        yield
+    finally:
+        if alone or torch.cuda.memory_reserved() > RELEASED:
+            torch.cuda.empty_cache()
+        memory.__exit__(None, None, None)
