@@ -1,4 +1,4 @@
-"""What a case is: an op at one size, what is timed of it, and how a result is judged."""
+"""Cases: an op at one size, what is timed of it, and how its results are judged."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ CPU_LOGITS = 2**20
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for.
+    """The choices of the user.
 
     Fields:
-        dtypes, columns: of the cases; none for those that each op has by default.
-        elements: of the logits, in every case, and the most that the scores of chains have; None for what suits the device.
-        quick: fewer sizes.
-        sweep: time the sweep over narrow widths.
-        repetitions: of each measurement.
-        device: where it runs.
+        dtypes, columns: the dtypes and widths of the cases; empty for the defaults of each op.
+        elements: the number of logits of a case, and the limit for scores of chains; None for the
+            default of the device.
+        quick: whether there are fewer sizes.
+        sweep: whether the sweep over narrow widths is timed.
+        repetitions: the number of repetitions of each measurement.
+        device: the device.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -43,11 +44,11 @@ class Settings:
 
     @property
     def logits(self) -> int:
-        """How many, in every case."""
+        """Return the number of logits of a case."""
         return self.elements or (GPU_LOGITS if self.device.type == "cuda" else CPU_LOGITS)
 
     def rows(self, columns: int) -> int:
-        """So many have as many logits as asked for."""
+        """Return the number of rows that makes the number of logits."""
         return max(1, self.logits // columns)
 
     def types(self, *default: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -59,14 +60,19 @@ class Settings:
 
 @dataclass(frozen=True)
 class Moves:
-    """The fewest bytes that a part of the work must move, and the bandwidth that bounds it: `copy` or `read`."""
+    """The fewest bytes that a part of the work must move.
+
+    Fields:
+        bytes: the bytes.
+        limit: the bandwidth that bounds them, `copy` or `read`.
+    """
 
     bytes: int
     limit: str
 
 
 class Buffers:
-    """Random numbers, drawn once for each use and dtype, and seen in whatever shape a case has."""
+    """Random numbers, drawn once for each use and dtype, and viewed in the shape of each case."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -90,7 +96,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Loop:
-    """Steps that are timed one after another, again and again; `before` runs untimed ahead of each round."""
+    """Steps that are timed one after another; `before` runs untimed before each round."""
 
     steps: tuple[Step, ...]
     before: Callable[[], None]
@@ -98,7 +104,13 @@ class Loop:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The worst element of a result: its error and what is allowed, in the unit of the case; its place, its value, and the true one."""
+    """The worst element of a result.
+
+    Fields:
+        error, allowed: its error and the bound, in the unit of the case.
+        index: its index.
+        got, expected: its value and the true value.
+    """
 
     error: float
     allowed: float
@@ -107,7 +119,8 @@ class Verdict:
     expected: float
 
     @property
-    def wrong(self) -> bool:
+    def failed(self) -> bool:
+        """Return whether the error exceeds the bound; NaN does."""
         return not self.error <= self.allowed
 
 
@@ -118,56 +131,53 @@ class Case(ABC):
     op: str
     dtype: torch.dtype
 
-    sizes: ClassVar[tuple[str, ...]]  # what names the dimensions of its scores, each an attribute
-    varying: ClassVar[tuple[str, ...]]  # those by which the lines of a table differ
-    scores: ClassVar[str]  # what they are called
-    unit: ClassVar[str] = ""  # of the errors, where these are no plain numbers
-    without: ClassVar[tuple[str, ...]] = ("naive",)  # the providers that are not taken here
-    label: ClassVar[str] = ""  # tells apart cases of an op that are not to be put into one table
-    versus: ClassVar[str] = ""  # the provider whose times the others are compared with
-    yardstick: ClassVar[str] = (
-        ""  # the provider whose times are the unit of the others', and whose results are not judged
-    )
+    sizes: ClassVar[tuple[str, ...]]  # the attributes that are the dimensions of the scores
+    varying: ClassVar[tuple[str, ...]]  # the sizes by which the lines of a table differ
+    scores: ClassVar[str]  # the name of the scores
+    unit: ClassVar[str] = ""  # the unit of the errors; empty for plain numbers
+    without: ClassVar[tuple[str, ...]] = ("naive",)  # the providers that are left out
+    label: ClassVar[str] = ""  # separates cases of one op into tables of their own
+    versus: ClassVar[str] = ""  # the provider that the others are compared with
+    # The times of the yardstick are the unit of the others. Its results are not judged.
+    yardstick: ClassVar[str] = ""
     memory_of: ClassVar[str] = "total"  # the part whose memory is measured
-    caption: ClassVar[str] = (
-        ""  # of the picture of its times; none for those that have no such picture
-    )
+    caption: ClassVar[str] = ""  # the title of the picture of the times; empty for no picture
 
     def size(self, names: Sequence[str]) -> str:
         return " × ".join(f"{getattr(self, name):,}" for name in names)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the scores."""
+        """Return the shape of the scores."""
         return tuple(getattr(self, name) for name in self.sizes)
 
     @property
     def bytes(self) -> int:
-        """Of the scores."""
+        """Return the bytes of the scores."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     @abstractmethod
     def moves(self) -> Mapping[str, Moves]:
-        """For each part that has a limit. The order is that of the report; parts that are timed and not named here have none."""
+        """Return the bytes of each part that has a limit, in the order of the report."""
 
     @abstractmethod
     def inputs(self, buffers: Buffers) -> Any:
-        """What the functions are called with."""
+        """Return the inputs of the functions."""
 
     @abstractmethod
     def standard(self, inputs: Any) -> Any:
-        """What the results of every provider are held to."""
+        """Return the truth that the results of all providers are compared with."""
 
     @abstractmethod
     def verdicts(
         self, function: Function, inputs: Any, provider: Provider, standard: Any
     ) -> Iterator[Verdict]:
-        """On each result and gradient, against fp64."""
+        """Yield a verdict on each result and gradient against fp64."""
 
     @abstractmethod
     def loops(self, function: Function, inputs: Any, provider: Provider) -> Sequence[Loop]:
-        """What is timed."""
+        """Return the loops that are timed."""
 
     def times(
         self,
@@ -186,7 +196,7 @@ class Case(ABC):
     def extra_memory(
         self, function: Function, inputs: Any, provider: Provider, device: torch.device
     ) -> int | None:
-        """Peak bytes beyond the inputs; None where that is not asked."""
+        """Return the peak bytes beyond the inputs; None where they are not measured."""
         return None
 
     def __str__(self) -> str:
@@ -194,5 +204,5 @@ class Case(ABC):
 
 
 def poison(like: Tensor) -> None:
-    """Leave NaN in the memory that the next tensor of this size gets, so that what a kernel does not write is seen."""
+    """Leave NaN in the memory that the next tensor of this size gets, to show missing writes."""
     torch.full_like(like, torch.nan)

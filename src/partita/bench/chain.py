@@ -1,4 +1,4 @@
-"""Sparse linear chains: log Z alone, with its gradient, the memory that takes, and the best path."""
+"""Sparse linear chains: log Z, its gradient and memory, and the best path."""
 
 from __future__ import annotations
 
@@ -20,26 +20,31 @@ from .providers import Function, Provider, is_ours
 BASES = 4  # A, C, G and T
 WINDOW = 3  # a label, the blank before it, and the label before that
 SLOW_REPETITIONS = 3
-CHAINS_JUDGED = 4  # against fp64, which takes many times longer than what is judged
+# The truth in fp64 takes much longer than the kernels, so it is computed for a few chains.
+CHAINS_JUDGED = 4
 ELEMENTS_JUDGED = 2**24
-CONTRACT = (
-    2e-6,
-    1e-6,
-)  # of marginals, and of log Z over max(1, |log Z|), to which 1e-9 a step is added
-ROUNDING_A_STEP = 1e-9
-PEERS_MAY = 1e-2  # they carry fp32 states, whose marginals are off by 1e-3 at 2,000 steps
+CONTRACT = (2e-6, 1e-6)  # bounds of marginals, and of log Z over max(1, |log Z|)
+ROUNDING_A_STEP = 1e-9  # added to the bound of log Z for each step
+# Peers carry fp32 states, whose marginals are off by 1e-3 at 2,000 steps.
+PEER_BOUND = 1e-2
 
-Table = Callable[[int], Tensor]
+SourceTable = Callable[[int], Tensor]
 
 
 def kmers(states: int) -> Tensor:
-    """`[C, 5]`, the table of CTC-CRF: each k-mer is entered from itself, and from the four that become it when a base is added."""
+    """Return the table of CTC-CRF, `[C, 5]`.
+
+    A k-mer is entered from itself, and from the four k-mers that become it when a base is added.
+    """
     moves = torch.arange(states).repeat_interleave(BASES).reshape(BASES, states).T
     return torch.cat([torch.arange(states)[:, None], moves], 1)
 
 
 def alignment(states: int) -> Tensor:
-    """`[C, 3]`, the shape of CTC: each state is entered from itself and from the two before it; -1 where there is none."""
+    """Return the table of CTC, `[C, 3]`.
+
+    A state is entered from itself and from the two states before it; -1 means no edge.
+    """
     return (torch.arange(states)[:, None] - torch.arange(WINDOW)).clamp(min=-1)
 
 
@@ -47,7 +52,7 @@ class Size(NamedTuple):
     steps: int
     chains: int
     states: int
-    table: Table = kmers
+    table: SourceTable = kmers
 
 
 SIZES = (
@@ -70,28 +75,28 @@ class Inputs(NamedTuple):
 
 
 class Truth(NamedTuple):
-    """In fp64, of some of the chains."""
+    """The truth in fp64 for some of the chains."""
 
-    chains: Tensor  # [n], which
+    chains: Tensor  # [n], their indices
     logz: Tensor  # [n]
     marginals: Tensor  # [T, n, C, K]
 
 
 class Best(NamedTuple):
-    """In fp64, of some of the chains."""
+    """The best scores in fp64 for some of the chains."""
 
-    chains: Tensor  # [n], which
+    chains: Tensor  # [n], their indices
     score: Tensor  # [n]
 
 
 @dataclass(frozen=True)
 class ChainCase(Case):
-    """A batch of chains, over one table of sources."""
+    """A batch of chains over one table of sources."""
 
     steps: int
     chains: int
     states: int
-    table: Table
+    table: SourceTable
 
     sizes: ClassVar[tuple[str, ...]] = ("steps", "chains", "states", "slots")
     varying: ClassVar[tuple[str, ...]] = sizes
@@ -116,7 +121,7 @@ class ChainCase(Case):
         device: torch.device,
         repetitions: int,
     ) -> dict[str, Timing]:
-        """What takes seconds, a loop in Python or anything on the CPU, is repeated less often."""
+        """Repeat slow work less often: a loop in Python, and anything on the CPU."""
         slow = provider.name == "torch" or device.type == "cpu"
         return super().times(
             function,
@@ -128,10 +133,10 @@ class ChainCase(Case):
 
 
 def judged(inputs: Inputs) -> tuple[Tensor, Chain]:
-    """Some of the chains, the first and the last among them, and what they are in fp64."""
+    """Return the indices of some chains, with the first and the last, and these chains in fp64."""
     steps, chains, states, slots = inputs.scores.shape
-    count = max(1, min(CHAINS_JUDGED, chains, ELEMENTS_JUDGED // (steps * states * slots)))
-    which = torch.linspace(0, chains - 1, count, device=inputs.scores.device).long()
+    number = max(1, min(CHAINS_JUDGED, chains, ELEMENTS_JUDGED // (steps * states * slots)))
+    which = torch.linspace(0, chains - 1, number, device=inputs.scores.device).long()
     return which, Chain(
         inputs.scores[:, which].double(),
         inputs.source,
@@ -147,13 +152,13 @@ def worst(error: Tensor, allowed: float, got: Tensor, expected: Tensor) -> Verdi
 
 
 def rounding(truth: Tensor, dtype: torch.dtype) -> Tensor:
-    """What it takes to round a marginal to the half type that a gradient has to have."""
+    """Return the error of rounding a marginal to a half type, which a gradient has to have."""
     return truth * (torch.finfo(dtype).eps / 2 if dtype.itemsize < 4 else 0.0)
 
 
 @dataclass(frozen=True)
 class LogZ(ChainCase):
-    """log Z alone reads the scores once; the marginals ask for a second read, since each needs what comes before it and after, and a write."""
+    """log Z reads the scores once; the marginals need a second read and a write."""
 
     caption: ClassVar[str] = "log Z and its gradient"
 
@@ -170,7 +175,7 @@ class LogZ(ChainCase):
         self, function: Function, inputs: Inputs, provider: Provider, standard: Truth
     ) -> Iterator[Verdict]:
         which, truth, marginals = standard
-        of_marginals, of_logz = CONTRACT if is_ours(provider.name) else (PEERS_MAY, PEERS_MAY)
+        of_marginals, of_logz = CONTRACT if is_ours(provider.name) else (PEER_BOUND, PEER_BOUND)
         scores, *others = inputs
         leaf = scores.detach().requires_grad_()
         poison(scores)
@@ -203,30 +208,32 @@ class LogZ(ChainCase):
 
 
 def one_edge_a_step(marginals: Tensor) -> Verdict:
-    """On all chains, those too that are not compared with fp64: what is grossly wrong counts, and what is not counts as right."""
+    """Check on all chains that the marginals of a step sum to 1; small errors count as none."""
     sums = marginals.sum((2, 3), dtype=torch.float64)
     apart = (sums - 1).abs()
-    return worst(apart.masked_fill(apart <= PEERS_MAY, 0.0), PEERS_MAY, sums, torch.ones_like(sums))
+    return worst(
+        apart.masked_fill(apart <= PEER_BOUND, 0.0), PEER_BOUND, sums, torch.ones_like(sums)
+    )
 
 
 def _training(function: Function, inputs: Inputs) -> Loop:
     scores, *others = inputs
     leaf = scores.detach().requires_grad_()
     ones = torch.ones(scores.shape[1], dtype=inputs.initial.dtype, device=scores.device)
-    held: dict[str, Any] = {}
+    state: dict[str, Any] = {}
 
     def forward() -> None:
-        held["logz"] = function(leaf, *others)
+        state["logz"] = function(leaf, *others)
 
     def backward() -> None:
-        held["marginals"] = torch.autograd.grad(held.pop("logz"), leaf, ones)
+        state["marginals"] = torch.autograd.grad(state.pop("logz"), leaf, ones)
 
-    return Loop((("forward", forward), ("backward", backward)), held.clear)
+    return Loop((("forward", forward), ("backward", backward)), state.clear)
 
 
 @dataclass(frozen=True)
 class Viterbi(ChainCase):
-    """The edges of the best path; the scores are read once."""
+    """The edges of the best path, for one read of the scores."""
 
     @property
     def moves(self) -> Mapping[str, Moves]:
@@ -240,11 +247,11 @@ class Viterbi(ChainCase):
     def verdicts(
         self, function: Function, inputs: Inputs, provider: Provider, standard: Best
     ) -> Iterator[Verdict]:
-        """Another path is as good if its score is; one that is torn is not."""
-        allowed = CONTRACT[1] if is_ours(provider.name) else PEERS_MAY
+        """Accept any connected path with the best score."""
+        allowed = CONTRACT[1] if is_ours(provider.name) else PEER_BOUND
         edges = function(*inputs).long()
         safe = edges.clamp(0, self.states * self.slots - 1)
-        yield torn(edges, safe, inputs.source, allowed)
+        yield broken_path(edges, safe, inputs.source, allowed)
         scores = (
             inputs.scores.flatten(2)
             .gather(2, safe[..., None])
@@ -261,8 +268,8 @@ class Viterbi(ChainCase):
         return [Loop((("inference", lambda: function(*inputs)),), lambda: None)]
 
 
-def torn(edges: Tensor, safe: Tensor, source: Tensor, allowed: float) -> Verdict:
-    """How many of the edges do not leave the state that the edge before them entered, or do not exist."""
+def broken_path(edges: Tensor, safe: Tensor, source: Tensor, allowed: float) -> Verdict:
+    """Return the share of edges that do not exist or do not continue the edge before them."""
     left, entered = source.flatten()[safe].long(), safe // source.shape[1]
     broken = (edges != safe) | (left < 0)
     broken[1:] |= left[1:] != entered[:-1]
@@ -285,7 +292,7 @@ def _sizes(settings: Settings) -> Iterator[Size]:
 
 
 def _within(size: Size, elements: int) -> Size:
-    """Fewer chains, and shorter ones if it takes that, so that there are no more scores."""
+    """Return a size with fewer or shorter chains that has at most this number of scores."""
     step = size.table(size.states).numel()
     chains = max(1, min(size.chains, elements // (size.steps * step)))
     return size._replace(chains=chains, steps=max(1, min(size.steps, elements // (chains * step))))

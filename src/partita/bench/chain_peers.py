@@ -1,7 +1,8 @@
-"""Chains as others compute them: a loop over the steps in PyTorch, and the libraries of nanopore basecallers.
+"""Chains by others: a loop over the steps in PyTorch, and the libraries of nanopore basecallers.
 
-All take scores, source, initial and final as `partita.logz` does. Under torch.compile the loop would be unrolled, some thousands of
-operations to compile for each size, which takes minutes: that provider has no chains.
+All functions take scores, source, initial and final like `partita.logz`. torch.compile would unroll
+the loop into thousands of operations and take minutes for each size, so that provider has no
+chains.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST_STATES = 1024  # a thread each, of one block
+MAX_STATES = 1024  # a block has one thread for each state
 
 
 def loop_logz(scores: Tensor, source: Tensor, initial: Tensor, final: Tensor) -> Tensor:
-    """log Z, `[N]`, by one log-sum-exp of gathered states a step."""
+    """Compute log Z, `[N]`, by one log-sum-exp of gathered states for each step."""
     scores, source = _reachable(scores, source, initial)
     alpha = initial
     for step in scores:
@@ -26,7 +27,7 @@ def loop_logz(scores: Tensor, source: Tensor, initial: Tensor, final: Tensor) ->
 
 
 def loop_viterbi(scores: Tensor, source: Tensor, initial: Tensor, final: Tensor) -> Tensor:
-    """The edges of the best path, `[T, N]`: one maximum a step, and the choices followed back."""
+    """Compute the edges of the best path, `[T, N]`, by a maximum for each step and a trace-back."""
     scores, source = _reachable(scores, source, initial)
     alpha, choices = initial, []
     for step in scores:
@@ -41,7 +42,7 @@ def loop_viterbi(scores: Tensor, source: Tensor, initial: Tensor, final: Tensor)
 
 
 def _reachable(scores: Tensor, source: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores in the dtype of states, -inf where there is no edge, and sources that all exist."""
+    """Return scores with -inf where there is no edge, and a table in which all sources exist."""
     missing = source < 0
     return scores.to(initial.dtype).masked_fill(missing, -torch.inf), source.masked_fill(
         missing, 0
@@ -49,15 +50,15 @@ def _reachable(scores: Tensor, source: Tensor, initial: Tensor) -> tuple[Tensor,
 
 
 def beyond_fp32_kernels(inputs: Any) -> str | None:
-    """Why the kernels of koi and seqdist cannot take these inputs."""
+    """Return why the kernels of koi and seqdist cannot take these inputs, or None."""
     scores, source, *_ = inputs
     if scores.device.type != "cuda":
         return "needs a GPU"
     if scores.dtype != torch.float32:
         return "takes fp32 scores only"
     states, slots = source.shape
-    if states > MOST_STATES:
-        return f"takes at most {MOST_STATES:,} states"
+    if states > MAX_STATES:
+        return f"takes at most {MAX_STATES:,} states"
     if (source < 0).any() or (torch.bincount(source.flatten(), minlength=states) != slots).any():
         return f"takes tables only that use each source exactly {slots} times"
     return None
@@ -70,7 +71,10 @@ def _sum_over_paths(module: str, name: str, semiring: str) -> Callable[..., Tens
 
 
 def _best_edges(best_score: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The best path from the gradient of its score, which is how these libraries' users decode."""
+    """Return the function that finds the best path by the gradient of its score.
+
+    Users of these libraries decode in this way.
+    """
 
     def function(scores: Tensor, *others: Tensor) -> Tensor:
         leaf = scores.detach().requires_grad_()
@@ -83,7 +87,7 @@ def _best_edges(best_score: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def library(module: str, name: str) -> dict[str, Callable[[], Callable[..., Tensor]]]:
-    """The ops of a library that has the partition function of chains under a semiring."""
+    """Return the ops of a library that has the partition function of chains under a semiring."""
     return {
         "chain": lambda: _sum_over_paths(module, name, "Log"),
         "viterbi": lambda: _best_edges(_sum_over_paths(module, name, "Max")),

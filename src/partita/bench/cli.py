@@ -1,4 +1,4 @@
-"""`partita bench`: arguments, and the order of things."""
+"""`partita bench`: the arguments and the course of the benchmark."""
 
 from __future__ import annotations
 
@@ -23,26 +23,29 @@ from .runner import DeviceLost, Row, failed, run, takers
 OPS = ("softmax", "cross_entropy", "token_stats", "linear_cross_entropy", "chain", "ctc")
 
 DESCRIPTION = """\
-Time Partita beside PyTorch and other libraries, on the first GPU (a small timing on the CPU where there is none).
+Time Partita, PyTorch and other libraries on the first GPU, or a small case on the CPU.
 
-The copy and read bandwidths of the machine are measured first; every time is then given with its share of them, counting
-the fewest bytes that the op must move. What is wrong against fp64 is reported and not timed.
+The copy and read bandwidths of the machine are measured first. Each time is then given with its
+share of them, counting the fewest bytes that the op must move. Results that are wrong against fp64
+are reported and not timed.
 
-From hidden states: the loss alone, and with its gradients, under the plan that keeps all logits (partita-fast) and the one that keeps a
-few classes at a time (partita-lean). The unit is the time of the bare matrix products (products). Partita may be off by what
-PyTorch's composition in the same dtype is off by, the peers by 5e-2.
+From hidden states: the loss alone, and with its gradients, under the plan that saves all logits
+(partita-fast) and the plan that saves a few classes at a time (partita-lean). The unit is the time
+of the bare matrix products (products). The error is bounded by that of PyTorch's composition in the
+same dtype, and the error of peers by 5e-2.
 
-Chains: log Z alone, with its gradient, and the best path, over tables of k-mers and of CTC. Partita is held to its contract
-(marginals within 2e-6 of fp64), the peers to 1e-2. There is no `compile`: it would unroll a loop over hundreds of steps.
+Chains: log Z alone, with its gradient, and the best path, over tables of k-mers and of CTC. The
+bound of Partita is its contract (marginals within 2e-6 of fp64), and that of the peers is 1e-2.
+There is no `compile`, which would unroll a loop over hundreds of steps.
 
-CTC: the loss from logits with its gradient, held to that contract too; CTC-CRF over k-mers, beside the recipe of basecallers; the
-alignment of a long target. PyTorch is its own kernels, not cuDNN's."""
+CTC: the loss from logits with its gradient, under the same contract; CTC-CRF over k-mers beside the
+recipe of basecallers; the alignment of a long target. PyTorch uses its own kernels, not cuDNN's."""
 
 EPILOG = """\
 examples:
-  partita bench softmax cross_entropy --out results     everything, with results/bench.csv and results/bench.svg
+  partita bench softmax cross_entropy --out results     writes results/bench.csv and bench.svg
   partita bench softmax --quick --peers torch,quack     fewer sizes, two peers
-  partita bench chain --peers torch,koi,seqdist --svg chain.svg    log Z, gradient and best path of sparse chains
+  partita bench chain --peers torch,koi,seqdist --svg chain.svg    log Z, gradient, best path
   partita bench ctc --peers torch,seqdist,koi --dtype fp32 --out results
   partita bench linear_cross_entropy --peers torch,liger,cce,cce-exact --out results
   partita bench cross_entropy --peers '' --columns 32768,131072 --dtype bf16
@@ -79,7 +82,10 @@ def _dtypes(text: str) -> tuple[torch.dtype, ...]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     peers = ",".join(peer.name for peer in PEERS)
-    elements = "of the logits, 2**28 by default (2**20 on the CPU); of chains, of CTC and from hidden states, the most"
+    elements = (
+        "number of logits, 2**28 by default (2**20 on the CPU); a limit for chains, CTC and from"
+        " hidden states"
+    )
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument(
         "ops", nargs="*", metavar="op", help=f"some of {', '.join(OPS)}; all by default"
@@ -88,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers",
         default=peers,
         metavar="NAMES",
-        help=f"whom to time beside Partita: {peers} by default, '' for nobody",
+        help=f"the peers to time: {peers} by default, '' for none",
     )
     parser.add_argument("--only-ours", action="store_true", help="the same as --peers ''")
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
@@ -104,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_numbers,
         default=(),
         metavar="NUMBERS",
-        help="widths in place of the op's own; of chains states, else classes",
+        help="widths instead of the op's own; states of chains, else classes",
     )
     parser.add_argument("--elements", type=_number, metavar="NUMBER", help=elements)
     parser.add_argument(
@@ -133,13 +139,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--svg",
         type=Path,
         metavar="FILE",
-        help="draw the sweep of softmax, times from hidden states, of chains, of CTC (needs matplotlib)",
+        help="draw the sweep of softmax and the times of the other ops (needs matplotlib)",
     )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is going to happen."""
+    """The course of the benchmark."""
 
     device: torch.device
     settings: Settings
@@ -151,7 +157,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured, and why that is not all, where it is not."""
+    """The measurements, and the problem that ended them early."""
 
     rows: list[Row]
     problem: str = ""
@@ -159,10 +165,10 @@ class Measured:
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """Of these arguments.
+    """Return the plan of these arguments.
 
     Raises:
-        UsageError: one of them cannot be used.
+        UsageError: an argument cannot be used.
     """
     try:
         device = torch.empty(1, device=args.device).device  # with its index
@@ -204,7 +210,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 
 def missing(plan: Plan) -> dict[str, str]:
-    """By the names of those that have one of its ops and are not installed: the command that brings each."""
+    """Return the command that installs each provider of the plan that is missing."""
     ops = {case.op for case in plan.cases}
     return {
         provider.name: message
@@ -214,14 +220,14 @@ def missing(plan: Plan) -> dict[str, str]:
 
 
 def machine_of(plan: Plan) -> Machine:
-    """The device of the plan, made the current one, and its bandwidths."""
+    """Make the device of the plan the current one, and measure its bandwidths."""
     if plan.device.type == "cuda":
         torch.cuda.set_device(plan.device)
     return measure_machine(plan.device, plan.settings.logits, plan.settings.repetitions)
 
 
 def measure(plan: Plan, providers: Sequence[Provider], machine: Machine) -> Measured:
-    """Every case with every provider, with a progress bar; what there is, where it was interrupted."""
+    """Run all cases with all providers and a progress bar; an interrupted run returns its rows."""
     rows: list[Row] = []
     try:
         with Progress(sum(len(takers(case, providers)) for case in plan.cases)) as progress:
@@ -238,24 +244,20 @@ def measure(plan: Plan, providers: Sequence[Provider], machine: Machine) -> Meas
         return Measured(rows, "interrupted", 130)
     except DeviceLost as error:
         return Measured(rows, f"the GPU no longer answers after {error}", 1)
-    except (
-        Exception
-    ) as error:  # too little memory for the inputs of a case, say: what was measured is kept
+    except Exception as error:  # such as too little memory for the inputs of a case
         return Measured(rows, f"broke off: {first_line(error)}", 1)
     return Measured(rows, code=int(bool(failed(rows))))
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure, print, write; the exit code."""
+    """Measure, print and write, and return the exit code."""
     try:
         plan = make_plan(args)
     except UsageError as error:
         print(f"partita bench: {error}", file=sys.stderr)
         return 2
     if not torch.cuda.is_available():
-        print(
-            f"{no_gpu()} What follows is a small timing on the CPU, which says little about a GPU."
-        )
+        print(f"{no_gpu()} This is a small timing on the CPU, which says little about a GPU.")
     absent = missing(plan)
     for message in absent.values():
         print(message)

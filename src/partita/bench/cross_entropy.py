@@ -1,8 +1,8 @@
-"""Cross-entropy, mean over the rows: the loss alone, loss and gradient, the memory they take, and the host time of a call."""
+"""Mean cross-entropy: the loss, its gradient, their memory, and the host time of a call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,7 +28,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class CrossEntropy(RowsCase):
-    """The loss alone reads the logits once; loss and gradient together also write the gradient, and need to read the logits only once."""
+    """The loss reads the logits once; loss and gradient read them once and write the gradient."""
 
     @property
     def moves(self) -> Mapping[str, Moves]:
@@ -80,32 +80,32 @@ class CrossEntropy(RowsCase):
 
 
 def _leaf(x: Tensor, provider: Provider) -> Tensor:
-    """Logits that want a gradient: a copy, where they will not survive."""
+    """Return logits that require a gradient; a copy where the provider overwrites them."""
     return (x.clone() if provider.overwrites else x.detach()).requires_grad_()
 
 
 def _training(function: Function, x: Tensor, target: Tensor, provider: Provider) -> Loop:
     leaf = _leaf(x, provider)
-    held: dict[str, Any] = {}
+    state: dict[str, Any] = {}
 
     def before() -> None:
-        held.clear()
+        state.clear()
         if provider.overwrites:
             with torch.no_grad():
                 leaf.copy_(x)
 
     def forward() -> None:
-        held["loss"] = function(leaf, target)
+        state["loss"] = function(leaf, target)
 
     def backward() -> None:
-        held["grad"] = torch.autograd.grad(held["loss"], leaf)
+        state["grad"] = torch.autograd.grad(state["loss"], leaf)
 
     return Loop((("forward", forward), ("backward", backward)), before)
 
 
 @dataclass(frozen=True)
 class Host(CrossEntropy):
-    """Forward and backward of so few logits that the host is all there is to time."""
+    """Forward and backward of a few logits, whose time is that of the host."""
 
     without: ClassVar[tuple[str, ...]] = ("naive", "partita-inplace")
     label: ClassVar[str] = "host"
@@ -123,9 +123,10 @@ class Host(CrossEntropy):
         repetitions: int,
     ) -> dict[str, Timing]:
         leaf = _leaf(inputs.x, provider)
-        call: Callable[[], object] = lambda: torch.autograd.grad(
-            function(leaf, inputs.target), leaf
-        )  # noqa: E731
+
+        def call() -> object:
+            return torch.autograd.grad(function(leaf, inputs.target), leaf)
+
         return {"host": time_host(call, device, calls=HOST_CALLS, repetitions=repetitions)}
 
     def extra_memory(

@@ -1,4 +1,4 @@
-"""Cross-entropy from hidden states and the vocabulary's matrix: the loss alone, loss and gradients, and the memory they take."""
+"""Cross-entropy from hidden states: the loss alone, loss and gradients, and their memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from .linear_peers import LinearInputs
 from .measure import peak_extra_memory
 from .providers import PRODUCTS, TORCH, Function, Provider, is_ours
 
-TOLERANCE = 2.0  # of the error of PyTorch, as the contract has it; a result of ours that is off by more, and the slack, is wrong
-PEERS_MAY = 5e-2  # of the greatest gradient, and of the loss
-PEERS_MAY_DROP = 1.5  # of the greatest gradient of classes that are no token's label: who leaves out small gradients has none of these
-TOKENS_JUDGED, CLASSES_JUDGED = 64, 32  # classes: that many that are labels, and that many others
-ELEMENTS_AT_ONCE = 2**27  # logits in fp64
+# The bound of Partita is this multiple of PyTorch's error, as in the contract, plus the slack.
+TOLERANCE = 2.0
+PEER_BOUND = 5e-2  # relative to the greatest gradient, and to the loss
+# A peer that leaves out small gradients has none for classes that are no token's label.
+PEER_BOUND_OTHERS = 1.5
+TOKENS_JUDGED, CLASSES_JUDGED = 64, 32  # classes that are labels, and that number of others
+ELEMENTS_AT_ONCE = 2**27  # logits in fp64 that are in memory together
 
 
 class Size(NamedTuple):
@@ -43,20 +45,20 @@ class Sample(NamedTuple):
     """Some rows of a gradient, in fp64.
 
     Fields:
-        leaf: 0 for that of the hidden states, 1 for that of the matrix.
-        rows: `[n]`, which.
-        gradient: `[n, hidden]`.
-        peers_may: be wrong by so much.
+        leaf: 0 for the gradient of the hidden states, 1 for that of the matrix.
+        rows: `[n]`, the indices of the rows.
+        gradient: `[n, hidden]`, the true rows.
+        peer_bound: the bound of the error of peers.
     """
 
     leaf: int
     rows: Tensor
     gradient: Tensor
-    peers_may: float
+    peer_bound: float
 
 
 class Truth(NamedTuple):
-    """In fp64: the loss and samples of the gradients; and the errors of PyTorch."""
+    """The loss and samples of the gradients in fp64, and the errors of PyTorch."""
 
     loss: Tensor
     samples: list[Sample]
@@ -65,7 +67,7 @@ class Truth(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearCrossEntropy(Case):
-    """The mean loss. What bounds it is three matrix products, one of them in the forward pass."""
+    """The mean loss, which is bounded by three matrix products, one of them in the forward pass."""
 
     tokens: int
     hidden: int
@@ -102,20 +104,20 @@ class LinearCrossEntropy(Case):
             own = [
                 verdict.error for verdict in compared(TORCH.ops[self.op](), inputs, loss, samples)
             ]
-        except torch.OutOfMemoryError:  # all logits several times: then ours may do what peers may
-            own = [PEERS_MAY] * (2 + len(samples))
+        except torch.OutOfMemoryError:  # PyTorch has all logits several times
+            own = [PEER_BOUND] * (2 + len(samples))
         return Truth(loss, samples, own)
 
     def verdicts(
         self, function: Function, inputs: LinearInputs, provider: Provider, standard: Truth
     ) -> Iterator[Verdict]:
-        """The yardstick has no results."""
+        """Judge all providers but the yardstick, which has no results."""
         if provider.name == self.yardstick:
             return
         slack = [self._slack(acc_dtype(self.dtype))] * 2 + [self._slack(self.dtype)] * len(
             standard.samples
         )
-        of_peers = [PEERS_MAY] * 2 + [sample.peers_may for sample in standard.samples]
+        of_peers = [PEER_BOUND] * 2 + [sample.peer_bound for sample in standard.samples]
         of_ours = [TOLERANCE * own + more for own, more in zip(standard.own, slack, strict=True)]
         verdicts = compared(function, inputs, standard.loss, standard.samples)
         for verdict, allowed in zip(
@@ -125,7 +127,7 @@ class LinearCrossEntropy(Case):
 
     @staticmethod
     def _slack(dtype: torch.dtype) -> float:
-        """Of half types the last rounding is the greater part of the error, and the same for all."""
+        """Return the slack of a dtype; the last rounding of half types is most of the error."""
         return torch.finfo(dtype).eps * (1 / 4 if dtype.itemsize == 2 else 16)
 
     def loops(self, function: Function, inputs: LinearInputs, provider: Provider) -> Sequence[Loop]:
@@ -147,19 +149,23 @@ def _leaves(inputs: LinearInputs) -> list[Tensor]:
 
 def training(function: Function, inputs: LinearInputs) -> Loop:
     leaves = _leaves(inputs)
-    held: dict[str, Any] = {}
+    state: dict[str, Any] = {}
 
     def forward() -> None:
-        held["loss"] = function(*leaves, inputs.target)
+        state["loss"] = function(*leaves, inputs.target)
 
     def backward() -> None:
-        held["gradients"] = torch.autograd.grad(held.pop("loss"), leaves)
+        state["gradients"] = torch.autograd.grad(state.pop("loss"), leaves)
 
-    return Loop((("forward", forward), ("backward", backward)), held.clear)
+    return Loop((("forward", forward), ("backward", backward)), state.clear)
 
 
 def truth_of(inputs: LinearInputs) -> tuple[Tensor, list[Sample]]:
-    """In fp64, some tokens at a time: the loss of all, and the gradients of some tokens, of some classes that are labels, and of some that are none."""
+    """Compute the truth in fp64, some tokens at a time.
+
+    It is the loss of all tokens, and the gradients of some tokens, of some classes that are labels,
+    and of some that are not.
+    """
     hidden, matrix, target = inputs[0].double(), inputs[1].double(), inputs[2]
     tokens, classes = len(hidden), len(matrix)
     logsumexp = torch.cat(
@@ -177,25 +183,25 @@ def truth_of(inputs: LinearInputs) -> tuple[Tensor, list[Sample]]:
             ]
         )
     ).mean()
-    which = _spread(torch.arange(tokens, device=target.device), TOKENS_JUDGED)
+    which = _evenly(torch.arange(tokens, device=target.device), TOKENS_JUDGED)
     p = (hidden[which] @ matrix.T - logsumexp[which, None]).exp()
     p[torch.arange(len(which), device=p.device), target[which]] -= 1
-    samples = [Sample(0, which, p @ matrix / tokens, PEERS_MAY)]
+    samples = [Sample(0, which, p @ matrix / tokens, PEER_BOUND)]
     labels = torch.bincount(target, minlength=classes) > 0
-    for group, peers_may in ((labels, PEERS_MAY), (~labels, PEERS_MAY_DROP)):
-        which = _spread(group.nonzero().squeeze(1), CLASSES_JUDGED)
+    for group, peer_bound in ((labels, PEER_BOUND), (~labels, PEER_BOUND_OTHERS)):
+        which = _evenly(group.nonzero().squeeze(1), CLASSES_JUDGED)
         p = (hidden @ matrix[which].T - logsumexp[:, None]).exp() - (
             target[:, None] == which
         ).double()
-        samples.append(Sample(1, which, p.T @ hidden / tokens, peers_may))
+        samples.append(Sample(1, which, p.T @ hidden / tokens, peer_bound))
     return loss, [sample for sample in samples if len(sample.rows)]
 
 
-def _spread(candidates: Tensor, most: int) -> Tensor:
-    """Some of them, the first and the last among them."""
+def _evenly(candidates: Tensor, limit: int) -> Tensor:
+    """Return some of the candidates, with the first and the last."""
     return candidates[
         torch.linspace(
-            0, len(candidates) - 1, min(most, len(candidates)), device=candidates.device
+            0, len(candidates) - 1, min(limit, len(candidates)), device=candidates.device
         ).long()
     ]
 
@@ -203,7 +209,10 @@ def _spread(candidates: Tensor, most: int) -> Tensor:
 def compared(
     function: Function, inputs: LinearInputs, loss: Tensor, samples: Sequence[Sample]
 ) -> Iterator[Verdict]:
-    """Errors over the greatest true value, of the loss with gradients and without, and of each sample; no matter how great."""
+    """Yield the errors over the greatest true value, without a bound.
+
+    They are those of the loss with gradients and without, and of each sample.
+    """
     leaves = _leaves(inputs)
     for leaf in leaves:
         poison(leaf)
@@ -232,8 +241,8 @@ def _sizes(settings: Settings) -> Iterator[Size]:
     if settings.columns:
         sizes = [sizes[0]._replace(vocabulary=max(2, columns)) for columns in settings.columns]
     for size in sizes:
-        most = settings.elements // size.vocabulary if settings.elements else size.tokens
-        yield size._replace(tokens=max(1, min(size.tokens, most)))
+        limit = settings.elements // size.vocabulary if settings.elements else size.tokens
+        yield size._replace(tokens=max(1, min(size.tokens, limit)))
 
 
 def cases(settings: Settings) -> Iterator[Case]:

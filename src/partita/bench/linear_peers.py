@@ -1,4 +1,4 @@
-"""Cross-entropy from hidden states as others compute it, the matrix products that it takes, and the memory that each of our plans is given."""
+"""Cross-entropy from hidden states by others, its bare matrix products, and Partita's budgets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..ops.linear_heads.plan import linear_cross_entropy_plan
 
-ALL_LOGITS = 2**62  # bytes, more than they take
+ALL_LOGITS = 2**62  # bytes, which hold any logits
 
 
 class LinearInputs(NamedTuple):
@@ -23,18 +23,21 @@ class LinearInputs(NamedTuple):
 
 
 def composed_loss(hidden: Tensor, matrix: Tensor, target: Tensor) -> Tensor:
-    """As it is written with PyTorch's ops: all logits, then their loss."""
+    """Compute all logits and then their loss with PyTorch's ops."""
     return F.cross_entropy(F.linear(hidden, matrix), target)
 
 
 def torch_linear() -> Callable[..., Tensor]:
-    """PyTorch's own op, some tokens at a time."""
+    """Return PyTorch's own op, which computes some tokens at a time."""
     options = torch.nn.LinearCrossEntropyOptions()
     return lambda *inputs: F.linear_cross_entropy(*inputs, options=options)
 
 
 def cut_cross_entropy(*, exact: bool = False) -> Callable[..., Tensor]:
-    """By default small gradients are left out; older versions know no name for what leaves out none."""
+    """Return the loss of cut-cross-entropy, which leaves out small gradients unless it is `exact`.
+
+    Older versions have no name for the exact implementation.
+    """
     library: Any = importlib.import_module("cut_cross_entropy")
     named = hasattr(library.LinearCrossEntropyImpl, "CCE_EXACT")
     options: dict[str, Any] = (
@@ -64,19 +67,23 @@ class _Products(torch.autograd.Function):
 
 
 def products() -> Callable[..., Tensor]:
-    """The bare products: the logits, into memory that is there already; then both gradients, the logits taken for their own. Returns no loss."""
-    kept: list[Tensor] = []
+    """Return the bare products without a loss.
+
+    The forward pass computes the logits into existing memory. The backward pass computes both
+    gradients as if the logits were their own gradient.
+    """
+    buffer: list[Tensor] = []
 
     def function(hidden: Tensor, matrix: Tensor, target: Tensor) -> Tensor:
-        if not kept:
-            kept.append(hidden.new_empty(len(hidden), len(matrix)))
-        return _Products.apply(hidden, matrix, kept[0])
+        if not buffer:
+            buffer.append(hidden.new_empty(len(hidden), len(matrix)))
+        return _Products.apply(hidden, matrix, buffer[0])
 
     return function
 
 
 def partita_linear(budget: Callable[..., int]) -> Callable[..., Tensor]:
-    """Ours with so many bytes of workspace, told from the inputs."""
+    """Return Partita's loss with the workspace that `budget` computes from the inputs."""
     linear_cross_entropy = importlib.import_module("partita").linear_cross_entropy
     return lambda *inputs: linear_cross_entropy(*inputs, memory_budget=budget(*inputs))
 
@@ -94,7 +101,7 @@ def lean_budget(hidden: Tensor, matrix: Tensor, target: Tensor) -> int:
 
 @functools.cache
 def _lean_budget(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype) -> int:
-    """So many bytes, halved until the plan is lean; the least that there is a plan for, where so few classes never have a lean one."""
+    """Return a budget in bytes, which is halved until the plan is lean or no plan fits."""
     plan = functools.partial(linear_cross_entropy_plan, tokens, hidden, vocabulary, dtype)
     budget = LEAN
     try:

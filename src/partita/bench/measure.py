@@ -16,15 +16,16 @@ from ..testing.timing import between, mark
 
 WARM_UP = 3
 REPETITIONS = 20
-CPU_REPETITIONS = 100  # for the bandwidth of a CPU, where other programs run too: the least of many short times comes closest
-HEAD_START_CYCLES = (
-    120_000_000  # some 60 ms in which the host queues work, so that the device never waits for it
-)
+# The bandwidth of a CPU is the least of many short times, as other programs run there too.
+CPU_REPETITIONS = 100
+# The host queues work for some 60 ms, so that the device never waits for it.
+HEAD_START_CYCLES = 120_000_000
 REPLAY_BYTES = 2e9  # a graph this long hides the cost of its launch
-MOST_CALLS = 256  # in a graph: the replay of a million calls, which is what tiny rows take to move so many bytes, was seen to crash
-CACHES = (
-    4  # inputs and outputs that rotate through this many times the L2 cache are not found in it
-)
+# Tiny rows would need a million calls in a graph to move these bytes, whose replay was seen to
+# crash.
+MAX_CALLS = 256
+# Inputs and outputs that rotate through this multiple of the L2 cache are not found in it.
+CACHES = 4
 
 Step = tuple[str, Callable[[], object]]
 Before = Callable[[], None] | None
@@ -32,7 +33,7 @@ Before = Callable[[], None] | None
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds; `note` says how, where it is not the usual way."""
+    """Milliseconds of repetitions; `note` names an unusual way of measuring."""
 
     mean: float
     median: float
@@ -52,7 +53,7 @@ class Timing:
         )
 
     def each(self, calls: int, note: str = "") -> Timing:
-        """Of one among so many calls."""
+        """Return the time of one call, where a repetition has this number of calls."""
         return Timing(
             self.mean / calls,
             self.median / calls,
@@ -70,7 +71,13 @@ class Timing:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where it runs, and the bandwidths measured there, in bytes a second: of a copy (read plus written), of reading alone."""
+    """A device and its measured bandwidths.
+
+    Fields:
+        device, name: the device and its name.
+        copy: bytes a second of a copy, read plus written.
+        read: bytes a second of reading alone.
+    """
 
     device: torch.device
     name: str
@@ -82,7 +89,7 @@ class Machine:
 
 
 def warm_up(repetitions: int) -> int:
-    """How often to run ahead of so many repetitions: what is repeated a few times only takes long."""
+    """Return the number of warm-up runs; work that is repeated a few times only takes long."""
     return max(1, min(WARM_UP, repetitions // 3))
 
 
@@ -93,7 +100,10 @@ def time_steps(
     before: Before = None,
     repetitions: int = REPETITIONS,
 ) -> dict[str, Timing]:
-    """Time steps that follow one another, and their `total` where they are several; `before` runs ahead of each repetition, untimed."""
+    """Time steps that follow one another, and the `total` of several steps.
+
+    `before` runs untimed before each repetition.
+    """
     for _ in range(warm_up(repetitions)):
         if before is not None:
             before()
@@ -122,11 +132,11 @@ def time_steps(
 
 
 def rotation(bytes_moved: int, device: torch.device) -> int:
-    """How many sets of inputs and outputs it takes to leave the cache behind, or as many as a graph has calls."""
+    """Return the number of sets of inputs and outputs that do not fit the L2 cache together."""
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
-    return min(MOST_CALLS, max(2, -(-CACHES * cache // bytes_moved)))
+    return min(MAX_CALLS, max(2, -(-CACHES * cache // bytes_moved)))
 
 
 def time_replay(
@@ -137,32 +147,31 @@ def time_replay(
     bytes_moved: int,
     repetitions: int = REPETITIONS,
 ) -> Timing:
-    """Time one call inside a CUDA graph of many, over all inputs in turn; plain calls where there is no GPU, or no capture.
+    """Time one call inside a CUDA graph of many, over all inputs in turn.
 
-    All results are kept until the last replay is over, so that no call writes where the cache still holds what another wrote.
+    Plain calls are timed where there is no GPU or no capture. All results live until the last
+    replay is over, so that no call writes to memory that the cache still has from another call.
     """
     if device.type != "cuda":
         return time_steps(
             [("call", lambda: [function(x) for x in inputs])], device, repetitions=repetitions
         )["call"].each(len(inputs))
-    inputs = inputs[:MOST_CALLS]
-    rounds = max(1, int(min(MOST_CALLS, REPLAY_BYTES / bytes_moved) / len(inputs)))
+    inputs = inputs[:MAX_CALLS]
+    rounds = max(1, int(min(MAX_CALLS, REPLAY_BYTES / bytes_moved) / len(inputs)))
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        for x in (
-            inputs
-        ):  # whatever is compiled, loaded or allocated at a first call is there before the capture
+        for x in inputs:  # compiles, loads and allocates before the capture
             function(x)
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    kept: list[Tensor] = []
+    results: list[Tensor] = []
     try:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for _ in range(rounds):
-                kept += [function(x) for x in inputs]
+                results += [function(x) for x in inputs]
     except Exception as error:
-        kept.clear()
+        results.clear()
         turns = itertools.cycle(inputs)
         single = time_steps(
             [("call", lambda: function(next(turns)))], device, repetitions=repetitions
@@ -172,15 +181,15 @@ def time_replay(
         return time_steps([("replay", graph.replay)], device, repetitions=repetitions)[
             "replay"
         ].each(rounds * len(inputs))
-    finally:  # after an interruption too: what a replay still writes must not be given to others
+    finally:  # a replay that was interrupted still writes to the results
         torch.cuda.synchronize(device)
-        kept.clear()
+        results.clear()
 
 
 def time_host(
     call: Callable[[], object], device: torch.device, *, calls: int, repetitions: int = REPETITIONS
 ) -> Timing:
-    """Host time of one call, where the device has so little to do that it never holds the host up."""
+    """Time one call on the host, for work so small that the host never waits for the device."""
     samples = []
     ahead = warm_up(repetitions)
     for _ in range(ahead + repetitions):
@@ -196,22 +205,25 @@ def time_host(
 def peak_extra_memory(
     steps: Sequence[Step], device: torch.device, *, before: Before = None
 ) -> int | None:
-    """Bytes allocated at the worst moment of the steps, on top of what was there; None where nothing counts them."""
+    """Return the peak bytes that the steps allocate beyond the present; None without a GPU."""
     if device.type != "cuda":
         return None
     if before is not None:
         before()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    held = torch.cuda.memory_allocated(device)
+    present = torch.cuda.memory_allocated(device)
     for _, step in steps:
         step()
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - held
+    return torch.cuda.max_memory_allocated(device) - present
 
 
 def measure_machine(device: torch.device, elements: int, repetitions: int = REPETITIONS) -> Machine:
-    """Bandwidths of a tensor of `elements` fp32 numbers: copied by PyTorch, and read by a kernel that only reads (a sum where there is no Triton)."""
+    """Measure the copy and read bandwidths with a tensor of `elements` fp32 numbers.
+
+    PyTorch copies the tensor. A kernel that only reads, or a sum without Triton, reads it.
+    """
     source = torch.randn(elements, device=device)
     target = torch.empty_like(source)
     size = source.nbytes

@@ -1,4 +1,4 @@
-"""The pictures: bandwidth against width for the sweep of softmax, milliseconds by size for chains, CTC and losses from hidden states; a panel each."""
+"""Pictures: bandwidth by width for the sweep of softmax, and milliseconds by size for other ops."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from .case import DTYPE_NAMES, Case
 from .measure import Machine
 from .runner import Row
 
-WIDTH, HEIGHT = 8, 4.8  # of a panel, in inches
+WIDTH, HEIGHT = 8, 4.8  # the size of a panel in inches
 GROUP, BAR = 1.15, 0.28  # the least width of a group of bars, and of a bar, in inches
-LEGEND = 6  # names in a line
-NO_METADATA = dict.fromkeys(
-    ("Creator", "Date", "Format", "Type")
-)  # of SVG: where nothing changed, the file is the same
+LEGEND = 6  # names in a line of the legend
+# Without metadata, an SVG of the same data is the same file.
+NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 COLOURS = {
     "partita": "#c2185b",
     "partita-fast": "#c2185b",
@@ -40,14 +39,14 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class Panel:
-    """Measurements that are shown together, and what draws them on axes."""
+    """Measurements that are shown together, and the function that draws them on axes."""
 
     rows: list[Row]
     draw: Callable[[Any, list[Row], Machine], None]
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
-    """One for the sweep, and one for each dtype of an op that has a caption, where these were measured."""
+    """Return a panel for the sweep, and one for each dtype of an op that has a caption."""
     sweep = [row for row in rows if row.part == "replay"]
     kinds: dict[tuple[str, torch.dtype], list[Row]] = {}
     for row in rows:
@@ -57,7 +56,7 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
 
 
 def draw(path: Path, panels: Sequence[Panel], machine: Machine) -> None:
-    """Write the picture; the end of the file's name chooses the format.
+    """Write the picture in the format that the name of the file ends with.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -68,7 +67,7 @@ def draw(path: Path, panels: Sequence[Panel], machine: Machine) -> None:
 
 
 def render(panels: Sequence[Panel], machine: Machine, format: str) -> bytes:
-    """The picture as a file of this format.
+    """Return the picture as a file of this format.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -100,7 +99,7 @@ def render(panels: Sequence[Panel], machine: Machine, format: str) -> bytes:
 
 
 def _sweep(axes: Any, rows: list[Row], machine: Machine) -> None:
-    """A line a provider."""
+    """Draw a line for each provider."""
     for name in dict.fromkeys(row.provider for row in rows):
         points = [
             (row.case.shape[-1], row.bandwidth / 1e9)
@@ -130,7 +129,7 @@ def _two_a_line(case: Case) -> str:
 
 
 def _bars(axes: Any, rows: list[Row], machine: Machine) -> None:
-    """A group of bars a size, a bar a provider, and a line where the bytes alone would be, if they are the limit."""
+    """Draw a group of bars for each size, a bar for each provider, and a line at the limit."""
     cases = list(dict.fromkeys(row.case for row in rows))
     names = list(dict.fromkeys(row.provider for row in rows))
     width = 0.84 / len(names)
@@ -170,9 +169,8 @@ def _bars(axes: Any, rows: list[Row], machine: Machine) -> None:
         )
     axes.set_yscale("log")
     measured = [row.timing.median for row in rows if row.timing]
-    axes.set_ylim(
-        max(min(least + measured), min(measured) / 20) / 2, 8 * max(least + measured)
-    )  # the legend stands above the bars
+    bottom = max(min(least + measured), min(measured) / 20) / 2
+    axes.set_ylim(bottom, 8 * max(least + measured))  # leaves room for the legend above the bars
     axes.set_xlim(-max(0.6, 2 - len(cases) / 2), len(cases) - 1 + max(0.6, 2 - len(cases) / 2))
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.set_title(

@@ -1,4 +1,4 @@
-"""Who is timed: Partita, PyTorch in several ways, and other libraries where they are installed."""
+"""The providers: Partita, PyTorch in several ways, and other libraries that are installed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +25,12 @@ class Provider:
     """An implementation of some ops.
 
     Fields:
-        name: on the command line and in the tables.
-        ops: for each op, what imports (or compiles) its function; called anew for each case.
-        packages: the modules that must be installed; none for what is always there.
-        install: the command that brings them.
-        overwrites: whether it leaves the gradient of a loss in the memory of the logits.
-        beyond: why it cannot take the inputs of a case, in a few words; None where it can.
+        name: the name on the command line and in the tables.
+        ops: a function for each op, which imports or compiles the op; it is called for each case.
+        packages: the modules that must be installed.
+        install: the command that installs them.
+        overwrites: whether the gradient of a loss is left in the memory of the logits.
+        beyond: returns why the provider cannot take the inputs of a case, or None.
     """
 
     name: str
@@ -40,14 +41,14 @@ class Provider:
     beyond: Callable[[Any], str | None] = lambda inputs: None
 
     def missing(self) -> str | None:
-        """Why it cannot be timed here, in one line."""
+        """Return why the provider cannot be timed on this machine, or None."""
         if any(importlib.util.find_spec(package) is None for package in self.packages):
             return f"{self.name}: not installed ({self.install})"
         return None
 
 
 def naive_softmax(x: Tensor) -> Tensor:
-    """Softmax in five calls: the matrix is read five times and written three times."""
+    """Compute softmax in five calls, which read the matrix five times and write it three times."""
     z = x - x.amax(-1, keepdim=True)
     numerator = z.exp()
     return numerator / numerator.sum(-1, keepdim=True)
@@ -62,7 +63,7 @@ def _log_softmax(x: Tensor) -> Tensor:
 
 
 def eager_token_stats(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probability of the target, log-sum-exp, entropy and arg-max, as written with PyTorch's ops."""
+    """Compute log-probability, log-sum-exp, entropy and arg-max with PyTorch's ops."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logp = x.log_softmax(-1)
     entropy = -(logp.exp() * logp).sum(-1)
@@ -85,10 +86,9 @@ OVER_TIME: dict[str, Function] = {
 
 
 def _compiled(function: Function) -> Function:
-    torch.compiler.reset()  # a function is compiled for a few shapes only, before it falls back to the eager one
-    warnings.filterwarnings(
-        "ignore", module=r"torch\._"
-    )  # the compiler's remarks about its choices
+    # Without a reset, a function is compiled for a few shapes and then runs eagerly.
+    torch.compiler.reset()
+    warnings.filterwarnings("ignore", module=r"torch\._")  # the compiler comments on its choices
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
@@ -100,8 +100,8 @@ def _partita(name: str) -> Function:
     return _import("partita", name)
 
 
-class _Handed(torch.autograd.Function):
-    """The same memory as a result, as a model would hand it on: `inplace=True` writes over no leaf."""
+class _SameMemory(torch.autograd.Function):
+    """A result in the memory of the input, as `inplace=True` does not write to a leaf."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class _Handed(torch.autograd.Function):
 
 def _partita_inplace() -> Function:
     cross_entropy = _partita("cross_entropy")
-    return lambda logits, target: cross_entropy(_Handed.apply(logits), target, inplace=True)
+    return lambda logits, target: cross_entropy(_SameMemory.apply(logits), target, inplace=True)
 
 
 def _partita_viterbi() -> Function:
@@ -175,9 +175,8 @@ PARTITA_LEAN = Provider(
 )
 OURS = (PARTITA, PARTITA_INPLACE, PARTITA_FAST, PARTITA_LEAN)
 
-PRODUCTS = Provider(
-    "products", {"linear_cross_entropy": linear_peers.products}
-)  # a yardstick: timed beside ours, whatever the peers
+# The yardstick is timed with Partita, whatever the peers.
+PRODUCTS = Provider("products", {"linear_cross_entropy": linear_peers.products})
 TORCH = Provider(
     "torch",
     {
@@ -224,11 +223,7 @@ PEERS = (
     *(
         Provider(
             name,
-            {
-                "linear_cross_entropy": lambda exact=exact: linear_peers.cut_cross_entropy(  # type: ignore[misc]
-                    exact=exact
-                )
-            },
+            {"linear_cross_entropy": partial(linear_peers.cut_cross_entropy, exact=exact)},
             packages=("cut_cross_entropy",),
             install="pip install cut-cross-entropy",
             beyond=linear_peers.beyond_cut_cross_entropy,
@@ -264,7 +259,7 @@ def is_ours(name: str) -> bool:
 
 
 def choose(names: list[str]) -> list[Provider]:
-    """Ours and the yardstick, then the peers of these names, in their order."""
+    """Return Partita and the yardstick, then the peers of these names in their order."""
     known = {peer.name: peer for peer in PEERS}
     for name in names:
         if name not in known:

@@ -14,7 +14,7 @@ from .measure import Machine
 from .runner import Row
 
 PARTS = ("inference", "forward", "backward", "total", "replay", "host")
-# Whose versions the CSV keeps.
+# The CSV records the versions of these packages.
 PACKAGES = (
     "torch",
     "triton",
@@ -61,7 +61,7 @@ COLUMNS = (
 
 
 def _groups(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
-    """By op, kind of case and dtype, in the order of their coming."""
+    """Group rows by op, kind of case and dtype, in their order."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.case.op, row.case.label, DTYPE_NAMES[row.case.dtype]), []).append(
@@ -80,7 +80,11 @@ def _percent(row: Row, machine: Machine) -> str:
 
 
 def times(rows: Sequence[Row], machine: Machine) -> Iterator[Table]:
-    """Every measurement, a line for each case and provider: milliseconds as mean (min–max), and percent of the bandwidth that bounds the part."""
+    """Yield tables of all measurements, with a line for each case and provider.
+
+    Times are milliseconds as mean (min–max), with the percent of the bandwidth that bounds the
+    part.
+    """
     for key, group in _groups(rows).items():
         parts = [part for part in PARTS if any(row.part == part for row in group)]
         kind = group[0].case
@@ -115,13 +119,17 @@ def _memory(row: Row) -> str:
     return (
         ""
         if row.extra_memory is None
-        else f"{row.extra_memory / 2**20:,.1f} MiB = {row.extra_memory / row.case.bytes:.2f} {row.case.scores}"
+        else f"{row.extra_memory / 2**20:,.1f} MiB"
+        f" = {row.extra_memory / row.case.bytes:.2f} {row.case.scores}"
     )
 
 
 def summary(rows: Sequence[Row], machine: Machine) -> Iterator[Table]:
-    """For each op and part that has a limit, percent of it: a line a size, a column a provider; how many times faster than another, and the time and the
-    memory beside a yardstick, where asked for."""
+    """Yield tables with a line for each size and a column for each provider.
+
+    They show the percent of the limit, the speed-up over the provider `versus`, and time and memory
+    relative to the yardstick, where the case has these.
+    """
     for key, group in _groups(rows).items():
         versus, yardstick, memory_of = (
             group[0].case.versus,
@@ -161,7 +169,7 @@ def summary(rows: Sequence[Row], machine: Machine) -> Iterator[Table]:
 
 
 def _by_size(title: str, group: Sequence[Row], part: str, cells: Mapping[Row, str]) -> Table:
-    """A line a size, a column a provider; why there is no number, where there is none."""
+    """Return a table with a line for each size and a column for each provider, or the reason."""
     providers, varying = list(dict.fromkeys(row.provider for row in group)), group[0].case.varying
     lines = []
     for size in dict.fromkeys(row.case.size(varying) for row in group):
@@ -185,12 +193,13 @@ def _by_size(title: str, group: Sequence[Row], part: str, cells: Mapping[Row, st
 
 
 def _ratio(row: Row, other: Row) -> str:
-    """Of their times."""
+    """Return the ratio of two times."""
     return f"{row.timing.median / other.timing.median:.2f}" if row.timing and other.timing else ""
 
 
 def describe(machine: Machine) -> str:
-    return f"{machine.name}: copy {machine.copy / 1e9:,.0f} GB/s (read + written), read {machine.read / 1e9:,.0f} GB/s"
+    copy, read = machine.copy / 1e9, machine.read / 1e9
+    return f"{machine.name}: copy {copy:,.0f} GB/s (read + written), read {read:,.0f} GB/s"
 
 
 def write_csv(path: Path, rows: Iterable[Row], machine: Machine) -> None:

@@ -1,4 +1,4 @@
-"""What the cases of rows of logits have in common: their size, and that a result is held to the error of PyTorch."""
+"""Cases of rows of logits, whose errors are compared with those of PyTorch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from ..testing.budget import Scale
 from .case import Case, Verdict
 from .providers import TORCH, Function, Provider
 
-TOLERANCE = 2.0  # a result is wrong when its error is this many times what the contract allows: 2 ulp, or twice that of PyTorch
-ELEMENTS_AT_ONCE = 2**24  # of which the truth is computed in fp64
+# A result is wrong when its error is this multiple of the contract: 2 ulp, or two times the error
+# of PyTorch.
+TOLERANCE = 2.0
+ELEMENTS_AT_ONCE = 2**24  # elements whose truth is computed in fp64 together
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,10 @@ class RowsCase(Case):
 
     @abstractmethod
     def errors(self, function: Function, inputs: Any, provider: Provider) -> Iterator[Error]:
-        """Errors against fp64, one for each result and gradient."""
+        """Yield the errors against fp64, one for each result and gradient."""
 
     def standard(self, inputs: Any) -> list[float]:
-        """The errors of PyTorch."""
+        """Return the errors of PyTorch."""
         return [error.ulp for error in self.errors(TORCH.ops[self.op](), inputs, TORCH)]
 
     def verdicts(
@@ -49,7 +51,7 @@ class RowsCase(Case):
 
 
 def blocks(x: Tensor) -> Iterator[slice]:
-    """Rows that fp64 has room for."""
+    """Return slices of rows that are computed in fp64 together."""
     step = max(1, ELEMENTS_AT_ONCE // x.shape[1])
     return (slice(start, start + step) for start in range(0, x.shape[0], step))
 
@@ -57,13 +59,13 @@ def blocks(x: Tensor) -> Iterator[slice]:
 def row_error(
     result: Tensor, truth: Callable[[Tensor, slice], Tensor], x: Tensor, *, scale: Scale = "element"
 ) -> Error:
-    """The worst error of rows, which are compared with the truth a block at a time.
+    """Return the worst error of rows, which are compared with the truth in blocks.
 
     Args:
         result: `[rows, ...]`.
-        truth: from some rows of `x` in fp64, and which they are, to those of the result.
+        truth: maps some rows of `x` in fp64 and their slice to the true rows of the result.
         x: `[rows, columns]`, the input.
-        scale: of `ulp_error`.
+        scale: the scale of `ulp_error`.
     """
     with torch.no_grad():
         return max(

@@ -1,4 +1,4 @@
-"""Every case to every provider."""
+"""The run of all cases with all providers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ class Row:
     """One measurement.
 
     Fields:
-        case, provider: of what, and whose.
-        part: `inference` (no gradient wanted), `forward`, `backward`, `total`, `replay` (in a CUDA graph), `host`; empty where nothing was timed.
-        timing: None where it is refused or wrong.
-        error: greatest error against fp64, in the unit of the case, NaN where it is not known.
+        case, provider: the case and the name of the provider.
+        part: `inference` (without gradients), `forward`, `backward`, `total`, `replay` (in a CUDA
+            graph) or `host`; empty where nothing was timed.
+        timing: the time; None where the provider refused or was wrong.
+        error: the greatest error against fp64 in the unit of the case; NaN where it is not known.
         extra_memory: peak bytes beyond the inputs, forward and backward; None where not measured.
-        note: why it was not timed.
+        note: why the case was not timed.
     """
 
     case: Case
@@ -38,13 +39,13 @@ class Row:
 
     @property
     def moved(self) -> int | None:
-        """The fewest bytes that had to be moved, where the part has a limit."""
+        """Return the fewest bytes that had to be moved, or None for a part without a limit."""
         moves = self.case.moves.get(self.part)
         return None if moves is None else moves.bytes
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes a second, of the bytes that had to be moved."""
+        """Return the bytes that had to be moved, per second."""
         return (
             None
             if self.moved is None or self.timing is None
@@ -60,7 +61,7 @@ class Row:
 
 
 class DeviceLost(RuntimeError):
-    """The GPU no longer answers: what follows would not be measured."""
+    """The GPU no longer answers, so that nothing more can be measured."""
 
 
 def run(
@@ -72,7 +73,10 @@ def run(
     say: Callable[[str], None],
     done: Callable[[], None],
 ) -> Iterable[Row]:
-    """Rows as they are measured; `say` hears what is being measured, `done` when a case and its provider are through."""
+    """Yield rows as they are measured.
+
+    `say` gets the name of the current case and provider, and `done` is called after each of them.
+    """
     buffers = Buffers(machine.device)
     for case in cases:
         inputs = case.inputs(buffers)
@@ -101,8 +105,8 @@ def _rows(
         verdicts = list(case.verdicts(function, inputs, provider, standard))
         worst = max((verdict.error for verdict in verdicts), default=math.nan)
         for verdict in verdicts:
-            if verdict.wrong:
-                return [_untimed(case, provider, f"wrong: {_told(verdict, case.unit)}", worst)]
+            if verdict.failed:
+                return [_untimed(case, provider, f"wrong: {_describe(verdict, case.unit)}", worst)]
         times = case.times(function, inputs, provider, machine.device, repetitions)
         memory = case.extra_memory(function, inputs, provider, machine.device)
         return [
@@ -118,13 +122,14 @@ def _untimed(case: Case, provider: Provider, note: str, error: float = math.nan)
     return Row(case, provider.name, "", None, error, None, note)
 
 
-def _told(verdict: Verdict, unit: str) -> str:
+def _describe(verdict: Verdict, unit: str) -> str:
     amount = f"{verdict.error:.3g} {unit}".rstrip()
-    return f"{amount} at {list(verdict.index)} (got {verdict.got:.6g}, expected {verdict.expected:.6g}), allowed {verdict.allowed:.3g}"
+    values = f"(got {verdict.got:.6g}, expected {verdict.expected:.6g})"
+    return f"{amount} at {list(verdict.index)} {values}, allowed {verdict.allowed:.3g}"
 
 
 def _require(device: torch.device, error: Exception) -> None:
-    """An illegal access leaves a GPU that fails at everything: then nothing more can be measured in this process."""
+    """Raise where an illegal access has left a GPU on which nothing works any more."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)
@@ -133,5 +138,5 @@ def _require(device: torch.device, error: Exception) -> None:
 
 
 def failed(rows: Iterable[Row]) -> list[Row]:
-    """Rows of ours that were not timed."""
+    """Return the rows of Partita that were not timed."""
     return [row for row in rows if is_ours(row.provider) and row.timing is None]

@@ -1,4 +1,4 @@
-"""Softmax and log-softmax over rows, and the sweep over narrow widths that fused softmax kernels are known by."""
+"""Softmax and log-softmax over rows, and a sweep over narrow widths."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Softmax(RowsCase):
-    """Forward and backward: x is read and y written; y and its gradient are read and that of x written."""
+    """Forward reads x and writes y; backward reads y and its gradient and writes that of x."""
 
     @property
     def moves(self) -> Mapping[str, Moves]:
@@ -57,15 +57,15 @@ class Softmax(RowsCase):
 
     def loops(self, function: Function, inputs: Inputs, provider: Provider) -> Sequence[Loop]:
         x, grad = inputs
-        held: dict[str, Any] = {}
+        state: dict[str, Any] = {}
 
         def forward() -> None:
-            held["y"] = function(x)
+            state["y"] = function(x)
 
         def backward() -> None:
-            held["x"] = torch.autograd.grad(held.pop("y"), x, grad)
+            state["x"] = torch.autograd.grad(state.pop("y"), x, grad)
 
-        return [Loop((("forward", forward), ("backward", backward)), held.clear)]
+        return [Loop((("forward", forward), ("backward", backward)), state.clear)]
 
 
 def _softmax_backward(x: Tensor, grad: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def _softmax_backward(x: Tensor, grad: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LogSoftmax(RowsCase):
-    """Forward alone: one read, one write."""
+    """Forward alone, with one read and one write."""
 
     @property
     def moves(self) -> Mapping[str, Moves]:
@@ -95,7 +95,7 @@ class LogSoftmax(RowsCase):
 
 @dataclass(frozen=True)
 class Sweep(RowsCase):
-    """Softmax forward of a few narrow rows, timed inside a CUDA graph: kernels alone, without the host."""
+    """Softmax forward of narrow rows inside a CUDA graph, which leaves out the host."""
 
     without: ClassVar[tuple[str, ...]] = ()
     label: ClassVar[str] = "sweep"

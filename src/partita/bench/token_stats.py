@@ -1,4 +1,4 @@
-"""Token statistics: log-probability of the target, log-sum-exp, entropy and arg-max from one read."""
+"""Token statistics: log-probability, log-sum-exp, entropy and arg-max from one read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUICK_WIDTHS = (32768, 50257)
 
 @dataclass(frozen=True)
 class TokenStats(RowsCase):
-    """The statistics read the logits once; their gradient, whose upstream factors come later, reads them again and writes."""
+    """The statistics read the logits once; their gradient reads them a second time and writes."""
 
     @property
     def moves(self) -> Mapping[str, Moves]:
@@ -62,14 +62,16 @@ class TokenStats(RowsCase):
     def loops(self, function: Function, inputs: Inputs, provider: Provider) -> Sequence[Loop]:
         x, target = inputs
         leaf = x.detach().requires_grad_()
-        held: dict[str, Any] = {}
+        state: dict[str, Any] = {}
 
         def forward() -> None:
-            held["stats"] = function(leaf, target)
+            state["stats"] = function(leaf, target)
 
         def backward() -> None:
-            logprob, logsumexp, entropy, _ = held.pop("stats")
-            held["x"] = torch.autograd.grad((logprob, logsumexp, entropy), leaf, (ones, ones, ones))
+            logprob, logsumexp, entropy, _ = state.pop("stats")
+            state["x"] = torch.autograd.grad(
+                (logprob, logsumexp, entropy), leaf, (ones, ones, ones)
+            )
 
         ones = torch.ones(
             x.shape[0],
@@ -78,7 +80,7 @@ class TokenStats(RowsCase):
         )
         return [
             Loop((("inference", lambda: function(x, target)),), lambda: None),
-            Loop((("forward", forward), ("backward", backward)), held.clear),
+            Loop((("forward", forward), ("backward", backward)), state.clear),
         ]
 
 
