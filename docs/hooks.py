@@ -1,11 +1,21 @@
-"""What MkDocs does not do by itself for this site. The pages are written to be read on a code host too, so they link to files of the repository and
+"""Hooks of MkDocs for this site.
+
+The pages are written to be read on a code host too, so they link to files of the repository and
 have formulas between dollar signs.
 
-- ARCHITECTURE.md, CONTRIBUTING.md and CHANGELOG.md are pages. Every other file outside of `docs` that a page links to becomes one, with its text.
-- Links are turned to where their targets are on the site. One that leads nowhere stays, and is the error that the strict build stops at.
-- Under `$ partita ... --help` stands what it prints.
-- Formulas become MathML: nothing is fetched to show them, and one that cannot be converted stops the build.
-- The sections `Fields:` and `Example:` of docstrings, and parameters that share a line, are brought to the form that mkdocstrings knows.
+- ARCHITECTURE.md, CONTRIBUTING.md and CHANGELOG.md are pages. All other files outside of `docs`
+that
+  a page links to become pages with their text.
+- Links point to the pages of their targets on the site. A link without a target stays, and the
+strict
+  build stops at it.
+- The output of a command follows `$ partita ... --help`.
+- Formulas become MathML, so that nothing is fetched to show them. A formula that cannot be
+converted
+  stops the build.
+- The sections `Fields:` and `Example:` of docstrings, and parameters that share a line, get the
+form
+  that mkdocstrings knows.
 """
 
 from __future__ import annotations
@@ -41,22 +51,22 @@ HELP = re.compile(r"(?<=```console\n)\$ partita (.*--help)$", re.MULTILINE)
 SHARED = re.compile(r"^( +)(\*{0,2}\w+(?:, \*{0,2}\w+)+): (.*(?:\n\1 +\S.*)*)", re.MULTILINE)
 
 
-def place_of(uri: str) -> str:
-    """Where a page of the site stands in the repository."""
+def path_of(uri: str) -> str:
+    """Return the path of a page of the site in the repository."""
     return next((path for path, page in PAGES.items() if page == uri != "index.md"), f"docs/{uri}")
 
 
 def uri_of(path: str) -> str:
-    """Where a file of the repository stands on the site."""
+    """Return the page of a file of the repository on the site."""
     return PAGES.get(path) or (
         path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}.md"
     )
 
 
-def links(text: str, place: str) -> Iterator[str]:
-    """The files of the repository that a page links to."""
+def links(text: str, origin: str) -> Iterator[str]:
+    """Yield the files of the repository that a page links to."""
     for link in LINK.findall(text):
-        path = posixpath.normpath(posixpath.join(posixpath.dirname(place), link))
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(origin), link))
         if (ROOT / path).exists():
             yield path
 
@@ -77,27 +87,30 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 File.generated(config, uri, content=(ROOT / path).read_text(encoding="utf-8"))
             )
     for page in list(files.documentation_pages()):
-        for path in links(page.content_string, place_of(page.src_uri)):
+        for path in links(page.content_string, path_of(page.src_uri)):
             if (
                 uri_of(path).startswith("source/")
                 and (ROOT / path).is_file()
                 and uri_of(path) not in files.src_uris
             ):
                 text = (ROOT / path).read_text(encoding="utf-8")
-                listing = f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n`````{Path(path).suffix.lstrip('.')}\n{text}`````\n"
+                language = Path(path).suffix.lstrip(".")
+                head = f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n"
+                listing = f"{head}`````{language}\n{text}`````\n"
                 files.append(File.generated(config, uri_of(path), content=listing))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    uri, place = page.file.src_uri, place_of(page.file.src_uri)
+    uri, origin = page.file.src_uri, path_of(page.file.src_uri)
     if uri.startswith("source/"):
         return markdown
 
     def turned(match: re.Match[str]) -> str:
-        path = posixpath.normpath(posixpath.join(posixpath.dirname(place), match[1]))
-        there = (ROOT / path).exists()
-        return posixpath.relpath(uri_of(path), posixpath.dirname(uri) or ".") if there else match[1]
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(origin), match[1]))
+        if not (ROOT / path).exists():
+            return match[1]
+        return posixpath.relpath(uri_of(path), posixpath.dirname(uri) or ".")
 
     return HELP.sub(printed, LINK.sub(turned, markdown))
 
@@ -115,7 +128,7 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
 
 
 class Docstrings(griffe.Extension):
-    """Sections as mkdocstrings knows them: `Fields` are attributes, an `Example` is one of some, and each of several parameters has a line."""
+    """Docstrings in the form of mkdocstrings: attributes, examples, one line for each parameter."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:

@@ -1,10 +1,11 @@
-"""Draw the pictures that show tables of this folder in another way, and one that is computed on the spot.
+"""Draw pictures of the tables in this folder, and one that is computed by this script.
 
     python docs/bench/figures.py
 
-`cross_entropy.svg` is of h200.csv, `ctc_exactness.svg` and `ctc_crf.svg` are of ctc.csv, `parallel.svg` is of parallel.csv and the arithmetic of its
-page. `row_exactness.svg` and its table are arithmetic in fp32 on the CPU: two ways to form a loss and an entropy. The other pictures here come from
-`partita bench` and `examples/chain_exactness.py`.
+`cross_entropy.svg` shows h200.csv, `ctc_exactness.svg` and `ctc_crf.svg` show ctc.csv, and
+`parallel.svg` shows parallel.csv and the arithmetic of its page. `row_exactness.svg` and its table
+are arithmetic in fp32 on the CPU: two ways to form a loss and an entropy. The other pictures come
+from `partita bench` and `examples/chain_exactness.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def line(axes: Axes, name: str, points: Sequence[tuple[float, float]], **options
 
 
 def cross_entropy(panels: Sequence[Axes]) -> None:
-    """Loss and gradient: the share of the copy bandwidth, by classes."""
+    """Draw the share of the copy bandwidth by classes, for the loss and its gradient."""
     for axes, dtype in zip(panels, ("fp32", "bf16"), strict=True):
         rows = [
             row
@@ -91,7 +92,7 @@ def cross_entropy(panels: Sequence[Axes]) -> None:
 
 
 def ctc_exactness(panels: Sequence[Axes]) -> None:
-    """The greatest error of a posterior, by the length of the input; what was too wrong to be timed too."""
+    """Draw the greatest error of a posterior by the length of the input, with untimed results."""
     rows = [
         row for row in rows_of("ctc.csv", op="ctc") if row["error"] and row["part"] in ("total", "")
     ]
@@ -113,12 +114,12 @@ def ctc_exactness(panels: Sequence[Axes]) -> None:
 
 
 def ctc_crf(panels: Sequence[Axes]) -> None:
-    """Time and memory."""
+    """Draw time and memory."""
     rows = rows_of("ctc.csv", op="ctc_crf", part="total")
     names = [row["provider"] for row in rows]
     columns = (
         ("median_ms", "forward + backward, ms", 1.0),
-        ("extra_memory_bytes", "memory beside the scores, GiB", 2.0**30),
+        ("extra_memory_bytes", "memory beyond the scores, GiB", 2.0**30),
     )
     for axes, (column, label, unit) in zip(panels, columns, strict=True):
         values = [float(row[column]) / unit for row in rows]
@@ -140,20 +141,17 @@ def ctc_crf(panels: Sequence[Axes]) -> None:
     )
 
 
-PRODUCTS_MS, PASSES_MS, EXCHANGED_BYTES = (
-    37.7,
-    1.5,
-    4 * 4096 * 8192,
-)  # of one GPU, as in docs/parallel.md
-MACHINE_RANKS, LINK, NETWORK = (
-    8,
-    450e9,
-    50e9,
-)  # GPUs of a machine, and nominal bytes a second in each direction inside of it and between machines
+# The work of one GPU, as in docs/parallel.md.
+PRODUCTS_MS, PASSES_MS, EXCHANGED_BYTES = 37.7, 1.5, 4 * 4096 * 8192
+MACHINE_RANKS = 8  # GPUs of a machine
+LINK, NETWORK = 450e9, 50e9  # nominal bytes a second in each direction, in and between machines
 
 
 def on_paper(vocabulary_ranks: int, token_ranks: int) -> float:
-    """Milliseconds of the loss from hidden states: the exchange of their gradient hides behind a third of the products."""
+    """Return the milliseconds of the loss from hidden states.
+
+    The exchange of the gradient hides behind a third of the products.
+    """
     work = (PRODUCTS_MS + PASSES_MS) / (vocabulary_ranks * token_ranks)
     link = LINK if vocabulary_ranks <= MACHINE_RANKS else NETWORK
     exchange = 2e3 * (1 - 1 / vocabulary_ranks) * EXCHANGED_BYTES / token_ranks / link
@@ -161,7 +159,7 @@ def on_paper(vocabulary_ranks: int, token_ranks: int) -> float:
 
 
 def parallel(panels: Sequence[Axes]) -> None:
-    """By the number of GPUs: the loss from logits beside others, that from hidden states beside perfect scaling, and memory."""
+    """Draw the losses and their memory by the number of GPUs, with others and perfect scaling."""
     rows, linear = (
         rows_of("parallel.csv", op="cross_entropy"),
         rows_of("parallel.csv", op="linear_cross_entropy"),
@@ -175,11 +173,11 @@ def parallel(panels: Sequence[Axes]) -> None:
     names = list(dict.fromkeys(row["provider"] for row in rows))
     for i, name in enumerate(names):
         values = [float(row["median_ms"]) for row in rows if row["provider"] == name]
-        places = [
+        positions = [
             worlds.index(int(row["gpus"])) + 0.2 * i for row in rows if row["provider"] == name
         ]
         panels[0].bar_label(
-            panels[0].bar(places, values, 0.18, label=name, color=colours[name]),
+            panels[0].bar(positions, values, 0.18, label=name, color=colours[name]),
             [f"{value:.3g}" for value in values],
             fontsize=8,
         )
@@ -190,7 +188,7 @@ def parallel(panels: Sequence[Axes]) -> None:
         title="cross-entropy, 8,192 × 131,072 logits",
     )
     panels[0].set_xticks(
-        [place + 0.3 for place in range(len(worlds))], [f"{world} GPUs" for world in worlds]
+        [position + 0.3 for position in range(len(worlds))], [f"{world} GPUs" for world in worlds]
     )
     points = [(int(row["gpus"]), float(row["median_ms"])) for row in linear]
     line(panels[1], "partita", points)
@@ -239,7 +237,7 @@ def parallel(panels: Sequence[Axes]) -> None:
         color=COLOURS["partita-lean"],
     )
     panels[2].set(
-        xscale="log", ylim=(0, 3.5), ylabel="GiB on each GPU", title="memory beside the inputs"
+        xscale="log", ylim=(0, 3.5), ylabel="GiB on each GPU", title="memory beyond the inputs"
     )
     for axes, ticks in ((panels[1], [1, 2, 4, 8, 64, 512]), (panels[2], sorted({1, *worlds}))):
         axes.set_xlabel("GPUs")
@@ -253,7 +251,10 @@ OFFSETS = (1.0, 10.0, 100.0, 1_000.0, 10_000.0, 100_000.0)
 
 
 def row_errors() -> list[Record]:
-    """Of fp32 logits around an offset, against fp64 of the same logits: the greatest error of a loss and of an entropy, formed in two ways."""
+    """Compute the greatest errors of a loss and an entropy in fp32, formed in two ways.
+
+    The logits lie around an offset, and the truth is fp64 of the same logits.
+    """
     noise = torch.randn(256, 1000, generator=torch.Generator().manual_seed(0))
     result = []
     for offset in OFFSETS:
@@ -319,7 +320,7 @@ def row_exactness(errors: Sequence[Record]) -> Callable[[Sequence[Axes]], None]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Draw what the tables in this folder say.")
+    parser = argparse.ArgumentParser(description="Draw pictures of the tables in this folder.")
     parser.add_argument(
         "--out", type=Path, default=HERE, help="folder for the pictures (default: this one)"
     )

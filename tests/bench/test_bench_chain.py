@@ -1,4 +1,4 @@
-"""The benchmark of chains: its tables and sizes, how results are judged, and what the peers are called with."""
+"""The benchmark of chains: tables of sources, sizes, verdicts, and calls of the peers."""
 
 import dataclasses
 import sys
@@ -85,7 +85,9 @@ def test_sizes() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("table", [chain.kmers, chain.alignment])
 @devices
-def test_ours_and_the_loop_are_right(device: str, table: chain.Table, dtype: torch.dtype) -> None:
+def test_ours_and_the_loop_are_right(
+    device: str, table: chain.SourceTable, dtype: torch.dtype
+) -> None:
     cases = [dataclasses.replace(case, table=table, dtype=dtype) for case in (LOGZ, VITERBI)]
     rows = run(
         iter(cases),
@@ -101,7 +103,7 @@ def test_ours_and_the_loop_are_right(device: str, table: chain.Table, dtype: tor
     assert all(row.error <= (1e-6 if row.provider == "partita" else 1e-4) for row in rows)
 
 
-def test_ours_are_held_to_the_contract_and_others_to_less() -> None:
+def test_the_bound_of_peers_is_looser_than_the_contract() -> None:
     slightly, badly = off_by(1.001), off_by(1.05)
     assert all(row.timing for row in run(iter([LOGZ]), named("another", slightly)))
     for name, function, allowed in (("partita", slightly, "2e-06"), ("another", badly, "0.01")):
@@ -114,23 +116,23 @@ def test_ours_are_held_to_the_contract_and_others_to_less() -> None:
 
 
 def test_every_chain_counts() -> None:
-    """Those that are not compared with fp64 too."""
+    """Chains that are not compared with fp64 are checked too."""
     inputs = LOGZ.inputs(Buffers(CPU.device))
     assert tuple(chain.judged(inputs)[0].tolist()) == JUDGED
-    for wrong in (0.5, torch.nan):
-        (row,) = run(iter([LOGZ]), named("another", off_by(wrong, slice(3, 4))))
+    for factor in (0.5, torch.nan):
+        (row,) = run(iter([LOGZ]), named("another", off_by(factor, slice(3, 4))))
         assert row.timing is None and row.note.startswith("wrong: ") and ", 3] (got " in row.note
 
 
-@pytest.mark.parametrize("place", [0, 7, 19])
-@pytest.mark.parametrize("wrong", [-1, 80, "unlinked"])
-def test_a_torn_path_is_wrong(wrong: int | str, place: int) -> None:
-    def torn(*inputs: Tensor) -> Tensor:
+@pytest.mark.parametrize("step", [0, 7, 19])
+@pytest.mark.parametrize("edge", [-1, 80, "unlinked"])
+def test_a_broken_path_is_wrong(edge: int | str, step: int) -> None:
+    def broken(*inputs: Tensor) -> Tensor:
         edges = chain_peers.loop_viterbi(*inputs)
-        edges[place] = (edges[place] + 25) % 80 if wrong == "unlinked" else wrong
+        edges[step] = (edges[step] + 25) % 80 if edge == "unlinked" else edge
         return edges
 
-    (row,) = run(iter([VITERBI]), named("another", torn))
+    (row,) = run(iter([VITERBI]), named("another", broken))
     assert row.timing is None and row.note.startswith("wrong: ")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import partita
 from partita.__main__ import main
-from partita.bench import chain, chain_peers, ctc, ctc_peers, picture, providers, report
+from partita.bench import chain, chain_peers, ctc, ctc_crf, ctc_peers, picture, providers, report
 from partita.bench.case import Buffers
 from partita.bench.measure import Timing
 from partita.bench.providers import PARTITA, TORCH, Provider
@@ -22,7 +22,7 @@ from partita.bench.runner import Row
 from partita.cli.console import print_table
 
 LOSS = ctc.Loss("ctc", torch.float32, 40, 6, 8, 5, 12)
-CRF = ctc.Crf("ctc_crf", torch.float32, 40, 3, 5, 6, 12, 2)
+CRF = ctc_crf.Crf("ctc_crf", torch.float32, 40, 3, 5, 6, 12, 2)
 ALIGN = ctc.Align("ctc_align", torch.float32, 40, 3, 8, 5, 12)
 needs_crf = pytest.mark.skipif(
     not hasattr(partita, "ctc_crf_loss"), reason="there is no ctc_crf_loss"
@@ -34,7 +34,7 @@ def named(name: str, function: object) -> Provider:
 
 
 def off_by(factor: float, sequences: slice = slice(None)) -> object:
-    """The right loss, whose gradient is `factor` times what it should be for some of the sequences."""
+    """Return the loss with a gradient that is `factor` times the truth for some sequences."""
 
     def function(logits: Tensor, targets: Tensor, *lengths: Tensor) -> Tensor:
         factors = torch.ones_like(logits)
@@ -145,7 +145,7 @@ def test_ours_over_kmers_is_right(device: str) -> None:
     assert len(rows) == 4 and all(row.timing and row.error <= 1e-6 for row in rows)
 
 
-def test_ours_are_held_to_the_contract_and_others_to_less() -> None:
+def test_the_bound_of_peers_is_looser_than_the_contract() -> None:
     slightly, badly = off_by(1.001), off_by(1.05)
     assert all(row.timing for row in run(iter([LOSS]), named("another", slightly)))
     for name, function, allowed in (("partita", slightly, "2e-06"), ("another", badly, "0.01")):
@@ -163,9 +163,9 @@ def test_ours_are_held_to_the_contract_and_others_to_less() -> None:
 
 
 @pytest.mark.parametrize("sequence", [0, 3, 5])
-@pytest.mark.parametrize("wrong", [0.5, torch.nan])
-def test_every_sequence_counts(wrong: float, sequence: int) -> None:
-    (row,) = run(iter([LOSS]), named("another", off_by(wrong, slice(sequence, sequence + 1))))
+@pytest.mark.parametrize("factor", [0.5, torch.nan])
+def test_every_sequence_counts(factor: float, sequence: int) -> None:
+    (row,) = run(iter([LOSS]), named("another", off_by(factor, slice(sequence, sequence + 1))))
     assert row.timing is None and row.note.startswith("wrong: ") and f", {sequence}, " in row.note
 
 
@@ -178,12 +178,12 @@ def test_a_wrong_loss_is_not_timed(case: ctc.LossCase) -> None:
     assert row.timing is None and row.note.startswith("wrong: inf")
 
 
-@pytest.mark.parametrize("place", [0, 20, 39])
-@pytest.mark.parametrize("wrong", [-1, 8, "another"])
-def test_an_alignment_that_does_not_spell_the_target_is_wrong(wrong: int | str, place: int) -> None:
+@pytest.mark.parametrize("step", [0, 20, 39])
+@pytest.mark.parametrize("label", [-1, 8, "another"])
+def test_an_alignment_that_does_not_emit_the_target_is_wrong(label: int | str, step: int) -> None:
     def broken(*inputs: Tensor) -> Tensor:
         labels = partita.ctc_align(*inputs).labels
-        labels[1, place] = (labels[1, place] + 3) % 8 if wrong == "another" else wrong
+        labels[1, step] = (labels[1, step] + 3) % 8 if label == "another" else label
         return labels
 
     (row,) = run(iter([ALIGN]), named("another", broken))
@@ -416,12 +416,12 @@ def test_table_csv_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_ours_must_be_right(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    wrong = {
+    broken = {
         "ctc": lambda: off_by(1.01),
         "ctc_crf": lambda: ctc_peers.loop_crf_loss,
         "ctc_align": PARTITA.ops["ctc_align"],
     }
-    monkeypatch.setattr(providers, "OURS", (dataclasses.replace(PARTITA, ops=wrong),))
+    monkeypatch.setattr(providers, "OURS", (dataclasses.replace(PARTITA, ops=broken),))
     arguments = [
         "--quick",
         "--dtype",

@@ -1,4 +1,4 @@
-"""The benchmark of losses from hidden states: its sizes, how results are judged, what the peers are called with, and what is printed."""
+"""The benchmark of losses from hidden states: sizes, verdicts, calls of the peers, and tables."""
 
 import dataclasses
 import math
@@ -37,7 +37,7 @@ def named(name: str, function: Callable[..., Tensor]) -> Provider:
 
 
 def peer(name: str) -> Provider:
-    """As if it were installed here and took these inputs."""
+    """Return the peer as if it were installed and took these inputs."""
     return dataclasses.replace(
         providers.choose([name])[-1], packages=(), beyond=lambda inputs: None
     )
@@ -170,7 +170,7 @@ def test_the_products() -> None:
 def bent(
     loss: float = 1.0, leaf: int = 0, rows: slice = slice(None), factor: float = 1.0
 ) -> Callable[..., Tensor]:
-    """The right loss times a factor, and gradients of which one is wrong in some rows."""
+    """Return the loss times a factor, with one gradient that is wrong in some rows."""
 
     def function(*inputs: Tensor) -> Tensor:
         *leaves, target = inputs
@@ -188,7 +188,7 @@ def bent(
     [{"loss": 1.001}, {"leaf": 0, "factor": 0.999}, {"leaf": 1, "factor": 1.001}],
     ids=str,
 )
-def test_ours_are_held_to_the_error_of_pytorch_and_others_to_less(
+def test_the_bound_of_peers_is_looser_than_the_error_of_pytorch(
     changes: dict[str, float],
 ) -> None:
     assert all(row.timing for row in run(iter([CASE]), named("another", bent(**changes))))
@@ -393,8 +393,8 @@ def test_table_csv_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr().out
     for part in PARTS:
         assert (
-            f"\nlinear_cross_entropy bf16, {part}: times the products\ntokens × hidden × vocabulary  partita-fast"
-            in printed
+            f"\nlinear_cross_entropy bf16, {part}: times the products\n"
+            "tokens × hidden × vocabulary  partita-fast" in printed
         )
 
 

@@ -153,7 +153,7 @@ def _fails(x: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("no kernel\nat all")
 
 
-WRONG: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+BROKEN: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     "inexact": (lambda x: torch.softmax(x, -1) * 1.1, " ulp at ["),
     "unwritten": (lambda x: torch.softmax(x, -1) + 0 * torch.empty_like(x), "got nan"),
     "wrong gradient": (
@@ -164,11 +164,11 @@ WRONG: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("kind", BROKEN)
 def test_check_finds_what_is_wrong(
-    wrong: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    function, note = WRONG[wrong]
+    function, note = BROKEN[kind]
     check = _check_machine.Check(
         "softmax", function, lambda x: torch.softmax(x, -1), lambda x: (), "element", -1
     )

@@ -51,7 +51,7 @@ GOOD, BAD = check("softmax", lambda x: torch.softmax(x, -1)), check("broken", _f
 
 
 class Page(HTMLParser):
-    """What a page holds; every element must be closed, and none may load a source or run a script."""
+    """A page of HTML, whose elements must be closed and may load no source and run no script."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(convert_charrefs=True)
@@ -252,7 +252,8 @@ def test_nobody_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.setenv(
             name,
-            f"{home}/work on janezzyzx@box-17 and box-17.example.org, /scratch/jane.q.zzyzx/file.py:3",
+            f"{home}/work on janezzyzx@box-17 and box-17.example.org,"
+            " /scratch/jane.q.zzyzx/file.py:3",
         )
     path = home / "box-17" / "janezzyzx.html"
     monkeypatch.setattr(_check_machine, "CHECKS", (BAD,))
@@ -340,8 +341,8 @@ def test_a_backend_that_serves_nothing(
 def test_what_is_wrong_in_the_bench_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = providers.Provider("partita", {"softmax": lambda: lambda x: 1.1 * torch.softmax(x, -1)})
-    monkeypatch.setattr(providers, "OURS", (wrong,))
+    ops = {"softmax": lambda: lambda x: 1.1 * torch.softmax(x, -1)}
+    monkeypatch.setattr(providers, "OURS", (providers.Provider("partita", ops),))
     assert run(tmp_path / "report.html", "--ops=softmax", "--peers=torch") == 1
     page = Page(tmp_path / "report.html")
     assert "results of Partita wrong or refused" in capsys.readouterr().out

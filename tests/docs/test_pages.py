@@ -1,4 +1,4 @@
-"""Pages of documentation: their code runs, their links lead somewhere, and the reference has every public name."""
+"""Pages of documentation: their code runs, their links exist, the reference is complete."""
 
 import contextlib
 import importlib
@@ -57,14 +57,14 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def found(path: str) -> Any:
-    """What a name of the reference stands for: modules go before what a package calls by the same name, as for mkdocstrings."""
+    """Return the object of a name in the reference; modules come first, as for mkdocstrings."""
     parts = path.split(".")
-    for count in range(len(parts), 0, -1):
+    for depth in range(len(parts), 0, -1):
         try:
-            value: Any = importlib.import_module(".".join(parts[:count]))
+            value: Any = importlib.import_module(".".join(parts[:depth]))
         except ModuleNotFoundError:
             continue
-        for part in parts[count:]:
+        for part in parts[depth:]:
             value = getattr(value, part)
         return value
     raise ModuleNotFoundError(path)

@@ -1,4 +1,4 @@
-"""What the tests of the benchmark share."""
+"""Settings and runs that the tests of the benchmark share."""
 
 import csv
 import importlib.metadata

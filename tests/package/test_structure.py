@@ -1,4 +1,4 @@
-"""The layout of the package: who may import whom, and how source files look."""
+"""The layout of the package: the imports between modules, and the look of source files."""
 
 import ast
 import re

@@ -57,7 +57,7 @@ def test_two_ulp_without_a_baseline(steps: int, passed: bool) -> None:
 
 
 @pytest.mark.parametrize(("steps", "passed"), [(10, True), (11, False)])
-def test_twice_the_worst_error_of_the_baseline(steps: int, passed: bool) -> None:
+def test_the_budget_doubles_the_worst_error_of_the_baseline(steps: int, passed: bool) -> None:
     result, baseline = (
         torch.tensor([1.5 + steps * FP32_ULP, 1.5]),
         torch.tensor([1.5, 1.5 + 5 * FP32_ULP]),
@@ -86,14 +86,14 @@ def test_an_fp64_truth_of_an_fp64_result_doubles_the_budget() -> None:
     ids=str,
 )
 def test_scale(scale, passed: bool) -> None:
-    """An error of 2e-5 at 0.1, beside a 1000 whose ulp is 6e-5."""
+    """An error of 2e-5 at 0.1 stands next to 1000, whose ulp is 6e-5."""
     expected = truth(1000.0, 0.1)[None]
     scale = scale.flip(0) if isinstance(scale, Tensor) and scale.numel() == 1 else scale
     assert ulp_error(torch.tensor([[1000.0, 0.10002]]), expected, scale=scale).passed is passed
 
 
 def test_terms_are_counted_in_the_accumulator_and_the_result_in_its_own_dtype() -> None:
-    """bf16: one ulp at 0.5 is 2^-9; terms of 2^14 in fp32 have an ulp of the same size, terms of 2^16 a greater one."""
+    """One ulp of bf16 at 0.5 is 2^-9, like that of terms of 2^14 in fp32."""
     result = torch.tensor([0.5 + 4 * 2.0**-8]).bfloat16()
     assert ulp_error(result, truth(0.5), scale=truth(2.0**14)).ulp == 4
     assert ulp_error(result, truth(0.5), scale=truth(2.0**16)).ulp == 2
@@ -127,8 +127,8 @@ def test_the_message_names_the_worst_element() -> None:
             torch.tensor([[1.0, 2.0], [4.5, 4.0]]), truth(1, 2, 4, 4).reshape(2, 2), name="grad"
         )
     assert (
-        str(caught.value)
-        == "grad: 1.05e+06 ulp at [1, 0] (got 4.5, expected 4.0); budget 2 ulp, the baseline's own error 0 ulp"
+        str(caught.value) == "grad: 1.05e+06 ulp at [1, 0] (got 4.5, expected 4.0); budget 2 ulp,"
+        " the baseline's own error 0 ulp"
     )
 
 
