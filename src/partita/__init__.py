@@ -53,6 +53,12 @@ __all__ = [
     "token_stats",
 ]
 
+# Users meet these objects as `partita.X`, so this is what error messages and pickles name.
+for _name in __all__:
+    _object = globals().get(_name)
+    if callable(_object):
+        _object.__module__ = __name__
+
 _modules = ("integrations", "nn", "parallel", "testing")
 
 

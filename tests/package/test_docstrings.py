@@ -1,5 +1,6 @@
 """Docstrings of public names have shapes, units, errors, a source and an example that runs."""
 
+import doctest
 import importlib
 from collections import Counter
 
@@ -13,6 +14,7 @@ from helpers.docstrings import (
     PUBLIC,
     RULES,
     Public,
+    doc_of,
     names_of,
     problems,
 )
@@ -22,6 +24,21 @@ from helpers.docstrings import (
 def test_docstring(public: Public) -> None:
     rules = [rule for rule in RULES[public.kind] if (public.name, rule.__name__) not in EXCEPTIONS]
     assert [problem for rule in rules for problem in problems(public, rule)] == []
+
+
+@pytest.mark.parametrize(
+    "public",
+    [public for public in PUBLIC if ">>>" in doc_of(public)],
+    ids=lambda public: public.name,
+)
+def test_example(public: Public) -> None:
+    test = doctest.DocTestParser().get_doctest(doc_of(public), {}, public.name, None, 0)
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    runner = doctest.DocTestRunner(optionflags=flags, verbose=False)
+    printed: list[str] = []
+    runner.run(test, out=printed.append)
+    assert runner.tries > 0
+    assert not runner.failures, "".join(printed)
 
 
 @pytest.mark.parametrize(("name", "rule"), EXCEPTIONS, ids=lambda value: value)

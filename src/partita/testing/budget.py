@@ -178,7 +178,7 @@ def assert_within_budget(
     scale: Scale = "element",
     name: str = "result",
 ) -> None:
-    """Raise an error that names the worst element, unless `ulp_error` of the same arguments passes.
+    """Raise `AssertionError` with the worst element, unless `ulp_error` of the arguments passes.
 
     Args:
         result, truth, baseline, scale: as in `ulp_error`.
