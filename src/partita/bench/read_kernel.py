@@ -1,4 +1,4 @@
-"""A read and nothing else: the ceiling of ops that write little."""
+"""A kernel that only reads: its speed bounds that of ops that write little."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read_kernel(
     size,
     BLOCK: tl.constexpr,
 ):
-    """One number for each block, so that no load can be left out."""
+    """Write one number for each block, so that the compiler can leave out no load."""
     block = tl.program_id(0)
     offset = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     x = tl.load(input_ptr + offset, mask=offset < size, other=0)
@@ -27,7 +27,7 @@ def read_kernel(
 
 
 def read(input: Tensor) -> Tensor:
-    """The greatest 32-bit word of each block of a contiguous tensor."""
+    """Return the greatest 32-bit word of each block of a contiguous tensor."""
     words = input.view(torch.int32).flatten()
     blocks = cdiv(words.numel(), BLOCK)
     output = words.new_empty(blocks)

@@ -35,7 +35,7 @@ def integer(name: str, value: Any) -> None:
 
 
 def shape(name: str, value: Tensor, expected: Sequence[int], meaning: str) -> None:
-    """Raise `ValueError` unless the tensor has the expected shape; `meaning` spells it in letters."""
+    """Raise `ValueError` unless the tensor has the expected shape, named by `meaning`."""
     if tuple(value.shape) != tuple(expected):
         raise ValueError(
             f"{name}: expected shape {meaning} = {list(expected)}, got {list(value.shape)}"

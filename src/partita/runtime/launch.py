@@ -35,7 +35,7 @@ register_cache("runtime.launch.call_ids", _call_ids.clear)
 
 
 def cdiv(number: int, by: int) -> int:
-    """Return the quotient rounded up. Triton's own function costs as much host time as a tensor."""
+    """Return the quotient rounded up. Triton's own takes the host as long as making a tensor."""
     return -(-number // by)
 
 
@@ -104,9 +104,9 @@ def call_id(*args: Any) -> int:
 def launch(kernel: Any, programs: int, *args: Any, call: Any = None, **options: Any) -> None:
     """Run `kernel` on the device and the current stream of its first tensor.
 
-    A kernel that was compiled for such arguments is called directly and with addresses, which Triton
-    accepts. That halves the host time. A launch with the same numbers as an earlier one, or with the
-    same `call`, skips the specialization too.
+    A kernel that was compiled for such arguments is called directly, and with the addresses of
+    tensors, which Triton accepts. That halves the host time. A launch with the same arguments as an
+    earlier one, or with the same `call`, skips the specialization too.
 
     Args:
         kernel: the Triton kernel.

@@ -89,12 +89,14 @@ def define(
     def refuse_derivatives(*args: Any) -> Any:
         """Raise where a transform would bypass the autograd functions and lose the derivative."""
         transformed = torch._C._functorch.peek_interpreter_stack() is not None
-        if transformed and torch.is_grad_enabled():
-            if any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
-                raise RuntimeError(
-                    f"{qualified}: no derivative here; compile the function inside of"
-                    " torch.func.grad, not the transform itself"
-                )
+        needs_grad = torch.is_grad_enabled() and any(
+            isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args
+        )
+        if transformed and needs_grad:
+            raise RuntimeError(
+                f"{qualified}: no derivative here; compile the function inside of"
+                " torch.func.grad, not the transform itself"
+            )
         with torch._C._AutoDispatchBelowAutograd():
             return dispatched(*args)
 

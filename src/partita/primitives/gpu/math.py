@@ -17,7 +17,7 @@ LN2_LOW = tl.constexpr(1.4286068203e-6)
 
 @triton.jit
 def finite_shift(maximum):
-    """Return the maximum to subtract before an exponential: 0 for -inf, so no -inf - -inf arises."""
+    """Return the maximum to subtract before an exponential: 0 for -inf, to avoid -inf - -inf."""
     return tl.where(maximum == -float("inf"), 0.0, maximum)
 
 
@@ -81,8 +81,8 @@ def reciprocal(b):
 def log_exact(total):
     """Return the logarithm of a row's sum, in fp32 to 1 ulp.
 
-    The sum is 0 or at least a normal number. Triton's logarithm in fp32 has an error of several ulp,
-    and that in fp64 takes five times as long.
+    The sum is 0 or at least a normal number. Triton's logarithm in fp32 has an error of several
+    ulp, and that in fp64 takes five times as long.
     """
     if total.dtype == tl.float64 or UNFUSED:
         return tl.log(total)

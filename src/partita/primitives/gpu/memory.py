@@ -60,8 +60,8 @@ def edge_columns(head, body, classes, VEC: tl.constexpr, LANES: tl.constexpr):
 def opaque(packed, zero):
     """Return `packed`, a block of a half type, as values that the compiler regards as new.
 
-    The compiler then converts them to fp32 once more. Otherwise it would hold the fp32 copies, which
-    double the registers that a row occupies while its program waits.
+    The compiler then converts them to fp32 once more. Otherwise it would hold the fp32 copies,
+    which double the registers that a row occupies while its program waits.
     """
     return tl.inline_asm_elementwise(
         "xor.b32 $0, $1, $2;", "=r,r,r", [packed, zero], dtype=packed.dtype, is_pure=False, pack=2

@@ -1,7 +1,7 @@
 """How tensors become rows, and rows become launches.
 
-`row_view` merges all dimensions but one, so that a kernel sees `[batches, rows, classes]`. The plans
-(`row_plan`, `reduce_plan`, `elementwise_plan`) choose block sizes for such a view, and the
+`row_view` merges all dimensions but one, so that a kernel sees `[batches, rows, classes]`. The
+plans (`row_plan`, `reduce_plan`, `elementwise_plan`) choose block sizes for such a view, and the
 `*_options` functions turn a plan into the constexpr arguments of a kernel.
 """
 
@@ -265,9 +265,10 @@ def _whole_row_plan(shape: RowShape, block: int, elements: int, vector: int) -> 
 
 @functools.lru_cache(maxsize=4096)
 def reduce_plan(shape: RowShape, carried: int = 2) -> RowPlan:
-    """Return the plan of a kernel that only reads, and carries `carried` numbers from block to block.
+    """Return the plan of a kernel that only reads.
 
-    If there are few rows, several programs share each row.
+    The kernel carries `carried` numbers from block to block. If there are few rows, several
+    programs share each row.
     """
     block = next_power_of_2(max(shape.classes, 1))
     if not shape.contiguous:

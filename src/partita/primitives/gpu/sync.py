@@ -1,8 +1,8 @@
 """The exchange between programs that share a row, through 64-bit words in zeroed memory.
 
-In an exchange (`exchange_*`) each program stores a pair of numbers in its slot and waits for all the
-other pairs. In a merge (`store_partial`, `arrives_last`, `load_partials`) no program waits, and the
-last one to arrive reads the pairs of the row.
+In an exchange (`exchange_*`) each program stores a pair of numbers in its slot and waits for all
+the other pairs. In a merge (`store_partial`, `arrives_last`, `load_partials`) no program waits, and
+the last one to arrive reads the pairs of the row.
 """
 
 import triton
@@ -34,9 +34,9 @@ def unpack_pair(word):
 def exchange_pairs(slots_ptr, split, splits, first, second, BLOCK_SPLITS: tl.constexpr):
     """Give a pair to the programs that share the row, and return all pairs, [BLOCK_SPLITS] each.
 
-    A pair is one 64-bit word, so no program reads half of it. A word that is not 0 has been written.
-    Programs take their index from an atomic counter, so all programs before a waiting one have
-    started, and the programs of one row are few enough to be resident together.
+    A pair is one 64-bit word, so no program reads half of it. A word that is not 0 has been
+    written. Programs take their index from an atomic counter, so all programs before a waiting one
+    have started, and the programs of one row are few enough to be resident together.
     """
     tl.atomic_xchg(slots_ptr + split, pack_pair(first, second), sem="relaxed")
     lane = tl.arange(0, BLOCK_SPLITS)

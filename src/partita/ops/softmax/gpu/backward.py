@@ -56,10 +56,7 @@ def softmax_backward_tile_kernel(
     column = tl.arange(0, BLOCK_V).to(tl.int64)[None, :]  # [1, BLOCK_V]
     mask = (row < rows) & (column < classes)
     grad_ptrs = (
-        grad_ptr
-        + batch * grad_batch_stride
-        + row * grad_row_stride
-        + column * grad_class_stride
+        grad_ptr + batch * grad_batch_stride + row * grad_row_stride + column * grad_class_stride
     )
     grad = tl.load(grad_ptrs, mask=mask, other=0.0).to(ACC_DTYPE)
     output_ptrs = (
@@ -118,12 +115,12 @@ def softmax_backward_row_kernel(
     if VEC > 1:
         edge, edge_mask = edge_columns(head, body, classes, VEC, 2 * VEC)  # [2 * VEC]
         edge_mask &= split == 0
-        edge_grad = tl.load(
-            grad_ptr + row * grad_row_stride + edge, mask=edge_mask, other=0.0
-        ).to(tl.float32)
-        edge_y = tl.load(
-            output_ptr + row * output_row_stride + edge, mask=edge_mask, other=0.0
-        ).to(tl.float32)
+        edge_grad = tl.load(grad_ptr + row * grad_row_stride + edge, mask=edge_mask, other=0.0).to(
+            tl.float32
+        )
+        edge_y = tl.load(output_ptr + row * output_row_stride + edge, mask=edge_mask, other=0.0).to(
+            tl.float32
+        )
         total += tl.sum(edge_grad if LOG else edge_grad * edge_y, axis=0)
     if SHARED:
         total = exchange_sum(slots_ptr + 1 + row * splits, split, splits, total, BLOCK_SPLITS)

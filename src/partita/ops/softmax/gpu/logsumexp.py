@@ -78,8 +78,8 @@ def logsumexp_kernel(
         ).to(ACC_DTYPE)
         maximum, total = online_softmax(maximum, total, by_lane(edge_x, LANES, 1), EXACT)
     maximum, total, _ = merge_lanes(maximum, total)
-    total = total.to(ACC_DTYPE)
     write_mask = row < rows
+    total = total.to(ACC_DTYPE)
     if SHARED:
         row_slots_ptr = slot_base(slots_ptr, tl.sum(batch * rows + row, axis=0), splits)
         store_partial(row_slots_ptr, split, tl.sum(maximum, axis=0), tl.sum(total, axis=0))
