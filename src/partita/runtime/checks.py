@@ -141,5 +141,6 @@ def within(name: str, value: Tensor, low: int, high: int, meaning: str) -> None:
 
 def blank(value: object, classes: int) -> None:
     """Raise `ValueError` unless the blank is one of the classes."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or not 0 <= value < classes:  # type: ignore[operator]
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_integer or not 0 <= value < classes:  # type: ignore[operator]
         raise ValueError(f"blank: expected a class from 0 to {classes - 1}, got {value!r}")

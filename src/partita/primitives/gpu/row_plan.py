@@ -1,4 +1,4 @@
-"""How tensors become rows, and rows become launches.
+"""Views of tensors as rows, and plans of launches over rows.
 
 `row_view` merges all dimensions but one, so that a kernel sees `[batches, rows, classes]`. The
 plans (`row_plan`, `reduce_plan`, `elementwise_plan`) choose block sizes for such a view, and the
@@ -108,7 +108,7 @@ def with_output(
 
 @dataclass(frozen=True)
 class RowPlan:
-    """How a kernel divides its rows into programs and blocks.
+    """The division of a kernel's rows into programs and blocks.
 
     Fields:
         kind: `tile`: a program holds whole rows; `row`: `splits` programs share one row, and each

@@ -61,8 +61,9 @@ def logsumexp_kernel(
     last = tl.minimum((split + 1) * classes_per_split, classes)
     unmasked = unmasked_end(split * classes_per_split, last, body, BLOCK_V, LANES)
     for first in range(split * classes_per_split, unmasked, BLOCK_V):
-        column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
-        x = tl.load(row_ptrs + column * class_stride).to(ACC_DTYPE)
+        x = tl.load(
+            row_ptrs + (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :] * class_stride
+        ).to(ACC_DTYPE)
         maximum, total = online_softmax(maximum, total, by_lane(x, LANES, VECTOR), EXACT)
     for first in range(unmasked, last, BLOCK_V):
         column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
