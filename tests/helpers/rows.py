@@ -1,4 +1,4 @@
-"""What the tests of the rows family share: the ops beside PyTorch's, what they are measured by, and Hypothesis strategies."""
+"""Helpers for tests of ops on rows: PyTorch's functions, comparisons with fp64, and inputs."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -52,6 +52,15 @@ hypothesis_settings = settings(
 
 
 class Op(NamedTuple):
+    """An op on rows.
+
+    Fields:
+        name: its name in Partita.
+        ours: Partita's function.
+        theirs: PyTorch's function.
+        reference: the function that is computed in fp64 for the truth.
+    """
+
     name: str
     ours: Callable[..., Tensor]
     theirs: Callable[..., Tensor]
@@ -59,7 +68,10 @@ class Op(NamedTuple):
 
 
 def plain_logsumexp(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> Tensor:
-    """PyTorch's own gradient is exp(x - logsumexp), which is off where the maximum is large: this one is not."""
+    """Compute log-sum-exp with a gradient that is exact for a large maximum.
+
+    PyTorch's gradient is exp(x - logsumexp), which is not.
+    """
     maximum = x.detach().amax(dim, keepdim=True)
     maximum = torch.where(maximum.isinf(), 0, maximum)
     result = maximum + (x - maximum).exp().sum(dim, keepdim=True).log()
@@ -75,8 +87,10 @@ ops = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 
 
 def check(function: Callable, reference: Callable, *inputs: Tensor, **options: Any) -> None:
+    """Assert that a function and its gradients are within the error budget."""
     errors = contract_errors(function, reference, *inputs, **options)
-    # Triton's interpreter cuts off the bits that bf16 has no room for, in place of rounding, and rounds twice in a fused multiply-add.
+    # Triton's interpreter truncates to bf16 and does not round, and its fused multiply-add rounds
+    # two times.
     allowed = 2 if INTERPRETING else 1
     assert all(
         error.ulp <= allowed * error.budget for error in (*errors.forward, *errors.backward)
@@ -84,8 +98,10 @@ def check(function: Callable, reference: Callable, *inputs: Tensor, **options: A
 
 
 def worst_case(terms: Terms, classes: int) -> Terms:
-    """Terms so large that 2 ulp of them is what `classes` roundings one after the other can add up to: for tensors of too few elements to
-    show the baseline's usual error."""
+    """Return terms so large that 2 ulp of them bound the error of `classes` successive roundings.
+
+    They serve tensors with too few elements to show the usual error of the baseline.
+    """
     factor = classes / 4 + 2
     forward = (
         terms.forward * factor
@@ -96,7 +112,10 @@ def worst_case(terms: Terms, classes: int) -> Terms:
 
 
 def check_op(op: Op, x: Tensor, dim: int, *, few: bool = False) -> None:
-    """Against fp64, on `few` elements or on enough to compare with PyTorch's own errors."""
+    """Assert that an op is within the budget against fp64.
+
+    The tensor has enough elements to compare with PyTorch's own errors, or `few`.
+    """
     result = op.theirs(x, dim)
     upstream = upstream_like([result])
     rows = x if x.ndim else x.reshape(1)
@@ -107,7 +126,7 @@ def check_op(op: Op, x: Tensor, dim: int, *, few: bool = False) -> None:
     )
     terms = worst_case(terms, rows.shape[dim]) if few else terms
     forward, backward = (t.reshape(like.shape) for t, like in zip(terms, (result, x), strict=True))
-    # The interpreter rounds in the middle of a fused multiply-add, on which the last ulp of an element rests.
+    # The interpreter rounds inside a fused multiply-add, and that decides the last ulp.
     scale = "element" if op.name == "softmax" and not few and not INTERPRETING else forward
     check(
         lambda x: op.ours(x, dim),
@@ -130,26 +149,22 @@ def plain_cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """All the options, composed from PyTorch's functions; half types are computed in fp32 and rounded once."""
+    """Compute cross-entropy with all options from PyTorch's functions.
+
+    Half types are computed in fp32 and rounded once.
+    """
+    options = {
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+        "softcap": softcap,
+        "z_loss": z_loss,
+    }
     if input.dtype in (torch.float16, torch.bfloat16):
-        options = {
-            "ignore_index": ignore_index,
-            "reduction": reduction,
-            "label_smoothing": label_smoothing,
-            "softcap": softcap,
-            "z_loss": z_loss,
-        }
         return plain_cross_entropy(input.float(), target, weight, **options).to(input.dtype)
-    if (
-        input.ndim == 1
-    ):  # as a batch of one: the mean over no rows is NaN there, where torch on CUDA gives 0 for one ignored label without a batch
-        options = {
-            "ignore_index": ignore_index,
-            "reduction": reduction,
-            "label_smoothing": label_smoothing,
-            "softcap": softcap,
-            "z_loss": z_loss,
-        }
+    # One row is a batch of one. The mean over no rows is then NaN; without a batch PyTorch on CUDA
+    # gives 0 for one ignored label.
+    if input.ndim == 1:
         return plain_cross_entropy(
             input.unsqueeze(0), target.unsqueeze(0), weight, **options
         ).reshape(())
@@ -169,9 +184,9 @@ def plain_cross_entropy(
     if not z_loss:
         return loss
     z = z_loss * plain_logsumexp(input, min(input.ndim - 1, 1)) ** 2
-    kept = torch.ones_like(z, dtype=torch.bool) if probabilities else target != ignore_index
-    z = torch.where(kept, z, 0)
-    return loss + {"none": z, "sum": z.sum(), "mean": z.sum() / kept.sum()}[reduction]
+    valid = torch.ones_like(z, dtype=torch.bool) if probabilities else target != ignore_index
+    z = torch.where(valid, z, 0)
+    return loss + {"none": z, "sum": z.sum(), "mean": z.sum() / valid.sum()}[reduction]
 
 
 def check_loss(
@@ -184,7 +199,7 @@ def check_loss(
     upstream: Tensor | None = None,
     **options: Any,
 ) -> None:
-    """`partita.cross_entropy` against fp64."""
+    """Assert that `partita.cross_entropy` is within the budget against fp64."""
     if upstream is None:
         (upstream,) = upstream_like([plain_cross_entropy(logits, target, weight, **options)])
     terms = cross_entropy_terms(logits, target, weight, upstream, **options)
@@ -202,7 +217,7 @@ def check_loss(
 
 
 def targets_for(logits: Tensor, kind: str, *, ignored: int | None = None, seed: int = 1) -> Tensor:
-    """Labels, a third of them `ignored` where that is given, or probabilities."""
+    """Return probabilities, or labels; with `ignored` a third of the labels has that value."""
     generator = torch.Generator().manual_seed(seed)
     if kind == "probabilities":
         return (
@@ -219,7 +234,7 @@ def targets_for(logits: Tensor, kind: str, *, ignored: int | None = None, seed: 
 
 
 def class_weights(classes: int, dtype: torch.dtype, device: str) -> Tensor:
-    """Positive, but for one class whose weight is 0."""
+    """Return positive weights, and 0 for one class."""
     weights = torch.rand(classes, generator=torch.Generator().manual_seed(2)) + 0.1
     weights[classes // 2] = 0
     return weights.to(device, dtype)
@@ -234,7 +249,10 @@ def strided(
     device: str,
     seed: int,
 ) -> Tensor:
-    """A tensor of this shape whose dimensions lie in memory in this order, at these steps; a step of 0 repeats the elements."""
+    """Return a tensor whose dimensions lie in memory in this order and with these steps.
+
+    A step of 0 repeats the elements.
+    """
     generator = torch.Generator().manual_seed(seed)
     stored = [max(1, shape[d] * steps[d]) if steps[d] else 1 for d in order]
     memory = (3 * torch.randn(stored, generator=generator)).to(device, dtype)
@@ -245,7 +263,7 @@ def strided(
 
 @st.composite
 def tensors(draw: st.DrawFn, device: str, *, min_dims: int = 0, max_dims: int = 4) -> Tensor:
-    """Any shape, strides and floating dtype."""
+    """Draw a tensor of any shape, strides and floating dtype."""
     shape = draw(
         st.lists(st.integers(0, 9) | st.integers(10, 70), min_size=min_dims, max_size=max_dims)
     )
@@ -267,4 +285,5 @@ def leaf(
     device: str = "cpu",
     seed: int = 0,
 ) -> Tensor:
+    """Return sample rows that need a gradient."""
     return sample_rows(rows, columns, dtype=dtype, device=device, seed=seed).requires_grad_()

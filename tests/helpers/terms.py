@@ -1,8 +1,10 @@
-"""The magnitude of the terms that each result and gradient is a sum of, in fp64: what their errors are counted in ulp of.
+"""The magnitudes in fp64 of the terms that each result and gradient is a sum of.
 
-An exponential of x - m carries the rounding of its argument, so an error of |x - m| ulp beside its own; a logarithm of a sum has an absolute
-error of at least one ulp of 1, the sum's relative one. Arithmetic in the accumulator may flush what is below its smallest normal number to
-zero: an exponential is off by as much, however small it is, and so is every product with it, times its coefficients.
+Errors of the results are measured in ulp of these magnitudes. An exponential of x - m has an error
+of |x - m| ulp from the rounding of its argument, in addition to its own error. A logarithm of a sum
+has an absolute error of at least one ulp of 1, which is the relative error of the sum. Arithmetic
+in the accumulator may flush numbers below its smallest normal number to zero. So an exponential may
+be off by that much, however small it is, and a product with it by that much times its coefficients.
 """
 
 from typing import NamedTuple
@@ -14,26 +16,51 @@ from partita.runtime.dtypes import acc_dtype
 
 
 class Terms(NamedTuple):
+    """The magnitudes of the terms of an op.
+
+    Fields:
+        forward: those of the result, or of each result.
+        backward: those of the gradient of the input.
+    """
+
     forward: Tensor | list[Tensor]
     backward: Tensor
 
 
 class Parts(NamedTuple):
+    """The parts that softmax and its logarithm are computed from, in fp64.
+
+    Fields:
+        maximum: the magnitude of the maximum.
+        depth: |x - maximum|.
+        log_sum: |log of the sum of exponentials|.
+        p: the softmax.
+        p_error: the magnitude of p's error in ulp: that of its exponential and of a flush to zero.
+    """
+
     maximum: Tensor
-    depth: Tensor  # |x - maximum|
+    depth: Tensor
     log_sum: Tensor
     p: Tensor
-    blurred: Tensor  # p, with the error of its exponential, and with its flush to zero
+    p_error: Tensor
 
 
 def flush(dtype: torch.dtype) -> float:
-    """The term whose ulp in the accumulator is the accumulator's smallest normal number."""
+    """Return the term whose ulp in the accumulator is its smallest normal number."""
     limits = torch.finfo(acc_dtype(dtype))
     return limits.smallest_normal / limits.eps
 
 
-def parts(x: Tensor, dim: int, floor: float, noise: float = 0.0) -> Parts:
-    """Of x in fp64; `floor` is what p counts as at least: not where it is 0 in fp64 too, for then nothing is left to flush."""
+def parts(x: Tensor, dim: int, flushed: float, noise: float = 0.0) -> Parts:
+    """Compute the parts of x, which is in fp64.
+
+    Args:
+        x: the logits.
+        dim: the dimension of the classes.
+        flushed: the magnitude that the flush to zero adds to p. A p that is 0 in fp64 too has no
+            digits to flush.
+        noise: the magnitude of the error of x itself.
+    """
     maximum = x.amax(dim, keepdim=True)
     maximum = torch.where(maximum.isinf(), 0, maximum)
     depth = (x - maximum).abs() + noise
@@ -44,30 +71,31 @@ def parts(x: Tensor, dim: int, floor: float, noise: float = 0.0) -> Parts:
         depth,
         sum_exp.log().abs(),
         p,
-        torch.where(p == 0, 0, p * (1 + depth) + floor),
+        torch.where(p == 0, 0, p * (1 + depth) + flushed),
     )
 
 
 def softmax_terms(name: str, x: Tensor, dim: int, upstream: Tensor) -> Terms:
-    rounded = (
-        torch.finfo(x.dtype).eps / torch.finfo(acc_dtype(x.dtype)).eps
-    )  # the backward pass starts from the rounded output
-    _, depth, log_sum, p, blurred = parts(x.double(), dim, flush(x.dtype) / rounded)
+    """Return the terms of softmax or log-softmax."""
+    # The backward pass reads the rounded output.
+    rounded = torch.finfo(x.dtype).eps / torch.finfo(acc_dtype(x.dtype)).eps
+    _, depth, log_sum, p, p_error = parts(x.double(), dim, flush(x.dtype) / rounded)
     g = upstream.double().abs()
     total = (p * g).sum(dim, keepdim=True)
     if name == "softmax":
         return Terms(
-            blurred, rounded * (blurred * (g + total) + p * (blurred * g).sum(dim, keepdim=True))
+            p_error, rounded * (p_error * (g + total) + p * (p_error * g).sum(dim, keepdim=True))
         )
     return Terms(
-        depth + log_sum + 1, g + rounded * (blurred + p * log_sum) * g.sum(dim, keepdim=True)
+        depth + log_sum + 1, g + rounded * (p_error + p * log_sum) * g.sum(dim, keepdim=True)
     )
 
 
 def logsumexp_terms(x: Tensor, dim: int, upstream: Tensor) -> Terms:
-    maximum, _, log_sum, _, blurred = parts(x.double(), dim, flush(x.dtype))
+    """Return the terms of log-sum-exp."""
+    maximum, _, log_sum, _, p_error = parts(x.double(), dim, flush(x.dtype))
     return Terms(
-        (maximum + log_sum + 1).squeeze(dim), upstream.double().abs().unsqueeze(dim) * blurred
+        (maximum + log_sum + 1).squeeze(dim), upstream.double().abs().unsqueeze(dim) * p_error
     )
 
 
@@ -83,10 +111,11 @@ def cross_entropy_terms(
     softcap: float | None = None,
     z_loss: float = 0.0,
 ) -> Terms:
+    """Return the terms of cross-entropy with all its options."""
     dim = min(logits.ndim - 1, 1)
     classes = logits.shape[dim]
     x = logits.double() if softcap is None else softcap * torch.tanh(logits.double() / softcap)
-    maximum, depth, log_sum, _, blurred = parts(x, dim, flush(logits.dtype), softcap or 0.0)
+    maximum, depth, log_sum, _, p_error = parts(x, dim, flush(logits.dtype), softcap or 0.0)
     weights = (
         torch.ones(classes, dtype=torch.float64, device=x.device)
         if weight is None
@@ -94,30 +123,31 @@ def cross_entropy_terms(
     )
     weights = weights.reshape([-1 if d == dim else 1 for d in range(x.ndim)])
     if target.is_floating_point():
-        kept = torch.ones_like(log_sum)
+        valid = torch.ones_like(log_sum)
         q = weights * (target.double() * (1 - label_smoothing) + label_smoothing / classes)
-        main_count = count = kept.sum()
+        total_weight = num_rows = valid.sum()
     else:
-        kept = (target != ignore_index).unsqueeze(dim).double()
+        valid = (target != ignore_index).unsqueeze(dim).double()
         labels = torch.where(target == ignore_index, 0, target).long().unsqueeze(dim)
         hot = torch.zeros_like(x).scatter(dim, labels, 1.0)
-        q = kept * weights * (hot * (1 - label_smoothing) + label_smoothing / classes)
-        main_count, count = (kept * weights.expand_as(x).gather(dim, labels)).sum(), kept.sum()
+        q = valid * weights * (hot * (1 - label_smoothing) + label_smoothing / classes)
+        total_weight = (valid * weights.expand_as(x).gather(dim, labels)).sum()
+        num_rows = valid.sum()
     g = upstream.double().abs()
     g = g.unsqueeze(dim) if reduction == "none" else g
-    main, z = (g / main_count, g / count) if reduction == "mean" else (g, g)
+    main, z = (g / total_weight, g / num_rows) if reduction == "mean" else (g, g)
     lse = maximum + log_sum + 1
     row = torch.where(q == 0, 0, q * (depth + log_sum + 1)).sum(dim, keepdim=True)
     slope = (
-        main * (torch.where(kept == 0, 0, blurred) * q.sum(dim, keepdim=True) + q)
-        + 2 * z * z_loss * lse * kept * blurred
+        main * (torch.where(valid == 0, 0, p_error) * q.sum(dim, keepdim=True) + q)
+        + 2 * z * z_loss * lse * valid * p_error
     )
     slope = slope if softcap is None else slope * (1 + (x / softcap) ** 2)
     if reduction == "none":
-        return Terms((row + z_loss * kept * lse**2).squeeze(dim), slope)
-    rows, squares = row.sum(), z_loss * (kept * lse**2).sum()
+        return Terms((row + z_loss * valid * lse**2).squeeze(dim), slope)
+    rows, squares = row.sum(), z_loss * (valid * lse**2).sum()
     return Terms(
-        rows / main_count + squares / count if reduction == "mean" else rows + squares, slope
+        rows / total_weight + squares / num_rows if reduction == "mean" else rows + squares, slope
     )
 
 
@@ -129,19 +159,20 @@ def token_stats_terms(
     temperature: float = 1.0,
     ignore_index: int = -100,
 ) -> Terms:
+    """Return the terms of `token_stats`: log-probability, log-sum-exp and entropy."""
     x = logits.double() / temperature
-    maximum, depth, log_sum, p, blurred = parts(x, -1, flush(logits.dtype))
-    kept = (target != ignore_index).unsqueeze(-1)
-    labels = torch.where(kept, target.unsqueeze(-1), 0).long()
+    maximum, depth, log_sum, p, p_error = parts(x, -1, flush(logits.dtype))
+    valid = (target != ignore_index).unsqueeze(-1)
+    labels = torch.where(valid, target.unsqueeze(-1), 0).long()
     hot = torch.zeros_like(x).scatter(-1, labels, 1.0)
-    logprob = torch.where(kept, depth.gather(-1, labels) + log_sum + 1, 0)
-    surprise = torch.where(p == 0, 0, depth + log_sum + 1)
-    entropy = (blurred * surprise).sum(-1, keepdim=True)
+    logprob = torch.where(valid, depth.gather(-1, labels) + log_sum + 1, 0)
+    neg_log_p = torch.where(p == 0, 0, depth + log_sum + 1)
+    entropy = (p_error * neg_log_p).sum(-1, keepdim=True)
     on_target, h, e = (u.double().abs().unsqueeze(-1) for u in upstream)
-    slope = kept * on_target * (hot + blurred) + h * blurred + e * blurred * (surprise + entropy)
-    # x / temperature is rounded before the maximum is taken from it
-    blur = 1 if temperature == 1 else 1 + maximum
+    slope = valid * on_target * (hot + p_error) + h * p_error + e * p_error * (neg_log_p + entropy)
+    # x / temperature is rounded before the maximum is subtracted from it.
+    rounding = 1 if temperature == 1 else 1 + maximum
     return Terms(
-        [(t * blur).squeeze(-1) for t in (logprob, maximum + log_sum + 1, entropy)],
-        slope * blur / temperature,
+        [(t * rounding).squeeze(-1) for t in (logprob, maximum + log_sum + 1, entropy)],
+        slope * rounding / temperature,
     )

@@ -21,7 +21,7 @@ from helpers.rows import INTERPRETING
 
 import partita
 from partita.runtime import backend as _backend
-from partita.runtime import register
+from partita.runtime.caches import clear_caches
 
 pytest.importorskip("triton")
 import triton
@@ -125,11 +125,11 @@ def recording(launches: list[Launch], cuda: str | None) -> Iterator[None]:
         mock.patch.object(row_plan, "NVIDIA", cuda is not None),
         partita.backend("triton"),
     ):
-        register.clear_implementations()
+        clear_caches()
         try:
             yield
         finally:
-            register.clear_implementations()
+            clear_caches()
 
 
 def call_chains(dtype: torch.dtype, states: int, slots: int) -> None:

@@ -1,4 +1,4 @@
-"""partita.backend and PARTITA_BACKEND: who serves a call, and that nobody steps in for them in silence."""
+"""`partita.backend` and `PARTITA_BACKEND`: the backend that serves a call, without fallbacks."""
 
 import sys
 import threading
@@ -94,7 +94,7 @@ def test_a_plain_call_outside_of_blocks_sets_the_default_of_all_threads() -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "numba", "floor"),
+    ("name", "device", "numba", "table"),
     [
         ("auto", CPU, False, "reference"),
         ("auto", CPU, True, "cpu"),
@@ -108,25 +108,25 @@ def test_a_plain_call_outside_of_blocks_sets_the_default_of_all_threads() -> Non
     ],
     ids=str,
 )
-def test_who_serves(
-    name: str, device: torch.device, numba: bool, floor: str, monkeypatch: pytest.MonkeyPatch
+def test_the_table_that_serves(
+    name: str, device: torch.device, numba: bool, table: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_backend, "has_triton", lambda: True)
     monkeypatch.setattr(_backend, "has_numba", lambda: True)
-    assert _backend.resolve(name, device, has_cpu=numba) == floor
+    assert _backend.resolve(name, device, has_cpu=numba) == table
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "numba", "floor"),
+    ("name", "device", "numba", "table"),
     [("auto", CPU, True, "reference"), ("auto", GPU, True, "reference")],
     ids=str,
 )
-def test_who_serves_without_the_packages(
-    name: str, device: torch.device, numba: bool, floor: str, monkeypatch: pytest.MonkeyPatch
+def test_the_table_that_serves_without_the_packages(
+    name: str, device: torch.device, numba: bool, table: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_backend, "has_triton", lambda: False)
     monkeypatch.setattr(_backend, "has_numba", lambda: False)
-    assert _backend.resolve(name, device, has_cpu=numba) == floor
+    assert _backend.resolve(name, device, has_cpu=numba) == table
     with pytest.raises(
         RuntimeError, match=r"^backend 'triton': the package triton is not installed$"
     ):

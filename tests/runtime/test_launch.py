@@ -1,4 +1,4 @@
-"""Side streams, with stand-ins for the streams of a GPU: who waits for whom, and which thread has which."""
+"""Side streams, with stand-ins for the streams of a GPU: their waits, and their threads."""
 
 import threading
 from collections.abc import Iterator
@@ -10,13 +10,14 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-SideStream = pytest.importorskip("partita.runtime.launch").SideStream
+from partita.runtime.caches import BoundedCache
+from partita.runtime.launch import SideStream
 
 DEVICE = torch.device("cuda", 0)
 
 
 class Stream:
-    """Of a stream, whom it waits for."""
+    """A stand-in for a stream that records which streams it waits for."""
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self.device, self.priority, self.waits = device, priority, []  # type: ignore[var-annotated]
@@ -27,7 +28,7 @@ class Stream:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The main stream, and the one that is current now."""
+    """Replace the streams of PyTorch; return the main stream, and the one that is current."""
     state = SimpleNamespace(main=Stream(DEVICE), now=None)
     state.now = state.main
 
@@ -42,7 +43,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: state.now)
     monkeypatch.setattr(torch.cuda, "stream", entered)
-    monkeypatch.setattr(SideStream, "_streams", {})
+    monkeypatch.setattr(SideStream, "_streams", BoundedCache(8))
     return state
 
 
@@ -50,16 +51,14 @@ GPU: Any = SimpleNamespace(is_cuda=True, device=DEVICE)
 
 
 def test_launches_run_on_a_side_stream_between_two_waits(streams: Any) -> None:
-    beside = SideStream(GPU, True)
-    with beside:
+    side_stream = SideStream(GPU, True)
+    with side_stream:
         side = streams.now
-    assert (
-        side is not streams.main and side.priority == -1 and side.waits == [streams.main]
-    )  # what the scans read is there
-    assert (
-        streams.now is streams.main and streams.main.waits == []
-    )  # and what comes now runs beside them
-    beside.join()
+    assert side is not streams.main and side.priority == -1
+    assert side.waits == [streams.main]  # the launches read what the main stream has computed
+    # The following launches of the main stream overlap with them.
+    assert streams.now is streams.main and streams.main.waits == []
+    side_stream.join()
     assert streams.main.waits == [side]
 
 
@@ -67,20 +66,20 @@ def test_launches_run_on_a_side_stream_between_two_waits(streams: Any) -> None:
 def test_all_in_their_order_where_it_is_not_wanted_or_there_are_no_streams(
     tensor: Any, wanted: bool, streams: Any
 ) -> None:
-    beside = SideStream(tensor, wanted)
-    with beside:
+    side_stream = SideStream(tensor, wanted)
+    with side_stream:
         assert streams.now is streams.main
-    beside.join()
+    side_stream.join()
     assert streams.main.waits == []
 
 
-def test_a_thread_keeps_its_stream_and_another_has_its_own(streams: Any) -> None:
-    first, again = SideStream(GPU, True), SideStream(GPU, True)
+def test_each_thread_has_its_own_stream(streams: Any) -> None:
+    first, second = SideStream(GPU, True), SideStream(GPU, True)
     other: list[Any] = []
     thread = threading.Thread(target=lambda: other.append(SideStream(GPU, True)))
     thread.start()
     thread.join()
-    assert first.side is again.side and other[0].side is not first.side
+    assert first.side is second.side and other[0].side is not first.side
     assert (
         SideStream(SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1)), True).side
         is not first.side
@@ -88,9 +87,9 @@ def test_a_thread_keeps_its_stream_and_another_has_its_own(streams: Any) -> None
 
 
 def test_an_error_inside_leaves_the_main_stream_current(streams: Any) -> None:
-    beside = SideStream(GPU, True)
-    with pytest.raises(RuntimeError, match="out of memory"), beside:
+    side_stream = SideStream(GPU, True)
+    with pytest.raises(RuntimeError, match="out of memory"), side_stream:
         raise RuntimeError("out of memory")
     assert streams.main.waits == []
-    beside.join()
-    assert streams.main.waits == [beside.side]
+    side_stream.join()
+    assert streams.main.waits == [side_stream.side]

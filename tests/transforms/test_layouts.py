@@ -1,5 +1,8 @@
-"""Inputs as programs really have them: rows cut out of others, narrow labels, lengths in a column, tensors made in inference mode; and compilers are told
-how results lie in memory."""
+"""Inputs as programs really have them, and the memory layouts of results as fakes report them.
+
+The inputs are rows cut out of others, labels of narrow types, lengths in a column of a tensor, and
+tensors made in inference mode.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +20,10 @@ NARROW = (torch.int8, torch.uint8)
 
 
 def without_the_last(device: str, classes: int = 20_000) -> Tensor:
-    """All steps but the last of each sequence, as a language model's loss takes them: rows that lie in several groups, and are shared by programs."""
+    """Return all steps but the last of each sequence, as a language model's loss takes them.
+
+    The rows lie in several groups, and several programs share each row.
+    """
     rows = torch.randn(3, 4, classes, generator=torch.Generator().manual_seed(0)).to(device)
     return rows[:, :-1]
 
@@ -40,7 +46,7 @@ def test_the_loss_of_rows_cut_out_of_others(reduction: str, device: str) -> None
 
 
 def same_bits(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, *targets: Tensor) -> None:
-    """Of the loss and of its gradient, whichever of the targets it gets."""
+    """Assert that the loss and its gradient have the same bits for all of the targets."""
     results = []
     for target in targets:
         leaf = logits.clone().requires_grad_()
@@ -54,7 +60,7 @@ def same_bits(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, *targets
 @devices
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_labels_of_a_narrow_type(dtype: torch.dtype, device: str) -> None:
-    """Outside of the rows there is no label, whatever the type would make of `ignore_index`."""
+    """Masked lanes have no label, even if the narrow type cannot represent `ignore_index`."""
     logits = torch.randn(21, 120, generator=torch.Generator().manual_seed(0)).to(device)
     target = torch.arange(21, device=device) * 3
     matrix = torch.eye(120, device=device)
@@ -73,7 +79,7 @@ def test_labels_of_a_narrow_type(dtype: torch.dtype, device: str) -> None:
 @pytest.mark.interpreted
 @devices
 def test_targets_of_ctc_of_a_narrow_type(device: str) -> None:
-    """Classes beyond the type's last, and a blank among them."""
+    """Some classes, and the blank, are beyond the range of the type."""
     logits = torch.randn(8, 2, 300, generator=torch.Generator().manual_seed(0)).to(device)
     targets = torch.tensor([[254, 3, 254, 254, 7], [5, 255, 255, 1, 0]], device=device)
     same_bits(
@@ -86,8 +92,8 @@ def test_targets_of_ctc_of_a_narrow_type(device: str) -> None:
         partita.ctc_align(logits, t, [8, 7], [5, 4], blank=299, from_logits=True)[:4]
         for t in (targets, targets.to(torch.uint8))
     )
-    for wide, narrow in zip(*aligned, strict=True):
-        assert torch.equal(wide, narrow)
+    for expected, found in zip(*aligned, strict=True):
+        assert torch.equal(expected, found)
 
 
 @pytest.mark.interpreted
@@ -117,7 +123,7 @@ def test_lengths_in_a_column(device: str) -> None:
 
 @pytest.mark.interpreted
 @devices
-def test_a_negative_target_length_spoils_its_own_sequence_alone(
+def test_a_negative_target_length_invalidates_only_its_own_sequence(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PARTITA_CHECK", "0")
@@ -141,7 +147,7 @@ def test_a_negative_target_length_spoils_its_own_sequence_alone(
 @pytest.mark.interpreted
 @devices
 def test_chains_in_inference_mode(device: str) -> None:
-    """Their tables are tensors without a version."""
+    """Tables that are made in inference mode are tensors without a version counter."""
     emissions = torch.randn(6, 2, 4, generator=torch.Generator().manual_seed(0)).to(device)
     transitions = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)).to(device)
 
@@ -164,9 +170,8 @@ def test_chains_in_inference_mode(device: str) -> None:
 @pytest.mark.gpu
 def test_a_tagger_in_a_capture() -> None:
     emissions, transitions = torch.randn(6, 2, 4, device="cuda"), torch.randn(4, 4, device="cuda")
-    expected = partita.linear_chain(
-        emissions, transitions
-    ).logz()  # makes its table, which the capture finds
+    # The first call makes the edge table, which the capture then finds in the cache.
+    expected = partita.linear_chain(emissions, transitions).logz()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = partita.linear_chain(emissions, transitions).logz()
@@ -175,6 +180,7 @@ def test_a_tagger_in_a_capture() -> None:
 
 
 def layouts(*shape: int) -> Iterator[Tensor]:
+    """Yield tensors of one shape with different strides."""
     yield torch.randn(shape[::-1]).permute(*reversed(range(len(shape))))
     if INTERPRETING:  # slow
         return
@@ -185,107 +191,77 @@ def layouts(*shape: int) -> Iterator[Tensor]:
 
 
 def calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Ops, with arguments of many layouts."""
-    from partita.ops.chain import autograd as chain
-    from partita.ops.cross_entropy import api as cross_entropy
-    from partita.ops.cross_entropy import token_stats
-    from partita.ops.ctc import autograd as ctc
-    from partita.ops.softmax import api as softmax
-
-    labels, along = torch.randint(4, (3, 5)), torch.randint(5, (3, 4))
+    """Yield registered ops, with arguments of many layouts."""
+    ops = torch.ops.partita
+    labels, columns = torch.randint(4, (3, 5)), torch.randint(5, (3, 4))
     for x in layouts(3, 4, 5):
         for dim in range(3):
-            yield softmax._softmax, (x, dim, True, x.dtype)
-            yield softmax._softmax_backward, (torch.randn(3, 4, 5), x, dim, False, x.dtype)
+            yield ops.softmax, (x, dim, True, x.dtype)
+            yield ops.softmax_backward, (torch.randn(3, 4, 5), x, dim, False, x.dtype)
         for target in (labels, torch.rand(3, 4, 5)):
-            rows = (x, target, None, -100, 0.0, 0.0)
-            yield cross_entropy._rows, rows
+            loss_args = (x, target, None, -100, 0.0, 0.0)
+            yield ops.cross_entropy, loss_args
+            saved = ops.cross_entropy(*loss_args, "auto")[2:]
+            grads = (torch.randn(3, 5), torch.randn(3, 5))
             yield (
-                cross_entropy._rows_backward,
-                (
-                    torch.randn(3, 5),
-                    torch.randn(3, 5),
-                    *rows[:3],
-                    *cross_entropy._rows(*rows, "auto")[2:],
-                    *rows[3:],
-                ),
+                ops.cross_entropy_backward,
+                (*grads, *loss_args[:3], *saved, *loss_args[3:]),
             )
-            yield cross_entropy._one_pass, (*rows, 0.0, True, x.dtype)
-        found = token_stats._stats(x, along, 1.0, -100, "auto")
-        yield token_stats._stats, (x, along, 1.0, -100)
+            yield ops.cross_entropy_one_pass, (*loss_args, 0.0, True, x.dtype)
+        stats = ops.token_stats(x, columns, 1.0, -100, "auto")
+        yield ops.token_stats, (x, columns, 1.0, -100)
+        grads = tuple(torch.randn(3, 4) for _ in range(3))
         yield (
-            token_stats._stats_backward,
-            (
-                *(torch.randn(3, 4) for _ in range(3)),
-                x,
-                along,
-                found[4],
-                found[5],
-                found[2],
-                1.0,
-                -100,
-            ),
+            ops.token_stats_backward,
+            (*grads, x, columns, stats[4], stats[5], stats[2], 1.0, -100),
         )
-    lengths, target = torch.tensor([6, 5]), (torch.tensor([1, 2, 3, 1]), torch.tensor([0, 2]))
+    lengths, target_lengths = torch.tensor([6, 5]), torch.tensor([2, 2])
+    targets = (torch.tensor([1, 2, 3, 1]), torch.tensor([0, 2]), lengths, target_lengths)
     for x in layouts(6, 2, 5):
-        for keep in (True, False):
-            yield (
-                ctc.loss,
-                (
-                    x,
-                    *target,
-                    lengths,
-                    torch.tensor([2, 2]),
-                    2,
-                    0,
-                    True,
-                    "none" if keep else "mean",
-                    False,
-                    keep,
-                ),
-            )
-        yield ctc.align, (x, *target, lengths, torch.tensor([2, 2]), 2, 0, True)
+        for save in (True, False):
+            reduction = "none" if save else "mean"
+            yield ops.ctc_loss, (x, *targets, 2, 0, True, reduction, False, save)
+        yield ops.ctc_align, (x, *targets, 2, 0, True)
     source, ends = torch.tensor([[0, 1], [1, 2], [2, -1]]), torch.randn(3, 2).T
     for x in layouts(4, 2, 3, 2):
-        log_z = chain.logz(x, source, ends, ends, None, True, "auto")
-        yield chain.logz, (x, source, ends, ends, None, True)
-        yield (
-            chain.logz_gradient,
-            (torch.ones(2, dtype=torch.float64), x, ends, ends, source, None, *log_z, x.dtype),
-        )
-        yield chain.viterbi, (x, source, ends, ends, None, True)
-        yield chain.expectation, (x, source, ends, ends, None, x, ends, ends, True)
+        chain = (x, source, ends, ends, None)
+        yield ops.chain_logz, (*chain, True)
+        logz = ops.chain_logz(*chain, True, "auto")
+        grad = torch.ones(2, dtype=torch.float64)
+        yield ops.chain_gradient, (grad, x, ends, ends, source, None, *logz, x.dtype)
+        yield ops.chain_viterbi, (*chain, True)
+        yield ops.chain_expectation, (*chain, x, ends, ends, True)
 
 
 @pytest.mark.parametrize(
     "backend", [pytest.param("auto", marks=pytest.mark.interpreted), "reference"]
 )
 def test_results_lie_as_compilers_are_told(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes, dtypes and strides of what each op returns, beside what it says under a fake mode."""
+    """Compare sizes, dtypes and strides of each op's results with those of its fake."""
     if INTERPRETING:
         backend = "triton"
-    wrong, count = [], 0
+    differing, compared = [], 0
     for op, arguments in calls():
         mode = FakeTensorMode()
-        faked = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments]
-        real = op.dispatched(*arguments, backend)
+        fake_arguments = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments]
+        real = op(*arguments, backend)
         with mode:
-            told = op.dispatched(*faked, backend)
-        for one, other in zip(
-            *([r] if isinstance(r, Tensor) else r for r in (real, told)), strict=True
+            fake = op(*fake_arguments, backend)
+        for result, expected in zip(
+            *([r] if isinstance(r, Tensor) else r for r in (real, fake)), strict=True
         ):
-            count += 1
+            compared += 1
             strides = [
                 [step for step, size in zip(t.stride(), t.shape, strict=True) if size > 1]
-                for t in (one, other)
+                for t in (result, expected)
             ]
             if (
-                one.shape != other.shape
-                or one.dtype != other.dtype
-                or (one.numel() and strides[0] != strides[1])
+                result.shape != expected.shape
+                or result.dtype != expected.dtype
+                or (result.numel() and strides[0] != strides[1])
             ):
-                wrong.append((op.dispatched, arguments[0].stride(), one.stride(), other.stride()))
-    assert not wrong and count > 40
+                differing.append((op, arguments[0].stride(), result.stride(), expected.stride()))
+    assert not differing and compared > 40
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""PyTorch's own samples of the ops that ours stand in for."""
+"""PyTorch's own samples of the ops that ours replace."""
 
+import functools
 from typing import Any
 from unittest import mock
 
@@ -12,29 +13,28 @@ from torch import Tensor
 import partita
 
 pytest.importorskip("expecttest", reason="PyTorch's samples need it")
-with mock.patch.object(
-    torch.backends, "disable_global_flags"
-):  # for the other tests of the process
+# The import would disable the global flags for the other tests of the process too.
+with mock.patch.object(torch.backends, "disable_global_flags"):
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 INFOS = [info for info in op_db if info.name in (*OPS, "nn.functional.cross_entropy")]
-LINEAR = [
-    info for info in op_db if info.name == "nn.functional.linear_cross_entropy"
-]  # from torch 2.13 on
+# PyTorch has this op since 2.13.
+LINEAR = [info for info in op_db if info.name == "nn.functional.linear_cross_entropy"]
 (CTC,) = [info for info in op_db if info.name == "nn.functional.ctc_loss"]
 infos = pytest.mark.parametrize(
     "info", INFOS, ids=lambda info: "-".join(filter(None, (info.name, info.variant_test_name)))
 )
 
 
-def check_normalised(op: Op, x: Tensor, dim: int, **options: Any) -> None:
-    check_op(
-        Op(op.name, *((lambda x, dim, f=f: f(x, dim, **options)) for f in op[1:])), x, dim, few=True
-    )
+def check_softmax(op: Op, x: Tensor, dim: int, **options: Any) -> None:
+    """Assert that softmax or log-softmax with these options is within the budget."""
+    functions = ((lambda x, dim, f=f: f(x, dim, **options)) for f in op[1:])
+    check_op(Op(op.name, *functions), x, dim, few=True)
 
 
 def check_logsumexp(x: Tensor, *args: Any) -> None:
+    """Assert that log-sum-exp over any dimensions is within the budget."""
     check(
         lambda x: partita.logsumexp(x, *args),
         lambda x: plain_logsumexp(x, *args),
@@ -44,6 +44,7 @@ def check_logsumexp(x: Tensor, *args: Any) -> None:
 
 
 def check_empty(function: Any, theirs: Any, sample: SampleInput) -> None:
+    """Assert that a function gives PyTorch's result for an empty tensor, and has a gradient."""
     x = sample.input.detach().requires_grad_()
     ours, expected = (f(x, *sample.args, **sample.kwargs) for f in (function, theirs))
     assert torch.equal(ours, expected)
@@ -55,7 +56,7 @@ def check_empty(function: Any, theirs: Any, sample: SampleInput) -> None:
 @dtypes
 @infos
 def test_samples(info: OpInfo, dtype: torch.dtype, device: str) -> None:
-    """All kinds, under PyTorch's names of the arguments: nothing is adapted or left out."""
+    """All kinds of samples pass under PyTorch's names of the arguments, without an adaptation."""
     samples = list(info.reference_inputs(device, dtype))
     assert samples
     for sample in samples:
@@ -67,7 +68,7 @@ def test_samples(info: OpInfo, dtype: torch.dtype, device: str) -> None:
         elif info.name == "logsumexp":
             check_logsumexp(x, *args)
         else:
-            check_normalised(OPS[info.name], x, *args, **kwargs)
+            check_softmax(OPS[info.name], x, *args, **kwargs)
 
 
 @devices
@@ -78,7 +79,10 @@ def test_samples(info: OpInfo, dtype: torch.dtype, device: str) -> None:
     ids=lambda info: info.name,
 )
 def test_integer_samples(info: OpInfo, dtype: torch.dtype, device: str) -> None:
-    """Cast by the argument `dtype`. Without one PyTorch's log-sum-exp takes integers as fp32; ours takes floating dtypes alone."""
+    """Integers are cast by the argument `dtype`.
+
+    Without it PyTorch's log-sum-exp takes integers as fp32; ours takes only floating dtypes.
+    """
     for sample in info.reference_inputs(device, dtype):
         assert torch.equal(
             *(
@@ -92,7 +96,10 @@ def test_integer_samples(info: OpInfo, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("backend", ["auto", "reference", "numba"])
 def test_ctc_samples(backend: str, dtype: torch.dtype, device: str) -> None:
-    """Through a log-softmax: PyTorch's own gradient is that of log-probabilities which come from one, ours is the true one of any."""
+    """The samples pass through a log-softmax.
+
+    PyTorch's gradient assumes log-probabilities that come from one; ours is the true one of any.
+    """
     if backend == "numba":
         pytest.importorskip("numba")
         if device != "cpu":
@@ -116,11 +123,17 @@ def test_ctc_samples(backend: str, dtype: torch.dtype, device: str) -> None:
         torch.testing.assert_close(grad, true_grad.to(dtype), **bounds)
 
 
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Cast a tensor of a floating dtype, and return anything else as it is."""
+    is_floating = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_floating else value
+
+
 @devices
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("info", LINEAR, ids=lambda info: info.variant_test_name)
 def test_linear_samples(info: OpInfo, dtype: torch.dtype, device: str) -> None:
-    """All of them but for `options`, which say how PyTorch cuts the batch."""
+    """All samples pass, without `options`, which say how PyTorch divides the batch."""
     samples = list(info.sample_inputs(device, dtype))
     assert samples
     for sample in samples:
@@ -131,9 +144,7 @@ def test_linear_samples(info: OpInfo, dtype: torch.dtype, device: str) -> None:
             (F.linear_cross_entropy, dtype),
             (F.linear_cross_entropy, torch.float64),
         ):
-            cast = lambda t, kind=kind: (
-                t.to(kind) if isinstance(t, Tensor) and t.is_floating_point() else t
-            )  # noqa: E731
+            cast = functools.partial(cast_floating, dtype=kind)
             leaf, matrix = (
                 cast(t.detach()).requires_grad_() for t in (sample.input, sample.args[0])
             )
@@ -145,13 +156,10 @@ def test_linear_samples(info: OpInfo, dtype: torch.dtype, device: str) -> None:
             )
             results.append((loss.detach(), *torch.autograd.grad(loss.sum(), (leaf, matrix))))
         for ours, theirs, truth in zip(*results, strict=True):
-            error, own = (
+            error, their_error = (
                 (t.double() - truth).abs().max() if truth.numel() else 0.0 for t in (ours, theirs)
             )
+            scale = truth.abs().max() if truth.numel() else 0.0
+            bound = 2 * their_error + 4 * torch.finfo(dtype).eps * scale
             assert ours.shape == truth.shape
-            assert (
-                error
-                <= 2 * own
-                + 4 * torch.finfo(dtype).eps * (truth.abs().max() if truth.numel() else 0.0)
-                or not truth.isfinite().all()
-            )
+            assert error <= bound or not truth.isfinite().all()

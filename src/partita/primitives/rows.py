@@ -9,33 +9,36 @@ from torch import Tensor
 
 from ..runtime.dtypes import acc_dtype
 
-ELEMENTS = 2**20  # of rows that are computed together on a CPU: their copies fit a cache
+# The elements of rows that are computed together on a CPU: their temporaries fit in a cache.
+ELEMENTS = 2**20
 
 
 def finite_shift(maximum: Tensor) -> Tensor:
-    """What to subtract: not -inf, from which nothing differs by a number."""
+    """Return the maximum to subtract before an exponential: 0 where the maximum is -inf."""
     return torch.where(maximum == -torch.inf, 0.0, maximum)
 
 
 def chunks(total: int, size: int) -> Iterator[slice]:
+    """Return slices of at most `size` elements that cover `total` elements."""
     return (slice(first, min(first + size, total)) for first in range(0, total, max(size, 1)))
 
 
 def row_chunks(rows: Tensor) -> Iterator[slice]:
-    """Of `[M, C]`, some at a time; elsewhere than on a CPU all together."""
-    return chunks(
-        len(rows),
-        max(1, ELEMENTS // max(rows.shape[1], 1)) if rows.device.type == "cpu" else len(rows),
-    )
+    """Return slices of the rows of `[M, V]`: small ones on a CPU, else one slice with all rows."""
+    on_cpu = rows.device.type == "cpu"
+    return chunks(len(rows), max(1, ELEMENTS // max(rows.shape[1], 1)) if on_cpu else len(rows))
 
 
 def softcap_slope(logits: Tensor, softcap: float) -> Tensor:
-    """Of the soft-cap: 1 - tanh² of what it takes the tanh of, whose digits a product would have lost."""
+    """Return the derivative of soft-capping, 1 - tanh², without cancellation near a tanh of 1."""
     t = (logits.to(acc_dtype(logits.dtype)) / softcap).tanh()
     return (1 - t) * (1 + t)
 
 
 def laid_out_like(result: Tensor, like: Tensor) -> Tensor:
-    """The result as kernels lay it out in memory, and as compilers are told: like another tensor."""
-    own = torch.empty_like(like, dtype=result.dtype)
-    return result if result.stride() == own.stride() else own.copy_(result)
+    """Return the result with the memory layout of another tensor.
+
+    Kernels lay out their results in this way, and the fakes tell compilers so.
+    """
+    output = torch.empty_like(like, dtype=result.dtype)
+    return result if result.stride() == output.stride() else output.copy_(result)

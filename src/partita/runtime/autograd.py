@@ -1,4 +1,4 @@
-"""What the autograd functions of all families share."""
+"""Helpers that the autograd functions of all families share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class _FirstDerivative(torch.autograd.Function):
-    """A first derivative that a kernel computes and whose own derivatives are the reference's."""
+    """A first derivative computed by a kernel, differentiated again through the reference."""
 
     generate_vmap_rule = True
 
@@ -64,8 +64,8 @@ def double_backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the differentiable gradients of `function(*inputs)` in the wanted inputs.
 
-    Each gradient is taken through a view of its own. Where one input is a function of another, the
-    caller's graph follows that path, so it is not counted here.
+    Each gradient is taken through its own view of the input. Where one input is a function of
+    another, the caller's graph follows that path, so the gradient here does not include it.
     """
     views = [
         tensor.view_as(tensor) if tensor is not None and wants else None
@@ -95,7 +95,7 @@ def refuse_forward_mode(*tensors: Tensor | None) -> None:
 
 
 def batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
-    """Return a tensor that `vmap` gives to a batching rule with the batch dimension first."""
+    """Return a tensor of a batching rule of `vmap` with the batch dimension first."""
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 

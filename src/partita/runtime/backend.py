@@ -1,4 +1,4 @@
-"""Which backend serves a call: the user's choice, and what is installed on this machine."""
+"""The choice of the backend that serves a call, by the user and by what is installed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from .caches import register_cache
+
 BACKENDS = ("auto", "reference", "triton", "numba")
 
 Table = Literal["reference", "gpu", "cpu"]
@@ -23,14 +25,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _default: str | None = None  # what a plain call of `backend` set for the whole process
 _latest: str | None = None  # mirrors `_chosen` for compilers, which cannot trace a ContextVar
-_chosen: ContextVar[str | None] = ContextVar(
-    "partita_backend", default=None
-)  # that of the innermost block
+# The backend of the innermost block.
+_chosen: ContextVar[str | None] = ContextVar("partita_backend", default=None)
 
 
 @dataclass(frozen=True)
 class Backends:
-    """The functions that serve the ops of one family, by the name of the op.
+    """The tables of functions that serve the ops of one family, by the name of the op.
 
     Each field is a function that imports its backend and returns the table, so that Triton and
     Numba load at the first call that needs them.
@@ -59,19 +60,19 @@ def _known(name: str, origin: str) -> str:
 
 
 class backend(ContextDecorator):
-    """Serve calls by one backend: inside a block, or, as a plain call outside of any block, everywhere.
+    """Serve calls by one backend: in a block, or everywhere by a plain call outside of any block.
 
     Args:
         name: `auto` (Triton on a GPU, Numba or ATen on the CPU), `reference` (plain PyTorch on any
             device), `triton`, or `numba`.
 
-    A block holds in the current thread or task alone. A plain call outside of any block sets the
-    default of the process, which all threads share; before it, `PARTITA_BACKEND` does. A backend
-    that cannot serve a call raises `RuntimeError`; it never falls back in silence. The backward
-    pass of a graph runs on the backend of its forward pass, wherever it is called.
+    A block applies to the current thread or task only. A plain call outside of any block sets the
+    default of the process, which all threads share. Without such a call `PARTITA_BACKEND` sets the
+    default. A backend that cannot serve a call raises `RuntimeError`; it never falls back silently.
+    The backward pass of a graph runs on the backend of its forward pass, wherever it is called.
 
     Raises:
-        ValueError: `name` is none of these.
+        ValueError: `name` is not one of these names.
 
     Example:
         >>> import torch, partita
@@ -133,7 +134,7 @@ def has_numba() -> bool:
 
 @functools.cache
 def _without_numba() -> Table:
-    """Return the table that serves in place of Numba's kernels, and warn once."""
+    """Return the table that replaces Numba's kernels, and warn once."""
     message = (
         "partita: chains and CTC on the CPU run in PyTorch, several times slower than with Numba:"
         " pip install numba brings it"
@@ -142,13 +143,23 @@ def _without_numba() -> Table:
     return "reference"
 
 
+register_cache("runtime.backend.has_triton", has_triton.cache_clear)
+register_cache("runtime.backend.has_numba", has_numba.cache_clear)
+register_cache("runtime.backend.warned_about_numba", _without_numba.cache_clear)
+
+
 def interpreting() -> bool:
     """Return whether Triton's interpreter runs the kernels on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def resolve(name: str, device: torch.device, *, has_cpu: bool) -> Table:
-    """Return the table that serves a call on `device`; `has_cpu` says whether the op has Numba kernels.
+    """Return the table that serves a call on `device`.
+
+    Args:
+        name: the backend that the user chose.
+        device: the device of the call's tensors.
+        has_cpu: whether the op has Numba kernels.
 
     Raises:
         RuntimeError: the backend that the user chose cannot serve the call.

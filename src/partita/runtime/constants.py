@@ -1,4 +1,8 @@
-"""Tensors that many calls read and none writes, kept on GPUs: making one takes a launch or more, and what is built from a table is kept with its tensor."""
+"""Tensors that many calls read and none writes.
+
+They are cached on GPUs, because building one takes at least one launch. The edge tables that are
+derived from such a tensor are stored with it, so they are built once too.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,32 @@ import torch
 from torch import Tensor
 
 from .autograd import is_capturing, plain_eager
+from .caches import register_cache
 
-_made: dict[tuple[Any, ...], tuple[int, Tensor]] = {}
+# A full cache takes no further tensors. It drops none, since a captured CUDA graph may read them.
+MAX_CONSTANTS = 1024
+
+_constants: dict[tuple[Any, ...], tuple[int, Tensor]] = {}
+register_cache("runtime.constants", _constants.clear)
 
 
 def constant(make: Callable[..., Tensor], *args: Any, device: torch.device) -> Tensor:
-    """`make(*args, device=device)`; on a GPU the same tensor each time, which the first call waits for, as others may read it on other streams."""
+    """Return `make(*args, device=device)`; on a GPU the same tensor for the same arguments.
+
+    The first call waits for the GPU, because later calls may read the tensor on other streams.
+    """
     if device.type == "cpu" or not plain_eager():
         return make(*args, device=device)
     key = (make, device, *args)
-    version, found = _made.get(key, (0, None))
-    if found is not None and found._version == version:
-        return found
-    with torch.inference_mode(
-        False
-    ):  # what is made in that mode cannot be saved for a gradient later
-        found = make(*args, device=device)
-    if not is_capturing(found):
-        if found.is_cuda:
+    version, tensor = _constants.get(key, (0, None))
+    if tensor is not None and tensor._version == version:
+        return tensor
+    # A tensor that is made in inference mode cannot be saved for a gradient later.
+    with torch.inference_mode(False):
+        tensor = make(*args, device=device)
+    if not is_capturing(tensor):
+        if tensor.is_cuda:
             torch.cuda.current_stream(device).synchronize()
-        _made[key] = found._version, found
-    return found
+        if len(_constants) < MAX_CONSTANTS or key in _constants:
+            _constants[key] = tensor._version, tensor
+    return tensor

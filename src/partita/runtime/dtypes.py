@@ -1,4 +1,4 @@
-"""Dtypes that results are computed in."""
+"""The dtypes that results are computed in."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums of `dtype` are carried in."""
+    """Return the dtype in which sums of `dtype` are accumulated."""
     return torch.float64 if dtype == torch.float64 else torch.float32

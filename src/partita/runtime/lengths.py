@@ -1,4 +1,4 @@
-"""Lengths as users give them, on the device."""
+"""Lengths of sequences: from what users give to int64 tensors on the device."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ Lengths = Tensor | Sequence[int] | int
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device; a GPU is not waited for."""
+    """Copy the tensor to a device. The host does not wait for a GPU."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)  # to the CPU it has to wait
+    return tensor.to(device)  # a copy to the CPU has to wait
 
 
 def to_device_together(device: torch.device, *tensors: Tensor) -> Sequence[Tensor]:
-    """Several `[N]` of 64 bits on a device: in one copy where all have to go from the CPU to a GPU."""
+    """Copy several 64-bit tensors `[N]` to a device, from the CPU to a GPU in one transfer."""
     if device.type != "cuda" or any(tensor.device.type != "cpu" for tensor in tensors):
         return [to_device(tensor, device) for tensor in tensors]
-    count = len(tensors[0])
-    odd = (
-        [torch.nn.functional.pad(tensor, (0, 1)) for tensor in tensors] if count % 2 else tensors
-    )  # each starts on 16 bytes
-    rows = to_device(torch.stack(tuple(odd)), device).unbind()
-    return [row[:count] for row in rows] if count % 2 else rows
+    N = len(tensors[0])
+    if N % 2 == 0:
+        return to_device(torch.stack(tensors), device).unbind()
+    # Each row starts on 16 bytes, so that kernels are compiled for aligned pointers.
+    padded = [torch.nn.functional.pad(tensor, (0, 1)) for tensor in tensors]
+    return [row[:N] for row in to_device(torch.stack(padded), device).unbind()]
 
 
-def as_lengths(name: str, value: Lengths, count: int) -> Tensor:
-    """`[N]` int64, where it came from."""
+def as_lengths(name: str, value: Lengths, N: int) -> Tensor:
+    """Return the lengths as int64 `[N]` on the device that they are on."""
     if isinstance(value, Integral):
         value = [int(value)]
     if not isinstance(value, Tensor):
@@ -45,13 +45,13 @@ def as_lengths(name: str, value: Lengths, count: int) -> Tensor:
             ) from None
         value = torch.tensor(numbers, dtype=None if numbers else torch.int64, device="cpu")
     checks.integer(name, value)
-    checks.shape(name, value.reshape(-1), [count], "[N]")
+    checks.shape(name, value.reshape(-1), [N], "[N]")
     return value.reshape(-1).long().contiguous()
 
 
 def lengths_on_device(
-    name: str, value: Lengths, count: int, device: torch.device
+    name: str, value: Lengths, N: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """`[N]` int64 as it came, and on the device."""
-    came = as_lengths(name, value, count)
-    return came, to_device(came, device)
+    """Return the lengths as int64 `[N]`, first where the user has them, then on the device."""
+    lengths = as_lengths(name, value, N)
+    return lengths, to_device(lengths, device)

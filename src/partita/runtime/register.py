@@ -10,6 +10,7 @@ import torch
 
 from .autograd import plain_eager
 from .backend import Backends, resolve
+from .caches import register_cache
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -17,7 +18,12 @@ _library = torch.library.Library("partita", "DEF")
 
 
 class Op:
-    """A registered op. Plain eager code bypasses PyTorch's dispatcher, which costs host time."""
+    """A registered op. A plain eager call bypasses PyTorch's dispatcher, which costs host time.
+
+    Args:
+        eager: the function that serves plain eager calls.
+        dispatched: the op as PyTorch's dispatcher knows it.
+    """
 
     def __init__(self, eager: Callable[..., Any], dispatched: Callable[..., Any]) -> None:
         self.eager, self.dispatched = eager, dispatched
@@ -60,7 +66,7 @@ def define(
     def implementation(backend: str, device: torch.device) -> Callable[..., Any]:
         return backends.functions(resolve(backend, device, has_cpu=backends.cpu is not None))[name]
 
-    _implementations.append(implementation)
+    register_cache(f"runtime.register.{name}", implementation.cache_clear)
 
     def run(first: torch.Tensor, *rest: Any) -> Any:
         *args, backend = rest
@@ -83,12 +89,14 @@ def define(
     def refuse_derivatives(*args: Any) -> Any:
         """Raise where a transform would bypass the autograd functions and lose the derivative."""
         transformed = torch._C._functorch.peek_interpreter_stack() is not None
-        if transformed and torch.is_grad_enabled():
-            if any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
-                raise RuntimeError(
-                    f"{qualified}: no derivative here; compile the function inside of torch.func.grad,"
-                    " not the transform itself"
-                )
+        needs_grad = torch.is_grad_enabled() and any(
+            isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args
+        )
+        if transformed and needs_grad:
+            raise RuntimeError(
+                f"{qualified}: no derivative here; compile the function inside of"
+                " torch.func.grad, not the transform itself"
+            )
         with torch._C._AutoDispatchBelowAutograd():
             return dispatched(*args)
 
@@ -100,12 +108,3 @@ def define(
         torch.library.register_vmap(qualified, vmap, lib=_library)
     dispatched = getattr(torch.ops.partita, name).default
     return Op(run, dispatched)
-
-
-_implementations: list[Any] = []
-
-
-def clear_implementations() -> None:
-    """Forget which function serves each op, so that tests can change the backends."""
-    for implementation in _implementations:
-        implementation.cache_clear()

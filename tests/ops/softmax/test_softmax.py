@@ -1,4 +1,4 @@
-"""Softmax, log-softmax and log-sum-exp: forward and backward against fp64, on memory poisoned with NaN."""
+"""Softmax, log-softmax and log-sum-exp against fp64, on memory poisoned with NaN."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from partita.testing import EDGES, assert_within_budget, edge_rows, poisoned_mem
 
 COLUMNS = 37
 
-# What the interpreter needs minutes for and a GPU no time.
+# The large widths take minutes under the interpreter and no time on a GPU.
 WIDTHS = [pytest.param("cpu", width) for width in (1, 2, 3, 64, 129, 300)]
 WIDTHS += [
     pytest.param("cuda", width, marks=pytest.mark.gpu)
@@ -124,7 +124,7 @@ def test_logsumexp_over_several_dims(dim: tuple[int, ...], keepdim: bool, device
     ("shape", "dim"), [((0,), 0), ((3, 0), 1), ((0, 3), 1), ((2, 0, 3), 1)], ids=str
 )
 @ops
-def test_nothing(op: Op, shape: tuple[int, ...], dim: int, device: str) -> None:
+def test_empty_tensors(op: Op, shape: tuple[int, ...], dim: int, device: str) -> None:
     x = torch.zeros(shape, device=device, requires_grad=True)
     result = op.ours(x, dim)
     assert torch.equal(result, op.theirs(x, dim))
@@ -195,7 +195,7 @@ def test_first_and_second_derivatives(op: Op) -> None:
 @pytest.mark.interpreted
 @devices
 @ops
-def test_backward_twice_gives_equal_bits(op: Op, device: str) -> None:
+def test_two_backward_passes_give_equal_bits(op: Op, device: str) -> None:
     x = leaf(5, 70, device=device)
     result = op.ours(x, -1)
     upstream = 2.5 * torch.rand_like(result)
@@ -228,10 +228,10 @@ def test_leaves_its_arguments_alone(op: Op, device: str) -> None:
 @ops
 def test_vmap_and_per_sample_gradients(op: Op, device: str) -> None:
     x = sample_rows(3, 8, device=device).reshape(3, 2, 4)
-    for at in range(3):
+    for in_dim in range(3):
         for dim in (0, 1, -1):
-            mapped = torch.vmap(lambda x, dim=dim: op.ours(x, dim), in_dims=at)(x)
-            one_by_one = torch.stack([op.ours(part, dim) for part in x.unbind(at)])
+            mapped = torch.vmap(lambda x, dim=dim: op.ours(x, dim), in_dims=in_dim)(x)
+            one_by_one = torch.stack([op.ours(part, dim) for part in x.unbind(in_dim)])
             torch.testing.assert_close(mapped, one_by_one)
     each = torch.vmap(torch.func.grad(lambda x: op.ours(x, 0).square().sum()))(x)
     torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""Which functions serve the ops of softmax, log-softmax and log-sum-exp on each backend."""
+"""The functions that serve softmax, log-softmax and log-sum-exp on each backend."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def _reference() -> Functions:
 
 
 def _gpu() -> Functions:
-    from .gpu import logsumexp, softmax
+    from .gpu import launch
 
     return {
-        "softmax": softmax.softmax,
-        "softmax_backward": softmax.softmax_backward,
-        "logsumexp": logsumexp.logsumexp,
-        "logsumexp_backward": logsumexp.logsumexp_backward,
+        "softmax": launch.softmax,
+        "softmax_backward": launch.softmax_backward,
+        "logsumexp": launch.logsumexp,
+        "logsumexp_backward": launch.logsumexp_backward,
     }
 
 

@@ -1,23 +1,17 @@
-"""Softmax, log-softmax and log-sum-exp."""
+"""Softmax, log-softmax, log-sum-exp and their gradients in plain PyTorch."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...primitives.rows import laid_out_like
 from ...runtime.dtypes import acc_dtype
-
-
-class LogSumExp(NamedTuple):
-    logsumexp: Tensor  # [...]
-    maximum: Tensor  # [...], at least fp32
-    sumexp: Tensor  # [...], sum of exp(input - maximum)
+from .common import LogSumExp
 
 
 def softmax(input: Tensor, dim: int, log: bool, dtype: torch.dtype) -> Tensor:
+    """Return the softmax, or with `log` its logarithm, rounded to `dtype`."""
     function = torch.log_softmax if log else torch.softmax
     return laid_out_like(function(input.to(acc_dtype(input.dtype)), dim).to(dtype), input)
 
@@ -25,39 +19,42 @@ def softmax(input: Tensor, dim: int, log: bool, dtype: torch.dtype) -> Tensor:
 def softmax_backward(
     grad: Tensor, output: Tensor, dim: int, log: bool, dtype: torch.dtype
 ) -> Tensor:
+    """Return the gradient of the input, in the memory layout of the output."""
     return laid_out_like(softmax_gradient(grad, output, dim, log, dtype), output)
 
 
 def softmax_gradient(
     grad: Tensor, output: Tensor, dim: int, log: bool, dtype: torch.dtype
 ) -> Tensor:
-    wide = acc_dtype(output.dtype)
-    grad, output = grad.to(wide), output.to(wide)
+    """Return the gradient of the input; it can be differentiated again."""
+    acc = acc_dtype(output.dtype)
+    grad, output = grad.to(acc), output.to(acc)
     if log:
         return (grad - output.exp() * grad.sum(dim, keepdim=True)).to(dtype)
     return (output * (grad - (output * grad).sum(dim, keepdim=True))).to(dtype)
 
 
 def logsumexp(input: Tensor, dtype: torch.dtype) -> LogSumExp:
-    """Over the last dimension; an empty one gives -inf."""
-    wide = input.to(acc_dtype(input.dtype))
+    """Return log-sum-exp over the last dimension. The sum over an empty dimension is -inf."""
+    x = input.to(acc_dtype(input.dtype))
     if input.shape[-1] == 0:
-        empty = wide.new_full(input.shape[:-1], -torch.inf)
+        empty = x.new_full(input.shape[:-1], -torch.inf)
         return LogSumExp(empty.to(dtype, copy=True), empty, torch.zeros_like(empty))
-    maximum = wide.amax(-1)
+    maximum = x.amax(-1)
     shift = torch.where(maximum.isinf(), 0, maximum)
-    sumexp = (wide - shift.unsqueeze(-1)).exp().sum(-1)
+    sumexp = (x - shift.unsqueeze(-1)).exp().sum(-1)
     return LogSumExp((shift + sumexp.log()).to(dtype), maximum, sumexp)
 
 
 def logsumexp_backward(grad: Tensor, input: Tensor, maximum: Tensor, sumexp: Tensor) -> Tensor:
-    wide = input.to(acc_dtype(input.dtype))
+    """Return the gradient of the input from the statistics of the forward pass."""
+    x = input.to(acc_dtype(input.dtype))
     shift = torch.where(maximum.isinf(), 0, maximum).unsqueeze(-1)
-    weight = (grad.to(wide.dtype) / sumexp).unsqueeze(-1)
-    return ((wide - shift).exp() * weight).to(input.dtype)
+    coef = (grad.to(x.dtype) / sumexp).unsqueeze(-1)
+    return ((x - shift).exp() * coef).to(input.dtype)
 
 
 def logsumexp_gradient(grad: Tensor, input: Tensor) -> Tensor:
-    """The same from `input` alone, so that it can be differentiated again."""
-    wide = acc_dtype(input.dtype)
-    return (grad.to(wide).unsqueeze(-1) * torch.softmax(input.to(wide), -1)).to(input.dtype)
+    """Return the gradient of the input from the input only, so it can be differentiated again."""
+    acc = acc_dtype(input.dtype)
+    return (grad.to(acc).unsqueeze(-1) * torch.softmax(input.to(acc), -1)).to(input.dtype)

@@ -1,5 +1,4 @@
-"""Arithmetic that the kernels share: guarded exponentials, soft-capping, aligned access to rows that start anywhere, and the
-exchange between programs that share a row."""
+"""Arithmetic of the kernels: exponentials, logarithms and divisions of chosen precision; tanh."""
 
 import triton
 import triton.language as tl
@@ -7,26 +6,28 @@ import triton.language as tl
 from ...runtime.backend import interpreting
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LOG2E_LOW = tl.constexpr(1.925963033500e-8)  # what fp32 drops of log2(e)
-UNFUSED = tl.constexpr(
-    interpreting()
-)  # the interpreter rounds within a multiply-add, but its exponential is exact
+LOG2E_LOW = tl.constexpr(1.925963033500e-8)  # the part of log2(e) that fp32 drops
+# The interpreter rounds inside a multiply-add, but its exponential and logarithm are exact.
+UNFUSED = tl.constexpr(interpreting())
 LN2 = tl.constexpr(0.6931471805599453)
-LN2_HIGH = tl.constexpr(
-    0.693145751953125
-)  # so few bits that its products with small integers are exact
+# ln(2) in two parts. The first has so few bits that its products with small integers are exact.
+LN2_HIGH = tl.constexpr(0.693145751953125)
 LN2_LOW = tl.constexpr(1.4286068203e-6)
 
 
 @triton.jit
 def finite_shift(maximum):
-    """The maximum that is subtracted before an exponential: 0 where all is -inf, so that -inf - -inf never arises."""
+    """Return the maximum to subtract before an exponential: 0 for -inf, to avoid -inf - -inf."""
     return tl.where(maximum == -float("inf"), 0.0, maximum)
 
 
 @triton.jit
 def exp(x):
-    """e**x; in fp32 by exp2, with an error of |x| half-ulps: enough for what is summed, or rounded to a half type."""
+    """Return e**x.
+
+    In fp32 it is computed by exp2, and the error is |x| / 2 ulp. That is enough for terms of a sum,
+    and for results that are rounded to a half type.
+    """
     if x.dtype == tl.float64:
         return tl.exp(x)
     else:
@@ -35,7 +36,10 @@ def exp(x):
 
 @triton.jit
 def exp_exact(x):
-    """e**x to about 2 ulp in fp32 for every x <= 0: the product with log2(e) is carried in two parts."""
+    """Return e**x for x <= 0, in fp32 to about 2 ulp.
+
+    The product with log2(e) is carried in two parts.
+    """
     if x.dtype == tl.float64 or UNFUSED:
         return tl.exp(x)
     else:
@@ -48,21 +52,23 @@ def exp_exact(x):
 
 @triton.jit
 def divide(a, b):
-    """a / b, corrected once: Triton's own division of fp32 is off by 2 ulp, and its exact one costs registers."""
+    """Return a / b with one correction step.
+
+    Triton's own division in fp32 has an error of 2 ulp, and its exact one costs registers.
+    """
     if b.dtype == tl.float64:
         return a / b
     else:
         inverse = 1.0 / b
         quotient = a * inverse
         corrected = tl.fma(tl.fma(-b, quotient, a), inverse, quotient)
-        return tl.where(
-            corrected == corrected, corrected, quotient
-        )  # infinities have no correction
+        # The correction of an infinite quotient is NaN.
+        return tl.where(corrected == corrected, corrected, quotient)
 
 
 @triton.jit
 def reciprocal(b):
-    """1 / b, likewise."""
+    """Return 1 / b with one correction step, as in `divide`."""
     inverse = 1.0 / b
     if b.dtype == tl.float64:
         return inverse
@@ -73,18 +79,21 @@ def reciprocal(b):
 
 @triton.jit
 def log_exact(total):
-    """Logarithm of a row's sum, 0 or at least a normal number, to 1 ulp: fp32's own is off by several, and fp64's takes five times as long."""
+    """Return the logarithm of a row's sum, in fp32 to 1 ulp.
+
+    The sum is 0 or at least a normal number. Triton's logarithm in fp32 has an error of several
+    ulp, and that in fp64 takes five times as long.
+    """
     if total.dtype == tl.float64 or UNFUSED:
         return tl.log(total)
     else:
         bits = total.to(tl.int32, bitcast=True)
-        exponent = (
-            bits - 0x3F2AAAAB
-        ) & -0x800000  # such that what is left lies between 2/3 and 4/3
+        # The exponent is chosen so that the significand 1 + f lies between 2/3 and 4/3.
+        exponent = (bits - 0x3F2AAAAB) & -0x800000
         f = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
         power = (exponent >> 23).to(tl.float32)
         high = tl.fma(power, LN2_HIGH, f)
-        low = f - (high - power * LN2_HIGH)  # what that sum lost
+        low = f - (high - power * LN2_HIGH)  # the rounding error of that sum
         y = high + tl.fma(power, LN2_LOW, tl.fma(log1p_tail(f), f * f, low))
         return tl.where(
             (total > 0.0) & (total < float("inf")), y, tl.where(total == 0.0, -float("inf"), total)
@@ -93,7 +102,10 @@ def log_exact(total):
 
 @triton.jit
 def log1p_pair(rest):
-    """log(1 + rest) for rest >= 0 in two parts: what rounding 1 + rest and the logarithm itself to fp32 loses is in the second."""
+    """Return log(1 + rest) for rest >= 0 as the sum of two numbers.
+
+    The second has what is lost when 1 + rest and the logarithm itself are rounded to fp32.
+    """
     if rest.dtype == tl.float64 or UNFUSED:
         exact = tl.log(1.0 + rest.to(tl.float64))
         high = exact.to(rest.dtype)
@@ -114,7 +126,10 @@ def log1p_pair(rest):
 
 @triton.jit
 def log1p_tail(f):
-    """(log(1 + f) - f) / f**2 for |f| <= 1/3: a polynomial fitted at Chebyshev's points, which puts log(1 + f) within 6e-9 of itself."""
+    """Return (log(1 + f) - f) / f**2 for |f| <= 1/3.
+
+    The polynomial is fitted at Chebyshev points; with it log(1 + f) has an error below 6e-9.
+    """
     p = tl.fma(f, -0.12767342, 0.13891176)
     p = tl.fma(f, p, -0.12213734)
     p = tl.fma(f, p, 0.14025914)
@@ -127,7 +142,7 @@ def log1p_tail(f):
 
 @triton.jit
 def exp_for_dtype(x, dtype: tl.constexpr):
-    """The exponential of x <= 0 that a result of `dtype` is worth."""
+    """Return e**x for x <= 0 in the precision that a result of `dtype` needs."""
     if dtype == tl.float32:
         return exp_exact(x)
     else:
@@ -136,7 +151,10 @@ def exp_for_dtype(x, dtype: tl.constexpr):
 
 @triton.jit
 def sum_for_dtype(terms, axis: tl.constexpr, dtype: tl.constexpr):
-    """The sum along an axis that a result of `dtype` is worth: for fp32 in fp64, where a row has few terms and bandwidth hides it."""
+    """Return the sum along an axis in the precision that a result of `dtype` needs.
+
+    For fp32 results the sum is in fp64, if a row has few terms; then bandwidth hides the cost.
+    """
     if dtype == tl.float32 and terms.shape[axis] <= 4096:
         return tl.sum(terms.to(tl.float64), axis=axis).to(tl.float32)
     else:
@@ -145,7 +163,7 @@ def sum_for_dtype(terms, axis: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """tanh in the precision of x; a series near 0, where the quotient of exponentials cancels."""
+    """Return tanh in the precision of x; near 0, where the quotient cancels, by its series."""
     decay = exp(-2.0 * tl.abs(x))
     outer = (1.0 - decay) / (1.0 + decay)
     outer = tl.where(x < 0.0, -outer, outer)
@@ -161,7 +179,7 @@ def tanh(x):
 
 @triton.jit
 def apply_softcap(x, softcap, CAP: tl.constexpr):
-    """Soft-capped logits; -inf that stands outside of the row must be put back by the caller."""
+    """Return soft-capped logits. The caller has to restore the -inf of masked classes."""
     if CAP:
         return softcap * tanh(x / softcap)
     else:

@@ -1,4 +1,4 @@
-"""Access to rows that start anywhere, and to memory that is read or written once."""
+"""Loads and stores of rows: cache hints, aligned vectors of rows that start at any address."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,11 @@ import triton.language as tl
 
 @triton.jit
 def load_streaming(ptr, mask, other, STREAM: tl.constexpr):
-    """Load what is not read again; rows that are shared leave the cache to the boxes and to what others have in flight."""
+    """Load values that are not read again.
+
+    With STREAM, for rows that programs share, they leave the cache to the exchange slots and to the
+    loads in flight of other programs.
+    """
     if STREAM:
         return tl.load(ptr, mask=mask, other=other, eviction_policy="evict_first")
     else:
@@ -15,7 +19,7 @@ def load_streaming(ptr, mask, other, STREAM: tl.constexpr):
 
 @triton.jit
 def store_streaming(ptr, value, mask, STREAM: tl.constexpr):
-    """Store what is not read soon, rounded to the dtype of the memory."""
+    """Store values that are not read soon, rounded to the dtype of the memory."""
     if STREAM:
         tl.store(ptr, value.to(ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
     else:
@@ -24,7 +28,7 @@ def store_streaming(ptr, value, mask, STREAM: tl.constexpr):
 
 @triton.jit
 def row_span(start, classes, VEC: tl.constexpr):
-    """How many classes of a row stand before its aligned vectors, and how many in them."""
+    """Return the number of classes before the aligned vectors of a row, and inside them."""
     if VEC == 1:
         return 0, classes
     else:
@@ -34,7 +38,10 @@ def row_span(start, classes, VEC: tl.constexpr):
 
 @triton.jit
 def aligned_start(start, VEC: tl.constexpr):
-    """Offset of the aligned vectors of a row, in a form from which the compiler sees that it is a multiple of VEC."""
+    """Return the offset of the aligned vectors of a row.
+
+    The compiler sees from the expression that the offset is a multiple of VEC.
+    """
     if VEC == 1:
         return start
     else:
@@ -43,7 +50,7 @@ def aligned_start(start, VEC: tl.constexpr):
 
 @triton.jit
 def edge_columns(head, body, classes, VEC: tl.constexpr, LANES: tl.constexpr):
-    """The classes before and behind the aligned vectors: their columns, and which of the lanes hold one."""
+    """Return the columns of the classes around the aligned vectors, and the mask of their lanes."""
     lane = tl.arange(0, LANES)
     column = tl.where(lane < VEC, lane, head + body + lane - VEC)
     return column, tl.where(lane < VEC, lane < head, (lane < 2 * VEC) & (column < classes))
@@ -51,8 +58,11 @@ def edge_columns(head, body, classes, VEC: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def opaque(packed, zero):
-    """`packed`, a block of a half type, as values that the compiler takes for new: it then converts them anew in place of holding
-    the fp32 copies, which would double the registers that a row occupies while its program waits."""
+    """Return `packed`, a block of a half type, as values that the compiler regards as new.
+
+    The compiler then converts them to fp32 once more. Otherwise it would hold the fp32 copies,
+    which double the registers that a row occupies while its program waits.
+    """
     return tl.inline_asm_elementwise(
         "xor.b32 $0, $1, $2;", "=r,r,r", [packed, zero], dtype=packed.dtype, is_pure=False, pack=2
     )

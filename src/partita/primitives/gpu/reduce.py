@@ -1,5 +1,9 @@
-"""Reading rows in blocks without writing them: statistics that every thread carries for itself, and what programs that share a row
-leave for the last of them."""
+"""Reductions of rows that are read in blocks, with one running statistic for each lane.
+
+A lane is a thread, if `RowPlan.lanes` says that each thread reads its own vectors of a row. Then no
+thread waits for another inside the loop, and the lanes are merged once after it. If there is one
+lane, it stands for the whole row.
+"""
 
 import triton
 import triton.language as tl
@@ -12,7 +16,11 @@ from .memory import aligned_start, row_span
 def program_rows(
     rows, splits, batch_stride, row_stride, classes, VEC: tl.constexpr, ROWS: tl.constexpr
 ):
-    """What this program reads: its split, batch, rows [ROWS], where their first starts, its classes before the vectors and in them."""
+    """Return which part of the input this program reads.
+
+    The results are its split, its batch, its rows [ROWS], the offset of the first row, and the
+    number of classes before and inside the aligned vectors of that row.
+    """
     split = (tl.program_id(0) % splits).to(tl.int64)
     block = tl.program_id(0) // splits
     batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
@@ -24,7 +32,7 @@ def program_rows(
 
 @triton.jit
 def row_pointers(input_ptr, start, row_stride, VEC: tl.constexpr, ROWS: tl.constexpr):
-    """Where the aligned vectors of the rows start, [ROWS, 1]."""
+    """Return the addresses of the aligned vectors of the rows, [ROWS, 1]."""
     return (
         input_ptr
         + aligned_start(start, VEC)
@@ -34,7 +42,10 @@ def row_pointers(input_ptr, start, row_stride, VEC: tl.constexpr, ROWS: tl.const
 
 @triton.jit
 def unmasked_end(first, last, body, BLOCK_V: tl.constexpr, LANES: tl.constexpr):
-    """Where the blocks end that need no mask: those of lanes within the row; blocks of several rows have one each."""
+    """Return the end of the blocks that lie inside the row and so need no mask.
+
+    Blocks of several rows always need a mask.
+    """
     if LANES == 1:
         return first
     else:
@@ -43,8 +54,11 @@ def unmasked_end(first, last, body, BLOCK_V: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def by_lane(x, LANES: tl.constexpr, VECTOR: tl.constexpr):
-    """A block, [ROWS, BLOCK], so that what one thread loads of a row lies along axes 1 and 3: [ROWS, ., LANES, VECTOR]; as it is where a
-    lane has a whole row."""
+    """Reshape a block [ROWS, BLOCK] to [ROWS, ., LANES, VECTOR].
+
+    Axes 1 and 3 then have what one thread loads of a row. If there is one lane, the block stays as
+    it is.
+    """
     if LANES == 1:
         return x
     else:
@@ -53,7 +67,7 @@ def by_lane(x, LANES: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def broadcast_lanes(value):
-    """What the lanes carry, [ROWS, LANES], beside a block `by_lane`."""
+    """Reshape a value of each lane, [ROWS, LANES], to broadcast with a block of `by_lane`."""
     if value.shape[1] == 1:
         return value
     else:
@@ -62,7 +76,7 @@ def broadcast_lanes(value):
 
 @triton.jit
 def lane_max(x):
-    """The maximum of each lane, [ROWS, LANES], of a block `by_lane`."""
+    """Return the maximum of each lane, [ROWS, LANES], of a block of `by_lane`."""
     if len(x.shape) == 2:
         return tl.max(x, axis=1)[:, None]
     else:
@@ -71,7 +85,10 @@ def lane_max(x):
 
 @triton.jit
 def lane_sum(x, EXACT: tl.constexpr):
-    """The sum of each lane in fp64, [ROWS, LANES], of a block `by_lane`; where a lane has a whole row, a result in fp32 needs all of it EXACT."""
+    """Return the sum of each lane in fp64, [ROWS, LANES], of a block of `by_lane`.
+
+    EXACT adds all terms in fp64. A result in fp32 needs that if one lane has the whole row.
+    """
     if EXACT:
         x = x.to(tl.float64)
     if len(x.shape) == 2:
@@ -82,8 +99,11 @@ def lane_sum(x, EXACT: tl.constexpr):
 
 @triton.jit
 def row_sum(terms, LANES: tl.constexpr, dtype: tl.constexpr):
-    """The sum of each row, [ROWS], of a block, [ROWS, BLOCK], that a result of `dtype` is worth: for fp32 in fp64, from each thread's sum on
-    where a thread has its own part of the row. Wider blocks have so many terms that the roundings average out."""
+    """Return the sum of each row, [ROWS], of a block [ROWS, BLOCK], for a result of `dtype`.
+
+    For fp32 the sum is in fp64, after the sum of each thread if a thread has its own part of the
+    row. Larger blocks have enough terms for the rounding errors to average out.
+    """
     EXACT: tl.constexpr = dtype == tl.float32 and terms.shape[1] <= 4096
     if EXACT and LANES > 1:
         return tl.sum(
@@ -95,10 +115,10 @@ def row_sum(terms, LANES: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def online_softmax(maximum, total, x, EXACT: tl.constexpr):
-    """Maximum and sum of exponentials of each lane, [ROWS, LANES], carried over a further block x, `by_lane`.
+    """Update each lane's maximum and sum of exponentials, [ROWS, LANES], with a block of `by_lane`.
 
-    No thread waits for another in here, so loads follow one another. The sum is in fp64: thousands of blocks would add up the rounding
-    of fp32.
+    No thread waits for another here, so the loads follow one another. The sum is in fp64, since
+    thousands of blocks would accumulate the rounding errors of fp32.
     """
     higher = tl.maximum(maximum, lane_max(x))
     shift = finite_shift(higher)
@@ -109,7 +129,10 @@ def online_softmax(maximum, total, x, EXACT: tl.constexpr):
 
 @triton.jit
 def merge_lanes(maximum, total):
-    """Maximum and sum of rows, [ROWS], and the factor of what each lane carries, [ROWS, LANES]."""
-    most = tl.max(maximum, axis=1)
-    factor = exp(maximum - finite_shift(most)[:, None]).to(tl.float64)
-    return most, tl.sum(total * factor, axis=1), factor
+    """Return the maximum and the sum of each row, [ROWS], and the scale of each lane's sums.
+
+    The scale is [ROWS, LANES].
+    """
+    row_max = tl.max(maximum, axis=1)
+    scale = exp(maximum - finite_shift(row_max)[:, None]).to(tl.float64)
+    return row_max, tl.sum(total * scale, axis=1), scale

@@ -1,4 +1,9 @@
-"""How tensors become rows, and rows become launches."""
+"""Views of tensors as rows, and plans of launches over rows.
+
+`row_view` merges all dimensions but one, so that a kernel sees `[batches, rows, classes]`. The
+plans (`row_plan`, `reduce_plan`, `elementwise_plan`) choose block sizes for such a view, and the
+`*_options` functions turn a plan into the constexpr arguments of a kernel.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +16,45 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...runtime.caches import register_cache
 from ...runtime.launch import INTERPRETED, NVIDIA, cdiv, next_power_of_2, tl_acc_dtype, zeroed_words
 
-MOST_SPLITS = (
-    64  # programs that may wait for one another: far below what any supported GPU keeps resident
-)
+# Programs that may wait for one another: far fewer than any supported GPU keeps resident.
+MAX_SPLITS = 64
+
+Strides = tuple[int, int, int]  # over batches, rows and classes
 
 
 class RowView(NamedTuple):
-    """Tensors of one shape as `[batches, rows, classes]`; `tensors[i]` has the strides `strides[i]`."""
+    """Tensors of one shape as `[batches, rows, classes]`.
+
+    Fields:
+        tensors: the tensors, in any shape with these elements.
+        batches: the size of the outer dimension that the rows are merged into.
+        rows: the number of rows in a batch.
+        classes: the number of elements in a row.
+        strides: the strides of each tensor over batches, rows and classes.
+    """
 
     tensors: tuple[Tensor, ...]
     batches: int
     rows: int
     classes: int
-    strides: tuple[tuple[int, int, int], ...]
+    strides: tuple[Strides, ...]
 
 
 @functools.lru_cache(maxsize=4096)
 def _merge(
     dim: int, shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]
-) -> tuple[int, int, int, tuple[tuple[int, int, int], ...]] | None:
+) -> tuple[int, int, int, tuple[Strides, ...]] | None:
+    """Return the fields of a `RowView`, or None if the other dimensions do not merge into two."""
     dim %= len(shape)
     classes = shape[dim]
     others = [d for d in range(len(shape)) if d != dim]
-    count = math.prod(shape[d] for d in others)
-    if count * classes == 0:
-        return 1, count, classes, ((0, 0, 1),) * len(strides)
-    groups: list[list[int]] = []  # of [size, stride in tensor 0, stride in tensor 1, ...]
+    rows = math.prod(shape[d] for d in others)
+    if rows * classes == 0:
+        return 1, rows, classes, ((0, 0, 1),) * len(strides)
+    groups: list[list[int]] = []  # each is [size, stride in tensor 0, stride in tensor 1, ...]
     for d in others:
         steps = [stride[d] for stride in strides]
         if shape[d] == 1:
@@ -51,25 +67,25 @@ def _merge(
             groups.append([shape[d], *steps])
     if len(groups) > 2:
         return None
-    groups = [[1] + [0] * len(strides)] * (2 - len(groups)) + groups
-    return (
-        groups[0][0],
-        groups[1][0],
-        classes,
-        tuple(
-            (groups[0][i + 1], groups[1][i + 1], stride[dim]) for i, stride in enumerate(strides)
-        ),
+    padding = [[1] + [0] * len(strides)] * (2 - len(groups))
+    batch_group, row_group = padding + groups
+    merged = tuple(
+        (batch_group[i + 1], row_group[i + 1], stride[dim]) for i, stride in enumerate(strides)
     )
+    return batch_group[0], row_group[0], classes, merged
 
 
 def row_view(dim: int, *tensors: Tensor) -> RowView | None:
-    """A view in common, without a copy; None where the dimensions besides `dim` do not merge into two."""
+    """Return a common view of the tensors without a copy.
+
+    It is None if the dimensions other than `dim` do not merge into two.
+    """
     merged = _merge(dim, tensors[0].shape, tuple([t.stride() for t in tensors]))
     return None if merged is None else RowView(tensors, *merged)
 
 
 def row_view_or_copy(dim: int, tensor: Tensor) -> RowView:
-    """The tensor as rows, through a copy where its strides allow no view."""
+    """Return the tensor as rows, through a copy if its strides allow no view."""
     view = row_view(dim, tensor) or row_view(dim, tensor.contiguous())
     assert view is not None
     return view
@@ -78,7 +94,10 @@ def row_view_or_copy(dim: int, tensor: Tensor) -> RowView:
 def with_output(
     run: Callable[[RowView], None], dim: int, *inputs: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """What `run` writes into the last tensor of a view of the inputs and of a new tensor like the first."""
+    """Return what `run` writes into a new tensor like the first input.
+
+    `run` gets a view of the inputs with the output as its last tensor.
+    """
     output = torch.empty_like(inputs[0], dtype=dtype)
     view = row_view(dim, *inputs, output)
     if view is not None:
@@ -89,52 +108,77 @@ def with_output(
 
 @dataclass(frozen=True)
 class RowPlan:
-    """How a kernel cuts its rows: `tile` holds whole rows, `row` shares one row among `splits` programs, `loop` reads a row in blocks."""
+    """The division of a kernel's rows into programs and blocks.
+
+    Fields:
+        kind: `tile`: a program holds whole rows; `row`: `splits` programs share one row, and each
+            holds its part; `loop`: a program reads its rows in blocks.
+        rows: the rows of a program.
+        block: the classes of a block.
+        num_warps: the warps of a program.
+        splits: the programs that share a row.
+        max_registers: the registers a thread may use, or None for no limit.
+        vector: the elements of an aligned access if rows start at any address; 1 if plain accesses
+            are aligned.
+        contiguous: whether the classes of a row are adjacent, and plain accesses are aligned.
+    """
 
     kind: str
-    rows: int  # rows a program
-    block: int  # classes a block
-    warps: int
+    rows: int
+    block: int
+    num_warps: int
     splits: int = 1
-    registers: int | None = None
-    vector: int = (
-        1  # elements of an aligned access where rows start anywhere; 1 where plain accesses do
-    )
+    max_registers: int | None = None
+    vector: int = 1
     contiguous: bool = True
 
     def lanes(self, itemsize: int) -> int:
-        """Threads among which each row of a block lies, a vector of 16 bytes after the other; 1 where it does not lie so."""
-        threads = 32 * self.warps
-        one_by_one = (
+        """Return the number of threads over which each row of a block is distributed.
+
+        The threads then hold successive vectors of 16 bytes. The number is 1 if a block is not
+        distributed in this way.
+        """
+        threads = 32 * self.num_warps
+        distributed = (
             self.contiguous
-            and (self.rows == 1 or self.warps == 1)
+            and (self.rows == 1 or self.num_warps == 1)
             and self.block * itemsize >= 16 * threads
         )
-        return threads if one_by_one else 1
+        return threads if distributed else 1
 
     @property
     def options(self) -> dict[str, Any]:
-        limit = (
-            {"maxnreg": self.registers}
-            if self.registers is not None and NVIDIA and not INTERPRETED
-            else {}
-        )
-        return {"num_warps": self.warps, **limit}
+        """The launch options."""
+        limited = self.max_registers is not None and NVIDIA and not INTERPRETED
+        return {
+            "num_warps": self.num_warps,
+            **({"maxnreg": self.max_registers} if limited else {}),
+        }
 
 
 class RowShape(NamedTuple):
-    """What a plan depends on."""
+    """The properties of a view that a plan depends on.
+
+    Fields:
+        rows: the number of rows in all batches.
+        classes: the number of classes.
+        itemsize: the largest element size of the operands, in bytes.
+        contiguous: whether the classes of a row are adjacent.
+        aligned: whether plain accesses serve: the rows start on 16 bytes, or the tensors differ so
+            much that no common vectors serve them.
+        single: whether there is one batch.
+    """
 
     rows: int
     classes: int
     itemsize: int
-    contiguous: bool  # the classes of a row lie side by side
-    aligned: bool  # rows start on 16 bytes, or so unlike in the tensors that no common vectors serve them
-    single: bool  # one batch
+    contiguous: bool
+    aligned: bool
+    single: bool
 
 
-def shape_of(view: RowView, held: int = 1) -> RowShape:
-    """The shape of a launch whose programs hold the first `held` tensors."""
+def shape_of(view: RowView, operands: int = 1) -> RowShape:
+    """Return the shape of a launch whose programs hold the first `operands` tensors."""
     sizes = [t.element_size() for t in view.tensors]
     starts = 0
     for t in view.tensors:
@@ -142,7 +186,7 @@ def shape_of(view: RowView, held: int = 1) -> RowShape:
     return RowShape(
         view.batches * view.rows,
         view.classes,
-        max(sizes[:held]),
+        max(sizes[:operands]),
         *_layout(view.batches, view.classes, view.strides, tuple(sizes), starts % 16 == 0),
     )
 
@@ -151,75 +195,81 @@ def shape_of(view: RowView, held: int = 1) -> RowShape:
 def _layout(
     batches: int,
     classes: int,
-    strides: tuple[tuple[int, int, int], ...],
+    strides: tuple[Strides, ...],
     sizes: tuple[int, ...],
     starts_aligned: bool,
 ) -> tuple[bool, bool, bool]:
+    """Return the fields `contiguous`, `aligned` and `single` of a `RowShape`."""
     rows_aligned = all(
         stride[1] * size % 16 == 0 for stride, size in zip(strides, sizes, strict=True)
     )
-    in_step = starts_aligned and all(stride == strides[0] for stride in strides)
+    same_offsets = starts_aligned and all(stride == strides[0] for stride in strides)
     contiguous = classes <= 1 or all(stride[2] == 1 for stride in strides)
-    return contiguous, batches > 1 or (starts_aligned and rows_aligned) or not in_step, batches == 1
+    aligned = batches > 1 or (starts_aligned and rows_aligned) or not same_offsets
+    return contiguous, aligned, batches == 1
 
 
 @functools.lru_cache(maxsize=4096)
 def row_plan(shape: RowShape, operands: int = 1, patched: bool = False) -> RowPlan:
-    """Block sizes for kernels whose programs hold whole rows, or parts of one, of `operands` tensors, and may store one class of them again."""
+    """Return the plan of a kernel whose programs hold whole rows, or parts of one row.
+
+    Args:
+        shape: the shape of the launch.
+        operands: the number of tensors that a program holds.
+        patched: whether the kernel stores one class of each row a second time.
+    """
     block = next_power_of_2(max(shape.classes, 1))
-    half = shape.itemsize == 2
+    is_half = shape.itemsize == 2
     if not shape.contiguous:
         if block <= 512:
-            return RowPlan(
-                "tile", max(1, min(64, 8192 // block // operands)), block, 4, contiguous=False
-            )
+            rows = max(1, min(64, 8192 // block // operands))
+            return RowPlan("tile", rows, block, 4, contiguous=False)
         return RowPlan("loop", 64, 64, 4, contiguous=False)
-    vector = (
-        1
-        if shape.aligned or block < (512 if half else 4096) or shape.itemsize > 4
-        else 16 // shape.itemsize
-    )
+    plain_access = shape.aligned or block < (512 if is_half else 4096) or shape.itemsize > 4
+    vector = 1 if plain_access else 16 // shape.itemsize
+    can_exchange = shape.single and not INTERPRETED
     elements = block * operands
-    exchange = shape.single and not INTERPRETED
-    if elements <= (32768 if shape.itemsize == 4 else 16384) and not (
-        patched and exchange and shape.itemsize == 4 and block > 8192
-    ):
-        if half and block > 8192 and operands == 1 and exchange:
-            return RowPlan("row", 1, block, 4, registers=96, vector=vector)
-        if vector > 1:
-            return RowPlan(
-                "row", 1, block, max(1, min(elements // (512 if half else 1024), 16)), vector=vector
-            )
-        if (
-            elements <= 2048
-        ):  # 16 fp32 elements a thread, or 32 of a half type, and where that is one warp, no other to wait for
-            rows, warps = (
-                max(1, (1024 if half else 512) // elements),
-                2 if elements > (2048 if half else 512) else 1,
-            )
-            return RowPlan("tile", rows, block, warps, contiguous=shape.aligned)
-        return RowPlan(
-            "tile",
-            1,
-            block,
-            max(4, min(elements // (512 if half else 1024), 8 if half else 16)),
-            contiguous=shape.aligned,
-        )
-    edged = (
-        vector > 1 and not half
-    )  # the edges of an fp32 row cost the registers that would hold 16,384 columns
-    wide = 8192 if edged or (operands > 1 and not half) else 16384
-    splits = -(-shape.classes // wide)
-    if exchange and shape.itemsize <= 4 and splits <= MOST_SPLITS:
-        if edged and operands == 1:
-            return RowPlan("row", 1, wide, 2, splits, 168, vector)
-        return RowPlan("row", 1, wide, 4, splits, 96 if half and operands == 1 else 168, vector)
+    fits = elements <= (32768 if shape.itemsize == 4 else 16384)
+    # Programs share fp32 rows of more than 8,192 classes if they are patched.
+    if fits and not (patched and can_exchange and shape.itemsize == 4 and block > 8192):
+        if is_half and block > 8192 and operands == 1 and can_exchange:
+            return RowPlan("row", 1, block, 4, max_registers=96, vector=vector)
+        return _whole_row_plan(shape, block, elements, vector)
+    # The edges of an fp32 row cost the registers that would hold 16,384 columns.
+    has_edges = vector > 1 and not is_half
+    part = 8192 if has_edges or (operands > 1 and not is_half) else 16384
+    splits = cdiv(shape.classes, part)
+    if can_exchange and shape.itemsize <= 4 and splits <= MAX_SPLITS:
+        if has_edges and operands == 1:
+            return RowPlan("row", 1, part, 2, splits, 168, vector)
+        max_registers = 96 if is_half and operands == 1 else 168
+        return RowPlan("row", 1, part, 4, splits, max_registers, vector)
     return RowPlan("loop", 1, 4096, 4)
+
+
+def _whole_row_plan(shape: RowShape, block: int, elements: int, vector: int) -> RowPlan:
+    """Return the plan of a kernel whose programs hold whole contiguous rows, `elements` each."""
+    is_half = shape.itemsize == 2
+    num_warps = elements // (512 if is_half else 1024)
+    if vector > 1:
+        return RowPlan("row", 1, block, max(1, min(num_warps, 16)), vector=vector)
+    if elements <= 2048:
+        # A thread holds 16 fp32 elements, or 32 of a half type. If that is one warp, it waits for
+        # no other.
+        rows = max(1, (1024 if is_half else 512) // elements)
+        num_warps = 2 if elements > (2048 if is_half else 512) else 1
+        return RowPlan("tile", rows, block, num_warps, contiguous=shape.aligned)
+    num_warps = max(4, min(num_warps, 8 if is_half else 16))
+    return RowPlan("tile", 1, block, num_warps, contiguous=shape.aligned)
 
 
 @functools.lru_cache(maxsize=4096)
 def reduce_plan(shape: RowShape, carried: int = 2) -> RowPlan:
-    """Block sizes for kernels that only read and carry so many numbers: several programs take a share of a row each where rows are few."""
+    """Return the plan of a kernel that only reads.
+
+    The kernel carries `carried` numbers from block to block. If there are few rows, several
+    programs share each row.
+    """
     block = next_power_of_2(max(shape.classes, 1))
     if not shape.contiguous:
         return RowPlan("loop", 64, min(block, 64), 4, contiguous=False)
@@ -227,92 +277,114 @@ def reduce_plan(shape: RowShape, carried: int = 2) -> RowPlan:
         return RowPlan("loop", max(1, 1024 // block), block, 2)
     splits = 1
     if shape.itemsize <= 4 and shape.rows < 1024:
-        splits = max(1, min(-(-2048 // max(shape.rows, 1)), -(-shape.classes // 8192), MOST_SPLITS))
+        splits = min(cdiv(2048, max(shape.rows, 1)), cdiv(shape.classes, 8192), MAX_SPLITS)
+        splits = max(1, splits)
+    part = shape.classes // splits
     vector = 1 if shape.aligned or shape.itemsize > 4 else 16 // shape.itemsize
     if shape.itemsize == 2:
-        share = shape.classes // splits
-        if share <= 8192:
-            return RowPlan("loop", 1, 2048, 1, splits, vector=vector)
-        if carried > 2:
-            return RowPlan("loop", 1, 2048, 2, splits, vector=vector)
-        block, warps = (4096, 2) if share <= 16384 else (8192, 4) if share <= 131072 else (4096, 4)
-        return RowPlan("loop", 1, block, warps, splits, vector=vector)
-    if shape.itemsize == 4 and shape.classes // splits > 32768 and carried <= 2:
-        return RowPlan("loop", 1, 8192, 8, splits, vector=vector)
-    return RowPlan("loop", 1, 4096 if shape.itemsize == 4 else 2048, 4, splits, vector=vector)
+        if part <= 8192:
+            block, num_warps = 2048, 1
+        elif carried > 2:
+            block, num_warps = 2048, 2
+        elif part <= 16384:
+            block, num_warps = 4096, 2
+        elif part <= 131072:
+            block, num_warps = 8192, 4
+        else:
+            block, num_warps = 4096, 4
+    elif shape.itemsize == 4 and part > 32768 and carried <= 2:
+        block, num_warps = 8192, 8
+    else:
+        block, num_warps = 4096 if shape.itemsize == 4 else 2048, 4
+    return RowPlan("loop", 1, block, num_warps, splits, vector=vector)
+
+
+def row_plan_for(view: RowView, operands: int = 1, patched: bool = False) -> RowPlan:
+    """Return the plan of a kernel that holds the first `operands` tensors of the view."""
+    return row_plan(shape_of(view, operands), operands, patched)
 
 
 def reduce_plan_for(view: RowView, carried: int = 2) -> RowPlan:
-    """The plan of a kernel that reads the view once."""
+    """Return the plan of a kernel that reads the view once."""
     return reduce_plan(shape_of(view), carried)
 
 
 def elementwise_plan(view: RowView) -> RowPlan:
-    """Tiles for kernels in which no class waits for another."""
+    """Return the plan of a kernel in which no class depends on another."""
+    block = next_power_of_2(max(view.classes, 1))
     if view.classes > 1 and any(stride[2] != 1 for stride in view.strides):
-        return RowPlan("tile", 64, min(next_power_of_2(max(view.classes, 1)), 64), 4)
-    block = min(next_power_of_2(max(view.classes, 1)), 4096)
+        return RowPlan("tile", 64, min(block, 64), 4)
+    block = min(block, 4096)
     return RowPlan("tile", max(1, min(64, 2048 // block)), block, 8 if block >= 4096 else 4)
 
 
-def reduce_options(chosen: RowPlan, view: RowView) -> dict[str, Any]:
-    """Compile-time arguments of the kernels that only read."""
-    return {
-        "SHARED": chosen.splits > 1,
-        "BLOCK_SPLITS": max(2, next_power_of_2(chosen.splits)),
-        "VEC": chosen.vector,
-        "LANES": chosen.lanes(view.tensors[0].element_size()),
-        **tile_options(chosen, view.tensors[0].dtype),
-    }
-
-
-def classes_per_program(view: RowView, chosen: RowPlan) -> int:
-    """Classes that each program of a row reads: a multiple of the block."""
-    return cdiv(cdiv(view.classes, chosen.splits), chosen.block) * chosen.block
+def classes_per_program(view: RowView, plan: RowPlan) -> int:
+    """Return the number of classes that each program of a row reads, a multiple of the block."""
+    return cdiv(cdiv(view.classes, plan.splits), plan.block) * plan.block
 
 
 def merge_slots(view: RowView, splits: int, words: int = 1) -> Tensor | None:
-    """Zeroed memory for programs of which the last merges: for each row a counter, and a box for each program; none where one has it all."""
-    return zeroed_words(
-        view.tensors[0].device,
-        0 if splits == 1 else words * view.batches * view.rows * (splits + 1),
-    )[0]
+    """Return zeroed memory for the programs of each row, which the last one merges.
 
-
-def row_plan_for(view: RowView, operands: int = 1, patched: bool = False) -> RowPlan:
-    """The plan of a kernel that holds the first `operands` tensors of the view."""
-    return row_plan(shape_of(view, operands), operands, patched)
+    A row has `words` times a counter and a slot for each program. It is None if no row is shared.
+    """
+    rows = view.batches * view.rows
+    size = 0 if splits == 1 else words * rows * (splits + 1)
+    return zeroed_words(view.tensors[0].device, size)[0]
 
 
 def exchange_words(view: RowView, splits: int, words: int = 1) -> int:
-    """Zeroed words for programs that share rows: the ticket, then `words` boxes for each of them; none where nothing is shared."""
+    """Return the number of zeroed words with which programs that share rows exchange numbers.
+
+    They are the counter from which programs take their index, and `words` slots for each program.
+    No words are needed if no row is shared.
+    """
     return 0 if splits == 1 else 1 + view.rows * view.batches * splits * words
 
 
 def exchange_slots(view: RowView, splits: int) -> Tensor | None:
-    """These words, in an allocation of their own."""
+    """Return the words of `exchange_words` in a new tensor, or None if no row is shared."""
     return zeroed_words(view.tensors[0].device, exchange_words(view, splits))[0]
 
 
 @functools.lru_cache(maxsize=4096)
-def tile_options(chosen: RowPlan, dtype: torch.dtype) -> dict[str, Any]:
-    """Compile-time arguments of the kernels over tiles and loops."""
+def tile_options(plan: RowPlan, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the constexpr arguments of kernels with a plan of kind `tile` or `loop`."""
     return {
-        "WIDE": tl_acc_dtype(dtype),
-        "ROWS": chosen.rows,
-        "BLOCK_V": chosen.block,
-        **chosen.options,
+        "ACC_DTYPE": tl_acc_dtype(dtype),
+        "ROWS": plan.rows,
+        "BLOCK_V": plan.block,
+        **plan.options,
     }
 
 
-def row_options(chosen: RowPlan, dtype: torch.dtype) -> dict[str, Any]:
-    """Compile-time arguments of the kernels over one row, or a part of one."""
+def reduce_options(plan: RowPlan, view: RowView) -> dict[str, Any]:
+    """Return the constexpr arguments of kernels with a plan of `reduce_plan`."""
     return {
-        "HALF": chosen.registers is not None and dtype.itemsize == 2 and NVIDIA and not INTERPRETED,
-        "SHARED": chosen.splits > 1,
-        "STREAM": chosen.splits > 1 and chosen.vector == 1,
-        "BLOCK_SPLITS": max(2, next_power_of_2(chosen.splits)),
-        "VEC": chosen.vector,
-        "BLOCK_V": chosen.block,
-        **chosen.options,
+        "SHARED": plan.splits > 1,
+        "BLOCK_SPLITS": max(2, next_power_of_2(plan.splits)),
+        "VEC": plan.vector,
+        "LANES": plan.lanes(view.tensors[0].element_size()),
+        **tile_options(plan, view.tensors[0].dtype),
     }
+
+
+def row_options(plan: RowPlan, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the constexpr arguments of kernels with a plan of kind `row`."""
+    limited = plan.max_registers is not None and NVIDIA and not INTERPRETED
+    return {
+        "HALF": limited and dtype.itemsize == 2,
+        "SHARED": plan.splits > 1,
+        "STREAM": plan.splits > 1 and plan.vector == 1,
+        "BLOCK_SPLITS": max(2, next_power_of_2(plan.splits)),
+        "VEC": plan.vector,
+        "BLOCK_V": plan.block,
+        **plan.options,
+    }
+
+
+register_cache("primitives.row_plan.merged_dims", _merge.cache_clear)
+register_cache("primitives.row_plan.layouts", _layout.cache_clear)
+register_cache("primitives.row_plan.row_plans", row_plan.cache_clear)
+register_cache("primitives.row_plan.reduce_plans", reduce_plan.cache_clear)
+register_cache("primitives.row_plan.tile_options", tile_options.cache_clear)

@@ -1,4 +1,9 @@
-"""The exchange between programs that share a row."""
+"""The exchange between programs that share a row, through 64-bit words in zeroed memory.
+
+In an exchange (`exchange_*`) each program stores a pair of numbers in its slot and waits for all
+the other pairs. In a merge (`store_partial`, `arrives_last`, `load_partials`) no program waits, and
+the last one to arrive reads the pairs of the row.
+"""
 
 import triton
 import triton.language as tl
@@ -8,7 +13,10 @@ from .math import exp, finite_shift
 
 @triton.jit
 def pack_pair(first, second):
-    """Two fp32 numbers in one 64-bit word, which is never 0: a pair of zeros gets the sign bit of -0."""
+    """Pack two fp32 numbers into one 64-bit word that is never 0.
+
+    A pair of zeros gets the sign bit of -0.
+    """
     high = first.to(tl.int32, bitcast=True).to(tl.int64) << 32
     word = high | (second.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
     return tl.where(word == 0, -0x8000000000000000, word)
@@ -16,72 +24,76 @@ def pack_pair(first, second):
 
 @triton.jit
 def unpack_pair(word):
-    """The two numbers of `pack`."""
+    """Return the two fp32 numbers of `pack_pair`."""
     return (word >> 32).to(tl.int32).to(tl.float32, bitcast=True), word.to(tl.int32).to(
         tl.float32, bitcast=True
     )
 
 
 @triton.jit
-def exchange_pairs(box_ptr, split, splits, first, second, BLOCK_SPLITS: tl.constexpr):
-    """Hand a pair to the programs that share the row, wait for theirs, and return all, [BLOCK_SPLITS] each, in the programs' order.
+def exchange_pairs(slots_ptr, split, splits, first, second, BLOCK_SPLITS: tl.constexpr):
+    """Give a pair to the programs that share the row, and return all pairs, [BLOCK_SPLITS] each.
 
-    A pair is one 64-bit word, so nobody sees half of it, and it says by not being 0 that it is there. Programs take their places from
-    a ticket, so all those before a waiting program have started, and those of its own row are few enough to fit beside it.
+    A pair is one 64-bit word, so no program reads half of it. A word that is not 0 has been
+    written. Programs take their index from an atomic counter, so all programs before a waiting one
+    have started, and the programs of one row are few enough to be resident together.
     """
-    tl.atomic_xchg(box_ptr + split, pack_pair(first, second), sem="relaxed")
+    tl.atomic_xchg(slots_ptr + split, pack_pair(first, second), sem="relaxed")
     lane = tl.arange(0, BLOCK_SPLITS)
-    words = tl.load(box_ptr + lane, mask=lane < splits, other=1, volatile=True)
+    words = tl.load(slots_ptr + lane, mask=lane < splits, other=1, volatile=True)
     while tl.min((words != 0).to(tl.int32), axis=0) == 0:
-        words = tl.load(box_ptr + lane, mask=lane < splits, other=1, volatile=True)
+        words = tl.load(slots_ptr + lane, mask=lane < splits, other=1, volatile=True)
     return unpack_pair(words)
 
 
 @triton.jit
-def exchange_normalizer(box_ptr, split, splits, maximum, total, BLOCK_SPLITS: tl.constexpr):
-    """Maximum (as a finite shift) and sum of exponentials of a row, from those of the part that each program holds."""
-    maxima, sums = exchange_pairs(box_ptr, split, splits, maximum, total, BLOCK_SPLITS)
+def exchange_normalizer(slots_ptr, split, splits, maximum, total, BLOCK_SPLITS: tl.constexpr):
+    """Return a row's finite maximum and sum of exponentials, given those of this program's part."""
+    maxima, sums = exchange_pairs(slots_ptr, split, splits, maximum, total, BLOCK_SPLITS)
     maximum, total = merge_normalizers(maxima, sums, tl.arange(0, BLOCK_SPLITS) < splits)
     return finite_shift(maximum), total
 
 
 @triton.jit
-def exchange_sum(box_ptr, split, splits, value, BLOCK_SPLITS: tl.constexpr):
-    """The sum of a number over the programs that share a row."""
-    values, _ = exchange_pairs(box_ptr, split, splits, value, value, BLOCK_SPLITS)
+def exchange_sum(slots_ptr, split, splits, value, BLOCK_SPLITS: tl.constexpr):
+    """Return the sum of a number over the programs that share a row."""
+    values, _ = exchange_pairs(slots_ptr, split, splits, value, value, BLOCK_SPLITS)
     return tl.sum(tl.where(tl.arange(0, BLOCK_SPLITS) < splits, values, 0.0), axis=0)
 
 
 @triton.jit
-def merge_normalizers(maxima, sums, held):
-    """Maximum and sum of exponentials of a row from those of its parts, [BLOCK_SPLITS], in their order."""
-    maximum = tl.max(tl.where(held, maxima, -float("inf")), axis=0)
-    return maximum, tl.sum(tl.where(held, sums * exp(maxima - finite_shift(maximum)), 0.0), axis=0)
+def merge_normalizers(maxima, sums, valid):
+    """Return a row's maximum and sum of exponentials, given those of its parts, [BLOCK_SPLITS].
+
+    The parts are merged in the order of the programs, so two runs give the same bits.
+    """
+    maximum = tl.max(tl.where(valid, maxima, -float("inf")), axis=0)
+    return maximum, tl.sum(tl.where(valid, sums * exp(maxima - finite_shift(maximum)), 0.0), axis=0)
 
 
 @triton.jit
-def slot_base(boxes_ptr, row, splits):
-    """Where a row's counter stands, with a box for each of its programs behind it."""
-    return boxes_ptr + row * (splits + 1)
+def slot_base(slots_ptr, row, splits):
+    """Return the address of a row's counter, which the slots of the row's programs follow."""
+    return slots_ptr + row * (splits + 1)
 
 
 @triton.jit
-def store_partial(box_ptr, split, first, second):
-    """Leave a pair for the program of the row that comes last."""
-    tl.atomic_xchg(box_ptr + 1 + split, pack_pair(first, second), sem="relaxed")
+def store_partial(slots_ptr, split, first, second):
+    """Store a pair for the program of the row that arrives last."""
+    tl.atomic_xchg(slots_ptr + 1 + split, pack_pair(first, second), sem="relaxed")
 
 
 @triton.jit
-def arrives_last(box_ptr, splits):
-    """Whether all other programs of the row have left their pairs: nobody waits, the last one merges."""
-    return tl.atomic_add(box_ptr, 1, sem="acq_rel") == splits - 1
+def arrives_last(slots_ptr, splits):
+    """Return whether all other programs of the row have stored their pairs. No program waits."""
+    return tl.atomic_add(slots_ptr, 1, sem="acq_rel") == splits - 1
 
 
 @triton.jit
-def load_partials(box_ptr, splits, BLOCK_SPLITS: tl.constexpr):
-    """The pairs that were left, [BLOCK_SPLITS] each, and which lanes hold one."""
+def load_partials(slots_ptr, splits, BLOCK_SPLITS: tl.constexpr):
+    """Return the stored pairs, [BLOCK_SPLITS] each, and the mask of the lanes that have one."""
     lane = tl.arange(0, BLOCK_SPLITS)
     first, second = unpack_pair(
-        tl.load(box_ptr + 1 + lane, mask=lane < splits, other=1, volatile=True)
+        tl.load(slots_ptr + 1 + lane, mask=lane < splits, other=1, volatile=True)
     )
     return first, second, lane < splits

@@ -71,12 +71,12 @@ __all__ = [
 
 
 @triton.jit
-def mean_scales(shares_ptr, MEAN: tl.constexpr, WIDE: tl.constexpr):
+def mean_scales(shares_ptr, MEAN: tl.constexpr, ACC_DTYPE: tl.constexpr):
     """What the loss and the z-loss of a row are multiplied by."""
     if MEAN:
-        return reciprocal(whole_of(shares_ptr, 0, WIDE)), reciprocal(whole_of(shares_ptr, 1, WIDE))
+        return reciprocal(whole_of(shares_ptr, 0, ACC_DTYPE)), reciprocal(whole_of(shares_ptr, 1, ACC_DTYPE))
     else:
-        return tl.full([], 1.0, WIDE), tl.full([], 1.0, WIDE)
+        return tl.full([], 1.0, ACC_DTYPE), tl.full([], 1.0, ACC_DTYPE)
 
 
 @triton.jit
@@ -142,15 +142,15 @@ def cross_entropy_tile_kernel(
     Z: tl.constexpr,
     MEAN: tl.constexpr,
     ALONE: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Whole rows in one tile: one read of the logits, one write of their gradient. A program that is ALONE reduces the loss too."""
     smoothing, softcap, z_loss = (
-        tl.full([], smoothing, WIDE),
-        tl.full([], softcap, WIDE),
-        tl.full([], z_loss, WIDE),
+        tl.full([], smoothing, ACC_DTYPE),
+        tl.full([], softcap, ACC_DTYPE),
+        tl.full([], z_loss, ACC_DTYPE),
     )
     blocks = tl.cdiv(rows, ROWS)
     batch = (tl.program_id(0) // blocks).to(tl.int64)
@@ -158,17 +158,17 @@ def cross_entropy_tile_kernel(
     column = tl.arange(0, BLOCK_V).to(tl.int64)[None, :]  # [1, BLOCK_V]
     inside = (row < rows)[:, None] & (column < classes)  # [ROWS, BLOCK_V]
     start = logits_ptr + batch * x_batch + row * x_row  # [ROWS]
-    x = tl.load(start[:, None] + column * x_class, mask=inside, other=-float("inf")).to(WIDE)
+    x = tl.load(start[:, None] + column * x_class, mask=inside, other=-float("inf")).to(ACC_DTYPE)
     place = batch * rows + row
     if SPREAD != 2:  # what comes from elsewhere is under way before anything waits for the row
         label = labels_at(target_ptr, place, row < rows, ignore_index)
         kept, valid, on_label = label_weights(
-            label, ignore_index, classes, weight_ptr, smoothing, WIDE
+            label, ignore_index, classes, weight_ptr, smoothing, ACC_DTYPE
         )
         label_x = apply_softcap(
-            tl.load(start + label * x_class, mask=valid, other=0.0).to(WIDE), softcap, CAP
+            tl.load(start + label * x_class, mask=valid, other=0.0).to(ACC_DTYPE), softcap, CAP
         )
-    mean_scale, z_scale = mean_scales(shares_ptr, MEAN and not ALONE, WIDE)
+    mean_scale, z_scale = mean_scales(shares_ptr, MEAN and not ALONE, ACC_DTYPE)
     if CAP:
         x = tl.where(inside, apply_softcap(x, softcap, CAP), -float("inf"))
     shift = finite_shift(tl.max(x, axis=1))
@@ -176,26 +176,26 @@ def cross_entropy_tile_kernel(
     total = sum_for_dtype(e, 1, grad_ptr.dtype.element_ty)
     probability = x
     if SPREAD == 2:
-        kept, on_label, label_x = row < rows, tl.zeros([ROWS], WIDE), shift
+        kept, on_label, label_x = row < rows, tl.zeros([ROWS], ACC_DTYPE), shift
         probability = tl.load(
             target_ptr + batch * t_batch + row[:, None] * t_row + column * t_class,
             mask=inside,
             other=0.0,
-        ).to(WIDE)
-    q, spread, spread_loss = x, tl.zeros([ROWS], WIDE), tl.zeros([ROWS], WIDE)
+        ).to(ACC_DTYPE)
+    q, spread, spread_loss = x, tl.zeros([ROWS], ACC_DTYPE), tl.zeros([ROWS], ACC_DTYPE)
     if SPREAD:
         q = smoothing_weights(
-            probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE
+            probability, inside, weight_ptr, column, classes, smoothing, SPREAD, ACC_DTYPE
         )
         spread = sum_for_dtype(q, 1, grad_ptr.dtype.element_ty)
         spread_loss = sum_for_dtype(shortfall(q, shift[:, None], x), 1, grad_ptr.dtype.element_ty)
         spread = exact_smoothing_weight(spread, smoothing, weight_ptr, SPREAD)
     if ALONE and MEAN:
-        count = tl.sum((kept & (row < rows)).to(WIDE), axis=0)
+        count = tl.sum((kept & (row < rows)).to(ACC_DTYPE), axis=0)
         weights = count
         if weight_ptr is not None and SPREAD != 2:
             weights = tl.sum(
-                tl.load(weight_ptr + label, mask=valid & (row < rows), other=0.0).to(WIDE), axis=0
+                tl.load(weight_ptr + label, mask=valid & (row < rows), other=0.0).to(ACC_DTYPE), axis=0
             )
         mean_scale, z_scale = reciprocal(weights), reciprocal(count)
     factor = row_factor(on_label, spread, shift, total, mean_scale, z_scale, z_loss, Z)
@@ -239,7 +239,7 @@ def cross_entropy_tile_kernel(
             softcap,
             SPREAD,
             CAP,
-            WIDE,
+            ACC_DTYPE,
         )
         tl.debug_barrier()
         tl.store(

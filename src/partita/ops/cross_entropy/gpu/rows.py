@@ -45,13 +45,13 @@ from .reduction import clear, labels_at
 
 
 @triton.jit
-def label_weights(label, ignore_index, classes, weight_ptr, smoothing, WIDE: tl.constexpr):
+def label_weights(label, ignore_index, classes, weight_ptr, smoothing, ACC_DTYPE: tl.constexpr):
     """Of each row: whether it counts, whether its label may index, and the weight on the label, NaN where the label is wrong."""
     kept = label != ignore_index
     valid = kept & (label >= 0) & (label < classes)
-    on_label = tl.where(valid, 1.0 - smoothing, float("nan")).to(WIDE)
+    on_label = tl.where(valid, 1.0 - smoothing, float("nan")).to(ACC_DTYPE)
     if weight_ptr is not None:
-        on_label *= tl.load(weight_ptr + label, mask=valid, other=1.0).to(WIDE)
+        on_label *= tl.load(weight_ptr + label, mask=valid, other=1.0).to(ACC_DTYPE)
     return kept, valid, tl.where(kept, on_label, 0.0)
 
 
@@ -64,14 +64,14 @@ def smoothing_weights(
     classes,
     smoothing,
     SPREAD: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
 ):
     """The weights that stand on no label: of smoothing (SPREAD 1), or of target probabilities (SPREAD 2). Zero outside of the row."""
-    q = tl.where(inside, smoothing / classes, 0.0).to(WIDE)
+    q = tl.where(inside, smoothing / classes, 0.0).to(ACC_DTYPE)
     if SPREAD == 2:
         q += probability * (1.0 - smoothing)
     if weight_ptr is not None:
-        q *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(WIDE)
+        q *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(ACC_DTYPE)
     return q
 
 
@@ -123,14 +123,14 @@ def label_gradient(
     softcap,
     SPREAD: tl.constexpr,
     CAP: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
 ):
     """The same at the label. It is stored over that of the other classes: comparing every class with the label would cost registers."""
     weight = on_label
     if SPREAD:
-        weight += smoothing_weights(on_label, valid, weight_ptr, label, classes, smoothing, 1, WIDE)
+        weight += smoothing_weights(on_label, valid, weight_ptr, label, classes, smoothing, 1, ACC_DTYPE)
     return class_gradient(
-        exp_for_dtype(label_x - shift, WIDE), label_x, factor, scale * weight, softcap, 1, CAP
+        exp_for_dtype(label_x - shift, ACC_DTYPE), label_x, factor, scale * weight, softcap, 1, CAP
     )
 
 
@@ -159,22 +159,22 @@ def absorb(
     softcap,
     SPREAD: tl.constexpr,
     CAP: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """Statistics of lanes, [ROWS, LANES] each, carried over a further block: maximum, sum, weights q, and sum of q (maximum - x)."""
     EXACT: tl.constexpr = LANES == 1 and x_ptr.dtype.element_ty == tl.float32
-    x = tl.load(x_ptr, mask=inside, other=-float("inf")).to(WIDE)
+    x = tl.load(x_ptr, mask=inside, other=-float("inf")).to(ACC_DTYPE)
     if CAP:
         x = tl.where(inside, apply_softcap(x, softcap, CAP), -float("inf"))
     before = finite_shift(maximum)
     maximum, total = online_softmax(maximum, total, by_lane(x, LANES, VECTOR), EXACT)
     if SPREAD:
-        probability = tl.load(t_ptr, mask=inside, other=0.0).to(WIDE) if SPREAD == 2 else x
+        probability = tl.load(t_ptr, mask=inside, other=0.0).to(ACC_DTYPE) if SPREAD == 2 else x
         q = by_lane(
             smoothing_weights(
-                probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE
+                probability, inside, weight_ptr, column, classes, smoothing, SPREAD, ACC_DTYPE
             ),
             LANES,
             VECTOR,
@@ -219,12 +219,12 @@ def cross_entropy_kernel(
     BLOCK_SPLITS: tl.constexpr,
     VEC: tl.constexpr,
     LANES: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Rows, or shares of a row, read once in blocks; the last program of a row merges the shares."""
-    smoothing, softcap = tl.full([], smoothing, WIDE), tl.full([], softcap, WIDE)
+    smoothing, softcap = tl.full([], smoothing, ACC_DTYPE), tl.full([], softcap, ACC_DTYPE)
     VECTOR: tl.constexpr = (
         1 if LANES == 1 else 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     )
@@ -233,23 +233,23 @@ def cross_entropy_kernel(
     )
     source = row_pointers(logits_ptr, start, x_row, VEC, ROWS)
     maximum, total = (
-        tl.full([ROWS, LANES], -float("inf"), WIDE),
+        tl.full([ROWS, LANES], -float("inf"), ACC_DTYPE),
         tl.zeros([ROWS, LANES], tl.float64),
     )
     spread, spread_loss = tl.zeros([ROWS, LANES], tl.float64), tl.zeros([ROWS, LANES], tl.float64)
     place = batch * rows + row
     if SPREAD == 2:
-        kept, on_label, label_x = row < rows, tl.zeros([ROWS], WIDE), tl.zeros([ROWS], WIDE)
+        kept, on_label, label_x = row < rows, tl.zeros([ROWS], ACC_DTYPE), tl.zeros([ROWS], ACC_DTYPE)
     else:  # under way before anything waits for the row
         label = labels_at(target_ptr, place, row < rows, ignore_index)
         kept, valid, on_label = label_weights(
-            label, ignore_index, classes, weight_ptr, smoothing, WIDE
+            label, ignore_index, classes, weight_ptr, smoothing, ACC_DTYPE
         )
         label_x = tl.load(
             logits_ptr + batch * x_batch + row * x_row + label * x_class,
             mask=valid & (row < rows),
             other=0.0,
-        ).to(WIDE)
+        ).to(ACC_DTYPE)
         label_x = apply_softcap(label_x, softcap, CAP)
     if words_ptr is not None:
         clear(words_ptr, words, 64)
@@ -273,7 +273,7 @@ def cross_entropy_kernel(
             softcap,
             SPREAD,
             CAP,
-            WIDE,
+            ACC_DTYPE,
             LANES,
             VECTOR,
         )
@@ -295,7 +295,7 @@ def cross_entropy_kernel(
             softcap,
             SPREAD,
             CAP,
-            WIDE,
+            ACC_DTYPE,
             LANES,
             VECTOR,
         )
@@ -316,7 +316,7 @@ def cross_entropy_kernel(
             softcap,
             SPREAD,
             CAP,
-            WIDE,
+            ACC_DTYPE,
             LANES,
             1,
         )
@@ -327,7 +327,7 @@ def cross_entropy_kernel(
     )
     spread = tl.sum(spread, axis=1)
     written = row < rows
-    total, spread, spread_loss = total.to(WIDE), spread.to(WIDE), spread_loss.to(WIDE)
+    total, spread, spread_loss = total.to(ACC_DTYPE), spread.to(ACC_DTYPE), spread_loss.to(ACC_DTYPE)
     if SHARED:
         box = slot_base(boxes_ptr, 2 * tl.sum(place, axis=0), splits)
         second_box = box + splits + 1
@@ -338,9 +338,9 @@ def cross_entropy_kernel(
         most, all_sums = merge_normalizers(maxima, sums, held)
         spreads, losses, _ = load_partials(second_box, splits, BLOCK_SPLITS)
         losses += spreads * (finite_shift(most) - finite_shift(maxima))
-        spread = tl.zeros([ROWS], WIDE) + tl.sum(tl.where(held, spreads, 0.0), axis=0)
-        spread_loss = tl.zeros([ROWS], WIDE) + tl.sum(tl.where(held, losses, 0.0), axis=0)
-        maximum, total = tl.zeros([ROWS], WIDE) + most, tl.zeros([ROWS], WIDE) + all_sums
+        spread = tl.zeros([ROWS], ACC_DTYPE) + tl.sum(tl.where(held, spreads, 0.0), axis=0)
+        spread_loss = tl.zeros([ROWS], ACC_DTYPE) + tl.sum(tl.where(held, losses, 0.0), axis=0)
+        maximum, total = tl.zeros([ROWS], ACC_DTYPE) + most, tl.zeros([ROWS], ACC_DTYPE) + all_sums
     shift = finite_shift(maximum)
     spread = exact_smoothing_weight(spread, smoothing, weight_ptr, SPREAD)
     log_total = log_exact(total)
@@ -380,12 +380,12 @@ def cross_entropy_backward_kernel(
     softcap: tl.float64,
     SPREAD: tl.constexpr,
     CAP: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """A tile of the gradient from the rows' statistics: one read, one write."""
-    smoothing, softcap = tl.full([], smoothing, WIDE), tl.full([], softcap, WIDE)
+    smoothing, softcap = tl.full([], smoothing, ACC_DTYPE), tl.full([], softcap, ACC_DTYPE)
     spans = tl.cdiv(classes, BLOCK_V)
     block = tl.program_id(0) // spans
     batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
@@ -400,10 +400,10 @@ def cross_entropy_backward_kernel(
         logits_ptr + batch * x_batch + row[:, None] * x_row + column * x_class,
         mask=inside,
         other=-float("inf"),
-    ).to(WIDE)
+    ).to(ACC_DTYPE)
     x = apply_softcap(x, softcap, CAP)
-    g = tl.load(grad_loss_ptr + place, mask=exists, other=0.0).to(WIDE)
-    h = tl.load(grad_logsumexp_ptr + place, mask=exists, other=0.0).to(WIDE)
+    g = tl.load(grad_loss_ptr + place, mask=exists, other=0.0).to(ACC_DTYPE)
+    h = tl.load(grad_logsumexp_ptr + place, mask=exists, other=0.0).to(ACC_DTYPE)
     shift = finite_shift(tl.load(maximum_ptr + place, mask=exists, other=0.0))
     total = tl.load(sumexp_ptr + place, mask=exists, other=1.0)
     pull = g * tl.load(total_weight_ptr + place, mask=exists, other=0.0) + h
@@ -414,20 +414,20 @@ def cross_entropy_backward_kernel(
             target_ptr + batch * t_batch + row[:, None] * t_row + column * t_class,
             mask=inside,
             other=0.0,
-        ).to(WIDE)
+        ).to(ACC_DTYPE)
     else:
         label = labels_at(target_ptr, place, exists, ignore_index)
         kept, valid, on_label = label_weights(
-            label, ignore_index, classes, weight_ptr, smoothing, WIDE
+            label, ignore_index, classes, weight_ptr, smoothing, ACC_DTYPE
         )
         mine = valid & exists & (label // BLOCK_V == tl.program_id(0) % spans)
         label_x = tl.load(
             logits_ptr + batch * x_batch + row * x_row + label * x_class, mask=mine, other=0.0
-        ).to(WIDE)
+        ).to(ACC_DTYPE)
         label_x = apply_softcap(label_x, softcap, CAP)
     factor, scale = divide(pull, total), g
     q = (
-        smoothing_weights(probability, inside, weight_ptr, column, classes, smoothing, SPREAD, WIDE)
+        smoothing_weights(probability, inside, weight_ptr, column, classes, smoothing, SPREAD, ACC_DTYPE)
         if SPREAD
         else x
     )
@@ -458,7 +458,7 @@ def cross_entropy_backward_kernel(
             softcap,
             SPREAD,
             CAP,
-            WIDE,
+            ACC_DTYPE,
         )
         tl.debug_barrier()
         tl.store(grad_start + label * grad_class, at_label.to(grad_ptr.dtype.element_ty), mask=mine)

@@ -87,13 +87,13 @@ def token_stats_kernel(
     BLOCK_SPLITS: tl.constexpr,
     VEC: tl.constexpr,
     LANES: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Rows, or shares of a row, read once in blocks; the last program of a row merges the shares."""
-    temperature = tl.full([], temperature, WIDE)
-    slope = tl.full([], LOG2E, WIDE) / temperature
+    temperature = tl.full([], temperature, ACC_DTYPE)
+    slope = tl.full([], LOG2E, ACC_DTYPE) / temperature
     VECTOR: tl.constexpr = (
         1 if LANES == 1 else 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     )
@@ -101,7 +101,7 @@ def token_stats_kernel(
         rows, splits, x_batch, x_row, classes, VEC, ROWS
     )
     source = row_pointers(logits_ptr, start, x_row, VEC, ROWS)
-    maximum, best = tl.full([ROWS, LANES], -float("inf"), WIDE), tl.zeros([ROWS, LANES], tl.int32)
+    maximum, best = tl.full([ROWS, LANES], -float("inf"), ACC_DTYPE), tl.zeros([ROWS, LANES], tl.int32)
     total, surprise = tl.zeros([ROWS, LANES], tl.float64), tl.zeros([ROWS, LANES], tl.float64)
     place = batch * rows + row
     label = labels_at(
@@ -113,12 +113,12 @@ def token_stats_kernel(
         logits_ptr + batch * x_batch + row * x_row + label * x_class,
         mask=valid & (row < rows),
         other=0.0,
-    ).to(WIDE)
+    ).to(ACC_DTYPE)
     last = tl.minimum((split + 1) * span, classes)
     whole = unmasked_end(split * span, last, body, BLOCK_V, LANES)
     for first in range(split * span, whole, BLOCK_V):
         x = tl.load(source + (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :] * x_class).to(
-            WIDE
+            ACC_DTYPE
         )
         maximum, total, surprise, best = accumulate_stats(
             maximum, total, surprise, best, x, first // BLOCK_V, slope, LANES, VECTOR
@@ -126,7 +126,7 @@ def token_stats_kernel(
     for first in range(whole, last, BLOCK_V):
         column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
         inside = (row < rows)[:, None] & (column // VEC * VEC < body)
-        x = tl.load(source + column * x_class, mask=inside, other=-float("inf")).to(WIDE)
+        x = tl.load(source + column * x_class, mask=inside, other=-float("inf")).to(ACC_DTYPE)
         maximum, total, surprise, best = accumulate_stats(
             maximum, total, surprise, best, x, first // BLOCK_V, slope, LANES, VECTOR
         )
@@ -136,7 +136,7 @@ def token_stats_kernel(
             logits_ptr + start + edge[None, :],
             mask=(at_edge & (split == 0))[None, :],
             other=-float("inf"),
-        ).to(WIDE)
+        ).to(ACC_DTYPE)
         maximum, total, surprise, best = accumulate_stats(
             maximum, total, surprise, best, edge_x, 0x3FFFFFFF, slope, LANES, 1
         )
@@ -162,7 +162,7 @@ def token_stats_kernel(
         source + column * x_class,
         mask=(row < rows)[:, None] & (column // VEC * VEC < body),
         other=-float("inf"),
-    ).to(WIDE)
+    ).to(ACC_DTYPE)
     best = first_place(x, (head + column).to(tl.int32), maximum)
     if VEC > 1:
         best = tl.minimum(
@@ -170,7 +170,7 @@ def token_stats_kernel(
             first_place(edge_x, tl.where(at_edge, edge, 0x7FFFFFFF).to(tl.int32)[None, :], maximum),
         )
     written = row < rows
-    total, surprise = total.to(WIDE), surprise.to(WIDE)
+    total, surprise = total.to(ACC_DTYPE), surprise.to(ACC_DTYPE)
     if SHARED:
         box = slot_base(boxes_ptr, 2 * tl.sum(place, axis=0), splits)
         second_box = box + splits + 1
@@ -194,12 +194,12 @@ def token_stats_kernel(
             tl.where(held & (maxima == most), places.to(tl.int32, bitcast=True), 0x7FFFFFFF), axis=0
         )
         maximum, surprise = (
-            tl.zeros([ROWS], WIDE) + most,
-            tl.zeros([ROWS], WIDE) + tl.sum(parts, axis=0),
+            tl.zeros([ROWS], ACC_DTYPE) + most,
+            tl.zeros([ROWS], ACC_DTYPE) + tl.sum(parts, axis=0),
         )
-        total = tl.zeros([ROWS], WIDE) + tl.sum(tl.where(held, scales * sums, 0.0), axis=0)
+        total = tl.zeros([ROWS], ACC_DTYPE) + tl.sum(tl.where(held, scales * sums, 0.0), axis=0)
         best = tl.zeros([ROWS], tl.int32) + nearest
-    spoiled = tl.where(kept & (valid == 0), float("nan"), 0.0).to(WIDE)
+    spoiled = tl.where(kept & (valid == 0), float("nan"), 0.0).to(ACC_DTYPE)
     shift, log_total = finite_shift(maximum), log_exact(total)
     tl.store(
         logprob_ptr + place,
@@ -234,12 +234,12 @@ def token_stats_backward_kernel(
     grad_class,
     temperature: tl.float64,
     ignore_index,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """A tile of the gradient from the rows' statistics: one read, one write."""
-    temperature = tl.full([], temperature, WIDE)
+    temperature = tl.full([], temperature, ACC_DTYPE)
     spans = tl.cdiv(classes, BLOCK_V)
     block = tl.program_id(0) // spans
     batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
@@ -250,10 +250,10 @@ def token_stats_backward_kernel(
     kept = label != ignore_index
     spoiled = kept & ((label < 0) | (label >= classes))
     on_label = tl.where(
-        kept, tl.load(grad_logprob_ptr + place, mask=exists, other=0.0).to(WIDE), 0.0
+        kept, tl.load(grad_logprob_ptr + place, mask=exists, other=0.0).to(ACC_DTYPE), 0.0
     )
-    pull = tl.load(grad_logsumexp_ptr + place, mask=exists, other=0.0).to(WIDE) - on_label
-    grad_entropy = tl.load(grad_entropy_ptr + place, mask=exists, other=0.0).to(WIDE)
+    pull = tl.load(grad_logsumexp_ptr + place, mask=exists, other=0.0).to(ACC_DTYPE) - on_label
+    grad_entropy = tl.load(grad_entropy_ptr + place, mask=exists, other=0.0).to(ACC_DTYPE)
     shift = finite_shift(tl.load(maximum_ptr + place, mask=exists, other=0.0))
     total = tl.load(sumexp_ptr + place, mask=exists, other=1.0)
     offset = tl.load(entropy_ptr + place, mask=exists, other=0.0) - log_exact(total)
@@ -265,8 +265,8 @@ def token_stats_backward_kernel(
         logits_ptr + batch * x_batch + row[:, None] * x_row + column * x_class,
         mask=inside,
         other=-float("inf"),
-    ).to(WIDE)
-    exponent = (x - shift[:, None]) * (tl.full([], LOG2E, WIDE) / temperature)
+    ).to(ACC_DTYPE)
+    exponent = (x - shift[:, None]) * (tl.full([], LOG2E, ACC_DTYPE) / temperature)
     p = tl.exp2(exponent) * reciprocal(total)[:, None]
     log_ratio = (
         LN2 * tl.maximum(exponent, -10000.0) + offset[:, None]

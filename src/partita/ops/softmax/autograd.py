@@ -1,0 +1,134 @@
+"""The registered ops of softmax and log-sum-exp, and their autograd functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...runtime import register
+from ...runtime.autograd import batch_first, first_derivative
+from ...runtime.dtypes import acc_dtype
+from . import reference
+from .backends import BACKENDS
+
+
+def _softmax_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
+    """Serve a batch by one call with the batch dimension first, so `dim` moves by one."""
+    *tensors, dim, log, dtype, backend = args
+    tensors = [
+        batch_first(tensor, in_dim, info.batch_size)
+        for tensor, in_dim in zip(tensors, in_dims, strict=False)
+    ]
+    op = softmax_op if len(tensors) == 1 else softmax_backward_op
+    return op(*tensors, dim + 1, log, dtype, backend), 0
+
+
+softmax_op = register.define(
+    "softmax(Tensor input, int dim, bool log, ScalarType dtype, str backend) -> Tensor",
+    lambda input, dim, log, dtype: torch.empty_like(input, dtype=dtype),
+    vmap=_softmax_vmap,
+    backends=BACKENDS,
+)
+softmax_backward_op = register.define(
+    "softmax_backward(Tensor grad, Tensor output, int dim, bool log, ScalarType dtype, str backend)"
+    " -> Tensor",
+    lambda grad, output, dim, log, dtype: torch.empty_like(output, dtype=dtype),
+    vmap=_softmax_vmap,
+    backends=BACKENDS,
+)
+
+
+def _logsumexp_fake(input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    maximum = input.new_empty(input.shape[:-1], dtype=acc_dtype(input.dtype))
+    return input.new_empty(input.shape[:-1], dtype=dtype), maximum, torch.empty_like(maximum)
+
+
+def _logsumexp_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
+    """Serve a batch by one call with the batch dimension first."""
+    tensors = [
+        batch_first(arg, in_dim, info.batch_size)
+        for arg, in_dim in zip(args, in_dims, strict=False)
+        if isinstance(arg, Tensor)
+    ]
+    if len(tensors) == 1:
+        return logsumexp_op(tensors[0], *args[1:]), (0, 0, 0)
+    return logsumexp_backward_op(*tensors, args[-1]), 0
+
+
+logsumexp_op = register.define(
+    "logsumexp(Tensor input, ScalarType dtype, str backend) -> (Tensor, Tensor, Tensor)",
+    _logsumexp_fake,
+    vmap=_logsumexp_vmap,
+    backends=BACKENDS,
+)
+logsumexp_backward_op = register.define(
+    "logsumexp_backward(Tensor grad, Tensor input, Tensor maximum, Tensor sumexp, str backend)"
+    " -> Tensor",
+    lambda grad, input, maximum, sumexp: torch.empty_like(input),
+    vmap=_logsumexp_vmap,
+    backends=BACKENDS,
+)
+
+
+class SoftmaxFunction(torch.autograd.Function):
+    """Softmax, or with `log` its logarithm; the backward pass reads the output."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(input: Tensor, dim: int, log: bool, dtype: torch.dtype, backend: str) -> Tensor:
+        return softmax_op(input, dim, log, dtype, backend)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        input, ctx.dim, ctx.log, _, ctx.backend = inputs
+        ctx.dtype = input.dtype
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (output,) = ctx.saved_tensors
+        dim, log, dtype, backend = ctx.dim, ctx.log, ctx.dtype, ctx.backend
+        grad_input = first_derivative(
+            lambda grad, output: softmax_backward_op(grad, output, dim, log, dtype, backend),
+            lambda grad, output: reference.softmax_gradient(grad, output, dim, log, dtype),
+            2,
+            grads[0],
+            output,
+        )
+        return grad_input, None, None, None, None
+
+
+class LogSumExpFunction(torch.autograd.Function):
+    """Log-sum-exp over the last dimension, with the row's maximum and sum as further results."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(input: Tensor, dtype: torch.dtype, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+        return logsumexp_op(input, dtype, backend)
+
+    @staticmethod
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        input, _, ctx.backend = inputs
+        _, maximum, sumexp = output
+        ctx.mark_non_differentiable(maximum, sumexp)
+        ctx.save_for_backward(input, maximum, sumexp)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        backend = ctx.backend
+        grad_input = first_derivative(
+            lambda grad, input, maximum, sumexp: logsumexp_backward_op(
+                grad, input, maximum, sumexp, backend
+            ),
+            lambda grad, input, *_: reference.logsumexp_gradient(grad, input),
+            2,
+            grads[0],
+            *ctx.saved_tensors,
+        )
+        return grad_input, None, None

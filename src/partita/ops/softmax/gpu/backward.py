@@ -1,0 +1,203 @@
+"""The backward kernels of softmax and log-softmax, one for each kind of `RowPlan`."""
+
+import triton
+import triton.language as tl
+
+from ....primitives.gpu.math import exp_for_dtype
+from ....primitives.gpu.memory import (
+    aligned_start,
+    edge_columns,
+    load_streaming,
+    opaque,
+    row_span,
+    store_streaming,
+)
+from ....primitives.gpu.sync import exchange_sum
+
+
+@triton.jit
+def input_gradient(grad, y, total, LOG: tl.constexpr, dtype: tl.constexpr):
+    """Return the gradient of the input from that of the output y.
+
+    `total` is the row's sum of grad for log-softmax, and of grad * y for softmax.
+    """
+    if LOG:
+        return grad - exp_for_dtype(y, dtype) * total
+    else:
+        return y * (grad - total)
+
+
+@triton.jit
+def softmax_backward_tile_kernel(
+    grad_ptr,  # [batches, rows, classes]
+    output_ptr,  # [batches, rows, classes]
+    result_ptr,  # [batches, rows, classes]
+    rows,
+    classes,
+    grad_batch_stride,
+    grad_row_stride,
+    grad_class_stride,
+    output_batch_stride,
+    output_row_stride,
+    output_class_stride,
+    result_batch_stride,
+    result_row_stride,
+    result_class_stride,
+    LOG: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Compute the gradient of whole rows in one tile, with two reads and one write."""
+    blocks = tl.cdiv(rows, ROWS)
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    block = (tl.program_id(0) % blocks).to(tl.int64)
+    row = (block * ROWS + tl.arange(0, ROWS))[:, None]  # [ROWS, 1]
+    column = tl.arange(0, BLOCK_V).to(tl.int64)[None, :]  # [1, BLOCK_V]
+    mask = (row < rows) & (column < classes)
+    grad_ptrs = (
+        grad_ptr + batch * grad_batch_stride + row * grad_row_stride + column * grad_class_stride
+    )
+    grad = tl.load(grad_ptrs, mask=mask, other=0.0).to(ACC_DTYPE)
+    output_ptrs = (
+        output_ptr
+        + batch * output_batch_stride
+        + row * output_row_stride
+        + column * output_class_stride
+    )
+    y = tl.load(output_ptrs, mask=mask, other=0.0).to(ACC_DTYPE)
+    total = tl.sum(grad if LOG else grad * y, axis=1)[:, None]
+    result = input_gradient(grad, y, total, LOG, result_ptr.dtype.element_ty)
+    result_ptrs = (
+        result_ptr
+        + batch * result_batch_stride
+        + row * result_row_stride
+        + column * result_class_stride
+    )
+    tl.store(result_ptrs, result.to(result_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def softmax_backward_row_kernel(
+    grad_ptr,  # [rows, classes]
+    output_ptr,  # [rows, classes]
+    result_ptr,  # [rows, classes]
+    slots_ptr,  # [1 + rows * splits] int64, zero: the tile counter, then a slot for each program
+    classes,
+    splits,
+    grad_row_stride,
+    output_row_stride,
+    result_row_stride,
+    zero,  # 0.0
+    LOG: tl.constexpr,
+    HALF: tl.constexpr,
+    SHARED: tl.constexpr,
+    STREAM: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Compute the gradient of a row, or of one program's part of a row that programs share.
+
+    Both tensors are read once and the gradient is written once, at any width and alignment.
+    """
+    index = tl.atomic_add(slots_ptr, 1, sem="relaxed") if SHARED else tl.program_id(0).to(tl.int64)
+    row, split = index // splits, (index % splits).to(tl.int32)
+    head, body = row_span(row * grad_row_stride, classes, VEC)
+    column = split * BLOCK_V + tl.arange(0, BLOCK_V)  # [BLOCK_V]
+    mask = column // VEC * VEC < body
+    grad_row_ptr = grad_ptr + aligned_start(row * grad_row_stride, VEC)
+    packed_grad = load_streaming(grad_row_ptr + column, mask, 0.0, STREAM)
+    output_row_ptr = output_ptr + aligned_start(row * output_row_stride, VEC)
+    packed_y = load_streaming(output_row_ptr + column, mask, 0.0, STREAM)
+    grad, y = packed_grad.to(tl.float32), packed_y.to(tl.float32)
+    total = tl.sum(grad if LOG else grad * y, axis=0)
+    if VEC > 1:
+        edge, edge_mask = edge_columns(head, body, classes, VEC, 2 * VEC)  # [2 * VEC]
+        edge_mask &= split == 0
+        edge_grad = tl.load(grad_ptr + row * grad_row_stride + edge, mask=edge_mask, other=0.0).to(
+            tl.float32
+        )
+        edge_y = tl.load(output_ptr + row * output_row_stride + edge, mask=edge_mask, other=0.0).to(
+            tl.float32
+        )
+        total += tl.sum(edge_grad if LOG else edge_grad * edge_y, axis=0)
+    if SHARED:
+        total = exchange_sum(slots_ptr + 1 + row * splits, split, splits, total, BLOCK_SPLITS)
+    if HALF:
+        zeros = tl.full([BLOCK_V], zero, tl.float32)
+        grad = opaque(packed_grad, zeros.to(packed_grad.dtype)).to(tl.float32)
+        y = opaque(packed_y, zeros.to(packed_y.dtype)).to(tl.float32)
+    result = input_gradient(grad, y, total, LOG, result_ptr.dtype.element_ty)
+    result_row_ptr = result_ptr + aligned_start(row * result_row_stride, VEC)
+    store_streaming(result_row_ptr + column, result, mask, STREAM)
+    if VEC > 1:
+        edge_result = input_gradient(edge_grad, edge_y, total, LOG, result_ptr.dtype.element_ty)
+        tl.store(
+            result_ptr + row * result_row_stride + edge,
+            edge_result.to(result_ptr.dtype.element_ty),
+            mask=edge_mask,
+        )
+
+
+@triton.jit
+def softmax_backward_loop_kernel(
+    grad_ptr,  # [batches, rows, classes]
+    output_ptr,  # [batches, rows, classes]
+    result_ptr,  # [batches, rows, classes]
+    rows,
+    classes,
+    grad_batch_stride,
+    grad_row_stride,
+    grad_class_stride,
+    output_batch_stride,
+    output_row_stride,
+    output_class_stride,
+    result_batch_stride,
+    result_row_stride,
+    result_class_stride,
+    LOG: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Compute the gradient of rows that are too long to hold.
+
+    The first pass reads a row for its sum, and the second for the result.
+    """
+    blocks = tl.cdiv(rows, ROWS)
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    block = (tl.program_id(0) % blocks).to(tl.int64)
+    row = (block * ROWS + tl.arange(0, ROWS))[:, None]  # [ROWS, 1]
+    grad_rows_ptr = grad_ptr + batch * grad_batch_stride + row * grad_row_stride
+    output_rows_ptr = output_ptr + batch * output_batch_stride + row * output_row_stride
+    result_rows_ptr = result_ptr + batch * result_batch_stride + row * result_row_stride
+    total = tl.zeros([ROWS], tl.float64)
+    for start in range(0, classes, BLOCK_V):
+        column = (start + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
+        mask = (row < rows) & (column < classes)
+        grad = tl.load(grad_rows_ptr + column * grad_class_stride, mask=mask, other=0.0).to(
+            ACC_DTYPE
+        )
+        if not LOG:
+            grad *= tl.load(
+                output_rows_ptr + column * output_class_stride, mask=mask, other=0.0
+            ).to(ACC_DTYPE)
+        total += tl.sum(grad, axis=1).to(tl.float64)
+    for start in range(0, classes, BLOCK_V):
+        column = (start + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
+        mask = (row < rows) & (column < classes)
+        grad = tl.load(grad_rows_ptr + column * grad_class_stride, mask=mask, other=0.0).to(
+            ACC_DTYPE
+        )
+        y = tl.load(output_rows_ptr + column * output_class_stride, mask=mask, other=0.0).to(
+            ACC_DTYPE
+        )
+        result = input_gradient(
+            grad, y, total.to(ACC_DTYPE)[:, None], LOG, result_ptr.dtype.element_ty
+        )
+        tl.store(
+            result_rows_ptr + column * result_class_stride,
+            result.to(result_ptr.dtype.element_ty),
+            mask=mask,
+        )

@@ -1,0 +1,210 @@
+"""The kernels of softmax and log-softmax, one for each kind of `RowPlan`."""
+
+import triton
+import triton.language as tl
+
+from ....primitives.gpu.math import (
+    divide,
+    exp,
+    exp_exact,
+    exp_for_dtype,
+    finite_shift,
+    log_exact,
+    reciprocal,
+    sum_for_dtype,
+)
+from ....primitives.gpu.memory import (
+    aligned_start,
+    edge_columns,
+    load_streaming,
+    opaque,
+    row_span,
+    store_streaming,
+)
+from ....primitives.gpu.reduce import by_lane, merge_lanes, online_softmax, row_sum
+from ....primitives.gpu.sync import exchange_normalizer
+
+
+@triton.jit
+def softmax_tile_kernel(
+    input_ptr,  # [batches, rows, classes]
+    output_ptr,  # [batches, rows, classes]
+    rows,
+    classes,
+    input_batch_stride,
+    input_row_stride,
+    input_class_stride,
+    output_batch_stride,
+    output_row_stride,
+    output_class_stride,
+    LOG: tl.constexpr,
+    LANES: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Compute the softmax of whole rows in one tile, with one read and one write."""
+    blocks = tl.cdiv(rows, ROWS)
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    column = tl.arange(0, BLOCK_V)  # [BLOCK_V]
+    mask = (row < rows)[:, None] & (column < classes)[None, :]  # [ROWS, BLOCK_V]
+    input_ptrs = (
+        input_ptr
+        + batch * input_batch_stride
+        + row[:, None] * input_row_stride
+        + column.to(tl.int64)[None, :] * input_class_stride
+    )
+    x = tl.load(input_ptrs, mask=mask, other=-float("inf")).to(ACC_DTYPE)
+    x -= finite_shift(tl.max(x, axis=1))[:, None]
+    if LOG:
+        y = x - log_exact(row_sum(exp(x), LANES, output_ptr.dtype.element_ty))[:, None]
+    else:
+        e = exp_for_dtype(x, output_ptr.dtype.element_ty)
+        y = e * reciprocal(row_sum(e, LANES, output_ptr.dtype.element_ty))[:, None]
+    output_ptrs = (
+        output_ptr
+        + batch * output_batch_stride
+        + row[:, None] * output_row_stride
+        + column.to(tl.int64)[None, :] * output_class_stride
+    )
+    tl.store(output_ptrs, y.to(output_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def normalize(x, shift, total, LOG: tl.constexpr, EXACT: tl.constexpr):
+    """Return the softmax or log-softmax of logits, given their row's finite maximum and sum."""
+    if LOG:
+        return x - shift - log_exact(total)
+    elif EXACT:
+        return exp_exact(x - shift) * reciprocal(total)
+    else:
+        return exp(x - shift) * reciprocal(total)
+
+
+@triton.jit
+def softmax_row_kernel(
+    input_ptr,  # [rows, classes]
+    output_ptr,  # [rows, classes]
+    slots_ptr,  # [1 + rows * splits] int64, zero: the tile counter, then a slot for each program
+    classes,
+    splits,
+    input_row_stride,
+    output_row_stride,
+    zero,  # 0.0
+    LOG: tl.constexpr,
+    HALF: tl.constexpr,
+    SHARED: tl.constexpr,
+    STREAM: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Compute the softmax of a row, or of one program's part of a row that several programs share.
+
+    The row is read once and written once, at any width and alignment.
+    """
+    index = tl.atomic_add(slots_ptr, 1, sem="relaxed") if SHARED else tl.program_id(0).to(tl.int64)
+    row, split = index // splits, (index % splits).to(tl.int32)
+    head, body = row_span(row * input_row_stride, classes, VEC)
+    input_row_ptr = input_ptr + aligned_start(row * input_row_stride, VEC)
+    output_row_ptr = output_ptr + aligned_start(row * output_row_stride, VEC)
+    column = split * BLOCK_V + tl.arange(0, BLOCK_V)  # [BLOCK_V]
+    mask = column // VEC * VEC < body
+    packed = load_streaming(input_row_ptr + column, mask, -float("inf"), STREAM)
+    x = packed.to(tl.float32)
+    maximum = tl.max(x, axis=0)
+    if VEC > 1:
+        edge, edge_mask = edge_columns(head, body, classes, VEC, 2 * VEC)  # [2 * VEC]
+        edge_mask &= split == 0
+        edge_x = tl.load(
+            input_ptr + row * input_row_stride + edge, mask=edge_mask, other=-float("inf")
+        ).to(tl.float32)
+        maximum = tl.maximum(maximum, tl.max(edge_x, axis=0))
+    if HALF:
+        packed = opaque(packed, tl.full([BLOCK_V], zero, tl.float32).to(packed.dtype))
+        x = packed.to(tl.float32)
+    EXACT: tl.constexpr = output_ptr.dtype.element_ty == tl.float32 and not LOG
+    part_shift = finite_shift(maximum)
+    e = exp_exact(x - part_shift) if EXACT else exp(x - part_shift)
+    total = sum_for_dtype(e, 0, output_ptr.dtype.element_ty)
+    shift = part_shift
+    if VEC > 1:
+        total += tl.sum(exp(edge_x - part_shift), axis=0)
+    if SHARED:
+        shift, total = exchange_normalizer(
+            slots_ptr + 1 + row * splits, split, splits, maximum, total, BLOCK_SPLITS
+        )
+    if HALF:
+        x = opaque(packed, tl.full([BLOCK_V], zero, tl.float32).to(packed.dtype)).to(tl.float32)
+    y = (
+        normalize(x, shift, total, LOG, EXACT)
+        if LOG or HALF
+        else e * divide(exp_exact(part_shift - shift), total)
+    )
+    store_streaming(output_row_ptr + column, y, mask, STREAM)
+    if VEC > 1:
+        edge_y = normalize(edge_x, shift, total, LOG, EXACT)
+        tl.store(
+            output_ptr + row * output_row_stride + edge,
+            edge_y.to(output_ptr.dtype.element_ty),
+            mask=edge_mask,
+        )
+
+
+@triton.jit
+def softmax_loop_kernel(
+    input_ptr,  # [batches, rows, classes]
+    output_ptr,  # [batches, rows, classes]
+    rows,
+    classes,
+    input_batch_stride,
+    input_row_stride,
+    input_class_stride,
+    output_batch_stride,
+    output_row_stride,
+    output_class_stride,
+    LOG: tl.constexpr,
+    LANES: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Compute the softmax of rows that are too long to hold.
+
+    The first pass reads a row for its maximum and sum, and the second for the result.
+    """
+    EXACT: tl.constexpr = output_ptr.dtype.element_ty == tl.float32
+    VECTOR: tl.constexpr = 1 if LANES == 1 else 128 // input_ptr.dtype.element_ty.primitive_bitwidth
+    blocks = tl.cdiv(rows, ROWS)
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    input_rows_ptr = input_ptr + batch * input_batch_stride + row[:, None] * input_row_stride
+    output_rows_ptr = output_ptr + batch * output_batch_stride + row[:, None] * output_row_stride
+    maximum, total = (
+        tl.full([ROWS, LANES], -float("inf"), ACC_DTYPE),
+        tl.zeros([ROWS, LANES], tl.float64),
+    )
+    for start in range(0, classes, BLOCK_V):
+        column = start + tl.arange(0, BLOCK_V).to(tl.int64)  # [BLOCK_V]
+        mask = (row < rows)[:, None] & (column < classes)[None, :]
+        x = tl.load(
+            input_rows_ptr + column[None, :] * input_class_stride, mask=mask, other=-float("inf")
+        ).to(ACC_DTYPE)
+        maximum, total = online_softmax(
+            maximum, total, by_lane(x, LANES, VECTOR), LANES == 1 and EXACT
+        )
+    maximum, total, _ = merge_lanes(maximum, total)
+    shift, total = finite_shift(maximum), total.to(ACC_DTYPE)
+    for start in range(0, classes, BLOCK_V):
+        column = start + tl.arange(0, BLOCK_V).to(tl.int64)  # [BLOCK_V]
+        mask = (row < rows)[:, None] & (column < classes)[None, :]
+        x = tl.load(
+            input_rows_ptr + column[None, :] * input_class_stride, mask=mask, other=-float("inf")
+        ).to(ACC_DTYPE)
+        y = normalize(x, shift[:, None], total[:, None], LOG, EXACT)
+        tl.store(
+            output_rows_ptr + column[None, :] * output_class_stride,
+            y.to(output_ptr.dtype.element_ty),
+            mask=mask,
+        )

@@ -1,0 +1,167 @@
+"""The GPU functions of softmax and log-sum-exp: they allocate, plan and launch the kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....primitives.gpu.row_plan import (
+    RowView,
+    classes_per_program,
+    elementwise_plan,
+    exchange_slots,
+    merge_slots,
+    reduce_options,
+    reduce_plan_for,
+    row_options,
+    row_plan_for,
+    row_view_or_copy,
+    tile_options,
+    with_output,
+)
+from ....runtime.dtypes import acc_dtype
+from ....runtime.launch import cdiv, launch
+from ..common import LogSumExp
+from .backward import (
+    softmax_backward_loop_kernel,
+    softmax_backward_row_kernel,
+    softmax_backward_tile_kernel,
+)
+from .forward import softmax_loop_kernel, softmax_row_kernel, softmax_tile_kernel
+from .logsumexp import logsumexp_backward_kernel, logsumexp_kernel
+
+
+def softmax(input: Tensor, dim: int, log: bool, dtype: torch.dtype) -> Tensor:
+    """Return the softmax, or with `log` its logarithm, rounded to `dtype`."""
+    return with_output(lambda view: _softmax(view, log), dim, input, dtype=dtype)
+
+
+def _softmax(view: RowView, log: bool) -> None:
+    input, output = view.tensors
+    input_strides, output_strides = view.strides
+    plan = row_plan_for(view)
+    if plan.kind == "row":
+        launch(
+            softmax_row_kernel,
+            view.rows * plan.splits,
+            input,
+            output,
+            exchange_slots(view, plan.splits),
+            view.classes,
+            plan.splits,
+            input_strides[1],
+            output_strides[1],
+            0.0,
+            LOG=log,
+            **row_options(plan, input.dtype),
+        )
+        return
+    launch(
+        softmax_tile_kernel if plan.kind == "tile" else softmax_loop_kernel,
+        view.batches * cdiv(view.rows, plan.rows),
+        input,
+        output,
+        view.rows,
+        view.classes,
+        *input_strides,
+        *output_strides,
+        LOG=log,
+        LANES=plan.lanes(input.element_size()),
+        **tile_options(plan, input.dtype),
+    )
+
+
+def softmax_backward(
+    grad: Tensor, output: Tensor, dim: int, log: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return the gradient of the input, rounded to `dtype`."""
+    return with_output(lambda view: _softmax_backward(view, log), dim, output, grad, dtype=dtype)
+
+
+def _softmax_backward(view: RowView, log: bool) -> None:
+    output, grad, result = view.tensors
+    output_strides, grad_strides, result_strides = view.strides
+    plan = row_plan_for(view, operands=2)
+    if plan.kind == "row":
+        launch(
+            softmax_backward_row_kernel,
+            view.rows * plan.splits,
+            grad,
+            output,
+            result,
+            exchange_slots(view, plan.splits),
+            view.classes,
+            plan.splits,
+            grad_strides[1],
+            output_strides[1],
+            result_strides[1],
+            0.0,
+            LOG=log,
+            **row_options(plan, output.dtype),
+        )
+        return
+    launch(
+        softmax_backward_tile_kernel if plan.kind == "tile" else softmax_backward_loop_kernel,
+        view.batches * cdiv(view.rows, plan.rows),
+        grad,
+        output,
+        result,
+        view.rows,
+        view.classes,
+        *grad_strides,
+        *output_strides,
+        *result_strides,
+        LOG=log,
+        **tile_options(plan, output.dtype),
+    )
+
+
+def logsumexp(input: Tensor, dtype: torch.dtype) -> LogSumExp:
+    """Return log-sum-exp over the last dimension, and the maximum and the sum of each row."""
+    view = row_view_or_copy(-1, input)
+    maximum = input.new_empty(input.shape[:-1], dtype=acc_dtype(input.dtype))
+    outputs = LogSumExp(
+        input.new_empty(input.shape[:-1], dtype=dtype), maximum, torch.empty_like(maximum)
+    )
+    plan = reduce_plan_for(view)
+    launch(
+        logsumexp_kernel,
+        view.batches * cdiv(view.rows, plan.rows) * plan.splits,
+        view.tensors[0],
+        *outputs,
+        merge_slots(view, plan.splits),
+        view.rows,
+        view.classes,
+        plan.splits,
+        classes_per_program(view, plan),
+        *view.strides[0],
+        **reduce_options(plan, view),
+    )
+    return outputs
+
+
+def logsumexp_backward(grad: Tensor, input: Tensor, maximum: Tensor, sumexp: Tensor) -> Tensor:
+    """Return the gradient of the input from the statistics of the forward pass."""
+    grad, maximum, sumexp = grad.contiguous(), maximum.contiguous(), sumexp.contiguous()
+    return with_output(
+        lambda view: _logsumexp_backward(view, grad, maximum, sumexp), -1, input, dtype=input.dtype
+    )
+
+
+def _logsumexp_backward(view: RowView, grad: Tensor, maximum: Tensor, sumexp: Tensor) -> None:
+    input, result = view.tensors
+    plan = elementwise_plan(view)
+    launch(
+        logsumexp_backward_kernel,
+        view.batches * cdiv(view.rows, plan.rows) * cdiv(view.classes, plan.block),
+        grad,
+        input,
+        maximum,
+        sumexp,
+        result,
+        view.rows,
+        view.classes,
+        *view.strides[0],
+        *view.strides[1],
+        **tile_options(plan, input.dtype),
+    )
