@@ -298,7 +298,7 @@ def exchange_slots(view: RowView, splits: int) -> Tensor | None:
 def tile_options(chosen: RowPlan, dtype: torch.dtype) -> dict[str, Any]:
     """Compile-time arguments of the kernels over tiles and loops."""
     return {
-        "WIDE": tl_acc_dtype(dtype),
+        "ACC_DTYPE": tl_acc_dtype(dtype),
         "ROWS": chosen.rows,
         "BLOCK_V": chosen.block,
         **chosen.options,

@@ -58,7 +58,7 @@ def logsumexp_kernel(
     BLOCK_SPLITS: tl.constexpr,
     VEC: tl.constexpr,
     LANES: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -70,20 +70,20 @@ def logsumexp_kernel(
     )
     source = row_pointers(input_ptr, start, in_row, VEC, ROWS)
     maximum, total = (
-        tl.full([ROWS, LANES], -float("inf"), WIDE),
+        tl.full([ROWS, LANES], -float("inf"), ACC_DTYPE),
         tl.zeros([ROWS, LANES], tl.float64),
     )
     last = tl.minimum((split + 1) * span, classes)
     whole = unmasked_end(split * span, last, body, BLOCK_V, LANES)
     for first in range(split * span, whole, BLOCK_V):
         x = tl.load(source + (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :] * in_class).to(
-            WIDE
+            ACC_DTYPE
         )
         maximum, total = online_softmax(maximum, total, by_lane(x, LANES, VECTOR), EXACT)
     for first in range(whole, last, BLOCK_V):
         column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
         inside = (row < rows)[:, None] & (column // VEC * VEC < body)
-        x = tl.load(source + column * in_class, mask=inside, other=-float("inf")).to(WIDE)
+        x = tl.load(source + column * in_class, mask=inside, other=-float("inf")).to(ACC_DTYPE)
         maximum, total = online_softmax(maximum, total, by_lane(x, LANES, VECTOR), EXACT)
     if VEC > 1:
         edge, at_edge = edge_columns(head, body, classes, VEC, LANES)  # [LANES]
@@ -91,18 +91,18 @@ def logsumexp_kernel(
             input_ptr + start + edge[None, :],
             mask=(at_edge & (split == 0))[None, :],
             other=-float("inf"),
-        ).to(WIDE)
+        ).to(ACC_DTYPE)
         maximum, total = online_softmax(maximum, total, by_lane(edge_x, LANES, 1), EXACT)
     maximum, total, _ = merge_lanes(maximum, total)
     written = row < rows
-    total = total.to(WIDE)
+    total = total.to(ACC_DTYPE)
     if SHARED:
         box = slot_base(boxes_ptr, tl.sum(batch * rows + row, axis=0), splits)
         store_partial(box, split, tl.sum(maximum, axis=0), tl.sum(total, axis=0))
         written &= arrives_last(box, splits)
         maxima, sums, held = load_partials(box, splits, BLOCK_SPLITS)
         most, all_sums = merge_normalizers(maxima, sums, held)
-        maximum, total = tl.zeros([ROWS], WIDE) + most, tl.zeros([ROWS], WIDE) + all_sums
+        maximum, total = tl.zeros([ROWS], ACC_DTYPE) + most, tl.zeros([ROWS], ACC_DTYPE) + all_sums
     place = batch * rows + row
     result = tl.where(maximum == float("inf"), maximum, maximum + log_exact(total))
     tl.store(result_ptr + place, result.to(result_ptr.dtype.element_ty), mask=written)
@@ -125,7 +125,7 @@ def logsumexp_backward_kernel(
     result_batch,
     result_row,
     result_class,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -136,7 +136,7 @@ def logsumexp_backward_kernel(
     row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     place = batch * rows + row
     scale = divide(
-        tl.load(grad_ptr + place, mask=row < rows, other=0.0).to(WIDE),
+        tl.load(grad_ptr + place, mask=row < rows, other=0.0).to(ACC_DTYPE),
         tl.load(sumexp_ptr + place, mask=row < rows, other=1.0),
     )
     shift = finite_shift(tl.load(maximum_ptr + place, mask=row < rows, other=0.0))
@@ -148,7 +148,7 @@ def logsumexp_backward_kernel(
         input_ptr + batch * in_batch + row[:, None] * in_row + column * in_class,
         mask=inside,
         other=-float("inf"),
-    ).to(WIDE)
+    ).to(ACC_DTYPE)
     result = exp_for_dtype(x - shift[:, None], result_ptr.dtype.element_ty) * scale[:, None]
     target = result_ptr + batch * result_batch + row[:, None] * result_row + column * result_class
     tl.store(target, result.to(result_ptr.dtype.element_ty), mask=inside)

@@ -57,7 +57,7 @@ def softmax_tile_kernel(
     out_class,
     LOG: tl.constexpr,
     LANES: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -73,7 +73,7 @@ def softmax_tile_kernel(
         + row[:, None] * in_row
         + column.to(tl.int64)[None, :] * in_class
     )
-    x = tl.load(source, mask=inside, other=-float("inf")).to(WIDE)
+    x = tl.load(source, mask=inside, other=-float("inf")).to(ACC_DTYPE)
     x -= finite_shift(tl.max(x, axis=1))[:, None]
     if LOG:
         y = x - log_exact(row_sum(exp(x), LANES, output_ptr.dtype.element_ty))[:, None]
@@ -179,7 +179,7 @@ def softmax_loop_kernel(
     out_class,
     LOG: tl.constexpr,
     LANES: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -192,22 +192,26 @@ def softmax_loop_kernel(
     source = input_ptr + batch * in_batch + row[:, None] * in_row
     target = output_ptr + batch * out_batch + row[:, None] * out_row
     maximum, total = (
-        tl.full([ROWS, LANES], -float("inf"), WIDE),
+        tl.full([ROWS, LANES], -float("inf"), ACC_DTYPE),
         tl.zeros([ROWS, LANES], tl.float64),
     )
     for start in range(0, classes, BLOCK_V):
         column = start + tl.arange(0, BLOCK_V).to(tl.int64)  # [BLOCK_V]
         inside = (row < rows)[:, None] & (column < classes)[None, :]
-        x = tl.load(source + column[None, :] * in_class, mask=inside, other=-float("inf")).to(WIDE)
+        x = tl.load(source + column[None, :] * in_class, mask=inside, other=-float("inf")).to(
+            ACC_DTYPE
+        )
         maximum, total = online_softmax(
             maximum, total, by_lane(x, LANES, VECTOR), LANES == 1 and EXACT
         )
     maximum, total, _ = merge_lanes(maximum, total)
-    shift, total = finite_shift(maximum), total.to(WIDE)
+    shift, total = finite_shift(maximum), total.to(ACC_DTYPE)
     for start in range(0, classes, BLOCK_V):
         column = start + tl.arange(0, BLOCK_V).to(tl.int64)  # [BLOCK_V]
         inside = (row < rows)[:, None] & (column < classes)[None, :]
-        x = tl.load(source + column[None, :] * in_class, mask=inside, other=-float("inf")).to(WIDE)
+        x = tl.load(source + column[None, :] * in_class, mask=inside, other=-float("inf")).to(
+            ACC_DTYPE
+        )
         y = normalised(x, shift[:, None], total[:, None], LOG, EXACT)
         tl.store(
             target + column[None, :] * out_class, y.to(output_ptr.dtype.element_ty), mask=inside
@@ -282,7 +286,7 @@ def softmax_backward_tile_kernel(
     result_row,
     result_class,
     LOG: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -296,10 +300,10 @@ def softmax_backward_tile_kernel(
     inside = (row < rows) & (column < classes)
     grad = tl.load(
         grad_ptr + batch * grad_batch + row * grad_row + column * grad_class, mask=inside, other=0.0
-    ).to(WIDE)
+    ).to(ACC_DTYPE)
     y = tl.load(
         output_ptr + batch * out_batch + row * out_row + column * out_class, mask=inside, other=0.0
-    ).to(WIDE)
+    ).to(ACC_DTYPE)
     total = tl.sum(grad if LOG else grad * y, axis=1)[:, None]
     result = pulled_back(grad, y, total, LOG, result_ptr.dtype.element_ty)
     target = result_ptr + batch * result_batch + row * result_row + column * result_class
@@ -384,7 +388,7 @@ def softmax_backward_loop_kernel(
     result_row,
     result_class,
     LOG: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -401,16 +405,18 @@ def softmax_backward_loop_kernel(
     for start in range(0, classes, BLOCK_V):
         column = (start + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
         inside = (row < rows) & (column < classes)
-        grad = tl.load(grad_start + column * grad_class, mask=inside, other=0.0).to(WIDE)
+        grad = tl.load(grad_start + column * grad_class, mask=inside, other=0.0).to(ACC_DTYPE)
         if not LOG:
-            grad *= tl.load(out_start + column * out_class, mask=inside, other=0.0).to(WIDE)
+            grad *= tl.load(out_start + column * out_class, mask=inside, other=0.0).to(ACC_DTYPE)
         total += tl.sum(grad, axis=1).to(tl.float64)
     for start in range(0, classes, BLOCK_V):
         column = (start + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
         inside = (row < rows) & (column < classes)
-        grad = tl.load(grad_start + column * grad_class, mask=inside, other=0.0).to(WIDE)
-        y = tl.load(out_start + column * out_class, mask=inside, other=0.0).to(WIDE)
-        result = pulled_back(grad, y, total.to(WIDE)[:, None], LOG, result_ptr.dtype.element_ty)
+        grad = tl.load(grad_start + column * grad_class, mask=inside, other=0.0).to(ACC_DTYPE)
+        y = tl.load(out_start + column * out_class, mask=inside, other=0.0).to(ACC_DTYPE)
+        result = pulled_back(
+            grad, y, total.to(ACC_DTYPE)[:, None], LOG, result_ptr.dtype.element_ty
+        )
         tl.store(
             result_start + column * result_class,
             result.to(result_ptr.dtype.element_ty),
