@@ -187,8 +187,7 @@ def layouts(*shape: int) -> Iterator[Tensor]:
 def calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Ops, with arguments of many layouts."""
     from partita.ops.chain import autograd as chain
-    from partita.ops.cross_entropy import api as cross_entropy
-    from partita.ops.cross_entropy import token_stats
+    from partita.ops.cross_entropy import autograd as cross_entropy
     from partita.ops.ctc import autograd as ctc
     from partita.ops.softmax import api as softmax
 
@@ -199,22 +198,22 @@ def calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
             yield softmax._softmax_backward, (torch.randn(3, 4, 5), x, dim, False, x.dtype)
         for target in (labels, torch.rand(3, 4, 5)):
             rows = (x, target, None, -100, 0.0, 0.0)
-            yield cross_entropy._rows, rows
+            yield cross_entropy.cross_entropy_op, rows
             yield (
-                cross_entropy._rows_backward,
+                cross_entropy.cross_entropy_backward_op,
                 (
                     torch.randn(3, 5),
                     torch.randn(3, 5),
                     *rows[:3],
-                    *cross_entropy._rows(*rows, "auto")[2:],
+                    *cross_entropy.cross_entropy_op(*rows, "auto")[2:],
                     *rows[3:],
                 ),
             )
-            yield cross_entropy._one_pass, (*rows, 0.0, True, x.dtype)
-        found = token_stats._stats(x, along, 1.0, -100, "auto")
-        yield token_stats._stats, (x, along, 1.0, -100)
+            yield cross_entropy.cross_entropy_one_pass_op, (*rows, 0.0, True, x.dtype)
+        found = cross_entropy.token_stats_op(x, along, 1.0, -100, "auto")
+        yield cross_entropy.token_stats_op, (x, along, 1.0, -100)
         yield (
-            token_stats._stats_backward,
+            cross_entropy.token_stats_backward_op,
             (
                 *(torch.randn(3, 4) for _ in range(3)),
                 x,

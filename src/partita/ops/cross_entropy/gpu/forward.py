@@ -214,10 +214,11 @@ def cross_entropy_forward_kernel(
     lane_shift = finite_shift(maximum)
     maximum, total, _ = merge_lanes(maximum, total)
     moved_by = (finite_shift(maximum)[:, None] - lane_shift).to(tl.float64)
-    smoothing_loss = tl.sum(smoothing_loss + smoothing_weight * moved_by, axis=1).to(ACC_DTYPE)
-    smoothing_weight = tl.sum(smoothing_weight, axis=1).to(ACC_DTYPE)
-    total = total.to(ACC_DTYPE)
+    smoothing_loss = tl.sum(smoothing_loss + smoothing_weight * moved_by, axis=1)
+    smoothing_weight = tl.sum(smoothing_weight, axis=1)
     is_written = row < rows
+    total = total.to(ACC_DTYPE)
+    smoothing_weight, smoothing_loss = smoothing_weight.to(ACC_DTYPE), smoothing_loss.to(ACC_DTYPE)
     if SHARED:
         slot = slot_base(slots_ptr, 2 * tl.sum(index, axis=0), splits)
         maximum, total, smoothing_weight, smoothing_loss, is_last = merge_shared_rows(

@@ -189,9 +189,7 @@ def token_stats_kernel(
         tl.where(not_ignored, (label_x - shift) / temperature - log_total, 0.0) + nan_or_zero,
         mask=is_written,
     )
-    tl.store(
-        logsumexp_ptr + index, shift / temperature + log_total + nan_or_zero, mask=is_written
-    )
+    tl.store(logsumexp_ptr + index, shift / temperature + log_total + nan_or_zero, mask=is_written)
     tl.store(
         entropy_ptr + index, log_total - LN2 * sum_x_exp / total + nan_or_zero, mask=is_written
     )
