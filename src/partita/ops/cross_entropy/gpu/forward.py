@@ -67,8 +67,8 @@ def accumulate_loss(
         )
         q = by_lane(q, LANES, VECTOR)
         shift = finite_shift(maximum)
-        terms = smoothing_terms(q, broadcast_lanes(shift), by_lane(x, LANES, VECTOR))
         moved_loss = smoothing_weight * (shift - old_shift).to(tl.float64)
+        terms = smoothing_terms(q, broadcast_lanes(shift), by_lane(x, LANES, VECTOR))
         smoothing_loss += moved_loss + lane_sum(terms, EXACT)
         smoothing_weight += lane_sum(q, EXACT)
     return maximum, total, smoothing_weight, smoothing_loss
@@ -221,7 +221,7 @@ def cross_entropy_forward_kernel(
     smoothing_weight, smoothing_loss = smoothing_weight.to(ACC_DTYPE), smoothing_loss.to(ACC_DTYPE)
     if SHARED:
         slot = slot_base(slots_ptr, 2 * tl.sum(index, axis=0), splits)
-        maximum, total, smoothing_weight, smoothing_loss, is_last = merge_shared_rows(
+        maximum, total, smoothing_weight, smoothing_loss, is_written = merge_shared_rows(
             slot,
             split,
             splits,
@@ -229,9 +229,9 @@ def cross_entropy_forward_kernel(
             total,
             smoothing_weight,
             smoothing_loss,
+            is_written,
             BLOCK_SPLITS,
         )
-        is_written &= is_last
     shift = finite_shift(maximum)
     smoothing_weight = exact_smoothing_weight(
         smoothing_weight, smoothing, weight_ptr, SMOOTHING_MODE
@@ -259,18 +259,19 @@ def merge_shared_rows(
     total,
     smoothing_weight,
     smoothing_loss,
+    is_written,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """Exchange the statistics of a row's programs; return the row's, and whether this is the last.
+    """Exchange the statistics of a row's programs, and return those of the row.
 
-    The results are those of the whole row only in the last program.
+    They are complete only in the last program, which alone writes: `is_written` is false in others.
     """
     smoothing_slot = slot_ptr + splits + 1
     store_partial(
         smoothing_slot, split, tl.sum(smoothing_weight, axis=0), tl.sum(smoothing_loss, axis=0)
     )
     store_partial(slot_ptr, split, tl.sum(maximum, axis=0), tl.sum(total, axis=0))
-    is_last = arrives_last(slot_ptr, splits)
+    is_written &= arrives_last(slot_ptr, splits)
     maxima, totals, mask = load_partials(slot_ptr, splits, BLOCK_SPLITS)
     row_maximum, row_total = merge_normalizers(maxima, totals, mask)
     weights, losses, _ = load_partials(smoothing_slot, splits, BLOCK_SPLITS)
@@ -278,4 +279,4 @@ def merge_shared_rows(
     zero = tl.zeros_like(maximum)
     smoothing_weight = zero + tl.sum(tl.where(mask, weights, 0.0), axis=0)
     smoothing_loss = zero + tl.sum(tl.where(mask, losses, 0.0), axis=0)
-    return zero + row_maximum, zero + row_total, smoothing_weight, smoothing_loss, is_last
+    return zero + row_maximum, zero + row_total, smoothing_weight, smoothing_loss, is_written

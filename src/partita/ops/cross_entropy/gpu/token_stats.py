@@ -178,10 +178,9 @@ def token_stats_kernel(
     total, sum_x_exp = total.to(ACC_DTYPE), sum_x_exp.to(ACC_DTYPE)
     if SHARED:
         slot = slot_base(slots_ptr, 2 * tl.sum(index, axis=0), splits)
-        maximum, total, sum_x_exp, argmax, is_last = merge_shared_stats(
-            slot, split, splits, maximum, total, sum_x_exp, argmax, slope, BLOCK_SPLITS
+        maximum, total, sum_x_exp, argmax, is_written = merge_shared_stats(
+            slot, split, splits, maximum, total, sum_x_exp, argmax, slope, is_written, BLOCK_SPLITS
         )
-        is_written &= is_last
     nan_or_zero = tl.where(not_ignored & (in_range == 0), float("nan"), 0.0).to(ACC_DTYPE)
     shift, log_total = finite_shift(maximum), log_exact(total)
     tl.store(
@@ -209,17 +208,22 @@ def merge_shared_stats(
     sum_x_exp,
     argmax,
     slope,
+    is_written,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """Exchange the statistics of a row's programs; return the row's, and whether this is the last.
+    """Exchange the statistics of a row's programs, and return those of the row.
 
-    The results are those of the whole row only in the last program.
+    They are complete only in the last program, which alone writes: `is_written` is false in others.
     """
     second_slot = slot_ptr + splits + 1
-    own_argmax = tl.sum(argmax, axis=0).to(tl.float32, bitcast=True)
-    store_partial(second_slot, split, tl.sum(sum_x_exp, axis=0), own_argmax)
+    store_partial(
+        second_slot,
+        split,
+        tl.sum(sum_x_exp, axis=0),
+        tl.sum(argmax, axis=0).to(tl.float32, bitcast=True),
+    )
     store_partial(slot_ptr, split, tl.sum(maximum, axis=0), tl.sum(total, axis=0))
-    is_last = arrives_last(slot_ptr, splits)
+    is_written &= arrives_last(slot_ptr, splits)
     maxima, totals, mask = load_partials(slot_ptr, splits, BLOCK_SPLITS)
     sums_x_exp, columns, _ = load_partials(second_slot, splits, BLOCK_SPLITS)
     row_maximum = tl.max(tl.where(mask, maxima, -float("inf")), axis=0)
@@ -231,10 +235,11 @@ def merge_shared_stats(
     columns = tl.where(is_maximum, columns.to(tl.int32, bitcast=True), NO_COLUMN)
     row_argmax = tl.min(columns, axis=0)
     zero = tl.zeros_like(maximum)
-    row_sum_x_exp = zero + tl.sum(moved, axis=0)
-    row_total = zero + tl.sum(tl.where(mask, scales * totals, 0.0), axis=0)
-    row_argmax = tl.zeros_like(argmax) + row_argmax
-    return zero + row_maximum, row_total, row_sum_x_exp, row_argmax, is_last
+    maximum = zero + row_maximum
+    sum_x_exp = zero + tl.sum(moved, axis=0)
+    total = zero + tl.sum(tl.where(mask, scales * totals, 0.0), axis=0)
+    argmax = tl.zeros_like(argmax) + row_argmax
+    return maximum, total, sum_x_exp, argmax, is_written
 
 
 @triton.jit
