@@ -90,7 +90,7 @@ class Launch(NamedTuple):
     @property
     def plain(self) -> bool:
         """Without smoothing, class weights, probabilities and softcap; kernels that have no such options are always plain."""
-        names = ("SMOOTHING_MODE", "SPREAD", "CAP")
+        names = ("SPREAD", "SMOOTHING", "SMOOTHING_MODE", "HAS_SMOOTHING", "CAP")
         return not any(self.options.get(name) for name in names)
 
     @property
