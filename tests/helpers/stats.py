@@ -1,4 +1,4 @@
-"""Token statistics in plain PyTorch, and their comparison."""
+"""Token statistics in plain PyTorch, and a check of the kernels against them."""
 
 import torch
 from torch import Tensor
@@ -14,20 +14,26 @@ from .terms import token_stats_terms
 def plain_token_stats(
     logits: Tensor, target: Tensor, *, temperature: float = 1.0, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the differentiable fields of `partita.token_stats`, formed by autograd."""
     x = logits.to(acc_dtype(logits.dtype)) / temperature
     logp = x.log_softmax(-1)
     p = logp.exp()
-    kept = target != ignore_index
-    logprob = logp.gather(-1, torch.where(kept, target, 0).long().unsqueeze(-1)).squeeze(-1)
+    not_ignored = target != ignore_index
+    logprob = logp.gather(-1, torch.where(not_ignored, target, 0).long().unsqueeze(-1)).squeeze(-1)
     maximum = x.detach().amax(-1)
     finite = torch.where(maximum.isinf(), 0, maximum)
     logsumexp = finite + (x - finite.unsqueeze(-1)).exp().sum(-1).log()
-    # a class of probability 0 adds nothing, and its infinite log-probability must not reach the product
+    # A class of probability 0 adds nothing. Its log-probability is infinite, so the product must
+    # not see it.
     entropy = -(p * torch.where(p == 0, 0, logp)).sum(-1)
-    return torch.where(kept, logprob, 0), logsumexp, entropy
+    return torch.where(not_ignored, logprob, 0), logsumexp, entropy
 
 
 def check_stats(logits: Tensor, target: Tensor, *, few: bool = False, **options: float) -> None:
+    """Compare `partita.token_stats` and its gradient with fp64.
+
+    With `few`, the rows are so few that the error's bound is that of the worst case.
+    """
     with torch.no_grad():
         upstream = upstream_like(plain_token_stats(logits, target, **options))
     terms = token_stats_terms(logits, target, upstream, **options)

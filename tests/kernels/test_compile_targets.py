@@ -90,7 +90,8 @@ class Launch(NamedTuple):
     @property
     def plain(self) -> bool:
         """Without smoothing, class weights, probabilities and softcap; kernels that have no such options are always plain."""
-        return not self.options.get("SPREAD") and not self.options.get("CAP")
+        names = ("SPREAD", "SMOOTHING", "SMOOTHING_MODE", "HAS_SMOOTHING", "CAP")
+        return not any(self.options.get(name) for name in names)
 
     @property
     def demand(self) -> tuple[int, int]:
@@ -399,7 +400,7 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
     found = {name: {launch.dtype for launch in each} for name, each in launches("13.0").items()}
     assert sorted(found) == NAMES
     alone = {
-        "total_kernel": torch.float32,
+        "cross_entropy_reduce_kernel": torch.float32,
         "chain_fast_last_kernel": torch.float64,
         "chain_fast_maps_kernel": torch.int64,
     }  # losses, states, pointers

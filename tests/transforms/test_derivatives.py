@@ -1,4 +1,8 @@
-"""Derivatives of the losses beyond one backward pass: repeated, accumulated, second, by transforms; and what none of that may change."""
+"""Derivatives of the losses beyond one backward pass.
+
+The tests cover repeated and accumulated gradients, second derivatives and function transforms, and
+check that arguments and results do not change.
+"""
 
 from collections.abc import Callable
 
@@ -26,7 +30,7 @@ kinds = pytest.mark.parametrize("kind", ["labels", "probabilities"])
 
 
 def token_sum(function: Callable, logits: Tensor, target: Tensor) -> Tensor:
-    """The three differentiable fields, each with a factor of its own."""
+    """Return a sum of the three differentiable fields, each with its own factor."""
     return sum(
         factor * field
         for factor, field in zip((1.0, 0.3, -0.7), function(logits, target)[:3], strict=True)
@@ -100,7 +104,7 @@ def test_first_and_second_derivatives_of_token_stats(device: str) -> None:
 @devices
 @dtypes
 @losses
-def test_backward_twice_gives_equal_bits_and_accumulates(
+def test_a_second_backward_pass_gives_equal_bits_and_accumulates(
     loss: Callable, dtype: torch.dtype, device: str
 ) -> None:
     x = leaf(6, 70, dtype=dtype, device=device)
@@ -273,13 +277,13 @@ def test_checkpointed(loss: Callable) -> None:
     x = leaf(4, CLASSES)
     target = targets_for(x, "labels")
     (plain,) = torch.autograd.grad(loss(x, target).sum(), x)
-    again = torch.utils.checkpoint.checkpoint(
+    checkpointed = torch.utils.checkpoint.checkpoint(
         lambda x: loss(x, target).sum(), x, use_reentrant=False
     )
-    assert torch.equal(torch.autograd.grad(again, x)[0], plain)
+    assert torch.equal(torch.autograd.grad(checkpointed, x)[0], plain)
 
 
-def _of_itself(scores: Tensor) -> Tensor:
+def _expectation_of_own_scores(scores: Tensor) -> Tensor:
     return partita.Chain(scores, partita.dense_source(3)).expectation(scores.sin() * scores).sum()
 
 
@@ -290,7 +294,7 @@ INPUTS_OF_INPUTS = {
         .kl(partita.Chain(x.cos(), partita.dense_source(3)))
         .sum()
     ),
-    "expectation": _of_itself,
+    "expectation": _expectation_of_own_scores,
     "linear": lambda x: partita.linear_cross_entropy(
         x[0, 0], x[1, 0].sin() * x[0, 0].sum(), torch.tensor([0, 2, 1])
     ),
@@ -305,14 +309,17 @@ INPUTS_OF_INPUTS = {
 def test_one_input_may_be_a_function_of_another(
     function: Callable[[Tensor], Tensor], backend: str
 ) -> None:
-    """What is to be differentiated again follows the way from one to the other once, as a plain backward pass does; so do third derivatives."""
+    """Check that a derivative that will be differentiated again counts such a path once.
+
+    A plain backward pass does so too; third derivatives must agree as well.
+    """
     x = torch.randn(
         3, 2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     ).requires_grad_()
     with partita.backend(backend):
         (plain,) = torch.autograd.grad(function(x), x)
-        (again,) = torch.autograd.grad(function(x), x, create_graph=True)
-        torch.testing.assert_close(again, plain, rtol=1e-10, atol=1e-12)
+        (with_graph,) = torch.autograd.grad(function(x), x, create_graph=True)
+        torch.testing.assert_close(with_graph, plain, rtol=1e-10, atol=1e-12)
         assert torch.autograd.gradcheck(function, x)
         assert torch.autograd.gradgradcheck(function, x)
 
@@ -338,8 +345,8 @@ def test_third_derivatives_of_log_z() -> None:
     assert torch.autograd.gradgradcheck(gradient, (scores, *(end.detach() for end in ends)))
 
 
-def test_masked_logits_twice() -> None:
-    """A class of probability 0 has no part in a second derivative either."""
+def test_second_derivatives_with_masked_logits() -> None:
+    """Check that a class of probability 0 has no part in a second derivative."""
     logits = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
     logits[0, 1] = -torch.inf
     target, free = torch.tensor([0, 1, 2, 3]), torch.isfinite(logits)
@@ -352,7 +359,7 @@ def test_masked_logits_twice() -> None:
         assert second[free].isfinite().all() and (second[~free] == 0).all()
     hidden, matrix = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3)
     bias = torch.tensor([0.0, 0.0, 0.0, 0.0, -torch.inf])
-    plain, again = (
+    plain, with_graph = (
         torch.autograd.grad(
             partita.linear_token_stats(hidden, matrix, target, linear_bias=bias).entropy.sum(),
             hidden,
@@ -360,7 +367,7 @@ def test_masked_logits_twice() -> None:
         )[0]
         for graph in (False, True)
     )
-    torch.testing.assert_close(again, plain)
+    torch.testing.assert_close(with_graph, plain)
 
 
 def test_there_is_no_forward_mode() -> None:

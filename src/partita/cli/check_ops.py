@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.chain.api import Chain, logz
-from ..ops.cross_entropy.api import cross_entropy
-from ..ops.cross_entropy.token_stats import token_stats
+from ..ops.cross_entropy.api import cross_entropy, token_stats
 from ..ops.ctc.api import ctc_loss
 from ..ops.ctc_crf.api import ctc_crf_loss, debruijn_source
 from ..ops.linear_heads.api import linear_cross_entropy, linear_token_stats

@@ -1,4 +1,7 @@
-"""Cross-entropy: every combination of options, forward and backward against fp64, on memory poisoned with NaN."""
+"""Cross-entropy with every combination of options, forward and backward, against fp64.
+
+The memory that the kernels write to is poisoned with NaN.
+"""
 
 import itertools
 
@@ -199,7 +202,10 @@ def test_labels_of_any_integer_dtype_and_stride(dtype: torch.dtype, device: str)
 @reductions
 @pytest.mark.parametrize("rows", [None, 1, 3])
 def test_all_ignored(rows: int | None, reduction: str, device: str) -> None:
-    """A mean over no rows is NaN, without a batch too, where torch gives NaN on the CPU and 0 on CUDA."""
+    """Check that a mean over no rows is NaN.
+
+    This includes a row without a batch, for which torch gives NaN on the CPU and 0 on CUDA.
+    """
     logits = leaf(rows or 1, CLASSES, device=device)
     target = torch.full((rows or 1,), -100, device=device)
     ours = partita.cross_entropy(
@@ -215,18 +221,18 @@ def test_all_ignored(rows: int | None, reduction: str, device: str) -> None:
 @pytest.mark.interpreted
 @devices
 @reductions
-def test_what_an_ignored_row_holds_does_not_matter(reduction: str, device: str) -> None:
+def test_the_logits_of_an_ignored_row_do_not_matter(reduction: str, device: str) -> None:
     logits, target = sample_labels(6, CLASSES, device=device)
     target[[1, 4]] = -100
-    clean, spoiled = logits.clone().requires_grad_(), logits.clone()
-    spoiled[1], spoiled[4] = torch.nan, -torch.inf
-    spoiled.requires_grad_()
+    clean, poisoned = logits.clone().requires_grad_(), logits.clone()
+    poisoned[1], poisoned[4] = torch.nan, -torch.inf
+    poisoned.requires_grad_()
     results = [
         partita.cross_entropy(x, target, reduction=reduction, z_loss=1e-3, label_smoothing=0.1)
-        for x in (clean, spoiled)
+        for x in (clean, poisoned)
     ]
     grads = [
-        torch.autograd.grad(r.sum(), x)[0] for r, x in zip(results, (clean, spoiled), strict=True)
+        torch.autograd.grad(r.sum(), x)[0] for r, x in zip(results, (clean, poisoned), strict=True)
     ]
     assert torch.equal(*results)
     assert torch.equal(*grads)
@@ -240,7 +246,7 @@ def test_what_an_ignored_row_holds_does_not_matter(reduction: str, device: str) 
 def test_gradient_of_probabilities_and_of_their_class_weights(
     reduction: str, numbers: dict[str, float], device: str
 ) -> None:
-    """Where a probability or a weight is 0 too."""
+    """Compare the gradients with autograd's, also where a probability or a weight is 0."""
     logits = sample_rows(4, CLASSES, device=device)
     target, weight = (
         targets_for(logits, "probabilities"),
@@ -278,7 +284,7 @@ def test_result_has_the_dtype_that_torch_gives(kind: str, dtype: torch.dtype, de
 
 
 @devices
-def test_class_weights_in_fp32_beside_half_logits(device: str) -> None:
+def test_class_weights_in_fp32_with_half_logits(device: str) -> None:
     logits = sample_rows(4, CLASSES, dtype=torch.bfloat16, device=device)
     check_loss(logits, targets_for(logits, "labels"), class_weights(CLASSES, torch.float32, device))
 
@@ -286,7 +292,11 @@ def test_class_weights_in_fp32_beside_half_logits(device: str) -> None:
 @pytest.mark.interpreted
 @devices
 def test_fp16_gradient_under_a_loss_scale(device: str) -> None:
-    """Divided by the number of rows before the scale is known, most of this gradient would fall below what fp16 can hold."""
+    """Check that fp16 gradients do not underflow under a loss scale.
+
+    If the gradient were divided by the number of rows before the scale is known, most of it would
+    be below the smallest number of fp16.
+    """
     logits = sample_rows(512, 64, dtype=torch.float16, device=device)
     target = targets_for(logits, "labels")
 

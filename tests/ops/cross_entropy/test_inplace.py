@@ -1,4 +1,4 @@
-"""`inplace=True`: the gradient over the memory of the logits, and what it refuses."""
+"""`inplace=True` writes the gradient over the logits, and refuses calls where that is wrong."""
 
 from collections.abc import Callable
 
@@ -59,7 +59,7 @@ def test_the_gradient_lies_where_the_logits_were(
 @pytest.mark.interpreted
 @devices
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
-def test_nothing_beside_the_logits_is_written(dtype: torch.dtype, device: str) -> None:
+def test_only_the_logits_are_written(dtype: torch.dtype, device: str) -> None:
     x = edge_rows("framed", columns=CLASSES, dtype=dtype, device=device)
     frame = x.as_strided((x.shape[0] + 2, CLASSES + 3), (x.stride(0), 1), 0)
     base = frame.clone().requires_grad_()
@@ -130,8 +130,8 @@ def test_refuses_a_second_backward_pass(reduction: str, device: str) -> None:
 
 @devices
 @reductions
-def test_autograd_notices_that_others_needed_the_logits(reduction: str, device: str) -> None:
-    """The gradient of exp is its result, which is gone."""
+def test_autograd_raises_if_others_saved_the_logits(reduction: str, device: str) -> None:
+    """Check that autograd raises: the backward pass of exp needs its result, which is gone."""
     x = leaf(6, CLASSES, device=device)
     loss = partita.cross_entropy(
         x.exp(), targets_for(x, "labels"), reduction=reduction, inplace=True
@@ -160,8 +160,11 @@ def test_refuses_targets_and_weights_that_need_a_gradient(
 
 @pytest.mark.interpreted
 @devices
-def test_autograd_notices_a_use_between_the_passes(device: str) -> None:
-    """Without a reduction the logits live until the backward pass, and whoever saved them meanwhile needs them still."""
+def test_autograd_raises_on_a_use_between_the_passes(device: str) -> None:
+    """Check that autograd raises if the logits are saved between forward and backward pass.
+
+    Without a reduction the logits live until the backward pass, so other ops may still use them.
+    """
     x = leaf(6, CLASSES, device=device)
     logits = x * 1
     loss = partita.cross_entropy(logits, targets_for(x, "labels"), reduction="none", inplace=True)
@@ -178,7 +181,7 @@ def test_autograd_notices_a_use_between_the_passes(device: str) -> None:
     [lambda z, t: z.zero_(), lambda z, t: partita.cross_entropy(z, t, inplace=True)],
     ids=["zeros", "another loss"],
 )
-def test_who_writes_over_the_gradient_hears_of_it(
+def test_a_write_over_the_gradient_raises(
     write: Callable[[Tensor, Tensor], Tensor], device: str
 ) -> None:
     logits, target = (

@@ -1,4 +1,4 @@
-"""Labels out of range: named where they are checked, confined to their row where they are not."""
+"""Labels out of range raise where labels are checked, and make their row NaN elsewhere."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ import partita
 from partita.testing import Labelled, sample_labels
 
 CLASSES = 37
-WRONG = [-1, CLASSES, -101, 2**40, -(2**63), 2**63 - 1]
+OUT_OF_RANGE = [-1, CLASSES, -101, 2**40, -(2**63), 2**63 - 1]
 
 
 def stats(logits: Tensor, target: Tensor) -> Tensor:
@@ -51,30 +51,32 @@ def run(
 
 @pytest.mark.interpreted
 @devices
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("label", OUT_OF_RANGE)
 @calls
-def test_unchecked_it_spoils_its_own_row_alone(
-    call: Callable, wrong: int, device: str, monkeypatch: pytest.MonkeyPatch
+def test_an_unchecked_label_affects_its_own_row_only(
+    call: Callable, label: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PARTITA_CHECK", "0")
     logits, labels = sample(device)
-    right, right_grad = run(call, logits, labels)
-    spoiled = labels.clone()
-    spoiled[2] = wrong
-    result, grad = run(call, logits, spoiled)
+    expected, expected_grad = run(call, logits, labels)
+    invalid_labels = labels.clone()
+    invalid_labels[2] = label
+    result, grad = run(call, logits, invalid_labels)
     others = [0, 1, 3, 4, 5]
     assert grad[2].isnan().all()
-    assert torch.equal(grad[others], right_grad[others])
+    assert torch.equal(grad[others], expected_grad[others])
     if result.ndim:
         assert result[2].isnan().all()
-        assert torch.equal(result[others], right[others])
+        assert torch.equal(result[others], expected[others])
     else:
         assert result.isnan()
 
 
 @pytest.mark.interpreted
 @devices
-def test_unchecked_the_argmax_is_as_usual(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_argmax_of_an_unchecked_label_is_as_usual(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PARTITA_CHECK", "0")
     logits, labels = sample(device)
     labels[2] = CLASSES
@@ -85,22 +87,25 @@ def test_unchecked_the_argmax_is_as_usual(device: str, monkeypatch: pytest.Monke
     ("device", "setting"),
     [("cpu", None), ("cpu", ""), ("cpu", "1"), pytest.param("cuda", "1", marks=pytest.mark.gpu)],
 )
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("label", OUT_OF_RANGE)
 @calls
-def test_checked_the_first_is_named_with_its_place(
-    call: Callable, wrong: int, device: str, setting: str | None, monkeypatch: pytest.MonkeyPatch
+def test_a_checked_label_raises_with_its_index(
+    call: Callable, label: int, device: str, setting: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PARTITA_CHECK", raising=False)
     if setting is not None:
         monkeypatch.setenv("PARTITA_CHECK", setting)
     logits, labels = sample(device)
-    labels[2], labels[4] = wrong, 99
-    message = rf"target: expected labels from 0 to {CLASSES - 1} \(or ignore_index -100\), got {wrong} at \[2\]"
+    labels[2], labels[4] = label, 99
+    message = (
+        rf"target: expected labels from 0 to {CLASSES - 1} \(or ignore_index -100\),"
+        rf" got {label} at \[2\]"
+    )
     with pytest.raises(IndexError, match=f"^{message}$"):
         call(logits.requires_grad_(), labels)
 
 
-def test_the_place_in_several_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_in_several_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PARTITA_CHECK", raising=False)
     target = torch.zeros(2, 3, 4, dtype=torch.int64)
     target[1, 2, 3] = 5
@@ -110,10 +115,14 @@ def test_the_place_in_several_dimensions(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
 def test_no_label_wraps_around(dtype: torch.dtype) -> None:
-    """-100 in uint8 is 156: the default ignore_index must not hide that label, nor a class count be cut to the dtype of the labels."""
-    wrong = torch.tensor([0, 156 if dtype == torch.uint8 else -3], dtype=dtype)
+    """Check that bounds are compared in int64.
+
+    In uint8, -100 is 156: the default ignore_index must not hide that label. Nor must the number of
+    classes be cast to the dtype of the labels.
+    """
+    labels = torch.tensor([0, 156 if dtype == torch.uint8 else -3], dtype=dtype)
     with pytest.raises(IndexError, match=r"at \[1\]"):
-        partita.cross_entropy(torch.zeros(2, 100), wrong)
+        partita.cross_entropy(torch.zeros(2, 100), labels)
     assert partita.cross_entropy(
         torch.zeros(2, 300), torch.tensor([0, 100], dtype=dtype)
     ).isfinite()

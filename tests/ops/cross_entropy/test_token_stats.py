@@ -1,4 +1,4 @@
-"""Token statistics: forward and backward against fp64, on memory poisoned with NaN."""
+"""Token statistics, forward and backward, against fp64 on memory poisoned with NaN."""
 
 import pytest
 import torch
@@ -87,14 +87,12 @@ def test_argmax_is_a_class_whatever_the_logits(value: float, device: str) -> Non
 
 @pytest.mark.interpreted
 @devices
-def test_ignored_rows_keep_all_but_the_log_probability(device: str) -> None:
+def test_only_the_log_probability_of_ignored_rows_is_zero(device: str) -> None:
     logits, labels = sample_labels(4, CLASSES, device=device)
-    kept, ignored = (
-        partita.token_stats(logits, labels),
-        partita.token_stats(logits, torch.full_like(labels, -100)),
-    )
+    stats = partita.token_stats(logits, labels)
+    ignored = partita.token_stats(logits, torch.full_like(labels, -100))
     assert torch.equal(ignored.logprob, torch.zeros_like(ignored.logprob))
-    assert all(torch.equal(a, b) for a, b in zip(kept[1:], ignored[1:], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(stats[1:], ignored[1:], strict=True))
 
 
 @pytest.mark.interpreted

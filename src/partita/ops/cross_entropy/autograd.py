@@ -1,4 +1,4 @@
-"""The ops of cross-entropy and their derivatives."""
+"""The ops and the autograd functions of cross-entropy and token statistics."""
 
 from __future__ import annotations
 
@@ -8,97 +8,95 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks, register
-from ...runtime.autograd import (
-    batch_first,
-    first_derivative,
-)
+from ...runtime.autograd import batch_first, first_derivative
 from ...runtime.dtypes import acc_dtype
 from . import reference
 from .backends import BACKENDS
+from .common import RowLosses, TokenStatsRows, mean_denominators
 
 
-def _row_shape(logits: Tensor) -> list[int]:
-    return [logits.shape[0], *logits.shape[2:]]
-
-
-def _check_labels(logits: Tensor, target: Tensor, ignore_index: int) -> None:
+def _check_labels(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, *_: Any
+) -> None:
     if not target.is_floating_point():
         checks.labels("target", target, logits.shape[1], ignore_index)
 
 
 def _rows_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
-    """The batch joins the rows: every tensor has it in front, but for the class weights, which cannot have it."""
-    count = sum(isinstance(arg, Tensor) or arg is None for arg in args)
-    tensors, options = list(args[:count]), args[count:]
-    weight_at = 2 if count == 3 else 4
-    if in_dims[weight_at] is not None:
+    """Merge the batch into the rows.
+
+    Every tensor has its batch dimension first, except for the class weights, which cannot have one.
+    """
+    num_tensors = sum(isinstance(arg, Tensor) or arg is None for arg in args)
+    is_forward = num_tensors == 3
+    tensors, options = list(args[:num_tensors]), args[num_tensors:]
+    weight_index = 2 if is_forward else 4
+    if in_dims[weight_index] is not None:
         raise NotImplementedError(
             "weight: class weights that differ over a vmapped dimension are not supported"
         )
-    for i, (tensor, at) in enumerate(zip(tensors, in_dims, strict=False)):
-        if i != weight_at:
-            tensors[i] = batch_first(tensor, at, info.batch_size).flatten(0, 1)
-    if count == 3:
+    for i, (tensor, dim) in enumerate(zip(tensors, in_dims, strict=False)):
+        if i != weight_index:
+            tensors[i] = batch_first(tensor, dim, info.batch_size).flatten(0, 1)
+    if is_forward:
         return tuple(
-            part.unflatten(0, (info.batch_size, len(part) // max(info.batch_size, 1)))
-            for part in _rows(*tensors, *options)
-        ), (0,) * 5
-    return _rows_backward(*tensors, *options).unflatten(0, (info.batch_size, -1)), 0
+            field.unflatten(0, (info.batch_size, len(field) // max(info.batch_size, 1)))
+            for field in cross_entropy_op(*tensors, *options)
+        ), (0,) * len(RowLosses._fields)
+    dlogits = cross_entropy_backward_op(*tensors, *options)
+    return dlogits.unflatten(0, (info.batch_size, -1)), 0
 
 
 def _rows_fake(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    wide = acc_dtype(logits.dtype)
-    return tuple(logits.new_empty(_row_shape(logits), dtype=wide) for _ in range(5))
+    shape, dtype = [logits.shape[0], *logits.shape[2:]], acc_dtype(logits.dtype)
+    return tuple(logits.new_empty(shape, dtype=dtype) for _ in RowLosses._fields)
 
 
-_rows = register.define(
-    "cross_entropy(Tensor logits, Tensor target, Tensor? weight, int ignore_index, float label_smoothing, float softcap, str backend)"
+_INPUTS = "Tensor target, Tensor? weight"
+_STATISTICS = "Tensor maximum, Tensor sumexp, Tensor total_weight"
+_NUMBERS = "int ignore_index, float label_smoothing, float softcap"
+_REDUCTION = "bool mean, ScalarType dtype"
+
+cross_entropy_op = register.define(
+    f"cross_entropy(Tensor logits, {_INPUTS}, {_NUMBERS}, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _rows_fake,
-    check=lambda logits, target, weight, ignore_index, *_: _check_labels(
-        logits, target, ignore_index
-    ),
+    check=_check_labels,
     vmap=_rows_vmap,
     backends=BACKENDS,
 )
-_rows_backward = register.define(
-    "cross_entropy_backward(Tensor grad_loss, Tensor grad_logsumexp, Tensor logits, Tensor target, Tensor? weight,"
-    " Tensor maximum, Tensor sumexp, Tensor total_weight, int ignore_index, float label_smoothing, float softcap, str backend) -> Tensor",
+cross_entropy_backward_op = register.define(
+    "cross_entropy_backward(Tensor grad_loss, Tensor grad_logsumexp, Tensor logits,"
+    f" {_INPUTS}, {_STATISTICS}, {_NUMBERS}, str backend) -> Tensor",
     lambda grad_loss, grad_logsumexp, logits, *_: torch.empty_like(logits),
     vmap=_rows_vmap,
     backends=BACKENDS,
 )
-_rows_backward_inplace = register.define(
-    "cross_entropy_backward_(Tensor grad_loss, Tensor grad_logsumexp, Tensor(a!) logits, Tensor target, Tensor? weight,"
-    " Tensor maximum, Tensor sumexp, Tensor total_weight, int ignore_index, float label_smoothing, float softcap, str backend) -> ()",
+cross_entropy_backward_inplace_op = register.define(
+    "cross_entropy_backward_(Tensor grad_loss, Tensor grad_logsumexp, Tensor(a!) logits,"
+    f" {_INPUTS}, {_STATISTICS}, {_NUMBERS}, str backend) -> ()",
     lambda *_: None,
     backends=BACKENDS,
 )
-_NUMBERS = "int ignore_index, float label_smoothing, float softcap"
-_reduced_loss = register.define(
-    f"cross_entropy_reduced(Tensor logits, Tensor target, Tensor? weight, {_NUMBERS}, bool mean, ScalarType dtype, str backend) -> Tensor",
-    lambda logits, *args: logits.new_empty((), dtype=args[-1]),
-    check=lambda logits, target, weight, ignore_index, *_: _check_labels(
-        logits, target, ignore_index
-    ),
-    backends=BACKENDS,
-)
-_one_pass = register.define(
-    f"cross_entropy_one_pass(Tensor logits, Tensor target, Tensor? weight, {_NUMBERS}, float z_loss, bool mean, ScalarType dtype, str backend)"
-    " -> (Tensor, Tensor)",
-    lambda logits, *args: (logits.new_empty((), dtype=args[-1]), torch.empty_like(logits)),
-    check=lambda logits, target, weight, ignore_index, *_: _check_labels(
-        logits, target, ignore_index
-    ),
-    backends=BACKENDS,
-)
-_one_pass_inplace = register.define(
-    f"cross_entropy_one_pass_(Tensor(a!) logits, Tensor target, Tensor? weight, {_NUMBERS}, float z_loss, bool mean, ScalarType dtype, str backend)"
+cross_entropy_reduced_op = register.define(
+    f"cross_entropy_reduced(Tensor logits, {_INPUTS}, {_NUMBERS}, {_REDUCTION}, str backend)"
     " -> Tensor",
     lambda logits, *args: logits.new_empty((), dtype=args[-1]),
-    check=lambda logits, target, weight, ignore_index, *_: _check_labels(
-        logits, target, ignore_index
-    ),
+    check=_check_labels,
+    backends=BACKENDS,
+)
+cross_entropy_one_pass_op = register.define(
+    f"cross_entropy_one_pass(Tensor logits, {_INPUTS}, {_NUMBERS}, float z_loss, {_REDUCTION},"
+    " str backend) -> (Tensor, Tensor)",
+    lambda logits, *args: (logits.new_empty((), dtype=args[-1]), torch.empty_like(logits)),
+    check=_check_labels,
+    backends=BACKENDS,
+)
+cross_entropy_one_pass_inplace_op = register.define(
+    f"cross_entropy_one_pass_(Tensor(a!) logits, {_INPUTS}, {_NUMBERS}, float z_loss,"
+    f" {_REDUCTION}, str backend) -> Tensor",
+    lambda logits, *args: logits.new_empty((), dtype=args[-1]),
+    check=_check_labels,
     backends=BACKENDS,
 )
 scale_gradient = register.define(
@@ -108,18 +106,33 @@ scale_gradient = register.define(
 )
 
 
-class _Options(NamedTuple):
+class CrossEntropyOptions(NamedTuple):
+    """The options of a cross-entropy call.
+
+    Fields:
+        ignore_index: the ignored label.
+        label_smoothing: the share of the target that all classes have evenly.
+        softcap: the soft-cap, or 0 for none.
+        z_loss: the factor of the z-loss.
+        mean: whether the loss is a mean.
+        dtype: the dtype of the loss.
+        backend: the chosen backend.
+    """
+
     ignore_index: int
     label_smoothing: float
-    softcap: float  # 0 for none
+    softcap: float
     z_loss: float
     mean: bool
-    dtype: torch.dtype  # of the loss
+    dtype: torch.dtype
     backend: str
 
 
-class _Rows(torch.autograd.Function):
-    """Loss and log-sum-exp of each row; the gradient is computed in the backward pass, over the logits where `inplace`."""
+class CrossEntropyRows(torch.autograd.Function):
+    """The loss and log-sum-exp of each row, with the gradient computed in the backward pass.
+
+    With `inplace` the gradient replaces the logits.
+    """
 
     generate_vmap_rule = True
 
@@ -134,7 +147,7 @@ class _Rows(torch.autograd.Function):
         backend: str,
         inplace: bool,
     ) -> tuple[Tensor, ...]:
-        return _rows(logits, target, weight, ignore_index, smoothing, softcap, backend)
+        return cross_entropy_op(logits, target, weight, ignore_index, smoothing, softcap, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -147,39 +160,42 @@ class _Rows(torch.autograd.Function):
         logits, target, weight, *statistics = ctx.saved_tensors
         grad_loss, grad_logsumexp = grads[:2]
         *options, backend = ctx.options
+        tensors = (grad_loss, grad_logsumexp, logits, target, weight, *statistics)
         if ctx.inplace:
             if torch.is_grad_enabled():
                 raise RuntimeError(
-                    "inplace=True writes the gradient over the logits, so there is no second derivative: use inplace=False"
+                    "inplace=True writes the gradient over the logits, so there is no second"
+                    " derivative: use inplace=False"
                 )
-            _rows_backward_inplace(
-                grad_loss, grad_logsumexp, logits, target, weight, *statistics, *options, backend
-            )
+            cross_entropy_backward_inplace_op(*tensors, *options, backend)
             torch.autograd.graph.increment_version(logits)
             return logits.detach(), *(None for _ in range(7))
-        probabilities = target.is_floating_point()
-        variables = 3 if not probabilities else 4 if weight is None else 5
+        has_probabilities = target.is_floating_point()
+        variables = 3 if not has_probabilities else 4 if weight is None else 5
         grad_logits = first_derivative(
-            lambda *tensors: _rows_backward(*tensors, *options, backend),
+            lambda *tensors: cross_entropy_backward_op(*tensors, *options, backend),
             lambda *tensors: reference.cross_entropy_gradient(*tensors, *options),
             variables,
-            *(grad_loss, grad_logsumexp, logits, target, weight, *statistics),
+            *tensors,
         )
         grad_target, grad_weight = None, None
-        if probabilities and (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
+        if has_probabilities and (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
             others = [target] if weight is None else [target, weight]
-            pull_back = torch.func.vjp(
+            vjp = torch.func.vjp(
                 lambda target, weight=None: (
                     reference.cross_entropy(logits, target, weight, *options).loss
                 ),
                 *others,
             )[1]
-            grad_target, grad_weight = (*pull_back(grad_loss), None)[:2]
+            grad_target, grad_weight = (*vjp(grad_loss), None)[:2]
         return grad_logits, grad_target, grad_weight, None, None, None, None, None
 
 
-class _OnePass(torch.autograd.Function):
-    """The reduced loss, with the gradient formed beside it; eager only, because it keeps that gradient until the first backward pass."""
+class CrossEntropyOnePass(torch.autograd.Function):
+    """The reduced loss, with its gradient computed in the forward pass.
+
+    It is for eager code only, because it stores that gradient until the first backward pass.
+    """
 
     @staticmethod
     def forward(
@@ -187,18 +203,18 @@ class _OnePass(torch.autograd.Function):
         logits: Tensor,
         target: Tensor,
         weight: Tensor | None,
-        options: _Options,
+        options: CrossEntropyOptions,
         inplace: bool,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.options, ctx.inplace = options, inplace
         if inplace:
-            loss = _one_pass_inplace(logits, target, weight, *options)
+            loss = cross_entropy_one_pass_inplace_op(logits, target, weight, *options)
             torch.autograd.graph.increment_version(logits)
             ctx.gradient, ctx.version = logits.detach(), logits._version
         else:
             ctx.save_for_backward(logits, target, weight)
-            loss, ctx.gradient = _one_pass(logits, target, weight, *options)
+            loss, ctx.gradient = cross_entropy_one_pass_op(logits, target, weight, *options)
         return loss
 
     @staticmethod
@@ -208,53 +224,123 @@ class _OnePass(torch.autograd.Function):
             return None, None, None, None, None
         if ctx.inplace and (torch.is_grad_enabled() or ctx.gradient is None):
             raise RuntimeError(
-                "inplace=True wrote the gradient over the logits: it serves one backward pass and no second derivative"
+                "inplace=True wrote the gradient over the logits: it serves one backward pass and"
+                " no second derivative"
             )
         if ctx.inplace and ctx.gradient._version != ctx.version:
             raise RuntimeError(
-                "inplace=True wrote the gradient over the logits, and that memory has been written to since: there is no gradient any more"
+                "inplace=True wrote the gradient over the logits, and that memory has been written"
+                " to since: there is no gradient any more"
             )
         if torch.is_grad_enabled():
             logits, target, weight = ctx.saved_tensors
-            loss = _reduced(
-                logits, target, weight, ctx.options, "mean" if ctx.options.mean else "sum"
-            )
-            return (
-                torch.autograd.grad(loss, logits, grad, create_graph=True)[0],
-                None,
-                None,
-                None,
-                None,
-            )
+            reduction = "mean" if ctx.options.mean else "sum"
+            loss = cross_entropy_of_rows(logits, target, weight, ctx.options, reduction)
+            (dlogits,) = torch.autograd.grad(loss, logits, grad, create_graph=True)
+            return dlogits, None, None, None, None
         gradient, ctx.gradient = ctx.gradient, None
         if gradient is None:
             logits, target, weight = ctx.saved_tensors
-            gradient = _one_pass(logits, target, weight, *ctx.options)[1]
+            gradient = cross_entropy_one_pass_op(logits, target, weight, *ctx.options)[1]
         scale_gradient.eager(gradient, grad, ctx.options.backend)
         return gradient, None, None, None, None
 
 
-def _reduced(
+def cross_entropy_of_rows(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    options: _Options,
+    options: CrossEntropyOptions,
     reduction: str,
     inplace: bool = False,
 ) -> Tensor:
-    """The loss from the rows: each term in PyTorch, so that a compiler or a function transform sees through it."""
+    """Return the loss, reduced from the rows' losses in PyTorch.
+
+    A compiler or a function transform sees every step but the loss of the rows itself.
+    """
     numbers = options.ignore_index, options.label_smoothing, options.softcap
-    loss, logsumexp, *_ = _Rows.apply(logits, target, weight, *numbers, options.backend, inplace)
+    loss, logsumexp, *_ = CrossEntropyRows.apply(
+        logits, target, weight, *numbers, options.backend, inplace
+    )
     z = options.z_loss * logsumexp.square() if options.z_loss else None
     if reduction != "mean":
         loss = loss if z is None else loss + z
         return (loss if reduction == "none" else loss.sum()).to(options.dtype)
     if target.is_floating_point():
         rows = loss.numel()
-        main = loss.sum() / rows if rows else loss.sum() / 0.0
-        return (main if z is None else main + z.sum() / rows).to(options.dtype)
-    denominators = reference.mean_denominators(
-        target, weight, options.ignore_index, logits.shape[1]
+        result = loss.sum() / rows if rows else loss.sum() / 0.0
+        return (result if z is None else result + z.sum() / rows).to(options.dtype)
+    denominators = mean_denominators(target, weight, options.ignore_index, logits.shape[1])
+    result = loss.sum() / denominators[0]
+    return (result if z is None else result + z.sum() / denominators[1]).to(options.dtype)
+
+
+def _stats_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
+    num_tensors = sum(isinstance(arg, Tensor) for arg in args)
+    options = args[num_tensors:]
+    tensors = [
+        batch_first(tensor, dim, info.batch_size)
+        for tensor, dim in zip(args[:num_tensors], in_dims, strict=False)
+    ]
+    if num_tensors == 2:
+        return token_stats_op(*tensors, *options), (0,) * len(TokenStatsRows._fields)
+    return token_stats_backward_op(*tensors, *options), 0
+
+
+def _stats_fake(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    shape, dtype = logits.shape[:-1], acc_dtype(logits.dtype)
+    return tuple(
+        logits.new_empty(shape, dtype=torch.int64 if name == "argmax" else dtype)
+        for name in TokenStatsRows._fields
     )
-    main = loss.sum() / denominators[0]
-    return (main if z is None else main + z.sum() / denominators[1]).to(options.dtype)
+
+
+token_stats_op = register.define(
+    "token_stats(Tensor logits, Tensor target, float temperature, int ignore_index, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _stats_fake,
+    check=lambda logits, target, temperature, ignore_index: checks.labels(
+        "target", target, logits.shape[-1], ignore_index
+    ),
+    vmap=_stats_vmap,
+    backends=BACKENDS,
+)
+token_stats_backward_op = register.define(
+    "token_stats_backward(Tensor grad_logprob, Tensor grad_logsumexp, Tensor grad_entropy,"
+    " Tensor logits, Tensor target, Tensor maximum, Tensor sumexp, Tensor entropy,"
+    " float temperature, int ignore_index, str backend) -> Tensor",
+    lambda grad_logprob, grad_logsumexp, grad_entropy, logits, *_: torch.empty_like(logits),
+    vmap=_stats_vmap,
+    backends=BACKENDS,
+)
+
+
+class TokenStatsFunction(torch.autograd.Function):
+    """The fields of `TokenStatsRows`, differentiable in the first three."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        logits: Tensor, target: Tensor, temperature: float, ignore_index: int, backend: str
+    ) -> tuple[Tensor, ...]:
+        return token_stats_op(logits, target, temperature, ignore_index, backend)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        logits, target, *ctx.options = inputs
+        _, _, entropy, argmax, maximum, sumexp = output
+        ctx.mark_non_differentiable(argmax, maximum, sumexp)
+        ctx.save_for_backward(logits, target, maximum, sumexp, entropy)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        *options, backend = ctx.options
+        dlogits = first_derivative(
+            lambda *tensors: token_stats_backward_op(*tensors, *options, backend),
+            lambda *tensors: reference.token_stats_gradient(*tensors, *options),
+            4,
+            *grads[:3],
+            *ctx.saved_tensors,
+        )
+        return dlogits, None, None, None, None

@@ -1,4 +1,4 @@
-"""Which functions serve the ops of cross-entropy and token statistics on each backend."""
+"""The functions that serve the ops of cross-entropy and token statistics on each backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Functions = Mapping[str, Callable[..., Any]]
 
 
 def _reference() -> Functions:
-    from . import reference, token_stats_reference
+    from . import reference
 
     return {
         "cross_entropy": reference.cross_entropy,
@@ -21,21 +21,21 @@ def _reference() -> Functions:
         "cross_entropy_one_pass": reference.cross_entropy_one_pass,
         "cross_entropy_one_pass_": reference.cross_entropy_one_pass_,
         "scale_": reference.scale_,
-        "token_stats": token_stats_reference.token_stats,
-        "token_stats_backward": token_stats_reference.token_stats_backward,
+        "token_stats": reference.token_stats,
+        "token_stats_backward": reference.token_stats_backward,
     }
 
 
 def _gpu() -> Functions:
-    from .gpu import one_pass, reduction, rows, token_stats
+    from .gpu import launch, reduction, token_stats
 
     return {
-        "cross_entropy_reduced": one_pass.cross_entropy_reduced,
-        "cross_entropy_one_pass": one_pass.cross_entropy_one_pass,
-        "cross_entropy_one_pass_": one_pass.cross_entropy_one_pass_,
-        "cross_entropy": rows.cross_entropy,
-        "cross_entropy_backward": rows.cross_entropy_backward,
-        "cross_entropy_backward_": rows.cross_entropy_backward_,
+        "cross_entropy": launch.cross_entropy,
+        "cross_entropy_backward": launch.cross_entropy_backward,
+        "cross_entropy_backward_": launch.cross_entropy_backward_,
+        "cross_entropy_reduced": launch.cross_entropy_reduced,
+        "cross_entropy_one_pass": launch.cross_entropy_one_pass,
+        "cross_entropy_one_pass_": launch.cross_entropy_one_pass_,
         "scale_": reduction.scale_,
         "token_stats": token_stats.token_stats,
         "token_stats_backward": token_stats.token_stats_backward,

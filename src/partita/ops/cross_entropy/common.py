@@ -1,4 +1,4 @@
-"""What the reference and the kernels of cross-entropy agree on."""
+"""Results and conventions that the reference and the kernels of cross-entropy share."""
 
 from __future__ import annotations
 
@@ -7,23 +7,100 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...runtime.dtypes import acc_dtype
+
 
 class OnePass(NamedTuple):
-    loss: Tensor  # []
-    grad: Tensor  # [N, C, ...]
+    """A reduced loss and its gradient.
+
+    Fields:
+        loss: the loss, `[]`.
+        grad: the gradient of the logits, `[N, C, ...]`.
+    """
+
+    loss: Tensor
+    grad: Tensor
 
 
 class RowLosses(NamedTuple):
-    loss: Tensor  # [N, ...], at least fp32, 0 where ignored
-    logsumexp: Tensor  # [N, ...], 0 where ignored
-    maximum: Tensor  # [N, ...]
-    sumexp: Tensor  # [N, ...], sum of exp(logits - maximum)
-    total_weight: Tensor  # [N, ...], sum of q, 0 where ignored
+    """The loss and the statistics of each row, fp32 (fp64 for fp64).
+
+    Fields:
+        loss: the loss without the z-loss, 0 where the row is ignored, `[N, ...]`.
+        logsumexp: log-sum-exp of the soft-capped logits, 0 where the row is ignored, `[N, ...]`.
+        maximum: maximum of the soft-capped logits, `[N, ...]`.
+        sumexp: sum of exp(logits - maximum), `[N, ...]`.
+        total_weight: sum of the target weights q, 0 where the row is ignored, `[N, ...]`.
+    """
+
+    loss: Tensor
+    logsumexp: Tensor
+    maximum: Tensor
+    sumexp: Tensor
+    total_weight: Tensor
+
+
+class TokenStatsRows(NamedTuple):
+    """The token statistics of each row, fp32 (fp64 for fp64), and what their gradient needs.
+
+    Fields:
+        logprob: log-probability of the target, 0 where it is ignored, `[...]`.
+        logsumexp: log-sum-exp of the logits over the temperature, `[...]`.
+        entropy: entropy of the distribution, `[...]`.
+        argmax: the most probable class, int64, `[...]`.
+        maximum: maximum of the logits, `[...]`.
+        sumexp: sum of exp((logits - maximum) / temperature), `[...]`.
+    """
+
+    logprob: Tensor
+    logsumexp: Tensor
+    entropy: Tensor
+    argmax: Tensor
+    maximum: Tensor
+    sumexp: Tensor
 
 
 def valid_targets(target: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Labels that are safe to index with, and where they are kept (not ignored) and where they are wrong."""
-    target = target.long()  # a narrow type would wrap the bounds
-    inside = (target >= 0) & (target < classes)
-    kept = target != ignore_index
-    return torch.where(inside & kept, target, 0), kept, kept & ~inside
+    """Return labels that are safe to index with, and masks of the rows.
+
+    Returns:
+        The labels, 0 where the given label is no class or is ignored; where labels are not ignored;
+        and where they are neither a class nor ignored.
+    """
+    target = target.long()  # The bounds would wrap in a narrow dtype.
+    is_class = (target >= 0) & (target < classes)
+    not_ignored = target != ignore_index
+    return torch.where(is_class & not_ignored, target, 0), not_ignored, not_ignored & ~is_class
+
+
+def mean_denominators(
+    target: Tensor, weight: Tensor | None, ignore_index: int, classes: int
+) -> Tensor:
+    """Return the denominators of the mean loss and of the mean z-loss, `[2]`.
+
+    These are the sum of the class weights of the labels that are not ignored, and the number of
+    these labels.
+    """
+    labels, not_ignored, _ = valid_targets(target, classes, ignore_index)
+    if weight is None:
+        num_labels = not_ignored.sum()
+        return torch.stack([num_labels, num_labels])
+    num_labels = not_ignored.sum(dtype=acc_dtype(weight.dtype))
+    if classes == 0:
+        return torch.stack([num_labels, num_labels])
+    label_weights = torch.where(not_ignored, weight[labels], 0)
+    return torch.stack([label_weights.sum(dtype=num_labels.dtype), num_labels])
+
+
+def mean_shares(
+    target: Tensor,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    classes: int,
+    mean: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the denominators of a loss over labels and of its z-loss, `[2]`; ones for a sum."""
+    if not mean:
+        return torch.ones(2, dtype=dtype, device=target.device)
+    return mean_denominators(target, class_weight, ignore_index, classes).to(dtype)

@@ -1,8 +1,9 @@
-"""Cross-entropy with all its options.
+"""Specification of cross-entropy and of token statistics in plain PyTorch.
 
-A row with logits x over C classes and the weights q of its classes has the loss sum_c q_c (lse - x_c), where q is
-w_y (1 - s) at the target y plus s w_c / C everywhere (s the smoothing), or w_c (t_c (1 - s) + s / C) for target probabilities t.
-With Q = sum_c q_c its gradient is Q softmax(x) - q. Soft-capping puts cap tanh(x / cap) in the place of x.
+A row with logits x over C classes and target weights q has the loss sum_c q_c (lse - x_c). For a
+label y and a smoothing s, q is w_y (1 - s) at y plus s w_c / C at every class c. For target
+probabilities t, q is w_c (t_c (1 - s) + s / C). With Q = sum_c q_c the gradient is
+Q softmax(x) - q. Soft-capping replaces x by cap tanh(x / cap).
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from torch import Tensor
 
 from ...primitives.rows import finite_shift, laid_out_like, row_chunks, softcap_slope
 from ...runtime.dtypes import acc_dtype
-from .common import OnePass, RowLosses, valid_targets
+from .common import OnePass, RowLosses, TokenStatsRows, mean_shares, valid_targets
 
 
 def capped(logits: Tensor, softcap: float) -> Tensor:
-    """Logits, classes last, in the accumulator's dtype, soft-capped where `softcap` is not zero."""
-    wide = logits.to(acc_dtype(logits.dtype)).movedim(1, -1)
-    return softcap * (wide / softcap).tanh() if softcap else wide
+    """Return soft-capped logits in the accumulator's dtype, with the classes last."""
+    x = logits.to(acc_dtype(logits.dtype)).movedim(1, -1)
+    return softcap * (x / softcap).tanh() if softcap else x
 
 
 def target_weights(
@@ -31,16 +32,20 @@ def target_weights(
     smoothing: float,
     like: Tensor,
 ) -> Tensor:
-    """The weights q, `[N, ..., C]`; NaN in rows whose label is wrong, 0 in ignored rows."""
+    """Return the target weights q, `[N, ..., C]`.
+
+    They are NaN in rows whose label is out of range, and 0 in ignored rows.
+    """
     weights = like.new_ones(classes) if weight is None else weight.to(like.dtype)
     if target.is_floating_point():
         return weights * (
             target.to(like.dtype).movedim(1, -1) * (1 - smoothing) + smoothing / classes
         )
-    labels, kept, wrong = valid_targets(target, classes, ignore_index)
-    hot = torch.arange(classes, device=target.device) == labels.unsqueeze(-1)
-    q = torch.where(hot, (1 - smoothing) * weights, 0) + smoothing / classes * weights
-    return torch.where(wrong, torch.nan, kept.to(like.dtype)).unsqueeze(-1) * q
+    labels, not_ignored, out_of_range = valid_targets(target, classes, ignore_index)
+    is_label = torch.arange(classes, device=target.device) == labels.unsqueeze(-1)
+    q = torch.where(is_label, (1 - smoothing) * weights, 0) + smoothing / classes * weights
+    row_factor = torch.where(out_of_range, torch.nan, not_ignored.to(like.dtype))
+    return row_factor.unsqueeze(-1) * q
 
 
 def cross_entropy(
@@ -51,16 +56,15 @@ def cross_entropy(
     label_smoothing: float,
     softcap: float,
 ) -> RowLosses:
+    """Compute the loss and the statistics of each row."""
     classes = logits.shape[1]
     x = capped(logits, softcap)
     if classes == 0:
-        nothing = x.new_zeros(x.shape[:-1])
-        loss = (
-            nothing
-            if target.is_floating_point()
-            else torch.where(target.long() == ignore_index, 0.0, nothing + torch.nan)
-        )
-        return RowLosses(loss, nothing - torch.inf, nothing - torch.inf, nothing, nothing)
+        zero = x.new_zeros(x.shape[:-1])
+        loss = zero
+        if not target.is_floating_point():
+            loss = torch.where(target.long() == ignore_index, 0.0, zero + torch.nan)
+        return RowLosses(loss, zero - torch.inf, zero - torch.inf, zero, zero)
     logp = x.log_softmax(-1)
     maximum = x.amax(-1)
     sumexp = (x - finite_shift(maximum).unsqueeze(-1)).exp().sum(-1)
@@ -69,27 +73,27 @@ def cross_entropy(
         q = target_weights(target, weight, classes, ignore_index, label_smoothing, x)
         loss = -(q * torch.where((q == 0) & (logp == -torch.inf), 0, logp)).sum(-1)
         return RowLosses(loss, logsumexp, maximum, sumexp, q.sum(-1))
-    labels, kept, wrong = valid_targets(target, classes, ignore_index)
+    labels, not_ignored, out_of_range = valid_targets(target, classes, ignore_index)
     loss = -logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    weight = None if weight is None else weight.to(x.dtype)
     if weight is not None:
-        loss = loss * weight.to(x.dtype)[labels]
+        loss = loss * weight[labels]
     if label_smoothing:
-        everywhere = (
-            logp.sum(-1)
-            if weight is None
-            else torch.where(weight == 0, 0, logp * weight.to(x.dtype)).sum(-1)
-        )
-        loss = (1 - label_smoothing) * loss - label_smoothing / classes * everywhere
-    on_label = x.new_ones(()) if weight is None else weight.to(x.dtype)[labels]
-    spread = 1.0 if weight is None else weight.to(x.dtype).mean()
-    total_weight = torch.where(kept, (1 - label_smoothing) * on_label + label_smoothing * spread, 0)
-    spoiled = torch.where(wrong, torch.nan, 0.0).to(x.dtype)
+        if weight is None:
+            weighted_sum = logp.sum(-1)
+        else:
+            weighted_sum = torch.where(weight == 0, 0, logp * weight).sum(-1)
+        loss = (1 - label_smoothing) * loss - label_smoothing / classes * weighted_sum
+    on_label = x.new_ones(()) if weight is None else weight[labels]
+    mean_weight = 1.0 if weight is None else weight.mean()
+    total_weight = (1 - label_smoothing) * on_label + label_smoothing * mean_weight
+    nan_or_zero = torch.where(out_of_range, torch.nan, 0.0).to(x.dtype)
     return RowLosses(
-        torch.where(kept, loss, 0) + spoiled,
-        torch.where(kept, logsumexp, 0),
-        maximum,
-        sumexp,
-        total_weight + spoiled,
+        loss=torch.where(not_ignored, loss, 0) + nan_or_zero,
+        logsumexp=torch.where(not_ignored, logsumexp, 0),
+        maximum=maximum,
+        sumexp=sumexp,
+        total_weight=torch.where(not_ignored, total_weight, 0) + nan_or_zero,
     )
 
 
@@ -106,21 +110,27 @@ def cross_entropy_gradient(
     label_smoothing: float,
     softcap: float,
 ) -> Tensor:
-    """Differentiable in the first three, and in `weight` and probability targets; the three that follow spare a kernel work."""
+    """Compute the gradient of the logits.
+
+    It is differentiable in the first three arguments, in `weight` and in target probabilities. The
+    saved statistics are not used here; they save a kernel work.
+    """
     classes = logits.shape[1]
     x = capped(logits, softcap)
     p = x.softmax(-1)
     q = target_weights(target, weight, classes, ignore_index, label_smoothing, x)
-    g, h = grad_loss.to(x.dtype).unsqueeze(-1), grad_logsumexp.to(x.dtype).unsqueeze(-1)
+    grad_loss = grad_loss.to(x.dtype).unsqueeze(-1)
+    grad_logsumexp = grad_logsumexp.to(x.dtype).unsqueeze(-1)
     if not target.is_floating_point():
         ignored = (target.long() == ignore_index).unsqueeze(-1)
-        g, h, p = torch.where(ignored, 0, g), torch.where(ignored, 0, h), torch.where(ignored, 0, p)
-    total_weight = q.sum(-1, keepdim=True)
+        grad_loss = torch.where(ignored, 0, grad_loss)
+        grad_logsumexp = torch.where(ignored, 0, grad_logsumexp)
+        p = torch.where(ignored, 0, p)
+    sum_q = q.sum(-1, keepdim=True)
     if weight is None and not target.is_floating_point():
-        total_weight = torch.where(
-            total_weight == total_weight, total_weight.round(), torch.nan
-        )  # 0 or 1, but for the rounding of many terms
-    grad = p * (g * total_weight + h) - g * q
+        # The exact sum is 0 or 1; rounding removes the error of adding many terms.
+        sum_q = torch.where(sum_q == sum_q, sum_q.round(), torch.nan)
+    grad = p * (grad_loss * sum_q + grad_logsumexp) - grad_loss * q
     if softcap:
         grad = grad * softcap_slope(logits.movedim(1, -1), softcap)
     return grad.movedim(-1, 1).to(logits.dtype)
@@ -129,18 +139,36 @@ def cross_entropy_gradient(
 def cross_entropy_backward(
     grad_loss: Tensor, grad_logsumexp: Tensor, logits: Tensor, *args: Any
 ) -> Tensor:
+    """Compute the gradient of the logits in their memory layout."""
     return laid_out_like(cross_entropy_gradient(grad_loss, grad_logsumexp, logits, *args), logits)
 
 
-def mean_denominators(
-    target: Tensor, weight: Tensor | None, ignore_index: int, classes: int
+def cross_entropy_backward_(
+    grad_loss: Tensor, grad_logsumexp: Tensor, logits: Tensor, *args: Any
+) -> None:
+    """Write the gradient of the logits over them."""
+    logits.copy_(cross_entropy_backward(grad_loss, grad_logsumexp, logits, *args))
+
+
+def _rows_of(tensor: Tensor) -> Tensor:
+    """Return `[N, C, ...]` as rows of classes, `[M, C]`."""
+    if not tensor.numel():
+        return tensor.new_empty(tensor[:, :1].numel(), tensor.shape[1])
+    return tensor.movedim(1, -1).reshape(-1, tensor.shape[1])
+
+
+def mean_scales(
+    loss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    mean: bool,
 ) -> Tensor:
-    """What the mean divides by: `[2]`, the class weights of the targets that count, and their number."""
-    labels, kept, _ = valid_targets(target, classes, ignore_index)
-    count = kept.sum() if weight is None else kept.sum(dtype=acc_dtype(weight.dtype))
-    if weight is None or classes == 0:
-        return torch.stack([count, count])
-    return torch.stack([torch.where(kept, weight[labels], 0).sum(dtype=count.dtype), count])
+    """Return the factors of a row's loss and of its z-loss in the reduced loss, `[2]`."""
+    if mean and target.is_floating_point():
+        return loss.new_full((2,), loss.numel()).reciprocal()
+    return mean_shares(target, weight, ignore_index, logits.shape[1], mean, loss.dtype).reciprocal()
 
 
 def cross_entropy_reduced(
@@ -153,55 +181,14 @@ def cross_entropy_reduced(
     mean: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Sum or mean of the loss of the rows."""
-    x, labels = _flat(logits), _flat(target) if target.is_floating_point() else target.reshape(-1)
-    loss = torch.cat(
-        [
-            cross_entropy(
-                x[rows], labels[rows], weight, ignore_index, label_smoothing, softcap
-            ).loss
-            for rows in row_chunks(x)
-        ]
-        or [x.new_zeros(0)]
-    )
-    return (loss.sum() * mean_scales(loss, logits, target, weight, ignore_index, mean)[0]).to(dtype)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Rows of classes, `[M, C]`."""
-    return (
-        tensor.movedim(1, -1).reshape(-1, tensor.shape[1])
-        if tensor.numel()
-        else tensor.new_empty(tensor[:, :1].numel(), tensor.shape[1])
-    )
-
-
-def mean_scales(
-    loss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    mean: bool,
-) -> Tensor:
-    """What the loss and the z-loss of a row are multiplied by: `[2]`."""
-    if mean and target.is_floating_point():
-        return loss.new_full((2,), loss.numel()).reciprocal()
-    return mean_shares(target, weight, ignore_index, logits.shape[1], mean, loss.dtype).reciprocal()
-
-
-def mean_shares(
-    target: Tensor,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    classes: int,
-    mean: bool,
-    wide: torch.dtype,
-) -> Tensor:
-    """What the loss and the z-loss of a row are divided by, `[2]`."""
-    if not mean:
-        return torch.ones(2, dtype=wide, device=target.device)
-    return mean_denominators(target, class_weight, ignore_index, classes).to(wide)
+    """Compute the sum or the mean of the rows' losses."""
+    options = (weight, ignore_index, label_smoothing, softcap)
+    x = _rows_of(logits)
+    labels = _rows_of(target) if target.is_floating_point() else target.reshape(-1)
+    losses = [cross_entropy(x[rows], labels[rows], *options).loss for rows in row_chunks(x)]
+    loss = torch.cat(losses or [x.new_zeros(0)])
+    scale = mean_scales(loss, logits, target, weight, ignore_index, mean)[0]
+    return (loss.sum() * scale).to(dtype)
 
 
 def one_pass(
@@ -213,18 +200,24 @@ def one_pass(
     softcap: float,
     z_loss: float,
     mean: bool,
-    divisors: Tensor,
+    denominators: Tensor,
 ) -> Tensor:
-    """The loss of all rows together, divided as told; the logits become its gradient. Some rows at a time: the copies of these fit a cache."""
-    options = (class_weight, ignore_index, smoothing, softcap, z_loss, divisors)
-    losses = [_one_pass(logits[rows], target[rows], *options) for rows in row_chunks(logits)]
-    loss = (
-        torch.stack(losses).sum() if losses else logits.new_zeros((), dtype=acc_dtype(logits.dtype))
-    )
-    return loss + torch.where(divisors[0] == 0, torch.nan, 0.0)  # a mean over nothing
+    """Compute the reduced loss of rows `[M, C]`, and write its gradient over the logits.
+
+    The rows are processed in chunks, so that their copies fit a cache.
+    """
+    options = (class_weight, ignore_index, smoothing, softcap, z_loss, denominators)
+    losses = [
+        _one_pass_of_chunk(logits[rows], target[rows], *options) for rows in row_chunks(logits)
+    ]
+    if losses:
+        loss = torch.stack(losses).sum()
+    else:
+        loss = logits.new_zeros((), dtype=acc_dtype(logits.dtype))
+    return loss + torch.where(denominators[0] == 0, torch.nan, 0.0)  # A mean of nothing is NaN.
 
 
-def _one_pass(
+def _one_pass_of_chunk(
     logits: Tensor,
     target: Tensor,
     class_weight: Tensor | None,
@@ -232,44 +225,47 @@ def _one_pass(
     smoothing: float,
     softcap: float,
     z_loss: float,
-    divisors: Tensor,
+    denominators: Tensor,
 ) -> Tensor:
     classes, x = logits.shape[1], capped(logits, softcap)
-    labels, kept, wrong = valid_targets(target, classes, ignore_index)
-    maximum, wide = finite_shift(x.amax(1)), x.dtype
+    labels, not_ignored, out_of_range = valid_targets(target, classes, ignore_index)
+    maximum = finite_shift(x.amax(1))
     e = (x - maximum[:, None]).exp_()
-    row = torch.float64 if x.device.type == "cpu" else wide  # of the numbers that a row has one of
-    total = e.sum(1, dtype=row)
-    log_total = total.log()
-    of_class = (
-        torch.ones((), dtype=wide, device=x.device)
-        if class_weight is None
-        else class_weight.to(wide)
-    )
-    on_label = (1 - smoothing) * (
-        of_class.to(row)[labels]
-        if class_weight is not None
-        else of_class.to(row).expand(len(labels))
-    )
-    loss = on_label * (log_total + (maximum.to(row) - x.gather(1, labels[:, None])[:, 0]))
-    weights = of_class.sum(dtype=row) if class_weight is not None else classes
+    # The dtype of what a row has one number of.
+    row_dtype = torch.float64 if x.device.type == "cpu" else x.dtype
+    sumexp = e.sum(1, dtype=row_dtype)
+    log_sumexp = sumexp.log()
+    if class_weight is None:
+        weight = torch.ones((), dtype=x.dtype, device=x.device)
+        label_weight = weight.to(row_dtype).expand(len(labels))
+        sum_weight: Tensor | int = classes
+    else:
+        weight = class_weight.to(x.dtype)
+        label_weight = weight.to(row_dtype)[labels]
+        sum_weight = weight.sum(dtype=row_dtype)
+    on_label = (1 - smoothing) * label_weight
+    label_x = x.gather(1, labels[:, None])[:, 0]
+    loss = on_label * (log_sumexp + (maximum.to(row_dtype) - label_x))
     if smoothing:
-        below = torch.where(of_class == 0, 0.0, of_class * (maximum[:, None] - x)).sum(1, dtype=row)
-        loss = loss + smoothing / classes * (weights * log_total + below)
-    scale, z_scale = divisors.to(row).reciprocal().unbind()
-    loss, pull = scale * loss, scale * (on_label + smoothing / classes * weights)
+        terms = torch.where(weight == 0, 0.0, weight * (maximum[:, None] - x))
+        smoothing_loss = sum_weight * log_sumexp + terms.sum(1, dtype=row_dtype)
+        loss = loss + smoothing / classes * smoothing_loss
+    scale, z_scale = denominators.to(row_dtype).reciprocal().unbind()
+    loss = scale * loss
+    softmax_coef = scale * (on_label + smoothing / classes * sum_weight)
     if z_loss:
-        logsumexp = maximum + log_total
-        loss, pull = loss + z_loss * z_scale * logsumexp**2, pull + 2 * z_loss * z_scale * logsumexp
-    grad = e.mul_((pull / total).to(wide)[:, None])
+        logsumexp = maximum + log_sumexp
+        loss = loss + z_loss * z_scale * logsumexp**2
+        softmax_coef = softmax_coef + 2 * z_loss * z_scale * logsumexp
+    grad = e.mul_((softmax_coef / sumexp).to(x.dtype)[:, None])
     if smoothing:
-        grad -= (scale * smoothing / classes * of_class).to(wide)
-    grad.scatter_add_(1, labels[:, None], -(scale * on_label).to(wide)[:, None])
+        grad -= (scale * smoothing / classes * weight).to(x.dtype)
+    grad.scatter_add_(1, labels[:, None], -(scale * on_label).to(x.dtype)[:, None])
     if softcap:
         grad *= softcap_slope(logits, softcap)
-    spoilt = torch.where(wrong, torch.nan, 0.0).to(wide)
-    logits.copy_(torch.where(kept[:, None], grad + spoilt[:, None], 0.0))
-    return (torch.where(kept, loss, 0.0) + spoilt).sum().to(wide)
+    nan_or_zero = torch.where(out_of_range, torch.nan, 0.0).to(x.dtype)
+    logits.copy_(torch.where(not_ignored[:, None], grad + nan_or_zero[:, None], 0.0))
+    return (torch.where(not_ignored, loss, 0.0) + nan_or_zero).sum().to(x.dtype)
 
 
 def cross_entropy_one_pass(
@@ -283,22 +279,24 @@ def cross_entropy_one_pass(
     mean: bool,
     dtype: torch.dtype,
 ) -> OnePass:
-    """Sum or mean of the loss of the rows, z-loss included, and its gradient."""
+    """Compute the sum or the mean of the rows' losses, with their z-loss, and its gradient."""
+    numbers = (ignore_index, label_smoothing, softcap)
     if not target.is_floating_point() and logits.numel():
         grad = torch.empty_like(logits).copy_(logits)
-        return OnePass(
-            cross_entropy_one_pass_(
-                grad, target, weight, ignore_index, label_smoothing, softcap, z_loss, mean, dtype
-            ),
-            grad,
-        )
-    rows = cross_entropy(logits, target, weight, ignore_index, label_smoothing, softcap)
+        loss = cross_entropy_one_pass_(grad, target, weight, *numbers, z_loss, mean, dtype)
+        return OnePass(loss, grad)
+    rows = cross_entropy(logits, target, weight, *numbers)
     scale, z_scale = mean_scales(rows.loss, logits, target, weight, ignore_index, mean).unbind()
-    g = torch.ones_like(rows.loss) * scale
-    h = 2 * z_loss * rows.logsumexp * z_scale
-    statistics = rows.maximum, rows.sumexp, rows.total_weight
     grad = cross_entropy_backward(
-        g, h, logits, target, weight, *statistics, ignore_index, label_smoothing, softcap
+        torch.ones_like(rows.loss) * scale,
+        2 * z_loss * rows.logsumexp * z_scale,
+        logits,
+        target,
+        weight,
+        rows.maximum,
+        rows.sumexp,
+        rows.total_weight,
+        *numbers,
     )
     z = z_loss * rows.logsumexp.square().sum() * z_scale if z_loss else 0.0
     return OnePass((rows.loss.sum() * scale + z).to(dtype), grad)
@@ -315,36 +313,83 @@ def cross_entropy_one_pass_(
     mean: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The same, with the gradient in the place of the logits."""
+    """Compute the reduced loss, and write its gradient over the logits."""
+    numbers = (ignore_index, label_smoothing, softcap, z_loss, mean)
     if target.is_floating_point() or not logits.numel():
-        loss, grad = cross_entropy_one_pass(
-            logits, target, weight, ignore_index, label_smoothing, softcap, z_loss, mean, dtype
-        )
+        loss, grad = cross_entropy_one_pass(logits, target, weight, *numbers, dtype)
         logits.copy_(grad)
         return loss
-    wide, classes = acc_dtype(logits.dtype), logits.shape[1]
-    divisors, rows = mean_shares(target, weight, ignore_index, classes, mean, wide), _flat(logits)
-    loss = one_pass(
-        rows,
-        target.reshape(-1),
-        weight,
-        ignore_index,
-        label_smoothing,
-        softcap,
-        z_loss,
-        mean,
-        divisors,
-    )
-    if rows.data_ptr() != logits.data_ptr():  # a copy, for they do not lie side by side
+    classes, dtype_of_sums = logits.shape[1], acc_dtype(logits.dtype)
+    denominators = mean_shares(target, weight, ignore_index, classes, mean, dtype_of_sums)
+    rows = _rows_of(logits)
+    loss = one_pass(rows, target.reshape(-1), weight, *numbers, denominators)
+    if rows.data_ptr() != logits.data_ptr():  # The strides allow no view, so the rows are a copy.
         logits.copy_(rows.reshape(logits.movedim(1, -1).shape).movedim(-1, 1))
     return loss.to(dtype)
 
 
-def cross_entropy_backward_(
-    grad_loss: Tensor, grad_logsumexp: Tensor, logits: Tensor, *args: Any
-) -> None:
-    logits.copy_(cross_entropy_backward(grad_loss, grad_logsumexp, logits, *args))
-
-
 def scale_(grad: Tensor, factor: Tensor) -> None:
+    """Multiply a gradient in place by a scalar tensor."""
     grad.mul_(factor.to(acc_dtype(grad.dtype)))
+
+
+def token_stats(
+    logits: Tensor, target: Tensor, temperature: float, ignore_index: int
+) -> TokenStatsRows:
+    """Compute the statistics of the rows of `logits / temperature`."""
+    x = logits.to(acc_dtype(logits.dtype)) / temperature
+    logp = x.log_softmax(-1)
+    p = logp.exp()
+    labels, not_ignored, out_of_range = valid_targets(target, x.shape[-1], ignore_index)
+    logprob = logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    entropy = -(p * torch.where(p == 0, 0, logp)).sum(-1)
+    maximum = x.amax(-1)
+    sumexp = (x - finite_shift(maximum).unsqueeze(-1)).exp().sum(-1)
+    nan_or_zero = torch.where(out_of_range, torch.nan, 0.0).to(x.dtype)
+    return TokenStatsRows(
+        logprob=torch.where(not_ignored, logprob, 0) + nan_or_zero,
+        logsumexp=maximum + sumexp.log() + nan_or_zero,
+        entropy=entropy + nan_or_zero,
+        argmax=x.argmax(-1),
+        maximum=maximum * temperature,
+        sumexp=sumexp,
+    )
+
+
+def token_stats_gradient(
+    grad_logprob: Tensor,
+    grad_logsumexp: Tensor,
+    grad_entropy: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    maximum: Tensor | None,
+    sumexp: Tensor | None,
+    entropy: Tensor | None,
+    temperature: float,
+    ignore_index: int,
+) -> Tensor:
+    """Compute the gradient of the logits, differentiable in the first four arguments.
+
+    The saved statistics are not used here; they save a kernel work.
+    """
+    x = logits.to(acc_dtype(logits.dtype)) / temperature
+    logp = x.log_softmax(-1)
+    p = logp.exp()
+    # The select comes before the product, so that the second derivative is finite too.
+    p_logp = p * torch.where(p == 0, 0, logp)
+    labels, not_ignored, out_of_range = valid_targets(target, x.shape[-1], ignore_index)
+    one_hot = (torch.arange(x.shape[-1], device=x.device) == labels.unsqueeze(-1)).to(x.dtype)
+    on_label = torch.where(not_ignored, grad_logprob.to(x.dtype), 0).unsqueeze(-1)
+    grad = on_label * (one_hot - p) + grad_logsumexp.to(x.dtype).unsqueeze(-1) * p
+    grad = grad - grad_entropy.to(x.dtype).unsqueeze(-1) * (
+        p_logp - p * p_logp.sum(-1, keepdim=True)
+    )
+    return torch.where(out_of_range.unsqueeze(-1), torch.nan, grad / temperature).to(logits.dtype)
+
+
+def token_stats_backward(
+    grad_logprob: Tensor, grad_logsumexp: Tensor, grad_entropy: Tensor, logits: Tensor, *args: Any
+) -> Tensor:
+    """Compute the gradient of the logits in their memory layout."""
+    grad = token_stats_gradient(grad_logprob, grad_logsumexp, grad_entropy, logits, *args)
+    return laid_out_like(grad, logits)

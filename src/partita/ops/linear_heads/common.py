@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.autograd import autocast_dtype, plain_eager
-from ..cross_entropy.reference import mean_denominators
+from ..cross_entropy.common import mean_denominators
 from .plan import MemoryPlan
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...primitives.rows import chunks, finite_shift, row_chunks, softcap_slope
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.common import valid_targets
-from ..cross_entropy.reference import mean_shares, one_pass
+from ..cross_entropy.common import mean_shares, valid_targets
+from ..cross_entropy.reference import one_pass
 from .common import GradientCoefficients, HeadGradients, RowState, RowStatistics
 from .plan import CPU_TOKENS, TOKENS, padded_width
 

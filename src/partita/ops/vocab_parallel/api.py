@@ -20,7 +20,7 @@ from ...runtime import checks
 from ...runtime.backend import current_backend, resolve
 from ...runtime.checks import REDUCTIONS
 from ...runtime.register import PLAIN
-from ..cross_entropy.token_stats import TokenStats
+from ..cross_entropy.api import TokenStats
 from ..linear_heads.common import (
     cast_to_autocast,
     checked_options,

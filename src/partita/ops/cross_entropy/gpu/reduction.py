@@ -1,4 +1,8 @@
-"""The small kernels around the cross-entropy: what the mean divides by, the sum of the rows, and a factor from upstream."""
+"""Reductions over rows: the mean's denominators, the sum of the losses, the scaling of a gradient.
+
+The denominators of the mean travel as `shares`, a tensor `[2, SHARES]` of partial sums: the class
+weights of the labels that are not ignored, and the number of these labels.
+"""
 
 from __future__ import annotations
 
@@ -9,187 +13,198 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....primitives.gpu.math import divide
+from ....primitives.gpu.math import divide, reciprocal
 from ....primitives.gpu.sync import arrives_last, load_partials, store_partial
 from ....runtime.dtypes import acc_dtype
-from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
+from ....runtime.launch import cdiv, launch, tl_acc_dtype
+from .plan import SCALE_BLOCK, SCALE_PROGRAMS, SHARES, SMALL_GRADIENT, reduction_plan
 
-SHARES = 32  # programs among which the labels or losses are divided: what one warp adds up again
-SHARE_COUNT = tl.constexpr(SHARES)
-SUM_WORDS = (
-    2 + SHARES
-)  # of 64 bits: a counter, a box for each program, and one more for the alignment of what stands behind
-SMALL = (
-    2**16
-)  # elements up to which a factor is multiplied in by PyTorch: launching a kernel of ours would take longer than it saves
+NUM_SHARES = tl.constexpr(SHARES)
 
 
 @triton.jit
-def labels_at(target_ptr, place, inside, ignore_index):
-    """Labels of rows, ignored outside of them: as the value outside of a narrow type, `ignore_index` would wrap."""
-    return tl.where(
-        inside, tl.load(target_ptr + place, mask=inside, other=0).to(tl.int64), ignore_index
-    )
+def load_labels(target_ptr, index, mask, ignore_index):
+    """Load labels as int64, with `ignore_index` outside of the mask.
+
+    The load itself cannot fill in `ignore_index`, which would wrap in a narrow dtype.
+    """
+    labels = tl.load(target_ptr + index, mask=mask, other=0).to(tl.int64)
+    return tl.where(mask, labels, ignore_index)
 
 
 @triton.jit
-def label_share(
+def sum_label_weights(
     target_ptr,
     weight_ptr,
     rows,
     classes,
     ignore_index,
     splits,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of this program's rows: the class weights of the labels that count, and their number."""
-    count, weights = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], WIDE)
+    """Return the class weights and the number of this program's labels that are not ignored."""
+    lane_labels = tl.zeros([BLOCK], tl.int32)
+    lane_weights = tl.zeros([BLOCK], ACC_DTYPE)
     for first in range(tl.program_id(0) * BLOCK, rows, splits * BLOCK):
-        place = first + tl.arange(0, BLOCK).to(tl.int64)
-        label = labels_at(target_ptr, place, place < rows, ignore_index)
-        count += (label != ignore_index).to(tl.int32)
+        index = first + tl.arange(0, BLOCK).to(tl.int64)
+        label = load_labels(target_ptr, index, index < rows, ignore_index)
+        lane_labels += (label != ignore_index).to(tl.int32)
         if weight_ptr is not None:
-            inside = (label != ignore_index) & (label >= 0) & (label < classes)
-            weights += tl.load(weight_ptr + label, mask=inside, other=0.0).to(WIDE)
-    counted = tl.sum(count, axis=0).to(WIDE)
-    return tl.sum(weights, axis=0) if weight_ptr is not None else counted, counted
+            in_range = (label != ignore_index) & (label >= 0) & (label < classes)
+            lane_weights += tl.load(weight_ptr + label, mask=in_range, other=0.0).to(ACC_DTYPE)
+    num_labels = tl.sum(lane_labels, axis=0).to(ACC_DTYPE)
+    return tl.sum(lane_weights, axis=0) if weight_ptr is not None else num_labels, num_labels
 
 
 @triton.jit
-def clear(words_ptr, words, BLOCK: tl.constexpr):
-    """Zero the words that later kernels count and exchange in."""
-    for first in range(tl.program_id(0) * BLOCK, words, tl.num_programs(0) * BLOCK):
-        place = first + tl.arange(0, BLOCK)
-        tl.store(words_ptr + place, tl.zeros([BLOCK], tl.int64), mask=place < words)
+def clear_workspace(workspace_ptr, workspace_size, BLOCK: tl.constexpr):
+    """Zero the words in which later kernels count programs and exchange partial results."""
+    for first in range(tl.program_id(0) * BLOCK, workspace_size, tl.num_programs(0) * BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        tl.store(workspace_ptr + index, tl.zeros([BLOCK], tl.int64), mask=index < workspace_size)
 
 
 @triton.jit
-def denominators_kernel(
+def cross_entropy_denominators_kernel(
     target_ptr,  # [rows] labels
     weight_ptr,  # [classes] or None
-    shares_ptr,  # [2, SHARES]: class weights of the labels that count, and their number, each as shares that add up to it
-    words_ptr,  # [words] int64, to be zeroed
+    shares_ptr,  # [2, SHARES]
+    workspace_ptr,  # [workspace_size] int64, cleared for later kernels
     rows,
     classes,
     ignore_index,
-    words,
+    workspace_size,
     splits,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What the mean divides by. Who needs it adds the shares: that takes less time than a program that comes last would."""
-    weights, count = label_share(
-        target_ptr, weight_ptr, rows, classes, ignore_index, splits, WIDE, BLOCK
+    """Compute the denominators of the mean as partial sums.
+
+    Every kernel that needs a denominator adds the partial sums itself, which takes less time than
+    letting the last program add them here.
+    """
+    weights, num_labels = sum_label_weights(
+        target_ptr, weight_ptr, rows, classes, ignore_index, splits, ACC_DTYPE, BLOCK
     )
-    lane = tl.arange(0, SHARE_COUNT)
-    mine = lane % splits == tl.program_id(0)
-    tl.store(shares_ptr + lane, tl.where(lane < splits, weights, 0.0), mask=mine)
-    tl.store(shares_ptr + SHARE_COUNT + lane, tl.where(lane < splits, count, 0.0), mask=mine)
-    clear(words_ptr, words, BLOCK)
+    lane = tl.arange(0, NUM_SHARES)
+    mask = lane % splits == tl.program_id(0)
+    tl.store(shares_ptr + lane, tl.where(lane < splits, weights, 0.0), mask=mask)
+    tl.store(shares_ptr + NUM_SHARES + lane, tl.where(lane < splits, num_labels, 0.0), mask=mask)
+    clear_workspace(workspace_ptr, workspace_size, BLOCK)
 
 
 @triton.jit
-def whole_of(shares_ptr, which: tl.constexpr, WIDE: tl.constexpr):
-    """What the shares add up to: class weights (0), or the number of labels that count (1)."""
-    return tl.sum(
-        tl.load(shares_ptr + which * SHARE_COUNT + tl.arange(0, SHARE_COUNT)).to(WIDE), axis=0
-    )
+def sum_of_shares(shares_ptr, row: tl.constexpr, ACC_DTYPE: tl.constexpr):
+    """Return the sum of the class weights (row 0 of the shares) or the number of labels (row 1)."""
+    shares = tl.load(shares_ptr + row * NUM_SHARES + tl.arange(0, NUM_SHARES)).to(ACC_DTYPE)
+    return tl.sum(shares, axis=0)
 
 
 @triton.jit
-def total_kernel(
+def mean_scales(shares_ptr, MEAN: tl.constexpr, ACC_DTYPE: tl.constexpr):
+    """Return the factors of a row's loss and of its z-loss in the reduced loss."""
+    if MEAN:
+        return (
+            reciprocal(sum_of_shares(shares_ptr, 0, ACC_DTYPE)),
+            reciprocal(sum_of_shares(shares_ptr, 1, ACC_DTYPE)),
+        )
+    else:
+        return tl.full([], 1.0, ACC_DTYPE), tl.full([], 1.0, ACC_DTYPE)
+
+
+@triton.jit
+def cross_entropy_reduce_kernel(
     loss_ptr,  # [rows]
     shares_ptr,  # [2, SHARES] or None
-    target_ptr,  # [rows] labels, where the mean divides by theirs, or None
+    target_ptr,  # [rows] labels, if the mean divides by their class weights, or None
     weight_ptr,  # [classes] or None
     result_ptr,  # []
-    words_ptr,  # [1 + programs] int64, zero: a counter, then a box for each program
+    workspace_ptr,  # [1 + splits] int64, zero: a counter, then a slot for each program
     rows,
     classes,
     ignore_index,
     splits,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """Sum or mean of the rows' losses; the last of several programs adds their shares in order."""
-    sums = tl.zeros([BLOCK], WIDE)
+    """Compute the sum or the mean of the rows' losses.
+
+    Where several programs share the sum, the last one adds their partial sums in a fixed order.
+    """
+    sums = tl.zeros([BLOCK], ACC_DTYPE)
     for first in range(tl.program_id(0) * BLOCK, rows, splits * BLOCK):
-        place = first + tl.arange(0, BLOCK).to(tl.int64)
-        sums += tl.load(loss_ptr + place, mask=place < rows, other=0.0)
-    total, weights, last = tl.sum(sums, axis=0), tl.full([], 1.0, WIDE), tl.full([], True, tl.int1)
+        index = first + tl.arange(0, BLOCK).to(tl.int64)
+        sums += tl.load(loss_ptr + index, mask=index < rows, other=0.0)
+    total = tl.sum(sums, axis=0)
+    weights = tl.full([], 1.0, ACC_DTYPE)
+    is_last = tl.full([], True, tl.int1)
     if target_ptr is not None:
-        weights, _ = label_share(
-            target_ptr, weight_ptr, rows, classes, ignore_index, splits, WIDE, BLOCK
+        weights, _ = sum_label_weights(
+            target_ptr, weight_ptr, rows, classes, ignore_index, splits, ACC_DTYPE, BLOCK
         )
     if SHARED:
-        store_partial(words_ptr, tl.program_id(0), total, weights)
-        last = arrives_last(words_ptr, splits)
-        totals, all_weights, held = load_partials(words_ptr, splits, SHARE_COUNT)
-        total, weights = (
-            tl.sum(tl.where(held, totals, 0.0), axis=0),
-            tl.sum(tl.where(held, all_weights, 0.0), axis=0),
-        )
+        store_partial(workspace_ptr, tl.program_id(0), total, weights)
+        is_last = arrives_last(workspace_ptr, splits)
+        all_totals, all_weights, mask = load_partials(workspace_ptr, splits, NUM_SHARES)
+        total = tl.sum(tl.where(mask, all_totals, 0.0), axis=0)
+        weights = tl.sum(tl.where(mask, all_weights, 0.0), axis=0)
     if shares_ptr is not None:
-        total = divide(total, whole_of(shares_ptr, 0, WIDE))
+        total = divide(total, sum_of_shares(shares_ptr, 0, ACC_DTYPE))
     if target_ptr is not None:
         total = divide(total, weights)
-    tl.store(result_ptr, total.to(result_ptr.dtype.element_ty), mask=last)
+    tl.store(result_ptr, total.to(result_ptr.dtype.element_ty), mask=is_last)
 
 
 @triton.jit
-def scale_kernel(
+def cross_entropy_scale_kernel(
     grad_ptr,  # [elements]
     factor_ptr,  # []
     elements,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiply by a factor that the host does not know; nothing is read or written where it is 1."""
-    factor = tl.load(factor_ptr).to(WIDE)
+    """Multiply a gradient by a factor that only the device knows.
+
+    A factor of 1 reads and writes none of the gradient.
+    """
+    factor = tl.load(factor_ptr).to(ACC_DTYPE)
     if factor != 1.0:
-        for first in range(
-            tl.program_id(0).to(tl.int64) * BLOCK, elements, tl.num_programs(0) * BLOCK
-        ):
-            place = first + tl.arange(0, BLOCK)
-            grad = tl.load(grad_ptr + place, mask=place < elements).to(WIDE)
-            tl.store(
-                grad_ptr + place,
-                (grad * factor).to(grad_ptr.dtype.element_ty),
-                mask=place < elements,
-            )
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        for first in range(start, elements, tl.num_programs(0) * BLOCK):
+            index = first + tl.arange(0, BLOCK)
+            mask = index < elements
+            grad = tl.load(grad_ptr + index, mask=mask).to(ACC_DTYPE)
+            tl.store(grad_ptr + index, (grad * factor).to(grad_ptr.dtype.element_ty), mask=mask)
 
 
-def share_options(elements: int, dtype: torch.dtype) -> tuple[int, dict[str, Any]]:
-    """Programs that share a sum, and their options."""
-    block = min(2048, max(128, next_power_of_2(cdiv(elements, SHARES))))
-    return max(1, min(SHARES, cdiv(elements, block))), {
-        "WIDE": tl_acc_dtype(dtype),
-        "BLOCK": block,
-        "num_warps": 4,
-    }
+def reduction_options(elements: int, dtype: torch.dtype) -> tuple[int, dict[str, Any]]:
+    """Return the number of programs that share a sum, and the compile-time arguments."""
+    plan = reduction_plan(elements)
+    options = {"ACC_DTYPE": tl_acc_dtype(dtype), "BLOCK": plan.block, "num_warps": 4}
+    return plan.programs, options
 
 
 def mean_denominators(
-    target: Tensor, weight: Tensor | None, ignore_index: int, classes: int, words: Tensor
+    target: Tensor, weight: Tensor | None, ignore_index: int, classes: int, workspace: Tensor
 ) -> Tensor:
-    """The shares of what the mean divides by; `words` are zeroed on the way."""
-    wide = torch.float32 if weight is None else acc_dtype(weight.dtype)
-    shares = target.new_empty((2, SHARES), dtype=wide)
-    splits, options = share_options(target.numel(), wide)
+    """Return the shares of the mean's denominators, and clear the workspace for later kernels."""
+    dtype = torch.float32 if weight is None else acc_dtype(weight.dtype)
+    shares = target.new_empty((2, SHARES), dtype=dtype)
+    programs, options = reduction_options(target.numel(), dtype)
     launch(
-        denominators_kernel,
-        splits,
+        cross_entropy_denominators_kernel,
+        programs,
         target.contiguous(),
         weight,
         shares,
-        words,
+        workspace,
         target.numel(),
         classes,
         ignore_index,
-        words.numel(),
-        splits,
+        workspace.numel(),
+        programs,
         **options,
     )
     return shares
@@ -197,7 +212,7 @@ def mean_denominators(
 
 def reduce_losses(
     loss: Tensor,
-    words: Tensor,
+    workspace: Tensor,
     dtype: torch.dtype,
     *,
     shares: Tensor | None = None,
@@ -206,48 +221,65 @@ def reduce_losses(
     ignore_index: int = 0,
     classes: int = 0,
 ) -> Tensor:
-    """The sum of the losses; their mean where there are shares of what it divides by, or targets from which that is found."""
+    """Return the sum of the losses, or their mean.
+
+    Args:
+        loss: the loss of each row.
+        workspace: zeroed int64 words, at least `SUM_WORDS`.
+        dtype: the dtype of the result.
+        shares: shares of the mean's denominators; the result is a mean.
+        target: labels, from which the kernel itself computes the denominator; the result is a mean.
+        weight: class weights, with `target`.
+        ignore_index: the ignored label, with `target`.
+        classes: the number of classes, with `target`.
+    """
     result = loss.new_empty((), dtype=dtype)
-    splits, options = share_options(loss.numel(), loss.dtype)
-    splits = 1 if loss.dtype == torch.float64 else splits  # a box holds fp32
-    labels = None if target is None else target.contiguous()
-    sizes = (loss.numel(), classes, ignore_index, splits)
+    programs, options = reduction_options(loss.numel(), loss.dtype)
+    if loss.dtype == torch.float64:
+        programs = 1  # a slot has room for two fp32 numbers
     launch(
-        total_kernel,
-        splits,
+        cross_entropy_reduce_kernel,
+        programs,
         loss,
         shares,
-        labels,
+        None if target is None else target.contiguous(),
         weight,
         result,
-        words,
-        *sizes,
-        SHARED=splits > 1,
+        workspace,
+        loss.numel(),
+        classes,
+        ignore_index,
+        programs,
+        SHARED=programs > 1,
         **options,
     )
     return result
 
 
 def scale_(grad: Tensor, factor: Tensor) -> None:
+    """Multiply a gradient in place by a scalar tensor."""
     elements = grad.numel()
-    if elements <= SMALL and grad.dtype == factor.dtype:
+    if elements <= SMALL_GRADIENT and grad.dtype == factor.dtype:
         grad.mul_(factor)
         return
-    if not (
-        grad.is_contiguous()
-        or elements
-        == 1
-        + sum((size - 1) * stride for size, stride in zip(grad.shape, grad.stride(), strict=True))
-    ):
+    if not _fills_its_memory(grad):
         grad.mul_(factor.to(acc_dtype(grad.dtype)))
         return
     launch(
-        scale_kernel,
-        min(cdiv(elements, 4096), 1024),
+        cross_entropy_scale_kernel,
+        min(cdiv(elements, SCALE_BLOCK), SCALE_PROGRAMS),
         grad,
         factor,
         elements,
-        WIDE=tl_acc_dtype(grad.dtype),
-        BLOCK=4096,
+        ACC_DTYPE=tl_acc_dtype(grad.dtype),
+        BLOCK=SCALE_BLOCK,
         num_warps=8,
     )
+
+
+def _fills_its_memory(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor are one gapless piece of memory, in any order."""
+    if tensor.is_contiguous():
+        return True
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() == 1 + sum((size - 1) * stride for size, stride in steps)

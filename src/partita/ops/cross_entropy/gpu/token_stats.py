@@ -1,4 +1,4 @@
-"""Token statistics: one read of the logits, and the backward pass."""
+"""Kernels of token statistics and of their gradient, and their launches."""
 
 from __future__ import annotations
 
@@ -32,35 +32,49 @@ from ....primitives.gpu.row_plan import (
 from ....primitives.gpu.sync import arrives_last, load_partials, slot_base, store_partial
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch
-from ..token_stats_reference import Stats
-from .reduction import labels_at
+from ..common import TokenStatsRows
+from .reduction import load_labels
+
+EDGE_BLOCK = tl.constexpr(0x3FFFFFFF)  # stands for the classes outside of a row's aligned vectors
+NO_COLUMN = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
 def accumulate_stats(
-    maximum, total, surprise, best, x, block, slope, LANES: tl.constexpr, VECTOR: tl.constexpr
+    maximum,
+    total,
+    sum_x_exp,
+    argmax_block,
+    x,
+    block,
+    slope,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
-    """Statistics of lanes, [ROWS, LANES] each, carried over a further block x, [ROWS, BLOCK]: maximum, sum of e, sum of e log2 e, and the
-    first block in which the maximum was met. Here e = 2 ** (slope (x - maximum))."""
+    """Update the statistics of the lanes, `[ROWS, LANES]` each, with a block x, `[ROWS, BLOCK]`.
+
+    With u = slope (x - maximum), they are the maximum, the sum of 2**u, the sum of u 2**u, and the
+    first block in which the maximum occurs.
+    """
     x = by_lane(x, LANES, VECTOR)
     block_maximum = lane_max(x)
-    best = tl.where(block_maximum > maximum, block, best).to(tl.int32)
-    higher = tl.maximum(maximum, block_maximum)
-    shift = finite_shift(higher)
+    argmax_block = tl.where(block_maximum > maximum, block, argmax_block).to(tl.int32)
+    new_maximum = tl.maximum(maximum, block_maximum)
+    shift = finite_shift(new_maximum)
     scale = tl.exp2((maximum - shift) * slope).to(tl.float64)
-    surprise = scale * (surprise - total * ((shift - finite_shift(maximum)) * slope).to(tl.float64))
+    moved_by = ((shift - finite_shift(maximum)) * slope).to(tl.float64)
+    sum_x_exp = scale * (sum_x_exp - total * moved_by)
     exponent = (x - broadcast_lanes(shift)) * slope
     e = tl.exp2(exponent)
-    surprise += lane_sum(
-        e * tl.maximum(exponent, -10000.0), False
-    )  # where e is 0, so is its part, also at -inf
-    return higher, total * scale + lane_sum(e, False), surprise, best
+    # A class of probability 0 adds 0, even if its exponent is -inf.
+    sum_x_exp += lane_sum(e * tl.maximum(exponent, -10000.0), False)
+    return new_maximum, total * scale + lane_sum(e, False), sum_x_exp, argmax_block
 
 
 @triton.jit
-def first_place(x, column, maximum):
-    """The lowest column at which x, [ROWS, BLOCK], is the maximum of its row; one beyond all where it is nowhere."""
-    return tl.min(tl.where(x == maximum[:, None], column, 0x7FFFFFFF), axis=1)
+def first_column_of(x, column, maximum):
+    """Return the lowest column at which x, `[ROWS, BLOCK]`, is its row's maximum, or NO_COLUMN."""
+    return tl.min(tl.where(x == maximum[:, None], column, NO_COLUMN), axis=1)
 
 
 @triton.jit
@@ -73,12 +87,12 @@ def token_stats_kernel(
     argmax_ptr,  # [batches, rows]
     maximum_ptr,  # [batches, rows]
     sumexp_ptr,  # [batches, rows]
-    boxes_ptr,  # [batches, rows, 2, 1 + splits] int64, zero: the counter, then a box for each program
+    slots_ptr,  # [batches, rows, 2, 1 + splits] int64, zero: a counter, then a slot per program
     rows,
     classes,
-    splits,
-    span,
-    x_batch,
+    splits,  # programs that share a row
+    span,  # classes that each of them reads
+    x_batch,  # strides of the logits
     x_row,
     x_class,
     temperature: tl.float64,
@@ -91,7 +105,10 @@ def token_stats_kernel(
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Rows, or shares of a row, read once in blocks; the last program of a row merges the shares."""
+    """Compute the statistics of rows, each read once in blocks.
+
+    Where several programs share a row, the last one of them merges their results.
+    """
     temperature = tl.full([], temperature, ACC_DTYPE)
     slope = tl.full([], LOG2E, ACC_DTYPE) / temperature
     VECTOR: tl.constexpr = (
@@ -101,34 +118,33 @@ def token_stats_kernel(
         rows, splits, x_batch, x_row, classes, VEC, ROWS
     )
     source = row_pointers(logits_ptr, start, x_row, VEC, ROWS)
-    maximum, best = tl.full([ROWS, LANES], -float("inf"), ACC_DTYPE), tl.zeros([ROWS, LANES], tl.int32)
-    total, surprise = tl.zeros([ROWS, LANES], tl.float64), tl.zeros([ROWS, LANES], tl.float64)
-    place = batch * rows + row
-    label = labels_at(
-        target_ptr, place, row < rows, ignore_index
-    )  # under way before anything waits for the row
-    kept = label != ignore_index
-    valid = kept & (label >= 0) & (label < classes)
+    maximum = tl.full([ROWS, LANES], -float("inf"), ACC_DTYPE)
+    argmax_block = tl.zeros([ROWS, LANES], tl.int32)
+    total, sum_x_exp = tl.zeros([ROWS, LANES], tl.float64), tl.zeros([ROWS, LANES], tl.float64)
+    index = batch * rows + row
+    # These loads start before anything waits for the row.
+    label = load_labels(target_ptr, index, row < rows, ignore_index)
+    not_ignored = label != ignore_index
+    in_range = not_ignored & (label >= 0) & (label < classes)
     label_x = tl.load(
         logits_ptr + batch * x_batch + row * x_row + label * x_class,
-        mask=valid & (row < rows),
+        mask=in_range & (row < rows),
         other=0.0,
     ).to(ACC_DTYPE)
-    last = tl.minimum((split + 1) * span, classes)
-    whole = unmasked_end(split * span, last, body, BLOCK_V, LANES)
-    for first in range(split * span, whole, BLOCK_V):
-        x = tl.load(source + (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :] * x_class).to(
-            ACC_DTYPE
-        )
-        maximum, total, surprise, best = accumulate_stats(
-            maximum, total, surprise, best, x, first // BLOCK_V, slope, LANES, VECTOR
-        )
-    for first in range(whole, last, BLOCK_V):
+    end = tl.minimum((split + 1) * span, classes)
+    unmasked = unmasked_end(split * span, end, body, BLOCK_V, LANES)
+    for first in range(split * span, unmasked, BLOCK_V):
         column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
-        inside = (row < rows)[:, None] & (column // VEC * VEC < body)
-        x = tl.load(source + column * x_class, mask=inside, other=-float("inf")).to(ACC_DTYPE)
-        maximum, total, surprise, best = accumulate_stats(
-            maximum, total, surprise, best, x, first // BLOCK_V, slope, LANES, VECTOR
+        x = tl.load(source + column * x_class).to(ACC_DTYPE)
+        maximum, total, sum_x_exp, argmax_block = accumulate_stats(
+            maximum, total, sum_x_exp, argmax_block, x, first // BLOCK_V, slope, LANES, VECTOR
+        )
+    for first in range(unmasked, end, BLOCK_V):
+        column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
+        mask = (row < rows)[:, None] & (column // VEC * VEC < body)
+        x = tl.load(source + column * x_class, mask=mask, other=-float("inf")).to(ACC_DTYPE)
+        maximum, total, sum_x_exp, argmax_block = accumulate_stats(
+            maximum, total, sum_x_exp, argmax_block, x, first // BLOCK_V, slope, LANES, VECTOR
         )
     if VEC > 1:
         edge, at_edge = edge_columns(head, body, classes, VEC, LANES)  # [LANES]
@@ -137,80 +153,93 @@ def token_stats_kernel(
             mask=(at_edge & (split == 0))[None, :],
             other=-float("inf"),
         ).to(ACC_DTYPE)
-        maximum, total, surprise, best = accumulate_stats(
-            maximum, total, surprise, best, edge_x, 0x3FFFFFFF, slope, LANES, 1
+        maximum, total, sum_x_exp, argmax_block = accumulate_stats(
+            maximum, total, sum_x_exp, argmax_block, edge_x, EDGE_BLOCK, slope, LANES, 1
         )
     lane_maximum = maximum
     maximum = tl.max(lane_maximum, axis=1)
     shift = finite_shift(maximum)
     scale = tl.exp2((lane_maximum - shift[:, None]) * slope).to(tl.float64)
-    surprise = tl.sum(
-        scale
-        * (
-            surprise
-            - total * ((shift[:, None] - finite_shift(lane_maximum)) * slope).to(tl.float64)
-        ),
-        axis=1,
-    )
+    moved_by = ((shift[:, None] - finite_shift(lane_maximum)) * slope).to(tl.float64)
+    sum_x_exp = tl.sum(scale * (sum_x_exp - total * moved_by), axis=1)
     total = tl.sum(total * scale, axis=1)
-    best = tl.min(
-        tl.where(lane_maximum == maximum[:, None], best, 0x3FFFFFFF), axis=1
-    )  # the first block that has the maximum, read again
-    first_block = (tl.sum(best, axis=0) if ROWS == 1 else best[:, None]).to(tl.int64)
-    column = first_block * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]  # [ROWS, BLOCK_V]
-    x = tl.load(
-        source + column * x_class,
-        mask=(row < rows)[:, None] & (column // VEC * VEC < body),
-        other=-float("inf"),
-    ).to(ACC_DTYPE)
-    best = first_place(x, (head + column).to(tl.int32), maximum)
+    # The first block that has the maximum is read once more, to find the column in it.
+    is_maximum = lane_maximum == maximum[:, None]
+    argmax_block = tl.min(tl.where(is_maximum, argmax_block, EDGE_BLOCK), axis=1)
+    first_block = tl.sum(argmax_block, axis=0) if ROWS == 1 else argmax_block[:, None]
+    column = first_block.to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]  # [ROWS, BLOCK_V]
+    mask = (row < rows)[:, None] & (column // VEC * VEC < body)
+    x = tl.load(source + column * x_class, mask=mask, other=-float("inf")).to(ACC_DTYPE)
+    argmax = first_column_of(x, (head + column).to(tl.int32), maximum)
     if VEC > 1:
-        best = tl.minimum(
-            best,
-            first_place(edge_x, tl.where(at_edge, edge, 0x7FFFFFFF).to(tl.int32)[None, :], maximum),
-        )
-    written = row < rows
-    total, surprise = total.to(ACC_DTYPE), surprise.to(ACC_DTYPE)
+        edge = tl.where(at_edge, edge, NO_COLUMN).to(tl.int32)[None, :]
+        argmax = tl.minimum(argmax, first_column_of(edge_x, edge, maximum))
+    is_written = row < rows
+    total, sum_x_exp = total.to(ACC_DTYPE), sum_x_exp.to(ACC_DTYPE)
     if SHARED:
-        box = slot_base(boxes_ptr, 2 * tl.sum(place, axis=0), splits)
-        second_box = box + splits + 1
-        store_partial(
-            second_box,
-            split,
-            tl.sum(surprise, axis=0),
-            tl.sum(best, axis=0).to(tl.float32, bitcast=True),
+        slot = slot_base(slots_ptr, 2 * tl.sum(index, axis=0), splits)
+        maximum, total, sum_x_exp, argmax, is_written = merge_shared_stats(
+            slot, split, splits, maximum, total, sum_x_exp, argmax, slope, is_written, BLOCK_SPLITS
         )
-        store_partial(box, split, tl.sum(maximum, axis=0), tl.sum(total, axis=0))
-        written &= arrives_last(box, splits)
-        maxima, sums, held = load_partials(box, splits, BLOCK_SPLITS)
-        surprises, places, _ = load_partials(second_box, splits, BLOCK_SPLITS)
-        most = tl.max(tl.where(held, maxima, -float("inf")), axis=0)
-        shift = finite_shift(most)
-        scales = tl.where(held, tl.exp2((maxima - shift) * slope), 0.0)
-        parts = tl.where(
-            held, scales * (surprises - sums * (shift - finite_shift(maxima)) * slope), 0.0
-        )
-        nearest = tl.min(
-            tl.where(held & (maxima == most), places.to(tl.int32, bitcast=True), 0x7FFFFFFF), axis=0
-        )
-        maximum, surprise = (
-            tl.zeros([ROWS], ACC_DTYPE) + most,
-            tl.zeros([ROWS], ACC_DTYPE) + tl.sum(parts, axis=0),
-        )
-        total = tl.zeros([ROWS], ACC_DTYPE) + tl.sum(tl.where(held, scales * sums, 0.0), axis=0)
-        best = tl.zeros([ROWS], tl.int32) + nearest
-    spoiled = tl.where(kept & (valid == 0), float("nan"), 0.0).to(ACC_DTYPE)
+    nan_or_zero = tl.where(not_ignored & (in_range == 0), float("nan"), 0.0).to(ACC_DTYPE)
     shift, log_total = finite_shift(maximum), log_exact(total)
     tl.store(
-        logprob_ptr + place,
-        tl.where(kept, (label_x - shift) / temperature - log_total, 0.0) + spoiled,
-        mask=written,
+        logprob_ptr + index,
+        tl.where(not_ignored, (label_x - shift) / temperature - log_total, 0.0) + nan_or_zero,
+        mask=is_written,
     )
-    tl.store(logsumexp_ptr + place, shift / temperature + log_total + spoiled, mask=written)
-    tl.store(entropy_ptr + place, log_total - LN2 * surprise / total + spoiled, mask=written)
-    tl.store(argmax_ptr + place, tl.minimum(best, classes - 1).to(tl.int64), mask=written)
-    tl.store(maximum_ptr + place, maximum, mask=written)
-    tl.store(sumexp_ptr + place, total, mask=written)
+    tl.store(logsumexp_ptr + index, shift / temperature + log_total + nan_or_zero, mask=is_written)
+    tl.store(
+        entropy_ptr + index, log_total - LN2 * sum_x_exp / total + nan_or_zero, mask=is_written
+    )
+    # The bound makes the result a class even if all logits are NaN.
+    tl.store(argmax_ptr + index, tl.minimum(argmax, classes - 1).to(tl.int64), mask=is_written)
+    tl.store(maximum_ptr + index, maximum, mask=is_written)
+    tl.store(sumexp_ptr + index, total, mask=is_written)
+
+
+@triton.jit
+def merge_shared_stats(
+    slot_ptr,
+    split,
+    splits,
+    maximum,
+    total,
+    sum_x_exp,
+    argmax,
+    slope,
+    is_written,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """Exchange the statistics of a row's programs, and return those of the row.
+
+    They are complete only in the last program, which alone writes: `is_written` is false in others.
+    """
+    second_slot = slot_ptr + splits + 1
+    store_partial(
+        second_slot,
+        split,
+        tl.sum(sum_x_exp, axis=0),
+        tl.sum(argmax, axis=0).to(tl.float32, bitcast=True),
+    )
+    store_partial(slot_ptr, split, tl.sum(maximum, axis=0), tl.sum(total, axis=0))
+    is_written &= arrives_last(slot_ptr, splits)
+    maxima, totals, mask = load_partials(slot_ptr, splits, BLOCK_SPLITS)
+    sums_x_exp, columns, _ = load_partials(second_slot, splits, BLOCK_SPLITS)
+    row_maximum = tl.max(tl.where(mask, maxima, -float("inf")), axis=0)
+    shift = finite_shift(row_maximum)
+    scales = tl.where(mask, tl.exp2((maxima - shift) * slope), 0.0)
+    moved = scales * (sums_x_exp - totals * (shift - finite_shift(maxima)) * slope)
+    moved = tl.where(mask, moved, 0.0)
+    is_maximum = mask & (maxima == row_maximum)
+    columns = tl.where(is_maximum, columns.to(tl.int32, bitcast=True), NO_COLUMN)
+    row_argmax = tl.min(columns, axis=0)
+    zero = tl.zeros_like(maximum)
+    maximum = zero + row_maximum
+    sum_x_exp = zero + tl.sum(moved, axis=0)
+    total = zero + tl.sum(tl.where(mask, scales * totals, 0.0), axis=0)
+    argmax = tl.zeros_like(argmax) + row_argmax
+    return maximum, total, sum_x_exp, argmax, is_written
 
 
 @triton.jit
@@ -223,96 +252,89 @@ def token_stats_backward_kernel(
     maximum_ptr,  # [batches, rows]
     sumexp_ptr,  # [batches, rows]
     entropy_ptr,  # [batches, rows]
-    grad_ptr,  # [batches, rows, classes]
+    dlogits_ptr,  # [batches, rows, classes]
     rows,
     classes,
-    x_batch,
+    x_batch,  # strides of the logits
     x_row,
     x_class,
-    grad_batch,
-    grad_row,
-    grad_class,
+    d_batch,  # strides of dlogits
+    d_row,
+    d_class,
     temperature: tl.float64,
     ignore_index,
     ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """A tile of the gradient from the rows' statistics: one read, one write."""
+    """Compute a tile of the gradient from the rows' statistics with one read and one write."""
     temperature = tl.full([], temperature, ACC_DTYPE)
     spans = tl.cdiv(classes, BLOCK_V)
     block = tl.program_id(0) // spans
     batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
     row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    exists = row < rows
-    place = batch * rows + row
-    label = labels_at(target_ptr, place, exists, ignore_index)
-    kept = label != ignore_index
-    spoiled = kept & ((label < 0) | (label >= classes))
-    on_label = tl.where(
-        kept, tl.load(grad_logprob_ptr + place, mask=exists, other=0.0).to(ACC_DTYPE), 0.0
-    )
-    pull = tl.load(grad_logsumexp_ptr + place, mask=exists, other=0.0).to(ACC_DTYPE) - on_label
-    grad_entropy = tl.load(grad_entropy_ptr + place, mask=exists, other=0.0).to(ACC_DTYPE)
-    shift = finite_shift(tl.load(maximum_ptr + place, mask=exists, other=0.0))
-    total = tl.load(sumexp_ptr + place, mask=exists, other=1.0)
-    offset = tl.load(entropy_ptr + place, mask=exists, other=0.0) - log_exact(total)
-    column = ((tl.program_id(0) % spans).to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V))[
-        None, :
-    ]  # [1, BLOCK_V]
-    inside = exists[:, None] & (column < classes)
+    row_mask = row < rows
+    index = batch * rows + row
+    label = load_labels(target_ptr, index, row_mask, ignore_index)
+    not_ignored = label != ignore_index
+    out_of_range = not_ignored & ((label < 0) | (label >= classes))
+    on_label = tl.load(grad_logprob_ptr + index, mask=row_mask, other=0.0).to(ACC_DTYPE)
+    on_label = tl.where(not_ignored, on_label, 0.0)
+    grad_logsumexp = tl.load(grad_logsumexp_ptr + index, mask=row_mask, other=0.0).to(ACC_DTYPE)
+    softmax_coef = grad_logsumexp - on_label
+    grad_entropy = tl.load(grad_entropy_ptr + index, mask=row_mask, other=0.0).to(ACC_DTYPE)
+    shift = finite_shift(tl.load(maximum_ptr + index, mask=row_mask, other=0.0))
+    total = tl.load(sumexp_ptr + index, mask=row_mask, other=1.0)
+    offset = tl.load(entropy_ptr + index, mask=row_mask, other=0.0) - log_exact(total)
+    column = (tl.program_id(0) % spans).to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V)
+    column = column[None, :]  # [1, BLOCK_V]
+    mask = row_mask[:, None] & (column < classes)  # [ROWS, BLOCK_V]
     x = tl.load(
         logits_ptr + batch * x_batch + row[:, None] * x_row + column * x_class,
-        mask=inside,
+        mask=mask,
         other=-float("inf"),
     ).to(ACC_DTYPE)
     exponent = (x - shift[:, None]) * (tl.full([], LOG2E, ACC_DTYPE) / temperature)
     p = tl.exp2(exponent) * reciprocal(total)[:, None]
-    log_ratio = (
-        LN2 * tl.maximum(exponent, -10000.0) + offset[:, None]
-    )  # log p + entropy, kept finite where p is 0
-    grad = p * (pull[:, None] - grad_entropy[:, None] * log_ratio) + tl.where(
-        column == label[:, None], on_label[:, None], 0.0
-    )
-    grad = tl.where(spoiled[:, None], float("nan"), grad / temperature)
-    target = grad_ptr + batch * grad_batch + row[:, None] * grad_row + column * grad_class
-    tl.store(target, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+    # This is log p + entropy, which stays finite where p is 0.
+    logp_plus_entropy = LN2 * tl.maximum(exponent, -10000.0) + offset[:, None]
+    grad = p * (softmax_coef[:, None] - grad_entropy[:, None] * logp_plus_entropy)
+    grad += tl.where(column == label[:, None], on_label[:, None], 0.0)
+    grad = tl.where(out_of_range[:, None], float("nan"), grad / temperature)
+    d_ptrs = dlogits_ptr + batch * d_batch + row[:, None] * d_row + column * d_class
+    tl.store(d_ptrs, grad.to(dlogits_ptr.dtype.element_ty), mask=mask)
 
 
-def token_stats(logits: Tensor, target: Tensor, temperature: float, ignore_index: int) -> Stats:
+def token_stats(
+    logits: Tensor, target: Tensor, temperature: float, ignore_index: int
+) -> TokenStatsRows:
+    """Compute the statistics of the rows."""
     view = row_view_or_copy(-1, logits)
-    wide = acc_dtype(logits.dtype)
-    outputs = Stats(
+    dtype = acc_dtype(logits.dtype)
+    rows = TokenStatsRows(
         *(
-            logits.new_empty(logits.shape[:-1], dtype=torch.int64 if name == "argmax" else wide)
-            for name in Stats._fields
+            logits.new_empty(logits.shape[:-1], dtype=torch.int64 if name == "argmax" else dtype)
+            for name in TokenStatsRows._fields
         )
     )
-    chosen = reduce_plan_for(view, carried=4)
-    tensors = (
-        view.tensors[0],
-        target.contiguous(),
-        *outputs,
-        merge_slots(view, chosen.splits, words=2),
-    )
-    sizes = (
-        view.rows,
-        view.classes,
-        chosen.splits,
-        classes_per_program(view, chosen),
-        *view.strides[0],
-    )
-    programs = view.batches * cdiv(view.rows, chosen.rows) * chosen.splits
+    plan = reduce_plan_for(view, carried=4)
     launch(
         token_stats_kernel,
-        programs,
-        *tensors,
-        *sizes,
+        view.batches * cdiv(view.rows, plan.rows) * plan.splits,
+        view.tensors[0],
+        target.contiguous(),
+        *rows,
+        merge_slots(view, plan.splits, 2),
+        view.rows,
+        view.classes,
+        plan.splits,
+        classes_per_program(view, plan),
+        *view.strides[0],
         temperature,
         ignore_index,
-        **reduce_options(chosen, view),
+        **reduce_options(plan, view),
     )
-    return outputs
+    return rows
 
 
 def token_stats_backward(
@@ -327,23 +349,27 @@ def token_stats_backward(
     temperature: float,
     ignore_index: int,
 ) -> Tensor:
-    upstream = [grad.contiguous() for grad in (grad_logprob, grad_logsumexp, grad_entropy)]
-
+    """Compute the gradient of the logits from the rows' statistics."""
+    grads = [grad.contiguous() for grad in (grad_logprob, grad_logsumexp, grad_entropy)]
     statistics = [row.contiguous() for row in (maximum, sumexp, entropy)]
 
     def run(view: RowView) -> None:
-        chosen = elementwise_plan(view)
-        programs = view.batches * cdiv(view.rows, chosen.rows) * cdiv(view.classes, chosen.block)
-        tensors = (*upstream, view.tensors[0], target.contiguous(), *statistics, view.tensors[1])
-        sizes = (view.rows, view.classes, *view.strides[0], *view.strides[1])
+        plan = elementwise_plan(view)
         launch(
             token_stats_backward_kernel,
-            programs,
-            *tensors,
-            *sizes,
+            view.batches * cdiv(view.rows, plan.rows) * cdiv(view.classes, plan.block),
+            *grads,
+            view.tensors[0],
+            target.contiguous(),
+            *statistics,
+            view.tensors[1],
+            view.rows,
+            view.classes,
+            *view.strides[0],
+            *view.strides[1],
             temperature,
             ignore_index,
-            **tile_options(chosen, logits.dtype),
+            **tile_options(plan, logits.dtype),
         )
 
     return with_output(run, -1, logits, dtype=logits.dtype)

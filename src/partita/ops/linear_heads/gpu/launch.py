@@ -17,8 +17,9 @@ from ....primitives.gpu.math import LN2, LOG2E, apply_softcap, finite_shift, log
 from ....primitives.gpu.reduce import by_lane, lane_sum, online_softmax
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
-from ...cross_entropy.gpu.one_pass import one_pass_of_chunk
-from ...cross_entropy.gpu.reduction import SUM_WORDS, mean_denominators
+from ...cross_entropy.gpu.launch import one_pass_of_chunk
+from ...cross_entropy.gpu.plan import SUM_WORDS
+from ...cross_entropy.gpu.reduction import mean_denominators
 from ...cross_entropy.gpu.token_stats import accumulate_stats
 from .. import reference
 from ..common import GradientCoefficients, RowState, RowStatistics

@@ -20,13 +20,16 @@ from ....primitives.gpu.row_plan import RowPlan, row_options
 from ....primitives.gpu.sync import merge_normalizers, pack_pair, unpack_pair
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
-from ...cross_entropy.gpu.one_pass import mean_scales, row_factor, row_loss, row_part
-from ...cross_entropy.gpu.reduction import SUM_WORDS, mean_denominators, reduce_losses
-from ...cross_entropy.gpu.rows import (
+from ...cross_entropy.gpu.plan import SUM_WORDS
+from ...cross_entropy.gpu.reduction import mean_denominators, mean_scales, reduce_losses
+from ...cross_entropy.gpu.row_math import (
     acc_logits,
     class_gradient,
     label_gradient,
     label_weights,
+    row_factor,
+    row_loss,
+    row_part,
     store_valid_rows,
 )
 

@@ -1,0 +1,435 @@
+"""Launches of the cross-entropy kernels: what each op allocates and which kernels it runs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....primitives.gpu.row_plan import (
+    RowPlan,
+    RowView,
+    classes_per_program,
+    elementwise_plan,
+    exchange_words,
+    merge_slots,
+    reduce_options,
+    reduce_plan_for,
+    row_options,
+    row_plan_for,
+    row_view,
+    tile_options,
+)
+from ....runtime.dtypes import acc_dtype
+from ....runtime.launch import cdiv, launch
+from ..common import OnePass, RowLosses
+from .backward import cross_entropy_backward_kernel
+from .forward import cross_entropy_forward_kernel
+from .one_pass import cross_entropy_row_kernel, cross_entropy_tile_kernel
+from .plan import HARD_LABELS, PROBABILITIES, SHARES, SUM_WORDS, smoothing_mode
+from .reduction import mean_denominators, reduce_losses
+
+
+class _OnePassCall(NamedTuple):
+    """The arguments of a one-pass kernel.
+
+    Fields:
+        logits: `[N, C, ...]`.
+        dlogits: memory for the gradient, like the logits; may be the logits.
+        target: labels `[N, ...]` or probabilities `[N, C, ...]`.
+        weight: class weights `[C]`, or None.
+        ignore_index: the ignored label.
+        label_smoothing: the share of the target that all classes have evenly.
+        softcap: the soft-cap, or 0.
+        z_loss: the factor of the z-loss.
+        mean: whether the loss is a mean.
+    """
+
+    logits: Tensor
+    dlogits: Tensor
+    target: Tensor
+    weight: Tensor | None
+    ignore_index: int
+    label_smoothing: float
+    softcap: float
+    z_loss: float
+    mean: bool
+
+    @property
+    def smoothing_mode(self) -> int:
+        return smoothing_mode(self.target, self.label_smoothing)
+
+    @property
+    def numbers(self) -> tuple[int, float, float, float]:
+        return self.ignore_index, self.label_smoothing, self.softcap, self.z_loss
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        return {
+            "SMOOTHING_MODE": self.smoothing_mode,
+            "CAP": self.softcap != 0,
+            "HAS_Z_LOSS": self.z_loss != 0,
+            "MEAN": self.mean,
+        }
+
+    def kernel_target(self) -> Tensor:
+        """Return the target as kernels read it: labels contiguous, probabilities by stride."""
+        return self.target if self.target.is_floating_point() else self.target.contiguous()
+
+
+def row_shape(logits: Tensor) -> list[int]:
+    """Return the shape of one number for each row."""
+    return [logits.shape[0], *logits.shape[2:]]
+
+
+def view_of(logits: Tensor, target: Tensor, *outputs: Tensor) -> RowView | None:
+    """Return logits, target probabilities and outputs as rows, or None if they allow no view.
+
+    With labels, the second tensor of the view is the logits once more.
+    """
+    return row_view(1, logits, target if target.is_floating_point() else logits, *outputs)
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+    workspace: Tensor | None = None,
+) -> RowLosses:
+    """Compute the rows' losses and statistics, and clear the workspace for a later kernel."""
+    view = view_of(logits, target)
+    if view is None:
+        return cross_entropy(
+            logits.contiguous(),
+            target.contiguous(),
+            weight,
+            ignore_index,
+            label_smoothing,
+            softcap,
+            workspace,
+        )
+    shape, dtype = row_shape(logits), acc_dtype(logits.dtype)
+    rows = RowLosses(*(logits.new_empty(shape, dtype=dtype) for _ in RowLosses._fields))
+    mode = smoothing_mode(target, label_smoothing)
+    plan = reduce_plan_for(view)
+    programs = view.batches * cdiv(view.rows, plan.rows) * plan.splits
+    if programs == 0 and workspace is not None:
+        workspace.zero_()
+    launch(
+        cross_entropy_forward_kernel,
+        programs,
+        view.tensors[0],
+        target if mode == PROBABILITIES else target.contiguous(),
+        weight,
+        *rows,
+        merge_slots(view, plan.splits, 2),
+        workspace,
+        view.rows,
+        view.classes,
+        plan.splits,
+        classes_per_program(view, plan),
+        0 if workspace is None else workspace.numel(),
+        *view.strides[0],
+        *view.strides[1],
+        ignore_index,
+        label_smoothing,
+        softcap,
+        SMOOTHING_MODE=mode,
+        CAP=softcap != 0,
+        **reduce_options(plan, view),
+    )
+    return rows
+
+
+def cross_entropy_backward(
+    grad_loss: Tensor, grad_logsumexp: Tensor, logits: Tensor, target: Tensor, *args: Any
+) -> Tensor:
+    """Compute the gradient of the logits from the rows' statistics."""
+    dlogits = torch.empty_like(logits)
+    if not _launch_backward(grad_loss, grad_logsumexp, logits, target, dlogits, *args):
+        buffer = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        _launch_backward(
+            grad_loss, grad_logsumexp, logits.contiguous(), target.contiguous(), buffer, *args
+        )
+        dlogits.copy_(buffer)
+    return dlogits
+
+
+def cross_entropy_backward_(
+    grad_loss: Tensor, grad_logsumexp: Tensor, logits: Tensor, target: Tensor, *args: Any
+) -> None:
+    """Write the gradient of the logits over them."""
+    if not _launch_backward(grad_loss, grad_logsumexp, logits, target, logits, *args):
+        logits.copy_(cross_entropy_backward(grad_loss, grad_logsumexp, logits, target, *args))
+
+
+def _launch_backward(
+    grad_loss: Tensor,
+    grad_logsumexp: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    dlogits: Tensor,
+    weight: Tensor | None,
+    maximum: Tensor,
+    sumexp: Tensor,
+    total_weight: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+) -> bool:
+    """Launch the backward kernel, or return False without a launch if the strides allow no view."""
+    view = view_of(logits, target, dlogits)
+    if view is None:
+        return False
+    mode = smoothing_mode(target, label_smoothing)
+    plan = elementwise_plan(view)
+    launch(
+        cross_entropy_backward_kernel,
+        view.batches * cdiv(view.rows, plan.rows) * cdiv(view.classes, plan.block),
+        grad_loss.contiguous(),
+        grad_logsumexp.contiguous(),
+        logits,
+        target if mode == PROBABILITIES else target.contiguous(),
+        weight,
+        maximum.contiguous(),
+        sumexp.contiguous(),
+        total_weight.contiguous(),
+        dlogits,
+        view.rows,
+        view.classes,
+        *view.strides[0],
+        *view.strides[1],
+        *view.strides[2],
+        ignore_index,
+        label_smoothing,
+        softcap,
+        SMOOTHING_MODE=mode,
+        CAP=softcap != 0,
+        **tile_options(plan, logits.dtype),
+    )
+    return True
+
+
+def cross_entropy_reduced(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+    mean: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Compute the sum or the mean of the loss without a gradient."""
+    workspace = torch.empty(SUM_WORDS, dtype=torch.int64, device=logits.device)
+    loss = cross_entropy(
+        logits, target, weight, ignore_index, label_smoothing, softcap, workspace
+    ).loss
+    if not mean:
+        return reduce_losses(loss, workspace, dtype)
+    if target.is_floating_point():
+        return reduce_losses(loss, workspace, dtype, shares=equal_shares(logits))
+    return reduce_losses(
+        loss,
+        workspace,
+        dtype,
+        target=target,
+        weight=weight,
+        ignore_index=ignore_index,
+        classes=logits.shape[1],
+    )
+
+
+def cross_entropy_one_pass(logits: Tensor, *args: Any) -> OnePass:
+    """Compute the reduced loss and its gradient together."""
+    *options, dtype = args
+    dlogits = torch.empty_like(logits)
+    return OnePass(_one_pass(_OnePassCall(logits, dlogits, *options), dtype), dlogits)
+
+
+def cross_entropy_one_pass_(logits: Tensor, *args: Any) -> Tensor:
+    """Compute the reduced loss and write its gradient over the logits."""
+    *options, dtype = args
+    return _one_pass(_OnePassCall(logits, logits, *options), dtype)
+
+
+def one_pass_of_chunk(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+    z_loss: float,
+    mean: bool,
+    shares: Tensor | None,
+) -> Tensor:
+    """Compute the loss of some of a loss's rows and write its gradient over the logits.
+
+    Args:
+        logits: `[N, C]`, which become their gradient.
+        target: labels `[N]`.
+        weight: class weights `[C]`, or None.
+        ignore_index: the ignored label.
+        label_smoothing: the share of the target that all classes have evenly.
+        softcap: the soft-cap, or 0.
+        z_loss: the factor of the z-loss.
+        mean: whether the loss is a mean over all rows.
+        shares: the shares of the denominators of that mean; None for a sum.
+    """
+    numbers = (ignore_index, label_smoothing, softcap, z_loss, mean)
+    call = _OnePassCall(logits, logits, target, weight, *numbers)
+    return _one_pass(call, acc_dtype(logits.dtype), shares, is_chunk=True)
+
+
+def _one_pass(
+    call: _OnePassCall, dtype: torch.dtype, shares: Tensor | None = None, is_chunk: bool = False
+) -> Tensor:
+    """Compute the reduced loss and write its gradient with the kernel that suits the rows."""
+    view = view_of(call.logits, call.target, call.dlogits)
+    plan = None if view is None else row_plan_for(view, patched=True)
+    if view is None or plan is None or plan.kind == "loop":
+        return _reduced_two_passes(call, dtype, shares, is_chunk)
+    if plan.kind == "row":
+        if call.smoothing_mode == PROBABILITIES:
+            return _reduced_two_passes(call, dtype, shares, is_chunk)
+        return _reduced_rows(call, view, plan, dtype, shares, is_chunk)
+    if view.batches == 1 and 0 < view.rows <= plan.rows and not is_chunk:
+        result = call.logits.new_empty((), dtype=dtype)
+        _launch_tiles(call, view, plan, None, result, single_program=True)
+        return result
+    workspace, shares = _prepare_workspace(call, shares, is_chunk)
+    loss = call.logits.new_empty(row_shape(call.logits), dtype=acc_dtype(call.logits.dtype))
+    _launch_tiles(call, view, plan, shares, loss, single_program=False)
+    return reduce_losses(loss, workspace, dtype, shares=shares)
+
+
+def _launch_tiles(
+    call: _OnePassCall,
+    view: RowView,
+    plan: RowPlan,
+    shares: Tensor | None,
+    loss: Tensor,
+    single_program: bool,
+) -> None:
+    """Launch the kernel whose programs have whole rows."""
+    launch(
+        cross_entropy_tile_kernel,
+        1 if single_program else view.batches * cdiv(view.rows, plan.rows),
+        call.logits,
+        call.kernel_target(),
+        call.weight,
+        shares,
+        loss,
+        call.dlogits,
+        view.rows,
+        view.classes,
+        *view.strides[0],
+        *view.strides[1],
+        *view.strides[2],
+        *call.numbers,
+        **call.flags,
+        SINGLE_PROGRAM=single_program,
+        **tile_options(plan, call.logits.dtype),
+    )
+
+
+def _reduced_rows(
+    call: _OnePassCall,
+    view: RowView,
+    plan: RowPlan,
+    dtype: torch.dtype,
+    shares: Tensor | None,
+    is_chunk: bool,
+) -> Tensor:
+    """Compute the reduced loss with the kernel whose programs have one row, or a part of one."""
+    slots = 1 if call.smoothing_mode == HARD_LABELS else 2
+    num_words = exchange_words(view, plan.splits, slots)
+    workspace, shares = _prepare_workspace(call, shares, is_chunk, num_words)
+    loss = call.logits.new_empty(row_shape(call.logits), dtype=acc_dtype(call.logits.dtype))
+    launch(
+        cross_entropy_row_kernel,
+        view.rows * plan.splits,
+        call.logits,
+        call.kernel_target(),
+        call.weight,
+        shares,
+        workspace[SUM_WORDS:],
+        loss,
+        call.dlogits,
+        view.classes,
+        plan.splits,
+        view.strides[0][1],
+        view.strides[2][1],
+        *call.numbers,
+        0.0,
+        **call.flags,
+        **row_options(plan, call.logits.dtype),
+    )
+    return reduce_losses(loss, workspace, dtype, shares=shares)
+
+
+def _reduced_two_passes(
+    call: _OnePassCall, dtype: torch.dtype, shares: Tensor | None, is_chunk: bool
+) -> Tensor:
+    """Compute the reduced loss where a row fits no tile: first statistics, then the gradient."""
+    workspace, shares = _prepare_workspace(call, shares, is_chunk)
+    numbers = (call.ignore_index, call.label_smoothing, call.softcap)
+    rows = cross_entropy(call.logits, call.target, call.weight, *numbers)
+    scale, z_scale = (1.0, 1.0)
+    if shares is not None:
+        scale, z_scale = shares.sum(1).to(rows.loss.dtype).reciprocal().unbind()
+    args = (
+        torch.ones_like(rows.loss) * scale,
+        2 * call.z_loss * rows.logsumexp * z_scale,
+        call.logits,
+        call.target,
+        call.weight,
+        rows.maximum,
+        rows.sumexp,
+        rows.total_weight,
+        *numbers,
+    )
+    if call.dlogits.data_ptr() == call.logits.data_ptr():
+        cross_entropy_backward_(*args)
+    else:
+        call.dlogits.copy_(cross_entropy_backward(*args))
+    loss = rows.loss
+    if call.z_loss:
+        loss = loss + call.z_loss * rows.logsumexp.square() * (z_scale / scale)
+    return reduce_losses(loss, workspace, dtype, shares=shares)
+
+
+def _prepare_workspace(
+    call: _OnePassCall, shares: Tensor | None, is_chunk: bool, num_words: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """Allocate the zeroed workspace and find the shares of the mean's denominators.
+
+    The workspace has the words of the reduction and, after them, `num_words` for the exchange
+    between programs. A chunk uses the shares that it is given.
+    """
+    size = SUM_WORDS + num_words
+    workspace = torch.empty(size, dtype=torch.int64, device=call.logits.device)
+    if not call.mean or is_chunk:
+        return workspace.zero_(), shares
+    if call.target.is_floating_point():
+        return workspace.zero_(), equal_shares(call.logits)
+    shares = mean_denominators(
+        call.target, call.weight, call.ignore_index, call.logits.shape[1], workspace
+    )
+    return workspace, shares
+
+
+def equal_shares(logits: Tensor) -> Tensor:
+    """Return shares of the number of rows, which divides a mean over target probabilities."""
+    return torch.full(
+        (2, SHARES),
+        math.prod(row_shape(logits)) / SHARES,
+        dtype=acc_dtype(logits.dtype),
+        device=logits.device,
+    )

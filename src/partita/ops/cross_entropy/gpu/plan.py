@@ -1,0 +1,49 @@
+"""Sizes of the reductions over rows, the layout of their workspace, and the kernels' modes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+SHARES = 32  # programs that share a reduction: one warp adds up their partial sums
+# 64-bit words of workspace: a counter, a slot for each program, and one word of padding, so that
+# whatever follows is aligned.
+SUM_WORDS = 2 + SHARES
+# PyTorch multiplies gradients of up to this many elements by the incoming gradient: launching our
+# own kernel would take longer than it saves.
+SMALL_GRADIENT = 2**16
+SCALE_BLOCK = 4096  # elements that a program of the scaling kernel handles at a time
+SCALE_PROGRAMS = 1024
+
+HARD_LABELS, SMOOTHED_LABELS, PROBABILITIES = 0, 1, 2  # values of SMOOTHING_MODE
+
+
+class ReductionPlan(NamedTuple):
+    """A cut of a sum over rows into programs.
+
+    Fields:
+        programs: programs that share the sum.
+        block: elements that a program reads at a time.
+    """
+
+    programs: int
+    block: int
+
+
+def reduction_plan(elements: int) -> ReductionPlan:
+    """Return how many programs share a sum of `elements` numbers."""
+    share = -(-elements // SHARES)
+    block = min(2048, max(128, 1 << (share - 1).bit_length()))
+    return ReductionPlan(max(1, min(SHARES, -(-elements // block))), block)
+
+
+def smoothing_mode(target: Tensor, label_smoothing: float) -> int:
+    """Return which target weights a row has besides the one on its label.
+
+    Hard labels have none, smoothed labels have the weights of the smoothing, and target
+    probabilities have a weight for every class and no label.
+    """
+    if target.is_floating_point():
+        return PROBABILITIES
+    return SMOOTHED_LABELS if label_smoothing else HARD_LABELS
