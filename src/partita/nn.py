@@ -90,7 +90,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         softcap, z_loss, memory_budget: as in `partita.linear_cross_entropy`; the budget is in
             bytes.
 
-    Source: `torch.nn.LinearCrossEntropyLoss`; the method is the one of `partita.linear_cross_entropy`.
+    Source: `torch.nn.LinearCrossEntropyLoss`; the method is the one of
+    `partita.linear_cross_entropy`.
 
     Example:
         >>> import torch, partita

@@ -310,9 +310,9 @@ def linear_token_stats(
 
     Example:
         >>> import torch, partita
-        >>> hidden, matrix, target = torch.zeros(1, 3), torch.zeros(4, 3), torch.tensor([2])
-        >>> tuple(partita.linear_token_stats(hidden, matrix, target))
-        (tensor([-1.3863]), tensor([1.3863]), tensor([1.3863]), tensor([0]))
+        >>> partita.linear_token_stats(torch.zeros(1, 3), torch.zeros(4, 3), torch.tensor([2]))
+        TokenStats(logprob=tensor([-1.3863]), logsumexp=tensor([1.3863]),
+                   entropy=tensor([1.3863]), argmax=tensor([0]))
     """
     checks.tensor("input", input)
     checks.tensor("linear_weight", linear_weight)
