@@ -22,7 +22,29 @@ _HEAD = "Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class
 _WANTED = "bool input_grad, bool weight_grad, bool bias_grad"
 
 
-def _check_labels(weight: Tensor, target: Tensor, ignore_index: int) -> None:
+def _check_rows(
+    input: Tensor,
+    weight: Tensor,
+    bias: Any,
+    target: Tensor,
+    class_weight: Any,
+    temperature: float,
+    softcap: float,
+    ignore_index: int,
+    *_: Any,
+) -> None:
+    checks.labels("target", target, len(weight), ignore_index)
+
+
+def _check_one_pass(
+    input: Tensor,
+    weight: Tensor,
+    bias: Any,
+    target: Tensor,
+    class_weight: Any,
+    ignore_index: int,
+    *_: Any,
+) -> None:
     checks.labels("target", target, len(weight), ignore_index)
 
 
@@ -57,6 +79,7 @@ def _rows_fake(
 def _gradients_fake(
     input: Tensor, weight: Tensor, bias: Tensor | None, *wanted: bool
 ) -> tuple[Tensor, ...]:
+    """Return the shapes of the gradients; those that are not wanted are empty."""
     tensors = (input, weight, input if bias is None else bias)
     return tuple(
         tensor.new_empty(tensor.shape if wants else (0,))
@@ -64,12 +87,34 @@ def _gradients_fake(
     )
 
 
+def _rows_backward_fake(
+    dlogits_coef: Any,
+    label_coef: Any,
+    log_coef: Any,
+    smoothing_coef: Any,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    *_, input_grad, weight_grad, bias_grad = rest
+    return _gradients_fake(input, weight, bias, input_grad, weight_grad, bias_grad)
+
+
+def _one_pass_fake(
+    input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    *_, input_grad, weight_grad, bias_grad = rest
+    loss = input.new_empty((), dtype=acc_dtype(input.dtype))
+    return loss, *_gradients_fake(input, weight, bias, input_grad, weight_grad, bias_grad)
+
+
 rows = register.define(
     f"linear_rows({_HEAD}, float temperature, float softcap, int ignore_index,"
     " bool needs_smoothing, bool needs_entropy, int chunk, bool save_logits, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _rows_fake,
-    check=lambda *args: _check_labels(args[1], args[3], args[7]),
+    check=_check_rows,
     backends=BACKENDS,
 )
 rows_backward = register.define(
@@ -77,18 +122,15 @@ rows_backward = register.define(
     f" Tensor? smoothing_coef, {_HEAD}, Tensor maximum, Tensor sumexp, Tensor saved,"
     f" float temperature, float softcap, int chunk, {_WANTED}, str backend)"
     " -> (Tensor, Tensor, Tensor)",
-    lambda *args: _gradients_fake(*args[4:7], *args[-3:]),
+    _rows_backward_fake,
     backends=BACKENDS,
 )
 one_pass = register.define(
     f"linear_one_pass({_HEAD}, int ignore_index, float label_smoothing, float softcap,"
     f" float z_loss, bool mean, SymInt chunk, {_WANTED}, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda *args: (
-        args[0].new_empty((), dtype=acc_dtype(args[0].dtype)),
-        *_gradients_fake(*args[:3], *args[-3:]),
-    ),
-    check=lambda *args: _check_labels(args[1], args[3], args[5]),
+    _one_pass_fake,
+    check=_check_one_pass,
     backends=BACKENDS,
 )
 
