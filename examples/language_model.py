@@ -1,11 +1,14 @@
-"""Train a small language model on the source of Python's standard library with a loss that takes no logits, and draw what that saves.
+"""Train a small language model on the source of Python's standard library, and plot what it costs.
 
     python examples/language_model.py --batches 400 --out language_model.png
 
-The text is the standard library of the Python that runs this. A byte-pair tokenizer is trained on it, then a transformer with
-`linear_causal_lm_loss`; a twentieth of the files is held out. At the end a step, forward and backward, is measured with that loss and with `F.linear`
-and `F.cross_entropy`. Its memory is the most that PyTorch holds at once beyond what it held before the step: on a GPU as its allocator says, on a CPU by
-the memory events of PyTorch's profiler, which miss only what libraries below PyTorch take for themselves.
+The loss is `linear_causal_lm_loss`, which needs no logits in memory. The text is the standard
+library of the Python that runs this. The script trains a byte-pair tokenizer on it and then a
+transformer; a twentieth of the files is for validation. At the end it measures a training step,
+forward and backward, with that loss and with `F.linear` and `F.cross_entropy`. The memory of a step
+is the peak that PyTorch allocates above what it had allocated before the step. A GPU's allocator
+reports it. On a CPU it comes from the memory events of PyTorch's profiler, which miss only the
+allocations of the libraries below PyTorch.
 """
 
 from __future__ import annotations
@@ -39,17 +42,12 @@ from torch.profiler import ProfilerActivity
 import partita
 from partita.integrations.transformers import linear_causal_lm_loss
 
-HELD_OUT = 20  # one file of so many
-LEFT_OUT = {
-    "dist-packages",
-    "encodings",
-    "site-packages",
-    "test",
-    "tests",
-}  # folders of other packages, of tables and of repetitions
-END = 0  # the token behind each file
+VALIDATION_PERIOD = 20  # one file in 20 is for validation
+# Folders with other packages, with tables and with repetitions.
+LEFT_OUT = {"dist-packages", "encodings", "site-packages", "test", "tests"}
+END = 0  # the token after each file
 PROMPT = "import os\n\n\ndef"
-TIMED = 5
+TIMED_STEPS = 5
 PLAIN, OURS = "F.linear + F.cross_entropy", "linear_causal_lm_loss"
 
 
@@ -58,7 +56,7 @@ class Sizes(NamedTuple):
     vocabulary: int
     width: int
     layers: int
-    length: int  # tokens that the model sees
+    length: int  # tokens of context
     batch: int
 
 
@@ -69,7 +67,7 @@ ON_GPU = Sizes(megabytes=16, vocabulary=32768, width=768, layers=8, length=1024,
 class Text(NamedTuple):
     tokenizer: Tokenizer
     train: Tensor  # [N]
-    held_out: Tensor  # [M]
+    validation: Tensor  # [M]
 
 
 class Cost(NamedTuple):
@@ -79,7 +77,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    held_out_loss: float
+    validation_loss: float
     difference: Difference
     costs: dict[str, Cost]
     sample: str
@@ -108,31 +106,29 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """From tokens `[N, T]` to hidden states `[N, T, width]`; `head` makes logits of them."""
+    """A transformer from tokens `[N, T]` to hidden states `[N, T, width]`.
+
+    `head` maps hidden states to logits.
+    """
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.embed, self.place = (
-            nn.Embedding(sizes.vocabulary, sizes.width),
-            nn.Embedding(sizes.length, sizes.width),
-        )
+        self.embed = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.position = nn.Embedding(sizes.length, sizes.width)
         self.blocks = nn.Sequential(*(Block(sizes.width) for _ in range(sizes.layers)))
-        self.norm, self.head = (
-            nn.LayerNorm(sizes.width),
-            nn.Linear(sizes.width, sizes.vocabulary, bias=False),
-        )
+        self.norm = nn.LayerNorm(sizes.width)
+        self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
         self.head.weight = self.embed.weight
-        for table in (self.embed, self.place):
-            nn.init.normal_(
-                table.weight, std=sizes.width**-0.5
-            )  # so that the first logits have variance 1
+        for table in (self.embed, self.position):
+            # This gives the first logits the variance 1.
+            nn.init.normal_(table.weight, std=sizes.width**-0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.norm(self.blocks(self.embed(tokens) + self.place.weight[: tokens.shape[1]]))
+        return self.norm(self.blocks(self.embed(tokens) + self.position.weight[: tokens.shape[1]]))
 
 
 def precision(device: torch.device) -> torch.autocast:
-    """bf16 on a GPU, for as long as the weights stay as they are."""
+    """Return a context that computes in bf16 on a GPU and leaves the dtype of the weights."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
@@ -150,14 +146,14 @@ def plain_loss(model: LanguageModel, tokens: Tensor) -> Tensor:
 def step(
     loss_of: Callable[[LanguageModel, Tensor], Tensor], model: LanguageModel, tokens: Tensor
 ) -> Tensor:
-    """The loss, with its gradient added up in the model."""
+    """Return the loss and add its gradient to the model."""
     loss = loss_of(model, tokens)
     loss.backward()
     return loss.detach()
 
 
 def load(sizes: Sizes, seed: int) -> Text:
-    """The library's files in random order, as many as the megabytes hold."""
+    """Read files of the library in random order, up to the given number of megabytes."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [
         path
@@ -186,21 +182,21 @@ def load(sizes: Sizes, seed: int) -> Text:
     tokenizer.train_from_iterator(files, trainer)
     parts: tuple[list[int], list[int]] = [], []
     for i, encoding in enumerate(tokenizer.encode_batch(files)):
-        parts[i % HELD_OUT == 0].extend([*encoding.ids, END])
+        parts[i % VALIDATION_PERIOD == 0].extend([*encoding.ids, END])
     return Text(tokenizer, *map(torch.tensor, parts))
 
 
 def batches(
     tokens: Tensor, sizes: Sizes, generator: torch.Generator, device: torch.device
 ) -> Iterator[Tensor]:
-    """Pieces of the text from anywhere, `[batch, length]`."""
+    """Yield random pieces of the text, `[batch, length]`."""
     while True:
         starts = torch.randint(len(tokens) - sizes.length, (sizes.batch, 1), generator=generator)
         yield tokens[starts + torch.arange(sizes.length)].to(device)
 
 
 def train(model: LanguageModel, pieces: Iterator[Tensor], steps: int, quiet: bool) -> list[float]:
-    """The loss of each batch."""
+    """Train the model and return the loss of each batch."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=0.64 / model.head.in_features, total_steps=steps
@@ -228,15 +224,14 @@ def train(model: LanguageModel, pieces: Iterator[Tensor], steps: int, quiet: boo
 
 
 def peak_memory(work: Callable[[], object], device: torch.device) -> float:
-    """MiB beyond what was held before."""
+    """Return the peak of memory during the work, in MiB above what was allocated before."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         work()
         return (torch.cuda.max_memory_allocated() - before) / 2**20
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "99"
-    )  # else the profiler says when it starts and stops
+    # The profiler would log when it starts and stops.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     with tempfile.TemporaryDirectory() as folder:
@@ -252,7 +247,7 @@ def peak_memory(work: Callable[[], object], device: torch.device) -> float:
 
 
 def duration(work: Callable[[], object], device: torch.device) -> float:
-    """ms."""
+    """Return the time of the work in ms."""
     start = time.perf_counter()
     work()
     if device.type == "cuda":
@@ -261,53 +256,47 @@ def duration(work: Callable[[], object], device: torch.device) -> float:
 
 
 def compare(model: LanguageModel, tokens: Tensor) -> tuple[Difference, dict[str, Cost]]:
-    """The two losses and their gradients on one batch, and what a step with each costs."""
+    """Compare the two losses and their gradients on one batch, and measure a step with each."""
     steps = {
         PLAIN: partial(step, plain_loss, model, tokens),
         OURS: partial(step, our_loss, model, tokens),
     }
-    losses, gradients, memory, times = {}, {}, {}, {name: [] for name in steps}
+    losses, gradients, memory = {}, {}, {}
+    times = {name: [] for name in steps}
     for name, run_step in steps.items():
         model.zero_grad()
         losses[name] = run_step().item()
         gradients[name] = [parameter.grad.clone() for parameter in model.parameters()]
         model.zero_grad()
         memory[name] = peak_memory(run_step, tokens.device)
-    for _ in range(TIMED):
+    for _ in range(TIMED_STEPS):
         for name, run_step in steps.items():
             model.zero_grad()
             times[name].append(duration(run_step, tokens.device))
-    grad = max(
-        (a - b).abs().max().item() for a, b in zip(gradients[OURS], gradients[PLAIN], strict=True)
-    )
+    pairs = zip(gradients[OURS], gradients[PLAIN], strict=True)
+    grad = max((a - b).abs().max().item() for a, b in pairs)
     difference = Difference(abs(losses[OURS] - losses[PLAIN]), grad)
     return difference, {name: Cost(memory[name], statistics.median(times[name])) for name in steps}
 
 
-def continued(
+def continue_text(
     model: LanguageModel,
     tokenizer: Tokenizer,
     prompt: str,
-    count: int,
+    new_tokens: int,
     length: int,
     generator: torch.Generator,
 ) -> str:
-    """The prompt and so many tokens more, drawn one by one."""
+    """Return the prompt and `new_tokens` more tokens, drawn one by one."""
     tokens = tokenizer.encode(prompt).ids
-    for _ in range(count):
-        seen = torch.tensor([tokens[-length:]], device=model.head.weight.device)
-        with torch.no_grad(), precision(seen.device):
-            logits = model.head(model(seen)[0, -1]).float()
+    for _ in range(new_tokens):
+        context = torch.tensor([tokens[-length:]], device=model.head.weight.device)
+        with torch.no_grad(), precision(context.device):
+            logits = model.head(model(context)[0, -1]).float()
         best = logits.topk(min(40, len(logits)))
-        tokens.append(
-            int(
-                best.indices[
-                    torch.multinomial(
-                        partita.softmax(best.values / 0.8, dim=0).cpu(), 1, generator=generator
-                    )
-                ]
-            )
-        )
+        probabilities = partita.softmax(best.values / 0.8, dim=0).cpu()
+        choice = torch.multinomial(probabilities, 1, generator=generator)
+        tokens.append(int(best.indices[choice]))
     return tokenizer.decode(tokens)
 
 
@@ -328,17 +317,17 @@ def draw_bars(axes: Axes, title: str, unit: str, values: Sequence[float]) -> Non
 
 
 def draw(
-    path: Path, losses: list[float], held_out_loss: float, costs: dict[str, Cost], where: str
+    path: Path, losses: list[float], validation_loss: float, costs: dict[str, Cost], where: str
 ) -> None:
-    """The loss of each batch, beside what a step costs."""
+    """Plot the loss of each batch and the cost of a step."""
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     curve, memory, times = figure.subplots(1, 3, width_ratios=(1.6, 1, 1))
     curve.plot(range(1, len(losses) + 1), losses, color=RIGHT, lw=1, label="each training batch")
     curve.axhline(
-        held_out_loss,
+        validation_loss,
         color=MUTED,
         ls="--",
-        label=f"held-out files, in the end: {held_out_loss:.2f}",
+        label=f"held-out files, in the end: {validation_loss:.2f}",
     )
     curve.set_title("Loss of a token, nats", size=11, weight="bold", color=INK)
     curve.set(xlabel="batch")
@@ -348,8 +337,8 @@ def draw(
     draw_bars(times, "Time of a step", "ms", [cost.milliseconds for cost in costs.values()])
     figure.supxlabel(where, size=9, color=MUTED)
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = path.suffix[1:].lower() in figure.canvas.get_supported_filetypes()
-    figure.savefig(path, dpi=130, format=None if known else "png")
+    supported = path.suffix[1:].lower() in figure.canvas.get_supported_filetypes()
+    figure.savefig(path, dpi=130, format=None if supported else "png")
 
 
 def run(
@@ -358,33 +347,40 @@ def run(
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     text = load(sizes, seed)
-    if len(text.held_out) <= sizes.length:
+    if len(text.validation) <= sizes.length:
         raise ValueError(
-            f"megabytes: expected text enough for {sizes.length} tokens, got {len(text.held_out)} in the held-out files"
+            f"megabytes: expected text enough for {sizes.length} tokens,"
+            f" got {len(text.validation)} in the held-out files"
         )
     model = LanguageModel(sizes._replace(vocabulary=text.tokenizer.get_vocab_size())).to(device)
-    pieces, held_out = (
-        batches(tokens, sizes, generator, device) for tokens in (text.train, text.held_out)
+    pieces, validation = (
+        batches(tokens, sizes, generator, device) for tokens in (text.train, text.validation)
     )
     losses = train(model, pieces, steps, quiet)
     with torch.no_grad():
-        held_out_loss = statistics.mean(our_loss(model, next(held_out)).item() for _ in range(10))
+        validation_loss = statistics.mean(
+            our_loss(model, next(validation)).item() for _ in range(10)
+        )
     difference, costs = compare(model, next(pieces))
-    sample = continued(model, text.tokenizer, PROMPT, 120, sizes.length, generator)
+    sample = continue_text(model, text.tokenizer, PROMPT, 120, sizes.length, generator)
     where = (
         torch.cuda.get_device_name()
         if device.type == "cuda"
         else f"CPU, {torch.get_num_threads()} threads"
     )
-    shape = f"{sizes.batch} × {sizes.length} tokens, {model.head.out_features:,} classes, width {sizes.width}, {sizes.layers} layers"
-    draw(out, losses, held_out_loss, costs, f"{where}: {shape}")
-    return Report(held_out_loss, difference, costs, sample)
+    shape = (
+        f"{sizes.batch} × {sizes.length} tokens, {model.head.out_features:,} classes,"
+        f" width {sizes.width}, {sizes.layers} layers"
+    )
+    draw(out, losses, validation_loss, costs, f"{where}: {shape}")
+    return Report(validation_loss, difference, costs, sample)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     parser = argparse.ArgumentParser(
-        description="Train a language model on Python's standard library with Partita's linear cross-entropy."
+        description="Train a language model on Python's standard library"
+        " with Partita's linear cross-entropy."
     )
     parser.add_argument(
         "--batches", type=positive, default=400, help="batches to train on (default 400)"
@@ -408,7 +404,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     sizes = Sizes(*(getattr(options, name) for name in Sizes._fields))
     report = run(sizes, options.batches, options.seed, options.out, device, options.quiet)
-    print(f"Held-out loss: {report.held_out_loss:.3f} nats a token")
+    print(f"Held-out loss: {report.validation_loss:.3f} nats a token")
     print(f"Loss diff: {report.difference.loss:.2e}")
     print(f"Grad diff (max): {report.difference.grad:.2e}")
     for name, cost in report.costs.items():

@@ -1,4 +1,4 @@
-"""Modules with the constructors of torch.nn, and our options by keyword."""
+"""Loss modules with the constructors of torch.nn and the options of Partita as keywords."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from .runtime.lengths import Lengths
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
-    """`partita.cross_entropy` as a module: `torch.nn.CrossEntropyLoss`, with soft-capping and z-loss.
+    """`partita.cross_entropy` as a module.
+
+    It is `torch.nn.CrossEntropyLoss` with soft-capping and z-loss.
 
     Args:
-        weight, size_average, ignore_index, reduce, reduction, label_smoothing: as in `torch.nn.CrossEntropyLoss`.
+        weight, size_average, ignore_index, reduce, reduction, label_smoothing: as in
+            `torch.nn.CrossEntropyLoss`.
         softcap, z_loss, inplace: as in `partita.cross_entropy`.
 
-    Source: `torch.nn.CrossEntropyLoss`; the method is that of `partita.cross_entropy`.
+    Source: `torch.nn.CrossEntropyLoss`; the method is the one of `partita.cross_entropy`.
 
     Example:
         >>> import torch, partita
@@ -45,7 +48,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         self.softcap, self.z_loss, self.inplace = softcap, z_loss, inplace
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """The loss of a batch in nats: `partita.cross_entropy` under the options of the module.
+        """Compute `partita.cross_entropy`, in nats, with the options of the module.
 
         Args:
             input: logits `[N, C, ...]` or `[C]`.
@@ -70,19 +73,25 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         )
 
     def extra_repr(self) -> str:
-        """The options that torch prints with the module."""
+        """Return the options that torch prints with the module."""
         return f"softcap={self.softcap}, z_loss={self.z_loss}, inplace={self.inplace}"
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
-    """`partita.linear_cross_entropy` as a module with its matrix: `torch.nn.LinearCrossEntropyLoss`, with our options.
+    """`partita.linear_cross_entropy` as a module that owns the matrix.
+
+    It is `torch.nn.LinearCrossEntropyLoss` with the options of Partita.
 
     Args:
-        in_features, num_classes, out_features, bias, device, dtype: of the linear layer, `[C * prod(out_features), H]`, named `linear`.
-        reduction, weight, ignore_index, label_smoothing: as in `torch.nn.LinearCrossEntropyLoss`.
-        softcap, z_loss, memory_budget: as in `partita.linear_cross_entropy`; the budget in bytes.
+        in_features, num_classes, out_features, bias, device, dtype: describe the linear layer
+            `linear`, whose matrix is `[C * prod(out_features), H]`.
+        reduction, weight, ignore_index, label_smoothing: as in
+            `torch.nn.LinearCrossEntropyLoss`.
+        softcap, z_loss, memory_budget: as in `partita.linear_cross_entropy`; the budget is in
+            bytes.
 
-    Source: `torch.nn.LinearCrossEntropyLoss`; the method is that of `partita.linear_cross_entropy`.
+    Source: `torch.nn.LinearCrossEntropyLoss`; the method is the one of
+    `partita.linear_cross_entropy`.
 
     Example:
         >>> import torch, partita
@@ -111,18 +120,14 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         memory_budget: int | None = None,
     ) -> None:
         super().__init__()
-        self.num_classes, self.out_features, self.reduction, self.ignore_index = (
-            num_classes,
-            tuple(out_features),
-            reduction,
-            ignore_index,
-        )
-        self.label_smoothing, self.softcap, self.z_loss, self.memory_budget = (
-            label_smoothing,
-            softcap,
-            z_loss,
-            memory_budget,
-        )
+        self.num_classes = num_classes
+        self.out_features = tuple(out_features)
+        self.reduction = reduction
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.softcap = softcap
+        self.z_loss = z_loss
+        self.memory_budget = memory_budget
         self.linear = torch.nn.Linear(
             in_features,
             math.prod(out_features, start=num_classes),
@@ -133,11 +138,12 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         self.register_buffer("weight", weight)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """The loss of a batch in nats: `partita.linear_cross_entropy` under the options of the module.
+        """Compute `partita.linear_cross_entropy`, in nats, with the options of the module.
 
         Args:
             input: hidden states `[..., H]`, H = in_features.
-            target: labels `[...]` (`[N, *out_features]`), or probabilities `[..., C]` (`[N, C, *out_features]`).
+            target: labels `[...]` (`[N, *out_features]`), or probabilities `[..., C]`
+                (`[N, C, *out_features]`).
 
         Returns:
             A number, or the shape of the labels, `[...]`, with `reduction="none"`.
@@ -161,22 +167,25 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The options that torch prints with the module."""
+        """Return the options that torch prints with the module."""
         return f"softcap={self.softcap}, z_loss={self.z_loss}, memory_budget={self.memory_budget}"
 
 
 class CTCLoss(torch.nn.CTCLoss):
-    """`partita.ctc_loss` as a module: `torch.nn.CTCLoss`, with the log-softmax within if wanted.
+    """`partita.ctc_loss` as a module.
+
+    It is `torch.nn.CTCLoss`, which can also compute the log-softmax.
 
     Args:
         blank, reduction, zero_infinity: as in `torch.nn.CTCLoss`.
         from_logits: as in `partita.ctc_loss`.
 
-    Source: `torch.nn.CTCLoss`; the method is that of `partita.ctc_loss`.
+    Source: `torch.nn.CTCLoss`; the method is the one of `partita.ctc_loss`.
 
     Example:
         >>> import torch, partita
-        >>> partita.nn.CTCLoss(from_logits=True)(torch.zeros(2, 1, 2), torch.tensor([[1]]), [2], [1])
+        >>> loss = partita.nn.CTCLoss(from_logits=True)
+        >>> loss(torch.zeros(2, 1, 2), torch.tensor([[1]]), [2], [1])
         tensor(0.2877)
     """
 
@@ -194,7 +203,7 @@ class CTCLoss(torch.nn.CTCLoss):
     def forward(
         self, log_probs: Tensor, targets: Tensor, input_lengths: Lengths, target_lengths: Lengths
     ) -> Tensor:
-        """The loss of a batch in nats: `partita.ctc_loss` under the options of the module.
+        """Compute `partita.ctc_loss`, in nats, with the options of the module.
 
         Args:
             log_probs, targets, input_lengths, target_lengths: as in `partita.ctc_loss`.
@@ -205,16 +214,20 @@ class CTCLoss(torch.nn.CTCLoss):
         Raises:
             TypeError, ValueError, IndexError: as in `partita.ctc_loss`.
         """
-        options = self.blank, self.reduction, self.zero_infinity
         return ctc_loss(
             log_probs,
             targets,
             input_lengths,
             target_lengths,
-            *options,
+            self.blank,
+            self.reduction,
+            self.zero_infinity,
             from_logits=self.from_logits,
         )
 
     def extra_repr(self) -> str:
-        """The options that torch prints with the module."""
-        return f"blank={self.blank}, reduction={self.reduction!r}, zero_infinity={self.zero_infinity}, from_logits={self.from_logits}"
+        """Return the options that torch prints with the module."""
+        return (
+            f"blank={self.blank}, reduction={self.reduction!r},"
+            f" zero_infinity={self.zero_infinity}, from_logits={self.from_logits}"
+        )

@@ -409,7 +409,12 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
     )
     # Of posteriors, or of states.
     alone |= dict.fromkeys(
-        ("ctc_total_kernel", "ctc_posterior_kernel", "crf_subtract_kernel", "linear_fields_kernel"),
+        (
+            "ctc_total_kernel",
+            "ctc_posterior_kernel",
+            "crf_subtract_kernel",
+            "linear_statistics_kernel",
+        ),
         torch.float32,
     )
     alone |= dict.fromkeys(

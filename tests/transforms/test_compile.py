@@ -49,7 +49,11 @@ def run(function: Callable, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def assert_same(function: Callable, compiled: Callable, x: Tensor, target: Tensor) -> None:
-    """Where the gradient is formed in the forward pass, eager has one more rounding; where its terms cancel, theirs are left."""
+    """Assert that eager and compiled results agree up to rounding.
+
+    A gradient that the forward pass computes has one more rounding in eager mode. Where its terms
+    cancel, their rounding errors remain.
+    """
     with poisoned_memory():
         ours = run(compiled, x, target)
     for a, b in zip(ours, run(function, x, target), strict=True):
@@ -120,7 +124,7 @@ def test_inplace_has_no_effect_in_compiled_code(device: str) -> None:
 
 @devices
 def test_the_backend_is_chosen_at_each_call(device: str) -> None:
-    """Under compilation too, where it is fixed when the graph is traced and guarded."""
+    """Tracing fixes the backend of compiled code, and a guard checks it at each call."""
     compiled = torch.compile(lambda x: partita.softmax(x), fullgraph=True, backend="aot_eager")
     x = sample_rows(3, 5, device=device)
     compiled(x)
@@ -140,7 +144,10 @@ def test_labels_are_checked_in_compiled_code(device: str, monkeypatch: pytest.Mo
 @devices
 @functions
 def test_compiled_transforms_are_right_or_refused(function: Callable, device: str) -> None:
-    """Dynamo traces past an autograd function under `torch.func.grad`; what it finds there must not count as a constant."""
+    """Dynamo traces past an autograd function under `torch.func.grad`.
+
+    The ops that it finds there must not count as constants.
+    """
     x = sample_rows(3, 8, device=device)
     target = torch.arange(3, device=device)
 
@@ -159,7 +166,7 @@ def test_compiled_transforms_are_right_or_refused(function: Callable, device: st
 @devices
 @pytest.mark.parametrize("name", ["softmax", "cross_entropy", "cross_entropy, all", "token_stats"])
 def test_a_tracer_sees_the_ops_and_not_their_kernels(name: str, device: str) -> None:
-    """A graph of what surrounds a kernel alone would replay an output that nothing wrote."""
+    """A graph without the kernel would replay an output that nothing wrote."""
     x = leaf(6, 37, device=device)
     target = targets_for(x, "labels")
     graph = make_fx(lambda x, t: run(FUNCTIONS[name], x, t))(x, target)
@@ -213,6 +220,6 @@ def test_export(device: str) -> None:
     exported = torch.export.export(
         model, (x, target), dynamic_shapes={"x": {0: rows}, "target": {0: rows}}
     ).module()
-    for count in (6, 9):
-        x, target = sample_rows(count, 8, device=device), torch.arange(count, device=device) % 7
+    for size in (6, 9):
+        x, target = sample_rows(size, 8, device=device), torch.arange(size, device=device) % 7
         torch.testing.assert_close(exported(x, target), model(x, target))

@@ -1,4 +1,4 @@
-"""What only a GPU can show: capture, streams, other devices, huge tensors, memory, and no synchronisation."""
+"""Tests that need a GPU: capture, streams, devices, huge tensors, memory, no synchronisation."""
 
 from collections.abc import Callable
 
@@ -37,7 +37,8 @@ def run(call: Callable, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return result, torch.autograd.grad(result, x, upstream)[0]
 
 
-# One width in each regime: rows in a tile, a row in a program, a row in a loop, a row shared by programs.
+# One width in each regime: several rows in a tile, one row in a program, one row in a loop, and one
+# row shared by programs.
 @pytest.mark.parametrize("columns", [300, 5000, 50257, 131073])
 @halves
 @pytest.mark.parametrize("edge", EDGES)
@@ -87,7 +88,7 @@ def test_more_than_65535_pixels() -> None:
 )
 @pytest.mark.parametrize("columns", [32_768, 511])
 def test_more_than_2_to_the_31_elements(columns: int, name: str) -> None:
-    """Rows at both ends are what they are in a tensor of these rows alone."""
+    """Rows at both ends have the results that they have in a tensor of their own."""
     rows = 2**31 // columns + 70
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16).requires_grad_()
     ends = torch.tensor([0, 1, rows // 2, rows - 2, rows - 1], device="cuda")
@@ -110,7 +111,7 @@ def test_more_than_2_to_the_31_elements(columns: int, name: str) -> None:
 
 
 def test_strides_beyond_2_to_the_31() -> None:
-    """Few elements, far apart."""
+    """There are few elements, far apart."""
     x = torch.zeros(2**31 + 4096, device="cuda", dtype=torch.float16).as_strided(
         (3, 64), (2**30, 1)
     )
@@ -191,7 +192,9 @@ def test_two_runs_give_the_same_bits(call: Callable, columns: int) -> None:
 def test_peak_memory_of_cross_entropy(
     columns: int, reduction: str, inplace: bool, buffers: int
 ) -> None:
-    """Beside the logits: one buffer of their size, or none; what belongs to the rows is a hundredth of one.
+    """The loss needs one buffer of the size of the logits, or none.
+
+    The memory for the rows is a hundredth of such a buffer.
 
     The caching allocator rounds an allocation above 10 MiB up to a multiple of 2 MiB.
     """
@@ -230,7 +233,7 @@ def test_fp16_with_a_grad_scaler(columns: int) -> None:
 
 @pytest.mark.parametrize("columns", [100, 5000, 131_072])
 def test_many_concurrent_rows_do_not_deadlock(columns: int) -> None:
-    """More programs than fit on the device at once, beside those of another stream."""
+    """More programs run than fit on the device at once, and other streams run theirs too."""
     x = sample_rows(2000, columns, dtype=torch.bfloat16, device="cuda")
     target = targets_for(x, "labels")
     expected = partita.softmax(x), partita.cross_entropy(x, target)

@@ -1,4 +1,7 @@
-"""torch.library.opcheck on each registered op: schema, fake, autograd registration and AOT dispatch."""
+"""torch.library.opcheck on each registered op.
+
+It tests the schema, the fake, the autograd registration and AOT dispatch.
+"""
 
 import functools
 from collections import defaultdict
@@ -75,7 +78,10 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
 
 
 def linear_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
-    """Plain, and with all options; so many classes that what is kept has no padding."""
+    """Return arguments without and with all options.
+
+    The number of classes is such that saved logits have no padding.
+    """
     hidden, matrix = sample_rows(N, 5, device=device), sample_rows(16, 5, device=device)
     labels, bias, weight = (
         torch.arange(N, device=device),
@@ -83,22 +89,23 @@ def linear_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         class_weights(16, torch.float32, device),
     )
     found: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
-    for extra, numbers, wanted in (
+    for bias_or_none, numbers, wanted in (
         (None, (0.0, 0.0, 0.0), (True, True, False)),
         (bias, (0.1, 5.0, 1e-3), (True, False, True)),
     ):
-        of_class = weight if numbers[0] else None
-        inputs, spread = (hidden, matrix, extra, labels, of_class), of_class is not None
+        class_weight = weight if numbers[0] else None
+        inputs = (hidden, matrix, bias_or_none, labels, class_weight)
+        options = class_weight is not None
         fields = torch.ops.partita.linear_rows(
-            *inputs, 0.7 if spread else 1.0, numbers[1], -100, spread, spread, 3, False, BACKEND
+            *inputs, 0.7 if options else 1.0, numbers[1], -100, options, options, 3, False, BACKEND
         )
         row, optional = (
             torch.linspace(0, 1, N, device=device),
-            torch.ones(N, device=device) if spread else None,
+            torch.ones(N, device=device) if options else None,
         )
         found["linear_rows"] += [
-            (*inputs, 1.0, numbers[1], -100, spread, spread, chunk, keep)
-            for chunk, keep in ((3, False), (16, True))
+            (*inputs, 1.0, numbers[1], -100, options, options, chunk, save_logits)
+            for chunk, save_logits in ((3, False), (16, True))
         ]
         found["linear_rows_backward"].append(
             (
@@ -124,7 +131,7 @@ def linear_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
 
 
 def parallel_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
-    """The first of two ranks; plain, with a spread, and with an entropy."""
+    """Return arguments of the first of two ranks: plain, with a smoothing loss, with an entropy."""
     hidden, matrix = sample_rows(N, 5, device=device), sample_rows(16, 5, device=device)
     logits, labels, weight = (
         hidden @ matrix.T,
@@ -133,37 +140,36 @@ def parallel_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
     )
     row = torch.linspace(0.1, 1, N, device=device)
     found: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
-    for of_class, spread, entropy in (
+    for class_weight, smoothing, entropy in (
         (None, False, False),
         (weight, True, False),
         (None, False, True),
     ):
-        state = (labels, of_class, 0, 0.7 if entropy else 1.0, 0.0, spread, entropy)
+        state = (labels, class_weight, 0, 0.7 if entropy else 1.0, 0.0, smoothing, entropy)
         words = torch.ops.partita.parallel_logits(logits, *state, BACKEND)
-        fields = torch.ops.partita.parallel_fields(
-            torch.stack([words, words]), labels, 32, 0, 0, state[3], -100, spread, entropy, BACKEND
-        )
+        gathered = torch.stack([words, words])
+        numbers = (labels, 32, 0, 0, state[3], -100, smoothing, entropy)
+        fields = torch.ops.partita.parallel_fields(gathered, *numbers, BACKEND)
         found["parallel_logits"].append((logits, *state))
         found["parallel_linear"] += [
-            (hidden, matrix, None, *state, chunk, keep) for chunk, keep in ((3, False), (16, True))
+            (hidden, matrix, None, *state, chunk, save_logits)
+            for chunk, save_logits in ((3, False), (16, True))
         ]
-        found["parallel_fields"].append(
-            (torch.stack([words, words]), labels, 32, 0, 0, state[3], -100, spread, entropy)
-        )
-        grads = (row, None, row if spread else None, row if entropy else None)
-        every = None if of_class is None else torch.cat([weight, weight])
+        found["parallel_fields"].append((gathered, *numbers))
+        grads = (row, None, row if smoothing else None, row if entropy else None)
+        all_weights = None if class_weight is None else torch.cat([weight, weight])
         found["parallel_coefficients"].append(
-            (labels, *grads, every, fields[3], spread, 32, state[3], -100)
+            (labels, *grads, all_weights, fields[3], smoothing, 32, state[3], -100)
         )
-        coefficients = (row, -row, row if entropy else None, row if spread else None)
-        rest = (labels, of_class, *fields[5:7], state[3], 0.0)
+        coefficients = (row, -row, row if entropy else None, row if smoothing else None)
+        rest = (labels, class_weight, *fields[5:7], state[3], 0.0)
         found["parallel_gradient"].append((*coefficients, logits, *rest))
         found["parallel_gradient_"].append((logits, *coefficients, *rest))
     return found
 
 
 def chain_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
-    """For small tables and for those with many edges into a state."""
+    """Return arguments for small tables and for tables with many edges into a state."""
     small = random_chain(
         4, 2, 3, 2, ragged=False, forbidden=0.0, device=device, dtype=torch.float32
     )
@@ -172,23 +178,23 @@ def chain_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
     for chain, lengths in ((small, torch.full((2,), 4, device=device)), (dense, None)):
         inputs = (chain.scores, chain.source, chain.initial, chain.final, lengths)
         scores, source, initial, final, _ = inputs
-        logz, kept = torch.ops.partita.chain_logz(*inputs, True, BACKEND)
+        logz, saved = torch.ops.partita.chain_logz(*inputs, True, BACKEND)
         values = (scores[:1].nan_to_num(neginf=0.0).expand_as(scores), initial, final)
         mean, total, pairs = torch.ops.partita.chain_expectation(*inputs, *values, True, BACKEND)
         uniforms = torch.linspace(
             0, 1, len(scores) * 6 + 6, device=device, dtype=torch.float64
         ).reshape(-1, 3, 2)
         ones = torch.ones_like(logz)
-        found["chain_logz"] += [(*inputs, keep) for keep in (False, True)]
+        found["chain_logz"] += [(*inputs, save) for save in (False, True)]
         found["chain_gradient"].append(
-            (ones, scores, initial, final, source, lengths, logz, kept, scores.dtype)
+            (ones, scores, initial, final, source, lengths, logz, saved, scores.dtype)
         )
         found["chain_scan"] += [
             (*inputs, best, reverse) for best in (False, True) for reverse in (False, True)
         ]
         found["chain_viterbi"] += [(*inputs, trace) for trace in (False, True)]
         found["chain_sample"].append((*inputs, uniforms))
-        found["chain_expectation"] += [(*inputs, *values, keep) for keep in (False, True)]
+        found["chain_expectation"] += [(*inputs, *values, save) for save in (False, True)]
         found["chain_expectation_gradient"] += [
             (ones, *inputs, *values, mean, total, pairs, *of)
             for of in ((True, True), (True, False), (False, True))
@@ -197,7 +203,7 @@ def chain_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
 
 
 def ctc_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
-    """Log-probabilities and logits, with targets of several lengths."""
+    """Return log-probabilities and logits, with targets of several lengths."""
     found: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
     logits = torch.linspace(-1, 1, 48, device=device).reshape(6, 2, 4)
     labels, *rest = (
@@ -206,35 +212,35 @@ def ctc_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
     for from_logits in (False, True):
         inputs = (logits, labels, *rest)
         reduction = "mean" if from_logits else "none"
-        loss, losses, kept = torch.ops.partita.ctc_loss(
+        loss, losses, saved = torch.ops.partita.ctc_loss(
             *inputs, 3, 0, from_logits, reduction, False, True, BACKEND
         )
         found["ctc_loss"] += [
-            (*inputs, 3, 0, from_logits, reduction, True, keep) for keep in (False, True)
+            (*inputs, 3, 0, from_logits, reduction, True, save) for save in (False, True)
         ]
         found["ctc_gradient"].append(
-            (torch.ones_like(loss), *inputs, losses, kept, 3, 0, from_logits, reduction)
+            (torch.ones_like(loss), *inputs, losses, saved, 3, 0, from_logits, reduction)
         )
         found["ctc_align"].append((*inputs, 3, 0, from_logits))
     scores, source = (
         torch.linspace(-1, 1, 72, device=device).reshape(4, 2, 3, 3),
         torch.tensor([[0, 1, 2], [1, 0, 2], [2, 0, 1]], device=device),
     )
-    free, lengths, places = (
+    zeros, lengths, index = (
         torch.zeros(2, 3, device=device),
         torch.tensor([4, 3], device=device),
         torch.tensor([[[0, 3], [3, 4]]] * 2, device=device),
     )
-    logz, kept = torch.ops.partita.chain_logz(scores, source, free, free, lengths, True, BACKEND)
+    logz, saved = torch.ops.partita.chain_logz(scores, source, zeros, zeros, lengths, True, BACKEND)
     marginals = torch.ones(4, 2, 2, 2, device=device)
     found["crf_gradient"] = [
-        (torch.ones_like(logz), scores, source, lengths, logz, kept, marginals, places)
+        (torch.ones_like(logz), scores, source, lengths, logz, saved, marginals, index)
     ]
     return found
 
 
 def statistics(arguments: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """What the backward pass gets from the forward."""
+    """Return the tensors that the backward pass gets from the forward pass."""
     return torch.ops.partita.cross_entropy(*arguments, BACKEND)[2:]
 
 
@@ -260,10 +266,9 @@ def test_every_op_has_samples() -> None:
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck(name: str, device: str) -> None:
     op = getattr(torch.ops.partita, name).default
-    for arguments in samples(device)[name][
-        :: 3 if INTERPRETING else 1
-    ]:  # which takes minutes; a GPU and the reference see them all
-        # What the kernels of CTC keep is memory of which they fill what they need: nothing to compare.
+    # The interpreter takes minutes, so it sees a third of the samples. Other backends see all.
+    for arguments in samples(device)[name][:: 3 if INTERPRETING else 1]:
+        # The kernels of CTC save memory that they fill in part, so two runs need not agree in it.
         scratch = name == "ctc_loss" and (device == "cuda" or BACKEND == "triton")
         utilities = [
             "test_schema",

@@ -1,4 +1,7 @@
-"""The loss of causal language models as `transformers` calls it: without an fp32 copy of the logits, or without any logits."""
+"""The loss of causal language models as `transformers` calls it.
+
+One function makes no fp32 copy of the logits, the other needs no logits at all.
+"""
 
 from __future__ import annotations
 
@@ -30,32 +33,39 @@ def causal_lm_loss(
     z_loss: float = 0.0,
     **kw: Any,
 ) -> Tensor:
-    """The cross-entropy of each token given those before it: `model.loss_function = causal_lm_loss`.
+    """Compute the cross-entropy of each token given the ones before it.
+
+    Set it as the loss of a model: `model.loss_function = causal_lm_loss`.
 
     Args:
-        logits: `[..., T, vocab_size]`, floating dtype: at each position those of the next token.
-        labels: `[..., T]`, any integer dtype and device: the tokens themselves, which are shifted here. Not looked at beside `shift_labels`.
-        vocab_size: how many classes a row of logits has.
-        num_items_in_batch: what the sum is divided by, a number or a tensor; None for the mean over the labels that are not ignored.
-        ignore_index: positions with this label have loss and gradient zero and are not counted.
-        shift_labels: `[..., T]`, the label of each position, where they were shifted before.
+        logits: `[..., T, vocab_size]`, floating dtype; each position predicts the next token.
+        labels: `[..., T]`, any integer dtype and device; the tokens themselves, which this
+            function shifts. It does not read them if `shift_labels` is given.
+        vocab_size: the number of classes in a row of logits.
+        num_items_in_batch: what the sum is divided by, a number or a tensor; None for the mean
+            over the labels that are not ignored.
+        ignore_index: positions with this label have loss and gradient zero, and the mean does not
+            count them.
+        shift_labels: `[..., T]`, the label of each position, if the caller has shifted them.
         label_smoothing, softcap, z_loss: as in `partita.cross_entropy`.
-        kw: what else models pass on; not looked at.
+        kw: other arguments that models pass; ignored.
 
     Returns:
         The loss in nats, a number, fp32 (fp64 for fp64). A mean over no labels is NaN.
 
     Raises:
-        TypeError, ValueError: a wrong dtype, shape, device or number, named with what was expected.
-        IndexError: a label out of range, where labels are checked (`PARTITA_CHECK`); otherwise the loss is NaN.
+        TypeError, ValueError: an argument has a wrong dtype, shape, device or value; the message
+            says what was expected.
+        IndexError: a label is out of range and labels are checked (`PARTITA_CHECK`); otherwise
+            the loss is NaN.
 
     Source: `ForCausalLMLoss` of transformers 5, 2025.
 
     Example:
         >>> import torch
         >>> from partita.integrations.transformers import causal_lm_loss
-        >>> logits, labels = torch.zeros(1, 3, 8, dtype=torch.bfloat16), torch.tensor([[5, -100, 2]])
-        >>> causal_lm_loss(logits, labels, vocab_size=8)
+        >>> logits = torch.zeros(1, 3, 8, dtype=torch.bfloat16)
+        >>> causal_lm_loss(logits, torch.tensor([[5, -100, 2]]), vocab_size=8)
         tensor(2.0794)
     """
     checks.floating("logits", logits)
@@ -63,19 +73,22 @@ def causal_lm_loss(
         raise ValueError(f"vocab_size: expected an int of at least 1, got {vocab_size!r}")
     if logits.ndim == 0 or logits.numel() % vocab_size:
         raise ValueError(
-            f"logits: expected shape [..., T, vocab_size] with vocab_size = {vocab_size}, got {list(logits.shape)}"
+            f"logits: expected shape [..., T, vocab_size] with vocab_size = {vocab_size},"
+            f" got {list(logits.shape)}"
         )
     rows = logits.reshape(-1, vocab_size)
     target = _targets(labels, shift_labels, ignore_index, len(rows), logits.device)
     reduction = _reduction(num_items_in_batch)
-    options: dict[str, Any] = {
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "softcap": softcap,
-        "z_loss": z_loss,
-    }
-    with _wide_result(logits):
-        loss = cross_entropy(rows, target, reduction=reduction, **options)
+    with _fp32_result(logits):
+        loss = cross_entropy(
+            rows,
+            target,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            softcap=softcap,
+            z_loss=z_loss,
+        )
     return _divided(loss.to(acc_dtype(logits.dtype)), num_items_in_batch)
 
 
@@ -95,30 +108,34 @@ def linear_causal_lm_loss(
     final_logit_softcapping: float | None = None,
     **kw: Any,
 ) -> Tensor:
-    """`causal_lm_loss` straight from hidden states and the head's matrix, without the logits in memory.
+    """Compute `causal_lm_loss` from hidden states and the matrix of the head, without the logits.
 
     Args:
-        hidden_states: `[..., T, H]`, floating dtype: what the model hands to its last layer.
+        hidden_states: `[..., T, H]`, floating dtype; the input of the model's last layer.
         lm_head_weight: `[vocab_size, H]` in the same dtype.
         labels, num_items_in_batch, ignore_index, shift_labels: as in `causal_lm_loss`.
         linear_bias: `[vocab_size]`.
         memory_budget: bytes of workspace, as in `partita.linear_cross_entropy`.
         label_smoothing, softcap, z_loss, kw: as in `causal_lm_loss`.
-        final_logit_softcapping: `softcap` under the name that it has in models' configurations.
+        final_logit_softcapping: the name of `softcap` in the configurations of models.
 
     Returns:
-        The loss in nats, a number, fp32 (fp64 for fp64), differentiable in hidden states, matrix and bias.
+        The loss in nats, a number, fp32 (fp64 for fp64), differentiable in hidden states, matrix
+        and bias.
 
     Raises:
-        TypeError, ValueError, IndexError: as in `causal_lm_loss` and `partita.linear_cross_entropy`.
+        TypeError, ValueError, IndexError: as in `causal_lm_loss` and
+            `partita.linear_cross_entropy`.
 
     Source: as `causal_lm_loss`.
 
     Example:
         >>> import torch
         >>> from partita.integrations.transformers import linear_causal_lm_loss
-        >>> hidden_states, lm_head_weight = torch.zeros(1, 3, 4), torch.ones(8, 4)  # model.model(...).last_hidden_state, model.lm_head.weight
-        >>> linear_causal_lm_loss(hidden_states, lm_head_weight, torch.tensor([[5, -100, 2]]))
+        >>> hidden_states = torch.zeros(1, 3, 4)  # model.model(...).last_hidden_state
+        >>> lm_head_weight = torch.ones(8, 4)  # model.lm_head.weight
+        >>> labels = torch.tensor([[5, -100, 2]])
+        >>> linear_causal_lm_loss(hidden_states, lm_head_weight, labels)
         tensor(2.0794)
     """
     checks.floating("hidden_states", hidden_states)
@@ -128,47 +145,51 @@ def linear_causal_lm_loss(
         raise ValueError(
             f"lm_head_weight: expected shape [vocab_size, H], got {list(lm_head_weight.shape)}"
         )
-    width = lm_head_weight.shape[1]
-    if hidden_states.ndim == 0 or hidden_states.shape[-1] != width:
+    H = lm_head_weight.shape[1]
+    if hidden_states.ndim == 0 or hidden_states.shape[-1] != H:
         raise ValueError(
-            f"hidden_states: expected shape [..., T, H] with H = {width}, got {list(hidden_states.shape)}"
+            f"hidden_states: expected shape [..., T, H] with H = {H},"
+            f" got {list(hidden_states.shape)}"
         )
     if lm_head_weight.dtype != hidden_states.dtype and autocast_dtype(hidden_states.device) is None:
         raise TypeError(
-            f"lm_head_weight: expected the dtype of hidden_states, {hidden_states.dtype}, got {lm_head_weight.dtype}"
+            f"lm_head_weight: expected the dtype of hidden_states, {hidden_states.dtype},"
+            f" got {lm_head_weight.dtype}"
         )
     if None not in (softcap, final_logit_softcapping) and softcap != final_logit_softcapping:
         raise ValueError(
-            f"softcap: expected one number, got {softcap} and final_logit_softcapping {final_logit_softcapping}"
+            f"softcap: expected one number, got {softcap} and"
+            f" final_logit_softcapping {final_logit_softcapping}"
         )
     softcap = final_logit_softcapping if softcap is None else softcap
-    target = _targets(
-        labels, shift_labels, ignore_index, hidden_states.shape[:-1].numel(), hidden_states.device
-    ).view(hidden_states.shape[:-1])
-    options: dict[str, Any] = {
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "softcap": softcap,
-        "z_loss": z_loss,
-    }
-    options |= {
-        "linear_bias": linear_bias,
-        "memory_budget": memory_budget,
-        "reduction": _reduction(num_items_in_batch),
-    }
-    return _divided(
-        linear_cross_entropy(hidden_states, lm_head_weight, target, **options), num_items_in_batch
+    shape = hidden_states.shape[:-1]
+    target = _targets(labels, shift_labels, ignore_index, shape.numel(), hidden_states.device)
+    loss = linear_cross_entropy(
+        hidden_states,
+        lm_head_weight,
+        target.view(shape),
+        linear_bias=linear_bias,
+        reduction=_reduction(num_items_in_batch),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        z_loss=z_loss,
+        memory_budget=memory_budget,
     )
+    return _divided(loss, num_items_in_batch)
 
 
 def _targets(
     labels: Tensor | None,
     shift_labels: Tensor | None,
     ignore_index: int,
-    count: int,
+    positions: int,
     device: torch.device,
 ) -> Tensor:
-    """`[count]`: at each position the label of the next, at the last of a sequence none."""
+    """Return the label of each position, `[positions]`.
+
+    It is the next token of the sequence; the last position of a sequence is ignored.
+    """
     name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
     checks.integer(name, given)
     assert given is not None
@@ -178,9 +199,10 @@ def _targets(
         if given.ndim == 0:
             raise ValueError("labels: expected shape [..., T], got []")
         target = torch.nn.functional.pad(target, (0, 1), value=ignore_index)[..., 1:]
-    if target.numel() != count:
+    if target.numel() != positions:
         raise ValueError(
-            f"{name}: expected {count} labels, one for each position, got {target.numel()}, of shape {list(given.shape)}"
+            f"{name}: expected {positions} labels, one for each position, got {target.numel()},"
+            f" of shape {list(given.shape)}"
         )
     return target.reshape(-1).to(device)
 
@@ -192,7 +214,8 @@ def _reduction(num_items_in_batch: Any) -> str:
         num_items_in_batch, (int, float, Tensor)
     ):
         raise TypeError(
-            f"num_items_in_batch: expected a number, a Tensor or None, got {type(num_items_in_batch).__name__}"
+            "num_items_in_batch: expected a number, a Tensor or None,"
+            f" got {type(num_items_in_batch).__name__}"
         )
     return "sum"
 
@@ -200,15 +223,13 @@ def _reduction(num_items_in_batch: Any) -> str:
 def _divided(loss: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:
     if num_items_in_batch is None:
         return loss
-    return loss / (
-        num_items_in_batch.to(loss.device)
-        if isinstance(num_items_in_batch, Tensor)
-        else num_items_in_batch
-    )
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss / num_items_in_batch
 
 
-def _wide_result(logits: Tensor) -> AbstractContextManager[Any]:
-    """Where half types give a loss in fp32."""
+def _fp32_result(logits: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which logits of half types give a loss in fp32."""
     kind = logits.device.type
-    half = logits.dtype in (torch.float16, torch.bfloat16) and kind != "meta"
-    return torch.autocast(kind) if half else nullcontext()
+    half_type = logits.dtype in (torch.float16, torch.bfloat16) and kind != "meta"
+    return torch.autocast(kind) if half_type else nullcontext()

@@ -1,4 +1,7 @@
-"""Cross-entropy and token statistics straight from hidden states and the vocabulary's matrix: the logits are never all in memory."""
+"""Cross-entropy and token statistics from hidden states and the matrix of the vocabulary.
+
+The full logits are never in memory.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,22 @@ from ...runtime.backend import current_backend
 from ...runtime.checks import REDUCTIONS
 from ...runtime.dtypes import acc_dtype
 from ...runtime.register import PLAIN
-from ..cross_entropy.api import TokenStats, cross_entropy
-from . import autograd as _linear
+from ..cross_entropy.api import cross_entropy
+from ..cross_entropy.token_stats import TokenStats
+from . import autograd
 from .common import cast_to_autocast, checked_options, chunk_and_save, loss_terms, reduce_losses
-from .plan import MemoryPlan, _check_budget, linear_cross_entropy_plan
+from .plan import MemoryPlan, check_budget, linear_cross_entropy_plan
 
 
-class _Rows(NamedTuple):
-    """Arguments as the ops take them.
+class _HeadInputs(NamedTuple):
+    """The tensors as the ops take them.
 
     Fields:
-        input: `[M, H]`, target: `[M]`, shape: of the losses of the tokens.
+        input: hidden states, `[M, H]`.
+        weight: matrix of the vocabulary, `[C, H]`.
+        bias: its bias, `[C]`, or None.
+        target: labels, `[M]` int64.
+        shape: the shape of the labels that the user gave.
     """
 
     input: Tensor
@@ -34,16 +42,16 @@ class _Rows(NamedTuple):
 
     @property
     def wanted(self) -> tuple[bool, bool, bool]:
-        """Which of hidden states, matrix and bias want a gradient."""
+        """Return whether hidden states, matrix and bias need a gradient."""
         grads = (
             tensor is not None and tensor.requires_grad
             for tensor in (self.input, self.weight, self.bias)
         )
-        a, b, c = (torch.is_grad_enabled() and grad for grad in grads)
-        return a, b, c
+        input_grad, weight_grad, bias_grad = (torch.is_grad_enabled() and grad for grad in grads)
+        return input_grad, weight_grad, bias_grad
 
     def plan(self, memory_budget: int | None, reduced: bool) -> MemoryPlan:
-        to_input, to_weight, to_bias = self.wanted
+        input_grad, weight_grad, bias_grad = self.wanted
         tokens, hidden = self.input.shape
         return linear_cross_entropy_plan(
             tokens,
@@ -51,8 +59,8 @@ class _Rows(NamedTuple):
             len(self.weight),
             self.input.dtype,
             memory_budget=memory_budget,
-            input_grad=to_input,
-            weight_grad=to_weight or to_bias,
+            input_grad=input_grad,
+            weight_grad=weight_grad or bias_grad,
             reduced=reduced,
         )
 
@@ -70,7 +78,8 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -
     checks.device("target", target, input, "input")
     if weight.ndim < 2 or len(weight) == 0:
         raise ValueError(
-            f"linear_weight: expected shape [C, H] or [C, d1, ..., H] with at least one class, got {list(weight.shape)}"
+            "linear_weight: expected shape [C, H] or [C, d1, ..., H] with at least one class,"
+            f" got {list(weight.shape)}"
         )
     if input.ndim == 0 or input.shape[-1] != weight.shape[-1]:
         raise ValueError(
@@ -78,22 +87,27 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -
         )
     if weight.ndim > 2 and input.ndim != 2:
         raise ValueError(
-            f"input: expected shape [N, H] with a matrix of {weight.ndim} dimensions, got {list(input.shape)}"
+            f"input: expected shape [N, H] with a matrix of {weight.ndim} dimensions,"
+            f" got {list(input.shape)}"
         )
     if bias is not None:
         checks.shape("linear_bias", bias, weight.shape[:-1], "linear_weight without H")
 
 
-def _flat(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> _Rows:
+def _flat(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> _HeadInputs:
     shape = input.shape[:-1]
     checks.integer("target", target)
     checks.shape("target", target, shape, "input without H")
     labels = target.reshape(-1).long().contiguous()  # a narrow type would wrap the bounds
-    return _Rows(input[None].flatten(0, -2), weight, bias, labels, shape)
+    return _HeadInputs(input[None].flatten(0, -2), weight, bias, labels, shape)
 
 
 def _logits(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """All of them, classes in dimension 1 (last, where there is but one more)."""
+    """Compute all logits.
+
+    The classes are in the last dimension for a matrix `[C, H]`, in dimension 1 for one with more
+    dimensions.
+    """
     logits = torch.nn.functional.linear(
         input, weight.flatten(0, -2), None if bias is None else bias.flatten()
     )
@@ -114,36 +128,45 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     memory_budget: int | None = None,
 ) -> Tensor:
-    """Cross-entropy straight from hidden states and the vocabulary's matrix, without its logits in memory.
+    """Compute cross-entropy from hidden states and the vocabulary's matrix, without the logits.
 
-    The loss is `cross_entropy(input @ linear_weight.T + linear_bias, target, ...)`. The products are PyTorch's own, exact to the last small gradient.
-    With `mean` and `sum` the gradients come with the loss and the backward pass scales them; see `linear_cross_entropy_plan` for how the batch is
-    cut. Target probabilities and matrices of more than two dimensions are taken as well, with the logits in memory.
+    The loss is `cross_entropy(input @ linear_weight.T + linear_bias, target, ...)`. The products
+    are PyTorch's own, and no gradient is left out, however small. With `mean` and `sum` the
+    forward pass computes the gradients and the backward pass scales them. See
+    `linear_cross_entropy_plan` for the chunks of a batch. Target probabilities and matrices of
+    more than two dimensions are accepted too; their logits are in memory.
 
     Args:
-        input: hidden states `[..., H]`, floating dtype; `[N, H]` or `[H]` with target probabilities, `[N, H]` with more-dimensional matrices.
+        input: hidden states `[..., H]`, floating dtype; `[N, H]` or `[H]` with target
+            probabilities, `[N, H]` with matrices of more dimensions.
         linear_weight: `[C, H]` in the same dtype, or `[C, d1, ..., dK, H]`.
-        target: labels `[...]` (`[N, d1, ..., dK]`), any integer dtype; or probabilities `[..., C]` (`[N, C, d1, ..., dK]`).
+        target: labels `[...]` (`[N, d1, ..., dK]`), any integer dtype; or probabilities
+            `[..., C]` (`[N, C, d1, ..., dK]`).
         linear_bias: `[C]` or `[C, d1, ..., dK]`.
         weight: `[C]`, one factor for each class.
-        reduction: `none` (the shape of the labels), `mean` (over the class weights of the tokens that count) or `sum`.
-        ignore_index: tokens with this label have loss and gradient zero and are not counted; None is -100.
+        reduction: `none` (the shape of the labels), `mean` (over the class weights of the tokens
+            that are not ignored) or `sum`.
+        ignore_index: tokens with this label have loss and gradient zero, and the mean does not
+            count them; None is -100.
         label_smoothing, softcap, z_loss: as in `cross_entropy`.
-        memory_budget: bytes of workspace beside inputs and results; None for 2 GiB.
+        memory_budget: bytes of workspace in addition to inputs and results; None for 2 GiB.
 
     Returns:
         The loss in nats, a number or `[...]`, fp32 for half types.
 
     Raises:
-        TypeError, ValueError: a wrong dtype, shape, device, number or budget, named with what was expected.
-        IndexError: a label out of range; on a GPU only with `PARTITA_CHECK=1`, otherwise that token's loss is NaN and with it the gradients it has
-            a part in.
+        TypeError, ValueError: an argument has a wrong dtype, shape, device or value; the message
+            says what was expected.
+        IndexError: a label is out of range. A GPU checks this with `PARTITA_CHECK=1` only;
+            otherwise the loss of that token is NaN, and so are the gradients that depend on it.
 
-    Source: `torch.nn.functional.linear_cross_entropy`, whose `options` are `memory_budget` here; the rest as in `cross_entropy`.
+    Source: `torch.nn.functional.linear_cross_entropy`, whose `options` are `memory_budget` here;
+    the rest as in `cross_entropy`.
 
     Example:
         >>> import torch, partita
-        >>> hidden, matrix = torch.eye(2, requires_grad=True), torch.tensor([[2.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
+        >>> hidden = torch.eye(2, requires_grad=True)
+        >>> matrix = torch.tensor([[2.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
         >>> loss = partita.linear_cross_entropy(hidden, matrix, torch.tensor([0, 0]))
         >>> loss.backward()
         >>> loss, hidden.grad
@@ -152,99 +175,106 @@ def linear_cross_entropy(
     """
     checks.tensor("input", input)
     checks.tensor("linear_weight", linear_weight)
-    input, linear_weight, linear_bias = cast_to_autocast(input, linear_weight, linear_bias)  # type: ignore[assignment]
+    tensors = cast_to_autocast(input, linear_weight, linear_bias)
+    input, linear_weight, linear_bias = tensors  # type: ignore[assignment]
     _check(input, linear_weight, linear_bias, target)
     checks.choice("reduction", reduction, REDUCTIONS)
-    _check_budget(memory_budget)
+    check_budget(memory_budget)
     ignore_index = -100 if ignore_index is None else ignore_index
-    numbers: dict[str, Any] = {
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "softcap": softcap,
-        "z_loss": z_loss,
-    }
-    wide = acc_dtype(input.dtype)
-    transformed = (
-        not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is not None
-    )
-    if (
-        linear_weight.ndim > 2
-        or target.is_floating_point()
-        or transformed
-        or (weight is not None and weight.requires_grad)
-    ):
-        logits = _logits(input, linear_weight, linear_bias).to(wide)
+    if _needs_logits(linear_weight, target, weight):
+        dtype = acc_dtype(input.dtype)
+        logits = _logits(input, linear_weight, linear_bias).to(dtype)
         if linear_weight.ndim == 2 and input.ndim > 2:
             logits = logits.movedim(-1, 1)
             target = target.movedim(-1, 1) if target.is_floating_point() else target
-        return cross_entropy(logits, target, weight, reduction=reduction, **numbers).to(
-            wide
-        )  # under autocast it may be another
-    rows = _flat(input, linear_weight, linear_bias, target)
+        loss = cross_entropy(
+            logits,
+            target,
+            weight,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            softcap=softcap,
+            z_loss=z_loss,
+        )
+        return loss.to(dtype)  # autocast may have changed the dtype
+    inputs = _flat(input, linear_weight, linear_bias, target)
     if weight is not None:
         checks.floating("weight", weight)
         checks.device("weight", weight, input, "input")
         checks.shape("weight", weight, [len(linear_weight)], "[C]")
         weight = weight.contiguous()
     options = checked_options(ignore_index, label_smoothing, softcap, z_loss)
-    if input.device.type == "cpu" and plain_eager() and type(rows.input) in PLAIN:
-        checks.labels("target", rows.target, len(linear_weight), ignore_index)
-        return _without_ignored(rows, weight, reduction, options, memory_budget)
-    return _loss(rows, weight, reduction, options, memory_budget).reshape(
-        rows.shape if reduction == "none" else ()
+    if input.device.type == "cpu" and plain_eager() and type(inputs.input) in PLAIN:
+        checks.labels("target", inputs.target, len(linear_weight), ignore_index)
+        return _loss_without_ignored(inputs, weight, reduction, options, memory_budget)
+    loss = _loss(inputs, weight, reduction, options, memory_budget)
+    return loss.reshape(inputs.shape if reduction == "none" else ())
+
+
+def _needs_logits(linear_weight: Tensor, target: Tensor, weight: Tensor | None) -> bool:
+    """Return whether the loss has to be computed from all logits at once."""
+    transformed = (
+        not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is not None
+    )
+    return (
+        linear_weight.ndim > 2
+        or target.is_floating_point()
+        or transformed
+        or (weight is not None and weight.requires_grad)
     )
 
 
-def _without_ignored(
-    rows: _Rows,
+def _loss_without_ignored(
+    inputs: _HeadInputs,
     weight: Tensor | None,
     reduction: str,
     options: tuple[Any, ...],
     memory_budget: int | None,
 ) -> Tensor:
-    """On a CPU, where it takes no waiting to know their number, ignored tokens are left out."""
-    counts = (rows.target != options[0]).nonzero()[:, 0]
-    if len(counts) == len(rows.target):
-        return _loss(rows, weight, reduction, options, memory_budget).reshape(
-            rows.shape if reduction == "none" else ()
-        )
-    few = rows._replace(input=rows.input[counts], target=rows.target[counts])
-    loss = _loss(few, weight, reduction, options, memory_budget)
-    return (
-        loss.new_zeros(len(rows.target)).index_put((counts,), loss).reshape(rows.shape)
-        if reduction == "none"
-        else loss
-    )
+    """Compute the loss of the tokens that are not ignored.
+
+    A CPU knows their number without waiting, so that the products can leave the others out.
+    """
+    valid = (inputs.target != options[0]).nonzero()[:, 0]
+    if len(valid) == len(inputs.target):
+        loss = _loss(inputs, weight, reduction, options, memory_budget)
+        return loss.reshape(inputs.shape if reduction == "none" else ())
+    valid_inputs = inputs._replace(input=inputs.input[valid], target=inputs.target[valid])
+    loss = _loss(valid_inputs, weight, reduction, options, memory_budget)
+    if reduction != "none":
+        return loss
+    return loss.new_zeros(len(inputs.target)).index_put((valid,), loss).reshape(inputs.shape)
 
 
 def _loss(
-    rows: _Rows,
+    inputs: _HeadInputs,
     weight: Tensor | None,
     reduction: str,
     options: tuple[Any, ...],
     memory_budget: int | None,
 ) -> Tensor:
-    plan, backend, wanted = (
-        rows.plan(memory_budget, reduction != "none"),
-        current_backend(),
-        rows.wanted,
-    )
-    tensors = (rows.input, rows.weight, rows.bias, rows.target, weight)
-    numbers = (*options, reduction == "mean")
-    if plan.name == "fast" and reduction != "none" and rows.input.dtype != torch.float16:
+    plan = inputs.plan(memory_budget, reduction != "none")
+    backend, wanted = current_backend(), inputs.wanted
+    head = (inputs.input, inputs.weight, inputs.bias, inputs.target, weight)
+    if plan.name == "fast" and reduction != "none" and inputs.input.dtype != torch.float16:
+        numbers = (*options, reduction == "mean")
         if plain_eager():
-            return apply(_linear.OnePass, wanted, backend, numbers, plan.chunk, *tensors)
+            return apply(autograd.LinearOnePass, wanted, backend, numbers, plan.chunk, *head)
         if torch.compiler.is_compiling():
-            return _linear.OnePassTraced.apply(*tensors, *numbers, plan.chunk, *wanted, backend)[0]
-    ignore_index, smoothing, softcap, _ = options
-    classes = len(rows.weight)
-    chunk, keep = chunk_and_save(plan, classes)
-    nll, logsumexp, spread, *_ = _linear.Rows.apply(
-        *tensors, 1.0, softcap, ignore_index, smoothing > 0, False, chunk, keep, backend
-    )
-    loss, z = loss_terms(nll, logsumexp, spread, rows.target, weight, classes, options)
-    return reduce_losses(loss, z, rows.target, weight, classes, ignore_index, reduction)
+            results = autograd.LinearOnePassTraced.apply(
+                *head, *numbers, plan.chunk, *wanted, backend
+            )
+            return results[0]
+    ignore_index, label_smoothing, softcap, _ = options
+    classes = len(inputs.weight)
+    chunk, save_logits = chunk_and_save(plan, classes)
+    needs_smoothing, needs_entropy = label_smoothing > 0, False
+    numbers = (1.0, softcap, ignore_index, needs_smoothing, needs_entropy, chunk, save_logits)
+    nll, logsumexp, smoothing_loss, *_ = autograd.LinearRows.apply(*head, *numbers, backend)
+    loss, z = loss_terms(nll, logsumexp, smoothing_loss, inputs.target, weight, classes, options)
+    return reduce_losses(loss, z, inputs.target, weight, classes, ignore_index, reduction)
 
 
 def linear_token_stats(
@@ -257,19 +287,21 @@ def linear_token_stats(
     ignore_index: int = -100,
     memory_budget: int | None = None,
 ) -> TokenStats:
-    """Token statistics straight from hidden states: `token_stats(input @ linear_weight.T + linear_bias, target, ...)`.
+    """Compute token statistics from hidden states, without the logits in memory.
+
+    They are `token_stats(input @ linear_weight.T + linear_bias, target, ...)`.
 
     Args:
         input: hidden states `[..., H]`, floating dtype.
         linear_weight: `[C, H]` in the same dtype.
-        linear_bias: `[C]`, likewise.
+        linear_bias: `[C]` in the same dtype.
         target: labels `[...]`, any integer dtype.
         temperature, ignore_index: as in `token_stats`.
-        memory_budget: bytes of workspace beside inputs and results; None for 2 GiB.
+        memory_budget: bytes of workspace in addition to inputs and results; None for 2 GiB.
 
     Returns:
-        `TokenStats(logprob, logsumexp, entropy, argmax)`, fields `[...]`, fp32 (fp64 for fp64) in nats; the first three differentiable in hidden
-        states, matrix and bias.
+        `TokenStats(logprob, logsumexp, entropy, argmax)`, fields `[...]`, fp32 (fp64 for fp64) in
+        nats. The first three are differentiable in hidden states, matrix and bias.
 
     Raises:
         TypeError, ValueError, IndexError: as in `token_stats` and `linear_cross_entropy`.
@@ -279,20 +311,36 @@ def linear_token_stats(
     Example:
         >>> import torch, partita
         >>> partita.linear_token_stats(torch.zeros(1, 3), torch.zeros(4, 3), torch.tensor([2]))
-        TokenStats(logprob=tensor([-1.3863]), logsumexp=tensor([1.3863]), entropy=tensor([1.3863]), argmax=tensor([0]))
+        TokenStats(logprob=tensor([-1.3863]), logsumexp=tensor([1.3863]),
+                   entropy=tensor([1.3863]), argmax=tensor([0]))
     """
     checks.tensor("input", input)
     checks.tensor("linear_weight", linear_weight)
-    input, linear_weight, linear_bias = cast_to_autocast(input, linear_weight, linear_bias)  # type: ignore[assignment]
+    tensors = cast_to_autocast(input, linear_weight, linear_bias)
+    input, linear_weight, linear_bias = tensors  # type: ignore[assignment]
     _check(input, linear_weight, linear_bias, target)
     if linear_weight.ndim != 2:
         raise ValueError(f"linear_weight: expected shape [C, H], got {list(linear_weight.shape)}")
     checks.number("temperature", temperature, low=0.0, open_low=True)
     checks.python_int("ignore_index", ignore_index)
-    rows = _flat(input, linear_weight, linear_bias, target)
-    plan = rows.plan(memory_budget, False)
-    chunk, keep = chunk_and_save(plan, len(linear_weight))
-    tensors = (rows.input, rows.weight, rows.bias, rows.target, None)
-    numbers = (float(temperature), 0.0, ignore_index, False, True, chunk, keep, current_backend())
-    nll, logsumexp, _, entropy, argmax, *_ = _linear.Rows.apply(*tensors, *numbers)
-    return TokenStats(*(field.reshape(rows.shape) for field in (-nll, logsumexp, entropy, argmax)))
+    inputs = _flat(input, linear_weight, linear_bias, target)
+    plan = inputs.plan(memory_budget, False)
+    chunk, save_logits = chunk_and_save(plan, len(linear_weight))
+    needs_smoothing, needs_entropy = False, True
+    nll, logsumexp, _, entropy, argmax, *_ = autograd.LinearRows.apply(
+        inputs.input,
+        inputs.weight,
+        inputs.bias,
+        inputs.target,
+        None,
+        float(temperature),
+        0.0,
+        ignore_index,
+        needs_smoothing,
+        needs_entropy,
+        chunk,
+        save_logits,
+        current_backend(),
+    )
+    fields = (-nll, logsumexp, entropy, argmax)
+    return TokenStats(*(field.reshape(inputs.shape) for field in fields))

@@ -1,4 +1,4 @@
-"""The ops of losses straight from hidden states, and their derivatives."""
+"""The registered ops of losses from hidden states and their autograd functions."""
 
 from __future__ import annotations
 
@@ -19,10 +19,32 @@ from .common import RowStatistics
 from .plan import padded_width
 
 _HEAD = "Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight"
-_WANTED = "bool to_input, bool to_weight, bool to_bias"
+_WANTED = "bool input_grad, bool weight_grad, bool bias_grad"
 
 
-def _check_labels(weight: Tensor, target: Tensor, ignore_index: int) -> None:
+def _check_rows(
+    input: Tensor,
+    weight: Tensor,
+    bias: Any,
+    target: Tensor,
+    class_weight: Any,
+    temperature: float,
+    softcap: float,
+    ignore_index: int,
+    *_: Any,
+) -> None:
+    checks.labels("target", target, len(weight), ignore_index)
+
+
+def _check_one_pass(
+    input: Tensor,
+    weight: Tensor,
+    bias: Any,
+    target: Tensor,
+    class_weight: Any,
+    ignore_index: int,
+    *_: Any,
+) -> None:
     checks.labels("target", target, len(weight), ignore_index)
 
 
@@ -35,61 +57,85 @@ def _rows_fake(
     temperature: float,
     softcap: float,
     ignore_index: int,
-    spread: bool,
-    entropy: bool,
+    needs_smoothing: bool,
+    needs_entropy: bool,
     chunk: int,
-    keep: bool,
+    save_logits: bool,
 ) -> tuple[Tensor, ...]:
-    wide, tokens = acc_dtype(input.dtype), input.shape[0]
-    spreads, entropies = tokens if spread else 0, tokens if entropy else 0
-    sizes = (tokens, tokens, spreads, entropies, entropies, tokens, tokens)
-    kept = input.new_empty(tokens * padded_width(weight.shape[0]) if keep else 0)
-    return *(
-        input.new_empty(size, dtype=torch.int64 if i == 4 else wide) for i, size in enumerate(sizes)
-    ), kept
+    M, C, dtype = input.shape[0], weight.shape[0], acc_dtype(input.dtype)
+    entropy_rows = M if needs_entropy else 0
+    statistics = RowStatistics(
+        nll=input.new_empty(M, dtype=dtype),
+        logsumexp=input.new_empty(M, dtype=dtype),
+        smoothing_loss=input.new_empty(M if needs_smoothing else 0, dtype=dtype),
+        entropy=input.new_empty(entropy_rows, dtype=dtype),
+        argmax=input.new_empty(entropy_rows, dtype=torch.int64),
+        maximum=input.new_empty(M, dtype=dtype),
+        sumexp=input.new_empty(M, dtype=dtype),
+    )
+    return *statistics, input.new_empty(M * padded_width(C) if save_logits else 0)
 
 
 def _gradients_fake(
     input: Tensor, weight: Tensor, bias: Tensor | None, *wanted: bool
 ) -> tuple[Tensor, ...]:
-    of = (input, weight, input if bias is None else bias)
+    """Return the shapes of the gradients; those that are not wanted are empty."""
+    tensors = (input, weight, input if bias is None else bias)
     return tuple(
         tensor.new_empty(tensor.shape if wants else (0,))
-        for tensor, wants in zip(of, wanted, strict=True)
+        for tensor, wants in zip(tensors, wanted, strict=True)
     )
 
 
+def _rows_backward_fake(
+    dlogits_coef: Any,
+    label_coef: Any,
+    log_coef: Any,
+    smoothing_coef: Any,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    *_, input_grad, weight_grad, bias_grad = rest
+    return _gradients_fake(input, weight, bias, input_grad, weight_grad, bias_grad)
+
+
+def _one_pass_fake(
+    input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    *_, input_grad, weight_grad, bias_grad = rest
+    loss = input.new_empty((), dtype=acc_dtype(input.dtype))
+    return loss, *_gradients_fake(input, weight, bias, input_grad, weight_grad, bias_grad)
+
+
 rows = register.define(
-    f"linear_rows({_HEAD}, float temperature, float softcap, int ignore_index, bool spread, bool entropy, int chunk, bool keep, str backend)"
+    f"linear_rows({_HEAD}, float temperature, float softcap, int ignore_index,"
+    " bool needs_smoothing, bool needs_entropy, int chunk, bool save_logits, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _rows_fake,
-    check=lambda input, weight, bias, target, class_weight, temperature, softcap, ignore_index, *_: (
-        _check_labels(weight, target, ignore_index)
-    ),
+    check=_check_rows,
     backends=BACKENDS,
 )
 rows_backward = register.define(
-    "linear_rows_backward(Tensor pull, Tensor at_label, Tensor? log_pull, Tensor? by_class, Tensor input, Tensor weight, Tensor? bias, Tensor target,"
-    f" Tensor? class_weight, Tensor maximum, Tensor sumexp, Tensor kept, float temperature, float softcap, int chunk, {_WANTED}, str backend)"
+    "linear_rows_backward(Tensor dlogits_coef, Tensor label_coef, Tensor? log_coef,"
+    f" Tensor? smoothing_coef, {_HEAD}, Tensor maximum, Tensor sumexp, Tensor saved,"
+    f" float temperature, float softcap, int chunk, {_WANTED}, str backend)"
     " -> (Tensor, Tensor, Tensor)",
-    lambda *args: _gradients_fake(*args[4:7], *args[-3:]),
+    _rows_backward_fake,
     backends=BACKENDS,
 )
 one_pass = register.define(
-    f"linear_one_pass({_HEAD}, int ignore_index, float smoothing, float softcap, float z_loss, bool mean, SymInt chunk, {_WANTED}, str backend)"
+    f"linear_one_pass({_HEAD}, int ignore_index, float label_smoothing, float softcap,"
+    f" float z_loss, bool mean, SymInt chunk, {_WANTED}, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda *args: (
-        args[0].new_empty((), dtype=acc_dtype(args[0].dtype)),
-        *_gradients_fake(*args[:3], *args[-3:]),
-    ),
-    check=lambda input, weight, bias, target, class_weight, ignore_index, *_: _check_labels(
-        weight, target, ignore_index
-    ),
+    _one_pass_fake,
+    check=_check_one_pass,
     backends=BACKENDS,
 )
 
 
-def plain_fields(
+def differentiable_statistics(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -98,29 +144,38 @@ def plain_fields(
     temperature: float,
     softcap: float,
     ignore_index: int,
-    spread: bool,
-    entropy: bool,
+    needs_smoothing: bool,
+    needs_entropy: bool,
 ) -> tuple[Tensor, ...]:
-    """The differentiable fields with all logits in memory, differentiable any number of times."""
-    x = reference.capped(torch.nn.functional.linear(input, weight, bias), softcap) / temperature
+    """Compute nll, log Z, smoothing loss and entropy from all logits at once.
+
+    The result is differentiable any number of times.
+    """
+    logits = torch.nn.functional.linear(input, weight, bias)
+    x = reference.softcapped(logits, softcap) / temperature
     logp = x.log_softmax(-1)
-    labels, counts, wrong = valid_targets(target, len(weight), ignore_index)
-    spoilt = torch.where(wrong, torch.nan, 0.0).to(x.dtype)
-    nll = torch.where(counts, -logp.gather(1, labels[:, None])[:, 0], 0.0) + spoilt
-    of_class = None if class_weight is None else class_weight.to(x.dtype)
-    weighted = logp if of_class is None else torch.where(of_class == 0, 0.0, logp * of_class)
-    all_ = spoilt - weighted.sum(1) if spread else x.new_empty(0)
-    p = logp.exp()
-    return (
-        nll,
-        x.logsumexp(1) + spoilt,
-        all_,
-        -(p * torch.where(p == 0, 0.0, logp)).sum(1) + spoilt if entropy else x.new_empty(0),
-    )
+    labels, valid, invalid = valid_targets(target, len(weight), ignore_index)
+    nan_mask = torch.where(invalid, torch.nan, 0.0).to(x.dtype)
+    nll = torch.where(valid, -logp.gather(1, labels[:, None])[:, 0], 0.0) + nan_mask
+    smoothing_loss, entropy = x.new_empty(0), x.new_empty(0)
+    if needs_smoothing:
+        weighted = logp
+        if class_weight is not None:
+            weights = class_weight.to(x.dtype)
+            weighted = torch.where(weights == 0, 0.0, logp * weights)
+        smoothing_loss = nan_mask - weighted.sum(1)
+    if needs_entropy:
+        p = logp.exp()
+        entropy = -(p * torch.where(p == 0, 0.0, logp)).sum(1) + nan_mask
+    return nll, x.logsumexp(1) + nan_mask, smoothing_loss, entropy
 
 
-class Rows(torch.autograd.Function):
-    """`RowStatistics` of the rows. Where the logits are kept, the first backward pass takes them; later ones compute them again."""
+class LinearRows(torch.autograd.Function):
+    """The `RowStatistics` of the rows.
+
+    If the logits are saved, the first backward pass overwrites them with their gradient. Later
+    backward passes compute them again.
+    """
 
     @staticmethod
     def forward(
@@ -132,140 +187,131 @@ class Rows(torch.autograd.Function):
         temperature: float,
         softcap: float,
         ignore_index: int,
-        spread: bool,
-        entropy: bool,
+        needs_smoothing: bool,
+        needs_entropy: bool,
         chunk: int,
-        keep: bool,
+        save_logits: bool,
         backend: str,
     ) -> tuple[Tensor, ...]:
-        return rows(
-            input,
-            weight,
-            bias,
-            target,
-            class_weight,
-            temperature,
-            softcap,
-            ignore_index,
-            spread,
-            entropy,
-            chunk,
-            keep,
-            backend,
-        )
+        head = (input, weight, bias, target, class_weight)
+        options = (temperature, softcap, ignore_index, needs_smoothing, needs_entropy)
+        return rows(*head, *options, chunk, save_logits, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        (
-            *tensors,
-            ctx.temperature,
-            ctx.softcap,
-            ctx.ignore_index,
-            ctx.spread,
-            ctx.entropy,
-            ctx.chunk,
-            keep,
-            ctx.backend,
-        ) = inputs
+        *head, ctx.temperature, ctx.softcap, ctx.ignore_index = inputs[:8]
+        ctx.needs_smoothing, ctx.needs_entropy, ctx.chunk, save_logits, ctx.backend = inputs[8:]
         ctx.mark_non_differentiable(*output[4:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *output[:-1])
-        ctx.kept = (
-            output[-1] if keep else None
-        )  # past autograd's eyes: the first backward pass writes over it
+        ctx.save_for_backward(*head, *output[:-1])
+        # Autograd must not see these logits, because the first backward pass overwrites them.
+        ctx.saved_logits = output[-1] if save_logits else None
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        input, weight, bias, target, class_weight, *outputs = ctx.saved_tensors
-        numbers, nothing = (ctx.temperature, ctx.softcap, ctx.ignore_index), (None,) * 10
+        no_option_grads = (None,) * 10
         if all(grad is None for grad in grads[:4]):
-            return None, None, None, *nothing
+            return None, None, None, *no_option_grads
         wanted = tuple(ctx.needs_input_grad[:3])
         if is_double_backward():
-            sizes = [field.numel() for field in outputs]
-            used = {
-                i: grad
-                for i, grad in enumerate(grads[:4])
-                if grad is not None and sizes[i] == grad.numel()
-            }
-
-            def fields_of(input: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
-                found = plain_fields(
-                    input, weight, bias, target, class_weight, *numbers, ctx.spread, ctx.entropy
-                )
-                return [found[i] for i in used]
-
-            return *double_backward(
-                fields_of, (input, weight, bias), wanted, list(used.values())
-            ), *nothing
-        fields = RowStatistics(*outputs)
-        nll, logsumexp, spread, entropy = grads[:4]
-        c = reference.gradient_coefficients(
+            return *LinearRows._differentiable_gradients(ctx, grads, wanted), *no_option_grads
+        input, weight, bias, target, class_weight, *outputs = ctx.saved_tensors
+        statistics = RowStatistics(*outputs)
+        nll, logsumexp, smoothing_loss, entropy = grads[:4]
+        coefficients = reference.gradient_coefficients(
             nll,
             logsumexp,
-            spread,
+            smoothing_loss,
             entropy,
             target,
             class_weight,
-            fields,
+            statistics,
             len(weight),
             ctx.temperature,
             ctx.ignore_index,
         )
-        kept, ctx.kept = ctx.kept, None
-        held = input.new_empty(0) if kept is None else kept
-        args = (
-            *c,
+        saved, ctx.saved_logits = ctx.saved_logits, None
+        gradients = rows_backward(
+            *coefficients,
             input,
             weight,
             bias,
             target,
             class_weight,
-            fields.maximum,
-            fields.sumexp,
-            held,
+            statistics.maximum,
+            statistics.sumexp,
+            input.new_empty(0) if saved is None else saved,
             ctx.temperature,
             ctx.softcap,
             ctx.chunk,
             *wanted,
+            ctx.backend,
         )
-        result = rows_backward(*args, ctx.backend)
-        return *(
-            grad if wants else None for grad, wants in zip(result, wanted, strict=True)
-        ), *nothing
+        return *_only_wanted(gradients, wanted), *no_option_grads
+
+    @staticmethod
+    def _differentiable_gradients(
+        ctx: Any, grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]
+    ) -> tuple[Tensor | None, ...]:
+        input, weight, bias, target, class_weight, *outputs = ctx.saved_tensors
+        numbers = (ctx.temperature, ctx.softcap, ctx.ignore_index)
+        sizes = [output.numel() for output in outputs]
+        used = {
+            i: grad
+            for i, grad in enumerate(grads[:4])
+            if grad is not None and sizes[i] == grad.numel()
+        }
+
+        def used_statistics(input: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+            options = (*numbers, ctx.needs_smoothing, ctx.needs_entropy)
+            statistics = differentiable_statistics(
+                input, weight, bias, target, class_weight, *options
+            )
+            return [statistics[i] for i in used]
+
+        return double_backward(used_statistics, (input, weight, bias), wanted, list(used.values()))
 
 
-def plain_loss(
+def _only_wanted(
+    gradients: tuple[Tensor, ...], wanted: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """Return None for the gradients that are not wanted."""
+    return tuple(
+        gradient if wants else None for gradient, wants in zip(gradients, wanted, strict=True)
+    )
+
+
+def differentiable_loss(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
     class_weight: Tensor | None,
     ignore_index: int,
-    smoothing: float,
+    label_smoothing: float,
     softcap: float,
     z_loss: float,
     mean: bool,
 ) -> Tensor:
-    """The loss with all logits in memory, differentiable any number of times."""
-    logits, reduction = (
-        torch.nn.functional.linear(input, weight, bias).to(acc_dtype(input.dtype)),
-        "mean" if mean else "sum",
-    )
+    """Compute the loss from all logits at once, differentiable any number of times."""
+    logits = torch.nn.functional.linear(input, weight, bias).to(acc_dtype(input.dtype))
     return cross_entropy(
         logits,
         target,
         class_weight,
         ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=smoothing,
+        reduction="mean" if mean else "sum",
+        label_smoothing=label_smoothing,
         softcap=softcap or None,
         z_loss=z_loss,
     )
 
 
-class OnePass(torch.autograd.Function):
-    """The reduced loss, with the gradients formed beside it, which the first backward pass scales; later ones compute them again. Eager only."""
+class LinearOnePass(torch.autograd.Function):
+    """The reduced loss, whose gradients are computed in the forward pass; eager mode only.
+
+    The first backward pass scales these gradients. Later backward passes compute them again.
+    """
 
     @staticmethod
     def forward(
@@ -274,51 +320,39 @@ class OnePass(torch.autograd.Function):
         backend: str,
         numbers: tuple[Any, ...],
         chunk: int,
-        *tensors: Any,
+        *head: Any,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.wanted, ctx.backend, ctx.numbers, ctx.chunk = wanted, backend, numbers, chunk
-        ctx.save_for_backward(*tensors)
-        loss, *ctx.gradients = one_pass(*tensors, *numbers, chunk, *wanted, backend)
+        ctx.save_for_backward(*head)
+        loss, *ctx.gradients = one_pass(*head, *numbers, chunk, *wanted, backend)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        (grad,), nothing = grads, (None,) * 4
+        (grad,), no_option_grads = grads, (None,) * 4
         if grad is None:
-            return *nothing, *(None,) * 5
-        tensors = ctx.saved_tensors
+            return *no_option_grads, *(None,) * 5
+        head = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return (
-                *nothing,
-                *double_backward(
-                    lambda *inputs: plain_loss(*inputs, *tensors[3:], *ctx.numbers),
-                    tensors[:3],
-                    ctx.wanted,
-                    grad,
-                ),
-                None,
-                None,
+            gradients = double_backward(
+                lambda *inputs: differentiable_loss(*inputs, *head[3:], *ctx.numbers),
+                head[:3],
+                ctx.wanted,
+                grad,
             )
+            return *no_option_grads, *gradients, None, None
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            gradients = one_pass(*tensors, *ctx.numbers, ctx.chunk, *ctx.wanted, ctx.backend)[1:]
+            gradients = one_pass(*head, *ctx.numbers, ctx.chunk, *ctx.wanted, ctx.backend)[1:]
         for gradient, wants in zip(gradients, ctx.wanted, strict=True):
             if wants:
                 scale_gradient.eager(gradient, grad, ctx.backend)
-        return (
-            *nothing,
-            *(
-                gradient if wants else None
-                for gradient, wants in zip(gradients, ctx.wanted, strict=True)
-            ),
-            None,
-            None,
-        )
+        return *no_option_grads, *_only_wanted(gradients, ctx.wanted), None, None
 
 
-class OnePassTraced(torch.autograd.Function):
-    """The same for compilers, which keep the gradients as tensors of their graph."""
+class LinearOnePassTraced(torch.autograd.Function):
+    """`LinearOnePass` for compilers, which keep the gradients as tensors of their graph."""
 
     @staticmethod
     def forward(
@@ -328,21 +362,19 @@ class OnePassTraced(torch.autograd.Function):
         target: Tensor,
         class_weight: Tensor | None,
         ignore_index: int,
-        smoothing: float,
+        label_smoothing: float,
         softcap: float,
         z_loss: float,
         mean: bool,
         chunk: int,
-        to_input: bool,
-        to_weight: bool,
-        to_bias: bool,
+        input_grad: bool,
+        weight_grad: bool,
+        bias_grad: bool,
         backend: str,
     ) -> tuple[Tensor, ...]:
-        numbers, wanted = (
-            (ignore_index, smoothing, softcap, z_loss, mean, chunk),
-            (to_input, to_weight, to_bias),
-        )
-        return one_pass(input, weight, bias, target, class_weight, *numbers, *wanted, backend)
+        head = (input, weight, bias, target, class_weight)
+        numbers = (ignore_index, label_smoothing, softcap, z_loss, mean, chunk)
+        return one_pass(*head, *numbers, input_grad, weight_grad, bias_grad, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -352,9 +384,9 @@ class OnePassTraced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        grad, pairs = grads[0], zip(ctx.saved_tensors, ctx.wanted, strict=True)
-        found = (
+        grad = grads[0]
+        gradients = (
             (gradient.to(grad.dtype) * grad).to(gradient.dtype) if wants else None
-            for gradient, wants in pairs
+            for gradient, wants in zip(ctx.saved_tensors, ctx.wanted, strict=True)
         )
-        return *found, *(None,) * 12
+        return *gradients, *(None,) * 12

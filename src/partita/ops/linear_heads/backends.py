@@ -1,4 +1,4 @@
-"""Which functions serve the ops of losses and token statistics from hidden states on each backend."""
+"""The functions that serve the ops on hidden states on each backend."""
 
 from __future__ import annotations
 

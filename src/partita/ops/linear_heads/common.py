@@ -1,4 +1,7 @@
-"""What losses from hidden states share on one device and on several."""
+"""Row statistics, gradient coefficients and options that the linear heads share.
+
+The reference and the kernels of one device use them, and so does the vocabulary-parallel loss.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,13 @@ from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.autograd import autocast_dtype, plain_eager
-from ..cross_entropy.common import mean_denominators
+from ...runtime.dtypes import acc_dtype
+from ..cross_entropy.common import valid_targets
 from .plan import MemoryPlan
 
 
 def cast_to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """As a linear layer sees them: under autocast in its dtype."""
+    """Cast the tensors as `torch.nn.functional.linear` casts its arguments under autocast."""
     dtype = autocast_dtype(next(tensor for tensor in tensors if tensor is not None).device)
     if dtype is None:
         return tensors
@@ -27,7 +31,10 @@ def cast_to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def chunk_and_save(plan: MemoryPlan, classes: int) -> tuple[int, bool]:
-    """Classes at a time where the gradient comes in the backward pass, and whether that finds the logits kept."""
+    """Return the classes in a chunk and whether the logits are saved for the backward pass.
+
+    This holds for losses whose gradient is computed in the backward pass.
+    """
     fast = plan.name == "fast"
     return classes if fast else plan.chunk, fast and plain_eager()
 
@@ -35,7 +42,7 @@ def chunk_and_save(plan: MemoryPlan, classes: int) -> tuple[int, bool]:
 def checked_options(
     ignore_index: int, label_smoothing: float, softcap: float | None, z_loss: float
 ) -> tuple[int, float, float, float]:
-    """The numbers, checked, as the ops take them."""
+    """Check the numbers and return them as the ops take them."""
     checks.python_int("ignore_index", ignore_index)
     checks.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
     checks.number("z_loss", z_loss, low=0.0)
@@ -53,85 +60,89 @@ def reduce_losses(
     ignore_index: int,
     reduction: str,
 ) -> Tensor:
-    """The losses of the rows and their z-losses, together."""
+    """Reduce the losses of the rows and their z-losses `z` to one result."""
     if reduction != "mean":
         loss = loss if z is None else loss + z
         return loss if reduction == "none" else loss.sum()
-    total, count = loss_denominators(target, weight, classes, ignore_index)
-    return loss.sum() / total if z is None else loss.sum() / total + z.sum() / count
+    total_weight, N = loss_denominators(target, weight, classes, ignore_index)
+    mean = loss.sum() / total_weight
+    return mean if z is None else mean + z.sum() / N
 
 
 def loss_terms(
     nll: Tensor,
     logsumexp: Tensor,
-    spread: Tensor,
+    smoothing_loss: Tensor,
     target: Tensor,
     weight: Tensor | None,
     classes: int,
     options: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss of each row, and its z-loss where there is one."""
-    ignore_index, smoothing, _, z_loss = options
-    counts, loss = target != ignore_index, nll
+    """Return the loss of each row and its z-loss, which is None without one.
+
+    `options` are those that `checked_options` returns.
+    """
+    ignore_index, label_smoothing, _, z_loss = options
+    valid, loss = target != ignore_index, nll
     if weight is not None:
-        loss = (
-            loss
-            * weight.to(nll.dtype)[
-                torch.where(counts & (target >= 0) & (target < classes), target, 0).long()
-            ]
-        )
-    if smoothing > 0:
-        loss = (1 - smoothing) * loss + smoothing / classes * torch.where(counts, spread, 0.0)
-    return loss, z_loss * torch.where(counts, logsumexp, 0.0).square() if z_loss else None
+        in_range = valid & (target >= 0) & (target < classes)
+        loss = loss * weight.to(nll.dtype)[torch.where(in_range, target, 0).long()]
+    if label_smoothing > 0:
+        smoothing_loss = torch.where(valid, smoothing_loss, 0.0)
+        loss = (1 - label_smoothing) * loss + label_smoothing / classes * smoothing_loss
+    return loss, z_loss * torch.where(valid, logsumexp, 0.0).square() if z_loss else None
 
 
 def loss_denominators(
     target: Tensor, weight: Tensor | None, classes: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """What a mean divides the loss and the z-loss by."""
-    count = (target != ignore_index).sum()
-    return count if weight is None else mean_denominators(target, weight, ignore_index, classes)[
-        0
-    ], count
+    """Return what a mean divides the loss and the z-loss by."""
+    N = (target != ignore_index).sum()
+    if weight is None:
+        return N, N
+    labels, valid, _ = valid_targets(target, classes, ignore_index)
+    total_weight = torch.where(valid, weight[labels], 0).sum(dtype=acc_dtype(weight.dtype))
+    return total_weight, N
 
 
 class RowState(NamedTuple):
-    """What is known of each row after some of its classes; `x` are the logits, soft-capped.
+    """The state of rows after some of their classes; x are the logits after soft-capping.
 
-    RowStatistics:
-        maximum: `[M]` of x.
-        sumexp: `[M]`, sum of exp((x - maximum) / temperature).
-        label: `[M]`, x at the target; -inf before it was met.
-        origin: `[M]`, x of the first class, or 0 for -inf; None where no spread is wanted.
-        spread: `[M]`, sum of the class weights times (origin - x); None likewise.
-        surprise: `[M]`, sum of e log e, where e are the terms of `sumexp`; None where no entropy is wanted.
-        argmax: `[M]` int64, the lowest class at which the maximum is; None likewise.
+    Fields:
+        maximum: the maximum of x, `[M]`.
+        sumexp: the sum of e = exp((x - maximum) / temperature), `[M]`.
+        label: x at the target, -inf until that class was read, `[M]`.
+        origin: x of the first class, 0 if that is -inf, `[M]`; None without a smoothing loss.
+        smoothing_loss: the sum of class weight * (origin - x), `[M]`; None without one.
+        sum_x_exp: the sum of e log e, `[M]`; None without an entropy.
+        argmax: the lowest class with the maximum, `[M]` int64; None without an entropy.
     """
 
     maximum: Tensor
     sumexp: Tensor
     label: Tensor
     origin: Tensor | None
-    spread: Tensor | None
-    surprise: Tensor | None
+    smoothing_loss: Tensor | None
+    sum_x_exp: Tensor | None
     argmax: Tensor | None
 
 
 class RowStatistics(NamedTuple):
-    """Statistics of each row of logits / temperature, in nats, `[M]`; NaN where the target is wrong.
+    """Statistics of the rows of logits / temperature, in nats; NaN where a target is invalid.
 
-    RowStatistics:
-        nll: minus the log-probability of the target, 0 where that is ignored.
-        logsumexp: their log Z.
-        spread: sum of the class weights times minus each class's log-probability; empty where not wanted.
-        entropy: empty where not wanted.
-        argmax: int64, likewise.
-        maximum, sumexp: of `State`, for the gradient.
+    Fields:
+        nll: minus the log-probability of the target, 0 if the row is ignored, `[M]`.
+        logsumexp: log Z, `[M]`.
+        smoothing_loss: the sum of class weight * (log Z - x), `[M]`; empty if not wanted.
+        entropy: the entropy, `[M]`; empty if not wanted.
+        argmax: the lowest class with the maximum, `[M]` int64; empty if not wanted.
+        maximum: the maximum in `RowState`, which the backward pass reads, `[M]`.
+        sumexp: the sum in `RowState`, which the backward pass reads, `[M]`.
     """
 
     nll: Tensor
     logsumexp: Tensor
-    spread: Tensor
+    smoothing_loss: Tensor
     entropy: Tensor
     argmax: Tensor
     maximum: Tensor
@@ -139,19 +150,33 @@ class RowStatistics(NamedTuple):
 
 
 class GradientCoefficients(NamedTuple):
-    """Of each row, `[M]`: its gradient is pull · p + log_pull · p log p + at_label at the target + by_class · class weights, p being its softmax.
+    """The coefficients of the terms in the gradient of each row of logits.
 
-    A row of which all are 0 has the gradient 0, whatever its logits.
+    With p the softmax of a row, its gradient is dlogits_coef * p + log_coef * p log p
+    + smoothing_coef * class weights, plus label_coef at the target. A row whose coefficients are
+    all 0 has the gradient 0, whatever its logits are.
+
+    Fields:
+        dlogits_coef: the factor of p, `[M]`.
+        label_coef: the term at the target, `[M]`.
+        log_coef: the factor of p log p, `[M]`; None without an entropy.
+        smoothing_coef: the factor of the class weights, `[M]`; None without a smoothing loss.
     """
 
-    pull: Tensor
-    at_label: Tensor
-    log_pull: Tensor | None
-    by_class: Tensor | None
+    dlogits_coef: Tensor
+    label_coef: Tensor
+    log_coef: Tensor | None
+    smoothing_coef: Tensor | None
 
 
 class HeadGradients(NamedTuple):
-    """Of hidden states, matrix and bias; empty where not wanted."""
+    """The gradients of hidden states, matrix and bias; those that are not wanted are empty.
+
+    Fields:
+        input: the gradient of the hidden states, `[M, H]`.
+        weight: the gradient of the matrix, `[C, H]`.
+        bias: the gradient of the bias, `[C]`.
+    """
 
     input: Tensor
     weight: Tensor

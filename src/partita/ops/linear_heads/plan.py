@@ -1,4 +1,4 @@
-"""How losses from hidden states use memory."""
+"""The memory plan of losses from hidden states."""
 
 from __future__ import annotations
 
@@ -6,23 +6,34 @@ from typing import NamedTuple
 
 import torch
 
-BUDGET = 2**31  # bytes of workspace where none are told
-LEAN_CHUNK = 5 * 2**26  # of which a chunk of the lean plan takes no more than it is faster for
-LOSS_CHUNK = 15 * 2**24  # and that of a loss without a gradient
-WIDEST, NARROWEST = 2**15, 128  # classes in a chunk of the lean plan
-WAVE = 66 * 128  # so many make as many tiles of a product as 132 processors share evenly
-FEWEST = 2048  # tokens in a chunk of the fast plan: with fewer, adding up the matrix's gradient takes as long as a product
-ROW_WORDS = 24  # numbers of 4 bytes that a token's row has beside its logits, at most
+DEFAULT_BUDGET = 2**31  # bytes of workspace if no budget is given
+# Bytes of a chunk beyond which the lean plan and a loss without gradients do not become faster.
+LEAN_CHUNK_BYTES = 5 * 2**26
+LOSS_CHUNK_BYTES = 15 * 2**24
+# Classes in a chunk of the lean plan.
+MIN_CHUNK_CLASSES, MAX_CHUNK_CLASSES = 128, 2**15
+WAVE_CLASSES = 66 * 128  # makes product tiles that 132 multiprocessors share evenly
+# Tokens in a chunk of the fast plan. With fewer tokens, adding up the gradient of the matrix takes
+# as long as a product.
+MIN_CHUNK_TOKENS = 2048
+LOSS_CHUNK_TOKENS = 8192  # more tokens at a time would not make the products faster
+# Tokens in a chunk on a CPU, if the gradient of the matrix is added up in place.
+CPU_CHUNK_TOKENS = 512
+ROW_WORDS = 24  # upper bound on the 4-byte words that a token needs in addition to its logits
+ROW_ALIGNMENT = 16  # columns; matrix products and kernels need rows that start on 16 bytes
 
 
 class MemoryPlan(NamedTuple):
-    """What `linear_cross_entropy` does with a batch.
+    """The way in which `linear_cross_entropy` cuts a batch into chunks.
 
     Fields:
-        name: `fast`, with chunks of tokens: logits, then their gradient in their place, then the gradients of hidden states and matrix; `lean`, with
-            chunks of classes: the logits are computed once for the loss and again for the gradients; `loss`, that without any gradient.
+        name: `fast`, `lean` or `loss`. The fast plan takes chunks of tokens: their logits, the
+            gradient in the same memory, and the gradients of hidden states and matrix. The lean
+            plan takes chunks of classes: it computes the logits for the loss and recomputes them
+            for the gradients. The loss plan computes no gradient.
         chunk: tokens (`fast`) or classes (`lean`, `loss`) at a time.
-        workspace_bytes: the most bytes of memory in use at once, beside inputs, results and what the matrix library keeps for itself.
+        workspace_bytes: the most bytes of memory in use at once, in addition to inputs, results
+            and the workspace of the matrix library.
         flops: floating-point operations of the matrix products, forward and backward.
     """
 
@@ -44,86 +55,103 @@ def linear_cross_entropy_plan(
     reduced: bool = True,
     parallel: bool = False,
 ) -> MemoryPlan:
-    """What `linear_cross_entropy` will do: how it cuts the batch, the workspace it takes, and its operations.
+    """Return the chunks, workspace and operations that `linear_cross_entropy` will use.
 
-    `fast` is taken where the workspace allows: all logits at once, or chunks of at least 2,048 tokens; else `lean`, whose chunks are of classes.
+    The plan is `fast` if the workspace allows all logits at once or chunks of at least 2,048
+    tokens. Otherwise it is `lean`, which takes chunks of classes.
 
     Args:
-        tokens, hidden, vocabulary: sizes of `input` `[tokens, hidden]` and `linear_weight` `[vocabulary, hidden]`.
-        dtype: of both.
-        memory_budget: bytes of workspace; None for 2 GiB, of which a loss without gradient takes 240 MiB.
-        input_grad, weight_grad: whether hidden states and matrix want a gradient.
-        reduced: whether the loss is a mean or a sum; the losses of single tokens need their logits again when their gradients have come.
-        parallel: of a rank of `partita.parallel`, whose classes these are: never reduced, and ranks exchange the gradient of hidden states in fp32.
+        tokens, hidden, vocabulary: sizes of `input` `[tokens, hidden]` and `linear_weight`
+            `[vocabulary, hidden]`.
+        dtype: the dtype of both.
+        memory_budget: bytes of workspace; None for 2 GiB, or 240 MiB for a loss without gradient.
+        input_grad, weight_grad: whether hidden states and matrix need a gradient.
+        reduced: whether the loss is a mean or a sum. The backward pass of unreduced losses needs
+            the logits again.
+        parallel: whether this is the plan of one rank of `partita.parallel`, which has these
+            classes. Its losses are never reduced, and ranks exchange the gradient of the hidden
+            states in fp32.
 
     Returns:
         `MemoryPlan(name, chunk, workspace_bytes, flops)`.
 
     Raises:
-        TypeError: a dtype that is none, or not floating.
-        ValueError: a size below 0, or a budget that is too small for a chunk of 128 classes.
+        TypeError: `dtype` is not a floating dtype.
+        ValueError: a size is below 0, or the budget is too small for a chunk of 128 classes.
 
-    Source: Wijmans et al., Cut your losses in large-vocabulary language models, 2024, for the problem; the plans are our own.
+    Source: Wijmans et al., Cut your losses in large-vocabulary language models, 2024, for the
+    problem; the plans are our own.
 
     Example:
         >>> import torch, partita
         >>> partita.linear_cross_entropy_plan(8192, 4096, 128256, torch.bfloat16)
-        MemoryMemoryPlan(name='fast', chunk=8192, workspace_bytes=2104180736, flops=25821343383552)
-        >>> partita.linear_cross_entropy_plan(8192, 4096, 128256, torch.bfloat16, memory_budget=2**29).name
+        MemoryPlan(name='fast', chunk=8192, workspace_bytes=2104180736, flops=25821343383552)
+        >>> sizes = 8192, 4096, 128256
+        >>> partita.linear_cross_entropy_plan(*sizes, torch.bfloat16, memory_budget=2**29).name
         'lean'
     """
     for name, value in (("tokens", tokens), ("hidden", hidden), ("vocabulary", vocabulary)):
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
             raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
-    _check_budget(memory_budget)
+    check_budget(memory_budget)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype: expected a floating torch.dtype, got {dtype!r}")
-    half, item = dtype.itemsize == 2, dtype.itemsize
-    product, row = 2 * tokens * hidden * vocabulary, max(padded_width(vocabulary) * item, 1)
-    beside = (
-        ROW_WORDS * 4 + vocabulary // 512
-    ) * tokens  # the second is what programs that share a row exchange
-    budget = BUDGET if memory_budget is None else memory_budget
-    if input_grad or weight_grad:
-        flops, exchanged = (
-            product * (1 + input_grad + weight_grad),
-            8 * tokens * hidden * (parallel and input_grad),
-        )  # what is sent, and what comes
-        if tokens * row + beside + exchanged <= budget:
-            return MemoryPlan("fast", max(tokens, 1), tokens * row + beside + exchanged, flops)
-        added = hidden * vocabulary * 4 if weight_grad and half else 0
-        fits = (budget - added - beside) // row // 256 * 256
-        if reduced and not parallel and dtype != torch.float16 and fits >= FEWEST:
-            return MemoryPlan("fast", fits, fits * row + added + beside, flops)
-        flops += product
-        beside += tokens * hidden * 4 if input_grad and half else 0
+    half_type, itemsize = dtype.itemsize == 2, dtype.itemsize
+    product_flops = 2 * tokens * hidden * vocabulary
+    row_bytes = max(padded_width(vocabulary) * itemsize, 1)
+    # Programs that share a row exchange one byte for every 512 classes.
+    fixed_bytes = (ROW_WORDS * 4 + vocabulary // 512) * tokens
+    budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
+    if not (input_grad or weight_grad):
+        name, chunk_tokens = "loss", min(tokens, LOSS_CHUNK_TOKENS)
+        flops = product_flops
     else:
-        flops = product
-    name, together = (
-        ("lean", tokens) if input_grad or weight_grad else ("loss", min(tokens, TOKENS))
-    )
-    least = together * min(padded_width(NARROWEST), padded_width(vocabulary)) * item + beside
+        name, chunk_tokens = "lean", tokens
+        flops = product_flops * (1 + input_grad + weight_grad)
+        # Each rank sends and receives the gradient of the hidden states in fp32.
+        exchanged_bytes = 8 * tokens * hidden * (parallel and input_grad)
+        all_at_once = tokens * row_bytes + fixed_bytes + exchanged_bytes
+        if all_at_once <= budget:
+            return MemoryPlan("fast", max(tokens, 1), all_at_once, flops)
+        dweight_bytes = hidden * vocabulary * 4 if weight_grad and half_type else 0
+        chunk = (budget - dweight_bytes - fixed_bytes) // row_bytes // 256 * 256
+        if reduced and not parallel and dtype != torch.float16 and chunk >= MIN_CHUNK_TOKENS:
+            workspace_bytes = chunk * row_bytes + dweight_bytes + fixed_bytes
+            return MemoryPlan("fast", chunk, workspace_bytes, flops)
+        flops += product_flops
+        fixed_bytes += tokens * hidden * 4 if input_grad and half_type else 0
+    chunk_width = min(padded_width(MIN_CHUNK_CLASSES), padded_width(vocabulary))
+    least = chunk_tokens * chunk_width * itemsize + fixed_bytes
     if memory_budget is not None and memory_budget < least:
         raise ValueError(
-            f"memory_budget: expected at least {least:,} bytes for {tokens:,} tokens, or None, got {memory_budget:,}"
+            f"memory_budget: expected at least {least:,} bytes for {tokens:,} tokens, or None,"
+            f" got {memory_budget:,}"
         )
-    room = (
-        (LEAN_CHUNK if name == "lean" else LOSS_CHUNK)
-        if memory_budget is None
-        else memory_budget - beside
-    )
-    fits = max(NARROWEST, min(room // max(together * item, 1), WIDEST) // NARROWEST * NARROWEST)
-    if fits >= WAVE:
-        chunk = min(fits // WAVE * WAVE, vocabulary)
+    if memory_budget is not None:
+        chunk_bytes = memory_budget - fixed_bytes
     else:
-        parts = -(-vocabulary // fits)
-        chunk = max(
-            1, min(-(-vocabulary // max(parts * NARROWEST, 1)) * NARROWEST, vocabulary)
-        )  # all of one width
-    return MemoryPlan(name, chunk, together * padded_width(chunk) * item + beside, flops)
+        chunk_bytes = LEAN_CHUNK_BYTES if name == "lean" else LOSS_CHUNK_BYTES
+    chunk = _chunk_classes(chunk_bytes // max(chunk_tokens * itemsize, 1), vocabulary)
+    workspace_bytes = chunk_tokens * padded_width(chunk) * itemsize + fixed_bytes
+    return MemoryPlan(name, chunk, workspace_bytes, flops)
 
 
-def _check_budget(memory_budget: int | None) -> None:
+def _chunk_classes(room: int, vocabulary: int) -> int:
+    """Return the classes in a chunk if the workspace has room for `room` classes."""
+    max_classes = max(
+        MIN_CHUNK_CLASSES,
+        min(room, MAX_CHUNK_CLASSES) // MIN_CHUNK_CLASSES * MIN_CHUNK_CLASSES,
+    )
+    if max_classes >= WAVE_CLASSES:
+        return min(max_classes // WAVE_CLASSES * WAVE_CLASSES, vocabulary)
+    # All chunks get the same width.
+    chunks = -(-vocabulary // max_classes)
+    width = -(-vocabulary // max(chunks * MIN_CHUNK_CLASSES, 1)) * MIN_CHUNK_CLASSES
+    return max(1, min(width, vocabulary))
+
+
+def check_budget(memory_budget: int | None) -> None:
+    """Raise unless the budget is a number of bytes or None."""
     if memory_budget is not None and (
         isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget < 0
     ):
@@ -132,13 +160,6 @@ def _check_budget(memory_budget: int | None) -> None:
         )
 
 
-TOKENS = 8192  # whose statistics are computed at a time: more would not make the products faster
-CPU_TOKENS = (
-    512  # in a chunk there, if the matrix's gradient needs no other memory to be added up in
-)
-ALIGNED = 16  # columns of a buffer come in so many: matrix products and kernels want rows that start on 16 bytes
-
-
 def padded_width(classes: int) -> int:
-    """Columns of a buffer for so many classes."""
-    return -(-classes // ALIGNED) * ALIGNED
+    """Return the columns of a buffer for this number of classes."""
+    return -(-classes // ROW_ALIGNMENT) * ROW_ALIGNMENT

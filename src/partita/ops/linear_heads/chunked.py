@@ -1,0 +1,301 @@
+"""Losses from hidden states, one chunk of logits at a time.
+
+A chunk holds the logits of some tokens for all classes, or those of all tokens for some classes.
+The full `[M, C]` logits need not exist at once. The loops and the matrix products are the same on
+every device; a backend supplies the functions that read and write a chunk as `ChunkKernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...primitives.rows import chunks
+from ...runtime.dtypes import acc_dtype
+from .common import GradientCoefficients, HeadGradients, RowState, RowStatistics
+from .plan import CPU_CHUNK_TOKENS, LOSS_CHUNK_TOKENS, padded_width
+
+
+class ChunkKernels(NamedTuple):
+    """The functions of one backend that work on a chunk of logits.
+
+    Fields:
+        new_state: returns a `RowState` for as many rows as its first argument has.
+        accumulate_logits: updates a `RowState` in place with the classes of a chunk.
+        row_statistics: returns the `RowStatistics` of a `RowState` that has seen all classes.
+        logits_gradient: writes the gradient of a chunk's logits.
+        one_pass: returns a chunk's loss and overwrites the logits with their gradient.
+        mean_shares: returns what the loss and the z-loss of a row are divided by.
+    """
+
+    new_state: Callable[..., RowState]
+    accumulate_logits: Callable[..., None]
+    row_statistics: Callable[..., RowStatistics]
+    logits_gradient: Callable[..., None]
+    one_pass: Callable[..., Tensor]
+    mean_shares: Callable[..., Tensor | None]
+
+
+def logits_buffer(input: Tensor, rows: int, classes: int) -> Tensor:
+    """Return memory for `rows` padded rows of logits, flat."""
+    return input.new_empty(rows * padded_width(classes))
+
+
+def product(input: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
+    """Compute the logits of some tokens and classes in the buffer."""
+    rows, classes = len(input), len(weight)
+    padded = buffer[: rows * padded_width(classes)].view(rows, padded_width(classes))
+    if padded.device.type == "cpu":
+        # On a CPU with AMX the next product reads the padding (PyTorch 2.13). Uninitialized memory
+        # may be NaN there, and 0 times NaN is NaN.
+        padded[:, classes:].zero_()
+    logits = padded[:, :classes]
+    if bias is None:
+        return torch.mm(input, weight.T, out=logits)
+    return torch.addmm(bias, input, weight.T, out=logits)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add `a @ b` to `total`, with sums in the dtype of `total`."""
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def empty_gradients(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    input_grad: bool,
+    weight_grad: bool,
+    bias_grad: bool,
+) -> HeadGradients:
+    """Return memory for the gradients; those that are not wanted are empty."""
+    wanted = (
+        (input, input_grad),
+        (weight, weight_grad),
+        (input if bias is None else bias, bias_grad),
+    )
+    return HeadGradients(
+        *(
+            torch.empty(tensor.shape if wants else (0,), dtype=tensor.dtype, device=tensor.device)
+            for tensor, wants in wanted
+        )
+    )
+
+
+def accumulate_hidden(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    temperature: float,
+    softcap: float,
+    needs_smoothing: bool,
+    needs_entropy: bool,
+    chunk: int,
+    save_logits: bool,
+    *,
+    accumulate_logits: Callable[..., None],
+    first_state: Callable[..., RowState],
+) -> tuple[RowState, Tensor]:
+    """Return the `RowState` of `input @ weight.T + bias`, and its logits if they are saved.
+
+    The logits are computed for `chunk` classes at a time. They can only be saved when one chunk
+    holds all classes; otherwise the second result is empty.
+    """
+    (M, _), C, target = input.shape, len(weight), target.contiguous()
+    chunk_tokens = M if save_logits else min(M, LOSS_CHUNK_TOKENS)
+    buffer = logits_buffer(input, chunk_tokens, min(chunk, C))
+    state = first_state(input, needs_smoothing, needs_entropy)
+    for rows in chunks(M, chunk_tokens):
+        fields = (None if field is None else field[rows] for field in state)
+        chunk_state = RowState(*fields)  # type: ignore[arg-type]
+        for part in chunks(C, chunk):
+            part_bias = None if bias is None else bias[part]
+            logits = product(input[rows], weight[part], part_bias, buffer)
+            part_class_weight = None if class_weight is None else class_weight[part]
+            accumulate_logits(
+                logits,
+                part.start,
+                target[rows],
+                part_class_weight,
+                chunk_state,
+                temperature,
+                softcap,
+            )
+    return state, buffer if save_logits else buffer.new_empty(0)
+
+
+def linear_rows(
+    kernels: ChunkKernels,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    temperature: float,
+    softcap: float,
+    ignore_index: int,
+    needs_smoothing: bool,
+    needs_entropy: bool,
+    chunk: int,
+    save_logits: bool,
+) -> tuple[Tensor, ...]:
+    """Return the `RowStatistics` of `input @ weight.T + bias`, and its logits if they are saved."""
+    state, saved = accumulate_hidden(
+        input,
+        weight,
+        bias,
+        target,
+        class_weight,
+        temperature,
+        softcap,
+        needs_smoothing,
+        needs_entropy,
+        chunk,
+        save_logits,
+        accumulate_logits=kernels.accumulate_logits,
+        first_state=kernels.new_state,
+    )
+    statistics = kernels.row_statistics(
+        state, target.contiguous(), class_weight, len(weight), temperature, ignore_index
+    )
+    return *statistics, saved
+
+
+def linear_rows_backward(
+    kernels: ChunkKernels,
+    dlogits_coef: Tensor,
+    label_coef: Tensor,
+    log_coef: Tensor | None,
+    smoothing_coef: Tensor | None,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    maximum: Tensor,
+    sumexp: Tensor,
+    saved: Tensor,
+    temperature: float,
+    softcap: float,
+    chunk: int,
+    input_grad: bool,
+    weight_grad: bool,
+    bias_grad: bool,
+) -> tuple[Tensor, ...]:
+    """Compute the `HeadGradients` from the coefficients of the rows.
+
+    Saved logits are overwritten with their gradient. An empty `saved` means that they were not
+    saved; they are then computed again, `chunk` classes at a time.
+    """
+    C, accumulator = len(weight), acc_dtype(input.dtype)
+    result = empty_gradients(input, weight, bias, input_grad, weight_grad, bias_grad)
+    buffer = saved if len(saved) else logits_buffer(input, len(input), min(chunk, C))
+    one_chunk, target = chunk >= C > 0, target.contiguous()
+    if one_chunk or input.dtype == accumulator or not input_grad:
+        dinput = result.input
+    else:
+        dinput = torch.empty_like(input, dtype=accumulator)
+    if input_grad and not one_chunk:
+        dinput.zero_()
+    coefficients = GradientCoefficients(dlogits_coef, label_coef, log_coef, smoothing_coef)
+    for part in chunks(C, chunk):
+        if len(saved):
+            logits = buffer.view(len(input), -1)[:, :C]
+        else:
+            logits = product(input, weight[part], None if bias is None else bias[part], buffer)
+        kernels.logits_gradient(
+            logits,
+            part.start,
+            target,
+            None if class_weight is None else class_weight[part],
+            coefficients,
+            maximum,
+            sumexp,
+            temperature,
+            softcap,
+            logits,
+        )
+        if input_grad and one_chunk:
+            torch.mm(logits, weight, out=dinput)
+        elif input_grad:
+            add_product(dinput, logits, weight[part])
+        if weight_grad:
+            torch.mm(logits.T, input, out=result.weight[part])
+        if bias_grad:
+            result.bias[part] = logits.sum(0, dtype=accumulator)
+    if dinput is not result.input:
+        result.input.copy_(dinput)
+    return tuple(result)
+
+
+def linear_one_pass(
+    kernels: ChunkKernels,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+    z_loss: float,
+    mean: bool,
+    chunk: int,
+    input_grad: bool,
+    weight_grad: bool,
+    bias_grad: bool,
+) -> tuple[Tensor, ...]:
+    """Compute the sum or mean of the loss and its `HeadGradients`, `chunk` tokens at a time.
+
+    Each chunk takes three matrix products: its logits, and two from their gradient.
+    """
+    (M, _), C, accumulator = input.shape, len(weight), acc_dtype(input.dtype)
+    result = empty_gradients(input, weight, bias, input_grad, weight_grad, bias_grad)
+    if not input.is_cuda and input.dtype == accumulator:
+        chunk = min(chunk, CPU_CHUNK_TOKENS)
+    buffer = logits_buffer(input, min(chunk, M), C)
+    one_chunk = chunk >= M
+    dweight, dbias = result.weight, torch.zeros_like(result.bias, dtype=accumulator)
+    if weight_grad and not one_chunk:
+        if input.dtype == accumulator:
+            dweight.zero_()
+        else:
+            dweight = torch.zeros_like(result.weight, dtype=accumulator)
+    divisors = kernels.mean_shares(target, class_weight, ignore_index, C, mean, accumulator)
+    loss = torch.zeros((), dtype=accumulator, device=input.device)
+    for part in chunks(M, chunk):
+        logits = product(input[part], weight, bias, buffer)
+        loss += kernels.one_pass(
+            logits,
+            target[part],
+            class_weight,
+            ignore_index,
+            label_smoothing,
+            softcap,
+            z_loss,
+            mean,
+            divisors,
+        )
+        if input_grad:
+            torch.mm(logits, weight, out=result.input[part])
+        if weight_grad and one_chunk:
+            torch.mm(logits.T, input, out=dweight)
+        elif weight_grad:
+            add_product(dweight, logits.T, input[part])
+        if bias_grad:
+            dbias += logits.sum(0, dtype=accumulator)
+    if M == 0:
+        loss = loss / (0.0 if mean else 1.0)
+        dweight.zero_()
+    if dweight is not result.weight:
+        result.weight.copy_(dweight)
+    result.bias.copy_(dbias)
+    return loss, *result

@@ -1,0 +1,133 @@
+"""Batches for losses from hidden states, and the comparison with the composition in fp64."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import partita
+from partita.ops.linear_heads.plan import ROW_WORDS
+from partita.testing import poisoned_memory
+
+TOKENS, HIDDEN, CLASSES = 40, 24, 333
+
+
+class Batch(NamedTuple):
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    class_weight: Tensor | None
+
+
+def batch_of(
+    tokens: int = TOKENS,
+    classes: int = CLASSES,
+    *,
+    bias: bool = False,
+    weighted: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Batch:
+    """Return a random batch, in which every seventh token is ignored."""
+    g = torch.Generator().manual_seed(tokens + classes)
+    numbers = [
+        torch.randn(*size, generator=g)
+        for size in ((tokens, HIDDEN), (classes, HIDDEN), (classes,))
+    ]
+    target = torch.randint(classes, (tokens,), generator=g)
+    target[::7] = -100
+    class_weight = torch.rand(classes, generator=g)
+    class_weight[:2] = 0.0
+    hidden, matrix, offset = (number.to(dtype).to(device) for number in numbers)
+    return Batch(
+        hidden,
+        0.5 * matrix,
+        offset if bias else None,
+        target.to(device),
+        class_weight.to(dtype).to(device) if weighted else None,
+    )
+
+
+def budgets(x: Batch) -> dict[str, int | None]:
+    """Return a budget for each plan: all logits at once, or chunks of classes.
+
+    The last chunk of classes is short.
+    """
+    (tokens, hidden), item = x.input.shape, x.input.dtype.itemsize
+    row_bytes = ROW_WORDS * 4 * tokens + (4 * tokens * hidden if item == 2 else 0)
+    return {"fast": None, "lean": tokens * 128 * item + row_bytes}
+
+
+def plain(x: Batch, **options: Any) -> Tensor:
+    """Compute the loss from the logits with the reference."""
+    with partita.backend("reference"):
+        return partita.cross_entropy(
+            F.linear(x.input, x.weight, x.bias), x.target, x.class_weight, **options
+        )
+
+
+def ours(x: Batch, memory_budget: int | None = None, **options: Any) -> Tensor:
+    """Compute the loss from the hidden states."""
+    return partita.linear_cross_entropy(
+        x.input,
+        x.weight,
+        x.target,
+        linear_bias=x.bias,
+        weight=x.class_weight,
+        memory_budget=memory_budget,
+        **options,
+    )
+
+
+def results(
+    f: Callable[[Batch], Tensor], x: Batch, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """Return the loss and its gradients, for an upstream gradient that is not 1."""
+    leaves = [
+        None if t is None else t.detach().to(dtype or t.dtype).requires_grad_() for t in x[:3]
+    ]
+    class_weight = (
+        None if x.class_weight is None else x.class_weight.to(dtype or x.class_weight.dtype)
+    )
+    with poisoned_memory():
+        loss = f(Batch(*leaves, x.target, class_weight))
+        upstream = (
+            torch.linspace(0.5, 2.0, loss.numel(), device=loss.device)
+            .reshape(loss.shape)
+            .to(loss.dtype)
+        )
+        return [
+            loss.detach(),
+            *torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None], upstream),
+        ]
+
+
+def assert_as_good(
+    found: Sequence[Tensor],
+    theirs: Sequence[Tensor],
+    truth: Sequence[Tensor],
+    dtype: torch.dtype,
+    ulps: float = 4.0,
+) -> None:
+    """Assert that errors are at most twice PyTorch's in the same dtype.
+
+    Errors of a few units in the last place of the greatest element are allowed too.
+    """
+    for result, other, right in zip(found, theirs, truth, strict=True):
+        assert result.shape == right.shape
+        assert torch.equal(result.isnan(), right.isnan())
+        if right.numel():
+            size = right.nan_to_num().abs().max()
+            differences = ((t.double() - right).nan_to_num() for t in (result, other))
+            error, allowed = (difference.abs().max() for difference in differences)
+            assert error <= 2 * allowed + ulps * torch.finfo(dtype).eps * size
+
+
+def check(x: Batch, budget: int | None, **options: Any) -> None:
+    """Compare loss and gradients with those of the composition in fp64."""
+    f = lambda x: plain(x, **options)  # noqa: E731
+    found = results(lambda x: ours(x, budget, **options), x)
+    assert_as_good(found, results(f, x), results(f, x, torch.float64), x.input.dtype)

@@ -1,0 +1,205 @@
+"""Gradients of losses from hidden states, under autograd, compilers, transforms and autocast."""
+
+import contextlib
+import itertools
+import os
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.linear import (
+    CLASSES,
+    TOKENS,
+    Batch,
+    batch_of,
+    budgets,
+    ours,
+    results,
+)
+from helpers.rows import devices
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils.flop_counter import FlopCounterMode
+
+import partita
+
+REDUCTIONS = ("none", "mean", "sum")
+
+
+@devices
+@pytest.mark.parametrize("plan", ["fast", "lean"])
+@pytest.mark.parametrize(
+    "wanted", [w for w in itertools.product((False, True), repeat=3) if any(w)]
+)
+def test_frozen_parts(wanted: tuple[bool, ...], plan: str, device: str) -> None:
+    x = batch_of(bias=True, device=device)
+    everything = results(lambda x: ours(x, budgets(x)[plan]), x)
+    leaves = [t.clone().requires_grad_(wants) for t, wants in zip(x[:3], wanted, strict=True)]
+    loss = ours(Batch(*leaves, *x[3:]), budgets(x)[plan])
+    found = torch.autograd.grad(
+        loss, [leaf for leaf in leaves if leaf.requires_grad], torch.full_like(loss, 0.5)
+    )
+    for a, b in zip(found, itertools.compress(everything[1:], wanted), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize("plan", ["fast", "lean"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_several_backward_passes(reduction: str, plan: str, device: str) -> None:
+    """Passes under retain_graph give the same and add up; two runs give the same bits."""
+    x = batch_of(bias=True, device=device)
+    leaves = [t.clone().requires_grad_() for t in x[:3]]
+    losses = [ours(Batch(*leaves, *x[3:]), budgets(x)[plan], reduction=reduction) for _ in range(2)]
+    first = torch.autograd.grad(losses[0].sum(), leaves, retain_graph=True)
+    second = torch.autograd.grad(3 * losses[0].sum(), leaves, retain_graph=True)
+    other = torch.autograd.grad(losses[1].sum(), leaves)
+    assert torch.equal(*losses)
+    for a, b, c in zip(first, second, other, strict=True):
+        assert torch.equal(a, c)
+        torch.testing.assert_close(3 * a, b)
+    losses[0].sum().backward()
+    for leaf, a in zip(leaves, first, strict=True):
+        torch.testing.assert_close(leaf.grad, a)
+
+
+@pytest.mark.parametrize("plan", ["fast", "lean"])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_derivatives(reduction: str, plan: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    hidden, matrix, bias = (
+        torch.randn(*size, generator=g, dtype=torch.float64, requires_grad=True)
+        for size in ((4, 3), (200, 3), (200,))
+    )
+    target, budget = (
+        torch.tensor([3, 0, -100, 199]),
+        None if plan == "fast" else 4 * 128 * 8 + 24 * 4 * 4,
+    )
+
+    def loss(hidden: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
+        options = {
+            "linear_bias": bias,
+            "reduction": reduction,
+            "label_smoothing": 0.1,
+            "softcap": 3.0,
+            "z_loss": 0.1,
+            "memory_budget": budget,
+        }
+        return partita.linear_cross_entropy(hidden, matrix, target, **options)
+
+    def stats(hidden: Tensor, matrix: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        return partita.linear_token_stats(
+            hidden, matrix, target, linear_bias=bias, temperature=0.7, memory_budget=budget
+        )[:3]
+
+    for f in (loss, stats):
+        assert torch.autograd.gradcheck(f, (hidden, matrix, bias), fast_mode=True)
+        assert torch.autograd.gradgradcheck(f, (hidden, matrix, bias), fast_mode=True)
+
+
+@devices
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("plan", ["fast", "lean"])
+def test_compile(plan: str, reduction: str, device: str) -> None:
+    x = batch_of(bias=True, device=device)
+    f = lambda x: ours(x, budgets(x)[plan], reduction=reduction, label_smoothing=0.1)  # noqa: E731
+    with mock.patch.dict(os.environ, {"PARTITA_CHECK": "0"}):
+        graphs = []
+        backend = aot_autograd(fw_compiler=lambda graph, _: graphs.append(graph.code) or graph)
+        results(torch.compile(f, fullgraph=True, backend=backend), x)
+        op = "linear_one_pass" if plan == "fast" and reduction == "mean" else "linear_rows"
+        assert op in graphs[0]
+        torch.compiler.reset()
+        compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+        for a, b in zip(results(compiled, x), results(f, x), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_compiled_code_takes_any_number_of_tokens() -> None:
+    compiled = torch.compile(
+        lambda h, w, t: partita.linear_cross_entropy(h, w, t), fullgraph=True, backend="aot_eager"
+    )
+    matrix = torch.randn(5, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    for tokens in range(4, 18):
+        hidden, target = (
+            torch.randn(tokens, 6, generator=torch.Generator().manual_seed(tokens)),
+            torch.arange(tokens) % 5,
+        )
+        torch.testing.assert_close(
+            compiled(hidden, matrix, target), partita.linear_cross_entropy(hidden, matrix, target)
+        )
+
+
+def test_function_transforms() -> None:
+    x = batch_of(6, 9)
+    f = lambda hidden, matrix: partita.linear_cross_entropy(hidden, matrix, x.target)  # noqa: E731
+    g = lambda hidden, matrix: F.cross_entropy(hidden @ matrix.T, x.target)  # noqa: E731
+    for a, b in zip(
+        torch.func.grad(f, (0, 1))(*x[:2]), torch.func.grad(g, (0, 1))(*x[:2]), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
+@devices
+def test_autocast(device: str) -> None:
+    x = batch_of(bias=True, device=device)
+    leaf, matrix = x.input.clone().requires_grad_(), x.weight.clone().requires_grad_()
+    with torch.autocast(device, torch.bfloat16):
+        loss = partita.linear_cross_entropy(leaf, matrix, x.target, linear_bias=x.bias)
+        stats = partita.linear_token_stats(leaf, matrix, x.target)
+    halves = [t.bfloat16() for t in (x.input, x.weight, x.bias)]
+    assert loss.dtype == stats.entropy.dtype == torch.float32
+    torch.testing.assert_close(
+        loss, partita.linear_cross_entropy(*halves[:2], x.target, linear_bias=halves[2])
+    )
+    assert all(grad.dtype == torch.float32 for grad in torch.autograd.grad(loss, (leaf, matrix)))
+
+
+def test_under_a_dispatch_mode_second_derivatives_are_right() -> None:
+    x = batch_of(6, 9)
+    found = []
+    for mode in (contextlib.nullcontext(), FlopCounterMode(display=False)):
+        leaf = x.input.clone().requires_grad_()
+        with mode:
+            loss = partita.linear_cross_entropy(leaf, x.weight, x.target)
+            (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        found.append(torch.autograd.grad((grad**2).sum(), leaf)[0])
+    torch.testing.assert_close(*found)
+    assert found[0].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", ["fast", "lean"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_capture_and_replay(reduction: str, plan: str) -> None:
+    x = batch_of(device="cuda", dtype=torch.bfloat16)
+    hidden, matrix = x.input.clone().requires_grad_(), x.weight.clone().requires_grad_()
+
+    def step() -> tuple[Tensor, ...]:
+        loss = partita.linear_cross_entropy(
+            hidden, matrix, x.target, reduction=reduction, memory_budget=budgets(x)[plan]
+        )
+        return loss.detach(), *torch.autograd.grad(loss.sum(), (hidden, matrix))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in range(3):
+        torch.manual_seed(seed)
+        hidden.data.copy_(torch.randn_like(hidden))
+        x.target.copy_(torch.randint(CLASSES, (TOKENS,)))
+        graph.replay()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            expected = step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for a, b in zip(captured, expected, strict=True):
+            assert torch.equal(a, b)

@@ -1,0 +1,170 @@
+"""Memory plans of losses from hidden states, and the memory that calls use."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.linear import batch_of, ours
+from helpers.rows import INTERPRETING
+
+import partita
+
+
+def test_plans() -> None:
+    plan = partita.linear_cross_entropy_plan
+    sizes = (8192, 4096, 128256, torch.bfloat16)
+    product = 2 * 8192 * 4096 * 128256
+    fast, lean, loss = (
+        plan(*sizes),
+        plan(*sizes, memory_budget=2**29),
+        plan(*sizes, input_grad=False, weight_grad=False),
+    )
+    assert (fast.name, fast.chunk, fast.flops) == ("fast", 8192, 3 * product)
+    assert (lean.name, lean.flops) == ("lean", 4 * product) and lean.workspace_bytes <= 2**29
+    assert (loss.name, loss.flops) == ("loss", product) and loss.workspace_bytes <= 2**28
+    assert plan(*sizes, weight_grad=False).flops == 2 * product
+    long = plan(2**17, 4096, 128256, torch.bfloat16, memory_budget=2**33)
+    assert long.name == "fast" and 2048 <= long.chunk < 2**17 and long.workspace_bytes <= 2**33
+    assert (
+        plan(2**17, 4096, 128256, torch.bfloat16, memory_budget=2**33, reduced=False).name == "lean"
+    )
+    assert plan(2**20, 4096, 128256, torch.bfloat16).name == "lean"
+    one, several = (
+        plan(8192, 4096, 64128, torch.bfloat16),
+        plan(8192, 4096, 64128, torch.bfloat16, parallel=True),
+    )
+    assert (
+        several.workspace_bytes - one.workspace_bytes == 8 * 8192 * 4096
+    )  # the gradient of hidden states in fp32, sent and received
+    assert (
+        plan(2**17, 4096, 64128, torch.bfloat16, memory_budget=2**33, parallel=True).name == "lean"
+    )
+    assert (
+        plan(8192, 4096, 64128, torch.bfloat16, parallel=True, input_grad=False).workspace_bytes
+        == one.workspace_bytes
+    )
+    with pytest.raises(
+        ValueError, match=r"memory_budget: expected at least .* bytes for 8,192 tokens"
+    ):
+        plan(*sizes, memory_budget=2**20)
+    with pytest.raises(ValueError, match="tokens: expected an int of at least 0, got -1"):
+        plan(-1, 2, 3, torch.float32)
+
+
+def extra_memory(f: Callable[[], Any]) -> int:
+    """Return the peak of memory during a call, above what was allocated before it."""
+    f()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = f()
+    torch.cuda.synchronize()
+    del result
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("budget", [2**31, 700 * 2**20, 200 * 2**20])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_memory_is_what_the_plan_promises(reduction: str, budget: int) -> None:
+    """The results come on top: the gradients, and for `none` the small tensors of the loss."""
+    sizes, dtype = (4096, 1024, 65_537), torch.bfloat16
+    x = torch.randn(sizes[0], sizes[1], device="cuda", dtype=dtype, requires_grad=True)
+    matrix = torch.randn(sizes[2], sizes[1], device="cuda", dtype=dtype).mul_(0.03).requires_grad_()
+    target = torch.randint(sizes[2], (sizes[0],), device="cuda")
+    plan = partita.linear_cross_entropy_plan(
+        *sizes, dtype, memory_budget=budget, reduced=reduction == "mean"
+    )
+    assert plan.workspace_bytes <= budget
+
+    def train() -> Any:
+        loss = partita.linear_cross_entropy(
+            x, matrix, target, reduction=reduction, memory_budget=budget
+        )
+        return torch.autograd.grad(loss.sum(), (x, matrix))
+
+    gradients = 2 * (x.numel() + matrix.numel())
+    assert extra_memory(train) <= gradients + plan.workspace_bytes + 2**20
+    with torch.no_grad():
+        promised = partita.linear_cross_entropy_plan(
+            *sizes, dtype, input_grad=False, weight_grad=False
+        ).workspace_bytes
+        assert (
+            extra_memory(lambda: partita.linear_cross_entropy(x, matrix, target))
+            <= promised + 2**20
+            <= 2**28
+        )
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_logits() -> None:
+    """There are three distinct tokens, so the logits of three rows give the expected result."""
+    tokens, classes = 34_000, 65_537
+    few, matrix = (
+        torch.randn(3, 64, device="cuda", dtype=torch.bfloat16),
+        torch.randn(classes, 64, device="cuda", dtype=torch.bfloat16).mul_(0.125),
+    )
+    target = torch.tensor([5, 65_536, 40_000], device="cuda")
+    which = torch.arange(tokens, device="cuda") % 3
+    expected = F.cross_entropy((few.double() @ matrix.double().T), target, reduction="none")[which]
+    for reduction in ("none", "mean"):
+        hidden = few[which].requires_grad_()
+        loss = partita.linear_cross_entropy(
+            hidden, matrix, target[which], reduction=reduction, memory_budget=2**34
+        )
+        (grad,) = torch.autograd.grad(loss.sum(), hidden)
+        torch.testing.assert_close(
+            loss.double(),
+            expected if reduction == "none" else expected.mean(),
+            rtol=2e-3,
+            atol=1e-3,
+        )
+        assert torch.equal(
+            grad[-3:].float().norm(dim=1) > 0, torch.ones(3, dtype=torch.bool, device="cuda")
+        )
+        torch.testing.assert_close(grad[which == 0][-1], grad[0])
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the CPU backend only")
+def test_ignored_tokens_cost_no_memory_on_a_cpu() -> None:
+    """The budget suffices for the tokens that are not ignored, and for no more."""
+    x = batch_of(4000, 300)
+    target = torch.full_like(x.target, -100)
+    target[:20] = 7
+    budget = 24 * 4 * 20 + 20 * 304 * 4
+    loss = ours(x._replace(target=target), budget)
+    torch.testing.assert_close(loss, F.cross_entropy(x.input[:20] @ x.weight.T, target[:20]))
+
+
+@pytest.mark.parametrize("call", [partita.linear_cross_entropy, partita.linear_token_stats])
+def test_a_budget_holds_on_a_cpu(call: Callable[..., Any]) -> None:
+    """The peak of resident memory grows by less than the logits, which would take 250 MB."""
+    code = f"""
+import torch, partita
+torch.set_num_threads(1)
+h, w = torch.randn(2048, 64, requires_grad=True), torch.randn(32000, 64, requires_grad=True)
+t = torch.randint(32000, (2048,))
+def peak():
+    lines = open("/proc/self/status")
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+def run(h, t):
+    found = partita.{call.__name__}(h, w, t, memory_budget=2**26)
+    (found if isinstance(found, torch.Tensor) else found.entropy.sum()).backward()
+run(h[:256].detach().requires_grad_(), t[:256])
+w.grad = None
+open("/proc/self/clear_refs", "w").write("5")
+before = peak()
+run(h, t)
+print(peak() - before)
+"""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("needs Linux")
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert float(done.stdout) < 150
