@@ -112,8 +112,8 @@ class RowState(NamedTuple):
     sumexp: Tensor
     label: Tensor
     origin: Tensor | None
-    spread: Tensor | None
-    surprise: Tensor | None
+    smoothing_loss: Tensor | None
+    sum_x_exp: Tensor | None
     argmax: Tensor | None
 
 
@@ -131,7 +131,7 @@ class RowStatistics(NamedTuple):
 
     nll: Tensor
     logsumexp: Tensor
-    spread: Tensor
+    smoothing_loss: Tensor
     entropy: Tensor
     argmax: Tensor
     maximum: Tensor
@@ -144,10 +144,10 @@ class GradientCoefficients(NamedTuple):
     A row of which all are 0 has the gradient 0, whatever its logits.
     """
 
-    pull: Tensor
-    at_label: Tensor
-    log_pull: Tensor | None
-    by_class: Tensor | None
+    dlogits_coef: Tensor
+    label_coef: Tensor
+    log_coef: Tensor | None
+    smoothing_coef: Tensor | None
 
 
 class HeadGradients(NamedTuple):

@@ -109,16 +109,16 @@ def _absorb(
     shift = finite_shift(maximum)
     if first == 0 and state.origin is not None:
         state.origin.copy_(finite_shift(x[:, 0]))
-    if state.origin is not None and state.spread is not None:
+    if state.origin is not None and state.smoothing_loss is not None:
         terms = state.origin[:, None] - x
         if class_weight is not None:
             terms = torch.where(class_weight == 0, 0.0, class_weight.to(x.dtype) * terms)
-        state.spread.add_(terms.sum(1))
+        state.smoothing_loss.add_(terms.sum(1))
     exponent = (x - shift[:, None]) / temperature
     e, scale = exponent.exp(), ((state.maximum - shift) / temperature).exp()
-    if state.surprise is not None and state.argmax is not None:
-        moved = state.surprise - state.sumexp * (shift - finite_shift(state.maximum)) / temperature
-        state.surprise.copy_(scale * moved + torch.where(e == 0, 0.0, e * exponent).sum(1))
+    if state.sum_x_exp is not None and state.argmax is not None:
+        moved = state.sum_x_exp - state.sumexp * (shift - finite_shift(state.maximum)) / temperature
+        state.sum_x_exp.copy_(scale * moved + torch.where(e == 0, 0.0, e * exponent).sum(1))
         state.argmax.copy_(torch.where(highest > state.maximum, first + at, state.argmax))
     state.sumexp.mul_(scale).add_(e.sum(1))
     state.maximum.copy_(maximum)
@@ -137,11 +137,11 @@ def row_statistics(
     spoilt = torch.where(wrong, torch.nan, 0.0).to(state.maximum.dtype)
     shift, log_total = finite_shift(state.maximum), state.sumexp.log()
     spread, entropy = shift.new_empty(0), shift.new_empty(0)
-    if state.spread is not None and state.origin is not None:
+    if state.smoothing_loss is not None and state.origin is not None:
         weight = classes if class_weight is None else class_weight.to(shift.dtype).sum()
-        spread = weight * (log_total + (shift - state.origin)) + state.spread + spoilt
-    if state.surprise is not None:
-        entropy = log_total - state.surprise / state.sumexp + spoilt
+        spread = weight * (log_total + (shift - state.origin)) + state.smoothing_loss + spoilt
+    if state.sum_x_exp is not None:
+        entropy = log_total - state.sum_x_exp / state.sumexp + spoilt
     nll = torch.where(kept, log_total + (shift - state.label) / temperature, 0.0) + spoilt
     argmax = target.new_empty(0, dtype=torch.int64) if state.argmax is None else state.argmax
     return RowStatistics(
@@ -251,7 +251,7 @@ def gradient_coefficients(
         pull = pull - at_label
     if logsumexp is not None:
         pull = pull + logsumexp
-    if spread is not None and fields.spread.numel():
+    if spread is not None and fields.smoothing_loss.numel():
         pull = pull + spread * (
             classes if class_weight is None else class_weight.to(pull.dtype).sum()
         )
@@ -305,20 +305,20 @@ def _descend(
     x = capped(logits, softcap)
     exponent = (x - finite_shift(maximum)[:, None]) / temperature
     p = exponent.exp() / sumexp[:, None]
-    grad = c.pull[:, None] * p
-    active = (c.pull != 0) | (c.at_label != 0)
-    if c.log_pull is not None:
-        grad = grad + c.log_pull[:, None] * torch.where(
+    grad = c.dlogits_coef[:, None] * p
+    active = (c.dlogits_coef != 0) | (c.label_coef != 0)
+    if c.log_coef is not None:
+        grad = grad + c.log_coef[:, None] * torch.where(
             p == 0, 0.0, p * (exponent - sumexp.log()[:, None])
         )
-        active = active | (c.log_pull != 0)
-    if c.by_class is not None:
-        grad = grad + c.by_class[:, None] * (
+        active = active | (c.log_coef != 0)
+    if c.smoothing_coef is not None:
+        grad = grad + c.smoothing_coef[:, None] * (
             1.0 if class_weight is None else class_weight.to(x.dtype)
         )
-        active = active | (c.by_class != 0)
+        active = active | (c.smoothing_coef != 0)
     at_target = torch.arange(first, first + x.shape[1], device=x.device) == target.long()[:, None]
-    grad = grad + torch.where(at_target, c.at_label[:, None], 0.0)
+    grad = grad + torch.where(at_target, c.label_coef[:, None], 0.0)
     if softcap:
         grad = grad * softcap_slope(logits, softcap)
     result.copy_(torch.where(active[:, None], grad, 0.0))

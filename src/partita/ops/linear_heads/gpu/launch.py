@@ -428,7 +428,7 @@ def row_statistics(
     weight = None if class_weight is None else class_weight.sum(dtype=x.dtype)
     results = [
         x.new_empty(rows) if wanted is not None else None
-        for wanted in (x, x, state.spread, state.surprise)
+        for wanted in (x, x, state.smoothing_loss, state.sum_x_exp)
     ]
     sizes = (rows, classes, ignore_index, temperature)
     launch(
@@ -466,10 +466,10 @@ def logits_gradient(
         logits,
         target,
         class_weight,
-        c.pull,
-        c.at_label,
-        c.log_pull,
-        c.by_class,
+        c.dlogits_coef,
+        c.label_coef,
+        c.log_coef,
+        c.smoothing_coef,
         maximum,
         sumexp,
         result,
