@@ -191,14 +191,18 @@ def call_parallel(dtype: torch.dtype) -> None:
     target, wide = torch.zeros(3, dtype=torch.int64), torch.promote_types(dtype, torch.float32)
     for spread, entropy in ((False, False), (True, False), (False, True)):
         words = torch.zeros(2, 4 + 3 * spread + 2 * entropy, 3, dtype=wide)
-        fields = _parallel.parallel_fields(words, target, 4, 0, 0, 1.0, -100, spread, entropy, "triton")
+        fields = _parallel.parallel_fields(
+            words, target, 4, 0, 0, 1.0, -100, spread, entropy, "triton"
+        )
         grads = (
             fields[0],
             fields[1],
             fields[2] if spread else None,
             fields[3] if entropy else None,
         )
-        _parallel.parallel_coefficients(target, *grads, None, fields[3], spread, 4, 1.0, -100, "triton")
+        _parallel.parallel_coefficients(
+            target, *grads, None, fields[3], spread, 4, 1.0, -100, "triton"
+        )
     if dtype == torch.float64:
         return
     from partita.ops.vocab_parallel.gpu.launch import parallel_one_pass
