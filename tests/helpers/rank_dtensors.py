@@ -24,11 +24,9 @@ from partita import parallel
 def check_dtensor(device: torch.device) -> None:
     world = dist.get_world_size()
     mesh = dist.init_device_mesh(device.type, (world,), mesh_dim_names=("tp",))
-    full, target, hidden = (
-        3 * normal(TOKENS, CLASSES, device=device),
-        labels(device),
-        normal(TOKENS, HIDDEN, device=device),
-    )
+    full = 3 * normal(TOKENS, CLASSES, device=device)
+    target = labels(device)
+    hidden = normal(TOKENS, HIDDEN, device=device)
     exact = full.double().requires_grad_()
     for reduction in ("mean", "none"):
         logits = distribute_tensor(full, mesh, [Shard(1)]).requires_grad_()
@@ -36,40 +34,36 @@ def check_dtensor(device: torch.device) -> None:
         truth = F.cross_entropy(exact, target, reduction=reduction, label_smoothing=0.1)
         assert isinstance(loss, DTensor) and loss.placements == (Replicate(),)
         assert_close(loss.full_tensor(), truth)
-        (found,), (grad,) = (
-            torch.autograd.grad(loss.sum(), logits),
-            torch.autograd.grad(truth.sum(), exact),
-        )
+        (found,) = torch.autograd.grad(loss.sum(), logits)
+        (grad,) = torch.autograd.grad(truth.sum(), exact)
         # PyTorch 2.11 would replicate an uneven gradient when it stores it in .grad.
         assert found.placements == (Shard(1),)
         assert_close(found.full_tensor(), grad)
-    stats, plain_stats = (
-        parallel.token_stats(logits.detach(), target),
-        partita.token_stats(full.double(), target),
-    )
+    stats = parallel.token_stats(logits.detach(), target)
+    plain_stats = partita.token_stats(full.double(), target)
     for a, b in zip(stats[:3], plain_stats[:3], strict=True):
         assert_close(a.full_tensor(), b)
     matrix = distribute_tensor(
         normal(CLASSES, HIDDEN, device=device), mesh, [Shard(0)]
     ).requires_grad_()
     states = distribute_tensor(hidden[: TOKENS - TOKENS % world], mesh, [Shard(0)]).requires_grad_()
-    few = target[: TOKENS - TOKENS % world]
-    loss = parallel.linear_cross_entropy(states, matrix, few)
+    labels_of_states = target[: TOKENS - TOKENS % world]
+    loss = parallel.linear_cross_entropy(states, matrix, labels_of_states)
     loss.backward()
     plain = [t.full_tensor().detach().double().requires_grad_() for t in (states, matrix)]
-    truth = F.cross_entropy(plain[0] @ plain[1].T, few)
+    truth = F.cross_entropy(plain[0] @ plain[1].T, labels_of_states)
     truth.backward()
     assert_close(loss.full_tensor(), truth)
     for a, b in zip((states, matrix), plain, strict=True):
         assert_close(a.grad.full_tensor(), b.grad)
     if world == 4:
         mesh = dist.init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
-        rows, where = full[:22], target[:22]
+        rows, target = full[:22], target[:22]
         logits = distribute_tensor(rows, mesh, [Shard(0), Shard(1)]).requires_grad_()
-        row_labels = distribute_tensor(where, mesh, [Shard(0), Replicate()])
+        row_labels = distribute_tensor(target, mesh, [Shard(0), Replicate()])
         loss = parallel.cross_entropy(logits, row_labels, z_loss=1e-2)
         exact = rows.double().requires_grad_()
-        truth = partita.cross_entropy(exact, where, z_loss=1e-2)
+        truth = partita.cross_entropy(exact, target, z_loss=1e-2)
         assert_close(loss.full_tensor(), truth)
         loss.backward()
         assert_close(logits.grad.full_tensor(), torch.autograd.grad(truth, exact)[0])
@@ -80,7 +74,7 @@ def check_dtensor(device: torch.device) -> None:
         loss = parallel.linear_cross_entropy(states, matrix, row_labels, z_loss=1e-2)
         loss.backward()
         plain = [t.full_tensor().detach().double().requires_grad_() for t in (states, matrix)]
-        truth = partita.cross_entropy(plain[0] @ plain[1].T, where, z_loss=1e-2)
+        truth = partita.cross_entropy(plain[0] @ plain[1].T, target, z_loss=1e-2)
         assert_close(loss.full_tensor(), truth)
         for a, b in zip((states, matrix), torch.autograd.grad(truth, plain), strict=True):
             assert_close(a.grad.full_tensor(), b)
@@ -89,10 +83,8 @@ def check_dtensor(device: torch.device) -> None:
 def check_arguments_with_a_dtensor(device: torch.device) -> None:
     world = dist.get_world_size()
     mesh = dist.init_device_mesh(device.type, (world,))
-    logits, target = (
-        distribute_tensor(normal(4, 6, device=device), mesh, [Shard(1)]),
-        torch.zeros(4, dtype=torch.int64, device=device),
-    )
+    logits = distribute_tensor(normal(4, 6, device=device), mesh, [Shard(1)])
+    target = torch.zeros(4, dtype=torch.int64, device=device)
     matrix = distribute_tensor(normal(6, 3, device=device), mesh, [Shard(0)])
     for call in (
         lambda: parallel.cross_entropy(logits, target, classes=6),
@@ -116,15 +108,15 @@ def check_uneven_batch(device: torch.device) -> None:
     rows = 2 * world + 1
     x, target = normal(rows, 6, device=device), torch.arange(rows, device=device) % 6
     logits = distribute_tensor(x, mesh, [Shard(0), Shard(1)]).requires_grad_()
-    where = distribute_tensor(target, mesh, [Shard(0), Replicate()])
+    row_labels = distribute_tensor(target, mesh, [Shard(0), Replicate()])
     plain = x.double().requires_grad_()
     losses = F.cross_entropy(plain, target, reduction="none")
-    found = parallel.cross_entropy(logits, where, reduction="none")
+    found = parallel.cross_entropy(logits, row_labels, reduction="none")
     assert found.shape == (rows,)
     assert_close(found.full_tensor(), losses)
-    stats = parallel.token_stats(logits.detach(), where)
+    stats = parallel.token_stats(logits.detach(), row_labels)
     assert_close(stats.logprob.full_tensor(), -losses)
-    loss = parallel.cross_entropy(logits, where)
+    loss = parallel.cross_entropy(logits, row_labels)
     assert_close(loss.full_tensor(), losses.mean())
     (grad,) = torch.autograd.grad(loss, logits)
     assert_close(grad.full_tensor(), torch.autograd.grad(losses.mean(), plain)[0])
@@ -134,11 +126,9 @@ def check_wrappers(device: torch.device) -> None:
     """Check a body under DDP and under FSDP2, followed by a sharded matrix."""
     world = dist.get_world_size()
     mesh = dist.init_device_mesh(device.type, (world,))
-    x, target, matrix = (
-        normal(TOKENS, HIDDEN, device=device),
-        labels(device),
-        normal(CLASSES, HIDDEN, device=device),
-    )
+    x = normal(TOKENS, HIDDEN, device=device)
+    target = labels(device)
+    matrix = normal(CLASSES, HIDDEN, device=device)
     sizes, found = shard_sizes(world)[0], []
     for wrap in (
         lambda body: body,

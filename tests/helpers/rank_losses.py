@@ -26,20 +26,18 @@ from partita import parallel
 
 
 def check_cross_entropy(device: torch.device) -> None:
-    full, target, weight = (
-        3 * normal(TOKENS, CLASSES, device=device),
-        labels(device),
-        normal(CLASSES, device=device).abs(),
-    )
+    full = 3 * normal(TOKENS, CLASSES, device=device)
+    target = labels(device)
+    weight = normal(CLASSES, device=device).abs()
     for i, sizes in enumerate(shard_sizes(dist.get_world_size())):
         for options in OPTIONS:
             for reduction in ("none", "mean", "sum"):
-                for of_class in (None, weight):
+                for class_weight in (None, weight):
                     exact = full.double().requires_grad_()
                     truth = partita.cross_entropy(
                         exact,
                         target,
-                        None if of_class is None else of_class.double(),
+                        None if class_weight is None else class_weight.double(),
                         reduction=reduction,
                         **options,
                     )
@@ -48,7 +46,7 @@ def check_cross_entropy(device: torch.device) -> None:
                     loss = parallel.cross_entropy(
                         local,
                         target,
-                        of_class,
+                        class_weight,
                         classes=CLASSES if i == 0 else sizes,
                         reduction=reduction,
                         **options,
@@ -64,9 +62,9 @@ def check_cross_entropy(device: torch.device) -> None:
         local_shard(stacked, sizes, 1), target[:12].reshape(2, 6), classes=sizes, reduction="none"
     )
     assert_close(loss, F.cross_entropy(stacked, target[:12].reshape(2, 6), reduction="none"))
-    nothing = torch.full_like(target, -100)
+    all_ignored = torch.full_like(target, -100)
     local = local_shard(full, sizes, 1).clone().requires_grad_()
-    loss = parallel.cross_entropy(local, nothing, classes=sizes)
+    loss = parallel.cross_entropy(local, all_ignored, classes=sizes)
     assert loss.isnan() and not torch.autograd.grad(loss, local)[0].any()
     half = local_shard(full.bfloat16(), sizes, 1).clone().requires_grad_()
     loss = parallel.cross_entropy(half, target, classes=sizes)
@@ -79,10 +77,8 @@ def check_linear(device: torch.device) -> None:
     tokens = TOKENS - TOKENS % world
     target = labels(device)[:tokens]
     for dtype in (torch.float32, torch.bfloat16):
-        hidden, bias = (
-            normal(tokens, HIDDEN, device=device, dtype=dtype),
-            normal(CLASSES, device=device, dtype=dtype),
-        )
+        hidden = normal(tokens, HIDDEN, device=device, dtype=dtype)
+        bias = normal(CLASSES, device=device, dtype=dtype)
         matrix = normal(CLASSES, HIDDEN, device=device, dtype=dtype)
         for i, sizes in enumerate(shard_sizes(world)):
             for options in OPTIONS:
@@ -135,10 +131,8 @@ def check_corners(device: torch.device) -> None:
     truth = F.cross_entropy(exact @ matrix.double().T, target.long())
     (expected,) = torch.autograd.grad(truth, exact)
     for budget in (None, 20 * 128 * 4 + 24 * 4 * 20):
-        leaf, rows = (
-            hidden.clone().requires_grad_(),
-            local_shard(matrix, sizes, 0).clone().requires_grad_(),
-        )
+        leaf = hidden.clone().requires_grad_()
+        rows = local_shard(matrix, sizes, 0).clone().requires_grad_()
         loss = parallel.linear_cross_entropy(
             leaf, rows, target, classes=sizes, memory_budget=budget
         )
@@ -146,10 +140,12 @@ def check_corners(device: torch.device) -> None:
         for _ in range(2):
             with partita.testing.poisoned_memory():
                 assert_close(torch.autograd.grad(loss, leaf, retain_graph=True)[0], expected)
-    nothing = torch.zeros(0, HIDDEN, device=device, requires_grad=True)
+    no_tokens = torch.zeros(0, HIDDEN, device=device, requires_grad=True)
     rows = local_shard(matrix, sizes, 0)
-    loss = parallel.linear_cross_entropy(nothing, rows, target[:0], classes=sizes, reduction="sum")
-    assert loss == 0 and torch.autograd.grad(loss, nothing)[0].shape == nothing.shape
+    loss = parallel.linear_cross_entropy(
+        no_tokens, rows, target[:0], classes=sizes, reduction="sum"
+    )
+    assert loss == 0 and torch.autograd.grad(loss, no_tokens)[0].shape == no_tokens.shape
     logits = local_shard(hidden @ matrix.T, (300 - 150, *(0,) * (world - 2), 150), 1)
     assert_close(
         parallel.cross_entropy(logits, target, classes=(150, *(0,) * (world - 2), 150)), truth
@@ -160,10 +156,8 @@ def check_corners(device: torch.device) -> None:
 def check_token_stats(device: torch.device) -> None:
     full, target = 3 * normal(TOKENS, CLASSES, device=device), labels(device)
     for sizes in shard_sizes(dist.get_world_size()):
-        exact, local = (
-            full.double().requires_grad_(),
-            local_shard(full, sizes, 1).clone().requires_grad_(),
-        )
+        exact = full.double().requires_grad_()
+        local = local_shard(full, sizes, 1).clone().requires_grad_()
         truth = partita.token_stats(exact, target, temperature=0.7)
         stats = parallel.token_stats(local, target, classes=sizes, temperature=0.7)
         assert torch.equal(stats.argmax, truth.argmax)
@@ -179,10 +173,8 @@ def check_token_stats(device: torch.device) -> None:
 
 def check_bad_arguments(device: torch.device) -> None:
     world = dist.get_world_size()
-    local, target = (
-        torch.zeros(4, 5, device=device),
-        torch.tensor([0, 1, 5 * world, 2], device=device),
-    )
+    local = torch.zeros(4, 5, device=device)
+    target = torch.tensor([0, 1, 5 * world, 2], device=device)
     with mock.patch.dict(os.environ, {"PARTITA_CHECK": "1"}):
         for call in (parallel.cross_entropy, parallel.token_stats):
             try:
@@ -210,10 +202,8 @@ def check_unfinished_collective(device: torch.device) -> None:
 
     Check fp64 under autocast too, which leaves that dtype alone.
     """
-    part, target = (
-        normal(TOKENS, 3, device=device, seed=dist.get_rank()),
-        torch.arange(TOKENS, device=device) % 3,
-    )
+    part = normal(TOKENS, 3, device=device, seed=dist.get_rank())
+    target = torch.arange(TOKENS, device=device) % 3
     unfinished = functional.all_gather_tensor_autograd(part.requires_grad_(), 0, dist.group.WORLD)
     assert isinstance(unfinished, functional.AsyncCollectiveTensor)
     labels_of_all = target.repeat(dist.get_world_size())
@@ -237,10 +227,8 @@ def check_unfinished_collective(device: torch.device) -> None:
 
 def check_compile(device: torch.device) -> None:
     world = dist.get_world_size()
-    local, target = (
-        normal(TOKENS, 5, device=device, seed=dist.get_rank()),
-        torch.arange(TOKENS, device=device) % (5 * world),
-    )
+    local = normal(TOKENS, 5, device=device, seed=dist.get_rank())
+    target = torch.arange(TOKENS, device=device) % (5 * world)
     f = lambda x: parallel.cross_entropy(x, target, label_smoothing=0.1)  # noqa: E731
     with mock.patch.dict(os.environ, {"PARTITA_CHECK": "0"}):
         found = []

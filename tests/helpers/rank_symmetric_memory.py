@@ -30,12 +30,10 @@ def check_symmetric_memory(device: torch.device) -> None:
     The calls are repeated, need more and more memory, and have a second backward pass. Before them
     the ranks have made exchanges in other groups, each rank in different ones.
     """
-    world, found, sizes_of_ranks, on_gpu = (
-        dist.get_world_size(),
-        {},
-        shard_sizes(dist.get_world_size()),
-        device.type == "cuda",
-    )
+    world = dist.get_world_size()
+    found = {}
+    sizes_of_ranks = shard_sizes(dist.get_world_size())
+    on_gpu = device.type == "cuda"
     if on_gpu:
         sizes_of_ranks += [(2000,) * world, (*(1001,) * (world - 1), 3)]
         first = dist.new_group([0])
@@ -75,10 +73,8 @@ def check_symmetric_memory(device: torch.device) -> None:
     mesh = dist.init_device_mesh(device.type, (world,))
     exact = normal(TOKENS, CLASSES, device=device).double().requires_grad_()
     sharded = distribute_tensor(exact.detach().float(), mesh, [Shard(1)]).requires_grad_()
-    whole, truth = (
-        parallel.cross_entropy(sharded, labels(device)),
-        F.cross_entropy(exact, labels(device)),
-    )
+    whole = parallel.cross_entropy(sharded, labels(device))
+    truth = F.cross_entropy(exact, labels(device))
     assert isinstance(whole, DTensor) and whole.placements == (Replicate(),)
     assert_close(whole.full_tensor(), truth)
     (grad,) = torch.autograd.grad(whole, sharded)

@@ -42,10 +42,8 @@ CHECKS = (
 
 def fail_alone(device: torch.device) -> None:
     """Let the last rank raise before the second call; the others raise within the timeout."""
-    logits, target = (
-        torch.zeros(2, 3, device=device, requires_grad=True),
-        torch.zeros(2, dtype=torch.int64, device=device),
-    )
+    logits = torch.zeros(2, 3, device=device, requires_grad=True)
+    target = torch.zeros(2, dtype=torch.int64, device=device)
     assert parallel.cross_entropy(logits, target).isfinite()
     if dist.get_rank() == dist.get_world_size() - 1:
         raise ValueError("this rank does not take part")
