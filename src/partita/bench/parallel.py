@@ -24,8 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-import partita
-from partita.ops.linear_heads.plan import linear_cross_entropy_plan
+from .. import cross_entropy, linear_cross_entropy, linear_cross_entropy_plan, parallel
 
 TOKENS, VOCABULARY = 8192, 131_072
 LINEAR = (8192, 4096, 128_256)
@@ -119,7 +118,7 @@ def cross_entropies(
     target = torch.randint(VOCABULARY, (TOKENS,), device="cuda")
 
     def partita_loss() -> Tensor:
-        return partita.parallel.cross_entropy(local, target, group=group)
+        return parallel.cross_entropy(local, target, group=group)
 
     def loss_parallel_gradient() -> Tensor:
         with loss_parallel():
@@ -138,7 +137,7 @@ def cross_entropies(
         dist.all_gather(parts, local, group)
         logits = torch.cat([part[:64] for part in parts], 1).double()
         truth = F.cross_entropy(logits, target[:64], reduction="none")
-        loss = partita.parallel.cross_entropy(local, target, group=group, reduction="none")[:64]
+        loss = parallel.cross_entropy(local, target, group=group, reduction="none")[:64]
         is_accurate = (loss - truth).abs().max() < 1e-5 * truth.abs().max()
         assert is_accurate, "the loss of partita is wrong"
         del parts, logits
@@ -146,7 +145,7 @@ def cross_entropies(
     yield "loss_parallel", loss_parallel_gradient
     yield "megatron", lambda: torch.autograd.grad(megatron_loss(), local)
     labels = target % local.shape[1]
-    yield "one shard", lambda: torch.autograd.grad(partita.cross_entropy(local, labels), local)
+    yield "one shard", lambda: torch.autograd.grad(cross_entropy(local, labels), local)
 
 
 def linear(group: dist.ProcessGroup, world: int) -> Callable[[], object]:
@@ -164,13 +163,11 @@ def linear(group: dist.ProcessGroup, world: int) -> Callable[[], object]:
     budget = linear_cross_entropy_plan(*LINEAR, torch.bfloat16, memory_budget=2**40).workspace_bytes
     if world == 1:
         return lambda: torch.autograd.grad(
-            partita.linear_cross_entropy(states, matrix, target, memory_budget=budget),
+            linear_cross_entropy(states, matrix, target, memory_budget=budget),
             (states, matrix),
         )
     return lambda: torch.autograd.grad(
-        partita.parallel.linear_cross_entropy(
-            states, matrix, target, group=group, memory_budget=budget
-        ),
+        parallel.linear_cross_entropy(states, matrix, target, group=group, memory_budget=budget),
         (states, matrix),
     )
 
