@@ -2,9 +2,12 @@
 
     torchrun --nproc-per-node 2 examples/train_parallel.py --batches 200 --out train_parallel.png
 
-Each rank, a GPU or a process of the CPU, has the whole transformer and of the head's matrix its own rows, as `torch.chunk` lays them. All ranks see the same
-batches. `partita.parallel.linear_cross_entropy` gives each of them the same loss and the complete gradient of the hidden states, so the transformer stays
-equal everywhere without being sent; that is checked at the end, and the exit code is 1 where it is not so. Without torchrun one process has all rows.
+Each rank, a GPU or a process on the CPU, has the whole transformer and its own rows of the head's
+matrix, as `torch.chunk` divides them. All ranks see the same batches.
+`partita.parallel.linear_cross_entropy` gives each rank the same loss and the complete gradient of
+the hidden states, so the transformer stays equal on all ranks without communication. The script
+checks that at the end, and its exit code is 1 if the transformers differ. Without torchrun one
+process has all rows.
 """
 
 from __future__ import annotations
@@ -30,25 +33,25 @@ from torch import Tensor, nn
 
 import partita
 
-FEW = 10  # batches whose mean is the loss at the start and at the end
+REPORTED_BATCHES = 10  # whose mean is the loss at the start and at the end
 
 
 class Data(NamedTuple):
     tokens: Tensor  # [N]
-    vocabulary: int  # as many as the tokenizer found, which may be fewer than it was asked for
+    vocabulary: int  # tokens of the tokenizer, which may find fewer than was asked for
 
 
 class Training(NamedTuple):
     losses: list[float]  # one for each batch
-    milliseconds: list[float]  # likewise
+    milliseconds: list[float]  # one for each batch
 
 
 class Rank(NamedTuple):
-    """What a rank says of itself at the end."""
+    """The report of one rank at the end."""
 
     checksum: list[int]
     rows: int  # of the head's matrix
-    mebibytes: float  # of these rows, their gradient and the optimizer's state
+    mebibytes: float  # memory of these rows, their gradient and the optimizer's state
 
 
 @dataclass(frozen=True)
@@ -58,38 +61,38 @@ class Report:
 
     @property
     def equal(self) -> bool:
-        """Whether the transformer is the same, to the bit, on all ranks."""
+        """Return whether the transformer has the same bits on all ranks."""
         return all(rank.checksum == self.ranks[0].checksum for rank in self.ranks)
 
 
 def join() -> torch.device:
-    """Join the other processes of torchrun, if it started this one. Gives this rank's device."""
-    alone = (
+    """Join the other processes of torchrun, if it started this one, and return the device."""
+    single_process = (
         {}
         if "WORLD_SIZE" in os.environ
         else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     )
     if not torch.cuda.is_available():
-        dist.init_process_group("gloo", **alone)
+        dist.init_process_group("gloo", **single_process)
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
-    # The gradient of attention is else summed in any order on a GPU, and the ranks drift apart.
+    # Otherwise a GPU sums the gradient of attention in any order, and the ranks drift apart.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    dist.init_process_group("nccl", device_id=device, **alone)
+    dist.init_process_group("nccl", device_id=device, **single_process)
     return device
 
 
 def shared_text(sizes: Sizes, seed: int, device: torch.device) -> Data:
-    """The text that the first rank reads, on all of them."""
-    box: list[Data | None] = [None]
+    """Read the text on the first rank, and return it on all ranks."""
+    shared: list[Data | None] = [None]
     if dist.get_rank() == 0:
         text = load(sizes, seed)
-        box = [Data(text.train, text.tokenizer.get_vocab_size())]
-    dist.broadcast_object_list(box, device=device)
-    data = box[0]
+        shared = [Data(text.train, text.tokenizer.get_vocab_size())]
+    dist.broadcast_object_list(shared, device=device)
+    data = shared[0]
     if len(data.tokens) <= sizes.length:
         raise ValueError(
             f"megabytes: expected text enough for {sizes.length} tokens, got {len(data.tokens)}"
@@ -98,12 +101,15 @@ def shared_text(sizes: Sizes, seed: int, device: torch.device) -> Data:
 
 
 def build(sizes: Sizes, seed: int, device: torch.device) -> LanguageModel:
-    """The model that every number of ranks starts from, less the rows of the head that are other ranks'. The head is not tied to the embedding."""
+    """Return the model, which starts the same for any number of ranks, with this rank's head rows.
+
+    The head is not tied to the embedding.
+    """
     torch.manual_seed(seed)
     model = LanguageModel(sizes)
-    whole = nn.init.normal_(torch.empty(sizes.vocabulary, sizes.width), std=sizes.width**-0.5)
+    matrix = nn.init.normal_(torch.empty(sizes.vocabulary, sizes.width), std=sizes.width**-0.5)
     each = -(-sizes.vocabulary // dist.get_world_size())
-    model.head.weight = nn.Parameter(whole[dist.get_rank() * each :][:each].clone())
+    model.head.weight = nn.Parameter(matrix[dist.get_rank() * each :][:each].clone())
     return model.to(device)
 
 
@@ -115,12 +121,16 @@ def loss_of(model: LanguageModel, tokens: Tensor, vocabulary: int) -> Tensor:
 
 
 def body(model: LanguageModel) -> list[nn.Parameter]:
-    """What every rank has."""
+    """Return the parameters that every rank has."""
     return [parameter for parameter in model.parameters() if parameter is not model.head.weight]
 
 
 def clip(model: LanguageModel, limit: float) -> None:
-    """Scale all gradients down to a norm, to which each rank's rows of the head add their part: with norms of their own the ranks would drift apart."""
+    """Scale all gradients down to a common norm.
+
+    The rows of the head of all ranks contribute to the norm. If each rank clipped by a norm of its
+    own, the ranks would drift apart.
+    """
     square = model.head.weight.grad.square().sum()
     dist.all_reduce(square)
     norm = (
@@ -159,7 +169,7 @@ def train(
             clip(model, 1.0)
             optimizer.step()
             schedule.step()
-            training.losses.append(loss.item())  # waits for all of the step
+            training.losses.append(loss.item())  # waits for the whole step
             training.milliseconds.append(1e3 * (time.perf_counter() - start))
             progress.update(task, advance=1, loss=training.losses[-1])
     return training
@@ -167,11 +177,10 @@ def train(
 
 def describe(model: LanguageModel, optimizer: torch.optim.Optimizer) -> Rank:
     head = model.head.weight
-    held = [head, head.grad, *(state for state in optimizer.state[head].values() if state.ndim)]
-    checksum = [
-        int(parameter.detach().view(torch.int32).sum()) for parameter in body(model)
-    ]  # of the bits
-    return Rank(checksum, len(head), sum(tensor.nbytes for tensor in held) / 2**20)
+    tensors = [head, head.grad, *(state for state in optimizer.state[head].values() if state.ndim)]
+    bits = [parameter.detach().view(torch.int32) for parameter in body(model)]
+    checksum = [int(integers.sum()) for integers in bits]
+    return Rank(checksum, len(head), sum(tensor.nbytes for tensor in tensors) / 2**20)
 
 
 def run(sizes: Sizes, steps: int, seed: int, device: torch.device, quiet: bool = False) -> Report:
@@ -206,7 +215,8 @@ def draw(path: Path, losses: list[float], where: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
-        description="Train a language model with its vocabulary spread over the processes that torchrun starts."
+        description="Train a language model with its vocabulary spread over the processes that"
+        " torchrun starts."
     )
     parser.add_argument(
         "--batches", type=positive, default=200, help="batches to train on (default 200)"
@@ -233,26 +243,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = join()
     report = run(sizes, options.batches, options.seed, device, options.quiet)
     first, world = dist.get_rank() == 0, dist.get_world_size()
-    dist.barrier()  # nobody leaves while another still talks
+    dist.barrier()  # no rank leaves while another still communicates
     dist.destroy_process_group()
     if first:
         losses, milliseconds = report.training
         print(
-            f"Loss: {statistics.mean(losses[:FEW]):.3f} nats a token at the start, {statistics.mean(losses[-FEW:]):.3f} at the end"
+            f"Loss: {statistics.mean(losses[:REPORTED_BATCHES]):.3f} nats a token at the start,"
+            f" {statistics.mean(losses[-REPORTED_BATCHES:]):.3f} at the end"
         )
         print(f"A step: {statistics.median(milliseconds):,.0f} ms")
         for i, rank in enumerate(report.ranks):
             print(
-                f"Head on rank {i}: {rank.rows:,} rows, {rank.mebibytes:,.1f} MiB with gradient and optimizer"
+                f"Head on rank {i}: {rank.rows:,} rows,"
+                f" {rank.mebibytes:,.1f} MiB with gradient and optimizer"
             )
-        places = f"{world} {'rank' if world == 1 else 'ranks'}"
-        print(f"Transformer: {'equal' if report.equal else 'not equal'} on {places}")
+        ranks = f"{world} {'rank' if world == 1 else 'ranks'}"
+        print(f"Transformer: {'equal' if report.equal else 'not equal'} on {ranks}")
         where = f"{torch.cuda.get_device_name()}, NCCL" if gpu else "CPU, Gloo"
-        draw(
-            options.out,
-            losses,
-            f"{where}, {places}: {sizes.batch} × {sizes.length} tokens, {sum(rank.rows for rank in report.ranks):,} classes",
-        )
+        classes = sum(rank.rows for rank in report.ranks)
+        batch = f"{sizes.batch} × {sizes.length} tokens, {classes:,} classes"
+        draw(options.out, losses, f"{where}, {ranks}: {batch}")
         print(f"Picture: {options.out}")
         if options.csv:
             write(options.csv, losses)

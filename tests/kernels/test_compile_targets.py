@@ -90,8 +90,7 @@ class Launch(NamedTuple):
     @property
     def plain(self) -> bool:
         """Without smoothing, class weights, probabilities and softcap; kernels that have no such options are always plain."""
-        names = ("SPREAD", "SMOOTHING", "SMOOTHING_MODE", "HAS_SMOOTHING", "CAP")
-        return not any(self.options.get(name) for name in names)
+        return not any(self.options.get(name) for name in ("SPREAD", "SMOOTHING", "CAP"))
 
     @property
     def demand(self) -> tuple[int, int]:
@@ -192,22 +191,26 @@ def call_parallel(dtype: torch.dtype) -> None:
     target, wide = torch.zeros(3, dtype=torch.int64), torch.promote_types(dtype, torch.float32)
     for spread, entropy in ((False, False), (True, False), (False, True)):
         words = torch.zeros(2, 4 + 3 * spread + 2 * entropy, 3, dtype=wide)
-        fields = _parallel.fields_of(words, target, 4, 0, 0, 1.0, -100, spread, entropy, "triton")
+        fields = _parallel.parallel_fields(
+            words, target, 4, 0, 0, 1.0, -100, spread, entropy, "triton"
+        )
         grads = (
             fields[0],
             fields[1],
             fields[2] if spread else None,
             fields[3] if entropy else None,
         )
-        _parallel.coefficients(target, *grads, None, fields[3], spread, 4, 1.0, -100, "triton")
+        _parallel.parallel_coefficients(
+            target, *grads, None, fields[3], spread, 4, 1.0, -100, "triton"
+        )
     if dtype == torch.float64:
         return
-    from partita.ops.vocab_parallel.gpu import one_pass as parallel_rows
+    from partita.ops.vocab_parallel.gpu.launch import parallel_one_pass
 
     words, flag = torch.zeros(64, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     for sizes in ((65_536,) * 2, (25_129, 25_128), (12_565,) * 4):
         for softcap, z_loss, mean in ((0.0, 0.0, True), (0.0, 0.0, False), (5.0, 0.1, True)):
-            parallel_rows.parallel_one_pass(
+            parallel_one_pass(
                 torch.zeros(3, sizes[0], dtype=dtype),
                 target,
                 words,

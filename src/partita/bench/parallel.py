@@ -1,8 +1,9 @@
-"""Vocabulary-parallel losses on several GPUs, against PyTorch's `loss_parallel` and Megatron's way of doing it: run it under torchrun.
+"""Time vocabulary-parallel losses on several GPUs against PyTorch's `loss_parallel` and Megatron.
 
     torchrun --nproc-per-node 4 -m partita.bench.parallel --csv parallel.csv
 
-Every group of 1, 2, 4, ... ranks that there is is measured in the same run, the others waiting.
+One run measures groups of 1, 2, 4 and 8 ranks, up to the number that torchrun starts. The ranks
+outside of a group wait for it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,16 +24,33 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-import partita
-from partita.ops.linear_heads.plan import linear_cross_entropy_plan
+from .. import cross_entropy, linear_cross_entropy, linear_cross_entropy_plan, parallel
 
 TOKENS, VOCABULARY = 8192, 131_072
 LINEAR = (8192, 4096, 128_256)
 HEAD_START_CYCLES = 2 * 10**8
 
 
+class Measurement(NamedTuple):
+    """A row of the table.
+
+    Fields:
+        op: the name of the loss.
+        gpus: the number of ranks.
+        provider: the implementation.
+        median_ms: milliseconds of the median repetition, forward and backward.
+        extra_gib: peak memory in GiB above the inputs.
+    """
+
+    op: str
+    gpus: int
+    provider: str
+    median_ms: float
+    extra_gib: float
+
+
 class Megatron(torch.autograd.Function):
-    """Three reductions, and the softmax in fp32 kept for the gradient."""
+    """The method of Megatron-LM: three reductions, and the softmax in fp32 saved for backward."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -40,59 +58,58 @@ class Megatron(torch.autograd.Function):
         maximum = x.amax(1)
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group)
         x -= maximum[:, None]
-        here = (target >= first) & (target < first + logits.shape[1])
-        place = torch.where(here, target - first, 0)
-        mine = torch.where(here, x.gather(1, place[:, None])[:, 0], 0.0)
-        dist.all_reduce(mine, group=group)
+        is_local = (target >= first) & (target < first + logits.shape[1])
+        label = torch.where(is_local, target - first, 0)
+        label_logit = torch.where(is_local, x.gather(1, label[:, None])[:, 0], 0.0)
+        dist.all_reduce(label_logit, group=group)
         e = x.exp_()
-        total = e.sum(1)
-        dist.all_reduce(total, group=group)
-        e /= total[:, None]
-        ctx.save_for_backward(e, here, place)
+        sumexp = e.sum(1)
+        dist.all_reduce(sumexp, group=group)
+        e /= sumexp[:, None]
+        ctx.save_for_backward(e, is_local, label)
         ctx.dtype = logits.dtype
-        return total.log() - mine
+        return sumexp.log() - label_logit
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        e, here, place = ctx.saved_tensors
-        e.scatter_add_(1, place[:, None], -here.float()[:, None])
+        e, is_local, label = ctx.saved_tensors
+        e.scatter_add_(1, label[:, None], -is_local.float()[:, None])
         return (e * grads[0][:, None]).to(ctx.dtype), None, None
 
 
 def timed(
     step: Callable[[], object], repetitions: int, group: dist.ProcessGroup | None
 ) -> tuple[float, float]:
-    """Milliseconds, of the slowest rank of a group in the median repetition, and peak GiB beside what is there."""
+    """Time the median repetition of a step on the slowest rank of a group.
+
+    Returns milliseconds, and the peak memory in GiB above what was allocated before.
+    """
     for _ in range(3):
         step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    marks = []
-    torch.cuda._sleep(HEAD_START_CYCLES)  # as in training, the host is ahead
+    events = []
+    torch.cuda._sleep(HEAD_START_CYCLES)  # the host runs ahead of the device, as in training
     for _ in range(repetitions):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         step()
         end.record()
-        marks.append((start, end))
+        events.append((start, end))
     torch.cuda.synchronize()
-    found = torch.tensor(
-        [
-            statistics.median(a.elapsed_time(b) for a, b in marks),
-            (torch.cuda.max_memory_allocated() - before) / 2**30,
-        ],
-        device="cuda",
-    )
+    milliseconds = statistics.median(start.elapsed_time(end) for start, end in events)
+    gib = (torch.cuda.max_memory_allocated() - before) / 2**30
+    result = torch.tensor([milliseconds, gib], device="cuda")
     if group is not None:
-        dist.all_reduce(found, dist.ReduceOp.MAX, group)
-    return float(found[0]), float(found[1])
+        dist.all_reduce(result, dist.ReduceOp.MAX, group)
+    return float(result[0]), float(result[1])
 
 
 def cross_entropies(
     group: dist.ProcessGroup, mesh: DeviceMesh, world: int
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """By name, what is timed; each is held to the loss in fp64 of some tokens first."""
+    """Check the loss of some tokens against fp64, then yield the steps to time with their names."""
     torch.manual_seed(dist.get_rank(group))
     local = torch.randn(
         TOKENS, VOCABULARY // world, device="cuda", dtype=torch.bfloat16, requires_grad=True
@@ -100,10 +117,10 @@ def cross_entropies(
     torch.manual_seed(1)
     target = torch.randint(VOCABULARY, (TOKENS,), device="cuda")
 
-    def ours() -> Tensor:
-        return partita.parallel.cross_entropy(local, target, group=group)
+    def partita_loss() -> Tensor:
+        return parallel.cross_entropy(local, target, group=group)
 
-    def theirs() -> Tensor:
+    def loss_parallel_gradient() -> Tensor:
         with loss_parallel():
             return torch.autograd.grad(
                 F.cross_entropy(
@@ -112,27 +129,27 @@ def cross_entropies(
                 local,
             )[0]
 
-    def megatron() -> Tensor:
+    def megatron_loss() -> Tensor:
         return Megatron.apply(local, target, group).mean()
 
     with torch.no_grad():
-        whole = [torch.empty_like(local) for _ in range(world)]
-        dist.all_gather(whole, local, group)
-        few = torch.cat([part[:64] for part in whole], 1).double()
-        truth = F.cross_entropy(few, target[:64], reduction="none")
-        found = partita.parallel.cross_entropy(local, target, group=group, reduction="none")[:64]
-        assert (found - truth).abs().max() < 1e-5 * truth.abs().max(), (
-            "the loss of partita is wrong"
-        )
-        del whole, few
-    yield "partita", lambda: torch.autograd.grad(ours(), local)
-    yield "loss_parallel", theirs
-    yield "megatron", lambda: torch.autograd.grad(megatron(), local)
+        parts = [torch.empty_like(local) for _ in range(world)]
+        dist.all_gather(parts, local, group)
+        logits = torch.cat([part[:64] for part in parts], 1).double()
+        truth = F.cross_entropy(logits, target[:64], reduction="none")
+        loss = parallel.cross_entropy(local, target, group=group, reduction="none")[:64]
+        is_accurate = (loss - truth).abs().max() < 1e-5 * truth.abs().max()
+        assert is_accurate, "the loss of partita is wrong"
+        del parts, logits
+    yield "partita", lambda: torch.autograd.grad(partita_loss(), local)
+    yield "loss_parallel", loss_parallel_gradient
+    yield "megatron", lambda: torch.autograd.grad(megatron_loss(), local)
     labels = target % local.shape[1]
-    yield "one shard", lambda: torch.autograd.grad(partita.cross_entropy(local, labels), local)
+    yield "one shard", lambda: torch.autograd.grad(cross_entropy(local, labels), local)
 
 
 def linear(group: dist.ProcessGroup, world: int) -> Callable[[], object]:
+    """Return the step of `linear_cross_entropy`, under a budget for which it saves all logits."""
     tokens, hidden, vocabulary = LINEAR
     torch.manual_seed(1)
     states = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -146,15 +163,28 @@ def linear(group: dist.ProcessGroup, world: int) -> Callable[[], object]:
     budget = linear_cross_entropy_plan(*LINEAR, torch.bfloat16, memory_budget=2**40).workspace_bytes
     if world == 1:
         return lambda: torch.autograd.grad(
-            partita.linear_cross_entropy(states, matrix, target, memory_budget=budget),
+            linear_cross_entropy(states, matrix, target, memory_budget=budget),
             (states, matrix),
         )
     return lambda: torch.autograd.grad(
-        partita.parallel.linear_cross_entropy(
-            states, matrix, target, group=group, memory_budget=budget
-        ),
+        parallel.linear_cross_entropy(states, matrix, target, group=group, memory_budget=budget),
         (states, matrix),
     )
+
+
+def measure(world: int, group: dist.ProcessGroup, repetitions: int) -> list[Measurement]:
+    """Time all losses on a group of `world` ranks."""
+    mesh = DeviceMesh("cuda", list(range(world)))
+    results = []
+    for name, step in cross_entropies(group, mesh, world) if world > 1 else ():
+        results.append(Measurement("cross_entropy", world, name, *timed(step, repetitions, group)))
+    torch.cuda.empty_cache()
+    step = linear(group, world)
+    results.append(
+        Measurement("linear_cross_entropy", world, "partita", *timed(step, repetitions, group))
+    )
+    torch.cuda.empty_cache()
+    return results
 
 
 def main() -> None:
@@ -166,36 +196,19 @@ def main() -> None:
     args = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    worlds = [size for size in (1, 2, 4, 8) if size <= dist.get_world_size()]
-    rows: list[tuple[str, int, str, float, float]] = []
-    for world in worlds:
-        group, rank = dist.new_group(list(range(world))), dist.get_rank()
-        mesh = DeviceMesh("cuda", list(range(world)))
+    rank, results = dist.get_rank(), []
+    for world in (size for size in (1, 2, 4, 8) if size <= dist.get_world_size()):
+        group = dist.new_group(list(range(world)))
         if rank < world:
             assert group is not None
-            for name, step in cross_entropies(group, mesh, world) if world > 1 else ():
-                rows.append(("cross_entropy", world, name, *timed(step, args.repetitions, group)))
-            torch.cuda.empty_cache()
-            rows.append(
-                (
-                    "linear_cross_entropy",
-                    world,
-                    "partita",
-                    *timed(linear(group, world), args.repetitions, group),
-                )
-            )
-            torch.cuda.empty_cache()
-            if rank == 0:
-                for op, ranks, name, ms, memory in rows[-5:] if world > 1 else rows[-1:]:
-                    print(
-                        f"{op:22} {ranks} GPUs {name:14} {ms:9.3f} ms {memory:7.2f} GiB", flush=True
-                    )
+            measured = measure(world, group, args.repetitions)
+            results += measured
+            for op, gpus, name, ms, gib in measured if rank == 0 else ():
+                print(f"{op:22} {gpus} GPUs {name:14} {ms:9.3f} ms {gib:7.2f} GiB", flush=True)
         dist.barrier()
-    if dist.get_rank() == 0 and args.csv:
+    if rank == 0 and args.csv:
         with args.csv.open("w", newline="") as file:
-            csv.writer(file).writerows(
-                [("op", "gpus", "provider", "median_ms", "extra_gib"), *rows]
-            )
+            csv.writer(file).writerows([Measurement._fields, *results])
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel losses: several processes, on Gloo in the ordinary tests and on NCCL where there are GPUs."""
+"""Vocabulary-parallel losses in several processes, which use Gloo on the CPU and NCCL on GPUs."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ WORLDS += [pytest.param("cuda", world, marks=pytest.mark.multigpu) for world in 
 
 
 def launch(kind: str, world: int, what: str, store: Path) -> list[tuple[int, str]]:
-    """Of each rank, its exit code and what it said."""
+    """Run a process for each rank, and return their exit codes and outputs."""
     script = str(Path(__file__).parents[2] / "helpers/ranks.py")
     path = os.pathsep.join(filter(None, sys.path))
     environment = {
@@ -46,30 +46,30 @@ def launch(kind: str, world: int, what: str, store: Path) -> list[tuple[int, str
         for rank in range(world)
     ]
     try:
-        said = [rank.communicate(timeout=300)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+    return [(rank.returncode, text) for rank, text in zip(ranks, outputs, strict=True)]
 
 
 @pytest.mark.parametrize(("kind", "world"), WORLDS)
 def test_every_rank(kind: str, world: int, tmp_path: Path) -> None:
     if kind == "cuda" and torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
-    for code, said in launch(kind, world, "all", tmp_path / "store"):
-        assert code == 0, said[-4000:]
-        assert said.count("passed") == len(CHECKS)
+    for code, output in launch(kind, world, "all", tmp_path / "store"):
+        assert code == 0, output[-4000:]
+        assert output.count("passed") == len(CHECKS)
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
 def test_a_rank_that_raises_does_not_leave_the_others_hanging(kind: str, tmp_path: Path) -> None:
     if kind == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    (first, heard), (second, said) = launch(kind, 2, "fail", tmp_path / "store")
-    assert second != 0 and "this rank has had enough" in said
-    assert first != 0 and "RuntimeError" in heard
-    assert kind == "cpu" or "a rank did not come to the loss" in heard
+    (code, output), (failing_code, failing_output) = launch(kind, 2, "fail", tmp_path / "store")
+    assert failing_code != 0 and "this rank does not take part" in failing_output
+    assert code != 0 and "RuntimeError" in output
+    assert kind == "cpu" or "a rank did not reach the loss" in output
 
 
 def test_no_process_group() -> None:

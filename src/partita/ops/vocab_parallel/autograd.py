@@ -1,237 +1,181 @@
-"""Rows whose classes lie on several ranks: each rank's statistics, one gather of them, and the same merged result everywhere."""
+"""The registered ops of losses over a sharded vocabulary, and their autograd functions.
+
+Each rank computes the packed state of its classes. The states are gathered once, and every rank
+merges them into the same statistics, bit for bit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-from ...runtime import checks, register
-from ...runtime.autograd import is_double_backward, plain_eager
+from ...runtime import register
+from ...runtime.autograd import is_double_backward
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.autograd import scale_gradient
-from ..linear_heads import autograd as _linear
-from ..linear_heads.common import RowStatistics
+from ..linear_heads import autograd as linear_heads
+from ..linear_heads.common import GradientCoefficients, RowStatistics
 from ..linear_heads.plan import padded_width
-from . import peers as _peers
-from .backends import BACKENDS, one_pass_functions
-from .reference import wide_product
-
-# Their names from torch 2.13 on, and before.
-_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-_reduce_scatter = (
-    getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
-)
+from .backends import BACKENDS
+from .common import packed_size
+from .matmul import matmul_during_collective, matmul_in_acc_dtype
+from .shard import VocabShard, gather_ranks, sum_and_scatter, sum_over_ranks
 
 
-Classes = int | Sequence[int] | None
+class ParallelRowOptions(NamedTuple):
+    """The options of the statistics of rows.
 
-
-class Shard(NamedTuple):
-    """Which classes a rank has.
-
-    RowStatistics:
-        group: the name of the process group.
-        sizes: classes of each rank, in rank order.
-        rank: in the group.
+    Fields:
+        temperature: the logits are divided by it after the soft-cap.
+        softcap: bound of the logits, 0 for none.
+        ignore_index: the label of rows that do not count.
+        smoothing: whether the smoothing loss is computed.
+        entropy: whether entropy and argmax are computed.
     """
 
-    group: Any
-    sizes: tuple[int, ...]
-    rank: int
-
-    @property
-    def first(self) -> int:
-        return sum(self.sizes[: self.rank])
-
-    @property
-    def classes(self) -> int:
-        return sum(self.sizes)
-
-    def part(self, class_weight: Tensor | None) -> Tensor | None:
-        """Of the weights of all classes, those of this rank."""
-        return (
-            None
-            if class_weight is None
-            else class_weight[self.first : self.first + self.sizes[self.rank]].contiguous()
-        )
-
-
-def shard_of(
-    name: str, tensor: Tensor, dim: int, group: dist.ProcessGroup | None, classes: Classes
-) -> Shard:
-    """This rank's classes, which lie in a dimension of the tensor, among all."""
-    local = tensor.shape[dim]
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "group: expected a process group, but torch.distributed is not initialised: call init_process_group, or use torchrun"
-        )
-    group = dist.group.WORLD if group is None else group
-    if group is None or (rank := dist.get_rank(group)) < 0:
-        raise ValueError("group: expected a process group that this rank belongs to")
-    if tensor.is_cuda and not torch.compiler.is_compiling() and dist.get_backend(group) == "gloo":
-        # It would end the process: https://github.com/pytorch/pytorch/issues/152645
-        raise RuntimeError(
-            f"group: expected NCCL for tensors on {tensor.device}, got Gloo, which cannot gather them"
-        )
-    world = dist.get_world_size(group)
-    for size in classes if isinstance(classes, Sequence) else () if classes is None else (classes,):
-        checks.python_int("classes", size)
-    if isinstance(classes, int):
-        each = -(-classes // world)
-        sizes = tuple(max(0, min(each, classes - i * each)) for i in range(world))
-    else:
-        sizes = (local,) * world if classes is None else tuple(classes)
-    if len(sizes) != world or sizes[rank] != local:
-        expected = sizes[rank] if len(sizes) == world else f"a size for each of {world} ranks"
-        raise ValueError(
-            f"{name}: expected {expected} classes on rank {rank} (from classes={classes!r}), got {local}"
-        )
-    if sum(sizes) == 0:
-        raise ValueError(f"{name}: expected at least one class")
-    return Shard(group.group_name, sizes, rank)
-
-
-def gathered(tensor: Tensor, group: Any) -> Tensor:
-    """Of all ranks, along a new first dimension."""
-    return functional.wait_tensor(_all_gather(tensor.contiguous()[None], 0, group))
-
-
-def _sum(tensor: Tensor, group: Any) -> Tensor:
-    """Over the ranks, to be waited for; what was given is overwritten where it can be."""
-    if plain_eager():
-        return torch.ops._c10d_functional.all_reduce_(tensor, "sum", group)
-    return functional.all_reduce(tensor, "sum", group)
-
-
-def _scattered_sum(tensor: Tensor, group: Any) -> Tensor:
-    return _reduce_scatter(tensor, "sum", 0, group)
-
-
-def _beside(a: Tensor, b: Tensor) -> Tensor:
-    """a b, while ranks exchange something. In two parts: a product occupies the whole device, and NCCL's kernel, which comes behind it, starts when
-    the first part leaves."""
-    first = len(a) // 4 // 128 * 128
-    result = torch.empty((len(a), b.shape[1]), dtype=a.dtype, device=a.device)
-    for part in (slice(0, first), slice(first, None)) if first else (slice(None),):
-        torch.mm(a[part], b, out=result[part])
-    return result
-
-
-class Numbers(NamedTuple):
     temperature: float
     softcap: float
     ignore_index: int
-    spread: bool
+    smoothing: bool
     entropy: bool
 
 
-def _words(like: Tensor, spread: bool, entropy: bool) -> Tensor:
-    return like.new_empty(
-        (4 + 3 * spread + 2 * entropy, like.shape[0]), dtype=acc_dtype(like.dtype)
-    )
+def _packed_fake(like: Tensor, smoothing: bool, entropy: bool) -> Tensor:
+    size = (packed_size(smoothing, entropy), like.shape[0])
+    return like.new_empty(size, dtype=acc_dtype(like.dtype))
 
 
-def _fields_fake(found: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    spread, entropy = args[-2:]
-    rows = found.shape[2]
-    sizes = (
-        rows,
-        rows,
-        rows if spread else 0,
-        rows if entropy else 0,
-        rows if entropy else 0,
-        rows,
-        rows,
-    )
+def _logits_fake(
+    logits: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None,
+    first_class: int,
+    temperature: float,
+    softcap: float,
+    smoothing: bool,
+    entropy: bool,
+) -> Tensor:
+    return _packed_fake(logits, smoothing, entropy)
+
+
+def _linear_fake(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    first_class: int,
+    temperature: float,
+    softcap: float,
+    smoothing: bool,
+    entropy: bool,
+    chunk: int,
+    save_logits: bool,
+) -> tuple[Tensor, Tensor]:
+    saved = input.shape[0] * padded_width(weight.shape[0]) if save_logits else 0
+    return _packed_fake(input, smoothing, entropy), input.new_empty(saved)
+
+
+def _fields_fake(gathered: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    smoothing, entropy = args[-2:]
+    M = gathered.shape[2]
+    per_entropy = M if entropy else 0
+    sizes = (M, M, M if smoothing else 0, per_entropy, per_entropy, M, M)
     return tuple(
-        found.new_empty(size, dtype=torch.int64 if i == 4 else found.dtype)
+        gathered.new_empty(size, dtype=torch.int64 if i == 4 else gathered.dtype)
         for i, size in enumerate(sizes)
     )
 
 
 def _coefficients_fake(
     target: Tensor,
-    nll: Any,
-    logsumexp: Any,
-    spread: Any,
-    entropy: Any,
-    class_weight: Any,
+    grad_nll: Tensor | None,
+    grad_logsumexp: Tensor | None,
+    grad_smoothing: Tensor | None,
+    grad_entropy: Tensor | None,
+    class_weight: Tensor | None,
     entropies: Tensor,
-    spreads: bool,
+    smoothing: bool,
     *_: Any,
 ) -> tuple[Tensor, ...]:
-    like = next(grad for grad in (nll, logsumexp, spread, entropy) if grad is not None)
-    rows = target.shape[0]
-    wanted = (
-        True,
-        True,
-        entropy is not None and entropies.numel() > 0,
-        spread is not None and spreads,
-    )
-    return tuple(like.new_empty(rows if wants else 0) for wants in wanted)
+    grads = (grad_nll, grad_logsumexp, grad_smoothing, grad_entropy)
+    like = next(grad for grad in grads if grad is not None)
+    M = target.shape[0]
+    has_log_coef = grad_entropy is not None and entropies.numel() > 0
+    has_smoothing_coef = grad_smoothing is not None and smoothing
+    sizes = (M, M, M if has_log_coef else 0, M if has_smoothing_coef else 0)
+    return tuple(like.new_empty(size) for size in sizes)
 
 
-_STATE = "Tensor target, Tensor? class_weight, int first, float temperature, float softcap, bool spread, bool entropy"
-_OF_ROWS = "Tensor target, Tensor? class_weight, Tensor maximum, Tensor sumexp, float temperature, float softcap"
-_COEFFICIENTS = "Tensor pull, Tensor at_label, Tensor? log_pull, Tensor? by_class"
-of_logits = register.define(
+def _gradient_fake(*args: Any) -> Tensor:
+    logits = args[4]
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+_STATE = (
+    "Tensor target, Tensor? class_weight, int first_class, float temperature, float softcap,"
+    " bool smoothing, bool entropy"
+)
+_ROWS = (
+    "Tensor target, Tensor? class_weight, Tensor maximum, Tensor sumexp, float temperature,"
+    " float softcap"
+)
+_COEFFICIENTS = "Tensor dlogits_coef, Tensor label_coef, Tensor? log_coef, Tensor? smoothing_coef"
+
+parallel_logits = register.define(
     f"parallel_logits(Tensor logits, {_STATE}, str backend) -> Tensor",
-    lambda logits, target, class_weight, first, temperature, softcap, spread, entropy: _words(
-        logits, spread, entropy
-    ),
+    _logits_fake,
     backends=BACKENDS,
 )
-of_hidden = register.define(
-    f"parallel_linear(Tensor input, Tensor weight, Tensor? bias, {_STATE}, int chunk, bool keep, str backend) -> (Tensor, Tensor)",
-    lambda input, weight, bias, target, class_weight, first, temperature, softcap, spread, entropy, chunk, keep: (
-        _words(input, spread, entropy),
-        input.new_empty(input.shape[0] * padded_width(weight.shape[0]) if keep else 0),
-    ),
+parallel_linear = register.define(
+    f"parallel_linear(Tensor input, Tensor weight, Tensor? bias, {_STATE}, int chunk,"
+    " bool save_logits, str backend) -> (Tensor, Tensor)",
+    _linear_fake,
     backends=BACKENDS,
 )
-fields_of = register.define(
-    "parallel_fields(Tensor found, Tensor target, int classes, int first, int rank, float temperature, int ignore_index, bool spread, bool entropy,"
-    " str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+parallel_fields = register.define(
+    "parallel_fields(Tensor gathered, Tensor target, int classes, int first_class, int rank,"
+    " float temperature, int ignore_index, bool smoothing, bool entropy, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fields_fake,
     backends=BACKENDS,
 )
-coefficients = register.define(
-    "parallel_coefficients(Tensor target, Tensor? nll, Tensor? logsumexp, Tensor? spread, Tensor? entropy, Tensor? class_weight, Tensor entropies,"
-    " bool spreads, int classes, float temperature, int ignore_index, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+parallel_coefficients = register.define(
+    "parallel_coefficients(Tensor target, Tensor? grad_nll, Tensor? grad_logsumexp,"
+    " Tensor? grad_smoothing, Tensor? grad_entropy, Tensor? class_weight, Tensor entropies,"
+    " bool smoothing, int classes, float temperature, int ignore_index, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     _coefficients_fake,
     backends=BACKENDS,
 )
-gradient = register.define(
-    f"parallel_gradient({_COEFFICIENTS}, Tensor logits, {_OF_ROWS}, str backend) -> Tensor",
-    lambda *args: torch.empty(args[4].shape, dtype=args[4].dtype, device=args[4].device),
+parallel_gradient = register.define(
+    f"parallel_gradient({_COEFFICIENTS}, Tensor logits, {_ROWS}, str backend) -> Tensor",
+    _gradient_fake,
     backends=BACKENDS,
 )
-gradient_ = register.define(
-    f"parallel_gradient_(Tensor(a!) logits, {_COEFFICIENTS}, {_OF_ROWS}, str backend) -> ()",
+parallel_gradient_ = register.define(
+    f"parallel_gradient_(Tensor(a!) logits, {_COEFFICIENTS}, {_ROWS}, str backend) -> ()",
     lambda *_: None,
     backends=BACKENDS,
 )
 
 
-def _merged(
-    words: Tensor, target: Tensor, shard: Shard, numbers: Numbers, backend: str
+def _merge(
+    packed: Tensor, target: Tensor, shard: VocabShard, options: ParallelRowOptions, backend: str
 ) -> tuple[Tensor, ...]:
-    """The fields, the same bits on every rank."""
-    found = gathered(words, shard.group)
-    return fields_of(
-        found,
+    """Gather the packed states, and merge them into the statistics of the rows."""
+    return parallel_fields(
+        gather_ranks(packed, shard.group),
         target,
         shard.classes,
-        shard.first,
+        shard.first_class,
         shard.rank,
-        numbers.temperature,
-        numbers.ignore_index,
-        *numbers[3:],
+        options.temperature,
+        options.ignore_index,
+        options.smoothing,
+        options.entropy,
         backend,
     )
 
@@ -240,45 +184,62 @@ def _coefficients(
     grads: tuple[Tensor | None, ...],
     target: Tensor,
     class_weight: Tensor | None,
-    fields: RowStatistics,
-    shard: Shard,
-    numbers: Numbers,
+    statistics: RowStatistics,
+    shard: VocabShard,
+    options: ParallelRowOptions,
     backend: str,
-) -> tuple[Any, ...]:
-    options = (
-        fields.entropy,
-        numbers.spread,
+) -> GradientCoefficients:
+    """Return the coefficients of each row's gradient from the gradients of its statistics."""
+    dlogits_coef, label_coef, log_coef, smoothing_coef = parallel_coefficients(
+        target,
+        *grads[:4],
+        class_weight,
+        statistics.entropy,
+        options.smoothing,
         shard.classes,
-        numbers.temperature,
-        numbers.ignore_index,
+        options.temperature,
+        options.ignore_index,
         backend,
     )
-    found = coefficients(target, *grads[:4], class_weight, *options)
-    return *found[:2], *(tensor if tensor.numel() else None for tensor in found[2:])
+    return GradientCoefficients(
+        dlogits_coef,
+        label_coef,
+        log_coef if log_coef.numel() else None,
+        smoothing_coef if smoothing_coef.numel() else None,
+    )
 
 
-class Logits(torch.autograd.Function):
-    """The differentiable fields of rows of logits, of which this rank has some classes."""
+class LogitsStatistics(torch.autograd.Function):
+    """The `RowStatistics` of rows of logits, from the classes of all ranks.
+
+    The first four are differentiable in this rank's logits.
+    """
 
     @staticmethod
     def forward(
         logits: Tensor,
         target: Tensor,
         class_weight: Tensor | None,
-        shard: Shard,
-        numbers: Numbers,
+        shard: VocabShard,
+        options: ParallelRowOptions,
         backend: str,
     ) -> tuple[Tensor, ...]:
-        temperature, softcap, _, spread, entropy = numbers
-        place, of_class = target - shard.first, shard.part(class_weight)
-        words = of_logits(
-            logits, place, of_class, shard.first, temperature, softcap, spread, entropy, backend
+        packed = parallel_logits(
+            logits,
+            target - shard.first_class,
+            shard.local_weight(class_weight),
+            shard.first_class,
+            options.temperature,
+            options.softcap,
+            options.smoothing,
+            options.entropy,
+            backend,
         )
-        return _merged(words, target, shard, numbers, backend)
+        return _merge(packed, target, shard, options, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.shard, ctx.numbers, ctx.backend = inputs
+        *tensors, ctx.shard, ctx.options, ctx.backend = inputs
         ctx.mark_non_differentiable(*output[4:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output)
@@ -288,88 +249,36 @@ class Logits(torch.autograd.Function):
         logits, target, class_weight, *outputs = ctx.saved_tensors
         if is_double_backward():
             raise RuntimeError(
-                "partita.parallel: no second derivative; gather the logits and use the op of one device"
+                "partita.parallel: no second derivative; gather the logits and use the op of one"
+                " device"
             )
         if all(grad is None for grad in grads[:4]):
             return (None,) * 6
-        numbers, shard, fields = ctx.numbers, ctx.shard, RowStatistics(*outputs)
-        c = _coefficients(grads, target, class_weight, fields, shard, numbers, ctx.backend)
-        statistics = (fields.maximum, fields.sumexp, numbers.temperature, numbers.softcap)
-        result = gradient(
-            *c, logits, target - shard.first, shard.part(class_weight), *statistics, ctx.backend
+        options, shard, statistics = ctx.options, ctx.shard, RowStatistics(*outputs)
+        coefficients = _coefficients(
+            grads, target, class_weight, statistics, shard, options, ctx.backend
         )
-        return result, None, None, None, None, None
+        dlogits = parallel_gradient(
+            *coefficients,
+            logits,
+            target - shard.first_class,
+            shard.local_weight(class_weight),
+            statistics.maximum,
+            statistics.sumexp,
+            options.temperature,
+            options.softcap,
+            ctx.backend,
+        )
+        return dlogits, None, None, None, None, None
 
 
-def one_pass(
-    logits: Tensor,
-    target: Tensor,
-    shard: Shard,
-    ignore_index: int,
-    softcap: float,
-    z_loss: float,
-    mean: bool,
-) -> tuple[Tensor, Tensor] | None:
-    """The mean or the sum of the losses, and the gradient of this rank's logits; None where the ranks' kernels cannot reach one another."""
-    words_of, run = one_pass_functions()
-    group = dist.distributed_c10d._resolve_process_group(shard.group)  # type: ignore[attr-defined]
-    boxes = _peers.boxes_for(
-        group, logits.device, words_of(len(logits), shard.sizes, logits.element_size())
-    )
-    if boxes is None:
-        return None
-    loss, grad = run(
-        logits,
-        target.contiguous(),
-        *boxes,
-        shard.sizes,
-        shard.rank,
-        ignore_index,
-        softcap,
-        z_loss,
-        mean,
-    )
-    return loss, grad
+class HiddenStatistics(torch.autograd.Function):
+    """The `RowStatistics` of hidden states times a matrix, from the classes of all ranks.
 
-
-class OnePass(torch.autograd.Function):
-    """The reduced loss of rows of logits, of which this rank has some classes, with the gradient formed beside it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        target: Tensor,
-        found: tuple[Tensor, Tensor],
-        options: tuple[Any, ...],
-        backend: str,
-    ) -> Tensor:
-        ctx.set_materialize_grads(False)
-        loss, ctx.gradient = found
-        ctx.options, ctx.backend = options, backend
-        ctx.save_for_backward(logits, target)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if is_double_backward():
-            raise RuntimeError(
-                "partita.parallel: no second derivative; gather the logits and use the op of one device"
-            )
-        if grads[0] is None:
-            return (None,) * 5
-        gradient, ctx.gradient = ctx.gradient, None
-        if gradient is None:  # a second backward pass
-            found = one_pass(*ctx.saved_tensors, *ctx.options)
-            assert found is not None
-            gradient = found[1]
-        scale_gradient.eager(gradient, grads[0], ctx.backend)
-        return gradient, None, None, None, None
-
-
-class Hidden(torch.autograd.Function):
-    """The differentiable fields of rows of hidden states, of whose matrix this rank has some classes. The gradient of the hidden states is complete;
-    where the ranks had each some of their tokens (`scattered`), it is that of these."""
+    The first four are differentiable in the hidden states and in this rank's rows of the matrix.
+    The gradient of the hidden states is complete on every rank. With `scattered` each rank has some
+    of the tokens, and its gradient is that of its own tokens.
+    """
 
     @staticmethod
     def forward(
@@ -378,88 +287,140 @@ class Hidden(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         class_weight: Tensor | None,
-        shard: Shard,
-        numbers: Numbers,
+        shard: VocabShard,
+        options: ParallelRowOptions,
         chunk: int,
-        keep: bool,
+        save_logits: bool,
         scattered: bool,
         backend: str,
     ) -> tuple[Tensor, ...]:
-        temperature, softcap, _, spread, entropy = numbers
         if scattered:
-            input = gathered(input, shard.group).flatten(0, 1)
-        place, of_class = target - shard.first, shard.part(class_weight)
-        options = (
-            place,
-            of_class,
-            shard.first,
-            temperature,
-            softcap,
-            spread,
-            entropy,
+            input = gather_ranks(input, shard.group).flatten(0, 1)
+        packed, saved_logits = parallel_linear(
+            input,
+            weight,
+            bias,
+            target - shard.first_class,
+            shard.local_weight(class_weight),
+            shard.first_class,
+            options.temperature,
+            options.softcap,
+            options.smoothing,
+            options.entropy,
             chunk,
-            keep,
+            save_logits,
             backend,
         )
-        words, kept = of_hidden(input, weight, bias, *options)
-        return *_merged(words, target, shard, numbers, backend), kept
+        return *_merge(packed, target, shard, options, backend), saved_logits
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.shard, ctx.numbers, ctx.chunk, keep, ctx.scattered, ctx.backend = inputs
+        (
+            *tensors,
+            ctx.shard,
+            ctx.options,
+            ctx.chunk,
+            save_logits,
+            ctx.scattered,
+            ctx.backend,
+        ) = inputs
         ctx.mark_non_differentiable(*output[4:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output[:-1])
-        ctx.kept = output[-1] if keep else None
+        # Autograd must not track the logits, because the first backward pass overwrites them.
+        ctx.saved_logits = output[-1] if save_logits else None
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        input, weight, bias, target, class_weight, *outputs = ctx.saved_tensors
+        target, class_weight, *outputs = ctx.saved_tensors[3:]
         if is_double_backward():
             raise RuntimeError(
-                "partita.parallel: no second derivative; gather the matrix and use the op of one device"
+                "partita.parallel: no second derivative; gather the matrix and use the op of one"
+                " device"
             )
-        if all(grad is None for grad in grads[:4]):  # on all ranks alike
+        if all(grad is None for grad in grads[:4]):  # the same on all ranks
             return (None,) * 11
-        numbers, shard, fields = ctx.numbers, ctx.shard, RowStatistics(*outputs)
-        to_input, to_weight, to_bias = ctx.needs_input_grad[:3]
-        c = _coefficients(grads, target, class_weight, fields, shard, numbers, ctx.backend)
-        place, of_class, wide = target - shard.first, shard.part(class_weight), fields.nll.dtype
-        if ctx.scattered:
-            input = gathered(input, shard.group).flatten(0, 1)
-        reduce = _scattered_sum if ctx.scattered else _sum
-        options = (fields.maximum, fields.sumexp, numbers.temperature, numbers.softcap)
-        kept, ctx.kept = ctx.kept, None
-        d_input = d_weight = d_bias = input.new_empty(0)
-        if kept is None:
-            args = (
-                *c,
-                input,
-                weight,
-                bias,
-                place,
-                of_class,
-                *options[:2],
-                d_input,
-                *options[2:],
-                ctx.chunk,
-                to_input,
-                to_weight,
-                to_bias,
-            )
-            d_input, d_weight, d_bias = _linear.rows_backward(*args, ctx.backend)
-            if to_input:
-                d_input = reduce(d_input.to(wide), shard.group)
+        statistics = RowStatistics(*outputs)
+        coefficients = _coefficients(
+            grads, target, class_weight, statistics, ctx.shard, ctx.options, ctx.backend
+        )
+        saved_logits, ctx.saved_logits = ctx.saved_logits, None
+        if saved_logits is None:
+            results = _recomputed_gradients(ctx, coefficients, statistics)
         else:
-            logits = kept.view(len(input), padded_width(len(weight)))[:, : len(weight)]
-            gradient_.eager(logits, *c, place, of_class, *options, ctx.backend)
-            if to_input:
-                d_input = reduce(wide_product(logits, weight), shard.group)
-            if to_weight:
-                d_weight = _beside(logits.T, input) if to_input else torch.mm(logits.T, input)
-            if to_bias and bias is not None:
-                d_bias = logits.sum(0, dtype=wide).to(bias.dtype)
-        if to_input:
-            d_input = functional.wait_tensor(d_input).to(input.dtype)
-        found = ((d_input, to_input), (d_weight, to_weight), (d_bias, to_bias))
-        return *(grad if wants else None for grad, wants in found), *(None,) * 8
+            results = _saved_gradients(ctx, saved_logits, coefficients, statistics)
+        needed = zip(results, ctx.needs_input_grad[:3], strict=True)
+        return *(grad if needs_grad else None for grad, needs_grad in needed), *(None,) * 8
+
+
+def _all_hidden(ctx: Any, input: Tensor) -> Tensor:
+    """Return the hidden states of all tokens."""
+    return gather_ranks(input, ctx.shard.group).flatten(0, 1) if ctx.scattered else input
+
+
+def _start_hidden_sum(ctx: Any, d_input: Tensor) -> Tensor:
+    """Start the sum of the hidden states' gradient over the ranks."""
+    return (sum_and_scatter if ctx.scattered else sum_over_ranks)(d_input, ctx.shard.group)
+
+
+def _recomputed_gradients(
+    ctx: Any, coefficients: GradientCoefficients, statistics: RowStatistics
+) -> tuple[Tensor, ...]:
+    """Compute the logits again, chunk by chunk, and return the gradients of `HiddenStatistics`."""
+    input, weight, bias, target, class_weight = ctx.saved_tensors[:5]
+    input = _all_hidden(ctx, input)
+    d_input, d_weight, d_bias = linear_heads.rows_backward(
+        *coefficients,
+        input,
+        weight,
+        bias,
+        target - ctx.shard.first_class,
+        ctx.shard.local_weight(class_weight),
+        statistics.maximum,
+        statistics.sumexp,
+        input.new_empty(0),  # no saved logits
+        ctx.options.temperature,
+        ctx.options.softcap,
+        ctx.chunk,
+        *ctx.needs_input_grad[:3],
+        ctx.backend,
+    )
+    if ctx.needs_input_grad[0]:
+        summed = _start_hidden_sum(ctx, d_input.to(statistics.nll.dtype))
+        d_input = functional.wait_tensor(summed).to(input.dtype)
+    return d_input, d_weight, d_bias
+
+
+def _saved_gradients(
+    ctx: Any,
+    saved_logits: Tensor,
+    coefficients: GradientCoefficients,
+    statistics: RowStatistics,
+) -> tuple[Tensor, ...]:
+    """Overwrite the saved logits by their gradient, and return those of `HiddenStatistics`."""
+    input, weight, bias, target, class_weight = ctx.saved_tensors[:5]
+    to_input, to_weight, to_bias = ctx.needs_input_grad[:3]
+    input = _all_hidden(ctx, input)
+    dlogits = saved_logits.view(len(input), padded_width(len(weight)))[:, : len(weight)]
+    parallel_gradient_.eager(
+        dlogits,
+        *coefficients,
+        target - ctx.shard.first_class,
+        ctx.shard.local_weight(class_weight),
+        statistics.maximum,
+        statistics.sumexp,
+        ctx.options.temperature,
+        ctx.options.softcap,
+        ctx.backend,
+    )
+    d_input = d_weight = d_bias = input.new_empty(0)
+    if to_input:
+        d_input = _start_hidden_sum(ctx, matmul_in_acc_dtype(dlogits, weight))
+    if to_weight:  # while the ranks add up the gradient of the hidden states
+        multiply = matmul_during_collective if to_input else torch.mm
+        d_weight = multiply(dlogits.T, input)
+    if to_bias and bias is not None:
+        d_bias = dlogits.sum(0, dtype=statistics.nll.dtype).to(bias.dtype)
+    if to_input:
+        d_input = functional.wait_tensor(d_input).to(input.dtype)
+    return d_input, d_weight, d_bias

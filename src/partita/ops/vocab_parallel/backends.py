@@ -1,9 +1,11 @@
-"""Which functions serve the ops of losses over a sharded vocabulary on each backend."""
+"""The functions that serve the ops of losses over a sharded vocabulary on each backend."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from ...runtime.backend import Backends
 
@@ -24,23 +26,23 @@ def _reference() -> Functions:
 
 
 def _gpu() -> Functions:
-    from .gpu import merge
+    from .gpu import launch
 
     return {
-        "parallel_logits": merge.parallel_logits,
-        "parallel_linear": merge.parallel_linear,
-        "parallel_fields": merge.parallel_fields,
-        "parallel_coefficients": merge.parallel_coefficients,
-        "parallel_gradient": merge.parallel_gradient,
-        "parallel_gradient_": merge.parallel_gradient_,
+        "parallel_logits": launch.parallel_logits,
+        "parallel_linear": launch.parallel_linear,
+        "parallel_fields": launch.parallel_fields,
+        "parallel_coefficients": launch.parallel_coefficients,
+        "parallel_gradient": launch.parallel_gradient,
+        "parallel_gradient_": launch.parallel_gradient_,
     }
 
 
 BACKENDS = Backends(reference=_reference, gpu=_gpu)
 
 
-def one_pass_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the functions of the kernel in which ranks of one host wait for one another."""
-    from .gpu.one_pass import parallel_one_pass, words_of
+def parallel_one_pass(*args: Any) -> tuple[Tensor, Tensor]:
+    """Call the kernel in which the GPUs of one host wait for each other; it has no reference."""
+    from .gpu.launch import parallel_one_pass
 
-    return words_of, parallel_one_pass
+    return parallel_one_pass(*args)

@@ -1,268 +1,163 @@
-"""What a rank does with its share of the classes, and the merging of what all ranks know: a launch each."""
+"""Kernels that merge the packed states of all ranks, and that compute gradient coefficients."""
 
 from __future__ import annotations
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ....primitives.gpu.math import LOG2E, finite_shift, log_exact
-from ....runtime.launch import cdiv, launch, tl_acc_dtype
-from ...linear_heads.gpu.launch import accumulate_logits, logits_gradient
-from .. import reference
 
 
-@triton.jit(do_not_specialize=["rows", "world", "classes", "first", "rank", "ignore_index"])
+@triton.jit(do_not_specialize=["M", "world", "V", "first_class", "rank", "ignore_index"])
 def parallel_fields_kernel(
-    found_ptr,  # [world, 4 + 3 * SPREAD + 2 * ENTROPY, rows]: maximum, sum, label, size; origin, spread, weights; surprise, argmax
-    target_ptr,  # [rows]
-    nll_ptr,  # [rows]
-    logsumexp_ptr,  # [rows]
-    spread_ptr,  # [rows] or None
-    entropy_ptr,  # [rows] or None
-    argmax_ptr,  # [rows] int64 or None
-    maximum_ptr,  # [rows]
-    sumexp_ptr,  # [rows]
-    rows,
+    # [world, PACKED, M]: maximum, sumexp, label logit, number of classes; with SMOOTHING origin,
+    # smoothing loss and sum of the class weights; with ENTROPY sum_x_exp and argmax
+    gathered_ptr,
+    target_ptr,  # [M]
+    nll_ptr,  # [M]
+    logsumexp_ptr,  # [M]
+    smoothing_loss_ptr,  # [M] or None
+    entropy_ptr,  # [M] or None
+    argmax_ptr,  # [M] int64 or None
+    maximum_ptr,  # [M]
+    sumexp_ptr,  # [M]
+    M,
     world,
-    classes,
-    first,
+    V,  # classes of all ranks
+    first_class,  # of this rank
     rank,
     ignore_index,
     temperature: tl.float64,
-    SPREAD: tl.constexpr,
+    SMOOTHING: tl.constexpr,
     ENTROPY: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Statistics of rows from what each rank knows of them, in rank order."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside, temperature = row < rows, tl.full([], temperature, WIDE)
-    slope, pitch = tl.full([], LOG2E, WIDE) / temperature, tl.cast(rows, tl.int64)
-    WORDS: tl.constexpr = 4 + 3 * SPREAD + 2 * ENTROPY
-    maximum = tl.full([BLOCK], -float("inf"), WIDE)
+    """Merge the states of all ranks in rank order into the statistics of the rows."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    mask = row < M
+    temperature = tl.full([], temperature, ACC_DTYPE)
+    slope = tl.full([], LOG2E, ACC_DTYPE) / temperature
+    stride = tl.cast(M, tl.int64)
+    PACKED: tl.constexpr = 4 + 3 * SMOOTHING + 2 * ENTROPY
+    maximum = tl.full([BLOCK], -float("inf"), ACC_DTYPE)
     for r in range(world):
         maximum = tl.maximum(
-            maximum, tl.load(found_ptr + r * WORDS * pitch + row, mask=inside, other=0.0)
+            maximum, tl.load(gathered_ptr + r * PACKED * stride + row, mask=mask, other=0.0)
         )
-    shift, total, label = (
-        finite_shift(maximum),
-        tl.zeros([BLOCK], WIDE),
-        tl.full([BLOCK], -float("inf"), WIDE),
-    )
-    before, everywhere = tl.zeros([BLOCK], WIDE), tl.zeros([BLOCK], WIDE)
-    spread, weights, surprise, best = (
-        tl.zeros([BLOCK], WIDE),
-        tl.zeros([BLOCK], WIDE),
-        tl.zeros([BLOCK], WIDE),
-        tl.zeros([BLOCK], tl.int64) + classes,
-    )
+    shift = finite_shift(maximum)
+    sumexp = tl.zeros([BLOCK], ACC_DTYPE)
+    label_logit = tl.full([BLOCK], -float("inf"), ACC_DTYPE)
+    classes_before = tl.zeros([BLOCK], ACC_DTYPE)
+    classes_total = tl.zeros([BLOCK], ACC_DTYPE)
+    smoothing_loss = tl.zeros([BLOCK], ACC_DTYPE)
+    weights = tl.zeros([BLOCK], ACC_DTYPE)
+    sum_x_exp = tl.zeros([BLOCK], ACC_DTYPE)
+    argmax = tl.zeros([BLOCK], tl.int64) + V
     for r in range(world):
-        at = found_ptr + r * WORDS * pitch + row
-        own, part, size = (
-            tl.load(at, mask=inside, other=0.0),
-            tl.load(at + pitch, mask=inside, other=0.0),
-            tl.load(at + 3 * pitch, mask=inside, other=0.0),
-        )
-        scale = tl.exp2((own - shift) * slope)
-        total += part * scale
-        label = tl.maximum(label, tl.load(at + 2 * pitch, mask=inside, other=0.0))
-        before += tl.where(r < rank, size, 0.0)
-        everywhere += size
-        if SPREAD:
-            weight = tl.load(at + 6 * pitch, mask=inside, other=0.0)
-            origins = tl.load(found_ptr + 4 * pitch + row, mask=inside, other=0.0) - tl.load(
-                at + 4 * pitch, mask=inside, other=0.0
+        state_ptr = gathered_ptr + r * PACKED * stride + row
+        rank_maximum = tl.load(state_ptr, mask=mask, other=0.0)
+        rank_sumexp = tl.load(state_ptr + stride, mask=mask, other=0.0)
+        rank_classes = tl.load(state_ptr + 3 * stride, mask=mask, other=0.0)
+        scale = tl.exp2((rank_maximum - shift) * slope)
+        sumexp += rank_sumexp * scale
+        label_logit = tl.maximum(label_logit, tl.load(state_ptr + 2 * stride, mask=mask, other=0.0))
+        classes_before += tl.where(r < rank, rank_classes, 0.0)
+        classes_total += rank_classes
+        if SMOOTHING:
+            weight = tl.load(state_ptr + 6 * stride, mask=mask, other=0.0)
+            origin_difference = tl.load(
+                gathered_ptr + 4 * stride + row, mask=mask, other=0.0
+            ) - tl.load(state_ptr + 4 * stride, mask=mask, other=0.0)
+            smoothing_loss += (
+                tl.load(state_ptr + 5 * stride, mask=mask, other=0.0) + weight * origin_difference
             )
-            spread += tl.load(at + 5 * pitch, mask=inside, other=0.0) + weight * origins
             weights += weight
         if ENTROPY:
-            moved = part * (shift - finite_shift(own)) / temperature
-            surprise += scale * (tl.load(at + (WORDS - 2) * pitch, mask=inside, other=0.0) - moved)
-            place = (
-                tl.load(at + (WORDS - 1) * pitch, mask=inside, other=0.0)
-                .to(tl.int64 if WIDE == tl.float64 else tl.int32, bitcast=True)
+            moved = rank_sumexp * (shift - finite_shift(rank_maximum)) / temperature
+            sum_x_exp += scale * (
+                tl.load(state_ptr + (PACKED - 2) * stride, mask=mask, other=0.0) - moved
+            )
+            index = (
+                tl.load(state_ptr + (PACKED - 1) * stride, mask=mask, other=0.0)
+                .to(tl.int64 if ACC_DTYPE == tl.float64 else tl.int32, bitcast=True)
                 .to(tl.int64)
             )
-            best = tl.minimum(best, tl.where(own == maximum, place, classes))
-    target = tl.load(target_ptr + row, mask=inside, other=0).to(tl.int64)
-    kept = target != ignore_index
-    wrong = (
-        (kept & ((target < 0) | (target >= classes))) | (before != first) | (everywhere != classes)
+            argmax = tl.minimum(argmax, tl.where(rank_maximum == maximum, index, V))
+    target = tl.load(target_ptr + row, mask=mask, other=0).to(tl.int64)
+    counts = target != ignore_index
+    invalid = (
+        (counts & ((target < 0) | (target >= V)))
+        | (classes_before != first_class)
+        | (classes_total != V)
     )
-    spoilt, log_total = tl.where(wrong, float("nan"), 0.0).to(WIDE), log_exact(total)
+    nan_if_invalid = tl.where(invalid, float("nan"), 0.0).to(ACC_DTYPE)
+    log_sumexp = log_exact(sumexp)
     tl.store(
         nll_ptr + row,
-        tl.where(kept, log_total + (shift - label) / temperature, 0.0) + spoilt,
-        mask=inside,
+        tl.where(counts, log_sumexp + (shift - label_logit) / temperature, 0.0) + nan_if_invalid,
+        mask=mask,
     )
-    tl.store(logsumexp_ptr + row, shift / temperature + log_total + spoilt, mask=inside)
-    tl.store(maximum_ptr + row, maximum, mask=inside)
-    tl.store(sumexp_ptr + row, total, mask=inside)
-    if SPREAD:
-        origin = tl.load(found_ptr + 4 * pitch + row, mask=inside, other=0.0)
+    tl.store(logsumexp_ptr + row, shift / temperature + log_sumexp + nan_if_invalid, mask=mask)
+    tl.store(maximum_ptr + row, maximum, mask=mask)
+    tl.store(sumexp_ptr + row, sumexp, mask=mask)
+    if SMOOTHING:
+        origin = tl.load(gathered_ptr + 4 * stride + row, mask=mask, other=0.0)
         tl.store(
-            spread_ptr + row,
-            weights * (log_total + (shift - origin)) + spread + spoilt,
-            mask=inside,
+            smoothing_loss_ptr + row,
+            weights * (log_sumexp + (shift - origin)) + smoothing_loss + nan_if_invalid,
+            mask=mask,
         )
     if ENTROPY:
-        tl.store(entropy_ptr + row, log_total - surprise / total + spoilt, mask=inside)
-        tl.store(argmax_ptr + row, tl.minimum(best, classes - 1), mask=inside)  # NaN is nowhere
+        tl.store(entropy_ptr + row, log_sumexp - sum_x_exp / sumexp + nan_if_invalid, mask=mask)
+        # A maximum of NaN equals no rank's maximum, so the index stays V.
+        tl.store(argmax_ptr + row, tl.minimum(argmax, V - 1), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "classes", "ignore_index"])
+@triton.jit(do_not_specialize=["M", "V", "ignore_index"])
 def parallel_coefficients_kernel(
-    target_ptr,  # [rows]
-    nll_ptr,  # [rows], gradients of the fields, each or None
-    logsumexp_ptr,
-    spread_ptr,
-    entropy_grad_ptr,
-    entropy_ptr,  # [rows] or None
-    all_weight_ptr,  # [] sum of the class weights, or None for their number
-    pull_ptr,  # [rows]
-    at_label_ptr,  # [rows]
-    log_pull_ptr,  # [rows] or None
-    by_class_ptr,  # [rows] or None
-    rows,
-    classes,
+    target_ptr,  # [M]
+    grad_nll_ptr,  # [M] or None
+    grad_logsumexp_ptr,  # [M] or None
+    grad_smoothing_ptr,  # [M] or None
+    grad_entropy_ptr,  # [M] or None
+    entropy_ptr,  # [M] or None
+    total_weight_ptr,  # [] sum of the class weights, or None for their number
+    dlogits_coef_ptr,  # [M]
+    label_coef_ptr,  # [M]
+    log_coef_ptr,  # [M] or None
+    smoothing_coef_ptr,  # [M] or None
+    M,
+    V,  # classes of all ranks
     ignore_index,
     temperature: tl.float64,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """From the gradients of the fields, the coefficients of the rows' gradient."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside, temperature = row < rows, tl.full([], temperature, WIDE)
-    target = tl.load(target_ptr + row, mask=inside, other=0).to(tl.int64)
-    kept = target != ignore_index
-    pull, at_label = (
-        tl.where(kept & ((target < 0) | (target >= classes)), float("nan"), 0.0).to(WIDE),
-        tl.zeros([BLOCK], WIDE),
-    )
-    if nll_ptr is not None:
-        at_label = -tl.where(kept, tl.load(nll_ptr + row, mask=inside, other=0.0), 0.0)
-        pull -= at_label
-    if logsumexp_ptr is not None:
-        pull += tl.load(logsumexp_ptr + row, mask=inside, other=0.0)
-    if by_class_ptr is not None:
-        spread, weight = tl.load(spread_ptr + row, mask=inside, other=0.0), classes.to(WIDE)
-        if all_weight_ptr is not None:
-            weight = tl.load(all_weight_ptr).to(WIDE)
-        pull += spread * weight
-        tl.store(by_class_ptr + row, -spread / temperature, mask=inside)
-    if log_pull_ptr is not None:
-        grad = tl.load(entropy_grad_ptr + row, mask=inside, other=0.0)
-        pull -= grad * tl.load(entropy_ptr + row, mask=inside, other=0.0)
-        tl.store(log_pull_ptr + row, -grad / temperature, mask=inside)
-    tl.store(pull_ptr + row, pull / temperature, mask=inside)
-    tl.store(at_label_ptr + row, at_label / temperature, mask=inside)
-
-
-def parallel_fields(
-    found: Tensor,
-    target: Tensor,
-    classes: int,
-    first: int,
-    rank: int,
-    temperature: float,
-    ignore_index: int,
-    spread: bool,
-    entropy: bool,
-) -> tuple[Tensor, ...]:
-    world, _, rows = found.shape
-    nll, logsumexp, maximum, sumexp = (found.new_empty(rows) for _ in range(4))
-    spreads, entropies = (found.new_empty(rows if wanted else 0) for wanted in (spread, entropy))
-    argmax = target.new_empty(rows if entropy else 0, dtype=torch.int64)
-    outputs = (
-        nll,
-        logsumexp,
-        spreads if spread else None,
-        entropies if entropy else None,
-        argmax if entropy else None,
-        maximum,
-        sumexp,
-    )
-    sizes = (rows, world, classes, first, rank, ignore_index, temperature)
-    options = {
-        "SPREAD": spread,
-        "ENTROPY": entropy,
-        "WIDE": tl_acc_dtype(found.dtype),
-        "BLOCK": 128,
-    }
-    launch(
-        parallel_fields_kernel,
-        cdiv(rows, 128),
-        found.contiguous(),
-        target.contiguous(),
-        *outputs,
-        *sizes,
-        **options,
-        num_warps=4,
-    )
-    return nll, logsumexp, spreads, entropies, argmax, maximum, sumexp
-
-
-def parallel_coefficients(
-    target: Tensor,
-    nll: Tensor | None,
-    logsumexp: Tensor | None,
-    spread: Tensor | None,
-    entropy: Tensor | None,
-    class_weight: Tensor | None,
-    entropies: Tensor,
-    spreads: bool,
-    classes: int,
-    temperature: float,
-    ignore_index: int,
-) -> tuple[Tensor, ...]:
-    rows, like = (
-        len(target),
-        next(grad for grad in (nll, logsumexp, spread, entropy) if grad is not None),
-    )
-    spread, entropy = spread if spreads else None, entropy if entropies.numel() else None
-    weight = None if class_weight is None or spread is None else class_weight.sum(dtype=like.dtype)
-    pull, at_label = like.new_empty(rows), like.new_empty(rows)
-    log_pull, by_class = (
-        like.new_empty(rows if grad is not None else 0) for grad in (entropy, spread)
-    )
-    grads = [
-        None if grad is None else grad.contiguous() for grad in (nll, logsumexp, spread, entropy)
-    ]
-    results = (
-        pull,
-        at_label,
-        None if entropy is None else log_pull,
-        None if spread is None else by_class,
-    )
-    sizes, options = (
-        (rows, classes, ignore_index, temperature),
-        {"WIDE": tl_acc_dtype(like.dtype), "BLOCK": 128, "num_warps": 4},
-    )
-    known = (None if entropy is None else entropies, weight)
-    launch(
-        parallel_coefficients_kernel,
-        cdiv(rows, 128),
-        target.contiguous(),
-        *grads,
-        *known,
-        *results,
-        *sizes,
-        **options,
-    )
-    return pull, at_label, log_pull, by_class
-
-
-parallel_logits = functools.partial(
-    reference.parallel_logits, accumulate_logits=accumulate_logits, begun=True
-)
-parallel_linear = functools.partial(
-    reference.parallel_linear, accumulate_logits=accumulate_logits, begun=True
-)
-parallel_gradient = functools.partial(reference.parallel_gradient, logits_gradient=logits_gradient)
-parallel_gradient_ = functools.partial(
-    reference.parallel_gradient_, logits_gradient=logits_gradient
-)
+    """Compute the coefficients of each row's gradient from the gradients of its statistics."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    mask = row < M
+    temperature = tl.full([], temperature, ACC_DTYPE)
+    target = tl.load(target_ptr + row, mask=mask, other=0).to(tl.int64)
+    counts = target != ignore_index
+    invalid = counts & ((target < 0) | (target >= V))
+    dlogits_coef = tl.where(invalid, float("nan"), 0.0).to(ACC_DTYPE)
+    label_coef = tl.zeros([BLOCK], ACC_DTYPE)
+    if grad_nll_ptr is not None:
+        label_coef = -tl.where(counts, tl.load(grad_nll_ptr + row, mask=mask, other=0.0), 0.0)
+        dlogits_coef -= label_coef
+    if grad_logsumexp_ptr is not None:
+        dlogits_coef += tl.load(grad_logsumexp_ptr + row, mask=mask, other=0.0)
+    if smoothing_coef_ptr is not None:
+        grad_smoothing = tl.load(grad_smoothing_ptr + row, mask=mask, other=0.0)
+        weight = V.to(ACC_DTYPE)
+        if total_weight_ptr is not None:
+            weight = tl.load(total_weight_ptr).to(ACC_DTYPE)
+        dlogits_coef += grad_smoothing * weight
+        tl.store(smoothing_coef_ptr + row, -grad_smoothing / temperature, mask=mask)
+    if log_coef_ptr is not None:
+        grad_entropy = tl.load(grad_entropy_ptr + row, mask=mask, other=0.0)
+        dlogits_coef -= grad_entropy * tl.load(entropy_ptr + row, mask=mask, other=0.0)
+        tl.store(log_coef_ptr + row, -grad_entropy / temperature, mask=mask)
+    tl.store(dlogits_coef_ptr + row, dlogits_coef / temperature, mask=mask)
+    tl.store(label_coef_ptr + row, label_coef / temperature, mask=mask)

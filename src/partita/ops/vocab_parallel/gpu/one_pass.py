@@ -1,12 +1,13 @@
-"""Cross-entropy of rows whose classes lie on several GPUs of one host, with its gradient: one read and one write, for the GPUs' programs wait for one
-another while each holds its part of a row."""
+"""The cross-entropy of rows whose classes lie on several GPUs of one host, with its gradient.
+
+Each program holds its part of a row in registers while it waits for the maximum and the sum of the
+other parts, on its own GPU and on the others. The kernel reads and writes the logits once.
+"""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ....primitives.gpu.math import apply_softcap, exp, exp_for_dtype, finite_shift
 from ....primitives.gpu.memory import (
@@ -16,13 +17,9 @@ from ....primitives.gpu.memory import (
     row_span,
     store_streaming,
 )
-from ....primitives.gpu.row_plan import RowPlan, row_options
 from ....primitives.gpu.sync import merge_normalizers, pack_pair, unpack_pair
-from ....runtime.dtypes import acc_dtype
-from ....runtime.launch import cdiv, launch, next_power_of_2
-from ...cross_entropy.gpu.plan import SUM_WORDS
-from ...cross_entropy.gpu.reduction import mean_denominators, mean_scales, reduce_losses
-from ...cross_entropy.gpu.row_math import (
+from ...cross_entropy.gpu.one_pass import mean_scales, row_factor, row_loss, row_part
+from ...cross_entropy.gpu.rows import (
     acc_logits,
     class_gradient,
     label_gradient,
@@ -35,22 +32,24 @@ from ...cross_entropy.gpu.row_math import (
 
 
 @triton.jit
-def hand_to(peers_ptr, place, first, second, mask, WORLD: tl.constexpr):
-    """Leave a pair at the same place in the boxes of every rank."""
+def store_on_all_ranks(peers_ptr, slot, first, second, mask, WORLD: tl.constexpr):
+    """Store a pair of numbers in the same slot of the memory of every rank."""
     for r in tl.static_range(WORLD):
-        box_ptr = tl.load(peers_ptr + r).to(tl.pointer_type(tl.int64))
+        slots_ptr = tl.load(peers_ptr + r).to(tl.pointer_type(tl.int64))
         tl.atomic_xchg(
-            box_ptr + place, pack_pair(first, second), mask=mask, sem="relaxed", scope="sys"
+            slots_ptr + slot, pack_pair(first, second), mask=mask, sem="relaxed", scope="sys"
         )
 
 
 @triton.jit
-def strangers(words, programs, WORLD: tl.constexpr, SLOTS: tl.constexpr):
-    """Whether a header, of those that are there, is of a rank with another number of programs."""
-    _, theirs = unpack_pair(words)
+def has_mismatched_rank(words, programs, WORLD: tl.constexpr, BLOCK_SLOTS: tl.constexpr):
+    """Return whether a header that has arrived is from a rank with another number of programs."""
+    _, rank_programs = unpack_pair(words)
     return (
         tl.max(
-            ((tl.arange(0, SLOTS) < WORLD) & (words != 0) & (theirs != programs)).to(tl.int32),
+            ((tl.arange(0, BLOCK_SLOTS) < WORLD) & (words != 0) & (rank_programs != programs)).to(
+                tl.int32
+            ),
             axis=0,
         )
         == 1
@@ -58,98 +57,127 @@ def strangers(words, programs, WORLD: tl.constexpr, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def wait_for(
-    boxes_ptr,
-    row_place,
-    given_up_ptr,
-    wanted,
+def wait_for_slots(
+    slots_ptr,
+    row_slot,
+    timed_out_ptr,
+    mask,
     programs,
-    limit,
+    max_polls,
     WORLD: tl.constexpr,
-    SLOTS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
 ):
-    """The headers of all ranks and the pairs of a row, [SLOTS], and whether all came before the patience of one program ended it for all, in this call
-    or an earlier one, or a rank came with another number of programs, which may leave no pair for this row."""
-    lane = tl.arange(0, SLOTS)
-    at = boxes_ptr + tl.where(lane < WORLD, lane, row_place + lane - WORLD)
-    words = tl.load(at, mask=wanted, other=1, volatile=True)
-    going = tl.load(given_up_ptr, volatile=True) == 0
-    left = tl.where(going, limit, 0)
-    while (tl.min((words != 0).to(tl.int32), axis=0) == 0) & (left > 0):
-        words = tl.load(at, mask=wanted, other=1, volatile=True)
-        left = tl.where(strangers(words, programs, WORLD, SLOTS), 0, left - 1)
+    """Wait for the headers of all ranks and the pairs of a row.
+
+    Returns both numbers of each slot, [BLOCK_SLOTS], and whether all of them arrived. They do not
+    count as arrived after any program of this rank has timed out, in this call or an earlier one,
+    nor if a rank has another number of programs, because it may store no pair for this row.
+    """
+    lane = tl.arange(0, BLOCK_SLOTS)
+    lane_ptr = slots_ptr + tl.where(lane < WORLD, lane, row_slot + lane - WORLD)
+    words = tl.load(lane_ptr, mask=mask, other=1, volatile=True)
+    in_time = tl.load(timed_out_ptr, volatile=True) == 0
+    polls = tl.where(in_time, max_polls, 0)
+    while (tl.min((words != 0).to(tl.int32), axis=0) == 0) & (polls > 0):
+        words = tl.load(lane_ptr, mask=mask, other=1, volatile=True)
+        polls = tl.where(has_mismatched_rank(words, programs, WORLD, BLOCK_SLOTS), 0, polls - 1)
     first, second = unpack_pair(words)
-    came = (tl.min((words != 0).to(tl.int32), axis=0) == 1) & (
-        strangers(words, programs, WORLD, SLOTS) == 0
+    arrived = (tl.min((words != 0).to(tl.int32), axis=0) == 1) & (
+        has_mismatched_rank(words, programs, WORLD, BLOCK_SLOTS) == 0
     )
-    return first, second, came & going
+    return first, second, arrived & in_time
 
 
 @triton.jit(
-    do_not_specialize=["rows", "all_classes", "first", "rank", "splits", "limit", "ignore_index"]
+    do_not_specialize=[
+        "M",
+        "V",
+        "first_class",
+        "rank",
+        "splits",
+        "max_polls",
+        "ignore_index",
+    ]
 )
 def parallel_row_kernel(
-    logits_ptr,  # [rows, classes]
-    target_ptr,  # [rows] labels among all classes
-    shares_ptr,  # [2, SHARES] of what the mean divides by, or None
-    ticket_ptr,  # [1] int64, zero: places
-    boxes_ptr,  # [world + rows * (world * splits + 1)] int64, zero: headers, then for each row the pairs of the ranks' programs and the label's
-    peers_ptr,  # [world] int64, where each rank has its boxes
-    given_up_ptr,  # [1] int64, of all calls
+    logits_ptr,  # [M, V_local]
+    target_ptr,  # [M] labels among all classes
+    shares_ptr,  # [2, SHARES] partial sums of the mean's denominators, or None
+    tile_counter_ptr,  # [1] int64, zero
+    # [world + M * (world * splits + 1)] int64, zero: the header of each rank, then for each row the
+    # pairs of all ranks' programs and the logit of the label
+    slots_ptr,
+    peers_ptr,  # [world] int64, the addresses of every rank's slots
+    timed_out_ptr,  # [1] int64, shared by all calls
     failed_ptr,  # [1] int32 on the host
-    loss_ptr,  # [rows]
-    grad_ptr,  # [rows, classes]
-    rows,
-    classes,
-    all_classes,
-    first,
+    loss_ptr,  # [M]
+    dlogits_ptr,  # [M, V_local]
+    M,
+    V_local,  # classes of this rank
+    V,  # classes of all ranks
+    first_class,  # of this rank
     rank,
     splits,
-    limit,
-    x_row,
-    grad_row,
+    max_polls,
+    logits_stride,
+    dlogits_stride,
     ignore_index,
     softcap: tl.float64,
     z_loss: tl.float64,
     zero,  # 0.0
     WORLD: tl.constexpr,
     CAP: tl.constexpr,
-    Z: tl.constexpr,
+    Z_LOSS: tl.constexpr,
     MEAN: tl.constexpr,
     HALF: tl.constexpr,
-    SLOTS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """The part of a row that one of the programs of all ranks holds. The loss is NaN where ranks are not agreed on rows or classes, or one does not come."""
-    softcap, z_loss = tl.full([], softcap, tl.float32), tl.full([], z_loss, tl.float32)
-    place = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
-    row, split = place // splits, (place % splits).to(tl.int32)
-    pairs, lane = WORLD * splits, tl.arange(0, SLOTS)
-    row_place = WORLD + row * (pairs + 1)
-    head, body = row_span(row * x_row, classes, VEC)
-    column = split * BLOCK_V + tl.arange(0, BLOCK_V)  # [BLOCK_V]
-    inside = column // VEC * VEC < body
-    held = load_streaming(
-        logits_ptr + aligned_start(row * x_row, VEC) + column, inside, -float("inf"), True
+    """Compute loss and gradient of the part of a row that this program holds.
+
+    The programs of all ranks share a row. Its loss is NaN if the ranks disagree on the rows or the
+    classes, or if a rank does not take part in time.
+    """
+    softcap = tl.full([], softcap, tl.float32)
+    z_loss = tl.full([], z_loss, tl.float32)
+    # Tiles are numbered in the order in which programs start, so the tiles before that of a waiting
+    # program are running or done.
+    tile = tl.atomic_add(tile_counter_ptr, 1, sem="relaxed")
+    row = tile // splits
+    split = (tile % splits).to(tl.int32)
+    pairs = WORLD * splits
+    lane = tl.arange(0, BLOCK_SLOTS)
+    row_slot = WORLD + row * (pairs + 1)
+    head, body = row_span(row * logits_stride, V_local, VEC)
+    v = split * BLOCK_V + tl.arange(0, BLOCK_V)  # [BLOCK_V]
+    mask = v // VEC * VEC < body
+    block = load_streaming(
+        logits_ptr + aligned_start(row * logits_stride, VEC) + v, mask, -float("inf"), True
     )
     mean_scale, z_scale = mean_scales(shares_ptr, MEAN, tl.float32)
     label = tl.load(target_ptr + row).to(tl.int64)
-    kept, valid, on_label = label_weights(label, ignore_index, all_classes, None, 0.0, tl.float32)
-    label -= first
-    mine = valid & (label >= 0) & (label < classes)
-    mine &= tl.where((label >= head) & (label < head + body), (label - head) // BLOCK_V, 0) == split
-    own_label_x = apply_softcap(
-        tl.load(logits_ptr + row * x_row + label, mask=mine, other=0.0).to(tl.float32), softcap, CAP
+    counts, valid, label_weight = label_weights(label, ignore_index, V, None, 0.0, tl.float32)
+    label -= first_class
+    owns_label = valid & (label >= 0) & (label < V_local)
+    owns_label &= (
+        tl.where((label >= head) & (label < head + body), (label - head) // BLOCK_V, 0) == split
     )
-    dtype: tl.constexpr = grad_ptr.dtype.element_ty
-    held, x, e, maximum, part, total, edge, at_edge, edge_x = row_part(
-        held,
-        logits_ptr + row * x_row,
-        inside,
+    own_label_logit = apply_softcap(
+        tl.load(logits_ptr + row * logits_stride + label, mask=owns_label, other=0.0).to(
+            tl.float32
+        ),
+        softcap,
+        CAP,
+    )
+    dtype: tl.constexpr = dlogits_ptr.dtype.element_ty
+    block, x, e, maximum, part_shift, sumexp, edge, edge_mask, edge_x = row_part(
+        block,
+        logits_ptr + row * logits_stride,
+        mask,
         head,
         body,
-        classes,
+        V_local,
         split,
         softcap,
         zero,
@@ -158,176 +186,92 @@ def parallel_row_kernel(
         HALF,
         VEC,
     )
-    programs = (rows * splits).to(tl.float32)
-    hand_to(peers_ptr, rank, classes.to(tl.float32), programs, place == 0, WORLD)
-    hand_to(peers_ptr, row_place + pairs, own_label_x, own_label_x, mine, WORLD)
-    hand_to(peers_ptr, row_place + rank * splits + split, maximum, total, place >= 0, WORLD)
-    wanted = (lane < WORLD + pairs) | ((lane == WORLD + pairs) & valid)
-    firsts, seconds, came = wait_for(
-        boxes_ptr, row_place, given_up_ptr, wanted, programs, limit, WORLD, SLOTS
+    programs = (M * splits).to(tl.float32)
+    store_on_all_ranks(peers_ptr, rank, V_local.to(tl.float32), programs, tile == 0, WORLD)
+    store_on_all_ranks(
+        peers_ptr, row_slot + pairs, own_label_logit, own_label_logit, owns_label, WORLD
     )
-    if not came:
-        tl.store(given_up_ptr, 1)
+    store_on_all_ranks(
+        peers_ptr, row_slot + rank * splits + split, maximum, sumexp, tile >= 0, WORLD
+    )
+    slot_mask = (lane < WORLD + pairs) | ((lane == WORLD + pairs) & valid)
+    firsts, seconds, arrived = wait_for_slots(
+        slots_ptr, row_slot, timed_out_ptr, slot_mask, programs, max_polls, WORLD, BLOCK_SLOTS
+    )
+    if not arrived:
+        tl.store(timed_out_ptr, 1)
         tl.store(failed_ptr, 1)
-    before, everywhere = (
+    classes_before, classes_total = (
         tl.sum(tl.where(lane < rank, firsts, 0.0), axis=0),
         tl.sum(tl.where(lane < WORLD, firsts, 0.0), axis=0),
     )
-    agreed = came & (before == first) & (everywhere == all_classes)
-    maximum, total = merge_normalizers(firsts, seconds, (lane >= WORLD) & (lane < WORLD + pairs))
-    shift, total = finite_shift(maximum), tl.where(agreed, total, float("nan"))
-    label_x = tl.sum(tl.where((lane == WORLD + pairs) & valid, firsts, 0.0), axis=0)
-    factor = row_factor(on_label, 0.0, shift, total, mean_scale, z_scale, z_loss, Z)
+    agreed = arrived & (classes_before == first_class) & (classes_total == V)
+    maximum, sumexp = merge_normalizers(firsts, seconds, (lane >= WORLD) & (lane < WORLD + pairs))
+    shift = finite_shift(maximum)
+    sumexp = tl.where(agreed, sumexp, float("nan"))
+    label_logit = tl.sum(tl.where((lane == WORLD + pairs) & valid, firsts, 0.0), axis=0)
+    factor = row_factor(label_weight, 0.0, shift, sumexp, mean_scale, z_scale, z_loss, Z_LOSS)
     if HALF:
         x = acc_logits(
-            opaque(held, tl.full([BLOCK_V], zero, tl.float32).to(held.dtype)), inside, softcap, CAP
+            opaque(block, tl.full([BLOCK_V], zero, tl.float32).to(block.dtype)), mask, softcap, CAP
         )
-        e, factor_held = exp(x - shift), factor
+        e = exp(x - shift)
+        block_factor = factor
     else:
-        factor_held = factor * exp_for_dtype(part - shift, dtype)
-    grad = class_gradient(e, x, factor_held, 0.0, softcap, False, CAP)
-    if kept:  # one branch for the row costs less than a select for each class
-        store_streaming(grad_ptr + aligned_start(row * grad_row, VEC) + column, grad, inside, True)
+        block_factor = factor * exp_for_dtype(part_shift - shift, dtype)
+    dlogits = class_gradient(e, x, block_factor, 0.0, softcap, False, CAP)
+    if counts:  # one branch for the row costs less than a select for each class
+        store_streaming(
+            dlogits_ptr + aligned_start(row * dlogits_stride, VEC) + v, dlogits, mask, True
+        )
     else:
         store_streaming(
-            grad_ptr + aligned_start(row * grad_row, VEC) + column,
-            tl.zeros_like(grad),
-            inside,
+            dlogits_ptr + aligned_start(row * dlogits_stride, VEC) + v,
+            tl.zeros_like(dlogits),
+            mask,
             True,
         )
     if VEC > 1:
-        edge_grad = class_gradient(
+        edge_dlogits = class_gradient(
             exp_for_dtype(edge_x - shift, dtype), edge_x, factor, 0.0, softcap, False, CAP
         )
-        store_valid_rows(grad_ptr + row * grad_row + edge, edge_grad, at_edge, kept, False)
+        store_valid_rows(
+            dlogits_ptr + row * dlogits_stride + edge, edge_dlogits, edge_mask, counts, False
+        )
     tl.store(
         loss_ptr + row,
         row_loss(
-            kept, on_label, label_x, 0.0, 0.0, shift, total, mean_scale, z_scale, z_loss, False, Z
+            counts,
+            label_weight,
+            label_logit,
+            0.0,
+            0.0,
+            shift,
+            sumexp,
+            mean_scale,
+            z_scale,
+            z_loss,
+            False,
+            Z_LOSS,
         ),
         mask=split == 0,
     )
-    at_label = label_gradient(
+    dlogits_label = label_gradient(
         label,
-        own_label_x,
-        mine,
-        on_label,
+        own_label_logit,
+        owns_label,
+        label_weight,
         shift,
         factor,
         mean_scale,
         None,
-        classes,
+        V_local,
         0.0,
         softcap,
         False,
         CAP,
         tl.float32,
     )
+    # The label's gradient overwrites what another thread of this program stored for its class.
     tl.debug_barrier()
-    tl.store(grad_ptr + row * grad_row + label, at_label.to(dtype), mask=mine)
-
-
-def _shares(sizes: tuple[int, ...], itemsize: int) -> tuple[int, int]:
-    """Programs among which each rank's part of a row is divided, and the classes that one holds: the same on all ranks."""
-    block = min(next_power_of_2(max(*sizes, 1024)), 16384 if itemsize == 2 else 8192)
-    return max(1, cdiv(max(sizes), block)), block
-
-
-def words_of(rows: int, sizes: tuple[int, ...], itemsize: int) -> int:
-    """How many the ranks leave for one another."""
-    return len(sizes) + rows * (len(sizes) * _shares(sizes, itemsize)[0] + 1)
-
-
-def parallel_one_pass(
-    logits: Tensor,
-    target: Tensor,
-    boxes: Tensor,
-    peers: Tensor,
-    given_up: Tensor,
-    failed: Tensor,
-    limit: int,
-    sizes: tuple[int, ...],
-    rank: int,
-    ignore_index: int,
-    softcap: float,
-    z_loss: float,
-    mean: bool,
-) -> tuple[Tensor, Tensor]:
-    """The loss and the gradient of this rank's logits, which lie row by row; `sizes` are the classes of all ranks."""
-    rows, classes = logits.shape
-    dtype, device = acc_dtype(logits.dtype), logits.device
-    words, shares = (
-        torch.empty(SUM_WORDS + 1, dtype=torch.int64, device=device),
-        None,
-    )  # the last is the ticket
-    if mean:
-        shares = mean_denominators(target, None, ignore_index, sum(sizes), words)
-    else:
-        words.zero_()
-    grad, losses = (
-        torch.empty(logits.shape, dtype=logits.dtype, device=device),
-        torch.empty(rows, dtype=dtype, device=device),
-    )
-    itemsize, world = logits.element_size(), len(sizes)
-    splits, block = _shares(sizes, itemsize)
-    in_step = (logits.data_ptr() | grad.data_ptr()) % 16 == 0 and (
-        logits.stride(0) - grad.stride(0)
-    ) * itemsize % 16 == 0
-    plain = (
-        not in_step
-        or classes < 512
-        or (classes % 16 == 0 and logits.stride(0) * itemsize % 16 == 0)
-    )
-    vector = (
-        1 if plain else 16 // itemsize
-    )  # elements of an aligned access, of which the compiler would not know otherwise
-    numbers = (
-        rows,
-        classes,
-        sum(sizes),
-        sum(sizes[:rank]),
-        rank,
-        splits,
-        limit,
-        logits.stride(0),
-        grad.stride(0),
-        ignore_index,
-        softcap,
-        z_loss,
-        0.0,
-    )
-    plan = RowPlan(
-        "row",
-        1,
-        block,
-        max(1, block // (4096 if itemsize == 2 else 2048)),
-        splits,
-        96 if itemsize == 2 else 168,
-        vector,
-    )
-    options = {
-        name: value
-        for name, value in row_options(plan, logits.dtype).items()
-        if name not in ("SHARED", "STREAM", "BLOCK_SPLITS")
-    }
-    flags = {
-        "WORLD": world,
-        "CAP": softcap != 0,
-        "Z": z_loss != 0,
-        "MEAN": shares is not None,
-        "SLOTS": next_power_of_2(world * (splits + 1) + 1),
-    }
-    tensors = (
-        logits,
-        target,
-        shares,
-        words[SUM_WORDS:],
-        boxes,
-        peers,
-        given_up,
-        failed,
-        losses,
-        grad,
-    )
-    launch(parallel_row_kernel, rows * splits, *tensors, *numbers, **flags, **options)
-    return reduce_losses(losses, words, dtype, shares=shares), grad
+    tl.store(dlogits_ptr + row * dlogits_stride + label, dlogits_label.to(dtype), mask=owns_label)

@@ -1,0 +1,221 @@
+"""Losses and token statistics of DTensors; their results are DTensors on the same mesh."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from ..cross_entropy.token_stats import TokenStats
+from ..linear_heads.common import loss_denominators
+from .local_losses import (
+    ParallelLossArguments,
+    UnreducedLosses,
+    hidden_losses,
+    local_token_stats,
+    logits_losses,
+)
+from .one_pass import one_pass_loss
+
+
+class LocalClasses(NamedTuple):
+    """This rank's part of a DTensor that is sharded over its classes.
+
+    Fields:
+        tensor: the local tensor.
+        group: the process group over which the classes are sharded.
+        classes: the number of classes of all ranks.
+        row_dims: the dimensions of the mesh over which the rows are sharded.
+    """
+
+    tensor: Tensor
+    group: dist.ProcessGroup
+    classes: int
+    row_dims: list[int]
+
+
+def cross_entropy(
+    input: DTensor, target: Tensor, arguments: ParallelLossArguments, reduction: str
+) -> Tensor:
+    """Return the cross-entropy of logits `[N, C, ...]`."""
+    _refuse_arguments(group=arguments.group, classes=arguments.classes)
+    local = _local_classes(input, 1)
+    mesh = input.device_mesh
+    arguments = arguments._replace(group=local.group, classes=local.classes)
+    target = _local_rows(target, mesh, local.row_dims)
+    if not local.row_dims and reduction != "none":
+        loss = one_pass_loss(local.tensor, target, arguments, reduction == "mean")
+        if loss is not None:
+            return DTensor.from_local(loss, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    losses = logits_losses(local.tensor, target, arguments)
+    shape = torch.Size([input.shape[0], *input.shape[2:]])
+    return _reduced_dtensor(
+        losses, target, arguments.weight, reduction, mesh, local.row_dims, shape
+    )
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: DTensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    arguments: ParallelLossArguments,
+    reduction: str,
+    sequence_parallel: bool,
+    memory_budget: int | None,
+) -> Tensor:
+    """Return the cross-entropy of hidden states times a matrix `[C, H]`."""
+    _refuse_arguments(
+        group=arguments.group, classes=arguments.classes, sequence_parallel=sequence_parallel
+    )
+    local = _local_classes(linear_weight, 0)
+    mesh = linear_weight.device_mesh
+    row_dims = _token_dims(input, linear_weight)
+    placements = _row_placements(mesh, row_dims)
+    if isinstance(linear_bias, DTensor):
+        linear_bias = _local_parameter(linear_bias, row_dims)
+    hidden = input
+    if isinstance(input, DTensor):
+        hidden = input.redistribute(mesh, placements).to_local(grad_placements=placements)
+    target = _local_rows(target, mesh, row_dims)
+    losses = hidden_losses(
+        hidden,
+        _local_parameter(linear_weight, row_dims),
+        target,
+        linear_bias,
+        arguments._replace(group=local.group, classes=local.classes),
+        False,
+        memory_budget,
+    )
+    return _reduced_dtensor(
+        losses, target, arguments.weight, reduction, mesh, row_dims, input.shape[:-1]
+    )
+
+
+def token_stats(
+    logits: DTensor,
+    target: Tensor,
+    group: dist.ProcessGroup | None,
+    classes: Any,
+    temperature: float,
+    ignore_index: int,
+) -> TokenStats:
+    """Return the token statistics of logits `[..., C]`."""
+    _refuse_arguments(group=group, classes=classes)
+    local, mesh = _local_classes(logits, logits.ndim - 1), logits.device_mesh
+    target = _local_rows(target, mesh, local.row_dims)
+    stats = local_token_stats(
+        local.tensor, target, local.group, local.classes, temperature, ignore_index
+    )
+    shape = logits.shape[:-1]
+    return TokenStats(*(_row_dtensor(field, mesh, local.row_dims, shape) for field in stats))
+
+
+def _refuse_arguments(**values: Any) -> None:
+    """Raise for arguments that a DTensor defines itself."""
+    for name, value in values.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{name}: expected None with a DTensor, which defines it itself")
+
+
+def _local_classes(tensor: DTensor, dim: int) -> LocalClasses:
+    """Return this rank's part of a DTensor with its classes in `dim`."""
+    class_dims, row_dims, others = [], [], []
+    for i, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard) and placement.dim % tensor.ndim == dim:
+            class_dims.append(i)
+        elif isinstance(placement, Shard) and placement.dim == 0:
+            row_dims.append(i)
+        else:
+            others.append(placement)
+    if len(class_dims) != 1 or not all(isinstance(placement, Replicate) for placement in others):
+        raise ValueError(
+            f"DTensor: expected Shard({dim}) in one dimension of the mesh, Shard(0) or Replicate in"
+            f" others, got {tensor.placements}"
+        )
+    group = tensor.device_mesh.get_group(class_dims[0])
+    return LocalClasses(tensor.to_local(), group, tensor.shape[dim], row_dims)
+
+
+def _local_parameter(parameter: DTensor, row_dims: list[int]) -> Tensor:
+    """Return this rank's part of a parameter, whose gradient is summed over `row_dims`."""
+    placements = [
+        Partial("sum") if i in row_dims else placement
+        for i, placement in enumerate(parameter.placements)
+    ]
+    return parameter.to_local(grad_placements=placements)
+
+
+def _row_placements(
+    mesh: DeviceMesh, row_dims: list[int], placement: Placement | None = None
+) -> list[Placement]:
+    """Return the placements of rows: Shard(0) or `placement` in `row_dims`, else Replicate."""
+    return [placement or Shard(0) if i in row_dims else Replicate() for i in range(mesh.ndim)]
+
+
+def _row_dtensor(
+    local: Tensor, mesh: DeviceMesh, row_dims: list[int], shape: torch.Size
+) -> DTensor:
+    """Return a DTensor of rows. Ranks may have unequal numbers of rows, so its shape is given."""
+    return DTensor.from_local(
+        local,
+        mesh,
+        _row_placements(mesh, row_dims),
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+
+
+def _local_rows(target: Tensor, mesh: DeviceMesh, row_dims: list[int]) -> Tensor:
+    """Return the labels of this rank's rows. A plain tensor has only those already."""
+    if not isinstance(target, DTensor):
+        return target
+    return target.redistribute(mesh, _row_placements(mesh, row_dims)).to_local()
+
+
+def _token_dims(input: Tensor, linear_weight: DTensor) -> list[int]:
+    """Return the mesh dimensions over which the tokens are sharded and the matrix is not."""
+    if not isinstance(input, DTensor):
+        return []
+    return [
+        i
+        for i, placement in enumerate(input.placements)
+        if isinstance(placement, Shard)
+        and placement.dim == 0
+        and isinstance(linear_weight.placements[i], Replicate)
+    ]
+
+
+def _reduced_dtensor(
+    losses: UnreducedLosses,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    mesh: DeviceMesh,
+    row_dims: list[int],
+    shape: torch.Size,
+) -> Tensor:
+    """Return the losses of all rows, `shape`, or their sum or mean over all ranks."""
+    loss, z, shard, ignore_index = losses
+    if reduction == "none":
+        return _row_dtensor(loss if z is None else loss + z, mesh, row_dims, shape)
+
+    def sum_over_mesh(local: Tensor) -> DTensor:
+        partial = _row_placements(mesh, row_dims, Partial("sum"))
+        replicated = [Replicate()] * mesh.ndim
+        return DTensor.from_local(local, mesh, partial, run_check=False).redistribute(
+            mesh, replicated
+        )
+
+    if reduction == "sum":
+        return sum_over_mesh(loss.sum() if z is None else (loss + z).sum())
+    total, rows = loss_denominators(target.long(), weight, shard.classes, ignore_index)
+    mean = sum_over_mesh(loss.sum()) / sum_over_mesh(total.to(loss.dtype))
+    if z is None:
+        return mean
+    return mean + sum_over_mesh(z.sum()) / sum_over_mesh(rows.to(loss.dtype))

@@ -1,0 +1,224 @@
+"""Launches of the kernels that serve losses over a sharded vocabulary."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....primitives.gpu.row_plan import RowPlan, row_options
+from ....runtime.dtypes import acc_dtype
+from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
+from ...cross_entropy.gpu.reduction import SUM_WORDS, mean_denominators, reduce_losses
+from ...linear_heads.gpu.launch import accumulate_hidden, accumulate_logits, logits_gradient
+from ..common import gradient_in_place, gradient_of_logits, pack_hidden, pack_logits
+from .merge import parallel_coefficients_kernel, parallel_fields_kernel
+from .one_pass import parallel_row_kernel
+from .plan import row_split, slots_per_row
+
+parallel_logits = functools.partial(
+    pack_logits, accumulate_logits=accumulate_logits, overwrites_state=True
+)
+parallel_linear = functools.partial(
+    pack_hidden,
+    accumulate_hidden=accumulate_hidden,
+    accumulate_logits=accumulate_logits,
+    overwrites_state=True,
+)
+parallel_gradient = functools.partial(gradient_of_logits, logits_gradient=logits_gradient)
+parallel_gradient_ = functools.partial(gradient_in_place, logits_gradient=logits_gradient)
+
+
+def parallel_fields(
+    gathered: Tensor,
+    target: Tensor,
+    classes: int,
+    first_class: int,
+    rank: int,
+    temperature: float,
+    ignore_index: int,
+    smoothing: bool,
+    entropy: bool,
+) -> tuple[Tensor, ...]:
+    """Return the statistics of the rows from the packed states of all ranks."""
+    world, _, M = gathered.shape
+    nll, logsumexp, maximum, sumexp = (gathered.new_empty(M) for _ in range(4))
+    smoothing_losses = gathered.new_empty(M if smoothing else 0)
+    entropies = gathered.new_empty(M if entropy else 0)
+    argmax = target.new_empty(M if entropy else 0, dtype=torch.int64)
+    launch(
+        parallel_fields_kernel,
+        cdiv(M, 128),
+        gathered.contiguous(),
+        target.contiguous(),
+        nll,
+        logsumexp,
+        smoothing_losses if smoothing else None,
+        entropies if entropy else None,
+        argmax if entropy else None,
+        maximum,
+        sumexp,
+        M,
+        world,
+        classes,
+        first_class,
+        rank,
+        ignore_index,
+        temperature,
+        SMOOTHING=smoothing,
+        ENTROPY=entropy,
+        ACC_DTYPE=tl_acc_dtype(gathered.dtype),
+        BLOCK=128,
+        num_warps=4,
+    )
+    return nll, logsumexp, smoothing_losses, entropies, argmax, maximum, sumexp
+
+
+def parallel_coefficients(
+    target: Tensor,
+    grad_nll: Tensor | None,
+    grad_logsumexp: Tensor | None,
+    grad_smoothing: Tensor | None,
+    grad_entropy: Tensor | None,
+    class_weight: Tensor | None,
+    entropies: Tensor,
+    smoothing: bool,
+    classes: int,
+    temperature: float,
+    ignore_index: int,
+) -> tuple[Tensor, ...]:
+    """Return the coefficients of each row's gradient from the gradients of its statistics."""
+    M = len(target)
+    grads = (grad_nll, grad_logsumexp, grad_smoothing, grad_entropy)
+    like = next(grad for grad in grads if grad is not None)
+    grad_smoothing = grad_smoothing if smoothing else None
+    grad_entropy = grad_entropy if entropies.numel() else None
+    total_weight = None
+    if class_weight is not None and grad_smoothing is not None:
+        total_weight = class_weight.sum(dtype=like.dtype)
+    dlogits_coef, label_coef = like.new_empty(M), like.new_empty(M)
+    log_coef = like.new_empty(M if grad_entropy is not None else 0)
+    smoothing_coef = like.new_empty(M if grad_smoothing is not None else 0)
+    launch(
+        parallel_coefficients_kernel,
+        cdiv(M, 128),
+        target.contiguous(),
+        *(
+            None if grad is None else grad.contiguous()
+            for grad in (grad_nll, grad_logsumexp, grad_smoothing, grad_entropy)
+        ),
+        None if grad_entropy is None else entropies,
+        total_weight,
+        dlogits_coef,
+        label_coef,
+        None if grad_entropy is None else log_coef,
+        None if grad_smoothing is None else smoothing_coef,
+        M,
+        classes,
+        ignore_index,
+        temperature,
+        ACC_DTYPE=tl_acc_dtype(like.dtype),
+        BLOCK=128,
+        num_warps=4,
+    )
+    return dlogits_coef, label_coef, log_coef, smoothing_coef
+
+
+def parallel_one_pass(
+    logits: Tensor,
+    target: Tensor,
+    slots: Tensor,
+    peers: Tensor,
+    timed_out: Tensor,
+    failed: Tensor,
+    max_polls: int,
+    sizes: tuple[int, ...],
+    rank: int,
+    ignore_index: int,
+    softcap: float,
+    z_loss: float,
+    mean: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the sum or the mean of the losses, and the gradient of this rank's logits.
+
+    The classes of a row of `logits` are contiguous; `sizes` are the numbers of classes of all
+    ranks. The five arguments after `target` are a `symmetric_memory.CallSlots`.
+    """
+    M, V_local = logits.shape
+    itemsize = logits.element_size()
+    workspace = torch.empty(SUM_WORDS + 1, dtype=torch.int64, device=logits.device)
+    tile_counter = workspace[SUM_WORDS:]
+    shares = None
+    if mean:  # this launch also clears the workspace
+        shares = mean_denominators(target, None, ignore_index, sum(sizes), workspace)
+    else:
+        workspace.zero_()
+    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    losses = torch.empty(M, dtype=acc_dtype(logits.dtype), device=logits.device)
+    splits = row_split(sizes, itemsize).splits
+    launch(
+        parallel_row_kernel,
+        M * splits,
+        logits,
+        target,
+        shares,
+        tile_counter,
+        slots,
+        peers,
+        timed_out,
+        failed,
+        losses,
+        dlogits,
+        M,
+        V_local,
+        sum(sizes),
+        sum(sizes[:rank]),
+        rank,
+        splits,
+        max_polls,
+        logits.stride(0),
+        dlogits.stride(0),
+        ignore_index,
+        softcap,
+        z_loss,
+        0.0,
+        WORLD=len(sizes),
+        CAP=softcap != 0,
+        Z_LOSS=z_loss != 0,
+        MEAN=shares is not None,
+        BLOCK_SLOTS=next_power_of_2(len(sizes) + slots_per_row(sizes, itemsize)),
+        **_row_options(logits, dlogits, sizes),
+    )
+    loss = reduce_losses(losses, workspace, acc_dtype(logits.dtype), shares=shares)
+    return loss, dlogits
+
+
+def _row_options(logits: Tensor, dlogits: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
+    """Return the compile-time arguments of `parallel_row_kernel` that are not flags."""
+    V_local, itemsize = logits.shape[1], logits.element_size()
+    splits, block = row_split(sizes, itemsize)
+    same_alignment = (logits.data_ptr() | dlogits.data_ptr()) % 16 == 0 and (
+        logits.stride(0) - dlogits.stride(0)
+    ) * itemsize % 16 == 0
+    # Aligned vectors matter only where rows start anywhere: elsewhere the compiler finds them.
+    plain_accesses = (
+        not same_alignment
+        or V_local < 512
+        or (V_local % 16 == 0 and logits.stride(0) * itemsize % 16 == 0)
+    )
+    plan = RowPlan(
+        "row",
+        1,
+        block,
+        max(1, block // (4096 if itemsize == 2 else 2048)),
+        splits,
+        96 if itemsize == 2 else 168,
+        1 if plain_accesses else 16 // itemsize,
+    )
+    options = row_options(plan, logits.dtype)
+    return {name: options[name] for name in options if name not in _UNUSED_ROW_OPTIONS}
+
+
+_UNUSED_ROW_OPTIONS = ("SHARED", "STREAM", "BLOCK_SPLITS")

@@ -1,0 +1,273 @@
+"""Losses and token statistics of plain tensors, which hold this rank's classes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ...runtime import checks
+from ...runtime.backend import current_backend
+from ..cross_entropy.token_stats import TokenStats
+from ..linear_heads.common import (
+    cast_to_autocast,
+    checked_options,
+    chunk_and_save,
+    loss_terms,
+)
+from ..linear_heads.plan import linear_cross_entropy_plan
+from .autograd import HiddenStatistics, LogitsStatistics, ParallelRowOptions
+from .shard import Classes, VocabShard, vocab_shard
+
+
+class ParallelLossArguments(NamedTuple):
+    """The arguments of a call that all losses have, as the user gave them.
+
+    Fields:
+        weight: the weights of the classes of all ranks, `[C]`, or None.
+        group: the process group, or None for all ranks.
+        classes: the number of classes of all ranks or of each rank, or None for equal shards.
+        ignore_index: the label of rows that do not count.
+        label_smoothing: the share of the target that is distributed over all classes.
+        softcap: bound of the logits, or None.
+        z_loss: coefficient of the z-loss.
+    """
+
+    weight: Tensor | None
+    group: dist.ProcessGroup | None
+    classes: Classes
+    ignore_index: int
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+    z_loss: float = 0.0
+
+
+class ParallelLossOptions(NamedTuple):
+    """The checked options of a loss, in the order of `linear_heads.common.checked_options`.
+
+    Fields:
+        ignore_index: the label of rows that do not count.
+        label_smoothing: the share of the target that is distributed over all classes.
+        softcap: bound of the logits, 0 for none.
+        z_loss: coefficient of the z-loss, 0 for none.
+    """
+
+    ignore_index: int
+    label_smoothing: float
+    softcap: float
+    z_loss: float
+
+    @property
+    def row_options(self) -> ParallelRowOptions:
+        """The options of the statistics that the loss needs."""
+        smoothing = self.label_smoothing > 0
+        return ParallelRowOptions(1.0, self.softcap, self.ignore_index, smoothing, entropy=False)
+
+
+class PreparedRows(NamedTuple):
+    """Checked arguments of a loss from logits.
+
+    Fields:
+        shard: the classes of this rank.
+        options: the checked options.
+        logits: `[M, C_local]`, with contiguous classes.
+        labels: `[M]` int64, among all classes.
+    """
+
+    shard: VocabShard
+    options: ParallelLossOptions
+    logits: Tensor
+    labels: Tensor
+
+
+class UnreducedLosses(NamedTuple):
+    """The losses of the rows, in nats, with the shape of the target.
+
+    Fields:
+        loss: `[...]`, without the z-loss.
+        z: the z-loss of each row, `[...]`, or None.
+        shard: the classes of this rank.
+        ignore_index: the label of rows that do not count.
+    """
+
+    loss: Tensor
+    z: Tensor | None
+    shard: VocabShard
+    ignore_index: int
+
+
+def check_loss_arguments(
+    input: Tensor, target: Tensor, shard: VocabShard, arguments: ParallelLossArguments
+) -> ParallelLossOptions:
+    """Check target, class weights and options, and return the options."""
+    weight = arguments.weight
+    checks.integer("target", target)
+    for name, tensor in (("target", target), ("weight", weight)):
+        if isinstance(tensor, DTensor):
+            raise TypeError(f"{name}: expected a plain Tensor here, got a DTensor")
+    checks.device("target", target, input, "input")
+    checks.labels("target", target, shard.classes, arguments.ignore_index)
+    if weight is not None:
+        checks.floating("weight", weight)
+        checks.device("weight", weight, input, "input")
+        checks.shape("weight", weight, [shard.classes], "[C], of all ranks' classes")
+        if weight.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("weight: not differentiable; detach it")
+    return ParallelLossOptions(
+        *checked_options(
+            arguments.ignore_index,
+            arguments.label_smoothing,
+            arguments.softcap,
+            arguments.z_loss,
+        )
+    )
+
+
+def _contiguous_classes(logits: Tensor) -> Tensor:
+    return logits if logits.stride(1) == 1 or logits.shape[1] <= 1 else logits.contiguous()
+
+
+def prepare_rows(input: Tensor, target: Tensor, arguments: ParallelLossArguments) -> PreparedRows:
+    """Check the arguments of a loss from logits `[N, C_local, ...]`, and return its rows."""
+    checks.floating("input", input)
+    if input.ndim < 2:
+        raise ValueError(f"input: expected shape [N, C_local, ...], got {list(input.shape)}")
+    shard = vocab_shard("input", input, 1, arguments.group, arguments.classes)
+    options = check_loss_arguments(input, target, shard, arguments)
+    checks.shape("target", target, [input.shape[0], *input.shape[2:]], "input without its classes")
+    logits = _contiguous_classes(input.movedim(1, -1).flatten(0, -2))
+    return PreparedRows(shard, options, logits, target.reshape(-1).long())
+
+
+def _unreduced(
+    statistics: tuple[Tensor, ...],
+    labels: Tensor,
+    weight: Tensor | None,
+    shard: VocabShard,
+    options: ParallelLossOptions,
+    shape: torch.Size,
+) -> UnreducedLosses:
+    """Return the losses of rows from their statistics."""
+    nll, logsumexp, smoothing_loss, *_ = statistics
+    loss, z = loss_terms(nll, logsumexp, smoothing_loss, labels, weight, shard.classes, options)
+    z = None if z is None else z.reshape(shape)
+    return UnreducedLosses(loss.reshape(shape), z, shard, options.ignore_index)
+
+
+def logits_losses(
+    input: Tensor, target: Tensor, arguments: ParallelLossArguments
+) -> UnreducedLosses:
+    """Return the losses of logits `[N, C_local, ...]`."""
+    shard, options, logits, labels = prepare_rows(input, target, arguments)
+    statistics = LogitsStatistics.apply(
+        logits, labels, arguments.weight, shard, options.row_options, current_backend()
+    )
+    return _unreduced(statistics, labels, arguments.weight, shard, options, target.shape)
+
+
+def hidden_losses(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    arguments: ParallelLossArguments,
+    sequence_parallel: bool,
+    memory_budget: int | None,
+) -> UnreducedLosses:
+    """Return the losses of hidden states `[..., H]` times this rank's rows of the matrix."""
+    checks.floating("input", input)
+    checks.floating("linear_weight", linear_weight)
+    input, linear_weight, linear_bias = cast_to_autocast(  # type: ignore[assignment]
+        input, linear_weight, linear_bias
+    )
+    if linear_weight.ndim != 2 or input.ndim == 0 or input.shape[-1] != linear_weight.shape[1]:
+        raise ValueError(
+            "input: expected shape [..., H] for linear_weight [C_local, H] ="
+            f" {list(linear_weight.shape)}, got {list(input.shape)}"
+        )
+    if linear_weight.dtype != input.dtype:
+        raise TypeError(
+            f"linear_weight: expected the dtype of input, {input.dtype}, got {linear_weight.dtype}"
+        )
+    shard = vocab_shard("linear_weight", linear_weight, 0, arguments.group, arguments.classes)
+    options = check_loss_arguments(input, target, shard, arguments)
+    tokens = input.shape[:-1].numel() * (len(shard.sizes) if sequence_parallel else 1)
+    if sequence_parallel:
+        checks.shape("target", target, [tokens], "all tokens")
+    else:
+        checks.shape("target", target, input.shape[:-1], "input without H")
+    checks.device("linear_weight", linear_weight, input, "input")
+    if linear_bias is not None:
+        checks.tensor("linear_bias", linear_bias)
+        checks.device("linear_bias", linear_bias, input, "input")
+        checks.shape("linear_bias", linear_bias, [len(linear_weight)], "[C_local]")
+        if linear_bias.dtype != input.dtype:
+            raise TypeError(
+                f"linear_bias: expected the dtype of input, {input.dtype}, got {linear_bias.dtype}"
+            )
+    grad_enabled = torch.is_grad_enabled()
+    to_matrix = linear_weight.requires_grad or (
+        linear_bias is not None and linear_bias.requires_grad
+    )
+    plan = linear_cross_entropy_plan(
+        tokens,
+        input.shape[-1],
+        max(shard.sizes),
+        input.dtype,
+        memory_budget=memory_budget,
+        input_grad=grad_enabled and input.requires_grad,
+        weight_grad=grad_enabled and to_matrix,
+        parallel=True,
+    )
+    chunk, save_logits = chunk_and_save(plan, max(len(linear_weight), 1))
+    labels = target.reshape(-1).long()
+    statistics = HiddenStatistics.apply(
+        input[None].flatten(0, -2),
+        linear_weight,
+        linear_bias,
+        labels,
+        arguments.weight,
+        shard,
+        options.row_options,
+        chunk,
+        save_logits,
+        sequence_parallel,
+        current_backend(),
+    )
+    return _unreduced(statistics, labels, arguments.weight, shard, options, target.shape)
+
+
+def local_token_stats(
+    logits: Tensor,
+    target: Tensor,
+    group: dist.ProcessGroup | None,
+    classes: Classes,
+    temperature: float,
+    ignore_index: int,
+) -> TokenStats:
+    """Return the token statistics of logits `[..., C_local]`."""
+    checks.floating("logits", logits)
+    if logits.ndim == 0:
+        raise ValueError("logits: expected shape [..., C_local], got []")
+    checks.number("temperature", temperature, low=0.0, open_low=True)
+    shard = vocab_shard("logits", logits, -1, group, classes)
+    arguments = ParallelLossArguments(None, group, classes, ignore_index)
+    check_loss_arguments(logits, target, shard, arguments)
+    checks.shape("target", target, logits.shape[:-1], "logits without its classes")
+    options = ParallelRowOptions(
+        float(temperature), 0.0, ignore_index, smoothing=False, entropy=True
+    )
+    nll, logsumexp, _, entropy, argmax, *_ = LogitsStatistics.apply(
+        _contiguous_classes(logits[None].flatten(0, -2)),
+        target.reshape(-1).long(),
+        None,
+        shard,
+        options,
+        current_backend(),
+    )
+    return TokenStats(
+        *(field.reshape(target.shape) for field in (-nll, logsumexp, entropy, argmax))
+    )

@@ -1,0 +1,138 @@
+"""The loss and its gradient from one pass over the logits, on the GPUs of one host.
+
+The kernels of the ranks exchange the statistics of each row while they run, instead of gathering
+them between two passes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...runtime.autograd import is_double_backward
+from ...runtime.backend import current_backend, resolve
+from ...runtime.register import PLAIN
+from ..cross_entropy.autograd import scale_gradient
+from .backends import parallel_one_pass
+from .gpu.plan import slot_count
+from .local_losses import ParallelLossArguments, prepare_rows
+from .shard import VocabShard
+from .symmetric_memory import may_share_memory, next_call_slots
+
+
+class ParallelOnePassOptions(NamedTuple):
+    """The options of a loss that comes with its gradient.
+
+    Fields:
+        shard: the classes of this rank.
+        ignore_index: the label of rows that do not count.
+        softcap: bound of the logits, 0 for none.
+        z_loss: coefficient of the z-loss.
+        mean: whether the losses are averaged; otherwise they are added up.
+    """
+
+    shard: VocabShard
+    ignore_index: int
+    softcap: float
+    z_loss: float
+    mean: bool
+
+
+def one_pass_loss(
+    input: Tensor, target: Tensor, arguments: ParallelLossArguments, mean: bool
+) -> Tensor | None:
+    """Return the reduced loss, or None where the kernels of the ranks cannot wait for each other.
+
+    All conditions have the same value on all ranks.
+    """
+    if arguments.weight is not None or arguments.label_smoothing:
+        return None
+    if type(input) not in PLAIN or type(target) not in PLAIN:
+        return None
+    if not (torch.is_grad_enabled() and input.requires_grad):
+        return None
+    if input.ndim < 2 or input.dtype not in (torch.bfloat16, torch.float32):
+        return None
+    if not may_share_memory(input):
+        return None
+    if resolve(current_backend(), input.device, has_cpu=False) != "gpu":
+        return None
+    rows = prepare_rows(input, target, arguments)
+    if len(rows.shard.sizes) == 1 or not len(rows.logits):
+        return None
+    options = ParallelOnePassOptions(
+        rows.shard, arguments.ignore_index, rows.options.softcap, rows.options.z_loss, mean
+    )
+    result = loss_and_gradient(rows.logits.detach(), rows.labels, options)
+    if result is None:
+        return None
+    return ParallelOnePass.apply(rows.logits, rows.labels, result, options, current_backend())
+
+
+def loss_and_gradient(
+    logits: Tensor, target: Tensor, options: ParallelOnePassOptions
+) -> tuple[Tensor, Tensor] | None:
+    """Return the reduced loss and the gradient of this rank's logits.
+
+    Returns None on all ranks where they do not share memory.
+    """
+    shard = options.shard
+    group = dist.distributed_c10d._resolve_process_group(shard.group)  # type: ignore[attr-defined]
+    slots = slot_count(len(logits), shard.sizes, logits.element_size())
+    call = next_call_slots(group, logits.device, slots)
+    if call is None:
+        return None
+    return parallel_one_pass(
+        logits,
+        target.contiguous(),
+        *call,
+        shard.sizes,
+        shard.rank,
+        options.ignore_index,
+        options.softcap,
+        options.z_loss,
+        options.mean,
+    )
+
+
+class ParallelOnePass(torch.autograd.Function):
+    """The reduced loss of rows of logits, and the gradient that was computed with it.
+
+    The first backward pass scales that gradient. Later ones compute it again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        result: tuple[Tensor, Tensor],
+        options: ParallelOnePassOptions,
+        backend: str,
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        loss, ctx.dlogits = result
+        ctx.options, ctx.backend = options, backend
+        ctx.save_for_backward(logits, target)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if is_double_backward():
+            raise RuntimeError(
+                "partita.parallel: no second derivative; gather the logits and use the op of one"
+                " device"
+            )
+        if grads[0] is None:
+            return (None,) * 5
+        dlogits, ctx.dlogits = ctx.dlogits, None
+        if dlogits is None:
+            logits, target = ctx.saved_tensors
+            result = loss_and_gradient(logits, target, ctx.options)
+            assert result is not None
+            dlogits = result[1]
+        scale_gradient.eager(dlogits, grads[0], ctx.backend)
+        return dlogits, None, None, None, None

@@ -1,0 +1,111 @@
+"""The classes of each rank, and the collectives that losses over a sharded vocabulary use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+from ...runtime import checks
+from ...runtime.autograd import plain_eager
+
+# The first names are those of torch 2.13 and later, the second those of earlier versions.
+_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_reduce_scatter = (
+    getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+)
+
+Classes = int | Sequence[int] | None  # the `classes` argument of the public functions
+
+
+class VocabShard(NamedTuple):
+    """The classes that this rank has, among those of all ranks.
+
+    Fields:
+        group: the name of the process group.
+        sizes: the number of classes of each rank, in rank order.
+        rank: the index of this rank in the group.
+    """
+
+    group: Any
+    sizes: tuple[int, ...]
+    rank: int
+
+    @property
+    def first_class(self) -> int:
+        """The index of this rank's first class among all classes."""
+        return sum(self.sizes[: self.rank])
+
+    @property
+    def classes(self) -> int:
+        """The number of classes of all ranks."""
+        return sum(self.sizes)
+
+    def local_weight(self, class_weight: Tensor | None) -> Tensor | None:
+        """Return the weights of this rank's classes from those of all classes, `[C]`."""
+        if class_weight is None:
+            return None
+        end = self.first_class + self.sizes[self.rank]
+        return class_weight[self.first_class : end].contiguous()
+
+
+def vocab_shard(
+    name: str, tensor: Tensor, dim: int, group: dist.ProcessGroup | None, classes: Classes
+) -> VocabShard:
+    """Check `group` and `classes`, and return the shard of a tensor with its classes in `dim`."""
+    local = tensor.shape[dim]
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "group: expected a process group, but torch.distributed is not initialised: call"
+            " init_process_group, or use torchrun"
+        )
+    group = dist.group.WORLD if group is None else group
+    if group is None or (rank := dist.get_rank(group)) < 0:
+        raise ValueError("group: expected a process group that this rank belongs to")
+    if tensor.is_cuda and not torch.compiler.is_compiling() and dist.get_backend(group) == "gloo":
+        # The gather would end the process: https://github.com/pytorch/pytorch/issues/152645
+        raise RuntimeError(
+            f"group: expected NCCL for tensors on {tensor.device}, got Gloo, which cannot gather"
+            " them"
+        )
+    world = dist.get_world_size(group)
+    for size in classes if isinstance(classes, Sequence) else () if classes is None else (classes,):
+        checks.python_int("classes", size)
+    if isinstance(classes, int):
+        each = -(-classes // world)
+        sizes = tuple(max(0, min(each, classes - i * each)) for i in range(world))
+    else:
+        sizes = (local,) * world if classes is None else tuple(classes)
+    if len(sizes) != world or sizes[rank] != local:
+        expected = sizes[rank] if len(sizes) == world else f"a size for each of {world} ranks"
+        raise ValueError(
+            f"{name}: expected {expected} classes on rank {rank} (from classes={classes!r}),"
+            f" got {local}"
+        )
+    if sum(sizes) == 0:
+        raise ValueError(f"{name}: expected at least one class")
+    return VocabShard(group.group_name, sizes, rank)
+
+
+def gather_ranks(tensor: Tensor, group: Any) -> Tensor:
+    """Return the tensors of all ranks, stacked along a new first dimension."""
+    return functional.wait_tensor(_all_gather(tensor.contiguous()[None], 0, group))
+
+
+def sum_over_ranks(tensor: Tensor, group: Any) -> Tensor:
+    """Start the sum over the ranks, and return a tensor to wait for.
+
+    The sum overwrites the input in plain eager code.
+    """
+    if plain_eager():
+        return torch.ops._c10d_functional.all_reduce_(tensor, "sum", group)
+    return functional.all_reduce(tensor, "sum", group)
+
+
+def sum_and_scatter(tensor: Tensor, group: Any) -> Tensor:
+    """Start the sum over the ranks, and return this rank's share of it, a tensor to wait for."""
+    return _reduce_scatter(tensor, "sum", 0, group)

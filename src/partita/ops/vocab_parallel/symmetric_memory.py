@@ -1,0 +1,262 @@
+"""Memory in which the kernels of the GPUs of one host exchange numbers while they run.
+
+The memory is PyTorch's symmetric memory: every GPU of the group can write to that of every other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import uuid
+import warnings
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    PrefixStore,
+    ProcessGroup,
+    Store,
+    _register_process_group,
+    _unregister_process_group,
+)
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from ...runtime.autograd import is_capturing, plain_eager
+
+MIN_SLOTS = 2**17
+POLLS_PER_SECOND = 2 * 10**6  # a lower bound for a program that waits on an H200
+DEFAULT_TIMEOUT_S = 600.0  # where the group has no timeout
+
+
+class CallSlots(NamedTuple):
+    """The slots that the kernel of one call uses: arguments of `parallel_one_pass` in their order.
+
+    Fields:
+        slots: `[slots]` int64, zero.
+        peers: `[world]` int64, the addresses of the slots of every rank.
+        timed_out: `[1]` int64; not 0 once any program of this rank has timed out.
+        failed: `[1]` int32 on the host; the device writes it when a program times out.
+        max_polls: how often a program reads its slots before it times out.
+    """
+
+    slots: Tensor
+    peers: Tensor
+    timed_out: Tensor
+    failed: Tensor
+    max_polls: int
+
+
+class SharedSlots(NamedTuple):
+    """The slots of a group on this rank: one set is in use, and one is cleared for the next call.
+
+    Fields:
+        slots: two tensors `[slots]`, int64.
+        peers: two tensors `[world]`, int64, the addresses of either set on every rank.
+        timed_out: `[1]` int64. It stays set, because slots may be written late after a timeout.
+        failed: `[1]` int32 on the host; the device writes it when a program times out.
+        max_polls: how often a program reads its slots before it times out.
+        handle: the object that owns the shared memory.
+    """
+
+    slots: tuple[Tensor, Tensor]
+    peers: tuple[Tensor, Tensor]
+    timed_out: Tensor
+    failed: Tensor
+    max_polls: int
+    handle: Any
+
+
+class RenumberedStore(Store):
+    """A store that numbers the keys `name/number/rank` by the exchanges of one rendezvous.
+
+    Symmetric memory numbers its keys by all exchanges that a process has made in any group, so
+    ranks with other histories would wait for each other forever
+    (https://github.com/pytorch/pytorch/issues/196082).
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.store = store
+        self.numbers = dict[str, dict[str, int]]()
+
+    def _key(self, key: str) -> str:
+        if key.count("/") < 2:
+            return key
+        name, number, rank = key.rsplit("/", 2)
+        numbers = self.numbers.setdefault(name, {})
+        return f"{name}/{numbers.setdefault(number, len(numbers))}/{rank}"
+
+    def set(self, key: str, value: Any) -> None:
+        self.store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self.store.get(self._key(key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self.store.multi_get([self._key(key) for key in keys])
+
+    def add(self, key: str, value: int) -> int:
+        return self.store.add(self._key(key), value)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self.store.wait([self._key(key) for key in keys], *(() if timeout is None else (timeout,)))
+
+
+class _GroupSlots:
+    """The slots of one group, the number of calls that used them, and the stream of the latest."""
+
+    def __init__(self, group: ProcessGroup, shared: SharedSlots | None) -> None:
+        self.group = weakref.ref(group)
+        self.shared = shared
+        self.calls = 0
+        self.stream: torch.cuda.Stream | None = None
+
+
+_group_slots: dict[tuple[str, torch.device], _GroupSlots] = {}
+
+
+def may_share_memory(tensor: Tensor) -> bool:
+    """Return whether kernels of several ranks may wait for each other in this call.
+
+    They may in eager code on NVIDIA GPUs, unless `PARTITA_PEERS=0`.
+    """
+    setting = os.environ.get("PARTITA_PEERS", "")
+    if setting not in ("", "0", "1"):
+        raise ValueError(f"PARTITA_PEERS: expected 0, 1 or nothing, got {setting!r}")
+    return (
+        setting != "0"
+        and tensor.is_cuda
+        and torch.version.hip is None
+        and plain_eager()
+        and not is_capturing(tensor)
+    )
+
+
+def _true_on_all_ranks(value: bool, group: ProcessGroup, device: torch.device) -> bool:
+    result = torch.tensor([int(value)], device=device)
+    dist.all_reduce(result, dist.ReduceOp.MIN, group)
+    return bool(result.item())
+
+
+@contextlib.contextmanager
+def _rendezvous_group(group: ProcessGroup, token: str) -> Iterator[Any]:
+    """Register a group of the same ranks with a store of its own, and yield its name."""
+    store = RenumberedStore(PrefixStore(f"partita-{token}", _get_process_group_store(group)))
+    name: Any = f"partita-{token}"
+    # PyTorch holds no reference to the group or its store, so this frame has to.
+    temporary = ProcessGroup(store, dist.get_rank(group), dist.get_world_size(group))
+    _register_process_group(name, temporary)
+    try:
+        yield name
+    finally:
+        _unregister_process_group(name)
+
+
+def _rendezvous(group: ProcessGroup, device: torch.device, slots: int, token: str) -> SharedSlots:
+    """Allocate two sets of slots, and exchange their addresses with the other ranks."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    memory = symmetric.empty(2 * slots, dtype=torch.int64, device=device).zero_()
+    with _rendezvous_group(group, token) as name:
+        handle = symmetric.rendezvous(memory, name)
+    addresses = [
+        handle.get_buffer(rank, [2 * slots], torch.int64).data_ptr()
+        for rank in range(dist.get_world_size(group))
+    ]
+    if memory.data_ptr() not in addresses:
+        raise RuntimeError("the handle refers to other memory than was allocated")
+    second_addresses = [address + 8 * slots for address in addresses]
+    peers = torch.tensor([addresses, second_addresses]).to(device)
+    return SharedSlots(
+        slots=(memory[:slots], memory[slots:]),
+        peers=(peers[0], peers[1].clone()),
+        timed_out=torch.zeros(1, dtype=torch.int64, device=device),
+        failed=torch.zeros(1, dtype=torch.int32).pin_memory(),
+        max_polls=max_polls(group, device),
+        handle=handle,
+    )
+
+
+def allocate(group: ProcessGroup, device: torch.device, slots: int) -> SharedSlots | None:
+    """Allocate slots on all ranks.
+
+    Returns None on all ranks if they do not share a host or PyTorch cannot share their memory.
+    """
+    hosts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(hosts, (socket.gethostname(), uuid.uuid4().hex), group)
+    if len({host for host, _ in hosts}) > 1:
+        return None
+    shared = failure = None
+    try:
+        with torch.inference_mode(False):
+            shared = _rendezvous(group, device, slots, token=hosts[0][1])
+    except (ImportError, AttributeError, RuntimeError, TypeError) as error:
+        failure = error
+    agreed = _true_on_all_ranks(shared is not None, group, device)
+    if failure is not None:
+        warnings.warn(
+            "partita.parallel: the GPUs do not share memory, so their statistics are gathered:"
+            f" {failure}",
+            stacklevel=2,
+        )
+    return shared if agreed else None
+
+
+def max_polls(group: ProcessGroup, device: torch.device) -> int:
+    """Return how often a program reads its slots within the timeout of the group."""
+    seconds = DEFAULT_TIMEOUT_S
+    with contextlib.suppress(AttributeError, RuntimeError):
+        seconds = group._get_backend(device).options._timeout.total_seconds()
+    return int(seconds * POLLS_PER_SECOND)
+
+
+def next_call_slots(group: ProcessGroup, device: torch.device, slots: int) -> CallSlots | None:
+    """Return the slots of the next call, which all ranks make, or None if they share no memory.
+
+    Raises:
+        RuntimeError: an earlier call of this rank timed out.
+    """
+    key = (group.group_name, device)
+    state = _group_slots.get(key)
+    if (
+        state is None
+        or state.group() is not group
+        or (state.shared is not None and state.shared.slots[0].shape[0] < slots)
+    ):
+        shared = allocate(group, device, max(MIN_SLOTS, 1 << (slots - 1).bit_length()))
+        _group_slots[key] = state = _GroupSlots(group, shared)
+    shared = state.shared
+    if shared is None:
+        return None
+    raise_if_failed(shared.failed)
+    stream = torch.cuda.current_stream(device)
+    if state.stream is not None and state.stream != stream:
+        stream.wait_stream(state.stream)
+    state.stream = stream
+    index = state.calls % 2
+    state.calls += 1
+    # The previous call used the other set. Its kernel waited for all that the ranks store there, so
+    # nothing reads or writes that set before the next call.
+    shared.slots[1 - index].zero_()
+    return CallSlots(
+        shared.slots[index],
+        shared.peers[index],
+        shared.timed_out,
+        shared.failed,
+        shared.max_polls,
+    )
+
+
+def raise_if_failed(failed: Tensor) -> None:
+    """Raise if a program of this rank has timed out in an earlier call."""
+    if failed.item():
+        raise RuntimeError(
+            "partita.parallel: a rank did not reach the loss within the timeout of its group, or"
+            " called it with other rows or classes, so the loss of the others is NaN"
+        )

@@ -1,0 +1,240 @@
+"""Checks of vocabulary-parallel losses of plain tensors, which every rank runs."""
+
+import os
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.nn.functional as F
+from helpers.rank_data import (
+    CLASSES,
+    HIDDEN,
+    OPTIONS,
+    TOKENS,
+    assert_close,
+    assert_same_on_all_ranks,
+    labels,
+    local_shard,
+    normal,
+    shard_sizes,
+    upstream,
+)
+
+import partita
+from partita import parallel
+
+
+def check_cross_entropy(device: torch.device) -> None:
+    full = 3 * normal(TOKENS, CLASSES, device=device)
+    target = labels(device)
+    weight = normal(CLASSES, device=device).abs()
+    for i, sizes in enumerate(shard_sizes(dist.get_world_size())):
+        for options in OPTIONS:
+            for reduction in ("none", "mean", "sum"):
+                for class_weight in (None, weight):
+                    exact = full.double().requires_grad_()
+                    truth = partita.cross_entropy(
+                        exact,
+                        target,
+                        None if class_weight is None else class_weight.double(),
+                        reduction=reduction,
+                        **options,
+                    )
+                    (grad,) = torch.autograd.grad(truth, exact, upstream(truth))
+                    local = local_shard(full, sizes, 1).clone().requires_grad_()
+                    loss = parallel.cross_entropy(
+                        local,
+                        target,
+                        class_weight,
+                        classes=CLASSES if i == 0 else sizes,
+                        reduction=reduction,
+                        **options,
+                    )
+                    assert_close(loss, truth)
+                    assert_same_on_all_ranks(loss.detach())
+                    assert_close(
+                        torch.autograd.grad(loss, local, upstream(loss))[0],
+                        local_shard(grad, sizes, 1),
+                    )
+    stacked = full[:12].reshape(2, 6, CLASSES).movedim(-1, 1)
+    loss = parallel.cross_entropy(
+        local_shard(stacked, sizes, 1), target[:12].reshape(2, 6), classes=sizes, reduction="none"
+    )
+    assert_close(loss, F.cross_entropy(stacked, target[:12].reshape(2, 6), reduction="none"))
+    all_ignored = torch.full_like(target, -100)
+    local = local_shard(full, sizes, 1).clone().requires_grad_()
+    loss = parallel.cross_entropy(local, all_ignored, classes=sizes)
+    assert loss.isnan() and not torch.autograd.grad(loss, local)[0].any()
+    half = local_shard(full.bfloat16(), sizes, 1).clone().requires_grad_()
+    loss = parallel.cross_entropy(half, target, classes=sizes)
+    assert loss.dtype == torch.float32
+    assert_close(loss, F.cross_entropy(full.bfloat16().float(), target))
+
+
+def check_linear(device: torch.device) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    tokens = TOKENS - TOKENS % world
+    target = labels(device)[:tokens]
+    for dtype in (torch.float32, torch.bfloat16):
+        hidden = normal(tokens, HIDDEN, device=device, dtype=dtype)
+        bias = normal(CLASSES, device=device, dtype=dtype)
+        matrix = normal(CLASSES, HIDDEN, device=device, dtype=dtype)
+        for i, sizes in enumerate(shard_sizes(world)):
+            for options in OPTIONS:
+                for reduction, budget, scattered in (
+                    ("none", None, False),
+                    ("mean", 128 * 4 * tokens + 2000 + 160 * tokens, False),
+                    ("mean", None, True),
+                ):
+                    exact = [t.double().requires_grad_() for t in (hidden, matrix, bias)]
+                    truth = partita.cross_entropy(
+                        F.linear(*exact), target, reduction=reduction, **options
+                    )
+                    expected = torch.autograd.grad(truth, exact, upstream(truth))
+                    local = hidden.chunk(world)[rank] if scattered else hidden
+                    parts = [
+                        t.clone().requires_grad_()
+                        for t in (local, local_shard(matrix, sizes, 0), local_shard(bias, sizes, 0))
+                    ]
+                    loss = parallel.linear_cross_entropy(
+                        *parts[:2],
+                        target,
+                        linear_bias=parts[2],
+                        classes=CLASSES if i == 0 else sizes,
+                        sequence_parallel=scattered,
+                        reduction=reduction,
+                        memory_budget=budget,
+                        **options,
+                    )
+                    assert_close(loss, truth, dtype)
+                    assert_same_on_all_ranks(loss.detach())
+                    found = torch.autograd.grad(loss, parts, upstream(loss))
+                    assert_close(
+                        found[0],
+                        expected[0].chunk(world)[rank] if scattered else expected[0],
+                        dtype,
+                    )
+                    if not scattered:
+                        assert_same_on_all_ranks(found[0])
+                    for a, b in zip(found[1:], expected[1:], strict=True):
+                        assert_close(a, local_shard(b, sizes, 0), dtype)
+
+
+def check_corners(device: torch.device) -> None:
+    """Check empty shards in both plans and a second backward pass, no tokens, and uint8 labels."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    sizes = (300, *(0,) * (world - 1))
+    hidden, matrix = normal(20, HIDDEN, device=device), normal(300, HIDDEN, device=device)
+    target = torch.arange(20, device=device, dtype=torch.uint8)
+    exact = hidden.double().requires_grad_()
+    truth = F.cross_entropy(exact @ matrix.double().T, target.long())
+    (expected,) = torch.autograd.grad(truth, exact)
+    for budget in (None, 20 * 128 * 4 + 24 * 4 * 20):
+        leaf = hidden.clone().requires_grad_()
+        rows = local_shard(matrix, sizes, 0).clone().requires_grad_()
+        loss = parallel.linear_cross_entropy(
+            leaf, rows, target, classes=sizes, memory_budget=budget
+        )
+        assert_close(loss, truth)
+        for _ in range(2):
+            with partita.testing.poisoned_memory():
+                assert_close(torch.autograd.grad(loss, leaf, retain_graph=True)[0], expected)
+    no_tokens = torch.zeros(0, HIDDEN, device=device, requires_grad=True)
+    rows = local_shard(matrix, sizes, 0)
+    loss = parallel.linear_cross_entropy(
+        no_tokens, rows, target[:0], classes=sizes, reduction="sum"
+    )
+    assert loss == 0 and torch.autograd.grad(loss, no_tokens)[0].shape == no_tokens.shape
+    logits = local_shard(hidden @ matrix.T, (300 - 150, *(0,) * (world - 2), 150), 1)
+    assert_close(
+        parallel.cross_entropy(logits, target, classes=(150, *(0,) * (world - 2), 150)), truth
+    )
+    assert rank < world
+
+
+def check_token_stats(device: torch.device) -> None:
+    full, target = 3 * normal(TOKENS, CLASSES, device=device), labels(device)
+    for sizes in shard_sizes(dist.get_world_size()):
+        exact = full.double().requires_grad_()
+        local = local_shard(full, sizes, 1).clone().requires_grad_()
+        truth = partita.token_stats(exact, target, temperature=0.7)
+        stats = parallel.token_stats(local, target, classes=sizes, temperature=0.7)
+        assert torch.equal(stats.argmax, truth.argmax)
+        for a, b in zip(stats[:3], truth[:3], strict=True):
+            assert_close(a, b)
+            assert_same_on_all_ranks(a.detach())
+        (grad,), (expected,) = (
+            torch.autograd.grad(sum(f.sum() for f in s[:3]), x)
+            for s, x in ((stats, local), (truth, exact))
+        )
+        assert_close(grad, local_shard(expected, sizes, 1))
+
+
+def check_bad_arguments(device: torch.device) -> None:
+    world = dist.get_world_size()
+    local = torch.zeros(4, 5, device=device)
+    target = torch.tensor([0, 1, 5 * world, 2], device=device)
+    with mock.patch.dict(os.environ, {"PARTITA_CHECK": "1"}):
+        for call in (parallel.cross_entropy, parallel.token_stats):
+            try:
+                call(local, target)
+            except IndexError as error:
+                assert f"expected labels from 0 to {5 * world - 1}" in str(error)
+            else:
+                raise AssertionError("a label out of range was accepted")
+    with mock.patch.dict(os.environ, {"PARTITA_CHECK": "0"}):
+        loss = parallel.cross_entropy(local, target, reduction="none")
+    assert loss.isnan().tolist() == [False, False, True, False]
+    uneven = torch.zeros(4, 5 + dist.get_rank(), device=device)
+    # Each rank expects the others to have as many classes as it has.
+    assert parallel.cross_entropy(uneven, target.clamp(max=2)).isnan()
+    try:
+        parallel.cross_entropy(uneven, target.clamp(max=2), classes=50 * world)
+    except ValueError as error:
+        assert "classes on rank" in str(error)
+    else:
+        raise AssertionError("a shard of the wrong size was accepted")
+
+
+def check_unfinished_collective(device: torch.device) -> None:
+    """Check the result of an unfinished collective, as tensor-parallel layers return, as logits.
+
+    Check fp64 under autocast too, which leaves that dtype alone.
+    """
+    part = normal(TOKENS, 3, device=device, seed=dist.get_rank())
+    target = torch.arange(TOKENS, device=device) % 3
+    unfinished = functional.all_gather_tensor_autograd(part.requires_grad_(), 0, dist.group.WORLD)
+    assert isinstance(unfinished, functional.AsyncCollectiveTensor)
+    labels_of_all = target.repeat(dist.get_world_size())
+    loss = partita.cross_entropy(unfinished, labels_of_all)
+    loss.backward()
+    whole = unfinished.detach().double().requires_grad_()
+    truth = F.cross_entropy(whole, labels_of_all)
+    assert_close(loss, truth)
+    rows = slice(dist.get_rank() * TOKENS, (dist.get_rank() + 1) * TOKENS)
+    assert_close(part.grad, torch.autograd.grad(truth, whole)[0][rows] * dist.get_world_size())
+    states, matrix = (
+        normal(size, HIDDEN, device=device, dtype=torch.float64) for size in (TOKENS, 3)
+    )
+    with torch.autocast(device.type):
+        found = parallel.linear_cross_entropy(states, matrix, target)
+    assert found.dtype == torch.float64
+    assert_close(
+        found, F.cross_entropy((states @ matrix.T).repeat(1, dist.get_world_size()), target)
+    )
+
+
+def check_compile(device: torch.device) -> None:
+    world = dist.get_world_size()
+    local = normal(TOKENS, 5, device=device, seed=dist.get_rank())
+    target = torch.arange(TOKENS, device=device) % (5 * world)
+    f = lambda x: parallel.cross_entropy(x, target, label_smoothing=0.1)  # noqa: E731
+    with mock.patch.dict(os.environ, {"PARTITA_CHECK": "0"}):
+        found = []
+        for function in (f, torch.compile(f, backend="aot_eager", fullgraph=True)):
+            x = local.clone().requires_grad_()
+            loss = function(x)
+            found.append((loss.detach(), *torch.autograd.grad(loss, x)))
+    for a, b in zip(*found, strict=True):
+        assert_close(a, b)
