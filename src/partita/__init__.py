@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from .ops.chain.api import Chain, ChainSample, ViterbiPath, logz
+from .ops.chain.api import Chain, logz
 from .ops.chain.edges import dense_source, edges_from_states
+from .ops.chain.results import ChainSample, ViterbiPath
 from .ops.cross_entropy.api import cross_entropy
 from .ops.cross_entropy.token_stats import TokenStats, token_stats
 from .ops.ctc.api import CTCAlignment, TokenSpans, ctc_align, ctc_loss
