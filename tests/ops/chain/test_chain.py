@@ -201,7 +201,7 @@ def test_numba_against_the_specification(kind: str, dtype: torch.dtype) -> None:
 
 
 def test_values_that_are_not_read() -> None:
-    """Values past a length may be NaN, also where the gradient can be differentiated again."""
+    """Values past a length may be NaN, also if the gradient is differentiable."""
     scores = torch.randn(
         4, 2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     ).requires_grad_()

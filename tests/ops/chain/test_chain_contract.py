@@ -282,5 +282,6 @@ def test_another_default_device() -> None:
 
 
 def test_no_semiring() -> None:
+    scores, source = torch.zeros(2, 1, 2, 2), partita.dense_source(2)
     with pytest.raises(TypeError, match="semiring: expected a Semiring, as Log or Max, got 'Log'"):
-        partita.logz(torch.zeros(2, 1, 2, 2), partita.dense_source(2), semiring="Log")  # type: ignore[arg-type]
+        partita.logz(scores, source, semiring="Log")  # type: ignore[arg-type]
