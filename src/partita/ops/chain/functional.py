@@ -1,6 +1,7 @@
 """Quantities of chains in fp64, computed by the registered ops.
 
-Results stay in fp64 here, so that differences of them are formed before they are rounded.
+All results but the marginals stay in fp64, so that differences of them are formed before they are
+rounded.
 """
 
 from __future__ import annotations
