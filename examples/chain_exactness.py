@@ -1,9 +1,10 @@
-"""Measure how far marginals and log Z of long chains are from fp64: Partita beside a plain forward-backward recursion in fp32.
+"""Measure how far marginals and log Z of long chains are from fp64.
 
     python examples/chain_exactness.py --steps 100 1000 2000 20000 100000 --out docs/bench
 
-It writes a table (CSV) and a picture (SVG). The exit code is 1 when Partita misses its contract: marginals within 2e-6, log Z within
-1e-6 · max(1, |log Z|) + 1e-9 · T.
+It compares Partita with a plain forward-backward recursion in fp32, and writes a table (CSV) and a
+picture (SVG). The exit code is 1 when Partita misses its contract: marginals within 2e-6, log Z
+within 1e-6 · max(1, |log Z|) + 1e-9 · T.
 """
 
 from __future__ import annotations
@@ -30,15 +31,20 @@ COLOURS = {"partita": "#c2185b", "plain fp32": "#757575"}
 
 @dataclass(frozen=True)
 class Posterior:
+    """Log Z and the marginals of a chain.
+
+    Fields:
+        logz: log Z in nats.
+        marginals: takes a first step and an end, and returns the marginals between, `[T, C, K]`.
+    """
+
     logz: float
-    marginals: Callable[
-        [int, int], Tensor
-    ]  # of the steps from one to before another, [steps, C, K]
+    marginals: Callable[[int, int], Tensor]
 
 
 @dataclass(frozen=True)
 class Row:
-    """Errors of one provider on one chain; that of log Z in units of what the contract allows."""
+    """The errors of one provider on one chain; `logz_share` is in units of the allowed error."""
 
     chain: str
     steps: int
@@ -58,12 +64,18 @@ class Row:
 
 
 def kmers(steps: int, generator: torch.Generator) -> Chain:
-    """64 k-mers of 4 bases: each stays or is entered from the 4 that end in its beginning; normal scores."""
+    """Return a chain of 64 k-mers of 4 bases with normal scores.
+
+    Each k-mer is entered from itself and from the 4 k-mers that overlap with it.
+    """
     return Chain(torch.randn(steps, 1, 64, 5, generator=generator), debruijn_source(4, 3))
 
 
 def sticky(steps: int, generator: torch.Generator) -> Chain:
-    """A hidden Markov model of 8 states that last 100 to 1,000 steps, seen through normal noise twice as wide as they are apart."""
+    """Return the chain of a hidden Markov model with 8 states that last 100 to 1,000 steps.
+
+    The deviation of the normal noise is twice the distance of the states.
+    """
     stay = torch.linspace(0.99, 0.999, 8)
     transitions = ((1 - stay) / 7)[:, None].expand(8, 8).clone()
     transitions.diagonal().copy_(stay)
@@ -77,10 +89,10 @@ def sticky(steps: int, generator: torch.Generator) -> Chain:
 
 
 def ctc(steps: int, generator: torch.Generator) -> Chain:
-    """The alignments of a label for every 20 steps, at most 200, with blanks between them."""
-    count = min(max(steps // 20, 1), 200)
-    labels = torch.zeros(2 * count + 1, dtype=torch.int64)
-    labels[1::2] = torch.randint(1, 30, (count,), generator=generator)
+    """Return the chain of the alignments of a target with 1 label for 20 steps, at most 200."""
+    S = min(max(steps // 20, 1), 200)
+    labels = torch.zeros(2 * S + 1, dtype=torch.int64)
+    labels[1::2] = torch.randint(1, 30, (S,), generator=generator)
     entered = (2 * torch.randn(steps, 1, 30, generator=generator)).log_softmax(-1)[..., labels]
     scores = entered[..., None].repeat(1, 1, 1, 3)
     scores[..., labels == labels.roll(2), 2] = -torch.inf
@@ -91,7 +103,7 @@ def ctc(steps: int, generator: torch.Generator) -> Chain:
 
 
 def ring(steps: int, generator: torch.Generator) -> Chain:
-    """4 states in a ring, each entered from itself and from the one before it; normal scores."""
+    """Return a chain of 4 states in a ring, each entered from itself and from the one before."""
     return Chain(
         torch.randn(steps, 1, 4, 2, generator=generator),
         torch.tensor([[0, 3], [1, 0], [2, 1], [3, 2]]),
@@ -116,45 +128,46 @@ def ours(chain: Chain) -> Posterior:
     return Posterior(chain.logz().item(), lambda start, stop: marginals[start:stop])
 
 
-def leaving(source: Tensor) -> Tensor:
-    """The edges c·K + k that leave each state, padded with -1, `[C, most]`."""
+def outgoing_edges(source: Tensor) -> Tensor:
+    """Return the edges c·K + k that leave each state, padded with -1, `[C, D]`."""
     flat = source.flatten().tolist()
     edges = [
         [edge for edge, origin in enumerate(flat) if origin == state]
         for state in range(len(source))
     ]
-    most = max(map(len, edges))
-    return torch.tensor(
-        [[*held, *[-1] * (most - len(held))] for held in edges], device=source.device
-    )
+    D = max(map(len, edges))
+    return torch.tensor([[*row, *[-1] * (D - len(row))] for row in edges], device=source.device)
 
 
 def plain(chain: Chain) -> Posterior:
-    """The forward-backward algorithm in log space as it is usually written: α and β in the dtype of the scores, a log-sum-exp a step, no scaling."""
-    scores, source, outgoing = chain.scores[:, 0], chain.source, leaving(chain.source)
+    """Run the forward-backward algorithm in log space as it is usually written.
+
+    Alpha and beta have the dtype of the scores. There is one log-sum-exp a step, and no scaling.
+    """
+    scores, source, outgoing = chain.scores[:, 0], chain.source, outgoing_edges(chain.source)
     steps, states = scores.shape[:2]
-    nothing = scores.new_full((1,), -torch.inf)  # what an edge of -1 finds
+    no_path = scores.new_full((1,), -torch.inf)  # the value at index -1
     alpha, beta = scores.new_zeros(2, steps + 1, states)
     if chain.initial is not None:
         alpha[0] = chain.initial[0]
     if chain.final is not None:
         beta[-1] = chain.final[0]
     for t in range(steps):
-        torch.logsumexp(scores[t] + torch.cat([alpha[t], nothing])[source], -1, out=alpha[t + 1])
+        torch.logsumexp(scores[t] + torch.cat([alpha[t], no_path])[source], -1, out=alpha[t + 1])
     for t in reversed(range(steps)):
         terms = (scores[t] + beta[t + 1, :, None]).flatten()
-        torch.logsumexp(torch.cat([terms, nothing])[outgoing], -1, out=beta[t])
+        torch.logsumexp(torch.cat([terms, no_path])[outgoing], -1, out=beta[t])
     logz = torch.logsumexp(alpha[-1] + beta[-1], -1)
 
     def marginals(start: int, stop: int) -> Tensor:
-        before = torch.cat([alpha[start:stop], nothing.expand(stop - start, 1)], 1)[:, source]
+        before = torch.cat([alpha[start:stop], no_path.expand(stop - start, 1)], 1)[:, source]
         return (before + scores[start:stop] + beta[start + 1 : stop + 1, :, None] - logz).exp()
 
     return Posterior(logz.item(), marginals)
 
 
 def worst(found: Posterior, truth: Posterior, steps: int) -> float:
-    """The greatest absolute error of a marginal, a part of the chain at a time."""
+    """Return the greatest absolute error of a marginal, over one part of the chain at a time."""
     parts = [(start, min(start + CHUNK, steps)) for start in range(0, steps, CHUNK)]
     return max(
         (found.marginals(*part).double() - truth.marginals(*part)).abs().max().item()
@@ -163,15 +176,18 @@ def worst(found: Posterior, truth: Posterior, steps: int) -> float:
 
 
 def measure(name: str, steps: int, device: torch.device, seed: int) -> list[Row]:
-    """A row for each provider, against the same scores in fp64: kernels that are fp64 throughout, which the tests hold to the specification."""
+    """Return a row for each provider, compared with Partita on the same scores in fp64.
+
+    The tests compare those kernels, which are fp64 throughout, with the reference.
+    """
     chain = CHAINS[name](steps, torch.Generator().manual_seed(seed))
     truth = ours(moved(chain, device, torch.float64))
     allowed = 1e-6 * max(1.0, abs(truth.logz)) + 1e-9 * steps
     rows = []
     for provider, run in (("partita", ours), ("plain fp32", plain)):
         found = run(moved(chain, device))
-        off = abs(found.logz - truth.logz)
-        errors = worst(found, truth, steps), off, off / allowed
+        logz_error = abs(found.logz - truth.logz)
+        errors = worst(found, truth, steps), logz_error, logz_error / allowed
         rows.append(
             Row(
                 name,
@@ -203,7 +219,7 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
-    """A panel for each chain: the worst marginal against the number of steps."""
+    """Draw a panel for each chain: the worst marginal against the number of steps."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -242,7 +258,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
 def run(
     steps: Sequence[int], out: Path, device: torch.device, seed: int = 0, quiet: bool = False
 ) -> list[Row]:
-    """Measure every chain at every length, and write `chain_exactness.csv` and `chain_exactness.svg` into a folder."""
+    """Measure every chain at every length, and write the table and the picture into a folder."""
     cases = [(name, length) for length in sorted(set(steps)) for name in CHAINS]
     rows: list[Row] = []
     with Progress(
@@ -261,12 +277,14 @@ def run(
 
 def print_rows(rows: Sequence[Row]) -> None:
     print(
-        f"On {rows[0].device}, torch {rows[0].torch}; the error of log Z is in units of what the contract allows.\n"
+        f"On {rows[0].device}, torch {rows[0].torch};"
+        " the error of log Z is in units of what the contract allows.\n"
     )
     print(f"{'chain':26} {'steps':>8} {'provider':10} {'marginals':>10} {'log Z':>10}")
     for row in rows:
         print(
-            f"{row.chain:26} {row.steps:8,} {row.provider:10} {row.marginal_error:10.1e} {row.logz_share:10.1e}"
+            f"{row.chain:26} {row.steps:8,} {row.provider:10}"
+            f" {row.marginal_error:10.1e} {row.logz_share:10.1e}"
         )
 
 
@@ -306,9 +324,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.steps, options.out, torch.device(options.device), options.seed, options.quiet
     )
     print_rows(rows)
-    print(
-        f"\nTable and picture: {options.out / 'chain_exactness.csv'}, {options.out / 'chain_exactness.svg'}"
-    )
+    table, picture = options.out / "chain_exactness.csv", options.out / "chain_exactness.svg"
+    print(f"\nTable and picture: {table}, {picture}")
     missed = [row for row in rows if row.provider == "partita" and not row.passed]
     for row in missed:
         print(f"Out of contract: {row.chain}, {row.steps:,} steps.", file=sys.stderr)

@@ -1,12 +1,15 @@
-"""Find the regimes of El Niño with a hidden Markov model: fit it by the gradient of log Z from many starts at once, and draw what it believes.
+"""Find the regimes of El Niño: fit a hidden Markov model by the gradient of log Z, and draw it.
 
     python examples/hmm.py --regimes 4 --starts 16 --out hmm.png
 
-The series is the temperature of the sea off Peru (0-10° S, 80-90° W) in each month from 1950 to 2010, less the mean of its calendar month; it comes with
-statsmodels (NOAA, ERSST.V3B, Niño 1+2). In each month one of a few regimes holds, each with a normal distribution of its own. Which one is next depends on
-the present one alone; the first is drawn from the stationary distribution. Log Z of this chain is the log-likelihood. The random starts are the chains of
-one batch, and Adam moves all of them together. statsmodels computes the log-likelihood and the posterior anew from the parameters that were found; the exit
-code is 1 when it finds others. Neighbouring months are more alike than such a model believes, so a better BIC is no proof of more regimes.
+The series is the temperature of the sea off Peru (0-10° S, 80-90° W) in each month from 1950 to
+2010, minus the mean of its calendar month; it comes with statsmodels (NOAA, ERSST.V3B, Niño 1+2).
+Each month has one of a few regimes, and each regime has its own normal distribution. The next
+regime depends on the present one alone; the first is drawn from the stationary distribution. Log Z
+of this chain is the log-likelihood. The random starts are the chains of one batch, and Adam moves
+all of them together. statsmodels computes the log-likelihood and the posterior again from the
+parameters that were found; the exit code is 1 when its results differ. Neighbouring months are more
+alike than such a model believes, so a better BIC is no proof of more regimes.
 """
 
 from __future__ import annotations
@@ -31,14 +34,16 @@ from torch import Tensor
 
 import partita
 
-ALLOWED = 1e-8  # between statsmodels and us
-NARROWEST = 0.1  # °C, so that no regime closes in on a single month
+ALLOWED = 1e-8  # the greatest difference to statsmodels
+NARROWEST = 0.1  # °C; no regime can shrink to a single month
 SAMPLES = 12
 COLD, COOL, WARM, HOT = "#2b6cb0", "#7cc1f0", "#f6ad55", "#c53030"
 COLOURS = {2: (COLD, HOT), 3: (COLD, WARM, HOT), 4: (COLD, COOL, WARM, HOT)}
 
 
 class Series(NamedTuple):
+    """The temperature of each of T months."""
+
     years: Tensor  # [T]
     values: Tensor  # [T], °C
 
@@ -53,23 +58,25 @@ class Model(NamedTuple):
 
 
 class Fit(NamedTuple):
-    model: Model  # of the best start, regimes from cold to warm
+    """The best model, and the progress of all starts."""
+
+    model: Model  # the best start, with the regimes from cold to warm
     curves: Tensor  # [steps, starts], log-likelihoods
 
 
 class Posterior(NamedTuple):
-    """What the best model, N = 1, says of the regime of each month."""
+    """The posterior of the regime of each month under the best model, N = 1."""
 
     marginals: Tensor  # [T, C]
     best: Tensor  # [T], the most probable path
     samples: Tensor  # [SAMPLES, T]
     best_log_prob: float
-    entropy: float  # of the path, nats
-    changes: float  # expected
+    entropy: float  # the entropy of the path in nats
+    changes: float  # the expected number
 
 
 class Difference(NamedTuple):
-    """How far log-likelihood and posterior are from those of statsmodels."""
+    """The differences of log-likelihood and posterior to those of statsmodels."""
 
     log_likelihood: float
     posterior: float
@@ -77,12 +84,13 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
+    """The results of a run."""
+
     log_likelihood: float
     bic: float
     as_good: int  # starts that end within 1 nat of the best
-    regimes: list[
-        tuple[float, float, float, float]
-    ]  # mean, deviation, share of the time, months that it lasts
+    # Mean, deviation, share of the time and duration in months of each regime.
+    regimes: list[tuple[float, float, float, float]]
     best_log_prob: float
     entropy: float
     changes: float
@@ -91,15 +99,14 @@ class Report:
 
 def load() -> Series:
     table = elnino.load_pandas().data
-    years, temperatures = torch.tensor(table.to_numpy(), dtype=torch.float64).tensor_split(
-        [1], dim=1
-    )  # [years, 1], [years, 12]
+    columns = torch.tensor(table.to_numpy(), dtype=torch.float64)
+    years, temperatures = columns.tensor_split([1], dim=1)  # [years, 1], [years, 12]
     middles = (torch.arange(12, dtype=torch.float64) + 0.5) / 12
     return Series((years + middles).flatten(), (temperatures - temperatures.mean(0)).flatten())
 
 
 def stationary(transitions: Tensor) -> Tensor:
-    """π with πP = π and Σπ = 1, `[N, C]`, of P `[N, C, C]`: the solution of π (I − P + 1) = 1."""
+    """Return π `[N, C]` with πP = π and Σπ = 1 for P `[N, C, C]`: it solves π (I − P + 1) = 1."""
     identity = torch.eye(transitions.shape[-1], dtype=transitions.dtype)
     return torch.linalg.solve(
         (identity - transitions + 1).mT, transitions.new_ones(transitions.shape[:2])
@@ -107,10 +114,9 @@ def stationary(transitions: Tensor) -> Tensor:
 
 
 def chain_of(model: Model, values: Tensor) -> partita.Chain:
-    """The chain of each model over the same series."""
-    emissions = torch.distributions.Normal(model.means, model.deviations).log_prob(
-        values[:, None, None]
-    )  # [T, N, C]
+    """Return the chains of all models over the same series."""
+    regimes = torch.distributions.Normal(model.means, model.deviations)
+    emissions = regimes.log_prob(values[:, None, None])  # [T, N, C]
     scores = emissions[1:, :, :, None] + model.transitions.mT  # to and from
     return partita.Chain(
         scores, partita.dense_source(scores.shape[-1]), initial=emissions[0] + model.stationary
@@ -120,7 +126,7 @@ def chain_of(model: Model, values: Tensor) -> partita.Chain:
 def fit(
     values: Tensor, regimes: int, starts: int, steps: int, generator: torch.Generator, quiet: bool
 ) -> Fit:
-    """Each start takes months at random for its means; the curves are the log-likelihoods before each step."""
+    """Fit a model from each start, whose means are the values of random months."""
     means = values[torch.randint(len(values), (starts, regimes), generator=generator)]
     widths = torch.full_like(means, values.std().log().item())
     moves = 2 * torch.eye(regimes, dtype=torch.float64) + torch.randn(
@@ -170,7 +176,7 @@ def fit(
 
 
 def posterior_of(chain: partita.Chain, generator: torch.Generator) -> Posterior:
-    """All that the chain of one model knows."""
+    """Return the posterior of the chain of one model."""
     edges, best = chain.marginals()[:, 0], chain.viterbi()  # [T - 1, C, C], to and from
     changes = chain.expectation(1 - torch.eye(edges.shape[-1], dtype=edges.dtype)).item()
     return Posterior(
@@ -184,7 +190,11 @@ def posterior_of(chain: partita.Chain, generator: torch.Generator) -> Posterior:
 
 
 def compare(model: Model, values: Tensor, log_likelihood: float, marginals: Tensor) -> Difference:
-    """The same model in statsmodels: its parameters are the transitions into all regimes but the last, by target, then means and variances."""
+    """Compare with the same model in statsmodels.
+
+    Its parameters are the transitions into all regimes but the last, ordered by target, then the
+    means and the variances.
+    """
     regimes = len(model.means[0])
     into = model.transitions[0].exp().mT[:-1].flatten()
     theirs = MarkovRegression(values.numpy(), k_regimes=regimes, trend="c", switching_variance=True)
@@ -223,7 +233,7 @@ def summary(fitted: Fit, values: Tensor, found: Posterior, difference: Differenc
 
 
 def draw_series(axes: Axes, series: Series, found: Posterior, colours: Sequence[str]) -> None:
-    """The series over a background that mixes the regimes' colours by their posterior."""
+    """Draw the series over a background that mixes the regimes' colours by their posterior."""
     shade = found.marginals @ torch.tensor(
         [to_rgb(colour) for colour in colours], dtype=torch.float64
     )
@@ -257,7 +267,7 @@ def draw_paths(
 
 
 def draw_densities(axes: Axes, series: Series, model: Model, colours: Sequence[str]) -> None:
-    """Each regime's density times its share of the time, beside the histogram of the series."""
+    """Draw each regime's density times its share of the time, and the histogram of the series."""
     axes.hist(series.values, bins=50, density=True, orientation="horizontal", color=FAINT)
     grid = torch.linspace(*axes.get_ylim(), 400, dtype=torch.float64)[:, None]
     densities = (
@@ -377,18 +387,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quiet", action="store_true", help="show no progress bar")
     options = parser.parse_args(argv)
 
-    torch.set_num_threads(1)  # tensors this small spend more time on sharing than on work
+    torch.set_num_threads(1)  # for tensors this small, threads cost more time than they save
     report = run(
         options.regimes, options.starts, options.steps, options.seed, options.out, options.quiet
     )
     print(
-        f"Log-likelihood: {report.log_likelihood:.4f} (BIC {report.bic:.1f}); {report.as_good} of {options.starts} starts within 1 nat of it"
+        f"Log-likelihood: {report.log_likelihood:.4f} (BIC {report.bic:.1f});"
+        f" {report.as_good} of {options.starts} starts within 1 nat of it"
     )
     print(f"Log-likelihood diff to statsmodels: {report.difference.log_likelihood:.2e}")
     print(f"Posterior diff to statsmodels (max): {report.difference.posterior:.2e}")
     for i, (mean, deviation, share, lasts) in enumerate(report.regimes, 1):
         print(
-            f"Regime {i}: {mean:+.2f} ± {deviation:.2f} °C, {share:.0%} of the time, lasts {lasts:.1f} months"
+            f"Regime {i}: {mean:+.2f} ± {deviation:.2f} °C, {share:.0%} of the time,"
+            f" lasts {lasts:.1f} months"
         )
     print(f"Probability of the best path: {math.exp(report.best_log_prob):.1e}")
     print(f"Entropy of the path: {report.entropy:.1f} nats")

@@ -1,49 +1,49 @@
-"""Colour source code without a parser: train a linear-chain CRF on the characters of Python's standard library, and draw what it sees.
+"""Colour source code without a parser: train a linear-chain CRF on Python's standard library.
 
     python examples/tagger.py --batches 400 --out tagger.png
 
-The text is the standard library of the Python that runs this, in snippets of six lines; the `tokenize` module says of each character whether it begins a
-token (B-) or goes on in one (I-), and of which kind. A few convolutions score the tags of each character; they see no more than six characters to either
-side. Whether all that is within a string may have been settled lines before, and this can only travel along the chain. The same network is trained on the
-same batches once more, with a softmax at each character in place of the chain; the farther a network sees, the less it gains from one (try `--layers 12`). A
-tenth of the files is held out. The exit code is 1 when the CRF tags fewer than 90 % of their characters rightly.
+The text is the standard library of the Python that runs this, in snippets of six lines. For each
+character the `tokenize` module tells whether it begins a token (B-) or is inside one (I-), and the
+kind of the token. A few convolutions score the tags of each character; they see six characters to
+either side. Whether a character is within a string may depend on text many lines before, and only
+the chain can carry that. The same network is trained on the same batches with a softmax at each
+character instead of the chain. The farther a network sees, the less it gains from a chain (try
+`--layers 12`). A tenth of the files is for the test. The exit code is 1 when the CRF tags fewer
+than 90 % of their characters correctly.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
-import keyword
-import random
 import sys
-import sysconfig
 import time
-import tokenize
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from digits import INK, MUTED, RIGHT, WRONG, Difference, positive
-from language_model import LEFT_OUT
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from tagger_data import (
+    CHARACTERS,
+    KINDS,
+    TAGS,
+    TEST_FILES,
+    Snippets,
+    load,
+)
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 import partita
 
 REQUIRED_ACCURACY = 0.9
 BATCH = 32
-HELD_OUT = 10  # one file of so many
-LINES, LONGEST = 6, 256  # of a snippet: lines, and characters at most
-WIDEST = 84  # characters of a line in the picture
-CHARACTERS = 128  # of ASCII; any other counts as a question mark
+WIDEST = 84  # the characters of a line in the picture
 COLOURS = {
     "name": INK,
     "keyword": "#6b46c1",
@@ -52,47 +52,36 @@ COLOURS = {
     "comment": "#718096",
     "operator": "#2b6cb0",
 }
-KINDS = list(COLOURS)
-TAGS = [
-    "space",
-    *(f"{place}-{kind}" for kind in KINDS for place in "BI"),
-]  # B of kind k is 2k + 1, I is 2k + 2
 UNSURE = "#f6ad55"
 
 
-class Snippets(NamedTuple):
-    text: Tensor  # [N, T] ASCII, 0 past the length
-    tags: Tensor  # [N, T], -1 past the length
-    lengths: Tensor  # [N]
-
-    def take(self, index: Tensor | slice) -> Snippets:
-        """Some of them, no longer than they have to be."""
-        lengths = self.lengths[index]
-        most = int(lengths.max())
-        return Snippets(self.text[index, :most], self.tags[index, :most], lengths)
-
-
 class Guess(NamedTuple):
+    """Tags that a method finds, and the probability of each."""
+
     tags: Tensor  # [N, T]
-    confidence: Tensor  # [N, T], the probability of each of them
+    confidence: Tensor  # [N, T]
 
 
 class Score(NamedTuple):
-    characters: float  # share of them that is right
-    lines: float  # share of the lines, blank ones left out, that is right throughout
-    broken: int  # tags that go on in a token that the one before does not belong to
-    confidence: float  # mean
+    """The accuracy of a guess."""
+
+    characters: float  # the share of characters with the correct tag
+    lines: float  # the share of lines without a mistake; blank lines do not count
+    broken: int  # the number of I- tags after a tag of another token
+    confidence: float  # the mean confidence
 
 
 @dataclass(frozen=True)
 class Report:
+    """The results of a run for each method."""
+
     scores: dict[str, Score]
     difference: Difference
-    milliseconds: dict[str, float] = field(compare=False)  # a batch
+    milliseconds: dict[str, float] = field(compare=False)  # the time of a batch
 
 
 class Tagger(nn.Module):
-    """A network from characters `[N, T]` to the chain's emissions `[T, N, tags]`, and the tables of the chain."""
+    """A network from characters `[N, T]` to emissions `[T, N, C]`, and the tables of the chain."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -100,7 +89,7 @@ class Tagger(nn.Module):
         self.layers = nn.ModuleList(nn.Conv1d(width, width, 5, padding=2) for _ in range(layers))
         self.emit = nn.Linear(width, len(TAGS))
         self.transitions = nn.Parameter(torch.zeros(len(TAGS), len(TAGS)))
-        self.ends = nn.Parameter(torch.zeros(2, len(TAGS)))  # of the first tag and of the last
+        self.ends = nn.Parameter(torch.zeros(2, len(TAGS)))  # scores of the first and last tags
 
     def forward(self, text: Tensor) -> Tensor:
         x = self.embed(text).mT
@@ -113,7 +102,7 @@ class Tagger(nn.Module):
 
 
 def chain_loss(chain: partita.Chain, batch: Snippets) -> Tensor:
-    """Log Z minus the score of the right path, nats a character."""
+    """Return log Z minus the score of the correct path, in nats a character."""
     return -chain.log_prob(states=batch.tags.T).sum() / batch.lengths.sum()
 
 
@@ -128,7 +117,7 @@ def softmax_loss(model: Tagger, batch: Snippets) -> Tensor:
 
 
 def crf_guess(model: Tagger, batch: Snippets) -> Guess:
-    """The best path, and the posterior of each of its tags."""
+    """Return the best path and the posterior of each of its tags."""
     chain = model.chain(model(batch.text), batch.lengths)
     states, edges = chain.viterbi().states, chain.marginals()  # [T, N], [T - 1, N, to, from]
     posterior = torch.cat([edges[:1].sum(2), edges.sum(3)])
@@ -146,65 +135,6 @@ METHODS: dict[str, tuple[Callable[..., Tensor], Callable[..., Guess]]] = {
 }
 
 
-def line_starts(text: str) -> list[int]:
-    return [0, *accumulate(len(line) + 1 for line in text.split("\n"))]
-
-
-def tags_of(text: str) -> list[int]:
-    """The tag of each character, as `tokenize` has it; what is in no token is space."""
-    tags, starts = [0] * len(text), line_starts(text)
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        name = tokenize.tok_name[token.type].lower()
-        name = {
-            "op": "operator",
-            "name": "keyword" if keyword.iskeyword(token.string) else "name",
-        }.get(name, name)
-        name = (
-            "string" if name.startswith(("fstring", "tstring")) else name
-        )  # the parts of one, from Python 3.12 on
-        begin, end = (starts[row - 1] + column for row, column in (token.start, token.end))
-        if name in KINDS and begin < end:
-            first = TAGS.index(f"B-{name}")
-            tags[begin:end] = [first, *[first + 1] * (end - begin - 1)]
-    return tags
-
-
-def snippets_of(tagged: Sequence[tuple[str, list[int]]]) -> Snippets:
-    codes = [torch.tensor(list(text.encode("ascii", "replace"))) for text, _ in tagged]
-    tags = [torch.tensor(tags) for _, tags in tagged]
-    lengths = torch.tensor([len(text) for text, _ in tagged])
-    return Snippets(
-        pad_sequence(codes, batch_first=True),
-        pad_sequence(tags, batch_first=True, padding_value=-1),
-        lengths,
-    )
-
-
-def load(files: int, seed: int) -> tuple[Snippets, Snippets]:
-    """Snippets of the library's files, to train on and held out."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    paths = [
-        path
-        for path in sorted(root.rglob("*.py"))
-        if not LEFT_OUT & set(path.relative_to(root).parts)
-    ]
-    parts: list[list[tuple[str, list[int]]]] = [[], []]
-    for i, path in enumerate(random.Random(seed).sample(paths, min(files, len(paths)))):
-        text = path.read_text(encoding="utf-8", errors="ignore")
-        tags, starts = tags_of(text), [*line_starts(text)[::LINES], len(text)]
-        pieces = [
-            slice(start, min(stop, start + LONGEST))
-            for start, stop in pairwise(starts)
-            if stop - start > 1
-        ]
-        parts[i % HELD_OUT == 0].extend((text[piece], tags[piece]) for piece in pieces)
-    if not all(parts):
-        raise ValueError(
-            f"files: expected enough of them to train on some and hold out others, got {files}"
-        )
-    return snippets_of(parts[0]), snippets_of(parts[1])
-
-
 def train(
     name: str, model: Tagger, snippets: Snippets, batches: int, seed: int, quiet: bool
 ) -> None:
@@ -212,9 +142,10 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     network = [parameter for module in model.children() for parameter in module.parameters()]
     optimizer = torch.optim.Adam([{"params": network}, {"params": [model.transitions, model.ends]}])
+    # The tables need a greater rate than the network.
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=[2e-2, 1e-1], total_steps=batches
-    )  # the tables have farther to go
+    )
     columns = (
         f"{name:8}",
         BarColumn(),
@@ -250,45 +181,45 @@ def guess(name: str, model: Tagger, snippets: Snippets) -> Guess:
 
 
 def score(found: Guess, snippets: Snippets) -> Score:
-    counted = snippets.tags >= 0
-    wrong = (found.tags != snippets.tags) & counted
+    valid = snippets.tags >= 0
+    mistakes = (found.tags != snippets.tags) & valid
     ends = snippets.text == ord("\n")
     line = (ends.cumsum(1) - ends.long()) + ends.shape[1] * torch.arange(len(ends))[:, None]
-    faults, solid = (
-        torch.zeros(ends.numel()).index_add(0, line[counted], what[counted].float())
-        for what in (wrong, snippets.tags > 0)
+    line_mistakes, line_tokens = (
+        torch.zeros(ends.numel()).index_add(0, line[valid], mask[valid].float())
+        for mask in (mistakes, snippets.tags > 0)
     )
     before, after = found.tags[:, :-1], found.tags[:, 1:]
-    goes_on = (after > 0) & (after % 2 == 0) & counted[:, 1:]
-    broken = goes_on & (before != after) & (before != after - 1)
-    right = 1 - wrong.sum() / counted.sum()
+    inside = (after > 0) & (after % 2 == 0) & valid[:, 1:]
+    broken = inside & (before != after) & (before != after - 1)
+    correct = 1 - mistakes.sum() / valid.sum()
     return Score(
-        right.item(),
-        (faults[solid > 0] == 0).float().mean().item(),
+        correct.item(),
+        (line_mistakes[line_tokens > 0] == 0).float().mean().item(),
         int(broken.sum()),
-        found.confidence[counted].mean().item(),
+        found.confidence[valid].mean().item(),
     )
 
 
 def plain_loss(emissions: Tensor, transitions: Tensor, ends: Tensor, batch: Snippets) -> Tensor:
-    """`chain_loss`, by the forward recursion in plain PyTorch."""
+    """Return `chain_loss`, computed by the forward recursion in plain PyTorch."""
     start, end = ends
     tags, rows = batch.tags.T.clamp(min=0), torch.arange(len(batch.lengths))
     alpha, path = start + emissions[0], start[tags[0]] + emissions[0, rows, tags[0]]
     for t in range(1, len(emissions)):
-        inside = t < batch.lengths
+        active = t < batch.lengths
         alpha = torch.where(
-            inside[:, None], (alpha[:, :, None] + transitions).logsumexp(1) + emissions[t], alpha
+            active[:, None], (alpha[:, :, None] + transitions).logsumexp(1) + emissions[t], alpha
         )
         path = torch.where(
-            inside, path + transitions[tags[t - 1], tags[t]] + emissions[t, rows, tags[t]], path
+            active, path + transitions[tags[t - 1], tags[t]] + emissions[t, rows, tags[t]], path
         )
     path = path + end[tags[batch.lengths - 1, rows]]
     return ((alpha + end).logsumexp(1) - path).sum() / batch.lengths.sum()
 
 
 def compare(model: Tagger, batch: Snippets) -> Difference:
-    """Loss and gradients in emissions and tables, beside the plain recursion in fp64."""
+    """Compare the loss and its gradients with those of the plain recursion in fp64."""
     ours = [
         t.detach().clone().requires_grad_()
         for t in (model(batch.text), model.transitions, model.ends)
@@ -306,7 +237,10 @@ def compare(model: Tagger, batch: Snippets) -> Difference:
 
 
 def draw_snippet(axes: Axes, top: float, snippets: Snippets, found: Guess, n: int) -> float:
-    """Write a snippet from a row on: tokens underlined, mistakes overlined, doubt as background. Gives the next free row."""
+    """Write a snippet from a row on, and return the next free row.
+
+    Tokens are underlined, mistakes are overlined, and doubt is the background.
+    """
     length = int(snippets.lengths[n])
     text, truth, tags, confidence = (
         t[n, :length].tolist() for t in (snippets.text, snippets.tags, *found)
@@ -329,10 +263,8 @@ def draw_snippet(axes: Axes, top: float, snippets: Snippets, found: Guess, n: in
                 va="center_baseline",
                 parse_math=False,
             )
-            first, last = (
-                tag % 2 == 1,
-                tags[i + 1 : i + 2] != [2 * ((tag + 1) // 2)],
-            )  # the next one does not go on in this token
+            # The last character of a token is one before any tag but this token's I.
+            first, last = tag % 2 == 1, tags[i + 1 : i + 2] != [2 * ((tag + 1) // 2)]
             axes.plot(
                 [x + 0.15 * first, x + 1 - 0.15 * last],
                 [y + 0.42] * 2,
@@ -347,7 +279,7 @@ def draw_snippet(axes: Axes, top: float, snippets: Snippets, found: Guess, n: in
 
 
 def draw_text(axes: Axes, snippets: Snippets, guesses: dict[str, Guess]) -> None:
-    """A snippet as it comes, by both methods, and two that are hard for the CRF."""
+    """Write one snippet with the tags of both methods, and two that are hard for the CRF."""
     crf = guesses["CRF"]
     common = len(snippets.lengths) // 2
     unsure = int((crf.confidence.sum(1) / snippets.lengths).argmin())
@@ -369,8 +301,8 @@ def draw_text(axes: Axes, snippets: Snippets, guesses: dict[str, Guess]) -> None
 
 def draw_transitions(axes: Axes, model: Tagger) -> None:
     table = model.transitions.detach().numpy()
-    most = abs(table).max()
-    image = axes.imshow(table, cmap="RdBu", vmin=-most, vmax=most)
+    limit = abs(table).max()
+    image = axes.imshow(table, cmap="RdBu", vmin=-limit, vmax=limit)
     axes.set(xticks=range(len(TAGS)), yticks=range(len(TAGS)), xlabel="to", ylabel="from")
     axes.set_xticklabels(TAGS, rotation=90, size=8)
     axes.set_yticklabels(TAGS, size=8)
@@ -379,7 +311,7 @@ def draw_transitions(axes: Axes, model: Tagger) -> None:
 
 
 def draw_errors(axes: Axes, scores: dict[str, Score]) -> None:
-    """Shares that are wrong, of characters and of lines."""
+    """Draw the shares of characters and of lines with a mistake."""
     for i, (name, colour) in enumerate(zip(scores, (RIGHT, MUTED), strict=True)):
         bars = axes.barh(
             [i, i + 3],
@@ -406,7 +338,7 @@ def draw(
     guesses: dict[str, Guess],
     scores: dict[str, Score],
 ) -> None:
-    """Held-out source, beside what the chain learnt and what it is worth."""
+    """Draw tagged test files, the transitions that the chain learnt, and the errors."""
     figure = Figure(figsize=(15, 11), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=(1.8, 1))
     draw_text(left.subplots(), snippets, guesses)
@@ -427,7 +359,7 @@ def draw(
 def run(
     batches: int, files: int, width: int, layers: int, seed: int, out: Path, quiet: bool = False
 ) -> Report:
-    snippets, held_out = load(files, seed)
+    snippets, test_snippets = load(files, seed)
     scores, milliseconds, models, guesses = {}, {}, {}, {}
     for name in METHODS:
         torch.manual_seed(seed)
@@ -435,10 +367,11 @@ def run(
         start = time.perf_counter()
         train(name, models[name], snippets, batches, seed, quiet)
         milliseconds[name] = 1e3 * (time.perf_counter() - start) / batches
-        guesses[name] = guess(name, models[name], held_out)
-        scores[name] = score(guesses[name], held_out)
-    draw(out, models["CRF"], held_out, guesses, scores)
-    return Report(scores, compare(models["CRF"], held_out.take(slice(0, BATCH))), milliseconds)
+        guesses[name] = guess(name, models[name], test_snippets)
+        scores[name] = score(guesses[name], test_snippets)
+    draw(out, models["CRF"], test_snippets, guesses, scores)
+    difference = compare(models["CRF"], test_snippets.take(slice(0, BATCH)))
+    return Report(scores, difference, milliseconds)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -452,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--files",
         type=positive,
         default=200,
-        help=f"of the library, of which one in {HELD_OUT} is held out (default 200)",
+        help=f"files of the library; one in {TEST_FILES} is for the test (default 200)",
     )
     parser.add_argument(
         "--width", type=positive, default=48, help="channels of the network (default 48)"
@@ -470,9 +403,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quiet", action="store_true", help="show no progress bar")
     options = parser.parse_args(argv)
 
-    torch.set_num_threads(
-        1
-    )  # of a network this small; on a busy machine more of them mostly wait for each other
+    # The network is so small that more threads mostly wait for each other on a busy machine.
+    torch.set_num_threads(1)
     report = run(
         options.batches,
         options.files,
@@ -486,7 +418,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"Grad diff (max): {report.difference.grad:.2e}")
     for name, found in report.scores.items():
         print(
-            f"{name}: {found.characters:.1%} of characters right (mean confidence {found.confidence:.1%}), {found.lines:.1%} of lines without a fault, "
+            f"{name}: {found.characters:.1%} of characters right"
+            f" (mean confidence {found.confidence:.1%}),"
+            f" {found.lines:.1%} of lines without a fault, "
             f"{found.broken:,} broken tokens, {report.milliseconds[name]:.0f} ms a batch"
         )
     print(f"Picture: {options.out}")

@@ -9,6 +9,7 @@ from pathlib import Path
 import hmm
 import pytest
 import tagger
+import tagger_data
 import torch
 from matplotlib.image import imread
 
@@ -20,7 +21,7 @@ HMM = {"regimes": 3, "starts": 3, "steps": 60}
 
 @pytest.fixture(autouse=True)
 def few_threads() -> Iterator[None]:
-    """One, as the commands set; they leave it so."""
+    """Use one thread, as the commands do, and restore the number after the test."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -44,9 +45,13 @@ def test_tagger_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     printed = capsys.readouterr()
     lines = dict(line.split(": ") for line in printed.out.splitlines())
     assert list(lines) == ["Loss diff", "Grad diff (max)", "CRF", "Softmax", "Picture"]
-    # Nats a character, below 3; marginals are within 2e-6, and a table's gradient is the mean of them over the characters.
+    # The loss is below 3 nats a character. Marginals are within 2e-6, and a table's gradient is
+    # their mean over the characters.
     assert float(lines["Loss diff"]) <= 3e-6 and float(lines["Grad diff (max)"]) <= 2e-6
-    form = r"[\d.]+% of characters right \(mean confidence [\d.]+%\), [\d.]+% of lines without a fault, [\d,]+ broken tokens, \d+ ms a batch"
+    form = (
+        r"[\d.]+% of characters right \(mean confidence [\d.]+%\), [\d.]+% of lines without a"
+        r" fault, [\d,]+ broken tokens, \d+ ms a batch"
+    )
     assert all(re.fullmatch(form, lines[name]) for name in tagger.METHODS)
     assert "Fewer than 90 %" in printed.err.replace("%", " %")
     height, width, _ = imread(out).shape
@@ -71,19 +76,19 @@ def test_tags_are_those_of_tokenize() -> None:
         else kinds[(tag + 1) // 2][0].upper()
         if tag % 2
         else kinds[(tag + 1) // 2][0]
-        for tag in tagger.tags_of(text)
+        for tag in tagger_data.tags_of(text)
     )
     assert written == "Kk_Nn_O__NOSssssssssssCcc_"
-    assert tagger.tags_of("") == []
+    assert tagger_data.tags_of("") == []
 
 
-def test_the_taggers_plain_loss_is_right() -> None:
-    """Beside every path of two short chains."""
+def test_the_taggers_plain_loss_is_correct() -> None:
+    """The plain loss agrees with a sum over every path of two short chains."""
     generator = torch.Generator().manual_seed(0)
-    count, lengths = len(tagger.TAGS), [3, 2]
-    emissions = torch.randn(3, 2, count, dtype=torch.float64, generator=generator)
+    C, lengths = len(tagger.TAGS), [3, 2]
+    emissions = torch.randn(3, 2, C, dtype=torch.float64, generator=generator)
     transitions, ends = (
-        torch.randn(rows, count, dtype=torch.float64, generator=generator) for rows in (count, 2)
+        torch.randn(rows, C, dtype=torch.float64, generator=generator) for rows in (C, 2)
     )
     tags = torch.tensor([[1, 2, 0], [4, 11, -1]])
 
@@ -96,7 +101,7 @@ def test_the_taggers_plain_loss_is_right() -> None:
     expected = 0.0
     for n, length in enumerate(lengths):
         total = math.fsum(
-            math.exp(score(n, path)) for path in itertools.product(range(count), repeat=length)
+            math.exp(score(n, path)) for path in itertools.product(range(C), repeat=length)
         )
         expected += math.log(total) - score(n, tuple(tags[n, :length].tolist()))
     batch = tagger.Snippets(torch.zeros_like(tags), tags, torch.tensor(lengths))
@@ -111,7 +116,7 @@ def test_tagger_scores_lines_and_broken_tokens() -> None:
     text = torch.tensor([list(b"a b\n\nc\n"), list(b"de\n\0\0\0\0")])
     truth = torch.tensor([[1, 0, 1, 0, 0, 1, 0], [1, 2, 0, -1, -1, -1, -1]])
     found = truth.clone()
-    found[0, 2], found[1, 0] = 2, 3  # a name goes on behind a space, and behind a keyword
+    found[0, 2], found[1, 0] = 2, 3  # a name continues after a space, and after a keyword
     score = tagger.score(
         tagger.Guess(found, torch.full(truth.shape, 0.5)),
         tagger.Snippets(text, truth, torch.tensor([7, 3])),
@@ -151,16 +156,16 @@ def test_hmm_is_deterministic(tmp_path: Path) -> None:
 
 
 def test_the_starts_of_a_batch_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each start climbs as it would alone."""
+    """Each start has the same log-likelihoods as it would have alone."""
     values = hmm.load().values
     drawn = torch.Generator().manual_seed(0)
-    places = torch.randint(len(values), (3, 2), generator=drawn)
+    months = torch.randint(len(values), (3, 2), generator=drawn)
     moves = torch.randn(3, 2, 2, dtype=torch.float64, generator=drawn)
 
     def curves(chosen: slice) -> torch.Tensor:
-        monkeypatch.setattr(torch, "randint", lambda *_, **__: places[chosen])
+        monkeypatch.setattr(torch, "randint", lambda *_, **__: months[chosen])
         monkeypatch.setattr(torch, "randn", lambda *_, **__: moves[chosen])
-        return hmm.fit(values, 2, len(places[chosen]), 20, drawn, True).curves
+        return hmm.fit(values, 2, len(months[chosen]), 20, drawn, True).curves
 
     together, alone = curves(slice(0, 3)), [curves(slice(i, i + 1)) for i in range(3)]
     torch.testing.assert_close(together, torch.cat(alone, 1), rtol=1e-9, atol=0)

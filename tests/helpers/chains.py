@@ -1,15 +1,24 @@
-"""Chains for tests: small ones that can be enumerated, and tables as they occur."""
+"""Chains for tests: random ones, and small ones whose paths can be enumerated."""
 
 import torch
 from hypothesis import strategies as st
 
-from partita import Chain
+from partita import Chain, Semiring
 
 TABLES = ("any", "dense", "missing", "repeated")
+NUMBER_OF_PATHS = Semiring(0.0, 1.0, torch.mul, torch.sum)
+
+
+def assert_close_fp64(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11, equal_nan=True)
+
+
+def chain_indices(chain: Chain) -> list[int]:
+    return list(range(chain.scores.shape[1]))
 
 
 def table(kind: str, states: int, slots: int, generator: torch.Generator) -> torch.Tensor:
-    """`[states, slots]`, or `[states, states]` where all are connected."""
+    """Return the sources `[states, slots]`, or `[states, states]` of a dense table."""
     if kind == "dense":
         return torch.arange(states).repeat(states, 1)
     source = torch.randint(
@@ -32,7 +41,10 @@ def random_chain(
     device: str = "cpu",
     ends: bool = True,
 ) -> Chain:
-    """Standard normal scores, a share of them -inf; lengths from 0 on; scores that do not count are NaN."""
+    """Return chains with standard normal scores.
+
+    A share `forbidden` of the scores is -inf. Scores past a length and of missing edges are NaN.
+    """
     g = torch.Generator().manual_seed(seed)
     source = table(kind, states, slots, g)
     scores = torch.randn(steps, chains, *source.shape, generator=g, dtype=torch.float64)
@@ -44,18 +56,17 @@ def random_chain(
     initial, final = (
         torch.randn(2, chains, states, generator=g, dtype=torch.float64).to(dtype).to(device)
     )
-    placed = None if lengths is None else lengths.to(device)
     return Chain(
         scores.to(dtype).to(device),
         source.to(device),
         *((initial, final) if ends else (None, None)),
-        lengths=placed,
+        lengths=None if lengths is None else lengths.to(device),
     )
 
 
 @st.composite
 def small_chains(draw: st.DrawFn) -> Chain:
-    """At most some thousand paths."""
+    """Draw chains with a few thousand paths at most."""
     kind = draw(st.sampled_from(TABLES))
     states, slots = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     return random_chain(

@@ -1,4 +1,4 @@
-"""What adds and multiplies along the paths of a chain."""
+"""Semirings: the sums and products that combine the scores of the paths of a chain."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-# A tuple, because Dynamo takes no instance of a class of ours as the default of a method's argument.
+# A semiring is a tuple, because Dynamo refuses an instance of another class as a default argument.
 class Semiring(NamedTuple):
     """A way to combine the scores of a path (`mul`) and of paths that meet (`sum`).
 
@@ -18,7 +18,8 @@ class Semiring(NamedTuple):
         one: the score of the empty path: `mul` ignores it.
         mul: `(a, b) -> Tensor`, of broadcast shapes.
         sum: `(x, dim) -> Tensor`, without that dimension.
-        dsum: `(x, dim) -> Tensor` of the shape of x, the derivative of `sum`; None where autograd may differentiate `sum` itself.
+        dsum: `(x, dim) -> Tensor` of the shape of x, the derivative of `sum`; None if autograd may
+            differentiate `sum` itself.
 
     `Log` and `Max` have kernels; any other semiring runs in plain PyTorch, in fp64 inside.
 
@@ -27,8 +28,9 @@ class Semiring(NamedTuple):
     Example:
         >>> import torch
         >>> from partita import Semiring, dense_source, logz
-        >>> count = Semiring(zero=0.0, one=1.0, mul=torch.mul, sum=torch.sum)
-        >>> logz(torch.ones(3, 1, 2, 2), dense_source(2), semiring=count)  # paths of 3 steps over 2 states, from either
+        >>> number = Semiring(zero=0.0, one=1.0, mul=torch.mul, sum=torch.sum)
+        >>> # The number of paths of 3 steps over 2 states:
+        >>> logz(torch.ones(3, 1, 2, 2), dense_source(2), semiring=number)
         tensor([16.])
     """
 
@@ -40,31 +42,31 @@ class Semiring(NamedTuple):
 
 
 def _log_sum(x: Tensor, dim: int) -> Tensor:
+    """Return log Σ exp(x), which is -inf where all terms are -inf or there are none."""
     if not x.shape[dim]:
         return x.sum(dim) - torch.inf
     shift = x.detach().amax(dim, keepdim=True)
     shift = shift.masked_fill(shift == -torch.inf, 0.0)
     total = (x - shift).exp().sum(dim)
-    nothing = total == 0
-    return torch.where(
-        nothing, -torch.inf, total.masked_fill(nothing, 1.0).log() + shift.squeeze(dim)
-    )
+    empty = total == 0
+    return torch.where(empty, -torch.inf, total.masked_fill(empty, 1.0).log() + shift.squeeze(dim))
 
 
 def log_dsum(x: Tensor, dim: int) -> Tensor:
+    """Return the softmax of x, which is 0 where all terms are -inf."""
     total = _log_sum(x, dim)
     return (x - total.masked_fill(total == -torch.inf, 0.0).unsqueeze(dim)).exp()
 
 
 def _max_sum(x: Tensor, dim: int) -> Tensor:
+    """Return the maximum; its derivative goes to the first of equal terms."""
     if not x.shape[dim]:
         return x.sum(dim) - torch.inf
-    return x.gather(dim, x.argmax(dim, keepdim=True)).squeeze(
-        dim
-    )  # the first of equals, for the value and for its derivative
+    return x.gather(dim, x.argmax(dim, keepdim=True)).squeeze(dim)
 
 
 def max_dsum(x: Tensor, dim: int) -> Tensor:
+    """Return the indicator of the first maximum, which is 0 where all terms are -inf."""
     if not x.shape[dim]:
         return torch.zeros_like(x)
     best = x.argmax(dim, keepdim=True)
@@ -74,11 +76,14 @@ def max_dsum(x: Tensor, dim: int) -> Tensor:
 Log = Semiring(-torch.inf, 0.0, torch.add, _log_sum, log_dsum)
 """Log-sum-exp and +: the sum over all paths is log Z in nats, and its gradient the marginals."""
 Max = Semiring(-torch.inf, 0.0, torch.add, _max_sum, max_dsum)
-"""Max and +: the sum over all paths is the best score, and its gradient the indicator of one best path, the one that `Chain.viterbi` returns."""
+"""Max and +: the sum over all paths is the best score.
+
+Its gradient is the indicator of one best path, the one that `Chain.viterbi` returns.
+"""
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of a semiring that brings its own derivative."""
+    """The sum of a semiring that has its own derivative."""
 
     generate_vmap_rule = True
 
@@ -98,7 +103,7 @@ class _Sum(torch.autograd.Function):
 
 
 def differentiable(semiring: Semiring) -> Semiring:
-    """The same, with a sum that autograd takes through `dsum` where there is one."""
+    """Return the semiring with a sum whose derivative is `dsum`, if there is one."""
     if semiring.dsum is None or semiring in (Log, Max):
         return semiring
     return Semiring(

@@ -14,7 +14,7 @@ from partita import Chain
 
 
 class Case(NamedTuple):
-    """Logits are drawn; a target shorter than the longest is padded, and its padding is never looked at."""
+    """The sizes and targets of a batch; its logits are random, and its targets are padded."""
 
     steps: int
     classes: int
@@ -24,15 +24,15 @@ class Case(NamedTuple):
 
 
 class Result(NamedTuple):
-    losses: torch.Tensor  # [N], inf where no alignment is
+    losses: torch.Tensor  # [N], inf for a target without an alignment
     grad: torch.Tensor  # [T, N, classes], of the sum of the finite losses
 
 
 def padded(case: Case) -> torch.Tensor:
-    """`[N, S]`."""
+    """Return the targets, padded with a class that is not blank, `[N, S]`."""
     longest = max(map(len, case.targets))
-    wrong = (case.blank + 1) % case.classes
-    rows = [[*target, *[wrong] * (longest - len(target))] for target in case.targets]
+    padding = (case.blank + 1) % case.classes
+    rows = [[*target, *[padding] * (longest - len(target))] for target in case.targets]
     return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), longest)
 
 
@@ -43,8 +43,12 @@ def ctc_chain(
     target_lengths: torch.Tensor,
     blank: int,
 ) -> Chain:
-    """States are the labels with blanks around them; each is entered from itself, from the one before it, and past a blank between two labels
-    that differ. A path starts on the first blank, before the first step."""
+    """Return the chain whose paths are the alignments of the targets.
+
+    The states are the labels with blanks around them. Each is entered from itself, from the state
+    before it, and past a blank between two labels that differ. A path starts on the first blank,
+    before the first step.
+    """
     labels = targets.new_full((len(targets), 2 * targets.shape[1] + 1), blank)
     labels[:, 1::2] = targets
     skips = labels != labels.roll(2, 1)
@@ -54,19 +58,22 @@ def ctc_chain(
         torch.arange(labels.shape[1], device=labels.device)[:, None]
         - torch.arange(3, device=labels.device)
     ).clamp(min=-1)
-    nowhere = log_probs.new_full(labels.shape, -torch.inf)
+    no_end = log_probs.new_full(labels.shape, -torch.inf)
     last = (2 * target_lengths[:, None] - torch.arange(2, device=labels.device)).clamp(min=0)
     return Chain(
         scores,
         source,
-        nowhere.index_fill(1, last.new_zeros(1), 0.0),
-        nowhere.scatter(1, last, 0.0),
+        no_end.index_fill(1, last.new_zeros(1), 0.0),
+        no_end.scatter(1, last, 0.0),
         lengths=input_lengths,
     )
 
 
 def results(case: Case, dtype: torch.dtype, device: str) -> tuple[Result, Result]:
-    """Ours in `dtype` on the device, and PyTorch's in fp64 on the CPU, both from log-probabilities of that dtype and with the gradient of the logits."""
+    """Return our result in `dtype` on the device, and PyTorch's in fp64 on the CPU.
+
+    Both start from log-probabilities of that dtype, and have the gradient of the logits.
+    """
     g = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(
         case.steps, len(case.targets), case.classes, generator=g, dtype=torch.float64
@@ -89,8 +96,12 @@ def results(case: Case, dtype: torch.dtype, device: str) -> tuple[Result, Result
 
 
 def assert_equal(case: Case, dtype: torch.dtype, device: str) -> None:
-    """In fp64 to 1e-10. In fp32 the contract: log Z within 1e-6 of itself and 1e-9 a step, the posterior of each edge within 2e-6; a class gathers
-    those of all edges at most, and log_softmax takes a share of their sum away again."""
+    """Compare within 1e-10 in fp64, and within the contract in fp32.
+
+    The contract is 1e-6 relative and 1e-9 a step for log Z, and 2e-6 for the posterior of each
+    edge. The gradient of a class sums the posteriors of all edges at most, and log_softmax
+    subtracts a share of their sum.
+    """
     ours, theirs = results(case, dtype, device)
     edges = 3 * (2 * max(map(len, case.targets)) + 1)
     rtol, atol, grad_atol = (

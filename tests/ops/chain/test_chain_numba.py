@@ -1,4 +1,4 @@
-"""The CPU's kernels of chains against the specification."""
+"""The Numba kernels of chains against the reference."""
 
 import math
 
@@ -11,9 +11,10 @@ from partita import Chain, Log, Max, debruijn_source
 
 pytest.importorskip("numba")
 from partita.ops.chain import autograd as _chain
-from partita.ops.chain.cpu import expectation as cpu_pairs
-from partita.ops.chain.cpu import logz as cpu_chain
-from partita.ops.chain.cpu import steps as chain_steps
+from partita.ops.chain.cpu import expectation as cpu_expectation
+from partita.ops.chain.cpu import logz as cpu_logz
+from partita.ops.chain.cpu import state_scores as cpu_state_scores
+from partita.primitives.cpu import batch as cpu_batch
 from partita.primitives.cpu import math as cpu_math
 from partita.primitives.cpu.batch import empty_batch
 
@@ -32,53 +33,54 @@ WIDTHS = (
 
 @pytest.fixture(autouse=True)
 def poisoned_and_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that nothing was written to yet holds NaN, and the smallest batch is shared out."""
-    for module in (cpu_chain, cpu_pairs):
-        monkeypatch.setattr(module, "empty", lambda *args: empty_batch(*args).fill_(torch.nan))
-    monkeypatch.setattr(chain_steps, "SMALL", 0)
+    """Fill new memory with NaN, and run the smallest batch on all threads."""
+    for module in (cpu_logz, cpu_expectation, cpu_state_scores):
+        monkeypatch.setattr(
+            module, "empty_batch", lambda *args: empty_batch(*args).fill_(torch.nan)
+        )
+    monkeypatch.setattr(cpu_batch, "SMALL", 0)
 
 
-def every_op(
+def all_ops(
     chain: Chain, values: torch.Tensor, backend: str
 ) -> dict[str, tuple[torch.Tensor, ...]]:
-    """What each op gives; the numbers that go in beside the chain are the same at each call."""
+    """Return the results of each op; its other inputs are the same in each call."""
     g = torch.Generator().manual_seed(3)
-    steps, chains, states, _ = chain.scores.shape
-    first, last = torch.randn(2, chains, states, generator=g, dtype=torch.float64)
-    grad, uniforms = (
-        torch.randn(chains, generator=g).double(),
-        torch.rand(steps + 1, 4, chains, generator=g, dtype=torch.float64),
-    )
-    scores, source, *ends, lengths = inputs = chain._all()
-    more = (values, first, last)
+    T, N, C, _ = chain.scores.shape
+    first, last = torch.randn(2, N, C, generator=g, dtype=torch.float64)
+    grad_output = torch.randn(N, generator=g).double()
+    uniforms = torch.rand(T + 1, 4, N, generator=g, dtype=torch.float64)
+    scores, source, *ends, lengths = inputs = chain._tensors()
+    value_inputs = (values, first, last)
     results = {}
-    for best in (False, True):
+    for use_max in (False, True):
         for reverse in (False, True):
-            results[f"scan {best} {reverse}"] = (_chain.scan(*inputs, best, reverse, backend),)
-    logz, kept = _chain.logz(*inputs, True, backend)
+            name = f"scan {use_max} {reverse}"
+            results[name] = (_chain.scan(*inputs, use_max, reverse, backend),)
+    logz, saved = _chain.logz(*inputs, True, backend)
     results["logz"] = logz, _chain.logz(*inputs, False, backend)[0]
     results["gradient"] = _chain.logz_gradient(
-        grad, scores, *ends, source, lengths, logz, kept, torch.float64, backend
+        grad_output, scores, *ends, source, lengths, logz, saved, torch.float64, backend
     )
     results["viterbi"] = _chain.viterbi(*inputs, True, backend)
     results["best score"] = _chain.viterbi(*inputs, False, backend)
     results["sample"] = _chain.sample(*inputs, uniforms, backend)
-    mean, logz, kept = _chain.expectation(*inputs, *more, True, backend)
-    results["expectation"] = mean, logz, *_chain.expectation(*inputs, *more, False, backend)
-    for wanted in ((True, True), (True, False), (False, True)):
-        results[f"expectation {wanted}"] = _chain.expectation_gradient(
-            grad, *inputs, *more, mean, logz, kept, *wanted, backend
+    mean, logz, saved = _chain.expectation(*inputs, *value_inputs, True, backend)
+    results["expectation"] = mean, logz, *_chain.expectation(*inputs, *value_inputs, False, backend)
+    for needed in ((True, True), (True, False), (False, True)):
+        results[f"expectation {needed}"] = _chain.expectation_gradient(
+            grad_output, *inputs, *value_inputs, mean, logz, saved, *needed, backend
         )
     return results
 
 
-def assert_right(chain: Chain, values: torch.Tensor | None = None) -> None:
-    """Paths and sizes are the same, numbers within 1e-11, or 2 ulp of where they are stored."""
+def assert_matches_reference(chain: Chain, values: torch.Tensor | None = None) -> None:
+    """Paths and shapes are equal; numbers agree within 1e-11 or 2 ulp of their dtype."""
     if values is None:
         values = torch.randn(
             chain.scores.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
         )
-    ours, truth = (every_op(chain, values, backend) for backend in ("numba", "reference"))
+    ours, truth = (all_ops(chain, values, backend) for backend in ("numba", "reference"))
     for name in truth:
         for a, b in zip(ours[name], truth[name], strict=True):
             tolerance = max(1e-11, 2 * torch.finfo(a.dtype).eps) if a.is_floating_point() else 0
@@ -94,12 +96,12 @@ def assert_right(chain: Chain, values: torch.Tensor | None = None) -> None:
 
 @pytest.mark.parametrize("kind", TABLES)
 @pytest.mark.parametrize("shape", WIDTHS, ids=str)
-def test_against_the_specification(shape: tuple[int, ...], kind: str) -> None:
+def test_against_the_reference(shape: tuple[int, ...], kind: str) -> None:
     chain = random_chain(*shape, kind=kind, seed=sum(shape))
     if len(chain.lengths) > 1:
         chain.lengths[1] = 0
-    assert_right(chain)
-    assert_right(
+    assert_matches_reference(chain)
+    assert_matches_reference(
         random_chain(*shape, kind=kind, seed=sum(shape), ragged=False, forbidden=0.6, ends=False)
     )
 
@@ -109,40 +111,40 @@ def test_against_the_specification(shape: tuple[int, ...], kind: str) -> None:
     [RING, debruijn_source(2, 3), debruijn_source(3, 2), debruijn_source(4, 3)],
     ids=lambda source: f"{list(source.shape)}",
 )
-def test_tables_that_leave_each_state_as_often(source: torch.Tensor) -> None:
+def test_tables_with_one_out_degree(source: torch.Tensor) -> None:
     scores = torch.randn(
         7, 3, *source.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
-    assert_right(Chain(scores, source, lengths=[7, 0, 4]))
+    assert_matches_reference(Chain(scores, source, lengths=[7, 0, 4]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes(dtype: torch.dtype) -> None:
-    assert_right(random_chain(9, 4, 6, 3, dtype=dtype, seed=8))
+    assert_matches_reference(random_chain(9, 4, 6, 3, dtype=dtype, seed=8))
 
 
 def test_values_of_another_dtype_and_without_a_stride() -> None:
     chain = random_chain(6, 3, 4, 3, kind="missing", seed=4, dtype=torch.float32)
     values = torch.randn(4, 3, dtype=torch.float16)
-    assert_right(chain, values.expand(chain.scores.shape))
-    assert_right(chain, torch.ones(()).expand(chain.scores.shape))
+    assert_matches_reference(chain, values.expand(chain.scores.shape))
+    assert_matches_reference(chain, torch.ones(()).expand(chain.scores.shape))
 
 
 def test_values_where_the_posterior_is_zero() -> None:
-    """0 · (±inf) and 0 · NaN are 0."""
+    """Infinite and NaN values whose posterior is 0 add 0."""
     chain = random_chain(5, 3, 4, 3, kind="missing", seed=6)
-    reached = torch.randn(
+    finite = torch.randn(
         chain.scores.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
-    nowhere = chain.marginals() == 0
+    impossible = chain.marginals() == 0
     odd = (
         torch.tensor([torch.inf, -torch.inf, torch.nan])
         .double()
-        .repeat(reached.numel())[: reached.numel()]
+        .repeat(finite.numel())[: finite.numel()]
     )
     results = []
     with partita.backend("numba"):
-        for values in (reached, torch.where(nowhere, odd.view_as(reached), reached)):
+        for values in (finite, torch.where(impossible, odd.view_as(finite), finite)):
             tensors = [
                 t.clone().requires_grad_() for t in (chain.scores, chain.initial, chain.final)
             ]
@@ -169,7 +171,7 @@ def test_finite_numbers_that_stand_for_minus_infinity() -> None:
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             torch.testing.assert_close(a, b)
-    with partita.backend("numba"):  # every path as bad as can be
+    with partita.backend("numba"):  # all paths have the least score
         marginals = Chain(scores, chain.source, torch.full((3, 4), -1e38)).marginals()
     assert ((marginals >= 0) & (marginals <= 1)).all()
 
@@ -178,10 +180,12 @@ def test_strides() -> None:
     chain = random_chain(5, 3, 4, 3, ragged=False)
     frame = torch.full((3, 5, 3, 8), torch.nan, dtype=torch.float64).permute(1, 0, 3, 2)[:, :, ::2]
     frame.copy_(chain.scores)
-    assert_right(Chain(frame, chain.source, chain.initial, chain.final), frame)
-    assert_right(Chain(chain.scores.transpose(0, 1), chain.source), chain.scores.transpose(0, 1))
+    assert_matches_reference(Chain(frame, chain.source, chain.initial, chain.final), frame)
+    assert_matches_reference(
+        Chain(chain.scores.transpose(0, 1), chain.source), chain.scores.transpose(0, 1)
+    )
     one = chain.scores[:1].expand(5, -1, -1, -1)
-    assert_right(
+    assert_matches_reference(
         Chain(one, chain.source, chain.initial[:1].expand(3, -1)), one[..., :1].expand(one.shape)
     )
 
@@ -209,34 +213,34 @@ def test_ties(seed: int) -> None:
     )
     chain.initial, chain.final = ends
     for a, b in zip(
-        *(_chain.viterbi(*chain._all(), True, backend) for backend in ("numba", "reference")),
+        *(_chain.viterbi(*chain._tensors(), True, backend) for backend in ("numba", "reference")),
         strict=True,
     ):
         assert torch.equal(a, b)
 
 
-def test_wrong_lengths_spoil_their_chain_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_lengths_change_no_other_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARTITA_CHECK", "0")
     chain = random_chain(5, 3, 4, 2, ragged=False, forbidden=0.0)
     values = torch.randn(chain.scores.shape, dtype=torch.float64)
-    right = every_op(chain, values, "numba")
+    expected = all_ops(chain, values, "numba")
     chain.lengths = torch.tensor([5, -2, 2**40])
-    for name, results in every_op(chain, values, "numba").items():
-        for a, b in zip(results, right[name], strict=True):
+    for name, results in all_ops(chain, values, "numba").items():
+        for a, b in zip(results, expected[name], strict=True):
             chains = next((i for i, size in enumerate(a.shape) if size == 3), None)
             if chains is None:
                 continue
             assert torch.equal(a.select(chains, 0), b.select(chains, 0))
-            spoilt = a.narrow(chains, 1, 2)
-            assert (spoilt.isnan() if a.is_floating_point() else spoilt == -1).all(), name
+            invalid = a.narrow(chains, 1, 2)
+            assert (invalid.isnan() if a.is_floating_point() else invalid == -1).all(), name
 
 
 @pytest.mark.parametrize("bad", [4, -2, 2**40])
-def test_a_wrong_source_spoils_every_chain(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_source_makes_all_chains_nan(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARTITA_CHECK", "0")
     chain = random_chain(5, 3, 4, 3, ragged=False, forbidden=0.0)
     chain.source[2, 1] = bad
-    for name, results in every_op(chain, chain.scores, "numba").items():
+    for name, results in all_ops(chain, chain.scores, "numba").items():
         for a in results:
             assert (a.isnan() if a.is_floating_point() else a == -1).all(), name
 
@@ -256,14 +260,14 @@ def test_scores_that_are_nan_are_not_lost() -> None:
         )
 
 
-def test_twice_the_same_bits_on_any_number_of_threads() -> None:
+def test_the_same_bits_on_any_number_of_threads() -> None:
     chain, threads = random_chain(12, 7, 9, 3, seed=4), torch.get_num_threads()
     values = torch.randn(chain.scores.shape, dtype=torch.float64)
     runs = []
     try:
         for number in (1, 2, 2, 5):
             torch.set_num_threads(number)
-            runs.append(every_op(chain, values, "numba"))
+            runs.append(all_ops(chain, values, "numba"))
     finally:
         torch.set_num_threads(threads)
     for name in runs[0]:
@@ -275,7 +279,7 @@ def test_twice_the_same_bits_on_any_number_of_threads() -> None:
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_gradients_of_expectations(kind: str) -> None:
-    """In scores, ends and values."""
+    """Gradients in scores, ends and values agree with the reference."""
     chain = random_chain(6, 3, 4, 3, kind=kind, seed=5)
     values = torch.randn(
         chain.scores.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
@@ -309,12 +313,12 @@ def test_second_derivatives(kind: str) -> None:
 
 @pytest.mark.parametrize("source", [RING, debruijn_source(4, 2)], ids=["ring", "k-mers"])
 def test_long_chains(source: torch.Tensor) -> None:
-    """fp32 scores, 2,000 steps: before they are rounded, log Z and marginals are exact."""
+    """Log Z and marginals of 2,000 steps of fp32 scores agree with the reference in fp64."""
     scores = torch.randn(2_000, 1, *source.shape, generator=torch.Generator().manual_seed(0))
     results = []
     for backend in ("numba", "reference"):
-        inputs = Chain(scores, source)._all()
-        logz, kept = _chain.logz(*inputs, True, backend)
+        inputs = Chain(scores, source)._tensors()
+        logz, saved = _chain.logz(*inputs, True, backend)
         grad = torch.ones_like(logz)
         results.append(
             (
@@ -327,7 +331,7 @@ def test_long_chains(source: torch.Tensor) -> None:
                     source,
                     None,
                     logz,
-                    kept,
+                    saved,
                     torch.float64,
                     backend,
                 )[0],
@@ -340,7 +344,7 @@ def test_long_chains(source: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("semiring", [Log, Max], ids=["log", "max"])
 def test_ragged_scans_agree_at_every_cut(semiring: partita.Semiring) -> None:
-    """Over k-mers, with lengths in order, the worst for threads that share them evenly."""
+    """The lengths of the k-mer chains are in order, which is the worst case for even shares."""
     source = debruijn_source(4, 3)
     scores = torch.randn(40, 9, *source.shape, generator=torch.Generator().manual_seed(0))
     with partita.backend("numba"):

@@ -1,4 +1,4 @@
-"""The ops of chains, and their derivatives."""
+"""The registered ops of chains and their autograd functions."""
 
 from __future__ import annotations
 
@@ -9,107 +9,185 @@ from torch import Tensor
 
 from ...runtime import checks, register
 from ...runtime.autograd import double_backward, is_double_backward
-from . import reference_expectation as reference_pairs
 from .backends import BACKENDS
+from .reference import expected_value
 
 
 def check_values(
     scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None, *_: Any
 ) -> None:
+    """Raise for a source or a length that is out of range, where values are checked."""
     checks.within("source", source, -1, scores.shape[2] - 1, "states, or -1 for no edge")
     if lengths is not None:
         checks.within("lengths", lengths, 0, scores.shape[0], "steps")
 
 
-def _states(scores: Tensor, dtype: torch.dtype = torch.float64, *more: int) -> Tensor:
-    return scores.new_empty((*more, scores.shape[0] + 1, *scores.shape[1:3]), dtype=dtype)
+def _fake_per_chain(scores: Tensor) -> Tensor:
+    return scores.new_empty(scores.shape[1], dtype=torch.float64)
 
 
-def _like(tensor: Tensor, dtype: torch.dtype | None = None, wanted: bool = True) -> Tensor:
-    return torch.empty(
-        tensor.shape if wanted else (0,), dtype=dtype or tensor.dtype, device=tensor.device
+def _fake_state_scores(scores: Tensor, *leading: int) -> Tensor:
+    T, N, C, _ = scores.shape
+    return scores.new_empty((*leading, T + 1, N, C), dtype=torch.float64)
+
+
+def _fake_nothing(scores: Tensor) -> Tensor:
+    return scores.new_empty(0, dtype=torch.float64)
+
+
+def _fake_gradient(tensor: Tensor, dtype: torch.dtype | None = None, needed: bool = True) -> Tensor:
+    shape = tensor.shape if needed else (0,)
+    return torch.empty(shape, dtype=dtype or tensor.dtype, device=tensor.device)
+
+
+def _fake_logz(
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor,
+    final: Tensor,
+    lengths: Tensor | None,
+    save: bool,
+    served_by: str,
+) -> tuple[Tensor, Tensor]:
+    saves = save and served_by != "reference"
+    saved = _fake_state_scores(scores) if saves else _fake_nothing(scores)
+    return _fake_per_chain(scores), saved
+
+
+def _fake_logz_gradient(
+    grad_output: Tensor,
+    scores: Tensor,
+    initial: Tensor,
+    final: Tensor,
+    source: Tensor,
+    lengths: Tensor | None,
+    logz: Tensor,
+    saved: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_gradient(scores, dtype), _fake_gradient(initial), _fake_gradient(final)
+
+
+def _fake_viterbi(
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor,
+    final: Tensor,
+    lengths: Tensor | None,
+    trace: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    T, N = scores.shape[:2]
+    states = scores.new_empty((T + 1, N) if trace else (0,), dtype=torch.int64)
+    edges = scores.new_empty((T, N) if trace else (0,), dtype=torch.int64)
+    return _fake_per_chain(scores), states, edges
+
+
+def _fake_sample(
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor,
+    final: Tensor,
+    lengths: Tensor | None,
+    uniforms: Tensor,
+) -> tuple[Tensor, Tensor]:
+    T, N = scores.shape[:2]
+    samples = uniforms.shape[1]
+    states = scores.new_empty((samples, T + 1, N), dtype=torch.int64)
+    return states, scores.new_empty((samples, T, N), dtype=torch.int64)
+
+
+def _fake_expectation(
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor,
+    final: Tensor,
+    lengths: Tensor | None,
+    values: Tensor,
+    first_values: Tensor,
+    last_values: Tensor,
+    save: bool,
+    served_by: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    saves = save and served_by != "reference"
+    saved = _fake_state_scores(scores, 2) if saves else _fake_nothing(scores)
+    return _fake_per_chain(scores), _fake_per_chain(scores), saved
+
+
+def _fake_expectation_gradient(
+    grad_output: Tensor,
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor,
+    final: Tensor,
+    lengths: Tensor | None,
+    values: Tensor,
+    first_values: Tensor,
+    last_values: Tensor,
+    mean: Tensor,
+    logz: Tensor,
+    saved: Tensor,
+    need_score_grads: bool,
+    need_value_grads: bool,
+) -> tuple[Tensor, ...]:
+    return (
+        *(_fake_gradient(t, needed=need_score_grads) for t in (scores, initial, final)),
+        *(_fake_gradient(t, needed=need_value_grads) for t in (values, first_values, last_values)),
     )
 
 
 _CHAIN = "Tensor scores, Tensor source, Tensor initial, Tensor final, Tensor? lengths"
+_VALUES = "Tensor values, Tensor first_values, Tensor last_values"
+
 logz = register.define(
-    f"chain_logz({_CHAIN}, bool keep, str backend) -> (Tensor, Tensor)",
-    lambda scores, source, initial, final, lengths, keep, floor: (
-        scores.new_empty(scores.shape[1], dtype=torch.float64),
-        _states(scores)
-        if keep and floor != "reference"
-        else scores.new_empty(0, dtype=torch.float64),
-    ),
+    f"chain_logz({_CHAIN}, bool save, str backend) -> (Tensor, Tensor)",
+    _fake_logz,
     check=check_values,
     fake_by_backend=True,
     backends=BACKENDS,
 )
 logz_gradient = register.define(
-    "chain_gradient(Tensor grad, Tensor scores, Tensor initial, Tensor final, Tensor source, Tensor? lengths, Tensor logz, Tensor kept,"
-    " ScalarType dtype, str backend) -> (Tensor, Tensor, Tensor)",
-    lambda grad, scores, initial, final, *rest: (
-        _like(scores, rest[-1]),
-        _like(initial),
-        _like(final),
-    ),
+    "chain_gradient(Tensor grad_output, Tensor scores, Tensor initial, Tensor final, Tensor source,"
+    " Tensor? lengths, Tensor logz, Tensor saved, ScalarType dtype, str backend)"
+    " -> (Tensor, Tensor, Tensor)",
+    _fake_logz_gradient,
     backends=BACKENDS,
 )
 scan = register.define(
-    f"chain_scan({_CHAIN}, bool best, bool reverse, str backend) -> Tensor",
-    lambda scores, *rest: _states(scores),
+    f"chain_scan({_CHAIN}, bool use_max, bool reverse, str backend) -> Tensor",
+    lambda scores, *_: _fake_state_scores(scores),
     check=check_values,
     backends=BACKENDS,
 )
 viterbi = register.define(
     f"chain_viterbi({_CHAIN}, bool trace, str backend) -> (Tensor, Tensor, Tensor)",
-    lambda scores, source, initial, final, lengths, trace: (
-        scores.new_empty(scores.shape[1], dtype=torch.float64),
-        scores.new_empty(
-            (scores.shape[0] + 1, scores.shape[1]) if trace else (0,), dtype=torch.int64
-        ),
-        scores.new_empty(scores.shape[:2] if trace else (0,), dtype=torch.int64),
-    ),
+    _fake_viterbi,
     check=check_values,
     backends=BACKENDS,
 )
 sample = register.define(
     f"chain_sample({_CHAIN}, Tensor uniforms, str backend) -> (Tensor, Tensor)",
-    lambda scores, source, initial, final, lengths, uniforms: (
-        scores.new_empty(
-            (uniforms.shape[1], scores.shape[0] + 1, scores.shape[1]), dtype=torch.int64
-        ),
-        scores.new_empty((uniforms.shape[1], *scores.shape[:2]), dtype=torch.int64),
-    ),
+    _fake_sample,
     check=check_values,
     backends=BACKENDS,
 )
-_VALUES = "Tensor values, Tensor first_values, Tensor last_values"
 expectation = register.define(
-    f"chain_expectation({_CHAIN}, {_VALUES}, bool keep, str backend) -> (Tensor, Tensor, Tensor)",
-    lambda scores, source, initial, final, lengths, values, first_values, last_values, keep, floor: (
-        scores.new_empty(scores.shape[1], dtype=torch.float64),
-        scores.new_empty(scores.shape[1], dtype=torch.float64),
-        _states(scores, torch.float64, 2)
-        if keep and floor != "reference"
-        else scores.new_empty(0, dtype=torch.float64),
-    ),
+    f"chain_expectation({_CHAIN}, {_VALUES}, bool save, str backend) -> (Tensor, Tensor, Tensor)",
+    _fake_expectation,
     check=check_values,
     fake_by_backend=True,
     backends=BACKENDS,
 )
 expectation_gradient = register.define(
-    f"chain_expectation_gradient(Tensor grad, {_CHAIN}, {_VALUES}, Tensor mean, Tensor logz, Tensor kept, bool of_scores, bool of_values,"
-    " str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    lambda grad, scores, source, initial, final, lengths, values, first_values, last_values, mean, logz, kept, of_scores, of_values: (
-        *(_like(t, None, of_scores) for t in (scores, initial, final)),
-        *(_like(t, None, of_values) for t in (values, first_values, last_values)),
-    ),
+    f"chain_expectation_gradient(Tensor grad_output, {_CHAIN}, {_VALUES}, Tensor mean, Tensor logz,"
+    " Tensor saved, bool need_score_grads, bool need_value_grads, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_expectation_gradient,
     backends=BACKENDS,
 )
 
 
 class LogZ(torch.autograd.Function):
-    """log Z, `[N]` fp64; its gradient is the marginals."""
+    """Log Z of each chain, `[N]` fp64; its gradient is the marginals."""
 
     @staticmethod
     def forward(
@@ -118,64 +196,75 @@ class LogZ(torch.autograd.Function):
         initial: Tensor,
         final: Tensor,
         lengths: Tensor | None,
-        keep: bool,
+        save: bool,
         backend: str,
     ) -> tuple[Tensor, Tensor]:
-        return logz(scores, source, initial, final, lengths, keep, backend)
+        return logz(scores, source, initial, final, lengths, save, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         scores, source, initial, final, lengths, _, ctx.backend = inputs
-        logz, kept = output
-        ctx.mark_non_differentiable(kept)
-        ctx.set_materialize_grads(False)  # zeros for what is kept would be as large as it
-        ctx.save_for_backward(scores, initial, final, source, lengths, logz, kept)
+        logz, saved = output
+        ctx.mark_non_differentiable(saved)
+        # Zeros for the gradient of `saved` would take as much memory as `saved`.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(scores, initial, final, source, lengths, logz, saved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grad = grads[0]
-        if grad is None:
+        grad_output = grads[0]
+        if grad_output is None:
             return (None,) * 7
-        run = Marginals.apply if is_double_backward() else logz_gradient
+        gradient = Marginals.apply if is_double_backward() else logz_gradient
         scores, *rest = ctx.saved_tensors
-        d_scores, d_initial, d_final = run(grad, scores, *rest, scores.dtype, ctx.backend)
+        d_scores, d_initial, d_final = gradient(
+            grad_output, scores, *rest, scores.dtype, ctx.backend
+        )
         return d_scores, None, d_initial, d_final, None, None, None
 
 
 class Marginals(torch.autograd.Function):
-    """The gradient of log Z, differentiable again: its product with a tensor is the mean of that tensor along a path."""
+    """The gradient of log Z, which can be differentiated again.
+
+    Its product with a tensor is the posterior mean of that tensor along a path, so its gradient is
+    the gradient of `Expectation`.
+    """
 
     @staticmethod
-    def forward(grad: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return logz_gradient(grad, *rest)
+    def forward(grad_output: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return logz_gradient(grad_output, *rest)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        grad, scores, initial, final, source, lengths, *_, ctx.backend = inputs
-        ctx.save_for_backward(grad, scores, initial, final, source, lengths)
+        grad_output, scores, initial, final, source, lengths, *_, ctx.backend = inputs
+        ctx.save_for_backward(grad_output, scores, initial, final, source, lengths)
 
     @staticmethod
     def backward(ctx: Any, *values: Tensor) -> tuple[Any, ...]:
-        grad, scores, initial, final, source, lengths = ctx.saved_tensors
+        grad_output, scores, initial, final, source, lengths = ctx.saved_tensors
         chain = (scores, source, initial, final, lengths)
-        d_grad, *kept = Expectation.apply(*chain, *values, True, ctx.backend)
+        d_grad_output, *saved = Expectation.apply(*chain, *values, True, ctx.backend)
         if is_double_backward():
-            ends = (scores, initial, final)
-            parts = double_backward(
-                lambda s, i, f: reference_pairs.mean_of(s, source, i, f, lengths, *values),
-                ends,
-                [t.requires_grad for t in ends],
-                grad,
+            variables = (scores, initial, final)
+            grads = double_backward(
+                lambda s, i, f: expected_value(s, source, i, f, lengths, *values),
+                variables,
+                [variable.requires_grad for variable in variables],
+                grad_output,
             )
         else:
-            parts = expectation_gradient(
-                grad, *chain, *values, d_grad, *kept, True, False, ctx.backend
-            )[:3]
-        return d_grad, *parts, *(None,) * 6
+            results = expectation_gradient(
+                grad_output, *chain, *values, d_grad_output, *saved, True, False, ctx.backend
+            )
+            grads = results[:3]
+        return d_grad_output, *grads, *(None,) * 6
 
 
 class BestScore(torch.autograd.Function):
-    """The best score, `[N]` fp64, with states and edges of its path where a gradient is to come; that is the path's indicator."""
+    """The best score of each chain, `[N]` fp64; its gradient is the indicator of the best path.
+
+    With `trace` the forward pass also returns the states and edges of that path.
+    """
 
     @staticmethod
     def forward(
@@ -200,36 +289,35 @@ class BestScore(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grad = grads[0]
-        if grad is None:
+        grad_output = grads[0]
+        if grad_output is None:
             return (None,) * 7
         score, states, edges, lengths = ctx.saved_tensors
-        steps, chains, count, slots = ctx.shape
-        last = (
-            torch.full((chains,), steps, device=grad.device)
-            if lengths is None
-            else lengths.long().clamp(0, steps)
-        )
-        nothing = torch.where(score.isnan(), torch.nan, 0.0)
+        T, N, C, K = ctx.shape
+        if lengths is None:
+            last = torch.full((N,), T, device=grad_output.device)
+        else:
+            last = lengths.long().clamp(0, T)
+        zero = torch.where(score.isnan(), torch.nan, 0.0)  # NaN for an invalid chain, [N]
 
-        def indicator(places: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-            """`[..., N, width]`: the gradient at each place, NaN all over for a chain that is wrong."""
-            base = nothing[:, None].expand(*places.shape, width)
-            if not width:
-                return base.to(dtype)
-            values = torch.where(places >= 0, grad, nothing)
-            return base.to(dtype).scatter(
-                -1, places.clamp(min=0)[..., None], values.to(dtype)[..., None]
+        def indicator(index: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+            """Return `[..., N, size]` with the gradient of each chain at its index."""
+            result = zero[:, None].expand(*index.shape, size)
+            if not size:
+                return result.to(dtype)
+            values = torch.where(index >= 0, grad_output, zero)
+            return result.to(dtype).scatter(
+                -1, index.clamp(min=0)[..., None], values.to(dtype)[..., None]
             )
 
-        d_scores = indicator(edges, count * slots, ctx.dtypes[0]).reshape(ctx.shape)
-        d_initial = indicator(states[0], count, ctx.dtypes[1])
-        d_final = indicator(states.gather(0, last[None])[0], count, ctx.dtypes[2])
+        d_scores = indicator(edges, C * K, ctx.dtypes[0]).reshape(ctx.shape)
+        d_initial = indicator(states[0], C, ctx.dtypes[1])
+        d_final = indicator(states.gather(0, last[None])[0], C, ctx.dtypes[2])
         return d_scores, None, d_initial, d_final, None, None, None
 
 
 class Expectation(torch.autograd.Function):
-    """The mean of values along a path, `[N]` fp64, and log Z; what is kept is for the gradients."""
+    """The posterior mean of values along a path, `[N]` fp64, with log Z and the saved states."""
 
     @staticmethod
     def forward(
@@ -241,21 +329,11 @@ class Expectation(torch.autograd.Function):
         values: Tensor,
         first_values: Tensor,
         last_values: Tensor,
-        keep: bool,
+        save: bool,
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return expectation(
-            scores,
-            source,
-            initial,
-            final,
-            lengths,
-            values,
-            first_values,
-            last_values,
-            keep,
-            backend,
-        )
+        chain = (scores, source, initial, final, lengths)
+        return expectation(*chain, values, first_values, last_values, save, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -266,24 +344,27 @@ class Expectation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grad = grads[0]
-        if grad is None:
+        grad_output = grads[0]
+        if grad_output is None:
             return (None,) * 10
-        *tensors, mean, logz, kept = ctx.saved_tensors
-        of_scores, of_values = (
-            any(ctx.needs_input_grad[i] for i in part) for part in ((0, 2, 3), (5, 6, 7))
-        )
+        *tensors, mean, logz, saved = ctx.saved_tensors
         if is_double_backward():
-            return (
-                *double_backward(reference_pairs.mean_of, tensors, ctx.needs_input_grad[:8], grad),
-                None,
-                None,
-            )
-        parts = expectation_gradient(
-            grad, *tensors, mean, logz, kept, of_scores, of_values, ctx.backend
+            needed = ctx.needs_input_grad[:8]
+            return *double_backward(expected_value, tensors, needed, grad_output), None, None
+        # The inputs are scores, source, initial, final, lengths, and three tensors of values.
+        need_score_grads = any(ctx.needs_input_grad[i] for i in (0, 2, 3))
+        need_value_grads = any(ctx.needs_input_grad[i] for i in (5, 6, 7))
+        results = expectation_gradient(
+            grad_output,
+            *tensors,
+            mean,
+            logz,
+            saved,
+            need_score_grads,
+            need_value_grads,
+            ctx.backend,
         )
-        scores, values = (
-            (part if wanted else (None,) * 3)
-            for part, wanted in ((parts[:3], of_scores), (parts[3:], of_values))
-        )
-        return scores[0], None, *scores[1:], None, *values, None, None
+        none = (None, None, None)
+        d_scores, d_initial, d_final = results[:3] if need_score_grads else none
+        d_values = results[3:] if need_value_grads else none
+        return d_scores, None, d_initial, d_final, None, *d_values, None, None

@@ -1,4 +1,4 @@
-"""The edges of chains: the table of all, and those of paths that are given by their states."""
+"""Tables of the edges of chains, and the edges of paths that are given by their states."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from ...runtime import checks
 
 
 def dense_source(C: int, *, device: torch.device | str | None = None) -> Tensor:
-    """The table in which every state has an edge from every state: `source[c, k] = k`, `[C, C]`.
+    """Return the table in which every state has an edge from every state, `[C, C]`.
+
+    Its entries are `source[c, k] = k`.
 
     Args:
-        C: number of states.
-        device: where the table is.
+        C: the number of states.
+        device: the device of the table.
 
     Returns:
         `[C, C]` int64.
 
     Raises:
-        ValueError: a number of states that is none.
+        TypeError, ValueError: C is not an integer, or it is negative.
 
-    Source: the transition matrix of Rabiner, A tutorial on hidden Markov models, 1989, its columns as rows.
+    Source: the transition matrix of Rabiner, A tutorial on hidden Markov models, 1989, transposed.
 
     Example:
         >>> from partita import dense_source
@@ -36,17 +38,20 @@ def dense_source(C: int, *, device: torch.device | str | None = None) -> Tensor:
 
 
 def edges_from_states(states: Tensor, source: Tensor) -> Tensor:
-    """The edges of paths that are given by their states: of several that fit, the lowest.
+    """Return the edges of paths that are given by their states.
+
+    Where several edges connect two states, the lowest is returned.
 
     Args:
-        states: `[..., T + 1, N]` integers; -1 past the end.
+        states: `[..., T + 1, N]` integers; -1 past the end of a path.
         source: `[C, K]`, as in `Chain`.
 
     Returns:
-        `[..., T, N]` int64, c·K + k; -1 where a state is -1.
+        `[..., T, N]` int64, c·K + k for the k-th edge into state c; -1 where a state is -1.
 
     Raises:
-        TypeError, ValueError: wrong dtypes or shapes; two states that no edge connects (on a GPU only with `PARTITA_CHECK=1`, otherwise -1).
+        TypeError, ValueError: a dtype or shape is wrong, or no edge connects two states. On a GPU
+            the last is checked only with `PARTITA_CHECK=1`, and otherwise gives -1.
 
     Source: the inverse of `ViterbiPath.states`.
 
@@ -64,19 +69,21 @@ def edges_from_states(states: Tensor, source: Tensor) -> Tensor:
         raise ValueError(f"states: expected shape [..., T + 1, N], got {list(states.shape)}")
     if source.ndim != 2:
         raise ValueError(f"source: expected shape [C, K], got {list(source.shape)}")
-    count, slots = source.shape
-    before, after = states[..., :-1, :].long(), states[..., 1:, :].long()
-    inside = (before >= 0) & (after >= 0) & (after < count)
+    C, K = source.shape
+    previous, entered = states[..., :-1, :].long(), states[..., 1:, :].long()
+    in_range = (previous >= 0) & (entered >= 0) & (entered < C)
     if not source.numel():
-        source = source.new_full((1, 1), -2)  # which no state is
-    fits = (source[after.clamp(0, len(source) - 1)] == before[..., None]) & inside[..., None]
-    found = fits.any(-1)
-    lost = (before != -1) & (after != -1) & ~found
+        source = source.new_full((1, 1), -2)  # an index that no state has
+    rows = source[entered.clamp(0, len(source) - 1)]
+    connects = (rows == previous[..., None]) & in_range[..., None]
+    connected = connects.any(-1)
+    broken = (previous != -1) & (entered != -1) & ~connected
     if (
         checks.should_check_values(states.device)
-        and (place := checks.first_index(lost)) is not None
+        and (index := checks.first_index(broken)) is not None
     ):
         raise ValueError(
-            f"states: expected an edge between one state and the next, got {int(before[place])} then {int(after[place])} at {list(place)}"
+            f"states: expected an edge between one state and the next,"
+            f" got {int(previous[index])} then {int(entered[index])} at {list(index)}"
         )
-    return torch.where(found, after * slots + fits.int().argmax(-1), -1)
+    return torch.where(connected, entered * K + connects.int().argmax(-1), -1)

@@ -1,4 +1,4 @@
-"""The way in for taggers and hidden Markov models: every state follows every state."""
+"""The chain of taggers and hidden Markov models, in which every state follows every state."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ def linear_chain(
     *,
     lengths: Tensor | Sequence[int] | None = None,
 ) -> Chain:
-    """The chain of a tagger or a hidden Markov model: T tokens, of which each has one of C tags.
+    """Return the chain of a tagger or a hidden Markov model: T tokens, each with one of C tags.
 
-    A path has the score start[y₀] + Σ emissions[t, y_t] + Σ transitions[y_t, y_{t+1}] + end[y_last]. The chain has T − 1 steps: its states are the
-    tags, so `viterbi().states` is `[T, N]`.
+    A path has the score
+    start[y₀] + Σ emissions[t, y_t] + Σ transitions[y_t, y_{t+1}] + end[y_last].
+    The chain has T − 1 steps. Its states are the tags, so `viterbi().states` is `[T, N]`.
 
     Args:
         emissions: `[T, N, C]` floating, in nats, T at least 1.
         transitions: `[C, C]`, from and to, in nats.
         start, end: `[C]`, in nats; zeros if None.
-        lengths: `[N]` integers, 1 to T: how many tokens count, all if None.
+        lengths: `[N]` integers, 1 to T: the number of tokens of each sequence; T if None.
 
     Returns:
-        A `Chain`, of `[T - 1, N, C, C]` scores.
+        A `Chain` with scores `[T - 1, N, C, C]`.
 
     Raises:
-        TypeError, ValueError: wrong dtypes, shapes, devices or lengths.
+        TypeError, ValueError: a dtype, shape, device or length is wrong.
 
     Source: Lafferty et al., Conditional random fields, 2001.
 
@@ -53,33 +54,26 @@ def linear_chain(
         raise ValueError(
             f"emissions: expected shape [T, N, C] with T of at least 1, got {list(emissions.shape)}"
         )
-    steps, chains, states = emissions.shape
+    T, N, C = emissions.shape
     for name, value, shape in (
-        ("transitions", transitions, [states, states]),
-        ("start", start, [states]),
-        ("end", end, [states]),
+        ("transitions", transitions, [C, C]),
+        ("start", start, [C]),
+        ("end", end, [C]),
     ):
         if value is not None:
             checks.floating(name, value)
             checks.device(name, value, emissions, "emissions")
             checks.shape(name, value, shape, "[C, C]" if len(shape) == 2 else "[C]")
-    wide = acc_dtype(emissions.dtype)  # sums of half types would be rounded to them
-    emissions, transitions = emissions.to(wide), transitions.to(wide)
+    # Sums in half types would be rounded to those types.
+    dtype = acc_dtype(emissions.dtype)
+    emissions, transitions = emissions.to(dtype), transitions.to(dtype)
     scores = emissions[1:, :, :, None] + transitions.T
     initial = emissions[0] if start is None else emissions[0] + start
-    final = None if end is None else end.expand(chains, states)
-    counted = (
-        None
-        if lengths is None
-        else lengths_on_device("lengths", lengths, chains, emissions.device)[1]
-    )
-    if counted is not None:
-        checks.within("lengths", counted, 1, steps, "tokens")
-        counted = counted - 1
-    return Chain(
-        scores,
-        constant(dense_source, states, device=emissions.device),
-        initial,
-        final,
-        lengths=counted,
-    )
+    final = None if end is None else end.expand(N, C)
+    steps = None
+    if lengths is not None:
+        tokens = lengths_on_device("lengths", lengths, N, emissions.device)[1]
+        checks.within("lengths", tokens, 1, T, "tokens")
+        steps = tokens - 1
+    source = constant(dense_source, C, device=emissions.device)
+    return Chain(scores, source, initial, final, lengths=steps)

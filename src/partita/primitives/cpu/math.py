@@ -1,4 +1,4 @@
-"""Exponential and logarithm in fp64 without branches, so that loops over states become vector code."""
+"""Exponential and logarithm in fp64 without branches, so that loops become vector code."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from numba import njit, types
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
-# A division that may raise is a branch, and no sum may be reordered.
+# A division that may raise is a branch. No sum may be reordered.
 FLAGS: dict[str, Any] = {"fastmath": {"contract"}, "error_model": "numpy"}
 
-ROUND = 6755399441055744.0  # 1.5 * 2**52: what is added to it loses its fraction, and stands in its low bits
+# 1.5 * 2**52: a number that is added to it loses its fraction, and its integer is in the low bits.
+ROUND = 6755399441055744.0
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
-LEAST = -700.0  # the least exponent that is looked at
+LEAST = -700.0  # the least exponent that is computed
 
 
 @intrinsic
 def bits_of(context: Any, x: Any) -> Any:
-    """The bits of an fp64 number, as int64."""
+    """Return the bits of an fp64 number as int64."""
     return types.int64(types.float64), lambda _, builder, __, args: builder.bitcast(
         args[0], ir.IntType(64)
     )
@@ -28,7 +29,7 @@ def bits_of(context: Any, x: Any) -> Any:
 
 @intrinsic
 def from_bits(context: Any, x: Any) -> Any:
-    """The fp64 number of these bits."""
+    """Return the fp64 number that has these bits."""
     return types.float64(types.int64), lambda _, builder, __, args: builder.bitcast(
         args[0], ir.DoubleType()
     )
@@ -36,18 +37,21 @@ def from_bits(context: Any, x: Any) -> Any:
 
 @intrinsic
 def prefetch(context: Any, array: Any, index: Any) -> Any:
-    """Asks for what lies at an index of a one-dimensional array to be brought near; an index beyond its end does no harm."""
+    """Prefetch the element at an index of a one-dimensional array.
+
+    The index may lie beyond the end of the array.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = make_array(signature.args[0])(context, builder, args[0]).data
-        place = builder.bitcast(builder.gep(data, [args[1]]), ir.PointerType(ir.IntType(8)))
+        address = builder.bitcast(builder.gep(data, [args[1]]), ir.PointerType(ir.IntType(8)))
         word = ir.IntType(32)
         function = builder.module.declare_intrinsic(
             "llvm.prefetch",
-            [place.type],
-            ir.FunctionType(ir.VoidType(), [place.type, word, word, word]),
+            [address.type],
+            ir.FunctionType(ir.VoidType(), [address.type, word, word, word]),
         )
-        builder.call(function, [place, word(0), word(3), word(1)])
+        builder.call(function, [address, word(0), word(3), word(1)])
         return context.get_dummy_value()
 
     return types.void(array, types.intp), generate
@@ -55,12 +59,16 @@ def prefetch(context: Any, array: Any, index: Any) -> Any:
 
 @njit(inline="always", **FLAGS)
 def exp_floor(x: float) -> float:
-    """e**x for x <= 700, but e**-700 for what lies below -700; NaN stays NaN. The error is 1 ulp or so near 0, and 1e-13 of the result at -700."""
+    """Return e**x for x <= 700, and e**-700 for x below -700; NaN stays NaN.
+
+    The error is about 1 ulp near 0, and 1e-13 of the result at -700.
+    """
     y = LEAST if x < LEAST else x
     shifted = y * LOG2E + ROUND
     power = shifted - ROUND
     r = y - power * LN2
-    p = 2.747682443074559e-07  # the best of its degree for the relative error on ±ln 2 / 2: 3e-16
+    # The polynomial is the best of its degree for the relative error on ±ln 2 / 2, which is 3e-16.
+    p = 2.747682443074559e-07
     p = p * r + 2.7634990545218676e-06
     p = p * r + 2.4801931642523332e-05
     p = p * r + 0.00019841185236791858
@@ -76,28 +84,26 @@ def exp_floor(x: float) -> float:
 
 @njit(inline="always", **FLAGS)
 def exp(x: float) -> float:
-    """The same, but 0 for what lies below -700."""
+    """Return e**x for x <= 700, and 0 for x below -700; NaN stays NaN."""
     e = exp_floor(x)
     return 0.0 if x < LEAST else e
 
 
 @njit(inline="always", **FLAGS)
 def log(x: float) -> float:
-    """The logarithm of a positive normal number, to 2 ulp or so; NaN stays NaN."""
+    """Return the logarithm of a positive normal number to about 2 ulp; NaN stays NaN."""
     bits = bits_of(x)
-    exponent = (
-        bits - 0x3FE6A09E667F3BCD
-    ) & -0x10000000000000  # what is left lies between sqrt(1/2) and sqrt(2)
+    # The mantissa m lies between sqrt(1/2) and sqrt(2).
+    exponent = (bits - 0x3FE6A09E667F3BCD) & -0x10000000000000
     m = from_bits(bits - exponent)
     power = float(exponent >> 52)
     s = (m - 1.0) / (m + 1.0)
     z = s * s
-    p = 0.0844828947360414  # the best of its degree for atanh
+    p = 0.0844828947360414  # the polynomial is the best of its degree for atanh
     p = p * z + 0.09058299255327008
     p = p * z + 0.1111180798010361
     p = p * z + 0.1428570659619816
     p = p * z + 0.20000000040529906
     p = p * z + 0.33333333333256926
-    return (
-        power * LN2 + (2.0 * s + 2.0 * s * z * p) + (x - x)
-    )  # the difference is NaN for NaN, whose bits mean nothing here
+    # The bits of a NaN mean nothing here, and x - x makes the result NaN.
+    return power * LN2 + (2.0 * s + 2.0 * s * z * p) + (x - x)

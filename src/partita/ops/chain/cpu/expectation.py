@@ -1,6 +1,8 @@
 """Means over the paths of sparse linear chains and their gradients, in parallel over the batch.
 
-Forwards α goes with the mean of the values over the paths into each state; backwards the posterior goes with the mean over the paths from it.
+Forwards, alpha is scanned together with the mean of the values over the paths into each state.
+Backwards, the posterior is scanned together with the mean over the rest of the paths from each
+state.
 """
 
 from __future__ import annotations
@@ -24,38 +26,43 @@ from ....primitives.cpu.batch import (
 )
 from ....primitives.cpu.math import FLAGS, exp, log
 from .steps import (
-    batch_of,
-    behind,
-    clear,
-    edges_of,
-    enter,
-    leaving,
-    log_sum,
-    onward,
-    posteriors,
-    spread,
+    add_source_values,
+    add_target_values,
+    chain_batch,
+    edge_posteriors,
+    edge_terms,
+    load_edges,
+    logz_at_end,
+    posterior_offsets,
+    sum_by_source,
+    zero_past_length,
 )
 
 
 @njit(**FLAGS)
-def average(terms: Any, most: Any, values: Any, total: Any, after: Any, mean: Any) -> None:
-    """α after a step, and the mean of values `[K, C]` weighed by the exponentials of terms `[K, C]`; one whose weight is 0 counts 0."""
-    for c in range(len(total)):
-        total[c], mean[c] = 0.0, 0.0
+def alpha_and_mean_step(
+    terms: Any, max_term: Any, values: Any, sum_exp: Any, next_alpha: Any, next_mean: Any
+) -> None:
+    """Compute alpha after a step, and the mean of the values weighted by exp(terms), `[C]` both.
+
+    Terms and values are `[K, C]`. A value whose weight is 0 adds 0.
+    """
+    for c in range(len(sum_exp)):
+        sum_exp[c], next_mean[c] = 0.0, 0.0
     for k in range(len(terms)):
-        for c in range(len(total)):
-            weight = exp(terms[k, c] - most[c])
-            total[c] += weight
-            mean[c] += 0.0 if weight == 0.0 else weight * values[k, c]
-    for c in range(len(total)):
-        value = most[c] + log(total[c])
-        after[c] = -INF if value == LOWEST else value
-        mean[c] = 0.0 if total[c] == 0.0 else mean[c] / total[c]
+        for c in range(len(sum_exp)):
+            weight = exp(terms[k, c] - max_term[c])
+            sum_exp[c] += weight
+            next_mean[c] += 0.0 if weight == 0.0 else weight * values[k, c]
+    for c in range(len(sum_exp)):
+        value = max_term[c] + log(sum_exp[c])
+        next_alpha[c] = -INF if value == LOWEST else value
+        next_mean[c] = 0.0 if sum_exp[c] == 0.0 else next_mean[c] / sum_exp[c]
 
 
 @njit(**FLAGS)
-def mean_of(alpha: Any, final: Any, mean: Any, last_values: Any, logz: float) -> float:
-    """The mean over the last states, `[C]` each."""
+def mean_at_end(alpha: Any, final: Any, mean: Any, last_values: Any, logz: float) -> float:
+    """Return the mean over all paths from the means into the last states, `[C]`."""
     result = 0.0
     for c in range(len(alpha) if logz != -INF else 0):
         p = exp(alpha[c] + final[c] - logz)
@@ -64,8 +71,8 @@ def mean_of(alpha: Any, final: Any, mean: Any, last_values: Any, logz: float) ->
 
 
 @njit(nogil=True, **FLAGS)
-def forward_pairs(
-    share: Any,
+def chain_expectation_forward_kernel(
+    chains: Any,
     batch: Any,
     scores: Any,
     initial: Any,
@@ -73,128 +80,147 @@ def forward_pairs(
     values: Any,
     first_values: Any,
     last_values: Any,
-    kept: Any,
-    keep: bool,
+    saved: Any,
+    save: bool,
     logz: Any,
     mean: Any,
 ) -> None:
-    """Means and log Z of each chain; α and the means into each state are kept in `[2, T + 1, N, C]`, or only for two steps."""
-    states = initial.shape[1]
-    for n in share:
-        buffer = np.empty(states * batch.slots, scores.numbers.dtype)
-        value_buffer = np.empty(states * batch.slots, values.numbers.dtype)
-        terms, pairs = np.empty((batch.slots, states)), np.empty((batch.slots, states))
-        most, total, unused = np.empty(states), np.empty(states), np.empty(states)
-        for c in range(states):
-            kept[0, 0, n, c], kept[1, 0, n, c] = initial[n, c], first_values[n, c]
+    """Compute the mean and log Z of each chain, and alpha and the mean into each state.
+
+    The last two are `saved[0]` and `saved[1]`. With `save`, `saved` is `[2, T + 1, N, C]`.
+    Otherwise it is `[2, 2, N, C]`, for two steps in turn.
+    """
+    C = initial.shape[1]
+    for n in chains:
+        buffer = np.empty(C * batch.K, scores.numbers.dtype)
+        value_buffer = np.empty(C * batch.K, values.numbers.dtype)
+        terms, value_terms = np.empty((batch.K, C)), np.empty((batch.K, C))
+        max_term, sum_exp, unused = np.empty(C), np.empty(C), np.empty(C)
+        for c in range(C):
+            saved[0, 0, n, c], saved[1, 0, n, c] = initial[n, c], first_values[n, c]
         for t in range(batch.lengths[n]):
-            here, after = (t, t + 1) if keep else (t % 2, (t + 1) % 2)
-            row, value_row = (
-                edges_of(scores, t, n, batch.slots, buffer),
-                edges_of(values, t, n, batch.slots, value_buffer),
+            now, after = (t, t + 1) if save else (t % 2, (t + 1) % 2)
+            row = load_edges(scores, t, n, batch.K, buffer)
+            value_row = load_edges(values, t, n, batch.K, value_buffer)
+            next_row, next_value_row = row_at(scores, t + 1, n), row_at(values, t + 1, n)
+            edge_terms(row, batch.sources, saved[0, now, n], terms, max_term, next_row)
+            edge_terms(
+                value_row, batch.sources, saved[1, now, n], value_terms, unused, next_value_row
             )
-            enter(row, batch.sources, kept[0, here, n], terms, most, row_at(scores, t + 1, n))
-            enter(
-                value_row,
-                batch.sources,
-                kept[1, here, n],
-                pairs,
-                unused,
-                row_at(values, t + 1, n),
+            alpha_and_mean_step(
+                terms, max_term, value_terms, sum_exp, saved[0, after, n], saved[1, after, n]
             )
-            average(terms, most, pairs, total, kept[0, after, n], kept[1, after, n])
-        last = batch.lengths[n] if keep else batch.lengths[n] % 2
-        logz[n] = log_sum(kept[0, last, n], final[n])
-        mean[n] = mean_of(kept[0, last, n], final[n], kept[1, last, n], last_values[n], logz[n])
+        last = batch.lengths[n] if save else batch.lengths[n] % 2
+        logz[n] = logz_at_end(saved[0, last, n], final[n])
+        mean[n] = mean_at_end(
+            saved[0, last, n], final[n], saved[1, last, n], last_values[n], logz[n]
+        )
 
 
 @njit(inline="always", **FLAGS)
 def covariance(posterior: float, difference: float) -> float:
-    """0 where the posterior is, whatever the difference."""
+    """Return the product, which is 0 where the posterior is 0 for any difference."""
     return 0.0 if posterior == 0.0 else posterior * difference
 
 
 @njit(**FLAGS)
-def covariances(edges: Any, onwards: Any, before: Any, factor: float, d_scores: Any) -> None:
-    """The gradient of the scores of a step, `[C * K]`, from posteriors, and values from each edge on and before it; those from it on become products
-    with the posterior."""
-    for e in range(len(edges)):
-        d_scores[e] = covariance(edges[e] * factor, before[e] + onwards[e])
-        onwards[e] = covariance(edges[e], onwards[e])
+def edge_covariances(
+    posterior: Any, mean_from: Any, mean_into: Any, factor: float, d_scores: Any
+) -> None:
+    """Compute the gradients in the scores of a step, `[C * K]`.
+
+    Args:
+        posterior: the posterior of each edge.
+        mean_from: the mean over the paths from each edge on; replaced by its product with the
+            posterior.
+        mean_into: the mean over the paths into each edge, minus the mean over all paths.
+        factor: the factor of the gradients.
+        d_scores: the gradients, written.
+    """
+    for e in range(len(posterior)):
+        d_scores[e] = covariance(posterior[e] * factor, mean_into[e] + mean_from[e])
+        mean_from[e] = covariance(posterior[e], mean_from[e])
 
 
 @njit(**FLAGS)
-def divide(summed: Any, here: Any) -> None:
-    """Sums over what leaves each state become means, `[C]`."""
-    for c in range(len(here)):
-        summed[c] = 0.0 if here[c] == 0.0 else summed[c] / here[c]
+def divide_by_posterior(weighted: Any, posterior: Any) -> None:
+    """Divide the weighted sums by the posteriors of the states, `[C]`; 0 / 0 is 0."""
+    for c in range(len(posterior)):
+        weighted[c] = 0.0 if posterior[c] == 0.0 else weighted[c] / posterior[c]
 
 
 @njit(nogil=True, **FLAGS)
-def backward_pairs(
-    share: Any,
+def chain_expectation_backward_kernel(
+    chains: Any,
     batch: Any,
     scores: Any,
-    grad: Any,
+    grad_output: Any,
     final: Any,
     values: Any,
     last_values: Any,
     mean: Any,
     logz: Any,
-    kept: Any,
+    saved: Any,
     d_scores: Any,
     d_values: Any,
     d_ends: Any,
-    of_scores: bool,
-    of_values: bool,
+    need_score_grads: bool,
+    need_value_grads: bool,
 ) -> None:
-    """Gradients of scores and values of edges `[T, N, C * K]`, where they are wanted, and of initial, final, first and last values `[4, N, C]`."""
-    states = final.shape[1]
-    size = states * batch.slots
-    for n in share:
-        buffer, value_buffer = (
-            np.empty(size, scores.numbers.dtype),
-            np.empty(size, values.numbers.dtype),
-        )
+    """Compute the gradients in scores and values `[T, N, C * K]`, if needed, and in the ends.
+
+    The gradients in initial, final, first_values and last_values are `d_ends`, `[4, N, C]`.
+    """
+    C = final.shape[1]
+    size = C * batch.K
+    for n in chains:
+        buffer = np.empty(size, scores.numbers.dtype)
+        value_buffer = np.empty(size, values.numbers.dtype)
         d_score_row, d_value_row = np.empty(size, d_scores.dtype), np.empty(size, d_values.dtype)
-        edges, onwards, before = np.empty(size), np.empty(size), np.empty(size)
-        here, added, beyond, shift = (
-            np.empty(states),
-            np.empty(states),
-            np.empty(states),
-            np.full(states, -mean[n]),
-        )
+        edges, edge_mean_from, edge_mean_into = np.empty(size), np.empty(size), np.empty(size)
+        posterior, offset, mean_from = np.empty(C), np.empty(C), np.empty(C)
+        shift = np.full(C, -mean[n])
         length = batch.lengths[n]
-        for c in range(states):
-            here[c] = 0.0 if logz[n] == -INF else exp(kept[0, length, n, c] + final[n, c] - logz[n])
-            beyond[c] = last_values[n, c]
+        for c in range(C):
+            posterior[c] = (
+                0.0 if logz[n] == -INF else exp(saved[0, length, n, c] + final[n, c] - logz[n])
+            )
+            mean_from[c] = last_values[n, c]
             d_ends[1, n, c] = covariance(
-                here[c] * grad[n], kept[1, length, n, c] + shift[c] + beyond[c]
+                posterior[c] * grad_output[n], saved[1, length, n, c] + shift[c] + mean_from[c]
             )
-            d_ends[3, n, c] = here[c] * grad[n]
+            d_ends[3, n, c] = posterior[c] * grad_output[n]
         for t in range(length - 1, -1, -1):
-            row, value_row = (
-                edges_of(scores, t, n, batch.slots, buffer),
-                edges_of(values, t, n, batch.slots, value_buffer),
+            row = load_edges(scores, t, n, batch.K, buffer)
+            value_row = load_edges(values, t, n, batch.K, value_buffer)
+            d_score_row = d_scores[t, n] if need_score_grads else d_score_row
+            d_value_row = d_values[t, n] if need_value_grads else d_value_row
+            next_t = max(t - 1, 0)
+            posterior_offsets(posterior, saved[0, t + 1, n], offset)
+            add_source_values(
+                batch.sources, saved[0, t, n], offset, edges, row, saved[0, next_t, n]
             )
-            d_score_row = d_scores[t, n] if of_scores else d_score_row
-            d_value_row = d_values[t, n] if of_values else d_value_row
-            behind(here, kept[0, t + 1, n], added)
-            spread(batch.sources, kept[0, t, n], added, edges, row, kept[0, max(t - 1, 0), n])
-            posteriors(row, batch.sources, edges, grad[n], d_value_row)
-            spread(
-                batch.sources, kept[1, t, n], shift, before, value_row, kept[1, max(t - 1, 0), n]
+            edge_posteriors(row, batch.sources, edges, grad_output[n], d_value_row)
+            add_source_values(
+                batch.sources,
+                saved[1, t, n],
+                shift,
+                edge_mean_into,
+                value_row,
+                saved[1, next_t, n],
             )
-            onward(value_row, beyond, onwards)
-            covariances(edges, onwards, before, grad[n], d_score_row)
-            leaving(batch, edges, here)
-            leaving(batch, onwards, beyond)
-            divide(beyond, here)
-        for c in range(states):
-            d_ends[0, n, c] = covariance(here[c] * grad[n], kept[1, 0, n, c] + shift[c] + beyond[c])
-            d_ends[2, n, c] = here[c] * grad[n]
-        clear(d_scores, n, length)
-        clear(d_values, n, length)
+            add_target_values(value_row, mean_from, edge_mean_from)
+            edge_covariances(edges, edge_mean_from, edge_mean_into, grad_output[n], d_score_row)
+            sum_by_source(batch, edges, posterior)
+            sum_by_source(batch, edge_mean_from, mean_from)
+            divide_by_posterior(mean_from, posterior)
+        for c in range(C):
+            d_ends[0, n, c] = covariance(
+                posterior[c] * grad_output[n], saved[1, 0, n, c] + shift[c] + mean_from[c]
+            )
+            d_ends[2, n, c] = posterior[c] * grad_output[n]
+        zero_past_length(d_scores, n, length)
+        zero_past_length(d_values, n, length)
 
 
 def chain_expectation(
@@ -206,23 +232,39 @@ def chain_expectation(
     values: Tensor,
     first_values: Tensor,
     last_values: Tensor,
-    keep: bool,
+    save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, wrong = batch_of(scores, source, lengths)
-    kept = empty_batch((2, scores.shape[0] + 1 if keep else 2, *scores.shape[1:3]))
+    """Return the mean and log Z, `[N]` fp64, and what the gradient needs, empty without `save`.
+
+    The last is alpha and the mean into each state, `[2, T + 1, N, C]`.
+    """
+    batch, invalid = chain_batch(scores, source, lengths)
+    T, N, C, _ = scores.shape
+    saved = empty_batch((2, T + 1 if save else 2, N, C))
     mean, logz = (torch.empty(len(initial), dtype=torch.float64, device="cpu") for _ in range(2))
-    ends = [as_array(t) for t in (first_values, last_values)]
-    inputs = batch, as_steps(scores), as_array(initial), as_array(final), as_steps(values), *ends
-    run_over_batch(forward_pairs, *inputs, kept.numpy(), keep, logz.numpy(), mean.numpy())
+    run_over_batch(
+        chain_expectation_forward_kernel,
+        batch,
+        as_steps(scores),
+        as_array(initial),
+        as_array(final),
+        as_steps(values),
+        as_array(first_values),
+        as_array(last_values),
+        saved.numpy(),
+        save,
+        logz.numpy(),
+        mean.numpy(),
+    )
     return (
-        mean.masked_fill_(wrong, torch.nan),
-        logz.masked_fill_(wrong, torch.nan),
-        kept if keep else kept.new_empty(0),
+        mean.masked_fill_(invalid, torch.nan),
+        logz.masked_fill_(invalid, torch.nan),
+        saved if save else saved.new_empty(0),
     )
 
 
 def chain_expectation_gradient(
-    grad: Tensor,
+    grad_output: Tensor,
     scores: Tensor,
     source: Tensor,
     initial: Tensor,
@@ -233,40 +275,45 @@ def chain_expectation_gradient(
     last_values: Tensor,
     mean: Tensor,
     logz: Tensor,
-    kept: Tensor,
-    of_scores: bool,
-    of_values: bool,
+    saved: Tensor,
+    need_score_grads: bool,
+    need_value_grads: bool,
 ) -> tuple[Tensor, ...]:
-    batch, spoilt = batch_of(scores, source, lengths)[0], logz.isnan()
-    wide = [torch.promote_types(t.dtype, torch.float32) for t in (scores, values)]
+    """Return the gradients in scores, initial, final, values, first_values and last_values.
+
+    A gradient that is not needed is empty.
+    """
+    batch, invalid = chain_batch(scores, source, lengths)[0], logz.isnan()
     d_scores, d_values = (
-        empty_batch(scores.shape if wanted else (0,) * 4, dtype)
-        for wanted, dtype in zip((of_scores, of_values), wide, strict=True)
+        empty_batch(t.shape if need else (0,) * 4, torch.promote_types(t.dtype, torch.float32))
+        for t, need in ((scores, need_score_grads), (values, need_value_grads))
     )
     d_ends = torch.empty((4, *final.shape), dtype=torch.float64, device="cpu")
-    factors = grad.double().masked_fill(spoilt, torch.nan).numpy()
-    inputs = (
+    run_over_batch(
+        chain_expectation_backward_kernel,
         batch,
         as_steps(scores),
-        factors,
+        grad_output.double().masked_fill(invalid, torch.nan).numpy(),
         as_array(final),
         as_steps(values),
         as_array(last_values),
         as_array(mean),
         as_array(logz),
-        kept.numpy(),
+        saved.numpy(),
+        d_scores.flatten(2).numpy(),
+        d_values.flatten(2).numpy(),
+        d_ends.numpy(),
+        need_score_grads,
+        need_value_grads,
     )
-    rows = [t.flatten(2).numpy() for t in (d_scores, d_values)]
-    run_over_batch(backward_pairs, *inputs, *rows, d_ends.numpy(), of_scores, of_values)
-    for result in (d_scores, d_values):
-        fill_nan(result, spoilt)
-    d_initial, d_final, d_first, d_last = (
-        end.clone() for end in d_ends
-    )  # results of an op share no memory
-    results = (d_scores, d_initial, d_final, d_values, d_first, d_last)
-    wanted = (of_scores,) * 3 + (of_values,) * 3
+    for gradient in (d_scores, d_values):
+        fill_nan(gradient, invalid)
+    # Results of an op may not share memory.
+    d_initial, d_final, d_first, d_last = (end.clone() for end in d_ends)
+    grads = (d_scores, d_initial, d_final, d_values, d_first, d_last)
+    needed = (need_score_grads,) * 3 + (need_value_grads,) * 3
     tensors = (scores, initial, final, values, first_values, last_values)
     return tuple(
-        r.to(t.dtype) if w else t.new_empty(0)
-        for r, t, w in zip(results, tensors, wanted, strict=True)
+        grad.to(tensor.dtype) if need else tensor.new_empty(0)
+        for grad, tensor, need in zip(grads, tensors, needed, strict=True)
     )

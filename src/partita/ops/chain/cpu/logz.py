@@ -1,7 +1,9 @@
-"""Sparse linear chains in parallel over the batch: α forwards in fp64, and the posterior backwards from it; scans under Log and Max.
+"""Log Z of sparse linear chains and its gradient, in parallel over the batch.
 
-The posterior of a step is that of the states behind it, times the share that each edge had in the sum that entered its state. The posterior of
-every step is divided by its own sum, so nothing adds up over the steps, and there is no β.
+Alpha runs forwards in fp64, and the posterior runs backwards from it. The posterior of an edge is
+the posterior of the state that it enters, times the edge's share in the sum that entered that
+state. The posteriors of every step are divided by their sum, so no error adds up over the steps,
+and there is no beta.
 """
 
 from __future__ import annotations
@@ -24,163 +26,98 @@ from ....primitives.cpu.batch import (
 )
 from ....primitives.cpu.math import FLAGS, exp
 from .steps import (
-    advance,
-    batch_of,
-    behind,
-    choose,
-    clear,
-    edges_of,
-    enter,
-    leaving,
-    log_sum,
-    posteriors,
-    retreat,
-    spread,
-    stay,
+    add_source_values,
+    alpha_step,
+    chain_batch,
+    edge_posteriors,
+    load_edges,
+    logz_at_end,
+    posterior_offsets,
+    repeat_past_length,
+    sum_by_source,
+    zero_past_length,
 )
 
 
 @njit(nogil=True, **FLAGS)
-def forward(
-    share: Any, batch: Any, scores: Any, initial: Any, final: Any, kept: Any, keep: bool, logz: Any
+def chain_forward_kernel(
+    chains: Any,
+    batch: Any,
+    scores: Any,
+    initial: Any,
+    final: Any,
+    alpha: Any,
+    save: bool,
+    logz: Any,
 ) -> None:
-    """log Z of each chain; α is kept in `[T + 1, N, C]`, where it stays as it is past the length, or only for two steps."""
-    states = initial.shape[1]
-    for n in share:
-        buffer = np.empty(states * batch.slots, scores.numbers.dtype)
-        terms, most, total = np.empty((batch.slots, states)), np.empty(states), np.empty(states)
-        for c in range(states):  # a slice that is assigned to a slice takes seconds to compile
-            kept[0, n, c] = initial[n, c]
+    """Compute log Z of each chain, and alpha.
+
+    With `save`, alpha is `[T + 1, N, C]` and does not change past a length. Otherwise it is
+    `[2, N, C]`, for two steps in turn.
+    """
+    C = initial.shape[1]
+    for n in chains:
+        buffer = np.empty(C * batch.K, scores.numbers.dtype)
+        terms, max_term, sum_exp = np.empty((batch.K, C)), np.empty(C), np.empty(C)
+        for c in range(C):  # an assignment of slices takes seconds to compile
+            alpha[0, n, c] = initial[n, c]
         for t in range(batch.lengths[n]):
-            here, after = (t, t + 1) if keep else (t % 2, (t + 1) % 2)
-            row, ahead = edges_of(scores, t, n, batch.slots, buffer), row_at(scores, t + 1, n)
-            advance(row, batch.sources, kept[here, n], terms, most, total, kept[after, n], ahead)
-        logz[n] = log_sum(kept[batch.lengths[n] if keep else batch.lengths[n] % 2, n], final[n])
-        if keep:
-            stay(kept, n, batch.lengths[n])
+            now, after = (t, t + 1) if save else (t % 2, (t + 1) % 2)
+            row, next_row = load_edges(scores, t, n, batch.K, buffer), row_at(scores, t + 1, n)
+            alpha_step(
+                row,
+                batch.sources,
+                alpha[now, n],
+                terms,
+                max_term,
+                sum_exp,
+                alpha[after, n],
+                next_row,
+            )
+        logz[n] = logz_at_end(
+            alpha[batch.lengths[n] if save else batch.lengths[n] % 2, n], final[n]
+        )
+        if save:
+            repeat_past_length(alpha, n, batch.lengths[n])
 
 
 @njit(nogil=True, **FLAGS)
-def backward(
-    share: Any,
+def chain_backward_kernel(
+    chains: Any,
     batch: Any,
     scores: Any,
-    grad: Any,
+    grad_output: Any,
     final: Any,
-    kept: Any,
+    alpha: Any,
     logz: Any,
     d_scores: Any,
     d_initial: Any,
     d_final: Any,
 ) -> None:
-    """Posteriors of edges `[T, N, C * K]` and of the first and last states, times the gradient of each chain; 0 past the lengths."""
-    states = final.shape[1]
-    for n in share:
-        buffer, edges = (
-            np.empty(states * batch.slots, scores.numbers.dtype),
-            np.empty(states * batch.slots),
-        )
-        here, added = np.empty(states), np.empty(states)
-        for c in range(states):
-            p = (
-                0.0
-                if logz[n] == -INF
-                else exp(kept[batch.lengths[n], n, c] + final[n, c] - logz[n])
-            )
-            here[c] = p
-            d_final[n, c] = p * grad[n]
-        for t in range(batch.lengths[n] - 1, -1, -1):
-            row = edges_of(scores, t, n, batch.slots, buffer)
-            behind(here, kept[t + 1, n], added)
-            spread(batch.sources, kept[t, n], added, edges, row, kept[max(t - 1, 0), n])
-            posteriors(row, batch.sources, edges, grad[n], d_scores[t, n])
-            leaving(batch, edges, here)
-        for c in range(states):
-            d_initial[n, c] = here[c] * grad[n]
-        clear(d_scores, n, batch.lengths[n])
+    """Compute the posteriors of edges `[T, N, C * K]` and of first and last states, `[N, C]`.
 
-
-@njit(**FLAGS)
-def follow(
-    pointers: Any,
-    sources: Any,
-    slots: int,
-    n: int,
-    length: int,
-    state: int,
-    states: Any,
-    edges: Any,
-) -> None:
-    """Writes the path of a chain that ends in a state, last step first."""
-    states[length, n] = state
-    for t in range(length - 1, -1, -1):
-        edge = state * slots + pointers[t, n, state]
-        state = sources[edge]
-        edges[t, n], states[t, n] = edge, state
-
-
-@njit(nogil=True, **FLAGS)
-def best_paths(
-    share: Any,
-    batch: Any,
-    scores: Any,
-    initial: Any,
-    final: Any,
-    kept: Any,
-    keep: bool,
-    pointers: Any,
-    score: Any,
-    states: Any,
-    edges: Any,
-    trace: bool,
-) -> None:
-    """The best score of each chain, and its path, where what is no part of one is left as it is; α as in `forward`, under Max. Pointers are those of
-    every step `[T, N, C]`, or of one."""
-    count = initial.shape[1]
-    for n in share:
-        buffer = np.empty(count * batch.slots, scores.numbers.dtype)
-        terms, most = np.empty((batch.slots, count)), np.empty(count)
-        for c in range(count):
-            kept[0, n, c] = initial[n, c]
-        for t in range(batch.lengths[n]):
-            here, after = (t, t + 1) if keep else (t % 2, (t + 1) % 2)
-            row, ahead = edges_of(scores, t, n, batch.slots, buffer), row_at(scores, t + 1, n)
-            enter(row, batch.sources, kept[here, n], terms, most, ahead)
-            choose(terms, kept[after, n], pointers[t if trace else 0, n])
-        alpha = kept[batch.lengths[n] if keep else batch.lengths[n] % 2, n]
-        best, last = -INF, 0
-        for c in range(count):
-            value = alpha[c] + final[n, c]
-            if (value > best) | (value != value):
-                best, last = value, c
-        score[n] = best
-        if keep:
-            stay(kept, n, batch.lengths[n])
-        if trace and best > -INF:
-            follow(pointers, batch.sources, batch.slots, n, batch.lengths[n], last, states, edges)
-
-
-@njit(nogil=True, **FLAGS)
-def scan_back(share: Any, batch: Any, scores: Any, final: Any, best: bool, result: Any) -> None:
-    """β of every step under Max or Log, `[T + 1, N, C]`; from the length on it is the final scores."""
-    states = final.shape[1]
-    for n in share:
-        buffer, edges = (
-            np.empty(states * batch.slots, scores.numbers.dtype),
-            np.empty(states * batch.slots),
-        )
-        ordered, most, total = np.empty(len(batch.order)), np.empty(states), np.empty(states)
-        for t in range(batch.lengths[n], len(result)):
-            for c in range(states):
-                result[t, n, c] = final[n, c]
-        for t in range(batch.lengths[n] - 1, -1, -1):
-            row = edges_of(scores, t, n, batch.slots, buffer)
-            retreat(row, batch, result[t + 1, n], edges, ordered, most, total, best, result[t, n])
-
-
-def smallest(slots: int) -> Any:
-    """The smallest integer type for a slot."""
-    return np.min_scalar_type(max(slots - 1, 0))
+    They are multiplied by the gradient of each chain. Edges past a length have 0.
+    """
+    C = final.shape[1]
+    for n in chains:
+        buffer = np.empty(C * batch.K, scores.numbers.dtype)
+        edges = np.empty(C * batch.K)
+        posterior, offset = np.empty(C), np.empty(C)
+        length = batch.lengths[n]
+        for c in range(C):
+            p = 0.0 if logz[n] == -INF else exp(alpha[length, n, c] + final[n, c] - logz[n])
+            posterior[c] = p
+            d_final[n, c] = p * grad_output[n]
+        for t in range(length - 1, -1, -1):
+            row = load_edges(scores, t, n, batch.K, buffer)
+            posterior_offsets(posterior, alpha[t + 1, n], offset)
+            next_alpha = alpha[max(t - 1, 0), n]
+            add_source_values(batch.sources, alpha[t, n], offset, edges, row, next_alpha)
+            edge_posteriors(row, batch.sources, edges, grad_output[n], d_scores[t, n])
+            sum_by_source(batch, edges, posterior)
+        for c in range(C):
+            d_initial[n, c] = posterior[c] * grad_output[n]
+        zero_past_length(d_scores, n, length)
 
 
 def chain_logz(
@@ -189,95 +126,53 @@ def chain_logz(
     initial: Tensor,
     final: Tensor,
     lengths: Tensor | None,
-    keep: bool,
+    save: bool,
 ) -> tuple[Tensor, Tensor]:
-    batch, wrong = batch_of(scores, source, lengths)
-    kept = empty_batch((scores.shape[0] + 1 if keep else 2, *scores.shape[1:3]))
+    """Return log Z, `[N]` fp64, and alpha `[T + 1, N, C]`, which is empty without `save`."""
+    batch, invalid = chain_batch(scores, source, lengths)
+    alpha = empty_batch((scores.shape[0] + 1 if save else 2, *scores.shape[1:3]))
     logz = torch.empty(len(initial), dtype=torch.float64, device="cpu")
     run_over_batch(
-        forward,
+        chain_forward_kernel,
         batch,
         as_steps(scores),
         as_array(initial),
         as_array(final),
-        kept.numpy(),
-        keep,
+        alpha.numpy(),
+        save,
         logz.numpy(),
     )
-    return logz.masked_fill_(wrong, torch.nan), kept if keep else kept.new_empty(0)
+    return logz.masked_fill_(invalid, torch.nan), alpha if save else alpha.new_empty(0)
 
 
 def chain_gradient(
-    grad: Tensor,
+    grad_output: Tensor,
     scores: Tensor,
     initial: Tensor,
     final: Tensor,
     source: Tensor,
     lengths: Tensor | None,
     logz: Tensor,
-    kept: Tensor,
+    saved: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, spoilt = batch_of(scores, source, lengths)[0], logz.isnan()
+    """Return the gradients of log Z in scores (in `dtype`), initial and final."""
+    batch, invalid = chain_batch(scores, source, lengths)[0], logz.isnan()
     d_scores = empty_batch(scores.shape, torch.promote_types(dtype, torch.float32))
     d_initial, d_final = (
         torch.empty(t.shape, dtype=torch.float64, device="cpu") for t in (initial, final)
     )
-    results = [t.numpy() for t in (d_scores.flatten(2), d_initial, d_final)]
-    factors = grad.double().masked_fill(spoilt, torch.nan)
     run_over_batch(
-        backward,
+        chain_backward_kernel,
         batch,
         as_steps(scores),
-        factors.numpy(),
+        grad_output.double().masked_fill(invalid, torch.nan).numpy(),
         as_array(final),
-        kept.numpy(),
+        saved.numpy(),
         logz.contiguous().numpy(),
-        *results,
+        d_scores.flatten(2).numpy(),
+        d_initial.numpy(),
+        d_final.numpy(),
     )
-    fill_nan(d_scores, spoilt)
+    fill_nan(d_scores, invalid)
     return d_scores.to(dtype), d_initial.to(initial.dtype), d_final.to(final.dtype)
-
-
-def chain_scan(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    best: bool,
-    reverse: bool,
-) -> Tensor:
-    batch, wrong = batch_of(scores, source, lengths)
-    result = empty_batch((scores.shape[0] + 1, *scores.shape[1:3]))
-    where, first, last, score = (
-        as_steps(scores),
-        as_array(initial),
-        as_array(final),
-        np.empty(scores.shape[1]),
-    )
-    if reverse:
-        run_over_batch(scan_back, batch, where, last, best, result.numpy())
-    elif best:
-        pointers, nowhere = (
-            np.empty((1, *initial.shape), smallest(batch.slots)),
-            np.empty((0, 0), np.int64),
-        )
-        run_over_batch(
-            best_paths,
-            batch,
-            where,
-            first,
-            last,
-            result.numpy(),
-            True,
-            pointers,
-            score,
-            nowhere,
-            nowhere,
-            False,
-        )
-    else:
-        run_over_batch(forward, batch, where, first, last, result.numpy(), True, score)
-    fill_nan(result, wrong)
-    return result

@@ -1,7 +1,8 @@
-"""One step of sparse linear chains, and what the CPU's kernels of chains share.
+"""One step of sparse linear chains for the Numba kernels.
 
-Numbers of edges lie side by side as `[C * K]` where a step is read or written as a whole, and as `[K, C]` where loops over states become vector
-code. The loops that look states up stay scalar code; those with few slots are compiled for their number, which spares most of what a loop costs.
+A step is read and written as a whole in rows `[C * K]`. Terms are `[K, C]` where loops over states
+become vector code. Loops that look states up stay scalar code. Loops with a small K are compiled
+for each K, which removes most of the cost of an inner loop.
 """
 
 from __future__ import annotations
@@ -19,178 +20,213 @@ from ....primitives.cpu.math import FLAGS, exp, exp_floor, log, prefetch
 SMALLEST = np.finfo(np.float64).tiny
 
 
-class Batch(NamedTuple):
-    """Which states the edges connect, and how many steps of each chain count.
+class ChainBatch(NamedTuple):
+    """The edges and the lengths of a batch of chains.
 
     Fields:
-        slots: K.
-        sources: `[C * K]` int32, -1 where there is no edge.
-        order: the edges by the states that they leave, uint32 (an index that may be negative costs); within a state in their own order.
-        starts: where in that order the edges of each state start, and their number, `[C + 1]` int32.
-        degree: how many edges leave each state, or 0 if not all are left by as many.
-        lengths: `[N]`, 0 for a chain that has no right answer.
+        K: the number of edges into each state.
+        sources: the state that each edge leaves, `[C * K]` int32; -1 for a missing edge.
+        outgoing: the edges, ordered by the state that they leave, then by their index. The dtype is
+            uint32, because an index that may be negative costs time.
+        outgoing_start: the index in `outgoing` of each state's first edge, and the number of edges
+            last, `[C + 1]` int32.
+        out_degree: the number of edges that leave each state; 0 if the states differ in it.
+        lengths: the number of steps of each chain, `[N]`; 0 for an invalid chain.
     """
 
-    slots: int
+    K: int
     sources: Any
-    order: Any
-    starts: Any
-    degree: int
+    outgoing: Any
+    outgoing_start: Any
+    out_degree: int
     lengths: Any
 
 
 @njit(**FLAGS)
-def edges_of(steps: Any, t: int, n: int, slots: int, buffer: Any) -> Any:
-    """The numbers of a step, `[C * K]`: where they lie if that is side by side, otherwise copied to the buffer."""
+def load_edges(steps: Any, t: int, n: int, K: int, buffer: Any) -> Any:
+    """Return the numbers of a step's edges, `[C * K]`.
+
+    The result is a view where they are contiguous, and otherwise a copy in the buffer.
+    """
     numbers = row_at(steps, t, n)
-    by_state, by_slot = steps.strides[2], steps.strides[3]
-    if by_slot == 1 and by_state == slots:
+    stride_c, stride_k = steps.strides[2], steps.strides[3]
+    if stride_k == 1 and stride_c == K:
         return numbers[: len(buffer)]
-    for c in range(len(buffer) // max(slots, 1)):
-        for k in range(slots):
-            buffer[c * slots + k] = numbers[c * by_state + k * by_slot]
+    for c in range(len(buffer) // max(K, 1)):
+        for k in range(K):
+            buffer[c * K + k] = numbers[c * stride_c + k * stride_k]
     return buffer
 
 
 @njit(inline="always", **FLAGS)
-def _enter(
-    row: Any, sources: Any, alpha: Any, terms: Any, most: Any, ahead: Any, slots: int
+def _edge_terms(
+    row: Any, sources: Any, alpha: Any, terms: Any, max_term: Any, next_row: Any, K: int
 ) -> None:
-    for c in range(len(most)):
-        prefetch(ahead, c * slots)
+    for c in range(len(max_term)):
+        prefetch(next_row, c * K)
         highest = LOWEST
-        for k in range(slots):
-            s = sources[c * slots + k]
-            term = row[c * slots + k] + alpha[s] if s >= 0 else -INF
+        for k in range(K):
+            s = sources[c * K + k]
+            term = row[c * K + k] + alpha[s] if s >= 0 else -INF
             terms[k, c] = term
             highest = term if term > highest else highest
-        most[c] = highest
+        max_term[c] = highest
 
 
 @njit(**FLAGS)
-def enter(row: Any, sources: Any, alpha: Any, terms: Any, most: Any, ahead: Any) -> None:
-    """Score plus α of each edge, `[K, C]`, and the greatest of each state, `[C]`; what is read next is asked for meanwhile."""
-    slots = len(terms)
-    if slots == 2:
-        _enter(row, sources, alpha, terms, most, ahead, 2)
-    elif slots == 3:
-        _enter(row, sources, alpha, terms, most, ahead, 3)
-    elif slots == 4:
-        _enter(row, sources, alpha, terms, most, ahead, 4)
-    elif slots == 5:
-        _enter(row, sources, alpha, terms, most, ahead, 5)
-    else:
-        _enter(row, sources, alpha, terms, most, ahead, slots)
-
-
-@njit(**FLAGS)
-def advance(
-    row: Any, sources: Any, alpha: Any, terms: Any, most: Any, total: Any, after: Any, ahead: Any
+def edge_terms(
+    row: Any, sources: Any, alpha: Any, terms: Any, max_term: Any, next_row: Any
 ) -> None:
-    """α after a step under Log, from that before it, `[C]` both."""
-    enter(row, sources, alpha, terms, most, ahead)
-    for c in range(len(total)):
-        total[c] = 0.0
-    for k in range(len(terms)):
-        for c in range(len(total)):
-            total[c] += exp_floor(terms[k, c] - most[c])
-    for c in range(len(total)):
-        value = most[c] + log(total[c])
-        after[c] = -INF if value == LOWEST else value
+    """Compute row + alpha of each edge, `[K, C]`, and the greatest term of each state, `[C]`.
+
+    The row that is read next is prefetched.
+    """
+    K = len(terms)
+    if K == 2:
+        _edge_terms(row, sources, alpha, terms, max_term, next_row, 2)
+    elif K == 3:
+        _edge_terms(row, sources, alpha, terms, max_term, next_row, 3)
+    elif K == 4:
+        _edge_terms(row, sources, alpha, terms, max_term, next_row, 4)
+    elif K == 5:
+        _edge_terms(row, sources, alpha, terms, max_term, next_row, 5)
+    else:
+        _edge_terms(row, sources, alpha, terms, max_term, next_row, K)
 
 
 @njit(**FLAGS)
-def choose(terms: Any, best: Any, slot: Any) -> None:
-    """The greatest term of each state, `[C]`, and the first slot that has it; NaN where one is NaN."""
+def alpha_step(
+    row: Any,
+    sources: Any,
+    alpha: Any,
+    terms: Any,
+    max_term: Any,
+    sum_exp: Any,
+    next_alpha: Any,
+    next_row: Any,
+) -> None:
+    """Compute alpha after a step under Log from alpha before it, `[C]`."""
+    edge_terms(row, sources, alpha, terms, max_term, next_row)
+    for c in range(len(sum_exp)):
+        sum_exp[c] = 0.0
+    for k in range(len(terms)):
+        for c in range(len(sum_exp)):
+            sum_exp[c] += exp_floor(terms[k, c] - max_term[c])
+    for c in range(len(sum_exp)):
+        value = max_term[c] + log(sum_exp[c])
+        next_alpha[c] = -INF if value == LOWEST else value
+
+
+@njit(**FLAGS)
+def max_over_edges(terms: Any, best: Any, best_k: Any) -> None:
+    """Compute the greatest term of each state, `[C]`, and the first k that has it.
+
+    The result is NaN for a state with a NaN term.
+    """
     for c in range(len(best)):
         best[c] = -INF
-        slot[c] = 0
+        best_k[c] = 0
     for k in range(len(terms)):
         for c in range(len(best)):
             term = terms[k, c]
             better = (term > best[c]) | (term != term)
             best[c] = term if better else best[c]
-            slot[c] = k if better else slot[c]
+            best_k[c] = k if better else best_k[c]
 
 
 @njit(**FLAGS)
-def onward(row: Any, entered: Any, edges: Any) -> None:
-    """Of each edge `[C * K]`, its number plus that of the state it enters, `[C]`."""
-    slots = len(edges) // max(len(entered), 1)
-    for c in range(len(entered)):
-        for k in range(slots):
-            edges[c * slots + k] = row[c * slots + k] + entered[c]
+def add_target_values(row: Any, state_values: Any, edge_values: Any) -> None:
+    """Compute the row `[C * K]` plus the value `[C]` of the state that each edge enters."""
+    K = len(edge_values) // max(len(state_values), 1)
+    for c in range(len(state_values)):
+        for k in range(K):
+            edge_values[c * K + k] = row[c * K + k] + state_values[c]
 
 
 @njit(**FLAGS)
-def retreat(
+def beta_step(
     row: Any,
     batch: Any,
     beta: Any,
-    edges: Any,
-    ordered: Any,
-    most: Any,
-    total: Any,
-    best: bool,
-    before: Any,
+    edge_values: Any,
+    terms: Any,
+    max_term: Any,
+    sum_exp: Any,
+    use_max: bool,
+    previous_beta: Any,
 ) -> None:
-    """β before a step under Max or Log, from that after it, `[C]` both; a state that no edge leaves has -inf."""
-    onward(row, beta, edges)
+    """Compute beta before a step under Log or Max from beta after it, `[C]`.
+
+    A state that no edge leaves has -inf. `terms` has the order of `batch.outgoing`.
+    """
+    add_target_values(row, beta, edge_values)
     for c in range(len(beta)):
         highest, greatest = LOWEST, -INF
-        for i in range(batch.starts[c], batch.starts[c + 1]):
-            term = edges[batch.order[i]]
-            ordered[i] = term
+        for i in range(batch.outgoing_start[c], batch.outgoing_start[c + 1]):
+            term = edge_values[batch.outgoing[i]]
+            terms[i] = term
             highest = term if term > highest else highest
             greatest = term if (term > greatest) | (term != term) else greatest
-        most[c], before[c] = highest, greatest
-    if best:
+        max_term[c], previous_beta[c] = highest, greatest
+    if use_max:
         return
     for c in range(len(beta)):
-        for i in range(batch.starts[c], batch.starts[c + 1]):
-            ordered[i] -= most[c]
-    for i in range(len(ordered)):
-        ordered[i] = exp_floor(ordered[i])
+        for i in range(batch.outgoing_start[c], batch.outgoing_start[c + 1]):
+            terms[i] -= max_term[c]
+    for i in range(len(terms)):
+        terms[i] = exp_floor(terms[i])
     for c in range(len(beta)):
-        total[c] = 0.0
-        for i in range(batch.starts[c], batch.starts[c + 1]):
-            total[c] += ordered[i]
+        sum_exp[c] = 0.0
+        for i in range(batch.outgoing_start[c], batch.outgoing_start[c + 1]):
+            sum_exp[c] += terms[i]
     for c in range(len(beta)):
-        value = most[c] + log(total[c])
-        before[c] = -INF if value == LOWEST else value
+        value = max_term[c] + log(sum_exp[c])
+        previous_beta[c] = -INF if value == LOWEST else value
 
 
 @njit(inline="always", **FLAGS)
-def _spread(
-    sources: Any, alpha: Any, added: Any, edges: Any, row: Any, ahead: Any, slots: int
+def _add_source_values(
+    sources: Any,
+    at_source: Any,
+    at_target: Any,
+    edges: Any,
+    next_row: Any,
+    next_states: Any,
+    K: int,
 ) -> None:
-    for c in range(len(added)):
-        prefetch(row, c * slots)
-        prefetch(ahead, c)
-        entered = added[c]
-        for k in range(slots):
-            s = sources[c * slots + k]
-            edges[c * slots + k] = (alpha[s] if s >= 0 else 0.0) + entered
+    for c in range(len(at_target)):
+        prefetch(next_row, c * K)
+        prefetch(next_states, c)
+        target_value = at_target[c]
+        for k in range(K):
+            s = sources[c * K + k]
+            edges[c * K + k] = (at_source[s] if s >= 0 else 0.0) + target_value
 
 
 @njit(**FLAGS)
-def spread(sources: Any, alpha: Any, added: Any, edges: Any, row: Any, ahead: Any) -> None:
-    """Of each edge `[C * K]`, α of the state it leaves plus what is added for the state it enters; what is read next is asked for meanwhile."""
-    slots = len(sources) // max(len(added), 1)
-    if slots == 2:
-        _spread(sources, alpha, added, edges, row, ahead, 2)
-    elif slots == 3:
-        _spread(sources, alpha, added, edges, row, ahead, 3)
-    elif slots == 4:
-        _spread(sources, alpha, added, edges, row, ahead, 4)
-    elif slots == 5:
-        _spread(sources, alpha, added, edges, row, ahead, 5)
+def add_source_values(
+    sources: Any, at_source: Any, at_target: Any, edges: Any, next_row: Any, next_states: Any
+) -> None:
+    """Compute the value of each edge's source state plus that of its target state, `[C * K]`.
+
+    The rows of edges and of states that are read next are prefetched.
+    """
+    K = len(sources) // max(len(at_target), 1)
+    if K == 2:
+        _add_source_values(sources, at_source, at_target, edges, next_row, next_states, 2)
+    elif K == 3:
+        _add_source_values(sources, at_source, at_target, edges, next_row, next_states, 3)
+    elif K == 4:
+        _add_source_values(sources, at_source, at_target, edges, next_row, next_states, 4)
+    elif K == 5:
+        _add_source_values(sources, at_source, at_target, edges, next_row, next_states, 5)
     else:
-        _spread(sources, alpha, added, edges, row, ahead, slots)
+        _add_source_values(sources, at_source, at_target, edges, next_row, next_states, K)
 
 
 @njit(fastmath={"contract", "reassoc"})
-def total_of(numbers: Any) -> float:
+def sum_in_any_order(numbers: Any) -> float:
+    """Return the sum of the numbers; the compiler may reorder it."""
     total = 0.0
     for i in range(len(numbers)):
         total += numbers[i]
@@ -198,75 +234,81 @@ def total_of(numbers: Any) -> float:
 
 
 @njit(**FLAGS)
-def behind(here: Any, after: Any, result: Any) -> None:
-    """What takes score plus α of an edge to the logarithm of its posterior: log of the posterior of the state it enters, less the α of that, `[C]`."""
-    scale = 1.0 / total_of(here)
-    for c in range(len(here)):
-        value = log(here[c] * scale) - after[c]
-        result[c] = -INF if here[c] < SMALLEST else value
+def posterior_offsets(posterior: Any, alpha: Any, offset: Any) -> None:
+    """Compute the log of each state's posterior minus its alpha, `[C]`.
+
+    The score of an edge, plus alpha of its source, plus the offset of its target is the log of the
+    edge's posterior. The posteriors of the states are divided by their sum.
+    """
+    scale = 1.0 / sum_in_any_order(posterior)
+    for c in range(len(posterior)):
+        value = log(posterior[c] * scale) - alpha[c]
+        offset[c] = -INF if posterior[c] < SMALLEST else value
 
 
 @njit(**FLAGS)
-def posteriors(row: Any, sources: Any, edges: Any, factor: float, scaled: Any) -> None:
-    """The logarithms less the scores, `[C * K]`, become the posteriors of the edges; these times a factor, too."""
+def edge_posteriors(row: Any, sources: Any, edges: Any, factor: float, scaled: Any) -> None:
+    """Replace `edges` by exp(row + edges), the posteriors `[C * K]`, and write them times a factor.
+
+    Missing edges have the posterior 0.
+    """
     for e in range(len(edges)):
         x = row[e] + edges[e]
-        p = exp(
-            0.0 if x > 0.0 else x
-        )  # with scores so large that they swallow others, what is rounded may be anything
+        # Scores may be so large that the sum has no correct digit: a posterior is 1 at most.
+        p = exp(0.0 if x > 0.0 else x)
         p = p if sources[e] >= 0 else 0.0
         edges[e] = p
         scaled[e] = p * factor
 
 
 @njit(inline="always", **FLAGS)
-def _gather(order: Any, edges: Any, result: Any, degree: int) -> None:
+def _sum_by_source(outgoing: Any, edge_values: Any, result: Any, out_degree: int) -> None:
     for c in range(len(result)):
         total = 0.0
-        for i in range(degree):
-            total += edges[order[c * degree + i]]
+        for i in range(out_degree):
+            total += edge_values[outgoing[c * out_degree + i]]
         result[c] = total
 
 
 @njit(**FLAGS)
-def leaving(batch: Any, edges: Any, result: Any) -> None:
-    """Of numbers on the edges `[C * K]`, the sum over those that leave each state, `[C]`."""
-    degree = batch.degree
+def sum_by_source(batch: Any, edge_values: Any, result: Any) -> None:
+    """Compute the sum of the edge values `[C * K]` over the edges that leave each state, `[C]`."""
+    degree = batch.out_degree
     if degree == 2:
-        _gather(batch.order, edges, result, 2)
+        _sum_by_source(batch.outgoing, edge_values, result, 2)
     elif degree == 3:
-        _gather(batch.order, edges, result, 3)
+        _sum_by_source(batch.outgoing, edge_values, result, 3)
     elif degree == 4:
-        _gather(batch.order, edges, result, 4)
+        _sum_by_source(batch.outgoing, edge_values, result, 4)
     elif degree == 5:
-        _gather(batch.order, edges, result, 5)
+        _sum_by_source(batch.outgoing, edge_values, result, 5)
     else:
         for c in range(len(result)):
             result[c] = 0.0
-        for e in range(len(edges)):
+        for e in range(len(edge_values)):
             if batch.sources[e] >= 0:
-                result[batch.sources[e]] += edges[e]
+                result[batch.sources[e]] += edge_values[e]
 
 
 @njit(**FLAGS)
-def clear(rows: Any, n: int, length: int) -> None:
-    """Zeros past the length of a chain, `[T, N, C * K]`."""
+def zero_past_length(rows: Any, n: int, length: int) -> None:
+    """Write zeros past the length of a chain into `[T, N, C * K]`."""
     for t in range(length, len(rows)):
         for e in range(rows.shape[2]):
             rows[t, n, e] = 0.0
 
 
 @njit(**FLAGS)
-def stay(kept: Any, n: int, length: int) -> None:
-    """What is kept at the length of a chain `[T + 1, N, C]` stays as it is after it."""
-    for t in range(length + 1, len(kept)):
-        for c in range(kept.shape[2]):
-            kept[t, n, c] = kept[length, n, c]
+def repeat_past_length(alpha: Any, n: int, length: int) -> None:
+    """Copy the row of alpha at the length of a chain to all later rows of `[T + 1, N, C]`."""
+    for t in range(length + 1, len(alpha)):
+        for c in range(alpha.shape[2]):
+            alpha[t, n, c] = alpha[length, n, c]
 
 
 @njit(**FLAGS)
-def log_sum(alpha: Any, final: Any) -> float:
-    """log Σ exp(α + final), over the states."""
+def logz_at_end(alpha: Any, final: Any) -> float:
+    """Return log Σ exp(alpha + final) over the states `[C]`."""
     highest = LOWEST
     for c in range(len(alpha)):
         value = alpha[c] + final[c]
@@ -278,18 +320,24 @@ def log_sum(alpha: Any, final: Any) -> float:
     return -INF if value == LOWEST else value
 
 
-def batch_of(scores: Tensor, source: Tensor, lengths: Tensor | None) -> tuple[Batch, Tensor]:
-    """What indexes nothing out of bounds; and which chains have no right answer, `[N]`: a length or, for every chain, a source is out of range."""
-    span, chains, states, slots = scores.shape
-    count = torch.full((chains,), span, device="cpu") if lengths is None else lengths.long()
+def chain_batch(
+    scores: Tensor, source: Tensor, lengths: Tensor | None
+) -> tuple[ChainBatch, Tensor]:
+    """Return the batch for the kernels, and the mask of invalid chains, `[N]`.
+
+    No index of the batch is out of bounds. A length out of range makes its chain invalid. A source
+    out of range makes all chains invalid.
+    """
+    T, N, C, K = scores.shape
+    steps = torch.full((N,), T, device="cpu") if lengths is None else lengths.long()
     source = source.long()  # a narrow type would wrap the bounds
-    outside = (source < -1) | (source >= states)
-    wrong = (count < 0) | (count > span) | outside.any()
-    safe = count.masked_fill(wrong, 0).numpy()
-    sources = source.masked_fill(outside, -1).int().flatten().numpy()
-    degrees = np.bincount(sources[sources >= 0], minlength=states)
-    starts = np.concatenate([[0], degrees.cumsum()]).astype(np.int32)
-    order = sources.argsort(kind="stable")[len(sources) - starts[-1] :].astype(np.uint32)
-    degree = int(starts[-1]) // max(states, 1)
-    regular = bool((degrees == degree).all())
-    return Batch(slots, sources, order, starts, degree if regular else 0, safe), wrong
+    out_of_range = (source < -1) | (source >= C)
+    invalid = (steps < 0) | (steps > T) | out_of_range.any()
+    sources = source.masked_fill(out_of_range, -1).int().flatten().numpy()
+    degrees = np.bincount(sources[sources >= 0], minlength=C)
+    start = np.concatenate([[0], degrees.cumsum()]).astype(np.int32)
+    outgoing = sources.argsort(kind="stable")[len(sources) - start[-1] :].astype(np.uint32)
+    mean_degree = int(start[-1]) // max(C, 1)
+    out_degree = mean_degree if bool((degrees == mean_degree).all()) else 0
+    safe_lengths = steps.masked_fill(invalid, 0).numpy()
+    return ChainBatch(K, sources, outgoing, start, out_degree, safe_lengths), invalid

@@ -1,0 +1,147 @@
+"""Quantities of chains in fp64, computed by the registered ops.
+
+All results but the marginals stay in fp64, so that differences of them are formed before they are
+rounded.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...primitives.semiring import Log, Max, Semiring, differentiable
+from ...runtime.autograd import apply, refuse_forward_mode
+from ...runtime.backend import current_backend
+from ...runtime.dtypes import acc_dtype
+from . import autograd, reference
+from .inputs import ChainTensors, full_lengths
+
+
+def needs_gradient(*tensors: Tensor) -> bool:
+    """Return whether autograd will differentiate a function of the tensors."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def chain_needs_gradient(chain: ChainTensors) -> bool:
+    """Return whether autograd will differentiate a function of the chain's scores."""
+    return needs_gradient(chain.scores, chain.initial, chain.final)
+
+
+def scan_inputs(chain: ChainTensors, semiring: Semiring, name: str) -> reference.ChainInputs:
+    """Return the inputs of a scan in PyTorch, which serves what no backend has a kernel for.
+
+    Args:
+        chain: the chains.
+        semiring: the semiring of the scan.
+        name: the name of the quantity in the error of a backend that was chosen by name.
+    """
+    backend = current_backend()
+    if backend in ("triton", "numba"):
+        raise RuntimeError(
+            f"backend {backend!r}: {name} has no kernel;"
+            " it runs in PyTorch (backend 'auto' or 'reference')"
+        )
+    if not torch.compiler.is_compiling():
+        autograd.check_values(*chain)
+    return reference.chain_inputs(*chain, semiring)
+
+
+def log_partition(chain: ChainTensors, semiring: Semiring) -> Tensor:
+    """Return the sum over all paths under a semiring, `[N]`."""
+    if semiring not in (Log, Max):
+        inputs = scan_inputs(chain, semiring, "this semiring")
+        return reference.log_partition(inputs, differentiable(semiring))
+    function = autograd.BestScore if semiring == Max else autograd.LogZ
+    return apply(function, *chain, chain_needs_gradient(chain), current_backend())[0]
+
+
+def marginals(chain: ChainTensors) -> Tensor:
+    """Return the posterior of each edge, `[T, N, C, K]`, in the dtype of results."""
+    scores, source, initial, final, lengths = chain
+    backend, dtype = current_backend(), acc_dtype(scores.dtype)
+    logz, saved = autograd.logz(scores, source, initial, final, lengths, True, backend)
+    return autograd.logz_gradient(
+        torch.ones_like(logz),
+        scores,
+        initial,
+        final,
+        source,
+        lengths,
+        logz,
+        saved,
+        dtype,
+        backend,
+    )[0]
+
+
+def state_scores(chain: ChainTensors, semiring: Semiring, *, reverse: bool) -> Tensor:
+    """Return alpha, or beta if `reverse`, `[T + 1, N, C]`.
+
+    Kernels serve Log and Max without a gradient; a scan in PyTorch serves the rest.
+    """
+    has_kernel = semiring in (Log, Max)
+    if has_kernel and not chain_needs_gradient(chain):
+        refuse_forward_mode(chain.scores, chain.initial, chain.final)
+        return autograd.scan(*chain, semiring == Max, reverse, current_backend())
+    name = "a derivative of the scores of states" if has_kernel else "this semiring"
+    inputs = scan_inputs(chain, semiring, name)
+    scan = reference.backward_scores if reverse else reference.forward_scores
+    return torch.stack(scan(inputs, differentiable(semiring)))
+
+
+def expectation(
+    chain: ChainTensors, values: Tensor, first_values: Tensor, last_values: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the mean of the values along a path and log Z, `[N]`; log Z has no gradient."""
+    save = chain_needs_gradient(chain) or needs_gradient(values, first_values, last_values)
+    function = autograd.Expectation
+    backend = current_backend()
+    return apply(function, *chain, values, first_values, last_values, save, backend)[:2]
+
+
+def entropy(chain: ChainTensors) -> Tensor:
+    """Return the entropy of the paths in nats, `[N]`: log Z minus the mean score."""
+    # Each value is a view of its own, because Dynamo refuses a tensor that is two arguments.
+    scores, initial, final = (t.expand(t.shape) for t in (chain.scores, chain.initial, chain.final))
+    mean, logz = expectation(chain, scores, initial, final)
+    if chain_needs_gradient(chain):
+        logz = log_partition(chain, Log)
+    return torch.where(logz == -torch.inf, 0.0, logz - mean)
+
+
+def kl(chain: ChainTensors, other: ChainTensors) -> Tensor:
+    """Return KL(chain ‖ other) of the paths in nats, `[N]`; NaN where edges or lengths differ."""
+    mean, logz = expectation(
+        chain,
+        chain.scores.double() - other.scores.double(),
+        chain.initial.double() - other.initial.double(),
+        chain.final.double() - other.final.double(),
+    )
+    if chain_needs_gradient(chain):
+        logz = log_partition(chain, Log)
+    divergence = mean - logz + log_partition(other, Log)
+    divergence = torch.where(mean == torch.inf, torch.inf, divergence)
+    divergence = torch.where(logz == -torch.inf, 0.0, divergence)
+    same_source = other.source is chain.source or (chain.source == other.source).all()
+    same = (full_lengths(chain) == full_lengths(other)) & same_source
+    return torch.where(same, divergence, torch.nan)
+
+
+def log_prob(chain: ChainTensors, edges: Tensor, first_state: Tensor | None) -> Tensor:
+    """Return the log-probability of paths in nats, `[..., N]`.
+
+    Args:
+        chain: the chains.
+        edges: `[..., T, N]`.
+        first_state: `[..., N]`, or None. Without it the path of a chain of no steps is unknown,
+            and its log-probability is 0 if the chain has a path.
+    """
+    score = reference.path_score(*chain, edges, first_state)
+    logz = log_partition(chain, Log)
+    # A path that is given is not a path of a chain that has none.
+    result = torch.where(logz == -torch.inf, -torch.inf, score - logz)
+    if first_state is not None:
+        return result
+    if chain.lengths is None:
+        return result if len(chain.scores) else torch.zeros_like(result)
+    return torch.where((chain.lengths == 0) & (logz > -torch.inf), 0.0, result)

@@ -1,0 +1,98 @@
+"""The tensors of a batch of chains, and the checks of what users give."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...primitives.semiring import Semiring
+from ...runtime import checks
+from ...runtime.constants import constant
+from ...runtime.dtypes import acc_dtype
+
+
+class ChainTensors(NamedTuple):
+    """A batch of chains in the order of arguments of the registered ops.
+
+    Fields:
+        scores: the scores of the edges, `[T, N, C, K]`.
+        source: the state that each edge leaves, `[C, K]`; -1 for no edge.
+        initial: the scores of the first states, `[N, C]`.
+        final: the scores of the last states, `[N, C]`.
+        lengths: the number of steps of each chain, `[N]`; None for T.
+    """
+
+    scores: Tensor
+    source: Tensor
+    initial: Tensor
+    final: Tensor
+    lengths: Tensor | None
+
+
+def check_chain(
+    scores: Tensor, source: Tensor, initial: Tensor | None, final: Tensor | None
+) -> None:
+    """Raise for a wrong dtype, shape or device."""
+    checks.floating("scores", scores)
+    if scores.ndim != 4:
+        raise ValueError(f"scores: expected shape [T, N, C, K], got {list(scores.shape)}")
+    checks.integer("source", source)
+    checks.device("source", source, scores, "scores")
+    checks.shape("source", source, scores.shape[2:], "[C, K] of scores")
+    check_end("initial", initial, scores)
+    check_end("final", final, scores)
+
+
+def check_end(name: str, end: Tensor | None, scores: Tensor) -> None:
+    """Raise where numbers of the first or last states have a wrong dtype, shape or device."""
+    if end is not None:
+        checks.floating(name, end)
+        checks.device(name, end, scores, "scores")
+        checks.shape(name, end, scores.shape[1:3], "[N, C] of scores")
+
+
+def check_semiring(semiring: Semiring) -> None:
+    """Raise for an argument that is not a semiring."""
+    if not isinstance(semiring, Semiring):
+        raise TypeError(f"semiring: expected a Semiring, as Log or Max, got {semiring!r}")
+
+
+def check_same_paths(chain: ChainTensors, other: ChainTensors) -> None:
+    """Raise where another chain has other edges or lengths; the values are read only if checked."""
+    if not checks.should_check_values(chain.scores.device):
+        return
+    for name, expected, given in (
+        ("source", chain.source, other.source),
+        ("lengths", full_lengths(chain), full_lengths(other)),
+    ):
+        if given is not expected and not torch.equal(given, expected.to(given.dtype)):
+            raise ValueError(f"other.{name}: expected the {name} of this chain, got another")
+
+
+def full_lengths(chain: ChainTensors) -> Tensor:
+    """Return the lengths `[N]`; T for all chains if none were given."""
+    if chain.lengths is None:
+        return chain.scores.new_full(chain.scores.shape[1:2], len(chain.scores))
+    return chain.lengths
+
+
+def _scalar(value: float, dtype: torch.dtype, *, device: torch.device) -> Tensor:
+    return torch.full((1, 1), value, dtype=dtype, device=device)
+
+
+def chain_tensors(
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor | None,
+    final: Tensor | None,
+    lengths: Tensor | None,
+    semiring: Semiring,
+) -> ChainTensors:
+    """Return the tensors of a batch of chains; ends that are None are the semiring's one."""
+    if initial is None or final is None:
+        one = constant(_scalar, semiring.one, acc_dtype(scores.dtype), device=scores.device)
+        ones = one.expand(scores.shape[1:3])
+        initial, final = (ones if end is None else end for end in (initial, final))
+    return ChainTensors(scores, source, initial, final, lengths)

@@ -1,0 +1,287 @@
+"""Chains at the edges of the contract: dtypes, strides, empty and wrong inputs."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from helpers.chains import NUMBER_OF_PATHS, assert_close_fp64, random_chain
+
+import partita
+from partita import Chain, Max, edges_from_states
+from partita.runtime import backend as _backend
+
+
+def test_kl_of_another_table_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    source, scores = partita.dense_source(2), torch.randn(3, 2, 2, 2)
+    assert Chain(scores, source).kl(Chain(scores, source.flip(1))).isnan().all()
+    assert Chain(scores, source, lengths=[3, 2]).kl(Chain(scores, source)).isnan().tolist() == [
+        False,
+        True,
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_dtypes(dtype: torch.dtype) -> None:
+    chain = random_chain(30, 4, 5, 3, dtype=dtype, forbidden=0.05)
+    exact = Chain(
+        chain.scores.double(),
+        chain.source,
+        chain.initial.double(),
+        chain.final.double(),
+        lengths=chain.lengths,
+    )
+    result_dtype = torch.promote_types(dtype, torch.float32)
+    for name in ("logz", "entropy", "marginals"):
+        result, truth = getattr(chain, name)(), getattr(exact, name)()
+        assert result.dtype == result_dtype
+        torch.testing.assert_close(result, truth.to(result_dtype), rtol=1e-6, atol=1e-6)
+
+
+def test_strides_and_nothing_written() -> None:
+    chain = random_chain(5, 3, 4, 3, ragged=False, forbidden=0.0)
+    frame = torch.full((3, 5, 3, 8), torch.nan, dtype=torch.float64).permute(1, 0, 3, 2)[:, :, ::2]
+    frame.copy_(chain.scores)
+    other = Chain(frame, chain.source, chain.initial, chain.final)
+    assert (
+        not frame.is_contiguous()
+        and torch.equal(other.logz(), chain.logz())
+        and torch.equal(frame, chain.scores)
+    )
+    one = chain.scores[:1].expand(5, -1, -1, -1)
+    assert_close_fp64(Chain(one, chain.source).logz(), Chain(one.contiguous(), chain.source).logz())
+
+
+BAD = {
+    "rank": (
+        lambda c: Chain(c.scores[0], c.source),
+        ValueError,
+        r"scores: expected shape \[T, N, C, K\], got \[3, 3, 2\]",
+    ),
+    "dtype": (
+        lambda c: Chain(c.scores.long(), c.source),
+        TypeError,
+        "scores: expected a floating dtype, got torch.int64",
+    ),
+    "source dtype": (
+        lambda c: Chain(c.scores, c.source.float()),
+        TypeError,
+        "source: expected an integer dtype, got torch.float32",
+    ),
+    "source shape": (
+        lambda c: Chain(c.scores, c.source[:2]),
+        ValueError,
+        r"source: expected shape \[C, K\] of scores = \[3, 2\], got \[2, 2\]",
+    ),
+    "initial": (
+        lambda c: Chain(c.scores, c.source, c.initial[:1]),
+        ValueError,
+        r"initial: expected shape \[N, C\] of scores = \[3, 3\], got \[1, 3\]",
+    ),
+    "device": (
+        lambda c: Chain(c.scores, c.source, final=c.final.to("meta")),
+        ValueError,
+        "final: expected the device of scores, cpu, got meta",
+    ),
+    "lengths": (
+        lambda c: Chain(c.scores, c.source, lengths=[1, 2]),
+        ValueError,
+        r"lengths: expected shape \[N\] = \[3\], got \[2\]",
+    ),
+    "float lengths": (
+        lambda c: Chain(c.scores, c.source, lengths=[1.5, 2.0, 1.0]),
+        TypeError,
+        "lengths: expected an integer dtype",
+    ),
+    "one float": (
+        lambda c: Chain(c.scores, c.source, lengths=2.5),
+        TypeError,
+        "lengths: expected a Tensor or a sequence of integers, got float",
+    ),
+    "ends of values": (
+        lambda c: c.expectation(c.scores, c.initial.to("meta")),
+        ValueError,
+        "initial: expected the device of scores",
+    ),
+    "negative length": (
+        lambda c: Chain(c.scores, c.source, lengths=[1, -2, 0]).logz(),
+        ValueError,
+        r"lengths: .* from 0 to 4, got -2 at \[1\]",
+    ),
+    "long length": (
+        lambda c: Chain(c.scores, c.source, lengths=[1, 2, 5]).viterbi(),
+        ValueError,
+        r"lengths: .* from 0 to 4, got 5 at \[2\]",
+    ),
+    "source": (
+        lambda c: Chain(c.scores, c.source + 3).logz(),
+        ValueError,
+        r"source: expected states, or -1 for no edge from -1 to 2, got \d at \[0, 0\]",
+    ),
+    "samples": (
+        lambda c: c.sample(-1),
+        ValueError,
+        "k: expected a number of paths, 0 or more, got -1",
+    ),
+    "values": (
+        lambda c: c.expectation(c.scores[..., :1, :1, :].expand(4, 3, 2, 2)),
+        ValueError,
+        "values: expected what broadcasts to the scores",
+    ),
+    "edges": (
+        lambda c: c.log_prob(torch.zeros(3, 3, dtype=torch.int64)),
+        ValueError,
+        r"edges: expected shape \[..., T, N\]",
+    ),
+    "other lengths": (
+        lambda c: c.kl(Chain(c.scores, c.source, lengths=[1, 2, 2])),
+        ValueError,
+        "other.lengths: expected the lengths",
+    ),
+    "other": (
+        lambda c: c.kl(Chain(c.scores, c.source.roll(1, 0))),
+        ValueError,
+        "other.source: expected the source of this chain",
+    ),
+    "kernel": (
+        lambda c: _under("numba", lambda: c.logz(NUMBER_OF_PATHS)),
+        RuntimeError,
+        "backend 'numba': this semiring has no kernel",
+    ),
+    "tokens": (
+        lambda c: partita.linear_chain(c.scores[..., 0], torch.zeros(3, 3), lengths=[1, 0, 2]),
+        ValueError,
+        r"lengths: .* from 1 to 4, got 0",
+    ),
+}
+
+
+def _under(name: str, function: object) -> object:
+    with partita.backend(name):
+        return function()
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    call, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        call(random_chain(ragged=False))
+
+
+def test_unchecked_lengths_and_sources_make_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    chain = random_chain(ragged=False, forbidden=0.0)
+    assert Chain(chain.scores, chain.source, lengths=[1, -2, 9]).logz().isnan().tolist() == [
+        False,
+        True,
+        True,
+    ]
+    assert Chain(chain.scores, chain.source + 3).logz().isnan().all()
+
+
+def test_empty() -> None:
+    assert Chain(torch.zeros(3, 0, 2, 2), partita.dense_source(2)).logz().shape == (0,)
+    assert Chain(torch.zeros(0, 2, 2, 2), partita.dense_source(2)).logz().tolist() == pytest.approx(
+        [math.log(2)] * 2
+    )
+    no_edges = Chain(torch.zeros(2, 1, 2, 1), torch.full((2, 1), -1))
+    assert no_edges.logz().tolist() == [-math.inf] and no_edges.viterbi().edges.tolist() == [
+        [-1],
+        [-1],
+    ]
+
+
+def test_unchecked_values_under_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    chain = random_chain(5, 3, ragged=False, forbidden=0.0)
+    scores = chain.scores.requires_grad_()
+    with partita.backend("numba"):
+        z = Chain(scores, chain.source, lengths=[1, -2, 9]).logz()
+        assert z.isnan().tolist() == [False, True, True]
+        (grad,) = torch.autograd.grad(z.sum(), scores)
+        assert grad[:, 1:].isnan().all() and grad[:, 0].isfinite().all()
+        assert Chain(scores, chain.source + 3).logz().isnan().all()
+
+
+def test_without_numba_a_warning_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    _backend._without_numba.cache_clear()
+    monkeypatch.setattr(_backend, "has_numba", lambda: False)
+    cpu = torch.device("cpu")
+    with pytest.warns(RuntimeWarning, match="pip install numba"):
+        assert _backend.resolve("auto", cpu, has_cpu=True) == "reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _backend.resolve("auto", cpu, has_cpu=True) == "reference"
+    _backend._without_numba.cache_clear()
+
+
+def test_autocast_leaves_chains_as_they_are() -> None:
+    chain = random_chain(6, 3, 4, 3, ragged=False, dtype=torch.float32)
+    scores = chain.scores.requires_grad_()
+    expected = chain.logz(), chain.entropy(), *torch.autograd.grad(chain.logz().sum(), scores)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = chain.logz(), chain.entropy(), *torch.autograd.grad(chain.logz().sum(), scores)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(("states", "slots"), [(0, 2), (3, 0)])
+def test_no_states_and_no_edges(states: int, slots: int, backend: str) -> None:
+    with partita.backend(backend):
+        chain = Chain(
+            torch.zeros(3, 2, states, slots, requires_grad=True),
+            torch.zeros(states, slots, dtype=torch.int64),
+            lengths=[0, 3],
+        )
+        total = math.log(states) if states else -math.inf  # the chain of no steps
+        torch.testing.assert_close(chain.logz(), torch.tensor([total, -math.inf]))
+        assert (
+            chain.viterbi().score.tolist()
+            == chain.logz(Max).tolist()
+            == [0.0 if states else -math.inf, -math.inf]
+        )
+        assert chain.log_prob(torch.zeros(3, 2, dtype=torch.int64)).tolist() == [
+            0.0 if states else -math.inf,
+            -math.inf,
+        ]
+        assert chain.forward_scores().shape == chain.backward_scores().shape == (4, 2, states)
+        assert (chain.sample(2).edges == -1).all() and not chain.marginals().numel()
+        assert edges_from_states(torch.full((3, 1), -1), chain.source).tolist() == [[-1], [-1]]
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_tables_of_narrow_types(backend: str) -> None:
+    # The table has more states than uint8 has numbers.
+    many = (torch.arange(300)[:, None] + torch.arange(2)) % 256
+    source = torch.tensor([[0, -1], [120, 1], *[[i, i - 1] for i in range(2, 128)]])
+    scores = torch.randn(4, 2, 128, 2, generator=torch.Generator().manual_seed(0))
+    with partita.backend(backend):
+        int64, uint8 = (
+            Chain(torch.zeros(3, 1, 300, 2), table).viterbi()
+            for table in (many, many.to(torch.uint8))
+        )
+        assert all(torch.equal(a, b) for a, b in zip(int64, uint8, strict=True))
+        expected = Chain(scores, source).logz()
+        assert torch.equal(Chain(scores, source.to(torch.int8)).logz(), expected)
+        assert torch.equal(
+            Chain(scores, source.clamp(min=0).to(torch.uint8)).logz(),
+            Chain(scores, source.clamp(min=0)).logz(),
+        )
+
+
+def test_another_default_device() -> None:
+    scores, source = torch.randn(3, 2, 4, 2), torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]])
+    expected = Chain(scores, source, lengths=[2, 3])
+    logz, best = expected.logz(), expected.viterbi()
+    with torch.device("meta"):
+        chain = Chain(scores, source, lengths=[2, 3])
+        assert torch.equal(chain.logz(), logz) and torch.equal(chain.viterbi().states, best.states)
+
+
+def test_no_semiring() -> None:
+    scores, source = torch.zeros(2, 1, 2, 2), partita.dense_source(2)
+    with pytest.raises(TypeError, match="semiring: expected a Semiring, as Log or Max, got 'Log'"):
+        partita.logz(scores, source, semiring="Log")  # type: ignore[arg-type]

@@ -1,0 +1,169 @@
+"""Best paths, samples, and log-probabilities of given paths."""
+
+import math
+
+import pytest
+import torch
+from helpers.chains import assert_close_fp64, chain_indices, random_chain, small_chains
+from hypothesis import given, settings
+
+import partita
+from partita import Chain, Max, edges_from_states, linear_chain
+from partita.testing import all_paths
+
+
+@settings(max_examples=150, deadline=None)
+@given(small_chains())
+def test_viterbi_against_all_paths(chain: Chain) -> None:
+    best, path = chain.logz(Max), chain.viterbi()
+    assert_close_fp64(best, path.score)
+    for n in chain_indices(chain):
+        paths = all_paths(chain, n)
+        length = paths.edges.shape[1]
+        if not len(paths.scores) or paths.scores.max() == -torch.inf:
+            assert (
+                path.score[n] == -torch.inf
+                and (path.states[:, n] == -1).all()
+                and (path.edges[:, n] == -1).all()
+            )
+            continue
+        assert_close_fp64(best[n], paths.scores.max())
+        assert (path.states[length + 1 :, n] == -1).all() and (path.edges[length:, n] == -1).all()
+        is_best = (paths.states == path.states[: length + 1, n]).all(1) & (
+            paths.edges == path.edges[:length, n]
+        ).all(1)
+        assert_close_fp64(paths.scores[is_best], paths.scores.max()[None])
+
+
+def test_viterbi_ties_go_to_the_lowest_edge_then_the_lowest_last_state() -> None:
+    source = torch.tensor([[1, 0], [0, 0], [2, 1]])
+    path = Chain(torch.zeros(2, 1, 3, 2), source).viterbi()
+    assert path.edges.flatten().tolist() == [2, 0]
+    assert path.states.flatten().tolist() == [0, 1, 0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(small_chains())
+def test_gradient_of_the_best_score_is_the_indicator_of_the_path(chain: Chain) -> None:
+    scores = chain.scores.requires_grad_()
+    (indicator,) = (
+        torch.autograd.grad(chain.logz(Max).sum(), scores)
+        if scores.numel()
+        else (torch.zeros_like(scores),)
+    )
+    edges = chain.viterbi().edges
+    expected = torch.zeros_like(scores).flatten(2)
+    expected.scatter_(2, edges.clamp(min=0)[..., None], (edges >= 0).to(scores.dtype)[..., None])
+    assert torch.equal(indicator.flatten(2), expected)
+
+
+def test_log_prob_of_states() -> None:
+    """States also tell the path of a chain of no steps, which edges do not."""
+    emissions = torch.randn(
+        4, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    ).requires_grad_()
+    tags = torch.tensor([[0, 2, 1], [1, -1, 2], [1, -1, -1], [0, -1, -1]])
+    chain = linear_chain(
+        emissions,
+        torch.randn(3, 3, dtype=torch.float64),
+        torch.randn(3),
+        torch.randn(3),
+        lengths=[4, 1, 2],
+    )
+    found, from_edges = (
+        chain.log_prob(states=tags),
+        chain.log_prob(edges_from_states(tags, chain.source)),
+    )
+    assert torch.equal(found[[0, 2]], from_edges[[0, 2]]) and from_edges[1] == 0
+    assert_close_fp64(found[1], (chain.initial[1] + chain.final[1]).log_softmax(0)[2])
+    (grad,) = torch.autograd.grad(found[1], emissions)
+    assert grad[0, 1, 2] > 0 > grad[0, 1, 0] and not grad[1:].any()
+    several = chain.log_prob(states=torch.stack([tags, tags]))
+    assert torch.equal(several, torch.stack([found, found]))
+    no_state = tags.clone()
+    no_state[0, 1] = 7
+    assert chain.log_prob(states=no_state)[1] == -torch.inf
+    for arguments in ({}, {"edges": tags[1:], "states": tags}):
+        with pytest.raises(TypeError, match="expected either edges or states"):
+            chain.log_prob(**arguments)
+    with pytest.raises(
+        ValueError, match=r"states: expected shape \[..., T \+ 1, N\] with \[T, N\] = \[3, 3\]"
+    ):
+        chain.log_prob(states=tags[1:])
+    with pytest.raises(
+        ValueError,
+        match=r"states: expected an edge between one state and the next, got -5 then 1 at \[0, 0\]",
+    ):
+        chain.log_prob(states=torch.where(tags == 0, -5, tags))
+
+
+def test_log_prob_of_edges_that_do_not_follow_one_another() -> None:
+    chain = Chain(torch.zeros(2, 1, 2, 2), partita.dense_source(2))
+    assert (
+        chain.log_prob(torch.tensor([[0], [3]])).isneginf().all()
+    )  # into state 0, then from state 1
+    assert chain.log_prob(torch.tensor([[0], [-1]])).isneginf().all()
+
+
+def test_sample_frequencies() -> None:
+    """A chi-squared test over all paths has an error rate of 1e-4."""
+    chain, draws = random_chain(3, 1, 3, 2, ragged=False, seed=3), 20_000
+    paths = all_paths(chain)
+    sample = chain.sample(draws, torch.Generator().manual_seed(0))
+    power = chain.source.numel() ** torch.arange(3)
+    first = chain.source.numel() ** 3
+    name = (paths.edges * power).sum(1) + first * paths.states[:, 0]
+    drawn = (sample.edges[..., 0] * power).sum(1) + first * sample.states[:, 0, 0]
+    observed = (drawn == name[:, None]).sum(1).double()
+    expected = draws * paths.scores.softmax(0)
+    assert observed.sum() == draws, "every sample is one of the paths"
+    assert (observed[expected == 0] == 0).all()
+    likely = expected > 5
+    rest = torch.stack([observed[~likely].sum(), expected[~likely].sum()])
+    statistic = ((observed - expected)[likely] ** 2 / expected[likely]).sum() + (
+        rest[0] - rest[1]
+    ) ** 2 / rest[1].clamp(min=1)
+    degrees = int(likely.sum())
+    assert statistic < degrees + 3.72 * math.sqrt(2 * degrees) + 2 * 3.72**2, (
+        "beyond the bound of Laurent and Massart at about 1e-4"
+    )
+
+
+def test_samples_are_paths_with_their_lengths_and_reproducible() -> None:
+    chain = random_chain(6, 5, 4, 3, kind="missing", seed=5)
+    one, two = (chain.sample(7, torch.Generator().manual_seed(4)) for _ in range(2))
+    assert torch.equal(one.states, two.states) and torch.equal(one.edges, two.edges)
+    assert one.states.shape == (7, 7, 5) and one.edges.shape == (7, 6, 5)
+    possible = chain.logz() > -torch.inf
+    active = torch.arange(6)[:, None] < chain.lengths
+    assert torch.equal(one.edges >= 0, (active & possible).expand_as(one.edges))
+    with_steps = possible & (chain.lengths > 0)
+    assert chain.log_prob(one.edges)[:, with_steps].isfinite().all()
+
+
+def test_edges_from_states_undoes_states() -> None:
+    chain = random_chain(6, 4, 5, 3, kind="missing", seed=7, forbidden=0.1)
+    path = chain.viterbi()
+    edges = partita.edges_from_states(path.states, chain.source)
+    assert torch.equal(edges >= 0, path.edges >= 0)
+    entered = chain.source.flatten()[edges.clamp(min=0)]
+    assert torch.equal(entered[edges >= 0], path.states[:-1][edges >= 0])
+    with pytest.raises(
+        ValueError,
+        match=r"states: expected an edge between one state and the next, got 0 then 1 at \[0, 0\]",
+    ):
+        partita.edges_from_states(torch.tensor([[0], [1]]), torch.tensor([[0], [1]]))
+
+
+def test_log_prob_of_a_chain_without_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = torch.full((2, 1, 2, 2), -math.inf)
+    assert Chain(scores, partita.dense_source(2)).log_prob(
+        torch.zeros(2, 1, dtype=torch.int64)
+    ).tolist() == [-math.inf]
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    assert (
+        Chain(scores, partita.dense_source(2), lengths=[-1])
+        .log_prob(torch.zeros(2, 1, dtype=torch.int64))
+        .isnan()
+        .all()
+    )
