@@ -1,8 +1,9 @@
 """Layouts of a table of edges for the scans, built once for each table.
 
-`source[c, k]` lists the edges into each state, which alpha needs. Beta needs the edges out of each state, so the
-table is transposed once: first to CSR order (`EdgeTable`, for tables of any size), then, for the register-resident
-kernels, to a padded layout for each direction (`DirectedEdges`).
+`source[c, k]` lists the edges into each state, which alpha needs. Beta needs the edges out of
+each state. So the table is transposed: first to compressed rows (`EdgeTable`, for tables of any
+size), then to a padded layout for each direction (`DirectedEdges`, for the register-resident
+kernels).
 
 Tables are cached by tensor object and version, because the transposition waits for the device.
 """
@@ -22,7 +23,7 @@ class EdgeTable(NamedTuple):
     Fields:
         source: `[C, K]` int32, the state that each edge leaves; -1 for no edge.
         out_offsets: `[C + 1]` int32, where the edges that leave each state begin in `out_edges`.
-        out_edges: `[C * K]` int32, c·K + k, sorted by the state that they leave; missing edges stand last.
+        out_edges: `[C * K]` int32, c·K + k, sorted by the state that they leave; missing last.
         max_out_degree: the greatest number of edges that leave a state.
         has_missing: whether the table has entries without an edge.
         has_invalid: whether a source is out of range.
@@ -41,13 +42,14 @@ class EdgeTable(NamedTuple):
 class DirectedEdges(NamedTuple):
     """A table of edges in the lanes of a block, for alpha (direction 0) and for beta (direction 1).
 
-    Alpha takes the edges into a state, beta those out of it; `degree` is the greatest number of either.
+    Alpha takes the edges into a state and beta the edges out of it. `degree` is the greatest number
+    of either.
 
     Fields:
         state_of_lane: `[block]` int32, the state of each lane, -1 for none.
-        neighbors: `[2, degree, block]` int32, the lanes of the states at the other ends, -1 for no edge.
+        neighbors: `[2, degree, block]` int32, the lane of the state at the other end; -1 for none.
         edges: `[2, degree, block]` int32, c·K + k.
-        edge_positions: `[2, edge_block]` int32, the position of each edge in `[degree, block]`; -1 for no edge.
+        edge_positions: `[2, edge_block]` int32, the index of each edge in a row of `edges`; or -1.
         is_regular: whether every entry of both directions has an edge.
     """
 
@@ -131,8 +133,8 @@ def _build_edge_table(source: Tensor) -> EdgeTable:
 def _state_of_lane(C: int, block: int, device: torch.device) -> Tensor:
     """Return the state of each lane of a block, -1 for none, `[block]` int32.
 
-    Neighboring states often are a power of two apart, such as those at the ends of one k-mer's edges, and would
-    share a bank of shared memory. So the lowest bits of a lane are mixed with higher bits of its state.
+    The states at the ends of one k-mer's edges are a power of two apart and would share a bank of
+    shared memory. So the lowest bits of a lane are mixed with higher bits of its state.
     """
     state = torch.arange(block, dtype=torch.int32, device=device)
     lane = state
@@ -163,7 +165,7 @@ def _build_directed_edges(table: EdgeTable, block: int, edge_block: int) -> Dire
 
     neighbors, edges = torch.full((2, 2, degree * block), -1, dtype=torch.int32, device=device)
     edge_positions = torch.full((2, edge_block), -1, dtype=torch.int32, device=device)
-    unused = degree * block  # A spare position takes the entries without an edge.
+    unused = degree * block  # Entries without an edge go to a spare position.
     alpha = edge % K * block + target_lane, source_lane
     beta = rank * block + source_lane, target_lane
     for direction, (position, neighbor) in enumerate([alpha, beta]):

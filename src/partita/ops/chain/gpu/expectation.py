@@ -1,16 +1,16 @@
-"""Means over the paths of sparse linear chains: alpha together with the mean of the values along the paths.
+"""Means over the paths of sparse linear chains: alpha with the mean of the values along the paths.
 
-A path has a value on each of its edges, on its first state and on its last state; the value of the path is
-their sum. With the posterior of the edges into a state,
+A path has a value on each of its edges, on its first state and on its last state. The value of the
+path is their sum. With the posterior of the edges into a state,
 
     p[c, k]        = exp(alpha[t, source[c, k]] + scores[t, c, k] - alpha[t + 1, c])
     mean[t + 1, c] = sum over k of p[c, k] * (mean[t, source[c, k]] + values[t, c, k])
 
-is the mean value of the paths that end in c. The mean over all paths weights mean[length, c] + last_values[c] by
-the posterior of the final states. This is the expectation semiring, with a mean stored instead of a sum, so that
-both components stay bounded. One program serves one chain.
+is the mean value of the paths that end in c. The mean over all paths weights mean[length, c] +
+last_values[c] by the posterior of the final states. This is the expectation semiring; it carries
+means and not sums, so that both components stay bounded. One program serves one chain.
 
-Source: Eisner, Parameter estimation for probabilistic finite-state transducers, 2002 (expectation semiring).
+Source: Eisner, Parameter estimation for probabilistic finite-state transducers, 2002.
 """
 
 import triton
@@ -46,11 +46,9 @@ def alpha_mean_step(
 
     Each is [BLOCK_C] and fp64.
     """
-    maximum, total, mean = (
-        tl.full(c.shape, -float("inf"), tl.float64),
-        tl.zeros(c.shape, ACC_DTYPE),
-        tl.zeros(c.shape, tl.float64),
-    )
+    maximum = tl.full(c.shape, -float("inf"), tl.float64)
+    total = tl.zeros(c.shape, ACC_DTYPE)
+    mean = tl.zeros(c.shape, tl.float64)
     for k in range(K):
         source, valid = load_source(source_ptr, c, k, C, K)
         maximum = tl.maximum(
@@ -93,7 +91,7 @@ def chain_expectation_kernel(
     values_ptr,  # [T, N, C, K]
     first_values_ptr,  # [N, C]
     last_values_ptr,  # [N, C]
-    saved_ptr,  # [2, T + 1, N, C] fp64, or [2, 2, N, C]: α and means
+    saved_ptr,  # [2, T + 1, N, C] fp64, or [2, 2, N, C]: alpha and means
     mean_ptr,  # [N] fp64
     logz_ptr,  # [N] fp64
     saved_mean_offset,
@@ -132,10 +130,8 @@ def chain_expectation_kernel(
     )
     for t in range(0, length):
         row, next_row = tl.full([], t, tl.int64), tl.full([], t + 1, tl.int64)
-        score_ptr, value_ptr = (
-            scores_ptr + n * stride_n + row * stride_t,
-            values_ptr + n * value_n + row * value_t,
-        )
+        score_ptr = scores_ptr + n * stride_n + row * stride_t
+        value_ptr = values_ptr + n * value_n + row * value_t
         if not SAVE:
             row, next_row = row % 2, next_row % 2
         tl.debug_barrier()
@@ -162,11 +158,9 @@ def chain_expectation_kernel(
     last_row = tl.full([], length, tl.int64)
     if not SAVE:
         last_row = last_row % 2
-    maximum, total, mean = (
-        tl.full([], -float("inf"), tl.float64),
-        tl.zeros([BLOCK_C], ACC_DTYPE),
-        tl.zeros([BLOCK_C], tl.float64),
-    )
+    maximum = tl.full([], -float("inf"), tl.float64)
+    total = tl.zeros([BLOCK_C], ACC_DTYPE)
+    mean = tl.zeros([BLOCK_C], tl.float64)
     for c0 in range(0, C, BLOCK_C):
         maximum = tl.maximum(
             maximum,

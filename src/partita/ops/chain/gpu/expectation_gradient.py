@@ -1,15 +1,16 @@
 """The gradient of the mean over paths of sparse linear chains.
 
-The forward pass (`expectation.py`) saves alpha and the mean of the values over the paths into each state. Here one
-program per chain scans beta down from the length, with the mean of the values over the paths onward from each
-state. For an edge with posterior p and value v on its step,
+The forward pass (`expectation.py`) saves alpha and the mean of the values over the paths into
+each state. Here one program per chain scans beta down from the length, with the mean of the
+values over the paths onward from each state. For an edge with posterior p and value v,
 
-    through            = mean into its source + v + mean onward from its target
-    d mean / d value   = p
-    d mean / d score   = p * (through - mean over all paths)
+    through          = mean into its source + v + mean onward from the state that it enters
+    d mean / d value = p
+    d mean / d score = p * (through - mean over all paths)
 
-and the same holds for the initial and final scores, whose posteriors are those of the boundary states. Every
-eighth step the normalizer log Z is computed again, so that rounding errors of alpha and beta do not accumulate.
+The same holds for initial and final scores, with the posteriors of the first and last states.
+Every eighth step log Z is computed again from the states at that step, so that rounding errors of
+alpha and beta do not accumulate.
 
 Source: Li and Eisner, First- and second-order expectation semirings, 2009.
 """
@@ -47,15 +48,13 @@ def beta_mean_step(
     value_k,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Compute beta before a step and the mean of the values over the paths onward from the states s.
+    """Compute beta before a step and the mean of the values over the paths onward from s.
 
     Each is [BLOCK_C] and fp64.
     """
-    maximum, total, mean = (
-        tl.full(s.shape, -float("inf"), tl.float64),
-        tl.zeros(s.shape, ACC_DTYPE),
-        tl.zeros(s.shape, tl.float64),
-    )
+    maximum = tl.full(s.shape, -float("inf"), tl.float64)
+    total = tl.zeros(s.shape, ACC_DTYPE)
+    mean = tl.zeros(s.shape, tl.float64)
     start = tl.load(out_offsets_ptr + s, mask=s < C, other=0)
     degree = tl.load(out_offsets_ptr + s + 1, mask=s < C, other=0) - start
     for j in range(tl.max(degree, axis=0)):
@@ -93,8 +92,8 @@ def store_gradients(
 ):
     """Store the gradients of edges or states.
 
-    That of a value is the posterior. That of a score is the posterior times `value`: the mean of the
-    paths through the edge or state, minus the mean of all paths.
+    The gradient of a value is the posterior. The gradient of a score is the posterior times
+    `value`, which is the mean of the paths through the edge or state minus the mean of all paths.
     """
     if OF_SCORES:
         tl.store(
@@ -300,14 +299,10 @@ def chain_expectation_gradient_kernel(
     for i in range(0, length):
         t = length - 1 - i
         t64 = tl.full([], t, tl.int64)
-        score_ptr, value_ptr = (
-            scores_ptr + n * stride_n + t64 * stride_t,
-            values_ptr + n * value_n + t64 * value_t,
-        )
-        beta_ptr, new_beta_ptr = (
-            workspace_ptr + (t + 1) % 2 * row_stride,
-            workspace_ptr + t % 2 * row_stride,
-        )
+        score_ptr = scores_ptr + n * stride_n + t64 * stride_t
+        value_ptr = values_ptr + n * value_n + t64 * value_t
+        beta_ptr = workspace_ptr + (t + 1) % 2 * row_stride
+        new_beta_ptr = workspace_ptr + t % 2 * row_stride
         tl.debug_barrier()
         if is_renormalization_step(i):
             logz = log_normalizer(

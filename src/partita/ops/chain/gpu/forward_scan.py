@@ -1,10 +1,12 @@
-"""Log Z of sparse linear chains of any size: alpha and beta run at the same time and meet in the middle.
+"""Log Z of sparse linear chains of any size: alpha and beta run at once and meet in the middle.
 
-A chain of `length` steps has the meeting point middle = (length - 1) // 2. One program scans alpha from 0
-to middle, another scans beta from length to middle + 1. `chain_logz_kernel` then takes the step `middle` and
-sums alpha[middle + 1] + beta[middle + 1] over all states. Two programs per chain halve the number of
-dependent steps. With SAVE, saved[t] is alpha[t] for t <= middle and beta[t] for t > middle, and the gradient
-continues from there. See `steps.py` for the recursions.
+A chain of `length` steps has the meeting point middle = (length - 1) // 2. One program scans
+alpha from 0 to middle; another scans beta from length to middle + 1. `chain_logz_kernel` then
+takes the step `middle` and sums exp(alpha[middle + 1] + beta[middle + 1]) over all states. Two
+programs per chain halve the number of dependent steps.
+
+With SAVE, saved[t] is alpha[t] for t <= middle and beta[t] for t > middle, and the gradient
+continues with these. See `steps.py` for the recursions.
 """
 
 import triton
@@ -67,10 +69,8 @@ def chain_halves_kernel(
             BLOCK_C,
         )
         for t in range(0, middle):
-            alpha_ptr, step_ptr = (
-                states_ptr + state_row(t, 0, SAVE) * row_stride,
-                score_ptr + tl.full([], t, tl.int64) * stride_t,
-            )
+            alpha_ptr = states_ptr + state_row(t, 0, SAVE) * row_stride
+            step_ptr = score_ptr + tl.full([], t, tl.int64) * stride_t
             for c0 in range(0, C, BLOCK_C):
                 value = alpha_step(
                     alpha_ptr,
@@ -100,10 +100,8 @@ def chain_halves_kernel(
         )
         for i in range(0, length - 1 - middle):
             t = length - 1 - i
-            beta_ptr, step_ptr = (
-                states_ptr + state_row(t + 1, 1, SAVE) * row_stride,
-                score_ptr + tl.full([], t, tl.int64) * stride_t,
-            )
+            beta_ptr = states_ptr + state_row(t + 1, 1, SAVE) * row_stride
+            step_ptr = score_ptr + tl.full([], t, tl.int64) * stride_t
             for c0 in range(0, C, BLOCK_C):
                 value = beta_step(
                     beta_ptr,
@@ -158,10 +156,8 @@ def chain_logz_kernel(
     states_ptr, row_stride = saved_ptr + n * C, tl.full([], N, tl.int64) * C
     lane = tl.arange(0, BLOCK_C)
     maximum, rest = tl.full([BLOCK_C], -float("inf"), tl.float64), tl.zeros([BLOCK_C], ACC_DTYPE)
-    alpha_ptr, beta_ptr = (
-        states_ptr + state_row(middle, 0, SAVE) * row_stride,
-        states_ptr + state_row(middle + 1, 1, SAVE) * row_stride,
-    )
+    alpha_ptr = states_ptr + state_row(middle, 0, SAVE) * row_stride
+    beta_ptr = states_ptr + state_row(middle + 1, 1, SAVE) * row_stride
     step_ptr = scores_ptr + n * stride_n + tl.full([], middle, tl.int64) * stride_t
     for c0 in range(0, C, BLOCK_C):
         c = c0 + lane

@@ -1,11 +1,12 @@
 """The gradient of log Z of sparse linear chains of any size: the marginals of all edges.
 
-The forward scan leaves alpha in the first half of a chain and beta in the second (`forward_scan.py`). Here
-two programs per chain continue each scan through the half of the other: alpha from the meeting point to the end,
-with the saved beta on its way, and beta from the meeting point to the start, with the saved alpha. Each step
-stores marginal * grad for its edges. The middle step belongs to alpha.
-Every eighth step the normalizer log Z is computed again from the states at that step, so that rounding errors
-of alpha and beta do not accumulate. See `steps.py` for the equations.
+The forward scan (`forward_scan.py`) saves alpha in the first half of a chain and beta in the
+second. Here two programs per chain continue both scans: one takes alpha from the meeting point to
+the end, along the saved beta; the other takes beta from the meeting point to the start, along the
+saved alpha. Each step stores marginal * grad for its edges. The middle step belongs to alpha.
+
+Every eighth step log Z is computed again from the states at that step, so that rounding errors of
+alpha and beta do not accumulate. See `steps.py` for the equations.
 """
 
 import triton
@@ -56,7 +57,7 @@ def chain_gradient_kernel(
     BLOCK_C: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Continue alpha and beta through the half of the other, and store the marginals."""
+    """Continue alpha to the end and beta to the start, and store the marginals."""
     n = (tl.program_id(0) // 2).to(tl.int64)
     length, invalid = load_length(lengths_ptr, n, T)
     middle = tl.maximum(length - 1, 0) // 2
@@ -202,10 +203,8 @@ def extend_alpha(
     for i in range(0, length - middle):
         t = middle + i
         t64 = tl.full([], t, tl.int64)
-        alpha_ptr, beta_ptr = (
-            workspace_ptr + state_row(t, 0, False) * row_stride,
-            saved_ptr + (t64 + 1) * row_stride,
-        )
+        alpha_ptr = workspace_ptr + state_row(t, 0, False) * row_stride
+        beta_ptr = saved_ptr + (t64 + 1) * row_stride
         if is_renormalization_step(i):
             logz = log_normalizer(
                 alpha_ptr, saved_ptr + t64 * row_stride, C, logz, BLOCK_C, ACC_DTYPE
@@ -255,10 +254,7 @@ def extend_beta(
     BLOCK_C: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Scan beta from the state after the middle step to the start.
-
-    Store the marginals of the steps before the middle.
-    """
+    """Scan beta from the middle step to the start, and store the marginals before that step."""
     lane = tl.arange(0, BLOCK_C)
     t64 = tl.full([], middle, tl.int64)
     for c0 in range(0, C, BLOCK_C):
@@ -280,10 +276,8 @@ def extend_beta(
     for i in range(0, middle):
         t = middle - 1 - i
         t64 = tl.full([], t, tl.int64)
-        step_ptr, beta_ptr = (
-            scores_ptr + t64 * stride_t,
-            workspace_ptr + state_row(t + 1, 1, False) * row_stride,
-        )
+        step_ptr = scores_ptr + t64 * stride_t
+        beta_ptr = workspace_ptr + state_row(t + 1, 1, False) * row_stride
         if is_renormalization_step(i):
             logz = log_normalizer(
                 saved_ptr + (t64 + 1) * row_stride, beta_ptr, C, logz, BLOCK_C, ACC_DTYPE

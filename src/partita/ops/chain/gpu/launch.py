@@ -1,7 +1,8 @@
-"""Allocate the results and launch the kernels for log Z of sparse linear chains, its gradient, and state scores.
+"""Allocate results and launch the kernels for log Z, its gradient and the scores of states.
 
-`chain_logz` saves alpha and beta of each step if a gradient follows; `chain_gradient` continues from them. Both use
-the same kernels, general or register-resident, because the two kinds pack saved states in different ways.
+`chain_logz` saves alpha and beta of each step if a gradient follows, and `chain_gradient` continues
+from them. Both choose the same kernels, general or register-resident, because the two kinds store
+states in different ways.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ def chain_logz(
     lengths: Tensor | None,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return log Z, `[N]` fp64, and the states that the gradient needs; an empty tensor if not `save`."""
+    """Return log Z, `[N]` fp64, and the states that the gradient needs.
+
+    The second tensor is empty if not `save`.
+    """
     T, N, C, _ = scores.shape
     table = edge_table(source)
     saved_shape = (T + 1 if save else 4, N, C)

@@ -1,4 +1,4 @@
-"""Allocate the results and launch the kernels for means over the paths of sparse linear chains."""
+"""Allocate results and launch the kernels for means over the paths of chains."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def chain_expectation(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean of the values, log Z, and what the gradient needs.
 
-    The third result, `[2, T + 1, N, C]` fp64, is alpha and the mean of the values over the paths into each
-    state; it is empty if not `save`.
+    The third result, `[2, T + 1, N, C]` fp64, is alpha and the mean of the values over the paths
+    into each state. It is empty if not `save`.
     """
     T, N, C, _ = scores.shape
     table = edge_table(source)

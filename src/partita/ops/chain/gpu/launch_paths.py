@@ -1,4 +1,4 @@
-"""Allocate the results and launch the kernels for paths of sparse linear chains: the best one, and samples."""
+"""Allocate results and launch the kernels for the best paths of chains and for samples."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from .sample import chain_sample_kernel
 from .viterbi import chain_viterbi_kernel
 
 
-class BestPath(NamedTuple):
+class ViterbiResults(NamedTuple):
     """The results of the Viterbi algorithm; states and edges are empty without a trace.
 
     Fields:
         score: `[N]` fp64, the score of the best path.
         states: `[T + 1, N]` int64, its states; -1 after the length and where there is no path.
-        edges: `[T, N]` int64, its edges c·K + k; -1 likewise.
+        edges: `[T, N]` int64, its edges c·K + k; -1 after the length and where there is no path.
     """
 
     score: Tensor
@@ -51,9 +51,9 @@ def chain_viterbi(
     trace: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the score of the best path, its states and its edges."""
-    T, N, C, K = scores.shape
+    T, N = scores.shape[:2]
     table, device = edge_table(source), scores.device
-    path = BestPath(
+    path = ViterbiResults(
         torch.empty(N, dtype=torch.float64, device=device),
         torch.empty((T + 1, N) if trace else 0, dtype=torch.int64, device=device),
         torch.empty((T, N) if trace else 0, dtype=torch.int64, device=device),
@@ -64,10 +64,24 @@ def chain_viterbi(
     resident = resident_options(scores, table)
     if resident is not None:
         _resident_viterbi(scores, table, initial, final, lengths, trace, resident, path)
-        return path
+    else:
+        _general_viterbi(scores, table, initial, final, lengths, trace, path)
+    return path.score, path.states, path.edges
+
+
+def _general_viterbi(
+    scores: Tensor,
+    table: EdgeTable,
+    initial: Tensor,
+    final: Tensor,
+    lengths: Tensor | None,
+    trace: bool,
+    path: ViterbiResults,
+) -> None:
+    """Fill in the best path of each chain, for tables of any size."""
+    T, N, C, K = scores.shape
     pointer_dtype = torch.uint8 if K <= 256 else torch.int32
-    backpointers = torch.empty((T, N, C) if trace else 0, dtype=pointer_dtype, device=device)
-    alpha = torch.empty((2, N, C), dtype=torch.float64, device=device)
+    pointers_shape = (T, N, C) if trace else 0
     options = block_options(scores)
     del options["ACC_DTYPE"]
     launch(
@@ -78,8 +92,8 @@ def chain_viterbi(
         initial,
         final,
         lengths,
-        alpha,
-        backpointers,
+        torch.empty((2, N, C), dtype=torch.float64, device=scores.device),
+        torch.empty(pointers_shape, dtype=pointer_dtype, device=scores.device),
         *path,
         *scores.shape,
         *scores.stride(),
@@ -88,16 +102,15 @@ def chain_viterbi(
         TRACE=trace,
         **options,
     )
-    return path
 
 
-class PathWorkspace(NamedTuple):
-    """The buffers of the register-resident Viterbi kernels; S is the number of segments of a direction.
+class ViterbiWorkspace(NamedTuple):
+    """The buffers of the register-resident Viterbi kernels, with S segments in each direction.
 
     Fields:
         middle: `[2, N, BLOCK_C]` fp64, alpha and beta at the meeting point.
         backpointers: `[T, N, BLOCK_C]` int16.
-        segment_maps: `[2, S, N, BLOCK_C]` int16, the lane at the outer end for each lane at the inner end.
+        segment_maps: `[2, S, N, BLOCK_C]` int16, the outer lane of a segment for each inner lane.
         segment_starts: `[2, S, N]` int32, the lane in which the path enters each segment.
         has_tie: `[N]` int32, whether the best path has an equal.
     """
@@ -109,11 +122,11 @@ class PathWorkspace(NamedTuple):
     has_tie: Tensor
 
 
-def _path_workspace(
+def _viterbi_workspace(
     T: int, N: int, block: int, segments: int, trace: bool, device: torch.device
-) -> PathWorkspace:
+) -> ViterbiWorkspace:
     maps_shape = (2, segments, N, block)
-    return PathWorkspace(
+    return ViterbiWorkspace(
         torch.empty((2, N, block), dtype=torch.float64, device=device),
         torch.empty((T, N, block) if trace else 0, dtype=torch.int16, device=device),
         torch.empty(maps_shape if trace else 0, dtype=torch.int16, device=device),
@@ -130,12 +143,12 @@ def _resident_viterbi(
     lengths: Tensor | None,
     trace: bool,
     resident: dict[str, Any],
-    path: BestPath,
+    path: ViterbiResults,
 ) -> None:
     """Fill in the best path of each chain.
 
-    The first round meets in the middle. The second round runs forward only, for chains whose best path has
-    a tie, to break ties in the promised order.
+    The first round meets in the middle. The second round runs forward only, for chains whose best
+    path has a tie, to break ties in the promised order.
     """
     T, N, _, K = scores.shape
     block, num_warps, degree = resident["BLOCK_C"], resident["num_warps"], resident["DEGREE"]
@@ -144,7 +157,7 @@ def _resident_viterbi(
     segment = path_segment(T)
     segment_options = {"SEGMENT": segment, "BLOCK_C": block}
     half_segments = cdiv(T, 2 * segment)
-    w = _path_workspace(T, N, block, half_segments, trace, scores.device)
+    w = _viterbi_workspace(T, N, block, half_segments, trace, scores.device)
     for forward_only in (False, True) if trace else (False,):
         segments = cdiv(T, segment) if forward_only else half_segments
         scans = N if forward_only else 2 * N
@@ -256,9 +269,11 @@ def chain_sample(
     lengths: Tensor | None,
     uniforms: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return states `[samples, T + 1, N]` and edges `[samples, T, N]` of paths drawn from the posterior.
+    """Draw paths from the posterior, given `uniforms`, `[T + 1, samples, N]` fp64.
 
-    A chain without a path has -1 everywhere. `uniforms` is `[T + 1, samples, N]` fp64.
+    Returns:
+        The states `[samples, T + 1, N]` and the edges `[samples, T, N]`; -1 for a chain without a
+        path.
     """
     T, N, _, K = scores.shape
     samples = uniforms.shape[1]

@@ -1,7 +1,8 @@
-"""Which kernels serve a chain, with which compile-time arguments: pure functions of sizes, strides and dtypes.
+"""Choose the kernels of a chain and their compile-time arguments from sizes, strides and dtypes.
 
-Two families of kernels serve chains. The register-resident kernels keep one state per thread and serve small tables on
-NVIDIA GPUs. The general kernels pass states through global memory and serve all other calls.
+Two families of kernels serve chains. The register-resident kernels keep one state per thread and
+serve small tables on NVIDIA GPUs. The general kernels pass states through global memory and serve
+all other calls.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def block_options(scores: Tensor) -> dict[str, Any]:
 
 
 def unroll_options(scores: Tensor, table: EdgeTable) -> dict[str, Any]:
-    """Return how many edges into and out of a state are loaded together; 0 for a loop over edges."""
+    """Return how many edges of a state are loaded together, in and out; 0 stands for a loop."""
     K, out_degree = scores.shape[3], table.max_out_degree
     return {
         "UNROLL_IN": K if K <= MAX_UNROLLED_EDGES else 0,

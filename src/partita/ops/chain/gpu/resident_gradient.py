@@ -1,14 +1,14 @@
-"""The gradient of log Z over small tables, with register-resident states: the marginals of all edges.
+"""The gradient of log Z over small tables, with register-resident states: marginals of all edges.
 
-The algorithm is that of `gradient.py`: two programs per chain continue alpha and beta from the meeting point
-through the half of the other, whose saved states give the marginals. For the edge e into a lane,
+The algorithm is that of `gradient.py`: two programs per chain continue alpha and beta from the
+meeting point, along the saved states of the opposite direction. For an edge e into a lane,
 
     marginal(e) = exp(term(e) - maximum) / (1 + rest) * exp(alpha + beta - log Z)
 
-where the exponentials and 1 / (1 + rest) come from the scan step itself, and alpha and beta belong to the state
-at the far end of the step. Marginals return to memory order by the inverse gather, through shared memory. The
-middle step belongs to alpha. Every eighth step the sum of the posteriors is divided out of log Z, so that rounding
-errors of alpha and beta do not accumulate.
+The exponentials and 1 / (1 + rest) come from the step of the scan itself. Alpha and beta are
+those of the lane after the step. The inverse gather, through shared memory, returns marginals to
+memory order. The middle step belongs to alpha. Every eighth step the logarithm of the sum of the
+posteriors is added to log Z, so that rounding errors of alpha and beta do not accumulate.
 """
 
 from triton.experimental import gluon
@@ -70,7 +70,7 @@ def chain_resident_gradient_kernel(
     BLOCK_C: gl.constexpr,
     BLOCK_E: gl.constexpr,
 ):
-    """Continue alpha and beta through the half of the other, and store the marginals."""
+    """Continue alpha to the end or beta to the start, and store the marginals."""
     STATE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     ROW: gl.constexpr = gl.BlockedLayout([VEC], [32], [gl.num_warps()], [0])
     n = (gl.program_id(0) // 2).to(gl.int64)
@@ -97,19 +97,17 @@ def chain_resident_gradient_kernel(
         STATE,
     )
     edge_positions = gl.load(edge_positions_ptr + direction * BLOCK_E + e)
-    has_edge, edge_positions = (
-        edge_positions >= 0,
-        tile_index(gl.maximum(edge_positions, 0), PADDED_DEGREE * BLOCK_C, PREFETCH, BLOCK_E, ROW),
+    has_edge = edge_positions >= 0
+    edge_positions = tile_index(
+        gl.maximum(edge_positions, 0), PADDED_DEGREE * BLOCK_C, PREFETCH, BLOCK_E, ROW
     )
     offsets, valid = score_offsets(e, K, stride_c, stride_k, CONTIGUOUS), e < C * K
     grad = gl.load(grad_ptr + n).to(gl.float32)
     logz = gl.load(logz_ptr + n)
     # A chain without a path has no marginals.
     logz_high, logz_low = split_fp64(gl.where(logz == -float("inf"), float("inf"), logz))
-    initial, final = (
-        load_boundary_pair(initial_ptr + n * initial_n, c, initial_c, invalid),
-        load_boundary_pair(final_ptr + n * final_n, c, final_c, 0.0),
-    )
+    initial = load_boundary_pair(initial_ptr + n * initial_n, c, initial_c, invalid)
+    final = load_boundary_pair(final_ptr + n * final_n, c, final_c, 0.0)
     state = gl.where(direction == 0, initial, final)
     if length > 0:
         state = gl.load(saved_ptr + c, mask=c >= 0, other=0)
@@ -162,17 +160,15 @@ def chain_resident_gradient_kernel(
             total = gl.sum(posterior, axis=0)
             logz_high, error = two_sum(logz_high, gl.where(total > 0.0, log_exact(total), 0.0))
             logz_low += zero_if_infinite(error, logz_high)
-    boundary_gradient = (
-        state_posterior(state, gl.where(direction == 0, final, initial), logz_high, logz_low) * grad
-    )
+    boundary = gl.where(direction == 0, final, initial)
+    boundary_gradient = state_posterior(state, boundary, logz_high, logz_low) * grad
     if direction == 0:
         gl.store(
             d_final_ptr + n * C + c, boundary_gradient.to(d_final_ptr.dtype.element_ty), mask=c >= 0
         )
-        # The masked steps above moved the pointer too.
-        d_scores_ptr -= (num_steps + PREFETCH - 1) // PREFETCH * PREFETCH * (
-            state_stride * K
-        ) - num_steps * (state_stride * K)
+        # The loop above moved the pointer over masked steps too.
+        padded_steps = (num_steps + PREFETCH - 1) // PREFETCH * PREFETCH
+        d_scores_ptr -= padded_steps * (state_stride * K) - num_steps * (state_stride * K)
         for _ in range(length, T):
             gl.store(
                 d_scores_ptr + e,

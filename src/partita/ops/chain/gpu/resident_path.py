@@ -1,15 +1,17 @@
-"""The best path over small tables: backpointers are followed from the meeting point to both ends.
+"""The best paths over small tables: follow the backpointers from the meeting point to both ends.
 
-One step along a path costs the latency of a load. So the steps are divided into segments, which run in parallel:
+One step along a path costs the latency of a load. So the steps are divided into segments, which
+run in parallel:
 
-1. `chain_resident_segment_maps_kernel` composes the backpointers of each whole segment to a map from each state at
-   its inner end, toward the meeting point, to the state at its outer end.
-2. `chain_resident_middle_kernel` picks the best edge of the middle step and follows the maps outward, which gives the
-   state in which the path enters each segment.
+1. `chain_resident_segment_maps_kernel` composes the backpointers of each whole segment to a map
+   from each state at its inner end, near the meeting point, to the state at its outer end.
+2. `chain_resident_middle_kernel` picks the best edge of the middle step and follows the maps
+   outward, which gives the state in which the path enters each segment.
 3. `chain_resident_trace_kernel` fills in the states and edges of all segments at once.
 
-If step 2 or 3 finds that the best path has a tie, the chain runs again FORWARD_ONLY (see `resident_viterbi.py`):
-then the inner end of all segments is the last step, and `chain_resident_final_state_kernel` takes the role of step 2.
+If step 2 or 3 finds a tie on the best path, the chain runs again FORWARD_ONLY, as
+`resident_viterbi.py` explains: then segments are numbered from the last step, and
+`chain_resident_final_state_kernel` replaces step 2.
 """
 
 import triton
@@ -23,9 +25,9 @@ from .steps import load_length
 def segment_range(
     lengths_ptr, n, T, direction, i, SEGMENT: tl.constexpr, FORWARD_ONLY: tl.constexpr
 ):
-    """Return the first step of the i-th segment, its number of steps, and the sign of the time step.
+    """Return the first step of the i-th segment, its number of steps, and the sign of time.
 
-    Segments are numbered from the meeting point outward; FORWARD_ONLY, from the end.
+    Segments are numbered outward from the meeting point; with FORWARD_ONLY, back from the end.
     """
     length, _ = load_length(lengths_ptr, n, T)
     middle = num_direction_steps(length, 0, FORWARD_ONLY)
@@ -48,7 +50,7 @@ def program_segment(N, FORWARD_ONLY: tl.constexpr):
 def chain_resident_segment_maps_kernel(
     backpointers_ptr,  # [T, N, BLOCK_C] int16
     lengths_ptr,  # [N] or None
-    has_tie_ptr,  # [N] int32: where LONE, which chains run
+    has_tie_ptr,  # [N] int32: with FORWARD_ONLY, the chains that run
     maps_ptr,  # [directions, segments, N, BLOCK_C] int16
     T,
     N,
@@ -57,9 +59,9 @@ def chain_resident_segment_maps_kernel(
     SEGMENT: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Compose the backpointers of a segment: map states at its inner end to states at its outer end.
+    """Compose the backpointers of a segment to a map from its inner lanes to its outer lanes.
 
-    A partial segment is the last one and needs no map.
+    A partial segment is the last one of its direction and needs no map.
     """
     n, i, direction = program_segment(N, FORWARD_ONLY)
     first, num_steps, sign = segment_range(lengths_ptr, n, T, direction, i, SEGMENT, FORWARD_ONLY)
@@ -100,10 +102,8 @@ def best_middle_edge(
     lane, maximum = tl.arange(0, BLOCK_C), tl.full([BLOCK_C], -float("inf"), tl.float64)
     position, has_equal, beta = lane, tl.zeros([BLOCK_C], tl.int32), tl.load(beta_ptr + lane)
     for k in tl.static_range(DEGREE):
-        neighbor, edge = (
-            tl.load(neighbors_ptr + k * BLOCK_C + lane),
-            tl.load(edges_ptr + k * BLOCK_C + lane),
-        )
+        neighbor = tl.load(neighbors_ptr + k * BLOCK_C + lane)
+        edge = tl.load(edges_ptr + k * BLOCK_C + lane)
         score = tl.load(
             scores_ptr + edge // K * stride_c + edge % K * stride_k,
             mask=neighbor >= 0,
@@ -146,9 +146,9 @@ def chain_resident_middle_kernel(
     DEGREE: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Compute the best score, the states around the middle step, and the first lane of each segment.
+    """Compute the best score, the middle edge of the path, and the first lane of each segment.
 
-    A chain without a path has -1 for its states and edges.
+    The states and edges of a chain without a path are -1.
     """
     n = tl.program_id(0).to(tl.int64)
     length, invalid = load_length(lengths_ptr, n, T)
@@ -283,7 +283,7 @@ def chain_resident_trace_kernel(
     DEGREE: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Store the states and edges of the steps of a segment, and mark the chain if its path has a tie."""
+    """Store the states and edges of a segment, and mark the chain if its path has a tie."""
     n, i, direction = program_segment(N, FORWARD_ONLY)
     first, num_steps, sign = segment_range(lengths_ptr, n, T, direction, i, SEGMENT, FORWARD_ONLY)
     if FORWARD_ONLY:
@@ -294,15 +294,13 @@ def chain_resident_trace_kernel(
     if lane >= 0:
         step_index = tl.arange(0, SEGMENT)
         lanes, backpointers = tl.zeros([SEGMENT], tl.int32), tl.zeros([SEGMENT], tl.int32)
-        # Only the load of the next backpointer waits in this loop.
+        # The only latency in this loop is the load of the next backpointer.
         for j in range(num_steps):
             backpointer = tl.load(
                 backpointers_ptr + ((first + j * sign) * N + n) * BLOCK_C + lane
             ).to(tl.int32)
-            lanes, backpointers = (
-                tl.where(step_index == j, lane, lanes),
-                tl.where(step_index == j, backpointer, backpointers),
-            )
+            lanes = tl.where(step_index == j, lane, lanes)
+            backpointers = tl.where(step_index == j, backpointer, backpointers)
             lane = backpointer & LANE_MASK
         t, valid = first + step_index * sign, step_index < num_steps
         edge = tl.load(

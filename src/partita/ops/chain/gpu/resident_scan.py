@@ -1,13 +1,15 @@
-"""Log Z of sparse linear chains over small tables, with register-resident states: one state per thread.
+"""Log Z of sparse linear chains over small tables, with register-resident states.
 
-These kernels serve tables of at most 1,024 states with few edges into and out of each state, on NVIDIA GPUs.
-The algorithm is that of `forward_scan.py`: one program scans alpha up to the middle step, another scans beta
-down to the state after it, and `chain_resident_logz_kernel` joins both. The two directions run the same code,
-with the edge table of the direction and the sign of the time step.
+These kernels serve tables of at most 1,024 states with few edges into and out of each state, on
+NVIDIA GPUs. The algorithm is that of `forward_scan.py`: one program scans alpha up to the middle
+step, another scans beta down to the state after it, and `chain_resident_logz_kernel` joins both.
+The two directions run the same code, with the edge table of the direction and the sign of the
+time step.
 
-States stay in registers as compensated pairs and reach their neighbors through shared memory, by Gluon's gather
-(see `resident_steps.py`). The scores of a step are loaded in memory order, PREFETCH steps before their use,
-and a gather puts them in the order of the direction's edges.
+Each thread keeps one state, as a compensated pair in registers. States reach their neighbors
+through shared memory, by Gluon's gather (see `resident_steps.py`). The scores of a step are
+loaded in memory order, PREFETCH steps before their use, and a gather puts them in the order of
+the direction's edges.
 """
 
 from triton.experimental import gluon
@@ -149,10 +151,8 @@ def chain_resident_logz_kernel(
     length, invalid = load_length(lengths_ptr, n, T)
     middle = (gl.maximum(length - 1, 0) // 2).to(gl.int64)
     c, e = gl.load(state_of_lane_ptr + gl.arange(0, BLOCK_C, STATE)), gl.arange(0, BLOCK_E, ROW)
-    alpha, beta = (
-        load_boundary_pair(initial_ptr + n * initial_n, c, initial_c, invalid),
-        load_boundary_pair(final_ptr + n * final_n, c, final_c, 0.0),
-    )
+    alpha = load_boundary_pair(initial_ptr + n * initial_n, c, initial_c, invalid)
+    beta = load_boundary_pair(final_ptr + n * final_n, c, final_c, 0.0)
     if length > 0:
         neighbors, edges = load_edge_table(
             neighbors_ptr, edges_ptr, 0, 1, BLOCK_C, BLOCK_E, PADDED_DEGREE, DEGREE, STATE

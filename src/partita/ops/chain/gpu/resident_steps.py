@@ -1,19 +1,19 @@
-"""One step of a register-resident scan in Gluon: compensated pairs, and gathers through shared memory.
+"""One step of a register-resident scan in Gluon: compensated pairs, gathers in shared memory.
 
-The register-resident kernels keep one state per thread. A state is a compensated pair of fp32 numbers
-(high, low) with value high + low: about 48 bits, at a fraction of the cost of fp64. It is packed into one
-64-bit word, so that one gather through shared memory brings both parts.
+Each thread keeps one state, as a compensated pair of fp32 numbers (high, low) with the value high
++ low: about 48 bits, at a fraction of the cost of fp64. A pair is packed into one 64-bit word, so
+that one gather through shared memory brings both parts.
 
-Lanes number the positions of a block of states. An `EdgeTable` in the direction of a scan says which
-neighbors each lane reads and which scores go with them. A step
+A lane is a position in the block of states. `DirectedEdges` lists, for the direction of a scan, the
+neighbors that each lane reads and the edges to them. A step
 
 1. gathers the states of the neighbors and the scores of the edges,
-2. adds them as pairs: two_sum gives the rounded sum and its rounding error,
-3. reduces the terms of each lane to maximum + log(1 + rest), where `rest` is the sum of the exponentials of
-   all terms except the greatest.
+2. adds them as pairs: `two_sum` gives the rounded sum and its rounding error,
+3. reduces the terms of each lane to maximum + log(1 + rest), where `rest` is the sum of the
+   exponentials of all terms except the greatest.
 
-Source: Knuth, The Art of Computer Programming, volume 2, section 4.2.2 (two_sum); Dekker, A floating-point
-technique for extending the available precision, 1971 (compensated pairs).
+Sources: Knuth, The Art of Computer Programming, volume 2, section 4.2.2 (two_sum); Dekker, A
+floating-point technique for extending the available precision, 1971 (compensated pairs).
 """
 
 import triton.language as tl
@@ -77,10 +77,8 @@ def concat_blocks(xs, BLOCK: gl.constexpr, PARTS: gl.constexpr, LAYOUT: gl.const
     if PARTS == 1:
         return xs[0]
     else:
-        a, b = (
-            concat_blocks(xs[: PARTS // 2], BLOCK, PARTS // 2, LAYOUT),
-            concat_blocks(xs[PARTS // 2 :], BLOCK, PARTS // 2, LAYOUT),
-        )
+        a = concat_blocks(xs[: PARTS // 2], BLOCK, PARTS // 2, LAYOUT)
+        b = concat_blocks(xs[PARTS // 2 :], BLOCK, PARTS // 2, LAYOUT)
         return gl.convert_layout(
             gl.reshape(gl.permute(gl.join(a, b), (1, 0)), [PARTS * BLOCK]), LAYOUT
         )
@@ -118,10 +116,8 @@ def load_edge_table(
     """
     flat = gl.arange(0, PADDED_DEGREE * BLOCK, LAYOUT)
     offset, valid = direction * (DEGREE * BLOCK) + flat, flat < DEGREE * BLOCK
-    neighbors, edges = (
-        gl.load(neighbors_ptr + offset, mask=valid, other=-1),
-        gl.load(edges_ptr + offset, mask=valid, other=0),
-    )
+    neighbors = gl.load(neighbors_ptr + offset, mask=valid, other=-1)
+    edges = gl.load(edges_ptr + offset, mask=valid, other=0)
     return neighbors, tile_index(edges, ROW_BLOCK, STEPS, PADDED_DEGREE * BLOCK, LAYOUT)
 
 
@@ -212,8 +208,8 @@ def log_step(
 ):
     """Compute the states after a step under Log.
 
-    The greatest term is left out of the sum, and the logarithm is log(1 + rest) as a pair: if one term
-    outweighs the others, a sum rounded to fp32 would lose at each step what makes the difference.
+    The sum omits the greatest term, and the logarithm is log(1 + rest) as a pair: if one term
+    outweighs the others, a sum rounded to fp32 would lose the others at each step.
 
     Returns:
         The packed states, the exponentials of the terms minus the greatest, and 1 / (1 + rest).
@@ -264,7 +260,7 @@ def split_fp64(value):
 
 @gluon.jit
 def load_boundary_pair(boundary_ptr, c, stride_c, invalid):
-    """Load initial or final scores as packed states; `invalid` is added to them."""
+    """Load initial or final scores plus `invalid` as packed states."""
     high, low = split_fp64(
         gl.load(boundary_ptr + c * stride_c, mask=c >= 0, other=-float("inf")).to(gl.float64)
         + invalid

@@ -1,15 +1,15 @@
-"""The best score of sparse linear chains over small tables, with register-resident states and backpointers.
+"""The Viterbi scan over small tables, with register-resident states and backpointers.
 
-Under Max, alpha runs up and beta runs down at the same time, and both store backpointers that lead outward from the
-meeting point. `resident_path.py` follows them.
+Under Max, alpha runs up and beta runs down at the same time. Both store backpointers that lead
+outward from the meeting point, and `resident_path.py` follows them.
 
-Ties need care: the contract promises the path that has the lowest edge into each state, from the last step to the
-first, and the lowest best final state. A scan that meets in the middle breaks ties of beta in another order. So a
-backpointer also says whether its edge has an equal. A chain whose best path meets a tie is marked, and runs again
-FORWARD_ONLY: alpha all the way up, where the first of equal edges is the promised one.
+Ties have a promised order: the lowest best final state, then the lowest edge into each state on
+the way back. Beta breaks ties in another order. So a backpointer also says whether its edge has
+an equal. A chain whose best path has a tie is marked and runs again FORWARD_ONLY: alpha takes all
+steps, and the first of equal edges is the promised one.
 
-A backpointer is an int16: the lane of the state at the other end of the best edge (bits 0 to 9), the index of the
-edge among the direction's edges of the lane (bits 10 to 13), and the tie flag (bit 14).
+A backpointer is an int16: the lane of the state at the other end of the best edge (bits 0 to 9),
+the index of the edge among the edges of its lane (bits 10 to 13), and the tie flag (bit 14).
 """
 
 import triton
@@ -37,11 +37,11 @@ def max_step(
     REGULAR: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Compute the states after a step under Max, fp64, and the backpointers to the states before it."""
-    neighbor_values, neighbor_lanes = (
-        split_blocks(gl.gather(value, gl.maximum(neighbors, 0), 0), BLOCK, PADDED_DEGREE, LAYOUT),
-        split_blocks(neighbors, BLOCK, PADDED_DEGREE, LAYOUT),
+    """Compute the states after a step under Max, fp64, and their backpointers."""
+    neighbor_values = split_blocks(
+        gl.gather(value, gl.maximum(neighbors, 0), 0), BLOCK, PADDED_DEGREE, LAYOUT
     )
+    neighbor_lanes = split_blocks(neighbors, BLOCK, PADDED_DEGREE, LAYOUT)
     values, pointers = (), ()
     for k in gl.static_range(DEGREE):
         term = neighbor_values[k] + scores[u * PADDED_DEGREE + k].to(gl.float64)
@@ -54,7 +54,10 @@ def max_step(
 
 @gluon.jit
 def first_argmax(values, pointers, TERMS: gl.constexpr):
-    """Return the first of the greatest values and its backpointer, with the tie flag if there are several."""
+    """Return the first of the greatest values and its backpointer.
+
+    The backpointer has the tie flag if several values are the greatest.
+    """
     if TERMS == 1:
         return values[0], pointers[0]
     else:
@@ -68,9 +71,9 @@ def first_argmax(values, pointers, TERMS: gl.constexpr):
 
 @triton.jit
 def num_direction_steps(length, direction, FORWARD_ONLY: tl.constexpr):
-    """Return how many steps a direction takes: up to the middle step, or down to the state after it.
+    """Return how many steps a direction takes up to, or down to, the meeting point.
 
-    FORWARD_ONLY, alpha takes all steps.
+    With FORWARD_ONLY, alpha takes all steps.
     """
     middle = tl.maximum(length - 1, 0) // 2
     if FORWARD_ONLY:
@@ -81,7 +84,7 @@ def num_direction_steps(length, direction, FORWARD_ONLY: tl.constexpr):
 
 @gluon.jit
 def load_boundary(boundary_ptr, c, stride_c, invalid):
-    """Load initial or final scores as the first states of a scan; `invalid` is added to them."""
+    """Load initial or final scores plus `invalid` as the first states of a scan."""
     return (
         gl.load(boundary_ptr + c * stride_c, mask=c >= 0, other=-float("inf")).to(gl.float64)
         + invalid
@@ -97,7 +100,7 @@ def chain_resident_viterbi_kernel(
     initial_ptr,  # [N, C]
     final_ptr,  # [N, C]
     lengths_ptr,  # [N] or None
-    has_tie_ptr,  # [N] int32: where LONE, which chains run
+    has_tie_ptr,  # [N] int32: with FORWARD_ONLY, the chains that run
     middle_ptr,  # [2, N, BLOCK_C] fp64
     backpointers_ptr,  # [T, N, BLOCK_C] int16
     T,
@@ -123,7 +126,10 @@ def chain_resident_viterbi_kernel(
     BLOCK_C: gl.constexpr,
     BLOCK_E: gl.constexpr,
 ):
-    """Scan alpha or beta to the meeting point under Max and store backpointers; FORWARD_ONLY, scan alpha to the end."""
+    """Scan alpha or beta to the meeting point under Max and store backpointers.
+
+    With FORWARD_ONLY, scan alpha to the end, in marked chains.
+    """
     STATE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     ROW: gl.constexpr = gl.BlockedLayout([VEC], [32], [gl.num_warps()], [0])
     n = (gl.program_id(0) if FORWARD_ONLY else gl.program_id(0) // 2).to(gl.int64)

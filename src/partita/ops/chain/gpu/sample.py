@@ -1,9 +1,9 @@
-"""Samples of paths from the posterior of sparse linear chains: forward filtering, backward sampling.
+"""Samples of paths from the posterior of chains: forward filtering, backward sampling.
 
-Alpha under Log is given. The final state is drawn in proportion to exp(alpha[length, c] + final[c]). Then, from
-the last step to the first, the edge into the state c is drawn in proportion to
-exp(alpha[t, source[c, k]] + scores[t, c, k]). A draw is the number of cumulative weights that do not exceed
-uniform * total. A thread follows one path; a program holds BLOCK_S samples of one chain.
+The kernel gets alpha under Log. It draws the final state in proportion to exp(alpha[length, c] +
+final[c]). Then, from the last step to the first, it draws the edge into the state c in proportion
+to exp(alpha[t, source[c, k]] + scores[t, c, k]). The index drawn is the number of cumulative
+weights that do not exceed uniform * total. One program draws BLOCK_S paths of one chain.
 
 Source: Carter and Kohn, On Gibbs sampling for state space models, 1994.
 """

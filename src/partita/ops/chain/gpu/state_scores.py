@@ -1,7 +1,7 @@
-"""The scores of states of sparse linear chains, alpha or beta, under Log or Max, with one program per chain.
+"""The scores of states of chains, alpha or beta, under Log or Max, with one program per chain.
 
-See `steps.py` for the recursions. Alpha at times after the length repeats alpha at the length; beta at the
-length and after it is the final scores.
+See `steps.py` for the recursions. After the length, alpha repeats its value at the length, and
+beta is the final scores.
 """
 
 import triton
@@ -39,7 +39,7 @@ def chain_scan_kernel(
     BLOCK_C: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Scan alpha from the first step to the last, or beta (REVERSE) from the last to the first."""
+    """Scan alpha from the first step to the last or, with REVERSE, beta in the other direction."""
     n = tl.program_id(0).to(tl.int64)
     length, invalid = load_length(lengths_ptr, n, T)
     result_ptr += n * C

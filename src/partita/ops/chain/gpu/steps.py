@@ -1,20 +1,23 @@
 """The steps of a scan over a chain, for one block of states.
 
 A chain has T steps. At each step, the edge (c, k) leads from the state source[c, k] to the state c.
-The Log semiring gives
+Under the Log semiring,
 
-    alpha[0]         = initial
-    alpha[t + 1, c]  = log sum over k of exp(alpha[t, source[c, k]] + scores[t, c, k])
-    beta[length]     = final
-    beta[t, s]       = log sum over (c, k) with source[c, k] = s of exp(scores[t, c, k] + beta[t + 1, c])
-    log Z            = log sum over c of exp(alpha[t, c] + beta[t, c]), the same for each t
-    marginal[t, c, k] = exp(alpha[t, source[c, k]] + scores[t, c, k] + beta[t + 1, c] - log Z)
+    alpha[0]        = initial
+    alpha[t + 1, c] = log sum over k of exp(alpha[t, source[c, k]] + scores[t, c, k])
+    beta[length]    = final
+    beta[t, s]      = log sum over (c, k) with source[c, k] = s
+                      of exp(scores[t, c, k] + beta[t + 1, c])
+    log Z           = log sum over c of exp(alpha[t, c] + beta[t, c]), for any t
+    marginal of (c, k) at step t
+                    = exp(alpha[t, source[c, k]] + scores[t, c, k] + beta[t + 1, c] - log Z)
 
-The Max semiring replaces each log-sum-exp by a maximum.
+Under the Max semiring, a maximum replaces each log-sum-exp.
 
-Alpha and beta are fp64: over a long chain the states that matter may lie thousands below the greatest,
-where fp32 has no digits left. Only exponentials and logarithms of differences are in ACC_DTYPE.
-Alpha and beta pass through global memory, so each step begins with a barrier of the program.
+Alpha and beta are fp64: over a long chain the states that matter may lie thousands below the
+greatest, where fp32 has no digits left. Only exponentials and logarithms of differences are in
+ACC_DTYPE. Alpha and beta pass through global memory, so each step has a barrier of the program
+before it reads them.
 
 Source: Rabiner, A tutorial on hidden Markov models, 1989 (forward-backward algorithm).
 """
@@ -158,9 +161,9 @@ def beta_step(
 
 @triton.jit
 def load_length(lengths_ptr, n, T):
-    """Return the number of steps of chain n, and 0.0.
+    """Return the length of chain n and 0.0; for a length out of range, 0 and NaN.
 
-    A length out of range becomes 0, and the second value becomes NaN.
+    Each kernel adds the second value to its results, so that an invalid length makes them NaN.
     """
     if lengths_ptr is None:
         return T, 0.0
@@ -174,7 +177,7 @@ def load_length(lengths_ptr, n, T):
 def state_row(t, direction, SAVE: tl.constexpr):
     """Return the row of the buffer of states that holds the states at time t.
 
-    With SAVE each time has a row; without, each direction alternates between two rows.
+    With SAVE, each time has a row. Without, each direction alternates between two rows.
     """
     if SAVE:
         return tl.full([], t, tl.int64)
@@ -184,7 +187,7 @@ def state_row(t, direction, SAVE: tl.constexpr):
 
 @triton.jit
 def store_boundary_scores(state_ptr, boundary_ptr, C, stride_c, invalid, BLOCK_C: tl.constexpr):
-    """Store the initial or final scores as the first states of a scan; `invalid` is added to them."""
+    """Store initial or final scores plus `invalid` as the first states of a scan."""
     for c0 in range(0, C, BLOCK_C):
         c = c0 + tl.arange(0, BLOCK_C)
         value = tl.load(boundary_ptr + c * stride_c, mask=c < C, other=0.0).to(tl.float64) + invalid
@@ -193,18 +196,18 @@ def store_boundary_scores(state_ptr, boundary_ptr, C, stride_c, invalid, BLOCK_C
 
 @triton.jit
 def is_renormalization_step(i):
-    """Return whether the normalizer of the marginals is computed again before the i-th step.
+    """Return whether log Z is computed again before the i-th step.
 
-    This is every eighth step, because the normalizer waits for all states.
+    This happens at every eighth step only, because it waits for all states.
     """
     return (i > 0) & (i % 8 == 0)
 
 
 @triton.jit
 def log_normalizer(alpha_ptr, beta_ptr, C, shift, BLOCK_C: tl.constexpr, ACC_DTYPE: tl.constexpr):
-    """Return log of the sum over states of exp(alpha + beta), given an approximate value as `shift`.
+    """Compute log sum exp(alpha + beta) over all states, given its approximate value as `shift`.
 
-    Marginals are divided by this sum, so that rounding errors of alpha and beta do not accumulate.
+    This renews log Z in the marginals, so that rounding errors of alpha and beta do not accumulate.
     """
     total = tl.zeros([BLOCK_C], ACC_DTYPE)
     tl.debug_barrier()
@@ -235,7 +238,7 @@ def store_marginals(
     UNROLL_IN: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Store the marginals of the edges into the states c, times grad, and return alpha after the step.
+    """Store marginal * grad of the edges into the states c, and return alpha after the step.
 
     The scores are loaded before the barrier, which stands where alpha is first read.
     """
@@ -290,7 +293,8 @@ def store_boundary_marginals(
 ):
     """Store the gradient of the initial or final scores.
 
-    The marginal of a boundary state is exp(its score + the state of the opposite direction - log Z).
+    The marginal of a boundary state is exp(its score + its alpha or beta - log Z), with the
+    direction that ends at this boundary.
     """
     tl.debug_barrier()
     for c0 in range(0, C, BLOCK_C):

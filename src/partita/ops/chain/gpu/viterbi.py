@@ -1,12 +1,13 @@
-"""The best path through sparse linear chains of any size: the Viterbi algorithm, with one program per chain.
+"""The best path through chains of any size: the Viterbi algorithm, with one program per chain.
 
-The forward pass computes alpha under Max and stores a backpointer for each state: the lowest slot k with
+The forward pass computes alpha under Max and stores a backpointer for each state: the lowest k with
 
     alpha[t + 1, c] = alpha[t, source[c, k]] + scores[t, c, k].
 
-The backward pass starts from the lowest best final state and follows the backpointers to the first step.
+The backward pass starts from the lowest best final state and follows the backpointers to the start.
 
-Source: Viterbi, Error bounds for convolutional codes and an asymptotically optimum decoding algorithm, 1967.
+Source: Viterbi, Error bounds for convolutional codes and an asymptotically optimum decoding
+algorithm, 1967.
 """
 
 import triton
