@@ -55,9 +55,7 @@ SPILLED["ctc_narrow_gradient_kernel"] = 8
 SPILLED["ctc_posterior_kernel"] = (
     144  # of what stands before its loop: with fewer registers more programs run at once
 )
-NVIDIA_ONLY = (
-    "chain_resident"  # how the names of kernels in Gluon begin, and of those that serve them
-)
+NVIDIA_ONLY = "chain_resident"  # prefix of the register-resident kernels, written in Gluon
 
 
 class Target(NamedTuple):
