@@ -43,8 +43,8 @@ KIB = 1024
 # Bytes of stack a thread that are known: ptxas keeps a scalar or two that no loop touches.
 SPILLED = dict.fromkeys(
     (
-        "chain_fast_gradient_kernel",
-        "chain_fast_middle_kernel",
+        "chain_resident_gradient_kernel",
+        "chain_resident_middle_kernel",
         "chain_gradient_kernel",
         "chain_logz_kernel",
         "chain_viterbi_kernel",
@@ -55,7 +55,7 @@ SPILLED["ctc_narrow_gradient_kernel"] = 8
 SPILLED["ctc_posterior_kernel"] = (
     144  # of what stands before its loop: with fewer registers more programs run at once
 )
-NVIDIA_ONLY = "chain_fast"  # how the names of kernels in Gluon begin, and of those that serve them
+NVIDIA_ONLY = "chain_resident"  # prefix of the register-resident kernels, written in Gluon
 
 
 class Target(NamedTuple):
@@ -403,12 +403,12 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
     found = {name: {launch.dtype for launch in each} for name, each in launches("13.0").items()}
     assert sorted(found) == NAMES
     alone = {
-        "cross_entropy_reduce_kernel": torch.float32,
-        "chain_fast_last_kernel": torch.float64,
-        "chain_fast_maps_kernel": torch.int64,
+        "total_kernel": torch.float32,
+        "chain_resident_final_state_kernel": torch.float64,
+        "chain_resident_segment_maps_kernel": torch.int64,
     }  # losses, states, pointers
     alone |= dict.fromkeys(
-        ("chain_fast_trace_kernel", "ctc_next_kernel", "ctc_order_kernel"), torch.int64
+        ("chain_resident_trace_kernel", "ctc_next_kernel", "ctc_order_kernel"), torch.int64
     )
     # Of posteriors, or of states.
     alone |= dict.fromkeys(

@@ -1,4 +1,4 @@
-"""The kernels of chains against the specification, under the interpreter and on a GPU."""
+"""The kernels of chains against the reference, under the interpreter and on a GPU."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,7 @@ LARGE = (
 
 
 def results(chain: Chain, backend: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """log Z with and without a gradient to come, and the gradients of scores, initial and final."""
+    """Return log Z with and without gradients, then the gradients of scores, initial and final."""
     tensors = [t.to(dtype).requires_grad_() for t in (chain.scores, chain.initial, chain.final)]
     with partita.backend(backend), poisoned_memory():
         z = Chain(tensors[0], chain.source, *tensors[1:], lengths=chain.lengths).logz()
@@ -43,15 +43,20 @@ def results(chain: Chain, backend: str, dtype: torch.dtype) -> tuple[torch.Tenso
             z, tensors, torch.linspace(0.5, 2, len(z), device=z.device).to(z.dtype)
         )
         with torch.no_grad():
-            alone = Chain(tensors[0], chain.source, *tensors[1:], lengths=chain.lengths).logz()
-    return z, alone, *grads
+            without_grad = Chain(
+                tensors[0], chain.source, *tensors[1:], lengths=chain.lengths
+            ).logz()
+    return z, without_grad, *grads
 
 
-def assert_right(chain: Chain, dtype: torch.dtype) -> None:
-    """Probabilities are within 2e-6, and half an ulp of where they are stored; log Z within 1e-6 of itself."""
-    ours, truth = results(chain, "triton", dtype), results(chain, "reference", dtype)
+def assert_matches_reference(chain: Chain, dtype: torch.dtype) -> None:
+    """Assert that log Z and its gradients match the reference.
+
+    The tolerance is 2e-6 (1e-12 for fp64), or two units of rounding of the stored dtype.
+    """
+    actual, expected = results(chain, "triton", dtype), results(chain, "reference", dtype)
     tolerance = 2e-6 if dtype.itemsize < 8 else 1e-12
-    for a, b in zip(ours, truth, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert a.dtype == b.dtype
         torch.testing.assert_close(
             a,
@@ -65,14 +70,18 @@ def assert_right(chain: Chain, dtype: torch.dtype) -> None:
 @kernel_devices
 @pytest.mark.parametrize("kind", TABLES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_against_the_specification(shape: tuple[int, ...], kind: str, device: str) -> None:
-    assert_right(random_chain(*shape, kind=kind, seed=sum(shape), device=device), torch.float32)
+def test_logz_and_gradient_match_the_reference(
+    shape: tuple[int, ...], kind: str, device: str
+) -> None:
+    assert_matches_reference(
+        random_chain(*shape, kind=kind, seed=sum(shape), device=device), torch.float32
+    )
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 def test_large_tables(shape: tuple[int, ...], device: str) -> None:
-    assert_right(random_chain(*shape, seed=sum(shape), device=device), torch.float32)
+    assert_matches_reference(random_chain(*shape, seed=sum(shape), device=device), torch.float32)
 
 
 @kernel_devices
@@ -81,11 +90,11 @@ def test_large_tables(shape: tuple[int, ...], device: str) -> None:
 def test_dtypes(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     if device == "cpu" and dtype == torch.bfloat16:
         pytest.skip("the interpreter truncates what it stores in bf16")
-    assert_right(random_chain(*shape, seed=1, device=device), dtype)
+    assert_matches_reference(random_chain(*shape, seed=1, device=device), dtype)
 
 
-def everything(chain: Chain, backend: str) -> dict[str, torch.Tensor]:
-    """What all the other ops of a chain give."""
+def other_results(chain: Chain, backend: str) -> dict[str, torch.Tensor]:
+    """Return the results of all other ops of a chain, by name."""
     g = torch.Generator(chain.scores.device).manual_seed(1)
     tensors = [t.clone().requires_grad_() for t in (chain.scores, chain.initial, chain.final)]
     values = [
@@ -99,12 +108,12 @@ def everything(chain: Chain, backend: str) -> dict[str, torch.Tensor]:
             for name in ("forward", "backward")
         }
         found |= {f"best {name}": value for name, value in chain.viterbi()._asdict().items()}
-        found |= {f"drawn {name}": value for name, value in chain.sample(5, g)._asdict().items()}
+        found |= {f"sampled {name}": value for name, value in chain.sample(5, g)._asdict().items()}
         found["entropy"] = chain.entropy()
         live = Chain(tensors[0], chain.source, *tensors[1:], lengths=chain.lengths)
         mean, best = live.expectation(*values), live.logz(partita.Max)
         factor = torch.linspace(0.5, 2, len(mean), device=mean.device).to(mean.dtype)
-        found |= {"mean": mean, "best": best, "best alone": chain.logz(partita.Max)}
+        found |= {"mean": mean, "best": best, "best without gradient": chain.logz(partita.Max)}
         for name, result, variables in (("mean", mean, tensors + values), ("best", best, tensors)):
             found |= {
                 f"{name}'s gradient {i}": t
@@ -113,20 +122,24 @@ def everything(chain: Chain, backend: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def assert_everything_right(chain: Chain) -> None:
-    """Paths are the same; sums and means are as exact as log Z, gradients of a mean of some values as exact as posteriors, times these values."""
-    ours, truth = everything(chain, "triton"), everything(chain, "reference")
+def assert_other_ops_match_reference(chain: Chain) -> None:
+    """Assert that all other ops match the reference.
+
+    Paths are equal. Sums and means are as exact as log Z. Gradients of a mean are as exact as
+    posteriors, times the values.
+    """
+    actual, expected = other_results(chain, "triton"), other_results(chain, "reference")
     small = 2e-6 if chain.scores.dtype.itemsize < 8 else 1e-11
-    for name, expected in truth.items():
+    for name, reference in expected.items():
         tolerance = (
             0
-            if not expected.is_floating_point()
-            else max(small, 2 * torch.finfo(expected.dtype).eps)
+            if not reference.is_floating_point()
+            else max(small, 2 * torch.finfo(reference.dtype).eps)
         )
         atol = tolerance * (len(chain.scores) + 10) * 10 if tolerance else 0
         torch.testing.assert_close(
-            ours[name],
-            expected,
+            actual[name],
+            reference,
             rtol=tolerance,
             atol=atol,
             equal_nan=True,
@@ -137,22 +150,22 @@ def assert_everything_right(chain: Chain) -> None:
 @kernel_devices
 @pytest.mark.parametrize("kind", TABLES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_all_other_ops_against_the_specification(
-    shape: tuple[int, ...], kind: str, device: str
-) -> None:
+def test_other_ops_match_the_reference(shape: tuple[int, ...], kind: str, device: str) -> None:
     if device == "cpu" and (shape not in SHAPES[::3] or kind not in TABLES[::2]):
-        pytest.skip("one in six under the interpreter, which is slow")
-    assert_everything_right(random_chain(*shape, kind=kind, seed=sum(shape), device=device))
+        pytest.skip("the interpreter is slow: it runs one case in six")
+    assert_other_ops_match_reference(
+        random_chain(*shape, kind=kind, seed=sum(shape), device=device)
+    )
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", (*SHAPES, *LARGE), ids=str)
-def test_all_other_ops_in_training_dtypes(
+def test_other_ops_in_training_dtypes(
     shape: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> None:
     chain = random_chain(*shape, seed=sum(shape), device=device, dtype=dtype)
-    assert_everything_right(chain)
+    assert_other_ops_match_reference(chain)
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
@@ -161,21 +174,22 @@ def test_all_other_ops_in_training_dtypes(
     "shape", [(40, 5, 5, 3), (400, 5, 64, 5), (700, 3, 200, 4), (300, 2, 1024, 5)], ids=str
 )
 def test_ties_are_broken_as_promised(shape: tuple[int, ...], kind: str, device: str) -> None:
-    """Scores of few values, so that almost every path has an equal."""
+    """Scores have few values, so that almost every path has an equal."""
     kind = "any" if kind == "dense" and shape[2] > 64 else kind
     chain = random_chain(*shape, kind=kind, seed=sum(shape), device=device, dtype=torch.float32)
-    for spread in (0.0, 1.0, 30.0):
+    for scale in (0.0, 1.0, 30.0):
         rounded = Chain(
-            (chain.scores * spread).nan_to_num(0.0, neginf=-torch.inf).round(),
+            (chain.scores * scale).nan_to_num(0.0, neginf=-torch.inf).round(),
             chain.source,
             lengths=chain.lengths,
         )
-        ours, truth = (path_of(rounded, backend) for backend in ("triton", "reference"))
-        for a, b in zip(ours, truth, strict=True):
+        actual, expected = (path_of(rounded, backend) for backend in ("triton", "reference"))
+        for a, b in zip(actual, expected, strict=True):
             assert torch.equal(a, b)
 
 
 def path_of(chain: Chain, backend: str) -> partita.ViterbiPath:
+    """Return the best path that a backend finds."""
     with partita.backend(backend), poisoned_memory():
         return chain.viterbi()
 
@@ -204,8 +218,8 @@ def test_strides(device: str) -> None:
         1, 0, 3, 2
     )[:, :, ::2]
     frame.copy_(chain.scores)
-    assert_right(Chain(frame, chain.source, chain.initial, chain.final), torch.float64)
-    assert_right(
+    assert_matches_reference(Chain(frame, chain.source, chain.initial, chain.final), torch.float64)
+    assert_matches_reference(
         Chain(
             chain.scores[:1].expand(6, -1, -1, -1),
             chain.source,
@@ -217,19 +231,19 @@ def test_strides(device: str) -> None:
 
 
 @kernel_devices
-def test_wrong_lengths_and_sources_make_nan(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_lengths_and_sources_make_nan(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARTITA_CHECK", "0")
     chain = random_chain(5, 3, ragged=False, forbidden=0.0, device=device)
     chain.lengths = torch.tensor([1, -2, 9], device=device)
-    z, alone, d_scores, *_ = results(chain, "triton", torch.float32)
-    assert z.isnan().tolist() == alone.isnan().tolist() == [False, True, True]
+    z, without_grad, d_scores, *_ = results(chain, "triton", torch.float32)
+    assert z.isnan().tolist() == without_grad.isnan().tolist() == [False, True, True]
     assert d_scores[:, 1:].isnan().all() and d_scores[:, 0].isfinite().all()
     chain.lengths, chain.source = None, chain.source + 2
     assert results(chain, "triton", torch.float32)[0].isnan().all()
 
 
 @kernel_devices
-def test_twice_the_same_bits(device: str) -> None:
+def test_results_are_deterministic(device: str) -> None:
     chain = random_chain(12, 3, 9, 3, seed=4, device=device)
     for a, b in zip(*(results(chain, "triton", torch.float32) for _ in range(2)), strict=True):
         assert torch.equal(a.nan_to_num(-1.0), b.nan_to_num(-1.0))
@@ -238,26 +252,26 @@ def test_twice_the_same_bits(device: str) -> None:
 @kernel_devices
 def test_table_is_built_anew_when_it_changes(device: str) -> None:
     chain = random_chain(5, 2, 4, 2, ragged=False, forbidden=0.0, device=device)
-    assert_right(chain, torch.float32)
+    assert_matches_reference(chain, torch.float32)
     chain.source.copy_(chain.source.flip(0))
-    assert_right(chain, torch.float32)
+    assert_matches_reference(chain, torch.float32)
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 @pytest.mark.parametrize("states", [64, 256])
 def test_long_chains(states: int, device: str) -> None:
-    """20,000 steps over k-mers."""
+    """Test 20,000 steps over k-mers."""
     source = partita.debruijn_source(4, 3 if states == 64 else 4).to(device)
     scores = torch.randn(20_000, 1, states, 5, generator=torch.Generator().manual_seed(0)).to(
         device
     )
-    ours = Chain(scores, source)
+    actual = Chain(scores, source)
     with partita.backend("triton"):
-        z, marginals = ours.logz(), ours.marginals()
+        z, marginals = actual.logz(), actual.marginals()
     with partita.backend("reference"):
-        truth = Chain(scores.double(), source)
-        assert (z - truth.logz()).abs() <= 1e-6 * truth.logz().abs() + 2e-5
-        assert (marginals - truth.marginals()).abs().max() <= 2e-6
+        expected = Chain(scores.double(), source)
+        assert (z - expected.logz()).abs() <= 1e-6 * expected.logz().abs() + 2e-5
+        assert (marginals - expected.marginals()).abs().max() <= 2e-6
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
@@ -297,7 +311,7 @@ FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_fullgraph(name: str, device: str) -> None:
     if INTERPRETING:
-        pytest.skip("kernels are functions of Python there")
+        pytest.skip("the interpreter runs kernels as Python functions")
     chain = random_chain(
         5, 3, 4, 3, ragged=False, forbidden=0.0, device=device, dtype=torch.float32
     )

@@ -25,16 +25,16 @@ def _reference() -> Functions:
 
 
 def _gpu() -> Functions:
-    from .gpu import expectation, launch, paths, state_scores
+    from .gpu import launch, launch_expectation, launch_paths
 
     return {
         "chain_logz": launch.chain_logz,
         "chain_gradient": launch.chain_gradient,
-        "chain_scan": state_scores.chain_scan,
-        "chain_viterbi": paths.chain_viterbi,
-        "chain_sample": paths.chain_sample,
-        "chain_expectation": expectation.chain_expectation,
-        "chain_expectation_gradient": expectation.chain_expectation_gradient,
+        "chain_scan": launch.chain_scan,
+        "chain_viterbi": launch_paths.chain_viterbi,
+        "chain_sample": launch_paths.chain_sample,
+        "chain_expectation": launch_expectation.chain_expectation,
+        "chain_expectation_gradient": launch_expectation.chain_expectation_gradient,
     }
 
 

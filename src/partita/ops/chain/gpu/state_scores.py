@@ -1,31 +1,29 @@
-"""The scores of states of sparse linear chains, α or β, under Log or Max: a program a chain."""
+"""The scores of states of chains, alpha or beta, under Log or Max, with one program per chain.
 
-from __future__ import annotations
+See `steps.py` for the recursions. After the length, alpha repeats its value at the length, and
+beta is the final scores.
+"""
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ....runtime.launch import launch
-from .plan import shape_options, table_of
-from .steps import alpha_after, beta_before, length_of, put_ends
+from .steps import alpha_step, beta_step, load_length, store_boundary_scores
 
 
 @triton.jit
 def chain_scan_kernel(
-    scores_ptr,  # [steps, chains, states, slots]
-    source_ptr,  # [states, slots] int32
-    first_ptr,  # [states + 1] int32
-    edges_ptr,  # [states * slots] int32
-    initial_ptr,  # [chains, states]
-    final_ptr,  # [chains, states]
-    lengths_ptr,  # [chains] or None
-    result_ptr,  # [steps + 1, chains, states] fp64
-    steps,
-    chains,
-    states,
-    slots,
+    scores_ptr,  # [T, N, C, K]
+    source_ptr,  # [C, K] int32
+    out_offsets_ptr,  # [C + 1] int32
+    out_edges_ptr,  # [C * K] int32
+    initial_ptr,  # [N, C]
+    final_ptr,  # [N, C]
+    lengths_ptr,  # [N] or None
+    result_ptr,  # [T + 1, N, C] fp64
+    T,
+    N,
+    C,
+    K,
     stride_t,
     stride_n,
     stride_c,
@@ -34,109 +32,74 @@ def chain_scan_kernel(
     initial_c,
     final_n,
     final_c,
-    BEST: tl.constexpr,
+    IS_MAX: tl.constexpr,
     REVERSE: tl.constexpr,
-    SLOTS: tl.constexpr,
-    MOST: tl.constexpr,
+    UNROLL_IN: tl.constexpr,
+    UNROLL_OUT: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
 ):
-    """α from the first step on, and as it is at the length behind it; or β from the final scores, which stand at the length and behind it, back."""
+    """Scan alpha from the first step to the last or, with REVERSE, beta in the other direction."""
     n = tl.program_id(0).to(tl.int64)
-    length, wrong = length_of(lengths_ptr, n, steps)
-    result_ptr += n * states
+    length, invalid = load_length(lengths_ptr, n, T)
+    result_ptr += n * C
     scores_ptr += n * stride_n
-    row, lane = tl.full([], chains, tl.int64) * states, tl.arange(0, BLOCK_C)
+    row_stride, lane = tl.full([], N, tl.int64) * C, tl.arange(0, BLOCK_C)
     if REVERSE:
-        for t in range(length, steps + 1):
-            put_ends(
-                result_ptr + tl.full([], t, tl.int64) * row,
+        for t in range(length, T + 1):
+            store_boundary_scores(
+                result_ptr + tl.full([], t, tl.int64) * row_stride,
                 final_ptr + n * final_n,
-                states,
+                C,
                 final_c,
-                wrong,
+                invalid,
                 BLOCK_C,
             )
         for i in range(0, length):
-            at = tl.full([], length - 1 - i, tl.int64)
-            for c0 in range(0, states, BLOCK_C):
-                value = beta_before(
-                    result_ptr + (at + 1) * row,
-                    scores_ptr + at * stride_t,
-                    first_ptr,
-                    edges_ptr,
+            t64 = tl.full([], length - 1 - i, tl.int64)
+            for c0 in range(0, C, BLOCK_C):
+                value = beta_step(
+                    result_ptr + (t64 + 1) * row_stride,
+                    scores_ptr + t64 * stride_t,
+                    out_offsets_ptr,
+                    out_edges_ptr,
                     c0 + lane,
-                    states,
-                    slots,
+                    C,
+                    K,
                     stride_c,
                     stride_k,
-                    MOST,
-                    WIDE,
-                    BEST,
+                    UNROLL_OUT,
+                    ACC_DTYPE,
+                    IS_MAX,
                 )
-                tl.store(result_ptr + at * row + c0 + lane, value, mask=c0 + lane < states)
+                tl.store(result_ptr + t64 * row_stride + c0 + lane, value, mask=c0 + lane < C)
     else:
-        put_ends(result_ptr, initial_ptr + n * initial_n, states, initial_c, wrong, BLOCK_C)
+        store_boundary_scores(
+            result_ptr, initial_ptr + n * initial_n, C, initial_c, invalid, BLOCK_C
+        )
         for t in range(0, length):
-            at = tl.full([], t, tl.int64)
-            for c0 in range(0, states, BLOCK_C):
-                value = alpha_after(
-                    result_ptr + at * row,
-                    scores_ptr + at * stride_t,
+            t64 = tl.full([], t, tl.int64)
+            for c0 in range(0, C, BLOCK_C):
+                value = alpha_step(
+                    result_ptr + t64 * row_stride,
+                    scores_ptr + t64 * stride_t,
                     source_ptr,
                     c0 + lane,
-                    states,
-                    slots,
+                    C,
+                    K,
                     stride_c,
                     stride_k,
-                    SLOTS,
-                    WIDE,
-                    BEST,
+                    UNROLL_IN,
+                    ACC_DTYPE,
+                    IS_MAX,
                 )
-                tl.store(result_ptr + (at + 1) * row + c0 + lane, value, mask=c0 + lane < states)
+                tl.store(result_ptr + (t64 + 1) * row_stride + c0 + lane, value, mask=c0 + lane < C)
         tl.debug_barrier()
-        for t in range(length, steps):
-            for c0 in range(0, states, BLOCK_C):
-                value = tl.load(result_ptr + length * row + c0 + lane, mask=c0 + lane < states)
+        for t in range(length, T):
+            for c0 in range(0, C, BLOCK_C):
+                value = tl.load(result_ptr + length * row_stride + c0 + lane, mask=c0 + lane < C)
                 tl.store(
-                    result_ptr + tl.full([], t + 1, tl.int64) * row + c0 + lane,
+                    result_ptr + tl.full([], t + 1, tl.int64) * row_stride + c0 + lane,
                     value,
-                    mask=c0 + lane < states,
+                    mask=c0 + lane < C,
                 )
-
-
-def chain_scan(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    best: bool,
-    reverse: bool,
-) -> Tensor:
-    steps, chains, states, slots = scores.shape
-    table = table_of(source)
-    result = torch.empty((steps + 1, chains, states), dtype=torch.float64, device=scores.device)
-    if table.wrong:
-        return result.fill_(torch.nan)
-    sizes = (steps, chains, states, slots, *scores.stride(), *initial.stride(), *final.stride())
-    tensors = (
-        scores,
-        table.source,
-        table.first,
-        table.edges,
-        initial,
-        final,
-        None if lengths is None else lengths.contiguous(),
-        result,
-    )
-    launch(
-        chain_scan_kernel,
-        chains,
-        *tensors,
-        *sizes,
-        BEST=best,
-        REVERSE=reverse,
-        **shape_options(scores, table),
-    )
-    return result

@@ -1,4 +1,26 @@
-"""The steps of a scan over a chain, for a block of states: what enters them, what leaves them, and the marginals of the edges."""
+"""The steps of a scan over a chain, for one block of states.
+
+A chain has T steps. At each step, the edge (c, k) leads from the state source[c, k] to the state c.
+Under the Log semiring,
+
+    alpha[0]        = initial
+    alpha[t + 1, c] = log sum over k of exp(alpha[t, source[c, k]] + scores[t, c, k])
+    beta[length]    = final
+    beta[t, s]      = log sum over (c, k) with source[c, k] = s
+                      of exp(scores[t, c, k] + beta[t + 1, c])
+    log Z           = log sum over c of exp(alpha[t, c] + beta[t, c]), for any t
+    marginal of (c, k) at step t
+                    = exp(alpha[t, source[c, k]] + scores[t, c, k] + beta[t + 1, c] - log Z)
+
+Under the Max semiring, a maximum replaces each log-sum-exp.
+
+Alpha and beta are fp64: over a long chain the states that matter may lie thousands below the
+greatest, where fp32 has no digits left. Only exponentials and logarithms of differences are in
+ACC_DTYPE. Alpha and beta pass through global memory, so each step has a barrier of the program
+before it reads them.
+
+Source: Rabiner, A tutorial on hidden Markov models, 1989 (forward-backward algorithm).
+"""
 
 import triton
 import triton.language as tl
@@ -7,10 +29,12 @@ from ....primitives.gpu.math import exp, log1p_pair, log_exact
 
 
 @triton.jit
-def log_add(maximum, rest, term):
-    """The greatest term (fp64) and the sum of the exponentials of the others less it (WIDE), with one more term; -inf adds nothing.
+def lse_add(maximum, rest, term):
+    """Add one term to a log-sum-exp; a term of -inf adds nothing.
 
-    Were the greatest's own 1 in that sum, rounding would lose in each step what the others add to it.
+    The log-sum-exp is maximum + log(1 + rest): `maximum` is the greatest term (fp64), `rest` is the
+    sum of exp(term - maximum) over the other terms (ACC_DTYPE). If `rest` included the 1 of the
+    greatest term, rounding would lose at each step what the other terms add.
     """
     difference = tl.where(term == -float("inf"), -float("inf"), term - maximum).to(rest.dtype)
     e = exp(-tl.abs(difference))
@@ -18,235 +42,277 @@ def log_add(maximum, rest, term):
 
 
 @triton.jit
-def log_sum(maximum, rest):
-    """The log-sum-exp of such terms, fp64."""
+def lse_value(maximum, rest):
+    """Return the value of a log-sum-exp of `lse_add`, fp64."""
     high, low = log1p_pair(rest)
     return maximum + (high.to(tl.float64) + low.to(tl.float64))
 
 
 @triton.jit
-def log_total(maximum, total):
-    return maximum + log_exact(total).to(tl.float64)
+def shifted_log(shift, total):
+    """Return shift + log(total), fp64."""
+    return shift + log_exact(total).to(tl.float64)
 
 
 @triton.jit
-def edge_score(score_ptr, state, slot, held, stride_c, stride_k):
-    """Score of an edge into a state, fp64; -inf where there is none."""
+def edge_score(score_ptr, state, slot, valid, stride_c, stride_k):
+    """Load the score of the edge `slot` into a state, fp64; -inf where `valid` is false."""
     return tl.load(
         score_ptr + state.to(tl.int64) * stride_c + slot * tl.cast(stride_k, tl.int64),
-        mask=held,
+        mask=valid,
         other=-float("inf"),
     ).to(tl.float64)
 
 
 @triton.jit
-def leaving(source_ptr, c, k, states, slots):
-    """The state that the k-th edge into c leaves, and whether there is one."""
-    left = tl.load(source_ptr + c * slots + k, mask=c < states, other=-1)
-    return left, left >= 0
+def load_source(source_ptr, c, k, C, K):
+    """Return the state that the k-th edge into c leaves, and whether there is such an edge."""
+    source = tl.load(source_ptr + c * K + k, mask=c < C, other=-1)
+    return source, source >= 0
 
 
 @triton.jit
-def alpha_after(
+def alpha_step(
     alpha_ptr,
     score_ptr,
     source_ptr,
     c,
-    states,
-    slots,
+    C,
+    K,
     stride_c,
     stride_k,
-    SLOTS: tl.constexpr,
-    WIDE: tl.constexpr,
-    BEST: tl.constexpr = False,
+    UNROLL_IN: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+    IS_MAX: tl.constexpr = False,
 ):
-    """α of states c, [BLOCK_C], after a step; the barrier stands where the α before it is first needed."""
-    maximum, rest = tl.full(c.shape, -float("inf"), tl.float64), tl.zeros(c.shape, WIDE)
-    if SLOTS > 0:
-        from_states, scores = (), ()
-        for k in tl.static_range(SLOTS):
-            left, held = leaving(source_ptr, c, k, states, slots)
-            from_states = from_states + (tl.where(held, left, -1),)
-            scores = scores + (edge_score(score_ptr, c, k, held, stride_c, stride_k),)
+    """Compute alpha of the states c after a step, [BLOCK_C].
+
+    The scores are loaded before the barrier, which stands where the previous alpha is first read.
+    """
+    maximum, rest = tl.full(c.shape, -float("inf"), tl.float64), tl.zeros(c.shape, ACC_DTYPE)
+    if UNROLL_IN > 0:
+        source_states, scores = (), ()
+        for k in tl.static_range(UNROLL_IN):
+            source, valid = load_source(source_ptr, c, k, C, K)
+            source_states = source_states + (tl.where(valid, source, -1),)
+            scores = scores + (edge_score(score_ptr, c, k, valid, stride_c, stride_k),)
         tl.debug_barrier()
-        for k in tl.static_range(SLOTS):
-            a = tl.load(alpha_ptr + from_states[k], mask=from_states[k] >= 0, other=-float("inf"))
-            maximum, rest = log_add(maximum, rest, a + scores[k])
+        for k in tl.static_range(UNROLL_IN):
+            a = tl.load(
+                alpha_ptr + source_states[k], mask=source_states[k] >= 0, other=-float("inf")
+            )
+            maximum, rest = lse_add(maximum, rest, a + scores[k])
     else:
         tl.debug_barrier()
-        for k in range(slots):
-            left, held = leaving(source_ptr, c, k, states, slots)
-            a = tl.load(alpha_ptr + left, mask=held, other=-float("inf"))
-            maximum, rest = log_add(
-                maximum, rest, a + edge_score(score_ptr, c, k, held, stride_c, stride_k)
+        for k in range(K):
+            source, valid = load_source(source_ptr, c, k, C, K)
+            a = tl.load(alpha_ptr + source, mask=valid, other=-float("inf"))
+            maximum, rest = lse_add(
+                maximum, rest, a + edge_score(score_ptr, c, k, valid, stride_c, stride_k)
             )
-    return maximum if BEST else log_sum(maximum, rest)
+    return maximum if IS_MAX else lse_value(maximum, rest)
 
 
 @triton.jit
-def beta_before(
+def beta_step(
     beta_ptr,
     score_ptr,
-    first_ptr,
-    edges_ptr,
+    out_offsets_ptr,
+    out_edges_ptr,
     s,
-    states,
-    slots,
+    C,
+    K,
     stride_c,
     stride_k,
-    MOST: tl.constexpr,
-    WIDE: tl.constexpr,
-    BEST: tl.constexpr = False,
+    UNROLL_OUT: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+    IS_MAX: tl.constexpr = False,
 ):
-    """β of states s, [BLOCK_C], before a step, over the edges that leave them; the barrier likewise."""
-    maximum, rest = tl.full(s.shape, -float("inf"), tl.float64), tl.zeros(s.shape, WIDE)
-    start = tl.load(first_ptr + s, mask=s < states, other=0)
-    degree = tl.load(first_ptr + s + 1, mask=s < states, other=0) - start
-    if MOST > 0:
-        to_states, scores = (), ()
-        for j in tl.static_range(MOST):
-            edge = tl.load(edges_ptr + start + j, mask=j < degree, other=0)
-            to_states = to_states + (tl.where(j < degree, edge // slots, -1),)
+    """Compute beta of the states s before a step, [BLOCK_C], over the edges that leave them.
+
+    The scores are loaded before the barrier, which stands where the next beta is first read.
+    """
+    maximum, rest = tl.full(s.shape, -float("inf"), tl.float64), tl.zeros(s.shape, ACC_DTYPE)
+    start = tl.load(out_offsets_ptr + s, mask=s < C, other=0)
+    degree = tl.load(out_offsets_ptr + s + 1, mask=s < C, other=0) - start
+    if UNROLL_OUT > 0:
+        target_states, scores = (), ()
+        for j in tl.static_range(UNROLL_OUT):
+            edge = tl.load(out_edges_ptr + start + j, mask=j < degree, other=0)
+            target_states = target_states + (tl.where(j < degree, edge // K, -1),)
             scores = scores + (
-                edge_score(score_ptr, edge // slots, edge % slots, j < degree, stride_c, stride_k),
+                edge_score(score_ptr, edge // K, edge % K, j < degree, stride_c, stride_k),
             )
         tl.debug_barrier()
-        for j in tl.static_range(MOST):
-            b = tl.load(beta_ptr + to_states[j], mask=to_states[j] >= 0, other=-float("inf"))
-            maximum, rest = log_add(maximum, rest, b + scores[j])
+        for j in tl.static_range(UNROLL_OUT):
+            beta = tl.load(
+                beta_ptr + target_states[j], mask=target_states[j] >= 0, other=-float("inf")
+            )
+            maximum, rest = lse_add(maximum, rest, beta + scores[j])
     else:
         tl.debug_barrier()
         for j in range(tl.max(degree, axis=0)):
-            edge = tl.load(edges_ptr + start + j, mask=j < degree, other=0)
-            b = tl.load(beta_ptr + edge // slots, mask=j < degree, other=-float("inf"))
-            score = edge_score(
-                score_ptr, edge // slots, edge % slots, j < degree, stride_c, stride_k
-            )
-            maximum, rest = log_add(maximum, rest, b + score)
-    return maximum if BEST else log_sum(maximum, rest)
+            edge = tl.load(out_edges_ptr + start + j, mask=j < degree, other=0)
+            beta = tl.load(beta_ptr + edge // K, mask=j < degree, other=-float("inf"))
+            score = edge_score(score_ptr, edge // K, edge % K, j < degree, stride_c, stride_k)
+            maximum, rest = lse_add(maximum, rest, beta + score)
+    return maximum if IS_MAX else lse_value(maximum, rest)
 
 
 @triton.jit
-def length_of(lengths_ptr, n, steps):
-    """Steps that count, 0 where that is out of range, and NaN there."""
+def load_length(lengths_ptr, n, T):
+    """Return the length of chain n and 0.0; for a length out of range, 0 and NaN.
+
+    Each kernel adds the second value to its results, so that an invalid length makes them NaN.
+    """
     if lengths_ptr is None:
-        return steps, 0.0
+        return T, 0.0
     else:
         length = tl.load(lengths_ptr + n).to(tl.int64)
-        wrong = (length < 0) | (length > steps)
-        return tl.where(wrong, 0, length).to(tl.int32), tl.where(wrong, float("nan"), 0.0)
+        invalid = (length < 0) | (length > T)
+        return tl.where(invalid, 0, length).to(tl.int32), tl.where(invalid, float("nan"), 0.0)
 
 
 @triton.jit
-def slot_of(t, direction, KEEP: tl.constexpr):
-    """Where the state at t stands: in its own place, or in one of the two that its direction has."""
-    if KEEP:
+def state_row(t, direction, SAVE: tl.constexpr):
+    """Return the row of the buffer of states that holds the states at time t.
+
+    With SAVE, each time has a row. Without, each direction alternates between two rows.
+    """
+    if SAVE:
         return tl.full([], t, tl.int64)
     else:
         return tl.full([], 2 * direction + t % 2, tl.int64)
 
 
 @triton.jit
-def put_ends(state_ptr, ends_ptr, states, stride_c, wrong, BLOCK_C: tl.constexpr):
-    """Initial or final scores as the first state of a scan."""
-    for c0 in range(0, states, BLOCK_C):
+def store_boundary_scores(state_ptr, boundary_ptr, C, stride_c, invalid, BLOCK_C: tl.constexpr):
+    """Store initial or final scores plus `invalid` as the first states of a scan."""
+    for c0 in range(0, C, BLOCK_C):
         c = c0 + tl.arange(0, BLOCK_C)
-        value = tl.load(ends_ptr + c * stride_c, mask=c < states, other=0.0).to(tl.float64) + wrong
-        tl.store(state_ptr + c, value, mask=c < states)
+        value = tl.load(boundary_ptr + c * stride_c, mask=c < C, other=0.0).to(tl.float64) + invalid
+        tl.store(state_ptr + c, value, mask=c < C)
 
 
 @triton.jit
-def renewed(i):
-    """Whether the sum by which marginals are divided is formed anew before the i-th step: every eighth, for it waits for all states."""
+def is_renormalization_step(i):
+    """Return whether log Z is computed again before the i-th step.
+
+    This happens at every eighth step only, because it waits for all states.
+    """
     return (i > 0) & (i % 8 == 0)
 
 
 @triton.jit
-def state_total(alpha_ptr, beta_ptr, states, shift, BLOCK_C: tl.constexpr, WIDE: tl.constexpr):
-    """log of the sum of exp(α + β), given about what it is; by it marginals are divided, so that what α and β lost does not add up."""
-    total = tl.zeros([BLOCK_C], WIDE)
+def log_normalizer(alpha_ptr, beta_ptr, C, shift, BLOCK_C: tl.constexpr, ACC_DTYPE: tl.constexpr):
+    """Compute log sum exp(alpha + beta) over all states, given its approximate value as `shift`.
+
+    This renews log Z in the marginals, so that rounding errors of alpha and beta do not accumulate.
+    """
+    total = tl.zeros([BLOCK_C], ACC_DTYPE)
     tl.debug_barrier()
-    for c0 in range(0, states, BLOCK_C):
+    for c0 in range(0, C, BLOCK_C):
         c = c0 + tl.arange(0, BLOCK_C)
-        both = tl.load(alpha_ptr + c, mask=c < states, other=-float("inf")) + tl.load(
-            beta_ptr + c, mask=c < states, other=0.0
+        log_weight = tl.load(alpha_ptr + c, mask=c < C, other=-float("inf")) + tl.load(
+            beta_ptr + c, mask=c < C, other=0.0
         )
-        total += exp((both - shift).to(WIDE))
-    summed = tl.sum(total, axis=0)
-    return tl.where(summed > 0.0, log_total(shift, summed), shift)
+        total += exp((log_weight - shift).to(ACC_DTYPE))
+    sum_exp = tl.sum(total, axis=0)
+    return tl.where(sum_exp > 0.0, shifted_log(shift, sum_exp), shift)
 
 
 @triton.jit
-def put_marginals(
+def store_marginals(
     d_scores_ptr,
     alpha_ptr,
     score_ptr,
     source_ptr,
     c,
     beta,
-    total,
+    logz,
     grad,
-    states,
-    slots,
+    C,
+    K,
     stride_c,
     stride_k,
-    SLOTS: tl.constexpr,
-    WIDE: tl.constexpr,
+    UNROLL_IN: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
 ):
-    """The marginals of the edges into states c, [BLOCK_C], times grad; and α behind the step. The barrier stands where α is first needed."""
-    maximum, rest = tl.full(c.shape, -float("inf"), tl.float64), tl.zeros(c.shape, WIDE)
-    if SLOTS > 0:
-        from_states, scores, terms = (), (), ()
-        for k in tl.static_range(SLOTS):
-            left, held = leaving(source_ptr, c, k, states, slots)
-            from_states = from_states + (tl.where(held, left, -1),)
-            scores = scores + (edge_score(score_ptr, c, k, held, stride_c, stride_k),)
+    """Store marginal * grad of the edges into the states c, and return alpha after the step.
+
+    The scores are loaded before the barrier, which stands where alpha is first read.
+    """
+    maximum, rest = tl.full(c.shape, -float("inf"), tl.float64), tl.zeros(c.shape, ACC_DTYPE)
+    if UNROLL_IN > 0:
+        source_states, scores, terms = (), (), ()
+        for k in tl.static_range(UNROLL_IN):
+            source, valid = load_source(source_ptr, c, k, C, K)
+            source_states = source_states + (tl.where(valid, source, -1),)
+            scores = scores + (edge_score(score_ptr, c, k, valid, stride_c, stride_k),)
         tl.debug_barrier()
-        for k in tl.static_range(SLOTS):
+        for k in tl.static_range(UNROLL_IN):
             terms = terms + (
-                tl.load(alpha_ptr + from_states[k], mask=from_states[k] >= 0, other=-float("inf"))
+                tl.load(
+                    alpha_ptr + source_states[k], mask=source_states[k] >= 0, other=-float("inf")
+                )
                 + scores[k],
             )
-        for k in tl.static_range(SLOTS):
-            maximum, rest = log_add(maximum, rest, terms[k])
-        for k in tl.static_range(SLOTS):
-            put_marginal(d_scores_ptr + c * slots + k, terms[k] + (beta - total), grad, c < states)
+        for k in tl.static_range(UNROLL_IN):
+            maximum, rest = lse_add(maximum, rest, terms[k])
+        for k in tl.static_range(UNROLL_IN):
+            store_marginal(d_scores_ptr + c * K + k, terms[k] + (beta - logz), grad, c < C)
     else:
         tl.debug_barrier()
-        for k in range(slots):
-            left, held = leaving(source_ptr, c, k, states, slots)
-            term = tl.load(alpha_ptr + left, mask=held, other=-float("inf")) + edge_score(
-                score_ptr, c, k, held, stride_c, stride_k
+        for k in range(K):
+            source, valid = load_source(source_ptr, c, k, C, K)
+            term = tl.load(alpha_ptr + source, mask=valid, other=-float("inf")) + edge_score(
+                score_ptr, c, k, valid, stride_c, stride_k
             )
-            maximum, rest = log_add(maximum, rest, term)
-            put_marginal(d_scores_ptr + c * slots + k, term + (beta - total), grad, c < states)
-    return log_sum(maximum, rest)
+            maximum, rest = lse_add(maximum, rest, term)
+            store_marginal(d_scores_ptr + c * K + k, term + (beta - logz), grad, c < C)
+    return lse_value(maximum, rest)
 
 
 @triton.jit
-def put_marginal(ptr, log_p, grad, mask):
-    """exp(log p) times grad, rounded to the dtype of the memory."""
+def store_marginal(ptr, log_p, grad, mask):
+    """Store exp(log_p) * grad, rounded to the dtype of the memory."""
     tl.store(ptr, (exp(log_p.to(grad.dtype)) * grad).to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def put_end_marginals(
-    result_ptr, ends_ptr, ends_c, other_ptr, other_c, states, total, grad, BLOCK_C: tl.constexpr
+def store_boundary_marginals(
+    result_ptr,
+    boundary_ptr,
+    boundary_c,
+    opposite_ptr,
+    opposite_c,
+    C,
+    logz,
+    grad,
+    BLOCK_C: tl.constexpr,
 ):
-    """Gradient of the initial or final scores, from what the other direction brings there."""
+    """Store the gradient of the initial or final scores.
+
+    The marginal of a boundary state is exp(its score + its alpha or beta - log Z), with the
+    direction that ends at this boundary.
+    """
     tl.debug_barrier()
-    for c0 in range(0, states, BLOCK_C):
+    for c0 in range(0, C, BLOCK_C):
         c = c0 + tl.arange(0, BLOCK_C)
-        both = tl.load(ends_ptr + c * ends_c, mask=c < states, other=-float("inf")).to(tl.float64)
-        both += tl.load(other_ptr + c * other_c, mask=c < states, other=0.0).to(tl.float64)
-        put_marginal(result_ptr + c, both - total, grad, c < states)
+        log_weight = tl.load(boundary_ptr + c * boundary_c, mask=c < C, other=-float("inf")).to(
+            tl.float64
+        )
+        log_weight += tl.load(opposite_ptr + c * opposite_c, mask=c < C, other=0.0).to(tl.float64)
+        store_marginal(result_ptr + c, log_weight - logz, grad, c < C)
 
 
 @triton.jit
-def clear_past(d_scores_ptr, length, steps, step, width, value, BLOCK_C: tl.constexpr):
-    """The gradient past a length: 0, or NaN where the length is wrong."""
-    for t in range(length, steps):
+def clear_after_length(d_scores_ptr, length, T, step_stride, width, value, BLOCK_C: tl.constexpr):
+    """Fill the gradient after a length with `value`: 0, or NaN for an invalid length."""
+    for t in range(length, T):
         for e0 in range(0, width, BLOCK_C):
             e = e0 + tl.arange(0, BLOCK_C)
             values = tl.full([BLOCK_C], value, tl.float64).to(d_scores_ptr.dtype.element_ty)
-            tl.store(d_scores_ptr + tl.full([], t, tl.int64) * step + e, values, mask=e < width)
+            tl.store(
+                d_scores_ptr + tl.full([], t, tl.int64) * step_stride + e, values, mask=e < width
+            )

@@ -1,0 +1,178 @@
+"""Layouts of a table of edges for the scans, built once for each table.
+
+`source[c, k]` lists the edges into each state, which alpha needs. Beta needs the edges out of
+each state. So the table is transposed: first to compressed rows (`EdgeTable`, for tables of any
+size), then to a padded layout for each direction (`DirectedEdges`, for the register-resident
+kernels).
+
+Tables are cached by tensor object and version, because the transposition waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class EdgeTable(NamedTuple):
+    """A table `[C, K]` of edges, by the states that they enter and by the states that they leave.
+
+    Fields:
+        source: `[C, K]` int32, the state that each edge leaves; -1 for no edge.
+        out_offsets: `[C + 1]` int32, where the edges that leave each state begin in `out_edges`.
+        out_edges: `[C * K]` int32, c·K + k, sorted by the state that they leave; missing last.
+        max_out_degree: the greatest number of edges that leave a state.
+        has_missing: whether the table has entries without an edge.
+        has_invalid: whether a source is out of range.
+        directed: the `DirectedEdges` of this table, by block sizes.
+    """
+
+    source: Tensor
+    out_offsets: Tensor
+    out_edges: Tensor
+    max_out_degree: int
+    has_missing: bool
+    has_invalid: bool
+    directed: dict[tuple[int, int], DirectedEdges]
+
+
+class DirectedEdges(NamedTuple):
+    """A table of edges in the lanes of a block, for alpha (direction 0) and for beta (direction 1).
+
+    Alpha takes the edges into a state and beta the edges out of it. `degree` is the greatest number
+    of either.
+
+    Fields:
+        state_of_lane: `[block]` int32, the state of each lane, -1 for none.
+        neighbors: `[2, degree, block]` int32, the lane of the state at the other end; -1 for none.
+        edges: `[2, degree, block]` int32, c·K + k.
+        edge_positions: `[2, edge_block]` int32, the index of each edge in a row of `edges`; or -1.
+        is_regular: whether every entry of both directions has an edge.
+    """
+
+    state_of_lane: Tensor
+    neighbors: Tensor
+    edges: Tensor
+    edge_positions: Tensor
+    is_regular: bool
+
+
+_edge_tables = WeakTensorKeyDictionary()  # The values are (version, table).
+
+
+def edge_table(source: Tensor) -> EdgeTable:
+    """Return the table of this tensor object in its present version.
+
+    The first call for a tensor waits for the device.
+    """
+    # Inference tensors have no version: their table is built at each call.
+    version = None if source.is_inference() else source._version
+    cached = None if version is None else _edge_tables.get(source)
+    if cached is not None and cached[0] == version:
+        return cached[1]
+    _refuse_capture(source)
+    table = _build_edge_table(source)
+    _synchronize(source)
+    if version is not None:
+        _edge_tables[source] = version, table
+    return table
+
+
+def directed_edges(table: EdgeTable, block: int, edge_block: int) -> DirectedEdges:
+    """Return both directions of a table, padded to blocks of lanes and of edges."""
+    directed = table.directed.get((block, edge_block))
+    if directed is None:
+        _refuse_capture(table.source)
+        directed = _build_directed_edges(table, block, edge_block)
+        _synchronize(table.source)
+        table.directed[block, edge_block] = directed
+    return directed
+
+
+def _refuse_capture(source: Tensor) -> None:
+    if source.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "source: its transposed table is not built during a capture; run the op once with this"
+            " tensor before"
+        )
+
+
+def _synchronize(source: Tensor) -> None:
+    """Wait for the current stream, because another stream may read the cached table next."""
+    if source.is_cuda:
+        torch.cuda.current_stream(source.device).synchronize()
+
+
+def _build_edge_table(source: Tensor) -> EdgeTable:
+    C = source.shape[0]
+    source = source.long()  # A narrow integer type would wrap the bounds.
+    leaves = torch.where((source < 0) | (source >= C), C, source).flatten()
+    invalid = (source < -1) | (source >= C)
+    out_degree = torch.bincount(leaves, minlength=C + 1)[:C]
+    out_offsets = torch.nn.functional.pad(out_degree.cumsum(0), (1, 0)).int()
+    out_edges = leaves.argsort(stable=True).int()
+    max_out_degree, num_missing, num_invalid = (
+        torch.stack([out_degree.max(), (leaves == C).sum(), invalid.sum()]).tolist()
+        if source.numel()
+        else (0, 0, 0)
+    )
+    return EdgeTable(
+        source=source.clamp(-2, C).int().contiguous(),
+        out_offsets=out_offsets,
+        out_edges=out_edges,
+        max_out_degree=max_out_degree,
+        has_missing=bool(num_missing),
+        has_invalid=bool(num_invalid),
+        directed={},
+    )
+
+
+def _state_of_lane(C: int, block: int, device: torch.device) -> Tensor:
+    """Return the state of each lane of a block, -1 for none, `[block]` int32.
+
+    The states at the ends of one k-mer's edges are a power of two apart and would share a bank of
+    shared memory. So the lowest bits of a lane are mixed with higher bits of its state.
+    """
+    state = torch.arange(block, dtype=torch.int32, device=device)
+    lane = state
+    if block >= 64:
+        lane = state ^ (state >> 4 & 3) ^ ((state >> block.bit_length() - 3 & 3) << 3)
+    state_of_lane = torch.empty_like(state)
+    state_of_lane[lane.long()] = state
+    return state_of_lane.masked_fill(state_of_lane >= C, -1)
+
+
+def _build_directed_edges(table: EdgeTable, block: int, edge_block: int) -> DirectedEdges:
+    C, K = table.source.shape
+    degree, device = max(K, table.max_out_degree), table.source.device
+    state_of_lane = _state_of_lane(C, block, device)
+    has_state = state_of_lane >= 0
+    lane_of_state = torch.empty(block, dtype=torch.int32, device=device)
+    lanes = torch.arange(block, dtype=torch.int32, device=device)
+    lane_of_state[state_of_lane[has_state].long()] = lanes[has_state]
+
+    edge = torch.arange(C * K, dtype=torch.int32, device=device)
+    source = table.source.flatten()
+    valid = (source >= 0) & (source < C)
+    rank = torch.empty_like(edge)  # The index of each edge among those that leave the same state.
+    by_source = table.out_edges.long()
+    rank[by_source] = edge - table.out_offsets[source[by_source].clamp(0, C).long()]
+    source_lane = lane_of_state[source.clamp(0, C - 1).long()]
+    target_lane = lane_of_state[(edge // K).long()]
+
+    neighbors, edges = torch.full((2, 2, degree * block), -1, dtype=torch.int32, device=device)
+    edge_positions = torch.full((2, edge_block), -1, dtype=torch.int32, device=device)
+    unused = degree * block  # Entries without an edge go to a spare position.
+    alpha = edge % K * block + target_lane, source_lane
+    beta = rank * block + source_lane, target_lane
+    for direction, (position, neighbor) in enumerate([alpha, beta]):
+        index = torch.where(valid, position, unused).long()
+        for row, values in ((neighbors[direction], neighbor), (edges[direction], edge)):
+            padded = torch.nn.functional.pad(row, (0, 1))
+            row.copy_(padded.scatter(0, index, values)[:unused])
+        edge_positions[direction, : len(edge)] = torch.where(valid, position, -1).int()
+    is_regular = not table.has_missing and table.max_out_degree == K and block == C
+    return DirectedEdges(state_of_lane, neighbors, edges.clamp(min=0), edge_positions, is_regular)

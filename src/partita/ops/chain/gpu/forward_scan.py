@@ -1,0 +1,180 @@
+"""Log Z of sparse linear chains of any size: alpha and beta run at once and meet in the middle.
+
+A chain of `length` steps has the meeting point middle = (length - 1) // 2. One program scans
+alpha from 0 to middle; another scans beta from length to middle + 1. `chain_logz_kernel` then
+takes the step `middle` and sums exp(alpha[middle + 1] + beta[middle + 1]) over all states. Two
+programs per chain halve the number of dependent steps.
+
+With SAVE, saved[t] is alpha[t] for t <= middle and beta[t] for t > middle, and the gradient
+continues with these. See `steps.py` for the recursions.
+"""
+
+import triton
+import triton.language as tl
+
+from ....primitives.gpu.math import exp
+from .steps import (
+    alpha_step,
+    beta_step,
+    load_length,
+    lse_add,
+    shifted_log,
+    state_row,
+    store_boundary_scores,
+)
+
+
+@triton.jit
+def chain_halves_kernel(
+    scores_ptr,  # [T, N, C, K]
+    source_ptr,  # [C, K] int32
+    out_offsets_ptr,  # [C + 1] int32
+    out_edges_ptr,  # [C * K] int32
+    initial_ptr,  # [N, C]
+    final_ptr,  # [N, C]
+    lengths_ptr,  # [N] or None
+    saved_ptr,  # [T + 1, N, C] fp64, or [4, N, C]
+    T,
+    N,
+    C,
+    K,
+    stride_t,
+    stride_n,
+    stride_c,
+    stride_k,
+    initial_n,
+    initial_c,
+    final_n,
+    final_c,
+    SAVE: tl.constexpr,
+    UNROLL_IN: tl.constexpr,
+    UNROLL_OUT: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+):
+    """Scan alpha up to the meeting point, or beta down to the state after it."""
+    n = (tl.program_id(0) // 2).to(tl.int64)
+    length, invalid = load_length(lengths_ptr, n, T)
+    middle = tl.maximum(length - 1, 0) // 2
+    states_ptr, row_stride = saved_ptr + n * C, tl.full([], N, tl.int64) * C
+    score_ptr = scores_ptr + n * stride_n
+    lane = tl.arange(0, BLOCK_C)
+    if tl.program_id(0) % 2 == 0:
+        store_boundary_scores(
+            states_ptr + state_row(0, 0, SAVE) * row_stride,
+            initial_ptr + n * initial_n,
+            C,
+            initial_c,
+            invalid,
+            BLOCK_C,
+        )
+        for t in range(0, middle):
+            alpha_ptr = states_ptr + state_row(t, 0, SAVE) * row_stride
+            step_ptr = score_ptr + tl.full([], t, tl.int64) * stride_t
+            for c0 in range(0, C, BLOCK_C):
+                value = alpha_step(
+                    alpha_ptr,
+                    step_ptr,
+                    source_ptr,
+                    c0 + lane,
+                    C,
+                    K,
+                    stride_c,
+                    stride_k,
+                    UNROLL_IN,
+                    ACC_DTYPE,
+                )
+                tl.store(
+                    states_ptr + state_row(t + 1, 0, SAVE) * row_stride + c0 + lane,
+                    value,
+                    mask=c0 + lane < C,
+                )
+    elif length > 0:
+        store_boundary_scores(
+            states_ptr + state_row(length, 1, SAVE) * row_stride,
+            final_ptr + n * final_n,
+            C,
+            final_c,
+            0.0,
+            BLOCK_C,
+        )
+        for i in range(0, length - 1 - middle):
+            t = length - 1 - i
+            beta_ptr = states_ptr + state_row(t + 1, 1, SAVE) * row_stride
+            step_ptr = score_ptr + tl.full([], t, tl.int64) * stride_t
+            for c0 in range(0, C, BLOCK_C):
+                value = beta_step(
+                    beta_ptr,
+                    step_ptr,
+                    out_offsets_ptr,
+                    out_edges_ptr,
+                    c0 + lane,
+                    C,
+                    K,
+                    stride_c,
+                    stride_k,
+                    UNROLL_OUT,
+                    ACC_DTYPE,
+                )
+                tl.store(
+                    states_ptr + state_row(t, 1, SAVE) * row_stride + c0 + lane,
+                    value,
+                    mask=c0 + lane < C,
+                )
+
+
+@triton.jit
+def chain_logz_kernel(
+    scores_ptr,  # [T, N, C, K]
+    source_ptr,  # [C, K] int32
+    initial_ptr,  # [N, C]
+    final_ptr,  # [N, C]
+    lengths_ptr,  # [N] or None
+    saved_ptr,  # [T + 1, N, C] fp64, or [4, N, C]
+    logz_ptr,  # [N] fp64
+    T,
+    N,
+    C,
+    K,
+    stride_t,
+    stride_n,
+    stride_c,
+    stride_k,
+    initial_n,
+    initial_c,
+    final_n,
+    final_c,
+    SAVE: tl.constexpr,
+    UNROLL_IN: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+):
+    """Compute log Z of a chain from alpha before its middle step and beta after it."""
+    n = tl.program_id(0).to(tl.int64)
+    length, invalid = load_length(lengths_ptr, n, T)
+    middle = tl.maximum(length - 1, 0) // 2
+    states_ptr, row_stride = saved_ptr + n * C, tl.full([], N, tl.int64) * C
+    lane = tl.arange(0, BLOCK_C)
+    maximum, rest = tl.full([BLOCK_C], -float("inf"), tl.float64), tl.zeros([BLOCK_C], ACC_DTYPE)
+    alpha_ptr = states_ptr + state_row(middle, 0, SAVE) * row_stride
+    beta_ptr = states_ptr + state_row(middle + 1, 1, SAVE) * row_stride
+    step_ptr = scores_ptr + n * stride_n + tl.full([], middle, tl.int64) * stride_t
+    for c0 in range(0, C, BLOCK_C):
+        c = c0 + lane
+        if length > 0:
+            value = alpha_step(
+                alpha_ptr, step_ptr, source_ptr, c, C, K, stride_c, stride_k, UNROLL_IN, ACC_DTYPE
+            )
+            value += tl.load(beta_ptr + c, mask=c < C, other=-float("inf"))
+        else:
+            value = tl.load(
+                initial_ptr + n * initial_n + c * initial_c, mask=c < C, other=-float("inf")
+            ).to(tl.float64)
+            value += tl.load(final_ptr + n * final_n + c * final_c, mask=c < C, other=0.0).to(
+                tl.float64
+            )
+        maximum, rest = lse_add(maximum, rest, tl.where(c < C, value, -float("inf")))
+    greatest = tl.max(maximum, axis=0)
+    shift = tl.where(greatest == -float("inf"), 0.0, greatest)
+    sum_exp = tl.sum((1.0 + rest) * exp((maximum - shift).to(ACC_DTYPE)), axis=0)
+    tl.store(logz_ptr + n, shifted_log(shift, sum_exp) + invalid)

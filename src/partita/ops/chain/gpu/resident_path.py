@@ -1,0 +1,320 @@
+"""The best paths over small tables: follow the backpointers from the meeting point to both ends.
+
+One step along a path costs the latency of a load. So the steps are divided into segments, which
+run in parallel:
+
+1. `chain_resident_segment_maps_kernel` composes the backpointers of each whole segment to a map
+   from each state at its inner end, near the meeting point, to the state at its outer end.
+2. `chain_resident_middle_kernel` picks the best edge of the middle step and follows the maps
+   outward, which gives the state in which the path enters each segment.
+3. `chain_resident_trace_kernel` fills in the states and edges of all segments at once.
+
+If step 2 or 3 finds a tie on the best path, the chain runs again FORWARD_ONLY, as
+`resident_viterbi.py` explains: then segments are numbered from the last step, and
+`chain_resident_final_state_kernel` replaces step 2.
+"""
+
+import triton
+import triton.language as tl
+
+from .resident_viterbi import EDGE_SHIFT, LANE_MASK, TIE_FLAG, num_direction_steps
+from .steps import load_length
+
+
+@triton.jit
+def segment_range(
+    lengths_ptr, n, T, direction, i, SEGMENT: tl.constexpr, FORWARD_ONLY: tl.constexpr
+):
+    """Return the first step of the i-th segment, its number of steps, and the sign of time.
+
+    Segments are numbered outward from the meeting point; with FORWARD_ONLY, back from the end.
+    """
+    length, _ = load_length(lengths_ptr, n, T)
+    middle = num_direction_steps(length, 0, FORWARD_ONLY)
+    first = tl.where(direction == 0, middle - 1 - i * SEGMENT, middle + 1 + i * SEGMENT)
+    num_steps = num_direction_steps(length, direction, FORWARD_ONLY) - i * SEGMENT
+    return first.to(tl.int64), tl.minimum(num_steps, SEGMENT), (2 * direction - 1).to(tl.int64)
+
+
+@triton.jit
+def program_segment(N, FORWARD_ONLY: tl.constexpr):
+    """Return the chain, the segment and the direction of a program."""
+    index = tl.program_id(0) // N
+    if FORWARD_ONLY:
+        return (tl.program_id(0) % N).to(tl.int64), index, index * 0
+    else:
+        return (tl.program_id(0) % N).to(tl.int64), index // 2, index % 2
+
+
+@triton.jit
+def chain_resident_segment_maps_kernel(
+    backpointers_ptr,  # [T, N, BLOCK_C] int16
+    lengths_ptr,  # [N] or None
+    has_tie_ptr,  # [N] int32: with FORWARD_ONLY, the chains that run
+    maps_ptr,  # [directions, segments, N, BLOCK_C] int16
+    T,
+    N,
+    segments,
+    FORWARD_ONLY: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Compose the backpointers of a segment to a map from its inner lanes to its outer lanes.
+
+    A partial segment is the last one of its direction and needs no map.
+    """
+    n, i, direction = program_segment(N, FORWARD_ONLY)
+    first, num_steps, sign = segment_range(lengths_ptr, n, T, direction, i, SEGMENT, FORWARD_ONLY)
+    if FORWARD_ONLY:
+        num_steps = tl.where(tl.load(has_tie_ptr + n) != 0, num_steps, 0)
+    lane = tl.arange(0, BLOCK_C)
+    if num_steps == SEGMENT:
+        backpointers_ptr += (first * N + n) * BLOCK_C
+        for _ in range(SEGMENT):
+            # Lanes without a path have arbitrary backpointers: the mask keeps them in the block.
+            lane = tl.load(backpointers_ptr + lane).to(tl.int32) & (BLOCK_C - 1)
+            backpointers_ptr += sign * N * BLOCK_C
+        tl.store(
+            maps_ptr + ((direction * segments + i) * N + n) * BLOCK_C + tl.arange(0, BLOCK_C),
+            lane.to(tl.int16),
+        )
+
+
+@triton.jit
+def best_middle_edge(
+    scores_ptr,
+    neighbors_ptr,
+    edges_ptr,
+    alpha_ptr,
+    beta_ptr,
+    K,
+    stride_c,
+    stride_k,
+    DEGREE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Find the best edge of the middle step.
+
+    Returns:
+        The best score of a path, the position of the edge in the table [DEGREE, BLOCK_C], and
+        whether another edge has the same score.
+    """
+    lane, maximum = tl.arange(0, BLOCK_C), tl.full([BLOCK_C], -float("inf"), tl.float64)
+    position, has_equal, beta = lane, tl.zeros([BLOCK_C], tl.int32), tl.load(beta_ptr + lane)
+    for k in tl.static_range(DEGREE):
+        neighbor = tl.load(neighbors_ptr + k * BLOCK_C + lane)
+        edge = tl.load(edges_ptr + k * BLOCK_C + lane)
+        score = tl.load(
+            scores_ptr + edge // K * stride_c + edge % K * stride_k,
+            mask=neighbor >= 0,
+            other=-float("inf"),
+        ).to(tl.float64)
+        term = tl.load(alpha_ptr + neighbor, mask=neighbor >= 0, other=-float("inf")) + score + beta
+        has_equal = tl.where(term > maximum, 0, has_equal | (term == maximum).to(tl.int32))
+        position = tl.where(term > maximum, k * BLOCK_C + lane, position)
+        maximum = tl.maximum(maximum, term)
+    best_score = tl.max(maximum, axis=0)
+    best_position = tl.min(tl.where(maximum == best_score, position, DEGREE * BLOCK_C), axis=0)
+    num_best = tl.sum(tl.where(maximum == best_score, 1 + has_equal, 0), axis=0)
+    return best_score, tl.minimum(best_position, DEGREE * BLOCK_C - 1), num_best > 1
+
+
+@triton.jit
+def chain_resident_middle_kernel(
+    scores_ptr,  # [T, N, C, K]
+    state_of_lane_ptr,  # [BLOCK_C] int32
+    neighbors_ptr,  # [2, DEGREE, BLOCK_C] int32
+    edges_ptr,  # [2, DEGREE, BLOCK_C] int32
+    lengths_ptr,  # [N] or None
+    middle_ptr,  # [2, N, BLOCK_C] fp64
+    maps_ptr,  # [2, segments, N, BLOCK_C] int16
+    has_tie_ptr,  # [N] int32
+    segment_start_ptr,  # [2, segments, N] int32
+    score_ptr,  # [N] fp64
+    path_states_ptr,  # [T + 1, N] int64
+    path_edges_ptr,  # [T, N] int64
+    segments,
+    T,
+    N,
+    K,
+    stride_t,
+    stride_n,
+    stride_c,
+    stride_k,
+    TRACE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    DEGREE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Compute the best score, the middle edge of the path, and the first lane of each segment.
+
+    The states and edges of a chain without a path are -1.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    length, invalid = load_length(lengths_ptr, n, T)
+    middle = (tl.maximum(length - 1, 0) // 2).to(tl.int64)
+    lane, direction_stride = tl.arange(0, BLOCK_C), tl.full([], N, tl.int64) * BLOCK_C
+    middle_ptr += n * BLOCK_C
+    log_weight = tl.load(middle_ptr + lane) + tl.load(middle_ptr + direction_stride + lane)
+    score = tl.max(log_weight, axis=0)
+    state = tl.min(
+        tl.where(log_weight == score, tl.load(state_of_lane_ptr + lane), BLOCK_C), axis=0
+    )
+    position, has_tie = tl.full([], 0, tl.int32), score != score
+    if length > 0:
+        step_ptr = scores_ptr + n * stride_n + middle * stride_t
+        score, position, has_tie = best_middle_edge(
+            step_ptr,
+            neighbors_ptr,
+            edges_ptr,
+            middle_ptr,
+            middle_ptr + direction_stride,
+            K,
+            stride_c,
+            stride_k,
+            DEGREE,
+            BLOCK_C,
+        )
+    score += invalid
+    tl.store(score_ptr + n, score)
+    if TRACE:
+        possible = score > -float("inf")
+        tl.store(has_tie_ptr + n, (possible & has_tie).to(tl.int32))
+        last_time = tl.where(possible, length, -1)
+        for t0 in range(0, T + 1, BLOCK_C):
+            t = (t0 + lane).to(tl.int64)
+            tl.store(
+                path_states_ptr + t * N + n,
+                tl.full([BLOCK_C], -1, tl.int64),
+                mask=(t > last_time) & (t <= T),
+            )
+            tl.store(
+                path_edges_ptr + t * N + n,
+                tl.full([BLOCK_C], -1, tl.int64),
+                mask=(t >= last_time) & (t < T),
+            )
+        if possible & (length == 0):
+            tl.store(path_states_ptr + n, state.to(tl.int64))
+        if length > 0:
+            neighbor = tl.load(neighbors_ptr + position)
+            if possible:
+                tl.store(
+                    path_states_ptr + middle * N + n,
+                    tl.load(state_of_lane_ptr + neighbor).to(tl.int64),
+                )
+                tl.store(
+                    path_states_ptr + (middle + 1) * N + n,
+                    tl.load(state_of_lane_ptr + position % BLOCK_C).to(tl.int64),
+                )
+                tl.store(
+                    path_edges_ptr + middle * N + n, tl.load(edges_ptr + position).to(tl.int64)
+                )
+            # Both directions run at once.
+            direction = tl.arange(0, 2)
+            start_lane = tl.where(
+                possible, tl.where(direction == 0, neighbor, position % BLOCK_C), -1
+            )
+            for i in range(segments):
+                tl.store(segment_start_ptr + (direction * segments + i) * N + n, start_lane)
+                map_ptr = maps_ptr + ((direction * segments + i).to(tl.int64) * N + n) * BLOCK_C
+                _, num_steps, _ = segment_range(lengths_ptr, n, T, direction, i, SEGMENT, False)
+                start_lane = tl.load(
+                    map_ptr + start_lane, mask=(start_lane >= 0) & (num_steps == SEGMENT), other=-1
+                ).to(tl.int32)
+
+
+@triton.jit
+def chain_resident_final_state_kernel(
+    state_of_lane_ptr,  # [BLOCK_C] int32
+    final_ptr,  # [N, C]
+    lengths_ptr,  # [N] or None
+    has_tie_ptr,  # [N] int32
+    alpha_ptr,  # [N, BLOCK_C] fp64
+    maps_ptr,  # [segments, N, BLOCK_C] int16
+    segment_start_ptr,  # [segments, N] int32
+    score_ptr,  # [N] fp64
+    path_states_ptr,  # [T + 1, N] int64
+    segments,
+    T,
+    N,
+    final_n,
+    final_c,
+    SEGMENT: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Find the lowest best final state of a marked chain, and the first lane of each segment."""
+    n = tl.program_id(0).to(tl.int64)
+    if tl.load(has_tie_ptr + n) != 0:
+        length, _ = load_length(lengths_ptr, n, T)
+        state = tl.load(state_of_lane_ptr + tl.arange(0, BLOCK_C))
+        value = tl.load(alpha_ptr + n * BLOCK_C + tl.arange(0, BLOCK_C))
+        value += tl.load(
+            final_ptr + n * final_n + state * final_c, mask=state >= 0, other=-float("inf")
+        ).to(tl.float64)
+        score = tl.max(value, axis=0)
+        best_state = tl.min(tl.where(value == score, state, BLOCK_C), axis=0)
+        tl.store(score_ptr + n, score)
+        tl.store(path_states_ptr + length.to(tl.int64) * N + n, best_state.to(tl.int64))
+        start_lane = tl.max(tl.where(state == best_state, tl.arange(0, BLOCK_C), 0), axis=0)
+        for i in range(segments):
+            tl.store(segment_start_ptr + i * N + n, start_lane)
+            num_steps = segment_range(lengths_ptr, n, T, 0 * start_lane, i, SEGMENT, True)[1]
+            map_ptr = maps_ptr + (tl.full([], i, tl.int64) * N + n) * BLOCK_C
+            start_lane = tl.load(
+                map_ptr + start_lane, mask=(start_lane >= 0) & (num_steps == SEGMENT), other=-1
+            ).to(tl.int32)
+
+
+@triton.jit
+def chain_resident_trace_kernel(
+    backpointers_ptr,  # [T, N, BLOCK_C] int16
+    state_of_lane_ptr,  # [BLOCK_C] int32
+    edges_ptr,  # [2, DEGREE, BLOCK_C] int32
+    lengths_ptr,  # [N] or None
+    segment_start_ptr,  # [2, segments, N] int32
+    has_tie_ptr,  # [N] int32
+    path_states_ptr,  # [T + 1, N] int64
+    path_edges_ptr,  # [T, N] int64
+    T,
+    N,
+    segments,
+    FORWARD_ONLY: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    DEGREE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Store the states and edges of a segment, and mark the chain if its path has a tie."""
+    n, i, direction = program_segment(N, FORWARD_ONLY)
+    first, num_steps, sign = segment_range(lengths_ptr, n, T, direction, i, SEGMENT, FORWARD_ONLY)
+    if FORWARD_ONLY:
+        num_steps = tl.where(tl.load(has_tie_ptr + n) != 0, num_steps, 0)
+    lane = tl.load(
+        segment_start_ptr + (direction * segments + i) * N + n, mask=num_steps > 0, other=-1
+    )
+    if lane >= 0:
+        step_index = tl.arange(0, SEGMENT)
+        lanes, backpointers = tl.zeros([SEGMENT], tl.int32), tl.zeros([SEGMENT], tl.int32)
+        # The only latency in this loop is the load of the next backpointer.
+        for j in range(num_steps):
+            backpointer = tl.load(
+                backpointers_ptr + ((first + j * sign) * N + n) * BLOCK_C + lane
+            ).to(tl.int32)
+            lanes = tl.where(step_index == j, lane, lanes)
+            backpointers = tl.where(step_index == j, backpointer, backpointers)
+            lane = backpointer & LANE_MASK
+        t, valid = first + step_index * sign, step_index < num_steps
+        edge = tl.load(
+            edges_ptr
+            + (direction * DEGREE + ((backpointers >> EDGE_SHIFT) & 15)) * BLOCK_C
+            + lanes,
+            mask=valid,
+        )
+        tl.store(path_edges_ptr + t * N + n, edge.to(tl.int64), mask=valid)
+        tl.store(
+            path_states_ptr + (t + direction) * N + n,
+            tl.load(state_of_lane_ptr + (backpointers & LANE_MASK), mask=valid).to(tl.int64),
+            mask=valid,
+        )
+        if not FORWARD_ONLY:
+            if tl.sum(backpointers & TIE_FLAG, axis=0) != 0:
+                tl.store(has_tie_ptr + n, 1)

@@ -1,0 +1,184 @@
+"""Log Z of sparse linear chains over small tables, with register-resident states.
+
+These kernels serve tables of at most 1,024 states with few edges into and out of each state, on
+NVIDIA GPUs. The algorithm is that of `forward_scan.py`: one program scans alpha up to the middle
+step, another scans beta down to the state after it, and `chain_resident_logz_kernel` joins both.
+The two directions run the same code, with the edge table of the direction and the sign of the
+time step.
+
+Each thread keeps one state, as a compensated pair in registers. States reach their neighbors
+through shared memory, by Gluon's gather (see `resident_steps.py`). The scores of a step are
+loaded in memory order, PREFETCH steps before their use, and a gather puts them in the order of
+the direction's edges.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ....primitives.gpu.math import LOG2E, log_exact
+from ....primitives.gpu.sync import unpack_pair
+from .resident_steps import (
+    gather_scores,
+    load_boundary_pair,
+    load_edge_table,
+    load_rows,
+    log_step,
+    score_offsets,
+)
+from .steps import load_length
+
+
+@gluon.jit
+def chain_resident_halves_kernel(
+    scores_ptr,  # [T, N, C, K]
+    state_of_lane_ptr,  # [BLOCK_C] int32
+    neighbors_ptr,  # [2, DEGREE, BLOCK_C] int32
+    edges_ptr,  # [2, DEGREE, BLOCK_C] int32
+    initial_ptr,  # [N, C]
+    final_ptr,  # [N, C]
+    lengths_ptr,  # [N] or None
+    saved_ptr,  # [T + 1, N, C] int64, or [2, N, C]
+    T,
+    N,
+    C,
+    K,
+    stride_t,
+    stride_n,
+    stride_c,
+    stride_k,
+    initial_n,
+    initial_c,
+    final_n,
+    final_c,
+    SAVE: gl.constexpr,
+    DEGREE: gl.constexpr,
+    PADDED_DEGREE: gl.constexpr,
+    REGULAR: gl.constexpr,
+    CONTIGUOUS: gl.constexpr,
+    VEC: gl.constexpr,
+    PREFETCH: gl.constexpr,
+    BLOCK_C: gl.constexpr,
+    BLOCK_E: gl.constexpr,
+):
+    """Scan alpha up to the meeting point, or beta down to the state after it."""
+    STATE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    ROW: gl.constexpr = gl.BlockedLayout([VEC], [32], [gl.num_warps()], [0])
+    n = (gl.program_id(0) // 2).to(gl.int64)
+    direction = gl.program_id(0) % 2
+    length, invalid = load_length(lengths_ptr, n, T)
+    middle = gl.maximum(length - 1, 0) // 2
+    sign = (1 - 2 * direction).to(gl.int64)
+    start = gl.where(direction == 0, 0, length).to(gl.int64)
+    num_steps = gl.where(direction == 0, middle, gl.maximum(length - 1 - middle, 0))
+    score_stride, state_stride = sign * stride_t, sign * N * C
+    scores_ptr += n * stride_n + (start - direction) * stride_t
+    c, e = gl.load(state_of_lane_ptr + gl.arange(0, BLOCK_C, STATE)), gl.arange(0, BLOCK_E, ROW)
+    neighbors, edges = load_edge_table(
+        neighbors_ptr,
+        edges_ptr,
+        direction,
+        PREFETCH,
+        BLOCK_C,
+        BLOCK_E,
+        PADDED_DEGREE,
+        DEGREE,
+        STATE,
+    )
+    offsets, valid = score_offsets(e, K, stride_c, stride_k, CONTIGUOUS), e < C * K
+    state = load_boundary_pair(initial_ptr + n * initial_n, c, initial_c, invalid)
+    if direction == 1:
+        state = load_boundary_pair(final_ptr + n * final_n, c, final_c, 0.0)
+    if SAVE:
+        saved_ptr += (start * N + n) * C
+        gl.store(saved_ptr + c, state, mask=(c >= 0) & ((direction == 0) | (length > 0)))
+    prefetched = load_rows(scores_ptr, offsets, valid, score_stride, num_steps, PREFETCH)
+    for i in range(0, num_steps, PREFETCH):
+        scores = gather_scores(
+            prefetched, edges, PREFETCH, PADDED_DEGREE, BLOCK_C, BLOCK_E, STATE, ROW
+        )
+        scores_ptr += PREFETCH * score_stride
+        prefetched = load_rows(
+            scores_ptr, offsets, valid, score_stride, num_steps - i - PREFETCH, PREFETCH
+        )
+        for u in gl.static_range(PREFETCH):
+            next_state, _, _ = log_step(
+                state, scores, neighbors, u, BLOCK_C, PADDED_DEGREE, DEGREE, REGULAR, STATE
+            )
+            state = gl.where(i + u < num_steps, next_state, state)
+            if SAVE:
+                saved_ptr += state_stride
+                gl.store(saved_ptr + c, state, mask=(c >= 0) & (i + u < num_steps))
+    if not SAVE:
+        gl.store(saved_ptr + (direction * N + n) * C + c, state, mask=c >= 0)
+
+
+@gluon.jit
+def chain_resident_logz_kernel(
+    scores_ptr,  # [T, N, C, K]
+    state_of_lane_ptr,  # [BLOCK_C] int32
+    neighbors_ptr,  # [2, DEGREE, BLOCK_C] int32
+    edges_ptr,  # [2, DEGREE, BLOCK_C] int32
+    initial_ptr,  # [N, C]
+    final_ptr,  # [N, C]
+    lengths_ptr,  # [N] or None
+    saved_ptr,  # [T + 1, N, C] int64, or [2, N, C]
+    logz_ptr,  # [N] fp64
+    T,
+    N,
+    C,
+    K,
+    stride_t,
+    stride_n,
+    stride_c,
+    stride_k,
+    initial_n,
+    initial_c,
+    final_n,
+    final_c,
+    SAVE: gl.constexpr,
+    DEGREE: gl.constexpr,
+    PADDED_DEGREE: gl.constexpr,
+    REGULAR: gl.constexpr,
+    CONTIGUOUS: gl.constexpr,
+    VEC: gl.constexpr,
+    BLOCK_C: gl.constexpr,
+    BLOCK_E: gl.constexpr,
+):
+    """Compute log Z of a chain from alpha before its middle step and beta after it."""
+    STATE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    ROW: gl.constexpr = gl.BlockedLayout([VEC], [32], [gl.num_warps()], [0])
+    n = gl.program_id(0).to(gl.int64)
+    length, invalid = load_length(lengths_ptr, n, T)
+    middle = (gl.maximum(length - 1, 0) // 2).to(gl.int64)
+    c, e = gl.load(state_of_lane_ptr + gl.arange(0, BLOCK_C, STATE)), gl.arange(0, BLOCK_E, ROW)
+    alpha = load_boundary_pair(initial_ptr + n * initial_n, c, initial_c, invalid)
+    beta = load_boundary_pair(final_ptr + n * final_n, c, final_c, 0.0)
+    if length > 0:
+        neighbors, edges = load_edge_table(
+            neighbors_ptr, edges_ptr, 0, 1, BLOCK_C, BLOCK_E, PADDED_DEGREE, DEGREE, STATE
+        )
+        step_ptr = scores_ptr + n * stride_n + middle * stride_t
+        state_stride = gl.load(
+            step_ptr + score_offsets(e, K, stride_c, stride_k, CONTIGUOUS),
+            mask=e < C * K,
+            other=0.0,
+        )
+        scores = gather_scores(
+            (state_stride,), edges, 1, PADDED_DEGREE, BLOCK_C, BLOCK_E, STATE, ROW
+        )
+        saved_ptr += (middle * N * SAVE + n) * C
+        middle_alpha = gl.load(saved_ptr + c, mask=c >= 0, other=0)
+        alpha, _, _ = log_step(
+            middle_alpha, scores, neighbors, 0, BLOCK_C, PADDED_DEGREE, DEGREE, REGULAR, STATE
+        )
+        beta = gl.load(saved_ptr + (n * 0 + N) * C + c, mask=c >= 0, other=0)
+    alpha_high, alpha_low = unpack_pair(alpha)
+    beta_high, beta_low = unpack_pair(beta)
+    value = (alpha_high.to(gl.float64) + alpha_low.to(gl.float64)) + (
+        beta_high.to(gl.float64) + beta_low.to(gl.float64)
+    )
+    value = gl.where(c >= 0, value, -float("inf"))
+    greatest = gl.max(value, axis=0)
+    shift = gl.where(greatest == -float("inf"), 0.0, greatest)
+    total = gl.sum(gl.exp2((value - shift).to(gl.float32) * LOG2E), axis=0)
+    gl.store(logz_ptr + n, shift + log_exact(total).to(gl.float64) + invalid)

@@ -1,0 +1,276 @@
+"""One step of a register-resident scan in Gluon: compensated pairs, gathers in shared memory.
+
+Each thread keeps one state, as a compensated pair of fp32 numbers (high, low) with the value high
++ low: about 48 bits, at a fraction of the cost of fp64. A pair is packed into one 64-bit word, so
+that one gather through shared memory brings both parts.
+
+A lane is a position in the block of states. `DirectedEdges` lists, for the direction of a scan, the
+neighbors that each lane reads and the edges to them. A step
+
+1. gathers the states of the neighbors and the scores of the edges,
+2. adds them as pairs: `two_sum` gives the rounded sum and its rounding error,
+3. reduces the terms of each lane to maximum + log(1 + rest), where `rest` is the sum of the
+   exponentials of all terms except the greatest.
+
+Sources: Knuth, The Art of Computer Programming, volume 2, section 4.2.2 (two_sum); Dekker, A
+floating-point technique for extending the available precision, 1971 (compensated pairs).
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ....primitives.gpu.math import LOG2E, log1p_pair
+from ....primitives.gpu.sync import unpack_pair
+
+
+@gluon.jit
+def two_sum(a, b):
+    """Return a + b rounded, and the rounding error; NaN as the error of an infinite sum."""
+    total = a + b
+    rounded_b = total - a
+    return total, (a - (total - rounded_b)) + (b - rounded_b)
+
+
+@gluon.jit
+def zero_if_infinite(low, high):
+    """Return the low part of a pair, 0 where the high part is infinite."""
+    return gl.where(gl.abs(high) < float("inf"), low, 0.0)
+
+
+@gluon.jit
+def pack_compensated(high, low):
+    """Pack a pair of fp32 numbers into one 64-bit word."""
+    return (high.to(gl.int32, bitcast=True).to(gl.int64) << 32) | (
+        low.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF
+    )
+
+
+@gluon.jit
+def subtract_pair(state, high, low):
+    """Subtract the pair (high, low) from a packed state, and return a pair."""
+    state_high, state_low = unpack_pair(state)
+    difference, error = two_sum(state_high, -high)
+    return difference, zero_if_infinite(error + (state_low - low), difference)
+
+
+@gluon.jit
+def split_blocks(x, BLOCK: gl.constexpr, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Split `[PARTS * BLOCK]` into PARTS tensors `[BLOCK]`.
+
+    Nothing moves between threads: a thread owns the same position of each part.
+    """
+    if PARTS == 1:
+        return (x,)
+    else:
+        half: gl.constexpr = PARTS // 2 * BLOCK
+        a, b = gl.split(gl.permute(gl.reshape(x, [2, half]), (1, 0)))
+        a, b = gl.convert_layout(a, LAYOUT), gl.convert_layout(b, LAYOUT)
+        return split_blocks(a, BLOCK, PARTS // 2, LAYOUT) + split_blocks(
+            b, BLOCK, PARTS // 2, LAYOUT
+        )
+
+
+@gluon.jit
+def concat_blocks(xs, BLOCK: gl.constexpr, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Concatenate PARTS tensors `[BLOCK]` to `[PARTS * BLOCK]`, the inverse of `split_blocks`."""
+    if PARTS == 1:
+        return xs[0]
+    else:
+        a = concat_blocks(xs[: PARTS // 2], BLOCK, PARTS // 2, LAYOUT)
+        b = concat_blocks(xs[PARTS // 2 :], BLOCK, PARTS // 2, LAYOUT)
+        return gl.convert_layout(
+            gl.reshape(gl.permute(gl.join(a, b), (1, 0)), [PARTS * BLOCK]), LAYOUT
+        )
+
+
+@gluon.jit
+def tile_index(index, size, STEPS: gl.constexpr, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+    """Tile an index over STEPS consecutive blocks of `size` elements, and concatenate the tiles.
+
+    Tile u is index + u * size.
+    """
+    tiles = ()
+    for u in gl.static_range(STEPS):
+        tiles = tiles + (index + u * size,)
+    return concat_blocks(tiles, BLOCK, STEPS, LAYOUT)
+
+
+@gluon.jit
+def load_edge_table(
+    neighbors_ptr,
+    edges_ptr,
+    direction,
+    STEPS: gl.constexpr,
+    BLOCK: gl.constexpr,
+    ROW_BLOCK: gl.constexpr,
+    PADDED_DEGREE: gl.constexpr,
+    DEGREE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Load the edges that a direction takes into each lane, `[PADDED_DEGREE * BLOCK]`.
+
+    Returns:
+        The lanes of the neighbors (-1 for no edge), and the positions of the edges' scores in STEPS
+        consecutive rows of ROW_BLOCK scores.
+    """
+    flat = gl.arange(0, PADDED_DEGREE * BLOCK, LAYOUT)
+    offset, valid = direction * (DEGREE * BLOCK) + flat, flat < DEGREE * BLOCK
+    neighbors = gl.load(neighbors_ptr + offset, mask=valid, other=-1)
+    edges = gl.load(edges_ptr + offset, mask=valid, other=0)
+    return neighbors, tile_index(edges, ROW_BLOCK, STEPS, PADDED_DEGREE * BLOCK, LAYOUT)
+
+
+@gluon.jit
+def score_offsets(edge, K, stride_c, stride_k, CONTIGUOUS: gl.constexpr):
+    """Return the offsets of the scores of edges within a step."""
+    if CONTIGUOUS:
+        return edge
+    else:
+        return edge // K * stride_c + edge % K * stride_k
+
+
+@gluon.jit
+def load_rows(step_ptr, offsets, valid, stride, remaining, PREFETCH: gl.constexpr):
+    """Load the scores, or the states, of PREFETCH steps in memory order, `stride` apart.
+
+    Only the first `remaining` steps are loaded.
+    """
+    rows = ()
+    for u in gl.static_range(PREFETCH):
+        rows = rows + (
+            gl.load(step_ptr + u * stride + offsets, mask=valid & (u < remaining), other=0),
+        )
+    return rows
+
+
+@gluon.jit
+def gather_scores(
+    rows,
+    edges,
+    STEPS: gl.constexpr,
+    PADDED_DEGREE: gl.constexpr,
+    BLOCK: gl.constexpr,
+    ROW_BLOCK: gl.constexpr,
+    STATE: gl.constexpr,
+    ROW: gl.constexpr,
+):
+    """Gather the scores of STEPS steps in the order of the direction's edges.
+
+    Returns STEPS * PADDED_DEGREE tensors: for each step, one for each edge of a lane.
+    """
+    return split_blocks(
+        gl.gather(concat_blocks(rows, ROW_BLOCK, STEPS, ROW), edges, 0),
+        BLOCK,
+        STEPS * PADDED_DEGREE,
+        STATE,
+    )
+
+
+@gluon.jit
+def tree_max(values, TERMS: gl.constexpr):
+    """Return the greatest of some tensors, or NaN where one is NaN.
+
+    A tree has a shorter chain of dependent operations than a loop.
+    """
+    if TERMS == 1:
+        return values[0]
+    else:
+        half: gl.constexpr = TERMS // 2
+        return gl.maximum(
+            tree_max(values[:half], half),
+            tree_max(values[half:], TERMS - half),
+            propagate_nan=tl.PropagateNan.ALL,
+        )
+
+
+@gluon.jit
+def tree_sum(values, TERMS: gl.constexpr):
+    """Return the sum of some tensors, by a tree."""
+    if TERMS == 1:
+        return values[0]
+    else:
+        half: gl.constexpr = TERMS // 2
+        return tree_sum(values[:half], half) + tree_sum(values[half:], TERMS - half)
+
+
+@gluon.jit
+def log_step(
+    state,
+    scores,
+    neighbors,
+    u: gl.constexpr,
+    BLOCK: gl.constexpr,
+    PADDED_DEGREE: gl.constexpr,
+    DEGREE: gl.constexpr,
+    REGULAR: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Compute the states after a step under Log.
+
+    The sum omits the greatest term, and the logarithm is log(1 + rest) as a pair: if one term
+    outweighs the others, a sum rounded to fp32 would lose the others at each step.
+
+    Returns:
+        The packed states, the exponentials of the terms minus the greatest, and 1 / (1 + rest).
+    """
+    neighbor_states = split_blocks(
+        gl.gather(state, gl.maximum(neighbors, 0), 0), BLOCK, PADDED_DEGREE, LAYOUT
+    )
+    neighbor_lanes = split_blocks(neighbors, BLOCK, PADDED_DEGREE, LAYOUT)
+    highs, lows, differences, exponentials = (), (), (), ()
+    for k in gl.static_range(DEGREE):
+        high, low = unpack_pair(neighbor_states[k])
+        high, error = two_sum(high, scores[u * PADDED_DEGREE + k].to(gl.float32))
+        if not REGULAR:
+            high = gl.where(neighbor_lanes[k] >= 0, high, -float("inf"))
+        highs, lows = highs + (high,), lows + (low + error,)
+    maximum = tree_max(highs, DEGREE)
+    maximum_low = gl.full([BLOCK], 0.0, gl.float32, LAYOUT)
+    for k in gl.static_range(DEGREE):
+        differences = differences + (highs[k] - maximum,)
+        maximum_low = gl.where(differences[k] == 0.0, lows[k], maximum_low)
+    smaller, ones = (), ()
+    for k in gl.static_range(DEGREE):
+        # A term of -inf gives NaN here; the maximum of NaN and a number is the number.
+        difference = gl.maximum(differences[k] + (lows[k] - maximum_low), -150.0)
+        e = gl.exp2(difference * LOG2E)
+        one = gl.where(differences[k] == 0.0, 1.0, 0.0)
+        exponentials = exponentials + (e,)
+        smaller, ones = smaller + (e - one,), ones + (one,)
+    rest = gl.maximum(tree_sum(smaller, DEGREE) + (tree_sum(ones, DEGREE) - 1.0), 0.0)
+    log, log_low = log1p_pair(rest)
+    rounded, error = two_sum(maximum, log)
+    low = zero_if_infinite(maximum_low + (error + log_low), rounded)
+    # Renormalize the pair: otherwise the low part would grow from step to step.
+    high = rounded + low
+    return (
+        pack_compensated(high, zero_if_infinite(low - (high - rounded), high)),
+        exponentials,
+        1.0 / (1.0 + rest),
+    )
+
+
+@gluon.jit
+def split_fp64(value):
+    """Split an fp64 number into a pair of fp32 numbers."""
+    high = value.to(gl.float32)
+    return high, zero_if_infinite((value - high.to(gl.float64)).to(gl.float32), high)
+
+
+@gluon.jit
+def load_boundary_pair(boundary_ptr, c, stride_c, invalid):
+    """Load initial or final scores plus `invalid` as packed states."""
+    high, low = split_fp64(
+        gl.load(boundary_ptr + c * stride_c, mask=c >= 0, other=-float("inf")).to(gl.float64)
+        + invalid
+    )
+    return pack_compensated(high, low)
+
+
+@gluon.jit
+def state_posterior(state, opposite, high, low):
+    """Return exp(alpha + beta - log Z) of packed alpha, packed beta and the pair log Z."""
+    alpha, alpha_low = unpack_pair(state)
+    beta, beta_low = subtract_pair(opposite, high, low)
+    return gl.exp2(((alpha + beta) + (alpha_low + beta_low)) * LOG2E)

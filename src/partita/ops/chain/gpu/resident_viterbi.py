@@ -1,0 +1,185 @@
+"""The Viterbi scan over small tables, with register-resident states and backpointers.
+
+Under Max, alpha runs up and beta runs down at the same time. Both store backpointers that lead
+outward from the meeting point, and `resident_path.py` follows them.
+
+Ties have a promised order: the lowest best final state, then the lowest edge into each state on
+the way back. Beta breaks ties in another order. So a backpointer also says whether its edge has
+an equal. A chain whose best path has a tie is marked and runs again FORWARD_ONLY: alpha takes all
+steps, and the first of equal edges is the promised one.
+
+A backpointer is an int16: the lane of the state at the other end of the best edge (bits 0 to 9),
+the index of the edge among the edges of its lane (bits 10 to 13), and the tie flag (bit 14).
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .resident_steps import gather_scores, load_edge_table, load_rows, score_offsets, split_blocks
+from .steps import load_length
+
+LANE_MASK = tl.constexpr(1023)
+EDGE_SHIFT = tl.constexpr(10)
+TIE_FLAG = tl.constexpr(1 << 14)
+
+
+@gluon.jit
+def max_step(
+    value,
+    scores,
+    neighbors,
+    u: gl.constexpr,
+    BLOCK: gl.constexpr,
+    PADDED_DEGREE: gl.constexpr,
+    DEGREE: gl.constexpr,
+    REGULAR: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Compute the states after a step under Max, fp64, and their backpointers."""
+    neighbor_values = split_blocks(
+        gl.gather(value, gl.maximum(neighbors, 0), 0), BLOCK, PADDED_DEGREE, LAYOUT
+    )
+    neighbor_lanes = split_blocks(neighbors, BLOCK, PADDED_DEGREE, LAYOUT)
+    values, pointers = (), ()
+    for k in gl.static_range(DEGREE):
+        term = neighbor_values[k] + scores[u * PADDED_DEGREE + k].to(gl.float64)
+        values = values + (
+            term if REGULAR else gl.where(neighbor_lanes[k] >= 0, term, -float("inf")),
+        )
+        pointers = pointers + (neighbor_lanes[k] | (k << EDGE_SHIFT),)
+    return first_argmax(values, pointers, DEGREE)
+
+
+@gluon.jit
+def first_argmax(values, pointers, TERMS: gl.constexpr):
+    """Return the first of the greatest values and its backpointer.
+
+    The backpointer has the tie flag if several values are the greatest.
+    """
+    if TERMS == 1:
+        return values[0], pointers[0]
+    else:
+        half: gl.constexpr = TERMS // 2
+        a, first = first_argmax(values[:half], pointers[:half], half)
+        b, second = first_argmax(values[half:], pointers[half:], TERMS - half)
+        return gl.where(b > a, b, a), gl.where(
+            b > a, second, gl.where(a == b, first | TIE_FLAG, first)
+        )
+
+
+@triton.jit
+def num_direction_steps(length, direction, FORWARD_ONLY: tl.constexpr):
+    """Return how many steps a direction takes up to, or down to, the meeting point.
+
+    With FORWARD_ONLY, alpha takes all steps.
+    """
+    middle = tl.maximum(length - 1, 0) // 2
+    if FORWARD_ONLY:
+        return length
+    else:
+        return tl.where(direction == 0, middle, tl.maximum(length - 1 - middle, 0))
+
+
+@gluon.jit
+def load_boundary(boundary_ptr, c, stride_c, invalid):
+    """Load initial or final scores plus `invalid` as the first states of a scan."""
+    return (
+        gl.load(boundary_ptr + c * stride_c, mask=c >= 0, other=-float("inf")).to(gl.float64)
+        + invalid
+    )
+
+
+@gluon.jit
+def chain_resident_viterbi_kernel(
+    scores_ptr,  # [T, N, C, K]
+    state_of_lane_ptr,  # [BLOCK_C] int32
+    neighbors_ptr,  # [2, DEGREE, BLOCK_C] int32
+    edges_ptr,  # [2, DEGREE, BLOCK_C] int32
+    initial_ptr,  # [N, C]
+    final_ptr,  # [N, C]
+    lengths_ptr,  # [N] or None
+    has_tie_ptr,  # [N] int32: with FORWARD_ONLY, the chains that run
+    middle_ptr,  # [2, N, BLOCK_C] fp64
+    backpointers_ptr,  # [T, N, BLOCK_C] int16
+    T,
+    N,
+    C,
+    K,
+    stride_t,
+    stride_n,
+    stride_c,
+    stride_k,
+    initial_n,
+    initial_c,
+    final_n,
+    final_c,
+    TRACE: gl.constexpr,
+    FORWARD_ONLY: gl.constexpr,
+    DEGREE: gl.constexpr,
+    PADDED_DEGREE: gl.constexpr,
+    REGULAR: gl.constexpr,
+    CONTIGUOUS: gl.constexpr,
+    VEC: gl.constexpr,
+    PREFETCH: gl.constexpr,
+    BLOCK_C: gl.constexpr,
+    BLOCK_E: gl.constexpr,
+):
+    """Scan alpha or beta to the meeting point under Max and store backpointers.
+
+    With FORWARD_ONLY, scan alpha to the end, in marked chains.
+    """
+    STATE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    ROW: gl.constexpr = gl.BlockedLayout([VEC], [32], [gl.num_warps()], [0])
+    n = (gl.program_id(0) if FORWARD_ONLY else gl.program_id(0) // 2).to(gl.int64)
+    direction = gl.program_id(0) * 0 if FORWARD_ONLY else gl.program_id(0) % 2
+    length, invalid = load_length(lengths_ptr, n, T)
+    num_steps = num_direction_steps(length, direction, FORWARD_ONLY)
+    if FORWARD_ONLY:
+        num_steps = gl.where(gl.load(has_tie_ptr + n) != 0, num_steps, 0)
+    sign = (1 - 2 * direction).to(gl.int64)
+    start = gl.where(direction == 0, 0, length).to(gl.int64)
+    score_stride, state_stride = sign * stride_t, sign * N * BLOCK_C
+    scores_ptr += n * stride_n + (start - direction) * stride_t
+    backpointers_ptr += ((start - direction) * N + n) * BLOCK_C
+    lane, e = gl.arange(0, BLOCK_C, STATE), gl.arange(0, BLOCK_E, ROW)
+    c = gl.load(state_of_lane_ptr + lane)
+    neighbors, edges = load_edge_table(
+        neighbors_ptr,
+        edges_ptr,
+        direction,
+        PREFETCH,
+        BLOCK_C,
+        BLOCK_E,
+        PADDED_DEGREE,
+        DEGREE,
+        STATE,
+    )
+    offsets, valid = score_offsets(e, K, stride_c, stride_k, CONTIGUOUS), e < C * K
+    value = load_boundary(initial_ptr + n * initial_n, c, initial_c, invalid)
+    if not FORWARD_ONLY:
+        if direction == 1:
+            value = load_boundary(final_ptr + n * final_n, c, final_c, 0.0)
+    prefetched = load_rows(scores_ptr, offsets, valid, score_stride, num_steps, PREFETCH)
+    for i in range(0, num_steps, PREFETCH):
+        scores = gather_scores(
+            prefetched, edges, PREFETCH, PADDED_DEGREE, BLOCK_C, BLOCK_E, STATE, ROW
+        )
+        scores_ptr += PREFETCH * score_stride
+        prefetched = load_rows(
+            scores_ptr, offsets, valid, score_stride, num_steps - i - PREFETCH, PREFETCH
+        )
+        for u in gl.static_range(PREFETCH):
+            next_value, backpointer = max_step(
+                value, scores, neighbors, u, BLOCK_C, PADDED_DEGREE, DEGREE, REGULAR, STATE
+            )
+            value = gl.where(i + u < num_steps, next_value, value)
+            if TRACE:
+                gl.store(
+                    backpointers_ptr + lane,
+                    backpointer.to(gl.int16),
+                    mask=(c >= 0) & (i + u < num_steps),
+                )
+                backpointers_ptr += state_stride
+    gl.store(middle_ptr + (direction * N + n) * BLOCK_C + lane, value)

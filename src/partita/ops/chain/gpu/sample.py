@@ -1,0 +1,204 @@
+"""Samples of paths from the posterior of chains: forward filtering, backward sampling.
+
+The kernel gets alpha under Log. It draws the final state in proportion to exp(alpha[length, c] +
+final[c]). Then, from the last step to the first, it draws the edge into the state c in proportion
+to exp(alpha[t, source[c, k]] + scores[t, c, k]). The index drawn is the number of cumulative
+weights that do not exceed uniform * total. One program draws BLOCK_S paths of one chain.
+
+Source: Carter and Kohn, On Gibbs sampling for state space models, 1994.
+"""
+
+import triton
+import triton.language as tl
+
+from .steps import load_length
+
+
+@triton.jit
+def edge_terms(alpha_ptr, score_ptr, source_ptr, state, k, K, stride_c, stride_k):
+    """Return alpha + score of the k-th edges into the states, [BLOCK_S, BLOCK_K]."""
+    source = tl.load(source_ptr + state[:, None] * K + k[None, :], mask=k[None, :] < K, other=-1)
+    scores = tl.load(
+        score_ptr + state[:, None].to(tl.int64) * stride_c + k[None, :].to(tl.int64) * stride_k,
+        mask=source >= 0,
+        other=0.0,
+    )
+    return tl.load(alpha_ptr + source, mask=source >= 0, other=-float("inf")) + scores.to(
+        tl.float64
+    )
+
+
+@triton.jit
+def final_state_terms(alpha_ptr, final_ptr, c, C, final_c):
+    """Return alpha + final of the states c at the length, [1, BLOCK_K]."""
+    value = tl.load(alpha_ptr + c, mask=c < C, other=-float("inf"))
+    value += tl.load(final_ptr + c * final_c, mask=c < C, other=0.0).to(tl.float64)
+    return tl.where(c < C, value, -float("inf"))[None, :]
+
+
+@triton.jit
+def shifted_weights(terms, maximum):
+    """Return exp(terms - maximum); zeros where the maximum is -inf."""
+    return tl.exp(terms - tl.where(maximum == -float("inf"), 0.0, maximum)[:, None])
+
+
+@triton.jit
+def count_passed(weights, cumulative, threshold, k0):
+    """Count how many weights of a block a draw passes.
+
+    Returns:
+        The count, the index of the last positive weight (-1 if there is none), and the cumulative
+        weight after the block.
+    """
+    total = cumulative[:, None] + tl.cumsum(weights, axis=1)
+    lane = tl.arange(0, weights.shape[1])[None, :]
+    passed = tl.sum((total <= threshold[:, None]).to(tl.int32), axis=1)
+    return (
+        passed,
+        tl.max(tl.where(weights > 0.0, k0 + lane, -1), axis=1),
+        cumulative + tl.sum(weights, axis=1),
+    )
+
+
+@triton.jit
+def chain_sample_kernel(
+    scores_ptr,  # [T, N, C, K]
+    source_ptr,  # [C, K] int32
+    final_ptr,  # [N, C]
+    lengths_ptr,  # [N] or None
+    alpha_ptr,  # [T + 1, N, C] fp64
+    uniforms_ptr,  # [T + 1, samples, N] fp64
+    path_states_ptr,  # [samples, T + 1, N] int64
+    path_edges_ptr,  # [samples, T, N] int64
+    samples,
+    T,
+    N,
+    C,
+    K,
+    stride_t,
+    stride_n,
+    stride_c,
+    stride_k,
+    final_n,
+    final_c,
+    BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Draw final states, then edges back to the first step."""
+    n = (tl.program_id(0) % N).to(tl.int64)
+    sample = tl.program_id(0) // N * BLOCK_S + tl.arange(0, BLOCK_S)
+    valid = sample < samples
+    length, invalid = load_length(lengths_ptr, n, T)
+    row_stride, lane = tl.full([], N, tl.int64) * C, tl.arange(0, BLOCK_K)
+    alpha_ptr += n * C
+    scores_ptr += n * stride_n
+    final_ptr += n * final_n
+    uniforms_ptr += sample.to(tl.int64) * N + n
+    path_states_ptr += sample.to(tl.int64) * (T + 1) * N + n
+    path_edges_ptr += sample.to(tl.int64) * T * N + n
+    zeros = tl.zeros([BLOCK_S], tl.float64)
+    maximum, total, cumulative = zeros - float("inf"), zeros, zeros
+    for c0 in range(0, C, BLOCK_K):
+        maximum = tl.maximum(
+            maximum,
+            tl.max(
+                final_state_terms(
+                    alpha_ptr + length * row_stride, final_ptr, c0 + lane, C, final_c
+                ),
+                axis=1,
+            ),
+        )
+    for c0 in range(0, C, BLOCK_K):
+        total += tl.sum(
+            shifted_weights(
+                final_state_terms(
+                    alpha_ptr + length * row_stride, final_ptr, c0 + lane, C, final_c
+                ),
+                maximum,
+            ),
+            axis=1,
+        )
+    state, last_positive = tl.zeros([BLOCK_S], tl.int32), tl.zeros([BLOCK_S], tl.int32)
+    threshold = (
+        tl.load(uniforms_ptr + tl.full([], T, tl.int64) * samples * N, mask=valid, other=0.0)
+        * total
+    )
+    for c0 in range(0, C, BLOCK_K):
+        weights = shifted_weights(
+            final_state_terms(alpha_ptr + length * row_stride, final_ptr, c0 + lane, C, final_c),
+            maximum,
+        )
+        passed, block_last, cumulative = count_passed(weights, cumulative, threshold, c0)
+        state, last_positive = state + passed, tl.maximum(last_positive, block_last)
+    # If uniform * total rounds up to the total, the draw passes the last positive weight.
+    state = tl.minimum(state, last_positive)
+    possible = (maximum > -float("inf")) & (total + invalid == total)
+    for i in range(0, T + 1):
+        t = tl.full([], T - i, tl.int64)
+        on_path = possible & (t <= length)
+        tl.store(path_states_ptr + t * N, tl.where(on_path, state, -1).to(tl.int64), mask=valid)
+        if t > 0:
+            slot = tl.zeros([BLOCK_S], tl.int32)
+            if t <= length:
+                slot = sample_edge(
+                    alpha_ptr + (t - 1) * row_stride,
+                    scores_ptr + (t - 1) * stride_t,
+                    source_ptr,
+                    state,
+                    tl.load(uniforms_ptr + (t - 1) * samples * N, mask=valid, other=0.0),
+                    K,
+                    stride_c,
+                    stride_k,
+                    BLOCK_K,
+                )
+            edge = state * K + slot
+            tl.store(
+                path_edges_ptr + (t - 1) * N, tl.where(on_path, edge, -1).to(tl.int64), mask=valid
+            )
+            state = tl.where(on_path, tl.load(source_ptr + edge, mask=on_path, other=0), state)
+
+
+@triton.jit
+def sample_edge(
+    alpha_ptr,
+    score_ptr,
+    source_ptr,
+    state,
+    uniform,
+    K,
+    stride_c,
+    stride_k,
+    BLOCK_K: tl.constexpr,
+):
+    """Draw one of the edges into each state, [BLOCK_S]."""
+    zeros, lane = tl.zeros(state.shape, tl.float64), tl.arange(0, BLOCK_K)
+    maximum, total, cumulative = zeros - float("inf"), zeros, zeros
+    for k0 in range(0, K, BLOCK_K):
+        maximum = tl.maximum(
+            maximum,
+            tl.max(
+                edge_terms(
+                    alpha_ptr, score_ptr, source_ptr, state, k0 + lane, K, stride_c, stride_k
+                ),
+                axis=1,
+            ),
+        )
+    for k0 in range(0, K, BLOCK_K):
+        total += tl.sum(
+            shifted_weights(
+                edge_terms(
+                    alpha_ptr, score_ptr, source_ptr, state, k0 + lane, K, stride_c, stride_k
+                ),
+                maximum,
+            ),
+            axis=1,
+        )
+    slot, last_positive = tl.zeros(state.shape, tl.int32), tl.zeros(state.shape, tl.int32)
+    for k0 in range(0, K, BLOCK_K):
+        weights = shifted_weights(
+            edge_terms(alpha_ptr, score_ptr, source_ptr, state, k0 + lane, K, stride_c, stride_k),
+            maximum,
+        )
+        passed, block_last, cumulative = count_passed(weights, cumulative, uniform * total, k0)
+        slot, last_positive = slot + passed, tl.maximum(last_positive, block_last)
+    return tl.minimum(slot, last_positive)
