@@ -1,9 +1,9 @@
 """CTC's best alignment: a Viterbi scan in fp64, its backtrace, and the labels on the path.
 
-The Viterbi scan goes through all steps, forward, with one chunk of 32 target positions per program;
-each chunk hands the score of its last label to the next chunk. For each step it stores by how many
-states the best path to a blank or a label came: 0, 1 or 2. The backtrace follows these pointers from
-the last step to the first, and the last kernel reads class, token and log-probability of each step.
+The Viterbi scan goes forward through all steps, with one chunk of 32 target positions per program.
+Each chunk hands the score of its last label to the next chunk. For each blank and label, a pointer
+says how many states back the best path comes from: 0, 1 or 2. The backtrace follows these pointers
+from the last step to the first. The last kernel reads each step's class, token and log-probability.
 """
 
 import triton
@@ -39,7 +39,7 @@ def ctc_viterbi_kernel(
     offsets_ptr,  # [N]
     input_lengths_ptr,  # [N]
     target_lengths_ptr,  # [N]
-    pointers_ptr,  # [N, num_chunks, num_blocks, 32] int32: of 8 steps, 2 bits each for blank and label
+    pointers_ptr,  # [N, num_chunks, num_blocks, 32] int32: 8 steps, 2 bits each for blank, label
     ends_ptr,  # [N, 2] fp64
     carries_ptr,  # [num_chunks, N, num_blocks * 8] int64, zero
     flags_ptr,  # [N] int64, zero

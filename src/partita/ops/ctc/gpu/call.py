@@ -1,4 +1,4 @@
-"""What the launches of one call of CTC share, and the launches that loss, gradient and alignment use."""
+"""One call of CTC: what its launches share, and the launches of its scans."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def launch_normalize(
 
 
 class CTCCall(NamedTuple):
-    """What the launches of one call share.
+    """The values that the launches of one call share.
 
     Fields:
         call_id: the number that stands for everything that decides how they compile.
@@ -157,7 +157,7 @@ class CTCCall(NamedTuple):
 
     @property
     def fp64_runs(self) -> tuple[bool, ...]:
-        """Whether states are in fp64, for each run of a scan.
+        """The runs of a scan: for each, whether its states are in fp64.
 
         A second run in fp64 serves the sequences that the first one flagged NEEDS_FP64.
         """
@@ -267,7 +267,7 @@ class CTCCall(NamedTuple):
         )
 
     def posterior_zeros(self, filled: bool = True) -> Tensor:
-        """Return a counter and carries for the posterior scan, zeroed unless a kernel zeroes them."""
+        """Return a counter and carries for the posterior scan, zeroed if `filled`."""
         words = 2 + (self.workspace.carries.shape[0] if self.plan.num_chunks > 1 else 0)
         make = torch.zeros if filled else torch.empty
         return make(words, dtype=torch.int64, device=self.logits.device)

@@ -1,11 +1,11 @@
 """CTC's first scan: α over the first half of the steps and β over the second half.
 
 The two directions are separate programs and meet at the middle, which halves the number of
-dependent steps. Each program scans one chunk of 32 target positions (see `lattice.py`). The scan of
-α goes from the first chunk to the last and hands each label at the end of a chunk to the next chunk;
-the scan of β goes from the last chunk to the first. With SAVE, the states before each eighth step are
-saved for the posterior scan. The states at the middle are always saved, after those of the blocks;
-the partition function and the posteriors start from them.
+dependent steps. Each program scans one chunk of 32 target positions (see `lattice.py`). At each
+step, α hands the state of a chunk's last label to the next chunk, and β hands what enters the last
+label of the previous chunk; the receiver runs a block of steps behind the sender. With SAVE, the
+states before each eighth step are saved for the posterior scan. The states at the middle are always
+saved, after those of the blocks; the partition function and the posteriors start from them.
 """
 
 import triton
@@ -161,7 +161,7 @@ def ctc_forward_scan_kernel(
             FP64,
         )
         if direction == 0:
-            state, overflow = scan_half(
+            end_state, overflow = scan_half(
                 source,
                 half_steps(length * 0, middle, stride_t, True, BLOCK_T),
                 lattice.can_skip,
@@ -176,7 +176,7 @@ def ctc_forward_scan_kernel(
                 TABLE_WIDTH,
             )
         else:
-            state, overflow = scan_half(
+            end_state, overflow = scan_half(
                 source,
                 half_steps(tl.maximum(length - 1, 0), length - middle, stride_t, False, BLOCK_T),
                 lattice.can_skip,
@@ -190,7 +190,7 @@ def ctc_forward_scan_kernel(
                 FP64,
                 TABLE_WIDTH,
             )
-        store_states(chunk_ptr + num_blocks * block_stride, state, lane, FP64)
+        store_states(chunk_ptr + num_blocks * block_stride, end_state, lane, FP64)
         new_flags = tl.max(
             tl.where(overflow == overflow, 0, 1) | tl.where(invalid_label, 2, 0), axis=0
         )

@@ -193,8 +193,8 @@ def sum_by_class(
 ):
     """Sum the posteriors of some steps over the chunks.
 
-    Returns the sums by class, `[32]` for each group of each step; the sum over all labels, `[32]` for
-    each step; and the sums of the blanks with a step in each lane.
+    Returns the sums by class, `[32]` for each group of each step; the sum over all labels, `[32]`
+    for each step; and the sums of the blanks with a step in each lane.
     """
     sums, totals, blanks = (), (), lane.to(ACC_DTYPE) * 0.0
     for _ in tl.static_range(ROWS * GROUPS):
@@ -255,7 +255,7 @@ def ctc_lane_gradient_kernel(
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,  # groups of 32 classes
 ):
-    """Compute the gradient of some steps from posteriors by label: one warp, a class in each lane."""
+    """Compute the gradient of some steps from posteriors by label, with a class in each lane."""
     n, first, lane = (
         (tl.program_id(0) % N).to(tl.int64),
         (tl.program_id(0) // N).to(tl.int64) * ROWS,

@@ -1,8 +1,9 @@
 """CTC's gradient for many classes, from posteriors by label.
 
-Most classes do not occur in the target, so the kernel first writes the softmax of all classes. Then the
-first position of each class sums the posteriors of all positions of that class and overwrites the class;
-the position after the last label does so for the blank. No two positions write the same class.
+Most classes do not occur in the target, so the kernel first writes the softmax of all classes. Then
+the first position of each class sums the posteriors of all positions of that class and overwrites
+the class; the position after the last label does so for the blank. No two positions write the same
+class.
 """
 
 import triton
@@ -21,8 +22,8 @@ def chunk_offset(j, chunk_stride):
 def sum_over_positions(posteriors_ptr, chunk_stride, next_ptr, position, max_repeats, mask):
     """Sum the posteriors of each step over the positions of classes.
 
-    `position` is the first position of each class, or -1; `next_ptr` leads to the others, of which
-    no class has more than `max_repeats`.
+    `position` is the first position of each class, or -1, and `next_ptr` leads to the others. No
+    class has more than `max_repeats` others.
     """
     total = tl.zeros([mask.shape[0], position.shape[0]], posteriors_ptr.dtype.element_ty)
     for _ in range(max_repeats + 1):

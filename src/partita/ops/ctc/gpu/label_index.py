@@ -1,4 +1,4 @@
-"""Where the labels of each class occur in a target.
+"""The positions of each class in a target.
 
 The gradient of a class sums the posteriors of all its positions. With many classes, it follows the
 positions of a class from first to last (`label_index`); with few, it sums ranges of the labels of a
@@ -21,11 +21,11 @@ from .normalize import fill_zeros
 
 
 class LabelIndex(NamedTuple):
-    """Where the labels of each class occur in each target; all are int32.
+    """The positions of each class in each target; all tensors are int32.
 
     Fields:
         first: `[N, C]`, the first position of each class, or -1.
-        max_repeats: `[N]`, how often a class occurs after its first position at most; -1 if none occurs.
+        max_repeats: `[N]`, the greatest number of positions after the first; -1 if no class occurs.
         next: `[N, L]`, the next position with the same class, or -1.
     """
 
@@ -80,7 +80,7 @@ def ctc_label_index_kernel(
     blank,
     BLOCK: tl.constexpr,
 ):
-    """Find the first position of each class, its greatest number of repeats, and each next position."""
+    """Find the first position of each class, the most repeats, and each next position."""
     blocks = tl.cdiv(max_target_len, BLOCK)
     n = (tl.program_id(0) // blocks).to(tl.int64)
     target_len, offset, invalid = load_target(n, target_lengths_ptr, offsets_ptr, max_target_len, M)

@@ -5,8 +5,8 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 
 # Triton's pass that rearranges memory accesses takes minutes for kernels of one warp, and gains
-# nothing there. Gluon has no such pass. The interpreter and AMD know Triton alone, so each kernel of
-# one warp exists in both languages.
+# nothing there. Gluon has no such pass. The interpreter and AMD know Triton alone, so each kernel
+# of one warp exists in both languages.
 LANES = gl.BlockedLayout([1], [32], [1], [0])
 
 

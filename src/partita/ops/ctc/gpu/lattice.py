@@ -1,9 +1,9 @@
-"""The CTC lattice of a target in kernels, cut into chunks of 32 positions with one position per lane.
+"""The CTC lattice of a target in kernels, in chunks of 32 positions with one position per lane.
 
 Position i of a target is the blank before its label i, and that label. The last position has no
-label, so a target of L labels has L + 1 positions and 2 L + 1 states. α enters a blank from the same
-blank and from the label before it; it enters a label from the same label, from the blank before
-it, and from the label before that blank unless both labels are equal. β goes the other way.
+label, so a target of L labels has L + 1 positions and 2 L + 1 states. α enters a blank from the
+same blank and from the label before it; it enters a label from the same label, from the blank
+before it, and from the label before that blank unless both labels are equal. β goes the other way.
 
 One program is one warp and scans one chunk in one direction. Programs take their chunks from a
 counter in the order in which they start, so the neighbor that a chunk waits for always started

@@ -1,9 +1,9 @@
 """CTC on a GPU: loss, gradient and alignment, from allocation to the last launch.
 
-The loss normalizes the rows, scans α and β to the middle (`forward_scan.py`) and sums over the alignments
-there (`loss.py`). The gradient continues both scans through the other halves (`posterior_scan.py`) and
-writes softmax minus posterior (`gradient.py`, `label_gradient.py`). The alignment is a Viterbi scan
-with a backtrace (`align.py`).
+The loss normalizes the rows (`normalize.py`), scans α and β to the middle (`forward_scan.py`) and sums
+over the alignments there (`loss.py`). The gradient continues both scans through the other halves
+(`posterior_scan.py`) and writes softmax minus posterior (`gradient.py`, `label_gradient.py`). The
+alignment is a Viterbi scan with a backtrace (`align.py`).
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def ctc_gradient(
 
 
 def _compute_posteriors(call: CTCCall, width: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the posteriors of labels and blanks, and the order of labels by class if it is used."""
+    """Return the posteriors of labels and blanks, and the order of the labels if it is used."""
     (T, N, C), plan, device = call.logits.shape, call.plan, call.logits.device
     dtype = torch.promote_types(call.logits.dtype, torch.float32)
     posteriors, blanks = (

@@ -115,7 +115,7 @@ def reduce_losses(
     ZERO_INFINITY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the sum of the losses that all programs stored, or the mean of loss / target length."""
+    """Return the sum of the losses of all programs, or the mean of loss / target length."""
     total = tl.zeros([BLOCK], tl.float64)
     for first in range(0, N, BLOCK):
         n = first + tl.arange(0, BLOCK)

@@ -1,8 +1,8 @@
-"""What CTC's scans need of the rows: each step's log-sum-exp, and a table of emissions.
+"""CTC's pass over the rows of logits: each step's log-sum-exp, and a table of emissions.
 
-The log-sum-exp is kept as the row's maximum and the sum of exponentials relative to it. With few
-classes, the scans read each logit several times; the table then holds the emission of each class as a
-word, so that each exponential is computed once.
+The log-sum-exp is stored as the row's maximum and the sum of exponentials relative to it. With few
+classes, the scans read each logit several times; the table then contains the emission of each class
+as a word, so that each exponential is computed once.
 """
 
 import triton

@@ -1,6 +1,7 @@
 """CTC on a GPU: how a batch is cut into programs, and the layout of the workspace.
 
-These are pure functions of sizes. They import no Triton, so the fakes of the registered ops use them too.
+These are pure functions of sizes. They import no Triton, so that the fakes of the registered ops
+can use them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ FULL_GPU = 2048  # programs beyond which a GPU is full
 
 
 class CTCPlan(NamedTuple):
-    """How a batch is cut.
+    """The sizes of the programs into which a batch is cut.
 
     Fields:
         max_target_len: the greatest target length.
@@ -72,8 +73,8 @@ def posterior_words(
 ) -> int:
     """Return the size of the posteriors by label that the loss saves, in 64-bit words.
 
-    The loss computes them if there are so many classes that its scans finish before all logits have
-    been read for the log-sum-exps; otherwise the gradient does, and the size is 0.
+    With many classes, the scans of the loss finish before all logits have been read for the
+    log-sum-exps, so the loss computes the posteriors. Otherwise the gradient does, and the size is 0.
     """
     T, N, C = shape
     num_chunks = max_target_len // CHUNK + 1

@@ -1,14 +1,14 @@
 """CTC's second scan: α and β each continue through the other's half and give posteriors.
 
-α starts from its states at the middle and goes on to the last step; β goes on to the first. The states
-of the other direction, which went through this half in the first scan, are recomputed from the states
-that it saved before each eighth step, and from the carries that its neighbors left. Each block is
-recomputed while the block before it is in use: the two chains of dependent operations interleave,
-and neither waits for the other.
+α starts from its states at the middle and goes on to the last step; β goes on to the first. The
+other direction went through this half in the first scan, and its states are recomputed block by
+block (see `recompute.py`). Each block is recomputed while the previous block is in use: the two
+chains of dependent operations interleave, and neither waits for the other. Chunks of 32 positions
+exchange carries as in the first scan.
 
-A label's posterior is the product of what enters the label in one direction and of its state in the other.
-The products of a step carry a common factor, which the gradient divides out. They are stored by label,
-`[32]` for each step and chunk, or summed by class if the classes are few.
+A label's posterior is the product of what enters the label in one direction and its state in the
+other. The products of a step carry a common factor, which the gradient divides out. They are stored
+by label, `[32]` for each step and chunk, or summed by class if there are few classes.
 """
 
 from typing import NamedTuple
@@ -29,6 +29,7 @@ from .lattice import (
     program_chunk,
     sum_predecessors,
 )
+from .recompute import decode_block, prefetch_block
 from .state import posterior_of, unpack_state
 from .steps import (
     CarryLinks,
@@ -37,29 +38,13 @@ from .steps import (
     SavedStates,
     await_carries,
     carry_at,
-    decode_emissions,
     half_steps,
     prefetch_carries,
-    prefetch_emissions,
 )
 
 
-class LoadedBlock(NamedTuple):
-    """What the states of a block are recomputed from, as loaded.
-
-    Fields:
-        rows: the values from which the emissions are computed; see `Emissions`.
-        states: the words of blanks and of labels before the block, `[32]` each.
-        carries: the words that the chunk received, `[32]` with a step in each lane.
-    """
-
-    rows: tuple[tl.tensor, ...]
-    states: tuple[tl.tensor, ...]
-    carries: tl.tensor
-
-
 class PosteriorRows(NamedTuple):
-    """Where the posteriors of a chunk go.
+    """The memory for a chunk's posteriors, and the order in which they are summed.
 
     Fields:
         label_ptr: the first row of posteriors, `[WIDTH]` for each step.
@@ -74,72 +59,6 @@ class PosteriorRows(NamedTuple):
     order: tl.tensor
     bounds: tuple[tl.tensor, ...]
     C: tl.tensor
-
-
-@triton.jit
-def recompute_to_step(source, half, can_skip, state, carries, p, lane, FORWARD: tl.constexpr):
-    """Advance fp64 states from those saved before a block of eight steps to step p in it.
-
-    This is a loop, because the unrolled steps would take long to compile.
-    """
-    for q in range(p // 8 * 8, p):
-        loaded = prefetch_emissions(source, half, q, lane, FORWARD, 1, 0)
-        emissions = decode_emissions(loaded, source, q, 0, lane, 1, True, 0)[0]
-        words = prefetch_carries(carries.ptr, q, carries.valid, lane, 1, True)
-        carry = carry_at(words, 0, lane, True)
-        incoming = sum_predecessors(state, can_skip, carry, lane, FORWARD, True)
-        state = emit(incoming, emissions, 0, lane, True)
-    return state
-
-
-@triton.jit
-def prefetch_block(
-    source,
-    half,
-    saved,
-    carries,
-    p,
-    lane,
-    FORWARD: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    FP64: tl.constexpr,
-    TABLE_WIDTH: tl.constexpr,
-):
-    """Load what the block of steps at p is recomputed from; nothing is loaded for p < 0."""
-    rows = prefetch_emissions(source, half, p, lane, FORWARD, BLOCK_T, TABLE_WIDTH)
-    ptr = saved.ptr + tl.maximum(p, 0) // 8 * saved.block_stride + lane
-    states = (
-        tl.load(ptr, mask=(lane >= 0) & (p >= 0), other=0),
-        tl.load(ptr + 32, mask=(lane >= 0) & (p >= 0), other=0),
-    )
-    words = prefetch_carries(carries.ptr, p, carries.valid & (p >= 0), lane, BLOCK_T, FP64)
-    return LoadedBlock(rows, states, words)
-
-
-@triton.jit
-def decode_block(
-    loaded,
-    source,
-    half,
-    can_skip,
-    carries,
-    p,
-    lane,
-    FORWARD: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    FP64: tl.constexpr,
-    TABLE_WIDTH: tl.constexpr,
-):
-    """Return a block's emissions and the states before it."""
-    emissions = decode_emissions(
-        loaded.rows, source, p, half.padding, lane, BLOCK_T, FP64, TABLE_WIDTH
-    )[0]
-    state = LaneStates(unpack_state(loaded.states[0], FP64), unpack_state(loaded.states[1], FP64))
-    if FP64:
-        state = recompute_to_step(
-            source, half, can_skip, state, carries, tl.maximum(p, 0), lane, FORWARD
-        )
-    return emissions, state
 
 
 @triton.jit

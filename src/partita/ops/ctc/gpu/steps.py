@@ -1,10 +1,10 @@
-"""How a warp moves through half of the steps: it prefetches emissions and exchanges carries.
+"""The steps of a scan: prefetched emissions, and carries exchanged between chunks.
 
 A scan covers half of the steps in blocks of BLOCK_T. Rows of emissions are loaded one block ahead.
 So that all blocks are full, a half begins with padding, where the blank has probability 1 and
-labels have 0: this leaves α and β as they start. The scan in the other direction reaches the padding
-last, when no work remains. A table of emissions has rows of zeros before and after its steps, so
-reads beyond a half stay in bounds.
+labels have 0: this leaves α and β as they start. The posterior scan reaches the padding last, when
+no work remains. A table of emissions has rows of zeros before and after its steps, so reads beyond
+a half stay in bounds.
 
 Chunks of a target hand carries to their neighbors through words in memory, one word for each step.
 A word of 0 means that the carry is not written yet. A chunk loads the carries of a block ahead
@@ -46,7 +46,7 @@ class HalfSteps(NamedTuple):
 
 
 class EmissionSource(NamedTuple):
-    """Where a chunk's emissions come from: logits, or a table of emissions as words.
+    """The logits of a chunk, or its part of a table of emissions as words.
 
     Fields:
         label_ptr: address of each lane's label in row 0, `[32]`.
@@ -74,7 +74,7 @@ class Emissions(NamedTuple):
 
 
 class SavedStates(NamedTuple):
-    """Where the states before each eighth step of a half are saved.
+    """The memory for the states before each eighth step of a half.
 
     Fields:
         ptr: words `[2, 32]` of this chunk before the first step.

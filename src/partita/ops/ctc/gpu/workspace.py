@@ -15,20 +15,20 @@ class CTCWorkspace(NamedTuple):
     """The parts of the workspace, which is one buffer; see `plan.workspace_sizes`.
 
     Fields:
-        zeros: the words that must be 0 before the scan: all parts from `tile_counter` to `flags`, and
+        zeros: the words that must be 0 before the scan: `tile_counter`, `finished`, `flags`, and
             `carries` if a target has several chunks.
         tile_counter: `[1]`, counts the programs that have started; None if no program waits.
         finished: `[1]`, counts the programs of the loss kernel that have stored their loss.
         flags: `[N]`, see `lattice.NEEDS_FP64` and `lattice.INVALID`.
         carries: `[2, num_chunks, N, carry_steps]`, what chunks hand to their neighbors.
-        states: `[2, num_blocks + 1, N, num_chunks, 2, 32]`, α and β before each eighth step of their
-            halves, and at the middle.
+        states: `[2, num_blocks + 1, N, num_chunks, 2, 32]`, α and β before each eighth step of
+            their halves, and at the middle.
         logz: `[N]` fp64, log2 of the partition function.
         maxima: `[T, N]`, the maximum of each row; None for log-probabilities.
         sums: `[T, N]`, the sum of exponentials relative to it; None for log-probabilities.
         table: `[N, 24 + T + 24, table_width]`, emissions as words, or None.
         posteriors: `[N, num_chunks, T, 32]` by label, if the loss computes them, otherwise None.
-        blank_posteriors: `[N, num_chunks, T]`, the blank's, if the loss computes them, otherwise None.
+        blank_posteriors: `[N, num_chunks, T]`, those of the blank, or None.
     """
 
     zeros: Tensor
