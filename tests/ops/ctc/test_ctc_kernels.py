@@ -149,9 +149,15 @@ def test_classes_that_the_scan_sums(
     shape: tuple[int, int, int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it does where programs are many."""
-    monkeypatch.setattr("partita.ops.ctc.gpu.launch.MANY", 0)
-    for dtype in (torch.float32, torch.float64)[: 1 + (device != "cpu")]:
-        assert_right(batch_of(*shape, device=device), dtype)
+    from partita.ops.ctc.gpu import plan
+
+    monkeypatch.setattr(plan, "FULL_GPU", 0)
+    plan.ctc_plan.cache_clear()
+    try:
+        for dtype in (torch.float32, torch.float64)[: 1 + (device != "cpu")]:
+            assert_right(batch_of(*shape, device=device), dtype)
+    finally:
+        plan.ctc_plan.cache_clear()
 
 
 @kernel_devices
@@ -429,12 +435,25 @@ def test_replay_sees_other_lengths_and_never_waits_for_the_host(
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 def test_another_number_of_steps_compiles_nothing(device: str) -> None:
-    from partita.ops.ctc.gpu import forward_scan as ctc_scan
-    from partita.ops.ctc.gpu import gradient as ctc_gradient
-    from partita.ops.ctc.gpu import normalize as ctc_rows
-    from partita.ops.ctc.gpu import posterior as ctc_posterior
+    from partita.ops.ctc.gpu import (
+        forward_scan,
+        gradient,
+        label_gradient,
+        label_index,
+        loss,
+        normalize,
+        posterior_scan,
+    )
 
-    modules = (ctc_gradient, ctc_posterior, ctc_rows, ctc_scan)
+    modules = (
+        forward_scan,
+        gradient,
+        label_gradient,
+        label_index,
+        loss,
+        normalize,
+        posterior_scan,
+    )
     kernels = {
         name: k
         for module in modules

@@ -1,9 +1,9 @@
 """CTC on a GPU: loss, gradient and alignment, from allocation to the last launch.
 
-The loss normalizes the rows (`normalize.py`), scans α and β to the middle (`forward_scan.py`) and sums
-over the alignments there (`loss.py`). The gradient continues both scans through the other halves
-(`posterior_scan.py`) and writes softmax minus posterior (`gradient.py`, `label_gradient.py`). The
-alignment is a Viterbi scan with a backtrace (`align.py`).
+The loss normalizes the rows (`normalize.py`), scans α and β to the middle (`forward_scan.py`) and
+sums over the alignments there (`loss.py`). The gradient continues both scans through the other
+halves (`posterior_scan.py`) and writes softmax minus posterior (`gradient.py`,
+`label_gradient.py`). The alignment is a Viterbi scan with a backtrace (`align.py`).
 """
 
 from __future__ import annotations

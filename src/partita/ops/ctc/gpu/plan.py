@@ -74,7 +74,8 @@ def posterior_words(
     """Return the size of the posteriors by label that the loss saves, in 64-bit words.
 
     With many classes, the scans of the loss finish before all logits have been read for the
-    log-sum-exps, so the loss computes the posteriors. Otherwise the gradient does, and the size is 0.
+    log-sum-exps, so the loss computes the posteriors. Otherwise the gradient computes them, and the
+    size is 0.
     """
     T, N, C = shape
     num_chunks = max_target_len // CHUNK + 1
