@@ -158,4 +158,4 @@ def workspace_sizes(
     ]
     sizes = [size + size % 2 for size in sizes]
     (total,) = saved_shape(shape, plan.max_target_len, from_logits, save, "gpu")
-    return WorkspaceSizes(*sizes, unused=total - sum(sizes))
+    return WorkspaceSizes(*sizes, total - sum(sizes))

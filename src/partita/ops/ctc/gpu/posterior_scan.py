@@ -222,7 +222,7 @@ def scan_other_half(
             incoming = sum_predecessors(state, can_skip, carry, lane, FORWARD, FP64)
             carry = carry_at(other_carries, u, lane, FP64)
             other_incoming = sum_predecessors(other_state, can_skip, carry, lane, not FORWARD, FP64)
-            other_blank, other_label = other_states[BLOCK_T - 1 - u]
+            other_blank, other_label = other_states[BLOCK_T - 1 - u]  # type: ignore[var-annotated]
             labels = (posterior_of(incoming.label, other_label, exponent, FP64),) + labels
             blanks = (posterior_of(incoming.blank, other_blank, exponent, FP64),) + blanks
             state = emit(incoming, emissions, BLOCK_T - 1 - u, lane, FP64)
