@@ -158,4 +158,5 @@ def workspace_sizes(
     ]
     sizes = [size + size % 2 for size in sizes]
     (total,) = saved_shape(shape, plan.max_target_len, from_logits, save, "gpu")
-    return WorkspaceSizes(*sizes, total - sum(sizes))
+    sizes.append(total - sum(sizes))  # unused
+    return WorkspaceSizes(*sizes)
