@@ -80,8 +80,7 @@ def ctc_label_index_kernel(
     blank,
     BLOCK: tl.constexpr,
 ):
-    """Find the first position of each class, the greatest number of repeats, and each next
-    position."""
+    """Find the first and next positions of each class, and the greatest number of repeats."""
     blocks = tl.cdiv(max_target_len, BLOCK)
     n = (tl.program_id(0) // blocks).to(tl.int64)
     target_len, offset, invalid = load_target(n, target_lengths_ptr, offsets_ptr, max_target_len, M)
