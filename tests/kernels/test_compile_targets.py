@@ -52,7 +52,7 @@ SPILLED = dict.fromkeys(
     8,
 )
 SPILLED["ctc_narrow_gradient_kernel"] = 8
-SPILLED["ctc_posterior_kernel"] = (
+SPILLED["ctc_posterior_scan_kernel"] = (
     144  # of what stands before its loop: with fewer registers more programs run at once
 )
 NVIDIA_ONLY = "chain_resident"  # prefix of the register-resident kernels, written in Gluon
@@ -252,7 +252,6 @@ def call_everything(x: torch.Tensor) -> None:
 
 def test_the_number_of_a_call_settles_its_launches() -> None:
     """Whatever else differs between two calls, what is compiled for them is the same."""
-    from partita.ops.ctc.gpu import launch as ctc
     from partita.runtime import launch
 
     seen: dict[Any, list[Any]] = {}
@@ -264,7 +263,7 @@ def test_the_number_of_a_call_settles_its_launches() -> None:
             or seen.setdefault((kernel.__name__, call, *options.values()), kinds) == kinds
         )
 
-    with recording([], "13.0"), mock.patch.object(ctc, "launch", checked):
+    with recording([], "13.0"), mock.patch.object(launch, "launch", checked):
         for dtype, from_logits, count in itertools.product(
             (torch.bfloat16, torch.float32, torch.float64), (False, True), (2, 3)
         ):
@@ -408,15 +407,15 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
         "chain_resident_segment_maps_kernel": torch.int64,
     }  # losses, states, pointers
     alone |= dict.fromkeys(
-        ("chain_resident_trace_kernel", "ctc_next_kernel", "ctc_order_kernel"), torch.int64
+        ("chain_fast_trace_kernel", "ctc_label_index_kernel", "ctc_label_order_kernel"), torch.int64
     )
     # Of posteriors, or of states.
     alone |= dict.fromkeys(
         (
-            "ctc_total_kernel",
-            "ctc_posterior_kernel",
+            "ctc_loss_kernel",
+            "ctc_posterior_scan_kernel",
             "crf_subtract_kernel",
-            "linear_statistics_kernel",
+            "linear_fields_kernel",
         ),
         torch.float32,
     )
@@ -426,7 +425,7 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
     alone |= dict.fromkeys(
         (f"ctc_{kind}_gradient_kernel" for kind in ("lane", "narrow", "label")), torch.float32
     )
-    alone["ctc_trace_kernel"] = torch.float64
+    alone["ctc_backtrace_kernel"] = torch.float64
     wanted = {
         name: {alone[name]} if name in alone else {torch.bfloat16, torch.float32} for name in NAMES
     }

@@ -13,6 +13,7 @@ from ...runtime.dtypes import acc_dtype
 from . import reference
 from .backends import BACKENDS
 from .common import Targets, reduce_losses
+from .gpu.plan import saved_shape
 
 
 def check_values(
@@ -46,18 +47,20 @@ loss = register.define(
         ),
         logits.new_empty(logits.shape[1], dtype=torch.float64),
         logits.new_empty(
-            reference.kept_shape(logits.shape, most, from_logits, keep, floor), dtype=torch.float64
+            saved_shape(logits.shape, most, from_logits, keep, floor), dtype=torch.float64
         ),
     ),
     check=check_values,
     fake_by_backend=True,
     backends=BACKENDS,
+    reference_if_empty=True,
 )
 gradient = register.define(
     "ctc_gradient(Tensor grad, Tensor logits, Tensor labels, Tensor offsets, Tensor input_lengths, Tensor target_lengths, Tensor losses, Tensor kept,"
     " SymInt most, int blank, bool from_logits, str reduction, str backend) -> Tensor",
     lambda grad, logits, *rest: torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),
     backends=BACKENDS,
+    reference_if_empty=True,
 )
 align = register.define(
     f"ctc_align(Tensor logits, {_TARGETS}, SymInt most, int blank, bool from_logits, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -70,6 +73,7 @@ align = register.define(
     ),
     check=check_values,
     backends=BACKENDS,
+    reference_if_empty=True,
 )
 
 

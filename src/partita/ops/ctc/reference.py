@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -85,48 +84,6 @@ def loss_of(
         chain_inputs(x.scores, x.source, x.initial, x.final, input_lengths, Log), Log
     )
     return torch.where(x.wrong, torch.nan, 0.0 - total)
-
-
-def table_width(classes: int, most: int) -> int:
-    """Of the table of a GPU's factors for few classes; 0 for none."""
-    return -(-classes // 8) * 8 if classes <= min(4 * most, 256) else 0
-
-
-def posterior_words(shape: Sequence[int], most: int, from_logits: bool, keep: bool) -> int:
-    """Of the posteriors that the loss leaves, by label: where classes are so many that its scans are done before the logits are read, or none."""
-    steps, count, classes = shape
-    chunks = most // 32 + 1
-    return (
-        (count * chunks * steps * 33 + 1) // 2
-        if from_logits and keep and 4 * 33 * chunks <= classes
-        else 0
-    )
-
-
-def kept_shape(
-    shape: Sequence[int], most: int, from_logits: bool, keep: bool, floor: str
-) -> tuple[int, ...]:
-    """Of what the loss keeps for the gradient, in words of 64 bits: the reference nothing; on the CPU α before each step; kernels, at most, α and β before
-    every eighth step, what programs hand to one another, what normalises the steps, where classes are few the exponentials of the logits, and where many
-    the posteriors."""
-    steps, count, classes = shape
-    if floor == "cpu" and keep:
-        return count, steps + 1, 2 * most + 4
-    if floor != "gpu" or 0 in shape:
-        return (0,)
-    blocks = (steps + 16) // 16
-    states, edges = (
-        2 * (blocks * keep + 1) * count * (most // 32 + 1) * 64,
-        2 * count * (most // 32 + 1) * blocks * 8,
-    )
-    table = (steps + 48) * table_width(classes, most)
-    return (
-        16
-        + states
-        + edges
-        + (2 + 2 * steps + table) * count
-        + posterior_words(shape, most, from_logits, keep),
-    )
 
 
 def ctc_loss(

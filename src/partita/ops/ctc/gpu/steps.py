@@ -1,211 +1,227 @@
-"""The way of a warp through a half of the steps: its positions, the rows that it reads, and what it hands to its neighbours.
+"""The steps of a scan: prefetched emissions, and carries exchanged between chunks.
 
-A program is one warp, with one position of the target a lane; longer targets are cut into chunks, a program each. A chunk waits for what its
-neighbour hands over its edge, a block of steps ahead of it, through words in memory that are 0 until they are there. Programs take their places
-from a ticket, so a chunk's neighbour always started before it. `WIDE` programs take the chunks of a sequence one after another instead.
+A scan covers half of the steps in blocks of BLOCK_T. Rows of emissions are loaded one block ahead.
+So that all blocks are full, a half begins with padding, where the blank has probability 1 and
+labels have 0: this leaves α and β as they start. The posterior scan reaches the padding last, when
+no work remains. A table of emissions has rows of zeros before and after its steps, so reads beyond
+a half stay in bounds.
 
-Blocks of SPAN steps are whole: a half begins with padding, in which the blank is certain and labels are impossible, which leaves α and β as they
-start. The other direction comes to the padding last, when nothing is left to do. A table of factors has rows of zeros before and behind its steps.
+Chunks of a target hand carries to their neighbors through words in memory, one word for each step.
+A word of 0 means that the carry is not written yet. A chunk loads the carries of a block ahead
+of time and polls them before it starts the block.
+
+Some kernels write the number 8 for `plan.SAVE_EVERY`, 32 for `plan.CHUNK` and 24 for
+`plan.TABLE_MARGIN`, because the interpreter cannot compute with constexprs and its own integers.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from triton.experimental.gluon import language as gl
 
 from .state import (
-    NOTHING,
-    NOTHING_WORD,
-    WIDE_NOTHING_WORD,
-    at_lane,
-    factor_of,
-    state_of,
-    times,
-    wide_factor_of,
-    word_of,
+    ZERO_EXPONENT,
+    ZERO_WORD,
+    ZERO_WORD_FP64,
+    emission_of,
+    emission_of_fp64,
+    unpack_state,
 )
 
-EVERY = 8  # steps from one state kept to the next; kernels write the number
-# A batch of another size is no reason to compile anew.
-SIZES = [
-    "steps",
-    "count",
-    "classes",
-    "held",
-    "most",
-    "chunks",
-    "blocks",
-    "reach",
-    "blank",
-    "stride_t",
-    "stride_n",
-    "stride_c",
-]
-# Triton's pass that rearranges memory accesses takes minutes for kernels of such lanes, for nothing; Gluon has none. The interpreter and AMD know
-# Triton alone, so each kernel is there in both.
-LANES = gl.BlockedLayout([1], [32], [1], [0])
+
+class HalfSteps(NamedTuple):
+    """The steps that one direction scans, in its order.
+
+    Fields:
+        first_row: offset of the first row.
+        row_stride: offset from each row to the next, negative for β.
+        steps: number of steps.
+        padding: number of padding steps before them.
+    """
+
+    first_row: tl.tensor
+    row_stride: tl.tensor
+    steps: tl.tensor
+    padding: tl.tensor
+
+
+class EmissionSource(NamedTuple):
+    """The logits of a chunk, or its part of a table of emissions as words.
+
+    Fields:
+        label_ptr: address of each lane's label in row 0, `[32]`.
+        blank_ptr: address of the blank in row 0.
+        has_label: whether each lane has a label, `[32]`.
+        limit: the greatest absolute value of a logit whose exponential is an emission.
+    """
+
+    label_ptr: tl.tensor
+    blank_ptr: tl.tensor
+    has_label: tl.tensor
+    limit: tl.tensor
+
+
+class Emissions(NamedTuple):
+    """The emissions of a block of steps, or the loaded values from which they are computed.
+
+    Fields:
+        label: one tensor `[32]` by lane for each step.
+        blank: one tensor `[32]` with a step in each lane.
+    """
+
+    label: tuple[tl.tensor, ...]
+    blank: tl.tensor
+
+
+class SavedStates(NamedTuple):
+    """The memory for the states before each eighth step of a half.
+
+    Fields:
+        ptr: words `[2, 32]` of this chunk before the first step.
+        block_stride: offset to the words of the next block of eight steps.
+    """
+
+    ptr: tl.tensor
+    block_stride: tl.tensor
+
+
+class SavedCarries(NamedTuple):
+    """The carries that a chunk received in an earlier scan.
+
+    Fields:
+        ptr: one word for each step of the half.
+        valid: whether there was a neighbor that sent them.
+    """
+
+    ptr: tl.tensor
+    valid: tl.tensor
+
+
+class CarryLinks(NamedTuple):
+    """The words through which a chunk exchanges carries with its neighbors during a scan.
+
+    Fields:
+        sent_ptr: the words that it sends to the next chunk, one for each step of the half.
+        received_ptr: the words that it receives from the previous chunk.
+        has_next: whether there is a next chunk in the direction of the scan.
+        has_previous: whether there is a previous chunk.
+    """
+
+    sent_ptr: tl.tensor
+    received_ptr: tl.tensor
+    has_next: tl.tensor
+    has_previous: tl.tensor
 
 
 @triton.jit
-def lanes(LAYOUT: tl.constexpr):
-    """0 to 31, laid out as Triton likes, or as Gluon is told."""
-    if LAYOUT is None:
-        return tl.arange(0, 32)
-    else:
-        return gl.arange(0, 32, LAYOUT)
-
-
-@triton.jit
-def turn_of(ticket_ptr):
-    """This program's number, in the order in which programs start where there is a ticket."""
-    if ticket_ptr is None:
-        return tl.program_id(0)
-    else:
-        return tl.atomic_add(ticket_ptr, 1, sem="relaxed")
-
-
-@triton.jit
-def place_of(ticket_ptr, count):
-    """Chunk (in the direction's order), sequence and direction of this program."""
-    place = turn_of(ticket_ptr)
-    return place // (2 * count), (place // 2 % count).to(tl.int64), place % 2
-
-
-@triton.jit
-def target_of(n, target_lengths_ptr, offsets_ptr, most, held):
-    """Labels of a sequence and where they start, as they came, and whether these are out of range."""
-    labels, offset = tl.load(target_lengths_ptr + n), tl.load(offsets_ptr + n)
-    return labels, offset, (labels < 0) | (labels > most) | (offset < 0) | (offset + labels > held)
-
-
-@triton.jit
-def sizes_of(n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, steps, most, held):
-    """Steps and labels of a sequence, where its labels start, and whether it is wrong; 0 and 0 if so."""
-    length = tl.load(input_lengths_ptr + n)
-    labels, offset, wrong = target_of(n, target_lengths_ptr, offsets_ptr, most, held)
-    wrong = wrong | (length < 0) | (length > steps)
-    return (
-        tl.where(wrong, 0, length).to(tl.int32),
-        tl.where(wrong, 0, labels).to(tl.int32),
-        tl.where(wrong, 0, offset),
-        wrong,
+def half_steps(first, steps, stride_t, FORWARD: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Return the description of a half of `steps` steps that starts at step `first`."""
+    stride = stride_t.to(tl.int64)
+    return HalfSteps(
+        first * stride,
+        stride if FORWARD else -stride,
+        steps,
+        (BLOCK_T - steps % BLOCK_T) % BLOCK_T,
     )
 
 
 @triton.jit
-def labels_of(labels_ptr, first, labels, classes, lane):
-    """Of the positions of a chunk: their labels, which have one, which may be entered from the label before; and whether one is out of range."""
-    at = first + lane
-    label = tl.load(labels_ptr + at, mask=at < labels, other=0)
-    before = tl.load(labels_ptr + at - 1, mask=(at > 0) & (at < labels), other=-1)
-    inside = (label >= 0) & (label < classes)
-    return tl.where(inside, label, 0), at < labels, (at > 0) & (label != before), ~inside
+def row_offset(half, p):
+    """Return the offset of the row of padded step p; any row serves padding and what follows."""
+    return (
+        half.first_row
+        + tl.minimum(tl.maximum(p - half.padding, 0), tl.maximum(half.steps - 1, 0))
+        * half.row_stride
+    )
 
 
 @triton.jit
-def walk_of(frame, count, stride_t, FORWARD: tl.constexpr, SPAN: tl.constexpr):
-    """How a half is walked: its first row and the way to the next, its steps and the padding before them."""
-    jump = stride_t.to(tl.int64)
-    return frame * jump, jump if FORWARD else -jump, count, (SPAN - count % SPAN) % SPAN
-
-
-@triton.jit
-def row_at(walk, p):
-    """Offset of the row of a step of a padded half; of padding, and of what lies behind the half, any."""
-    start, jump, count, lead = walk
-    return start + tl.minimum(tl.maximum(p - lead, 0), tl.maximum(count - 1, 0)) * jump
-
-
-@triton.jit
-def rows_ahead(
-    label_ptr,
-    blank_ptr,
-    walk,
+def prefetch_emissions(
+    source,
+    half,
     p,
     lane,
     FORWARD: tl.constexpr,
-    SPAN: tl.constexpr,
-    TABLE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    TABLE_WIDTH: tl.constexpr,
 ):
-    """Logits, or factors, of the labels for a block of steps; and those of the blank, a step a lane."""
-    rows = ()
-    if TABLE:
-        step: tl.constexpr = TABLE if FORWARD else -TABLE
-        at = walk[0] + (p - walk[3]) * step
-        for u in tl.static_range(SPAN):
-            rows = rows + (tl.load((label_ptr + at) + u * step),)
-        return rows, tl.load(blank_ptr + at + lane % SPAN * step)
+    """Load the logits, or the words of the table, of a block of steps."""
+    label_rows = ()
+    if TABLE_WIDTH:
+        stride: tl.constexpr = TABLE_WIDTH if FORWARD else -TABLE_WIDTH
+        row = half.first_row + (p - half.padding) * stride
+        for u in tl.static_range(BLOCK_T):
+            label_rows = label_rows + (tl.load((source.label_ptr + row) + u * stride),)
+        return Emissions(label_rows, tl.load(source.blank_ptr + row + lane % BLOCK_T * stride))
     else:
-        for u in tl.static_range(SPAN):
-            rows = rows + (tl.load(label_ptr + row_at(walk, p + u)),)
-        return rows, tl.load(blank_ptr + row_at(walk, p + lane % SPAN))
+        for u in tl.static_range(BLOCK_T):
+            label_rows = label_rows + (tl.load(source.label_ptr + row_offset(half, p + u)),)
+        blank_row = tl.load(source.blank_ptr + row_offset(half, p + lane % BLOCK_T))
+        return Emissions(label_rows, blank_row)
 
 
 @triton.jit
-def factors_of(
-    rows,
-    blank_row,
-    held,
+def decode_emissions(
+    loaded,
+    source,
     p,
-    lead,
+    padding,
     lane,
-    limit,
-    SPAN: tl.constexpr,
-    WIDE: tl.constexpr,
-    TABLE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    FP64: tl.constexpr,
+    TABLE_WIDTH: tl.constexpr,
 ):
-    """These as factors, 0 where no label is held; and NaN in the lanes in which one is none."""
-    factors, spoilt = (), lane.to(tl.float32) * 0.0
-    for u in tl.static_range(SPAN):
-        if WIDE:
-            factors = factors + ((tl.where(held, wide_factor_of(rows[u])[0], -float("inf")),),)
-        else:
-            mantissa, exponent = state_of(rows[u], False) if TABLE else factor_of(rows[u], limit)
-            real = held if TABLE else held & (p + u >= lead)
-            factors, spoilt = (
-                factors + ((mantissa, tl.where(real, exponent, NOTHING - 127)),),
-                spoilt + mantissa * 0.0,
+    """Compute the emissions of a block of steps from the loaded rows.
+
+    Labels of lanes without a label have emission 0. Returns the emissions, and a tensor `[32]` that
+    is NaN in each lane that met a logit beyond the limit and 0 elsewhere.
+    """
+    labels, overflow = (), lane.to(tl.float32) * 0.0
+    for u in tl.static_range(BLOCK_T):
+        if FP64:
+            emission = tl.where(
+                source.has_label, emission_of_fp64(loaded.label[u])[0], -float("inf")
             )
-    if WIDE:
-        return factors, wide_factor_of(blank_row), spoilt
+            labels = labels + ((emission,),)
+        else:
+            mantissa, exponent = (
+                unpack_state(loaded.label[u], False)
+                if TABLE_WIDTH
+                else emission_of(loaded.label[u], source.limit)
+            )
+            valid = source.has_label if TABLE_WIDTH else source.has_label & (p + u >= padding)
+            labels = labels + ((mantissa, tl.where(valid, exponent, ZERO_EXPONENT - 127)),)
+            overflow = overflow + mantissa * 0.0
+    if FP64:
+        return Emissions(labels, emission_of_fp64(loaded.blank)), overflow
     else:
-        mantissa, exponent = state_of(blank_row, False) if TABLE else factor_of(blank_row, limit)
-        spoilt += mantissa * 0.0
-        real = p + lane % SPAN >= lead
-        mantissa, exponent = tl.where(real, mantissa, 1.0), tl.where(real, exponent, -127)
-        return factors, (mantissa, exponent), spoilt
+        mantissa, exponent = (
+            unpack_state(loaded.blank, False)
+            if TABLE_WIDTH
+            else emission_of(loaded.blank, source.limit)
+        )
+        overflow += mantissa * 0.0
+        valid = p + lane % BLOCK_T >= padding
+        mantissa, exponent = tl.where(valid, mantissa, 1.0), tl.where(valid, exponent, -127)
+        return Emissions(labels, (mantissa, exponent)), overflow
 
 
 @triton.jit
-def words_ahead(edges_ptr, p, there, lane, SPAN: tl.constexpr, WIDE: tl.constexpr):
-    """Words of a block of steps, a step a lane, as far as they are there."""
-    nothing = WIDE_NOTHING_WORD if WIDE else NOTHING_WORD
-    return tl.load(edges_ptr + p + lane, mask=there & (lane < SPAN), other=nothing, volatile=True)
+def prefetch_carries(carries_ptr, p, valid, lane, BLOCK_T: tl.constexpr, FP64: tl.constexpr):
+    """Load the carries of a block of steps, one step per lane; words not written yet are 0."""
+    zero = ZERO_WORD_FP64 if FP64 else ZERO_WORD
+    return tl.load(carries_ptr + p + lane, mask=valid & (lane < BLOCK_T), other=zero, volatile=True)
 
 
 @triton.jit
-def awaited(words, edges_ptr, p, there, lane, SPAN: tl.constexpr, WIDE: tl.constexpr):
-    """These once all of them are there."""
+def await_carries(words, links, p, lane, BLOCK_T: tl.constexpr, FP64: tl.constexpr):
+    """Return the carries of a block once the previous chunk has written all of them."""
     while tl.min((words != 0).to(tl.int32), axis=0) == 0:
-        words = words_ahead(edges_ptr, p, there, lane, SPAN, WIDE)
+        words = prefetch_carries(links.received_ptr, p, links.has_previous, lane, BLOCK_T, FP64)
     return words
 
 
 @triton.jit
-def edge_at(words, u, lane, WIDE: tl.constexpr):
-    """The state in lane u's word."""
-    return state_of(tl.gather(words, lane * 0 + u, 0), WIDE)
-
-
-@triton.jit
-def advanced(into_blank, into_label, factors, blank_factors, u, lane, WIDE: tl.constexpr):
-    """States behind a step from what enters them."""
-    return times(into_blank, at_lane(blank_factors, lane, u, WIDE), WIDE), times(
-        into_label, factors[u], WIDE
-    )
-
-
-@triton.jit
-def put(kept_ptr, blank, label, lane, WIDE: tl.constexpr):
-    """States of a chunk, `[2, 32]`."""
-    tl.store(kept_ptr + lane, word_of(blank, WIDE))
-    tl.store(kept_ptr + 32 + lane, word_of(label, WIDE))
+def carry_at(words, u, lane, FP64: tl.constexpr):
+    """Return the carry of step u in all lanes."""
+    return unpack_state(tl.gather(words, lane * 0 + u, 0), FP64)

@@ -1,0 +1,295 @@
+"""One call of CTC: what its launches share, and the launches of its scans."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....runtime import launch as runtime_launch
+from ....runtime.launch import cdiv, next_power_of_2, tl_acc_dtype
+from . import plan as planning
+from .align import (
+    ctc_backtrace_gluon_kernel,
+    ctc_backtrace_kernel,
+    ctc_viterbi_gluon_kernel,
+    ctc_viterbi_kernel,
+)
+from .forward_scan import ctc_forward_scan_gluon_kernel, ctc_forward_scan_kernel
+from .lanes import LANES
+from .loss import ctc_loss_kernel
+from .normalize import ctc_normalize_kernel
+from .plan import SAVE_EVERY, TABLE_MARGIN, CTCPlan
+from .posterior_scan import ctc_posterior_scan_gluon_kernel, ctc_posterior_scan_kernel
+from .workspace import CTCWorkspace
+
+
+class LaneKernel(NamedTuple):
+    """A kernel of one warp per program in both languages; see `lanes.LANES`."""
+
+    triton: Any
+    gluon: Any
+
+
+FORWARD_SCAN = LaneKernel(ctc_forward_scan_kernel, ctc_forward_scan_gluon_kernel)
+POSTERIOR_SCAN = LaneKernel(ctc_posterior_scan_kernel, ctc_posterior_scan_gluon_kernel)
+VITERBI = LaneKernel(ctc_viterbi_kernel, ctc_viterbi_gluon_kernel)
+BACKTRACE = LaneKernel(ctc_backtrace_kernel, ctc_backtrace_gluon_kernel)
+
+
+class TargetTensors(NamedTuple):
+    """The targets of a batch, in the order in which kernels take them.
+
+    Fields:
+        labels: `[M]`, the targets one after another, contiguous.
+        offsets: `[N]`, where each target starts.
+        input_lengths: `[N]`.
+        target_lengths: `[N]`.
+    """
+
+    labels: Tensor
+    offsets: Tensor
+    input_lengths: Tensor
+    target_lengths: Tensor
+
+
+def _uses_gluon() -> bool:
+    return runtime_launch.NVIDIA and not runtime_launch.INTERPRETED
+
+
+def launch_lanes(
+    kernel: LaneKernel, programs: int, *args: Any, call: Any = None, **options: Any
+) -> None:
+    """Launch a kernel of one warp per program, in Gluon on NVIDIA GPUs."""
+    gluon = _uses_gluon()
+    runtime_launch.launch(
+        kernel.gluon if gluon else kernel.triton,
+        programs,
+        *args,
+        call=call,
+        LAYOUT=LANES if gluon else None,
+        **options,
+        num_warps=1,
+    )
+
+
+def logit_limit(T: int) -> float:
+    """Return the greatest absolute value of a logit that has an emission.
+
+    It keeps the exponents of paths below 2**27 and those of emissions below 2**21.
+    """
+    return min(2.0**27 / (T + 2), 2.0**21) * 0.69
+
+
+def row_tile(logits: Tensor, width: int) -> dict[str, int]:
+    """Return how kernels read rows.
+
+    ROWS rows are read together, in PIECES blocks of BLOCK_V classes, and groups of VEC classes are
+    aligned.
+    """
+    block = min(next_power_of_2(width), 1024)
+    offsets = (logits.data_ptr() // logits.element_size(), logits.shape[2], *logits.stride()[:2])
+    is_aligned = logits.stride(2) == 1 and all(offset % 4 == 0 for offset in offsets)
+    return {
+        "VEC": 4 if is_aligned else 1,
+        "PIECES": min(cdiv(width, block), 8),
+        "ROWS": max(1, 1024 // block),
+        "BLOCK_V": block,
+    }
+
+
+def launch_normalize(
+    logits: Tensor,
+    input_lengths: Tensor,
+    maxima: Tensor | None,
+    sums: Tensor | None,
+    table: Tensor | None = None,
+    table_width: int = 0,
+    zeros: Tensor | None = None,
+    call: Any = None,
+) -> None:
+    """Compute each row's log-sum-exp and the emission table, and zero the words of `zeros`."""
+    T, N, C = logits.shape
+    tile = row_tile(logits, max(C, table_width))
+    rows = (T + 2 * TABLE_MARGIN * (table_width > 0)) * N
+    runtime_launch.launch(
+        ctc_normalize_kernel,
+        cdiv(rows, tile["ROWS"]),
+        logits,
+        input_lengths,
+        maxima,
+        sums,
+        table,
+        zeros,
+        0 if zeros is None else zeros.shape[0],
+        T,
+        N,
+        C,
+        logit_limit(T),
+        *logits.stride(),
+        call=call,
+        ACC_DTYPE=tl_acc_dtype(logits.dtype),
+        TABLE_WIDTH=table_width,
+        **tile,
+        num_warps=4,
+    )
+
+
+class CTCCall(NamedTuple):
+    """The values that the launches of one call share.
+
+    Fields:
+        call_id: the number that stands for everything that decides how they compile.
+        logits: `[T, N, C]`.
+        targets: the targets and the lengths.
+        blank: the class of the blank.
+        plan: how the batch is cut.
+        workspace: the views of the workspace.
+    """
+
+    call_id: int
+    logits: Tensor
+    targets: TargetTensors
+    blank: int
+    plan: CTCPlan
+    workspace: CTCWorkspace
+
+    @property
+    def fp64_runs(self) -> tuple[bool, ...]:
+        """The runs of a scan: for each, whether its states are in fp64.
+
+        A second run in fp64 serves the sequences that the first one flagged NEEDS_FP64.
+        """
+        return (True,) if self.plan.fp64 else (False, True)
+
+    def launch_scan(
+        self,
+        kernel: LaneKernel,
+        fp64: bool,
+        tile_counter: Tensor | None,
+        *args: Tensor,
+        num_blocks: int,
+        **options: Any,
+    ) -> None:
+        """Launch a scan from the emission table, or from the logits."""
+        (T, N, C), plan, table = self.logits.shape, self.plan, self.workspace.table
+        source, strides, table_width = self.logits, self.logits.stride(), 0
+        if table is not None and not fp64:
+            table_width = plan.table_width
+            source = table[TABLE_MARGIN * table_width :]
+            strides = (table_width, (T + 2 * TABLE_MARGIN) * table_width, 1)
+        programs = 2 * N * (1 if fp64 else plan.num_chunks)
+        options |= {
+            "BLOCK_T": 1 if fp64 else SAVE_EVERY,
+            "FP64": fp64,
+            "ALL_FP64": plan.fp64,
+            "TABLE_WIDTH": table_width,
+        }
+        if kernel is POSTERIOR_SCAN and _uses_gluon():
+            # With many programs, fewer registers let more of them run at once.
+            options["maxnreg"] = 168 if programs > planning.FULL_GPU else 255
+        launch_lanes(
+            kernel,
+            programs,
+            source,
+            *self.targets,
+            *args,
+            None if fp64 else tile_counter,
+            T,
+            N,
+            C,
+            self.targets.labels.shape[0],
+            plan.max_target_len,
+            plan.num_chunks,
+            num_blocks,
+            plan.carry_steps,
+            self.blank,
+            logit_limit(T),
+            *strides,
+            call=(self.call_id, num_blocks),
+            **options,
+        )
+
+    def launch_forward_scan(self, fp64: bool, num_blocks: int) -> None:
+        """Scan α and β to the middle, and save states before `num_blocks` blocks of each half."""
+        workspace = self.workspace
+        self.launch_scan(
+            FORWARD_SCAN,
+            fp64,
+            workspace.tile_counter,
+            workspace.states,
+            workspace.carries,
+            workspace.flags,
+            num_blocks=num_blocks,
+            SAVE=num_blocks > 0,
+        )
+
+    def launch_loss(
+        self,
+        losses: Tensor,
+        num_blocks: int,
+        value: Tensor | None = None,
+        mean: bool = False,
+        zero_infinity: bool = False,
+    ) -> None:
+        """Compute log Z and the losses, and reduce them to `value`.
+
+        Without `value`, only log Z is final, and the losses still lack the log-sum-exps.
+        """
+        (T, N, _), workspace = self.logits.shape, self.workspace
+        normalizers = (None, None) if value is None else (workspace.maxima, workspace.sums)
+        finished = workspace.finished if value is not None and value.ndim == 0 else None
+        runtime_launch.launch(
+            ctc_loss_kernel,
+            N,
+            *self.targets,
+            workspace.states,
+            workspace.flags,
+            *normalizers,
+            workspace.logz,
+            losses,
+            value,
+            finished,
+            T,
+            N,
+            self.targets.labels.shape[0],
+            self.plan.max_target_len,
+            self.plan.num_chunks,
+            num_blocks,
+            call=(self.call_id, num_blocks, value is None, finished is None),
+            BLOCK_L=256,
+            BLOCK_T=256 if T <= 1024 else 2048,
+            ALL_FP64=self.plan.fp64,
+            MEAN=mean,
+            ZERO_INFINITY=zero_infinity,
+            num_warps=4,
+        )
+
+    def posterior_zeros(self, filled: bool = True) -> Tensor:
+        """Return a counter and carries for the posterior scan, zeroed if `filled`."""
+        words = 2 + (self.workspace.carries.shape[0] if self.plan.num_chunks > 1 else 0)
+        make = torch.zeros if filled else torch.empty
+        return make(words, dtype=torch.int64, device=self.logits.device)
+
+    def launch_posterior_scan(
+        self, posteriors: Tensor, blanks: Tensor, zeros: Tensor, width: int = 32
+    ) -> None:
+        """Scan α and β through each other's half and store the posteriors."""
+        workspace = self.workspace
+        for fp64 in self.fp64_runs:
+            self.launch_scan(
+                POSTERIOR_SCAN,
+                fp64,
+                None if workspace.tile_counter is None else zeros[:1],
+                workspace.states,
+                workspace.carries,
+                zeros[2:],
+                workspace.flags,
+                workspace.logz,
+                posteriors,
+                blanks,
+                num_blocks=self.plan.num_blocks,
+                GROUPS=self.plan.class_groups * self.plan.sum_by_class,
+                WIDTH=width,
+            )

@@ -1,0 +1,171 @@
+"""The CTC lattice of a target in kernels, in chunks of 32 positions with one position per lane.
+
+Position i of a target is the blank before its label i, and that label. The last position has no
+label, so a target of L labels has L + 1 positions and 2 L + 1 states. α enters a blank from the
+same blank and from the label before it; it enters a label from the same label, from the blank
+before it, and from the label before that blank unless both labels are equal. β goes the other way.
+
+One program is one warp and scans one chunk in one direction. Programs take their chunks from a
+counter in the order in which they start, so the neighbor that a chunk waits for always started
+before it. Programs in fp64 scan all chunks of a sequence one after another instead.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .state import add, broadcast_lane, multiply_emission, pack_state, select, shift_lanes
+
+# Bits of a sequence's flags.
+NEEDS_FP64 = tl.constexpr(1)  # a logit overflows the exponent of an emission
+INVALID = tl.constexpr(2)  # a label or a length is out of range
+
+# Triton compiles nothing anew for other values of these arguments.
+SIZES = [
+    "T",
+    "N",
+    "C",
+    "M",
+    "max_target_len",
+    "num_chunks",
+    "num_blocks",
+    "carry_steps",
+    "blank",
+    "stride_t",
+    "stride_n",
+    "stride_c",
+]
+
+
+class ChunkLattice(NamedTuple):
+    """The part of a target's lattice that one warp scans; each field is `[32]`, by lane.
+
+    Fields:
+        label: the class of the lane's label, 0 where the lane has none.
+        has_label: whether the lane has a label.
+        can_skip: whether α may enter the label from the label before it without a blank.
+    """
+
+    label: tl.tensor
+    has_label: tl.tensor
+    can_skip: tl.tensor
+
+
+class LaneStates(NamedTuple):
+    """α or β of the lattice states of 32 positions.
+
+    Fields:
+        blank: the state of each lane's blank; see `state.py`.
+        label: the state of each lane's label.
+    """
+
+    blank: tuple[tl.tensor, ...]
+    label: tuple[tl.tensor, ...]
+
+
+@triton.jit
+def program_index(tile_counter_ptr):
+    """Return this program's index, in the order in which programs start if there is a counter."""
+    if tile_counter_ptr is None:
+        return tl.program_id(0)
+    else:
+        return tl.atomic_add(tile_counter_ptr, 1, sem="relaxed")
+
+
+@triton.jit
+def program_chunk(tile_counter_ptr, N):
+    """Return this program's chunk (counted in its direction), sequence and direction."""
+    index = program_index(tile_counter_ptr)
+    return index // (2 * N), (index // 2 % N).to(tl.int64), index % 2
+
+
+@triton.jit
+def load_target(n, target_lengths_ptr, offsets_ptr, max_target_len, M):
+    """Return a target's length and offset as given, and whether they are out of range."""
+    target_len, offset = tl.load(target_lengths_ptr + n), tl.load(offsets_ptr + n)
+    return (
+        target_len,
+        offset,
+        (target_len < 0) | (target_len > max_target_len) | (offset < 0) | (offset + target_len > M),
+    )
+
+
+@triton.jit
+def load_lengths(n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, T, max_target_len, M):
+    """Return a sequence's input length, target length, target offset and validity.
+
+    Lengths and offset of an invalid sequence are 0.
+    """
+    length = tl.load(input_lengths_ptr + n)
+    target_len, offset, invalid = load_target(n, target_lengths_ptr, offsets_ptr, max_target_len, M)
+    invalid = invalid | (length < 0) | (length > T)
+    return (
+        tl.where(invalid, 0, length).to(tl.int32),
+        tl.where(invalid, 0, target_len).to(tl.int32),
+        tl.where(invalid, 0, offset),
+        invalid,
+    )
+
+
+@triton.jit
+def load_chunk(labels_ptr, first, target_len, C, lane):
+    """Load the lattice of the chunk that starts at position `first`.
+
+    Returns the lattice, and the lanes whose label is out of range.
+    """
+    position = first + lane
+    label = tl.load(labels_ptr + position, mask=position < target_len, other=0)
+    before = tl.load(
+        labels_ptr + position - 1, mask=(position > 0) & (position < target_len), other=-1
+    )
+    in_range = (label >= 0) & (label < C)
+    lattice = ChunkLattice(
+        tl.where(in_range, label, 0),
+        position < target_len,
+        (position > 0) & (label != before),
+    )
+    return lattice, ~in_range
+
+
+@triton.jit
+def sum_predecessors(state, can_skip, carry, lane, FORWARD: tl.constexpr, FP64: tl.constexpr):
+    """Sum what enters each blank and label: α from the states before a step, β from those after it.
+
+    The carry comes from the neighboring chunk (see `outgoing_carry`). For α it is the label before
+    the first position; for β, the part that the position after the last one sends to its label.
+    """
+    blank, label = state
+    if FORWARD:
+        into_blank = add(blank, shift_lanes(label, carry, lane, -1, FP64), FP64)
+        return LaneStates(into_blank, add(label, select(can_skip, into_blank, blank, FP64), FP64))
+    else:
+        into_blank = add(blank, label, FP64)
+        sent = select(can_skip, into_blank, blank, FP64)
+        return LaneStates(into_blank, add(label, shift_lanes(sent, carry, lane, 1, FP64), FP64))
+
+
+@triton.jit
+def outgoing_carry(state, can_skip, FORWARD: tl.constexpr, FP64: tl.constexpr):
+    """Return the carry for the next chunk as a word; the last lane (α) or the first (β) has it."""
+    blank, label = state
+    if FORWARD:
+        return pack_state(label, FP64)
+    else:
+        return pack_state(select(can_skip, add(blank, label, FP64), blank, FP64), FP64)
+
+
+@triton.jit
+def emit(incoming, emissions, u, lane, FP64: tl.constexpr):
+    """Return the states after step u of a block: the sums that enter them times the emissions."""
+    return LaneStates(
+        multiply_emission(incoming.blank, broadcast_lane(emissions.blank, lane, u, FP64), FP64),
+        multiply_emission(incoming.label, emissions.label[u], FP64),
+    )
+
+
+@triton.jit
+def store_states(saved_ptr, state, lane, FP64: tl.constexpr):
+    """Store the states of a chunk as words `[2, 32]`."""
+    tl.store(saved_ptr + lane, pack_state(state.blank, FP64))
+    tl.store(saved_ptr + 32 + lane, pack_state(state.label, FP64))

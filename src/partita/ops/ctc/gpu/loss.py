@@ -1,0 +1,194 @@
+"""CTC's partition function and loss, from α and β at the middle step."""
+
+import triton
+import triton.language as tl
+
+from ....primitives.gpu.math import LN2, finite_shift, log_exact
+from .lattice import load_lengths
+from .state import (
+    MIN_EXPONENT,
+    ZERO_EXPONENT,
+    add,
+    constant_state,
+    exp2_int,
+    multiply_emission,
+    select,
+    unpack_state,
+)
+
+
+@triton.jit
+def load_states(ptr, mask, FP64: tl.constexpr):
+    """Load states from memory; masked ones are 0."""
+    return select(
+        mask,
+        unpack_state(tl.load(ptr, mask=mask, other=0), FP64),
+        constant_state(0, mask.to(tl.int32), FP64),
+        FP64,
+    )
+
+
+@triton.jit
+def multiply(a, b, FP64: tl.constexpr):
+    """Return the product of a sum of states and a state."""
+    if FP64:
+        return (a[0] + b[0],)
+    else:
+        return multiply_emission(a, (b[0], tl.maximum(b[1], ZERO_EXPONENT) - 127), FP64)
+
+
+@triton.jit
+def log2_partition(
+    alpha_ptr, beta_ptr, labels_ptr, target_len, BLOCK_L: tl.constexpr, FP64: tl.constexpr
+):
+    """Return log2 of the sum over all alignments, from α before the middle step and β after it."""
+    lane = tl.arange(0, BLOCK_L)
+    total = constant_state(0, lane, FP64)
+    for first in range(0, target_len + 1, BLOCK_L):
+        i = first + lane
+        index, previous = i // 32 * 64 + i % 32, (i - 1) // 32 * 64 + (i - 1) % 32 + 32
+        label = tl.load(labels_ptr + i, mask=i < target_len, other=-1)
+        can_skip = (
+            (i > 0)
+            & (i < target_len)
+            & (label != tl.load(labels_ptr + i - 1, mask=(i > 0) & (i < target_len), other=-1))
+        )
+        blank, into_label = (
+            load_states(alpha_ptr + index, i <= target_len, FP64),
+            load_states(alpha_ptr + index + 32, i < target_len, FP64),
+        )
+        into_blank = add(
+            blank, load_states(alpha_ptr + previous, (i > 0) & (i <= target_len), FP64), FP64
+        )
+        into_label = add(into_label, select(can_skip, into_blank, blank, FP64), FP64)
+        through_blank = multiply(
+            into_blank, load_states(beta_ptr + index, i <= target_len, FP64), FP64
+        )
+        through_label = multiply(
+            into_label, load_states(beta_ptr + index + 32, i < target_len, FP64), FP64
+        )
+        total = multiply(
+            add(total, add(through_blank, through_label, FP64), FP64),
+            constant_state(1, lane, FP64),
+            FP64,
+        )
+    if FP64:
+        shift = finite_shift(tl.max(total[0], axis=0))
+        return shift + tl.log2(tl.sum(tl.exp2(total[0] - shift), axis=0))
+    else:
+        exponent = tl.max(total[1], axis=0)
+        mantissa = tl.sum((total[0] * exp2_int(total[1] - exponent)).to(tl.float64), axis=0)
+        return tl.where(
+            exponent > MIN_EXPONENT, exponent.to(tl.float64) + tl.log2(mantissa), -float("inf")
+        )
+
+
+@triton.jit
+def sum_of_lse(maxima_ptr, sums_ptr, n, N, length, BLOCK_T: tl.constexpr):
+    """Return the sum of the log-sum-exps of a sequence's steps."""
+    total = tl.zeros([BLOCK_T], tl.float64)
+    for first in range(0, length, BLOCK_T):
+        t = first + tl.arange(0, BLOCK_T)
+        row = t.to(tl.int64) * N + n
+        maximum, sum_exp = (
+            tl.load(maxima_ptr + row, mask=t < length, other=0.0),
+            tl.load(sums_ptr + row, mask=t < length, other=1.0),
+        )
+        total += maximum.to(tl.float64) + log_exact(sum_exp).to(tl.float64)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def zero_infinite(loss, ZERO_INFINITY: tl.constexpr):
+    """Replace infinite losses by 0 if asked for."""
+    if ZERO_INFINITY:
+        loss = tl.where(loss == float("inf"), 0.0, loss)
+    return loss
+
+
+@triton.jit
+def reduce_losses(
+    losses_ptr,
+    target_lengths_ptr,
+    N,
+    MEAN: tl.constexpr,
+    ZERO_INFINITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return the sum of the losses of all programs, or the mean of loss / target length."""
+    total = tl.zeros([BLOCK], tl.float64)
+    for first in range(0, N, BLOCK):
+        n = first + tl.arange(0, BLOCK)
+        loss = zero_infinite(
+            tl.load(losses_ptr + n, mask=n < N, other=0.0, volatile=True), ZERO_INFINITY
+        )
+        if MEAN:
+            loss /= tl.maximum(tl.load(target_lengths_ptr + n, mask=n < N, other=1), 1).to(
+                tl.float64
+            )
+        total += loss
+    return tl.sum(total, axis=0) / (N.to(tl.float64) if MEAN else 1.0)
+
+
+@triton.jit(do_not_specialize=["T", "N", "M", "max_target_len", "num_chunks", "num_blocks"])
+def ctc_loss_kernel(
+    labels_ptr,  # [M]
+    offsets_ptr,  # [N]
+    input_lengths_ptr,  # [N]
+    target_lengths_ptr,  # [N]
+    saved_ptr,  # [2, num_blocks + 1, N, num_chunks, 2, 32] int64
+    flags_ptr,  # [N] int64
+    maxima_ptr,  # [T, N] or None
+    sums_ptr,  # [T, N] or None
+    logz_ptr,  # [N] fp64
+    losses_ptr,  # [N] fp64
+    value_ptr,  # [N], or their sum or mean []; None if the log-sum-exps are not ready
+    finished_ptr,  # [1] int64, zero; None where losses are not reduced
+    T,
+    N,
+    M,
+    max_target_len,
+    num_chunks,
+    num_blocks,
+    BLOCK_L: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    ALL_FP64: tl.constexpr,
+    MEAN: tl.constexpr,
+    ZERO_INFINITY: tl.constexpr,
+):
+    """Compute log2 of the partition function of one sequence, and its loss.
+
+    The loss is the sum of the log-sum-exps of the steps minus log Z. The program that finishes last
+    reduces the losses in a fixed order.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    flags = tl.load(flags_ptr + n)
+    length, target_len, offset = load_lengths(
+        n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, T, max_target_len, M
+    )[:3]
+    alpha_ptr = saved_ptr + (num_blocks.to(tl.int64) * N + n) * num_chunks * 64
+    beta_ptr = alpha_ptr + (num_blocks.to(tl.int64) + 1) * N * num_chunks * 64
+    if ALL_FP64:
+        logz = log2_partition(alpha_ptr, beta_ptr, labels_ptr + offset, target_len, BLOCK_L, True)
+    elif flags == 1:
+        logz = log2_partition(alpha_ptr, beta_ptr, labels_ptr + offset, target_len, BLOCK_L, True)
+    else:
+        logz = log2_partition(alpha_ptr, beta_ptr, labels_ptr + offset, target_len, BLOCK_L, False)
+    logz = tl.where(length > 0, logz, tl.where(target_len == 0, 0.0, -float("inf")))
+    loss = 0.0 - logz * LN2
+    if maxima_ptr is not None:
+        loss += sum_of_lse(maxima_ptr, sums_ptr, n, N, length, BLOCK_T)
+    tl.store(logz_ptr + n, tl.where(loss == loss, logz, loss))
+    loss = tl.where(flags >= 2, float("nan"), loss)
+    tl.store(losses_ptr + n, loss)
+    if finished_ptr is not None:
+        tl.debug_barrier()
+        if tl.atomic_add(finished_ptr, 1, sem="acq_rel") == N - 1:
+            tl.store(
+                value_ptr,
+                reduce_losses(losses_ptr, target_lengths_ptr, N, MEAN, ZERO_INFINITY, BLOCK_L).to(
+                    value_ptr.dtype.element_ty
+                ),
+            )
+    elif value_ptr is not None:
+        tl.store(value_ptr + n, zero_infinite(loss, ZERO_INFINITY).to(value_ptr.dtype.element_ty))

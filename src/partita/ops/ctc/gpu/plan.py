@@ -1,0 +1,162 @@
+"""CTC on a GPU: how a batch is cut into programs, and the layout of the workspace.
+
+These are pure functions of sizes. They import no Triton, so that the fakes of the registered ops
+can use them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+CHUNK = 32  # positions of a target in a chunk, one per lane of a warp
+SAVE_EVERY = 8  # steps from one saved state to the next
+TABLE_MARGIN = 24  # rows of the emission table before and after its steps
+FULL_GPU = 2048  # programs beyond which a GPU is full
+
+
+class CTCPlan(NamedTuple):
+    """The sizes of the programs into which a batch is cut.
+
+    Fields:
+        max_target_len: the greatest target length.
+        fp64: whether the states of all sequences are in fp64.
+        table_width: row length of the emission table of all classes, 0 if there is none.
+        num_chunks: chunks of 32 target positions; each is a program in each direction.
+        class_groups: groups of 32 classes if there are few classes, otherwise 0.
+        sum_by_class: whether the scan sums posteriors by class. This needs less memory, and is no
+            slower if there are enough programs to hide each other's latency.
+        num_blocks: blocks of SAVE_EVERY steps in a half.
+        carry_steps: steps in these blocks, which is the number of carries of a chunk.
+    """
+
+    max_target_len: int
+    fp64: bool
+    table_width: int
+    num_chunks: int
+    class_groups: int
+    sum_by_class: bool
+    num_blocks: int
+    carry_steps: int
+
+
+class WorkspaceSizes(NamedTuple):
+    """The parts of the workspace in their order, in 64-bit words; see `CTCWorkspace`."""
+
+    tile_counter: int
+    finished: int
+    flags: int
+    carries: int
+    states: int
+    logz: int
+    maxima: int
+    sums: int
+    table: int
+    posteriors: int
+    blank_posteriors: int
+    unused: int
+
+
+def ceil_div(number: int, by: int) -> int:
+    """Return the quotient rounded up."""
+    return -(-number // by)
+
+
+def table_width(C: int, max_target_len: int) -> int:
+    """Return the row length of the emission table: C rounded up to 8 for few classes, else 0."""
+    return ceil_div(C, 8) * 8 if C <= min(4 * max_target_len, 256) else 0
+
+
+def posterior_words(
+    shape: Sequence[int], max_target_len: int, from_logits: bool, save: bool
+) -> int:
+    """Return the size of the posteriors by label that the loss saves, in 64-bit words.
+
+    With many classes, the scans of the loss finish before all logits have been read for the
+    log-sum-exps, so the loss computes the posteriors. Otherwise the gradient computes them, and the
+    size is 0.
+    """
+    T, N, C = shape
+    num_chunks = max_target_len // CHUNK + 1
+    if from_logits and save and 4 * (CHUNK + 1) * num_chunks <= C:
+        return (N * num_chunks * T * (CHUNK + 1) + 1) // 2
+    return 0
+
+
+def saved_shape(
+    shape: Sequence[int], max_target_len: int, from_logits: bool, save: bool, backend_table: str
+) -> tuple[int, ...]:
+    """Return the shape of the fp64 tensor that the loss saves for the gradient.
+
+    Args:
+        shape: `[T, N, C]` of the logits.
+        max_target_len: the greatest target length.
+        from_logits: whether the loss normalizes the logits.
+        save: whether a gradient will be computed.
+        backend_table: "reference" saves nothing; "cpu" saves α before each step; "gpu" saves the
+            workspace: states before each eighth step, carries, log-sum-exps, and the emission table
+            for few classes or the posteriors for many.
+    """
+    T, N, C = shape
+    if backend_table == "cpu" and save:
+        return N, T + 1, 2 * max_target_len + 4
+    if backend_table != "gpu" or 0 in shape:
+        return (0,)
+    num_blocks, num_chunks = (T + 16) // 16, max_target_len // CHUNK + 1
+    states = 2 * (num_blocks * save + 1) * N * num_chunks * 2 * CHUNK
+    carries = 2 * N * num_chunks * num_blocks * SAVE_EVERY
+    table = (T + 2 * TABLE_MARGIN) * table_width(C, max_target_len)
+    posteriors = posterior_words(shape, max_target_len, from_logits, save)
+    # 16 words leave room for the counters and for the alignment of each part.
+    return (16 + states + carries + (2 + 2 * T + table) * N + posteriors,)
+
+
+@functools.lru_cache(maxsize=4096)
+def ctc_plan(shape: Sequence[int], fp64: bool, max_target_len: int) -> CTCPlan:
+    """Return the plan for logits of shape `[T, N, C]`."""
+    T, N, C = shape
+    num_blocks = ceil_div(T + 1, 2 * SAVE_EVERY)
+    num_chunks = max_target_len // CHUNK + 1
+    class_groups = ceil_div(C, 32) if C <= 64 else 0
+    return CTCPlan(
+        max_target_len=max_target_len,
+        fp64=fp64,
+        table_width=0 if fp64 else table_width(C, max_target_len),
+        num_chunks=num_chunks,
+        class_groups=class_groups,
+        sum_by_class=class_groups > 0 and 2 * N * num_chunks > FULL_GPU,
+        num_blocks=num_blocks,
+        carry_steps=num_blocks * SAVE_EVERY,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def workspace_sizes(
+    shape: Sequence[int], plan: CTCPlan, from_logits: bool, save: bool
+) -> WorkspaceSizes:
+    """Return the sizes of the workspace's parts.
+
+    Each part starts on 16 bytes, because Triton compiles another kernel for unaligned pointers.
+    """
+    T, N, _ = shape
+    normalizers = ceil_div(T * N, 1 if plan.fp64 else 2) if from_logits else 0
+    has_posteriors = posterior_words(shape, plan.max_target_len, from_logits, save) > 0
+    rows = N * plan.num_chunks * T if has_posteriors and not plan.fp64 else 0
+    sizes = [
+        1,  # tile_counter
+        1,  # finished
+        N,  # flags
+        2 * plan.num_chunks * N * plan.carry_steps,  # carries
+        2 * (plan.num_blocks * save + 1) * N * plan.num_chunks * 2 * CHUNK,  # states
+        N,  # logz
+        normalizers,  # maxima
+        normalizers,  # sums
+        (T + 2 * TABLE_MARGIN) * N * plan.table_width,  # table
+        CHUNK // 2 * rows,  # posteriors, in fp32
+        ceil_div(rows, 2),  # blank_posteriors, in fp32
+    ]
+    sizes = [size + size % 2 for size in sizes]
+    (total,) = saved_shape(shape, plan.max_target_len, from_logits, save, "gpu")
+    sizes.append(total - sum(sizes))  # unused
+    return WorkspaceSizes(*sizes)

@@ -1,0 +1,94 @@
+"""The states of CTC's first scan, recomputed block by block for the posterior scan.
+
+A block of steps is recomputed from its emissions, from the states that the first scan saved before
+each eighth step, and from the carries that the chunks exchanged then.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .lattice import LaneStates, emit, sum_predecessors
+from .state import unpack_state
+from .steps import carry_at, decode_emissions, prefetch_carries, prefetch_emissions
+
+
+class LoadedBlock(NamedTuple):
+    """The loaded values from which the states of a block are recomputed.
+
+    Fields:
+        rows: the values from which the emissions are computed; see `Emissions`.
+        states: the words of blanks and of labels before the block, `[32]` each.
+        carries: the words that the chunk received, `[32]` with a step in each lane.
+    """
+
+    rows: tuple[tl.tensor, ...]
+    states: tuple[tl.tensor, ...]
+    carries: tl.tensor
+
+
+@triton.jit
+def recompute_to_step(source, half, can_skip, state, carries, p, lane, FORWARD: tl.constexpr):
+    """Advance fp64 states from those saved before a block of eight steps to step p in it.
+
+    This is a loop, because the unrolled steps would take long to compile.
+    """
+    for q in range(p // 8 * 8, p):
+        loaded = prefetch_emissions(source, half, q, lane, FORWARD, 1, 0)
+        emissions = decode_emissions(loaded, source, q, 0, lane, 1, True, 0)[0]
+        words = prefetch_carries(carries.ptr, q, carries.valid, lane, 1, True)
+        carry = carry_at(words, 0, lane, True)
+        incoming = sum_predecessors(state, can_skip, carry, lane, FORWARD, True)
+        state = emit(incoming, emissions, 0, lane, True)
+    return state
+
+
+@triton.jit
+def prefetch_block(
+    source,
+    half,
+    saved,
+    carries,
+    p,
+    lane,
+    FORWARD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    FP64: tl.constexpr,
+    TABLE_WIDTH: tl.constexpr,
+):
+    """Load what the block of steps at p is recomputed from; nothing is loaded for p < 0."""
+    rows = prefetch_emissions(source, half, p, lane, FORWARD, BLOCK_T, TABLE_WIDTH)
+    ptr = saved.ptr + tl.maximum(p, 0) // 8 * saved.block_stride + lane
+    states = (
+        tl.load(ptr, mask=(lane >= 0) & (p >= 0), other=0),
+        tl.load(ptr + 32, mask=(lane >= 0) & (p >= 0), other=0),
+    )
+    words = prefetch_carries(carries.ptr, p, carries.valid & (p >= 0), lane, BLOCK_T, FP64)
+    return LoadedBlock(rows, states, words)
+
+
+@triton.jit
+def decode_block(
+    loaded,
+    source,
+    half,
+    can_skip,
+    carries,
+    p,
+    lane,
+    FORWARD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    FP64: tl.constexpr,
+    TABLE_WIDTH: tl.constexpr,
+):
+    """Return a block's emissions and the states before it."""
+    emissions = decode_emissions(
+        loaded.rows, source, p, half.padding, lane, BLOCK_T, FP64, TABLE_WIDTH
+    )[0]
+    state = LaneStates(unpack_state(loaded.states[0], FP64), unpack_state(loaded.states[1], FP64))
+    if FP64:
+        state = recompute_to_step(
+            source, half, can_skip, state, carries, tl.maximum(p, 0), lane, FORWARD
+        )
+    return emissions, state
