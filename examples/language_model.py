@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from digits import INK, MUTED, RIGHT, Difference, positive
+from digits import BLUE, INK, MUTED, Difference, positive
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -315,7 +315,7 @@ def draw_bars(axes: Axes, title: str, unit: str, values: Sequence[float]) -> Non
     bars = axes.bar(
         [PLAIN.replace(" + ", "\n+ "), OURS.replace("_lm", "\n_lm")],
         values,
-        color=[MUTED, RIGHT],
+        color=[MUTED, BLUE],
         width=0.6,
     )
     axes.bar_label(
@@ -333,7 +333,7 @@ def draw(
     """The loss of each batch, beside what a step costs."""
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     curve, memory, times = figure.subplots(1, 3, width_ratios=(1.6, 1, 1))
-    curve.plot(range(1, len(losses) + 1), losses, color=RIGHT, lw=1, label="each training batch")
+    curve.plot(range(1, len(losses) + 1), losses, color=BLUE, lw=1, label="each training batch")
     curve.axhline(
         held_out_loss,
         color=MUTED,
