@@ -22,19 +22,15 @@ def crf_subtract_kernel(
     """Subtract from each score of ROWS steps the marginals of all edges that read it, in order."""
     n = (tl.program_id(0) % N).to(tl.int64)
     t = (tl.program_id(0) // N).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    row, scale, valid, repeats = (
-        t * N + n,
-        tl.load(scale_ptr + n),
-        (t < T)[:, None],
-        tl.load(repeats_ptr + n),
-    )
+    row = t * N + n  # [ROWS]
+    scale = tl.load(scale_ptr + n)
+    valid = (t < T)[:, None]  # [ROWS, 1]
+    repeats = tl.load(repeats_ptr + n)
     for start in range(0, V, BLOCK):
         v = start + tl.arange(0, BLOCK)  # [BLOCK]
         edge = tl.load(first_edge_ptr + n * V + v, mask=v < V, other=-1)
-        has_edge, total = (
-            (edge >= 0)[None, :],
-            tl.zeros([ROWS, BLOCK], marginals_ptr.dtype.element_ty),
-        )
+        has_edge = (edge >= 0)[None, :]  # [1, BLOCK]
+        total = tl.zeros([ROWS, BLOCK], marginals_ptr.dtype.element_ty)
         d_score_ptr = d_scores_ptr + (row * V)[:, None] + v[None, :]
         before = tl.load(d_score_ptr, mask=valid & has_edge, other=0.0)
         for _ in range(repeats + 1):
