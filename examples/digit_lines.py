@@ -1,9 +1,10 @@
-"""Read lines of handwritten digits: train a small network with Partita's CTC loss, and draw what it sees where.
+"""Read lines of handwritten digits: train a small network with Partita's CTC loss, and plot it.
 
     python examples/digit_lines.py --batches 900 --out digit_lines.png
 
-A line is 4 to 10 scans of the digits of `digits.py`, cropped, shifted, and set side by side with gaps between them; nobody tells the network where one
-ends. The lines that it is judged by are made of digits that it has never seen. The exit code is 1 when fewer than 90 % of these are read without a fault.
+A line is 4 to 10 scans of the digits of `digits.py`, cropped, shifted, and set side by side with
+gaps between them. The network is never told where a digit ends. The test lines are made of digits
+that it has never seen. The exit code is 1 when it reads fewer than 90 % of them without a fault.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from digits import INK, MUTED, RIGHT, WRONG, Difference, Digits, load, positive
+from digits import BLUE, INK, MUTED, RED, Difference, Digits, load, positive
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -26,7 +27,7 @@ import partita
 
 REQUIRED_ACCURACY = 0.9
 BATCH = 32
-HELD_OUT_LINES = 500
+TEST_LINES = 500
 SHORTEST, LONGEST = 4, 10
 HEIGHT, WIDEST_GAP = 10, 3
 WIDTH = LONGEST * (8 + WIDEST_GAP)
@@ -35,7 +36,7 @@ COLUMNS_A_STEP = 2
 
 
 class Lines(NamedTuple):
-    """A batch of lines; `input_lengths` counts steps of the network, of which each sees two columns."""
+    """A batch of lines. `input_lengths` counts the network's steps; each sees two columns."""
 
     images: Tensor  # [N, 1, HEIGHT, WIDTH]
     targets: Tensor  # [N, LONGEST], 0 past the length
@@ -45,16 +46,18 @@ class Lines(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
+    """The share of test lines read without a fault, and the comparison with PyTorch."""
+
     accuracy: float
     difference: Difference
 
 
 class Reader(nn.Module):
-    """Convolutions over the line, then a recurrent network along it."""
+    """Convolutions over the line, then a recurrent network along its columns."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.see = nn.Sequential(
+        self.convolutions = nn.Sequential(
             nn.Conv2d(1, 24, 3, padding=1),
             nn.ReLU(),
             nn.MaxPool2d(2),
@@ -62,26 +65,25 @@ class Reader(nn.Module):
             nn.ReLU(),
             nn.Dropout(0.1),
         )
-        self.follow = nn.GRU(64 * (HEIGHT // 2), 64, bidirectional=True)
-        self.name = nn.Sequential(nn.Dropout(0.1), nn.Linear(2 * 64, CLASSES))
+        self.recurrent = nn.GRU(64 * (HEIGHT // 2), 64, bidirectional=True)
+        self.head = nn.Sequential(nn.Dropout(0.1), nn.Linear(2 * 64, CLASSES))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits, `[T, N, CLASSES]`."""
-        columns = self.see(images).flatten(1, 2).permute(2, 0, 1)
-        return self.name(self.follow(columns)[0])
+        """Return the logits, `[T, N, CLASSES]`."""
+        columns = self.convolutions(images).flatten(1, 2).permute(2, 0, 1)
+        return self.head(self.recurrent(columns)[0])
 
 
-def compose(digits: Digits, count: int, generator: torch.Generator) -> Lines:
-    """Random lines of these digits."""
-    images = torch.zeros(count, 1, HEIGHT, WIDTH)
-    targets = torch.zeros(count, LONGEST, dtype=torch.int64)
-    lengths = torch.randint(SHORTEST, LONGEST + 1, (count,), generator=generator)
-    widths = torch.zeros(count, dtype=torch.int64)
+def compose(digits: Digits, N: int, generator: torch.Generator) -> Lines:
+    """Return N random lines of these digits."""
+    images = torch.zeros(N, 1, HEIGHT, WIDTH)
+    targets = torch.zeros(N, LONGEST, dtype=torch.int64)
+    lengths = torch.randint(SHORTEST, LONGEST + 1, (N,), generator=generator)
+    widths = torch.zeros(N, dtype=torch.int64)
     for n, length in enumerate(lengths.tolist()):
         x = 0
-        for place, i in enumerate(
-            torch.randint(len(digits.labels), (length,), generator=generator).tolist()
-        ):
+        chosen = torch.randint(len(digits.labels), (length,), generator=generator)
+        for position, i in enumerate(chosen.tolist()):
             picture = digits.images[i, 0]
             inked = picture.sum(0).nonzero().flatten()
             picture = picture[:, int(inked[0]) : int(inked[-1]) + 1]
@@ -92,7 +94,7 @@ def compose(digits: Digits, count: int, generator: torch.Generator) -> Lines:
             x += gap
             images[n, 0, drop : drop + 8, x : x + picture.shape[1]] = picture
             x += picture.shape[1]
-            targets[n, place] = digits.labels[i] + 1
+            targets[n, position] = digits.labels[i] + 1
         widths[n] = x
     return Lines(images, targets, (widths + COLUMNS_A_STEP - 1) // COLUMNS_A_STEP, lengths)
 
@@ -100,7 +102,7 @@ def compose(digits: Digits, count: int, generator: torch.Generator) -> Lines:
 def train(
     model: nn.Module, digits: Digits, batches: int, generator: torch.Generator, quiet: bool
 ) -> list[float]:
-    """The loss of each batch."""
+    """Train the model and return the loss of each batch."""
     criterion = partita.nn.CTCLoss(from_logits=True)
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=batches)
@@ -132,7 +134,7 @@ def train(
 
 
 def read(logits: Tensor, input_lengths: Tensor) -> list[list[int]]:
-    """The digits of each line: the best class of each step, repeats and blanks left out."""
+    """Return the digits of each line: the best class of each step without repeats and blanks."""
     found = []
     for classes, length in zip(logits.argmax(-1).T, input_lengths.tolist(), strict=True):
         changes = torch.unique_consecutive(classes[:length])
@@ -141,6 +143,7 @@ def read(logits: Tensor, input_lengths: Tensor) -> list[list[int]]:
 
 
 def truth(lines: Lines) -> list[list[int]]:
+    """Return the digits that each line was composed of."""
     return [
         [int(c) - 1 for c in target[:length]]
         for target, length in zip(lines.targets, lines.target_lengths.tolist(), strict=True)
@@ -148,13 +151,11 @@ def truth(lines: Lines) -> list[list[int]]:
 
 
 def compare(logits: Tensor, lines: Lines) -> Difference:
-    """Loss and gradient in the logits, beside PyTorch's log-softmax and loss."""
+    """Compare the loss and its gradient in the logits with PyTorch's log-softmax and loss."""
     ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     rest = lines.targets, lines.input_lengths, lines.target_lengths
-    loss, expected = (
-        partita.ctc_loss(ours, *rest, from_logits=True),
-        nn.functional.ctc_loss(theirs.log_softmax(-1), *rest),
-    )
+    loss = partita.ctc_loss(ours, *rest, from_logits=True)
+    expected = nn.functional.ctc_loss(theirs.log_softmax(-1), *rest)
     loss.backward()
     expected.backward()
     assert ours.grad is not None and theirs.grad is not None
@@ -164,8 +165,8 @@ def compare(logits: Tensor, lines: Lines) -> Difference:
 
 
 def draw_line(picture: Axes, posterior: Axes, lines: Lines, logits: Tensor, n: int) -> None:
-    """A line with the place and confidence of each digit, over the probability of each class at each step."""
-    length, count = int(lines.input_lengths[n]), int(lines.target_lengths[n])
+    """Plot a line with the span and confidence of each digit, over the classes' probabilities."""
+    length, labels = int(lines.input_lengths[n]), int(lines.target_lengths[n])
     width = COLUMNS_A_STEP * length
     picture.imshow(
         lines.images[n, 0, :, :width],
@@ -175,12 +176,12 @@ def draw_line(picture: Axes, posterior: Axes, lines: Lines, logits: Tensor, n: i
         interpolation="bicubic",
     )
     best = partita.ctc_align(
-        logits[:, n : n + 1], lines.targets[n : n + 1], [length], [count], from_logits=True
+        logits[:, n : n + 1], lines.targets[n : n + 1], [length], [labels], from_logits=True
     )
     start, end, score = (t[0].tolist() for t in best.spans())
     for digit, a, b, s in zip(truth(lines)[n], start, end, score, strict=False):
         confidence = float(torch.tensor(s).exp())
-        colour = RIGHT if confidence > 0.5 else WRONG
+        colour = BLUE if confidence > 0.5 else RED
         picture.axvspan(COLUMNS_A_STEP * a, COLUMNS_A_STEP * b, color=colour, alpha=0.25, lw=0)
         picture.text(
             COLUMNS_A_STEP * (a + b) / 2, -0.6, f"{digit}", ha="center", color=colour, weight="bold"
@@ -207,22 +208,18 @@ def draw_line(picture: Axes, posterior: Axes, lines: Lines, logits: Tensor, n: i
 
 
 def draw(path: Path, losses: list[float], lines: Lines, logits: Tensor) -> None:
-    """The loss, and four held-out lines, the last of them the one that the network finds hardest."""
+    """Plot the training loss, three test lines and the one with the greatest loss per digit."""
     rest = lines.targets, lines.input_lengths, lines.target_lengths
-    hardest = int(
-        (
-            partita.ctc_loss(logits, *rest, reduction="none", from_logits=True)
-            / lines.target_lengths
-        ).argmax()
-    )
+    line_losses = partita.ctc_loss(logits, *rest, reduction="none", from_logits=True)
+    hardest = int((line_losses / lines.target_lengths).argmax())
     figure = Figure(figsize=(12, 9), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=(1, 2.2))
     axes = left.subplots()
-    axes.plot(losses, color=RIGHT, lw=1)
+    axes.plot(losses, color=BLUE, lw=1)
     axes.set(yscale="log", xlabel="batch", title="CTC loss of a digit, nats")
     axes.spines[["top", "right"]].set_visible(False)
     right.suptitle(
-        "Held-out lines: where ctc_align finds each digit, and what the network sees at each step",
+        "Test lines: the digits that ctc_align finds, and the probabilities at each step",
         size=11,
         weight="bold",
         color=INK,
@@ -237,10 +234,10 @@ def draw(path: Path, losses: list[float], lines: Lines, logits: Tensor) -> None:
 def run(batches: int, seed: int, out: Path, quiet: bool = False) -> Report:
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    digits, held_out = load(seed, torch.device("cpu"))
+    digits, test_digits = load(seed, torch.device("cpu"))
     model = Reader()
     losses = train(model, digits, batches, generator, quiet)
-    lines = compose(held_out, HELD_OUT_LINES, generator)
+    lines = compose(test_digits, TEST_LINES, generator)
     model.eval()
     with torch.no_grad():
         logits = model(lines.images)

@@ -1,10 +1,10 @@
-"""Train a small network on real handwritten digits with Partita's cross-entropy, and draw what it learnt.
+"""Train a small network on handwritten digits with Partita's cross-entropy, and plot the results.
 
     python examples/digits.py --epochs 20 --out digits.png
 
-The digits are the 1,797 scans of 8 × 8 pixels that come with scikit-learn (E. Alpaydin and C. Kaynak, Optical Recognition of
-Handwritten Digits, UCI Machine Learning Repository, 1998). A quarter of them is held out. The exit code is 1 when fewer than 97 % of
-those are read correctly.
+The digits are the 1,797 scans of 8 × 8 pixels that come with scikit-learn (E. Alpaydin and C.
+Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, 1998). A quarter
+of them is the test set. The exit code is 1 when the network reads fewer than 97 % of those.
 """
 
 from __future__ import annotations
@@ -30,35 +30,41 @@ import partita
 
 REQUIRED_ACCURACY = 0.97
 BATCH = 64
-INK, MUTED, FAINT, RIGHT, WRONG = "#1f2933", "#9aa5b1", "#e4e7eb", "#2b6cb0", "#c53030"
+INK, MUTED, FAINT, BLUE, RED = "#1f2933", "#9aa5b1", "#e4e7eb", "#2b6cb0", "#c53030"
 
 
 class Digits(NamedTuple):
+    """Scans of digits and their classes."""
+
     images: Tensor  # [N, 1, 8, 8], 0 … 1
     labels: Tensor  # [N]
 
 
 class Difference(NamedTuple):
-    """How far Partita's loss and its gradient are from PyTorch's."""
+    """The greatest differences of Partita's loss and gradient from PyTorch's."""
 
     loss: float
     grad: float
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingCurves:
+    """The losses of a run."""
+
     batch_losses: list[float]  # one for each batch
     test_losses: list[float]  # one for each epoch
 
 
 @dataclass(frozen=True)
 class Report:
+    """The test accuracy, and the comparison with PyTorch."""
+
     accuracy: float
     difference: Difference
 
 
 def load(seed: int, device: torch.device) -> tuple[Digits, Digits]:
-    """The training part and the held-out quarter, with every digit equally frequent in both."""
+    """Return the training set and the test set, with every digit equally frequent in both."""
     pixels, labels = load_digits(return_X_y=True)
     images = torch.tensor(pixels / 16, dtype=torch.float32, device=device).view(-1, 1, 8, 8)
     targets = torch.tensor(labels, device=device)
@@ -82,13 +88,15 @@ def network() -> nn.Sequential:
 
 
 def logits_of(model: nn.Module, images: Tensor) -> Tensor:
-    """Logits `[N, 10]` of a model that is not being trained."""
+    """Return the logits, `[N, 10]`, of a model in evaluation mode."""
     model.eval()
     with torch.no_grad():
         return model(images)
 
 
-def train(model: nn.Module, digits: Digits, held_out: Digits, epochs: int, quiet: bool) -> Training:
+def train(
+    model: nn.Module, digits: Digits, test: Digits, epochs: int, quiet: bool
+) -> TrainingCurves:
     criterion = partita.nn.CrossEntropyLoss()
     optimizer = torch.optim.AdamW(model.parameters())
     batches = len(digits.labels) // BATCH
@@ -103,7 +111,7 @@ def train(model: nn.Module, digits: Digits, held_out: Digits, epochs: int, quiet
         MofNCompleteColumn(),
         "epochs",
         TimeElapsedColumn(),
-        TextColumn("held-out loss {task.fields[loss]:.4f}"),
+        TextColumn("test loss {task.fields[loss]:.4f}"),
     )
     with Progress(*columns, disable=quiet) as progress:
         task = progress.add_task("", total=epochs, loss=float("nan"))
@@ -118,9 +126,9 @@ def train(model: nn.Module, digits: Digits, held_out: Digits, epochs: int, quiet
                 schedule.step()
                 losses.append(loss.detach())
             batch_losses += torch.stack(losses).tolist()
-            test_losses.append(criterion(logits_of(model, held_out.images), held_out.labels).item())
+            test_losses.append(criterion(logits_of(model, test.images), test.labels).item())
             progress.update(task, advance=1, loss=test_losses[-1])
-    return Training(batch_losses, test_losses)
+    return TrainingCurves(batch_losses, test_losses)
 
 
 def compare(logits: Tensor, labels: Tensor) -> Difference:
@@ -137,14 +145,12 @@ def compare(logits: Tensor, labels: Tensor) -> Difference:
     )
 
 
-def draw_losses(axes: Axes, training: Training) -> None:
+def draw_losses(axes: Axes, training: TrainingCurves) -> None:
     epochs = range(1, len(training.test_losses) + 1)
     per_epoch = len(training.batch_losses) / len(epochs)
     time = [(i + 1) / per_epoch for i in range(len(training.batch_losses))]
     axes.plot(time, training.batch_losses, color=MUTED, lw=0.8, label="each training batch")
-    axes.plot(
-        epochs, training.test_losses, color=RIGHT, lw=2, marker="o", ms=4, label="held-out digits"
-    )
+    axes.plot(epochs, training.test_losses, color=BLUE, lw=2, marker="o", ms=4, label="test digits")
     axes.set(yscale="log", xlabel="epoch", xlim=(0, len(epochs) * 1.02))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.tick_params(which="both", color=MUTED, labelcolor=INK)
@@ -162,7 +168,7 @@ def draw_digit(
     picture.set(xticks=[], yticks=[])
     picture.spines[:].set_color(FAINT)
     colours = [MUTED] * 10
-    colours[guess] = RIGHT if guess == label else WRONG
+    colours[guess] = BLUE if guess == label else RED
     bars.bar(range(10), probabilities, width=0.9, color=colours)
     bars.set(ylim=(0, 1), yticks=[], xticks=range(10))
     bars.tick_params(length=0, labelsize=7.5, labelcolor=MUTED, pad=3)
@@ -171,8 +177,11 @@ def draw_digit(
     bars.spines["bottom"].set_color(MUTED)
 
 
-def draw(path: Path, training: Training, test: Digits, logits: Tensor) -> None:
-    """The loss curve beside a dozen held-out digits: eight as they come, then the four that the network is least sure of."""
+def draw(path: Path, training: TrainingCurves, test: Digits, logits: Tensor) -> None:
+    """Plot the loss curve and a dozen test digits.
+
+    These are eight in order and the four that the network is least sure of.
+    """
     entropy = partita.token_stats(logits, test.labels).entropy
     unsure = entropy.argsort(descending=True)[:4].tolist()
     chosen = [i for i in range(len(entropy)) if i not in unsure][:8] + unsure
@@ -188,7 +197,7 @@ def draw(path: Path, training: Training, test: Digits, logits: Tensor) -> None:
     right.supxlabel(
         "blue: read correctly   red: misread   bold: the true digit", size=9, color=MUTED
     )
-    certain.suptitle("Held-out digits, and what the network takes them for", **heading)
+    certain.suptitle("Test digits, and the class that the network gives them", **heading)
     uncertain.suptitle("The four it is least sure of", **heading)
     cells = [*certain.subfigures(2, 4).flat, *uncertain.subfigures(1, 4)]
     for cell, i in zip(cells, chosen, strict=True):
@@ -203,13 +212,13 @@ def run(epochs: int, seed: int, out: Path, quiet: bool = False) -> Report:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(seed)
     torch.backends.cudnn.deterministic = True
-    digits, held_out = load(seed, device)
+    digits, test = load(seed, device)
     model = network().to(device)
-    training = train(model, digits, held_out, epochs, quiet)
-    logits = logits_of(model, held_out.images)
-    draw(out, training, held_out, logits)
-    accuracy = (logits.argmax(-1) == held_out.labels).float().mean().item()
-    return Report(accuracy, compare(logits[:BATCH], held_out.labels[:BATCH]))
+    training = train(model, digits, test, epochs, quiet)
+    logits = logits_of(model, test.images)
+    draw(out, training, test, logits)
+    accuracy = (logits.argmax(-1) == test.labels).float().mean().item()
+    return Report(accuracy, compare(logits[:BATCH], test.labels[:BATCH]))
 
 
 def positive(text: str) -> int:

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from digits import INK, MUTED, RIGHT, Difference, positive
+from digits import BLUE, INK, MUTED, Difference, positive
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -304,7 +304,7 @@ def draw_bars(axes: Axes, title: str, unit: str, values: Sequence[float]) -> Non
     bars = axes.bar(
         [PLAIN.replace(" + ", "\n+ "), OURS.replace("_lm", "\n_lm")],
         values,
-        color=[MUTED, RIGHT],
+        color=[MUTED, BLUE],
         width=0.6,
     )
     axes.bar_label(
@@ -322,7 +322,7 @@ def draw(
     """Plot the loss of each batch and the cost of a step."""
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     curve, memory, times = figure.subplots(1, 3, width_ratios=(1.6, 1, 1))
-    curve.plot(range(1, len(losses) + 1), losses, color=RIGHT, lw=1, label="each training batch")
+    curve.plot(range(1, len(losses) + 1), losses, color=BLUE, lw=1, label="each training batch")
     curve.axhline(
         validation_loss,
         color=MUTED,

@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from digits import INK, MUTED, RIGHT, WRONG, Difference, positive
+from digits import BLUE, INK, MUTED, RED, Difference, positive
+from language_model import LEFT_OUT
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -273,7 +274,7 @@ def draw_snippet(axes: Axes, top: float, snippets: Snippets, found: Guess, n: in
                 solid_capstyle="butt",
             )
         if tag != true:
-            axes.plot([x, x + 1], [y - 0.42] * 2, color=WRONG, lw=2.5, solid_capstyle="butt")
+            axes.plot([x, x + 1], [y - 0.42] * 2, color=RED, lw=2.5, solid_capstyle="butt")
         y, x = (y + 1, 0) if code == ord("\n") else (y, x + 1)
     return y + (x > 0) + 0.4
 
@@ -293,7 +294,7 @@ def draw_text(axes: Axes, snippets: Snippets, guesses: dict[str, Guess]) -> None
     for heading, (found, n) in parts.items():
         axes.text(0, row, heading, color=INK, size=11, weight="bold", va="center")
         row = draw_snippet(axes, row + 1, snippets, found, n)
-    for i, (what, colour) in enumerate({**COLOURS, "mistake": WRONG, "doubt": UNSURE}.items()):
+    for i, (what, colour) in enumerate({**COLOURS, "mistake": RED, "doubt": UNSURE}.items()):
         axes.text(WIDEST / 8 * i, row, what, color=colour, size=10, weight="bold", va="center")
     axes.set(xlim=(-0.5, WIDEST + 0.5), ylim=(row + 0.6, -0.6))
     axes.axis("off")
@@ -311,8 +312,8 @@ def draw_transitions(axes: Axes, model: Tagger) -> None:
 
 
 def draw_errors(axes: Axes, scores: dict[str, Score]) -> None:
-    """Draw the shares of characters and of lines with a mistake."""
-    for i, (name, colour) in enumerate(zip(scores, (RIGHT, MUTED), strict=True)):
+    """Shares that are wrong, of characters and of lines."""
+    for i, (name, colour) in enumerate(zip(scores, (BLUE, MUTED), strict=True)):
         bars = axes.barh(
             [i, i + 3],
             [1 - scores[name].lines, 1 - scores[name].characters],

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from digits import INK, RIGHT, positive
+from digits import BLUE, INK, positive
 from language_model import ON_CPU, ON_GPU, LanguageModel, Sizes, batches, load, precision
 from matplotlib.figure import Figure
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -203,7 +203,7 @@ def write(path: Path, losses: list[float]) -> None:
 def draw(path: Path, losses: list[float], where: str) -> None:
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     axes = figure.subplots()
-    axes.plot(range(1, len(losses) + 1), losses, color=RIGHT, lw=1)
+    axes.plot(range(1, len(losses) + 1), losses, color=BLUE, lw=1)
     axes.set_title("Loss of a token, nats", size=11, weight="bold", color=INK)
     axes.set(xlabel=f"batch\n{where}")
     axes.spines[["top", "right"]].set_visible(False)

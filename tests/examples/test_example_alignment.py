@@ -1,4 +1,4 @@
-"""The example of forced alignment, at a small size."""
+"""The example of forced alignment at a small size."""
 
 import re
 from collections.abc import Iterator
@@ -26,7 +26,10 @@ def page(lines: int, seed: int) -> alignment.Page:
 
 
 def certain(labels: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits `[T, 1, CLASSES]` that are sure of these labels, of so many steps each with a blank after it, and where each starts and ends."""
+    """Return logits `[T, 1, CLASSES]` that are sure of the labels, with their starts and ends.
+
+    Each label takes its length in steps and is followed by one blank.
+    """
     end = (lengths + 1).cumsum(0) - 1
     path = (
         torch.stack([labels, torch.zeros_like(labels)], 1)
@@ -37,39 +40,29 @@ def certain(labels: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_the_page_knows_where_its_digits_are() -> None:
-    signal, labels, places = page(20, seed=0)
-    assert (
-        len(labels) == len(places) >= 20 * alignment.SHORTEST
-        and labels.min() >= 1
-        and labels.max() < alignment.CLASSES
-    )
-    assert (
-        (places[:, 0] < places[:, 1]).all()
-        and (places[1:, 0] >= places[:-1, 1]).all()
-        and places[-1, 1] <= signal.shape[1]
-    )
+    signal, labels, spans = page(20, seed=0)
+    assert len(labels) == len(spans) >= 20 * alignment.SHORTEST
+    assert labels.min() >= 1 and labels.max() < alignment.CLASSES
+    assert (spans[:, 0] < spans[:, 1]).all() and (spans[1:, 0] >= spans[:-1, 1]).all()
+    assert spans[-1, 1] <= signal.shape[1]
     ink = signal.sum(0)
-    assert (ink[places[:, 0]] > 0).all() and (ink[places[:, 1] - 1] > 0).all()
+    assert (ink[spans[:, 0]] > 0).all() and (ink[spans[:, 1] - 1] > 0).all()
     inside = torch.zeros(signal.shape[1], dtype=torch.bool)
-    for begin, end in places.tolist():
+    for begin, end in spans.tolist():
         inside[begin:end] = True
     assert not ink[~inside].any()
 
 
-def test_spoilt_labels_are_known_and_differ_from_those_beside_them() -> None:
+def test_wrong_labels_are_known_and_differ_from_their_neighbours() -> None:
     truth = page(20, seed=0).labels
     transcript = alignment.spoil(truth, 40, torch.Generator().manual_seed(0))
     inserted = transcript.digit < 0
     changed = ~inserted & (transcript.labels != truth[transcript.digit])
-    assert (
-        inserted.any()
-        and changed.any()
-        and torch.equal(inserted | changed, transcript.wrong)
-        and transcript.wrong.sum() == 40
-    )
+    assert inserted.any() and changed.any()
+    assert torch.equal(inserted | changed, transcript.is_error) and transcript.is_error.sum() == 40
     assert torch.equal(transcript.digit[~inserted], torch.arange(len(truth)))
-    beside = transcript.wrong[1:] | transcript.wrong[:-1]
-    assert (transcript.labels[1:] != transcript.labels[:-1])[beside].all()
+    next_to_error = transcript.is_error[1:] | transcript.is_error[:-1]
+    assert (transcript.labels[1:] != transcript.labels[:-1])[next_to_error].all()
 
 
 def test_one_hot_logits_give_their_spans() -> None:
@@ -82,13 +75,12 @@ def test_one_hot_logits_give_their_spans() -> None:
 
 
 def test_a_sure_network_finds_every_wrong_label() -> None:
-    labels = (
-        1 + torch.arange(120) % 10
-    )  # with repeats, the transcript could be as near to another place
+    # Without repeats, the transcript matches the page in one position alone.
+    labels = 1 + torch.arange(120) % 10
     logits, start, end = certain(labels, torch.full_like(labels, 3))
-    logits = logits + 0.01 * torch.rand(
-        logits.shape, generator=torch.Generator().manual_seed(0)
-    )  # no two alignments are equally good
+    # The noise makes no two alignments equally good.
+    noise = torch.rand(logits.shape, generator=torch.Generator().manual_seed(0))
+    logits = logits + 0.01 * noise
     known = alignment.Page(
         torch.empty(0), labels, alignment.COLUMNS_A_STEP * torch.stack([start, end], 1)
     )
@@ -97,10 +89,9 @@ def test_a_sure_network_finds_every_wrong_label() -> None:
         logits, alignment.align(logits, transcript.labels), known, transcript, seconds=0.0
     )
     assert report.steps == len(logits) and report.labels == len(transcript.labels)
-    assert report.placed == report.area == 1 and report.found == report.wrong == 40
-    assert (
-        report.off < 0.5 and report.same_path and report.score_difference <= 1e-6 * report.steps * 9
-    )
+    assert report.placed == report.area == 1 and report.found == report.errors == 40
+    assert report.distance < 0.5 and report.same_path
+    assert report.score_difference <= 1e-6 * report.steps * 9
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -119,12 +110,13 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "Time of the alignment",
         "Labels on their digits",
         "Wrong labels",
-        "Beside forced_align",
+        "Compared with forced_align",
         "Picture",
     ]
     assert re.fullmatch(r"\d+ steps, \d+ labels, 4 of them wrong", lines["Page"])
     assert re.fullmatch(r"[\d.]+ ms", lines["Time of the alignment"])
-    assert re.fullmatch(r"the same path, score diff \d\.\d\de[-+]\d+", lines["Beside forced_align"])
+    compared = lines["Compared with forced_align"]
+    assert re.fullmatch(r"the same path, score diff \d\.\d\de[-+]\d+", compared)
     assert "Below 95%" in printed.err
     assert out.read_bytes().startswith(b"\x89PNG")
     height, width, _ = imread(out).shape

@@ -165,12 +165,12 @@ def test_train_parallel_learns_the_same_on_two_ranks_as_on_one(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_peak_memory_is_what_was_held_at_once(device: str) -> None:
+def test_peak_memory_is_the_most_that_is_allocated_at_once(device: str) -> None:
     def step() -> torch.Tensor:
         first = torch.zeros(2**20, device=device)
         second = first + 1
         del first
-        return second + 1  # in place of the first, so that two are held at most
+        return second + 1  # This takes the memory of the first, so that at most two exist.
 
     assert language_model.peak_memory(step, torch.device(device)) == pytest.approx(8, rel=0.01)
 

@@ -15,11 +15,11 @@ from partita.integrations import koi
 SEMIRINGS = [koi.Log, koi.Max]
 semirings = pytest.mark.parametrize("S", SEMIRINGS, ids=["Log", "Max"])
 sums = {koi.Log: torch.logsumexp, koi.Max: torch.amax}
-LOWEST = -1e30  # where a recursion written out would have -inf - -inf
+LOWEST = -1e30  # stands for -inf where a plain recursion would compute -inf - -inf
 
 
 def tables() -> list[Tensor]:
-    """K-mers of four and of two bases, and a table that uses its states unevenly."""
+    """Return k-mers of four and of two bases, and a table that uses its states unevenly."""
     return [
         partita.debruijn_source(4, 2).int(),
         partita.debruijn_source(2, 3).int(),
@@ -28,12 +28,12 @@ def tables() -> list[Tensor]:
 
 
 def sample(
-    idx: Tensor, dtype: torch.dtype = torch.float64, steps: int = 7, count: int = 3
+    idx: Tensor, dtype: torch.dtype = torch.float64, T: int = 7, N: int = 3
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores, and those of first and last states."""
+    """Return the scores of edges, of first states and of last states."""
     g = torch.Generator().manual_seed(0)
-    scores = torch.randn(steps, count, *idx.shape, generator=g, dtype=torch.float64)
-    ends = torch.randn(2, count, len(idx), generator=g, dtype=torch.float64)
+    scores = torch.randn(T, N, *idx.shape, generator=g, dtype=torch.float64)
+    ends = torch.randn(2, N, len(idx), generator=g, dtype=torch.float64)
     return scores.to(dtype), *ends.to(dtype)
 
 
@@ -54,7 +54,7 @@ def backwards(Ms: Tensor, idx: Tensor, vT: Tensor, S: koi.semiring) -> Tensor:
 
 
 def lattice(stay: Tensor, move: Tensor, lengths: list[int], S: koi.semiring) -> Tensor:
-    """log Z of each, one state after the other."""
+    """Return log Z of each target by a recursion over time."""
     found = []
     for n, length in enumerate(lengths):
         alpha = torch.full((length,), LOWEST, dtype=stay.dtype).index_fill(0, torch.tensor(0), 0.0)
@@ -85,10 +85,8 @@ def test_sparse_chains(table: int, dtype: torch.dtype, S: koi.semiring, device: 
     tolerance = (
         {"rtol": 1e-6, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 1e-10, "atol": 1e-10}
     )
-    alphas, betas = (
-        koi.fwd_scores_cu_sparse(ours[0], idx, ours[1], S, K=1),
-        koi.bwd_scores_cu_sparse(ours[0], idx, ours[2], S, K=1),
-    )
+    alphas = koi.fwd_scores_cu_sparse(ours[0], idx, ours[1], S, K=1)
+    betas = koi.bwd_scores_cu_sparse(ours[0], idx, ours[2], S, K=1)
     assert alphas.dtype == betas.dtype == dtype and alphas.is_contiguous() and betas.is_contiguous()
     torch.testing.assert_close(alphas.double().cpu(), forwards(Ms, idx, v0, S), **tolerance)
     torch.testing.assert_close(betas.double().cpu(), backwards(Ms, idx, vT, S), **tolerance)
@@ -102,7 +100,7 @@ def test_sparse_chains(table: int, dtype: torch.dtype, S: koi.semiring, device: 
         torch.testing.assert_close(a, b, **tolerance)
 
 
-def steps_of(dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+def lattice_sample(dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(0)
     stay, move = (
         torch.randn(9, 3, states, generator=g, dtype=torch.float64).to(dtype).to(device)
@@ -115,7 +113,7 @@ def steps_of(dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, T
 @semirings
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_lattices(dtype: torch.dtype, S: koi.semiring, device: str) -> None:
-    stay, move, lengths = steps_of(dtype, device)
+    stay, move, lengths = lattice_sample(dtype, device)
     tolerance = (
         {"rtol": 1e-6, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 1e-10, "atol": 1e-10}
     )
@@ -129,8 +127,8 @@ def test_lattices(dtype: torch.dtype, S: koi.semiring, device: str) -> None:
 
 @devices
 def test_alignments(device: str) -> None:
-    """What leaves a state at each step: the derivative of the best score by both of its edges."""
-    stay, move, lengths = steps_of(torch.float32, device)
+    """The alignment is the derivative of the best score in both edges out of each state."""
+    stay, move, lengths = lattice_sample(torch.float32, device)
     ours = koi.viterbi_alignments(stay.requires_grad_(), move, lengths)
     expected, moved = gradients(
         lambda *x: lattice(*x, lengths.tolist(), koi.Max) / torch.arange(1.0, 4.0),
@@ -142,7 +140,7 @@ def test_alignments(device: str) -> None:
     torch.testing.assert_close(ours.double().cpu(), expected)
 
 
-def test_a_lattice_that_cannot_be_passed() -> None:
+def test_lattices_without_a_path() -> None:
     stay, move = torch.zeros(2, 4, 4, requires_grad=True), torch.zeros(2, 4, 3, requires_grad=True)
     lengths = torch.tensor([4, 3, 0, 5])
     total = koi.logZ_cu(stay, move, lengths)
@@ -156,32 +154,27 @@ def test_a_lattice_that_cannot_be_passed() -> None:
 def test_any_semiring() -> None:
     idx = tables()[1]
     Ms, v0, vT = (torch.ones_like(t) for t in sample(idx))
-    count = koi.semiring(
+    counting = koi.semiring(
         zero=0.0, one=1.0, mul=torch.mul, sum=torch.sum, dsum=lambda x, dim: torch.ones_like(x)
     )
-    assert koi.logZ_cu_sparse(Ms, idx, v0, vT, count).tolist() == [8 * 3.0**7] * 3
-    assert koi.fwd_scores_cu_sparse(Ms, idx, v0, count)[-1].unique().tolist() == [3.0**7]
+    assert koi.logZ_cu_sparse(Ms, idx, v0, vT, counting).tolist() == [8 * 3.0**7] * 3
+    assert koi.fwd_scores_cu_sparse(Ms, idx, v0, counting)[-1].unique().tolist() == [3.0**7]
 
 
 def test_scores_of_states_carry_no_gradient() -> None:
     idx = tables()[0]
     Ms, v0, vT = (t.requires_grad_() for t in sample(idx))
-    assert (
-        not koi.fwd_scores_cu_sparse(Ms, idx, v0).requires_grad
-        and not koi.bwd_scores_cu_sparse(Ms, idx, vT).requires_grad
-    )
+    assert not koi.fwd_scores_cu_sparse(Ms, idx, v0).requires_grad
+    assert not koi.bwd_scores_cu_sparse(Ms, idx, vT).requires_grad
 
 
 class Bases(koi.SequenceDist):
-    """CTC-CRF written with these names, as a basecaller writes it."""
+    """CTC-CRF written with koi's names, as a basecaller writes it."""
 
     def __init__(self, n_base: int, state_len: int) -> None:
         super().__init__()
-        self.n_base, self.state_len, self.idx = (
-            n_base,
-            state_len,
-            partita.debruijn_source(n_base, state_len).int(),
-        )
+        self.n_base, self.state_len = n_base, state_len
+        self.idx = partita.debruijn_source(n_base, state_len).int()
 
     def logZ(self, scores: Tensor, S: koi.semiring = koi.Log) -> Tensor:
         Ms = scores.unflatten(2, self.idx.shape)
@@ -189,13 +182,13 @@ class Bases(koi.SequenceDist):
         return koi.logZ_cu_sparse(Ms, self.idx, free, free, S)
 
     def ctc_loss(self, scores: Tensor, targets: Tensor, target_lengths: Tensor) -> Tensor:
-        bases, count = targets.clamp(min=1) - 1, targets.shape[1] - self.state_len + 1
+        bases, states = targets.clamp(min=1) - 1, targets.shape[1] - self.state_len + 1
         stay = sum(
-            bases[:, i : i + count] * self.n_base ** (self.state_len - 1 - i)
+            bases[:, i : i + states] * self.n_base ** (self.state_len - 1 - i)
             for i in range(self.state_len)
         ) * (self.n_base + 1)
-        move = stay[:, 1:] + bases[:, : count - 1] + 1
-        chosen = [scores.gather(2, places.expand(len(scores), -1, -1)) for places in (stay, move)]
+        move = stay[:, 1:] + bases[:, : states - 1] + 1
+        chosen = [scores.gather(2, index.expand(len(scores), -1, -1)) for index in (stay, move)]
         return self.logZ(scores) - koi.logZ_cu(*chosen, target_lengths - self.state_len + 1)
 
 
@@ -221,19 +214,18 @@ def test_a_basecaller_finds_the_loss_of_ctc_crf(device: str) -> None:
         model.posteriors(scores).sum(2), torch.ones(20, 3, dtype=torch.float64, device=device)
     )
     best = model.posteriors(scores, koi.Max)
-    assert torch.equal(best.sum(2), torch.ones_like(best[..., 0])) and set(
-        best.unique().tolist()
-    ) == {0.0, 1.0}
+    assert torch.equal(best.sum(2), torch.ones_like(best[..., 0]))
+    assert set(best.unique().tolist()) == {0.0, 1.0}
 
 
-def test_what_a_subclass_leaves_out_is_not_there() -> None:
+def test_methods_that_a_subclass_does_not_define_raise() -> None:
     with pytest.raises(NotImplementedError):
         koi.SequenceDist().viterbi(torch.zeros(1))
 
 
 @pytest.mark.gpu
-def test_the_table_is_placed_once() -> None:
-    """One copy for a table on the host, also after it has changed."""
+def test_the_table_is_copied_to_the_device_once() -> None:
+    """A table on the host is copied once, and again after it has changed."""
     idx = tables()[0]
     Ms, v0, vT = (t.cuda() for t in sample(idx, torch.float32))
     koi.logZ_cu_sparse(Ms, idx, v0, vT)
@@ -247,20 +239,19 @@ def test_the_table_is_placed_once() -> None:
 
 
 def test_the_import_is_light() -> None:
-    code = "import sys, partita.integrations.koi; print([m for m in ('triton', 'numba', 'torch._dynamo') if m in sys.modules])"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        == "[]"
-    )
+    code = """
+import sys, partita.integrations.koi
+print([m for m in ("triton", "numba", "torch._dynamo") if m in sys.modules])
+"""
+    command = [sys.executable, "-c", code]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "[]"
 
 
 def test_lattices_that_are_refused_and_lengths_in_a_list() -> None:
     stay, move = torch.randn(5, 2, 3), torch.randn(5, 2, 2)
-    assert torch.equal(
-        koi.logZ_cu(stay, move, [3, 2]), koi.logZ_cu(stay, move, torch.tensor([3, 2]))
-    )  # type: ignore[arg-type]
+    listed = koi.logZ_cu(stay, move, [3, 2])  # type: ignore[arg-type]
+    assert torch.equal(listed, koi.logZ_cu(stay, move, torch.tensor([3, 2])))
     for arguments, error, message in (
         (
             (stay[0], move, torch.tensor([3, 2])),

@@ -1,4 +1,4 @@
-"""torchaudio's names for forced alignment: against every alignment written out, and what they return and refuse."""
+"""The names of torchaudio for forced alignment: results against every alignment, and errors."""
 
 import itertools
 
@@ -14,14 +14,11 @@ devices = pytest.mark.parametrize("device", DEVICES)
 
 
 def sample(
-    count: int, steps: int, classes: int, dtype: torch.dtype = torch.float64, device: str = "cpu"
+    B: int, T: int, C: int, dtype: torch.dtype = torch.float64, device: str = "cpu"
 ) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return (
-        torch.randn(count, steps, classes, generator=generator, dtype=torch.float64)
-        .log_softmax(-1)
-        .to(device, dtype)
-    )
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(B, T, C, generator=g, dtype=torch.float64)
+    return logits.log_softmax(-1).to(device, dtype)
 
 
 def collapsed(path: list[int], blank: int) -> list[int]:
@@ -29,13 +26,13 @@ def collapsed(path: list[int], blank: int) -> list[int]:
 
 
 def best(log_probs: Tensor, target: list[int], blank: int) -> tuple[float, list[int]]:
-    """The score of the best alignment of `[T, C]`, and the alignment."""
-    every = [
+    """Return the score of the best alignment of `[T, C]`, and the alignment."""
+    alignments = [
         list(path)
         for path in itertools.product(range(log_probs.shape[1]), repeat=len(log_probs))
         if collapsed(list(path), blank) == target
     ]
-    return max((float(log_probs[range(len(path)), path].sum()), path) for path in every)
+    return max((float(log_probs[range(len(path)), path].sum()), path) for path in alignments)
 
 
 @pytest.mark.parametrize("backend", ["reference", "numba"])
@@ -81,8 +78,8 @@ def test_shapes_and_dtypes(dtype: torch.dtype, targets_dtype: torch.dtype, devic
 
 @devices
 @pytest.mark.parametrize("lengths_device", ["cpu", "the same"])
-def test_what_lies_past_the_lengths(lengths_device: str, device: str) -> None:
-    """A batch is its sequences one by one, whatever the padding holds."""
+def test_padding_past_the_lengths_is_ignored(lengths_device: str, device: str) -> None:
+    """A batch gives the results of its sequences one by one, whatever the padding contains."""
     log_probs = sample(3, 8, 5, torch.float32, device)
     inputs, lengths = [8, 5, 0], [2, 3, 0]
     targets = torch.tensor([[1, 2, 0], [3, 3, 4], [-7, 99, 0]], device=device)
@@ -99,17 +96,14 @@ def test_what_lies_past_the_lengths(lengths_device: str, device: str) -> None:
         torch.tensor(lengths, dtype=torch.int32, device=where),
     )
     for n in range(3):
-        assert (
-            torch.equal(paths[n, : inputs[n]], alone[n][0][0]) and not paths[n, inputs[n] :].any()
-        )
-        assert (
-            torch.equal(scores[n, : inputs[n]], alone[n][1][0]) and not scores[n, inputs[n] :].any()
-        )
+        assert torch.equal(paths[n, : inputs[n]], alone[n][0][0])
+        assert torch.equal(scores[n, : inputs[n]], alone[n][1][0])
+        assert not paths[n, inputs[n] :].any() and not scores[n, inputs[n] :].any()
         tokens = [span.token for span in merge_tokens(paths[n], scores[n])]
         assert tokens == targets[n, : lengths[n]].tolist()
 
 
-def test_a_blank_behind_the_classes_fills_what_is_past_a_length() -> None:
+def test_a_blank_after_the_classes_fills_the_steps_past_a_length() -> None:
     paths, scores = forced_align(
         sample(1, 6, 4), torch.tensor([[0, 1]]), torch.tensor([4]), blank=3
     )
@@ -123,24 +117,19 @@ def test_just_enough_steps() -> None:
 
 
 def test_merged_tokens() -> None:
-    tokens, scores = (
-        torch.tensor([5, 5, 0, 0, 5, 2, 2, 2, 0]),
-        torch.tensor([-1.0, -2.0, -9.0, -9.0, -3.0, -1.0, -2.0, -6.0, -torch.inf]),
-    )
+    tokens = torch.tensor([5, 5, 0, 0, 5, 2, 2, 2, 0])
+    scores = torch.tensor([-1.0, -2.0, -9.0, -9.0, -3.0, -1.0, -2.0, -6.0, -torch.inf])
     expected = [TokenSpan(5, 0, 2, -1.5), TokenSpan(5, 4, 5, -3.0), TokenSpan(2, 5, 8, -3.0)]
     spans = merge_tokens(tokens, scores)
     assert spans == expected
     assert [len(span) for span in spans] == [2, 1, 3]
     assert [span.token for span in merge_tokens(tokens, scores, blank=5)] == [0, 2, 0]
-    assert (
-        merge_tokens(torch.zeros(4, dtype=torch.int32), scores[:4])
-        == merge_tokens(tokens[:0], scores[:0])
-        == []
-    )
+    assert merge_tokens(torch.zeros(4, dtype=torch.int32), scores[:4]) == []
+    assert merge_tokens(tokens[:0], scores[:0]) == []
     assert merge_tokens(torch.tensor([1]), torch.tensor([-2.0])) == [TokenSpan(1, 0, 1, -2.0)]
-    assert all(
-        isinstance(value, int) for value in (spans[0].token, spans[0].start, spans[0].end)
-    ) and isinstance(spans[0].score, float)
+    integers = (spans[0].token, spans[0].start, spans[0].end)
+    assert all(isinstance(value, int) for value in integers)
+    assert isinstance(spans[0].score, float)
 
 
 @pytest.mark.parametrize(("tokens", "scores"), [((2, 3), (2, 3)), ((3,), (4,)), ((), ())])
@@ -222,7 +211,7 @@ LOG_PROBS, TARGETS = sample(2, 4, 3), torch.tensor([[1, 2], [2, 1]])
         ),
     ],
 )
-def test_what_is_refused(changes: dict[str, object], error: type[Exception], message: str) -> None:
+def test_bad_input(changes: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         forced_align(**{"log_probs": LOG_PROBS, "targets": TARGETS, **changes})
 
@@ -240,8 +229,5 @@ def test_as_torchaudio(targets: list[int]) -> None:
         theirs.merge_tokens(expected[0][0], expected[1][0]),
         strict=True,
     ):
-        assert (span.token, span.start, span.end) == (
-            other.token,
-            other.start,
-            other.end,
-        ) and span.score == pytest.approx(other.score)
+        assert (span.token, span.start, span.end) == (other.token, other.start, other.end)
+        assert span.score == pytest.approx(other.score)

@@ -1,4 +1,4 @@
-"""The names that other projects import, served by Partita; each module loads on first use."""
+"""Drop-in modules with the names of other projects. Each module is imported on first use."""
 
 from __future__ import annotations
 

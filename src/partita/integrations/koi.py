@@ -1,6 +1,6 @@
-"""The names of `koi.ctc`, as bonito imports them: chains and the lattice of a target, on any device, for any number of states and edges.
+"""The names of `koi.ctc` that bonito imports, for any device and any number of states and edges.
 
-In place of its finite stand-in for no path stands -inf, and a path that is not there has the gradient 0.
+A sum over no path is -inf, not koi's finite stand-in, and its gradient is 0.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..ops.chain.api import Chain
-from ..ops.ctc_crf.reference import ladder
+from ..ops.ctc_crf.common import lattice_source
 from ..primitives.semiring import Log, Max, Semiring
 from ..runtime import checks
 from ..runtime.constants import constant
@@ -31,11 +31,12 @@ __all__ = [
 
 semiring = Semiring
 
-_placed = WeakTensorKeyDictionary()  # of [version, the table on a device]
+# Maps each source table to its version and its copy on a device.
+_device_tables = WeakTensorKeyDictionary()
 
 
 class SequenceDist:
-    """What a distribution over sequences brings: log Z in nats, from which its posteriors come; the rest is its own.
+    """A distribution over sequences, which derives posteriors from log Z in nats.
 
     A subclass defines `logZ`, `viterbi` and `ctc_loss`.
 
@@ -52,10 +53,10 @@ class SequenceDist:
     """
 
     def logZ(self, scores: Tensor, S: Semiring = Log) -> Tensor:
-        """log Z of the scores in nats, `[N]`; not defined here.
+        """Return log Z of the scores in nats, `[N]`; a subclass defines it.
 
         Args:
-            scores: `[...]`, as the subclass takes them.
+            scores: `[...]`, in the form that the subclass takes.
             S: `Log`, `Max` or any other semiring.
 
         Raises:
@@ -64,7 +65,7 @@ class SequenceDist:
         raise NotImplementedError
 
     def viterbi(self, scores: Tensor) -> Tensor:
-        """The best path of each sequence, `[...]` as the subclass gives it; not defined here.
+        """Return the best path of each sequence, `[...]`; a subclass defines it.
 
         Args:
             scores: as in `SequenceDist.logZ`.
@@ -75,7 +76,7 @@ class SequenceDist:
         raise NotImplementedError
 
     def ctc_loss(self, scores: Tensor, targets: Tensor, target_lengths: Tensor) -> Tensor:
-        """The loss of each target in nats, a number or `[N]`; not defined here.
+        """Return the loss of the targets in nats, a number or `[N]`; a subclass defines it.
 
         Args:
             scores: as in `SequenceDist.logZ`.
@@ -88,7 +89,9 @@ class SequenceDist:
         raise NotImplementedError
 
     def posteriors(self, scores: Tensor, S: Semiring = Log) -> Tensor:
-        """The gradient of `logZ`: probabilities under `Log`, the indicator of one best path under `Max`.
+        """Return the gradient of `logZ`.
+
+        It holds probabilities under `Log` and the indicator of one best path under `Max`.
 
         Args:
             scores, S: as in `SequenceDist.logZ`.
@@ -114,56 +117,62 @@ class SequenceDist:
 
 
 def _on_device(idx: Tensor, device: torch.device) -> Tensor:
-    """The table there: the same tensor for the same one, as what is built for a table is kept with it."""
-    if (
-        idx.device == device or torch.compiler.is_compiling() or idx.is_inference()
-    ):  # such a tensor tells no version
+    """Return the table on a device.
+
+    The same table gives the same tensor each time, so that what is cached for a table is found.
+    """
+    # The version of an inference tensor is unknown.
+    if idx.device == device or torch.compiler.is_compiling() or idx.is_inference():
         return idx.to(device)
-    found = _placed.get(idx)
+    found = _device_tables.get(idx)
     if found is None or found[0] != idx._version or found[1].device != device:
-        with torch.inference_mode(
-            False
-        ):  # what is made in that mode cannot be saved for a gradient later
-            found = _placed[idx] = idx._version, idx.to(device)
+        # A tensor made in inference mode could not be saved for a gradient later.
+        with torch.inference_mode(False):
+            found = _device_tables[idx] = idx._version, idx.to(device)
     return found[1]
 
 
 def _lattice(stay_scores: Tensor, move_scores: Tensor, target_lengths: Tensor) -> Chain:
-    """Into state i come staying there and the move out of state i - 1; it starts in the first and ends in that of the length."""
+    """Return the chain in which state i stays or is entered from state i - 1.
+
+    It starts in the first state and ends in the last one of the target.
+    """
     checks.floating("stay_scores", stay_scores)
     checks.floating("move_scores", move_scores)
     if stay_scores.ndim != 3:
         raise ValueError(f"stay_scores: expected shape [T, N, L], got {list(stay_scores.shape)}")
-    device, states = stay_scores.device, stay_scores.shape[2]
-    lengths = lengths_on_device("target_lengths", target_lengths, stay_scores.shape[1], device)[1]
-    if move_scores.shape != (*stay_scores.shape[:2], max(states - 1, 0)):
+    (T, N, L), device = stay_scores.shape, stay_scores.device
+    lengths = lengths_on_device("target_lengths", target_lengths, N, device)[1]
+    if move_scores.shape != (T, N, max(L - 1, 0)):
         raise ValueError(
-            f"move_scores: expected shape [T, N, L - 1] beside stay_scores, {list(stay_scores.shape)}, got {list(move_scores.shape)}"
+            "move_scores: expected shape [T, N, L - 1] for stay_scores of shape"
+            f" {list(stay_scores.shape)}, got {list(move_scores.shape)}"
         )
-    scores = torch.stack(
-        [stay_scores, torch.nn.functional.pad(move_scores, (min(states, 1), 0))], -1
-    )
-    state = torch.arange(states, device=device)
+    move_scores = torch.nn.functional.pad(move_scores, (min(L, 1), 0))
+    scores = torch.stack([stay_scores, move_scores], -1)
+    state = torch.arange(L, device=device)
     dtype = acc_dtype(scores.dtype)
-    initial = torch.where(state == 0, 0.0, -torch.inf).to(dtype).expand(stay_scores.shape[1], -1)
+    initial = torch.where(state == 0, 0.0, -torch.inf).to(dtype).expand(N, -1)
     final = torch.where(state == lengths[:, None] - 1, 0.0, -torch.inf).to(dtype)
-    return Chain(scores, constant(ladder, states, device=device), initial, final)
+    return Chain(scores, constant(lattice_source, L, device=device), initial, final)
 
 
 def logZ_cu(
     stay_scores: Tensor, move_scores: Tensor, target_lengths: Tensor, S: Semiring = Log
 ) -> Tensor:
-    """log Z of the lattice of each target: its states follow one another, from the first to the last, and each may stay.
+    """Return log Z of the lattice of each target.
+
+    A path leads from the first state to the last; at each step it stays or moves to the next state.
 
     Args:
-        stay_scores: `[T, N, L]` floating, of staying in each state.
-        move_scores: `[T, N, L - 1]`, of moving from each state to the next.
-        target_lengths: `[N]` integers, how many states count.
+        stay_scores: `[T, N, L]` floating, the scores of staying in each state.
+        move_scores: `[T, N, L - 1]`, the scores of moving from each state to the next.
+        target_lengths: `[N]` integers, the number of states of each target.
         S: `Log`, `Max` or any other semiring.
 
     Returns:
-        `[N]`, in nats under `Log`, fp32 for half types; -inf for a length below 1 or over L and for one that T steps do not reach.
-        Differentiable in the scores.
+        `[N]`, in nats under `Log`, fp32 for half types; -inf for a length below 1 or above L, and
+        for one that T steps cannot reach. Differentiable in the scores.
 
     Raises:
         TypeError, ValueError: wrong dtypes or shapes.
@@ -173,20 +182,22 @@ def logZ_cu(
     Example:
         >>> import torch
         >>> from partita.integrations import koi
-        >>> koi.logZ_cu(torch.zeros(3, 1, 2), torch.zeros(3, 1, 1), torch.tensor([2])).exp()  # move in one of 3 steps
+        >>> stay, move = torch.zeros(3, 1, 2), torch.zeros(3, 1, 1)
+        >>> koi.logZ_cu(stay, move, torch.tensor([2])).exp()  # The move is at one of 3 steps.
         tensor([3.])
     """
     return _lattice(stay_scores, move_scores, target_lengths).logz(S)
 
 
 def viterbi_alignments(stay_scores: Tensor, move_scores: Tensor, target_lengths: Tensor) -> Tensor:
-    """The best path through the lattice of each target.
+    """Return the best path through the lattice of each target.
 
     Args:
         stay_scores, move_scores, target_lengths: as in `logZ_cu`.
 
     Returns:
-        `[T, N, L]`, 1 for the state that each step leaves, else 0; 0 throughout for a lattice without a path.
+        `[T, N, L]`, 1 for the state that each step leaves and 0 elsewhere; all 0 for a lattice
+        without a path.
 
     Raises:
         TypeError, ValueError: as in `logZ_cu`.
@@ -202,24 +213,24 @@ def viterbi_alignments(stay_scores: Tensor, move_scores: Tensor, target_lengths:
                 [1., 0.],
                 [1., 0.]])
     """
-    left = (
-        _lattice(stay_scores.detach(), move_scores.detach(), target_lengths).viterbi().states[:-1]
-    )
-    there = (left >= 0).to(stay_scores.dtype)[..., None]
-    return stay_scores.new_zeros(stay_scores.shape).scatter_(2, left.clamp(min=0)[..., None], there)
+    lattice = _lattice(stay_scores.detach(), move_scores.detach(), target_lengths)
+    left = lattice.viterbi().states[:-1]
+    indicator = (left >= 0).to(stay_scores.dtype)[..., None]
+    path = stay_scores.new_zeros(stay_scores.shape)
+    return path.scatter_(2, left.clamp(min=0)[..., None], indicator)
 
 
 def logZ_cu_sparse(
     Ms: Tensor, idx: Tensor, v0: Tensor, vT: Tensor, S: Semiring = Log, K: int = 1
 ) -> Tensor:
-    """log Z of sparse linear chains.
+    """Return log Z of sparse linear chains.
 
     Args:
         Ms: `[T, N, C, NZ]` floating, the scores of the edges into each state.
         idx: `[C, NZ]` integers on any device, the states that they come from.
         v0, vT: `[N, C]`, the scores of the first and the last state.
         S: `Log`, `Max` or any other semiring.
-        K: not looked at.
+        K: ignored.
 
     Returns:
         `[N]`, in nats under `Log`, fp32 for half types. Differentiable in Ms, v0 and vT.
@@ -232,8 +243,8 @@ def logZ_cu_sparse(
     Example:
         >>> import torch, partita
         >>> from partita.integrations import koi
-        >>> idx = partita.debruijn_source(2, 1).int()
-        >>> koi.logZ_cu_sparse(torch.zeros(2, 1, 2, 3), idx, torch.zeros(1, 2), torch.zeros(1, 2)).exp()
+        >>> idx, ends = partita.debruijn_source(2, 1).int(), torch.zeros(1, 2)
+        >>> koi.logZ_cu_sparse(torch.zeros(2, 1, 2, 3), idx, ends, ends).exp()
         tensor([18.])
     """
     return Chain(Ms, _on_device(idx, Ms.device), v0, vT).logz(S)
@@ -242,13 +253,13 @@ def logZ_cu_sparse(
 def fwd_scores_cu_sparse(
     Ms: Tensor, idx: Tensor, v0: Tensor, S: Semiring = Log, K: int = 1
 ) -> Tensor:
-    """α: the sum over all ways to be in each state after each step.
+    """Return α: the sum over all paths that lead to each state after each step.
 
     Args:
         Ms, idx, v0, S, K: as in `logZ_cu_sparse`.
 
     Returns:
-        `[T + 1, N, C]`, in nats under `Log`, fp32 for half types; without a gradient, as koi's.
+        `[T + 1, N, C]`, in nats under `Log`, fp32 for half types. Like koi's, it has no gradient.
 
     Raises:
         TypeError, ValueError: as in `partita.Chain`.
@@ -269,13 +280,13 @@ def fwd_scores_cu_sparse(
 def bwd_scores_cu_sparse(
     Ms: Tensor, idx: Tensor, vT: Tensor, S: Semiring = Log, K: int = 1
 ) -> Tensor:
-    """β: the sum over all ways to go on from each state after each step.
+    """Return β: the sum over all paths that continue from each state after each step.
 
     Args:
         Ms, idx, vT, S, K: as in `logZ_cu_sparse`.
 
     Returns:
-        `[T + 1, N, C]`, in nats under `Log`, fp32 for half types; without a gradient, as koi's.
+        `[T + 1, N, C]`, in nats under `Log`, fp32 for half types. Like koi's, it has no gradient.
 
     Raises:
         TypeError, ValueError: as in `partita.Chain`.
@@ -290,6 +301,5 @@ def bwd_scores_cu_sparse(
         tensor([9., 3., 1.])
     """
     with torch.no_grad():
-        return Chain(
-            Ms, _on_device(idx, Ms.device), vT.new_zeros(()).expand_as(vT), vT
-        ).backward_scores(S)
+        initial = vT.new_zeros(()).expand_as(vT)
+        return Chain(Ms, _on_device(idx, Ms.device), initial, vT).backward_scores(S)

@@ -1,4 +1,4 @@
-"""The names of `torchaudio.functional` for forced alignment, for any batch: change the import, and nothing else."""
+"""The names of `torchaudio.functional` for forced alignment, for batches of any size."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ TARGETS = (torch.int32, torch.int64)
 
 @dataclass
 class TokenSpan:
-    """A token, when it is emitted, and how well; its length is the number of steps.
+    """A token with its steps and its score. Its length is the number of steps.
 
     Fields:
         token: the class.
-        start, end: its first step, and the one behind its last.
+        start, end: the first step, and the step after the last.
         score: the mean of the scores of its steps.
 
     Source: the class of this name in torchaudio 2.1, 2023.
@@ -48,28 +48,34 @@ def forced_align(
     target_lengths: Tensor | None = None,
     blank: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The most probable CTC alignment of each target; the values of targets and lengths are read on the host.
+    """Return the most probable CTC alignment of each target.
+
+    The values of targets and lengths are read on the host.
 
     Args:
-        log_probs: `[B, T, C]` floating: log-probabilities of the classes at each step in nats, the batch first.
+        log_probs: `[B, T, C]` floating: log-probabilities of the classes at each step in nats.
         targets: `[B, L]` int32 or int64, without the blank.
         input_lengths, target_lengths: `[B]` integers; T and L by default.
         blank: the class of the blank.
 
     Returns:
-        `(paths, scores)`, each `[B, T]`: the class of each step in the dtype of `targets`, and its log-probability in that of `log_probs`; the blank
-        and 0 past the length of an input. Not differentiable.
+        `(paths, scores)`, each `[B, T]`: the class of each step in the dtype of `targets`, and its
+        log-probability in the dtype of `log_probs`. Past the length of an input they are the blank
+        and 0. Not differentiable.
 
     Raises:
-        TypeError, ValueError: wrong dtypes, shapes, devices or lengths; a label that is no class, or the blank; a target that has no alignment, since
-            with a blank between equal labels it is longer than the input, or since all alignments have probability 0.
+        TypeError, ValueError: wrong dtypes, shapes, devices or lengths; a label that is no class or
+            is the blank; a target that has no alignment, because it is longer than the input once a
+            blank separates equal labels, or because all alignments have the probability 0.
 
-    Source: the function of this name in torchaudio 2.1, 2023, which takes one sequence; the method is that of `partita.ctc_align`.
+    Source: the function of this name in torchaudio 2.1, 2023, which takes one sequence; the method
+        is that of `partita.ctc_align`.
 
     Example:
         >>> import torch
         >>> from partita.integrations.torchaudio import forced_align, merge_tokens
-        >>> log_probs = (torch.eye(3)[[0, 1, 1, 0, 2]] * 9).log_softmax(-1)[None]  # blank, 1, 1, blank, 2
+        >>> logits = torch.eye(3)[[0, 1, 1, 0, 2]] * 9  # blank, 1, 1, blank, 2
+        >>> log_probs = logits.log_softmax(-1)[None]
         >>> paths, scores = forced_align(log_probs, torch.tensor([[1, 2]]))
         >>> paths
         tensor([[0, 1, 1, 0, 2]])
@@ -77,59 +83,59 @@ def forced_align(
         [(1, 1, 3), (2, 4, 5)]
     """
     _check_tensors(log_probs, targets)
-    count, steps, classes = log_probs.shape
-    inputs = _lengths("input_lengths", input_lengths, count, steps)
-    lengths = _lengths("target_lengths", target_lengths, count, targets.shape[1])
-    checks.blank(blank, classes)
-    _check_labels(targets.cpu(), inputs, lengths, classes, blank)
+    B, T, C = log_probs.shape
+    inputs = _lengths("input_lengths", input_lengths, B, T)
+    lengths = _lengths("target_lengths", target_lengths, B, targets.shape[1])
+    checks.blank(blank, C)
+    _check_labels(targets.cpu(), inputs, lengths, C, blank)
     found = ctc_align(log_probs.detach().transpose(0, 1), targets, inputs, lengths, blank)
-    if (place := checks.first_index(~found.score.isfinite())) is not None:
+    if (index := checks.first_index(~found.score.isfinite())) is not None:
         raise ValueError(
-            f"log_probs: expected an alignment of a probability above 0, got none for the target at {list(place)}"
+            "log_probs: expected an alignment of a probability above 0, got none for the target at"
+            f" {list(index)}"
         )
-    return torch.where(found.labels < 0, blank, found.labels).to(targets.dtype), found.scores.to(
-        log_probs.dtype
-    )
+    paths = torch.where(found.labels < 0, blank, found.labels)
+    return paths.to(targets.dtype), found.scores.to(log_probs.dtype)
 
 
 def merge_tokens(tokens: Tensor, scores: Tensor, blank: int = 0) -> list[TokenSpan]:
-    """The tokens of one alignment: equal neighbours are one token, blanks are none.
+    """Return the tokens of one alignment: equal neighbours merge into one token, blanks drop out.
 
     Args:
         tokens, scores: `[T]`, a row of each result of `forced_align`.
         blank: the class of the blank.
 
     Returns:
-        A list of `TokenSpan`, in the order of time.
+        A list of `TokenSpan`, ordered by time.
 
     Raises:
-        ValueError: other shapes.
+        ValueError: wrong shapes.
 
     Source: the function of this name in torchaudio 2.1, 2023.
 
     Example:
         >>> import torch
         >>> from partita.integrations.torchaudio import merge_tokens
-        >>> merge_tokens(torch.tensor([0, 7, 7, 0, 7]), torch.tensor([0.0, -1.0, -2.0, 0.0, -4.0]))
-        [TokenSpan(token=7, start=1, end=3, score=-1.5), TokenSpan(token=7, start=4, end=5, score=-4.0)]
+        >>> tokens = torch.tensor([0, 7, 7, 0, 7])
+        >>> scores = torch.tensor([0.0, -1.0, -2.0, 0.0, -4.0])
+        >>> for span in merge_tokens(tokens, scores):
+        ...     print(span)
+        TokenSpan(token=7, start=1, end=3, score=-1.5)
+        TokenSpan(token=7, start=4, end=5, score=-4.0)
     """
     if tokens.ndim != 1 or tokens.shape != scores.shape:
         raise ValueError(
-            f"tokens, scores: expected one shape [T], got {list(tokens.shape)} and {list(scores.shape)}"
+            f"tokens, scores: expected one shape [T], got {list(tokens.shape)} and"
+            f" {list(scores.shape)}"
         )
-    found, place, counts = torch.unique_consecutive(
+    classes, run, sizes = torch.unique_consecutive(
         tokens.cpu(), return_inverse=True, return_counts=True
     )
-    means = (
-        torch.zeros(len(found), dtype=torch.float64).index_add(
-            0, place, scores.detach().cpu().double()
-        )
-        / counts
-    )
-    ends = counts.cumsum(0)
-    spans = zip(
-        found.tolist(), (ends - counts).tolist(), ends.tolist(), means.tolist(), strict=True
-    )
+    sums = torch.zeros(len(classes), dtype=torch.float64)
+    means = sums.index_add(0, run, scores.detach().cpu().double()) / sizes
+    ends = sizes.cumsum(0)
+    columns = (classes, ends - sizes, ends, means)
+    spans = zip(*(column.tolist() for column in columns), strict=True)
     return [TokenSpan(*span) for span in spans if span[0] != blank]
 
 
@@ -147,16 +153,17 @@ def _check_tensors(log_probs: Tensor, targets: Tensor) -> None:
         )
 
 
-def _lengths(name: str, value: Tensor | None, count: int, most: int) -> Tensor:
-    """On the host."""
+def _lengths(name: str, value: Tensor | None, B: int, greatest: int) -> Tensor:
+    """Return the lengths, `[B]`, on the host."""
     if value is None:
-        return torch.full((count,), most)
+        return torch.full((B,), greatest)
     checks.integer(name, value)
-    checks.shape(name, value, [count], "[B]")
+    checks.shape(name, value, [B], "[B]")
     value = value.cpu().long()
-    if (place := checks.first_index((value < 0) | (value > most))) is not None:
+    if (index := checks.first_index((value < 0) | (value > greatest))) is not None:
         raise ValueError(
-            f"{name}: expected lengths from 0 to {most}, got {int(value[place])} at {list(place)}"
+            f"{name}: expected lengths from 0 to {greatest}, got {int(value[index])} at"
+            f" {list(index)}"
         )
     return value
 
@@ -164,19 +171,21 @@ def _lengths(name: str, value: Tensor | None, count: int, most: int) -> Tensor:
 def _check_labels(
     targets: Tensor, input_lengths: Tensor, lengths: Tensor, classes: int, blank: int
 ) -> None:
-    """All on the host: labels are classes, none is the blank, and there are steps enough."""
-    counts = torch.arange(targets.shape[1]) < lengths[:, None]
-    if (
-        place := checks.first_index(
-            counts & ((targets < 0) | (targets >= classes) | (targets == blank))
-        )
-    ) is not None:
+    """Raise unless labels are classes other than the blank and inputs are long enough for them.
+
+    All tensors are on the host.
+    """
+    mask = torch.arange(targets.shape[1]) < lengths[:, None]
+    bad = (targets < 0) | (targets >= classes) | (targets == blank)
+    if (index := checks.first_index(mask & bad)) is not None:
         raise ValueError(
-            f"targets: expected labels from 0 to {classes - 1} without the blank {blank}, got {int(targets[place])} at {list(place)}"
+            f"targets: expected labels from 0 to {classes - 1} without the blank {blank},"
+            f" got {int(targets[index])} at {list(index)}"
         )
-    repeats = (counts[:, 1:] & (targets[:, 1:] == targets[:, :-1])).sum(1)
-    if (place := checks.first_index(lengths + repeats > input_lengths)) is not None:
-        n = place[0]
+    repeats = (mask[:, 1:] & (targets[:, 1:] == targets[:, :-1])).sum(1)
+    if (index := checks.first_index(lengths + repeats > input_lengths)) is not None:
+        n = index[0]
         raise ValueError(
-            f"targets: expected at most {int(input_lengths[n])} labels and repeats, got {int(lengths[n])} and {int(repeats[n])} at [{n}]"
+            f"targets: expected at most {int(input_lengths[n])} labels and repeats,"
+            f" got {int(lengths[n])} and {int(repeats[n])} at [{n}]"
         )

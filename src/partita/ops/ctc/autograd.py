@@ -1,4 +1,4 @@
-"""The ops of CTC, and their derivatives."""
+"""The registered ops of CTC and the autograd function of its loss."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from ...runtime.autograd import double_backward, is_double_backward
 from ...runtime.dtypes import acc_dtype
 from . import reference
 from .backends import BACKENDS
-from .common import Targets, reduce_losses
-from .gpu.plan import saved_shape
+from .common import PackedTargets, padded_targets, reduce_losses
 
 
 def check_values(
@@ -22,48 +21,67 @@ def check_values(
     offsets: Tensor,
     input_lengths: Tensor,
     target_lengths: Tensor,
-    most: int,
+    max_target_len: int,
     *_: Any,
 ) -> None:
+    """Raise for the first length or label that is out of range, where values are checked."""
     checks.within("input_lengths", input_lengths, 0, logits.shape[0], "steps")
-    checks.within("target_lengths", target_lengths, 0, most, "labels")
-    if checks.should_check_values(labels.device):
-        found, counts = reference.padded_targets(Targets(labels, offsets, target_lengths, most))
-        if (
-            place := checks.first_index(counts & ((found < 0) | (found >= logits.shape[2])))
-        ) is not None:
-            raise IndexError(
-                f"targets: expected labels from 0 to {logits.shape[2] - 1}, got {int(found[place])} at {list(place)}"
-            )
+    checks.within("target_lengths", target_lengths, 0, max_target_len, "labels")
+    if not checks.should_check_values(labels.device):
+        return
+    C = logits.shape[2]
+    padded, mask = padded_targets(PackedTargets(labels, offsets, target_lengths, max_target_len))
+    index = checks.first_index(mask & ((padded < 0) | (padded >= C)))
+    if index is not None:
+        raise IndexError(
+            f"targets: expected labels from 0 to {C - 1}, got {int(padded[index])} at {list(index)}"
+        )
+
+
+def _loss_results(
+    logits: Tensor,
+    labels: Tensor,
+    offsets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    max_target_len: int,
+    blank: int,
+    from_logits: bool,
+    reduction: str,
+    zero_infinity: bool,
+    save: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty tensors with the shapes of the reduced loss, the losses and the saved tensor."""
+    N, dtype = logits.shape[1], acc_dtype(logits.dtype)
+    saved = reference.kept_shape(logits.shape, max_target_len, from_logits, save, backend)
+    return (
+        logits.new_empty(N if reduction == "none" else (), dtype=dtype),
+        logits.new_empty(N, dtype=torch.float64),
+        logits.new_empty(saved, dtype=torch.float64),
+    )
 
 
 _TARGETS = "Tensor labels, Tensor offsets, Tensor input_lengths, Tensor target_lengths"
 loss = register.define(
-    f"ctc_loss(Tensor logits, {_TARGETS}, SymInt most, int blank, bool from_logits, str reduction, bool zero_infinity, bool keep,"
-    " str backend) -> (Tensor, Tensor, Tensor)",
-    lambda logits, labels, offsets, input_lengths, target_lengths, most, blank, from_logits, reduction, zero_infinity, keep, floor: (
-        logits.new_empty(
-            logits.shape[1] if reduction == "none" else (), dtype=acc_dtype(logits.dtype)
-        ),
-        logits.new_empty(logits.shape[1], dtype=torch.float64),
-        logits.new_empty(
-            saved_shape(logits.shape, most, from_logits, keep, floor), dtype=torch.float64
-        ),
-    ),
+    f"ctc_loss(Tensor logits, {_TARGETS}, SymInt max_target_len, int blank, bool from_logits,"
+    " str reduction, bool zero_infinity, bool save, str backend) -> (Tensor, Tensor, Tensor)",
+    _loss_results,
     check=check_values,
     fake_by_backend=True,
     backends=BACKENDS,
     reference_if_empty=True,
 )
 gradient = register.define(
-    "ctc_gradient(Tensor grad, Tensor logits, Tensor labels, Tensor offsets, Tensor input_lengths, Tensor target_lengths, Tensor losses, Tensor kept,"
-    " SymInt most, int blank, bool from_logits, str reduction, str backend) -> Tensor",
+    f"ctc_gradient(Tensor grad, Tensor logits, {_TARGETS}, Tensor losses, Tensor saved,"
+    " SymInt max_target_len, int blank, bool from_logits, str reduction, str backend) -> Tensor",
     lambda grad, logits, *rest: torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),
     backends=BACKENDS,
     reference_if_empty=True,
 )
 align = register.define(
-    f"ctc_align(Tensor logits, {_TARGETS}, SymInt most, int blank, bool from_logits, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"ctc_align(Tensor logits, {_TARGETS}, SymInt max_target_len, int blank, bool from_logits,"
+    " str backend) -> (Tensor, Tensor, Tensor, Tensor)",
     lambda logits, *rest: (
         *(
             logits.new_empty((logits.shape[1], logits.shape[0]), dtype=dtype)
@@ -77,8 +95,11 @@ align = register.define(
 )
 
 
-class Loss(torch.autograd.Function):
-    """-log of the probability of the targets: their mean over the lengths, their sum, or each."""
+class CTCLossFunction(torch.autograd.Function):
+    """The CTC loss after its reduction, with the losses `[N]` and the saved tensor beyond it.
+
+    The last two outputs serve the gradient and are not differentiable.
+    """
 
     @staticmethod
     def forward(
@@ -87,41 +108,23 @@ class Loss(torch.autograd.Function):
         offsets: Tensor,
         input_lengths: Tensor,
         target_lengths: Tensor,
-        most: int,
+        max_target_len: int,
         blank: int,
         from_logits: bool,
         reduction: str,
         zero_infinity: bool,
-        keep: bool,
+        save: bool,
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return loss(
-            logits,
-            labels,
-            offsets,
-            input_lengths,
-            target_lengths,
-            most,
-            blank,
-            from_logits,
-            reduction,
-            zero_infinity,
-            keep,
-            backend,
-        )
+        tensors = (logits, labels, offsets, input_lengths, target_lengths)
+        options = (max_target_len, blank, from_logits, reduction, zero_infinity, save)
+        return loss(*tensors, *options, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        (
-            *tensors,
-            ctx.most,
-            ctx.blank,
-            ctx.from_logits,
-            ctx.reduction,
-            ctx.zero_infinity,
-            _,
-            ctx.backend,
-        ) = inputs
+        tensors, options = inputs[:5], inputs[5:]
+        ctx.max_target_len, ctx.blank, ctx.from_logits, ctx.reduction = options[:4]
+        ctx.zero_infinity, _, ctx.backend = options[4:]
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output[1:])
@@ -131,29 +134,20 @@ class Loss(torch.autograd.Function):
         grad = grads[0]
         if grad is None:
             return (None,) * 12
-        logits, labels, offsets, input_lengths, target_lengths, losses, kept = ctx.saved_tensors
+        logits, labels, offsets, input_lengths, target_lengths, losses, saved = ctx.saved_tensors
         if is_double_backward():
-            targets = Targets(labels, offsets, target_lengths, ctx.most)
+            targets = PackedTargets(labels, offsets, target_lengths, ctx.max_target_len)
 
-            def function(logits: Tensor) -> Tensor:
-                each = reference.loss_of(logits, targets, input_lengths, ctx.blank, ctx.from_logits)
-                return reduce_losses(each, target_lengths, ctx.reduction, ctx.zero_infinity).to(
-                    grad.dtype
+            def reduced_loss(logits: Tensor) -> Tensor:
+                losses = reference.losses_of(
+                    logits, targets, input_lengths, ctx.blank, ctx.from_logits
                 )
+                value = reduce_losses(losses, target_lengths, ctx.reduction, ctx.zero_infinity)
+                return value.to(grad.dtype)
 
-            (result,) = double_backward(function, [logits], [True], grad)
+            (result,) = double_backward(reduced_loss, [logits], [True], grad)
         else:
-            inputs = (
-                labels,
-                offsets,
-                input_lengths,
-                target_lengths,
-                losses,
-                kept,
-                ctx.most,
-                ctx.blank,
-                ctx.from_logits,
-                ctx.reduction,
-            )
-            result = gradient(grad, logits, *inputs, ctx.backend)
+            tensors = (labels, offsets, input_lengths, target_lengths, losses, saved)
+            options = (ctx.max_target_len, ctx.blank, ctx.from_logits, ctx.reduction)
+            result = gradient(grad, logits, *tensors, *options, ctx.backend)
         return (result, *(None,) * 11)

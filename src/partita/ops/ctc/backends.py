@@ -1,4 +1,4 @@
-"""Which functions serve the ops of CTC on each backend."""
+"""The functions that serve the ops of CTC on each backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""CTC in plain PyTorch: a sparse linear chain over a target's labels with blanks between them, in fp64, differentiable throughout."""
+"""CTC in plain PyTorch, as a sparse linear chain over the states of a target's lattice.
+
+The states are blank, label, blank, ..., label, blank. All sums are fp64 and differentiable.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,21 @@ from torch import Tensor
 
 from ...primitives.semiring import Log
 from ...runtime.dtypes import acc_dtype
-from ..chain.reference import chain_gradient, chain_inputs, chain_viterbi, log_partition
-from .common import Targets, gradient_per_sequence, reduce_losses
+from ..chain.reference import chain_gradient, chain_inputs, log_partition
+from ..chain.reference_paths import chain_viterbi
+from .common import PackedTargets, gradient_per_sequence, padded_targets, reduce_losses
 
 
-class Lattice(NamedTuple):
-    """The chain whose paths are the alignments of a target.
+class CTCLattice(NamedTuple):
+    """The chain whose paths are the alignments of a target, with M = 2 · max_target_len + 1 states.
 
     Fields:
-        labels: `[N, S]`, the class that each state emits: blank, label, blank, label, ..., blank.
-        scores: `[T, N, S, 3]` fp64: of staying, of the next state, and of the label after this one past the blank between them.
-        source: `[S, 3]`.
-        initial, final: `[N, S]` fp64.
-        wrong: `[N]`, sequences with a label or a length that is out of range.
+        labels: the class that each state emits, `[N, M]`.
+        scores: the score of each edge into a state, `[T, N, M, 3]` fp64: from the state itself,
+            from the one before it, and from the one before that, which skips a blank.
+        source: the state that each edge comes from, `[M, 3]`.
+        initial, final: the score of starting and of ending in each state, `[N, M]` fp64.
+        invalid: sequences with a label or a length that is out of range, `[N]`.
     """
 
     labels: Tensor
@@ -29,61 +34,49 @@ class Lattice(NamedTuple):
     source: Tensor
     initial: Tensor
     final: Tensor
-    wrong: Tensor
+    invalid: Tensor
 
 
-def padded_targets(targets: Targets) -> tuple[Tensor, Tensor]:
-    """The labels of each sequence, `[N, most]`, and which of them count."""
-    place = torch.arange(targets.most, device=targets.offsets.device)
-    counts = place < targets.lengths[:, None]
-    if not targets.labels.numel():
-        return counts.long(), counts
-    index = (targets.offsets[:, None] + place).clamp(0, targets.labels.numel() - 1)
-    return targets.labels[index].long(), counts
-
-
-def lattice(log_probs: Tensor, targets: Targets, input_lengths: Tensor, blank: int) -> Lattice:
-    """From log-probabilities `[T, N, C]` fp64."""
-    steps, count, classes = log_probs.shape
-    found, counts = padded_targets(targets)
-    wrong = (counts & ((found < 0) | (found >= classes))).any(1)
-    wrong = (
-        wrong
-        | (input_lengths < 0)
-        | (input_lengths > steps)
-        | (targets.lengths < 0)
-        | (targets.lengths > targets.most)
-    )
-    states = 2 * targets.most + 1
-    labels = found.new_full((count, states), blank)
-    labels[:, 1::2] = torch.where(counts, found, blank).clamp(0, classes - 1)
-    entered = log_probs.gather(2, labels.expand(steps, -1, -1))
-    same = torch.nn.functional.pad(
-        labels[:, 2:] == labels[:, :-2], (min(2, states), 0), value=True
-    )[:, :states]
-    scores = torch.stack([entered, entered, entered.masked_fill(same, -torch.inf)], -1)
-    state = torch.arange(states, device=labels.device)
+def ctc_lattice(
+    log_probs: Tensor, targets: PackedTargets, input_lengths: Tensor, blank: int
+) -> CTCLattice:
+    """Build the lattice of each target from log-probabilities `[T, N, C]` fp64."""
+    T, N, C = log_probs.shape
+    padded, mask = padded_targets(targets)
+    invalid = (mask & ((padded < 0) | (padded >= C))).any(1)
+    invalid = invalid | (input_lengths < 0) | (input_lengths > T)
+    invalid = invalid | (targets.lengths < 0) | (targets.lengths > targets.max_target_len)
+    M = 2 * targets.max_target_len + 1
+    labels = padded.new_full((N, M), blank)
+    labels[:, 1::2] = torch.where(mask, padded, blank).clamp(0, C - 1)
+    emitted = log_probs.gather(2, labels.expand(T, -1, -1))
+    same = labels[:, 2:] == labels[:, :-2]
+    same = torch.nn.functional.pad(same, (min(2, M), 0), value=True)[:, :M]
+    scores = torch.stack([emitted, emitted, emitted.masked_fill(same, -torch.inf)], -1)
+    state = torch.arange(M, device=labels.device)
     source = (state[:, None] - torch.arange(3, device=labels.device)).clamp(min=-1)
-    initial = torch.where(state == 0, 0.0, -torch.inf).double().expand(count, -1)
+    initial = torch.where(state == 0, 0.0, -torch.inf).double().expand(N, -1)
     last = 2 * targets.lengths[:, None]
     final = torch.where((state == last) | (state == last - 1), 0.0, -torch.inf).double()
-    return Lattice(labels, scores, source, initial, final, wrong)
+    return CTCLattice(labels, scores, source, initial, final, invalid)
 
 
-def normalised(logits: Tensor, from_logits: bool) -> Tensor:
+def as_log_probs(logits: Tensor, from_logits: bool) -> Tensor:
+    """Return log-probabilities in fp64; the input holds them already unless `from_logits`."""
     logits = logits.double()
     return logits.log_softmax(-1) if from_logits else logits
 
 
-def loss_of(
-    logits: Tensor, targets: Targets, input_lengths: Tensor, blank: int, from_logits: bool
+def losses_of(
+    logits: Tensor, targets: PackedTargets, input_lengths: Tensor, blank: int, from_logits: bool
 ) -> Tensor:
-    """-log of the probability of the targets, `[N]` fp64; inf where there is no alignment, with a gradient of 0."""
-    x = lattice(normalised(logits, from_logits), targets, input_lengths, blank)
-    total = log_partition(
-        chain_inputs(x.scores, x.source, x.initial, x.final, input_lengths, Log), Log
-    )
-    return torch.where(x.wrong, torch.nan, 0.0 - total)
+    """Return minus the log-probability of each target, `[N]` fp64.
+
+    It is inf, with the gradient 0, where there is no alignment, and NaN for an invalid sequence.
+    """
+    x = ctc_lattice(as_log_probs(logits, from_logits), targets, input_lengths, blank)
+    chain = chain_inputs(x.scores, x.source, x.initial, x.final, input_lengths, Log)
+    return torch.where(x.invalid, torch.nan, 0.0 - log_partition(chain, Log))
 
 
 def ctc_loss(
@@ -92,20 +85,21 @@ def ctc_loss(
     offsets: Tensor,
     input_lengths: Tensor,
     target_lengths: Tensor,
-    most: int,
+    max_target_len: int,
     blank: int,
     from_logits: bool,
     reduction: str,
     zero_infinity: bool,
-    keep: bool,
+    save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses reduced, each of them, and what the gradient may use again: nothing, for the reference starts anew."""
-    losses = loss_of(
-        logits, Targets(labels, offsets, target_lengths, most), input_lengths, blank, from_logits
-    )
-    value = reduce_losses(losses, target_lengths, reduction, zero_infinity).to(
-        acc_dtype(logits.dtype), copy=True
-    )
+    """Return the reduced loss, the losses `[N]` fp64, and an empty saved tensor.
+
+    The gradient of the reference saves nothing: it computes the lattice anew.
+    """
+    targets = PackedTargets(labels, offsets, target_lengths, max_target_len)
+    losses = losses_of(logits, targets, input_lengths, blank, from_logits)
+    value = reduce_losses(losses, target_lengths, reduction, zero_infinity)
+    value = value.to(acc_dtype(logits.dtype), copy=True)
     return value, losses, logits.new_empty(0, dtype=torch.float64)
 
 
@@ -117,30 +111,30 @@ def ctc_gradient(
     input_lengths: Tensor,
     target_lengths: Tensor,
     losses: Tensor,
-    kept: Tensor,
-    most: int,
+    saved: Tensor,
+    max_target_len: int,
     blank: int,
     from_logits: bool,
     reduction: str,
 ) -> Tensor:
-    """The gradient of log-probabilities is minus the posterior of each class at each step; that of logits, the softmax minus it."""
-    log_probs = normalised(logits, from_logits)
-    x = lattice(log_probs, Targets(labels, offsets, target_lengths, most), input_lengths, blank)
-    chain = (x.scores, x.initial, x.final, x.source, input_lengths, losses, kept, torch.float64)
+    """Return the gradient of the loss in the logits or in the log-probabilities.
+
+    For log-probabilities it is minus the posterior of each class at each step; for logits it is the
+    softmax minus that posterior.
+    """
+    log_probs = as_log_probs(logits, from_logits)
+    targets = PackedTargets(labels, offsets, target_lengths, max_target_len)
+    x = ctc_lattice(log_probs, targets, input_lengths, blank)
+    chain = (x.scores, x.initial, x.final, x.source, input_lengths, losses, saved, torch.float64)
     posterior = chain_gradient(torch.ones_like(losses), *chain)[0].sum(-1)
-    result = torch.zeros_like(log_probs).scatter_add(
-        2, x.labels.expand(posterior.shape), -posterior
-    )
-    counts = torch.arange(len(logits), device=logits.device)[:, None] < input_lengths
+    result = torch.zeros_like(log_probs)
+    result = result.scatter_add(2, x.labels.expand(posterior.shape), -posterior)
     if from_logits:
-        result = result + torch.where(
-            (counts & (losses < torch.inf))[..., None], log_probs.exp(), 0.0
-        )
-    return torch.where(
-        x.wrong[:, None],
-        torch.nan,
-        result * gradient_per_sequence(grad, target_lengths, reduction)[:, None],
-    ).to(logits.dtype)
+        active = torch.arange(len(logits), device=logits.device)[:, None] < input_lengths
+        has_softmax = active & (losses < torch.inf)
+        result = result + torch.where(has_softmax[..., None], log_probs.exp(), 0.0)
+    result = result * gradient_per_sequence(grad, target_lengths, reduction)[:, None]
+    return torch.where(x.invalid[:, None], torch.nan, result).to(logits.dtype)
 
 
 def ctc_align(
@@ -149,25 +143,27 @@ def ctc_align(
     offsets: Tensor,
     input_lengths: Tensor,
     target_lengths: Tensor,
-    most: int,
+    max_target_len: int,
     blank: int,
     from_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of the best alignment: the label of each step and its place in the target, `[N, T]`, its log-probability, and the sum of these, `[N]` fp64."""
-    log_probs = normalised(logits, from_logits)
-    x = lattice(log_probs, Targets(labels, offsets, target_lengths, most), input_lengths, blank)
+    """Return the best alignment of each target.
+
+    Returns:
+        The class that each step emits, `[N, T]`; its position in the target, `[N, T]`, or -1; its
+        log-probability, `[N, T]` fp64; and the sum of these log-probabilities, `[N]` fp64.
+    """
+    log_probs = as_log_probs(logits, from_logits)
+    targets = PackedTargets(labels, offsets, target_lengths, max_target_len)
+    x = ctc_lattice(log_probs, targets, input_lengths, blank)
     score, states, _ = chain_viterbi(x.scores, x.source, x.initial, x.final, input_lengths, True)
-    score = torch.where(x.wrong, torch.nan, score)
+    score = torch.where(x.invalid, torch.nan, score)
     state = states[1:].T.contiguous()
-    there = (state >= 0) & ~x.wrong[:, None]
-    if not there.numel():
+    mask = (state >= 0) & ~x.invalid[:, None]
+    if not mask.numel():
         return state, state, state.double(), score
-    found = torch.where(there, x.labels.gather(1, state.clamp(min=0)), -1)
-    tokens = torch.where(there & (state % 2 == 1), state // 2, -1)
-    scores = (
-        log_probs.transpose(0, 1)
-        .gather(2, found.clamp(min=0)[..., None])
-        .squeeze(-1)
-        .masked_fill(~there, 0.0)
-    )
-    return found, tokens, torch.where(x.wrong[:, None], torch.nan, scores), score
+    classes = torch.where(mask, x.labels.gather(1, state.clamp(min=0)), -1)
+    tokens = torch.where(mask & (state % 2 == 1), state // 2, -1)
+    scores = log_probs.transpose(0, 1).gather(2, classes.clamp(min=0)[..., None]).squeeze(-1)
+    scores = torch.where(x.invalid[:, None], torch.nan, scores.masked_fill(~mask, 0.0))
+    return classes, tokens, scores, score

@@ -1,4 +1,4 @@
-"""CTC-CRF over the ops of chains: all paths against those that spell the target."""
+"""The registered op of CTC-CRF and its autograd function, on top of the ops of chains."""
 
 from __future__ import annotations
 
@@ -11,58 +11,62 @@ from ...runtime import register
 from ...runtime.autograd import double_backward, is_double_backward
 from ...runtime.dtypes import acc_dtype
 from ..chain import autograd as _chain
-from . import reference
 from .backends import BACKENDS
-
-
-def loss_of(
-    scores: Tensor, source: Tensor, spelt: reference.Lattice, lengths: Tensor, backend: str
-) -> Tensor:
-    """`reference.crf_loss` on the ops, differentiable any number of times."""
-    every = _chain.LogZ.apply(
-        scores, source, reference.free(scores), reference.free(scores), lengths, True, backend
-    )[0]
-    mine = _chain.LogZ.apply(
-        reference.at_places(scores, spelt.places), *spelt[1:], lengths, True, backend
-    )[0]
-    return torch.where(mine == -torch.inf, torch.inf, every - mine)
-
+from .common import FIXED_POINT, CRFLattice, lattice_scores, zero_ends
 
 gradient = register.define(
-    "crf_gradient(Tensor grad, Tensor scores, Tensor source, Tensor lengths, Tensor logz, Tensor kept, Tensor marginals, Tensor places, str backend)"
-    " -> Tensor",
+    "crf_gradient(Tensor grad, Tensor scores, Tensor source, Tensor lengths, Tensor logz,"
+    " Tensor saved, Tensor marginals, Tensor edge_index, str backend) -> Tensor",
     lambda grad, scores, *rest: torch.empty(scores.shape, dtype=scores.dtype, device=scores.device),
     backends=BACKENDS,
 )
 
 
-class Loss(torch.autograd.Function):
-    """The loss of each sequence, `[N]` fp64; of what is kept for the gradient, the lattice's marginals are in units of `reference.FIXED`."""
+def losses_of(
+    scores: Tensor, source: Tensor, lattice: CRFLattice, lengths: Tensor, backend: str
+) -> Tensor:
+    """Return the losses, `[N]` fp64, through the ops of chains.
+
+    The result is differentiable any number of times.
+    """
+    ends, chosen = zero_ends(scores), lattice_scores(scores, lattice.edge_index)
+    logz_den = _chain.LogZ.apply(scores, source, ends, ends, lengths, True, backend)[0]
+    logz_num = _chain.LogZ.apply(chosen, *lattice[1:], lengths, True, backend)[0]
+    return torch.where(logz_num == -torch.inf, torch.inf, logz_den - logz_num)
+
+
+class CRFLossFunction(torch.autograd.Function):
+    """The CTC-CRF loss of each sequence, `[N]` fp64.
+
+    The other outputs serve the gradient: log Z of all paths, the states that its scan saved, and
+    the marginals of the target lattice in units of `FIXED_POINT`.
+    """
 
     @staticmethod
     def forward(
         scores: Tensor,
         source: Tensor,
-        places: Tensor,
-        steps: Tensor,
+        edge_index: Tensor,
+        lattice_source: Tensor,
         initial: Tensor,
         final: Tensor,
         lengths: Tensor,
-        keep: bool,
+        save: bool,
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        every, kept = _chain.logz(
-            scores, source, reference.free(scores), reference.free(scores), lengths, keep, backend
+        ends, dtype = zero_ends(scores), acc_dtype(scores.dtype)
+        logz_den, saved = _chain.logz(scores, source, ends, ends, lengths, save, backend)
+        chosen = lattice_scores(scores, edge_index)
+        logz_num, states = _chain.logz(
+            chosen, lattice_source, initial, final, lengths, save, backend
         )
-        chosen = reference.at_places(scores, places)
-        mine, states = _chain.logz(chosen, steps, initial, final, lengths, keep, backend)
-        marginals, dtype = chosen.new_empty(0), acc_dtype(scores.dtype)
-        if keep:
-            unit = torch.full_like(mine, 2.0 ** reference.FIXED[dtype][1])
-            marginals = _chain.logz_gradient(
-                unit, chosen, initial, final, steps, lengths, mine, states, dtype, backend
-            )[0]
-        return torch.where(mine == -torch.inf, torch.inf, every - mine), every, kept, marginals
+        marginals = chosen.new_empty(0)
+        if save:
+            unit = torch.full_like(logz_num, 2.0 ** FIXED_POINT[dtype][1])
+            chain = (chosen, initial, final, lattice_source, lengths, logz_num, states)
+            marginals = _chain.logz_gradient(unit, *chain, dtype, backend)[0]
+        losses = torch.where(logz_num == -torch.inf, torch.inf, logz_den - logz_num)
+        return losses, logz_den, saved, marginals
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -76,20 +80,17 @@ class Loss(torch.autograd.Function):
         grad = grads[0]
         if grad is None:
             return (None,) * 9
-        scores, source, places, steps, initial, final, lengths, losses, every, kept, marginals = (
-            ctx.saved_tensors
-        )
+        scores, source, *lattice, lengths = ctx.saved_tensors[:7]
+        losses, logz_den, saved, marginals = ctx.saved_tensors[7:]
         if is_double_backward():
-            lattice = reference.Lattice(places, steps, initial, final)
             (result,) = double_backward(
-                lambda scores: loss_of(scores, source, lattice, lengths, ctx.backend),
+                lambda x: losses_of(x, source, CRFLattice(*lattice), lengths, ctx.backend),
                 [scores],
                 [True],
                 grad,
             )
         else:
             grad = torch.where(losses == torch.inf, 0.0, grad)
-            result = gradient(
-                grad, scores, source, lengths, every, kept, marginals, places, ctx.backend
-            )
+            chain = (scores, source, lengths, logz_den, saved)
+            result = gradient(grad, *chain, marginals, lattice[0], ctx.backend)
         return (result, *(None,) * 8)

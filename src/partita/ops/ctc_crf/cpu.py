@@ -1,4 +1,4 @@
-"""CTC-CRF on the CPU: chains in Numba, and their difference in ATen."""
+"""CTC-CRF on the CPU: the chain in Numba, and the subtraction of the target's marginals in ATen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...runtime.dtypes import acc_dtype
 from ..chain.cpu.logz import chain_gradient
-from . import reference
+from .common import marginal_scale, subtract_marginals, zero_ends
 
 
 def crf_gradient(
@@ -15,13 +15,12 @@ def crf_gradient(
     source: Tensor,
     lengths: Tensor,
     logz: Tensor,
-    kept: Tensor,
+    saved: Tensor,
     marginals: Tensor,
-    places: Tensor,
+    edge_index: Tensor,
 ) -> Tensor:
-    free, dtype = reference.free(scores), acc_dtype(scores.dtype)
-    result = chain_gradient(grad, scores, free, free, source, lengths, logz, kept, dtype)[0]
-    reference.subtract(
-        result, marginals, places, (grad * 2.0 ** -reference.FIXED[dtype][1]).to(dtype)
-    )
+    """Return the marginals of all paths minus those of the target's paths, times `grad`."""
+    dtype, ends = acc_dtype(scores.dtype), zero_ends(scores)
+    result = chain_gradient(grad, scores, ends, ends, source, lengths, logz, saved, dtype)[0]
+    subtract_marginals(result, marginals, edge_index, marginal_scale(grad, dtype))
     return result.to(scores.dtype)

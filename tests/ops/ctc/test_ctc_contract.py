@@ -1,0 +1,194 @@
+"""The contract of CTC: forms of the arguments, invalid values, errors and compiled code."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.ctc import backends, sample
+
+import partita
+
+
+@backends
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_forms_of_the_arguments(reduction: str, backend: str) -> None:
+    """All forms that PyTorch takes give the same loss.
+
+    Targets are padded or concatenated, lengths are tensors, lists or tuples of any dtype, and
+    sequences may come without a batch dimension.
+    """
+    logits, targets, inputs, lengths = sample()
+    x = logits.log_softmax(-1)
+    joined = torch.cat([t[:n] for t, n in zip(targets, lengths.tolist(), strict=True)])
+    expected = F.ctc_loss(x, targets, inputs, lengths, reduction=reduction)
+    with partita.backend(backend):
+        for target in (targets, targets.int(), joined, joined.to(torch.uint8)):
+            for form in (
+                lambda t: t,
+                lambda t: t.int(),
+                torch.Tensor.tolist,
+                lambda t: tuple(t.tolist()),
+            ):
+                torch.testing.assert_close(
+                    partita.ctc_loss(x, target, form(inputs), form(lengths), reduction=reduction),
+                    expected,
+                )
+        alone = F.ctc_loss(x[:, 0], targets[0], (12,), (4,), reduction=reduction)
+        for one in (12, 4), ((12,), [4]), (torch.tensor(12), torch.tensor(4)):
+            torch.testing.assert_close(
+                partita.ctc_loss(x[:, 0], targets[0], *one, reduction=reduction), alone
+            )
+
+
+@backends
+def test_unchecked_values_make_nan_of_their_sequence(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    x = torch.zeros(4, 5, 3, requires_grad=True)
+    targets = torch.tensor([[1, 2], [1, 9], [-3, 1], [1, 2], [1, 2]])
+    with partita.backend(backend):
+        losses = partita.ctc_loss(
+            x, targets, [4, 4, 4, 5, 4], [2, 2, 2, 2, -1], reduction="none", from_logits=True
+        )
+        assert losses.isnan().tolist() == [False, True, True, True, True]
+        (grad,) = torch.autograd.grad(losses.sum(), x)
+        assert grad[:, 0].isfinite().all() and grad[:, 1:].isnan().all()
+        assert partita.ctc_align(x, targets, [4] * 5, [2] * 5).score.isnan().tolist() == [
+            False,
+            True,
+            True,
+            False,
+            False,
+        ]
+
+
+def test_empty_batches() -> None:
+    x, targets = torch.zeros(3, 0, 4), torch.zeros(0, 2, dtype=torch.int64)
+    assert partita.ctc_loss(x, targets, [], [], reduction="sum") == 0
+    assert partita.ctc_loss(x, targets, [], []).isnan()
+    assert partita.ctc_loss(x, targets, [], [], reduction="none").shape == (0,)
+
+
+def test_fullgraph() -> None:
+    logits, targets, inputs, lengths = sample(torch.float32)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return partita.ctc_loss(x, targets, inputs, lengths, from_logits=True)
+
+    x = logits.requires_grad_()
+    expected = torch.autograd.grad(f(x), x)[0]
+    with mock.patch.dict("os.environ", {"PARTITA_CHECK": "0"}):
+        compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(torch.autograd.grad(compiled(x), x)[0], expected)
+
+
+BAD = {
+    "dtype": (
+        {"log_probs": torch.zeros(3, 2, 4).long()},
+        TypeError,
+        "log_probs: expected a floating dtype",
+    ),
+    "rank": (
+        {"log_probs": torch.zeros(4)},
+        ValueError,
+        r"log_probs: expected shape \[T, N, C\] or \[T, C\], got \[4\]",
+    ),
+    "targets dtype": (
+        {"targets": torch.zeros(2, 2)},
+        TypeError,
+        "targets: expected an integer dtype",
+    ),
+    "targets shape": (
+        {"targets": torch.ones(3, 2).long()},
+        ValueError,
+        r"targets: expected shape \[N, S\] with N = 2",
+    ),
+    "label": (
+        {"targets": torch.tensor([[1, 2], [3, 4]])},
+        IndexError,
+        r"targets: expected labels from 0 to 3, got 4 at \[1, 1\]",
+    ),
+    "blank": ({"blank": 4}, ValueError, "blank: expected a class from 0 to 3, got 4"),
+    "input length": (
+        {"input_lengths": [3, 4]},
+        ValueError,
+        r"input_lengths: expected steps from 0 to 3, got 4 at \[1\]",
+    ),
+    "target length": (
+        {"target_lengths": [-1, 2]},
+        ValueError,
+        r"target_lengths: expected labels from 0 to 2, got -1 at \[0\]",
+    ),
+    "number of lengths": (
+        {"target_lengths": [1]},
+        ValueError,
+        r"target_lengths: expected shape \[N\] = \[2\], got \[1\]",
+    ),
+    "sum of lengths": (
+        {"targets": torch.ones(5).long()},
+        ValueError,
+        "targets: expected as many labels as the sum of target_lengths, 4, got 5",
+    ),
+    "reduction": (
+        {"reduction": "max"},
+        ValueError,
+        "reduction: expected one of 'none', 'mean', 'sum', got 'max'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    changes, error, message = BAD[name]
+    good = {
+        "log_probs": torch.zeros(3, 2, 4),
+        "targets": torch.ones(2, 2).long(),
+        "input_lengths": [3, 3],
+        "target_lengths": [2, 2],
+    }
+    with pytest.raises(error, match=message):
+        partita.ctc_loss(**{**good, **changes})
+
+
+@backends
+def test_lengths_that_overflow_read_nothing_outside(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    log_probs, joined = torch.zeros(6, 3, 5).log_softmax(-1), torch.tensor([1, 2, 3])
+    for lengths in (
+        [2**62, 2**62, 2],
+        [2**63 - 1, 3, 1],
+        [2**63 - 1, 1, 1],
+        [-(10**9), 1, 2],
+        [9, 1, 2],
+    ):
+        with partita.backend(backend):
+            loss = partita.ctc_loss(log_probs, joined, [6] * 3, lengths, reduction="none")
+        invalid = torch.tensor([not 0 <= n <= 3 for n in lengths])
+        assert loss[invalid].isnan().all()
+        assert (loss[~invalid].isnan() | ((loss[~invalid] > 0) & (loss[~invalid] < 20))).all()
+
+
+def test_an_unbatched_input_with_one_row_of_targets() -> None:
+    log_probs = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    for targets in (torch.tensor([[1, 2]]), torch.tensor([[1, 2, 3]])):
+        expected = F.ctc_loss(log_probs, targets, torch.tensor(4), torch.tensor(2))
+        torch.testing.assert_close(partita.ctc_loss(log_probs, targets, 4, 2), expected)
+
+
+def test_compiled_code_takes_targets_of_any_width() -> None:
+    lengths = torch.tensor([6, 6]), torch.tensor([1, 2])
+    compiled = torch.compile(
+        lambda x, t: partita.ctc_loss(x, t, *lengths, reduction="none"),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    x = torch.randn(6, 2, 5, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    for width in range(2, 14):
+        targets = torch.ones(2, width, dtype=torch.int64)
+        torch.testing.assert_close(
+            compiled(x, targets), partita.ctc_loss(x, targets, *lengths, reduction="none")
+        )

@@ -1,0 +1,198 @@
+"""The contract of CTC-CRF: invalid values, errors, compiled code, streams and memory."""
+
+from unittest import mock
+
+import pytest
+import torch
+from helpers.ctc import backends
+from helpers.ctc_crf import CRF_SIZES, crf_loss, crf_sample
+from helpers.rows import devices
+
+import partita
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_unchecked_values_make_nan_of_their_sequence(
+    dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    x = torch.zeros(4, 7, 9, 4, dtype=dtype, requires_grad=True)
+    targets = torch.tensor([[1, 2], [1, 9], [-3, 1], [1, 2], [1, 2], [0, 1], [1, 2]])
+    rest = targets, [2, 2, 2, 2, -1, 2, 3], [3, 4, 4, 5, 4, 4, 4]
+    with partita.backend(backend):
+        losses = crf_loss(x, rest, reduction="none")
+        assert losses.isnan().tolist() == [False] + [True] * 6
+        (grad,) = torch.autograd.grad(losses.sum(), x)
+        assert grad[:, 0].isfinite().all() and grad[:, 1:].isnan().all()
+        joined = crf_loss(
+            x[:, :3],
+            (torch.tensor([1, 2, 1, 9, 2]), torch.tensor([2, 2, 3]), None),
+            reduction="none",
+        )
+        assert joined.isnan().tolist() == [False, True, True]
+
+
+def test_empty_batches() -> None:
+    x, targets = torch.zeros(3, 0, 9, 4, requires_grad=True), torch.zeros(0, 2, dtype=torch.int64)
+    assert crf_loss(x, (targets, [], []), reduction="sum") == 0
+    assert crf_loss(x, (targets, [], [])).isnan()
+    assert crf_loss(x, (targets.reshape(-1), [], []), reduction="none").shape == (0,)
+    (grad,) = torch.autograd.grad(crf_loss(x, (targets, [], []), reduction="sum"), x)
+    assert grad.shape == x.shape
+
+
+@devices
+def test_fullgraph(device: str) -> None:
+    scores, *rest = (t.to(device) for t in crf_sample(torch.float32))
+    x = scores.requires_grad_()
+    f = lambda x: crf_loss(x, rest, reduction="none").nan_to_num(posinf=0.0).sum()  # noqa: E731
+    expected = torch.autograd.grad(f(x), x)[0]
+    with mock.patch.dict("os.environ", {"PARTITA_CHECK": "0"}):
+        compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(torch.autograd.grad(compiled(x), x)[0], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("joined", [False, True])
+def test_no_synchronisation_with_the_host(joined: bool) -> None:
+    scores, targets, lengths, inputs = (t.cuda() for t in crf_sample(torch.float32))
+    rest = targets.flatten()[: int(lengths.sum())] if joined else targets, lengths, inputs
+    x = scores.requires_grad_()
+    torch.autograd.grad(crf_loss(x, rest), x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.autograd.grad(crf_loss(x, rest), x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_capture_and_replay() -> None:
+    scores, *rest = (t.cuda() for t in crf_sample(torch.float32))
+    x = scores.requires_grad_()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        torch.autograd.grad(crf_loss(x, rest), x)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = torch.autograd.grad(crf_loss(x, rest), x)[0]
+    with torch.no_grad():
+        x.mul_(0.5)
+    graph.replay()
+    assert torch.equal(captured, torch.autograd.grad(crf_loss(x, rest), x)[0])
+
+
+@pytest.mark.gpu
+def test_peak_memory() -> None:
+    """The peak is the gradient, the states of all k-mers, the lattice's marginals and one slab.
+
+    The first three take 1 + 0.4 + 2 · 160 / 1,280 of the memory of the scores.
+    """
+    g = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(1000, 32, 256 * 5, generator=g, device="cuda", requires_grad=True)
+    targets, lengths = (
+        torch.randint(1, 5, (32, 163), generator=g, device="cuda"),
+        torch.full((32,), 163, device="cuda"),
+    )
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(
+            partita.ctc_crf_loss(x, targets, lengths, state_len=4, alphabet_size=5), x
+        )
+        peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= 2.5 * x.numel() * x.element_size()
+
+
+BAD = {
+    "dtype": (
+        {"scores": torch.zeros(3, 2, 36).long()},
+        TypeError,
+        "scores: expected a floating dtype",
+    ),
+    "rank": (
+        {"scores": torch.zeros(3, 36)},
+        ValueError,
+        r"scores: expected shape \[T, N, C \* A\] or \[T, N, C, A\] with C = 3\^2 = 9 and A = 4",
+    ),
+    "size": (
+        {"scores": torch.zeros(3, 2, 35)},
+        ValueError,
+        r"scores: expected shape .*, got \[3, 2, 35\]",
+    ),
+    "state_len": (
+        {"state_len": 0},
+        ValueError,
+        "state_len: expected a number of at least 1, got 0",
+    ),
+    "alphabet_size": (
+        {"alphabet_size": 1},
+        ValueError,
+        "alphabet_size: expected a number of at least 2, got 1",
+    ),
+    "targets dtype": (
+        {"targets": torch.zeros(2, 2)},
+        TypeError,
+        "targets: expected an integer dtype",
+    ),
+    "targets shape": (
+        {"targets": torch.ones(3, 2).long()},
+        ValueError,
+        r"targets: expected shape \[N, S\] with N = 2",
+    ),
+    "label": (
+        {"targets": torch.tensor([[1, 2], [3, 4]])},
+        IndexError,
+        r"targets: expected labels from 1 to 3, got 4 at \[1, 1\]",
+    ),
+    "no label": (
+        {"targets": torch.tensor([1, 0, 3, 3])},
+        IndexError,
+        r"targets: expected labels from 1 to 3, got 0 at \[1\]",
+    ),
+    "input length": (
+        {"input_lengths": [3, 4]},
+        ValueError,
+        r"input_lengths: expected steps from 0 to 3, got 4 at \[1\]",
+    ),
+    "target length": (
+        {"target_lengths": [-1, 2]},
+        ValueError,
+        r"target_lengths: expected labels from 0 to 2, got -1 at \[0\]",
+    ),
+    "number of lengths": (
+        {"target_lengths": [1]},
+        ValueError,
+        r"target_lengths: expected shape \[N\] = \[2\], got \[1\]",
+    ),
+    "sum of lengths": (
+        {"targets": torch.ones(5).long()},
+        ValueError,
+        "targets: expected as many labels as the sum of target_lengths, 4, got 5",
+    ),
+    "reduction": (
+        {"reduction": "max"},
+        ValueError,
+        "reduction: expected one of 'none', 'mean', 'sum', got 'max'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    changes, error, message = BAD[name]
+    good = {
+        "scores": torch.zeros(3, 2, 36),
+        "targets": torch.ones(2, 2).long(),
+        "target_lengths": [2, 2],
+        **CRF_SIZES,
+    }
+    with pytest.raises(error, match=message):
+        partita.ctc_crf_loss(**{**good, **changes})
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (4, 0), (4, 1.5), (True, 2)])
+def test_bad_sizes_of_a_table(sizes: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="expected a number of at least 1"):
+        partita.debruijn_source(*sizes)
