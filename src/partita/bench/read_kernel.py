@@ -1,4 +1,4 @@
-"""A kernel that only reads: its speed bounds that of ops that write little."""
+"""A kernel that only reads: the ceiling of ops that write little."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read_kernel(
     size,
     BLOCK: tl.constexpr,
 ):
-    """Write one number for each block, so that the compiler can leave out no load."""
+    """Store one number for each block, so that the compiler cannot remove a load."""
     block = tl.program_id(0)
     offset = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     x = tl.load(input_ptr + offset, mask=offset < size, other=0)

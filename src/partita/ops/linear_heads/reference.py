@@ -93,9 +93,11 @@ def _accumulate_rows(
     exponent = (x - shift[:, None]) / temperature
     e, scale = exponent.exp(), ((state.maximum - shift) / temperature).exp()
     if state.sum_x_exp is not None and state.argmax is not None:
-        moved = state.sum_x_exp - state.sumexp * (shift - finite_shift(state.maximum)) / temperature
-        state.sum_x_exp.copy_(scale * moved + torch.where(e == 0, 0.0, e * exponent).sum(1))
-        state.argmax.copy_(torch.where(highest > state.maximum, first + at, state.argmax))
+        increase = state.sumexp * (shift - finite_shift(state.maximum)) / temperature
+        rescaled = scale * (state.sum_x_exp - increase)
+        state.sum_x_exp.copy_(rescaled + torch.where(e == 0, 0.0, e * exponent).sum(1))
+        argmax = torch.where(chunk_maximum > state.maximum, first + chunk_argmax, state.argmax)
+        state.argmax.copy_(argmax)
     state.sumexp.mul_(scale).add_(e.sum(1))
     state.maximum.copy_(maximum)
 
@@ -108,17 +110,18 @@ def row_statistics(
     temperature: float,
     ignore_index: int,
 ) -> RowStatistics:
-    """Statistics from the state after all classes."""
-    _, kept, wrong = valid_targets(target, classes, ignore_index)
-    spoilt = torch.where(wrong, torch.nan, 0.0).to(state.maximum.dtype)
-    shift, log_total = finite_shift(state.maximum), state.sumexp.log()
-    spread, entropy = shift.new_empty(0), shift.new_empty(0)
+    """Return the statistics of rows whose state has seen all classes."""
+    _, valid, invalid = valid_targets(target, classes, ignore_index)
+    nan_mask = torch.where(invalid, torch.nan, 0.0).to(state.maximum.dtype)
+    shift, log_sumexp = finite_shift(state.maximum), state.sumexp.log()
+    nll = torch.where(valid, log_sumexp + (shift - state.label) / temperature, 0.0)
+    smoothing_loss, entropy = shift.new_empty(0), shift.new_empty(0)
     if state.smoothing_loss is not None and state.origin is not None:
-        weight = classes if class_weight is None else class_weight.to(shift.dtype).sum()
-        spread = weight * (log_total + (shift - state.origin)) + state.smoothing_loss + spoilt
+        total_weight = classes if class_weight is None else class_weight.to(shift.dtype).sum()
+        from_origin = total_weight * (log_sumexp + (shift - state.origin))
+        smoothing_loss = from_origin + state.smoothing_loss + nan_mask
     if state.sum_x_exp is not None:
-        entropy = log_total - state.sum_x_exp / state.sumexp + spoilt
-    nll = torch.where(kept, log_total + (shift - state.label) / temperature, 0.0) + spoilt
+        entropy = log_sumexp - state.sum_x_exp / state.sumexp + nan_mask
     argmax = target.new_empty(0, dtype=torch.int64) if state.argmax is None else state.argmax
     return RowStatistics(
         nll=nll + nan_mask,
@@ -151,15 +154,18 @@ def gradient_coefficients(
         label_coef = -torch.where(valid, nll, 0.0)
         dlogits_coef = dlogits_coef - label_coef
     if logsumexp is not None:
-        pull = pull + logsumexp
-    if spread is not None and fields.smoothing_loss.numel():
-        pull = pull + spread * (
-            classes if class_weight is None else class_weight.to(pull.dtype).sum()
-        )
-        by_class = -spread / temperature
-    if entropy is not None and fields.entropy.numel():
-        pull, log_pull = pull - entropy * fields.entropy, -entropy / temperature
-    return GradientCoefficients(pull / temperature, at_label / temperature, log_pull, by_class)
+        dlogits_coef = dlogits_coef + logsumexp
+    if smoothing_loss is not None and statistics.smoothing_loss.numel():
+        dtype = dlogits_coef.dtype
+        total_weight = classes if class_weight is None else class_weight.to(dtype).sum()
+        dlogits_coef = dlogits_coef + smoothing_loss * total_weight
+        smoothing_coef = -smoothing_loss / temperature
+    if entropy is not None and statistics.entropy.numel():
+        dlogits_coef = dlogits_coef - entropy * statistics.entropy
+        log_coef = -entropy / temperature
+    return GradientCoefficients(
+        dlogits_coef / temperature, label_coef / temperature, log_coef, smoothing_coef
+    )
 
 
 def logits_gradient(
@@ -210,20 +216,18 @@ def _write_gradient(
     x = softcapped(logits, softcap)
     exponent = (x - finite_shift(maximum)[:, None]) / temperature
     p = exponent.exp() / sumexp[:, None]
-    grad = c.dlogits_coef[:, None] * p
-    active = (c.dlogits_coef != 0) | (c.label_coef != 0)
-    if c.log_coef is not None:
-        grad = grad + c.log_coef[:, None] * torch.where(
-            p == 0, 0.0, p * (exponent - sumexp.log()[:, None])
-        )
-        active = active | (c.log_coef != 0)
-    if c.smoothing_coef is not None:
-        grad = grad + c.smoothing_coef[:, None] * (
-            1.0 if class_weight is None else class_weight.to(x.dtype)
-        )
-        active = active | (c.smoothing_coef != 0)
-    at_target = torch.arange(first, first + x.shape[1], device=x.device) == target.long()[:, None]
-    grad = grad + torch.where(at_target, c.label_coef[:, None], 0.0)
+    grad = dlogits_coef[:, None] * p
+    active = (dlogits_coef != 0) | (label_coef != 0)
+    if log_coef is not None:
+        p_log_p = torch.where(p == 0, 0.0, p * (exponent - sumexp.log()[:, None]))
+        grad = grad + log_coef[:, None] * p_log_p
+        active = active | (log_coef != 0)
+    if smoothing_coef is not None:
+        weights = 1.0 if class_weight is None else class_weight.to(x.dtype)
+        grad = grad + smoothing_coef[:, None] * weights
+        active = active | (smoothing_coef != 0)
+    classes = torch.arange(first, first + x.shape[1], device=x.device)
+    grad = grad + torch.where(classes == target.long()[:, None], label_coef[:, None], 0.0)
     if softcap:
         grad = grad * softcap_slope(logits, softcap)
     result.copy_(torch.where(active[:, None], grad, 0.0))

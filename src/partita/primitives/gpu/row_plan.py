@@ -352,9 +352,9 @@ def tile_options(plan: RowPlan, dtype: torch.dtype) -> dict[str, Any]:
     """Return the constexpr arguments of kernels with a plan of kind `tile` or `loop`."""
     return {
         "ACC_DTYPE": tl_acc_dtype(dtype),
-        "ROWS": chosen.rows,
-        "BLOCK_V": chosen.block,
-        **chosen.options,
+        "ROWS": plan.rows,
+        "BLOCK_V": plan.block,
+        **plan.options,
     }
 
 

@@ -96,13 +96,12 @@ def row_statistics(
     temperature: float,
     ignore_index: int,
 ) -> RowStatistics:
-    x, rows = state.maximum, len(target)
-    weight = None if class_weight is None else class_weight.sum(dtype=x.dtype)
-    results = [
-        x.new_empty(rows) if wanted is not None else None
-        for wanted in (x, x, state.smoothing_loss, state.sum_x_exp)
-    ]
-    sizes = (rows, classes, ignore_index, temperature)
+    """Return the statistics of rows whose state has seen all classes."""
+    maximum, rows = state.maximum, len(target)
+    total_weight = None if class_weight is None else class_weight.sum(dtype=maximum.dtype)
+    nll, logsumexp = maximum.new_empty(rows), maximum.new_empty(rows)
+    smoothing_loss = None if state.smoothing_loss is None else maximum.new_empty(rows)
+    entropy = None if state.sum_x_exp is None else maximum.new_empty(rows)
     launch(
         linear_statistics_kernel,
         cdiv(rows, 256),
@@ -155,10 +154,7 @@ def logits_gradient(
         logits,
         target,
         class_weight,
-        c.dlogits_coef,
-        c.label_coef,
-        c.log_coef,
-        c.smoothing_coef,
+        *coefficients,
         maximum,
         sumexp,
         result,

@@ -58,17 +58,17 @@ def logsumexp_kernel(
         tl.full([ROWS, LANES], -float("inf"), ACC_DTYPE),
         tl.zeros([ROWS, LANES], tl.float64),
     )
-    last = tl.minimum((split + 1) * span, classes)
-    whole = unmasked_end(split * span, last, body, BLOCK_V, LANES)
-    for first in range(split * span, whole, BLOCK_V):
-        x = tl.load(source + (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :] * in_class).to(
-            ACC_DTYPE
-        )
+    last = tl.minimum((split + 1) * classes_per_split, classes)
+    unmasked = unmasked_end(split * classes_per_split, last, body, BLOCK_V, LANES)
+    for first in range(split * classes_per_split, unmasked, BLOCK_V):
+        x = tl.load(
+            row_ptrs + (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :] * class_stride
+        ).to(ACC_DTYPE)
         maximum, total = online_softmax(maximum, total, by_lane(x, LANES, VECTOR), EXACT)
     for first in range(unmasked, last, BLOCK_V):
         column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
-        inside = (row < rows)[:, None] & (column // VEC * VEC < body)
-        x = tl.load(source + column * in_class, mask=inside, other=-float("inf")).to(ACC_DTYPE)
+        mask = (row < rows)[:, None] & (column // VEC * VEC < body)
+        x = tl.load(row_ptrs + column * class_stride, mask=mask, other=-float("inf")).to(ACC_DTYPE)
         maximum, total = online_softmax(maximum, total, by_lane(x, LANES, VECTOR), EXACT)
     if VEC > 1:
         edge, edge_mask = edge_columns(head, body, classes, VEC, LANES)  # [LANES]
@@ -79,16 +79,17 @@ def logsumexp_kernel(
         ).to(ACC_DTYPE)
         maximum, total = online_softmax(maximum, total, by_lane(edge_x, LANES, 1), EXACT)
     maximum, total, _ = merge_lanes(maximum, total)
-    written = row < rows
+    write_mask = row < rows
     total = total.to(ACC_DTYPE)
     if SHARED:
-        box = slot_base(boxes_ptr, tl.sum(batch * rows + row, axis=0), splits)
-        store_partial(box, split, tl.sum(maximum, axis=0), tl.sum(total, axis=0))
-        written &= arrives_last(box, splits)
-        maxima, sums, held = load_partials(box, splits, BLOCK_SPLITS)
-        most, all_sums = merge_normalizers(maxima, sums, held)
-        maximum, total = tl.zeros([ROWS], ACC_DTYPE) + most, tl.zeros([ROWS], ACC_DTYPE) + all_sums
-    place = batch * rows + row
+        row_slots_ptr = slot_base(slots_ptr, tl.sum(batch * rows + row, axis=0), splits)
+        store_partial(row_slots_ptr, split, tl.sum(maximum, axis=0), tl.sum(total, axis=0))
+        write_mask &= arrives_last(row_slots_ptr, splits)
+        maxima, sums, valid = load_partials(row_slots_ptr, splits, BLOCK_SPLITS)
+        row_max, row_total = merge_normalizers(maxima, sums, valid)
+        maximum = tl.zeros([ROWS], ACC_DTYPE) + row_max
+        total = tl.zeros([ROWS], ACC_DTYPE) + row_total
+    index = batch * rows + row
     result = tl.where(maximum == float("inf"), maximum, maximum + log_exact(total))
     tl.store(logsumexp_ptr + index, result.to(logsumexp_ptr.dtype.element_ty), mask=write_mask)
     tl.store(maximum_ptr + index, maximum, mask=write_mask)
@@ -104,12 +105,12 @@ def logsumexp_backward_kernel(
     result_ptr,  # [batches, rows, classes]
     rows,
     classes,
-    in_batch,
-    in_row,
-    in_class,
-    result_batch,
-    result_row,
-    result_class,
+    input_batch_stride,
+    input_row_stride,
+    input_class_stride,
+    result_batch_stride,
+    result_row_stride,
+    result_class_stride,
     ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -121,19 +122,20 @@ def logsumexp_backward_kernel(
     row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     index = batch * rows + row
     scale = divide(
-        tl.load(grad_ptr + place, mask=row < rows, other=0.0).to(ACC_DTYPE),
-        tl.load(sumexp_ptr + place, mask=row < rows, other=1.0),
+        tl.load(grad_ptr + index, mask=row < rows, other=0.0).to(ACC_DTYPE),
+        tl.load(sumexp_ptr + index, mask=row < rows, other=1.0),
     )
-    shift = finite_shift(tl.load(maximum_ptr + place, mask=row < rows, other=0.0))
-    column = ((tl.program_id(0) % spans).to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V))[
-        None, :
-    ]  # [1, BLOCK_V]
-    inside = (row < rows)[:, None] & (column < classes)
-    x = tl.load(
-        input_ptr + batch * in_batch + row[:, None] * in_row + column * in_class,
-        mask=inside,
-        other=-float("inf"),
-    ).to(ACC_DTYPE)
+    shift = finite_shift(tl.load(maximum_ptr + index, mask=row < rows, other=0.0))
+    column_block = (tl.program_id(0) % column_blocks).to(tl.int64)
+    column = (column_block * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]  # [1, BLOCK_V]
+    mask = (row < rows)[:, None] & (column < classes)
+    input_ptrs = (
+        input_ptr
+        + batch * input_batch_stride
+        + row[:, None] * input_row_stride
+        + column * input_class_stride
+    )
+    x = tl.load(input_ptrs, mask=mask, other=-float("inf")).to(ACC_DTYPE)
     result = exp_for_dtype(x - shift[:, None], result_ptr.dtype.element_ty) * scale[:, None]
     result_ptrs = (
         result_ptr

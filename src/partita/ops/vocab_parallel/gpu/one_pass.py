@@ -24,9 +24,6 @@ from ...cross_entropy.gpu.rows import (
     class_gradient,
     label_gradient,
     label_weights,
-    row_factor,
-    row_loss,
-    row_part,
     store_valid_rows,
 )
 
