@@ -25,7 +25,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from digits import BLUE, INK, MUTED, RED, Difference, positive
-from language_model import LEFT_OUT
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle

@@ -8,8 +8,7 @@ from types import ModuleType
 from .ops.chain.api import Chain, logz
 from .ops.chain.edges import dense_source, edges_from_states
 from .ops.chain.results import ChainSample, ViterbiPath
-from .ops.cross_entropy.api import cross_entropy
-from .ops.cross_entropy.token_stats import TokenStats, token_stats
+from .ops.cross_entropy.api import TokenStats, cross_entropy, token_stats
 from .ops.ctc.api import CTCAlignment, TokenSpans, ctc_align, ctc_loss
 from .ops.ctc_crf.api import ctc_crf_loss, debruijn_source
 from .ops.linear_chain.api import linear_chain

@@ -191,45 +191,29 @@ def layouts(*shape: int) -> Iterator[Tensor]:
 
 
 def calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Ops, with arguments of many layouts."""
-    from partita.ops.chain import autograd as chain
-    from partita.ops.cross_entropy import autograd as cross_entropy
-    from partita.ops.ctc import autograd as ctc
-    from partita.ops.softmax import api as softmax
-
-    labels, along = torch.randint(4, (3, 5)), torch.randint(5, (3, 4))
+    """Yield registered ops, with arguments of many layouts."""
+    ops = torch.ops.partita
+    labels, columns = torch.randint(4, (3, 5)), torch.randint(5, (3, 4))
     for x in layouts(3, 4, 5):
         for dim in range(3):
             yield ops.softmax, (x, dim, True, x.dtype)
             yield ops.softmax_backward, (torch.randn(3, 4, 5), x, dim, False, x.dtype)
         for target in (labels, torch.rand(3, 4, 5)):
-            rows = (x, target, None, -100, 0.0, 0.0)
-            yield cross_entropy.cross_entropy_op, rows
+            loss_args = (x, target, None, -100, 0.0, 0.0)
+            yield ops.cross_entropy, loss_args
+            saved = ops.cross_entropy(*loss_args, "auto")[2:]
+            grads = (torch.randn(3, 5), torch.randn(3, 5))
             yield (
-                cross_entropy.cross_entropy_backward_op,
-                (
-                    torch.randn(3, 5),
-                    torch.randn(3, 5),
-                    *rows[:3],
-                    *cross_entropy.cross_entropy_op(*rows, "auto")[2:],
-                    *rows[3:],
-                ),
+                ops.cross_entropy_backward,
+                (*grads, *loss_args[:3], *saved, *loss_args[3:]),
             )
-            yield cross_entropy.cross_entropy_one_pass_op, (*rows, 0.0, True, x.dtype)
-        found = cross_entropy.token_stats_op(x, along, 1.0, -100, "auto")
-        yield cross_entropy.token_stats_op, (x, along, 1.0, -100)
+            yield ops.cross_entropy_one_pass, (*loss_args, 0.0, True, x.dtype)
+        stats = ops.token_stats(x, columns, 1.0, -100, "auto")
+        yield ops.token_stats, (x, columns, 1.0, -100)
+        grads = tuple(torch.randn(3, 4) for _ in range(3))
         yield (
-            cross_entropy.token_stats_backward_op,
-            (
-                *(torch.randn(3, 4) for _ in range(3)),
-                x,
-                along,
-                found[4],
-                found[5],
-                found[2],
-                1.0,
-                -100,
-            ),
+            ops.token_stats_backward,
+            (*grads, x, columns, stats[4], stats[5], stats[2], 1.0, -100),
         )
     lengths, target_lengths = torch.tensor([6, 5]), torch.tensor([2, 2])
     targets = (torch.tensor([1, 2, 3, 1]), torch.tensor([0, 2]), lengths, target_lengths)

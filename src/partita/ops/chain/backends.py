@@ -1,4 +1,4 @@
-"""Which functions serve the ops of sparse linear chains on each backend."""
+"""The functions that serve the ops of sparse linear chains on each backend."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ Functions = Mapping[str, Callable[..., Any]]
 
 
 def _reference() -> Functions:
-    from . import reference, reference_expectation, reference_paths
+    from . import reference
 
     return {
         "chain_logz": reference.chain_logz,
         "chain_gradient": reference.chain_gradient,
         "chain_scan": reference.chain_scan,
-        "chain_viterbi": reference_paths.chain_viterbi,
-        "chain_sample": reference_paths.chain_sample,
-        "chain_expectation": reference_expectation.chain_expectation,
-        "chain_expectation_gradient": reference_expectation.chain_expectation_gradient,
+        "chain_viterbi": reference.chain_viterbi,
+        "chain_sample": reference.chain_sample,
+        "chain_expectation": reference.chain_expectation,
+        "chain_expectation_gradient": reference.chain_expectation_gradient,
     }
 
 
@@ -39,12 +39,12 @@ def _gpu() -> Functions:
 
 
 def _cpu() -> Functions:
-    from .cpu import expectation, logz, paths
+    from .cpu import expectation, logz, paths, state_scores
 
     return {
         "chain_logz": logz.chain_logz,
         "chain_gradient": logz.chain_gradient,
-        "chain_scan": logz.chain_scan,
+        "chain_scan": state_scores.chain_scan,
         "chain_viterbi": paths.chain_viterbi,
         "chain_sample": paths.chain_sample,
         "chain_expectation": expectation.chain_expectation,

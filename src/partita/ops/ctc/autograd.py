@@ -13,6 +13,7 @@ from ...runtime.dtypes import acc_dtype
 from . import reference
 from .backends import BACKENDS
 from .common import PackedTargets, padded_targets, reduce_losses
+from .gpu.plan import saved_shape
 
 
 def check_values(
@@ -54,7 +55,7 @@ def _loss_results(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty tensors with the shapes of the reduced loss, the losses and the saved tensor."""
     N, dtype = logits.shape[1], acc_dtype(logits.dtype)
-    saved = reference.kept_shape(logits.shape, max_target_len, from_logits, save, backend)
+    saved = saved_shape(logits.shape, max_target_len, from_logits, save, backend)
     return (
         logits.new_empty(N if reduction == "none" else (), dtype=dtype),
         logits.new_empty(N, dtype=torch.float64),

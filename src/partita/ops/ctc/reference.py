@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ...primitives.semiring import Log
 from ...runtime.dtypes import acc_dtype
-from ..chain.reference import chain_gradient, chain_inputs, log_partition
-from ..chain.reference_paths import chain_viterbi
+from ..chain.reference import chain_gradient, chain_inputs, chain_viterbi, log_partition
 from .common import PackedTargets, gradient_per_sequence, padded_targets, reduce_losses
 
 

@@ -16,8 +16,7 @@ from ...runtime.backend import current_backend
 from ...runtime.checks import REDUCTIONS
 from ...runtime.dtypes import acc_dtype
 from ...runtime.register import PLAIN
-from ..cross_entropy.api import cross_entropy
-from ..cross_entropy.token_stats import TokenStats
+from ..cross_entropy.api import TokenStats, cross_entropy
 from . import autograd
 from .common import cast_to_autocast, checked_options, chunk_and_save, loss_terms, reduce_losses
 from .plan import MemoryPlan, check_budget, linear_cross_entropy_plan

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...primitives.rows import finite_shift, row_chunks, softcap_slope
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.common import valid_targets
-from ..cross_entropy.reference import mean_shares, one_pass
+from ..cross_entropy.common import mean_shares, valid_targets
+from ..cross_entropy.reference import one_pass
 from . import chunked
 from .chunked import ChunkKernels
 from .common import GradientCoefficients, RowState, RowStatistics

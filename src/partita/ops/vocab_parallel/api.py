@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ...runtime import checks
 from ...runtime.checks import REDUCTIONS
-from ..cross_entropy.token_stats import TokenStats
+from ..cross_entropy.api import TokenStats
 from ..linear_heads.common import reduce_losses
 from . import dtensor
 from .local_losses import (

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ..cross_entropy.token_stats import TokenStats
+from ..cross_entropy.api import TokenStats
 from ..linear_heads.common import loss_denominators
 from .local_losses import (
     ParallelLossArguments,

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ...runtime import checks
 from ...runtime.backend import current_backend
-from ..cross_entropy.token_stats import TokenStats
+from ..cross_entropy.api import TokenStats
 from ..linear_heads.common import (
     cast_to_autocast,
     checked_options,

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
-from ...cross_entropy.gpu.one_pass import one_pass_of_chunk
-from ...cross_entropy.gpu.reduction import SUM_WORDS, mean_denominators
+from ...cross_entropy.gpu.launch import one_pass_of_chunk
+from ...cross_entropy.gpu.plan import SUM_WORDS
+from ...cross_entropy.gpu.reduction import mean_denominators
 from .. import chunked
 from ..chunked import ChunkKernels
 from ..common import GradientCoefficients, RowState, RowStatistics

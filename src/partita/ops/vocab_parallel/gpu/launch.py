@@ -11,7 +11,8 @@ from torch import Tensor
 from ....primitives.gpu.row_plan import RowPlan, row_options
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
-from ...cross_entropy.gpu.reduction import SUM_WORDS, mean_denominators, reduce_losses
+from ...cross_entropy.gpu.plan import SUM_WORDS
+from ...cross_entropy.gpu.reduction import mean_denominators, reduce_losses
 from ...linear_heads.gpu.launch import accumulate_hidden, accumulate_logits, logits_gradient
 from ..common import gradient_in_place, gradient_of_logits, pack_hidden, pack_logits
 from .merge import parallel_coefficients_kernel, parallel_fields_kernel

@@ -18,12 +18,15 @@ from ....primitives.gpu.memory import (
     store_streaming,
 )
 from ....primitives.gpu.sync import merge_normalizers, pack_pair, unpack_pair
-from ...cross_entropy.gpu.one_pass import mean_scales, row_factor, row_loss, row_part
-from ...cross_entropy.gpu.rows import (
+from ...cross_entropy.gpu.reduction import mean_scales
+from ...cross_entropy.gpu.row_math import (
     acc_logits,
     class_gradient,
     label_gradient,
     label_weights,
+    row_factor,
+    row_loss,
+    row_part,
     store_valid_rows,
 )
 

@@ -1,0 +1,223 @@
+"""The launches of real calls, recorded on the CPU without running a kernel."""
+
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from triton.runtime.jit import JITFunction
+
+import partita
+from partita.runtime import backend as backend_module
+from partita.runtime.caches import clear_caches
+
+SOURCES = sorted(Path(partita.__file__).parent.glob("ops/*/gpu/*.py"))
+NAMES = sorted(
+    name
+    for source in SOURCES
+    for name in re.findall(r"^def (\w+_kernel)\(", source.read_text(encoding="utf-8"), re.M)
+)
+# Compile-time arguments whose variants need registers of their own.
+OPTIONS = ("SMOOTHING", "SMOOTHING_MODE", "CAP")
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel.
+
+    Fields:
+        kernel: the kernel.
+        args: the run-time arguments in order.
+        options: the compile-time arguments by name.
+    """
+
+    kernel: Any
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of a chain's scores or of the largest floating tensor, else int64."""
+        floating = [
+            arg for arg in self.args if isinstance(arg, torch.Tensor) and arg.is_floating_point()
+        ]
+        scores = [arg for arg in floating if arg.dim() == 4][:1]
+        largest = scores or sorted(floating, key=torch.Tensor.numel)[-1:]
+        return largest[0].dtype if largest else torch.int64
+
+    @property
+    def plain(self) -> bool:
+        """Return whether the launch has no smoothing, class weights, probabilities and softcap.
+
+        Kernels without these options are always plain.
+        """
+        return not any(self.options.get(name) for name in OPTIONS)
+
+    @property
+    def demand(self) -> tuple[int, int]:
+        """Return the number of elements of a program and the number of its branches."""
+        sizes = [value for name, value in self.options.items() if name in ("ROWS", "BLOCK_V")]
+        elements = functools.reduce(lambda a, b: a * b, sizes, 1)
+        return elements, sum(bool(value) for value in self.options.values())
+
+    def __str__(self) -> str:
+        return f"{self.kernel.__name__} {self.dtype} {self.options}"
+
+
+@contextmanager
+def recording(launches: list[Launch], cuda: str | None) -> Iterator[None]:
+    """Append all launches to the list, as on an NVIDIA GPU, or on an AMD GPU without `cuda`."""
+    # These modules must be loaded before their names are patched.
+    from partita.ops.chain.gpu import plan as chain_plan
+    from partita.primitives.gpu import math, row_plan
+    from partita.runtime import launch
+
+    del math
+
+    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        launches.append(Launch(kernel, args, options))
+
+    with (
+        mock.patch.object(JITFunction, "run", note),
+        mock.patch.object(backend_module, "interpreting", lambda: True),
+        mock.patch.object(torch.version, "cuda", cuda),
+        mock.patch.object(launch, "NVIDIA", cuda is not None),
+        mock.patch.object(chain_plan, "NVIDIA", cuda is not None),
+        mock.patch.object(row_plan, "NVIDIA", cuda is not None),
+        partita.backend("triton"),
+    ):
+        clear_caches()
+        try:
+            yield
+        finally:
+            clear_caches()
+
+
+def call_chains(dtype: torch.dtype, C: int, K: int) -> None:
+    """Call the ops of chains over a table whose edges leave a few states.
+
+    With a negative C, the edges leave all states equally often.
+    """
+    even, C = C < 0, abs(C)
+    source = (torch.arange(C)[:, None] * even + torch.arange(K)) % C
+    scores = torch.zeros(3, 2, C, K, dtype=dtype, requires_grad=True)
+    lengths = torch.ones(2, dtype=torch.int64)
+    chain = partita.Chain(scores, source, torch.zeros(2, C), torch.zeros(2, C), lengths=lengths)
+    torch.autograd.grad(chain.logz().sum(), scores)
+    value = torch.zeros((), dtype=dtype, requires_grad=True)
+    torch.autograd.grad(chain.expectation(value).sum(), scores)
+    chain = partita.Chain(scores.detach(), source)
+    for semiring in (partita.Log, partita.Max):
+        chain.logz(semiring)
+        chain.forward_scores(semiring)
+        chain.backward_scores(semiring)
+    chain.viterbi()
+    chain.sample(2)
+
+
+def call_ctc(dtype: torch.dtype, N: int, C: int, S: int, from_logits: bool) -> None:
+    logits = torch.zeros(3, N, C, dtype=dtype, requires_grad=True)
+    targets, ones = torch.ones(N, S, dtype=torch.int64), torch.ones(N, dtype=torch.int64)
+    loss = partita.ctc_loss(logits, targets, ones, ones * S, from_logits=from_logits)
+    torch.autograd.grad(loss, logits)
+    partita.ctc_loss(logits.detach(), targets, ones, ones)
+    partita.ctc_align(logits, targets, ones, ones, from_logits=from_logits)
+
+
+def call_crf(dtype: torch.dtype) -> None:
+    scores = torch.zeros(3, 2, 4 * 5, dtype=dtype, requires_grad=True)
+    targets = torch.ones(2, 4, dtype=torch.int64)
+    loss = partita.ctc_crf_loss(scores, targets, [4, 4], state_len=1, alphabet_size=5)
+    torch.autograd.grad(loss, scores)
+
+
+def call_linear(dtype: torch.dtype, C: int) -> None:
+    hidden = torch.zeros(3, 8, dtype=dtype, requires_grad=True)
+    matrix = torch.zeros(C, 8, dtype=dtype)
+    target, weight = torch.zeros(3, dtype=torch.int64), torch.ones(C, dtype=dtype)
+    for options in ({}, {"weight": weight, "label_smoothing": 0.1, "softcap": 5.0, "z_loss": 0.1}):
+        losses = partita.linear_cross_entropy(hidden, matrix, target, reduction="none", **options)
+        torch.autograd.grad(losses.sum(), hidden)
+    for field in partita.linear_token_stats(hidden, matrix, target)[:3]:
+        torch.autograd.grad(field.sum(), hidden, retain_graph=True)
+
+
+def call_parallel(dtype: torch.dtype) -> None:
+    """Merge the statistics of two ranks, and call the kernel in which ranks wait."""
+    from partita.ops.vocab_parallel import autograd
+
+    target, acc_dtype = torch.zeros(3, dtype=torch.int64), torch.promote_types(dtype, torch.float32)
+    for smoothing, entropy in ((False, False), (True, False), (False, True)):
+        words = torch.zeros(2, 4 + 3 * smoothing + 2 * entropy, 3, dtype=acc_dtype)
+        options = (4, 0, 0, 1.0, -100, smoothing, entropy, "triton")
+        fields = autograd.parallel_fields(words, target, *options)
+        grads = (fields[2] if smoothing else None, fields[3] if entropy else None)
+        numbers = (smoothing, 4, 1.0, -100, "triton")
+        autograd.parallel_coefficients(target, *fields[:2], *grads, None, fields[3], *numbers)
+    if dtype == torch.float64:
+        return
+    from partita.ops.vocab_parallel.gpu.launch import parallel_one_pass
+
+    words, flag = torch.zeros(64, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    for sizes in ((65_536,) * 2, (25_129, 25_128), (12_565,) * 4):
+        for softcap, z_loss, mean in ((0.0, 0.0, True), (0.0, 0.0, False), (5.0, 0.1, True)):
+            logits = torch.zeros(3, sizes[0], dtype=dtype)
+            options = (1, sizes, 0, -100, softcap, z_loss, mean)
+            parallel_one_pass(logits, target, words, words, words, flag, *options)
+
+
+def call_rows(x: torch.Tensor) -> None:
+    """Call the ops of rows of logits with and without their options."""
+    target = torch.zeros(x.shape[0], dtype=torch.int64)
+    weight = torch.ones(x.shape[1], dtype=x.dtype)
+    probabilities = torch.zeros_like(x)
+    all_options = {"weight": weight, "label_smoothing": 0.1, "softcap": 5.0, "z_loss": 0.1}
+    x.requires_grad_()
+    results = [
+        partita.softmax(x),
+        partita.log_softmax(x),
+        partita.logsumexp(x),
+        *partita.token_stats(x, target)[:3],
+    ]
+    for options in ({}, all_options):
+        results += [
+            partita.cross_entropy(x, t, reduction=r, **options)
+            for t in (target, probabilities)
+            for r in ("none", "mean")
+        ]
+        partita.cross_entropy(x.detach(), target, **options)
+    for result in results:
+        torch.autograd.grad(result, x, torch.ones_like(result), retain_graph=True)
+
+
+@functools.cache
+def launches(cuda: str | None) -> dict[str, list[Launch]]:
+    """Return the launches of each kernel, one for each set of compile-time arguments and dtype.
+
+    They come from narrow and long rows, aligned and not, and from columns.
+    """
+    noted: list[Launch] = []
+    with recording(noted, cuda):
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
+            for width in (100, 5000, 50_257, 131_072):
+                call_rows(torch.zeros(3, width, dtype=dtype))
+            call_rows(torch.zeros(5000, 3, dtype=dtype).T)
+            chains = ((3, 2), (64, 5), (1024, 5), (2000, 3), (40, 40), (-64, 5), (-1024, 5))
+            for C, K in chains:
+                call_chains(dtype, C, K)
+            call_crf(dtype)
+            for C in (100, 5000, 50_257):
+                call_linear(dtype, C)
+            call_parallel(dtype)
+            batches = ((2, 5, 10), (2, 5, 40), (600, 20, 100), (2, 5000, 10), (2, 500, 300))
+            for from_logits in (False, True):
+                for N, C, S in batches:
+                    call_ctc(dtype, N, C, S, from_logits)
+    found: dict[str, dict[str, Launch]] = defaultdict(dict)
+    for each in noted:
+        found[each.kernel.__name__].setdefault(f"{each} {[arg is None for arg in each.args]}", each)
+    return {name: list(each.values()) for name, each in found.items()}
