@@ -83,6 +83,7 @@ def test_more_than_65535_pixels() -> None:
     check_loss(x, targets_for(x, "labels", ignored=-100), **ALL)
 
 
+@pytest.mark.whole_gpu
 @pytest.mark.parametrize(
     "name", [*OPS, "cross_entropy", "cross_entropy, none", "cross_entropy, all", "token_stats"]
 )

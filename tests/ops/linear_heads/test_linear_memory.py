@@ -102,6 +102,7 @@ def test_memory_is_what_the_plan_promises(reduction: str, budget: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_more_than_2_31_logits() -> None:
     """There are three distinct tokens, so the logits of three rows give the expected result."""
     tokens, classes = 34_000, 65_537
