@@ -14,7 +14,17 @@ from torch import Tensor
 
 import partita
 from partita.__main__ import main
-from partita.bench import chain, chain_peers, ctc, ctc_crf, ctc_peers, picture, providers, report
+from partita.bench import (
+    chain,
+    chain_peers,
+    ctc,
+    ctc_case,
+    ctc_crf,
+    ctc_peers,
+    picture,
+    providers,
+    report,
+)
 from partita.bench.case import Buffers
 from partita.bench.measure import Timing
 from partita.bench.providers import PARTITA, TORCH, Provider
@@ -39,9 +49,8 @@ def off_by(factor: float, sequences: slice = slice(None)) -> object:
     def function(logits: Tensor, targets: Tensor, *lengths: Tensor) -> Tensor:
         factors = torch.ones_like(logits)
         factors[:, sequences] = factor
-        return PARTITA.ops["ctc"]()(
-            logits.detach() + factors * (logits - logits.detach()), targets, *lengths
-        )
+        scaled = logits.detach() + factors * (logits - logits.detach())
+        return PARTITA.ops["ctc"]()(scaled, targets, *lengths)
 
     return function
 
@@ -51,11 +60,8 @@ def test_sizes() -> None:
         settings = dataclasses.replace(
             SETTINGS, **{"columns": (), "elements": None, "dtypes": (torch.float32,), **changes}
         )
-        return [
-            (*case.shape, case.shortest, case.longest)
-            for case in ctc.cases(settings)
-            if case.op == op
-        ]
+        cases = [case for case in ctc.cases(settings) if case.op == op]
+        return [(*case.shape, case.shortest, case.longest) for case in cases]
 
     gpu = torch.device("cuda")
     full = shapes("ctc", device=gpu, quick=False)
@@ -170,7 +176,7 @@ def test_every_sequence_counts(factor: float, sequence: int) -> None:
 
 
 @pytest.mark.parametrize("case", [LOSS, CRF], ids=lambda case: case.op)
-def test_a_wrong_loss_is_not_timed(case: ctc.LossCase) -> None:
+def test_a_wrong_loss_is_not_timed(case: ctc_case.LossCase) -> None:
     right = TORCH.ops[case.op]()
     (row,) = run(iter([case]), named("another", lambda *inputs: right(*inputs) + 100))
     assert row.timing is None and row.note.startswith("wrong: ")
@@ -312,7 +318,7 @@ def print_summary(rows: list[Row]) -> None:
 
 
 def test_times_faster(capsys: pytest.CaptureFixture[str]) -> None:
-    def row(case: ctc.CtcCase, provider: str, milliseconds: float | None) -> Row:
+    def row(case: ctc_case.CTCCase, provider: str, milliseconds: float | None) -> Row:
         timing = None if milliseconds is None else Timing.of([milliseconds])
         return Row(
             case,
@@ -379,7 +385,9 @@ def test_table_csv_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
         for part in report.PARTS[:4]
     } | {("ctc_align", "partita", "inference")}
     found = {
-        tuple(row[name] for name in ctc.CtcCase.sizes) for row in measured if row["op"] == "ctc"
+        tuple(row[name] for name in ctc_case.CTCCase.sizes)
+        for row in measured
+        if row["op"] == "ctc"
     }
     assert found == {("60", "4", "20", "8", "12"), ("64", "4", "32", "16", "16")}
     assert {

@@ -32,7 +32,8 @@ ARROWS = {
     ("ctc_crf", "ctc"),
 }
 BACKEND_LAYERS = ("reference", "gpu", "cpu")
-SHARED = ("common", "plan")  # what every layer of a family, and other families, may import
+SHARED = ("common", "plan")  # what all layers of a family, and other families, may import
+PUBLISHED = ("api", "autograd", "edges")  # what the host code of other families may import too
 
 # These words had several meanings each. None of them is a name.
 RETIRED = {
@@ -41,9 +42,10 @@ RETIRED = {
     *("spread", "surprise", "boxes", "ticket", "deposit", "deposits", "offered", "beside"),
 }
 # These words are no part of a longer name either, and do not stand in the texts of the package.
-RETIRED_EVERYWHERE = (
-    "held kept came spoilt mine spelt misspelt twice giver boxes ticket deposit offered"
-)
+RETIRED_EVERYWHERE = {
+    *("held", "kept", "came", "spoilt", "mine", "spelt", "misspelt", "twice", "giver", "boxes"),
+    *("ticket", "deposit", "offered"),
+}
 
 
 class Import(NamedTuple):
@@ -123,14 +125,15 @@ def allowed(importer: tuple[str, ...], module: tuple[str, ...]) -> bool:
     is_plan = module[2:] == ("gpu", "plan")  # pure functions of sizes
     if layer in ("gpu", "cpu"):
         same = other_layer == layer and (family == other or (family, other) in ARROWS)
-        return same or other_layer in SHARED or is_plan
+        own = family == other and other_layer not in (*BACKEND_LAYERS, *PUBLISHED, "backends")
+        return same or own or other_layer in SHARED or is_plan
     if layer == "reference":
         same = other_layer == layer and (family == other or (family, other) in ARROWS)
-        return same or (
-            other_layer not in BACKEND_LAYERS and other_layer not in ("api", "autograd")
-        )
+        return same or other_layer not in (*BACKEND_LAYERS, *PUBLISHED, "backends")
     if other_layer == "reference":  # the second derivatives of autograd functions
         return family == other or (family, other) in ARROWS
+    if family != other:
+        return other_layer in (*PUBLISHED, *SHARED)
     return other_layer not in ("gpu", "cpu") or is_plan
 
 

@@ -93,6 +93,7 @@ def chain_tensors(
     """Return the tensors of a batch of chains; ends that are None are the semiring's one."""
     if initial is None or final is None:
         one = constant(_scalar, semiring.one, acc_dtype(scores.dtype), device=scores.device)
-        ones = one.expand(scores.shape[1:3])
-        initial, final = (ones if end is None else end for end in (initial, final))
+        # Each end is a tensor of its own: compilers refuse one tensor for two arguments.
+        N_C = scores.shape[1:3]
+        initial, final = (one.expand(N_C) if end is None else end for end in (initial, final))
     return ChainTensors(scores, source, initial, final, lengths)
