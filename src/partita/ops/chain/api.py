@@ -101,7 +101,7 @@ class Chain:
             >>> partita.Chain(torch.zeros(2, 1, 2, 2), partita.dense_source(2)).logz(partita.Max)
             tensor([0.])
         """
-        return self._to_result_dtype(functional.log_partition(self._tensors(semiring), semiring))
+        return self._to_result_dtype(autograd.log_partition(self._tensors(semiring), semiring))
 
     def marginals(self) -> Tensor:
         """Return the posterior probability of each edge, `[T, N, C, K]`, zero past the lengths.

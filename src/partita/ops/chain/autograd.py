@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...primitives.semiring import Log, Max, Semiring, differentiable
 from ...runtime import checks, register
-from ...runtime.autograd import double_backward, is_double_backward
+from ...runtime.autograd import apply, double_backward, is_double_backward
+from ...runtime.backend import current_backend
+from . import reference
 from .backends import BACKENDS
+from .inputs import ChainTensors
 from .reference import expected_value
 
 
@@ -368,3 +372,41 @@ class Expectation(torch.autograd.Function):
         d_scores, d_initial, d_final = results[:3] if need_score_grads else none
         d_values = results[3:] if need_value_grads else none
         return d_scores, None, d_initial, d_final, None, *d_values, None, None
+
+
+def needs_gradient(*tensors: Tensor) -> bool:
+    """Return whether autograd will differentiate a function of the tensors."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def chain_needs_gradient(chain: ChainTensors) -> bool:
+    """Return whether autograd will differentiate a function of the chain's scores."""
+    return needs_gradient(chain.scores, chain.initial, chain.final)
+
+
+def scan_inputs(chain: ChainTensors, semiring: Semiring, name: str) -> reference.ChainInputs:
+    """Return the inputs of a scan in PyTorch, which serves what no backend has a kernel for.
+
+    Args:
+        chain: the chains.
+        semiring: the semiring of the scan.
+        name: the name of the quantity in the error of a backend that was chosen by name.
+    """
+    backend = current_backend()
+    if backend in ("triton", "numba"):
+        raise RuntimeError(
+            f"backend {backend!r}: {name} has no kernel;"
+            " it runs in PyTorch (backend 'auto' or 'reference')"
+        )
+    if not torch.compiler.is_compiling():
+        check_values(*chain)
+    return reference.chain_inputs(*chain, semiring)
+
+
+def log_partition(chain: ChainTensors, semiring: Semiring) -> Tensor:
+    """Return the sum over all paths under a semiring, `[N]`."""
+    if semiring not in (Log, Max):
+        inputs = scan_inputs(chain, semiring, "this semiring")
+        return reference.log_partition(inputs, differentiable(semiring))
+    function = BestScore if semiring == Max else LogZ
+    return apply(function, *chain, chain_needs_gradient(chain), current_backend())[0]

@@ -14,45 +14,8 @@ from ...runtime.autograd import apply, refuse_forward_mode
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from . import autograd, reference
+from .autograd import chain_needs_gradient, log_partition, needs_gradient, scan_inputs
 from .inputs import ChainTensors, full_lengths
-
-
-def needs_gradient(*tensors: Tensor) -> bool:
-    """Return whether autograd will differentiate a function of the tensors."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def chain_needs_gradient(chain: ChainTensors) -> bool:
-    """Return whether autograd will differentiate a function of the chain's scores."""
-    return needs_gradient(chain.scores, chain.initial, chain.final)
-
-
-def scan_inputs(chain: ChainTensors, semiring: Semiring, name: str) -> reference.ChainInputs:
-    """Return the inputs of a scan in PyTorch, which serves what no backend has a kernel for.
-
-    Args:
-        chain: the chains.
-        semiring: the semiring of the scan.
-        name: the name of the quantity in the error of a backend that was chosen by name.
-    """
-    backend = current_backend()
-    if backend in ("triton", "numba"):
-        raise RuntimeError(
-            f"backend {backend!r}: {name} has no kernel;"
-            " it runs in PyTorch (backend 'auto' or 'reference')"
-        )
-    if not torch.compiler.is_compiling():
-        autograd.check_values(*chain)
-    return reference.chain_inputs(*chain, semiring)
-
-
-def log_partition(chain: ChainTensors, semiring: Semiring) -> Tensor:
-    """Return the sum over all paths under a semiring, `[N]`."""
-    if semiring not in (Log, Max):
-        inputs = scan_inputs(chain, semiring, "this semiring")
-        return reference.log_partition(inputs, differentiable(semiring))
-    function = autograd.BestScore if semiring == Max else autograd.LogZ
-    return apply(function, *chain, chain_needs_gradient(chain), current_backend())[0]
 
 
 def marginals(chain: ChainTensors) -> Tensor:

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.experimental import gluon
 
 from ....primitives.gpu.math import log_exact
-from .lanes import lane_index
+from .lanes import LaneKernel, lane_index
 from .lattice import INVALID, SIZES, load_chunk, load_lengths, program_index
 from .state import constant_state, pack_state, select, shift_lanes
 from .steps import (
@@ -263,4 +263,6 @@ def ctc_alignment_kernel(
 
 
 ctc_viterbi_gluon_kernel = gluon.jit(ctc_viterbi_kernel.fn, do_not_specialize=SIZES)
+VITERBI = LaneKernel(ctc_viterbi_kernel, ctc_viterbi_gluon_kernel)
 ctc_backtrace_gluon_kernel = gluon.jit(ctc_backtrace_kernel.fn, do_not_specialize=BACKTRACE_SIZES)
+BACKTRACE = LaneKernel(ctc_backtrace_kernel, ctc_backtrace_gluon_kernel)

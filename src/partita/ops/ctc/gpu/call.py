@@ -10,32 +10,12 @@ from torch import Tensor
 from ....runtime import launch as runtime_launch
 from ....runtime.launch import cdiv, next_power_of_2, tl_acc_dtype
 from . import plan as planning
-from .align import (
-    ctc_backtrace_gluon_kernel,
-    ctc_backtrace_kernel,
-    ctc_viterbi_gluon_kernel,
-    ctc_viterbi_kernel,
-)
-from .forward_scan import ctc_forward_scan_gluon_kernel, ctc_forward_scan_kernel
-from .lanes import LANES
+from .lanes import LANES, LaneKernel
 from .loss import ctc_loss_kernel
 from .normalize import ctc_normalize_kernel
 from .plan import SAVE_EVERY, TABLE_MARGIN, CTCPlan
-from .posterior_scan import ctc_posterior_scan_gluon_kernel, ctc_posterior_scan_kernel
+from .posterior_scan import POSTERIOR_SCAN
 from .workspace import CTCWorkspace
-
-
-class LaneKernel(NamedTuple):
-    """A kernel of one warp per program in both languages; see `lanes.LANES`."""
-
-    triton: Any
-    gluon: Any
-
-
-FORWARD_SCAN = LaneKernel(ctc_forward_scan_kernel, ctc_forward_scan_gluon_kernel)
-POSTERIOR_SCAN = LaneKernel(ctc_posterior_scan_kernel, ctc_posterior_scan_gluon_kernel)
-VITERBI = LaneKernel(ctc_viterbi_kernel, ctc_viterbi_gluon_kernel)
-BACKTRACE = LaneKernel(ctc_backtrace_kernel, ctc_backtrace_gluon_kernel)
 
 
 class TargetTensors(NamedTuple):
@@ -209,20 +189,6 @@ class CTCCall(NamedTuple):
             *strides,
             call=(self.call_id, num_blocks),
             **options,
-        )
-
-    def launch_forward_scan(self, fp64: bool, num_blocks: int) -> None:
-        """Scan α and β to the middle, and save states before `num_blocks` blocks of each half."""
-        workspace = self.workspace
-        self.launch_scan(
-            FORWARD_SCAN,
-            fp64,
-            workspace.tile_counter,
-            workspace.states,
-            workspace.carries,
-            workspace.flags,
-            num_blocks=num_blocks,
-            SAVE=num_blocks > 0,
         )
 
     def launch_loss(

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 
-from .lanes import lane_index
+from .lanes import LaneKernel, lane_index
 from .lattice import (
     INVALID,
     NEEDS_FP64,
@@ -202,3 +202,4 @@ def ctc_forward_scan_kernel(
 
 
 ctc_forward_scan_gluon_kernel = gluon.jit(ctc_forward_scan_kernel.fn, do_not_specialize=SIZES)
+FORWARD_SCAN = LaneKernel(ctc_forward_scan_kernel, ctc_forward_scan_gluon_kernel)

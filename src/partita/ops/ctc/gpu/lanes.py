@@ -1,5 +1,7 @@
 """Sums and sorting over the 32 lanes of a warp, for posteriors by class."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton.experimental.gluon import language as gl
@@ -8,6 +10,13 @@ from triton.experimental.gluon import language as gl
 # nothing there. Gluon has no such pass. The interpreter and AMD know Triton alone, so each kernel
 # of one warp exists in both languages.
 LANES = gl.BlockedLayout([1], [32], [1], [0])
+
+
+class LaneKernel(NamedTuple):
+    """A kernel of one warp per program in both languages; see `LANES`."""
+
+    triton: Any
+    gluon: Any
 
 
 @triton.jit

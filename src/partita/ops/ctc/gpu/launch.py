@@ -16,16 +16,9 @@ from torch import Tensor
 from ....runtime import launch as runtime_launch
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import SideStream, call_id, cdiv, next_power_of_2, tl_acc_dtype
-from .align import ctc_alignment_kernel
-from .call import (
-    BACKTRACE,
-    VITERBI,
-    CTCCall,
-    TargetTensors,
-    launch_lanes,
-    launch_normalize,
-    row_tile,
-)
+from .align import BACKTRACE, VITERBI, ctc_alignment_kernel
+from .call import CTCCall, TargetTensors, launch_lanes, launch_normalize, row_tile
+from .forward_scan import FORWARD_SCAN
 from .gradient import ctc_lane_gradient_kernel, ctc_narrow_gradient_kernel
 from .label_gradient import ctc_label_gradient_kernel
 from .label_index import LabelIndex, ctc_label_order_kernel, label_index
@@ -97,7 +90,7 @@ def ctc_loss(
     try:
         with side_stream:
             for fp64 in call.fp64_runs:
-                call.launch_forward_scan(fp64, num_blocks)
+                _launch_forward_scan(call, fp64, num_blocks)
             posteriors, blanks = workspace.posteriors, workspace.blank_posteriors
             if zeros is not None and posteriors is not None and blanks is not None:
                 call.launch_loss(losses, num_blocks)
@@ -109,6 +102,21 @@ def ctc_loss(
         side_stream.join()
     call.launch_loss(losses, num_blocks, value, reduction == "mean", zero_infinity)
     return value, losses, buffer
+
+
+def _launch_forward_scan(call: CTCCall, fp64: bool, num_blocks: int) -> None:
+    """Scan α and β to the middle, and save states before `num_blocks` blocks of each half."""
+    workspace = call.workspace
+    call.launch_scan(
+        FORWARD_SCAN,
+        fp64,
+        workspace.tile_counter,
+        workspace.states,
+        workspace.carries,
+        workspace.flags,
+        num_blocks=num_blocks,
+        SAVE=num_blocks > 0,
+    )
 
 
 def ctc_gradient(

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 
-from .lanes import lane_index, prefix_sums, range_sum, sort_by_class, sum_over_lanes
+from .lanes import LaneKernel, lane_index, prefix_sums, range_sum, sort_by_class, sum_over_lanes
 from .lattice import (
     NEEDS_FP64,
     SIZES,
@@ -373,3 +373,4 @@ def ctc_posterior_scan_kernel(
 
 
 ctc_posterior_scan_gluon_kernel = gluon.jit(ctc_posterior_scan_kernel.fn, do_not_specialize=SIZES)
+POSTERIOR_SCAN = LaneKernel(ctc_posterior_scan_kernel, ctc_posterior_scan_gluon_kernel)
