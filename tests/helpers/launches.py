@@ -23,7 +23,7 @@ NAMES = sorted(
     for name in re.findall(r"^def (\w+_kernel)\(", source.read_text(encoding="utf-8"), re.M)
 )
 # Compile-time arguments whose variants need registers of their own.
-OPTIONS = ("SMOOTHING", "SMOOTHING_MODE", "CAP")
+OPTIONS = ("HAS_SMOOTHING", "SMOOTHING_MODE", "HAS_SOFTCAP")
 
 
 class Launch(NamedTuple):

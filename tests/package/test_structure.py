@@ -191,6 +191,15 @@ def test_one_file_touches_torch_library() -> None:
     assert users == ["runtime/register.py"]
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_caches_are_bounded_and_registered(path: Path) -> None:
+    """`clear_caches` empties all caches, so a module registers each cache that it makes."""
+    text = path.read_text(encoding="utf-8")
+    assert not re.search(r"@(functools\.)?cache\b", text) or path.name == "backend.py"
+    made = len(re.findall(r"lru_cache\(|WeakTensorKeyDictionary\(\)", text))
+    assert text.count("register_cache(") >= made
+
+
 def test_kernels_are_not_looked_up_by_a_string() -> None:
     pattern = re.compile(r"getattr\([^)]*f[\"']|import_module\([^)]*(f[\"']|\+)")
     allowed_files = {"__init__.py", "integrations/__init__.py", "bench/cli.py"}

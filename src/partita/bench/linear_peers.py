@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.linear_heads.plan import linear_cross_entropy_plan
+from ..runtime.caches import register_cache
 
 ALL_LOGITS = 2**62  # bytes, which hold any logits
 
@@ -99,7 +100,7 @@ def lean_budget(hidden: Tensor, matrix: Tensor, target: Tensor) -> int:
     return _lean_budget(*hidden.shape, len(matrix), hidden.dtype)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _lean_budget(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype) -> int:
     """Return a budget in bytes, which is halved until the plan is lean or no plan fits."""
     plan = functools.partial(linear_cross_entropy_plan, tokens, hidden, vocabulary, dtype)
@@ -111,3 +112,6 @@ def _lean_budget(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype) 
     except ValueError:
         budget *= 2
     return budget
+
+
+register_cache("bench.linear_peers.lean_budgets", _lean_budget.cache_clear)

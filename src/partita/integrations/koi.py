@@ -13,6 +13,7 @@ from ..ops.chain.api import Chain
 from ..ops.ctc_crf.common import lattice_source
 from ..primitives.semiring import Log, Max, Semiring
 from ..runtime import checks
+from ..runtime.caches import register_cache
 from ..runtime.constants import constant
 from ..runtime.dtypes import acc_dtype
 from ..runtime.lengths import lengths_on_device
@@ -303,3 +304,6 @@ def bwd_scores_cu_sparse(
     with torch.no_grad():
         initial = vT.new_zeros(()).expand_as(vT)
         return Chain(Ms, _on_device(idx, Ms.device), initial, vT).backward_scores(S)
+
+
+register_cache("integrations.koi.device_tables", _device_tables.clear)

@@ -118,6 +118,7 @@ class _GroupSlots:
         self.stream: torch.cuda.Stream | None = None
 
 
+# The ranks of a group make this state together, so it is no cache that one rank may empty.
 _group_slots: dict[tuple[str, torch.device], _GroupSlots] = {}
 
 

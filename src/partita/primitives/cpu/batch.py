@@ -15,6 +15,7 @@ from numba import njit
 from torch import Tensor
 
 from ...primitives.cpu.math import FLAGS
+from ...runtime.caches import register_cache
 
 INF = np.inf
 LOWEST = np.finfo(np.float64).min  # replaces -inf in maxima, so that no difference from one is NaN
@@ -68,7 +69,7 @@ def fill_nan(result: Tensor, invalid: Tensor) -> None:
         result[:, invalid] = torch.nan
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "partita")
 
@@ -98,5 +99,6 @@ def run_over_batch(kernel: Callable[..., Any], batch: Any, *args: Any) -> None:
         other.result()
 
 
+register_cache("primitives.cpu.batch.thread_pools", _pool.cache_clear)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked child has no threads

@@ -178,9 +178,9 @@ def tanh(x):
 
 
 @triton.jit
-def apply_softcap(x, softcap, CAP: tl.constexpr):
+def apply_softcap(x, softcap, HAS_SOFTCAP: tl.constexpr):
     """Return soft-capped logits. The caller has to restore the -inf of masked classes."""
-    if CAP:
+    if HAS_SOFTCAP:
         return softcap * tanh(x / softcap)
     else:
         return x

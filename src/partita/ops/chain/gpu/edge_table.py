@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ....runtime.caches import register_cache
+
 
 class EdgeTable(NamedTuple):
     """A table `[C, K]` of edges, by the states that they enter and by the states that they leave.
@@ -176,3 +178,6 @@ def _build_directed_edges(table: EdgeTable, block: int, edge_block: int) -> Dire
         edge_positions[direction, : len(edge)] = torch.where(valid, position, -1).int()
     is_regular = not table.has_missing and table.max_out_degree == K and block == C
     return DirectedEdges(state_of_lane, neighbors, edges.clamp(min=0), edge_positions, is_regular)
+
+
+register_cache("chain.gpu.edge_table.edge_tables", _edge_tables.clear)

@@ -42,7 +42,7 @@ def cross_entropy_backward_kernel(
     smoothing: tl.float64,
     softcap: tl.float64,
     SMOOTHING_MODE: tl.constexpr,
-    CAP: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -64,7 +64,7 @@ def cross_entropy_backward_kernel(
         mask=mask,
         other=-float("inf"),
     ).to(ACC_DTYPE)
-    x = apply_softcap(x, softcap, CAP)
+    x = apply_softcap(x, softcap, HAS_SOFTCAP)
     grad_loss = tl.load(grad_loss_ptr + index, mask=row_mask, other=0.0).to(ACC_DTYPE)
     grad_logsumexp = tl.load(grad_logsumexp_ptr + index, mask=row_mask, other=0.0).to(ACC_DTYPE)
     shift = finite_shift(tl.load(maximum_ptr + index, mask=row_mask, other=0.0))
@@ -90,7 +90,7 @@ def cross_entropy_backward_kernel(
             mask=label_mask,
             other=0.0,
         ).to(ACC_DTYPE)
-        label_x = apply_softcap(label_x, softcap, CAP)
+        label_x = apply_softcap(label_x, softcap, HAS_SOFTCAP)
     factor = divide(softmax_coef, total)
     q = x
     if SMOOTHING_MODE:
@@ -104,7 +104,7 @@ def cross_entropy_backward_kernel(
         grad_loss[:, None] * q,
         softcap,
         SMOOTHING_MODE,
-        CAP,
+        HAS_SOFTCAP,
     )
     d_start = dlogits_ptr + batch * d_batch + row * d_row  # [ROWS]
     # The gradient may replace the logits, so every warp must have read the logit at the label
@@ -125,7 +125,7 @@ def cross_entropy_backward_kernel(
             smoothing,
             softcap,
             SMOOTHING_MODE,
-            CAP,
+            HAS_SOFTCAP,
             ACC_DTYPE,
         )
         # The label's gradient replaces the value that another warp may have stored there.

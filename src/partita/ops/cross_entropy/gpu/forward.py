@@ -43,7 +43,7 @@ def accumulate_loss(
     smoothing,
     softcap,
     SMOOTHING_MODE: tl.constexpr,
-    CAP: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -54,8 +54,8 @@ def accumulate_loss(
     """
     EXACT: tl.constexpr = LANES == 1 and x_ptr.dtype.element_ty == tl.float32
     x = tl.load(x_ptr, mask=mask, other=-float("inf")).to(ACC_DTYPE)
-    if CAP:
-        x = tl.where(mask, apply_softcap(x, softcap, CAP), -float("inf"))
+    if HAS_SOFTCAP:
+        x = tl.where(mask, apply_softcap(x, softcap, HAS_SOFTCAP), -float("inf"))
     old_shift = finite_shift(maximum)
     maximum, total = online_softmax(maximum, total, by_lane(x, LANES, VECTOR), EXACT)
     if SMOOTHING_MODE:
@@ -101,7 +101,7 @@ def cross_entropy_forward_kernel(
     smoothing: tl.float64,
     softcap: tl.float64,
     SMOOTHING_MODE: tl.constexpr,
-    CAP: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     VEC: tl.constexpr,
@@ -141,7 +141,7 @@ def cross_entropy_forward_kernel(
             mask=in_range & (row < rows),
             other=0.0,
         ).to(ACC_DTYPE)
-        label_x = apply_softcap(label_x, softcap, CAP)
+        label_x = apply_softcap(label_x, softcap, HAS_SOFTCAP)
     if workspace_ptr is not None:
         clear_workspace(workspace_ptr, workspace_size, 64)
     t_start = target_ptr + batch * t_batch + row[:, None] * t_row
@@ -163,7 +163,7 @@ def cross_entropy_forward_kernel(
             smoothing,
             softcap,
             SMOOTHING_MODE,
-            CAP,
+            HAS_SOFTCAP,
             ACC_DTYPE,
             LANES,
             VECTOR,
@@ -185,7 +185,7 @@ def cross_entropy_forward_kernel(
             smoothing,
             softcap,
             SMOOTHING_MODE,
-            CAP,
+            HAS_SOFTCAP,
             ACC_DTYPE,
             LANES,
             VECTOR,
@@ -206,7 +206,7 @@ def cross_entropy_forward_kernel(
             smoothing,
             softcap,
             SMOOTHING_MODE,
-            CAP,
+            HAS_SOFTCAP,
             ACC_DTYPE,
             LANES,
             1,

@@ -69,7 +69,7 @@ class _OnePassCall(NamedTuple):
     def flags(self) -> dict[str, Any]:
         return {
             "SMOOTHING_MODE": self.smoothing_mode,
-            "CAP": self.softcap != 0,
+            "HAS_SOFTCAP": self.softcap != 0,
             "HAS_Z_LOSS": self.z_loss != 0,
             "MEAN": self.mean,
         }
@@ -140,7 +140,7 @@ def cross_entropy(
         label_smoothing,
         softcap,
         SMOOTHING_MODE=mode,
-        CAP=softcap != 0,
+        HAS_SOFTCAP=softcap != 0,
         **reduce_options(plan, view),
     )
     return rows
@@ -209,7 +209,7 @@ def _launch_backward(
         label_smoothing,
         softcap,
         SMOOTHING_MODE=mode,
-        CAP=softcap != 0,
+        HAS_SOFTCAP=softcap != 0,
         **tile_options(plan, logits.dtype),
     )
     return True

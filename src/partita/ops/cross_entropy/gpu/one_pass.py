@@ -62,7 +62,7 @@ def cross_entropy_tile_kernel(
     softcap: tl.float64,
     z_loss: tl.float64,
     SMOOTHING_MODE: tl.constexpr,
-    CAP: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     MEAN: tl.constexpr,
     SINGLE_PROGRAM: tl.constexpr,
@@ -91,10 +91,10 @@ def cross_entropy_tile_kernel(
             label, ignore_index, classes, weight_ptr, smoothing, ACC_DTYPE
         )
         label_x = tl.load(start + label * x_class, mask=in_range, other=0.0).to(ACC_DTYPE)
-        label_x = apply_softcap(label_x, softcap, CAP)
+        label_x = apply_softcap(label_x, softcap, HAS_SOFTCAP)
     mean_scale, z_scale = mean_scales(shares_ptr, MEAN and not SINGLE_PROGRAM, ACC_DTYPE)
-    if CAP:
-        x = tl.where(mask, apply_softcap(x, softcap, CAP), -float("inf"))
+    if HAS_SOFTCAP:
+        x = tl.where(mask, apply_softcap(x, softcap, HAS_SOFTCAP), -float("inf"))
     dtype: tl.constexpr = dlogits_ptr.dtype.element_ty
     shift = finite_shift(tl.max(x, axis=1))
     e = exp_for_dtype(x - shift[:, None], dtype)
@@ -129,7 +129,9 @@ def cross_entropy_tile_kernel(
     factor = row_factor(
         on_label, smoothing_weight, shift, total, mean_scale, z_scale, z_loss, HAS_Z_LOSS
     )
-    grad = class_gradient(e, x, factor[:, None], mean_scale * q, softcap, SMOOTHING_MODE, CAP)
+    grad = class_gradient(
+        e, x, factor[:, None], mean_scale * q, softcap, SMOOTHING_MODE, HAS_SOFTCAP
+    )
     d_start = dlogits_ptr + batch * d_batch + row * d_row  # [ROWS]
     # The gradient may replace the logits, so every warp must have read the logit at the label
     # before any warp writes over it.
@@ -170,7 +172,7 @@ def cross_entropy_tile_kernel(
             smoothing,
             softcap,
             SMOOTHING_MODE,
-            CAP,
+            HAS_SOFTCAP,
             ACC_DTYPE,
         )
         # The label's gradient replaces the value that another warp may have stored there.
@@ -198,7 +200,7 @@ def cross_entropy_row_kernel(
     z_loss: tl.float64,
     zero,  # 0.0, which the compiler does not know
     SMOOTHING_MODE: tl.constexpr,
-    CAP: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     MEAN: tl.constexpr,
     HALF: tl.constexpr,
@@ -237,7 +239,7 @@ def cross_entropy_row_kernel(
     in_body = in_range & (label >= head) & (label < head + body)
     owns_label = tl.where(in_body, (label - head) // BLOCK_V, 0) == split
     label_x = tl.load(logits_ptr + row * x_row + label, mask=in_range & owns_label, other=0.0)
-    label_x = apply_softcap(label_x.to(tl.float32), softcap, CAP)
+    label_x = apply_softcap(label_x.to(tl.float32), softcap, HAS_SOFTCAP)
     dtype: tl.constexpr = dlogits_ptr.dtype.element_ty
     logits, x, e, maximum, part_shift, total, edge, at_edge, edge_x = row_part(
         logits,
@@ -250,7 +252,7 @@ def cross_entropy_row_kernel(
         softcap,
         zero,
         dtype,
-        CAP,
+        HAS_SOFTCAP,
         HALF,
         VEC,
     )
@@ -291,11 +293,11 @@ def cross_entropy_row_kernel(
     )
     if HALF:
         logits = opaque(logits, tl.full([BLOCK_V], zero, tl.float32).to(logits.dtype))
-        x = acc_logits(logits, mask, softcap, CAP)
+        x = acc_logits(logits, mask, softcap, HAS_SOFTCAP)
         e, part_factor = exp(x - shift), factor
     else:
         part_factor = factor * exp_for_dtype(part_shift - shift, dtype)
-    grad = class_gradient(e, x, part_factor, mean_scale * q, softcap, SMOOTHING_MODE, CAP)
+    grad = class_gradient(e, x, part_factor, mean_scale * q, softcap, SMOOTHING_MODE, HAS_SOFTCAP)
     if not_ignored:  # One branch for the row costs less than a select for each class.
         d_ptrs = dlogits_ptr + aligned_start(row * d_row, VEC) + column
         store_streaming(d_ptrs, grad, mask, STREAM)
@@ -310,7 +312,7 @@ def cross_entropy_row_kernel(
             mean_scale * edge_q,
             softcap,
             SMOOTHING_MODE,
-            CAP,
+            HAS_SOFTCAP,
         )
         edge_ptrs = dlogits_ptr + row * d_row + edge
         store_valid_rows(edge_ptrs, edge_grad, at_edge, not_ignored, False)
@@ -342,7 +344,7 @@ def cross_entropy_row_kernel(
         smoothing,
         softcap,
         SMOOTHING_MODE,
-        CAP,
+        HAS_SOFTCAP,
         tl.float32,
     )
     # The label's gradient replaces the value that another warp may have stored there.

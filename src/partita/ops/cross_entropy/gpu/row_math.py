@@ -83,7 +83,7 @@ def smoothing_terms(q, shift, x):
 
 @triton.jit
 def class_gradient(
-    e, x, factor, scaled_q, softcap, SMOOTHING_MODE: tl.constexpr, CAP: tl.constexpr
+    e, x, factor, scaled_q, softcap, SMOOTHING_MODE: tl.constexpr, HAS_SOFTCAP: tl.constexpr
 ):
     """Return the gradient of the logits of rows that are not ignored, but for the label's weight.
 
@@ -92,7 +92,7 @@ def class_gradient(
     grad = e * factor
     if SMOOTHING_MODE:
         grad -= scaled_q
-    if CAP:
+    if HAS_SOFTCAP:
         grad *= 1.0 - (x / softcap) * (x / softcap)
     return grad
 
@@ -121,7 +121,7 @@ def label_gradient(
     smoothing,
     softcap,
     SMOOTHING_MODE: tl.constexpr,
-    CAP: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
     """Return the gradient of the label's logit.
@@ -135,15 +135,15 @@ def label_gradient(
             on_label, in_range, weight_ptr, label, classes, smoothing, 1, ACC_DTYPE
         )
     e = exp_for_dtype(label_x - shift, ACC_DTYPE)
-    return class_gradient(e, label_x, factor, scale * weight, softcap, 1, CAP)
+    return class_gradient(e, label_x, factor, scale * weight, softcap, 1, HAS_SOFTCAP)
 
 
 @triton.jit
-def acc_logits(logits, mask, softcap, CAP: tl.constexpr):
+def acc_logits(logits, mask, softcap, HAS_SOFTCAP: tl.constexpr):
     """Return soft-capped logits in fp32, -inf outside of the mask."""
     x = logits.to(tl.float32)
-    if CAP:
-        x = tl.where(mask, apply_softcap(x, softcap, CAP), -float("inf"))
+    if HAS_SOFTCAP:
+        x = tl.where(mask, apply_softcap(x, softcap, HAS_SOFTCAP), -float("inf"))
     return x
 
 
@@ -199,7 +199,7 @@ def row_part(
     softcap,
     zero,
     dtype: tl.constexpr,
-    CAP: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     HALF: tl.constexpr,
     VEC: tl.constexpr,
 ):
@@ -209,18 +209,18 @@ def row_part(
     of the exponentials; and of the classes outside of the row's aligned vectors, which only the
     first program of a row has, the columns, their mask and their x.
     """
-    x = acc_logits(logits, mask, softcap, CAP)
+    x = acc_logits(logits, mask, softcap, HAS_SOFTCAP)
     maximum = tl.max(x, axis=0)
     edge, at_edge, edge_x = 0, False, 0.0
     if VEC > 1:
         edge, at_edge = edge_columns(head, body, classes, VEC, 2 * VEC)  # [2 * VEC]
         at_edge &= split == 0
         edge_logits = tl.load(row_ptr + edge, mask=at_edge, other=-float("inf"))
-        edge_x = acc_logits(edge_logits, at_edge, softcap, CAP)
+        edge_x = acc_logits(edge_logits, at_edge, softcap, HAS_SOFTCAP)
         maximum = tl.maximum(maximum, tl.max(edge_x, axis=0))
     if HALF:
         logits = opaque(logits, tl.full(logits.shape, zero, tl.float32).to(logits.dtype))
-        x = acc_logits(logits, mask, softcap, CAP)
+        x = acc_logits(logits, mask, softcap, HAS_SOFTCAP)
     part_shift = finite_shift(maximum)
     e = exp_for_dtype(x - part_shift, dtype)
     total = sum_for_dtype(e, 0, dtype)

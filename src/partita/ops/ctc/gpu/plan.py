@@ -10,6 +10,8 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ....runtime.caches import register_cache
+
 CHUNK = 32  # positions of a target in a chunk, one per lane of a warp
 SAVE_EVERY = 8  # steps from one saved state to the next
 TABLE_MARGIN = 24  # rows of the emission table before and after its steps
@@ -160,3 +162,7 @@ def workspace_sizes(
     (total,) = saved_shape(shape, plan.max_target_len, from_logits, save, "gpu")
     sizes.append(total - sum(sizes))  # unused
     return WorkspaceSizes(*sizes)
+
+
+register_cache("ctc.gpu.plan.plans", ctc_plan.cache_clear)
+register_cache("ctc.gpu.plan.workspace_sizes", workspace_sizes.cache_clear)

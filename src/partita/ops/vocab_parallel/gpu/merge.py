@@ -10,8 +10,8 @@ from ....primitives.gpu.math import LOG2E, finite_shift, log_exact
 
 @triton.jit(do_not_specialize=["M", "world", "V", "first_class", "rank", "ignore_index"])
 def parallel_fields_kernel(
-    # [world, PACKED, M]: maximum, sumexp, label logit, number of classes; with SMOOTHING origin,
-    # smoothing loss and sum of the class weights; with ENTROPY sum_x_exp and argmax
+    # [world, PACKED, M]: maximum, sumexp, label logit, number of classes; with HAS_SMOOTHING
+    # origin, smoothing loss and sum of the class weights; with ENTROPY sum_x_exp and argmax
     gathered_ptr,
     target_ptr,  # [M]
     nll_ptr,  # [M]
@@ -28,7 +28,7 @@ def parallel_fields_kernel(
     rank,
     ignore_index,
     temperature: tl.float64,
-    SMOOTHING: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
     ENTROPY: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -39,7 +39,7 @@ def parallel_fields_kernel(
     temperature = tl.full([], temperature, ACC_DTYPE)
     slope = tl.full([], LOG2E, ACC_DTYPE) / temperature
     stride = tl.cast(M, tl.int64)
-    PACKED: tl.constexpr = 4 + 3 * SMOOTHING + 2 * ENTROPY
+    PACKED: tl.constexpr = 4 + 3 * HAS_SMOOTHING + 2 * ENTROPY
     maximum = tl.full([BLOCK], -float("inf"), ACC_DTYPE)
     for r in range(world):
         maximum = tl.maximum(
@@ -64,7 +64,7 @@ def parallel_fields_kernel(
         label_logit = tl.maximum(label_logit, tl.load(state_ptr + 2 * stride, mask=mask, other=0.0))
         classes_before += tl.where(r < rank, rank_classes, 0.0)
         classes_total += rank_classes
-        if SMOOTHING:
+        if HAS_SMOOTHING:
             weight = tl.load(state_ptr + 6 * stride, mask=mask, other=0.0)
             origin_difference = tl.load(
                 gathered_ptr + 4 * stride + row, mask=mask, other=0.0
@@ -101,7 +101,7 @@ def parallel_fields_kernel(
     tl.store(logsumexp_ptr + row, shift / temperature + log_sumexp + nan_if_invalid, mask=mask)
     tl.store(maximum_ptr + row, maximum, mask=mask)
     tl.store(sumexp_ptr + row, sumexp, mask=mask)
-    if SMOOTHING:
+    if HAS_SMOOTHING:
         origin = tl.load(gathered_ptr + 4 * stride + row, mask=mask, other=0.0)
         tl.store(
             smoothing_loss_ptr + row,

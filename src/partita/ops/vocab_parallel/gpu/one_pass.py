@@ -126,8 +126,8 @@ def parallel_row_kernel(
     z_loss: tl.float64,
     zero,  # 0.0
     WORLD: tl.constexpr,
-    CAP: tl.constexpr,
-    Z_LOSS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
     MEAN: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
@@ -168,7 +168,7 @@ def parallel_row_kernel(
             tl.float32
         ),
         softcap,
-        CAP,
+        HAS_SOFTCAP,
     )
     dtype: tl.constexpr = dlogits_ptr.dtype.element_ty
     block, x, e, maximum, part_shift, sumexp, edge, edge_mask, edge_x = row_part(
@@ -182,7 +182,7 @@ def parallel_row_kernel(
         softcap,
         zero,
         dtype,
-        CAP,
+        HAS_SOFTCAP,
         HALF,
         VEC,
     )
@@ -210,16 +210,19 @@ def parallel_row_kernel(
     shift = finite_shift(maximum)
     sumexp = tl.where(agreed, sumexp, float("nan"))
     label_logit = tl.sum(tl.where((lane == WORLD + pairs) & valid, firsts, 0.0), axis=0)
-    factor = row_factor(label_weight, 0.0, shift, sumexp, mean_scale, z_scale, z_loss, Z_LOSS)
+    factor = row_factor(label_weight, 0.0, shift, sumexp, mean_scale, z_scale, z_loss, HAS_Z_LOSS)
     if HALF:
         x = acc_logits(
-            opaque(block, tl.full([BLOCK_V], zero, tl.float32).to(block.dtype)), mask, softcap, CAP
+            opaque(block, tl.full([BLOCK_V], zero, tl.float32).to(block.dtype)),
+            mask,
+            softcap,
+            HAS_SOFTCAP,
         )
         e = exp(x - shift)
         block_factor = factor
     else:
         block_factor = factor * exp_for_dtype(part_shift - shift, dtype)
-    dlogits = class_gradient(e, x, block_factor, 0.0, softcap, False, CAP)
+    dlogits = class_gradient(e, x, block_factor, 0.0, softcap, False, HAS_SOFTCAP)
     if counts:  # one branch for the row costs less than a select for each class
         store_streaming(
             dlogits_ptr + aligned_start(row * dlogits_stride, VEC) + v, dlogits, mask, True
@@ -233,7 +236,7 @@ def parallel_row_kernel(
         )
     if VEC > 1:
         edge_dlogits = class_gradient(
-            exp_for_dtype(edge_x - shift, dtype), edge_x, factor, 0.0, softcap, False, CAP
+            exp_for_dtype(edge_x - shift, dtype), edge_x, factor, 0.0, softcap, False, HAS_SOFTCAP
         )
         store_valid_rows(
             dlogits_ptr + row * dlogits_stride + edge, edge_dlogits, edge_mask, counts, False
@@ -252,7 +255,7 @@ def parallel_row_kernel(
             z_scale,
             z_loss,
             False,
-            Z_LOSS,
+            HAS_Z_LOSS,
         ),
         mask=split == 0,
     )
@@ -269,7 +272,7 @@ def parallel_row_kernel(
         0.0,
         softcap,
         False,
-        CAP,
+        HAS_SOFTCAP,
         tl.float32,
     )
     # The label's gradient overwrites what another thread of this program stored for its class.
