@@ -13,6 +13,7 @@ MARKERS = {
     "gpu": "needs a GPU; skipped elsewhere",
     "multigpu": "needs 2 GPUs or more; skipped elsewhere",
     "whole_gpu": "needs the memory of a whole GPU, so it runs alone there; skipped elsewhere",
+    "long": "takes many seconds, so it starts before the others",
     "interpreted": "runs on the CPU under Triton's interpreter too: make test-kernels",
 }
 RELEASED = 2**32  # bytes of cached GPU memory beyond which a test gives them back
@@ -26,6 +27,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def pytest_configure(config: pytest.Config) -> None:
     for marker, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{marker}: {meaning}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the long tests first, so that no worker ends with one while the others idle."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

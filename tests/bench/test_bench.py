@@ -40,6 +40,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return lambda *extra: monkeypatch.setattr(providers, "PEERS", (TORCH, *extra))
 
 
+@pytest.mark.long
 @devices
 def test_all_ops_with_table_csv_and_picture(
     device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], peers: Callable[..., None]

@@ -107,6 +107,7 @@ def test_language_model_command(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
 def test_train_parallel_learns_the_same_on_two_ranks_as_on_one(tmp_path: Path) -> None:
     sizes = {

@@ -89,6 +89,7 @@ def test_dynamic_shapes_compile_once(function: Callable, device: str) -> None:
     assert len(counts) == 1
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="Inductor needs a C++ compiler")
 @devices
 def test_inductor(device: str) -> None:

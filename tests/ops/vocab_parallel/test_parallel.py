@@ -53,6 +53,7 @@ def launch(kind: str, world: int, what: str, store: Path) -> list[tuple[int, str
     return [(rank.returncode, text) for rank, text in zip(ranks, outputs, strict=True)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "world"), WORLDS)
 def test_every_rank(kind: str, world: int, tmp_path: Path) -> None:
     if kind == "cuda" and torch.cuda.device_count() < world:
