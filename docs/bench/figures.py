@@ -3,9 +3,9 @@
     python docs/bench/figures.py
 
 `cross_entropy.svg` shows h200.csv, `ctc_exactness.svg` and `ctc_crf.svg` show ctc.csv, and
-`parallel.svg` shows parallel.csv and the arithmetic of its page. `row_exactness.svg` and its table
-are arithmetic in fp32 on the CPU: two ways to form a loss and an entropy. The other pictures come
-from `partita bench` and `examples/chain_exactness.py`.
+`parallel.svg` shows parallel.csv and the arithmetic of its page. `host.svg` shows host.csv if that
+file exists. `row_exactness.svg` and its table are arithmetic in fp32 on the CPU: two ways to form a
+loss and an entropy. The other pictures come from `partita bench` and `examples/chain_exactness.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from partita.bench import host_report
 from partita.bench.picture import COLOURS
 
 HERE = Path(__file__).parent
@@ -335,6 +336,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     drawn(out / "ctc_crf.svg", 2, 4.6, ctc_crf)
     drawn(out / "parallel.svg", 3, 4.2, parallel)
     drawn(out / "row_exactness.svg", 2, 4.6, row_exactness(errors))
+    if (HERE / "host.csv").exists():
+        machine, bars = host_report.bars_of_csv(HERE / "host.csv")
+        (out / "host.svg").write_bytes(host_report.render(bars, machine, "svg"))
 
 
 if __name__ == "__main__":

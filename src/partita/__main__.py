@@ -1,4 +1,4 @@
-"""The command line: `partita info | check | bench | report`, also as `python -m partita`."""
+"""The command line: `partita info | check | bench | report | warm`, also as `python -m partita`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ examples:
   partita check                           does it work here?
   partita bench softmax --peers torch     how fast is it?
   partita report report.html              all of it in one file, for a bug report
+  partita warm cross_entropy              compile its kernels now
 
 exit codes:
   0  well                1  a check failed or a result was wrong
@@ -30,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     from .bench import cli as bench
-    from .cli import check, info, report
+    from .cli import check, info, report, warm
 
     formatter = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "check": (check, "the ops against fp64 on this machine"),
         "bench": (bench, "the time of each op, of PyTorch and of other libraries"),
         "report": (report, "all of these in one HTML file"),
+        "warm": (warm, "compile kernels before the first call"),
     }
     for name, (program, summary) in programs.items():
         program.add_arguments(commands.add_parser(name, help=summary, formatter_class=formatter))

@@ -336,7 +336,7 @@ def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     with pytest.raises(runner.DeviceLost, match="ValueError: told"):
-        runner._require(torch.device("cuda"), ValueError("told"))
+        runner.require_device(torch.device("cuda"), ValueError("told"))
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,9 @@ def test_runs_as_a_module(command: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["info"], ["check"], ["bench"]], ids=lambda c: c[0] if c else "partita"
+    "command",
+    [[], ["info"], ["check"], ["bench"], ["warm"]],
+    ids=lambda c: c[0] if c else "partita",
 )
 def test_help_names_the_exit_codes(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:

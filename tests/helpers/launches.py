@@ -117,6 +117,8 @@ def call_chains(dtype: torch.dtype, C: int, K: int) -> None:
         chain.backward_scores(semiring)
     chain.viterbi()
     chain.sample(2)
+    many_steps = scores.detach()[:1].expand(100, 2, C, K)  # whose paths have several segments
+    partita.Chain(many_steps, source).viterbi()
 
 
 def call_ctc(dtype: torch.dtype, N: int, C: int, S: int, from_logits: bool) -> None:
@@ -128,11 +130,17 @@ def call_ctc(dtype: torch.dtype, N: int, C: int, S: int, from_logits: bool) -> N
     partita.ctc_align(logits, targets, ones, ones, from_logits=from_logits)
 
 
-def call_crf(dtype: torch.dtype) -> None:
-    scores = torch.zeros(3, 2, 4 * 5, dtype=dtype, requires_grad=True)
-    targets = torch.ones(2, 4, dtype=torch.int64)
-    loss = partita.ctc_crf_loss(scores, targets, [4, 4], state_len=1, alphabet_size=5)
+def call_crf(dtype: torch.dtype, T: int) -> None:
+    """Call CTC-CRF with targets of as many labels as there are steps, padded and concatenated."""
+    scores = torch.zeros(T, 2, 4 * 5, dtype=dtype, requires_grad=True)
+    targets, lengths = torch.ones(2, T, dtype=torch.int64), torch.full((2,), T)
+    sizes = {"state_len": 1, "alphabet_size": 5}
+    loss = partita.ctc_crf_loss(scores, targets, lengths, **sizes, input_lengths=lengths)
     torch.autograd.grad(loss, scores)
+    for reduction in ("sum", "none"):
+        options = {**sizes, "reduction": reduction}
+        losses = partita.ctc_crf_loss(scores, targets.flatten(), lengths, **options)
+        torch.autograd.grad(losses, scores, torch.ones_like(losses))
 
 
 def call_linear(dtype: torch.dtype, C: int) -> None:
@@ -209,7 +217,8 @@ def launches(cuda: str | None) -> dict[str, list[Launch]]:
             chains = ((3, 2), (64, 5), (1024, 5), (2000, 3), (40, 40), (-64, 5), (-1024, 5))
             for C, K in chains:
                 call_chains(dtype, C, K)
-            call_crf(dtype)
+            for T in (3, 600):
+                call_crf(dtype, T)
             for C in (100, 5000, 50_257):
                 call_linear(dtype, C)
             call_parallel(dtype)

@@ -12,6 +12,7 @@ from partita.ops.linear_heads.plan import ROW_WORDS
 from partita.testing import poisoned_memory
 
 TOKENS, HIDDEN, CLASSES = 40, 24, 333
+PLANS = ("small", "fast", "lean")  # the keys of `budgets`
 
 
 class Batch(NamedTuple):
@@ -52,13 +53,20 @@ def batch_of(
 
 
 def budgets(x: Batch) -> dict[str, int | None]:
-    """Return a budget for each plan: all logits at once, or chunks of classes.
+    """Return a budget for each way to compute the loss.
 
-    The last chunk of classes is short.
+    With `small` PyTorch's linear layer computes all logits; with `fast` the budget suffices for
+    one chunk of all logits and no more; with `lean` for chunks of classes, of which the last is
+    short.
     """
     (tokens, hidden), item = x.input.shape, x.input.dtype.itemsize
     row_bytes = ROW_WORDS * 4 * tokens + (4 * tokens * hidden if item == 2 else 0)
-    return {"fast": None, "lean": tokens * 128 * item + row_bytes}
+    all_at_once = partita.linear_cross_entropy_plan(tokens, hidden, len(x.weight), x.input.dtype)
+    return {
+        "small": None,
+        "fast": all_at_once.workspace_bytes,
+        "lean": tokens * 128 * item + row_bytes,
+    }
 
 
 def plain(x: Batch, **options: Any) -> Tensor:

@@ -3,20 +3,15 @@
 The launches are those of real calls (see helpers/launches.py), so no GPU is needed.
 """
 
-import itertools
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from helpers.rows import INTERPRETING
 
-import partita
-
 pytest.importorskip("triton")
 from helpers.compilation import TARGETS, chosen, compiled, spilled
-from helpers.launches import NAMES, launches, recording
+from helpers.launches import NAMES, launches
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="kernels are functions of Python there")
 
@@ -28,47 +23,11 @@ SPILLED = {
     "chain_logz_kernel": 8,
     "chain_viterbi_kernel": 8,
     "ctc_narrow_gradient_kernel": 8,
-    # The spills stand before the loop. With fewer registers, more programs run at the same time.
-    "ctc_posterior_scan_kernel": 144,
+    # The spills stand before the loops of the fast scan, and in the rare scan in fp64. With fewer
+    # registers, more programs run at the same time.
+    "ctc_posterior_scan_kernel": 208,
 }
 NVIDIA_ONLY = "chain_resident"  # the prefix of the register-resident kernels, written in Gluon
-
-
-def test_the_id_of_a_call_determines_its_launches() -> None:
-    """Two CTC calls with the same id compile the same kernels, whatever else differs."""
-    from partita.runtime import launch
-
-    seen: dict[Any, list[Any]] = {}
-
-    def checked(kernel: Any, _: int, *args: Any, call: Any = None, **options: Any) -> None:
-        kinds = [launch._kind(known) for known in launch.specialization_of(args)]
-        if call is not None:
-            key = (kernel.__name__, call, *options.values())
-            assert seen.setdefault(key, kinds) == kinds
-
-    dtypes = (torch.bfloat16, torch.float32, torch.float64)
-    sizes = ((5, 10), (5, 40), (20, 101), (5000, 10), (500, 301))
-    reductions = (("none", True), ("mean", False), ("sum", True), ("mean", False))
-    with recording([], "13.0"), mock.patch.object(launch, "launch", checked):
-        for dtype, from_logits, N, (C, S), (reduction, zero_infinity) in itertools.product(
-            dtypes, (False, True), (2, 3), sizes, reductions
-        ):
-            logits = torch.zeros(40, N + 1, C, dtype=dtype)[:, 1:].requires_grad_()
-            targets = torch.ones(N, S, dtype=torch.int64)
-            lengths = torch.ones(N, dtype=torch.int64)
-            options = (0, reduction, zero_infinity)
-            for x, target_lengths in (
-                (logits, lengths * S),
-                (logits.detach(), lengths * S),
-                (logits, lengths),
-            ):
-                loss = partita.ctc_loss(
-                    x, targets, lengths, target_lengths, *options, from_logits=from_logits
-                )
-            strided = torch.ones_like(loss)[..., None].expand(*loss.shape, 2)[..., 1]
-            for grad in (torch.ones_like(loss), strided):
-                torch.autograd.grad(loss, logits, grad, retain_graph=True)
-    assert len(seen) > 500
 
 
 def test_every_kernel_is_launched_in_every_dtype() -> None:
@@ -79,6 +38,8 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
         **dict.fromkeys(
             (
                 "cross_entropy_reduce_kernel",
+                "crf_lattice_kernel",
+                "crf_loss_kernel",
                 "crf_subtract_kernel",
                 "ctc_label_gradient_kernel",
                 "ctc_lane_gradient_kernel",
@@ -92,7 +53,8 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
             torch.float32,
         ),
         **dict.fromkeys(
-            ("chain_resident_final_state_kernel", "ctc_backtrace_kernel"), torch.float64
+            ("chain_resident_final_state_kernel", "crf_edge_order_kernel", "ctc_backtrace_kernel"),
+            torch.float64,
         ),
         **dict.fromkeys(
             (

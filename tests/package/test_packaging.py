@@ -29,7 +29,7 @@ def test_what_the_wheel_holds(wheel: Path) -> None:
     source = {
         str(path.relative_to(ROOT / "src"))
         for path in (ROOT / "src/partita").rglob("*")
-        if path.suffix in (".py", ".typed")
+        if path.suffix in (".py", ".c", ".typed")
     }
     packaged = {name for name in names if not name.partition("/")[0].endswith(".dist-info")}
     assert packaged == source

@@ -41,6 +41,7 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
     return {
         **chain_samples(device),
         **ctc_samples(device),
+        **crf_samples(device),
         **linear_samples(device),
         **parallel_samples(device),
         "softmax": [
@@ -186,6 +187,8 @@ def chain_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         ).reshape(-1, 3, 2)
         ones = torch.ones_like(logz)
         found["chain_logz"] += [(*inputs, save) for save in (False, True)]
+        rounded = torch.promote_types(scores.dtype, torch.float32)
+        found["chain_rounded_logz"] += [(*inputs, save, rounded) for save in (False, True)]
         found["chain_gradient"].append(
             (ones, scores, initial, final, source, lengths, logz, saved, scores.dtype)
         )
@@ -222,20 +225,31 @@ def ctc_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
             (torch.ones_like(loss), *inputs, losses, saved, 3, 0, from_logits, reduction)
         )
         found["ctc_align"].append((*inputs, 3, 0, from_logits))
-    scores, source = (
-        torch.linspace(-1, 1, 72, device=device).reshape(4, 2, 3, 3),
-        torch.tensor([[0, 1, 2], [1, 0, 2], [2, 0, 1]], device=device),
+    return found
+
+
+def crf_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
+    """Return scores over three bases, with padded and with concatenated targets.
+
+    All steps are valid, because the scans do not write the states after the last one.
+    """
+    found: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+    scores = torch.linspace(-1, 1, 96, device=device).reshape(4, 2, 3, 4)
+    source = partita.debruijn_source(3, 1, device=device)
+    lattice_source = torch.tensor([[0, -1], [1, 0], [2, 1]], device=device)
+    targets, lengths, steps = (
+        torch.tensor(numbers, device=device) for numbers in ([[1, 2, 2], [3, 3, 1]], [3, 2], [4, 4])
     )
-    zeros, lengths, index = (
-        torch.zeros(2, 3, device=device),
-        torch.tensor([4, 3], device=device),
-        torch.tensor([[[0, 3], [3, 4]]] * 2, device=device),
-    )
-    logz, saved = torch.ops.partita.chain_logz(scores, source, zeros, zeros, lengths, True, BACKEND)
-    marginals = torch.ones(4, 2, 2, 2, device=device)
-    found["crf_gradient"] = [
-        (torch.ones_like(logz), scores, source, lengths, logz, saved, marginals, index)
-    ]
+    for padded in (True, False):
+        labels = targets if padded else targets.flatten()[:5].int()
+        inputs = (scores if padded else scores.flatten(2), source, lattice_source, labels, lengths)
+        reduction, steps_or_none = ("none", steps) if padded else ("mean", None)
+        options = (steps_or_none, 1, reduction)
+        value, *results = torch.ops.partita.crf_loss(*inputs, *options, True, BACKEND)
+        found["crf_loss"] += [(*inputs, *options, save) for save in (False, True)]
+        found["crf_gradient"].append(
+            (torch.ones_like(value), *inputs[:2], lengths, *results, reduction)
+        )
     return found
 
 

@@ -32,6 +32,7 @@ class Settings:
         sweep: whether the sweep over narrow widths is timed.
         repetitions: the number of repetitions of each measurement.
         device: the device.
+        do_bench: whether of softmax the sweep alone is timed, by Triton's `do_bench`.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -41,6 +42,7 @@ class Settings:
     sweep: bool
     repetitions: int
     device: torch.device
+    do_bench: bool = False
 
     @property
     def logits(self) -> int:

@@ -12,15 +12,18 @@ from pathlib import Path
 
 import torch
 
-from ..cli.console import DTYPES, Progress, UsageError, first_line, print_table
+from ..cli.arguments import device_named, dtypes, number, numbers, words
+from ..cli.console import Progress, UsageError, first_line, print_table
 from ..cli.info import no_gpu
-from . import picture, report
+from . import host, picture, report
 from .case import Case, Settings
+from .host_cases import OPS as HOST_OPS
 from .measure import REPETITIONS, Machine, measure_machine
 from .providers import PEERS, Provider, choose
 from .runner import DeviceLost, Row, failed, run, takers
 
 OPS = ("softmax", "cross_entropy", "token_stats", "linear_cross_entropy", "chain", "ctc")
+HOST = "host"
 
 DESCRIPTION = """\
 Time Partita, PyTorch and other libraries on the first GPU, or a small case on the CPU.
@@ -39,7 +42,10 @@ bound of Partita is its contract (marginals within 2e-6 of fp64), and that of th
 There is no `compile`, which would unroll a loop over hundreds of steps.
 
 CTC: the loss from logits with its gradient, under the same contract; CTC-CRF over k-mers beside the
-recipe of basecallers; the alignment of a long target. PyTorch uses its own kernels, not cuDNN's."""
+recipe of basecallers; the alignment of a long target. PyTorch uses its own kernels, not cuDNN's.
+
+`partita bench host` measures something else: what one call on tiny inputs costs the host, how many
+kernels it launches, and, with --cold, the first call of a process. PyTorch is always beside it."""
 
 EPILOG = """\
 examples:
@@ -49,35 +55,13 @@ examples:
   partita bench ctc --peers torch,seqdist,koi --dtype fp32 --out results
   partita bench linear_cross_entropy --peers torch,liger,cce,cce-exact --out results
   partita bench cross_entropy --peers '' --columns 32768,131072 --dtype bf16
+  partita bench softmax --do-bench --svg softmax.svg    as Triton's tutorial measures it
+  partita bench host --cold --out results               writes results/host.csv and host.svg
+  partita bench host softmax ctc_loss --quick --peers '' two ops, three rounds
 
 exit codes:
   0  measured          1  a result of Partita was wrong, an op failed, or the bench broke off
   2  wrong arguments   130  interrupted (what was measured is still written)"""
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    numbers = tuple(int(word) if word.isdecimal() else 0 for word in _words(text))
-    if not all(numbers):
-        raise argparse.ArgumentTypeError(f"expected positive whole numbers, got {text!r}")
-    return numbers
-
-
-def _number(text: str) -> int:
-    numbers = _numbers(text)
-    if len(numbers) != 1:
-        raise argparse.ArgumentTypeError(f"expected one positive whole number, got {text!r}")
-    return numbers[0]
-
-
-def _dtypes(text: str) -> tuple[torch.dtype, ...]:
-    for name in _words(text):
-        if name not in DTYPES:
-            raise argparse.ArgumentTypeError(f"expected some of {','.join(DTYPES)}, got {name!r}")
-    return tuple(DTYPES[name] for name in _words(text))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument(
-        "ops", nargs="*", metavar="op", help=f"some of {', '.join(OPS)}; all by default"
+        "ops",
+        nargs="*",
+        metavar="op",
+        help=f"some of {', '.join(OPS)}, all by default; or host, then some of"
+        f" {', '.join(HOST_OPS)}",
     )
     parser.add_argument(
         "--peers",
@@ -100,22 +88,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
     parser.add_argument(
         "--dtype",
-        type=_dtypes,
+        type=dtypes,
         default=(),
         metavar="NAMES",
         help="fp32,bf16 by default, from hidden states bf16; also fp16, fp64",
     )
     parser.add_argument(
         "--columns",
-        type=_numbers,
+        type=numbers,
         default=(),
         metavar="NUMBERS",
         help="widths instead of the op's own; states of chains, else classes",
     )
-    parser.add_argument("--elements", type=_number, metavar="NUMBER", help=elements)
+    parser.add_argument("--elements", type=number, metavar="NUMBER", help=elements)
     parser.add_argument(
         "--repetitions",
-        type=_number,
+        type=number,
         default=REPETITIONS,
         metavar="NUMBER",
         help=f"of each measurement; {REPETITIONS} by default",
@@ -126,20 +114,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="leave out the sweep of softmax over narrow rows, which the picture shows",
     )
     parser.add_argument(
+        "--do-bench",
+        action="store_true",
+        help="of softmax, time the sweep alone: by triton.testing.do_bench, whose times include"
+        " launching, over wider rows",
+    )
+    parser.add_argument(
+        "--cold",
+        action="store_true",
+        help="of host, also time the first call of a process, with an empty and with a filled"
+        " Triton cache; takes minutes",
+    )
+    parser.add_argument(
         "--device",
         default="cuda" if torch.cuda.is_available() else "cpu",
         metavar="NAME",
         help="cuda, cuda:1, cpu",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="write DIR/bench.csv and DIR/bench.svg"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write DIR/bench.csv and DIR/bench.svg (host.csv, host.svg)",
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement")
     parser.add_argument(
         "--svg",
         type=Path,
         metavar="FILE",
-        help="draw the sweep of softmax and the times of the other ops (needs matplotlib)",
+        help="draw the sweep of softmax, and the times of other ops and of the host (needs"
+        " matplotlib)",
     )
 
 
@@ -170,17 +174,19 @@ def make_plan(args: argparse.Namespace) -> Plan:
     Raises:
         UsageError: an argument cannot be used.
     """
-    try:
-        device = torch.empty(1, device=args.device).device  # with its index
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(
-            f"--device: cannot use {args.device!r}: {str(error).splitlines()[0]}"
-        ) from None
+    device = device_named(args.device)
     for op in args.ops:
         if op not in OPS:
-            raise UsageError(f"op: expected some of {', '.join(OPS)}, got {op!r}")
+            alone = "; it comes first, and then its own ops" if op == HOST else ""
+            raise UsageError(f"op: expected some of {', '.join(OPS)}, got {op!r}{alone}")
+    if args.cold:
+        raise UsageError("--cold: belongs to `partita bench host`")
+    if args.do_bench and "softmax" not in (args.ops or OPS):
+        raise UsageError("--do-bench: times softmax, which is not among the ops")
+    if args.do_bench and (device.type != "cuda" or importlib.util.find_spec("triton") is None):
+        raise UsageError("--do-bench: needs a GPU and Triton")
     try:
-        providers = choose([] if args.only_ours else _words(args.peers))
+        providers = choose([] if args.only_ours else words(args.peers))
     except ValueError as error:
         raise UsageError(str(error)) from None
     csv = args.csv or (args.out and args.out / "bench.csv")
@@ -195,6 +201,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         not args.no_sweep,
         args.repetitions,
         device,
+        args.do_bench,
     )
     modules = [
         importlib.import_module(f".{op}", __package__) for op in dict.fromkeys(args.ops or OPS)
@@ -251,6 +258,8 @@ def measure(plan: Plan, providers: Sequence[Provider], machine: Machine) -> Meas
 
 def main(args: argparse.Namespace) -> int:
     """Measure, print and write, and return the exit code."""
+    if args.ops[:1] == [HOST]:
+        return host.main(args)
     try:
         plan = make_plan(args)
     except UsageError as error:

@@ -186,6 +186,13 @@ def time_replay(
         results.clear()
 
 
+def time_do_bench(call: Callable[[], object]) -> Timing:
+    """Time a call on the GPU by Triton's `do_bench`."""
+    from triton.testing import do_bench
+
+    return Timing.of(do_bench(call, return_mode="all"))
+
+
 def time_host(
     call: Callable[[], object], device: torch.device, *, calls: int, repetitions: int = REPETITIONS
 ) -> Timing:

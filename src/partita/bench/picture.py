@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class Panel:
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
     """Return a panel for the sweep, and one for each dtype of an op that has a caption."""
-    sweep = [row for row in rows if row.part == "replay"]
+    sweep = [row for row in rows if row.part in ("replay", "do_bench")]
     kinds: dict[tuple[str, torch.dtype], list[Row]] = {}
     for row in rows:
         if row.case.caption and row.part == "total" and row.timing:
@@ -61,7 +61,11 @@ def draw(path: Path, panels: Sequence[Panel], machine: Machine) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    picture = render(panels, machine, path.suffix.removeprefix("."))
+    write(path, render(panels, machine, path.suffix.removeprefix(".")))
+
+
+def write(path: Path, picture: bytes) -> None:
+    """Write a picture to a file, whose folder is made where it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(picture)
 
@@ -72,25 +76,38 @@ def render(panels: Sequence[Panel], machine: Machine, format: str) -> bytes:
     Raises:
         ImportError: matplotlib is not installed.
     """
+    bars = [panel.rows for panel in panels if panel.draw is _bars]
+    width = max(
+        [
+            WIDTH,
+            *(GROUP * len({row.case for row in rows}) for rows in bars),
+            *(BAR * len(rows) for rows in bars),
+        ]
+    )
+
+    def draw_panels(subplots: Sequence[Any]) -> None:
+        for axes, panel in zip(subplots, panels, strict=True):
+            panel.draw(axes, panel.rows, machine)
+
+    return render_subplots(draw_panels, len(panels), width, format)
+
+
+def render_subplots(
+    draw_on: Callable[[Sequence[Any]], None], panels: int, width: float, format: str
+) -> bytes:
+    """Return what `draw_on` draws on axes one below the other, as a file of this format.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "partita", "font.size": 11}):
-        bars = [panel.rows for panel in panels if panel.draw is _bars]
-        width = max(
-            [
-                WIDTH,
-                *(GROUP * len({row.case for row in rows}) for rows in bars),
-                *(BAR * len(rows) for rows in bars),
-            ]
-        )
-        figure = Figure(figsize=(width, HEIGHT * len(panels)), layout="constrained")
+        figure = Figure(figsize=(width, HEIGHT * panels), layout="constrained")
         FigureCanvasAgg(figure)
-        for axes, panel in zip(
-            figure.subplots(len(panels), squeeze=False).flat, panels, strict=True
-        ):
-            panel.draw(axes, panel.rows, machine)
+        draw_on(list(figure.subplots(panels, squeeze=False).flat))
         file = io.BytesIO()
         figure.savefig(
             file, format=format or None, metadata=NO_METADATA if format == "svg" else None
@@ -128,31 +145,52 @@ def _two_a_line(case: Case) -> str:
     return " ×\n".join(case.size(case.sizes[i : i + 2]) for i in range(0, len(case.sizes), 2))
 
 
+def grouped_bars(
+    axes: Any,
+    values: Mapping[str, Mapping[int, float]],
+    *,
+    colours: Mapping[str, str] = COLOURS,
+    gaps: bool = True,
+) -> None:
+    """Draw the bars of each name at the groups that have a value, with the value above.
+
+    With `gaps`, a name without a value leaves its place in the group empty.
+    """
+    names, width = list(values), 0.84 / len(values)
+
+    def position(name: str, group: int) -> float:
+        present = [other for other in names if gaps or group in values[other]]
+        return group + (present.index(name) - (len(present) - 1) / 2) * width
+
+    for name, own in values.items():
+        bars = axes.bar(
+            [position(name, group) for group in own],
+            list(own.values()),
+            0.94 * width,
+            label=name,
+            color=colours.get(name),
+        )
+        axes.bar_label(
+            bars,
+            [f"{value:.3g}" if value < 1000 else f"{value:,.0f}" for value in own.values()],
+            padding=1,
+            fontsize=7.5,
+        )
+
+
 def _bars(axes: Any, rows: list[Row], machine: Machine) -> None:
     """Draw a group of bars for each size, a bar for each provider, and a line at the limit."""
     cases = list(dict.fromkeys(row.case for row in rows))
     names = list(dict.fromkeys(row.provider for row in rows))
-    width = 0.84 / len(names)
-    for i, name in enumerate(names):
-        times = {
+    times = {
+        name: {
             cases.index(row.case): row.timing.median
             for row in rows
             if row.provider == name and row.timing
         }
-        aside = (i - (len(names) - 1) / 2) * width
-        bars = axes.bar(
-            [group + aside for group in times],
-            list(times.values()),
-            0.94 * width,
-            label=name,
-            color=COLOURS.get(name),
-        )
-        axes.bar_label(
-            bars,
-            [f"{time:.3g}" if time < 1000 else f"{time:,.0f}" for time in times.values()],
-            padding=1,
-            fontsize=7.5,
-        )
+        for name in names
+    }
+    grouped_bars(axes, times)
     limits = {
         group: case.moves["total"] for group, case in enumerate(cases) if "total" in case.moves
     }

@@ -13,7 +13,7 @@ from .case import DTYPE_NAMES
 from .measure import Machine
 from .runner import Row
 
-PARTS = ("inference", "forward", "backward", "total", "replay", "host")
+PARTS = ("inference", "forward", "backward", "total", "replay", "do_bench", "host")
 # The CSV records the versions of these packages.
 PACKAGES = (
     "torch",

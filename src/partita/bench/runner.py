@@ -22,7 +22,7 @@ class Row:
     Fields:
         case, provider: the case and the name of the provider.
         part: `inference` (without gradients), `forward`, `backward`, `total`, `replay` (in a CUDA
-            graph) or `host`; empty where nothing was timed.
+            graph), `do_bench` or `host`; empty where nothing was timed.
         timing: the time; None where the provider refused or was wrong.
         error: the greatest error against fp64 in the unit of the case; NaN where it is not known.
         extra_memory: peak bytes beyond the inputs, forward and backward; None where not measured.
@@ -114,7 +114,7 @@ def _rows(
             for part, timing in times.items()
         ]
     except Exception as error:
-        _require(machine.device, error)
+        require_device(machine.device, error)
         return [_untimed(case, provider, f"refuses: {first_line(error)[:200]}")]
 
 
@@ -128,7 +128,7 @@ def _describe(verdict: Verdict, unit: str) -> str:
     return f"{amount} at {list(verdict.index)} {values}, allowed {verdict.allowed:.3g}"
 
 
-def _require(device: torch.device, error: Exception) -> None:
+def require_device(device: torch.device, error: Exception) -> None:
     """Raise where an illegal access has left a GPU on which nothing works any more."""
     if device.type == "cuda":
         try:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..testing import Error
 from .case import Buffers, Case, Loop, Moves, Settings, poison
-from .measure import Timing, rotation, time_replay
+from .measure import Timing, rotation, time_do_bench, time_replay
 from .providers import Function, Provider
 from .rows import RowsCase, row_error
 
@@ -20,6 +20,7 @@ QUICK_WIDTHS = (256, 4096, 65536, 781)
 SWEEP_ROWS = 4096
 SWEEP_STEP = 128
 SWEEP_LAST = 6272
+DO_BENCH_LAST = 12672  # of the plot in Triton's tutorial
 
 
 class Inputs(NamedTuple):
@@ -136,14 +137,45 @@ class Sweep(RowsCase):
         }
 
 
+@dataclass(frozen=True)
+class DoBenchSweep(Sweep):
+    """The same by Triton's `do_bench`, which empties the L2 cache and includes the launch."""
+
+    label: ClassVar[str] = "do_bench"
+
+    @property
+    def moves(self) -> Mapping[str, Moves]:
+        return {"do_bench": Moves(2 * self.bytes, "copy")}
+
+    def inputs(self, buffers: Buffers) -> Sequence[Tensor]:
+        return [buffers.normal("sweep", self.shape, self.dtype)]
+
+    def times(
+        self,
+        function: Function,
+        inputs: Sequence[Tensor],
+        provider: Provider,
+        device: torch.device,
+        repetitions: int,
+    ) -> dict[str, Timing]:
+        return {"do_bench": time_do_bench(lambda: function(inputs[0]))}
+
+
+def _sweep(settings: Settings, kind: type[Sweep], last: int) -> Iterator[Case]:
+    step = 8 * SWEEP_STEP if settings.quick else SWEEP_STEP
+    rows = min(SWEEP_ROWS, settings.rows(last))
+    for columns in range(2 * SWEEP_STEP, last + 1, step):
+        yield kind("softmax", torch.float32, rows, columns)
+
+
 def cases(settings: Settings) -> Iterator[Case]:
+    if settings.do_bench:
+        yield from _sweep(settings, DoBenchSweep, DO_BENCH_LAST)
+        return
     for dtype in settings.types():
         for columns in settings.widths(WIDTHS, QUICK_WIDTHS):
             size = dtype, settings.rows(columns), columns
             yield Softmax("softmax", *size)
             yield LogSoftmax("log_softmax", *size)
     if settings.sweep:
-        step = 8 * SWEEP_STEP if settings.quick else SWEEP_STEP
-        rows = min(SWEEP_ROWS, settings.rows(SWEEP_LAST))
-        for columns in range(2 * SWEEP_STEP, SWEEP_LAST + 1, step):
-            yield Sweep("softmax", torch.float32, rows, columns)
+        yield from _sweep(settings, Sweep, SWEEP_LAST)

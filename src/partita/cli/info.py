@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from ..runtime import launcher
 from ..runtime.backend import current_backend, has_triton, resolve
 from .console import Table, print_table
 
@@ -36,7 +37,7 @@ EXTRAS = {
 }
 # Environment variables that change results or times.
 VARIABLES = (
-    *("PARTITA_BACKEND", "PARTITA_CHECK", "PARTITA_PEERS"),
+    *("PARTITA_BACKEND", "PARTITA_CHECK", "PARTITA_PEERS", "PARTITA_REPLAY"),
     *(
         "TRITON_INTERPRET",
         "TRITON_DEBUG",
@@ -174,16 +175,12 @@ def tables() -> list[Table]:
 
 
 def notes() -> list[str]:
-    """Return why the kernels for GPUs serve nothing on this machine."""
+    """Return what launches the kernels, or why the kernels for GPUs serve nothing here."""
     if not torch.cuda.is_available():
         return [no_gpu()]
-    return (
-        []
-        if has_triton()
-        else [
-            f"The GPU is served by PyTorch, because triton is not installed: {EXTRAS['triton'][1]}"
-        ]
-    )
+    if has_triton():
+        return [f"Launches: {launcher.status()}."]
+    return [f"The GPU is served by PyTorch, because triton is not installed: {EXTRAS['triton'][1]}"]
 
 
 def missing() -> list[str]:

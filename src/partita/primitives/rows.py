@@ -10,7 +10,7 @@ from torch import Tensor
 from ..runtime.dtypes import acc_dtype
 
 # The elements of rows that are computed together on a CPU: their temporaries fit in a cache.
-ELEMENTS = 2**20
+ELEMENTS = 2**22
 
 
 def finite_shift(maximum: Tensor) -> Tensor:

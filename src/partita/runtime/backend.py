@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from .caches import register_cache
+from .environment import reader
 
 BACKENDS = ("auto", "reference", "triton", "numba")
 
@@ -23,6 +24,7 @@ Loader = Callable[[], Mapping[str, Callable[..., Any]]]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_variable = reader("PARTITA_BACKEND")
 _default: str | None = None  # what a plain call of `backend` set for the whole process
 _latest: str | None = None  # mirrors `_chosen` for compilers, which cannot trace a ContextVar
 # The backend of the innermost block.
@@ -117,7 +119,8 @@ def current_backend() -> str:
     chosen = (_latest if torch.compiler.is_compiling() else _chosen.get()) or _default
     if chosen is not None:
         return chosen
-    return _known(os.environ.get("PARTITA_BACKEND") or "auto", "PARTITA_BACKEND")
+    variable = _variable()
+    return _known(variable, "PARTITA_BACKEND") if variable else "auto"
 
 
 @functools.cache

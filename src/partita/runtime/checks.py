@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
@@ -10,8 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .environment import reader
+
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 REDUCTIONS = ("none", "mean", "sum")
+
+_setting = reader("PARTITA_CHECK")
 
 
 def tensor(name: str, value: Any) -> None:
@@ -95,7 +98,7 @@ def should_check_values(where: torch.device) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    setting = os.environ.get("PARTITA_CHECK", "")
+    setting = _setting()
     if setting not in ("", "0", "1"):
         raise ValueError(f"PARTITA_CHECK: expected 0, 1 or nothing, got {setting!r}")
     if setting == "1" and where.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -12,36 +10,28 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from . import first_call, launcher, recording
 from .backend import interpreting
 from .caches import BoundedCache, register_cache
+from .sizes import cdiv, next_power_of_2
+
+__all__ = [
+    "INTERPRETED",
+    "NVIDIA",
+    "SideStream",
+    "cdiv",
+    "launch",
+    "next_power_of_2",
+    "tl_acc_dtype",
+    "zeroed_words",
+]
 
 INTERPRETED = interpreting()
 NVIDIA = torch.version.hip is None
 
-# A compiled kernel and its constexpr values in the order of the signature.
-Executable = tuple[Any, tuple[Any, ...]]
-
-# Executables by what Triton specializes a kernel for. Triton has them too, so a dropped entry costs
-# one slow call. A model uses some dozens.
-_compiled: BoundedCache[tuple[Any, ...], Executable] = BoundedCache(4096)
-# Executables by the exact arguments of a launch, or by its call id: the fast way.
-_recent: BoundedCache[tuple[Any, ...], Executable] = BoundedCache(4096)
-_call_ids: BoundedCache[tuple[Any, ...], int] = BoundedCache(4096)
-_next_call_id = itertools.count()  # an id is never used for two calls, so the cache may be emptied
-
-register_cache("runtime.launch.compiled", _compiled.clear)
-register_cache("runtime.launch.recent", _recent.clear)
-register_cache("runtime.launch.call_ids", _call_ids.clear)
-
-
-def cdiv(number: int, by: int) -> int:
-    """Return the quotient rounded up. Triton's own takes the host as long as making a tensor."""
-    return -(-number // by)
-
-
-def next_power_of_2(number: int) -> int:
-    """Return the smallest power of 2 that is not below a positive number."""
-    return 1 << (number - 1).bit_length()
+# Kernels of the C module by what Triton specializes them for. A model uses some dozens.
+_kernels: BoundedCache[bytes, Any] = BoundedCache(4096)
+register_cache("runtime.launch.kernels", _kernels.clear)
 
 
 def tl_acc_dtype(dtype: torch.dtype) -> Any:
@@ -66,53 +56,16 @@ def zeroed_words(device: torch.device, *words: int) -> list[Tensor | None]:
     return [part if size else None for part, size in zip(parts, words, strict=True)]
 
 
-def specialization_of(args: Iterable[Any]) -> list[Any]:
-    """Return all properties of the arguments that a compiled kernel may depend on, and more."""
-    properties: list[Any] = []
-    for arg in args:
-        if isinstance(arg, Tensor):
-            properties += arg.dtype, arg.data_ptr() & 15 == 0
-            if not NVIDIA:
-                properties.append(arg.untyped_storage().nbytes() < 2**31)
-        else:
-            properties.append(arg)
-    return properties
-
-
-def _kind(value: Any) -> Any:
-    """Return what Triton specializes a kernel for, given one property of an argument.
-
-    An integer counts as 1, as a multiple of 16, and as beyond 32 bits. A float does not count. The
-    dtype and the alignment of a tensor count as they are.
-    """
-    if isinstance(value, int):
-        return 1 if value == 1 else 2 + (value % 16 == 0) + 2 * (not -(2**31) <= value < 2**31)
-    return float if isinstance(value, float) else value
-
-
-def call_id(*args: Any) -> int:
-    """Return a number that stands for these arguments in the launches that depend on them alone.
-
-    An op with several launches computes it once, so that `launch` need not look at the arguments of
-    each launch.
-    """
-    key = tuple(specialization_of(args))
-    found = _call_ids.get(key)
-    return _call_ids.store(key, next(_next_call_id)) if found is None else found
-
-
-def launch(kernel: Any, programs: int, *args: Any, call: Any = None, **options: Any) -> None:
+def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
     """Run `kernel` on the device and the current stream of its first tensor.
 
-    A kernel that was compiled for such arguments is called directly, and with the addresses of
-    tensors, which Triton accepts. That halves the host time. A launch with the same arguments as an
-    earlier one, or with the same `call`, skips the specialization too.
+    A kernel that was compiled for such arguments is launched by the C module. Triton launches the
+    first call, which compiles, and every call that the C module does not serve.
 
     Args:
         kernel: the Triton kernel.
         programs: the number of programs; nothing runs if it is 0.
         *args: the run-time arguments in the order of the signature.
-        call: the `call_id` of the arguments that determine `args`.
         **options: the constexpr arguments and the launch options.
     """
     if programs == 0:
@@ -121,28 +74,39 @@ def launch(kernel: Any, programs: int, *args: Any, call: Any = None, **options: 
     if device.type != "cuda":
         kernel[(programs,)](*args, **options)
         return
-    index = device.index
-    if index != torch._C._cuda_getDevice():
-        with torch.cuda.device(device):
-            launch(kernel, programs, *args, call=call, **options)
-        return
-    properties = specialization_of(args) if call is None else [call]
-    recent_key = (id(kernel), index, *options.values(), *properties)
-    executable = _recent.get(recent_key)
-    if executable is None:
-        kinds = map(_kind, specialization_of(args))
-        compiled_key = (id(kernel), index, *options.values(), *kinds)
-        executable = _compiled.get(compiled_key)
-        if executable is None:
-            compiled = kernel[(programs,)](*args, **options)
-            constexprs = tuple(options[name] for name in kernel.arg_names[len(args) :])
-            _compiled.store(compiled_key, (compiled, constexprs))
+    module, work = launcher.module(), (kernel, programs, args, options)
+    if module is not None:
+        if first_call.watching() and first_call.defer(launch, *work, is_compiled=True):
             return
-        _recent.store(recent_key, executable)
-    compiled, constexprs = executable
-    # An address of other memory makes Triton fail, so such tensors are passed as tensors.
-    values = [arg.data_ptr() if isinstance(arg, Tensor) and arg.is_cuda else arg for arg in args]
-    compiled[(programs, 1, 1)](*values, *constexprs)
+        bound = module.launch(_kernels, *work)
+        if isinstance(bound, bytes):
+            if first_call.defer(launch, *work, is_compiled=False):
+                return
+            if _compile(bound, *work):
+                bound = module.launch(_kernels, *work)
+        if type(bound) is module.Kernel:
+            if (active := recording.recorder()) is not None:
+                active.launch(bound, programs, args)
+            return
+    if device.index != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            launch(kernel, programs, *args, **options)
+        return
+    if (active := recording.recorder()) is not None:
+        active.refuse("Triton has to launch one of its kernels")
+    kernel[(programs,)](*args, **options)
+
+
+def _compile(
+    key: bytes, kernel: Any, programs: int, args: tuple[Any, ...], options: dict[str, Any]
+) -> bool:
+    """Compile a kernel and store it under its key; return whether the C module can launch it."""
+    compiled = kernel.warmup(*args, grid=(programs,), **options)
+    # The key names objects by their addresses, so they live as long as its entry.
+    bound = launcher.bind(compiled, kernel.arg_names, len(args), (kernel, options))
+    if bound is not None:
+        _kernels.store(key, bound)
+    return bound is not None
 
 
 class SideStream:
@@ -165,7 +129,10 @@ class SideStream:
     def __init__(self, tensor: Tensor, wanted: bool) -> None:
         self.context: AbstractContextManager[Any] = nullcontext()
         self.main = None
-        if tensor.is_cuda and wanted:
+        # Kernels of a first call compile side by side only if all launches are on one stream.
+        overlaps = tensor.is_cuda and wanted and not first_call.may_defer()
+        self.recorder = recording.recorder() if overlaps else None
+        if overlaps:
             self.main = torch.cuda.current_stream(tensor.device)
             key = tensor.device, threading.get_ident()
             self.side = self._streams.get(key) or self._streams.store(
@@ -175,13 +142,19 @@ class SideStream:
             self.context = torch.cuda.stream(self.side)
 
     def __enter__(self) -> None:
+        if self.recorder is not None:
+            self.recorder.change_stream(recording.FORK)
         self.context.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         self.context.__exit__(*raised)
+        if self.recorder is not None:
+            self.recorder.change_stream(recording.LEAVE)
 
     def join(self) -> None:
         """Let the current stream wait for the launches of the block."""
+        if self.recorder is not None:
+            self.recorder.change_stream(recording.JOIN)
         if self.main is not None:
             self.main.wait_stream(self.side)
 

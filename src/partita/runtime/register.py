@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from . import first_call, launcher, recording
 from .autograd import plain_eager
 from .backend import Backends, resolve
-from .caches import register_cache
+from .caches import BoundedCache, register_cache
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+MAX_PROGRAMS = 1024  # recorded programs of an op; a full cache is emptied
+YOUNG_KEYS = 64  # keys of an op whose first call compiles kernels side by side
+MAX_TRIES = 2  # recordings of a key that may be refused
 
 _library = torch.library.Library("partita", "DEF")
 
@@ -20,18 +24,106 @@ _library = torch.library.Library("partita", "DEF")
 class Op:
     """A registered op. A plain eager call bypasses PyTorch's dispatcher, which costs host time.
 
+    On a GPU the second call of a key is recorded and later ones are replayed in one C call. The key
+    has the dtype, shape, strides, alignment and device of each tensor and the value of each other
+    argument. See `recording.py`.
+
     Args:
-        eager: the function that serves plain eager calls.
+        name: the name of the op.
+        run: the function that serves plain eager calls.
         dispatched: the op as PyTorch's dispatcher knows it.
+        by_identity: the positions of tensors whose values decide what the op does. They count by
+            identity and version.
+
+    `programs` holds the recorded calls by key, and `reasons` says why calls of a key are not
+    replayed.
     """
 
-    def __init__(self, eager: Callable[..., Any], dispatched: Callable[..., Any]) -> None:
-        self.eager, self.dispatched = eager, dispatched
+    def __init__(
+        self,
+        name: str,
+        run: Callable[..., Any],
+        dispatched: Callable[..., Any],
+        by_identity: Sequence[int] = (),
+    ) -> None:
+        self.run, self.dispatched, self.by_identity = run, dispatched, by_identity
+        self.programs: BoundedCache[bytes, Any] = BoundedCache(MAX_PROGRAMS)
+        self.tries: BoundedCache[bytes, int] = BoundedCache(4 * MAX_PROGRAMS)
+        self.reasons: BoundedCache[bytes, str] = BoundedCache(MAX_PROGRAMS)
+        self._replay: Callable[..., Any] | None = None
+        register_cache(f"runtime.register.{name}.programs", self.programs.clear)
+        register_cache(f"runtime.register.{name}.tries", self.tries.clear)
+        register_cache(f"runtime.register.{name}.reasons", self.reasons.clear)
 
     def __call__(self, first: torch.Tensor, *rest: Any) -> Any:
-        if plain_eager() and type(first) in PLAIN:
+        if type(first) in PLAIN and plain_eager():
             return self.eager(first, *rest)
         return self.dispatched(first, *rest)
+
+    def eager(self, first: torch.Tensor, *rest: Any) -> Any:
+        """Serve a call in plain eager mode."""
+        if not first.is_cuda or recording.recorder() is not None:
+            return self.run(first, *rest)
+        replay = self._replay or self._connect()
+        if replay is None:
+            return self.run(*without_lazy_bits(first, *rest))
+        found = replay(first, *rest)
+        if type(found) is bytes:
+            return self._record(found, (first, *rest))
+        if found is not NotImplemented:
+            return found
+        if first.device.index != torch._C._cuda_getDevice():
+            with torch.cuda.device(first.device):
+                return self.eager(first, *rest)
+        return self.run(*without_lazy_bits(first, *rest))
+
+    def _connect(self) -> Callable[..., Any] | None:
+        module = launcher.module()
+        if module is not None:
+            by_identity = sum(1 << position for position in self.by_identity)
+            self._replay = module.Replay(self.programs, by_identity)
+        return self._replay
+
+    def _record(self, key: bytes, args: tuple[Any, ...]) -> Any:
+        """Run a call that has no program, and record it if its key was seen before.
+
+        A second try follows a refusal, which may be due to a cached table that the call built.
+        """
+        tries = self.tries.get(key, 0)
+        self.tries.store(key, tries + 1)
+        if tries > MAX_TRIES or torch.cuda.is_current_stream_capturing():
+            return self.run(*args)
+        if tries == 0:
+            # After many keys, such as those of ragged batches, new kernels are rare.
+            is_young = len(self.tries) <= YOUNG_KEYS
+            return first_call.run(self.run, *args) if is_young else self.run(*args)
+        with recording.Recorder(args, self.by_identity) as recorder:
+            result = self.run(*args)
+        program = recorder.program(launcher.module(), result)
+        if program is None:
+            self.reasons.store(key, recorder.reason or "")
+        else:
+            self.programs.store(key, program)
+            self.tries.store(key, 1)  # a cache that was emptied is filled again
+        return result
+
+
+def without_lazy_bits(*args: Any) -> tuple[Any, ...]:
+    """Return the arguments with tensors whose memory holds their values.
+
+    Negated views, and tensors of zeros without memory, are resolved by PyTorch.
+    """
+    return tuple(
+        resolved(arg) if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg
+        for arg in args
+    )
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a copy where its memory does not hold its values."""
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor.resolve_neg()
 
 
 def define(
@@ -43,6 +135,7 @@ def define(
     vmap: Callable[..., Any] | None = None,
     fake_by_backend: bool = False,
     reference_if_empty: bool = False,
+    by_identity: Sequence[str] = (),
 ) -> Op:
     """Register `partita::<schema>` and return it.
 
@@ -58,13 +151,18 @@ def define(
         vmap: the batching rule.
         fake_by_backend: whether the shapes of the results depend on the backend.
         reference_if_empty: whether the reference serves calls whose first tensor has no elements.
+        by_identity: the names of tensors whose values decide what the op does, such as a table of
+            edges. A replay serves the same tensor in the same version only.
     """
     name = schema.partition("(")[0]
     qualified = f"partita::{name}"
 
+    has_cpu = backends.cpu is not None
+
     @functools.lru_cache(maxsize=256)
-    def implementation(backend: str, device: torch.device) -> Callable[..., Any]:
-        return backends.functions(resolve(backend, device, has_cpu=backends.cpu is not None))[name]
+    def implementation(backend: str, device: torch.device, empty: bool) -> Callable[..., Any]:
+        table = resolve(backend, device, has_cpu=has_cpu)
+        return backends.functions("reference" if empty else table)[name]
 
     register_cache(f"runtime.register.{name}", implementation.cache_clear)
 
@@ -72,15 +170,13 @@ def define(
         *args, backend = rest
         if check is not None:
             check(first, *args)
-        if reference_if_empty and not first.numel():
-            resolve(backend, first.device, has_cpu=backends.cpu is not None)
-            return backends.functions("reference")[name](first, *args)
-        return implementation(backend, first.device)(first, *args)
+        empty = reference_if_empty and not first.numel()
+        return implementation(backend, first.device, empty)(first, *args)
 
     def shapes(first: torch.Tensor, *rest: Any) -> Any:
         *args, backend = rest
         if fake_by_backend:
-            served_by = resolve(backend, first.device, has_cpu=backends.cpu is not None)
+            served_by = resolve(backend, first.device, has_cpu=has_cpu)
             if reference_if_empty and 0 in first.shape:
                 served_by = "reference"
             return fake(first, *args, served_by)
@@ -107,4 +203,5 @@ def define(
     if vmap is not None:
         torch.library.register_vmap(qualified, vmap, lib=_library)
     dispatched = getattr(torch.ops.partita, name).default
-    return Op(run, dispatched)
+    names = [part.split()[-1] for part in schema[schema.index("(") + 1 :].split(")")[0].split(",")]
+    return Op(name, run, dispatched, [names.index(tensor) for tensor in by_identity])

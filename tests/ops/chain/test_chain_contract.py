@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -285,3 +286,30 @@ def test_no_semiring() -> None:
     scores, source = torch.zeros(2, 1, 2, 2), partita.dense_source(2)
     with pytest.raises(TypeError, match="semiring: expected a Semiring, as Log or Max, got 'Log'"):
         partita.logz(scores, source, semiring="Log")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda chain: chain.logz(),
+        lambda chain: chain.logz(Max),
+        lambda chain: chain.entropy(),
+        lambda chain: chain.expectation(torch.ones(())),
+    ],
+)
+def test_forward_mode_is_refused(function: Callable[[Chain], object], needs_grad: bool) -> None:
+    """A tangent is never lost, although calls without a gradient go past autograd."""
+    scores = torch.zeros(2, 1, 2, 2, requires_grad=needs_grad)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(scores, torch.ones(2, 1, 2, 2))
+        with pytest.raises((NotImplementedError, RuntimeError)):
+            function(Chain(dual, partita.dense_source(2)))
+
+
+def test_calls_without_a_gradient_keep_no_graph() -> None:
+    scores = torch.zeros(2, 1, 2, 2, requires_grad=True)
+    with torch.no_grad():
+        assert Chain(scores, partita.dense_source(2)).logz().grad_fn is None
+    assert Chain(scores.detach(), partita.dense_source(2)).entropy().grad_fn is None
+    assert Chain(scores, partita.dense_source(2)).logz().grad_fn is not None

@@ -9,6 +9,7 @@ from helpers.rows import INTERPRETING, KERNEL_DEVICES, kernel_devices
 
 import partita
 from partita import Chain
+from partita.ops.chain import autograd
 from partita.testing import poisoned_memory
 
 SHAPES = (
@@ -228,6 +229,47 @@ def test_strides(device: str) -> None:
         ),
         torch.float32,
     )
+
+
+@kernel_devices
+@pytest.mark.parametrize("backend", ["triton", "auto", "reference"])
+def test_gradients_of_results_in_any_stride(backend: str, device: str) -> None:
+    """`sum().backward()` gives a gradient of stride 0, which no copy makes contiguous."""
+    chain = random_chain(6, 3, 4, 3, device=device, dtype=torch.float32, forbidden=0.0)
+    scores = chain.scores.clone().requires_grad_()
+    live = Chain(scores, chain.source, chain.initial, chain.final, lengths=chain.lengths)
+    factor = torch.tensor(1.5, device=device)
+    with partita.backend(backend):
+        for result in (live.logz(), live.logz(partita.Max), live.entropy()):
+            contiguous, *others = (
+                torch.autograd.grad(result, scores, grad, retain_graph=True)[0]
+                for grad in (
+                    factor.expand(3).contiguous(),
+                    factor.expand(3),
+                    factor.expand(3, 2).contiguous()[:, 1],
+                )
+            )
+            for other in others:
+                assert torch.equal(other.nan_to_num(7.0), contiguous.nan_to_num(7.0))
+
+
+@kernel_devices
+@pytest.mark.parametrize("backend", ["triton", "auto", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_results_are_rounded_once(dtype: torch.dtype, backend: str, device: str) -> None:
+    """The op rounds log Z itself, with a gradient and without."""
+    chain = random_chain(6, 3, 4, 3, device=device, dtype=dtype)
+    expected_dtype = torch.promote_types(dtype, torch.float32)
+    with partita.backend(backend):
+        exact = autograd.log_partition(chain._tensors())
+        assert exact.dtype == torch.float64
+        scores = chain.scores.clone().requires_grad_()
+        live = Chain(scores, chain.source, chain.initial, chain.final, lengths=chain.lengths)
+        for logz in (live.logz(), chain.logz()):
+            assert logz.dtype == expected_dtype and torch.equal(logz, exact.to(expected_dtype))
+        best = chain.viterbi().score
+        assert best.dtype == expected_dtype
+        assert torch.equal(best, live.logz(partita.Max))
 
 
 @kernel_devices

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.ctc import BACKENDS, backends, sample
+from helpers.ctc import BACKENDS, NEEDS_NUMBA, backends, sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -265,3 +265,27 @@ def test_nan_is_not_a_loss_of_zero(backend: str) -> None:
             (grad,) = torch.autograd.grad(loss.sum(), leaf)
             assert loss.isnan().tolist() == best.score.isnan().tolist() == [True, False]
             assert grad[:, 0].isnan().any() and grad[:, 1].isfinite().all()
+
+
+@NEEDS_NUMBA
+def test_threads_share_large_batches_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads give the same bits as one, and a small batch does not start them."""
+    from partita.primitives.cpu import batch
+
+    logits, *rest = sample()
+    x = logits.requires_grad_()
+
+    def run() -> tuple[torch.Tensor, ...]:
+        loss = partita.ctc_loss(x, *rest, from_logits=True)
+        best = partita.ctc_align(x, *rest, from_logits=True)
+        return loss, torch.autograd.grad(loss, x)[0], best.labels, best.score
+
+    started = []
+    pool = batch._pool
+    monkeypatch.setattr(batch, "_pool", lambda threads: started.append(threads) or pool(threads))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    with partita.backend("numba"):
+        alone = run()
+        assert not started
+        monkeypatch.setattr(batch, "SMALL", 0)
+        assert all(map(torch.equal, run(), alone)) and started

@@ -164,6 +164,26 @@ def test_invalid_labels_and_lengths_make_only_their_sequence_nan(
 
 
 @kernel_devices
+def test_scores_of_alignments_are_sums_over_blocks_of_steps(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One target is empty, one cannot be aligned, and one sequence has a step of NaN."""
+    from partita.ops.ctc.gpu import launch
+
+    monkeypatch.setattr(launch, "ALIGNMENT_STEPS", 16)
+    x = batch_of(36, 4, 6, 4, device=device)
+    x.target_lengths[0], x.input_lengths[1], x.target_lengths[1] = 0, 1, 4
+    x.input_lengths[2:] = 36
+    assert_alignment_matches(x)
+    x.logits[2, 3] = torch.nan
+    with partita.backend("triton"):
+        found = partita.ctc_align(*x, from_logits=True)
+    assert found.score.isnan().tolist() == [False, False, False, True]
+    assert found.score[1] == -torch.inf
+    torch.testing.assert_close(found.score[2], found.scores[2].sum(), rtol=1e-5, atol=0.0)
+
+
+@kernel_devices
 def test_any_strides(device: str) -> None:
     x = batch_of(7, 2, 8, 3, device=device)
     assert_matches_reference(

@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.ctc_batches import Batch, batch_of, reduced_loss, results
+from helpers.ctc_batches import (
+    Batch,
+    assert_alignment_matches,
+    assert_matches_reference,
+    batch_of,
+    reduced_loss,
+    results,
+)
 from helpers.rows import KERNEL_DEVICES
 
 import partita
@@ -224,3 +231,28 @@ def test_concatenated_targets_with_lengths_on_the_device(device: str) -> None:
     )
     a, b = results(x, "triton"), results(x._replace(targets=flat), "triton")
     torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
+@pytest.mark.parametrize("shape", [(50, 4, 20, 10), (50, 3, 500, 40), (80, 600, 20, 12)], ids=str)
+def test_calls_are_replayed(shape: tuple[int, int, int, int], device: str) -> None:
+    """The third call of a shape replays the second, with lengths on the host and on the device."""
+    from partita.ops.ctc import autograd
+    from partita.runtime import launcher
+
+    if launcher.module() is None:
+        pytest.skip("needs the C module of launches")
+    ops = (autograd.loss, autograd.gradient, autograd.align)
+    for on_host in (False, True):
+        for cache in (cache for op in ops for cache in (op.programs, op.tries, op.reasons)):
+            cache.clear()
+        for seed in range(4):
+            x = batch_of(*shape, device=device, seed=seed)
+            x.target_lengths[0] = shape[3]  # the greatest length is a part of the key
+            if on_host:
+                x = x._replace(
+                    input_lengths=x.input_lengths.cpu(), target_lengths=x.target_lengths.cpu()
+                )
+            assert_matches_reference(x)
+            assert_alignment_matches(x)
+        assert all(op.programs and not op.reasons for op in ops)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.linear import Batch, assert_as_good, batch_of, budgets, results
+from helpers.linear import PLANS, Batch, assert_as_good, batch_of, budgets, results
 from helpers.rows import devices
 from torch import Tensor
 
@@ -17,7 +17,7 @@ dtypes = pytest.mark.parametrize(
 @pytest.mark.interpreted
 @devices
 @dtypes
-@pytest.mark.parametrize("plan", ["fast", "lean"])
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("masked", [False, True])
 def test_token_stats(masked: bool, plan: str, dtype: torch.dtype, device: str) -> None:
     """A bias of -inf may mask classes."""

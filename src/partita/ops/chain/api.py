@@ -21,6 +21,7 @@ from .inputs import (
     check_end,
     check_same_paths,
     check_semiring,
+    scalar,
 )
 from .results import ChainSample, ViterbiPath
 
@@ -101,7 +102,7 @@ class Chain:
             >>> partita.Chain(torch.zeros(2, 1, 2, 2), partita.dense_source(2)).logz(partita.Max)
             tensor([0.])
         """
-        return self._to_result_dtype(autograd.log_partition(self._tensors(semiring), semiring))
+        return autograd.partition(self._tensors(semiring), semiring)
 
     def marginals(self) -> Tensor:
         """Return the posterior probability of each edge, `[T, N, C, K]`, zero past the lengths.
@@ -131,8 +132,7 @@ class Chain:
             tensor([1, 0])
         """
         with torch.no_grad():
-            score, states, edges = autograd.viterbi(*self._tensors(), True, current_backend())
-        return ViterbiPath(self._to_result_dtype(score), states, edges)
+            return ViterbiPath(*autograd.viterbi(*self._tensors(), True, current_backend()))
 
     def sample(self, k: int, generator: torch.Generator | None = None) -> ChainSample:
         """Draw k independent paths from the posterior of each chain.
@@ -195,9 +195,11 @@ class Chain:
             ) from None
         ends = []
         for name, value in (("initial", initial), ("final", final)):
-            check_end(name, value, self.scores)
             if value is None:
-                value = self.scores.new_zeros(()).expand(self.scores.shape[1:3])
+                zero = scalar(0.0, self.scores.dtype, self.scores.device)
+                value = zero.expand(self.scores.shape[1:3])
+            else:
+                check_end(name, value, self.scores)
             ends.append(value)
         mean, _ = functional.expectation(self._tensors(), edge_values, *ends)
         return self._to_result_dtype(mean)

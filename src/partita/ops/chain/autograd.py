@@ -9,9 +9,16 @@ from torch import Tensor
 
 from ...primitives.semiring import Log, Max, Semiring, differentiable
 from ...runtime import checks, register
-from ...runtime.autograd import apply, double_backward, is_double_backward
+from ...runtime.autograd import (
+    apply,
+    double_backward,
+    is_double_backward,
+    plain_eager,
+    refuse_forward_mode,
+)
 from ...runtime.backend import current_backend
-from . import reference
+from ...runtime.dtypes import acc_dtype
+from . import fakes, reference
 from .backends import BACKENDS
 from .inputs import ChainTensors
 from .reference import expected_value
@@ -21,122 +28,11 @@ def check_values(
     scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, lengths: Tensor | None, *_: Any
 ) -> None:
     """Raise for a source or a length that is out of range, where values are checked."""
+    if source.is_meta or not checks.should_check_values(source.device):
+        return
     checks.within("source", source, -1, scores.shape[2] - 1, "states, or -1 for no edge")
     if lengths is not None:
         checks.within("lengths", lengths, 0, scores.shape[0], "steps")
-
-
-def _fake_per_chain(scores: Tensor) -> Tensor:
-    return scores.new_empty(scores.shape[1], dtype=torch.float64)
-
-
-def _fake_state_scores(scores: Tensor, *leading: int) -> Tensor:
-    T, N, C, _ = scores.shape
-    return scores.new_empty((*leading, T + 1, N, C), dtype=torch.float64)
-
-
-def _fake_nothing(scores: Tensor) -> Tensor:
-    return scores.new_empty(0, dtype=torch.float64)
-
-
-def _fake_gradient(tensor: Tensor, dtype: torch.dtype | None = None, needed: bool = True) -> Tensor:
-    shape = tensor.shape if needed else (0,)
-    return torch.empty(shape, dtype=dtype or tensor.dtype, device=tensor.device)
-
-
-def _fake_logz(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    save: bool,
-    served_by: str,
-) -> tuple[Tensor, Tensor]:
-    saves = save and served_by != "reference"
-    saved = _fake_state_scores(scores) if saves else _fake_nothing(scores)
-    return _fake_per_chain(scores), saved
-
-
-def _fake_logz_gradient(
-    grad_output: Tensor,
-    scores: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    source: Tensor,
-    lengths: Tensor | None,
-    logz: Tensor,
-    saved: Tensor,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_gradient(scores, dtype), _fake_gradient(initial), _fake_gradient(final)
-
-
-def _fake_viterbi(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    trace: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    T, N = scores.shape[:2]
-    states = scores.new_empty((T + 1, N) if trace else (0,), dtype=torch.int64)
-    edges = scores.new_empty((T, N) if trace else (0,), dtype=torch.int64)
-    return _fake_per_chain(scores), states, edges
-
-
-def _fake_sample(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    uniforms: Tensor,
-) -> tuple[Tensor, Tensor]:
-    T, N = scores.shape[:2]
-    samples = uniforms.shape[1]
-    states = scores.new_empty((samples, T + 1, N), dtype=torch.int64)
-    return states, scores.new_empty((samples, T, N), dtype=torch.int64)
-
-
-def _fake_expectation(
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    values: Tensor,
-    first_values: Tensor,
-    last_values: Tensor,
-    save: bool,
-    served_by: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    saves = save and served_by != "reference"
-    saved = _fake_state_scores(scores, 2) if saves else _fake_nothing(scores)
-    return _fake_per_chain(scores), _fake_per_chain(scores), saved
-
-
-def _fake_expectation_gradient(
-    grad_output: Tensor,
-    scores: Tensor,
-    source: Tensor,
-    initial: Tensor,
-    final: Tensor,
-    lengths: Tensor | None,
-    values: Tensor,
-    first_values: Tensor,
-    last_values: Tensor,
-    mean: Tensor,
-    logz: Tensor,
-    saved: Tensor,
-    need_score_grads: bool,
-    need_value_grads: bool,
-) -> tuple[Tensor, ...]:
-    return (
-        *(_fake_gradient(t, needed=need_score_grads) for t in (scores, initial, final)),
-        *(_fake_gradient(t, needed=need_value_grads) for t in (values, first_values, last_values)),
-    )
 
 
 _CHAIN = "Tensor scores, Tensor source, Tensor initial, Tensor final, Tensor? lengths"
@@ -144,50 +40,80 @@ _VALUES = "Tensor values, Tensor first_values, Tensor last_values"
 
 logz = register.define(
     f"chain_logz({_CHAIN}, bool save, str backend) -> (Tensor, Tensor)",
-    _fake_logz,
+    fakes.fake_logz,
     check=check_values,
     fake_by_backend=True,
     backends=BACKENDS,
+    by_identity=("source",),
+)
+rounded_logz = register.define(
+    f"chain_rounded_logz({_CHAIN}, bool save, ScalarType dtype, str backend)"
+    " -> (Tensor, Tensor, Tensor)",
+    fakes.fake_rounded_logz,
+    check=check_values,
+    fake_by_backend=True,
+    backends=BACKENDS,
+    by_identity=("source",),
 )
 logz_gradient = register.define(
     "chain_gradient(Tensor grad_output, Tensor scores, Tensor initial, Tensor final, Tensor source,"
     " Tensor? lengths, Tensor logz, Tensor saved, ScalarType dtype, str backend)"
     " -> (Tensor, Tensor, Tensor)",
-    _fake_logz_gradient,
+    fakes.fake_logz_gradient,
     backends=BACKENDS,
+    by_identity=("source",),
 )
 scan = register.define(
     f"chain_scan({_CHAIN}, bool use_max, bool reverse, str backend) -> Tensor",
-    lambda scores, *_: _fake_state_scores(scores),
+    fakes.fake_scan,
     check=check_values,
     backends=BACKENDS,
+    by_identity=("source",),
 )
 viterbi = register.define(
     f"chain_viterbi({_CHAIN}, bool trace, str backend) -> (Tensor, Tensor, Tensor)",
-    _fake_viterbi,
+    fakes.fake_viterbi,
     check=check_values,
     backends=BACKENDS,
+    by_identity=("source",),
 )
 sample = register.define(
     f"chain_sample({_CHAIN}, Tensor uniforms, str backend) -> (Tensor, Tensor)",
-    _fake_sample,
+    fakes.fake_sample,
     check=check_values,
     backends=BACKENDS,
+    by_identity=("source",),
 )
 expectation = register.define(
     f"chain_expectation({_CHAIN}, {_VALUES}, bool save, str backend) -> (Tensor, Tensor, Tensor)",
-    _fake_expectation,
+    fakes.fake_expectation,
     check=check_values,
     fake_by_backend=True,
     backends=BACKENDS,
+    by_identity=("source",),
 )
 expectation_gradient = register.define(
     f"chain_expectation_gradient(Tensor grad_output, {_CHAIN}, {_VALUES}, Tensor mean, Tensor logz,"
     " Tensor saved, bool need_score_grads, bool need_value_grads, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _fake_expectation_gradient,
+    fakes.fake_expectation_gradient,
     backends=BACKENDS,
+    by_identity=("source",),
 )
+
+
+def _logz_backward(ctx: Any, grad_output: Tensor | None) -> tuple[Any, ...]:
+    """Return the gradients of the five tensors of a chain from the gradient of log Z."""
+    if grad_output is None:
+        return (None,) * 5
+    scores, *rest = ctx.saved_tensors
+    args = (scores, *rest, scores.dtype, ctx.backend)
+    if is_double_backward():
+        grads = apply(Marginals, grad_output.double(), *args)
+    else:
+        grads = logz_gradient(grad_output, *args)
+    d_scores, d_initial, d_final = grads
+    return d_scores, None, d_initial, d_final, None
 
 
 class LogZ(torch.autograd.Function):
@@ -216,15 +142,36 @@ class LogZ(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grad_output = grads[0]
-        if grad_output is None:
-            return (None,) * 7
-        gradient = Marginals.apply if is_double_backward() else logz_gradient
-        scores, *rest = ctx.saved_tensors
-        d_scores, d_initial, d_final = gradient(
-            grad_output, scores, *rest, scores.dtype, ctx.backend
-        )
-        return d_scores, None, d_initial, d_final, None, None, None
+        return *_logz_backward(ctx, grads[0]), None, None
+
+
+class RoundedLogZ(torch.autograd.Function):
+    """Log Z of each chain in a dtype, `[N]`; its gradient is the marginals."""
+
+    @staticmethod
+    def forward(
+        scores: Tensor,
+        source: Tensor,
+        initial: Tensor,
+        final: Tensor,
+        lengths: Tensor | None,
+        save: bool,
+        dtype: torch.dtype,
+        backend: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return rounded_logz(scores, source, initial, final, lengths, save, dtype, backend)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        scores, source, initial, final, lengths, *_, ctx.backend = inputs
+        _, logz, saved = output
+        ctx.mark_non_differentiable(logz, saved)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(scores, initial, final, source, lengths, logz, saved)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return *_logz_backward(ctx, grads[0]), None, None, None
 
 
 class Marginals(torch.autograd.Function):
@@ -247,7 +194,7 @@ class Marginals(torch.autograd.Function):
     def backward(ctx: Any, *values: Tensor) -> tuple[Any, ...]:
         grad_output, scores, initial, final, source, lengths = ctx.saved_tensors
         chain = (scores, source, initial, final, lengths)
-        d_grad_output, *saved = Expectation.apply(*chain, *values, True, ctx.backend)
+        d_grad_output, *saved = apply(Expectation, *chain, *values, True, ctx.backend)
         if is_double_backward():
             variables = (scores, initial, final)
             grads = double_backward(
@@ -265,7 +212,7 @@ class Marginals(torch.autograd.Function):
 
 
 class BestScore(torch.autograd.Function):
-    """The best score of each chain, `[N]` fp64; its gradient is the indicator of the best path.
+    """The best score of each chain, `[N]`; its gradient is the indicator of the best path.
 
     With `trace` the forward pass also returns the states and edges of that path.
     """
@@ -374,14 +321,26 @@ class Expectation(torch.autograd.Function):
         return d_scores, None, d_initial, d_final, None, *d_values, None, None
 
 
-def needs_gradient(*tensors: Tensor) -> bool:
+def needs_gradient(a: Tensor, b: Tensor, c: Tensor) -> bool:
     """Return whether autograd will differentiate a function of the tensors."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or c.requires_grad)
 
 
 def chain_needs_gradient(chain: ChainTensors) -> bool:
     """Return whether autograd will differentiate a function of the chain's scores."""
     return needs_gradient(chain.scores, chain.initial, chain.final)
+
+
+def calls_op(needs_grad: bool, *tensors: Tensor) -> bool:
+    """Return whether a call may go to its op directly, past the autograd function.
+
+    It may where no gradient is needed and no transform is active. A tangent would be lost, so it
+    raises an error.
+    """
+    if needs_grad or not plain_eager():
+        return False
+    refuse_forward_mode(*tensors)
+    return True
 
 
 def scan_inputs(chain: ChainTensors, semiring: Semiring, name: str) -> reference.ChainInputs:
@@ -403,10 +362,26 @@ def scan_inputs(chain: ChainTensors, semiring: Semiring, name: str) -> reference
     return reference.chain_inputs(*chain, semiring)
 
 
-def log_partition(chain: ChainTensors, semiring: Semiring) -> Tensor:
-    """Return the sum over all paths under a semiring, `[N]`."""
+def log_partition(chain: ChainTensors) -> Tensor:
+    """Return log Z, `[N]` fp64, of which differences may be formed."""
+    save, backend = chain_needs_gradient(chain), current_backend()
+    if calls_op(save, chain.scores, chain.initial, chain.final):
+        return logz(*chain, save, backend)[0]
+    return apply(LogZ, *chain, save, backend)[0]
+
+
+def partition(chain: ChainTensors, semiring: Semiring) -> Tensor:
+    """Return the sum over all paths under a semiring in the dtype of results, `[N]`."""
+    dtype = acc_dtype(chain.scores.dtype)
     if semiring not in (Log, Max):
         inputs = scan_inputs(chain, semiring, "this semiring")
-        return reference.log_partition(inputs, differentiable(semiring))
-    function = BestScore if semiring == Max else LogZ
-    return apply(function, *chain, chain_needs_gradient(chain), current_backend())[0]
+        return reference.log_partition(inputs, differentiable(semiring)).to(dtype)
+    save, backend = chain_needs_gradient(chain), current_backend()
+    is_direct = calls_op(save, chain.scores, chain.initial, chain.final)
+    if semiring == Max:
+        if is_direct:
+            return viterbi(*chain, save, backend)[0]
+        return apply(BestScore, *chain, save, backend)[0]
+    if is_direct:
+        return rounded_logz(*chain, save, dtype, backend)[0]
+    return apply(RoundedLogZ, *chain, save, dtype, backend)[0]

@@ -15,6 +15,7 @@ def _reference() -> Functions:
 
     return {
         "chain_logz": reference.chain_logz,
+        "chain_rounded_logz": reference.chain_rounded_logz,
         "chain_gradient": reference.chain_gradient,
         "chain_scan": reference.chain_scan,
         "chain_viterbi": reference.chain_viterbi,
@@ -29,6 +30,7 @@ def _gpu() -> Functions:
 
     return {
         "chain_logz": launch.chain_logz,
+        "chain_rounded_logz": launch.chain_rounded_logz,
         "chain_gradient": launch.chain_gradient,
         "chain_scan": launch.chain_scan,
         "chain_viterbi": launch_paths.chain_viterbi,
@@ -43,6 +45,7 @@ def _cpu() -> Functions:
 
     return {
         "chain_logz": logz.chain_logz,
+        "chain_rounded_logz": logz.chain_rounded_logz,
         "chain_gradient": logz.chain_gradient,
         "chain_scan": state_scores.chain_scan,
         "chain_viterbi": paths.chain_viterbi,

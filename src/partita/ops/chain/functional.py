@@ -14,17 +14,24 @@ from ...runtime.autograd import apply, refuse_forward_mode
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from . import autograd, reference
-from .autograd import chain_needs_gradient, log_partition, needs_gradient, scan_inputs
-from .inputs import ChainTensors, full_lengths
+from .autograd import (
+    calls_op,
+    chain_needs_gradient,
+    log_partition,
+    needs_gradient,
+    scan_inputs,
+)
+from .inputs import ChainTensors, full_lengths, scalar
 
 
 def marginals(chain: ChainTensors) -> Tensor:
     """Return the posterior of each edge, `[T, N, C, K]`, in the dtype of results."""
     scores, source, initial, final, lengths = chain
     backend, dtype = current_backend(), acc_dtype(scores.dtype)
+    ones = scalar(1.0, torch.float64, scores.device).expand(scores.shape[1])
     logz, saved = autograd.logz(scores, source, initial, final, lengths, True, backend)
     return autograd.logz_gradient(
-        torch.ones_like(logz),
+        ones,
         scores,
         initial,
         final,
@@ -56,10 +63,12 @@ def expectation(
     chain: ChainTensors, values: Tensor, first_values: Tensor, last_values: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the mean of the values along a path and log Z, `[N]`; log Z has no gradient."""
-    save = chain_needs_gradient(chain) or needs_gradient(values, first_values, last_values)
-    function = autograd.Expectation
+    numbers = (values, first_values, last_values)
+    save = chain_needs_gradient(chain) or needs_gradient(*numbers)
     backend = current_backend()
-    return apply(function, *chain, values, first_values, last_values, save, backend)[:2]
+    if calls_op(save, chain.scores, chain.initial, chain.final, *numbers):
+        return autograd.expectation(*chain, *numbers, save, backend)[:2]
+    return apply(autograd.Expectation, *chain, *numbers, save, backend)[:2]
 
 
 def entropy(chain: ChainTensors) -> Tensor:
@@ -68,7 +77,7 @@ def entropy(chain: ChainTensors) -> Tensor:
     scores, initial, final = (t.expand(t.shape) for t in (chain.scores, chain.initial, chain.final))
     mean, logz = expectation(chain, scores, initial, final)
     if chain_needs_gradient(chain):
-        logz = log_partition(chain, Log)
+        logz = log_partition(chain)
     return torch.where(logz == -torch.inf, 0.0, logz - mean)
 
 
@@ -81,8 +90,8 @@ def kl(chain: ChainTensors, other: ChainTensors) -> Tensor:
         chain.final.double() - other.final.double(),
     )
     if chain_needs_gradient(chain):
-        logz = log_partition(chain, Log)
-    divergence = mean - logz + log_partition(other, Log)
+        logz = log_partition(chain)
+    divergence = mean - logz + log_partition(other)
     divergence = torch.where(mean == torch.inf, torch.inf, divergence)
     divergence = torch.where(logz == -torch.inf, 0.0, divergence)
     same_source = other.source is chain.source or (chain.source == other.source).all()
@@ -100,7 +109,7 @@ def log_prob(chain: ChainTensors, edges: Tensor, first_state: Tensor | None) -> 
             and its log-probability is 0 if the chain has a path.
     """
     score = reference.path_score(*chain, edges, first_state)
-    logz = log_partition(chain, Log)
+    logz = log_partition(chain)
     # A path that is given is not a path of a chain that has none.
     result = torch.where(logz == -torch.inf, -torch.inf, score - logz)
     if first_state is not None:

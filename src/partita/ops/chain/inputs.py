@@ -41,16 +41,17 @@ def check_chain(
     checks.integer("source", source)
     checks.device("source", source, scores, "scores")
     checks.shape("source", source, scores.shape[2:], "[C, K] of scores")
-    check_end("initial", initial, scores)
-    check_end("final", final, scores)
+    if initial is not None:
+        check_end("initial", initial, scores)
+    if final is not None:
+        check_end("final", final, scores)
 
 
-def check_end(name: str, end: Tensor | None, scores: Tensor) -> None:
+def check_end(name: str, end: Tensor, scores: Tensor) -> None:
     """Raise where numbers of the first or last states have a wrong dtype, shape or device."""
-    if end is not None:
-        checks.floating(name, end)
-        checks.device(name, end, scores, "scores")
-        checks.shape(name, end, scores.shape[1:3], "[N, C] of scores")
+    checks.floating(name, end)
+    checks.device(name, end, scores, "scores")
+    checks.shape(name, end, scores.shape[1:3], "[N, C] of scores")
 
 
 def check_semiring(semiring: Semiring) -> None:
@@ -79,7 +80,12 @@ def full_lengths(chain: ChainTensors) -> Tensor:
 
 
 def _scalar(value: float, dtype: torch.dtype, *, device: torch.device) -> Tensor:
-    return torch.full((1, 1), value, dtype=dtype, device=device)
+    return torch.full((), value, dtype=dtype, device=device)
+
+
+def scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a number as a tensor, `[]`, which is not filled anew at each call on a GPU."""
+    return constant(_scalar, value, dtype, device=device)
 
 
 def chain_tensors(
@@ -92,7 +98,7 @@ def chain_tensors(
 ) -> ChainTensors:
     """Return the tensors of a batch of chains; ends that are None are the semiring's one."""
     if initial is None or final is None:
-        one = constant(_scalar, semiring.one, acc_dtype(scores.dtype), device=scores.device)
+        one = scalar(semiring.one, acc_dtype(scores.dtype), scores.device)
         # Each end is a tensor of its own: compilers refuse one tensor for two arguments.
         N_C = scores.shape[1:3]
         initial, final = (one.expand(N_C) if end is None else end for end in (initial, final))

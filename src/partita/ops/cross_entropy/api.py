@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...primitives.eager import needs_no_derivative
 from ...runtime import checks
 from ...runtime.autograd import apply, autocast_dtype, plain_eager, refuse_forward_mode
 from ...runtime.backend import current_backend, resolve
@@ -17,7 +18,9 @@ from .autograd import (
     TokenStatsFunction,
     cross_entropy_of_rows,
     cross_entropy_reduced_op,
+    token_stats_op,
 )
+from .native import native_cross_entropy
 
 
 def cross_entropy(
@@ -35,10 +38,10 @@ def cross_entropy(
     """Cross-entropy between logits and targets: `F.cross_entropy`, with soft-capping and z-loss.
 
     When `input` needs a gradient and `reduction` is `mean` or `sum`, one pass over the logits
-    computes the loss and the gradient: on a GPU with one read and one write, on a CPU in chunks of
-    rows. With `reduction="none"`, fp16 logits (whose gradient would underflow before a loss scale),
-    `torch.compile` and function transforms, the forward pass computes the loss and the backward
-    pass the gradient.
+    computes the loss and the gradient: on a GPU with one read and one write. On a CPU PyTorch's own
+    function serves small plain losses. With `reduction="none"`, fp16 logits (whose gradient would
+    underflow before a loss scale), `torch.compile` and function transforms, the forward pass
+    computes the loss and the backward pass the gradient.
 
     Args:
         input: logits `[N, C, ...]` or `[C]`, floating dtype, any strides.
@@ -79,20 +82,25 @@ def cross_entropy(
                 [-0.4404,  0.4404]]))
     """
     _check(input, target, weight, ignore_index, softcap)
-    checks.choice("reduction", reduction, REDUCTIONS)
-    weight = None if weight is None else weight.contiguous()
+    if reduction not in REDUCTIONS:
+        checks.choice("reduction", reduction, REDUCTIONS)
+    if weight is not None:
+        weight = weight.contiguous()
     if label_smoothing != 0.0:
         checks.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
     if z_loss != 0.0:
         checks.number("z_loss", z_loss, low=0.0)
+    backend, is_batch = current_backend(), input.ndim > 1
+    if is_batch and input.is_cpu and backend == "auto" and not (softcap or z_loss or inplace):
+        loss = native_cross_entropy(input, target, weight, ignore_index, label_smoothing, reduction)
+        if loss is not None:
+            return loss
     dtype = _loss_dtype(input, target, weight)
     if dtype == torch.float64:
         input = input.to(dtype)  # Probabilities or class weights may be in fp64.
     numbers = float(label_smoothing), float(softcap or 0.0), float(z_loss)
-    options = CrossEntropyOptions(
-        ignore_index, *numbers, reduction == "mean", dtype, current_backend()
-    )
-    if input.ndim > 1:
+    options = CrossEntropyOptions(ignore_index, *numbers, reduction == "mean", dtype, backend)
+    if is_batch:
         return _loss(input, target, weight, options, reduction, inplace)
     loss = _loss(input.unsqueeze(0), target.unsqueeze(0), weight, options, reduction, inplace)
     return loss.squeeze(0) if reduction == "none" else loss
@@ -152,12 +160,16 @@ def token_stats(
         )
     checks.shape("target", target, logits.shape[:-1], "logits.shape[:-1]")
     checks.device("target", target, logits, "logits")
-    checks.number("temperature", temperature, low=0.0, open_low=True)
-    checks.python_int("ignore_index", ignore_index)
-    fields = TokenStatsFunction.apply(
-        logits, target, float(temperature), ignore_index, current_backend()
-    )
-    return TokenStats(*fields[: len(TokenStats._fields)])
+    if type(temperature) is not float or temperature != 1.0:
+        checks.number("temperature", temperature, low=0.0, open_low=True)
+    if type(ignore_index) is not int:
+        checks.python_int("ignore_index", ignore_index)
+    options = float(temperature), ignore_index, current_backend()
+    if needs_no_derivative(logits):
+        fields = token_stats_op(logits, target, *options)
+    else:
+        fields = apply(TokenStatsFunction, logits, target, *options)
+    return TokenStats(*fields[:4])
 
 
 def _check(
@@ -165,25 +177,29 @@ def _check(
 ) -> None:
     checks.floating("input", input)
     checks.tensor("target", target)
-    checks.python_int("ignore_index", ignore_index)
-    if input.ndim == 0:
+    if type(ignore_index) is not int:
+        checks.python_int("ignore_index", ignore_index)
+    shape = input.shape
+    if not shape:
         raise ValueError("input: expected shape [N, C, ...] or [C], got []")
-    checks.device("target", target, input, "input")
-    classes = input.shape[0 if input.ndim == 1 else 1]
-    if target.shape == input.shape and target.is_floating_point():
+    if target.device != input.device:
+        checks.device("target", target, input, "input")
+    if target.shape == shape and target.is_floating_point():
         if ignore_index >= 0:
             raise ValueError(
                 "ignore_index: expected none (a negative number) with target probabilities,"
                 f" got {ignore_index}"
             )
     else:
-        checks.integer("target", target)
-        rows = [] if input.ndim == 1 else [input.shape[0], *input.shape[2:]]
-        checks.shape("target", target, rows, "[N, ...] of input without its classes")
+        if target.dtype not in checks.INTEGERS:
+            checks.integer("target", target)
+        if len(shape) != 2 or target.shape != shape[:1]:
+            rows = [] if len(shape) == 1 else [shape[0], *shape[2:]]
+            checks.shape("target", target, rows, "[N, ...] of input without its classes")
     if weight is not None:
         checks.floating("weight", weight)
         checks.device("weight", weight, input, "input")
-        checks.shape("weight", weight, [classes], "[C]")
+        checks.shape("weight", weight, [shape[0 if len(shape) == 1 else 1]], "[C]")
         if weight.requires_grad and not target.is_floating_point() and torch.is_grad_enabled():
             raise RuntimeError(
                 "weight: not differentiable with label targets, as in torch; detach it, or give"

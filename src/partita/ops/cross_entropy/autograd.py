@@ -7,12 +7,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...primitives.eager import needs_no_derivative
 from ...runtime import checks, register
-from ...runtime.autograd import batch_first, first_derivative
+from ...runtime.autograd import (
+    apply,
+    batch_first,
+    first_derivative,
+    is_double_backward,
+    plain_eager,
+)
 from ...runtime.dtypes import acc_dtype
 from . import reference
 from .backends import BACKENDS
 from .common import RowLosses, TokenStatsRows, mean_denominators
+from .gpu.plan import SMALL_GRADIENT
 
 
 def _check_labels(
@@ -36,7 +44,7 @@ def _rows_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
             "weight: class weights that differ over a vmapped dimension are not supported"
         )
     for i, (tensor, dim) in enumerate(zip(tensors, in_dims, strict=False)):
-        if i != weight_index:
+        if i != weight_index and tensor is not None:
             tensors[i] = batch_first(tensor, dim, info.batch_size).flatten(0, 1)
     if is_forward:
         return tuple(
@@ -66,14 +74,14 @@ cross_entropy_op = register.define(
     backends=BACKENDS,
 )
 cross_entropy_backward_op = register.define(
-    "cross_entropy_backward(Tensor grad_loss, Tensor grad_logsumexp, Tensor logits,"
+    "cross_entropy_backward(Tensor grad_loss, Tensor? grad_logsumexp, Tensor logits,"
     f" {_INPUTS}, {_STATISTICS}, {_NUMBERS}, str backend) -> Tensor",
     lambda grad_loss, grad_logsumexp, logits, *_: torch.empty_like(logits),
     vmap=_rows_vmap,
     backends=BACKENDS,
 )
 cross_entropy_backward_inplace_op = register.define(
-    "cross_entropy_backward_(Tensor grad_loss, Tensor grad_logsumexp, Tensor(a!) logits,"
+    "cross_entropy_backward_(Tensor grad_loss, Tensor? grad_logsumexp, Tensor(a!) logits,"
     f" {_INPUTS}, {_STATISTICS}, {_NUMBERS}, str backend) -> ()",
     lambda *_: None,
     backends=BACKENDS,
@@ -152,6 +160,8 @@ class CrossEntropyRows(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         logits, target, weight, *ctx.options, ctx.inplace = inputs
+        if plain_eager():  # A zero gradient of the log-sum-exp would cost a launch.
+            ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[2:])
         ctx.save_for_backward(logits, target, weight, *output[2:])
 
@@ -159,6 +169,8 @@ class CrossEntropyRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         logits, target, weight, *statistics = ctx.saved_tensors
         grad_loss, grad_logsumexp = grads[:2]
+        if grad_loss is None:
+            grad_loss = torch.zeros_like(statistics[0])
         *options, backend = ctx.options
         tensors = (grad_loss, grad_logsumexp, logits, target, weight, *statistics)
         if ctx.inplace:
@@ -171,13 +183,19 @@ class CrossEntropyRows(torch.autograd.Function):
             torch.autograd.graph.increment_version(logits)
             return logits.detach(), *(None for _ in range(7))
         has_probabilities = target.is_floating_point()
-        variables = 3 if not has_probabilities else 4 if weight is None else 5
-        grad_logits = first_derivative(
-            lambda *tensors: cross_entropy_backward_op(*tensors, *options, backend),
-            lambda *tensors: reference.cross_entropy_gradient(*tensors, *options),
-            variables,
-            *tensors,
-        )
+        if not is_double_backward():
+            grad_logits = cross_entropy_backward_op(*tensors, *options, backend)
+        else:
+            if grad_logsumexp is None:
+                grad_logsumexp = torch.zeros_like(grad_loss)
+            grad_logits = first_derivative(
+                lambda *tensors: cross_entropy_backward_op(*tensors, *options, backend),
+                lambda *tensors: reference.cross_entropy_gradient(*tensors, *options),
+                3 if not has_probabilities else 4 if weight is None else 5,
+                grad_loss,
+                grad_logsumexp,
+                *tensors[2:],
+            )
         grad_target, grad_weight = None, None
         if has_probabilities and (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
             others = [target] if weight is None else [target, weight]
@@ -242,8 +260,21 @@ class CrossEntropyOnePass(torch.autograd.Function):
         if gradient is None:
             logits, target, weight = ctx.saved_tensors
             gradient = cross_entropy_one_pass_op(logits, target, weight, *ctx.options)[1]
-        scale_gradient.eager(gradient, grad, ctx.options.backend)
+        scale_by_upstream(gradient, grad, ctx.options.backend)
         return gradient, None, None, None, None
+
+
+def scale_by_upstream(gradient: Tensor, upstream: Tensor, backend: str) -> None:
+    """Multiply the gradient of a loss in place by the gradient that arrives from above.
+
+    For a small gradient, PyTorch's own multiplication takes the host less time than an op.
+    """
+    if gradient.is_cpu and float(upstream) == 1.0:
+        return
+    if gradient.numel() <= SMALL_GRADIENT and gradient.dtype == upstream.dtype:
+        gradient.mul_(upstream)
+    else:
+        scale_gradient(gradient, upstream, backend)
 
 
 def cross_entropy_of_rows(
@@ -259,9 +290,11 @@ def cross_entropy_of_rows(
     A compiler or a function transform sees every step but the loss of the rows itself.
     """
     numbers = options.ignore_index, options.label_smoothing, options.softcap
-    loss, logsumexp, *_ = CrossEntropyRows.apply(
-        logits, target, weight, *numbers, options.backend, inplace
-    )
+    if needs_no_derivative(logits, target, weight):
+        fields = cross_entropy_op(logits, target, weight, *numbers, options.backend)
+    else:
+        fields = apply(CrossEntropyRows, logits, target, weight, *numbers, options.backend, inplace)
+    loss, logsumexp = fields[:2]
     z = options.z_loss * logsumexp.square() if options.z_loss else None
     if reduction != "mean":
         loss = loss if z is None else loss + z
@@ -276,10 +309,10 @@ def cross_entropy_of_rows(
 
 
 def _stats_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
-    num_tensors = sum(isinstance(arg, Tensor) for arg in args)
+    num_tensors = sum(isinstance(arg, Tensor) or arg is None for arg in args)
     options = args[num_tensors:]
-    tensors = [
-        batch_first(tensor, dim, info.batch_size)
+    tensors: list[Any] = [
+        None if tensor is None else batch_first(tensor, dim, info.batch_size)
         for tensor, dim in zip(args[:num_tensors], in_dims, strict=False)
     ]
     if num_tensors == 2:
@@ -306,7 +339,7 @@ token_stats_op = register.define(
     backends=BACKENDS,
 )
 token_stats_backward_op = register.define(
-    "token_stats_backward(Tensor grad_logprob, Tensor grad_logsumexp, Tensor grad_entropy,"
+    "token_stats_backward(Tensor grad_logprob, Tensor? grad_logsumexp, Tensor? grad_entropy,"
     " Tensor logits, Tensor target, Tensor maximum, Tensor sumexp, Tensor entropy,"
     " float temperature, int ignore_index, str backend) -> Tensor",
     lambda grad_logprob, grad_logsumexp, grad_entropy, logits, *_: torch.empty_like(logits),
@@ -330,17 +363,28 @@ class TokenStatsFunction(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         logits, target, *ctx.options = inputs
         _, _, entropy, argmax, maximum, sumexp = output
+        if plain_eager():  # Zero gradients of unused fields would cost a launch each.
+            ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(argmax, maximum, sumexp)
         ctx.save_for_backward(logits, target, maximum, sumexp, entropy)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         *options, backend = ctx.options
+        tensors = ctx.saved_tensors
+        grad_logprob, *others = grads[:3]
+        if grad_logprob is None:
+            grad_logprob = torch.zeros_like(tensors[4])
+        if not is_double_backward():
+            dlogits = token_stats_backward_op(grad_logprob, *others, *tensors, *options, backend)
+            return dlogits, None, None, None, None
+        others = [torch.zeros_like(grad_logprob) if grad is None else grad for grad in others]
         dlogits = first_derivative(
             lambda *tensors: token_stats_backward_op(*tensors, *options, backend),
             lambda *tensors: reference.token_stats_gradient(*tensors, *options),
             4,
-            *grads[:3],
-            *ctx.saved_tensors,
+            grad_logprob,
+            *others,
+            *tensors,
         )
         return dlogits, None, None, None, None

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import apply
+from ...runtime.autograd import apply, plain_eager, refuse_forward_mode
 from ...runtime.backend import current_backend
-from ...runtime.dtypes import acc_dtype
-from ...runtime.lengths import Lengths, as_lengths, to_device_together
+from ...runtime.lengths import Lengths
 from . import autograd as _ctc
-from .common import PackedTargets
+from .arguments import prepare
 
 
 class TokenSpans(NamedTuple):
@@ -76,80 +75,6 @@ class CTCAlignment(NamedTuple):
         return TokenSpans(start, end, mean.to(self.scores.dtype))
 
 
-class _CTCArguments(NamedTuple):
-    """Checked arguments in the form that the ops take.
-
-    Fields:
-        logits: `[T, N, C]`.
-        targets: packed targets on the device of the logits.
-        input_lengths: `[N]` int64 on the device of the logits.
-        batched: whether the caller's logits had a batch dimension.
-    """
-
-    logits: Tensor
-    targets: PackedTargets
-    input_lengths: Tensor
-    batched: bool
-
-
-def _prepare(
-    name: str,
-    logits: Tensor,
-    targets: Tensor,
-    input_lengths: Lengths,
-    target_lengths: Lengths,
-    blank: int,
-) -> _CTCArguments:
-    checks.floating(name, logits)
-    checks.integer("targets", targets)
-    checks.device("targets", targets, logits, name)
-    batched = logits.ndim == 3
-    if logits.ndim not in (2, 3):
-        raise ValueError(f"{name}: expected shape [T, N, C] or [T, C], got {list(logits.shape)}")
-    if not batched:
-        logits = logits[:, None]
-    _, N, C = logits.shape
-    if targets.ndim != 1 and (targets.ndim != 2 or len(targets) != N):
-        raise ValueError(
-            f"targets: expected shape [N, S] with N = {N}, or [sum of target_lengths],"
-            f" got {list(targets.shape)}"
-        )
-    checks.blank(blank, C)
-    steps = as_lengths("input_lengths", input_lengths, N)
-    lengths = as_lengths("target_lengths", target_lengths, N)
-    packed = _pack_targets(targets, lengths)
-    if (
-        targets.ndim == 1
-        and not torch.compiler.is_compiling()
-        and checks.should_check_values(logits.device)
-        and int(lengths.sum()) != len(targets)
-    ):
-        raise ValueError(
-            "targets: expected as many labels as the sum of target_lengths,"
-            f" {int(lengths.sum())}, got {len(targets)}"
-        )
-    steps, lengths, offsets = to_device_together(logits.device, steps, lengths, packed.offsets)
-    packed = packed._replace(offsets=offsets, lengths=lengths)
-    return _CTCArguments(logits, packed, steps, batched)
-
-
-def _pack_targets(targets: Tensor, lengths: Tensor) -> PackedTargets:
-    """Pack targets, `[N, S]` or `[M]`; offsets and lengths stay on the device of `lengths`."""
-    N, size = len(lengths), targets.shape[-1]
-    on_host = lengths.device.type == "cpu" and not torch.compiler.is_compiling()
-    longest = int(lengths.max()) if on_host and N else size if N else 0
-    if targets.ndim == 2:
-        offsets = torch.arange(N, device=lengths.device) * size
-    else:
-        # The clamp bounds how far an invalid length can shift the targets after it.
-        clamped = lengths.clamp(0, size)
-        offsets = clamped.cumsum(0) - clamped
-    labels = targets.reshape(-1)
-    if targets.dtype not in (torch.int32, torch.int64):
-        labels = labels.long()  # comparisons with C or the blank would wrap in a narrow dtype
-    return PackedTargets(labels, offsets, lengths, max(min(longest, size), 0))
-
-
 def ctc_loss(
     log_probs: Tensor,
     targets: Tensor,
@@ -196,12 +121,16 @@ def ctc_loss(
         tensor(0.2877)
     """
     checks.choice("reduction", reduction, checks.REDUCTIONS)
-    x = _prepare("log_probs", log_probs, targets, input_lengths, target_lengths, blank)
+    x = prepare("log_probs", log_probs, targets, input_lengths, target_lengths, blank)
     save = torch.is_grad_enabled() and log_probs.requires_grad
-    tensors = (x.targets.labels, x.targets.offsets, x.input_lengths, x.targets.lengths)
-    options = (x.targets.max_target_len, blank, from_logits, reduction, bool(zero_infinity), save)
-    loss: Tensor = apply(_ctc.CTCLossFunction, x.logits, *tensors, *options, current_backend())[0]
-    return loss[0] if reduction == "none" and not x.batched else loss
+    options = (blank, from_logits, reduction, bool(zero_infinity), save, current_backend())
+    loss: Tensor
+    if save or not plain_eager():
+        loss = apply(_ctc.CTCLossFunction, *x, *options)[0]
+    else:
+        refuse_forward_mode(log_probs)
+        loss = _ctc.loss(*x, *options)[0]
+    return loss[0] if reduction == "none" and log_probs.ndim == 2 else loss
 
 
 def ctc_align(
@@ -238,11 +167,6 @@ def ctc_align(
         tensor([[0, 1, 1, 0, 2]])
     """
     with torch.no_grad():
-        x = _prepare("log_probs", log_probs, targets, input_lengths, target_lengths, blank)
-        tensors = (x.targets.labels, x.targets.offsets, x.input_lengths, x.targets.lengths)
-        labels, tokens, scores, score = _ctc.align(
-            x.logits, *tensors, x.targets.max_target_len, blank, from_logits, current_backend()
-        )
-        dtype = acc_dtype(log_probs.dtype)
-    longest = x.targets.max_target_len
-    return CTCAlignment(labels, tokens, scores.to(dtype), score.to(dtype), longest)
+        x = prepare("log_probs", log_probs, targets, input_lengths, target_lengths, blank)
+        labels, tokens, scores, score = _ctc.align(*x, blank, from_logits, current_backend())
+    return CTCAlignment(labels, tokens, scores, score, x.max_target_len)

@@ -16,6 +16,14 @@ from .common import PackedTargets, padded_targets, reduce_losses
 from .gpu.plan import saved_shape
 
 
+def _all_within(value: Tensor, low: int, high: int) -> bool:
+    """Return whether all numbers are from `low` to `high`."""
+    if not value.numel():
+        return True
+    least, greatest = value.aminmax()
+    return low <= int(least) and int(greatest) <= high
+
+
 def check_values(
     logits: Tensor,
     labels: Tensor,
@@ -26,11 +34,17 @@ def check_values(
     *_: Any,
 ) -> None:
     """Raise for the first length or label that is out of range, where values are checked."""
-    checks.within("input_lengths", input_lengths, 0, logits.shape[0], "steps")
-    checks.within("target_lengths", target_lengths, 0, max_target_len, "labels")
-    if not checks.should_check_values(labels.device):
+    if not checks.should_check_values(labels.device) or labels.is_meta:
         return
-    C = logits.shape[2]
+    T, C = logits.shape[0], logits.shape[2]
+    if (
+        _all_within(input_lengths, 0, T)
+        and _all_within(target_lengths, 0, max_target_len)
+        and _all_within(labels, 0, C - 1)
+    ):
+        return
+    checks.within("input_lengths", input_lengths, 0, T, "steps")
+    checks.within("target_lengths", target_lengths, 0, max_target_len, "labels")
     padded, mask = padded_targets(PackedTargets(labels, offsets, target_lengths, max_target_len))
     index = checks.first_index(mask & ((padded < 0) | (padded >= C)))
     if index is not None:
@@ -86,9 +100,9 @@ align = register.define(
     lambda logits, *rest: (
         *(
             logits.new_empty((logits.shape[1], logits.shape[0]), dtype=dtype)
-            for dtype in (torch.int64, torch.int64, torch.float64)
+            for dtype in (torch.int64, torch.int64, acc_dtype(logits.dtype))
         ),
-        logits.new_empty(logits.shape[1], dtype=torch.float64),
+        logits.new_empty(logits.shape[1], dtype=acc_dtype(logits.dtype)),
     ),
     check=check_values,
     backends=BACKENDS,

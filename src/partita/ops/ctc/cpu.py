@@ -17,53 +17,74 @@ from torch import Tensor
 
 from ...primitives.cpu.batch import (
     INF,
+    LANES,
     LOWEST,
+    as_array,
     as_steps,
+    contiguous_row,
     empty_batch,
-    fill_nan,
+    logsumexp_row,
     row_at,
     run_over_batch,
 )
 from ...primitives.cpu.math import FLAGS, exp, exp_floor, log
 from ...runtime.dtypes import acc_dtype
-from .common import gradient_per_sequence, reduce_losses
 
 IMPOSSIBLE = LOWEST / 2  # a smaller value is the sum of LOWEST and log-probabilities
-LANES = 64  # partial sums of a log-sum-exp
 
 
 class CTCBatch(NamedTuple):
-    """The targets of a batch. No index that is computed from them is out of bounds.
+    """The targets and the lengths of a batch as the user gave them; see `sequence_lengths`.
 
     Fields:
         labels: all labels, `[num_labels]`.
         offsets: index of each sequence's first label, `[N]`.
-        target_lengths: number of labels, `[N]`; 0 for an invalid sequence.
-        lengths: number of steps, `[N]`; 0 for an invalid sequence.
+        lengths: number of steps, `[N]`.
+        target_lengths: number of labels, `[N]`.
         blank: the class of the blank.
         max_target_len: an upper bound of all target lengths.
+        T: number of steps of the logits.
+        C: number of classes.
     """
 
     labels: Any
     offsets: Any
-    target_lengths: Any
     lengths: Any
+    target_lengths: Any
     blank: int
     max_target_len: int
+    T: int
+    C: int
 
     @property
     def sources(self) -> range:
-        """The edges of a step. Their number measures the work of a step."""
-        return range(3 * (2 * self.max_target_len + 1))
+        """The edges and the classes of a step. Their number measures the work of a step."""
+        return range(3 * (2 * self.max_target_len + 1) + self.C)
 
 
 @njit(**FLAGS)
-def fill_states(batch: Any, n: int, labels: Any, skips: Any) -> int:
+def sequence_lengths(batch: Any, n: int) -> tuple[int, int, bool]:
+    """Return the number of steps and of labels of a sequence, and whether it is valid.
+
+    A sequence is invalid if one of its labels or lengths is out of range. Its lengths are 0, so no
+    index that is computed from them is out of bounds.
+    """
+    length, target_len, first = batch.lengths[n], batch.target_lengths[n], batch.offsets[n]
+    valid = 0 <= length <= batch.T and 0 <= target_len <= batch.max_target_len
+    valid = valid and 0 <= first <= len(batch.labels) - target_len
+    if valid:
+        for i in range(first, first + target_len):
+            valid = valid and 0 <= batch.labels[i] < batch.C
+    return (length, target_len, True) if valid else (0, 0, False)
+
+
+@njit(**FLAGS)
+def fill_states(batch: Any, n: int, target_len: int, labels: Any, skips: Any) -> int:
     """Fill in the class of each state and the score of the edge that skips a blank into it.
 
     That score is 0 between two different labels and LOWEST otherwise. Return the number of states.
     """
-    states = 2 * batch.target_lengths[n] + 1
+    states = 2 * target_len + 1
     for c in range(states):
         labels[c] = batch.labels[batch.offsets[n] + c // 2] if c % 2 else batch.blank
         skips[c] = 0.0 if c > 1 and labels[c] != labels[c - 2] else LOWEST
@@ -76,49 +97,6 @@ def init_alpha(alpha: Any, states: int) -> None:
     for c in range(states + 2):
         alpha[c] = LOWEST
     alpha[2] = 0.0
-
-
-@njit(**FLAGS)
-def contiguous_row(scores: Any, t: int, n: int, buffer: Any) -> Any:
-    """Return the scores of a step, `[C]`, contiguous: a view, or a copy in the buffer."""
-    row, stride = row_at(scores, t, n), scores.strides[2]
-    if stride == 1:
-        return row[: len(buffer)]
-    for c in range(len(buffer)):
-        buffer[c] = row[c * stride]
-    return buffer
-
-
-@njit(**FLAGS)
-def logsumexp_row(row: Any, maxima: Any, sums: Any) -> float:
-    """Return the log-sum-exp of a step's classes, by way of partial results `[LANES]`.
-
-    A single running sum would not become vector code. Neither would two rows of one array, which
-    might overlap, so maxima and sums are two arrays.
-    """
-    whole = len(row) - len(row) % LANES
-    highest, total = LOWEST, 0.0
-    for c in range(whole, len(row)):
-        highest = row[c] if row[c] > highest else highest
-    if whole:
-        for i in range(LANES):
-            maxima[i], sums[i] = highest, 0.0
-        for c in range(0, whole, LANES):
-            part = row[c : c + LANES]
-            for i in range(LANES):
-                maxima[i] = part[i] if part[i] > maxima[i] else maxima[i]
-        for i in range(LANES):
-            highest = maxima[i] if maxima[i] > highest else highest
-        for c in range(0, whole, LANES):
-            part = row[c : c + LANES]
-            for i in range(LANES):
-                sums[i] += exp_floor(part[i] - highest)
-        for i in range(LANES):
-            total += sums[i]
-    for c in range(whole, len(row)):
-        total += exp_floor(row[c] - highest)
-    # A row of nothing but -inf gives NaN, as a log-softmax does.
-    return highest + np.log(total) if highest > LOWEST else np.nan
 
 
 @njit(**FLAGS)
@@ -148,36 +126,50 @@ def forward_scan(
     share: Any,
     batch: Any,
     scores: Any,
-    classes: int,
     from_logits: bool,
     alpha: Any,
     save: bool,
     losses: Any,
 ) -> None:
-    """Compute the losses, `[N]`.
+    """Compute the losses, `[N]`; that of an invalid sequence is NaN.
 
     `alpha` is `[N, T + 1, 2 + M + 1]` and receives alpha before each step with the step's
     log-sum-exp in the last entry. Without `save` it is `[N, 2, 2 + M + 1]` and only alternates.
     """
-    max_states, buffer = 2 * batch.max_target_len + 1, np.empty(classes, scores.numbers.dtype)
+    max_states, buffer = 2 * batch.max_target_len + 1, np.empty(batch.C, scores.numbers.dtype)
     maxima, sums = np.empty(LANES), np.empty(LANES)
     for n in share:
         labels, skips = np.empty(max_states, np.int64), np.empty(max_states)
         emitted = np.empty(max_states)
-        states = fill_states(batch, n, labels, skips)
+        length, target_len, valid = sequence_lengths(batch, n)
+        states = fill_states(batch, n, target_len, labels, skips)
         init_alpha(alpha[n, 0], states)
-        for t in range(batch.lengths[n]):
+        for t in range(length):
             row = contiguous_row(scores, t, n, buffer)
             before, after = (t, t + 1) if save else (t % 2, (t + 1) % 2)
             lse = logsumexp_row(row, maxima, sums) if from_logits else 0.0
             alpha[n, before, max_states + 2] = lse
             alpha[n, after, 0], alpha[n, after, 1] = LOWEST, LOWEST
             alpha_step(row, lse, labels, skips, alpha[n, before], alpha[n, after], states, emitted)
-        last = alpha[n, batch.lengths[n] if save else batch.lengths[n] % 2]
+        last = alpha[n, length if save else length % 2]
         a, b = last[states + 1], last[states] if states > 1 else LOWEST
         highest = max(a, b)
         total = exp_floor(a - highest) + exp_floor(b - highest)
         losses[n] = INF if highest <= IMPOSSIBLE else -(highest + np.log(total))
+        if not valid:
+            losses[n] = np.nan
+
+
+@njit(**FLAGS)
+def reduce_losses(
+    losses: Any, target_lengths: Any, mean: bool, zero_infinity: bool, value: Any
+) -> None:
+    """Write the sum of the losses, or the mean of loss / target length, to `value`, `[1]`."""
+    total = 0.0
+    for n in range(len(losses)):
+        loss = 0.0 if zero_infinity and losses[n] == INF else losses[n]
+        total += loss / max(target_lengths[n], 1) if mean else loss
+    value[0] = total / len(losses) if mean else total
 
 
 @njit(**FLAGS)
@@ -221,27 +213,38 @@ def backward_scan(
     share: Any,
     batch: Any,
     grad: Any,
+    mean: bool,
     scores: Any,
-    classes: int,
     from_logits: bool,
     alpha: Any,
     losses: Any,
     result: Any,
 ) -> None:
-    """Compute the gradient of the logits or log-probabilities, `[T, N, C]`."""
-    max_states, buffer = 2 * batch.max_target_len + 1, np.empty(classes, scores.numbers.dtype)
+    """Compute the gradient of the logits or log-probabilities, `[T, N, C]`.
+
+    `grad` is the gradient of each loss, or with `mean` that of the mean of loss / target length.
+    """
+    max_states, buffer = 2 * batch.max_target_len + 1, np.empty(batch.C, scores.numbers.dtype)
     for n in share:
         labels, skips = np.empty(max_states, np.int64), np.empty(max_states)
         after, before, parts = np.empty(max_states), np.empty(max_states), np.empty((3, max_states))
-        posterior = np.zeros(classes)
-        states = fill_states(batch, n, labels, skips)
+        posterior = np.zeros(batch.C)
+        length, target_len, valid = sequence_lengths(batch, n)
+        states = fill_states(batch, n, target_len, labels, skips)
         possible = losses[n] < INF
+        own_grad = grad[n] / len(grad) / max(target_len, 1) if mean else grad[n]
+        failed = not valid or losses[n] != losses[n]
+        for t in range(0 if failed else length, len(result)):
+            for c in range(batch.C):
+                result[t, n, c] = np.nan if failed else 0.0
+        if failed:
+            continue
         for c in range(states):
             after[c] = 0.0
-        last = alpha[n, batch.lengths[n]]
+        last = alpha[n, length]
         for c in range(max(states - 2, 0), states):
             after[c] = exp(last[c + 2] + losses[n]) if possible else 0.0
-        for t in range(batch.lengths[n] - 1, -1, -1):
+        for t in range(length - 1, -1, -1):
             total = 0.0
             for c in range(states):
                 total += after[c]
@@ -249,14 +252,11 @@ def backward_scan(
             for c in range(states):
                 posterior[labels[c]] += after[c] * scale
             row, lse = contiguous_row(scores, t, n, buffer), alpha[n, t, max_states + 2]
-            gradient_row(row, lse, grad[n], from_logits and possible, posterior, result[t, n])
+            gradient_row(row, lse, own_grad, from_logits and possible, posterior, result[t, n])
             for c in range(states):
                 posterior[labels[c]] = 0.0
             posterior_step(alpha[n, t], skips, after, before, parts, states)
             after, before = before, after
-        for t in range(batch.lengths[n], len(result)):
-            for c in range(classes):
-                result[t, n, c] = 0.0
 
 
 @njit(nogil=True, **FLAGS)
@@ -264,7 +264,6 @@ def viterbi_scan(
     share: Any,
     batch: Any,
     scores: Any,
-    classes: int,
     from_logits: bool,
     pointers: Any,
     labels_out: Any,
@@ -272,16 +271,20 @@ def viterbi_scan(
     scores_out: Any,
     score: Any,
 ) -> None:
-    """Find the best alignment of each sequence and trace it by pointers, `[N, T, M / 4]` bytes."""
-    max_states, buffer = 2 * batch.max_target_len + 1, np.empty(classes, scores.numbers.dtype)
+    """Find the best alignment of each sequence and trace it by pointers, `[N, T, M / 4]` bytes.
+
+    Steps without a label get the label -1 and the score 0, or NaN in an invalid sequence.
+    """
+    max_states, buffer = 2 * batch.max_target_len + 1, np.empty(batch.C, scores.numbers.dtype)
     maxima, sums = np.empty(LANES), np.empty(LANES)
     for n in share:
         labels, skips = np.empty(max_states, np.int64), np.empty(max_states)
-        lse = np.zeros(max(batch.lengths[n], 1))
-        states = fill_states(batch, n, labels, skips)
+        length, target_len, valid = sequence_lengths(batch, n)
+        lse = np.zeros(max(length, 1))
+        states = fill_states(batch, n, target_len, labels, skips)
         before, after = np.empty(max_states + 2), np.full(max_states + 2, LOWEST)
         init_alpha(before, states)
-        for t in range(batch.lengths[n]):
+        for t in range(length):
             row = contiguous_row(scores, t, n, buffer)
             lse[t] = logsumexp_row(row, maxima, sums) if from_logits else 0.0
             for c in range(states):
@@ -300,7 +303,11 @@ def viterbi_scan(
         score[n] = -INF if before[state + 2] <= IMPOSSIBLE else before[state + 2]
         if (before[states] != before[states]) | (before[states + 1] != before[states + 1]):
             score[n] = np.nan
-        for t in range(batch.lengths[n] - 1 if score[n] > -INF else -1, -1, -1):
+        if not valid:
+            score[n] = np.nan
+        for t in range(len(labels_out[n])):
+            labels_out[n, t], tokens[n, t], scores_out[n, t] = -1, -1, 0.0 if valid else np.nan
+        for t in range(length - 1 if score[n] > -INF else -1, -1, -1):
             labels_out[n, t] = labels[state]
             tokens[n, t] = state // 2 if state % 2 else -1
             scores_out[n, t] = row_at(scores, t, n)[labels[state] * scores.strides[2]] - lse[t]
@@ -315,24 +322,18 @@ def as_batch(
     target_lengths: Tensor,
     max_target_len: int,
     blank: int,
-) -> tuple[CTCBatch, Tensor]:
-    """Return the batch and the mask of invalid sequences, `[N]`.
-
-    A sequence is invalid if one of its labels or lengths is out of range.
-    """
-    T, _, C = logits.shape
-    num_labels, ends = len(labels), offsets + target_lengths
-    invalid = (input_lengths < 0) | (input_lengths > T)
-    invalid = invalid | (target_lengths < 0) | (target_lengths > max_target_len)
-    bad_labels = ((labels < 0) | (labels >= C)).long().cumsum(0)
-    bad_labels = torch.nn.functional.pad(bad_labels, (1, 0))
-    first, last = (bad_labels[index.clamp(0, num_labels)] for index in (offsets, ends))
-    invalid = invalid | (offsets < 0) | (ends > num_labels) | (last > first)
-    lengths = input_lengths.long().masked_fill(invalid, 0).numpy()
-    targets = target_lengths.long().masked_fill(invalid, 0).numpy()
-    labels, offsets = labels.long().contiguous(), offsets.long()
-    batch = CTCBatch(labels.numpy(), offsets.numpy(), targets, lengths, blank, max_target_len)
-    return batch, invalid
+) -> CTCBatch:
+    """Return the arguments of an op as arrays."""
+    return CTCBatch(
+        labels=labels.long().contiguous().numpy(),
+        offsets=offsets.numpy(),
+        lengths=input_lengths.numpy(),
+        target_lengths=target_lengths.numpy(),
+        blank=blank,
+        max_target_len=max_target_len,
+        T=logits.shape[0],
+        C=logits.shape[2],
+    )
 
 
 def ctc_loss(
@@ -350,17 +351,23 @@ def ctc_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the reduced loss, the losses `[N]` fp64, and alpha if `save`, else an empty tensor."""
     targets = (labels, offsets, input_lengths, target_lengths, max_target_len, blank)
-    batch, invalid = as_batch(logits, *targets)
-    T, N, C = logits.shape
+    batch = as_batch(logits, *targets)
+    T, N, _ = logits.shape
     # The system's fresh pages are zero, so entries that are never written cost nothing.
-    alpha = torch.from_numpy(np.zeros((N, T + 1 if save else 2, 2 * max_target_len + 4)))
-    losses = torch.empty(N, dtype=torch.float64, device="cpu")
-    inputs = (as_steps(logits), C, from_logits)
-    run_over_batch(forward_scan, batch, *inputs, alpha.numpy(), save, losses.numpy())
-    losses.masked_fill_(invalid, torch.nan)
-    value = reduce_losses(losses, target_lengths, reduction, zero_infinity)
-    value = value.to(acc_dtype(logits.dtype), copy=True)
-    return value, losses, alpha if save else alpha.new_empty(0)
+    alpha = np.zeros((N, T + 1 if save else 2, 2 * max_target_len + 4))
+    losses = np.empty(N)
+    run_over_batch(forward_scan, batch, as_steps(logits), from_logits, alpha, save, losses)
+    dtype = acc_dtype(logits.dtype)
+    if reduction == "none":
+        value = torch.from_numpy(losses).to(dtype, copy=True)
+        if zero_infinity:
+            value.masked_fill_(value == torch.inf, 0.0)
+    else:
+        value = torch.empty((), dtype=dtype, device="cpu")
+        mean = reduction == "mean"
+        reduce_losses(losses, batch.target_lengths, mean, zero_infinity, value.numpy().reshape(1))
+    saved = torch.from_numpy(alpha if save else np.empty(0))
+    return value, torch.from_numpy(losses), saved
 
 
 def ctc_gradient(
@@ -381,13 +388,16 @@ def ctc_gradient(
     if not logits.numel():  # the reference served the loss and saved nothing
         return torch.empty(logits.shape, dtype=logits.dtype)
     targets = (labels, offsets, input_lengths, target_lengths, max_target_len, blank)
-    batch, invalid = as_batch(logits, *targets)
+    batch = as_batch(logits, *targets)
     result = empty_batch(logits.shape, torch.promote_types(logits.dtype, torch.float32))
-    grad = gradient_per_sequence(grad, target_lengths, reduction).contiguous()
-    inputs = (grad.numpy(), as_steps(logits), logits.shape[2], from_logits)
+    inputs = (
+        as_array(grad.expand(len(losses))),
+        reduction == "mean",
+        as_steps(logits),
+        from_logits,
+    )
     states = (saved.numpy(), losses.contiguous().numpy())
     run_over_batch(backward_scan, batch, *inputs, *states, result.numpy())
-    fill_nan(result, invalid | losses.isnan())
     return result.to(logits.dtype)
 
 
@@ -403,16 +413,13 @@ def ctc_align(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the best alignment: class, position and log-probability of each step; their sum."""
     targets = (labels, offsets, input_lengths, target_lengths, max_target_len, blank)
-    batch, invalid = as_batch(logits, *targets)
-    T, N, C = logits.shape
-    pointers = torch.empty((N, T, max_target_len // 2 + 1), dtype=torch.uint8, device="cpu")
-    classes, tokens = torch.full((2, N, T), -1, device="cpu")
-    scores = torch.zeros((N, T), dtype=torch.float64, device="cpu")
-    score = torch.empty(N, dtype=torch.float64, device="cpu")
-    results = [t.numpy() for t in (classes, tokens, scores, score)]
-    inputs = (as_steps(logits), C, from_logits, pointers.numpy())
-    run_over_batch(viterbi_scan, batch, *inputs, *results)
-    classes = classes.masked_fill(invalid[:, None], -1)
-    tokens = tokens.masked_fill(invalid[:, None], -1)
-    scores.masked_fill_(invalid[:, None], torch.nan)
-    return classes, tokens, scores, score.masked_fill_(invalid, torch.nan)
+    T, N, _ = logits.shape
+    pointers = np.empty((N, T, max_target_len // 2 + 1), dtype=np.uint8)
+    classes, tokens = np.empty((N, T), np.int64), np.empty((N, T), np.int64)
+    scores, score = np.empty((N, T)), np.empty(N)
+    results = (classes, tokens, scores, score)
+    inputs = (as_steps(logits), from_logits, pointers)
+    run_over_batch(viterbi_scan, as_batch(logits, *targets), *inputs, *results)
+    labels_found, tokens_found, scores_found, score_found = map(torch.from_numpy, results)
+    dtype = acc_dtype(logits.dtype)
+    return labels_found, tokens_found, scores_found.to(dtype), score_found.to(dtype)

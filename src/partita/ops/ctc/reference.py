@@ -150,8 +150,9 @@ def ctc_align(
 
     Returns:
         The class that each step emits, `[N, T]`; its position in the target, `[N, T]`, or -1; its
-        log-probability, `[N, T]` fp64; and the sum of these log-probabilities, `[N]` fp64.
+        log-probability, `[N, T]`; and the sum of these log-probabilities, `[N]`.
     """
+    dtype = acc_dtype(logits.dtype)
     log_probs = as_log_probs(logits, from_logits)
     targets = PackedTargets(labels, offsets, target_lengths, max_target_len)
     x = ctc_lattice(log_probs, targets, input_lengths, blank)
@@ -160,9 +161,9 @@ def ctc_align(
     state = states[1:].T.contiguous()
     mask = (state >= 0) & ~x.invalid[:, None]
     if not mask.numel():
-        return state, state, state.double(), score
+        return state, state, state.to(dtype), score.to(dtype)
     classes = torch.where(mask, x.labels.gather(1, state.clamp(min=0)), -1)
     tokens = torch.where(mask & (state % 2 == 1), state // 2, -1)
     scores = log_probs.transpose(0, 1).gather(2, classes.clamp(min=0)[..., None]).squeeze(-1)
     scores = torch.where(x.invalid[:, None], torch.nan, scores.masked_fill(~mask, 0.0))
-    return classes, tokens, scores, score
+    return classes, tokens, scores.to(dtype), score.to(dtype)

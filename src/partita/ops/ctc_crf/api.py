@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import apply
+from ...runtime.autograd import apply, plain_eager, refuse_forward_mode
 from ...runtime.backend import current_backend
 from ...runtime.constants import constant
-from ...runtime.dtypes import acc_dtype
-from ...runtime.lengths import Lengths, lengths_on_device
-from ..ctc.common import reduce_over_lengths
+from ...runtime.lengths import Lengths, as_lengths, on_device
 from . import autograd as _crf
-from .common import CRFTargets, invalid_targets, kmer_source, lattice_source, target_lattice
+from .common import kmer_source, lattice_source
 
 # On a GPU the number of lattice states is rounded up to a multiple of this, because the first call
 # with a table of another size waits for the device.
@@ -60,58 +58,29 @@ def debruijn_source(
     return kmer_source(n_base, state_len, device)
 
 
-def _unflatten_scores(scores: Tensor, state_len: int, alphabet_size: int) -> Tensor:
-    """Return the scores as `[T, N, C, A]`."""
+def _check_scores(scores: Tensor, state_len: int, alphabet_size: int) -> None:
     checks.floating("scores", scores)
     _at_least("state_len", state_len, 1)
     _at_least("alphabet_size", alphabet_size, 2)
-    C, A = (alphabet_size - 1) ** state_len, alphabet_size
-    if scores.ndim == 3 and scores.shape[2] == C * A:
-        return scores.unflatten(2, (C, A))
-    if scores.ndim == 4 and scores.shape[2:] == (C, A):
-        return scores
+    C, A, ndim = (alphabet_size - 1) ** state_len, alphabet_size, scores.ndim
+    if ndim == 3 and scores.shape[2] == C * A:
+        return
+    if ndim == 4 and scores.shape[2] == C and scores.shape[3] == A:
+        return
     raise ValueError(
         "scores: expected shape [T, N, C * A] or [T, N, C, A]"
         f" with C = {A - 1}^{state_len} = {C} and A = {A}, got {list(scores.shape)}"
     )
 
 
-def _pack_targets(scores: Tensor, targets: Tensor, lengths: Tensor) -> CRFTargets:
+def _check_targets(targets: Tensor, scores: Tensor) -> None:
     checks.integer("targets", targets)
     checks.device("targets", targets, scores, "scores")
-    N = scores.shape[1]
-    if targets.ndim == 2 and len(targets) == N:
-        S = targets.shape[1]
-        offsets = torch.arange(N, device=scores.device) * S
-        return CRFTargets(targets.reshape(-1), offsets, lengths, torch.full_like(offsets, S))
-    if targets.ndim != 1:
+    ndim, N = targets.ndim, scores.shape[1]
+    if ndim != 1 and (ndim != 2 or targets.shape[0] != N):
         raise ValueError(
             f"targets: expected shape [N, S] with N = {N}, or [sum of target_lengths],"
             f" got {list(targets.shape)}"
-        )
-    clamped = lengths.clamp(min=0)
-    offsets = clamped.cumsum(0) - clamped
-    return CRFTargets(targets, offsets, lengths, len(targets) - offsets)
-
-
-def _check_values(
-    scores: Tensor, targets: Tensor, lengths: Tensor, inputs: Tensor, n_base: int
-) -> None:
-    checks.within("input_lengths", inputs, 0, len(scores), "steps")
-    checks.within("target_lengths", lengths, 0, targets.shape[-1], "labels")
-    mask = torch.ones_like(targets, dtype=torch.bool)
-    if targets.ndim == 2:
-        mask = torch.arange(targets.shape[1], device=targets.device) < lengths[:, None]
-    elif int(lengths.sum()) != len(targets):
-        raise ValueError(
-            "targets: expected as many labels as the sum of target_lengths,"
-            f" {int(lengths.sum())}, got {len(targets)}"
-        )
-    labels = targets.long()
-    if (index := checks.first_index(mask & ((labels < 1) | (labels > n_base)))) is not None:
-        raise IndexError(
-            f"targets: expected labels from 1 to {n_base}, got {int(labels[index])} at"
-            f" {list(index)}"
         )
 
 
@@ -178,24 +147,24 @@ def ctc_crf_loss(
         tensor(2.1972)
     """
     checks.choice("reduction", reduction, checks.REDUCTIONS)
-    scores = _unflatten_scores(scores, state_len, alphabet_size)
-    T, N, device, n_base = len(scores), scores.shape[1], scores.device, alphabet_size - 1
-    lengths_cpu, lengths = lengths_on_device("target_lengths", target_lengths, N, device)
-    inputs = torch.full((N,), T, device=device)
-    if input_lengths is not None:
-        inputs = lengths_on_device("input_lengths", input_lengths, N, device)[1]
-    packed = _pack_targets(scores, targets, lengths)
-    compiling = torch.compiler.is_compiling()
-    if not compiling and not scores.is_meta and checks.should_check_values(device):
-        _check_values(scores, targets, lengths, inputs, n_base)
-    # The length -1 makes the chains of an invalid sequence, and so its results, NaN.
-    inputs = torch.where(invalid_targets(packed, n_base), -1, inputs)
+    _check_scores(scores, state_len, alphabet_size)
+    _check_targets(targets, scores)
+    T, N, device = scores.shape[0], scores.shape[1], scores.device
+    lengths_cpu = as_lengths("target_lengths", target_lengths, N)
+    if input_lengths is None:
+        (lengths,), inputs = on_device(device, lengths_cpu), None
+    else:
+        inputs_cpu = as_lengths("input_lengths", input_lengths, N)
+        lengths, inputs = on_device(device, lengths_cpu, inputs_cpu)
     states = _lattice_states(lengths_cpu, targets, T, state_len)
-    dtype = acc_dtype(scores.dtype)
-    table = constant(lattice_source, states, device=device)
-    lattice = target_lattice(packed, states, state_len, n_base, dtype, table)
-    source = constant(kmer_source, n_base, state_len, device=device)
+    tables = (
+        constant(kmer_source, alphabet_size - 1, state_len, device=device),
+        constant(lattice_source, states, device=device),
+    )
+    sequences = (targets, lengths, inputs)
     save = torch.is_grad_enabled() and scores.requires_grad
-    options = (save, current_backend())
-    losses = apply(_crf.CRFLossFunction, scores, source, *lattice, inputs, *options)[0]
-    return reduce_over_lengths(losses, lengths, reduction).to(dtype)
+    options = (state_len, reduction, save, current_backend())
+    if not save and plain_eager():
+        refuse_forward_mode(scores)
+        return _crf.loss(scores, *tables, *sequences, *options)[0]
+    return apply(_crf.CRFLossFunction, scores, *tables, *sequences, *options)[0]

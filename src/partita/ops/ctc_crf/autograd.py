@@ -1,4 +1,4 @@
-"""The registered op of CTC-CRF and its autograd function, on top of the ops of chains."""
+"""The registered ops of CTC-CRF and the autograd function of its loss."""
 
 from __future__ import annotations
 
@@ -7,90 +7,173 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...runtime import register
-from ...runtime.autograd import double_backward, is_double_backward
+from ...runtime import checks, register
+from ...runtime.autograd import apply, double_backward, is_double_backward
 from ...runtime.dtypes import acc_dtype
 from ..chain import autograd as _chain
+from ..ctc.common import reduce_over_lengths
 from .backends import BACKENDS
-from .common import FIXED_POINT, CRFLattice, lattice_scores, zero_ends
-
-gradient = register.define(
-    "crf_gradient(Tensor grad, Tensor scores, Tensor source, Tensor lengths, Tensor logz,"
-    " Tensor saved, Tensor marginals, Tensor edge_index, str backend) -> Tensor",
-    lambda grad, scores, *rest: torch.empty(scores.shape, dtype=scores.dtype, device=scores.device),
-    backends=BACKENDS,
+from .common import (
+    lattice_scores,
+    losses_from_logz,
+    pack_targets,
+    target_lattice,
+    unflatten_scores,
+    zero_ends,
 )
 
 
-def losses_of(
-    scores: Tensor, source: Tensor, lattice: CRFLattice, lengths: Tensor, backend: str
-) -> Tensor:
-    """Return the losses, `[N]` fp64, through the ops of chains.
+def check_values(
+    scores: Tensor,
+    source: Tensor,
+    lattice_source: Tensor,
+    targets: Tensor,
+    target_lengths: Tensor,
+    input_lengths: Tensor | None,
+    *_: Any,
+) -> None:
+    """Raise for the first length or label that is out of range, where values are checked."""
+    if scores.is_meta or not checks.should_check_values(scores.device):
+        return
+    if input_lengths is not None:
+        checks.within("input_lengths", input_lengths, 0, len(scores), "steps")
+    checks.within("target_lengths", target_lengths, 0, targets.shape[-1], "labels")
+    mask = torch.ones_like(targets, dtype=torch.bool)
+    if targets.ndim == 2:
+        mask = torch.arange(targets.shape[1], device=targets.device) < target_lengths[:, None]
+    elif int(target_lengths.sum()) != len(targets):
+        raise ValueError(
+            "targets: expected as many labels as the sum of target_lengths,"
+            f" {int(target_lengths.sum())}, got {len(targets)}"
+        )
+    labels, n_base = targets.long(), source.shape[1] - 1
+    if (index := checks.first_index(mask & ((labels < 1) | (labels > n_base)))) is not None:
+        raise IndexError(
+            f"targets: expected labels from 1 to {n_base}, got {int(labels[index])} at"
+            f" {list(index)}"
+        )
 
-    The result is differentiable any number of times.
+
+def _loss_results(
+    scores: Tensor,
+    source: Tensor,
+    lattice_source: Tensor,
+    targets: Tensor,
+    target_lengths: Tensor,
+    input_lengths: Tensor | None,
+    state_len: int,
+    reduction: str,
+    save: bool,
+    served_by: str,
+) -> tuple[Tensor, ...]:
+    """Return empty tensors with the shapes and dtypes of the results of `crf_loss`."""
+    T, N, C, L = *scores.shape[:2], len(source), len(lattice_source)
+    dtype = acc_dtype(scores.dtype)
+    saved = (T + 1, N, C) if save and served_by != "reference" else (0,)
+    return (
+        scores.new_empty(N if reduction == "none" else (), dtype=dtype),
+        scores.new_empty(N, dtype=torch.float64),
+        scores.new_empty(N, dtype=torch.float64),
+        scores.new_empty(saved, dtype=torch.float64),
+        scores.new_empty((T, N, L, 2) if save else (0,), dtype=dtype),
+        scores.new_empty((N, L, 2), dtype=torch.int32),
+        scores.new_empty(N, dtype=torch.int64),
+    )
+
+
+_RESULTS = (
+    "Tensor losses, Tensor logz, Tensor saved, Tensor marginals, Tensor edge_index, Tensor lengths"
+)
+loss = register.define(
+    "crf_loss(Tensor scores, Tensor source, Tensor lattice_source, Tensor targets,"
+    " Tensor target_lengths, Tensor? input_lengths, int state_len, str reduction, bool save,"
+    " str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _loss_results,
+    check=check_values,
+    fake_by_backend=True,
+    backends=BACKENDS,
+    by_identity=("source", "lattice_source"),
+)
+gradient = register.define(
+    f"crf_gradient(Tensor grad, Tensor scores, Tensor source, Tensor target_lengths, {_RESULTS},"
+    " str reduction, str backend) -> Tensor",
+    lambda grad, scores, *rest: torch.empty(scores.shape, dtype=scores.dtype, device=scores.device),
+    backends=BACKENDS,
+    by_identity=("source",),
+)
+
+
+def loss_of_chains(
+    scores: Tensor,
+    source: Tensor,
+    lattice_source: Tensor,
+    targets: Tensor,
+    target_lengths: Tensor,
+    lengths: Tensor,
+    state_len: int,
+    reduction: str,
+    backend: str,
+) -> Tensor:
+    """Return the reduced loss in fp64 through the ops of chains.
+
+    The result is differentiable any number of times. The lengths are those that `crf_loss` returns.
     """
-    ends, chosen = zero_ends(scores), lattice_scores(scores, lattice.edge_index)
-    logz_den = _chain.LogZ.apply(scores, source, ends, ends, lengths, True, backend)[0]
-    logz_num = _chain.LogZ.apply(chosen, *lattice[1:], lengths, True, backend)[0]
-    return torch.where(logz_num == -torch.inf, torch.inf, logz_den - logz_num)
+    scores, dtype = unflatten_scores(scores, source), acc_dtype(scores.dtype)
+    packed, n_base = pack_targets(targets, target_lengths), source.shape[1] - 1
+    lattice = target_lattice(packed, len(lattice_source), state_len, n_base, dtype, lattice_source)
+    ends, edge_scores = zero_ends(scores), lattice_scores(scores, lattice.edge_index)
+    logz_den = apply(_chain.LogZ, scores, source, ends, ends, lengths, True, backend)[0]
+    logz_num = apply(_chain.LogZ, edge_scores, *lattice[1:], lengths, True, backend)[0]
+    losses = losses_from_logz(logz_den, logz_num)
+    return reduce_over_lengths(losses, target_lengths, reduction)
 
 
 class CRFLossFunction(torch.autograd.Function):
-    """The CTC-CRF loss of each sequence, `[N]` fp64.
+    """The CTC-CRF loss after its reduction.
 
-    The other outputs serve the gradient: log Z of all paths, the states that its scan saved, and
-    the marginals of the target lattice in units of `FIXED_POINT`.
+    The other outputs are those of `crf_loss` that serve the gradient. They are not differentiable.
     """
 
     @staticmethod
     def forward(
         scores: Tensor,
         source: Tensor,
-        edge_index: Tensor,
         lattice_source: Tensor,
-        initial: Tensor,
-        final: Tensor,
-        lengths: Tensor,
+        targets: Tensor,
+        target_lengths: Tensor,
+        input_lengths: Tensor | None,
+        state_len: int,
+        reduction: str,
         save: bool,
         backend: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        ends, dtype = zero_ends(scores), acc_dtype(scores.dtype)
-        logz_den, saved = _chain.logz(scores, source, ends, ends, lengths, save, backend)
-        chosen = lattice_scores(scores, edge_index)
-        logz_num, states = _chain.logz(
-            chosen, lattice_source, initial, final, lengths, save, backend
-        )
-        marginals = chosen.new_empty(0)
-        if save:
-            unit = torch.full_like(logz_num, 2.0 ** FIXED_POINT[dtype][1])
-            chain = (chosen, initial, final, lattice_source, lengths, logz_num, states)
-            marginals = _chain.logz_gradient(unit, *chain, dtype, backend)[0]
-        losses = torch.where(logz_num == -torch.inf, torch.inf, logz_den - logz_num)
-        return losses, logz_den, saved, marginals
+    ) -> tuple[Tensor, ...]:
+        tables = (source, lattice_source)
+        sequences = (targets, target_lengths, input_lengths)
+        return loss(scores, *tables, *sequences, state_len, reduction, save, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, _, ctx.backend = inputs
+        ctx.state_len, ctx.reduction, _, ctx.backend = inputs[6:]
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *output)
+        ctx.save_for_backward(*inputs[:5], *output[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         grad = grads[0]
         if grad is None:
-            return (None,) * 9
-        scores, source, *lattice, lengths = ctx.saved_tensors[:7]
-        losses, logz_den, saved, marginals = ctx.saved_tensors[7:]
+            return (None,) * 10
+        scores, source, lattice_source, targets, target_lengths, *results = ctx.saved_tensors
         if is_double_backward():
+            sequences = (lattice_source, targets, target_lengths, results[-1])
+            options = (ctx.state_len, ctx.reduction, ctx.backend)
             (result,) = double_backward(
-                lambda x: losses_of(x, source, CRFLattice(*lattice), lengths, ctx.backend),
+                lambda x: loss_of_chains(x, source, *sequences, *options).to(grad.dtype),
                 [scores],
                 [True],
                 grad,
             )
         else:
-            grad = torch.where(losses == torch.inf, 0.0, grad)
-            chain = (scores, source, lengths, logz_den, saved)
-            result = gradient(grad, *chain, marginals, lattice[0], ctx.backend)
-        return (result, *(None,) * 8)
+            tensors = (scores, source, target_lengths, *results)
+            result = gradient(grad, *tensors, ctx.reduction, ctx.backend)
+        return (result, *(None,) * 9)

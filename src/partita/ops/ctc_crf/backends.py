@@ -14,6 +14,7 @@ def _reference() -> Functions:
     from . import reference
 
     return {
+        "crf_loss": reference.crf_loss,
         "crf_gradient": reference.crf_gradient,
     }
 
@@ -22,6 +23,7 @@ def _gpu() -> Functions:
     from .gpu import launch
 
     return {
+        "crf_loss": launch.crf_loss,
         "crf_gradient": launch.crf_gradient,
     }
 
@@ -30,6 +32,7 @@ def _cpu() -> Functions:
     from . import cpu
 
     return {
+        "crf_loss": cpu.crf_loss,
         "crf_gradient": cpu.crf_gradient,
     }
 

@@ -1,13 +1,19 @@
-"""The k-mers, target lattices and fixed-point sums of CTC-CRF, which all backends share."""
+"""The k-mers, target lattices and fixed-point sums of CTC-CRF, which all backends share.
+
+The loss and its gradient stand here too, on top of functions for chains that a backend gives.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
+from ..ctc.common import gradient_per_sequence, reduce_over_lengths
 
 # Marginals are summed as integers of this dtype, in units of 2 ** -bits. Such a sum has the same
 # bits in any order, and its differences lose nothing.
@@ -49,6 +55,17 @@ class CRFLattice(NamedTuple):
     final: Tensor
 
 
+class ChainFunctions(NamedTuple):
+    """The functions of one backend that compute log Z of chains and its gradient.
+
+    Fields:
+        logz, gradient: the functions that serve the ops `chain_logz` and `chain_gradient`.
+    """
+
+    logz: Callable[..., tuple[Tensor, Tensor]]
+    gradient: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
 def kmer_source(n_base: int, state_len: int, device: torch.device | str | None = None) -> Tensor:
     """Return the k-mer that each edge comes from, `[C, n_base + 1]`.
 
@@ -66,6 +83,23 @@ def lattice_source(states: int, device: torch.device | str | None = None) -> Ten
     Column 0 is the state itself and column 1 the state before it, -1 for the first state.
     """
     return torch.arange(states, device=device)[:, None] - torch.arange(2, device=device)
+
+
+def unflatten_scores(scores: Tensor, source: Tensor) -> Tensor:
+    """Return scores `[T, N, C * A]` or `[T, N, C, A]` as `[T, N, C, A]`, the shape of `source`."""
+    return scores if scores.ndim == 4 else scores.view(*scores.shape[:2], *source.shape)
+
+
+def pack_targets(targets: Tensor, lengths: Tensor) -> CRFTargets:
+    """Pack targets, `[N, S]`, or all targets concatenated, `[M]`."""
+    if targets.ndim == 2:
+        N, S = targets.shape
+        offsets = torch.arange(N, device=targets.device) * S
+        return CRFTargets(targets.reshape(-1), offsets, lengths, torch.full_like(offsets, S))
+    # The clamp bounds how far an invalid length can shift the targets after it.
+    clamped = lengths.clamp(0, len(targets) + 1)
+    offsets = clamped.cumsum(0) - clamped
+    return CRFTargets(targets, offsets, lengths, len(targets) - offsets)
 
 
 def invalid_targets(targets: CRFTargets, n_base: int) -> Tensor:
@@ -125,14 +159,23 @@ def lattice_scores(scores: Tensor, edge_index: Tensor) -> Tensor:
 
     The value where there is no edge is arbitrary, because no path uses it.
     """
-    index = edge_index.flatten(1).clamp(min=0).expand(len(scores), -1, -1)
+    index = edge_index.flatten(1).long().clamp(min=0).expand(len(scores), -1, -1)
     return scores.flatten(2).gather(2, index).unflatten(2, edge_index.shape[1:])
+
+
+def _zero(dtype: torch.dtype, *, device: torch.device) -> Tensor:
+    return torch.zeros((1, 1), dtype=dtype, device=device)
 
 
 def zero_ends(scores: Tensor) -> Tensor:
     """Return scores of 0 for starting and ending in each state, `[N, C]`."""
-    zero = torch.zeros((1, 1), dtype=acc_dtype(scores.dtype), device=scores.device)
+    zero = constant(_zero, acc_dtype(scores.dtype), device=scores.device)
     return zero.expand(scores.shape[1:3])
+
+
+def losses_from_logz(logz_den: Tensor, logz_num: Tensor) -> Tensor:
+    """Return the losses from log Z of all paths and of those that spell the targets."""
+    return torch.where(logz_num == -torch.inf, torch.inf, logz_den - logz_num)
 
 
 def marginal_scale(grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -152,7 +195,7 @@ def subtract_marginals(
     dtype = FIXED_POINT[marginals.dtype][0]
     d_scores, marginals = d_scores.flatten(2), marginals.flatten(2)
     # Where there is no edge, the marginal is 0.
-    index, order = edge_index.flatten(1).clamp(min=0).sort(1)
+    index, order = edge_index.flatten(1).long().clamp(min=0).sort(1)
     # Nothing moves into the first state, so its marginal puts a 0 in front of the cumulative sums.
     order = torch.nn.functional.pad(order, (1, 0), value=1)
     first, last = (torch.searchsorted(index, index, right=right) for right in (False, True))
@@ -167,3 +210,59 @@ def subtract_marginals(
         sums = sums.cumsum(2, dtype=dtype)
         total = sums.gather(2, slab_last).sub_(sums.gather(2, slab_first))
         part.scatter_(2, slab_index, part.gather(2, slab_index).sub_(total * scale[:, None]))
+
+
+def loss_through_chains(
+    chains: ChainFunctions,
+    scores: Tensor,
+    source: Tensor,
+    lattice_source: Tensor,
+    targets: Tensor,
+    target_lengths: Tensor,
+    input_lengths: Tensor | None,
+    state_len: int,
+    reduction: str,
+    save: bool,
+) -> tuple[Tensor, ...]:
+    """Return the results of the op `crf_loss`; see `reference.py`."""
+    scores, dtype = unflatten_scores(scores, source), acc_dtype(scores.dtype)
+    packed, n_base = pack_targets(targets, target_lengths), source.shape[1] - 1
+    if input_lengths is None:
+        input_lengths = torch.full_like(target_lengths, len(scores))
+    # The length -1 makes the chains of an invalid sequence, and so its results, NaN.
+    lengths = torch.where(invalid_targets(packed, n_base), -1, input_lengths)
+    lattice = target_lattice(packed, len(lattice_source), state_len, n_base, dtype, lattice_source)
+    ends, edge_scores = zero_ends(scores), lattice_scores(scores, lattice.edge_index)
+    logz_den, saved = chains.logz(scores, source, ends, ends, lengths, save)
+    logz_num, states = chains.logz(edge_scores, *lattice[1:], lengths, save)
+    marginals = edge_scores.new_empty(0, dtype=dtype)
+    if save:
+        unit = torch.full_like(logz_num, 2.0 ** FIXED_POINT[dtype][1])
+        chain = (edge_scores, lattice.initial, lattice.final, lattice_source, lengths)
+        marginals = chains.gradient(unit, *chain, logz_num, states, dtype)[0]
+    losses = losses_from_logz(logz_den, logz_num)
+    value = reduce_over_lengths(losses, target_lengths, reduction).to(dtype, copy=True)
+    return value, losses, logz_den, saved, marginals, lattice.edge_index.int(), lengths
+
+
+def gradient_through_chains(
+    chains: ChainFunctions,
+    grad: Tensor,
+    scores: Tensor,
+    source: Tensor,
+    target_lengths: Tensor,
+    losses: Tensor,
+    logz: Tensor,
+    saved: Tensor,
+    marginals: Tensor,
+    edge_index: Tensor,
+    lengths: Tensor,
+    reduction: str,
+) -> Tensor:
+    """Return the result of the op `crf_gradient`; see `reference.py`."""
+    edges, dtype = unflatten_scores(scores, source), acc_dtype(scores.dtype)
+    grad = gradient_per_sequence(grad, target_lengths, reduction)
+    grad, ends = torch.where(losses == torch.inf, 0.0, grad), zero_ends(edges)
+    result = chains.gradient(grad, edges, ends, ends, source, lengths, logz, saved, dtype)[0]
+    subtract_marginals(result, marginals, edge_index, marginal_scale(grad, dtype))
+    return result.to(scores.dtype).view(scores.shape)

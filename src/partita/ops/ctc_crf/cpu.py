@@ -1,26 +1,13 @@
-"""CTC-CRF on the CPU: the chain in Numba, and the subtraction of the target's marginals in ATen."""
+"""CTC-CRF on the CPU: the chains in Numba, and the lattice and the subtraction in ATen."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from functools import partial
 
-from ...runtime.dtypes import acc_dtype
-from ..chain.cpu.logz import chain_gradient
-from .common import marginal_scale, subtract_marginals, zero_ends
+from ..chain.cpu.logz import chain_gradient, chain_logz
+from .common import ChainFunctions, gradient_through_chains, loss_through_chains
 
+CHAINS = ChainFunctions(chain_logz, chain_gradient)
 
-def crf_gradient(
-    grad: Tensor,
-    scores: Tensor,
-    source: Tensor,
-    lengths: Tensor,
-    logz: Tensor,
-    saved: Tensor,
-    marginals: Tensor,
-    edge_index: Tensor,
-) -> Tensor:
-    """Return the marginals of all paths minus those of the target's paths, times `grad`."""
-    dtype, ends = acc_dtype(scores.dtype), zero_ends(scores)
-    result = chain_gradient(grad, scores, ends, ends, source, lengths, logz, saved, dtype)[0]
-    subtract_marginals(result, marginals, edge_index, marginal_scale(grad, dtype))
-    return result.to(scores.dtype)
+crf_loss = partial(loss_through_chains, CHAINS)
+crf_gradient = partial(gradient_through_chains, CHAINS)

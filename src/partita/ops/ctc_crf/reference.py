@@ -2,45 +2,70 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ...primitives.semiring import Log
-from ...runtime.dtypes import acc_dtype
-from ..chain.reference import chain_gradient, chain_inputs, log_partition
-from .common import CRFLattice, lattice_scores, marginal_scale, subtract_marginals, zero_ends
+from ..chain.reference import chain_gradient, chain_logz
+from .common import ChainFunctions, gradient_through_chains, loss_through_chains
+
+CHAINS = ChainFunctions(chain_logz, chain_gradient)
 
 
-def crf_loss(scores: Tensor, source: Tensor, lattice: CRFLattice, lengths: Tensor | None) -> Tensor:
-    """Return the loss of each sequence, `[N]` fp64.
+def crf_loss(
+    scores: Tensor,
+    source: Tensor,
+    lattice_source: Tensor,
+    targets: Tensor,
+    target_lengths: Tensor,
+    input_lengths: Tensor | None,
+    state_len: int,
+    reduction: str,
+    save: bool,
+) -> tuple[Tensor, ...]:
+    """Return the reduced loss, and what its gradient needs.
 
-    It is inf, with the gradient 0, where no path spells the target.
+    Args:
+        scores: `[T, N, C * A]` or `[T, N, C, A]`.
+        source: the k-mer that each edge comes from, `[C, A]`, of `kmer_source`.
+        lattice_source: the table of a target lattice with L states, `[L, 2]`, of `lattice_source`.
+        targets: `[N, S]`, or all targets concatenated; integers of any dtype.
+        target_lengths, input_lengths: `[N]` int64; all steps if None.
+        state_len: bases of a k-mer.
+        reduction: `mean`, `sum` or `none`.
+        save: whether a gradient follows.
+
+    Returns:
+        value: the reduced loss, `[]`, or the losses `[N]`; fp32, or fp64 for fp64 scores.
+        losses: `[N]` fp64. A loss is inf, with the gradient 0, where no path spells the target.
+        logz: log Z of all paths, `[N]` fp64.
+        saved: what the gradient of log Z of all paths needs.
+        marginals: those of the target lattice, `[T, N, L, 2]`, in the units of the backend; empty
+            if not `save`.
+        edge_index: the index of each lattice edge among the scores of a step, `[N, L, 2]` int32;
+            -1 for no edge.
+        lengths: the number of steps, `[N]` int64; -1 for an invalid sequence.
     """
-    zeros = scores.new_zeros(scores.shape[1:3])
-    all_paths = chain_inputs(scores, source, zeros, zeros, lengths, Log)
-    target_scores = lattice_scores(scores, lattice.edge_index)
-    target_paths = chain_inputs(
-        target_scores, lattice.source, lattice.initial, lattice.final, lengths, Log
-    )
-    logz_den, logz_num = log_partition(all_paths, Log), log_partition(target_paths, Log)
-    return torch.where(logz_num == -torch.inf, torch.inf, logz_den - logz_num)
+    tensors = (scores, source, lattice_source, targets, target_lengths, input_lengths)
+    return loss_through_chains(CHAINS, *tensors, state_len, reduction, save)
 
 
 def crf_gradient(
     grad: Tensor,
     scores: Tensor,
     source: Tensor,
-    lengths: Tensor,
+    target_lengths: Tensor,
+    losses: Tensor,
     logz: Tensor,
     saved: Tensor,
     marginals: Tensor,
     edge_index: Tensor,
+    lengths: Tensor,
+    reduction: str,
 ) -> Tensor:
-    """Return the marginals of all paths minus those of the target's paths, times `grad`.
+    """Return the gradient of the reduced loss with respect to the scores.
 
-    The marginals of the target lattice come in units of `FIXED_POINT`. Half types are rounded once.
+    It is the marginals of all paths minus those of the paths that spell the target, times the
+    gradient of the sequence's loss. Half types are rounded once.
     """
-    dtype, ends = acc_dtype(scores.dtype), zero_ends(scores)
-    result = chain_gradient(grad, scores, ends, ends, source, lengths, logz, saved, dtype)[0]
-    subtract_marginals(result, marginals, edge_index, marginal_scale(grad, dtype))
-    return result.to(scores.dtype)
+    results = (losses, logz, saved, marginals, edge_index, lengths)
+    tensors = (grad, scores, source, target_lengths, *results)
+    return gradient_through_chains(CHAINS, *tensors, reduction)

@@ -1,25 +1,28 @@
 """Cross-entropy and token statistics from hidden states and the matrix of the vocabulary.
 
-The full logits are never in memory.
+The full logits are in memory for small calls only.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import apply, plain_eager
+from ...runtime.autograd import apply, autocast_dtype, plain_eager
 from ...runtime.backend import current_backend
 from ...runtime.checks import REDUCTIONS
 from ...runtime.dtypes import acc_dtype
 from ...runtime.register import PLAIN
-from ..cross_entropy.api import TokenStats, cross_entropy
+from ..cross_entropy.api import TokenStats, cross_entropy, token_stats
 from . import autograd
 from .common import cast_to_autocast, checked_options, chunk_and_save, loss_terms, reduce_losses
-from .plan import MemoryPlan, check_budget, linear_cross_entropy_plan
+from .composed import composed_cross_entropy, is_plain
+from .plan import MemoryPlan, check_budget, is_small, linear_cross_entropy_plan
+
+FEW_LABELS = 128  # that many labels are read in Python in less time than one tensor operation takes
 
 
 class _HeadInputs(NamedTuple):
@@ -30,24 +33,20 @@ class _HeadInputs(NamedTuple):
         weight: matrix of the vocabulary, `[C, H]`.
         bias: its bias, `[C]`, or None.
         target: labels, `[M]` int64.
-        shape: the shape of the labels that the user gave.
     """
 
     input: Tensor
     weight: Tensor
     bias: Tensor | None
     target: Tensor
-    shape: torch.Size
 
     @property
     def wanted(self) -> tuple[bool, bool, bool]:
         """Return whether hidden states, matrix and bias need a gradient."""
-        grads = (
-            tensor is not None and tensor.requires_grad
-            for tensor in (self.input, self.weight, self.bias)
-        )
-        input_grad, weight_grad, bias_grad = (torch.is_grad_enabled() and grad for grad in grads)
-        return input_grad, weight_grad, bias_grad
+        if not torch.is_grad_enabled():
+            return False, False, False
+        bias_grad = self.bias is not None and self.bias.requires_grad
+        return self.input.requires_grad, self.weight.requires_grad, bias_grad
 
     def plan(self, memory_budget: int | None, reduced: bool) -> MemoryPlan:
         input_grad, weight_grad, bias_grad = self.wanted
@@ -62,6 +61,52 @@ class _HeadInputs(NamedTuple):
             weight_grad=weight_grad or bias_grad,
             reduced=reduced,
         )
+
+
+def _is_usual(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> bool:
+    """Return whether these are plain tensors `[M, H]`, `[C, H]`, `[C]` and `[M]`, in eager mode.
+
+    Their dtypes and devices fit each other too, so that no other check of them is needed. This is
+    one expression, since a small call takes little longer than its checks.
+    """
+    return (
+        type(input) in PLAIN
+        and type(weight) in PLAIN
+        and type(target) is Tensor
+        and len(shape := input.shape) == 2
+        and len(matrix_shape := weight.shape) == 2
+        and matrix_shape[0] != 0
+        and shape[1] == matrix_shape[1]
+        and target.shape == shape[:1]
+        and target.dtype is torch.int64
+        and target.is_contiguous()
+        and (dtype := input.dtype).is_floating_point
+        and weight.dtype is dtype
+        and weight.device == (device := input.device)
+        and target.device == device
+        and (
+            bias is None
+            or (
+                type(bias) in PLAIN
+                and bias.dtype is dtype
+                and bias.device == device
+                and bias.shape == matrix_shape[:1]
+            )
+        )
+        and autocast_dtype(device) is None
+        and plain_eager()
+    )
+
+
+def _cast_and_check(
+    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return hidden states, matrix and bias in the dtype of autocast; raise unless they fit."""
+    checks.tensor("input", input)
+    checks.tensor("linear_weight", weight)
+    input, weight, bias = cast_to_autocast(input, weight, bias)  # type: ignore[assignment]
+    _check(input, weight, bias, target)
+    return input, weight, bias
 
 
 def _check(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> None:
@@ -94,11 +139,10 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -
 
 
 def _flat(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> _HeadInputs:
-    shape = input.shape[:-1]
     checks.integer("target", target)
-    checks.shape("target", target, shape, "input without H")
+    checks.shape("target", target, input.shape[:-1], "input without H")
     labels = target.reshape(-1).long().contiguous()  # a narrow type would wrap the bounds
-    return _HeadInputs(input[None].flatten(0, -2), weight, bias, labels, shape)
+    return _HeadInputs(input[None].flatten(0, -2), weight, bias, labels)
 
 
 def _logits(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -132,8 +176,10 @@ def linear_cross_entropy(
     The loss is `cross_entropy(input @ linear_weight.T + linear_bias, target, ...)`. The products
     are PyTorch's own, and no gradient is left out, however small. With `mean` and `sum` the
     forward pass computes the gradients and the backward pass scales them. See
-    `linear_cross_entropy_plan` for the chunks of a batch. Target probabilities and matrices of
-    more than two dimensions are accepted too; their logits are in memory.
+    `linear_cross_entropy_plan` for the chunks of a batch. An eager call whose logits take at most
+    16 MiB in fp32 computes them with `torch.nn.functional.linear`, which takes the host less time,
+    and PyTorch keeps what it needs of them for the backward pass. Target probabilities and
+    matrices of more than two dimensions are accepted too; their logits are in memory.
 
     Args:
         input: hidden states `[..., H]`, floating dtype; `[N, H]` or `[H]` with target
@@ -172,15 +218,17 @@ def linear_cross_entropy(
         (tensor(1.2395, grad_fn=<...>), tensor([[-0.2130,  0.1065],
                 [-0.8935,  0.7870]]))
     """
-    checks.tensor("input", input)
-    checks.tensor("linear_weight", linear_weight)
-    tensors = cast_to_autocast(input, linear_weight, linear_bias)
-    input, linear_weight, linear_bias = tensors  # type: ignore[assignment]
-    _check(input, linear_weight, linear_bias, target)
-    checks.choice("reduction", reduction, REDUCTIONS)
-    check_budget(memory_budget)
+    usual = _is_usual(input, linear_weight, linear_bias, target)
+    if not usual:
+        checked = _cast_and_check(input, linear_weight, linear_bias, target)
+        input, linear_weight, linear_bias = checked
+    if reduction not in REDUCTIONS:
+        checks.choice("reduction", reduction, REDUCTIONS)
+    if memory_budget is not None:
+        check_budget(memory_budget)
     ignore_index = -100 if ignore_index is None else ignore_index
-    if _needs_logits(linear_weight, target, weight):
+    weight_grad = weight is not None and weight.requires_grad
+    if weight_grad or (not usual and _needs_logits(linear_weight, target)):
         dtype = acc_dtype(input.dtype)
         logits = _logits(input, linear_weight, linear_bias).to(dtype)
         if linear_weight.ndim == 2 and input.ndim > 2:
@@ -197,81 +245,104 @@ def linear_cross_entropy(
             z_loss=z_loss,
         )
         return loss.to(dtype)  # autocast may have changed the dtype
-    inputs = _flat(input, linear_weight, linear_bias, target)
+    if usual:
+        inputs = _HeadInputs(input, linear_weight, linear_bias, target)
+    else:
+        inputs = _flat(input, linear_weight, linear_bias, target)
     if weight is not None:
         checks.floating("weight", weight)
         checks.device("weight", weight, input, "input")
         checks.shape("weight", weight, [len(linear_weight)], "[C]")
         weight = weight.contiguous()
     options = checked_options(ignore_index, label_smoothing, softcap, z_loss)
-    if input.device.type == "cpu" and plain_eager() and type(inputs.input) in PLAIN:
-        checks.labels("target", inputs.target, len(linear_weight), ignore_index)
-        return _loss_without_ignored(inputs, weight, reduction, options, memory_budget)
-    loss = _loss(inputs, weight, reduction, options, memory_budget)
-    return loss.reshape(inputs.shape if reduction == "none" else ())
+    if not usual and not is_plain(input, linear_weight, linear_bias, target):
+        loss = _planned_loss(inputs, weight, reduction, options, memory_budget)
+    elif input.is_cpu:
+        loss = _loss_without_ignored(inputs, weight, reduction, options, memory_budget)
+    else:
+        loss = _loss(inputs, weight, reduction, options, memory_budget)
+    return loss if usual or reduction != "none" else loss.reshape(target.shape)
 
 
-def _needs_logits(linear_weight: Tensor, target: Tensor, weight: Tensor | None) -> bool:
+def _needs_logits(linear_weight: Tensor, target: Tensor) -> bool:
     """Return whether the loss has to be computed from all logits at once."""
     transformed = (
         not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is not None
     )
-    return (
-        linear_weight.ndim > 2
-        or target.is_floating_point()
-        or transformed
-        or (weight is not None and weight.requires_grad)
-    )
+    return linear_weight.ndim > 2 or target.is_floating_point() or transformed
 
 
 def _loss_without_ignored(
     inputs: _HeadInputs,
     weight: Tensor | None,
     reduction: str,
-    options: tuple[Any, ...],
+    options: tuple[int, float, float, float],
     memory_budget: int | None,
 ) -> Tensor:
     """Compute the loss of the tokens that are not ignored.
 
     A CPU knows their number without waiting, so that the products can leave the others out.
     """
-    valid = (inputs.target != options[0]).nonzero()[:, 0]
-    if len(valid) == len(inputs.target):
-        loss = _loss(inputs, weight, reduction, options, memory_budget)
-        return loss.reshape(inputs.shape if reduction == "none" else ())
-    valid_inputs = inputs._replace(input=inputs.input[valid], target=inputs.target[valid])
-    loss = _loss(valid_inputs, weight, reduction, options, memory_budget)
+    labels, ignore_index = inputs.target, options[0]
+    if labels.shape[0] <= FEW_LABELS:
+        has_ignored = ignore_index in labels.tolist()
+    else:
+        has_ignored = bool((labels == ignore_index).any())
+    if not has_ignored:
+        return _loss(inputs, weight, reduction, options, memory_budget)
+    valid = (labels != ignore_index).nonzero()[:, 0]
+    valid_inputs = inputs._replace(
+        input=inputs.input.index_select(0, valid), target=labels.index_select(0, valid)
+    )
+    try:
+        loss = _loss(valid_inputs, weight, reduction, options, memory_budget)
+    except IndexError:  # This check finds the place of the label among all tokens.
+        checks.labels("target", labels, len(inputs.weight), ignore_index)
+        raise
     if reduction != "none":
         return loss
-    return loss.new_zeros(len(inputs.target)).index_put((valid,), loss).reshape(inputs.shape)
+    return loss.new_zeros(len(labels)).index_put((valid,), loss)
 
 
 def _loss(
     inputs: _HeadInputs,
     weight: Tensor | None,
     reduction: str,
-    options: tuple[Any, ...],
+    options: tuple[int, float, float, float],
     memory_budget: int | None,
 ) -> Tensor:
+    """Compute the loss of a plain eager call."""
+    input, matrix, *_ = inputs
+    if is_small(input.shape[0], matrix.shape[0], input.dtype, memory_budget):
+        return composed_cross_entropy(*inputs, weight, *options, reduction)
+    return _planned_loss(inputs, weight, reduction, options, memory_budget)
+
+
+def _planned_loss(
+    inputs: _HeadInputs,
+    weight: Tensor | None,
+    reduction: str,
+    options: tuple[int, float, float, float],
+    memory_budget: int | None,
+) -> Tensor:
+    """Compute the loss in the chunks of the plan."""
     plan = inputs.plan(memory_budget, reduction != "none")
     backend, wanted = current_backend(), inputs.wanted
     head = (inputs.input, inputs.weight, inputs.bias, inputs.target, weight)
     if plan.name == "fast" and reduction != "none" and inputs.input.dtype != torch.float16:
-        numbers = (*options, reduction == "mean")
+        loss_options = (*options, reduction == "mean")
         if plain_eager():
-            return apply(autograd.LinearOnePass, wanted, backend, numbers, plan.chunk, *head)
+            return apply(autograd.LinearOnePass, wanted, backend, loss_options, plan.chunk, *head)
         if torch.compiler.is_compiling():
-            results = autograd.LinearOnePassTraced.apply(
-                *head, *numbers, plan.chunk, *wanted, backend
-            )
-            return results[0]
+            traced = (*head, *loss_options, plan.chunk, *wanted, backend)
+            return apply(autograd.LinearOnePassTraced, *traced)[0]
     ignore_index, label_smoothing, softcap, _ = options
     classes = len(inputs.weight)
     chunk, save_logits = chunk_and_save(plan, classes)
     needs_smoothing, needs_entropy = label_smoothing > 0, False
     numbers = (1.0, softcap, ignore_index, needs_smoothing, needs_entropy, chunk, save_logits)
-    nll, logsumexp, smoothing_loss, *_ = autograd.LinearRows.apply(*head, *numbers, backend)
+    nll, logsumexp, smoothing_loss, *_ = apply(autograd.LinearRows, *head, *numbers, backend)
     loss, z = loss_terms(nll, logsumexp, smoothing_loss, inputs.target, weight, classes, options)
     return reduce_losses(loss, z, inputs.target, weight, classes, ignore_index, reduction)
 
@@ -288,7 +359,8 @@ def linear_token_stats(
 ) -> TokenStats:
     """Compute token statistics from hidden states, without the logits in memory.
 
-    They are `token_stats(input @ linear_weight.T + linear_bias, target, ...)`.
+    They are `token_stats(input @ linear_weight.T + linear_bias, target, ...)`, and a small call
+    computes just that; see `linear_cross_entropy`.
 
     Args:
         input: hidden states `[..., H]`, floating dtype.
@@ -313,24 +385,33 @@ def linear_token_stats(
         TokenStats(logprob=tensor([-1.3863]), logsumexp=tensor([1.3863]),
                    entropy=tensor([1.3863]), argmax=tensor([0]))
     """
-    checks.tensor("input", input)
-    checks.tensor("linear_weight", linear_weight)
-    tensors = cast_to_autocast(input, linear_weight, linear_bias)
-    input, linear_weight, linear_bias = tensors  # type: ignore[assignment]
-    _check(input, linear_weight, linear_bias, target)
-    if linear_weight.ndim != 2:
-        raise ValueError(f"linear_weight: expected shape [C, H], got {list(linear_weight.shape)}")
+    usual = _is_usual(input, linear_weight, linear_bias, target)
+    if not usual:
+        checked = _cast_and_check(input, linear_weight, linear_bias, target)
+        input, linear_weight, linear_bias = checked
+        if linear_weight.ndim != 2:
+            shape = list(linear_weight.shape)
+            raise ValueError(f"linear_weight: expected shape [C, H], got {shape}")
+    if memory_budget is not None:
+        check_budget(memory_budget)
+    if (usual or is_plain(input, linear_weight, linear_bias, target)) and is_small(
+        target.numel(), len(linear_weight), input.dtype, memory_budget
+    ):
+        return token_stats(
+            torch.nn.functional.linear(input, linear_weight, linear_bias),
+            target,
+            temperature=temperature,
+            ignore_index=ignore_index,
+        )
     checks.number("temperature", temperature, low=0.0, open_low=True)
     checks.python_int("ignore_index", ignore_index)
     inputs = _flat(input, linear_weight, linear_bias, target)
     plan = inputs.plan(memory_budget, False)
     chunk, save_logits = chunk_and_save(plan, len(linear_weight))
     needs_smoothing, needs_entropy = False, True
-    nll, logsumexp, _, entropy, argmax, *_ = autograd.LinearRows.apply(
-        inputs.input,
-        inputs.weight,
-        inputs.bias,
-        inputs.target,
+    nll, logsumexp, _, entropy, argmax, *_ = apply(
+        autograd.LinearRows,
+        *inputs,
         None,
         float(temperature),
         0.0,
@@ -342,4 +423,6 @@ def linear_token_stats(
         current_backend(),
     )
     fields = (-nll, logsumexp, entropy, argmax)
-    return TokenStats(*(field.reshape(inputs.shape) for field in fields))
+    if target.ndim == 1:
+        return TokenStats(*fields)
+    return TokenStats(*(field.reshape(target.shape) for field in fields))

@@ -347,7 +347,7 @@ class LinearOnePass(torch.autograd.Function):
             gradients = one_pass(*head, *ctx.numbers, ctx.chunk, *ctx.wanted, ctx.backend)[1:]
         for gradient, wants in zip(gradients, ctx.wanted, strict=True):
             if wants:
-                scale_gradient.eager(gradient, grad, ctx.backend)
+                scale_gradient(gradient, grad, ctx.backend)
         return *no_option_grads, *_only_wanted(gradients, ctx.wanted), None, None
 
 

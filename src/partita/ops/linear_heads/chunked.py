@@ -263,17 +263,16 @@ def linear_one_pass(
         chunk = min(chunk, CPU_CHUNK_TOKENS)
     buffer = logits_buffer(input, min(chunk, M), C)
     one_chunk = chunk >= M
-    dweight, dbias = result.weight, torch.zeros_like(result.bias, dtype=accumulator)
+    dweight, dbias, loss = result.weight, None, None
     if weight_grad and not one_chunk:
         if input.dtype == accumulator:
             dweight.zero_()
         else:
             dweight = torch.zeros_like(result.weight, dtype=accumulator)
     divisors = kernels.mean_shares(target, class_weight, ignore_index, C, mean, accumulator)
-    loss = torch.zeros((), dtype=accumulator, device=input.device)
     for part in chunks(M, chunk):
         logits = product(input[part], weight, bias, buffer)
-        loss += kernels.one_pass(
+        part_loss = kernels.one_pass(
             logits,
             target[part],
             class_weight,
@@ -284,6 +283,7 @@ def linear_one_pass(
             mean,
             divisors,
         )
+        loss = part_loss if loss is None else loss + part_loss
         if input_grad:
             torch.mm(logits, weight, out=result.input[part])
         if weight_grad and one_chunk:
@@ -291,11 +291,15 @@ def linear_one_pass(
         elif weight_grad:
             add_product(dweight, logits.T, input[part])
         if bias_grad:
-            dbias += logits.sum(0, dtype=accumulator)
-    if M == 0:
-        loss = loss / (0.0 if mean else 1.0)
+            part_dbias = logits.sum(0, dtype=accumulator)
+            dbias = part_dbias if dbias is None else dbias + part_dbias
+    if loss is None:
+        nothing = torch.nan if mean else 0.0
+        loss = torch.full((), nothing, dtype=accumulator, device=input.device)
         dweight.zero_()
+        result.bias.zero_()
     if dweight is not result.weight:
         result.weight.copy_(dweight)
-    result.bias.copy_(dbias)
+    if dbias is not None:
+        result.bias.copy_(dbias)
     return loss, *result

@@ -43,6 +43,11 @@ def checked_options(
     ignore_index: int, label_smoothing: float, softcap: float | None, z_loss: float
 ) -> tuple[int, float, float, float]:
     """Check the numbers and return them as the ops take them."""
+    are_floats = type(label_smoothing) is float and type(z_loss) is float
+    if are_floats and label_smoothing == z_loss == 0.0 and softcap is None:
+        if type(ignore_index) is not int:
+            checks.python_int("ignore_index", ignore_index)
+        return ignore_index, 0.0, 0.0, 0.0
     checks.python_int("ignore_index", ignore_index)
     checks.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
     checks.number("z_loss", z_loss, low=0.0)

@@ -6,6 +6,12 @@ from typing import NamedTuple
 
 import torch
 
+from ...runtime.dtypes import acc_dtype
+
+# Bytes of logits in the accumulator dtype up to which an eager call keeps them between forward and
+# backward. Calls of this size wait for the host, and this memory is negligible.
+SMALL_LOGITS_BYTES = 2**24
+SMALL_COPIES = 4  # such tensors alive at once: logits, log-probabilities, and their gradients
 DEFAULT_BUDGET = 2**31  # bytes of workspace if no budget is given
 # Bytes of a chunk beyond which the lean plan and a loss without gradients do not become faster.
 LEAN_CHUNK_BYTES = 5 * 2**26
@@ -58,7 +64,9 @@ def linear_cross_entropy_plan(
     """Return the chunks, workspace and operations that `linear_cross_entropy` will use.
 
     The plan is `fast` if the workspace allows all logits at once or chunks of at least 2,048
-    tokens. Otherwise it is `lean`, which takes chunks of classes.
+    tokens. Otherwise it is `lean`, which takes chunks of classes. An eager call whose logits take
+    at most 16 MiB in fp32 follows no plan if four times these bytes fit the budget: PyTorch's own
+    linear layer computes its logits.
 
     Args:
         tokens, hidden, vocabulary: sizes of `input` `[tokens, hidden]` and `linear_weight`
@@ -148,6 +156,14 @@ def _chunk_classes(room: int, vocabulary: int) -> int:
     chunks = -(-vocabulary // max_classes)
     width = -(-vocabulary // max(chunks * MIN_CHUNK_CLASSES, 1)) * MIN_CHUNK_CLASSES
     return max(1, min(width, vocabulary))
+
+
+def is_small(tokens: int, vocabulary: int, dtype: torch.dtype, memory_budget: int | None) -> bool:
+    """Return whether an eager call composes PyTorch's linear layer with the loss of its logits."""
+    logits_bytes = tokens * vocabulary * acc_dtype(dtype).itemsize
+    return logits_bytes <= SMALL_LOGITS_BYTES and (
+        memory_budget is None or SMALL_COPIES * logits_bytes <= memory_budget
+    )
 
 
 def check_budget(memory_budget: int | None) -> None:

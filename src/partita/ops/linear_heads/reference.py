@@ -6,17 +6,21 @@ This module says what is done to a chunk. The loops over chunks stand in `chunke
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from ...primitives.rows import finite_shift, row_chunks, softcap_slope
+from ...primitives.rows import chunks, finite_shift, softcap_slope
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import mean_shares, valid_targets
-from ..cross_entropy.reference import one_pass
+from ..cross_entropy.reference_one_pass import one_pass
 from . import chunked
 from .chunked import ChunkKernels
 from .common import GradientCoefficients, RowState, RowStatistics
+
+# The logits whose temporaries may exist at once on a CPU, where a memory budget has to hold.
+MAX_ELEMENTS = 2**20
 
 
 def new_state(like: Tensor, needs_smoothing: bool, needs_entropy: bool) -> RowState:
@@ -41,6 +45,11 @@ def softcapped(logits: Tensor, softcap: float) -> Tensor:
     return softcap * (x / softcap).tanh() if softcap else x
 
 
+def _row_chunks(logits: Tensor) -> Iterator[slice]:
+    rows, classes = logits.shape
+    return chunks(rows, max(1, MAX_ELEMENTS // max(classes, 1)) if logits.is_cpu else rows)
+
+
 def accumulate_logits(
     logits: Tensor,
     first: int,
@@ -54,7 +63,7 @@ def accumulate_logits(
 
     `class_weight` holds the weights of these classes.
     """
-    for rows in row_chunks(logits):
+    for rows in _row_chunks(logits):
         _accumulate_rows(
             logits[rows],
             first,
@@ -184,7 +193,7 @@ def logits_gradient(
 
     `result` may be the logits themselves. `class_weight` holds the weights of these classes.
     """
-    for rows in row_chunks(logits):
+    for rows in _row_chunks(logits):
         row_coefficients = (None if t is None else t[rows] for t in coefficients)
         _write_gradient(
             logits[rows],

@@ -7,15 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...primitives.eager import native_serves, needs_no_derivative
 from ...runtime import checks
+from ...runtime.autograd import apply
 from ...runtime.backend import current_backend
-from .autograd import LogSumExpFunction, SoftmaxFunction
+from .autograd import LogSumExpFunction, SoftmaxFunction, logsumexp_op, softmax_op
 
 
 def _result_dtype(input: Tensor) -> torch.dtype:
     """Return the dtype of the input, or fp32 under autocast on a GPU, as PyTorch does."""
-    promoted = input.is_cuda and input.dtype != torch.float64 and torch.is_autocast_enabled("cuda")
-    return torch.float32 if promoted else input.dtype
+    dtype = input.dtype
+    if input.is_cuda and dtype != torch.float64 and torch.is_autocast_enabled("cuda"):
+        return torch.float32
+    return dtype
 
 
 def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None, log: bool) -> Tensor:
@@ -26,12 +30,28 @@ def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None, log: bool) -> T
             raise TypeError(f"dtype: expected a floating dtype, got {dtype!r}")
         if not (dtype == torch.float32 and input.dtype in (torch.float16, torch.bfloat16)):
             input = input.to(dtype)
-    checks.floating("input", input)
+    if not input.is_floating_point():
+        checks.floating("input", input)
+    ndim = input.ndim
+    if type(dim) is not int or not -ndim <= dim < ndim:
+        dim = checks.dimension("dim", dim, ndim)
+    elif dim < 0:
+        dim += ndim
+    backend = current_backend()
+    if backend == "auto" and input.is_cpu and native_serves(input):
+        # PyTorch's function has the same contract on the CPU, and less host time.
+        return (torch.log_softmax if log else torch.softmax)(input, dim, dtype)
     dtype = dtype or _result_dtype(input)
-    dim = checks.dimension("dim", dim, input.ndim)
-    if input.ndim == 0:
-        return SoftmaxFunction.apply(input.reshape(1), 0, log, dtype, current_backend()).reshape(())
-    return SoftmaxFunction.apply(input, dim, log, dtype, current_backend())
+    if ndim == 0:
+        return _softmax_of(input.reshape(1), 0, log, dtype, backend).reshape(())
+    return _softmax_of(input, dim, log, dtype, backend)
+
+
+def _softmax_of(input: Tensor, dim: int, log: bool, dtype: torch.dtype, backend: str) -> Tensor:
+    """Return the result of the op, through its autograd function where a gradient is needed."""
+    if needs_no_derivative(input):
+        return softmax_op(input, dim, log, dtype, backend)
+    return apply(SoftmaxFunction, input, dim, log, dtype, backend)
 
 
 def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
@@ -114,6 +134,10 @@ def logsumexp(input: Tensor, dim: int | Sequence[int] = -1, keepdim: bool = Fals
         tensor(1000.6932)
     """
     checks.floating("input", input)
+    ndim = input.ndim
+    if type(dim) is int and -ndim <= dim < ndim and (dim == -1 or dim == ndim - 1):
+        result = _logsumexp_of(input)
+        return result.unsqueeze(-1) if keepdim else result
     if not isinstance(dim, (int, Sequence)):
         raise TypeError(f"dim: expected an int or a tuple of them, got {type(dim).__name__}")
     given = (dim,) if isinstance(dim, int) else tuple(dim)
@@ -121,14 +145,21 @@ def logsumexp(input: Tensor, dim: int | Sequence[int] = -1, keepdim: bool = Fals
     if len(set(dims)) != len(dims):
         raise ValueError(f"dim: expected each dimension once, got {given}")
     dims = sorted(dims) or list(range(input.ndim))
-    dtype, backend = _result_dtype(input), current_backend()
     if input.ndim == 0:
-        return LogSumExpFunction.apply(input.reshape(1), dtype, backend)[0]
+        return _logsumexp_of(input.reshape(1))
     others = [d for d in range(input.ndim) if d not in dims]
     rows = input.permute(*others, *dims)
     if len(dims) > 1:
         rows = rows.flatten(len(others))
-    result = LogSumExpFunction.apply(rows, dtype, backend)[0]
+    result = _logsumexp_of(rows)
     if not keepdim:
         return result
     return result.reshape([1 if d in dims else input.shape[d] for d in range(input.ndim)])
+
+
+def _logsumexp_of(rows: Tensor) -> Tensor:
+    """Return the result over the last dimension, through the autograd function where needed."""
+    dtype, backend = _result_dtype(rows), current_backend()
+    if needs_no_derivative(rows):
+        return logsumexp_op(rows, dtype, backend)[0]
+    return apply(LogSumExpFunction, rows, dtype, backend)[0]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import register
-from ...runtime.autograd import batch_first, first_derivative
+from ...runtime.autograd import batch_first, first_derivative, is_double_backward
 from ...runtime.dtypes import acc_dtype
 from . import reference
 from .backends import BACKENDS
@@ -83,14 +83,17 @@ class SoftmaxFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        input, ctx.dim, ctx.log, _, ctx.backend = inputs
-        ctx.dtype = input.dtype
+        input, dim, log, _, backend = inputs
+        ctx.options = dim, log, input.dtype, backend
         ctx.save_for_backward(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (output,) = ctx.saved_tensors
-        dim, log, dtype, backend = ctx.dim, ctx.log, ctx.dtype, ctx.backend
+        dim, log, dtype, backend = ctx.options
+        if not is_double_backward():
+            grad_input = softmax_backward_op(grads[0], output, dim, log, dtype, backend)
+            return grad_input, None, None, None, None
         grad_input = first_derivative(
             lambda grad, output: softmax_backward_op(grad, output, dim, log, dtype, backend),
             lambda grad, output: reference.softmax_gradient(grad, output, dim, log, dtype),
@@ -122,6 +125,8 @@ class LogSumExpFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         backend = ctx.backend
+        if not is_double_backward():
+            return logsumexp_backward_op(grads[0], *ctx.saved_tensors, backend), None, None
         grad_input = first_derivative(
             lambda grad, input, maximum, sumexp: logsumexp_backward_op(
                 grad, input, maximum, sumexp, backend

@@ -14,11 +14,12 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from ...primitives.cpu.math import FLAGS
+from ...primitives.cpu.math import FLAGS, exp_floor
 from ...runtime.caches import register_cache
 
 INF = np.inf
 LOWEST = np.finfo(np.float64).min  # replaces -inf in maxima, so that no difference from one is NaN
+LANES = 64  # partial sums of a log-sum-exp
 SMALL = 2**18  # edges times steps; with fewer, threads take longer to start than they save
 
 
@@ -40,6 +41,52 @@ def row_at(steps: Any, t: int, n: int) -> Any:
     return steps.numbers[t * steps.strides[0] + n * steps.strides[1] :]
 
 
+@njit(**FLAGS)
+def contiguous_row(scores: Any, t: int, n: int, buffer: Any) -> Any:
+    """Return the scores of a step, `[C]`, contiguous: a view, or a copy in the buffer."""
+    row, stride = row_at(scores, t, n), scores.strides[2]
+    if stride == 1:
+        return row[: len(buffer)]
+    for c in range(len(buffer)):
+        buffer[c] = row[c * stride]
+    return buffer
+
+
+@njit(**FLAGS)
+def logsumexp_row(row: Any, maxima: Any, sums: Any) -> float:
+    """Return the log-sum-exp of a step's classes, by way of partial results `[LANES]`.
+
+    A single running sum would not become vector code. Neither would two rows of one array, which
+    might overlap, so maxima and sums are two arrays.
+    """
+    whole = len(row) - len(row) % LANES
+    highest, total = LOWEST, 0.0
+    for c in range(whole, len(row)):
+        highest = row[c] if row[c] > highest else highest
+    if whole:
+        for i in range(LANES):
+            maxima[i], sums[i] = highest, 0.0
+        for c in range(0, whole, LANES):
+            part = row[c : c + LANES]
+            for i in range(LANES):
+                maxima[i] = part[i] if part[i] > maxima[i] else maxima[i]
+        for i in range(LANES):
+            highest = maxima[i] if maxima[i] > highest else highest
+        for c in range(0, whole, LANES):
+            part = row[c : c + LANES]
+            for i in range(LANES):
+                sums[i] += exp_floor(part[i] - highest)
+        for i in range(LANES):
+            total += sums[i]
+    rest = row[whole:]
+    for i in range(len(rest)):
+        sums[i] = exp_floor(rest[i] - highest)
+    for i in range(len(rest)):
+        total += sums[i]
+    # A row of nothing but -inf gives NaN, as a log-softmax does.
+    return highest + np.log(total) if highest > LOWEST else np.nan
+
+
 def empty_batch(shape: Sequence[int], dtype: torch.dtype = torch.float64) -> Tensor:
     """Return uninitialized memory from NumPy, which asks for large pages.
 
@@ -56,6 +103,8 @@ def as_array(tensor: Tensor) -> Any:
 def as_steps(tensor: Tensor) -> Steps:
     """Return `[T, N, C, K]` of any strides in its own memory; half types become fp32."""
     numbers = (tensor.float() if tensor.element_size() == 2 else tensor).detach().resolve_neg()
+    if numbers.is_contiguous():
+        return Steps(numbers.numpy().reshape(-1), np.array(numbers.stride()))
     extent = 0
     if numbers.numel():
         sizes = zip(numbers.shape, numbers.stride(), strict=True)
@@ -80,11 +129,11 @@ def run_over_batch(kernel: Callable[..., Any], batch: Any, *args: Any) -> None:
     Each call of the kernel gets the indices of some chains. Long chains come first, so that the
     threads end at about the same time.
     """
-    longest = batch.lengths.argsort(kind="stable")[::-1].copy()
-    threads = min(torch.get_num_threads(), len(longest))
+    threads = min(torch.get_num_threads(), len(batch.lengths))
     if threads < 2 or int(batch.lengths.sum()) * len(batch.sources) < SMALL:
-        kernel(longest, batch, *args)
+        kernel(np.arange(len(batch.lengths)), batch, *args)
         return
+    longest = batch.lengths.argsort(kind="stable")[::-1].copy()
     parts = min(4 * threads, len(longest))
     # Each thread stops at a None.
     queue = deque([*(longest[i::parts].copy() for i in range(parts)), *[None] * threads])

@@ -91,6 +91,23 @@ def row_view_or_copy(dim: int, tensor: Tensor) -> RowView:
     return view
 
 
+def flat_rows(tensor: Tensor | None) -> tuple[Tensor | None, int]:
+    """Return a tensor with one number for each row, and the step from a row's number to the next.
+
+    The gradient of a sum has one number for all rows, so the step is 0. It is 1 for a tensor that
+    is contiguous, or whose strides allow no constant step and which is therefore copied. None
+    stays None.
+    """
+    if tensor is None:
+        return None, 1
+    if tensor.numel() > 1:
+        if tensor.ndim == 1:
+            return tensor, tensor.stride(0)
+        if not any(tensor.stride()):
+            return tensor, 0
+    return tensor.contiguous(), 1
+
+
 def with_output(
     run: Callable[[RowView], None], dim: int, *inputs: Tensor, dtype: torch.dtype
 ) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ....primitives.cpu.batch import INF, as_array, as_steps, row_at, run_over_batch
 from ....primitives.cpu.math import FLAGS, exp
+from ....runtime.dtypes import acc_dtype
 from .logz import chain_forward_kernel
 from .steps import chain_batch, edge_terms, load_edges, max_over_edges, repeat_past_length
 
@@ -157,9 +158,10 @@ def chain_viterbi(
     lengths: Tensor | None,
     trace: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the best score `[N]` fp64, and the states `[T + 1, N]` and edges `[T, N]` of its path.
+    """Return the best score `[N]`, and the states `[T + 1, N]` and edges `[T, N]` of its path.
 
-    States and edges are -1 where the path has none, and empty without `trace`.
+    The score is fp64 for fp64 scores and otherwise fp32. States and edges are -1 where the path has
+    none, and empty without `trace`.
     """
     batch, invalid = chain_batch(scores, source, lengths)
     T, N, C, K = scores.shape
@@ -182,7 +184,7 @@ def chain_viterbi(
         edges.numpy(),
         trace,
     )
-    score.masked_fill_(invalid, torch.nan)
+    score = score.masked_fill_(invalid, torch.nan).to(acc_dtype(scores.dtype))
     if not trace:
         return score, states.new_empty(0), edges.new_empty(0)
     return score, states.masked_fill_(invalid, -1), edges

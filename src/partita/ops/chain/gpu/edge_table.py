@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ....runtime import recording
 from ....runtime.caches import register_cache
 
 
@@ -74,6 +75,8 @@ def edge_table(source: Tensor) -> EdgeTable:
     version = None if source.is_inference() else source._version
     cached = None if version is None else _edge_tables.get(source)
     if cached is not None and cached[0] == version:
+        recording.depend_on(source)
+        recording.keep(*cached[1][:3])
         return cached[1]
     _refuse_capture(source)
     table = _build_edge_table(source)
@@ -91,6 +94,7 @@ def directed_edges(table: EdgeTable, block: int, edge_block: int) -> DirectedEdg
         directed = _build_directed_edges(table, block, edge_block)
         _synchronize(table.source)
         table.directed[block, edge_block] = directed
+    recording.keep(*directed[:4])
     return directed
 
 

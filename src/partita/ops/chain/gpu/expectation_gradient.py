@@ -202,7 +202,7 @@ def store_boundary_gradients(
 
 @triton.jit
 def chain_expectation_gradient_kernel(
-    grad_ptr,  # [N] fp64
+    grad_ptr,  # [N]
     scores_ptr,  # [T, N, C, K]
     source_ptr,  # [C, K] int32
     out_offsets_ptr,  # [C + 1] int32
@@ -226,6 +226,7 @@ def chain_expectation_gradient_kernel(
     N,
     C,
     K,
+    grad_n,
     stride_t,
     stride_n,
     stride_c,
@@ -247,7 +248,8 @@ def chain_expectation_gradient_kernel(
     n = tl.program_id(0).to(tl.int64)
     length, invalid = load_length(lengths_ptr, n, T)
     row_stride, lane = tl.full([], N, tl.int64) * C, tl.arange(0, BLOCK_C)
-    grad, mean, logz = tl.load(grad_ptr + n), tl.load(mean_ptr + n), tl.load(logz_ptr + n)
+    grad = tl.load(grad_ptr + n * grad_n).to(tl.float64)
+    mean, logz = tl.load(mean_ptr + n), tl.load(logz_ptr + n)
     # A chain without a path has no posterior.
     logz = tl.where(logz == -float("inf"), float("inf"), logz)
     saved_ptr += n * C

@@ -132,6 +132,7 @@ def chain_logz_kernel(
     lengths_ptr,  # [N] or None
     saved_ptr,  # [T + 1, N, C] fp64, or [4, N, C]
     logz_ptr,  # [N] fp64
+    rounded_ptr,  # [N] in the dtype of results, or None
     T,
     N,
     C,
@@ -149,7 +150,10 @@ def chain_logz_kernel(
     BLOCK_C: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Compute log Z of a chain from alpha before its middle step and beta after it."""
+    """Compute log Z of a chain from alpha before its middle step and beta after it.
+
+    Log Z is stored in fp64 and, if asked for, rounded.
+    """
     n = tl.program_id(0).to(tl.int64)
     length, invalid = load_length(lengths_ptr, n, T)
     middle = tl.maximum(length - 1, 0) // 2
@@ -177,4 +181,7 @@ def chain_logz_kernel(
     greatest = tl.max(maximum, axis=0)
     shift = tl.where(greatest == -float("inf"), 0.0, greatest)
     sum_exp = tl.sum((1.0 + rest) * exp((maximum - shift).to(ACC_DTYPE)), axis=0)
-    tl.store(logz_ptr + n, shifted_log(shift, sum_exp) + invalid)
+    logz = shifted_log(shift, sum_exp) + invalid
+    tl.store(logz_ptr + n, logz)
+    if rounded_ptr is not None:
+        tl.store(rounded_ptr + n, logz.to(rounded_ptr.dtype.element_ty))

@@ -26,7 +26,7 @@ from .steps import (
 
 @triton.jit
 def chain_gradient_kernel(
-    grad_ptr,  # [N] fp64
+    grad_ptr,  # [N]
     scores_ptr,  # [T, N, C, K]
     source_ptr,  # [C, K] int32
     out_offsets_ptr,  # [C + 1] int32
@@ -44,6 +44,7 @@ def chain_gradient_kernel(
     N,
     C,
     K,
+    grad_n,
     stride_t,
     stride_n,
     stride_c,
@@ -68,7 +69,7 @@ def chain_gradient_kernel(
     d_scores_ptr += n * C * K
     initial_ptr += n * initial_n
     final_ptr += n * final_n
-    grad = tl.load(grad_ptr + n).to(ACC_DTYPE)
+    grad = tl.load(grad_ptr + n * grad_n).to(ACC_DTYPE)
     logz = tl.load(logz_ptr + n)
     # A chain without a path has no marginals.
     logz = tl.where(logz == -float("inf"), float("inf"), logz)

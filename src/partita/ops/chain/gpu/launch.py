@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....runtime.launch import launch
+from ....runtime.launch import launch, tl_acc_dtype
 from .edge_table import directed_edges, edge_table
 from .forward_scan import chain_halves_kernel, chain_logz_kernel
 from .gradient import chain_gradient_kernel
@@ -32,16 +32,45 @@ def chain_logz(
 
     The second tensor is empty if not `save`.
     """
-    T, N, C, _ = scores.shape
+    return _logz(scores, source, initial, final, lengths, save, None)
+
+
+def chain_rounded_logz(
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor,
+    final: Tensor,
+    lengths: Tensor | None,
+    save: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log Z in `dtype`, `[N]`, then the results of `chain_logz`."""
+    rounded = torch.empty(scores.shape[1], dtype=dtype, device=scores.device)
+    return rounded, *_logz(scores, source, initial, final, lengths, save, rounded)
+
+
+def _logz(
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor,
+    final: Tensor,
+    lengths: Tensor | None,
+    save: bool,
+    rounded: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the results of `chain_logz`, and fill in log Z in the dtype of `rounded`."""
+    T, N, C, K = scores.shape
     table = edge_table(source)
     saved_shape = (T + 1 if save else 4, N, C)
     saved = torch.empty(saved_shape, dtype=torch.float64, device=scores.device)
     logz = torch.empty(N, dtype=torch.float64, device=scores.device)
     sizes = (*scores.shape, *scores.stride(), *initial.stride(), *final.stride())
     ends = (initial, final, None if lengths is None else lengths.contiguous())
-    resident = resident_options(scores, table)
+    resident = resident_options(scores, table.max_out_degree)
     if table.has_invalid:
         logz.fill_(torch.nan)
+        if rounded is not None:
+            rounded.fill_(torch.nan)
     elif resident is not None:
         edges = directed_edges(table, resident["BLOCK_C"], resident["BLOCK_E"])
         tables = (edges.state_of_lane, edges.neighbors, edges.edges)
@@ -55,13 +84,19 @@ def chain_logz(
             **options,
             **prefetch_options(resident),
         )
-        launch(chain_resident_logz_kernel, N, *inputs, logz, *sizes, **options)
+        launch(chain_resident_logz_kernel, N, *inputs, logz, rounded, *sizes, **options)
     else:
-        options = {"SAVE": save, **unroll_options(scores, table), **block_options(scores)}
+        options = {
+            "SAVE": save,
+            "ACC_DTYPE": tl_acc_dtype(scores.dtype),
+            **unroll_options(K, table.max_out_degree),
+            **block_options(C),
+        }
         tables = (table.source, table.out_offsets, table.out_edges)
         launch(chain_halves_kernel, 2 * N, scores, *tables, *ends, saved, *sizes, **options)
         del options["UNROLL_OUT"]
-        launch(chain_logz_kernel, N, scores, table.source, *ends, saved, logz, *sizes, **options)
+        outputs = (saved, logz, rounded)
+        launch(chain_logz_kernel, N, scores, table.source, *ends, *outputs, *sizes, **options)
     return logz, saved if save else saved.new_empty(0)
 
 
@@ -76,8 +111,11 @@ def chain_gradient(
     saved: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of scores (in `dtype`), initial and final from the gradient of log Z."""
-    _, N, C, _ = scores.shape
+    """Return the gradients of scores (in `dtype`), initial and final from the gradient of log Z.
+
+    The gradient of log Z may have any floating dtype and any stride.
+    """
+    _, N, C, K = scores.shape
     table = edge_table(source)
     d_scores = torch.empty(scores.shape, dtype=dtype, device=scores.device)
     d_initial, d_final = (
@@ -85,8 +123,8 @@ def chain_gradient(
     )
     results = d_scores, d_initial, d_final
     ends = (initial, final, None if lengths is None else lengths.contiguous())
-    sizes = (*scores.shape, *scores.stride(), *initial.stride(), *final.stride())
-    resident = resident_options(scores, table)
+    strides = (*grad.stride(), *scores.stride(), *initial.stride(), *final.stride())
+    resident = resident_options(scores, table.max_out_degree)
     if table.has_invalid:
         for result in results:
             result.fill_(torch.nan)
@@ -95,7 +133,7 @@ def chain_gradient(
         launch(
             chain_resident_gradient_kernel,
             2 * N,
-            grad.contiguous(),
+            grad,
             scores,
             edges.state_of_lane,
             edges.neighbors,
@@ -105,7 +143,8 @@ def chain_gradient(
             logz,
             saved.view(torch.int64),
             *results,
-            *sizes,
+            *scores.shape,
+            *strides,
             REGULAR=edges.is_regular,
             **prefetch_options(resident),
             **resident,
@@ -115,7 +154,7 @@ def chain_gradient(
         launch(
             chain_gradient_kernel,
             2 * N,
-            grad.contiguous(),
+            grad,
             scores,
             table.source,
             table.out_offsets,
@@ -125,9 +164,11 @@ def chain_gradient(
             saved,
             workspace,
             *results,
-            *sizes,
-            **unroll_options(scores, table),
-            **block_options(scores),
+            *scores.shape,
+            *strides,
+            ACC_DTYPE=tl_acc_dtype(scores.dtype),
+            **unroll_options(K, table.max_out_degree),
+            **block_options(C),
         )
     return results
 
@@ -142,7 +183,7 @@ def chain_scan(
     reverse: bool,
 ) -> Tensor:
     """Return alpha, or with `reverse` beta, under Log or Max at each time, `[T + 1, N, C]` fp64."""
-    T, N, C, _ = scores.shape
+    T, N, C, K = scores.shape
     table = edge_table(source)
     result = torch.empty((T + 1, N, C), dtype=torch.float64, device=scores.device)
     if table.has_invalid:
@@ -164,7 +205,8 @@ def chain_scan(
         *final.stride(),
         IS_MAX=is_max,
         REVERSE=reverse,
-        **unroll_options(scores, table),
-        **block_options(scores),
+        ACC_DTYPE=tl_acc_dtype(scores.dtype),
+        **unroll_options(K, table.max_out_degree),
+        **block_options(C),
     )
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....runtime.launch import launch
+from ....runtime.launch import launch, tl_acc_dtype
 from .edge_table import edge_table
 from .expectation import chain_expectation_kernel
 from .expectation_gradient import chain_expectation_gradient_kernel
@@ -56,7 +56,8 @@ def chain_expectation(
             *scores.shape,
             *(stride for t in strided for stride in t.stride()),
             SAVE=save,
-            **block_options(scores),
+            ACC_DTYPE=tl_acc_dtype(scores.dtype),
+            **block_options(C),
         )
     return mean, logz, saved if save else saved.new_empty(0)
 
@@ -95,7 +96,7 @@ def chain_expectation_gradient(
     launch(
         chain_expectation_gradient_kernel,
         N,
-        grad.contiguous(),
+        grad,
         scores,
         table.source,
         table.out_offsets,
@@ -111,9 +112,10 @@ def chain_expectation_gradient(
         *results,
         saved.stride(0),
         *scores.shape,
-        *(stride for t in (scores, values, final, last_values) for stride in t.stride()),
+        *(stride for t in (grad, scores, values, final, last_values) for stride in t.stride()),
         OF_SCORES=of_scores,
         OF_VALUES=of_values,
-        **block_options(scores),
+        ACC_DTYPE=tl_acc_dtype(scores.dtype),
+        **block_options(C),
     )
     return results

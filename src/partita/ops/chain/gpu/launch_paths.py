@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....runtime.launch import cdiv, launch
+from ....runtime.dtypes import acc_dtype
+from ....runtime.launch import launch
+from ....runtime.sizes import cdiv
 from .edge_table import EdgeTable, directed_edges, edge_table
 from .launch import chain_scan
 from .plan import (
     block_options,
-    path_segment,
+    path_segments,
     prefetch_options,
     resident_options,
     sample_options,
@@ -32,7 +34,7 @@ class ViterbiResults(NamedTuple):
     """The results of the Viterbi algorithm; states and edges are empty without a trace.
 
     Fields:
-        score: `[N]` fp64, the score of the best path.
+        score: `[N]`, the score of the best path, fp64 for fp64 scores and otherwise fp32.
         states: `[T + 1, N]` int64, its states; -1 after the length and where there is no path.
         edges: `[T, N]` int64, its edges c·K + k; -1 after the length and where there is no path.
     """
@@ -54,14 +56,14 @@ def chain_viterbi(
     T, N = scores.shape[:2]
     table, device = edge_table(source), scores.device
     path = ViterbiResults(
-        torch.empty(N, dtype=torch.float64, device=device),
+        torch.empty(N, dtype=acc_dtype(scores.dtype), device=device),
         torch.empty((T + 1, N) if trace else 0, dtype=torch.int64, device=device),
         torch.empty((T, N) if trace else 0, dtype=torch.int64, device=device),
     )
     if table.has_invalid:
         return path.score.fill_(torch.nan), path.states.fill_(-1), path.edges.fill_(-1)
     lengths = None if lengths is None else lengths.contiguous()
-    resident = resident_options(scores, table)
+    resident = resident_options(scores, table.max_out_degree)
     if resident is not None:
         _resident_viterbi(scores, table, initial, final, lengths, trace, resident, path)
     else:
@@ -82,8 +84,6 @@ def _general_viterbi(
     T, N, C, K = scores.shape
     pointer_dtype = torch.uint8 if K <= 256 else torch.int32
     pointers_shape = (T, N, C) if trace else 0
-    options = block_options(scores)
-    del options["ACC_DTYPE"]
     launch(
         chain_viterbi_kernel,
         N,
@@ -100,7 +100,7 @@ def _general_viterbi(
         *initial.stride(),
         *final.stride(),
         TRACE=trace,
-        **options,
+        **block_options(C),
     )
 
 
@@ -111,6 +111,7 @@ class ViterbiWorkspace(NamedTuple):
         middle: `[2, N, BLOCK_C]` fp64, alpha and beta at the meeting point.
         backpointers: `[T, N, BLOCK_C]` int16.
         segment_maps: `[2, S, N, BLOCK_C]` int16, the outer lane of a segment for each inner lane.
+            It is empty if there is one segment, whose outer lane has no use.
         segment_starts: `[2, S, N]` int32, the lane in which the path enters each segment.
         has_tie: `[N]` int32, whether the best path has an equal.
     """
@@ -129,7 +130,7 @@ def _viterbi_workspace(
     return ViterbiWorkspace(
         torch.empty((2, N, block), dtype=torch.float64, device=device),
         torch.empty((T, N, block) if trace else 0, dtype=torch.int16, device=device),
-        torch.empty(maps_shape if trace else 0, dtype=torch.int16, device=device),
+        torch.empty(maps_shape if trace and segments > 1 else 0, dtype=torch.int16, device=device),
         torch.empty((2, segments, N), dtype=torch.int32, device=device),
         torch.empty(N, dtype=torch.int32, device=device),
     )
@@ -154,12 +155,11 @@ def _resident_viterbi(
     block, num_warps, degree = resident["BLOCK_C"], resident["num_warps"], resident["DEGREE"]
     edges = directed_edges(table, block, resident["BLOCK_E"])
     tables = (edges.state_of_lane, edges.neighbors, edges.edges)
-    segment = path_segment(T)
-    segment_options = {"SEGMENT": segment, "BLOCK_C": block}
-    half_segments = cdiv(T, 2 * segment)
+    half_segments = path_segments(T, False).number
     w = _viterbi_workspace(T, N, block, half_segments, trace, scores.device)
     for forward_only in (False, True) if trace else (False,):
-        segments = cdiv(T, segment) if forward_only else half_segments
+        segment, segments = path_segments(T, forward_only)
+        segment_options = {"SEGMENT": segment, "BLOCK_C": block}
         scans = N if forward_only else 2 * N
         launch(
             chain_resident_viterbi_kernel,
@@ -182,7 +182,7 @@ def _resident_viterbi(
             **prefetch_options(resident),
             **resident,
         )
-        if trace:
+        if trace and segments > 1:
             launch(
                 chain_resident_segment_maps_kernel,
                 scans * segments,

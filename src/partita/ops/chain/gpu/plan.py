@@ -3,50 +3,51 @@
 Two families of kernels serve chains. The register-resident kernels keep one state per thread and
 serve small tables on NVIDIA GPUs. The general kernels pass states through global memory and serve
 all other calls.
+
+These are pure functions of sizes. They import no Triton.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ....runtime.launch import INTERPRETED, NVIDIA, next_power_of_2, tl_acc_dtype
-from .edge_table import EdgeTable
+from ....runtime.backend import interpreting
+from ....runtime.sizes import cdiv, next_power_of_2
+
+INTERPRETED = interpreting()
+NVIDIA = torch.version.hip is None
 
 MAX_UNROLLED_EDGES = 8  # edges into or out of a state that are loaded before the first use of one
 MAX_BLOCK_STATES = 1024
 MAX_SAMPLED_EDGES = 1024  # edges into a state, or final states, in a block of weights of a sample
+MAX_SINGLE_SEGMENT = 64  # steps of a path in one segment per direction, which saves a launch
 
 
-def block_options(scores: Tensor) -> dict[str, Any]:
+def block_options(C: int) -> dict[str, int]:
     """Return the compile-time arguments that all general kernels share: one state per thread."""
-    block = min(next_power_of_2(max(scores.shape[2], 1)), MAX_BLOCK_STATES)
-    return {
-        "BLOCK_C": block,
-        "ACC_DTYPE": tl_acc_dtype(scores.dtype),
-        "num_warps": max(1, block // 32),
-    }
+    block = min(next_power_of_2(max(C, 1)), MAX_BLOCK_STATES)
+    return {"BLOCK_C": block, "num_warps": max(1, block // 32)}
 
 
-def unroll_options(scores: Tensor, table: EdgeTable) -> dict[str, Any]:
+def unroll_options(K: int, max_out_degree: int) -> dict[str, int]:
     """Return how many edges of a state are loaded together, in and out; 0 stands for a loop."""
-    K, out_degree = scores.shape[3], table.max_out_degree
     return {
         "UNROLL_IN": K if K <= MAX_UNROLLED_EDGES else 0,
-        "UNROLL_OUT": out_degree if out_degree <= MAX_UNROLLED_EDGES else 0,
+        "UNROLL_OUT": max_out_degree if max_out_degree <= MAX_UNROLLED_EDGES else 0,
     }
 
 
-def resident_options(scores: Tensor, table: EdgeTable) -> dict[str, Any] | None:
+def resident_options(scores: Tensor, max_out_degree: int) -> dict[str, Any] | None:
     """Return the compile-time arguments of the register-resident kernels.
 
     Returns None where these kernels do not serve the call.
     """
     C, K = scores.shape[2:]
-    degree = max(K, table.max_out_degree)
+    degree = max(K, max_out_degree)
     last_offset = (C - 1) * scores.stride(2) + (K - 1) * scores.stride(3)
     if INTERPRETED or not NVIDIA or scores.dtype == torch.float64:
         return None
@@ -79,9 +80,29 @@ def prefetch_options(resident: dict[str, Any]) -> dict[str, int]:
     return options
 
 
-def path_segment(T: int) -> int:
-    """Return the number of steps in a segment of a path: about the number of segments."""
-    return min(max(16, 2 ** round(math.log2(T + 2) / 2 - 0.5)), 256)
+class PathSegments(NamedTuple):
+    """The segments into which each direction of a path is cut; they are traced at the same time.
+
+    Fields:
+        size: the number of steps in a segment, a power of 2.
+        number: the number of segments.
+    """
+
+    size: int
+    number: int
+
+
+def path_segments(T: int, forward_only: bool) -> PathSegments:
+    """Return the segments of T steps, or of their half in each of two directions.
+
+    A long path has about as many segments as a segment has steps.
+    """
+    steps = T if forward_only else cdiv(T, 2)
+    if T <= MAX_SINGLE_SEGMENT:
+        size = next_power_of_2(max(steps, 16))
+    else:
+        size = min(max(16, 2 ** round(math.log2(T + 2) / 2 - 0.5)), 256)
+    return PathSegments(size, cdiv(steps, size))
 
 
 def sample_options(K: int, samples: int) -> dict[str, int]:

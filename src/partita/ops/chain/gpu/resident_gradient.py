@@ -35,7 +35,7 @@ from .steps import load_length
 
 @gluon.jit
 def chain_resident_gradient_kernel(
-    grad_ptr,  # [N] fp64
+    grad_ptr,  # [N]
     scores_ptr,  # [T, N, C, K]
     state_of_lane_ptr,  # [BLOCK_C] int32
     neighbors_ptr,  # [2, DEGREE, BLOCK_C] int32
@@ -53,6 +53,7 @@ def chain_resident_gradient_kernel(
     N,
     C,
     K,
+    grad_n,
     stride_t,
     stride_n,
     stride_c,
@@ -102,7 +103,7 @@ def chain_resident_gradient_kernel(
         gl.maximum(edge_positions, 0), PADDED_DEGREE * BLOCK_C, PREFETCH, BLOCK_E, ROW
     )
     offsets, valid = score_offsets(e, K, stride_c, stride_k, CONTIGUOUS), e < C * K
-    grad = gl.load(grad_ptr + n).to(gl.float32)
+    grad = gl.load(grad_ptr + n * grad_n).to(gl.float32)
     logz = gl.load(logz_ptr + n)
     # A chain without a path has no marginals.
     logz_high, logz_low = split_fp64(gl.where(logz == -float("inf"), float("inf"), logz))

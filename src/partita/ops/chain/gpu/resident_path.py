@@ -6,7 +6,8 @@ run in parallel:
 1. `chain_resident_segment_maps_kernel` composes the backpointers of each whole segment to a map
    from each state at its inner end, near the meeting point, to the state at its outer end.
 2. `chain_resident_middle_kernel` picks the best edge of the middle step and follows the maps
-   outward, which gives the state in which the path enters each segment.
+   outward, which gives the state in which the path enters each segment. The last segment of a
+   direction needs no map, so a short path, with one segment per direction, has none.
 3. `chain_resident_trace_kernel` fills in the states and edges of all segments at once.
 
 If step 2 or 3 finds a tie on the best path, the chain runs again FORWARD_ONLY, as
@@ -130,7 +131,7 @@ def chain_resident_middle_kernel(
     maps_ptr,  # [2, segments, N, BLOCK_C] int16
     has_tie_ptr,  # [N] int32
     segment_start_ptr,  # [2, segments, N] int32
-    score_ptr,  # [N] fp64
+    score_ptr,  # [N]
     path_states_ptr,  # [T + 1, N] int64
     path_edges_ptr,  # [T, N] int64
     segments,
@@ -176,7 +177,7 @@ def chain_resident_middle_kernel(
             BLOCK_C,
         )
     score += invalid
-    tl.store(score_ptr + n, score)
+    tl.store(score_ptr + n, score.to(score_ptr.dtype.element_ty))
     if TRACE:
         possible = score > -float("inf")
         tl.store(has_tie_ptr + n, (possible & has_tie).to(tl.int32))
@@ -218,8 +219,9 @@ def chain_resident_middle_kernel(
                 tl.store(segment_start_ptr + (direction * segments + i) * N + n, start_lane)
                 map_ptr = maps_ptr + ((direction * segments + i).to(tl.int64) * N + n) * BLOCK_C
                 _, num_steps, _ = segment_range(lengths_ptr, n, T, direction, i, SEGMENT, False)
+                has_map = (num_steps == SEGMENT) & (i + 1 < segments)
                 start_lane = tl.load(
-                    map_ptr + start_lane, mask=(start_lane >= 0) & (num_steps == SEGMENT), other=-1
+                    map_ptr + start_lane, mask=(start_lane >= 0) & has_map, other=-1
                 ).to(tl.int32)
 
 
@@ -232,7 +234,7 @@ def chain_resident_final_state_kernel(
     alpha_ptr,  # [N, BLOCK_C] fp64
     maps_ptr,  # [segments, N, BLOCK_C] int16
     segment_start_ptr,  # [segments, N] int32
-    score_ptr,  # [N] fp64
+    score_ptr,  # [N]
     path_states_ptr,  # [T + 1, N] int64
     segments,
     T,
@@ -253,15 +255,16 @@ def chain_resident_final_state_kernel(
         ).to(tl.float64)
         score = tl.max(value, axis=0)
         best_state = tl.min(tl.where(value == score, state, BLOCK_C), axis=0)
-        tl.store(score_ptr + n, score)
+        tl.store(score_ptr + n, score.to(score_ptr.dtype.element_ty))
         tl.store(path_states_ptr + length.to(tl.int64) * N + n, best_state.to(tl.int64))
         start_lane = tl.max(tl.where(state == best_state, tl.arange(0, BLOCK_C), 0), axis=0)
         for i in range(segments):
             tl.store(segment_start_ptr + i * N + n, start_lane)
             num_steps = segment_range(lengths_ptr, n, T, 0 * start_lane, i, SEGMENT, True)[1]
             map_ptr = maps_ptr + (tl.full([], i, tl.int64) * N + n) * BLOCK_C
+            has_map = (num_steps == SEGMENT) & (i + 1 < segments)
             start_lane = tl.load(
-                map_ptr + start_lane, mask=(start_lane >= 0) & (num_steps == SEGMENT), other=-1
+                map_ptr + start_lane, mask=(start_lane >= 0) & has_map, other=-1
             ).to(tl.int32)
 
 

@@ -123,6 +123,7 @@ def chain_resident_logz_kernel(
     lengths_ptr,  # [N] or None
     saved_ptr,  # [T + 1, N, C] int64, or [2, N, C]
     logz_ptr,  # [N] fp64
+    rounded_ptr,  # [N] in the dtype of results, or None
     T,
     N,
     C,
@@ -144,7 +145,10 @@ def chain_resident_logz_kernel(
     BLOCK_C: gl.constexpr,
     BLOCK_E: gl.constexpr,
 ):
-    """Compute log Z of a chain from alpha before its middle step and beta after it."""
+    """Compute log Z of a chain from alpha before its middle step and beta after it.
+
+    Log Z is stored in fp64 and, if asked for, rounded.
+    """
     STATE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     ROW: gl.constexpr = gl.BlockedLayout([VEC], [32], [gl.num_warps()], [0])
     n = gl.program_id(0).to(gl.int64)
@@ -158,14 +162,12 @@ def chain_resident_logz_kernel(
             neighbors_ptr, edges_ptr, 0, 1, BLOCK_C, BLOCK_E, PADDED_DEGREE, DEGREE, STATE
         )
         step_ptr = scores_ptr + n * stride_n + middle * stride_t
-        state_stride = gl.load(
+        row = gl.load(
             step_ptr + score_offsets(e, K, stride_c, stride_k, CONTIGUOUS),
             mask=e < C * K,
             other=0.0,
         )
-        scores = gather_scores(
-            (state_stride,), edges, 1, PADDED_DEGREE, BLOCK_C, BLOCK_E, STATE, ROW
-        )
+        scores = gather_scores((row,), edges, 1, PADDED_DEGREE, BLOCK_C, BLOCK_E, STATE, ROW)
         saved_ptr += (middle * N * SAVE + n) * C
         middle_alpha = gl.load(saved_ptr + c, mask=c >= 0, other=0)
         alpha, _, _ = log_step(
@@ -181,4 +183,7 @@ def chain_resident_logz_kernel(
     greatest = gl.max(value, axis=0)
     shift = gl.where(greatest == -float("inf"), 0.0, greatest)
     total = gl.sum(gl.exp2((value - shift).to(gl.float32) * LOG2E), axis=0)
-    gl.store(logz_ptr + n, shift + log_exact(total).to(gl.float64) + invalid)
+    logz = shift + log_exact(total).to(gl.float64) + invalid
+    gl.store(logz_ptr + n, logz)
+    if rounded_ptr is not None:
+        gl.store(rounded_ptr + n, logz.to(rounded_ptr.dtype.element_ty))

@@ -55,7 +55,7 @@ def chain_viterbi_kernel(
     lengths_ptr,  # [N] or None
     alpha_ptr,  # [2, N, C] fp64
     backpointers_ptr,  # [T, N, C] integers
-    score_ptr,  # [N] fp64
+    score_ptr,  # [N]
     path_states_ptr,  # [T + 1, N] int64
     path_edges_ptr,  # [T, N] int64
     T,
@@ -100,7 +100,7 @@ def chain_viterbi_kernel(
     score, state = best_final_state(
         alpha_ptr + length % 2 * row_stride, final_ptr + n * final_n, C, final_c, invalid, BLOCK_C
     )
-    tl.store(score_ptr + n, score)
+    tl.store(score_ptr + n, score.to(score_ptr.dtype.element_ty))
     if TRACE:
         possible = score > -float("inf")
         for i in range(0, T + 1):

@@ -143,6 +143,20 @@ def chain_logz(
     return log_partition(x, Log), scores.new_empty(0, dtype=torch.float64)
 
 
+def chain_rounded_logz(
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor,
+    final: Tensor,
+    lengths: Tensor | None,
+    save: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log Z in `dtype`, `[N]`, then the results of `chain_logz`."""
+    logz, saved = chain_logz(scores, source, initial, final, lengths, save)
+    return logz.to(dtype, copy=True), logz, saved
+
+
 def chain_gradient(
     grad_output: Tensor,
     scores: Tensor,

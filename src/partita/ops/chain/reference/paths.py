@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ....primitives.semiring import Log, Max, log_dsum
+from ....runtime.dtypes import acc_dtype
 from .logz import ChainInputs, active_steps, chain_inputs, edge_terms, forward_scores
 
 
@@ -19,26 +20,28 @@ def chain_viterbi(
     lengths: Tensor | None,
     trace: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the best score `[N]` fp64, and the states `[T + 1, N]` and edges `[T, N]` of its path.
+    """Return the best score `[N]`, and the states `[T + 1, N]` and edges `[T, N]` of its path.
 
-    States and edges are -1 where the path has none, and empty without `trace`. Ties go to the
-    lowest edge into a state, then to the lowest last state.
+    The score is fp64 for fp64 scores and otherwise fp32. States and edges are -1 where the path has
+    none, and empty without `trace`. Ties go to the lowest edge into a state, then to the lowest
+    last state.
     """
     x = chain_inputs(scores, source, initial, final, lengths, Max)
     alpha = forward_scores(x, Max)
     end_scores = alpha[-1] + x.final
-    score = Max.sum(end_scores, -1)
+    best = Max.sum(end_scores, -1)
+    score = best.to(acc_dtype(scores.dtype))
     if end_scores.shape[1]:
         last_state = end_scores.argmax(-1)
     else:
-        last_state = torch.full_like(score, -1, dtype=torch.int64)
+        last_state = torch.full_like(best, -1, dtype=torch.int64)
     if not trace:
         return score, last_state.new_empty(0), last_state.new_empty(0)
 
     def best_edge(t: int, state: Tensor) -> Tensor:
         return _rows_of_states(edge_terms(x, t, alpha[t], Max), state).argmax(-1)
 
-    states, edges = _trace_back(x, best_edge, last_state[None], score > -torch.inf)
+    states, edges = _trace_back(x, best_edge, last_state[None], best > -torch.inf)
     return score, states[0], edges[0]
 
 

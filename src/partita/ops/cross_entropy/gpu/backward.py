@@ -11,6 +11,7 @@ from .row_math import (
     class_gradient,
     label_gradient,
     label_weights,
+    load_row_gradient,
     smoothing_weights,
     store_valid_rows,
 )
@@ -19,7 +20,7 @@ from .row_math import (
 @triton.jit
 def cross_entropy_backward_kernel(
     grad_loss_ptr,  # [batches, rows]
-    grad_logsumexp_ptr,  # [batches, rows]
+    grad_logsumexp_ptr,  # [batches, rows], or None for zeros
     logits_ptr,  # [batches, rows, classes]
     target_ptr,  # [batches, rows] labels, or [batches, rows, classes] probabilities
     weight_ptr,  # [classes] or None
@@ -29,6 +30,8 @@ def cross_entropy_backward_kernel(
     dlogits_ptr,  # [batches, rows, classes], which may be the logits
     rows,
     classes,
+    loss_step,  # between the rows of grad_loss: 0 if they share one number
+    logsumexp_step,  # between the rows of grad_logsumexp
     x_batch,  # strides of the logits
     x_row,
     x_class,
@@ -65,8 +68,10 @@ def cross_entropy_backward_kernel(
         other=-float("inf"),
     ).to(ACC_DTYPE)
     x = apply_softcap(x, softcap, HAS_SOFTCAP)
-    grad_loss = tl.load(grad_loss_ptr + index, mask=row_mask, other=0.0).to(ACC_DTYPE)
-    grad_logsumexp = tl.load(grad_logsumexp_ptr + index, mask=row_mask, other=0.0).to(ACC_DTYPE)
+    grad_loss = load_row_gradient(grad_loss_ptr, index, loss_step, row_mask, ACC_DTYPE)
+    grad_logsumexp = load_row_gradient(
+        grad_logsumexp_ptr, index, logsumexp_step, row_mask, ACC_DTYPE
+    )
     shift = finite_shift(tl.load(maximum_ptr + index, mask=row_mask, other=0.0))
     total = tl.load(sumexp_ptr + index, mask=row_mask, other=1.0)
     total_weight = tl.load(total_weight_ptr + index, mask=row_mask, other=0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from ....primitives.gpu.row_plan import (
     classes_per_program,
     elementwise_plan,
     exchange_words,
+    flat_rows,
     merge_slots,
     reduce_options,
     reduce_plan_for,
@@ -23,13 +23,13 @@ from ....primitives.gpu.row_plan import (
     tile_options,
 )
 from ....runtime.dtypes import acc_dtype
-from ....runtime.launch import cdiv, launch
+from ....runtime.launch import cdiv, launch, zeroed_words
 from ..common import OnePass, RowLosses
 from .backward import cross_entropy_backward_kernel
 from .forward import cross_entropy_forward_kernel
 from .one_pass import cross_entropy_row_kernel, cross_entropy_tile_kernel
-from .plan import HARD_LABELS, PROBABILITIES, SHARES, SUM_WORDS, smoothing_mode
-from .reduction import mean_denominators, reduce_losses
+from .plan import HARD_LABELS, PROBABILITIES, SUM_WORDS, fused_block, smoothing_mode
+from .reduction import equal_shares, mean_denominators, reduce_losses, row_shape
 
 
 class _OnePassCall(NamedTuple):
@@ -77,11 +77,6 @@ class _OnePassCall(NamedTuple):
     def kernel_target(self) -> Tensor:
         """Return the target as kernels read it: labels contiguous, probabilities by stride."""
         return self.target if self.target.is_floating_point() else self.target.contiguous()
-
-
-def row_shape(logits: Tensor) -> list[int]:
-    """Return the shape of one number for each row."""
-    return [logits.shape[0], *logits.shape[2:]]
 
 
 def view_of(logits: Tensor, target: Tensor, *outputs: Tensor) -> RowView | None:
@@ -147,7 +142,7 @@ def cross_entropy(
 
 
 def cross_entropy_backward(
-    grad_loss: Tensor, grad_logsumexp: Tensor, logits: Tensor, target: Tensor, *args: Any
+    grad_loss: Tensor, grad_logsumexp: Tensor | None, logits: Tensor, target: Tensor, *args: Any
 ) -> Tensor:
     """Compute the gradient of the logits from the rows' statistics."""
     dlogits = torch.empty_like(logits)
@@ -161,7 +156,7 @@ def cross_entropy_backward(
 
 
 def cross_entropy_backward_(
-    grad_loss: Tensor, grad_logsumexp: Tensor, logits: Tensor, target: Tensor, *args: Any
+    grad_loss: Tensor, grad_logsumexp: Tensor | None, logits: Tensor, target: Tensor, *args: Any
 ) -> None:
     """Write the gradient of the logits over them."""
     if not _launch_backward(grad_loss, grad_logsumexp, logits, target, logits, *args):
@@ -170,7 +165,7 @@ def cross_entropy_backward_(
 
 def _launch_backward(
     grad_loss: Tensor,
-    grad_logsumexp: Tensor,
+    grad_logsumexp: Tensor | None,
     logits: Tensor,
     target: Tensor,
     dlogits: Tensor,
@@ -188,11 +183,13 @@ def _launch_backward(
         return False
     mode = smoothing_mode(target, label_smoothing)
     plan = elementwise_plan(view)
+    grad_loss, loss_step = flat_rows(grad_loss)
+    grad_logsumexp, logsumexp_step = flat_rows(grad_logsumexp)
     launch(
         cross_entropy_backward_kernel,
         view.batches * cdiv(view.rows, plan.rows) * cdiv(view.classes, plan.block),
-        grad_loss.contiguous(),
-        grad_logsumexp.contiguous(),
+        grad_loss,
+        grad_logsumexp,
         logits,
         target if mode == PROBABILITIES else target.contiguous(),
         weight,
@@ -202,6 +199,8 @@ def _launch_backward(
         dlogits,
         view.rows,
         view.classes,
+        loss_step,
+        logsumexp_step,
         *view.strides[0],
         *view.strides[1],
         *view.strides[2],
@@ -295,37 +294,60 @@ def _one_pass(
     plan = None if view is None else row_plan_for(view, patched=True)
     if view is None or plan is None or plan.kind == "loop":
         return _reduced_two_passes(call, dtype, shares, is_chunk)
-    if plan.kind == "row":
-        if call.smoothing_mode == PROBABILITIES:
-            return _reduced_two_passes(call, dtype, shares, is_chunk)
-        return _reduced_rows(call, view, plan, dtype, shares, is_chunk)
-    if view.batches == 1 and 0 < view.rows <= plan.rows and not is_chunk:
+    if plan.kind == "row" and call.smoothing_mode == PROBABILITIES:
+        return _reduced_two_passes(call, dtype, shares, is_chunk)
+    is_row = plan.kind == "row"
+    run = _launch_rows if is_row else _launch_tiles
+    programs = view.rows * plan.splits if is_row else view.batches * cdiv(view.rows, plan.rows)
+    slots = 1 if call.smoothing_mode == HARD_LABELS else 2
+    num_words = exchange_words(view, plan.splits, slots) if is_row else 0
+    block = 0
+    if not is_chunk and plan.max_registers is None:  # The sum of the labels' weights would spill.
+        block = fused_block(view.batches * view.rows, programs, view.classes)
+    if block:
+        sum_words = 0 if programs == 1 else 1 + programs
+        sums, exchanged = zeroed_words(call.logits.device, sum_words, num_words)
         result = call.logits.new_empty((), dtype=dtype)
-        _launch_tiles(call, view, plan, None, result, single_program=True)
+        run(call, view, plan, _LossMemory(None, result, sums, exchanged, block), programs)
         return result
-    workspace, shares = _prepare_workspace(call, shares, is_chunk)
+    workspace, shares = _prepare_workspace(call, shares, is_chunk, num_words)
     loss = call.logits.new_empty(row_shape(call.logits), dtype=acc_dtype(call.logits.dtype))
-    _launch_tiles(call, view, plan, shares, loss, single_program=False)
+    memory = _LossMemory(shares, loss, None, workspace[SUM_WORDS:], 0)
+    run(call, view, plan, memory, programs)
     return reduce_losses(loss, workspace, dtype, shares=shares)
 
 
+class _LossMemory(NamedTuple):
+    """The memory with which a one-pass kernel reduces the loss, or leaves that to another kernel.
+
+    Fields:
+        shares: shares of the mean's denominators, or None.
+        loss: memory for the rows' losses, or for the reduced loss.
+        sums: zeroed words for the losses of the programs, or None.
+        exchanged: zeroed words for the exchange between the programs of a row, or None.
+        block: the block of `fused_block`, 0 if the kernel does not reduce the loss.
+    """
+
+    shares: Tensor | None
+    loss: Tensor
+    sums: Tensor | None
+    exchanged: Tensor | None
+    block: int
+
+
 def _launch_tiles(
-    call: _OnePassCall,
-    view: RowView,
-    plan: RowPlan,
-    shares: Tensor | None,
-    loss: Tensor,
-    single_program: bool,
+    call: _OnePassCall, view: RowView, plan: RowPlan, memory: _LossMemory, programs: int
 ) -> None:
     """Launch the kernel whose programs have whole rows."""
     launch(
         cross_entropy_tile_kernel,
-        1 if single_program else view.batches * cdiv(view.rows, plan.rows),
+        programs,
         call.logits,
         call.kernel_target(),
         call.weight,
-        shares,
-        loss,
+        memory.shares,
+        memory.loss,
+        memory.sums,
         call.dlogits,
         view.rows,
         view.classes,
@@ -334,33 +356,25 @@ def _launch_tiles(
         *view.strides[2],
         *call.numbers,
         **call.flags,
-        SINGLE_PROGRAM=single_program,
+        FUSED_BLOCK=memory.block,
         **tile_options(plan, call.logits.dtype),
     )
 
 
-def _reduced_rows(
-    call: _OnePassCall,
-    view: RowView,
-    plan: RowPlan,
-    dtype: torch.dtype,
-    shares: Tensor | None,
-    is_chunk: bool,
-) -> Tensor:
-    """Compute the reduced loss with the kernel whose programs have one row, or a part of one."""
-    slots = 1 if call.smoothing_mode == HARD_LABELS else 2
-    num_words = exchange_words(view, plan.splits, slots)
-    workspace, shares = _prepare_workspace(call, shares, is_chunk, num_words)
-    loss = call.logits.new_empty(row_shape(call.logits), dtype=acc_dtype(call.logits.dtype))
+def _launch_rows(
+    call: _OnePassCall, view: RowView, plan: RowPlan, memory: _LossMemory, programs: int
+) -> None:
+    """Launch the kernel whose programs have one row, or a part of one."""
     launch(
         cross_entropy_row_kernel,
-        view.rows * plan.splits,
+        programs,
         call.logits,
         call.kernel_target(),
         call.weight,
-        shares,
-        workspace[SUM_WORDS:],
-        loss,
+        memory.shares,
+        memory.exchanged,
+        memory.loss,
+        memory.sums,
         call.dlogits,
         view.classes,
         plan.splits,
@@ -369,9 +383,9 @@ def _reduced_rows(
         *call.numbers,
         0.0,
         **call.flags,
+        FUSED_BLOCK=memory.block,
         **row_options(plan, call.logits.dtype),
     )
-    return reduce_losses(loss, workspace, dtype, shares=shares)
 
 
 def _reduced_two_passes(
@@ -423,13 +437,3 @@ def _prepare_workspace(
         call.target, call.weight, call.ignore_index, call.logits.shape[1], workspace
     )
     return workspace, shares
-
-
-def equal_shares(logits: Tensor) -> Tensor:
-    """Return shares of the number of rows, which divides a mean over target probabilities."""
-    return torch.full(
-        (2, SHARES),
-        math.prod(row_shape(logits)) / SHARES,
-        dtype=acc_dtype(logits.dtype),
-        device=logits.device,
-    )

@@ -7,11 +7,9 @@ import triton.language as tl
 
 from ....primitives.gpu.math import (
     apply_softcap,
-    divide,
     exp,
     exp_for_dtype,
     finite_shift,
-    reciprocal,
     sum_for_dtype,
 )
 from ....primitives.gpu.memory import (
@@ -22,7 +20,7 @@ from ....primitives.gpu.memory import (
     store_streaming,
 )
 from ....primitives.gpu.sync import exchange_normalizer, exchange_pairs
-from .reduction import load_labels, mean_scales
+from .reduction import load_labels, loss_scales, reduce_in_last_program
 from .row_math import (
     acc_logits,
     class_gradient,
@@ -44,7 +42,8 @@ def cross_entropy_tile_kernel(
     target_ptr,  # [batches, rows] labels, or [batches, rows, classes] probabilities
     weight_ptr,  # [classes] or None
     shares_ptr,  # [2, SHARES] partial sums of the mean's denominators, or None
-    loss_ptr,  # [batches, rows], or [] if SINGLE_PROGRAM
+    loss_ptr,  # [batches, rows], or [] with FUSED_BLOCK
+    slots_ptr,  # [1 + programs] int64, zero, with FUSED_BLOCK; None for a single program
     dlogits_ptr,  # [batches, rows, classes], which may be the logits
     rows,
     classes,
@@ -65,14 +64,14 @@ def cross_entropy_tile_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     MEAN: tl.constexpr,
-    SINGLE_PROGRAM: tl.constexpr,
+    FUSED_BLOCK: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Compute loss and gradient of whole rows in one tile with one read and one write.
 
-    A SINGLE_PROGRAM has all rows, and reduces the loss too.
+    With FUSED_BLOCK it also computes the denominators of the mean and reduces the loss.
     """
     smoothing = tl.full([], smoothing, ACC_DTYPE)
     softcap = tl.full([], softcap, ACC_DTYPE)
@@ -92,7 +91,19 @@ def cross_entropy_tile_kernel(
         )
         label_x = tl.load(start + label * x_class, mask=in_range, other=0.0).to(ACC_DTYPE)
         label_x = apply_softcap(label_x, softcap, HAS_SOFTCAP)
-    mean_scale, z_scale = mean_scales(shares_ptr, MEAN and not SINGLE_PROGRAM, ACC_DTYPE)
+    all_rows = tl.num_programs(0) // blocks * rows
+    mean_scale, z_scale, denominator = loss_scales(
+        shares_ptr,
+        target_ptr,
+        weight_ptr,
+        all_rows,
+        classes,
+        ignore_index,
+        SMOOTHING_MODE,
+        MEAN,
+        FUSED_BLOCK,
+        ACC_DTYPE,
+    )
     if HAS_SOFTCAP:
         x = tl.where(mask, apply_softcap(x, softcap, HAS_SOFTCAP), -float("inf"))
     dtype: tl.constexpr = dlogits_ptr.dtype.element_ty
@@ -118,14 +129,6 @@ def cross_entropy_tile_kernel(
         smoothing_weight = exact_smoothing_weight(
             smoothing_weight, smoothing, weight_ptr, SMOOTHING_MODE
         )
-    if SINGLE_PROGRAM and MEAN:
-        num_rows = tl.sum((not_ignored & (row < rows)).to(ACC_DTYPE), axis=0)
-        weights = num_rows
-        if weight_ptr is not None and SMOOTHING_MODE != 2:
-            label_mask = in_range & (row < rows)
-            weights = tl.load(weight_ptr + label, mask=label_mask, other=0.0).to(ACC_DTYPE)
-            weights = tl.sum(weights, axis=0)
-        mean_scale, z_scale = reciprocal(weights), reciprocal(num_rows)
     factor = row_factor(
         on_label, smoothing_weight, shift, total, mean_scale, z_scale, z_loss, HAS_Z_LOSS
     )
@@ -151,11 +154,11 @@ def cross_entropy_tile_kernel(
         SMOOTHING_MODE,
         HAS_Z_LOSS,
     )
-    if SINGLE_PROGRAM:
-        reduced_loss = tl.sum(tl.where(row < rows, loss, 0.0), axis=0)
-        if MEAN:
-            reduced_loss = divide(reduced_loss, weights)
-        tl.store(loss_ptr, reduced_loss.to(loss_ptr.dtype.element_ty))
+    if FUSED_BLOCK:
+        loss = tl.sum(tl.where(row < rows, loss, 0.0), axis=0)
+        reduce_in_last_program(
+            loss, tl.program_id(0), slots_ptr, loss_ptr, denominator, MEAN, FUSED_BLOCK
+        )
     else:
         tl.store(loss_ptr + index, loss, mask=row < rows)
     if SMOOTHING_MODE != 2:
@@ -188,7 +191,8 @@ def cross_entropy_row_kernel(
     weight_ptr,  # [classes] or None
     shares_ptr,  # [2, SHARES] partial sums of the mean's denominators, or None
     slots_ptr,  # [1 + 2 * rows * splits] int64, zero: the counter, then two slots for each program
-    loss_ptr,  # [rows]
+    loss_ptr,  # [rows], or [] with FUSED_BLOCK
+    loss_slots_ptr,  # [1 + programs] int64, zero, with FUSED_BLOCK; None for a single program
     dlogits_ptr,  # [rows, classes], which may be the logits
     classes,
     splits,  # programs that share a row
@@ -203,6 +207,7 @@ def cross_entropy_row_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     MEAN: tl.constexpr,
+    FUSED_BLOCK: tl.constexpr,
     HALF: tl.constexpr,
     SHARED: tl.constexpr,
     STREAM: tl.constexpr,
@@ -213,7 +218,8 @@ def cross_entropy_row_kernel(
     """Compute loss and gradient of one row with one read and one write.
 
     The row may have any width and alignment. Where it is SHARED, `splits` programs have a part of
-    it each, and exchange their maxima and sums through the slots.
+    it each, and exchange their maxima and sums through the slots. With FUSED_BLOCK it also computes
+    the denominators of the mean and reduces the loss.
     """
     smoothing = tl.full([], smoothing, tl.float32)
     softcap = tl.full([], softcap, tl.float32)
@@ -231,7 +237,18 @@ def cross_entropy_row_kernel(
     logits = load_streaming(
         logits_ptr + aligned_start(row * x_row, VEC) + column, mask, -float("inf"), STREAM
     )
-    mean_scale, z_scale = mean_scales(shares_ptr, MEAN, tl.float32)
+    mean_scale, z_scale, denominator = loss_scales(
+        shares_ptr,
+        target_ptr,
+        weight_ptr,
+        tl.num_programs(0) // splits,
+        classes,
+        ignore_index,
+        SMOOTHING_MODE,
+        MEAN,
+        FUSED_BLOCK,
+        tl.float32,
+    )
     label = tl.load(target_ptr + row).to(tl.int64)
     not_ignored, in_range, on_label = label_weights(
         label, ignore_index, classes, weight_ptr, smoothing, tl.float32
@@ -330,7 +347,13 @@ def cross_entropy_row_kernel(
         SMOOTHING_MODE,
         HAS_Z_LOSS,
     )
-    tl.store(loss_ptr + row, loss, mask=owns_label)
+    if FUSED_BLOCK:
+        loss = tl.where(owns_label, loss, 0.0)
+        reduce_in_last_program(
+            loss, index, loss_slots_ptr, loss_ptr, denominator, MEAN, FUSED_BLOCK
+        )
+    else:
+        tl.store(loss_ptr + row, loss, mask=owns_label)
     at_label = label_gradient(
         label,
         label_x,

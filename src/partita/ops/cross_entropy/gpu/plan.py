@@ -10,11 +10,17 @@ SHARES = 32  # programs that share a reduction: one warp adds up their partial s
 # 64-bit words of workspace: a counter, a slot for each program, and one word of padding, so that
 # whatever follows is aligned.
 SUM_WORDS = 2 + SHARES
-# PyTorch multiplies gradients of up to this many elements by the incoming gradient: launching our
-# own kernel would take longer than it saves.
+# PyTorch multiplies gradients of up to this many elements by the incoming gradient, which takes the
+# host less time than an op. The kernel saves the pass over a larger one if the factor is 1.
 SMALL_GRADIENT = 2**16
 SCALE_BLOCK = 4096  # elements that a program of the scaling kernel handles at a time
 SCALE_PROGRAMS = 1024
+
+# The one-pass kernel also computes the denominators of the mean and reduces the loss, up to this
+# many rows, programs and elements. Each of its programs reads all labels, which takes less time
+# than a launch.
+FUSED_ROWS = 1024
+FUSED_ELEMENTS = 2**22
 
 HARD_LABELS, SMOOTHED_LABELS, PROBABILITIES = 0, 1, 2  # values of SMOOTHING_MODE
 
@@ -36,6 +42,17 @@ def reduction_plan(elements: int) -> ReductionPlan:
     share = -(-elements // SHARES)
     block = min(2048, max(128, 1 << (share - 1).bit_length()))
     return ReductionPlan(max(1, min(SHARES, -(-elements // block))), block)
+
+
+def fused_block(rows: int, programs: int, classes: int) -> int:
+    """Return the block in which a one-pass kernel reads labels and the losses of all programs.
+
+    It is 0 if the kernel leaves the denominators and the reduction to other kernels.
+    """
+    size = max(rows, programs)
+    if programs == 0 or size > FUSED_ROWS or rows * classes > FUSED_ELEMENTS:
+        return 0
+    return 128 if size <= 128 else FUSED_ROWS
 
 
 def smoothing_mode(target: Tensor, label_smoothing: float) -> int:

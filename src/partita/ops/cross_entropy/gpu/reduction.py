@@ -6,6 +6,7 @@ weights of the labels that are not ignored, and the number of these labels.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ....primitives.gpu.math import divide, reciprocal
 from ....primitives.gpu.sync import arrives_last, load_partials, store_partial
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, tl_acc_dtype
-from .plan import SCALE_BLOCK, SCALE_PROGRAMS, SHARES, SMALL_GRADIENT, reduction_plan
+from .plan import SCALE_BLOCK, SCALE_PROGRAMS, SHARES, reduction_plan
 
 NUM_SHARES = tl.constexpr(SHARES)
 
@@ -39,14 +40,18 @@ def sum_label_weights(
     rows,
     classes,
     ignore_index,
+    split,
     splits,
     ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the class weights and the number of this program's labels that are not ignored."""
+    """Return the sum of the class weights, and the number, of the labels that are not ignored.
+
+    They are those of part `split` of `splits` parts of the labels.
+    """
     lane_labels = tl.zeros([BLOCK], tl.int32)
     lane_weights = tl.zeros([BLOCK], ACC_DTYPE)
-    for first in range(tl.program_id(0) * BLOCK, rows, splits * BLOCK):
+    for first in range(split * BLOCK, rows, splits * BLOCK):
         index = first + tl.arange(0, BLOCK).to(tl.int64)
         label = load_labels(target_ptr, index, index < rows, ignore_index)
         lane_labels += (label != ignore_index).to(tl.int32)
@@ -85,7 +90,15 @@ def cross_entropy_denominators_kernel(
     letting the last program add them here.
     """
     weights, num_labels = sum_label_weights(
-        target_ptr, weight_ptr, rows, classes, ignore_index, splits, ACC_DTYPE, BLOCK
+        target_ptr,
+        weight_ptr,
+        rows,
+        classes,
+        ignore_index,
+        tl.program_id(0),
+        splits,
+        ACC_DTYPE,
+        BLOCK,
     )
     lane = tl.arange(0, NUM_SHARES)
     mask = lane % splits == tl.program_id(0)
@@ -111,6 +124,63 @@ def mean_scales(shares_ptr, MEAN: tl.constexpr, ACC_DTYPE: tl.constexpr):
         )
     else:
         return tl.full([], 1.0, ACC_DTYPE), tl.full([], 1.0, ACC_DTYPE)
+
+
+@triton.jit
+def loss_scales(
+    shares_ptr,
+    target_ptr,
+    weight_ptr,
+    rows,
+    classes,
+    ignore_index,
+    SMOOTHING_MODE: tl.constexpr,
+    MEAN: tl.constexpr,
+    FUSED_BLOCK: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+):
+    """Return the factors of a row's loss and of its z-loss, and the denominator of the loss.
+
+    They come from the shares, or with FUSED_BLOCK from the targets of all rows.
+    """
+    if FUSED_BLOCK and MEAN:
+        if SMOOTHING_MODE == 2:
+            weights = tl.full([], 0.0, ACC_DTYPE) + rows
+            num_rows = weights
+        else:
+            weights, num_rows = sum_label_weights(
+                target_ptr, weight_ptr, rows, classes, ignore_index, 0, 1, ACC_DTYPE, FUSED_BLOCK
+            )
+        return reciprocal(weights), reciprocal(num_rows), weights
+    else:
+        scale, z_scale = mean_scales(shares_ptr, MEAN, ACC_DTYPE)
+        return scale, z_scale, scale
+
+
+@triton.jit
+def reduce_in_last_program(
+    loss, index, slots_ptr, result_ptr, denominator, MEAN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Store the sum or the mean of the losses of all programs, given one loss and its index.
+
+    The last program to arrive adds them in the order of the indices, so two runs give the same
+    bits. A single program has no slots.
+    """
+    if slots_ptr is None:
+        total = divide(loss, denominator) if MEAN else loss
+        tl.store(result_ptr, total.to(result_ptr.dtype.element_ty))
+    else:
+        word = loss.to(tl.float64).to(tl.int64, bitcast=True)
+        tl.atomic_xchg(slots_ptr + 1 + index, word, sem="relaxed")
+        if arrives_last(slots_ptr, tl.num_programs(0)):
+            lane = tl.arange(0, BLOCK)
+            words = tl.load(
+                slots_ptr + 1 + lane, mask=lane < tl.num_programs(0), other=0, volatile=True
+            )
+            total = tl.sum(words.to(tl.float64, bitcast=True), axis=0).to(loss.dtype)
+            if MEAN:
+                total = divide(total, denominator)
+            tl.store(result_ptr, total.to(result_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -142,7 +212,15 @@ def cross_entropy_reduce_kernel(
     is_last = tl.full([], True, tl.int1)
     if target_ptr is not None:
         weights, _ = sum_label_weights(
-            target_ptr, weight_ptr, rows, classes, ignore_index, splits, ACC_DTYPE, BLOCK
+            target_ptr,
+            weight_ptr,
+            rows,
+            classes,
+            ignore_index,
+            tl.program_id(0),
+            splits,
+            ACC_DTYPE,
+            BLOCK,
         )
     if SHARED:
         store_partial(workspace_ptr, tl.program_id(0), total, weights)
@@ -184,6 +262,21 @@ def reduction_options(elements: int, dtype: torch.dtype) -> tuple[int, dict[str,
     plan = reduction_plan(elements)
     options = {"ACC_DTYPE": tl_acc_dtype(dtype), "BLOCK": plan.block, "num_warps": 4}
     return plan.programs, options
+
+
+def row_shape(logits: Tensor) -> list[int]:
+    """Return the shape of one number for each row."""
+    return [logits.shape[0], *logits.shape[2:]]
+
+
+def equal_shares(logits: Tensor) -> Tensor:
+    """Return shares of the number of rows, which divides a mean over target probabilities."""
+    return torch.full(
+        (2, SHARES),
+        math.prod(row_shape(logits)) / SHARES,
+        dtype=acc_dtype(logits.dtype),
+        device=logits.device,
+    )
 
 
 def mean_denominators(
@@ -259,9 +352,6 @@ def reduce_losses(
 def scale_(grad: Tensor, factor: Tensor) -> None:
     """Multiply a gradient in place by a scalar tensor."""
     elements = grad.numel()
-    if elements <= SMALL_GRADIENT and grad.dtype == factor.dtype:
-        grad.mul_(factor)
-        return
     if not _fills_its_memory(grad):
         grad.mul_(factor.to(acc_dtype(grad.dtype)))
         return

@@ -43,6 +43,15 @@ def label_weights(label, ignore_index, classes, weight_ptr, smoothing, ACC_DTYPE
 
 
 @triton.jit
+def load_row_gradient(grad_ptr, index, step, mask, ACC_DTYPE: tl.constexpr):
+    """Return the rows' numbers of a gradient, which lie `step` apart; 0 if there is no gradient."""
+    if grad_ptr is None:
+        return tl.zeros(index.shape, ACC_DTYPE)
+    else:
+        return tl.load(grad_ptr + index * step, mask=mask, other=0.0).to(ACC_DTYPE)
+
+
+@triton.jit
 def smoothing_weights(
     probability,
     mask,

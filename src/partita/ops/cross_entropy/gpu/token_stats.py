@@ -22,6 +22,7 @@ from ....primitives.gpu.row_plan import (
     RowView,
     classes_per_program,
     elementwise_plan,
+    flat_rows,
     merge_slots,
     reduce_options,
     reduce_plan_for,
@@ -34,6 +35,7 @@ from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch
 from ..common import TokenStatsRows
 from .reduction import load_labels
+from .row_math import load_row_gradient
 
 EDGE_BLOCK = tl.constexpr(0x3FFFFFFF)  # stands for the classes outside of a row's aligned vectors
 NO_COLUMN = tl.constexpr(0x7FFFFFFF)
@@ -245,8 +247,8 @@ def merge_shared_stats(
 @triton.jit
 def token_stats_backward_kernel(
     grad_logprob_ptr,  # [batches, rows]
-    grad_logsumexp_ptr,  # [batches, rows]
-    grad_entropy_ptr,  # [batches, rows]
+    grad_logsumexp_ptr,  # [batches, rows], or None for zeros
+    grad_entropy_ptr,  # [batches, rows], or None for zeros
     logits_ptr,  # [batches, rows, classes]
     target_ptr,  # [batches, rows]
     maximum_ptr,  # [batches, rows]
@@ -255,6 +257,9 @@ def token_stats_backward_kernel(
     dlogits_ptr,  # [batches, rows, classes]
     rows,
     classes,
+    logprob_step,  # between the rows of a gradient: 0 if they share one number
+    logsumexp_step,
+    entropy_step,
     x_batch,  # strides of the logits
     x_row,
     x_class,
@@ -278,11 +283,12 @@ def token_stats_backward_kernel(
     label = load_labels(target_ptr, index, row_mask, ignore_index)
     not_ignored = label != ignore_index
     out_of_range = not_ignored & ((label < 0) | (label >= classes))
-    on_label = tl.load(grad_logprob_ptr + index, mask=row_mask, other=0.0).to(ACC_DTYPE)
+    on_label = load_row_gradient(grad_logprob_ptr, index, logprob_step, row_mask, ACC_DTYPE)
     on_label = tl.where(not_ignored, on_label, 0.0)
-    grad_logsumexp = tl.load(grad_logsumexp_ptr + index, mask=row_mask, other=0.0).to(ACC_DTYPE)
-    softmax_coef = grad_logsumexp - on_label
-    grad_entropy = tl.load(grad_entropy_ptr + index, mask=row_mask, other=0.0).to(ACC_DTYPE)
+    softmax_coef = -on_label + load_row_gradient(
+        grad_logsumexp_ptr, index, logsumexp_step, row_mask, ACC_DTYPE
+    )
+    grad_entropy = load_row_gradient(grad_entropy_ptr, index, entropy_step, row_mask, ACC_DTYPE)
     shift = finite_shift(tl.load(maximum_ptr + index, mask=row_mask, other=0.0))
     total = tl.load(sumexp_ptr + index, mask=row_mask, other=1.0)
     offset = tl.load(entropy_ptr + index, mask=row_mask, other=0.0) - log_exact(total)
@@ -339,8 +345,8 @@ def token_stats(
 
 def token_stats_backward(
     grad_logprob: Tensor,
-    grad_logsumexp: Tensor,
-    grad_entropy: Tensor,
+    grad_logsumexp: Tensor | None,
+    grad_entropy: Tensor | None,
     logits: Tensor,
     target: Tensor,
     maximum: Tensor,
@@ -349,8 +355,8 @@ def token_stats_backward(
     temperature: float,
     ignore_index: int,
 ) -> Tensor:
-    """Compute the gradient of the logits from the rows' statistics."""
-    grads = [grad.contiguous() for grad in (grad_logprob, grad_logsumexp, grad_entropy)]
+    """Compute the gradient of the logits from the rows' statistics; a gradient of None is zero."""
+    grads, steps = zip(*map(flat_rows, (grad_logprob, grad_logsumexp, grad_entropy)), strict=True)
     statistics = [row.contiguous() for row in (maximum, sumexp, entropy)]
 
     def run(view: RowView) -> None:
@@ -365,6 +371,7 @@ def token_stats_backward(
             view.tensors[1],
             view.rows,
             view.classes,
+            *steps,
             *view.strides[0],
             *view.strides[1],
             temperature,

@@ -3,7 +3,8 @@
 The Viterbi scan goes forward through all steps, with one chunk of 32 target positions per program.
 Each chunk hands the score of its last label to the next chunk. For each blank and label, a pointer
 says how many states back the best path comes from: 0, 1 or 2. The backtrace follows these pointers
-from the last step to the first. The last kernel reads each step's class, token and log-probability.
+from the last step to the first. The last kernel reads each step's class, token and log-probability,
+and sums the log-probabilities.
 """
 
 import triton
@@ -218,18 +219,47 @@ def ctc_backtrace_kernel(
         tl.store(states_ptr + step, states, mask=step >= 0)
 
 
+@triton.jit
+def path_score(
+    n, ends_ptr, target_lengths_ptr, sums_ptr, num_blocks, invalid, BLOCK_T: tl.constexpr
+):
+    """Return the score of a sequence's best path, from the sums of its blocks of steps.
+
+    It is -inf where there is no path, and NaN where the path ends in NaN.
+    """
+    blank_score, label_score = (
+        tl.load(ends_ptr + 2 * n),
+        tl.load(
+            ends_ptr + 2 * n + 1, mask=tl.load(target_lengths_ptr + n) > 0, other=-float("inf")
+        ),
+    )
+    total = tl.zeros([BLOCK_T], tl.float64)
+    for first in range(0, num_blocks, BLOCK_T):
+        i = first + tl.arange(0, BLOCK_T)
+        total += tl.load(sums_ptr + i, mask=i < num_blocks, other=0.0, volatile=True)
+    score, end = tl.sum(total, axis=0), tl.maximum(blank_score, label_score)
+    score = tl.where((end == -float("inf")) & (invalid == 0), end, score)
+    is_nan = (blank_score != blank_score) | (label_score != label_score)
+    return tl.where(is_nan, float("nan"), score)
+
+
 @triton.jit(do_not_specialize=["T", "N", "blank", "stride_t", "stride_n"])
 def ctc_alignment_kernel(
     logits_ptr,  # [T, N, C]
     labels_ptr,  # [M]
     offsets_ptr,  # [N]
+    target_lengths_ptr,  # [N]
     maxima_ptr,  # [T, N] or None
     sums_ptr,  # [T, N] or None
     flags_ptr,  # [N] int64
+    ends_ptr,  # [N, 2] fp64
     states_ptr,  # [N, T] int32
+    finished_ptr,  # [N] int64, zero
+    block_sums_ptr,  # [N, blocks of T] fp64
     classes_ptr,  # [N, T] int64
     tokens_ptr,  # [N, T] int64
-    scores_ptr,  # [N, T] fp64
+    scores_ptr,  # [N, T]
+    score_ptr,  # [N]
     T,
     N,
     blank,
@@ -238,9 +268,12 @@ def ctc_alignment_kernel(
     stride_c,
     BLOCK_T: tl.constexpr,
 ):
-    """Write the class of each step, its index in the target, and its log-probability."""
-    n = (tl.program_id(0) % N).to(tl.int64)
-    t = (tl.program_id(0) // N).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    """Write the class of each step, its index in the target, and its log-probability.
+
+    The program that finishes a sequence last sums the log-probabilities in a fixed order.
+    """
+    n, block = (tl.program_id(0) % N).to(tl.int64), (tl.program_id(0) // N).to(tl.int64)
+    t = block * BLOCK_T + tl.arange(0, BLOCK_T)
     mask = t < T
     state = tl.load(states_ptr + n * T + t, mask=mask, other=-1)
     on_path, token = state >= 0, tl.where(state % 2 == 1, state // 2, -1)
@@ -256,10 +289,20 @@ def ctc_alignment_kernel(
             tl.load(sums_ptr + t * N + n, mask=on_path, other=1.0),
         )
         score = (score - maximum.to(tl.float64)) - log_exact(sum_exp).to(tl.float64)
-    nan_mask = tl.where(tl.load(flags_ptr + n) >= 2, float("nan"), 0.0).to(tl.float64)
+    invalid = tl.load(flags_ptr + n)
+    score = tl.where(on_path, score, 0.0) + tl.where(invalid >= 2, float("nan"), 0.0).to(tl.float64)
     tl.store(classes_ptr + n * T + t, tl.where(on_path, label, -1), mask=mask)
     tl.store(tokens_ptr + n * T + t, tl.where(on_path, token, -1).to(tl.int64), mask=mask)
-    tl.store(scores_ptr + n * T + t, tl.where(on_path, score, 0.0) + nan_mask, mask=mask)
+    tl.store(scores_ptr + n * T + t, score.to(scores_ptr.dtype.element_ty), mask=mask)
+    num_blocks = tl.cdiv(T, BLOCK_T)
+    block_sums_ptr += n * num_blocks
+    tl.store(block_sums_ptr + block, tl.sum(score, axis=0))
+    tl.debug_barrier()
+    if tl.atomic_add(finished_ptr + n, 1, sem="acq_rel") == num_blocks - 1:
+        total = path_score(
+            n, ends_ptr, target_lengths_ptr, block_sums_ptr, num_blocks, invalid, BLOCK_T
+        )
+        tl.store(score_ptr + n, total.to(score_ptr.dtype.element_ty))
 
 
 ctc_viterbi_gluon_kernel = gluon.jit(ctc_viterbi_kernel.fn, do_not_specialize=SIZES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from ....runtime import launch as runtime_launch
 from ....runtime.launch import cdiv, next_power_of_2, tl_acc_dtype
 from . import plan as planning
+from .forward_scan import FORWARD_SCAN
 from .lanes import LANES, LaneKernel
 from .loss import ctc_loss_kernel
 from .normalize import ctc_normalize_kernel
@@ -38,16 +40,13 @@ def _uses_gluon() -> bool:
     return runtime_launch.NVIDIA and not runtime_launch.INTERPRETED
 
 
-def launch_lanes(
-    kernel: LaneKernel, programs: int, *args: Any, call: Any = None, **options: Any
-) -> None:
+def launch_lanes(kernel: LaneKernel, programs: int, *args: Any, **options: Any) -> None:
     """Launch a kernel of one warp per program, in Gluon on NVIDIA GPUs."""
     gluon = _uses_gluon()
     runtime_launch.launch(
         kernel.gluon if gluon else kernel.triton,
         programs,
         *args,
-        call=call,
         LAYOUT=LANES if gluon else None,
         **options,
         num_warps=1,
@@ -69,10 +68,10 @@ def row_tile(logits: Tensor, width: int) -> dict[str, int]:
     aligned.
     """
     block = min(next_power_of_2(width), 1024)
-    offsets = (logits.data_ptr() // logits.element_size(), logits.shape[2], *logits.stride()[:2])
-    is_aligned = logits.stride(2) == 1 and all(offset % 4 == 0 for offset in offsets)
+    stride_t, stride_n, stride_c = logits.stride()
+    is_aligned = stride_c == 1 and not (logits.shape[2] | stride_t | stride_n) & 3
     return {
-        "VEC": 4 if is_aligned else 1,
+        "VEC": 4 if is_aligned and logits.data_ptr() & 15 == 0 else 1,
         "PIECES": min(cdiv(width, block), 8),
         "ROWS": max(1, 1024 // block),
         "BLOCK_V": block,
@@ -87,7 +86,6 @@ def launch_normalize(
     table: Tensor | None = None,
     table_width: int = 0,
     zeros: Tensor | None = None,
-    call: Any = None,
 ) -> None:
     """Compute each row's log-sum-exp and the emission table, and zero the words of `zeros`."""
     T, N, C = logits.shape
@@ -108,7 +106,6 @@ def launch_normalize(
         C,
         logit_limit(T),
         *logits.stride(),
-        call=call,
         ACC_DTYPE=tl_acc_dtype(logits.dtype),
         TABLE_WIDTH=table_width,
         **tile,
@@ -120,7 +117,6 @@ class CTCCall(NamedTuple):
     """The values that the launches of one call share.
 
     Fields:
-        call_id: the number that stands for everything that decides how they compile.
         logits: `[T, N, C]`.
         targets: the targets and the lengths.
         blank: the class of the blank.
@@ -128,68 +124,57 @@ class CTCCall(NamedTuple):
         workspace: the views of the workspace.
     """
 
-    call_id: int
     logits: Tensor
     targets: TargetTensors
     blank: int
     plan: CTCPlan
     workspace: CTCWorkspace
 
-    @property
-    def fp64_runs(self) -> tuple[bool, ...]:
-        """The runs of a scan: for each, whether its states are in fp64.
-
-        A second run in fp64 serves the sequences that the first one flagged NEEDS_FP64.
-        """
-        return (True,) if self.plan.fp64 else (False, True)
-
-    def launch_scan(
-        self,
-        kernel: LaneKernel,
-        fp64: bool,
-        tile_counter: Tensor | None,
-        *args: Tensor,
-        num_blocks: int,
-        **options: Any,
-    ) -> None:
-        """Launch a scan from the emission table, or from the logits."""
-        (T, N, C), plan, table = self.logits.shape, self.plan, self.workspace.table
-        source, strides, table_width = self.logits, self.logits.stride(), 0
-        if table is not None and not fp64:
-            table_width = plan.table_width
-            source = table[TABLE_MARGIN * table_width :]
-            strides = (table_width, (T + 2 * TABLE_MARGIN) * table_width, 1)
-        programs = 2 * N * (1 if fp64 else plan.num_chunks)
-        options |= {
-            "BLOCK_T": 1 if fp64 else SAVE_EVERY,
-            "FP64": fp64,
-            "ALL_FP64": plan.fp64,
-            "TABLE_WIDTH": table_width,
-        }
-        if kernel is POSTERIOR_SCAN and _uses_gluon():
-            # With many programs, fewer registers let more of them run at once.
-            options["maxnreg"] = 168 if programs > planning.FULL_GPU else 255
-        launch_lanes(
-            kernel,
-            programs,
-            source,
-            *self.targets,
-            *args,
-            None if fp64 else tile_counter,
+    def sizes(self, num_blocks: int, strides: Sequence[int]) -> tuple[Any, ...]:
+        """Return the sizes that a scan of emissions with these strides takes."""
+        T, N, C = self.logits.shape
+        return (
             T,
             N,
             C,
             self.targets.labels.shape[0],
-            plan.max_target_len,
-            plan.num_chunks,
+            self.plan.max_target_len,
+            self.plan.num_chunks,
             num_blocks,
-            plan.carry_steps,
+            self.plan.carry_steps,
             self.blank,
             logit_limit(T),
             *strides,
-            call=(self.call_id, num_blocks),
-            **options,
         )
+
+    def launch_forward_scan(self, num_blocks: int) -> None:
+        """Scan α and β to the middle, and save states before `num_blocks` blocks of each half.
+
+        A second run in fp64 serves the sequences that the first one flagged NEEDS_FP64.
+        """
+        (T, N, _), plan, workspace = self.logits.shape, self.plan, self.workspace
+        for fp64 in (True,) if plan.fp64 else (False, True):
+            source, strides, table_width = self.logits, self.logits.stride(), 0
+            if workspace.table is not None and not fp64:
+                table_width = plan.table_width
+                source = workspace.table[TABLE_MARGIN * table_width :]
+                strides = (table_width, (T + 2 * TABLE_MARGIN) * table_width, 1)
+            launch_lanes(
+                FORWARD_SCAN,
+                2 * N * (1 if fp64 else plan.num_chunks),
+                source,
+                *self.targets,
+                workspace.states,
+                workspace.carries,
+                workspace.flags,
+                None if fp64 else workspace.tile_counter,
+                *self.sizes(num_blocks, strides),
+                SAVE=num_blocks > 0,
+                BLOCK_T=1 if fp64 else SAVE_EVERY,
+                FP64=fp64,
+                ALL_FP64=plan.fp64,
+                TABLE_WIDTH=table_width,
+            )
 
     def launch_loss(
         self,
@@ -223,7 +208,6 @@ class CTCCall(NamedTuple):
             self.plan.max_target_len,
             self.plan.num_chunks,
             num_blocks,
-            call=(self.call_id, num_blocks, value is None, finished is None),
             BLOCK_L=256,
             BLOCK_T=256 if T <= 1024 else 2048,
             ALL_FP64=self.plan.fp64,
@@ -233,29 +217,44 @@ class CTCCall(NamedTuple):
         )
 
     def posterior_zeros(self, filled: bool = True) -> Tensor:
-        """Return a counter and carries for the posterior scan, zeroed if `filled`."""
+        """Return a counter and carries for the posterior scan.
+
+        They are zeroed if `filled`, and if programs wait for each other.
+        """
         words = 2 + (self.workspace.carries.shape[0] if self.plan.num_chunks > 1 else 0)
-        make = torch.zeros if filled else torch.empty
+        programs_wait = self.workspace.tile_counter is not None
+        make = torch.zeros if filled and programs_wait else torch.empty
         return make(words, dtype=torch.int64, device=self.logits.device)
 
     def launch_posterior_scan(
         self, posteriors: Tensor, blanks: Tensor, zeros: Tensor, width: int = 32
     ) -> None:
         """Scan α and β through each other's half and store the posteriors."""
-        workspace = self.workspace
-        for fp64 in self.fp64_runs:
-            self.launch_scan(
-                POSTERIOR_SCAN,
-                fp64,
-                None if workspace.tile_counter is None else zeros[:1],
-                workspace.states,
-                workspace.carries,
-                zeros[2:],
-                workspace.flags,
-                workspace.logz,
-                posteriors,
-                blanks,
-                num_blocks=self.plan.num_blocks,
-                GROUPS=self.plan.class_groups * self.plan.sum_by_class,
-                WIDTH=width,
-            )
+        plan, workspace = self.plan, self.workspace
+        programs = 2 * self.logits.shape[1] * (1 if plan.fp64 else plan.num_chunks)
+        options: dict[str, Any] = {}
+        if _uses_gluon():
+            # With many programs, fewer registers let more of them run at once.
+            options["maxnreg"] = 168 if programs > planning.FULL_GPU else 255
+        launch_lanes(
+            POSTERIOR_SCAN,
+            programs,
+            self.logits,
+            workspace.table,
+            *self.targets,
+            workspace.states,
+            workspace.carries,
+            zeros[2:],
+            workspace.flags,
+            workspace.logz,
+            posteriors,
+            blanks,
+            None if workspace.tile_counter is None else zeros[:1],
+            *self.sizes(plan.num_blocks, self.logits.stride()),
+            BLOCK_T=SAVE_EVERY,
+            ALL_FP64=plan.fp64,
+            TABLE_WIDTH=plan.table_width,
+            GROUPS=plan.class_groups * plan.sum_by_class,
+            WIDTH=width,
+            **options,
+        )

@@ -15,15 +15,16 @@ from torch import Tensor
 
 from ....runtime import launch as runtime_launch
 from ....runtime.dtypes import acc_dtype
-from ....runtime.launch import SideStream, call_id, cdiv, next_power_of_2, tl_acc_dtype
+from ....runtime.launch import SideStream, cdiv, next_power_of_2, tl_acc_dtype
 from .align import BACKTRACE, VITERBI, ctc_alignment_kernel
 from .call import CTCCall, TargetTensors, launch_lanes, launch_normalize, row_tile
-from .forward_scan import FORWARD_SCAN
 from .gradient import ctc_lane_gradient_kernel, ctc_narrow_gradient_kernel
 from .label_gradient import ctc_label_gradient_kernel
 from .label_index import LabelIndex, ctc_label_order_kernel, label_index
 from .plan import CHUNK, SAVE_EVERY, ctc_plan, saved_shape
 from .workspace import workspace_views
+
+ALIGNMENT_STEPS = 256  # steps of a program of the alignment kernel
 
 __all__ = ["LabelIndex", "ctc_align", "ctc_gradient", "ctc_loss", "label_index"]
 
@@ -56,19 +57,7 @@ def ctc_loss(
         device=logits.device,
     )
     targets = TargetTensors(labels.contiguous(), offsets, input_lengths, target_lengths)
-    number = call_id(
-        logits,
-        *logits.shape,
-        *logits.stride(),
-        *targets,
-        labels.shape[0],
-        max_target_len,
-        blank,
-        from_logits,
-        save,
-        True,
-    )
-    call = CTCCall(number, logits, targets, blank, plan, workspace)
+    call = CTCCall(logits, targets, blank, plan, workspace)
     normalizers = (workspace.maxima, workspace.sums)
     if plan.table_width:
         launch_normalize(
@@ -78,7 +67,6 @@ def ctc_loss(
             workspace.table,
             plan.table_width,
             workspace.zeros,
-            number,
         )
     else:
         workspace.zeros.zero_()
@@ -89,34 +77,18 @@ def ctc_loss(
     side_stream = SideStream(logits, normalizes_alongside)
     try:
         with side_stream:
-            for fp64 in call.fp64_runs:
-                _launch_forward_scan(call, fp64, num_blocks)
+            call.launch_forward_scan(num_blocks)
             posteriors, blanks = workspace.posteriors, workspace.blank_posteriors
             if zeros is not None and posteriors is not None and blanks is not None:
                 call.launch_loss(losses, num_blocks)
                 call.launch_posterior_scan(posteriors, blanks, zeros)
         if normalizes_alongside:
-            launch_normalize(logits, input_lengths, *normalizers, call=number)
+            launch_normalize(logits, input_lengths, *normalizers)
     finally:
         # The streams join after an error too, because the memory belongs to the current stream.
         side_stream.join()
     call.launch_loss(losses, num_blocks, value, reduction == "mean", zero_infinity)
     return value, losses, buffer
-
-
-def _launch_forward_scan(call: CTCCall, fp64: bool, num_blocks: int) -> None:
-    """Scan α and β to the middle, and save states before `num_blocks` blocks of each half."""
-    workspace = call.workspace
-    call.launch_scan(
-        FORWARD_SCAN,
-        fp64,
-        workspace.tile_counter,
-        workspace.states,
-        workspace.carries,
-        workspace.flags,
-        num_blocks=num_blocks,
-        SAVE=num_blocks > 0,
-    )
 
 
 def ctc_gradient(
@@ -140,19 +112,7 @@ def ctc_gradient(
     plan = ctc_plan(logits.shape, logits.dtype == torch.float64, max_target_len)
     workspace = workspace_views(saved, plan, logits.shape, from_logits, True)
     targets = TargetTensors(labels.contiguous(), offsets, input_lengths, target_lengths)
-    number = call_id(
-        logits,
-        *logits.shape,
-        *logits.stride(),
-        *targets,
-        labels.shape[0],
-        max_target_len,
-        blank,
-        from_logits,
-        grad_output,
-        *grad_output.stride(),
-    )
-    call = CTCCall(number, logits, targets, blank, plan, workspace)
+    call = CTCCall(logits, targets, blank, plan, workspace)
     posteriors, blanks, order = workspace.posteriors, workspace.blank_posteriors, None
     width = cdiv(logits.shape[2], 8) * 8 if plan.sum_by_class else CHUNK
     if posteriors is None or blanks is None:
@@ -166,7 +126,7 @@ def ctc_gradient(
 def _compute_posteriors(call: CTCCall, width: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the posteriors of labels and blanks, and the order of the labels if it is used."""
     (T, N, C), plan, device = call.logits.shape, call.plan, call.logits.device
-    dtype = torch.promote_types(call.logits.dtype, torch.float32)
+    dtype = acc_dtype(call.logits.dtype)
     posteriors, blanks = (
         torch.empty(N * plan.num_chunks * T * size, dtype=dtype, device=device)
         for size in (width, 1)
@@ -191,7 +151,6 @@ def _compute_posteriors(call: CTCCall, width: int) -> tuple[Tensor, Tensor, Tens
             plan.max_target_len,
             plan.num_chunks,
             zeros.shape[0],
-            call=call.call_id,
             GROUPS=plan.class_groups,
             num_warps=1,
         )
@@ -254,7 +213,6 @@ def _launch_gradient(
             *index,
             dlogits,
             *sizes,
-            call=call.call_id,
             **tile | {"ROWS": rows},
             **options,
             BLOCK_L=min(max(32, next_power_of_2(plan.max_target_len + 1)), 256),
@@ -268,7 +226,6 @@ def _launch_gradient(
             *inputs,
             dlogits,
             *sizes,
-            call=call.call_id,
             WIDTH=width,
             **tile,
             **options,
@@ -282,7 +239,6 @@ def _launch_gradient(
             order,
             dlogits,
             *sizes,
-            call=call.call_id,
             ROWS=8,
             GROUPS=plan.class_groups,
             **options,
@@ -300,27 +256,30 @@ def ctc_align(
     blank: int,
     from_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return class, token and log-probability of each step on the best path, and its score."""
+    """Return class, token and log-probability of each step on the best path, and its score.
+
+    The carries are 0 before they are sent, so the flags and counters are zeroed together with them.
+    """
     (T, N, C), device = logits.shape, logits.device
     targets = TargetTensors(labels.contiguous(), offsets, input_lengths, target_lengths)
     num_chunks, num_blocks = max_target_len // CHUNK + 1, cdiv(T, SAVE_EVERY)
     carry_steps = num_blocks * SAVE_EVERY
-    flag_words = N + N % 2  # The carries after the flags start on 16 bytes.
-    zeros = torch.zeros(
-        2 + flag_words + (num_chunks * N * carry_steps if num_chunks > 1 else 0),
-        dtype=torch.int64,
-        device=device,
-    )
-    tile_counter, flags, carries = zeros.split([2, flag_words, len(zeros) - 2 - flag_words])
+    words = N + N % 2  # Each part of the zeros starts on 16 bytes.
+    carry_words = num_chunks * N * carry_steps if num_chunks > 1 else 0
+    zeros = torch.zeros(2 + 2 * words + carry_words, dtype=torch.int64, device=device)
+    tile_counter, flags, finished, carries = zeros.split([2, words, words, carry_words])
     pointers = torch.empty((N, num_chunks, num_blocks, 32), dtype=torch.int32, device=device)
+    block_sums = torch.empty((N, cdiv(T, ALIGNMENT_STEPS)), dtype=torch.float64, device=device)
     ends = torch.empty((N, 2), dtype=torch.float64, device=device)
     states = torch.empty((N, T), dtype=torch.int32, device=device)
-    classes, tokens = (torch.empty((N, T), dtype=torch.int64, device=device) for _ in range(2))
-    scores = torch.empty((N, T), dtype=torch.float64, device=device)
+    classes = torch.empty((N, T), dtype=torch.int64, device=device)
+    tokens = torch.empty((N, T), dtype=torch.int64, device=device)
+    scores = torch.empty((N, T), dtype=acc_dtype(logits.dtype), device=device)
+    score = torch.empty(N, dtype=scores.dtype, device=device)
     maxima = sums = None
     if from_logits:
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        maxima, sums = torch.empty((2, T, N), dtype=dtype, device=device)
+        maxima = torch.empty((T, N), dtype=scores.dtype, device=device)
+        sums = torch.empty((T, N), dtype=scores.dtype, device=device)
         launch_normalize(logits, input_lengths, maxima, sums)
     launch_lanes(
         VITERBI,
@@ -363,24 +322,27 @@ def ctc_align(
     )
     runtime_launch.launch(
         ctc_alignment_kernel,
-        N * cdiv(T, 256),
+        N * block_sums.shape[1],
         logits,
         targets.labels,
         offsets,
+        target_lengths,
         maxima,
         sums,
         flags,
+        ends,
         states,
+        finished,
+        block_sums,
         classes,
         tokens,
         scores,
+        score,
         T,
         N,
         blank,
         *logits.stride(),
-        BLOCK_T=256,
+        BLOCK_T=ALIGNMENT_STEPS,
         num_warps=4,
     )
-    is_impossible = ends.amax(1).where(target_lengths > 0, ends[:, 0]) == -torch.inf
-    score = torch.where(is_impossible & (flags[:N] == 0), -torch.inf, scores.sum(1))
     return classes, tokens, scores, score

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 
-from .lanes import LaneKernel, lane_index, prefix_sums, range_sum, sort_by_class, sum_over_lanes
+from .lanes import LaneKernel, lane_index, sort_by_class
 from .lattice import (
     NEEDS_FP64,
     SIZES,
@@ -29,6 +29,7 @@ from .lattice import (
     program_chunk,
     sum_predecessors,
 )
+from .posterior_rows import PosteriorRows, store_posteriors
 from .recompute import decode_block, prefetch_block
 from .state import posterior_of, unpack_state
 from .steps import (
@@ -41,68 +42,6 @@ from .steps import (
     half_steps,
     prefetch_carries,
 )
-
-
-class PosteriorRows(NamedTuple):
-    """The memory for a chunk's posteriors, and the order in which they are summed.
-
-    Fields:
-        label_ptr: the first row of posteriors, `[WIDTH]` for each step.
-        blank_ptr: the blank's posterior of the first step.
-        order: the lanes sorted by class, `[32]`.
-        bounds: the range of each class in that order, for each group of 32 classes.
-        C: number of classes.
-    """
-
-    label_ptr: tl.tensor
-    blank_ptr: tl.tensor
-    order: tl.tensor
-    bounds: tuple[tl.tensor, ...]
-    C: tl.tensor
-
-
-@triton.jit
-def store_posteriors(
-    rows,
-    labels,
-    blanks,
-    p,
-    padding,
-    lane,
-    FORWARD: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Store the posteriors of a block of steps, by label or by class, and those of the blanks.
-
-    The sums of the blanks have one step in every 32 / BLOCK_T lanes.
-    """
-    sign: tl.constexpr = 1 if FORWARD else -1
-    step = p - padding + lane * BLOCK_T // 32
-    total = sum_over_lanes(blanks, lane).to(rows.blank_ptr.dtype.element_ty)
-    tl.store(rows.blank_ptr + step * sign, total, mask=(lane % (32 // BLOCK_T) == 0) & (step >= 0))
-    row_ptr = rows.label_ptr + (p - padding).to(tl.int64) * (sign * WIDTH) + lane
-    if GROUPS == 0:
-        for u in tl.static_range(BLOCK_T):
-            tl.store(
-                row_ptr + u * sign * WIDTH,
-                labels[u].to(rows.label_ptr.dtype.element_ty),
-                mask=p + u >= padding,
-            )
-    else:
-        ordered = ()
-        for u in tl.static_range(BLOCK_T):
-            ordered = ordered + (tl.gather(labels[u], rows.order, 0),)
-        sums = prefix_sums(ordered, lane)
-        for g in tl.static_range(GROUPS):
-            for u in tl.static_range(BLOCK_T):
-                valid = (p + u >= padding) & (g * 32 + lane < rows.C)
-                tl.store(
-                    row_ptr + (u * sign * WIDTH + g * 32),
-                    range_sum(sums[u], rows.bounds[g][0], rows.bounds[g][1]),
-                    mask=valid,
-                )
 
 
 @triton.jit
@@ -234,9 +173,160 @@ def scan_other_half(
         emissions, other_states = next_emissions, next_states
 
 
+class TargetScan(NamedTuple):
+    """What the scans of all chunks of a sequence in one direction share.
+
+    Fields:
+        labels_ptr: the target's labels.
+        direction: 0 for α, 1 for β.
+        length: number of steps.
+        target_len: number of labels.
+        T: number of rows of logits.
+        C: number of classes.
+        blank: the class of the blank.
+        limit: the greatest absolute value of a logit that has an emission.
+    """
+
+    labels_ptr: tl.tensor
+    direction: tl.tensor
+    length: tl.tensor
+    target_len: tl.tensor
+    T: tl.tensor
+    C: tl.tensor
+    blank: tl.tensor
+    limit: tl.tensor
+
+
+class PosteriorMemory(NamedTuple):
+    """The memory of a sequence: what the first scan saved, and what this scan writes.
+
+    Fields:
+        saved_ptr: saved states of α, `[num_blocks + 1, N, num_chunks, 2, 32]`; β's follow.
+        saved_carries_ptr: carries of the first scan, `[2, num_chunks, N, carry_steps]`.
+        carries_ptr: carries of this scan in the same order.
+        posteriors_ptr: `[num_chunks, T, WIDTH]`.
+        blanks_ptr: `[num_chunks, T]`.
+        block_stride: offset from the states of a block to those of the next block.
+        chunk_stride: offset from the carries of a chunk to those of the next chunk.
+        num_blocks: blocks of eight steps in a half.
+        num_chunks: chunks of all targets.
+    """
+
+    saved_ptr: tl.tensor
+    saved_carries_ptr: tl.tensor
+    carries_ptr: tl.tensor
+    posteriors_ptr: tl.tensor
+    blanks_ptr: tl.tensor
+    block_stride: tl.tensor
+    chunk_stride: tl.tensor
+    num_blocks: tl.tensor
+    num_chunks: tl.tensor
+
+
+@triton.jit
+def scan_chunk(
+    target,
+    memory,
+    c,
+    source_ptr,
+    stride_t,
+    stride_c,
+    exponent,
+    lane,
+    BLOCK_T: tl.constexpr,
+    FP64: tl.constexpr,
+    TABLE_WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Scan chunk c of a target, counted in the scan's direction, through the other half.
+
+    `source_ptr` and its strides lead to the sequence's logits, or to its emissions.
+    """
+    direction, length, last = target.direction, target.length, target.target_len // 32
+    middle, last_step, chunk = (
+        length // 2,
+        tl.maximum(length - 1, 0),
+        tl.where(direction == 0, c, last - c),
+    )
+    num_blocks, block_stride, chunk_stride = (
+        memory.num_blocks,
+        memory.block_stride,
+        memory.chunk_stride,
+    )
+    chunk_ptr, carried_ptr, sent_ptr = (
+        memory.saved_ptr + chunk * 64,
+        memory.saved_carries_ptr + chunk * chunk_stride,
+        memory.carries_ptr + (direction * memory.num_chunks + chunk) * chunk_stride,
+    )
+    lattice = load_chunk(target.labels_ptr, chunk * 32, target.target_len, target.C, lane)[0]
+    source = EmissionSource(
+        source_ptr + lattice.label.to(tl.int64) * stride_c,
+        source_ptr + (length.to(tl.int64) * 0 + target.blank) * stride_c,
+        lattice.has_label,
+        target.limit,
+    )
+    order, bounds = sort_by_class(lattice.label, lattice.has_label, lane, GROUPS)
+    row = chunk.to(tl.int64) * target.T
+    label_row_ptr, blank_row_ptr, middle_ptr = (
+        memory.posteriors_ptr + row * WIDTH,
+        memory.blanks_ptr + row,
+        chunk_ptr + (num_blocks + direction * (num_blocks + 1)) * block_stride,
+    )
+    state = LaneStates(
+        unpack_state(tl.load(middle_ptr + lane), FP64),
+        unpack_state(tl.load(middle_ptr + 32 + lane), FP64),
+    )
+    if direction == 0:
+        scan_other_half(
+            source,
+            half_steps(last_step, length - middle, stride_t, False, BLOCK_T),
+            lattice.can_skip,
+            state,
+            SavedStates(chunk_ptr + (num_blocks + 1) * block_stride, block_stride),
+            SavedCarries(carried_ptr + (memory.num_chunks + 1) * chunk_stride, chunk < last),
+            CarryLinks(sent_ptr, sent_ptr - chunk_stride, c < last, c > 0),
+            PosteriorRows(
+                label_row_ptr + last_step.to(tl.int64) * WIDTH,
+                blank_row_ptr + last_step,
+                order,
+                bounds,
+                target.C,
+            ),
+            exponent,
+            lane,
+            True,
+            BLOCK_T,
+            FP64,
+            TABLE_WIDTH,
+            GROUPS,
+            WIDTH,
+        )
+    else:
+        scan_other_half(
+            source,
+            half_steps(length * 0, middle, stride_t, True, BLOCK_T),
+            lattice.can_skip,
+            state,
+            SavedStates(chunk_ptr, block_stride),
+            SavedCarries(carried_ptr - chunk_stride, chunk > 0),
+            CarryLinks(sent_ptr, sent_ptr + chunk_stride, c < last, c > 0),
+            PosteriorRows(label_row_ptr, blank_row_ptr, order, bounds, target.C),
+            exponent,
+            lane,
+            False,
+            BLOCK_T,
+            FP64,
+            TABLE_WIDTH,
+            GROUPS,
+            WIDTH,
+        )
+
+
 @triton.jit(do_not_specialize=SIZES)
 def ctc_posterior_scan_kernel(
-    source_ptr,  # [T, N, C] logits, or [N, 24 + T + 24, TABLE_WIDTH] emissions as words
+    logits_ptr,  # [T, N, C]
+    table_ptr,  # [N, 24 + T + 24, TABLE_WIDTH] emissions as words, or None
     labels_ptr,  # [M]
     offsets_ptr,  # [N]
     input_lengths_ptr,  # [N]
@@ -262,9 +352,8 @@ def ctc_posterior_scan_kernel(
     stride_t,
     stride_n,
     stride_c,
-    BLOCK_T: tl.constexpr,  # steps that are loaded together
-    FP64: tl.constexpr,  # whether this run has states in fp64
-    ALL_FP64: tl.constexpr,  # whether all sequences have; otherwise those flagged NEEDS_FP64
+    BLOCK_T: tl.constexpr,  # steps that are loaded together, unless the states are in fp64
+    ALL_FP64: tl.constexpr,  # whether all states are in fp64, or those of flagged sequences
     TABLE_WIDTH: tl.constexpr,  # row length of the table, 0 for logits
     GROUPS: tl.constexpr,  # groups of 32 classes by which posteriors are summed, or 0
     WIDTH: tl.constexpr,  # row length of the posteriors
@@ -272,104 +361,70 @@ def ctc_posterior_scan_kernel(
 ):
     """Scan α and β through each other's half, and store the posteriors of labels and blanks.
 
-    The posteriors of a step are correct up to a common factor.
+    The posteriors of a step are correct up to a common factor. The first program of a sequence that
+    is flagged NEEDS_FP64 scans all of its chunks one after another in each direction.
     """
     index, n, direction = program_chunk(tile_counter_ptr, N)
     flags, logz = tl.load(flags_ptr + n), tl.load(logz_ptr + n)
     length, target_len, offset = load_lengths(
         n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, T, max_target_len, M
     )[:3]
-    middle, last, begin = length // 2, target_len // 32, index
-    end = tl.minimum(index, target_len // 32) + 1
-    if FP64:
-        end = last + 1
-    end = tl.where(
-        logz > -float("inf"),
-        tl.where((ALL_FP64 | (flags == NEEDS_FP64)) if FP64 else (flags == 0), end, 0),
-        0,
+    lane, last, carry_start = lane_index(LAYOUT), target_len // 32, n * carry_steps
+    memory = PosteriorMemory(
+        saved_ptr + n * num_chunks * 64,
+        saved_carries_ptr + carry_start,
+        carries_ptr + carry_start,
+        posteriors_ptr + n * num_chunks * T * WIDTH,
+        blanks_ptr + n * num_chunks * T,
+        (N.to(tl.int64) * num_chunks) * 64,
+        N.to(tl.int64) * carry_steps,
+        num_blocks,
+        num_chunks,
     )
-    exponent = logz
-    if not FP64:
-        exponent = tl.floor(tl.where(logz > -float("inf"), logz, 0.0)).to(tl.int32)
-    lane = lane_index(LAYOUT)
-    block_stride, chunk_stride = (N.to(tl.int64) * num_chunks) * 64, N.to(tl.int64) * carry_steps
-    saved_ptr += n * num_chunks * 64
-    saved_carries_ptr += n * carry_steps
-    carries_ptr += n * carry_steps
-    source_ptr += n * stride_n
-    for c in range(begin, end):
-        chunk = tl.where(direction == 0, c, last - c)
-        chunk_ptr, sent_ptr, last_step = (
-            saved_ptr + chunk * 64,
-            carries_ptr + (direction * num_chunks + chunk) * chunk_stride,
-            tl.maximum(length - 1, 0),
+    target = TargetScan(labels_ptr + offset, direction, length, target_len, T, C, blank, limit)
+    logits_ptr += n * stride_n
+    has_path, needs_fp64 = logz > -float("inf"), flags == NEEDS_FP64
+    if ALL_FP64:
+        needs_fp64 = flags == flags
+    for c in range(0, tl.where(has_path & needs_fp64 & (index == 0), last + 1, 0)):
+        scan_chunk(
+            target,
+            memory,
+            c,
+            logits_ptr,
+            stride_t,
+            stride_c,
+            logz,
+            lane,
+            1,
+            True,
+            0,
+            GROUPS,
+            WIDTH,
         )
-        lattice = load_chunk(labels_ptr + offset, chunk * 32, target_len, C, lane)[0]
-        source = EmissionSource(
-            source_ptr + lattice.label.to(tl.int64) * stride_c,
-            source_ptr + (n * 0 + blank) * stride_c,
-            lattice.has_label,
-            limit,
-        )
-        order, bounds = sort_by_class(lattice.label, lattice.has_label, lane, GROUPS)
-        blank_row_ptr = blanks_ptr + (n * num_chunks + chunk) * T
-        label_row_ptr, middle_ptr = (
-            posteriors_ptr + (n * num_chunks + chunk) * T * WIDTH,
-            chunk_ptr + (num_blocks + direction * (num_blocks + 1)) * block_stride,
-        )
-        state = LaneStates(
-            unpack_state(tl.load(middle_ptr + lane), FP64),
-            unpack_state(tl.load(middle_ptr + 32 + lane), FP64),
-        )
-        if direction == 0:
-            scan_other_half(
-                source,
-                half_steps(last_step, length - middle, stride_t, False, BLOCK_T),
-                lattice.can_skip,
-                state,
-                SavedStates(chunk_ptr + (num_blocks + 1) * block_stride, block_stride),
-                SavedCarries(
-                    saved_carries_ptr + (num_chunks + chunk + 1) * chunk_stride, chunk < last
-                ),
-                CarryLinks(sent_ptr, sent_ptr - chunk_stride, c < last, c > 0),
-                PosteriorRows(
-                    label_row_ptr + last_step.to(tl.int64) * WIDTH,
-                    blank_row_ptr + last_step,
-                    order,
-                    bounds,
-                    C,
-                ),
+        # The next chunk of this program reads carries that other threads have just stored.
+        tl.debug_barrier()
+    if not ALL_FP64:
+        if TABLE_WIDTH:
+            logits_ptr = table_ptr + (n * (T + 48) + 24) * TABLE_WIDTH
+            stride_t, stride_c = stride_t * 0 + TABLE_WIDTH, 1
+        exponent = tl.floor(tl.where(has_path, logz, 0.0)).to(tl.int32)
+        for c in range(index, tl.where(has_path & (flags == 0), tl.minimum(index, last) + 1, 0)):
+            scan_chunk(
+                target,
+                memory,
+                c,
+                logits_ptr,
+                stride_t,
+                stride_c,
                 exponent,
                 lane,
-                True,
                 BLOCK_T,
-                FP64,
-                TABLE_WIDTH,
-                GROUPS,
-                WIDTH,
-            )
-        else:
-            scan_other_half(
-                source,
-                half_steps(length * 0, middle, stride_t, True, BLOCK_T),
-                lattice.can_skip,
-                state,
-                SavedStates(chunk_ptr, block_stride),
-                SavedCarries(saved_carries_ptr + (chunk - 1) * chunk_stride, chunk > 0),
-                CarryLinks(sent_ptr, sent_ptr + chunk_stride, c < last, c > 0),
-                PosteriorRows(label_row_ptr, blank_row_ptr, order, bounds, C),
-                exponent,
-                lane,
                 False,
-                BLOCK_T,
-                FP64,
                 TABLE_WIDTH,
                 GROUPS,
                 WIDTH,
             )
-        if FP64:
-            # The next chunk of this program reads carries that other threads have just stored.
-            tl.debug_barrier()
 
 
 ctc_posterior_scan_gluon_kernel = gluon.jit(ctc_posterior_scan_kernel.fn, do_not_specialize=SIZES)

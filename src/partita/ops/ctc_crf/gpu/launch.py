@@ -1,50 +1,230 @@
-"""CTC-CRF on a GPU: the gradient of all paths, minus the target's marginals, in place."""
+"""CTC-CRF on a GPU: allocate results, and launch its kernels around those of chains.
+
+The loss builds the target lattices, gathers their scores, scans all paths and the target's paths,
+and reduces the difference of their log Z. The gradient is that of all paths, from which the
+target's marginals are subtracted in place.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....runtime.dtypes import acc_dtype
-from ....runtime.launch import cdiv, launch
-from ...chain.gpu.launch import chain_gradient
-from ...ctc.gpu.launch import label_index
-from ..common import marginal_scale, zero_ends
-from .subtract import crf_subtract_kernel
+from ....runtime.launch import cdiv, launch, next_power_of_2
+from ...chain.gpu.launch import chain_gradient, chain_logz
+from ..common import CRFLattice, unflatten_scores, zero_ends
+from .lattice import crf_gather_kernel, crf_lattice_kernel
+from .loss import crf_loss_kernel
+from .subtract import crf_edge_order_kernel, crf_subtract_kernel
 
-STEPS_PER_PROGRAM = 4
+ROWS = 4  # steps of one sequence that a program gathers or subtracts
+ORDER_BLOCK = 64  # edges of a sequence that a program sorts
+LATTICE_BLOCK = 256  # labels, k-mers or earlier lengths that a lattice's program takes at a time
+LOSS_BLOCK = 256  # losses that are reduced at a time
+
+
+class EdgeOrder(NamedTuple):
+    """The edges of each lattice, sorted by the score that they read; both `[N, E]` int32.
+
+    Fields:
+        edges: the edges in that order.
+        runs: the number of edges that read a score at the first of them, else 0.
+    """
+
+    edges: Tensor
+    runs: Tensor
+
+
+def tile_options(E: int) -> dict[str, int]:
+    """Return the tile of a program that gathers or subtracts E edges at ROWS steps."""
+    block = min(max(next_power_of_2(E), 128), 1024)
+    return {"ROWS": ROWS, "BLOCK": block, "num_warps": block // 128}
+
+
+def build_lattice(
+    lattice_source: Tensor,
+    targets: Tensor,
+    target_lengths: Tensor,
+    input_lengths: Tensor | None,
+    T: int,
+    state_len: int,
+    n_base: int,
+    dtype: torch.dtype,
+) -> tuple[CRFLattice, Tensor, Tensor]:
+    """Return the lattices, the number of steps, -1 for an invalid sequence, and ones `[N]`."""
+    N, L, device = len(target_lengths), len(lattice_source), targets.device
+    edge_index = torch.empty((N, L, 2), dtype=torch.int32, device=device)
+    initial = torch.empty((N, L), dtype=dtype, device=device)
+    final = torch.empty((N, L), dtype=dtype, device=device)
+    lengths = torch.empty(N, dtype=torch.int64, device=device)
+    unit = torch.empty(N, dtype=torch.float64, device=device)
+    packed = targets.ndim == 1
+    launch(
+        crf_lattice_kernel,
+        N,
+        targets,
+        0 if packed else targets.stride(0),
+        targets.stride(-1),
+        target_lengths,
+        input_lengths,
+        edge_index,
+        initial,
+        final,
+        lengths,
+        unit,
+        *(T, targets.shape[-1], L, state_len, n_base),
+        PACKED=packed,
+        BLOCK=LATTICE_BLOCK,
+        num_warps=4,
+    )
+    return CRFLattice(edge_index, lattice_source, initial, final), lengths, unit
+
+
+def gather_scores(scores: Tensor, edge_index: Tensor, lengths: Tensor) -> Tensor:
+    """Return the scores of the lattice's edges, `[T, N, L, 2]`."""
+    T, N, _, A = scores.shape
+    L = edge_index.shape[1]
+    edge_scores = torch.empty((T, N, L, 2), dtype=scores.dtype, device=scores.device)
+    launch(
+        crf_gather_kernel,
+        N * cdiv(T, ROWS),
+        scores,
+        *scores.stride(),
+        edge_index,
+        lengths,
+        edge_scores,
+        *(T, N, 2 * L, A),
+        **tile_options(2 * L),
+    )
+    return edge_scores
+
+
+def crf_loss(
+    scores: Tensor,
+    source: Tensor,
+    lattice_source: Tensor,
+    targets: Tensor,
+    target_lengths: Tensor,
+    input_lengths: Tensor | None,
+    state_len: int,
+    reduction: str,
+    save: bool,
+) -> tuple[Tensor, ...]:
+    """Return the reduced loss, and what its gradient needs; see `reference.py`."""
+    scores = unflatten_scores(scores, source)
+    (T, N), A, device = scores.shape[:2], source.shape[1], scores.device
+    dtype, ends = acc_dtype(scores.dtype), zero_ends(scores)
+    sequences = (targets, target_lengths, input_lengths)
+    lattice, lengths, unit = build_lattice(lattice_source, *sequences, T, state_len, A - 1, dtype)
+    edge_scores = gather_scores(scores, lattice.edge_index, lengths)
+    logz_den, saved = chain_logz(scores, source, ends, ends, lengths, save)
+    logz_num, states = chain_logz(edge_scores, *lattice[1:], lengths, save)
+    if save:
+        chain = (edge_scores, lattice.initial, lattice.final, lattice_source, lengths)
+        marginals = chain_gradient(unit, *chain, logz_num, states, dtype)[0]
+    else:
+        marginals = torch.empty(0, dtype=dtype, device=device)
+    losses = torch.empty(N, dtype=torch.float64, device=device)
+    value = torch.empty((N,) if reduction == "none" else (), dtype=dtype, device=device)
+    launch(
+        crf_loss_kernel,
+        1,
+        logz_den,
+        logz_num,
+        target_lengths,
+        losses,
+        value,
+        N,
+        REDUCE=reduction != "none",
+        MEAN=reduction == "mean",
+        BLOCK=LOSS_BLOCK,
+        num_warps=4,
+    )
+    return value, losses, logz_den, saved, marginals, lattice.edge_index, lengths
+
+
+def sort_edges(
+    grad: Tensor, losses: Tensor, target_lengths: Tensor, edge_index: Tensor, reduction: str
+) -> tuple[Tensor, EdgeOrder]:
+    """Return the gradient of each sequence's loss, `[N]` fp64, and the edges in sorted order."""
+    N, E, device = len(edge_index), 2 * edge_index.shape[1], edge_index.device
+    coefficients = torch.empty(N, dtype=torch.float64, device=device)
+    order = EdgeOrder(*(torch.empty((N, E), dtype=torch.int32, device=device) for _ in range(2)))
+    launch(
+        crf_edge_order_kernel,
+        N * cdiv(E, ORDER_BLOCK),
+        grad,
+        grad.stride(0) if grad.ndim else 0,
+        losses,
+        target_lengths,
+        edge_index,
+        coefficients,
+        *order,
+        *(N, E),
+        MEAN=reduction == "mean",
+        BLOCK=ORDER_BLOCK,
+        num_warps=4,
+    )
+    return coefficients, order
+
+
+def subtract_marginals(
+    d_scores: Tensor,
+    rounded: Tensor | None,
+    coefficients: Tensor,
+    marginals: Tensor,
+    edge_index: Tensor,
+    order: EdgeOrder,
+    lengths: Tensor,
+) -> None:
+    """Subtract the marginals times the coefficients from `d_scores`, `[T, N, C, A]`, in place.
+
+    The result is then rounded to a half type into `rounded`, if given.
+    """
+    (T, N, C, A), E = d_scores.shape, 2 * edge_index.shape[1]
+    launch(
+        crf_subtract_kernel,
+        N * cdiv(T, ROWS),
+        coefficients,
+        marginals,
+        edge_index,
+        *order,
+        lengths,
+        d_scores,
+        rounded,
+        *(T, N, E, C * A),
+        **tile_options(E),
+    )
 
 
 def crf_gradient(
     grad: Tensor,
     scores: Tensor,
     source: Tensor,
-    lengths: Tensor,
+    target_lengths: Tensor,
+    losses: Tensor,
     logz: Tensor,
     saved: Tensor,
     marginals: Tensor,
     edge_index: Tensor,
+    lengths: Tensor,
+    reduction: str,
 ) -> Tensor:
-    """Return the marginals of all paths minus those of the target's paths, times `grad`."""
-    ends, dtype = zero_ends(scores), acc_dtype(scores.dtype)
-    T, N, C, A = scores.shape
-    result = chain_gradient(grad, scores, ends, ends, source, lengths, logz, saved, dtype)[0]
-    edge_index, marginals = edge_index.flatten(1).contiguous(), marginals.contiguous()
-    E, device = edge_index.shape[1], scores.device
-    if T * N * E:
-        # Each score finds the edges that read it as a class finds its labels in a target of CTC.
-        offsets, counts = torch.arange(N, device=device) * E, torch.full((N,), E, device=device)
-        edges_of_score = label_index(edge_index, offsets, counts, E, C * A, -1)
-        launch(
-            crf_subtract_kernel,
-            N * cdiv(T, STEPS_PER_PROGRAM),
-            marginal_scale(grad, dtype),
-            marginals,
-            *edges_of_score,
-            result,
-            *(T, N, E, C * A),
-            ROWS=STEPS_PER_PROGRAM,
-            BLOCK=1024,
-            num_warps=8,
-        )
-    return result.to(scores.dtype)
+    """Return the gradient of the reduced loss with respect to the scores.
+
+    It is computed in fp32 or fp64, and rounded once for scores of a half type.
+    """
+    shape, scores = scores.shape, unflatten_scores(scores, source)
+    dtype, ends, rounded = acc_dtype(scores.dtype), zero_ends(scores), None
+    if not scores.numel():
+        return torch.empty(shape, dtype=scores.dtype, device=scores.device)
+    coefficients, order = sort_edges(grad, losses, target_lengths, edge_index, reduction)
+    chain = (scores, ends, ends, source, lengths, logz, saved)
+    d_scores = chain_gradient(coefficients, *chain, dtype)[0]
+    if scores.dtype != dtype:
+        rounded = torch.empty(shape, dtype=scores.dtype, device=scores.device)
+    subtract_marginals(d_scores, rounded, coefficients, marginals, edge_index, order, lengths)
+    return d_scores.view(shape) if rounded is None else rounded

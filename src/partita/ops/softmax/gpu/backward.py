@@ -28,6 +28,20 @@ def input_gradient(grad, y, total, LOG: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def load_output_gradient(
+    rows_ptr, column, class_stride, row_mask, mask, STREAM: tl.constexpr, BROADCAST: tl.constexpr
+):
+    """Return the gradient of the output in a block of classes, 0 outside of the mask.
+
+    With BROADCAST, all classes of a row share one number, as in the gradient of a sum.
+    """
+    if BROADCAST:
+        return tl.where(mask, tl.load(rows_ptr, mask=row_mask, other=0.0), 0.0)
+    else:
+        return load_streaming(rows_ptr + column * class_stride, mask, 0.0, STREAM)
+
+
+@triton.jit
 def softmax_backward_tile_kernel(
     grad_ptr,  # [batches, rows, classes]
     output_ptr,  # [batches, rows, classes]
@@ -44,6 +58,7 @@ def softmax_backward_tile_kernel(
     result_row_stride,
     result_class_stride,
     LOG: tl.constexpr,
+    BROADCAST: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -55,10 +70,10 @@ def softmax_backward_tile_kernel(
     row = (block * ROWS + tl.arange(0, ROWS))[:, None]  # [ROWS, 1]
     column = tl.arange(0, BLOCK_V).to(tl.int64)[None, :]  # [1, BLOCK_V]
     mask = (row < rows) & (column < classes)
-    grad_ptrs = (
-        grad_ptr + batch * grad_batch_stride + row * grad_row_stride + column * grad_class_stride
-    )
-    grad = tl.load(grad_ptrs, mask=mask, other=0.0).to(ACC_DTYPE)
+    grad_rows_ptr = grad_ptr + batch * grad_batch_stride + row * grad_row_stride  # [ROWS, 1]
+    grad = load_output_gradient(
+        grad_rows_ptr, column, grad_class_stride, row < rows, mask, False, BROADCAST
+    ).to(ACC_DTYPE)
     output_ptrs = (
         output_ptr
         + batch * output_batch_stride
@@ -90,6 +105,7 @@ def softmax_backward_row_kernel(
     result_row_stride,
     zero,  # 0.0
     LOG: tl.constexpr,
+    BROADCAST: tl.constexpr,
     HALF: tl.constexpr,
     SHARED: tl.constexpr,
     STREAM: tl.constexpr,
@@ -103,11 +119,15 @@ def softmax_backward_row_kernel(
     """
     index = tl.atomic_add(slots_ptr, 1, sem="relaxed") if SHARED else tl.program_id(0).to(tl.int64)
     row, split = index // splits, (index % splits).to(tl.int32)
-    head, body = row_span(row * grad_row_stride, classes, VEC)
+    head, body = row_span(row * output_row_stride, classes, VEC)
     column = split * BLOCK_V + tl.arange(0, BLOCK_V)  # [BLOCK_V]
     mask = column // VEC * VEC < body
-    grad_row_ptr = grad_ptr + aligned_start(row * grad_row_stride, VEC)
-    packed_grad = load_streaming(grad_row_ptr + column, mask, 0.0, STREAM)
+    grad_start = row * grad_row_stride
+    if not BROADCAST:
+        grad_start = aligned_start(grad_start, VEC)
+    packed_grad = load_output_gradient(
+        grad_ptr + grad_start, column, 1, True, mask, STREAM, BROADCAST
+    )
     output_row_ptr = output_ptr + aligned_start(row * output_row_stride, VEC)
     packed_y = load_streaming(output_row_ptr + column, mask, 0.0, STREAM)
     grad, y = packed_grad.to(tl.float32), packed_y.to(tl.float32)
@@ -115,9 +135,9 @@ def softmax_backward_row_kernel(
     if VEC > 1:
         edge, edge_mask = edge_columns(head, body, classes, VEC, 2 * VEC)  # [2 * VEC]
         edge_mask &= split == 0
-        edge_grad = tl.load(grad_ptr + row * grad_row_stride + edge, mask=edge_mask, other=0.0).to(
-            tl.float32
-        )
+        edge_grad = load_output_gradient(
+            grad_ptr + row * grad_row_stride, edge, 1, True, edge_mask, False, BROADCAST
+        ).to(tl.float32)
         edge_y = tl.load(output_ptr + row * output_row_stride + edge, mask=edge_mask, other=0.0).to(
             tl.float32
         )
@@ -157,6 +177,7 @@ def softmax_backward_loop_kernel(
     result_row_stride,
     result_class_stride,
     LOG: tl.constexpr,
+    BROADCAST: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -176,9 +197,9 @@ def softmax_backward_loop_kernel(
     for start in range(0, classes, BLOCK_V):
         column = (start + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
         mask = (row < rows) & (column < classes)
-        grad = tl.load(grad_rows_ptr + column * grad_class_stride, mask=mask, other=0.0).to(
-            ACC_DTYPE
-        )
+        grad = load_output_gradient(
+            grad_rows_ptr, column, grad_class_stride, row < rows, mask, False, BROADCAST
+        ).to(ACC_DTYPE)
         if not LOG:
             grad *= tl.load(
                 output_rows_ptr + column * output_class_stride, mask=mask, other=0.0
@@ -187,9 +208,9 @@ def softmax_backward_loop_kernel(
     for start in range(0, classes, BLOCK_V):
         column = (start + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
         mask = (row < rows) & (column < classes)
-        grad = tl.load(grad_rows_ptr + column * grad_class_stride, mask=mask, other=0.0).to(
-            ACC_DTYPE
-        )
+        grad = load_output_gradient(
+            grad_rows_ptr, column, grad_class_stride, row < rows, mask, False, BROADCAST
+        ).to(ACC_DTYPE)
         y = tl.load(output_rows_ptr + column * output_class_stride, mask=mask, other=0.0).to(
             ACC_DTYPE
         )

@@ -10,6 +10,7 @@ from ....primitives.gpu.row_plan import (
     classes_per_program,
     elementwise_plan,
     exchange_slots,
+    flat_rows,
     merge_slots,
     reduce_options,
     reduce_plan_for,
@@ -81,7 +82,13 @@ def softmax_backward(
 def _softmax_backward(view: RowView, log: bool) -> None:
     output, grad, result = view.tensors
     output_strides, grad_strides, result_strides = view.strides
-    plan = row_plan_for(view, operands=2)
+    # A gradient that all classes of a row share is read once for each row, so its strides do not
+    # limit the plan.
+    is_broadcast = view.classes > 1 and grad_strides[2] == 0
+    planned = view
+    if is_broadcast:
+        planned = view._replace(tensors=(output, result), strides=(output_strides, result_strides))
+    plan = row_plan_for(planned, operands=2)
     if plan.kind == "row":
         launch(
             softmax_backward_row_kernel,
@@ -97,6 +104,7 @@ def _softmax_backward(view: RowView, log: bool) -> None:
             result_strides[1],
             0.0,
             LOG=log,
+            BROADCAST=is_broadcast,
             **row_options(plan, output.dtype),
         )
         return
@@ -112,6 +120,7 @@ def _softmax_backward(view: RowView, log: bool) -> None:
         *output_strides,
         *result_strides,
         LOG=log,
+        BROADCAST=is_broadcast,
         **tile_options(plan, output.dtype),
     )
 
@@ -142,7 +151,7 @@ def logsumexp(input: Tensor, dtype: torch.dtype) -> LogSumExp:
 
 def logsumexp_backward(grad: Tensor, input: Tensor, maximum: Tensor, sumexp: Tensor) -> Tensor:
     """Return the gradient of the input from the statistics of the forward pass."""
-    grad, maximum, sumexp = grad.contiguous(), maximum.contiguous(), sumexp.contiguous()
+    maximum, sumexp = maximum.contiguous(), sumexp.contiguous()
     return with_output(
         lambda view: _logsumexp_backward(view, grad, maximum, sumexp), -1, input, dtype=input.dtype
     )
@@ -151,6 +160,7 @@ def logsumexp_backward(grad: Tensor, input: Tensor, maximum: Tensor, sumexp: Ten
 def _logsumexp_backward(view: RowView, grad: Tensor, maximum: Tensor, sumexp: Tensor) -> None:
     input, result = view.tensors
     plan = elementwise_plan(view)
+    grad, grad_stride = flat_rows(grad)
     launch(
         logsumexp_backward_kernel,
         view.batches * cdiv(view.rows, plan.rows) * cdiv(view.classes, plan.block),
@@ -161,6 +171,7 @@ def _logsumexp_backward(view: RowView, grad: Tensor, maximum: Tensor, sumexp: Te
         result,
         view.rows,
         view.classes,
+        grad_stride,
         *view.strides[0],
         *view.strides[1],
         **tile_options(plan, input.dtype),

@@ -105,6 +105,7 @@ def logsumexp_backward_kernel(
     result_ptr,  # [batches, rows, classes]
     rows,
     classes,
+    grad_stride,  # between the rows of grad: 0 if they share one number
     input_batch_stride,
     input_row_stride,
     input_class_stride,
@@ -122,7 +123,7 @@ def logsumexp_backward_kernel(
     row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     index = batch * rows + row
     scale = divide(
-        tl.load(grad_ptr + index, mask=row < rows, other=0.0).to(ACC_DTYPE),
+        tl.load(grad_ptr + index * grad_stride, mask=row < rows, other=0.0).to(ACC_DTYPE),
         tl.load(sumexp_ptr + index, mask=row < rows, other=1.0),
     )
     shift = finite_shift(tl.load(maximum_ptr + index, mask=row < rows, other=0.0))

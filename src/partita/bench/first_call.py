@@ -1,0 +1,52 @@
+"""The first call of an op in this process, in seconds.
+
+    python -m partita.bench.first_call cross_entropy partita cuda
+
+`partita bench host --cold` runs it in fresh processes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+
+from .host_cases import Draw, step, usual_case
+
+
+def seconds(op: str, provider: str, device: torch.device) -> dict[str, float]:
+    """Return the seconds of the first and the second forward and backward, waited for.
+
+    The inputs are made before, so the context of the GPU is not counted.
+    """
+    case, draw = usual_case(op), Draw(device)
+    inputs = case.inputs(draw, 0)
+    function = case.functions[provider]()
+    times = {}
+    for name in ("first", "second"):
+        _synchronize(device)
+        start = time.perf_counter()
+        step(function, inputs)
+        _synchronize(device)
+        times[name] = time.perf_counter() - start
+    return times
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main(argv: Sequence[str]) -> None:
+    op, provider, device = argv
+    chosen = torch.empty(0, device=device).device
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    print(json.dumps(seconds(op, provider, chosen)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

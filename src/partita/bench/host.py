@@ -1,0 +1,343 @@
+"""`partita bench host`: what a call costs the host, beside PyTorch and the installed peers.
+
+The work of the device is tiny, so the time of a loop of calls is that of the host: of Python, of
+autograd, of allocations and of launches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cli.arguments import device_named, words
+from ..cli.console import Progress, UsageError, first_line, print_table
+from ..cli.fresh_process import run_module
+from ..cli.info import no_gpu
+from ..runtime.backend import backend
+from . import host_report, providers
+from .host_cases import CASES, NEW_SHAPES, OPS, PROVIDERS, Draw, HostCase, Inputs, step, usual_case
+from .host_report import FirstCall, Measurement
+from .measure import time_host, warm_up
+from .runner import DeviceLost, require_device
+
+ALWAYS = ("torch", "partita")
+PEERS = tuple(name for name in PROVIDERS if name not in ALWAYS)
+OURS = "partita"
+# Timed rounds, and the calls of a round. A call with a new shape needs inputs of its own.
+ROUNDS, QUICK_ROUNDS = 7, 3
+NEW_SHAPE_CALLS, WARM_UP_CALLS = 10, 20
+BOUND = 1e-3  # of an error against the reference, over the greatest value or 1
+EMPTY, FILLED = "empty", "filled"
+
+Call = Callable[[], object]
+
+
+class Calls(NamedTuple):
+    """The calls of a round: queued one after another, and each waited for."""
+
+    ahead: int
+    waited: int
+
+
+CALLS = (Calls(10, 10), Calls(50, 20))  # on a CPU, whose calls do the work, and on a GPU
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """What is measured.
+
+    Fields:
+        device: the device of the inputs.
+        ops: the ops that the user chose.
+        cases: their cases, and those whose time is their unit, with the providers of each.
+        cold: whether first calls of fresh processes are measured too.
+        rounds: the number of timed rounds.
+        csv, svg: the files that are written, or None.
+    """
+
+    device: torch.device
+    ops: tuple[str, ...]
+    cases: list[tuple[HostCase, list[str]]]
+    cold: bool
+    rounds: int
+    csv: Path | None
+    svg: Path | None
+
+    @property
+    def first_calls(self) -> list[tuple[str, str]]:
+        """Return the ops and providers whose first calls are measured."""
+        return [
+            (op, name)
+            for op in self.ops * self.cold
+            for name in ALWAYS
+            if name in usual_case(op).functions
+        ]
+
+
+@dataclass
+class HostResults:
+    """The measurements, and the problem that ended them early."""
+
+    measured: list[Measurement] = field(default_factory=list)
+    first_calls: list[FirstCall] = field(default_factory=list)
+    problem: str = ""
+    code: int = 0
+
+
+def make_plan(args: argparse.Namespace) -> HostPlan:
+    """Return the plan of the arguments of `partita bench`, whose first op is `host`.
+
+    Raises:
+        UsageError: an argument cannot be used.
+    """
+    ops = tuple(dict.fromkeys(args.ops[1:])) or OPS
+    for op in ops:
+        if op not in OPS:
+            raise UsageError(f"host: expected some of {', '.join(OPS)}, got {op!r}")
+    for option in ("dtype", "columns", "elements"):
+        if getattr(args, option):
+            raise UsageError(f"--{option}: host has inputs of its own, of one size and fp32")
+    known = [peer.name for peer in providers.PEERS]
+    peers = [] if args.only_ours else words(args.peers)
+    for name in peers:
+        if name not in known:
+            raise UsageError(f"--peers: expected some of {', '.join(known)}, got {name!r}")
+    if args.svg and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--svg: needs matplotlib (pip install matplotlib)")
+    names = [*ALWAYS, *(name for name in PEERS if name in peers)]
+    return HostPlan(
+        device_named(args.device),
+        ops,
+        _choose(ops, names),
+        args.cold,
+        QUICK_ROUNDS if args.quick else ROUNDS,
+        args.csv or (args.out and args.out / "host.csv"),
+        args.svg or (args.out and args.out / "host.svg"),
+    )
+
+
+def _choose(ops: Sequence[str], names: Sequence[str]) -> list[tuple[HostCase, list[str]]]:
+    """Return the cases of these ops with their providers, and the units of their times."""
+    units = {case.unit for case in CASES if case.op in ops}
+    chosen = []
+    for case in CASES:
+        own = [
+            name
+            for name in case.functions
+            if (name in names and case.op in ops) or (case.op, name, case.variant) in units
+        ]
+        if own:
+            chosen.append((case, own))
+    return chosen
+
+
+def missing(plan: HostPlan) -> dict[str, str]:
+    """Return the command that installs each peer of the plan that is missing."""
+    named = {name for _, names in plan.cases for name in names}
+    return {
+        peer.name: message
+        for peer in providers.PEERS
+        if peer.name in named and (message := peer.missing())
+    }
+
+
+def measure_case(
+    case: HostCase, provider: str, draw: Draw, rounds: int
+) -> tuple[Measurement, Call | None]:
+    """Time a case, and return a call whose device work can be counted; None where there is none."""
+    result = Measurement(case.op, case.variant, provider, case.unit)
+    try:
+        function, device = case.functions[provider](), draw.device
+
+        def same_shape(inputs: Inputs) -> Call:
+            return lambda: step(function, inputs)
+
+        def new_shapes(first: int, number: int) -> Call:
+            turns = iter([case.inputs(draw, first + i) for i in range(number)])
+            return lambda: step(function, next(turns))
+
+        inputs, calls = case.inputs(draw, 0), CALLS[device.type == "cuda"]
+        warm = timed = same_shape(inputs)
+        if case.variant == NEW_SHAPES:
+            calls = Calls(NEW_SHAPE_CALLS, NEW_SHAPE_CALLS)
+            total = 2 * (warm_up(rounds) + rounds) * NEW_SHAPE_CALLS
+            warm = new_shapes(1, WARM_UP_CALLS)
+            timed = new_shapes(1 + WARM_UP_CALLS, total)
+
+        def waited_for() -> None:
+            timed()
+            torch.cuda.synchronize(device)
+
+        for _ in range(WARM_UP_CALLS):
+            warm()
+        host = time_host(timed, device, calls=calls.ahead, repetitions=rounds)
+        waited = None  # on a CPU nothing is left to wait for
+        if device.type == "cuda":
+            waited = time_host(waited_for, device, calls=calls.waited, repetitions=rounds)
+        if provider == OURS and (problem := _disagreement(function, inputs)):
+            return replace(result, note=f"wrong: {problem}"), None
+        timed_result = replace(result, host=host, waited=waited)
+        return timed_result, None if case.variant == NEW_SHAPES else same_shape(inputs)
+    except Exception as error:
+        require_device(draw.device, error)
+        return replace(result, note=f"refuses: {first_line(error)[:120]}"), None
+
+
+def _results(function: Callable[..., Tensor], inputs: Inputs) -> list[Tensor]:
+    """Return the result and the gradients of the inputs that have one."""
+    leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    result = function(*inputs)
+    grads = torch.autograd.grad(result, leaves) if result.requires_grad else ()
+    return [result.detach(), *grads]
+
+
+def _disagreement(function: Callable[..., Tensor], inputs: Inputs) -> str:
+    """Return how the results of warm calls differ from the reference; empty where they do not."""
+    results = _results(function, inputs)
+    with backend("reference"):
+        expected = _results(function, inputs)
+    for index, (got, truth) in enumerate(zip(results, expected, strict=True)):
+        error = float((got - truth).abs().max() / truth.abs().max().clamp(min=1))
+        if not error <= BOUND:
+            return f"{'gradient' if index else 'result'} off by {error:.3g}, allowed {BOUND:g}"
+    return ""
+
+
+def device_work(call: Call, device: torch.device) -> tuple[int, float] | None:
+    """Return the number of kernels, copies and fills of a call, and their microseconds.
+
+    Returns None where there is no GPU, or where the profiler sees nothing of it.
+    """
+    if device.type != "cuda":
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize(device)
+    events = profiler.events() or []
+    on_device = torch._C._autograd.DeviceType.CUDA
+    times = [event.device_time for event in events if event.device_type == on_device]
+    return (len(times), float(sum(times))) if times else None
+
+
+def first_call(op: str, provider: str, device: torch.device) -> FirstCall:
+    """Measure the first call in fresh processes: Triton's cache is empty, and then it is filled.
+
+    The cache is a temporary folder. PyTorch has none, so it gets one process.
+    """
+    seconds: dict[str, float] = {}
+    states = (EMPTY, FILLED) if provider == OURS else (EMPTY,)
+    with tempfile.TemporaryDirectory(prefix="partita-") as cache:
+        try:
+            for state in states:
+                seconds[state] = run_module(
+                    "bench.first_call", [op, provider, str(device)], {"TRITON_CACHE_DIR": cache}
+                )["first"]
+        except (RuntimeError, ValueError, OSError) as error:
+            return FirstCall(op, provider, None, None, f"refuses: {str(error)[:120]}")
+    return FirstCall(op, provider, seconds[EMPTY], seconds.get(FILLED), "")
+
+
+def _counted(results: HostResults, calls: dict[int, Call], device: torch.device) -> Iterator[str]:
+    """Count the device work of each call, after all times: a profiler slows later launches."""
+    for index, call in calls.items():
+        found = results.measured[index]
+        yield f"kernels of {found.op}: {found.provider}"
+        try:
+            if work := device_work(call, device):
+                kernels, device_us = work
+                results.measured[index] = replace(found, kernels=kernels, device_us=device_us)
+        except Exception as error:
+            require_device(device, error)
+            note = f"not profiled: {first_line(error)[:120]}"
+            results.measured[index] = replace(found, note=note)
+
+
+def measure(plan: HostPlan, absent: Sequence[str] = ()) -> HostResults:
+    """Measure everything with a progress bar; an interrupted run returns what it has."""
+    results, draw = HostResults(), Draw(plan.device)
+    calls: dict[int, Call] = {}
+    pairs = [(case, name) for case, names in plan.cases for name in names if name not in absent]
+    profiled = plan.device.type == "cuda"
+    total = len(pairs) + profiled * sum(case.variant != NEW_SHAPES for case, _ in pairs)
+    try:
+        with Progress(total + len(plan.first_calls)) as progress:
+            for case, name in pairs:
+                progress.say(f"{case.name}: {name}")
+                measurement, call = measure_case(case, name, draw, plan.rounds)
+                if call is not None:
+                    calls[len(results.measured)] = call
+                results.measured.append(measurement)
+                progress.advance()
+            for text in _counted(results, calls if profiled else {}, plan.device):
+                progress.say(text)
+                progress.advance()
+            for op, name in plan.first_calls:
+                progress.say(f"first call of {op}: {name}")
+                results.first_calls.append(first_call(op, name, plan.device))
+                progress.advance()
+    except KeyboardInterrupt:
+        results.problem, results.code = "interrupted", 130
+    except DeviceLost as error:
+        results.problem, results.code = f"the GPU no longer answers after {error}", 1
+    else:
+        results.code = int(bool(failures(results)))
+    return results
+
+
+def failures(results: HostResults) -> list[str]:
+    """Return what Partita refused or computed wrongly."""
+    rows = [row for row in results.measured if row.provider == OURS and row.host is None]
+    calls = [row for row in results.first_calls if row.provider == OURS and row.empty is None]
+    return [
+        *(f"{row.name}: {row.provider} {row.note}" for row in rows),
+        *(f"first call of {row.op}: {row.provider} {row.note}" for row in calls),
+    ]
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure, print and write, and return the exit code."""
+    try:
+        plan = make_plan(args)
+    except UsageError as error:
+        print(f"partita bench: {error}", file=sys.stderr)
+        return 2
+    if plan.device.type == "cuda":
+        torch.cuda.set_device(plan.device)
+    else:
+        reason = f"{no_gpu()} " if not torch.cuda.is_available() else ""
+        print(f"{reason}On the CPU a call includes its work, and there are no kernels to count.")
+    absent = missing(plan)
+    for message in absent.values():
+        print(message)
+    results = measure(plan, list(absent))
+    if results.problem:
+        print(f"partita bench: {results.problem}", file=sys.stderr)
+    for table in host_report.tables(results.measured, results.first_calls):
+        print_table(*table)
+    name = host_report.machine_name(plan.device)
+    print(f"\n{name}")
+    if plan.csv:
+        host_report.write_csv(plan.csv, results.measured, results.first_calls, name)
+        print(f"wrote {plan.csv}")
+    if plan.svg:
+        try:
+            host_report.draw(plan.svg, results.measured, name)
+            print(f"wrote {plan.svg}")
+        except ImportError:
+            print(f"no {plan.svg}: it needs matplotlib (pip install matplotlib)")
+    for text in failures(results):
+        print(f"partita bench: {text}", file=sys.stderr)
+    return results.code

@@ -1,0 +1,317 @@
+"""The calls of `partita bench host`: each op on tiny inputs, by each provider."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..ops.chain.api import Chain, logz
+from ..ops.cross_entropy.api import cross_entropy, token_stats
+from ..ops.ctc.api import ctc_align, ctc_loss
+from ..ops.ctc_crf.api import ctc_crf_loss, debruijn_source
+from ..ops.linear_chain.api import linear_chain
+from ..ops.linear_heads.api import linear_cross_entropy
+from ..ops.softmax.api import softmax
+from . import linear_peers, providers
+
+Inputs = tuple[Any, ...]
+Function = Callable[..., Tensor]
+
+ROWS, CLASSES = 8, 1000
+TOKENS, HIDDEN = 64, 64
+STEPS, SEQUENCES, LABELS, SYMBOLS, TAGS = 50, 4, 10, 20, 10
+BASES, STATE_LEN = 4, 3
+SEED = 0
+SAME, ON_DEVICE, NEW_SHAPES = "", "lengths on the device", "a new shape at every call"
+
+
+class Draw:
+    """Random inputs on a device, drawn on the host from one seed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._generator = torch.Generator().manual_seed(SEED)
+
+    def leaf(self, *shape: int) -> Tensor:
+        numbers = torch.randn(*shape, generator=self._generator)
+        return numbers.to(self.device).requires_grad_()
+
+    def labels(self, least: int, limit: int, *shape: int) -> Tensor:
+        return torch.randint(least, limit, shape, generator=self._generator).to(self.device)
+
+
+class Unit(NamedTuple):
+    """The measurement whose time is the unit of others."""
+
+    op: str
+    provider: str
+    variant: str = SAME
+
+
+TORCH_CROSS_ENTROPY = Unit("cross_entropy", "torch")
+
+
+@dataclass(frozen=True)
+class HostCase:
+    """An op on tiny inputs.
+
+    Fields:
+        op: the name of the op.
+        inputs: draws the inputs of a shape by its number; 0 is the usual shape.
+        functions: for each provider, what imports it and returns a function of the inputs. The
+            gradient of its result is the backward pass.
+        variant: how the case differs from other cases of the op; empty for the usual one.
+        unit: whose time is the unit of this case.
+    """
+
+    op: str
+    inputs: Callable[[Draw, int], Inputs]
+    functions: Mapping[str, Callable[[], Function]]
+    variant: str = SAME
+    unit: Unit = TORCH_CROSS_ENTROPY
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}, {self.variant}" if self.variant else self.op
+
+
+def step(function: Function, inputs: Inputs) -> Tensor:
+    """Run forward, and backward where the result has a gradient.
+
+    Gradients are added to those of the step before, as in a loop that accumulates them.
+    """
+    result = function(*inputs)
+    if result.requires_grad:
+        result.backward()
+    return result
+
+
+def _rows(draw: Draw, shape: int) -> Inputs:
+    rows = ROWS + shape
+    return draw.leaf(rows, CLASSES), draw.labels(0, CLASSES, rows)
+
+
+def _logits(draw: Draw, shape: int) -> Inputs:
+    return (draw.leaf(ROWS, CLASSES),)
+
+
+def _hidden(draw: Draw, shape: int) -> Inputs:
+    return (
+        draw.leaf(TOKENS, HIDDEN),
+        draw.leaf(CLASSES, HIDDEN),
+        draw.labels(0, CLASSES, TOKENS),
+    )
+
+
+def _sequences(draw: Draw, shape: int) -> Inputs:
+    """Return logits, targets and lengths; the lengths are ragged in other shapes than 0."""
+    if shape == 0:
+        T, N, S = STEPS, SEQUENCES, LABELS
+        steps, lengths = torch.full((N,), T), torch.full((N,), S)
+    else:
+        # Steps, labels and sequences count up like the digits of a number, so shapes differ.
+        T, S, N = 30 + shape % 40, 4 + shape // 40 % 8, 2 + shape // 320
+        steps, lengths = T - torch.arange(N) % 3, S - torch.arange(N) % 2
+    logits = draw.leaf(T, N, SYMBOLS)
+    return logits, draw.labels(1, SYMBOLS, N, S), steps, lengths
+
+
+def _sequences_on_device(draw: Draw, shape: int) -> Inputs:
+    logits, targets, *lengths = _sequences(draw, shape)
+    return logits, targets, *(length.to(draw.device) for length in lengths)
+
+
+def _log_probs(draw: Draw, shape: int) -> Inputs:
+    logits, *others = _sequences(draw, shape)
+    return logits.detach().log_softmax(-1), *others
+
+
+def _kmers(draw: Draw, shape: int) -> Inputs:
+    """Return scores, their table in int64 and in int32, and zeros for both ends."""
+    source = debruijn_source(BASES, STATE_LEN).to(draw.device)
+    ends = torch.zeros(SEQUENCES, len(source), device=draw.device)
+    return draw.leaf(STEPS, SEQUENCES, *source.shape), source, source.int(), ends
+
+
+def _scores(draw: Draw, shape: int) -> Inputs:
+    scores, *others = _kmers(draw, shape)
+    return scores.detach(), *others
+
+
+def _bases(draw: Draw, shape: int) -> Inputs:
+    """Return the inputs of a chain, and targets with their lengths on the host."""
+    targets = draw.labels(1, BASES + 1, SEQUENCES, LABELS)
+    return *_kmers(draw, shape), targets, torch.full((SEQUENCES,), LABELS)
+
+
+def _tags(draw: Draw, shape: int) -> Inputs:
+    return draw.leaf(STEPS, SEQUENCES, TAGS), draw.leaf(TAGS, TAGS)
+
+
+def _peer(name: str, op: str, use: Callable[[Any], Function]) -> dict[str, Callable[[], Function]]:
+    """Return the entry of a peer, whose function of this op `use` turns into one of the inputs."""
+
+    def load() -> Function:
+        peer = next(peer for peer in providers.PEERS if peer.name == name)
+        return use(peer.ops[op]())
+
+    return {name: load}
+
+
+def _summed(function: Callable[..., Tensor]) -> Function:
+    return lambda *inputs: function(*inputs).sum()
+
+
+def _of_a_copy(function: Callable[..., Tensor]) -> Function:
+    """Return the function of a copy of the logits, for a peer that overwrites them."""
+    return lambda logits, *others: function(logits.clone(), *others)
+
+
+def _of_narrow_source(function: Callable[..., Tensor]) -> Function:
+    """Return the function of a table in int32."""
+    return lambda scores, source, narrow, ends: function(scores, narrow, ends, ends).sum()
+
+
+def _torch_softmax(logits: Tensor) -> Tensor:
+    return torch.softmax(logits, -1).sum()
+
+
+def _torch_logprob(logits: Tensor, target: Tensor) -> Tensor:
+    return logits.log_softmax(-1).gather(1, target[:, None]).sum()
+
+
+def _torch_ctc_loss(logits: Tensor, targets: Tensor, steps: Tensor, lengths: Tensor) -> Tensor:
+    return F.ctc_loss(logits.log_softmax(-1), targets, steps, lengths)
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return softmax(logits, -1).sum()
+
+
+def _logprob(logits: Tensor, target: Tensor) -> Tensor:
+    return token_stats(logits, target).logprob.sum()
+
+
+def _ctc_loss(logits: Tensor, targets: Tensor, steps: Tensor, lengths: Tensor) -> Tensor:
+    return ctc_loss(logits, targets, steps, lengths, from_logits=True)
+
+
+def _ctc_align(log_probs: Tensor, targets: Tensor, steps: Tensor, lengths: Tensor) -> Tensor:
+    return ctc_align(log_probs, targets, steps, lengths).score
+
+
+def _logz(scores: Tensor, source: Tensor, narrow: Tensor, ends: Tensor) -> Tensor:
+    return logz(scores, source, ends, ends).sum()
+
+
+def _viterbi(scores: Tensor, source: Tensor, narrow: Tensor, ends: Tensor) -> Tensor:
+    return Chain(scores, source).viterbi().score
+
+
+def _linear_chain(emissions: Tensor, transitions: Tensor) -> Tensor:
+    return linear_chain(emissions, transitions).logz().sum()
+
+
+def _ctc_crf_loss(scores: Tensor, *others: Tensor) -> Tensor:
+    *_, targets, lengths = others
+    return ctc_crf_loss(
+        scores, targets, lengths, state_len=STATE_LEN, alphabet_size=scores.shape[-1]
+    )
+
+
+def _koi_crf_loss(function: Callable[..., Tensor]) -> Function:
+    return lambda scores, source, narrow, ends, targets, lengths: function(
+        scores, narrow, targets, lengths.to(scores.device), STATE_LEN
+    )
+
+
+_CROSS_ENTROPY: dict[str, Callable[[], Function]] = {
+    "torch": lambda: F.cross_entropy,
+    "partita": lambda: cross_entropy,
+    **_peer("liger", "cross_entropy", _of_a_copy),
+    **_peer("quack", "cross_entropy", lambda function: function),
+}
+_CTC: dict[str, Callable[[], Function]] = {
+    "torch": lambda: _torch_ctc_loss,
+    "partita": lambda: _ctc_loss,
+    **_peer("seqdist", "ctc", lambda function: function),
+}
+
+CASES = (
+    HostCase(
+        "softmax",
+        _logits,
+        {
+            "torch": lambda: _torch_softmax,
+            "partita": lambda: _softmax,
+            **_peer("liger", "softmax", _summed),
+            **_peer("quack", "softmax", _summed),
+        },
+        unit=Unit("softmax", "torch"),
+    ),
+    HostCase("cross_entropy", _rows, _CROSS_ENTROPY),
+    HostCase(
+        "cross_entropy",
+        _rows,
+        _CROSS_ENTROPY,
+        NEW_SHAPES,
+        Unit("cross_entropy", "torch", NEW_SHAPES),
+    ),
+    HostCase(
+        "token_stats",
+        _rows,
+        {"torch": lambda: _torch_logprob, "partita": lambda: _logprob},
+        unit=Unit("token_stats", "torch"),
+    ),
+    HostCase(
+        "linear_cross_entropy",
+        _hidden,
+        {
+            "torch": lambda: linear_peers.composed_loss,
+            "partita": lambda: linear_cross_entropy,
+            **_peer("liger", "linear_cross_entropy", lambda function: function),
+        },
+        unit=Unit("linear_cross_entropy", "torch"),
+    ),
+    HostCase("ctc_loss", _sequences, _CTC, unit=Unit("ctc_loss", "torch")),
+    HostCase("ctc_loss", _sequences_on_device, _CTC, ON_DEVICE, Unit("ctc_loss", "torch")),
+    HostCase("ctc_loss", _sequences, _CTC, NEW_SHAPES, Unit("ctc_loss", "torch", NEW_SHAPES)),
+    HostCase("ctc_align", _log_probs, {"partita": lambda: _ctc_align}),
+    HostCase(
+        "logz",
+        _kmers,
+        {
+            "partita": lambda: _logz,
+            **_peer("koi", "chain", _of_narrow_source),
+            **_peer("seqdist", "chain", _of_narrow_source),
+        },
+    ),
+    HostCase(
+        "viterbi",
+        _scores,
+        {
+            "partita": lambda: _viterbi,
+            **_peer("koi", "viterbi", _of_narrow_source),
+            **_peer("seqdist", "viterbi", _of_narrow_source),
+        },
+    ),
+    HostCase("linear_chain", _tags, {"partita": lambda: _linear_chain}),
+    HostCase(
+        "ctc_crf_loss",
+        _bases,
+        {"partita": lambda: _ctc_crf_loss, **_peer("koi", "ctc_crf", _koi_crf_loss)},
+        unit=Unit("ctc_loss", "partita"),
+    ),
+)
+OPS = tuple(dict.fromkeys(case.op for case in CASES))
+PROVIDERS = tuple(dict.fromkeys(name for case in CASES for name in case.functions))
+
+
+def usual_case(op: str) -> HostCase:
+    """Return the case of an op that has no variant."""
+    return next(case for case in CASES if case.op == op and not case.variant)

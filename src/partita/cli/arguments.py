@@ -1,0 +1,56 @@
+"""Parsers of the arguments that several commands take: lists of names, numbers and dtypes."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from .console import DTYPES, UsageError
+
+
+def words(text: str) -> list[str]:
+    """Return the words between commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Return positive whole numbers between commas."""
+    result = tuple(int(word) if word.isdecimal() else 0 for word in words(text))
+    if not all(result):
+        raise argparse.ArgumentTypeError(f"expected positive whole numbers, got {text!r}")
+    return result
+
+
+def number(text: str) -> int:
+    """Return one positive whole number."""
+    result = numbers(text)
+    if len(result) != 1:
+        raise argparse.ArgumentTypeError(f"expected one positive whole number, got {text!r}")
+    return result[0]
+
+
+def dtype_names(text: str) -> tuple[str, ...]:
+    """Return names of dtypes, such as bf16."""
+    for name in words(text):
+        if name not in DTYPES:
+            raise argparse.ArgumentTypeError(f"expected some of {','.join(DTYPES)}, got {name!r}")
+    return tuple(dict.fromkeys(words(text)))
+
+
+def dtypes(text: str) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of these names."""
+    return tuple(DTYPES[name] for name in dtype_names(text))
+
+
+def device_named(name: str) -> torch.device:
+    """Return the device of this name, with its index.
+
+    Raises:
+        UsageError: the device cannot be used.
+    """
+    try:
+        return torch.empty(1, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        message = str(error).splitlines()[0]
+        raise UsageError(f"--device: cannot use {name!r}: {message}") from None

@@ -1,0 +1,46 @@
+"""Work in a fresh Python process, which neither shares caches nor takes this process down."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).parents[1]
+TIMEOUT = 1800.0  # seconds
+
+
+def run_module(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Any:
+    """Run `python -m partita.<module>` and return the JSON of the last line that it prints.
+
+    Args:
+        module: the name of the module below the package.
+        arguments: the arguments of its command line.
+        environment: variables that are added to those of this process.
+
+    Raises:
+        RuntimeError: the process failed; the message is the last line of its errors.
+    """
+    # The package may have been imported from a folder that is not installed.
+    path = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", f"{PACKAGE.name}.{module}", *arguments],
+            env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"no result after {TIMEOUT:.0f} seconds") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise RuntimeError(lines[-1] if lines else f"the process ended with {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])

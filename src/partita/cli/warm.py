@@ -1,0 +1,193 @@
+"""`partita warm`: compile the kernels of some ops before the first call of production."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+
+import torch
+
+from ..runtime.backend import current_backend, has_triton, interpreting, resolve
+from .arguments import device_named, dtype_names, number, numbers
+from .console import Progress, Table, UsageError, first_line, print_table
+from .fresh_process import run_module
+from .info import EXTRAS, no_gpu
+from .warm_ops import OPS, SIZES, Sizes, Warmed
+
+DTYPES = ("bf16", "fp32")
+MAX_JOBS = 8  # each process has its own context on the GPU, of about half a GiB
+MEANINGS = {
+    "rows": "rows of logits, or tokens",
+    "classes": "classes of a row or of a step, with CTC's blank",
+    "hidden": "numbers of a hidden state",
+    "steps": "steps of a sequence",
+    "batch": "sequences of a batch",
+    "labels": "labels of a target",
+    "states": "states of a chain, or tags",
+}
+
+DESCRIPTION = """\
+Compile the kernels of some ops into Triton's cache, so that the first call of a process does not.
+
+Each op runs forward and backward in each dtype at all combinations of the sizes given, or at usual
+ones. Rows, steps and batch are run with one less too, as Triton compiles a kernel for a multiple of
+16 apart from other numbers. Options of an op, such as label_smoothing, may have kernels of their
+own, which are compiled at their first call."""
+
+EPILOG = """\
+examples:
+  partita warm                                                every op at usual sizes
+  partita warm cross_entropy --dtype bf16 --classes 128256
+  partita warm ctc_loss --steps 1500 --batch 32 --classes 32
+  TRITON_CACHE_DIR=/image/cache partita warm logz viterbi     into a folder to ship
+
+exit codes:
+  0  all is compiled     1  an op failed
+  2  wrong arguments, or no GPU to compile for
+  130  interrupted"""
+
+
+@dataclass(frozen=True)
+class WarmResult:
+    """An op in a dtype, and what it took or why it failed."""
+
+    op: str
+    dtype: str
+    warmed: Warmed | None
+    note: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.add_argument(
+        "ops", nargs="*", metavar="op", help=f"some of {', '.join(OPS)}; all by default"
+    )
+    parser.add_argument(
+        "--dtype",
+        type=dtype_names,
+        default=DTYPES,
+        metavar="NAMES",
+        help=f"{','.join(DTYPES)} by default; also fp16, fp64",
+    )
+    for name in SIZES:
+        parser.add_argument(f"--{name}", type=numbers, metavar="NUMBERS", help=MEANINGS[name])
+    parser.add_argument("--device", default="cuda", metavar="NAME", help="cuda by default; cuda:1")
+    parser.add_argument(
+        "--jobs",
+        type=number,
+        default=max(1, min(MAX_JOBS, (os.cpu_count() or 2) // 2)),
+        metavar="NUMBER",
+        help="processes that compile at the same time",
+    )
+
+
+def sizes_of(args: argparse.Namespace) -> Sizes:
+    """Return the sizes that the user gave.
+
+    Raises:
+        UsageError: an op is not known, or no op has one of the sizes.
+    """
+    for op in args.ops:
+        if op not in OPS:
+            raise UsageError(f"op: expected some of {', '.join(OPS)}, got {op!r}")
+    given = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
+    for name in given:
+        users = [op for op in OPS if name in OPS[op].sizes]
+        if args.ops and not set(users) & set(args.ops):
+            raise UsageError(f"--{name}: a size of {', '.join(users)}; not of these ops")
+    return given
+
+
+def nothing_to_warm(device: str) -> str | None:
+    """Return why no kernels are compiled on this machine, or None."""
+    if interpreting():
+        return "TRITON_INTERPRET is set, so kernels are interpreted and nothing is compiled."
+    if not torch.cuda.is_available():
+        return f"{no_gpu()} Without one nothing is compiled, so there is nothing to warm."
+    if not has_triton():
+        return f"triton is not installed: {EXTRAS['triton'][1]}"
+    chosen = device_named(device)
+    try:
+        served = resolve(current_backend(), chosen, has_cpu=False)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return None if served == "gpu" else f"{chosen} is served by PyTorch, which compiles nothing."
+
+
+def warm_in_process(op: str, dtype: str, sizes: Sizes, device: str) -> WarmResult:
+    """Warm an op in a process of its own, so that a failure leaves the others untouched."""
+    own = {name: value for name, value in sizes.items() if name in OPS[op].sizes}
+    try:
+        result = run_module("cli.warm_ops", [op, dtype, device, json.dumps(own)])
+        return WarmResult(op, dtype, Warmed(**result))
+    except Exception as error:
+        message = str(error) if isinstance(error, RuntimeError) else first_line(error)
+        return WarmResult(op, dtype, None, message[:160])
+
+
+def warm_all(
+    ops: Sequence[str], dtypes: Sequence[str], sizes: Sizes, device: str, jobs: int
+) -> list[WarmResult]:
+    """Warm all ops in all dtypes in several processes, with a progress bar."""
+    pairs = [(op, dtype) for op in ops for dtype in dtypes]
+    with Progress(len(pairs)) as progress, ThreadPoolExecutor(jobs) as pool:
+        futures: dict[Future[WarmResult], tuple[str, str]] = {
+            pool.submit(warm_in_process, op, dtype, sizes, device): (op, dtype)
+            for op, dtype in pairs
+        }
+        try:
+            progress.say(f"{jobs} processes compile")
+            for future in as_completed(futures):
+                progress.advance()
+                progress.say(f"{' '.join(futures[future])} is done")
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        return [future.result() for future in futures]
+
+
+def table(results: Sequence[WarmResult]) -> Table:
+    header = ["op", "dtype", "seconds", "kernels compiled", "cached before", "result", ""]
+    return Table("Triton's cache", header, list(_lines(results)), left=2)
+
+
+def _lines(results: Sequence[WarmResult]) -> Iterator[list[str]]:
+    for result in results:
+        if result.warmed is None:
+            yield [result.op, result.dtype, "", "", "", "FAIL", result.note]
+        else:
+            seconds, compiled, cached = result.warmed
+            yield [
+                *(result.op, result.dtype, f"{seconds:.1f}", str(compiled), str(cached)),
+                *("ready", result.note),
+            ]
+
+
+def cache_folder() -> str:
+    """Return the folder of Triton's cache."""
+    from triton import knobs
+
+    return str(knobs.cache.dir)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Warm the ops, print a table, and return the exit code."""
+    try:
+        sizes = sizes_of(args)
+        reason = nothing_to_warm(args.device)
+    except UsageError as error:
+        reason = str(error)
+    if reason:
+        print(f"partita warm: {reason}", file=sys.stderr)
+        return 2
+    ops = list(dict.fromkeys(args.ops)) or list(OPS)
+    results = warm_all(ops, args.dtype, sizes, args.device, args.jobs)
+    print_table(*table(results))
+    failures = [result for result in results if result.warmed is None]
+    print(f"\n{len(results) - len(failures)} ready, {len(failures)} failed; in {cache_folder()}")
+    return int(bool(failures))

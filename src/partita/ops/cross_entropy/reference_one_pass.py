@@ -1,0 +1,271 @@
+"""Loss and gradient of cross-entropy together, and the loss alone, in plain PyTorch.
+
+They serve the CPU, where they take few calls and little temporary memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...primitives.rows import finite_shift, row_chunks
+from ...runtime.dtypes import acc_dtype
+from .common import OnePass, mean_shares, valid_targets
+from .reference import capped, cross_entropy, cross_entropy_backward, label_losses
+
+# A loss is the negative logarithm of a probability that is at least this large. That of a smaller
+# one, which is rounded to a denormal number or to 0, is computed from the maximum of the row.
+SMALLEST_PROBABILITY = 1e-30
+
+
+def _rows_of(tensor: Tensor) -> Tensor:
+    """Return `[N, C, ...]` as rows of classes, `[M, C]`."""
+    if not tensor.numel():
+        return tensor.new_empty(tensor[:, :1].numel(), tensor.shape[1])
+    return tensor.movedim(1, -1).reshape(-1, tensor.shape[1])
+
+
+def mean_scales(
+    loss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    mean: bool,
+) -> Tensor:
+    """Return the factors of a row's loss and of its z-loss in the reduced loss, `[2]`."""
+    if mean and target.is_floating_point():
+        return loss.new_full((2,), loss.numel()).reciprocal()
+    return mean_shares(target, weight, ignore_index, logits.shape[1], mean, loss.dtype).reciprocal()
+
+
+def cross_entropy_reduced(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+    mean: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Compute the sum or the mean of the rows' losses."""
+    options = (weight, ignore_index, label_smoothing, softcap)
+    x = _rows_of(logits)
+    targets = _rows_of(target) if target.is_floating_point() else target.reshape(-1)
+    losses = [_losses(x[rows], targets[rows], *options) for rows in row_chunks(x)]
+    loss = torch.cat(losses or [x.new_zeros(0)])
+    scale = mean_scales(loss, logits, target, weight, ignore_index, mean)[0]
+    return (loss.sum() * scale).to(dtype)
+
+
+def _losses(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    smoothing: float,
+    softcap: float,
+) -> Tensor:
+    """Return the losses of rows `[M, C]` without their statistics."""
+    classes = logits.shape[1]
+    if target.is_floating_point() or classes == 0:
+        return cross_entropy(logits, target, weight, ignore_index, smoothing, softcap).loss
+    x = capped(logits, softcap)
+    labels, not_ignored, out_of_range = valid_targets(target, classes, ignore_index)
+    weight = None if weight is None else weight.to(x.dtype)
+    fresh = x.data_ptr() != logits.data_ptr()
+    logp = torch.log_softmax(x, 1, out=x) if fresh else torch.log_softmax(x, 1)
+    loss = torch.where(not_ignored, label_losses(logp, labels, weight, smoothing), 0)
+    return loss + torch.where(out_of_range, torch.nan, 0.0).to(x.dtype)
+
+
+def one_pass(
+    logits: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    smoothing: float,
+    softcap: float,
+    z_loss: float,
+    mean: bool,
+    denominators: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Compute the reduced loss of rows `[M, C]`, and write its gradient over the logits.
+
+    Where the gradient itself holds the intermediate results, all rows are processed together:
+    calls of few rows would make threads wait for one another. Otherwise chunks of rows bound the
+    temporary memory.
+
+    Args:
+        logits: the logits.
+        target: labels `[M]`.
+        class_weight: class weights `[C]`, or None.
+        ignore_index: the ignored label.
+        smoothing: the share of the target that all classes have evenly.
+        softcap: the soft-cap, or 0.
+        z_loss: the factor of the z-loss.
+        mean: whether the loss is a mean.
+        denominators: the denominators of the mean loss and of the mean z-loss, `[2]`.
+        out: memory for the gradient, `[M, C]`; the logits if it is None.
+    """
+    out = logits if out is None else out
+    options = (class_weight, ignore_index, smoothing, softcap, z_loss, denominators)
+    fits_out = out.dtype == acc_dtype(logits.dtype) and not (softcap or smoothing)
+    slices = [slice(None)] if fits_out and len(logits) else row_chunks(logits)
+    losses = [
+        _one_pass_of_chunk(logits[rows], out[rows], target[rows], *options) for rows in slices
+    ]
+    if losses:
+        loss = torch.stack(losses).sum()
+    else:
+        loss = logits.new_zeros((), dtype=acc_dtype(logits.dtype))
+    return loss + torch.where(denominators[0] == 0, torch.nan, 0.0)  # A mean of nothing is NaN.
+
+
+def _one_pass_of_chunk(
+    logits: Tensor,
+    out: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    smoothing: float,
+    softcap: float,
+    z_loss: float,
+    denominators: Tensor,
+) -> Tensor:
+    """Compute the sum of the losses of rows `[M, C]` and write their gradient to `out`."""
+    classes, x, tanh = logits.shape[1], logits.to(acc_dtype(logits.dtype)), None
+    if softcap:
+        tanh = (x / softcap).tanh_()
+        x = softcap * tanh
+    on_cpu = x.device.type == "cpu"
+    labels, not_ignored, out_of_range = valid_targets(target, classes, ignore_index)
+    index, row_dtype = labels[:, None], torch.float64 if on_cpu else x.dtype
+    weight = x.new_ones(()) if class_weight is None else class_weight.to(x.dtype)
+    label_weight = weight.to(row_dtype).expand(classes)[labels]
+    sum_weight = weight.expand(classes).sum(dtype=row_dtype) if smoothing else 0.0
+    scale, z_scale = denominators.to(row_dtype).reciprocal().unbind()
+    on_label = (1 - smoothing) * label_weight
+
+    # The softmax may replace the logits, so all that depends on them comes first.
+    label_x = x.gather(1, index)[:, 0]
+    is_copy = x.data_ptr() != logits.data_ptr()
+    is_replaced = is_copy or out.data_ptr() == logits.data_ptr()
+    finds_maximum = bool(smoothing or z_loss) or is_replaced or not on_cpu
+    maximum = finite_shift(x.amax(1)) if finds_maximum else label_x
+    terms = torch.zeros((), dtype=row_dtype, device=x.device)
+    if smoothing:
+        terms = torch.where(weight == 0, 0.0, weight * (maximum[:, None] - x))
+        terms = terms.sum(1, dtype=row_dtype)
+    # On the CPU the result may replace its input.
+    p = torch.softmax(x, 1, out=x if is_copy else out) if on_cpu else torch.softmax(x, 1)
+
+    label_p = p.gather(1, index)[:, 0].to(row_dtype)
+    log_sumexp, label_loss = label_x, -label_p.log()  # only rows with a maximum need the former
+    if finds_maximum or bool((label_p < SMALLEST_PROBABILITY).any()):
+        if not finds_maximum:
+            maximum = finite_shift(x.amax(1))
+        log_sumexp = -p.amax(1).to(row_dtype).log()  # the softmax of the maximum is 1 / sumexp
+        label_loss = log_sumexp + (maximum.to(row_dtype) - label_x)
+    loss = on_label * label_loss
+    softmax_coef = scale * (on_label + smoothing / classes * sum_weight)
+    if smoothing:
+        loss = loss + smoothing / classes * (sum_weight * log_sumexp + terms)
+    loss = scale * loss
+    if z_loss:
+        logsumexp = maximum + log_sumexp
+        loss = loss + z_loss * z_scale * logsumexp**2
+        softmax_coef = softmax_coef + 2 * z_loss * z_scale * logsumexp
+    nan_or_zero = torch.where(out_of_range, torch.nan, 0.0).to(row_dtype)
+    grad = p.mul_((softmax_coef + nan_or_zero).to(x.dtype)[:, None])
+    if smoothing:
+        grad -= (scale * smoothing / classes * weight).to(x.dtype)
+    grad.scatter_add_(1, index, -(scale * on_label).to(x.dtype)[:, None])
+    if tanh is not None:
+        grad *= (1 - tanh).mul_(1 + tanh)  # the derivative of soft-capping, without cancellation
+    if not on_cpu or not bool(not_ignored.all()):
+        grad.masked_fill_(~not_ignored[:, None], 0.0)
+    if grad.data_ptr() != out.data_ptr():
+        out.copy_(grad)
+    return (torch.where(not_ignored, loss, 0.0) + nan_or_zero).sum().to(x.dtype)
+
+
+def cross_entropy_one_pass(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+    z_loss: float,
+    mean: bool,
+    dtype: torch.dtype,
+) -> OnePass:
+    """Compute the sum or the mean of the rows' losses, with their z-loss, and its gradient."""
+    numbers = (ignore_index, label_smoothing, softcap)
+    if not target.is_floating_point() and logits.numel():
+        grad = torch.empty_like(logits)
+        options = (target, weight, *numbers, z_loss, mean)
+        return OnePass(_one_pass_of_labels(logits, grad, *options).to(dtype), grad)
+    rows = cross_entropy(logits, target, weight, *numbers)
+    scale, z_scale = mean_scales(rows.loss, logits, target, weight, ignore_index, mean).unbind()
+    grad = cross_entropy_backward(
+        torch.ones_like(rows.loss) * scale,
+        2 * z_loss * rows.logsumexp * z_scale,
+        logits,
+        target,
+        weight,
+        rows.maximum,
+        rows.sumexp,
+        rows.total_weight,
+        *numbers,
+    )
+    z = z_loss * rows.logsumexp.square().sum() * z_scale if z_loss else 0.0
+    return OnePass((rows.loss.sum() * scale + z).to(dtype), grad)
+
+
+def cross_entropy_one_pass_(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+    z_loss: float,
+    mean: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Compute the reduced loss, and write its gradient over the logits."""
+    options = (target, weight, ignore_index, label_smoothing, softcap, z_loss, mean)
+    if target.is_floating_point() or not logits.numel():
+        loss, grad = cross_entropy_one_pass(logits, *options, dtype)
+        logits.copy_(grad)
+        return loss
+    return _one_pass_of_labels(logits, logits, *options).to(dtype)
+
+
+def _one_pass_of_labels(
+    logits: Tensor,
+    grad: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+    z_loss: float,
+    mean: bool,
+) -> Tensor:
+    """Compute the reduced loss over labels, and write the gradient, which may be the logits."""
+    classes, dtype_of_sums = logits.shape[1], acc_dtype(logits.dtype)
+    denominators = mean_shares(target, weight, ignore_index, classes, mean, dtype_of_sums)
+    rows, grad_rows = _rows_of(logits), _rows_of(grad)
+    is_view = grad_rows.data_ptr() == grad.data_ptr()
+    if not is_view:  # The strides allow no view, so the gradient goes through a copy of the rows.
+        grad_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    numbers = (ignore_index, label_smoothing, softcap, z_loss, mean)
+    loss = one_pass(rows, target.reshape(-1), weight, *numbers, denominators, grad_rows)
+    if not is_view:
+        grad.copy_(grad_rows.reshape(logits.movedim(1, -1).shape).movedim(-1, 1))
+    return loss

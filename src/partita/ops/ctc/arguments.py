@@ -1,0 +1,137 @@
+"""The arguments of CTC's functions: checked, and in the form that the registered ops take.
+
+Small batches are common, so the usual forms (int64 targets that are padded, and lengths as int64
+tensors `[N]`) take few calls of PyTorch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...runtime import checks
+from ...runtime.autograd import plain_eager
+from ...runtime.caches import BoundedCache, register_cache
+from ...runtime.lengths import Lengths, as_lengths, on_device
+
+# The offsets of padded targets by N, S, device and stream. An entry costs less than two launches.
+_cached_offsets: BoundedCache[tuple[int, int, int, int], Tensor] = BoundedCache(256)
+register_cache("ctc.arguments.row_offsets", _cached_offsets.clear)
+
+
+class CTCArguments(NamedTuple):
+    """Checked arguments in the order in which the ops take them.
+
+    Fields:
+        logits: `[T, N, C]`.
+        labels: all labels, `[num_labels]`.
+        offsets: `[N]`, where each target starts in `labels`.
+        input_lengths, target_lengths: `[N]` int64 on the device of the logits.
+        max_target_len: an upper bound of the target lengths.
+    """
+
+    logits: Tensor
+    labels: Tensor
+    offsets: Tensor
+    input_lengths: Tensor
+    target_lengths: Tensor
+    max_target_len: int
+
+
+def prepare(
+    name: str,
+    logits: Tensor,
+    targets: Tensor,
+    input_lengths: Lengths,
+    target_lengths: Lengths,
+    blank: int,
+) -> CTCArguments:
+    """Check the arguments of `ctc_loss`, and bring targets and lengths into the form of the ops."""
+    checks.floating(name, logits)
+    checks.integer("targets", targets)
+    checks.device("targets", targets, logits, name)
+    if logits.ndim != 3:
+        if logits.ndim != 2:
+            raise ValueError(
+                f"{name}: expected shape [T, N, C] or [T, C], got {list(logits.shape)}"
+            )
+        logits = logits[:, None]
+    _, N, C = logits.shape
+    if targets.ndim != 1 and (targets.ndim != 2 or len(targets) != N):
+        raise ValueError(
+            f"targets: expected shape [N, S] with N = {N}, or [sum of target_lengths],"
+            f" got {list(targets.shape)}"
+        )
+    checks.blank(blank, C)
+    steps = _lengths("input_lengths", input_lengths, N)
+    lengths = _lengths("target_lengths", target_lengths, N)
+    longest = _longest(lengths, targets)
+    if targets.ndim == 2:
+        offsets = _row_offsets(N, targets.shape[1], logits.device)
+        steps, lengths = on_device(logits.device, steps, lengths)
+    else:
+        _check_sum(lengths, targets)
+        # The clamp bounds how far an invalid length can shift the targets after it.
+        clamped = lengths.clamp(0, targets.shape[0])
+        steps, lengths, offsets = on_device(
+            logits.device, steps, lengths, clamped.cumsum(0) - clamped
+        )
+    labels = targets.reshape(-1)
+    if labels.dtype not in (torch.int32, torch.int64):
+        labels = labels.long()  # comparisons with C or the blank would wrap in a narrow dtype
+    return CTCArguments(logits, labels, offsets, steps, lengths, longest)
+
+
+def _row_offsets(N: int, size: int, device: torch.device) -> Tensor:
+    """Return where each row of padded targets `[N, size]` starts.
+
+    On a GPU it is made once for each stream, whose launches come after it. A captured graph gets
+    its own, which nothing else frees.
+    """
+    if device.type != "cuda" or not plain_eager() or torch.cuda.is_current_stream_capturing():
+        return torch.arange(N, device=device) * size
+    key = N, size, device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    offsets = _cached_offsets.get(key)
+    if offsets is None:
+        # A tensor that is made in inference mode cannot be saved for a gradient later.
+        with torch.inference_mode(False):
+            offsets = _cached_offsets.store(key, torch.arange(N, device=device) * size)
+    return offsets
+
+
+def _lengths(name: str, value: Lengths, N: int) -> Tensor:
+    """Return the lengths as int64 `[N]` on the device that they are on."""
+    if (
+        isinstance(value, Tensor)
+        and value.dtype is torch.int64
+        and value.ndim == 1
+        and len(value) == N
+        and value.is_contiguous()
+    ):
+        return value
+    return as_lengths(name, value, N)
+
+
+def _longest(lengths: Tensor, targets: Tensor) -> int:
+    """Return the greatest target length, or a bound of it where the lengths cannot be read."""
+    size = targets.shape[-1]
+    if not len(lengths):
+        return 0
+    if lengths.device.type != "cpu" or torch.compiler.is_compiling():
+        return size
+    return max(min(int(lengths.max()), size), 0)
+
+
+def _check_sum(lengths: Tensor, targets: Tensor) -> None:
+    """Raise `ValueError` unless concatenated targets have as many labels as the lengths say."""
+    if (
+        not torch.compiler.is_compiling()
+        and checks.should_check_values(targets.device)
+        and int(lengths.sum()) != len(targets)
+    ):
+        raise ValueError(
+            "targets: expected as many labels as the sum of target_lengths,"
+            f" {int(lengths.sum())}, got {len(targets)}"
+        )

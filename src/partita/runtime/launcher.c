@@ -1,0 +1,386 @@
+/* Launches kernels with little host time. `launcher.py` builds this module and documents its use.
+
+   The module reads tensors through DLPack's C exchange API, so it needs no header of PyTorch, and
+   it gets the driver's functions as addresses, so it links with nothing. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define MAX_KEY 4096        /* bytes of a key; longer calls take the slow path */
+#define MAX_ARGS 64         /* arguments of an op or of a kernel */
+#define MAX_SLOTS 128       /* arguments, outputs and the workspace of a program */
+#define MAX_PARAMETERS 96   /* parameters of a kernel */
+#define ALIGNMENT 127       /* the bits of an address that a plan may depend on */
+
+/* ---- DLPack's C exchange API, version 1 ---- */
+
+typedef struct { int32_t type, index; } Device;
+typedef struct { uint8_t code, bits; uint16_t lanes; } Type;
+typedef struct {
+    char *data;
+    Device device;
+    int32_t ndim;
+    Type dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} View;
+typedef struct {
+    struct { uint32_t major, minor; } version;
+    void *previous, *allocate, *export_object, *import_object;
+    int (*describe)(void *object, View *view);
+    int (*current_stream)(int32_t type, int32_t index, void **stream);
+} Exchange;
+
+static int device_type;  /* of the tensors that are served, in DLPack's numbers: 2 for CUDA */
+
+/* ---- the driver ---- */
+
+typedef struct {
+    int (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                  void *, void **, void **);
+    int (*fill)(uint64_t, unsigned, size_t, void *);
+    int (*record_event)(void *, void *);
+    int (*wait_event)(void *, void *, unsigned);
+    int (*get_device)(int *);
+    int (*retain_context)(void **, int);
+    int (*set_context)(void *);
+    int (*error_string)(int, const char **);
+} Driver;
+
+static Driver driver;
+static const Exchange *exchange;
+static PyObject *tensor_type, *parameter_type, *dtype_type, *allocate, *byte_dtype;
+static PyObject *knobs, *enter_hook, *exit_hook, *side_stream;
+static PyObject *name_enter_hook, *name_exit_hook, *name_calls, *name_version, *name_as_strided;
+static PyObject *name_is_neg;
+
+/* Return whether profilers have asked to see launches, which only Triton's launcher reports. */
+static int has_hook(PyObject *name, PyObject *empty_chain) {
+    PyObject *chain = PyObject_GetAttr(knobs, name);
+    if (!chain) { PyErr_Clear(); return 1; }
+    int found = chain != empty_chain && chain != Py_None;
+    if (chain == empty_chain && chain != Py_None) {
+        PyObject *calls = PyObject_GetAttr(chain, name_calls);
+        found = !calls || !PyList_Check(calls) || PyList_GET_SIZE(calls) > 0;
+        if (!calls) PyErr_Clear();
+        Py_XDECREF(calls);
+    }
+    Py_DECREF(chain);
+    return found;
+}
+
+static int has_hooks(void) {
+    return has_hook(name_enter_hook, enter_hook) || has_hook(name_exit_hook, exit_hook);
+}
+
+/* Make the device's primary context current in a thread that has none, and return the device. */
+static int current_device(int wanted) {
+    int device = -1;
+    if (driver.get_device(&device) == 0) return device;
+    void *context;
+    if (driver.retain_context(&context, wanted) || driver.set_context(context)) return -1;
+    return wanted;
+}
+
+static PyObject *raise_driver_error(int status) {
+    const char *text = NULL;
+    if (driver.error_string(status, &text) || !text) text = "unknown error";
+    return PyErr_Format(PyExc_RuntimeError, "launch of a kernel failed: %s (%d)", text, status);
+}
+
+/* Return a new reference to the value of a key, or NULL, with an exception after an error only. */
+static PyObject *look_up(PyObject *dict, PyObject *key) {
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject *value;
+    return PyDict_GetItemRef(dict, key, &value) < 0 ? NULL : value;
+#else
+    return Py_XNewRef(PyDict_GetItemWithError(dict, key));
+#endif
+}
+
+/* ---- keys ---- */
+
+typedef struct { Py_ssize_t used; char bytes[MAX_KEY]; } Key;
+
+static int put(Key *key, const void *bytes, Py_ssize_t size) {
+    if (key->used + size > MAX_KEY) return 0;
+    memcpy(key->bytes + key->used, bytes, size);
+    key->used += size;
+    return 1;
+}
+
+static int put_tagged(Key *key, char tag, const void *bytes, Py_ssize_t size) {
+    return put(key, &tag, 1) && put(key, bytes, size);
+}
+
+static int is_tensor(PyObject *arg) {
+    return (PyObject *)Py_TYPE(arg) == tensor_type || (PyObject *)Py_TYPE(arg) == parameter_type;
+}
+
+/* Describe a tensor whose memory holds its values as they are; return 0 for any other. */
+static int describe(PyObject *arg, View *view) {
+    if (exchange->describe(arg, view)) { PyErr_Clear(); return 0; }
+    if (view->device.type != device_type || view->dtype.code == 5) return 0;  /* 5: complex */
+    view->data += view->byte_offset;
+    if (view->dtype.code == 2 || view->dtype.code == 4) {  /* only these may be negated views */
+        PyObject *negated = PyObject_CallMethodNoArgs(arg, name_is_neg);
+        if (negated != Py_False) { PyErr_Clear(); Py_XDECREF(negated); return 0; }
+        Py_DECREF(negated);
+    }
+    if (view->data) return 1;
+    for (int i = 0; i < view->ndim; i++) if (view->shape[i] == 0) return 1;
+    return 0;  /* a tensor of zeros without memory */
+}
+
+/* Add a value that is no tensor by its type and value. Objects count by identity. */
+static int put_value(Key *key, PyObject *arg) {
+    if (arg == Py_None) return put(key, "N", 1);
+    if (PyBool_Check(arg)) return put(key, arg == Py_True ? "T" : "F", 1);
+    if (PyLong_CheckExact(arg)) {
+        int overflow;
+        long long value = PyLong_AsLongLongAndOverflow(arg, &overflow);
+        return !overflow && put_tagged(key, 'i', &value, sizeof value);
+    }
+    if (PyFloat_CheckExact(arg)) {
+        double value = PyFloat_AS_DOUBLE(arg);
+        return put_tagged(key, 'f', &value, sizeof value);
+    }
+    if (PyUnicode_CheckExact(arg)) {
+        Py_ssize_t size;
+        const char *text = PyUnicode_AsUTF8AndSize(arg, &size);
+        if (!text) { PyErr_Clear(); return 0; }
+        return put_tagged(key, 's', &size, sizeof size) && put(key, text, size);
+    }
+    return put_tagged(key, 'o', &arg, sizeof arg);
+}
+
+/* Return whether an op may have this argument: a constant that is compared by its value. */
+static int is_constant(PyObject *arg) {
+    return arg == Py_None || PyBool_Check(arg) || PyLong_CheckExact(arg) ||
+           PyFloat_CheckExact(arg) || PyUnicode_CheckExact(arg) ||
+           (PyObject *)Py_TYPE(arg) == dtype_type;
+}
+
+/* ---- kernels ---- */
+
+typedef struct {
+    PyObject_HEAD
+    void *function;
+    unsigned block, shared;
+    int count;
+    struct { int arg; char type; } parameters[MAX_PARAMETERS];
+    PyObject *keep, *description;
+} Kernel;
+
+static void kernel_dealloc(Kernel *self) {
+    Py_XDECREF(self->keep);
+    Py_XDECREF(self->description);
+    PyObject_Free(self);
+}
+
+static PyObject *kernel_get_description(Kernel *self, void *unused) {
+    return Py_NewRef(self->description);
+}
+
+static PyGetSetDef kernel_attributes[] = {
+    {"description", (getter)kernel_get_description, NULL,
+     "function, threads, bytes of shared memory, and (argument, type) of each parameter", NULL},
+    {NULL}};
+
+static PyObject *kernel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    unsigned long long function;
+    unsigned block, shared;
+    PyObject *parameters, *keep;
+    if (!PyArg_ParseTuple(args, "KIIO!O", &function, &block, &shared, &PyTuple_Type, &parameters,
+                          &keep))
+        return NULL;
+    Py_ssize_t count = PyTuple_GET_SIZE(parameters);
+    if (count + 2 > MAX_PARAMETERS)
+        return PyErr_Format(PyExc_ValueError, "expected at most %d parameters, got %zd",
+                            MAX_PARAMETERS - 2, count);
+    Kernel *self = PyObject_New(Kernel, type);
+    if (!self) return NULL;
+    self->function = (void *)(uintptr_t)function;
+    self->block = block, self->shared = shared, self->count = (int)count;
+    self->keep = Py_NewRef(keep);
+    self->description = Py_BuildValue("KIIO", function, block, shared, parameters);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        int arg, letter;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(parameters, i), "iC", &arg, &letter)) {
+            Py_DECREF(self);
+            return NULL;
+        }
+        self->parameters[i].arg = arg, self->parameters[i].type = (char)letter;
+    }
+    return (PyObject *)self;
+}
+
+static PyTypeObject kernel_type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "partita.runtime.Kernel",
+    .tp_basicsize = sizeof(Kernel),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_doc = "Kernel(function, threads, shared, parameters, keep): a compiled kernel.",
+    .tp_new = kernel_new,
+    .tp_dealloc = (destructor)kernel_dealloc,
+    .tp_getset = kernel_attributes,
+};
+
+static uint64_t float_bits(double value) {
+    float narrow = (float)value;
+    uint32_t bits;
+    memcpy(&bits, &narrow, sizeof bits);
+    return bits;
+}
+
+/* Convert a number to a kernel parameter; return 0 and set an exception where it cannot be. */
+static int pack(PyObject *arg, char type, uint64_t *cell) {
+    if (type == 'i') {
+        *cell = (uint64_t)PyLong_AsUnsignedLongLongMask(arg);
+        return !PyErr_Occurred();
+    }
+    double value = PyFloat_AsDouble(arg);
+    if (value == -1.0 && PyErr_Occurred()) return 0;
+    if (type == 'd') memcpy(cell, &value, sizeof value);
+    else *cell = float_bits(value);
+    return 1;
+}
+
+/* Add what Triton compiles a kernel for: an integer counts as 1, as a multiple of 16 and as beyond
+   32 bits, a float does not count, and a tensor counts by its dtype and its alignment to 16. */
+static int put_specialization(Key *key, PyObject *arg, View *view, int *device) {
+    if (is_tensor(arg)) {
+        if (!describe(arg, view)) return 0;
+        char properties[5] = {'t', view->dtype.code, view->dtype.bits,
+                              (char)(((uintptr_t)view->data & 15) == 0), 0};
+        if (*device >= 0 && *device != view->device.index) return 0;
+        *device = view->device.index;
+        return put(key, properties, sizeof properties);
+    }
+    if (PyLong_CheckExact(arg)) {
+        int overflow;
+        long long value = PyLong_AsLongLongAndOverflow(arg, &overflow);
+        if (overflow) return 0;
+        int wide = value < INT32_MIN || value > INT32_MAX;
+        char kind = value == 1 ? '1' : value % 16 == 0 ? (wide ? 'W' : 'D') : (wide ? 'w' : 'd');
+        return put(key, &kind, 1);
+    }
+    if (PyFloat_CheckExact(arg)) return put(key, "f", 1);
+    return put_value(key, arg);
+}
+
+/* launch(kernels, function, programs, args, options)
+
+   Launch the kernel that `kernels` holds for such arguments on the current stream, and return it.
+   Return the key where there is none, or NotImplemented where Triton has to launch. */
+static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 5 || !PyDict_Check(args[0]) || !PyTuple_Check(args[3]) || !PyDict_Check(args[4]))
+        return PyErr_Format(PyExc_TypeError, "launch: expected (dict, function, int, tuple, dict)");
+    PyObject *values = args[3];
+    Py_ssize_t count = PyTuple_GET_SIZE(values);
+    if (count > MAX_ARGS || has_hooks()) Py_RETURN_NOTIMPLEMENTED;
+    Key key = {.used = 0};
+    View views[MAX_ARGS];
+    int device = -1;
+    put(&key, &args[1], sizeof args[1]);
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (!put_specialization(&key, PyTuple_GET_ITEM(values, i), &views[i], &device))
+            Py_RETURN_NOTIMPLEMENTED;
+    Py_ssize_t position = 0;
+    PyObject *name, *value;
+    while (PyDict_Next(args[4], &position, &name, &value))
+        if (!put_tagged(&key, 'k', &name, sizeof name) || !put_value(&key, value))
+            Py_RETURN_NOTIMPLEMENTED;
+    if (!put(&key, &device, sizeof device)) Py_RETURN_NOTIMPLEMENTED;
+    if (device < 0 || current_device(device) != device) Py_RETURN_NOTIMPLEMENTED;
+    PyObject *bytes = PyBytes_FromStringAndSize(key.bytes, key.used);
+    if (!bytes) return NULL;
+    Kernel *kernel = (Kernel *)look_up(args[0], bytes);
+    if (!kernel && !PyErr_Occurred()) return bytes;
+    Py_DECREF(bytes);
+    if (!kernel) return NULL;
+    uint64_t cells[MAX_PARAMETERS] = {0};
+    void *pointers[MAX_PARAMETERS];
+    for (int i = 0; i < kernel->count + 2; i++) pointers[i] = &cells[i];
+    for (int i = 0; i < kernel->count; i++) {
+        int arg = kernel->parameters[i].arg;
+        if (kernel->parameters[i].type == 'p') cells[i] = (uint64_t)(uintptr_t)views[arg].data;
+        else if (!pack(PyTuple_GET_ITEM(values, arg), kernel->parameters[i].type, &cells[i])) {
+            Py_DECREF(kernel);
+            return NULL;
+        }
+    }
+    unsigned programs = (unsigned)PyLong_AsUnsignedLongMask(args[2]);
+    void *stream;
+    if (PyErr_Occurred() || exchange->current_stream(device_type, device, &stream)) {
+        Py_DECREF(kernel);
+        return NULL;
+    }
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    status = driver.launch(kernel->function, programs, 1, 1, kernel->block, 1, 1, kernel->shared,
+                           stream, pointers, NULL);
+    Py_END_ALLOW_THREADS
+    if (status) { Py_DECREF(kernel); return raise_driver_error(status); }
+    return (PyObject *)kernel;
+}
+
+#include "replay.c"
+
+/* ---- the module ---- */
+
+/* setup(device_type, types, allocate, byte_dtype, exchange, knobs, side_stream, addresses) */
+static PyObject *setup(PyObject *module, PyObject *args) {
+    PyObject *api, *types, *addresses;
+    unsigned long long address[8];
+    if (!PyArg_ParseTuple(args, "iO!OOOOOO!", &device_type, &PyTuple_Type, &types, &allocate, &byte_dtype, &api,
+                          &knobs, &side_stream, &PyTuple_Type, &addresses) ||
+        !PyArg_ParseTuple(types, "OOO", &tensor_type, &parameter_type, &dtype_type) ||
+        !PyArg_ParseTuple(addresses, "KKKKKKKK", &address[0], &address[1], &address[2], &address[3],
+                          &address[4], &address[5], &address[6], &address[7]))
+        return NULL;
+    exchange = PyCapsule_CheckExact(api) ? PyCapsule_GetPointer(api, "dlpack_exchange_api")
+                                         : PyLong_AsVoidPtr(api);
+    if (!exchange) return NULL;
+    if (exchange->version.major != 1)
+        return PyErr_Format(PyExc_RuntimeError, "expected version 1 of DLPack's exchange, got %u",
+                            exchange->version.major);
+    for (int i = 0; i < 8; i++) ((uintptr_t *)&driver)[i] = (uintptr_t)address[i];
+    enter_hook = PyObject_GetAttr(knobs, name_enter_hook);
+    exit_hook = PyObject_GetAttr(knobs, name_exit_hook);
+    if (!enter_hook || !exit_hook) return NULL;
+    Py_INCREF(types), Py_INCREF(allocate), Py_INCREF(byte_dtype), Py_INCREF(knobs);
+    Py_INCREF(side_stream), Py_INCREF(api);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"setup", setup, METH_VARARGS, "Store what the other functions call."},
+    {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, "Launch one kernel."},
+    {NULL}};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "partita_launcher", NULL, -1, functions};
+
+PyMODINIT_FUNC PyInit_partita_launcher(void) {
+    name_enter_hook = PyUnicode_InternFromString("launch_enter_hook");
+    name_exit_hook = PyUnicode_InternFromString("launch_exit_hook");
+    name_calls = PyUnicode_InternFromString("calls");
+    name_version = PyUnicode_InternFromString("_version");
+    name_as_strided = PyUnicode_InternFromString("as_strided");
+    name_is_neg = PyUnicode_InternFromString("is_neg");
+    PyObject *module = PyModule_Create(&definition);
+    if (!module) return NULL;
+    if (PyModule_AddType(module, &kernel_type) || PyModule_AddType(module, &program_type) ||
+        PyModule_AddType(module, &replay_type)) {
+        Py_DECREF(module);
+        return NULL;
+    }
+#ifdef Py_GIL_DISABLED
+    PyUnstable_Module_SetGIL(module, Py_MOD_GIL_NOT_USED);
+#endif
+    return module;
+}

@@ -1,0 +1,217 @@
+"""The C module that launches kernels, and the ways around it.
+
+A launch through Triton takes the host about 11 µs, and PyTorch's allocations and views around it
+take as long again. The C module of `launcher.c` and `replay.c` launches one kernel in about 3 µs,
+or all recorded work of an op in one call (see `recording.py`). Triton's own build function compiles
+it once, and Triton's cache keeps it.
+
+Triton launches instead wherever this module cannot: without a C compiler, on AMD GPUs, with
+versions of Triton that are not known here, for kernels that need more than a plain launch
+(clusters, cooperative launches, scratch memory), and while a profiler's launch hooks are set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .backend import has_triton, interpreting
+from .caches import register_cache
+
+KNOWN_TRITONS = ("3.6", "3.7", "3.8", "3.9")  # their metadata and order of parameters are alike
+MODULE = "partita_launcher"
+CUDA = 2  # DLPack's number
+WARP = 32
+DRIVER_FUNCTIONS = (
+    "cuLaunchKernel",
+    "cuMemsetD32Async",
+    "cuEventRecord",
+    "cuStreamWaitEvent",
+    "cuCtxGetDevice",
+    "cuDevicePrimaryCtxRetain",
+    "cuCtxSetCurrent",
+    "cuGetErrorString",
+)
+# How the C module passes each type of a kernel's signature; pointers start with an asterisk.
+PARAMETER_TYPES = {
+    **dict.fromkeys(("i1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64"), "i"),
+    "fp32": "f",
+    "fp64": "d",
+}
+PARAMETER_SIZES = {"i1": 1, "i8": 1, "u8": 1, "i16": 2, "u16": 2, "i32": 4, "u32": 4, "fp32": 4}
+NUM_SCRATCH_POINTERS = 2  # Triton's kernels end with pointers to global and to profiling scratch
+
+_side = threading.local()
+
+
+def build(
+    exchange: Any, knobs: Any, driver: Mapping[str, int], allocate: Any, device_type: int = CUDA
+) -> Any:
+    """Compile the C module, or load it from Triton's cache, and connect it.
+
+    Args:
+        exchange: PyTorch's table of DLPack functions, a capsule or an address.
+        knobs: the object with Triton's launch hooks.
+        driver: the address of each of the `DRIVER_FUNCTIONS`.
+        allocate: a function of size, stride and dtype that returns a tensor on the current device.
+        device_type: the number that DLPack has for the devices to serve.
+    """
+    from triton.runtime.build import compile_module_from_src
+
+    folder = Path(__file__).parent
+    source, replay = ((folder / name).read_text() for name in ("launcher.c", "replay.c"))
+    # One source text, because it is the key of Triton's cache.
+    module = compile_module_from_src(source.replace('#include "replay.c"', replay), MODULE)
+    types = (torch.Tensor, torch.nn.Parameter, torch.dtype)
+    addresses = tuple(driver[name] for name in DRIVER_FUNCTIONS)
+    functions = (exchange, knobs, side_stream_handles)
+    module.setup(device_type, types, allocate, torch.uint8, *functions, addresses)
+    return module
+
+
+@functools.lru_cache(maxsize=1)
+def _load() -> tuple[Any, str]:
+    """Return the connected C module, or None, and a sentence about it."""
+    if not torch.cuda.is_available() or not has_triton():
+        return None, "no GPU that Triton serves was found"
+    if torch.version.hip is not None:
+        return None, "Triton launches: the C launcher is for NVIDIA GPUs"
+    if interpreting():
+        return None, "Triton's interpreter runs the kernels"
+    import triton
+
+    if not triton.__version__.startswith(tuple(f"{known}." for known in KNOWN_TRITONS)):
+        return None, f"Triton launches: version {triton.__version__} of Triton is not known here"
+    try:
+        exchange = exchange_api()
+        library = ctypes.CDLL("libcuda.so.1")
+        driver = {
+            name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+            for name in DRIVER_FUNCTIONS
+        }
+        module = build(exchange, triton.knobs.runtime, driver, allocator())
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else ""
+        return None, f"Triton launches: the C launcher failed ({type(error).__name__}: {reason})"
+    return module, "the C launcher replays calls"
+
+
+register_cache("runtime.launcher.module", _load.cache_clear)
+
+
+def module() -> Any:
+    """Return the C module, or None where Triton has to launch."""
+    return _load()[0]
+
+
+def status() -> str:
+    """Return a sentence for `partita info` that says what launches kernels."""
+    return _load()[1]
+
+
+def exchange_api() -> Any:
+    """Return PyTorch's table of DLPack functions: a capsule, or before PyTorch 2.11 an address."""
+    for name in ("__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"):
+        if (api := getattr(torch.Tensor, name, None)) is not None:
+            return api
+    raise RuntimeError("this PyTorch has no C exchange API of DLPack")
+
+
+def allocator() -> Any:
+    """Return the fastest function of size, stride and dtype that makes a CUDA tensor."""
+    from torch._C._dynamo import guards
+
+    def slow(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+    return getattr(guards, "_empty_strided_cuda", slow)
+
+
+def side_stream_handles(index: int) -> tuple[int, int]:
+    """Return the handles of this thread's side stream and of an event for its forks and joins."""
+    handles: dict[int, tuple[Any, Any]] = _side.__dict__.setdefault("handles", {})
+    if index not in handles:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(index))  # the first record creates the event
+        handles[index] = torch.cuda.Stream(index, priority=-1), event
+    stream, event = handles[index]
+    return stream.cuda_stream, event.cuda_event
+
+
+def bind(compiled: Any, arg_names: list[str], num_args: int, keep: Any) -> Any:
+    """Return the C module's form of a compiled kernel, or None where only Triton can launch it.
+
+    Args:
+        compiled: Triton's compiled kernel.
+        arg_names: the names of the kernel's parameters.
+        num_args: how many of them are run-time arguments; the others are constexpr.
+        keep: what must live as long as the kernel.
+    """
+    loaded = module()
+    if loaded is None or compiled is None or needs_more_than_a_launch(compiled.metadata):
+        return None
+    metadata, signature = compiled.metadata, compiled.src.signature
+    parameters, sizes = [], []
+    for i, name in enumerate(arg_names[:num_args]):
+        kind = signature[name]
+        if kind == "constexpr":  # a None, or an integer that is 1
+            continue
+        letter = "p" if str(kind).startswith("*") else PARAMETER_TYPES.get(kind)
+        if letter is None:
+            return None
+        parameters.append((i, letter))
+        sizes.append(PARAMETER_SIZES.get(kind, 8))
+    function = _load_function(compiled)
+    if function is None or not _has_layout(function, [*sizes, *[8] * NUM_SCRATCH_POINTERS]):
+        return None
+    threads = WARP * metadata.num_warps
+    return loaded.Kernel(function, threads, metadata.shared, tuple(parameters), (compiled, keep))
+
+
+def needs_more_than_a_launch(metadata: Any) -> bool:
+    """Return whether a kernel needs clusters, scratch memory, descriptors or the like."""
+    return bool(
+        getattr(metadata, "num_ctas", 1) != 1
+        or getattr(metadata, "launch_cooperative_grid", False)
+        or getattr(metadata, "launch_pdl", False)
+        or getattr(metadata, "global_scratch_size", 0)
+        or getattr(metadata, "profile_scratch_size", 0)
+        or getattr(metadata, "tensordesc_meta", None)
+    )
+
+
+def _load_function(compiled: Any) -> int | None:
+    """Return the driver's handle of a kernel, or None where the GPU has too little for it.
+
+    Triton would load it in the same way, but it would first build a launcher for its signature.
+    """
+    from triton.runtime import driver
+
+    metadata, device = compiled.metadata, torch.cuda.current_device()
+    properties: Any = torch.cuda.get_device_properties(device)
+    if metadata.shared > properties.shared_memory_per_block_optin:
+        return None
+    loaded = driver.active.utils.load_binary(
+        metadata.name, compiled.kernel, metadata.shared, device
+    )
+    _, function, _, _, max_threads = loaded
+    return None if metadata.num_warps * WARP > max_threads else function
+
+
+def _has_layout(function: int, sizes: list[int]) -> bool:
+    """Return whether the driver says that a kernel has parameters of these sizes, and no others."""
+    get_parameter = getattr(ctypes.CDLL("libcuda.so.1"), "cuFuncGetParamInfo", None)
+    if get_parameter is None:  # drivers before CUDA 12.4
+        return True
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    found: list[int] = []
+    handle, where = ctypes.c_void_p(function), (ctypes.byref(offset), ctypes.byref(size))
+    while len(found) <= len(sizes) and get_parameter(handle, len(found), *where) == 0:
+        found.append(size.value)
+    return found == sizes

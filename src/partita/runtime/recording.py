@@ -1,0 +1,331 @@
+"""Recording of what an op does on a GPU, so that later calls replay it in one C call.
+
+A GPU function allocates, plans and launches in plain Python. That takes the host longer than the
+GPU needs for small inputs, although equal calls do the same each time. So the second call of a key
+(see `register.Op`) runs under a `Recorder`, which notes allocations, fills and launches and turns
+them into a program of the C module. The program allocates the outputs and one workspace for all
+temporary tensors, fills in their addresses, and launches every kernel.
+
+A call that does anything else, such as arithmetic of PyTorch or a look at values on the device, is
+refused and stays on the plain path.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import threading
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MAX_WORKSPACE = 2**26  # bytes; larger temporary tensors are freed and reused as the call goes on
+WORKSPACE_ALIGNMENT = 256
+ABSOLUTE = -1  # the slot of a value that is no address of an argument, an output or the workspace
+LAUNCH, FILL, FORK, LEAVE, JOIN = range(5)  # the kinds of steps, as in launcher.c
+
+_aten = torch.ops.aten
+ALLOCATIONS = {
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}
+# The functions that allocate and fill, with the position of the value or None for zero.
+FILLED_ALLOCATIONS = {
+    _aten.zeros.default: None,
+    _aten.zeros_like.default: None,
+    _aten.new_zeros.default: None,
+    _aten.full.default: 1,
+    _aten.full_like.default: 1,
+    _aten.new_full.default: 2,
+}
+FILLS = {_aten.zero_.default: None, _aten.fill_.Scalar: 1}
+
+_active = threading.local()
+
+
+class Address(NamedTuple):
+    """An address as an offset in bytes from the memory of a slot."""
+
+    slot: Any
+    offset: int
+
+
+class Buffer(NamedTuple):
+    """Memory that the op allocated.
+
+    The recorder does not own it, so memory that the op frees may be allocated again. A later
+    buffer then has the address of an earlier one, which nothing can refer to any more.
+
+    Fields:
+        number: the index among the buffers.
+        spec: size, stride and dtype of the tensor that was allocated.
+        nbytes: the bytes of its storage.
+    """
+
+    number: int
+    spec: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+    nbytes: int
+
+
+def _spec(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def recorder() -> Recorder | None:
+    """Return the recorder of this thread, or None."""
+    return getattr(_active, "recorder", None)
+
+
+def keep(*tensors: Tensor) -> None:
+    """Tell the recorder that launches may read these cached tensors, which never change."""
+    if (active := recorder()) is not None:
+        for tensor in tensors:
+            active.constants[tensor.untyped_storage().data_ptr()] = tensor
+
+
+def depend_on(tensor: Tensor) -> None:
+    """Tell the recorder that the values of this argument decide what is launched.
+
+    The call is refused unless the op names the argument in `by_identity`.
+    """
+    active = recorder()
+    if active is not None and not any(tensor is known for known in active.known):
+        active.refuse("the values of an argument decide what it launches")
+
+
+class Recorder(TorchDispatchMode):
+    """Notes what an op does, in a `with` block.
+
+    Args:
+        args: the arguments of the op.
+        by_identity: the positions of arguments that a replay takes only if they are the same.
+    """
+
+    def __init__(self, args: tuple[Any, ...], by_identity: Iterable[int] = ()) -> None:
+        super().__init__()
+        self.args, self.known = args, [args[position] for position in by_identity]
+        self.reason: str | None = None  # why the call cannot be replayed
+        self.constants: dict[int, Tensor] = {}
+        self.kernels: list[Any] = []
+        self._arguments: dict[int, list[int]] = {}  # indices of arguments by address of storage
+        self._buffers: list[Buffer] = []
+        self._at: dict[int, Buffer] = {}  # the latest buffer at each address
+        self._steps: list[tuple[Any, ...]] = []
+        for i, arg in enumerate(args):
+            if isinstance(arg, Tensor):
+                self._arguments.setdefault(arg.untyped_storage().data_ptr(), []).append(i)
+
+    def __enter__(self) -> Recorder:
+        _active.recorder = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        _active.recorder = None
+
+    def refuse(self, reason: str) -> None:
+        """Give up; the first reason stays."""
+        self.reason = self.reason or reason
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.reason is None:
+            self._see(func, args, result)
+        return result
+
+    def _see(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        if func in ALLOCATIONS:
+            self._allocate(result)
+        elif func in FILLED_ALLOCATIONS:
+            self._allocate(result)
+            position = FILLED_ALLOCATIONS[func]
+            self._fill(result, 0 if position is None else args[position])
+        elif func in FILLS:
+            position = FILLS[func]
+            self._fill(args[0], 0 if position is None else args[position])
+        elif has_no_tensors(args, result):
+            pass  # such as torch.promote_types
+        elif not func.is_view:
+            self.refuse(f"it calls {func}")
+
+    def _allocate(self, tensor: Tensor) -> None:
+        if tensor.device != self.args[0].device:
+            self.refuse("it makes a tensor on another device")
+        elif tensor.numel():
+            storage = tensor.untyped_storage()
+            buffer = Buffer(len(self._buffers), _spec(tensor), storage.nbytes())
+            self._buffers.append(buffer)
+            self._at[storage.data_ptr()] = buffer
+
+    def _fill(self, tensor: Tensor, value: float) -> None:
+        size = tensor.numel() * tensor.element_size()
+        pattern = _pattern(value, tensor.dtype)
+        if size == 0:
+            return
+        if pattern is None or size % 4 or not tensor.is_contiguous():
+            self.refuse(f"it fills a tensor of {tensor.dtype} with {value}")
+        elif (address := self._locate(tensor)) is not None:
+            self._steps.append((FILL, 0, pattern, 0, 0, size // 4, (address,)))
+
+    def launch(self, kernel: Any, programs: int, args: tuple[Any, ...]) -> None:
+        """Note the launch of a bound kernel."""
+        if self.reason is not None:
+            return
+        function, threads, shared, parameters = kernel.description
+        cells = []
+        for i, letter in parameters:
+            if letter == "p":
+                cell = self._locate(args[i])
+            else:
+                cell = Address(ABSOLUTE, _bits(args[i], letter))
+            if cell is None:
+                return
+            cells.append(cell)
+        self.kernels.append(kernel)
+        self._steps.append((LAUNCH, function, programs, threads, shared, 0, tuple(cells)))
+
+    def change_stream(self, kind: int) -> None:
+        """Note a FORK to the side stream, that launches LEAVE it, or its JOIN."""
+        if self.reason is None:
+            self._steps.append((kind, 0, 0, 0, 0, 0, ()))
+
+    def _locate(self, tensor: Tensor) -> Address | None:
+        """Return where a tensor lies, or refuse and return None if its origin is not known."""
+        if tensor.numel() == 0:
+            return Address(ABSOLUTE, 0)
+        for i, arg in enumerate(self.args):
+            if arg is tensor:
+                return Address(i, 0)
+        storage, address = tensor.untyped_storage().data_ptr(), tensor.data_ptr()
+        if (buffer := self._at.get(storage)) is not None:
+            return Address(buffer, address - storage)
+        if storage in self._arguments:
+            arguments = self._arguments[storage]
+            starts = {self.args[i].data_ptr() for i in arguments}
+            if len(starts) == 1:
+                return Address(arguments[0], address - starts.pop())
+            self.refuse("its arguments share memory")
+        elif storage in self.constants:
+            return Address(ABSOLUTE, address)
+        else:
+            self.refuse("a kernel reads a tensor of unknown origin")
+        return None
+
+    def program(self, module: Any, result: Any) -> Any:
+        """Return the program of the call that returned `result`, or None if it was refused.
+
+        Args:
+            module: the C module.
+            result: a tensor, a tuple of tensors, or None.
+        """
+        results = [result] if isinstance(result, Tensor) else list(result or ())
+        layout = _Layout(len(self.args))
+        entries = [self._result(layout, tensor) for tensor in results]
+        if self.reason is not None:
+            return None
+        for buffer in self._buffers:
+            layout.add_temporary(buffer)
+        if layout.workspace > MAX_WORKSPACE:
+            self.refuse(f"it needs {layout.workspace} bytes of temporary memory")
+            return None
+        steps = tuple((*step[:-1], tuple(map(layout.cell, step[-1]))) for step in self._steps)
+        spec = None if result is None else entries[0] if isinstance(result, Tensor) else entries
+        references = (self.kernels, list(self.constants.values()), self.known)
+        outputs = tuple(layout.outputs)
+        return module.Program(len(self.args), outputs, spec, layout.workspace, steps, references)
+
+    def _result(self, layout: _Layout, tensor: Any) -> Any:
+        """Return the entry of a result: the number of an output, or a view of one."""
+        if not isinstance(tensor, Tensor):
+            self.refuse(f"it returns {type(tensor).__name__}")
+            return None
+        if tensor.numel() == 0:
+            return layout.add_output(None, _spec(tensor))
+        storage = tensor.untyped_storage().data_ptr()
+        buffer = self._at.get(storage)
+        if buffer is None:
+            self.refuse("it returns a tensor that it did not make")
+            return None
+        size, stride, dtype = _spec(tensor)
+        if dtype != buffer.spec[2]:
+            self.refuse("it returns a view in another dtype")
+            return None
+        output = layout.add_output(buffer, buffer.spec)
+        if (size, stride) == buffer.spec[:2]:
+            return output
+        return output, size, stride, (tensor.data_ptr() - storage) // tensor.element_size()
+
+
+class _Layout:
+    """The slots of a program: arguments, then outputs, then the workspace.
+
+    Args:
+        args: the number of arguments.
+    """
+
+    def __init__(self, args: int) -> None:
+        self.args = args
+        self.outputs: list[tuple[Any, ...]] = []
+        self.workspace = 0
+        self._slots_of_buffers: dict[int, tuple[bool, int]] = {}  # by number of the buffer
+
+    def add_output(self, buffer: Buffer | None, spec: tuple[Any, ...]) -> int:
+        """Return the number of the output with the memory of a buffer; None has no memory."""
+        if buffer is not None and buffer.number in self._slots_of_buffers:
+            return self._slots_of_buffers[buffer.number][1]
+        number = len(self.outputs)
+        self.outputs.append(spec)
+        if buffer is not None:
+            self._slots_of_buffers[buffer.number] = True, number
+        return number
+
+    def add_temporary(self, buffer: Buffer) -> None:
+        """Give a buffer that is no output its place in the workspace."""
+        if buffer.number not in self._slots_of_buffers:
+            self._slots_of_buffers[buffer.number] = False, self.workspace
+            self.workspace += -(-buffer.nbytes // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+
+    def cell(self, address: Address) -> tuple[int, int]:
+        """Return the slot's number and the offset of an address."""
+        slot, offset = address
+        if not isinstance(slot, Buffer):
+            return slot, offset
+        is_output, where = self._slots_of_buffers[slot.number]
+        if is_output:
+            return self.args + where, offset
+        return self.args + len(self.outputs), where + offset
+
+
+def has_no_tensors(args: tuple[Any, ...], result: Any) -> bool:
+    """Return whether a function neither reads nor makes a tensor, nor a list of them."""
+    return not any(isinstance(value, (Tensor, list, tuple)) for value in (*args, result))
+
+
+def _bits(value: float, letter: str) -> int:
+    """Return the bits of a number as the C module passes it."""
+    if letter == "i":
+        return int(value) & 0xFFFFFFFFFFFFFFFF
+    code = "<f" if letter == "f" else "<d"
+    return int.from_bytes(struct.pack(code, value), "little")
+
+
+def _pattern(value: float, dtype: torch.dtype) -> int | None:
+    """Return the 32 bits that memory of this dtype and value repeats, or None if there are none."""
+    if value == 0 and math.copysign(1.0, value) == 1.0:
+        return 0
+    try:
+        element = bytes(torch.tensor([value], dtype=dtype).view(torch.uint8).tolist())
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    repeated = element * (4 // len(element)) if len(element) < 4 else element
+    first, rest = repeated[:4], repeated[4:]
+    return int.from_bytes(first, "little") if rest in (b"", first) else None

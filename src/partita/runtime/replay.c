@@ -1,0 +1,311 @@
+/* Programs, the recorded work of ops, and their replay. `launcher.c` includes this file. */
+
+enum { LAUNCH, FILL, FORK, LEAVE, JOIN };
+
+typedef struct { int slot; uint64_t value; } Cell;  /* slot -1: the value itself */
+typedef struct {
+    int kind;
+    void *function;
+    unsigned programs, block, shared;
+    int first, count;  /* the cells of the parameters; of a fill, the cell of its address */
+    uint64_t words;
+} Step;
+
+typedef struct {
+    PyObject_HEAD
+    int args, num_steps, uses_side_stream;
+    Py_ssize_t num_outputs, workspace;
+    Step *steps;
+    Cell *cells;
+    PyObject *outputs, *results, *workspace_size, *unit_stride, *keep;
+} Program;
+
+static void program_dealloc(Program *self) {
+    PyMem_Free(self->steps);
+    PyMem_Free(self->cells);
+    Py_XDECREF(self->outputs);
+    Py_XDECREF(self->results);
+    Py_XDECREF(self->workspace_size);
+    Py_XDECREF(self->unit_stride);
+    Py_XDECREF(self->keep);
+    PyObject_Free(self);
+}
+
+static int read_steps(Program *self, PyObject *steps) {
+    int used = 0, limit = self->args + (int)self->num_outputs + (self->workspace > 0);
+    for (int i = 0; i < self->num_steps; i++) {
+        Step *step = &self->steps[i];
+        unsigned long long function;
+        PyObject *cells;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(steps, i), "iKIIIKO!", &step->kind, &function,
+                              &step->programs, &step->block, &step->shared,
+                              (unsigned long long *)&step->words, &PyTuple_Type, &cells))
+            return 0;
+        step->function = (void *)(uintptr_t)function;
+        step->first = used, step->count = (int)PyTuple_GET_SIZE(cells);
+        self->uses_side_stream |= step->kind == FORK;
+        if (step->count + 2 > MAX_PARAMETERS) {
+            PyErr_SetString(PyExc_ValueError, "a kernel has too many parameters");
+            return 0;
+        }
+        for (int j = 0; j < step->count; j++, used++) {
+            unsigned long long value;
+            int slot;
+            if (!PyArg_ParseTuple(PyTuple_GET_ITEM(cells, j), "iK", &slot, &value)) return 0;
+            if (slot < -1 || slot >= limit) {
+                PyErr_Format(PyExc_ValueError, "expected a slot below %d, got %d", limit, slot);
+                return 0;
+            }
+            self->cells[used].slot = slot, self->cells[used].value = value;
+        }
+    }
+    return 1;
+}
+
+static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    int count;
+    Py_ssize_t workspace;
+    PyObject *outputs, *results, *steps, *keep;
+    if (!PyArg_ParseTuple(args, "iO!OnO!O", &count, &PyTuple_Type, &outputs, &results, &workspace,
+                          &PyTuple_Type, &steps, &keep))
+        return NULL;
+    if (count + PyTuple_GET_SIZE(outputs) + 1 > MAX_SLOTS)
+        return PyErr_Format(PyExc_ValueError, "expected at most %d slots", MAX_SLOTS);
+    Py_ssize_t cells = 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(steps); i++) {
+        PyObject *step = PyTuple_GET_ITEM(steps, i);
+        if (!PyTuple_Check(step) || PyTuple_GET_SIZE(step) != 7)
+            return PyErr_Format(PyExc_TypeError, "expected steps of seven fields");
+        PyObject *of_step = PyTuple_GET_ITEM(step, 6);
+        cells += PyTuple_Check(of_step) ? PyTuple_GET_SIZE(of_step) : 0;
+    }
+    Program *self = PyObject_New(Program, type);
+    if (!self) return NULL;
+    self->args = count, self->num_steps = (int)PyTuple_GET_SIZE(steps), self->uses_side_stream = 0;
+    self->num_outputs = PyTuple_GET_SIZE(outputs), self->workspace = workspace;
+    self->steps = PyMem_Calloc(self->num_steps + 1, sizeof(Step));
+    self->cells = PyMem_Calloc(cells + 1, sizeof(Cell));
+    self->outputs = Py_NewRef(outputs), self->results = Py_NewRef(results);
+    self->workspace_size = Py_BuildValue("(n)", workspace);
+    self->unit_stride = Py_BuildValue("(i)", 1);
+    self->keep = Py_NewRef(keep);
+    if (!self->steps || !self->cells || !read_steps(self, steps)) {
+        Py_DECREF(self);
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    }
+    return (PyObject *)self;
+}
+
+static PyTypeObject program_type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "partita.runtime.Program",
+    .tp_basicsize = sizeof(Program),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_doc = "Program(args, outputs, results, workspace, steps, keep): the recorded work of an op.",
+    .tp_new = program_new,
+    .tp_dealloc = (destructor)program_dealloc,
+};
+
+/* Run all steps on the stream. The caller has released the GIL. */
+static int run_steps(const Program *self, const uint64_t *slots, void *main, void *side,
+                     void *event) {
+    uint64_t cells[MAX_PARAMETERS] = {0};
+    void *pointers[MAX_PARAMETERS], *stream = main;
+    for (int i = 0; i < MAX_PARAMETERS; i++) pointers[i] = &cells[i];
+    for (int i = 0; i < self->num_steps; i++) {
+        const Step *step = &self->steps[i];
+        for (int j = 0; j < step->count; j++) {
+            Cell cell = self->cells[step->first + j];
+            cells[j] = cell.value + (cell.slot < 0 ? 0 : slots[cell.slot]);
+        }
+        /* Triton's kernels end with two pointers to scratch memory, which these do not use. */
+        cells[step->count] = cells[step->count + 1] = 0;
+        int status = 0;
+        if (step->kind == LAUNCH)
+            status = driver.launch(step->function, step->programs, 1, 1, step->block, 1, 1,
+                                   step->shared, stream, pointers, NULL);
+        else if (step->kind == FILL)
+            status = driver.fill(cells[0], (unsigned)step->programs, step->words, stream);
+        else if (step->kind == LEAVE)
+            stream = main;
+        else {
+            void *first = step->kind == FORK ? main : side, *second = step->kind == FORK ? side : main;
+            status = driver.record_event(event, first);
+            if (!status) status = driver.wait_event(second, event, 0);
+            stream = step->kind == FORK ? side : main;
+        }
+        if (status) return status;
+    }
+    return 0;
+}
+
+static PyObject *allocate_like(PyObject *size, PyObject *stride, PyObject *dtype, uint64_t *slot) {
+    PyObject *arguments[] = {size, stride, dtype};
+    PyObject *tensor = PyObject_Vectorcall(allocate, arguments, 3, NULL);
+    View view;
+    if (!tensor) return NULL;
+    if (exchange->describe(tensor, &view)) { Py_DECREF(tensor); return NULL; }
+    *slot = (uint64_t)(uintptr_t)(view.data + view.byte_offset);
+    return tensor;
+}
+
+/* Return the result that an entry names: an output, or a view of one. */
+static PyObject *result_of(PyObject *entry, PyObject **outputs) {
+    if (PyLong_Check(entry)) return Py_NewRef(outputs[PyLong_AsLong(entry)]);
+    PyObject *tensor = outputs[PyLong_AsLong(PyTuple_GET_ITEM(entry, 0))];
+    PyObject *arguments[] = {tensor, PyTuple_GET_ITEM(entry, 1), PyTuple_GET_ITEM(entry, 2),
+                             PyTuple_GET_ITEM(entry, 3)};
+    return PyObject_VectorcallMethod(name_as_strided, arguments, 4, NULL);
+}
+
+static PyObject *results_of(Program *self, PyObject **outputs) {
+    if (self->results == Py_None) Py_RETURN_NONE;
+    if (!PyList_Check(self->results)) return result_of(self->results, outputs);
+    Py_ssize_t count = PyList_GET_SIZE(self->results);
+    PyObject *results = PyTuple_New(count);
+    for (Py_ssize_t i = 0; results && i < count; i++) {
+        PyObject *result = result_of(PyList_GET_ITEM(self->results, i), outputs);
+        if (!result) Py_CLEAR(results);
+        else PyTuple_SET_ITEM(results, i, result);
+    }
+    return results;
+}
+
+/* Allocate the outputs and the workspace, run the steps, and return the results. */
+static PyObject *run_program(Program *self, const View *views, int device) {
+    uint64_t slots[MAX_SLOTS];
+    PyObject *outputs[MAX_SLOTS], *workspace = NULL, *results = NULL, *streams = NULL;
+    void *stream, *side = NULL, *event = NULL;
+    Py_ssize_t made = 0;
+    for (int i = 0; i < self->args; i++) slots[i] = (uint64_t)(uintptr_t)views[i].data;
+    for (; made < self->num_outputs; made++) {
+        PyObject *spec = PyTuple_GET_ITEM(self->outputs, made);
+        outputs[made] = allocate_like(PyTuple_GET_ITEM(spec, 0), PyTuple_GET_ITEM(spec, 1),
+                                      PyTuple_GET_ITEM(spec, 2), &slots[self->args + made]);
+        if (!outputs[made]) goto done;
+    }
+    if (self->workspace) {
+        workspace = allocate_like(self->workspace_size, self->unit_stride, byte_dtype,
+                                  &slots[self->args + made]);
+        if (!workspace) goto done;
+    }
+    if (exchange->current_stream(device_type, device, &stream)) goto done;
+    if (self->uses_side_stream) {
+        unsigned long long side_handle, event_handle;
+        streams = PyObject_CallFunction(side_stream, "i", device);
+        if (!streams || !PyArg_ParseTuple(streams, "KK", &side_handle, &event_handle)) goto done;
+        side = (void *)(uintptr_t)side_handle, event = (void *)(uintptr_t)event_handle;
+    }
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    status = run_steps(self, slots, stream, side, event);
+    Py_END_ALLOW_THREADS
+    results = status ? raise_driver_error(status) : results_of(self, outputs);
+done:
+    while (made) Py_DECREF(outputs[--made]);
+    Py_XDECREF(workspace);
+    Py_XDECREF(streams);
+    return results;
+}
+
+/* ---- the calls of an op ---- */
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc call;
+    PyObject *programs;
+    unsigned long long by_identity;
+} Replay;
+
+/* Add a tensor by what a plan may depend on, and by the first tensor that shares its address.
+   A tensor whose values decide a plan counts by its identity and version too. */
+static int put_tensor(Key *key, PyObject *arg, const View *views, Py_ssize_t index, int identity) {
+    const View *view = &views[index];
+    int64_t alias = 0, properties[2];
+    while (views[alias].data != view->data) alias++;
+    properties[0] = (int64_t)view->dtype.code | (int64_t)view->dtype.bits << 8 |
+                    (int64_t)view->ndim << 16 | (int64_t)view->device.index << 32;
+    properties[1] = (int64_t)((uintptr_t)view->data & ALIGNMENT) | alias << 8;
+    if (!put_tagged(key, 't', properties, sizeof properties)) return 0;
+    Py_ssize_t size = view->ndim * (Py_ssize_t)sizeof(int64_t);
+    if (!put(key, view->shape, size) || !put(key, view->strides, size)) return 0;
+    if (!identity) return 1;
+    PyObject *version = PyObject_GetAttr(arg, name_version);
+    if (!version) { PyErr_Clear(); return 0; }
+    int added = put_tagged(key, 'p', &arg, sizeof arg) && put_value(key, version);
+    Py_DECREF(version);
+    return added;
+}
+
+static int is_set(const char *name, const char *other_than) {
+    const char *value = getenv(name);
+    return value && *value && strcmp(value, other_than) != 0;
+}
+
+/* replay(*args)
+
+   Return the results of the recorded program for such arguments; where there is none, the key
+   under which to store one; or NotImplemented where the call cannot be replayed. */
+static PyObject *replay_call(PyObject *object, PyObject *const *args, size_t nargsf,
+                             PyObject *names) {
+    Replay *self = (Replay *)object;
+    Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
+    if (names || nargs > MAX_ARGS || nargs == 0 || !is_tensor(args[0])) Py_RETURN_NOTIMPLEMENTED;
+    Key key = {.used = 0};
+    View views[MAX_ARGS];
+    int device = -1;
+    for (Py_ssize_t i = 0; i < nargs; i++) {
+        views[i].data = NULL;
+        if (!is_tensor(args[i])) {
+            if (!is_constant(args[i]) || !put_value(&key, args[i])) Py_RETURN_NOTIMPLEMENTED;
+            views[i].data = (char *)&views[i];  /* an address that no tensor has */
+            continue;
+        }
+        if (!describe(args[i], &views[i])) Py_RETURN_NOTIMPLEMENTED;
+        if (device >= 0 && device != views[i].device.index) Py_RETURN_NOTIMPLEMENTED;
+        device = views[i].device.index;
+        if (!put_tensor(&key, args[i], views, i, self->by_identity >> i & 1))
+            Py_RETURN_NOTIMPLEMENTED;
+    }
+    if (is_set("PARTITA_CHECK", "0") || is_set("PARTITA_REPLAY", "1") || has_hooks())
+        Py_RETURN_NOTIMPLEMENTED;
+    if (current_device(device) != device) Py_RETURN_NOTIMPLEMENTED;
+    PyObject *bytes = PyBytes_FromStringAndSize(key.bytes, key.used);
+    if (!bytes) return NULL;
+    Program *program = (Program *)look_up(self->programs, bytes);
+    if (!program && !PyErr_Occurred()) return bytes;
+    Py_DECREF(bytes);
+    if (!program) return NULL;
+    PyObject *results = run_program(program, views, device);
+    Py_DECREF(program);
+    return results;
+}
+
+static void replay_dealloc(Replay *self) {
+    Py_XDECREF(self->programs);
+    PyObject_Free(self);
+}
+
+static PyObject *replay_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *programs;
+    unsigned long long by_identity;
+    if (!PyArg_ParseTuple(args, "O!K", &PyDict_Type, &programs, &by_identity)) return NULL;
+    Replay *self = PyObject_New(Replay, type);
+    if (!self) return NULL;
+    self->call = replay_call;
+    self->programs = Py_NewRef(programs);
+    self->by_identity = by_identity;
+    return (PyObject *)self;
+}
+
+static PyTypeObject replay_type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "partita.runtime.Replay",
+    .tp_basicsize = sizeof(Replay),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_vectorcall_offset = offsetof(Replay, call),
+    .tp_call = PyVectorcall_Call,
+    .tp_doc = "Replay(programs, by_identity): calls of an op, served by recorded programs.",
+    .tp_new = replay_new,
+    .tp_dealloc = (destructor)replay_dealloc,
+};

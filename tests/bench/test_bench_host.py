@@ -1,0 +1,304 @@
+"""What a call costs the host: which calls are timed, what is refused, and what is written.
+
+No test depends on a measured time.
+"""
+
+import csv
+import dataclasses
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.bench import SETTINGS, devices, run
+
+from partita.__main__ import main
+from partita.bench import first_call, host, host_cases, host_report, picture, providers, softmax
+from partita.bench.host_cases import CASES, NEW_SHAPES, ON_DEVICE, SAME, Draw, Unit
+from partita.bench.host_report import FirstCall, Measurement
+from partita.bench.measure import Timing
+from partita.bench.providers import TORCH
+from partita.cli.fresh_process import run_module
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a run short; the reference compiles nothing."""
+    monkeypatch.setenv("PARTITA_BACKEND", "reference")
+    monkeypatch.setattr(host, "CALLS", (host.Calls(1, 1), host.Calls(2, 2)))
+    monkeypatch.setattr(host, "NEW_SHAPE_CALLS", 1)
+    monkeypatch.setattr(host, "WARM_UP_CALLS", 1)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert all(tuple(row) == host_report.COLUMNS for row in rows)
+    assert {"machine", "version"} <= {row["op"] for row in rows}
+    return [row for row in rows if row["op"] not in ("machine", "version")]
+
+
+def test_the_ops_that_are_timed() -> None:
+    rows = ("softmax", "cross_entropy", "token_stats", "linear_cross_entropy")
+    paths = ("ctc_loss", "ctc_align", "logz", "viterbi", "linear_chain", "ctc_crf_loss")
+    assert list(host_cases.OPS) == [*rows, *paths]
+    assert {case.variant for case in CASES if case.op == "ctc_loss"} == {
+        SAME,
+        ON_DEVICE,
+        NEW_SHAPES,
+    }
+    assert {case.op for case in CASES if case.variant == NEW_SHAPES} == {
+        "ctc_loss",
+        "cross_entropy",
+    }
+    peers = {peer.name for peer in providers.PEERS}
+    assert set(host.PEERS) == {"liger", "quack", "koi", "seqdist"}
+    measured = {Unit(case.op, name, case.variant) for case in CASES for name in case.functions}
+    for case in CASES:
+        assert "partita" in case.functions
+        assert set(case.functions) <= {*peers, "partita"}
+        assert case.unit in measured
+
+
+@devices
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_case_runs_and_gives_gradients(
+    case: host_cases.HostCase, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu":
+        monkeypatch.setenv("PARTITA_BACKEND", "reference")
+    draw = Draw(torch.device(device))
+    inputs = case.inputs(draw, 3 if case.variant == NEW_SHAPES else 0)
+    leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    assert bool(leaves) == (case.op not in ("ctc_align", "viterbi"))
+    for name in {"torch", "partita"} & set(case.functions):
+        result = host_cases.step(case.functions[name](), inputs)
+        assert result.isfinite().all()
+        for leaf in leaves:
+            assert leaf.grad is not None and leaf.grad.abs().sum() > 0
+            leaf.grad = None
+
+
+@pytest.mark.parametrize("op", ["ctc_loss", "cross_entropy"])
+def test_new_shapes_are_new(op: str) -> None:
+    case = next(case for case in CASES if case.op == op and case.variant == NEW_SHAPES)
+    draw = Draw(CPU)
+    shapes = [
+        tuple(tuple(x.shape) for x in case.inputs(draw, number)) for number in (*range(250), 600)
+    ]
+    assert len(set(shapes)) == len(shapes)
+    if op == "ctc_loss":
+        logits, targets, steps, lengths = case.inputs(draw, 600)
+        assert steps.max() == len(logits) and steps.min() < steps.max()
+        assert lengths.max() == targets.shape[1] and lengths.min() < lengths.max()
+        assert (steps > 2 * lengths).all()  # every target has a path
+
+
+def test_table_csv_and_picture(
+    few_calls: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new folder"
+    ops = ["softmax", "ctc_loss", "ctc_align"]
+    command = ["bench", "host", *ops, "--quick", "--only-ours", "--device", "cpu"]
+    assert main([*command, "--out", str(out)]) == 0
+    rows = read(out / "host.csv")
+    assert [(row["op"], row["variant"], row["provider"]) for row in rows] == [
+        *(("softmax", SAME, name) for name in ("torch", "partita")),
+        ("cross_entropy", SAME, "torch"),  # the unit of ctc_align
+        *(
+            ("ctc_loss", variant, name)
+            for variant in (SAME, ON_DEVICE, NEW_SHAPES)
+            for name in ("torch", "partita")
+        ),
+        ("ctc_align", SAME, "partita"),
+    ]
+    times = {(row["op"], row["variant"], row["provider"]): float(row["host_us"]) for row in rows}
+    for row in rows:
+        assert 0 < float(row["host_us"]) <= float(row["host_median_us"])
+        assert row["waited_us"] == row["kernels"] == row["device_us"] == row["note"] == ""
+        op = row["unit"].removeprefix("torch ")
+        unit = times[op, row["variant"] if row["variant"] == NEW_SHAPES else SAME, "torch"]
+        assert float(row["ratio"]) == pytest.approx(
+            float(row["host_us"]) / unit, rel=1e-3, abs=1e-3
+        )
+    assert next(r["unit"] for r in rows if r["op"] == "ctc_align") == "torch cross_entropy"
+    printed = capsys.readouterr().out
+    assert "\nA forward and backward pass of tiny inputs\n" in printed
+    assert "waited for, us  ratio" in printed
+    assert printed.count("a new shape at every call") == 2
+    texts = {e.text for e in ElementTree.parse(out / "host.svg").iter() if e.tag.endswith("text")}
+    assert {"partita", "torch", "softmax", "lengths", "on the device"} <= texts
+    machine, bars = host_report.bars_of_csv(out / "host.csv")
+    assert machine and len(bars) == len(rows)
+    assert host_report.render(bars, machine, "svg").startswith(b"<?xml")
+
+
+def test_first_calls_use_one_cache_that_starts_empty(
+    few_calls: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    caches: list[tuple[str, Path, bool]] = []
+
+    def fake(module: str, arguments: list[str], environment: dict[str, str]) -> Any:
+        assert module == "bench.first_call"
+        folder = Path(environment["TRITON_CACHE_DIR"])
+        caches.append((arguments[1], folder, not any(folder.iterdir())))
+        (folder / "kernel").touch()
+        return {"first": 2.0 if caches[-1][2] else 0.5}
+
+    monkeypatch.setattr(host, "run_module", fake)
+    path = tmp_path / "host.csv"
+    command = ["bench", "host", "softmax", "--quick", "--cold", "--only-ours", "--device", "cpu"]
+    assert main([*command, "--csv", str(path)]) == 0
+    assert [(name, empty) for name, _, empty in caches] == [
+        ("torch", True),
+        ("partita", True),
+        ("partita", False),
+    ]
+    assert caches[1][1] == caches[2][1] != caches[0][1]
+    assert not any(folder.exists() for _, folder, _ in caches)
+    rows = [row for row in read(path) if row["variant"] == host_report.FIRST_CALL]
+    assert [(r["provider"], r["empty_cache_s"], r["filled_cache_s"]) for r in rows] == [
+        ("torch", "2", ""),
+        ("partita", "2", "0.5"),
+    ]
+    printed = capsys.readouterr().out
+    assert "\nThe first call of a process\n" in printed
+    assert "2.00             0.50" in printed
+
+
+def test_a_first_call_runs_in_a_process_of_its_own() -> None:
+    times = run_module("bench.first_call", ["softmax", "torch", "cpu"])
+    assert set(times) == {"first", "second"}
+    assert set(first_call.seconds("softmax", "torch", CPU)) == {"first", "second"}
+    with pytest.raises(RuntimeError, match="KeyError: 'nobody'"):
+        run_module("bench.first_call", ["softmax", "nobody", "cpu"])
+
+
+def test_a_first_call_that_fails_has_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(host, "run_module", fails)
+    row = host.first_call("softmax", "partita", CPU)
+    assert row == FirstCall("softmax", "partita", None, None, "refuses: no compiler")
+    results = host.HostResults([], [row])
+    assert host.failures(results) == ["first call of softmax: partita refuses: no compiler"]
+
+
+def _replaced(
+    monkeypatch: pytest.MonkeyPatch, **functions: Callable[[], Callable[..., Any]]
+) -> None:
+    """Replace providers of softmax, which becomes the only case."""
+    case = host_cases.usual_case("softmax")
+    case = dataclasses.replace(case, functions={**case.functions, **functions})
+    monkeypatch.setattr(host, "CASES", (case,))
+
+
+def test_ours_must_be_right(
+    few_calls: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = []
+
+    def drifts(logits: torch.Tensor) -> torch.Tensor:
+        calls.append(logits)
+        return torch.softmax(logits, -1).sum() + 0.1 * (len(calls) % 2)
+
+    _replaced(monkeypatch, partita=lambda: drifts)
+    assert main(["bench", "host", "softmax", "--quick", "--only-ours", "--device", "cpu"]) == 1
+    printed = capsys.readouterr()
+    assert "partita bench: softmax: partita wrong: result off by " in printed.err
+    assert "wrong: result off by " in printed.out
+
+
+def test_a_peer_may_refuse_or_be_absent(
+    few_calls: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuses(logits: torch.Tensor) -> torch.Tensor:
+        raise ValueError("too narrow\nby far")
+
+    liger = next(peer for peer in providers.PEERS if peer.name == "liger")
+    quack = next(peer for peer in providers.PEERS if peer.name == "quack")
+    here = dataclasses.replace(liger, packages=())
+    gone = dataclasses.replace(quack, packages=("no_such_package",))
+    monkeypatch.setattr(providers, "PEERS", (TORCH, here, gone))
+    _replaced(monkeypatch, liger=lambda: refuses)
+    command = ["bench", "host", "softmax", "--quick", "--peers", "liger,quack", "--device", "cpu"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "quack: not installed (pip install quack-kernels)\n" in printed
+    assert "refuses: ValueError: too narrow\n" in printed
+
+
+def test_an_interrupted_run_writes_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(case: Any, provider: str, *args: object) -> tuple[Measurement, None]:
+        if provider == "partita":
+            raise KeyboardInterrupt
+        return Measurement(case.op, SAME, provider, case.unit, Timing.of([0.1])), None
+
+    monkeypatch.setattr(host, "measure_case", interrupted)
+    path = tmp_path / "host.csv"
+    command = ["bench", "host", "softmax", "--device", "cpu", "--only-ours", "--csv", str(path)]
+    assert main(command) == 130
+    assert [row["provider"] for row in read(path)] == ["torch"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["host", "chess"], "host: expected some of softmax, cross_entropy, "),
+        (["host", "--columns", "8"], "--columns: host has inputs of its own"),
+        (["host", "--peers", "nobody"], "--peers: expected some of torch, "),
+        (["host", "--device", "nowhere"], "--device: cannot use 'nowhere'"),
+        (["softmax", "host"], "got 'host'; it comes first"),
+        (["softmax", "--cold"], "--cold: belongs to `partita bench host`"),
+        (["ctc", "--do-bench"], "--do-bench: times softmax"),
+        (["softmax", "--do-bench", "--device", "cpu"], "--do-bench: needs a GPU and Triton"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_arguments(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert error.count("\n") == 1
+
+
+def test_the_sweep_by_do_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = dataclasses.replace(SETTINGS, elements=2**28, quick=False, do_bench=True)
+    cases = list(softmax.cases(settings))
+    assert [case.shape for case in cases] == [(4096, 128 * n) for n in range(2, 100)]
+    calls = []
+
+    def fake(call: Callable[[], object]) -> Timing:
+        calls.append(call())
+        return Timing.of([2.0])
+
+    monkeypatch.setattr(softmax, "time_do_bench", fake)
+    small = softmax.DoBenchSweep("softmax", torch.float32, 8, 256)
+    (row,) = run(iter([small]), TORCH)
+    assert (row.part, row.timing, row.moved) == ("do_bench", Timing.of([2.0]), 2 * 4 * 8 * 256)
+    assert calls[0].shape == (8, 256)
+    assert [panel.draw for panel in picture.panels([row])] == [picture._sweep]
+
+
+@pytest.mark.gpu
+def test_kernels_of_a_call_are_counted() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.zeros(1000, device=device)
+    work = host.device_work(lambda: (x + 1, x.clone()), device)
+    assert work is not None and work[0] == 2 and work[1] > 0
+
+
+def test_a_cpu_has_no_kernels_to_count() -> None:
+    assert host.device_work(lambda: None, CPU) is None

@@ -1,0 +1,40 @@
+"""The plans of chains, which are pure functions of sizes."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from partita.ops.chain.gpu import plan
+
+
+def test_plans_import_no_triton() -> None:
+    code = "import sys; import partita.ops.chain.gpu.plan; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("T", [0, 1, 2, 31, 32, 33, 63, 64, 65, 66, 127, 1000, 20_001, 200_000])
+def test_segments_cover_a_path(T: int) -> None:
+    """Both rounds cover their steps, and the second round fits the workspace of the first."""
+    half, whole = plan.path_segments(T, False), plan.path_segments(T, True)
+    middle = max(T - 1, 0) // 2
+    assert half.size * half.number >= max(middle, T - 1 - middle)
+    assert whole.size * whole.number >= T
+    assert whole.number <= 2 * half.number
+    assert half.size in (16, 32, 64, 128, 256) and whole.size in (16, 32, 64, 128, 256)
+    if 0 < T <= plan.MAX_SINGLE_SEGMENT:
+        assert half.number == whole.number == 1
+
+
+def test_the_degree_decides_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables with few edges into and out of each state have register-resident kernels."""
+    monkeypatch.setattr(plan, "INTERPRETED", False)
+    monkeypatch.setattr(plan, "NVIDIA", True)
+    scores = torch.empty(3, 2, 64, 5)
+    resident = plan.resident_options(scores, 5)
+    assert resident is not None and resident["BLOCK_C"] == 64 and resident["DEGREE"] == 5
+    assert plan.resident_options(scores, 9) is None
+    assert plan.resident_options(scores.double(), 5) is None
+    assert plan.unroll_options(5, 9) == {"UNROLL_IN": 5, "UNROLL_OUT": 0}
+    assert plan.block_options(2000) == {"BLOCK_C": 1024, "num_warps": 32}

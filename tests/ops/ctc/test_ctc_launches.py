@@ -1,0 +1,85 @@
+"""The GPU functions of CTC do nothing that a replay cannot repeat, in few launches."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.rows import INTERPRETING
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+from helpers.launches import Launch, recording
+
+pytestmark = pytest.mark.skipif(INTERPRETING, reason="kernels are functions of Python there")
+
+# What a replay can repeat: allocations, fills, and views.
+REPLAYABLE = {
+    *("aten.empty.memory_format", "aten.zeros.default", "aten.zero_.default"),
+    *("aten.fill_.Scalar", "aten.view.default", "aten.view.dtype", "aten.slice.Tensor"),
+    *("aten.split_with_sizes.default", "aten.split.Tensor", "aten.detach.default"),
+}
+
+
+class Operations(TorchDispatchMode):
+    """Collects the names of PyTorch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture
+def launched() -> Iterator[list[Launch]]:
+    found: list[Launch] = []
+    with recording(found, "13.0"):
+        yield found
+
+
+def names(launches: list[Launch]) -> list[str]:
+    return [launch.kernel.__name__.removesuffix("_kernel") for launch in launches]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("from_logits", [False, True])
+@pytest.mark.parametrize(
+    ("N", "C", "S"), [(4, 20, 10), (3, 60, 40), (600, 20, 40), (4, 5000, 10), (3, 500, 300)]
+)
+def test_a_call_is_launches_alone(
+    N: int, C: int, S: int, from_logits: bool, dtype: torch.dtype, launched: list[Launch]
+) -> None:
+    from partita.ops.ctc.gpu import launch
+
+    logits = torch.zeros(50, N, C, dtype=dtype)
+    targets = (torch.ones(N * S).long(), torch.arange(N) * S, torch.ones(N).long() * 50)
+    lengths = torch.ones(N).long() * S
+    with Operations() as operations:
+        options = (S, 0, from_logits, "mean", False)
+        value, losses, saved = launch.ctc_loss(logits, *targets, lengths, *options, True)
+        inputs = (logits, *targets, lengths, losses, saved)
+        launch.ctc_gradient(value, *inputs, S, 0, from_logits, "mean")
+        launch.ctc_loss(logits, *targets, lengths, *options, False)
+        launch.ctc_align(logits, *targets, lengths, S, 0, from_logits)
+    assert set(operations.names) <= REPLAYABLE
+    assert len(launched) > 8
+
+
+def test_the_launches_of_a_small_batch(launched: list[Launch]) -> None:
+    """Each pass over the steps is one launch; the first scan has another for fp64."""
+    from partita.ops.ctc.gpu import launch
+
+    logits, ones = torch.zeros(50, 4, 20), torch.ones(4).long()
+    targets = (torch.ones(40).long(), torch.arange(4) * 10, ones * 50, ones * 10)
+    value, losses, saved = launch.ctc_loss(logits, *targets, 10, 0, True, "mean", False, True)
+    forward = ["ctc_normalize", "ctc_forward_scan", "ctc_forward_scan", "ctc_loss"]
+    assert names(launched) == forward
+    launched.clear()
+    launch.ctc_gradient(value, logits, *targets, losses, saved, 10, 0, True, "mean")
+    assert names(launched) == ["ctc_label_order", "ctc_posterior_scan", "ctc_lane_gradient"]
+    launched.clear()
+    launch.ctc_align(logits, *targets, 10, 0, True)
+    assert names(launched) == ["ctc_normalize", "ctc_viterbi", "ctc_backtrace", "ctc_alignment"]

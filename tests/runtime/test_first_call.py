@@ -1,0 +1,112 @@
+"""Launches that are deferred while kernels compile side by side, with stand-ins for kernels."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from torch import Tensor
+
+from partita.runtime import first_call
+
+
+class Kernel:
+    """A kernel that notes its compilation in a log."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def warmup(self, *args: Any, grid: Any, **options: Any) -> None:
+        self.log.append(f"compile {self.name}")
+
+
+class Setup:
+    """Two kernels, a log, and a launch function that defers like the real one."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.first, self.second = Kernel("first", self.log), Kernel("second", self.log)
+        self.compiled: set[str] = set()
+
+    def launch(self, kernel: Kernel, programs: int, *args: Any, **options: Any) -> None:
+        is_compiled = kernel.name in self.compiled
+        work = (kernel, programs, args, options)
+        if first_call.defer(self.launch, *work, is_compiled=is_compiled):
+            self.compiled.add(kernel.name)
+            return
+        self.log.append(f"launch {kernel.name} {options['size']}")
+
+
+@pytest.fixture
+def setup() -> Setup:
+    return Setup()
+
+
+def test_kernels_compile_before_the_first_launch(setup: Setup) -> None:
+    def op(x: Tensor) -> Tensor:
+        setup.launch(setup.first, 1, x, size=1)
+        temporary = torch.zeros_like(x).view(-1)
+        setup.launch(setup.second, 1, temporary, size=2)
+        setup.launch(setup.first, 1, x, size=3)
+        return temporary
+
+    assert first_call.run(op, torch.ones(3)).shape == (3,)
+    assert setup.log == [
+        *("compile first", "compile second", "compile first"),
+        *("launch first 1", "launch second 2", "launch first 3"),
+    ]
+    assert not first_call.watching() and torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_compiled_kernels_are_launched_at_once(setup: Setup) -> None:
+    setup.compiled = {"first"}
+    first_call.run(lambda x: setup.launch(setup.first, 1, x, size=1), torch.ones(3))
+    assert setup.log == ["launch first 1"]
+
+
+def test_nothing_is_deferred_outside_of_an_op(setup: Setup) -> None:
+    setup.launch(setup.first, 1, torch.ones(3), size=1)
+    assert setup.log == ["launch first 1"]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x, _: x + 1, lambda x, _: x.zero_(), lambda x, y: y.copy_(x), lambda _, y: y.sum()],
+)
+def test_what_may_depend_on_a_launch_comes_after_it(
+    function: Callable[[Tensor, Tensor], Tensor], setup: Setup
+) -> None:
+    def op(x: Tensor, y: Tensor) -> None:
+        setup.launch(setup.first, 1, x, size=1)
+        function(x, y)
+        setup.log.append("function")
+        setup.launch(setup.second, 1, x, size=2)
+
+    first_call.run(op, torch.ones(3), torch.ones(3))
+    assert setup.log == ["compile first", "launch first 1", "function", "launch second 2"]
+
+
+def test_a_fill_of_other_memory_does_not_wait(setup: Setup) -> None:
+    def op(x: Tensor, y: Tensor) -> None:
+        setup.launch(setup.first, 1, x, size=1)
+        y.fill_(3.0)
+        setup.log.append("filled")
+
+    y = torch.ones(3)
+    first_call.run(op, torch.ones(3), y)
+    assert setup.log == ["compile first", "filled", "launch first 1"]
+    assert y.tolist() == [3.0] * 3
+
+
+def test_an_error_of_the_op_leaves_nothing_behind(setup: Setup) -> None:
+    def op(x: Tensor) -> None:
+        setup.launch(setup.first, 1, x, size=1)
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        first_call.run(op, torch.ones(3))
+    assert not first_call.watching() and torch._C._len_torch_dispatch_stack() == 0
+    setup.launch(setup.second, 1, torch.ones(3), size=2)
+    assert setup.log[-1] == "launch second 2"

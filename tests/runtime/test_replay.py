@@ -1,0 +1,392 @@
+"""Recording and replay of an op's work by the C module, with a driver of host memory."""
+
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.fake_driver import FakeDriver, floats
+
+pytest.importorskip("triton")
+from torch import Tensor
+
+from partita.runtime import launcher, recording
+from partita.runtime.recording import FORK, JOIN, LEAVE, Recorder
+
+
+def scale_kernel(programs: int, source: int, result: int, size: int, factor: int) -> None:
+    """Add factor times the source to the result."""
+    value = struct.unpack("<f", struct.pack("<I", factor))[0]
+    floats(result, size).add_(value * floats(source, size))
+
+
+class Ops:
+    """Ops in terms of one kernel, recorded and replayed as `register.Op` does it."""
+
+    def __init__(self) -> None:
+        self.driver = FakeDriver()
+        parameters = ((0, "p"), (1, "p"), (2, "i"), (3, "f"))
+        self.scale = self.driver.kernel(scale_kernel, *parameters)
+        self.programs: dict[bytes, Any] = {}
+        self.replay = self.driver.module.Replay(self.programs, 0)
+
+    def launch(self, *args: Any) -> None:
+        found = self.driver.module.launch(self.kernels, scale_kernel, 3, args, {})
+        if isinstance(found, bytes):
+            self.kernels[found] = self.scale
+            found = self.driver.module.launch(self.kernels, scale_kernel, 3, args, {})
+        assert found is self.scale
+        if (active := recording.recorder()) is not None:
+            active.launch(found, 3, args)
+
+    kernels: dict[bytes, Any]
+
+    def record(self, op: Callable[..., Any], *args: Any) -> Recorder:
+        """Run the op under a recorder, and store its program if there is one."""
+        self.kernels = {}
+        key = self.replay(*args)
+        assert isinstance(key, bytes)
+        with Recorder(args) as recorder:
+            result = op(*args)
+        program = recorder.program(self.driver.module, result)
+        if program is not None:
+            self.programs[key] = program
+        return recorder
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Ops:
+    return Ops()
+
+
+@pytest.fixture
+def ops(compiled: Ops) -> Iterator[Ops]:
+    driver = compiled.driver
+    driver.log.clear()
+    compiled.programs.clear()
+    yield compiled
+    driver.status, driver.device = 0, 0
+    driver.knobs.launch_enter_hook.calls.clear()
+
+
+def aligned(*shape: int) -> Tensor:
+    """Return random numbers at an address with an alignment of 128 bytes."""
+    memory = torch.randn(32 + torch.Size(shape).numel())
+    start = -memory.data_ptr() // 4 % 32
+    return memory[start:][: torch.Size(shape).numel()].view(shape)
+
+
+def test_a_replay_computes_from_the_new_arguments(ops: Ops) -> None:
+    def op(x: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+        temporary, result = torch.zeros(2, *x.shape), torch.empty_like(x)
+        result.zero_()
+        ops.launch(x, temporary[1], x.numel(), factor)
+        ops.launch(temporary[1], result, x.numel(), 2.0)
+        return result, result[1:, ::2], torch.empty(0, 3)
+
+    assert ops.record(op, aligned(4, 5), 3.0).reason is None
+    x = aligned(4, 5)
+    ops.driver.log.clear()
+    result, view, empty = ops.replay(x, 3.0)
+    torch.testing.assert_close(result, 6 * x)
+    torch.testing.assert_close(view, 6 * x[1:, ::2])
+    assert view.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
+    assert empty.shape == (0, 3)
+    launched = ("launch", "scale_kernel", 3, 128, 16, None)
+    assert ops.driver.log == [("fill", 0, 40), ("fill", 0, 20), launched, launched]
+    second = ops.replay(x, 3.0)[0]
+    assert second.data_ptr() != result.data_ptr() and torch.equal(second, result)
+
+
+def test_an_op_that_writes_into_its_argument_returns_none(ops: Ops) -> None:
+    def op(x: Tensor, y: Tensor) -> None:
+        ops.launch(x, y, x.numel(), 1.0)
+
+    assert ops.record(op, aligned(8), aligned(8)).reason is None
+    x, y = aligned(8), aligned(8)
+    expected = x + y
+    assert ops.replay(x, y) is None
+    torch.testing.assert_close(y, expected)
+
+
+def test_what_is_freed_and_allocated_again_has_its_own_place(ops: Ops) -> None:
+    def op(x: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        for _ in range(3):  # the allocator of the CPU often returns the same memory
+            temporary = torch.zeros_like(x)
+            ops.launch(x, temporary, x.numel(), 1.0)
+            ops.launch(temporary, result, x.numel(), 1.0)
+            del temporary
+        return result
+
+    assert ops.record(op, aligned(100)).reason is None
+    x = aligned(100)
+    torch.testing.assert_close(ops.replay(x), 3 * x)
+
+
+@pytest.mark.parametrize(
+    ("make", "served"),
+    [
+        (lambda: aligned(4, 5), True),
+        (lambda: aligned(5, 4), False),
+        (lambda: aligned(5, 4).t(), False),
+        (lambda: aligned(4, 5).double(), False),
+        (lambda: aligned(21)[1:].view(4, 5), False),  # another alignment
+        (lambda: aligned(4, 5).requires_grad_(), True),
+        (lambda: torch.nn.Parameter(aligned(4, 5)), True),
+    ],
+)
+def test_the_key_has_everything_that_a_plan_depends_on(
+    make: Callable[[], Tensor], served: bool, ops: Ops
+) -> None:
+    def op(x: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        ops.launch(x, result, x.numel(), 1.0)
+        return result
+
+    ops.record(op, aligned(4, 5))
+    with torch.no_grad():
+        assert isinstance(ops.replay(make()), Tensor if served else bytes)
+
+
+def test_values_of_other_arguments_and_shared_memory_are_in_the_key(ops: Ops) -> None:
+    x, y = aligned(8), aligned(8)
+    calls = [(1, "a"), (1.0, "a"), (True, "a"), (None, "a"), (1, "b"), (-1, "a"), (torch.half, "a")]
+    keys = {ops.replay(x, y, *options) for options in calls}
+    keys |= {ops.replay(x, x, 1, "a"), ops.replay(x, y[:7], 1, "a")}
+    assert len(keys) == len(calls) + 2
+    assert ops.replay(y, x, 1, "a") == ops.replay(x, y, 1, "a")
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (torch._neg_view(torch.ones(2)),),
+        (torch.ones(2), torch._neg_view(torch.ones(2))),
+        (torch.ones(2, dtype=torch.complex64),),
+        (torch._efficientzerotensor(2),),
+        (torch.ones(2).as_subclass(Subclass),),
+        (torch.ones(2, device="meta"),),
+        (torch.ones(2), [1]),
+        (torch.ones(2), 2**70),
+        (torch.ones(2), object()),
+        (1, 2),
+        (),
+    ],
+)
+def test_arguments_whose_address_or_value_is_not_enough_are_left_to_python(
+    args: tuple[Any, ...], ops: Ops
+) -> None:
+    assert ops.replay(*args) is NotImplemented
+
+
+def test_the_same_table_in_the_same_version_only(ops: Ops) -> None:
+    replay = ops.driver.module.Replay({}, 0b10)
+    x, table, other = aligned(8), aligned(8), aligned(8)
+    key = replay(x, table)
+    assert key == replay(aligned(8), table) and key != replay(x, other)
+    table.add_(1)
+    assert key != replay(x, table)
+    with torch.inference_mode():
+        assert replay(x, aligned(8)) is NotImplemented  # such a tensor has no version
+
+
+@pytest.mark.parametrize(("name", "value"), [("PARTITA_CHECK", "1"), ("PARTITA_REPLAY", "0")])
+def test_variables_turn_replay_off(
+    name: str, value: str, ops: Ops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(ops.replay(aligned(8)), bytes)
+    monkeypatch.setenv(name, value)
+    assert ops.replay(aligned(8)) is NotImplemented
+
+
+def test_a_profiler_s_hooks_and_other_devices_are_left_to_triton(ops: Ops) -> None:
+    x = aligned(8)
+    hooks = ops.driver.knobs.launch_enter_hook
+    hooks.calls.append(print)
+    assert ops.replay(x) is NotImplemented
+    assert ops.driver.module.launch({}, scale_kernel, 1, (x,), {}) is NotImplemented
+    hooks.calls.clear()
+    ops.driver.knobs.launch_enter_hook = None
+    assert isinstance(ops.replay(x), bytes)
+    ops.driver.knobs.launch_enter_hook = hooks
+    ops.driver.device = 1
+    assert ops.replay(x) is NotImplemented
+
+
+def test_a_thread_without_a_context_gets_the_primary_one(ops: Ops) -> None:
+    ops.driver.device = None  # type: ignore[assignment]
+    assert isinstance(ops.replay(aligned(8)), bytes)
+    assert ops.driver.log == [("retain", 0), ("set context",)]
+
+
+@pytest.mark.parametrize(
+    ("op", "reason"),
+    [
+        (lambda x: x + 1, "aten.add"),
+        (lambda x: torch.empty_like(x).copy_(x), "aten.copy_"),
+        (lambda x: torch.full_like(x, float(x.sum())), "aten.sum"),
+        (lambda x: torch.empty(3, device="meta"), "another device"),
+        (lambda x: x, "did not make"),
+        (lambda x: torch.empty_like(x).view(torch.int32), "another dtype"),
+        (lambda x: torch.full((3,), torch.nan, dtype=torch.float64), "fills"),
+        (lambda x: (torch.empty_like(x), 3), "returns int"),
+        (lambda x: torch.empty(2**27, dtype=torch.uint8)[:0], "temporary memory"),
+    ],
+)
+def test_other_work_is_refused(op: Callable[[Tensor], Any], reason: str, ops: Ops) -> None:
+    recorder = ops.record(op, aligned(8))
+    assert reason in str(recorder.reason) and not ops.programs
+
+
+def test_a_kernel_that_reads_an_unknown_tensor_is_refused(ops: Ops) -> None:
+    table = aligned(8)
+
+    def op(x: Tensor, known: bool) -> Tensor:
+        result = torch.zeros_like(x)
+        if known:
+            recording.keep(table)
+        ops.launch(table, result, 8, 1.0)
+        return result
+
+    assert ops.record(op, aligned(8), False).reason == "a kernel reads a tensor of unknown origin"
+    assert ops.record(op, aligned(8), True).reason is None
+    torch.testing.assert_close(ops.replay(aligned(8), True), table)
+
+
+def test_a_table_that_decides_launches_has_to_count_by_identity(ops: Ops) -> None:
+    def op(x: Tensor) -> Tensor:
+        recording.depend_on(x)
+        return torch.zeros_like(x)
+
+    x = aligned(8)
+    assert ops.record(op, x).reason == "the values of an argument decide what it launches"
+    with Recorder((x,), by_identity=(0,)) as recorder:
+        op(x)
+    assert recorder.reason is None
+
+
+def test_arguments_that_share_memory_are_told_apart(ops: Ops) -> None:
+    def op(x: Tensor, y: Tensor) -> Tensor:
+        result = torch.zeros(4)
+        ops.launch(x[:4], result, 4, 1.0)
+        ops.launch(y[4:], result, 4, 1.0)
+        return result
+
+    memory = aligned(64)
+    assert ops.record(op, memory[:8], memory[32:40]).reason == "its arguments share memory"
+    assert ops.record(op, memory[:8], memory[:8]).reason is None  # in the key: the same address
+    x, y = aligned(8), aligned(8)
+    torch.testing.assert_close(ops.replay(x, x), x[:4] + x[4:])
+    assert isinstance(ops.replay(x, y), bytes)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "pattern"),
+    [
+        (torch.float32, 1.0, 0x3F800000),
+        (torch.int32, -1, 0xFFFFFFFF),
+        (torch.int64, -1, 0xFFFFFFFF),
+        (torch.int64, 1, None),
+        (torch.float64, 0.0, 0),
+        (torch.float32, -0.0, 0x80000000),
+        (torch.bfloat16, 1.0, 0x3F803F80),
+        (torch.int8, 2, 0x02020202),
+        (torch.bool, True, 0x01010101),
+    ],
+)
+def test_patterns_of_fills(dtype: torch.dtype, value: float, pattern: int | None) -> None:
+    assert recording._pattern(value, dtype) == pattern
+
+
+def test_launches_on_a_side_stream(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher._side, "handles", {0: (_Stream(), _Event())}, raising=False)
+
+    def op(x: Tensor) -> Tensor:
+        result, active = torch.zeros_like(x), recording.recorder()
+        for kind in (FORK, None, LEAVE, None, JOIN, None):
+            if kind is None:
+                ops.launch(x, result, 8, 1.0)
+            elif active is not None:
+                active.change_stream(kind)
+        return result
+
+    ops.record(op, aligned(8))
+    ops.driver.log.clear()
+    x = aligned(8)
+    torch.testing.assert_close(ops.replay(x), 3 * x)
+    main, side, event = None, 77, 55
+    launches = [entry[-1] for entry in ops.driver.log if entry[0] == "launch"]
+    assert launches == [side, main, main]
+    events = [entry for entry in ops.driver.log if entry[0] in ("record", "wait")]
+    assert events == [
+        ("record", event, main),
+        ("wait", event, side),
+        ("record", event, side),
+        ("wait", event, main),
+    ]
+
+
+class _Stream:
+    cuda_stream = 77
+
+
+class _Event:
+    cuda_event = 55
+
+
+def test_an_error_of_the_driver_is_raised_with_its_text(ops: Ops) -> None:
+    def op(x: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        ops.launch(x, result, 8, 1.0)
+        return result
+
+    x = aligned(8)
+    ops.record(op, x)
+    ops.driver.status = 701
+    with pytest.raises(RuntimeError, match=r"out of resources \(701\)"):
+        ops.replay(x)
+    with pytest.raises(RuntimeError, match=r"out of resources \(701\)"):
+        ops.launch(x, aligned(8), 8, 1.0)
+
+
+def test_calls_from_eight_threads(ops: Ops) -> None:
+    def op(x: Tensor, factor: float) -> Tensor:
+        temporary, result = torch.zeros_like(x), torch.zeros_like(x)
+        ops.launch(x, temporary, x.numel(), factor)
+        ops.launch(temporary, result, x.numel(), 1.0)
+        return result
+
+    ops.record(op, aligned(64), 2.0)
+    errors: list[float] = []
+
+    def work(number: int) -> None:
+        x = aligned(64).fill_(number)
+        for _ in range(50):
+            errors.append(float((ops.replay(x, 2.0) - 2 * number).abs().max()))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == [0.0] * 400
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((1, (), None, 0, ((0, 1, 1, 1, 0, 0, ((5, 0),)),), None), "slot below 1, got 5"),
+        ((1, (), None, 0, ((0, 1),), None), "seven fields"),
+        ((200, (), None, 0, (), None), "at most 128 slots"),
+    ],
+)
+def test_programs_are_checked(arguments: Any, message: str, ops: Ops) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        ops.driver.module.Program(*arguments)
