@@ -147,10 +147,13 @@ def call_linear(dtype: torch.dtype, C: int) -> None:
     hidden = torch.zeros(3, 8, dtype=dtype, requires_grad=True)
     matrix = torch.zeros(C, 8, dtype=dtype)
     target, weight = torch.zeros(3, dtype=torch.int64), torch.ones(C, dtype=dtype)
+    # Without a budget so small a call takes no kernel of its own.
+    budget = partita.linear_cross_entropy_plan(3, 8, C, dtype).workspace_bytes
     for options in ({}, {"weight": weight, "label_smoothing": 0.1, "softcap": 5.0, "z_loss": 0.1}):
-        losses = partita.linear_cross_entropy(hidden, matrix, target, reduction="none", **options)
+        options = {**options, "reduction": "none", "memory_budget": budget}
+        losses = partita.linear_cross_entropy(hidden, matrix, target, **options)
         torch.autograd.grad(losses.sum(), hidden)
-    for field in partita.linear_token_stats(hidden, matrix, target)[:3]:
+    for field in partita.linear_token_stats(hidden, matrix, target, memory_budget=budget)[:3]:
         torch.autograd.grad(field.sum(), hidden, retain_graph=True)
 
 
@@ -198,8 +201,8 @@ def call_rows(x: torch.Tensor) -> None:
             for r in ("none", "mean")
         ]
         partita.cross_entropy(x.detach(), target, **options)
-    for result in results:
-        torch.autograd.grad(result, x, torch.ones_like(result), retain_graph=True)
+    for result in results:  # a factor of 1 would not scale the gradient
+        torch.autograd.grad(result, x, torch.full_like(result, 2.0), retain_graph=True)
 
 
 @functools.cache

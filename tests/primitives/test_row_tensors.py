@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from partita.primitives.eager import native_serves, needs_no_derivative
-
 pytest.importorskip("triton")
 from partita.primitives.gpu.row_plan import flat_rows
+from partita.runtime.autograd import native_serves, needs_no_derivative
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...primitives.eager import needs_no_derivative
 from ...runtime import checks
-from ...runtime.autograd import apply, autocast_dtype, plain_eager, refuse_forward_mode
+from ...runtime.autograd import (
+    apply,
+    autocast_dtype,
+    needs_no_derivative,
+    plain_eager,
+    refuse_forward_mode,
+)
 from ...runtime.backend import current_backend, resolve
 from ...runtime.checks import REDUCTIONS
 from .autograd import (

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...primitives.eager import needs_no_derivative
 from ...runtime import checks, register
 from ...runtime.autograd import (
     apply,
     batch_first,
     first_derivative,
     is_double_backward,
+    needs_no_derivative,
     plain_eager,
 )
 from ...runtime.dtypes import acc_dtype

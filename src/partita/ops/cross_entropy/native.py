@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...primitives.eager import native_serves
+from ...runtime.autograd import native_serves
 from ...runtime.checks import labels as check_labels
 from ...runtime.checks import should_check_values
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...primitives.eager import native_serves, needs_no_derivative
 from ...runtime import checks
-from ...runtime.autograd import apply
+from ...runtime.autograd import apply, native_serves, needs_no_derivative
 from ...runtime.backend import current_backend
 from .autograd import LogSumExpFunction, SoftmaxFunction, logsumexp_op, softmax_op
 
