@@ -110,3 +110,22 @@ def test_an_error_of_the_op_leaves_nothing_behind(setup: Setup) -> None:
     assert not first_call.watching() and torch._C._len_torch_dispatch_stack() == 0
     setup.launch(setup.second, 1, torch.ones(3), size=2)
     assert setup.log[-1] == "launch second 2"
+
+
+def test_an_error_of_the_compiler_is_raised_and_forgotten(setup: Setup) -> None:
+    from triton.runtime import _async_compile
+
+    def fail() -> None:
+        raise ValueError("no such instruction")
+
+    def warmup(*args: Any, grid: Any, **options: Any) -> None:
+        mode = _async_compile.active_mode.get()
+        assert mode is not None
+        mode.submit("key", fail, lambda kernel: None)
+
+    setup.first.warmup = warmup  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="no such instruction"):
+        first_call.run(lambda x: setup.launch(setup.first, 1, x, size=1), torch.ones(3))
+    assert _async_compile.active_mode.get() is None and not first_call.watching()
+    first_call.run(lambda x: setup.launch(setup.second, 1, x, size=2), torch.ones(3))
+    assert setup.log == ["compile second", "launch second 2"]

@@ -105,12 +105,15 @@ class DeferredLaunches(TorchDispatchMode):
 
     def release(self) -> None:
         """Wait for the kernels and launch in order. The op defers no further launches."""
+        from triton.runtime import _async_compile
+
         _active.may_defer = False
         launches, self._launches = self._launches, []
         if launches:
             try:
                 self._compilation.__exit__(None, None, None)
             finally:
+                _async_compile.active_mode.set(None)  # Triton leaves it set after an error
                 self._executor.shutdown()
             for kernel, programs, args, options in launches:
                 self._launch(kernel, programs, *args, **options)
