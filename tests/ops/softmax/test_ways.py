@@ -34,7 +34,8 @@ def test_gradients_that_elements_share(op: Op, shape: tuple[int, ...], device: s
             torch.autograd.grad(result, x, upstream, retain_graph=True)[0]
             for upstream in (grad.expand_as(result), grad.expand_as(result).contiguous())
         )
-        torch.testing.assert_close(shared, full, rtol=1e-6, atol=1e-7)
+        # Another layout of the gradient may add a row up in another order.
+        torch.testing.assert_close(shared, full, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.interpreted
