@@ -29,7 +29,6 @@ ARROWS = {
     ("linear_chain", "chain"),
     ("ctc", "chain"),
     ("ctc_crf", "chain"),
-    ("ctc_crf", "ctc"),
 }
 BACKEND_LAYERS = ("reference", "gpu", "cpu")
 SHARED = ("common", "plan")  # what all layers of a family, and other families, may import

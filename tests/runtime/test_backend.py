@@ -17,6 +17,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 @pytest.fixture(autouse=True)
 def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PARTITA_BACKEND", raising=False)
+    monkeypatch.setattr(_backend, "_default", None)  # a test's default ends with the test
 
 
 def test_blocks_nest_and_end_with_an_exception_too() -> None:

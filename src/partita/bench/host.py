@@ -53,7 +53,7 @@ CALLS = (Calls(10, 10), Calls(50, 20))  # on a CPU, whose calls do the work, and
 
 @dataclass(frozen=True)
 class HostPlan:
-    """What is measured.
+    """The plan of a measurement of the host.
 
     Fields:
         device: the device of the inputs.

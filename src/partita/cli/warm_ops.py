@@ -41,7 +41,7 @@ SLOTS = 5  # edges that enter each state
 
 
 class Warmed(NamedTuple):
-    """What one op in one dtype took.
+    """The time and the kernels that one op in one dtype took.
 
     Fields:
         seconds: the time of all calls, without starting the process.

@@ -336,7 +336,8 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t narg
 static PyObject *setup(PyObject *module, PyObject *args) {
     PyObject *api, *types, *addresses;
     unsigned long long address[8];
-    if (!PyArg_ParseTuple(args, "iO!OOOOOO!", &device_type, &PyTuple_Type, &types, &allocate, &byte_dtype, &api,
+    if (!PyArg_ParseTuple(args, "iO!OOOOOO!", &device_type, &PyTuple_Type, &types,
+                          &allocate, &byte_dtype, &api,
                           &knobs, &side_stream, &PyTuple_Type, &addresses) ||
         !PyArg_ParseTuple(types, "OOO", &tensor_type, &parameter_type, &dtype_type) ||
         !PyArg_ParseTuple(addresses, "KKKKKKKK", &address[0], &address[1], &address[2], &address[3],

@@ -76,6 +76,12 @@ def build(
 
 
 @functools.lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    """Return the driver's library."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.lru_cache(maxsize=1)
 def _load() -> tuple[Any, str]:
     """Return the connected C module, or None, and a sentence about it."""
     if not torch.cuda.is_available() or not has_triton():
@@ -90,9 +96,8 @@ def _load() -> tuple[Any, str]:
         return None, f"Triton launches: version {triton.__version__} of Triton is not known here"
     try:
         exchange = exchange_api()
-        library = ctypes.CDLL("libcuda.so.1")
         driver = {
-            name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+            name: ctypes.cast(getattr(_library(), name), ctypes.c_void_p).value or 0
             for name in DRIVER_FUNCTIONS
         }
         module = build(exchange, triton.knobs.runtime, driver, allocator())
@@ -102,6 +107,7 @@ def _load() -> tuple[Any, str]:
     return module, "the C launcher replays calls"
 
 
+register_cache("runtime.launcher.library", _library.cache_clear)
 register_cache("runtime.launcher.module", _load.cache_clear)
 
 
@@ -206,7 +212,7 @@ def _load_function(compiled: Any) -> int | None:
 
 def _has_layout(function: int, sizes: list[int]) -> bool:
     """Return whether the driver says that a kernel has parameters of these sizes, and no others."""
-    get_parameter = getattr(ctypes.CDLL("libcuda.so.1"), "cuFuncGetParamInfo", None)
+    get_parameter = getattr(_library(), "cuFuncGetParamInfo", None)
     if get_parameter is None:  # drivers before CUDA 12.4
         return True
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()

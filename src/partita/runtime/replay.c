@@ -101,7 +101,7 @@ static PyTypeObject program_type = {
     .tp_name = "partita.runtime.Program",
     .tp_basicsize = sizeof(Program),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "Program(args, outputs, results, workspace, steps, keep): the recorded work of an op.",
+    .tp_doc = "Program(args, outputs, results, workspace, steps, keep): an op's recorded work.",
     .tp_new = program_new,
     .tp_dealloc = (destructor)program_dealloc,
 };
@@ -129,10 +129,10 @@ static int run_steps(const Program *self, const uint64_t *slots, void *main, voi
         else if (step->kind == LEAVE)
             stream = main;
         else {
-            void *first = step->kind == FORK ? main : side, *second = step->kind == FORK ? side : main;
-            status = driver.record_event(event, first);
-            if (!status) status = driver.wait_event(second, event, 0);
+            void *before = step->kind == FORK ? main : side;
             stream = step->kind == FORK ? side : main;
+            status = driver.record_event(event, before);
+            if (!status) status = driver.wait_event(stream, event, 0);
         }
         if (status) return status;
     }

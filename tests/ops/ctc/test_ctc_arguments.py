@@ -69,8 +69,6 @@ def test_forward_mode_is_refused() -> None:
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_offsets_are_made_once_for_each_stream(device: str) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
     arguments._cached_offsets.clear()
     where = torch.device(device, 0)
     first = arguments._row_offsets(3, 5, where)

@@ -11,7 +11,7 @@ from ...runtime import checks, register
 from ...runtime.autograd import double_backward, is_double_backward
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.api import cross_entropy
-from ..cross_entropy.autograd import scale_gradient
+from ..cross_entropy.autograd import scale_by_upstream
 from ..cross_entropy.common import valid_targets
 from . import reference
 from .backends import BACKENDS
@@ -347,7 +347,7 @@ class LinearOnePass(torch.autograd.Function):
             gradients = one_pass(*head, *ctx.numbers, ctx.chunk, *ctx.wanted, ctx.backend)[1:]
         for gradient, wants in zip(gradients, ctx.wanted, strict=True):
             if wants:
-                scale_gradient(gradient, grad, ctx.backend)
+                scale_by_upstream(gradient, grad, ctx.backend)
         return *no_option_grads, *_only_wanted(gradients, ctx.wanted), None, None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...runtime.autograd import is_double_backward
 from ...runtime.backend import current_backend, resolve
 from ...runtime.register import PLAIN
-from ..cross_entropy.autograd import scale_gradient
+from ..cross_entropy.autograd import scale_by_upstream
 from .backends import parallel_one_pass
 from .gpu.plan import slot_count
 from .local_losses import ParallelLossArguments, prepare_rows
@@ -134,5 +134,5 @@ class ParallelOnePass(torch.autograd.Function):
             result = loss_and_gradient(logits, target, ctx.options)
             assert result is not None
             dlogits = result[1]
-        scale_gradient.eager(dlogits, grads[0], ctx.backend)
+        scale_by_upstream(dlogits, grads[0], ctx.backend)
         return dlogits, None, None, None, None

@@ -20,13 +20,11 @@ from .align import BACKTRACE, VITERBI, ctc_alignment_kernel
 from .call import CTCCall, TargetTensors, launch_lanes, launch_normalize, row_tile
 from .gradient import ctc_lane_gradient_kernel, ctc_narrow_gradient_kernel
 from .label_gradient import ctc_label_gradient_kernel
-from .label_index import LabelIndex, ctc_label_order_kernel, label_index
+from .label_index import ctc_label_order_kernel, label_index
 from .plan import CHUNK, SAVE_EVERY, ctc_plan, saved_shape
 from .workspace import workspace_views
 
 ALIGNMENT_STEPS = 256  # steps of a program of the alignment kernel
-
-__all__ = ["LabelIndex", "ctc_align", "ctc_gradient", "ctc_loss", "label_index"]
 
 
 def ctc_loss(

@@ -174,7 +174,7 @@ def scan_other_half(
 
 
 class TargetScan(NamedTuple):
-    """What the scans of all chunks of a sequence in one direction share.
+    """The values that the scans of all chunks of a sequence in one direction share.
 
     Fields:
         labels_ptr: the target's labels.
