@@ -24,6 +24,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from helpers.interpreter import patch_language_once_per_launch
+
+    patch_language_once_per_launch()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     for marker, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{marker}: {meaning}")

@@ -41,13 +41,19 @@ TARGETS = {
 def chosen(kernel: str, name: str) -> list[Launch]:
     """Return the launches that are compiled for a target.
 
-    These are all launches in bf16 and fp32 for the GPU that the plans were measured on. Elsewhere,
-    and in fp64, they are the most demanding of each dtype, plain and not.
+    bf16 differs from fp32 in its loads alone, so fp32 stands for both wherever the compile-time
+    arguments are the same. For the GPU that the plans were measured on these are all launches but
+    those in fp64. Elsewhere, and in fp64, they are the most demanding of each dtype, plain and not.
     """
     known = launches(None if name == "gfx942" else "13.0")[kernel]
+    in_fp32 = {launch.variant for launch in known if launch.dtype == torch.float32}
+    known = [
+        launch
+        for launch in known
+        if launch.dtype != torch.bfloat16 or launch.variant not in in_fp32
+    ]
     kinds = dict.fromkeys((launch.dtype, launch.plain) for launch in known)
-    if name == "gfx942" and torch.float32 in {launch.dtype for launch in known}:
-        # bf16 differs from fp32 in its loads alone, and compiles for minutes.
+    if name != "sm_90" and torch.float32 in {launch.dtype for launch in known}:
         kinds = {kind: None for kind in kinds if kind[0] != torch.bfloat16}
     hardest = [
         max(

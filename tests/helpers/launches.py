@@ -64,6 +64,11 @@ class Launch(NamedTuple):
         elements = functools.reduce(lambda a, b: a * b, sizes, 1)
         return elements, sum(bool(value) for value in self.options.values())
 
+    @property
+    def variant(self) -> str:
+        """Return what the kernel is compiled for, apart from the dtypes of its tensors."""
+        return f"{self.options} {[arg is None for arg in self.args]}"
+
     def __str__(self) -> str:
         return f"{self.kernel.__name__} {self.dtype} {self.options}"
 
@@ -205,6 +210,14 @@ def call_rows(x: torch.Tensor) -> None:
         torch.autograd.grad(result, x, torch.full_like(result, 2.0), retain_graph=True)
 
 
+def call_long_rows(x: torch.Tensor) -> None:
+    """Call the ops in whose kernels one program may hold the whole of a long row."""
+    x.requires_grad_()
+    loss = partita.cross_entropy(x, torch.zeros(x.shape[0], dtype=torch.int64))
+    torch.autograd.grad(loss, x)
+    torch.autograd.grad(partita.softmax(x), x, torch.ones_like(x))
+
+
 @functools.cache
 def launches(cuda: str | None) -> dict[str, list[Launch]]:
     """Return the launches of each kernel, one for each set of compile-time arguments and dtype.
@@ -217,6 +230,7 @@ def launches(cuda: str | None) -> dict[str, list[Launch]]:
             for width in (100, 5000, 50_257, 131_072):
                 call_rows(torch.zeros(3, width, dtype=dtype))
             call_rows(torch.zeros(5000, 3, dtype=dtype).T)
+            call_long_rows(torch.zeros(3, 32_768, dtype=dtype))
             chains = ((3, 2), (64, 5), (1024, 5), (2000, 3), (40, 40), (-64, 5), (-1024, 5))
             for C, K in chains:
                 call_chains(dtype, C, K)
@@ -231,5 +245,5 @@ def launches(cuda: str | None) -> dict[str, list[Launch]]:
                     call_ctc(dtype, N, C, S, from_logits)
     found: dict[str, dict[str, Launch]] = defaultdict(dict)
     for each in noted:
-        found[each.kernel.__name__].setdefault(f"{each} {[arg is None for arg in each.args]}", each)
+        found[each.kernel.__name__].setdefault(f"{each.dtype} {each.variant}", each)
     return {name: list(each.values()) for name, each in found.items()}

@@ -52,8 +52,10 @@ def zeroed_words(device: torch.device, *words: int) -> list[Tensor | None]:
     sizes = [size + size % 2 for size in words]  # each tensor starts on 16 bytes
     if not any(sizes):
         return [None] * len(words)
-    parts = torch.zeros(sum(sizes), dtype=torch.int64, device=device).split(sizes)
-    return [part if size else None for part, size in zip(parts, words, strict=True)]
+    zeros = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+    if max(sizes) == len(zeros):  # one kernel needs them all, so the views of a split are spared
+        return [zeros if size else None for size in words]
+    return [part if size else None for part, size in zip(zeros.split(sizes), words, strict=True)]
 
 
 def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:

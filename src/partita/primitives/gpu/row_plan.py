@@ -252,6 +252,9 @@ def row_plan(shape: RowShape, operands: int = 1, patched: bool = False) -> RowPl
         if is_half and block > 8192 and operands == 1 and can_exchange:
             return RowPlan("row", 1, block, 4, max_registers=96, vector=vector)
         return _whole_row_plan(shape, block, elements, vector)
+    if is_half and block == 32768 and operands <= 2 and can_exchange and vector == 1:
+        # A program that holds the whole row waits for no other.
+        return RowPlan("row", 1, block, 8 * operands, max_registers=128)
     # The edges of an fp32 row cost the registers that would hold 16,384 columns.
     has_edges = vector > 1 and not is_half
     part = 8192 if has_edges or (operands > 1 and not is_half) else 16384
