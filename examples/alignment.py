@@ -41,6 +41,7 @@ from torch import Tensor
 import partita
 from partita.integrations.torchaudio import forced_align
 
+BATCHES = 300  # by default
 REQUIRED_PLACED = 0.95
 REQUIRED_AREA = 0.95
 ERRORS_PER_LINE = SHORTEST // 2  # at most, so that no two wrong labels are neighbours
@@ -294,7 +295,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"wrong labels, at most {ERRORS_PER_LINE} to a line (default 40)",
     )
     parser.add_argument(
-        "--batches", type=positive, default=300, help="batches of lines to train on (default 300)"
+        "--batches",
+        type=positive,
+        default=BATCHES,
+        help=f"batches of lines to train on (default {BATCHES})",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default 0)")
     parser.add_argument(
@@ -328,7 +332,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     print(f"Compared with forced_align: {path}, score diff {report.score_difference:.2e}")
     print(f"Picture: {options.out}")
-    if report.placed < REQUIRED_PLACED or report.area < REQUIRED_AREA or not report.same_path:
+    learned = report.placed >= REQUIRED_PLACED and report.area >= REQUIRED_AREA
+    if report.same_path and not learned and options.batches < BATCHES:
+        print(f"{options.batches} batches are too few to learn this; {BATCHES} are the default.")
+    elif not (learned and report.same_path):
         print(
             f"Below {REQUIRED_PLACED:.0%} of labels on their digits, below an area of"
             f" {REQUIRED_AREA}, or not the path of forced_align.",

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 
 import partita
 
+BATCHES = 400  # by default
 REQUIRED_ACCURACY = 0.9
 BATCH = 32
 WIDEST = 84  # the characters of a line in the picture
@@ -379,7 +380,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Tag the characters of Python's standard library with a CRF by Partita."
     )
     parser.add_argument(
-        "--batches", type=positive, default=400, help=f"batches of {BATCH} snippets (default 400)"
+        "--batches",
+        type=positive,
+        default=BATCHES,
+        help=f"batches of {BATCH} snippets (default {BATCHES})",
     )
     parser.add_argument(
         "--files",
@@ -424,7 +428,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{found.broken:,} broken tokens, {report.milliseconds[name]:.0f} ms a batch"
         )
     print(f"Picture: {options.out}")
-    if report.scores["CRF"].characters < REQUIRED_ACCURACY:
+    if report.scores["CRF"].characters < REQUIRED_ACCURACY and options.batches < BATCHES:
+        print(f"{options.batches} batches are too few to learn this; {BATCHES} are the default.")
+    elif report.scores["CRF"].characters < REQUIRED_ACCURACY:
         print(
             f"Fewer than {REQUIRED_ACCURACY:.0%} of the characters were tagged rightly.",
             file=sys.stderr,

@@ -194,6 +194,18 @@ def run(sizes: Sizes, steps: int, seed: int, device: torch.device, quiet: bool =
     return Report(training, ranks)
 
 
+def progress_of(losses: list[float]) -> str:
+    """Return the loss of the first and of the last batches; the two never share a batch."""
+    count = min(REPORTED_BATCHES, len(losses) // 2)
+    if count == 0:
+        return f"Loss: {losses[0]:.3f} nats a token in the only batch"
+    batches = "batch" if count == 1 else f"{count} batches"
+    return (
+        f"Loss: {statistics.mean(losses[:count]):.3f} nats a token in the first {batches},"
+        f" {statistics.mean(losses[-count:]):.3f} in the last"
+    )
+
+
 def write(path: Path, losses: list[float]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as file:
@@ -247,10 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     dist.destroy_process_group()
     if first:
         losses, milliseconds = report.training
-        print(
-            f"Loss: {statistics.mean(losses[:REPORTED_BATCHES]):.3f} nats a token at the start,"
-            f" {statistics.mean(losses[-REPORTED_BATCHES:]):.3f} at the end"
-        )
+        print(progress_of(losses))
         print(f"A step: {statistics.median(milliseconds):,.0f} ms")
         for i, rank in enumerate(report.ranks):
             print(

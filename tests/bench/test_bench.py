@@ -152,10 +152,11 @@ def test_all_ops_with_table_csv_and_picture(
         "softmax fp32",
         "softmax sweep fp32",
         "cross_entropy host fp32",
-        "cross_entropy bf16, total: percent of copy bandwidth",
         "viterbi bf16",
     ):
         assert f"\n{title}\n" in printed
+    assert ("cross_entropy bf16, total: percent of copy bandwidth" in printed) == (device == "cuda")
+    assert ("%" in printed) == (device == "cuda")
     assert "\nsteps × chains × states × slots  partita  torch\n" in printed
     assert ("No GPU" in printed) == (not torch.cuda.is_available())
 
@@ -427,8 +428,11 @@ def test_shares_of_the_bandwidth() -> None:
         3,
     )
     assert str(slow) == "6.000 (4.000–8.000)"
+    gpu = dataclasses.replace(CPU, device=torch.device("cuda"))
     shares = {
-        part: runner.Row(case, "x", part, Timing.of([4.0]), 0.0, None, "").fraction(CPU)
+        part: runner.Row(case, "x", part, Timing.of([4.0]), 0.0, None, "").fraction(gpu)
         for part in ("inference", "forward", "total")
     }
     assert shares == {"inference": pytest.approx(0.5), "forward": None, "total": pytest.approx(0.5)}
+    row = runner.Row(case, "x", "total", Timing.of([4.0]), 0.0, None, "")
+    assert row.fraction(CPU) is None

@@ -413,7 +413,6 @@ def test_table_csv_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr().out
     for title in (
         "ctc fp32",
-        "ctc fp32, total: percent of copy bandwidth",
         "ctc fp32, total: times faster than torch",
         "ctc_crf fp32",
         "ctc_align fp32",

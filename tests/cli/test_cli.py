@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -102,8 +103,8 @@ def test_info_says_what_is_missing_and_what_brings_it(
     printed = capsys.readouterr().out
     lines = lines_of(printed)
     for package, (_, command) in _info.EXTRAS.items():
-        assert "not installed" in lines[package]
-        assert command in lines[package]
+        assert re.search(rf"^{package} +not installed", printed, re.MULTILINE)
+        assert command in " ".join(printed.split())
     assert "none: backend 'numba': this op has no Numba kernel" in lines["softmax"]
     assert "PARTITA_BACKEND=numba" in printed
 
@@ -127,11 +128,12 @@ def test_the_ops_of_info_are_all() -> None:
 
 
 def table_of(printed: str) -> list[list[str]]:
-    """Op, backend, dtype and the rest of each line."""
+    """Return the cells of each line: op, dtype, error, bound, PyTorch's error, result."""
     return [
         cells
         for line in printed.splitlines()
-        if len(cells := [c for c in line.split("  ") if c]) >= 4 and "on" in line.split()
+        if len(cells := [c.strip() for c in line.split("  ") if c]) >= 4
+        and cells[1] in _check_machine.DTYPES
     ]
 
 
@@ -145,7 +147,11 @@ def test_check_passes(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert {cells[0] for cells in table} == {check.op for check in _check_machine.CHECKS} | {
         "cross_entropy, bad label"
     }
-    assert all(cells[-1].strip() == "pass" for cells in table)
+    assert all(cells[-1] == "pass" for cells in table)
+    assert max(map(len, printed.splitlines())) <= 80
+    measured = [cells for cells in table if len(cells) == 6]
+    assert len(measured) == len(table) - 4  # a bad label has no error to bound
+    assert all(float(error) <= 1.05 * float(bound) for _, _, error, bound, _, _ in measured)
     assert f"{len(table)} passed, 0 failed" in printed
     for op in set(_info.OPS) - {"ctc_align"}:  # which has no gradient
         assert any(check.op.startswith(op) for check in _check_machine.CHECKS)
@@ -178,7 +184,7 @@ def test_check_finds_what_is_wrong(
     assert main(["check", "--device", "cpu"]) == 1
     printed = capsys.readouterr().out
     assert printed.count("FAIL") == 4
-    assert printed.count(note) == 4
+    assert " ".join(printed.split()).count(note.strip()) == 4
     assert "4 passed, 4 failed" in printed
 
 
@@ -229,6 +235,29 @@ def test_tables(
             printed
             == "\nA title\nop          ms\n-------  -----\nsoftmax    1.5  [fast]\nx        10.25\n"
         )
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_tables_that_are_wider_than_the_terminal_lose_nothing(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    providers = [f"provider-number-{i}" for i in range(9)]
+    notes = "refuses: " + "several words of a long reason " * 5
+    rows = [[f"row{r}", "bf16", *(f"{r}{i}.5 %" for i in range(9)), notes] for r in range(3)]
+    _console.print_table("A title", ["op", "dtype", *providers, ""], rows, left=2)
+    printed = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert max(map(len, printed.splitlines())) <= 80
+    words = printed.split()
+    assert set(providers) <= set(words) and "…" not in printed
+    for r in range(3):
+        assert [w for w in words if w.startswith(str(r)) and w.endswith(".5")] == [
+            f"{r}{i}.5" for i in range(9)
+        ]
+    parts = printed.count("A title")
+    assert parts > 2 and all(words.count(key) == parts for key in ("row0", "row1", "row2"))
+    assert words.count("reason") == 15
 
 
 @pytest.mark.parametrize("rich", [True, False])

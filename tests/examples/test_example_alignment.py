@@ -95,16 +95,23 @@ def test_a_sure_network_finds_every_wrong_label() -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("enough", [True, False], ids=["enough", "too few"])
+def test_command(
+    enough: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if enough:
+        monkeypatch.setattr(alignment, "BATCHES", 2)
     out = tmp_path / "new folder" / "page"
     arguments = [
         argument for name, value in SMALL.items() for argument in (f"--{name}", str(value))
     ]
-    assert alignment.main([*arguments, "--out", str(out), "--quiet"]) == 1, (
-        "two batches cannot tell the wrong labels"
-    )
+    code = alignment.main([*arguments, "--out", str(out), "--quiet"])
+    assert code == int(enough), "so few batches cannot reach what is asked for"
     printed = capsys.readouterr()
-    lines = dict(line.split(": ") for line in printed.out.splitlines())
+    lines = dict(line.split(": ") for line in printed.out.splitlines() if ": " in line)
     assert list(lines) == [
         "Page",
         "Time of the alignment",
@@ -117,7 +124,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"[\d.]+ ms", lines["Time of the alignment"])
     compared = lines["Compared with forced_align"]
     assert re.fullmatch(r"the same path, score diff \d\.\d\de[-+]\d+", compared)
-    assert "Below 95%" in printed.err
+    assert ("Below 95%" in printed.err) == enough
+    assert ("batches are too few" in printed.out) != enough
     assert out.read_bytes().startswith(b"\x89PNG")
     height, width, _ = imread(out).shape
     assert width > height > 500

@@ -108,35 +108,33 @@ def _unit_name(unit: Unit) -> str:
 
 
 def tables(rows: Sequence[Measurement], first_calls: Sequence[FirstCall]) -> Iterator[Table]:
-    """Yield the table of times, and that of first calls where there are some."""
-    lines = []
-    for row in rows:
-        factor = ratio(row, rows)
-        lines.append(
-            [
-                row.op,
-                row.variant,
-                row.provider,
-                _us(row.host),
-                _us(row.waited),
-                "" if factor is None else f"{factor:.2f}",
-                "" if factor is None else _unit_name(row.unit),
-                "" if row.kernels is None else str(row.kernels),
-                "" if row.device_us is None else f"{row.device_us:.0f}",
-                row.note,
-            ]
-        )
-    header = ["op", "", "provider", "host, us", "waited for, us", "ratio", "to", "kernels"]
-    yield Table(
-        "A forward and backward pass of tiny inputs", [*header, "device, us", ""], lines, left=3
-    )
+    """Yield a table of times for each op, and that of first calls where there are some."""
+    header = ["case", "provider", "host", "waited for", "ratio", "kernels", "device", ""]
+    for op in dict.fromkeys(row.op for row in rows):
+        own = [row for row in rows if row.op == op]
+        title = f"{op}: forward + backward of a tiny input, us; ratio to {_unit_name(own[0].unit)}"
+        yield Table(title, header, [_cells(row, rows) for row in own], left=2)
     if first_calls:
         cells = [
-            [row.op, row.provider, _seconds(row.empty), _seconds(row.filled), row.note]
-            for row in first_calls
+            [call.op, call.provider, _seconds(call.empty), _seconds(call.filled), call.note]
+            for call in first_calls
         ]
         header = ["op", "provider", "empty cache, s", "filled cache, s", ""]
         yield Table("The first call of a process", header, cells, left=2)
+
+
+def _cells(row: Measurement, rows: Sequence[Measurement]) -> list[str]:
+    factor = ratio(row, rows)
+    return [
+        row.variant or "the usual one",
+        row.provider,
+        _us(row.host),
+        _us(row.waited),
+        "" if factor is None else f"{factor:.2f}",
+        "" if row.kernels is None else str(row.kernels),
+        "" if row.device_us is None else f"{row.device_us:.0f}",
+        row.note,
+    ]
 
 
 def _seconds(value: float | None) -> str:

@@ -83,8 +83,9 @@ def times(rows: Sequence[Row], machine: Machine) -> Iterator[Table]:
     """Yield tables of all measurements, with a line for each case and provider.
 
     Times are milliseconds as mean (min–max), with the percent of the bandwidth that bounds the
-    part.
+    part on a GPU.
     """
+    bounded = machine.device.type != "cpu"
     for key, group in _groups(rows).items():
         parts = [part for part in PARTS if any(row.part == part for row in group)]
         kind = group[0].case
@@ -93,6 +94,7 @@ def times(rows: Sequence[Row], machine: Machine) -> Iterator[Table]:
             limit = next(
                 (row.case.moves[part].limit for row in group if part in row.case.moves), None
             )
+            limit = limit if bounded else None
             header += [f"{part}, ms", *([f"of {limit}"] if limit else [])]
         memory = any(row.extra_memory is not None for row in group)
         header += ["extra memory"] * memory + [kind.unit or "error", ""]
@@ -106,7 +108,7 @@ def times(rows: Sequence[Row], machine: Machine) -> Iterator[Table]:
             for part in parts:
                 measured = found.get(part)
                 line.append(str(measured.timing) if measured else "")
-                if any(part in other.case.moves for other in group):
+                if bounded and any(part in other.case.moves for other in group):
                     line.append(_percent(measured, machine) if measured else "")
             if memory:
                 line.append(_memory(own[0]))
@@ -139,7 +141,7 @@ def summary(rows: Sequence[Row], machine: Machine) -> Iterator[Table]:
         for part in PARTS:
             timed = [row for row in group if row.part == part]
             measured = [row for row in timed if part in row.case.moves]
-            if measured:
+            if measured and machine.device.type != "cpu":
                 limit = measured[0].case.moves[part].limit
                 yield _by_size(
                     f"{_title(*key)}, {part}: percent of {limit} bandwidth",

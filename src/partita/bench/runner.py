@@ -53,9 +53,10 @@ class Row:
         )
 
     def fraction(self, machine: Machine) -> float | None:
+        """Return the share of the bandwidth; None on a CPU, whose caches hold these inputs."""
         return (
             None
-            if self.bandwidth is None
+            if self.bandwidth is None or machine.device.type == "cpu"
             else self.bandwidth / machine.bandwidth(self.case.moves[self.part].limit)
         )
 

@@ -23,7 +23,9 @@ THOROUGH = ("bf16", "fp32")
 
 DESCRIPTION = """\
 Run the ops that have a gradient, forward and backward, and compare them with fp64, on the CPU
-and on the current GPU. The bound of an error is two times that of PyTorch, or 2 ulp."""
+and on the current GPU. Each error stands beside its bound, which is two times that of PyTorch, or
+2 ulp. Errors are in ulp of the result's dtype. A sum whose terms cancel can be off by many ulp of
+its small result: then PyTorch's own error is as large, and so is the bound."""
 
 EPILOG = """\
 examples:
@@ -65,6 +67,7 @@ class Line:
     backend: str
     dtype: str
     error: str
+    bound: str
     torch_error: str
     passed: bool
     note: str = ""
@@ -85,7 +88,7 @@ def _inputs(check: Check, dtype: str, device: torch.device) -> Iterator[tuple[st
 def run(check: Check, backend: Backend, dtype: str) -> Line:
     """Return the line with the worst error of all inputs, forward and backward."""
     backend, worst = backend.of(check), 0.0
-    line = Line(check.op, str(backend), dtype, "0", "0", True)
+    line = Line(check.op, str(backend), dtype, "0", "2", "0", True)
     try:
         for name, x in _inputs(check, dtype, backend.device):
             errors = contract_errors(
@@ -106,12 +109,13 @@ def run(check: Check, backend: Backend, dtype: str) -> Line:
                             str(backend),
                             dtype,
                             f"{error.ulp:.2g}",
+                            f"{error.budget:.2g}",
                             f"{error.baseline:.2g}",
                             error.passed,
                             note,
                         )
     except Exception as error:
-        return Line(check.op, str(backend), dtype, "", "", False, first_line(error))
+        return Line(check.op, str(backend), dtype, "", "", "", False, first_line(error))
     return line
 
 
@@ -130,17 +134,18 @@ def run_bad_label(backend: Backend, dtype: str) -> Line:
         try:
             result = cross_entropy(x, bad, reduction="none")
         except IndexError:
-            return Line(op, str(backend), dtype, "IndexError", "", True)
+            return Line(op, str(backend), dtype, "IndexError", "", "", True)
         mismatch = result.isnan() != (torch.arange(ROWS, device=x.device) == 1)
         mismatch |= (result != expected) & ~result.isnan()
     except Exception as error:
-        return Line(op, str(backend), dtype, "", "", False, first_line(error))
+        return Line(op, str(backend), dtype, "", "", "", False, first_line(error))
     failed = mismatch.nonzero().flatten().tolist()
     return Line(
         op,
         str(backend),
         dtype,
         "NaN in its row",
+        "",
         "",
         not failed,
         f"wrong rows: {failed}" if failed else "",
@@ -208,24 +213,22 @@ def run_all(chosen: Sequence[Backend]) -> list[Line]:
 
 
 def table(lines: Sequence[Line]) -> Table:
-    header = ["op", "backend", "dtype", "error, ulp", "torch's, ulp", "result", ""]
-    return Table(
-        "Against fp64",
-        header,
-        [
-            [
-                x.op,
-                x.backend,
-                x.dtype,
-                x.error,
-                x.torch_error,
-                "pass" if x.passed else "FAIL",
-                x.note,
-            ]
-            for x in lines
-        ],
-        left=3,
-    )
+    """Return one table of all backends."""
+    header = ["op", "backend", "dtype", "error, ulp", "bound", "torch's", "result", ""]
+    rows = [[x.op, x.backend, *_cells(x)] for x in lines]
+    return Table("Against fp64", header, rows, left=3)
+
+
+def tables(lines: Sequence[Line]) -> Iterator[Table]:
+    """Yield a narrow table for each backend and device."""
+    header = ["op", "dtype", "error, ulp", "bound", "torch's", "result", ""]
+    for backend in dict.fromkeys(line.backend for line in lines):
+        rows = [[x.op, *_cells(x)] for x in lines if x.backend == backend]
+        yield Table(f"{backend}, against fp64", header, rows, left=2)
+
+
+def _cells(x: Line) -> list[str]:
+    return [x.dtype, x.error, x.bound, x.torch_error, "pass" if x.passed else "FAIL", x.note]
 
 
 def verdict(lines: Sequence[Line]) -> str:
@@ -251,7 +254,8 @@ def main(args: argparse.Namespace) -> int:
         print("partita check: nothing is left to check", file=sys.stderr)
         return 2
     lines = run_all(chosen.backends)
-    print_table(*table(lines))
+    for shown in tables(lines):
+        print_table(*shown)
     if args.device is None and not torch.cuda.is_available():
         print(f"\n{no_gpu()}")
     print(f"\n{verdict(lines)}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -19,6 +21,8 @@ DTYPES = {
     "fp64": torch.float64,
 }
 SECONDS_BETWEEN_LINES = 15.0
+GAP = 2  # spaces between columns
+NOTE_WIDTH = 30  # letters that a column of notes has at least; longer notes wrap
 
 
 class UsageError(ValueError):
@@ -45,6 +49,50 @@ class Table(NamedTuple):
         """Return `<` or `>` for each column."""
         return ["<" if i < self.left or not name else ">" for i, name in enumerate(self.header)]
 
+    @property
+    def has_notes(self) -> bool:
+        """Return whether the last column has no name: it holds notes, which may wrap."""
+        return len(self.header) > self.left and not self.header[-1]
+
+    @property
+    def widths(self) -> list[int]:
+        """Return the letters of the longest cell of each column."""
+        lines = (self.header, *self.rows)
+        return [max(len(line[i]) for line in lines) for i in range(len(self.header))]
+
+    def fitted(self, width: int) -> list[Table]:
+        """Return tables that are at most `width` wide and have all columns of this one.
+
+        Each of them starts with the leading columns, which are never cut. A table with leading
+        columns that leave too little room still has one column beside them.
+        """
+        widths = self.widths
+        if self.has_notes:
+            widths[-1] = min(widths[-1], NOTE_WIDTH)
+        leading = list(range(self.left))
+        parts, room = [leading], width - sum(widths[i] + GAP for i in leading)
+        used = 0
+        for i in range(self.left, len(self.header)):
+            if used and used + widths[i] > room:
+                parts, used = [*parts, leading], 0
+            parts[-1] = [*parts[-1], i]
+            used += widths[i] + GAP
+        return [self._part(part, continued=i > 0) for i, part in enumerate(parts)]
+
+    def _part(self, columns: Sequence[int], continued: bool) -> Table:
+        """Return the table of some columns; what goes on has no line without a cell of its own."""
+        own = columns[self.left :]
+        return Table(
+            self.title + " (continued)" * continued,
+            [self.header[i] for i in columns],
+            [
+                [row[i] for i in columns]
+                for row in self.rows
+                if not continued or any(row[i] for i in own)
+            ],
+            self.left,
+        )
+
 
 def has_rich() -> bool:
     return importlib.util.find_spec("rich") is not None
@@ -53,40 +101,60 @@ def has_rich() -> bool:
 def print_table(
     title: str, header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
 ) -> None:
-    """Print the `Table` of these fields."""
-    aligned = Table(title, header, rows, left).aligned
-    if has_rich() and sys.stdout.isatty():
-        _print_rich(title, header, rows, aligned)
-        return
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    print(f"\n{title}")
-    for row in (
-        header,
-        ["-" * width * bool(name) for name, width in zip(header, widths, strict=True)],
-        *rows,
-    ):
-        print(
-            "  ".join(
-                f"{cell:{align}{width}}"
-                for cell, align, width in zip(row, aligned, widths, strict=True)
-            ).rstrip()
-        )
+    """Print the `Table` of these fields, in parts where it is wider than the terminal.
+
+    A pipe or a file counts as a terminal of 80 columns, unless COLUMNS is set.
+    """
+    width = shutil.get_terminal_size().columns
+    for table in Table(title, header, rows, left).fitted(width):
+        if has_rich() and sys.stdout.isatty():
+            _print_rich(table, width)
+        else:
+            _print_plain(table, width)
 
 
-def _print_rich(
-    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], aligned: Sequence[str]
-) -> None:
+def _print_plain(table: Table, width: int) -> None:
+    widths = table.widths
+    if table.has_notes:
+        widths[-1] = max(width - sum(each + GAP for each in widths[:-1]), NOTE_WIDTH)
+    rule = ["-" * each * bool(name) for name, each in zip(table.header, widths, strict=True)]
+    print(f"\n{table.title}")
+    for row in (table.header, rule, *table.rows):
+        for cells in _wrapped(row, widths[-1]) if table.has_notes else [row]:
+            line = (
+                f"{cell:{align}{each}}"
+                for cell, align, each in zip(cells, table.aligned, widths, strict=True)
+            )
+            print((" " * GAP).join(line).rstrip())
+
+
+def _wrapped(row: Sequence[str], width: int) -> list[list[str]]:
+    """Return the lines of a row whose last cell is a note of any length."""
+    notes = textwrap.wrap(row[-1], width, break_long_words=False, break_on_hyphens=False)
+    blank = [""] * (len(row) - 1)
+    return [[*(row[:-1] if i == 0 else blank), note] for i, note in enumerate(notes or [row[-1]])]
+
+
+def _print_rich(table: Table, width: int) -> None:
     from rich import box
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Table as RichTable
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, align in zip(header, aligned, strict=True):
-        table.add_column(name, justify="left" if align == "<" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    Console().print(table)
+    shown = RichTable(
+        title=table.title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, GAP, 0, 0),
+        collapse_padding=True,
+    )
+    for i, (name, align) in enumerate(zip(table.header, table.aligned, strict=True)):
+        notes = table.has_notes and i == len(table.header) - 1
+        shown.add_column(name, justify="left" if align == "<" else "right", no_wrap=not notes)
+    for row in table.rows:
+        shown.add_row(*map(Text, row))
+    Console(width=width).print(shown)
 
 
 def first_line(error: BaseException) -> str:

@@ -162,9 +162,7 @@ def tables() -> list[Table]:
     devices = [row[0] for row in found]
     return [
         Table("Installed", ["package", "version", ""], _versions(), left=2),
-        Table(
-            "Devices", ["device", "name", "memory", "multiprocessors", "capability"], found, left=2
-        ),
+        Table("Devices", ["device", "name", "memory", "SMs", "capability"], found, left=2),
         Table(
             "Served by",
             ["op", *devices],
