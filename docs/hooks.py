@@ -4,18 +4,15 @@ The pages are written to be read on a code host too, so they link to files of th
 have formulas between dollar signs.
 
 - ARCHITECTURE.md, CONTRIBUTING.md and CHANGELOG.md are pages. All other files outside of `docs`
-that
-  a page links to become pages with their text.
+  that a page links to become pages with their text.
 - Links point to the pages of their targets on the site. A link without a target stays, and the
-strict
-  build stops at it.
+  strict build stops at it.
+- Figures that a page quotes are read from the tables, by docs/bench/quoted.py.
 - The output of a command follows `$ partita ... --help`.
 - Formulas become MathML, so that nothing is fetched to show them. A formula that cannot be
-converted
-  stops the build.
+  converted stops the build.
 - The sections `Fields:` and `Example:` of docstrings, and parameters that share a line, get the
-form
-  that mkdocstrings knows.
+  form that mkdocstrings knows.
 """
 
 from __future__ import annotations
@@ -27,6 +24,7 @@ import os
 import posixpath
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +36,9 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "docs" / "bench"))
+import quoted  # noqa: E402, of that folder
+
 PAGES = {
     "README.md": "index.md",
     "docs": "index.md",
@@ -112,7 +113,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[1]
         return posixpath.relpath(uri_of(path), posixpath.dirname(uri) or ".")
 
-    return HELP.sub(printed, LINK.sub(turned, markdown))
+    return HELP.sub(printed, LINK.sub(turned, quoted.shown(markdown)))
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -1,0 +1,74 @@
+"""Figures in README.md and in the pages: what they quote is what the tables say."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "docs" / "bench"))
+import quoted  # noqa: E402
+import quoted_rows  # noqa: E402
+
+PAGES = list(quoted.pages())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_figures_are_current(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text == quoted.current(text), "run `python docs/bench/quoted.py`"
+    marks = len(re.findall(r"<!-- (?:\w+|/) -->", text))
+    assert marks == 2 * len(quoted.QUOTE.findall(text)), "a quote is not closed"
+
+
+def test_every_figure_is_quoted() -> None:
+    names = {
+        name for page in PAGES for name, _ in quoted.QUOTE.findall(page.read_text(encoding="utf-8"))
+    }
+    assert names == set(quoted.FIGURES)
+
+
+def test_a_figure_that_is_not_current_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quoted.main(["--check"]) == 0
+    monkeypatch.setitem(quoted.FIGURES, "readme_speed", lambda: "\nanother table\n")
+    assert quoted.main(["--check"]) == 1
+    assert capsys.readouterr().out == "README.md: not current\n"
+
+
+def test_the_site_shows_the_figures_without_marks() -> None:
+    text = "Posteriors: <!-- ctc_greatest_error -->old<!-- / -->."
+    assert quoted.shown(text) == f"Posteriors: {quoted.FIGURES['ctc_greatest_error']()}."
+    with pytest.raises(KeyError):
+        quoted.current("<!-- no_such_figure -->1<!-- / -->")
+
+
+def test_a_table_is_read_by_all_that_tells_its_rows_apart() -> None:
+    one = quoted_rows.row("parallel.csv", op="linear_cross_entropy", gpus=1)
+    assert one["provider"] == "partita"
+    with pytest.raises(LookupError, match="expected one row"):
+        quoted_rows.row("parallel.csv", op="cross_entropy", gpus=2)
+
+
+@pytest.mark.parametrize(
+    ("value", "count", "expected"),
+    [
+        (0.0409, 2, "0.041"),
+        (9.96, 2, "10"),
+        (859.365, 3, "859"),
+        (1234.5, 3, "1,230"),
+        (2.0, 2, "2.0"),
+        (0.995, 2, "0.99"),
+        (0.0, 3, "0.00"),
+    ],
+)
+def test_digits(value: float, count: int, expected: str) -> None:
+    assert quoted_rows.digits(value, count) == expected
+
+
+def test_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.encode()) <= 8_000
+    assert [line for line in text.splitlines() if len(line) > 100] == []
