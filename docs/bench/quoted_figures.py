@@ -299,6 +299,19 @@ def _chain_share(states: int) -> str:
 
 
 @figure
+def chain_memory() -> str:
+    """Return the memory beyond the scores, in units of them."""
+    size = {"steps": 2000, "chains": 64, "states": 1024, "slots": 5}
+    scores = 4 * 2000 * 64 * 1024 * 5
+    wanted = {"op": "chain", "part": "total", "dtype": "fp32", **size}
+    ours, koi, seqdist = (
+        digits(number(CHAIN, "extra_memory_bytes", provider=name, **wanted) / scores, 2)
+        for name in (OURS, "koi", "seqdist")
+    )
+    return f"{ours} times the scores, ont-koi {koi} and seqdist {seqdist}"
+
+
+@figure
 def chain_share_64() -> str:
     return _chain_share(64)
 
