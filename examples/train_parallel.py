@@ -196,13 +196,13 @@ def run(sizes: Sizes, steps: int, seed: int, device: torch.device, quiet: bool =
 
 def progress_of(losses: list[float]) -> str:
     """Return the loss of the first and of the last batches; the two never share a batch."""
-    count = min(REPORTED_BATCHES, len(losses) // 2)
-    if count == 0:
+    size = min(REPORTED_BATCHES, len(losses) // 2)
+    if size == 0:
         return f"Loss: {losses[0]:.3f} nats a token in the only batch"
-    batches = "batch" if count == 1 else f"{count} batches"
+    batches = "batch" if size == 1 else f"{size} batches"
     return (
-        f"Loss: {statistics.mean(losses[:count]):.3f} nats a token in the first {batches},"
-        f" {statistics.mean(losses[-count:]):.3f} in the last"
+        f"Loss: {statistics.mean(losses[:size]):.3f} nats a token in the first {batches},"
+        f" {statistics.mean(losses[-size:]):.3f} in the last"
     )
 
 

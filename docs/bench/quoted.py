@@ -3,7 +3,8 @@
     python docs/bench/quoted.py            # write them into README.md and the pages
     python docs/bench/quoted.py --check    # exit code 1 if one of them is not current
 
-A page quotes `<!-- name -->text<!-- / -->`, where `name` is a function of `quoted_figures.py`. The
+A page quotes `<!-- name -->text<!-- / -->`, where `name` is a function of `quoted_figures.py`
+or `quoted_readme.py`. The
 text is in the file, so that it shows on a code host too. The build of the site writes it again, and
 tests compare it with the tables.
 """
@@ -17,7 +18,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from quoted_figures import FIGURES
+import quoted_figures  # noqa: F401, fills FIGURES
+import quoted_readme  # noqa: F401
+from quoted_rows import FIGURES
 
 ROOT = Path(__file__).parents[2]
 QUOTE = re.compile(r"<!-- (\w+) -->(.*?)<!-- / -->", re.DOTALL)

@@ -2,111 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-from quoted_rows import GIB, OURS, best_peer, digits, error, number, ratio, row, rows, span, table
+from quoted_rows import GIB, OURS, digits, error, figure, number, row, rows, span, table
 
-FIGURES: dict[str, Callable[[], str]] = {}
 LINEAR, CTC, CHAIN, ROWS = "linear_cross_entropy.csv", "ctc.csv", "chain.csv", "h200.csv"
 HEADS = ((8192, 4096, 128256), (16384, 2048, 262144), (8192, 2048, 32768), (4096, 4096, 128256))
 CRF = {"op": "ctc_crf", "part": "total"}
-
-
-def figure(function: Callable[[], str]) -> Callable[[], str]:
-    FIGURES[function.__name__] = function
-    return function
-
-
-# README.md.
-
-
-def _beside(
-    what: str, name: str, column: str = "median_ms", ours: str = OURS, **wanted: Any
-) -> list[str]:
-    """Return a line of the README's table: our time, and how many times as long others take."""
-    own = number(name, column, provider=ours, **wanted)
-    torch = [float(each[column]) for each in rows(name, provider="torch", **wanted) if each[column]]
-    try:
-        peer, time = best_peer(name, column, **wanted)
-        beside = f"{ratio(time / own)} ({peer})"
-    except LookupError:
-        beside = ""
-    # A time that is known with two digits is not given with three.
-    known = min(3, len(row(name, provider=ours, **wanted)[column].replace(".", "").lstrip("0")))
-    return [what, digits(own, known), ratio(torch[0] / own) if torch else "", beside]
-
-
-def _readme_lines() -> Iterator[list[str]]:
-    logits = {"op": "cross_entropy", "part": "total", "dtype": "bf16"}
-    yield _beside("`cross_entropy`, 2,048 × 131,072 logits, bf16", ROWS, **logits, columns=131072)
-    hidden = {"part": "total", "tokens": 8192, "vocabulary": 128256}
-    yield _beside(
-        "`linear_cross_entropy`, 8,192 × 4,096 × 128,256, bf16",
-        LINEAR,
-        ours="partita-fast",
-        **hidden,
-    )
-    stats = {"op": "token_stats", "part": "total"}
-    yield _beside("`token_stats`, 8,192 × 131,072, bf16", "token_stats.csv", **stats)
-    ctc = {"op": "ctc", "part": "total", "steps": 1000}
-    yield _beside("`ctc_loss`, 1,000 steps × 64 × 32 classes, fp32", CTC, **ctc)
-    yield _beside("`ctc_crf_loss`, 2,000 steps × 64 × 4⁵ k-mers, fp32", CTC, **CRF)
-    chain = {"op": "chain", "part": "total", "dtype": "fp32", "steps": 2000, "states": 1024}
-    yield _beside("`logz`, 2,000 steps × 64 × 1,024 states, fp32", CHAIN, **chain)
-    step = "a training step of a small Llama, bf16 ¹"
-    yield _beside(step, "training_step.csv", "ms", ours="linear_causal_lm_loss")
-    ops = {"ctc_loss": "steps × 16 × 32 classes", "cross_entropy": "× 32,000 logits"}
-    sizes = {"ctc_loss": 500, "cross_entropy": 512}
-    for op, size in ops.items():
-        name = f"`{op}`, {sizes[op]} {size}, fp32, **CPU** ²"
-        yield _beside(name, "cpu.csv", "min_ms", op=op)
-
-
-@figure
-def readme_speed() -> str:
-    header = ["forward + backward", "ms", "PyTorch takes", "the best peer takes"]
-    return table(header, _readme_lines())
-
-
-@figure
-def training_step() -> str:
-    def said(provider: str) -> str:
-        found = row("training_step.csv", provider=provider)
-        return f"{found['ms']} ms and {found['gib']} GiB"
-
-    return (
-        f"{said('torch')} as it comes,\n"
-        f"{said('causal_lm_loss')} with `causal_lm_loss`,\n"
-        f"{said('linear_causal_lm_loss')} with `linear_causal_lm_loss`,\n"
-        f"{said('liger')} with Liger's patch"
-    )
-
-
-@figure
-def cpu_machine() -> str:
-    return f"one thread of an {row('cpu.csv', op='ctc_loss', provider=OURS)['machine']}"
-
-
-@figure
-def cpu_chain() -> str:
-    ours, torch = (number("cpu.csv", "min_ms", op="logz", provider=x) for x in (OURS, "torch"))
-    size = row("cpu.csv", op="logz", provider=OURS)["size"]
-    return f"{digits(ours)} ms for {size}, where a loop over time in PyTorch takes {digits(torch)}"
-
-
-@figure
-def cpu_ctc() -> str:
-    ours, torch = (number("cpu.csv", "min_ms", op="ctc_loss", provider=x) for x in (OURS, "torch"))
-    size = row("cpu.csv", op="ctc_loss", provider=OURS)["size"]
-    return f"{size} take {digits(ours)} ms (PyTorch {digits(torch)})"
-
-
-@figure
-def cpu_cross_entropy() -> str:
-    wanted = {"op": "cross_entropy"}
-    ours, torch = (number("cpu.csv", "min_ms", provider=x, **wanted) for x in (OURS, "torch"))
-    return f"{digits(ours)} ms (PyTorch {digits(torch)})"
 
 
 # Rows.
@@ -183,13 +85,13 @@ def _head(provider: str, size: tuple[int, int, int], part: str = "total") -> tup
     return float(own["mean_ms"]) / units, float(own["extra_memory_bytes"] or "nan") / GIB
 
 
-def _heads(provider: str, count: int = 2) -> str:
+def _heads(provider: str, precision: int = 2) -> str:
     """Return the spans of times and of memory over all sizes."""
     found = [_head(provider, size) for size in HEADS]
     times = sorted(time for time, _ in found)
     memory = sorted(gib for _, gib in found)
     return (
-        f"{times[0]:.{count}f} to {times[-1]:.{count}f} times in"
+        f"{times[0]:.{precision}f} to {times[-1]:.{precision}f} times in"
         f" {memory[0]:.1f} to {memory[-1]:.1f} GiB"
     )
 
@@ -246,8 +148,8 @@ def linear_speed() -> str:
 
 
 def _losses_alone(provider: str) -> str:
-    *most, last = (f"{_head(provider, size, 'inference')[0]:.2f}" for size in HEADS)
-    return f"{', '.join(most)} and {last}"
+    *first, last = (f"{_head(provider, size, 'inference')[0]:.2f}" for size in HEADS)
+    return f"{', '.join(first)} and {last}"
 
 
 @figure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +23,13 @@ NAMES = {
 }
 GIB = 2.0**30
 Record = dict[str, str]
+FIGURES: dict[str, Callable[[], str]] = {}
+
+
+def figure(function: Callable[[], str]) -> Callable[[], str]:
+    """Give the pages a figure to quote, by the name of its function."""
+    FIGURES[function.__name__] = function
+    return function
 
 
 @cache
@@ -56,11 +63,11 @@ def number(name: str, column: str, **wanted: object) -> float:
     return float(row(name, **wanted)[column])
 
 
-def digits(value: float, count: int = 3) -> str:
+def digits(value: float, precision: int = 3) -> str:
     """Return a number rounded to so many digits, without an exponent."""
-    rounded = float(f"{value:.{count}g}")
+    rounded = float(f"{value:.{precision}g}")
     exponent = math.floor(math.log10(abs(rounded))) if rounded else 0
-    return f"{rounded:,.{max(count - 1 - exponent, 0)}f}"
+    return f"{rounded:,.{max(precision - 1 - exponent, 0)}f}"
 
 
 def ratio(value: float) -> str:
@@ -68,18 +75,18 @@ def ratio(value: float) -> str:
     return f"{digits(value, 3 if value < 2 else 2)} ×"
 
 
-def error(value: float, count: int = 1) -> str:
+def error(value: float, precision: int = 1) -> str:
     """Return an error with so many digits, such as 5e-7; from 1 on with two digits at least."""
     if value >= 1:
-        return digits(value, max(count, 2))
-    mantissa, exponent = f"{value:.{count - 1}e}".split("e")
+        return digits(value, max(precision, 2))
+    mantissa, exponent = f"{value:.{precision - 1}e}".split("e")
     return f"{mantissa}e{int(exponent)}"
 
 
-def span(values: Iterable[float], count: int = 2) -> str:
+def span(values: Iterable[float], precision: int = 2) -> str:
     """Return the least and the greatest of some numbers."""
     values = sorted(values)
-    first, last = digits(values[0], count), digits(values[-1], count)
+    first, last = digits(values[0], precision), digits(values[-1], precision)
     return first if first == last else f"{first} to {last}"
 
 

@@ -53,7 +53,7 @@ def test_a_table_is_read_by_all_that_tells_its_rows_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "count", "expected"),
+    ("value", "precision", "expected"),
     [
         (0.0409, 2, "0.041"),
         (9.96, 2, "10"),
@@ -64,8 +64,8 @@ def test_a_table_is_read_by_all_that_tells_its_rows_apart() -> None:
         (0.0, 3, "0.00"),
     ],
 )
-def test_digits(value: float, count: int, expected: str) -> None:
-    assert quoted_rows.digits(value, count) == expected
+def test_digits(value: float, precision: int, expected: str) -> None:
+    assert quoted_rows.digits(value, precision) == expected
 
 
 def test_readme_is_short() -> None:
