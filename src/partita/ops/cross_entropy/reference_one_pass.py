@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...primitives.rows import finite_shift, row_chunks
 from ...runtime.dtypes import acc_dtype
+from ...runtime.register import resolved
 from .common import OnePass, mean_shares, valid_targets
 from .reference import capped, cross_entropy, cross_entropy_backward, label_losses
 
@@ -19,7 +20,8 @@ SMALLEST_PROBABILITY = 1e-30
 
 
 def _rows_of(tensor: Tensor) -> Tensor:
-    """Return `[N, C, ...]` as rows of classes, `[M, C]`."""
+    """Return `[N, C, ...]` as rows of classes, `[M, C]`, with their values in memory."""
+    tensor = resolved(tensor)
     if not tensor.numel():
         return tensor.new_empty(tensor[:, :1].numel(), tensor.shape[1])
     return tensor.movedim(1, -1).reshape(-1, tensor.shape[1])

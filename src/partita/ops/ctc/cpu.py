@@ -29,6 +29,7 @@ from ...primitives.cpu.batch import (
 )
 from ...primitives.cpu.math import FLAGS, exp, exp_floor, log
 from ...runtime.dtypes import acc_dtype
+from ...runtime.register import resolved
 
 IMPOSSIBLE = LOWEST / 2  # a smaller value is the sum of LOWEST and log-probabilities
 
@@ -325,10 +326,10 @@ def as_batch(
 ) -> CTCBatch:
     """Return the arguments of an op as arrays."""
     return CTCBatch(
-        labels=labels.long().contiguous().numpy(),
-        offsets=offsets.numpy(),
-        lengths=input_lengths.numpy(),
-        target_lengths=target_lengths.numpy(),
+        labels=resolved(labels).long().contiguous().numpy(),
+        offsets=resolved(offsets).contiguous().numpy(),
+        lengths=resolved(input_lengths).contiguous().numpy(),
+        target_lengths=resolved(target_lengths).contiguous().numpy(),
         blank=blank,
         max_target_len=max_target_len,
         T=logits.shape[0],

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...primitives.cpu.math import FLAGS, exp_floor
 from ...runtime.caches import register_cache
+from ...runtime.register import resolved
 
 INF = np.inf
 LOWEST = np.finfo(np.float64).min  # replaces -inf in maxima, so that no difference from one is NaN
@@ -97,12 +98,13 @@ def empty_batch(shape: Sequence[int], dtype: torch.dtype = torch.float64) -> Ten
 
 def as_array(tensor: Tensor) -> Any:
     """Return a small tensor as a contiguous fp64 array."""
-    return tensor.detach().double().contiguous().resolve_neg().numpy()
+    return resolved(tensor.detach()).double().contiguous().numpy()
 
 
 def as_steps(tensor: Tensor) -> Steps:
     """Return `[T, N, C, K]` of any strides in its own memory; half types become fp32."""
-    numbers = (tensor.float() if tensor.element_size() == 2 else tensor).detach().resolve_neg()
+    numbers = resolved(tensor.detach())
+    numbers = numbers.float() if numbers.element_size() == 2 else numbers
     if numbers.is_contiguous():
         return Steps(numbers.numpy().reshape(-1), np.array(numbers.stride()))
     extent = 0

@@ -25,6 +25,7 @@ from ....primitives.cpu.batch import (
     run_over_batch,
 )
 from ....primitives.cpu.math import FLAGS, exp, log
+from ....runtime.register import resolved
 from .steps import (
     add_source_values,
     add_target_values,
@@ -293,7 +294,7 @@ def chain_expectation_gradient(
         chain_expectation_backward_kernel,
         batch,
         as_steps(scores),
-        grad_output.double().masked_fill(invalid, torch.nan).numpy(),
+        resolved(grad_output).double().masked_fill(invalid, torch.nan).numpy(),
         as_array(final),
         as_steps(values),
         as_array(last_values),

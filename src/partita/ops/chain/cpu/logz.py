@@ -25,6 +25,7 @@ from ....primitives.cpu.batch import (
     run_over_batch,
 )
 from ....primitives.cpu.math import FLAGS, exp
+from ....runtime.register import resolved
 from .steps import (
     add_source_values,
     alpha_step,
@@ -180,7 +181,7 @@ def chain_gradient(
         chain_backward_kernel,
         batch,
         as_steps(scores),
-        grad_output.double().masked_fill(invalid, torch.nan).numpy(),
+        resolved(grad_output).double().masked_fill(invalid, torch.nan).numpy(),
         as_array(final),
         saved.numpy(),
         logz.contiguous().numpy(),

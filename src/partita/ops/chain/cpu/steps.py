@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ....primitives.cpu.batch import INF, LOWEST, row_at
 from ....primitives.cpu.math import FLAGS, exp, exp_floor, log, prefetch
+from ....runtime.register import resolved
 
 SMALLEST = np.finfo(np.float64).tiny
 
@@ -329,8 +330,8 @@ def chain_batch(
     out of range makes all chains invalid.
     """
     T, N, C, K = scores.shape
-    steps = torch.full((N,), T, device="cpu") if lengths is None else lengths.long()
-    source = source.long()  # a narrow type would wrap the bounds
+    steps = torch.full((N,), T, device="cpu") if lengths is None else resolved(lengths).long()
+    source = resolved(source).long()  # a narrow type would wrap the bounds
     out_of_range = (source < -1) | (source >= C)
     invalid = (steps < 0) | (steps > T) | out_of_range.any()
     sources = source.masked_fill(out_of_range, -1).int().flatten().numpy()
