@@ -22,6 +22,7 @@ INFOS = [info for info in op_db if info.name in (*OPS, "nn.functional.cross_entr
 # PyTorch has this op since 2.13.
 LINEAR = [info for info in op_db if info.name == "nn.functional.linear_cross_entropy"]
 (CTC,) = [info for info in op_db if info.name == "nn.functional.ctc_loss"]
+MAX_SAMPLES = 8  # of an op in a check of gradients
 infos = pytest.mark.parametrize(
     "info", INFOS, ids=lambda info: "-".join(filter(None, (info.name, info.variant_test_name)))
 )
@@ -121,6 +122,52 @@ def test_ctc_samples(backend: str, dtype: torch.dtype, device: str) -> None:
         )
         torch.testing.assert_close(loss, truth.to(dtype), **bounds)
         torch.testing.assert_close(grad, true_grad.to(dtype), **bounds)
+
+
+GRADIENTS = {
+    "nn.functional.cross_entropy": partita.cross_entropy,
+    "nn.functional.linear_cross_entropy": partita.linear_cross_entropy,
+    "nn.functional.ctc_loss": partita.ctc_loss,
+}
+
+
+def call_with(
+    function: Any, given: dict[Any, Any], names: tuple[Any, ...], *tensors: Tensor
+) -> Tensor:
+    """Call a function with given arguments, of which the tensors replace the named ones."""
+    values = {**given, **dict(zip(names, tensors, strict=True))}
+    args = [value for key, value in values.items() if isinstance(key, int)]
+    return function(*args, **{key: value for key, value in values.items() if isinstance(key, str)})
+
+
+@devices
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(
+    "info",
+    [info for info in op_db if info.name in GRADIENTS],
+    ids=lambda info: "-".join(filter(None, (info.name, info.variant_test_name))),
+)
+def test_gradients_of_samples(info: OpInfo, backend: str, device: str) -> None:
+    """Check first, second and batched gradients as PyTorch's `test_ops_gradients` does.
+
+    Two runs have to give the same bits, even where the sample allows PyTorch a tolerance.
+    """
+    samples = list(info.sample_inputs(device, torch.float64, requires_grad=True))
+    assert samples
+    for sample in samples[:: max(len(samples) // MAX_SAMPLES, 1)]:
+        given = {**dict(enumerate((sample.input, *sample.args))), **sample.kwargs}
+        given.pop("options", None)
+        variables = {
+            key: value
+            for key, value in given.items()
+            if isinstance(value, Tensor) and value.requires_grad
+        }
+
+        loss = functools.partial(call_with, GRADIENTS[info.name], given, tuple(variables))
+        settings = {"fast_mode": True, "check_batched_grad": True, "check_grad_dtypes": True}
+        with partita.backend(backend):
+            for check_gradients in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+                assert check_gradients(loss, tuple(variables.values()), nondet_tol=0.0, **settings)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

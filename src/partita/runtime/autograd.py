@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 # The dtypes in which PyTorch's results are as exact as those of our ops.
 FULL_PRECISION = (torch.float32, torch.float64)
+
+Gradients = TypeVar("Gradients", Tensor, tuple[Tensor, ...])
 
 
 class _FirstDerivative(torch.autograd.Function):
@@ -19,69 +21,174 @@ class _FirstDerivative(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        kernel: Callable[..., Tensor],
-        reference: Callable[..., Tensor],
+        kernel: Callable[..., Gradients],
+        reference: Callable[..., Gradients],
         variables: int,
         *tensors: Tensor | None,
-    ) -> Tensor:
+    ) -> Gradients:
         return kernel(*tensors)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
         _, ctx.reference, ctx.variables, *tensors = inputs
+        ctx.is_single = isinstance(output, Tensor)
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors
+        tensors = saved_tensors(ctx)
         variables, rest = tensors[: ctx.variables], tensors[ctx.variables :]
         vjp = torch.func.vjp(lambda *chosen: ctx.reference(*chosen, *rest), *variables)[1]
-        return None, None, None, *vjp(grads[0]), *(None for _ in rest)
+        results = vjp(grads[0] if ctx.is_single else grads)
+        return None, None, None, *results, *(None for _ in rest)
 
 
-def is_double_backward() -> bool:
-    """Return whether the derivative that is computed now will be differentiated again."""
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+def top_transform() -> Any:
+    """Return the innermost function transform that is active, or None."""
+    if torch.compiler.is_compiling():
+        return None
+    return torch._C._functorch.peek_interpreter_stack()
+
+
+def is_vmapped() -> bool:
+    """Return whether the innermost active function transform is `vmap`."""
+    top = top_transform()
+    return top is not None and top.key() == torch._C._functorch.TransformType.Vmap
+
+
+def is_batched_gradient(*grads: Tensor | None) -> bool:
+    """Return whether `torch.autograd.grad` with `is_grads_batched` gives gradients a dimension.
+
+    This batch is older than the function transforms: only the tensor knows of it.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    is_batched = torch._C._functorch.is_legacy_batchedtensor
+    return any(grad is not None and is_batched(grad) for grad in grads)
+
+
+def for_gradients(op: Any, *grads: Tensor | None) -> Callable[..., Any]:
+    """Return the op that takes these gradients.
+
+    Batched ones go through PyTorch's dispatcher, which calls the op for each of them.
+    """
+    return op.dispatched if is_batched_gradient(*grads) else op
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Return whether `vmap` gives the tensor a batch dimension, so that it has no one value."""
+    if top_transform() is None:
+        return False
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return False
+
+
+def requires_grad(tensor: Tensor | None) -> bool:
+    """Return whether autograd follows the tensor, in or outside of the active transforms.
+
+    The attribute of a tensor inside of `vmap` is False even if the tensor outside needs a gradient.
+    """
+    if tensor is None or tensor.requires_grad:
+        return tensor is not None
+    if top_transform() is not None:
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+            if tensor.requires_grad:
+                return True
+    return False
+
+
+def saved_tensors(ctx: Any) -> tuple[Any, ...]:
+    """Return the saved tensors of an autograd function.
+
+    After `torch.func.vjp` has returned, they are wrappers of a transform that has ended. Kernels
+    and autograd functions need the tensors inside of these.
+    """
+    tensors: tuple[Any, ...] = ctx.saved_tensors
+    if torch.compiler.is_compiling():
+        return tensors
+    unwrap = torch._C._functorch.unwrap_if_dead
+    return tuple(None if tensor is None else unwrap(tensor) for tensor in tensors)
+
+
+def skip_unused_gradients(ctx: Any) -> None:
+    """Leave gradients of unused outputs None, which saves the memory of zeros.
+
+    Under `vmap` they are zeros, because a generated batching rule takes no None.
+    """
+    if not is_vmapped():
+        ctx.set_materialize_grads(False)
+
+
+def is_double_backward(*tensors: Tensor | None) -> bool:
+    """Return whether the derivative that is computed now will be differentiated again.
+
+    If the tensors are given that it depends on, one of them must be followed by autograd.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return not tensors or any(map(requires_grad, tensors))
 
 
 def first_derivative(
-    kernel: Callable[..., Tensor],
-    reference: Callable[..., Tensor],
+    kernel: Callable[..., Gradients],
+    reference: Callable[..., Gradients],
     variables: int,
     *tensors: Tensor | None,
-) -> Tensor:
+) -> Gradients:
     """Return `kernel(*tensors)`, differentiable in the first `variables` tensors.
 
-    The second derivative is that of `reference`, which takes the same arguments.
+    The second derivative is that of `reference`, which takes the same arguments. Both return one
+    tensor or a tuple of them.
     """
-    if is_double_backward():
-        return _FirstDerivative.apply(kernel, reference, variables, *tensors)
-    return kernel(*tensors)
+    if not is_double_backward(*tensors[:variables]):
+        return kernel(*tensors)
+    if is_vmapped() or is_batched_gradient(*tensors[:variables]):
+        # PyTorch loses the derivative of a function that is applied to batched gradients.
+        return reference(*tensors)
+    return _FirstDerivative.apply(kernel, reference, variables, *tensors)
 
 
 def double_backward(
     function: Callable[..., Any],
     inputs: Sequence[Tensor | None],
     wanted: Sequence[bool],
-    grads: Tensor | Sequence[Tensor],
+    grads: Any,
 ) -> tuple[Tensor | None, ...]:
     """Return the differentiable gradients of `function(*inputs)` in the wanted inputs.
 
     Each gradient is taken through its own view of the input. Where one input is a function of
     another, the caller's graph follows that path, so the gradient here does not include it.
+
+    Args:
+        function: returns a tensor, or a sequence of them.
+        inputs: its arguments.
+        wanted: whether the gradient of each input is wanted.
+        grads: the gradients of what the function returns, in the same structure.
     """
-    views = [
-        tensor.view_as(tensor) if tensor is not None and wants else None
-        for tensor, wants in zip(inputs, wanted, strict=True)
-    ]
-    variables = [view for view in views if view is not None]
-    values = [tensor if view is None else view for tensor, view in zip(inputs, views, strict=True)]
-    results = iter(
-        torch.autograd.grad(
-            function(*values), variables, grads, create_graph=True, allow_unused=True
+    chosen = [i for i, wants in enumerate(wanted) if wants and inputs[i] is not None]
+
+    def of_chosen(*values: Tensor) -> Any:
+        each = list(inputs)
+        for i, value in zip(chosen, values, strict=True):
+            each[i] = value
+        return function(*each)
+
+    variables: list[Any] = [inputs[i] for i in chosen]
+    if not chosen:
+        results: Any = ()
+    elif top_transform() is None:
+        variables = [variable.view_as(variable) for variable in variables]
+        results = torch.autograd.grad(
+            of_chosen(*variables), variables, grads, create_graph=True, allow_unused=True
         )
-    )
-    return tuple(None if view is None else next(results) for view in views)
+    else:
+        results = torch.func.vjp(of_chosen, *variables)[1](grads)
+    found = dict(zip(chosen, results, strict=True))
+    return tuple(found.get(i) for i in range(len(inputs)))
 
 
 def refuse_forward_mode(*tensors: Tensor | None) -> None:
@@ -100,6 +207,28 @@ def refuse_forward_mode(*tensors: Tensor | None) -> None:
 def batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     """Return a tensor of a batching rule of `vmap` with the batch dimension first."""
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def one_by_one(op: Callable[..., Any], info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
+    """Serve a batch of `vmap` by one call of the op for each element, as a batching rule.
+
+    Each element has the bits that a call of its own gives.
+    """
+    if not info.batch_size:
+        raise NotImplementedError("vmap: expected a batch of at least one element, got none")
+    results = [
+        op(
+            *(
+                arg if dim is None else arg.select(dim, i)
+                for arg, dim in zip(args, in_dims, strict=True)
+            )
+        )
+        for i in range(info.batch_size)
+    ]
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    fields = tuple(torch.stack(field) for field in zip(*results, strict=True))
+    return fields, (0,) * len(fields)
 
 
 def plain_eager() -> bool:

@@ -12,9 +12,16 @@ from ...runtime import checks, register
 from ...runtime.autograd import (
     apply,
     double_backward,
+    for_gradients,
+    is_batched_gradient,
     is_double_backward,
+    is_vmapped,
+    one_by_one,
     plain_eager,
     refuse_forward_mode,
+    requires_grad,
+    saved_tensors,
+    skip_unused_gradients,
 )
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
@@ -38,65 +45,73 @@ def check_values(
 _CHAIN = "Tensor scores, Tensor source, Tensor initial, Tensor final, Tensor? lengths"
 _VALUES = "Tensor values, Tensor first_values, Tensor last_values"
 
-logz = register.define(
+logz: register.Op = register.define(
     f"chain_logz({_CHAIN}, bool save, str backend) -> (Tensor, Tensor)",
     fakes.fake_logz,
     check=check_values,
     fake_by_backend=True,
+    vmap=lambda *batch: one_by_one(logz, *batch),
     backends=BACKENDS,
     by_identity=("source",),
 )
-rounded_logz = register.define(
+rounded_logz: register.Op = register.define(
     f"chain_rounded_logz({_CHAIN}, bool save, ScalarType dtype, str backend)"
     " -> (Tensor, Tensor, Tensor)",
     fakes.fake_rounded_logz,
     check=check_values,
     fake_by_backend=True,
+    vmap=lambda *batch: one_by_one(rounded_logz, *batch),
     backends=BACKENDS,
     by_identity=("source",),
 )
-logz_gradient = register.define(
+logz_gradient: register.Op = register.define(
     "chain_gradient(Tensor grad_output, Tensor scores, Tensor initial, Tensor final, Tensor source,"
     " Tensor? lengths, Tensor logz, Tensor saved, ScalarType dtype, str backend)"
     " -> (Tensor, Tensor, Tensor)",
     fakes.fake_logz_gradient,
+    vmap=lambda *batch: one_by_one(logz_gradient, *batch),
     backends=BACKENDS,
     by_identity=("source",),
 )
-scan = register.define(
+scan: register.Op = register.define(
     f"chain_scan({_CHAIN}, bool use_max, bool reverse, str backend) -> Tensor",
     fakes.fake_scan,
     check=check_values,
+    vmap=lambda *batch: one_by_one(scan, *batch),
     backends=BACKENDS,
     by_identity=("source",),
 )
-viterbi = register.define(
+viterbi: register.Op = register.define(
     f"chain_viterbi({_CHAIN}, bool trace, str backend) -> (Tensor, Tensor, Tensor)",
     fakes.fake_viterbi,
     check=check_values,
+    vmap=lambda *batch: one_by_one(viterbi, *batch),
     backends=BACKENDS,
     by_identity=("source",),
 )
-sample = register.define(
+sample: register.Op = register.define(
     f"chain_sample({_CHAIN}, Tensor uniforms, str backend) -> (Tensor, Tensor)",
     fakes.fake_sample,
     check=check_values,
+    vmap=lambda *batch: one_by_one(sample, *batch),
     backends=BACKENDS,
     by_identity=("source",),
 )
-expectation = register.define(
+expectation: register.Op = register.define(
     f"chain_expectation({_CHAIN}, {_VALUES}, bool save, str backend) -> (Tensor, Tensor, Tensor)",
     fakes.fake_expectation,
     check=check_values,
     fake_by_backend=True,
+    vmap=lambda *batch: one_by_one(expectation, *batch),
     backends=BACKENDS,
     by_identity=("source",),
 )
-expectation_gradient = register.define(
+expectation_gradient: register.Op = register.define(
     f"chain_expectation_gradient(Tensor grad_output, {_CHAIN}, {_VALUES}, Tensor mean, Tensor logz,"
     " Tensor saved, bool need_score_grads, bool need_value_grads, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fakes.fake_expectation_gradient,
+    vmap=lambda *batch: one_by_one(expectation_gradient, *batch),
     backends=BACKENDS,
     by_identity=("source",),
 )
@@ -106,18 +121,30 @@ def _logz_backward(ctx: Any, grad_output: Tensor | None) -> tuple[Any, ...]:
     """Return the gradients of the five tensors of a chain from the gradient of log Z."""
     if grad_output is None:
         return (None,) * 5
-    scores, *rest = ctx.saved_tensors
-    args = (scores, *rest, scores.dtype, ctx.backend)
-    if is_double_backward():
-        grads = apply(Marginals, grad_output.double(), *args)
+    scores, initial, final, source, lengths, *rest = saved_tensors(ctx)
+    variables = (scores, initial, final)
+    tensors = (*variables, source, lengths, *rest)
+    if not is_double_backward(grad_output, *variables):
+        op = for_gradients(logz_gradient, grad_output)
+        grads = op(grad_output, *tensors, scores.dtype, ctx.backend)
+    elif is_vmapped() or is_batched_gradient(grad_output):
+        # PyTorch loses the derivative of a function that is applied to batched gradients.
+        grads = double_backward(
+            lambda s, i, f: reference.chain_logz(s, source, i, f, lengths, False)[0],
+            variables,
+            [requires_grad(variable) for variable in variables],
+            grad_output.double(),
+        )
     else:
-        grads = logz_gradient(grad_output, *args)
+        grads = apply(Marginals, grad_output.double(), *tensors, scores.dtype, ctx.backend)
     d_scores, d_initial, d_final = grads
     return d_scores, None, d_initial, d_final, None
 
 
 class LogZ(torch.autograd.Function):
     """Log Z of each chain, `[N]` fp64; its gradient is the marginals."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(
@@ -137,7 +164,7 @@ class LogZ(torch.autograd.Function):
         logz, saved = output
         ctx.mark_non_differentiable(saved)
         # Zeros for the gradient of `saved` would take as much memory as `saved`.
-        ctx.set_materialize_grads(False)
+        skip_unused_gradients(ctx)
         ctx.save_for_backward(scores, initial, final, source, lengths, logz, saved)
 
     @staticmethod
@@ -147,6 +174,8 @@ class LogZ(torch.autograd.Function):
 
 class RoundedLogZ(torch.autograd.Function):
     """Log Z of each chain in a dtype, `[N]`; its gradient is the marginals."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(
@@ -166,7 +195,7 @@ class RoundedLogZ(torch.autograd.Function):
         scores, source, initial, final, lengths, *_, ctx.backend = inputs
         _, logz, saved = output
         ctx.mark_non_differentiable(logz, saved)
-        ctx.set_materialize_grads(False)
+        skip_unused_gradients(ctx)
         ctx.save_for_backward(scores, initial, final, source, lengths, logz, saved)
 
     @staticmethod
@@ -181,6 +210,8 @@ class Marginals(torch.autograd.Function):
     the gradient of `Expectation`.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(grad_output: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         return logz_gradient(grad_output, *rest)
@@ -192,22 +223,23 @@ class Marginals(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *values: Tensor) -> tuple[Any, ...]:
-        grad_output, scores, initial, final, source, lengths = ctx.saved_tensors
+        grad_output, scores, initial, final, source, lengths = saved_tensors(ctx)
         chain = (scores, source, initial, final, lengths)
-        d_grad_output, *saved = apply(Expectation, *chain, *values, True, ctx.backend)
-        if is_double_backward():
-            variables = (scores, initial, final)
-            grads = double_backward(
-                lambda s, i, f: expected_value(s, source, i, f, lengths, *values),
-                variables,
-                [variable.requires_grad for variable in variables],
-                grad_output,
-            )
-        else:
-            results = expectation_gradient(
-                grad_output, *chain, *values, d_grad_output, *saved, True, False, ctx.backend
-            )
-            grads = results[:3]
+        variables = (grad_output, scores, initial, final)
+        if is_double_backward(*variables, *values):
+
+            def product(grad_output: Tensor, s: Tensor, i: Tensor, f: Tensor) -> Tensor:
+                return grad_output * expected_value(s, source, i, f, lengths, *values)
+
+            ones = torch.ones_like(grad_output)
+            return *double_backward(product, variables, ctx.needs_input_grad[:4], ones), *(
+                None,
+            ) * 6
+        op = for_gradients(expectation, *values)
+        d_grad_output, *saved = op(*chain, *values, True, ctx.backend)
+        op = for_gradients(expectation_gradient, *values)
+        tensors = (grad_output, *chain, *values, d_grad_output, *saved)
+        grads = op(*tensors, True, False, ctx.backend)[:3]
         return d_grad_output, *grads, *(None,) * 6
 
 
@@ -216,6 +248,8 @@ class BestScore(torch.autograd.Function):
 
     With `trace` the forward pass also returns the states and edges of that path.
     """
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(
@@ -234,7 +268,7 @@ class BestScore(torch.autograd.Function):
         scores, _, initial, final, lengths, *_ = inputs
         score, states, edges = output
         ctx.mark_non_differentiable(states, edges)
-        ctx.set_materialize_grads(False)
+        skip_unused_gradients(ctx)
         ctx.shape, ctx.dtypes = scores.shape, [t.dtype for t in (scores, initial, final)]
         ctx.save_for_backward(score, states, edges, lengths)
 
@@ -243,7 +277,7 @@ class BestScore(torch.autograd.Function):
         grad_output = grads[0]
         if grad_output is None:
             return (None,) * 7
-        score, states, edges, lengths = ctx.saved_tensors
+        score, states, edges, lengths = saved_tensors(ctx)
         T, N, C, K = ctx.shape
         if lengths is None:
             last = torch.full((N,), T, device=grad_output.device)
@@ -270,6 +304,8 @@ class BestScore(torch.autograd.Function):
 class Expectation(torch.autograd.Function):
     """The posterior mean of values along a path, `[N]` fp64, with log Z and the saved states."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
         scores: Tensor,
@@ -290,7 +326,7 @@ class Expectation(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, _, ctx.backend = inputs
         ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)
+        skip_unused_gradients(ctx)
         ctx.save_for_backward(*tensors, *output)
 
     @staticmethod
@@ -298,14 +334,15 @@ class Expectation(torch.autograd.Function):
         grad_output = grads[0]
         if grad_output is None:
             return (None,) * 10
-        *tensors, mean, logz, saved = ctx.saved_tensors
-        if is_double_backward():
+        *tensors, mean, logz, saved = saved_tensors(ctx)
+        if is_double_backward(grad_output, *tensors):
             needed = ctx.needs_input_grad[:8]
             return *double_backward(expected_value, tensors, needed, grad_output), None, None
         # The inputs are scores, source, initial, final, lengths, and three tensors of values.
         need_score_grads = any(ctx.needs_input_grad[i] for i in (0, 2, 3))
         need_value_grads = any(ctx.needs_input_grad[i] for i in (5, 6, 7))
-        results = expectation_gradient(
+        op = for_gradients(expectation_gradient, grad_output)
+        results = op(
             grad_output,
             *tensors,
             mean,
@@ -323,7 +360,7 @@ class Expectation(torch.autograd.Function):
 
 def needs_gradient(a: Tensor, b: Tensor, c: Tensor) -> bool:
     """Return whether autograd will differentiate a function of the tensors."""
-    return torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or c.requires_grad)
+    return torch.is_grad_enabled() and (requires_grad(a) or requires_grad(b) or requires_grad(c))
 
 
 def chain_needs_gradient(chain: ChainTensors) -> bool:

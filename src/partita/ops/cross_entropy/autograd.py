@@ -11,10 +11,14 @@ from ...runtime import checks, register
 from ...runtime.autograd import (
     apply,
     batch_first,
+    double_backward,
     first_derivative,
+    for_gradients,
+    is_batched_gradient,
     is_double_backward,
     needs_no_derivative,
     plain_eager,
+    saved_tensors,
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference
@@ -167,7 +171,7 @@ class CrossEntropyRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        logits, target, weight, *statistics = ctx.saved_tensors
+        logits, target, weight, *statistics = saved_tensors(ctx)
         grad_loss, grad_logsumexp = grads[:2]
         if grad_loss is None:
             grad_loss = torch.zeros_like(statistics[0])
@@ -183,13 +187,14 @@ class CrossEntropyRows(torch.autograd.Function):
             torch.autograd.graph.increment_version(logits)
             return logits.detach(), *(None for _ in range(7))
         has_probabilities = target.is_floating_point()
+        op = for_gradients(cross_entropy_backward_op, grad_loss, grad_logsumexp)
         if not is_double_backward():
-            grad_logits = cross_entropy_backward_op(*tensors, *options, backend)
+            grad_logits = op(*tensors, *options, backend)
         else:
             if grad_logsumexp is None:
                 grad_logsumexp = torch.zeros_like(grad_loss)
             grad_logits = first_derivative(
-                lambda *tensors: cross_entropy_backward_op(*tensors, *options, backend),
+                lambda *tensors: op(*tensors, *options, backend),
                 lambda *tensors: reference.cross_entropy_gradient(*tensors, *options),
                 3 if not has_probabilities else 4 if weight is None else 5,
                 grad_loss,
@@ -252,16 +257,42 @@ class CrossEntropyOnePass(torch.autograd.Function):
             )
         if torch.is_grad_enabled():
             logits, target, weight = ctx.saved_tensors
-            reduction = "mean" if ctx.options.mean else "sum"
-            loss = cross_entropy_of_rows(logits, target, weight, ctx.options, reduction)
-            (dlogits,) = torch.autograd.grad(loss, logits, grad, create_graph=True)
+            dlogits = _differentiable_gradient(grad, logits, target, weight, ctx.options)
             return dlogits, None, None, None, None
+        if is_batched_gradient(grad):
+            if ctx.gradient is None:
+                ctx.gradient = cross_entropy_one_pass_op(*ctx.saved_tensors, *ctx.options)[1]
+            return scaled_by_batch(ctx.gradient, grad), *(None,) * 4
         gradient, ctx.gradient = ctx.gradient, None
         if gradient is None:
             logits, target, weight = ctx.saved_tensors
             gradient = cross_entropy_one_pass_op(logits, target, weight, *ctx.options)[1]
         scale_by_upstream(gradient, grad, ctx.options.backend)
         return gradient, None, None, None, None
+
+
+def _differentiable_gradient(
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    options: CrossEntropyOptions,
+) -> Tensor:
+    """Return the gradient of the reduced loss, which can be differentiated again."""
+    reduction = "mean" if options.mean else "sum"
+    (dlogits,) = double_backward(
+        lambda x: cross_entropy_of_rows(x, target, weight, options, reduction),
+        [logits],
+        [True],
+        grad,
+    )
+    assert dlogits is not None
+    return dlogits
+
+
+def scaled_by_batch(gradient: Tensor, upstream: Tensor) -> Tensor:
+    """Return the gradient of a loss for each upstream gradient of a batch, rounded once."""
+    return (gradient.to(upstream.dtype) * upstream).to(gradient.dtype)
 
 
 def scale_by_upstream(gradient: Tensor, upstream: Tensor, backend: str) -> None:
@@ -371,16 +402,17 @@ class TokenStatsFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         *options, backend = ctx.options
-        tensors = ctx.saved_tensors
+        tensors = saved_tensors(ctx)
         grad_logprob, *others = grads[:3]
         if grad_logprob is None:
             grad_logprob = torch.zeros_like(tensors[4])
+        op = for_gradients(token_stats_backward_op, grad_logprob, *others)
         if not is_double_backward():
-            dlogits = token_stats_backward_op(grad_logprob, *others, *tensors, *options, backend)
+            dlogits = op(grad_logprob, *others, *tensors, *options, backend)
             return dlogits, None, None, None, None
         others = [torch.zeros_like(grad_logprob) if grad is None else grad for grad in others]
         dlogits = first_derivative(
-            lambda *tensors: token_stats_backward_op(*tensors, *options, backend),
+            lambda *tensors: op(*tensors, *options, backend),
             lambda *tensors: reference.token_stats_gradient(*tensors, *options),
             4,
             grad_logprob,

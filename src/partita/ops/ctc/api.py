@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import apply, plain_eager, refuse_forward_mode
+from ...runtime.autograd import apply, plain_eager, refuse_forward_mode, requires_grad
 from ...runtime.backend import current_backend
 from ...runtime.lengths import Lengths
 from . import autograd as _ctc
@@ -122,7 +122,7 @@ def ctc_loss(
     """
     checks.choice("reduction", reduction, checks.REDUCTIONS)
     x = prepare("log_probs", log_probs, targets, input_lengths, target_lengths, blank)
-    save = torch.is_grad_enabled() and log_probs.requires_grad
+    save = torch.is_grad_enabled() and requires_grad(log_probs)
     options = (blank, from_logits, reduction, bool(zero_infinity), save, current_backend())
     loss: Tensor
     if save or not plain_eager():

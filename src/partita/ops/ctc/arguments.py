@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import plain_eager
+from ...runtime.autograd import is_batched, plain_eager
 from ...runtime.caches import BoundedCache, register_cache
 from ...runtime.lengths import Lengths, as_lengths, on_device
 
@@ -119,7 +119,7 @@ def _longest(lengths: Tensor, targets: Tensor) -> int:
     size = targets.shape[-1]
     if not len(lengths):
         return 0
-    if lengths.device.type != "cpu" or torch.compiler.is_compiling():
+    if lengths.device.type != "cpu" or torch.compiler.is_compiling() or is_batched(lengths):
         return size
     return max(min(int(lengths.max()), size), 0)
 
@@ -129,6 +129,7 @@ def _check_sum(lengths: Tensor, targets: Tensor) -> None:
     if (
         not torch.compiler.is_compiling()
         and checks.should_check_values(targets.device)
+        and not is_batched(lengths)
         and int(lengths.sum()) != len(targets)
     ):
         raise ValueError(

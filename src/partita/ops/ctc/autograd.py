@@ -8,11 +8,18 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks, register
-from ...runtime.autograd import double_backward, is_double_backward
+from ...runtime.autograd import (
+    first_derivative,
+    for_gradients,
+    is_double_backward,
+    one_by_one,
+    saved_tensors,
+    skip_unused_gradients,
+)
 from ...runtime.dtypes import acc_dtype
 from . import reference
 from .backends import BACKENDS
-from .common import PackedTargets, padded_targets, reduce_losses
+from .common import PackedTargets, padded_targets
 from .gpu.plan import saved_shape
 
 
@@ -78,23 +85,25 @@ def _loss_results(
 
 
 _TARGETS = "Tensor labels, Tensor offsets, Tensor input_lengths, Tensor target_lengths"
-loss = register.define(
+loss: register.Op = register.define(
     f"ctc_loss(Tensor logits, {_TARGETS}, SymInt max_target_len, int blank, bool from_logits,"
     " str reduction, bool zero_infinity, bool save, str backend) -> (Tensor, Tensor, Tensor)",
     _loss_results,
     check=check_values,
     fake_by_backend=True,
+    vmap=lambda *batch: one_by_one(loss, *batch),
     backends=BACKENDS,
     reference_if_empty=True,
 )
-gradient = register.define(
+gradient: register.Op = register.define(
     f"ctc_gradient(Tensor grad, Tensor logits, {_TARGETS}, Tensor losses, Tensor saved,"
     " SymInt max_target_len, int blank, bool from_logits, str reduction, str backend) -> Tensor",
     lambda grad, logits, *rest: torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),
+    vmap=lambda *batch: one_by_one(gradient, *batch),
     backends=BACKENDS,
     reference_if_empty=True,
 )
-align = register.define(
+align: register.Op = register.define(
     f"ctc_align(Tensor logits, {_TARGETS}, SymInt max_target_len, int blank, bool from_logits,"
     " str backend) -> (Tensor, Tensor, Tensor, Tensor)",
     lambda logits, *rest: (
@@ -105,6 +114,7 @@ align = register.define(
         logits.new_empty(logits.shape[1], dtype=acc_dtype(logits.dtype)),
     ),
     check=check_values,
+    vmap=lambda *batch: one_by_one(align, *batch),
     backends=BACKENDS,
     reference_if_empty=True,
 )
@@ -115,6 +125,8 @@ class CTCLossFunction(torch.autograd.Function):
 
     The last two outputs serve the gradient and are not differentiable.
     """
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(
@@ -139,9 +151,9 @@ class CTCLossFunction(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         tensors, options = inputs[:5], inputs[5:]
         ctx.max_target_len, ctx.blank, ctx.from_logits, ctx.reduction = options[:4]
-        ctx.zero_infinity, _, ctx.backend = options[4:]
+        ctx.backend = options[-1]
         ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)
+        skip_unused_gradients(ctx)
         ctx.save_for_backward(*tensors, *output[1:])
 
     @staticmethod
@@ -149,20 +161,15 @@ class CTCLossFunction(torch.autograd.Function):
         grad = grads[0]
         if grad is None:
             return (None,) * 12
-        logits, labels, offsets, input_lengths, target_lengths, losses, saved = ctx.saved_tensors
-        if is_double_backward():
-            targets = PackedTargets(labels, offsets, target_lengths, ctx.max_target_len)
-
-            def reduced_loss(logits: Tensor) -> Tensor:
-                losses = reference.losses_of(
-                    logits, targets, input_lengths, ctx.blank, ctx.from_logits
-                )
-                value = reduce_losses(losses, target_lengths, ctx.reduction, ctx.zero_infinity)
-                return value.to(grad.dtype)
-
-            (result,) = double_backward(reduced_loss, [logits], [True], grad)
-        else:
-            tensors = (labels, offsets, input_lengths, target_lengths, losses, saved)
-            options = (ctx.max_target_len, ctx.blank, ctx.from_logits, ctx.reduction)
-            result = gradient(grad, logits, *tensors, *options, ctx.backend)
-        return (result, *(None,) * 11)
+        tensors = (grad, *saved_tensors(ctx))
+        options: tuple[Any, ...] = (ctx.max_target_len, ctx.blank, ctx.from_logits, ctx.reduction)
+        op, backend = for_gradients(gradient, grad), ctx.backend
+        if not is_double_backward():
+            return op(*tensors, *options, backend), *(None,) * 11
+        result = first_derivative(
+            lambda *tensors: op(*tensors, *options, backend),
+            lambda *tensors: reference.ctc_gradient(*tensors, *options),
+            2,
+            *tensors,
+        )
+        return result, *(None,) * 11

@@ -48,7 +48,8 @@ def ctc_lattice(
     M = 2 * targets.max_target_len + 1
     labels = padded.new_full((N, M), blank)
     labels[:, 1::2] = torch.where(mask, padded, blank).clamp(0, C - 1)
-    emitted = log_probs.gather(2, labels.expand(T, -1, -1))
+    # The derivative of indexing adds up in a fixed order on a GPU; that of `gather` does not.
+    emitted = log_probs[:, torch.arange(N, device=labels.device)[:, None], labels]
     same = labels[:, 2:] == labels[:, :-2]
     same = torch.nn.functional.pad(same, (min(2, M), 0), value=True)[:, :M]
     scores = torch.stack([emitted, emitted, emitted.masked_fill(same, -torch.inf)], -1)
@@ -119,21 +120,24 @@ def ctc_gradient(
     """Return the gradient of the loss in the logits or in the log-probabilities.
 
     For log-probabilities it is minus the posterior of each class at each step; for logits it is the
-    softmax minus that posterior.
+    softmax minus that posterior. It is differentiable in `grad` and `logits`.
     """
     log_probs = as_log_probs(logits, from_logits)
     targets = PackedTargets(labels, offsets, target_lengths, max_target_len)
     x = ctc_lattice(log_probs, targets, input_lengths, blank)
     chain = (x.scores, x.initial, x.final, x.source, input_lengths, losses, saved, torch.float64)
     posterior = chain_gradient(torch.ones_like(losses), *chain)[0].sum(-1)
-    result = torch.zeros_like(log_probs)
-    result = result.scatter_add(2, x.labels.expand(posterior.shape), -posterior)
+    T, N, C = log_probs.shape
+    index = (torch.arange(N, device=logits.device)[:, None], x.labels)
+    result = log_probs.new_zeros(N, C, T)
+    # A state whose label occurs before adds to the same class, here in a fixed order.
+    result = result.index_put(index, -posterior.permute(1, 2, 0), accumulate=True).permute(2, 0, 1)
     if from_logits:
         active = torch.arange(len(logits), device=logits.device)[:, None] < input_lengths
         has_softmax = active & (losses < torch.inf)
         result = result + torch.where(has_softmax[..., None], log_probs.exp(), 0.0)
     result = result * gradient_per_sequence(grad, target_lengths, reduction)[:, None]
-    return torch.where(x.invalid[:, None], torch.nan, result).to(logits.dtype)
+    return torch.where(x.invalid[:, None], torch.nan, result).to(logits.dtype).contiguous()
 
 
 def ctc_align(

@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import apply, plain_eager, refuse_forward_mode
+from ...runtime.autograd import (
+    apply,
+    is_batched,
+    plain_eager,
+    refuse_forward_mode,
+    requires_grad,
+)
 from ...runtime.backend import current_backend
 from ...runtime.constants import constant
 from ...runtime.lengths import Lengths, as_lengths, on_device
@@ -92,7 +98,7 @@ def _lattice_states(lengths_cpu: Tensor, targets: Tensor, T: int, state_len: int
     """
     longest = targets.shape[-1]
     on_host = lengths_cpu.device.type == "cpu" and not torch.compiler.is_compiling()
-    if on_host and lengths_cpu.numel():
+    if on_host and lengths_cpu.numel() and not is_batched(lengths_cpu):
         longest = min(longest, int(lengths_cpu.max()))
     states = max(min(longest - state_len, T) + 1, 1)
     if targets.device.type == "cpu":
@@ -162,7 +168,7 @@ def ctc_crf_loss(
         constant(lattice_source, states, device=device),
     )
     sequences = (targets, lengths, inputs)
-    save = torch.is_grad_enabled() and scores.requires_grad
+    save = torch.is_grad_enabled() and requires_grad(scores)
     options = (state_len, reduction, save, current_backend())
     if not save and plain_eager():
         refuse_forward_mode(scores)

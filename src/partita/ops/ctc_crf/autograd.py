@@ -8,13 +8,21 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks, register
-from ...runtime.autograd import apply, double_backward, is_double_backward
+from ...runtime.autograd import (
+    apply,
+    double_backward,
+    first_derivative,
+    for_gradients,
+    is_double_backward,
+    one_by_one,
+    saved_tensors,
+    skip_unused_gradients,
+)
 from ...runtime.dtypes import acc_dtype
 from ..chain import autograd as _chain
 from ..ctc.common import reduce_over_lengths
 from .backends import BACKENDS
 from .common import (
-    lattice_scores,
     losses_from_logz,
     pack_targets,
     target_lattice,
@@ -84,20 +92,22 @@ def _loss_results(
 _RESULTS = (
     "Tensor losses, Tensor logz, Tensor saved, Tensor marginals, Tensor edge_index, Tensor lengths"
 )
-loss = register.define(
+loss: register.Op = register.define(
     "crf_loss(Tensor scores, Tensor source, Tensor lattice_source, Tensor targets,"
     " Tensor target_lengths, Tensor? input_lengths, int state_len, str reduction, bool save,"
     " str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _loss_results,
     check=check_values,
     fake_by_backend=True,
+    vmap=lambda *batch: one_by_one(loss, *batch),
     backends=BACKENDS,
     by_identity=("source", "lattice_source"),
 )
-gradient = register.define(
+gradient: register.Op = register.define(
     f"crf_gradient(Tensor grad, Tensor scores, Tensor source, Tensor target_lengths, {_RESULTS},"
     " str reduction, str backend) -> Tensor",
     lambda grad, scores, *rest: torch.empty(scores.shape, dtype=scores.dtype, device=scores.device),
+    vmap=lambda *batch: one_by_one(gradient, *batch),
     backends=BACKENDS,
     by_identity=("source",),
 )
@@ -121,7 +131,10 @@ def loss_of_chains(
     scores, dtype = unflatten_scores(scores, source), acc_dtype(scores.dtype)
     packed, n_base = pack_targets(targets, target_lengths), source.shape[1] - 1
     lattice = target_lattice(packed, len(lattice_source), state_len, n_base, dtype, lattice_source)
-    ends, edge_scores = zero_ends(scores), lattice_scores(scores, lattice.edge_index)
+    ends = zero_ends(scores)
+    # The derivative of indexing adds up in a fixed order on a GPU; that of `gather` does not.
+    chain = torch.arange(scores.shape[1], device=scores.device)[:, None, None]
+    edge_scores = scores.flatten(2)[:, chain, lattice.edge_index.clamp(min=0)]
     logz_den = apply(_chain.LogZ, scores, source, ends, ends, lengths, True, backend)[0]
     logz_num = apply(_chain.LogZ, edge_scores, *lattice[1:], lengths, True, backend)[0]
     losses = losses_from_logz(logz_den, logz_num)
@@ -133,6 +146,8 @@ class CRFLossFunction(torch.autograd.Function):
 
     The other outputs are those of `crf_loss` that serve the gradient. They are not differentiable.
     """
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(
@@ -155,7 +170,7 @@ class CRFLossFunction(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.state_len, ctx.reduction, _, ctx.backend = inputs[6:]
         ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)
+        skip_unused_gradients(ctx)
         ctx.save_for_backward(*inputs[:5], *output[1:])
 
     @staticmethod
@@ -163,17 +178,28 @@ class CRFLossFunction(torch.autograd.Function):
         grad = grads[0]
         if grad is None:
             return (None,) * 10
-        scores, source, lattice_source, targets, target_lengths, *results = ctx.saved_tensors
-        if is_double_backward():
-            sequences = (lattice_source, targets, target_lengths, results[-1])
-            options = (ctx.state_len, ctx.reduction, ctx.backend)
-            (result,) = double_backward(
-                lambda x: loss_of_chains(x, source, *sequences, *options).to(grad.dtype),
-                [scores],
-                [True],
-                grad,
-            )
-        else:
-            tensors = (scores, source, target_lengths, *results)
-            result = gradient(grad, *tensors, ctx.reduction, ctx.backend)
-        return (result, *(None,) * 9)
+        scores, source, lattice_source, targets, target_lengths, *results = saved_tensors(ctx)
+        op, reduction, backend = for_gradients(gradient, grad), ctx.reduction, ctx.backend
+        if not is_double_backward():
+            tensors = (grad, scores, source, target_lengths, *results)
+            return op(*tensors, reduction, backend), *(None,) * 9
+        options: tuple[Any, ...] = (ctx.state_len, reduction, backend)
+
+        # All tensors are arguments, because a transform may end before the second derivative.
+        def kernel(grad: Tensor, scores: Tensor, *others: Tensor) -> Tensor:
+            source, _, _, target_lengths, *results = others
+            return op(grad, scores, source, target_lengths, *results, reduction, backend)
+
+        def gradient_of_loss(grad: Tensor, scores: Tensor, *others: Tensor) -> Tensor:
+            sequences: tuple[Any, ...] = (*others[:4], others[-1])
+
+            def loss(scores: Tensor) -> Tensor:
+                return loss_of_chains(scores, *sequences, *options).to(grad.dtype)
+
+            (result,) = double_backward(loss, [scores], [True], grad)
+            assert result is not None
+            return result
+
+        others = (source, lattice_source, targets, target_lengths, *results)
+        result = first_derivative(kernel, gradient_of_loss, 2, grad, scores, *others)
+        return result, *(None,) * 9

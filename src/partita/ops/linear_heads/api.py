@@ -394,8 +394,10 @@ def linear_token_stats(
             raise ValueError(f"linear_weight: expected shape [C, H], got {shape}")
     if memory_budget is not None:
         check_budget(memory_budget)
-    if (usual or is_plain(input, linear_weight, linear_bias, target)) and is_small(
-        target.numel(), len(linear_weight), input.dtype, memory_budget
+    is_composed = not usual and _needs_logits(linear_weight, target)
+    if is_composed or (
+        (usual or is_plain(input, linear_weight, linear_bias, target))
+        and is_small(target.numel(), len(linear_weight), input.dtype, memory_budget)
     ):
         return token_stats(
             torch.nn.functional.linear(input, linear_weight, linear_bias),

@@ -8,10 +8,19 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks, register
-from ...runtime.autograd import double_backward, is_double_backward
+from ...runtime.autograd import (
+    double_backward,
+    for_gradients,
+    is_batched_gradient,
+    is_double_backward,
+    one_by_one,
+    plain_eager,
+    saved_tensors,
+    skip_unused_gradients,
+)
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.api import cross_entropy
-from ..cross_entropy.autograd import scale_by_upstream
+from ..cross_entropy.autograd import scale_by_upstream, scaled_by_batch
 from ..cross_entropy.common import valid_targets
 from . import reference
 from .backends import BACKENDS
@@ -109,28 +118,31 @@ def _one_pass_fake(
     return loss, *_gradients_fake(input, weight, bias, input_grad, weight_grad, bias_grad)
 
 
-rows = register.define(
+rows: register.Op = register.define(
     f"linear_rows({_HEAD}, float temperature, float softcap, int ignore_index,"
     " bool needs_smoothing, bool needs_entropy, int chunk, bool save_logits, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _rows_fake,
     check=_check_rows,
+    vmap=lambda *batch: one_by_one(rows, *batch),
     backends=BACKENDS,
 )
-rows_backward = register.define(
+rows_backward: register.Op = register.define(
     "linear_rows_backward(Tensor dlogits_coef, Tensor label_coef, Tensor? log_coef,"
     f" Tensor? smoothing_coef, {_HEAD}, Tensor maximum, Tensor sumexp, Tensor saved,"
     f" float temperature, float softcap, int chunk, {_WANTED}, str backend)"
     " -> (Tensor, Tensor, Tensor)",
     _rows_backward_fake,
+    vmap=lambda *batch: one_by_one(rows_backward, *batch),
     backends=BACKENDS,
 )
-one_pass = register.define(
+one_pass: register.Op = register.define(
     f"linear_one_pass({_HEAD}, int ignore_index, float label_smoothing, float softcap,"
     f" float z_loss, bool mean, SymInt chunk, {_WANTED}, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _one_pass_fake,
     check=_check_one_pass,
+    vmap=lambda *batch: one_by_one(one_pass, *batch),
     backends=BACKENDS,
 )
 
@@ -177,6 +189,8 @@ class LinearRows(torch.autograd.Function):
     backward passes compute them again.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
         input: Tensor,
@@ -202,7 +216,7 @@ class LinearRows(torch.autograd.Function):
         *head, ctx.temperature, ctx.softcap, ctx.ignore_index = inputs[:8]
         ctx.needs_smoothing, ctx.needs_entropy, ctx.chunk, save_logits, ctx.backend = inputs[8:]
         ctx.mark_non_differentiable(*output[4:])
-        ctx.set_materialize_grads(False)
+        skip_unused_gradients(ctx)
         ctx.save_for_backward(*head, *output[:-1])
         # Autograd must not see these logits, because the first backward pass overwrites them.
         ctx.saved_logits = output[-1] if save_logits else None
@@ -213,9 +227,9 @@ class LinearRows(torch.autograd.Function):
         if all(grad is None for grad in grads[:4]):
             return None, None, None, *no_option_grads
         wanted = tuple(ctx.needs_input_grad[:3])
-        if is_double_backward():
+        input, weight, bias, target, class_weight, *outputs = saved_tensors(ctx)
+        if is_double_backward(*grads[:4], input, weight, bias):
             return *LinearRows._differentiable_gradients(ctx, grads, wanted), *no_option_grads
-        input, weight, bias, target, class_weight, *outputs = ctx.saved_tensors
         statistics = RowStatistics(*outputs)
         nll, logsumexp, smoothing_loss, entropy = grads[:4]
         coefficients = reference.gradient_coefficients(
@@ -230,8 +244,11 @@ class LinearRows(torch.autograd.Function):
             ctx.temperature,
             ctx.ignore_index,
         )
-        saved, ctx.saved_logits = ctx.saved_logits, None
-        gradients = rows_backward(
+        saved, op = None, for_gradients(rows_backward, *grads[:4])
+        if plain_eager() and op is rows_backward:
+            # A batch of gradients would overwrite the logits more than once.
+            saved, ctx.saved_logits = ctx.saved_logits, None
+        gradients = op(
             *coefficients,
             input,
             weight,
@@ -253,7 +270,7 @@ class LinearRows(torch.autograd.Function):
     def _differentiable_gradients(
         ctx: Any, grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]
     ) -> tuple[Tensor | None, ...]:
-        input, weight, bias, target, class_weight, *outputs = ctx.saved_tensors
+        input, weight, bias, target, class_weight, *outputs = saved_tensors(ctx)
         numbers = (ctx.temperature, ctx.softcap, ctx.ignore_index)
         sizes = [output.numel() for output in outputs]
         used = {
@@ -342,9 +359,13 @@ class LinearOnePass(torch.autograd.Function):
                 grad,
             )
             return *no_option_grads, *gradients, None, None
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = ctx.gradients
         if gradients is None:
             gradients = one_pass(*head, *ctx.numbers, ctx.chunk, *ctx.wanted, ctx.backend)[1:]
+        if is_batched_gradient(grad):
+            scaled = tuple(scaled_by_batch(gradient, grad) for gradient in gradients)
+            return *no_option_grads, *_only_wanted(scaled, ctx.wanted), None, None
+        ctx.gradients = None
         for gradient, wants in zip(gradients, ctx.wanted, strict=True):
             if wants:
                 scale_by_upstream(gradient, grad, ctx.backend)
