@@ -22,7 +22,7 @@ INFOS = [info for info in op_db if info.name in (*OPS, "nn.functional.cross_entr
 # PyTorch has this op since 2.13.
 LINEAR = [info for info in op_db if info.name == "nn.functional.linear_cross_entropy"]
 (CTC,) = [info for info in op_db if info.name == "nn.functional.ctc_loss"]
-MAX_SAMPLES = 8  # of an op in a check of gradients
+MAX_SAMPLES = 4  # of an op in a check of gradients
 infos = pytest.mark.parametrize(
     "info", INFOS, ids=lambda info: "-".join(filter(None, (info.name, info.variant_test_name)))
 )
@@ -127,7 +127,6 @@ def test_ctc_samples(backend: str, dtype: torch.dtype, device: str) -> None:
 GRADIENTS = {
     "nn.functional.cross_entropy": partita.cross_entropy,
     "nn.functional.linear_cross_entropy": partita.linear_cross_entropy,
-    "nn.functional.ctc_loss": partita.ctc_loss,
 }
 
 
@@ -141,13 +140,12 @@ def call_with(
 
 
 @devices
-@pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize(
     "info",
     [info for info in op_db if info.name in GRADIENTS],
     ids=lambda info: "-".join(filter(None, (info.name, info.variant_test_name))),
 )
-def test_gradients_of_samples(info: OpInfo, backend: str, device: str) -> None:
+def test_gradients_of_samples(info: OpInfo, device: str) -> None:
     """Check first, second and batched gradients as PyTorch's `test_ops_gradients` does.
 
     Two runs have to give the same bits, even where the sample allows PyTorch a tolerance.
@@ -165,7 +163,7 @@ def test_gradients_of_samples(info: OpInfo, backend: str, device: str) -> None:
 
         loss = functools.partial(call_with, GRADIENTS[info.name], given, tuple(variables))
         settings = {"fast_mode": True, "check_batched_grad": True, "check_grad_dtypes": True}
-        with partita.backend(backend):
+        with partita.backend("reference" if device == "cpu" else "auto"):
             for check_gradients in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
                 assert check_gradients(loss, tuple(variables.values()), nondet_tol=0.0, **settings)
 
