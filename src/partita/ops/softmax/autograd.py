@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from ...runtime import register
-from ...runtime.autograd import batch_first, first_derivative, is_double_backward
+from ...runtime.autograd import (
+    batch_first,
+    first_derivative,
+    for_gradients,
+    is_double_backward,
+)
 from ...runtime.dtypes import acc_dtype
 from . import reference
 from .backends import BACKENDS
@@ -92,7 +97,8 @@ class SoftmaxFunction(torch.autograd.Function):
         (output,) = ctx.saved_tensors
         dim, log, dtype, backend = ctx.options
         if not is_double_backward():
-            grad_input = softmax_backward_op(grads[0], output, dim, log, dtype, backend)
+            op = for_gradients(softmax_backward_op, grads[0])
+            grad_input = op(grads[0], output, dim, log, dtype, backend)
             return grad_input, None, None, None, None
         grad_input = first_derivative(
             lambda grad, output: softmax_backward_op(grad, output, dim, log, dtype, backend),
@@ -126,7 +132,8 @@ class LogSumExpFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         backend = ctx.backend
         if not is_double_backward():
-            return logsumexp_backward_op(grads[0], *ctx.saved_tensors, backend), None, None
+            op = for_gradients(logsumexp_backward_op, grads[0])
+            return op(grads[0], *ctx.saved_tensors, backend), None, None
         grad_input = first_derivative(
             lambda grad, input, maximum, sumexp: logsumexp_backward_op(
                 grad, input, maximum, sumexp, backend
