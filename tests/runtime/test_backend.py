@@ -1,7 +1,10 @@
 """`partita.backend` and `PARTITA_BACKEND`: the backend that serves a call, without fallbacks."""
 
+import os
+import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -126,14 +129,53 @@ def test_the_table_that_serves_without_the_packages(
     name: str, device: torch.device, numba: bool, table: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_backend, "has_triton", lambda: False)
-    monkeypatch.setattr(_backend, "has_numba", lambda: False)
+    monkeypatch.setattr(_backend, "numba_problem", lambda: "not here")
     assert _backend.resolve(name, device, has_cpu=numba) == table
     with pytest.raises(
         RuntimeError, match=r"^backend 'triton': the package triton is not installed$"
     ):
         _backend.resolve("triton", device, has_cpu=numba)
-    with pytest.raises(RuntimeError, match=r"^backend 'numba': "):
+    message = "not here$" if numba and device == CPU else ""
+    with pytest.raises(RuntimeError, match=rf"^backend 'numba': {message}"):
         _backend.resolve("numba", device, has_cpu=numba)
+
+
+BROKEN = """open({log!r}, "a").write("imported ")
+raise ImportError("Numba needs NumPy 2.3 or less. Got NumPy 9.0.\\nMore lines.")
+"""
+
+
+def test_an_installed_numba_that_is_broken(tmp_path: Path) -> None:
+    """The ops fall back with one warning at the caller's line, and `info` tells why."""
+    log, package = tmp_path / "log", tmp_path / "numba"
+    package.mkdir()
+    (package / "__init__.py").write_text(BROKEN.format(log=str(log)))
+    script = tmp_path / "user.py"
+    script.write_text(
+        "import torch, partita\n"
+        "chain = partita.Chain(torch.zeros(3, 1, 2, 2), partita.dense_source(2))\n"
+        "print(chain.logz())  # the line of the warning\n"
+        "chain.viterbi()\n"
+        "from partita.__main__ import main\n"
+        "main(['info'])\n"
+        "partita.backend('numba')\n"
+        "chain.logz()\n"
+    )
+    source = str(Path(partita.__file__).parents[1])
+    path = os.pathsep.join((str(tmp_path), source))
+    environment = {**os.environ, "PYTHONPATH": path, "PARTITA_BACKEND": "", "COLUMNS": "300"}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment
+    )
+    problem = "cannot be imported: ImportError: Numba needs NumPy 2.3 or less. Got NumPy 9.0."
+    assert "tensor([2.7726])" in done.stdout
+    assert done.stderr.count("RuntimeWarning") == 1
+    assert f"{script}:3: RuntimeWarning: partita: chains and CTC" in done.stderr
+    assert done.stderr.strip().endswith(
+        f"RuntimeError: backend 'numba': the package numba {problem}"
+    )
+    assert problem in done.stdout
+    assert log.read_text() == "imported "
 
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter serves the CPU")

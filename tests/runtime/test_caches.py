@@ -48,7 +48,7 @@ def test_names_are_unique() -> None:
 def test_the_caches_of_the_runtime_are_registered() -> None:
     assert {
         "runtime.backend.has_triton",
-        "runtime.backend.has_numba",
+        "runtime.backend.numba_problem",
         "runtime.constants",
         "runtime.register.softmax",
     } <= set(cache_names())

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ..runtime import launcher
-from ..runtime.backend import current_backend, has_triton, resolve
+from ..runtime.backend import current_backend, has_triton, numba_problem, resolve
 from .console import Table, print_table
 
 NUMBA_OPS = ("logz", "viterbi", "expectation", "ctc_loss", "ctc_align", "ctc_crf_loss")
@@ -88,8 +88,11 @@ def _versions() -> list[list[str]]:
     ]
     for package, (purpose, command) in EXTRAS.items():
         found = version(package)
+        problem = (numba_problem() or "") if found and package == "numba" else ""
         rows.append(
-            [package, found, ""] if found else [package, "not installed", f"{purpose}: {command}"]
+            [package, found, problem]
+            if found
+            else [package, "not installed", f"{purpose}: {command}"]
         )
     if torch.cuda.is_available():
         rows.append(["driver", _driver(), ""])

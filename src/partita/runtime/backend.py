@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -130,9 +133,38 @@ def has_triton() -> bool:
 
 
 @functools.cache
+def numba_problem() -> str | None:
+    """Import Numba, and return why that fails, or None.
+
+    An installed Numba may refuse to be imported, for example beside a NumPy that is too new for it.
+    """
+    try:
+        importlib.import_module("numba")
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "numba":
+            return "the package numba is not installed; pip install numba brings it"
+        lines = str(error).strip().splitlines() or [""]
+        return f"the package numba cannot be imported: {type(error).__name__}: {lines[0]}"
+    return None
+
+
 def has_numba() -> bool:
-    """Return whether Numba is installed."""
-    return importlib.util.find_spec("numba") is not None
+    """Return whether Numba can be imported."""
+    return numba_problem() is None
+
+
+def caller_stacklevel() -> int:
+    """Return the `stacklevel` with which the calling function warns at the user's line.
+
+    The user's frame is the first one that is neither in this package nor in PyTorch.
+    """
+    folders = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
+    library = tuple(folder + os.sep for folder in folders)
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and frame.f_code.co_filename.startswith(library):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 @functools.cache
@@ -140,14 +172,14 @@ def _without_numba() -> Table:
     """Return the table that replaces Numba's kernels, and warn once."""
     message = (
         "partita: chains and CTC on the CPU run in PyTorch, several times slower than with Numba:"
-        " pip install numba brings it"
+        f" {numba_problem()}"
     )
-    warnings.warn(message, RuntimeWarning, stacklevel=2)
+    warnings.warn(message, RuntimeWarning, stacklevel=caller_stacklevel())
     return "reference"
 
 
 register_cache("runtime.backend.has_triton", has_triton.cache_clear)
-register_cache("runtime.backend.has_numba", has_numba.cache_clear)
+register_cache("runtime.backend.numba_problem", numba_problem.cache_clear)
 register_cache("runtime.backend.warned_about_numba", _without_numba.cache_clear)
 
 
@@ -191,8 +223,6 @@ def resolve(name: str, device: torch.device, *, has_cpu: bool) -> Table:
         if device.type != "cpu":
             raise RuntimeError(f"backend 'numba': expected tensors on the CPU, got {device}")
         if not has_numba():
-            raise RuntimeError(
-                "backend 'numba': the package numba is not installed; pip install numba brings it"
-            )
+            raise RuntimeError(f"backend 'numba': {numba_problem()}")
         return "cpu"
     return "reference"

@@ -208,10 +208,11 @@ def test_unchecked_values_under_numba(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_numba_a_warning_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     _backend._without_numba.cache_clear()
-    monkeypatch.setattr(_backend, "has_numba", lambda: False)
+    monkeypatch.setattr(_backend, "numba_problem", lambda: "pip install numba brings it")
     cpu = torch.device("cpu")
-    with pytest.warns(RuntimeWarning, match="pip install numba"):
+    with pytest.warns(RuntimeWarning, match="pip install numba") as warned:
         assert _backend.resolve("auto", cpu, has_cpu=True) == "reference"
+    assert [warning.filename for warning in warned] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert _backend.resolve("auto", cpu, has_cpu=True) == "reference"
