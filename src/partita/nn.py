@@ -10,7 +10,17 @@ from torch import Tensor
 from .ops.cross_entropy.api import cross_entropy
 from .ops.ctc.api import ctc_loss
 from .ops.linear_heads.api import linear_cross_entropy
+from .runtime import checks
 from .runtime.lengths import Lengths
+
+
+def _loss_repr(module: CrossEntropyLoss | LinearCrossEntropyLoss) -> str:
+    """Return the options that the modules of cross-entropy print."""
+    return (
+        f"ignore_index={module.ignore_index}, reduction={module.reduction!r},"
+        f" label_smoothing={module.label_smoothing}, softcap={module.softcap},"
+        f" z_loss={module.z_loss}"
+    )
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
@@ -22,6 +32,9 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         weight, size_average, ignore_index, reduce, reduction, label_smoothing: as in
             `torch.nn.CrossEntropyLoss`.
         softcap, z_loss, inplace: as in `partita.cross_entropy`.
+
+    Raises:
+        TypeError, ValueError: an option that no call would accept.
 
     Source: `torch.nn.CrossEntropyLoss`; the method is the one of `partita.cross_entropy`.
 
@@ -45,6 +58,8 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         inplace: bool = False,
     ) -> None:
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        checks.loss_options(self.reduction, label_smoothing, softcap, z_loss)
+        checks.python_int("ignore_index", ignore_index)
         self.softcap, self.z_loss, self.inplace = softcap, z_loss, inplace
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
@@ -74,7 +89,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
     def extra_repr(self) -> str:
         """Return the options that torch prints with the module."""
-        return f"softcap={self.softcap}, z_loss={self.z_loss}, inplace={self.inplace}"
+        return f"{_loss_repr(self)}, inplace={self.inplace}"
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
@@ -89,6 +104,9 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             `torch.nn.LinearCrossEntropyLoss`.
         softcap, z_loss, memory_budget: as in `partita.linear_cross_entropy`; the budget is in
             bytes.
+
+    Raises:
+        TypeError, ValueError: an option that no call would accept.
 
     Source: `torch.nn.LinearCrossEntropyLoss`; the method is the one of
     `partita.linear_cross_entropy`.
@@ -120,6 +138,9 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         memory_budget: int | None = None,
     ) -> None:
         super().__init__()
+        checks.loss_options(reduction, label_smoothing, softcap, z_loss)
+        if ignore_index is not None:
+            checks.python_int("ignore_index", ignore_index)
         self.num_classes = num_classes
         self.out_features = tuple(out_features)
         self.reduction = reduction
@@ -168,7 +189,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """Return the options that torch prints with the module."""
-        return f"softcap={self.softcap}, z_loss={self.z_loss}, memory_budget={self.memory_budget}"
+        return f"{_loss_repr(self)}, memory_budget={self.memory_budget}"
 
 
 class CTCLoss(torch.nn.CTCLoss):
@@ -179,6 +200,9 @@ class CTCLoss(torch.nn.CTCLoss):
     Args:
         blank, reduction, zero_infinity: as in `torch.nn.CTCLoss`.
         from_logits: as in `partita.ctc_loss`.
+
+    Raises:
+        TypeError, ValueError: an option that no call would accept.
 
     Source: `torch.nn.CTCLoss`; the method is the one of `partita.ctc_loss`.
 
@@ -197,6 +221,10 @@ class CTCLoss(torch.nn.CTCLoss):
         *,
         from_logits: bool = False,
     ) -> None:
+        checks.loss_options(reduction)
+        checks.python_int("blank", blank)
+        if blank < 0:
+            raise ValueError(f"blank: expected a class, 0 or more, got {blank}")
         super().__init__(blank, reduction, zero_infinity)
         self.from_logits = from_logits
 

@@ -160,6 +160,8 @@ def call_linear(dtype: torch.dtype, C: int) -> None:
         torch.autograd.grad(losses.sum(), hidden)
     for field in partita.linear_token_stats(hidden, matrix, target, memory_budget=budget)[:3]:
         torch.autograd.grad(field.sum(), hidden, retain_graph=True)
+    stats = partita.linear_token_stats(hidden, matrix, softcap=5.0, memory_budget=budget)
+    torch.autograd.grad(stats.entropy.sum(), hidden)
 
 
 def call_parallel(dtype: torch.dtype) -> None:
@@ -198,6 +200,7 @@ def call_rows(x: torch.Tensor) -> None:
         partita.log_softmax(x),
         partita.logsumexp(x),
         *partita.token_stats(x, target)[:3],
+        *partita.token_stats(x, softcap=5.0)[:3],
     ]
     for options in ({}, all_options):
         results += [

@@ -153,15 +153,19 @@ def cross_entropy_terms(
 
 def token_stats_terms(
     logits: Tensor,
-    target: Tensor,
+    target: Tensor | None,
     upstream: list[Tensor],
     *,
     temperature: float = 1.0,
+    softcap: float | None = None,
     ignore_index: int = -100,
 ) -> Terms:
     """Return the terms of `token_stats`: log-probability, log-sum-exp and entropy."""
-    x = logits.double() / temperature
-    maximum, depth, log_sum, p, p_error = parts(x, -1, flush(logits.dtype))
+    x = logits.double() if softcap is None else softcap * torch.tanh(logits.double() / softcap)
+    if target is None:
+        target, ignore_index = x.argmax(-1), -100
+    noise = (softcap or 0.0) / temperature
+    maximum, depth, log_sum, p, p_error = parts(x / temperature, -1, flush(logits.dtype), noise)
     valid = (target != ignore_index).unsqueeze(-1)
     labels = torch.where(valid, target.unsqueeze(-1), 0).long()
     hot = torch.zeros_like(x).scatter(-1, labels, 1.0)
@@ -170,9 +174,7 @@ def token_stats_terms(
     entropy = (p_error * neg_log_p).sum(-1, keepdim=True)
     on_target, h, e = (u.double().abs().unsqueeze(-1) for u in upstream)
     slope = valid * on_target * (hot + p_error) + h * p_error + e * p_error * (neg_log_p + entropy)
-    # x / temperature is rounded before the maximum is subtracted from it.
-    rounding = 1 if temperature == 1 else 1 + maximum
+    slope = slope if softcap is None else slope * (1 + (x / softcap) ** 2)
     return Terms(
-        [(t * rounding).squeeze(-1) for t in (logprob, maximum + log_sum + 1, entropy)],
-        slope * rounding / temperature,
+        [t.squeeze(-1) for t in (logprob, maximum + log_sum + 1, entropy)], slope / temperature
     )

@@ -91,13 +91,17 @@ def test_second_derivatives_in_probabilities_and_weights(options: dict, device: 
 def test_first_and_second_derivatives_of_token_stats(device: str) -> None:
     x = leaf(3, CLASSES, dtype=torch.float64, device=device)
     target = targets_for(x.detach(), "labels", ignored=-100, seed=3)
-    for temperature in (1.0, 0.7):
-        assert torch.autograd.gradcheck(
-            lambda x, t=temperature: partita.token_stats(x, target, temperature=t)[:3], x
-        )
-        assert torch.autograd.gradgradcheck(
-            lambda x, t=temperature: partita.token_stats(x, target, temperature=t)[:3], x
-        )
+    for labels, options in (
+        (target, {}),
+        (target, {"temperature": 0.7}),
+        (None, {"temperature": 0.7, "softcap": 2.0}),
+    ):
+
+        def stats(x: Tensor, labels=labels, options=options) -> tuple[Tensor, ...]:
+            return partita.token_stats(x, labels, **options)[:3]
+
+        assert torch.autograd.gradcheck(stats, x)
+        assert torch.autograd.gradgradcheck(stats, x)
 
 
 @pytest.mark.interpreted

@@ -208,12 +208,12 @@ def calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
                 (*grads, *loss_args[:3], *saved, *loss_args[3:]),
             )
             yield ops.cross_entropy_one_pass, (*loss_args, 0.0, True, x.dtype)
-        stats = ops.token_stats(x, columns, 1.0, -100, "auto")
-        yield ops.token_stats, (x, columns, 1.0, -100)
+        stats = ops.token_stats(x, columns, 1.0, 0.0, -100, "auto")
+        yield ops.token_stats, (x, columns, 1.0, 0.0, -100)
         grads = tuple(torch.randn(3, 4) for _ in range(3))
         yield (
             ops.token_stats_backward,
-            (*grads, x, columns, stats[4], stats[5], stats[2], 1.0, -100),
+            (*grads, x, columns, stats[4], stats[5], stats[2], 1.0, 0.0, -100),
         )
     lengths, target_lengths = torch.tensor([6, 5]), torch.tensor([2, 2])
     targets = (torch.tensor([1, 2, 3, 1]), torch.tensor([0, 2]), lengths, target_lengths)

@@ -67,10 +67,11 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         "cross_entropy_one_pass_": [(*a, 1e-3, *r) for a in loss_arguments for r in reduced[:1]],
         "scale_": [(x, torch.tensor(2.0, device=device)), (half, torch.tensor(2.0, device=device))],
         "token_stats": [
-            (x, labels, 1.0, -100),
-            (images, images[..., 0].argmax(-1).new_zeros(N, C, 2), 0.7, 0),
+            (x, labels, 1.0, 0.0, -100),
+            (x, None, 0.7, 2.0, -100),
+            (images, images[..., 0].argmax(-1).new_zeros(N, C, 2), 0.7, 0.0, 0),
         ],
-        "token_stats_backward": [(one, one, one, x, labels, *partial(x, labels), 1.0, -100)],
+        "token_stats_backward": [(one, one, one, x, labels, *partial(x, labels), 1.0, 0.0, -100)],
         **{
             name: [(one, row, *a[:3], *statistics(a), *a[3:]) for a in loss_arguments[:2]]
             for name in ("cross_entropy_backward", "cross_entropy_backward_")
@@ -259,7 +260,9 @@ def statistics(arguments: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
 
 
 def partial(x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    entropy, _, maximum, sumexp = torch.ops.partita.token_stats(x, labels, 1.0, -100, BACKEND)[2:]
+    entropy, _, maximum, sumexp = torch.ops.partita.token_stats(x, labels, 1.0, 0.0, -100, BACKEND)[
+        2:
+    ]
     return maximum, sumexp, entropy
 
 

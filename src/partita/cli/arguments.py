@@ -49,6 +49,8 @@ def device_named(name: str) -> torch.device:
     Raises:
         UsageError: the device cannot be used.
     """
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(f"--device: cannot use {name!r}: expected cpu, cuda or cuda:1")
     try:
         return torch.empty(1, device=name).device
     except (RuntimeError, AssertionError) as error:

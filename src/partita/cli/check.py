@@ -12,6 +12,7 @@ import torch
 from ..ops.cross_entropy.api import cross_entropy
 from ..runtime.backend import current_backend, resolve
 from ..testing import contract_errors, edge_rows
+from .arguments import device_named
 from .check_ops import CHECKS, COLUMNS, ROWS, Check, labels
 from .console import DTYPES, Progress, Table, UsageError, first_line, print_table
 from .info import BACKEND_NAMES, no_gpu
@@ -155,7 +156,7 @@ def run_bad_label(backend: Backend, dtype: str) -> Line:
 def devices(name: str | None) -> list[torch.device]:
     """Return the named device, or the CPU and the current GPU."""
     if name is not None:
-        return [torch.empty(0, device=name).device]
+        return [device_named(name)]
     gpus = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
     return [torch.device("cpu"), *gpus]
 
@@ -179,12 +180,8 @@ def served(name: str | None) -> Served:
     Raises:
         UsageError: the device cannot be used.
     """
-    try:
-        chosen = devices(name)
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device: cannot use {name!r}: {first_line(error)}") from None
     result = Served([], [])
-    for device in chosen:
+    for device in devices(name):
         try:
             result.backends.append(
                 Backend(BACKEND_NAMES[resolve(current_backend(), device, has_cpu=False)], device)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .environment import reader
 
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -18,20 +19,29 @@ _setting = reader("PARTITA_CHECK")
 
 
 def tensor(name: str, value: Any) -> None:
-    """Raise `TypeError` unless the value is a tensor."""
+    """Raise `TypeError` unless the value is a dense tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a Tensor, got {type(value).__name__}")
+    if value.is_nested or value.layout is not torch.strided:
+        raise TypeError(
+            f"{name}: expected a dense Tensor, got a nested one"
+            if value.is_nested
+            else f"{name}: expected a dense Tensor, got one of layout {value.layout}"
+        )
+    if type(value) is not Tensor and isinstance(value, torch.masked.MaskedTensor):
+        raise TypeError(f"{name}: expected a dense Tensor, got a MaskedTensor")
 
 
 def floating(name: str, value: Any) -> None:
-    """Raise `TypeError` unless the value is a tensor of a floating dtype."""
+    """Raise `TypeError` unless the value is a dense tensor of a dtype in `FLOATING`."""
     tensor(name, value)
-    if not value.is_floating_point():
-        raise TypeError(f"{name}: expected a floating dtype, got {value.dtype}")
+    if value.dtype not in FLOATING:
+        expected = "float16, bfloat16, float32 or float64" if value.is_floating_point() else ""
+        raise TypeError(f"{name}: expected {expected or 'a floating dtype'}, got {value.dtype}")
 
 
 def integer(name: str, value: Any) -> None:
-    """Raise `TypeError` unless the value is a tensor of an integer dtype."""
+    """Raise `TypeError` unless the value is a dense tensor of an integer dtype."""
     tensor(name, value)
     if value.dtype not in INTEGERS:
         raise TypeError(f"{name}: expected an integer dtype, got {value.dtype}")
@@ -90,6 +100,27 @@ def number(
         raise ValueError(f"{name}: expected a number {lower}{upper}, got {value}")
 
 
+def generator(name: str, value: Any, where: torch.device) -> None:
+    """Raise unless the value is None or a generator of random numbers on a device of this type."""
+    if value is None:
+        return
+    if not isinstance(value, torch.Generator):
+        raise TypeError(f"{name}: expected a torch.Generator or None, got {type(value).__name__}")
+    if value.device.type != where.type:
+        raise ValueError(f"{name}: expected a generator on {where}, got one on {value.device}")
+
+
+def loss_options(
+    reduction: Any, label_smoothing: Any = 0.0, softcap: Any = None, z_loss: Any = 0.0
+) -> None:
+    """Raise for an option of a loss that no call would accept."""
+    choice("reduction", reduction, REDUCTIONS)
+    number("label_smoothing", label_smoothing, low=0.0, high=1.0)
+    if softcap is not None:
+        number("softcap", softcap, low=0.0, open_low=True)
+    number("z_loss", z_loss, low=0.0)
+
+
 def should_check_values(where: torch.device) -> bool:
     """Return whether the values inside tensors on this device are checked.
 
@@ -124,10 +155,12 @@ def labels(name: str, value: Tensor, classes: int, ignore_index: int) -> None:
     value = value.long()  # a narrow type would wrap the bounds
     invalid = ((value < 0) | (value >= classes)) & (value != ignore_index)
     if (index := first_index(invalid)) is not None:
-        raise IndexError(
-            f"{name}: expected labels from 0 to {classes - 1} (or ignore_index {ignore_index}),"
-            f" got {int(value[index])} at {list(index)}"
+        expected = (
+            f"labels from 0 to {classes - 1} (or ignore_index {ignore_index})"
+            if classes
+            else f"no label but ignore_index {ignore_index}, as there are 0 classes"
         )
+        raise IndexError(f"{name}: expected {expected}, got {int(value[index])} at {list(index)}")
 
 
 def within(name: str, value: Tensor, low: int, high: int, meaning: str) -> None:
@@ -140,6 +173,15 @@ def within(name: str, value: Tensor, low: int, high: int, meaning: str) -> None:
             f"{name}: expected {meaning} from {low} to {high},"
             f" got {int(value[index])} at {list(index)}"
         )
+
+
+def source(name: str, value: Tensor, states: int) -> None:
+    """Raise `ValueError` with the first source that is neither a state nor -1."""
+    if value.is_meta or not should_check_values(value.device):
+        return
+    if (index := first_index((value < -1) | (value.long() >= states))) is not None:
+        expected = f"a state from 0 to {states - 1}, or -1 for no edge" if states else "-1"
+        raise ValueError(f"{name}: expected {expected}, got {int(value[index])} at {list(index)}")
 
 
 def blank(value: object, classes: int) -> None:

@@ -57,7 +57,10 @@ def as_lengths(name: str, value: Lengths, N: int) -> Tensor:
             raise TypeError(
                 f"{name}: expected a Tensor or a sequence of integers, got {type(value).__name__}"
             ) from None
-        value = torch.tensor(numbers, dtype=None if numbers else torch.int64, device="cpu")
+        try:
+            value = torch.tensor(numbers, dtype=None if numbers else torch.int64, device="cpu")
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"{name}: expected integers, got {numbers!r:.60}") from None
     checks.integer(name, value)
     checks.shape(name, value.reshape(-1), [N], "[N]")
     return value.reshape(-1).long().contiguous()

@@ -22,6 +22,63 @@ def test_against_fp64(edge: str, dtype: torch.dtype, device: str) -> None:
     check_stats(logits, targets_for(logits, "labels", ignored=-100))
 
 
+@pytest.mark.interpreted
+@devices
+@dtypes
+@pytest.mark.parametrize("edge", ["plain", "wide", "scattered_inf", "transposed", "framed"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_soft_capping(temperature: float, edge: str, dtype: torch.dtype, device: str) -> None:
+    logits = edge_rows(edge, 16, CLASSES, dtype=dtype, device=device)
+    options = {"temperature": temperature, "softcap": 4.0}
+    check_stats(logits, targets_for(logits, "labels", ignored=-100), few=True, **options)
+    check_stats(logits, None, few=True, **options)
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize("width", [37, 300, 5000])
+def test_arg_max_of_soft_capped_logits(width: int, device: str) -> None:
+    """Logits that saturate are equal, and the lowest of them counts."""
+    logits = sample_rows(4, width, device=device)
+    logits[:, 11], logits[1:, 29] = 3000.0, 2000.0
+    logits[3, :] = 500.0
+    assert partita.token_stats(logits, softcap=3.0).argmax.tolist() == [11, 11, 11, 0]
+
+
+@pytest.mark.interpreted
+@devices
+@dtypes
+@pytest.mark.parametrize("edge", EDGES)
+def test_without_a_target_the_arg_max_is_the_target(
+    edge: str, dtype: torch.dtype, device: str
+) -> None:
+    logits = edge_rows(edge, 16, CLASSES, dtype=dtype, device=device)
+    check_stats(logits, None, temperature=0.7)
+    if edge == "plain":
+        x, y = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+        stats = partita.token_stats(x, temperature=0.7, ignore_index=int(logits[0].argmax()))
+        same = partita.token_stats(y, stats.argmax, temperature=0.7)
+        assert all(torch.equal(a, b) for a, b in zip(stats, same, strict=True))
+        grads = [torch.autograd.grad(s.logprob.sum(), z) for s, z in ((stats, x), (same, y))]
+        assert torch.equal(*(grad for (grad,) in grads))
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize("temperature", [0.3, 3.0])
+@pytest.mark.parametrize("offset", [-1e4, 1e4])
+def test_a_temperature_of_large_logits_loses_no_digits(
+    offset: float, temperature: float, device: str
+) -> None:
+    """The maximum is subtracted before the division, which would round at 1e4 / temperature."""
+    logits = offset + sample_rows(64, CLASSES, device=device)
+    target = targets_for(logits, "labels")
+    stats = partita.token_stats(logits, target, temperature=temperature)
+    truth = plain_token_stats(logits.double(), target, temperature=temperature)
+    for found, right in ((stats.logprob, truth[0]), (stats.entropy, truth[2])):
+        torch.testing.assert_close(found.double(), right, rtol=1e-6, atol=1e-6)
+
+
 WIDTHS = [pytest.param("cpu", width) for width in (1, 2, 3, 64, 129, 300)]
 WIDTHS += [
     pytest.param("cuda", width, marks=pytest.mark.gpu)
@@ -57,9 +114,10 @@ def test_any_call(data: st.DataObject, device: str) -> None:
     )
     check_stats(
         logits,
-        target,
+        draw(st.sampled_from((target, target, None))),
         few=True,
         temperature=draw(st.sampled_from((1.0, 0.5, 3.0))),
+        softcap=draw(st.sampled_from((None, None, 2.0))),
         ignore_index=ignore_index,
     )
 
@@ -187,6 +245,11 @@ def test_argmax_is_not_differentiable() -> None:
             lambda x, t: partita.token_stats(x, t, temperature=torch.ones(())),
             TypeError,
             "temperature: expected a number, got Tensor",
+        ),
+        (
+            lambda x, t: partita.token_stats(x, t, softcap=0.0),
+            ValueError,
+            "softcap: expected a number above 0.0, got 0.0",
         ),
     ],
 )

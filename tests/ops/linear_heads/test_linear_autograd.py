@@ -93,7 +93,12 @@ def test_derivatives(reduction: str, plan: str) -> None:
             hidden, matrix, target, linear_bias=bias, temperature=0.7, memory_budget=budget
         )[:3]
 
-    for f in (loss, stats):
+    def capped(hidden: Tensor, matrix: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        return partita.linear_token_stats(
+            hidden, matrix, linear_bias=bias, temperature=0.7, softcap=3.0, memory_budget=budget
+        )[:3]
+
+    for f in (loss, stats, capped):
         assert torch.autograd.gradcheck(f, (hidden, matrix, bias), fast_mode=True)
         assert torch.autograd.gradgradcheck(f, (hidden, matrix, bias), fast_mode=True)
 

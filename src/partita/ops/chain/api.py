@@ -146,7 +146,8 @@ class Chain:
             The paths, as in `ChainSample`.
 
         Raises:
-            TypeError, ValueError: k is not an integer, or it is negative.
+            TypeError, ValueError: k is not an integer, or it is negative; the generator is none, or
+                on another device.
 
         Example:
             >>> import torch, partita
@@ -157,6 +158,7 @@ class Chain:
         checks.python_int("k", k)
         if k < 0:
             raise ValueError(f"k: expected a number of paths, 0 or more, got {k!r}")
+        checks.generator("generator", generator, self.scores.device)
         with torch.no_grad():
             T, N = self.scores.shape[:2]
             uniforms = self.scores.new_empty((T + 1, k, N), dtype=torch.float64)
@@ -267,19 +269,19 @@ class Chain:
         """
         if (edges is None) == (states is None):
             raise TypeError("log_prob: expected either edges or states")
+        T, N = self.scores.shape[:2]
+        name, given, rows = ("edges", edges, T) if states is None else ("states", states, T + 1)
+        checks.integer(name, given)
+        assert given is not None
+        checks.device(name, given, self.scores, "scores")
+        if given.shape[-2:] != (rows, N):
+            raise ValueError(
+                f"{name}: expected shape [..., {'T' if states is None else 'T + 1'}, N] with"
+                f" [T, N] = {[T, N]}, got {list(given.shape)}"
+            )
         if states is not None:
             edges = edges_from_states(states, self.source)
         assert edges is not None
-        checks.integer("edges", edges)
-        checks.device("edges", edges, self.scores, "scores")
-        if edges.shape[-2:] != self.scores.shape[:2]:
-            name, given, rows = (
-                ("edges", edges, "T") if states is None else ("states", states, "T + 1")
-            )
-            raise ValueError(
-                f"{name}: expected shape [..., {rows}, N] with [T, N] ="
-                f" {list(self.scores.shape[:2])}, got {list(given.shape)}"
-            )
         first_state = None if states is None else states[..., 0, :].long()
         log_prob = functional.log_prob(self._tensors(), edges.long(), first_state)
         return self._to_result_dtype(log_prob)

@@ -37,7 +37,7 @@ def check_values(
     """Raise for a source or a length that is out of range, where values are checked."""
     if source.is_meta or not checks.should_check_values(source.device):
         return
-    checks.within("source", source, -1, scores.shape[2] - 1, "states, or -1 for no edge")
+    checks.source("source", source, scores.shape[2])
     if lengths is not None:
         checks.within("lengths", lengths, 0, scores.shape[0], "steps")
 

@@ -50,8 +50,9 @@ def edges_from_states(states: Tensor, source: Tensor) -> Tensor:
         `[..., T, N]` int64, c·K + k for the k-th edge into state c; -1 where a state is -1.
 
     Raises:
-        TypeError, ValueError: a dtype or shape is wrong, or no edge connects two states. On a GPU
-            the last is checked only with `PARTITA_CHECK=1`, and otherwise gives -1.
+        TypeError, ValueError: a dtype or shape is wrong, a state is out of range, or no edge
+            connects two states. On a GPU the last two are checked only with `PARTITA_CHECK=1`, and
+            otherwise give -1.
 
     Source: the inverse of `ViterbiPath.states`.
 
@@ -70,6 +71,7 @@ def edges_from_states(states: Tensor, source: Tensor) -> Tensor:
     if source.ndim != 2:
         raise ValueError(f"source: expected shape [C, K], got {list(source.shape)}")
     C, K = source.shape
+    _check_states(states, C)
     previous, entered = states[..., :-1, :].long(), states[..., 1:, :].long()
     in_range = (previous >= 0) & (entered >= 0) & (entered < C)
     if not source.numel():
@@ -87,3 +89,14 @@ def edges_from_states(states: Tensor, source: Tensor) -> Tensor:
             f" got {int(previous[index])} then {int(entered[index])} at {list(index)}"
         )
     return torch.where(connected, entered * K + connects.int().argmax(-1), -1)
+
+
+def _check_states(states: Tensor, C: int) -> None:
+    """Raise `ValueError` with the first state that is neither one of C states nor -1."""
+    if states.is_meta or not checks.should_check_values(states.device):
+        return
+    if (index := checks.first_index((states < -1) | (states.long() >= C))) is not None:
+        raise ValueError(
+            f"states: expected a state from 0 to {C - 1}, or -1 past the end of a path,"
+            f" got {int(states[index])} at {list(index)}"
+        )

@@ -128,23 +128,29 @@ class TokenStats(NamedTuple):
 
 
 def token_stats(
-    logits: Tensor, target: Tensor, *, temperature: float = 1.0, ignore_index: int = -100
+    logits: Tensor,
+    target: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
 ) -> TokenStats:
     """Log-probability of the target, log-sum-exp, entropy and arg-max of each row, in one read.
 
     Args:
         logits: `[..., C]`, floating dtype, any strides; fields are of `logits / temperature`.
             Logits may be -inf (masked classes).
-        target: labels `[...]`, any integer dtype.
+        target: labels `[...]`, any integer dtype. Without it the log-probability is the one of the
+            arg-max, and it is differentiated as if the arg-max were the target.
         temperature: positive.
+        softcap: replace the logits by `softcap * tanh(logits / softcap)` first.
         ignore_index: rows with this label have log-probability 0; their other fields are as usual.
 
     Returns:
         `TokenStats`, fields `[...]`, fp32 (fp64 for fp64) in nats, and the arg-max int64.
 
     Raises:
-        TypeError, ValueError: a wrong dtype, shape, device or temperature, named with what was
-            expected.
+        TypeError, ValueError: a wrong dtype, shape, device or number, named with what was expected.
         IndexError: a label out of range; on a GPU only with `PARTITA_CHECK=1`, otherwise that row's
             differentiable fields and gradient are NaN.
 
@@ -158,18 +164,23 @@ def token_stats(
         (tensor([-1.3863]), tensor([1.3863]), tensor([0]))
     """
     checks.floating("logits", logits)
-    checks.integer("target", target)
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(
             f"logits: expected shape [..., C] with at least one class, got {list(logits.shape)}"
         )
-    checks.shape("target", target, logits.shape[:-1], "logits.shape[:-1]")
-    checks.device("target", target, logits, "logits")
+    if target is not None:
+        checks.integer("target", target)
+        checks.shape("target", target, logits.shape[:-1], "logits.shape[:-1]")
+        checks.device("target", target, logits, "logits")
     if type(temperature) is not float or temperature != 1.0:
         checks.number("temperature", temperature, low=0.0, open_low=True)
     if type(ignore_index) is not int:
         checks.python_int("ignore_index", ignore_index)
-    options = float(temperature), ignore_index, current_backend()
+    if softcap is not None:
+        checks.number("softcap", softcap, low=0.0, open_low=True)
+    if target is None:
+        ignore_index = -100  # no row is ignored
+    options = float(temperature), float(softcap or 0.0), ignore_index, current_backend()
     if needs_no_derivative(logits):
         fields = token_stats_op(logits, target, *options)
     else:
@@ -190,6 +201,8 @@ def _check(
     if target.device != input.device:
         checks.device("target", target, input, "input")
     if target.shape == shape and target.is_floating_point():
+        if target.dtype not in checks.FLOATING:
+            checks.floating("target", target)
         if ignore_index >= 0:
             raise ValueError(
                 "ignore_index: expected none (a negative number) with target probabilities,"
@@ -200,6 +213,12 @@ def _check(
             checks.integer("target", target)
         if len(shape) != 2 or target.shape != shape[:1]:
             rows = [] if len(shape) == 1 else [shape[0], *shape[2:]]
+            if len(shape) > 2 and target.shape == shape[:-1] and list(shape[:-1]) != rows:
+                raise ValueError(
+                    f"target: expected shape [N, ...] of input without its classes = {rows},"
+                    f" got {list(target.shape)}; classes are dimension 1 of input, which"
+                    " input.movedim(-1, 1) makes of its last one"
+                )
             checks.shape("target", target, rows, "[N, ...] of input without its classes")
     if weight is not None:
         checks.floating("weight", weight)

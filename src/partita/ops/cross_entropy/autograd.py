@@ -359,20 +359,25 @@ def _stats_fake(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
     )
 
 
+def _check_stats_labels(
+    logits: Tensor, target: Tensor | None, temperature: float, softcap: float, ignore_index: int
+) -> None:
+    if target is not None:
+        checks.labels("target", target, logits.shape[-1], ignore_index)
+
+
 token_stats_op = register.define(
-    "token_stats(Tensor logits, Tensor target, float temperature, int ignore_index, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "token_stats(Tensor logits, Tensor? target, float temperature, float softcap,"
+    " int ignore_index, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _stats_fake,
-    check=lambda logits, target, temperature, ignore_index: checks.labels(
-        "target", target, logits.shape[-1], ignore_index
-    ),
+    check=_check_stats_labels,
     vmap=_stats_vmap,
     backends=BACKENDS,
 )
 token_stats_backward_op = register.define(
     "token_stats_backward(Tensor grad_logprob, Tensor? grad_logsumexp, Tensor? grad_entropy,"
     " Tensor logits, Tensor target, Tensor maximum, Tensor sumexp, Tensor entropy,"
-    " float temperature, int ignore_index, str backend) -> Tensor",
+    " float temperature, float softcap, int ignore_index, str backend) -> Tensor",
     lambda grad_logprob, grad_logsumexp, grad_entropy, logits, *_: torch.empty_like(logits),
     vmap=_stats_vmap,
     backends=BACKENDS,
@@ -380,15 +385,24 @@ token_stats_backward_op = register.define(
 
 
 class TokenStatsFunction(torch.autograd.Function):
-    """The fields of `TokenStatsRows`, differentiable in the first three."""
+    """The fields of `TokenStatsRows`, differentiable in the first three.
+
+    Without a target, the arg-max is the target of the backward pass; then the caller passes an
+    `ignore_index` that is no class.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        logits: Tensor, target: Tensor, temperature: float, ignore_index: int, backend: str
+        logits: Tensor,
+        target: Tensor | None,
+        temperature: float,
+        softcap: float,
+        ignore_index: int,
+        backend: str,
     ) -> tuple[Tensor, ...]:
-        return token_stats_op(logits, target, temperature, ignore_index, backend)
+        return token_stats_op(logits, target, temperature, softcap, ignore_index, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -397,6 +411,7 @@ class TokenStatsFunction(torch.autograd.Function):
         if plain_eager():  # Zero gradients of unused fields would cost a launch each.
             ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(argmax, maximum, sumexp)
+        target = argmax if target is None else target
         ctx.save_for_backward(logits, target, maximum, sumexp, entropy)
 
     @staticmethod
@@ -409,7 +424,7 @@ class TokenStatsFunction(torch.autograd.Function):
         op = for_gradients(token_stats_backward_op, grad_logprob, *others)
         if not is_double_backward():
             dlogits = op(grad_logprob, *others, *tensors, *options, backend)
-            return dlogits, None, None, None, None
+            return dlogits, None, None, None, None, None
         others = [torch.zeros_like(grad_logprob) if grad is None else grad for grad in others]
         dlogits = first_derivative(
             lambda *tensors: op(*tensors, *options, backend),
@@ -419,4 +434,4 @@ class TokenStatsFunction(torch.autograd.Function):
             *others,
             *tensors,
         )
-        return dlogits, None, None, None, None
+        return dlogits, None, None, None, None, None

@@ -45,10 +45,10 @@ class TokenStatsRows(NamedTuple):
 
     Fields:
         logprob: log-probability of the target, 0 where it is ignored, `[...]`.
-        logsumexp: log-sum-exp of the logits over the temperature, `[...]`.
+        logsumexp: log-sum-exp of the soft-capped logits over the temperature, `[...]`.
         entropy: entropy of the distribution, `[...]`.
         argmax: the most probable class, int64, `[...]`.
-        maximum: maximum of the logits, `[...]`.
+        maximum: maximum of the soft-capped logits, `[...]`.
         sumexp: sum of exp((logits - maximum) / temperature), `[...]`.
     """
 

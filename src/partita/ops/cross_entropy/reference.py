@@ -165,25 +165,43 @@ def scale_(grad: Tensor, factor: Tensor) -> None:
     grad.mul_(factor.to(acc_dtype(grad.dtype)))
 
 
+def scaled_rows(logits: Tensor, temperature: float, softcap: float) -> tuple[Tensor, Tensor]:
+    """Return (x - maximum) / temperature with soft-capped logits x, and the maximum of each row.
+
+    The maximum has no gradient. It is subtracted before the division, because a rounded quotient of
+    large logits loses what tells the classes apart.
+    """
+    x = logits.to(acc_dtype(logits.dtype))
+    if softcap:
+        x = softcap * (x / softcap).tanh()
+    maximum = x.detach().amax(-1)
+    return (x - finite_shift(maximum).unsqueeze(-1)) / temperature, maximum
+
+
 def token_stats(
-    logits: Tensor, target: Tensor, temperature: float, ignore_index: int
+    logits: Tensor, target: Tensor | None, temperature: float, softcap: float, ignore_index: int
 ) -> TokenStatsRows:
-    """Compute the statistics of the rows of `logits / temperature`."""
-    x = logits.to(acc_dtype(logits.dtype)) / temperature
+    """Compute the statistics of the rows of soft-capped logits over the temperature.
+
+    Without a target, the label of a row is its arg-max.
+    """
+    x, maximum = scaled_rows(logits, temperature, softcap)
     logp = x.log_softmax(-1)
     p = logp.exp()
-    labels, not_ignored, out_of_range = valid_targets(target, x.shape[-1], ignore_index)
+    argmax = x.argmax(-1)
+    labels, not_ignored, out_of_range = valid_targets(
+        argmax if target is None else target, x.shape[-1], ignore_index
+    )
     logprob = logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     entropy = -(p * torch.where(p == 0, 0, logp)).sum(-1)
-    maximum = x.amax(-1)
-    sumexp = (x - finite_shift(maximum).unsqueeze(-1)).exp().sum(-1)
+    sumexp = x.exp().sum(-1)
     nan_or_zero = torch.where(out_of_range, torch.nan, 0.0).to(x.dtype)
     return TokenStatsRows(
         logprob=torch.where(not_ignored, logprob, 0) + nan_or_zero,
-        logsumexp=maximum + sumexp.log() + nan_or_zero,
+        logsumexp=maximum / temperature + sumexp.log() + nan_or_zero,
         entropy=entropy + nan_or_zero,
-        argmax=x.argmax(-1),
-        maximum=maximum * temperature,
+        argmax=argmax,
+        maximum=maximum,
         sumexp=sumexp,
     )
 
@@ -198,13 +216,14 @@ def token_stats_gradient(
     sumexp: Tensor | None,
     entropy: Tensor | None,
     temperature: float,
+    softcap: float,
     ignore_index: int,
 ) -> Tensor:
     """Compute the gradient of the logits, differentiable in the first four arguments.
 
     A gradient of None is zero. The saved statistics are not used here; they save a kernel work.
     """
-    x = logits.to(acc_dtype(logits.dtype)) / temperature
+    x, _ = scaled_rows(logits, temperature, softcap)
     logp = x.log_softmax(-1)
     p = logp.exp()
     # The select comes before the product, so that the second derivative is finite too.
@@ -219,7 +238,10 @@ def token_stats_gradient(
         grad = grad - grad_entropy.to(x.dtype).unsqueeze(-1) * (
             p_logp - p * p_logp.sum(-1, keepdim=True)
         )
-    return torch.where(out_of_range.unsqueeze(-1), torch.nan, grad / temperature).to(logits.dtype)
+    grad = grad / temperature
+    if softcap:
+        grad = grad * softcap_slope(logits, softcap)
+    return torch.where(out_of_range.unsqueeze(-1), torch.nan, grad).to(logits.dtype)
 
 
 def token_stats_backward(

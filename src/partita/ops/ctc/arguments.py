@@ -6,7 +6,8 @@ tensors `[N]`) take few calls of PyTorch.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sized
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,15 +59,20 @@ def prepare(
                 f"{name}: expected shape [T, N, C] or [T, C], got {list(logits.shape)}"
             )
         logits = logits[:, None]
-    _, N, C = logits.shape
+    T, N, C = logits.shape
+    if C == 0:
+        raise ValueError(f"{name}: expected at least one class, got shape {list(logits.shape)}")
     if targets.ndim != 1 and (targets.ndim != 2 or len(targets) != N):
         raise ValueError(
             f"targets: expected shape [N, S] with N = {N}, or [sum of target_lengths],"
-            f" got {list(targets.shape)}"
+            f" got {list(targets.shape)}{_order_hint(name, targets, T)}"
         )
     checks.blank(blank, C)
-    steps = _lengths("input_lengths", input_lengths, N)
-    lengths = _lengths("target_lengths", target_lengths, N)
+    try:
+        steps = _lengths("input_lengths", input_lengths, N)
+        lengths = _lengths("target_lengths", target_lengths, N)
+    except ValueError as error:
+        raise ValueError(f"{error}{_order_hint(name, input_lengths, T)}") from None
     longest = _longest(lengths, targets)
     if targets.ndim == 2:
         offsets = _row_offsets(N, targets.shape[1], logits.device)
@@ -82,6 +88,14 @@ def prepare(
     if labels.dtype not in (torch.int32, torch.int64):
         labels = labels.long()  # comparisons with C or the blank would wrap in a narrow dtype
     return CTCArguments(logits, labels, offsets, steps, lengths, longest)
+
+
+def _order_hint(name: str, per_sequence: Any, T: int) -> str:
+    """Return what helps where there are as many targets or lengths as the first dimension has."""
+    is_scalar = isinstance(per_sequence, Tensor) and per_sequence.ndim == 0
+    if isinstance(per_sequence, Sized) and not is_scalar and len(per_sequence) == T:
+        return f"; {name} is [T, N, C], and {name}.transpose(0, 1) makes that of batch-first scores"
+    return ""
 
 
 def _row_offsets(N: int, size: int, device: torch.device) -> Tensor:
@@ -106,6 +120,7 @@ def _lengths(name: str, value: Lengths, N: int) -> Tensor:
     if (
         isinstance(value, Tensor)
         and value.dtype is torch.int64
+        and value.layout is torch.strided
         and value.ndim == 1
         and len(value) == N
         and value.is_contiguous()

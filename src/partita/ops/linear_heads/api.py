@@ -13,7 +13,7 @@ from torch import Tensor
 from ...runtime import checks
 from ...runtime.autograd import apply, autocast_dtype, plain_eager
 from ...runtime.backend import current_backend
-from ...runtime.checks import REDUCTIONS
+from ...runtime.checks import FLOATING, REDUCTIONS
 from ...runtime.dtypes import acc_dtype
 from ...runtime.register import PLAIN
 from ..cross_entropy.api import TokenStats, cross_entropy, token_stats
@@ -73,6 +73,8 @@ def _is_usual(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
         type(input) in PLAIN
         and type(weight) in PLAIN
         and type(target) is Tensor
+        and input.layout is weight.layout is torch.strided
+        and not (input.is_nested or weight.is_nested)
         and len(shape := input.shape) == 2
         and len(matrix_shape := weight.shape) == 2
         and matrix_shape[0] != 0
@@ -80,7 +82,7 @@ def _is_usual(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
         and target.shape == shape[:1]
         and target.dtype is torch.int64
         and target.is_contiguous()
-        and (dtype := input.dtype).is_floating_point
+        and (dtype := input.dtype) in FLOATING
         and weight.dtype is dtype
         and weight.device == (device := input.device)
         and target.device == device
@@ -99,17 +101,19 @@ def _is_usual(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
 
 
 def _cast_and_check(
-    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
+    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return hidden states, matrix and bias in the dtype of autocast; raise unless they fit."""
     checks.tensor("input", input)
     checks.tensor("linear_weight", weight)
+    if bias is not None:
+        checks.tensor("linear_bias", bias)
     input, weight, bias = cast_to_autocast(input, weight, bias)  # type: ignore[assignment]
     _check(input, weight, bias, target)
     return input, weight, bias
 
 
-def _check(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> None:
+def _check(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None) -> None:
     for name, tensor in (("input", input), ("linear_weight", weight), ("linear_bias", bias)):
         if tensor is not None:
             checks.floating(name, tensor)
@@ -118,8 +122,9 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -
                 raise TypeError(
                     f"{name}: expected the dtype of input, {input.dtype}, got {tensor.dtype}"
                 )
-    checks.tensor("target", target)
-    checks.device("target", target, input, "input")
+    if target is not None:
+        checks.tensor("target", target)
+        checks.device("target", target, input, "input")
     if weight.ndim < 2 or len(weight) == 0:
         raise ValueError(
             "linear_weight: expected shape [C, H] or [C, d1, ..., H] with at least one class,"
@@ -264,13 +269,14 @@ def linear_cross_entropy(
     return loss if usual or reduction != "none" else loss.reshape(target.shape)
 
 
-def _needs_logits(linear_weight: Tensor, target: Tensor) -> bool:
+def _needs_logits(linear_weight: Tensor, target: Tensor | None) -> bool:
     """Return whether the loss has to be computed from all logits at once."""
     transformed = (
         not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is not None
     )
-    return linear_weight.ndim > 2 or target.is_floating_point() or transformed
+    has_probabilities = target is not None and target.is_floating_point()
+    return linear_weight.ndim > 2 or has_probabilities or transformed
 
 
 def _loss_without_ignored(
@@ -350,10 +356,11 @@ def _planned_loss(
 def linear_token_stats(
     input: Tensor,
     linear_weight: Tensor,
-    target: Tensor,
+    target: Tensor | None = None,
     *,
     linear_bias: Tensor | None = None,
     temperature: float = 1.0,
+    softcap: float | None = None,
     ignore_index: int = -100,
     memory_budget: int | None = None,
 ) -> TokenStats:
@@ -366,8 +373,8 @@ def linear_token_stats(
         input: hidden states `[..., H]`, floating dtype.
         linear_weight: `[C, H]` in the same dtype.
         linear_bias: `[C]` in the same dtype.
-        target: labels `[...]`, any integer dtype.
-        temperature, ignore_index: as in `token_stats`.
+        target: labels `[...]`, any integer dtype; None for the arg-max, as in `token_stats`.
+        temperature, softcap, ignore_index: as in `token_stats`.
         memory_budget: bytes of workspace in addition to inputs and results; None for 2 GiB.
 
     Returns:
@@ -385,7 +392,7 @@ def linear_token_stats(
         TokenStats(logprob=tensor([-1.3863]), logsumexp=tensor([1.3863]),
                    entropy=tensor([1.3863]), argmax=tensor([0]))
     """
-    usual = _is_usual(input, linear_weight, linear_bias, target)
+    usual = target is not None and _is_usual(input, linear_weight, linear_bias, target)
     if not usual:
         checked = _cast_and_check(input, linear_weight, linear_bias, target)
         input, linear_weight, linear_bias = checked
@@ -397,26 +404,33 @@ def linear_token_stats(
     is_composed = not usual and _needs_logits(linear_weight, target)
     if is_composed or (
         (usual or is_plain(input, linear_weight, linear_bias, target))
-        and is_small(target.numel(), len(linear_weight), input.dtype, memory_budget)
+        and is_small(input.shape[:-1].numel(), len(linear_weight), input.dtype, memory_budget)
     ):
         return token_stats(
             torch.nn.functional.linear(input, linear_weight, linear_bias),
             target,
             temperature=temperature,
+            softcap=softcap,
             ignore_index=ignore_index,
         )
     checks.number("temperature", temperature, low=0.0, open_low=True)
+    if softcap is not None:
+        checks.number("softcap", softcap, low=0.0, open_low=True)
     checks.python_int("ignore_index", ignore_index)
-    inputs = _flat(input, linear_weight, linear_bias, target)
+    labels = target
+    if labels is None:
+        labels, ignore_index = input.new_zeros(input.shape[:-1], dtype=torch.int64), -100
+    inputs = _flat(input, linear_weight, linear_bias, labels)
     plan = inputs.plan(memory_budget, False)
     chunk, save_logits = chunk_and_save(plan, len(linear_weight))
     needs_smoothing, needs_entropy = False, True
     nll, logsumexp, _, entropy, argmax, *_ = apply(
         autograd.LinearRows,
-        *inputs,
+        *inputs[:3],
+        None if target is None else inputs.target,
         None,
         float(temperature),
-        0.0,
+        float(softcap or 0.0),
         ignore_index,
         needs_smoothing,
         needs_entropy,
@@ -425,6 +439,6 @@ def linear_token_stats(
         current_backend(),
     )
     fields = (-nll, logsumexp, entropy, argmax)
-    if target.ndim == 1:
+    if input.ndim == 2:
         return TokenStats(*fields)
-    return TokenStats(*(field.reshape(target.shape) for field in fields))
+    return TokenStats(*(field.reshape(input.shape[:-1]) for field in fields))

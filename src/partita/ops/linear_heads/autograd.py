@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...primitives.rows import finite_shift
 from ...runtime import checks, register
 from ...runtime.autograd import (
     double_backward,
@@ -35,14 +36,15 @@ def _check_rows(
     input: Tensor,
     weight: Tensor,
     bias: Any,
-    target: Tensor,
+    target: Tensor | None,
     class_weight: Any,
     temperature: float,
     softcap: float,
     ignore_index: int,
     *_: Any,
 ) -> None:
-    checks.labels("target", target, len(weight), ignore_index)
+    if target is not None:
+        checks.labels("target", target, len(weight), ignore_index)
 
 
 def _check_one_pass(
@@ -119,7 +121,8 @@ def _one_pass_fake(
 
 
 rows: register.Op = register.define(
-    f"linear_rows({_HEAD}, float temperature, float softcap, int ignore_index,"
+    "linear_rows(Tensor input, Tensor weight, Tensor? bias, Tensor? target, Tensor? class_weight,"
+    " float temperature, float softcap, int ignore_index,"
     " bool needs_smoothing, bool needs_entropy, int chunk, bool save_logits, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _rows_fake,
@@ -164,7 +167,10 @@ def differentiable_statistics(
     The result is differentiable any number of times.
     """
     logits = torch.nn.functional.linear(input, weight, bias)
-    x = reference.softcapped(logits, softcap) / temperature
+    x = reference.softcapped(logits, softcap)
+    # Quotients of large logits would lose what tells the classes apart.
+    shift = finite_shift(x.detach().amax(-1))
+    x = (x - shift[:, None]) / temperature
     logp = x.log_softmax(-1)
     labels, valid, invalid = valid_targets(target, len(weight), ignore_index)
     nan_mask = torch.where(invalid, torch.nan, 0.0).to(x.dtype)
@@ -179,14 +185,16 @@ def differentiable_statistics(
     if needs_entropy:
         p = logp.exp()
         entropy = -(p * torch.where(p == 0, 0.0, logp)).sum(1) + nan_mask
-    return nll, x.logsumexp(1) + nan_mask, smoothing_loss, entropy
+    logsumexp = shift / temperature + x.logsumexp(1)
+    return nll, logsumexp + nan_mask, smoothing_loss, entropy
 
 
 class LinearRows(torch.autograd.Function):
     """The `RowStatistics` of the rows.
 
     If the logits are saved, the first backward pass overwrites them with their gradient. Later
-    backward passes compute them again.
+    backward passes compute them again. Without a target, the arg-max is the target of the backward
+    pass.
     """
 
     generate_vmap_rule = True
@@ -196,7 +204,7 @@ class LinearRows(torch.autograd.Function):
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        target: Tensor,
+        target: Tensor | None,
         class_weight: Tensor | None,
         temperature: float,
         softcap: float,
@@ -217,6 +225,8 @@ class LinearRows(torch.autograd.Function):
         ctx.needs_smoothing, ctx.needs_entropy, ctx.chunk, save_logits, ctx.backend = inputs[8:]
         ctx.mark_non_differentiable(*output[4:])
         skip_unused_gradients(ctx)
+        if head[3] is None:
+            head[3] = RowStatistics(*output[:-1]).argmax
         ctx.save_for_backward(*head, *output[:-1])
         # Autograd must not see these logits, because the first backward pass overwrites them.
         ctx.saved_logits = output[-1] if save_logits else None

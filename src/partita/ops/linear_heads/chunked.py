@@ -137,7 +137,7 @@ def linear_rows(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    target: Tensor,
+    target: Tensor | None,
     class_weight: Tensor | None,
     temperature: float,
     softcap: float,
@@ -147,12 +147,16 @@ def linear_rows(
     chunk: int,
     save_logits: bool,
 ) -> tuple[Tensor, ...]:
-    """Return the `RowStatistics` of `input @ weight.T + bias`, and its logits if they are saved."""
+    """Return the `RowStatistics` of `input @ weight.T + bias`, and its logits if they are saved.
+
+    Without a target, which needs the entropy too, the label of a row is its arg-max.
+    """
+    no_class = input.new_full((len(input),), -1, dtype=torch.int64) if target is None else target
     state, saved = accumulate_hidden(
         input,
         weight,
         bias,
-        target,
+        no_class,
         class_weight,
         temperature,
         softcap,
@@ -163,8 +167,13 @@ def linear_rows(
         accumulate_logits=kernels.accumulate_logits,
         first_state=kernels.new_state,
     )
+    labels = no_class.contiguous()
+    if target is None:
+        assert state.argmax is not None
+        labels = state.argmax
+        state = state._replace(label=state.maximum)
     statistics = kernels.row_statistics(
-        state, target.contiguous(), class_weight, len(weight), temperature, ignore_index
+        state, labels, class_weight, len(weight), temperature, ignore_index
     )
     return *statistics, saved
 

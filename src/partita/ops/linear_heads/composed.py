@@ -16,12 +16,12 @@ from ...runtime.register import PLAIN
 from ..cross_entropy.api import cross_entropy
 
 
-def is_plain(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> bool:
+def is_plain(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None) -> bool:
     """Return whether this is a plain eager call on tensors that are no subclasses."""
     return (
         type(input) in PLAIN
         and type(weight) in PLAIN
-        and type(target) in PLAIN
+        and (target is None or type(target) in PLAIN)
         and (bias is None or type(bias) in PLAIN)
         and plain_eager()
     )

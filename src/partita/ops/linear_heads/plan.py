@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
 
 # Bytes of logits in the accumulator dtype up to which an eager call keeps them between forward and
@@ -102,7 +103,7 @@ def linear_cross_entropy_plan(
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
             raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
     check_budget(memory_budget)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    if dtype not in checks.FLOATING:
         raise TypeError(f"dtype: expected a floating torch.dtype, got {dtype!r}")
     half_type, itemsize = dtype.itemsize == 2, dtype.itemsize
     product_flops = 2 * tokens * hidden * vocabulary

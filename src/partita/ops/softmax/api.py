@@ -25,11 +25,13 @@ def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None, log: bool) -> T
     """Check the arguments and return the softmax, or with `log` its logarithm."""
     checks.tensor("input", input)
     if dtype is not None:
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        if dtype not in checks.FLOATING:
             raise TypeError(f"dtype: expected a floating dtype, got {dtype!r}")
+        if input.is_floating_point() or input.is_complex() or input.is_quantized:
+            checks.floating("input", input)
         if not (dtype == torch.float32 and input.dtype in (torch.float16, torch.bfloat16)):
             input = input.to(dtype)
-    if not input.is_floating_point():
+    if input.dtype not in checks.FLOATING:
         checks.floating("input", input)
     ndim = input.ndim
     if type(dim) is not int or not -ndim <= dim < ndim:

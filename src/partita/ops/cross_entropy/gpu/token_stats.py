@@ -7,7 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....primitives.gpu.math import LN2, LOG2E, finite_shift, log_exact, reciprocal
+from ....primitives.gpu.math import (
+    LN2,
+    LOG2E,
+    apply_softcap,
+    finite_shift,
+    log_exact,
+    reciprocal,
+)
 from ....primitives.gpu.memory import edge_columns
 from ....primitives.gpu.reduce import (
     broadcast_lanes,
@@ -74,6 +81,15 @@ def accumulate_stats(
 
 
 @triton.jit
+def load_capped(pointers, mask, softcap, HAS_SOFTCAP: tl.constexpr, ACC_DTYPE: tl.constexpr):
+    """Load soft-capped logits, -inf outside of the mask."""
+    x = tl.load(pointers, mask=mask, other=-float("inf")).to(ACC_DTYPE)
+    if HAS_SOFTCAP:
+        x = tl.where(mask, apply_softcap(x, softcap, HAS_SOFTCAP), -float("inf"))
+    return x
+
+
+@triton.jit
 def first_column_of(x, column, maximum):
     """Return the lowest column at which x, `[ROWS, BLOCK]`, is its row's maximum, or NO_COLUMN."""
     return tl.min(tl.where(x == maximum[:, None], column, NO_COLUMN), axis=1)
@@ -82,7 +98,7 @@ def first_column_of(x, column, maximum):
 @triton.jit
 def token_stats_kernel(
     logits_ptr,  # [batches, rows, classes]
-    target_ptr,  # [batches, rows]
+    target_ptr,  # [batches, rows], or None for the arg-max
     logprob_ptr,  # [batches, rows]
     logsumexp_ptr,  # [batches, rows]
     entropy_ptr,  # [batches, rows]
@@ -98,7 +114,9 @@ def token_stats_kernel(
     x_row,
     x_class,
     temperature: tl.float64,
+    softcap: tl.float64,
     ignore_index,
+    HAS_SOFTCAP: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     VEC: tl.constexpr,
@@ -111,7 +129,7 @@ def token_stats_kernel(
 
     Where several programs share a row, the last one of them merges their results.
     """
-    temperature = tl.full([], temperature, ACC_DTYPE)
+    temperature, softcap = tl.full([], temperature, ACC_DTYPE), tl.full([], softcap, ACC_DTYPE)
     slope = tl.full([], LOG2E, ACC_DTYPE) / temperature
     VECTOR: tl.constexpr = (
         1 if LANES == 1 else 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
@@ -125,36 +143,35 @@ def token_stats_kernel(
     total, sum_x_exp = tl.zeros([ROWS, LANES], tl.float64), tl.zeros([ROWS, LANES], tl.float64)
     index = batch * rows + row
     # These loads start before anything waits for the row.
-    label = load_labels(target_ptr, index, row < rows, ignore_index)
+    if target_ptr is not None:
+        label = load_labels(target_ptr, index, row < rows, ignore_index)
+    else:
+        label = index * 0  # any class; `maximum` replaces its logit
     not_ignored = label != ignore_index
     in_range = not_ignored & (label >= 0) & (label < classes)
-    label_x = tl.load(
-        logits_ptr + batch * x_batch + row * x_row + label * x_class,
-        mask=in_range & (row < rows),
-        other=0.0,
-    ).to(ACC_DTYPE)
+    label_ptrs = logits_ptr + batch * x_batch + row * x_row + label * x_class
+    label_x = tl.load(label_ptrs, mask=in_range & (row < rows), other=0.0).to(ACC_DTYPE)
+    label_x = apply_softcap(label_x, softcap, HAS_SOFTCAP)
     end = tl.minimum((split + 1) * span, classes)
     unmasked = unmasked_end(split * span, end, body, BLOCK_V, LANES)
     for first in range(split * span, unmasked, BLOCK_V):
         column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
-        x = tl.load(source + column * x_class).to(ACC_DTYPE)
+        x = apply_softcap(tl.load(source + column * x_class).to(ACC_DTYPE), softcap, HAS_SOFTCAP)
         maximum, total, sum_x_exp, argmax_block = accumulate_stats(
             maximum, total, sum_x_exp, argmax_block, x, first // BLOCK_V, slope, LANES, VECTOR
         )
     for first in range(unmasked, end, BLOCK_V):
         column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
         mask = (row < rows)[:, None] & (column // VEC * VEC < body)
-        x = tl.load(source + column * x_class, mask=mask, other=-float("inf")).to(ACC_DTYPE)
+        x = load_capped(source + column * x_class, mask, softcap, HAS_SOFTCAP, ACC_DTYPE)
         maximum, total, sum_x_exp, argmax_block = accumulate_stats(
             maximum, total, sum_x_exp, argmax_block, x, first // BLOCK_V, slope, LANES, VECTOR
         )
     if VEC > 1:
         edge, at_edge = edge_columns(head, body, classes, VEC, LANES)  # [LANES]
-        edge_x = tl.load(
-            logits_ptr + start + edge[None, :],
-            mask=(at_edge & (split == 0))[None, :],
-            other=-float("inf"),
-        ).to(ACC_DTYPE)
+        edge_mask = (at_edge & (split == 0))[None, :]
+        edge_ptrs = logits_ptr + start + edge[None, :]
+        edge_x = load_capped(edge_ptrs, edge_mask, softcap, HAS_SOFTCAP, ACC_DTYPE)
         maximum, total, sum_x_exp, argmax_block = accumulate_stats(
             maximum, total, sum_x_exp, argmax_block, edge_x, EDGE_BLOCK, slope, LANES, 1
         )
@@ -171,11 +188,16 @@ def token_stats_kernel(
     first_block = tl.sum(argmax_block, axis=0) if ROWS == 1 else argmax_block[:, None]
     column = first_block.to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]  # [ROWS, BLOCK_V]
     mask = (row < rows)[:, None] & (column // VEC * VEC < body)
-    x = tl.load(source + column * x_class, mask=mask, other=-float("inf")).to(ACC_DTYPE)
-    argmax = first_column_of(x, (head + column).to(tl.int32), maximum)
+    x = load_capped(source + column * x_class, mask, softcap, HAS_SOFTCAP, ACC_DTYPE)
+    sought = maximum
+    if HAS_SOFTCAP:  # Another copy of the code may round a hyperbolic tangent in another way.
+        sought = tl.max(x, axis=1)
+        if VEC > 1:
+            sought = tl.maximum(sought, tl.max(edge_x, axis=1))
+    argmax = first_column_of(x, (head + column).to(tl.int32), sought)
     if VEC > 1:
         edge = tl.where(at_edge, edge, NO_COLUMN).to(tl.int32)[None, :]
-        argmax = tl.minimum(argmax, first_column_of(edge_x, edge, maximum))
+        argmax = tl.minimum(argmax, first_column_of(edge_x, edge, sought))
     is_written = row < rows
     total, sum_x_exp = total.to(ACC_DTYPE), sum_x_exp.to(ACC_DTYPE)
     if SHARED:
@@ -183,6 +205,8 @@ def token_stats_kernel(
         maximum, total, sum_x_exp, argmax, is_written = merge_shared_stats(
             slot, split, splits, maximum, total, sum_x_exp, argmax, slope, is_written, BLOCK_SPLITS
         )
+    if target_ptr is None:
+        label_x = maximum
     nan_or_zero = tl.where(not_ignored & (in_range == 0), float("nan"), 0.0).to(ACC_DTYPE)
     shift, log_total = finite_shift(maximum), log_exact(total)
     tl.store(
@@ -267,13 +291,15 @@ def token_stats_backward_kernel(
     d_row,
     d_class,
     temperature: tl.float64,
+    softcap: tl.float64,
     ignore_index,
+    HAS_SOFTCAP: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Compute a tile of the gradient from the rows' statistics with one read and one write."""
-    temperature = tl.full([], temperature, ACC_DTYPE)
+    temperature, softcap = tl.full([], temperature, ACC_DTYPE), tl.full([], softcap, ACC_DTYPE)
     spans = tl.cdiv(classes, BLOCK_V)
     block = tl.program_id(0) // spans
     batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
@@ -295,11 +321,8 @@ def token_stats_backward_kernel(
     column = (tl.program_id(0) % spans).to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V)
     column = column[None, :]  # [1, BLOCK_V]
     mask = row_mask[:, None] & (column < classes)  # [ROWS, BLOCK_V]
-    x = tl.load(
-        logits_ptr + batch * x_batch + row[:, None] * x_row + column * x_class,
-        mask=mask,
-        other=-float("inf"),
-    ).to(ACC_DTYPE)
+    x_ptrs = logits_ptr + batch * x_batch + row[:, None] * x_row + column * x_class
+    x = load_capped(x_ptrs, mask, softcap, HAS_SOFTCAP, ACC_DTYPE)
     exponent = (x - shift[:, None]) * (tl.full([], LOG2E, ACC_DTYPE) / temperature)
     p = tl.exp2(exponent) * reciprocal(total)[:, None]
     # This is log p + entropy, which stays finite where p is 0.
@@ -307,14 +330,16 @@ def token_stats_backward_kernel(
     grad = p * (softmax_coef[:, None] - grad_entropy[:, None] * logp_plus_entropy)
     grad += tl.where(column == label[:, None], on_label[:, None], 0.0)
     grad = tl.where(out_of_range[:, None], float("nan"), grad / temperature)
+    if HAS_SOFTCAP:
+        grad *= 1.0 - (x / softcap) * (x / softcap)
     d_ptrs = dlogits_ptr + batch * d_batch + row[:, None] * d_row + column * d_class
     tl.store(d_ptrs, grad.to(dlogits_ptr.dtype.element_ty), mask=mask)
 
 
 def token_stats(
-    logits: Tensor, target: Tensor, temperature: float, ignore_index: int
+    logits: Tensor, target: Tensor | None, temperature: float, softcap: float, ignore_index: int
 ) -> TokenStatsRows:
-    """Compute the statistics of the rows."""
+    """Compute the statistics of the rows; without a target, the label of a row is its arg-max."""
     view = row_view_or_copy(-1, logits)
     dtype = acc_dtype(logits.dtype)
     rows = TokenStatsRows(
@@ -328,7 +353,7 @@ def token_stats(
         token_stats_kernel,
         view.batches * cdiv(view.rows, plan.rows) * plan.splits,
         view.tensors[0],
-        target.contiguous(),
+        None if target is None else target.contiguous(),
         *rows,
         merge_slots(view, plan.splits, 2),
         view.rows,
@@ -337,7 +362,9 @@ def token_stats(
         classes_per_program(view, plan),
         *view.strides[0],
         temperature,
+        softcap,
         ignore_index,
+        HAS_SOFTCAP=softcap != 0,
         **reduce_options(plan, view),
     )
     return rows
@@ -353,6 +380,7 @@ def token_stats_backward(
     sumexp: Tensor,
     entropy: Tensor,
     temperature: float,
+    softcap: float,
     ignore_index: int,
 ) -> Tensor:
     """Compute the gradient of the logits from the rows' statistics; a gradient of None is zero."""
@@ -375,7 +403,9 @@ def token_stats_backward(
             *view.strides[0],
             *view.strides[1],
             temperature,
+            softcap,
             ignore_index,
+            HAS_SOFTCAP=softcap != 0,
             **tile_options(plan, logits.dtype),
         )
 

@@ -194,7 +194,9 @@ def linear_accumulate_kernel(
         block_start = tl.min(tl.where(maximum == chunk_maximum, argmax_block, 0x3FFFFFFF))
         v = (block_start + tl.arange(0, BLOCK_V))[None, :]
         x = load_logits(row_ptr, v, classes, softcap, False, HAS_SOFTCAP, ACC_DTYPE, VEC)
-        argmax = tl.min(tl.where(x == chunk_maximum, v, 0x7FFFFFFF))
+        # Another copy of the code may round a hyperbolic tangent in another way.
+        block_maximum = tl.max(x) if HAS_SOFTCAP else chunk_maximum
+        argmax = tl.min(tl.where(x == block_maximum, v, 0x7FFFFFFF))
         tl.store(sum_x_exp_ptr + row, sum_x_exp.to(ACC_DTYPE))
         argmax_row_ptr = argmax_ptr + row
         is_higher = (first == 0) | (chunk_maximum > old_maximum)
