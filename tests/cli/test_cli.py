@@ -204,6 +204,15 @@ def test_check_finds_a_label_that_spoils_other_rows(
     assert "wrong rows: [0, 1, 2" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("device", ["mps", "meta"])
+def test_check_of_a_device_that_it_does_not_know(
+    device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "--device", device]) == 2
+    expected = f"partita check: --device: cannot use '{device}': expected cpu, cuda or cuda:1\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_check_of_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--device", "nowhere"]) == 2
     assert capsys.readouterr().err.startswith("partita check: --device: cannot use 'nowhere': ")

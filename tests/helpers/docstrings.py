@@ -95,18 +95,6 @@ EXCEPTIONS = {  # name and rule: why it does not hold; a test says that each is 
         "partita.Chain.backward_scores",
         "raises",
     ): "a semiring is not checked; what else is wrong, `Chain` names",
-    (
-        "partita.nn.CTCLoss",
-        "raises",
-    ): "the constructor keeps what it gets; `forward` names the errors",
-    (
-        "partita.nn.CrossEntropyLoss",
-        "raises",
-    ): "the constructor keeps what it gets; `forward` names the errors",
-    (
-        "partita.nn.LinearCrossEntropyLoss",
-        "raises",
-    ): "the constructor keeps what it gets; `forward` names the errors",
     ("partita.nn.CTCLoss.forward", "example"): STANDS_BY_ITS_CLASS,
     ("partita.nn.CrossEntropyLoss.forward", "example"): STANDS_BY_ITS_CLASS,
     ("partita.nn.LinearCrossEntropyLoss.forward", "example"): STANDS_BY_ITS_CLASS,

@@ -79,8 +79,33 @@ def test_state_is_that_of_the_torch_module() -> None:
 def test_representation_shows_our_options() -> None:
     assert (
         repr(partita.nn.CrossEntropyLoss(softcap=30.0))
-        == "CrossEntropyLoss(softcap=30.0, z_loss=0.0, inplace=False)"
+        == "CrossEntropyLoss(ignore_index=-100, reduction='mean', label_smoothing=0.0,"
+        " softcap=30.0, z_loss=0.0, inplace=False)"
     )
+    for module in (
+        partita.nn.CrossEntropyLoss(ignore_index=0),
+        partita.nn.LinearCrossEntropyLoss(3, 4, ignore_index=0),
+    ):
+        assert "ignore_index=0" in repr(module)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "error", "message"),
+    [
+        ("CTCLoss", {"reduction": "avg"}, ValueError, "reduction: expected one of "),
+        ("CTCLoss", {"blank": -1}, ValueError, "blank: expected a class, 0 or more, got -1"),
+        ("CrossEntropyLoss", {"softcap": -1}, ValueError, "softcap: expected a number above 0.0"),
+        ("CrossEntropyLoss", {"label_smoothing": 2}, ValueError, "label_smoothing: expected "),
+        ("CrossEntropyLoss", {"ignore_index": "0"}, TypeError, "ignore_index: expected an int"),
+        ("LinearCrossEntropyLoss", {"z_loss": -1.0}, ValueError, "z_loss: expected a number "),
+    ],
+)
+def test_the_constructor_refuses_options_that_no_call_accepts(
+    module: str, arguments: dict, error: type[Exception], message: str
+) -> None:
+    sizes = {"in_features": 3, "num_classes": 4} if module.startswith("Linear") else {}
+    with pytest.raises(error, match=f"^{message}"):
+        getattr(partita.nn, module)(**sizes, **arguments)
 
 
 def test_module_is_lazy_and_listed() -> None:

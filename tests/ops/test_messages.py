@@ -1,0 +1,77 @@
+"""Messages that help with mistakes that users make."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import partita
+
+X = torch.zeros(7, 4, 5)  # 7 sequences of 4 steps, as if ctc_loss took the batch first
+TARGETS = torch.ones(7, 2, dtype=torch.int64)
+CHAIN = partita.Chain(torch.zeros(3, 1, 3, 3), partita.dense_source(3))
+MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (
+        lambda: partita.ctc_loss(X, TARGETS, [4] * 7, [2] * 7),
+        ValueError,
+        r"targets: .* got \[7, 2\]; log_probs is \[T, N, C\], and log_probs.transpose\(0, 1\)",
+    ),
+    (
+        lambda: partita.ctc_loss(X, TARGETS.flatten(), [4] * 7, [2] * 7),
+        ValueError,
+        r"input_lengths: expected shape \[N\] = \[4\], got \[7\]; log_probs is \[T, N, C\]",
+    ),
+    (
+        lambda: partita.ctc_loss(X, TARGETS[:4], torch.tensor(4), [2] * 4),
+        ValueError,
+        r"input_lengths: expected shape \[N\] = \[4\], got \[1\]$",
+    ),
+    (
+        lambda: partita.cross_entropy(X, TARGETS[:, :1].expand(7, 4)),
+        ValueError,
+        r"target: .* = \[7, 5\], got \[7, 4\]; classes are dimension 1 of input",
+    ),
+    (
+        lambda: partita.cross_entropy(X[0, :, :0], TARGETS[:4, 0]),
+        IndexError,
+        "target: expected no label but ignore_index -100, as there are 0 classes, got 1 at",
+    ),
+    (
+        lambda: partita.ctc_loss(X[..., :0], TARGETS[:4], [7] * 4, [2] * 4),
+        ValueError,
+        r"log_probs: expected at least one class, got shape \[7, 4, 0\]",
+    ),
+    (
+        lambda: partita.ctc_loss(X, TARGETS[:4], ["7"] * 4, [2] * 4),
+        TypeError,
+        r"input_lengths: expected integers, got \['7', '7', '7', '7'\]",
+    ),
+    (
+        lambda: partita.logz(torch.zeros(2, 1, 2, 1), torch.tensor([[0], [7]])),
+        ValueError,
+        r"source: expected a state from 0 to 1, or -1 for no edge, got 7 at \[1, 0\]",
+    ),
+    (
+        lambda: CHAIN.log_prob(states=torch.tensor([[0], [1], [5], [0]])),
+        ValueError,
+        r"states: expected a state from 0 to 2, or -1 .*, got 5 at \[2, 0\]",
+    ),
+    (
+        lambda: CHAIN.log_prob(states=torch.tensor([[0], [5]])),
+        ValueError,
+        r"states: expected shape \[..., T \+ 1, N\] with \[T, N\] = \[3, 1\], got \[2, 1\]",
+    ),
+    (
+        lambda: CHAIN.sample(1, generator=3),
+        TypeError,
+        "generator: expected a torch.Generator or None, got int",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), MISTAKES)
+def test_the_message_helps(
+    call: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        call()
