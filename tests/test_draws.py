@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import partita
+from partita.ops.linear_heads.plan import ROW_WORDS
 from partita.runtime.dtypes import acc_dtype
 from partita.testing import poisoned_memory
 
@@ -190,7 +191,7 @@ def ctc_crf(draw: Draw, device: str) -> None:
 
 
 def chain(draw: Draw, device: str) -> None:
-    T, N, C, K = (draw(st.integers(*ends)) for ends in ((0, 24), (1, 4), (1, 9), (1, 5)))
+    T, N, C, K = (draw(st.integers(*ends)) for ends in ((0, 16), (1, 4), (1, 9), (1, 5)))
     x = strided_numbers(draw, [T, N, C, K], device, dtypes=[torch.float32, torch.float16])
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
     source = torch.randint(-1, C, (C, K), generator=g).to(device)
@@ -218,7 +219,7 @@ def linear_heads(draw: Draw, device: str) -> None:
     target = torch.randint(C, (M,), generator=g)
     target[torch.rand(M, generator=g) < 0.3] = -100
     target = target.to(device)
-    lean = 4 * M * min(C, 128) + 4 * 24 * M
+    lean = 4 * M * (128 + ROW_WORDS)
     softcap = draw(st.sampled_from((None, 5.0)))
     is_loss, small = draw(st.booleans()), draw(st.booleans())
 
