@@ -186,15 +186,15 @@ def token_stats(
     Without a target, the label of a row is its arg-max.
     """
     x, maximum = scaled_rows(logits, temperature, softcap)
-    logp = x.log_softmax(-1)
-    p = logp.exp()
+    e = x.exp()
+    sumexp = e.sum(-1)
     argmax = x.argmax(-1)
     labels, not_ignored, out_of_range = valid_targets(
         argmax if target is None else target, x.shape[-1], ignore_index
     )
-    logprob = logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    entropy = -(p * torch.where(p == 0, 0, logp)).sum(-1)
-    sumexp = x.exp().sum(-1)
+    logprob = x.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - sumexp.log()
+    # The sum of p log p would multiply the rounding error of log Z by the entropy.
+    entropy = sumexp.log() - (e * torch.where(e == 0, 0, x)).sum(-1) / sumexp
     nan_or_zero = torch.where(out_of_range, torch.nan, 0.0).to(x.dtype)
     return TokenStatsRows(
         logprob=torch.where(not_ignored, logprob, 0) + nan_or_zero,
