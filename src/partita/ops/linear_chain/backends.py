@@ -1,0 +1,33 @@
+"""The functions that serve the ops of dense linear chains on each backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...runtime.backend import Backends
+
+Functions = Mapping[str, Callable[..., Any]]
+
+
+def _reference() -> Functions:
+    from . import reference, reference_tangent
+
+    return {
+        "linear_chain_logz": reference.linear_chain_logz,
+        "linear_chain_gradient": reference.linear_chain_gradient,
+        "linear_chain_viterbi": reference.linear_chain_viterbi,
+        "linear_chain_sample": reference.linear_chain_sample,
+        "linear_chain_tangent": reference_tangent.linear_chain_tangent,
+    }
+
+
+def _gpu() -> Functions:
+    return _reference()
+
+
+def _cpu() -> Functions:
+    return _reference()
+
+
+BACKENDS = Backends(reference=_reference, gpu=_gpu, cpu=_cpu)
