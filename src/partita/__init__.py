@@ -11,7 +11,8 @@ from .ops.chain.results import ChainSample, ViterbiPath
 from .ops.cross_entropy.api import TokenStats, cross_entropy, token_stats
 from .ops.ctc.api import CTCAlignment, TokenSpans, ctc_align, ctc_loss
 from .ops.ctc_crf.api import ctc_crf_loss, debruijn_source
-from .ops.linear_chain.api import linear_chain
+from .ops.linear_chain.api import LinearChain, linear_chain
+from .ops.linear_chain.results import ExpectedCounts, LinearPath, LinearSample
 from .ops.linear_heads.api import linear_cross_entropy, linear_token_stats
 from .ops.linear_heads.plan import linear_cross_entropy_plan
 from .ops.softmax.api import log_softmax, logsumexp, softmax
@@ -24,6 +25,10 @@ __all__ = [
     "CTCAlignment",
     "Chain",
     "ChainSample",
+    "ExpectedCounts",
+    "LinearChain",
+    "LinearPath",
+    "LinearSample",
     "Log",
     "Max",
     "Semiring",

@@ -66,6 +66,10 @@ def test_public_names_are_those_of_the_design() -> None:
     chains = {
         "Chain",
         "ChainSample",
+        "ExpectedCounts",
+        "LinearChain",
+        "LinearPath",
+        "LinearSample",
         "Log",
         "Max",
         "Semiring",

@@ -1,38 +1,203 @@
-"""The chain of taggers and hidden Markov models against the formulas of both."""
+"""Dense linear chains against the enumeration of all paths."""
 
 import math
 
 import pytest
 import torch
-from helpers.chains import assert_close_fp64
+from helpers.chains import NUMBER_OF_PATHS, assert_close_fp64
+from helpers.linear_chains import KINDS, all_linear_paths, random_linear_chain
 
 import partita
-from partita import Chain, linear_chain
+from partita import LinearChain, Max, linear_chain
+
+backends = pytest.mark.parametrize("backend", ["reference", "numba"])
+kinds = pytest.mark.parametrize("kind", KINDS)
+# Scores of which some are -inf, and scores of a range that linear arithmetic does not hold.
+scores = pytest.mark.parametrize(("forbidden", "scale"), [(0.0, 1.0), (0.3, 1.0), (0.0, 200.0)])
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_linear_chain_is_the_conditional_random_field(seed: int) -> None:
-    g = torch.Generator().manual_seed(seed)
-    emissions = torch.randn(4, 2, 3, generator=g, dtype=torch.float64)
-    transitions, start, end = torch.randn(5, 3, generator=g, dtype=torch.float64).split([3, 1, 1])
-    start, end = start[0], end[0]
-    lengths = torch.tensor([4, 2])
-    chain = partita.linear_chain(emissions, transitions, start, end, lengths=lengths)
-    for n, length in enumerate(lengths.tolist()):
-        tags = torch.cartesian_prod(*[torch.arange(3)] * length)
-        score = (
-            start[tags[:, 0]] + end[tags[:, -1]] + emissions[torch.arange(length), n, tags].sum(1)
+def posterior(scores: torch.Tensor) -> torch.Tensor:
+    return scores.softmax(0) if scores.max() > -torch.inf else torch.zeros_like(scores)
+
+
+@backends
+@kinds
+@scores
+@pytest.mark.parametrize("seed", range(2))
+def test_against_the_enumeration_of_all_paths(
+    backend: str, kind: str, forbidden: float, scale: float, seed: int
+) -> None:
+    chain = random_linear_chain(
+        kind=kind, seed=seed, forbidden=forbidden, scale=scale, ragged=seed > 0, ends=seed > 0
+    )
+    T, N, C = chain.emissions.shape
+    with partita.backend(backend):
+        logz, gamma, xi, counts, path, entropy = (
+            chain.logz(),
+            chain.state_marginals(),
+            chain.marginals(),
+            chain.expected_counts(),
+            chain.viterbi(),
+            chain.entropy(),
         )
-        score = score + transitions[tags[:, :-1], tags[:, 1:]].sum(1)
-        assert_close_fp64(chain.logz()[n], score.logsumexp(0))
-        best = chain.viterbi().states[:, n]
-        assert (
-            best[:length].tolist() == tags[score.argmax()].tolist() and (best[length:] == -1).all()
+        best = chain.logz(Max)
+        number = chain.logz(NUMBER_OF_PATHS) if backend == "reference" else None
+    assert number is None or number.shape == (N,)
+    for n in range(N):
+        states, scores = all_linear_paths(chain, n)
+        p, L = posterior(scores), states.shape[1]
+        one_hot = torch.nn.functional.one_hot(states, C).double()
+        expected_gamma = torch.zeros(T, C, dtype=torch.float64)
+        expected_gamma[:L] = torch.einsum("p,ptc->tc", p, one_hot)
+        expected_xi = torch.zeros(T - 1, C, C, dtype=torch.float64)
+        expected_xi[: L - 1] = torch.einsum("p,pta,ptb->tba", p, one_hot[:, :-1], one_hot[:, 1:])
+        assert_close_fp64(logz[n], scores.logsumexp(0))
+        assert_close_fp64(gamma[:, n], expected_gamma)
+        assert_close_fp64(xi[:, n], expected_xi)
+        assert_close_fp64(counts.transitions[n], expected_xi.sum(0).T)
+        assert_close_fp64(counts.start[n], expected_gamma[0])
+        assert_close_fp64(counts.end[n], expected_gamma[L - 1])
+        # The entropy is a difference of numbers up to a thousand times as large.
+        plogp = torch.special.xlogy(p, p)
+        torch.testing.assert_close(entropy[n], -plogp.sum(), rtol=0, atol=1e-11 * max(1, scale))
+        assert_close_fp64(path.score[n], scores.max())
+        assert_close_fp64(best[n], scores.max())
+        assert (path.states[L:, n] == -1).all()
+        if scores.max() > -torch.inf:
+            assert path.states[:L, n].tolist() == states[scores.argmax()].tolist()
+        else:
+            assert (path.states[:, n] == -1).all()
+
+
+@backends
+@kinds
+@scores
+def test_means_divergences_and_log_probabilities(
+    backend: str, kind: str, forbidden: float, scale: float
+) -> None:
+    chain = random_linear_chain(kind=kind, forbidden=forbidden, scale=scale)
+    other = random_linear_chain(kind=kind, seed=9)
+    other.lengths = chain.lengths
+    other.emissions = other.emissions.nan_to_num(0.5)
+    other.transitions = other.transitions.nan_to_num(0.5)
+    T, N, C = chain.emissions.shape
+    g = torch.Generator().manual_seed(3)
+    values = [
+        torch.randn(t.shape, generator=g, dtype=torch.float64)
+        for t in (chain.emissions, chain.transitions, chain.start, chain.end)
+    ]
+    states = torch.randint(0, C, (7, T, N), generator=g)
+    with partita.backend(backend):
+        mean, kl, back = chain.expectation(*values), chain.kl(other), other.kl(chain)
+        log_prob = chain.log_prob(states)
+    value_chain = LinearChain(*values, lengths=chain.lengths)
+    for n in range(N):
+        paths, scores = all_linear_paths(chain, n)
+        p, q = posterior(scores), posterior(all_linear_paths(other, n).scores)
+        assert_close_fp64(mean[n], (p * all_linear_paths(value_chain, n).scores).sum())
+        logs = scores.log_softmax(0), all_linear_paths(other, n).scores.log_softmax(0)
+        if not p.any():
+            assert kl[n] == 0
+            continue
+        assert_close_fp64(kl[n], (p * (logs[0] - logs[1]).masked_fill(p == 0, 0.0)).sum())
+        assert_close_fp64(back[n], (q * (logs[1] - logs[0])).sum())
+        for k in range(7):
+            same = (paths == states[k, : paths.shape[1], n]).all(1)
+            assert_close_fp64(log_prob[k, n], logs[0][same][0])
+
+
+@backends
+@kinds
+@scores
+def test_gradients_are_those_of_the_enumeration(
+    backend: str, kind: str, forbidden: float, scale: float
+) -> None:
+    chain = random_linear_chain(kind=kind, forbidden=forbidden, scale=scale, seed=5)
+    inputs = [chain.emissions, chain.transitions, chain.start, chain.end]
+    for tensor in inputs:
+        tensor.requires_grad_()
+    weight = torch.linspace(0.5, 2, len(chain.start), dtype=torch.float64)
+    with partita.backend(backend):
+        logz = chain.logz()
+        has_path = logz.detach() > -torch.inf
+        found = torch.autograd.grad((weight * logz)[has_path].sum(), inputs)
+    sums = [
+        weight[n] * all_linear_paths(chain, n).scores.logsumexp(0)
+        for n in has_path.nonzero().flatten().tolist()
+    ]
+    expected = torch.autograd.grad(sum(sums), inputs, materialize_grads=True)
+    for a, b in zip(found, expected, strict=True):
+        assert_close_fp64(a, b.nan_to_num(0.0))
+
+
+@backends
+@kinds
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_first_and_second_derivatives(backend: str, kind: str, scale: float) -> None:
+    """A scale of 300 goes beyond linear arithmetic; all but a few posteriors are then 0 or 1."""
+    chain = random_linear_chain(4, 2, 2, kind=kind, seed=2, ragged=False)
+    if scale > 1:
+        chain.transitions.view(-1)[0] = -scale
+    inputs = [chain.emissions, chain.transitions, chain.start, chain.end]
+    values = [torch.randn_like(tensor) for tensor in inputs]
+    for tensor in (*inputs, *values):
+        tensor.requires_grad_()
+
+    def quantities(e, t, s, f, *values):  # noqa: ANN
+        chain = LinearChain(e, t, s, f, lengths=[4, 2])
+        counts = chain.expected_counts()
+        return (
+            chain.logz(),
+            chain.state_marginals(),
+            *counts,
+            chain.entropy(),
+            chain.expectation(*values),
         )
-        padded = torch.full((4, 2), -1)
-        padded[:length, n] = tags[5]
-        edges = partita.edges_from_states(padded, chain.source)
-        assert_close_fp64(chain.log_prob(edges)[n], score.log_softmax(0)[5])
+
+    with partita.backend(backend):
+        assert torch.autograd.gradcheck(quantities, (*inputs, *values))
+        assert torch.autograd.gradgradcheck(
+            lambda *inputs: LinearChain(*inputs, lengths=[4, 2]).logz(), inputs
+        )
+
+
+@backends
+def test_samples_follow_the_posterior(backend: str) -> None:
+    for forbidden, scale in ((0.0, 1.0), (0.2, 1.0), (0.0, 150.0)):
+        chain = random_linear_chain(3, 3, 3, forbidden=forbidden, scale=scale, seed=1)
+        k = 4000
+        with partita.backend(backend):
+            states = chain.sample(k, torch.Generator().manual_seed(0)).states
+            repeated = chain.sample(k, torch.Generator().manual_seed(0)).states
+        assert torch.equal(states, repeated)
+        for n in range(3):
+            paths, scores = all_linear_paths(chain, n)
+            length = paths.shape[1]
+            assert (states[:, length:, n] == -1).all()
+            if scores.max() == -torch.inf:
+                assert (states[:, :, n] == -1).all()
+                continue
+            p = posterior(scores)
+            same = (states[:, None, :length, n] == paths).all(2).double().mean(0)
+            assert ((same - p).abs() <= 5 * (p / k).sqrt()).all()
+
+
+def test_the_kernels_draw_what_the_reference_draws() -> None:
+    chain = random_linear_chain(30, 3, 6, seed=4)
+    drawn = []
+    for backend in ("reference", "numba"):
+        with partita.backend(backend):
+            drawn.append(chain.sample(50, torch.Generator().manual_seed(0)).states)
+    assert torch.equal(*drawn)
+
+
+def test_the_chain_of_sparse_edges_is_the_same() -> None:
+    for kind in KINDS:
+        chain = random_linear_chain(kind=kind, seed=3)
+        sparse = chain.to_chain()
+        assert_close_fp64(sparse.logz(), chain.logz())
+        assert_close_fp64(sparse.marginals(), chain.marginals())
+        assert torch.equal(sparse.viterbi().states, chain.viterbi().states)
 
 
 def test_linear_chain_is_the_hidden_markov_model() -> None:
@@ -44,10 +209,8 @@ def test_linear_chain_is_the_hidden_markov_model() -> None:
     p = start * likelihood[0, 0]
     for t in range(1, 9):
         p = (p @ transitions) * likelihood[t, 0]
-    assert_close_fp64(
-        partita.linear_chain(likelihood.log(), transitions.log(), start.log(), end).logz(),
-        p.sum().log()[None],
-    )
+    chain = partita.linear_chain(likelihood.log(), transitions.log(), start.log(), end)
+    assert_close_fp64(chain.logz(), p.sum().log()[None])
 
 
 def test_taggers_in_half_types_add_in_full() -> None:
@@ -57,17 +220,24 @@ def test_taggers_in_half_types_add_in_full() -> None:
         torch.randn(5, 5, generator=generator).bfloat16(),
     )
     half, full = (
-        linear_chain(emissions, transitions).logz(),
-        linear_chain(emissions.double(), transitions.double()).logz(),
+        linear_chain(emissions, transitions),
+        linear_chain(emissions.double(), transitions.double()),
     )
-    torch.testing.assert_close(half.double(), full, rtol=1e-6, atol=0)
-    assert half.dtype == torch.float32
+    torch.testing.assert_close(half.logz().double(), full.logz(), rtol=1e-6, atol=0)
+    assert half.logz().dtype == torch.float32
+    for found, expected in zip(
+        (half.state_marginals(), half.entropy(), *half.expected_counts()),
+        (full.state_marginals(), full.entropy(), *full.expected_counts()),
+        strict=True,
+    ):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_compiled_code_samples_and_tags() -> None:
     """The compiled functions run at several T, with lengths as a tensor."""
     sample = torch.compile(
-        lambda x: Chain(x, partita.dense_source(3)).sample(2).states,
+        lambda x: linear_chain(x, torch.zeros(3, 3)).sample(2).states,
         fullgraph=True,
         backend="aot_eager",
     )
@@ -77,6 +247,10 @@ def test_compiled_code_samples_and_tags() -> None:
         backend="aot_eager",
     )
     for steps in (4, 5, 6):
-        assert sample(torch.zeros(steps, 2, 3, 3)).shape == (2, steps + 1, 2)
+        assert sample(torch.zeros(steps, 2, 3)).shape == (2, steps, 2)
         lengths = torch.tensor([steps, 2])
-        torch.testing.assert_close(tag(torch.zeros(steps, 2, 3), lengths), lengths * math.log(3))
+        emissions = torch.zeros(steps, 2, 3, requires_grad=True)
+        found = tag(emissions, lengths)
+        torch.testing.assert_close(found, lengths * math.log(3))
+        (gradient,) = torch.autograd.grad(found.sum(), emissions)
+        torch.testing.assert_close(gradient.sum((0, 2)), lengths.float())

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...runtime import checks, register
-from . import fakes
+from ...runtime.autograd import apply, double_backward, is_double_backward
+from . import fakes, reference_tangent
 from .backends import BACKENDS
+from .inputs import scalar
+from .paths import path_indicator
 
 
 def check_values(
@@ -31,6 +36,7 @@ logz = register.define(
     f"linear_chain_logz({_CHAIN}, bool save, str backend) -> (Tensor, Tensor, Tensor)",
     fakes.fake_logz,
     check=check_values,
+    reference_if_empty=True,
     fake_by_backend=True,
     backends=BACKENDS,
 )
@@ -46,6 +52,7 @@ viterbi = register.define(
     f"linear_chain_viterbi({_CHAIN}, str backend) -> (Tensor, Tensor)",
     fakes.fake_viterbi,
     check=check_values,
+    reference_if_empty=True,
     backends=BACKENDS,
 )
 # It takes uniform numbers [T, k, N] fp64 and returns states [k, T, N].
@@ -53,6 +60,7 @@ sample = register.define(
     f"linear_chain_sample({_CHAIN}, Tensor uniforms, str backend) -> Tensor",
     fakes.fake_sample,
     check=check_values,
+    reference_if_empty=True,
     backends=BACKENDS,
 )
 # It returns the derivative of log Z in the direction of the values [N], and the derivative in that
@@ -62,6 +70,218 @@ tangent = register.define(
     " Tensor transition_values, Tensor? start_values, Tensor? end_values, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fakes.fake_tangent,
-    check=None,
     backends=BACKENDS,
 )
+
+
+class LogZ(torch.autograd.Function):
+    """Log Z of each sequence, `[N]`, in fp64 and in the dtype of results."""
+
+    @staticmethod
+    def forward(
+        emissions: Tensor,
+        transitions: Tensor,
+        start: Tensor | None,
+        end: Tensor | None,
+        lengths: Tensor | None,
+        save: bool,
+        backend: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return logz(emissions, transitions, start, end, lengths, save, backend)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, _, ctx.backend = inputs
+        fp64, _, saved = output
+        ctx.mark_non_differentiable(saved)
+        # Zeros for the gradient of `saved` would take as much memory as `saved`.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, fp64, saved)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        fp64, rounded, _ = grads
+        if fp64 is None and rounded is None:
+            return (None,) * 7
+        if fp64 is None or rounded is None:
+            grad_output = rounded if fp64 is None else fp64
+        else:
+            grad_output = fp64 + rounded
+        assert grad_output is not None
+        args = (*ctx.saved_tensors, ctx.needs_input_grad[1], False, ctx.backend)
+        if is_double_backward():
+            results = apply(Marginals, grad_output, *args)
+        else:
+            results = logz_gradient(grad_output, *args)
+        needed = zip(results, ctx.needs_input_grad, strict=False)
+        return *(grad if need else None for grad, need in needed), None, None, None
+
+
+class Marginals(torch.autograd.Function):
+    """The gradient of log Z, which can be differentiated again.
+
+    Its product with values is their posterior mean, so its gradient is the gradient of that mean.
+    """
+
+    @staticmethod
+    def forward(
+        grad_output: Tensor,
+        emissions: Tensor,
+        transitions: Tensor,
+        start: Tensor | None,
+        end: Tensor | None,
+        lengths: Tensor | None,
+        logz: Tensor,
+        saved: Tensor,
+        need_transitions: bool,
+        per_sequence: bool,
+        backend: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        chain = (emissions, transitions, start, end, lengths)
+        return logz_gradient(
+            grad_output, *chain, logz, saved, need_transitions, per_sequence, backend
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, _, _, ctx.need_transitions, _, ctx.backend = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *values: Tensor) -> tuple[Any, ...]:
+        grad_output, *chain = ctx.saved_tensors
+        emission_values, transition_values, start_values, end_values = values
+        _, transitions, start, end, _ = chain
+        directions = (
+            emission_values,
+            transition_values if ctx.need_transitions else _zeros_like(transitions),
+            None if start is None else start_values,
+            None if end is None else end_values,
+        )
+        if is_double_backward():
+            mean = apply(Expectation, *chain, *directions, ctx.backend)
+            needed = [tensor is not None and tensor.requires_grad for tensor in chain[:4]]
+            lengths = chain[4]
+            results = double_backward(
+                lambda a, b, c, d: reference_tangent.expected_value(
+                    a, b, c, d, lengths, *directions
+                ),
+                chain[:4],
+                needed,
+                grad_output.double(),
+            )
+        else:
+            mean, *results = tangent(grad_output, *chain, *directions, ctx.backend)
+        return mean.to(grad_output.dtype), *_gradients(chain[:4], results), *(None,) * 6
+
+
+class Expectation(torch.autograd.Function):
+    """The posterior mean of values along a path, `[N]` fp64."""
+
+    @staticmethod
+    def forward(
+        emissions: Tensor,
+        transitions: Tensor,
+        start: Tensor | None,
+        end: Tensor | None,
+        lengths: Tensor | None,
+        emission_values: Tensor,
+        transition_values: Tensor,
+        start_values: Tensor | None,
+        end_values: Tensor | None,
+        backend: str,
+    ) -> Tensor:
+        chain = (emissions, transitions, start, end, lengths)
+        values = (emission_values, transition_values, start_values, end_values)
+        return tangent(_ones(emissions), *chain, *values, backend)[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.backend = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        grad_output, tensors = grads[0], ctx.saved_tensors
+        chain, values = tensors[:5], tensors[5:]
+        needed = ctx.needs_input_grad
+        if is_double_backward():
+            results = double_backward(
+                reference_tangent.expected_value, tensors, needed[:9], grad_output
+            )
+            return *results, None
+        d_scores: tuple[Tensor | None, ...] = (None,) * 4
+        d_values: tuple[Tensor | None, ...] = (None,) * 4
+        if any(needed[:4]):
+            d_scores = tangent(grad_output, *chain, *values, ctx.backend)[1:]
+        if any(needed[5:9]):
+            d_values = _value_gradients(ctx, grad_output, chain, values)
+        return *_gradients(chain[:4], d_scores), None, *_gradients(values, d_values), None
+
+
+def _value_gradients(
+    ctx: Any, grad_output: Tensor, chain: tuple[Any, ...], values: tuple[Any, ...]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the mean in the values, which are those of log Z in the scores."""
+    emissions, transitions, start, end, lengths = chain
+    # A value may belong to an end that has no scores, and to one sequence.
+    zeros = _zeros_like(emissions[0])
+    ends = (zeros if end is None else end for end in (start, end))
+    full = (emissions, transitions, *ends, lengths)
+    per_sequence = values[1].ndim == 3 and transitions.ndim == 2
+    fp64, _, saved = logz(*full, True, ctx.backend)
+    need = ctx.needs_input_grad[6]
+    return logz_gradient(grad_output, *full, fp64, saved, need, per_sequence, ctx.backend)
+
+
+def _gradients(tensors: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[Any]:
+    """Return the gradients in the dtypes of their tensors, None where there is no tensor."""
+    return [
+        None
+        if tensor is None or grad is None or grad.shape != tensor.shape
+        else grad.to(tensor.dtype)
+        for tensor, grad in zip(tensors, grads, strict=True)
+    ]
+
+
+def _ones(emissions: Tensor) -> Tensor:
+    return scalar(1.0, torch.float64, emissions.device).expand(emissions.shape[1])
+
+
+def _zeros_like(tensor: Tensor) -> Tensor:
+    """Return zeros of the shape of a tensor without memory of that size."""
+    return scalar(0.0, tensor.dtype, tensor.device).expand(tensor.shape)
+
+
+class BestScore(torch.autograd.Function):
+    """The best score of each sequence, `[N]`; its gradient is the indicator of the best path."""
+
+    @staticmethod
+    def forward(
+        emissions: Tensor,
+        transitions: Tensor,
+        start: Tensor | None,
+        end: Tensor | None,
+        lengths: Tensor | None,
+        backend: str,
+    ) -> tuple[Tensor, Tensor]:
+        return viterbi(emissions, transitions, start, end, lengths, backend)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        emissions, transitions, start, end, *_ = inputs
+        score, states = output
+        ctx.mark_non_differentiable(states)
+        ctx.set_materialize_grads(False)
+        ctx.likes = [
+            None if t is None else (t.shape, t.dtype) for t in (emissions, transitions, start, end)
+        ]
+        ctx.save_for_backward(score, states)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        grad_output = grads[0]
+        if grad_output is None:
+            return (None,) * 6
+        score, states = ctx.saved_tensors
+        return *path_indicator(grad_output, score, states, ctx.likes), None, None

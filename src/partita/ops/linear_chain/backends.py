@@ -27,7 +27,13 @@ def _gpu() -> Functions:
 
 
 def _cpu() -> Functions:
-    return _reference()
+    from .cpu import logz
+
+    return {
+        **_reference(),
+        "linear_chain_logz": logz.linear_chain_logz,
+        "linear_chain_gradient": logz.linear_chain_gradient,
+    }
 
 
 BACKENDS = Backends(reference=_reference, gpu=_gpu, cpu=_cpu)

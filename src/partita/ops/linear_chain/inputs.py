@@ -1,14 +1,19 @@
-"""The tensors of a batch of dense linear chains, in the order of arguments of the registered ops."""
+"""The tensors of a batch of dense linear chains, and the checks of what users give."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from ...primitives.semiring import Semiring
+from ...runtime import checks
+from ...runtime.constants import constant
 
 
 class LinearChainTensors(NamedTuple):
-    """A batch of dense linear chains.
+    """A batch of dense linear chains in the order of arguments of the registered ops.
 
     Fields:
         emissions: `[T, N, C]` floating, any strides, T at least 1.
@@ -22,3 +27,64 @@ class LinearChainTensors(NamedTuple):
     start: Tensor | None
     end: Tensor | None
     lengths: Tensor | None
+
+
+def _scalar(value: float, dtype: torch.dtype, *, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=dtype, device=device)
+
+
+def scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a number as a tensor, `[]`, which is not filled anew at each call on a GPU."""
+    return constant(_scalar, value, dtype, device=device)
+
+
+def full_lengths(chain: LinearChainTensors) -> Tensor:
+    """Return the lengths `[N]`; T for all sequences if none were given."""
+    if chain.lengths is None:
+        T, N, _ = chain.emissions.shape
+        return torch.full((N,), T, device=chain.emissions.device)
+    return chain.lengths
+
+
+def check_linear_chain(emissions: Tensor, transitions: Tensor) -> None:
+    """Raise for a wrong dtype, shape or device."""
+    checks.floating("emissions", emissions)
+    if emissions.ndim != 3 or emissions.shape[0] < 1:
+        raise ValueError(
+            f"emissions: expected shape [T, N, C] with T of at least 1, got {list(emissions.shape)}"
+        )
+    checks.floating("transitions", transitions)
+    checks.device("transitions", transitions, emissions, "emissions")
+    T, N, C = emissions.shape
+    shapes = {2: (C, C), 3: (T - 1, C, C), 4: (T - 1, N, C, C)}
+    if tuple(transitions.shape) != shapes.get(transitions.ndim):
+        raise ValueError(
+            "transitions: expected shape [C, C], [T - 1, C, C] or [T - 1, N, C, C] with"
+            f" [T, N, C] = {[T, N, C]}, got {list(transitions.shape)}"
+        )
+
+
+def check_end(name: str, end: Tensor, emissions: Tensor) -> Tensor:
+    """Return numbers of the first or last states, or raise for a wrong dtype, shape or device."""
+    checks.floating(name, end)
+    checks.device(name, end, emissions, "emissions")
+    N, C = emissions.shape[1:]
+    if tuple(end.shape) not in ((C,), (N, C)):
+        raise ValueError(
+            f"{name}: expected shape [C] or [N, C] with [N, C] = {[N, C]}, got {list(end.shape)}"
+        )
+    return end
+
+
+def check_semiring(semiring: Semiring) -> None:
+    """Raise for an argument that is not a semiring."""
+    if not isinstance(semiring, Semiring):
+        raise TypeError(f"semiring: expected a Semiring, as Log or Max, got {semiring!r}")
+
+
+def check_same_lengths(chain: LinearChainTensors, other: LinearChainTensors) -> None:
+    """Raise where another chain has other lengths; the values are read only if checked."""
+    if chain.lengths is other.lengths or not checks.should_check_values(chain.emissions.device):
+        return
+    if not torch.equal(full_lengths(other), full_lengths(chain)):
+        raise ValueError("other.lengths: expected the lengths of this chain, got others")

@@ -30,7 +30,7 @@ class LinearChainInputs(NamedTuple):
 
     Fields:
         emissions: `[T, N, C]` fp64; 0 past a length.
-        transitions: `[C, C]`, `[T - 1, 1, C, C]` or `[T - 1, N, C, C]` fp64.
+        transitions: `[T - 1, 1 or N, C, C]` fp64, a view with a stride of 0 if they are constant.
         start: `[N, C]` fp64; NaN for an invalid length.
         end: `[N, C]` fp64.
         active: `[T, N]`; True for a token before the length.
@@ -44,8 +44,17 @@ class LinearChainInputs(NamedTuple):
 
     def step(self, t: int) -> Tensor:
         """Return the transitions from token t - 1 to token t, `[N, C, C]`; 0 past a length."""
-        step = self.transitions if self.transitions.ndim == 2 else self.transitions[t - 1]
-        return torch.where(self.active[t, :, None, None], step, 0.0)
+        return torch.where(self.active[t, :, None, None], self.transitions[t - 1], 0.0)
+
+
+def as_steps(transitions: Tensor, T: int) -> Tensor:
+    """Return transitions, or values of them, as `[T - 1, 1 or N, C, C]` fp64."""
+    transitions = transitions.double()
+    if transitions.ndim == 4:
+        return transitions
+    if transitions.ndim == 3:
+        return transitions.unsqueeze(1)
+    return transitions.expand(T - 1, 1, -1, -1)
 
 
 def linear_chain_inputs(
@@ -65,7 +74,7 @@ def linear_chain_inputs(
     active = torch.arange(T, device=emissions.device)[:, None] < lengths
     return LinearChainInputs(
         torch.where(active[..., None], emissions.double(), 0.0),
-        transitions.double().unsqueeze(1) if transitions.ndim == 3 else transitions.double(),
+        as_steps(transitions, T),
         (zeros if start is None else start.double()).masked_fill(invalid[:, None], torch.nan),
         zeros if end is None else end.double(),
         active,
@@ -87,6 +96,26 @@ def log_partition(x: LinearChainInputs, semiring: Semiring = Log) -> Tensor:
     return torch.where(logz == -torch.inf, logz.detach(), logz)
 
 
+def generic_partition(
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    semiring: Semiring,
+) -> Tensor:
+    """Return the sum over all paths under any semiring, `[N]` fp64."""
+    T, N, _ = emissions.shape
+    lengths = torch.full((N,), T, device=emissions.device) if lengths is None else lengths.long()
+    steps, mul = as_steps(transitions, T), semiring.mul
+    alpha = emissions[0].double() if start is None else mul(start.double(), emissions[0].double())
+    for t in range(1, T):
+        entered = mul(semiring.sum(mul(alpha[:, :, None], steps[t - 1]), 1), emissions[t].double())
+        alpha = torch.where((t < lengths)[:, None], entered, alpha)
+    result = semiring.sum(alpha if end is None else mul(alpha, end.double()), -1)
+    return result.masked_fill((lengths < 1) | (lengths > T), torch.nan)
+
+
 def linear_chain_logz(
     emissions: Tensor,
     transitions: Tensor,
@@ -101,7 +130,7 @@ def linear_chain_logz(
     return logz, rounded, emissions.new_empty(0, dtype=torch.float64)
 
 
-def _to_argument(steps: list[Tensor], transitions: Tensor) -> Tensor:
+def sum_of_steps(steps: list[Tensor], transitions: Tensor) -> Tensor:
     """Return a sum over the steps `[N, C, C]` in the shape of the transitions.
 
     Constant transitions keep one sum for each sequence.
@@ -148,7 +177,7 @@ def linear_chain_gradient(
         d_transitions = transitions.new_empty(0)
     else:
         constant = transitions.ndim == 2
-        d_transitions = _to_argument(d_steps if constant else d_steps[:-1], transitions)
+        d_transitions = sum_of_steps(d_steps if constant else d_steps[:-1], transitions)
         if constant and per_sequence:
             d_transitions = d_transitions.to(acc_dtype(transitions.dtype))
         else:
@@ -158,11 +187,11 @@ def linear_chain_gradient(
     return (
         stacked.to(emissions.dtype),
         d_transitions,
-        *_end_gradients(emissions, start, end, d_state, d_end),
+        *end_gradients(emissions, start, end, d_state, d_end),
     )
 
 
-def _end_gradients(
+def end_gradients(
     emissions: Tensor,
     start: Tensor | None,
     end: Tensor | None,

@@ -13,10 +13,11 @@ from torch import Tensor
 from ...primitives.semiring import Log, log_dsum
 from .reference import (
     LinearChainInputs,
-    _end_gradients,
-    _to_argument,
+    as_steps,
+    end_gradients,
     forward_scores,
     linear_chain_inputs,
+    sum_of_steps,
 )
 
 
@@ -31,13 +32,21 @@ def _values_of(
     transition_values: Tensor,
     start_values: Tensor | None,
     end_values: Tensor | None,
+    per_sequence: bool,
 ) -> LinearChainInputs:
-    """Return the values in the form of the inputs of a scan."""
+    """Return the values in the form of the inputs of a scan.
+
+    With `per_sequence` the transition values are `[N, C, C]`, the same for all steps.
+    """
     zeros = torch.zeros_like(x.end)
-    step_values = transition_values.double()
+    T, N, C = x.emissions.shape
+    if per_sequence:
+        step_values = transition_values.double().expand(T - 1, N, C, C)
+    else:
+        step_values = as_steps(transition_values, T)
     return LinearChainInputs(
         torch.where(x.active[..., None], emission_values.double(), 0.0),
-        step_values.unsqueeze(1) if step_values.ndim == 3 else step_values,
+        step_values,
         zeros if start_values is None else start_values.double(),
         zeros if end_values is None else end_values.double(),
         x.active,
@@ -70,7 +79,10 @@ def expected_value(
 ) -> Tensor:
     """Return the posterior mean of the sum of values along a path, `[N]` fp64."""
     x = linear_chain_inputs(emissions, transitions, start, end, lengths)
-    values = _values_of(x, emission_values, transition_values, start_values, end_values)
+    per_sequence = transition_values.ndim == 3 and transitions.ndim == 2
+    values = _values_of(
+        x, emission_values, transition_values, start_values, end_values, per_sequence
+    )
     alpha = forward_scores(x, Log)
     posterior = log_dsum(alpha[-1] + x.end, -1)
     return weighted_sum(posterior, _forward_means(x, alpha, values)[-1] + values.end, -1)
@@ -94,11 +106,15 @@ def linear_chain_tangent(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the mean of the values `[N]`, and its gradients weighted by grad_output, in fp64.
 
-    The gradient in a score is its posterior times the difference between the mean over the paths
-    through it and the mean over all paths.
+    The values have the shapes of their arguments. For constant transitions they may also be
+    `[N, C, C]`. The gradient in a score is its posterior times the difference between the mean over
+    the paths through it and the mean over all paths.
     """
     x = linear_chain_inputs(emissions, transitions, start, end, lengths)
-    values = _values_of(x, emission_values, transition_values, start_values, end_values)
+    per_sequence = transition_values.ndim == 3 and transitions.ndim == 2
+    values = _values_of(
+        x, emission_values, transition_values, start_values, end_values, per_sequence
+    )
     alpha = forward_scores(x, Log)
     mean_into = _forward_means(x, alpha, values)
     posterior = log_dsum(alpha[-1] + x.end, -1)
@@ -125,10 +141,10 @@ def linear_chain_tangent(
         d_state = torch.where(active, d_previous, d_state)
     d_first = _covariance(d_state, mean_into[0] + mean_from - mean[:, None])
     constant = transitions.ndim == 2
-    d_transitions = _to_argument(d_steps if constant else d_steps[:-1], transitions)
+    d_transitions = sum_of_steps(d_steps if constant else d_steps[:-1], transitions)
     return (
         mean,
         torch.stack([d_first, *d_emissions]),
         d_transitions.sum(0) if constant else d_transitions,
-        *_end_gradients(emissions, start, end, d_first, d_end, torch.float64),
+        *end_gradients(emissions, start, end, d_first, d_end, torch.float64),
     )

@@ -126,23 +126,34 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def run_over_batch(kernel: Callable[..., Any], batch: Any, *args: Any) -> None:
-    """Run `kernel(chains, batch, *args)` for all chains, on as many threads as PyTorch has.
+    """Run `kernel(chains, batch, *args)` for all chains, as `run_over_sequences` does."""
+    run_over_sequences(kernel, batch.lengths, len(batch.sources), batch, *args)
 
-    Each call of the kernel gets the indices of some chains. Long chains come first, so that the
+
+def run_over_sequences(kernel: Callable[..., Any], lengths: Any, edges: int, *args: Any) -> None:
+    """Run `kernel(sequences, *args)` for all sequences, on as many threads as PyTorch has.
+
+    Each call of the kernel gets the indices of some sequences. Long ones come first, so that the
     threads end at about the same time.
+
+    Args:
+        kernel: a function that Numba compiled without the interpreter's lock.
+        lengths: the number of steps of each sequence, `[N]`.
+        edges: the number of edges of a step.
+        args: the other arguments of the kernel.
     """
-    threads = min(torch.get_num_threads(), len(batch.lengths))
-    if threads < 2 or int(batch.lengths.sum()) * len(batch.sources) < SMALL:
-        kernel(np.arange(len(batch.lengths)), batch, *args)
+    threads = min(torch.get_num_threads(), len(lengths))
+    if threads < 2 or int(lengths.sum()) * edges < SMALL:
+        kernel(np.arange(len(lengths)), *args)
         return
-    longest = batch.lengths.argsort(kind="stable")[::-1].copy()
+    longest = lengths.argsort(kind="stable")[::-1].copy()
     parts = min(4 * threads, len(longest))
     # Each thread stops at a None.
     queue = deque([*(longest[i::parts].copy() for i in range(parts)), *[None] * threads])
 
     def work() -> None:
         while (chains := queue.popleft()) is not None:
-            kernel(chains, batch, *args)
+            kernel(chains, *args)
 
     others = [_pool(threads - 1).submit(work) for _ in range(threads - 1)]
     work()

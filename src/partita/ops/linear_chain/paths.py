@@ -1,0 +1,84 @@
+"""Paths of dense linear chains that are given by their states: scores, and indicators of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .inputs import LinearChainTensors, full_lengths
+
+
+def path_score(chain: LinearChainTensors, states: Tensor) -> Tensor:
+    """Return the score of paths with the states `[..., T, N]`, `[..., N]` fp64.
+
+    States past a length are ignored. The score is -inf for a state that is out of range, and NaN
+    for an invalid length.
+    """
+    emissions, transitions, start, end, _ = chain
+    T, N, C = emissions.shape
+    lengths = full_lengths(chain).long()
+    invalid = (lengths < 1) | (lengths > T)
+    sequence = torch.arange(N, device=states.device)
+    token = torch.arange(T, device=states.device)[:, None]
+    active = token < lengths
+    if not C:
+        return emissions.new_full((*states.shape[:-2], N), -torch.inf, dtype=torch.float64)
+    index = states.clamp(0, C - 1)
+    possible = ((index == states) | ~active).all(-2)
+    scores = torch.where(active, emissions[token, sequence, index].double(), 0.0)
+    total = scores.sum(-2)
+    if T > 1:
+        before, after = index[..., :-1, :], index[..., 1:, :]
+        if transitions.ndim == 2:
+            steps = transitions[before, after]
+        elif transitions.ndim == 3:
+            steps = transitions[token[:-1], before, after]
+        else:
+            steps = transitions[token[:-1], sequence, before, after]
+        total = total + torch.where(active[1:], steps.double(), 0.0).sum(-2)
+    if start is not None:
+        total = total + start[sequence, index[..., 0, :]].double()
+    if end is not None:
+        last = (lengths - 1).clamp(0, T - 1).expand(*index.shape[:-2], 1, N)
+        total = total + end[sequence, index.gather(-2, last).squeeze(-2)].double()
+    return torch.where(possible, total, -torch.inf).masked_fill(invalid, torch.nan)
+
+
+def path_indicator(
+    grad_output: Tensor, score: Tensor, states: Tensor, likes: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the best score in emissions, transitions, start and end.
+
+    Args:
+        grad_output: the gradient of each score, `[N]`.
+        score: the best scores `[N]`; NaN makes the gradients of its sequence NaN.
+        states: the states of the best paths, `[T, N]`.
+        likes: the shape and dtype of each argument, None for an argument that is None.
+    """
+    emissions, transitions, start, end = likes
+    T, N, C = emissions[0]
+    on_path = torch.zeros(T, N, C, dtype=torch.float64, device=score.device)
+    if C:
+        index, value = states.clamp(min=0)[..., None], (states >= 0).double()[..., None]
+        on_path = on_path.scatter(2, index, value)
+    invalid = torch.where(score.isnan(), torch.nan, 0.0).double()[:, None]
+    d_emissions = torch.where(on_path > 0, grad_output.double()[:, None], 0.0) + invalid
+    before, after = d_emissions[:-1], on_path[1:]
+    if len(transitions[0]) == 2:
+        # PyTorch's scatter would add in an order that varies on a GPU; a product does not.
+        d_transitions = before.reshape(-1, C).T @ after.reshape(-1, C)
+    elif len(transitions[0]) == 3:
+        d_transitions = before.transpose(1, 2) @ after
+    else:
+        d_transitions = before[..., None] * after[:, :, None]
+    follows = torch.cat([on_path[1:].sum(2), torch.zeros_like(invalid.T)])
+    d_end = (d_emissions * (1 - follows)[..., None]).sum(0)
+    return (
+        d_emissions.to(emissions[1]),
+        d_transitions.to(transitions[1]),
+        None if start is None else d_emissions[0].to(start[1]),
+        None if end is None else d_end.to(end[1]),
+    )
