@@ -19,17 +19,15 @@ from ....primitives.cpu.batch import empty_batch, fill_nan, run_over_sequences
 from ....primitives.cpu.math import FLAGS, exp
 from ....runtime.dtypes import acc_dtype
 from .steps import (
+    BLOCK,
     ChainArrays,
     chain_arrays,
-    load_token,
+    dot,
+    load_tokens,
     load_weights,
     log_of_sum,
     middle_of,
-    multiply_and_scale,
-    one_of,
-    prefetch_token,
-    step,
-    weight_buffer,
+    scan,
 )
 
 
@@ -43,85 +41,110 @@ def forward_kernel(
     `save` all states, `[T, N, C]`.
     """
     C = chain.start.shape[1]
-    buffer = np.empty(C, chain.emissions.numbers.dtype)
-    scores, sums, maxima, state = np.empty(C), np.empty(C), np.empty(C), np.empty(C)
+    size = 1 if chain.varies else BLOCK
+    scores, sums, states = np.empty((size, C)), np.empty((size, C)), np.empty((size + 1, C))
+    buffer = np.empty((C, C) if chain.varies else (0, 0))
     for half in halves:
         n, backward = half // 2, half % 2
         length = chain.lengths[n]
         middle = middle_of(length)
-        weights = weight_buffer(chain, backward)
-        first, last, by = (length - 1, middle - 1, -1) if backward else (0, middle, 1)
-        for c in range(C):
-            state[c] = one_of(chain)
+        weights = buffer if chain.varies else chain.weights[backward]
+        first, by = (length - 1, -1) if backward else (0, 1)
+        tokens = length - middle if backward else middle
         offset = 0.0
-        for t in range(first, last, by):
-            prefetch_token(chain, t + 2 * by, n)
-            offset += load_token(chain, t, n, buffer, scores)
-            if t == first:
-                for c in range(C):
-                    sums[c] = one_of(chain)
-            else:
-                offset += load_weights(chain, t if backward else t - 1, n, backward, weights)
-                step(chain, state, weights, maxima, sums)
-            offset += multiply_and_scale(chain, sums, scores, state)
-            if save:
-                row = saved[t, n]
-                for c in range(C):
-                    row[c] = state[c]
-        log_scale[half] = offset
-        for c in range(C):
-            meeting[half, c] = state[c]
+        for k in range(0, tokens, size):
+            t, K = first + k * by, min(size, tokens - k)
+            offset += load_tokens(
+                *(chain.emissions, chain.start, chain.end, length),
+                *(t, by, n, chain.linear, scores[:K]),
+            )
+            if k and chain.varies:
+                offset += load_weights(
+                    chain.transitions, t if backward else t - 1, n, backward, chain.linear, weights
+                )
+            offset += scan(chain.linear, weights, scores[:K], sums[:K], states[: K + 1], k == 0)
+            store_states(states[1 : K + 1], t, by, n, saved[: len(saved) if save else 0])
+            copy_row(states[K], states[0])
+        log_scale[half] = offset + chain.shift * max(tokens - 1, 0)
+        copy_row(states[0], meeting[half])
+
+
+@njit(**FLAGS)
+def copy_row(source: Any, target: Any) -> None:
+    """Copy a row; an assignment of slices takes seconds to compile."""
+    for c in range(len(target)):
+        target[c] = source[c]
+
+
+@njit(**FLAGS)
+def store_states(states: Any, t: int, by: int, n: int, saved: Any) -> None:
+    """Write the states of tokens t, t + by, ... to `[T, N, C]`, or nothing if that is empty."""
+    if len(saved):
+        for k in range(len(states)):
+            for c in range(states.shape[1]):
+                saved[t + k * by, n, c] = states[k, c]
 
 
 @njit(nogil=True, **FLAGS)
 def join_kernel(sequences: Any, chain: Any, meeting: Any, log_scale: Any, logz: Any) -> None:
     """Compute log Z where alpha and beta meet."""
     C = chain.start.shape[1]
-    sums, maxima = np.empty(C), np.empty(C)
+    scores, sums, states = np.zeros((1, C)), np.empty((1, C)), np.empty((2, C))
+    buffer = np.empty((C, C) if chain.varies else (0, 0))
     for n in sequences:
-        middle = middle_of(chain.lengths[n])
-        offset = log_scale[2 * n]
-        if middle < chain.lengths[n]:
-            weights = weight_buffer(chain, 1)
-            offset += log_scale[2 * n + 1] + load_weights(chain, middle - 1, n, 1, weights)
-            step(chain, meeting[2 * n + 1], weights, maxima, sums)
-        else:
-            for c in range(C):
-                sums[c] = one_of(chain)
-        logz[n] = offset + log_of_sum(chain, meeting[2 * n], sums)
+        middle, offset = middle_of(chain.lengths[n]), log_scale[2 * n]
+        weights = buffer if chain.varies else chain.weights[1]
+        has_beta = middle < chain.lengths[n]
+        if has_beta:
+            offset += log_scale[2 * n + 1] + chain.shift
+            if chain.varies:
+                offset += load_weights(chain.transitions, middle - 1, n, 1, chain.linear, weights)
+            copy_row(meeting[2 * n + 1], states[0])
+        scan(chain.linear, weights, scores, sums, states, not has_beta)
+        logz[n] = offset + log_of_sum(chain.linear, meeting[2 * n], sums[0])
 
 
 @njit(**FLAGS)
-def posterior(chain: Any, a: Any, b: Any, grad_output: float, result: Any, weighted: Any) -> float:
-    """Write the posterior of each state times grad_output, for the result and in fp64.
+def posteriors(
+    linear: bool,
+    saved: Any,
+    sums: Any,
+    t: int,
+    by: int,
+    n: int,
+    grad_output: float,
+    totals: Any,
+    weighted: Any,
+) -> None:
+    """Write the posteriors of tokens t, t + by, ... times grad_output, `[K, C]`.
 
-    Return grad_output divided by the sum of the products, or the log of that sum in the log domain.
+    `totals` are grad_output divided by the sum of the products of alpha and beta, or the log of
+    that sum in the log domain.
     """
-    C, total = len(a), 0.0
-    if chain.linear:
-        for c in range(C):
-            weighted[c] = a[c] * b[c]
-            total += weighted[c]
-        factor = 0.0 if total == 0.0 else grad_output / total
-        for c in range(C):
-            weighted[c] *= factor
-            result[c] = weighted[c]
-        return factor
-    total = log_of_sum(chain, a, b)
-    for c in range(C):
-        weighted[c] = 0.0 if total == -np.inf else exp(a[c] + b[c] - total) * grad_output
-        result[c] = weighted[c]
-    return total
+    for k in range(len(sums)):
+        a, b, row = saved[t + k * by, n], sums[k], weighted[k]
+        if linear:
+            total = dot(a, b)
+            totals[k] = 0.0 if total == 0.0 else grad_output / total
+            for c in range(len(row)):
+                row[c] = a[c] * b[c] * totals[k]
+        else:
+            totals[k] = log_of_sum(linear, a, b)
+            for c in range(len(row)):
+                row[c] = exp(a[c] + b[c] - totals[k]) * grad_output
+            if totals[k] == -np.inf:
+                for c in range(len(row)):
+                    row[c] = 0.0
 
 
 @njit(**FLAGS)
 def add_counts(
-    chain: Any,
+    linear: bool,
     alpha: Any,
     beta: Any,
     weights: Any,
     transposed: int,
-    factor: float,
+    total: float,
     grad_output: float,
     line: Any,
     counts: Any,
@@ -131,16 +154,17 @@ def add_counts(
     The weights may be transposed, the counts are not.
     """
     C = len(alpha)
-    if not chain.linear and factor == -np.inf:
+    if not linear and total == -np.inf:
         return
+    rows, columns = (beta, alpha) if transposed else (alpha, beta)
     for i in range(C):
-        w, rows, columns = weights[i], beta if transposed else alpha, alpha if transposed else beta
-        if chain.linear:
-            value = rows[i] * factor
+        w = weights[i]
+        if linear:
+            value = rows[i] * total
             for j in range(C):
                 line[j] = value * w[j] * columns[j]
         else:
-            value = rows[i] - factor
+            value = rows[i] - total
             for j in range(C):
                 line[j] = exp(value + w[j] + columns[j]) * grad_output
         if transposed:
@@ -153,33 +177,95 @@ def add_counts(
 
 
 @njit(**FLAGS)
-def store_counts(
-    chain: Any,
+def store_factors(
+    states: Any,
+    saved: Any,
+    totals: Any,
     t: int,
+    by: int,
     n: int,
-    transposed: int,
-    alpha: Any,
-    beta: Any,
-    weights: Any,
-    factor: float,
-    grad_output: float,
-    line: Any,
+    skip: int,
+    length: int,
     factors: Any,
+) -> None:
+    """Write the factors of the counts of the steps at tokens t, t + by, ..., `[2, T - 1, N, C]`.
+
+    They are alpha divided by the sum of the token, and beta of the next token. `states` are those
+    of the scan before each token; the first `skip` tokens are left out.
+    """
+    C = states.shape[1]
+    for k in range(skip, len(totals)):
+        token = t + k * by
+        step = token - 1 if by > 0 else token
+        if step >= length - 1:
+            continue
+        left, right = factors[0, step, n], factors[1, step, n]
+        alpha, beta = states[k], saved[token, n]
+        if by < 0:
+            alpha, beta = beta, alpha
+        for c in range(C):
+            left[c] = alpha[c] * totals[k]
+            right[c] = beta[c]
+
+
+@njit(**FLAGS)
+def store_counts(
+    linear: bool,
+    varies: bool,
+    weights: Any,
+    states: Any,
+    saved: Any,
+    totals: Any,
+    t: int,
+    by: int,
+    n: int,
+    skip: int,
+    length: int,
+    grad_output: float,
     counts: Any,
 ) -> None:
-    """Store what the gradient of the step from token t to t + 1 needs.
+    """Add the counts of the steps at tokens t, t + by, ..., to `[T - 1 or 2, sequences, C, C]`.
 
-    For constant transitions in linear arithmetic these are the factors of the counts, `[2, T - 1,
-    N, C]`. Otherwise the counts are added to `[T - 1 or 2, sequences, C, C]`. What is empty is not
-    needed.
+    The arguments are those of `store_factors`.
     """
-    if len(factors):
-        left, right = factors[0, t, n], factors[1, t, n]
-        for c in range(len(alpha)):
-            left[c], right[c] = alpha[c] * factor, beta[c]
-    elif len(counts):
-        index = counts[t if chain.varies else transposed, n % counts.shape[1]]
-        add_counts(chain, alpha, beta, weights, transposed, factor, grad_output, line, index)
+    line = np.empty(states.shape[1])
+    for k in range(skip, len(totals)):
+        token = t + k * by
+        step, backward = token - 1 if by > 0 else token, 1 if by < 0 else 0
+        if step >= length - 1:
+            continue
+        alpha, beta = states[k], saved[token, n]
+        if backward:
+            alpha, beta = beta, alpha
+        index = counts[step if varies else backward, n % counts.shape[1]]
+        add_counts(linear, alpha, beta, weights, backward, totals[k], grad_output, line, index)
+
+
+@njit(**FLAGS)
+def write_gradient(
+    weighted: Any, t: int, by: int, n: int, length: int, d_emissions: Any, d_ends: Any
+) -> None:
+    """Write the posteriors of tokens t, t + by, ... to the gradients."""
+    for k in range(len(weighted)):
+        token, row = t + k * by, weighted[k]
+        result = d_emissions[token, n]
+        for c in range(len(row)):
+            result[c] = row[c]
+        if token == 0:
+            copy_row(row, d_ends[0, n])
+        if token == length - 1:
+            copy_row(row, d_ends[1, n])
+
+
+@njit(**FLAGS)
+def zero_past_length(n: int, length: int, d_emissions: Any, factors: Any) -> None:
+    """Write zeros to the gradients of what is past a length."""
+    for t in range(length, len(d_emissions)):
+        for c in range(d_emissions.shape[2]):
+            d_emissions[t, n, c] = 0.0
+    for t in range(length - 1, factors.shape[1]):
+        for c in range(d_emissions.shape[2]):
+            factors[0, t, n, c], factors[1, t, n, c] = 0.0, 0.0
 
 
 @njit(nogil=True, **FLAGS)
@@ -196,66 +282,51 @@ def gradient_kernel(
     """Write the gradients of half h % 2 of sequence h // 2.
 
     Beta continues backwards through the first half, and alpha forwards through the second. The
-    gradients are those in emissions `[T, N, C]`, in the ends `[2, N, C]`, and what
-    `store_counts` stores.
+    gradients are those in emissions `[T, N, C]` and in the ends `[2, N, C]`. For constant
+    transitions in linear arithmetic the factors of their counts are written, `[2, T - 1, N, C]`,
+    and otherwise the counts, unless these are empty.
     """
     C = chain.start.shape[1]
-    buffer = np.empty(C, chain.emissions.numbers.dtype)
-    scores, sums, maxima, state = np.empty(C), np.empty(C), np.empty(C), np.empty(C)
-    weighted, line = np.empty(C), np.empty(C)
+    size = 1 if chain.varies else BLOCK
+    scores, sums, states = np.empty((size, C)), np.empty((size, C)), np.empty((size + 1, C))
+    weighted, totals = np.empty((size, C)), np.empty(size)
+    buffer = np.empty((C, C) if chain.varies else (0, 0))
     for half in halves:
         n, forward = half // 2, half % 2
         backward, length = 1 - forward, chain.lengths[n]
         middle = middle_of(length)
-        weights = weight_buffer(chain, backward)
-        first, last, by = (middle, length, 1) if forward else (middle - 1, -1, -1)
-        before = first - by  # the token whose state was saved last by this direction
-        for c in range(C):
-            state[c] = saved[before, n, c] if before < length else one_of(chain)
-        for t in range(first, last, by):
-            prefetch_token(chain, t + 2 * by, n)
-            from_token = t - 1 if forward else t
-            if from_token == length - 1:
-                for c in range(C):
-                    sums[c] = one_of(chain)
-            else:
-                load_weights(chain, from_token, n, backward, weights)
-                step(chain, state, weights, maxima, sums)
-            factor = posterior(
-                chain, saved[t, n], sums, grad_output[n], d_emissions[t, n], weighted
+        weights = buffer if chain.varies else chain.weights[backward]
+        first, by = (middle, 1) if forward else (middle - 1, -1)
+        tokens = length - middle if forward else middle
+        starts = first - by >= length  # a sequence of one token has no beta
+        if not starts:
+            copy_row(saved[first - by, n], states[0])
+        for k in range(0, tokens, size):
+            t, K = first + k * by, min(size, tokens - k)
+            skip = 1 if forward and k == 0 else 0  # the step at the middle is the first half's
+            load_tokens(
+                *(chain.emissions, chain.start, chain.end, length),
+                *(t, by, n, chain.linear, scores[:K]),
             )
-            if t == 0 or t == length - 1:
-                for c in range(C):
-                    d_ends[0 if t == 0 else 1, n, c] = weighted[c]
-            # The step at the middle belongs to the first half.
-            if from_token < length - 1 and (backward or t > first):
-                alpha, beta = (state, saved[t, n]) if forward else (saved[t, n], state)
+            if chain.varies and not starts:
+                step = t - 1 if forward else t
+                load_weights(chain.transitions, step, n, backward, chain.linear, weights)
+            scan(chain.linear, weights, scores[:K], sums[:K], states[: K + 1], starts)
+            posteriors(
+                *(chain.linear, saved, sums[:K], t, by, n, grad_output[n]),
+                *(totals[:K], weighted[:K]),
+            )
+            write_gradient(weighted[:K], t, by, n, length, d_emissions, d_ends)
+            if len(factors):
+                store_factors(states[:K], saved, totals[:K], t, by, n, skip, length, factors)
+            elif len(counts):
                 store_counts(
-                    chain,
-                    from_token,
-                    n,
-                    backward,
-                    alpha,
-                    beta,
-                    weights,
-                    factor,
-                    grad_output[n],
-                    line,
-                    factors,
-                    counts,
+                    *(chain.linear, chain.varies, weights, states[:K], saved, totals[:K]),
+                    *(t, by, n, skip, length, grad_output[n], counts),
                 )
-            load_token(chain, t, n, buffer, scores)
-            multiply_and_scale(chain, sums, scores, state)
-        if length == 1 and backward:
-            for c in range(C):
-                d_ends[1, n, c] = d_ends[0, n, c]
+            copy_row(states[K], states[0])
         if forward:
-            for t in range(length, len(d_emissions)):
-                for c in range(C):
-                    d_emissions[t, n, c] = 0.0
-            for t in range(length - 1, factors.shape[1] if len(factors) else 0):
-                for c in range(C):
-                    factors[0, t, n, c], factors[1, t, n, c] = 0.0, 0.0
+            zero_past_length(n, length, d_emissions, factors)
 
 
 def _halves(chain: ChainArrays) -> tuple[Any, int]:

@@ -15,10 +15,11 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from ....primitives.cpu.batch import INF, LOWEST, as_array, as_steps, contiguous_row, row_at
-from ....primitives.cpu.math import FLAGS, LN2, bits_of, exp, from_bits, log, prefetch
+from ....primitives.cpu.batch import INF, LOWEST, as_array, as_steps
+from ....primitives.cpu.math import FLAGS, LN2, bits_of, exp, from_bits, log
 
 MAX_SPAN = 300.0  # nats
+BLOCK = 32  # tokens; a call of a function with many arrays takes as long as a step
 
 
 class ChainArrays(NamedTuple):
@@ -71,6 +72,7 @@ def chain_arrays(
         matrix = steps.double()
         matrix = (matrix - shift).exp() if linear else matrix
         torch.from_numpy(weights).copy_(torch.stack([matrix, matrix.T]))
+        steps = steps.expand(1, 1, C, C)
     elif steps.ndim == 3:
         steps = steps.unsqueeze(1).expand(T - 1, N, C, C)
     arrays = ChainArrays(
@@ -78,7 +80,7 @@ def chain_arrays(
         as_steps(emissions),
         as_array(zeros if start is None else start),
         as_array(zeros if end is None else end),
-        as_steps(steps if varies else steps.expand(1, 1, C, C)),
+        as_steps(steps),
         weights,
         shift,
         linear,
@@ -101,75 +103,106 @@ def middle_of(length: int) -> int:
 
 
 @njit(**FLAGS)
-def load_token(chain: Any, t: int, n: int, buffer: Any, scores: Any) -> float:
-    """Write the scores of a token, with those of the ends, relative to their maximum.
-
-    Return the maximum. In linear arithmetic the exponentials of the scores are written.
-    """
-    row = contiguous_row(chain.emissions, t, n, buffer)
-    C = len(scores)
-    for c in range(C):
-        scores[c] = row[c]
-    if t == 0:
-        for c in range(C):
-            scores[c] += chain.start[n, c]
-    if t == chain.lengths[n] - 1:
-        for c in range(C):
-            scores[c] += chain.end[n, c]
-    highest = LOWEST
-    for c in range(C):
-        highest = scores[c] if scores[c] > highest else highest
-    if chain.linear:
-        for c in range(C):
-            scores[c] = exp(scores[c] - highest)
-    else:
-        for c in range(C):
-            scores[c] -= highest
-    return highest if highest > LOWEST else -INF
+def highest_of(row: Any) -> float:
+    """Return the maximum of a row by four partial ones, LOWEST if all are -inf."""
+    a, b, c, d = LOWEST, LOWEST, LOWEST, LOWEST
+    whole = len(row) - len(row) % 4
+    for i in range(0, whole, 4):
+        a = row[i] if row[i] > a else a
+        b = row[i + 1] if row[i + 1] > b else b
+        c = row[i + 2] if row[i + 2] > c else c
+        d = row[i + 3] if row[i + 3] > d else d
+    for i in range(whole, len(row)):
+        a = row[i] if row[i] > a else a
+    return max(max(a, b), max(c, d))
 
 
 @njit(**FLAGS)
-def prefetch_token(chain: Any, t: int, n: int) -> None:
-    """Prefetch the emissions of a token, which may be out of range."""
-    C = chain.start.shape[1]
-    if 0 <= t < chain.lengths[n] and chain.emissions.strides[2] == 1:
-        row = row_at(chain.emissions, t, n)
-        for c in range(0, C, 16):
-            prefetch(row, c)
+def dot(x: Any, y: Any) -> float:
+    """Return the sum of products by four partial sums."""
+    a, b, c, d = 0.0, 0.0, 0.0, 0.0
+    whole = len(x) - len(x) % 4
+    for i in range(0, whole, 4):
+        a += x[i] * y[i]
+        b += x[i + 1] * y[i + 1]
+        c += x[i + 2] * y[i + 2]
+        d += x[i + 3] * y[i + 3]
+    for i in range(whole, len(x)):
+        a += x[i] * y[i]
+    return (a + b) + (c + d)
 
 
 @njit(**FLAGS)
-def load_weights(chain: Any, t: int, n: int, transposed: int, buffer: Any) -> float:
-    """Write the weights of the step from token t to t + 1 that vary, and return their shift.
+def load_tokens(
+    emissions: Any,
+    start: Any,
+    end: Any,
+    length: int,
+    first: int,
+    by: int,
+    n: int,
+    linear: bool,
+    scores: Any,
+) -> float:
+    """Write the scores of tokens first, first + by, ..., relative to the maximum of each, `[K, C]`.
 
-    Constant weights are in `buffer` already.
+    Those of the ends are included. In linear arithmetic the exponentials are written. Return the
+    sum of the maxima.
     """
-    if not chain.varies:
-        return chain.shift
-    C, strides = len(buffer), chain.transitions.strides
-    row = row_at(chain.transitions, t, n)
+    numbers, stride, C = emissions.numbers, emissions.strides[2], scores.shape[1]
+    total = 0.0
+    for k in range(len(scores)):
+        t, row = first + k * by, scores[k]
+        base = t * emissions.strides[0] + n * emissions.strides[1]
+        token = numbers[base:]  # an index that may be negative would not become vector code
+        if stride == 1:
+            for c in range(C):
+                row[c] = token[c]
+        else:
+            for c in range(C):
+                row[c] = token[c * stride]
+        if t == 0:
+            for c in range(C):
+                row[c] += start[n, c]
+        if t == length - 1:
+            for c in range(C):
+                row[c] += end[n, c]
+        highest = highest_of(row)
+        total += highest if highest > LOWEST else -INF
+        if linear:
+            for c in range(C):
+                row[c] = exp(row[c] - highest)
+        else:
+            for c in range(C):
+                row[c] -= highest
+    return total
+
+
+@njit(**FLAGS)
+def load_weights(
+    transitions: Any, t: int, n: int, transposed: int, linear: bool, weights: Any
+) -> float:
+    """Write the weights of the step from token t to t + 1, and return their shift."""
+    numbers, strides, C = transitions.numbers, transitions.strides, len(weights)
+    base = t * strides[0] + n * strides[1]
     rows, columns = (strides[3], strides[2]) if transposed else (strides[2], strides[3])
     highest = LOWEST
     for i in range(C):
-        for j in range(C):
-            value = np.float64(row[i * rows + j * columns])
-            buffer[i, j] = value
-            highest = value if value > highest else highest
-    if not chain.linear:
+        row, values = weights[i], numbers[base + i * rows :]
+        if columns == 1:
+            for j in range(C):
+                row[j] = values[j]
+        else:
+            for j in range(C):
+                row[j] = values[j * columns]
+        highest = max(highest, highest_of(row))
+    if not linear:
         return 0.0
     for i in range(C):
-        weights = buffer[i]
+        row = weights[i]
         for j in range(C):
-            weights[j] = exp(weights[j] - highest)
+            row[j] = exp(row[j] - highest)
     return highest
-
-
-@njit(**FLAGS)
-def weight_buffer(chain: Any, transposed: int) -> Any:
-    """Return constant weights, or a buffer for weights that vary, `[C, C]`."""
-    if chain.varies:
-        return np.empty(chain.weights.shape[1:])
-    return chain.weights[transposed]
 
 
 @njit(**FLAGS)
@@ -209,57 +242,80 @@ def log_product(state: Any, weights: Any, maxima: Any, result: Any) -> None:
 
 
 @njit(**FLAGS)
-def step(chain: Any, state: Any, weights: Any, maxima: Any, result: Any) -> None:
-    """Write the sums over the paths into each state, before its emission."""
-    if chain.linear:
-        product(state, weights, result)
-    else:
-        log_product(state, weights, maxima, result)
+def scan_linear(weights: Any, scores: Any, sums: Any, states: Any, is_first: bool) -> int:
+    """Scan K tokens in linear arithmetic.
+
+    Args:
+        weights: the weights of all steps, `[C, C]`.
+        scores: exponentials of the scores of the tokens, `[K, C]`.
+        sums: the result before the emission of each token, `[K, C]`.
+        states: the state before the tokens and the result for each, `[K + 1, C]`.
+        is_first: whether the first token starts the scan.
+
+    Return the sum of the exponents of 2 that the states were divided by.
+    """
+    C, total = scores.shape[1], 0
+    for k in range(len(scores)):
+        before, score, entered, state = states[k], scores[k], sums[k], states[k + 1]
+        if is_first and k == 0:
+            for c in range(C):
+                entered[c] = 1.0
+        else:
+            product(before, weights, entered)
+        for c in range(C):
+            state[c] = entered[c] * score[c]
+        highest = highest_of(state)
+        if highest > 0.0:
+            exponent = (bits_of(highest) >> 52) - 1023
+            scale = from_bits((1023 - exponent) << 52)
+            total += exponent
+            for c in range(C):
+                state[c] *= scale
+    return total
 
 
 @njit(**FLAGS)
-def multiply_and_scale(chain: Any, sums: Any, scores: Any, state: Any) -> float:
-    """Write the state from sums and scores of a token, scaled, and return the log of the scale."""
-    C, highest = len(sums), 0.0 if chain.linear else LOWEST
-    if chain.linear:
+def scan_log(weights: Any, scores: Any, sums: Any, states: Any, is_first: bool) -> float:
+    """Scan K tokens in the log domain, as `scan_linear` does.
+
+    Return the sum of what was subtracted from the states.
+    """
+    C, total = scores.shape[1], 0.0
+    maxima = np.empty(C)
+    for k in range(len(scores)):
+        before, score, entered, state = states[k], scores[k], sums[k], states[k + 1]
+        if is_first and k == 0:
+            for c in range(C):
+                entered[c] = 0.0
+        else:
+            log_product(before, weights, maxima, entered)
         for c in range(C):
-            state[c] = sums[c] * scores[c]
-        for c in range(C):
-            highest = state[c] if state[c] > highest else highest
-        if not highest > 0.0:
-            return 0.0
-        exponent = (bits_of(highest) >> 52) - 1023
-        scale = from_bits((1023 - exponent) << 52)
-        for c in range(C):
-            state[c] *= scale
-        return exponent * LN2
-    for c in range(C):
-        state[c] = sums[c] + scores[c]
-    for c in range(C):
-        highest = state[c] if state[c] > highest else highest
-    if not highest > LOWEST:
-        return 0.0
-    for c in range(C):
-        state[c] -= highest
-    return highest
+            state[c] = entered[c] + score[c]
+        highest = highest_of(state)
+        if highest > LOWEST:
+            total += highest
+            for c in range(C):
+                state[c] -= highest
+    return total
 
 
 @njit(**FLAGS)
-def log_of_sum(chain: Any, a: Any, b: Any) -> float:
+def scan(linear: bool, weights: Any, scores: Any, sums: Any, states: Any, is_first: bool) -> float:
+    """Scan K tokens, and return the log of the scale of the states."""
+    if linear:
+        return scan_linear(weights, scores, sums, states, is_first) * LN2
+    return scan_log(weights, scores, sums, states, is_first)
+
+
+@njit(**FLAGS)
+def log_of_sum(linear: bool, a: Any, b: Any) -> float:
     """Return the log of the sum over the states of the product of a and b."""
-    total, highest = 0.0, LOWEST
-    if chain.linear:
-        for c in range(len(a)):
-            total += a[c] * b[c]
+    if linear:
+        total = dot(a, b)
         return -INF if total == 0.0 else np.log(total)
+    highest, total = LOWEST, 0.0
     for c in range(len(a)):
         highest = a[c] + b[c] if a[c] + b[c] > highest else highest
     for c in range(len(a)):
         total += exp(a[c] + b[c] - highest)
     return -INF if total == 0.0 else highest + log(total)
-
-
-@njit(**FLAGS)
-def one_of(chain: Any) -> float:
-    """Return the one of the arithmetic."""
-    return 1.0 if chain.linear else 0.0
