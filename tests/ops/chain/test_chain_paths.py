@@ -69,7 +69,7 @@ def test_log_prob_of_states() -> None:
         torch.randn(3),
         torch.randn(3),
         lengths=[4, 1, 2],
-    )
+    ).to_chain()
     found, from_edges = (
         chain.log_prob(states=tags),
         chain.log_prob(edges_from_states(tags, chain.source)),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.chains import NUMBER_OF_PATHS, assert_close_fp64
 from helpers.linear_chains import KINDS, all_linear_paths, random_linear_chain
+from torch import Tensor
 
 import partita
 from partita import LinearChain, Max, linear_chain
@@ -143,7 +144,9 @@ def test_first_and_second_derivatives(backend: str, kind: str, scale: float) -> 
     for tensor in (*inputs, *values):
         tensor.requires_grad_()
 
-    def quantities(e, t, s, f, *values):  # noqa: ANN
+    def quantities(
+        e: Tensor, t: Tensor, s: Tensor, f: Tensor, *values: Tensor
+    ) -> tuple[Tensor, ...]:
         chain = LinearChain(e, t, s, f, lengths=[4, 2])
         counts = chain.expected_counts()
         return (

@@ -27,12 +27,14 @@ def _gpu() -> Functions:
 
 
 def _cpu() -> Functions:
-    from .cpu import logz
+    from .cpu import gradient, logz, paths
 
     return {
         **_reference(),
         "linear_chain_logz": logz.linear_chain_logz,
-        "linear_chain_gradient": logz.linear_chain_gradient,
+        "linear_chain_gradient": gradient.linear_chain_gradient,
+        "linear_chain_viterbi": paths.linear_chain_viterbi,
+        "linear_chain_sample": paths.linear_chain_sample,
     }
 
 

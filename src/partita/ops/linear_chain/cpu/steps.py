@@ -54,8 +54,13 @@ def chain_arrays(
     start: Tensor | None,
     end: Tensor | None,
     lengths: Tensor | None,
+    *,
+    log_domain: bool = False,
 ) -> tuple[ChainArrays, Tensor]:
-    """Return the arrays of a batch and the mask of sequences with an invalid length, `[N]`."""
+    """Return the arrays of a batch and the mask of sequences with an invalid length, `[N]`.
+
+    With `log_domain` the arithmetic is not linear.
+    """
     T, N, C = emissions.shape
     if lengths is None:
         lengths = torch.full((N,), T, device="cpu")
@@ -64,7 +69,7 @@ def chain_arrays(
     zeros = torch.zeros(1, 1, dtype=torch.float64, device="cpu").expand(N, C)
     varies = transitions.ndim > 2
     steps = transitions.detach()
-    low, high = _range(steps)
+    low, high = (0.0, torch.inf) if log_domain else _range(steps)
     linear = high - low <= MAX_SPAN  # False for NaN and infinities
     weights, shift = np.zeros((2, C, C)), 0.0
     if not varies:
@@ -319,3 +324,15 @@ def log_of_sum(linear: bool, a: Any, b: Any) -> float:
     for c in range(len(a)):
         total += exp(a[c] + b[c] - highest)
     return -INF if total == 0.0 else highest + log(total)
+
+
+@njit(**FLAGS)
+def copy_row(source: Any, target: Any) -> None:
+    """Copy a row; an assignment of slices takes seconds to compile."""
+    for c in range(len(target)):
+        target[c] = source[c]
+
+
+def halves_of(chain: ChainArrays) -> tuple[Any, int]:
+    """Return the numbers of tokens of the halves of all sequences, and the edges of a step."""
+    return chain.lengths.repeat(2) // 2, chain.start.shape[1] ** 2
