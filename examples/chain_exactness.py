@@ -85,7 +85,8 @@ def sticky(steps: int, generator: torch.Generator) -> Chain:
     levels = 0.5 * torch.arange(8)
     seen = levels[moves.cumsum(0) % 8] + torch.randn(steps + 1, generator=generator)
     emissions = torch.distributions.Normal(levels, 1.0).log_prob(seen[:, None, None])
-    return linear_chain(emissions, transitions.log(), torch.full((8,), 1 / 8).log())
+    chain = linear_chain(emissions, transitions.log(), torch.full((8,), 1 / 8).log())
+    return chain.to_chain()
 
 
 def ctc(steps: int, generator: torch.Generator) -> Chain:

@@ -98,11 +98,11 @@ class Tagger(nn.Module):
             x = x + F.gelu(layer(x))
         return self.emit(x.permute(2, 0, 1))
 
-    def chain(self, emissions: Tensor, lengths: Tensor) -> partita.Chain:
+    def chain(self, emissions: Tensor, lengths: Tensor) -> partita.LinearChain:
         return partita.linear_chain(emissions, self.transitions, *self.ends, lengths=lengths)
 
 
-def chain_loss(chain: partita.Chain, batch: Snippets) -> Tensor:
+def chain_loss(chain: partita.LinearChain, batch: Snippets) -> Tensor:
     """Return log Z minus the score of the correct path, in nats a character."""
     return -chain.log_prob(states=batch.tags.T).sum() / batch.lengths.sum()
 
@@ -120,8 +120,7 @@ def softmax_loss(model: Tagger, batch: Snippets) -> Tensor:
 def crf_guess(model: Tagger, batch: Snippets) -> Guess:
     """Return the best path and the posterior of each of its tags."""
     chain = model.chain(model(batch.text), batch.lengths)
-    states, edges = chain.viterbi().states, chain.marginals()  # [T, N], [T - 1, N, to, from]
-    posterior = torch.cat([edges[:1].sum(2), edges.sum(3)])
+    states, posterior = chain.viterbi().states, chain.state_marginals()  # [T, N], [T, N, C]
     return Guess(states.T, posterior.gather(2, states.clamp(min=0)[..., None])[..., 0].T)
 
 

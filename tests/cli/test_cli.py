@@ -112,7 +112,7 @@ def test_info_says_what_is_missing_and_what_brings_it(
 def test_the_ops_of_info_are_all() -> None:
     import partita
 
-    tables = ("debruijn_source", "dense_source", "edges_from_states", "linear_chain")
+    tables = ("debruijn_source", "dense_source", "edges_from_states")
     others = (
         "backend",
         "nn",

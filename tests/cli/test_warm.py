@@ -43,7 +43,7 @@ def tiny(op: str) -> dict[str, tuple[int, ...]]:
 
 
 def test_all_ops_can_be_warmed() -> None:
-    assert set(info.OPS) | {"linear_chain"} == set(OPS)
+    assert set(info.OPS) == set(OPS)
     assert set(warm.MEANINGS) == set(warm_ops.SIZES)
 
 

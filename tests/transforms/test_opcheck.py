@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.chains import random_chain
+from helpers.linear_chains import random_linear_chain
 from helpers.rows import INTERPRETING, class_weights, devices, targets_for
 
 import partita
@@ -40,6 +41,7 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
     reduced = [(mean, dtype) for mean in (False, True) for dtype in (torch.float32, torch.float64)]
     return {
         **chain_samples(device),
+        **linear_chain_samples(device),
         **ctc_samples(device),
         **crf_samples(device),
         **linear_samples(device),
@@ -203,6 +205,30 @@ def chain_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
             (ones, *inputs, *values, mean, total, pairs, *of)
             for of in ((True, True), (True, False), (False, True))
         ]
+    return found
+
+
+def linear_chain_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
+    """Return arguments for transitions of every kind, with and without ends and lengths."""
+    found: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+    for kind, ends in (("constant", True), ("by token", False), ("by sequence", True)):
+        chain = random_linear_chain(
+            4, 2, 3, kind=kind, ragged=False, ends=ends, dtype=torch.float32, device=device
+        )
+        lengths = torch.tensor([4, 2], device=device) if ends else None
+        scores = (chain.emissions, chain.transitions, chain.start, chain.end)
+        inputs = (*scores, lengths)
+        logz, _, saved = torch.ops.partita.linear_chain_logz(*inputs, True, BACKEND)
+        ones, uniforms = torch.ones_like(logz), torch.full((4, 3, 2), 0.5, device=device).double()
+        found["linear_chain_logz"] += [(*inputs, save) for save in (False, True)]
+        found["linear_chain_gradient"] += [
+            (ones, *inputs, logz, saved, *of)
+            for of in ((True, False), (True, True), (False, False))
+        ]
+        found["linear_chain_viterbi"].append(inputs)
+        found["linear_chain_sample"].append((*inputs, uniforms))
+        values = (None if t is None else torch.ones_like(t) for t in scores)
+        found["linear_chain_tangent"].append((ones, *inputs, *values))
     return found
 
 

@@ -15,6 +15,7 @@ from ..ops.chain.api import Chain, logz
 from ..ops.cross_entropy.api import cross_entropy, token_stats
 from ..ops.ctc.api import ctc_loss
 from ..ops.ctc_crf.api import ctc_crf_loss, debruijn_source
+from ..ops.linear_chain.api import linear_chain
 from ..ops.linear_heads.api import linear_cross_entropy, linear_token_stats
 from ..ops.softmax.api import log_softmax, logsumexp, softmax
 from ..primitives.semiring import Max
@@ -117,6 +118,25 @@ def _logz(x: Tensor) -> Tensor:
 
 def _best(x: Tensor) -> Tensor:
     return logz(*_chain_scores(x), semiring=Max)
+
+
+def _tags(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return 40 columns of the rows as the emissions of one sequence, and transitions."""
+    columns = torch.arange(40, device=x.device)
+    transitions = ((columns[:, None] * 7 + columns * 3) % 11).to(x.dtype) / 4
+    return x[:, None, -40:], transitions
+
+
+def _linear_chain(x: Tensor) -> Tensor:
+    return linear_chain(*_tags(x)).logz()
+
+
+def _linear_chain_in_torch(x: Tensor) -> Tensor:
+    emissions, transitions = _tags(_upcast(x))
+    alpha = emissions[0]
+    for row in emissions[1:]:
+        alpha = (alpha[..., None] + transitions).logsumexp(1) + row
+    return alpha.logsumexp(-1)
 
 
 def _mean(x: Tensor) -> Tensor:
@@ -387,6 +407,7 @@ CHECKS = (
                 "fp32",
             ),  # in fp64 an offset costs both of them many ulp
             ("entropy", _entropy, _entropy_in_torch, "fp32"),
+            ("linear_chain", _linear_chain, _linear_chain_in_torch, "fp32"),
             ("ctc_crf_loss", _crf, _crf_in_torch, "fp32"),
         )
     ),

@@ -15,7 +15,15 @@ from ..runtime import launcher
 from ..runtime.backend import current_backend, has_triton, numba_problem, resolve
 from .console import Table, print_table
 
-NUMBA_OPS = ("logz", "viterbi", "expectation", "ctc_loss", "ctc_align", "ctc_crf_loss")
+NUMBA_OPS = (
+    "logz",
+    "viterbi",
+    "expectation",
+    "linear_chain",
+    "ctc_loss",
+    "ctc_align",
+    "ctc_crf_loss",
+)
 OPS = (
     "logsumexp",
     "softmax",

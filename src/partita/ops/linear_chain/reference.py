@@ -130,16 +130,29 @@ def linear_chain_logz(
     return logz, rounded, emissions.new_empty(0, dtype=torch.float64)
 
 
-def sum_of_steps(steps: list[Tensor], transitions: Tensor) -> Tensor:
-    """Return a sum over the steps `[N, C, C]` in the shape of the transitions.
+class StepSum:
+    """The sum over the steps of a gradient `[N, C, C]` in the shape of the transitions, in fp64.
 
-    Constant transitions keep one sum for each sequence.
+    Constant transitions get one sum for each sequence. Steps are added from the last to the first.
     """
-    if transitions.ndim == 4:
-        return torch.stack(steps) if steps else transitions.double()
-    if transitions.ndim == 3:
-        return torch.stack([step.sum(0) for step in steps]) if steps else transitions.double()
-    return torch.stack(steps).sum(0)
+
+    def __init__(self, transitions: Tensor, d_state: Tensor) -> None:
+        self.transitions, self.steps = transitions, list[Tensor]()
+        # Without a step the sum is empty, which is NaN for an invalid sequence.
+        self.total = 0.0 * d_state[:, :, None].expand(*d_state.shape, d_state.shape[1])
+
+    def add(self, step: Tensor) -> None:
+        """Add the gradient of one step."""
+        if self.transitions.ndim == 2:
+            self.total = self.total + step
+        else:
+            self.steps.insert(0, step.sum(0) if self.transitions.ndim == 3 else step)
+
+    def result(self, per_sequence: bool) -> Tensor:
+        """Return the sum, of each sequence if transitions are constant and `per_sequence`."""
+        if self.transitions.ndim == 2:
+            return self.total if per_sequence else self.total.sum(0)
+        return torch.stack(self.steps) if self.steps else self.transitions.double()
 
 
 def linear_chain_gradient(
@@ -164,26 +177,19 @@ def linear_chain_gradient(
     # d_state is grad_output times the posterior of each state, [N, C].
     d_state = d_end = grad_output.double()[:, None] * log_dsum(alpha[-1] + x.end, -1)
     d_emissions: list[Tensor] = []
-    # Without a step the sum is empty, which is NaN for an invalid sequence.
-    d_steps = [0.0 * d_state[:, :, None].expand(*d_state.shape, d_state.shape[1])]
+    d_steps = StepSum(transitions, d_state)
     for t in reversed(range(1, len(x.emissions))):
         active = x.active[t, :, None]
         d_emissions.insert(0, torch.where(active, d_state, 0.0 * d_state))
         d_step = d_state[:, None] * log_dsum(alpha[t - 1][:, :, None] + x.step(t), 1)
-        d_steps.insert(0, torch.where(active[..., None], d_step, 0.0 * d_state[:, None]))
+        d_steps.add(torch.where(active[..., None], d_step, 0.0 * d_state[:, None]))
         d_state = torch.where(active, d_step.sum(2), d_state)
     stacked = torch.stack([d_state, *d_emissions])
-    if not need_transitions:
-        d_transitions = transitions.new_empty(0)
-    else:
-        constant = transitions.ndim == 2
-        d_transitions = sum_of_steps(d_steps if constant else d_steps[:-1], transitions)
-        if constant and per_sequence:
-            d_transitions = d_transitions.to(acc_dtype(transitions.dtype))
-        else:
-            d_transitions = (d_transitions.sum(0) if constant else d_transitions).to(
-                transitions.dtype
-            )
+    d_transitions = transitions.new_empty(0)
+    if need_transitions:
+        of_sequences = per_sequence and transitions.ndim == 2
+        dtype = acc_dtype(transitions.dtype) if of_sequences else transitions.dtype
+        d_transitions = d_steps.result(of_sequences).to(dtype)
     return (
         stacked.to(emissions.dtype),
         d_transitions,

@@ -13,11 +13,11 @@ from torch import Tensor
 from ...primitives.semiring import Log, log_dsum
 from .reference import (
     LinearChainInputs,
+    StepSum,
     as_steps,
     end_gradients,
     forward_scores,
     linear_chain_inputs,
-    sum_of_steps,
 )
 
 
@@ -124,7 +124,7 @@ def linear_chain_tangent(
     mean_from = values.end
     d_end = _covariance(d_state, mean_into[-1] + mean_from - mean[:, None])
     d_emissions: list[Tensor] = []
-    d_steps = [0.0 * d_state[:, :, None].expand(*d_state.shape, d_state.shape[1])]
+    d_steps = StepSum(transitions, d_state)
     for t in reversed(range(1, len(x.emissions))):
         active = x.active[t, :, None]
         d_token = _covariance(d_state, mean_into[t] + mean_from - mean[:, None])
@@ -133,18 +133,16 @@ def linear_chain_tangent(
         step_mean_from = values.step(t) + (values.emissions[t] + mean_from)[:, None]
         difference = mean_into[t - 1][:, :, None] + step_mean_from - mean[:, None, None]
         d_step = _covariance(posterior_step, difference)
-        d_steps.insert(0, torch.where(active[..., None], d_step, 0.0 * d_state[:, None]))
+        d_steps.add(torch.where(active[..., None], d_step, 0.0 * d_state[:, None]))
         d_previous = posterior_step.sum(2)
         weighted = _covariance(posterior_step, step_mean_from).sum(2)
         previous_mean = torch.where(d_previous == 0, 0.0, weighted / d_previous)
         mean_from = torch.where(active, previous_mean, mean_from)
         d_state = torch.where(active, d_previous, d_state)
     d_first = _covariance(d_state, mean_into[0] + mean_from - mean[:, None])
-    constant = transitions.ndim == 2
-    d_transitions = sum_of_steps(d_steps if constant else d_steps[:-1], transitions)
     return (
         mean,
         torch.stack([d_first, *d_emissions]),
-        d_transitions.sum(0) if constant else d_transitions,
+        d_steps.result(per_sequence=False),
         *end_gradients(emissions, start, end, d_first, d_end, torch.float64),
     )

@@ -294,14 +294,10 @@ def linear_chain_gradient(
         d_transitions = constant_gradients(args, transitions, invalid, per_sequence)
     fill_nan(d_emissions, invalid)
     d_ends[:, invalid] = torch.nan
-    return (
-        d_emissions.to(emissions.dtype),
-        d_transitions,
-        *(
-            d_emissions.new_empty(0) if end is None else d_end.to(end.dtype, copy=True)
-            for end, d_end in zip((start, end), d_ends, strict=True)
-        ),
-    )
+    empty = d_emissions.new_empty(0)
+    d_start = empty if start is None else d_ends[0].to(start.dtype, copy=True)
+    d_end = empty if end is None else d_ends[1].to(end.dtype, copy=True)
+    return d_emissions.to(emissions.dtype), d_transitions, d_start, d_end
 
 
 def constant_gradients(

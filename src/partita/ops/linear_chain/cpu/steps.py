@@ -119,7 +119,7 @@ def highest_of(row: Any) -> float:
         d = row[i + 3] if row[i + 3] > d else d
     for i in range(whole, len(row)):
         a = row[i] if row[i] > a else a
-    return max(max(a, b), max(c, d))
+    return float(max(max(a, b), max(c, d)))
 
 
 @njit(**FLAGS)
@@ -207,7 +207,7 @@ def load_weights(
         row = weights[i]
         for j in range(C):
             row[j] = exp(row[j] - highest)
-    return highest
+    return float(highest)
 
 
 @njit(**FLAGS)
