@@ -27,14 +27,14 @@ def _gpu() -> Functions:
 
 
 def _cpu() -> Functions:
-    from .cpu import gradient, logz, paths
+    from .cpu import gradient, logz, paths, tangent
 
     return {
-        **_reference(),
         "linear_chain_logz": logz.linear_chain_logz,
         "linear_chain_gradient": gradient.linear_chain_gradient,
         "linear_chain_viterbi": paths.linear_chain_viterbi,
         "linear_chain_sample": paths.linear_chain_sample,
+        "linear_chain_tangent": tangent.linear_chain_tangent,
     }
 
 
