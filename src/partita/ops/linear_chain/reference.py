@@ -152,7 +152,9 @@ class StepSum:
         """Return the sum, of each sequence if transitions are constant and `per_sequence`."""
         if self.transitions.ndim == 2:
             return self.total if per_sequence else self.total.sum(0)
-        return torch.stack(self.steps) if self.steps else self.transitions.double()
+        if self.steps:
+            return torch.stack(self.steps)
+        return torch.zeros_like(self.transitions, dtype=torch.float64)
 
 
 def linear_chain_gradient(

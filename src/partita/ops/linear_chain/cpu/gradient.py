@@ -281,7 +281,8 @@ def linear_chain_gradient(
     args = (
         chain,
         upstream.contiguous().numpy(),
-        saved.detach().numpy(),
+        # The reference, which serves empty batches, saves nothing.
+        (saved if saved.numel() else saved.new_empty(emissions.shape)).detach().numpy(),
         d_emissions.numpy(),
         d_ends.numpy(),
     )
@@ -314,7 +315,7 @@ def constant_gradients(
         if per_sequence:
             counts = left.permute(1, 2, 0) @ right.transpose(0, 1)
         else:
-            counts = left.reshape(-1, C).T @ right.reshape(-1, C)
+            counts = left.flatten(0, 1).T @ right.flatten(0, 1)
         counts *= torch.from_numpy(chain.weights[0])
     else:
         counts = log_domain_counts(args, per_sequence)
