@@ -299,7 +299,15 @@ class CRF(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all parameters uniformly between -0.1 and 0.1."""
+        """Draw all parameters uniformly between -0.1 and 0.1.
+
+        Example:
+            >>> import torch, partita
+            >>> crf = partita.nn.CRF(3)
+            >>> crf.reset_parameters()
+            >>> bool(crf.transitions.abs().max() <= 0.1)
+            True
+        """
         for parameter in self.parameters():
             torch.nn.init.uniform_(parameter, -0.1, 0.1)
 
@@ -316,6 +324,12 @@ class CRF(torch.nn.Module):
 
         Raises:
             TypeError, ValueError: as in `partita.LinearChain`.
+
+        Example:
+            >>> import torch, partita
+            >>> crf = partita.nn.CRF(3, batch_first=True)
+            >>> crf.chain(torch.zeros(2, 7, 3)).state_marginals().shape
+            torch.Size([7, 2, 3])
         """
         if emissions.ndim == 3 and emissions.shape[2] != self.num_tags:
             raise ValueError(

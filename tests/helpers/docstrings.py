@@ -96,9 +96,12 @@ EXCEPTIONS = {  # name and rule: why it does not hold; a test says that each is 
         "raises",
     ): "a semiring is not checked; what else is wrong, `Chain` names",
     ("partita.nn.CTCLoss.forward", "example"): STANDS_BY_ITS_CLASS,
+    ("partita.nn.CRF.forward", "example"): STANDS_BY_ITS_CLASS,
+    ("partita.nn.CRF.decode", "example"): STANDS_BY_ITS_CLASS,
     ("partita.nn.CrossEntropyLoss.forward", "example"): STANDS_BY_ITS_CLASS,
     ("partita.nn.LinearCrossEntropyLoss.forward", "example"): STANDS_BY_ITS_CLASS,
     ("partita.nn.CTCLoss.extra_repr", "example"): "torch calls it, to print the module",
+    ("partita.nn.CRF.extra_repr", "example"): "torch calls it, to print the module",
     ("partita.nn.CrossEntropyLoss.extra_repr", "example"): "torch calls it, to print the module",
     (
         "partita.nn.LinearCrossEntropyLoss.extra_repr",

@@ -128,6 +128,10 @@ class LinearChain:
         Args:
             semiring: as in `partita.logz`. Any but `Log` and `Max` runs in plain PyTorch.
 
+        Raises:
+            TypeError: semiring is not a `Semiring`.
+            RuntimeError: the backend that was chosen by name has no kernel for it.
+
         Example:
             >>> import torch, partita
             >>> partita.LinearChain(torch.ones(3, 1, 2), torch.zeros(2, 2)).logz(partita.Max)
@@ -143,10 +147,10 @@ class LinearChain:
 
         Example:
             >>> import torch, partita
-            >>> emissions = torch.tensor([[[0.0, 0.0]], [[0.0, 50.0]]])
+            >>> emissions = torch.tensor([[[0.0, 0.0]], [[0.0, 2.0]]])
             >>> partita.LinearChain(emissions, torch.eye(2)).state_marginals()[:, 0]
-            tensor([[0.2689, 0.7311],
-                    [0.0000, 1.0000]])
+            tensor([[0.3240, 0.6760],
+                    [0.1192, 0.8808]])
         """
         chain = self._full_precision()
         return functional.marginals(chain, need_transitions=False, per_sequence=False)[0]
@@ -247,7 +251,8 @@ class LinearChain:
 
         Args:
             emission_values: the value of each state at each token, what broadcasts to `[T, N, C]`.
-            transition_values: the value of each transition, what broadcasts to the transitions.
+            transition_values: the value of each transition, `[C, C]` or what broadcasts to the
+                transitions.
             start_values, end_values: the values of the first and of the last state, `[C]` or
                 `[N, C]`.
 
