@@ -208,10 +208,14 @@ def end_gradients(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the ends in their dtypes, or in `dtype`; empty for None."""
-    empty = emissions.new_empty(0, dtype=dtype)
+    # An op may not return one tensor as two results.
     return (
-        empty if start is None else d_start.to(dtype or start.dtype, copy=True),
-        empty if end is None else d_end.to(dtype or end.dtype, copy=True),
+        emissions.new_empty(0, dtype=dtype)
+        if start is None
+        else d_start.to(dtype or start.dtype, copy=True),
+        emissions.new_empty(0, dtype=dtype)
+        if end is None
+        else d_end.to(dtype or end.dtype, copy=True),
     )
 
 

@@ -295,9 +295,9 @@ def linear_chain_gradient(
         d_transitions = constant_gradients(args, transitions, invalid, per_sequence)
     fill_nan(d_emissions, invalid)
     d_ends[:, invalid] = torch.nan
-    empty = d_emissions.new_empty(0)
-    d_start = empty if start is None else d_ends[0].to(start.dtype, copy=True)
-    d_end = empty if end is None else d_ends[1].to(end.dtype, copy=True)
+    # An op may not return one tensor as two results.
+    d_start = d_emissions.new_empty(0) if start is None else d_ends[0].to(start.dtype, copy=True)
+    d_end = d_emissions.new_empty(0) if end is None else d_ends[1].to(end.dtype, copy=True)
     return d_emissions.to(emissions.dtype), d_transitions, d_start, d_end
 
 

@@ -239,13 +239,12 @@ def linear_chain_tangent(
         d_transitions[:, nan] = torch.nan
     elif bool(nan.any()):
         d_transitions.fill_(torch.nan)
-    empty = d_emissions.new_empty(0)
     return (
         result,
         d_emissions,
         d_transitions.reshape(transitions.shape),
-        empty if start is None else d_ends[0].clone(),
-        empty if end is None else d_ends[1].clone(),
+        d_emissions.new_empty(0) if start is None else d_ends[0].clone(),
+        d_emissions.new_empty(0) if end is None else d_ends[1].clone(),
     )
 
 
