@@ -6,15 +6,35 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import apply_softcap, divide, exp_for_dtype, finite_shift
-from .reduction import load_labels
 from .row_math import (
+    GradientTerms,
+    LossOptions,
     class_gradient,
-    label_gradient,
-    label_weights,
+    load_label,
     load_row_gradient,
+    locate_tile,
     smoothing_weights,
+    store_label_gradient,
     store_valid_rows,
 )
+
+
+@triton.jit
+def load_gradient_terms(grads, statistics, index, mask, ACC_DTYPE: tl.constexpr):
+    """Return the terms of the rows' gradient, from saved statistics and upstream gradients.
+
+    The upstream gradients are those of the losses and of the log-sum-exps, each with its stride.
+    The statistics are the maxima, the sums of exponentials and the total target weights.
+    """
+    grad_loss_ptr, loss_step, grad_logsumexp_ptr, logsumexp_step = grads
+    maximum_ptr, sumexp_ptr, total_weight_ptr = statistics
+    grad_loss = load_row_gradient(grad_loss_ptr, index, loss_step, mask, ACC_DTYPE)
+    grad_logsumexp = load_row_gradient(grad_logsumexp_ptr, index, logsumexp_step, mask, ACC_DTYPE)
+    shift = finite_shift(tl.load(maximum_ptr + index, mask=mask, other=0.0))
+    total = tl.load(sumexp_ptr + index, mask=mask, other=1.0)
+    total_weight = tl.load(total_weight_ptr + index, mask=mask, other=0.0)
+    factor = divide(grad_loss * total_weight + grad_logsumexp, total)
+    return GradientTerms(shift, factor, grad_loss)
 
 
 @triton.jit
@@ -52,88 +72,39 @@ def cross_entropy_backward_kernel(
 ):
     """Compute a tile of the gradient from the rows' statistics with one read and one write."""
     smoothing = tl.full([], smoothing, ACC_DTYPE)
-    softcap = tl.full([], softcap, ACC_DTYPE)
+    softcap = tl.full([], softcap, ACC_DTYPE) if HAS_SOFTCAP else None
+    options = LossOptions(weight_ptr, classes, ignore_index, smoothing, softcap, None)
     spans = tl.cdiv(classes, BLOCK_V)
-    block = tl.program_id(0) // spans
-    batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
-    row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    row_mask = row < rows
+    tile = locate_tile(rows, classes, spans, ROWS, BLOCK_V)
+    batch, row, column, mask = tile.batch, tile.row, tile.column, tile.mask
     index = batch * rows + row
-    column = (tl.program_id(0) % spans).to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V)
-    column = column[None, :]  # [1, BLOCK_V]
-    mask = row_mask[:, None] & (column < classes)  # [ROWS, BLOCK_V]
-    x = tl.load(
-        logits_ptr + batch * x_batch + row[:, None] * x_row + column * x_class,
-        mask=mask,
-        other=-float("inf"),
-    ).to(ACC_DTYPE)
+    start = logits_ptr + batch * x_batch + row * x_row  # [ROWS]
+    x = tl.load(start[:, None] + column * x_class, mask=mask, other=-float("inf")).to(ACC_DTYPE)
     x = apply_softcap(x, softcap, HAS_SOFTCAP)
-    grad_loss = load_row_gradient(grad_loss_ptr, index, loss_step, row_mask, ACC_DTYPE)
-    grad_logsumexp = load_row_gradient(
-        grad_logsumexp_ptr, index, logsumexp_step, row_mask, ACC_DTYPE
+    grads = (grad_loss_ptr, loss_step, grad_logsumexp_ptr, logsumexp_step)
+    statistics = (maximum_ptr, sumexp_ptr, total_weight_ptr)
+    terms = load_gradient_terms(grads, statistics, index, tile.row_mask, ACC_DTYPE)
+    label = load_label(
+        target_ptr,
+        index,
+        tile.row_mask,
+        start,
+        x_class,
+        tile.span,
+        BLOCK_V,
+        options,
+        SMOOTHING_MODE,
     )
-    shift = finite_shift(tl.load(maximum_ptr + index, mask=row_mask, other=0.0))
-    total = tl.load(sumexp_ptr + index, mask=row_mask, other=1.0)
-    total_weight = tl.load(total_weight_ptr + index, mask=row_mask, other=0.0)
-    softmax_coef = grad_loss * total_weight + grad_logsumexp
-    probability = x
-    if SMOOTHING_MODE == 2:
-        not_ignored = row_mask
-        probability = tl.load(
-            target_ptr + batch * t_batch + row[:, None] * t_row + column * t_class,
-            mask=mask,
-            other=0.0,
-        ).to(ACC_DTYPE)
-    else:
-        label = load_labels(target_ptr, index, row_mask, ignore_index)
-        not_ignored, in_range, on_label = label_weights(
-            label, ignore_index, classes, weight_ptr, smoothing, ACC_DTYPE
-        )
-        label_mask = in_range & row_mask & (label // BLOCK_V == tl.program_id(0) % spans)
-        label_x = tl.load(
-            logits_ptr + batch * x_batch + row * x_row + label * x_class,
-            mask=label_mask,
-            other=0.0,
-        ).to(ACC_DTYPE)
-        label_x = apply_softcap(label_x, softcap, HAS_SOFTCAP)
-    factor = divide(softmax_coef, total)
     q = x
     if SMOOTHING_MODE:
-        q = smoothing_weights(
-            probability, mask, weight_ptr, column, classes, smoothing, SMOOTHING_MODE, ACC_DTYPE
-        )
-    grad = class_gradient(
-        exp_for_dtype(x - shift[:, None], dlogits_ptr.dtype.element_ty),
-        x,
-        factor[:, None],
-        grad_loss[:, None] * q,
-        softcap,
-        SMOOTHING_MODE,
-        HAS_SOFTCAP,
-    )
+        t_ptrs = target_ptr + batch * t_batch + row[:, None] * t_row + column * t_class
+        q = smoothing_weights(t_ptrs, mask, column, options, SMOOTHING_MODE)
+    e = exp_for_dtype(x - terms.shift[:, None], dlogits_ptr.dtype.element_ty)
+    scaled_q = terms.scale[:, None] * q
+    grad = class_gradient(e, x, terms.factor[:, None], scaled_q, options, SMOOTHING_MODE)
     d_start = dlogits_ptr + batch * d_batch + row * d_row  # [ROWS]
-    # The gradient may replace the logits, so every warp must have read the logit at the label
-    # before any warp writes over it.
+    # The gradient may replace the logits, so every warp must have read the logit at the label.
     tl.debug_barrier()
-    store_valid_rows(d_start[:, None] + column * d_class, grad, mask, not_ignored[:, None], False)
-    if SMOOTHING_MODE != 2:
-        at_label = label_gradient(
-            label,
-            label_x,
-            label_mask,
-            on_label,
-            shift,
-            factor,
-            grad_loss,
-            weight_ptr,
-            classes,
-            smoothing,
-            softcap,
-            SMOOTHING_MODE,
-            HAS_SOFTCAP,
-            ACC_DTYPE,
-        )
-        # The label's gradient replaces the value that another warp may have stored there.
-        tl.debug_barrier()
-        dtype: tl.constexpr = dlogits_ptr.dtype.element_ty
-        tl.store(d_start + label * d_class, at_label.to(dtype), mask=label_mask)
+    d_ptrs = d_start[:, None] + column * d_class
+    store_valid_rows(d_ptrs, grad, mask, label.not_ignored[:, None], False)
+    store_label_gradient(d_start, d_class, label, label.in_range, terms, options, SMOOTHING_MODE)

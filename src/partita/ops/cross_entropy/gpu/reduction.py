@@ -7,7 +7,7 @@ weights of the labels that are not ignored, and the number of these labels.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,6 +21,20 @@ from ....runtime.launch import cdiv, launch, tl_acc_dtype
 from .plan import SCALE_BLOCK, SCALE_PROGRAMS, SHARES, reduction_plan
 
 NUM_SHARES = tl.constexpr(SHARES)
+
+
+class LossScales(NamedTuple):
+    """The factors of a row's loss in the reduced loss.
+
+    Fields:
+        loss: the factor of the loss without its z-loss.
+        z_loss: the factor of the z-loss.
+        denominator: what the sum of the losses is divided by, if one kernel does all.
+    """
+
+    loss: Any
+    z_loss: Any
+    denominator: Any
 
 
 @triton.jit
@@ -130,31 +144,38 @@ def mean_scales(shares_ptr, MEAN: tl.constexpr, ACC_DTYPE: tl.constexpr):
 def loss_scales(
     shares_ptr,
     target_ptr,
-    weight_ptr,
     rows,
-    classes,
-    ignore_index,
+    options,
     SMOOTHING_MODE: tl.constexpr,
     MEAN: tl.constexpr,
-    FUSED_BLOCK: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Return the factors of a row's loss and of its z-loss, and the denominator of the loss.
+    """Return the scales of the losses.
 
-    They come from the shares, or with FUSED_BLOCK from the targets of all rows.
+    They come from the shares, or from the targets of all rows, if one program reads all of them in
+    blocks of BLOCK labels. The options are `LossOptions`.
     """
-    if FUSED_BLOCK and MEAN:
+    ACC_DTYPE: tl.constexpr = options.smoothing.dtype
+    if BLOCK and MEAN:
         if SMOOTHING_MODE == 2:
             weights = tl.full([], 0.0, ACC_DTYPE) + rows
             num_rows = weights
         else:
             weights, num_rows = sum_label_weights(
-                target_ptr, weight_ptr, rows, classes, ignore_index, 0, 1, ACC_DTYPE, FUSED_BLOCK
+                target_ptr,
+                options.weight_ptr,
+                rows,
+                options.classes,
+                options.ignore_index,
+                0,
+                1,
+                ACC_DTYPE,
+                BLOCK,
             )
-        return reciprocal(weights), reciprocal(num_rows), weights
+        return LossScales(reciprocal(weights), reciprocal(num_rows), weights)
     else:
         scale, z_scale = mean_scales(shares_ptr, MEAN, ACC_DTYPE)
-        return scale, z_scale, scale
+        return LossScales(scale, z_scale, scale)
 
 
 @triton.jit
@@ -181,6 +202,33 @@ def reduce_in_last_program(
             if MEAN:
                 total = divide(total, denominator)
             tl.store(result_ptr, total.to(result_ptr.dtype.element_ty))
+
+
+@triton.jit
+def store_losses(
+    loss_ptr,
+    offset,
+    loss,
+    mask,
+    slots_ptr,
+    index,
+    scales,
+    MEAN: tl.constexpr,
+    FUSED_BLOCK: tl.constexpr,
+):
+    """Store the losses of the rows in the mask, or with FUSED_BLOCK reduce them over all programs.
+
+    `offset` is that of the rows in the losses, and `index` the index of the program.
+    """
+    if FUSED_BLOCK:
+        loss = tl.where(mask, loss, 0.0)
+        if len(loss.shape) == 1:
+            loss = tl.sum(loss, axis=0)
+        reduce_in_last_program(
+            loss, index, slots_ptr, loss_ptr, scales.denominator, MEAN, FUSED_BLOCK
+        )
+    else:
+        tl.store(loss_ptr + offset, loss, mask=mask)
 
 
 @triton.jit

@@ -3,43 +3,167 @@
 The names are the same in all kernels. For a row of soft-capped logits `x`:
 
 - `shift` is the maximum of x, or 0 if that is -inf, and `total` is the sum of exp(x - shift).
-- `on_label` is the target weight on the label alone.
-- `q` are the other target weights: of label smoothing, or of target probabilities. See
-  `SMOOTHING_MODE` in `plan.py`. `smoothing_weight` is the sum of q, and `smoothing_loss` is the sum
-  of q (shift - x).
-- `not_ignored` says that the label is not `ignore_index`. `in_range` says that it also is a class,
-  so that it may index memory.
+- `q` are the target weights apart from the label's: of label smoothing, or of target
+  probabilities. See `SMOOTHING_MODE` in `plan.py`.
+
+Values that belong together travel as named tuples.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import (
-    apply_softcap,
-    divide,
-    exp,
-    exp_for_dtype,
-    finite_shift,
-    log_exact,
-    sum_for_dtype,
-)
-from ....primitives.gpu.memory import edge_columns, opaque, store_streaming
+from ....primitives.gpu.math import apply_softcap, divide, exp_for_dtype, log_exact
+from ....primitives.gpu.memory import store_streaming
+from .reduction import load_labels
+
+
+class LossOptions(NamedTuple):
+    """The options of a loss, which are the same for all rows.
+
+    The numbers have the dtype of the arithmetic.
+
+    Fields:
+        weight_ptr: class weights, [classes], or None.
+        classes: the number of classes.
+        ignore_index: the ignored label.
+        smoothing: the label smoothing.
+        softcap: the bound of the logits, or None.
+        z_loss: the factor of the squared log-sum-exp, or None.
+    """
+
+    weight_ptr: Any
+    classes: Any
+    ignore_index: Any
+    smoothing: Any
+    softcap: Any
+    z_loss: Any
+
+
+class Label(NamedTuple):
+    """The labels of the rows of a program.
+
+    Fields:
+        index: the class.
+        not_ignored: whether it is not `ignore_index`.
+        in_range: whether it also is a class of the row, so that it may index memory.
+        weight: the target weight on the label alone; NaN if it is no class, 0 if it is ignored.
+        x: the soft-capped logit at the label.
+    """
+
+    index: Any
+    not_ignored: Any
+    in_range: Any
+    weight: Any
+    x: Any
+
+
+class Smoothing(NamedTuple):
+    """Sums over a row with the target weights q.
+
+    Fields:
+        weight: the sum of q.
+        loss: the sum of q (shift - x).
+    """
+
+    weight: Any
+    loss: Any
+
+
+class GradientTerms(NamedTuple):
+    """What the gradient of the logits of a row is made of.
+
+    Fields:
+        shift: the shift of the exponentials.
+        factor: the factor of exp(x - shift); 1 / total for a plain loss.
+        scale: the factor of the target weights, which are subtracted.
+    """
+
+    shift: Any
+    factor: Any
+    scale: Any
+
+
+class RowTile(NamedTuple):
+    """Which rows and classes a program reads at once.
+
+    Fields:
+        batch: the batch.
+        span: the index of the block of classes.
+        row: the rows, [ROWS].
+        column: the classes, [1, BLOCK_V].
+        row_mask: which of the rows exist, [ROWS].
+        mask: which of the logits exist, [ROWS, BLOCK_V].
+    """
+
+    batch: Any
+    span: Any
+    row: Any
+    column: Any
+    row_mask: Any
+    mask: Any
 
 
 @triton.jit
-def label_weights(label, ignore_index, classes, weight_ptr, smoothing, ACC_DTYPE: tl.constexpr):
-    """Return `not_ignored`, `in_range` and the target weight on each row's label.
+def locate_tile(rows, classes, spans, ROWS: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Return the tile of this program, if the classes are cut into `spans` blocks."""
+    block, span = tl.program_id(0) // spans, tl.program_id(0) % spans
+    batch = (block // tl.cdiv(rows, ROWS)).to(tl.int64)
+    row = (block % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = (span.to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]
+    mask = (row < rows)[:, None] & (column < classes)
+    return RowTile(batch, span, row, column, row < rows, mask)
 
-    The weight is NaN if the label is out of range, and 0 if it is ignored.
+
+@triton.jit
+def label_weights(label, options):
+    """Return `not_ignored`, `in_range` and `weight` of `Label` for each row's label."""
+    not_ignored = label != options.ignore_index
+    in_range = not_ignored & (label >= 0) & (label < options.classes)
+    weight = tl.where(in_range, 1.0 - options.smoothing, float("nan")).to(options.smoothing.dtype)
+    if options.weight_ptr is not None:
+        class_weight = tl.load(options.weight_ptr + label, mask=in_range, other=1.0)
+        weight *= class_weight.to(options.smoothing.dtype)
+    return not_ignored, in_range, tl.where(not_ignored, weight, 0.0)
+
+
+@triton.jit
+def load_label_logits(x_ptr, mask, options):
+    """Return the soft-capped logits at the rows' labels, 0 outside of the mask."""
+    x = tl.load(x_ptr, mask=mask, other=0.0).to(options.smoothing.dtype)
+    return apply_softcap(x, options.softcap, options.softcap is not None)
+
+
+@triton.jit
+def load_label(
+    target_ptr,
+    index,
+    row_mask,
+    x_start,
+    x_class,
+    span,
+    BLOCK_V: tl.constexpr,
+    options,
+    SMOOTHING_MODE: tl.constexpr,
+):
+    """Load the labels of rows, and the logits at those that are in a span of BLOCK_V classes.
+
+    The rows' logits start at `x_start`, [ROWS]. Without a span all classes are in range. Rows of
+    target probabilities, SMOOTHING_MODE 2, have no label.
     """
-    not_ignored = label != ignore_index
-    in_range = not_ignored & (label >= 0) & (label < classes)
-    on_label = tl.where(in_range, 1.0 - smoothing, float("nan")).to(ACC_DTYPE)
-    if weight_ptr is not None:
-        on_label *= tl.load(weight_ptr + label, mask=in_range, other=1.0).to(ACC_DTYPE)
-    return not_ignored, in_range, tl.where(not_ignored, on_label, 0.0)
+    if SMOOTHING_MODE == 2:
+        zeros = tl.zeros(row_mask.shape, options.smoothing.dtype)
+        return Label(index, row_mask, row_mask, zeros, zeros)
+    else:
+        label = load_labels(target_ptr, index, row_mask, options.ignore_index)
+        not_ignored, in_range, weight = label_weights(label, options)
+        if span is not None:
+            in_range &= row_mask & (label // BLOCK_V == span)
+        x = load_label_logits(x_start + label * x_class, in_range, options)
+        return Label(label, not_ignored, in_range, weight, x)
 
 
 @triton.jit
@@ -52,34 +176,32 @@ def load_row_gradient(grad_ptr, index, step, mask, ACC_DTYPE: tl.constexpr):
 
 
 @triton.jit
-def smoothing_weights(
-    probability,
-    mask,
-    weight_ptr,
-    column,
-    classes,
-    smoothing,
-    SMOOTHING_MODE: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
-):
-    """Return the target weights q of a block of classes, 0 outside of the mask."""
-    q = tl.where(mask, smoothing / classes, 0.0).to(ACC_DTYPE)
+def smoothing_weights(probability_ptr, mask, column, options, SMOOTHING_MODE: tl.constexpr):
+    """Return the target weights q of a block of classes, 0 outside of the mask.
+
+    With SMOOTHING_MODE 2 they include the target probabilities.
+    """
+    probability = options.smoothing
     if SMOOTHING_MODE == 2:
-        q += probability * (1.0 - smoothing)
-    if weight_ptr is not None:
-        q *= tl.load(weight_ptr + column, mask=mask, other=0.0).to(ACC_DTYPE)
+        probability = tl.load(probability_ptr, mask=mask, other=0.0).to(options.smoothing.dtype)
+    q = tl.where(mask, options.smoothing / options.classes, 0.0).to(options.smoothing.dtype)
+    if SMOOTHING_MODE == 2:
+        q += probability * (1.0 - options.smoothing)
+    if options.weight_ptr is not None:
+        class_weight = tl.load(options.weight_ptr + column, mask=mask, other=0.0)
+        q *= class_weight.to(options.smoothing.dtype)
     return q
 
 
 @triton.jit
-def exact_smoothing_weight(smoothing_weight, smoothing, weight_ptr, SMOOTHING_MODE: tl.constexpr):
+def exact_smoothing_weight(smoothing_weight, options, SMOOTHING_MODE: tl.constexpr):
     """Return the sum of q over a row.
 
     Without class weights the sum of the smoothing is known exactly, and the sum of many rounded
     terms is not used.
     """
-    if SMOOTHING_MODE == 1 and weight_ptr is None:
-        return smoothing_weight * 0.0 + smoothing
+    if SMOOTHING_MODE == 1 and options.weight_ptr is None:
+        return smoothing_weight * 0.0 + options.smoothing
     else:
         return smoothing_weight
 
@@ -91,9 +213,16 @@ def smoothing_terms(q, shift, x):
 
 
 @triton.jit
-def class_gradient(
-    e, x, factor, scaled_q, softcap, SMOOTHING_MODE: tl.constexpr, HAS_SOFTCAP: tl.constexpr
-):
+def through_softcap(grad, x, options):
+    """Return the gradient of logits, given that of their soft-capped values x."""
+    if options.softcap is not None:
+        return grad * (1.0 - (x / options.softcap) * (x / options.softcap))
+    else:
+        return grad
+
+
+@triton.jit
+def class_gradient(e, x, factor, scaled_q, options, SMOOTHING_MODE: tl.constexpr):
     """Return the gradient of the logits of rows that are not ignored, but for the label's weight.
 
     It is the softmax's part, `factor * e`, less the target weights, times the soft-cap's slope.
@@ -101,9 +230,7 @@ def class_gradient(
     grad = e * factor
     if SMOOTHING_MODE:
         grad -= scaled_q
-    if HAS_SOFTCAP:
-        grad *= 1.0 - (x / softcap) * (x / softcap)
-    return grad
+    return through_softcap(grad, x, options)
 
 
 @triton.jit
@@ -117,122 +244,63 @@ def store_valid_rows(ptr, grad, mask, not_ignored, STREAM: tl.constexpr):
 
 
 @triton.jit
-def label_gradient(
-    label,
-    label_x,
-    in_range,
-    on_label,
-    shift,
-    factor,
-    scale,
-    weight_ptr,
-    classes,
-    smoothing,
-    softcap,
-    SMOOTHING_MODE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
-):
-    """Return the gradient of the label's logit.
-
-    It is stored over the value that the other classes' formula gives: comparing every class with
-    the label would cost registers.
-    """
-    weight = on_label
+def label_gradient(label, terms, options, SMOOTHING_MODE: tl.constexpr):
+    """Return the gradient of the label's logit, of which smoothing has a part too."""
+    weight = label.weight
     if SMOOTHING_MODE:
-        weight += smoothing_weights(
-            on_label, in_range, weight_ptr, label, classes, smoothing, 1, ACC_DTYPE
-        )
-    e = exp_for_dtype(label_x - shift, ACC_DTYPE)
-    return class_gradient(e, label_x, factor, scale * weight, softcap, 1, HAS_SOFTCAP)
+        weight += smoothing_weights(None, label.in_range, label.index, options, SMOOTHING_MODE)
+    e = exp_for_dtype(label.x - terms.shift, options.smoothing.dtype)
+    return through_softcap(e * terms.factor - terms.scale * weight, label.x, options)
 
 
 @triton.jit
-def acc_logits(logits, mask, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Return soft-capped logits in fp32, -inf outside of the mask."""
-    x = logits.to(tl.float32)
-    if HAS_SOFTCAP:
-        x = tl.where(mask, apply_softcap(x, softcap, HAS_SOFTCAP), -float("inf"))
+def store_label_gradient(
+    d_start, d_class, label, mask, terms, options, SMOOTHING_MODE: tl.constexpr
+):
+    """Store the gradient of the logits at the labels in the mask, if the targets are labels.
+
+    It replaces the value that the other classes' formula gives: comparing every class with the
+    label would cost registers.
+    """
+    if SMOOTHING_MODE != 2:
+        grad = label_gradient(label, terms, options, SMOOTHING_MODE)
+        # Another warp of the program may have stored the other value.
+        tl.debug_barrier()
+        d_ptr = d_start + label.index * d_class
+        tl.store(d_ptr, grad.to(d_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def acc_logits(logits, mask, options):
+    """Return soft-capped logits in the dtype of the arithmetic, -inf outside of the mask."""
+    x = logits.to(options.smoothing.dtype)
+    if options.softcap is not None:
+        x = tl.where(
+            mask, apply_softcap(x, options.softcap, options.softcap is not None), -float("inf")
+        )
     return x
 
 
 @triton.jit
-def row_factor(
-    on_label, smoothing_weight, shift, total, scale, z_scale, z_loss, HAS_Z_LOSS: tl.constexpr
-):
-    """Return the factor of exp(x - shift) in each row's gradient."""
-    softmax_coef = scale * (on_label + smoothing_weight)
-    if HAS_Z_LOSS:
-        softmax_coef += 2.0 * z_loss * (shift + log_exact(total)) * z_scale
-    return divide(softmax_coef, total)
+def gradient_terms(label, smoothing, shift, total, scales, options):
+    """Return the terms of the gradient of the reduced loss."""
+    softmax_coef = scales.loss * (label.weight + smoothing.weight)
+    if options.z_loss is not None:
+        softmax_coef += 2.0 * options.z_loss * (shift + log_exact(total)) * scales.z_loss
+    return GradientTerms(shift, divide(softmax_coef, total), scales.loss)
 
 
 @triton.jit
-def row_loss(
-    not_ignored,
-    on_label,
-    label_x,
-    smoothing_weight,
-    smoothing_loss,
-    shift,
-    total,
-    scale,
-    z_scale,
-    z_loss,
-    SMOOTHING_MODE: tl.constexpr,
-    HAS_Z_LOSS: tl.constexpr,
-):
+def row_loss(label, smoothing, shift, total, scales, options, SMOOTHING_MODE: tl.constexpr):
     """Return the loss of each row.
 
     The kernels call this after they store the gradient, so that both overlap.
     """
     log_total = log_exact(total)
-    loss = on_label * (log_total + (shift - label_x))
+    loss = label.weight * (log_total + (shift - label.x))
     if SMOOTHING_MODE:
-        loss += smoothing_weight * log_total + smoothing_loss
-    if HAS_Z_LOSS:
+        loss += smoothing.weight * log_total + smoothing.loss
+    if options.z_loss is not None:
         logsumexp = shift + log_total
-        loss += z_loss * logsumexp * logsumexp * (z_scale / scale)
-    return tl.where(not_ignored, loss, 0.0)
-
-
-@triton.jit
-def row_part(
-    logits,
-    row_ptr,
-    mask,
-    head,
-    body,
-    classes,
-    split,
-    softcap,
-    zero,
-    dtype: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HALF: tl.constexpr,
-    VEC: tl.constexpr,
-):
-    """Return the statistics of the part of a row that a program has in registers.
-
-    These are: the logits as loaded, x, exp(x - part_shift), the maximum of x, part_shift, the sum
-    of the exponentials; and of the classes outside of the row's aligned vectors, which only the
-    first program of a row has, the columns, their mask and their x.
-    """
-    x = acc_logits(logits, mask, softcap, HAS_SOFTCAP)
-    maximum = tl.max(x, axis=0)
-    edge, at_edge, edge_x = 0, False, 0.0
-    if VEC > 1:
-        edge, at_edge = edge_columns(head, body, classes, VEC, 2 * VEC)  # [2 * VEC]
-        at_edge &= split == 0
-        edge_logits = tl.load(row_ptr + edge, mask=at_edge, other=-float("inf"))
-        edge_x = acc_logits(edge_logits, at_edge, softcap, HAS_SOFTCAP)
-        maximum = tl.maximum(maximum, tl.max(edge_x, axis=0))
-    if HALF:
-        logits = opaque(logits, tl.full(logits.shape, zero, tl.float32).to(logits.dtype))
-        x = acc_logits(logits, mask, softcap, HAS_SOFTCAP)
-    part_shift = finite_shift(maximum)
-    e = exp_for_dtype(x - part_shift, dtype)
-    total = sum_for_dtype(e, 0, dtype)
-    if VEC > 1:
-        total += tl.sum(exp(edge_x - part_shift), axis=0)
-    return logits, x, e, maximum, part_shift, total, edge, at_edge, edge_x
+        loss += options.z_loss * logsumexp * logsumexp * (scales.z_loss / scales.loss)
+    return tl.where(label.not_ignored, loss, 0.0)

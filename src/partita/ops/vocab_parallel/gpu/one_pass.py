@@ -6,29 +6,65 @@ other parts, on its own GPU and on the others. The kernel reads and writes the l
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import apply_softcap, exp, exp_for_dtype, finite_shift
-from ....primitives.gpu.memory import (
-    aligned_start,
-    load_streaming,
-    opaque,
-    row_span,
-    store_streaming,
-)
+from ....primitives.gpu.math import finite_shift
 from ....primitives.gpu.sync import merge_normalizers, pack_pair, unpack_pair
-from ...cross_entropy.gpu.reduction import mean_scales
+from ...cross_entropy.gpu.reduction import loss_scales
 from ...cross_entropy.gpu.row_math import (
-    acc_logits,
-    class_gradient,
-    label_gradient,
+    Label,
+    LossOptions,
+    Smoothing,
+    gradient_terms,
     label_weights,
-    row_factor,
+    load_label_logits,
     row_loss,
-    row_part,
-    store_valid_rows,
+    store_label_gradient,
 )
+from ...cross_entropy.gpu.row_part import (
+    PartWeights,
+    has_class,
+    load_part,
+    locate_part,
+    next_part,
+    part_logits,
+    store_part_gradient,
+)
+
+
+class RankMemory(NamedTuple):
+    """The memory in which ranks exchange the statistics of rows.
+
+    Fields:
+        slots_ptr: the slots of this rank.
+        peers_ptr: the addresses of the slots of all ranks, [world].
+        timed_out_ptr: whether a program of this rank has timed out.
+        failed_ptr: the same for the host.
+    """
+
+    slots_ptr: Any
+    peers_ptr: Any
+    timed_out_ptr: Any
+    failed_ptr: Any
+
+
+class Shard(NamedTuple):
+    """The classes of a rank.
+
+    Fields:
+        rank: the rank.
+        first_class: its first class.
+        V_local: the number of its classes.
+        V: the number of classes of all ranks.
+    """
+
+    rank: Any
+    first_class: Any
+    V_local: Any
+    V: Any
 
 
 @triton.jit
@@ -88,6 +124,73 @@ def wait_for_slots(
     return first, second, arrived & in_time
 
 
+@triton.jit
+def load_shard_label(target_ptr, row_ptr, part, shard, BLOCK_V: tl.constexpr, options):
+    """Load the label of a row, counted from the first class of this rank.
+
+    It is in range for the program that has it, which alone reads its logit. Also returns whether it
+    is a class of any rank.
+    """
+    label = tl.load(target_ptr).to(tl.int64)
+    not_ignored, valid, weight = label_weights(label, options)
+    label -= shard.first_class
+    is_owner = valid & (label >= 0) & (label < shard.V_local)
+    is_owner &= has_class(part, label, True, BLOCK_V)
+    x = load_label_logits(row_ptr + label, is_owner, options)
+    return Label(label, not_ignored, is_owner, weight, x), valid
+
+
+@triton.jit
+def exchange_with_ranks(
+    memory,
+    shard,
+    loaded,
+    label,
+    valid,
+    tile,
+    splits,
+    M,
+    max_polls,
+    WORLD: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+):
+    """Give the statistics of a part to all ranks, and return shift, sum and label logit of the row.
+
+    The sum is NaN if the ranks disagree on the rows or the classes, or if one is too late.
+    """
+    pairs = WORLD * splits
+    lane = tl.arange(0, BLOCK_SLOTS)
+    row_slot = WORLD + tile // splits * (pairs + 1)
+    own_slot = row_slot + shard.rank * splits + loaded.part.split
+    programs = (M * splits).to(tl.float32)
+    peers_ptr, V_local = memory.peers_ptr, shard.V_local.to(tl.float32)
+    store_on_all_ranks(peers_ptr, shard.rank, V_local, programs, tile == 0, WORLD)
+    store_on_all_ranks(peers_ptr, row_slot + pairs, label.x, label.x, label.in_range, WORLD)
+    store_on_all_ranks(peers_ptr, own_slot, loaded.maximum, loaded.total, tile >= 0, WORLD)
+    slot_mask = (lane < WORLD + pairs) | ((lane == WORLD + pairs) & valid)
+    firsts, seconds, arrived = wait_for_slots(
+        memory.slots_ptr,
+        row_slot,
+        memory.timed_out_ptr,
+        slot_mask,
+        programs,
+        max_polls,
+        WORLD,
+        BLOCK_SLOTS,
+    )
+    if not arrived:
+        tl.store(memory.timed_out_ptr, 1)
+        tl.store(memory.failed_ptr, 1)
+    classes_before = tl.sum(tl.where(lane < shard.rank, firsts, 0.0), axis=0)
+    classes_total = tl.sum(tl.where(lane < WORLD, firsts, 0.0), axis=0)
+    agreed = arrived & (classes_before == shard.first_class) & (classes_total == shard.V)
+    maximum, sumexp = merge_normalizers(firsts, seconds, (lane >= WORLD) & (lane < WORLD + pairs))
+    shift = finite_shift(maximum)
+    sumexp = tl.where(agreed, sumexp, float("nan"))
+    label_logit = tl.sum(tl.where((lane == WORLD + pairs) & valid, firsts, 0.0), axis=0)
+    return shift, sumexp, label_logit
+
+
 @triton.jit(
     do_not_specialize=[
         "M",
@@ -139,142 +242,31 @@ def parallel_row_kernel(
     The programs of all ranks share a row. Its loss is NaN if the ranks disagree on the rows or the
     classes, or if a rank does not take part in time.
     """
-    softcap = tl.full([], softcap, tl.float32)
-    z_loss = tl.full([], z_loss, tl.float32)
-    # Tiles are numbered in the order in which programs start, so the tiles before that of a waiting
-    # program are running or done.
-    tile = tl.atomic_add(tile_counter_ptr, 1, sem="relaxed")
-    row = tile // splits
-    split = (tile % splits).to(tl.int32)
-    pairs = WORLD * splits
-    lane = tl.arange(0, BLOCK_SLOTS)
-    row_slot = WORLD + row * (pairs + 1)
-    head, body = row_span(row * logits_stride, V_local, VEC)
-    v = split * BLOCK_V + tl.arange(0, BLOCK_V)  # [BLOCK_V]
-    mask = v // VEC * VEC < body
-    block = load_streaming(
-        logits_ptr + aligned_start(row * logits_stride, VEC) + v, mask, -float("inf"), True
-    )
-    mean_scale, z_scale = mean_scales(shares_ptr, MEAN, tl.float32)
-    label = tl.load(target_ptr + row).to(tl.int64)
-    counts, valid, label_weight = label_weights(label, ignore_index, V, None, 0.0, tl.float32)
-    label -= first_class
-    owns_label = valid & (label >= 0) & (label < V_local)
-    owns_label &= (
-        tl.where((label >= head) & (label < head + body), (label - head) // BLOCK_V, 0) == split
-    )
-    own_label_logit = apply_softcap(
-        tl.load(logits_ptr + row * logits_stride + label, mask=owns_label, other=0.0).to(
-            tl.float32
-        ),
-        softcap,
-        HAS_SOFTCAP,
-    )
+    smoothing = tl.full([], 0.0, tl.float32)
+    softcap = tl.full([], softcap, tl.float32) if HAS_SOFTCAP else None
+    z_loss = tl.full([], z_loss, tl.float32) if HAS_Z_LOSS else None
+    options = LossOptions(None, V, ignore_index, smoothing, softcap, z_loss)
+    memory = RankMemory(slots_ptr, peers_ptr, timed_out_ptr, failed_ptr)
+    shard = Shard(rank, first_class, V_local, V)
+    tile = next_part(tile_counter_ptr, True)
+    row, split = tile // splits, (tile % splits).to(tl.int32)
+    part = locate_part(split, row * logits_stride, V_local, VEC, BLOCK_V)
+    logits = load_part(logits_ptr, row * logits_stride, part, True, VEC)
+    scales = loss_scales(shares_ptr, target_ptr, M, options, 0, MEAN, 0)
+    row_ptr = logits_ptr + row * logits_stride
+    label, valid = load_shard_label(target_ptr + row, row_ptr, part, shard, BLOCK_V, options)
     dtype: tl.constexpr = dlogits_ptr.dtype.element_ty
-    block, x, e, maximum, part_shift, sumexp, edge, edge_mask, edge_x = row_part(
-        block,
-        logits_ptr + row * logits_stride,
-        mask,
-        head,
-        body,
-        V_local,
-        split,
-        softcap,
-        zero,
-        dtype,
-        HAS_SOFTCAP,
-        HALF,
-        VEC,
+    loaded = part_logits(logits, row_ptr, part, V_local, options, zero, dtype, HALF, VEC)
+    shift, sumexp, label_x = exchange_with_ranks(
+        memory, shard, loaded, label, valid, tile, splits, M, max_polls, WORLD, BLOCK_SLOTS
     )
-    programs = (M * splits).to(tl.float32)
-    store_on_all_ranks(peers_ptr, rank, V_local.to(tl.float32), programs, tile == 0, WORLD)
-    store_on_all_ranks(
-        peers_ptr, row_slot + pairs, own_label_logit, own_label_logit, owns_label, WORLD
+    smoothing, weights = Smoothing(0.0, 0.0), PartWeights(0.0, 0.0)
+    terms = gradient_terms(label, smoothing, shift, sumexp, scales, options)
+    d_start = row * dlogits_stride
+    store_part_gradient(
+        dlogits_ptr, d_start, loaded, weights, label, terms, options, 0, HALF, True, VEC
     )
-    store_on_all_ranks(
-        peers_ptr, row_slot + rank * splits + split, maximum, sumexp, tile >= 0, WORLD
-    )
-    slot_mask = (lane < WORLD + pairs) | ((lane == WORLD + pairs) & valid)
-    firsts, seconds, arrived = wait_for_slots(
-        slots_ptr, row_slot, timed_out_ptr, slot_mask, programs, max_polls, WORLD, BLOCK_SLOTS
-    )
-    if not arrived:
-        tl.store(timed_out_ptr, 1)
-        tl.store(failed_ptr, 1)
-    classes_before, classes_total = (
-        tl.sum(tl.where(lane < rank, firsts, 0.0), axis=0),
-        tl.sum(tl.where(lane < WORLD, firsts, 0.0), axis=0),
-    )
-    agreed = arrived & (classes_before == first_class) & (classes_total == V)
-    maximum, sumexp = merge_normalizers(firsts, seconds, (lane >= WORLD) & (lane < WORLD + pairs))
-    shift = finite_shift(maximum)
-    sumexp = tl.where(agreed, sumexp, float("nan"))
-    label_logit = tl.sum(tl.where((lane == WORLD + pairs) & valid, firsts, 0.0), axis=0)
-    factor = row_factor(label_weight, 0.0, shift, sumexp, mean_scale, z_scale, z_loss, HAS_Z_LOSS)
-    if HALF:
-        x = acc_logits(
-            opaque(block, tl.full([BLOCK_V], zero, tl.float32).to(block.dtype)),
-            mask,
-            softcap,
-            HAS_SOFTCAP,
-        )
-        e = exp(x - shift)
-        block_factor = factor
-    else:
-        block_factor = factor * exp_for_dtype(part_shift - shift, dtype)
-    dlogits = class_gradient(e, x, block_factor, 0.0, softcap, False, HAS_SOFTCAP)
-    if counts:  # one branch for the row costs less than a select for each class
-        store_streaming(
-            dlogits_ptr + aligned_start(row * dlogits_stride, VEC) + v, dlogits, mask, True
-        )
-    else:
-        store_streaming(
-            dlogits_ptr + aligned_start(row * dlogits_stride, VEC) + v,
-            tl.zeros_like(dlogits),
-            mask,
-            True,
-        )
-    if VEC > 1:
-        edge_dlogits = class_gradient(
-            exp_for_dtype(edge_x - shift, dtype), edge_x, factor, 0.0, softcap, False, HAS_SOFTCAP
-        )
-        store_valid_rows(
-            dlogits_ptr + row * dlogits_stride + edge, edge_dlogits, edge_mask, counts, False
-        )
-    tl.store(
-        loss_ptr + row,
-        row_loss(
-            counts,
-            label_weight,
-            label_logit,
-            0.0,
-            0.0,
-            shift,
-            sumexp,
-            mean_scale,
-            z_scale,
-            z_loss,
-            False,
-            HAS_Z_LOSS,
-        ),
-        mask=split == 0,
-    )
-    dlogits_label = label_gradient(
-        label,
-        own_label_logit,
-        owns_label,
-        label_weight,
-        shift,
-        factor,
-        mean_scale,
-        None,
-        V_local,
-        0.0,
-        softcap,
-        False,
-        HAS_SOFTCAP,
-        tl.float32,
-    )
-    # The label's gradient overwrites what another thread of this program stored for its class.
-    tl.debug_barrier()
-    tl.store(dlogits_ptr + row * dlogits_stride + label, dlogits_label.to(dtype), mask=owns_label)
+    row_label = Label(label.index, label.not_ignored, valid, label.weight, label_x)
+    loss = row_loss(row_label, smoothing, shift, sumexp, scales, options, 0)
+    tl.store(loss_ptr + row, loss, mask=split == 0)
+    store_label_gradient(dlogits_ptr + d_start, 1, label, label.in_range, terms, options, 0)

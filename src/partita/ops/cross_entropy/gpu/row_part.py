@@ -1,0 +1,267 @@
+"""The part of a row that a program has in registers, from its load to its gradient.
+
+The programs of a row have a block of its aligned vectors each. The classes around the vectors are
+the edges of the row, which the first program has.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ....primitives.gpu.math import exp, exp_for_dtype, finite_shift, sum_for_dtype
+from ....primitives.gpu.memory import (
+    aligned_start,
+    edge_columns,
+    load_streaming,
+    opaque,
+    row_span,
+    store_streaming,
+)
+from ....primitives.gpu.sync import exchange_normalizer, exchange_pairs
+from .row_math import (
+    Smoothing,
+    acc_logits,
+    class_gradient,
+    exact_smoothing_weight,
+    smoothing_terms,
+    smoothing_weights,
+    store_valid_rows,
+)
+
+
+class RowPart(NamedTuple):
+    """Which classes of a row a program reads.
+
+    Fields:
+        split: the index of the program among those that share the row.
+        head: the number of classes before the aligned vectors.
+        body: the number of classes in the aligned vectors.
+        column: the classes of the block, counted from `head`, [BLOCK_V].
+        mask: which of them are in the aligned vectors, [BLOCK_V].
+    """
+
+    split: Any
+    head: Any
+    body: Any
+    column: Any
+    mask: Any
+
+
+class PartLogits(NamedTuple):
+    """The logits of a part in registers, and their statistics.
+
+    Fields:
+        part: which classes they are.
+        zero: 0.0, which the compiler does not know.
+        logits: the logits as loaded, [BLOCK_V].
+        x: the soft-capped logits, [BLOCK_V].
+        e: exp(x - shift), [BLOCK_V].
+        maximum: the maximum of x over the part.
+        shift: the maximum, or 0 if that is -inf.
+        total: the sum of exp(x - shift) over the part.
+        edge: the classes of the edges, [2 * VEC].
+        at_edge: which of them this program has, [2 * VEC].
+        edge_x: the soft-capped logits of the edges, [2 * VEC].
+    """
+
+    part: Any
+    zero: Any
+    logits: Any
+    x: Any
+    e: Any
+    maximum: Any
+    shift: Any
+    total: Any
+    edge: Any
+    at_edge: Any
+    edge_x: Any
+
+
+class PartWeights(NamedTuple):
+    """The target weights q of a part.
+
+    Fields:
+        q: those of the block, [BLOCK_V].
+        edge_q: those of the edges, [2 * VEC].
+    """
+
+    q: Any
+    edge_q: Any
+
+
+@triton.jit
+def next_part(counter_ptr, SHARED: tl.constexpr):
+    """Return the index of this program's part among those of all rows.
+
+    The counter hands out parts of SHARED rows in the order in which programs start, so that every
+    part that a waiting program depends on is under way.
+    """
+    if SHARED:
+        return tl.atomic_add(counter_ptr, 1, sem="relaxed")
+    else:
+        return tl.program_id(0).to(tl.int64)
+
+
+@triton.jit
+def locate_part(split, start, classes, VEC: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Return the part of program `split` of a row that starts `start` elements into the logits."""
+    head, body = row_span(start, classes, VEC)
+    column = split * BLOCK_V + tl.arange(0, BLOCK_V)  # [BLOCK_V]
+    return RowPart(split, head, body, column, column // VEC * VEC < body)
+
+
+@triton.jit
+def load_part(logits_ptr, start, part, STREAM: tl.constexpr, VEC: tl.constexpr):
+    """Load the aligned vectors of a part of a row that starts `start` elements into the logits."""
+    ptrs = logits_ptr + aligned_start(start, VEC) + part.column
+    return load_streaming(ptrs, part.mask, -float("inf"), STREAM)
+
+
+@triton.jit
+def has_class(part, column, valid, BLOCK_V: tl.constexpr):
+    """Return whether a class belongs to this program; invalid ones belong to the first program."""
+    in_body = valid & (column >= part.head) & (column < part.head + part.body)
+    return tl.where(in_body, (column - part.head) // BLOCK_V, 0) == part.split
+
+
+@triton.jit
+def part_logits(
+    logits,
+    row_ptr,
+    part,
+    classes,
+    options,
+    zero,
+    dtype: tl.constexpr,
+    HALF: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """Return the statistics of a part whose logits were loaded, for a gradient of `dtype`.
+
+    `row_ptr` is the address of the row, and `classes` its length.
+    """
+    x = acc_logits(logits, part.mask, options)
+    maximum = tl.max(x, axis=0)
+    edge, at_edge, edge_x = 0, False, 0.0
+    if VEC > 1:
+        edge, at_edge = edge_columns(part.head, part.body, classes, VEC, 2 * VEC)  # [2 * VEC]
+        at_edge &= part.split == 0
+        edge_logits = tl.load(row_ptr + edge, mask=at_edge, other=-float("inf"))
+        edge_x = acc_logits(edge_logits, at_edge, options)
+        maximum = tl.maximum(maximum, tl.max(edge_x, axis=0))
+    if HALF:
+        logits = as_new_values(logits, zero)
+        x = acc_logits(logits, part.mask, options)
+    shift = finite_shift(maximum)
+    e = exp_for_dtype(x - shift, dtype)
+    total = sum_for_dtype(e, 0, dtype)
+    if VEC > 1:
+        total += tl.sum(exp(edge_x - shift), axis=0)
+    return PartLogits(part, zero, logits, x, e, maximum, shift, total, edge, at_edge, edge_x)
+
+
+@triton.jit
+def as_new_values(logits, zero):
+    """Return logits of a half type as `opaque` ones, given a zero unknown to the compiler."""
+    return opaque(logits, tl.full(logits.shape, zero, tl.float32).to(logits.dtype))
+
+
+@triton.jit
+def row_normalizer(
+    loaded, slots_ptr, row, splits, SHARED: tl.constexpr, BLOCK_SPLITS: tl.constexpr
+):
+    """Return shift and total of a row, given those of a part.
+
+    The programs of a SHARED row exchange theirs through slots, which follow a counter.
+    """
+    if SHARED:
+        slot_ptr = slots_ptr + 1 + row * splits
+        return exchange_normalizer(
+            slot_ptr, loaded.part.split, splits, loaded.maximum, loaded.total, BLOCK_SPLITS
+        )
+    else:
+        return loaded.shift, loaded.total
+
+
+@triton.jit
+def part_smoothing(
+    loaded,
+    shift,
+    slots_ptr,
+    row,
+    splits,
+    options,
+    SMOOTHING_MODE: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """Return the target weights q of a part, and their sums over the row.
+
+    The programs of a SHARED row exchange the sums through slots that follow those of
+    `row_normalizer`, one for each program.
+    """
+    if SMOOTHING_MODE == 0:
+        return PartWeights(loaded.x, 0.0), Smoothing(0.0, 0.0)
+    else:
+        part = loaded.part
+        q = smoothing_weights(None, part.mask, part.head + part.column, options, SMOOTHING_MODE)
+        edge_q = 0.0
+        weight = tl.sum(q, axis=0)
+        loss = tl.sum(smoothing_terms(q, shift, loaded.x), axis=0)
+        if VEC > 1:
+            edge_q = smoothing_weights(None, loaded.at_edge, loaded.edge, options, SMOOTHING_MODE)
+            weight += tl.sum(edge_q, axis=0)
+            loss += tl.sum(smoothing_terms(edge_q, shift, loaded.edge_x), axis=0)
+        if SHARED:
+            lane = tl.arange(0, BLOCK_SPLITS)
+            slot_ptr = slots_ptr + 1 + row * splits + tl.num_programs(0)
+            weights, losses = exchange_pairs(
+                slot_ptr, part.split, splits, weight, loss, BLOCK_SPLITS
+            )
+            weight = tl.sum(tl.where(lane < splits, weights, 0.0), axis=0)
+            loss = tl.sum(tl.where(lane < splits, losses, 0.0), axis=0)
+        weight = exact_smoothing_weight(weight, options, SMOOTHING_MODE)
+        return PartWeights(q, edge_q), Smoothing(weight, loss)
+
+
+@triton.jit
+def store_part_gradient(
+    dlogits_ptr,
+    start,
+    loaded,
+    weights,
+    label,
+    terms,
+    options,
+    SMOOTHING_MODE: tl.constexpr,
+    HALF: tl.constexpr,
+    STREAM: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """Store the gradient of a part of a row that starts `start` elements into the gradient."""
+    part, shift = loaded.part, terms.shift
+    dtype: tl.constexpr = dlogits_ptr.dtype.element_ty
+    if HALF:
+        x = acc_logits(as_new_values(loaded.logits, loaded.zero), part.mask, options)
+        e, part_factor = exp(x - shift), terms.factor
+    else:
+        x, e = loaded.x, loaded.e
+        part_factor = terms.factor * exp_for_dtype(loaded.shift - shift, dtype)
+    grad = class_gradient(e, x, part_factor, terms.scale * weights.q, options, SMOOTHING_MODE)
+    if label.not_ignored:  # One branch for the row costs less than a select for each class.
+        d_ptrs = dlogits_ptr + aligned_start(start, VEC) + part.column
+        store_streaming(d_ptrs, grad, part.mask, STREAM)
+    else:
+        d_ptrs = dlogits_ptr + aligned_start(start, VEC) + part.column
+        store_streaming(d_ptrs, tl.zeros_like(grad), part.mask, STREAM)
+    if VEC > 1:
+        e = exp_for_dtype(loaded.edge_x - shift, dtype)
+        grad = class_gradient(
+            e, loaded.edge_x, terms.factor, terms.scale * weights.edge_q, options, SMOOTHING_MODE
+        )
+        edge_ptrs = dlogits_ptr + start + loaded.edge
+        store_valid_rows(edge_ptrs, grad, loaded.at_edge, label.not_ignored, False)
