@@ -2,10 +2,92 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import LOG2E, finite_shift, log_exact
+
+
+class RankSums(NamedTuple):
+    """Sums over all ranks for the rows of a program, [BLOCK] each.
+
+    Fields:
+        sumexp: the sum of exponentials.
+        label_logit: the logit at the label.
+        classes_before: the classes of the ranks before this one.
+        classes_total: the classes of all ranks.
+        smoothing_loss: the sum of weight * (origin - x), with the origin of the first rank.
+        weights: the sum of the class weights.
+        sum_x_exp: the sum of x times its exponential.
+        argmax: the lowest class with the maximum.
+    """
+
+    sumexp: Any
+    label_logit: Any
+    classes_before: Any
+    classes_total: Any
+    smoothing_loss: Any
+    weights: Any
+    sum_x_exp: Any
+    argmax: Any
+
+
+@triton.jit
+def load_field(state_ptr, field, stride, mask):
+    """Load one field of the state of a rank."""
+    return tl.load(state_ptr + field * stride, mask=mask, other=0.0)
+
+
+@triton.jit
+def sum_over_ranks(
+    gathered_ptr,
+    row,
+    stride,
+    mask,
+    maximum,
+    world,
+    V,
+    rank,
+    temperature,
+    HAS_SMOOTHING: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """Add the states of all ranks in rank order, given the maximum over all ranks."""
+    BLOCK: tl.constexpr = mask.shape[0]
+    ACC_DTYPE: tl.constexpr = maximum.dtype
+    PACKED: tl.constexpr = 4 + 3 * HAS_SMOOTHING + 2 * ENTROPY
+    slope = tl.full([], LOG2E, ACC_DTYPE) / temperature
+    shift = finite_shift(maximum)
+    zeros = tl.zeros([BLOCK], ACC_DTYPE)
+    label_logit = tl.full([BLOCK], -float("inf"), ACC_DTYPE)
+    sumexp, classes_before, classes_total, weights = zeros, zeros, zeros, zeros
+    smoothing_loss, sum_x_exp, argmax = zeros, zeros, tl.zeros([BLOCK], tl.int64) + V
+    for r in range(world):
+        state_ptr = gathered_ptr + r * PACKED * stride + row
+        rank_maximum = load_field(state_ptr, 0, stride, mask)
+        rank_sumexp = load_field(state_ptr, 1, stride, mask)
+        rank_classes = load_field(state_ptr, 3, stride, mask)
+        scale = tl.exp2((rank_maximum - shift) * slope)
+        sumexp += rank_sumexp * scale
+        label_logit = tl.maximum(label_logit, load_field(state_ptr, 2, stride, mask))
+        classes_before += tl.where(r < rank, rank_classes, 0.0)
+        classes_total += rank_classes
+        if HAS_SMOOTHING:
+            weight = load_field(state_ptr, 6, stride, mask)
+            origin = load_field(gathered_ptr + row, 4, stride, mask)
+            origin_difference = origin - load_field(state_ptr, 4, stride, mask)
+            smoothing_loss += load_field(state_ptr, 5, stride, mask) + weight * origin_difference
+            weights += weight
+        if ENTROPY:
+            moved = rank_sumexp * (shift - finite_shift(rank_maximum)) / temperature
+            sum_x_exp += scale * (load_field(state_ptr, PACKED - 2, stride, mask) - moved)
+            index = load_field(state_ptr, PACKED - 1, stride, mask)
+            index = index.to(tl.int64 if ACC_DTYPE == tl.float64 else tl.int32, bitcast=True)
+            argmax = tl.minimum(argmax, tl.where(rank_maximum == maximum, index.to(tl.int64), V))
+    sums = (sumexp, label_logit, classes_before, classes_total)
+    return RankSums(*sums, smoothing_loss, weights, sum_x_exp, argmax)
 
 
 @triton.jit(do_not_specialize=["M", "world", "V", "first_class", "rank", "ignore_index"])
@@ -37,81 +119,47 @@ def parallel_fields_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     mask = row < M
     temperature = tl.full([], temperature, ACC_DTYPE)
-    slope = tl.full([], LOG2E, ACC_DTYPE) / temperature
     stride = tl.cast(M, tl.int64)
     PACKED: tl.constexpr = 4 + 3 * HAS_SMOOTHING + 2 * ENTROPY
     maximum = tl.full([BLOCK], -float("inf"), ACC_DTYPE)
     for r in range(world):
         maximum = tl.maximum(
-            maximum, tl.load(gathered_ptr + r * PACKED * stride + row, mask=mask, other=0.0)
+            maximum, load_field(gathered_ptr + r * PACKED * stride + row, 0, stride, mask)
         )
-    shift = finite_shift(maximum)
-    sumexp = tl.zeros([BLOCK], ACC_DTYPE)
-    label_logit = tl.full([BLOCK], -float("inf"), ACC_DTYPE)
-    classes_before = tl.zeros([BLOCK], ACC_DTYPE)
-    classes_total = tl.zeros([BLOCK], ACC_DTYPE)
-    smoothing_loss = tl.zeros([BLOCK], ACC_DTYPE)
-    weights = tl.zeros([BLOCK], ACC_DTYPE)
-    sum_x_exp = tl.zeros([BLOCK], ACC_DTYPE)
-    argmax = tl.zeros([BLOCK], tl.int64) + V
-    for r in range(world):
-        state_ptr = gathered_ptr + r * PACKED * stride + row
-        rank_maximum = tl.load(state_ptr, mask=mask, other=0.0)
-        rank_sumexp = tl.load(state_ptr + stride, mask=mask, other=0.0)
-        rank_classes = tl.load(state_ptr + 3 * stride, mask=mask, other=0.0)
-        scale = tl.exp2((rank_maximum - shift) * slope)
-        sumexp += rank_sumexp * scale
-        label_logit = tl.maximum(label_logit, tl.load(state_ptr + 2 * stride, mask=mask, other=0.0))
-        classes_before += tl.where(r < rank, rank_classes, 0.0)
-        classes_total += rank_classes
-        if HAS_SMOOTHING:
-            weight = tl.load(state_ptr + 6 * stride, mask=mask, other=0.0)
-            origin_difference = tl.load(
-                gathered_ptr + 4 * stride + row, mask=mask, other=0.0
-            ) - tl.load(state_ptr + 4 * stride, mask=mask, other=0.0)
-            smoothing_loss += (
-                tl.load(state_ptr + 5 * stride, mask=mask, other=0.0) + weight * origin_difference
-            )
-            weights += weight
-        if ENTROPY:
-            moved = rank_sumexp * (shift - finite_shift(rank_maximum)) / temperature
-            sum_x_exp += scale * (
-                tl.load(state_ptr + (PACKED - 2) * stride, mask=mask, other=0.0) - moved
-            )
-            index = (
-                tl.load(state_ptr + (PACKED - 1) * stride, mask=mask, other=0.0)
-                .to(tl.int64 if ACC_DTYPE == tl.float64 else tl.int32, bitcast=True)
-                .to(tl.int64)
-            )
-            argmax = tl.minimum(argmax, tl.where(rank_maximum == maximum, index, V))
+    sums = sum_over_ranks(
+        gathered_ptr,
+        row,
+        stride,
+        mask,
+        maximum,
+        world,
+        V,
+        rank,
+        temperature,
+        HAS_SMOOTHING,
+        ENTROPY,
+    )
     target = tl.load(target_ptr + row, mask=mask, other=0).to(tl.int64)
-    counts = target != ignore_index
-    invalid = (
-        (counts & ((target < 0) | (target >= V)))
-        | (classes_before != first_class)
-        | (classes_total != V)
-    )
+    not_ignored = target != ignore_index
+    no_class = not_ignored & ((target < 0) | (target >= V))
+    disagree = sums.classes_before != first_class
+    invalid = no_class | disagree | (sums.classes_total != V)
     nan_if_invalid = tl.where(invalid, float("nan"), 0.0).to(ACC_DTYPE)
-    log_sumexp = log_exact(sumexp)
-    tl.store(
-        nll_ptr + row,
-        tl.where(counts, log_sumexp + (shift - label_logit) / temperature, 0.0) + nan_if_invalid,
-        mask=mask,
-    )
+    shift, log_sumexp = finite_shift(maximum), log_exact(sums.sumexp)
+    nll = tl.where(not_ignored, log_sumexp + (shift - sums.label_logit) / temperature, 0.0)
+    tl.store(nll_ptr + row, nll + nan_if_invalid, mask=mask)
     tl.store(logsumexp_ptr + row, shift / temperature + log_sumexp + nan_if_invalid, mask=mask)
     tl.store(maximum_ptr + row, maximum, mask=mask)
-    tl.store(sumexp_ptr + row, sumexp, mask=mask)
+    tl.store(sumexp_ptr + row, sums.sumexp, mask=mask)
     if HAS_SMOOTHING:
-        origin = tl.load(gathered_ptr + 4 * stride + row, mask=mask, other=0.0)
-        tl.store(
-            smoothing_loss_ptr + row,
-            weights * (log_sumexp + (shift - origin)) + smoothing_loss + nan_if_invalid,
-            mask=mask,
-        )
+        origin = load_field(gathered_ptr + row, 4, stride, mask)
+        loss = sums.weights * (log_sumexp + (shift - origin)) + sums.smoothing_loss
+        tl.store(smoothing_loss_ptr + row, loss + nan_if_invalid, mask=mask)
     if ENTROPY:
-        tl.store(entropy_ptr + row, log_sumexp - sum_x_exp / sumexp + nan_if_invalid, mask=mask)
+        entropy = log_sumexp - sums.sum_x_exp / sums.sumexp
+        tl.store(entropy_ptr + row, entropy + nan_if_invalid, mask=mask)
         # A maximum of NaN equals no rank's maximum, so the index stays V.
-        tl.store(argmax_ptr + row, tl.minimum(argmax, V - 1), mask=mask)
+        tl.store(argmax_ptr + row, tl.minimum(sums.argmax, V - 1), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M", "V", "ignore_index"])
