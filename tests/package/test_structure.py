@@ -34,6 +34,32 @@ BACKEND_LAYERS = ("reference", "gpu", "cpu")
 SHARED = ("common", "plan")  # what all layers of a family, and other families, may import
 PUBLISHED = ("api", "autograd", "edges")  # what the host code of other families may import too
 
+# The lines that a kernel or a device function may have.
+MAX_KERNEL_LINES = 75
+# Those that are still longer. No name is added here.
+LONG_KERNELS = {
+    "chain_expectation_kernel",
+    "chain_expectation_gradient_kernel",
+    "chain_halves_kernel",
+    "chain_gradient_kernel",
+    "extend_beta",
+    "chain_resident_gradient_kernel",
+    "chain_resident_middle_kernel",
+    "chain_resident_halves_kernel",
+    "chain_resident_viterbi_kernel",
+    "chain_sample_kernel",
+    "chain_scan_kernel",
+    "token_stats_kernel",
+    "ctc_viterbi_kernel",
+    "ctc_forward_scan_kernel",
+    "ctc_narrow_gradient_kernel",
+    "ctc_lane_gradient_kernel",
+    "ctc_label_gradient_kernel",
+    "scan_other_half",
+    "scan_chunk",
+    "ctc_posterior_scan_kernel",
+}
+
 # These words had several meanings each. None of them is a name.
 RETIRED = {
     *("held", "kept", "wide", "most", "count", "came", "there", "spoilt", "wrong", "every", "mine"),
@@ -225,6 +251,31 @@ def test_files_are_short_and_narrow(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 450
     assert not [number for number, line in enumerate(lines, 1) if len(line) > 100]
+
+
+def long_kernels(path: Path) -> set[str]:
+    """Return the kernels and device functions of a file that have too many lines."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+        and (node.end_lineno or node.lineno) - node.lineno + 1 > MAX_KERNEL_LINES
+    }
+
+
+def test_kernels_are_short() -> None:
+    found = {name for path in FILES for name in long_kernels(path)}
+    assert found <= LONG_KERNELS
+
+
+def test_a_long_kernel_is_found(tmp_path: Path) -> None:
+    for lines, found in ((MAX_KERNEL_LINES - 1, set()), (MAX_KERNEL_LINES, {"f"})):
+        path = tmp_path / "kernels.py"
+        body = "    x = 1\n" * lines
+        path.write_text(f"@triton.jit(do_not_specialize=[])\ndef f(x):\n{body}", encoding="utf-8")
+        assert long_kernels(path) == found
 
 
 def test_formatting_is_seldom_switched_off() -> None:
