@@ -23,7 +23,13 @@ def _reference() -> Functions:
 
 
 def _gpu() -> Functions:
-    return _reference()
+    from .gpu import launch
+
+    return {
+        **_reference(),
+        "linear_chain_logz": launch.linear_chain_logz,
+        "linear_chain_gradient": launch.linear_chain_gradient,
+    }
 
 
 def _cpu() -> Functions:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+RANGE_ROWS = 16  # states whose transitions one part of the search for the range reads
+
 
 def saved_shape(table: str, T: int, N: int, C: int) -> tuple[int, ...]:
     """Return the shape of the fp64 tensor that log Z saves for its gradient.
@@ -13,5 +15,10 @@ def saved_shape(table: str, T: int, N: int, C: int) -> tuple[int, ...]:
     if table == "reference":
         return (0,)
     if table == "gpu":
-        return (2, T, N, C)
+        return (sum(saved_sizes(T, N, C, True)),)
     return (T, N, C)
+
+
+def saved_sizes(T: int, N: int, C: int, save: bool) -> list[int]:
+    """Return the sizes of what the GPU saves, see `gpu/launch.py`; without `save`, of its work."""
+    return [2 * T * N * C if save else 0, T * N, T * N, 2 * -(-C // RANGE_ROWS)]

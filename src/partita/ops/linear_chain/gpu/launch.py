@@ -1,0 +1,369 @@
+"""Allocate results and launch the kernels for log Z of dense linear chains and its gradient."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....runtime.dtypes import acc_dtype
+from ....runtime.launch import cdiv, launch, next_power_of_2
+from ..common import saved_sizes
+from . import plan
+from .counts import (
+    linear_chain_counts_kernel,
+    linear_chain_pairs_kernel,
+    linear_chain_sum_counts_kernel,
+)
+from .marginals import linear_chain_marginals_kernel
+from .prepare import linear_chain_prepare_kernel
+from .scan import linear_chain_scan_kernel
+from .steps import (
+    linear_chain_step_kernel,
+    linear_chain_total_kernel,
+    linear_chain_weights_kernel,
+)
+
+
+class Saved(NamedTuple):
+    """What the scans leave for the gradient, as views of one fp64 tensor.
+
+    Fields:
+        states: `[2, T, N, C]`, alpha and beta; empty without a gradient.
+        scales: `[T, N]`, the exponents or offsets that were taken from alpha.
+        maxima: `[T, N]`, the greatest emission of each token.
+        span: `[parts, 2]`, the greatest and the least transition.
+    """
+
+    states: Tensor
+    scales: Tensor
+    maxima: Tensor
+    span: Tensor
+
+
+def split_saved(saved: Tensor, T: int, N: int, C: int, save: bool = True) -> Saved:
+    """Return the parts of the tensor that `linear_chain_logz` saves."""
+    states, scales, maxima, span = saved.split(saved_sizes(T, N, C, save))
+    return Saved(states, scales, maxima, span)
+
+
+def end_strides(end: Tensor | None) -> tuple[int, int]:
+    """Return the strides of start or end."""
+    return (0, 0) if end is None else (end.stride(0), end.stride(1))
+
+
+def transition_strides(transitions: Tensor) -> tuple[int, int, int, int]:
+    """Return the strides of transitions over steps, sequences and both states."""
+    strides = transitions.stride()
+    if transitions.ndim == 2:
+        return 0, 0, *strides
+    return (strides[0], 0, *strides[1:]) if transitions.ndim == 3 else strides
+
+
+def linear_chain_logz(
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log Z in fp64 and in the dtype of results, and what the gradient needs."""
+    T, N, C = emissions.shape
+    logz = torch.empty(N, dtype=torch.float64, device=emissions.device)
+    rounded = torch.empty(N, dtype=acc_dtype(emissions.dtype), device=emissions.device)
+    size = sum(saved_sizes(T, N, C, save))
+    saved = torch.empty(size, dtype=torch.float64, device=emissions.device)
+    if C == 0:
+        logz.fill_(-torch.inf)
+        rounded.fill_(-torch.inf)
+        return logz, rounded, saved if save else saved.new_empty(0)
+    lengths = None if lengths is None else lengths.contiguous()
+    parts = split_saved(saved, T, N, C, save)
+    inputs = (emissions, transitions, start, end, lengths)
+    prepare(*inputs, parts)
+    scan = scan_states if plan.MAX_RESIDENT_STATES >= C else step_states
+    scan(*inputs, parts, save, logz, rounded)
+    return logz, rounded, saved if save else saved.new_empty(0)
+
+
+def prepare(
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    saved: Saved,
+) -> None:
+    """Store the range of constant transitions and the greatest emission of each token."""
+    T, N, C = emissions.shape
+    parts, options = plan.range_parts(transitions), plan.prepare_options(C)
+    launch(
+        linear_chain_prepare_kernel,
+        parts + cdiv(T * N, options["ROWS"]) if N else 0,
+        emissions,
+        transitions,
+        start,
+        end,
+        lengths,
+        saved.span,
+        saved.maxima,
+        T,
+        N,
+        C,
+        parts,
+        *emissions.stride(),
+        *transition_strides(transitions)[2:],
+        *end_strides(start),
+        *end_strides(end),
+        **options,
+    )
+
+
+def scan_states(
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    saved: Saved,
+    save: bool,
+    logz: Tensor,
+    rounded: Tensor,
+) -> None:
+    """Scan alpha and beta with the transitions in registers."""
+    T, N, C = emissions.shape
+    parts = plan.range_parts(transitions)
+    for is_log in (False, True) if parts else (True,):
+        launch(
+            linear_chain_scan_kernel,
+            2 * N if save else N,
+            emissions,
+            transitions,
+            start,
+            end,
+            lengths,
+            saved.span,
+            saved.maxima,
+            saved.states,
+            saved.scales,
+            logz,
+            rounded,
+            T,
+            N,
+            C,
+            parts,
+            *emissions.stride(),
+            *transition_strides(transitions),
+            *end_strides(start),
+            *end_strides(end),
+            IS_LOG=is_log,
+            CONSTANT=parts > 0,
+            SAVE=save,
+            EXACT=plan.is_exact(emissions, transitions),
+            BLOCK_PARTS=plan.parts_block(parts),
+            **plan.scan_options(C, is_log),
+        )
+
+
+def step_states(
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    saved: Saved,
+    save: bool,
+    logz: Tensor,
+    rounded: Tensor,
+) -> None:
+    """Scan alpha and beta with a launch for each step."""
+    T, N, C = emissions.shape
+    parts = plan.range_parts(transitions)
+    block = {"BLOCK_PARTS": plan.parts_block(parts)}
+    fp64: dict[str, Any] = {"dtype": torch.float64, "device": emissions.device}
+    recent = torch.empty((2, 2, N, C), **fp64)
+    weights = torch.empty((2, C, C) if parts else (0,), **fp64)
+    if parts:
+        sizes = (C, parts, *transitions.stride())
+        tensors = (transitions, saved.span, weights)
+        programs = cdiv(C, 32) ** 2 if N else 0
+        launch(linear_chain_weights_kernel, programs, *tensors, *sizes, BLOCK=32, **block)
+    strides = (
+        *emissions.stride(),
+        *transition_strides(transitions),
+        *end_strides(start),
+        *end_strides(end),
+    )
+    for i in range(T):
+        launch(
+            linear_chain_step_kernel,
+            plan.step_programs(N, C, save),
+            emissions,
+            transitions,
+            weights,
+            start,
+            end,
+            lengths,
+            saved.span,
+            saved.maxima,
+            saved.states,
+            saved.scales,
+            recent,
+            i,
+            T,
+            N,
+            C,
+            parts,
+            *strides,
+            SAVE=save,
+            EXACT=plan.is_exact(emissions, transitions),
+            **plan.step_options(C),
+            **block,
+        )
+    tensors = (saved.span, lengths, saved.maxima, saved.scales, recent[0, (T - 1) % 2])
+    launch(
+        linear_chain_total_kernel,
+        N,
+        *tensors,
+        logz,
+        rounded,
+        T,
+        N,
+        C,
+        parts,
+        BLOCK_T=256,
+        BLOCK_C=next_power_of_2(C),
+        **block,
+    )
+
+
+def linear_chain_gradient(
+    grad_output: Tensor,
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    logz: Tensor,
+    saved: Tensor,
+    need_transitions: bool,
+    per_sequence: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of sum(grad_output * log Z) in the dtypes of the arguments."""
+    T, N, C = emissions.shape
+    device = emissions.device
+    d_emissions = torch.empty((T, N, C), dtype=emissions.dtype, device=device)
+    ends = [
+        None if end is None else torch.empty((N, C), dtype=end.dtype, device=device)
+        for end in (start, end)
+    ]
+    lengths = None if lengths is None else lengths.contiguous()
+    parts, states = plan.range_parts(transitions), split_saved(saved, T, N, C)
+    factors = torch.empty((T, N), dtype=torch.float64, device=device)
+    options = plan.row_options(C)
+    launch(
+        linear_chain_marginals_kernel,
+        cdiv(T * N, options["ROWS"]) if C else 0,
+        grad_output,
+        lengths,
+        states.span,
+        states.states,
+        states.scales,
+        factors,
+        d_emissions,
+        *ends,
+        T,
+        N,
+        C,
+        parts,
+        grad_output.stride(0),
+        BLOCK_PARTS=plan.parts_block(parts),
+        **options,
+    )
+    d_start, d_end = (emissions.new_empty(0) if end is None else end for end in ends)
+    if not need_transitions:
+        return d_emissions, transitions.new_empty(0), d_start, d_end
+    inputs = (grad_output, emissions, transitions, end, lengths, states, factors)
+    return d_emissions, count_transitions(*inputs, per_sequence), d_start, d_end
+
+
+def count_transitions(
+    grad_output: Tensor,
+    emissions: Tensor,
+    transitions: Tensor,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    saved: Saved,
+    factors: Tensor,
+    per_sequence: bool,
+) -> Tensor:
+    """Return the gradient in the transitions."""
+    T, N, C = emissions.shape
+    device, parts = emissions.device, plan.range_parts(transitions)
+    groups = plan.count_groups(transitions, T, N, per_sequence)
+    shape, dtype = transitions.shape, transitions.dtype
+    if per_sequence and parts:
+        shape, dtype = torch.Size((N, C, C)), acc_dtype(dtype)
+    result = torch.empty(shape, dtype=dtype, device=device)
+    if result.numel() == 0:
+        return result
+    if N == 0:
+        return result.zero_()
+    counts = result
+    if parts:
+        size = (groups.groups, groups.splits, C, C)
+        counts = torch.empty(size, dtype=torch.float64, device=device)
+    options = plan.count_options(C)
+    programs = groups.groups * groups.splits * cdiv(C, options["BLOCK"]) ** 2
+    options["EXACT"] = plan.is_exact(emissions, transitions)
+    options["BLOCK_PARTS"] = block = plan.parts_block(parts)
+    sizes = (T, N, C, parts, groups.splits)
+    ends = (*end_strides(end), *groups[2:])
+    states = (saved.span, saved.maxima, saved.states, factors, counts)
+    if parts:
+        launch(
+            linear_chain_counts_kernel,
+            programs,
+            emissions,
+            end,
+            lengths,
+            *states,
+            *sizes,
+            *emissions.stride(),
+            *ends,
+            ROWS=16,
+            **options,
+        )
+    launch(
+        linear_chain_pairs_kernel,
+        programs,
+        grad_output,
+        emissions,
+        transitions,
+        end,
+        lengths,
+        *states,
+        *sizes,
+        grad_output.stride(0),
+        *emissions.stride(),
+        *transition_strides(transitions),
+        *ends,
+        **options,
+    )
+    if parts:
+        options = plan.sum_options(groups.splits)
+        launch(
+            linear_chain_sum_counts_kernel,
+            groups.groups * cdiv(C * C, options["BLOCK"]),
+            transitions,
+            saved.span,
+            counts,
+            result,
+            *sizes[2:],
+            *transitions.stride(),
+            BLOCK_PARTS=block,
+            **options,
+        )
+    return result

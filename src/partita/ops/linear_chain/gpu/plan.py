@@ -1,0 +1,130 @@
+"""Choose the kernels of a dense linear chain and their blocks from sizes.
+
+These are pure functions of sizes. They import no Triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....runtime.sizes import cdiv, next_power_of_2
+from ..common import RANGE_ROWS
+
+MAX_RESIDENT_STATES = 128  # the transitions among more states do not fit into one program
+MAX_ROW_ELEMENTS = 4096  # in a block of tokens that a program takes at once
+COUNT_PROGRAMS = 264  # about two for each multiprocessor
+
+
+def is_exact(emissions: Tensor, transitions: Tensor) -> bool:
+    """Return whether exponentials have to be right in fp64."""
+    return torch.float64 in (emissions.dtype, transitions.dtype)
+
+
+def range_parts(transitions: Tensor) -> int:
+    """Return into how many parts the search for the range of constant transitions is divided.
+
+    Transitions that change from step to step have 0 and are scanned in the log domain.
+    """
+    return cdiv(transitions.shape[-1], RANGE_ROWS) if transitions.ndim == 2 else 0
+
+
+def parts_block(parts: int) -> int:
+    """Return the block in which kernels read the range of the transitions."""
+    return next_power_of_2(max(parts, 1))
+
+
+def prepare_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of the kernel that runs before the scans."""
+    block = next_power_of_2(max(C, 1))
+    return {"ROWS": RANGE_ROWS, "BLOCK_C": block, "num_warps": warps(RANGE_ROWS * block // 16)}
+
+
+def warps(threads: int) -> int:
+    """Return how many warps, 1 to 8, have about so many threads."""
+    return max(1, min(8, next_power_of_2(threads) // 32))
+
+
+def scan_options(C: int, is_log: bool) -> dict[str, int]:
+    """Return the compile-time arguments of the scan whose transitions are in registers."""
+    block = next_power_of_2(max(C, 2))
+    pairs = block * block
+    return {
+        "BLOCK_C": block,
+        "AHEAD": 2 if is_log else 4,
+        "num_warps": max(1, min(8, pairs // 1024)),
+    }
+
+
+def step_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of one step of a chain of many states."""
+    return {"BLOCK_N": 16, "BLOCK_C": 16, "BLOCK_K": 32, "SPLITS": 8, "num_warps": 8}
+
+
+def step_programs(N: int, C: int, save: bool) -> int:
+    """Return the number of programs of a step."""
+    options = step_options(C)
+    blocks = cdiv(C, options["BLOCK_C"]) * cdiv(N, options["BLOCK_N"])
+    return blocks * (2 if save else 1)
+
+
+def row_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of a kernel that takes blocks of tokens."""
+    block = next_power_of_2(max(C, 1))
+    rows = max(1, min(32, MAX_ROW_ELEMENTS // 2 // block))
+    return {"ROWS": rows, "BLOCK_C": block, "num_warps": warps(rows * block // 4)}
+
+
+class CountGroups(NamedTuple):
+    """The matrices of counts and the tokens that each one sums over, see `counts.py`.
+
+    Fields:
+        groups: the number of matrices.
+        splits: the number of programs that share a tile of a matrix.
+        group_stride: the rows of `[T * N]` from a group to the next.
+        stride: the rows from a token of a group to the next.
+        total: the number of tokens of a group.
+        per_split: the number of tokens of a split.
+    """
+
+    groups: int
+    splits: int
+    group_stride: int
+    stride: int
+    total: int
+    per_split: int
+
+
+def count_groups(transitions: Tensor, T: int, N: int, per_sequence: bool) -> CountGroups:
+    """Return the groups of the counts."""
+    if transitions.ndim == 4:
+        return CountGroups((T - 1) * N, 1, 1, 1, 1, 1)
+    if transitions.ndim == 3:
+        return CountGroups(T - 1, 1, N, 1, N, N)
+    C = transitions.shape[-1]
+    groups, total = (N, T - 1) if per_sequence else (1, (T - 1) * N)
+    tiles = cdiv(C, tile_block(C)) ** 2
+    splits = max(1, min(COUNT_PROGRAMS // max(tiles * groups, 1), cdiv(total, 32)))
+    per_split = max(cdiv(total, splits), 1)
+    splits = max(cdiv(total, per_split), 1)
+    if per_sequence:
+        return CountGroups(groups, splits, 1, N, total, per_split)
+    return CountGroups(groups, splits, 0, 1, total, per_split)
+
+
+def tile_block(C: int) -> int:
+    """Return the side of a tile of the transitions."""
+    return min(64, next_power_of_2(max(C, 16)))
+
+
+def count_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of the kernels that sum over a tile of the transitions."""
+    block = tile_block(C)
+    return {"BLOCK": block, "num_warps": max(1, block * block // 1024)}
+
+
+def sum_options(splits: int) -> dict[str, Any]:
+    """Return the compile-time arguments of the kernel that adds the parts of the counts."""
+    return {"BLOCK_S": min(32, next_power_of_2(max(splits, 1))), "BLOCK": 128, "num_warps": 4}

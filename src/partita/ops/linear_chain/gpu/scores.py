@@ -1,0 +1,104 @@
+"""Scores of dense linear chains and the numbers that their scans are made of.
+
+The linear scans hold exp of the scores of states in fp64. Each step multiplies them by a power of
+two. That is exact while finite transitions span at most MAX_SPAN nats and none is -inf: a state
+before its emission then is at least exp(-MAX_SPAN) times the greatest one. Elsewhere the log scans
+serve. The kernels of both read the range of the transitions from memory, and those that are not
+meant return at once, so the host never waits.
+"""
+
+import triton
+import triton.language as tl
+
+from ....primitives.gpu.math import LOG2E, finite_shift
+
+MAX_SPAN = tl.constexpr(300.0)
+LN2_FP64 = tl.constexpr(0.6931471805599453)
+LOG2E_FP64 = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def transition_range(range_ptr, parts, BLOCK_PARTS: tl.constexpr):
+    """Return whether the linear scans serve these transitions, and the greatest transition.
+
+    `range_ptr` has the greatest and the least transition of each part.
+    """
+    part = tl.arange(0, BLOCK_PARTS)
+    greatest = tl.load(range_ptr + 2 * part, mask=part < parts, other=-float("inf"))
+    least = tl.load(range_ptr + 2 * part + 1, mask=part < parts, other=float("inf"))
+    maximum, minimum = tl.max(greatest, axis=0), tl.min(least, axis=0)
+    return (maximum - minimum <= MAX_SPAN) & (parts > 0), maximum
+
+
+@triton.jit
+def load_tokens(lengths_ptr, n, T):
+    """Return the number of tokens of a sequence, at least 1, and NaN if it is invalid, else 0."""
+    if lengths_ptr is None:
+        return T, 0.0
+    else:
+        tokens = tl.load(lengths_ptr + n).to(tl.int64)
+        valid = (tokens >= 1) & (tokens <= T)
+        return tl.where(valid, tokens, 1).to(tl.int32), tl.where(valid, 0.0, float("nan"))
+
+
+@triton.jit
+def load_end(ptr, n, c, C, stride_n, stride_c):
+    """Return the scores of start or end, `[BLOCK_C]` fp64; zeros if there are none."""
+    if ptr is None:
+        return tl.zeros(c.shape, tl.float64)
+    else:
+        at = n * stride_n + c.to(tl.int64) * stride_c
+        return tl.load(ptr + at, mask=c < C, other=0.0).to(tl.float64)
+
+
+@triton.jit
+def fold_ends(score, t, tokens, start, end):
+    """Return the emissions of token t with the start score of the first and the end of the last."""
+    score = score.to(tl.float64)
+    score = tl.where(t == 0, score + start, score)
+    return tl.where(t == tokens - 1, score + end, score)
+
+
+@triton.jit
+def exp_split(x, EXACT: tl.constexpr):
+    """Return e**x in fp64 for x <= 0, with the fraction of its logarithm in fp32 unless EXACT."""
+    if EXACT:
+        return tl.exp(x)
+    else:
+        power = x * LOG2E_FP64
+        bounded = tl.where(power < -1100.0, -1100.0, power)
+        whole = bounded.to(tl.int32)
+        fraction = tl.exp2((bounded - whole.to(tl.float64)).to(tl.float32)).to(tl.float64)
+        return fraction * tl.where(whole > -1022, power_of_2(whole), 0.0)
+
+
+@triton.jit
+def exp_sum_term(x, EXACT: tl.constexpr):
+    """Return e**x in fp64 for x <= 0, a term of a sum, in fp32 unless EXACT."""
+    if EXACT:
+        return tl.exp(x)
+    else:
+        return tl.exp2((x * LOG2E_FP64).to(tl.float32)).to(tl.float64)
+
+
+@triton.jit
+def power_of_2(exponent):
+    """Return 2**exponent in fp64 for -1022 <= exponent <= 1023."""
+    return ((exponent.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def exponent_of(x):
+    """Return the exponent of a number x >= 0, in -1000 to 1000; 0 for 0 and NaN."""
+    exponent = ((x.to(tl.int64, bitcast=True) >> 52) & 0x7FF).to(tl.int32) - 1023
+    exponent = tl.minimum(tl.maximum(exponent, -1000), 1000)
+    return tl.where(x > 0.0, exponent, 0)
+
+
+@triton.jit
+def relative_emission(score, maximum, EXACT: tl.constexpr, IS_LOG: tl.constexpr):
+    """Return the emissions of a token relative to their maximum: exp of the scores, or logs."""
+    if IS_LOG:
+        return score - finite_shift(maximum)
+    else:
+        return exp_split(score - finite_shift(maximum), EXACT)
