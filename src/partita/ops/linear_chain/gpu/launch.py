@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,10 @@ from .counts import (
     linear_chain_pairs_kernel,
     linear_chain_sum_counts_kernel,
 )
+from .log_scan import linear_chain_log_scan_kernel
 from .marginals import linear_chain_marginals_kernel
 from .prepare import linear_chain_prepare_kernel
+from .resident import linear_chain_resident_scan_kernel
 from .scan import linear_chain_scan_kernel
 from .steps import (
     linear_chain_step_kernel,
@@ -83,9 +86,19 @@ def linear_chain_logz(
     parts = split_saved(saved, T, N, C, save)
     inputs = (emissions, transitions, start, end, lengths)
     prepare(*inputs, parts)
-    scan = scan_states if plan.MAX_RESIDENT_STATES >= C else step_states
-    scan(*inputs, parts, save, logz, rounded)
+    for scan in scans(transitions):
+        scan(*inputs, parts, save, logz, rounded)
     return logz, rounded, saved if save else saved.new_empty(0)
+
+
+def scans(transitions: Tensor) -> list[Callable[..., None]]:
+    """Return the scans for these transitions, of which the device runs one."""
+    C = transitions.shape[-1]
+    found: list[Callable[..., None]] = []
+    if transitions.ndim == 2:
+        found.append(resident_scan if plan.uses_resident(C) else step_states)
+    found.append(log_scan)
+    return found
 
 
 def prepare(
@@ -121,7 +134,7 @@ def prepare(
     )
 
 
-def scan_states(
+def resident_scan(
     emissions: Tensor,
     transitions: Tensor,
     start: Tensor | None,
@@ -132,39 +145,84 @@ def scan_states(
     logz: Tensor,
     rounded: Tensor,
 ) -> None:
-    """Scan alpha and beta with the transitions in registers."""
+    """Scan alpha and beta in linear arithmetic with the transitions in registers."""
     T, N, C = emissions.shape
     parts = plan.range_parts(transitions)
-    for is_log in (False, True) if parts else (True,):
+    inputs = (emissions, transitions, start, end, lengths, *saved[3:1:-1], *saved[:2])
+    ends = (*end_strides(start), *end_strides(end))
+    options: dict[str, Any] = {
+        "SAVE": save,
+        "EXACT": plan.is_exact(emissions, transitions),
+        "BLOCK_PARTS": plan.parts_block(parts),
+    }
+    programs, sizes, strides = 2 * N if save else N, (T, N, C, parts), emissions.stride()
+    if plan.GLUON:
         launch(
-            linear_chain_scan_kernel,
-            2 * N if save else N,
-            emissions,
-            transitions,
-            start,
-            end,
-            lengths,
-            saved.span,
-            saved.maxima,
-            saved.states,
-            saved.scales,
+            linear_chain_resident_scan_kernel,
+            programs,
+            *inputs,
+            None,
             logz,
             rounded,
-            T,
-            N,
-            C,
-            parts,
-            *emissions.stride(),
-            *transition_strides(transitions),
-            *end_strides(start),
-            *end_strides(end),
-            IS_LOG=is_log,
-            CONSTANT=parts > 0,
-            SAVE=save,
-            EXACT=plan.is_exact(emissions, transitions),
-            BLOCK_PARTS=plan.parts_block(parts),
-            **plan.scan_options(C, is_log),
+            *sizes,
+            1,
+            *strides,
+            *transitions.stride(),
+            *ends,
+            STEPS=0,
+            **plan.resident_options(C),
+            **options,
         )
+    else:
+        launch(
+            linear_chain_scan_kernel,
+            programs,
+            *inputs,
+            logz,
+            rounded,
+            *sizes,
+            *strides,
+            *transition_strides(transitions),
+            *ends,
+            IS_LOG=False,
+            CONSTANT=True,
+            **plan.scan_options(C, False),
+            **options,
+        )
+
+
+def log_scan(
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    saved: Saved,
+    save: bool,
+    logz: Tensor,
+    rounded: Tensor,
+) -> None:
+    """Scan alpha and beta in the log domain."""
+    T, N, C = emissions.shape
+    parts = plan.range_parts(transitions)
+    inputs = (emissions, transitions, start, end, lengths, *saved[3:1:-1], *saved[:2])
+    sizes = (T, N, C, parts, *emissions.stride(), *transition_strides(transitions))
+    ends = (*end_strides(start), *end_strides(end))
+    options: dict[str, Any] = {
+        "SAVE": save,
+        "EXACT": plan.is_exact(emissions, transitions),
+        "BLOCK_PARTS": plan.parts_block(parts),
+    }
+    programs = 2 * N if save else N
+    if plan.MAX_LOG_STATES >= C:
+        options |= {"IS_LOG": True, "CONSTANT": parts > 0, **plan.scan_options(C, True)}
+        results = (logz, rounded)
+        launch(linear_chain_scan_kernel, programs, *inputs, *results, *sizes, *ends, **options)
+    else:
+        recent = torch.empty((2, 2, N, C), dtype=torch.float64, device=emissions.device)
+        options |= plan.log_scan_options(C)
+        results = (recent, logz, rounded)
+        launch(linear_chain_log_scan_kernel, programs, *inputs, *results, *sizes, *ends, **options)
 
 
 def step_states(
@@ -178,30 +236,23 @@ def step_states(
     logz: Tensor,
     rounded: Tensor,
 ) -> None:
-    """Scan alpha and beta with a launch for each step."""
+    """Scan alpha and beta in linear arithmetic with a launch for each step."""
     T, N, C = emissions.shape
     parts = plan.range_parts(transitions)
     block = {"BLOCK_PARTS": plan.parts_block(parts)}
     fp64: dict[str, Any] = {"dtype": torch.float64, "device": emissions.device}
     recent = torch.empty((2, 2, N, C), **fp64)
-    weights = torch.empty((2, C, C) if parts else (0,), **fp64)
-    if parts:
-        sizes = (C, parts, *transitions.stride())
-        tensors = (transitions, saved.span, weights)
-        programs = cdiv(C, 32) ** 2 if N else 0
-        launch(linear_chain_weights_kernel, programs, *tensors, *sizes, BLOCK=32, **block)
-    strides = (
-        *emissions.stride(),
-        *transition_strides(transitions),
-        *end_strides(start),
-        *end_strides(end),
-    )
+    weights = torch.empty((2, C, C), **fp64)
+    sizes = (C, parts, *transitions.stride())
+    tensors = (transitions, saved.span, weights)
+    programs = cdiv(C, 32) ** 2 if N else 0
+    launch(linear_chain_weights_kernel, programs, *tensors, *sizes, BLOCK=32, **block)
+    strides = (*emissions.stride(), *end_strides(start), *end_strides(end))
     for i in range(T):
         launch(
             linear_chain_step_kernel,
             plan.step_programs(N, C, save),
             emissions,
-            transitions,
             weights,
             start,
             end,

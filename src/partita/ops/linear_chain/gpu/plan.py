@@ -10,10 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....runtime.backend import interpreting
 from ....runtime.sizes import cdiv, next_power_of_2
 from ..common import RANGE_ROWS
 
-MAX_RESIDENT_STATES = 128  # the transitions among more states do not fit into one program
+INTERPRETED = interpreting()
+GLUON = torch.version.hip is None and not INTERPRETED  # whether layouts are chosen, see resident.py
+
+MAX_RESIDENT_STATES = 128 if GLUON else 64  # the transitions among more do not fit into a program
+MAX_LOG_STATES = 32  # the same in the log domain
 MAX_ROW_ELEMENTS = 4096  # in a block of tokens that a program takes at once
 COUNT_PROGRAMS = 264  # about two for each multiprocessor
 
@@ -45,6 +50,24 @@ def prepare_options(C: int) -> dict[str, int]:
 def warps(threads: int) -> int:
     """Return how many warps, 1 to 8, have about so many threads."""
     return max(1, min(8, next_power_of_2(threads) // 32))
+
+
+def uses_resident(C: int) -> bool:
+    """Return whether the linear scans hold the transitions in registers."""
+    return C <= MAX_RESIDENT_STATES
+
+
+def resident_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of the linear scan with layouts of its own."""
+    block = next_power_of_2(max(C, 16))
+    warps, lanes = {16: (1, 2), 32: (1, 2), 64: (4, 4), 128: (8, 4)}[block]
+    return {"BLOCK_C": block, "AHEAD": 4, "LANES": lanes, "num_warps": warps}
+
+
+def log_scan_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of the scan in the log domain through memory."""
+    block = min(next_power_of_2(C), 256)
+    return {"BLOCK_C": block, "BLOCK_K": max(4, 4096 // block), "num_warps": 8}
 
 
 def scan_options(C: int, is_log: bool) -> dict[str, int]:

@@ -10,11 +10,9 @@ recursion.
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import finite_shift
-from .scan import log_sum, with_emission
+from .scan import log_sum
 from .scores import (
     LN2_FP64,
-    exp_sum_term,
     exponent_of,
     load_tokens,
     power_of_2,
@@ -72,29 +70,6 @@ def product_step(state_ptr, weights_ptr, n, c, N, C, SPLITS: tl.constexpr, BLOCK
 
 
 @triton.jit
-def log_step(
-    state_ptr, transitions_ptr, c, C, stride_r, stride_o, EXACT: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """Return the log-sum-exp of state and transitions for the states c, and the offset removed."""
-    maximum = tl.full(c.shape, -float("inf"), tl.float64)
-    total, greatest = tl.zeros(c.shape, tl.float64), tl.full([], -float("inf"), tl.float64)
-    for k0 in range(0, C, BLOCK_K):
-        k = k0 + tl.arange(0, BLOCK_K)
-        x = tl.load(state_ptr + k, mask=k < C, other=-float("inf"))
-        at = k.to(tl.int64)[:, None] * stride_r + c.to(tl.int64)[None, :] * stride_o
-        mask = (k < C)[:, None] & (c < C)[None, :]
-        scores = tl.load(transitions_ptr + at, mask=mask, other=-float("inf"))
-        terms = scores.to(tl.float64) + x[:, None]
-        larger = tl.maximum(maximum, tl.max(terms, axis=0))
-        shift = finite_shift(larger)
-        total *= exp_sum_term(maximum - shift, EXACT)
-        total += tl.sum(exp_sum_term(terms - shift[None, :], EXACT), axis=0)
-        maximum, greatest = larger, tl.maximum(greatest, tl.max(x, axis=0))
-    offset = finite_shift(greatest)
-    return tl.log(total) + (finite_shift(maximum) - offset), offset
-
-
-@triton.jit
 def load_tokens_of(lengths_ptr, n, N, T):
     """Return the number of tokens of the sequences n, at least 1."""
     if lengths_ptr is None:
@@ -106,7 +81,7 @@ def load_tokens_of(lengths_ptr, n, N, T):
 
 @triton.jit
 def load_emission(
-    addresses, token, c, sizes, strides, EXACT: tl.constexpr, IS_LOG: tl.constexpr
+    addresses, token, c, sizes, strides, EXACT: tl.constexpr
 ):
     """Return the emissions of tokens with start and end scores, `[BLOCK_N, BLOCK_C]`."""
     emissions_ptr, start_ptr, end_ptr, maxima_ptr = addresses
@@ -123,7 +98,7 @@ def load_emission(
         at, last = (n * end_n)[:, None] + c * end_c, mask & (t == tokens - 1)[:, None]
         score += tl.load(end_ptr + at, mask=last, other=0.0).to(tl.float64)
     maximum = tl.load(maxima_ptr + t * N + n, mask=n < N, other=0.0)
-    return relative_emission(score, maximum[:, None], EXACT, IS_LOG)
+    return relative_emission(score, maximum[:, None], EXACT, False)
 
 
 @triton.jit
@@ -139,7 +114,6 @@ def enter_tokens(
     c,  # [BLOCK_C]
     SAVE: tl.constexpr,
     EXACT: tl.constexpr,
-    IS_LOG: tl.constexpr,
 ):
     """Multiply the states that a step has reached by their emissions, and store them.
 
@@ -152,8 +126,8 @@ def enter_tokens(
     mask = (n < N)[:, None] & (c < C)[None, :]
     at = n[:, None] * C + c[None, :]
     active = (i < tokens)[:, None]
-    emission = load_emission(addresses, token, c, sizes, strides, EXACT, IS_LOG)
-    x = with_emission(y, emission, IS_LOG)
+    emission = load_emission(addresses, token, c, sizes, strides, EXACT)
+    x = y * emission
     if SAVE:
         row = (t * N * C)[:, None]
         tl.store(states_ptr + row + at, tl.where(is_alpha, x, y), mask=mask & active)
@@ -166,7 +140,6 @@ def enter_tokens(
 @triton.jit(do_not_specialize=["i"])
 def linear_chain_step_kernel(
     emissions_ptr,  # [T, N, C]
-    transitions_ptr,  # [C, C], or [T - 1, N, C, C]
     weights_ptr,  # [2, C, C] fp64
     start_ptr,  # [N, C] or None
     end_ptr,  # [N, C] or None
@@ -184,10 +157,6 @@ def linear_chain_step_kernel(
     stride_t,
     stride_n,
     stride_c,
-    trans_t,
-    trans_n,
-    trans_k,
-    trans_c,
     start_n,
     start_c,
     end_n,
@@ -201,21 +170,20 @@ def linear_chain_step_kernel(
     BLOCK_PARTS: tl.constexpr,
 ):
     """Take step i of alpha, and of beta with SAVE, for a block of sequences and of states."""
-    is_linear, _ = transition_range(range_ptr, parts, BLOCK_PARTS)
-    blocks_c = tl.cdiv(C, BLOCK_C)
-    c = tl.program_id(0) % blocks_c * BLOCK_C + tl.arange(0, BLOCK_C)
-    rest = tl.program_id(0) // blocks_c
-    direction = rest % 2 if SAVE else rest * 0
-    n0 = (rest // 2 if SAVE else rest) * BLOCK_N
-    is_alpha = direction == 0
-    row = tl.full([], N, tl.int64) * C
-    before_ptr = recent_ptr + (direction * 2 + (i + 1) % 2) * row
-    after_ptr = recent_ptr + (direction * 2 + i % 2) * row
-    results = (before_ptr, after_ptr, states_ptr + direction * row * T, scales_ptr)
-    addresses = (emissions_ptr, start_ptr, end_ptr, maxima_ptr)
-    strides = (stride_t, stride_n, stride_c, start_n, start_c, end_n, end_c)
-    walk, sizes = (i, is_alpha), (N, C)
-    if is_linear:
+    if transition_range(range_ptr, parts, BLOCK_PARTS)[0]:
+        blocks_c = tl.cdiv(C, BLOCK_C)
+        c = tl.program_id(0) % blocks_c * BLOCK_C + tl.arange(0, BLOCK_C)
+        rest = tl.program_id(0) // blocks_c
+        direction = rest % 2 if SAVE else rest * 0
+        n0 = (rest // 2 if SAVE else rest) * BLOCK_N
+        is_alpha = direction == 0
+        row = tl.full([], N, tl.int64) * C
+        before_ptr = recent_ptr + (direction * 2 + (i + 1) % 2) * row
+        after_ptr = recent_ptr + (direction * 2 + i % 2) * row
+        results = (before_ptr, after_ptr, states_ptr + direction * row * T, scales_ptr)
+        addresses = (emissions_ptr, start_ptr, end_ptr, maxima_ptr)
+        strides = (stride_t, stride_n, stride_c, start_n, start_c, end_n, end_c)
+        walk, sizes = (i, is_alpha), (N, C)
         n = n0 + tl.arange(0, BLOCK_N).to(tl.int64)
         tokens = load_tokens_of(lengths_ptr, n, N, T)
         t = tl.minimum(tl.maximum(tl.where(is_alpha, i, tokens - 1 - i), 0), T - 1)
@@ -224,35 +192,8 @@ def linear_chain_step_kernel(
             side_ptr = weights_ptr + direction * tl.full([], C, tl.int64) * C
             y, scale = product_step(before_ptr, side_ptr, n, c, N, C, SPLITS, BLOCK_K)
         enter_tokens(
-            addresses, results, walk, sizes, strides, y, scale, (t, n, tokens), c, SAVE, EXACT, False
+            addresses, results, walk, sizes, strides, y, scale, (t, n, tokens), c, SAVE, EXACT
         )
-    else:
-        stride_r = tl.where(is_alpha, trans_k, trans_c)
-        stride_o = tl.where(is_alpha, trans_c, trans_k)
-        for m in range(n0, tl.minimum(n0 + BLOCK_N, N)):
-            n = tl.full([1], m, tl.int64)
-            tokens = load_tokens_of(lengths_ptr, n, N, T)
-            t = tl.minimum(tl.maximum(tl.where(is_alpha, i, tokens - 1 - i), 0), T - 1)
-            y, scale = tl.zeros([1, BLOCK_C], tl.float64), tl.zeros([1], tl.float64)
-            if i > 0:
-                entered = tl.max(tl.maximum(tl.where(is_alpha, t - 1, t), 0), axis=0)
-                # Past the last step, any transitions that exist will do.
-                step = tl.minimum(entered, T - 2) * trans_t + m * trans_n
-                one, offset = log_step(
-                    before_ptr + tl.full([], m, tl.int64) * C,
-                    transitions_ptr + step,
-                    c,
-                    C,
-                    stride_r,
-                    stride_o,
-                    EXACT,
-                    BLOCK_K,
-                )
-                y, scale = one[None, :], scale + offset
-            enter_tokens(
-                addresses, results, walk, sizes, strides, y, scale, (t, n, tokens), c, SAVE, EXACT,
-                True,
-            )
 
 
 @triton.jit
@@ -274,21 +215,18 @@ def linear_chain_total_kernel(
 ):
     """Compute log Z of a sequence from its last alpha and the scales of all tokens."""
     is_linear, shift = transition_range(range_ptr, parts, BLOCK_PARTS)
-    n = tl.program_id(0).to(tl.int64)
-    tokens, invalid = load_tokens(lengths_ptr, n, T)
-    maximum_sum, scale_sum = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
-    for first in range(0, tokens, BLOCK_T):
-        t = first + tl.arange(0, BLOCK_T)
-        at = t.to(tl.int64) * N + n
-        maximum_sum += tl.sum(tl.load(maxima_ptr + at, mask=t < tokens, other=0.0), axis=0)
-        scale_sum += tl.sum(tl.load(scales_ptr + at, mask=t < tokens, other=0.0), axis=0)
-    c = tl.arange(0, BLOCK_C)
-    other = tl.where(is_linear, 0.0, -float("inf"))
-    alpha = tl.load(alpha_ptr + n * C + c, mask=c < C, other=other)
     if is_linear:
-        logz = log_sum(alpha, False) + scale_sum * LN2_FP64 + shift * (tokens - 1)
-    else:
-        logz = log_sum(alpha, True) + scale_sum
-    logz += maximum_sum + invalid
-    tl.store(logz_ptr + n, logz)
-    tl.store(rounded_ptr + n, logz.to(rounded_ptr.dtype.element_ty))
+        n = tl.program_id(0).to(tl.int64)
+        tokens, invalid = load_tokens(lengths_ptr, n, T)
+        total = tl.full([], 0.0, tl.float64)
+        for first in range(0, tokens, BLOCK_T):
+            t = first + tl.arange(0, BLOCK_T)
+            at = t.to(tl.int64) * N + n
+            terms = tl.load(scales_ptr + at, mask=t < tokens, other=0.0) * LN2_FP64
+            terms += tl.load(maxima_ptr + at, mask=t < tokens, other=0.0)
+            total += tl.sum(terms, axis=0)
+        c = tl.arange(0, BLOCK_C)
+        alpha = tl.load(alpha_ptr + n * C + c, mask=c < C, other=0.0)
+        logz = total + shift * (tokens - 1) + log_sum(alpha, False) + invalid
+        tl.store(logz_ptr + n, logz)
+        tl.store(rounded_ptr + n, logz.to(rounded_ptr.dtype.element_ty))

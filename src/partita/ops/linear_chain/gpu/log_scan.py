@@ -1,0 +1,124 @@
+"""Alpha and beta of dense linear chains in the log domain, for any number of states.
+
+One program scans alpha of a sequence, and another scans beta at the same time. States pass from one
+step to the next through memory, since the transitions of many states do not fit into registers.
+"""
+
+import triton
+import triton.language as tl
+
+from ....primitives.gpu.math import finite_shift
+from .scan import log_sum
+from .scores import exp_sum_term, fold_ends, load_end, load_tokens, transition_range
+
+
+@triton.jit
+def log_step(
+    state_ptr, transitions_ptr, c, C, stride_r, stride_o, EXACT: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Return the log-sum-exp of state and transitions for the states c, and the offset removed."""
+    maximum = tl.full(c.shape, -float("inf"), tl.float64)
+    total, greatest = tl.zeros(c.shape, tl.float64), tl.full([], -float("inf"), tl.float64)
+    for k0 in range(0, C, BLOCK_K):
+        k = k0 + tl.arange(0, BLOCK_K)
+        x = tl.load(state_ptr + k, mask=k < C, other=-float("inf"))
+        at = k.to(tl.int64)[:, None] * stride_r + c.to(tl.int64)[None, :] * stride_o
+        mask = (k < C)[:, None] & (c < C)[None, :]
+        scores = tl.load(transitions_ptr + at, mask=mask, other=-float("inf"))
+        terms = scores.to(tl.float64) + x[:, None]
+        larger = tl.maximum(maximum, tl.max(terms, axis=0))
+        shift = finite_shift(larger)
+        total *= exp_sum_term(maximum - shift, EXACT)
+        total += tl.sum(exp_sum_term(terms - shift[None, :], EXACT), axis=0)
+        maximum, greatest = larger, tl.maximum(greatest, tl.max(x, axis=0))
+    offset = finite_shift(greatest)
+    return tl.log(total) + (finite_shift(maximum) - offset), offset
+
+
+@triton.jit
+def linear_chain_log_scan_kernel(
+    emissions_ptr,  # [T, N, C]
+    transitions_ptr,  # [C, C], or [T - 1, N, C, C]
+    start_ptr,  # [N, C] or None
+    end_ptr,  # [N, C] or None
+    lengths_ptr,  # [N] or None
+    range_ptr,  # [parts, 2] fp64
+    maxima_ptr,  # [T, N] fp64
+    states_ptr,  # [2, T, N, C] fp64: alpha and beta, if SAVE
+    scales_ptr,  # [T, N] fp64: the offsets of alpha, if SAVE
+    recent_ptr,  # [2, 2, N, C] fp64: the last two states of alpha and beta, with emissions
+    logz_ptr,  # [N] fp64
+    rounded_ptr,  # [N] in the dtype of results
+    T,
+    N,
+    C,
+    parts,
+    stride_t,
+    stride_n,
+    stride_c,
+    trans_t,
+    trans_n,
+    trans_k,
+    trans_c,
+    start_n,
+    start_c,
+    end_n,
+    end_c,
+    SAVE: tl.constexpr,
+    EXACT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+):
+    """Scan alpha of a sequence and compute log Z, or with SAVE in every other program scan beta."""
+    if not transition_range(range_ptr, parts, BLOCK_PARTS)[0]:
+        direction = tl.program_id(0) % 2 if SAVE else 0
+        n = (tl.program_id(0) // 2 if SAVE else tl.program_id(0)).to(tl.int64)
+        is_alpha = direction == 0
+        tokens, invalid = load_tokens(lengths_ptr, n, T)
+        row = tl.full([], N, tl.int64) * C
+        recent_ptr += direction * 2 * row + n * C
+        states_ptr += direction * row * T + n * C
+        stride_r = tl.where(is_alpha, trans_k, trans_c)
+        stride_o = tl.where(is_alpha, trans_c, trans_k)
+        total = tl.full([], 0.0, tl.float64)
+        for i in range(0, tokens):
+            t = tl.where(is_alpha, tl.full([], i, tl.int64), tokens - 1 - i)
+            maximum = tl.load(maxima_ptr + t * N + n)
+            total += maximum
+            step_ptr = transitions_ptr + tl.where(is_alpha, t - 1, t) * trans_t + n * trans_n
+            offset = total * 0.0
+            for c0 in range(0, C, BLOCK_C):
+                c = c0 + tl.arange(0, BLOCK_C)
+                y = tl.zeros([BLOCK_C], tl.float64)
+                if i > 0:
+                    before_ptr = recent_ptr + (i + 1) % 2 * row
+                    y, offset = log_step(
+                        before_ptr, step_ptr, c, C, stride_r, stride_o, EXACT, BLOCK_K
+                    )
+                at = t * stride_t + n * stride_n + c.to(tl.int64) * stride_c
+                score = tl.load(emissions_ptr + at, mask=c < C, other=-float("inf"))
+                start = load_end(start_ptr, n, c, C, start_n, start_c)
+                end = load_end(end_ptr, n, c, C, end_n, end_c)
+                x = y + (fold_ends(score, t, tokens, start, end) - finite_shift(maximum))
+                tl.store(recent_ptr + i % 2 * row + c, x, mask=c < C)
+                if SAVE:
+                    tl.store(states_ptr + t * row + c, tl.where(is_alpha, x, y), mask=c < C)
+            total += offset
+            if SAVE:
+                tl.store(scales_ptr + t * N + n, offset, mask=is_alpha)
+            # The next step reads what other threads have stored.
+            tl.debug_barrier()
+        if is_alpha:
+            last_ptr = recent_ptr + (tokens - 1) % 2 * row
+            largest, rest = tl.full([], -float("inf"), tl.float64), tl.full([], 0.0, tl.float64)
+            for c0 in range(0, C, BLOCK_C):
+                c = c0 + tl.arange(0, BLOCK_C)
+                part = log_sum(tl.load(last_ptr + c, mask=c < C, other=-float("inf")), True)
+                shift = finite_shift(tl.maximum(largest, part))
+                # A NaN is no maximum, but stays in the sum.
+                rest = rest * tl.exp(largest - shift) + tl.exp(part - shift)
+                largest = tl.maximum(largest, part)
+            logz = total + tl.log(rest) + finite_shift(largest) + invalid
+            tl.store(logz_ptr + n, logz)
+            tl.store(rounded_ptr + n, logz.to(rounded_ptr.dtype.element_ty))

@@ -1,0 +1,180 @@
+"""Linear scans of dense chains on NVIDIA GPUs, with layouts that keep each sum inside a warp.
+
+The recursion is that of `scan.py`. A thread holds the transitions from every LANES-th state to a
+few states. So a step reads the state from shared memory, sums inside threads and then over LANES
+lanes, and puts the new state into shared memory: no sum crosses warps.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .scores import LN2_FP64, MAX_SPAN, exp_split, fold_ends, load_tokens, power_of_2
+
+
+@gluon.jit
+def linear_range(range_ptr, parts, BLOCK_PARTS: gl.constexpr):
+    """Return whether the linear scans serve these transitions, and the greatest transition."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    part = gl.arange(0, BLOCK_PARTS, LAYOUT)
+    greatest = gl.load(range_ptr + 2 * part, mask=part < parts, other=-float("inf"))
+    least = gl.load(range_ptr + 2 * part + 1, mask=part < parts, other=float("inf"))
+    maximum = gl.max(greatest, axis=0)
+    return maximum - gl.min(least, axis=0) <= MAX_SPAN, maximum
+
+
+@gluon.jit
+def resident_step(matrix, x, OUT: gl.constexpr, IN: gl.constexpr):
+    """Take a state through the transitions; return it with its exponent removed, and that."""
+    x = gl.convert_layout(x, IN)
+    # The order of numbers of one sign is that of their bits.
+    high = (x.to(gl.int64, bitcast=True) >> 32).to(gl.int32)
+    exponent = (gl.max(high, axis=0) >> 20) - 1023
+    exponent = gl.where(exponent < -1000, 0, gl.minimum(exponent, 1000))
+    y = gl.sum(matrix * gl.expand_dims(x, 1), axis=0)
+    return y * power_of_2(-exponent), exponent
+
+
+@gluon.jit
+def load_rows(score_ptr, maxima_ptr, i, count, stride_t, stride_m, c, C, AHEAD: gl.constexpr):
+    """Load emissions and maxima of the AHEAD steps from step i, before the first is used."""
+    scores, maxima = (), ()
+    for j in gl.static_range(AHEAD):
+        row = gl.to_tensor(i + j).to(gl.int64)
+        at = score_ptr + row * stride_t
+        scores += (gl.load(at, mask=(c < C) & (i + j <= count), other=-float("inf")),)
+        maxima += (gl.load(maxima_ptr + row * stride_m, mask=i + j <= count, other=0.0),)
+    return scores, maxima
+
+
+@gluon.jit
+def load_vector(ptr, n, c, C, stride_n, stride_c):
+    """Return the scores of start or end in fp64; zeros if there are none."""
+    if ptr is None:
+        return c.to(gl.float64) * 0.0
+    else:
+        at = n * stride_n + c.to(gl.int64) * stride_c
+        return gl.load(ptr + at, mask=c < C, other=0.0).to(gl.float64)
+
+
+@gluon.jit
+def linear_chain_resident_scan_kernel(
+    emissions_ptr,  # [T, N, C]
+    transitions_ptr,  # [C, C]
+    start_ptr,  # [N, C] or None
+    end_ptr,  # [N, C] or None
+    lengths_ptr,  # [N] or None
+    range_ptr,  # [parts, 2] fp64
+    maxima_ptr,  # [T, N] fp64
+    states_ptr,  # [2, T, N, C] fp64: alpha and beta, if SAVE
+    scales_ptr,  # [T, N] fp64: the exponents of alpha, if SAVE
+    boundaries_ptr,  # [2, N, segments + 1, C] fp64, or None
+    logz_ptr,  # [N] fp64, or None with boundaries
+    rounded_ptr,  # [N] in the dtype of results, or None with boundaries
+    T,
+    N,
+    C,
+    parts,
+    segments,
+    stride_t,
+    stride_n,
+    stride_c,
+    trans_k,
+    trans_c,
+    start_n,
+    start_c,
+    end_n,
+    end_c,
+    SAVE: gl.constexpr,
+    EXACT: gl.constexpr,
+    STEPS: gl.constexpr,  # of a segment, if there are boundaries
+    AHEAD: gl.constexpr,
+    LANES: gl.constexpr,
+    BLOCK_C: gl.constexpr,
+    BLOCK_PARTS: gl.constexpr,
+):
+    """Scan alpha of a sequence and compute log Z, or with SAVE in every other program scan beta.
+
+    With boundaries, scan a segment between states that are known, and store it.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    OUTS: gl.constexpr = BLOCK_C * LANES // (32 * WARPS)
+    PER: gl.constexpr = 2 if BLOCK_C >= 2 * LANES else 1
+    PAIRS: gl.constexpr = gl.BlockedLayout([PER, OUTS], [LANES, 32 // LANES], [1, WARPS], [1, 0])
+    OUT: gl.constexpr = gl.SliceLayout(0, PAIRS)
+    IN: gl.constexpr = gl.SliceLayout(1, PAIRS)
+    is_linear, shift = linear_range(range_ptr, parts, BLOCK_PARTS)
+    if is_linear:
+        segment, rest = gl.program_id(0) % segments, gl.program_id(0) // segments
+        direction = rest % 2 if SAVE else rest * 0
+        is_alpha = direction == 0
+        n = (rest // 2 if SAVE else rest).to(gl.int64)
+        tokens, invalid = load_tokens(lengths_ptr, n, T)
+        low, high = tokens * 0, tokens - 1
+        if boundaries_ptr is not None:
+            low = gl.minimum(segment * STEPS, tokens - 1)
+            high = gl.minimum(low + STEPS, tokens - 1)
+        t, count = gl.where(is_alpha, low, high).to(gl.int64), high - low
+        dt = gl.where(is_alpha, 1, -1).to(gl.int64)
+        c = gl.arange(0, BLOCK_C, OUT)
+        start = load_vector(start_ptr, n, c, C, start_n, start_c)
+        end = load_vector(end_ptr, n, c, C, end_n, end_c)
+        r = gl.expand_dims(gl.arange(0, BLOCK_C, IN), 1).to(gl.int64)
+        o = gl.expand_dims(c, 0).to(gl.int64)
+        at = gl.where(is_alpha, r * trans_k + o * trans_c, o * trans_k + r * trans_c)
+        matrix = gl.load(transitions_ptr + at, mask=(r < C) & (o < C), other=-float("inf"))
+        matrix = gl.exp(matrix.to(gl.float64) - shift)
+        score_ptr = emissions_ptr + n * stride_n + t * stride_t + c.to(gl.int64) * stride_c
+        token_ptr = maxima_ptr + t * N + n
+        row = gl.to_tensor(N).to(gl.int64) * C
+        state_ptr = states_ptr + (direction * row * T + t * row + n * C) + c
+        scale_ptr = scales_ptr + t * N + n
+        stride_t, stride_m, stride_s = dt * stride_t, dt * N, dt * row
+        first, maxima = load_rows(score_ptr, token_ptr, 0, 0, stride_t, stride_m, c, C, 1)
+        total = maxima[0]
+        score = fold_ends(first[0], t, tokens, start, end) - gl.where(
+            total == -float("inf"), 0.0, total
+        )
+        x, y = exp_split(score, EXACT), c.to(gl.float64) * 0.0 + 1.0
+        if boundaries_ptr is not None:
+            known = (direction * N + n) * (segments + 1) + segment + gl.where(is_alpha, 0, 1)
+            y = gl.load(boundaries_ptr + known * C + c, mask=c < C, other=0.0)
+            x = gl.where(is_alpha, y, y * x)
+        if SAVE:
+            is_stored = (t == gl.where(is_alpha, 0, tokens - 1)) & (c < C)
+            gl.store(state_ptr, gl.where(is_alpha, x, y), mask=is_stored)
+        exponents = gl.to_tensor(0)
+        scores, maxima = load_rows(
+            score_ptr, token_ptr, 1, count, stride_t, stride_m, c, C, AHEAD
+        )
+        for i in range(1, count + 1, AHEAD):
+            next_scores, next_maxima = load_rows(
+                score_ptr, token_ptr, i + AHEAD, count, stride_t, stride_m, c, C, AHEAD
+            )
+            for j in gl.static_range(AHEAD):
+                active, step = i + j <= count, gl.to_tensor(i + j).to(gl.int64)
+                maximum = gl.where(maxima[j] == -float("inf"), 0.0, maxima[j])
+                score = fold_ends(scores[j], t + step * dt, tokens, start, end) - maximum
+                y, exponent = resident_step(matrix, x, OUT, IN)
+                x = gl.where(active, y * exp_split(score, EXACT), x)
+                total += maxima[j]
+                exponents += gl.where(active, exponent, 0)
+                if SAVE:
+                    state = gl.where(is_alpha, x, y)
+                    gl.store(state_ptr + step * stride_s, state, mask=(c < C) & active)
+                    at = scale_ptr + step * stride_m
+                    gl.store(at, exponent.to(gl.float64), mask=active & is_alpha)
+            scores, maxima = next_scores, next_maxima
+        if boundaries_ptr is not None:
+            if is_alpha & (count > 0):
+                # The next segment starts from the known state, whose power of two may be another.
+                known = n * (segments + 1) + segment + 1
+                given = gl.load(boundaries_ptr + known * C + c, mask=c < C, other=0.0)
+                ratio = gl.log2(gl.sum(x, axis=0) / gl.sum(given, axis=0))
+                last = count.to(gl.int64)
+                gl.store(state_ptr + last * stride_s, given, mask=c < C)
+                gl.store(scale_ptr + last * stride_m, exponent.to(gl.float64) + ratio)
+        elif is_alpha:
+            scale = exponents.to(gl.float64) * LN2_FP64 + shift * (tokens - 1)
+            logz = total + scale + gl.log(gl.sum(x, axis=0)) + invalid
+            gl.store(logz_ptr + n, logz)
+            gl.store(rounded_ptr + n, logz.to(rounded_ptr.dtype.element_ty))
