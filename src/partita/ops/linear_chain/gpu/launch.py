@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,43 +17,18 @@ from .counts import (
     linear_chain_pairs_kernel,
     linear_chain_sum_counts_kernel,
 )
+from .launch_segments import parallel_scan
 from .log_scan import linear_chain_log_scan_kernel
 from .marginals import linear_chain_marginals_kernel
 from .prepare import linear_chain_prepare_kernel
 from .resident import linear_chain_resident_scan_kernel
+from .saved import Saved, end_strides, split_saved
 from .scan import linear_chain_scan_kernel
 from .steps import (
     linear_chain_step_kernel,
     linear_chain_total_kernel,
     linear_chain_weights_kernel,
 )
-
-
-class Saved(NamedTuple):
-    """What the scans leave for the gradient, as views of one fp64 tensor.
-
-    Fields:
-        states: `[2, T, N, C]`, alpha and beta; empty without a gradient.
-        scales: `[T, N]`, the exponents or offsets that were taken from alpha.
-        maxima: `[T, N]`, the greatest emission of each token.
-        span: `[parts, 2]`, the greatest and the least transition.
-    """
-
-    states: Tensor
-    scales: Tensor
-    maxima: Tensor
-    span: Tensor
-
-
-def split_saved(saved: Tensor, T: int, N: int, C: int, save: bool = True) -> Saved:
-    """Return the parts of the tensor that `linear_chain_logz` saves."""
-    states, scales, maxima, span = saved.split(saved_sizes(T, N, C, save))
-    return Saved(states, scales, maxima, span)
-
-
-def end_strides(end: Tensor | None) -> tuple[int, int]:
-    """Return the strides of start or end."""
-    return (0, 0) if end is None else (end.stride(0), end.stride(1))
 
 
 def transition_strides(transitions: Tensor) -> tuple[int, int, int, int]:
@@ -86,17 +61,20 @@ def linear_chain_logz(
     parts = split_saved(saved, T, N, C, save)
     inputs = (emissions, transitions, start, end, lengths)
     prepare(*inputs, parts)
-    for scan in scans(transitions):
+    for scan in scans(emissions, transitions, save):
         scan(*inputs, parts, save, logz, rounded)
     return logz, rounded, saved if save else saved.new_empty(0)
 
 
-def scans(transitions: Tensor) -> list[Callable[..., None]]:
+def scans(emissions: Tensor, transitions: Tensor, save: bool) -> list[Callable[..., None]]:
     """Return the scans for these transitions, of which the device runs one."""
     C = transitions.shape[-1]
     found: list[Callable[..., None]] = []
     if transitions.ndim == 2:
-        found.append(resident_scan if plan.uses_resident(C) else step_states)
+        if plan.is_parallel(*emissions.shape, save):
+            found.append(parallel_scan)
+        else:
+            found.append(resident_scan if plan.uses_resident(C) else step_states)
     found.append(log_scan)
     return found
 

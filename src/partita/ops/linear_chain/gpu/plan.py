@@ -19,7 +19,10 @@ GLUON = torch.version.hip is None and not INTERPRETED  # whether layouts are cho
 
 MAX_RESIDENT_STATES = 128 if GLUON else 64  # the transitions among more do not fit into a program
 MAX_LOG_STATES = 32  # the same in the log domain
-MAX_ROW_ELEMENTS = 4096  # in a block of tokens that a program takes at once
+MAX_ROW_ELEMENTS = 1024  # in a block of tokens that a program takes at once
+MIN_PARALLEL_TOKENS = 256
+MAX_PARALLEL_SEQUENCES = 32
+MAX_PARALLEL_STATES = 16
 COUNT_PROGRAMS = 264  # about two for each multiprocessor
 
 
@@ -60,7 +63,7 @@ def uses_resident(C: int) -> bool:
 def resident_options(C: int) -> dict[str, int]:
     """Return the compile-time arguments of the linear scan with layouts of its own."""
     block = next_power_of_2(max(C, 16))
-    warps, lanes = {16: (1, 2), 32: (1, 2), 64: (4, 4), 128: (8, 4)}[block]
+    warps, lanes = {16: (1, 2), 32: (1, 2), 64: (4, 2), 128: (8, 4)}[block]
     return {"BLOCK_C": block, "AHEAD": 4, "LANES": lanes, "num_warps": warps}
 
 
@@ -96,8 +99,40 @@ def step_programs(N: int, C: int, save: bool) -> int:
 def row_options(C: int) -> dict[str, int]:
     """Return the compile-time arguments of a kernel that takes blocks of tokens."""
     block = next_power_of_2(max(C, 1))
-    rows = max(1, min(32, MAX_ROW_ELEMENTS // 2 // block))
-    return {"ROWS": rows, "BLOCK_C": block, "num_warps": warps(rows * block // 4)}
+    rows = max(1, min(32, MAX_ROW_ELEMENTS // block))
+    return {"ROWS": rows, "BLOCK_C": block, "num_warps": warps(rows * block // 8)}
+
+
+class SegmentSizes(NamedTuple):
+    """How the steps of long sequences are cut, so that each level has about as many parts.
+
+    Fields:
+        steps: the number of steps in a segment, a power of 2.
+        segments: the number of segments.
+        size: the number of segments in a group, a power of 2.
+        groups: the number of groups, at least 1.
+    """
+
+    steps: int
+    segments: int
+    size: int
+    groups: int
+
+
+def is_parallel(T: int, N: int, C: int, save: bool) -> bool:
+    """Return whether the linear scan is parallel in time, because few sequences are long."""
+    if save and not GLUON:
+        return False
+    return T >= MIN_PARALLEL_TOKENS and 0 < N <= MAX_PARALLEL_SEQUENCES and C <= MAX_PARALLEL_STATES
+
+
+def segment_sizes(T: int) -> SegmentSizes:
+    """Return how a sequence of T tokens is cut."""
+    steps = size = max(8, next_power_of_2(round(T ** (1 / 3))))
+    if T < size**3 // 4:
+        size //= 2
+    segments = max(cdiv(T - 1, steps), 1)
+    return SegmentSizes(steps, segments, size, cdiv(segments, size))
 
 
 class CountGroups(NamedTuple):
@@ -150,4 +185,4 @@ def count_options(C: int) -> dict[str, int]:
 
 def sum_options(splits: int) -> dict[str, Any]:
     """Return the compile-time arguments of the kernel that adds the parts of the counts."""
-    return {"BLOCK_S": min(32, next_power_of_2(max(splits, 1))), "BLOCK": 128, "num_warps": 4}
+    return {"BLOCK_S": min(64, next_power_of_2(max(splits, 1))), "BLOCK": 32, "num_warps": 4}

@@ -128,8 +128,8 @@ def linear_chain_resident_scan_kernel(
         row = gl.to_tensor(N).to(gl.int64) * C
         state_ptr = states_ptr + (direction * row * T + t * row + n * C) + c
         scale_ptr = scales_ptr + t * N + n
-        stride_t, stride_m, stride_s = dt * stride_t, dt * N, dt * row
-        first, maxima = load_rows(score_ptr, token_ptr, 0, 0, stride_t, stride_m, c, C, 1)
+        next_t, next_m, next_s = dt * stride_t, dt * N, dt * row
+        first, maxima = load_rows(score_ptr, token_ptr, 0, 0, next_t, next_m, c, C, 1)
         total = maxima[0]
         score = fold_ends(first[0], t, tokens, start, end) - gl.where(
             total == -float("inf"), 0.0, total
@@ -142,13 +142,13 @@ def linear_chain_resident_scan_kernel(
         if SAVE:
             is_stored = (t == gl.where(is_alpha, 0, tokens - 1)) & (c < C)
             gl.store(state_ptr, gl.where(is_alpha, x, y), mask=is_stored)
-        exponents = gl.to_tensor(0)
+        exponents, exponent = gl.to_tensor(0), gl.to_tensor(0)
         scores, maxima = load_rows(
-            score_ptr, token_ptr, 1, count, stride_t, stride_m, c, C, AHEAD
+            score_ptr, token_ptr, 1, count, next_t, next_m, c, C, AHEAD
         )
         for i in range(1, count + 1, AHEAD):
             next_scores, next_maxima = load_rows(
-                score_ptr, token_ptr, i + AHEAD, count, stride_t, stride_m, c, C, AHEAD
+                score_ptr, token_ptr, i + AHEAD, count, next_t, next_m, c, C, AHEAD
             )
             for j in gl.static_range(AHEAD):
                 active, step = i + j <= count, gl.to_tensor(i + j).to(gl.int64)
@@ -160,9 +160,9 @@ def linear_chain_resident_scan_kernel(
                 exponents += gl.where(active, exponent, 0)
                 if SAVE:
                     state = gl.where(is_alpha, x, y)
-                    gl.store(state_ptr + step * stride_s, state, mask=(c < C) & active)
-                    at = scale_ptr + step * stride_m
-                    gl.store(at, exponent.to(gl.float64), mask=active & is_alpha)
+                    gl.store(state_ptr + step * next_s, state, mask=(c < C) & active)
+                    power = exponent.to(gl.float64)
+                    gl.store(scale_ptr + step * next_m, power, mask=active & is_alpha)
             scores, maxima = next_scores, next_maxima
         if boundaries_ptr is not None:
             if is_alpha & (count > 0):
@@ -171,8 +171,8 @@ def linear_chain_resident_scan_kernel(
                 given = gl.load(boundaries_ptr + known * C + c, mask=c < C, other=0.0)
                 ratio = gl.log2(gl.sum(x, axis=0) / gl.sum(given, axis=0))
                 last = count.to(gl.int64)
-                gl.store(state_ptr + last * stride_s, given, mask=c < C)
-                gl.store(scale_ptr + last * stride_m, exponent.to(gl.float64) + ratio)
+                gl.store(state_ptr + last * next_s, given, mask=c < C)
+                gl.store(scale_ptr + last * next_m, exponent.to(gl.float64) + ratio)
         elif is_alpha:
             scale = exponents.to(gl.float64) * LN2_FP64 + shift * (tokens - 1)
             logz = total + scale + gl.log(gl.sum(x, axis=0)) + invalid

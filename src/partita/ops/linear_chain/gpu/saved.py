@@ -1,0 +1,36 @@
+"""What the scans of dense linear chains leave for the gradient."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..common import saved_sizes
+
+
+class Saved(NamedTuple):
+    """What the scans leave for the gradient, as views of one fp64 tensor.
+
+    Fields:
+        states: `[2, T, N, C]`, alpha and beta; empty without a gradient.
+        scales: `[T, N]`, the exponents or offsets that were taken from alpha.
+        maxima: `[T, N]`, the greatest emission of each token.
+        span: `[parts, 2]`, the greatest and the least transition.
+    """
+
+    states: Tensor
+    scales: Tensor
+    maxima: Tensor
+    span: Tensor
+
+
+def split_saved(saved: Tensor, T: int, N: int, C: int, save: bool = True) -> Saved:
+    """Return the parts of the tensor that `linear_chain_logz` saves."""
+    states, scales, maxima, span = saved.split(saved_sizes(T, N, C, save))
+    return Saved(states, scales, maxima, span)
+
+
+def end_strides(end: Tensor | None) -> tuple[int, int]:
+    """Return the strides of start or end."""
+    return (0, 0) if end is None else (end.stride(0), end.stride(1))

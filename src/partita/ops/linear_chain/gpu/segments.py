@@ -1,0 +1,236 @@
+"""Linear scans of few long sequences, parallel in time.
+
+The steps of a segment are one operator M on states: alpha after it is alpha before it times M, and
+beta before it is M times beta after it. Each row of M has a power of two of its own, since rows may
+differ by more than fp64 holds. First the operators of all segments are formed at the same time,
+then those of groups of segments. One program scans the groups in either direction, others the
+segments inside of each group, and then all states at the boundaries of segments are known.
+
+Source: Särkkä and García-Fernández, Temporal parallelization of Bayesian smoothers, 2021.
+"""
+
+import triton
+import triton.language as tl
+
+from ....primitives.gpu.math import finite_shift
+from .scores import (
+    LN2_FP64,
+    exp_split,
+    exponent_of,
+    fold_ends,
+    load_end,
+    load_tokens,
+    power_of_2,
+    transition_range,
+)
+
+
+@triton.jit
+def load_matrix(ptr, C, stride_k, stride_c, BLOCK_C: tl.constexpr, OTHER: tl.constexpr):
+    """Load a matrix `[BLOCK_C, BLOCK_C]`."""
+    k, c = tl.arange(0, BLOCK_C).to(tl.int64)[:, None], tl.arange(0, BLOCK_C).to(tl.int64)[None, :]
+    return tl.load(ptr + k * stride_k + c * stride_c, mask=(k < C) & (c < C), other=OTHER)
+
+
+@triton.jit
+def identity(BLOCK_C: tl.constexpr):
+    """Return the operator of no step."""
+    k, c = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK_C)[None, :]
+    return tl.where(k == c, 1.0, 0.0).to(tl.float64)
+
+
+@triton.jit
+def store_operator(operators_ptr, exponents_ptr, at, matrix, exponents, C, BLOCK_C: tl.constexpr):
+    """Store an operator and the exponents of its rows."""
+    k, c = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_C)
+    mask = (k < C)[:, None] & (c < C)[None, :]
+    tl.store(operators_ptr + at * C * C + k[:, None] * C + c[None, :], matrix, mask=mask)
+    tl.store(exponents_ptr + at * C + k, exponents, mask=k < C)
+
+
+@triton.jit
+def scaled_exponents(exponents):
+    """Return factors 2**(exponents - greatest), and the greatest exponent."""
+    greatest = tl.max(exponents, axis=0)
+    return power_of_2(tl.maximum(exponents - greatest, -1022.0).to(tl.int32)), greatest
+
+
+@triton.jit
+def linear_chain_operators_kernel(
+    emissions_ptr,  # [T, N, C]
+    transitions_ptr,  # [C, C]
+    end_ptr,  # [N, C] or None
+    lengths_ptr,  # [N] or None
+    range_ptr,  # [parts, 2] fp64
+    maxima_ptr,  # [T, N] fp64
+    operators_ptr,  # [N, segments, C, C] fp64
+    exponents_ptr,  # [N, segments, C] fp64
+    offsets_ptr,  # [N, segments] fp64: the logarithm of what was taken out, without exponents
+    T,
+    N,
+    C,
+    parts,
+    segments,
+    stride_t,
+    stride_n,
+    stride_c,
+    trans_k,
+    trans_c,
+    end_n,
+    end_c,
+    STEPS: tl.constexpr,
+    EXACT: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+):
+    """Form the operator of a segment."""
+    is_linear, shift = transition_range(range_ptr, parts, BLOCK_PARTS)
+    if is_linear:
+        n, segment = (tl.program_id(0) // segments).to(tl.int64), tl.program_id(0) % segments
+        tokens, _ = load_tokens(lengths_ptr, n, T)
+        c = tl.arange(0, BLOCK_C)
+        end = load_end(end_ptr, n, c, C, end_n, end_c)
+        low = tl.minimum(segment * STEPS, tokens - 1)
+        count = tl.minimum(STEPS, tokens - 1 - low)
+        weights = load_matrix(transitions_ptr, C, trans_k, trans_c, BLOCK_C, -float("inf"))
+        weights = tl.exp(weights.to(tl.float64) - shift)
+        matrix, exponents = identity(BLOCK_C), tl.zeros([BLOCK_C], tl.float64)
+        total = shift * count
+        score_ptr = emissions_ptr + n * stride_n + c.to(tl.int64) * stride_c
+        for first in range(1, count + 1, AHEAD):
+            scores, maxima = (), ()
+            for j in tl.static_range(AHEAD):
+                t, inside = tl.full([], low, tl.int64) + first + j, first + j <= count
+                mask = (c < C) & inside
+                scores += (tl.load(score_ptr + t * stride_t, mask=mask, other=-float("inf")),)
+                maxima += (tl.load(maxima_ptr + t * N + n, mask=inside, other=0.0),)
+            for j in tl.static_range(AHEAD):
+                t, inside = low + first + j, first + j <= count
+                score = fold_ends(scores[j], t, tokens, end, end) - finite_shift(maxima[j])
+                removed = exponent_of(tl.max(matrix, axis=1))
+                after = tl.dot(matrix, weights, out_dtype=tl.float64)
+                after *= exp_split(score, EXACT)[None, :] * power_of_2(-removed)[:, None]
+                matrix = tl.where(inside, after, matrix)
+                exponents += tl.where(inside, removed.to(tl.float64), 0.0)
+                total += maxima[j]
+        at = n * segments + segment
+        store_operator(operators_ptr, exponents_ptr, at, matrix, exponents, C, BLOCK_C)
+        tl.store(offsets_ptr + at, total)
+
+
+@triton.jit
+def linear_chain_group_operators_kernel(
+    range_ptr,  # [parts, 2] fp64
+    operators_ptr,  # [N, segments, C, C] fp64
+    exponents_ptr,  # [N, segments, C] fp64
+    offsets_ptr,  # [N, segments] fp64
+    group_operators_ptr,  # [N, groups, C, C] fp64
+    group_exponents_ptr,  # [N, groups, C] fp64
+    group_offsets_ptr,  # [N, groups] fp64
+    C,
+    parts,
+    segments,
+    groups,
+    SIZE: tl.constexpr,  # segments in a group
+    BLOCK_C: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+):
+    """Form the operator of a group of segments, the product of theirs."""
+    if transition_range(range_ptr, parts, BLOCK_PARTS)[0]:
+        n, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
+        c = tl.arange(0, BLOCK_C)
+        matrix, exponents = identity(BLOCK_C), tl.zeros([BLOCK_C], tl.float64)
+        total = tl.full([], 0.0, tl.float64)
+        for segment in range(group * SIZE, tl.minimum((group + 1) * SIZE, segments)):
+            at = n * segments + segment
+            step = load_matrix(operators_ptr + at * C * C, C, C, 1, BLOCK_C, 0.0)
+            powers = tl.load(exponents_ptr + at * C + c, mask=c < C, other=-float("inf"))
+            factors, greatest = scaled_exponents(powers)
+            removed = exponent_of(tl.max(matrix, axis=1))
+            after = tl.dot(matrix, step * factors[:, None], out_dtype=tl.float64)
+            matrix = after * power_of_2(-removed)[:, None]
+            exponents += removed.to(tl.float64) + greatest
+            total += tl.load(offsets_ptr + at)
+        at = n * groups + group
+        store_operator(group_operators_ptr, group_exponents_ptr, at, matrix, exponents, C, BLOCK_C)
+        tl.store(group_offsets_ptr + at, total)
+
+
+@triton.jit
+def linear_chain_boundaries_kernel(
+    emissions_ptr,  # [T, N, C]
+    start_ptr,  # [N, C] or None
+    end_ptr,  # [N, C] or None
+    lengths_ptr,  # [N] or None
+    range_ptr,  # [parts, 2] fp64
+    maxima_ptr,  # [T, N] fp64
+    operators_ptr,  # [N, segments, C, C] fp64
+    exponents_ptr,  # [N, segments, C] fp64
+    offsets_ptr,  # [N, segments] fp64
+    known_ptr,  # [2, N, groups + 1, C] fp64, states between groups, or None for one group
+    boundaries_ptr,  # [2, N, segments + 1, C] fp64
+    logz_ptr,  # [N] fp64, if known is None
+    rounded_ptr,  # [N]
+    T,
+    N,
+    C,
+    parts,
+    segments,
+    groups,
+    stride_n,
+    stride_c,
+    start_n,
+    start_c,
+    end_n,
+    end_c,
+    SIZE: tl.constexpr,
+    DIRECTIONS: tl.constexpr,  # 2, or 1 for alpha alone
+    EXACT: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+):
+    """Scan alpha or beta over the operators of a group, and compute log Z if there is one group."""
+    if transition_range(range_ptr, parts, BLOCK_PARTS)[0]:
+        group, rest = tl.program_id(0) % groups, tl.program_id(0) // groups
+        n, direction = (rest // DIRECTIONS).to(tl.int64), rest % DIRECTIONS
+        is_alpha, c = direction == 0, tl.arange(0, BLOCK_C)
+        tokens, invalid = load_tokens(lengths_ptr, n, T)
+        first, last = group * SIZE, tl.minimum((group + 1) * SIZE, segments)
+        maximum = tl.load(maxima_ptr + n)
+        if known_ptr is None:
+            at = emissions_ptr + n * stride_n + c.to(tl.int64) * stride_c
+            score = tl.load(at, mask=c < C, other=-float("inf"))
+            start = load_end(start_ptr, n, c, C, start_n, start_c)
+            end = load_end(end_ptr, n, c, C, end_n, end_c)
+            score = fold_ends(score, 0, tokens, start, end) - finite_shift(maximum)
+            x = tl.where(is_alpha, exp_split(score, EXACT), tl.where(c < C, 1.0, 0.0))
+        else:
+            at = ((direction * N + n) * (groups + 1) + group + direction) * C + c
+            x = tl.load(known_ptr + at, mask=c < C, other=0.0)
+        total, powers = maximum, 0.0 * maximum
+        row_ptr = boundaries_ptr + (direction * N + n) * (segments + 1) * C + c
+        stride_k, stride_c = tl.where(is_alpha, C, 1), tl.where(is_alpha, 1, C)
+        for i in range(0, last - first):
+            segment = tl.where(is_alpha, first + i, last - 1 - i)
+            tl.store(row_ptr + (segment + direction) * C, x, mask=c < C)
+            at = n * segments + segment
+            # Rows [reduced state, other state], whichever of them has the exponents.
+            step = load_matrix(operators_ptr + at * C * C, C, stride_k, stride_c, BLOCK_C, 0.0)
+            exponents = tl.load(exponents_ptr + at * C + c, mask=c < C, other=-float("inf"))
+            factors, greatest = scaled_exponents(exponents)
+            removed = exponent_of(tl.max(x, axis=0))
+            x = tl.where(is_alpha, x * factors, x)
+            y = tl.sum(step * x[:, None], axis=0) * power_of_2(-removed)
+            x = tl.where(is_alpha, y, y * factors)
+            total += tl.load(offsets_ptr + at)
+            powers += removed.to(tl.float64) + greatest
+        is_edge = tl.where(is_alpha, last == segments, first == 0)
+        tl.store(
+            row_ptr + tl.where(is_alpha, last, first) * C, x, mask=(c < C) & is_edge
+        )
+        if known_ptr is None:
+            if is_alpha:
+                logz = total + powers * LN2_FP64 + tl.log(tl.sum(x, axis=0)) + invalid
+                tl.store(logz_ptr + n, logz)
+                tl.store(rounded_ptr + n, logz.to(rounded_ptr.dtype.element_ty))
