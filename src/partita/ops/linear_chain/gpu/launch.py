@@ -29,6 +29,7 @@ from .steps import (
     linear_chain_total_kernel,
     linear_chain_weights_kernel,
 )
+from .strided_steps import linear_chain_strided_step_kernel
 
 
 def transition_strides(transitions: Tensor) -> tuple[int, int, int, int]:
@@ -228,7 +229,7 @@ def step_states(
     strides = (*emissions.stride(), *end_strides(start), *end_strides(end))
     for i in range(T):
         launch(
-            linear_chain_step_kernel,
+            linear_chain_strided_step_kernel if plan.GLUON else linear_chain_step_kernel,
             plan.step_programs(N, C, save),
             emissions,
             weights,

@@ -86,14 +86,14 @@ def scan_options(C: int, is_log: bool) -> dict[str, int]:
 
 def step_options(C: int) -> dict[str, int]:
     """Return the compile-time arguments of one step of a chain of many states."""
+    if GLUON:
+        return {"UNROLL": 4, "num_warps": 8}
     return {"BLOCK_N": 16, "BLOCK_C": 16, "BLOCK_K": 32, "SPLITS": 8, "num_warps": 8}
 
 
 def step_programs(N: int, C: int, save: bool) -> int:
     """Return the number of programs of a step."""
-    options = step_options(C)
-    blocks = cdiv(C, options["BLOCK_C"]) * cdiv(N, options["BLOCK_N"])
-    return blocks * (2 if save else 1)
+    return cdiv(C, 8 if GLUON else 16) * cdiv(N, 16) * (2 if save else 1)
 
 
 def row_options(C: int) -> dict[str, int]:

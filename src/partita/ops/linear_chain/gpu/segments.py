@@ -56,6 +56,16 @@ def scaled_exponents(exponents):
 
 
 @triton.jit
+def load_operator(operators, at, C, BLOCK_C: tl.constexpr):
+    """Return an operator [summed state, other state], the exponents of its rows, and its offset."""
+    operators_ptr, exponents_ptr, offsets_ptr, step_k, step_c = operators
+    c = tl.arange(0, BLOCK_C)
+    matrix = load_matrix(operators_ptr + at * C * C, C, step_k, step_c, BLOCK_C, 0.0)
+    exponents = tl.load(exponents_ptr + at * C + c, mask=c < C, other=-float("inf"))
+    return matrix, exponents, tl.load(offsets_ptr + at)
+
+
+@triton.jit
 def linear_chain_operators_kernel(
     emissions_ptr,  # [T, N, C]
     transitions_ptr,  # [C, C]
@@ -142,16 +152,20 @@ def linear_chain_group_operators_kernel(
         c = tl.arange(0, BLOCK_C)
         matrix, exponents = identity(BLOCK_C), tl.zeros([BLOCK_C], tl.float64)
         total = tl.full([], 0.0, tl.float64)
-        for segment in range(group * SIZE, tl.minimum((group + 1) * SIZE, segments)):
-            at = n * segments + segment
-            step = load_matrix(operators_ptr + at * C * C, C, C, 1, BLOCK_C, 0.0)
-            powers = tl.load(exponents_ptr + at * C + c, mask=c < C, other=-float("inf"))
+        operators = (operators_ptr, exponents_ptr, offsets_ptr, C, 1)
+        last = tl.minimum((group + 1) * SIZE, segments) - 1
+        step, powers, offset = load_operator(operators, n * segments + group * SIZE, C, BLOCK_C)
+        for segment in range(group * SIZE, last + 1):
+            # The next operator is loaded while this one is used.
+            following = n * segments + tl.minimum(segment + 1, last)
+            next_step, next_powers, next_offset = load_operator(operators, following, C, BLOCK_C)
             factors, greatest = scaled_exponents(powers)
             removed = exponent_of(tl.max(matrix, axis=1))
             after = tl.dot(matrix, step * factors[:, None], out_dtype=tl.float64)
             matrix = after * power_of_2(-removed)[:, None]
             exponents += removed.to(tl.float64) + greatest
-            total += tl.load(offsets_ptr + at)
+            total += offset
+            step, powers, offset = next_step, next_powers, next_offset
         at = n * groups + group
         store_operator(group_operators_ptr, group_exponents_ptr, at, matrix, exponents, C, BLOCK_C)
         tl.store(group_offsets_ptr + at, total)
@@ -199,32 +213,37 @@ def linear_chain_boundaries_kernel(
         first, last = group * SIZE, tl.minimum((group + 1) * SIZE, segments)
         maximum = tl.load(maxima_ptr + n)
         if known_ptr is None:
-            at = emissions_ptr + n * stride_n + c.to(tl.int64) * stride_c
-            score = tl.load(at, mask=c < C, other=-float("inf"))
+            score_ptr = emissions_ptr + n * stride_n + c.to(tl.int64) * stride_c
+            score = tl.load(score_ptr, mask=c < C, other=-float("inf"))
             start = load_end(start_ptr, n, c, C, start_n, start_c)
             end = load_end(end_ptr, n, c, C, end_n, end_c)
             score = fold_ends(score, 0, tokens, start, end) - finite_shift(maximum)
             x = tl.where(is_alpha, exp_split(score, EXACT), tl.where(c < C, 1.0, 0.0))
         else:
-            at = ((direction * N + n) * (groups + 1) + group + direction) * C + c
-            x = tl.load(known_ptr + at, mask=c < C, other=0.0)
+            state = (direction * N + n) * (groups + 1) + group + direction
+            x = tl.load(known_ptr + state * C + c, mask=c < C, other=0.0)
         total, powers = maximum, 0.0 * maximum
         row_ptr = boundaries_ptr + (direction * N + n) * (segments + 1) * C + c
-        stride_k, stride_c = tl.where(is_alpha, C, 1), tl.where(is_alpha, 1, C)
+        step_k, step_c = tl.where(is_alpha, C, 1), tl.where(is_alpha, 1, C)
+        operators = (operators_ptr, exponents_ptr, offsets_ptr, step_k, step_c)
+        at = n * segments + tl.where(is_alpha, first, last - 1)
+        step, exponents, offset = load_operator(operators, at, C, BLOCK_C)
         for i in range(0, last - first):
             segment = tl.where(is_alpha, first + i, last - 1 - i)
             tl.store(row_ptr + (segment + direction) * C, x, mask=c < C)
-            at = n * segments + segment
-            # Rows [reduced state, other state], whichever of them has the exponents.
-            step = load_matrix(operators_ptr + at * C * C, C, stride_k, stride_c, BLOCK_C, 0.0)
-            exponents = tl.load(exponents_ptr + at * C + c, mask=c < C, other=-float("inf"))
+            # The next operator is loaded while this one is used.
+            at = n * segments + tl.where(
+                is_alpha, tl.minimum(segment + 1, last - 1), tl.maximum(segment - 1, first)
+            )
+            next_step, next_exponents, next_offset = load_operator(operators, at, C, BLOCK_C)
             factors, greatest = scaled_exponents(exponents)
             removed = exponent_of(tl.max(x, axis=0))
             x = tl.where(is_alpha, x * factors, x)
             y = tl.sum(step * x[:, None], axis=0) * power_of_2(-removed)
             x = tl.where(is_alpha, y, y * factors)
-            total += tl.load(offsets_ptr + at)
+            total += offset
             powers += removed.to(tl.float64) + greatest
+            step, exponents, offset = next_step, next_exponents, next_offset
         is_edge = tl.where(is_alpha, last == segments, first == 0)
         tl.store(
             row_ptr + tl.where(is_alpha, last, first) * C, x, mask=(c < C) & is_edge

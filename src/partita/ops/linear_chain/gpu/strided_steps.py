@@ -1,0 +1,108 @@
+"""Steps of dense chains of many states on NVIDIA GPUs, without a pass through shared memory.
+
+A thread sums over every 32nd state for a few sequences and a few states that it enters, and its
+operands come straight from memory, where the weights [other state, summed state] have the summed
+states side by side. See `steps.py` for the rest.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .resident import linear_range
+from .scores import exponent_of, power_of_2
+from .steps import enter_tokens, load_tokens_of
+
+
+@gluon.jit
+def strided_sums(state_ptr, weights_ptr, n0, c0, N, C, UNROLL: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return states times weights `[BLOCK_N, BLOCK_C]`, and each sequence's greatest state."""
+    STATES: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    WEIGHTS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    n = n0 + gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, STATES)), 1).to(gl.int64)
+    c = c0 + gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, WEIGHTS)), 1).to(gl.int64)
+    k = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, STATES)), 0)
+    j = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, WEIGHTS)), 0)
+    total = gl.zeros([16, 8, 32], gl.float64, LAYOUT)
+    greatest = gl.zeros([16, 32], gl.float64, STATES)
+    state_ptr, weights_ptr = state_ptr + n * C + k, weights_ptr + c * C + j
+    for k0 in range(0, C, 32 * UNROLL):
+        states, weights = (), ()
+        for u in gl.static_range(UNROLL):
+            first = k0 + 32 * u
+            mask = (n < N) & (first + k < C)
+            states += (gl.load(state_ptr + first, mask=mask, other=0.0),)
+            mask = (c < C) & (first + j < C)
+            weights += (gl.load(weights_ptr + first, mask=mask, other=0.0),)
+        for u in gl.static_range(UNROLL):
+            greatest = gl.maximum(greatest, states[u])
+            total += gl.expand_dims(states[u], 1) * gl.expand_dims(weights[u], 0)
+    return gl.sum(total, axis=2), gl.max(greatest, axis=1)
+
+
+@gluon.jit(do_not_specialize=["i"])
+def linear_chain_strided_step_kernel(
+    emissions_ptr,  # [T, N, C]
+    weights_ptr,  # [2, C, C] fp64
+    start_ptr,  # [N, C] or None
+    end_ptr,  # [N, C] or None
+    lengths_ptr,  # [N] or None
+    range_ptr,  # [parts, 2] fp64
+    maxima_ptr,  # [T, N] fp64
+    states_ptr,  # [2, T, N, C] fp64 if SAVE
+    scales_ptr,  # [T, N] fp64
+    recent_ptr,  # [2, 2, N, C] fp64: the last two states of alpha and beta, with emissions
+    i,
+    T,
+    N,
+    C,
+    parts,
+    stride_t,
+    stride_n,
+    stride_c,
+    start_n,
+    start_c,
+    end_n,
+    end_c,
+    SAVE: gl.constexpr,
+    EXACT: gl.constexpr,
+    UNROLL: gl.constexpr,
+    BLOCK_PARTS: gl.constexpr,
+):
+    """Take step i of alpha, and of beta with SAVE, for 16 sequences and 8 states."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4, 4, 1], [1, 1, 32], [4, 2, 1], [2, 1, 0])
+    SUMS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
+    is_linear, _ = linear_range(range_ptr, parts, BLOCK_PARTS)
+    if is_linear:
+        blocks_c = gl.cdiv(C, 8)
+        c0, rest = gl.program_id(0) % blocks_c * 8, gl.program_id(0) // blocks_c
+        direction = rest % 2 if SAVE else rest * 0
+        n0 = (rest // 2 if SAVE else rest) * 16
+        is_alpha = direction == 0
+        row = gl.to_tensor(N).to(gl.int64) * C
+        before_ptr = recent_ptr + (direction * 2 + (i + 1) % 2) * row
+        after_ptr = recent_ptr + (direction * 2 + i % 2) * row
+        n = n0 + gl.arange(0, 16, gl.SliceLayout(1, SUMS)).to(gl.int64)
+        c = c0 + gl.arange(0, 8, gl.SliceLayout(0, SUMS))
+        tokens = load_tokens_of(lengths_ptr, n, N, T)
+        t = gl.minimum(gl.maximum(gl.where(is_alpha, i, tokens - 1 - i), 0), T - 1)
+        y = gl.full([16, 8], 1.0, gl.float64, SUMS)
+        scale = gl.zeros([16], gl.float64, gl.SliceLayout(1, SUMS))
+        if i > 0:
+            side_ptr = weights_ptr + (1 - direction) * gl.to_tensor(C).to(gl.int64) * C
+            y, greatest = strided_sums(before_ptr, side_ptr, n0, c0, N, C, UNROLL, LAYOUT)
+            exponent = exponent_of(gl.convert_layout(greatest, gl.SliceLayout(1, SUMS)))
+            y *= gl.expand_dims(power_of_2(-exponent), 1)
+            scale = exponent.to(gl.float64)
+        enter_tokens(
+            (emissions_ptr, start_ptr, end_ptr, maxima_ptr),
+            (before_ptr, after_ptr, states_ptr + direction * row * T, scales_ptr),
+            (i, is_alpha),
+            (N, C),
+            (stride_t, stride_n, stride_c, start_n, start_c, end_n, end_c),
+            y,
+            scale,
+            (t, n, tokens),
+            c,
+            SAVE,
+            EXACT,
+        )
