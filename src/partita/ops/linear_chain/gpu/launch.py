@@ -22,7 +22,7 @@ from .log_scan import linear_chain_log_scan_kernel
 from .marginals import linear_chain_marginals_kernel
 from .prepare import linear_chain_prepare_kernel
 from .resident import linear_chain_resident_scan_kernel
-from .saved import Saved, end_strides, split_saved
+from .saved import Saved, end_strides, split_saved, transition_strides
 from .scan import linear_chain_scan_kernel
 from .steps import (
     linear_chain_step_kernel,
@@ -30,14 +30,6 @@ from .steps import (
     linear_chain_weights_kernel,
 )
 from .strided_steps import linear_chain_strided_step_kernel
-
-
-def transition_strides(transitions: Tensor) -> tuple[int, int, int, int]:
-    """Return the strides of transitions over steps, sequences and both states."""
-    strides = transitions.stride()
-    if transitions.ndim == 2:
-        return 0, 0, *strides
-    return (strides[0], 0, *strides[1:]) if transitions.ndim == 3 else strides
 
 
 def linear_chain_logz(

@@ -5,6 +5,7 @@ These are pure functions of sizes. They import no Triton.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -63,8 +64,8 @@ def uses_resident(C: int) -> bool:
 def resident_options(C: int) -> dict[str, int]:
     """Return the compile-time arguments of the linear scan with layouts of its own."""
     block = next_power_of_2(max(C, 16))
-    warps, lanes = {16: (1, 2), 32: (1, 2), 64: (4, 2), 128: (8, 4)}[block]
-    return {"BLOCK_C": block, "AHEAD": 4, "LANES": lanes, "num_warps": warps}
+    warps, lanes, ahead = {16: (1, 2, 8), 32: (2, 2, 4), 64: (4, 2, 4), 128: (8, 4, 4)}[block]
+    return {"BLOCK_C": block, "AHEAD": ahead, "LANES": lanes, "num_warps": warps}
 
 
 def log_scan_options(C: int) -> dict[str, int]:
@@ -101,6 +102,24 @@ def row_options(C: int) -> dict[str, int]:
     block = next_power_of_2(max(C, 1))
     rows = max(1, min(32, MAX_ROW_ELEMENTS // block))
     return {"ROWS": rows, "BLOCK_C": block, "num_warps": warps(rows * block // 8)}
+
+
+def viterbi_options(C: int) -> dict[str, Any]:
+    """Return the compile-time arguments of the Viterbi scan.
+
+    Few states stay in registers, and many pass through memory.
+    """
+    block = next_power_of_2(max(C, 2))
+    if block <= 64:
+        warps = max(1, min(8, block * block // 512))
+        return {"RESIDENT": True, "BLOCK_C": block, "BLOCK_K": block, "num_warps": warps}
+    block = min(block, 256)
+    return {"RESIDENT": False, "BLOCK_C": block, "BLOCK_K": 8192 // block, "num_warps": 8}
+
+
+def trace_steps(T: int) -> int:
+    """Return the number of steps of a path that one program traces, a power of 2."""
+    return max(8, next_power_of_2(round(math.sqrt(T))))
 
 
 class SegmentSizes(NamedTuple):

@@ -154,10 +154,11 @@ def linear_chain_resident_scan_kernel(
                 active, step = i + j <= count, gl.to_tensor(i + j).to(gl.int64)
                 maximum = gl.where(maxima[j] == -float("inf"), 0.0, maxima[j])
                 score = fold_ends(scores[j], t + step * dt, tokens, start, end) - maximum
-                y, exponent = resident_step(matrix, x, OUT, IN)
+                y, removed = resident_step(matrix, x, OUT, IN)
                 x = gl.where(active, y * exp_split(score, EXACT), x)
                 total += maxima[j]
-                exponents += gl.where(active, exponent, 0)
+                exponents += gl.where(active, removed, 0)
+                exponent = gl.where(active, removed, exponent)
                 if SAVE:
                     state = gl.where(is_alpha, x, y)
                     gl.store(state_ptr + step * next_s, state, mask=(c < C) & active)

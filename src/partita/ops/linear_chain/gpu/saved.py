@@ -34,3 +34,11 @@ def split_saved(saved: Tensor, T: int, N: int, C: int, save: bool = True) -> Sav
 def end_strides(end: Tensor | None) -> tuple[int, int]:
     """Return the strides of start or end."""
     return (0, 0) if end is None else (end.stride(0), end.stride(1))
+
+
+def transition_strides(transitions: Tensor) -> tuple[int, int, int, int]:
+    """Return the strides of transitions over steps, sequences and both states."""
+    strides = transitions.stride()
+    if transitions.ndim == 2:
+        return 0, 0, *strides
+    return (strides[0], 0, *strides[1:]) if transitions.ndim == 3 else strides
