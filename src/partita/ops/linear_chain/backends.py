@@ -23,12 +23,14 @@ def _reference() -> Functions:
 
 
 def _gpu() -> Functions:
-    from .gpu import launch
+    from .gpu import launch, launch_paths
 
     return {
         **_reference(),
         "linear_chain_logz": launch.linear_chain_logz,
         "linear_chain_gradient": launch.linear_chain_gradient,
+        "linear_chain_viterbi": launch_paths.linear_chain_viterbi,
+        "linear_chain_sample": launch_paths.linear_chain_sample,
     }
 
 

@@ -1,4 +1,4 @@
-"""Launch the kernels for the best path of dense linear chains."""
+"""Launch the kernels for paths of dense linear chains: the best one, and samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from torch import Tensor
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch
 from . import plan
-from .saved import end_strides, transition_strides
+from .launch import linear_chain_logz
+from .sample import linear_chain_sample_kernel
+from .saved import end_strides, split_saved, transition_strides
 from .viterbi import (
     linear_chain_path_maps_kernel,
     linear_chain_trace_kernel,
@@ -69,3 +71,33 @@ def linear_chain_viterbi(
         num_warps=1,
     )
     return score, states
+
+
+def linear_chain_sample(
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    uniforms: Tensor,
+) -> Tensor:
+    """Return the states `[k, T, N]` of k paths from the posterior."""
+    T, N, C = emissions.shape
+    samples = uniforms.shape[1]
+    states = torch.empty((samples, T, N), dtype=torch.int64, device=emissions.device)
+    if C == 0:
+        return states.fill_(-1)
+    lengths = None if lengths is None else lengths.contiguous()
+    logz, _, saved = linear_chain_logz(emissions, transitions, start, end, lengths, True)
+    parts, alpha = plan.range_parts(transitions), split_saved(saved, T, N, C)
+    launch(
+        linear_chain_sample_kernel,
+        N * samples,
+        *(transitions, lengths, alpha.span, alpha.states, logz, uniforms, states),
+        *(T, N, C, parts, samples),
+        *transition_strides(transitions),
+        *uniforms.stride(),
+        BLOCK_PARTS=plan.parts_block(parts),
+        **plan.sample_options(C),
+    )
+    return states

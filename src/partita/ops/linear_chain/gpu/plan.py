@@ -117,6 +117,12 @@ def viterbi_options(C: int) -> dict[str, Any]:
     return {"RESIDENT": False, "BLOCK_C": block, "BLOCK_K": 8192 // block, "num_warps": 8}
 
 
+def sample_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of the kernel that draws a path."""
+    block = next_power_of_2(max(C, 2))
+    return {"BLOCK_C": block, "num_warps": max(1, min(8, block // 128))}
+
+
 def trace_steps(T: int) -> int:
     """Return the number of steps of a path that one program traces, a power of 2."""
     return max(8, next_power_of_2(round(math.sqrt(T))))

@@ -1,0 +1,78 @@
+"""Samples of paths of dense linear chains: backward in time from alpha.
+
+The state before a state c is drawn in proportion to alpha[t - 1, k] * exp(transitions[k, c]). The
+index drawn is the number of cumulative weights that do not exceed uniform * total.
+
+Source: Carter and Kohn, On Gibbs sampling for state space models, 1994.
+"""
+
+import triton
+import triton.language as tl
+
+from ....primitives.gpu.math import finite_shift
+from .scores import load_tokens, transition_range
+
+
+@triton.jit
+def draw(weights, uniform, k):
+    """Return an index drawn in proportion to the weights."""
+    cumulative = tl.cumsum(weights, axis=0)
+    total = tl.max(cumulative, axis=0)
+    index = tl.sum((cumulative <= uniform * total).to(tl.int32), axis=0)
+    # A product that rounds up to the total would pass the last index with a positive weight.
+    return tl.minimum(index, tl.max(tl.where(weights > 0.0, k, 0), axis=0))
+
+
+@triton.jit
+def linear_chain_sample_kernel(
+    transitions_ptr,  # [C, C] or [T - 1, N, C, C]
+    lengths_ptr,  # [N] or None
+    range_ptr,  # [parts, 2] fp64
+    alpha_ptr,  # [T, N, C] fp64
+    logz_ptr,  # [N] fp64
+    uniforms_ptr,  # [T, samples, N] fp64
+    states_ptr,  # [samples, T, N] int64
+    T,
+    N,
+    C,
+    parts,
+    samples,
+    trans_t,
+    trans_n,
+    trans_k,
+    trans_c,
+    uniform_t,
+    uniform_s,
+    uniform_n,
+    BLOCK_C: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+):
+    """Draw one path of a sequence."""
+    is_linear, shift = transition_range(range_ptr, parts, BLOCK_PARTS)
+    sample, n = (tl.program_id(0) % samples).to(tl.int64), tl.program_id(0) // samples
+    n = n.to(tl.int64)
+    tokens, _ = load_tokens(lengths_ptr, n, T)
+    has_path = tl.load(logz_ptr + n) > -float("inf")
+    k = tl.arange(0, BLOCK_C)
+    other = tl.where(is_linear, 0.0, -float("inf"))
+    from_ptr = transitions_ptr + n * trans_n + k.to(tl.int64) * trans_k
+    uniforms_ptr += sample * uniform_s + n * uniform_n
+    states_ptr += sample * T * N + n
+    state = tl.full([], 0, tl.int32)
+    for i in range(0, T):
+        t = tl.full([], T - 1 - i, tl.int64)
+        active = t < tokens
+        at = (t * N + n) * C + k
+        weights = tl.load(alpha_ptr + at, mask=(k < C) & active, other=other)
+        uniform = tl.load(uniforms_ptr + t * uniform_t)
+        step = tl.where(t < tokens - 1, t * trans_t + state.to(tl.int64) * trans_c, 0)
+        mask = (k < C) & (t < tokens - 1)
+        scores = tl.load(from_ptr + step, mask=mask, other=0.0).to(tl.float64)
+        if is_linear:
+            weights *= tl.where(mask, tl.exp(scores - shift), 1.0)
+        else:
+            weights += scores
+            weights = tl.exp(weights - finite_shift(tl.max(weights, axis=0)))
+        state = tl.where(active, draw(weights, uniform, k), state)
+        value = tl.where(active & has_path, state, -1).to(tl.int64)
+        tl.store(states_ptr + t * N, value)
