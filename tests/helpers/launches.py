@@ -78,6 +78,7 @@ def recording(launches: list[Launch], cuda: str | None) -> Iterator[None]:
     """Append all launches to the list, as on an NVIDIA GPU, or on an AMD GPU without `cuda`."""
     # These modules must be loaded before their names are patched.
     from partita.ops.chain.gpu import plan as chain_plan
+    from partita.ops.linear_chain.gpu import plan as linear_chain_plan
     from partita.primitives.gpu import math, row_plan
     from partita.runtime import launch
 
@@ -92,6 +93,7 @@ def recording(launches: list[Launch], cuda: str | None) -> Iterator[None]:
         mock.patch.object(torch.version, "cuda", cuda),
         mock.patch.object(launch, "NVIDIA", cuda is not None),
         mock.patch.object(chain_plan, "NVIDIA", cuda is not None),
+        mock.patch.object(linear_chain_plan, "GLUON", cuda is not None),
         mock.patch.object(row_plan, "NVIDIA", cuda is not None),
         partita.backend("triton"),
     ):
@@ -124,6 +126,23 @@ def call_chains(dtype: torch.dtype, C: int, K: int) -> None:
     chain.sample(2)
     many_steps = scores.detach()[:1].expand(100, 2, C, K)  # whose paths have several segments
     partita.Chain(many_steps, source).viterbi()
+
+
+def call_linear_chains(dtype: torch.dtype) -> None:
+    """Call the ops of dense chains, of few and many states and tokens, with each kind of steps."""
+    from partita.ops.linear_chain.gpu import plan
+
+    for T, N, C in ((3, 2, 5), (3, 2, 30), (3, 2, 50), (3, 2, 200), (300, 1, 5)):
+        for gluon in {plan.GLUON, False}:
+            emissions = torch.zeros(T, N, C, dtype=dtype, requires_grad=True)
+            transitions = torch.zeros(C, C, dtype=dtype, requires_grad=True)
+            with mock.patch.object(plan, "GLUON", gluon):
+                chain = partita.linear_chain(emissions, transitions)
+                torch.autograd.grad(chain.logz().sum(), (emissions, transitions))
+        chain = partita.linear_chain(emissions.detach(), transitions.detach())
+        chain.logz()
+        chain.viterbi()
+        chain.sample(2)
 
 
 def call_ctc(dtype: torch.dtype, N: int, C: int, S: int, from_logits: bool) -> None:
@@ -237,6 +256,7 @@ def launches(cuda: str | None) -> dict[str, list[Launch]]:
             chains = ((3, 2), (64, 5), (1024, 5), (2000, 3), (40, 40), (-64, 5), (-1024, 5))
             for C, K in chains:
                 call_chains(dtype, C, K)
+            call_linear_chains(dtype)
             for T in (3, 600):
                 call_crf(dtype, T)
             for C in (100, 5000, 50_257):

@@ -27,7 +27,8 @@ SPILLED = {
     # registers, more programs run at the same time.
     "ctc_posterior_scan_kernel": 208,
 }
-NVIDIA_ONLY = "chain_resident"  # the prefix of the register-resident kernels, written in Gluon
+# The prefixes of kernels in Gluon.
+NVIDIA_ONLY = ("chain_resident", "linear_chain_resident", "linear_chain_strided")
 
 
 def test_every_kernel_is_launched_in_every_dtype() -> None:
@@ -53,13 +54,31 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
             torch.float32,
         ),
         **dict.fromkeys(
-            ("chain_resident_final_state_kernel", "crf_edge_order_kernel", "ctc_backtrace_kernel"),
+            (
+                "chain_resident_final_state_kernel",
+                "crf_edge_order_kernel",
+                "ctc_backtrace_kernel",
+                "linear_chain_boundaries_kernel",
+                "linear_chain_counts_kernel",
+                "linear_chain_group_operators_kernel",
+                "linear_chain_log_scan_kernel",
+                "linear_chain_marginals_kernel",
+                "linear_chain_operators_kernel",
+                "linear_chain_pairs_kernel",
+                "linear_chain_step_kernel",
+                "linear_chain_strided_step_kernel",
+                "linear_chain_sum_counts_kernel",
+                "linear_chain_total_kernel",
+                "linear_chain_weights_kernel",
+            ),
             torch.float64,
         ),
         **dict.fromkeys(
             (
                 "chain_resident_segment_maps_kernel",
                 "chain_resident_trace_kernel",
+                "linear_chain_path_maps_kernel",
+                "linear_chain_trace_kernel",
                 "ctc_label_index_kernel",
                 "ctc_label_order_kernel",
             ),

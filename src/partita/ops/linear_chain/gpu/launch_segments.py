@@ -74,9 +74,7 @@ def parallel_scan(
     )
     levels = [(group_operators, None, known, sizes.groups, 1, sizes.groups)]
     if save:
-        levels.append(
-            (operators, known, boundaries, sizes.segments, sizes.groups, sizes.size)
-        )
+        levels.append((operators, known, boundaries, sizes.segments, sizes.groups, sizes.size))
     for level, outer, inner, number, groups, size in levels:
         launch(
             linear_chain_boundaries_kernel,

@@ -18,7 +18,8 @@ from ..common import RANGE_ROWS
 INTERPRETED = interpreting()
 GLUON = torch.version.hip is None and not INTERPRETED  # whether layouts are chosen, see resident.py
 
-MAX_RESIDENT_STATES = 128 if GLUON else 64  # the transitions among more do not fit into a program
+MAX_RESIDENT_STATES = 32  # the transitions among more do not fit into a program
+MAX_GLUON_STATES = 128  # the same with layouts of our own
 MAX_LOG_STATES = 32  # the same in the log domain
 MAX_ROW_ELEMENTS = 1024  # in a block of tokens that a program takes at once
 MIN_PARALLEL_TOKENS = 256
@@ -58,7 +59,7 @@ def warps(threads: int) -> int:
 
 def uses_resident(C: int) -> bool:
     """Return whether the linear scans hold the transitions in registers."""
-    return C <= MAX_RESIDENT_STATES
+    return C <= (MAX_GLUON_STATES if GLUON else MAX_RESIDENT_STATES)
 
 
 def resident_options(C: int) -> dict[str, int]:
@@ -81,14 +82,14 @@ def scan_options(C: int, is_log: bool) -> dict[str, int]:
     return {
         "BLOCK_C": block,
         "AHEAD": 2 if is_log else 4,
-        "num_warps": max(1, min(8, pairs // 1024)),
+        "num_warps": max(1, min(8, pairs // 256)),
     }
 
 
 def step_options(C: int) -> dict[str, int]:
     """Return the compile-time arguments of one step of a chain of many states."""
     if GLUON:
-        return {"UNROLL": 4, "num_warps": 8}
+        return {"UNROLL": 8, "num_warps": 8}
     return {"BLOCK_N": 16, "BLOCK_C": 16, "BLOCK_K": 32, "SPLITS": 8, "num_warps": 8}
 
 

@@ -143,9 +143,7 @@ def linear_chain_resident_scan_kernel(
             is_stored = (t == gl.where(is_alpha, 0, tokens - 1)) & (c < C)
             gl.store(state_ptr, gl.where(is_alpha, x, y), mask=is_stored)
         exponents, exponent = gl.to_tensor(0), gl.to_tensor(0)
-        scores, maxima = load_rows(
-            score_ptr, token_ptr, 1, count, next_t, next_m, c, C, AHEAD
-        )
+        scores, maxima = load_rows(score_ptr, token_ptr, 1, count, next_t, next_m, c, C, AHEAD)
         for i in range(1, count + 1, AHEAD):
             next_scores, next_maxima = load_rows(
                 score_ptr, token_ptr, i + AHEAD, count, next_t, next_m, c, C, AHEAD

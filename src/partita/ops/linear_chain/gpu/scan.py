@@ -99,7 +99,9 @@ def load_ahead(inputs, walk, i, AHEAD: tl.constexpr, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
-def first_emission(inputs, ends, t, EXACT: tl.constexpr, IS_LOG: tl.constexpr, BLOCK_C: tl.constexpr):
+def first_emission(
+    inputs, ends, t, EXACT: tl.constexpr, IS_LOG: tl.constexpr, BLOCK_C: tl.constexpr
+):
     """Return the emissions of token t, and their maximum."""
     scores, maxima = load_ahead(inputs, (t, 0, 0), 0, 1, BLOCK_C)
     tokens, start, end = ends

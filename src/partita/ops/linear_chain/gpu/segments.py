@@ -245,9 +245,7 @@ def linear_chain_boundaries_kernel(
             powers += removed.to(tl.float64) + greatest
             step, exponents, offset = next_step, next_exponents, next_offset
         is_edge = tl.where(is_alpha, last == segments, first == 0)
-        tl.store(
-            row_ptr + tl.where(is_alpha, last, first) * C, x, mask=(c < C) & is_edge
-        )
+        tl.store(row_ptr + tl.where(is_alpha, last, first) * C, x, mask=(c < C) & is_edge)
         if known_ptr is None:
             if is_alpha:
                 logz = total + powers * LN2_FP64 + tl.log(tl.sum(x, axis=0)) + invalid

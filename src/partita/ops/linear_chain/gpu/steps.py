@@ -80,9 +80,7 @@ def load_tokens_of(lengths_ptr, n, N, T):
 
 
 @triton.jit
-def load_emission(
-    addresses, token, c, sizes, strides, EXACT: tl.constexpr
-):
+def load_emission(addresses, token, c, sizes, strides, EXACT: tl.constexpr):
     """Return the emissions of tokens with start and end scores, `[BLOCK_N, BLOCK_C]`."""
     emissions_ptr, start_ptr, end_ptr, maxima_ptr = addresses
     t, n, tokens = token

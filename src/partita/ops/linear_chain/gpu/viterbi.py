@@ -33,9 +33,7 @@ def load_scores(ptr, k, c, C, trans_k, trans_c):
 
 
 @triton.jit
-def best_from_memory(
-    state_ptr, ptr, c, C, trans_k, trans_c, BLOCK_K: tl.constexpr
-):
+def best_from_memory(state_ptr, ptr, c, C, trans_k, trans_c, BLOCK_K: tl.constexpr):
     """Return the best terms into the states c from a state in memory, and whether any is NaN."""
     best = tl.full(c.shape, -float("inf"), tl.float64)
     index, is_nan = tl.full(c.shape, 2147483647, tl.int32), tl.full(c.shape, 0, tl.int32)

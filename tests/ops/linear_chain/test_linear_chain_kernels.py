@@ -1,0 +1,183 @@
+"""The GPU kernels of dense linear chains against the reference, interpreted and on a GPU."""
+
+import pytest
+import torch
+from helpers.linear_chains import KINDS, random_linear_chain
+from helpers.rows import INTERPRETING, kernel_devices
+
+import partita
+from partita import LinearChain
+from partita.ops.linear_chain import autograd
+from partita.ops.linear_chain.gpu import plan
+from partita.runtime.caches import clear_caches
+from partita.testing import poisoned_memory
+
+SHAPES = ((1, 2, 3), (2, 3, 1), (7, 3, 5), (5, 2, 20))
+LARGE = ((300, 2, 4), (1000, 1, 16), (60, 3, 50), (40, 3, 128), (20, 17, 200), (9, 3, 512))
+SCALES = (1.0, 200.0)  # of the transitions: linear arithmetic, and the log domain
+
+
+def with_transitions(chain: LinearChain, scale: float) -> LinearChain:
+    """Return the chain with transitions times a factor."""
+    tensors = chain.emissions, chain.transitions * scale, chain.start, chain.end
+    return LinearChain(*tensors, lengths=chain.lengths)
+
+
+def results(chain: LinearChain, backend: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return log Z with and without gradients, all gradients, and those of each sequence."""
+    ends = [None if t is None else t.to(dtype) for t in (chain.start, chain.end)]
+    tensors = [chain.emissions.to(dtype), chain.transitions.to(dtype), *ends]
+    arguments = (*tensors, chain.lengths)
+    grad = torch.linspace(0.5, 2, chain.emissions.shape[1], device=chain.emissions.device)
+    with partita.backend(backend), poisoned_memory():
+        logz, rounded, saved = autograd.logz(*arguments, True, backend)
+        without, _, _ = autograd.logz(*arguments, False, backend)
+        found = [logz, rounded.double(), without]
+        for per_sequence in (False, True):
+            options = (True, per_sequence, backend)
+            found += autograd.logz_gradient(grad, *arguments, logz, saved, *options)
+    return found
+
+
+def agree(chain: LinearChain, dtype: torch.dtype = torch.float32) -> None:
+    """Compare the kernels with the reference in fp64 of the same inputs."""
+    rounded = LinearChain(
+        *(
+            None if t is None else t.to(dtype).double()
+            for t in (chain.emissions, chain.transitions, chain.start, chain.end)
+        ),
+        lengths=chain.lengths,
+    )
+    found = results(chain, "triton", dtype)
+    expected = results(rounded, "reference", torch.float64)
+    bound = 1e-9 if dtype == torch.float64 else 2e-6
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=bound, atol=bound, equal_nan=True)
+
+
+@kernel_devices
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_log_z_and_gradients(shape: tuple[int, int, int], scale: float, device: str) -> None:
+    chain = random_linear_chain(*shape, device=device, dtype=torch.float32)
+    agree(with_transitions(chain, scale))
+
+
+@kernel_devices
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("forbidden", [0.0, 0.3])
+def test_all_kinds_of_transitions(kind: str, forbidden: float, device: str) -> None:
+    agree(random_linear_chain(6, 3, 4, kind=kind, forbidden=forbidden, device=device))
+    agree(random_linear_chain(6, 3, 4, kind=kind, ends=False, ragged=False, device=device))
+
+
+@kernel_devices
+@pytest.mark.parametrize("scale", SCALES)
+def test_fp64(scale: float, device: str) -> None:
+    chain = random_linear_chain(9, 3, 5, device=device)
+    agree(with_transitions(chain, scale), torch.float64)
+
+
+@kernel_devices
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("shape", [(1, 2, 5), (3, 17, 20)])
+def test_states_that_pass_through_memory(
+    shape: tuple[int, int, int], scale: float, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MAX_RESIDENT_STATES", "MAX_GLUON_STATES", "MAX_LOG_STATES"):
+        monkeypatch.setattr(plan, name, 0)
+    clear_caches()
+    agree(with_transitions(random_linear_chain(*shape, device=device), scale))
+    clear_caches()
+
+
+@kernel_devices
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("shape", [(9, 1, 3), (40, 2, 5)])
+def test_parallel_in_time(
+    shape: tuple[int, int, int], scale: float, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "MIN_PARALLEL_TOKENS", 2)
+    clear_caches()
+    agree(with_transitions(random_linear_chain(*shape, device=device), scale))
+    clear_caches()
+
+
+@kernel_devices
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_and_chains_without_a_path_stay_in_their_sequence(kind: str, device: str) -> None:
+    chain = random_linear_chain(6, 4, 3, kind=kind, ragged=False, device=device)
+    chain.emissions[3, 1, 2] = torch.nan
+    chain.emissions[2, 2] = -torch.inf
+    found = results(chain, "triton", torch.float64)
+    logz, d_emissions = found[0], found[3]
+    assert logz[1].isnan() and logz[2] == -torch.inf and logz[[0, 3]].isfinite().all()
+    assert d_emissions[:, 1].isnan().all() and (d_emissions[:, 2] == 0).all()
+    assert d_emissions[:, [0, 3]].isfinite().all()
+
+
+@kernel_devices
+def test_invalid_lengths(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    chain = random_linear_chain(5, 4, 3, ragged=False, device=device)
+    lengths = torch.tensor([5, 0, 9, 2], device=device)
+    bad = LinearChain(chain.emissions, chain.transitions, lengths=lengths)
+    found = results(bad, "triton", torch.float64)
+    assert found[0].isnan().tolist() == [False, True, True, False]
+    assert found[3].isnan().all(2).all(0).tolist() == [False, True, True, False]
+    assert found[3][:, [0, 3]].isfinite().all() and (found[3][2:, 3] == 0).all()
+    with partita.backend("triton"):
+        path = bad.viterbi()
+        assert (path.states[:, 1:3] == -1).all() and path.score[1:3].isnan().all()
+        assert (bad.sample(2).states[:, :, 1:3] == -1).all()
+
+
+@kernel_devices
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("C", [3, 70])
+@pytest.mark.parametrize("forbidden", [0.0, 0.6])
+def test_paths_and_samples(kind: str, C: int, forbidden: float, device: str) -> None:
+    """Compare paths of scores that tie, and samples from the same uniform numbers."""
+    T, N = (9, 3) if C < 10 else (3, 2)
+    chain = random_linear_chain(T, N, C, kind=kind, forbidden=forbidden, device=device)
+    tensors = [t.round() for t in (chain.emissions, chain.transitions, chain.start, chain.end)]
+    uniforms = torch.rand(T, 4, N, dtype=torch.float64, device=device)
+    (score, states), expected = (
+        autograd.viterbi(*tensors, chain.lengths, backend) for backend in ("triton", "reference")
+    )
+    torch.testing.assert_close(score, expected[0])
+    assert torch.equal(states, expected[1])
+    drawn, expected_draws = (
+        autograd.sample(*tensors, chain.lengths, uniforms, backend)
+        for backend in ("triton", "reference")
+    )
+    assert torch.equal(drawn, expected_draws)
+
+
+@kernel_devices
+@pytest.mark.skipif(INTERPRETING, reason="too large for the interpreter")
+@pytest.mark.parametrize("scale", [1.0, 60.0])
+@pytest.mark.parametrize("shape", LARGE)
+def test_large(shape: tuple[int, int, int], scale: float, device: str) -> None:
+    chain = random_linear_chain(*shape, device=device, dtype=torch.float32)
+    chain = with_transitions(chain, scale)
+    agree(chain)
+    first, second = (results(chain, "triton", torch.float32) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_segments_cover_all_steps() -> None:
+    for T in (*range(1, 300), 9_999, 100_000, 1_000_000):
+        sizes = plan.segment_sizes(T)
+        assert sizes.segments * sizes.steps >= T - 1 > (sizes.segments - 1) * sizes.steps or T == 1
+        assert sizes.groups * sizes.size >= sizes.segments > (sizes.groups - 1) * sizes.size
+
+
+def test_splits_cover_all_tokens() -> None:
+    for ndim, C in ((2, 3), (2, 200), (3, 4), (4, 4)):
+        for T, N in ((2, 1), (7, 3), (500, 32)):
+            transitions = torch.empty({2: (C, C), 3: (T - 1, C, C), 4: (T - 1, N, C, C)}[ndim])
+            for per_sequence in (False, True):
+                groups = plan.count_groups(transitions, T, N, per_sequence)
+                assert groups.splits * groups.per_split >= groups.total
+                assert (groups.splits - 1) * groups.per_split < groups.total
