@@ -153,7 +153,7 @@ def linear_chain_pairs_kernel(
     BLOCK: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
-    """Sum the posteriors of a split of tokens for one tile of the transitions, in the log domain."""
+    """Sum the posteriors of a split of tokens for one tile, in the log domain."""
     if not transition_range(range_ptr, parts, BLOCK_PARTS)[0]:
         tiles = tl.cdiv(C, BLOCK)
         tile, part = tl.program_id(0) % (tiles * tiles), (tl.program_id(0) // (tiles * tiles))

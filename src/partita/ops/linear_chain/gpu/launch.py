@@ -61,10 +61,10 @@ def linear_chain_logz(
 
 def scans(emissions: Tensor, transitions: Tensor, save: bool) -> list[Callable[..., None]]:
     """Return the scans for these transitions, of which the device runs one."""
-    C = transitions.shape[-1]
+    T, N, C = emissions.shape
     found: list[Callable[..., None]] = []
     if transitions.ndim == 2:
-        if plan.is_parallel(*emissions.shape, save):
+        if plan.is_parallel(T, N, C, save):
             found.append(parallel_scan)
         else:
             found.append(resident_scan if plan.uses_resident(C) else step_states)

@@ -32,7 +32,7 @@ def parallel_scan(
     """Scan alpha and beta from the states at the boundaries of segments, in linear arithmetic."""
     T, N, C = emissions.shape
     sizes, parts = plan.segment_sizes(T), plan.range_parts(transitions)
-    device = {"device": emissions.device, "dtype": torch.float64}
+    device: dict[str, Any] = {"device": emissions.device, "dtype": torch.float64}
     options: dict[str, Any] = {"BLOCK_C": 16, "BLOCK_PARTS": plan.parts_block(parts)}
     exact = {"EXACT": plan.is_exact(emissions, transitions)}
     operators, group_operators = (
@@ -72,7 +72,7 @@ def parallel_scan(
         num_warps=1,
         **options,
     )
-    levels = [(group_operators, None, known, sizes.groups, 1, sizes.groups)]
+    levels: list[tuple[Any, ...]] = [(group_operators, None, known, sizes.groups, 1, sizes.groups)]
     if save:
         levels.append((operators, known, boundaries, sizes.segments, sizes.groups, sizes.size))
     for level, outer, inner, number, groups, size in levels:

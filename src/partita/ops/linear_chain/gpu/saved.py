@@ -40,5 +40,6 @@ def transition_strides(transitions: Tensor) -> tuple[int, int, int, int]:
     """Return the strides of transitions over steps, sequences and both states."""
     strides = transitions.stride()
     if transitions.ndim == 2:
-        return 0, 0, *strides
-    return (strides[0], 0, *strides[1:]) if transitions.ndim == 3 else strides
+        return 0, 0, strides[0], strides[1]
+    sequence = strides[1] if transitions.ndim == 4 else 0
+    return strides[0], sequence, strides[-2], strides[-1]

@@ -21,7 +21,6 @@ import triton.language as tl
 from ....primitives.gpu.math import finite_shift
 from .scores import (
     LN2_FP64,
-    exp_split,
     exp_sum_term,
     exponent_of,
     fold_ends,
@@ -130,7 +129,7 @@ def scan_steps(
     Returns:
         The last state, the sum of the maxima of the tokens after the first, and that of the scales.
     """
-    score_ptr, maxima_ptr, C, N, stride_t, stride_c = inputs
+    C, N = inputs[2], inputs[3]
     transitions_ptr, trans_t, stride_r, stride_o = transitions
     tokens, start, end = ends
     t, dt, count = walk

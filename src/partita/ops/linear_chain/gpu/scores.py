@@ -10,7 +10,7 @@ meant return at once, so the host never waits.
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import LOG2E, finite_shift
+from ....primitives.gpu.math import finite_shift
 
 MAX_SPAN = tl.constexpr(300.0)
 LN2_FP64 = tl.constexpr(0.6931471805599453)

@@ -149,7 +149,6 @@ def linear_chain_group_operators_kernel(
     """Form the operator of a group of segments, the product of theirs."""
     if transition_range(range_ptr, parts, BLOCK_PARTS)[0]:
         n, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
-        c = tl.arange(0, BLOCK_C)
         matrix, exponents = identity(BLOCK_C), tl.zeros([BLOCK_C], tl.float64)
         total = tl.full([], 0.0, tl.float64)
         operators = (operators_ptr, exponents_ptr, offsets_ptr, C, 1)

@@ -48,7 +48,7 @@ def linear_chain_weights_kernel(
 
 @triton.jit
 def product_step(state_ptr, weights_ptr, n, c, N, C, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return states times weights for the states c, `[BLOCK_N, BLOCK_C]`, and the exponents removed.
+    """Return states times weights `[BLOCK_N, BLOCK_C]`, and the exponents removed.
 
     The sum is split over warps as a batch of products.
     """
