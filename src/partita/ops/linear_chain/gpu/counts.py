@@ -89,13 +89,13 @@ def linear_chain_counts_kernel(
         split, group = part % splits, part.to(tl.int64) // splits
         k = tile // tiles * BLOCK + tl.arange(0, BLOCK)
         c = tile % tiles * BLOCK + tl.arange(0, BLOCK)
-        base, count = split_tokens(group, split, (group_stride, stride, total, per_split), N)
+        base, num_tokens = split_tokens(group, split, (group_stride, stride, total, per_split), N)
         beta_ptr = states_ptr + tl.full([], T, tl.int64) * N * C
         counts = tl.zeros([BLOCK, BLOCK], tl.float64)
-        for first in range(0, count, ROWS):
+        for first in range(0, num_tokens, ROWS):
             i = first + tl.arange(0, ROWS)
             row = base + i.to(tl.int64) * stride
-            token = token_of_rows(lengths_ptr, row, i < count, T, N)
+            token = token_of_rows(lengths_ptr, row, i < num_tokens, T, N)
             inside = token[3]
             scores = entered_scores(
                 emissions_ptr,
@@ -160,13 +160,13 @@ def linear_chain_pairs_kernel(
         split, group = part % splits, part.to(tl.int64) // splits
         k = tile // tiles * BLOCK + tl.arange(0, BLOCK)
         c = tile % tiles * BLOCK + tl.arange(0, BLOCK)
-        base, count = split_tokens(group, split, (group_stride, stride, total, per_split), N)
+        base, num_tokens = split_tokens(group, split, (group_stride, stride, total, per_split), N)
         beta_ptr = states_ptr + tl.full([], T, tl.int64) * N * C
         from_ptr = transitions_ptr + k[:, None].to(tl.int64) * trans_k
         pair_ptr = from_ptr + c[None, :].to(tl.int64) * trans_c
         pair_mask = (k < C)[:, None] & (c < C)[None, :]
         counts = tl.zeros([BLOCK, BLOCK], tl.float64)
-        for i in range(0, count):
+        for i in range(0, num_tokens):
             row = base + tl.full([1], i, tl.int64) * stride
             token = token_of_rows(lengths_ptr, row, row >= 0, T, N)
             t, n, _, inside = token

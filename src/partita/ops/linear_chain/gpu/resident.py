@@ -35,14 +35,14 @@ def resident_step(matrix, x, OUT: gl.constexpr, IN: gl.constexpr):
 
 
 @gluon.jit
-def load_rows(score_ptr, maxima_ptr, i, count, stride_t, stride_m, c, C, AHEAD: gl.constexpr):
+def load_rows(score_ptr, maxima_ptr, i, num_steps, stride_t, stride_m, c, C, AHEAD: gl.constexpr):
     """Load emissions and maxima of the AHEAD steps from step i, before the first is used."""
     scores, maxima = (), ()
     for j in gl.static_range(AHEAD):
         row = gl.to_tensor(i + j).to(gl.int64)
         at = score_ptr + row * stride_t
-        scores += (gl.load(at, mask=(c < C) & (i + j <= count), other=-float("inf")),)
-        maxima += (gl.load(maxima_ptr + row * stride_m, mask=i + j <= count, other=0.0),)
+        scores += (gl.load(at, mask=(c < C) & (i + j <= num_steps), other=-float("inf")),)
+        maxima += (gl.load(maxima_ptr + row * stride_m, mask=i + j <= num_steps, other=0.0),)
     return scores, maxima
 
 
@@ -113,7 +113,7 @@ def linear_chain_resident_scan_kernel(
         if boundaries_ptr is not None:
             low = gl.minimum(segment * STEPS, tokens - 1)
             high = gl.minimum(low + STEPS, tokens - 1)
-        t, count = gl.where(is_alpha, low, high).to(gl.int64), high - low
+        t, num_steps = gl.where(is_alpha, low, high).to(gl.int64), high - low
         dt = gl.where(is_alpha, 1, -1).to(gl.int64)
         c = gl.arange(0, BLOCK_C, OUT)
         start = load_vector(start_ptr, n, c, C, start_n, start_c)
@@ -143,13 +143,13 @@ def linear_chain_resident_scan_kernel(
             is_stored = (t == gl.where(is_alpha, 0, tokens - 1)) & (c < C)
             gl.store(state_ptr, gl.where(is_alpha, x, y), mask=is_stored)
         exponents, exponent = gl.to_tensor(0), gl.to_tensor(0)
-        scores, maxima = load_rows(score_ptr, token_ptr, 1, count, next_t, next_m, c, C, AHEAD)
-        for i in range(1, count + 1, AHEAD):
+        scores, maxima = load_rows(score_ptr, token_ptr, 1, num_steps, next_t, next_m, c, C, AHEAD)
+        for i in range(1, num_steps + 1, AHEAD):
             next_scores, next_maxima = load_rows(
-                score_ptr, token_ptr, i + AHEAD, count, next_t, next_m, c, C, AHEAD
+                score_ptr, token_ptr, i + AHEAD, num_steps, next_t, next_m, c, C, AHEAD
             )
             for j in gl.static_range(AHEAD):
-                active, step = i + j <= count, gl.to_tensor(i + j).to(gl.int64)
+                active, step = i + j <= num_steps, gl.to_tensor(i + j).to(gl.int64)
                 maximum = gl.where(maxima[j] == -float("inf"), 0.0, maxima[j])
                 score = fold_ends(scores[j], t + step * dt, tokens, start, end) - maximum
                 y, removed = resident_step(matrix, x, OUT, IN)
@@ -164,12 +164,12 @@ def linear_chain_resident_scan_kernel(
                     gl.store(scale_ptr + step * next_m, power, mask=active & is_alpha)
             scores, maxima = next_scores, next_maxima
         if boundaries_ptr is not None:
-            if is_alpha & (count > 0):
+            if is_alpha & (num_steps > 0):
                 # The next segment starts from the known state, whose power of two may be another.
                 known = n * (segments + 1) + segment + 1
                 given = gl.load(boundaries_ptr + known * C + c, mask=c < C, other=0.0)
                 ratio = gl.log2(gl.sum(x, axis=0) / gl.sum(given, axis=0))
-                last = count.to(gl.int64)
+                last = num_steps.to(gl.int64)
                 gl.store(state_ptr + last * next_s, given, mask=c < C)
                 gl.store(scale_ptr + last * next_m, exponent.to(gl.float64) + ratio)
         elif is_alpha:

@@ -82,15 +82,15 @@ def with_emission(y, emission, IS_LOG: tl.constexpr):
 
 
 @triton.jit
-def load_ahead(inputs, walk, i, AHEAD: tl.constexpr, BLOCK_C: tl.constexpr):
+def load_ahead(inputs, interval, i, AHEAD: tl.constexpr, BLOCK_C: tl.constexpr):
     """Load the emissions and maxima of the AHEAD steps from step i, before the first is used."""
     score_ptr, maxima_ptr, C, N, stride_t, stride_c = inputs
-    t, dt, count = walk
+    t, dt, num_steps = interval
     c = tl.arange(0, BLOCK_C)
     scores, maxima = (), ()
     for j in tl.static_range(AHEAD):
         row = tl.full([], t, tl.int64) + (i + j) * dt
-        inside = i + j <= count
+        inside = i + j <= num_steps
         at = row * stride_t + c.to(tl.int64) * stride_c
         scores = scores + (tl.load(score_ptr + at, mask=(c < C) & inside, other=-float("inf")),)
         maxima = maxima + (tl.load(maxima_ptr + row * N, mask=inside, other=0.0),)
@@ -113,7 +113,7 @@ def scan_steps(
     inputs,  # (emissions of the sequence, maxima of the sequence, C, N, stride_t, stride_c)
     transitions,  # (address, or of the sequence, stride_t, stride of the reduced states, of others)
     ends,  # (tokens, start [BLOCK_C], end [BLOCK_C])
-    walk,  # (first token, 1 for alpha or -1 for beta, number of steps)
+    interval,  # (first token, 1 for alpha or -1 for beta, number of steps)
     results,  # (address of the states of the first token, of the scales)
     x,  # [BLOCK_C] fp64, the state of the first token with its emission
     shift,  # the greatest transition
@@ -132,17 +132,17 @@ def scan_steps(
     C, N = inputs[2], inputs[3]
     transitions_ptr, trans_t, stride_r, stride_o = transitions
     tokens, start, end = ends
-    t, dt, count = walk
+    t, dt, num_steps = interval
     states_ptr, scales_ptr = results
     c = tl.arange(0, BLOCK_C)
     if CONSTANT:
         matrix = load_matrix(transitions_ptr, C, stride_r, stride_o, shift, IS_LOG, BLOCK_C)
     total, scale_sum = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
-    scores, maxima = load_ahead(inputs, walk, 1, AHEAD, BLOCK_C)
-    for first in range(1, count + 1, AHEAD):
-        next_scores, next_maxima = load_ahead(inputs, walk, first + AHEAD, AHEAD, BLOCK_C)
+    scores, maxima = load_ahead(inputs, interval, 1, AHEAD, BLOCK_C)
+    for first in range(1, num_steps + 1, AHEAD):
+        next_scores, next_maxima = load_ahead(inputs, interval, first + AHEAD, AHEAD, BLOCK_C)
         for j in tl.static_range(AHEAD):
-            active = first + j <= count
+            active = first + j <= num_steps
             row = tl.full([], t, tl.int64) + (first + j) * dt
             score = fold_ends(scores[j], row, tokens, start, end)
             emission = relative_emission(score, maxima[j], EXACT, IS_LOG)

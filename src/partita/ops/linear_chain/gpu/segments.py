@@ -102,21 +102,21 @@ def linear_chain_operators_kernel(
         c = tl.arange(0, BLOCK_C)
         end = load_end(end_ptr, n, c, C, end_n, end_c)
         low = tl.minimum(segment * STEPS, tokens - 1)
-        count = tl.minimum(STEPS, tokens - 1 - low)
+        num_steps = tl.minimum(STEPS, tokens - 1 - low)
         weights = load_matrix(transitions_ptr, C, trans_k, trans_c, BLOCK_C, -float("inf"))
         weights = tl.exp(weights.to(tl.float64) - shift)
         matrix, exponents = identity(BLOCK_C), tl.zeros([BLOCK_C], tl.float64)
-        total = shift * count
+        total = shift * num_steps
         score_ptr = emissions_ptr + n * stride_n + c.to(tl.int64) * stride_c
-        for first in range(1, count + 1, AHEAD):
+        for first in range(1, num_steps + 1, AHEAD):
             scores, maxima = (), ()
             for j in tl.static_range(AHEAD):
-                t, inside = tl.full([], low, tl.int64) + first + j, first + j <= count
+                t, inside = tl.full([], low, tl.int64) + first + j, first + j <= num_steps
                 mask = (c < C) & inside
                 scores += (tl.load(score_ptr + t * stride_t, mask=mask, other=-float("inf")),)
                 maxima += (tl.load(maxima_ptr + t * N + n, mask=inside, other=0.0),)
             for j in tl.static_range(AHEAD):
-                t, inside = low + first + j, first + j <= count
+                t, inside = low + first + j, first + j <= num_steps
                 score = fold_ends(scores[j], t, tokens, end, end) - finite_shift(maxima[j])
                 removed = exponent_of(tl.max(matrix, axis=1))
                 after = tl.dot(matrix, weights, out_dtype=tl.float64)

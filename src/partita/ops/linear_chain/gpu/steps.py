@@ -103,7 +103,7 @@ def load_emission(addresses, token, c, sizes, strides, EXACT: tl.constexpr):
 def enter_tokens(
     addresses,  # (emissions, start, end, maxima)
     results,  # (recent states before and after the step, states, scales)
-    walk,  # (number of the step, whether it is one of alpha)
+    step,  # (number of the step, whether it is one of alpha)
     sizes,  # (N, C)
     strides,
     y,  # [BLOCK_N, BLOCK_C], the states without emissions
@@ -118,7 +118,7 @@ def enter_tokens(
     Past its last step a sequence keeps its state.
     """
     before_ptr, after_ptr, states_ptr, scales_ptr = results
-    i, is_alpha = walk
+    i, is_alpha = step
     t, n, tokens = token
     N, C = sizes
     mask = (n < N)[:, None] & (c < C)[None, :]
@@ -181,7 +181,7 @@ def linear_chain_step_kernel(
         results = (before_ptr, after_ptr, states_ptr + direction * row * T, scales_ptr)
         addresses = (emissions_ptr, start_ptr, end_ptr, maxima_ptr)
         strides = (stride_t, stride_n, stride_c, start_n, start_c, end_n, end_c)
-        walk, sizes = (i, is_alpha), (N, C)
+        step, sizes = (i, is_alpha), (N, C)
         n = n0 + tl.arange(0, BLOCK_N).to(tl.int64)
         tokens = load_tokens_of(lengths_ptr, n, N, T)
         t = tl.minimum(tl.maximum(tl.where(is_alpha, i, tokens - 1 - i), 0), T - 1)
@@ -190,7 +190,7 @@ def linear_chain_step_kernel(
             side_ptr = weights_ptr + direction * tl.full([], C, tl.int64) * C
             y, scale = product_step(before_ptr, side_ptr, n, c, N, C, SPLITS, BLOCK_K)
         enter_tokens(
-            addresses, results, walk, sizes, strides, y, scale, (t, n, tokens), c, SAVE, EXACT
+            addresses, results, step, sizes, strides, y, scale, (t, n, tokens), c, SAVE, EXACT
         )
 
 

@@ -165,10 +165,10 @@ def linear_chain_path_maps_kernel(
     n = n.to(tl.int64)
     tokens, _ = load_tokens(lengths_ptr, n, T)
     low = segment * STEPS
-    count = tl.maximum(tl.minimum(STEPS, tokens - 1 - low), 0)
+    num_steps = tl.maximum(tl.minimum(STEPS, tokens - 1 - low), 0)
     state = tl.minimum(c, C - 1)
-    for i in range(0, count):
-        row = tl.full([], low + count - i, tl.int64) * N + n
+    for i in range(0, num_steps):
+        row = tl.full([], low + num_steps - i, tl.int64) * N + n
         state = tl.load(previous_ptr + row * C + state).to(tl.int32)
     tl.store(maps_ptr + (n * segments + segment) * C + c, state, mask=c < C)
 
@@ -194,13 +194,13 @@ def linear_chain_trace_kernel(
     for i in range(0, segments - 1 - segment):
         state = tl.load(maps_ptr + (n * segments + segments - 1 - i) * C + state)
     low = segment * STEPS
-    count = tl.maximum(tl.minimum(STEPS, tokens - 1 - low), 0)
+    num_steps = tl.maximum(tl.minimum(STEPS, tokens - 1 - low), 0)
     # The tokens past the length, and those of a sequence without a path.
     t = low + 1 + tl.arange(0, STEPS)
     at = t.to(tl.int64) * N + n
     tl.store(states_ptr + at, -1, mask=(t < T) & ((t >= tokens) | (last < 0)))
-    for i in range(0, count):
-        row = tl.full([], low + count - i, tl.int64) * N + n
+    for i in range(0, num_steps):
+        row = tl.full([], low + num_steps - i, tl.int64) * N + n
         tl.store(states_ptr + row, state.to(tl.int64), mask=has_path)
         state = tl.load(previous_ptr + row * C + state).to(tl.int32)
     if segment == 0:
