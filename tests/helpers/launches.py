@@ -228,6 +228,7 @@ def call_rows(x: torch.Tensor) -> None:
             for r in ("none", "mean")
         ]
         partita.cross_entropy(x.detach(), target, **options)
+    results.append(partita.integrations.transformers.causal_lm_loss(x, target, x.shape[1], 3))
     for result in results:  # a factor of 1 would not scale the gradient
         torch.autograd.grad(result, x, torch.full_like(result, 2.0), retain_graph=True)
 

@@ -207,7 +207,9 @@ def calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
                 ops.cross_entropy_backward,
                 (*grads, *loss_args[:3], *saved, *loss_args[3:]),
             )
-            yield ops.cross_entropy_one_pass, (*loss_args, 0.0, True, x.dtype)
+            for items, mean in ((None, True), (torch.tensor(7), False)):
+                head = (*loss_args[:3], items, *loss_args[3:])
+                yield ops.cross_entropy_one_pass, (*head, 0.0, mean, x.dtype)
         stats = ops.token_stats(x, columns, 1.0, 0.0, -100, "auto")
         yield ops.token_stats, (x, columns, 1.0, 0.0, -100)
         grads = tuple(torch.randn(3, 4) for _ in range(3))

@@ -65,8 +65,19 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         "logsumexp_backward": [(one, x, x.amax(1), (x - x.amax(1, keepdim=True)).exp().sum(1))],
         "cross_entropy": loss_arguments,
         "cross_entropy_reduced": [(*a, *r) for a in loss_arguments for r in reduced],
-        "cross_entropy_one_pass": [(*a, 1e-3, *r) for a in loss_arguments for r in reduced],
-        "cross_entropy_one_pass_": [(*a, 1e-3, *r) for a in loss_arguments for r in reduced[:1]],
+        "cross_entropy_one_pass": [
+            (*a[:3], items, *a[3:], 1e-3, *r)
+            for a in loss_arguments
+            for r, items in (
+                *((r, None) for r in reduced),
+                (reduced[0], torch.tensor(7, device=device)),
+            )
+        ],
+        "cross_entropy_one_pass_": [
+            (*a[:3], items, *a[3:], 1e-3, *reduced[0])
+            for a in loss_arguments
+            for items in (None, torch.tensor(7.0, device=device))
+        ],
         "scale_": [(x, torch.tensor(2.0, device=device)), (half, torch.tensor(2.0, device=device))],
         "token_stats": [
             (x, labels, 1.0, 0.0, -100),

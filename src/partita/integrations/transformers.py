@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.cross_entropy.api import cross_entropy
+from ..ops.cross_entropy.api import cross_entropy, cross_entropy_over
 from ..ops.linear_heads.api import linear_cross_entropy
 from ..runtime import checks
-from ..runtime.autograd import autocast_dtype
+from ..runtime.autograd import autocast_dtype, plain_eager
 from ..runtime.dtypes import acc_dtype
 
 __all__ = ["causal_lm_loss", "linear_causal_lm_loss"]
@@ -79,16 +79,18 @@ def causal_lm_loss(
     rows = logits.reshape(-1, vocab_size)
     target = _targets(labels, shift_labels, ignore_index, len(rows), logits.device)
     reduction = _reduction(num_items_in_batch)
+    options: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "softcap": softcap,
+        "z_loss": z_loss,
+    }
+    denominator = _denominator(num_items_in_batch, logits.device)
+    if denominator is not None:
+        loss = cross_entropy_over(rows, target, denominator, **options)
+        return _as_quotient(loss, num_items_in_batch)
     with _fp32_result(logits):
-        loss = cross_entropy(
-            rows,
-            target,
-            reduction=reduction,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            softcap=softcap,
-            z_loss=z_loss,
-        )
+        loss = cross_entropy(rows, target, reduction=reduction, **options)
     return _divided(loss.to(acc_dtype(logits.dtype)), num_items_in_batch)
 
 
@@ -218,6 +220,32 @@ def _reduction(num_items_in_batch: Any) -> str:
             f" got {type(num_items_in_batch).__name__}"
         )
     return "sum"
+
+
+def _denominator(
+    num_items_in_batch: int | Tensor | None, device: torch.device
+) -> float | Tensor | None:
+    """Return the denominator of the loss as a number or as a tensor `[]` on the device.
+
+    It is None for a mean, and for a tensor that divides the loss afterwards because it has a
+    gradient or more than one element.
+    """
+    items = num_items_in_batch
+    if not isinstance(items, Tensor):
+        return items
+    if items.requires_grad or items.numel() != 1 or items.is_complex():
+        return None
+    if items.is_cpu and device.type != "cpu" and plain_eager():
+        return float(items)  # a copy to the device would wait for it
+    return items.detach().reshape(()).to(device)
+
+
+def _as_quotient(loss: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:
+    """Return the loss in the shape and dtype that a division by the given number has."""
+    if not isinstance(num_items_in_batch, Tensor):
+        return loss
+    dtype = torch.promote_types(loss.dtype, num_items_in_batch.dtype)
+    return loss.to(dtype).reshape(num_items_in_batch.shape)
 
 
 def _divided(loss: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:

@@ -17,6 +17,7 @@ from ...runtime.autograd import (
 )
 from ...runtime.backend import current_backend, resolve
 from ...runtime.checks import REDUCTIONS
+from ...runtime.dtypes import acc_dtype
 from .autograd import (
     CrossEntropyOnePass,
     CrossEntropyOptions,
@@ -109,6 +110,45 @@ def cross_entropy(
         return _loss(input, target, weight, options, reduction, inplace)
     loss = _loss(input.unsqueeze(0), target.unsqueeze(0), weight, options, reduction, inplace)
     return loss.squeeze(0) if reduction == "none" else loss
+
+
+def cross_entropy_over(
+    input: Tensor,
+    target: Tensor,
+    denominator: float | Tensor,
+    *,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    z_loss: float,
+) -> Tensor:
+    """Return the sum of the losses of labels over a denominator, fp32 (fp64 for fp64).
+
+    The pass that computes a gradient divides it before it rounds it to a half type. The quotient of
+    `cross_entropy(..., reduction="sum")` would round it first.
+
+    Args:
+        input: logits `[M, C]`.
+        target: labels `[M]`.
+        denominator: a number, or a tensor `[]` on the device of the logits, without a gradient.
+        ignore_index, label_smoothing, softcap, z_loss: as in `cross_entropy`.
+    """
+    _check(input, target, None, ignore_index, softcap)
+    checks.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
+    checks.number("z_loss", z_loss, low=0.0)
+    backend, dtype = current_backend(), acc_dtype(input.dtype)
+    if input.is_cpu and backend == "auto" and not (softcap or z_loss):
+        loss = native_cross_entropy(input, target, None, ignore_index, label_smoothing, "sum")
+        if loss is not None:
+            return loss / denominator
+    numbers = float(label_smoothing), float(softcap or 0.0), float(z_loss)
+    options = CrossEntropyOptions(ignore_index, *numbers, False, dtype, backend)
+    is_one_pass = plain_eager() and torch.is_grad_enabled() and input.requires_grad
+    if not is_one_pass or input.dtype == torch.float16 or not _has_one_pass(input, options):
+        return _loss(input, target, None, options, "sum", False) / denominator
+    if not isinstance(denominator, Tensor):
+        denominator = torch.full((), denominator, dtype=dtype, device=input.device)
+    return apply(CrossEntropyOnePass, input, target, None, denominator, options, False)
 
 
 class TokenStats(NamedTuple):
@@ -266,17 +306,19 @@ def _loss(
     if inplace:
         _check_inplace(logits, others_need_grad)
     is_one_pass = reduction != "none" and logits.dtype != torch.float16 and not others_need_grad
-    if is_one_pass and (
-        inplace
-        or logits.device.type == "cpu"
-        or resolve(options.backend, logits.device, has_cpu=False) == "gpu"
-    ):
-        return apply(CrossEntropyOnePass, logits, target, weight, options, inplace)
+    if is_one_pass and (inplace or _has_one_pass(logits, options)):
+        return apply(CrossEntropyOnePass, logits, target, weight, None, options, inplace)
     if inplace:
         # The version changes before the logits are saved, so that only this backward pass may
         # read them.
         torch.autograd.graph.increment_version(logits)
     return cross_entropy_of_rows(logits, target, weight, options, reduction, inplace)
+
+
+def _has_one_pass(logits: Tensor, options: CrossEntropyOptions) -> bool:
+    """Return whether the backend computes the loss and its gradient together."""
+    device = logits.device
+    return device.type == "cpu" or resolve(options.backend, device, has_cpu=False) == "gpu"
 
 
 def _check_inplace(logits: Tensor, others_need_grad: bool) -> None:

@@ -34,6 +34,12 @@ def _check_labels(
         checks.labels("target", target, logits.shape[1], ignore_index)
 
 
+def _check_one_pass(
+    logits: Tensor, target: Tensor, weight: Tensor | None, denominator: Tensor | None, *rest: Any
+) -> None:
+    _check_labels(logits, target, weight, *rest)
+
+
 def _rows_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
     """Merge the batch into the rows.
 
@@ -98,17 +104,17 @@ cross_entropy_reduced_op = register.define(
     backends=BACKENDS,
 )
 cross_entropy_one_pass_op = register.define(
-    f"cross_entropy_one_pass(Tensor logits, {_INPUTS}, {_NUMBERS}, float z_loss, {_REDUCTION},"
-    " str backend) -> (Tensor, Tensor)",
+    f"cross_entropy_one_pass(Tensor logits, {_INPUTS}, Tensor? denominator, {_NUMBERS},"
+    f" float z_loss, {_REDUCTION}, str backend) -> (Tensor, Tensor)",
     lambda logits, *args: (logits.new_empty((), dtype=args[-1]), torch.empty_like(logits)),
-    check=_check_labels,
+    check=_check_one_pass,
     backends=BACKENDS,
 )
 cross_entropy_one_pass_inplace_op = register.define(
-    f"cross_entropy_one_pass_(Tensor(a!) logits, {_INPUTS}, {_NUMBERS}, float z_loss,"
-    f" {_REDUCTION}, str backend) -> Tensor",
+    f"cross_entropy_one_pass_(Tensor(a!) logits, {_INPUTS}, Tensor? denominator, {_NUMBERS},"
+    f" float z_loss, {_REDUCTION}, str backend) -> Tensor",
     lambda logits, *args: logits.new_empty((), dtype=args[-1]),
-    check=_check_labels,
+    check=_check_one_pass,
     backends=BACKENDS,
 )
 scale_gradient = register.define(
@@ -217,7 +223,8 @@ class CrossEntropyRows(torch.autograd.Function):
 class CrossEntropyOnePass(torch.autograd.Function):
     """The reduced loss, with its gradient computed in the forward pass.
 
-    It is for eager code only, because it stores that gradient until the first backward pass.
+    It is for eager code only, because it stores that gradient until the first backward pass. A
+    denominator, `[]`, divides a sum before the gradient is rounded.
     """
 
     @staticmethod
@@ -226,25 +233,27 @@ class CrossEntropyOnePass(torch.autograd.Function):
         logits: Tensor,
         target: Tensor,
         weight: Tensor | None,
+        denominator: Tensor | None,
         options: CrossEntropyOptions,
         inplace: bool,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
+        head = (logits, target, weight, denominator)
         ctx.options, ctx.inplace = options, inplace
         if inplace:
-            loss = cross_entropy_one_pass_inplace_op(logits, target, weight, *options)
+            loss = cross_entropy_one_pass_inplace_op(*head, *options)
             torch.autograd.graph.increment_version(logits)
             ctx.gradient, ctx.version = logits.detach(), logits._version
         else:
-            ctx.save_for_backward(logits, target, weight)
-            loss, ctx.gradient = cross_entropy_one_pass_op(logits, target, weight, *options)
+            ctx.save_for_backward(*head)
+            loss, ctx.gradient = cross_entropy_one_pass_op(*head, *options)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         (grad,) = grads
         if grad is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         if ctx.inplace and (torch.is_grad_enabled() or ctx.gradient is None):
             raise RuntimeError(
                 "inplace=True wrote the gradient over the logits: it serves one backward pass and"
@@ -256,19 +265,19 @@ class CrossEntropyOnePass(torch.autograd.Function):
                 " to since: there is no gradient any more"
             )
         if torch.is_grad_enabled():
-            logits, target, weight = ctx.saved_tensors
-            dlogits = _differentiable_gradient(grad, logits, target, weight, ctx.options)
-            return dlogits, None, None, None, None
+            *head, denominator = ctx.saved_tensors
+            if denominator is not None:
+                grad = (grad / denominator).to(grad.dtype)
+            return _differentiable_gradient(grad, *head, ctx.options), *(None,) * 5
         if is_batched_gradient(grad):
             if ctx.gradient is None:
                 ctx.gradient = cross_entropy_one_pass_op(*ctx.saved_tensors, *ctx.options)[1]
-            return scaled_by_batch(ctx.gradient, grad), *(None,) * 4
+            return scaled_by_batch(ctx.gradient, grad), *(None,) * 5
         gradient, ctx.gradient = ctx.gradient, None
         if gradient is None:
-            logits, target, weight = ctx.saved_tensors
-            gradient = cross_entropy_one_pass_op(logits, target, weight, *ctx.options)[1]
+            gradient = cross_entropy_one_pass_op(*ctx.saved_tensors, *ctx.options)[1]
         scale_by_upstream(gradient, grad, ctx.options.backend)
-        return gradient, None, None, None, None
+        return gradient, None, None, None, None, None
 
 
 def _differentiable_gradient(

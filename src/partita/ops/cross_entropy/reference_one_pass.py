@@ -34,8 +34,11 @@ def mean_scales(
     weight: Tensor | None,
     ignore_index: int,
     mean: bool,
+    denominator: Tensor | None = None,
 ) -> Tensor:
     """Return the factors of a row's loss and of its z-loss in the reduced loss, `[2]`."""
+    if denominator is not None:
+        return denominator.to(loss.dtype).expand(2).reciprocal()
     if mean and target.is_floating_point():
         return loss.new_full((2,), loss.numel()).reciprocal()
     return mean_shares(target, weight, ignore_index, logits.shape[1], mean, loss.dtype).reciprocal()
@@ -198,6 +201,7 @@ def cross_entropy_one_pass(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
+    denominator: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     softcap: float,
@@ -205,14 +209,18 @@ def cross_entropy_one_pass(
     mean: bool,
     dtype: torch.dtype,
 ) -> OnePass:
-    """Compute the sum or the mean of the rows' losses, with their z-loss, and its gradient."""
+    """Compute the sum or the mean of the rows' losses, with their z-loss, and its gradient.
+
+    A denominator, `[]`, divides the sum and its gradient.
+    """
     numbers = (ignore_index, label_smoothing, softcap)
     if not target.is_floating_point() and logits.numel():
         grad = torch.empty_like(logits)
-        options = (target, weight, *numbers, z_loss, mean)
+        options = (target, weight, denominator, *numbers, z_loss, mean)
         return OnePass(_one_pass_of_labels(logits, grad, *options).to(dtype), grad)
     rows = cross_entropy(logits, target, weight, *numbers)
-    scale, z_scale = mean_scales(rows.loss, logits, target, weight, ignore_index, mean).unbind()
+    scales = mean_scales(rows.loss, logits, target, weight, ignore_index, mean, denominator)
+    scale, z_scale = scales.unbind()
     grad = cross_entropy_backward(
         torch.ones_like(rows.loss) * scale,
         2 * z_loss * rows.logsumexp * z_scale,
@@ -232,6 +240,7 @@ def cross_entropy_one_pass_(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
+    denominator: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     softcap: float,
@@ -240,7 +249,8 @@ def cross_entropy_one_pass_(
     dtype: torch.dtype,
 ) -> Tensor:
     """Compute the reduced loss, and write its gradient over the logits."""
-    options = (target, weight, ignore_index, label_smoothing, softcap, z_loss, mean)
+    numbers = (ignore_index, label_smoothing, softcap, z_loss, mean)
+    options = (target, weight, denominator, *numbers)
     if target.is_floating_point() or not logits.numel():
         loss, grad = cross_entropy_one_pass(logits, *options, dtype)
         logits.copy_(grad)
@@ -253,6 +263,7 @@ def _one_pass_of_labels(
     grad: Tensor,
     target: Tensor,
     weight: Tensor | None,
+    denominator: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     softcap: float,
@@ -261,7 +272,10 @@ def _one_pass_of_labels(
 ) -> Tensor:
     """Compute the reduced loss over labels, and write the gradient, which may be the logits."""
     classes, dtype_of_sums = logits.shape[1], acc_dtype(logits.dtype)
-    denominators = mean_shares(target, weight, ignore_index, classes, mean, dtype_of_sums)
+    if denominator is None:
+        denominators = mean_shares(target, weight, ignore_index, classes, mean, dtype_of_sums)
+    else:
+        denominators = denominator.to(dtype_of_sums).expand(2)
     rows, grad_rows = _rows_of(logits), _rows_of(grad)
     is_view = grad_rows.data_ptr() == grad.data_ptr()
     if not is_view:  # The strides allow no view, so the gradient goes through a copy of the rows.

@@ -29,7 +29,13 @@ from .backward import cross_entropy_backward_kernel
 from .forward import cross_entropy_forward_kernel
 from .one_pass import cross_entropy_row_kernel, cross_entropy_tile_kernel
 from .plan import HARD_LABELS, PROBABILITIES, SUM_WORDS, fused_block, smoothing_mode
-from .reduction import equal_shares, mean_denominators, reduce_losses, row_shape
+from .reduction import (
+    equal_shares,
+    mean_denominators,
+    reduce_losses,
+    row_shape,
+    shares_of_denominator,
+)
 
 
 class _OnePassCall(NamedTuple):
@@ -40,6 +46,7 @@ class _OnePassCall(NamedTuple):
         dlogits: memory for the gradient, like the logits; may be the logits.
         target: labels `[N, ...]` or probabilities `[N, C, ...]`.
         weight: class weights `[C]`, or None.
+        denominator: what divides a sum of losses, `[]`, or None.
         ignore_index: the ignored label.
         label_smoothing: the share of the target that all classes have evenly.
         softcap: the soft-cap, or 0.
@@ -51,6 +58,7 @@ class _OnePassCall(NamedTuple):
     dlogits: Tensor
     target: Tensor
     weight: Tensor | None
+    denominator: Tensor | None
     ignore_index: int
     label_smoothing: float
     softcap: float
@@ -71,7 +79,7 @@ class _OnePassCall(NamedTuple):
             "SMOOTHING_MODE": self.smoothing_mode,
             "HAS_SOFTCAP": self.softcap != 0,
             "HAS_Z_LOSS": self.z_loss != 0,
-            "MEAN": self.mean,
+            "MEAN": self.mean or self.denominator is not None,
         }
 
     def kernel_target(self) -> Tensor:
@@ -282,7 +290,7 @@ def one_pass_of_chunk(
         shares: the shares of the denominators of that mean; None for a sum.
     """
     numbers = (ignore_index, label_smoothing, softcap, z_loss, mean)
-    call = _OnePassCall(logits, logits, target, weight, *numbers)
+    call = _OnePassCall(logits, logits, target, weight, None, *numbers)
     return _one_pass(call, acc_dtype(logits.dtype), shares, is_chunk=True)
 
 
@@ -301,8 +309,8 @@ def _one_pass(
     programs = view.rows * plan.splits if is_row else view.batches * cdiv(view.rows, plan.rows)
     slots = 1 if call.smoothing_mode == HARD_LABELS else 2
     num_words = exchange_words(view, plan.splits, slots) if is_row else 0
-    block = 0
-    if not is_chunk and plan.max_registers is None:  # The sum of the labels' weights would spill.
+    block, is_plain = 0, not is_chunk and call.denominator is None
+    if is_plain and plan.max_registers is None:  # The sum of the labels' weights would spill.
         block = fused_block(view.batches * view.rows, programs, view.classes)
     if block:
         sum_words = 0 if programs == 1 else 1 + programs
@@ -429,6 +437,8 @@ def _prepare_workspace(
     """
     size = SUM_WORDS + num_words
     workspace = torch.empty(size, dtype=torch.int64, device=call.logits.device)
+    if call.denominator is not None:
+        return workspace, shares_of_denominator(call.denominator, call.logits, workspace)
     if not call.mean or is_chunk:
         return workspace.zero_(), shares
     if call.target.is_floating_point():

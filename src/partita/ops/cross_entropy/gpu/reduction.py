@@ -122,6 +122,24 @@ def cross_entropy_denominators_kernel(
 
 
 @triton.jit
+def cross_entropy_share_kernel(
+    denominator_ptr,  # []
+    shares_ptr,  # [2, SHARES]
+    workspace_ptr,  # [workspace_size] int64, cleared for later kernels
+    workspace_size,
+    ACC_DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Make a denominator that the caller gives the first share of the loss and of the z-loss."""
+    lane = tl.arange(0, NUM_SHARES)
+    shares = tl.where(lane == 0, tl.load(denominator_ptr).to(ACC_DTYPE), 0.0)
+    is_first = tl.program_id(0) == 0
+    tl.store(shares_ptr + lane, shares, mask=is_first)
+    tl.store(shares_ptr + NUM_SHARES + lane, shares, mask=is_first)
+    clear_workspace(workspace_ptr, workspace_size, BLOCK)
+
+
+@triton.jit
 def sum_of_shares(shares_ptr, row: tl.constexpr, ACC_DTYPE: tl.constexpr):
     """Return the sum of the class weights (row 0 of the shares) or the number of labels (row 1)."""
     shares = tl.load(shares_ptr + row * NUM_SHARES + tl.arange(0, NUM_SHARES)).to(ACC_DTYPE)
@@ -346,6 +364,22 @@ def mean_denominators(
         ignore_index,
         workspace.numel(),
         programs,
+        **options,
+    )
+    return shares
+
+
+def shares_of_denominator(denominator: Tensor, logits: Tensor, workspace: Tensor) -> Tensor:
+    """Return shares that add up to a given denominator, and clear the workspace."""
+    shares = logits.new_empty((2, SHARES), dtype=acc_dtype(logits.dtype))
+    programs, options = reduction_options(workspace.numel(), logits.dtype)
+    launch(
+        cross_entropy_share_kernel,
+        programs,
+        denominator,
+        shares,
+        workspace,
+        workspace.numel(),
         **options,
     )
     return shares
