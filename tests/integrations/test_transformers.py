@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.rows import INTERPRETING, class_weights, targets_for
 from torch import Tensor
 
 import partita
 from partita.integrations.transformers import causal_lm_loss, linear_causal_lm_loss
+from partita.runtime.backend import current_backend
+from partita.testing import sample_rows
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 devices = pytest.mark.parametrize("device", DEVICES)
@@ -142,6 +145,59 @@ def test_half_types_give_fp32(items: int | None, dtype: torch.dtype, device: str
         atol=ratio * torch.finfo(dtype).eps * logits.abs().max().item(),
     )
     assert all(grad.dtype == dtype for grad in gradients(without, hidden, matrix))
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
+@pytest.mark.parametrize("items", [47, torch.tensor(47), torch.tensor([47.0])], ids=str)
+@pytest.mark.parametrize(("rows", "classes"), [(40, 100), (5, 4100)])
+def test_the_number_of_items_costs_no_second_rounding(
+    rows: int, classes: int, items: int | Tensor, options: dict[str, Any], device: str
+) -> None:
+    x = 3 * sample_rows(rows, classes, dtype=torch.bfloat16, device=device)
+    labels = targets_for(x, "labels", ignored=-100)
+    logits, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    loss = causal_lm_loss(logits, None, classes, items, shift_labels=labels, **options)
+    expected = meaning(exact[None], labels[None], 47, shifted=True, **options)
+    torch.testing.assert_close(loss.double().reshape(()), expected, rtol=1e-6, atol=0)
+    first, again = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, again)
+    (true,) = gradients(expected, exact)
+    # Triton's interpreter truncates to bf16, which has twice the error of rounding. Two roundings
+    # exceed the error of one by nearly a factor of two.
+    rounding = torch.finfo(torch.bfloat16).eps / (1 if INTERPRETING else 2)
+    torch.testing.assert_close(first.double(), true, rtol=1.01 * rounding, atol=1e-8)
+
+
+def test_second_derivatives_of_a_quotient() -> None:
+    _, _, labels = sample()
+    x = 3 * sample_rows(BATCH * TIME, CLASSES, dtype=torch.float64).view(BATCH, TIME, CLASSES)
+    x.requires_grad_()
+
+    def loss(x: Tensor) -> Tensor:
+        return causal_lm_loss(x, labels, CLASSES, torch.tensor(4), **OPTIONS)
+
+    with partita.backend("reference"):
+        assert torch.autograd.gradcheck(loss, x)
+        assert torch.autograd.gradgradcheck(loss, x)
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize("kind", ["labels", "probabilities"])
+@pytest.mark.parametrize("classes", [37, 4100])
+def test_the_ops_of_one_pass_divide_by_a_denominator(classes: int, kind: str, device: str) -> None:
+    x = sample_rows(6, classes, device=device)
+    inputs = x, targets_for(x, kind), class_weights(classes, torch.float32, device)
+    options = (-100, 0.1, 5.0, 1e-3, False, torch.float32, current_backend())
+    loss, grad = torch.ops.partita.cross_entropy_one_pass(*inputs, None, *options)
+    items = torch.tensor(7, device=device)
+    quotients = torch.ops.partita.cross_entropy_one_pass(*inputs, items, *options)
+    torch.testing.assert_close(quotients, (loss / 7, grad / 7), rtol=1e-5, atol=1e-9)
+    over = x.clone()
+    inplace = torch.ops.partita.cross_entropy_one_pass_(over, *inputs[1:], items, *options)
+    assert torch.equal(inplace, quotients[0]) and torch.equal(over, quotients[1])
 
 
 def test_the_name_of_the_soft_cap_in_configurations() -> None:
