@@ -161,8 +161,8 @@ def test_the_number_of_items_costs_no_second_rounding(
     loss = causal_lm_loss(logits, None, classes, items, shift_labels=labels, **options)
     expected = meaning(exact[None], labels[None], 47, shifted=True, **options)
     torch.testing.assert_close(loss.double().reshape(()), expected, rtol=1e-6, atol=0)
-    first, again = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, again)
+    first, second = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
     (true,) = gradients(expected, exact)
     # Triton's interpreter truncates to bf16, which has twice the error of rounding. Two roundings
     # exceed the error of one by nearly a factor of two.

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.cross_entropy.api import cross_entropy, cross_entropy_over
+from ..ops.cross_entropy.api import cross_entropy
+from ..ops.cross_entropy.quotient import cross_entropy_over
 from ..ops.linear_heads.api import linear_cross_entropy
 from ..runtime import checks
 from ..runtime.autograd import autocast_dtype, plain_eager

@@ -17,7 +17,6 @@ from ...runtime.autograd import (
 )
 from ...runtime.backend import current_backend, resolve
 from ...runtime.checks import REDUCTIONS
-from ...runtime.dtypes import acc_dtype
 from .autograd import (
     CrossEntropyOnePass,
     CrossEntropyOptions,
@@ -87,7 +86,7 @@ def cross_entropy(
         (tensor(1.1269, grad_fn=<...>), tensor([[-0.0596,  0.0596],
                 [-0.4404,  0.4404]]))
     """
-    _check(input, target, weight, ignore_index, softcap)
+    check_inputs(input, target, weight, ignore_index, softcap)
     if reduction not in REDUCTIONS:
         checks.choice("reduction", reduction, REDUCTIONS)
     if weight is not None:
@@ -107,48 +106,11 @@ def cross_entropy(
     numbers = float(label_smoothing), float(softcap or 0.0), float(z_loss)
     options = CrossEntropyOptions(ignore_index, *numbers, reduction == "mean", dtype, backend)
     if is_batch:
-        return _loss(input, target, weight, options, reduction, inplace)
-    loss = _loss(input.unsqueeze(0), target.unsqueeze(0), weight, options, reduction, inplace)
+        return loss_of_batch(input, target, weight, options, reduction, inplace)
+    loss = loss_of_batch(
+        input.unsqueeze(0), target.unsqueeze(0), weight, options, reduction, inplace
+    )
     return loss.squeeze(0) if reduction == "none" else loss
-
-
-def cross_entropy_over(
-    input: Tensor,
-    target: Tensor,
-    denominator: float | Tensor,
-    *,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    z_loss: float,
-) -> Tensor:
-    """Return the sum of the losses of labels over a denominator, fp32 (fp64 for fp64).
-
-    The pass that computes a gradient divides it before it rounds it to a half type. The quotient of
-    `cross_entropy(..., reduction="sum")` would round it first.
-
-    Args:
-        input: logits `[M, C]`.
-        target: labels `[M]`.
-        denominator: a number, or a tensor `[]` on the device of the logits, without a gradient.
-        ignore_index, label_smoothing, softcap, z_loss: as in `cross_entropy`.
-    """
-    _check(input, target, None, ignore_index, softcap)
-    checks.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
-    checks.number("z_loss", z_loss, low=0.0)
-    backend, dtype = current_backend(), acc_dtype(input.dtype)
-    if input.is_cpu and backend == "auto" and not (softcap or z_loss):
-        loss = native_cross_entropy(input, target, None, ignore_index, label_smoothing, "sum")
-        if loss is not None:
-            return loss / denominator
-    numbers = float(label_smoothing), float(softcap or 0.0), float(z_loss)
-    options = CrossEntropyOptions(ignore_index, *numbers, False, dtype, backend)
-    is_one_pass = plain_eager() and torch.is_grad_enabled() and input.requires_grad
-    if not is_one_pass or input.dtype == torch.float16 or not _has_one_pass(input, options):
-        return _loss(input, target, None, options, "sum", False) / denominator
-    if not isinstance(denominator, Tensor):
-        denominator = torch.full((), denominator, dtype=dtype, device=input.device)
-    return apply(CrossEntropyOnePass, input, target, None, denominator, options, False)
 
 
 class TokenStats(NamedTuple):
@@ -228,7 +190,7 @@ def token_stats(
     return TokenStats(*fields[:4])
 
 
-def _check(
+def check_inputs(
     input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, softcap: float | None
 ) -> None:
     checks.floating("input", input)
@@ -285,7 +247,7 @@ def _loss_dtype(input: Tensor, target: Tensor, weight: Tensor | None) -> torch.d
     return dtype
 
 
-def _loss(
+def loss_of_batch(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -306,7 +268,7 @@ def _loss(
     if inplace:
         _check_inplace(logits, others_need_grad)
     is_one_pass = reduction != "none" and logits.dtype != torch.float16 and not others_need_grad
-    if is_one_pass and (inplace or _has_one_pass(logits, options)):
+    if is_one_pass and (inplace or has_one_pass(logits, options)):
         return apply(CrossEntropyOnePass, logits, target, weight, None, options, inplace)
     if inplace:
         # The version changes before the logits are saved, so that only this backward pass may
@@ -315,7 +277,7 @@ def _loss(
     return cross_entropy_of_rows(logits, target, weight, options, reduction, inplace)
 
 
-def _has_one_pass(logits: Tensor, options: CrossEntropyOptions) -> bool:
+def has_one_pass(logits: Tensor, options: CrossEntropyOptions) -> bool:
     """Return whether the backend computes the loss and its gradient together."""
     device = logits.device
     return device.type == "cpu" or resolve(options.backend, device, has_cpu=False) == "gpu"
