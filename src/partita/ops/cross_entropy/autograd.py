@@ -265,10 +265,11 @@ class CrossEntropyOnePass(torch.autograd.Function):
                 " to since: there is no gradient any more"
             )
         if torch.is_grad_enabled():
-            *head, denominator = ctx.saved_tensors
+            logits, target, weight, denominator = ctx.saved_tensors
             if denominator is not None:
                 grad = (grad / denominator).to(grad.dtype)
-            return _differentiable_gradient(grad, *head, ctx.options), *(None,) * 5
+            dlogits = _differentiable_gradient(grad, logits, target, weight, ctx.options)
+            return dlogits, *(None,) * 5
         if is_batched_gradient(grad):
             if ctx.gradient is None:
                 ctx.gradient = cross_entropy_one_pass_op(*ctx.saved_tensors, *ctx.options)[1]

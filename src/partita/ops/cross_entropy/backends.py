@@ -27,7 +27,7 @@ def _reference() -> Functions:
 
 
 def _gpu() -> Functions:
-    from .gpu import launch, reduction, token_stats
+    from .gpu import launch, scale, token_stats
 
     return {
         "cross_entropy": launch.cross_entropy,
@@ -36,7 +36,7 @@ def _gpu() -> Functions:
         "cross_entropy_reduced": launch.cross_entropy_reduced,
         "cross_entropy_one_pass": launch.cross_entropy_one_pass,
         "cross_entropy_one_pass_": launch.cross_entropy_one_pass_,
-        "scale_": reduction.scale_,
+        "scale_": scale.scale_,
         "token_stats": token_stats.token_stats,
         "token_stats_backward": token_stats.token_stats_backward,
     }

@@ -1,4 +1,4 @@
-"""Reductions over rows: the mean's denominators, the sum of the losses, the scaling of a gradient.
+"""Reductions over rows: the denominators of the loss and the sum of the losses.
 
 The denominators of the mean travel as `shares`, a tensor `[2, SHARES]` of partial sums: the class
 weights of the labels that are not ignored, and the number of these labels.
@@ -17,8 +17,8 @@ from torch import Tensor
 from ....primitives.gpu.math import divide, reciprocal
 from ....primitives.gpu.sync import arrives_last, load_partials, store_partial
 from ....runtime.dtypes import acc_dtype
-from ....runtime.launch import cdiv, launch, tl_acc_dtype
-from .plan import SCALE_BLOCK, SCALE_PROGRAMS, SHARES, reduction_plan
+from ....runtime.launch import launch, tl_acc_dtype
+from .plan import SHARES, reduction_plan
 
 NUM_SHARES = tl.constexpr(SHARES)
 
@@ -301,28 +301,6 @@ def cross_entropy_reduce_kernel(
     tl.store(result_ptr, total.to(result_ptr.dtype.element_ty), mask=is_last)
 
 
-@triton.jit
-def cross_entropy_scale_kernel(
-    grad_ptr,  # [elements]
-    factor_ptr,  # []
-    elements,
-    ACC_DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Multiply a gradient by a factor that only the device knows.
-
-    A factor of 1 reads and writes none of the gradient.
-    """
-    factor = tl.load(factor_ptr).to(ACC_DTYPE)
-    if factor != 1.0:
-        start = tl.program_id(0).to(tl.int64) * BLOCK
-        for first in range(start, elements, tl.num_programs(0) * BLOCK):
-            index = first + tl.arange(0, BLOCK)
-            mask = index < elements
-            grad = tl.load(grad_ptr + index, mask=mask).to(ACC_DTYPE)
-            tl.store(grad_ptr + index, (grad * factor).to(grad_ptr.dtype.element_ty), mask=mask)
-
-
 def reduction_options(elements: int, dtype: torch.dtype) -> tuple[int, dict[str, Any]]:
     """Return the number of programs that share a sum, and the compile-time arguments."""
     plan = reduction_plan(elements)
@@ -429,29 +407,3 @@ def reduce_losses(
         **options,
     )
     return result
-
-
-def scale_(grad: Tensor, factor: Tensor) -> None:
-    """Multiply a gradient in place by a scalar tensor."""
-    elements = grad.numel()
-    if not _fills_its_memory(grad):
-        grad.mul_(factor.to(acc_dtype(grad.dtype)))
-        return
-    launch(
-        cross_entropy_scale_kernel,
-        min(cdiv(elements, SCALE_BLOCK), SCALE_PROGRAMS),
-        grad,
-        factor,
-        elements,
-        ACC_DTYPE=tl_acc_dtype(grad.dtype),
-        BLOCK=SCALE_BLOCK,
-        num_warps=8,
-    )
-
-
-def _fills_its_memory(tensor: Tensor) -> bool:
-    """Return whether the elements of a tensor are one gapless piece of memory, in any order."""
-    if tensor.is_contiguous():
-        return True
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.numel() == 1 + sum((size - 1) * stride for size, stride in steps)
