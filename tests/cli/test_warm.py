@@ -115,6 +115,7 @@ def test_the_table_and_the_exit_code(
         return WarmResult(op, dtype, Warmed(1.25, 7, 2))
 
     monkeypatch.setattr(warm, "warm_in_process", fake)
+    monkeypatch.setenv("COLUMNS", "200")  # each row of the table is one line
     command = ["warm", "softmax", "logz", "softmax", "--jobs", "2", "--classes", "50,60"]
     assert main([*command, "--dtype", "bf16,fp32"]) == 1
     printed = capsys.readouterr().out

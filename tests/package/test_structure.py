@@ -58,6 +58,12 @@ LONG_KERNELS = {
     "scan_other_half",
     "scan_chunk",
     "ctc_posterior_scan_kernel",
+    "linear_chain_boundaries_kernel",
+    "linear_chain_log_scan_kernel",
+    "linear_chain_resident_scan_kernel",
+    "linear_chain_scan_kernel",
+    "linear_chain_viterbi_kernel",
+    "tangent_kernel",
 }
 
 # These words had several meanings each. None of them is a name.
