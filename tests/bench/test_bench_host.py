@@ -127,8 +127,9 @@ def test_table_csv_and_picture(
         )
     assert next(r["unit"] for r in rows if r["op"] == "ctc_align") == "torch cross_entropy"
     printed = capsys.readouterr().out
-    assert "\nA forward and backward pass of tiny inputs\n" in printed
-    assert "waited for, us  ratio" in printed
+    title = "softmax: forward + backward of a tiny input, us; ratio to torch softmax"
+    assert f"\n{title}\n" in printed
+    assert "waited for  ratio" in printed
     assert printed.count("a new shape at every call") == 2
     texts = {e.text for e in ElementTree.parse(out / "host.svg").iter() if e.tag.endswith("text")}
     assert {"partita", "torch", "softmax", "lengths", "on the device"} <= texts
