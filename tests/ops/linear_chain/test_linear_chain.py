@@ -257,3 +257,35 @@ def test_compiled_code_samples_and_tags() -> None:
         torch.testing.assert_close(found, lengths * math.log(3))
         (gradient,) = torch.autograd.grad(found.sum(), emissions)
         torch.testing.assert_close(gradient.sum((0, 2)), lengths.float())
+
+
+@kinds
+@pytest.mark.parametrize(("forbidden", "ragged", "k"), [(0.0, False, 4), (0.3, True, 200)])
+def test_the_best_paths_against_the_enumeration(
+    kind: str, forbidden: float, ragged: bool, k: int
+) -> None:
+    chain = random_linear_chain(kind=kind, forbidden=forbidden, ragged=ragged, ends=ragged)
+    T, N, _ = chain.emissions.shape
+    found = chain.nbest(k)
+    assert found.score.shape == (k, N) and found.states.shape == (k, T, N)
+    for n in range(N):
+        states, scores = all_linear_paths(chain, n)
+        order = scores.sort(descending=True).indices[:k]
+        order = order[scores[order] > -torch.inf]
+        number, length = len(order), states.shape[1]
+        assert_close_fp64(found.score[:number, n], scores[order])
+        assert found.states[:number, :length, n].tolist() == states[order].tolist()
+        assert (found.score[number:, n] == -torch.inf).all()
+        assert (found.states[:, length:, n] == -1).all()
+        assert (found.states[number:, :, n] == -1).all()
+    torch.testing.assert_close(found.states[0], chain.viterbi().states)
+
+
+def test_equal_paths_and_invalid_arguments_of_nbest() -> None:
+    chain = LinearChain(torch.zeros(2, 1, 2), torch.zeros(2, 2))
+    assert chain.nbest(5).states[:, :, 0].tolist() == [[0, 0], [1, 0], [0, 1], [1, 1], [-1, -1]]
+    assert chain.nbest(1).states[0].tolist() == chain.viterbi().states.tolist()
+    with pytest.raises(ValueError, match=r"k: expected a number of paths, 1 or more, got 0"):
+        chain.nbest(0)
+    with partita.backend("numba"), pytest.raises(RuntimeError, match="nbest has no kernel"):
+        chain.nbest(2)

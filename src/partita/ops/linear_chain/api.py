@@ -209,6 +209,38 @@ class LinearChain:
         with torch.no_grad():
             return LinearPath(*autograd.viterbi(*self._tensors(), current_backend()))
 
+    def nbest(self, k: int) -> LinearPath:
+        """Return the k best paths of each sequence, from the best on.
+
+        Of equal paths that with the lowest states, from the last state back, comes first. The scan
+        runs in PyTorch on every device, and it is not differentiable; `log_prob` of the states is.
+
+        Args:
+            k: the number of paths.
+
+        Returns:
+            A `LinearPath` with scores `[k, N]` and states `[k, T, N]`. A path that does not exist
+            has score -inf and states -1.
+
+        Raises:
+            TypeError, ValueError: k is not an integer, or it is below 1.
+
+        Source: Schwartz and Chow, The N-best algorithm, 1990.
+
+        Example:
+            >>> import torch, partita
+            >>> emissions = torch.tensor([[[2.0, 0.0]], [[0.0, 0.5]]])
+            >>> best = partita.LinearChain(emissions, torch.zeros(2, 2)).nbest(3)
+            >>> best.score[:, 0], best.states[:, :, 0].tolist()
+            (tensor([2.5000, 2.0000, 0.5000]), [[0, 1], [0, 0], [1, 1]])
+        """
+        checks.python_int("k", k)
+        if k < 1:
+            raise ValueError(f"k: expected a number of paths, 1 or more, got {k!r}")
+        with torch.no_grad():
+            score, states = functional.nbest(self._tensors(), k)
+            return LinearPath(self._to_result_dtype(score), states)
+
     def sample(self, k: int, generator: torch.Generator | None = None) -> LinearSample:
         """Draw k independent paths from the posterior of each sequence.
 

@@ -15,7 +15,7 @@ from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from . import autograd, reference
 from .inputs import LinearChainTensors, full_lengths, scalar
-from .paths import path_score
+from .paths import best_paths, path_score
 
 
 def _needs_no_derivative(chain: LinearChainTensors) -> bool:
@@ -26,6 +26,16 @@ def _needs_gradient(chain: LinearChainTensors) -> bool:
     return torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in chain[:4]
     )
+
+
+def _refuse_kernels(name: str) -> None:
+    """Raise where a backend was chosen by name that has no kernel for a quantity."""
+    backend = current_backend()
+    if backend in ("triton", "numba"):
+        raise RuntimeError(
+            f"backend {backend!r}: {name} has no kernel;"
+            " it runs in PyTorch (backend 'auto' or 'reference')"
+        )
 
 
 def _log_partitions(chain: LinearChainTensors) -> tuple[Tensor, Tensor]:
@@ -49,11 +59,7 @@ def partition(chain: LinearChainTensors, semiring: Semiring) -> Tensor:
         if _needs_no_derivative(chain):
             return autograd.viterbi(*chain, backend)[0]
         return apply(autograd.BestScore, *chain, backend)[0]
-    if backend in ("triton", "numba"):
-        raise RuntimeError(
-            f"backend {backend!r}: this semiring has no kernel;"
-            " it runs in PyTorch (backend 'auto' or 'reference')"
-        )
+    _refuse_kernels("this semiring")
     result = reference.generic_partition(*chain, differentiable(semiring))
     return result.to(acc_dtype(chain.emissions.dtype))
 
@@ -168,3 +174,11 @@ def lengths_of_mask(mask: Tensor) -> Tensor:
                 f"mask: expected at least one token in each sequence, got none in {index[0]}"
             )
     return torch.where(hole.any(0), -1, mask.sum(0))
+
+
+def nbest(chain: LinearChainTensors, k: int) -> tuple[Tensor, Tensor]:
+    """Return the scores and states of the k best paths, as in `best_paths`."""
+    _refuse_kernels("nbest")
+    if not torch.compiler.is_compiling():
+        autograd.check_values(*chain)
+    return best_paths(chain, k)

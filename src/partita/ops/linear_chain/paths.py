@@ -83,3 +83,49 @@ def path_indicator(
         None if start is None else d_emissions[0].to(start[1]),
         None if end is None else d_end.to(end[1]),
     )
+
+
+def best_paths(chain: LinearChainTensors, k: int) -> tuple[Tensor, Tensor]:
+    """Return the scores `[k, N]` fp64 of the k best paths, from the best on, and their states.
+
+    The states are `[k, T, N]`, and -1 past the length and for a path that does not exist, whose
+    score is -inf. Of equal paths that with the lowest states, from the last state back, comes
+    first. A step sorts all ways into a state, so the scan takes memory of `[N, C k, C]`.
+
+    Source: Schwartz and Chow, The N-best algorithm, 1990.
+    """
+    emissions, transitions, start, end, _ = chain
+    T, N, C = emissions.shape
+    lengths = full_lengths(chain).long()
+    invalid = (lengths < 1) | (lengths > T)
+    if not (C and k):
+        score = emissions.new_full((k, N), -torch.inf, dtype=torch.float64)
+        return score.masked_fill(invalid, torch.nan), lengths.new_full((k, T, N), -1)
+    # scores[n, c, r] is that of the r-th best path into state c.
+    scores = emissions.new_full((N, C, k), -torch.inf, dtype=torch.float64)
+    scores[..., 0] = emissions[0].double() if start is None else emissions[0].double() + start
+    pointers = []  # for each step, the state before and its rank, as state * k + rank
+    own = torch.arange(C * k, device=emissions.device).reshape(C, k)
+    for t in range(1, T):
+        step = transitions if transitions.ndim == 2 else transitions[t - 1]
+        step = step.double().expand(N, C, C)[:, :, None]
+        ways = (scores[..., None] + step).reshape(N, C * k, C)
+        best, way = (
+            part[:, :k].transpose(1, 2) for part in ways.sort(dim=1, descending=True, stable=True)
+        )
+        active = (t < lengths)[:, None, None]
+        scores = torch.where(active, best + emissions[t].double()[..., None], scores)
+        pointers.append(torch.where(active, way, own))
+    if end is not None:
+        scores = scores + end.double()[..., None]
+    scores, slot = (
+        part[:, :k].T for part in scores.flatten(1).sort(dim=1, descending=True, stable=True)
+    )
+    states, sequence = [slot // k], torch.arange(N, device=slot.device)
+    for pointer in reversed(pointers):
+        slot = pointer.flatten(1)[sequence, slot]
+        states.append(slot // k)
+    token = torch.arange(T, device=slot.device)[:, None]
+    exists = (scores > -torch.inf)[:, None] & (token < lengths) & ~invalid
+    path = torch.where(exists, torch.stack(states[::-1], 1), -1)
+    return scores.masked_fill(invalid, torch.nan), path

@@ -13,6 +13,8 @@ class LinearPath(NamedTuple):
     Fields:
         score: `[N]`, in nats if the scores are; -inf for a sequence without a path.
         states: `[T, N]` int64; -1 past the length and for a sequence without a path.
+
+    The k best paths of `nbest` have a leading dimension k.
     """
 
     score: Tensor
