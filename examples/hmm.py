@@ -1,13 +1,15 @@
-"""Find the regimes of El Niño: fit a hidden Markov model by the gradient of log Z, and draw it.
+"""Find the regimes of El Niño: fit a hidden Markov model by log Z, and draw it.
 
     python examples/hmm.py --regimes 4 --starts 16 --out hmm.png
+    python examples/hmm.py --method em --steps 200
 
 The series is the temperature of the sea off Peru (0-10° S, 80-90° W) in each month from 1950 to
 2010, minus the mean of its calendar month; it comes with statsmodels (NOAA, ERSST.V3B, Niño 1+2).
 Each month has one of a few regimes, and each regime has its own normal distribution. The next
 regime depends on the present one alone; the first is drawn from the stationary distribution. Log Z
-of this chain is the log-likelihood. The random starts are the chains of one batch, and Adam moves
-all of them together. statsmodels computes the log-likelihood and the posterior again from the
+of this chain is the log-likelihood. The random starts are the chains of one batch. Adam moves all
+of them together along the gradient of log Z, or expectation maximization does, by the expected
+counts of the chain. statsmodels computes the log-likelihood and the posterior again from the
 parameters that were found; the exit code is 1 when its results differ. Neighbouring months are more
 alike than such a model believes, so a better BIC is no proof of more regimes.
 """
@@ -24,10 +26,10 @@ from typing import NamedTuple
 
 import torch
 from digits import FAINT, INK, MUTED, positive
+from hmm_fit import METHODS, Fit, Model, chain_of, fit
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from statsmodels.datasets import elnino
 from statsmodels.tsa.regime_switching.markov_regression import MarkovRegression
 from torch import Tensor
@@ -35,7 +37,6 @@ from torch import Tensor
 import partita
 
 ALLOWED = 1e-8  # the greatest difference to statsmodels
-NARROWEST = 0.1  # °C; no regime can shrink to a single month
 SAMPLES = 12
 COLD, COOL, WARM, HOT = "#2b6cb0", "#7cc1f0", "#f6ad55", "#c53030"
 COLOURS = {2: (COLD, HOT), 3: (COLD, WARM, HOT), 4: (COLD, COOL, WARM, HOT)}
@@ -46,22 +47,6 @@ class Series(NamedTuple):
 
     years: Tensor  # [T]
     values: Tensor  # [T], °C
-
-
-class Model(NamedTuple):
-    """N hidden Markov models of C regimes."""
-
-    means: Tensor  # [N, C], °C
-    deviations: Tensor  # [N, C], °C
-    transitions: Tensor  # [N, C, C], log-probabilities, from and to
-    stationary: Tensor  # [N, C], log-probabilities
-
-
-class Fit(NamedTuple):
-    """The best model, and the progress of all starts."""
-
-    model: Model  # the best start, with the regimes from cold to warm
-    curves: Tensor  # [steps, starts], log-likelihoods
 
 
 class Posterior(NamedTuple):
@@ -105,85 +90,16 @@ def load() -> Series:
     return Series((years + middles).flatten(), (temperatures - temperatures.mean(0)).flatten())
 
 
-def stationary(transitions: Tensor) -> Tensor:
-    """Return π `[N, C]` with πP = π and Σπ = 1 for P `[N, C, C]`: it solves π (I − P + 1) = 1."""
-    identity = torch.eye(transitions.shape[-1], dtype=transitions.dtype)
-    return torch.linalg.solve(
-        (identity - transitions + 1).mT, transitions.new_ones(transitions.shape[:2])
-    )
-
-
-def chain_of(model: Model, values: Tensor) -> partita.Chain:
-    """Return the chains of all models over the same series."""
-    regimes = torch.distributions.Normal(model.means, model.deviations)
-    emissions = regimes.log_prob(values[:, None, None])  # [T, N, C]
-    scores = emissions[1:, :, :, None] + model.transitions.mT  # to and from
-    return partita.Chain(
-        scores, partita.dense_source(scores.shape[-1]), initial=emissions[0] + model.stationary
-    )
-
-
-def fit(
-    values: Tensor, regimes: int, starts: int, steps: int, generator: torch.Generator, quiet: bool
-) -> Fit:
-    """Fit a model from each start, whose means are the values of random months."""
-    means = values[torch.randint(len(values), (starts, regimes), generator=generator)]
-    widths = torch.full_like(means, values.std().log().item())
-    moves = 2 * torch.eye(regimes, dtype=torch.float64) + torch.randn(
-        starts, regimes, regimes, dtype=torch.float64, generator=generator
-    )
-    parameters = [means.requires_grad_(), widths.requires_grad_(), moves.requires_grad_()]
-    optimizer = torch.optim.Adam(parameters)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=steps)
-    curves = []
-
-    def model() -> Model:
-        transitions = moves.log_softmax(-1)
-        return Model(
-            means, NARROWEST + widths.exp(), transitions, stationary(transitions.exp()).log()
-        )
-
-    columns = (
-        "Fitting",
-        BarColumn(),
-        MofNCompleteColumn(),
-        "steps",
-        TimeElapsedColumn(),
-        TextColumn("best log-likelihood {task.fields[best]:.2f}"),
-    )
-    with Progress(*columns, disable=quiet) as progress:
-        task = progress.add_task("", total=steps, best=float("nan"))
-        for _ in range(steps):
-            logz = chain_of(model(), values).logz()
-            optimizer.zero_grad()
-            (-logz.sum() / len(values)).backward()
-            optimizer.step()
-            schedule.step()
-            curves.append(logz.detach())
-            progress.update(task, advance=1, best=curves[-1].max().item())
-    with torch.no_grad():
-        found = model()
-        curves.append(chain_of(found, values).logz())
-        best = int(curves[-1].argmax())
-        order = means[best].argsort()
-        model_of_best = Model(
-            *(
-                t[best : best + 1, order]
-                for t in found._replace(transitions=found.transitions[:, :, order])
-            )
-        )
-    return Fit(model_of_best, torch.stack(curves))
-
-
-def posterior_of(chain: partita.Chain, generator: torch.Generator) -> Posterior:
+def posterior_of(chain: partita.LinearChain, generator: torch.Generator) -> Posterior:
     """Return the posterior of the chain of one model."""
-    edges, best = chain.marginals()[:, 0], chain.viterbi()  # [T - 1, C, C], to and from
-    changes = chain.expectation(1 - torch.eye(edges.shape[-1], dtype=edges.dtype)).item()
+    marginals, best = chain.state_marginals()[:, 0], chain.viterbi()
+    stays = torch.eye(marginals.shape[-1], dtype=marginals.dtype)
+    changes = chain.expectation(transition_values=1 - stays).item()
     return Posterior(
-        marginals=torch.cat([edges[:1].sum(1), edges.sum(2)]),
+        marginals=marginals,
         best=best.states[:, 0],
         samples=chain.sample(SAMPLES, generator).states[:, :, 0],
-        best_log_prob=chain.log_prob(best.edges).item(),
+        best_log_prob=chain.log_prob(best.states).item(),
         entropy=chain.entropy().item(),
         changes=changes,
     )
@@ -314,7 +230,7 @@ def draw(path: Path, series: Series, fitted: Fit, found: Posterior) -> None:
     curves, matrix = (figure.add_subplot(grid[rows, 1]) for rows in (slice(1, 3), 3))
     titles = {
         top: "Sea off Peru: the series, shaded by the posterior of its regimes",
-        stack: "Posterior of the regime of each month: marginals()",
+        stack: "Posterior of the regime of each month: state_marginals()",
         best: "Most probable path: viterbi()",
         drawn: f"{len(found.samples)} paths from the posterior: sample()",
         density: "Density of each regime",
@@ -345,10 +261,18 @@ def draw(path: Path, series: Series, fitted: Fit, found: Posterior) -> None:
     figure.savefig(path, dpi=130, format=None if known else "png")
 
 
-def run(regimes: int, starts: int, steps: int, seed: int, out: Path, quiet: bool = False) -> Report:
+def run(
+    regimes: int,
+    starts: int,
+    steps: int,
+    seed: int,
+    out: Path,
+    quiet: bool = False,
+    method: str = "gradient",
+) -> Report:
     generator = torch.Generator().manual_seed(seed)
     series = load()
-    fitted = fit(series.values, regimes, starts, steps, generator, quiet)
+    fitted = fit(series.values, regimes, starts, steps, generator, quiet, method)
     chain = chain_of(fitted.model, series.values)
     found = posterior_of(chain, generator)
     draw(out, series, fitted, found)
@@ -372,12 +296,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="regimes of the model (default 4)",
     )
     parser.add_argument(
+        "--method",
+        choices=sorted(METHODS),
+        default="gradient",
+        help="Adam on the gradient of log Z, or expectation maximization (default gradient)",
+    )
+    parser.add_argument(
         "--starts",
         type=positive,
         default=16,
         help="random starts, fitted as one batch (default 16)",
     )
-    parser.add_argument("--steps", type=positive, default=500, help="steps of Adam (default 500)")
+    parser.add_argument("--steps", type=positive, default=500, help="steps of it (default 500)")
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the starts and of the samples (default 0)"
     )
@@ -389,7 +319,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     torch.set_num_threads(1)  # for tensors this small, threads cost more time than they save
     report = run(
-        options.regimes, options.starts, options.steps, options.seed, options.out, options.quiet
+        options.regimes,
+        options.starts,
+        options.steps,
+        options.seed,
+        options.out,
+        options.quiet,
+        options.method,
     )
     print(
         f"Log-likelihood: {report.log_likelihood:.4f} (BIC {report.bic:.1f});"

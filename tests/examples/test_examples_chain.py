@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hmm
+import hmm_fit
 import pytest
 import tagger
 import tagger_data
@@ -163,7 +164,19 @@ def test_hmm_is_deterministic(tmp_path: Path) -> None:
     assert first == second
 
 
-def test_the_starts_of_a_batch_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expectation_maximization_and_the_gradient_find_the_same_model(tmp_path: Path) -> None:
+    found = hmm.run(3, 3, 200, 3, tmp_path / "hmm.svg", quiet=True, method="em")
+    other = hmm.run(3, 3, 200, 3, tmp_path / "hmm.svg", quiet=True)
+    assert max(found.difference) <= 1e-9
+    assert abs(found.log_likelihood - other.log_likelihood) < 1
+    values = hmm.load().values
+    start = hmm_fit.draw_starts(values, 3, 3, torch.Generator().manual_seed(0))
+    curves = torch.stack([logz for _, logz in hmm_fit.em_steps(values, start, 20)])
+    assert (curves.diff(dim=0) > -0.1).all()  # but for the first month, no step is downward
+
+
+@pytest.mark.parametrize("method", sorted(hmm_fit.METHODS))
+def test_the_starts_of_a_batch_do_not_meet(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each start has the same log-likelihoods as it would have alone."""
     values = hmm.load().values
     drawn = torch.Generator().manual_seed(0)
@@ -173,7 +186,7 @@ def test_the_starts_of_a_batch_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> N
     def curves(chosen: slice) -> torch.Tensor:
         monkeypatch.setattr(torch, "randint", lambda *_, **__: months[chosen])
         monkeypatch.setattr(torch, "randn", lambda *_, **__: moves[chosen])
-        return hmm.fit(values, 2, len(months[chosen]), 20, drawn, True).curves
+        return hmm_fit.fit(values, 2, len(months[chosen]), 20, drawn, True, method).curves
 
     together, alone = curves(slice(0, 3)), [curves(slice(i, i + 1)) for i in range(3)]
     torch.testing.assert_close(together, torch.cat(alone, 1), rtol=1e-9, atol=0)
@@ -193,7 +206,7 @@ def test_the_stationary_distribution_stays() -> None:
         5, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
     transitions = transitions / transitions.sum(-1, keepdim=True)
-    found = hmm.stationary(transitions)
+    found = hmm_fit.stationary(transitions)
     torch.testing.assert_close(found.sum(-1), torch.ones(5, dtype=torch.float64))
     torch.testing.assert_close((found[:, None] @ transitions)[:, 0], found)
 
