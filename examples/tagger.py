@@ -98,8 +98,8 @@ class Tagger(nn.Module):
             x = x + F.gelu(layer(x))
         return self.emit(x.permute(2, 0, 1))
 
-    def chain(self, emissions: Tensor, lengths: Tensor) -> partita.LinearChain:
-        return partita.linear_chain(emissions, self.transitions, *self.ends, lengths=lengths)
+    def chain(self, emissions: Tensor, mask: Tensor) -> partita.LinearChain:
+        return partita.linear_chain(emissions, self.transitions, *self.ends, mask=mask)
 
 
 def chain_loss(chain: partita.LinearChain, batch: Snippets) -> Tensor:
@@ -108,7 +108,7 @@ def chain_loss(chain: partita.LinearChain, batch: Snippets) -> Tensor:
 
 
 def crf_loss(model: Tagger, batch: Snippets) -> Tensor:
-    return chain_loss(model.chain(model(batch.text), batch.lengths), batch)
+    return chain_loss(model.chain(model(batch.text), batch.mask), batch)
 
 
 def softmax_loss(model: Tagger, batch: Snippets) -> Tensor:
@@ -119,7 +119,7 @@ def softmax_loss(model: Tagger, batch: Snippets) -> Tensor:
 
 def crf_guess(model: Tagger, batch: Snippets) -> Guess:
     """Return the best path and the posterior of each of its tags."""
-    chain = model.chain(model(batch.text), batch.lengths)
+    chain = model.chain(model(batch.text), batch.mask)
     states, posterior = chain.viterbi().states, chain.state_marginals()  # [T, N], [T, N, C]
     return Guess(states.T, posterior.gather(2, states.clamp(min=0)[..., None])[..., 0].T)
 

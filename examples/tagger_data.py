@@ -32,6 +32,11 @@ class Snippets(NamedTuple):
     tags: Tensor  # [N, T], -1 past the length
     lengths: Tensor  # [N]
 
+    @property
+    def mask(self) -> Tensor:
+        """Return which tokens count, `[T, N]`, as taggers get it from their tokenizers."""
+        return torch.arange(self.text.shape[1])[:, None] < self.lengths
+
     def take(self, index: Tensor | slice) -> Snippets:
         """Return the snippets at an index, padded to the longest of them."""
         lengths = self.lengths[index]
