@@ -179,7 +179,8 @@ def source(name: str, value: Tensor, states: int) -> None:
     """Raise `ValueError` with the first source that is neither a state nor -1."""
     if value.is_meta or not should_check_values(value.device):
         return
-    if (index := first_index((value < -1) | (value.long() >= states))) is not None:
+    value = value.long()  # a narrow type would wrap the bounds
+    if (index := first_index((value < -1) | (value >= states))) is not None:
         expected = f"a state from 0 to {states - 1}, or -1 for no edge" if states else "-1"
         raise ValueError(f"{name}: expected {expected}, got {int(value[index])} at {list(index)}")
 

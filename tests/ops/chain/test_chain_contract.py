@@ -118,7 +118,7 @@ BAD = {
     "source": (
         lambda c: Chain(c.scores, c.source + 3).logz(),
         ValueError,
-        r"source: expected states, or -1 for no edge from -1 to 2, got \d at \[0, 0\]",
+        r"source: expected a state from 0 to 2, or -1 for no edge, got \d at \[0, 0\]",
     ),
     "samples": (
         lambda c: c.sample(-1),

@@ -82,7 +82,10 @@ def test_log_prob_of_states() -> None:
     assert torch.equal(several, torch.stack([found, found]))
     no_state = tags.clone()
     no_state[0, 1] = 7
-    assert chain.log_prob(states=no_state)[1] == -torch.inf
+    with pytest.raises(
+        ValueError, match=r"states: expected a state from 0 to 2, .* got 7 at \[0, 1\]"
+    ):
+        chain.log_prob(states=no_state)
     for arguments in ({}, {"edges": tags[1:], "states": tags}):
         with pytest.raises(TypeError, match="expected either edges or states"):
             chain.log_prob(**arguments)
@@ -92,8 +95,10 @@ def test_log_prob_of_states() -> None:
         chain.log_prob(states=tags[1:])
     with pytest.raises(
         ValueError,
-        match=r"states: expected an edge between one state and the next, got -5 then 1 at \[0, 0\]",
+        match=r"states: expected an edge between one state and the next, got -1 then 1 at \[0, 0\]",
     ):
+        chain.log_prob(states=torch.where(tags == 0, -1, tags))
+    with pytest.raises(ValueError, match=r"states: expected a state from 0 to 2, .* got -5"):
         chain.log_prob(states=torch.where(tags == 0, -5, tags))
 
 

@@ -95,7 +95,8 @@ def _check_states(states: Tensor, C: int) -> None:
     """Raise `ValueError` with the first state that is neither one of C states nor -1."""
     if states.is_meta or not checks.should_check_values(states.device):
         return
-    if (index := checks.first_index((states < -1) | (states.long() >= C))) is not None:
+    states = states.long()  # a narrow type would wrap the bounds
+    if (index := checks.first_index((states < -1) | (states >= C))) is not None:
         raise ValueError(
             f"states: expected a state from 0 to {C - 1}, or -1 past the end of a path,"
             f" got {int(states[index])} at {list(index)}"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...runtime.backend import Backends
+from .common import HAS_KERNELS
 
 Functions = Mapping[str, Callable[..., Any]]
 
@@ -23,6 +24,8 @@ def _reference() -> Functions:
 
 
 def _gpu() -> Functions:
+    if not HAS_KERNELS:
+        return _reference()
     from .gpu import launch, launch_paths
 
     return {
