@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.linear import Batch, budgets
 from helpers.rows import INTERPRETING, class_weights, targets_for
 from torch import Tensor
 
@@ -168,6 +169,46 @@ def test_the_number_of_items_costs_no_second_rounding(
     # exceed the error of one by nearly a factor of two.
     rounding = torch.finfo(torch.bfloat16).eps / (1 if INTERPRETING else 2)
     torch.testing.assert_close(first.double(), true, rtol=1.01 * rounding, atol=1e-8)
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize("plan", ["small", "fast"])
+@pytest.mark.parametrize("items", [47, torch.tensor(47)], ids=str)
+def test_the_number_of_items_costs_a_head_no_second_rounding(
+    items: int | Tensor, plan: str, device: str
+) -> None:
+    # A matrix of ones on the diagonal hands the gradient of the logits to the hidden states.
+    hidden = (3 * sample_rows(40, 200, dtype=torch.bfloat16, device=device)).requires_grad_()
+    matrix = torch.eye(200, dtype=torch.bfloat16, device=device).requires_grad_()
+    labels = targets_for(hidden.detach(), "labels", ignored=-100)
+    budget = budgets(Batch(hidden, matrix, None, labels, None))[plan]
+    loss = linear_causal_lm_loss(
+        hidden, matrix, None, items, shift_labels=labels, memory_budget=budget
+    )
+    exact = hidden.detach().double().requires_grad_()
+    expected = meaning(exact[None], labels[None], 47, shifted=True)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    first, second = (torch.autograd.grad(loss, hidden, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    (true,) = gradients(expected, exact)
+    rounding = torch.finfo(torch.bfloat16).eps / (1 if INTERPRETING else 2)
+    torch.testing.assert_close(first.double(), true, rtol=1.01 * rounding, atol=1e-8)
+
+
+@pytest.mark.parametrize("plan", ["small", "fast", "lean"])
+def test_second_derivatives_of_a_head_divided_by_items(plan: str) -> None:
+    hidden = sample_rows(5, 4, dtype=torch.float64).requires_grad_()
+    matrix = sample_rows(200, 4, dtype=torch.float64).requires_grad_()
+    labels = torch.tensor([3, 0, -100, 199, 7])
+    budget = budgets(Batch(hidden, matrix, None, labels, None))[plan]
+
+    def loss(hidden: Tensor, matrix: Tensor) -> Tensor:
+        options = {"shift_labels": labels, "memory_budget": budget, **OPTIONS}
+        return linear_causal_lm_loss(hidden, matrix, None, 3, **options)
+
+    assert torch.autograd.gradcheck(loss, (hidden, matrix), fast_mode=True)
+    assert torch.autograd.gradgradcheck(loss, (hidden, matrix), fast_mode=True)
 
 
 def test_second_derivatives_of_a_quotient() -> None:

@@ -103,6 +103,7 @@ def linear_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         torch.ones(16, device=device),
         class_weights(16, torch.float32, device),
     )
+    items = torch.tensor(7, device=device)
     found: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
     for bias_or_none, numbers, wanted in (
         (None, (0.0, 0.0, 0.0), (True, True, False)),
@@ -139,8 +140,8 @@ def linear_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
             )
         )
         found["linear_one_pass"] += [
-            (*inputs, -100, *numbers, mean, chunk, *wanted)
-            for mean, chunk in ((False, N), (True, 2))
+            (*inputs, denominator, -100, *numbers, mean, chunk, *wanted)
+            for denominator, mean, chunk in ((None, False, N), (None, True, 2), (items, False, 2))
         ]
     return found
 

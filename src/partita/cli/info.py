@@ -49,6 +49,7 @@ VARIABLES = (
     *(
         "TRITON_INTERPRET",
         "TRITON_DEBUG",
+        "NUMBA_CACHE_DIR",
         "NUMBA_DISABLE_JIT",
         "NUMBA_NUM_THREADS",
         "OMP_NUM_THREADS",

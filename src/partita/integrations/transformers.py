@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..ops.cross_entropy.api import cross_entropy
 from ..ops.cross_entropy.quotient import cross_entropy_over
-from ..ops.linear_heads.api import linear_cross_entropy
+from ..ops.linear_heads.loss import linear_loss
 from ..runtime import checks
 from ..runtime.autograd import autocast_dtype, plain_eager
 from ..runtime.dtypes import acc_dtype
@@ -167,18 +167,24 @@ def linear_causal_lm_loss(
     softcap = final_logit_softcapping if softcap is None else softcap
     shape = hidden_states.shape[:-1]
     target = _targets(labels, shift_labels, ignore_index, shape.numel(), hidden_states.device)
-    loss = linear_cross_entropy(
+    reduction = _reduction(num_items_in_batch)
+    denominator = _denominator(num_items_in_batch, hidden_states.device)
+    loss = linear_loss(
         hidden_states,
         lm_head_weight,
         target.view(shape),
-        linear_bias=linear_bias,
-        reduction=_reduction(num_items_in_batch),
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-        z_loss=z_loss,
-        memory_budget=memory_budget,
+        linear_bias,
+        None,
+        reduction,
+        ignore_index,
+        label_smoothing,
+        softcap,
+        z_loss,
+        memory_budget,
+        denominator,
     )
+    if denominator is not None:
+        return _as_quotient(loss, num_items_in_batch)
     return _divided(loss, num_items_in_batch)
 
 

@@ -95,12 +95,18 @@ def mean_denominators(
 def mean_shares(
     target: Tensor,
     class_weight: Tensor | None,
+    denominator: Tensor | None,
     ignore_index: int,
     classes: int,
     mean: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the denominators of a loss over labels and of its z-loss, `[2]`; ones for a sum."""
+    """Return the denominators of a loss over labels and of its z-loss, `[2]`.
+
+    They are ones for a sum, or the denominator `[]` that the caller gives.
+    """
+    if denominator is not None:
+        return denominator.to(dtype).expand(2)
     if not mean:
         return torch.ones(2, dtype=dtype, device=target.device)
     return mean_denominators(target, class_weight, ignore_index, classes).to(dtype)

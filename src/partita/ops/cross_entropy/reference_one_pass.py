@@ -37,11 +37,10 @@ def mean_scales(
     denominator: Tensor | None = None,
 ) -> Tensor:
     """Return the factors of a row's loss and of its z-loss in the reduced loss, `[2]`."""
-    if denominator is not None:
-        return denominator.to(loss.dtype).expand(2).reciprocal()
     if mean and target.is_floating_point():
         return loss.new_full((2,), loss.numel()).reciprocal()
-    return mean_shares(target, weight, ignore_index, logits.shape[1], mean, loss.dtype).reciprocal()
+    options = (denominator, ignore_index, logits.shape[1], mean, loss.dtype)
+    return mean_shares(target, weight, *options).reciprocal()
 
 
 def cross_entropy_reduced(
@@ -272,10 +271,9 @@ def _one_pass_of_labels(
 ) -> Tensor:
     """Compute the reduced loss over labels, and write the gradient, which may be the logits."""
     classes, dtype_of_sums = logits.shape[1], acc_dtype(logits.dtype)
-    if denominator is None:
-        denominators = mean_shares(target, weight, ignore_index, classes, mean, dtype_of_sums)
-    else:
-        denominators = denominator.to(dtype_of_sums).expand(2)
+    denominators = mean_shares(
+        target, weight, denominator, ignore_index, classes, mean, dtype_of_sums
+    )
     rows, grad_rows = _rows_of(logits), _rows_of(grad)
     is_view = grad_rows.data_ptr() == grad.data_ptr()
     if not is_view:  # The strides allow no view, so the gradient goes through a copy of the rows.

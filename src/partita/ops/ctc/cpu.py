@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from ...primitives.cpu.batch import (
@@ -27,7 +26,8 @@ from ...primitives.cpu.batch import (
     row_at,
     run_over_batch,
 )
-from ...primitives.cpu.math import FLAGS, exp, exp_floor, log
+from ...primitives.cpu.jit import jit
+from ...primitives.cpu.math import exp, exp_floor, log
 from ...runtime.dtypes import acc_dtype
 from ...runtime.register import resolved
 
@@ -63,7 +63,7 @@ class CTCBatch(NamedTuple):
         return range(3 * (2 * self.max_target_len + 1) + self.C)
 
 
-@njit(**FLAGS)
+@jit
 def sequence_lengths(batch: Any, n: int) -> tuple[int, int, bool]:
     """Return the number of steps and of labels of a sequence, and whether it is valid.
 
@@ -79,7 +79,7 @@ def sequence_lengths(batch: Any, n: int) -> tuple[int, int, bool]:
     return (length, target_len, True) if valid else (0, 0, False)
 
 
-@njit(**FLAGS)
+@jit
 def fill_states(batch: Any, n: int, target_len: int, labels: Any, skips: Any) -> int:
     """Fill in the class of each state and the score of the edge that skips a blank into it.
 
@@ -92,7 +92,7 @@ def fill_states(batch: Any, n: int, target_len: int, labels: Any, skips: Any) ->
     return states
 
 
-@njit(**FLAGS)
+@jit
 def init_alpha(alpha: Any, states: int) -> None:
     """Set alpha before the first step: only the first blank, from which the first label follows."""
     for c in range(states + 2):
@@ -100,7 +100,7 @@ def init_alpha(alpha: Any, states: int) -> None:
     alpha[2] = 0.0
 
 
-@njit(**FLAGS)
+@jit
 def alpha_step(
     row: Any,
     lse: float,
@@ -122,7 +122,7 @@ def alpha_step(
         after[c + 2] = LOWEST if value <= IMPOSSIBLE else value  # NaN passes through
 
 
-@njit(nogil=True, **FLAGS)
+@jit(nogil=True)
 def forward_scan(
     share: Any,
     batch: Any,
@@ -161,7 +161,7 @@ def forward_scan(
             losses[n] = np.nan
 
 
-@njit(**FLAGS)
+@jit
 def reduce_losses(
     losses: Any, target_lengths: Any, mean: bool, zero_infinity: bool, value: Any
 ) -> None:
@@ -173,7 +173,7 @@ def reduce_losses(
     value[0] = total / len(losses) if mean else total
 
 
-@njit(**FLAGS)
+@jit
 def posterior_step(
     alpha: Any, skips: Any, posterior: Any, result: Any, parts: Any, states: int
 ) -> None:
@@ -196,7 +196,7 @@ def posterior_step(
         result[c] += parts[2, c + 2]
 
 
-@njit(**FLAGS)
+@jit
 def gradient_row(
     row: Any, lse: float, grad: float, softmax: bool, posterior: Any, result: Any
 ) -> None:
@@ -209,7 +209,7 @@ def gradient_row(
             result[c] = grad * (0.0 - posterior[c])
 
 
-@njit(nogil=True, **FLAGS)
+@jit(nogil=True)
 def backward_scan(
     share: Any,
     batch: Any,
@@ -260,7 +260,7 @@ def backward_scan(
             after, before = before, after
 
 
-@njit(nogil=True, **FLAGS)
+@jit(nogil=True)
 def viterbi_scan(
     share: Any,
     batch: Any,

@@ -53,6 +53,7 @@ def _check_one_pass(
     bias: Any,
     target: Tensor,
     class_weight: Any,
+    denominator: Any,
     ignore_index: int,
     *_: Any,
 ) -> None:
@@ -140,8 +141,8 @@ rows_backward: register.Op = register.define(
     backends=BACKENDS,
 )
 one_pass: register.Op = register.define(
-    f"linear_one_pass({_HEAD}, int ignore_index, float label_smoothing, float softcap,"
-    f" float z_loss, bool mean, SymInt chunk, {_WANTED}, str backend)"
+    f"linear_one_pass({_HEAD}, Tensor? denominator, int ignore_index, float label_smoothing,"
+    f" float softcap, float z_loss, bool mean, SymInt chunk, {_WANTED}, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _one_pass_fake,
     check=_check_one_pass,
@@ -337,7 +338,8 @@ def differentiable_loss(
 class LinearOnePass(torch.autograd.Function):
     """The reduced loss, whose gradients are computed in the forward pass; eager mode only.
 
-    The first backward pass scales these gradients. Later backward passes compute them again.
+    The first backward pass scales these gradients. Later backward passes compute them again. A
+    denominator, `[]`, divides a sum before the gradients are rounded.
     """
 
     @staticmethod
@@ -359,27 +361,30 @@ class LinearOnePass(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         (grad,), no_option_grads = grads, (None,) * 4
         if grad is None:
-            return *no_option_grads, *(None,) * 5
+            return *no_option_grads, *(None,) * 6
         head = ctx.saved_tensors
         if torch.is_grad_enabled():
+            denominator = head[5]
+            if denominator is not None:
+                grad = (grad / denominator).to(grad.dtype)
             gradients = double_backward(
-                lambda *inputs: differentiable_loss(*inputs, *head[3:], *ctx.numbers),
+                lambda *inputs: differentiable_loss(*inputs, *head[3:5], *ctx.numbers),
                 head[:3],
                 ctx.wanted,
                 grad,
             )
-            return *no_option_grads, *gradients, None, None
+            return *no_option_grads, *gradients, None, None, None
         gradients = ctx.gradients
         if gradients is None:
             gradients = one_pass(*head, *ctx.numbers, ctx.chunk, *ctx.wanted, ctx.backend)[1:]
         if is_batched_gradient(grad):
             scaled = tuple(scaled_by_batch(gradient, grad) for gradient in gradients)
-            return *no_option_grads, *_only_wanted(scaled, ctx.wanted), None, None
+            return *no_option_grads, *_only_wanted(scaled, ctx.wanted), None, None, None
         ctx.gradients = None
         for gradient, wants in zip(gradients, ctx.wanted, strict=True):
             if wants:
                 scale_by_upstream(gradient, grad, ctx.backend)
-        return *no_option_grads, *_only_wanted(gradients, ctx.wanted), None, None
+        return *no_option_grads, *_only_wanted(gradients, ctx.wanted), None, None, None
 
 
 class LinearOnePassTraced(torch.autograd.Function):
@@ -392,6 +397,7 @@ class LinearOnePassTraced(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         class_weight: Tensor | None,
+        denominator: Tensor | None,
         ignore_index: int,
         label_smoothing: float,
         softcap: float,
@@ -403,13 +409,13 @@ class LinearOnePassTraced(torch.autograd.Function):
         bias_grad: bool,
         backend: str,
     ) -> tuple[Tensor, ...]:
-        head = (input, weight, bias, target, class_weight)
+        head = (input, weight, bias, target, class_weight, denominator)
         numbers = (ignore_index, label_smoothing, softcap, z_loss, mean, chunk)
         return one_pass(*head, *numbers, input_grad, weight_grad, bias_grad, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.wanted = inputs[11:14]
+        ctx.wanted = inputs[12:15]
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*output[1:])
 
@@ -420,4 +426,4 @@ class LinearOnePassTraced(torch.autograd.Function):
             (gradient.to(grad.dtype) * grad).to(gradient.dtype) if wants else None
             for gradient, wants in zip(ctx.saved_tensors, ctx.wanted, strict=True)
         )
-        return *gradients, *(None,) * 12
+        return *gradients, *(None,) * 13

@@ -28,7 +28,8 @@ class ChunkKernels(NamedTuple):
         row_statistics: returns the `RowStatistics` of a `RowState` that has seen all classes.
         logits_gradient: writes the gradient of a chunk's logits.
         one_pass: returns a chunk's loss and overwrites the logits with their gradient.
-        mean_shares: returns what the loss and the z-loss of a row are divided by.
+        mean_shares: returns what the loss and the z-loss of a row are divided by in a mean, or in
+            a sum with a denominator.
     """
 
     new_state: Callable[..., RowState]
@@ -252,6 +253,7 @@ def linear_one_pass(
     bias: Tensor | None,
     target: Tensor,
     class_weight: Tensor | None,
+    denominator: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     softcap: float,
@@ -264,7 +266,8 @@ def linear_one_pass(
 ) -> tuple[Tensor, ...]:
     """Compute the sum or mean of the loss and its `HeadGradients`, `chunk` tokens at a time.
 
-    Each chunk takes three matrix products: its logits, and two from their gradient.
+    Each chunk takes three matrix products: its logits, and two from their gradient. A denominator,
+    `[]`, divides a sum before the gradients are rounded.
     """
     (M, _), C, accumulator = input.shape, len(weight), acc_dtype(input.dtype)
     result = empty_gradients(input, weight, bias, input_grad, weight_grad, bias_grad)
@@ -278,7 +281,10 @@ def linear_one_pass(
             dweight.zero_()
         else:
             dweight = torch.zeros_like(result.weight, dtype=accumulator)
-    divisors = kernels.mean_shares(target, class_weight, ignore_index, C, mean, accumulator)
+    divisors = kernels.mean_shares(
+        target, class_weight, denominator, ignore_index, C, mean, accumulator
+    )
+    mean = mean or denominator is not None
     for part in chunks(M, chunk):
         logits = product(input[part], weight, bias, buffer)
         part_loss = kernels.one_pass(

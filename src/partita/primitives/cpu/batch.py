@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
-from ...primitives.cpu.math import FLAGS, exp_floor
+from ...primitives.cpu.jit import jit
+from ...primitives.cpu.math import exp_floor
 from ...runtime.caches import register_cache
 from ...runtime.register import resolved
 
@@ -36,13 +36,13 @@ class Steps(NamedTuple):
     strides: Any
 
 
-@njit(**FLAGS)
+@jit
 def row_at(steps: Any, t: int, n: int) -> Any:
     """Return the memory from step t of chain n on."""
     return steps.numbers[t * steps.strides[0] + n * steps.strides[1] :]
 
 
-@njit(**FLAGS)
+@jit
 def contiguous_row(scores: Any, t: int, n: int, buffer: Any) -> Any:
     """Return the scores of a step, `[C]`, contiguous: a view, or a copy in the buffer."""
     row, stride = row_at(scores, t, n), scores.strides[2]
@@ -53,7 +53,7 @@ def contiguous_row(scores: Any, t: int, n: int, buffer: Any) -> Any:
     return buffer
 
 
-@njit(**FLAGS)
+@jit
 def logsumexp_row(row: Any, maxima: Any, sums: Any) -> float:
     """Return the log-sum-exp of a step's classes, by way of partial results `[LANES]`.
 

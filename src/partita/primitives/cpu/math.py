@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
-# A division that may raise is a branch. No sum may be reordered.
-FLAGS: dict[str, Any] = {"fastmath": {"contract"}, "error_model": "numpy"}
+from .jit import jit
 
 # 1.5 * 2**52: a number that is added to it loses its fraction, and its integer is in the low bits.
 ROUND = 6755399441055744.0
@@ -57,7 +56,7 @@ def prefetch(context: Any, array: Any, index: Any) -> Any:
     return types.void(array, types.intp), generate
 
 
-@njit(inline="always", **FLAGS)
+@jit(inline="always")
 def exp_floor(x: float) -> float:
     """Return e**x for x <= 700, and e**-700 for x below -700; NaN stays NaN.
 
@@ -82,14 +81,14 @@ def exp_floor(x: float) -> float:
     return p * from_bits((bits_of(shifted) << 52) + 0x3FF0000000000000)
 
 
-@njit(inline="always", **FLAGS)
+@jit(inline="always")
 def exp(x: float) -> float:
     """Return e**x for x <= 700, and 0 for x below -700; NaN stays NaN."""
     e = exp_floor(x)
     return 0.0 if x < LEAST else e
 
 
-@njit(inline="always", **FLAGS)
+@jit(inline="always")
 def log(x: float) -> float:
     """Return the logarithm of a positive normal number to about 2 ulp; NaN stays NaN."""
     bits = bits_of(x)

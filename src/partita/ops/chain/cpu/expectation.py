@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from ....primitives.cpu.batch import (
@@ -24,7 +23,8 @@ from ....primitives.cpu.batch import (
     row_at,
     run_over_batch,
 )
-from ....primitives.cpu.math import FLAGS, exp, log
+from ....primitives.cpu.jit import jit
+from ....primitives.cpu.math import exp, log
 from ....runtime.register import resolved
 from .steps import (
     add_source_values,
@@ -40,7 +40,7 @@ from .steps import (
 )
 
 
-@njit(**FLAGS)
+@jit
 def alpha_and_mean_step(
     terms: Any, max_term: Any, values: Any, sum_exp: Any, next_alpha: Any, next_mean: Any
 ) -> None:
@@ -61,7 +61,7 @@ def alpha_and_mean_step(
         next_mean[c] = 0.0 if sum_exp[c] == 0.0 else next_mean[c] / sum_exp[c]
 
 
-@njit(**FLAGS)
+@jit
 def mean_at_end(alpha: Any, final: Any, mean: Any, last_values: Any, logz: float) -> float:
     """Return the mean over all paths from the means into the last states, `[C]`."""
     result = 0.0
@@ -71,7 +71,7 @@ def mean_at_end(alpha: Any, final: Any, mean: Any, last_values: Any, logz: float
     return result
 
 
-@njit(nogil=True, **FLAGS)
+@jit(nogil=True)
 def chain_expectation_forward_kernel(
     chains: Any,
     batch: Any,
@@ -118,13 +118,13 @@ def chain_expectation_forward_kernel(
         )
 
 
-@njit(inline="always", **FLAGS)
+@jit(inline="always")
 def covariance(posterior: float, difference: float) -> float:
     """Return the product, which is 0 where the posterior is 0 for any difference."""
     return 0.0 if posterior == 0.0 else posterior * difference
 
 
-@njit(**FLAGS)
+@jit
 def edge_covariances(
     posterior: Any, mean_from: Any, mean_into: Any, factor: float, d_scores: Any
 ) -> None:
@@ -143,14 +143,14 @@ def edge_covariances(
         mean_from[e] = covariance(posterior[e], mean_from[e])
 
 
-@njit(**FLAGS)
+@jit
 def divide_by_posterior(weighted: Any, posterior: Any) -> None:
     """Divide the weighted sums by the posteriors of the states, `[C]`; 0 / 0 is 0."""
     for c in range(len(posterior)):
         weighted[c] = 0.0 if posterior[c] == 0.0 else weighted[c] / posterior[c]
 
 
-@njit(nogil=True, **FLAGS)
+@jit(nogil=True)
 def chain_expectation_backward_kernel(
     chains: Any,
     batch: Any,

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from ....primitives.cpu.batch import (
@@ -24,7 +23,8 @@ from ....primitives.cpu.batch import (
     row_at,
     run_over_batch,
 )
-from ....primitives.cpu.math import FLAGS, exp
+from ....primitives.cpu.jit import jit
+from ....primitives.cpu.math import exp
 from ....runtime.register import resolved
 from .steps import (
     add_source_values,
@@ -40,7 +40,7 @@ from .steps import (
 )
 
 
-@njit(nogil=True, **FLAGS)
+@jit(nogil=True)
 def chain_forward_kernel(
     chains: Any,
     batch: Any,
@@ -82,7 +82,7 @@ def chain_forward_kernel(
             repeat_past_length(alpha, n, batch.lengths[n])
 
 
-@njit(nogil=True, **FLAGS)
+@jit(nogil=True)
 def chain_backward_kernel(
     chains: Any,
     batch: Any,

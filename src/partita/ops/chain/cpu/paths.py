@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from ....primitives.cpu.batch import INF, as_array, as_steps, row_at, run_over_batch
-from ....primitives.cpu.math import FLAGS, exp
+from ....primitives.cpu.jit import jit
+from ....primitives.cpu.math import exp
 from ....runtime.dtypes import acc_dtype
 from .logz import chain_forward_kernel
 from .steps import chain_batch, edge_terms, load_edges, max_over_edges, repeat_past_length
 
 
-@njit(**FLAGS)
+@jit
 def trace_path(
     pointers: Any,
     sources: Any,
@@ -38,7 +38,7 @@ def trace_path(
         edges[t, n], states[t, n] = edge, state
 
 
-@njit(nogil=True, **FLAGS)
+@jit(nogil=True)
 def chain_best_path_kernel(
     chains: Any,
     batch: Any,
@@ -84,7 +84,7 @@ def chain_best_path_kernel(
             )
 
 
-@njit(**FLAGS)
+@jit
 def cumulative_exp(terms: Any) -> None:
     """Replace the terms by the cumulative sums of exp(terms - max)."""
     highest, total = -INF, 0.0
@@ -95,7 +95,7 @@ def cumulative_exp(terms: Any) -> None:
         terms[i] = total
 
 
-@njit(**FLAGS)
+@jit
 def draw_index(cumulative: Any, uniform: float) -> int:
     """Return the first index whose cumulative sum exceeds uniform times the total.
 
@@ -106,7 +106,7 @@ def draw_index(cumulative: Any, uniform: float) -> int:
     return min(index, np.searchsorted(cumulative, cumulative[last]))
 
 
-@njit(nogil=True, **FLAGS)
+@jit(nogil=True)
 def chain_sample_kernel(
     chains: Any,
     batch: Any,

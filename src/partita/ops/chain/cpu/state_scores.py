@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from torch import Tensor
 
 from ....primitives.cpu.batch import as_array, as_steps, empty_batch, fill_nan, run_over_batch
-from ....primitives.cpu.math import FLAGS
+from ....primitives.cpu.jit import jit
 from .logz import chain_forward_kernel
 from .paths import chain_best_path_kernel, pointer_dtype
 from .steps import beta_step, chain_batch, load_edges
 
 
-@njit(nogil=True, **FLAGS)
+@jit(nogil=True)
 def chain_backward_scan_kernel(
     chains: Any, batch: Any, scores: Any, final: Any, use_max: bool, beta: Any
 ) -> None:

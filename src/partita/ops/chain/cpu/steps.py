@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from ....primitives.cpu.batch import INF, LOWEST, row_at
-from ....primitives.cpu.math import FLAGS, exp, exp_floor, log, prefetch
+from ....primitives.cpu.jit import jit
+from ....primitives.cpu.math import exp, exp_floor, log, prefetch
 from ....runtime.register import resolved
 
 SMALLEST = np.finfo(np.float64).tiny
@@ -43,7 +43,7 @@ class ChainBatch(NamedTuple):
     lengths: Any
 
 
-@njit(**FLAGS)
+@jit
 def load_edges(steps: Any, t: int, n: int, K: int, buffer: Any) -> Any:
     """Return the numbers of a step's edges, `[C * K]`.
 
@@ -59,7 +59,7 @@ def load_edges(steps: Any, t: int, n: int, K: int, buffer: Any) -> Any:
     return buffer
 
 
-@njit(inline="always", **FLAGS)
+@jit(inline="always")
 def _edge_terms(
     row: Any, sources: Any, alpha: Any, terms: Any, max_term: Any, next_row: Any, K: int
 ) -> None:
@@ -74,7 +74,7 @@ def _edge_terms(
         max_term[c] = highest
 
 
-@njit(**FLAGS)
+@jit
 def edge_terms(
     row: Any, sources: Any, alpha: Any, terms: Any, max_term: Any, next_row: Any
 ) -> None:
@@ -95,7 +95,7 @@ def edge_terms(
         _edge_terms(row, sources, alpha, terms, max_term, next_row, K)
 
 
-@njit(**FLAGS)
+@jit
 def alpha_step(
     row: Any,
     sources: Any,
@@ -118,7 +118,7 @@ def alpha_step(
         next_alpha[c] = -INF if value == LOWEST else value
 
 
-@njit(**FLAGS)
+@jit
 def max_over_edges(terms: Any, best: Any, best_k: Any) -> None:
     """Compute the greatest term of each state, `[C]`, and the first k that has it.
 
@@ -135,7 +135,7 @@ def max_over_edges(terms: Any, best: Any, best_k: Any) -> None:
             best_k[c] = k if better else best_k[c]
 
 
-@njit(**FLAGS)
+@jit
 def add_target_values(row: Any, state_values: Any, edge_values: Any) -> None:
     """Compute the row `[C * K]` plus the value `[C]` of the state that each edge enters."""
     K = len(edge_values) // max(len(state_values), 1)
@@ -144,7 +144,7 @@ def add_target_values(row: Any, state_values: Any, edge_values: Any) -> None:
             edge_values[c * K + k] = row[c * K + k] + state_values[c]
 
 
-@njit(**FLAGS)
+@jit
 def beta_step(
     row: Any,
     batch: Any,
@@ -185,7 +185,7 @@ def beta_step(
         previous_beta[c] = -INF if value == LOWEST else value
 
 
-@njit(inline="always", **FLAGS)
+@jit(inline="always")
 def _add_source_values(
     sources: Any,
     at_source: Any,
@@ -204,7 +204,7 @@ def _add_source_values(
             edges[c * K + k] = (at_source[s] if s >= 0 else 0.0) + target_value
 
 
-@njit(**FLAGS)
+@jit
 def add_source_values(
     sources: Any, at_source: Any, at_target: Any, edges: Any, next_row: Any, next_states: Any
 ) -> None:
@@ -225,7 +225,7 @@ def add_source_values(
         _add_source_values(sources, at_source, at_target, edges, next_row, next_states, K)
 
 
-@njit(fastmath={"contract", "reassoc"})
+@jit(fastmath={"contract", "reassoc"})
 def sum_in_any_order(numbers: Any) -> float:
     """Return the sum of the numbers; the compiler may reorder it."""
     total = 0.0
@@ -234,7 +234,7 @@ def sum_in_any_order(numbers: Any) -> float:
     return total
 
 
-@njit(**FLAGS)
+@jit
 def posterior_offsets(posterior: Any, alpha: Any, offset: Any) -> None:
     """Compute the log of each state's posterior minus its alpha, `[C]`.
 
@@ -247,7 +247,7 @@ def posterior_offsets(posterior: Any, alpha: Any, offset: Any) -> None:
         offset[c] = -INF if posterior[c] < SMALLEST else value
 
 
-@njit(**FLAGS)
+@jit
 def edge_posteriors(row: Any, sources: Any, edges: Any, factor: float, scaled: Any) -> None:
     """Replace `edges` by exp(row + edges), the posteriors `[C * K]`, and write them times a factor.
 
@@ -262,7 +262,7 @@ def edge_posteriors(row: Any, sources: Any, edges: Any, factor: float, scaled: A
         scaled[e] = p * factor
 
 
-@njit(inline="always", **FLAGS)
+@jit(inline="always")
 def _sum_by_source(outgoing: Any, edge_values: Any, result: Any, out_degree: int) -> None:
     for c in range(len(result)):
         total = 0.0
@@ -271,7 +271,7 @@ def _sum_by_source(outgoing: Any, edge_values: Any, result: Any, out_degree: int
         result[c] = total
 
 
-@njit(**FLAGS)
+@jit
 def sum_by_source(batch: Any, edge_values: Any, result: Any) -> None:
     """Compute the sum of the edge values `[C * K]` over the edges that leave each state, `[C]`."""
     degree = batch.out_degree
@@ -291,7 +291,7 @@ def sum_by_source(batch: Any, edge_values: Any, result: Any) -> None:
                 result[batch.sources[e]] += edge_values[e]
 
 
-@njit(**FLAGS)
+@jit
 def zero_past_length(rows: Any, n: int, length: int) -> None:
     """Write zeros past the length of a chain into `[T, N, C * K]`."""
     for t in range(length, len(rows)):
@@ -299,7 +299,7 @@ def zero_past_length(rows: Any, n: int, length: int) -> None:
             rows[t, n, e] = 0.0
 
 
-@njit(**FLAGS)
+@jit
 def repeat_past_length(alpha: Any, n: int, length: int) -> None:
     """Copy the row of alpha at the length of a chain to all later rows of `[T + 1, N, C]`."""
     for t in range(length + 1, len(alpha)):
@@ -307,7 +307,7 @@ def repeat_past_length(alpha: Any, n: int, length: int) -> None:
             alpha[t, n, c] = alpha[length, n, c]
 
 
-@njit(**FLAGS)
+@jit
 def logz_at_end(alpha: Any, final: Any) -> float:
     """Return log Σ exp(alpha + final) over the states `[C]`."""
     highest = LOWEST

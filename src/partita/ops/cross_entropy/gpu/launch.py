@@ -438,7 +438,8 @@ def _prepare_workspace(
     size = SUM_WORDS + num_words
     workspace = torch.empty(size, dtype=torch.int64, device=call.logits.device)
     if call.denominator is not None:
-        return workspace, shares_of_denominator(call.denominator, call.logits, workspace)
+        dtype = acc_dtype(call.logits.dtype)
+        return workspace, shares_of_denominator(call.denominator, dtype, workspace)
     if not call.mean or is_chunk:
         return workspace.zero_(), shares
     if call.target.is_floating_point():

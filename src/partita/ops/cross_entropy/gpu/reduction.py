@@ -347,10 +347,10 @@ def mean_denominators(
     return shares
 
 
-def shares_of_denominator(denominator: Tensor, logits: Tensor, workspace: Tensor) -> Tensor:
-    """Return shares that add up to a given denominator, and clear the workspace."""
-    shares = logits.new_empty((2, SHARES), dtype=acc_dtype(logits.dtype))
-    programs, options = reduction_options(workspace.numel(), logits.dtype)
+def shares_of_denominator(denominator: Tensor, dtype: torch.dtype, workspace: Tensor) -> Tensor:
+    """Return shares in the dtype that add up to a denominator, and clear the workspace."""
+    shares = denominator.new_empty((2, SHARES), dtype=dtype)
+    programs, options = reduction_options(workspace.numel(), dtype)
     launch(
         cross_entropy_share_kernel,
         programs,

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from ....primitives.cpu.batch import empty_batch, fill_nan, run_over_sequences
-from ....primitives.cpu.math import FLAGS, exp
+from ....primitives.cpu.jit import jit
+from ....primitives.cpu.math import exp
 from ....runtime.dtypes import acc_dtype
 from .steps import (
     BLOCK,
@@ -33,7 +33,7 @@ NO_FACTORS = np.empty((0, 0, 0, 0))
 NO_COUNTS = np.empty((0, 0, 0, 0))
 
 
-@njit(**FLAGS)
+@jit
 def posteriors(
     linear: bool,
     saved: Any,
@@ -66,7 +66,7 @@ def posteriors(
                     row[c] = 0.0
 
 
-@njit(**FLAGS)
+@jit
 def add_counts(
     linear: bool,
     alpha: Any,
@@ -105,7 +105,7 @@ def add_counts(
                 row[j] += line[j]
 
 
-@njit(**FLAGS)
+@jit
 def store_factors(
     states: Any,
     saved: Any,
@@ -137,7 +137,7 @@ def store_factors(
             right[c] = beta[c]
 
 
-@njit(**FLAGS)
+@jit
 def store_counts(
     linear: bool,
     varies: bool,
@@ -170,7 +170,7 @@ def store_counts(
         add_counts(linear, alpha, beta, weights, backward, totals[k], grad_output, line, index)
 
 
-@njit(**FLAGS)
+@jit
 def write_gradient(
     weighted: Any, t: int, by: int, n: int, length: int, d_emissions: Any, d_ends: Any
 ) -> None:
@@ -186,7 +186,7 @@ def write_gradient(
             copy_row(row, d_ends[1, n])
 
 
-@njit(**FLAGS)
+@jit
 def zero_past_length(n: int, length: int, d_emissions: Any, factors: Any) -> None:
     """Write zeros to the gradients of what is past a length."""
     for t in range(length, len(d_emissions)):
@@ -197,7 +197,7 @@ def zero_past_length(n: int, length: int, d_emissions: Any, factors: Any) -> Non
             factors[0, t, n, c], factors[1, t, n, c] = 0.0, 0.0
 
 
-@njit(nogil=True, **FLAGS)
+@jit(nogil=True)
 def gradient_kernel(
     halves: Any,
     chain: Any,

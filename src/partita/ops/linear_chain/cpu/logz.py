@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from ....primitives.cpu.batch import empty_batch, run_over_sequences
-from ....primitives.cpu.math import FLAGS
+from ....primitives.cpu.jit import jit
 from ....runtime.dtypes import acc_dtype
 from .steps import (
     BLOCK,
@@ -29,7 +28,7 @@ from .steps import (
 )
 
 
-@njit(nogil=True, **FLAGS)
+@jit(nogil=True)
 def forward_kernel(
     halves: Any, chain: Any, save: bool, saved: Any, meeting: Any, log_scale: Any
 ) -> None:
@@ -67,7 +66,7 @@ def forward_kernel(
         copy_row(states[0], meeting[half])
 
 
-@njit(**FLAGS)
+@jit
 def store_states(states: Any, t: int, by: int, n: int, saved: Any) -> None:
     """Write the states of tokens t, t + by, ... to `[T, N, C]`, or nothing if that is empty."""
     if len(saved):
@@ -76,7 +75,7 @@ def store_states(states: Any, t: int, by: int, n: int, saved: Any) -> None:
                 saved[t + k * by, n, c] = states[k, c]
 
 
-@njit(nogil=True, **FLAGS)
+@jit(nogil=True)
 def join_kernel(sequences: Any, chain: Any, meeting: Any, log_scale: Any, logz: Any) -> None:
     """Compute log Z where alpha and beta meet."""
     C = chain.start.shape[1]

@@ -9,17 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from ....primitives.cpu.batch import INF, contiguous_row, run_over_sequences
-from ....primitives.cpu.math import FLAGS
+from ....primitives.cpu.jit import jit
 from ....runtime.dtypes import acc_dtype
 from ...chain.cpu.paths import cumulative_exp, draw_index, pointer_dtype
 from .steps import BLOCK, chain_arrays, load_tokens, load_weights, log_of_sum, scan
 
 
-@njit(**FLAGS)
+@jit
 def max_step(state: Any, weights: Any, best: Any, pointers: Any) -> None:
     """Write the best sum of a state and a weight into each state, and the lowest state it is from.
 
@@ -37,7 +36,7 @@ def max_step(state: Any, weights: Any, best: Any, pointers: Any) -> None:
             pointers[j] = i if better else pointers[j]
 
 
-@njit(nogil=True, **FLAGS)
+@jit(nogil=True)
 def best_path_kernel(sequences: Any, chain: Any, pointers: Any, score: Any, states: Any) -> None:
     """Compute the best score of each sequence, `[N]`, and the states of its path, `[T, N]`.
 
@@ -94,7 +93,7 @@ def linear_chain_viterbi(
     return result.to(acc_dtype(emissions.dtype), copy=True), states
 
 
-@njit(**FLAGS)
+@jit
 def draw_previous(linear: bool, alpha: Any, weights: Any, uniform: float, terms: Any) -> int:
     """Draw a state with a probability proportional to the product of alpha and weights."""
     if not linear:
@@ -109,7 +108,7 @@ def draw_previous(linear: bool, alpha: Any, weights: Any, uniform: float, terms:
     return draw_index(terms, uniform)
 
 
-@njit(nogil=True, **FLAGS)
+@jit(nogil=True)
 def sample_kernel(sequences: Any, chain: Any, uniforms: Any, states: Any) -> None:
     """Draw k paths of each sequence, `[k, T, N]`, with uniform numbers `[T, k, N]`.
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from ....primitives.cpu.batch import INF, LOWEST, as_array, as_steps
-from ....primitives.cpu.math import FLAGS, LN2, bits_of, exp, from_bits, log
+from ....primitives.cpu.jit import jit
+from ....primitives.cpu.math import LN2, bits_of, exp, from_bits, log
 
 MAX_SPAN = 300.0  # nats
 BLOCK = 32  # tokens; a call of a function with many arrays takes as long as a step
@@ -101,13 +101,13 @@ def _range(transitions: Tensor) -> tuple[float, float]:
     return float(low), float(high)
 
 
-@njit(**FLAGS)
+@jit
 def middle_of(length: int) -> int:
     """Return the token at which alpha and beta meet: alpha of earlier tokens is saved."""
     return (length + 1) // 2
 
 
-@njit(**FLAGS)
+@jit
 def highest_of(row: Any) -> float:
     """Return the maximum of a row by four partial ones, LOWEST if all are -inf."""
     a, b, c, d = LOWEST, LOWEST, LOWEST, LOWEST
@@ -122,7 +122,7 @@ def highest_of(row: Any) -> float:
     return float(max(max(a, b), max(c, d)))
 
 
-@njit(**FLAGS)
+@jit
 def dot(x: Any, y: Any) -> float:
     """Return the sum of products by four partial sums."""
     a, b, c, d = 0.0, 0.0, 0.0, 0.0
@@ -137,7 +137,7 @@ def dot(x: Any, y: Any) -> float:
     return (a + b) + (c + d)
 
 
-@njit(**FLAGS)
+@jit
 def load_tokens(
     emissions: Any,
     start: Any,
@@ -183,7 +183,7 @@ def load_tokens(
     return total
 
 
-@njit(**FLAGS)
+@jit
 def load_weights(
     transitions: Any, t: int, n: int, transposed: int, linear: bool, weights: Any
 ) -> float:
@@ -210,7 +210,7 @@ def load_weights(
     return float(highest)
 
 
-@njit(**FLAGS)
+@jit
 def product(state: Any, weights: Any, result: Any) -> None:
     """Write the product of a state `[C]` and a matrix `[C, C]`, four rows of it at a time."""
     C = len(state)
@@ -227,7 +227,7 @@ def product(state: Any, weights: Any, result: Any) -> None:
             result[j] += a * w[j]
 
 
-@njit(**FLAGS)
+@jit
 def log_product(state: Any, weights: Any, maxima: Any, result: Any) -> None:
     """Write the log of the product of exp(state) `[C]` and exp(weights) `[C, C]`."""
     C = len(state)
@@ -246,7 +246,7 @@ def log_product(state: Any, weights: Any, maxima: Any, result: Any) -> None:
         result[j] = -INF if total == 0.0 else maxima[j] + log(total)
 
 
-@njit(**FLAGS)
+@jit
 def scan_linear(weights: Any, scores: Any, sums: Any, states: Any, is_first: bool) -> int:
     """Scan K tokens in linear arithmetic.
 
@@ -279,7 +279,7 @@ def scan_linear(weights: Any, scores: Any, sums: Any, states: Any, is_first: boo
     return total
 
 
-@njit(**FLAGS)
+@jit
 def scan_log(weights: Any, scores: Any, sums: Any, states: Any, is_first: bool) -> float:
     """Scan K tokens in the log domain, as `scan_linear` does.
 
@@ -304,7 +304,7 @@ def scan_log(weights: Any, scores: Any, sums: Any, states: Any, is_first: bool) 
     return total
 
 
-@njit(**FLAGS)
+@jit
 def scan(linear: bool, weights: Any, scores: Any, sums: Any, states: Any, is_first: bool) -> float:
     """Scan K tokens, and return the log of the scale of the states."""
     if linear:
@@ -312,7 +312,7 @@ def scan(linear: bool, weights: Any, scores: Any, sums: Any, states: Any, is_fir
     return scan_log(weights, scores, sums, states, is_first)
 
 
-@njit(**FLAGS)
+@jit
 def log_of_sum(linear: bool, a: Any, b: Any) -> float:
     """Return the log of the sum over the states of the product of a and b."""
     if linear:
@@ -326,7 +326,7 @@ def log_of_sum(linear: bool, a: Any, b: Any) -> float:
     return -INF if total == 0.0 else highest + log(total)
 
 
-@njit(**FLAGS)
+@jit
 def copy_row(source: Any, target: Any) -> None:
     """Copy a row; an assignment of slices takes seconds to compile."""
     for c in range(len(target)):

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from ....primitives.cpu.batch import INF, as_array, as_steps, empty_batch, run_over_sequences
-from ....primitives.cpu.math import FLAGS, exp
+from ....primitives.cpu.jit import jit
+from ....primitives.cpu.math import exp
 from .steps import chain_arrays, copy_row, load_tokens, load_weights, log_of_sum, scan
 
 
-@njit(**FLAGS)
+@jit
 def mean_step(
     linear: bool, state: Any, weights: Any, sums: Any, means: Any, values: Any, result: Any
 ) -> None:
@@ -44,7 +44,7 @@ def mean_step(
             result[j] = result[j] / sums[j] if sums[j] != 0.0 else 0.0
 
 
-@njit(**FLAGS)
+@jit
 def token_values(values: Any, t: int, n: int, result: Any) -> None:
     """Write the values of the states of a token."""
     strides = values.strides
@@ -53,7 +53,7 @@ def token_values(values: Any, t: int, n: int, result: Any) -> None:
         result[c] = row[c * strides[2]]
 
 
-@njit(**FLAGS)
+@jit
 def add_covariances(
     linear: bool,
     alpha: Any,
@@ -85,7 +85,7 @@ def add_covariances(
             result[i, j] += grad_output * p * difference if p != 0.0 else 0.0
 
 
-@njit(nogil=True, **FLAGS)
+@jit(nogil=True)
 def tangent_kernel(
     sequences: Any,
     chain: Any,

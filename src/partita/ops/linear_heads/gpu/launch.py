@@ -12,7 +12,7 @@ from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
 from ...cross_entropy.gpu.launch import one_pass_of_chunk
 from ...cross_entropy.gpu.plan import SUM_WORDS
-from ...cross_entropy.gpu.reduction import mean_denominators
+from ...cross_entropy.gpu.reduction import mean_denominators, shares_of_denominator
 from .. import chunked
 from ..chunked import ChunkKernels
 from ..common import GradientCoefficients, RowState, RowStatistics
@@ -172,15 +172,18 @@ def logits_gradient(
 def mean_shares(
     target: Tensor,
     class_weight: Tensor | None,
+    denominator: Tensor | None,
     ignore_index: int,
     classes: int,
     mean: bool,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """Return the partial sums of what a mean divides by; None for a sum."""
-    if not mean:
+    """Return the partial sums of what a mean or a quotient divides by; None for a sum."""
+    if not mean and denominator is None:
         return None
     sums = torch.empty(SUM_WORDS, dtype=torch.int64, device=target.device)
+    if denominator is not None:
+        return shares_of_denominator(denominator, dtype, sums)
     return mean_denominators(target, class_weight, ignore_index, classes, sums)
 
 

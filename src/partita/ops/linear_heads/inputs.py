@@ -1,0 +1,162 @@
+"""Hidden states, matrix, bias and labels of the linear heads, checked and made flat."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...runtime import checks
+from ...runtime.autograd import autocast_dtype, plain_eager
+from ...runtime.checks import FLOATING
+from ...runtime.register import PLAIN
+from .common import cast_to_autocast
+from .plan import MemoryPlan, linear_cross_entropy_plan
+
+
+class HeadInputs(NamedTuple):
+    """The tensors as the ops take them.
+
+    Fields:
+        input: hidden states, `[M, H]`.
+        weight: matrix of the vocabulary, `[C, H]`.
+        bias: its bias, `[C]`, or None.
+        target: labels, `[M]` int64.
+    """
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+
+    @property
+    def wanted(self) -> tuple[bool, bool, bool]:
+        """Return whether hidden states, matrix and bias need a gradient."""
+        if not torch.is_grad_enabled():
+            return False, False, False
+        bias_grad = self.bias is not None and self.bias.requires_grad
+        return self.input.requires_grad, self.weight.requires_grad, bias_grad
+
+    def plan(self, memory_budget: int | None, reduced: bool) -> MemoryPlan:
+        input_grad, weight_grad, bias_grad = self.wanted
+        tokens, hidden = self.input.shape
+        return linear_cross_entropy_plan(
+            tokens,
+            hidden,
+            len(self.weight),
+            self.input.dtype,
+            memory_budget=memory_budget,
+            input_grad=input_grad,
+            weight_grad=weight_grad or bias_grad,
+            reduced=reduced,
+        )
+
+
+def is_usual(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> bool:
+    """Return whether these are plain tensors `[M, H]`, `[C, H]`, `[C]` and `[M]`, in eager mode.
+
+    Their dtypes and devices fit each other too, so that no other check of them is needed. This is
+    one expression, since a small call takes little longer than its checks.
+    """
+    return (
+        type(input) in PLAIN
+        and type(weight) in PLAIN
+        and type(target) is Tensor
+        and input.layout is weight.layout is torch.strided
+        and not (input.is_nested or weight.is_nested)
+        and len(shape := input.shape) == 2
+        and len(matrix_shape := weight.shape) == 2
+        and matrix_shape[0] != 0
+        and shape[1] == matrix_shape[1]
+        and target.shape == shape[:1]
+        and target.dtype is torch.int64
+        and target.is_contiguous()
+        and (dtype := input.dtype) in FLOATING
+        and weight.dtype is dtype
+        and weight.device == (device := input.device)
+        and target.device == device
+        and (
+            bias is None
+            or (
+                type(bias) in PLAIN
+                and bias.dtype is dtype
+                and bias.device == device
+                and bias.shape == matrix_shape[:1]
+            )
+        )
+        and autocast_dtype(device) is None
+        and plain_eager()
+    )
+
+
+def cast_and_check(
+    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return hidden states, matrix and bias in the dtype of autocast; raise unless they fit."""
+    checks.tensor("input", input)
+    checks.tensor("linear_weight", weight)
+    if bias is not None:
+        checks.tensor("linear_bias", bias)
+    input, weight, bias = cast_to_autocast(input, weight, bias)  # type: ignore[assignment]
+    _check(input, weight, bias, target)
+    return input, weight, bias
+
+
+def _check(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None) -> None:
+    for name, tensor in (("input", input), ("linear_weight", weight), ("linear_bias", bias)):
+        if tensor is not None:
+            checks.floating(name, tensor)
+            checks.device(name, tensor, input, "input")
+            if tensor.dtype != input.dtype:
+                raise TypeError(
+                    f"{name}: expected the dtype of input, {input.dtype}, got {tensor.dtype}"
+                )
+    if target is not None:
+        checks.tensor("target", target)
+        checks.device("target", target, input, "input")
+    if weight.ndim < 2 or len(weight) == 0:
+        raise ValueError(
+            "linear_weight: expected shape [C, H] or [C, d1, ..., H] with at least one class,"
+            f" got {list(weight.shape)}"
+        )
+    if input.ndim == 0 or input.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"input: expected shape [..., H] with H = {weight.shape[-1]}, got {list(input.shape)}"
+        )
+    if weight.ndim > 2 and input.ndim != 2:
+        raise ValueError(
+            f"input: expected shape [N, H] with a matrix of {weight.ndim} dimensions,"
+            f" got {list(input.shape)}"
+        )
+    if bias is not None:
+        checks.shape("linear_bias", bias, weight.shape[:-1], "linear_weight without H")
+
+
+def flat_inputs(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> HeadInputs:
+    checks.integer("target", target)
+    checks.shape("target", target, input.shape[:-1], "input without H")
+    labels = target.reshape(-1).long().contiguous()  # a narrow type would wrap the bounds
+    return HeadInputs(input[None].flatten(0, -2), weight, bias, labels)
+
+
+def all_logits(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute all logits.
+
+    The classes are in the last dimension for a matrix `[C, H]`, in dimension 1 for one with more
+    dimensions.
+    """
+    logits = torch.nn.functional.linear(
+        input, weight.flatten(0, -2), None if bias is None else bias.flatten()
+    )
+    return logits if weight.ndim == 2 else logits.unflatten(1, weight.shape[:-1])
+
+
+def needs_logits(linear_weight: Tensor, target: Tensor | None) -> bool:
+    """Return whether the loss has to be computed from all logits at once."""
+    transformed = (
+        not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is not None
+    )
+    has_probabilities = target is not None and target.is_floating_point()
+    return linear_weight.ndim > 2 or has_probabilities or transformed
