@@ -25,9 +25,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from helpers.interpreter import patch_language_once_per_launch
+    from helpers.interpreter import make_interpreter_faster
 
-    patch_language_once_per_launch()
+    make_interpreter_faster()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,8 +43,9 @@ def chosen(kernel: str, name: str) -> list[Launch]:
     """Return the launches that are compiled for a target.
 
     bf16 differs from fp32 in its loads alone, so fp32 stands for both wherever the compile-time
-    arguments are the same. For the GPU that the plans were measured on these are all launches but
-    those in fp64. Elsewhere, and in fp64, they are the most demanding of each dtype, plain and not.
+    arguments are the same. For the GPU that the plans were measured on these are each plan with the
+    options that demand most, and each choice of options with the plan that does, plain and not.
+    Elsewhere, and in fp64, they are the most demanding of each dtype, plain and not.
     """
     known = launches(None if name == "gfx942" else "13.0")[kernel]
     in_fp32 = {launch.variant for launch in known if launch.dtype == torch.float32}
@@ -55,20 +57,27 @@ def chosen(kernel: str, name: str) -> list[Launch]:
     kinds = dict.fromkeys((launch.dtype, launch.plain) for launch in known)
     if name != "sm_90" and torch.float32 in {launch.dtype for launch in known}:
         kinds = {kind: None for kind in kinds if kind[0] != torch.bfloat16}
-    hardest = [
-        max(
-            (launch for launch in known if (launch.dtype, launch.plain) == kind),
-            key=lambda launch: launch.demand,
-        )
-        for kind in kinds
-    ]
+    known = [launch for launch in known if (launch.dtype, launch.plain) in kinds]
+    hardest = most_demanding(known, lambda launch: (launch.dtype, launch.plain))
     if name != "sm_90":
         return hardest
-    return [
-        launch
-        for launch in known
-        if launch.dtype != torch.float64 or any(launch is other for other in hardest)
-    ]
+    known = [launch for launch in known if launch.dtype != torch.float64]
+    each = (
+        hardest,
+        most_demanding(known, lambda launch: (launch.dtype, launch.plain, launch.plan)),
+        most_demanding(known, lambda launch: (launch.dtype, launch.plain, launch.choice)),
+    )
+    return list({id(launch): launch for launches in each for launch in launches}.values())
+
+
+def most_demanding(known: list[Launch], kind: Callable[[Launch], Any]) -> list[Launch]:
+    """Return the launch of each kind that demands most."""
+    found: dict[Any, Launch] = {}
+    for launch in known:
+        other = found.setdefault(kind(launch), launch)
+        if launch.demand > other.demand:
+            found[kind(launch)] = launch
+    return list(found.values())
 
 
 def compiled(launch: Launch, target: GPUTarget) -> Any:

@@ -24,6 +24,7 @@ NAMES = sorted(
 )
 # Compile-time arguments whose variants need registers of their own.
 OPTIONS = ("HAS_SMOOTHING", "SMOOTHING_MODE", "HAS_SOFTCAP")
+CHOICES = (*OPTIONS, "HAS_Z_LOSS", "HAS_ENTROPY", "MEAN")
 
 
 class Launch(NamedTuple):
@@ -68,6 +69,17 @@ class Launch(NamedTuple):
     def variant(self) -> str:
         """Return what the kernel is compiled for, apart from the dtypes of its tensors."""
         return f"{self.options} {[arg is None for arg in self.args]}"
+
+    @property
+    def choice(self) -> str:
+        """Return the options of the op that the kernel is compiled for."""
+        chosen = {name: value for name, value in self.options.items() if name in CHOICES}
+        return f"{chosen} {[arg is None for arg in self.args]}"
+
+    @property
+    def plan(self) -> str:
+        """Return the blocks and other constants that the kernel is compiled for."""
+        return str({name: value for name, value in self.options.items() if name not in CHOICES})
 
     def __str__(self) -> str:
         return f"{self.kernel.__name__} {self.dtype} {self.options}"

@@ -21,6 +21,7 @@ from helpers.rank_losses import (
     check_unfinished_collective,
 )
 from helpers.rank_symmetric_memory import check_symmetric_memory
+from helpers.rows import INTERPRETING
 
 from partita import parallel
 
@@ -54,6 +55,10 @@ def fail_alone(device: torch.device) -> None:
 
 def main(rank: int, world: int, store: str, kind: str, what: str) -> None:
     torch.set_num_threads(1)
+    if INTERPRETING:
+        from helpers.interpreter import make_interpreter_faster
+
+        make_interpreter_faster()
     device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)

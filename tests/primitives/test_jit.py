@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-numba = pytest.importorskip("numba")
+pytest.importorskip("numba")
+import numba
 
 from partita.primitives.cpu import jit as jit_module
 from partita.primitives.cpu.jit import jit
