@@ -30,7 +30,10 @@ from partita.bench.measure import Timing
 from partita.bench.providers import PARTITA, TORCH, Provider
 
 CTC = ("ctc", "ctc_crf", "ctc_align")
-PEERS = "torch,torch-linear,compile,naive,quack,liger,cce,cce-exact,koi,seqdist,torchaudio"
+PEERS = (
+    "torch,torch-linear,compile,naive,quack,liger,cce,cce-exact,koi,seqdist,torch-struct,"
+    "pytorch-crf,torchaudio"
+)
 TINY = ["--elements", "2048", "--columns", "16,33", "--repetitions", "2"]
 
 
@@ -85,6 +88,11 @@ def test_all_ops_with_table_csv_and_picture(
             } <= found
             assert ("viterbi", "inference", dtype, name) in found
             assert {
+                ("linear_chain", part, dtype, name)
+                for part in ("inference", "forward", "backward", "total")
+            } <= found
+            assert ("linear_viterbi", "inference", dtype, name) in found
+            assert {
                 (op, part, dtype, name)
                 for op in CTC[:2]
                 for part in ("inference", "forward", "backward", "total")
@@ -124,7 +132,8 @@ def test_all_ops_with_table_csv_and_picture(
         measured_part = row["part"] == "total" or row["op"] == "ctc_align"
         assert bool(row["extra_memory_bytes"]) == (
             device == "cuda"
-            and row["op"] in ("cross_entropy", "linear_cross_entropy", "chain", *CTC)
+            and row["op"]
+            in ("cross_entropy", "linear_cross_entropy", "chain", "linear_chain", *CTC)
             and measured_part
         )
     sizes = {
@@ -347,7 +356,7 @@ def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             ["chess"],
             "expected some of softmax, cross_entropy, token_stats, linear_cross_entropy, chain,"
-            " ctc, got 'chess'",
+            " linear_chain, ctc, got 'chess'",
         ),
         (
             ["--peers", "nobody"],

@@ -22,7 +22,10 @@ from .measure import REPETITIONS, Machine, measure_machine
 from .providers import PEERS, Provider, choose
 from .runner import DeviceLost, Row, failed, run, takers
 
-OPS = ("softmax", "cross_entropy", "token_stats", "linear_cross_entropy", "chain", "ctc")
+OPS = (
+    *("softmax", "cross_entropy", "token_stats", "linear_cross_entropy"),
+    *("chain", "linear_chain", "ctc"),
+)
 HOST = "host"
 
 DESCRIPTION = """\
@@ -40,6 +43,9 @@ same dtype, and the error of peers by 5e-2.
 Chains: log Z alone, with its gradient, and the best path, over tables of k-mers and of CTC. The
 bound of Partita is its contract (marginals within 2e-6 of fp64), and that of the peers is 1e-2.
 There is no `compile`, which would unroll a loop over hundreds of steps.
+
+Linear chains: log Z alone, with the gradients of emissions and transitions, and the best path, for
+transitions that are the same at each step. The truth comes from the kernels of sparse chains.
 
 CTC: the loss from logits with its gradient, under the same contract; CTC-CRF over k-mers beside the
 recipe of basecallers; the alignment of a long target. PyTorch uses its own kernels, not cuDNN's.

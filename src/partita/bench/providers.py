@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import chain_peers, ctc_peers, linear_peers
+from . import chain_peers, ctc_peers, linear_chain_peers, linear_peers
 
 Function = Callable[..., Any]
 CUPY = f"cupy-cuda{(torch.version.cuda or '12').partition('.')[0]}x"
@@ -80,6 +80,8 @@ FROM_HIDDEN: dict[str, Function] = {"linear_cross_entropy": linear_peers.compose
 OVER_TIME: dict[str, Function] = {
     "chain": chain_peers.loop_logz,
     "viterbi": chain_peers.loop_viterbi,
+    "linear_chain": linear_chain_peers.loop_logz,
+    "linear_viterbi": linear_chain_peers.loop_viterbi,
     "ctc": ctc_peers.native_loss,
     "ctc_crf": ctc_peers.loop_crf_loss,
 }
@@ -124,6 +126,16 @@ def _partita_viterbi() -> Function:
     )
 
 
+def _partita_linear_chain() -> Function:
+    linear_chain = _partita("LinearChain")
+    return lambda *inputs: linear_chain(*inputs).logz()
+
+
+def _partita_linear_viterbi() -> Function:
+    linear_chain = _partita("LinearChain")
+    return lambda *inputs: linear_chain(*inputs).viterbi().states
+
+
 def _partita_ctc() -> Function:
     ctc_loss = _partita("ctc_loss")
     return lambda *inputs: ctc_loss(*inputs, reduction="sum", from_logits=True)
@@ -162,6 +174,7 @@ PARTITA = Provider(
     "partita",
     {name: lambda name=name: _partita(name) for name in EAGER}
     | {"chain": lambda: _partita("logz"), "viterbi": _partita_viterbi}
+    | {"linear_chain": _partita_linear_chain, "linear_viterbi": _partita_linear_viterbi}
     | {"ctc": _partita_ctc, "ctc_crf": _partita_ctc_crf, "ctc_align": _partita_ctc_align},
 )
 PARTITA_INPLACE = Provider("partita-inplace", {"cross_entropy": _partita_inplace}, overwrites=True)
@@ -183,6 +196,7 @@ TORCH = Provider(
         name: lambda function=function: function  # type: ignore[misc]
         for name, function in (EAGER | FROM_HIDDEN | OVER_TIME).items()
     },
+    beyond=linear_chain_peers.beyond_loop,
 )
 PEERS = (
     TORCH,
@@ -243,6 +257,26 @@ PEERS = (
         packages=("cupy", "seqdist"),
         install=f"pip install {CUPY} && pip install --no-deps seqdist",
         beyond=ctc_peers.beyond_seqdist_or_koi,
+    ),
+    Provider(
+        "torch-struct",
+        {
+            "linear_chain": linear_chain_peers.torch_struct_logz,
+            "linear_viterbi": linear_chain_peers.torch_struct_viterbi,
+        },
+        packages=("torch_struct",),
+        install="pip install torch-struct",
+        beyond=linear_chain_peers.beyond_torch_struct,
+    ),
+    Provider(
+        "pytorch-crf",
+        {
+            "linear_chain": linear_chain_peers.pytorch_crf_logz,
+            "linear_viterbi": linear_chain_peers.pytorch_crf_viterbi,
+        },
+        packages=("torchcrf",),
+        install="pip install pytorch-crf",
+        beyond=linear_chain_peers.beyond_loop,
     ),
     Provider(
         "torchaudio",
