@@ -14,7 +14,9 @@ from .ops.ctc_crf.api import ctc_crf_loss, debruijn_source
 from .ops.linear_chain.api import LinearChain, linear_chain
 from .ops.linear_chain.results import ExpectedCounts, LinearPath, LinearSample
 from .ops.linear_heads.api import linear_cross_entropy, linear_token_stats
+from .ops.linear_heads.logprobs import linear_logprobs
 from .ops.linear_heads.plan import linear_cross_entropy_plan
+from .ops.logprobs.api import logprobs
 from .ops.softmax.api import log_softmax, logsumexp, softmax
 from .primitives.semiring import Log, Max, Semiring
 from .runtime.backend import backend
@@ -47,8 +49,10 @@ __all__ = [
     "linear_chain",
     "linear_cross_entropy",
     "linear_cross_entropy_plan",
+    "linear_logprobs",
     "linear_token_stats",
     "log_softmax",
+    "logprobs",
     "logsumexp",
     "logz",
     "nn",

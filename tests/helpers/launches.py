@@ -193,6 +193,8 @@ def call_linear(dtype: torch.dtype, C: int) -> None:
         torch.autograd.grad(field.sum(), hidden, retain_graph=True)
     stats = partita.linear_token_stats(hidden, matrix, softcap=5.0, memory_budget=budget)
     torch.autograd.grad(stats.entropy.sum(), hidden)
+    found = partita.linear_logprobs(hidden, matrix, target[:, None], memory_budget=budget)
+    torch.autograd.grad(found.sum(), hidden)
 
 
 def call_parallel(dtype: torch.dtype) -> None:
@@ -232,6 +234,7 @@ def call_rows(x: torch.Tensor) -> None:
         partita.logsumexp(x),
         *partita.token_stats(x, target)[:3],
         *partita.token_stats(x, softcap=5.0)[:3],
+        *(partita.logprobs(x, target[:, None].expand(-1, 3), softcap=c) for c in (None, 5.0)),
     ]
     for options in ({}, all_options):
         results += [

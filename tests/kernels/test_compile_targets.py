@@ -52,6 +52,8 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
                 "ctc_narrow_gradient_kernel",
                 "ctc_posterior_scan_kernel",
                 "linear_statistics_kernel",
+                "logprobs_kernel",
+                "logprobs_totals_kernel",
                 "parallel_coefficients_kernel",
                 "parallel_fields_kernel",
             ),

@@ -25,6 +25,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 MATRIX = numbers(5, 4, seed=1)
+IDS = torch.arange(2 * N).view(N, 2) % 3  # some rows repeat a class
 OTHER = numbers(3, N, 3, 3, seed=5)
 
 
@@ -64,8 +65,15 @@ LOSSES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
         lambda x: partita.cross_entropy(x, LABELS.to(x.device), reduction="none", **ALL),
     ),
     "token_stats": ((N, 5), lambda x: statistics(partita.token_stats(x, LABELS.to(x.device)))),
+    "logprobs": ((N, 5), lambda x: partita.logprobs(x, IDS.to(x.device), temperature=0.7)),
     "linear": ((N, 4), lambda x: head(x, memory_budget=2**20, z_loss=0.1)),
     "linear, rows": ((N, 4), lambda x: head(x, memory_budget=2**20, reduction="none")),
+    "linear_logprobs": (
+        (N, 4),
+        lambda x: partita.linear_logprobs(
+            x, MATRIX.to(x.device), IDS.to(x.device), memory_budget=2**20
+        ),
+    ),
     "linear_token_stats": (
         (N, 4),
         lambda x: statistics(

@@ -62,7 +62,7 @@ def test_star_import_brings_all() -> None:
 
 
 def test_public_names_are_those_of_the_design() -> None:
-    rows = {"TokenStats", "cross_entropy", "log_softmax", "logsumexp", "softmax", "token_stats"}
+    rows = {"TokenStats", "cross_entropy", "log_softmax", "logprobs", "logsumexp", "softmax"}
     chains = {
         "Chain",
         "ChainSample",
@@ -80,8 +80,9 @@ def test_public_names_are_those_of_the_design() -> None:
         "logz",
     }
     ctc = {"CTCAlignment", "TokenSpans", "ctc_align", "ctc_crf_loss", "ctc_loss", "debruijn_source"}
-    linear = {"linear_cross_entropy", "linear_cross_entropy_plan", "linear_token_stats"}
-    assert set(partita.__all__) == rows | linear | chains | ctc | {
+    linear = {f"linear_{name}" for name in ("cross_entropy", "cross_entropy_plan", "logprobs")}
+    linear |= {"linear_token_stats"}
+    assert set(partita.__all__) == rows | {"token_stats"} | linear | chains | ctc | {
         "backend",
         "integrations",
         "nn",

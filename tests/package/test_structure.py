@@ -24,6 +24,8 @@ FAMILIES = {path.name for path in (SOURCE / "ops").iterdir() if (path / "__init_
 ARROWS = {
     ("cross_entropy", "softmax"),
     ("linear_heads", "cross_entropy"),
+    ("logprobs", "cross_entropy"),
+    ("linear_heads", "logprobs"),
     ("vocab_parallel", "cross_entropy"),
     ("vocab_parallel", "linear_heads"),
     ("linear_chain", "chain"),
@@ -232,7 +234,7 @@ def test_caches_are_bounded_and_registered(path: Path) -> None:
 
 
 def test_kernels_are_not_looked_up_by_a_string() -> None:
-    pattern = re.compile(r"getattr\([^)]*f[\"']|import_module\([^)]*(f[\"']|\+)")
+    pattern = re.compile(r"getattr\([^)]*\bf[\"']|import_module\([^)]*(\bf[\"']|\+)")
     allowed_files = {"__init__.py", "integrations/__init__.py", "bench/cli.py"}
     found = [
         str(path.relative_to(SOURCE))

@@ -217,6 +217,11 @@ def calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
             ops.token_stats_backward,
             (*grads, x, columns, stats[4], stats[5], stats[2], 1.0, 0.0, -100),
         )
+        ids = torch.randint(5, (3, 4, 2))
+        numbers = (0.7, 5.0, -100)
+        yield ops.logprobs, (x, ids, *numbers)
+        found = ops.logprobs(x, ids, *numbers, "auto")
+        yield ops.logprobs_backward, (torch.randn(3, 4, 2), x, ids, *found[1:], *numbers)
     lengths, target_lengths = torch.tensor([6, 5]), torch.tensor([2, 2])
     targets = (torch.tensor([1, 2, 3, 1]), torch.tensor([0, 2]), lengths, target_lengths)
     for x in layouts(6, 2, 5):

@@ -31,6 +31,8 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
     probabilities = targets_for(x, "probabilities")
     weight = class_weights(C, torch.float32, device)
     one, row = torch.ones(N, device=device), torch.zeros(N, device=device)
+    ids = torch.tensor([[0, 1, 0]], device=device).expand(N, -1).contiguous()
+    picked = torch.ops.partita.logprobs(x, ids, 0.7, 5.0, 1, BACKEND)
     numbers, all_numbers = (-100, 0.0, 0.0), (-100, 0.1, 5.0)
     loss_arguments = [
         (x, labels, None, *numbers),
@@ -83,6 +85,10 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
             (x, labels, 1.0, 0.0, -100),
             (x, None, 0.7, 2.0, -100),
             (images, images[..., 0].argmax(-1).new_zeros(N, C, 2), 0.7, 0.0, 0),
+        ],
+        "logprobs": [(x, ids, 0.7, 5.0, ignored) for ignored in (-100, 1)],
+        "logprobs_backward": [
+            (ids.to(x.dtype), x, ids, *picked[1:], 0.7, 5.0, ignored) for ignored in (-100, 1)
         ],
         "token_stats_backward": [(one, one, one, x, labels, *partial(x, labels), 1.0, 0.0, -100)],
         **{
@@ -143,6 +149,18 @@ def linear_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
             (*inputs, denominator, -100, *numbers, mean, chunk, *wanted)
             for denominator, mean, chunk in ((None, False, N), (None, True, 2), (items, False, 2))
         ]
+        ids = torch.tensor([[0, 1, 0, -100]], device=device).expand(N, -1).contiguous()
+        of_ids = (hidden, matrix, bias_or_none, ids)
+        found["linear_logprobs"] += [
+            (*of_ids, 0.7, numbers[1], -100, chunk, save)
+            for chunk, save in ((3, False), (16, True))
+        ]
+        picked = torch.ops.partita.linear_logprobs(
+            *of_ids, 0.7, numbers[1], -100, 3, False, BACKEND
+        )
+        found["linear_logprobs_backward"].append(
+            (ids.to(hidden.dtype), *of_ids, *picked[1:], 0.7, numbers[1], -100, 3, *wanted)
+        )
     return found
 
 

@@ -17,6 +17,8 @@ from ..ops.ctc.api import ctc_loss
 from ..ops.ctc_crf.api import ctc_crf_loss, debruijn_source
 from ..ops.linear_chain.api import linear_chain
 from ..ops.linear_heads.api import linear_cross_entropy, linear_token_stats
+from ..ops.linear_heads.logprobs import linear_logprobs
+from ..ops.logprobs.api import logprobs
 from ..ops.softmax.api import log_softmax, logsumexp, softmax
 from ..primitives.semiring import Max
 from ..testing.budget import Scale
@@ -100,6 +102,12 @@ def _token_stats(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
     p = logp.exp()
     entropy = -(p * logp.masked_fill(p == 0, 0)).sum(-1)
     return logp.gather(-1, target.unsqueeze(-1)).squeeze(-1), x.logsumexp(-1), entropy
+
+
+def _some_classes(x: Tensor) -> Tensor:
+    """Return four classes of each row, of which two may be the same."""
+    first = labels(x).clamp(min=0)
+    return torch.stack([first, (first + 1) % x.shape[-1], first // 2, first], -1)
 
 
 def _chain_scores(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -283,6 +291,16 @@ LINEAR: tuple[tuple[str, Function, Function, tuple[str, ...]], ...] = (
         _linear_stats_in_torch,
         tuple(DTYPES),
     ),
+    (
+        "linear_logprobs, lean",
+        lambda x, t: linear_logprobs(
+            x, _matrix(x), t.unsqueeze(-1), temperature=0.75, memory_budget=LEAN
+        ),
+        lambda x, t: (
+            (_upcast(F.linear(x, _matrix(x))) / 0.75).log_softmax(-1).gather(-1, t.unsqueeze(-1))
+        ),
+        ("fp32", "fp64"),
+    ),
 )
 CHECKS = (
     Check("softmax", softmax, lambda x: torch.softmax(x, -1), lambda x: (), "element", "tensor"),
@@ -343,6 +361,14 @@ CHECKS = (
         lambda x, target: token_stats(x, target, temperature=0.75),
         _token_stats,
         lambda x: (labels(x),),
+        "tensor",
+        "tensor",
+    ),
+    Check(
+        "logprobs",
+        lambda x, ids: logprobs(x, ids, temperature=0.75),
+        lambda x, ids: (_upcast(x) / 0.75).log_softmax(-1).gather(-1, ids),
+        lambda x: (_some_classes(x),),
         "tensor",
         "tensor",
     ),

@@ -30,8 +30,10 @@ OPS = (
     "log_softmax",
     "cross_entropy",
     "token_stats",
+    "logprobs",
     "linear_cross_entropy",
     "linear_token_stats",
+    "linear_logprobs",
     *NUMBA_OPS,
 )
 BACKEND_NAMES = {"reference": "PyTorch", "gpu": "Triton", "cpu": "Numba"}

@@ -24,6 +24,8 @@ from ..ops.ctc.api import ctc_align, ctc_loss
 from ..ops.ctc_crf.api import ctc_crf_loss, debruijn_source
 from ..ops.linear_chain.api import linear_chain
 from ..ops.linear_heads.api import linear_cross_entropy, linear_token_stats
+from ..ops.linear_heads.logprobs import linear_logprobs
+from ..ops.logprobs.api import logprobs
 from ..ops.softmax.api import log_softmax, logsumexp, softmax
 from ..runtime.dtypes import acc_dtype
 from .console import DTYPES, UsageError, first_line
@@ -149,8 +151,16 @@ OPS: dict[str, WarmOp] = {
     "log_softmax": WarmOp(_CLASSES, _logits, lambda x: log_softmax(x, -1)),
     "cross_entropy": WarmOp(_CLASSES, _rows, cross_entropy),
     "token_stats": WarmOp(_CLASSES, _rows, lambda *inputs: token_stats(*inputs)[:3]),
+    "logprobs": WarmOp(
+        _CLASSES, _rows, lambda x, target: logprobs(x, target[:, None].expand(-1, 8))
+    ),
     "linear_cross_entropy": WarmOp(_HIDDEN, _hidden, linear_cross_entropy),
     "linear_token_stats": WarmOp(_HIDDEN, _hidden, lambda *inputs: linear_token_stats(*inputs)[:3]),
+    "linear_logprobs": WarmOp(
+        _HIDDEN,
+        _hidden,
+        lambda input, weight, target: linear_logprobs(input, weight, target[:, None].expand(-1, 8)),
+    ),
     "ctc_loss": WarmOp(_CTC, _sequences, lambda *inputs: ctc_loss(*inputs, from_logits=True)),
     "ctc_align": WarmOp(
         _CTC, _sequences, lambda logits, *others: ctc_align(logits.detach(), *others).score

@@ -148,13 +148,20 @@ def first_index(mask: Tensor) -> tuple[int, ...] | None:
     return tuple(mask.nonzero()[0].tolist()) if bool(mask.any()) else None
 
 
-def labels(name: str, value: Tensor, classes: int, ignore_index: int) -> None:
+def labels(name: str, value: Tensor, classes: int, ignore_index: int | None) -> None:
     """Raise `IndexError` with the first label that is neither a class nor `ignore_index`."""
     if value.is_meta or not should_check_values(value.device):
         return
     value = value.long()  # a narrow type would wrap the bounds
-    invalid = ((value < 0) | (value >= classes)) & (value != ignore_index)
-    if (index := first_index(invalid)) is not None:
+    invalid = (value < 0) | (value >= classes)
+    if ignore_index is None:
+        if (index := first_index(invalid)) is not None:
+            raise IndexError(
+                f"{name}: expected classes from 0 to {classes - 1}, got {int(value[index])} at"
+                f" {list(index)}"
+            )
+        return
+    if (index := first_index(invalid & (value != ignore_index))) is not None:
         expected = (
             f"labels from 0 to {classes - 1} (or ignore_index {ignore_index})"
             if classes

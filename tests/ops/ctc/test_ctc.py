@@ -196,7 +196,8 @@ def test_second_derivatives(backend: str) -> None:
                 options = {"zero_infinity": True, "from_logits": from_logits}
                 return partita.ctc_loss(x, targets, [6, 6, 5, 6, 0], lengths, **options)
 
-            assert torch.autograd.gradcheck(f, small) and torch.autograd.gradgradcheck(f, small)
+            assert torch.autograd.gradcheck(f, small)
+            assert torch.autograd.gradgradcheck(f, small, fast_mode=True)
 
 
 @backends

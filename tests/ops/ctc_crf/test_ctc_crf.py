@@ -226,7 +226,8 @@ def test_second_derivatives(backend: str) -> None:
     rest = targets[:3, :4], torch.tensor([4, 3, 1]), torch.tensor([3, 2, 3])
     with partita.backend(backend):
         f = lambda x: crf_loss(x, rest, reduction="none").nan_to_num(posinf=0.0)  # noqa: E731
-        assert torch.autograd.gradcheck(f, x) and torch.autograd.gradgradcheck(f, x)
+        assert torch.autograd.gradcheck(f, x)
+        assert torch.autograd.gradgradcheck(f, x, fast_mode=True)
 
 
 @kernel_devices

@@ -88,7 +88,7 @@ def _rows_fake(
     return *statistics, input.new_empty(M * padded_width(C) if save_logits else 0)
 
 
-def _gradients_fake(
+def gradients_fake(
     input: Tensor, weight: Tensor, bias: Tensor | None, *wanted: bool
 ) -> tuple[Tensor, ...]:
     """Return the shapes of the gradients; those that are not wanted are empty."""
@@ -110,7 +110,7 @@ def _rows_backward_fake(
     *rest: Any,
 ) -> tuple[Tensor, ...]:
     *_, input_grad, weight_grad, bias_grad = rest
-    return _gradients_fake(input, weight, bias, input_grad, weight_grad, bias_grad)
+    return gradients_fake(input, weight, bias, input_grad, weight_grad, bias_grad)
 
 
 def _one_pass_fake(
@@ -118,7 +118,7 @@ def _one_pass_fake(
 ) -> tuple[Tensor, ...]:
     *_, input_grad, weight_grad, bias_grad = rest
     loss = input.new_empty((), dtype=acc_dtype(input.dtype))
-    return loss, *_gradients_fake(input, weight, bias, input_grad, weight_grad, bias_grad)
+    return loss, *gradients_fake(input, weight, bias, input_grad, weight_grad, bias_grad)
 
 
 rows: register.Op = register.define(
@@ -275,7 +275,7 @@ class LinearRows(torch.autograd.Function):
             *wanted,
             ctx.backend,
         )
-        return *_only_wanted(gradients, wanted), *no_option_grads
+        return *only_wanted(gradients, wanted), *no_option_grads
 
     @staticmethod
     def _differentiable_gradients(
@@ -300,7 +300,7 @@ class LinearRows(torch.autograd.Function):
         return double_backward(used_statistics, (input, weight, bias), wanted, list(used.values()))
 
 
-def _only_wanted(
+def only_wanted(
     gradients: tuple[Tensor, ...], wanted: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     """Return None for the gradients that are not wanted."""
@@ -379,12 +379,12 @@ class LinearOnePass(torch.autograd.Function):
             gradients = one_pass(*head, *ctx.numbers, ctx.chunk, *ctx.wanted, ctx.backend)[1:]
         if is_batched_gradient(grad):
             scaled = tuple(scaled_by_batch(gradient, grad) for gradient in gradients)
-            return *no_option_grads, *_only_wanted(scaled, ctx.wanted), None, None, None
+            return *no_option_grads, *only_wanted(scaled, ctx.wanted), None, None, None
         ctx.gradients = None
         for gradient, wants in zip(gradients, ctx.wanted, strict=True):
             if wants:
                 scale_by_upstream(gradient, grad, ctx.backend)
-        return *no_option_grads, *_only_wanted(gradients, ctx.wanted), None, None, None
+        return *no_option_grads, *only_wanted(gradients, ctx.wanted), None, None, None
 
 
 class LinearOnePassTraced(torch.autograd.Function):

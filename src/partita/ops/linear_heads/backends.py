@@ -17,6 +17,8 @@ def _reference() -> Functions:
         "linear_rows": reference.linear_rows,
         "linear_rows_backward": reference.linear_rows_backward,
         "linear_one_pass": reference.linear_one_pass,
+        "linear_logprobs": reference.linear_logprobs,
+        "linear_logprobs_backward": reference.linear_logprobs_backward,
     }
 
 
@@ -27,6 +29,8 @@ def _gpu() -> Functions:
         "linear_rows": launch.linear_rows,
         "linear_rows_backward": launch.linear_rows_backward,
         "linear_one_pass": launch.linear_one_pass,
+        "linear_logprobs": launch.linear_logprobs,
+        "linear_logprobs_backward": launch.linear_logprobs_backward,
     }
 
 

@@ -15,7 +15,8 @@ from ...primitives.rows import chunks, finite_shift, softcap_slope
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import mean_shares, valid_targets
 from ..cross_entropy.reference_one_pass import one_pass
-from . import chunked
+from ..logprobs.reference import ENTRY_KERNELS
+from . import chunked, chunked_logprobs
 from .chunked import ChunkKernels
 from .common import GradientCoefficients, RowState, RowStatistics
 
@@ -257,3 +258,7 @@ accumulate_hidden = functools.partial(
 linear_rows = functools.partial(chunked.linear_rows, CHUNK_KERNELS)
 linear_rows_backward = functools.partial(chunked.linear_rows_backward, CHUNK_KERNELS)
 linear_one_pass = functools.partial(chunked.linear_one_pass, CHUNK_KERNELS)
+linear_logprobs = functools.partial(chunked_logprobs.linear_logprobs, CHUNK_KERNELS, ENTRY_KERNELS)
+linear_logprobs_backward = functools.partial(
+    chunked_logprobs.linear_logprobs_backward, CHUNK_KERNELS, ENTRY_KERNELS
+)

@@ -13,7 +13,8 @@ from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
 from ...cross_entropy.gpu.launch import one_pass_of_chunk
 from ...cross_entropy.gpu.plan import SUM_WORDS
 from ...cross_entropy.gpu.reduction import mean_denominators, shares_of_denominator
-from .. import chunked
+from ...logprobs.gpu.launch import ENTRY_KERNELS
+from .. import chunked, chunked_logprobs
 from ..chunked import ChunkKernels
 from ..common import GradientCoefficients, RowState, RowStatistics
 from ..plan import padded_width
@@ -202,3 +203,7 @@ accumulate_hidden = functools.partial(
 linear_rows = functools.partial(chunked.linear_rows, CHUNK_KERNELS)
 linear_rows_backward = functools.partial(chunked.linear_rows_backward, CHUNK_KERNELS)
 linear_one_pass = functools.partial(chunked.linear_one_pass, CHUNK_KERNELS)
+linear_logprobs = functools.partial(chunked_logprobs.linear_logprobs, CHUNK_KERNELS, ENTRY_KERNELS)
+linear_logprobs_backward = functools.partial(
+    chunked_logprobs.linear_logprobs_backward, CHUNK_KERNELS, ENTRY_KERNELS
+)

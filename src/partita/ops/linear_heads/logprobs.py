@@ -1,0 +1,221 @@
+"""Log-probabilities of given classes from hidden states: the registered ops and the public call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...runtime import checks, register
+from ...runtime.autograd import (
+    apply,
+    double_backward,
+    for_gradients,
+    is_double_backward,
+    one_by_one,
+    plain_eager,
+    saved_tensors,
+)
+from ...runtime.backend import current_backend
+from ...runtime.dtypes import acc_dtype
+from ..logprobs.autograd import logprobs_of
+from .autograd import gradients_fake, only_wanted
+from .backends import BACKENDS
+from .common import chunk_and_save
+from .composed import is_plain
+from .inputs import HeadInputs, all_logits, cast_and_check, needs_logits
+from .plan import check_budget, is_small, padded_width
+
+_NUMBERS = "float temperature, float softcap, int ignore_index, int chunk"
+
+
+def _check(
+    input: Tensor,
+    weight: Tensor,
+    bias: Any,
+    ids: Tensor,
+    temperature: float,
+    softcap: float,
+    ignore_index: int,
+    *_: Any,
+) -> None:
+    checks.labels("ids", ids, len(weight), ignore_index)
+
+
+def _fake(
+    input: Tensor, weight: Tensor, bias: Any, ids: Tensor, *options: Any
+) -> tuple[Tensor, ...]:
+    M, dtype, save_logits = len(input), acc_dtype(input.dtype), options[-1]
+    return (
+        *(input.new_empty(ids.shape, dtype=dtype) for _ in range(2)),
+        *(input.new_empty(M, dtype=dtype) for _ in range(2)),
+        input.new_empty(M * padded_width(len(weight)) if save_logits else 0),
+    )
+
+
+def _backward_fake(
+    grad: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    return gradients_fake(input, weight, bias, *rest[-3:])
+
+
+logprobs_op: register.Op = register.define(
+    "linear_logprobs(Tensor input, Tensor weight, Tensor? bias, Tensor ids,"
+    f" {_NUMBERS}, bool save_logits, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake,
+    check=_check,
+    vmap=lambda *batch: one_by_one(logprobs_op, *batch),
+    backends=BACKENDS,
+)
+logprobs_backward_op: register.Op = register.define(
+    "linear_logprobs_backward(Tensor grad, Tensor input, Tensor weight, Tensor? bias, Tensor ids,"
+    " Tensor entries, Tensor maximum, Tensor sumexp, Tensor saved,"
+    f" {_NUMBERS}, bool input_grad, bool weight_grad, bool bias_grad, str backend)"
+    " -> (Tensor, Tensor, Tensor)",
+    _backward_fake,
+    vmap=lambda *batch: one_by_one(logprobs_backward_op, *batch),
+    backends=BACKENDS,
+)
+
+
+class LinearLogprobs(torch.autograd.Function):
+    """The log-probabilities of the ids, and what their gradient needs.
+
+    If the logits are saved, the first backward pass overwrites them with their gradient. Later
+    backward passes compute them again.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        temperature: float,
+        softcap: float,
+        ignore_index: int,
+        chunk: int,
+        save_logits: bool,
+        backend: str,
+    ) -> tuple[Tensor, ...]:
+        numbers = (temperature, softcap, ignore_index, chunk)
+        return logprobs_op(input, weight, bias, ids, *numbers, save_logits, backend)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *head, temperature, softcap, ignore_index, chunk, save_logits, ctx.backend = inputs
+        ctx.options = (temperature, softcap, ignore_index)
+        ctx.chunk = chunk
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*head, *output[1:-1])
+        # Autograd must not see these logits, because the first backward pass overwrites them.
+        ctx.saved_logits = output[-1] if save_logits else None
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        no_option_grads, wanted = (None,) * 7, tuple(ctx.needs_input_grad[:3])
+        tensors, grad = saved_tensors(ctx), grads[0]
+        input, weight, bias, ids, *_ = tensors
+        if is_double_backward(grad, input, weight, bias):
+            gradients = double_backward(
+                lambda input, weight, bias: _composed(input, weight, bias, ids, *ctx.options),
+                tensors[:3],
+                wanted,
+                grad,
+            )
+            return *gradients, *no_option_grads
+        saved, op = None, for_gradients(logprobs_backward_op, grad)
+        if plain_eager() and op is logprobs_backward_op:
+            # A batch of gradients would overwrite the logits more than once.
+            saved, ctx.saved_logits = ctx.saved_logits, None
+        saved = input.new_empty(0) if saved is None else saved
+        gradients = op(grad, *tensors, saved, *ctx.options, ctx.chunk, *wanted, ctx.backend)
+        return *only_wanted(gradients, wanted), *no_option_grads
+
+
+def _composed(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
+    temperature: float,
+    softcap: float,
+    ignore_index: int,
+) -> Tensor:
+    """Compute the log-probabilities from all logits at once."""
+    return logprobs_of(all_logits(input, weight, bias), ids, temperature, softcap, ignore_index)
+
+
+def linear_logprobs(
+    input: Tensor,
+    linear_weight: Tensor,
+    ids: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    memory_budget: int | None = None,
+) -> Tensor:
+    """Compute the log-probabilities of K given classes from hidden states, without the logits.
+
+    They are `logprobs(input @ linear_weight.T + linear_bias, ids, ...)`, and a small call computes
+    just that; see `linear_cross_entropy`.
+
+    Args:
+        input: hidden states `[..., H]`, floating dtype.
+        linear_weight: `[C, H]` in the same dtype.
+        ids: classes `[..., K]`, any integer dtype. Classes may repeat.
+        linear_bias: `[C]` in the same dtype.
+        temperature, softcap: as in `logprobs`.
+        ignore_index: such ids have log-probability and gradient zero.
+        memory_budget: bytes of workspace in addition to inputs and results; None for 2 GiB.
+
+    Returns:
+        Log-probabilities in nats, `[..., K]`, fp32 (fp64 for fp64), differentiable in hidden
+        states, matrix and bias.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype, shape, device or number, named with what was expected.
+        IndexError: an id that is no class; on a GPU only with `PARTITA_CHECK=1`, otherwise its
+            log-probability is NaN, and so are the gradients that depend on its row.
+
+    Source: as `logprobs`, merged over chunks of the classes.
+
+    Example:
+        >>> import torch, partita
+        >>> partita.linear_logprobs(torch.zeros(1, 3), torch.zeros(4, 3), torch.tensor([[2, 0]]))
+        tensor([[-1.3863, -1.3863]])
+    """
+    input, linear_weight, linear_bias = cast_and_check(input, linear_weight, linear_bias, None)
+    if linear_weight.ndim != 2:
+        raise ValueError(f"linear_weight: expected shape [C, H], got {list(linear_weight.shape)}")
+    checks.integer("ids", ids)
+    checks.device("ids", ids, input, "input")
+    if ids.ndim != input.ndim or ids.shape[:-1] != input.shape[:-1]:
+        rows = ", ".join([*map(str, input.shape[:-1]), "K"])
+        raise ValueError(
+            f"ids: expected shape [..., K] with the rows of input = [{rows}], got {list(ids.shape)}"
+        )
+    checks.number("temperature", temperature, low=0.0, open_low=True)
+    if softcap is not None:
+        checks.number("softcap", softcap, low=0.0, open_low=True)
+    checks.python_int("ignore_index", ignore_index)
+    check_budget(memory_budget)
+    ids = ids.long()  # a narrow type would wrap the bounds
+    numbers = float(temperature), float(softcap or 0.0), ignore_index
+    tokens, classes = input.shape[:-1].numel(), len(linear_weight)
+    if needs_logits(linear_weight, None) or (
+        is_plain(input, linear_weight, linear_bias, ids)
+        and is_small(tokens, classes, input.dtype, memory_budget)
+    ):
+        return _composed(input, linear_weight, linear_bias, ids, *numbers)
+    flat = ids[None].flatten(0, -2).contiguous()
+    inputs = HeadInputs(input[None].flatten(0, -2), linear_weight, linear_bias, flat)
+    plan = inputs.plan(memory_budget, False)
+    chunk, save_logits = chunk_and_save(plan, classes)
+    call = (*inputs, *numbers, chunk, save_logits, current_backend())
+    return apply(LinearLogprobs, *call)[0].reshape(ids.shape)

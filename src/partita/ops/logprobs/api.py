@@ -1,0 +1,61 @@
+"""Log-probabilities of given classes of each row."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...runtime import checks
+from .autograd import logprobs_of
+from .common import NOTHING_IGNORED
+
+
+def logprobs(
+    logits: Tensor, ids: Tensor, *, temperature: float = 1.0, softcap: float | None = None
+) -> Tensor:
+    """Log-probabilities of K given classes of each row, in one read of the logits.
+
+    `token_stats` gives one label's log-probability, with the entropy. This op serves several: the
+    candidates of a teacher, the answers of a multiple choice, or the tokens of several rollouts.
+
+    Args:
+        logits: `[..., C]`, floating dtype, any strides; may be -inf (masked classes).
+        ids: classes `[..., K]`, any integer dtype. Classes may repeat.
+        temperature: positive; what the logits are divided by.
+        softcap: replace the logits by `softcap * tanh(logits / softcap)` first.
+
+    Returns:
+        Log-probabilities in nats, `[..., K]`, fp32 (fp64 for fp64), differentiable in the logits.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype, shape, device or number, named with what was expected.
+        IndexError: an id that is no class; on a GPU only with `PARTITA_CHECK=1`, otherwise its
+            log-probability is NaN, and so is the gradient of its row.
+
+    Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
+
+    Example:
+        >>> import torch, partita
+        >>> logits = torch.tensor([[0.0, 1.0, 2.0]], requires_grad=True)
+        >>> found = partita.logprobs(logits, torch.tensor([[2, 0]]))
+        >>> found.sum().backward()
+        >>> found, logits.grad
+        (tensor([[-0.4076, -2.4076]], grad_fn=<...>), tensor([[ 0.8199, -0.4895, -0.3305]]))
+    """
+    checks.floating("logits", logits)
+    checks.integer("ids", ids)
+    checks.device("ids", ids, logits, "logits")
+    if logits.ndim == 0 or logits.shape[-1] == 0:
+        raise ValueError(
+            f"logits: expected shape [..., C] with at least one class, got {list(logits.shape)}"
+        )
+    if ids.ndim != logits.ndim or ids.shape[:-1] != logits.shape[:-1]:
+        rows = ", ".join([*map(str, logits.shape[:-1]), "K"])
+        raise ValueError(
+            f"ids: expected shape [..., K] with the rows of logits = [{rows}],"
+            f" got {list(ids.shape)}"
+        )
+    checks.number("temperature", temperature, low=0.0, open_low=True)
+    if softcap is not None:
+        checks.number("softcap", softcap, low=0.0, open_low=True)
+    numbers = float(temperature), float(softcap or 0.0), NOTHING_IGNORED
+    return logprobs_of(logits, ids.long(), *numbers)  # a narrow type would wrap the bounds

@@ -1,0 +1,28 @@
+"""The functions that serve the ops of log-probabilities on each backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...runtime.backend import Backends
+
+Functions = Mapping[str, Callable[..., Any]]
+
+
+def _reference() -> Functions:
+    from . import reference
+
+    return {
+        "logprobs": reference.logprobs,
+        "logprobs_backward": reference.logprobs_backward,
+    }
+
+
+def _gpu() -> Functions:
+    from .gpu import launch
+
+    return {"logprobs": launch.logprobs, "logprobs_backward": launch.logprobs_backward}
+
+
+BACKENDS = Backends(reference=_reference, gpu=_gpu)

@@ -1,0 +1,206 @@
+"""The specification of log-probabilities of given classes, in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...primitives.rows import finite_shift, laid_out_like, softcap_slope
+from ...runtime.dtypes import acc_dtype
+from ..cross_entropy.common import valid_targets
+from ..cross_entropy.reference import scaled_rows
+from .common import EntryKernels, LogprobRows
+
+
+def logprobs(
+    logits: Tensor, ids: Tensor, temperature: float, softcap: float, ignore_index: int
+) -> LogprobRows:
+    """Compute the log-probabilities of the ids of each row.
+
+    Args:
+        logits: `[..., C]`.
+        ids: classes `[..., K]`.
+        temperature: what the soft-capped logits are divided by.
+        softcap: the soft-cap, or 0.
+        ignore_index: the ignored id.
+    """
+    x, maximum = scaled_rows(logits, temperature, softcap)
+    sumexp = x.exp().sum(-1)
+    labels, not_ignored, out_of_range = valid_targets(ids, logits.shape[-1], ignore_index)
+    found = x.gather(-1, labels)
+    entries = softcapped(logits.gather(-1, labels), softcap)
+    is_class = not_ignored & ~out_of_range
+    result = torch.where(not_ignored, found - sumexp.log().unsqueeze(-1), 0)
+    return LogprobRows(
+        logprobs=torch.where(out_of_range, torch.nan, result),
+        entries=torch.where(is_class, entries, 0),
+        maximum=maximum,
+        sumexp=sumexp,
+    )
+
+
+def softcapped(logits: Tensor, softcap: float) -> Tensor:
+    """Return the logits after soft-capping, in the accumulator dtype."""
+    x = logits.to(acc_dtype(logits.dtype))
+    return softcap * (x / softcap).tanh() if softcap else x
+
+
+def chunk_columns(
+    ids: Tensor, first: int, width: int, classes: int, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """Return which ids are among `width` classes from `first` on, and their columns, else 0."""
+    _, not_ignored, out_of_range = valid_targets(ids, classes, ignore_index)
+    in_chunk = not_ignored & ~out_of_range & (ids >= first) & (ids < first + width)
+    return in_chunk, torch.where(in_chunk, ids - first, 0)
+
+
+def gather_entries(
+    logits: Tensor,
+    first: int,
+    classes: int,
+    ids: Tensor,
+    entries: Tensor,
+    softcap: float,
+    ignore_index: int,
+) -> None:
+    """Write the soft-capped logits of the ids among the classes from `first` on.
+
+    Args:
+        logits: the logits of these classes, `[M, C]`.
+        first: the first of them.
+        classes: the number of all classes.
+        ids: `[M, K]` int64.
+        entries: `[M, K]`, in which the logits of other classes stay.
+        softcap: the soft-cap, or 0.
+        ignore_index: the ignored id.
+    """
+    in_chunk, columns = chunk_columns(ids, first, logits.shape[-1], classes, ignore_index)
+    found = softcapped(logits.gather(-1, columns), softcap)
+    entries.copy_(torch.where(in_chunk, found, entries))
+
+
+def finish_logprobs(
+    entries: Tensor,
+    ids: Tensor,
+    maximum: Tensor,
+    sumexp: Tensor,
+    classes: int,
+    temperature: float,
+    ignore_index: int,
+) -> Tensor:
+    """Return the log-probabilities of the ids from their logits and the rows' statistics."""
+    _, not_ignored, out_of_range = valid_targets(ids, classes, ignore_index)
+    found = (entries - finite_shift(maximum).unsqueeze(-1)) / temperature
+    result = torch.where(not_ignored, found - sumexp.log().unsqueeze(-1), 0)
+    return torch.where(out_of_range, torch.nan, result)
+
+
+def row_totals(grad: Tensor, ids: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Return the sum of the gradients of each row's ids, and one of its classes.
+
+    The sum is NaN if an id is neither a class nor ignored.
+    """
+    labels, not_ignored, out_of_range = valid_targets(ids, classes, ignore_index)
+    on_ids = torch.where(out_of_range, torch.nan, torch.where(not_ignored, grad, 0))
+    label = labels.amax(-1) if ids.shape[-1] else labels.new_zeros(labels.shape[:-1])
+    return on_ids.sum(-1), label
+
+
+def write_entries(
+    dlogits: Tensor,
+    first: int,
+    classes: int,
+    grad: Tensor,
+    ids: Tensor,
+    totals: Tensor,
+    entries: Tensor,
+    maximum: Tensor,
+    sumexp: Tensor,
+    temperature: float,
+    softcap: float,
+    ignore_index: int,
+) -> Tensor:
+    """Write the gradient of the logits of the ids among the classes from `first` on.
+
+    Args:
+        dlogits: the gradient of these classes' logits, `[M, C]`, written at the ids.
+        first, classes, ids: as in `gather_entries`.
+        grad: the gradient of the log-probabilities, `[M, K]`.
+        totals: its sum over each row's ids, `[M]`.
+        entries, maximum, sumexp: the logits of the ids, and the statistics of the rows.
+        temperature, softcap, ignore_index: the options.
+
+    Returns:
+        The gradient: `dlogits` itself.
+    """
+    in_chunk, columns = chunk_columns(ids, first, dlogits.shape[-1], classes, ignore_index)
+    on_class = torch.zeros_like(grad)
+    for other, of_other in zip(ids.unbind(-1), grad.unbind(-1), strict=True):
+        on_class += torch.where(other.unsqueeze(-1) == ids, of_other.unsqueeze(-1), 0)
+    p = ((entries - finite_shift(maximum).unsqueeze(-1)) / temperature).exp()
+    value = (on_class - p / sumexp.unsqueeze(-1) * totals.unsqueeze(-1)) / temperature
+    if softcap:
+        t = entries / softcap
+        value = value * (1 - t) * (1 + t)
+    rows, k = in_chunk.nonzero(as_tuple=True)
+    dlogits[rows, columns[rows, k]] = value[rows, k].to(dlogits.dtype)
+    return dlogits
+
+
+ENTRY_KERNELS = EntryKernels(gather_entries, finish_logprobs, row_totals, write_entries)
+
+
+def logprobs_gradient(
+    grad: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    entries: Tensor | None,
+    maximum: Tensor | None,
+    sumexp: Tensor | None,
+    temperature: float,
+    softcap: float,
+    ignore_index: int,
+) -> Tensor:
+    """Compute the gradient of the logits, differentiable in the first two arguments.
+
+    The saved statistics are not used here; they save a kernel work.
+    """
+    x, _ = scaled_rows(logits, temperature, softcap)
+    labels, not_ignored, out_of_range = valid_targets(ids, logits.shape[-1], ignore_index)
+    on_ids = torch.where(not_ignored, grad.to(x.dtype), 0)
+    result = -x.softmax(-1) * on_ids.sum(-1, keepdim=True)
+    classes = torch.arange(logits.shape[-1], device=x.device)
+    for k in range(ids.shape[-1]):
+        is_class = (classes == labels[..., k : k + 1]).to(x.dtype)
+        result = result + is_class * on_ids[..., k : k + 1]
+    result = result / temperature
+    if softcap:
+        result = result * softcap_slope(logits, softcap)
+    is_invalid = out_of_range.any(-1, keepdim=True)
+    return torch.where(is_invalid, torch.nan, result).to(logits.dtype)
+
+
+def logprobs_backward(
+    grad: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    entries: Tensor,
+    maximum: Tensor,
+    sumexp: Tensor,
+    temperature: float,
+    softcap: float,
+    ignore_index: int,
+) -> Tensor:
+    """Compute the gradient of the logits in their memory layout."""
+    classes = logits.shape[-1]
+    totals, _ = row_totals(grad, ids, classes, ignore_index)
+    x, _ = scaled_rows(logits, temperature, softcap)
+    result = x.softmax(-1) * (-totals / temperature).unsqueeze(-1)
+    if softcap:
+        result = result * softcap_slope(logits, softcap)
+    rows = result.to(logits.dtype).reshape(-1, classes)
+    grad, ids = (tensor.reshape(len(rows), ids.shape[-1]) for tensor in (grad, ids))
+    of_rows = (totals.reshape(-1), entries.reshape(ids.shape), maximum.reshape(-1))
+    options = (temperature, softcap, ignore_index)
+    write_entries(rows, 0, classes, grad, ids, *of_rows, sumexp.reshape(-1), *options)
+    return laid_out_like(rows.view(logits.shape), logits)

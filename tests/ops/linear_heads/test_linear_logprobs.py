@@ -1,0 +1,221 @@
+"""Log-probabilities of given classes from hidden states, under every plan."""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.linear import CLASSES, TOKENS, Batch, batch_of, budgets
+from helpers.rows import INTERPRETING, devices
+from torch import Tensor
+
+import partita
+
+pytestmark = pytest.mark.interpreted
+PLANS = ("small", "fast", "lean")
+K = 5
+
+
+def ids_of(x: Batch) -> Tensor:
+    """Return ids of which some repeat, and some are ignored."""
+    ids = torch.arange(len(x.input) * K, device=x.input.device).view(-1, K) * 11 % len(x.weight)
+    ids[:, 1], ids[::3, 2] = ids[:, 0], -100
+    ids[4] = -100
+    return ids
+
+
+def truth(x: Batch, ids: Tensor, temperature: float, softcap: float | None) -> Tensor:
+    """Compute the log-probabilities in fp64 from logits that are rounded to the dtype."""
+    logits = F.linear(x.input, x.weight, x.bias).double()
+    logits = softcap * (logits / softcap).tanh() if softcap else logits
+    found = (logits / temperature).log_softmax(-1).gather(-1, ids.clamp(min=0))
+    return torch.where(ids < 0, 0.0, found)
+
+
+def gradients(found: Tensor, x: Batch) -> tuple[Tensor, ...]:
+    leaves = [tensor for tensor in (x.input, x.weight, x.bias) if tensor is not None]
+    upstream = torch.linspace(-1, 2, found.numel()).view(found.shape).to(found)
+    return torch.autograd.grad(found, leaves, upstream)
+
+
+def leaves_of(x: Batch, dtype: torch.dtype | None = None) -> Batch:
+    head = (t if t is None else t.detach().to(dtype or t.dtype) for t in x[:3])
+    return Batch(*(t if t is None else t.requires_grad_() for t in head), *x[3:])
+
+
+@devices
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("temperature", "softcap", "bias"), [(1.0, None, False), (0.7, 4.0, True)])
+def test_values_and_gradients(
+    temperature: float,
+    softcap: float | None,
+    bias: bool,
+    dtype: torch.dtype,
+    plan: str,
+    device: str,
+) -> None:
+    x = leaves_of(batch_of(bias=bias, dtype=dtype, device=device))
+    ids = ids_of(x)
+    found = partita.linear_logprobs(
+        x.input,
+        x.weight,
+        ids,
+        linear_bias=x.bias,
+        temperature=temperature,
+        softcap=softcap,
+        memory_budget=budgets(x)[plan],
+    )
+    expected = truth(x, ids, temperature, softcap)
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    # The products round differently: a logit moves by about an eps of its dtype.
+    eps = torch.finfo(dtype).eps * (2 if INTERPRETING else 1)
+    torch.testing.assert_close(found.double(), expected, rtol=8 * eps, atol=16 * eps)
+    assert not found[ids < 0].any()
+    exact = leaves_of(x, torch.float64)
+    trues = gradients(truth(exact, ids, temperature, softcap), exact)
+    for grad, true in zip(gradients(found, x), trues, strict=True):
+        assert grad.dtype == dtype
+        scale = true.abs().amax().item()
+        torch.testing.assert_close(grad.double(), true, rtol=0, atol=32 * eps * scale)
+
+
+@devices
+@pytest.mark.parametrize("plan", PLANS)
+def test_several_backward_passes(plan: str, device: str) -> None:
+    x = leaves_of(batch_of(bias=True, device=device))
+    ids = ids_of(x)
+    found = partita.linear_logprobs(
+        x.input, x.weight, ids, linear_bias=x.bias, memory_budget=budgets(x)[plan]
+    )
+    upstream = torch.rand(found.shape, device=device)
+    first, second = (
+        torch.autograd.grad(found, (x.input, x.weight, x.bias), upstream, retain_graph=True)
+        for _ in range(2)
+    )
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@devices
+def test_plans_agree_with_one_id_of_token_stats(device: str) -> None:
+    x = batch_of(device=device)
+    labels = x.target.clamp(min=0)
+    for budget in budgets(x).values():
+        found = partita.linear_logprobs(
+            x.input, x.weight, labels[:, None], temperature=0.8, memory_budget=budget
+        )
+        stats = partita.linear_token_stats(
+            x.input, x.weight, labels, temperature=0.8, memory_budget=budget
+        )
+        torch.testing.assert_close(found[:, 0], stats.logprob, rtol=1e-5, atol=1e-5)
+
+
+@devices
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_id_that_is_no_class_spoils_its_row_alone(plan: str, device: str) -> None:
+    x = leaves_of(batch_of(device=device))
+    ids, budget = ids_of(x), budgets(x)[plan]
+    ids_with_no_class = ids.clone()
+    ids_with_no_class[2, 3] = CLASSES
+    with (
+        mock.patch.dict(os.environ, {"PARTITA_CHECK": "1"}),
+        pytest.raises(IndexError, match=rf"ids: expected .* got {CLASSES} at \[2, 3\]"),
+    ):
+        partita.linear_logprobs(x.input, x.weight, ids_with_no_class, memory_budget=budget)
+    with mock.patch.dict(os.environ, {"PARTITA_CHECK": "0"}):
+        found = partita.linear_logprobs(x.input, x.weight, ids_with_no_class, memory_budget=budget)
+        (grad,) = torch.autograd.grad(found.sum(), x.input)
+    right = partita.linear_logprobs(x.input, x.weight, ids, memory_budget=budget)
+    assert torch.equal(found.isnan(), ids_with_no_class != ids)
+    torch.testing.assert_close(found[ids_with_no_class == ids], right[ids_with_no_class == ids])
+    assert grad[2].isnan().all() and not grad[:2].isnan().any() and not grad[3:].isnan().any()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_derivatives(plan: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    hidden, matrix, bias = (
+        torch.randn(*size, generator=g, dtype=torch.float64, requires_grad=True)
+        for size in ((4, 3), (200, 3), (200,))
+    )
+    ids = torch.tensor([[3, 199, 3], [0, -100, 1], [-100, -100, -100], [7, 8, 9]])
+    budget = budgets(Batch(hidden, matrix, bias, ids, None))[plan]
+
+    def f(hidden: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
+        options = {"temperature": 0.7, "softcap": 3.0, "memory_budget": budget}
+        return partita.linear_logprobs(hidden, matrix, ids, linear_bias=bias, **options)
+
+    assert torch.autograd.gradcheck(f, (hidden, matrix, bias), fast_mode=True)
+    assert torch.autograd.gradgradcheck(f, (hidden, matrix, bias), fast_mode=True)
+
+
+@devices
+def test_leading_dimensions_and_no_ids(device: str) -> None:
+    x = batch_of(device=device)
+    ids = ids_of(x)
+    flat = partita.linear_logprobs(x.input, x.weight, ids)
+    tokens = TOKENS // 2 * 2
+    padded = partita.linear_logprobs(
+        x.input[:tokens].unflatten(0, (2, -1)), x.weight, ids[:tokens].unflatten(0, (2, -1))
+    )
+    torch.testing.assert_close(padded.flatten(0, 1), flat[:tokens])
+    one = partita.linear_logprobs(x.input[0], x.weight, ids[0])
+    torch.testing.assert_close(one, flat[0], rtol=1e-5, atol=1e-5)
+    for rows, k, plan in ((3, 0, "fast"), (0, 2, "small")):
+        none = torch.zeros(rows, k, dtype=torch.int64, device=device)
+        found = partita.linear_logprobs(
+            x.input[:rows], x.weight, none, memory_budget=budgets(x)[plan]
+        )
+        assert found.shape == (rows, k)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="a compiler sees kernels of Python there")
+@pytest.mark.parametrize("plan", ["fast", "lean"])
+def test_compiled(plan: str) -> None:
+    x = leaves_of(batch_of(bias=True))
+    ids, budget = ids_of(x), budgets(x)[plan]
+
+    def f(hidden: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
+        return partita.linear_logprobs(hidden, matrix, ids, linear_bias=bias, memory_budget=budget)
+
+    with mock.patch.dict(os.environ, {"PARTITA_CHECK": "0"}):
+        compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+        for a, b in zip(gradients(compiled(*x[:3]), x), gradients(f(*x[:3]), x), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_bad_input() -> None:
+    hidden, matrix = torch.zeros(2, 3), torch.zeros(5, 3)
+    ids = torch.zeros(2, 1, dtype=torch.int64)
+    for call, error, message in (
+        (
+            lambda: partita.linear_logprobs(hidden, matrix.double(), ids),
+            TypeError,
+            "dtype of input",
+        ),
+        (
+            lambda: partita.linear_logprobs(hidden, matrix[None], ids),
+            ValueError,
+            r"\[N, H\]|\[C, H\]",
+        ),
+        (lambda: partita.linear_logprobs(hidden, matrix, ids.float()), TypeError, "ids: expected"),
+        (
+            lambda: partita.linear_logprobs(hidden, matrix, ids[0]),
+            ValueError,
+            r"ids: expected shape \[..., K\] with the rows of input = \[2, K\], got \[1\]",
+        ),
+        (
+            lambda: partita.linear_logprobs(hidden, matrix, ids + 5),
+            IndexError,
+            r"ids: expected labels from 0 to 4 \(or ignore_index -100\), got 5 at \[0, 0\]",
+        ),
+        (
+            lambda: partita.linear_logprobs(hidden, matrix, ids, memory_budget=-1),
+            ValueError,
+            "memory_budget: expected",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            call()

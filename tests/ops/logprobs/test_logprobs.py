@@ -1,0 +1,222 @@
+"""Log-probabilities of given classes: values, gradients, repeated ids, bad input."""
+
+import os
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from helpers.rows import DTYPES, INTERPRETING, devices
+from torch import Tensor
+
+import partita
+from partita.testing import sample_rows
+
+pytestmark = pytest.mark.interpreted
+K = 3
+ONES = torch.ones(1, 2)
+
+
+def sample(
+    *shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Return logits and ids, of which every other row repeats one."""
+    rows = torch.Size(shape[:-1]).numel()
+    logits = sample_rows(rows, shape[-1], device=device)
+    ids = torch.arange(rows * K, device=device).view(*shape[:-1], K) * 7
+    ids[..., 1] = torch.where(ids[..., 0] % 2 == 0, ids[..., 0], ids[..., 1])
+    return logits.view(shape).to(dtype), ids % shape[-1]
+
+
+def truth(logits: Tensor, ids: Tensor, temperature: float, softcap: float | None) -> Tensor:
+    x = logits.double()
+    x = softcap * (x / softcap).tanh() if softcap else x
+    return (x / temperature).log_softmax(-1).gather(-1, ids)
+
+
+def both(
+    f: Callable[[Tensor], Tensor], x: Tensor, upstream: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the result and the gradient, with a different factor for each id."""
+    leaf = x.detach().requires_grad_()
+    result = f(leaf)
+    if upstream is None:
+        upstream = torch.linspace(-1, 2, result.numel(), dtype=torch.float64).view(result.shape)
+    upstream = upstream.to(result.device, result.dtype)
+    return result.detach(), torch.autograd.grad(result, leaf, upstream)[0]
+
+
+@devices
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, None), (1.3, 4.0)])
+@pytest.mark.parametrize("shape", [(5, 37), (2, 3, 300), (3, 5000), (4, 1)], ids=str)
+def test_values_and_gradients(
+    shape: tuple[int, ...],
+    temperature: float,
+    softcap: float | None,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    logits, ids = sample(*shape, dtype=dtype, device=device)
+    options = {"temperature": temperature, "softcap": softcap}
+    found, grad = both(lambda x: partita.logprobs(x, ids, **options), logits)
+    expected, true = both(lambda x: truth(x, ids, temperature, softcap), logits.double())
+    single = torch.float64 if dtype == torch.float64 else torch.float32
+    assert found.dtype == single and grad.dtype == dtype
+    eps = torch.finfo(single).eps
+    scale = logits.double().abs().amax() + 1
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=float(16 * eps * scale))
+    # Triton's interpreter truncates to bf16, which has twice the error of rounding.
+    rounding = torch.finfo(dtype).eps / (1 if INTERPRETING else 2)
+    bound = max(rounding * 1.01, 64 * eps)
+    torch.testing.assert_close(grad.double(), true, rtol=bound, atol=float(64 * eps * scale))
+
+
+@devices
+def test_one_id_is_the_label_of_token_stats(device: str) -> None:
+    logits, ids = sample(7, 400, device=device)
+    found, grad = both(lambda x: partita.logprobs(x, ids[:, :1], temperature=0.8), logits)
+    stats, other = both(
+        lambda x: partita.token_stats(x, ids[:, 0], temperature=0.8).logprob, logits
+    )
+    torch.testing.assert_close(found[:, 0], stats, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grad, other, rtol=1e-5, atol=1e-7)
+
+
+@devices
+def test_strides_and_widths(device: str) -> None:
+    logits, ids = sample(4, 3, 50, device=device)
+    expected = both(lambda x: partita.logprobs(x, ids), logits)
+    padded = torch.full((4, 3, 120), torch.nan, device=device)
+    padded[..., 10:110:2] = logits
+    transposed = logits.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    apart = logits.permute(1, 0, 2).contiguous().permute(1, 0, 2)
+    for x in (padded[..., 10:110:2], transposed, apart):
+        assert torch.equal(x, logits)
+        found = both(lambda x: partita.logprobs(x, ids), x)
+        torch.testing.assert_close(found, expected)
+    columns = ids.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    assert torch.equal(partita.logprobs(logits, columns), expected[0])
+    narrow = ids.to(torch.uint8)
+    assert torch.equal(partita.logprobs(logits, narrow), expected[0])
+
+
+@devices
+def test_no_ids_and_no_rows(device: str) -> None:
+    logits = torch.randn(4, 9, device=device)
+    for rows, k in ((4, 0), (0, 3)):
+        ids = torch.zeros(rows, k, dtype=torch.int64, device=device)
+        found, grad = both(lambda x, ids=ids: partita.logprobs(x, ids), logits[:rows])
+        assert found.shape == (rows, k) and grad.shape == (rows, 9) and not grad.any()
+    one = partita.logprobs(logits[0], torch.tensor([2, 2], device=device))
+    assert one.shape == (2,) and one[0] == one[1]
+
+
+@devices
+def test_masked_and_huge_logits(device: str) -> None:
+    logits = torch.tensor(
+        [[0.0, -torch.inf, 1.0, 2.0], [1e30, 1e30, -1e30, 0.0], [3e4, 3e4 - 1, -3e4, -torch.inf]],
+        device=device,
+    )
+    ids = torch.tensor([[1, 3], [0, 2], [1, 3]], device=device)
+    found, grad = both(lambda x: partita.logprobs(x, ids), logits)
+    torch.testing.assert_close(found, truth(logits, ids, 1.0, None).float())
+    assert found[0, 0] == found[2, 1] == -torch.inf and not grad.isnan().any()
+    _, true = both(lambda x: truth(x, ids[1:2], 1.0, None), logits[1:2].double(), ONES)
+    _, ours = both(lambda x: partita.logprobs(x, ids[1:2]), logits[1:2], ONES)
+    torch.testing.assert_close(ours.double(), true, rtol=1e-5, atol=1e-6)
+
+
+@devices
+def test_an_id_that_is_no_class_spoils_its_row_alone(device: str) -> None:
+    logits, ids = sample(4, 30, device=device)
+    ids_with_no_class = ids.clone()
+    ids_with_no_class[1, 2], ids_with_no_class[3, 0] = 30, -1
+    with (
+        mock.patch.dict(os.environ, {"PARTITA_CHECK": "1"}),
+        pytest.raises(IndexError, match=r"ids: expected classes from 0 to 29, got 30 at \[1"),
+    ):
+        partita.logprobs(logits, ids_with_no_class)
+    with mock.patch.dict(os.environ, {"PARTITA_CHECK": "0"}):
+        found, grad = both(lambda x: partita.logprobs(x, ids_with_no_class), logits)
+    right, true = both(lambda x: partita.logprobs(x, ids), logits)
+    assert torch.equal(found.isnan(), ids_with_no_class != ids)
+    assert torch.equal(found[ids_with_no_class == ids], right[ids_with_no_class == ids])
+    assert grad[[1, 3]].isnan().all() and torch.equal(grad[[0, 2]], true[[0, 2]])
+
+
+@devices
+def test_the_same_bits_twice(device: str) -> None:
+    logits, ids = sample(6, 700, dtype=torch.bfloat16, device=device)
+    many = ids[..., :1].expand(-1, 40) % 5
+    first, second = (both(lambda x: partita.logprobs(x, many), logits) for _ in range(2))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["auto", pytest.param("reference", marks=pytest.mark.skipif(INTERPRETING, reason=""))],
+)
+@devices
+def test_derivatives(backend: str, device: str) -> None:
+    logits, ids = sample(3, 6, dtype=torch.float64, device=device)
+    with partita.backend(backend):
+        f = lambda x: partita.logprobs(x, ids, temperature=0.7, softcap=3.0)  # noqa: E731
+        x = logits.requires_grad_()
+        assert torch.autograd.gradcheck(f, x, nondet_tol=0.0)
+        assert torch.autograd.gradgradcheck(f, x, nondet_tol=0.0)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="a compiler sees kernels of Python there")
+@devices
+def test_compiled(device: str) -> None:
+    logits, ids = sample(4, 20, device=device)
+    f = lambda x: partita.logprobs(x, ids, temperature=0.7)  # noqa: E731
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(both(compiled, logits), both(f, logits))
+
+
+BAD = {
+    "integers": (
+        lambda x, i: partita.logprobs(x.long(), i),
+        TypeError,
+        "logits: expected a floating dtype, got torch.int64",
+    ),
+    "floating ids": (
+        lambda x, i: partita.logprobs(x, i.float()),
+        TypeError,
+        "ids: expected an integer dtype, got torch.float32",
+    ),
+    "no classes": (
+        lambda x, i: partita.logprobs(x[:, :0], i),
+        ValueError,
+        r"logits: expected shape \[..., C\] with at least one class, got \[2, 0\]",
+    ),
+    "shape": (
+        lambda x, i: partita.logprobs(x, i[:, 0]),
+        ValueError,
+        r"ids: expected shape \[..., K\] with the rows of logits = \[2, K\], got \[2\]",
+    ),
+    "temperature": (
+        lambda x, i: partita.logprobs(x, i, temperature=0.0),
+        ValueError,
+        "temperature: expected a number above 0.0, got 0.0",
+    ),
+    "softcap": (
+        lambda x, i: partita.logprobs(x, i, softcap=-1.0),
+        ValueError,
+        "softcap: expected a number above 0.0, got -1.0",
+    ),
+    "device": (
+        lambda x, i: partita.logprobs(x, i.to("meta")),
+        ValueError,
+        "ids: expected the device of logits, cpu, got meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    call, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        call(torch.zeros(2, 5), torch.zeros(2, K, dtype=torch.int64))
