@@ -11,6 +11,7 @@ from .ops.chain.results import ChainSample, ViterbiPath
 from .ops.cross_entropy.api import TokenStats, cross_entropy, token_stats
 from .ops.ctc.api import CTCAlignment, TokenSpans, ctc_align, ctc_loss
 from .ops.ctc_crf.api import ctc_crf_loss, debruijn_source
+from .ops.divergence.api import divergence
 from .ops.linear_chain.api import LinearChain, linear_chain
 from .ops.linear_chain.results import ExpectedCounts, LinearPath, LinearSample
 from .ops.linear_heads.api import linear_cross_entropy, linear_token_stats
@@ -44,6 +45,7 @@ __all__ = [
     "ctc_loss",
     "debruijn_source",
     "dense_source",
+    "divergence",
     "edges_from_states",
     "integrations",
     "linear_chain",

@@ -24,6 +24,7 @@ MODULES = (
     "partita.integrations.koi",
     "partita.integrations.torchaudio",
     "partita.integrations.transformers",
+    "partita.integrations.trl",
 )
 SECTIONS = ("Args", "Fields", "Returns", "Raises", "Source", "Example")  # in this order
 # Names of other projects for names of this one, which have the documentation.

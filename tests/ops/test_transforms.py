@@ -25,6 +25,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 MATRIX = numbers(5, 4, seed=1)
+TEACHER = numbers(N, 5, seed=7)
 IDS = torch.arange(2 * N).view(N, 2) % 3  # some rows repeat a class
 OTHER = numbers(3, N, 3, 3, seed=5)
 
@@ -65,6 +66,15 @@ LOSSES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
         lambda x: partita.cross_entropy(x, LABELS.to(x.device), reduction="none", **ALL),
     ),
     "token_stats": ((N, 5), lambda x: statistics(partita.token_stats(x, LABELS.to(x.device)))),
+    **{
+        f"divergence, beta {beta}": (
+            (N, 5),
+            lambda x, beta=beta: partita.divergence(
+                x, TEACHER.to(x.device), beta=beta, temperature=0.7, reduction="none"
+            ),
+        )
+        for beta in (0.0, 0.3, 1.0)
+    },
     "logprobs": ((N, 5), lambda x: partita.logprobs(x, IDS.to(x.device), temperature=0.7)),
     "linear": ((N, 4), lambda x: head(x, memory_budget=2**20, z_loss=0.1)),
     "linear, rows": ((N, 4), lambda x: head(x, memory_budget=2**20, reduction="none")),

@@ -14,6 +14,7 @@ MODULES = [
     partita.integrations,
     partita.integrations.koi,
     partita.integrations.transformers,
+    partita.integrations.trl,
     partita.nn,
     partita.parallel,
     partita.testing,
@@ -82,7 +83,7 @@ def test_public_names_are_those_of_the_design() -> None:
     ctc = {"CTCAlignment", "TokenSpans", "ctc_align", "ctc_crf_loss", "ctc_loss", "debruijn_source"}
     linear = {f"linear_{name}" for name in ("cross_entropy", "cross_entropy_plan", "logprobs")}
     linear |= {"linear_token_stats"}
-    assert set(partita.__all__) == rows | {"token_stats"} | linear | chains | ctc | {
+    assert set(partita.__all__) == rows | {"token_stats", "divergence"} | linear | chains | ctc | {
         "backend",
         "integrations",
         "nn",

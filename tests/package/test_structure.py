@@ -25,6 +25,7 @@ ARROWS = {
     ("cross_entropy", "softmax"),
     ("linear_heads", "cross_entropy"),
     ("logprobs", "cross_entropy"),
+    ("divergence", "cross_entropy"),
     ("linear_heads", "logprobs"),
     ("vocab_parallel", "cross_entropy"),
     ("vocab_parallel", "linear_heads"),

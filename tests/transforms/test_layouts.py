@@ -217,6 +217,13 @@ def calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
             ops.token_stats_backward,
             (*grads, x, columns, stats[4], stats[5], stats[2], 1.0, 0.0, -100),
         )
+        teacher = torch.randn(3, 4, 5)
+        for beta in (0.0, 0.5, 1.0):
+            numbers = (beta, 0.7, 5.0)
+            yield ops.divergence, (x, teacher, *numbers)
+            found = ops.divergence(x, teacher, *numbers, "auto")
+            grad = torch.randn(3, 4)
+            yield ops.divergence_backward, (grad, x, teacher, *found[1:], *numbers)
         ids = torch.randint(5, (3, 4, 2))
         numbers = (0.7, 5.0, -100)
         yield ops.logprobs, (x, ids, *numbers)

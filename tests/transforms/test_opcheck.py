@@ -31,6 +31,7 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
     probabilities = targets_for(x, "probabilities")
     weight = class_weights(C, torch.float32, device)
     one, row = torch.ones(N, device=device), torch.zeros(N, device=device)
+    divergences = [(0.0, 1.0, 0.0), (0.3, 0.7, 5.0), (1.0, 0.7, 0.0)]
     ids = torch.tensor([[0, 1, 0]], device=device).expand(N, -1).contiguous()
     picked = torch.ops.partita.logprobs(x, ids, 0.7, 5.0, 1, BACKEND)
     numbers, all_numbers = (-100, 0.0, 0.0), (-100, 0.1, 5.0)
@@ -85,6 +86,11 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
             (x, labels, 1.0, 0.0, -100),
             (x, None, 0.7, 2.0, -100),
             (images, images[..., 0].argmax(-1).new_zeros(N, C, 2), 0.7, 0.0, 0),
+        ],
+        "divergence": [(x, x.flip(0), *n) for n in divergences],
+        "divergence_backward": [
+            (one, x, x.flip(0), *torch.ops.partita.divergence(x, x.flip(0), *n, BACKEND)[1:], *n)
+            for n in divergences
         ],
         "logprobs": [(x, ids, 0.7, 5.0, ignored) for ignored in (-100, 1)],
         "logprobs_backward": [

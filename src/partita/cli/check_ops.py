@@ -15,6 +15,7 @@ from ..ops.chain.api import Chain, logz
 from ..ops.cross_entropy.api import cross_entropy, token_stats
 from ..ops.ctc.api import ctc_loss
 from ..ops.ctc_crf.api import ctc_crf_loss, debruijn_source
+from ..ops.divergence.api import divergence
 from ..ops.linear_chain.api import linear_chain
 from ..ops.linear_heads.api import linear_cross_entropy, linear_token_stats
 from ..ops.linear_heads.logprobs import linear_logprobs
@@ -22,6 +23,7 @@ from ..ops.logprobs.api import logprobs
 from ..ops.softmax.api import log_softmax, logsumexp, softmax
 from ..primitives.semiring import Max
 from ..testing.budget import Scale
+from .check_torch import divergence_in_torch, pairs_in_torch, paths_in_torch, upcast
 from .console import DTYPES
 
 EDGES = ("plain", "offset", "leading_inf", "transposed", "framed")
@@ -97,7 +99,7 @@ def _everything(x: Tensor, target: Tensor) -> Tensor:
 
 
 def _token_stats(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-    x = _upcast(x) / 0.75
+    x = upcast(x) / 0.75
     logp = x.log_softmax(-1)
     p = logp.exp()
     entropy = -(p * logp.masked_fill(p == 0, 0)).sum(-1)
@@ -140,7 +142,7 @@ def _linear_chain(x: Tensor) -> Tensor:
 
 
 def _linear_chain_in_torch(x: Tensor) -> Tensor:
-    emissions, transitions = _tags(_upcast(x))
+    emissions, transitions = _tags(upcast(x))
     alpha = emissions[0]
     for row in emissions[1:]:
         alpha = (alpha[..., None] + transitions).logsumexp(1) + row
@@ -161,35 +163,13 @@ def _numbers(source: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-def _upcast(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _paths_in_torch(scores: Tensor, source: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
-    """Compute the sum over all paths, or the best score."""
-    alpha = torch.zeros_like(scores[0, :, :, 0])
-    for step in scores:
-        alpha = total(step + alpha[:, source])
-    return total(alpha)
-
-
 def _in_torch(x: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
-    return _paths_in_torch(*_chain_scores(_upcast(x)), total)
-
-
-def _pairs_in_torch(scores: Tensor, source: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute log Z and the expected sum of the values of a path; each step has its own values."""
-    alpha, mean = torch.zeros(2, *scores.shape[1:3], dtype=scores.dtype, device=scores.device)
-    for step, value in zip(scores, values, strict=True):
-        terms = step + alpha[:, source]
-        mean = (terms.softmax(-1) * (value + mean[:, source])).sum(-1)
-        alpha = terms.logsumexp(-1)
-    return alpha.logsumexp(-1), (alpha.softmax(-1) * mean).sum(-1)
+    return paths_in_torch(*_chain_scores(upcast(x)), total)
 
 
 def _mean_in_torch(x: Tensor) -> Tensor:
-    scores, source = _chain_scores(_upcast(x))
-    return _pairs_in_torch(scores, source, _numbers(source, x.dtype).expand_as(scores))[1]
+    scores, source = _chain_scores(upcast(x))
+    return pairs_in_torch(scores, source, _numbers(source, x.dtype).expand_as(scores))[1]
 
 
 def _entropy(x: Tensor) -> Tensor:
@@ -197,8 +177,8 @@ def _entropy(x: Tensor) -> Tensor:
 
 
 def _entropy_in_torch(x: Tensor) -> Tensor:
-    scores, source = _chain_scores(_upcast(x))
-    log_z, mean = _pairs_in_torch(scores, source, scores)
+    scores, source = _chain_scores(upcast(x))
+    log_z, mean = pairs_in_torch(scores, source, scores)
     return log_z - mean
 
 
@@ -231,7 +211,7 @@ def _ctc(x: Tensor, *arguments: Any) -> Tensor:
 
 
 def _ctc_in_torch(x: Tensor, *arguments: Any) -> Tensor:
-    return F.ctc_loss(_upcast(x)[:, None].log_softmax(-1), *arguments)
+    return F.ctc_loss(upcast(x)[:, None].log_softmax(-1), *arguments)
 
 
 def _crf_scores(x: Tensor) -> Tensor:
@@ -256,7 +236,7 @@ def _crf_in_torch(x: Tensor) -> Tensor:
 
     In the lattice of the target, a k-mer stays or is entered from the one before it.
     """
-    scores, bases = _crf_scores(_upcast(x)), ALPHABET - 1
+    scores, bases = _crf_scores(upcast(x)), ALPHABET - 1
     kmers = [
         sum((base - 1) * bases ** (STATE_LEN - 1 - i) for i, base in enumerate(window))
         for window in (TARGET[at : at + STATE_LEN] for at in range(len(TARGET) - STATE_LEN + 1))
@@ -269,7 +249,7 @@ def _crf_in_torch(x: Tensor) -> Tensor:
         entered = torch.logaddexp(alpha[1:] + stay[1:], alpha[:-1] + move)
         alpha = torch.cat([alpha[:1] + stay[:1], entered])
     source = debruijn_source(bases, STATE_LEN).to(x.device)
-    return _paths_in_torch(scores, source, lambda terms: terms.logsumexp(-1)) - alpha[-1]
+    return paths_in_torch(scores, source, lambda terms: terms.logsumexp(-1)) - alpha[-1]
 
 
 LINEAR: tuple[tuple[str, Function, Function, tuple[str, ...]], ...] = (
@@ -297,7 +277,7 @@ LINEAR: tuple[tuple[str, Function, Function, tuple[str, ...]], ...] = (
             x, _matrix(x), t.unsqueeze(-1), temperature=0.75, memory_budget=LEAN
         ),
         lambda x, t: (
-            (_upcast(F.linear(x, _matrix(x))) / 0.75).log_softmax(-1).gather(-1, t.unsqueeze(-1))
+            (upcast(F.linear(x, _matrix(x))) / 0.75).log_softmax(-1).gather(-1, t.unsqueeze(-1))
         ),
         ("fp32", "fp64"),
     ),
@@ -364,10 +344,23 @@ CHECKS = (
         "tensor",
         "tensor",
     ),
+    *(
+        Check(
+            f"divergence, beta {beta}",
+            lambda x, beta=beta: divergence(x, x.flip(-1), beta=beta, reduction="none"),
+            lambda x, beta=beta: divergence_in_torch(x, beta),
+            lambda x: (),
+            "tensor",
+            "tensor",
+            ((ROWS, COLUMNS),),
+            ("plain", "offset", "transposed"),  # where classes are masked it may be infinite
+        )
+        for beta in (0.0, 0.5, 1.0)
+    ),
     Check(
         "logprobs",
         lambda x, ids: logprobs(x, ids, temperature=0.75),
-        lambda x, ids: (_upcast(x) / 0.75).log_softmax(-1).gather(-1, ids),
+        lambda x, ids: (upcast(x) / 0.75).log_softmax(-1).gather(-1, ids),
         lambda x: (_some_classes(x),),
         "tensor",
         "tensor",

@@ -31,6 +31,7 @@ OPS = (
     "cross_entropy",
     "token_stats",
     "logprobs",
+    "divergence",
     "linear_cross_entropy",
     "linear_token_stats",
     "linear_logprobs",

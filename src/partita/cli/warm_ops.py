@@ -22,6 +22,7 @@ from ..ops.chain.api import Chain, logz
 from ..ops.cross_entropy.api import cross_entropy, token_stats
 from ..ops.ctc.api import ctc_align, ctc_loss
 from ..ops.ctc_crf.api import ctc_crf_loss, debruijn_source
+from ..ops.divergence.api import divergence
 from ..ops.linear_chain.api import linear_chain
 from ..ops.linear_heads.api import linear_cross_entropy, linear_token_stats
 from ..ops.linear_heads.logprobs import linear_logprobs
@@ -151,6 +152,7 @@ OPS: dict[str, WarmOp] = {
     "log_softmax": WarmOp(_CLASSES, _logits, lambda x: log_softmax(x, -1)),
     "cross_entropy": WarmOp(_CLASSES, _rows, cross_entropy),
     "token_stats": WarmOp(_CLASSES, _rows, lambda *inputs: token_stats(*inputs)[:3]),
+    "divergence": WarmOp(_CLASSES, _logits, lambda x: divergence(x, x.detach().flip(0))),
     "logprobs": WarmOp(
         _CLASSES, _rows, lambda x, target: logprobs(x, target[:, None].expand(-1, 8))
     ),

@@ -1,0 +1,42 @@
+"""Counterparts in plain PyTorch of the ops that `partita check` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def upcast(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def divergence_in_torch(x: Tensor, beta: float) -> Tensor:
+    """Compute the divergence of rows from the same rows in the opposite order."""
+    p, q = (rows.softmax(-1) for rows in (upcast(x), upcast(x).detach().flip(-1)))
+    first, second = (q, p) if beta == 0 else (p, q)
+    if beta in (0.0, 1.0):
+        return F.kl_div(second.log(), first, reduction="none").sum(-1)
+    mixture = (beta * q + (1 - beta) * p).log()
+    parts = (F.kl_div(mixture, r, reduction="none").sum(-1) for r in (q, p))
+    return beta * next(parts) + (1 - beta) * next(parts)
+
+
+def paths_in_torch(scores: Tensor, source: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+    """Compute the sum over all paths, or the best score."""
+    alpha = torch.zeros_like(scores[0, :, :, 0])
+    for step in scores:
+        alpha = total(step + alpha[:, source])
+    return total(alpha)
+
+
+def pairs_in_torch(scores: Tensor, source: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute log Z and the expected sum of the values of a path; each step has its own values."""
+    alpha, mean = torch.zeros(2, *scores.shape[1:3], dtype=scores.dtype, device=scores.device)
+    for step, value in zip(scores, values, strict=True):
+        terms = step + alpha[:, source]
+        mean = (terms.softmax(-1) * (value + mean[:, source])).sum(-1)
+        alpha = terms.logsumexp(-1)
+    return alpha.logsumexp(-1), (alpha.softmax(-1) * mean).sum(-1)

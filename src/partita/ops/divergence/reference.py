@@ -1,0 +1,108 @@
+"""The specification of divergences between two rows of logits, in plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ...primitives.rows import laid_out_like, softcap_slope
+from ..cross_entropy.reference import scaled_rows
+from .common import DivergenceRows
+
+
+def expected(p: Tensor, values: Tensor) -> Tensor:
+    """Return the sum of p times the values of each row; a probability of 0 counts as 0."""
+    return (p * torch.where(p == 0, 0, values)).sum(-1)
+
+
+def log_mixture(logp: Tensor, teacher_logp: Tensor, beta: float) -> Tensor:
+    """Return the log of `beta * teacher + (1 - beta) * student`."""
+    return torch.logaddexp(teacher_logp + math.log(beta), logp + math.log1p(-beta))
+
+
+def log_ratio(logp: Tensor, teacher_logp: Tensor, beta: float) -> Tensor:
+    """Return log(student / teacher) for beta 1, else log(student / mixture); 0 where both are 0."""
+    other = teacher_logp if beta == 1 else log_mixture(logp, teacher_logp, beta)
+    return torch.where(logp == -torch.inf, 0, logp - other)
+
+
+def divergence(
+    logits: Tensor, teacher_logits: Tensor, beta: float, temperature: float, softcap: float
+) -> DivergenceRows:
+    """Compute the divergence of each row of the student's logits from the teacher's.
+
+    Args:
+        logits, teacher_logits: `[..., C]`.
+        beta: 0 for KL(teacher ‖ student), 1 for KL(student ‖ teacher), between them the generalised
+            Jensen-Shannon divergence.
+        temperature: what the soft-capped logits are divided by.
+        softcap: the soft-cap, or 0.
+    """
+    x, maximum = scaled_rows(logits, temperature, softcap)
+    t, teacher_maximum = scaled_rows(teacher_logits, temperature, softcap)
+    logp, teacher_logp = x.log_softmax(-1), t.log_softmax(-1)
+    p, q = logp.exp(), teacher_logp.exp()
+    student = torch.zeros_like(maximum)
+    if beta:
+        student = expected(p, log_ratio(logp, teacher_logp, beta))
+    if beta == 0:
+        # Logits are subtracted before their log-sum-exps, which keeps the digits that they share.
+        loss = expected(q, t - x) + (x.logsumexp(-1) - t.logsumexp(-1))
+    elif beta == 1:
+        loss = student
+    else:
+        teacher = expected(q, teacher_logp - log_mixture(logp, teacher_logp, beta))
+        loss = beta * teacher + (1 - beta) * student
+    return DivergenceRows(
+        loss=loss,
+        student=student if loss is not student else student.clone(),
+        maximum=maximum,
+        sumexp=x.exp().sum(-1),
+        teacher_maximum=teacher_maximum,
+        teacher_sumexp=t.exp().sum(-1),
+    )
+
+
+def divergence_gradient(
+    grad: Tensor,
+    logits: Tensor,
+    teacher_logits: Tensor,
+    student: Tensor | None,
+    maximum: Tensor | None,
+    sumexp: Tensor | None,
+    teacher_maximum: Tensor | None,
+    teacher_sumexp: Tensor | None,
+    beta: float,
+    temperature: float,
+    softcap: float,
+) -> Tensor:
+    """Compute the gradient of the student's logits, differentiable in the first two arguments.
+
+    The saved statistics are not used here; they save a kernel work. A row whose gradient is 0 has
+    the gradient 0, whatever its logits are.
+    """
+    x, _ = scaled_rows(logits, temperature, softcap)
+    t, _ = scaled_rows(teacher_logits, temperature, softcap)
+    logp, teacher_logp = x.log_softmax(-1), t.log_softmax(-1)
+    p = logp.exp()
+    if beta == 0:
+        terms = p - teacher_logp.exp()
+    else:
+        ratio = log_ratio(logp, teacher_logp, beta)
+        mean = expected(p, ratio).unsqueeze(-1)
+        # A class of probability 0 has no gradient, even where the ratio is infinite.
+        terms = p * torch.where(p == 0, 0, ratio - mean)
+        if beta != 1:
+            terms = terms * (1 - beta)
+    on_row = (grad.to(x.dtype) / temperature).unsqueeze(-1)
+    result = on_row * terms
+    if softcap:
+        result = result * softcap_slope(logits, softcap)
+    return torch.where(on_row == 0, 0 * on_row, result).to(logits.dtype)
+
+
+def divergence_backward(grad: Tensor, logits: Tensor, *args: object) -> Tensor:
+    """Compute the gradient of the student's logits in their memory layout."""
+    return laid_out_like(divergence_gradient(grad, logits, *args), logits)  # type: ignore[arg-type]

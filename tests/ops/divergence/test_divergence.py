@@ -1,0 +1,250 @@
+"""Divergences against fp64: values, gradients, masks, rows of -inf, bad input."""
+
+import pytest
+import torch
+from helpers.rows import DTYPES, INTERPRETING, devices
+from torch import Tensor
+
+import partita
+from partita.testing import sample_rows
+
+pytestmark = pytest.mark.interpreted
+BETAS = (0.0, 0.25, 1.0)
+
+
+def truth(
+    logits: Tensor, teacher: Tensor, beta: float, temperature: float = 1.0, softcap: float = 0.0
+) -> Tensor:
+    """Compute the divergence of each row from its definition in fp64."""
+    x, t = logits.double(), teacher.double()
+    if softcap:
+        x, t = (softcap * (each / softcap).tanh() for each in (x, t))
+    logp, logq = (x / temperature).log_softmax(-1), (t / temperature).log_softmax(-1)
+
+    def kl(first: Tensor, second: Tensor) -> Tensor:
+        return (first.exp() * torch.where(first == -torch.inf, 0, first - second)).sum(-1)
+
+    if beta == 0:
+        return kl(logq, logp)
+    if beta == 1:
+        return kl(logp, logq)
+    mixture = (beta * logq.exp() + (1 - beta) * logp.exp()).log()
+    return beta * kl(logq, mixture) + (1 - beta) * kl(logp, mixture)
+
+
+def sample(
+    *shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    rows = torch.Size(shape[:-1]).numel()
+    x, t = (sample_rows(rows, shape[-1], device=device) for _ in range(2))
+    t = (0.5 * x + t.flip(-1)).to(dtype)
+    return x.to(dtype).view(shape), t.view(shape)
+
+
+def gradients(loss: Tensor, x: Tensor) -> Tensor:
+    upstream = torch.linspace(-1, 2, loss.numel(), dtype=torch.float64).view(loss.shape)
+    return torch.autograd.grad(loss, x, upstream.to(loss))[0]
+
+
+@devices
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, None), (1.5, 4.0)])
+@pytest.mark.parametrize("shape", [(5, 37), (2, 3, 300), (2, 9000), (4, 1)], ids=str)
+def test_values_and_gradients(
+    shape: tuple[int, ...],
+    temperature: float,
+    softcap: float | None,
+    beta: float,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    x, t = sample(*shape, dtype=dtype, device=device)
+    x.requires_grad_()
+    loss = partita.divergence(
+        x, t, beta=beta, temperature=temperature, softcap=softcap, reduction="none"
+    )
+    exact = x.detach().double().requires_grad_()
+    expected = truth(exact, t, beta, temperature, softcap or 0.0)
+    single = torch.float64 if dtype == torch.float64 else torch.float32
+    assert loss.dtype == single and loss.shape == shape[:-1]
+    eps = torch.finfo(single).eps
+    torch.testing.assert_close(loss.double(), expected, rtol=64 * eps, atol=64 * eps)
+    grad, true = gradients(loss, x), gradients(expected, exact)
+    assert grad.dtype == dtype
+    # Triton's interpreter truncates to bf16, which has twice the error of rounding.
+    rounding = torch.finfo(dtype).eps / (1 if INTERPRETING else 2)
+    bound = max(1.01 * rounding, 256 * eps)
+    torch.testing.assert_close(grad.double(), true, rtol=bound, atol=64 * eps)
+
+
+@devices
+@pytest.mark.parametrize("beta", BETAS)
+def test_offsets_cancel(beta: float, device: str) -> None:
+    x, t = sample(4, 200, device=device)
+    x, t = x.round(decimals=1), t.round(decimals=1)
+    moved = x + 8192, t - 4096
+    expected = truth(moved[0], moved[1], beta)
+    found = partita.divergence(*moved, beta=beta, reduction="none")
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@devices
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_same_distribution(beta: float, device: str) -> None:
+    x, _ = sample(4, 500, device=device)
+    leaf = x.requires_grad_()
+    loss = partita.divergence(leaf, x.detach() + 3.0, beta=beta, reduction="none")
+    assert (loss.abs() <= 1e-5).all()
+    assert gradients(loss, leaf).abs().max() <= 1e-6
+
+
+@devices
+@pytest.mark.parametrize("beta", BETAS)
+def test_masked_classes(beta: float, device: str) -> None:
+    x, t = sample(3, 30, device=device)
+    x[:, 3:7] = t[:, 3:9] = -torch.inf
+    x[1, 5] = 0.5  # a class that only the student has
+    t[2, 3] = 0.5  # and one that only the teacher has
+    leaf, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    loss = partita.divergence(leaf, t, beta=beta, reduction="none")
+    expected = truth(exact, t, beta)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+    finite = expected.isfinite()
+    assert finite[0] or beta == 1
+    rows = [i for i in range(3) if finite[i]]
+    with torch.no_grad():
+        p, q = x.double().softmax(-1), t.double().softmax(-1)
+    grad = gradients(loss[rows].sum()[None], leaf)[rows]
+    assert not grad.isnan().any()
+    if beta == 0:
+        torch.testing.assert_close(grad.double(), -(p - q)[rows], rtol=1e-5, atol=1e-6)
+
+
+@devices
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("beta", BETAS)
+def test_mask_and_reductions(beta: float, reduction: str, device: str) -> None:
+    x, t = sample(2, 4, 20, device=device)
+    mask = torch.tensor([[1, 0, 1, 1], [0, 0, 1, 0]], device=device)
+    expected = truth(x, t, beta) * mask
+    if reduction != "none":
+        expected = expected.sum() / (mask.sum() if reduction == "mean" else 1)
+    x[0, 1, 3] = torch.nan  # in a masked row
+    leaf = x.clone().requires_grad_()
+    for given in (mask, mask.bool(), mask.float()):
+        loss = partita.divergence(leaf, t, beta=beta, mask=given, reduction=reduction)
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+    (grad,) = torch.autograd.grad(loss.sum(), leaf)
+    assert not grad[mask == 0].any() and grad[mask != 0].abs().amax(-1).all()
+    nothing = partita.divergence(leaf, t, beta=beta, mask=torch.zeros_like(mask))
+    assert nothing.isnan()
+
+
+@devices
+def test_strides_and_dtypes_of_the_teacher(device: str) -> None:
+    x, t = sample(4, 3, 50, device=device)
+    for beta in BETAS:
+        expected = partita.divergence(x, t, beta=beta)
+        columns = x.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+        padded = torch.full((4, 3, 99), torch.nan, device=device)
+        padded[..., ::2] = t
+        torch.testing.assert_close(
+            partita.divergence(columns, padded[..., ::2], beta=beta), expected
+        )
+        half = partita.divergence(x.bfloat16(), t.double(), beta=beta)
+        assert half.dtype == torch.float64
+        exact = truth(x.bfloat16(), t, beta).mean()
+        torch.testing.assert_close(half, exact, rtol=1e-9, atol=1e-12)
+
+
+@devices
+def test_no_rows_and_the_same_bits_twice(device: str) -> None:
+    x, t = sample(6, 700, dtype=torch.bfloat16, device=device)
+    for beta in BETAS:
+        empty = partita.divergence(x[:0], t[:0], beta=beta, reduction="none")
+        assert empty.shape == (0,) and partita.divergence(x[:0], t[:0], beta=beta).isnan()
+        found = []
+        for _ in range(2):
+            leaf = x.clone().requires_grad_()
+            loss = partita.divergence(leaf, t, beta=beta)
+            found.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
+        assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+@devices
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize(
+    "backend",
+    ["auto", pytest.param("reference", marks=pytest.mark.skipif(INTERPRETING, reason="no kernel"))],
+)
+def test_derivatives(backend: str, beta: float, device: str) -> None:
+    x, t = sample(3, 5, dtype=torch.float64, device=device)
+    x.requires_grad_()
+    options = {"beta": beta, "temperature": 0.7, "softcap": 3.0, "reduction": "none"}
+    with partita.backend(backend):
+        f = lambda x: partita.divergence(x, t, **options)  # noqa: E731
+        assert torch.autograd.gradcheck(f, x, fast_mode=True)
+        assert torch.autograd.gradgradcheck(f, x, fast_mode=True)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="a compiler sees kernels of Python there")
+@devices
+@pytest.mark.parametrize("beta", BETAS)
+def test_compiled(beta: float, device: str) -> None:
+    x, t = sample(4, 20, device=device)
+    leaf = x.requires_grad_()
+    f = lambda x: partita.divergence(x, t, beta=beta)  # noqa: E731
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")(leaf)
+    torch.testing.assert_close(compiled, f(leaf))
+    torch.testing.assert_close(gradients(compiled, leaf), gradients(f(leaf), leaf))
+
+
+def test_the_teacher_gets_no_gradient() -> None:
+    x, t = sample(2, 6)
+    t.requires_grad_()
+    loss = partita.divergence(x.requires_grad_(), t)
+    assert torch.autograd.grad(loss, t, allow_unused=True) == (None,)
+
+
+BAD = {
+    "teacher": (
+        lambda x, t: partita.divergence(x, t.long()),
+        TypeError,
+        "teacher_logits: expected",
+    ),
+    "vocabularies": (
+        lambda x, t: partita.divergence(x, t[:, :-1]),
+        ValueError,
+        r"teacher_logits: expected the shape of logits = \[2, 6\], got \[2, 5\]; cut the longer",
+    ),
+    "rows": (
+        lambda x, t: partita.divergence(x, t[:1]),
+        ValueError,
+        r"teacher_logits: expected the shape of logits = \[2, 6\], got \[1, 6\]$",
+    ),
+    "beta": (lambda x, t: partita.divergence(x, t, beta=1.5), ValueError, "beta: expected"),
+    "temperature": (
+        lambda x, t: partita.divergence(x, t, temperature=0.0),
+        ValueError,
+        "temperature: expected",
+    ),
+    "mask": (
+        lambda x, t: partita.divergence(x, t, mask=torch.ones(3)),
+        ValueError,
+        r"mask: expected shape logits.shape\[:-1\] = \[2\], got \[3\]",
+    ),
+    "reduction": (
+        lambda x, t: partita.divergence(x, t, reduction="batchmean"),
+        ValueError,
+        "reduction: expected",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    call, error, message = BAD[name]
+    x, t = sample(2, 6)
+    with pytest.raises(error, match=message):
+        call(x, t)
