@@ -22,8 +22,8 @@ def selective_log_softmax(
         logits: `[..., C]`, floating dtype.
         index: classes `[...]`, or `[..., K]`, any integer dtype.
         temperature: positive; what the logits are divided by.
-        row_mask: `[...]` or `[..., K]`, as `index`; where it is 0, results and gradients are 0, and
-            the index may be any number.
+        row_mask: `[...]` or `[..., K]`, the shape of the classes; where it is 0, results and
+            gradients are 0, and the class may be any number.
 
     Returns:
         Log-probabilities in nats, `[...]` or `[..., K]`, differentiable in the logits. Half types
