@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from ..cli.console import DTYPES
-from .measure import Step, Timing, time_steps
+from .measure import Step, Timing, peak_extra_memory, time_steps
 from .providers import Function, Provider
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 GPU_LOGITS = 2**28
 CPU_LOGITS = 2**20
+SLOW_REPETITIONS = 3
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,10 @@ class Case(ABC):
     def loops(self, function: Function, inputs: Any, provider: Provider) -> Sequence[Loop]:
         """Return the loops that are timed."""
 
+    def is_slow(self, provider: Provider, device: torch.device) -> bool:
+        """Return whether a provider takes so long that its loops are repeated less often."""
+        return False
+
     def times(
         self,
         function: Function,
@@ -189,6 +194,8 @@ class Case(ABC):
         device: torch.device,
         repetitions: int,
     ) -> dict[str, Timing]:
+        if self.is_slow(provider, device):
+            repetitions = min(repetitions, SLOW_REPETITIONS)
         result: dict[str, Timing] = {}
         for loop in self.loops(function, inputs, provider):
             result |= time_steps(loop.steps, device, before=loop.before, repetitions=repetitions)
@@ -203,6 +210,45 @@ class Case(ABC):
 
     def __str__(self) -> str:
         return f"{self.op} {DTYPE_NAMES[self.dtype]} {self.size(self.sizes)}"
+
+
+class TrainedCase(Case):
+    """A case that is timed without gradients, and with them forward and backward."""
+
+    @abstractmethod
+    def training(self, function: Function, inputs: Any) -> Loop:
+        """Return the loop of a training step."""
+
+    def loops(self, function: Function, inputs: Any, provider: Provider) -> Sequence[Loop]:
+        return [
+            Loop((("inference", lambda: function(*inputs)),), lambda: None),
+            self.training(function, inputs),
+        ]
+
+    def extra_memory(
+        self, function: Function, inputs: Any, provider: Provider, device: torch.device
+    ) -> int | None:
+        loop = self.training(function, inputs)
+        return peak_extra_memory(loop.steps, device, before=loop.before)
+
+
+def training_loop(
+    function: Function,
+    inputs: Sequence[Tensor],
+    others: Sequence[Any],
+    upstream: Tensor | None = None,
+) -> Loop:
+    """Return the loop of `function(*inputs, *others)` and the gradients of the inputs."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    state: dict[str, Any] = {}
+
+    def forward() -> None:
+        state["result"] = function(*leaves, *others)
+
+    def backward() -> None:
+        state["gradients"] = torch.autograd.grad(state.pop("result"), leaves, upstream)
+
+    return Loop((("forward", forward), ("backward", backward)), state.clear)
 
 
 def poison(like: Tensor) -> None:

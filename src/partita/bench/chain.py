@@ -13,13 +13,11 @@ from ..ops.chain.api import Chain
 from ..primitives.semiring import Max
 from ..runtime.backend import backend
 from ..runtime.dtypes import acc_dtype
-from .case import Buffers, Case, Loop, Moves, Settings, Verdict, poison
-from .measure import Timing, peak_extra_memory
+from .case import Buffers, Case, Loop, Moves, Settings, TrainedCase, Verdict, poison, training_loop
 from .providers import Function, Provider, is_ours
 
 BASES = 4  # A, C, G and T
 WINDOW = 3  # a label, the blank before it, and the label before that
-SLOW_REPETITIONS = 3
 # The truth in fp64 takes much longer than the kernels, so it is computed for a few chains.
 CHAINS_JUDGED = 4
 ELEMENTS_JUDGED = 2**24
@@ -113,23 +111,9 @@ class ChainCase(Case):
         source = self.table(self.states).to(buffers.device, torch.int32)
         return Inputs(buffers.normal("scores", self.shape, self.dtype), source, ends, ends)
 
-    def times(
-        self,
-        function: Function,
-        inputs: Any,
-        provider: Provider,
-        device: torch.device,
-        repetitions: int,
-    ) -> dict[str, Timing]:
-        """Repeat slow work less often: a loop in Python, and anything on the CPU."""
-        slow = provider.name == "torch" or device.type == "cpu"
-        return super().times(
-            function,
-            inputs,
-            provider,
-            device,
-            min(repetitions, SLOW_REPETITIONS) if slow else repetitions,
-        )
+    def is_slow(self, provider: Provider, device: torch.device) -> bool:
+        """Return whether this is a loop in Python, or anything on the CPU."""
+        return provider.name == "torch" or device.type == "cpu"
 
 
 def judged(inputs: Inputs) -> tuple[Tensor, Chain]:
@@ -157,7 +141,7 @@ def rounding(truth: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LogZ(ChainCase):
+class LogZ(TrainedCase, ChainCase):
     """log Z reads the scores once; the marginals need a second read and a write."""
 
     caption: ClassVar[str] = "log Z and its gradient"
@@ -194,17 +178,10 @@ class LogZ(ChainCase):
             yield worst(apart / truth.abs().clamp(min=1), of_logz, some, truth)
         yield one_edge_a_step(grad)
 
-    def loops(self, function: Function, inputs: Inputs, provider: Provider) -> Sequence[Loop]:
-        return [
-            Loop((("inference", lambda: function(*inputs)),), lambda: None),
-            _training(function, inputs),
-        ]
-
-    def extra_memory(
-        self, function: Function, inputs: Inputs, provider: Provider, device: torch.device
-    ) -> int | None:
-        loop = _training(function, inputs)
-        return peak_extra_memory(loop.steps, device, before=loop.before)
+    def training(self, function: Function, inputs: Inputs) -> Loop:
+        scores, *others = inputs
+        ones = torch.ones(scores.shape[1], dtype=inputs.initial.dtype, device=scores.device)
+        return training_loop(function, [scores], others, ones)
 
 
 def one_edge_a_step(marginals: Tensor) -> Verdict:
@@ -214,21 +191,6 @@ def one_edge_a_step(marginals: Tensor) -> Verdict:
     return worst(
         apart.masked_fill(apart <= PEER_BOUND, 0.0), PEER_BOUND, sums, torch.ones_like(sums)
     )
-
-
-def _training(function: Function, inputs: Inputs) -> Loop:
-    scores, *others = inputs
-    leaf = scores.detach().requires_grad_()
-    ones = torch.ones(scores.shape[1], dtype=inputs.initial.dtype, device=scores.device)
-    state: dict[str, Any] = {}
-
-    def forward() -> None:
-        state["logz"] = function(leaf, *others)
-
-    def backward() -> None:
-        state["marginals"] = torch.autograd.grad(state.pop("logz"), leaf, ones)
-
-    return Loop((("forward", forward), ("backward", backward)), state.clear)
 
 
 @dataclass(frozen=True)
@@ -277,17 +239,20 @@ def broken_path(edges: Tensor, safe: Tensor, source: Tensor, allowed: float) -> 
     return replace(first, error=float(broken.double().mean()))
 
 
-def _sizes(settings: Settings) -> Iterator[Size]:
+def chosen_sizes(
+    settings: Settings, on_gpu: Sequence[Any], on_cpu: Sequence[Any], quick: Sequence[Any]
+) -> Sequence[Any]:
+    """Return the sizes for the device, or its first size with the states that the user names."""
     gpu = settings.device.type == "cuda"
     if settings.columns:
-        sizes: Sequence[Size] = [
-            (SIZES if gpu else CPU_SIZES)[0]._replace(states=states) for states in settings.columns
-        ]
-    elif gpu:
-        sizes = SIZES[:2] if settings.quick else SIZES
-    else:
-        sizes = CPU_QUICK_SIZES if settings.quick else CPU_SIZES
-    for size in sizes:
+        return [(on_gpu if gpu else on_cpu)[0]._replace(states=n) for n in settings.columns]
+    if gpu:
+        return on_gpu[:2] if settings.quick else on_gpu
+    return quick if settings.quick else on_cpu
+
+
+def _sizes(settings: Settings) -> Iterator[Size]:
+    for size in chosen_sizes(settings, SIZES, CPU_SIZES, CPU_QUICK_SIZES):
         yield _within(size, settings.elements) if settings.elements else size
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .case import Buffers, Case, Loop, Moves, Verdict, poison
-from .chain import CONTRACT, PEER_BOUND, SLOW_REPETITIONS, rounding, worst
+from .case import Buffers, Case, Loop, Moves, TrainedCase, Verdict, poison, training_loop
+from .chain import CONTRACT, PEER_BOUND, rounding, worst
 from .ctc_peers import CTCInputs
-from .measure import Timing, peak_extra_memory
 from .providers import Function, Provider, is_ours
 
 # Others carry fp32 states as large as log Z. PyTorch's posteriors are off by 0.3 at 20,000 steps.
@@ -66,35 +65,8 @@ class CTCCase(Case):
             lengths,
         )
 
-    def times(
-        self,
-        function: Function,
-        inputs: Any,
-        provider: Provider,
-        device: torch.device,
-        repetitions: int,
-    ) -> dict[str, Timing]:
-        return super().times(
-            function,
-            inputs,
-            provider,
-            device,
-            min(repetitions, SLOW_REPETITIONS) if device.type == "cpu" else repetitions,
-        )
-
-
-def training(function: Function, inputs: Any) -> Loop:
-    scores, *others = inputs
-    leaf = scores.detach().requires_grad_()
-    state: dict[str, Any] = {}
-
-    def forward() -> None:
-        state["loss"] = function(leaf, *others)
-
-    def backward() -> None:
-        state["gradient"] = torch.autograd.grad(state.pop("loss"), leaf)
-
-    return Loop((("forward", forward), ("backward", backward)), state.clear)
+    def is_slow(self, provider: Provider, device: torch.device) -> bool:
+        return device.type == "cpu"
 
 
 def judge(
@@ -132,7 +104,7 @@ def judge(
 
 
 @dataclass(frozen=True)
-class LossCase(CTCCase):
+class LossCase(TrainedCase, CTCCase):
     """A loss reads the scores once; its gradient needs a second read and a write."""
 
     versus: ClassVar[str] = "torch"
@@ -149,14 +121,6 @@ class LossCase(CTCCase):
             PEER_BOUND, PEER_ROUNDINGS * torch.finfo(torch.float32).eps * truth.logz
         ), PEER_BOUND
 
-    def loops(self, function: Function, inputs: Any, provider: Provider) -> Sequence[Loop]:
-        return [
-            Loop((("inference", lambda: function(*inputs)),), lambda: None),
-            training(function, inputs),
-        ]
-
-    def extra_memory(
-        self, function: Function, inputs: Any, provider: Provider, device: torch.device
-    ) -> int | None:
-        loop = training(function, inputs)
-        return peak_extra_memory(loop.steps, device, before=loop.before)
+    def training(self, function: Function, inputs: Any) -> Loop:
+        scores, *others = inputs
+        return training_loop(function, [scores], others)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +13,9 @@ from torch import Tensor
 from ..ops.chain.api import Chain
 from ..runtime.backend import backend
 from .case import Buffers, Verdict
-from .chain import BASES, SLOW_REPETITIONS, kmers
+from .chain import BASES, kmers
 from .ctc_case import ELEMENTS_AT_ONCE, LossCase, Truth, judge, random_targets
 from .ctc_peers import CRFInputs, target_index
-from .measure import Timing
 from .providers import Function, Provider
 
 SEQUENCES_JUDGED = 4  # sequences over k-mers
@@ -107,22 +106,9 @@ class Crf(LossCase):
             function, inputs, standard, weights, self.allowed(provider, standard, of_ours=2)
         )
 
-    def times(
-        self,
-        function: Function,
-        inputs: Any,
-        provider: Provider,
-        device: torch.device,
-        repetitions: int,
-    ) -> dict[str, Timing]:
-        """Repeat a loop in Python less often."""
-        return super().times(
-            function,
-            inputs,
-            provider,
-            device,
-            min(repetitions, SLOW_REPETITIONS) if provider.name == "torch" else repetitions,
-        )
+    def is_slow(self, provider: Provider, device: torch.device) -> bool:
+        """Return whether this is a loop in Python, or anything on the CPU."""
+        return provider.name == "torch" or super().is_slow(provider, device)
 
 
 def crf_chains(inputs: CRFInputs, which: Tensor) -> tuple[Chain, Chain, tuple[Tensor, Tensor]]:

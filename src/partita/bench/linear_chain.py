@@ -12,10 +12,9 @@ from torch import Tensor
 from ..ops.linear_chain.api import LinearChain
 from ..primitives.semiring import Max
 from ..runtime.dtypes import acc_dtype
-from .case import Buffers, Case, Loop, Moves, Settings, Verdict, poison
-from .chain import CONTRACT, PEER_BOUND, ROUNDING_A_STEP, SLOW_REPETITIONS, rounding, worst
+from .case import Buffers, Case, Loop, Moves, Settings, TrainedCase, Verdict, poison, training_loop
+from .chain import CONTRACT, PEER_BOUND, ROUNDING_A_STEP, chosen_sizes, rounding, worst
 from .linear_chain_peers import LinearInputs
-from .measure import Timing, peak_extra_memory
 from .providers import Function, Provider, is_ours
 
 SLOW = ("torch", "pytorch-crf", "torch-struct")
@@ -72,18 +71,9 @@ class LinearChainCase(Case):
         ends = buffers.normal("ends", (2, C), dtype)
         return LinearInputs(buffers.normal("scores", self.shape, self.dtype), transitions, *ends)
 
-    def times(
-        self,
-        function: Function,
-        inputs: Any,
-        provider: Provider,
-        device: torch.device,
-        repetitions: int,
-    ) -> dict[str, Timing]:
-        """Repeat slow work less often: a loop in Python, and anything on the CPU."""
-        slow = provider.name in SLOW or device.type == "cpu"
-        few = min(repetitions, SLOW_REPETITIONS) if slow else repetitions
-        return super().times(function, inputs, provider, device, few)
+    def is_slow(self, provider: Provider, device: torch.device) -> bool:
+        """Return whether this is a loop in Python, or anything on the CPU."""
+        return provider.name in SLOW or device.type == "cpu"
 
 
 def in_fp64(inputs: LinearInputs) -> LinearInputs:
@@ -91,7 +81,7 @@ def in_fp64(inputs: LinearInputs) -> LinearInputs:
 
 
 @dataclass(frozen=True)
-class LogZ(LinearChainCase):
+class LogZ(TrainedCase, LinearChainCase):
     """log Z reads the emissions once; the gradients need a second read and a write."""
 
     caption: ClassVar[str] = "log Z of dense chains and its gradients"
@@ -129,32 +119,10 @@ class LogZ(LinearChainCase):
             apart = apart.clamp(min=0) / standard.logz.abs().clamp(min=1)
             yield worst(apart, of_logz, result.double(), standard.logz)
 
-    def loops(self, function: Function, inputs: Any, provider: Provider) -> Sequence[Loop]:
-        return [
-            Loop((("inference", lambda: function(*inputs)),), lambda: None),
-            _training(function, inputs),
-        ]
-
-    def extra_memory(
-        self, function: Function, inputs: Any, provider: Provider, device: torch.device
-    ) -> int | None:
-        loop = _training(function, inputs)
-        return peak_extra_memory(loop.steps, device, before=loop.before)
-
-
-def _training(function: Function, inputs: LinearInputs) -> Loop:
-    emissions, transitions, *ends = inputs
-    leaves = [tensor.detach().requires_grad_() for tensor in (emissions, transitions)]
-    ones = torch.ones(emissions.shape[1], dtype=transitions.dtype, device=emissions.device)
-    state: dict[str, Any] = {}
-
-    def forward() -> None:
-        state["logz"] = function(*leaves, *ends)
-
-    def backward() -> None:
-        state["gradients"] = torch.autograd.grad(state.pop("logz"), leaves, ones)
-
-    return Loop((("forward", forward), ("backward", backward)), state.clear)
+    def training(self, function: Function, inputs: LinearInputs) -> Loop:
+        emissions, transitions, *ends = inputs
+        ones = torch.ones(emissions.shape[1], dtype=transitions.dtype, device=emissions.device)
+        return training_loop(function, [emissions, transitions], ends, ones)
 
 
 @dataclass(frozen=True)
@@ -190,16 +158,7 @@ class Viterbi(LinearChainCase):
 
 
 def _sizes(settings: Settings) -> Iterator[Size]:
-    gpu = settings.device.type == "cuda"
-    if settings.columns:
-        sizes: Sequence[Size] = [
-            (SIZES if gpu else CPU_SIZES)[0]._replace(states=states) for states in settings.columns
-        ]
-    elif gpu:
-        sizes = SIZES[:2] if settings.quick else SIZES
-    else:
-        sizes = CPU_QUICK_SIZES if settings.quick else CPU_SIZES
-    for size in sizes:
+    for size in chosen_sizes(settings, SIZES, CPU_SIZES, CPU_QUICK_SIZES):
         yield _within(size, settings.elements) if settings.elements else size
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..runtime.dtypes import acc_dtype
-from .case import Buffers, Case, Loop, Moves, Settings, Verdict, poison
+from .case import Buffers, Case, Loop, Moves, Settings, TrainedCase, Verdict, poison, training_loop
 from .linear_peers import LinearInputs
-from .measure import peak_extra_memory
 from .providers import PRODUCTS, TORCH, Function, Provider, is_ours
 
 # The bound of Partita is this multiple of PyTorch's error, as in the contract, plus the slack.
@@ -66,7 +65,7 @@ class Truth(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LinearCrossEntropy(Case):
+class LinearCrossEntropy(TrainedCase):
     """The mean loss, which is bounded by three matrix products, one of them in the forward pass."""
 
     tokens: int
@@ -130,34 +129,12 @@ class LinearCrossEntropy(Case):
         """Return the slack of a dtype; the last rounding of half types is most of the error."""
         return torch.finfo(dtype).eps * (1 / 4 if dtype.itemsize == 2 else 16)
 
-    def loops(self, function: Function, inputs: LinearInputs, provider: Provider) -> Sequence[Loop]:
-        return [
-            Loop((("inference", lambda: function(*inputs)),), lambda: None),
-            training(function, inputs),
-        ]
-
-    def extra_memory(
-        self, function: Function, inputs: LinearInputs, provider: Provider, device: torch.device
-    ) -> int | None:
-        loop = training(function, inputs)
-        return peak_extra_memory(loop.steps, device, before=loop.before)
+    def training(self, function: Function, inputs: LinearInputs) -> Loop:
+        return training_loop(function, inputs[:2], [inputs.target])
 
 
 def _leaves(inputs: LinearInputs) -> list[Tensor]:
     return [tensor.detach().requires_grad_() for tensor in inputs[:2]]
-
-
-def training(function: Function, inputs: LinearInputs) -> Loop:
-    leaves = _leaves(inputs)
-    state: dict[str, Any] = {}
-
-    def forward() -> None:
-        state["loss"] = function(*leaves, inputs.target)
-
-    def backward() -> None:
-        state["gradients"] = torch.autograd.grad(state.pop("loss"), leaves)
-
-    return Loop((("forward", forward), ("backward", backward)), state.clear)
 
 
 def truth_of(inputs: LinearInputs) -> tuple[Tensor, list[Sample]]:
