@@ -124,8 +124,8 @@ def _statistics(
 ) -> TokenStats:
     """Return the statistics of the rows, of which masked ones have log-probability 0."""
     if row_mask is None:
-        # The lowest number of the dtype is no label, so that no row is ignored.
-        return token_stats(logits, index, temperature=temperature, ignore_index=-(2**63))
+        nothing = checks.NOTHING_IGNORED
+        return token_stats(logits, index, temperature=temperature, ignore_index=nothing)
     index = index.long().masked_fill(_masked(index, row_mask), NO_LABEL)
     return token_stats(logits, index, temperature=temperature, ignore_index=NO_LABEL)
 

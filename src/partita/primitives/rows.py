@@ -29,6 +29,12 @@ def row_chunks(rows: Tensor) -> Iterator[slice]:
     return chunks(len(rows), max(1, ELEMENTS // max(rows.shape[1], 1)) if on_cpu else len(rows))
 
 
+def softcapped(logits: Tensor, softcap: float) -> Tensor:
+    """Return the logits in the accumulator dtype, soft-capped unless `softcap` is 0."""
+    x = logits.to(acc_dtype(logits.dtype))
+    return softcap * (x / softcap).tanh() if softcap else x
+
+
 def softcap_slope(logits: Tensor, softcap: float) -> Tensor:
     """Return the derivative of soft-capping, 1 - tanh², without cancellation near a tanh of 1."""
     t = (logits.to(acc_dtype(logits.dtype)) / softcap).tanh()

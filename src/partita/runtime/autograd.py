@@ -209,6 +209,20 @@ def batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
+def all_at_once(op: Callable[..., Any], info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
+    """Serve a batch of `vmap` by one call with the batch dimension first, as a batching rule.
+
+    This is for ops on rows, whose tensors may have any leading dimensions.
+    """
+    results = op(
+        *(
+            batch_first(arg, dim, info.batch_size) if isinstance(arg, Tensor) else arg
+            for arg, dim in zip(args, in_dims, strict=True)
+        )
+    )
+    return results, 0 if isinstance(results, Tensor) else (0,) * len(results)
+
+
 def one_by_one(op: Callable[..., Any], info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
     """Serve a batch of `vmap` by one call of the op for each element, as a batching rule.
 

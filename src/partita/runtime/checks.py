@@ -14,6 +14,7 @@ from .environment import reader
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 REDUCTIONS = ("none", "mean", "sum")
+NOTHING_IGNORED = -(2**63)  # the lowest number of int64, a label that nobody gives
 
 _setting = reader("PARTITA_CHECK")
 
@@ -100,6 +101,14 @@ def number(
         raise ValueError(f"{name}: expected a number {lower}{upper}, got {value}")
 
 
+def temperature_and_softcap(temperature: Any, softcap: Any) -> tuple[float, float]:
+    """Return the numbers as the ops take them, no soft-capping as 0; raise for bad ones."""
+    number("temperature", temperature, low=0.0, open_low=True)
+    if softcap is not None:
+        number("softcap", softcap, low=0.0, open_low=True)
+    return float(temperature), float(softcap or 0.0)
+
+
 def generator(name: str, value: Any, where: torch.device) -> None:
     """Raise unless the value is None or a generator of random numbers on a device of this type."""
     if value is None:
@@ -148,25 +157,19 @@ def first_index(mask: Tensor) -> tuple[int, ...] | None:
     return tuple(mask.nonzero()[0].tolist()) if bool(mask.any()) else None
 
 
-def labels(name: str, value: Tensor, classes: int, ignore_index: int | None) -> None:
+def labels(name: str, value: Tensor, classes: int, ignore_index: int) -> None:
     """Raise `IndexError` with the first label that is neither a class nor `ignore_index`."""
     if value.is_meta or not should_check_values(value.device):
         return
     value = value.long()  # a narrow type would wrap the bounds
-    invalid = (value < 0) | (value >= classes)
-    if ignore_index is None:
-        if (index := first_index(invalid)) is not None:
-            raise IndexError(
-                f"{name}: expected classes from 0 to {classes - 1}, got {int(value[index])} at"
-                f" {list(index)}"
-            )
-        return
-    if (index := first_index(invalid & (value != ignore_index))) is not None:
-        expected = (
-            f"labels from 0 to {classes - 1} (or ignore_index {ignore_index})"
-            if classes
-            else f"no label but ignore_index {ignore_index}, as there are 0 classes"
-        )
+    invalid = ((value < 0) | (value >= classes)) & (value != ignore_index)
+    if (index := first_index(invalid)) is not None:
+        if ignore_index == NOTHING_IGNORED:
+            expected = f"classes from 0 to {classes - 1}"
+        elif classes:
+            expected = f"labels from 0 to {classes - 1} (or ignore_index {ignore_index})"
+        else:
+            expected = f"no label but ignore_index {ignore_index}, as there are 0 classes"
         raise IndexError(f"{name}: expected {expected}, got {int(value[index])} at {list(index)}")
 
 
@@ -182,13 +185,20 @@ def within(name: str, value: Tensor, low: int, high: int, meaning: str) -> None:
         )
 
 
-def source(name: str, value: Tensor, states: int) -> None:
-    """Raise `ValueError` with the first source that is neither a state nor -1."""
+def states(name: str, value: Tensor, number: int, missing: str) -> None:
+    """Raise `ValueError` with the first state that is neither one of the number nor -1.
+
+    Args:
+        name: the name of the argument.
+        value: the states.
+        number: the number of states.
+        missing: the meaning of -1.
+    """
     if value.is_meta or not should_check_values(value.device):
         return
     value = value.long()  # a narrow type would wrap the bounds
-    if (index := first_index((value < -1) | (value >= states))) is not None:
-        expected = f"a state from 0 to {states - 1}, or -1 for no edge" if states else "-1"
+    if (index := first_index((value < -1) | (value >= number))) is not None:
+        expected = f"a state from 0 to {number - 1}, or -1 {missing}" if number else "-1"
         raise ValueError(f"{name}: expected {expected}, got {int(value[index])} at {list(index)}")
 
 

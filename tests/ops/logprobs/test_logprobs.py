@@ -155,7 +155,13 @@ def test_the_same_bits_twice(device: str) -> None:
 
 @pytest.mark.parametrize(
     "backend",
-    ["auto", pytest.param("reference", marks=pytest.mark.skipif(INTERPRETING, reason=""))],
+    [
+        "auto",
+        pytest.param(
+            "reference",
+            marks=pytest.mark.skipif(INTERPRETING, reason="the interpreter runs kernels alone"),
+        ),
+    ],
 )
 @devices
 def test_derivatives(backend: str, device: str) -> None:

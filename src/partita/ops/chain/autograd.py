@@ -37,7 +37,7 @@ def check_values(
     """Raise for a source or a length that is out of range, where values are checked."""
     if source.is_meta or not checks.should_check_values(source.device):
         return
-    checks.source("source", source, scores.shape[2])
+    checks.states("source", source, scores.shape[2], "for no edge")
     if lengths is not None:
         checks.within("lengths", lengths, 0, scores.shape[0], "steps")
 

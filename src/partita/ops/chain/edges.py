@@ -71,7 +71,7 @@ def edges_from_states(states: Tensor, source: Tensor) -> Tensor:
     if source.ndim != 2:
         raise ValueError(f"source: expected shape [C, K], got {list(source.shape)}")
     C, K = source.shape
-    _check_states(states, C)
+    checks.states("states", states, C, "past the end of a path")
     previous, entered = states[..., :-1, :].long(), states[..., 1:, :].long()
     in_range = (previous >= 0) & (entered >= 0) & (entered < C)
     if not source.numel():
@@ -89,15 +89,3 @@ def edges_from_states(states: Tensor, source: Tensor) -> Tensor:
             f" got {int(previous[index])} then {int(entered[index])} at {list(index)}"
         )
     return torch.where(connected, entered * K + connects.int().argmax(-1), -1)
-
-
-def _check_states(states: Tensor, C: int) -> None:
-    """Raise `ValueError` with the first state that is neither one of C states nor -1."""
-    if states.is_meta or not checks.should_check_values(states.device):
-        return
-    states = states.long()  # a narrow type would wrap the bounds
-    if (index := checks.first_index((states < -1) | (states >= C))) is not None:
-        raise ValueError(
-            f"states: expected a state from 0 to {C - 1}, or -1 past the end of a path,"
-            f" got {int(states[index])} at {list(index)}"
-        )

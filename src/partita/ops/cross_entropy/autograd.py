@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...runtime import checks, register
 from ...runtime.autograd import (
+    all_at_once,
     apply,
     batch_first,
     double_backward,
@@ -349,18 +350,6 @@ def cross_entropy_of_rows(
     return (result if z is None else result + z.sum() / denominators[1]).to(options.dtype)
 
 
-def _stats_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
-    num_tensors = sum(isinstance(arg, Tensor) or arg is None for arg in args)
-    options = args[num_tensors:]
-    tensors: list[Any] = [
-        None if tensor is None else batch_first(tensor, dim, info.batch_size)
-        for tensor, dim in zip(args[:num_tensors], in_dims, strict=False)
-    ]
-    if num_tensors == 2:
-        return token_stats_op(*tensors, *options), (0,) * len(TokenStatsRows._fields)
-    return token_stats_backward_op(*tensors, *options), 0
-
-
 def _stats_fake(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
     shape, dtype = logits.shape[:-1], acc_dtype(logits.dtype)
     return tuple(
@@ -376,20 +365,20 @@ def _check_stats_labels(
         checks.labels("target", target, logits.shape[-1], ignore_index)
 
 
-token_stats_op = register.define(
+token_stats_op: register.Op = register.define(
     "token_stats(Tensor logits, Tensor? target, float temperature, float softcap,"
     " int ignore_index, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _stats_fake,
     check=_check_stats_labels,
-    vmap=_stats_vmap,
+    vmap=lambda *batch: all_at_once(token_stats_op, *batch),
     backends=BACKENDS,
 )
-token_stats_backward_op = register.define(
+token_stats_backward_op: register.Op = register.define(
     "token_stats_backward(Tensor grad_logprob, Tensor? grad_logsumexp, Tensor? grad_entropy,"
     " Tensor logits, Tensor target, Tensor maximum, Tensor sumexp, Tensor entropy,"
     " float temperature, float softcap, int ignore_index, str backend) -> Tensor",
     lambda grad_logprob, grad_logsumexp, grad_entropy, logits, *_: torch.empty_like(logits),
-    vmap=_stats_vmap,
+    vmap=lambda *batch: all_at_once(token_stats_backward_op, *batch),
     backends=BACKENDS,
 )
 

@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...primitives.rows import finite_shift, laid_out_like, softcap_slope
+from ...primitives.rows import finite_shift, laid_out_like, softcap_slope, softcapped
 from ...runtime.dtypes import acc_dtype
 from .common import RowLosses, TokenStatsRows, valid_targets
 
 
 def capped(logits: Tensor, softcap: float) -> Tensor:
     """Return soft-capped logits in the accumulator's dtype, with the classes last."""
-    x = logits.to(acc_dtype(logits.dtype)).movedim(1, -1)
-    return softcap * (x / softcap).tanh() if softcap else x
+    return softcapped(logits.movedim(1, -1), softcap)
 
 
 def target_weights(
@@ -171,9 +170,7 @@ def scaled_rows(logits: Tensor, temperature: float, softcap: float) -> tuple[Ten
     The maximum has no gradient. It is subtracted before the division, because a rounded quotient of
     large logits loses what tells the classes apart.
     """
-    x = logits.to(acc_dtype(logits.dtype))
-    if softcap:
-        x = softcap * (x / softcap).tanh()
+    x = softcapped(logits, softcap)
     maximum = x.detach().amax(-1)
     return (x - finite_shift(maximum).unsqueeze(-1)) / temperature, maximum
 

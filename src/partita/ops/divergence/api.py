@@ -69,9 +69,7 @@ def divergence(
             f" got {list(teacher_logits.shape)}{advice}"
         )
     checks.number("beta", beta, low=0.0, high=1.0)
-    checks.number("temperature", temperature, low=0.0, open_low=True)
-    if softcap is not None:
-        checks.number("softcap", softcap, low=0.0, open_low=True)
+    numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
     checks.choice("reduction", reduction, checks.REDUCTIONS)
     if mask is not None:
         checks.tensor("mask", mask)
@@ -80,7 +78,6 @@ def divergence(
     dtype = torch.promote_types(logits.dtype, teacher_logits.dtype)
     if acc_dtype(dtype) != acc_dtype(logits.dtype):
         logits = logits.to(dtype)
-    numbers = float(beta), float(temperature), float(softcap or 0.0)
     return reduced(divergence_of_rows(logits, teacher_logits, *numbers), mask, reduction)
 
 

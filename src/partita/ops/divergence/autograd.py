@@ -9,11 +9,10 @@ from torch import Tensor
 
 from ...runtime import register
 from ...runtime.autograd import (
+    all_at_once,
     apply,
-    batch_first,
     first_derivative,
     for_gradients,
-    is_double_backward,
     needs_no_derivative,
     saved_tensors,
 )
@@ -31,23 +30,11 @@ def _fake(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return tuple(logits.new_empty(logits.shape[:-1], dtype=dtype) for _ in DivergenceRows._fields)
 
 
-def _vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
-    tensors = [
-        batch_first(tensor, dim, info.batch_size)
-        for tensor, dim in zip(args, in_dims, strict=True)
-        if isinstance(tensor, Tensor)
-    ]
-    options = args[len(tensors) :]
-    if len(tensors) == 2:
-        return divergence_op(*tensors, *options), (0,) * len(DivergenceRows._fields)
-    return divergence_backward_op(*tensors, *options), 0
-
-
 divergence_op: register.Op = register.define(
     f"divergence(Tensor logits, Tensor teacher_logits, {_NUMBERS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake,
-    vmap=_vmap,
+    vmap=lambda *batch: all_at_once(divergence_op, *batch),
     backends=BACKENDS,
 )
 divergence_backward_op: register.Op = register.define(
@@ -55,7 +42,7 @@ divergence_backward_op: register.Op = register.define(
     " Tensor maximum, Tensor sumexp, Tensor teacher_maximum, Tensor teacher_sumexp,"
     f" {_NUMBERS}) -> Tensor",
     lambda grad, logits, *_: torch.empty_like(logits),
-    vmap=_vmap,
+    vmap=lambda *batch: all_at_once(divergence_backward_op, *batch),
     backends=BACKENDS,
 )
 
@@ -87,8 +74,6 @@ class DivergenceFunction(torch.autograd.Function):
         *options, backend = ctx.options
         tensors, grad = saved_tensors(ctx), grads[0]
         op = for_gradients(divergence_backward_op, grad)
-        if not is_double_backward():
-            return op(grad, *tensors, *options, backend), None, None, None, None, None
         dlogits = first_derivative(
             lambda *tensors: op(*tensors, *options, backend),
             lambda *tensors: reference.divergence_gradient(*tensors, *options),

@@ -1,4 +1,4 @@
-"""What the backends of dense linear chains agree on."""
+"""Sizes and conventions that the backends of dense linear chains share."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...primitives.rows import finite_shift
+from ...primitives.rows import finite_shift, softcapped
 from ...runtime import checks, register
 from ...runtime.autograd import (
     double_backward,
@@ -168,7 +168,7 @@ def differentiable_statistics(
     The result is differentiable any number of times.
     """
     logits = torch.nn.functional.linear(input, weight, bias)
-    x = reference.softcapped(logits, softcap)
+    x = softcapped(logits, softcap)
     # Quotients of large logits would lose what tells the classes apart.
     shift = finite_shift(x.detach().amax(-1))
     x = (x - shift[:, None]) / temperature

@@ -20,6 +20,7 @@ from ...runtime.autograd import (
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..logprobs.autograd import logprobs_of
+from ..logprobs.common import check_ids
 from .autograd import gradients_fake, only_wanted
 from .backends import BACKENDS
 from .common import chunk_and_save
@@ -193,20 +194,11 @@ def linear_logprobs(
     input, linear_weight, linear_bias = cast_and_check(input, linear_weight, linear_bias, None)
     if linear_weight.ndim != 2:
         raise ValueError(f"linear_weight: expected shape [C, H], got {list(linear_weight.shape)}")
-    checks.integer("ids", ids)
-    checks.device("ids", ids, input, "input")
-    if ids.ndim != input.ndim or ids.shape[:-1] != input.shape[:-1]:
-        rows = ", ".join([*map(str, input.shape[:-1]), "K"])
-        raise ValueError(
-            f"ids: expected shape [..., K] with the rows of input = [{rows}], got {list(ids.shape)}"
-        )
-    checks.number("temperature", temperature, low=0.0, open_low=True)
-    if softcap is not None:
-        checks.number("softcap", softcap, low=0.0, open_low=True)
+    check_ids(ids, input, "input")
+    numbers = *checks.temperature_and_softcap(temperature, softcap), ignore_index
     checks.python_int("ignore_index", ignore_index)
     check_budget(memory_budget)
     ids = ids.long()  # a narrow type would wrap the bounds
-    numbers = float(temperature), float(softcap or 0.0), ignore_index
     tokens, classes = input.shape[:-1].numel(), len(linear_weight)
     if needs_logits(linear_weight, None) or (
         is_plain(input, linear_weight, linear_bias, ids)

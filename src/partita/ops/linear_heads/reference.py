@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...primitives.rows import chunks, finite_shift, softcap_slope
+from ...primitives.rows import chunks, finite_shift, softcap_slope, softcapped
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import mean_shares, valid_targets
 from ..cross_entropy.reference_one_pass import one_pass
@@ -38,12 +38,6 @@ def new_state(like: Tensor, needs_smoothing: bool, needs_entropy: bool) -> RowSt
         sum_x_exp=torch.zeros_like(zero) if needs_entropy else None,
         argmax=torch.zeros_like(zero, dtype=torch.int64) if needs_entropy else None,
     )
-
-
-def softcapped(logits: Tensor, softcap: float) -> Tensor:
-    """Return the logits in the accumulator dtype, soft-capped unless `softcap` is 0."""
-    x = logits.to(acc_dtype(logits.dtype))
-    return softcap * (x / softcap).tanh() if softcap else x
 
 
 def _row_chunks(logits: Tensor) -> Iterator[slice]:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...runtime import checks
 from .autograd import logprobs_of
-from .common import NOTHING_IGNORED
+from .common import check_ids
 
 
 def logprobs(
@@ -42,20 +42,10 @@ def logprobs(
         (tensor([[-0.4076, -2.4076]], grad_fn=<...>), tensor([[ 0.8199, -0.4895, -0.3305]]))
     """
     checks.floating("logits", logits)
-    checks.integer("ids", ids)
-    checks.device("ids", ids, logits, "logits")
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(
             f"logits: expected shape [..., C] with at least one class, got {list(logits.shape)}"
         )
-    if ids.ndim != logits.ndim or ids.shape[:-1] != logits.shape[:-1]:
-        rows = ", ".join([*map(str, logits.shape[:-1]), "K"])
-        raise ValueError(
-            f"ids: expected shape [..., K] with the rows of logits = [{rows}],"
-            f" got {list(ids.shape)}"
-        )
-    checks.number("temperature", temperature, low=0.0, open_low=True)
-    if softcap is not None:
-        checks.number("softcap", softcap, low=0.0, open_low=True)
-    numbers = float(temperature), float(softcap or 0.0), NOTHING_IGNORED
+    check_ids(ids, logits, "logits")
+    numbers = *checks.temperature_and_softcap(temperature, softcap), checks.NOTHING_IGNORED
     return logprobs_of(logits, ids.long(), *numbers)  # a narrow type would wrap the bounds

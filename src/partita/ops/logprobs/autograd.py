@@ -9,11 +9,10 @@ from torch import Tensor
 
 from ...runtime import checks, register
 from ...runtime.autograd import (
+    all_at_once,
     apply,
-    batch_first,
     first_derivative,
     for_gradients,
-    is_double_backward,
     needs_no_derivative,
     saved_tensors,
 )
@@ -21,16 +20,15 @@ from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from . import reference
 from .backends import BACKENDS
-from .common import NOTHING_IGNORED, LogprobRows
+from .common import LogprobRows
 
 _NUMBERS = "float temperature, float softcap, int ignore_index"
 
 
-def check_ids(
+def _check_ids(
     logits: Tensor, ids: Tensor, temperature: float, softcap: float, ignore_index: int
 ) -> None:
-    ignored = None if ignore_index == NOTHING_IGNORED else ignore_index
-    checks.labels("ids", ids, logits.shape[-1], ignored)
+    checks.labels("ids", ids, logits.shape[-1], ignore_index)
 
 
 def _fake(logits: Tensor, ids: Tensor, *_: Any) -> tuple[Tensor, ...]:
@@ -41,32 +39,19 @@ def _fake(logits: Tensor, ids: Tensor, *_: Any) -> tuple[Tensor, ...]:
     )
 
 
-def _vmap(num_tensors: int, op: Any, results: Any) -> Any:
-    """Return the batching rule of an op whose first arguments are tensors with any batch."""
-
-    def rule(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
-        tensors = (
-            batch_first(tensor, dim, info.batch_size)
-            for tensor, dim in zip(args[:num_tensors], in_dims, strict=False)
-        )
-        return op()(*tensors, *args[num_tensors:]), results
-
-    return rule
-
-
 logprobs_op: register.Op = register.define(
     f"logprobs(Tensor logits, Tensor ids, {_NUMBERS}, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _fake,
-    check=check_ids,
-    vmap=_vmap(2, lambda: logprobs_op, (0,) * len(LogprobRows._fields)),
+    check=_check_ids,
+    vmap=lambda *batch: all_at_once(logprobs_op, *batch),
     backends=BACKENDS,
 )
 logprobs_backward_op: register.Op = register.define(
     "logprobs_backward(Tensor grad, Tensor logits, Tensor ids, Tensor entries, Tensor maximum,"
     f" Tensor sumexp, {_NUMBERS}, str backend) -> Tensor",
     lambda grad, logits, *_: torch.empty_like(logits),
-    vmap=_vmap(6, lambda: logprobs_backward_op, 0),
+    vmap=lambda *batch: all_at_once(logprobs_backward_op, *batch),
     backends=BACKENDS,
 )
 
@@ -98,8 +83,6 @@ class LogprobsFunction(torch.autograd.Function):
         *options, backend = ctx.options
         tensors, grad = saved_tensors(ctx), grads[0]
         op = for_gradients(logprobs_backward_op, grad)
-        if not is_double_backward():
-            return op(grad, *tensors, *options, backend), None, None, None, None, None
         dlogits = first_derivative(
             lambda *tensors: op(*tensors, *options, backend),
             lambda *tensors: reference.logprobs_gradient(*tensors, *options),

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-NOTHING_IGNORED = torch.iinfo(torch.int64).min  # an id that nobody gives
+from ...runtime import checks
 
 
 class LogprobRows(NamedTuple):
@@ -41,3 +40,15 @@ class EntryKernels(NamedTuple):
     finish: Callable[..., Tensor]
     totals: Callable[..., tuple[Tensor, Tensor]]
     write: Callable[..., Tensor]
+
+
+def check_ids(ids: Tensor, rows: Tensor, name: str) -> None:
+    """Raise unless the ids are integers `[..., K]` for the rows of the named tensor `[..., D]`."""
+    checks.integer("ids", ids)
+    checks.device("ids", ids, rows, name)
+    if ids.ndim != rows.ndim or ids.shape[:-1] != rows.shape[:-1]:
+        expected = ", ".join([*map(str, rows.shape[:-1]), "K"])
+        raise ValueError(
+            f"ids: expected shape [..., K] with the rows of {name} = [{expected}],"
+            f" got {list(ids.shape)}"
+        )

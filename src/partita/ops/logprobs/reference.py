@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...primitives.rows import finite_shift, laid_out_like, softcap_slope
-from ...runtime.dtypes import acc_dtype
+from ...primitives.rows import finite_shift, laid_out_like, softcap_slope, softcapped
 from ..cross_entropy.common import valid_targets
 from ..cross_entropy.reference import scaled_rows
 from .common import EntryKernels, LogprobRows
@@ -24,25 +23,13 @@ def logprobs(
         softcap: the soft-cap, or 0.
         ignore_index: the ignored id.
     """
+    classes = logits.shape[-1]
     x, maximum = scaled_rows(logits, temperature, softcap)
     sumexp = x.exp().sum(-1)
-    labels, not_ignored, out_of_range = valid_targets(ids, logits.shape[-1], ignore_index)
-    found = x.gather(-1, labels)
-    entries = softcapped(logits.gather(-1, labels), softcap)
-    is_class = not_ignored & ~out_of_range
-    result = torch.where(not_ignored, found - sumexp.log().unsqueeze(-1), 0)
-    return LogprobRows(
-        logprobs=torch.where(out_of_range, torch.nan, result),
-        entries=torch.where(is_class, entries, 0),
-        maximum=maximum,
-        sumexp=sumexp,
-    )
-
-
-def softcapped(logits: Tensor, softcap: float) -> Tensor:
-    """Return the logits after soft-capping, in the accumulator dtype."""
-    x = logits.to(acc_dtype(logits.dtype))
-    return softcap * (x / softcap).tanh() if softcap else x
+    entries = x.new_zeros(ids.shape)
+    gather_entries(logits, 0, classes, ids, entries, softcap, ignore_index)
+    found = finish_logprobs(entries, ids, maximum, sumexp, classes, temperature, ignore_index)
+    return LogprobRows(found, entries, maximum, sumexp)
 
 
 def chunk_columns(
@@ -66,11 +53,11 @@ def gather_entries(
     """Write the soft-capped logits of the ids among the classes from `first` on.
 
     Args:
-        logits: the logits of these classes, `[M, C]`.
+        logits: the logits of these classes, `[..., C]`.
         first: the first of them.
         classes: the number of all classes.
-        ids: `[M, K]` int64.
-        entries: `[M, K]`, in which the logits of other classes stay.
+        ids: `[..., K]` int64.
+        entries: `[..., K]`, in which the logits of other classes stay.
         softcap: the soft-cap, or 0.
         ignore_index: the ignored id.
     """

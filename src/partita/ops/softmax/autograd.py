@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...runtime import register
 from ...runtime.autograd import (
+    all_at_once,
     batch_first,
     first_derivative,
     for_gradients,
@@ -50,29 +51,17 @@ def _logsumexp_fake(input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
     return input.new_empty(input.shape[:-1], dtype=dtype), maximum, torch.empty_like(maximum)
 
 
-def _logsumexp_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
-    """Serve a batch by one call with the batch dimension first."""
-    tensors = [
-        batch_first(arg, in_dim, info.batch_size)
-        for arg, in_dim in zip(args, in_dims, strict=False)
-        if isinstance(arg, Tensor)
-    ]
-    if len(tensors) == 1:
-        return logsumexp_op(tensors[0], *args[1:]), (0, 0, 0)
-    return logsumexp_backward_op(*tensors, args[-1]), 0
-
-
-logsumexp_op = register.define(
+logsumexp_op: register.Op = register.define(
     "logsumexp(Tensor input, ScalarType dtype, str backend) -> (Tensor, Tensor, Tensor)",
     _logsumexp_fake,
-    vmap=_logsumexp_vmap,
+    vmap=lambda *batch: all_at_once(logsumexp_op, *batch),
     backends=BACKENDS,
 )
-logsumexp_backward_op = register.define(
+logsumexp_backward_op: register.Op = register.define(
     "logsumexp_backward(Tensor grad, Tensor input, Tensor maximum, Tensor sumexp, str backend)"
     " -> Tensor",
     lambda grad, input, maximum, sumexp: torch.empty_like(input),
-    vmap=_logsumexp_vmap,
+    vmap=lambda *batch: all_at_once(logsumexp_backward_op, *batch),
     backends=BACKENDS,
 )
 

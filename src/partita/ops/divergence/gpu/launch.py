@@ -53,6 +53,7 @@ def divergence(
         first[0],
         second[0],
         loss,
+        student,
         *first[2],
         *second[2],
         x.shape[1],
@@ -60,6 +61,7 @@ def divergence(
         *second[1],
         temperature,
         softcap,
+        STUDENT_FIRST=not is_forward,
         **options,
     )
     if 0 < beta < 1:
@@ -78,10 +80,6 @@ def divergence(
             softcap,
             **options,
         )
-    elif is_forward:
-        student.zero_()
-    else:
-        student.copy_(loss)
     return DivergenceRows(loss, student, *of_both)
 
 

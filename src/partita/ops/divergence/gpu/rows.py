@@ -9,18 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import apply_softcap, divide, exp, finite_shift, log_exact, reciprocal
+from ....primitives.gpu.math import divide, exp, finite_shift, log_exact, reciprocal
+from ...cross_entropy.gpu.token_stats import load_capped
 
 FORWARD, REVERSE, MIXTURE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-
-
-@triton.jit
-def load_logits(ptr, offset, mask, softcap, HAS_SOFTCAP: tl.constexpr, ACC_DTYPE: tl.constexpr):
-    """Load soft-capped logits, -inf outside of the mask."""
-    x = tl.load(ptr + offset, mask=mask, other=-float("inf")).to(ACC_DTYPE)
-    if HAS_SOFTCAP:
-        x = tl.where(mask, apply_softcap(x, softcap, HAS_SOFTCAP), -float("inf"))
-    return x
 
 
 @triton.jit
@@ -28,6 +20,7 @@ def divergence_statistics_kernel(
     first_ptr,  # [M, C]
     second_ptr,  # [M, C]
     kl_ptr,  # [M]
+    student_ptr,  # [M]: KL(student ‖ teacher) if the student is first, otherwise 0
     first_maximum_ptr,  # [M]
     first_sumexp_ptr,  # [M]
     second_maximum_ptr,  # [M]
@@ -39,6 +32,7 @@ def divergence_statistics_kernel(
     second_class,
     temperature: tl.float64,
     softcap: tl.float64,
+    STUDENT_FIRST: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -58,9 +52,9 @@ def divergence_statistics_kernel(
         column = start + tl.arange(0, BLOCK).to(tl.int64)
         mask = column < classes
         at = row * first_row + column * first_class
-        x = load_logits(first_ptr, at, mask, cap, HAS_SOFTCAP, ACC_DTYPE)
+        x = load_capped(first_ptr + at, mask, cap, HAS_SOFTCAP, ACC_DTYPE)
         at = row * second_row + column * second_class
-        y = load_logits(second_ptr, at, mask, cap, HAS_SOFTCAP, ACC_DTYPE)
+        y = load_capped(second_ptr + at, mask, cap, HAS_SOFTCAP, ACC_DTYPE)
         new_maximum = tl.maximum(maximum, tl.max(x, axis=0))
         new_other = tl.maximum(other_maximum, tl.max(y, axis=0))
         new_shift, new_other_shift = finite_shift(new_maximum), finite_shift(new_other)
@@ -78,6 +72,7 @@ def divergence_statistics_kernel(
         other_total += tl.sum(exp((y - new_other_shift) * inverse))
     kl = divide(weighted, total) * inverse - log_exact(total) + log_exact(other_total)
     tl.store(kl_ptr + row, kl)
+    tl.store(student_ptr + row, kl if STUDENT_FIRST else tl.zeros_like(kl))
     tl.store(first_maximum_ptr + row, maximum)
     tl.store(first_sumexp_ptr + row, total)
     tl.store(second_maximum_ptr + row, other_maximum)
@@ -130,9 +125,9 @@ def divergence_mixture_kernel(
         column = start + tl.arange(0, BLOCK).to(tl.int64)
         mask = column < classes
         at = row * logits_row + column * logits_class
-        x = load_logits(logits_ptr, at, mask, cap, HAS_SOFTCAP, ACC_DTYPE)
+        x = load_capped(logits_ptr + at, mask, cap, HAS_SOFTCAP, ACC_DTYPE)
         at = row * teacher_row + column * teacher_class
-        t = load_logits(teacher_ptr, at, mask, cap, HAS_SOFTCAP, ACC_DTYPE)
+        t = load_capped(teacher_ptr + at, mask, cap, HAS_SOFTCAP, ACC_DTYPE)
         p = probabilities(x, maximum, total, inverse)
         q = probabilities(t, other_maximum, other_total, inverse)
         mixture = weight * q + (1.0 - weight) * p
@@ -174,9 +169,9 @@ def divergence_gradient_kernel(
     cap, weight = tl.full([], softcap, ACC_DTYPE), tl.full([], beta, ACC_DTYPE)
     inverse = reciprocal(tl.full([], temperature, ACC_DTYPE))
     at = row * logits_row + column * logits_class
-    x = load_logits(logits_ptr, at, mask, cap, HAS_SOFTCAP, ACC_DTYPE)
+    x = load_capped(logits_ptr + at, mask, cap, HAS_SOFTCAP, ACC_DTYPE)
     at = row * teacher_row + column * teacher_class
-    t = load_logits(teacher_ptr, at, mask, cap, HAS_SOFTCAP, ACC_DTYPE)
+    t = load_capped(teacher_ptr + at, mask, cap, HAS_SOFTCAP, ACC_DTYPE)
     maximum, total = tl.load(maximum_ptr + row), tl.load(sumexp_ptr + row)
     other_maximum = tl.load(teacher_maximum_ptr + row)
     other_total = tl.load(teacher_sumexp_ptr + row)

@@ -130,7 +130,7 @@ def trace_steps(T: int) -> int:
 
 
 class SegmentSizes(NamedTuple):
-    """How the steps of long sequences are cut, so that each level has about as many parts.
+    """The sizes of the segments of long sequences, chosen so that the levels have similar lengths.
 
     Fields:
         steps: the number of steps in a segment, a power of 2.

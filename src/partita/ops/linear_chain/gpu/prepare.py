@@ -1,4 +1,4 @@
-"""What scans need before they start: the range of the transitions, and each token's maximum."""
+"""Kernels that run before the scans: the range of the transitions, and each token's maximum."""
 
 import triton
 import triton.language as tl

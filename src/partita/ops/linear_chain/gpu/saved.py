@@ -1,4 +1,4 @@
-"""What the scans of dense linear chains leave for the gradient."""
+"""The tensors that the scans of dense linear chains keep for the gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..common import saved_sizes
 
 
 class Saved(NamedTuple):
-    """What the scans leave for the gradient, as views of one fp64 tensor.
+    """The tensors that the scans keep for the gradient, as views of one fp64 tensor.
 
     Fields:
         states: `[2, T, N, C]`, alpha and beta; empty without a gradient.

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ....primitives.gpu.row_plan import row_view_or_copy
+from ....runtime import checks
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
 from ...cross_entropy.gpu.token_stats import token_stats, token_stats_backward
-from ..common import NOTHING_IGNORED, EntryKernels, LogprobRows
+from ..common import EntryKernels, LogprobRows
 from .entries import (
     logprobs_gather_kernel,
     logprobs_gradient_kernel,
@@ -100,7 +101,7 @@ def logprobs(
     logits: Tensor, ids: Tensor, temperature: float, softcap: float, ignore_index: int
 ) -> LogprobRows:
     """Compute the log-probabilities of the ids of each row."""
-    statistics = token_stats(logits, None, temperature, softcap, NOTHING_IGNORED)
+    statistics = token_stats(logits, None, temperature, softcap, checks.NOTHING_IGNORED)
     ids, classes = ids.contiguous(), logits.shape[-1]
     entries = logits.new_empty(ids.shape, dtype=acc_dtype(logits.dtype))
     gather_entries(logits, 0, classes, ids, entries, softcap, ignore_index)
@@ -203,7 +204,7 @@ def logprobs_backward(
     of_rows, classes = (maximum.contiguous(), sumexp.contiguous()), logits.shape[-1]
     totals, labels = row_totals(grad, ids, classes, ignore_index)
     # All logits but those of the ids get their gradient here.
-    statistics = (labels, *of_rows, maximum, temperature, softcap, NOTHING_IGNORED)
+    statistics = (labels, *of_rows, maximum, temperature, softcap, checks.NOTHING_IGNORED)
     dlogits = token_stats_backward(totals, None, None, logits, *statistics)
     return write_entries(
         dlogits,
