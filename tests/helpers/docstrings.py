@@ -64,6 +64,8 @@ CHECKS = {
     "number": {"TypeError", "ValueError"},
     "labels": {"IndexError"},
     "within": {"ValueError"},
+    "states": {"ValueError"},
+    "temperature_and_softcap": {"TypeError", "ValueError"},
     "blank": {"ValueError"},
 }
 TENSOR = re.compile(r"\b(Tensor|Lengths)\b")

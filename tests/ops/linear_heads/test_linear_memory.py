@@ -33,7 +33,7 @@ def test_plans() -> None:
     assert (
         plan(2**17, 4096, 128256, torch.bfloat16, memory_budget=2**33, reduced=False).name == "lean"
     )
-    assert plan(2**20, 4096, 128256, torch.bfloat16).name == "lean"
+    assert plan(2**20, 4096, 128256, torch.float16).name == "lean"
     one, several = (
         plan(8192, 4096, 64128, torch.bfloat16),
         plan(8192, 4096, 64128, torch.bfloat16, parallel=True),
@@ -54,6 +54,34 @@ def test_plans() -> None:
         plan(*sizes, memory_budget=2**20)
     with pytest.raises(ValueError, match="tokens: expected an int of at least 0, got -1"):
         plan(-1, 2, 3, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "chunk", "gibibytes"),
+    [
+        ((8192, 4096, 128256), torch.bfloat16, 8192, 2.0),  # all logits
+        ((16384, 2048, 262144), torch.bfloat16, 2048, 3.1),  # 1 GiB of them, 2 GiB of gradient
+        ((32768, 4096, 128256), torch.bfloat16, 4096, 3.0),
+        ((8192, 8192, 256000), torch.bfloat16, 8192, 4.0),  # all logits take less than the gradient
+        ((16384, 4096, 128256), torch.float32, 4096, 2.0),  # no gradient beside the result
+    ],
+)
+def test_the_default_workspace_recomputes_no_logits(
+    sizes: tuple[int, int, int], dtype: torch.dtype, chunk: int, gibibytes: float
+) -> None:
+    plan = partita.linear_cross_entropy_plan(*sizes, dtype)
+    assert (plan.name, plan.chunk) == ("fast", chunk)
+    assert plan.workspace_bytes <= gibibytes * 2**30
+    assert plan.flops == 6 * sizes[0] * sizes[1] * sizes[2]
+
+
+def test_the_plan_says_why() -> None:
+    plan, sizes = partita.linear_cross_entropy_plan, (16384, 2048, 262144, torch.bfloat16)
+    assert plan(*sizes).reason == "the workspace holds chunks of tokens, but not all logits"
+    assert plan(*sizes, memory_budget=2**34).reason == "the workspace holds all logits at once"
+    assert "no chunk of 2,048 tokens" in plan(*sizes, memory_budget=2**31).reason
+    assert "unreduced" in plan(*sizes, reduced=False).reason
+    assert "without gradients" in plan(*sizes, input_grad=False, weight_grad=False).reason
 
 
 def extra_memory(f: Callable[[], Any]) -> int:

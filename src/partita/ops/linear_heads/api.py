@@ -57,7 +57,8 @@ def linear_cross_entropy(
         ignore_index: tokens with this label have loss and gradient zero, and the mean does not
             count them; None is -100.
         label_smoothing, softcap, z_loss: as in `cross_entropy`.
-        memory_budget: bytes of workspace in addition to inputs and results; None for 2 GiB.
+        memory_budget: bytes of workspace in addition to inputs and results; None for what
+            `linear_cross_entropy_plan` finds sensible for these sizes.
 
     Returns:
         The loss in nats, a number or `[...]`, fp32 for half types.

@@ -13,7 +13,10 @@ from ...runtime.dtypes import acc_dtype
 # backward. Calls of this size wait for the host, and this memory is negligible.
 SMALL_LOGITS_BYTES = 2**24
 SMALL_COPIES = 4  # such tensors alive at once: logits, log-probabilities, and their gradients
-DEFAULT_BUDGET = 2**31  # bytes of workspace if no budget is given
+DEFAULT_BUDGET = 2**31  # bytes of workspace that a call may always use if no budget is given
+# Bytes of the logits in a chunk of tokens if no budget is given. With smaller chunks, adding up the
+# gradient of the matrix would take a notable part of the time.
+DEFAULT_CHUNK_BYTES = 2**30
 # Bytes of a chunk beyond which the lean plan and a loss without gradients do not become faster.
 LEAN_CHUNK_BYTES = 5 * 2**26
 LOSS_CHUNK_BYTES = 15 * 2**24
@@ -29,6 +32,14 @@ CPU_CHUNK_TOKENS = 512
 ROW_WORDS = 24  # upper bound on the 4-byte words that a token needs in addition to its logits
 ROW_ALIGNMENT = 16  # columns; matrix products and kernels need rows that start on 16 bytes
 
+ALL_AT_ONCE = "the workspace holds all logits at once"
+CHUNKS_OF_TOKENS = "the workspace holds chunks of tokens, but not all logits"
+TOO_SMALL = "the workspace holds no chunk of 2,048 tokens beside the matrix's gradient in fp32"
+NO_CHUNKS_OF_TOKENS = (
+    "the workspace does not hold all logits, and fp16, unreduced and parallel losses cannot take"
+    " chunks of tokens"
+)
+
 
 class MemoryPlan(NamedTuple):
     """The way in which `linear_cross_entropy` cuts a batch into chunks.
@@ -42,12 +53,14 @@ class MemoryPlan(NamedTuple):
         workspace_bytes: the most bytes of memory in use at once, in addition to inputs, results
             and the workspace of the matrix library.
         flops: floating-point operations of the matrix products, forward and backward.
+        reason: why this plan was chosen.
     """
 
     name: str
     chunk: int
     workspace_bytes: int
     flops: int
+    reason: str
 
 
 def linear_cross_entropy_plan(
@@ -65,15 +78,21 @@ def linear_cross_entropy_plan(
     """Return the chunks, workspace and operations that `linear_cross_entropy` will use.
 
     The plan is `fast` if the workspace allows all logits at once or chunks of at least 2,048
-    tokens. Otherwise it is `lean`, which takes chunks of classes. An eager call whose logits take
-    at most 16 MiB in fp32 follows no plan if four times these bytes fit the budget: PyTorch's own
-    linear layer computes its logits.
+    tokens. Otherwise it is `lean`, which takes chunks of classes and recomputes the logits.
+
+    Without a budget, the workspace is the least in which a mean or sum recomputes no logits, but
+    may always be 2 GiB. That is all logits, or 1 GiB of them and the gradient of the matrix in
+    fp32 (not for fp16). It depends on the arguments alone, so that results do too.
+
+    An eager call whose logits take at most 16 MiB in fp32 follows no plan if four times these bytes
+    fit the budget: PyTorch's own linear layer computes its logits.
 
     Args:
         tokens, hidden, vocabulary: sizes of `input` `[tokens, hidden]` and `linear_weight`
             `[vocabulary, hidden]`.
         dtype: the dtype of both.
-        memory_budget: bytes of workspace; None for 2 GiB, or 240 MiB for a loss without gradient.
+        memory_budget: bytes of workspace; None for the rule above, or 240 MiB for a loss without
+            gradient.
         input_grad, weight_grad: whether hidden states and matrix need a gradient.
         reduced: whether the loss is a mean or a sum. The backward pass of unreduced losses needs
             the logits again.
@@ -82,7 +101,7 @@ def linear_cross_entropy_plan(
             states in fp32.
 
     Returns:
-        `MemoryPlan(name, chunk, workspace_bytes, flops)`.
+        `MemoryPlan(name, chunk, workspace_bytes, flops, reason)`.
 
     Raises:
         TypeError: `dtype` is not a floating dtype.
@@ -93,8 +112,11 @@ def linear_cross_entropy_plan(
 
     Example:
         >>> import torch, partita
-        >>> partita.linear_cross_entropy_plan(8192, 4096, 128256, torch.bfloat16)
-        MemoryPlan(name='fast', chunk=8192, workspace_bytes=2104180736, flops=25821343383552)
+        >>> plan = partita.linear_cross_entropy_plan(8192, 4096, 128256, torch.bfloat16)
+        >>> plan.name, plan.chunk, plan.workspace_bytes, plan.flops
+        ('fast', 8192, 2104180736, 25821343383552)
+        >>> plan.reason
+        'the workspace holds all logits at once'
         >>> sizes = 8192, 4096, 128256
         >>> partita.linear_cross_entropy_plan(*sizes, torch.bfloat16, memory_budget=2**29).name
         'lean'
@@ -110,7 +132,7 @@ def linear_cross_entropy_plan(
     row_bytes = max(padded_width(vocabulary) * itemsize, 1)
     # Programs that share a row exchange one byte for every 512 classes.
     fixed_bytes = (ROW_WORDS * 4 + vocabulary // 512) * tokens
-    budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
+    reason = "a loss without gradients reads the logits of each chunk once"
     if not (input_grad or weight_grad):
         name, chunk_tokens = "loss", min(tokens, LOSS_CHUNK_TOKENS)
         flops = product_flops
@@ -120,13 +142,20 @@ def linear_cross_entropy_plan(
         # Each rank sends and receives the gradient of the hidden states in fp32.
         exchanged_bytes = 8 * tokens * hidden * (parallel and input_grad)
         all_at_once = tokens * row_bytes + fixed_bytes + exchanged_bytes
-        if all_at_once <= budget:
-            return MemoryPlan("fast", max(tokens, 1), all_at_once, flops)
         dweight_bytes = hidden * vocabulary * 4 if weight_grad and half_type else 0
+        takes_chunks = reduced and not parallel and dtype != torch.float16
+        budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
+        if memory_budget is None and takes_chunks:
+            chunk = max(MIN_CHUNK_TOKENS, DEFAULT_CHUNK_BYTES // row_bytes // 256 * 256)
+            in_chunks = chunk * row_bytes + dweight_bytes + fixed_bytes
+            budget = max(budget, min(all_at_once, in_chunks))
+        if all_at_once <= budget:
+            return MemoryPlan("fast", max(tokens, 1), all_at_once, flops, ALL_AT_ONCE)
         chunk = (budget - dweight_bytes - fixed_bytes) // row_bytes // 256 * 256
-        if reduced and not parallel and dtype != torch.float16 and chunk >= MIN_CHUNK_TOKENS:
+        if takes_chunks and chunk >= MIN_CHUNK_TOKENS:
             workspace_bytes = chunk * row_bytes + dweight_bytes + fixed_bytes
-            return MemoryPlan("fast", chunk, workspace_bytes, flops)
+            return MemoryPlan("fast", chunk, workspace_bytes, flops, CHUNKS_OF_TOKENS)
+        reason = TOO_SMALL if takes_chunks else NO_CHUNKS_OF_TOKENS
         flops += product_flops
         fixed_bytes += tokens * hidden * 4 if input_grad and half_type else 0
     chunk_width = min(padded_width(MIN_CHUNK_CLASSES), padded_width(vocabulary))
@@ -142,7 +171,7 @@ def linear_cross_entropy_plan(
         chunk_bytes = LEAN_CHUNK_BYTES if name == "lean" else LOSS_CHUNK_BYTES
     chunk = _chunk_classes(chunk_bytes // max(chunk_tokens * itemsize, 1), vocabulary)
     workspace_bytes = chunk_tokens * padded_width(chunk) * itemsize + fixed_bytes
-    return MemoryPlan(name, chunk, workspace_bytes, flops)
+    return MemoryPlan(name, chunk, workspace_bytes, flops, reason)
 
 
 def _chunk_classes(room: int, vocabulary: int) -> int:
