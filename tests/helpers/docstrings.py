@@ -25,6 +25,7 @@ MODULES = (
     "partita.integrations.torchaudio",
     "partita.integrations.transformers",
     "partita.integrations.trl",
+    "partita.integrations.verl",
 )
 SECTIONS = ("Args", "Fields", "Returns", "Raises", "Source", "Example")  # in this order
 # Names of other projects for names of this one, which have the documentation.

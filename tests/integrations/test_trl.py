@@ -6,7 +6,9 @@ from helpers.rows import devices
 from torch import Tensor
 
 from partita.integrations.trl import (
+    chunked_cross_entropy_loss,
     entropy_from_logits,
+    generalized_jsd_loss,
     selective_log_softmax,
     selective_log_softmax_and_entropy,
 )
@@ -100,3 +102,100 @@ def test_bad_input() -> None:
         selective_log_softmax(logits, labels, row_mask=torch.ones(2))
     with pytest.raises(ValueError, match=r"temperature: expected a number above 0\.0"):
         selective_log_softmax(logits, labels, temperature=0.0)
+
+
+def jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """Return the divergence of each position in fp64, by its definition."""
+    s, t = student.double().log_softmax(-1), teacher.double().log_softmax(-1)
+    if beta in (0.0, 1.0):
+        p, q = (t, s) if beta == 0.0 else (s, t)
+        return (p.exp() * (p - q)).sum(-1)
+    m = (beta * t.exp() + (1 - beta) * s.exp()).log()
+    teacher_kl, student_kl = ((x.exp() * (x - m)).sum(-1) for x in (t, s))
+    return beta * teacher_kl + (1 - beta) * student_kl
+
+
+@devices
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("labelled", [False, True])
+def test_generalized_jsd_loss(labelled: bool, beta: float, device: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    student, teacher = (torch.randn(3, 5, 40, generator=g).to(device) for _ in range(2))
+    student.requires_grad_()
+    labels = torch.where(torch.arange(15, device=device).view(3, 5) % 4 > 0, 7, -100)
+    keep = labels != -100 if labelled else torch.ones_like(labels, dtype=torch.bool)
+    each = torch.where(keep, jsd(student / 0.7, teacher / 0.7, beta), 0.0)
+    number = keep.sum() if labelled else 3
+    expected = {"sum": each.sum(), "mean": each.sum() / keep.sum() / 40}
+    expected["batchmean"] = each.sum() / number
+    given = labels if labelled else None
+    for reduction, truth in expected.items():
+        loss = generalized_jsd_loss(student, teacher, given, beta, 0.7, reduction)
+        torch.testing.assert_close(loss, truth.float(), rtol=1e-5, atol=1e-6)
+        found = torch.autograd.grad(loss, student)[0]
+        true = torch.autograd.grad(truth, student, retain_graph=True)[0]
+        torch.testing.assert_close(found, true, rtol=1e-4, atol=1e-6)
+    p, q = student.softmax(-1), teacher.softmax(-1)
+    found = generalized_jsd_loss(p, q, given, beta, 0.7, "sum", logits_are_probs=True)
+    each = torch.where(keep, jsd(student, teacher, beta), 0.0)
+    torch.testing.assert_close(found, each.sum().float(), rtol=1e-4, atol=1e-5)
+
+
+@devices
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("items", [None, 5, "tensor"])
+def test_chunked_cross_entropy_loss(
+    items: int | str | None, scale: float, softcap: float | None, device: str
+) -> None:
+    g = torch.Generator().manual_seed(0)
+    hidden, matrix, bias = (
+        torch.randn(*shape, generator=g).to(device).requires_grad_()
+        for shape in ((2, 7, 16), (40, 16), (40,))
+    )
+    labels = torch.randint(40, (2, 7), generator=g).to(device)
+    labels[:, 2] = -100
+    number = torch.tensor(5, device=device) if items == "tensor" else items
+    logits = (hidden @ matrix.T + bias) * scale
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    logits, target = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    keep = target != -100
+    total = torch.nn.functional.cross_entropy(logits, target, reduction="sum")
+    expected = total / (keep.sum() if number is None else number)
+    rest = scale, softcap, bias
+    loss, correct, entropy, valid = chunked_cross_entropy_loss(
+        hidden, matrix, 4, labels, None, number, *rest
+    )
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    found, exact = (torch.autograd.grad(x, (hidden, matrix, bias)) for x in (loss, expected))
+    for ours, true in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-4, atol=1e-5)
+    assert valid == keep.sum() and not entropy.requires_grad
+    assert correct == ((logits.argmax(-1) == target) & keep).sum()
+    logp = logits.log_softmax(-1)
+    true = -(logp.exp() * logp).sum(-1)[keep].sum()
+    torch.testing.assert_close(entropy, true, rtol=1e-5, atol=1e-4)
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    of_shifted = chunked_cross_entropy_loss(hidden, matrix, 4, None, shifted, number, *rest)
+    torch.testing.assert_close(of_shifted[0], loss, rtol=1e-6, atol=1e-6)
+
+
+def test_a_batch_without_labels_has_no_loss() -> None:
+    hidden, matrix = torch.randn(1, 3, 4, requires_grad=True), torch.randn(8, 4)
+    loss, *numbers = chunked_cross_entropy_loss(hidden, matrix, 4, torch.full((1, 3), -100))
+    loss.backward()
+    assert loss == 0 and not hidden.grad.any() and not any(numbers)
+
+
+def test_bad_input_of_losses() -> None:
+    with pytest.raises(ValueError, match="labels: expected labels or shift_labels"):
+        chunked_cross_entropy_loss(torch.zeros(1, 3, 4), torch.zeros(8, 4), 4)
+    with pytest.raises(ValueError, match="logit_scale: expected a number above"):
+        labels = torch.zeros(1, 3, dtype=torch.int64)
+        chunked_cross_entropy_loss(
+            torch.zeros(1, 3, 4), torch.zeros(8, 4), 4, labels, logit_scale=0.0
+        )
+    with pytest.raises(ValueError, match="reduction: expected"):
+        generalized_jsd_loss(torch.zeros(1, 2), torch.zeros(1, 2), reduction="none")
+    with pytest.raises(TypeError, match="labels: expected an integer dtype"):
+        generalized_jsd_loss(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1))

@@ -15,6 +15,7 @@ MODULES = [
     partita.integrations.koi,
     partita.integrations.transformers,
     partita.integrations.trl,
+    partita.integrations.verl,
     partita.nn,
     partita.parallel,
     partita.testing,

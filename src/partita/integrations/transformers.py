@@ -5,7 +5,6 @@ One function makes no fp32 copy of the logits, the other needs no logits at all.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from ..ops.cross_entropy.quotient import cross_entropy_over
 from ..ops.linear_heads.loss import linear_loss
 from ..runtime import checks
 from ..runtime.autograd import autocast_dtype, plain_eager
-from ..runtime.dtypes import acc_dtype
+from ..runtime.dtypes import acc_dtype, fp32_result
 
 __all__ = ["causal_lm_loss", "linear_causal_lm_loss"]
 
@@ -90,7 +89,7 @@ def causal_lm_loss(
     if denominator is not None:
         loss = cross_entropy_over(rows, target, denominator, **options)
         return _as_quotient(loss, num_items_in_batch)
-    with _fp32_result(logits):
+    with fp32_result(logits):
         loss = cross_entropy(rows, target, reduction=reduction, **options)
     return _divided(loss.to(acc_dtype(logits.dtype)), num_items_in_batch)
 
@@ -261,10 +260,3 @@ def _divided(loss: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)
     return loss / num_items_in_batch
-
-
-def _fp32_result(logits: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which logits of half types give a loss in fp32."""
-    kind = logits.device.type
-    half_type = logits.dtype in (torch.float16, torch.bfloat16) and kind != "meta"
-    return torch.autocast(kind) if half_type else nullcontext()

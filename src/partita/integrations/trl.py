@@ -1,15 +1,28 @@
-"""The row statistics of TRL's trainers, under its names, from one read of the logits."""
+"""The row statistics and losses of TRL's trainers, under its names."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from ..ops.cross_entropy.api import TokenStats, token_stats
+from ..ops.divergence.api import divergence
+from ..ops.linear_heads.api import linear_token_stats
 from ..ops.logprobs.api import logprobs
 from ..runtime import checks
 
-__all__ = ["entropy_from_logits", "selective_log_softmax", "selective_log_softmax_and_entropy"]
+__all__ = [
+    "chunked_cross_entropy_loss",
+    "entropy_from_logits",
+    "generalized_jsd_loss",
+    "selective_log_softmax",
+    "selective_log_softmax_and_entropy",
+]
 
+IGNORED = -100  # the label of positions without a loss
+SMALLEST_PROBABILITY = 1e-8  # to which TRL raises smaller probabilities
 NO_LABEL = -1  # no class, and so what a masked row may have as its ignored label
 
 
@@ -112,6 +125,135 @@ def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
         tensor([[1.3863, 1.3863]])
     """
     return _in_dtype(token_stats(logits).entropy, logits)
+
+
+def generalized_jsd_loss(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    logits_are_probs: bool = False,
+) -> Tensor:
+    """Generalised Jensen-Shannon divergence of a student from a teacher, for distillation.
+
+    Args:
+        student_logits, teacher_logits: `[N, ..., C]`, floating dtype.
+        labels: `[N, ...]`, any integer dtype; positions with -100 have loss and gradient 0.
+        beta, temperature: as in `partita.divergence`.
+        reduction: `batchmean` (over the positions with a label; over N without labels), `mean`
+            (over these positions and the C classes) or `sum`.
+        logits_are_probs: whether both are probabilities, from which no temperature is taken.
+
+    Returns:
+        The divergence in nats, a number, fp32 (fp64 for fp64), differentiable in `student_logits`.
+
+    Raises:
+        TypeError, ValueError: as in `partita.divergence`.
+
+    Source: `GKDTrainer.generalized_jsd_loss` of TRL 1.16, 2026.
+
+    Example:
+        >>> import torch
+        >>> from partita.integrations.trl import generalized_jsd_loss
+        >>> teacher = torch.tensor([[[1.0986, 0.0]]])
+        >>> generalized_jsd_loss(torch.zeros(1, 1, 2), teacher, torch.tensor([[1]]), beta=0.0)
+        tensor(0.1308)
+    """
+    checks.choice("reduction", reduction, ("batchmean", "mean", "sum"))
+    checks.floating("student_logits", student_logits)
+    checks.floating("teacher_logits", teacher_logits)
+    mask = None
+    if labels is not None:
+        checks.integer("labels", labels)
+        mask = labels != IGNORED
+    if logits_are_probs:
+        student_logits, teacher_logits = (
+            p.clamp_min(SMALLEST_PROBABILITY).log() for p in (student_logits, teacher_logits)
+        )
+        temperature = 1.0
+    options: dict[str, Any] = {"beta": beta, "temperature": temperature}
+    if reduction == "mean":
+        mean = divergence(student_logits, teacher_logits, mask=mask, **options)
+        return mean / student_logits.shape[-1]
+    if reduction == "batchmean" and mask is not None:
+        return divergence(student_logits, teacher_logits, mask=mask, **options)
+    total = divergence(student_logits, teacher_logits, mask=mask, reduction="sum", **options)
+    return total / len(student_logits) if reduction == "batchmean" else total
+
+
+def chunked_cross_entropy_loss(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    chunk_size: int,
+    labels: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+    logit_scale: float = 1.0,
+    final_logit_softcapping: float | None = None,
+    lm_head_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss of a causal language model from hidden states, with the numbers that `SFTTrainer` logs.
+
+    Args:
+        hidden_states: `[N, T, H]`, floating dtype; the input of the model's last layer.
+        lm_head_weight: `[C, H]` in the same dtype.
+        chunk_size: taken for TRL's signature, and not used: the chunks follow the sizes.
+        labels: `[N, T]`, the tokens themselves, which this function shifts; -100 for positions
+            without a loss. They are not read if `shift_labels` is given.
+        shift_labels: `[N, T]`, the label of each position.
+        num_items_in_batch: what the sum is divided by, a number; None for the number of labels.
+        logit_scale: positive; a factor of the logits.
+        final_logit_softcapping: the soft-cap of the logits, after the factor.
+        lm_head_bias: `[C]`.
+
+    Returns:
+        The loss in nats, differentiable in hidden states, matrix and bias; how many labels are the
+        most probable class; the sum of the entropies of their rows in nats; and the number of
+        labels. Each is a number. Without any label the loss is 0.
+
+    Raises:
+        TypeError, ValueError, IndexError: as in `partita.linear_token_stats`.
+
+    Source: `trl.trainer.sft_trainer._chunked_cross_entropy_loss` of TRL 1.16, 2026.
+
+    Example:
+        >>> import torch
+        >>> from partita.integrations.trl import chunked_cross_entropy_loss
+        >>> hidden_states, labels = torch.zeros(1, 3, 4), torch.tensor([[5, -100, 0]])
+        >>> chunked_cross_entropy_loss(hidden_states, torch.ones(8, 4), 256, labels)
+        (tensor(2.0794), tensor(1.), tensor(2.0794), tensor(1))
+    """
+    if labels is None and shift_labels is None:
+        raise ValueError("labels: expected labels or shift_labels, got None for both")
+    checks.number("logit_scale", logit_scale, low=0.0, open_low=True)
+    checks.floating("hidden_states", hidden_states)
+    if shift_labels is None:
+        assert labels is not None
+        hidden_states, shift_labels = hidden_states[..., :-1, :], labels[..., 1:]
+    temperature = 1.0 / logit_scale
+    if logit_scale != 1.0 and final_logit_softcapping is not None:
+        # The cap comes after the factor, so the temperature, which comes last, cannot serve.
+        temperature = 1.0
+        hidden_states = hidden_states * logit_scale
+        lm_head_bias = None if lm_head_bias is None else lm_head_bias * logit_scale
+    stats = linear_token_stats(
+        hidden_states,
+        lm_head_weight,
+        shift_labels,
+        linear_bias=lm_head_bias,
+        temperature=temperature,
+        softcap=final_logit_softcapping,
+    )
+    is_valid = shift_labels != IGNORED
+    number = is_valid.sum()
+    correct = ((stats.argmax == shift_labels) & is_valid).sum().float()
+    entropy = torch.where(is_valid, stats.entropy.detach(), 0.0).sum()
+    denominator = number.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    if isinstance(denominator, Tensor):
+        denominator = denominator.to(stats.logprob.device)
+    return -stats.logprob.sum() / denominator, correct, entropy, number
 
 
 def _in_dtype(found: Tensor, logits: Tensor) -> Tensor:

@@ -1,0 +1,90 @@
+"""verl's row statistics against their definitions."""
+
+import pytest
+import torch
+from helpers.rows import devices
+from torch import Tensor
+
+from partita.integrations.verl import (
+    FusedLinearForPPO,
+    entropy_from_logits,
+    linear_cross_entropy,
+    logprobs_from_logits,
+)
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+def truth(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropies."""
+    logp = logits.log_softmax(-1)
+    return logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(-1)
+
+
+@devices
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_logprobs_from_logits(inplace: bool, dtype: torch.dtype, device: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    leaf = torch.randn(3, 4, 50, generator=g).to(dtype).to(device).requires_grad_()
+    labels = torch.randint(50, (3, 4), generator=g).to(device)
+    logits = leaf * 1.0
+    before = logits.detach().clone()
+    found = logprobs_from_logits(logits, labels, inplace_backward=inplace)
+    exact = leaf.detach().double().requires_grad_()
+    expected = truth(exact, labels)[0]
+    result = torch.float64 if dtype == torch.float64 else torch.float32
+    assert found.dtype == result
+    torch.testing.assert_close(found, expected.to(result), rtol=1e-5, atol=1e-5)
+    (grad,) = torch.autograd.grad(found.sum(), leaf)
+    (true,) = torch.autograd.grad(expected.sum(), exact)
+    eps = max(torch.finfo(dtype).eps, 1e-6)
+    torch.testing.assert_close(grad.double(), true, rtol=eps, atol=eps)
+    assert torch.equal(logits, before) != inplace
+    values = leaf.detach().clone()
+    torch.autograd.grad(logprobs_from_logits(leaf, labels).sum(), leaf)
+    assert torch.equal(leaf, values)  # a leaf is not overwritten
+
+
+@devices
+def test_entropy_from_logits(device: str) -> None:
+    logits = torch.randn(3, 4, 50, device=device)
+    expected = truth(logits, torch.zeros(3, 4, dtype=torch.int64, device=device))[1]
+    torch.testing.assert_close(entropy_from_logits(logits), expected, rtol=1e-5, atol=1e-5)
+
+
+@devices
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_from_hidden_states(reduction: str, device: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    hidden, matrix = (
+        torch.randn(*shape, generator=g).to(device).requires_grad_()
+        for shape in ((3, 4, 16), (50, 16))
+    )
+    labels = torch.randint(50, (3, 4), generator=g).to(device)
+    found = linear_cross_entropy(hidden, matrix, labels, 0.7, reduction)
+    logprobs, entropy = truth(hidden @ matrix.T / 0.7, labels)
+    if reduction != "none":
+        logprobs = logprobs.sum() if reduction == "sum" else logprobs.mean()
+    for ours, true in zip(found, (logprobs, entropy), strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-5, atol=1e-5)
+        grads, exact = (
+            torch.autograd.grad(x.sum(), (hidden, matrix), retain_graph=True) for x in (ours, true)
+        )
+        for grad, each in zip(grads, exact, strict=True):
+            torch.testing.assert_close(grad, each, rtol=1e-4, atol=1e-5)
+    if reduction == "none":
+        module = FusedLinearForPPO(chunk_size=2)(hidden, matrix, labels, temperature=0.7)
+        assert all(map(torch.equal, module, found))
+
+
+def test_bad_input() -> None:
+    logits, labels = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"labels: expected shape logits\.shape"):
+        logprobs_from_logits(logits, labels[:1])
+    with pytest.raises(IndexError, match="got 4 at"):
+        logprobs_from_logits(logits, labels + 4)
+    with pytest.raises(NotImplementedError, match="dist_process_group: expected None"):
+        linear_cross_entropy(logits[0], torch.zeros(5, 4), labels[0], dist_process_group=object())
+    with pytest.raises(ValueError, match="reduction: expected"):
+        linear_cross_entropy(logits[0], torch.zeros(5, 4), labels[0], reduction="max")
