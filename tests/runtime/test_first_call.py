@@ -1,5 +1,7 @@
 """Launches that are deferred while kernels compile side by side, with stand-ins for kernels."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -129,3 +131,28 @@ def test_an_error_of_the_compiler_is_raised_and_forgotten(setup: Setup) -> None:
     assert _async_compile.active_mode.get() is None and not first_call.watching()
     first_call.run(lambda x: setup.launch(setup.second, 1, x, size=2), torch.ones(3))
     assert setup.log == ["compile second", "launch second 2"]
+
+
+def test_the_modes_of_first_calls_import_no_compiler() -> None:
+    code = """
+import sys, torch
+from partita.runtime import first_call, recording
+
+class Kernel:
+    def warmup(self, *args, **options): pass
+
+def launch(kernel, programs, *args, **options):
+    first_call.defer(launch, kernel, programs, args, options, is_compiled=False)
+
+def op(x):
+    launch(Kernel(), 1, x)
+    return torch.zeros_like(x)
+
+x = torch.ones(3)
+first_call.run(op, x)
+with recording.Recorder((x,)):
+    torch.empty_like(x)
+print("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

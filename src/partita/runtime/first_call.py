@@ -95,6 +95,11 @@ class DeferredLaunches(TorchDispatchMode):
         self._compilation.__enter__()
         self.__enter__()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, because PyTorch would import its compiler at the first call otherwise."""
+        return False
+
     def add(
         self, kernel: Any, programs: int, args: tuple[Any, ...], options: dict[str, Any]
     ) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from . import triton_key
 from .backend import has_triton, interpreting
 from .caches import register_cache
 
@@ -92,6 +93,7 @@ def _load() -> tuple[Any, str]:
         return None, "Triton's interpreter runs the kernels"
     import triton
 
+    triton_key.use_stored()
     if not triton.__version__.startswith(tuple(f"{known}." for known in KNOWN_TRITONS)):
         return None, f"Triton launches: version {triton.__version__} of Triton is not known here"
     try:

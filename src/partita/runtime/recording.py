@@ -121,6 +121,11 @@ class Recorder(TorchDispatchMode):
             if isinstance(arg, Tensor):
                 self._arguments.setdefault(arg.untyped_storage().data_ptr(), []).append(i)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, because PyTorch would import its compiler at the first call otherwise."""
+        return False
+
     def __enter__(self) -> Recorder:
         _active.recorder = self
         super().__enter__()
