@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.compile_once import compile_once
 
 NEEDED_GPUS = {"gpu": 1, "multigpu": 2, "whole_gpu": 1}
 MARKERS = {
@@ -22,7 +23,7 @@ RELEASED = 2**32  # bytes of cached GPU memory beyond which a test gives them ba
 if "PYTEST_XDIST_WORKER" in os.environ:
     workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
-
+    compile_once()
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from helpers.interpreter import make_interpreter_faster
