@@ -22,8 +22,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 import partita
@@ -65,6 +63,9 @@ class Report:
 
 def load(seed: int, device: torch.device) -> tuple[Digits, Digits]:
     """Return the training set and the test set, with every digit equally frequent in both."""
+    from sklearn.datasets import load_digits  # The other examples need no scikit-learn.
+    from sklearn.model_selection import train_test_split
+
     pixels, labels = load_digits(return_X_y=True)
     images = torch.tensor(pixels / 16, dtype=torch.float32, device=device).view(-1, 1, 8, 8)
     targets = torch.tensor(labels, device=device)

@@ -1,4 +1,5 @@
 import fcntl
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.compile_once import compile_once
 
 NEEDED_GPUS = {"gpu": 1, "multigpu": 2, "whole_gpu": 1}
 MARKERS = {
@@ -18,11 +20,16 @@ MARKERS = {
 }
 RELEASED = 2**32  # bytes of cached GPU memory beyond which a test gives them back
 
+# Inductor otherwise starts processes that import PyTorch, and compiles a program for each set of
+# vector instructions to see whether the compiler knows it. Scalar code has the same meaning.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
 # Each worker of pytest-xdist gets its own share of the cores.
 if "PYTEST_XDIST_WORKER" in os.environ:
     workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
-
+    compile_once()
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from helpers.interpreter import make_interpreter_faster
@@ -38,6 +45,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the long tests first, so that no worker ends with one while the others idle."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what exists before the first test from garbage collection, a quarter of some tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

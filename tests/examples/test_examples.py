@@ -115,7 +115,6 @@ def test_language_model_command(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.long
 @pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
 def test_train_parallel_never_reports_one_batch_as_start_and_end() -> None:
     import train_parallel
@@ -127,45 +126,45 @@ def test_train_parallel_never_reports_one_batch_as_start_and_end() -> None:
     assert train_parallel.progress_of([3.0]) == "Loss: 3.000 nats a token in the only batch"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
-def test_train_parallel_learns_the_same_on_two_ranks_as_on_one(tmp_path: Path) -> None:
-    sizes = {
-        "megabytes": 1,
-        "vocabulary": 401,
-        "width": 16,
-        "layers": 1,
-        "length": 16,
-        "batch": 4,
-    }  # rows that two ranks cannot share equally
-    arguments = [
-        argument for name, value in sizes.items() for argument in (f"--{name}", str(value))
-    ]
-    # Without a GPU, so that it computes in fp32 and one machine is enough.
-    only_cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **only_cpu}
+def test_train_parallel_learns_the_same_on_two_ranks_as_on_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import train_parallel
+
+    # 401 rows are rows that two ranks cannot share equally.
+    sizes = {"megabytes": 1, "vocabulary": 401, "width": 16, "layers": 1, "length": 16, "batch": 4}
+    folder, script = tmp_path / "new folder", str(ROOT / "examples" / "train_parallel.py")
+
+    def arguments(world: int) -> list[str]:
+        files = ["--csv", str(folder / f"{world}.csv"), "--out", str(folder / str(world))]
+        numbers = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
+        return ["--batches", "30", "--quiet", *numbers, *files]
+
+    # Without a GPU it computes in fp32, and one machine is enough.
+    for name, value in {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert train_parallel.main(arguments(1)) == 0
+    torch.set_num_threads(threads)
+    printed = [capsys.readouterr().out]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, script, *arguments(2)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    printed.append(done.stdout)
     curves = []
-    for world, launcher in enumerate(
-        ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]), 1
-    ):
-        table, out = tmp_path / "new folder" / f"{world}.csv", tmp_path / "new folder" / str(world)
-        command = [
-            sys.executable,
-            *launcher,
-            str(ROOT / "examples" / "train_parallel.py"),
-            "--batches",
-            "30",
-            "--quiet",
-            *arguments,
-        ]
-        done = subprocess.run(
-            [*command, "--csv", str(table), "--out", str(out)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        lines = dict(line.split(": ") for line in done.stdout.splitlines())
+    for world, text in enumerate(printed, 1):
+        lines = dict(line.split(": ") for line in text.splitlines())
         assert list(lines) == [
             "Loss",
             "A step",
@@ -176,8 +175,8 @@ def test_train_parallel_learns_the_same_on_two_ranks_as_on_one(tmp_path: Path) -
         rows = [lines[f"Head on rank {i}"].partition(" rows")[0] for i in range(world)]
         assert rows == [["401"], ["201", "200"]][world - 1]
         assert lines["Transformer"].startswith("equal on ")
-        assert out.read_bytes().startswith(b"\x89PNG")
-        with table.open(encoding="utf-8") as file:
+        assert (folder / str(world)).read_bytes().startswith(b"\x89PNG")
+        with (folder / f"{world}.csv").open(encoding="utf-8") as file:
             curves.append([float(row["loss"]) for row in csv.DictReader(file)])
     alone, together = curves
     assert len(alone) == 30 and together == pytest.approx(alone, rel=1e-4)

@@ -1,7 +1,12 @@
-"""The process of one rank in the tests of vocabulary-parallel losses; `test_parallel` starts it."""
+"""The ranks in the tests of vocabulary-parallel losses; `test_parallel` starts this script.
+
+One process imports all modules and forks the ranks. On GPUs each rank imports them itself.
+"""
 
 import datetime
+import os
 import sys
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -53,7 +58,7 @@ def fail_alone(device: torch.device) -> None:
     parallel.cross_entropy(logits, target)
 
 
-def main(rank: int, world: int, store: str, kind: str, what: str) -> None:
+def run_rank(rank: int, world: int, store: str, kind: str, what: str) -> None:
     torch.set_num_threads(1)
     if INTERPRETING:
         from helpers.interpreter import make_interpreter_faster
@@ -77,5 +82,41 @@ def main(rank: int, world: int, store: str, kind: str, what: str) -> None:
     dist.destroy_process_group()
 
 
+def start(rank: int, world: int, store: str, kind: str, what: str) -> int:
+    """Start the process of a rank, which writes to the file of its rank, and return its id."""
+    if child := os.fork():
+        return child
+    output = os.open(f"{store}.{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    if kind == "cuda":  # CUDA does not work in a fork of a process that has looked for GPUs.
+        command = [sys.executable, "-W", "ignore", __file__, str(world), store, kind, what]
+        os.execv(sys.executable, [*command, str(rank)])
+    code = 1
+    try:
+        run_rank(rank, world, store, kind, what)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main(worlds: str, store: str, kind: str, what: str) -> None:
+    """Run all ranks of one world after another, and print their exit codes, a line for each."""
+    if kind == "cpu":
+        torch.compile(torch.neg, backend="aot_eager")(torch.zeros(1))  # which imports much
+    for world in map(int, worlds.split(",")):
+        ranks = [start(rank, world, f"{store}.{world}", kind, what) for rank in range(world)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+        print(*codes, flush=True)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    if len(sys.argv) == 6:
+        world, store, kind, what, rank = sys.argv[1:]
+        run_rank(int(rank), int(world), store, kind, what)
+    else:
+        main(*sys.argv[1:])

@@ -1,11 +1,10 @@
 """The names of koi.ctc against plain recursions in fp64, for tables and lattices of any size."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.fresh import run_fresh
 from helpers.rows import devices
 from torch import Tensor
 
@@ -243,9 +242,7 @@ def test_the_import_is_light() -> None:
 import sys, partita.integrations.koi
 print([m for m in ("triton", "numba", "torch._dynamo") if m in sys.modules])
 """
-    command = [sys.executable, "-c", code]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == "[]"
+    assert run_fresh(code).stdout.strip() == "[]"
 
 
 def test_lattices_that_are_refused_and_lengths_in_a_list() -> None:

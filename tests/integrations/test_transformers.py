@@ -1,12 +1,11 @@
 """The loss of causal language models, position by position and against transformers itself."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from helpers.fresh import run_fresh
 from helpers.linear import Batch, budgets
 from helpers.rows import INTERPRETING, class_weights, targets_for
 from torch import Tensor
@@ -391,8 +390,7 @@ def test_transformers_is_not_imported() -> None:
         "import sys, partita; partita.integrations.transformers.causal_lm_loss;"
         " print('transformers' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert run_fresh(code).stdout.strip() == "False"
     assert "transformers" in dir(partita.integrations)
 
 

@@ -1,13 +1,12 @@
-"""The modules that `import partita` loads, in a fresh process from a source tree."""
+"""The modules that `import partita` loads, in fresh processes from a source tree."""
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from helpers.fresh import SOURCE, run_fresh
 
-SOURCE = Path(__file__).parents[2] / "src"
 HEAVY = (
     "triton",
     "numba",
@@ -21,22 +20,17 @@ HEAVY = (
 )
 
 
-def run(code: str, **variables: str) -> str:
-    environment = {
-        "PATH": os.environ["PATH"],
-        "PYTHONPATH": str(SOURCE),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        **variables,
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment,
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+ENVIRONMENT = {
+    "PATH": os.environ["PATH"],
+    "PYTHONPATH": str(SOURCE),
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+
+
+def run(code: str) -> str:
+    """Return what the code prints in a process that has imported PyTorch alone."""
+    done = run_fresh(code, ENVIRONMENT)
+    assert done.code == 0, done.stderr
     return done.stdout.strip()
 
 
@@ -103,7 +97,16 @@ x = torch.zeros(2, 2, requires_grad=True)
 partita.cross_entropy(x, torch.tensor([0, 1])).backward()
 print(x.grad.tolist())
 """
-    assert run(code) == "[[-0.25, 0.25], [0.25, -0.25]]"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=ENVIRONMENT,
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[[-0.25, 0.25], [0.25, -0.25]]"
 
 
 def test_an_unknown_attribute_is_named() -> None:
@@ -132,16 +135,11 @@ MODULES = [
 ]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
-def test_each_module_can_be_the_first_import() -> None:
-    """Each import takes place in a fork of a process that has imported PyTorch alone."""
+@pytest.mark.parametrize("module", MODULES)
+def test_each_module_can_be_the_first_import(module: str) -> None:
     code = f"""
-import importlib, os, sys, torch
-for module in {MODULES}:
-    if not (child := os.fork()):
-        assert not any(name.startswith("partita") for name in sys.modules)
-        print(importlib.import_module("partita." + module).__name__, flush=True)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, module
+import importlib, sys
+assert not any(name.startswith("partita") for name in sys.modules)
+print(importlib.import_module("partita.{module}").__name__)
 """
-    assert run(code).split() == [f"partita.{module}" for module in MODULES]
+    assert run(code) == f"partita.{module}"

@@ -8,8 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 import partita
 
 SOURCE = Path(partita.__file__).parent
@@ -107,10 +105,19 @@ def module_of(path: Path) -> tuple[str, ...]:
 
 
 @cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@cache
 def imports(path: Path) -> tuple[Import, ...]:
     """Return what a file imports from the package, which has to be relative."""
     found = []
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     inner = {
         node
         for function in ast.walk(tree)
@@ -171,24 +178,23 @@ def allowed(importer: tuple[str, ...], module: tuple[str, ...]) -> bool:
     return other_layer not in ("gpu", "cpu") or is_plan
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_imports_follow_the_layout(path: Path) -> None:
-    importer = module_of(path)
+def test_imports_follow_the_layout() -> None:
     own_kernels = ("bench", "read_kernel")  # the benchmark times a kernel of its own
     refused = [
-        ".".join(found.module)
+        (name_of(path), ".".join(found.module))
+        for path in FILES
         for found in imports(path)
-        if not allowed(importer, found.module) and found.module != own_kernels
+        if not allowed(module_of(path), found.module) and found.module != own_kernels
     ]
     assert not refused
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_public_modules_are_no_helper_libraries(path: Path) -> None:
+def test_public_modules_are_no_helper_libraries() -> None:
     """Only public names are imported from a public module of the ops."""
     public = {*partita.__all__, *partita.parallel.__all__, "Lengths"}
     helpers = [
-        f"{'.'.join(found.module)}.{found.name}"
+        (name_of(path), f"{'.'.join(found.module)}.{found.name}")
+        for path in FILES
         for found in imports(path)
         if found.module[:1] == ("ops",)
         and found.module[-1:] == ("api",)
@@ -225,13 +231,14 @@ def test_one_file_touches_torch_library() -> None:
     assert users == ["runtime/register.py"]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_caches_are_bounded_and_registered(path: Path) -> None:
+def test_caches_are_bounded_and_registered() -> None:
     """`clear_caches` empties all caches, so a module registers each cache that it makes."""
-    text = path.read_text(encoding="utf-8")
-    assert not re.search(r"@(functools\.)?cache\b", text) or path.name == "backend.py"
-    made = len(re.findall(r"lru_cache\(|WeakTensorKeyDictionary\(\)", text))
-    assert text.count("register_cache(") >= made
+    for path in FILES:
+        text = path.read_text(encoding="utf-8")
+        unbounded = re.search(r"@(functools\.)?cache\b", text)
+        assert not unbounded or path.name == "backend.py", name_of(path)
+        made = len(re.findall(r"lru_cache\(|WeakTensorKeyDictionary\(\)", text))
+        assert text.count("register_cache(") >= made, name_of(path)
 
 
 def test_kernels_are_not_looked_up_by_a_string() -> None:
@@ -255,19 +262,20 @@ def test_families_have_empty_package_files() -> None:
     assert {"softmax", "cross_entropy", "linear_heads", "chain", "ctc"} <= FAMILIES
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_are_short_and_narrow(path: Path) -> None:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 450
-    assert not [number for number, line in enumerate(lines, 1) if len(line) > 100]
+def test_files_are_short_and_narrow() -> None:
+    long, wide_lines = [], []
+    for path in TEXTS:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        long += [name_of(path)] * (len(lines) > 450)
+        wide_lines += [(name_of(path), i) for i, line in enumerate(lines, 1) if len(line) > 100]
+    assert not long and not wide_lines
 
 
 def long_kernels(path: Path) -> set[str]:
     """Return the kernels and device functions of a file that have too many lines."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     return {
         node.name
-        for node in tree.body
+        for node in tree_of(path).body
         if isinstance(node, ast.FunctionDef)
         and any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
         and (node.end_lineno or node.lineno) - node.lineno + 1 > MAX_KERNEL_LINES
@@ -281,7 +289,7 @@ def test_kernels_are_short() -> None:
 
 def test_a_long_kernel_is_found(tmp_path: Path) -> None:
     for lines, found in ((MAX_KERNEL_LINES - 1, set()), (MAX_KERNEL_LINES, {"f"})):
-        path = tmp_path / "kernels.py"
+        path = tmp_path / f"kernels_{lines}.py"
         body = "    x = 1\n" * lines
         path.write_text(f"@triton.jit(do_not_specialize=[])\ndef f(x):\n{body}", encoding="utf-8")
         assert long_kernels(path) == found
@@ -307,24 +315,24 @@ def bound_names(tree: ast.AST) -> Iterator[str]:
             yield (node.asname or node.name).rpartition(".")[2]
 
 
+@cache
 def words_of(name: str) -> list[str]:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().strip("_").split("_")
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_names_use_the_terms_of_the_field(path: Path) -> None:
+def test_names_use_the_terms_of_the_field() -> None:
     """Words that had several meanings in this package are no names in it."""
-    names = set(bound_names(ast.parse(path.read_text(encoding="utf-8"))))
     retired = {
-        name
-        for name in names
+        (name_of(path), name)
+        for path in TEXTS
+        for name in set(bound_names(tree_of(path)))
         if "_".join(words_of(name)) in RETIRED
         or (not name.startswith("test_") and RETIRED_EVERYWHERE & set(words_of(name)))
     }
     assert not retired
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_texts_use_the_terms_of_the_field(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert not re.findall(rf"\b({'|'.join(sorted(RETIRED_EVERYWHERE))})\b", text)
+def test_texts_use_the_terms_of_the_field() -> None:
+    words = re.compile(rf"\b({'|'.join(sorted(RETIRED_EVERYWHERE))})\b")
+    found = {name_of(path): words.findall(path.read_text(encoding="utf-8")) for path in FILES}
+    assert not {name: texts for name, texts in found.items() if texts}

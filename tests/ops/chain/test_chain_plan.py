@@ -1,17 +1,15 @@
 """The plans of chains, which are pure functions of sizes."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
+from helpers.fresh import run_fresh
 
 from partita.ops.chain.gpu import plan
 
 
 def test_plans_import_no_triton() -> None:
     code = "import sys; import partita.ops.chain.gpu.plan; assert 'triton' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert run_fresh(code).code == 0
 
 
 @pytest.mark.parametrize("T", [0, 1, 2, 31, 32, 33, 63, 64, 65, 66, 127, 1000, 20_001, 200_000])

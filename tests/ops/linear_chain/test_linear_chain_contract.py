@@ -1,11 +1,10 @@
 """Dense linear chains: arguments, failures, exactness at any length, memory."""
 
 import resource
-import subprocess
-import sys
 
 import pytest
 import torch
+from helpers.fresh import run_fresh
 from helpers.linear_chains import KINDS, random_linear_chain
 
 import partita
@@ -277,5 +276,4 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 def test_memory_does_not_grow_with_the_transitions_of_all_tokens() -> None:
     """Scores [T - 1, N, C, C] would take 1.2 GiB."""
     assert resource.RUSAGE_SELF == 0
-    printed = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, check=True).stdout
-    assert int(printed) < 400
+    assert int(run_fresh(MEMORY).stdout) < 400

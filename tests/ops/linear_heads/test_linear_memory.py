@@ -1,14 +1,13 @@
 """Memory plans of losses from hidden states, and the memory that calls use."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.fresh import run_fresh
 from helpers.linear import batch_of, ours
 from helpers.rows import INTERPRETING
 
@@ -193,7 +192,4 @@ print(peak() - before)
 """
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("needs Linux")
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
-    )
-    assert float(done.stdout) < 150
+    assert float(run_fresh(code).stdout) < 150

@@ -1,6 +1,7 @@
 """Vocabulary-parallel losses in several processes, which use Gloo on the CPU and NCCL on GPUs."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,22 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import CHECKS
+from helpers.rows import INTERPRETING
 
 from partita import parallel
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available(), reason="this PyTorch has no torch.distributed"
 )
-WORLDS = [
-    pytest.param("cpu", 2, marks=pytest.mark.interpreted),
-    pytest.param("cpu", 3),
-    pytest.param("cpu", 4),
-]
-WORLDS += [pytest.param("cuda", world, marks=pytest.mark.multigpu) for world in (2, 4)]
+WORLDS = [pytest.param("cpu", (2,) if INTERPRETING else (2, 3, 4), marks=pytest.mark.interpreted)]
+WORLDS += [pytest.param("cuda", (world,), marks=pytest.mark.multigpu) for world in (2, 4)]
 
 
-def launch(kind: str, world: int, what: str, store: Path) -> list[tuple[int, str]]:
-    """Run a process for each rank, and return their exit codes and outputs."""
+def launch(kind: str, worlds: tuple[int, ...], what: str, store: Path) -> list[tuple[int, str]]:
+    """Run all ranks of each world, and return their exit codes and outputs."""
     script = str(Path(__file__).parents[2] / "helpers/ranks.py")
     path = os.pathsep.join(filter(None, sys.path))
     environment = {
@@ -34,31 +32,33 @@ def launch(kind: str, world: int, what: str, store: Path) -> list[tuple[int, str
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_NVLS_ENABLE": "0",
     }
-    pipes = {
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "text": True,
-        "env": environment,
-    }
-    command = [sys.executable, "-W", "ignore", script]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(world), str(store), kind, what], **pipes)
-        for rank in range(world)
-    ]
+    arguments = [",".join(map(str, worlds)), str(store), kind, what]
+    ranks = subprocess.Popen(
+        [sys.executable, "-W", "ignore", script, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
     try:
-        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [(rank.returncode, text) for rank, text in zip(ranks, outputs, strict=True)]
+        codes = ranks.communicate(timeout=600)[0].split()
+    except BaseException:
+        os.killpg(ranks.pid, signal.SIGKILL)
+        raise
+    outputs = [
+        Path(f"{store}.{world}.{rank}").read_text() for world in worlds for rank in range(world)
+    ]
+    return [(int(code), text) for code, text in zip(codes, outputs, strict=True)]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "world"), WORLDS)
-def test_every_rank(kind: str, world: int, tmp_path: Path) -> None:
-    if kind == "cuda" and torch.cuda.device_count() < world:
-        pytest.skip(f"needs {world} GPUs")
-    for code, output in launch(kind, world, "all", tmp_path / "store"):
+@pytest.mark.parametrize(("kind", "worlds"), WORLDS, ids=str)
+def test_every_rank(kind: str, worlds: tuple[int, ...], tmp_path: Path) -> None:
+    if kind == "cuda" and torch.cuda.device_count() < max(worlds):
+        pytest.skip(f"needs {max(worlds)} GPUs")
+    ranks = launch(kind, worlds, "all", tmp_path / "store")
+    assert len(ranks) == sum(worlds)
+    for code, output in ranks:
         assert code == 0, output[-4000:]
         assert output.count("passed") == len(CHECKS)
 
@@ -67,7 +67,7 @@ def test_every_rank(kind: str, world: int, tmp_path: Path) -> None:
 def test_a_rank_that_raises_does_not_leave_the_others_hanging(kind: str, tmp_path: Path) -> None:
     if kind == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    (code, output), (failing_code, failing_output) = launch(kind, 2, "fail", tmp_path / "store")
+    (code, output), (failing_code, failing_output) = launch(kind, (2,), "fail", tmp_path / "store")
     assert failing_code != 0 and "this rank does not take part" in failing_output
     assert code != 0 and "RuntimeError" in output
     assert kind == "cpu" or "a rank did not reach the loss" in output
