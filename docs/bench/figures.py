@@ -3,8 +3,8 @@
     python docs/bench/figures.py
 
 `cross_entropy.svg` shows h200.csv, `ctc_exactness.svg` and `ctc_crf.svg` show ctc.csv, and
-`parallel.svg` shows parallel.csv and the arithmetic of its page. `host.svg` shows host.csv if that
-file exists. `row_exactness.svg` and its table are arithmetic in fp32 on the CPU: two ways to form a
+`parallel.svg` shows parallel.csv and the arithmetic of its page. `host.svg` shows host.csv.
+`row_exactness.svg` and its table are arithmetic in fp32 on the CPU: two ways to form a
 loss and an entropy. The other pictures come from `partita bench` and `examples/chain_exactness.py`.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scaling import loss_ms
 
 from partita.bench import host_report
 from partita.bench.picture import COLOURS
@@ -142,23 +146,6 @@ def ctc_crf(panels: Sequence[Axes]) -> None:
     )
 
 
-# The work of one GPU, as in docs/parallel.md.
-PRODUCTS_MS, PASSES_MS, EXCHANGED_BYTES = 37.7, 1.5, 4 * 4096 * 8192
-MACHINE_RANKS = 8  # GPUs of a machine
-LINK, NETWORK = 450e9, 50e9  # nominal bytes a second in each direction, in and between machines
-
-
-def on_paper(vocabulary_ranks: int, token_ranks: int) -> float:
-    """Return the milliseconds of the loss from hidden states.
-
-    The exchange of the gradient hides behind a third of the products.
-    """
-    work = (PRODUCTS_MS + PASSES_MS) / (vocabulary_ranks * token_ranks)
-    link = LINK if vocabulary_ranks <= MACHINE_RANKS else NETWORK
-    exchange = 2e3 * (1 - 1 / vocabulary_ranks) * EXCHANGED_BYTES / token_ranks / link
-    return work + max(0.0, exchange - PRODUCTS_MS / 3 / (vocabulary_ranks * token_ranks))
-
-
 def parallel(panels: Sequence[Axes]) -> None:
     """Draw the losses and their memory by the number of GPUs, with others and perfect scaling."""
     rows, linear = (
@@ -204,14 +191,14 @@ def parallel(panels: Sequence[Axes]) -> None:
     line(
         panels[1],
         "on paper: vocabulary over all",
-        [(gpus, on_paper(gpus, 1)) for gpus in (8, 64)],
+        [(gpus, loss_ms(gpus, 1)) for gpus in (8, 64)],
         color=COLOURS["cce"],
         linestyle=":",
     )
     line(
         panels[1],
         "on paper: tokens over machines",
-        [(8 * n, on_paper(8, n)) for n in (1, 8, 64)],
+        [(8 * n, loss_ms(8, n)) for n in (1, 8, 64)],
         color=COLOURS["liger"],
         linestyle=":",
     )
@@ -336,9 +323,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     drawn(out / "ctc_crf.svg", 2, 4.6, ctc_crf)
     drawn(out / "parallel.svg", 3, 4.2, parallel)
     drawn(out / "row_exactness.svg", 2, 4.6, row_exactness(errors))
-    if (HERE / "host.csv").exists():
-        machine, bars = host_report.bars_of_csv(HERE / "host.csv")
-        (out / "host.svg").write_bytes(host_report.render(bars, machine, "svg"))
+    machine, bars = host_report.bars_of_csv(HERE / "host.csv")
+    (out / "host.svg").write_bytes(host_report.render(bars, machine, "svg"))
 
 
 if __name__ == "__main__":

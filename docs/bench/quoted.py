@@ -3,10 +3,9 @@
     python docs/bench/quoted.py            # write them into README.md and the pages
     python docs/bench/quoted.py --check    # exit code 1 if one of them is not current
 
-A page quotes `<!-- name -->text<!-- / -->`, where `name` is a function of `quoted_figures.py`
-or `quoted_readme.py`. The
-text is in the file, so that it shows on a code host too. The build of the site writes it again, and
-tests compare it with the tables.
+A page quotes `<!-- name -->text<!-- / -->`, where `name` is a function of one of the modules
+`quoted_*.py`. The text is in the file, so that it shows on a code host too. The build of the site
+writes it again, and tests compare it with the tables.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import quoted_figures  # noqa: F401, fills FIGURES
+import quoted_host  # noqa: F401
+import quoted_parallel  # noqa: F401
 import quoted_readme  # noqa: F401
 from quoted_rows import FIGURES
 

@@ -122,6 +122,7 @@ def test_pictures_of_the_tables(tmp_path: Path) -> None:
         "cross_entropy.svg",
         "ctc_crf.svg",
         "ctc_exactness.svg",
+        "host.svg",
         "parallel.svg",
         "row_exactness.svg",
     }

@@ -1,0 +1,67 @@
+"""The figures of the page about the host; the name of a function is the name of a quote."""
+
+from __future__ import annotations
+
+from quoted_rows import OURS, digits, figure, row, rows, span, table
+
+HOST = "host.csv"
+FIRST = "first call"
+CALLS = {  # op and variant: what the page calls it
+    ("softmax", ""): "`softmax`",
+    ("cross_entropy", ""): "`cross_entropy`",
+    ("cross_entropy", "a new shape at every call"): "the same, a new shape at every call",
+    ("token_stats", ""): "`token_stats`",
+    ("linear_cross_entropy", ""): "`linear_cross_entropy`",
+    ("ctc_loss", ""): "`ctc_loss`, lengths on the host",
+    ("ctc_loss", "lengths on the device"): "`ctc_loss`, lengths on the GPU",
+    ("ctc_loss", "a new shape at every call"): "`ctc_loss`, a new shape at every call",
+    ("ctc_align", ""): "`ctc_align`",
+    ("logz", ""): "`logz`",
+    ("viterbi", ""): "`viterbi`",
+    ("linear_chain", ""): "`linear_chain(...).logz`",
+    ("ctc_crf_loss", ""): "`ctc_crf_loss`",
+}
+
+
+def _cells(op: str, variant: str, column: str) -> list[str]:
+    """Return a number of Partita and of PyTorch, empty where there is none."""
+    cells = []
+    for provider in (OURS, "torch"):
+        found = rows(HOST, op=op, variant=variant, provider=provider)
+        value = found[0][column] if found else ""
+        cells.append(digits(float(value)) if value and not value.isdigit() else value)
+    return cells
+
+
+@figure
+def host_calls() -> str:
+    lines = []
+    for (op, variant), name in CALLS.items():
+        kernels = [cell for cell in _cells(op, variant, "kernels") if cell]
+        lines.append([name, *_cells(op, variant, "host_us"), ", ".join(kernels)])
+    return table(["call", "Partita", "PyTorch", "kernels, Partita and PyTorch"], lines)
+
+
+@figure
+def host_machine() -> str:
+    machine = row(HOST, op="machine")["provider"]
+    torch, triton = (row(HOST, op="version", provider=name)["note"] for name in ("torch", "triton"))
+    return f"{machine}, PyTorch {torch.partition('+')[0]}, Triton {triton}"
+
+
+@figure
+def host_first_calls() -> str:
+    lines = []
+    for op, variant in CALLS:
+        if variant:
+            continue
+        empty, of_torch = _cells(op, FIRST, "empty_cache_s")
+        filled, _ = _cells(op, FIRST, "filled_cache_s")
+        lines.append([f"`{op}`", empty, filled, of_torch])
+    return table(["op", "empty cache, s", "filled cache, s", "PyTorch, s"], lines)
+
+
+@figure
+def host_first_call_span() -> str:
+    filled = [float(each["filled_cache_s"]) for each in rows(HOST, variant=FIRST, provider=OURS)]
+    return span(filled)
