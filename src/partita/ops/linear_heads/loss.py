@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,26 @@ from .inputs import HeadInputs, all_logits, cast_and_check, flat_inputs, is_usua
 from .plan import check_budget, is_small
 
 FEW_LABELS = 128  # that many labels are read in Python in less time than one tensor operation takes
+
+
+class LossCall(NamedTuple):
+    """A checked call.
+
+    Fields:
+        inputs: hidden states, matrix, bias and labels.
+        weight: the factors of the classes.
+        reduction: `none`, `mean` or `sum`.
+        options: ignored label, label smoothing, soft-cap and factor of the z-loss.
+        memory_budget: bytes of workspace, or None.
+        denominator: what a sum is divided by, or None.
+    """
+
+    inputs: HeadInputs
+    weight: Tensor | None
+    reduction: str
+    options: tuple[int, float, float, float]
+    memory_budget: int | None
+    denominator: float | Tensor | None
 
 
 def linear_loss(
@@ -82,74 +104,54 @@ def linear_loss(
         checks.shape("weight", weight, [len(linear_weight)], "[C]")
         weight = weight.contiguous()
     options = checked_options(ignore_index, label_smoothing, softcap, z_loss)
-    call = (inputs, weight, reduction, options, memory_budget, denominator)
+    call = LossCall(inputs, weight, reduction, options, memory_budget, denominator)
     if not usual and not is_plain(input, linear_weight, linear_bias, target):
-        loss = _planned_loss(*call)
+        loss = _planned_loss(call)
     elif input.is_cpu:
-        loss = _loss_without_ignored(*call)
+        loss = _loss_without_ignored(call)
     else:
-        loss = _loss(*call)
+        loss = _loss(call)
     return loss if usual or reduction != "none" else loss.reshape(target.shape)
 
 
-def _loss_without_ignored(
-    inputs: HeadInputs,
-    weight: Tensor | None,
-    reduction: str,
-    options: tuple[int, float, float, float],
-    memory_budget: int | None,
-    denominator: float | Tensor | None,
-) -> Tensor:
+def _loss_without_ignored(call: LossCall) -> Tensor:
     """Compute the loss of the tokens that are not ignored.
 
     A CPU knows their number without waiting, so that the products can leave the others out.
     """
-    labels, ignore_index = inputs.target, options[0]
+    inputs, labels, ignore_index = call.inputs, call.inputs.target, call.options[0]
     if labels.shape[0] <= FEW_LABELS:
         has_ignored = ignore_index in labels.tolist()
     else:
         has_ignored = bool((labels == ignore_index).any())
     if not has_ignored:
-        return _loss(inputs, weight, reduction, options, memory_budget, denominator)
+        return _loss(call)
     valid = (labels != ignore_index).nonzero()[:, 0]
     valid_inputs = inputs._replace(
         input=inputs.input.index_select(0, valid), target=labels.index_select(0, valid)
     )
     try:
-        loss = _loss(valid_inputs, weight, reduction, options, memory_budget, denominator)
+        loss = _loss(call._replace(inputs=valid_inputs))
     except IndexError:  # This check finds the place of the label among all tokens.
         checks.labels("target", labels, len(inputs.weight), ignore_index)
         raise
-    if reduction != "none":
+    if call.reduction != "none":
         return loss
     return loss.new_zeros(len(labels)).index_put((valid,), loss)
 
 
-def _loss(
-    inputs: HeadInputs,
-    weight: Tensor | None,
-    reduction: str,
-    options: tuple[int, float, float, float],
-    memory_budget: int | None,
-    denominator: float | Tensor | None,
-) -> Tensor:
+def _loss(call: LossCall) -> Tensor:
     """Compute the loss of a plain eager call."""
-    input, matrix, *_ = inputs
-    if is_small(input.shape[0], matrix.shape[0], input.dtype, memory_budget):
-        loss = composed_cross_entropy(*inputs, weight, *options, reduction)
-        return loss if denominator is None else loss / denominator
-    return _planned_loss(inputs, weight, reduction, options, memory_budget, denominator)
+    input, matrix, *_ = call.inputs
+    if is_small(input.shape[0], matrix.shape[0], input.dtype, call.memory_budget):
+        loss = composed_cross_entropy(*call.inputs, call.weight, *call.options, call.reduction)
+        return loss if call.denominator is None else loss / call.denominator
+    return _planned_loss(call)
 
 
-def _planned_loss(
-    inputs: HeadInputs,
-    weight: Tensor | None,
-    reduction: str,
-    options: tuple[int, float, float, float],
-    memory_budget: int | None,
-    denominator: float | Tensor | None,
-) -> Tensor:
+def _planned_loss(call: LossCall) -> Tensor:
     """Compute the loss in the chunks of the plan."""
+    inputs, weight, reduction, options, memory_budget, denominator = call
     plan = inputs.plan(memory_budget, reduction != "none")
     backend, wanted = current_backend(), inputs.wanted
     head = (inputs.input, inputs.weight, inputs.bias, inputs.target, weight)
@@ -159,8 +161,8 @@ def _planned_loss(
             dtype = acc_dtype(inputs.input.dtype)
             divisor = torch.full((), divisor, dtype=dtype, device=inputs.input.device)
         if plain_eager():
-            call = (loss_options, plan.chunk, *head, divisor)
-            return apply(autograd.LinearOnePass, wanted, backend, *call)
+            args = (loss_options, plan.chunk, *head, divisor)
+            return apply(autograd.LinearOnePass, wanted, backend, *args)
         if torch.compiler.is_compiling():
             traced = (*head, divisor, *loss_options, plan.chunk, *wanted, backend)
             return apply(autograd.LinearOnePassTraced, *traced)[0]
