@@ -15,6 +15,7 @@ from .ops.divergence.api import divergence
 from .ops.linear_chain.api import LinearChain, linear_chain
 from .ops.linear_chain.results import ExpectedCounts, LinearPath, LinearSample
 from .ops.linear_heads.api import linear_cross_entropy, linear_token_stats
+from .ops.linear_heads.divergence import linear_divergence
 from .ops.linear_heads.logprobs import linear_logprobs
 from .ops.linear_heads.plan import linear_cross_entropy_plan
 from .ops.logprobs.api import logprobs
@@ -51,6 +52,7 @@ __all__ = [
     "linear_chain",
     "linear_cross_entropy",
     "linear_cross_entropy_plan",
+    "linear_divergence",
     "linear_logprobs",
     "linear_token_stats",
     "log_softmax",

@@ -193,6 +193,10 @@ def call_linear(dtype: torch.dtype, C: int) -> None:
         torch.autograd.grad(field.sum(), hidden, retain_graph=True)
     stats = partita.linear_token_stats(hidden, matrix, softcap=5.0, memory_budget=budget)
     torch.autograd.grad(stats.entropy.sum(), hidden)
+    for beta in (0.0, 0.5, 1.0):
+        heads = (hidden, matrix, hidden.detach(), matrix)
+        loss = partita.linear_divergence(*heads, beta=beta, memory_budget=2 * budget)
+        torch.autograd.grad(loss, hidden)
     found = partita.linear_logprobs(hidden, matrix, target[:, None], memory_budget=budget)
     torch.autograd.grad(found.sum(), hidden)
 

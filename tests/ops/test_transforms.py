@@ -26,6 +26,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 MATRIX = numbers(5, 4, seed=1)
 TEACHER = numbers(N, 5, seed=7)
+TEACHER_MATRIX = numbers(5, 5, seed=8)
 IDS = torch.arange(2 * N).view(N, 2) % 3  # some rows repeat a class
 OTHER = numbers(3, N, 3, 3, seed=5)
 
@@ -84,6 +85,21 @@ LOSSES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
             x, MATRIX.to(x.device), IDS.to(x.device), memory_budget=2**20
         ),
     ),
+    **{
+        f"linear_divergence, {reduction}": (
+            (N, 4),
+            lambda x, reduction=reduction: partita.linear_divergence(
+                x,
+                MATRIX.to(x.device),
+                TEACHER.to(x.device),
+                TEACHER_MATRIX.to(x.device),
+                beta=0.3,
+                reduction=reduction,
+                memory_budget=2**20,
+            ),
+        )
+        for reduction in ("none", "mean")
+    },
     "linear_token_stats": (
         (N, 4),
         lambda x: statistics(

@@ -83,7 +83,7 @@ def test_public_names_are_those_of_the_design() -> None:
     }
     ctc = {"CTCAlignment", "TokenSpans", "ctc_align", "ctc_crf_loss", "ctc_loss", "debruijn_source"}
     linear = {f"linear_{name}" for name in ("cross_entropy", "cross_entropy_plan", "logprobs")}
-    linear |= {"linear_token_stats"}
+    linear |= {"linear_token_stats", "linear_divergence"}
     assert set(partita.__all__) == rows | {"token_stats", "divergence"} | linear | chains | ctc | {
         "backend",
         "integrations",

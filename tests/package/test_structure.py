@@ -25,6 +25,7 @@ ARROWS = {
     ("logprobs", "cross_entropy"),
     ("divergence", "cross_entropy"),
     ("linear_heads", "logprobs"),
+    ("linear_heads", "divergence"),
     ("vocab_parallel", "cross_entropy"),
     ("vocab_parallel", "linear_heads"),
     ("linear_chain", "chain"),

@@ -167,6 +167,18 @@ def linear_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         found["linear_logprobs_backward"].append(
             (ids.to(hidden.dtype), *of_ids, *picked[1:], 0.7, numbers[1], -100, 3, *wanted)
         )
+    for bias_or_none, numbers, wanted in (
+        (None, (0.0, 1.0, 0.0), (True, True, False)),
+        (bias, (0.3, 0.7, 5.0), (True, False, True)),
+    ):
+        heads = (hidden, matrix, bias_or_none, hidden[:, :2], matrix[:, :2].contiguous(), None)
+        found["linear_divergence"] += [(*heads, *numbers, 3, save) for save in (False, True)]
+        *fields, _, _ = torch.ops.partita.linear_divergence(*heads, *numbers, 3, False, BACKEND)
+        statistics = (*fields[1:], hidden.new_empty(0), hidden.new_empty(0))
+        found["linear_divergence_backward"].append((row, *heads, *statistics, *numbers, 3, *wanted))
+        found["linear_divergence_one_pass"] += [
+            (*heads, row, *numbers, *sizes, *wanted) for sizes in ((3, 0, 0), (2, 9, 4))
+        ]
     return found
 
 

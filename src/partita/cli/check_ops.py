@@ -17,20 +17,24 @@ from ..ops.ctc.api import ctc_loss
 from ..ops.ctc_crf.api import ctc_crf_loss, debruijn_source
 from ..ops.divergence.api import divergence
 from ..ops.linear_chain.api import linear_chain
-from ..ops.linear_heads.api import linear_cross_entropy, linear_token_stats
-from ..ops.linear_heads.logprobs import linear_logprobs
 from ..ops.logprobs.api import logprobs
 from ..ops.softmax.api import log_softmax, logsumexp, softmax
 from ..primitives.semiring import Max
 from ..testing.budget import Scale
-from .check_torch import divergence_in_torch, pairs_in_torch, paths_in_torch, upcast
+from .check_linear import LINEAR
+from .check_torch import (
+    divergence_in_torch,
+    pairs_in_torch,
+    paths_in_torch,
+    token_stats_in_torch,
+    upcast,
+)
 from .console import DTYPES
 
 EDGES = ("plain", "offset", "leading_inf", "transposed", "framed")
 ROWS, COLUMNS = 19, 781  # neither is a multiple of a block
 LONG_ROWS, LONG_COLUMNS = 3, 50_257
 IGNORED = 2  # a label
-LEAN = 25_000  # a budget in bytes that does not hold all logits of these rows
 STATE_LEN, ALPHABET = 3, 5  # k-mers of three bases; four bases and the blank
 TARGET = (1, 3, 2, 2, 4, 1)
 
@@ -96,14 +100,6 @@ def _everything(x: Tensor, target: Tensor) -> Tensor:
     return (
         F.cross_entropy(capped, target, _weight(x), ignore_index=IGNORED, label_smoothing=0.1) + z
     )
-
-
-def _token_stats(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-    x = upcast(x) / 0.75
-    logp = x.log_softmax(-1)
-    p = logp.exp()
-    entropy = -(p * logp.masked_fill(p == 0, 0)).sum(-1)
-    return logp.gather(-1, target.unsqueeze(-1)).squeeze(-1), x.logsumexp(-1), entropy
 
 
 def _some_classes(x: Tensor) -> Tensor:
@@ -182,25 +178,6 @@ def _entropy_in_torch(x: Tensor) -> Tensor:
     return log_z - mean
 
 
-def _matrix(x: Tensor) -> Tensor:
-    """Return a square matrix that maps rows of hidden states to logits."""
-    size = x.shape[1]
-    return (
-        torch.arange(size * size, device=x.device, dtype=torch.float64)
-        .sin()
-        .unflatten(0, (size, size))
-        / 16
-    ).to(x.dtype)
-
-
-def _linear_in_torch(x: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(x, _matrix(x)), target)
-
-
-def _linear_stats_in_torch(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-    return _token_stats(F.linear(x, _matrix(x)), target)
-
-
 def _ctc_arguments(x: Tensor) -> tuple[Tensor, list[int], list[int]]:
     """Return a target of two labels for rows that are the steps of one sequence."""
     return labels(x)[:2][None], [x.shape[0]], [2]
@@ -252,36 +229,6 @@ def _crf_in_torch(x: Tensor) -> Tensor:
     return paths_in_torch(scores, source, lambda terms: terms.logsumexp(-1)) - alpha[-1]
 
 
-LINEAR: tuple[tuple[str, Function, Function, tuple[str, ...]], ...] = (
-    (
-        "linear_cross_entropy",
-        lambda x, t: linear_cross_entropy(x, _matrix(x), t),
-        _linear_in_torch,
-        tuple(DTYPES),
-    ),
-    (
-        "linear_cross_entropy, lean",
-        lambda x, t: linear_cross_entropy(x, _matrix(x), t, memory_budget=LEAN),
-        _linear_in_torch,
-        ("fp32", "fp64"),
-    ),
-    (
-        "linear_token_stats",
-        lambda x, t: linear_token_stats(x, _matrix(x), t, temperature=0.75),
-        _linear_stats_in_torch,
-        tuple(DTYPES),
-    ),
-    (
-        "linear_logprobs, lean",
-        lambda x, t: linear_logprobs(
-            x, _matrix(x), t.unsqueeze(-1), temperature=0.75, memory_budget=LEAN
-        ),
-        lambda x, t: (
-            (upcast(F.linear(x, _matrix(x))) / 0.75).log_softmax(-1).gather(-1, t.unsqueeze(-1))
-        ),
-        ("fp32", "fp64"),
-    ),
-)
 CHECKS = (
     Check("softmax", softmax, lambda x: torch.softmax(x, -1), lambda x: (), "element", "tensor"),
     Check(
@@ -339,7 +286,7 @@ CHECKS = (
     Check(
         "token_stats",
         lambda x, target: token_stats(x, target, temperature=0.75),
-        _token_stats,
+        token_stats_in_torch,
         lambda x: (labels(x),),
         "tensor",
         "tensor",

@@ -13,15 +13,24 @@ def upcast(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def divergence_in_torch(x: Tensor, beta: float) -> Tensor:
-    """Compute the divergence of rows from the same rows in the opposite order."""
-    p, q = (rows.softmax(-1) for rows in (upcast(x), upcast(x).detach().flip(-1)))
+def divergence_in_torch(x: Tensor, beta: float, teacher: Tensor | None = None) -> Tensor:
+    """Compute the divergence of rows from a teacher's, or from themselves in the opposite order."""
+    teacher = x.detach().flip(-1) if teacher is None else teacher
+    p, q = upcast(x).softmax(-1), upcast(teacher).softmax(-1)
     first, second = (q, p) if beta == 0 else (p, q)
     if beta in (0.0, 1.0):
         return F.kl_div(second.log(), first, reduction="none").sum(-1)
     mixture = (beta * q + (1 - beta) * p).log()
     parts = (F.kl_div(mixture, r, reduction="none").sum(-1) for r in (q, p))
     return beta * next(parts) + (1 - beta) * next(parts)
+
+
+def token_stats_in_torch(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    x = upcast(x) / 0.75
+    logp = x.log_softmax(-1)
+    p = logp.exp()
+    entropy = -(p * logp.masked_fill(p == 0, 0)).sum(-1)
+    return logp.gather(-1, target.unsqueeze(-1)).squeeze(-1), x.logsumexp(-1), entropy
 
 
 def paths_in_torch(scores: Tensor, source: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:

@@ -35,6 +35,7 @@ OPS = (
     "linear_cross_entropy",
     "linear_token_stats",
     "linear_logprobs",
+    "linear_divergence",
     *NUMBA_OPS,
 )
 BACKEND_NAMES = {"reference": "PyTorch", "gpu": "Triton", "cpu": "Numba"}

@@ -25,6 +25,7 @@ from ..ops.ctc_crf.api import ctc_crf_loss, debruijn_source
 from ..ops.divergence.api import divergence
 from ..ops.linear_chain.api import linear_chain
 from ..ops.linear_heads.api import linear_cross_entropy, linear_token_stats
+from ..ops.linear_heads.divergence import linear_divergence
 from ..ops.linear_heads.logprobs import linear_logprobs
 from ..ops.logprobs.api import logprobs
 from ..ops.softmax.api import log_softmax, logsumexp, softmax
@@ -162,6 +163,11 @@ OPS: dict[str, WarmOp] = {
         _HIDDEN,
         _hidden,
         lambda input, weight, target: linear_logprobs(input, weight, target[:, None].expand(-1, 8)),
+    ),
+    "linear_divergence": WarmOp(
+        _HIDDEN,
+        _hidden,
+        lambda input, weight, _: linear_divergence(input, weight, input.flip(0), weight),
     ),
     "ctc_loss": WarmOp(_CTC, _sequences, lambda *inputs: ctc_loss(*inputs, from_logits=True)),
     "ctc_align": WarmOp(

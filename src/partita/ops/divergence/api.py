@@ -8,6 +8,7 @@ from torch import Tensor
 from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
 from .autograd import divergence_of_rows
+from .common import reduced
 
 
 def divergence(
@@ -79,16 +80,3 @@ def divergence(
     if acc_dtype(dtype) != acc_dtype(logits.dtype):
         logits = logits.to(dtype)
     return reduced(divergence_of_rows(logits, teacher_logits, *numbers), mask, reduction)
-
-
-def reduced(loss: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
-    """Reduce the losses of the rows of the mask."""
-    if mask is not None:
-        loss = torch.where(mask == 0, 0, loss)
-    if reduction == "none":
-        return loss
-    if reduction == "sum":
-        return loss.sum()
-    if mask is None:
-        return loss.sum() / loss.numel() if loss.numel() else loss.sum() / 0.0
-    return loss.sum() / (mask != 0).sum()

@@ -1,9 +1,11 @@
-"""Results that the reference and the kernels of divergences share."""
+"""Results and functions that the reference and the kernels of divergences share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -25,3 +27,61 @@ class DivergenceRows(NamedTuple):
     sumexp: Tensor
     teacher_maximum: Tensor
     teacher_sumexp: Tensor
+
+
+class DivergenceState(NamedTuple):
+    """The state of rows after some of their classes.
+
+    Fields:
+        rows: the `DivergenceRows` of these classes alone, fields `[M]`.
+        weighted: the sum of e * (first - second), relative to the maxima of both rows. e are the
+            exponentials of the first row, which is the teacher's for beta 0, otherwise the
+            student's, `[M]`.
+    """
+
+    rows: DivergenceRows
+    weighted: Tensor
+
+    def part(self, rows: slice) -> DivergenceState:
+        """Return the state of some rows, in the same memory."""
+        fields = DivergenceRows(*(field[rows] for field in self.rows))
+        return DivergenceState(fields, self.weighted[rows])
+
+
+class DivergenceKernels(NamedTuple):
+    """The functions of one backend that work on some classes of both rows, `[M, C]` each.
+
+    Fields:
+        new_state: returns a `DivergenceState` for as many rows as its first argument has.
+        accumulate: updates a `DivergenceState` in place with the classes from `first` on.
+        accumulate_mixture: adds the divergences from the mixture over these classes to the state,
+            whose maxima and sums have seen all classes.
+        gradient: overwrites the student's logits with their gradient.
+    """
+
+    new_state: Callable[..., DivergenceState]
+    accumulate: Callable[..., None]
+    accumulate_mixture: Callable[..., None]
+    gradient: Callable[..., None]
+
+
+def reduced(loss: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
+    """Reduce the losses of the rows of the mask."""
+    if mask is not None:
+        loss = torch.where(mask == 0, 0, loss)
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return loss.sum()
+    if mask is None:
+        return loss.sum() / loss.numel() if loss.numel() else loss.sum() / 0.0
+    return loss.sum() / (mask != 0).sum()
+
+
+def row_factors(mask: Tensor | None, like: Tensor, reduction: str) -> Tensor:
+    """Return the derivative of a reduced loss in the loss of each row, with the dtype of `like`."""
+    if mask is None:
+        return torch.full_like(like, 1 / max(like.numel(), 1) if reduction == "mean" else 1.0)
+    is_valid = mask != 0
+    factor = is_valid.sum().to(like.dtype).reciprocal() if reduction == "mean" else 1.0
+    return torch.where(is_valid, factor, 0.0).to(like.dtype)

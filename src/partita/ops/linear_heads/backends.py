@@ -11,7 +11,7 @@ Functions = Mapping[str, Callable[..., Any]]
 
 
 def _reference() -> Functions:
-    from . import reference
+    from . import reference, reference_divergence
 
     return {
         "linear_rows": reference.linear_rows,
@@ -19,11 +19,14 @@ def _reference() -> Functions:
         "linear_one_pass": reference.linear_one_pass,
         "linear_logprobs": reference.linear_logprobs,
         "linear_logprobs_backward": reference.linear_logprobs_backward,
+        "linear_divergence": reference_divergence.linear_divergence,
+        "linear_divergence_backward": reference_divergence.linear_divergence_backward,
+        "linear_divergence_one_pass": reference_divergence.linear_divergence_one_pass,
     }
 
 
 def _gpu() -> Functions:
-    from .gpu import launch
+    from .gpu import launch, launch_divergence
 
     return {
         "linear_rows": launch.linear_rows,
@@ -31,6 +34,9 @@ def _gpu() -> Functions:
         "linear_one_pass": launch.linear_one_pass,
         "linear_logprobs": launch.linear_logprobs,
         "linear_logprobs_backward": launch.linear_logprobs_backward,
+        "linear_divergence": launch_divergence.linear_divergence,
+        "linear_divergence_backward": launch_divergence.linear_divergence_backward,
+        "linear_divergence_one_pass": launch_divergence.linear_divergence_one_pass,
     }
 
 

@@ -10,24 +10,40 @@ from torch import Tensor
 from ....primitives.rows import laid_out_like
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
-from ..common import DivergenceRows
+from ..common import DivergenceKernels, DivergenceRows, DivergenceState
 from .rows import (
+    divergence_accumulate_kernel,
     divergence_gradient_kernel,
     divergence_mixture_kernel,
-    divergence_statistics_kernel,
 )
 
-MAX_BLOCK = 4096  # classes that a program reads at a time
-GRADIENT_BLOCK = 2048
+BLOCK = 2048  # classes that a program of four warps reads at a time
+MIXTURE_BLOCK = 2048
+GRADIENT_BLOCK = 4096
+ROW_BYTES = 16  # what one thread loads of a row at once
 
 
-def _options(classes: int, largest: int, softcap: float, dtype: torch.dtype) -> dict[str, Any]:
+def _options(
+    largest: int, softcap: float, padded: bool, dtype: torch.dtype, *rows: Tensor
+) -> dict[str, Any]:
+    """Return the compile-time options of a kernel.
+
+    Whole vectors are loaded if all rows start on 16 bytes and consist of whole vectors, or are
+    padded to them.
+    """
+    classes = rows[0].shape[1]
     block = min(next_power_of_2(classes), largest)
+    vector = ROW_BYTES // max(tensor.element_size() for tensor in rows)
+    for tensor in rows:
+        is_aligned = tensor.stride(0) % vector == 0 and tensor.data_ptr() % ROW_BYTES == 0
+        if tensor.stride(1) != 1 or not is_aligned or not (padded or classes % vector == 0):
+            vector = 1
     return {
         "HAS_SOFTCAP": softcap != 0,
         "ACC_DTYPE": tl_acc_dtype(dtype),
+        "VEC": vector,
         "BLOCK": block,
-        "num_warps": 8 if block == MAX_BLOCK else 4,
+        "num_warps": 4 if block > 1024 else 1,
     }
 
 
@@ -35,52 +51,141 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
+def new_state(like: Tensor) -> DivergenceState:
+    """Return memory for the state of the rows, which the first classes write without reading."""
+    fields = [like.new_empty(len(like), dtype=acc_dtype(like.dtype)) for _ in range(7)]
+    return DivergenceState(DivergenceRows(*fields[:6]), fields[6])
+
+
+def accumulate(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    state: DivergenceState,
+    first: int,
+    beta: float,
+    temperature: float,
+    softcap: float,
+    *,
+    padded: bool = True,
+) -> None:
+    """Update the state in place with the logits of the classes from `first` on, `[M, C]` each.
+
+    The rows are `padded` to 16 columns, unless that is said.
+    """
+    rows = state.rows
+    options = _options(BLOCK, softcap, padded, rows.loss.dtype, logits, teacher_logits)
+    lanes = 32 * options["num_warps"]
+    options["LANES"] = lanes if options["BLOCK"] >= lanes * options["VEC"] else 1
+    pairs = [
+        (logits, rows.maximum, rows.sumexp),
+        (teacher_logits, rows.teacher_maximum, rows.teacher_sumexp),
+    ]
+    one, other = pairs if beta else pairs[::-1]
+    launch(
+        divergence_accumulate_kernel,
+        len(logits),
+        one[0],
+        other[0],
+        rows.loss,
+        rows.student,
+        *one[1:],
+        *other[1:],
+        state.weighted,
+        logits.shape[1],
+        first,
+        *one[0].stride(),
+        *other[0].stride(),
+        temperature,
+        softcap,
+        STUDENT_FIRST=beta != 0,
+        **options,
+    )
+
+
+def accumulate_mixture(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    state: DivergenceState,
+    first: int,
+    beta: float,
+    temperature: float,
+    softcap: float,
+    *,
+    padded: bool = True,
+) -> None:
+    """Add these classes to the divergences from the mixture, of rows with known statistics."""
+    dtype = state.rows.loss.dtype
+    launch(
+        divergence_mixture_kernel,
+        len(logits),
+        logits,
+        teacher_logits,
+        *state.rows,
+        logits.shape[1],
+        first,
+        *logits.stride(),
+        *teacher_logits.stride(),
+        beta,
+        temperature,
+        softcap,
+        **_options(MIXTURE_BLOCK, softcap, padded, dtype, logits, teacher_logits),
+    )
+
+
+def write_gradient(
+    grad: Tensor,
+    logits: Tensor,
+    teacher_logits: Tensor,
+    rows: DivergenceRows,
+    beta: float,
+    temperature: float,
+    softcap: float,
+    result: Tensor,
+    *,
+    padded: bool = True,
+) -> None:
+    """Write the gradient of the student's logits, whose rows are padded like the others.
+
+    The result, `[M, C]`, may be the logits themselves.
+    """
+    dtype = rows.maximum.dtype
+    options = _options(GRADIENT_BLOCK, softcap, padded, dtype, logits, teacher_logits, result)
+    launch(
+        divergence_gradient_kernel,
+        len(logits) * cdiv(logits.shape[1], options["BLOCK"]),
+        grad,
+        logits,
+        teacher_logits,
+        *rows[1:],
+        result,
+        logits.shape[1],
+        *logits.stride(),
+        *teacher_logits.stride(),
+        result.stride(0),
+        beta,
+        temperature,
+        softcap,
+        KIND=0 if beta == 0 else 1 if beta == 1 else 2,
+        **options,
+    )
+
+
+DIVERGENCE_KERNELS = DivergenceKernels(new_state, accumulate, accumulate_mixture, write_gradient)
+
+
 def divergence(
     logits: Tensor, teacher_logits: Tensor, beta: float, temperature: float, softcap: float
 ) -> DivergenceRows:
     """Compute the divergence of each row, with a second read for a beta between 0 and 1."""
-    x, t, dtype = _rows(logits), _rows(teacher_logits), acc_dtype(logits.dtype)
-    fields = [logits.new_empty(logits.shape[:-1], dtype=dtype) for _ in range(6)]
-    loss, student, *of_both = fields
-    options = _options(x.shape[1], MAX_BLOCK, softcap, dtype)
-    strides = (*x.stride(), *t.stride())
-    is_forward = beta == 0
-    pairs = [(x, x.stride(), of_both[:2]), (t, t.stride(), of_both[2:])]
-    first, second = reversed(pairs) if is_forward else pairs
-    launch(
-        divergence_statistics_kernel,
-        len(x),
-        first[0],
-        second[0],
-        loss,
-        student,
-        *first[2],
-        *second[2],
-        x.shape[1],
-        *first[1],
-        *second[1],
-        temperature,
-        softcap,
-        STUDENT_FIRST=not is_forward,
-        **options,
-    )
+    x, t = _rows(logits), _rows(teacher_logits)
+    dtype, rows = acc_dtype(logits.dtype), logits.shape[:-1]
+    fields = DivergenceRows(*(logits.new_empty(rows, dtype=dtype) for _ in range(6)))
+    state = DivergenceState(fields, logits.new_empty(rows, dtype=dtype))
+    numbers = (beta, temperature, softcap)
+    accumulate(x, t, state, 0, *numbers, padded=False)
     if 0 < beta < 1:
-        launch(
-            divergence_mixture_kernel,
-            len(x),
-            x,
-            t,
-            *of_both,
-            loss,
-            student,
-            x.shape[1],
-            *strides,
-            beta,
-            temperature,
-            softcap,
-            **options,
-        )
-    return DivergenceRows(loss, student, *of_both)
+        accumulate_mixture(x, t, state, 0, *numbers, padded=False)
+    return fields
 
 
 def divergence_backward(
@@ -99,23 +204,8 @@ def divergence_backward(
     """Compute the gradient of the student's logits from the statistics of the rows."""
     x, t = _rows(logits), _rows(teacher_logits)
     statistics = (student, maximum, sumexp, teacher_maximum, teacher_sumexp)
+    rows = DivergenceRows(grad, *(row.contiguous() for row in statistics))
     dlogits = x.new_empty(x.shape)
-    options = _options(x.shape[1], GRADIENT_BLOCK, softcap, acc_dtype(logits.dtype))
-    launch(
-        divergence_gradient_kernel,
-        len(x) * cdiv(x.shape[1], options["BLOCK"]),
-        grad.contiguous(),
-        x,
-        t,
-        *(row.contiguous() for row in statistics),
-        dlogits,
-        x.shape[1],
-        *x.stride(),
-        *t.stride(),
-        beta,
-        temperature,
-        softcap,
-        KIND=0 if beta == 0 else 1 if beta == 1 else 2,
-        **options,
-    )
+    numbers = (beta, temperature, softcap)
+    write_gradient(grad.contiguous(), x, t, rows, *numbers, dlogits, padded=False)
     return laid_out_like(dlogits.view(logits.shape), logits)

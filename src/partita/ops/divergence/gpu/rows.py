@@ -1,22 +1,158 @@
 """Kernels of divergences: statistics of two rows, the divergence of the mixture, the gradient.
 
-"First" and "second" are teacher and student for the forward KL, and student and teacher for the
-reverse one.
+Rows may be all logits or those of a chunk of classes. "First" and "second" are teacher and student
+for the forward KL, and student and teacher for the reverse one.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import divide, exp, finite_shift, log_exact, reciprocal
-from ...cross_entropy.gpu.token_stats import load_capped
+from ....primitives.gpu.math import LOG2E, apply_softcap, exp, finite_shift, log_exact, reciprocal
+from ....primitives.gpu.reduce import broadcast_lanes, by_lane, lane_max, lane_sum
 
 FORWARD, REVERSE, MIXTURE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
+class PairRows(NamedTuple):
+    """Two rows and what the kernels know of them.
+
+    Fields:
+        first_ptr, second_ptr: the first logits of the rows.
+        first_class, second_class: strides over classes.
+        classes: the number of classes.
+        cap: the soft-cap.
+        log2_scale: the factor of logits in exponents of 2.
+    """
+
+    first_ptr: Any
+    second_ptr: Any
+    first_class: Any
+    second_class: Any
+    classes: Any
+    cap: Any
+    log2_scale: Any
+
+
+class PairState(NamedTuple):
+    """The statistics of both rows: `[1, LANES]` of the lanes, or numbers.
+
+    Fields:
+        maximum, total: maximum and sum of exponentials of the first row.
+        other_maximum, other_total: those of the second row.
+        weighted: the sum of e * (first - second), e the exponentials of the first row. It is
+            relative to the maxima, so that an offset of a row cancels before anything is rounded.
+    """
+
+    maximum: Any
+    total: Any
+    other_maximum: Any
+    other_total: Any
+    weighted: Any
+
+
 @triton.jit
-def divergence_statistics_kernel(
+def load_classes(
+    row_ptr,
+    class_stride,
+    v,
+    classes,
+    cap,
+    UNMASKED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """Load the soft-capped logits of the classes v, -inf past the last class.
+
+    Rows are padded to VEC classes, so the mask of a load is constant over a vector.
+    """
+    pointers = row_ptr + v.to(tl.int64) * class_stride
+    if UNMASKED:
+        return apply_softcap(tl.load(pointers).to(ACC_DTYPE), cap, HAS_SOFTCAP)
+    else:
+        x = tl.load(pointers, mask=v // VEC * VEC < classes, other=0.0).to(ACC_DTYPE)
+        return tl.where(v < classes, apply_softcap(x, cap, HAS_SOFTCAP), -float("inf"))
+
+
+@triton.jit
+def rescaled(state, maximum, other_maximum, log2_scale):
+    """Return the sums of a state relative to other maxima, which are at least its own."""
+    shift, other_shift = finite_shift(maximum), finite_shift(other_maximum)
+    scale = tl.exp2((state.maximum - shift) * log2_scale).to(tl.float64)
+    other_scale = tl.exp2((state.other_maximum - other_shift) * log2_scale).to(tl.float64)
+    # Differences of one row are exact where those of two rows with other offsets are not.
+    moved = (finite_shift(state.maximum) - shift) - (
+        finite_shift(state.other_maximum) - other_shift
+    )
+    # An infinite sum stays, unless its probabilities vanish.
+    weighted = tl.where(scale == 0.0, 0.0, scale * (state.weighted + state.total * moved))
+    return state.total * scale, state.other_total * other_scale, weighted
+
+
+@triton.jit
+def accumulate_pair(
+    state,
+    start,
+    rows,
+    UNMASKED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add one block of classes to the statistics of the lanes."""
+    ACC_DTYPE: tl.constexpr = state.maximum.dtype
+    LANES: tl.constexpr = state.maximum.shape[1]
+    VECTOR: tl.constexpr = 1 if LANES == 1 else VEC
+    classes, cap, log2_scale = rows.classes, rows.cap, rows.log2_scale
+    v = (start + tl.arange(0, BLOCK))[None, :]
+    x = load_classes(
+        rows.first_ptr, rows.first_class, v, classes, cap, UNMASKED, HAS_SOFTCAP, ACC_DTYPE, VEC
+    )
+    y = load_classes(
+        rows.second_ptr, rows.second_class, v, classes, cap, UNMASKED, HAS_SOFTCAP, ACC_DTYPE, VEC
+    )
+    x, y = by_lane(x, LANES, VECTOR), by_lane(y, LANES, VECTOR)
+    maximum = tl.maximum(state.maximum, lane_max(x))
+    other_maximum = tl.maximum(state.other_maximum, lane_max(y))
+    total, other_total, weighted = rescaled(state, maximum, other_maximum, log2_scale)
+    x -= broadcast_lanes(finite_shift(maximum))
+    y -= broadcast_lanes(finite_shift(other_maximum))
+    e = tl.exp2(x * log2_scale)
+    total += lane_sum(e, False)
+    other_total += lane_sum(tl.exp2(y * log2_scale), False)
+    # A class of probability 0 counts as 0, even if its logits are infinite.
+    weighted += lane_sum(tl.where(e == 0.0, 0.0, e * (x - y)), False)
+    return PairState(maximum, total, other_maximum, other_total, weighted)
+
+
+@triton.jit
+def scan_pair(
+    rows,
+    HAS_SOFTCAP: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+    VEC: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return the statistics of the lanes over all classes of both rows."""
+    zero = tl.zeros([1, LANES], tl.float64)
+    nothing = tl.full([1, LANES], -float("inf"), ACC_DTYPE)
+    state = PairState(nothing, zero, nothing, zero, zero)
+    unmasked_end = rows.classes // BLOCK * BLOCK
+    TAIL: tl.constexpr = BLOCK if LANES == 1 else LANES * VEC
+    for start in range(0, unmasked_end, BLOCK):
+        state = accumulate_pair(state, start, rows, True, HAS_SOFTCAP, VEC, BLOCK)
+    for start in range(unmasked_end, rows.classes, TAIL):
+        state = accumulate_pair(state, start, rows, False, HAS_SOFTCAP, VEC, TAIL)
+    return state
+
+
+@triton.jit(do_not_specialize=["first"])
+def divergence_accumulate_kernel(
     first_ptr,  # [M, C]
     second_ptr,  # [M, C]
     kl_ptr,  # [M]
@@ -25,7 +161,9 @@ def divergence_statistics_kernel(
     first_sumexp_ptr,  # [M]
     second_maximum_ptr,  # [M]
     second_sumexp_ptr,  # [M]
+    weighted_ptr,  # [M]
     classes,
+    first,  # the number of classes that the state has seen, which is not read if that is 0
     first_row,  # strides
     first_class,
     second_row,
@@ -35,48 +173,46 @@ def divergence_statistics_kernel(
     STUDENT_FIRST: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
+    VEC: tl.constexpr,
+    LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute maximum and sum of two rows, and KL(first ‖ second), with one read.
-
-    The sum of e * (first - second), e the exponentials of the first row, is carried relative to the
-    maxima, so that an offset of a row cancels before anything is rounded.
-    """
+    """Update the state of two rows, and KL(first ‖ second), with one read of these classes."""
     row = tl.program_id(0).to(tl.int64)
-    cap = tl.full([], softcap, ACC_DTYPE)
-    inverse = reciprocal(tl.full([], temperature, ACC_DTYPE))
-    maximum = tl.full([], -float("inf"), ACC_DTYPE)
-    other_maximum = tl.full([], -float("inf"), ACC_DTYPE)
-    total, other_total, weighted = tl.zeros_like(cap), tl.zeros_like(cap), tl.zeros_like(cap)
-    for start in range(0, classes, BLOCK):
-        column = start + tl.arange(0, BLOCK).to(tl.int64)
-        mask = column < classes
-        at = row * first_row + column * first_class
-        x = load_capped(first_ptr + at, mask, cap, HAS_SOFTCAP, ACC_DTYPE)
-        at = row * second_row + column * second_class
-        y = load_capped(second_ptr + at, mask, cap, HAS_SOFTCAP, ACC_DTYPE)
-        new_maximum = tl.maximum(maximum, tl.max(x, axis=0))
-        new_other = tl.maximum(other_maximum, tl.max(y, axis=0))
-        new_shift, new_other_shift = finite_shift(new_maximum), finite_shift(new_other)
-        # A sum without terms must not be scaled by the infinity of a negative maximum.
-        shift = tl.where(maximum == -float("inf"), new_shift, maximum)
-        other_shift = tl.where(other_maximum == -float("inf"), new_other_shift, other_maximum)
-        maximum, other_maximum = new_maximum, new_other
-        scale = exp((shift - new_shift) * inverse)
-        e = exp((x - new_shift) * inverse)
-        apart = (x - new_shift) - (y - new_other_shift)
-        moved = (shift - other_shift) - (new_shift - new_other_shift)
-        weighted = scale * (weighted + total * moved) + tl.sum(tl.where(e == 0.0, 0.0, e * apart))
-        total = scale * total + tl.sum(e)
-        other_total = other_total * exp((other_shift - new_other_shift) * inverse)
-        other_total += tl.sum(exp((y - new_other_shift) * inverse))
-    kl = divide(weighted, total) * inverse - log_exact(total) + log_exact(other_total)
+    inverse = 1.0 / tl.full([], temperature, tl.float64)
+    rows = PairRows(
+        first_ptr + row * first_row,
+        second_ptr + row * second_row,
+        first_class,
+        second_class,
+        classes,
+        tl.full([], softcap, ACC_DTYPE),
+        tl.full([], LOG2E, ACC_DTYPE) / tl.full([], temperature, ACC_DTYPE),
+    )
+    lanes = scan_pair(rows, HAS_SOFTCAP, ACC_DTYPE, VEC, LANES, BLOCK)
+    seen = first > 0
+    before = PairState(
+        tl.load(first_maximum_ptr + row, mask=seen, other=-float("inf")),
+        tl.load(first_sumexp_ptr + row, mask=seen, other=0.0).to(tl.float64),
+        tl.load(second_maximum_ptr + row, mask=seen, other=-float("inf")),
+        tl.load(second_sumexp_ptr + row, mask=seen, other=0.0).to(tl.float64),
+        tl.load(weighted_ptr + row, mask=seen, other=0.0).to(tl.float64),
+    )
+    maximum = tl.maximum(before.maximum, tl.max(lanes.maximum))
+    other_maximum = tl.maximum(before.other_maximum, tl.max(lanes.other_maximum))
+    total, other_total, weighted = rescaled(before, maximum, other_maximum, rows.log2_scale)
+    of_lanes = rescaled(lanes, maximum, other_maximum, rows.log2_scale)
+    total += tl.sum(of_lanes[0])
+    other_total += tl.sum(of_lanes[1])
+    weighted += tl.sum(of_lanes[2])
+    kl = (weighted / total * inverse + tl.log(other_total / total)).to(ACC_DTYPE)
     tl.store(kl_ptr + row, kl)
     tl.store(student_ptr + row, kl if STUDENT_FIRST else tl.zeros_like(kl))
     tl.store(first_maximum_ptr + row, maximum)
-    tl.store(first_sumexp_ptr + row, total)
+    tl.store(first_sumexp_ptr + row, total.to(ACC_DTYPE))
     tl.store(second_maximum_ptr + row, other_maximum)
-    tl.store(second_sumexp_ptr + row, other_total)
+    tl.store(second_sumexp_ptr + row, other_total.to(ACC_DTYPE))
+    tl.store(weighted_ptr + row, weighted.to(ACC_DTYPE))
 
 
 @triton.jit
@@ -91,17 +227,18 @@ def log_of_ratio(p, mixture):
     return tl.where(p == 0.0, 0.0, tl.log(p / tl.where(p == 0.0, 1.0, mixture)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def divergence_mixture_kernel(
     logits_ptr,  # [M, C]
     teacher_ptr,  # [M, C]
+    loss_ptr,  # [M]
+    student_ptr,  # [M]
     maximum_ptr,  # [M]
     sumexp_ptr,  # [M]
     teacher_maximum_ptr,  # [M]
     teacher_sumexp_ptr,  # [M]
-    loss_ptr,  # [M]
-    student_ptr,  # [M]
     classes,
+    first,  # the number of classes that the divergences have seen
     logits_row,  # strides
     logits_class,
     teacher_row,
@@ -111,30 +248,33 @@ def divergence_mixture_kernel(
     softcap: tl.float64,
     HAS_SOFTCAP: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
+    VEC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the divergences of teacher and student from their mixture with a second read."""
+    """Add these classes to the divergences of teacher and student from their mixture."""
     row = tl.program_id(0).to(tl.int64)
+    x_ptr, t_ptr = logits_ptr + row * logits_row, teacher_ptr + row * teacher_row
     cap, weight = tl.full([], softcap, ACC_DTYPE), tl.full([], beta, ACC_DTYPE)
     inverse = reciprocal(tl.full([], temperature, ACC_DTYPE))
     maximum, total = tl.load(maximum_ptr + row), tl.load(sumexp_ptr + row)
     other_maximum = tl.load(teacher_maximum_ptr + row)
     other_total = tl.load(teacher_sumexp_ptr + row)
-    teacher, student = tl.zeros_like(cap), tl.zeros_like(cap)
+    loss, student = tl.zeros([BLOCK], ACC_DTYPE), tl.zeros([BLOCK], ACC_DTYPE)
     for start in range(0, classes, BLOCK):
-        column = start + tl.arange(0, BLOCK).to(tl.int64)
-        mask = column < classes
-        at = row * logits_row + column * logits_class
-        x = load_capped(logits_ptr + at, mask, cap, HAS_SOFTCAP, ACC_DTYPE)
-        at = row * teacher_row + column * teacher_class
-        t = load_capped(teacher_ptr + at, mask, cap, HAS_SOFTCAP, ACC_DTYPE)
+        v = start + tl.arange(0, BLOCK)
+        x = load_classes(x_ptr, logits_class, v, classes, cap, False, HAS_SOFTCAP, ACC_DTYPE, VEC)
+        t = load_classes(t_ptr, teacher_class, v, classes, cap, False, HAS_SOFTCAP, ACC_DTYPE, VEC)
         p = probabilities(x, maximum, total, inverse)
         q = probabilities(t, other_maximum, other_total, inverse)
         mixture = weight * q + (1.0 - weight) * p
-        student += tl.sum(p * log_of_ratio(p, mixture))
-        teacher += tl.sum(q * log_of_ratio(q, mixture))
-    tl.store(loss_ptr + row, weight * teacher + (1.0 - weight) * student)
-    tl.store(student_ptr + row, student)
+        of_student = p * log_of_ratio(p, mixture)
+        student += of_student
+        loss += weight * q * log_of_ratio(q, mixture) + (1.0 - weight) * of_student
+    seen = first > 0
+    old_loss = tl.load(loss_ptr + row, mask=seen, other=0.0)
+    old_student = tl.load(student_ptr + row, mask=seen, other=0.0)
+    tl.store(loss_ptr + row, old_loss + tl.sum(loss))
+    tl.store(student_ptr + row, old_student + tl.sum(student))
 
 
 @triton.jit
@@ -147,31 +287,31 @@ def divergence_gradient_kernel(
     sumexp_ptr,  # [M]
     teacher_maximum_ptr,  # [M]
     teacher_sumexp_ptr,  # [M]
-    dlogits_ptr,  # [M, C], contiguous
+    dlogits_ptr,  # [M, C], contiguous classes; may be the logits
     classes,
     logits_row,  # strides
     logits_class,
     teacher_row,
     teacher_class,
+    dlogits_row,
     beta: tl.float64,
     temperature: tl.float64,
     softcap: tl.float64,
     KIND: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
+    VEC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Compute a block of the gradient of the student's logits with two reads and one write."""
     blocks = tl.cdiv(classes, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < classes
+    v = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    x_ptr, t_ptr = logits_ptr + row * logits_row, teacher_ptr + row * teacher_row
     cap, weight = tl.full([], softcap, ACC_DTYPE), tl.full([], beta, ACC_DTYPE)
     inverse = reciprocal(tl.full([], temperature, ACC_DTYPE))
-    at = row * logits_row + column * logits_class
-    x = load_capped(logits_ptr + at, mask, cap, HAS_SOFTCAP, ACC_DTYPE)
-    at = row * teacher_row + column * teacher_class
-    t = load_capped(teacher_ptr + at, mask, cap, HAS_SOFTCAP, ACC_DTYPE)
+    x = load_classes(x_ptr, logits_class, v, classes, cap, False, HAS_SOFTCAP, ACC_DTYPE, VEC)
+    t = load_classes(t_ptr, teacher_class, v, classes, cap, False, HAS_SOFTCAP, ACC_DTYPE, VEC)
     maximum, total = tl.load(maximum_ptr + row), tl.load(sumexp_ptr + row)
     other_maximum = tl.load(teacher_maximum_ptr + row)
     other_total = tl.load(teacher_sumexp_ptr + row)
@@ -191,7 +331,7 @@ def divergence_gradient_kernel(
     result = on_row * terms
     if HAS_SOFTCAP:
         result *= (1.0 - x / cap) * (1.0 + x / cap)
-    result = tl.where(on_row == 0.0, 0.0, result)
-    tl.store(
-        dlogits_ptr + row * classes + column, result.to(dlogits_ptr.dtype.element_ty), mask=mask
-    )
+    # The padding of a row becomes 0, which products on some devices read.
+    result = tl.where(on_row == 0.0, 0.0, tl.where(v < classes, result, 0.0))
+    pointers = dlogits_ptr + row * dlogits_row + v
+    tl.store(pointers, result.to(dlogits_ptr.dtype.element_ty), mask=v // VEC * VEC < classes)

@@ -1,0 +1,158 @@
+"""Divergences of rows whose classes come in chunks, in plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...primitives.rows import finite_shift, row_chunks, softcap_slope, softcapped
+from ...runtime.dtypes import acc_dtype
+from .common import DivergenceKernels, DivergenceRows, DivergenceState
+from .reference import expected, log_mixture, log_ratio
+
+
+class _Side(NamedTuple):
+    """Some classes of one of the two rows, and its statistics.
+
+    Fields:
+        x: soft-capped logits, `[M, C]`.
+        maximum, sumexp: the statistics before these classes, `[M]`.
+        new_maximum: the maximum with them, `[M]`.
+    """
+
+    x: Tensor
+    maximum: Tensor
+    sumexp: Tensor
+    new_maximum: Tensor
+
+    @property
+    def relative(self) -> Tensor:
+        return self.x - finite_shift(self.new_maximum)[:, None]
+
+    @property
+    def moved(self) -> Tensor:
+        """Return by how much the number changes that logits are relative to."""
+        return finite_shift(self.new_maximum) - finite_shift(self.maximum)
+
+    def scale(self, temperature: float) -> Tensor:
+        """Return the factor of earlier exponentials, 0 if there are none."""
+        return ((self.maximum - finite_shift(self.new_maximum)) / temperature).exp()
+
+
+def new_state(like: Tensor) -> DivergenceState:
+    """Return the `DivergenceState` of as many rows as `like` has, before any class."""
+    zero = torch.zeros(len(like), dtype=acc_dtype(like.dtype), device=like.device)
+    nothing = torch.full_like(zero, -torch.inf)
+    rows = DivergenceRows(
+        loss=zero,
+        student=zero.clone(),
+        maximum=nothing,
+        sumexp=zero.clone(),
+        teacher_maximum=nothing.clone(),
+        teacher_sumexp=zero.clone(),
+    )
+    return DivergenceState(rows, zero.clone())
+
+
+def accumulate(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    state: DivergenceState,
+    first: int,
+    beta: float,
+    temperature: float,
+    softcap: float,
+) -> None:
+    """Update the state in place with the logits of the classes from `first` on, `[M, C]` each."""
+    for rows in row_chunks(logits):
+        x, t = (softcapped(each[rows], softcap) for each in (logits, teacher_logits))
+        _accumulate_rows(x, t, state.part(rows), beta, temperature)
+
+
+def _accumulate_rows(
+    x: Tensor, t: Tensor, state: DivergenceState, beta: float, temperature: float
+) -> None:
+    rows, weighted = state
+    t = t.to(x.dtype)
+    statistics = (rows.maximum, rows.sumexp)
+    student = _Side(x, *statistics, torch.maximum(rows.maximum, x.amax(1)))
+    statistics = (rows.teacher_maximum, rows.teacher_sumexp)
+    teacher = _Side(t, *statistics, torch.maximum(rows.teacher_maximum, t.amax(1)))
+    one, other = (student, teacher) if beta else (teacher, student)
+    scale = one.scale(temperature)
+    # The weighted sum is relative to both maxima, and moves with them.
+    before = scale * (weighted + one.sumexp * (other.moved - one.moved))
+    e = (one.relative / temperature).exp()
+    terms = torch.where(e == 0, 0, e * (one.relative - other.relative)).sum(1)
+    weighted.copy_(torch.where(scale == 0, 0, before) + terms)
+    for side in (one, other):
+        sums = side.sumexp * side.scale(temperature) + (side.relative / temperature).exp().sum(1)
+        side.sumexp.copy_(sums)
+        side.maximum.copy_(side.new_maximum)
+    kl = weighted / one.sumexp / temperature + (other.sumexp / one.sumexp).log()
+    rows.loss.copy_(kl)
+    rows.student.copy_(kl if beta else torch.zeros_like(kl))
+
+
+def _logp(
+    logits: Tensor, maximum: Tensor, sumexp: Tensor, temperature: float, softcap: float
+) -> Tensor:
+    """Return log-probabilities from the statistics of the rows."""
+    x = softcapped(logits, softcap).to(maximum.dtype)
+    return (x - finite_shift(maximum)[:, None]) / temperature - sumexp.log()[:, None]
+
+
+def accumulate_mixture(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    state: DivergenceState,
+    first: int,
+    beta: float,
+    temperature: float,
+    softcap: float,
+) -> None:
+    """Add these classes to the divergences from the mixture, of rows with known statistics."""
+    for part in row_chunks(logits):
+        rows = state.part(part).rows
+        logp = _logp(logits[part], rows.maximum, rows.sumexp, temperature, softcap)
+        statistics = (rows.teacher_maximum, rows.teacher_sumexp)
+        teacher_logp = _logp(teacher_logits[part], *statistics, temperature, softcap)
+        student = expected(logp.exp(), log_ratio(logp, teacher_logp, beta))
+        mixture = log_mixture(logp, teacher_logp, beta)
+        teacher = expected(teacher_logp.exp(), teacher_logp - mixture)
+        loss = beta * teacher + (1 - beta) * student
+        rows.loss.copy_(loss if first == 0 else rows.loss + loss)
+        rows.student.copy_(student if first == 0 else rows.student + student)
+
+
+def write_gradient(
+    grad: Tensor,
+    logits: Tensor,
+    teacher_logits: Tensor,
+    rows: DivergenceRows,
+    beta: float,
+    temperature: float,
+    softcap: float,
+    result: Tensor,
+) -> None:
+    """Write the gradient of the student's logits, `[M, C]`; `result` may be the logits."""
+    for part in row_chunks(logits):
+        _, student, *statistics = (field[part] for field in rows)
+        logp = _logp(logits[part], *statistics[:2], temperature, softcap)
+        teacher_logp = _logp(teacher_logits[part], *statistics[2:], temperature, softcap)
+        p = logp.exp()
+        if beta == 0:
+            terms = p - teacher_logp.exp()
+        else:
+            ratio = log_ratio(logp, teacher_logp, beta) - student[:, None]
+            terms = (1.0 if beta == 1 else 1 - beta) * p * torch.where(p == 0, 0, ratio)
+        on_row = (grad[part].to(p.dtype) / temperature)[:, None]
+        dlogits = on_row * terms
+        if softcap:
+            dlogits = dlogits * softcap_slope(logits[part], softcap)
+        result[part] = torch.where(on_row == 0, 0, dlogits).to(result.dtype)
+
+
+DIVERGENCE_KERNELS = DivergenceKernels(new_state, accumulate, accumulate_mixture, write_gradient)

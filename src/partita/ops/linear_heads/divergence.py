@@ -1,0 +1,174 @@
+"""The divergence of two heads, from hidden states and the matrices of the vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...runtime import checks
+from ...runtime.autograd import apply, plain_eager
+from ...runtime.backend import current_backend
+from ...runtime.dtypes import acc_dtype
+from ..divergence.common import reduced, row_factors
+from . import divergence_autograd as autograd
+from .common import cast_to_autocast
+from .composed import is_plain
+from .divergence_plan import divergence_plan
+from .inputs import cast_and_check, needs_logits
+from .plan import check_budget, is_small
+
+
+def linear_divergence(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+    memory_budget: int | None = None,
+) -> Tensor:
+    """Divergence of a student from a teacher, from the hidden states of both, without the logits.
+
+    It is `divergence(input @ linear_weight.T + linear_bias, teacher_input @ teacher_weight.T +
+    teacher_bias, ...)`, and a small call computes just that. With `mean` and `sum` the forward pass
+    computes the gradients and the backward pass scales them. A batch takes four matrix products if
+    the budget holds the logits of both heads or those of some thousand tokens; otherwise the last
+    classes of all tokens are saved, as many as fit, and the logits of the others are computed again
+    for the gradient.
+
+    Args:
+        input: the student's hidden states `[..., H]`, floating dtype.
+        linear_weight: the student's matrix `[C, H]` in the same dtype.
+        teacher_input: the teacher's hidden states `[..., K]`; K may differ from H. They get no
+            gradient, like all that is the teacher's.
+        teacher_weight: the teacher's matrix `[C, K]` in the dtype of `teacher_input`.
+        linear_bias, teacher_bias: `[C]`.
+        beta, temperature, softcap, mask, reduction: as in `divergence`.
+        memory_budget: bytes of workspace in addition to inputs and results; None for 4 GiB, or
+            256 MiB without a gradient.
+
+    Returns:
+        The divergence in nats, a number or `[...]`, fp32 (fp64 for an fp64 student), differentiable
+        in the student's hidden states, matrix and bias. A mean over no rows is NaN.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype, shape, device or number, named with what was expected;
+            heads of different vocabularies; too small a budget.
+
+    Source: as `divergence`, with the plans of `linear_cross_entropy`.
+
+    Example:
+        >>> import torch, partita
+        >>> hidden, matrix = torch.eye(2, requires_grad=True), torch.zeros(3, 2)
+        >>> teacher_matrix = torch.tensor([[1.0], [0.0], [0.0]])
+        >>> loss = partita.linear_divergence(hidden, matrix, torch.ones(2, 1), teacher_matrix)
+        >>> loss
+        tensor(0.1233, grad_fn=<...>)
+    """
+    input, linear_weight, linear_bias = cast_and_check(input, linear_weight, linear_bias, None)
+    if linear_weight.ndim != 2:
+        raise ValueError(f"linear_weight: expected shape [C, H], got {list(linear_weight.shape)}")
+    teacher = _checked_teacher(input, linear_weight, teacher_input, teacher_weight, teacher_bias)
+    checks.number("beta", beta, low=0.0, high=1.0)
+    numbers = float(beta), *checks.temperature_and_softcap(temperature, softcap)
+    checks.choice("reduction", reduction, checks.REDUCTIONS)
+    check_budget(memory_budget)
+    if mask is not None:
+        checks.tensor("mask", mask)
+        checks.shape("mask", mask, input.shape[:-1], "input without H")
+        checks.device("mask", mask, input, "input")
+    heads = (input, linear_weight, linear_bias, *teacher)
+    tokens, classes = input.shape[:-1].numel(), len(linear_weight)
+    if needs_logits(linear_weight, None) or (
+        is_plain(*heads[:3], mask)
+        and is_plain(*heads[3:], None)
+        and is_small(2 * tokens, classes, input.dtype, memory_budget)
+    ):
+        rows = autograd.composed_rows(*heads, *numbers)
+        return reduced(rows, mask, reduction)
+    flat = [None if t is None else t[None].flatten(0, -2) for t in (heads[0], heads[3])]
+    heads = (flat[0], *heads[1:3], flat[1], *heads[4:])
+    flat_mask = None if mask is None else mask.reshape(-1)
+    loss = _planned(heads, numbers, flat_mask, reduction, memory_budget)
+    return loss.reshape(input.shape[:-1]) if reduction == "none" else loss
+
+
+def _checked_teacher(
+    input: Tensor, matrix: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the teacher's tensors in the dtype of autocast; raise unless they fit the student's.
+
+    The results have no gradient.
+    """
+    for name, tensor in (("input", hidden), ("weight", weight), ("bias", bias)):
+        if name != "bias" or tensor is not None:
+            checks.floating(f"teacher_{name}", tensor)
+            checks.device(f"teacher_{name}", tensor, input, "input")  # type: ignore[arg-type]
+    hidden, weight, bias = cast_to_autocast(hidden, weight, bias)  # type: ignore[assignment]
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != hidden.dtype:
+            raise TypeError(
+                f"teacher_{name}: expected the dtype of teacher_input, {hidden.dtype},"
+                f" got {tensor.dtype}"
+            )
+    if weight.ndim != 2:
+        raise ValueError(f"teacher_weight: expected shape [C, K], got {list(weight.shape)}")
+    if len(weight) != len(matrix):
+        shorter = "teacher_weight" if len(weight) > len(matrix) else "linear_weight"
+        classes = min(len(weight), len(matrix))
+        raise ValueError(
+            f"teacher_weight: expected the {len(matrix)} classes of linear_weight, got"
+            f" {len(weight)}; pass {shorter}[:{classes}] to compare the classes that both have"
+        )
+    expected = (*input.shape[:-1], weight.shape[1])
+    checks.shape("teacher_input", hidden, expected, "the rows of input and K of teacher_weight")
+    if bias is not None:
+        checks.shape("teacher_bias", bias, weight.shape[:1], "[C]")
+    return hidden.detach(), weight.detach(), None if bias is None else bias.detach()
+
+
+def _planned(
+    heads: tuple[Tensor | None, ...],
+    numbers: tuple[float, ...],
+    mask: Tensor | None,
+    reduction: str,
+    memory_budget: int | None,
+) -> Tensor:
+    """Compute the divergence in the chunks of the plan; the hidden states are `[M, H]`."""
+    input, weight, bias, teacher_input, *_ = heads
+    assert input is not None and weight is not None and teacher_input is not None
+    enabled = torch.is_grad_enabled()
+    wanted = tuple(enabled and t is not None and t.requires_grad for t in (input, weight, bias))
+    has_one_pass = plain_eager() or torch.compiler.is_compiling()
+    # The gradients of fp16 would underflow before a loss scale is known.
+    is_reduced = reduction != "none" and input.dtype != torch.float16
+    one_pass = any(wanted) and has_one_pass and is_reduced
+    plan = divergence_plan(
+        *input.shape,
+        len(weight),
+        input.dtype,
+        teacher_input.dtype,
+        memory_budget,
+        wanted[0],
+        wanted[1] or wanted[2],
+        one_pass,
+    )
+    backend, sizes = current_backend(), plan[:3]
+    if not one_pass:
+        save_logits = plan.saved > 0 and plain_eager()
+        call = (*heads, *numbers, plan.tokens, plan.chunk or len(weight), save_logits, backend)
+        return reduced(apply(autograd.LinearDivergence, *call)[0], mask, reduction)
+    if plain_eager():
+        call = (wanted, backend, numbers, sizes, reduction, mask, *heads)
+        loss: Tensor = apply(autograd.LinearDivergenceOnePass, *call)
+        return loss
+    like = input.new_empty(len(input), dtype=acc_dtype(input.dtype))
+    factors = row_factors(mask, like, reduction)
+    call = (*heads, factors, mask, reduction, *numbers, *sizes, *wanted, backend)
+    return apply(autograd.LinearDivergenceOnePassTraced, *call)[0]

@@ -1,0 +1,271 @@
+"""The registered ops of divergences from hidden states and their autograd functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...runtime import register
+from ...runtime.autograd import (
+    double_backward,
+    for_gradients,
+    is_batched_gradient,
+    is_double_backward,
+    one_by_one,
+    plain_eager,
+    saved_tensors,
+)
+from ...runtime.dtypes import acc_dtype
+from ..cross_entropy.autograd import scale_by_upstream, scaled_by_batch
+from ..divergence.autograd import divergence_of_rows
+from ..divergence.common import DivergenceRows, reduced, row_factors
+from .autograd import gradients_fake, only_wanted
+from .backends import BACKENDS
+from .plan import padded_width
+
+_HEADS = (
+    "Tensor input, Tensor weight, Tensor? bias,"
+    " Tensor teacher_input, Tensor teacher_weight, Tensor? teacher_bias"
+)
+_NUMBERS = "float beta, float temperature, float softcap"
+_WANTED = "bool input_grad, bool weight_grad, bool bias_grad"
+
+
+def _rows_fake(
+    input: Tensor,
+    weight: Tensor,
+    bias: Any,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    *options: Any,
+) -> tuple[Tensor, ...]:
+    dtype, save_logits = acc_dtype(input.dtype), options[-1]
+    size = len(input) * padded_width(len(weight)) if save_logits else 0
+    return (
+        *(input.new_empty(len(input), dtype=dtype) for _ in DivergenceRows._fields),
+        input.new_empty(size),
+        teacher_input.new_empty(size),
+    )
+
+
+def _backward_fake(
+    grad: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    return gradients_fake(input, weight, bias, *rest[-3:])
+
+
+def _one_pass_fake(
+    input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    loss = input.new_empty(len(input), dtype=acc_dtype(input.dtype))
+    return loss, *gradients_fake(input, weight, bias, *rest[-3:])
+
+
+divergence_op: register.Op = register.define(
+    f"linear_divergence({_HEADS}, {_NUMBERS}, SymInt tokens, bool save_logits, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _rows_fake,
+    vmap=lambda *batch: one_by_one(divergence_op, *batch),
+    backends=BACKENDS,
+)
+divergence_backward_op: register.Op = register.define(
+    f"linear_divergence_backward(Tensor grad, {_HEADS}, Tensor student, Tensor maximum,"
+    " Tensor sumexp, Tensor teacher_maximum, Tensor teacher_sumexp, Tensor saved,"
+    f" Tensor teacher_saved, {_NUMBERS}, SymInt chunk, {_WANTED}, str backend)"
+    " -> (Tensor, Tensor, Tensor)",
+    _backward_fake,
+    vmap=lambda *batch: one_by_one(divergence_backward_op, *batch),
+    backends=BACKENDS,
+)
+one_pass_op: register.Op = register.define(
+    f"linear_divergence_one_pass({_HEADS}, Tensor factors, {_NUMBERS}, SymInt tokens,"
+    f" SymInt saved, SymInt chunk, {_WANTED}, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+    _one_pass_fake,
+    vmap=lambda *batch: one_by_one(one_pass_op, *batch),
+    backends=BACKENDS,
+)
+
+
+def composed_rows(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    beta: float,
+    temperature: float,
+    softcap: float,
+) -> Tensor:
+    """Compute the divergence of each row from all logits at once, `[...]`."""
+    logits = torch.nn.functional.linear(input, weight, bias)
+    teacher_logits = torch.nn.functional.linear(teacher_input, teacher_weight, teacher_bias)
+    if acc_dtype(teacher_logits.dtype) != acc_dtype(logits.dtype):
+        teacher_logits = teacher_logits.to(acc_dtype(logits.dtype))
+    return divergence_of_rows(logits, teacher_logits.detach(), beta, temperature, softcap)
+
+
+class LinearDivergence(torch.autograd.Function):
+    """The divergences of the rows, and what their gradient needs.
+
+    If the logits are saved, the first backward pass overwrites them with their gradient. Later
+    backward passes compute them again.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        teacher_bias: Tensor | None,
+        beta: float,
+        temperature: float,
+        softcap: float,
+        tokens: int,
+        chunk: int,
+        save_logits: bool,
+        backend: str,
+    ) -> tuple[Tensor, ...]:
+        heads = (input, weight, bias, teacher_input, teacher_weight, teacher_bias)
+        return divergence_op(*heads, beta, temperature, softcap, tokens, save_logits, backend)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *heads, beta, temperature, softcap, _, ctx.chunk, save_logits, ctx.backend = inputs
+        ctx.options = (beta, temperature, softcap)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*heads, *output[1:-2])
+        # Autograd must not see these logits, because the first backward pass overwrites them.
+        ctx.saved_logits = output[-2:] if save_logits else None
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        no_other_grads, wanted = (None,) * 10, tuple(ctx.needs_input_grad[:3])
+        tensors, grad = saved_tensors(ctx), grads[0]
+        heads = tensors[:6]
+        if is_double_backward(grad, *heads[:3]):
+            gradients = double_backward(
+                lambda *student: composed_rows(*student, *heads[3:], *ctx.options),
+                heads[:3],
+                wanted,
+                grad,
+            )
+            return *gradients, *no_other_grads
+        saved, op = None, for_gradients(divergence_backward_op, grad)
+        if plain_eager() and op is divergence_backward_op:
+            # A batch of gradients would overwrite the logits more than once.
+            saved, ctx.saved_logits = ctx.saved_logits, None
+        if saved is None:
+            saved = heads[0].new_empty(0), heads[3].new_empty(0)
+        gradients = op(grad, *tensors, *saved, *ctx.options, ctx.chunk, *wanted, ctx.backend)
+        return *only_wanted(gradients, wanted), *no_other_grads
+
+
+class LinearDivergenceOnePass(torch.autograd.Function):
+    """The reduced divergence, whose gradients are computed in the forward pass; eager mode only.
+
+    The first backward pass scales these gradients. Later backward passes compute them again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        wanted: tuple[bool, bool, bool],
+        backend: str,
+        numbers: tuple[float, float, float],
+        sizes: tuple[int, int, int],
+        reduction: str,
+        mask: Tensor | None,
+        *heads: Any,
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.wanted, ctx.backend, ctx.reduction = wanted, backend, reduction
+        ctx.numbers, ctx.sizes = numbers, sizes
+        like = heads[0].new_empty(len(heads[0]), dtype=acc_dtype(heads[0].dtype))
+        factors = row_factors(mask, like, reduction)
+        ctx.save_for_backward(*heads, mask, factors)
+        rows, *ctx.gradients = one_pass_op(*heads, factors, *numbers, *sizes, *wanted, backend)
+        return reduced(rows, mask, reduction)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        (grad,), no_option_grads = grads, (None,) * 6
+        if grad is None:
+            return *no_option_grads, *(None,) * 6
+        *heads, mask, factors = ctx.saved_tensors
+        if torch.is_grad_enabled():
+
+            def loss(*student: Tensor) -> Tensor:
+                rows = composed_rows(*student, *heads[3:], *ctx.numbers)  # type: ignore[call-arg]
+                return reduced(rows, mask, ctx.reduction)
+
+            gradients = double_backward(loss, heads[:3], ctx.wanted, grad)
+            return *no_option_grads, *gradients, None, None, None
+        gradients = ctx.gradients
+        if gradients is None:
+            call = (*heads, factors, *ctx.numbers, *ctx.sizes, *ctx.wanted, ctx.backend)
+            gradients = one_pass_op(*call)[1:]
+        if is_batched_gradient(grad):
+            scaled = tuple(scaled_by_batch(gradient, grad) for gradient in gradients)
+            return *no_option_grads, *only_wanted(scaled, ctx.wanted), None, None, None
+        ctx.gradients = None
+        for gradient, wants in zip(gradients, ctx.wanted, strict=True):
+            if wants:
+                scale_by_upstream(gradient, grad, ctx.backend)
+        return *no_option_grads, *only_wanted(gradients, ctx.wanted), None, None, None
+
+
+class LinearDivergenceOnePassTraced(torch.autograd.Function):
+    """The sum of the divergences with factors, and the divergences, for compilers.
+
+    They keep the gradients, which the forward pass computes, as tensors of their graph.
+    """
+
+    @staticmethod
+    def forward(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        teacher_bias: Tensor | None,
+        factors: Tensor,
+        mask: Tensor | None,
+        reduction: str,
+        beta: float,
+        temperature: float,
+        softcap: float,
+        tokens: int,
+        saved: int,
+        chunk: int,
+        input_grad: bool,
+        weight_grad: bool,
+        bias_grad: bool,
+        backend: str,
+    ) -> tuple[Tensor, ...]:
+        heads = (input, weight, bias, teacher_input, teacher_weight, teacher_bias)
+        numbers = (beta, temperature, softcap, tokens, saved, chunk)
+        wanted = (input_grad, weight_grad, bias_grad)
+        rows, *gradients = one_pass_op(*heads, factors, *numbers, *wanted, backend)
+        return reduced(rows, mask, reduction), *gradients
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.wanted = inputs[15:18]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        grad = grads[0]
+        gradients = (
+            (gradient.to(grad.dtype) * grad).to(gradient.dtype) if wants else None
+            for gradient, wants in zip(ctx.saved_tensors, ctx.wanted, strict=True)
+        )
+        return *gradients, *(None,) * 16

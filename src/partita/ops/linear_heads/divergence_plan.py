@@ -1,0 +1,121 @@
+"""The memory plan of divergences from hidden states, whose logits come from two heads."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .plan import MIN_CHUNK_CLASSES, MIN_CHUNK_TOKENS, ROW_WORDS, WAVE_CLASSES, padded_width
+
+DEFAULT_BUDGET = 2**32  # bytes of workspace if no budget is given
+LOSS_BUDGET = 2**28  # the same without gradients, for which a larger workspace is not faster
+# Tokens whose logits of all classes exist at once if those of all tokens do not fit. The products
+# of fewer tokens would wait for the matrices.
+FORWARD_TOKENS = 512
+MIN_FORWARD_TOKENS = 16
+
+
+class DivergencePlan(NamedTuple):
+    """The way in which `linear_divergence` cuts a batch into chunks.
+
+    Fields:
+        tokens: tokens whose logits of all classes are computed together, for the loss.
+        saved: the number of last classes whose logits of all tokens stay in memory between loss and
+            gradient.
+        chunk: the classes whose logits are computed again together, for the gradient; 0 if the
+            gradient is computed with the loss, from the logits of the same tokens.
+        workspace_bytes: the most bytes of memory in use at once, in addition to inputs, results
+            and the workspace of the matrix library.
+    """
+
+    tokens: int
+    saved: int
+    chunk: int
+    workspace_bytes: int
+
+
+def divergence_plan(
+    tokens: int,
+    hidden: int,
+    vocabulary: int,
+    dtype: torch.dtype,
+    teacher_dtype: torch.dtype,
+    memory_budget: int | None,
+    input_grad: bool,
+    weight_grad: bool,
+    one_pass: bool,
+) -> DivergencePlan:
+    """Return the chunks of a batch.
+
+    Args:
+        tokens, hidden, vocabulary: the sizes of the student's head.
+        dtype, teacher_dtype: the dtypes of the two heads.
+        memory_budget: bytes of workspace, or None.
+        input_grad, weight_grad: whether hidden states and matrix need a gradient.
+        one_pass: whether the gradients may be computed in the forward pass.
+
+    Raises:
+        ValueError: the budget is too small.
+    """
+    itemsize = dtype.itemsize + teacher_dtype.itemsize
+    row_bytes = max(padded_width(vocabulary) * itemsize, 1)
+    fixed_bytes = ROW_WORDS * 4 * tokens
+    has_gradient = input_grad or weight_grad
+    default = DEFAULT_BUDGET if has_gradient else LOSS_BUDGET
+    budget = default if memory_budget is None else memory_budget
+    all_at_once = tokens * row_bytes + fixed_bytes
+    if all_at_once <= budget:
+        saved = 0 if one_pass or not has_gradient else vocabulary
+        chunk = vocabulary if saved else 0
+        return DivergencePlan(max(tokens, 1), saved, chunk, all_at_once)
+    half_type = dtype.itemsize == 2
+    dweight_bytes = hidden * vocabulary * 4 if weight_grad and half_type else 0
+    rows = _round((budget - dweight_bytes - fixed_bytes) // row_bytes, 256)
+    if has_gradient and one_pass and rows >= MIN_CHUNK_TOKENS:
+        return DivergencePlan(rows, 0, 0, rows * row_bytes + dweight_bytes + fixed_bytes)
+    dinput_bytes = tokens * hidden * 4 if input_grad and half_type else 0
+    fixed_bytes += dinput_bytes if has_gradient else 0
+    chunk_width = min(MIN_CHUNK_CLASSES, padded_width(vocabulary)) if has_gradient else 0
+    class_bytes = tokens * itemsize
+    least = fixed_bytes + max(
+        chunk_width * class_bytes, min(tokens, MIN_FORWARD_TOKENS) * row_bytes
+    )
+    if budget < least:
+        budget = least
+        if memory_budget is not None:
+            raise ValueError(
+                f"memory_budget: expected at least {least:,} bytes for {tokens:,} tokens, or None,"
+                f" got {memory_budget:,}"
+            )
+    room = budget - fixed_bytes
+    if not has_gradient:
+        rows = _round(min(room // row_bytes, tokens), 128)
+        return DivergencePlan(rows, 0, 0, rows * row_bytes + fixed_bytes)
+    rows = max(min(FORWARD_TOKENS, tokens, room // 4 // row_bytes), min(tokens, MIN_FORWARD_TOKENS))
+    if not one_pass:
+        rows = _round(min(room // row_bytes, tokens, 4 * FORWARD_TOKENS), 128)
+        chunk = _equal_chunk(vocabulary, room // class_bytes)
+        workspace = max(rows * row_bytes, padded_width(chunk) * class_bytes)
+        return DivergencePlan(rows, 0, chunk, workspace + fixed_bytes)
+    # The logits of the saved classes count once for all tokens, those of the others for `rows`.
+    saved = (room - rows * row_bytes) // (max(tokens - rows, 1) * itemsize)
+    saved = saved // WAVE_CLASSES * WAVE_CLASSES or saved // MIN_CHUNK_CLASSES * MIN_CHUNK_CLASSES
+    saved = max(0, min(saved, vocabulary - 1))
+    chunk = _equal_chunk(vocabulary - saved, saved or room // class_bytes)
+    forward = rows * padded_width(vocabulary - saved) * itemsize + saved * class_bytes
+    workspace = max(forward, padded_width(saved or chunk) * class_bytes)
+    return DivergencePlan(rows, saved, chunk, workspace + fixed_bytes)
+
+
+def _round(number: int, multiple: int) -> int:
+    """Return the number rounded down to a multiple, if it is that large."""
+    return max(number // multiple * multiple or number, 1)
+
+
+def _equal_chunk(classes: int, largest: int) -> int:
+    """Return the classes of chunks of the same size, up to the rounding of their width."""
+    largest = max(largest // MIN_CHUNK_CLASSES, 1) * MIN_CHUNK_CLASSES
+    chunks = -(-classes // largest)
+    width = -(-classes // max(chunks * MIN_CHUNK_CLASSES, 1)) * MIN_CHUNK_CLASSES
+    return max(1, min(width, classes))
