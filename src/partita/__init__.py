@@ -18,7 +18,8 @@ from .ops.linear_heads.api import linear_cross_entropy, linear_token_stats
 from .ops.linear_heads.divergence import linear_divergence
 from .ops.linear_heads.logprobs import linear_logprobs
 from .ops.linear_heads.plan import linear_cross_entropy_plan
-from .ops.logprobs.api import logprobs
+from .ops.logprobs.api import logprobs, topk_logprobs
+from .ops.logprobs.common import TopK
 from .ops.softmax.api import log_softmax, logsumexp, softmax
 from .primitives.semiring import Log, Max, Semiring
 from .runtime.backend import backend
@@ -38,6 +39,7 @@ __all__ = [
     "Semiring",
     "TokenSpans",
     "TokenStats",
+    "TopK",
     "ViterbiPath",
     "backend",
     "cross_entropy",
@@ -64,6 +66,7 @@ __all__ = [
     "softmax",
     "testing",
     "token_stats",
+    "topk_logprobs",
 ]
 
 # Users meet these objects as `partita.X`, so this is what error messages and pickles name.

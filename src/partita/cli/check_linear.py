@@ -15,9 +15,10 @@ from ..ops.linear_heads.logprobs import linear_logprobs
 from .check_torch import divergence_in_torch, token_stats_in_torch, upcast
 from .console import DTYPES
 
-# Budgets in bytes that do not hold all logits of these rows, of one head and of two.
+# A budget in bytes that does not hold all logits of these rows, and one of two heads, in numbers of
+# the dtype.
 LEAN = 25_000
-HYBRID = 110_000
+HYBRID = 27_000
 
 Function = Callable[..., Any]
 
@@ -69,7 +70,7 @@ LINEAR: tuple[tuple[str, Function, Function, tuple[str, ...]], ...] = (
     (
         "linear_divergence, hybrid",
         lambda x, _: linear_divergence(
-            x, _matrix(x), x.flip(0), _matrix(x), beta=0.5, memory_budget=HYBRID
+            x, _matrix(x), x.flip(0), _matrix(x), beta=0.5, memory_budget=HYBRID * x.element_size()
         ),
         lambda x, _: _linear_divergence_in_torch(x).mean(),
         ("fp32", "fp64"),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from .plan import MIN_CHUNK_CLASSES, MIN_CHUNK_TOKENS, ROW_WORDS, WAVE_CLASSES, padded_width
+from .plan import MIN_CHUNK_CLASSES, MIN_CHUNK_TOKENS, ROW_WORDS, padded_width
 
 DEFAULT_BUDGET = 2**32  # bytes of workspace if no budget is given
 LOSS_BUDGET = 2**28  # the same without gradients, for which a larger workspace is not faster
@@ -74,38 +74,37 @@ def divergence_plan(
     rows = _round((budget - dweight_bytes - fixed_bytes) // row_bytes, 256)
     if has_gradient and one_pass and rows >= MIN_CHUNK_TOKENS:
         return DivergencePlan(rows, 0, 0, rows * row_bytes + dweight_bytes + fixed_bytes)
-    dinput_bytes = tokens * hidden * 4 if input_grad and half_type else 0
-    fixed_bytes += dinput_bytes if has_gradient else 0
-    chunk_width = min(MIN_CHUNK_CLASSES, padded_width(vocabulary)) if has_gradient else 0
-    class_bytes = tokens * itemsize
-    least = fixed_bytes + max(
-        chunk_width * class_bytes, min(tokens, MIN_FORWARD_TOKENS) * row_bytes
-    )
-    if budget < least:
-        budget = least
-        if memory_budget is not None:
-            raise ValueError(
-                f"memory_budget: expected at least {least:,} bytes for {tokens:,} tokens, or None,"
-                f" got {memory_budget:,}"
-            )
-    room = budget - fixed_bytes
-    if not has_gradient:
-        rows = _round(min(room // row_bytes, tokens), 128)
-        return DivergencePlan(rows, 0, 0, rows * row_bytes + fixed_bytes)
-    rows = max(min(FORWARD_TOKENS, tokens, room // 4 // row_bytes), min(tokens, MIN_FORWARD_TOKENS))
-    if not one_pass:
+    least_tokens, class_bytes = min(tokens, MIN_FORWARD_TOKENS), tokens * itemsize
+    dinput_bytes, chunk_bytes = 0, 0
+    if has_gradient:
+        dinput_bytes = tokens * hidden * 4 if input_grad and half_type else 0
+        chunk_bytes = min(MIN_CHUNK_CLASSES, padded_width(vocabulary)) * class_bytes
+    least = fixed_bytes + max(least_tokens * row_bytes, chunk_bytes + dinput_bytes)
+    if memory_budget is not None and memory_budget < least:
+        raise ValueError(
+            f"memory_budget: expected at least {least:,} bytes for {tokens:,} tokens, or None,"
+            f" got {memory_budget:,}"
+        )
+    room = max(budget, least) - fixed_bytes
+    saved = 0
+    if not (has_gradient and one_pass):
         rows = _round(min(room // row_bytes, tokens, 4 * FORWARD_TOKENS), 128)
-        chunk = _equal_chunk(vocabulary, room // class_bytes)
-        workspace = max(rows * row_bytes, padded_width(chunk) * class_bytes)
-        return DivergencePlan(rows, 0, chunk, workspace + fixed_bytes)
-    # The logits of the saved classes count once for all tokens, those of the others for `rows`.
-    saved = (room - rows * row_bytes) // (max(tokens - rows, 1) * itemsize)
-    saved = saved // WAVE_CLASSES * WAVE_CLASSES or saved // MIN_CHUNK_CLASSES * MIN_CHUNK_CLASSES
-    saved = max(0, min(saved, vocabulary - 1))
-    chunk = _equal_chunk(vocabulary - saved, saved or room // class_bytes)
+    else:
+        rows = max(min(FORWARD_TOKENS, tokens, room // 4 // row_bytes), least_tokens)
+        # In the forward pass the logits of the saved classes exist for all tokens, and those of the
+        # others for `rows`. In the backward pass the gradient of the hidden states is added up.
+        saved = min(
+            (room - rows * row_bytes) // (max(tokens - rows, 1) * itemsize),
+            (room - dinput_bytes) // class_bytes,
+            vocabulary - 1,
+        )
+        saved = max(saved, 0) // MIN_CHUNK_CLASSES * MIN_CHUNK_CLASSES
     forward = rows * padded_width(vocabulary - saved) * itemsize + saved * class_bytes
-    workspace = max(forward, padded_width(saved or chunk) * class_bytes)
-    return DivergencePlan(rows, saved, chunk, workspace + fixed_bytes)
+    if not has_gradient:
+        return DivergencePlan(rows, 0, 0, forward + fixed_bytes)
+    chunk = _equal_chunk(vocabulary - saved, saved or (room - dinput_bytes) // class_bytes)
+    backward = padded_width(saved or chunk) * class_bytes + dinput_bytes
+    return DivergencePlan(rows, saved, chunk, max(forward, backward) + fixed_bytes)
 
 
 def _round(number: int, multiple: int) -> int:

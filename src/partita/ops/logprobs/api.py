@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...runtime import checks
-from .autograd import logprobs_of
-from .common import check_ids
+from .autograd import logprobs_of, topk_of
+from .common import TopK, check_ids, check_k
 
 
 def logprobs(
@@ -41,11 +41,47 @@ def logprobs(
         >>> found, logits.grad
         (tensor([[-0.4076, -2.4076]], grad_fn=<...>), tensor([[ 0.8199, -0.4895, -0.3305]]))
     """
+    _check_logits(logits)
+    check_ids(ids, logits, "logits")
+    numbers = *checks.temperature_and_softcap(temperature, softcap), checks.NOTHING_IGNORED
+    return logprobs_of(logits, ids.long(), *numbers)  # a narrow type would wrap the bounds
+
+
+def topk_logprobs(
+    logits: Tensor, k: int, *, temperature: float = 1.0, softcap: float | None = None
+) -> TopK:
+    """Find the k most probable classes of each row, with their log-probabilities.
+
+    Args:
+        logits: `[..., C]`, floating dtype, any strides; may be -inf (masked classes).
+        k: how many, from 1 to C.
+        temperature: positive; what the logits are divided by.
+        softcap: replace the logits by `softcap * tanh(logits / softcap)` first.
+
+    Returns:
+        `TopK(logprobs, indices, logsumexp)`: `[..., k]`, fp32 (fp64 for fp64), in descending order
+        and differentiable in the logits; `[..., k]` int64, of equal logits the lower class first;
+        and `[...]`, which has no gradient.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype, shape or number, named with what was expected.
+
+    Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
+
+    Example:
+        >>> import torch, partita
+        >>> found = partita.topk_logprobs(torch.tensor([[0.0, 2.0, 1.0, 2.0]]), 2)
+        >>> found.logprobs, found.indices
+        (tensor([[-0.8200, -0.8200]]), tensor([[1, 3]]))
+    """
+    _check_logits(logits)
+    check_k(k, logits.shape[-1])
+    return topk_of(logits, k, *checks.temperature_and_softcap(temperature, softcap))
+
+
+def _check_logits(logits: Tensor) -> None:
     checks.floating("logits", logits)
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(
             f"logits: expected shape [..., C] with at least one class, got {list(logits.shape)}"
         )
-    check_ids(ids, logits, "logits")
-    numbers = *checks.temperature_and_softcap(temperature, softcap), checks.NOTHING_IGNORED
-    return logprobs_of(logits, ids.long(), *numbers)  # a narrow type would wrap the bounds

@@ -20,7 +20,7 @@ from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from . import reference
 from .backends import BACKENDS
-from .common import LogprobRows
+from .common import LogprobRows, TopK, TopKRows, topk_fake
 
 _NUMBERS = "float temperature, float softcap, int ignore_index"
 
@@ -56,6 +56,15 @@ logprobs_backward_op: register.Op = register.define(
 )
 
 
+topk_op: register.Op = register.define(
+    "topk_logprobs(Tensor logits, int k, float temperature, float softcap, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    lambda logits, k, *_: topk_fake(logits, k),
+    vmap=lambda *batch: all_at_once(topk_op, *batch),
+    backends=BACKENDS,
+)
+
+
 class LogprobsFunction(torch.autograd.Function):
     """The `LogprobRows`, of which the log-probabilities are differentiable in the logits."""
 
@@ -80,17 +89,51 @@ class LogprobsFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        *options, backend = ctx.options
-        tensors, grad = saved_tensors(ctx), grads[0]
-        op = for_gradients(logprobs_backward_op, grad)
-        dlogits = first_derivative(
-            lambda *tensors: op(*tensors, *options, backend),
-            lambda *tensors: reference.logprobs_gradient(*tensors, *options),
-            2,
-            grad,
-            *tensors,
-        )
-        return dlogits, None, None, None, None, None
+        return _logits_gradient(ctx, grads[0]), None, None, None, None, None
+
+
+class TopKFunction(torch.autograd.Function):
+    """The `TopKRows`, of which the log-probabilities are differentiable in the logits."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        logits: Tensor, k: int, temperature: float, softcap: float, backend: str
+    ) -> tuple[Tensor, ...]:
+        return topk_op(logits, k, temperature, softcap, backend)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        logits, _, temperature, softcap, backend = inputs
+        ctx.options = (temperature, softcap, checks.NOTHING_IGNORED, backend)
+        ctx.mark_non_differentiable(*output[1:])
+        rows = TopKRows(*output)
+        ctx.save_for_backward(logits, rows.indices, rows.entries, rows.maximum, rows.sumexp)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return _logits_gradient(ctx, grads[0]), None, None, None, None
+
+
+def _logits_gradient(ctx: Any, grad: Tensor) -> Tensor:
+    """Return the gradient of the logits from that of the log-probabilities of saved ids."""
+    *options, backend = ctx.options
+    op = for_gradients(logprobs_backward_op, grad)
+    return first_derivative(
+        lambda *tensors: op(*tensors, *options, backend),
+        lambda *tensors: reference.logprobs_gradient(*tensors, *options),
+        2,
+        grad,
+        *saved_tensors(ctx),
+    )
+
+
+def topk_of(logits: Tensor, k: int, temperature: float, softcap: float) -> TopK:
+    """Return the `TopK` of checked inputs."""
+    call = (logits, k, temperature, softcap, current_backend())
+    found = topk_op(*call) if needs_no_derivative(logits) else apply(TopKFunction, *call)
+    return TopK(*found[:3])
 
 
 def logprobs_of(

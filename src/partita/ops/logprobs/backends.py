@@ -16,13 +16,18 @@ def _reference() -> Functions:
     return {
         "logprobs": reference.logprobs,
         "logprobs_backward": reference.logprobs_backward,
+        "topk_logprobs": reference.topk_logprobs,
     }
 
 
 def _gpu() -> Functions:
-    from .gpu import launch
+    from .gpu import launch, launch_topk
 
-    return {"logprobs": launch.logprobs, "logprobs_backward": launch.logprobs_backward}
+    return {
+        "logprobs": launch.logprobs,
+        "logprobs_backward": launch.logprobs_backward,
+        "topk_logprobs": launch_topk.topk_logprobs,
+    }
 
 
 BACKENDS = Backends(reference=_reference, gpu=_gpu)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...runtime import checks
+from ...runtime.dtypes import acc_dtype
 
 
 class LogprobRows(NamedTuple):
@@ -21,6 +23,36 @@ class LogprobRows(NamedTuple):
     """
 
     logprobs: Tensor
+    entries: Tensor
+    maximum: Tensor
+    sumexp: Tensor
+
+
+class TopK(NamedTuple):
+    """The k most probable classes of each row.
+
+    Fields:
+        logprobs: their log-probabilities in nats, in descending order, `[..., k]`.
+        indices: the classes, int64; of equal logits the lower class comes first, `[..., k]`.
+        logsumexp: log-sum-exp of all soft-capped logits over the temperature, `[...]`.
+    """
+
+    logprobs: Tensor
+    indices: Tensor
+    logsumexp: Tensor
+
+
+class TopKRows(NamedTuple):
+    """A `TopK` of rows, and what its gradient needs.
+
+    Fields:
+        logprobs, indices, logsumexp: the fields of `TopK`.
+        entries, maximum, sumexp: as in `LogprobRows`.
+    """
+
+    logprobs: Tensor
+    indices: Tensor
+    logsumexp: Tensor
     entries: Tensor
     maximum: Tensor
     sumexp: Tensor
@@ -40,6 +72,26 @@ class EntryKernels(NamedTuple):
     finish: Callable[..., Tensor]
     totals: Callable[..., tuple[Tensor, Tensor]]
     write: Callable[..., Tensor]
+
+
+def topk_fake(rows: Tensor, k: int) -> TopKRows:
+    """Return the shapes of the results for rows `[..., D]`."""
+    dtype, shape = acc_dtype(rows.dtype), rows.shape[:-1]
+    return TopKRows(
+        logprobs=rows.new_empty((*shape, k), dtype=dtype),
+        indices=rows.new_empty((*shape, k), dtype=torch.int64),
+        logsumexp=rows.new_empty(shape, dtype=dtype),
+        entries=rows.new_empty((*shape, k), dtype=dtype),
+        maximum=rows.new_empty(shape, dtype=dtype),
+        sumexp=rows.new_empty(shape, dtype=dtype),
+    )
+
+
+def check_k(k: object, classes: int) -> None:
+    """Raise unless k is a number from 1 to the number of classes."""
+    checks.python_int("k", k)
+    if not 1 <= k <= classes:  # type: ignore[operator]
+        raise ValueError(f"k: expected a number from 1 to the {classes} classes, got {k}")
 
 
 def check_ids(ids: Tensor, rows: Tensor, name: str) -> None:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ...primitives.rows import finite_shift, laid_out_like, softcap_slope, softcapped
+from ...runtime import checks
 from ..cross_entropy.common import valid_targets
 from ..cross_entropy.reference import scaled_rows
-from .common import EntryKernels, LogprobRows
+from .common import EntryKernels, LogprobRows, TopKRows
 
 
 def logprobs(
@@ -135,6 +136,39 @@ def write_entries(
 
 
 ENTRY_KERNELS = EntryKernels(gather_entries, finish_logprobs, row_totals, write_entries)
+
+
+def topk_logprobs(logits: Tensor, k: int, temperature: float, softcap: float) -> TopKRows:
+    """Find the k most probable classes of each row, `[..., C]`, and their log-probabilities."""
+    x, maximum = scaled_rows(logits, temperature, softcap)
+    ids = largest_classes(softcapped(logits, softcap), k)
+    sumexp = x.exp().sum(-1)
+    entries = softcapped(logits.gather(-1, ids), softcap)
+    of_rows = (maximum, sumexp, logits.shape[-1], temperature, checks.NOTHING_IGNORED)
+    return TopKRows(
+        logprobs=finish_logprobs(entries, ids, *of_rows),
+        indices=ids,
+        logsumexp=finite_shift(maximum) / temperature + sumexp.log(),
+        entries=entries,
+        maximum=maximum,
+        sumexp=sumexp,
+    )
+
+
+def largest_classes(x: Tensor, k: int) -> Tensor:
+    """Return the classes of the k largest numbers of each row, of equal ones the lower classes.
+
+    `torch.topk` finds the numbers, but any of equal ones. NaN counts as infinity.
+    """
+    x = torch.where(x.isnan(), torch.inf, x)
+    least = x.topk(k).values[..., -1:]
+    is_greater, is_equal = x > least, x == least
+    free = k - is_greater.sum(-1, keepdim=True)
+    chosen = is_greater | (is_equal & (is_equal.cumsum(-1) <= free))
+    classes = torch.arange(x.shape[-1], device=x.device)
+    ids = torch.where(chosen, classes, x.shape[-1]).topk(k, largest=False).values.sort().values
+    order = x.gather(-1, ids).sort(descending=True, stable=True).indices
+    return ids.gather(-1, order)
 
 
 def logprobs_gradient(

@@ -17,14 +17,17 @@ from .rows import (
     divergence_mixture_kernel,
 )
 
-BLOCK = 2048  # classes that a program of four warps reads at a time
-MIXTURE_BLOCK = 2048
+# Classes that a program reads at a time. It has a warp for each 512 of them, or 256 where much is
+# computed. A program has a row; few rows get more warps each, so that the device is full.
+BLOCK = 2048
+MIXTURE_BLOCK = 1024
 GRADIENT_BLOCK = 4096
+FEW_ROWS = 1024
 ROW_BYTES = 16  # what one thread loads of a row at once
 
 
 def _options(
-    largest: int, softcap: float, padded: bool, dtype: torch.dtype, *rows: Tensor
+    largest: int, warps: int, softcap: float, padded: bool, dtype: torch.dtype, *rows: Tensor
 ) -> dict[str, Any]:
     """Return the compile-time options of a kernel.
 
@@ -43,7 +46,7 @@ def _options(
         "ACC_DTYPE": tl_acc_dtype(dtype),
         "VEC": vector,
         "BLOCK": block,
-        "num_warps": 4 if block > 1024 else 1,
+        "num_warps": max(warps * block // largest, 1),
     }
 
 
@@ -73,7 +76,8 @@ def accumulate(
     The rows are `padded` to 16 columns, unless that is said.
     """
     rows = state.rows
-    options = _options(BLOCK, softcap, padded, rows.loss.dtype, logits, teacher_logits)
+    sizes = (2 * BLOCK, 8) if len(logits) <= FEW_ROWS else (BLOCK, 4)
+    options = _options(*sizes, softcap, padded, rows.loss.dtype, logits, teacher_logits)
     lanes = 32 * options["num_warps"]
     options["LANES"] = lanes if options["BLOCK"] >= lanes * options["VEC"] else 1
     pairs = [
@@ -115,6 +119,7 @@ def accumulate_mixture(
 ) -> None:
     """Add these classes to the divergences from the mixture, of rows with known statistics."""
     dtype = state.rows.loss.dtype
+    sizes = (4 * MIXTURE_BLOCK, 16) if len(logits) <= FEW_ROWS else (MIXTURE_BLOCK, 4)
     launch(
         divergence_mixture_kernel,
         len(logits),
@@ -128,7 +133,7 @@ def accumulate_mixture(
         beta,
         temperature,
         softcap,
-        **_options(MIXTURE_BLOCK, softcap, padded, dtype, logits, teacher_logits),
+        **_options(*sizes, softcap, padded, dtype, logits, teacher_logits),
     )
 
 
@@ -149,7 +154,7 @@ def write_gradient(
     The result, `[M, C]`, may be the logits themselves.
     """
     dtype = rows.maximum.dtype
-    options = _options(GRADIENT_BLOCK, softcap, padded, dtype, logits, teacher_logits, result)
+    options = _options(GRADIENT_BLOCK, 4, softcap, padded, dtype, logits, teacher_logits, result)
     launch(
         divergence_gradient_kernel,
         len(logits) * cdiv(logits.shape[1], options["BLOCK"]),

@@ -11,10 +11,18 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import LOG2E, apply_softcap, exp, finite_shift, log_exact, reciprocal
+from ....primitives.gpu.math import (
+    LN2,
+    LOG2E,
+    apply_softcap,
+    exp,
+    finite_shift,
+    log_exact,
+    reciprocal,
+)
 from ....primitives.gpu.reduce import broadcast_lanes, by_lane, lane_max, lane_sum
 
-FORWARD, REVERSE, MIXTURE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+REVERSE, MIXTURE = tl.constexpr(1), tl.constexpr(2)
 
 
 class PairRows(NamedTuple):
@@ -222,9 +230,28 @@ def probabilities(x, maximum, total, inverse):
 
 
 @triton.jit
-def log_of_ratio(p, mixture):
-    """Return log(p / mixture), and 0 where p is 0."""
-    return tl.where(p == 0.0, 0.0, tl.log(p / tl.where(p == 0.0, 1.0, mixture)))
+def log2_probabilities(x, maximum, total, inverse):
+    """Return the base-2 logarithm of the softmax, from the statistics of the row."""
+    offset = log_exact(total) * LOG2E
+    return (x - finite_shift(maximum)) * (inverse * LOG2E) - offset
+
+
+@triton.jit
+def mixture_terms(x, maximum, total, t, other_maximum, other_total, weight, inverse):
+    """Return p, q, log2(p / m) and log2(q / m), where m is the mixture; 0 where p or q is 0.
+
+    Logarithms are subtracted, because a quotient takes longer than an exponential.
+    """
+    log_p = log2_probabilities(x, maximum, total, inverse)
+    log_q = log2_probabilities(t, other_maximum, other_total, inverse)
+    p, q = tl.exp2(log_p), tl.exp2(log_q)
+    log_m = tl.log2(weight * q + (1.0 - weight) * p)
+    return (
+        p,
+        q,
+        tl.where(p == 0.0, 0.0, log_p - log_m),
+        tl.where(q == 0.0, 0.0, log_q - log_m),
+    )
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -259,22 +286,22 @@ def divergence_mixture_kernel(
     maximum, total = tl.load(maximum_ptr + row), tl.load(sumexp_ptr + row)
     other_maximum = tl.load(teacher_maximum_ptr + row)
     other_total = tl.load(teacher_sumexp_ptr + row)
-    loss, student = tl.zeros([BLOCK], ACC_DTYPE), tl.zeros([BLOCK], ACC_DTYPE)
+    teacher, student = tl.zeros([BLOCK], ACC_DTYPE), tl.zeros([BLOCK], ACC_DTYPE)
     for start in range(0, classes, BLOCK):
         v = start + tl.arange(0, BLOCK)
         x = load_classes(x_ptr, logits_class, v, classes, cap, False, HAS_SOFTCAP, ACC_DTYPE, VEC)
         t = load_classes(t_ptr, teacher_class, v, classes, cap, False, HAS_SOFTCAP, ACC_DTYPE, VEC)
-        p = probabilities(x, maximum, total, inverse)
-        q = probabilities(t, other_maximum, other_total, inverse)
-        mixture = weight * q + (1.0 - weight) * p
-        of_student = p * log_of_ratio(p, mixture)
-        student += of_student
-        loss += weight * q * log_of_ratio(q, mixture) + (1.0 - weight) * of_student
+        p, q, student_ratio, teacher_ratio = mixture_terms(
+            x, maximum, total, t, other_maximum, other_total, weight, inverse
+        )
+        student += p * student_ratio
+        teacher += q * teacher_ratio
     seen = first > 0
     old_loss = tl.load(loss_ptr + row, mask=seen, other=0.0)
     old_student = tl.load(student_ptr + row, mask=seen, other=0.0)
-    tl.store(loss_ptr + row, old_loss + tl.sum(loss))
-    tl.store(student_ptr + row, old_student + tl.sum(student))
+    of_student, of_teacher = tl.sum(student) * LN2, tl.sum(teacher) * LN2
+    tl.store(loss_ptr + row, old_loss + weight * of_teacher + (1.0 - weight) * of_student)
+    tl.store(student_ptr + row, old_student + of_student)
 
 
 @triton.jit
@@ -315,18 +342,19 @@ def divergence_gradient_kernel(
     maximum, total = tl.load(maximum_ptr + row), tl.load(sumexp_ptr + row)
     other_maximum = tl.load(teacher_maximum_ptr + row)
     other_total = tl.load(teacher_sumexp_ptr + row)
-    p = probabilities(x, maximum, total, inverse)
-    if KIND == REVERSE:
+    if KIND == MIXTURE:
+        p, _, ratio, _ = mixture_terms(
+            x, maximum, total, t, other_maximum, other_total, weight, inverse
+        )
+        terms = (1.0 - weight) * p * (ratio * LN2 - tl.load(student_ptr + row))
+    elif KIND == REVERSE:
         apart = (x - finite_shift(maximum)) - (t - finite_shift(other_maximum))
         ratio = apart * inverse - (log_exact(total) - log_exact(other_total))
+        p = probabilities(x, maximum, total, inverse)
         terms = tl.where(p == 0.0, 0.0, p * (ratio - tl.load(student_ptr + row)))
     else:
-        q = probabilities(t, other_maximum, other_total, inverse)
-        if KIND == FORWARD:
-            terms = p - q
-        else:
-            ratio = log_of_ratio(p, weight * q + (1.0 - weight) * p)
-            terms = (1.0 - weight) * p * (ratio - tl.load(student_ptr + row))
+        p = probabilities(x, maximum, total, inverse)
+        terms = p - probabilities(t, other_maximum, other_total, inverse)
     on_row = tl.load(grad_ptr + row).to(ACC_DTYPE) * inverse
     result = on_row * terms
     if HAS_SOFTCAP:
