@@ -18,6 +18,7 @@ from .ops.linear_heads.api import linear_cross_entropy, linear_token_stats
 from .ops.linear_heads.divergence import linear_divergence
 from .ops.linear_heads.logprobs import linear_logprobs
 from .ops.linear_heads.plan import linear_cross_entropy_plan
+from .ops.linear_heads.topk import linear_topk_logprobs
 from .ops.logprobs.api import logprobs, topk_logprobs
 from .ops.logprobs.common import TopK
 from .ops.softmax.api import log_softmax, logsumexp, softmax
@@ -57,6 +58,7 @@ __all__ = [
     "linear_divergence",
     "linear_logprobs",
     "linear_token_stats",
+    "linear_topk_logprobs",
     "log_softmax",
     "logprobs",
     "logsumexp",

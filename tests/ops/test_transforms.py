@@ -77,6 +77,11 @@ LOSSES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
         for beta in (0.0, 0.3, 1.0)
     },
     "logprobs": ((N, 5), lambda x: partita.logprobs(x, IDS.to(x.device), temperature=0.7)),
+    "topk_logprobs": ((N, 5), lambda x: partita.topk_logprobs(x, 3, temperature=0.7).logprobs),
+    "linear_topk_logprobs": (
+        (N, 4),
+        lambda x: partita.linear_topk_logprobs(x, MATRIX.to(x.device), 3, memory_budget=2**20)[0],
+    ),
     "linear": ((N, 4), lambda x: head(x, memory_budget=2**20, z_loss=0.1)),
     "linear, rows": ((N, 4), lambda x: head(x, memory_budget=2**20, reduction="none")),
     "linear_logprobs": (

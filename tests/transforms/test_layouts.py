@@ -227,6 +227,7 @@ def calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
         ids = torch.randint(5, (3, 4, 2))
         numbers = (0.7, 5.0, -100)
         yield ops.logprobs, (x, ids, *numbers)
+        yield ops.topk_logprobs, (x, 3, 0.7, 5.0)
         found = ops.logprobs(x, ids, *numbers, "auto")
         yield ops.logprobs_backward, (torch.randn(3, 4, 2), x, ids, *found[1:], *numbers)
     lengths, target_lengths = torch.tensor([6, 5]), torch.tensor([2, 2])

@@ -96,6 +96,7 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         "logprobs_backward": [
             (ids.to(x.dtype), x, ids, *picked[1:], 0.7, 5.0, ignored) for ignored in (-100, 1)
         ],
+        "topk_logprobs": [(x, 3, 1.0, 0.0), (half, 1, 0.7, 5.0)],
         "token_stats_backward": [(one, one, one, x, labels, *partial(x, labels), 1.0, 0.0, -100)],
         **{
             name: [(one, row, *a[:3], *statistics(a), *a[3:]) for a in loss_arguments[:2]]
@@ -160,6 +161,9 @@ def linear_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         found["linear_logprobs"] += [
             (*of_ids, 0.7, numbers[1], -100, chunk, save)
             for chunk, save in ((3, False), (16, True))
+        ]
+        found["linear_topk_logprobs"] += [
+            (hidden, matrix, bias_or_none, 2, 0.7, numbers[1], 3, save) for save in (False, True)
         ]
         picked = torch.ops.partita.linear_logprobs(
             *of_ids, 0.7, numbers[1], -100, 3, False, BACKEND

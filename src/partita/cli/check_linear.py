@@ -12,6 +12,7 @@ from torch import Tensor
 from ..ops.linear_heads.api import linear_cross_entropy, linear_token_stats
 from ..ops.linear_heads.divergence import linear_divergence
 from ..ops.linear_heads.logprobs import linear_logprobs
+from ..ops.linear_heads.topk import linear_topk_logprobs
 from .check_torch import divergence_in_torch, token_stats_in_torch, upcast
 from .console import DTYPES
 
@@ -73,6 +74,12 @@ LINEAR: tuple[tuple[str, Function, Function, tuple[str, ...]], ...] = (
             x, _matrix(x), x.flip(0), _matrix(x), beta=0.5, memory_budget=HYBRID * x.element_size()
         ),
         lambda x, _: _linear_divergence_in_torch(x).mean(),
+        ("fp32", "fp64"),
+    ),
+    (
+        "linear_topk_logprobs, lean",
+        lambda x, _: linear_topk_logprobs(x, _matrix(x), 7, memory_budget=LEAN).logprobs,
+        lambda x, _: upcast(F.linear(x, _matrix(x))).log_softmax(-1).topk(7).values,
         ("fp32", "fp64"),
     ),
     (

@@ -17,7 +17,7 @@ from ..ops.ctc.api import ctc_loss
 from ..ops.ctc_crf.api import ctc_crf_loss, debruijn_source
 from ..ops.divergence.api import divergence
 from ..ops.linear_chain.api import linear_chain
-from ..ops.logprobs.api import logprobs
+from ..ops.logprobs.api import logprobs, topk_logprobs
 from ..ops.softmax.api import log_softmax, logsumexp, softmax
 from ..primitives.semiring import Max
 from ..testing.budget import Scale
@@ -303,6 +303,15 @@ CHECKS = (
             ("plain", "offset", "transposed"),  # where classes are masked it may be infinite
         )
         for beta in (0.0, 0.5, 1.0)
+    ),
+    Check(
+        "topk_logprobs",
+        lambda x: topk_logprobs(x, 7, temperature=0.75).logprobs,
+        lambda x: (upcast(x) / 0.75).log_softmax(-1).topk(7).values,
+        lambda x: (),
+        "tensor",
+        "tensor",
+        edges=("plain", "offset", "transposed"),  # PyTorch takes any of equal logits
     ),
     Check(
         "logprobs",

@@ -31,10 +31,12 @@ OPS = (
     "cross_entropy",
     "token_stats",
     "logprobs",
+    "topk_logprobs",
     "divergence",
     "linear_cross_entropy",
     "linear_token_stats",
     "linear_logprobs",
+    "linear_topk_logprobs",
     "linear_divergence",
     *NUMBA_OPS,
 )

@@ -27,7 +27,8 @@ from ..ops.linear_chain.api import linear_chain
 from ..ops.linear_heads.api import linear_cross_entropy, linear_token_stats
 from ..ops.linear_heads.divergence import linear_divergence
 from ..ops.linear_heads.logprobs import linear_logprobs
-from ..ops.logprobs.api import logprobs
+from ..ops.linear_heads.topk import linear_topk_logprobs
+from ..ops.logprobs.api import logprobs, topk_logprobs
 from ..ops.softmax.api import log_softmax, logsumexp, softmax
 from ..runtime.dtypes import acc_dtype
 from .console import DTYPES, UsageError, first_line
@@ -157,12 +158,18 @@ OPS: dict[str, WarmOp] = {
     "logprobs": WarmOp(
         _CLASSES, _rows, lambda x, target: logprobs(x, target[:, None].expand(-1, 8))
     ),
+    "topk_logprobs": WarmOp(_CLASSES, _logits, lambda x: topk_logprobs(x, 20).logprobs),
     "linear_cross_entropy": WarmOp(_HIDDEN, _hidden, linear_cross_entropy),
     "linear_token_stats": WarmOp(_HIDDEN, _hidden, lambda *inputs: linear_token_stats(*inputs)[:3]),
     "linear_logprobs": WarmOp(
         _HIDDEN,
         _hidden,
         lambda input, weight, target: linear_logprobs(input, weight, target[:, None].expand(-1, 8)),
+    ),
+    "linear_topk_logprobs": WarmOp(
+        _HIDDEN,
+        _hidden,
+        lambda input, weight, _: linear_topk_logprobs(input, weight, 20).logprobs,
     ),
     "linear_divergence": WarmOp(
         _HIDDEN,

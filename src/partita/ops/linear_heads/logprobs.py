@@ -122,7 +122,7 @@ class LinearLogprobs(torch.autograd.Function):
         input, weight, bias, ids, *_ = tensors
         if is_double_backward(grad, input, weight, bias):
             gradients = double_backward(
-                lambda input, weight, bias: _composed(input, weight, bias, ids, *ctx.options),
+                lambda *head: composed_logprobs(*head, ids, *ctx.options),
                 tensors[:3],
                 wanted,
                 grad,
@@ -137,7 +137,7 @@ class LinearLogprobs(torch.autograd.Function):
         return *only_wanted(gradients, wanted), *no_option_grads
 
 
-def _composed(
+def composed_logprobs(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -204,7 +204,7 @@ def linear_logprobs(
         is_plain(input, linear_weight, linear_bias, ids)
         and is_small(tokens, classes, input.dtype, memory_budget)
     ):
-        return _composed(input, linear_weight, linear_bias, ids, *numbers)
+        return composed_logprobs(input, linear_weight, linear_bias, ids, *numbers)
     flat = ids[None].flatten(0, -2).contiguous()
     inputs = HeadInputs(input[None].flatten(0, -2), linear_weight, linear_bias, flat)
     plan = inputs.plan(memory_budget, False)

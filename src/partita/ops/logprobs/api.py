@@ -72,7 +72,7 @@ def topk_logprobs(
         >>> import torch, partita
         >>> found = partita.topk_logprobs(torch.tensor([[0.0, 2.0, 1.0, 2.0]]), 2)
         >>> found.logprobs, found.indices
-        (tensor([[-0.8200, -0.8200]]), tensor([[1, 3]]))
+        (tensor([[-0.9176, -0.9176]]), tensor([[1, 3]]))
     """
     _check_logits(logits)
     check_k(k, logits.shape[-1])

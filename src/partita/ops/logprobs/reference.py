@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...primitives.rows import finite_shift, laid_out_like, softcap_slope, softcapped
+from ...primitives.rows import (
+    finite_shift,
+    laid_out_like,
+    row_chunks,
+    softcap_slope,
+    softcapped,
+)
 from ...runtime import checks
 from ..cross_entropy.common import valid_targets
 from ..cross_entropy.reference import scaled_rows
@@ -153,6 +159,16 @@ def topk_logprobs(logits: Tensor, k: int, temperature: float, softcap: float) ->
         maximum=maximum,
         sumexp=sumexp,
     )
+
+
+def topk_of_rows(
+    logits: Tensor, k: int, temperature: float, softcap: float, found: TopKRows, padded: bool
+) -> None:
+    """Write the k most probable classes of rows `[M, C]` to the results."""
+    for rows in row_chunks(logits):
+        part = topk_logprobs(logits[rows], k, temperature, softcap)
+        for field, value in zip(found, part, strict=True):
+            field[rows] = value
 
 
 def largest_classes(x: Tensor, k: int) -> Tensor:

@@ -1,0 +1,168 @@
+"""The most probable classes from hidden states: the registered op and the public call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...runtime import checks, register
+from ...runtime.autograd import (
+    apply,
+    double_backward,
+    for_gradients,
+    is_double_backward,
+    one_by_one,
+    plain_eager,
+    saved_tensors,
+)
+from ...runtime.backend import current_backend
+from ..logprobs.autograd import topk_of
+from ..logprobs.common import TopK, TopKRows, check_k, topk_fake
+from .autograd import only_wanted
+from .backends import BACKENDS
+from .common import chunk_and_save
+from .composed import is_plain
+from .inputs import HeadInputs, all_logits, cast_and_check, needs_logits
+from .logprobs import composed_logprobs, logprobs_backward_op
+from .plan import check_budget, is_small, padded_width
+
+DEFAULT_BYTES = 2**30  # of the logits of some tokens, if no budget is given
+
+
+def _fake(input: Tensor, weight: Tensor, bias: Any, k: int, *options: Any) -> tuple[Tensor, ...]:
+    save_logits = options[-1]
+    size = len(input) * padded_width(len(weight)) if save_logits else 0
+    return *topk_fake(input, k), input.new_empty(size)
+
+
+topk_op: register.Op = register.define(
+    "linear_topk_logprobs(Tensor input, Tensor weight, Tensor? bias, int k, float temperature,"
+    " float softcap, SymInt tokens, bool save_logits, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake,
+    vmap=lambda *batch: one_by_one(topk_op, *batch),
+    backends=BACKENDS,
+)
+
+
+class LinearTopK(torch.autograd.Function):
+    """The `TopKRows`, of which the log-probabilities are differentiable.
+
+    If the logits are saved, the first backward pass overwrites them with their gradient. Later
+    backward passes compute them again.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        k: int,
+        temperature: float,
+        softcap: float,
+        tokens: int,
+        chunk: int,
+        save_logits: bool,
+        backend: str,
+    ) -> tuple[Tensor, ...]:
+        options = (k, temperature, softcap, tokens, save_logits, backend)
+        return topk_op(input, weight, bias, *options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *head, _, temperature, softcap, _, ctx.chunk, save_logits, ctx.backend = inputs
+        ctx.options = (temperature, softcap, checks.NOTHING_IGNORED)
+        ctx.mark_non_differentiable(*output[1:])
+        rows = TopKRows(*output[:-1])
+        ctx.save_for_backward(*head, rows.indices, rows.entries, rows.maximum, rows.sumexp)
+        # Autograd must not see these logits, because the first backward pass overwrites them.
+        ctx.saved_logits = output[-1] if save_logits else None
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        no_option_grads, wanted = (None,) * 7, tuple(ctx.needs_input_grad[:3])
+        tensors, grad = saved_tensors(ctx), grads[0]
+        input, weight, bias, ids, *_ = tensors
+        if is_double_backward(grad, input, weight, bias):
+            gradients = double_backward(
+                lambda *head: composed_logprobs(*head, ids, *ctx.options),
+                tensors[:3],
+                wanted,
+                grad,
+            )
+            return *gradients, *no_option_grads
+        saved, op = None, for_gradients(logprobs_backward_op, grad)
+        if plain_eager() and op is logprobs_backward_op:
+            # A batch of gradients would overwrite the logits more than once.
+            saved, ctx.saved_logits = ctx.saved_logits, None
+        saved = input.new_empty(0) if saved is None else saved
+        gradients = op(grad, *tensors, saved, *ctx.options, ctx.chunk, *wanted, ctx.backend)
+        return *only_wanted(gradients, wanted), *no_option_grads
+
+
+def linear_topk_logprobs(
+    input: Tensor,
+    linear_weight: Tensor,
+    k: int,
+    *,
+    linear_bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    memory_budget: int | None = None,
+) -> TopK:
+    """Find the k most probable classes from hidden states, without all logits in memory.
+
+    They are `topk_logprobs(input @ linear_weight.T + linear_bias, k, ...)`, and a small call
+    computes just that; see `linear_cross_entropy`.
+
+    Args:
+        input: hidden states `[..., H]`, floating dtype.
+        linear_weight: `[C, H]` in the same dtype.
+        k: how many classes of each row, from 1 to C.
+        linear_bias: `[C]` in the same dtype.
+        temperature, softcap: as in `topk_logprobs`.
+        memory_budget: bytes of workspace in addition to inputs and results; None for 1 GiB, and
+            2 GiB with a gradient. The logits of one token are there in any case.
+
+    Returns:
+        `TopK(logprobs, indices, logsumexp)`, as in `topk_logprobs`. The log-probabilities are
+        differentiable in hidden states, matrix and bias.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype, shape, device or number, named with what was expected.
+
+    Source: as `topk_logprobs`, over chunks of the tokens.
+
+    Example:
+        >>> import torch, partita
+        >>> found = partita.linear_topk_logprobs(torch.ones(1, 2), torch.eye(3, 2), 2)
+        >>> found.logprobs, found.indices
+        (tensor([[-0.8620, -0.8620]]), tensor([[0, 1]]))
+    """
+    input, linear_weight, linear_bias = cast_and_check(input, linear_weight, linear_bias, None)
+    if linear_weight.ndim != 2:
+        raise ValueError(f"linear_weight: expected shape [C, H], got {list(linear_weight.shape)}")
+    tokens, classes = input.shape[:-1].numel(), len(linear_weight)
+    check_k(k, classes)
+    numbers = checks.temperature_and_softcap(temperature, softcap)
+    check_budget(memory_budget)
+    if needs_logits(linear_weight, None) or (
+        is_plain(input, linear_weight, linear_bias, None)
+        and is_small(tokens, classes, input.dtype, memory_budget)
+    ):
+        return topk_of(all_logits(input, linear_weight, linear_bias), k, *numbers)
+    flat = input[None].flatten(0, -2)
+    inputs = HeadInputs(flat, linear_weight, linear_bias, flat.new_empty(0))
+    chunk, save_logits = classes, False
+    if any(inputs.wanted):
+        chunk, save_logits = chunk_and_save(inputs.plan(memory_budget, False), classes)
+    room = DEFAULT_BYTES if memory_budget is None else memory_budget
+    at_once = max(1, room // (padded_width(classes) * input.element_size()))
+    call = (*inputs[:3], k, *numbers, at_once, chunk, save_logits, current_backend())
+    found = TopK(*apply(LinearTopK, *call)[:3])
+    rows = input.shape[:-1]
+    return TopK(*(field.reshape(*rows, *field.shape[1:]) for field in found))

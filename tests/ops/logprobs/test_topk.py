@@ -1,0 +1,202 @@
+"""The most probable classes of each row, from logits and from hidden states."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.linear import Batch, batch_of, budgets
+from helpers.rows import DTYPES, INTERPRETING, devices
+from torch import Tensor
+
+import partita
+from partita.testing import sample_rows
+
+pytestmark = pytest.mark.interpreted
+PLANS = ("small", "fast", "lean")
+SHAPES = ((5, 37, 6), (2, 3, 300, 9), (3, 9000, 5), (2, 40_000, 3), (4, 1, 1))
+
+
+def best(x: Tensor, k: int) -> Tensor:
+    """Return the classes of the k largest numbers, of equal ones the lower classes."""
+    return x.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def truth(x: Tensor, ids: Tensor, temperature: float, softcap: float | None) -> Tensor:
+    x = x.double()
+    x = softcap * (x / softcap).tanh() if softcap else x
+    return (x / temperature).log_softmax(-1).gather(-1, ids)
+
+
+def gradients(found: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    upstream = torch.linspace(-1, 2, found.numel(), dtype=torch.float64).view(found.shape)
+    return torch.autograd.grad(found, leaves, upstream.to(found))
+
+
+@devices
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, 4.0)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_and_gradients(
+    shape: tuple[int, ...],
+    temperature: float,
+    softcap: float | None,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    *rows, classes, k = shape
+    x = sample_rows(torch.Size(rows).numel(), classes, device=device).to(dtype)
+    x = x.view(*rows, classes).requires_grad_()
+    found = partita.topk_logprobs(x, k, temperature=temperature, softcap=softcap)
+    single = torch.float64 if dtype == torch.float64 else torch.float32
+    assert found.logprobs.dtype == found.logsumexp.dtype == single
+    ids = best(x.detach(), k)
+    if not softcap:  # a soft cap may make different logits equal
+        assert torch.equal(found.indices, ids)
+    exact = x.detach().double().requires_grad_()
+    expected = truth(exact, ids, temperature, softcap)
+    eps = torch.finfo(single).eps
+    torch.testing.assert_close(found.logprobs.double(), expected, rtol=16 * eps, atol=16 * eps)
+    capped = softcap * (exact / softcap).tanh() if softcap else exact
+    logsumexp = (capped / temperature).logsumexp(-1)
+    torch.testing.assert_close(found.logsumexp.double(), logsumexp, rtol=16 * eps, atol=16 * eps)
+    assert not found.logsumexp.requires_grad
+    expected = truth(exact, found.indices, temperature, softcap)
+    (grad,), (true,) = gradients(found.logprobs, x), gradients(expected, exact)
+    rounding = torch.finfo(dtype).eps / (1 if INTERPRETING else 2)
+    bound = max(1.01 * rounding, 256 * eps)
+    torch.testing.assert_close(grad.double(), true, rtol=bound, atol=64 * eps)
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [40, 600, 5000, 33_000])
+def test_ties_take_the_lower_class(width: int, dtype: torch.dtype, device: str) -> None:
+    g = torch.Generator().manual_seed(width)
+    x = torch.randint(-3, 3, (4, width), generator=g).to(dtype).to(device)
+    x[1] = 2.0
+    x[2] = torch.where(torch.arange(width, device=device) % 2 == 0, -0.0, 0.0)
+    x[3] = -torch.inf
+    x[3, width // 2] = x[3, -1] = 1.0
+    padded = torch.full((4, width + 7), 9.0, dtype=dtype, device=device)
+    padded[:, 3 : 3 + width] = x
+    for logits in (x, padded[:, 3 : 3 + width], x.T.contiguous().T):
+        found = partita.topk_logprobs(logits, 12)
+        assert torch.equal(found.indices, best(x + 0.0, 12))
+        expected = truth(x, found.indices, 1.0, None)
+        torch.testing.assert_close(found.logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@devices
+def test_all_classes_in_order(device: str) -> None:
+    x = sample_rows(3, 70, device=device)
+    found = partita.topk_logprobs(x, 70)
+    assert torch.equal(found.indices, best(x, 70))
+
+
+@devices
+def test_nan_and_rows_of_minus_infinity(device: str) -> None:
+    x = sample_rows(3, 50, device=device)
+    x[0, 5], x[1] = torch.nan, -torch.inf
+    found = partita.topk_logprobs(x, 4)
+    assert found.logprobs[0].isnan().all() and found.logprobs[1].isnan().all()
+    assert found.indices[0, 0] == 5 and found.indices[1].tolist() == [0, 1, 2, 3]
+    torch.testing.assert_close(found.logprobs[2], x[2].log_softmax(-1).topk(4).values)
+
+
+@devices
+def test_no_rows_and_one_row(device: str) -> None:
+    x = sample_rows(2, 50, device=device)
+    none, one = partita.topk_logprobs(x[:0], 4), partita.topk_logprobs(x[0], 4)
+    assert none.logprobs.shape == none.indices.shape == (0, 4) and none.logsumexp.shape == (0,)
+    assert torch.equal(one.indices, best(x, 4)[0]) and one.logsumexp.shape == ()
+
+
+def leaves_of(x: Batch, dtype: torch.dtype | None = None) -> Batch:
+    head = (t if t is None else t.detach().to(dtype or t.dtype) for t in x[:3])
+    return Batch(*(t if t is None else t.requires_grad_() for t in head), *x[3:])
+
+
+@devices
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_hidden_states(dtype: torch.dtype, plan: str, device: str) -> None:
+    x = leaves_of(batch_of(bias=True, dtype=dtype, device=device))
+    options = {"temperature": 0.7, "softcap": 20.0}
+    found = partita.linear_topk_logprobs(
+        x.input, x.weight, 5, linear_bias=x.bias, memory_budget=budgets(x)[plan], **options
+    )
+    logits = F.linear(x.input, x.weight, x.bias).detach()
+    eps = torch.finfo(dtype).eps * (2 if INTERPRETING else 1)
+    expected = truth(logits, found.indices, **options)
+    largest = truth(logits, best(logits, 5), **options)
+    for right in (expected, largest):
+        torch.testing.assert_close(found.logprobs.double(), right, rtol=16 * eps, atol=32 * eps)
+    if dtype != torch.bfloat16:  # the products round differently
+        assert torch.equal(found.indices, best(logits, 5))
+    exact = leaves_of(x, torch.float64)
+    logits = F.linear(exact.input, exact.weight, exact.bias)
+    trues = gradients(truth(logits, found.indices, **options), *exact[:3])
+    first = gradients_of(found.logprobs, x)
+    for grad, again, true in zip(first, gradients_of(found.logprobs, x), trues, strict=True):
+        assert grad.dtype == dtype
+        bound = 32 * eps * true.abs().amax().item()
+        torch.testing.assert_close(grad.double(), true, rtol=0, atol=bound)
+        torch.testing.assert_close(again.double(), true, rtol=0, atol=bound)
+
+
+def gradients_of(found: Tensor, x: Batch) -> tuple[Tensor, ...]:
+    """Return the gradients of the head, and leave the graph for another backward pass."""
+    upstream = torch.linspace(-1, 2, found.numel(), dtype=torch.float64).view(found.shape)
+    return torch.autograd.grad(found, x[:3], upstream.to(found), retain_graph=True)
+
+
+@devices
+def test_hidden_states_of_few_tokens_at_a_time(device: str) -> None:
+    """A budget that holds the logits of three tokens gives the same bits as one without a cut."""
+    x = batch_of(device=device)
+    whole = partita.linear_topk_logprobs(x.input, x.weight, 4)
+    parts = partita.linear_topk_logprobs(x.input, x.weight, 4, memory_budget=3 * 336 * 4)
+    assert torch.equal(whole.indices, parts.indices)
+    torch.testing.assert_close(whole.logprobs, parts.logprobs)
+    tokens = x.input[:38].unflatten(0, (2, -1))
+    padded = partita.linear_topk_logprobs(tokens, x.weight, 4, memory_budget=3 * 336 * 4)
+    assert padded.logprobs.shape == (2, 19, 4) and padded.logsumexp.shape == (2, 19)
+    assert torch.equal(padded.indices.flatten(0, 1), whole.indices[:38])
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_derivatives(plan: str) -> None:
+    x = Batch(*(t.double() for t in batch_of(4, 200, bias=True)[:3]), None, None)
+    leaves = [t.detach().requires_grad_() for t in x[:3]]
+    f = lambda hidden, matrix, bias: (
+        partita.linear_topk_logprobs(
+            hidden, matrix, 3, linear_bias=bias, softcap=9.0, memory_budget=budgets(x)[plan]
+        ).logprobs
+    )
+    assert torch.autograd.gradcheck(f, leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(f, leaves, fast_mode=True)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="a compiler sees kernels of Python there")
+def test_compiled() -> None:
+    x = leaves_of(batch_of(bias=True))
+    for f in (
+        lambda *head: partita.linear_topk_logprobs(*head[:2], 3, linear_bias=head[2]).logprobs,
+        lambda *head: partita.topk_logprobs(F.linear(*head), 3).logprobs,
+    ):
+        compiled = torch.compile(f, fullgraph=True, backend="aot_eager")(*x[:3])
+        for a, b in zip(gradients(compiled, *x[:3]), gradients(f(*x[:3]), *x[:3]), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_bad_input() -> None:
+    x = torch.zeros(2, 5)
+    for call, error, message in (
+        (lambda: partita.topk_logprobs(x, 6), ValueError, "k: expected a number from 1 to the 5"),
+        (lambda: partita.topk_logprobs(x, 0), ValueError, "k: expected .* got 0"),
+        (lambda: partita.topk_logprobs(x, 1.0), TypeError, "k: expected an int"),
+        (lambda: partita.topk_logprobs(x.long(), 1), TypeError, "logits: expected"),
+        (lambda: partita.linear_topk_logprobs(x, x, 3), ValueError, "k: expected .* the 2 classes"),
+        (lambda: partita.linear_topk_logprobs(x, x.double(), 1), TypeError, "dtype of input"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
