@@ -311,7 +311,8 @@ CHECKS = (
         lambda x: (),
         "tensor",
         "tensor",
-        edges=("plain", "offset", "transposed"),  # PyTorch takes any of equal logits
+        edges=("plain", "offset", "transposed"),
+        dtypes=("fp32", "fp64"),  # PyTorch takes any of equal logits, which half types have
     ),
     Check(
         "logprobs",

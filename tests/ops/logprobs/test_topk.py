@@ -167,11 +167,11 @@ def test_hidden_states_of_few_tokens_at_a_time(device: str) -> None:
 def test_derivatives(plan: str) -> None:
     x = Batch(*(t.double() for t in batch_of(4, 200, bias=True)[:3]), None, None)
     leaves = [t.detach().requires_grad_() for t in x[:3]]
-    f = lambda hidden, matrix, bias: (
-        partita.linear_topk_logprobs(
-            hidden, matrix, 3, linear_bias=bias, softcap=9.0, memory_budget=budgets(x)[plan]
-        ).logprobs
-    )
+
+    def f(hidden: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
+        options = {"linear_bias": bias, "softcap": 9.0, "memory_budget": budgets(x)[plan]}
+        return partita.linear_topk_logprobs(hidden, matrix, 3, **options).logprobs
+
     assert torch.autograd.gradcheck(f, leaves, fast_mode=True)
     assert torch.autograd.gradgradcheck(f, leaves, fast_mode=True)
 
