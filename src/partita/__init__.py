@@ -11,7 +11,7 @@ from .ops.chain.results import ChainSample, ViterbiPath
 from .ops.cross_entropy.api import TokenStats, cross_entropy, token_stats
 from .ops.ctc.api import CTCAlignment, TokenSpans, ctc_align, ctc_loss
 from .ops.ctc_crf.api import ctc_crf_loss, debruijn_source
-from .ops.divergence.api import divergence
+from .ops.divergence.api import divergence, topk_divergence
 from .ops.linear_chain.api import LinearChain, linear_chain
 from .ops.linear_chain.results import ExpectedCounts, LinearPath, LinearSample
 from .ops.linear_heads.api import linear_cross_entropy, linear_token_stats
@@ -19,6 +19,7 @@ from .ops.linear_heads.divergence import linear_divergence
 from .ops.linear_heads.logprobs import linear_logprobs
 from .ops.linear_heads.plan import linear_cross_entropy_plan
 from .ops.linear_heads.topk import linear_topk_logprobs
+from .ops.linear_heads.topk_divergence import linear_topk_divergence
 from .ops.logprobs.api import logprobs, topk_logprobs
 from .ops.logprobs.common import TopK
 from .ops.softmax.api import log_softmax, logsumexp, softmax
@@ -58,6 +59,7 @@ __all__ = [
     "linear_divergence",
     "linear_logprobs",
     "linear_token_stats",
+    "linear_topk_divergence",
     "linear_topk_logprobs",
     "log_softmax",
     "logprobs",
@@ -68,6 +70,7 @@ __all__ = [
     "softmax",
     "testing",
     "token_stats",
+    "topk_divergence",
     "topk_logprobs",
 ]
 

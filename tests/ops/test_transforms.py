@@ -31,6 +31,11 @@ IDS = torch.arange(2 * N).view(N, 2) % 3  # some rows repeat a class
 OTHER = numbers(3, N, 3, 3, seed=5)
 
 
+def best_of(device: torch.device) -> partita.TopK:
+    """Return the two most probable classes of the teacher."""
+    return partita.TopK(*(field.to(device) for field in partita.topk_logprobs(TEACHER, 2)))
+
+
 def chain(scores: Tensor) -> partita.Chain:
     """Return chains of 3 states with lengths 3 and 2."""
     source = torch.tensor([[0, 1, 2], [1, 0, 0], [2, 1, -1]], device=scores.device)
@@ -81,6 +86,16 @@ LOSSES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "linear_topk_logprobs": (
         (N, 4),
         lambda x: partita.linear_topk_logprobs(x, MATRIX.to(x.device), 3, memory_budget=2**20)[0],
+    ),
+    "topk_divergence": (
+        (N, 5),
+        lambda x: partita.topk_divergence(x, best_of(x.device), beta=0.3, reduction="none"),
+    ),
+    "linear_topk_divergence": (
+        (N, 4),
+        lambda x: partita.linear_topk_divergence(
+            x, MATRIX.to(x.device), best_of(x.device), memory_budget=2**20
+        ),
     ),
     "linear": ((N, 4), lambda x: head(x, memory_budget=2**20, z_loss=0.1)),
     "linear, rows": ((N, 4), lambda x: head(x, memory_budget=2**20, reduction="none")),

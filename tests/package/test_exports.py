@@ -85,6 +85,8 @@ def test_public_names_are_those_of_the_design() -> None:
     linear = {f"linear_{name}" for name in ("cross_entropy", "cross_entropy_plan", "logprobs")}
     linear |= {"linear_token_stats", "linear_divergence", "linear_topk_logprobs"}
     rows |= {"TopK", "topk_logprobs", "token_stats", "divergence"}
+    rows |= {"TopK", "topk_logprobs", "topk_divergence", "token_stats", "divergence"}
+    linear |= {"linear_topk_divergence"}
     assert set(partita.__all__) == rows | linear | chains | ctc | {
         "backend",
         "integrations",

@@ -15,7 +15,7 @@ from ..ops.chain.api import Chain, logz
 from ..ops.cross_entropy.api import cross_entropy, token_stats
 from ..ops.ctc.api import ctc_loss
 from ..ops.ctc_crf.api import ctc_crf_loss, debruijn_source
-from ..ops.divergence.api import divergence
+from ..ops.divergence.api import divergence, topk_divergence
 from ..ops.linear_chain.api import linear_chain
 from ..ops.logprobs.api import logprobs, topk_logprobs
 from ..ops.softmax.api import log_softmax, logsumexp, softmax
@@ -27,6 +27,7 @@ from .check_torch import (
     pairs_in_torch,
     paths_in_torch,
     token_stats_in_torch,
+    topk_divergence_in_torch,
     upcast,
 )
 from .console import DTYPES
@@ -303,6 +304,17 @@ CHECKS = (
             ("plain", "offset", "transposed"),  # where classes are masked it may be infinite
         )
         for beta in (0.0, 0.5, 1.0)
+    ),
+    Check(
+        "topk_divergence",
+        lambda x: topk_divergence(x, topk_logprobs(x.detach().flip(-1), 7), reduction="none"),
+        lambda x: topk_divergence_in_torch(x, 7),
+        lambda x: (),
+        "tensor",
+        "tensor",
+        ((ROWS, COLUMNS),),
+        ("plain", "offset", "transposed"),
+        ("fp32", "fp64"),
     ),
     Check(
         "topk_logprobs",

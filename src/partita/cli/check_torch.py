@@ -25,6 +25,14 @@ def divergence_in_torch(x: Tensor, beta: float, teacher: Tensor | None = None) -
     return beta * next(parts) + (1 - beta) * next(parts)
 
 
+def topk_divergence_in_torch(x: Tensor, k: int) -> Tensor:
+    """Compute the forward KL from the k best classes of the same rows in the opposite order."""
+    q, ids = upcast(x).detach().flip(-1).softmax(-1).topk(k)
+    p = upcast(x).softmax(-1).gather(-1, ids)
+    p, q = (torch.cat([each, 1 - each.sum(-1, keepdim=True)], -1) for each in (p, q))
+    return F.kl_div(p.log(), q, reduction="none").sum(-1)
+
+
 def token_stats_in_torch(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
     x = upcast(x) / 0.75
     logp = x.log_softmax(-1)

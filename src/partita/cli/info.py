@@ -33,11 +33,13 @@ OPS = (
     "logprobs",
     "topk_logprobs",
     "divergence",
+    "topk_divergence",
     "linear_cross_entropy",
     "linear_token_stats",
     "linear_logprobs",
     "linear_topk_logprobs",
     "linear_divergence",
+    "linear_topk_divergence",
     *NUMBA_OPS,
 )
 BACKEND_NAMES = {"reference": "PyTorch", "gpu": "Triton", "cpu": "Numba"}

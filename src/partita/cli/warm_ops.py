@@ -22,12 +22,13 @@ from ..ops.chain.api import Chain, logz
 from ..ops.cross_entropy.api import cross_entropy, token_stats
 from ..ops.ctc.api import ctc_align, ctc_loss
 from ..ops.ctc_crf.api import ctc_crf_loss, debruijn_source
-from ..ops.divergence.api import divergence
+from ..ops.divergence.api import divergence, topk_divergence
 from ..ops.linear_chain.api import linear_chain
 from ..ops.linear_heads.api import linear_cross_entropy, linear_token_stats
 from ..ops.linear_heads.divergence import linear_divergence
 from ..ops.linear_heads.logprobs import linear_logprobs
 from ..ops.linear_heads.topk import linear_topk_logprobs
+from ..ops.linear_heads.topk_divergence import linear_topk_divergence
 from ..ops.logprobs.api import logprobs, topk_logprobs
 from ..ops.softmax.api import log_softmax, logsumexp, softmax
 from ..runtime.dtypes import acc_dtype
@@ -158,6 +159,9 @@ OPS: dict[str, WarmOp] = {
     "logprobs": WarmOp(
         _CLASSES, _rows, lambda x, target: logprobs(x, target[:, None].expand(-1, 8))
     ),
+    "topk_divergence": WarmOp(
+        _CLASSES, _logits, lambda x: topk_divergence(x, topk_logprobs(x.detach().flip(0), 20))
+    ),
     "topk_logprobs": WarmOp(_CLASSES, _logits, lambda x: topk_logprobs(x, 20).logprobs),
     "linear_cross_entropy": WarmOp(_HIDDEN, _hidden, linear_cross_entropy),
     "linear_token_stats": WarmOp(_HIDDEN, _hidden, lambda *inputs: linear_token_stats(*inputs)[:3]),
@@ -170,6 +174,13 @@ OPS: dict[str, WarmOp] = {
         _HIDDEN,
         _hidden,
         lambda input, weight, _: linear_topk_logprobs(input, weight, 20).logprobs,
+    ),
+    "linear_topk_divergence": WarmOp(
+        _HIDDEN,
+        _hidden,
+        lambda input, weight, _: linear_topk_divergence(
+            input, weight, linear_topk_logprobs(input.detach().flip(0), weight.detach(), 20)
+        ),
     ),
     "linear_divergence": WarmOp(
         _HIDDEN,

@@ -7,8 +7,10 @@ from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
-from .autograd import divergence_of_rows
-from .common import reduced
+from ..logprobs.autograd import logprobs_of
+from ..logprobs.common import TopK
+from .autograd import divergence_of_classes, divergence_of_rows
+from .common import IGNORED, check_teacher, ids_of_rows, reduced
 
 
 def divergence(
@@ -55,13 +57,9 @@ def divergence(
         >>> loss, logits.grad
         (tensor(0.1308, grad_fn=<...>), tensor([[-0.2500,  0.2500]]))
     """
-    checks.floating("logits", logits)
+    _check_logits(logits)
     checks.floating("teacher_logits", teacher_logits)
     checks.device("teacher_logits", teacher_logits, logits, "logits")
-    if logits.ndim == 0 or logits.shape[-1] == 0:
-        raise ValueError(
-            f"logits: expected shape [..., C] with at least one class, got {list(logits.shape)}"
-        )
     if teacher_logits.shape != logits.shape:
         same_rows = teacher_logits.shape[:-1] == logits.shape[:-1]
         advice = "; cut the longer rows to the classes that both have" if same_rows else ""
@@ -80,3 +78,59 @@ def divergence(
     if acc_dtype(dtype) != acc_dtype(logits.dtype):
         logits = logits.to(dtype)
     return reduced(divergence_of_rows(logits, teacher_logits, *numbers), mask, reduction)
+
+
+def topk_divergence(
+    logits: Tensor,
+    teacher: TopK,
+    *,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """Divergence of a student from a teacher whose k most probable classes are known.
+
+    All other classes count as one, with the probability that is left. The result is at most the
+    divergence over all classes.
+
+    Args:
+        logits: the student's, `[..., C]`, floating dtype, any strides; may be -inf.
+        teacher: a `TopK`, of which the log-probabilities `[..., k]` and the classes `[..., k]` are
+            used. The classes of a row differ from each other. They get no gradient.
+        beta: as in `divergence`.
+        temperature, softcap: what the student's logits are divided by, and their bound. The
+            teacher's log-probabilities are taken as they are.
+        mask, reduction: as in `divergence`.
+
+    Returns:
+        The divergence in nats, a number or `[...]`, fp32 (fp64 for fp64), differentiable in
+        `logits`. A mean over no rows is NaN.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype, shape, device or number, named with what was expected.
+        IndexError: an id that is no class; on a GPU only with `PARTITA_CHECK=1`, otherwise the
+            result of its row is NaN.
+
+    Source: as `divergence`, over k + 1 classes.
+
+    Example:
+        >>> import torch, partita
+        >>> teacher = partita.topk_logprobs(torch.tensor([[3.0, 1.0, 0.0, 0.0]]), 2)
+        >>> partita.topk_divergence(torch.zeros(1, 4), teacher)
+        tensor(0.7142)
+    """
+    _check_logits(logits)
+    numbers = checks.temperature_and_softcap(temperature, softcap)
+    check_teacher(teacher, logits, "logits", beta, mask, reduction)
+    logp = logprobs_of(logits, ids_of_rows(teacher, mask), *numbers, IGNORED)
+    return divergence_of_classes(logp, teacher, logits.shape[-1], float(beta), mask, reduction)
+
+
+def _check_logits(logits: Tensor) -> None:
+    checks.floating("logits", logits)
+    if logits.ndim == 0 or logits.shape[-1] == 0:
+        raise ValueError(
+            f"logits: expected shape [..., C] with at least one class, got {list(logits.shape)}"
+        )

@@ -18,9 +18,10 @@ from ...runtime.autograd import (
 )
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
+from ..logprobs.common import TopK
 from . import reference
 from .backends import BACKENDS
-from .common import DivergenceRows
+from .common import DivergenceRows, reduced
 
 _NUMBERS = "float beta, float temperature, float softcap, str backend"
 
@@ -92,3 +93,34 @@ def divergence_of_rows(
     if needs_no_derivative(logits):
         return divergence_op(*call)[0]
     return apply(DivergenceFunction, *call)[0]
+
+
+def _with_rest(logp: Tensor, resolution: float) -> Tensor:
+    """Return log-probabilities with that of all other classes, which have `resolution` at least."""
+    rest = (1.0 - logp.exp().sum(-1, keepdim=True)).clamp(min=resolution)
+    return torch.cat([logp, rest.log()], -1)
+
+
+def divergence_of_classes(
+    logp: Tensor, teacher: TopK, classes: int, beta: float, mask: Tensor | None, reduction: str
+) -> Tensor:
+    """Return the reduced divergence from the student's log-probabilities of a teacher's classes.
+
+    The few numbers of a row are computed in fp64, since the rest is a difference.
+
+    Args:
+        logp: the student's, `[..., k]`, 0 in rows that do not count.
+        teacher: the teacher's.
+        classes: the number of all classes. If the teacher has them all, there is no rest.
+        beta: as in `divergence`.
+        mask: `[...]`, 0 in rows that do not count, or None.
+        reduction: `none`, `mean` or `sum`.
+    """
+    dtype = torch.promote_types(logp.dtype, acc_dtype(teacher.logprobs.dtype))
+    both = [logp.double(), teacher.logprobs.detach().double()]
+    if mask is not None:  # these rows must not give NaN, by which their gradient is multiplied
+        is_valid = mask.unsqueeze(-1) != 0
+        both = [torch.where(is_valid, each, -1.0 - logp.shape[-1]) for each in both]
+    if logp.shape[-1] < classes:
+        both = [_with_rest(each, torch.finfo(dtype).eps) for each in both]
+    return reduced(divergence_of_rows(*both, beta, 1.0, 0.0).to(dtype), mask, reduction)

@@ -8,6 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...runtime import checks
+from ..logprobs.common import TopK, check_ids
+
+IGNORED = -100  # the id of a teacher's class in rows that do not count
+
 
 class DivergenceRows(NamedTuple):
     """The divergence of each row, fp32 (fp64 for fp64), and what its gradient needs.
@@ -85,3 +90,27 @@ def row_factors(mask: Tensor | None, like: Tensor, reduction: str) -> Tensor:
     is_valid = mask != 0
     factor = is_valid.sum().to(like.dtype).reciprocal() if reduction == "mean" else 1.0
     return torch.where(is_valid, factor, 0.0).to(like.dtype)
+
+
+def check_teacher(
+    teacher: TopK, rows: Tensor, name: str, beta: float, mask: Tensor | None, reduction: str
+) -> None:
+    """Raise unless teacher and options fit the rows `[..., D]` of the named tensor."""
+    if not isinstance(teacher, TopK):
+        raise TypeError(f"teacher: expected a TopK, got {type(teacher).__name__}")
+    check_ids(teacher.indices, rows, name)
+    checks.floating("teacher.logprobs", teacher.logprobs)
+    checks.device("teacher.logprobs", teacher.logprobs, rows, name)
+    checks.shape("teacher.logprobs", teacher.logprobs, teacher.indices.shape, "teacher.indices")
+    checks.number("beta", beta, low=0.0, high=1.0)
+    checks.choice("reduction", reduction, checks.REDUCTIONS)
+    if mask is not None:
+        checks.tensor("mask", mask)
+        checks.shape("mask", mask, rows.shape[:-1], f"{name}.shape[:-1]")
+        checks.device("mask", mask, rows, name)
+
+
+def ids_of_rows(teacher: TopK, mask: Tensor | None) -> Tensor:
+    """Return the teacher's classes, and IGNORED in rows that do not count."""
+    ids = teacher.indices.long()  # a narrow type would wrap the bounds
+    return ids if mask is None else torch.where(mask.unsqueeze(-1) != 0, ids, IGNORED)

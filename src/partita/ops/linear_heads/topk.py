@@ -129,8 +129,8 @@ def linear_topk_logprobs(
             2 GiB with a gradient. The logits of one token are there in any case.
 
     Returns:
-        `TopK(logprobs, indices, logsumexp)`, as in `topk_logprobs`. The log-probabilities are
-        differentiable in hidden states, matrix and bias.
+        `TopK(logprobs, indices, logsumexp)` in nats, as in `topk_logprobs`. The log-probabilities
+        are differentiable in hidden states, matrix and bias.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device or number, named with what was expected.

@@ -59,7 +59,7 @@ def topk_logprobs(
         softcap: replace the logits by `softcap * tanh(logits / softcap)` first.
 
     Returns:
-        `TopK(logprobs, indices, logsumexp)`: `[..., k]`, fp32 (fp64 for fp64), in descending order
+        `TopK(logprobs, indices, logsumexp)` in nats: `[..., k]`, fp32 (fp64 for fp64), descending
         and differentiable in the logits; `[..., k]` int64, of equal logits the lower class first;
         and `[...]`, which has no gradient.
 

@@ -232,7 +232,9 @@ def logprobs_backward(
     classes = logits.shape[-1]
     totals, _ = row_totals(grad, ids, classes, ignore_index)
     x, _ = scaled_rows(logits, temperature, softcap)
-    result = x.softmax(-1) * (-totals / temperature).unsqueeze(-1)
+    # A row without a gradient has the gradient 0, whatever its logits are.
+    on_row = (-totals / temperature).unsqueeze(-1)
+    result = torch.where(on_row == 0, 0, x.softmax(-1) * on_row)
     if softcap:
         result = result * softcap_slope(logits, softcap)
     rows = result.to(logits.dtype).reshape(-1, classes)

@@ -1,0 +1,171 @@
+"""Divergences from a teacher's most probable classes, from logits and from hidden states."""
+
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.linear import Batch, batch_of, budgets
+from helpers.rows import INTERPRETING, devices
+from torch import Tensor
+
+import partita
+from partita.testing import sample_rows
+
+pytestmark = pytest.mark.interpreted
+BETAS = (0.0, 0.25, 1.0)
+PLANS = ("small", "fast", "lean")
+
+
+def teacher_of(rows: int, classes: int, k: int, device: str = "cpu") -> partita.TopK:
+    logits = sample_rows(rows, classes, device=device).flip(-1)
+    return partita.topk_logprobs(logits, k)
+
+
+def truth(x: Tensor, teacher: partita.TopK, beta: float, **options: float | None) -> Tensor:
+    """Compute the divergence over k + 1 classes in fp64, the rest from its own sum."""
+    x = x.double()
+    if softcap := options.get("softcap"):
+        x = softcap * (x / softcap).tanh()
+    logp = (x / options.get("temperature", 1.0)).log_softmax(-1)
+    found, q = logp.gather(-1, teacher.indices), teacher.logprobs.double().exp()
+    if teacher.indices.shape[-1] < x.shape[-1]:
+        is_known = torch.zeros_like(logp, dtype=torch.bool).scatter(-1, teacher.indices, True)
+        rest = torch.where(is_known, -torch.inf, logp).logsumexp(-1, keepdim=True)
+        found, q = torch.cat([found, rest], -1), torch.cat([q, 1 - q.sum(-1, keepdim=True)], -1)
+    with partita.backend("reference"):
+        return partita.divergence(found, q.log(), beta=beta, reduction="none")
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize(("classes", "k"), [(37, 5), (300, 20), (6, 6)])
+def test_values_and_gradients(
+    classes: int, k: int, beta: float, dtype: torch.dtype, device: str
+) -> None:
+    x = sample_rows(5, classes, device=device).to(dtype).requires_grad_()
+    teacher = teacher_of(5, classes, k, device)
+    options = {"temperature": 0.8, "softcap": 6.0}
+    loss = partita.topk_divergence(x, teacher, beta=beta, reduction="none", **options)
+    exact = x.detach().double().requires_grad_()
+    expected = truth(exact, teacher, beta, **options)
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(loss.double(), expected, rtol=2e-5, atol=2e-5)
+    upstream = torch.linspace(-1, 2, 5, device=device)
+    (grad,) = torch.autograd.grad(loss, x, upstream.to(loss.dtype))
+    (true,) = torch.autograd.grad(expected, exact, upstream.double())
+    bound = torch.finfo(dtype).eps * (2 if INTERPRETING else 1) + 2e-5
+    torch.testing.assert_close(grad.double(), true, rtol=bound, atol=2e-5)
+
+
+@devices
+def test_all_classes_are_the_divergence(device: str) -> None:
+    x, t = sample_rows(4, 30, device=device), sample_rows(4, 30, device=device).flip(-1)
+    teacher = partita.topk_logprobs(t, 30, temperature=0.7)
+    for beta in BETAS:
+        found = partita.topk_divergence(x, teacher, beta=beta, temperature=0.7)
+        expected = partita.divergence(x, t, beta=beta, temperature=0.7)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        fewer = partita.topk_logprobs(t, 4, temperature=0.7)
+        assert partita.topk_divergence(x, fewer, beta=beta, temperature=0.7) < expected
+
+
+@devices
+def test_mask_and_reductions(device: str) -> None:
+    x, teacher = sample_rows(6, 40, device=device), teacher_of(6, 40, 5, device)
+    mask = torch.tensor([1, 0, 1, 1, 0, 0], device=device)
+    expected = truth(x, teacher, 0.5) * mask
+    x[1], x[4] = torch.nan, -torch.inf
+    x.requires_grad_()
+    for reduction, right in (
+        ("none", expected),
+        ("sum", expected.sum()),
+        ("mean", expected.sum() / 3),
+    ):
+        for given in (mask, mask.bool(), mask.float()):
+            loss = partita.topk_divergence(x, teacher, beta=0.5, mask=given, reduction=reduction)
+            torch.testing.assert_close(loss.double(), right, rtol=1e-5, atol=1e-6)
+    (grad,) = torch.autograd.grad(loss, x)
+    assert not grad[mask == 0].any() and grad[mask != 0].any(-1).all()
+
+
+@devices
+def test_a_rest_below_the_resolution(device: str) -> None:
+    """A student that gives nearly everything to the teacher's classes has a finite loss."""
+    x = torch.zeros(1, 50, device=device)
+    x[:, :3] = 40.0
+    teacher = partita.TopK(
+        torch.tensor([[0.3, 0.3, 0.3]], device=device).log(),
+        torch.tensor([[0, 1, 2]], device=device),
+        torch.zeros(1, device=device),
+    )
+    for beta in BETAS:
+        leaf = x.clone().requires_grad_()
+        loss = partita.topk_divergence(leaf, teacher, beta=beta)
+        (grad,) = torch.autograd.grad(loss, leaf)
+        assert loss.isfinite() and grad.isfinite().all()
+
+
+def leaves_of(x: Batch, dtype: torch.dtype | None = None) -> list[Tensor]:
+    return [t.detach().to(dtype or t.dtype).requires_grad_() for t in x[:3]]
+
+
+@devices
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_hidden_states(dtype: torch.dtype, plan: str, device: str) -> None:
+    x = batch_of(bias=True, dtype=dtype, device=device)
+    teacher, budget = teacher_of(len(x.input), len(x.weight), 7, device), budgets(x)[plan]
+    mask = torch.arange(len(x.input), device=device) % 4 != 1
+    for beta in BETAS:
+        leaves, exact = leaves_of(x), leaves_of(x, torch.float64)
+        options: dict[str, Any] = {"beta": beta, "mask": mask, "memory_budget": budget}
+        head = (*leaves[:2], teacher)
+        loss = partita.linear_topk_divergence(*head, linear_bias=leaves[2], **options)
+        expected = truth(F.linear(*exact), teacher, beta)[mask].mean()
+        eps = torch.finfo(dtype).eps * (2 if INTERPRETING else 1)
+        torch.testing.assert_close(loss.double(), expected, rtol=8 * eps, atol=8 * eps)
+        found = torch.autograd.grad(loss, leaves)
+        for grad, true in zip(found, torch.autograd.grad(expected, exact), strict=True):
+            bound = 32 * eps * true.abs().amax().item()
+            torch.testing.assert_close(grad.double(), true, rtol=0, atol=bound)
+
+
+def test_derivatives() -> None:
+    x = sample_rows(3, 9).double().requires_grad_()
+    teacher = teacher_of(3, 9, 4)
+    for beta in BETAS:
+        f = lambda x, beta=beta: partita.topk_divergence(x, teacher, beta=beta)  # noqa: E731
+        assert torch.autograd.gradcheck(f, x, fast_mode=True)
+        assert torch.autograd.gradgradcheck(f, x, fast_mode=True)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="a compiler sees kernels of Python there")
+def test_compiled() -> None:
+    x, teacher = sample_rows(3, 40).requires_grad_(), teacher_of(3, 40, 4)
+    f = lambda x: partita.topk_divergence(x, teacher, beta=0.5)  # noqa: E731
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")(x)
+    (a,), (b,) = (torch.autograd.grad(loss, x) for loss in (compiled, f(x)))
+    torch.testing.assert_close(a, b)
+
+
+def test_bad_input() -> None:
+    x, teacher = torch.zeros(2, 6), teacher_of(2, 6, 3)
+    for changed, error, message in (
+        ({"teacher": tuple(teacher)}, TypeError, "teacher: expected a TopK, got tuple"),
+        ({"teacher": teacher_of(3, 6, 3)}, ValueError, "ids: expected shape"),
+        ({"teacher": teacher._replace(logprobs=x)}, ValueError, "teacher.logprobs: expected shape"),
+        ({"beta": 2.0}, ValueError, "beta: expected"),
+        ({"mask": torch.ones(3)}, ValueError, "mask: expected shape"),
+        ({"reduction": "batchmean"}, ValueError, "reduction: expected"),
+    ):
+        arguments: dict[str, Any] = {"teacher": teacher, **changed}
+        with pytest.raises(error, match=message):
+            partita.topk_divergence(x, **arguments)
+        with pytest.raises(error, match=message):
+            partita.linear_topk_divergence(torch.zeros(2, 3), torch.zeros(6, 3), **arguments)
+    with mock.patch.dict(os.environ, {"PARTITA_CHECK": "1"}), pytest.raises(IndexError):
+        partita.topk_divergence(x, teacher._replace(indices=teacher.indices + 5))
