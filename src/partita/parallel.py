@@ -4,5 +4,20 @@ from __future__ import annotations
 
 from .ops.vocab_parallel.api import cross_entropy, linear_cross_entropy, token_stats
 from .ops.vocab_parallel.balanced import balanced
+from .ops.vocab_parallel.divergence_api import (
+    divergence,
+    linear_divergence,
+    linear_logprobs,
+    logprobs,
+)
 
-__all__ = ["balanced", "cross_entropy", "linear_cross_entropy", "token_stats"]
+__all__ = [
+    "balanced",
+    "cross_entropy",
+    "divergence",
+    "linear_cross_entropy",
+    "linear_divergence",
+    "linear_logprobs",
+    "logprobs",
+    "token_stats",
+]

@@ -10,6 +10,7 @@ import traceback
 
 import torch
 import torch.distributed as dist
+from helpers.rank_divergence import check_divergence, check_linear_divergence, check_logprobs
 from helpers.rank_dtensors import (
     check_arguments_with_a_dtensor,
     check_dtensor,
@@ -43,6 +44,9 @@ CHECKS = (
     check_unfinished_collective,
     check_compile,
     check_symmetric_memory,
+    check_divergence,
+    check_linear_divergence,
+    check_logprobs,
 )
 
 

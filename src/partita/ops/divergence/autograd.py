@@ -48,6 +48,28 @@ divergence_backward_op: register.Op = register.define(
 )
 
 
+divergence_state_op: register.Op = register.define(
+    f"divergence_state(Tensor logits, Tensor teacher_logits, {_NUMBERS}) -> Tensor",
+    lambda logits, *_: logits.new_empty(5, len(logits), dtype=acc_dtype(logits.dtype)),
+    backends=BACKENDS,
+)
+divergence_mixture_op: register.Op = register.define(
+    "divergence_mixture(Tensor logits, Tensor teacher_logits, Tensor maximum, Tensor sumexp,"
+    f" Tensor teacher_maximum, Tensor teacher_sumexp, {_NUMBERS}) -> Tensor",
+    lambda logits, teacher_logits, maximum, *_: maximum.new_empty(2, len(logits)),
+    backends=BACKENDS,
+)
+
+
+divergence_local_gradient_op: register.Op = register.define(
+    "divergence_local_gradient(Tensor grad, Tensor logits, Tensor teacher_logits, Tensor student,"
+    " Tensor maximum, Tensor sumexp, Tensor teacher_maximum, Tensor teacher_sumexp,"
+    f" {_NUMBERS}) -> Tensor",
+    lambda grad, logits, *_: torch.empty_like(logits),
+    backends=BACKENDS,
+)
+
+
 class DivergenceFunction(torch.autograd.Function):
     """The `DivergenceRows`, of which the loss is differentiable in the student's logits."""
 

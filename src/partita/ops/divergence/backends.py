@@ -11,18 +11,27 @@ Functions = Mapping[str, Callable[..., Any]]
 
 
 def _reference() -> Functions:
-    from . import reference
+    from . import reference, reference_chunks
 
     return {
         "divergence": reference.divergence,
         "divergence_backward": reference.divergence_backward,
+        "divergence_state": reference_chunks.divergence_state,
+        "divergence_mixture": reference_chunks.divergence_mixture,
+        "divergence_local_gradient": reference_chunks.divergence_local_gradient,
     }
 
 
 def _gpu() -> Functions:
     from .gpu import launch
 
-    return {"divergence": launch.divergence, "divergence_backward": launch.divergence_backward}
+    return {
+        "divergence": launch.divergence,
+        "divergence_backward": launch.divergence_backward,
+        "divergence_state": launch.divergence_state,
+        "divergence_mixture": launch.divergence_mixture,
+        "divergence_local_gradient": launch.divergence_backward,
+    }
 
 
 BACKENDS = Backends(reference=_reference, gpu=_gpu)

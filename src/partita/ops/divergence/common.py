@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
+from ...runtime.dtypes import acc_dtype
 from ..logprobs.common import TopK, check_ids
 
 IGNORED = -100  # the id of a teacher's class in rows that do not count
@@ -68,6 +69,20 @@ class DivergenceKernels(NamedTuple):
     accumulate: Callable[..., None]
     accumulate_mixture: Callable[..., None]
     gradient: Callable[..., None]
+
+
+def packed(state: DivergenceState) -> Tensor:
+    """Return what ranks exchange, `[5, M]`: both maxima and sums, and the weighted sum."""
+    rows = state.rows
+    pairs = (rows.maximum, rows.sumexp, rows.teacher_maximum, rows.teacher_sumexp)
+    return torch.stack([*pairs, state.weighted])
+
+
+def packed_without_classes(logits: Tensor) -> Tensor:
+    """Return the packed state of rows `[M, 0]`."""
+    result = logits.new_zeros(5, len(logits), dtype=acc_dtype(logits.dtype))
+    result[:3:2] = -torch.inf
+    return result
 
 
 def reduced(loss: Tensor, mask: Tensor | None, reduction: str) -> Tensor:

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from ...primitives.rows import finite_shift, row_chunks, softcap_slope, softcapped
 from ...runtime.dtypes import acc_dtype
-from .common import DivergenceKernels, DivergenceRows, DivergenceState
+from .common import (
+    DivergenceKernels,
+    DivergenceRows,
+    DivergenceState,
+    packed,
+    packed_without_classes,
+)
 from .reference import expected, log_mixture, log_ratio
 
 
@@ -156,3 +162,60 @@ def write_gradient(
 
 
 DIVERGENCE_KERNELS = DivergenceKernels(new_state, accumulate, accumulate_mixture, write_gradient)
+
+
+def divergence_state(
+    logits: Tensor, teacher_logits: Tensor, beta: float, temperature: float, softcap: float
+) -> Tensor:
+    """Return the packed state of some classes of both rows, `[M, C]` each."""
+    if not logits.shape[1]:
+        return packed_without_classes(logits)
+    state = new_state(logits)
+    accumulate(logits, teacher_logits, state, 0, beta, temperature, softcap)
+    return packed(state)
+
+
+def divergence_mixture(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    maximum: Tensor,
+    sumexp: Tensor,
+    teacher_maximum: Tensor,
+    teacher_sumexp: Tensor,
+    beta: float,
+    temperature: float,
+    softcap: float,
+) -> Tensor:
+    """Return the terms of these classes in loss and KL(student ‖ mixture), `[2, M]`.
+
+    The maxima and sums are those of all classes.
+    """
+    result = maximum.new_zeros(2, len(logits))
+    statistics = (maximum, sumexp, teacher_maximum, teacher_sumexp)
+    if logits.shape[1]:
+        rows = DivergenceRows(result[0], result[1], *(each.contiguous() for each in statistics))
+        state = DivergenceState(rows, result[0])
+        accumulate_mixture(logits, teacher_logits, state, 0, beta, temperature, softcap)
+    return result
+
+
+def divergence_local_gradient(
+    grad: Tensor,
+    logits: Tensor,
+    teacher_logits: Tensor,
+    student: Tensor,
+    maximum: Tensor,
+    sumexp: Tensor,
+    teacher_maximum: Tensor,
+    teacher_sumexp: Tensor,
+    beta: float,
+    temperature: float,
+    softcap: float,
+) -> Tensor:
+    """Compute the gradient of some classes' logits from the statistics of all classes."""
+    statistics = (student, maximum, sumexp, teacher_maximum, teacher_sumexp)
+    result, numbers = torch.empty_like(logits), (beta, temperature, softcap)
+    write_gradient(
+        grad, logits, teacher_logits, DivergenceRows(grad, *statistics), *numbers, result
+    )
+    return result

@@ -162,11 +162,11 @@ parallel_gradient_ = register.define(
 )
 
 
-def _merge(
+def merged_statistics(
     packed: Tensor, target: Tensor, shard: VocabShard, options: ParallelRowOptions, backend: str
-) -> tuple[Tensor, ...]:
+) -> RowStatistics:
     """Gather the packed states, and merge them into the statistics of the rows."""
-    return parallel_fields(
+    fields = parallel_fields(
         gather_ranks(packed, shard.group),
         target,
         shard.classes,
@@ -178,6 +178,7 @@ def _merge(
         options.entropy,
         backend,
     )
+    return RowStatistics(*fields)
 
 
 def _coefficients(
@@ -235,7 +236,7 @@ class LogitsStatistics(torch.autograd.Function):
             options.entropy,
             backend,
         )
-        return _merge(packed, target, shard, options, backend)
+        return merged_statistics(packed, target, shard, options, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -311,7 +312,7 @@ class HiddenStatistics(torch.autograd.Function):
             save_logits,
             backend,
         )
-        return *_merge(packed, target, shard, options, backend), saved_logits
+        return *merged_statistics(packed, target, shard, options, backend), saved_logits
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

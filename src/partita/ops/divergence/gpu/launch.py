@@ -10,7 +10,13 @@ from torch import Tensor
 from ....primitives.rows import laid_out_like
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
-from ..common import DivergenceKernels, DivergenceRows, DivergenceState
+from ..common import (
+    DivergenceKernels,
+    DivergenceRows,
+    DivergenceState,
+    packed,
+    packed_without_classes,
+)
 from .rows import (
     divergence_accumulate_kernel,
     divergence_gradient_kernel,
@@ -214,3 +220,40 @@ def divergence_backward(
     numbers = (beta, temperature, softcap)
     write_gradient(grad.contiguous(), x, t, rows, *numbers, dlogits, padded=False)
     return laid_out_like(dlogits.view(logits.shape), logits)
+
+
+def divergence_state(
+    logits: Tensor, teacher_logits: Tensor, beta: float, temperature: float, softcap: float
+) -> Tensor:
+    """Return the packed state of some classes of both rows, `[M, C]` each."""
+    if not logits.shape[1]:
+        return packed_without_classes(logits)
+    state = new_state(logits)
+    accumulate(logits, teacher_logits, state, 0, beta, temperature, softcap, padded=False)
+    return packed(state)
+
+
+def divergence_mixture(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    maximum: Tensor,
+    sumexp: Tensor,
+    teacher_maximum: Tensor,
+    teacher_sumexp: Tensor,
+    beta: float,
+    temperature: float,
+    softcap: float,
+) -> Tensor:
+    """Return the terms of these classes in loss and KL(student ‖ mixture), `[2, M]`.
+
+    The maxima and sums are those of all classes.
+    """
+    result = maximum.new_zeros(2, len(logits))
+    statistics = (maximum, sumexp, teacher_maximum, teacher_sumexp)
+    if logits.shape[1]:
+        rows = DivergenceRows(result[0], result[1], *(each.contiguous() for each in statistics))
+        state = DivergenceState(rows, result[0])
+        accumulate_mixture(
+            logits, teacher_logits, state, 0, beta, temperature, softcap, padded=False
+        )
+    return result

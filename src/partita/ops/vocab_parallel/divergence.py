@@ -1,0 +1,208 @@
+"""Divergences and log-probabilities of rows whose classes lie on several ranks.
+
+Each rank computes the state of its classes. The states are gathered, and every rank merges them in
+rank order into the same statistics, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+from ...primitives.rows import finite_shift, softcap_slope, softcapped
+from ...runtime.autograd import is_double_backward
+from ...runtime.dtypes import acc_dtype
+from ..divergence.autograd import (
+    divergence_local_gradient_op,
+    divergence_mixture_op,
+    divergence_state_op,
+)
+from ..divergence.common import DivergenceRows
+from .autograd import ParallelRowOptions, merged_statistics, parallel_gradient, parallel_logits
+from .matmul import matmul_in_acc_dtype
+from .shard import VocabShard, gather_ranks, sum_over_ranks
+
+NO_LABEL = -1
+
+
+def merged_rows(gathered: Tensor, beta: float, temperature: float) -> DivergenceRows:
+    """Return the divergences of rows from the packed states of all ranks, `[ranks, 5, M]`."""
+    maximum, sumexp, teacher_maximum, teacher_sumexp, weighted = gathered.double().unbind(1)
+    first, second = (maximum, sumexp), (teacher_maximum, teacher_sumexp)
+    if beta == 0:
+        first, second = second, first
+    maxima, sums, scales, moved = [], [], [], []
+    for of_ranks, sum_of_ranks in (first, second):
+        maxima.append(of_ranks.amax(0))
+        shift = finite_shift(maxima[-1])
+        scales.append(((of_ranks - shift) / temperature).exp())
+        sums.append((sum_of_ranks * scales[-1]).sum(0))
+        moved.append(finite_shift(of_ranks) - shift)
+    relative = scales[0] * (weighted + first[1] * (moved[0] - moved[1]))
+    total = torch.where(scales[0] == 0, 0, relative).sum(0)
+    kl = total / sums[0] / temperature + (sums[1] / sums[0]).log()
+    pairs = [(maxima[0], sums[0]), (maxima[1], sums[1])]
+    student, teacher = pairs if beta else pairs[::-1]
+    fields = (kl, kl if beta else torch.zeros_like(kl), *student, *teacher)
+    return DivergenceRows(*(field.to(gathered.dtype) for field in fields))
+
+
+class ParallelDivergence(torch.autograd.Function):
+    """The `DivergenceRows` of rows `[M, C_local]`, from the classes of all ranks.
+
+    The loss is differentiable in this rank's logits of the student.
+    """
+
+    @staticmethod
+    def forward(
+        logits: Tensor,
+        teacher_logits: Tensor,
+        beta: float,
+        temperature: float,
+        softcap: float,
+        shard: VocabShard,
+        backend: str,
+    ) -> tuple[Tensor, ...]:
+        numbers = (beta, temperature, softcap)
+        state = divergence_state_op(logits, teacher_logits, *numbers, backend)
+        rows = merged_rows(gather_ranks(state, shard.group), beta, temperature)
+        if 0 < beta < 1:
+            terms = divergence_mixture_op(logits, teacher_logits, *rows[2:], *numbers, backend)
+            loss, student = gather_ranks(terms, shard.group).sum(0).unbind(0)
+            rows = rows._replace(loss=loss.clone(), student=student.clone())
+        return rows
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        logits, teacher_logits, *ctx.numbers, _, ctx.backend = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(logits, teacher_logits, *output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        refuse_second_derivative()
+        tensors = (grads[0], *ctx.saved_tensors)
+        if not tensors[1].shape[1]:
+            return torch.empty_like(tensors[1]), None, None, None, None, None, None
+        dlogits = divergence_local_gradient_op(*tensors, *ctx.numbers, ctx.backend)
+        return dlogits, None, None, None, None, None, None
+
+
+class ParallelLogprobs(torch.autograd.Function):
+    """The log-probabilities of ids, `[M, K]`, from the classes of all ranks, and statistics.
+
+    They are differentiable in this rank's logits. The ranks exchange O(M K) numbers.
+    """
+
+    @staticmethod
+    def forward(
+        logits: Tensor,
+        ids: Tensor,
+        temperature: float,
+        softcap: float,
+        shard: VocabShard,
+        backend: str,
+    ) -> tuple[Tensor, ...]:
+        options = ParallelRowOptions(temperature, softcap, NO_LABEL, False, True)
+        no_label = ids.new_full((len(ids),), NO_LABEL)
+        numbers = (None, shard.first_class, temperature, softcap, False, True, backend)
+        state = parallel_logits(logits, no_label, *numbers)
+        rows = merged_statistics(state, no_label, shard, options, backend)
+        is_local, columns = _local_columns(ids, shard)
+        entries = _entries(logits, columns, softcap)
+        local = torch.where(is_local, entries, 0.0)
+        # One rank has the logit of an id, so the sum of the others is exactly 0.
+        entries = functional.wait_tensor(sum_over_ranks(local, shard.group))
+        relative = (entries - finite_shift(rows.maximum)[:, None]) / temperature
+        is_class = (ids >= 0) & (ids < shard.classes)
+        found = torch.where(is_class, relative - rows.sumexp.log()[:, None], torch.nan)
+        return found, entries, rows.maximum, rows.sumexp
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        logits, ids, *ctx.numbers, ctx.shard, ctx.backend = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(logits, ids, *output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        refuse_second_derivative()
+        grad, (logits, ids, entries, maximum, sumexp) = grads[0], ctx.saved_tensors
+        temperature, softcap = ctx.numbers
+        is_class = (ids >= 0) & (ids < ctx.shard.classes)
+        total = torch.where(is_class, grad, torch.nan).sum(1)
+        no_label = ids.new_full((len(ids),), NO_LABEL)
+        coefficients = (-total / temperature, torch.zeros_like(total), None, None)
+        statistics = (no_label, None, maximum, sumexp, temperature, softcap, ctx.backend)
+        dlogits = parallel_gradient(*coefficients, logits, *statistics)
+        if not (logits.shape[1] and ids.shape[1]):
+            return dlogits, None, None, None, None, None
+        # Ids of the same class write the same number, which has the gradients of all of them.
+        on_class = ((ids[:, :, None] == ids[:, None]) * grad[:, None]).sum(2)
+        p = ((entries - finite_shift(maximum)[:, None]) / temperature).exp() / sumexp[:, None]
+        values = (on_class - p * total[:, None]) / temperature
+        is_local, columns = _local_columns(ids, ctx.shard)
+        if softcap:
+            values = values * softcap_slope(logits.gather(1, columns), softcap)
+        # The ids of other ranks write what the first column gets anyway.
+        is_first = is_local & (columns == 0)
+        chosen = torch.where(is_first, values, 0.0).gather(1, is_first.int().argmax(1, True))
+        first = torch.where(is_first.any(1, keepdim=True), chosen, dlogits[:, :1].to(values.dtype))
+        dlogits.scatter_(1, columns, torch.where(is_local, values, first).to(dlogits.dtype))
+        return dlogits, None, None, None, None, None
+
+
+def _local_columns(ids: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """Return which ids are classes of this rank, and their columns, 0 for the others."""
+    columns = ids - shard.first_class
+    is_local = (columns >= 0) & (columns < shard.sizes[shard.rank])
+    return is_local, torch.where(is_local, columns, 0)
+
+
+def _entries(logits: Tensor, columns: Tensor, softcap: float) -> Tensor:
+    """Return the soft-capped logits of the columns, 0 for a rank without classes."""
+    if not logits.shape[1]:
+        return torch.zeros(columns.shape, dtype=acc_dtype(logits.dtype), device=logits.device)
+    return softcapped(logits.gather(1, columns), softcap)
+
+
+class LocalLinear(torch.autograd.Function):
+    """The logits of this rank's classes, `[M, C_local]`.
+
+    The gradient of the hidden states is summed over the ranks in the accumulator's dtype.
+    """
+
+    @staticmethod
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, group: Any) -> Tensor:
+        return torch.nn.functional.linear(input, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        input, weight, _, ctx.group = inputs
+        ctx.save_for_backward(input, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        refuse_second_derivative()
+        grad, (input, weight) = grads[0], ctx.saved_tensors
+        dinput = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            partial = matmul_in_acc_dtype(grad, weight)
+            summed = functional.wait_tensor(sum_over_ranks(partial, ctx.group))
+            dinput = summed.to(input.dtype)
+        if ctx.needs_input_grad[1]:
+            dweight = grad.T @ input
+        if ctx.needs_input_grad[2]:
+            dbias = grad.sum(0, dtype=acc_dtype(grad.dtype)).to(grad.dtype)
+        return dinput, dweight, dbias, None
+
+
+def refuse_second_derivative() -> None:
+    """Raise where the derivative that is computed now would be differentiated again."""
+    if is_double_backward():
+        raise RuntimeError(
+            "partita.parallel: no second derivative; gather the logits and use the op of one device"
+        )
