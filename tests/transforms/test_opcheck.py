@@ -32,6 +32,7 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
     weight = class_weights(C, torch.float32, device)
     one, row = torch.ones(N, device=device), torch.zeros(N, device=device)
     divergences = [(0.0, 1.0, 0.0), (0.3, 0.7, 5.0), (1.0, 0.7, 0.0)]
+    local = torch.ops.partita.divergence(x, x.flip(0), *divergences[1], BACKEND)
     ids = torch.tensor([[0, 1, 0]], device=device).expand(N, -1).contiguous()
     picked = torch.ops.partita.logprobs(x, ids, 0.7, 5.0, 1, BACKEND)
     numbers, all_numbers = (-100, 0.0, 0.0), (-100, 0.1, 5.0)
@@ -92,6 +93,9 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
             (one, x, x.flip(0), *torch.ops.partita.divergence(x, x.flip(0), *n, BACKEND)[1:], *n)
             for n in divergences
         ],
+        "divergence_state": [(x, x.flip(0), *n) for n in divergences],
+        "divergence_mixture": [(x, x.flip(0), *local[2:], *divergences[1])],
+        "divergence_local_gradient": [(one, x, x.flip(0), *local[1:], *n) for n in divergences],
         "logprobs": [(x, ids, 0.7, 5.0, ignored) for ignored in (-100, 1)],
         "logprobs_backward": [
             (ids.to(x.dtype), x, ids, *picked[1:], 0.7, 5.0, ignored) for ignored in (-100, 1)

@@ -145,4 +145,6 @@ def divergence_of_classes(
         both = [torch.where(is_valid, each, -1.0 - logp.shape[-1]) for each in both]
     if logp.shape[-1] < classes:
         both = [_with_rest(each, torch.finfo(dtype).eps) for each in both]
-    return reduced(divergence_of_rows(*both, beta, 1.0, 0.0).to(dtype), mask, reduction)
+    student, of_teacher = both
+    loss = divergence_of_rows(student, of_teacher, beta, 1.0, 0.0)
+    return reduced(loss.to(dtype), mask, reduction)

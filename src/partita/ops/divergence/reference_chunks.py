@@ -145,9 +145,10 @@ def write_gradient(
 ) -> None:
     """Write the gradient of the student's logits, `[M, C]`; `result` may be the logits."""
     for part in row_chunks(logits):
-        _, student, *statistics = (field[part] for field in rows)
-        logp = _logp(logits[part], *statistics[:2], temperature, softcap)
-        teacher_logp = _logp(teacher_logits[part], *statistics[2:], temperature, softcap)
+        _, student, maximum, sumexp, *of_teacher = (field[part] for field in rows)
+        logp = _logp(logits[part], maximum, sumexp, temperature, softcap)
+        maximum, sumexp = of_teacher
+        teacher_logp = _logp(teacher_logits[part], maximum, sumexp, temperature, softcap)
         p = logp.exp()
         if beta == 0:
             terms = p - teacher_logp.exp()

@@ -149,8 +149,10 @@ def _planned(
     # The gradients of fp16 would underflow before a loss scale is known.
     is_reduced = reduction != "none" and input.dtype != torch.float16
     one_pass = any(wanted) and has_one_pass and is_reduced
+    tokens, hidden = input.shape
     plan = divergence_plan(
-        *input.shape,
+        tokens,
+        hidden,
         len(weight),
         input.dtype,
         teacher_input.dtype,
@@ -165,8 +167,8 @@ def _planned(
         call = (*heads, *numbers, plan.tokens, plan.chunk or len(weight), save_logits, backend)
         return reduced(apply(autograd.LinearDivergence, *call)[0], mask, reduction)
     if plain_eager():
-        call = (wanted, backend, numbers, sizes, reduction, mask, *heads)
-        loss: Tensor = apply(autograd.LinearDivergenceOnePass, *call)
+        options = (wanted, backend, numbers, sizes, reduction, mask)
+        loss: Tensor = apply(autograd.LinearDivergenceOnePass, *options, *heads)
         return loss
     like = input.new_empty(len(input), dtype=acc_dtype(input.dtype))
     factors = row_factors(mask, like, reduction)

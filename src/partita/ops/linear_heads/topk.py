@@ -89,7 +89,9 @@ class LinearTopK(torch.autograd.Function):
         input, weight, bias, ids, *_ = tensors
         if is_double_backward(grad, input, weight, bias):
             gradients = double_backward(
-                lambda *head: composed_logprobs(*head, ids, *ctx.options),
+                lambda input, weight, bias: composed_logprobs(
+                    input, weight, bias, ids, *ctx.options
+                ),
                 tensors[:3],
                 wanted,
                 grad,

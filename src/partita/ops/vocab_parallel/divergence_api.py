@@ -144,9 +144,14 @@ def linear_divergence(
         >>> dist.destroy_process_group()
     """
     logits, shard = _local_logits(input, linear_weight, linear_bias, "", group, classes)
-    teacher = (teacher_input, teacher_weight, teacher_bias)
-    detached = (None if t is None else t.detach() for t in teacher)
-    teacher_logits, _ = _local_logits(*detached, "teacher_", group, classes)  # type: ignore[arg-type]
+    teacher_logits, _ = _local_logits(
+        teacher_input.detach(),
+        teacher_weight.detach(),
+        None if teacher_bias is None else teacher_bias.detach(),
+        "teacher_",
+        group,
+        classes,
+    )
     expected = (*input.shape[:-1], teacher_weight.shape[1])
     checks.shape("teacher_input", teacher_input, expected, "the rows of input and K")
     return _divergence(logits, teacher_logits, shard, beta, temperature, softcap, mask, reduction)

@@ -160,7 +160,8 @@ def write_gradient(
     The result, `[M, C]`, may be the logits themselves.
     """
     dtype = rows.maximum.dtype
-    options = _options(GRADIENT_BLOCK, 4, softcap, padded, dtype, logits, teacher_logits, result)
+    block = GRADIENT_BLOCK // 2 if 0 < beta < 1 else GRADIENT_BLOCK
+    options = _options(block, 4, softcap, padded, dtype, logits, teacher_logits, result)
     launch(
         divergence_gradient_kernel,
         len(logits) * cdiv(logits.shape[1], options["BLOCK"]),
