@@ -31,7 +31,7 @@ from partita.bench.providers import PARTITA, TORCH, Provider
 
 CTC = ("ctc", "ctc_crf", "ctc_align")
 PEERS = (
-    "torch,torch-linear,compile,naive,quack,liger,cce,cce-exact,koi,seqdist,torch-struct,"
+    "torch,torch-linear,compile,chunked,naive,quack,liger,cce,cce-exact,koi,seqdist,torch-struct,"
     "pytorch-crf,torchaudio"
 )
 TINY = ["--elements", "2048", "--columns", "16,33", "--repetitions", "2"]
@@ -81,6 +81,9 @@ def test_all_ops_with_table_csv_and_picture(
             assert {
                 ("token_stats", part, dtype, name) for part in ("inference", "backward", "total")
             } <= found
+            assert {
+                ("logprobs", part, dtype, name) for part in ("inference", "backward", "total")
+            } <= found
             assert ("log_softmax", "inference", dtype, name) in found
             assert {
                 ("chain", part, dtype, name)
@@ -105,7 +108,8 @@ def test_all_ops_with_table_csv_and_picture(
         for part in parts
         for name in ("partita-fast", "partita-lean", "products", "torch")
     }
-    assert {row[1:] for row in found if row[0] == "linear_cross_entropy"} == from_hidden
+    for op in ("linear_cross_entropy", "linear_divergence"):
+        assert {row[1:] for row in found if row[0] == op} == from_hidden
     assert {name for op, part, _, name in found if part == "replay"} == {
         "partita",
         "torch",
@@ -118,7 +122,7 @@ def test_all_ops_with_table_csv_and_picture(
         exact = (
             row["provider"] == "partita" or row["dtype"] == "fp32"
         )  # elsewhere gradients are summed in half types
-        judged = row["op"] != "linear_cross_entropy"  # has its own tests
+        judged = not row["op"].startswith("linear_")  # they have their own tests
         assert not judged or float(row["error_ulp"] or row["error"]) < (
             (1e-4 if exact else 1e-2) if row["steps"] else 64
         )
@@ -133,7 +137,10 @@ def test_all_ops_with_table_csv_and_picture(
         assert bool(row["extra_memory_bytes"]) == (
             device == "cuda"
             and row["op"]
-            in ("cross_entropy", "linear_cross_entropy", "chain", "linear_chain", *CTC)
+            in (
+                *("cross_entropy", "linear_cross_entropy", "linear_divergence"),
+                *("chain", "linear_chain", *CTC),
+            )
             and measured_part
         )
     sizes = {
@@ -355,8 +362,8 @@ def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             ["chess"],
-            "expected some of softmax, cross_entropy, token_stats, linear_cross_entropy, chain,"
-            " linear_chain, ctc, got 'chess'",
+            "expected some of softmax, cross_entropy, token_stats, logprobs, linear_cross_entropy,"
+            " divergence, chain, linear_chain, ctc, got 'chess'",
         ),
         (
             ["--peers", "nobody"],

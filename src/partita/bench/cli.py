@@ -23,7 +23,7 @@ from .providers import PEERS, Provider, choose
 from .runner import DeviceLost, Row, failed, run, takers
 
 OPS = (
-    *("softmax", "cross_entropy", "token_stats", "linear_cross_entropy"),
+    *("softmax", "cross_entropy", "token_stats", "logprobs", "linear_cross_entropy", "divergence"),
     *("chain", "linear_chain", "ctc"),
 )
 HOST = "host"
@@ -39,6 +39,10 @@ From hidden states: the loss alone, and with its gradients, under the plan that 
 (partita-fast) and the plan that saves a few classes at a time (partita-lean). The unit is the time
 of the bare matrix products (products). The error is bounded by that of PyTorch's composition in the
 same dtype, and the error of peers by 5e-2.
+
+Divergences of two heads: the same, for beta 0, 0.5 and 1, beside a loop over chunks of tokens whose
+logits are computed again (chunked). Four products are the unit, and partita-lean has two fifths of
+the memory of the logits.
 
 Chains: log Z alone, with its gradient, and the best path, over tables of k-mers and of CTC. The
 bound of Partita is its contract (marginals within 2e-6 of fp64), and that of the peers is 1e-2.

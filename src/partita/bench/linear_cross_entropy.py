@@ -195,20 +195,22 @@ def compared(
         poison(leaf)
     result = function(*leaves, inputs.target)
     gradients = torch.autograd.grad(result, leaves)
-    yield _worst(result.detach()[None], loss[None])
-    yield _worst(function(*inputs).detach()[None], loss[None])
+    yield worst_error(result.detach()[None], loss[None])
+    yield worst_error(function(*inputs).detach()[None], loss[None])
     for sample in samples:
-        worst = _worst(gradients[sample.leaf][sample.rows], sample.gradient)
+        worst = worst_error(gradients[sample.leaf][sample.rows], sample.gradient)
         yield replace(worst, index=(int(sample.rows[worst.index[0]]), *worst.index[1:]))
 
 
-def _worst(got: Tensor, expected: Tensor) -> Verdict:
+def worst_error(got: Tensor, expected: Tensor) -> Verdict:
+    """Return the worst error over the greatest true value, without a bound."""
     error = ((got.double() - expected).abs() / expected.abs().max()).nan_to_num(nan=torch.inf)
     index = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
     return Verdict(float(error[index]), math.inf, index, float(got[index]), float(expected[index]))
 
 
-def _sizes(settings: Settings) -> Iterator[Size]:
+def linear_sizes(settings: Settings) -> Iterator[Size]:
+    """Yield the sizes of cases from hidden states."""
     gpu = settings.device.type == "cuda"
     sizes: Sequence[Size] = (
         (QUICK_SIZES if settings.quick else SIZES)
@@ -224,5 +226,5 @@ def _sizes(settings: Settings) -> Iterator[Size]:
 
 def cases(settings: Settings) -> Iterator[Case]:
     for dtype in settings.types(torch.bfloat16):
-        for size in _sizes(settings):
+        for size in linear_sizes(settings):
             yield LinearCrossEntropy("linear_cross_entropy", dtype, *size)

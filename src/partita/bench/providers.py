@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import chain_peers, ctc_peers, linear_chain_peers, linear_peers
+from . import chain_peers, ctc_peers, divergence_peers, linear_chain_peers, linear_peers
 
 Function = Callable[..., Any]
 CUPY = f"cupy-cuda{(torch.version.cuda or '12').partition('.')[0]}x"
@@ -70,13 +70,23 @@ def eager_token_stats(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, T
     return logp.gather(-1, target.unsqueeze(-1)).squeeze(-1), x.logsumexp(-1), entropy, x.argmax(-1)
 
 
+def eager_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
+    """Compute the log-probabilities of the ids of each row with PyTorch's ops."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return logits.log_softmax(-1, dtype=dtype).gather(-1, ids)
+
+
 EAGER: dict[str, Function] = {
     "softmax": _softmax,
     "log_softmax": _log_softmax,
     "cross_entropy": F.cross_entropy,
     "token_stats": eager_token_stats,
+    "logprobs": eager_logprobs,
 }
-FROM_HIDDEN: dict[str, Function] = {"linear_cross_entropy": linear_peers.composed_loss}
+FROM_HIDDEN: dict[str, Function] = {
+    "linear_cross_entropy": linear_peers.composed_loss,
+    "linear_divergence": divergence_peers.composed_divergence,
+}
 OVER_TIME: dict[str, Function] = {
     "chain": chain_peers.loop_logz,
     "viterbi": chain_peers.loop_viterbi,
@@ -180,16 +190,32 @@ PARTITA = Provider(
 PARTITA_INPLACE = Provider("partita-inplace", {"cross_entropy": _partita_inplace}, overwrites=True)
 PARTITA_FAST = Provider(
     "partita-fast",
-    {"linear_cross_entropy": lambda: linear_peers.partita_linear(linear_peers.fast_budget)},
+    {
+        "linear_cross_entropy": lambda: linear_peers.partita_linear(linear_peers.fast_budget),
+        "linear_divergence": lambda: divergence_peers.partita_divergence(
+            divergence_peers.fast_budget
+        ),
+    },
 )
 PARTITA_LEAN = Provider(
     "partita-lean",
-    {"linear_cross_entropy": lambda: linear_peers.partita_linear(linear_peers.lean_budget)},
+    {
+        "linear_cross_entropy": lambda: linear_peers.partita_linear(linear_peers.lean_budget),
+        "linear_divergence": lambda: divergence_peers.partita_divergence(
+            divergence_peers.lean_budget
+        ),
+    },
 )
 OURS = (PARTITA, PARTITA_INPLACE, PARTITA_FAST, PARTITA_LEAN)
 
 # The yardstick is timed with Partita, whatever the peers.
-PRODUCTS = Provider("products", {"linear_cross_entropy": linear_peers.products})
+PRODUCTS = Provider(
+    "products",
+    {
+        "linear_cross_entropy": linear_peers.products,
+        "linear_divergence": divergence_peers.products,
+    },
+)
 TORCH = Provider(
     "torch",
     {
@@ -213,6 +239,7 @@ PEERS = (
             for name, function in (EAGER | FROM_HIDDEN).items()
         },
     ),
+    Provider("chunked", {"linear_divergence": lambda: divergence_peers.chunked_divergence}),
     Provider("naive", {"softmax": lambda: naive_softmax}),
     Provider(
         "quack",
@@ -229,6 +256,7 @@ PEERS = (
             "softmax": _liger_softmax,
             "cross_entropy": _liger_cross_entropy,
             "linear_cross_entropy": _liger_linear_cross_entropy,
+            "linear_divergence": divergence_peers.liger_divergence,
         },
         packages=("liger_kernel",),
         install="pip install liger-kernel",
