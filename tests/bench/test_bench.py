@@ -30,6 +30,7 @@ from partita.bench.measure import Timing
 from partita.bench.providers import PARTITA, TORCH, Provider
 
 CTC = ("ctc", "ctc_crf", "ctc_align")
+LINEAR = ("linear_cross_entropy", "linear_divergence")
 PEERS = (
     "torch,torch-linear,compile,chunked,naive,quack,liger,cce,cce-exact,koi,seqdist,torch-struct,"
     "pytorch-crf,torchaudio"
@@ -79,10 +80,9 @@ def test_all_ops_with_table_csv_and_picture(
                 for part in ("inference", "forward", "backward", "total")
             } <= found
             assert {
-                ("token_stats", part, dtype, name) for part in ("inference", "backward", "total")
-            } <= found
-            assert {
-                ("logprobs", part, dtype, name) for part in ("inference", "backward", "total")
+                (op, part, dtype, name)
+                for op in ("token_stats", "logprobs")
+                for part in ("inference", "backward", "total")
             } <= found
             assert ("log_softmax", "inference", dtype, name) in found
             assert {
@@ -108,8 +108,7 @@ def test_all_ops_with_table_csv_and_picture(
         for part in parts
         for name in ("partita-fast", "partita-lean", "products", "torch")
     }
-    for op in ("linear_cross_entropy", "linear_divergence"):
-        assert {row[1:] for row in found if row[0] == op} == from_hidden
+    assert all({row[1:] for row in found if row[0] == op} == from_hidden for op in LINEAR)
     assert {name for op, part, _, name in found if part == "replay"} == {
         "partita",
         "torch",
@@ -136,11 +135,7 @@ def test_all_ops_with_table_csv_and_picture(
         measured_part = row["part"] == "total" or row["op"] == "ctc_align"
         assert bool(row["extra_memory_bytes"]) == (
             device == "cuda"
-            and row["op"]
-            in (
-                *("cross_entropy", "linear_cross_entropy", "linear_divergence"),
-                *("chain", "linear_chain", *CTC),
-            )
+            and row["op"] in (*LINEAR, "cross_entropy", "chain", "linear_chain", *CTC)
             and measured_part
         )
     sizes = {

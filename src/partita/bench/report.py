@@ -36,6 +36,7 @@ COLUMNS = (
     "tokens",
     "hidden",
     "vocabulary",
+    "beta",
     "steps",
     "chains",
     "states",
