@@ -17,6 +17,7 @@ from .counts import (
     linear_chain_pairs_kernel,
     linear_chain_sum_counts_kernel,
 )
+from .launch_lanes import lane_scan
 from .launch_segments import parallel_scan
 from .log_scan import linear_chain_log_scan_kernel
 from .marginals import linear_chain_marginals_kernel
@@ -64,7 +65,9 @@ def scans(emissions: Tensor, transitions: Tensor, save: bool) -> list[Callable[.
     T, N, C = emissions.shape
     found: list[Callable[..., None]] = []
     if transitions.ndim == 2:
-        if plan.is_parallel(T, N, C, save):
+        if plan.uses_lanes(T, N, C, plan.MAX_LANE_STATES):
+            found.append(lane_scan)
+        elif plan.is_parallel(T, N, C, save):
             found.append(parallel_scan)
         else:
             found.append(resident_scan if plan.uses_resident(C) else step_states)

@@ -9,6 +9,7 @@ from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch
 from . import plan
 from .launch import linear_chain_logz
+from .launch_lanes import best_path_in_lanes
 from .sample import linear_chain_sample_kernel
 from .saved import end_strides, split_saved, transition_strides
 from .viterbi import (
@@ -33,6 +34,9 @@ def linear_chain_viterbi(
     if C == 0:
         return score.fill_(-torch.inf), states.fill_(-1)
     lengths = None if lengths is None else lengths.contiguous()
+    if transitions.ndim == 2 and plan.uses_lanes(T, N, C, plan.MAX_PARALLEL_STATES):
+        best_path_in_lanes(emissions, transitions, start, end, lengths, score, states)
+        return score, states
     index_dtype = torch.int16 if C <= 2**15 else torch.int32
     previous = torch.empty((T, N, C), dtype=index_dtype, device=device)
     recent = torch.empty((2, N, C), dtype=torch.float64, device=device)

@@ -25,6 +25,9 @@ MAX_ROW_ELEMENTS = 1024  # in a block of tokens that a program takes at once
 MIN_PARALLEL_TOKENS = 256
 MAX_PARALLEL_SEQUENCES = 32
 MAX_PARALLEL_STATES = 16
+MAX_LANE_STATES = 8  # of linear scans whose segments have a lane each
+WORD_STEPS = 16  # tokens of a path that one lane traces
+MAX_LANES = 65536  # of one warp to a program, so that few lanes use all multiprocessors
 COUNT_PROGRAMS = 264  # about two for each multiprocessor
 
 
@@ -149,7 +152,12 @@ def is_parallel(T: int, N: int, C: int, save: bool) -> bool:
     """Return whether the linear scan is parallel in time, because few sequences are long."""
     if save and not GLUON:
         return False
-    return T >= MIN_PARALLEL_TOKENS and 0 < N <= MAX_PARALLEL_SEQUENCES and C <= MAX_PARALLEL_STATES
+    return uses_lanes(T, N, C, MAX_PARALLEL_STATES)
+
+
+def uses_lanes(T: int, N: int, C: int, max_states: int) -> bool:
+    """Return whether few sequences of few states are long enough to be scanned in segments."""
+    return T >= MIN_PARALLEL_TOKENS and 0 < N <= MAX_PARALLEL_SEQUENCES and 0 < C <= max_states
 
 
 def segment_sizes(T: int) -> SegmentSizes:
@@ -159,6 +167,42 @@ def segment_sizes(T: int) -> SegmentSizes:
         size //= 2
     segments = max(cdiv(T - 1, steps), 1)
     return SegmentSizes(steps, segments, size, cdiv(segments, size))
+
+
+class LaneSizes(NamedTuple):
+    """The sizes of the segments of lanes, and of the groups of groups above them.
+
+    Fields:
+        steps: the number of steps in a segment, a power of 2.
+        size: the number of segments in a group, and of groups in a greater group.
+        counts: the number of segments, of groups, of greater groups, and so on. One program scans
+            the last of them.
+    """
+
+    steps: int
+    size: int
+    counts: tuple[int, ...]
+
+
+def lane_sizes(T: int, N: int, C: int) -> LaneSizes:
+    """Return how sequences of T tokens and few states are cut."""
+    steps = max(8, min(32, next_power_of_2(T * N // 8192)))
+    size = 16 if C <= MAX_LANE_STATES else 8
+    counts = [cdiv(T, steps)]
+    while counts[-1] > 2 * size:
+        counts.append(cdiv(counts[-1], size))
+    return LaneSizes(steps, size, tuple(counts))
+
+
+def lane_options(lanes: int) -> dict[str, int]:
+    """Return the compile-time arguments of a kernel with a lane for each of something."""
+    warps = 1 if lanes <= MAX_LANES else 4
+    return {"LANES": 32 * warps, "num_warps": warps}
+
+
+def small_block(C: int) -> int:
+    """Return the block of the states of a program that has an operator of few states."""
+    return next_power_of_2(max(C, 2))
 
 
 class CountGroups(NamedTuple):

@@ -1,0 +1,235 @@
+"""Launch the scans of few states that are parallel in time, with lanes for segments."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....runtime.launch import cdiv, launch, next_power_of_2
+from . import plan
+from .best_segments import linear_chain_best_boundaries_kernel, linear_chain_best_words_kernel
+from .lane_states import linear_chain_lane_alpha_kernel, linear_chain_lane_beta_kernel
+from .lanes import (
+    linear_chain_lane_groups_kernel,
+    linear_chain_lane_operators_kernel,
+    linear_chain_table_kernel,
+)
+from .path_words import linear_chain_trace_words_kernel, linear_chain_word_maps_kernel
+from .saved import Saved, end_strides
+from .segments import linear_chain_boundaries_kernel
+
+
+class Operators(NamedTuple):
+    """The operators of all segments, or of all groups of one level.
+
+    Fields:
+        matrices: `[N, count, C, C]` fp64.
+        exponents: `[N, count, C]` fp64, of the rows; None in max-plus arithmetic.
+        offsets: `[N, count]` fp64, logarithms of what was taken out; in max-plus arithmetic 0, or
+            NaN for a segment that has one.
+    """
+
+    matrices: Tensor
+    exponents: Tensor | None
+    offsets: Tensor
+
+
+def scan_table(transitions: Tensor, span: Tensor | None) -> Tensor:
+    """Return constant transitions in fp64 or, given their range, exp of them to the greatest."""
+    C = transitions.shape[0]
+    table = torch.empty((C, C), dtype=torch.float64, device=transitions.device)
+    parts = 0 if span is None else plan.range_parts(transitions)
+    launch(
+        linear_chain_table_kernel,
+        cdiv(C * C, 256),
+        *(transitions, span, table, C, parts, *transitions.stride()),
+        MAX_PLUS=span is None,
+        BLOCK=256,
+        BLOCK_PARTS=plan.parts_block(parts),
+        num_warps=4,
+    )
+    return table
+
+
+def lane_operators(
+    emissions: Tensor,
+    table: Tensor,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    saved: Saved | None,
+    sizes: plan.LaneSizes,
+    exact: bool,
+) -> list[Operators]:
+    """Return the operators of segments, of groups and so on; in max-plus without `saved`."""
+    T, N, C = emissions.shape
+    device: dict[str, Any] = {"device": emissions.device, "dtype": torch.float64}
+    levels = [
+        Operators(
+            torch.empty((N, count, C, C), **device),
+            None if saved is None else torch.empty((N, count, C), **device),
+            torch.empty((N, count), **device),
+        )
+        for count in sizes.counts
+    ]
+    parts = 0 if saved is None else -(-saved.span.numel() // 2)
+    options = {"C": C, "MAX_PLUS": saved is None, "BLOCK_PARTS": plan.parts_block(parts)}
+    span, maxima = (None, None) if saved is None else (saved.span, saved.maxima)
+    lanes = N * sizes.counts[0] * C
+    block = plan.lane_options(lanes)
+    launch(
+        linear_chain_lane_operators_kernel,
+        cdiv(lanes, block["LANES"]),
+        *(emissions, table, end, lengths, span, maxima, *levels[0]),
+        *(T, N, parts, sizes.counts[0], *emissions.stride(), *end_strides(end)),
+        STEPS=sizes.steps,
+        EXACT=exact,
+        **options,
+        **block,
+    )
+    for i, count in enumerate(sizes.counts[1:]):
+        block = plan.lane_options(N * count * C)
+        launch(
+            linear_chain_lane_groups_kernel,
+            cdiv(N * count * C, block["LANES"]),
+            *(*levels[i], span, *levels[i + 1], N, parts, sizes.counts[i], count),
+            SIZE=sizes.size,
+            **options,
+            **block,
+        )
+    return levels
+
+
+def lane_scan(
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    saved: Saved,
+    save: bool,
+    logz: Tensor,
+    rounded: Tensor,
+) -> None:
+    """Scan alpha and beta of few states in linear arithmetic."""
+    T, N, C = emissions.shape
+    sizes, parts = plan.lane_sizes(T, N, C), plan.range_parts(transitions)
+    exact, directions = plan.is_exact(emissions, transitions), 2 if save else 1
+    table = scan_table(transitions, saved.span)
+    levels = lane_operators(emissions, table, end, lengths, saved, sizes, exact)
+    options: dict[str, Any] = {"EXACT": exact, "BLOCK_PARTS": plan.parts_block(parts)}
+    known, groups, size = None, 1, next_power_of_2(sizes.counts[-1])
+    for level in reversed(range(len(levels)) if save else [len(levels) - 1]):
+        count = sizes.counts[level]
+        shape = (2, N, count + 1, C)
+        boundaries = torch.empty(shape, dtype=torch.float64, device=emissions.device)
+        launch(
+            linear_chain_boundaries_kernel,
+            groups * N * directions,
+            *(emissions, start, end, lengths, saved.span, saved.maxima, *levels[level]),
+            *(known, boundaries, logz, rounded, T, N, C, parts, count, groups),
+            *(*emissions.stride()[1:], *end_strides(start), *end_strides(end)),
+            SIZE=size,
+            DIRECTIONS=directions,
+            BLOCK_C=plan.small_block(C),
+            num_warps=1,
+            **options,
+        )
+        known, groups, size = boundaries, count, sizes.size
+    if not save:
+        return
+    block = plan.lane_options(N * groups)
+    options |= {"C": C, "STEPS": sizes.steps, **block}
+    inputs = (emissions, table, end, lengths, saved.span, saved.maxima, known, saved.states)
+    numbers = (T, N, parts, groups, *emissions.stride(), *end_strides(end))
+    programs = cdiv(N * groups, block["LANES"])
+    launch(linear_chain_lane_alpha_kernel, programs, *inputs, saved.scales, *numbers, **options)
+    launch(linear_chain_lane_beta_kernel, programs, *inputs, *numbers, **options)
+
+
+def best_path_in_lanes(
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    score: Tensor,
+    states: Tensor,
+) -> None:
+    """Find the best score `[N]` and the best path `[T, N]` of few states, parallel in time."""
+    T, N, C = emissions.shape
+    device: dict[str, Any] = {"device": emissions.device}
+    sizes, table = plan.lane_sizes(T, N, C), scan_table(transitions, None)
+    levels = lane_operators(emissions, table, end, lengths, None, sizes, True)
+    last = torch.empty(N, dtype=torch.int32, **device)
+    known, groups, size = None, 1, next_power_of_2(sizes.counts[-1])
+    for level in reversed(range(len(levels))):
+        count = sizes.counts[level]
+        boundaries = torch.empty((N, count, C), dtype=torch.float64, **device)
+        launch(
+            linear_chain_best_boundaries_kernel,
+            groups * N,
+            *(emissions, table, start, end, lengths),
+            *(levels[level].matrices, levels[level].offsets, known, boundaries, score, last),
+            *(T, N, C, count, groups, *emissions.stride()[1:]),
+            *(*end_strides(start), *end_strides(end)),
+            SIZE=size,
+            BLOCK_C=plan.small_block(C),
+            num_warps=1,
+        )
+        known, groups, size = boundaries, count, sizes.size
+    words = torch.empty((N, T), dtype=torch.int64, **device)
+    block = plan.lane_options(N * groups)
+    launch(
+        linear_chain_best_words_kernel,
+        cdiv(N * groups, block["LANES"]),
+        *(emissions, table, end, lengths, known, last, words),
+        *(T, N, groups, *emissions.stride(), *end_strides(end)),
+        C=C,
+        STEPS=sizes.steps,
+        **block,
+    )
+    trace_words(words, lengths, score, states, C)
+
+
+def trace_words(
+    words: Tensor, lengths: Tensor | None, score: Tensor, states: Tensor, C: int
+) -> None:
+    """Trace paths back through words of maps.
+
+    Args:
+        words: `[columns, T]`, for each token the state at it given each state at the next one.
+        lengths: `[N]` or None.
+        score: `[N]`; a sequence whose score is -inf or NaN has no path.
+        states: `[columns / N, T, N]`, the result.
+        C: the number of states.
+    """
+    columns, T = words.shape
+    N, steps = states.shape[-1], plan.WORD_STEPS
+    levels = [words]
+    while levels[-1].shape[1] > 2 * steps:
+        length = levels[-1].shape[1]
+        groups = cdiv(length, steps)
+        maps = torch.empty((columns, groups), dtype=torch.int64, device=words.device)
+        block = plan.lane_options(columns * groups)
+        programs, sizes = cdiv(columns * groups, block["LANES"]), (columns, length, groups)
+        arguments = (levels[-1], maps, *sizes)
+        launch(linear_chain_word_maps_kernel, programs, *arguments, C=C, SIZE=steps, **block)
+        levels.append(maps)
+    known, groups, size = None, 1, next_power_of_2(levels[-1].shape[1])
+    for level in reversed(range(len(levels))):
+        final, length = level == 0, levels[level].shape[1]
+        following = states
+        if not final:
+            following = torch.empty((columns, length), dtype=torch.int32, device=words.device)
+        block = plan.lane_options(columns * groups)
+        launch(
+            linear_chain_trace_words_kernel,
+            cdiv(columns * groups, block["LANES"]),
+            *(levels[level], known, following, lengths, score, columns, N, length, groups),
+            SIZE=size,
+            FINAL=final,
+            **block,
+        )
+        known, groups, size = following, length, steps
