@@ -17,6 +17,7 @@ from .counts import (
     linear_chain_pairs_kernel,
     linear_chain_sum_counts_kernel,
 )
+from .lane_counts import linear_chain_lane_counts_kernel
 from .launch_lanes import lane_scan
 from .launch_segments import parallel_scan
 from .log_scan import linear_chain_log_scan_kernel
@@ -88,7 +89,7 @@ def prepare(
     parts, options = plan.range_parts(transitions), plan.prepare_options(C)
     launch(
         linear_chain_prepare_kernel,
-        parts + cdiv(T * N, options["ROWS"]) if N else 0,
+        parts + cdiv(T * N, options["TOKENS"]) if N else 0,
         emissions,
         transitions,
         start,
@@ -348,18 +349,16 @@ def count_transitions(
     ends = (*end_strides(end), *groups[2:])
     states = (saved.span, saved.maxima, saved.states, factors, counts)
     if parts:
+        in_lanes = plan.uses_lane_counts(C)
+        own = plan.lane_count_options(C) if in_lanes else {"ROWS": 16, **plan.count_options(C)}
         launch(
-            linear_chain_counts_kernel,
+            linear_chain_lane_counts_kernel if in_lanes else linear_chain_counts_kernel,
             programs,
-            emissions,
-            end,
-            lengths,
-            *states,
-            *sizes,
-            *emissions.stride(),
-            *ends,
-            ROWS=16,
-            **options,
+            *(emissions, end, lengths, *states, T, N, *(() if in_lanes else (C,))),
+            *(parts, groups.splits, *emissions.stride(), *ends),
+            EXACT=options["EXACT"],
+            BLOCK_PARTS=block,
+            **own,
         )
     launch(
         linear_chain_pairs_kernel,

@@ -28,6 +28,7 @@ MAX_PARALLEL_STATES = 16
 MAX_LANE_STATES = 8  # of linear scans whose segments have a lane each
 WORD_STEPS = 16  # tokens of a path that one lane traces
 MAX_LANES = 65536  # of one warp to a program, so that few lanes use all multiprocessors
+COUNT_LANES = 128  # tokens that a program counts at once, if the states are few
 COUNT_PROGRAMS = 264  # about two for each multiprocessor
 
 
@@ -52,7 +53,9 @@ def parts_block(parts: int) -> int:
 def prepare_options(C: int) -> dict[str, int]:
     """Return the compile-time arguments of the kernel that runs before the scans."""
     block = next_power_of_2(max(C, 1))
-    return {"ROWS": RANGE_ROWS, "BLOCK_C": block, "num_warps": warps(RANGE_ROWS * block // 16)}
+    tokens = max(RANGE_ROWS, min(256, MAX_ROW_ELEMENTS // block))
+    threads = tokens * block // 16
+    return {"ROWS": RANGE_ROWS, "TOKENS": tokens, "BLOCK_C": block, "num_warps": warps(threads)}
 
 
 def warps(threads: int) -> int:
@@ -104,7 +107,7 @@ def step_programs(N: int, C: int, save: bool) -> int:
 def row_options(C: int) -> dict[str, int]:
     """Return the compile-time arguments of a kernel that takes blocks of tokens."""
     block = next_power_of_2(max(C, 1))
-    rows = max(1, min(32, MAX_ROW_ELEMENTS // block))
+    rows = max(1, min(256 if C <= MAX_LANE_STATES else 32, MAX_ROW_ELEMENTS // block))
     return {"ROWS": rows, "BLOCK_C": block, "num_warps": warps(rows * block // 8)}
 
 
@@ -234,12 +237,25 @@ def count_groups(transitions: Tensor, T: int, N: int, per_sequence: bool) -> Cou
     C = transitions.shape[-1]
     groups, total = (N, T - 1) if per_sequence else (1, (T - 1) * N)
     tiles = cdiv(C, tile_block(C)) ** 2
-    splits = max(1, min(COUNT_PROGRAMS // max(tiles * groups, 1), cdiv(total, 32)))
+    programs, tokens = COUNT_PROGRAMS, 32
+    if uses_lane_counts(C):
+        programs, tokens = 4 * COUNT_PROGRAMS, 4 * COUNT_LANES
+    splits = max(1, min(programs // max(tiles * groups, 1), cdiv(total, tokens)))
     per_split = max(cdiv(total, splits), 1)
     splits = max(cdiv(total, per_split), 1)
     if per_sequence:
         return CountGroups(groups, splits, 1, N, total, per_split)
     return CountGroups(groups, splits, 0, 1, total, per_split)
+
+
+def uses_lane_counts(C: int) -> bool:
+    """Return whether the counts of all pairs of states fit into the registers of a lane."""
+    return C <= MAX_LANE_STATES
+
+
+def lane_count_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of the kernel that counts with a lane for each token."""
+    return {"C": C, "LANES": COUNT_LANES, "num_warps": COUNT_LANES // 32}
 
 
 def tile_block(C: int) -> int:
