@@ -205,8 +205,7 @@ def trace_words(
         states: `[columns / N, T, N]`, the result.
         C: the number of states.
     """
-    columns, T = words.shape
-    N, steps = states.shape[-1], plan.WORD_STEPS
+    columns, N, steps = len(words), states.shape[-1], plan.WORD_STEPS
     levels = [words]
     while levels[-1].shape[1] > 2 * steps:
         length = levels[-1].shape[1]

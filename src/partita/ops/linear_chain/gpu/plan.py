@@ -111,17 +111,41 @@ def row_options(C: int) -> dict[str, int]:
     return {"ROWS": rows, "BLOCK_C": block, "num_warps": warps(rows * block // 8)}
 
 
-def viterbi_options(C: int) -> dict[str, Any]:
-    """Return the compile-time arguments of the Viterbi scan.
+def stores_previous(C: int, constant: bool) -> bool:
+    """Return whether the scan of one program finds the states before each state at once.
 
-    Few states stay in registers, and many pass through memory.
+    Otherwise the scan stores scores, and the states before follow for all tokens together.
     """
+    return C <= (32 if GLUON and constant else 64)
+
+
+def viterbi_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of the Viterbi scan of one program."""
     block = next_power_of_2(max(C, 2))
-    if block <= 64:
-        warps = max(1, min(8, block * block // 512))
-        return {"RESIDENT": True, "BLOCK_C": block, "BLOCK_K": block, "num_warps": warps}
-    block = min(block, 256)
-    return {"RESIDENT": False, "BLOCK_C": block, "BLOCK_K": 8192 // block, "num_warps": 8}
+    return {"BLOCK_C": block, "num_warps": max(1, min(8, block * block // 512))}
+
+
+def resident_best(C: int, constant: bool) -> bool:
+    """Return whether the best scores are scanned with the transitions in registers."""
+    return GLUON and constant and C <= MAX_GLUON_STATES
+
+
+def best_step_options(by_sequence: bool) -> dict[str, Any]:
+    """Return the compile-time arguments of one step of best scores."""
+    if GLUON:
+        return {"BY_SEQUENCE": by_sequence, "UNROLL": 8, "num_warps": 8}
+    return {"BLOCK_N": 1 if by_sequence else 8, "BLOCK_C": 8, "BLOCK_K": 32, "num_warps": 8}
+
+
+def best_step_programs(N: int, C: int, by_sequence: bool) -> int:
+    """Return the number of programs of one step of best scores."""
+    return cdiv(C, 8) * (N if by_sequence else cdiv(N, 8))
+
+
+def best_states_options(C: int, constant: bool) -> dict[str, int]:
+    """Return the compile-time arguments of the kernel that finds the states before each state."""
+    block = min(64, next_power_of_2(max(C, 16)))
+    return {"ROWS": 32 if constant else 4, "BLOCK_C": block, "UNROLL": 4, "num_warps": 4}
 
 
 def sample_options(C: int) -> dict[str, int]:
