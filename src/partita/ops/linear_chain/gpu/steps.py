@@ -101,17 +101,15 @@ def load_emission(addresses, token, c, sizes, strides, EXACT: tl.constexpr):
 
 @triton.jit
 def enter_tokens(
-    addresses,  # (emissions, start, end, maxima)
     results,  # (recent states before and after the step, states, scales)
     step,  # (number of the step, whether it is one of alpha)
     sizes,  # (N, C)
-    strides,
     y,  # [BLOCK_N, BLOCK_C], the states without emissions
+    emission,  # [BLOCK_N, BLOCK_C]
     scale,  # [BLOCK_N]
     token,  # (t, n, tokens) [BLOCK_N]
     c,  # [BLOCK_C]
     SAVE: tl.constexpr,
-    EXACT: tl.constexpr,
 ):
     """Multiply the states that a step has reached by their emissions, and store them.
 
@@ -124,7 +122,6 @@ def enter_tokens(
     mask = (n < N)[:, None] & (c < C)[None, :]
     at = n[:, None] * C + c[None, :]
     active = (i < tokens)[:, None]
-    emission = load_emission(addresses, token, c, sizes, strides, EXACT)
     x = y * emission
     if SAVE:
         row = (t * N * C)[:, None]
@@ -185,13 +182,13 @@ def linear_chain_step_kernel(
         n = n0 + tl.arange(0, BLOCK_N).to(tl.int64)
         tokens = load_tokens_of(lengths_ptr, n, N, T)
         t = tl.minimum(tl.maximum(tl.where(is_alpha, i, tokens - 1 - i), 0), T - 1)
+        token = (t, n, tokens)
+        emission = load_emission(addresses, token, c, sizes, strides, EXACT)
         y, scale = tl.full([BLOCK_N, BLOCK_C], 1.0, tl.float64), tl.zeros([BLOCK_N], tl.float64)
         if i > 0:
             side_ptr = weights_ptr + direction * tl.full([], C, tl.int64) * C
             y, scale = product_step(before_ptr, side_ptr, n, c, N, C, SPLITS, BLOCK_K)
-        enter_tokens(
-            addresses, results, step, sizes, strides, y, scale, (t, n, tokens), c, SAVE, EXACT
-        )
+        enter_tokens(results, step, sizes, y, emission, scale, token, c, SAVE)
 
 
 @triton.jit

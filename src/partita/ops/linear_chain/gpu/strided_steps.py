@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from .resident import linear_range
 from .scores import exponent_of, power_of_2
-from .steps import enter_tokens, load_tokens_of
+from .steps import enter_tokens, load_emission, load_tokens_of
 
 
 @gluon.jit
@@ -69,7 +69,7 @@ def linear_chain_strided_step_kernel(
     BLOCK_PARTS: gl.constexpr,
 ):
     """Take step i of alpha, and of beta with SAVE, for 16 sequences and 8 states."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([4, 4, 1], [1, 1, 32], [4, 2, 1], [2, 1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4, 4, 1], [2, 2, 8], [2, 1, 4], [2, 1, 0])
     SUMS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     is_linear, _ = linear_range(range_ptr, parts, BLOCK_PARTS)
     if is_linear:
@@ -85,6 +85,16 @@ def linear_chain_strided_step_kernel(
         c = c0 + gl.arange(0, 8, gl.SliceLayout(0, SUMS))
         tokens = load_tokens_of(lengths_ptr, n, N, T)
         t = gl.minimum(gl.maximum(gl.where(is_alpha, i, tokens - 1 - i), 0), T - 1)
+        token, sizes = (t, n, tokens), (N, C)
+        # These loads do not wait for the states, so they stand before the sums.
+        emission = load_emission(
+            (emissions_ptr, start_ptr, end_ptr, maxima_ptr),
+            token,
+            c,
+            sizes,
+            (stride_t, stride_n, stride_c, start_n, start_c, end_n, end_c),
+            EXACT,
+        )
         y = gl.full([16, 8], 1.0, gl.float64, SUMS)
         scale = gl.zeros([16], gl.float64, gl.SliceLayout(1, SUMS))
         if i > 0:
@@ -93,16 +103,5 @@ def linear_chain_strided_step_kernel(
             exponent = exponent_of(gl.convert_layout(greatest, gl.SliceLayout(1, SUMS)))
             y *= gl.expand_dims(power_of_2(-exponent), 1)
             scale = exponent.to(gl.float64)
-        enter_tokens(
-            (emissions_ptr, start_ptr, end_ptr, maxima_ptr),
-            (before_ptr, after_ptr, states_ptr + direction * row * T, scales_ptr),
-            (i, is_alpha),
-            (N, C),
-            (stride_t, stride_n, stride_c, start_n, start_c, end_n, end_c),
-            y,
-            scale,
-            (t, n, tokens),
-            c,
-            SAVE,
-            EXACT,
-        )
+        results = (before_ptr, after_ptr, states_ptr + direction * row * T, scales_ptr)
+        enter_tokens(results, (i, is_alpha), sizes, y, emission, scale, token, c, SAVE)
