@@ -14,10 +14,10 @@ from .best_steps import (
     linear_chain_best_step_kernel,
 )
 from .launch import linear_chain_logz
-from .launch_lanes import best_path_in_lanes, scan_table
+from .launch_lanes import best_path_in_lanes, scan_table, trace_words
 from .resident_best import linear_chain_resident_best_kernel, linear_chain_strided_best_kernel
-from .sample import linear_chain_sample_kernel
-from .saved import end_strides, split_saved, transition_strides
+from .sample import linear_chain_sample_kernel, linear_chain_sample_words_kernel
+from .saved import Saved, end_strides, split_saved, transition_strides
 from .viterbi import (
     linear_chain_path_maps_kernel,
     linear_chain_trace_kernel,
@@ -169,6 +169,9 @@ def linear_chain_sample(
     lengths = None if lengths is None else lengths.contiguous()
     logz, _, saved = linear_chain_logz(emissions, transitions, start, end, lengths, True)
     parts, alpha = plan.range_parts(transitions), split_saved(saved, T, N, C)
+    if parts and plan.uses_lanes(T, N, C, plan.MAX_PARALLEL_STATES):
+        sample_in_lanes(transitions, lengths, alpha, logz, uniforms, states)
+        return states
     launch(
         linear_chain_sample_kernel,
         N * samples,
@@ -180,3 +183,31 @@ def linear_chain_sample(
         **plan.sample_options(C),
     )
     return states
+
+
+def sample_in_lanes(
+    transitions: Tensor,
+    lengths: Tensor | None,
+    alpha: Saved,
+    logz: Tensor,
+    uniforms: Tensor,
+    states: Tensor,
+) -> None:
+    """Draw paths of few states `[k, T, N]`, parallel in time."""
+    samples, T, N = states.shape
+    C, parts = len(transitions), plan.range_parts(transitions)
+    words = torch.empty((samples * N, T), dtype=torch.int64, device=states.device)
+    options = plan.lane_options(words.numel())
+    for is_log in (False, True):
+        table = scan_table(transitions, None if is_log else alpha.span)
+        launch(
+            linear_chain_sample_words_kernel,
+            cdiv(words.numel(), options["LANES"]),
+            *(alpha.states, table, lengths, alpha.span, uniforms, words),
+            *(T, N, parts, len(words), *uniforms.stride()),
+            C=C,
+            IS_LOG=is_log,
+            BLOCK_PARTS=plan.parts_block(parts),
+            **options,
+        )
+    trace_words(words, lengths, logz, states, C)
