@@ -15,8 +15,14 @@ The Viterbi algorithm, 1973.
 import triton
 import triton.language as tl
 
-from .lane_states import load_lane
-from .lanes import lane_emissions, lane_index, lane_scores, lane_select
+from .lanes import (
+    MAX_STATES_OF_TABLE,
+    lane_emissions,
+    lane_index,
+    lane_scores,
+    lane_select,
+    load_lane,
+)
 from .path_words import repeated_state
 from .scores import fold_ends, load_end, load_tokens
 from .segments import load_matrix
@@ -86,16 +92,20 @@ def linear_chain_best_boundaries_kernel(
 
 
 @triton.jit
-def best_product(x, table_ptr, C: tl.constexpr):
+def best_product(x, table, table_ptr, C: tl.constexpr):
     """Return the best scores that enter each state, and the lowest states before in one word."""
     y, word = (), tl.zeros(x[0].shape, tl.int64)
     for c in tl.static_range(C):
-        best = x[0] + tl.load(table_ptr + c)
-        index = tl.zeros(x[0].shape, tl.int32)
-        for k in tl.static_range(1, C):
-            term = x[k] + tl.load(table_ptr + k * C + c)
-            index = tl.where(term > best, k, index)
-            best = tl.where(term > best, term, best)
+        best, index = x[0], tl.zeros(x[0].shape, tl.int32)
+        for k in tl.static_range(C):
+            if C > MAX_STATES_OF_TABLE:
+                weight = tl.load(table_ptr + k * C + c)
+            else:
+                weight = table[k * C + c]
+            term = x[k] + weight
+            if k > 0:
+                index = tl.where(term > best, k, index)
+            best = tl.where(term > best, term, best) if k > 0 else term
         y += (best,)
         word = word | (index.to(tl.int64) << (4 * c))
     return y, word
@@ -120,9 +130,11 @@ def linear_chain_best_words_kernel(
     end_c,
     C: tl.constexpr,
     STEPS: tl.constexpr,
+    AHEAD: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Store the states at each token given those at the next, for one segment in each lane."""
+    TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
     lane = lane_index(tl.full([], N, tl.int64) * segments, LANES)
     n, segment = lane // segments, lane % segments
     tokens, _ = load_tokens(lengths_ptr, n, T)
@@ -131,16 +143,19 @@ def linear_chain_best_words_kernel(
     x = load_lane(boundaries_ptr + (n * segments + segment) * C, C)
     # From the last token on, each state has the last one before it.
     last = repeated_state(tl.maximum(tl.load(last_ptr + n), 0))
-    following = lane_scores(token, low + 1, low + 1 < tokens, C)
-    for i in range(1, STEPS + 1):
-        t, scores = low + i, following
-        active = t < tokens
-        following = lane_scores(token, t + 1, t + 1 < tokens, C)
-        emissions = lane_emissions(token, scores, t, C)
-        y, word = best_product(x, table_ptr, C)
-        after = ()
-        for c in tl.static_range(C):
-            after += (y[c] + emissions[c],)
-        x = lane_select(active, after, x, C)
-        word = tl.where(active, word, last)
-        tl.store(words_ptr + n * T + t - 1, word, mask=t <= T)
+    table = load_lane(table_ptr, TABLE)
+    scores = lane_scores(token, low + 1, 1, tokens - 1 - low, C, AHEAD)
+    for i in range(0, STEPS, AHEAD):
+        left = tokens - 1 - low - i - AHEAD
+        next_scores = lane_scores(token, low + 1 + i + AHEAD, 1, left, C, AHEAD)
+        for j in tl.static_range(AHEAD):
+            t = low + 1 + i + j
+            emissions = lane_emissions(token, scores, j * C, t, C)
+            y, word = best_product(x, table, table_ptr, C)
+            after = ()
+            for c in tl.static_range(C):
+                after += (y[c] + emissions[c],)
+            x = lane_select(t < tokens, after, x, C)
+            word = tl.where(t < tokens, word, last)
+            tl.store(words_ptr + n * T + t - 1, word, mask=t <= T)
+        scores = next_scores

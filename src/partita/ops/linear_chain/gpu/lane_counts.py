@@ -68,7 +68,7 @@ def linear_chain_lane_counts_kernel(
             maximum = finite_shift(tl.load(maxima_ptr + row, mask=inside, other=0.0))
             factor = tl.load(factors_ptr + row, mask=inside, other=0.0)
             token = (emissions_ptr, end_ptr, n * end_n, tokens, stride_t, stride_c, end_c)
-            scores = lane_emissions(token, scores, t, C)
+            scores = lane_emissions(token, scores, 0, t, C)
             entered = ()
             for c in tl.static_range(C):
                 entered += (exp_split(scores[c] - maximum, EXACT) * beta[c] * factor,)

@@ -8,24 +8,18 @@ import triton
 import triton.language as tl
 
 from .lanes import (
+    MAX_STATES_OF_TABLE,
     enter_lane_tokens,
     lane_emissions,
     lane_exponent,
     lane_index,
+    lane_maxima,
     lane_product,
     lane_scores,
     lane_select,
+    load_lane,
 )
 from .scores import load_tokens, power_of_2, transition_range
-
-
-@triton.jit
-def load_lane(ptr, C: tl.constexpr):
-    """Load the states of lanes from their addresses."""
-    x = ()
-    for c in tl.static_range(C):
-        x += (tl.load(ptr + c),)
-    return x
 
 
 @triton.jit
@@ -67,10 +61,12 @@ def linear_chain_lane_alpha_kernel(
     C: tl.constexpr,
     STEPS: tl.constexpr,
     EXACT: tl.constexpr,
+    AHEAD: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
     """Store alpha of a segment and its scales in each lane."""
+    TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
     if transition_range(range_ptr, parts, BLOCK_PARTS)[0]:
         lane = lane_index(tl.full([], N, tl.int64) * segments, LANES)
         n, segment = lane // segments, lane % segments
@@ -89,21 +85,23 @@ def linear_chain_lane_alpha_kernel(
         known_ptr = boundaries_ptr + (n * (segments + 1) + segment) * C
         x = load_lane(known_ptr, C)
         store_lane(states_ptr + n * C, x, segment == 0, C)
-        following, exponent = (
-            lane_scores(token, low + 1, num_steps > 0, C),
-            tl.zeros([LANES], tl.int32),
-        )
-        for i in range(1, tl.max(num_steps, axis=0).to(tl.int32) + 1):
-            t, active, scores = low + i, i <= num_steps, following
-            following = lane_scores(token, t + 1, i < num_steps, C)
-            emissions = lane_emissions(token, scores, t, C)
-            maximum = tl.load(maxima_ptr + t * N + n, mask=active, other=0.0)
-            removed = lane_exponent(x, C)
-            y = lane_product(x, table_ptr, C, 1, C, False)
-            y = enter_lane_tokens(y, emissions, maximum, power_of_2(-removed), C, EXACT, False)
-            x, exponent = lane_select(active, y, x, C), tl.where(active, removed, exponent)
-            store_lane(states_ptr + (t * N + n) * C, x, active, C)
-            tl.store(scales_ptr + t * N + n, exponent.to(tl.float64), mask=active)
+        table, exponent = load_lane(table_ptr, TABLE), tl.zeros([LANES], tl.int32)
+        scores = lane_scores(token, low + 1, 1, num_steps, C, AHEAD)
+        maxima = lane_maxima(maxima_ptr + n, low + 1, 1, N, num_steps, AHEAD)
+        for i in range(0, tl.max(num_steps, axis=0).to(tl.int32), AHEAD):
+            after, left = low + 1 + i + AHEAD, num_steps - i - AHEAD
+            next_scores = lane_scores(token, after, 1, left, C, AHEAD)
+            next_maxima = lane_maxima(maxima_ptr + n, after, 1, N, left, AHEAD)
+            for j in tl.static_range(AHEAD):
+                t, active, removed = low + 1 + i + j, i + j < num_steps, lane_exponent(x, C)
+                emissions = lane_emissions(token, scores, j * C, t, C)
+                y = lane_product(x, table, table_ptr, C, False, False)
+                scale = power_of_2(-removed)
+                y = enter_lane_tokens(y, emissions, maxima[j], scale, C, EXACT, False)
+                x, exponent = lane_select(active, y, x, C), tl.where(active, removed, exponent)
+                store_lane(states_ptr + (t * N + n) * C, x, active, C)
+                tl.store(scales_ptr + t * N + n, exponent.to(tl.float64), mask=active)
+            scores, maxima = next_scores, next_maxima
         # The next segment starts from the known state, whose power of two may be another.
         given = load_lane(known_ptr + C, C)
         ratio = tl.log2(lane_sum(x, C) / lane_sum(given, C))
@@ -134,10 +132,12 @@ def linear_chain_lane_beta_kernel(
     C: tl.constexpr,
     STEPS: tl.constexpr,
     EXACT: tl.constexpr,
+    AHEAD: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
     """Store beta of a segment in each lane."""
+    TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
     if transition_range(range_ptr, parts, BLOCK_PARTS)[0]:
         lane = lane_index(tl.full([], N, tl.int64) * segments, LANES)
         n, segment = lane // segments, lane % segments
@@ -158,13 +158,19 @@ def linear_chain_lane_beta_kernel(
         x = load_lane(known_ptr, C)
         beta_ptr = states_ptr + (tl.full([], T, tl.int64) * N + n) * C
         store_lane(beta_ptr + high * N * C, x, high == tokens - 1, C)
-        following = lane_scores(token, high, num_steps > 0, C)
-        for i in range(1, tl.max(num_steps, axis=0).to(tl.int32) + 1):
-            t, active, scores = high + 1 - i, i <= num_steps, following
-            following = lane_scores(token, t - 1, i < num_steps, C)
-            emissions = lane_emissions(token, scores, t, C)
-            maximum = tl.load(maxima_ptr + t * N + n, mask=active, other=0.0)
-            scale = power_of_2(-lane_exponent(x, C))
-            y = enter_lane_tokens(x, emissions, maximum, scale, C, EXACT, False)
-            x = lane_product(y, table_ptr, 1, C, C, False)
-            store_lane(beta_ptr + (t - 1) * N * C, x, active, C)
+        table = load_lane(table_ptr, TABLE)
+        scores = lane_scores(token, high, -1, num_steps, C, AHEAD)
+        maxima = lane_maxima(maxima_ptr + n, high, -1, N, num_steps, AHEAD)
+        for i in range(0, tl.max(num_steps, axis=0).to(tl.int32), AHEAD):
+            after, left = high - i - AHEAD, num_steps - i - AHEAD
+            next_scores = lane_scores(token, after, -1, left, C, AHEAD)
+            next_maxima = lane_maxima(maxima_ptr + n, after, -1, N, left, AHEAD)
+            for j in tl.static_range(AHEAD):
+                t, active = high - i - j, i + j < num_steps
+                emissions = lane_emissions(token, scores, j * C, t, C)
+                scale = power_of_2(-lane_exponent(x, C))
+                y = enter_lane_tokens(x, emissions, maxima[j], scale, C, EXACT, False)
+                y = lane_product(y, table, table_ptr, C, False, True)
+                x = lane_select(active, y, x, C)
+                store_lane(beta_ptr + (t - 1) * N * C, x, active, C)
+            scores, maxima = next_scores, next_maxima

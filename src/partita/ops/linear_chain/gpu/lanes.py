@@ -42,24 +42,36 @@ def linear_chain_table_kernel(
 
 
 @triton.jit
-def lane_scores(token, t, active, C: tl.constexpr):
-    """Load the emissions of token t, a vector over lanes for each state."""
+def lane_scores(token, t, dt, remaining, C: tl.constexpr, AHEAD: tl.constexpr):
+    """Load the emissions of AHEAD tokens from token t in the direction dt, before they are used.
+
+    Each state of each token is a vector over lanes. A lane reads its remaining tokens alone.
+    """
     score_ptr, _, _, _, stride_t, stride_c, _ = token
-    score_ptr += t * stride_t
     scores = ()
-    for c in tl.static_range(C):
-        at = tl.full([], c, tl.int64) * stride_c
-        scores += (tl.load(score_ptr + at, mask=active, other=0.0),)
+    for j in tl.static_range(AHEAD):
+        for c in tl.static_range(C):
+            at = (t + j * dt) * stride_t + tl.full([], c, tl.int64) * stride_c
+            scores += (tl.load(score_ptr + at, mask=j < remaining, other=0.0),)
     return scores
 
 
 @triton.jit
-def lane_emissions(token, scores, t, C: tl.constexpr):
-    """Return emissions in fp64 with the end scores of the last token."""
+def lane_maxima(ptr, t, dt, N, remaining, AHEAD: tl.constexpr):
+    """Load the maxima of AHEAD tokens from token t in the direction dt."""
+    maxima = ()
+    for j in tl.static_range(AHEAD):
+        maxima += (tl.load(ptr + (t + j * dt) * N, mask=j < remaining, other=0.0),)
+    return maxima
+
+
+@triton.jit
+def lane_emissions(token, scores, first: tl.constexpr, t, C: tl.constexpr):
+    """Return emissions in fp64 from number `first` on, with the end scores of the last token."""
     _, end_ptr, end_at, tokens, _, _, end_c = token
     emissions = ()
     for c in tl.static_range(C):
-        score = scores[c].to(tl.float64)
+        score = scores[first + c].to(tl.float64)
         if end_ptr is not None:
             at = end_at + tl.full([], c, tl.int64) * end_c
             score += tl.load(end_ptr + at, mask=t == tokens - 1, other=0.0).to(tl.float64)
@@ -68,19 +80,30 @@ def lane_emissions(token, scores, t, C: tl.constexpr):
 
 
 @triton.jit
-def lane_product(x, matrix_ptr, step_k, step_c, C: tl.constexpr, MAX_PLUS: tl.constexpr):
-    """Return states times a matrix in memory, of all lanes or of each."""
+def load_lane(ptr, COUNT: tl.constexpr):
+    """Load numbers that follow one another, for all lanes or from an address of each."""
+    x = ()
+    for c in tl.static_range(COUNT):
+        x += (tl.load(ptr + c),)
+    return x
+
+
+@triton.jit
+def lane_product(x, matrix, ptr, C: tl.constexpr, MAX_PLUS: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Return states times a matrix of few states, or of more in memory."""
     y = ()
     for c in tl.static_range(C):
-        first = tl.load(matrix_ptr + c * step_c)
-        total = x[0] + first if MAX_PLUS else x[0] * first
-        for k in tl.static_range(1, C):
-            weight = tl.load(matrix_ptr + k * step_k + c * step_c)
+        total = x[0]
+        for k in tl.static_range(C):
+            if C > MAX_STATES_OF_TABLE:
+                weight = tl.load(ptr + (c * C + k if TRANSPOSED else k * C + c))
+            else:
+                weight = matrix[c * C + k if TRANSPOSED else k * C + c]
             if MAX_PLUS:
                 term = x[k] + weight
-                total = tl.where(term > total, term, total)
+                total = tl.where(term > total, term, total) if k > 0 else term
             else:
-                total += x[k] * weight
+                total = total + x[k] * weight if k > 0 else x[k] * weight
         y += (total,)
     return y
 
@@ -160,10 +183,12 @@ def linear_chain_lane_operators_kernel(
     STEPS: tl.constexpr,
     EXACT: tl.constexpr,
     MAX_PLUS: tl.constexpr,
+    AHEAD: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
     """Form one row of the operator of a segment in each lane."""
+    TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
     serves, shift = True, 0.0
     if not MAX_PLUS:
         serves, shift = transition_range(range_ptr, parts, BLOCK_PARTS)
@@ -185,29 +210,37 @@ def linear_chain_lane_operators_kernel(
         x = lane_unit(row, C, MAX_PLUS)
         exponents = tl.zeros([LANES], tl.float64)
         offset = exponents if MAX_PLUS else shift * num_steps
-        following = lane_scores(token, low + 1, num_steps > 0, C)
-        for i in range(1, tl.max(num_steps, axis=0).to(tl.int32) + 1):
-            t, active, scores = low + i, i <= num_steps, following
-            # The next emissions are loaded while these are used.
-            following = lane_scores(token, t + 1, i < num_steps, C)
-            emissions = lane_emissions(token, scores, t, C)
-            maximum, scale = offset, offset
-            if MAX_PLUS:
-                for c in tl.static_range(C):
-                    is_nan = active & (emissions[c] != emissions[c])
-                    offset = tl.where(is_nan, float("nan"), offset)
-            else:
-                maximum = tl.load(maxima_ptr + t * N + n, mask=active, other=0.0)
-                exponent = lane_exponent(x, C)
-                exponents += tl.where(active, exponent, 0).to(tl.float64)
-                offset += maximum
-                scale = power_of_2(-exponent)
-            if C > MAX_STATES_OF_TABLE:
-                # Without it the compiler would load the whole table before the loop, and spill.
-                tl.debug_barrier()
-            y = lane_product(x, table_ptr, C, 1, C, MAX_PLUS)
-            y = enter_lane_tokens(y, emissions, maximum, scale, C, EXACT, MAX_PLUS)
-            x = lane_select(active, y, x, C)
+        table = load_lane(table_ptr, TABLE)
+        token_ptr = emissions_ptr if MAX_PLUS else maxima_ptr + n
+        scores = lane_scores(token, low + 1, 1, num_steps, C, AHEAD)
+        maxima = () if MAX_PLUS else lane_maxima(token_ptr, low + 1, 1, N, num_steps, AHEAD)
+        for i in range(0, tl.max(num_steps, axis=0).to(tl.int32), AHEAD):
+            after = low + 1 + i + AHEAD
+            next_scores = lane_scores(token, after, 1, num_steps - i - AHEAD, C, AHEAD)
+            if not MAX_PLUS:
+                left = num_steps - i - AHEAD
+                next_maxima = lane_maxima(token_ptr, after, 1, N, left, AHEAD)
+            for j in tl.static_range(AHEAD):
+                active, maximum, scale = i + j < num_steps, offset, offset
+                emissions = lane_emissions(token, scores, j * C, low + 1 + i + j, C)
+                if MAX_PLUS:
+                    for c in tl.static_range(C):
+                        is_nan = active & (emissions[c] != emissions[c])
+                        offset = tl.where(is_nan, float("nan"), offset)
+                else:
+                    maximum, exponent = maxima[j], lane_exponent(x, C)
+                    exponents += tl.where(active, exponent, 0).to(tl.float64)
+                    offset += maximum
+                    scale = power_of_2(-exponent)
+                if C > MAX_STATES_OF_TABLE:
+                    # Without it the compiler would load the whole table before the loop, and spill.
+                    tl.debug_barrier()
+                y = lane_product(x, table, table_ptr, C, MAX_PLUS, False)
+                y = enter_lane_tokens(y, emissions, maximum, scale, C, EXACT, MAX_PLUS)
+                x = lane_select(active, y, x, C)
+            scores = next_scores
+            if not MAX_PLUS:
+                maxima = next_maxima
         at = n * segments + segment
         for c in tl.static_range(C):
             tl.store(operators_ptr + (at * C + row) * C + c, x[c])
@@ -236,6 +269,8 @@ def linear_chain_lane_groups_kernel(
     BLOCK_PARTS: tl.constexpr,
 ):
     """Form one row of the product of the operators of a group in each lane."""
+    TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
+    POWERS: tl.constexpr = 0 if MAX_PLUS else C
     serves = True
     if not MAX_PLUS:
         serves = transition_range(range_ptr, parts, BLOCK_PARTS)[0]
@@ -244,14 +279,16 @@ def linear_chain_lane_groups_kernel(
         row, n, group = lane % C, lane // C // groups, lane // C % groups
         x, exponents = lane_unit(row, C, MAX_PLUS), tl.zeros([LANES], tl.float64)
         offset = tl.zeros([LANES], tl.float64)
+        at, last = n * segments + group * SIZE, n * segments + segments - 1
+        matrix = load_lane(operators_ptr + at * C * C, TABLE)
+        powers = load_lane(exponents_ptr if MAX_PLUS else exponents_ptr + at * C, POWERS)
         for i in range(0, SIZE):
-            active = group * SIZE + i < segments
-            at = n * segments + tl.minimum(group * SIZE + i, segments - 1)
+            active, following = group * SIZE + i < segments, tl.minimum(at + 1, last)
+            # The next operator is loaded while this one is used.
+            next_matrix = load_lane(operators_ptr + following * C * C, TABLE)
             before = x
             if not MAX_PLUS:
-                powers = ()
-                for k in tl.static_range(C):
-                    powers += (tl.load(exponents_ptr + at * C + k),)
+                next_powers = load_lane(exponents_ptr + following * C, POWERS)
                 greatest = powers[0]
                 for k in tl.static_range(1, C):
                     greatest = tl.maximum(greatest, powers[k])
@@ -260,11 +297,11 @@ def linear_chain_lane_groups_kernel(
                 for k in tl.static_range(C):
                     power = tl.maximum(powers[k] - greatest - exponent, -1022.0)
                     scaled += (x[k] * power_of_2(tl.minimum(power, 1000.0).to(tl.int32)),)
-                before = scaled
+                before, powers = scaled, next_powers
                 exponents += tl.where(active, exponent + greatest, 0.0)
             offset += tl.where(active, tl.load(offsets_ptr + at), 0.0)
-            y = lane_product(before, operators_ptr + at * C * C, C, 1, C, MAX_PLUS)
-            x = lane_select(active, y, x, C)
+            y = lane_product(before, matrix, operators_ptr + at * C * C, C, MAX_PLUS, False)
+            x, matrix, at = lane_select(active, y, x, C), next_matrix, following
         at = n * groups + group
         for c in tl.static_range(C):
             tl.store(group_operators_ptr + (at * C + row) * C + c, x[c])

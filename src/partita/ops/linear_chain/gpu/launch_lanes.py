@@ -85,6 +85,7 @@ def lane_operators(
         *(T, N, parts, sizes.counts[0], *emissions.stride(), *end_strides(end)),
         STEPS=sizes.steps,
         EXACT=exact,
+        AHEAD=plan.lane_ahead(C),
         **options,
         **block,
     )
@@ -140,7 +141,7 @@ def lane_scan(
     if not save:
         return
     block = plan.lane_options(N * groups)
-    options |= {"C": C, "STEPS": sizes.steps, **block}
+    options |= {"C": C, "STEPS": sizes.steps, "AHEAD": plan.lane_ahead(C), **block}
     inputs = (emissions, table, end, lengths, saved.span, saved.maxima, known, saved.states)
     numbers = (T, N, parts, groups, *emissions.stride(), *end_strides(end))
     programs = cdiv(N * groups, block["LANES"])
@@ -188,6 +189,7 @@ def best_path_in_lanes(
         *(T, N, groups, *emissions.stride(), *end_strides(end)),
         C=C,
         STEPS=sizes.steps,
+        AHEAD=plan.lane_ahead(C),
         **block,
     )
     trace_words(words, lengths, score, states, C)

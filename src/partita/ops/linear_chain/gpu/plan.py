@@ -227,6 +227,11 @@ def lane_options(lanes: int) -> dict[str, int]:
     return {"LANES": 32 * warps, "num_warps": warps}
 
 
+def lane_ahead(C: int) -> int:
+    """Return how many tokens a lane loads at once; each number of steps is a multiple of it."""
+    return 4 if C <= 5 else 2 if C <= MAX_LANE_STATES else 1
+
+
 def small_block(C: int) -> int:
     """Return the block of the states of a program that has an operator of few states."""
     return next_power_of_2(max(C, 2))
