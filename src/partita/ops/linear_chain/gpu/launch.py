@@ -377,7 +377,7 @@ def count_transitions(
         **options,
     )
     if parts:
-        options = plan.sum_options(groups.splits)
+        options = plan.sum_options(groups.splits, C)
         launch(
             linear_chain_sum_counts_kernel,
             groups.groups * cdiv(C * C, options["BLOCK"]),

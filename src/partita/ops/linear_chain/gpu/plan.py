@@ -116,7 +116,7 @@ def stores_previous(C: int, constant: bool) -> bool:
 
     Otherwise the scan stores scores, and the states before follow for all tokens together.
     """
-    return C <= (32 if GLUON and constant else 64)
+    return C <= 64 and not resident_best(C, constant)
 
 
 def viterbi_options(C: int) -> dict[str, int]:
@@ -298,6 +298,11 @@ def count_options(C: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": max(1, block * block // 1024)}
 
 
-def sum_options(splits: int) -> dict[str, Any]:
+def sum_options(splits: int, C: int) -> dict[str, Any]:
     """Return the compile-time arguments of the kernel that adds the parts of the counts."""
-    return {"BLOCK_S": min(64, next_power_of_2(max(splits, 1))), "BLOCK": 32, "num_warps": 4}
+    block = min(32, next_power_of_2(max(C * C, 1)))
+    return {
+        "BLOCK_S": min(2048 // block, next_power_of_2(max(splits, 1))),
+        "BLOCK": block,
+        "num_warps": 4,
+    }

@@ -23,14 +23,27 @@ def linear_range(range_ptr, parts, BLOCK_PARTS: gl.constexpr):
 
 
 @gluon.jit
-def resident_step(matrix, x, OUT: gl.constexpr, IN: gl.constexpr):
+def row_groups(pairs, LANES: gl.constexpr):
+    """Return pairs of states as `[groups, 4, rows, states]`, to be reduced over the first three.
+
+    A thread has every LANES-th pair of rows. It reduces 4 rows of several groups at the same time,
+    since in a single chain each sum or comparison would wait for the one before.
+    """
+    ROWS: gl.constexpr = pairs.shape[0]
+    STATES: gl.constexpr = pairs.shape[1]
+    return gl.reshape(pairs, [ROWS // (8 * LANES), 4, 2 * LANES, STATES])
+
+
+@gluon.jit
+def resident_step(matrix, x, LANES: gl.constexpr, OUT: gl.constexpr, IN: gl.constexpr):
     """Take a state through the transitions; return it with its exponent removed, and that."""
     x = gl.convert_layout(x, IN)
     # The order of numbers of one sign is that of their bits.
     high = (x.to(gl.int64, bitcast=True) >> 32).to(gl.int32)
     exponent = (gl.max(high, axis=0) >> 20) - 1023
     exponent = gl.where(exponent < -1000, 0, gl.minimum(exponent, 1000))
-    y = gl.sum(matrix * gl.expand_dims(x, 1), axis=0)
+    groups = row_groups(matrix * gl.expand_dims(x, 1), LANES)
+    y = gl.convert_layout(gl.sum(gl.sum(gl.sum(groups, axis=1), axis=0), axis=0), OUT)
     return y * power_of_2(-exponent), exponent
 
 
@@ -152,7 +165,7 @@ def linear_chain_resident_scan_kernel(
                 active, step = i + j <= num_steps, gl.to_tensor(i + j).to(gl.int64)
                 maximum = gl.where(maxima[j] == -float("inf"), 0.0, maxima[j])
                 score = fold_ends(scores[j], t + step * dt, tokens, start, end) - maximum
-                y, removed = resident_step(matrix, x, OUT, IN)
+                y, removed = resident_step(matrix, x, LANES, OUT, IN)
                 x = gl.where(active, y * exp_split(score, EXACT), x)
                 total += maxima[j]
                 exponents += gl.where(active, removed, 0)

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .best_steps import best_emissions, store_best
-from .resident import load_vector
+from .resident import load_vector, row_groups
 from .scores import fold_ends, load_tokens
 from .steps import load_tokens_of
 
@@ -18,6 +18,13 @@ from .steps import load_tokens_of
 def greater(a, b):
     """Return the greater of two numbers. A NaN need not be preserved."""
     return gl.where(a > b, a, b)
+
+
+@gluon.jit
+def best_terms(terms, LANES: gl.constexpr, OUT: gl.constexpr):
+    """Return the greatest term of each column."""
+    best = gl.reduce(gl.reduce(row_groups(terms, LANES), 1, greater), 0, greater)
+    return gl.convert_layout(gl.reduce(best, 0, greater), OUT)
 
 
 @gluon.jit
@@ -86,7 +93,7 @@ def linear_chain_resident_best_kernel(
         for j in gl.static_range(AHEAD):
             t = gl.to_tensor(i + j).to(gl.int64)
             terms = matrix + gl.expand_dims(gl.convert_layout(x, IN), 1)
-            y = gl.reduce(terms, 0, greater)
+            y = best_terms(terms, LANES, OUT)
             x = y + fold_ends(scores[j], t, tokens, start, end)
             active = (c < C) & (t < tokens)
             is_nan = gl.maximum(is_nan, ((x != x) & active).to(gl.int32))
@@ -156,7 +163,7 @@ def linear_chain_strided_best_kernel(
     UNROLL: gl.constexpr,
 ):
     """Enter token t for 8 states and the sequences of a program."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([2, 4, 1], [2, 2, 8], [2, 1, 4], [2, 1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([2, 4, 1], [1, 1, 32], [4, 2, 1], [2, 1, 0])
     SUMS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     blocks = gl.cdiv(C, 8)
     c0, n0 = gl.program_id(0) % blocks * 8, gl.program_id(0) // blocks

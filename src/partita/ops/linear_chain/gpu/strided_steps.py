@@ -69,32 +69,31 @@ def linear_chain_strided_step_kernel(
     BLOCK_PARTS: gl.constexpr,
 ):
     """Take step i of alpha, and of beta with SAVE, for 16 sequences and 8 states."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([4, 4, 1], [2, 2, 8], [2, 1, 4], [2, 1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4, 4, 1], [1, 1, 32], [4, 2, 1], [2, 1, 0])
     SUMS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
-    is_linear, _ = linear_range(range_ptr, parts, BLOCK_PARTS)
-    if is_linear:
-        blocks_c = gl.cdiv(C, 8)
-        c0, rest = gl.program_id(0) % blocks_c * 8, gl.program_id(0) // blocks_c
-        direction = rest % 2 if SAVE else rest * 0
-        n0 = (rest // 2 if SAVE else rest) * 16
-        is_alpha = direction == 0
-        row = gl.to_tensor(N).to(gl.int64) * C
-        before_ptr = recent_ptr + (direction * 2 + (i + 1) % 2) * row
-        after_ptr = recent_ptr + (direction * 2 + i % 2) * row
-        n = n0 + gl.arange(0, 16, gl.SliceLayout(1, SUMS)).to(gl.int64)
-        c = c0 + gl.arange(0, 8, gl.SliceLayout(0, SUMS))
-        tokens = load_tokens_of(lengths_ptr, n, N, T)
-        t = gl.minimum(gl.maximum(gl.where(is_alpha, i, tokens - 1 - i), 0), T - 1)
-        token, sizes = (t, n, tokens), (N, C)
-        # These loads do not wait for the states, so they stand before the sums.
-        emission = load_emission(
-            (emissions_ptr, start_ptr, end_ptr, maxima_ptr),
-            token,
-            c,
-            sizes,
-            (stride_t, stride_n, stride_c, start_n, start_c, end_n, end_c),
-            EXACT,
-        )
+    blocks_c = gl.cdiv(C, 8)
+    c0, rest = gl.program_id(0) % blocks_c * 8, gl.program_id(0) // blocks_c
+    direction = rest % 2 if SAVE else rest * 0
+    n0 = (rest // 2 if SAVE else rest) * 16
+    is_alpha = direction == 0
+    row = gl.to_tensor(N).to(gl.int64) * C
+    before_ptr = recent_ptr + (direction * 2 + (i + 1) % 2) * row
+    after_ptr = recent_ptr + (direction * 2 + i % 2) * row
+    n = n0 + gl.arange(0, 16, gl.SliceLayout(1, SUMS)).to(gl.int64)
+    c = c0 + gl.arange(0, 8, gl.SliceLayout(0, SUMS))
+    tokens = load_tokens_of(lengths_ptr, n, N, T)
+    t = gl.minimum(gl.maximum(gl.where(is_alpha, i, tokens - 1 - i), 0), T - 1)
+    token, sizes = (t, n, tokens), (N, C)
+    # These loads wait neither for the states nor for the range of the transitions.
+    emission = load_emission(
+        (emissions_ptr, start_ptr, end_ptr, maxima_ptr),
+        token,
+        c,
+        sizes,
+        (stride_t, stride_n, stride_c, start_n, start_c, end_n, end_c),
+        EXACT,
+    )
+    if linear_range(range_ptr, parts, BLOCK_PARTS)[0]:
         y = gl.full([16, 8], 1.0, gl.float64, SUMS)
         scale = gl.zeros([16], gl.float64, gl.SliceLayout(1, SUMS))
         if i > 0:
