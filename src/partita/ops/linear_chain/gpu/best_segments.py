@@ -135,7 +135,7 @@ def linear_chain_best_words_kernel(
 ):
     """Store the states at each token given those at the next, for one segment in each lane."""
     TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
-    lane = lane_index(tl.full([], N, tl.int64) * segments, LANES)
+    lane = lane_index(tl.program_id(0), tl.full([], N, tl.int64) * segments, LANES)
     n, segment = lane // segments, lane % segments
     tokens, _ = load_tokens(lengths_ptr, n, T)
     low = segment * STEPS

@@ -13,7 +13,6 @@ from .lanes import (
     lane_emissions,
     lane_exponent,
     lane_index,
-    lane_maxima,
     lane_product,
     lane_scores,
     lane_select,
@@ -39,9 +38,9 @@ def lane_sum(x, C: tl.constexpr):
 
 
 @triton.jit
-def linear_chain_lane_alpha_kernel(
+def linear_chain_lane_states_kernel(
     emissions_ptr,  # [T, N, C]
-    table_ptr,  # [C, C] fp64
+    table_ptr,  # [2, C, C] fp64, exp of the transitions, and the same transposed
     end_ptr,  # [N, C] or None
     lengths_ptr,  # [N] or None
     range_ptr,  # [parts, 2] fp64
@@ -61,116 +60,53 @@ def linear_chain_lane_alpha_kernel(
     C: tl.constexpr,
     STEPS: tl.constexpr,
     EXACT: tl.constexpr,
-    AHEAD: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
-    """Store alpha of a segment and its scales in each lane."""
+    """Store alpha of a segment in each lane, or in the second half of the programs beta.
+
+    A state x includes the emission of its token, and y does not, see `scan.py`.
+    """
     TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
     if transition_range(range_ptr, parts, BLOCK_PARTS)[0]:
-        lane = lane_index(tl.full([], N, tl.int64) * segments, LANES)
+        half, lanes = tl.num_programs(0) // 2, tl.full([], N, tl.int64) * segments
+        lane, is_alpha = lane_index(tl.program_id(0) % half, lanes, LANES), tl.program_id(0) < half
         n, segment = lane // segments, lane % segments
         tokens, _ = load_tokens(lengths_ptr, n, T)
         low = tl.minimum(segment * STEPS, tokens - 1)
         num_steps = tl.minimum(STEPS, tokens - 1 - low)
-        token = (
-            emissions_ptr + n * stride_n,
-            end_ptr,
-            n * end_n,
-            tokens,
-            stride_t,
-            stride_c,
-            end_c,
-        )
+        t, dt = tl.where(is_alpha, low, low + num_steps), tl.where(is_alpha, 1, -1).to(tl.int64)
+        score_ptr, end_at = emissions_ptr + n * stride_n, n * end_n
+        inputs = (score_ptr, end_ptr, end_at, tokens, stride_t, stride_c, end_c)
+        matrix_ptr = table_ptr + tl.where(is_alpha, 0, C * C)
+        table, token_ptr = load_lane(matrix_ptr, TABLE), maxima_ptr + n
+        # Beta follows alpha in the states, and so it does in the boundaries.
         known_ptr = boundaries_ptr + (n * (segments + 1) + segment) * C
-        x = load_lane(known_ptr, C)
-        store_lane(states_ptr + n * C, x, segment == 0, C)
-        table, exponent = load_lane(table_ptr, TABLE), tl.zeros([LANES], tl.int32)
-        scores = lane_scores(token, low + 1, 1, num_steps, C, AHEAD)
-        maxima = lane_maxima(maxima_ptr + n, low + 1, 1, N, num_steps, AHEAD)
-        for i in range(0, tl.max(num_steps, axis=0).to(tl.int32), AHEAD):
-            after, left = low + 1 + i + AHEAD, num_steps - i - AHEAD
-            next_scores = lane_scores(token, after, 1, left, C, AHEAD)
-            next_maxima = lane_maxima(maxima_ptr + n, after, 1, N, left, AHEAD)
-            for j in tl.static_range(AHEAD):
-                t, active, removed = low + 1 + i + j, i + j < num_steps, lane_exponent(x, C)
-                emissions = lane_emissions(token, scores, j * C, t, C)
-                y = lane_product(x, table, table_ptr, C, False, False)
-                scale = power_of_2(-removed)
-                y = enter_lane_tokens(y, emissions, maxima[j], scale, C, EXACT, False)
-                x, exponent = lane_select(active, y, x, C), tl.where(active, removed, exponent)
-                store_lane(states_ptr + (t * N + n) * C, x, active, C)
-                tl.store(scales_ptr + t * N + n, exponent.to(tl.float64), mask=active)
-            scores, maxima = next_scores, next_maxima
-        # The next segment starts from the known state, whose power of two may be another.
-        given = load_lane(known_ptr + C, C)
-        ratio = tl.log2(lane_sum(x, C) / lane_sum(given, C))
-        row = (low + num_steps) * N + n
-        store_lane(states_ptr + row * C, given, num_steps > 0, C)
-        tl.store(scales_ptr + row, exponent.to(tl.float64) + ratio, mask=num_steps > 0)
-
-
-@triton.jit
-def linear_chain_lane_beta_kernel(
-    emissions_ptr,  # [T, N, C]
-    table_ptr,  # [C, C] fp64
-    end_ptr,  # [N, C] or None
-    lengths_ptr,  # [N] or None
-    range_ptr,  # [parts, 2] fp64
-    maxima_ptr,  # [T, N] fp64
-    boundaries_ptr,  # [2, N, segments + 1, C] fp64
-    states_ptr,  # [2, T, N, C] fp64
-    T,
-    N,
-    parts,
-    segments,
-    stride_t,
-    stride_n,
-    stride_c,
-    end_n,
-    end_c,
-    C: tl.constexpr,
-    STEPS: tl.constexpr,
-    EXACT: tl.constexpr,
-    AHEAD: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-):
-    """Store beta of a segment in each lane."""
-    TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
-    if transition_range(range_ptr, parts, BLOCK_PARTS)[0]:
-        lane = lane_index(tl.full([], N, tl.int64) * segments, LANES)
-        n, segment = lane // segments, lane % segments
-        tokens, _ = load_tokens(lengths_ptr, n, T)
-        low = tl.minimum(segment * STEPS, tokens - 1)
-        num_steps = tl.minimum(STEPS, tokens - 1 - low)
-        high = low + num_steps
-        token = (
-            emissions_ptr + n * stride_n,
-            end_ptr,
-            n * end_n,
-            tokens,
-            stride_t,
-            stride_c,
-            end_c,
-        )
-        known_ptr = boundaries_ptr + ((N + n) * (segments + 1) + segment + 1) * C
-        x = load_lane(known_ptr, C)
-        beta_ptr = states_ptr + (tl.full([], T, tl.int64) * N + n) * C
-        store_lane(beta_ptr + high * N * C, x, high == tokens - 1, C)
-        table = load_lane(table_ptr, TABLE)
-        scores = lane_scores(token, high, -1, num_steps, C, AHEAD)
-        maxima = lane_maxima(maxima_ptr + n, high, -1, N, num_steps, AHEAD)
-        for i in range(0, tl.max(num_steps, axis=0).to(tl.int32), AHEAD):
-            after, left = high - i - AHEAD, num_steps - i - AHEAD
-            next_scores = lane_scores(token, after, -1, left, C, AHEAD)
-            next_maxima = lane_maxima(maxima_ptr + n, after, -1, N, left, AHEAD)
-            for j in tl.static_range(AHEAD):
-                t, active = high - i - j, i + j < num_steps
-                emissions = lane_emissions(token, scores, j * C, t, C)
-                scale = power_of_2(-lane_exponent(x, C))
-                y = enter_lane_tokens(x, emissions, maxima[j], scale, C, EXACT, False)
-                y = lane_product(y, table, table_ptr, C, False, True)
-                x = lane_select(active, y, x, C)
-                store_lane(beta_ptr + (t - 1) * N * C, x, active, C)
-            scores, maxima = next_scores, next_maxima
+        known_ptr += tl.where(is_alpha, 0, (lanes + N + 1) * C)
+        alpha_ptr = states_ptr + n * C + tl.where(is_alpha, 0, tl.full([], T, tl.int64) * N * C)
+        y, exponent = load_lane(known_ptr, C), tl.zeros([LANES], tl.int32)
+        store_lane(alpha_ptr + t * N * C, y, tl.where(is_alpha, segment == 0, t == tokens - 1), C)
+        first = lane_emissions(inputs, lane_scores(inputs, t, dt, num_steps, C, 1), 0, t, C)
+        maximum = tl.load(token_ptr + t * N)
+        x = enter_lane_tokens(y, first, maximum, 1.0, C, EXACT, False)
+        x = lane_select(is_alpha, y, x, C)
+        scores = lane_scores(inputs, t + dt, dt, num_steps, C, 1)
+        for i in range(1, tl.max(num_steps, axis=0).to(tl.int32) + 1):
+            at, active, removed = t + i * dt, i <= num_steps, lane_exponent(x, C)
+            next_scores = lane_scores(inputs, at + dt, dt, num_steps - i, C, 1)
+            emissions = lane_emissions(inputs, scores, 0, at, C)
+            maximum = tl.load(token_ptr + at * N, mask=active, other=0.0)
+            y, scale = lane_product(x, table, matrix_ptr, C, False), power_of_2(-removed)
+            after = enter_lane_tokens(y, emissions, maximum, scale, C, EXACT, False)
+            store_lane(alpha_ptr + at * N * C, lane_select(is_alpha, after, y, C), active, C)
+            x, exponent = lane_select(active, after, x, C), tl.where(active, removed, exponent)
+            power = exponent.to(tl.float64)
+            tl.store(scales_ptr + n + at * N, power, mask=active & is_alpha)
+            scores = next_scores
+        if is_alpha:
+            # The next segment starts from the known state, whose power of two may be another.
+            given, last = load_lane(known_ptr + C, C), (low + num_steps) * N
+            ratio = tl.log2(lane_sum(x, C) / lane_sum(given, C))
+            store_lane(alpha_ptr + last * C, given, num_steps > 0, C)
+            power = exponent.to(tl.float64) + ratio
+            tl.store(scales_ptr + n + last, power, mask=num_steps > 0)

@@ -21,24 +21,17 @@ MAX_STATES_OF_TABLE = tl.constexpr(5)  # whose transitions stay in the registers
 @triton.jit
 def linear_chain_table_kernel(
     transitions_ptr,  # [C, C]
-    range_ptr,  # [parts, 2] fp64, or None with MAX_PLUS
     table_ptr,  # [C, C] fp64
     C,
-    parts,
     trans_k,
     trans_c,
-    MAX_PLUS: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
 ):
-    """Store constant transitions in fp64, or exp of them relative to the greatest."""
+    """Store constant transitions in fp64, side by side."""
     pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = pair < tl.full([], C, tl.int64) * C
     at = pair // C * trans_k + pair % C * trans_c
-    value = tl.load(transitions_ptr + at, mask=mask, other=0.0).to(tl.float64)
-    if not MAX_PLUS:
-        value = tl.exp(value - transition_range(range_ptr, parts, BLOCK_PARTS)[1])
-    tl.store(table_ptr + pair, value, mask=mask)
+    tl.store(table_ptr + pair, tl.load(transitions_ptr + at, mask=mask).to(tl.float64), mask=mask)
 
 
 @triton.jit
@@ -89,16 +82,16 @@ def load_lane(ptr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def lane_product(x, matrix, ptr, C: tl.constexpr, MAX_PLUS: tl.constexpr, TRANSPOSED: tl.constexpr):
+def lane_product(x, matrix, ptr, C: tl.constexpr, MAX_PLUS: tl.constexpr):
     """Return states times a matrix of few states, or of more in memory."""
     y = ()
     for c in tl.static_range(C):
         total = x[0]
         for k in tl.static_range(C):
             if C > MAX_STATES_OF_TABLE:
-                weight = tl.load(ptr + (c * C + k if TRANSPOSED else k * C + c))
+                weight = tl.load(ptr + k * C + c)
             else:
-                weight = matrix[c * C + k if TRANSPOSED else k * C + c]
+                weight = matrix[k * C + c]
             if MAX_PLUS:
                 term = x[k] + weight
                 total = tl.where(term > total, term, total) if k > 0 else term
@@ -153,9 +146,9 @@ def enter_lane_tokens(y, emissions, maximum, scale, C, EXACT: tl.constexpr, MAX_
 
 
 @triton.jit
-def lane_index(count, LANES: tl.constexpr):
-    """Return the numbers of the lanes. Lanes past the last repeat it, and store the same."""
-    lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+def lane_index(program, count, LANES: tl.constexpr):
+    """Return the lanes of a program. Lanes past the last of all repeat it, and store the same."""
+    lane = program.to(tl.int64) * LANES + tl.arange(0, LANES)
     return tl.minimum(lane, count - 1)
 
 
@@ -193,7 +186,7 @@ def linear_chain_lane_operators_kernel(
     if not MAX_PLUS:
         serves, shift = transition_range(range_ptr, parts, BLOCK_PARTS)
     if serves:
-        lane = lane_index(tl.full([], N, tl.int64) * segments * C, LANES)
+        lane = lane_index(tl.program_id(0), tl.full([], N, tl.int64) * segments * C, LANES)
         row, n, segment = lane % C, lane // C // segments, lane // C % segments
         tokens, _ = load_tokens(lengths_ptr, n, T)
         low = tl.minimum(segment * STEPS, tokens - 1)
@@ -235,7 +228,7 @@ def linear_chain_lane_operators_kernel(
                 if C > MAX_STATES_OF_TABLE:
                     # Without it the compiler would load the whole table before the loop, and spill.
                     tl.debug_barrier()
-                y = lane_product(x, table, table_ptr, C, MAX_PLUS, False)
+                y = lane_product(x, table, table_ptr, C, MAX_PLUS)
                 y = enter_lane_tokens(y, emissions, maximum, scale, C, EXACT, MAX_PLUS)
                 x = lane_select(active, y, x, C)
             scores = next_scores
@@ -275,7 +268,7 @@ def linear_chain_lane_groups_kernel(
     if not MAX_PLUS:
         serves = transition_range(range_ptr, parts, BLOCK_PARTS)[0]
     if serves:
-        lane = lane_index(tl.full([], N, tl.int64) * groups * C, LANES)
+        lane = lane_index(tl.program_id(0), tl.full([], N, tl.int64) * groups * C, LANES)
         row, n, group = lane % C, lane // C // groups, lane // C % groups
         x, exponents = lane_unit(row, C, MAX_PLUS), tl.zeros([LANES], tl.float64)
         offset = tl.zeros([LANES], tl.float64)
@@ -300,7 +293,7 @@ def linear_chain_lane_groups_kernel(
                 before, powers = scaled, next_powers
                 exponents += tl.where(active, exponent + greatest, 0.0)
             offset += tl.where(active, tl.load(offsets_ptr + at), 0.0)
-            y = lane_product(before, matrix, operators_ptr + at * C * C, C, MAX_PLUS, False)
+            y = lane_product(before, matrix, operators_ptr + at * C * C, C, MAX_PLUS)
             x, matrix, at = lane_select(active, y, x, C), next_matrix, following
         at = n * groups + group
         for c in tl.static_range(C):

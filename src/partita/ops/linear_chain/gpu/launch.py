@@ -18,7 +18,7 @@ from .counts import (
     linear_chain_sum_counts_kernel,
 )
 from .lane_counts import linear_chain_lane_counts_kernel
-from .launch_lanes import lane_scan
+from .launch_lanes import exp_table, lane_scan
 from .launch_segments import parallel_scan
 from .log_scan import linear_chain_log_scan_kernel
 from .marginals import linear_chain_marginals_kernel
@@ -29,7 +29,6 @@ from .scan import linear_chain_scan_kernel
 from .steps import (
     linear_chain_step_kernel,
     linear_chain_total_kernel,
-    linear_chain_weights_kernel,
 )
 from .strided_steps import linear_chain_strided_step_kernel
 
@@ -217,11 +216,7 @@ def step_states(
     block = {"BLOCK_PARTS": plan.parts_block(parts)}
     fp64: dict[str, Any] = {"dtype": torch.float64, "device": emissions.device}
     recent = torch.empty((2, 2, N, C), **fp64)
-    weights = torch.empty((2, C, C), **fp64)
-    sizes = (C, parts, *transitions.stride())
-    tensors = (transitions, saved.span, weights)
-    programs = cdiv(C, 32) ** 2 if N else 0
-    launch(linear_chain_weights_kernel, programs, *tensors, *sizes, BLOCK=32, **block)
+    weights = exp_table(transitions, saved.span)
     strides = (*emissions.stride(), *end_strides(start), *end_strides(end))
     for i in range(T):
         launch(

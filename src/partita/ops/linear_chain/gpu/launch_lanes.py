@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from . import plan
+from .best_operators import linear_chain_best_groups_kernel, linear_chain_best_operators_kernel
 from .best_segments import linear_chain_best_boundaries_kernel, linear_chain_best_words_kernel
-from .lane_states import linear_chain_lane_alpha_kernel, linear_chain_lane_beta_kernel
+from .lane_states import linear_chain_lane_states_kernel
 from .lanes import (
     linear_chain_lane_groups_kernel,
     linear_chain_lane_operators_kernel,
@@ -19,6 +20,7 @@ from .lanes import (
 from .path_words import linear_chain_trace_words_kernel, linear_chain_word_maps_kernel
 from .saved import Saved, end_strides
 from .segments import linear_chain_boundaries_kernel
+from .steps import linear_chain_weights_kernel
 
 
 class Operators(NamedTuple):
@@ -36,19 +38,28 @@ class Operators(NamedTuple):
     offsets: Tensor
 
 
-def scan_table(transitions: Tensor, span: Tensor | None) -> Tensor:
-    """Return constant transitions in fp64 or, given their range, exp of them to the greatest."""
+def score_table(transitions: Tensor) -> Tensor:
+    """Return constant transitions in fp64, contiguous."""
     C = transitions.shape[0]
     table = torch.empty((C, C), dtype=torch.float64, device=transitions.device)
-    parts = 0 if span is None else plan.range_parts(transitions)
+    programs, arguments = cdiv(C * C, 256), (transitions, table, C, *transitions.stride())
+    launch(linear_chain_table_kernel, programs, *arguments, BLOCK=256, num_warps=4)
+    return table
+
+
+def exp_table(transitions: Tensor, span: Tensor) -> Tensor:
+    """Return exp of constant transitions relative to the greatest, and the same transposed.
+
+    Nothing is stored if the transitions need the log domain.
+    """
+    C, parts = transitions.shape[0], plan.range_parts(transitions)
+    table = torch.empty((2, C, C), dtype=torch.float64, device=transitions.device)
     launch(
-        linear_chain_table_kernel,
-        cdiv(C * C, 256),
+        linear_chain_weights_kernel,
+        cdiv(C, 32) ** 2,
         *(transitions, span, table, C, parts, *transitions.stride()),
-        MAX_PLUS=span is None,
-        BLOCK=256,
+        BLOCK=32,
         BLOCK_PARTS=plan.parts_block(parts),
-        num_warps=4,
     )
     return table
 
@@ -85,7 +96,7 @@ def lane_operators(
         *(T, N, parts, sizes.counts[0], *emissions.stride(), *end_strides(end)),
         STEPS=sizes.steps,
         EXACT=exact,
-        AHEAD=plan.lane_ahead(C),
+        AHEAD=plan.lane_ahead(C, saved is None),
         **options,
         **block,
     )
@@ -98,6 +109,43 @@ def lane_operators(
             SIZE=sizes.size,
             **options,
             **block,
+        )
+    return levels
+
+
+def best_operators(
+    emissions: Tensor,
+    table: Tensor,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    sizes: plan.LaneSizes,
+) -> list[Operators]:
+    """Return the operators in max-plus arithmetic of segments, of groups and so on."""
+    T, N, C = emissions.shape
+    if not plan.shares_operators(C):
+        return lane_operators(emissions, table, end, lengths, None, sizes, True)
+    device: dict[str, Any] = {"device": emissions.device, "dtype": torch.float64}
+    levels = [
+        Operators(torch.empty((N, n, C, C), **device), None, torch.empty((N, n), **device))
+        for n in sizes.counts
+    ]
+    launch(
+        linear_chain_best_operators_kernel,
+        N * sizes.counts[0],
+        *(emissions, table, end, lengths, levels[0].matrices, levels[0].offsets),
+        *(T, N, C, sizes.counts[0], *emissions.stride(), *end_strides(end)),
+        STEPS=sizes.steps,
+        AHEAD=4,
+        num_warps=plan.OPERATOR_WARPS,
+    )
+    for i, count in enumerate(sizes.counts[1:]):
+        tensors = (*levels[i][::2], *levels[i + 1][::2])
+        launch(
+            linear_chain_best_groups_kernel,
+            N * count,
+            *(*tensors, C, sizes.counts[i], count),
+            SIZE=sizes.size,
+            num_warps=plan.OPERATOR_WARPS,
         )
     return levels
 
@@ -117,7 +165,7 @@ def lane_scan(
     T, N, C = emissions.shape
     sizes, parts = plan.lane_sizes(T, N, C), plan.range_parts(transitions)
     exact, directions = plan.is_exact(emissions, transitions), 2 if save else 1
-    table = scan_table(transitions, saved.span)
+    table = exp_table(transitions, saved.span)
     levels = lane_operators(emissions, table, end, lengths, saved, sizes, exact)
     options: dict[str, Any] = {"EXACT": exact, "BLOCK_PARTS": plan.parts_block(parts)}
     known, groups, size = None, 1, next_power_of_2(sizes.counts[-1])
@@ -141,12 +189,14 @@ def lane_scan(
     if not save:
         return
     block = plan.lane_options(N * groups)
-    options |= {"C": C, "STEPS": sizes.steps, "AHEAD": plan.lane_ahead(C), **block}
-    inputs = (emissions, table, end, lengths, saved.span, saved.maxima, known, saved.states)
-    numbers = (T, N, parts, groups, *emissions.stride(), *end_strides(end))
-    programs = cdiv(N * groups, block["LANES"])
-    launch(linear_chain_lane_alpha_kernel, programs, *inputs, saved.scales, *numbers, **options)
-    launch(linear_chain_lane_beta_kernel, programs, *inputs, *numbers, **options)
+    options |= {"C": C, "STEPS": sizes.steps, **block}
+    launch(
+        linear_chain_lane_states_kernel,
+        2 * cdiv(N * groups, block["LANES"]),
+        *(emissions, table, end, lengths, saved.span, saved.maxima, known),
+        *(saved.states, saved.scales, T, N, parts, groups, *emissions.stride(), *end_strides(end)),
+        **options,
+    )
 
 
 def best_path_in_lanes(
@@ -161,8 +211,8 @@ def best_path_in_lanes(
     """Find the best score `[N]` and the best path `[T, N]` of few states, parallel in time."""
     T, N, C = emissions.shape
     device: dict[str, Any] = {"device": emissions.device}
-    sizes, table = plan.lane_sizes(T, N, C), scan_table(transitions, None)
-    levels = lane_operators(emissions, table, end, lengths, None, sizes, True)
+    sizes, table = plan.lane_sizes(T, N, C), score_table(transitions)
+    levels = best_operators(emissions, table, end, lengths, sizes)
     last = torch.empty(N, dtype=torch.int32, **device)
     known, groups, size = None, 1, next_power_of_2(sizes.counts[-1])
     for level in reversed(range(len(levels))):
@@ -189,7 +239,7 @@ def best_path_in_lanes(
         *(T, N, groups, *emissions.stride(), *end_strides(end)),
         C=C,
         STEPS=sizes.steps,
-        AHEAD=plan.lane_ahead(C),
+        AHEAD=plan.lane_ahead(C, True),
         **block,
     )
     trace_words(words, lengths, score, states, C)

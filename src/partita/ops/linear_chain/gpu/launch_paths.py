@@ -14,7 +14,7 @@ from .best_steps import (
     linear_chain_best_step_kernel,
 )
 from .launch import linear_chain_logz
-from .launch_lanes import best_path_in_lanes, scan_table, trace_words
+from .launch_lanes import best_path_in_lanes, exp_table, score_table, trace_words
 from .resident_best import linear_chain_resident_best_kernel, linear_chain_strided_best_kernel
 from .sample import linear_chain_sample_kernel, linear_chain_sample_words_kernel
 from .saved import Saved, end_strides, split_saved, transition_strides
@@ -98,7 +98,7 @@ def best_states(
         steps, numbers = transitions, (*sizes, *strides, *ends)
         if constant:
             # The states that a step leaves are side by side for each state that it enters.
-            steps, numbers = scan_table(transitions.T, None), (*sizes, 0, 0, 1, C, *ends)
+            steps, numbers = score_table(transitions.T), (*sizes, 0, 0, 1, C, *ends)
         inputs, options = (
             (emissions, steps, start, end, lengths),
             plan.best_step_options(by_sequence),
@@ -199,7 +199,7 @@ def sample_in_lanes(
     words = torch.empty((samples * N, T), dtype=torch.int64, device=states.device)
     options = plan.lane_options(words.numel())
     for is_log in (False, True):
-        table = scan_table(transitions, None if is_log else alpha.span)
+        table = score_table(transitions) if is_log else exp_table(transitions, alpha.span)
         launch(
             linear_chain_sample_words_kernel,
             cdiv(words.numel(), options["LANES"]),

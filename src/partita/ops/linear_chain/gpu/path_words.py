@@ -40,7 +40,7 @@ def linear_chain_word_maps_kernel(
     LANES: tl.constexpr,
 ):
     """Compose the maps of one group in each lane."""
-    lane = lane_index(tl.full([], columns, tl.int64) * groups, LANES)
+    lane = lane_index(tl.program_id(0), tl.full([], columns, tl.int64) * groups, LANES)
     column, group = lane // groups, lane % groups
     low = group * SIZE
     states = ()
@@ -79,7 +79,7 @@ def linear_chain_trace_words_kernel(
 
     With FINAL a state is -1 past the length, and where the score is -inf or NaN.
     """
-    lane = lane_index(tl.full([], columns, tl.int64) * groups, LANES)
+    lane = lane_index(tl.program_id(0), tl.full([], columns, tl.int64) * groups, LANES)
     column, low = lane // groups, lane % groups * SIZE
     state = tl.zeros([LANES], tl.int64)
     if known_ptr is not None:

@@ -26,6 +26,7 @@ MIN_PARALLEL_TOKENS = 256
 MAX_PARALLEL_SEQUENCES = 32
 MAX_PARALLEL_STATES = 16
 MAX_LANE_STATES = 8  # of linear scans whose segments have a lane each
+OPERATOR_WARPS = 4  # 2 or 4, of a program whose threads share an operator
 WORD_STEPS = 16  # tokens of a path that one lane traces
 MAX_LANES = 65536  # of one warp to a program, so that few lanes use all multiprocessors
 COUNT_LANES = 128  # tokens that a program counts at once, if the states are few
@@ -213,8 +214,8 @@ class LaneSizes(NamedTuple):
 
 def lane_sizes(T: int, N: int, C: int) -> LaneSizes:
     """Return how sequences of T tokens and few states are cut."""
-    steps = max(8, min(32, next_power_of_2(T * N // 8192)))
-    size = 16 if C <= MAX_LANE_STATES else 8
+    max_steps, size = (64, 16) if C <= MAX_LANE_STATES else (16, 8)
+    steps = max(8, min(max_steps, next_power_of_2(T * N // 8192)))
     counts = [cdiv(T, steps)]
     while counts[-1] > 2 * size:
         counts.append(cdiv(counts[-1], size))
@@ -227,9 +228,14 @@ def lane_options(lanes: int) -> dict[str, int]:
     return {"LANES": 32 * warps, "num_warps": warps}
 
 
-def lane_ahead(C: int) -> int:
+def shares_operators(C: int) -> bool:
+    """Return whether the threads of a program share an operator in max-plus arithmetic."""
+    return GLUON and C > MAX_LANE_STATES
+
+
+def lane_ahead(C: int, max_plus: bool) -> int:
     """Return how many tokens a lane loads at once; each number of steps is a multiple of it."""
-    return 4 if C <= 5 else 2 if C <= MAX_LANE_STATES else 1
+    return 4 if max_plus and C <= 5 else 1
 
 
 def small_block(C: int) -> int:
@@ -300,9 +306,8 @@ def count_options(C: int) -> dict[str, int]:
 
 def sum_options(splits: int, C: int) -> dict[str, Any]:
     """Return the compile-time arguments of the kernel that adds the parts of the counts."""
-    block = min(32, next_power_of_2(max(C * C, 1)))
-    return {
-        "BLOCK_S": min(2048 // block, next_power_of_2(max(splits, 1))),
-        "BLOCK": block,
-        "num_warps": 4,
-    }
+    pairs = next_power_of_2(max(C * C, 1))
+    # Few pairs have few programs, and more splits, so each program loads more of these at once.
+    block, elements = min(32, pairs), 8192 if uses_lane_counts(C) else 2048
+    block_s = min(elements // block, next_power_of_2(max(splits, 1)))
+    return {"BLOCK_S": block_s, "BLOCK": block, "num_warps": warps(block_s * block // 16)}

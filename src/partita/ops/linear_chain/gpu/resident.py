@@ -12,12 +12,17 @@ from .scores import LN2_FP64, MAX_SPAN, exp_split, fold_ends, load_tokens, power
 
 
 @gluon.jit
-def linear_range(range_ptr, parts, BLOCK_PARTS: gl.constexpr):
-    """Return whether the linear scans serve these transitions, and the greatest transition."""
+def load_range(range_ptr, parts, BLOCK_PARTS: gl.constexpr):
+    """Load the greatest and the least transition of each part."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     part = gl.arange(0, BLOCK_PARTS, LAYOUT)
     greatest = gl.load(range_ptr + 2 * part, mask=part < parts, other=-float("inf"))
-    least = gl.load(range_ptr + 2 * part + 1, mask=part < parts, other=float("inf"))
+    return greatest, gl.load(range_ptr + 2 * part + 1, mask=part < parts, other=float("inf"))
+
+
+@gluon.jit
+def linear_range(greatest, least):
+    """Return whether the linear scans serve these transitions, and the greatest transition."""
     maximum = gl.max(greatest, axis=0)
     return maximum - gl.min(least, axis=0) <= MAX_SPAN, maximum
 
@@ -42,8 +47,11 @@ def resident_step(matrix, x, LANES: gl.constexpr, OUT: gl.constexpr, IN: gl.cons
     high = (x.to(gl.int64, bitcast=True) >> 32).to(gl.int32)
     exponent = (gl.max(high, axis=0) >> 20) - 1023
     exponent = gl.where(exponent < -1000, 0, gl.minimum(exponent, 1000))
-    groups = row_groups(matrix * gl.expand_dims(x, 1), LANES)
-    y = gl.convert_layout(gl.sum(gl.sum(gl.sum(groups, axis=1), axis=0), axis=0), OUT)
+    y = matrix * gl.expand_dims(x, 1)
+    if matrix.shape[0] <= 64:
+        y = gl.sum(gl.sum(row_groups(y, LANES), axis=1), axis=0)
+    # The partial sums of more states would not fit into the registers.
+    y = gl.convert_layout(gl.sum(y, axis=0), OUT)
     return y * power_of_2(-exponent), exponent
 
 
@@ -115,7 +123,7 @@ def linear_chain_resident_scan_kernel(
     PAIRS: gl.constexpr = gl.BlockedLayout([PER, OUTS], [LANES, 32 // LANES], [1, WARPS], [1, 0])
     OUT: gl.constexpr = gl.SliceLayout(0, PAIRS)
     IN: gl.constexpr = gl.SliceLayout(1, PAIRS)
-    is_linear, shift = linear_range(range_ptr, parts, BLOCK_PARTS)
+    is_linear, shift = linear_range(*load_range(range_ptr, parts, BLOCK_PARTS))
     if is_linear:
         segment, rest = gl.program_id(0) % segments, gl.program_id(0) // segments
         direction = rest % 2 if SAVE else rest * 0

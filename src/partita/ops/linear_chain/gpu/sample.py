@@ -140,7 +140,7 @@ def linear_chain_sample_words_kernel(
 ):
     """Draw the state at a token for each state at the next one, in one lane."""
     if transition_range(range_ptr, parts, BLOCK_PARTS)[0] != IS_LOG:
-        lane = lane_index(tl.full([], columns, tl.int64) * T, LANES)
+        lane = lane_index(tl.program_id(0), tl.full([], columns, tl.int64) * T, LANES)
         column, t = lane // T, lane % T
         sample, n = column // N, column % N
         tokens, _ = load_tokens(lengths_ptr, n, T)

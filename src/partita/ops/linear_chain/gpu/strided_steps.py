@@ -8,9 +8,9 @@ states side by side. See `steps.py` for the rest.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .resident import linear_range
+from .resident import linear_range, load_range
 from .scores import exponent_of, power_of_2
-from .steps import enter_tokens, load_emission, load_tokens_of
+from .steps import enter_tokens, load_scores, load_tokens_of, relative_scores
 
 
 @gluon.jit
@@ -84,23 +84,21 @@ def linear_chain_strided_step_kernel(
     tokens = load_tokens_of(lengths_ptr, n, N, T)
     t = gl.minimum(gl.maximum(gl.where(is_alpha, i, tokens - 1 - i), 0), T - 1)
     token, sizes = (t, n, tokens), (N, C)
-    # These loads wait neither for the states nor for the range of the transitions.
-    emission = load_emission(
-        (emissions_ptr, start_ptr, end_ptr, maxima_ptr),
-        token,
-        c,
-        sizes,
-        (stride_t, stride_n, stride_c, start_n, start_c, end_n, end_c),
-        EXACT,
-    )
-    if linear_range(range_ptr, parts, BLOCK_PARTS)[0]:
-        y = gl.full([16, 8], 1.0, gl.float64, SUMS)
-        scale = gl.zeros([16], gl.float64, gl.SliceLayout(1, SUMS))
-        if i > 0:
-            side_ptr = weights_ptr + (1 - direction) * gl.to_tensor(C).to(gl.int64) * C
-            y, greatest = strided_sums(before_ptr, side_ptr, n0, c0, N, C, UNROLL, LAYOUT)
-            exponent = exponent_of(gl.convert_layout(greatest, gl.SliceLayout(1, SUMS)))
-            y *= gl.expand_dims(power_of_2(-exponent), 1)
-            scale = exponent.to(gl.float64)
-        results = (before_ptr, after_ptr, states_ptr + direction * row * T, scales_ptr)
-        enter_tokens(results, (i, is_alpha), sizes, y, emission, scale, token, c, SAVE)
+    # What these loads bring is used after the sums, which need not wait for them. A branch on the
+    # range would wait, so the sums are taken in any case, and elsewhere no sequence is stored.
+    addresses = (emissions_ptr, start_ptr, end_ptr, maxima_ptr)
+    strides = (stride_t, stride_n, stride_c, start_n, start_c, end_n, end_c)
+    scores = load_scores(addresses, token, c, sizes, strides)
+    greatest, least = load_range(range_ptr, parts, BLOCK_PARTS)
+    y = gl.full([16, 8], 1.0, gl.float64, SUMS)
+    scale = gl.zeros([16], gl.float64, gl.SliceLayout(1, SUMS))
+    if i > 0:
+        side_ptr = weights_ptr + (1 - direction) * gl.to_tensor(C).to(gl.int64) * C
+        y, maximum = strided_sums(before_ptr, side_ptr, n0, c0, N, C, UNROLL, LAYOUT)
+        exponent = exponent_of(gl.convert_layout(maximum, gl.SliceLayout(1, SUMS)))
+        y *= gl.expand_dims(power_of_2(-exponent), 1)
+        scale = exponent.to(gl.float64)
+    emission = relative_scores(scores, addresses, EXACT)
+    results = (before_ptr, after_ptr, states_ptr + direction * row * T, scales_ptr)
+    token = (t, gl.where(linear_range(greatest, least)[0], n, N), tokens)
+    enter_tokens(results, (i, is_alpha), sizes, y, emission, scale, token, c, SAVE)
