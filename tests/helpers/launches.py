@@ -157,8 +157,10 @@ def call_linear_chains(dtype: torch.dtype) -> None:
         chain.logz()
         chain.sample(2)
     for shape in ((2, 50, 50), (2, 2, 200, 200)):
-        emissions = torch.zeros(3, 2, shape[-1], dtype=dtype)
-        partita.linear_chain(emissions, torch.zeros(shape, dtype=dtype)).viterbi()
+        emissions, transitions = torch.zeros(3, 2, shape[-1], dtype=dtype), torch.zeros(shape)
+        for gluon in {plan.GLUON, False}:
+            with mock.patch.object(plan, "GLUON", gluon):
+                partita.linear_chain(emissions, transitions.to(dtype)).viterbi()
 
 
 def call_ctc(dtype: torch.dtype, N: int, C: int, S: int, from_logits: bool) -> None:

@@ -178,6 +178,6 @@ def test_levels_cover_all_segments() -> None:
         for N, C in ((1, 4), (32, 8), (1, 16)):
             sizes = plan.lane_sizes(T, N, C)
             assert sizes.counts[0] * sizes.steps >= T > (sizes.counts[0] - 1) * sizes.steps
-            for count, groups in zip(sizes.counts, sizes.counts[1:], strict=False):
-                assert groups * sizes.size >= count > (groups - 1) * sizes.size
+            for number, groups in zip(sizes.counts, sizes.counts[1:], strict=False):
+                assert groups * sizes.size >= number > (groups - 1) * sizes.size
             assert sizes.counts[-1] <= 2 * sizes.size

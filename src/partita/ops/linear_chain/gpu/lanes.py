@@ -50,15 +50,6 @@ def lane_scores(token, t, dt, remaining, C: tl.constexpr, AHEAD: tl.constexpr):
 
 
 @triton.jit
-def lane_maxima(ptr, t, dt, N, remaining, AHEAD: tl.constexpr):
-    """Load the maxima of AHEAD tokens from token t in the direction dt."""
-    maxima = ()
-    for j in tl.static_range(AHEAD):
-        maxima += (tl.load(ptr + (t + j * dt) * N, mask=j < remaining, other=0.0),)
-    return maxima
-
-
-@triton.jit
 def lane_emissions(token, scores, first: tl.constexpr, t, C: tl.constexpr):
     """Return emissions in fp64 from number `first` on, with the end scores of the last token."""
     _, end_ptr, end_at, tokens, _, _, end_c = token
@@ -73,10 +64,10 @@ def lane_emissions(token, scores, first: tl.constexpr, t, C: tl.constexpr):
 
 
 @triton.jit
-def load_lane(ptr, COUNT: tl.constexpr):
+def load_lane(ptr, NUMBER: tl.constexpr):
     """Load numbers that follow one another, for all lanes or from an address of each."""
     x = ()
-    for c in tl.static_range(COUNT):
+    for c in tl.static_range(NUMBER):
         x += (tl.load(ptr + c),)
     return x
 
@@ -134,6 +125,15 @@ def lane_select(mask, x, y, C: tl.constexpr):
 
 
 @triton.jit
+def has_nan(x, C: tl.constexpr):
+    """Return which lanes have a NaN."""
+    found = x[0] != x[0]
+    for c in tl.static_range(1, C):
+        found = found | (x[c] != x[c])
+    return found
+
+
+@triton.jit
 def enter_lane_tokens(y, emissions, maximum, scale, C, EXACT: tl.constexpr, MAX_PLUS: tl.constexpr):
     """Return states with emissions relative to the maximum, scaled by a power of two."""
     x = ()
@@ -146,10 +146,10 @@ def enter_lane_tokens(y, emissions, maximum, scale, C, EXACT: tl.constexpr, MAX_
 
 
 @triton.jit
-def lane_index(program, count, LANES: tl.constexpr):
+def lane_index(program, number, LANES: tl.constexpr):
     """Return the lanes of a program. Lanes past the last of all repeat it, and store the same."""
     lane = program.to(tl.int64) * LANES + tl.arange(0, LANES)
-    return tl.minimum(lane, count - 1)
+    return tl.minimum(lane, number - 1)
 
 
 @triton.jit
@@ -191,37 +191,24 @@ def linear_chain_lane_operators_kernel(
         tokens, _ = load_tokens(lengths_ptr, n, T)
         low = tl.minimum(segment * STEPS, tokens - 1)
         num_steps = tl.minimum(STEPS, tokens - 1 - low)
-        token = (
-            emissions_ptr + n * stride_n,
-            end_ptr,
-            n * end_n,
-            tokens,
-            stride_t,
-            stride_c,
-            end_c,
-        )
+        score_ptr, end_at = emissions_ptr + n * stride_n, n * end_n
+        token = (score_ptr, end_ptr, end_at, tokens, stride_t, stride_c, end_c)
         x = lane_unit(row, C, MAX_PLUS)
         exponents = tl.zeros([LANES], tl.float64)
         offset = exponents if MAX_PLUS else shift * num_steps
         table = load_lane(table_ptr, TABLE)
-        token_ptr = emissions_ptr if MAX_PLUS else maxima_ptr + n
         scores = lane_scores(token, low + 1, 1, num_steps, C, AHEAD)
-        maxima = () if MAX_PLUS else lane_maxima(token_ptr, low + 1, 1, N, num_steps, AHEAD)
         for i in range(0, tl.max(num_steps, axis=0).to(tl.int32), AHEAD):
-            after = low + 1 + i + AHEAD
-            next_scores = lane_scores(token, after, 1, num_steps - i - AHEAD, C, AHEAD)
-            if not MAX_PLUS:
-                left = num_steps - i - AHEAD
-                next_maxima = lane_maxima(token_ptr, after, 1, N, left, AHEAD)
+            left = num_steps - i - AHEAD
+            next_scores = lane_scores(token, low + 1 + i + AHEAD, 1, left, C, AHEAD)
             for j in tl.static_range(AHEAD):
-                active, maximum, scale = i + j < num_steps, offset, offset
-                emissions = lane_emissions(token, scores, j * C, low + 1 + i + j, C)
+                t, active, maximum, scale = low + 1 + i + j, i + j < num_steps, offset, offset
+                emissions = lane_emissions(token, scores, j * C, t, C)
                 if MAX_PLUS:
-                    for c in tl.static_range(C):
-                        is_nan = active & (emissions[c] != emissions[c])
-                        offset = tl.where(is_nan, float("nan"), offset)
+                    offset = tl.where(active & has_nan(emissions, C), float("nan"), offset)
                 else:
-                    maximum, exponent = maxima[j], lane_exponent(x, C)
+                    maximum = tl.load(maxima_ptr + t * N + n, mask=active, other=0.0)
+                    exponent = lane_exponent(x, C)
                     exponents += tl.where(active, exponent, 0).to(tl.float64)
                     offset += maximum
                     scale = power_of_2(-exponent)
@@ -232,8 +219,6 @@ def linear_chain_lane_operators_kernel(
                 y = enter_lane_tokens(y, emissions, maximum, scale, C, EXACT, MAX_PLUS)
                 x = lane_select(active, y, x, C)
             scores = next_scores
-            if not MAX_PLUS:
-                maxima = next_maxima
         at = n * segments + segment
         for c in tl.static_range(C):
             tl.store(operators_ptr + (at * C + row) * C + c, x[c])

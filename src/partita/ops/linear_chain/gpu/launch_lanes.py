@@ -27,9 +27,9 @@ class Operators(NamedTuple):
     """The operators of all segments, or of all groups of one level.
 
     Fields:
-        matrices: `[N, count, C, C]` fp64.
-        exponents: `[N, count, C]` fp64, of the rows; None in max-plus arithmetic.
-        offsets: `[N, count]` fp64, logarithms of what was taken out; in max-plus arithmetic 0, or
+        matrices: `[N, number, C, C]` fp64.
+        exponents: `[N, number, C]` fp64, of the rows; None in max-plus arithmetic.
+        offsets: `[N, number]` fp64, logarithms of what was taken out; in max-plus arithmetic 0, or
             NaN for a segment that has one.
     """
 
@@ -78,11 +78,11 @@ def lane_operators(
     device: dict[str, Any] = {"device": emissions.device, "dtype": torch.float64}
     levels = [
         Operators(
-            torch.empty((N, count, C, C), **device),
-            None if saved is None else torch.empty((N, count, C), **device),
-            torch.empty((N, count), **device),
+            torch.empty((N, number, C, C), **device),
+            None if saved is None else torch.empty((N, number, C), **device),
+            torch.empty((N, number), **device),
         )
-        for count in sizes.counts
+        for number in sizes.counts
     ]
     parts = 0 if saved is None else -(-saved.span.numel() // 2)
     options = {"C": C, "MAX_PLUS": saved is None, "BLOCK_PARTS": plan.parts_block(parts)}
@@ -100,12 +100,12 @@ def lane_operators(
         **options,
         **block,
     )
-    for i, count in enumerate(sizes.counts[1:]):
-        block = plan.lane_options(N * count * C)
+    for i, number in enumerate(sizes.counts[1:]):
+        block = plan.lane_options(N * number * C)
         launch(
             linear_chain_lane_groups_kernel,
-            cdiv(N * count * C, block["LANES"]),
-            *(*levels[i], span, *levels[i + 1], N, parts, sizes.counts[i], count),
+            cdiv(N * number * C, block["LANES"]),
+            *(*levels[i], span, *levels[i + 1], N, parts, sizes.counts[i], number),
             SIZE=sizes.size,
             **options,
             **block,
@@ -138,12 +138,12 @@ def best_operators(
         AHEAD=4,
         num_warps=plan.OPERATOR_WARPS,
     )
-    for i, count in enumerate(sizes.counts[1:]):
+    for i, number in enumerate(sizes.counts[1:]):
         tensors = (*levels[i][::2], *levels[i + 1][::2])
         launch(
             linear_chain_best_groups_kernel,
-            N * count,
-            *(*tensors, C, sizes.counts[i], count),
+            N * number,
+            *(*tensors, C, sizes.counts[i], number),
             SIZE=sizes.size,
             num_warps=plan.OPERATOR_WARPS,
         )
@@ -170,14 +170,14 @@ def lane_scan(
     options: dict[str, Any] = {"EXACT": exact, "BLOCK_PARTS": plan.parts_block(parts)}
     known, groups, size = None, 1, next_power_of_2(sizes.counts[-1])
     for level in reversed(range(len(levels)) if save else [len(levels) - 1]):
-        count = sizes.counts[level]
-        shape = (2, N, count + 1, C)
+        number = sizes.counts[level]
+        shape = (2, N, number + 1, C)
         boundaries = torch.empty(shape, dtype=torch.float64, device=emissions.device)
         launch(
             linear_chain_boundaries_kernel,
             groups * N * directions,
             *(emissions, start, end, lengths, saved.span, saved.maxima, *levels[level]),
-            *(known, boundaries, logz, rounded, T, N, C, parts, count, groups),
+            *(known, boundaries, logz, rounded, T, N, C, parts, number, groups),
             *(*emissions.stride()[1:], *end_strides(start), *end_strides(end)),
             SIZE=size,
             DIRECTIONS=directions,
@@ -185,7 +185,7 @@ def lane_scan(
             num_warps=1,
             **options,
         )
-        known, groups, size = boundaries, count, sizes.size
+        known, groups, size = boundaries, number, sizes.size
     if not save:
         return
     block = plan.lane_options(N * groups)
@@ -216,20 +216,20 @@ def best_path_in_lanes(
     last = torch.empty(N, dtype=torch.int32, **device)
     known, groups, size = None, 1, next_power_of_2(sizes.counts[-1])
     for level in reversed(range(len(levels))):
-        count = sizes.counts[level]
-        boundaries = torch.empty((N, count, C), dtype=torch.float64, **device)
+        number = sizes.counts[level]
+        boundaries = torch.empty((N, number, C), dtype=torch.float64, **device)
         launch(
             linear_chain_best_boundaries_kernel,
             groups * N,
             *(emissions, table, start, end, lengths),
             *(levels[level].matrices, levels[level].offsets, known, boundaries, score, last),
-            *(T, N, C, count, groups, *emissions.stride()[1:]),
+            *(T, N, C, number, groups, *emissions.stride()[1:]),
             *(*end_strides(start), *end_strides(end)),
             SIZE=size,
             BLOCK_C=plan.small_block(C),
             num_warps=1,
         )
-        known, groups, size = boundaries, count, sizes.size
+        known, groups, size = boundaries, number, sizes.size
     words = torch.empty((N, T), dtype=torch.int64, **device)
     block = plan.lane_options(N * groups)
     launch(

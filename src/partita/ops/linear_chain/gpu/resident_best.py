@@ -129,9 +129,9 @@ def strided_best(
             mask = (c < C) & (first + j < C)
             weights += (gl.load(at, mask=mask, other=-float("inf")),)
         for u in gl.static_range(UNROLL):
-            weight = weights[u].to(gl.float64)
-            bad = gl.maximum(bad, (weight != weight).to(gl.int32))
-            best = greater(gl.expand_dims(states[u], 1) + gl.expand_dims(weight, 0), best)
+            bad = gl.maximum(bad, (weights[u] != weights[u]).to(gl.int32))
+            steps = gl.expand_dims(weights[u].to(gl.float64), 0)
+            best = greater(gl.expand_dims(states[u], 1) + steps, best)
     return gl.reduce(best, 2, greater), gl.max(bad, axis=1)
 
 

@@ -100,21 +100,19 @@ def lane_draw(weights, uniform, C: tl.constexpr):
 @triton.jit
 def weights_before(alpha, table_ptr, c, is_last, C: tl.constexpr, IS_LOG: tl.constexpr):
     """Return the weights of the states before a state c, or of the states of the last token."""
-    weights = ()
+    terms, weights = (), ()
     for k in tl.static_range(C):
         step = tl.load(table_ptr + k * C + c)
         if IS_LOG:
-            weights += (alpha[k] + tl.where(is_last, 0.0, step),)
+            terms += (alpha[k] + tl.where(is_last, 0.0, step),)
         else:
             weights += (alpha[k] * tl.where(is_last, 1.0, step),)
     if IS_LOG:
-        maximum = weights[0]
-        for k in tl.static_range(1, C):
-            maximum = tl.maximum(maximum, weights[k])
-        shift, terms = finite_shift(maximum), weights
-        weights = ()
+        maximum = alpha[0] - float("inf")
         for k in tl.static_range(C):
-            weights += (tl.exp(terms[k] - shift),)
+            maximum = tl.maximum(maximum, terms[k])
+        for k in tl.static_range(C):
+            weights += (tl.exp(terms[k] - finite_shift(maximum)),)
     return weights
 
 
