@@ -311,3 +311,9 @@ def sum_options(splits: int, C: int) -> dict[str, Any]:
     block, elements = min(32, pairs), 8192 if uses_lane_counts(C) else 2048
     block_s = min(elements // block, next_power_of_2(max(splits, 1)))
     return {"BLOCK_S": block_s, "BLOCK": block, "num_warps": warps(block_s * block // 16)}
+
+
+def tangent_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of the scans of means."""
+    block = min(32, next_power_of_2(max(C, 2)))
+    return {"BLOCK_C": block, "BLOCK_K": block, "num_warps": warps(block * block // 8)}
