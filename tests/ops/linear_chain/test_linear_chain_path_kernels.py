@@ -16,7 +16,7 @@ from partita.runtime.caches import clear_caches
 from partita.testing import poisoned_memory
 
 # Sequences of one segment, of several groups, of one state, and of more states than lanes add up.
-SHAPES = ((9, 1, 3), (70, 3, 2), (40, 2, 5), (33, 2, 1), (26, 2, 10))
+SHAPES = ((9, 1, 3), (70, 1, 2), (34, 2, 5), (17, 2, 1), (20, 1, 10))
 LARGE = ((1500, 2, 4), (1200, 1, 16), (200, 3, 50), (100, 3, 100), (40, 17, 200), (9, 3, 512))
 
 

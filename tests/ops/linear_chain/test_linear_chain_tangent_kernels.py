@@ -6,6 +6,7 @@ from helpers.linear_chains import KINDS, random_linear_chain
 from helpers.rows import INTERPRETING, kernel_devices
 from torch import Tensor
 
+import partita
 from partita import LinearChain
 from partita.ops.linear_chain import autograd
 from partita.testing import poisoned_memory
@@ -105,6 +106,22 @@ def test_nan_and_invalid_lengths_stay_in_their_sequence(
         assert d_transitions.isnan().any(0).flatten(1).any(1).tolist() == invalid
     else:
         assert d_transitions.isnan().any()
+
+
+@kernel_devices
+def test_second_derivatives_of_log_z_and_derivatives_of_the_entropy(device: str) -> None:
+    chain = random_linear_chain(3, 2, 2, ragged=False, device=device)
+    inputs = [x.requires_grad_() for x in scores_of(chain) if x is not None]
+
+    def entropy(*inputs: Tensor) -> Tensor:
+        return LinearChain(*inputs, lengths=[3, 2]).entropy()
+
+    def logz(*inputs: Tensor) -> Tensor:
+        return LinearChain(*inputs, lengths=[3, 2]).logz()
+
+    with partita.backend("triton"):
+        assert torch.autograd.gradcheck(entropy, inputs, fast_mode=True)
+        assert torch.autograd.gradgradcheck(logz, inputs, fast_mode=True)
 
 
 @kernel_devices

@@ -101,7 +101,7 @@ def best_states(
             steps, numbers = score_table(transitions.T), (*sizes, 0, 0, 1, C, *ends)
         inputs, options = (
             (emissions, steps, start, end, lengths),
-            plan.best_step_options(by_sequence),
+            plan.best_step_options(C, by_sequence),
         )
         for t in range(T):
             launch(kernel, programs, *inputs, *results, t, *numbers, **options)

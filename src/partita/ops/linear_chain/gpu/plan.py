@@ -26,7 +26,7 @@ MIN_PARALLEL_TOKENS = 256
 MAX_PARALLEL_SEQUENCES = 32
 MAX_PARALLEL_STATES = 16
 MAX_LANE_STATES = 8  # of linear scans whose segments have a lane each
-OPERATOR_WARPS = 4  # 2 or 4, of a program whose threads share an operator
+OPERATOR_WARPS = 2  # 2 or 4, of a program whose threads share an operator
 WORD_STEPS = 16  # tokens of a path that one lane traces
 MAX_LANES = 65536  # of one warp to a program, so that few lanes use all multiprocessors
 COUNT_LANES = 128  # tokens that a program counts at once, if the states are few
@@ -131,10 +131,10 @@ def resident_best(C: int, constant: bool) -> bool:
     return GLUON and constant and C <= MAX_GLUON_STATES
 
 
-def best_step_options(by_sequence: bool) -> dict[str, Any]:
+def best_step_options(C: int, by_sequence: bool) -> dict[str, Any]:
     """Return the compile-time arguments of one step of best scores."""
     if GLUON:
-        return {"BY_SEQUENCE": by_sequence, "UNROLL": 8, "num_warps": 8}
+        return {"BY_SEQUENCE": by_sequence, "UNROLL": 16 if C > 256 else 8, "num_warps": 8}
     return {"BLOCK_N": 1 if by_sequence else 8, "BLOCK_C": 8, "BLOCK_K": 32, "num_warps": 8}
 
 
