@@ -144,17 +144,24 @@ def call_linear_chains(dtype: torch.dtype) -> None:
     """Call the ops of dense chains, of few and many states and tokens, with each kind of steps."""
     from partita.ops.linear_chain.gpu import plan
 
-    for T, N, C in ((3, 2, 5), (3, 2, 30), (3, 2, 50), (3, 2, 200), (300, 1, 5)):
-        for gluon in {plan.GLUON, False}:
+    long = ((300, 1, 5), (300, 1, 8), (300, 1, 16))
+    for T, N, C in ((3, 2, 5), (3, 2, 30), (3, 2, 50), (3, 2, 200), *long):
+        for gluon in {plan.GLUON, plan.GLUON and T > 3}:
             emissions = torch.zeros(T, N, C, dtype=dtype, requires_grad=True)
             transitions = torch.zeros(C, C, dtype=dtype, requires_grad=True)
             with mock.patch.object(plan, "GLUON", gluon):
                 chain = partita.linear_chain(emissions, transitions)
                 torch.autograd.grad(chain.logz().sum(), (emissions, transitions))
+                partita.linear_chain(emissions.detach(), transitions.detach()).viterbi()
         chain = partita.linear_chain(emissions.detach(), transitions.detach())
         chain.logz()
-        chain.viterbi()
         chain.sample(2)
+        chain.entropy()
+    for shape in ((2, 50, 50), (2, 2, 200, 200)):
+        emissions, transitions = torch.zeros(3, 2, shape[-1], dtype=dtype), torch.zeros(shape)
+        for gluon in {plan.GLUON, False}:
+            with mock.patch.object(plan, "GLUON", gluon):
+                partita.linear_chain(emissions, transitions.to(dtype)).viterbi()
 
 
 def call_ctc(dtype: torch.dtype, N: int, C: int, S: int, from_logits: bool) -> None:

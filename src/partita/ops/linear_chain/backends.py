@@ -26,14 +26,14 @@ def _reference() -> Functions:
 def _gpu() -> Functions:
     if not HAS_KERNELS:
         return _reference()
-    from .gpu import launch, launch_paths
+    from .gpu import launch, launch_paths, launch_tangent
 
     return {
-        **_reference(),
         "linear_chain_logz": launch.linear_chain_logz,
         "linear_chain_gradient": launch.linear_chain_gradient,
         "linear_chain_viterbi": launch_paths.linear_chain_viterbi,
         "linear_chain_sample": launch_paths.linear_chain_sample,
+        "linear_chain_tangent": launch_tangent.linear_chain_tangent,
     }
 
 

@@ -17,6 +17,8 @@ from .counts import (
     linear_chain_pairs_kernel,
     linear_chain_sum_counts_kernel,
 )
+from .lane_counts import linear_chain_lane_counts_kernel
+from .launch_lanes import exp_table, lane_scan
 from .launch_segments import parallel_scan
 from .log_scan import linear_chain_log_scan_kernel
 from .marginals import linear_chain_marginals_kernel
@@ -27,7 +29,6 @@ from .scan import linear_chain_scan_kernel
 from .steps import (
     linear_chain_step_kernel,
     linear_chain_total_kernel,
-    linear_chain_weights_kernel,
 )
 from .strided_steps import linear_chain_strided_step_kernel
 
@@ -64,7 +65,9 @@ def scans(emissions: Tensor, transitions: Tensor, save: bool) -> list[Callable[.
     T, N, C = emissions.shape
     found: list[Callable[..., None]] = []
     if transitions.ndim == 2:
-        if plan.is_parallel(T, N, C, save):
+        if plan.uses_lanes(T, N, C, plan.MAX_LANE_STATES):
+            found.append(lane_scan)
+        elif plan.is_parallel(T, N, C, save):
             found.append(parallel_scan)
         else:
             found.append(resident_scan if plan.uses_resident(C) else step_states)
@@ -85,7 +88,7 @@ def prepare(
     parts, options = plan.range_parts(transitions), plan.prepare_options(C)
     launch(
         linear_chain_prepare_kernel,
-        parts + cdiv(T * N, options["ROWS"]) if N else 0,
+        parts + cdiv(T * N, options["TOKENS"]) if N else 0,
         emissions,
         transitions,
         start,
@@ -213,11 +216,7 @@ def step_states(
     block = {"BLOCK_PARTS": plan.parts_block(parts)}
     fp64: dict[str, Any] = {"dtype": torch.float64, "device": emissions.device}
     recent = torch.empty((2, 2, N, C), **fp64)
-    weights = torch.empty((2, C, C), **fp64)
-    sizes = (C, parts, *transitions.stride())
-    tensors = (transitions, saved.span, weights)
-    programs = cdiv(C, 32) ** 2 if N else 0
-    launch(linear_chain_weights_kernel, programs, *tensors, *sizes, BLOCK=32, **block)
+    weights = exp_table(transitions, saved.span)
     strides = (*emissions.stride(), *end_strides(start), *end_strides(end))
     for i in range(T):
         launch(
@@ -345,18 +344,16 @@ def count_transitions(
     ends = (*end_strides(end), *groups[2:])
     states = (saved.span, saved.maxima, saved.states, factors, counts)
     if parts:
+        in_lanes = plan.uses_lane_counts(C)
+        own = plan.lane_count_options(C) if in_lanes else {"ROWS": 16, **plan.count_options(C)}
         launch(
-            linear_chain_counts_kernel,
+            linear_chain_lane_counts_kernel if in_lanes else linear_chain_counts_kernel,
             programs,
-            emissions,
-            end,
-            lengths,
-            *states,
-            *sizes,
-            *emissions.stride(),
-            *ends,
-            ROWS=16,
-            **options,
+            *(emissions, end, lengths, *states, T, N, *(() if in_lanes else (C,))),
+            *(parts, groups.splits, *emissions.stride(), *ends),
+            EXACT=options["EXACT"],
+            BLOCK_PARTS=block,
+            **own,
         )
     launch(
         linear_chain_pairs_kernel,
@@ -375,7 +372,7 @@ def count_transitions(
         **options,
     )
     if parts:
-        options = plan.sum_options(groups.splits)
+        options = plan.sum_options(groups.splits, C)
         launch(
             linear_chain_sum_counts_kernel,
             groups.groups * cdiv(C * C, options["BLOCK"]),

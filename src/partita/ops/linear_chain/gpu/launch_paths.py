@@ -6,11 +6,18 @@ import torch
 from torch import Tensor
 
 from ....runtime.dtypes import acc_dtype
-from ....runtime.launch import cdiv, launch
+from ....runtime.launch import cdiv, launch, next_power_of_2
 from . import plan
+from .best_steps import (
+    linear_chain_best_last_kernel,
+    linear_chain_best_states_kernel,
+    linear_chain_best_step_kernel,
+)
 from .launch import linear_chain_logz
-from .sample import linear_chain_sample_kernel
-from .saved import end_strides, split_saved, transition_strides
+from .launch_lanes import best_path_in_lanes, exp_table, score_table, trace_words
+from .resident_best import linear_chain_resident_best_kernel, linear_chain_strided_best_kernel
+from .sample import linear_chain_sample_kernel, linear_chain_sample_words_kernel
+from .saved import Saved, end_strides, split_saved, transition_strides
 from .viterbi import (
     linear_chain_path_maps_kernel,
     linear_chain_trace_kernel,
@@ -33,25 +40,98 @@ def linear_chain_viterbi(
     if C == 0:
         return score.fill_(-torch.inf), states.fill_(-1)
     lengths = None if lengths is None else lengths.contiguous()
-    index_dtype = torch.int16 if C <= 2**15 else torch.int32
-    previous = torch.empty((T, N, C), dtype=index_dtype, device=device)
-    recent = torch.empty((2, N, C), dtype=torch.float64, device=device)
+    if transitions.ndim == 2 and plan.uses_lanes(T, N, C, plan.MAX_PARALLEL_STATES):
+        best_path_in_lanes(emissions, transitions, start, end, lengths, score, states)
+        return score, states
+    constant = transitions.ndim == 2
+    previous = torch.empty((T, N, C), dtype=previous_dtype(C), device=device)
     last = torch.empty(N, dtype=torch.int32, device=device)
+    chain, results = (emissions, transitions, start, end, lengths), (previous, score, last)
+    if plan.stores_previous(C, constant):
+        launch(
+            linear_chain_viterbi_kernel,
+            N,
+            *(*chain, *results, T, N, C),
+            *emissions.stride(),
+            *transition_strides(transitions),
+            *end_strides(start),
+            *end_strides(end),
+            CONSTANT=constant,
+            **plan.viterbi_options(C),
+        )
+    else:
+        best_states(*chain, *results)
+    trace(previous, lengths, last, states)
+    return score, states
+
+
+def previous_dtype(C: int) -> torch.dtype:
+    """Return the dtype of the best states before each state."""
+    return torch.int16 if C <= 2**15 else torch.int32
+
+
+def best_states(
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    previous: Tensor,
+    score: Tensor,
+    last: Tensor,
+) -> None:
+    """Find the best scores of all states first, then the best states before each state."""
+    T, N, C = emissions.shape
+    constant = transitions.ndim == 2
+    scores = torch.empty((2, T, N, C), dtype=torch.float64, device=emissions.device)
+    is_nan = torch.zeros(N, dtype=torch.int32, device=emissions.device)
+    results, sizes = (scores, is_nan), (T, N, C, *emissions.stride())
+    ends, strides = (*end_strides(start), *end_strides(end)), transition_strides(transitions)
+    if plan.resident_best(C, constant):
+        inputs = (emissions, transitions, start, end, lengths)
+        numbers, options = (*sizes, *strides[2:], *ends), plan.resident_options(C)
+        launch(linear_chain_resident_best_kernel, N, *inputs, *results, *numbers, **options)
+    else:
+        by_sequence = transitions.ndim == 4
+        kernel = linear_chain_strided_best_kernel if plan.GLUON else linear_chain_best_step_kernel
+        programs = plan.best_step_programs(N, C, by_sequence)
+        steps, numbers = transitions, (*sizes, *strides, *ends)
+        if constant:
+            # The states that a step leaves are side by side for each state that it enters.
+            steps, numbers = score_table(transitions.T), (*sizes, 0, 0, 1, C, *ends)
+        inputs, options = (
+            (emissions, steps, start, end, lengths),
+            plan.best_step_options(C, by_sequence),
+        )
+        for t in range(T):
+            launch(kernel, programs, *inputs, *results, t, *numbers, **options)
+    tensors, block = (scores, lengths, is_nan, score, last), next_power_of_2(C)
     launch(
-        linear_chain_viterbi_kernel,
+        linear_chain_best_last_kernel,
         N,
-        *(emissions, transitions, start, end, lengths, previous, recent, score, last),
-        *(T, N, C),
-        *emissions.stride(),
-        *transition_strides(transitions),
-        *end_strides(start),
-        *end_strides(end),
-        CONSTANT=transitions.ndim == 2,
-        **plan.viterbi_options(C),
+        *tensors,
+        T,
+        N,
+        C,
+        BLOCK_C=block,
+        num_warps=plan.warps(C // 4),
     )
+    options = plan.best_states_options(C, constant)
+    launch(
+        linear_chain_best_states_kernel,
+        cdiv((T - 1) * N, options["ROWS"]) * cdiv(C, options["BLOCK_C"]),
+        *(transitions, scores, previous, T, N, C, *strides),
+        CONSTANT=constant,
+        **options,
+    )
+
+
+def trace(previous: Tensor, lengths: Tensor | None, last: Tensor, states: Tensor) -> None:
+    """Trace the best paths back from their last states."""
+    T, N, C = previous.shape
     steps = plan.trace_steps(T)
     segments = max(cdiv(T - 1, steps), 1)
-    maps = torch.empty((N, segments, C), dtype=torch.int32, device=device)
+    maps = torch.empty((N, segments, C), dtype=torch.int32, device=previous.device)
     sizes = (T, N, C, segments)
     launch(
         linear_chain_path_maps_kernel,
@@ -70,7 +150,6 @@ def linear_chain_viterbi(
         STEPS=steps,
         num_warps=1,
     )
-    return score, states
 
 
 def linear_chain_sample(
@@ -90,6 +169,9 @@ def linear_chain_sample(
     lengths = None if lengths is None else lengths.contiguous()
     logz, _, saved = linear_chain_logz(emissions, transitions, start, end, lengths, True)
     parts, alpha = plan.range_parts(transitions), split_saved(saved, T, N, C)
+    if parts and plan.uses_lanes(T, N, C, plan.MAX_PARALLEL_STATES):
+        sample_in_lanes(transitions, lengths, alpha, logz, uniforms, states)
+        return states
     launch(
         linear_chain_sample_kernel,
         N * samples,
@@ -101,3 +183,31 @@ def linear_chain_sample(
         **plan.sample_options(C),
     )
     return states
+
+
+def sample_in_lanes(
+    transitions: Tensor,
+    lengths: Tensor | None,
+    alpha: Saved,
+    logz: Tensor,
+    uniforms: Tensor,
+    states: Tensor,
+) -> None:
+    """Draw paths of few states `[k, T, N]`, parallel in time."""
+    samples, T, N = states.shape
+    C, parts = len(transitions), plan.range_parts(transitions)
+    words = torch.empty((samples * N, T), dtype=torch.int64, device=states.device)
+    options = plan.lane_options(words.numel())
+    for is_log in (False, True):
+        table = score_table(transitions) if is_log else exp_table(transitions, alpha.span)
+        launch(
+            linear_chain_sample_words_kernel,
+            cdiv(words.numel(), options["LANES"]),
+            *(alpha.states, table, lengths, alpha.span, uniforms, words),
+            *(T, N, parts, len(words), *uniforms.stride()),
+            C=C,
+            IS_LOG=is_log,
+            BLOCK_PARTS=plan.parts_block(parts),
+            **options,
+        )
+    trace_words(words, lengths, logz, states, C)

@@ -89,7 +89,8 @@ def linear_chain_marginals_kernel(
     is_last = t == tl.where(invalid == 0.0, tokens - 1, 0)
     store_end_gradient(d_end_ptr, d_emission, n, c, C, (row < rows) & is_last)
     scale = tl.load(scales_ptr + row, mask=active & (t > 0), other=0.0)
-    factor = tl.where(total == 0.0, 0.0, grad * tl.exp2(-scale) / total)
-    log_inverse = tl.where(total == 0.0, float("inf"), tl.log(total) + shift + scale)
-    factor = tl.where(is_linear, factor, log_inverse) + invalid
-    tl.store(factors_ptr + row, factor, mask=row < rows)
+    if is_linear:
+        factor = tl.where(total == 0.0, 0.0, grad * tl.exp2(-scale) / total)
+    else:
+        factor = tl.where(total == 0.0, float("inf"), tl.log(total) + shift + scale)
+    tl.store(factors_ptr + row, factor + invalid, mask=row < rows)

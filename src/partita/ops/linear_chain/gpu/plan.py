@@ -25,6 +25,11 @@ MAX_ROW_ELEMENTS = 1024  # in a block of tokens that a program takes at once
 MIN_PARALLEL_TOKENS = 256
 MAX_PARALLEL_SEQUENCES = 32
 MAX_PARALLEL_STATES = 16
+MAX_LANE_STATES = 8  # of linear scans whose segments have a lane each
+OPERATOR_WARPS = 2  # 2 or 4, of a program whose threads share an operator
+WORD_STEPS = 16  # tokens of a path that one lane traces
+MAX_LANES = 65536  # of one warp to a program, so that few lanes use all multiprocessors
+COUNT_LANES = 128  # tokens that a program counts at once, if the states are few
 COUNT_PROGRAMS = 264  # about two for each multiprocessor
 
 
@@ -49,7 +54,9 @@ def parts_block(parts: int) -> int:
 def prepare_options(C: int) -> dict[str, int]:
     """Return the compile-time arguments of the kernel that runs before the scans."""
     block = next_power_of_2(max(C, 1))
-    return {"ROWS": RANGE_ROWS, "BLOCK_C": block, "num_warps": warps(RANGE_ROWS * block // 16)}
+    tokens = max(RANGE_ROWS, min(256, MAX_ROW_ELEMENTS // block))
+    threads = tokens * block // 16
+    return {"ROWS": RANGE_ROWS, "TOKENS": tokens, "BLOCK_C": block, "num_warps": warps(threads)}
 
 
 def warps(threads: int) -> int:
@@ -101,21 +108,45 @@ def step_programs(N: int, C: int, save: bool) -> int:
 def row_options(C: int) -> dict[str, int]:
     """Return the compile-time arguments of a kernel that takes blocks of tokens."""
     block = next_power_of_2(max(C, 1))
-    rows = max(1, min(32, MAX_ROW_ELEMENTS // block))
+    rows = max(1, min(256 if C <= MAX_LANE_STATES else 32, MAX_ROW_ELEMENTS // block))
     return {"ROWS": rows, "BLOCK_C": block, "num_warps": warps(rows * block // 8)}
 
 
-def viterbi_options(C: int) -> dict[str, Any]:
-    """Return the compile-time arguments of the Viterbi scan.
+def stores_previous(C: int, constant: bool) -> bool:
+    """Return whether the scan of one program finds the states before each state at once.
 
-    Few states stay in registers, and many pass through memory.
+    Otherwise the scan stores scores, and the states before follow for all tokens together.
     """
+    return C <= 64 and not resident_best(C, constant)
+
+
+def viterbi_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of the Viterbi scan of one program."""
     block = next_power_of_2(max(C, 2))
-    if block <= 64:
-        warps = max(1, min(8, block * block // 512))
-        return {"RESIDENT": True, "BLOCK_C": block, "BLOCK_K": block, "num_warps": warps}
-    block = min(block, 256)
-    return {"RESIDENT": False, "BLOCK_C": block, "BLOCK_K": 8192 // block, "num_warps": 8}
+    return {"BLOCK_C": block, "num_warps": max(1, min(8, block * block // 512))}
+
+
+def resident_best(C: int, constant: bool) -> bool:
+    """Return whether the best scores are scanned with the transitions in registers."""
+    return GLUON and constant and C <= MAX_GLUON_STATES
+
+
+def best_step_options(C: int, by_sequence: bool) -> dict[str, Any]:
+    """Return the compile-time arguments of one step of best scores."""
+    if GLUON:
+        return {"BY_SEQUENCE": by_sequence, "UNROLL": 16 if C > 256 else 8, "num_warps": 8}
+    return {"BLOCK_N": 1 if by_sequence else 8, "BLOCK_C": 8, "BLOCK_K": 32, "num_warps": 8}
+
+
+def best_step_programs(N: int, C: int, by_sequence: bool) -> int:
+    """Return the number of programs of one step of best scores."""
+    return cdiv(C, 8) * (N if by_sequence else cdiv(N, 8))
+
+
+def best_states_options(C: int, constant: bool) -> dict[str, int]:
+    """Return the compile-time arguments of the kernel that finds the states before each state."""
+    block = min(64, next_power_of_2(max(C, 16)))
+    return {"ROWS": 32 if constant else 4, "BLOCK_C": block, "UNROLL": 4, "num_warps": 4}
 
 
 def sample_options(C: int) -> dict[str, int]:
@@ -149,7 +180,12 @@ def is_parallel(T: int, N: int, C: int, save: bool) -> bool:
     """Return whether the linear scan is parallel in time, because few sequences are long."""
     if save and not GLUON:
         return False
-    return T >= MIN_PARALLEL_TOKENS and 0 < N <= MAX_PARALLEL_SEQUENCES and C <= MAX_PARALLEL_STATES
+    return uses_lanes(T, N, C, MAX_PARALLEL_STATES)
+
+
+def uses_lanes(T: int, N: int, C: int, max_states: int) -> bool:
+    """Return whether few sequences of few states are long enough to be scanned in segments."""
+    return T >= MIN_PARALLEL_TOKENS and 0 < N <= MAX_PARALLEL_SEQUENCES and 0 < C <= max_states
 
 
 def segment_sizes(T: int) -> SegmentSizes:
@@ -159,6 +195,52 @@ def segment_sizes(T: int) -> SegmentSizes:
         size //= 2
     segments = max(cdiv(T - 1, steps), 1)
     return SegmentSizes(steps, segments, size, cdiv(segments, size))
+
+
+class LaneSizes(NamedTuple):
+    """The sizes of the segments of lanes, and of the groups of groups above them.
+
+    Fields:
+        steps: the number of steps in a segment, a power of 2.
+        size: the number of segments in a group, and of groups in a greater group.
+        counts: the number of segments, of groups, of greater groups, and so on. One program scans
+            the last of them.
+    """
+
+    steps: int
+    size: int
+    counts: tuple[int, ...]
+
+
+def lane_sizes(T: int, N: int, C: int) -> LaneSizes:
+    """Return how sequences of T tokens and few states are cut."""
+    max_steps, size = (64, 16) if C <= MAX_LANE_STATES else (16, 8)
+    steps = max(8, min(max_steps, next_power_of_2(T * N // 8192)))
+    counts = [cdiv(T, steps)]
+    while counts[-1] > 2 * size:
+        counts.append(cdiv(counts[-1], size))
+    return LaneSizes(steps, size, tuple(counts))
+
+
+def lane_options(lanes: int) -> dict[str, int]:
+    """Return the compile-time arguments of a kernel with a lane for each of something."""
+    warps = 1 if lanes <= MAX_LANES else 4
+    return {"LANES": 32 * warps, "num_warps": warps}
+
+
+def shares_operators(C: int) -> bool:
+    """Return whether the threads of a program share an operator in max-plus arithmetic."""
+    return GLUON and C > MAX_LANE_STATES
+
+
+def lane_ahead(C: int, max_plus: bool) -> int:
+    """Return how many tokens a lane loads at once; each number of steps is a multiple of it."""
+    return 4 if max_plus and C <= 5 else 1
+
+
+def small_block(C: int) -> int:
+    """Return the block of the states of a program that has an operator of few states."""
+    return next_power_of_2(max(C, 2))
 
 
 class CountGroups(NamedTuple):
@@ -190,12 +272,25 @@ def count_groups(transitions: Tensor, T: int, N: int, per_sequence: bool) -> Cou
     C = transitions.shape[-1]
     groups, total = (N, T - 1) if per_sequence else (1, (T - 1) * N)
     tiles = cdiv(C, tile_block(C)) ** 2
-    splits = max(1, min(COUNT_PROGRAMS // max(tiles * groups, 1), cdiv(total, 32)))
+    programs, tokens = COUNT_PROGRAMS, 32
+    if uses_lane_counts(C):
+        programs, tokens = 4 * COUNT_PROGRAMS, 4 * COUNT_LANES
+    splits = max(1, min(programs // max(tiles * groups, 1), cdiv(total, tokens)))
     per_split = max(cdiv(total, splits), 1)
     splits = max(cdiv(total, per_split), 1)
     if per_sequence:
         return CountGroups(groups, splits, 1, N, total, per_split)
     return CountGroups(groups, splits, 0, 1, total, per_split)
+
+
+def uses_lane_counts(C: int) -> bool:
+    """Return whether the counts of all pairs of states fit into the registers of a lane."""
+    return C <= MAX_LANE_STATES
+
+
+def lane_count_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of the kernel that counts with a lane for each token."""
+    return {"C": C, "LANES": COUNT_LANES, "num_warps": COUNT_LANES // 32}
 
 
 def tile_block(C: int) -> int:
@@ -209,6 +304,16 @@ def count_options(C: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": max(1, block * block // 1024)}
 
 
-def sum_options(splits: int) -> dict[str, Any]:
+def sum_options(splits: int, C: int) -> dict[str, Any]:
     """Return the compile-time arguments of the kernel that adds the parts of the counts."""
-    return {"BLOCK_S": min(64, next_power_of_2(max(splits, 1))), "BLOCK": 32, "num_warps": 4}
+    pairs = next_power_of_2(max(C * C, 1))
+    # Few pairs have few programs, and more splits, so each program loads more of these at once.
+    block, elements = min(32, pairs), 8192 if uses_lane_counts(C) else 2048
+    block_s = min(elements // block, next_power_of_2(max(splits, 1)))
+    return {"BLOCK_S": block_s, "BLOCK": block, "num_warps": warps(block_s * block // 16)}
+
+
+def tangent_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of the scans of means."""
+    block = min(32, next_power_of_2(max(C, 2)))
+    return {"BLOCK_C": block, "BLOCK_K": block, "num_warps": warps(block * block // 8)}

@@ -48,9 +48,10 @@ def linear_chain_prepare_kernel(
     end_n,
     end_c,
     ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Store the range of the transitions, or the greatest emission of each of ROWS tokens.
+    """Store the range of the transitions, or the greatest emission of each of TOKENS tokens.
 
     Emissions count with the start score of the first and the end score of the last token. Past a
     length the maximum is 0.
@@ -59,12 +60,12 @@ def linear_chain_prepare_kernel(
     if program < parts:
         _store_range(transitions_ptr, range_ptr, program, C, trans_k, trans_c, ROWS, BLOCK_C)
     else:
-        row = (program - parts).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        row = (program - parts).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
         row_inside = row < tl.full([], T, tl.int64) * N
         t, n = row // N, row % N
         c = tl.arange(0, BLOCK_C)[None, :]
         if lengths_ptr is None:
-            tokens = tl.full([ROWS], T, tl.int64)
+            tokens = tl.full([TOKENS], T, tl.int64)
         else:
             tokens = tl.load(lengths_ptr + n, mask=row_inside, other=0).to(tl.int64)
         inside = (row_inside & (t < tokens))[:, None] & (c < C)

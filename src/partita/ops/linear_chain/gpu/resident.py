@@ -12,25 +12,46 @@ from .scores import LN2_FP64, MAX_SPAN, exp_split, fold_ends, load_tokens, power
 
 
 @gluon.jit
-def linear_range(range_ptr, parts, BLOCK_PARTS: gl.constexpr):
-    """Return whether the linear scans serve these transitions, and the greatest transition."""
+def load_range(range_ptr, parts, BLOCK_PARTS: gl.constexpr):
+    """Load the greatest and the least transition of each part."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     part = gl.arange(0, BLOCK_PARTS, LAYOUT)
     greatest = gl.load(range_ptr + 2 * part, mask=part < parts, other=-float("inf"))
-    least = gl.load(range_ptr + 2 * part + 1, mask=part < parts, other=float("inf"))
+    return greatest, gl.load(range_ptr + 2 * part + 1, mask=part < parts, other=float("inf"))
+
+
+@gluon.jit
+def linear_range(greatest, least):
+    """Return whether the linear scans serve these transitions, and the greatest transition."""
     maximum = gl.max(greatest, axis=0)
     return maximum - gl.min(least, axis=0) <= MAX_SPAN, maximum
 
 
 @gluon.jit
-def resident_step(matrix, x, OUT: gl.constexpr, IN: gl.constexpr):
+def row_groups(pairs, LANES: gl.constexpr):
+    """Return pairs of states as `[groups, 4, rows, states]`, to be reduced over the first three.
+
+    A thread has every LANES-th pair of rows. It reduces 4 rows of several groups at the same time,
+    since in a single chain each sum or comparison would wait for the one before.
+    """
+    ROWS: gl.constexpr = pairs.shape[0]
+    STATES: gl.constexpr = pairs.shape[1]
+    return gl.reshape(pairs, [ROWS // (8 * LANES), 4, 2 * LANES, STATES])
+
+
+@gluon.jit
+def resident_step(matrix, x, LANES: gl.constexpr, OUT: gl.constexpr, IN: gl.constexpr):
     """Take a state through the transitions; return it with its exponent removed, and that."""
     x = gl.convert_layout(x, IN)
     # The order of numbers of one sign is that of their bits.
     high = (x.to(gl.int64, bitcast=True) >> 32).to(gl.int32)
     exponent = (gl.max(high, axis=0) >> 20) - 1023
     exponent = gl.where(exponent < -1000, 0, gl.minimum(exponent, 1000))
-    y = gl.sum(matrix * gl.expand_dims(x, 1), axis=0)
+    y = matrix * gl.expand_dims(x, 1)
+    if matrix.shape[0] <= 64:
+        y = gl.sum(gl.sum(row_groups(y, LANES), axis=1), axis=0)
+    # The partial sums of more states would not fit into the registers.
+    y = gl.convert_layout(gl.sum(y, axis=0), OUT)
     return y * power_of_2(-exponent), exponent
 
 
@@ -102,7 +123,7 @@ def linear_chain_resident_scan_kernel(
     PAIRS: gl.constexpr = gl.BlockedLayout([PER, OUTS], [LANES, 32 // LANES], [1, WARPS], [1, 0])
     OUT: gl.constexpr = gl.SliceLayout(0, PAIRS)
     IN: gl.constexpr = gl.SliceLayout(1, PAIRS)
-    is_linear, shift = linear_range(range_ptr, parts, BLOCK_PARTS)
+    is_linear, shift = linear_range(*load_range(range_ptr, parts, BLOCK_PARTS))
     if is_linear:
         segment, rest = gl.program_id(0) % segments, gl.program_id(0) // segments
         direction = rest % 2 if SAVE else rest * 0
@@ -152,7 +173,7 @@ def linear_chain_resident_scan_kernel(
                 active, step = i + j <= num_steps, gl.to_tensor(i + j).to(gl.int64)
                 maximum = gl.where(maxima[j] == -float("inf"), 0.0, maxima[j])
                 score = fold_ends(scores[j], t + step * dt, tokens, start, end) - maximum
-                y, removed = resident_step(matrix, x, OUT, IN)
+                y, removed = resident_step(matrix, x, LANES, OUT, IN)
                 x = gl.where(active, y * exp_split(score, EXACT), x)
                 total += maxima[j]
                 exponents += gl.where(active, removed, 0)

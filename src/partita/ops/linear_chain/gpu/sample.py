@@ -3,6 +3,9 @@
 The state before a state c is drawn in proportion to alpha[t - 1, k] * exp(transitions[k, c]). The
 index drawn is the number of cumulative weights that do not exceed uniform * total.
 
+Given the uniform numbers, the state drawn before each state is a map of states to states. For few
+states all maps are formed at the same time, and paths are traced through them parallel in time.
+
 Source: Carter and Kohn, On Gibbs sampling for state space models, 1994.
 """
 
@@ -10,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
+from .lanes import lane_index
 from .scores import load_tokens, transition_range
 
 
@@ -76,3 +80,77 @@ def linear_chain_sample_kernel(
         state = tl.where(active, draw(weights, uniform, k), state)
         value = tl.where(active & has_path, state, -1).to(tl.int64)
         tl.store(states_ptr + t * N, value)
+
+
+@triton.jit
+def lane_draw(weights, uniform, C: tl.constexpr):
+    """Return the index that each lane draws in proportion to its weights."""
+    total, cumulative = weights[0], (weights[0],)
+    for k in tl.static_range(1, C):
+        total += weights[k]
+        cumulative += (total,)
+    index, last = tl.zeros(uniform.shape, tl.int32), tl.zeros(uniform.shape, tl.int32)
+    for k in tl.static_range(C):
+        index += (cumulative[k] <= uniform * total).to(tl.int32)
+        last = tl.where(weights[k] > 0.0, k, last)
+    # A product that rounds up to the total would pass the last index with a positive weight.
+    return tl.minimum(index, last)
+
+
+@triton.jit
+def weights_before(alpha, table_ptr, c, is_last, C: tl.constexpr, IS_LOG: tl.constexpr):
+    """Return the weights of the states before a state c, or of the states of the last token."""
+    terms, weights = (), ()
+    for k in tl.static_range(C):
+        step = tl.load(table_ptr + k * C + c)
+        if IS_LOG:
+            terms += (alpha[k] + tl.where(is_last, 0.0, step),)
+        else:
+            weights += (alpha[k] * tl.where(is_last, 1.0, step),)
+    if IS_LOG:
+        maximum = alpha[0] - float("inf")
+        for k in tl.static_range(C):
+            maximum = tl.maximum(maximum, terms[k])
+        for k in tl.static_range(C):
+            weights += (tl.exp(terms[k] - finite_shift(maximum)),)
+    return weights
+
+
+@triton.jit
+def linear_chain_sample_words_kernel(
+    alpha_ptr,  # [T, N, C] fp64
+    table_ptr,  # [C, C] fp64: transitions with IS_LOG, or exp of them
+    lengths_ptr,  # [N] or None
+    range_ptr,  # [parts, 2] fp64
+    uniforms_ptr,  # [T, samples, N] fp64
+    words_ptr,  # [samples, N, T] int64, see path_words.py
+    T,
+    N,
+    parts,
+    columns,
+    uniform_t,
+    uniform_s,
+    uniform_n,
+    C: tl.constexpr,
+    IS_LOG: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+):
+    """Draw the state at a token for each state at the next one, in one lane."""
+    if transition_range(range_ptr, parts, BLOCK_PARTS)[0] != IS_LOG:
+        lane = lane_index(tl.program_id(0), tl.full([], columns, tl.int64) * T, LANES)
+        column, t = lane // T, lane % T
+        sample, n = column // N, column % N
+        tokens, _ = load_tokens(lengths_ptr, n, T)
+        at = t * uniform_t + sample * uniform_s + n * uniform_n
+        uniform, is_last = tl.load(uniforms_ptr + at), t == tokens - 1
+        alpha = ()
+        for k in tl.static_range(C):
+            # Past the length there are no states, and no state is read.
+            at = (t * N + n) * C + k
+            alpha += (tl.load(alpha_ptr + at, mask=t < tokens, other=0.0),)
+        word = tl.zeros([LANES], tl.int64)
+        for c in range(0, C):
+            index = lane_draw(weights_before(alpha, table_ptr, c, is_last, C, IS_LOG), uniform, C)
+            word = word | (index.to(tl.int64) << (4 * c))
+        tl.store(words_ptr + lane, word)

@@ -80,38 +80,52 @@ def load_tokens_of(lengths_ptr, n, N, T):
 
 
 @triton.jit
-def load_emission(addresses, token, c, sizes, strides, EXACT: tl.constexpr):
-    """Return the emissions of tokens with start and end scores, `[BLOCK_N, BLOCK_C]`."""
+def load_scores(addresses, token, c, sizes, strides):
+    """Load emissions, start and end scores `[BLOCK_N, BLOCK_C]` and maxima of tokens.
+
+    Nothing is computed with them yet, so a kernel need not wait for them here.
+    """
     emissions_ptr, start_ptr, end_ptr, maxima_ptr = addresses
     t, n, tokens = token
     N, C = sizes
     stride_t, stride_n, stride_c, start_n, start_c, end_n, end_c = strides
     mask, c = (n < N)[:, None] & (c < C)[None, :], c.to(tl.int64)[None, :]
     at = (t * stride_t + n * stride_n)[:, None] + c * stride_c
-    score = tl.load(emissions_ptr + at, mask=mask, other=-float("inf")).to(tl.float64)
+    score = tl.load(emissions_ptr + at, mask=mask, other=-float("inf"))
+    start, end = score, score
     if start_ptr is not None:
         at, first = (n * start_n)[:, None] + c * start_c, mask & (t == 0)[:, None]
-        score += tl.load(start_ptr + at, mask=first, other=0.0).to(tl.float64)
+        start = tl.load(start_ptr + at, mask=first, other=0.0)
     if end_ptr is not None:
         at, last = (n * end_n)[:, None] + c * end_c, mask & (t == tokens - 1)[:, None]
-        score += tl.load(end_ptr + at, mask=last, other=0.0).to(tl.float64)
-    maximum = tl.load(maxima_ptr + t * N + n, mask=n < N, other=0.0)
+        end = tl.load(end_ptr + at, mask=last, other=0.0)
+    return score, start, end, tl.load(maxima_ptr + t * N + n, mask=n < N, other=0.0)
+
+
+@triton.jit
+def relative_scores(scores, addresses, EXACT: tl.constexpr):
+    """Return emissions with start and end scores, relative to the maxima."""
+    score, start, end, maximum = scores
+    _, start_ptr, end_ptr, _ = addresses
+    score = score.to(tl.float64)
+    if start_ptr is not None:
+        score += start.to(tl.float64)
+    if end_ptr is not None:
+        score += end.to(tl.float64)
     return relative_emission(score, maximum[:, None], EXACT, False)
 
 
 @triton.jit
 def enter_tokens(
-    addresses,  # (emissions, start, end, maxima)
     results,  # (recent states before and after the step, states, scales)
     step,  # (number of the step, whether it is one of alpha)
     sizes,  # (N, C)
-    strides,
     y,  # [BLOCK_N, BLOCK_C], the states without emissions
+    emission,  # [BLOCK_N, BLOCK_C]
     scale,  # [BLOCK_N]
     token,  # (t, n, tokens) [BLOCK_N]
     c,  # [BLOCK_C]
     SAVE: tl.constexpr,
-    EXACT: tl.constexpr,
 ):
     """Multiply the states that a step has reached by their emissions, and store them.
 
@@ -124,7 +138,6 @@ def enter_tokens(
     mask = (n < N)[:, None] & (c < C)[None, :]
     at = n[:, None] * C + c[None, :]
     active = (i < tokens)[:, None]
-    emission = load_emission(addresses, token, c, sizes, strides, EXACT)
     x = y * emission
     if SAVE:
         row = (t * N * C)[:, None]
@@ -185,13 +198,14 @@ def linear_chain_step_kernel(
         n = n0 + tl.arange(0, BLOCK_N).to(tl.int64)
         tokens = load_tokens_of(lengths_ptr, n, N, T)
         t = tl.minimum(tl.maximum(tl.where(is_alpha, i, tokens - 1 - i), 0), T - 1)
+        token = (t, n, tokens)
+        scores = load_scores(addresses, token, c, sizes, strides)
         y, scale = tl.full([BLOCK_N, BLOCK_C], 1.0, tl.float64), tl.zeros([BLOCK_N], tl.float64)
         if i > 0:
             side_ptr = weights_ptr + direction * tl.full([], C, tl.int64) * C
             y, scale = product_step(before_ptr, side_ptr, n, c, N, C, SPLITS, BLOCK_K)
-        enter_tokens(
-            addresses, results, step, sizes, strides, y, scale, (t, n, tokens), c, SAVE, EXACT
-        )
+        emission = relative_scores(scores, addresses, EXACT)
+        enter_tokens(results, step, sizes, y, emission, scale, token, c, SAVE)
 
 
 @triton.jit

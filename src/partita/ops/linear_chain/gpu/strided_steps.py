@@ -8,9 +8,9 @@ states side by side. See `steps.py` for the rest.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .resident import linear_range
+from .resident import linear_range, load_range
 from .scores import exponent_of, power_of_2
-from .steps import enter_tokens, load_tokens_of
+from .steps import enter_tokens, load_scores, load_tokens_of, relative_scores
 
 
 @gluon.jit
@@ -71,38 +71,34 @@ def linear_chain_strided_step_kernel(
     """Take step i of alpha, and of beta with SAVE, for 16 sequences and 8 states."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([4, 4, 1], [1, 1, 32], [4, 2, 1], [2, 1, 0])
     SUMS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
-    is_linear, _ = linear_range(range_ptr, parts, BLOCK_PARTS)
-    if is_linear:
-        blocks_c = gl.cdiv(C, 8)
-        c0, rest = gl.program_id(0) % blocks_c * 8, gl.program_id(0) // blocks_c
-        direction = rest % 2 if SAVE else rest * 0
-        n0 = (rest // 2 if SAVE else rest) * 16
-        is_alpha = direction == 0
-        row = gl.to_tensor(N).to(gl.int64) * C
-        before_ptr = recent_ptr + (direction * 2 + (i + 1) % 2) * row
-        after_ptr = recent_ptr + (direction * 2 + i % 2) * row
-        n = n0 + gl.arange(0, 16, gl.SliceLayout(1, SUMS)).to(gl.int64)
-        c = c0 + gl.arange(0, 8, gl.SliceLayout(0, SUMS))
-        tokens = load_tokens_of(lengths_ptr, n, N, T)
-        t = gl.minimum(gl.maximum(gl.where(is_alpha, i, tokens - 1 - i), 0), T - 1)
-        y = gl.full([16, 8], 1.0, gl.float64, SUMS)
-        scale = gl.zeros([16], gl.float64, gl.SliceLayout(1, SUMS))
-        if i > 0:
-            side_ptr = weights_ptr + (1 - direction) * gl.to_tensor(C).to(gl.int64) * C
-            y, greatest = strided_sums(before_ptr, side_ptr, n0, c0, N, C, UNROLL, LAYOUT)
-            exponent = exponent_of(gl.convert_layout(greatest, gl.SliceLayout(1, SUMS)))
-            y *= gl.expand_dims(power_of_2(-exponent), 1)
-            scale = exponent.to(gl.float64)
-        enter_tokens(
-            (emissions_ptr, start_ptr, end_ptr, maxima_ptr),
-            (before_ptr, after_ptr, states_ptr + direction * row * T, scales_ptr),
-            (i, is_alpha),
-            (N, C),
-            (stride_t, stride_n, stride_c, start_n, start_c, end_n, end_c),
-            y,
-            scale,
-            (t, n, tokens),
-            c,
-            SAVE,
-            EXACT,
-        )
+    blocks_c = gl.cdiv(C, 8)
+    c0, rest = gl.program_id(0) % blocks_c * 8, gl.program_id(0) // blocks_c
+    direction = rest % 2 if SAVE else rest * 0
+    n0 = (rest // 2 if SAVE else rest) * 16
+    is_alpha = direction == 0
+    row = gl.to_tensor(N).to(gl.int64) * C
+    before_ptr = recent_ptr + (direction * 2 + (i + 1) % 2) * row
+    after_ptr = recent_ptr + (direction * 2 + i % 2) * row
+    n = n0 + gl.arange(0, 16, gl.SliceLayout(1, SUMS)).to(gl.int64)
+    c = c0 + gl.arange(0, 8, gl.SliceLayout(0, SUMS))
+    tokens = load_tokens_of(lengths_ptr, n, N, T)
+    t = gl.minimum(gl.maximum(gl.where(is_alpha, i, tokens - 1 - i), 0), T - 1)
+    token, sizes = (t, n, tokens), (N, C)
+    # What these loads bring is used after the sums, which need not wait for them. A branch on the
+    # range would wait, so the sums are taken in any case, and elsewhere no sequence is stored.
+    addresses = (emissions_ptr, start_ptr, end_ptr, maxima_ptr)
+    strides = (stride_t, stride_n, stride_c, start_n, start_c, end_n, end_c)
+    scores = load_scores(addresses, token, c, sizes, strides)
+    greatest, least = load_range(range_ptr, parts, BLOCK_PARTS)
+    y = gl.full([16, 8], 1.0, gl.float64, SUMS)
+    scale = gl.zeros([16], gl.float64, gl.SliceLayout(1, SUMS))
+    if i > 0:
+        side_ptr = weights_ptr + (1 - direction) * gl.to_tensor(C).to(gl.int64) * C
+        y, maximum = strided_sums(before_ptr, side_ptr, n0, c0, N, C, UNROLL, LAYOUT)
+        exponent = exponent_of(gl.convert_layout(maximum, gl.SliceLayout(1, SUMS)))
+        y *= gl.expand_dims(power_of_2(-exponent), 1)
+        scale = exponent.to(gl.float64)
+    emission = relative_scores(scores, addresses, EXACT)
+    results = (before_ptr, after_ptr, states_ptr + direction * row * T, scales_ptr)
+    token = (t, gl.where(linear_range(greatest, least)[0], n, N), tokens)
+    enter_tokens(results, (i, is_alpha), sizes, y, emission, scale, token, c, SAVE)

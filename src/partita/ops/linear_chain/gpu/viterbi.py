@@ -33,22 +33,6 @@ def load_scores(ptr, k, c, C, trans_k, trans_c):
 
 
 @triton.jit
-def best_from_memory(state_ptr, ptr, c, C, trans_k, trans_c, BLOCK_K: tl.constexpr):
-    """Return the best terms into the states c from a state in memory, and whether any is NaN."""
-    best = tl.full(c.shape, -float("inf"), tl.float64)
-    index, is_nan = tl.full(c.shape, 2147483647, tl.int32), tl.full(c.shape, 0, tl.int32)
-    for k0 in range(0, C, BLOCK_K):
-        k = k0 + tl.arange(0, BLOCK_K)
-        x = tl.load(state_ptr + k, mask=k < C, other=-float("inf"))
-        terms = load_scores(ptr, k, c, C, trans_k, trans_c) + x[:, None]
-        value, lowest = best_terms(terms, k)
-        index = tl.where(value > best, lowest, index)
-        best = tl.maximum(best, value)
-        is_nan = tl.maximum(is_nan, tl.max((terms != terms).to(tl.int32), axis=0))
-    return tl.where(is_nan > 0, float("nan"), best), index
-
-
-@triton.jit
 def linear_chain_viterbi_kernel(
     emissions_ptr,  # [T, N, C]
     transitions_ptr,  # [C, C] or [T - 1, N, C, C]
@@ -56,7 +40,6 @@ def linear_chain_viterbi_kernel(
     end_ptr,  # [N, C] or None
     lengths_ptr,  # [N] or None
     previous_ptr,  # [T, N, C] int16 or int32: the best states before each state
-    recent_ptr,  # [2, N, C] fp64, the last two states
     score_ptr,  # [N]
     last_ptr,  # [N] int32: the last state of the best path, or -1
     T,
@@ -74,8 +57,6 @@ def linear_chain_viterbi_kernel(
     end_n,
     end_c,
     CONSTANT: tl.constexpr,
-    RESIDENT: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Find the best score of a sequence, and the best state before each state."""
@@ -85,62 +66,31 @@ def linear_chain_viterbi_kernel(
     x, is_nan = tl.zeros([BLOCK_C], tl.float64), tl.zeros([BLOCK_C], tl.int32)
     transitions_ptr += n * trans_n
     emissions_ptr += n * stride_n
-    if RESIDENT:
-        start = load_end(start_ptr, n, lane, C, start_n, start_c)
-        end = load_end(end_ptr, n, lane, C, end_n, end_c)
-        score = tl.load(emissions_ptr + lane * stride_c, mask=lane < C, other=-float("inf"))
-        x = fold_ends(score, 0, tokens, start, end)
-        is_nan = (x != x).to(tl.int32)
-        at = tl.minimum(1, tokens - 1) * tl.full([], 1, tl.int64) * stride_t + lane * stride_c
-        score = tl.load(emissions_ptr + at, mask=lane < C, other=-float("inf"))
-        if CONSTANT:
-            matrix = load_scores(transitions_ptr, lane, lane, C, trans_k, trans_c)
-            bad = tl.max((matrix != matrix).to(tl.int32), axis=0)
-            is_nan = tl.maximum(is_nan, tl.where(tokens > 1, bad, 0))
-        for t in range(1, tokens):
-            if not CONSTANT:
-                step_ptr = transitions_ptr + tl.full([], t - 1, tl.int64) * trans_t
-                matrix = load_scores(step_ptr, lane, lane, C, trans_k, trans_c)
-                is_nan = tl.maximum(is_nan, tl.max((matrix != matrix).to(tl.int32), axis=0))
-            at = tl.full([], tl.minimum(t + 1, tokens - 1), tl.int64) * stride_t + lane * stride_c
-            ahead = tl.load(emissions_ptr + at, mask=lane < C, other=-float("inf"))
-            y, index = best_terms(matrix + x[:, None], lane)
-            at = tl.full([], t, tl.int64) * row + n * C + lane
-            tl.store(previous_ptr + at, tl.minimum(index, C - 1), mask=lane < C)
-            x = y + fold_ends(score, t, tokens, start, end)
-            is_nan = tl.maximum(is_nan, (x != x).to(tl.int32))
-            score = ahead
-        best, last = tl.max(x, axis=0), tl.argmax(x, axis=0)
-    else:
-        for t in range(0, tokens):
-            step_ptr = transitions_ptr + (tl.full([], t, tl.int64) - 1) * trans_t
-            for c0 in range(0, C, BLOCK_C):
-                c = c0 + lane
-                y = tl.zeros([BLOCK_C], tl.float64)
-                if t > 0:
-                    before_ptr = recent_ptr + (t + 1) % 2 * row + n * C
-                    y, index = best_from_memory(
-                        before_ptr, step_ptr, c, C, trans_k, trans_c, BLOCK_K
-                    )
-                    at = tl.full([], t, tl.int64) * row + n * C + c
-                    tl.store(previous_ptr + at, tl.minimum(index, C - 1), mask=c < C)
-                at = tl.full([], t, tl.int64) * stride_t + c.to(tl.int64) * stride_c
-                score = tl.load(emissions_ptr + at, mask=c < C, other=-float("inf"))
-                start = load_end(start_ptr, n, c, C, start_n, start_c)
-                end = load_end(end_ptr, n, c, C, end_n, end_c)
-                x = y + fold_ends(score, t, tokens, start, end)
-                tl.store(recent_ptr + t % 2 * row + n * C + c, x, mask=c < C)
-                is_nan = tl.maximum(is_nan, (x != x).to(tl.int32))
-            # The next step reads what other threads have stored.
-            tl.debug_barrier()
-        best, last = tl.full([], -float("inf"), tl.float64), tl.full([], 0, tl.int32)
-        for c0 in range(0, C, BLOCK_C):
-            c = c0 + lane
-            at = (tokens - 1) % 2 * row + n * C + c
-            x = tl.load(recent_ptr + at, mask=c < C, other=-float("inf"))
-            greatest = tl.max(x, axis=0)
-            last = tl.where(greatest > best, c0 + tl.argmax(x, axis=0), last)
-            best = tl.maximum(best, greatest)
+    start = load_end(start_ptr, n, lane, C, start_n, start_c)
+    end = load_end(end_ptr, n, lane, C, end_n, end_c)
+    score = tl.load(emissions_ptr + lane * stride_c, mask=lane < C, other=-float("inf"))
+    x = fold_ends(score, 0, tokens, start, end)
+    is_nan = (x != x).to(tl.int32)
+    at = tl.minimum(1, tokens - 1) * tl.full([], 1, tl.int64) * stride_t + lane * stride_c
+    score = tl.load(emissions_ptr + at, mask=lane < C, other=-float("inf"))
+    if CONSTANT:
+        matrix = load_scores(transitions_ptr, lane, lane, C, trans_k, trans_c)
+        bad = tl.max((matrix != matrix).to(tl.int32), axis=0)
+        is_nan = tl.maximum(is_nan, tl.where(tokens > 1, bad, 0))
+    for t in range(1, tokens):
+        if not CONSTANT:
+            step_ptr = transitions_ptr + tl.full([], t - 1, tl.int64) * trans_t
+            matrix = load_scores(step_ptr, lane, lane, C, trans_k, trans_c)
+            is_nan = tl.maximum(is_nan, tl.max((matrix != matrix).to(tl.int32), axis=0))
+        at = tl.full([], tl.minimum(t + 1, tokens - 1), tl.int64) * stride_t + lane * stride_c
+        ahead = tl.load(emissions_ptr + at, mask=lane < C, other=-float("inf"))
+        y, index = best_terms(matrix + x[:, None], lane)
+        at = tl.full([], t, tl.int64) * row + n * C + lane
+        tl.store(previous_ptr + at, tl.minimum(index, C - 1), mask=lane < C)
+        x = y + fold_ends(score, t, tokens, start, end)
+        is_nan = tl.maximum(is_nan, (x != x).to(tl.int32))
+        score = ahead
+    best, last = tl.max(x, axis=0), tl.argmax(x, axis=0)
     best = tl.where(tl.max(is_nan, axis=0) > 0, float("nan"), best) + invalid
     tl.store(score_ptr + n, best.to(score_ptr.dtype.element_ty))
     tl.store(last_ptr + n, tl.where(best > -float("inf"), last, -1))

@@ -1,0 +1,161 @@
+"""The best path of few long sequences, parallel in time.
+
+In max-plus arithmetic a segment is an operator too, see `lanes.py`. Once the best scores of the
+states before each segment are known, a lane takes them through the segment and stores the state
+before each state. The states of a token are packed into one word, see `path_words.py`.
+
+Scores are sums in fp64. Integers of at most 53 bits stay exact, so ties are those of a scan of one
+step after the other. Other scores are added in another order than there, and may choose another
+path among those whose scores differ by rounding.
+
+Source: Särkkä and García-Fernández, Temporal parallelization of Bayesian smoothers, 2021; Forney,
+The Viterbi algorithm, 1973.
+"""
+
+import triton
+import triton.language as tl
+
+from .lanes import (
+    MAX_STATES_OF_TABLE,
+    lane_emissions,
+    lane_index,
+    lane_scores,
+    lane_select,
+    load_lane,
+)
+from .path_words import repeated_state
+from .scores import fold_ends, load_end, load_tokens
+from .segments import load_matrix
+
+
+@triton.jit
+def linear_chain_best_boundaries_kernel(
+    emissions_ptr,  # [T, N, C]
+    table_ptr,  # [C, C] fp64
+    start_ptr,  # [N, C] or None
+    end_ptr,  # [N, C] or None
+    lengths_ptr,  # [N] or None
+    operators_ptr,  # [N, segments, C, C] fp64
+    offsets_ptr,  # [N, segments] fp64
+    known_ptr,  # [N, groups, C] fp64, states before groups, or None for one group
+    boundaries_ptr,  # [N, segments, C] fp64, states before segments
+    score_ptr,  # [N] the best score, if known is None
+    last_ptr,  # [N] int32, the last state of the best path or -1, if known is None
+    T,
+    N,
+    C,
+    segments,
+    groups,
+    stride_n,
+    stride_c,
+    start_n,
+    start_c,
+    end_n,
+    end_c,
+    SIZE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Scan the best scores over the operators of a group; find the last state for one group."""
+    group, n = tl.program_id(0) % groups, (tl.program_id(0) // groups).to(tl.int64)
+    c, none = tl.arange(0, BLOCK_C), -float("inf")
+    tokens, invalid = load_tokens(lengths_ptr, n, T)
+    first, last = group * SIZE, tl.minimum((group + 1) * SIZE, segments)
+    if known_ptr is None:
+        at = n * stride_n + c.to(tl.int64) * stride_c
+        score = tl.load(emissions_ptr + at, mask=c < C, other=none)
+        start = load_end(start_ptr, n, c, C, start_n, start_c)
+        end = load_end(end_ptr, n, c, C, end_n, end_c)
+        x = fold_ends(score, 0, tokens, start, end)
+    else:
+        x = tl.load(known_ptr + (n * groups + group) * C + c, mask=c < C, other=none)
+    # The first state is NaN too if it has one.
+    is_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
+    total = tl.where(is_nan, float("nan"), 0.0).to(tl.float64)
+    at = n * segments + first
+    step = load_matrix(operators_ptr + at * C * C, C, C, 1, BLOCK_C, none)
+    for segment in range(first, last):
+        tl.store(boundaries_ptr + (n * segments + segment) * C + c, x, mask=c < C)
+        total += tl.load(offsets_ptr + n * segments + segment)
+        # The next operator is loaded while this one is used.
+        at = n * segments + tl.minimum(segment + 1, last - 1)
+        following = load_matrix(operators_ptr + at * C * C, C, C, 1, BLOCK_C, none)
+        x = tl.max(step + x[:, None], axis=0)
+        step = following
+    if known_ptr is None:
+        weights = load_matrix(table_ptr, C, C, 1, BLOCK_C, 0.0)
+        bad = tl.max(tl.max((weights != weights).to(tl.int32), axis=0), axis=0)
+        total += tl.where((bad > 0) & (tokens > 1), float("nan"), 0.0)
+        best = tl.max(x, axis=0) + total + invalid
+        tl.store(score_ptr + n, best.to(score_ptr.dtype.element_ty))
+        state = tl.min(tl.where(x == tl.max(x, axis=0), c, BLOCK_C), axis=0)
+        tl.store(last_ptr + n, tl.where(best > none, state, -1))
+
+
+@triton.jit
+def best_product(x, table, table_ptr, C: tl.constexpr):
+    """Return the best scores that enter each state, and the lowest states before in one word."""
+    y, word = (), tl.zeros(x[0].shape, tl.int64)
+    for c in tl.static_range(C):
+        best, index = x[0], tl.zeros(x[0].shape, tl.int32)
+        for k in tl.static_range(C):
+            if C > MAX_STATES_OF_TABLE:
+                weight = tl.load(table_ptr + k * C + c)
+            else:
+                weight = table[k * C + c]
+            term = x[k] + weight
+            if k > 0:
+                index = tl.where(term > best, k, index)
+            best = tl.where(term > best, term, best) if k > 0 else term
+        y += (best,)
+        word = word | (index.to(tl.int64) << (4 * c))
+    return y, word
+
+
+@triton.jit
+def linear_chain_best_words_kernel(
+    emissions_ptr,  # [T, N, C]
+    table_ptr,  # [C, C] fp64
+    end_ptr,  # [N, C] or None
+    lengths_ptr,  # [N] or None
+    boundaries_ptr,  # [N, segments, C] fp64
+    last_ptr,  # [N] int32
+    words_ptr,  # [N, T] int64
+    T,
+    N,
+    segments,
+    stride_t,
+    stride_n,
+    stride_c,
+    end_n,
+    end_c,
+    C: tl.constexpr,
+    STEPS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Store the states at each token given those at the next, for one segment in each lane."""
+    TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
+    lane = lane_index(tl.program_id(0), tl.full([], N, tl.int64) * segments, LANES)
+    n, segment = lane // segments, lane % segments
+    tokens, _ = load_tokens(lengths_ptr, n, T)
+    low = segment * STEPS
+    token = (emissions_ptr + n * stride_n, end_ptr, n * end_n, tokens, stride_t, stride_c, end_c)
+    x = load_lane(boundaries_ptr + (n * segments + segment) * C, C)
+    # From the last token on, each state has the last one before it.
+    last = repeated_state(tl.maximum(tl.load(last_ptr + n), 0))
+    table = load_lane(table_ptr, TABLE)
+    scores = lane_scores(token, low + 1, 1, tokens - 1 - low, C, AHEAD)
+    for i in range(0, STEPS, AHEAD):
+        left = tokens - 1 - low - i - AHEAD
+        next_scores = lane_scores(token, low + 1 + i + AHEAD, 1, left, C, AHEAD)
+        for j in tl.static_range(AHEAD):
+            t = low + 1 + i + j
+            emissions = lane_emissions(token, scores, j * C, t, C)
+            y, word = best_product(x, table, table_ptr, C)
+            after = ()
+            for c in tl.static_range(C):
+                after += (y[c] + emissions[c],)
+            x = lane_select(t < tokens, after, x, C)
+            word = tl.where(t < tokens, word, last)
+            tl.store(words_ptr + n * T + t - 1, word, mask=t <= T)
+        scores = next_scores

@@ -1,0 +1,181 @@
+"""The best path of dense linear chains of many states: one launch for each step.
+
+A step stores the best score of each state with and without the emission of its token. When all are
+known, the states before each state follow for all tokens at the same time: the lowest state whose
+sum is the best score. This needs no index in the steps, which run one after the other.
+
+Source: Forney, The Viterbi algorithm, 1973.
+"""
+
+import triton
+import triton.language as tl
+
+from .scores import load_tokens
+from .steps import load_tokens_of
+
+
+@triton.jit
+def best_emissions(addresses, t, n, tokens, c, sizes, strides):
+    """Return the emissions of token t with start and end scores, `[BLOCK_N, BLOCK_C]` fp64.
+
+    The sizes are the number after the last sequence of the program, N and C.
+    """
+    emissions_ptr, start_ptr, end_ptr = addresses
+    last, _, C = sizes
+    stride_t, stride_n, stride_c, start_n, start_c, end_n, end_c = strides
+    mask, c = (n < last)[:, None] & (c < C)[None, :], c.to(tl.int64)[None, :]
+    at = (n * stride_n)[:, None] + t.to(tl.int64) * stride_t + c * stride_c
+    score = tl.load(emissions_ptr + at, mask=mask, other=-float("inf")).to(tl.float64)
+    if start_ptr is not None:
+        at = (n * start_n)[:, None] + c * start_c
+        score += tl.load(start_ptr + at, mask=mask & (t == 0), other=0.0).to(tl.float64)
+    if end_ptr is not None:
+        at, is_last = (n * end_n)[:, None] + c * end_c, mask & (t == tokens - 1)[:, None]
+        score += tl.load(end_ptr + at, mask=is_last, other=0.0).to(tl.float64)
+    return score
+
+
+@triton.jit
+def store_best(states_ptr, rows, is_nan_ptr, y, score, bad, t, n, tokens, c, sizes):
+    """Store the best scores of a step, and 1 for a sequence that has a NaN in it.
+
+    There are as many rows as tokens in all sequences together.
+    """
+    last, N, C = sizes
+    active = (n < last) & (t < tokens)
+    mask, x = active[:, None] & (c < C)[None, :], y + score
+    at = ((t.to(tl.int64) * N + n) * C)[:, None] + c[None, :]
+    tl.store(states_ptr + at, x, mask=mask)
+    tl.store(states_ptr + rows * C + at, y, mask=mask)
+    is_nan = ((x != x) | (bad > 0)) & mask
+    # All programs that store here store the same.
+    tl.store(is_nan_ptr + n, 1, mask=tl.max(is_nan.to(tl.int32), axis=1) > 0)
+
+
+@triton.jit(do_not_specialize=["t"])
+def linear_chain_best_step_kernel(
+    emissions_ptr,  # [T, N, C]
+    transitions_ptr,  # [C, C] or [T - 1, N, C, C]
+    start_ptr,  # [N, C] or None
+    end_ptr,  # [N, C] or None
+    lengths_ptr,  # [N] or None
+    states_ptr,  # [2, T, N, C] fp64, the best scores with emissions and without
+    is_nan_ptr,  # [N] int32
+    t,
+    T,
+    N,
+    C,
+    stride_t,
+    stride_n,
+    stride_c,
+    trans_t,
+    trans_n,
+    trans_k,
+    trans_c,
+    start_n,
+    start_c,
+    end_n,
+    end_c,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Enter token t for a block of sequences and of states."""
+    blocks = tl.cdiv(C, BLOCK_C)
+    c = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
+    n = (tl.program_id(0) // blocks * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    tokens = load_tokens_of(lengths_ptr, n, N, T)
+    y = tl.zeros([BLOCK_N, BLOCK_C], tl.float64)
+    bad = tl.zeros([BLOCK_N, BLOCK_C], tl.int32)
+    if t > 0:
+        best = tl.full([BLOCK_N, BLOCK_C], -float("inf"), tl.float64)
+        before_ptr = states_ptr + (tl.full([], t - 1, tl.int64) * N + n)[:, None] * C
+        step_ptr = transitions_ptr + tl.full([], t - 1, tl.int64) * trans_t
+        step_ptr += (n * trans_n)[:, None, None] + c.to(tl.int64)[None, :, None] * trans_c
+        for k0 in range(0, C, BLOCK_K):
+            k = k0 + tl.arange(0, BLOCK_K)
+            mask = ((n < N) & (t < tokens))[:, None] & (k < C)[None, :]
+            x = tl.load(before_ptr + k[None, :], mask=mask, other=-float("inf"))
+            mask = mask[:, None, :] & (c < C)[None, :, None]
+            at = step_ptr + k.to(tl.int64)[None, None, :] * trans_k
+            weight = tl.load(at, mask=mask, other=-float("inf")).to(tl.float64)
+            bad = tl.maximum(bad, tl.max((weight != weight).to(tl.int32), axis=2))
+            best = tl.maximum(best, tl.max(weight + x[:, None, :], axis=2))
+        y = best
+    score = best_emissions(
+        (emissions_ptr, start_ptr, end_ptr),
+        t,
+        n,
+        tokens,
+        c,
+        (N, N, C),
+        (stride_t, stride_n, stride_c, start_n, start_c, end_n, end_c),
+    )
+    rows = tl.full([], T, tl.int64) * N
+    store_best(states_ptr, rows, is_nan_ptr, y, score, bad, t, n, tokens, c, (N, N, C))
+
+
+@triton.jit
+def linear_chain_best_last_kernel(
+    states_ptr,  # [2, T, N, C] fp64
+    lengths_ptr,  # [N] or None
+    is_nan_ptr,  # [N] int32
+    score_ptr,  # [N]
+    last_ptr,  # [N] int32: the last state of the best path, or -1
+    T,
+    N,
+    C,
+    BLOCK_C: tl.constexpr,
+):
+    """Find the best score of a sequence and the lowest state that has it."""
+    n, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_C)
+    tokens, invalid = load_tokens(lengths_ptr, n, T)
+    at = (tl.full([], 1, tl.int64) * (tokens - 1) * N + n) * C + c
+    x = tl.load(states_ptr + at, mask=c < C, other=-float("inf"))
+    best = tl.max(x, axis=0)
+    last = tl.min(tl.where(x == best, c, BLOCK_C), axis=0)
+    best = tl.where(tl.load(is_nan_ptr + n) > 0, float("nan"), best) + invalid
+    tl.store(score_ptr + n, best.to(score_ptr.dtype.element_ty))
+    tl.store(last_ptr + n, tl.where(best > -float("inf"), last, -1))
+
+
+@triton.jit
+def linear_chain_best_states_kernel(
+    transitions_ptr,  # [C, C] or [T - 1, N, C, C]
+    states_ptr,  # [2, T, N, C] fp64
+    previous_ptr,  # [T, N, C] int16 or int32: the best states before each state
+    T,
+    N,
+    C,
+    trans_t,
+    trans_n,
+    trans_k,
+    trans_c,
+    CONSTANT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Find the lowest state before each state of ROWS tokens that attains the best score.
+
+    Where no score is greater than -inf, or past a length, it is any state.
+    """
+    blocks = tl.cdiv(C, BLOCK_C)
+    c = (tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
+    rows = tl.full([], T, tl.int64) * N
+    row = tl.program_id(0).to(tl.int64) // blocks * ROWS + N + tl.arange(0, ROWS)[:, None]
+    mask = (row < rows) & (c < C)
+    y = tl.load(states_ptr + rows * C + row * C + c, mask=mask, other=0.0)
+    before_ptr, step_ptr = states_ptr + (row - N) * C, transitions_ptr + c.to(tl.int64) * trans_c
+    if not CONSTANT:
+        step_ptr += (row // N - 1) * trans_t + row % N * trans_n
+    index = tl.full([ROWS, BLOCK_C], C - 1, tl.int32)
+    for first in range(0, C, UNROLL):
+        for j in tl.static_range(UNROLL):
+            k = C - 1 - first - j
+            x = tl.load(before_ptr + k, mask=(row < rows) & (k >= 0), other=float("nan"))
+            at = step_ptr + tl.full([], k, tl.int64) * trans_k
+            inside = (c < C) & (k >= 0) if CONSTANT else mask & (k >= 0)
+            weight = tl.load(at, mask=inside, other=0.0).to(tl.float64)
+            index = tl.where(x + weight == y, k, index)
+    tl.store(previous_ptr + row * C + c, index, mask=mask)

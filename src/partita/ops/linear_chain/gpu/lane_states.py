@@ -1,0 +1,112 @@
+"""The states of segments of few states in linear arithmetic, with one lane for each segment.
+
+The states at the boundaries of segments are known, see `segments.py`. A lane takes the state before
+its segment through the steps, or for beta the state after it.
+"""
+
+import triton
+import triton.language as tl
+
+from .lanes import (
+    MAX_STATES_OF_TABLE,
+    enter_lane_tokens,
+    lane_emissions,
+    lane_exponent,
+    lane_index,
+    lane_product,
+    lane_scores,
+    lane_select,
+    load_lane,
+)
+from .scores import load_tokens, power_of_2, transition_range
+
+
+@triton.jit
+def store_lane(ptr, x, mask, C: tl.constexpr):
+    """Store the states of the lanes of the mask at their addresses."""
+    for c in tl.static_range(C):
+        tl.store(ptr + c, x[c], mask=mask)
+
+
+@triton.jit
+def lane_sum(x, C: tl.constexpr):
+    """Return the sum over states."""
+    total = x[0]
+    for c in tl.static_range(1, C):
+        total += x[c]
+    return total
+
+
+@triton.jit
+def linear_chain_lane_states_kernel(
+    emissions_ptr,  # [T, N, C]
+    table_ptr,  # [2, C, C] fp64, exp of the transitions, and the same transposed
+    end_ptr,  # [N, C] or None
+    lengths_ptr,  # [N] or None
+    range_ptr,  # [parts, 2] fp64
+    maxima_ptr,  # [T, N] fp64
+    boundaries_ptr,  # [2, N, segments + 1, C] fp64
+    states_ptr,  # [2, T, N, C] fp64
+    scales_ptr,  # [T, N] fp64
+    T,
+    N,
+    parts,
+    segments,
+    stride_t,
+    stride_n,
+    stride_c,
+    end_n,
+    end_c,
+    C: tl.constexpr,
+    STEPS: tl.constexpr,
+    EXACT: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+):
+    """Store alpha of a segment in each lane, or in the second half of the programs beta.
+
+    A state x includes the emission of its token, and y does not, see `scan.py`.
+    """
+    TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
+    if transition_range(range_ptr, parts, BLOCK_PARTS)[0]:
+        half, lanes = tl.num_programs(0) // 2, tl.full([], N, tl.int64) * segments
+        lane, is_alpha = lane_index(tl.program_id(0) % half, lanes, LANES), tl.program_id(0) < half
+        n, segment = lane // segments, lane % segments
+        tokens, _ = load_tokens(lengths_ptr, n, T)
+        low = tl.minimum(segment * STEPS, tokens - 1)
+        num_steps = tl.minimum(STEPS, tokens - 1 - low)
+        t, dt = tl.where(is_alpha, low, low + num_steps), tl.where(is_alpha, 1, -1).to(tl.int64)
+        score_ptr, end_at = emissions_ptr + n * stride_n, n * end_n
+        inputs = (score_ptr, end_ptr, end_at, tokens, stride_t, stride_c, end_c)
+        matrix_ptr = table_ptr + tl.where(is_alpha, 0, C * C)
+        table, token_ptr = load_lane(matrix_ptr, TABLE), maxima_ptr + n
+        # Beta follows alpha in the states, and so it does in the boundaries.
+        known_ptr = boundaries_ptr + (n * (segments + 1) + segment) * C
+        known_ptr += tl.where(is_alpha, 0, (lanes + N + 1) * C)
+        alpha_ptr = states_ptr + n * C + tl.where(is_alpha, 0, tl.full([], T, tl.int64) * N * C)
+        y, exponent = load_lane(known_ptr, C), tl.zeros([LANES], tl.int32)
+        store_lane(alpha_ptr + t * N * C, y, tl.where(is_alpha, segment == 0, t == tokens - 1), C)
+        first = lane_emissions(inputs, lane_scores(inputs, t, dt, num_steps, C, 1), 0, t, C)
+        maximum = tl.load(token_ptr + t * N)
+        x = enter_lane_tokens(y, first, maximum, 1.0, C, EXACT, False)
+        x = lane_select(is_alpha, y, x, C)
+        scores = lane_scores(inputs, t + dt, dt, num_steps, C, 1)
+        for i in range(1, tl.max(num_steps, axis=0).to(tl.int32) + 1):
+            at, active, removed = t + i * dt, i <= num_steps, lane_exponent(x, C)
+            next_scores = lane_scores(inputs, at + dt, dt, num_steps - i, C, 1)
+            emissions = lane_emissions(inputs, scores, 0, at, C)
+            maximum = tl.load(token_ptr + at * N, mask=active, other=0.0)
+            y, scale = lane_product(x, table, matrix_ptr, C, False), power_of_2(-removed)
+            after = enter_lane_tokens(y, emissions, maximum, scale, C, EXACT, False)
+            store_lane(alpha_ptr + at * N * C, lane_select(is_alpha, after, y, C), active, C)
+            x, exponent = lane_select(active, after, x, C), tl.where(active, removed, exponent)
+            power = exponent.to(tl.float64)
+            tl.store(scales_ptr + n + at * N, power, mask=active & is_alpha)
+            scores = next_scores
+        if is_alpha:
+            # The next segment starts from the known state, whose power of two may be another.
+            given, last = load_lane(known_ptr + C, C), (low + num_steps) * N
+            ratio = tl.log2(lane_sum(x, C) / lane_sum(given, C))
+            store_lane(alpha_ptr + last * C, given, num_steps > 0, C)
+            power = exponent.to(tl.float64) + ratio
+            tl.store(scales_ptr + n + last, power, mask=num_steps > 0)

@@ -1,0 +1,288 @@
+"""Operators of segments for few states, with one lane for each state before a segment.
+
+The steps of a segment are one operator on states, see `segments.py`. Row k of it is the state that
+the steps make of a first state that is 1 at k and 0 elsewhere, so the rows need nothing of each
+other. A lane takes one row through the steps, with all its states in registers, and reads the
+transitions from a table that all lanes share.
+
+Linear operators have a power of two for each row. In max-plus arithmetic a sum is a maximum, a
+product is a sum, and no number is scaled, so scores that are integers stay exact.
+"""
+
+import triton
+import triton.language as tl
+
+from ....primitives.gpu.math import finite_shift
+from .scores import exp_split, load_tokens, power_of_2, transition_range
+
+MAX_STATES_OF_TABLE = tl.constexpr(5)  # whose transitions stay in the registers of a lane
+
+
+@triton.jit
+def linear_chain_table_kernel(
+    transitions_ptr,  # [C, C]
+    table_ptr,  # [C, C] fp64
+    C,
+    trans_k,
+    trans_c,
+    BLOCK: tl.constexpr,
+):
+    """Store constant transitions in fp64, side by side."""
+    pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = pair < tl.full([], C, tl.int64) * C
+    at = pair // C * trans_k + pair % C * trans_c
+    tl.store(table_ptr + pair, tl.load(transitions_ptr + at, mask=mask).to(tl.float64), mask=mask)
+
+
+@triton.jit
+def lane_scores(token, t, dt, remaining, C: tl.constexpr, AHEAD: tl.constexpr):
+    """Load the emissions of AHEAD tokens from token t in the direction dt, before they are used.
+
+    Each state of each token is a vector over lanes. A lane reads its remaining tokens alone.
+    """
+    score_ptr, _, _, _, stride_t, stride_c, _ = token
+    scores = ()
+    for j in tl.static_range(AHEAD):
+        for c in tl.static_range(C):
+            at = (t + j * dt) * stride_t + tl.full([], c, tl.int64) * stride_c
+            scores += (tl.load(score_ptr + at, mask=j < remaining, other=0.0),)
+    return scores
+
+
+@triton.jit
+def lane_emissions(token, scores, first: tl.constexpr, t, C: tl.constexpr):
+    """Return emissions in fp64 from number `first` on, with the end scores of the last token."""
+    _, end_ptr, end_at, tokens, _, _, end_c = token
+    emissions = ()
+    for c in tl.static_range(C):
+        score = scores[first + c].to(tl.float64)
+        if end_ptr is not None:
+            at = end_at + tl.full([], c, tl.int64) * end_c
+            score += tl.load(end_ptr + at, mask=t == tokens - 1, other=0.0).to(tl.float64)
+        emissions += (score,)
+    return emissions
+
+
+@triton.jit
+def load_lane(ptr, NUMBER: tl.constexpr):
+    """Load numbers that follow one another, for all lanes or from an address of each."""
+    x = ()
+    for c in tl.static_range(NUMBER):
+        x += (tl.load(ptr + c),)
+    return x
+
+
+@triton.jit
+def lane_product(x, matrix, ptr, C: tl.constexpr, MAX_PLUS: tl.constexpr):
+    """Return states times a matrix of few states, or of more in memory."""
+    y = ()
+    for c in tl.static_range(C):
+        total = x[0]
+        for k in tl.static_range(C):
+            if C > MAX_STATES_OF_TABLE:
+                weight = tl.load(ptr + k * C + c)
+            else:
+                weight = matrix[k * C + c]
+            if MAX_PLUS:
+                term = x[k] + weight
+                total = tl.where(term > total, term, total) if k > 0 else term
+            else:
+                total = total + x[k] * weight if k > 0 else x[k] * weight
+        y += (total,)
+    return y
+
+
+@triton.jit
+def lane_exponent(x, C: tl.constexpr):
+    """Return the exponent of each lane's greatest state, in -1000 to 1000; 0 for 0 and NaN."""
+    # The order of numbers of one sign is that of their bits.
+    high = (x[0].to(tl.int64, bitcast=True) >> 32).to(tl.int32)
+    for c in tl.static_range(1, C):
+        high = tl.maximum(high, (x[c].to(tl.int64, bitcast=True) >> 32).to(tl.int32))
+    exponent = (high >> 20) - 1023
+    return tl.where((exponent < -1000) | (exponent > 1000), 0, exponent)
+
+
+@triton.jit
+def lane_unit(row, C: tl.constexpr, MAX_PLUS: tl.constexpr):
+    """Return row `row` of the operator of no step."""
+    x = ()
+    for c in tl.static_range(C):
+        if MAX_PLUS:
+            x += (tl.where(row == c, 0.0, -float("inf")).to(tl.float64),)
+        else:
+            x += (tl.where(row == c, 1.0, 0.0).to(tl.float64),)
+    return x
+
+
+@triton.jit
+def lane_select(mask, x, y, C: tl.constexpr):
+    """Return the states x of the lanes of the mask, and y of the others."""
+    z = ()
+    for c in tl.static_range(C):
+        z += (tl.where(mask, x[c], y[c]),)
+    return z
+
+
+@triton.jit
+def has_nan(x, C: tl.constexpr):
+    """Return which lanes have a NaN."""
+    found = x[0] != x[0]
+    for c in tl.static_range(1, C):
+        found = found | (x[c] != x[c])
+    return found
+
+
+@triton.jit
+def enter_lane_tokens(y, emissions, maximum, scale, C, EXACT: tl.constexpr, MAX_PLUS: tl.constexpr):
+    """Return states with emissions relative to the maximum, scaled by a power of two."""
+    x = ()
+    for c in tl.static_range(C):
+        if MAX_PLUS:
+            x += (y[c] + emissions[c],)
+        else:
+            x += (y[c] * (exp_split(emissions[c] - finite_shift(maximum), EXACT) * scale),)
+    return x
+
+
+@triton.jit
+def lane_index(program, number, LANES: tl.constexpr):
+    """Return the lanes of a program. Lanes past the last of all repeat it, and store the same."""
+    lane = program.to(tl.int64) * LANES + tl.arange(0, LANES)
+    return tl.minimum(lane, number - 1)
+
+
+@triton.jit
+def linear_chain_lane_operators_kernel(
+    emissions_ptr,  # [T, N, C]
+    table_ptr,  # [C, C] fp64
+    end_ptr,  # [N, C] or None
+    lengths_ptr,  # [N] or None
+    range_ptr,  # [parts, 2] fp64, or None with MAX_PLUS
+    maxima_ptr,  # [T, N] fp64, or None with MAX_PLUS
+    operators_ptr,  # [N, segments, C, C] fp64
+    exponents_ptr,  # [N, segments, C] fp64, or None with MAX_PLUS
+    offsets_ptr,  # [N, segments] fp64: what was taken out, or with MAX_PLUS 0, or NaN if one is met
+    T,
+    N,
+    parts,
+    segments,
+    stride_t,
+    stride_n,
+    stride_c,
+    end_n,
+    end_c,
+    C: tl.constexpr,
+    STEPS: tl.constexpr,
+    EXACT: tl.constexpr,
+    MAX_PLUS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+):
+    """Form one row of the operator of a segment in each lane."""
+    TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
+    serves, shift = True, 0.0
+    if not MAX_PLUS:
+        serves, shift = transition_range(range_ptr, parts, BLOCK_PARTS)
+    if serves:
+        lane = lane_index(tl.program_id(0), tl.full([], N, tl.int64) * segments * C, LANES)
+        row, n, segment = lane % C, lane // C // segments, lane // C % segments
+        tokens, _ = load_tokens(lengths_ptr, n, T)
+        low = tl.minimum(segment * STEPS, tokens - 1)
+        num_steps = tl.minimum(STEPS, tokens - 1 - low)
+        score_ptr, end_at = emissions_ptr + n * stride_n, n * end_n
+        token = (score_ptr, end_ptr, end_at, tokens, stride_t, stride_c, end_c)
+        x = lane_unit(row, C, MAX_PLUS)
+        exponents = tl.zeros([LANES], tl.float64)
+        offset = exponents if MAX_PLUS else shift * num_steps
+        table = load_lane(table_ptr, TABLE)
+        scores = lane_scores(token, low + 1, 1, num_steps, C, AHEAD)
+        for i in range(0, tl.max(num_steps, axis=0).to(tl.int32), AHEAD):
+            left = num_steps - i - AHEAD
+            next_scores = lane_scores(token, low + 1 + i + AHEAD, 1, left, C, AHEAD)
+            for j in tl.static_range(AHEAD):
+                t, active, maximum, scale = low + 1 + i + j, i + j < num_steps, offset, offset
+                emissions = lane_emissions(token, scores, j * C, t, C)
+                if MAX_PLUS:
+                    offset = tl.where(active & has_nan(emissions, C), float("nan"), offset)
+                else:
+                    maximum = tl.load(maxima_ptr + t * N + n, mask=active, other=0.0)
+                    exponent = lane_exponent(x, C)
+                    exponents += tl.where(active, exponent, 0).to(tl.float64)
+                    offset += maximum
+                    scale = power_of_2(-exponent)
+                if C > MAX_STATES_OF_TABLE:
+                    # Without it the compiler would load the whole table before the loop, and spill.
+                    tl.debug_barrier()
+                y = lane_product(x, table, table_ptr, C, MAX_PLUS)
+                y = enter_lane_tokens(y, emissions, maximum, scale, C, EXACT, MAX_PLUS)
+                x = lane_select(active, y, x, C)
+            scores = next_scores
+        at = n * segments + segment
+        for c in tl.static_range(C):
+            tl.store(operators_ptr + (at * C + row) * C + c, x[c])
+        if not MAX_PLUS:
+            tl.store(exponents_ptr + at * C + row, exponents)
+        tl.store(offsets_ptr + at, offset)
+
+
+@triton.jit
+def linear_chain_lane_groups_kernel(
+    operators_ptr,  # [N, segments, C, C] fp64
+    exponents_ptr,  # [N, segments, C] fp64, or None with MAX_PLUS
+    offsets_ptr,  # [N, segments] fp64
+    range_ptr,  # [parts, 2] fp64, or None with MAX_PLUS
+    group_operators_ptr,  # [N, groups, C, C] fp64
+    group_exponents_ptr,  # [N, groups, C] fp64, or None with MAX_PLUS
+    group_offsets_ptr,  # [N, groups] fp64
+    N,
+    parts,
+    segments,
+    groups,
+    C: tl.constexpr,
+    SIZE: tl.constexpr,  # segments in a group
+    MAX_PLUS: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+):
+    """Form one row of the product of the operators of a group in each lane."""
+    TABLE: tl.constexpr = C * C if C <= MAX_STATES_OF_TABLE else 0
+    POWERS: tl.constexpr = 0 if MAX_PLUS else C
+    serves = True
+    if not MAX_PLUS:
+        serves = transition_range(range_ptr, parts, BLOCK_PARTS)[0]
+    if serves:
+        lane = lane_index(tl.program_id(0), tl.full([], N, tl.int64) * groups * C, LANES)
+        row, n, group = lane % C, lane // C // groups, lane // C % groups
+        x, exponents = lane_unit(row, C, MAX_PLUS), tl.zeros([LANES], tl.float64)
+        offset = tl.zeros([LANES], tl.float64)
+        at, last = n * segments + group * SIZE, n * segments + segments - 1
+        matrix = load_lane(operators_ptr + at * C * C, TABLE)
+        powers = load_lane(exponents_ptr if MAX_PLUS else exponents_ptr + at * C, POWERS)
+        for i in range(0, SIZE):
+            active, following = group * SIZE + i < segments, tl.minimum(at + 1, last)
+            # The next operator is loaded while this one is used.
+            next_matrix = load_lane(operators_ptr + following * C * C, TABLE)
+            before = x
+            if not MAX_PLUS:
+                next_powers = load_lane(exponents_ptr + following * C, POWERS)
+                greatest = powers[0]
+                for k in tl.static_range(1, C):
+                    greatest = tl.maximum(greatest, powers[k])
+                exponent = lane_exponent(x, C)
+                scaled = ()
+                for k in tl.static_range(C):
+                    power = tl.maximum(powers[k] - greatest - exponent, -1022.0)
+                    scaled += (x[k] * power_of_2(tl.minimum(power, 1000.0).to(tl.int32)),)
+                before, powers = scaled, next_powers
+                exponents += tl.where(active, exponent + greatest, 0.0)
+            offset += tl.where(active, tl.load(offsets_ptr + at), 0.0)
+            y = lane_product(before, matrix, operators_ptr + at * C * C, C, MAX_PLUS)
+            x, matrix, at = lane_select(active, y, x, C), next_matrix, following
+        at = n * groups + group
+        for c in tl.static_range(C):
+            tl.store(group_operators_ptr + (at * C + row) * C + c, x[c])
+        if not MAX_PLUS:
+            tl.store(group_exponents_ptr + at * C + row, exponents)
+        tl.store(group_offsets_ptr + at, offset)

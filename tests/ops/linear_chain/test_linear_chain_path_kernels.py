@@ -1,0 +1,183 @@
+"""The GPU kernels for paths of dense linear chains, and those that are parallel in time."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers.linear_chains import KINDS, random_linear_chain
+from helpers.rows import INTERPRETING, kernel_devices
+from torch import Tensor
+
+import partita
+from partita import LinearChain
+from partita.ops.linear_chain import autograd
+from partita.ops.linear_chain.gpu import plan
+from partita.runtime.caches import clear_caches
+from partita.testing import poisoned_memory
+
+# Sequences of one segment, of several groups, of one state, and of more states than lanes add up.
+SHAPES = ((9, 1, 3), (70, 1, 2), (34, 2, 5), (17, 2, 1), (20, 1, 10))
+LARGE = ((1500, 2, 4), (1200, 1, 16), (200, 3, 50), (100, 3, 100), (40, 17, 200), (9, 3, 512))
+
+
+def cut_small(T: int, N: int, C: int) -> plan.LaneSizes:
+    """Return segments of 8 tokens and groups of 2, so that few tokens have several levels."""
+    counts = [-(-T // 8)]
+    while counts[-1] > 3:
+        counts.append(-(-counts[-1] // 2))
+    return plan.LaneSizes(8, 2, tuple(counts))
+
+
+@pytest.fixture
+def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Scan short sequences in segments."""
+    monkeypatch.setattr(plan, "MIN_PARALLEL_TOKENS", 2)
+    monkeypatch.setattr(plan, "WORD_STEPS", 4)
+    monkeypatch.setattr(plan, "lane_sizes", cut_small)
+    clear_caches()
+    yield
+    clear_caches()
+
+
+def arguments(chain: LinearChain, whole: bool = False) -> list[Tensor | None]:
+    """Return the arguments of the ops, with scores rounded to whole numbers, whose sums tie."""
+    scores = [chain.emissions, chain.transitions, chain.start, chain.end]
+    return [*(t.round() if whole and t is not None else t for t in scores), chain.lengths]
+
+
+def both(op: object, tensors: list[Tensor | None], *args: Tensor) -> tuple[object, object]:
+    """Return the results of the kernels and of the reference."""
+    assert callable(op)
+    with poisoned_memory():
+        found = op(*tensors, *args, "triton")
+    return found, op(*tensors, *args, "reference")
+
+
+def assert_same_path(chain: LinearChain) -> None:
+    """Compare best paths of scores that tie."""
+    found, expected = both(autograd.viterbi, arguments(chain, whole=True))
+    torch.testing.assert_close(found[0], expected[0], equal_nan=True)
+    assert torch.equal(found[1], expected[1])
+
+
+def assert_equally_good_path(chain: LinearChain, dtype: torch.dtype) -> None:
+    """Compare the scores of the best paths, which may be different paths."""
+    tensors = [None if t is None else t.to(dtype) for t in arguments(chain)[:4]]
+    found, expected = both(autograd.viterbi, [*tensors, chain.lengths])
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=1e-6)
+    rounded = LinearChain(*(None if t is None else t.double() for t in tensors))
+    rounded.lengths = chain.lengths
+    with partita.backend("reference"):
+        scores = [rounded.log_prob(states) for states in (found[1], expected[1])]
+    torch.testing.assert_close(*scores, rtol=1e-12, atol=1e-9, equal_nan=True)
+
+
+@kernel_devices
+@pytest.mark.usefixtures("segments")
+@pytest.mark.parametrize("forbidden", [0.0, 0.3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_paths_and_samples_in_segments(
+    shape: tuple[int, int, int], forbidden: float, device: str
+) -> None:
+    assert plan.uses_lanes(*shape, plan.MAX_PARALLEL_STATES)
+    chain = random_linear_chain(*shape, forbidden=forbidden, device=device)
+    assert_same_path(chain)
+    T, N, _ = shape
+    uniforms = torch.rand(T, 3, N, dtype=torch.float64, device=device)
+    assert torch.equal(*both(autograd.sample, arguments(chain), uniforms))
+    chain = random_linear_chain(*shape, ends=False, ragged=False, device=device)
+    assert_same_path(chain)
+    assert torch.equal(*both(autograd.sample, arguments(chain), uniforms))
+
+
+@kernel_devices
+@pytest.mark.usefixtures("segments")
+@pytest.mark.parametrize("scale", [1.0, 200.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scores_of_any_range_in_segments(scale: float, dtype: torch.dtype, device: str) -> None:
+    chain = random_linear_chain(40, 2, 5, scale=scale, device=device)
+    assert_equally_good_path(chain, dtype)
+    uniforms = torch.rand(40, 3, 2, dtype=torch.float64, device=device)
+    assert torch.equal(*both(autograd.sample, arguments(chain), uniforms))
+
+
+@kernel_devices
+@pytest.mark.usefixtures("segments")
+def test_nan_and_invalid_lengths_stay_in_their_sequence_in_segments(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    chain = random_linear_chain(40, 7, 3, ragged=False, device=device)
+    chain.emissions[21, 1, 2] = torch.nan
+    chain.emissions[12, 2] = -torch.inf
+    chain.start[3, 1], chain.end[4, 1] = torch.nan, torch.nan
+    chain.lengths = torch.tensor([40, 40, 40, 40, 40, 0, 41], device=device)
+    (score, states), _ = both(autograd.viterbi, arguments(chain))
+    assert score.isnan().tolist() == [False, True, False, True, True, True, True]
+    assert score[2] == -torch.inf and (states[:, 1:] == -1).all() and (states[:, 0] >= 0).all()
+    drawn, _ = both(autograd.sample, arguments(chain), torch.rand(40, 2, 7, device=device).double())
+    assert (drawn[:, :, 1:] == -1).all() and (drawn[:, :, 0] >= 0).all()
+    chain.transitions[1, 2] = torch.nan
+    (score, states), _ = both(autograd.viterbi, arguments(chain))
+    assert score.isnan().all() and (states == -1).all()
+
+
+@kernel_devices
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 2, 70), (3, 2, 66)])
+def test_paths_of_many_states(kind: str, shape: tuple[int, int, int], device: str) -> None:
+    assert not plan.stores_previous(shape[-1], kind == "constant")
+    for forbidden in (0.0, 0.6):
+        assert_same_path(random_linear_chain(*shape, kind=kind, forbidden=forbidden, device=device))
+    chain = random_linear_chain(*shape, kind=kind, ends=False, ragged=False, device=device)
+    assert_equally_good_path(chain, torch.float32)
+
+
+@kernel_devices
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_stays_in_its_sequence_of_many_states(
+    kind: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    chain = random_linear_chain(3, 6, 66, kind=kind, ragged=False, device=device)
+    chain.emissions[0, 0, 65] = torch.nan
+    chain.emissions[2, 1, 0] = torch.nan
+    chain.emissions[1, 2] = -torch.inf
+    chain.lengths = torch.tensor([3, 3, 3, 2, 0, 4], device=device)
+    chain.emissions[2, 3] = torch.nan
+    score, states = both(autograd.viterbi, arguments(chain))[0]
+    assert score.isnan().tolist() == [True, True, False, False, True, True]
+    assert score[2] == -torch.inf and (states[:, [0, 1, 2, 4, 5]] == -1).all()
+    assert states[:, 3].tolist()[2] == -1 and (states[:2, 3] >= 0).all()
+    chain.transitions[..., 65, 65] = torch.nan
+    score, states = both(autograd.viterbi, arguments(chain))[0]
+    assert score.isnan().all() and (states == -1).all()
+
+
+@kernel_devices
+@pytest.mark.skipif(INTERPRETING, reason="too large for the interpreter")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", LARGE)
+def test_large_paths(kind: str, shape: tuple[int, int, int], device: str) -> None:
+    T, N, C = shape
+    if kind == "by sequence" and T * N * C * C > 2**26:
+        T = max(2, 2**26 // (N * C * C))
+    chain = random_linear_chain(T, N, C, kind=kind, device=device, dtype=torch.float32)
+    assert_same_path(chain)
+    first, second = (autograd.viterbi(*arguments(chain), "triton") for _ in range(2))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+    if kind == "constant" and C <= 16:
+        uniforms = torch.rand(T, 3, N, dtype=torch.float64, device=device)
+        found, expected = both(autograd.sample, arguments(chain), uniforms)
+        # A uniform number within rounding of a boundary may draw another state.
+        assert (found == expected).double().mean() > 0.999
+
+
+def test_levels_cover_all_segments() -> None:
+    for T in (1, 2, 256, 9_999, 100_000, 1_000_000):
+        for N, C in ((1, 4), (32, 8), (1, 16)):
+            sizes = plan.lane_sizes(T, N, C)
+            assert sizes.counts[0] * sizes.steps >= T > (sizes.counts[0] - 1) * sizes.steps
+            for number, groups in zip(sizes.counts, sizes.counts[1:], strict=False):
+                assert groups * sizes.size >= number > (groups - 1) * sizes.size
+            assert sizes.counts[-1] <= 2 * sizes.size
