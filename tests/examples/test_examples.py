@@ -12,6 +12,7 @@ import chain_exactness
 import digit_lines
 import digits
 import language_model
+import post_training
 import pytest
 import torch
 import torch.distributed as dist
@@ -238,3 +239,23 @@ def test_chain_exactness_out_of_contract(
         == 1
     )
     assert "Out of contract: CTC, up to 200 labels, 50 steps." in capsys.readouterr().err
+
+
+def test_post_training_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "picture.png"
+    monkeypatch.setattr(post_training, "TEACHER_STEPS", 4)
+    monkeypatch.setattr(post_training, "STUDENT_STEPS", 2)
+    code = post_training.main(["--steps", "2", "--out", str(out), "--quiet"])
+    printed = capsys.readouterr()
+    assert [line.partition(":")[0] for line in printed.out.splitlines()] == [
+        "Right numbers of the teacher",
+        "Right numbers of the student before",
+        "Right numbers after GRPO",
+        "Right numbers after distillation",
+        "Picture",
+    ]
+    # Two steps may not suffice; the command says so then.
+    assert code == int("did not improve" in printed.err)
+    assert out.read_bytes().startswith(b"\x89PNG")
