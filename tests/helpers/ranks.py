@@ -110,7 +110,7 @@ def start(rank: int, world: int, store: str, kind: str, what: str) -> int:
 
 def main(worlds: str, store: str, kind: str, what: str) -> None:
     """Run all ranks of one world after another, and print their exit codes, a line for each."""
-    if kind == "cpu":
+    if kind == "cpu" and what == "all":
         torch.compile(torch.neg, backend="aot_eager")(torch.zeros(1))  # which imports much
     for world in map(int, worlds.split(",")):
         ranks = [start(rank, world, f"{store}.{world}", kind, what) for rank in range(world)]
