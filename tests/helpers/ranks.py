@@ -17,6 +17,7 @@ from helpers.rank_dtensors import (
     check_uneven_batch,
     check_wrappers,
 )
+from helpers.rank_fused import check_fused_models
 from helpers.rank_losses import (
     check_bad_arguments,
     check_compile,
@@ -40,6 +41,7 @@ CHECKS = (
     check_dtensor,
     check_arguments_with_a_dtensor,
     check_wrappers,
+    check_fused_models,
     check_uneven_batch,
     check_unfinished_collective,
     check_compile,

@@ -9,6 +9,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from inspect import Parameter, signature
 from types import MethodType
 from typing import Any, NamedTuple
@@ -38,16 +39,24 @@ class Request(NamedTuple):
     ignore_index: int
 
 
+@dataclass(eq=False)
 class SkippedLogits:
     """What the head returns instead of logits.
 
-    It notes the steps of a soft cap, and refuses all else that a model computes from logits.
+    It notes the steps of a soft cap, and refuses all else that a model computes from logits. FSDP2
+    waits for the gradient of the tensors that it finds in a dataclass.
+
+    Fields:
+        loss: the loss that the head has computed, `[]`.
+        request: what it was computed for.
+        shape: that of the logits.
+        steps: the arithmetic of the model after the head.
     """
 
-    def __init__(
-        self, loss: Tensor, request: Request, shape: torch.Size, steps: tuple[Any, ...] = ()
-    ) -> None:
-        self.loss, self.request, self.shape, self.steps = loss, request, shape, steps
+    loss: Tensor
+    request: Request
+    shape: torch.Size
+    steps: tuple[Any, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name}: {REFUSED}")
@@ -100,7 +109,7 @@ def _with_leaf(leaves: Iterable[Any], context: Any) -> SkippedLogits:
     return SkippedLogits(*leaves, *context)
 
 
-# FSDP2 looks here for the tensor whose gradient it waits for.
+# Earlier versions of FSDP2 find tensors in the nodes that are registered here.
 pytree.register_pytree_node(SkippedLogits, _leaf, _with_leaf)
 
 

@@ -255,7 +255,7 @@ def unfuse(model: Model) -> Model:
         model: a causal language model of transformers, or one with PEFT adapters.
 
     Returns:
-        The model, which computes its loss from logits.
+        The model, whose output has logits again.
 
     Raises:
         TypeError: the model is none of transformers.
