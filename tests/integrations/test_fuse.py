@@ -238,7 +238,7 @@ class Custom(CausalLM):
 @pytest.mark.parametrize(
     ("what", "error", "message"),
     [
-        ("scale", ValueError, r"expected a soft cap of None.*got \('\*', 0.5\)"),
+        ("scale", ValueError, r"that its configuration names, \(\), got \('\*', 0.5\)"),
         ("slice", TypeError, "a fused model has no logits in training"),
         ("attribute", AttributeError, "masked_fill: a fused model has no logits in training"),
         ("function", TypeError, "relu: a fused model has no logits in training"),
@@ -255,9 +255,27 @@ def test_what_a_model_may_not_compute(what: str, error: type[Exception], message
         model(INPUT_IDS, labels=LABELS, num_items_in_batch=3)
 
 
+@pytest.mark.parametrize(("name", "scale"), [("logit_scale", 0.3), ("logits_scaling", 3.0)])
+def test_a_scale_that_the_configuration_names(name: str, scale: float) -> None:
+    class Scaled(CausalLM):
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Any:
+            logits = self.lm_head(self.embedding(input_ids))
+            logits = scale * logits if name == "logit_scale" else logits / scale
+            return {"loss": self.loss_function(logits, labels, CLASSES, **kwargs), "logits": logits}
+
+    model = Scaled(bias=True)
+    setattr(model.config, name, scale)
+    expected = model(INPUT_IDS, labels=LABELS)["loss"]
+    used = [model.embedding.weight, *model.lm_head.parameters()]
+    gradients = torch.autograd.grad(expected, used)
+    found = fuse(model)(INPUT_IDS, labels=LABELS)["loss"]
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, used), gradients)
+
+
 def test_a_soft_cap_that_the_configuration_names_and_the_model_does_not_apply() -> None:
     model = CausalLM(2.0)
     fuse(model)
     model.config.final_logit_softcapping = None
-    with pytest.raises(ValueError, match=r"expected a soft cap of 2.0, .*got \(\)"):
+    with pytest.raises(ValueError, match=r"\('/', 2.0, 'tanh', '\*', 2.0\), got \(\)"):
         model(INPUT_IDS, labels=LABELS)

@@ -36,6 +36,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
     "mistral": ("MistralForCausalLM", "MistralConfig", SIZES),
+    "granite": ("GraniteForCausalLM", "GraniteConfig", {**SIZES, "logits_scaling": 3.0}),
+    "mixtral": (
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {**SIZES, "num_local_experts": 2, "output_router_logits": True},
+    ),
 }
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -73,6 +79,7 @@ def test_loss_and_gradients(family: str, items: Tensor | None, shifted: bool) ->
 @families
 def test_evaluation_generation_and_calls(family: str) -> None:
     model = model_of(family)
+    model.config.output_router_logits = False  # Mixtral cannot generate with them.
     model.eval()
     expected = model(INPUT_IDS, labels=LABELS)
     written = model.generate(INPUT_IDS, max_new_tokens=3, do_sample=False)

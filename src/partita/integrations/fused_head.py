@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 STATE = "_partita_fused_head"  # the attribute of the model and of its head
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+SCALES = {"logit_scale": "*", "logits_scaling": "/"}  # Cohere multiplies, and Granite divides
 LOSSES = ("ForCausalLMLoss", "causal_lm_loss")
 
 
@@ -43,8 +44,8 @@ class Request(NamedTuple):
 class SkippedLogits:
     """What the head returns instead of logits.
 
-    It notes the steps of a soft cap, and refuses all else that a model computes from logits. FSDP2
-    waits for the gradient of the tensors that it finds in a dataclass.
+    It notes the steps of a scale and a soft cap, and refuses all else that a model computes from
+    logits. FSDP2 waits for the gradient of the tensors that it finds in a dataclass.
 
     Fields:
         loss: the loss that the head has computed, `[]`.
@@ -113,11 +114,31 @@ def _with_leaf(leaves: Iterable[Any], context: Any) -> SkippedLogits:
 pytree.register_pytree_node(SkippedLogits, _leaf, _with_leaf)
 
 
-def softcap_of(config: Any) -> float | None:
-    """Return the soft cap of the logits that a model's configuration names."""
+class Arithmetic(NamedTuple):
+    """What a model computes from the logits of its head, as its configuration says.
+
+    Fields:
+        scale: the factor of the logits.
+        softcap: the soft cap of the scaled logits, or None.
+        steps: the same as `SkippedLogits` notes it.
+    """
+
+    scale: float
+    softcap: float | None
+    steps: tuple[Any, ...]
+
+
+def arithmetic_of(config: Any) -> Arithmetic:
+    """Return what a configuration says about the logits."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    scale, steps = 1.0, tuple[Any, ...]()
+    for name, sign in SCALES.items():
+        if (number := getattr(text, name, None)) is not None:
+            scale = number if sign == "*" else 1 / number
+            steps = (sign, number)
     caps = (getattr(text, name, None) for name in SOFTCAPS)
-    return next((cap for cap in caps if cap is not None), None)
+    cap = next((cap for cap in caps if cap is not None), None)
+    return Arithmetic(scale, cap, steps if cap is None else (*steps, "/", cap, "tanh", "*", cap))
 
 
 class FusedHead:
@@ -134,7 +155,7 @@ class FusedHead:
     ) -> None:
         self.loss, self.options = loss, dict(options)
         self.request: Request | None = None
-        self.softcap = softcap_of(getattr(model, "config", None))
+        self.arithmetic = arithmetic_of(getattr(model, "config", None))
         self.head = _head_of(model)
         self.stock_loss: Callable[..., Any] = model.loss_function  # type: ignore[assignment]
         if (name := getattr(self.stock_loss, "__name__", str(self.stock_loss))) not in LOSSES:
@@ -202,12 +223,13 @@ class FusedHead:
                 "lm_head: expected its whole matrix on each rank, got a DTensor;"
                 " partita.parallel.linear_cross_entropy takes a sharded vocabulary"
             )
+        scale = self.arithmetic.scale
         loss = self.loss(
-            hidden_states,
+            hidden_states if scale == 1 else hidden_states * scale,
             head.weight,
             **request._asdict(),
-            linear_bias=head.bias,
-            softcap=self.softcap,
+            linear_bias=head.bias if scale == 1 or head.bias is None else head.bias * scale,
+            softcap=self.arithmetic.softcap,
             **self.options,
         )
         shape = torch.Size((*hidden_states.shape[:-1], head.weight.shape[0]))
@@ -219,11 +241,11 @@ class FusedHead:
         """Return the loss that the head has computed, or that of logits."""
         if not isinstance(logits, SkippedLogits):
             return self.stock_loss(logits, labels, vocab_size, *args, **kwargs)
-        request, cap = logits.request, self.softcap
-        if logits.steps != (() if cap is None else ("/", cap, "tanh", "*", cap)):
+        request = logits.request
+        if logits.steps != self.arithmetic.steps:
             raise ValueError(
-                f"model: expected a soft cap of {cap}, as its configuration says, and no other"
-                f" arithmetic between head and loss, got {logits.steps}: {REFUSED}"
+                "model: expected the arithmetic between head and loss that its configuration"
+                f" names, {self.arithmetic.steps}, got {logits.steps}: {REFUSED}"
             )
         unchanged = (
             (labels is request.labels or request.labels is None)

@@ -202,8 +202,8 @@ def fuse(
 
     When the model is in training mode and is given `labels` or `shift_labels`, its output has the
     loss, and None for `logits`. `skip_logits=True` or `False` in a call decides otherwise.
-    Evaluation and generation return logits as before. A soft cap of the logits is taken from the
-    model's configuration.
+    Evaluation and generation return logits as before. The soft cap and the scale of the logits are
+    taken from the model's configuration.
 
     Args:
         model: a causal language model of transformers with a linear head, which may share its
