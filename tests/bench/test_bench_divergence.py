@@ -88,6 +88,8 @@ def test_log_probabilities() -> None:
     own = case.standard(inputs)
     found = list(case.verdicts(partita.logprobs, inputs, providers.PARTITA, own))
     assert len(found) == 2 and not any(verdict.failed for verdict in found)
-    wrong = list(case.verdicts(lambda *x: 1.1 * partita.logprobs(*x), inputs, providers.TORCH, own))
-    assert all(verdict.failed for verdict in wrong)
+    too_large = list(
+        case.verdicts(lambda *x: 1.1 * partita.logprobs(*x), inputs, providers.TORCH, own)
+    )
+    assert all(verdict.failed for verdict in too_large)
     assert case.moves["total"].bytes == 3 * case.bytes

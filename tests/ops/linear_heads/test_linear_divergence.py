@@ -184,12 +184,12 @@ def test_rows_of_the_mask(plan: str, device: str) -> None:
 def test_several_backward_passes_and_the_same_bits(reduction: str, plan: str, device: str) -> None:
     heads = leaves_of(heads_of(torch.bfloat16, device, bias=True))
     for beta in BETAS:
-        loss, again = (call(heads, plan, beta=beta, reduction=reduction) for _ in range(2))
-        assert torch.equal(loss, again)
+        loss, other = (call(heads, plan, beta=beta, reduction=reduction) for _ in range(2))
+        assert torch.equal(loss, other)
         upstream = torch.rand(loss.shape, device=device)
         first, second, other = (
             torch.autograd.grad(each, heads[:3], upstream, retain_graph=True)
-            for each in (loss, loss, again)
+            for each in (loss, loss, other)
         )
         for a, b, c in zip(first, second, other, strict=True):
             torch.testing.assert_close(a, b, rtol=0.02, atol=1e-3)

@@ -136,11 +136,11 @@ def test_hidden_states(dtype: torch.dtype, plan: str, device: str) -> None:
     logits = F.linear(exact.input, exact.weight, exact.bias)
     trues = gradients(truth(logits, found.indices, **options), *exact[:3])
     first = gradients_of(found.logprobs, x)
-    for grad, again, true in zip(first, gradients_of(found.logprobs, x), trues, strict=True):
+    for grad, second, true in zip(first, gradients_of(found.logprobs, x), trues, strict=True):
         assert grad.dtype == dtype
         bound = 32 * eps * true.abs().amax().item()
         torch.testing.assert_close(grad.double(), true, rtol=0, atol=bound)
-        torch.testing.assert_close(again.double(), true, rtol=0, atol=bound)
+        torch.testing.assert_close(second.double(), true, rtol=0, atol=bound)
 
 
 def gradients_of(found: Tensor, x: Batch) -> tuple[Tensor, ...]:
