@@ -7,6 +7,7 @@ from pathlib import Path
 import alignment
 import pytest
 import torch
+from helpers.examples import two_reports
 from matplotlib.image import imread
 from torch import Tensor
 
@@ -132,10 +133,9 @@ def test_command(
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_it_is_deterministic(tmp_path: Path) -> None:
-    first, second = (
-        alignment.run(**SMALL, out=tmp_path / "page.svg", quiet=True) for _ in range(2)
-    )
+def test_it_is_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = {**SMALL, "out": tmp_path / "page.svg", "quiet": True}
+    first, second = two_reports(alignment, monkeypatch, **arguments)
     assert first == second
 
 

@@ -16,6 +16,7 @@ import post_training
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.examples import share_run, two_reports
 from matplotlib.image import imread
 
 ROOT = Path(__file__).parents[2]
@@ -33,10 +34,9 @@ def test_digits_learns_and_agrees_with_pytorch(tmp_path: Path) -> None:
     assert width > height > 500
 
 
-def test_digits_is_deterministic(tmp_path: Path) -> None:
-    first, second = (
-        digits.run(epochs=1, seed=3, out=tmp_path / "digits.svg", quiet=True) for _ in range(2)
-    )
+def test_digits_is_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = {"epochs": 1, "seed": 3, "out": tmp_path / "digits.svg", "quiet": True}
+    first, second = two_reports(digits, monkeypatch, **arguments)
     assert first == second
 
 
@@ -63,17 +63,20 @@ def test_digits_refuses(epochs: str, capsys: pytest.CaptureFixture[str]) -> None
     assert f"invalid positive value: '{epochs}'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("enough", [True, False], ids=["enough", "too few"])
 def test_digit_lines_command(
-    enough: bool,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if enough:
-        monkeypatch.setattr(digit_lines, "BATCHES", 3)
+    share_run(digit_lines, monkeypatch)
+    check_digit_lines_command(False, tmp_path, capsys)
+    monkeypatch.setattr(digit_lines, "BATCHES", 3)
+    check_digit_lines_command(True, tmp_path, capsys)
+
+
+def check_digit_lines_command(
+    enough: bool, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     threads = torch.get_num_threads()
-    out = tmp_path / "new folder" / "lines"
+    out = folder / "new folder" / "lines"
     code = digit_lines.main(["--batches", "3", "--out", str(out), "--quiet"])
     assert code == int(enough), "so few batches cannot reach what is asked for"
     torch.set_num_threads(threads)

@@ -12,6 +12,7 @@ import pytest
 import tagger
 import tagger_data
 import torch
+from helpers.examples import share_run, two_reports
 from matplotlib.image import imread
 
 import partita
@@ -38,16 +39,17 @@ def command(sizes: dict[str, int], out: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("enough", [True, False], ids=["enough", "too few"])
 def test_tagger_command(
-    enough: bool,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if enough:
-        monkeypatch.setattr(tagger, "BATCHES", 2)
-    out = tmp_path / "new folder" / "tagger"
+    share_run(tagger, monkeypatch)
+    check_tagger_command(False, tmp_path, capsys)
+    monkeypatch.setattr(tagger, "BATCHES", 2)
+    check_tagger_command(True, tmp_path, capsys)
+
+
+def check_tagger_command(enough: bool, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = folder / "new folder" / "tagger"
     code = tagger.main(command(TAGGER, out))
     assert code == int(enough), "so few batches cannot reach what is asked for"
     printed = capsys.readouterr()
@@ -67,11 +69,11 @@ def test_tagger_command(
     assert width > height > 500
 
 
-def test_tagger_is_deterministic_and_learns(tmp_path: Path) -> None:
-    sizes = {**TAGGER, "batches": 6}
-    first, second = (
-        tagger.run(**sizes, seed=3, out=tmp_path / "tagger.svg", quiet=True) for _ in range(2)
-    )
+def test_tagger_is_deterministic_and_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {**TAGGER, "batches": 6, "seed": 3, "out": tmp_path / "tagger.svg", "quiet": True}
+    first, second = two_reports(tagger, monkeypatch, **arguments)
     assert first == second
     assert all(score.characters > 2 / len(tagger.TAGS) for score in first.scores.values())
 
@@ -159,12 +161,16 @@ def test_hmm_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert width > height > 500
 
 
-def test_hmm_is_deterministic(tmp_path: Path) -> None:
-    first, second = (hmm.run(**HMM, seed=3, out=tmp_path / "hmm.svg", quiet=True) for _ in range(2))
+def test_hmm_is_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = {**HMM, "seed": 3, "out": tmp_path / "hmm.svg", "quiet": True}
+    first, second = two_reports(hmm, monkeypatch, **arguments)
     assert first == second
 
 
-def test_expectation_maximization_and_the_gradient_find_the_same_model(tmp_path: Path) -> None:
+def test_expectation_maximization_and_the_gradient_find_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hmm, "draw", lambda *parts: None)
     found = hmm.run(3, 3, 200, 3, tmp_path / "hmm.svg", quiet=True, method="em")
     other = hmm.run(3, 3, 200, 3, tmp_path / "hmm.svg", quiet=True)
     assert max(found.difference) <= 1e-9

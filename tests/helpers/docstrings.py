@@ -41,6 +41,11 @@ CONSTANTS = {
     "partita.Max": ("partita.primitives.semiring", "partita.Chain.logz"),
     "partita.testing.EDGES": ("partita.testing.inputs", "partita.testing.edge_rows"),
 }
+# Examples that need a package which the tests have only where a user has installed it.
+NEEDS = {
+    "partita.integrations.transformers.fuse": "transformers",
+    "partita.integrations.transformers.unfuse": "transformers",
+}
 OUT = ("", "Fields", "Returns")
 IN_AND_OUT = ("", "Args", "Fields", "Returns")
 # A quantity, the sections that may mention it, and the unit that these sections must name then.

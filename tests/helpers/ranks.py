@@ -17,6 +17,7 @@ from helpers.rank_dtensors import (
     check_uneven_batch,
     check_wrappers,
 )
+from helpers.rank_fused import check_fused_models
 from helpers.rank_losses import (
     check_bad_arguments,
     check_compile,
@@ -40,6 +41,7 @@ CHECKS = (
     check_dtensor,
     check_arguments_with_a_dtensor,
     check_wrappers,
+    check_fused_models,
     check_uneven_batch,
     check_unfinished_collective,
     check_compile,
@@ -110,7 +112,7 @@ def start(rank: int, world: int, store: str, kind: str, what: str) -> int:
 
 def main(worlds: str, store: str, kind: str, what: str) -> None:
     """Run all ranks of one world after another, and print their exit codes, a line for each."""
-    if kind == "cpu":
+    if kind == "cpu" and what == "all":
         torch.compile(torch.neg, backend="aot_eager")(torch.zeros(1))  # which imports much
     for world in map(int, worlds.split(",")):
         ranks = [start(rank, world, f"{store}.{world}", kind, what) for rank in range(world)]

@@ -11,6 +11,7 @@ from helpers.docstrings import (
     CONSTANTS,
     EXCEPTIONS,
     MODULES,
+    NEEDS,
     PUBLIC,
     RULES,
     Public,
@@ -33,6 +34,8 @@ def test_docstring(public: Public) -> None:
 )
 def test_example(public: Public) -> None:
     test = doctest.DocTestParser().get_doctest(doc_of(public), {}, public.name, None, 0)
+    if public.name in NEEDS:
+        pytest.importorskip(NEEDS[public.name], exc_type=ImportError)
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     runner = doctest.DocTestRunner(optionflags=flags, verbose=False)
     printed: list[str] = []

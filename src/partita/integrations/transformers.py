@@ -1,14 +1,15 @@
 """The loss of causal language models as `transformers` calls it.
 
-One function makes no fp32 copy of the logits, the other needs no logits at all.
+One function makes no fp32 copy of the logits, the other needs no logits at all. `fuse` makes a
+model call the latter.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..ops.cross_entropy.api import cross_entropy
 from ..ops.cross_entropy.quotient import cross_entropy_over
@@ -16,8 +17,11 @@ from ..ops.linear_heads.loss import linear_loss
 from ..runtime import checks
 from ..runtime.autograd import autocast_dtype, plain_eager
 from ..runtime.dtypes import acc_dtype, fp32_result
+from .fused_head import STATE, FusedHead
 
-__all__ = ["causal_lm_loss", "linear_causal_lm_loss"]
+__all__ = ["causal_lm_loss", "fuse", "linear_causal_lm_loss", "unfuse"]
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def causal_lm_loss(
@@ -185,6 +189,105 @@ def linear_causal_lm_loss(
     if denominator is not None:
         return _as_quotient(loss, num_items_in_batch)
     return _divided(loss, num_items_in_batch)
+
+
+def fuse(
+    model: Model,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    memory_budget: int | None = None,
+) -> Model:
+    """Make a causal language model compute its training loss without logits.
+
+    When the model is in training mode and is given `labels` or `shift_labels`, its output has the
+    loss, and None for `logits`. `skip_logits=True` or `False` in a call decides otherwise.
+    Evaluation and generation return logits as before. The soft cap and the scale of the logits are
+    taken from the model's configuration.
+
+    Args:
+        model: a causal language model of transformers with a linear head, which may share its
+            matrix with the embedding; or such a model with PEFT adapters, except on the head.
+        label_smoothing, z_loss: as in `partita.cross_entropy`.
+        memory_budget: bytes of workspace, as in `partita.linear_cross_entropy`.
+
+    Returns:
+        The model, which has changed. Its loss is in nats.
+
+    Raises:
+        TypeError: the model is none of transformers, or its head is no plain linear layer, as with
+            PEFT adapters on the head.
+        ValueError: the loss of the model is not `ForCausalLMLoss`. The forward pass raises it for
+            a model that computes something else from its logits.
+
+    Source: `linear_causal_lm_loss`; the argument `skip_logits` is that of Liger Kernel 0.6.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from partita.integrations.transformers import fuse
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+        >>> config = LlamaConfig(vocab_size=50, num_hidden_layers=1, **sizes)
+        >>> model = fuse(LlamaForCausalLM(config)).train()
+        >>> input_ids = torch.tensor([[3, 14, 15, 9]])
+        >>> output = model(input_ids, labels=input_ids)
+        >>> output.loss.backward()
+        >>> print(output.logits)
+        None
+        >>> model.eval()(input_ids).logits.shape
+        torch.Size([1, 4, 50])
+    """
+    options = {
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "memory_budget": memory_budget,
+    }
+    base = _base_model("fuse", model)
+    unfuse(base)
+    FusedHead(base, linear_causal_lm_loss, options)
+    return model
+
+
+def unfuse(model: Model) -> Model:
+    """Undo `fuse`; without it, do nothing.
+
+    Args:
+        model: a causal language model of transformers, or one with PEFT adapters.
+
+    Returns:
+        The model, whose output has logits again.
+
+    Raises:
+        TypeError: the model is none of transformers.
+
+    Source: the counterpart of `fuse`.
+
+    Example:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from partita.integrations.transformers import fuse, unfuse
+        >>> config = GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2)
+        >>> model = unfuse(fuse(GPT2LMHeadModel(config))).train()
+        >>> input_ids = torch.tensor([[3, 14, 15, 9]])
+        >>> model(input_ids, labels=input_ids).logits.shape
+        torch.Size([1, 4, 50])
+    """
+    base = _base_model("unfuse", model)
+    fused = vars(base).get(STATE)
+    if fused is not None:
+        fused.remove(base)
+    return model
+
+
+def _base_model(function: str, model: Any) -> Any:
+    """Return the model of transformers, around which PEFT may have put its own."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(base, "get_output_embeddings") or not hasattr(base, "loss_function"):
+        raise TypeError(
+            f"model: expected a causal language model of transformers, got {type(base).__name__};"
+            f" call {function} before DistributedDataParallel and torch.compile"
+        )
+    return base
 
 
 def _targets(

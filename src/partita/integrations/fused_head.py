@@ -1,0 +1,314 @@
+"""A causal language model of `transformers` whose head returns its loss and no logits.
+
+Three parts of the model work together. Its forward pass notes the labels. The head, which the model
+calls with its hidden states, computes the loss from them. The model's loss function returns that
+loss. The head reads its matrix inside of its own forward pass, where FSDP2 and ZeRO-3 have gathered
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from inspect import Parameter, signature
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+STATE = "_partita_fused_head"  # the attribute of the model and of its head
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+SCALES = {"logit_scale": "*", "logits_scaling": "/"}  # Cohere multiplies, and Granite divides
+LOSSES = ("ForCausalLMLoss", "causal_lm_loss")
+
+
+class Request(NamedTuple):
+    """What a forward pass was given for its loss.
+
+    Fields:
+        labels: `[..., T]`, or None.
+        shift_labels: `[..., T]`, or None.
+        num_items_in_batch: what the sum of the losses is divided by, or None for a mean.
+        ignore_index: the label of positions without a loss.
+    """
+
+    labels: Tensor | None
+    shift_labels: Tensor | None
+    num_items_in_batch: int | Tensor | None
+    ignore_index: int
+
+
+@dataclass(eq=False)
+class SkippedLogits:
+    """What the head returns instead of logits.
+
+    It notes the steps of a scale and a soft cap, and refuses all else that a model computes from
+    logits. FSDP2 waits for the gradient of the tensors that it finds in a dataclass.
+
+    Fields:
+        loss: the loss that the head has computed, `[]`.
+        request: what it was computed for.
+        shape: that of the logits.
+        steps: the arithmetic of the model after the head.
+    """
+
+    loss: Tensor
+    request: Request
+    shape: torch.Size
+    steps: tuple[Any, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name}: {REFUSED}")
+
+    def after(self, *step: Any) -> SkippedLogits:
+        return SkippedLogits(self.loss, self.request, self.shape, (*self.steps, *step))
+
+    def __truediv__(self, divisor: Any) -> SkippedLogits:
+        return self.after("/", divisor)
+
+    def __mul__(self, factor: Any) -> SkippedLogits:
+        return self.after("*", factor)
+
+    __rmul__ = __mul__
+
+    def _refuse(self, *operands: Any) -> Any:
+        raise TypeError(REFUSED)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __rtruediv__ = __getitem__ = _refuse
+
+    def tanh(self) -> SkippedLogits:
+        return self.after("tanh")
+
+    def float(self) -> SkippedLogits:
+        return self
+
+    def contiguous(self) -> SkippedLogits:
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.tanh:
+            return args[0].tanh()
+        raise TypeError(f"{getattr(function, '__name__', function)}: {REFUSED}")
+
+
+REFUSED = (
+    "a fused model has no logits in training, from which this model or its head computes something"
+    " other than a loss; call it with skip_logits=False, or undo partita's fuse with unfuse(model)"
+)
+
+
+def _leaf(skipped: SkippedLogits) -> tuple[list[Any], Any]:
+    return [skipped.loss], (skipped.request, skipped.shape, skipped.steps)
+
+
+def _with_leaf(leaves: Iterable[Any], context: Any) -> SkippedLogits:
+    return SkippedLogits(*leaves, *context)
+
+
+# Earlier versions of FSDP2 find tensors in the nodes that are registered here.
+pytree.register_pytree_node(SkippedLogits, _leaf, _with_leaf)
+
+
+class Arithmetic(NamedTuple):
+    """What a model computes from the logits of its head, as its configuration says.
+
+    Fields:
+        scale: the factor of the logits.
+        softcap: the soft cap of the scaled logits, or None.
+        steps: the same as `SkippedLogits` notes it.
+    """
+
+    scale: float
+    softcap: float | None
+    steps: tuple[Any, ...]
+
+
+def arithmetic_of(config: Any) -> Arithmetic:
+    """Return what a configuration says about the logits."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    scale, steps = 1.0, tuple[Any, ...]()
+    for name, sign in SCALES.items():
+        if (number := getattr(text, name, None)) is not None:
+            scale = number if sign == "*" else 1 / number
+            steps = (sign, number)
+    caps = (getattr(text, name, None) for name in SOFTCAPS)
+    cap = next((cap for cap in caps if cap is not None), None)
+    return Arithmetic(scale, cap, steps if cap is None else (*steps, "/", cap, "tanh", "*", cap))
+
+
+class FusedHead:
+    """The parts that replace those of one model.
+
+    Args:
+        model: a causal language model of transformers.
+        loss: `linear_causal_lm_loss`.
+        options: further arguments of the loss.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: Callable[..., Tensor], options: Mapping[str, Any]
+    ) -> None:
+        self.loss, self.options = loss, dict(options)
+        self.request: Request | None = None
+        self.arithmetic = arithmetic_of(getattr(model, "config", None))
+        self.head = _head_of(model)
+        self.stock_loss: Callable[..., Any] = model.loss_function  # type: ignore[assignment]
+        if (name := getattr(self.stock_loss, "__name__", str(self.stock_loss))) not in LOSSES:
+            raise ValueError(f"model: expected one whose loss is {LOSSES[0]}, got {name}")
+        self.own_loss = vars(model).get("_loss_function")
+        self.own_forward = vars(model).get("forward")
+        self.hook = model.register_forward_pre_hook(_refuse_replicas)
+        names = list(signature(model.forward).parameters)
+        self.position = names.index("labels") if "labels" in names else len(names)
+        for module in (model, self.head):
+            setattr(module, STATE, self)
+        self.head.forward = MethodType(_head_forward, self.head)  # type: ignore[method-assign]
+        model.forward = MethodType(_forward_like(model), model)
+        model.loss_function = self.loss_function  # type: ignore[assignment]
+
+    def remove(self, model: nn.Module) -> None:
+        """Give the model its own parts back."""
+        self.hook.remove()
+        for name, own in (("_loss_function", self.own_loss), ("forward", self.own_forward)):
+            if own is None:
+                delattr(model, name)
+            else:
+                setattr(model, name, own)
+        del self.head.forward
+        for module in (model, self.head):
+            delattr(module, STATE)
+
+    def run(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward pass of the model, without logits if they are not needed."""
+        own = type(model).forward.__get__(model) if self.own_forward is None else self.own_forward
+        skip = kwargs.pop("skip_logits", None)
+        by_position = self.position < len(args)
+        labels = args[self.position] if by_position else kwargs.get("labels")
+        shift_labels = kwargs.get("shift_labels")
+        has_labels = labels is not None or shift_labels is not None
+        if skip and not has_labels:
+            raise ValueError("skip_logits: expected labels or shift_labels with it, got neither")
+        self.request = None  # that of a forward pass that failed
+        if not (model.training and has_labels if skip is None else skip):
+            return own(*args, **kwargs)
+        if model.get_output_embeddings() is not self.head:
+            raise RuntimeError(
+                "model: expected the head that fuse(model) was given, got another, as by resizing"
+                " the vocabulary or by PEFT adapters on the head; call fuse(model) again"
+            )
+        self.request = Request(
+            labels,
+            shift_labels,
+            kwargs.get("num_items_in_batch"),
+            kwargs.get("ignore_index", -100),
+        )
+        if labels is None:  # The model calls its loss function only if it has labels.
+            if by_position:
+                args = (*args[: self.position], shift_labels, *args[self.position + 1 :])
+            else:
+                kwargs["labels"] = shift_labels
+        return without_logits(own(*args, **kwargs))
+
+    def compute(self, hidden_states: Tensor) -> SkippedLogits:
+        """Return the loss of the requested labels, from the input of the head."""
+        head, request, self.request = self.head, self.request, None
+        assert request is not None
+        if hasattr(head.weight, "device_mesh"):
+            raise TypeError(
+                "lm_head: expected its whole matrix on each rank, got a DTensor;"
+                " partita.parallel.linear_cross_entropy takes a sharded vocabulary"
+            )
+        scale = self.arithmetic.scale
+        loss = self.loss(
+            hidden_states if scale == 1 else hidden_states * scale,
+            head.weight,
+            **request._asdict(),
+            linear_bias=head.bias if scale == 1 or head.bias is None else head.bias * scale,
+            softcap=self.arithmetic.softcap,
+            **self.options,
+        )
+        shape = torch.Size((*hidden_states.shape[:-1], head.weight.shape[0]))
+        return SkippedLogits(loss, request, shape)
+
+    def loss_function(
+        self, logits: Any, labels: Any = None, vocab_size: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return the loss that the head has computed, or that of logits."""
+        if not isinstance(logits, SkippedLogits):
+            return self.stock_loss(logits, labels, vocab_size, *args, **kwargs)
+        request = logits.request
+        if logits.steps != self.arithmetic.steps:
+            raise ValueError(
+                "model: expected the arithmetic between head and loss that its configuration"
+                f" names, {self.arithmetic.steps}, got {logits.steps}: {REFUSED}"
+            )
+        unchanged = (
+            (labels is request.labels or request.labels is None)
+            and kwargs.get("shift_labels") is request.shift_labels
+            and kwargs.get("num_items_in_batch") is request.num_items_in_batch
+            and kwargs.get("ignore_index", -100) == request.ignore_index
+        )
+        if not unchanged or vocab_size != logits.shape[-1]:
+            raise ValueError(
+                "model: expected one that passes on to its loss the labels and other arguments as"
+                f" it gets them, and the size of the whole vocabulary: {REFUSED}"
+            )
+        return logits.loss
+
+
+def without_logits(output: Any) -> Any:
+    """Return the output of a model with None for the logits."""
+    if not isinstance(output, Mapping):
+        return tuple(None if isinstance(value, SkippedLogits) else value for value in output)
+    fields = {name: v for name, v in output.items() if not isinstance(v, SkippedLogits)}
+    if fields.get("loss") is None:
+        raise ValueError(f"model: expected one that computes a loss from its logits: {REFUSED}")
+    return type(output)(**fields)
+
+
+def _forward_like(model: nn.Module) -> Callable[..., Any]:
+    """Return a forward pass with the signature of the model's, at which trainers look."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, STATE).run(self, args, kwargs)
+
+    own = signature(model.forward)
+    first = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
+    forward.__signature__ = own.replace(  # type: ignore[attr-defined]
+        parameters=[first, *own.parameters.values()]
+    )
+    return forward
+
+
+def _head_forward(head: Any, hidden_states: Tensor) -> Any:
+    """Compute the loss if a forward pass of the model has requested it, and otherwise logits."""
+    fused = getattr(head, STATE)
+    if fused.request is None:
+        return type(head).forward(head, hidden_states)
+    return fused.compute(hidden_states)
+
+
+def _refuse_replicas(model: nn.Module, args: Any) -> None:
+    if getattr(model, "_is_replica", False):
+        raise RuntimeError(
+            "model: expected one process for each GPU, as with DistributedDataParallel,"
+            " got a replica of nn.DataParallel"
+        )
+
+
+def _head_of(model: nn.Module) -> nn.Linear:
+    """Return the head of the model, which has to be a plain linear layer."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        raise TypeError(
+            "model: expected a head that is a torch.nn.Linear, without adapters of PEFT or"
+            f" quantization, got {type(head).__module__}.{type(head).__qualname__}"
+        )
+    if "forward" in vars(head):
+        raise TypeError("model: expected a head with its own forward, got one that is replaced")
+    return head

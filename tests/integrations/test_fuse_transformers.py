@@ -1,0 +1,210 @@
+"""Fused models of transformers themselves, beside their stock loss; with PEFT and its Trainer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.causal_lm import CLASSES, tokens
+from torch import Tensor, nn
+
+from partita.integrations.transformers import fuse, unfuse
+
+transformers = pytest.importorskip("transformers", exc_type=ImportError)
+
+INPUT_IDS, LABELS = tokens()
+SIZES: dict[str, Any] = {
+    "vocab_size": CLASSES,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": CLASSES}
+GPT2 |= {"bos_token_id": 1, "eos_token_id": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", SIZES),
+    "qwen": ("Qwen2ForCausalLM", "Qwen2Config", {**SIZES, "tie_word_embeddings": True}),
+    "gemma": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {**SIZES, "head_dim": 8, "final_logit_softcapping": 1.5},
+    ),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
+    "mistral": ("MistralForCausalLM", "MistralConfig", SIZES),
+    "granite": ("GraniteForCausalLM", "GraniteConfig", {**SIZES, "logits_scaling": 3.0}),
+    "mixtral": (
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {**SIZES, "num_local_experts": 2, "output_router_logits": True},
+    ),
+}
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def model_of(family: str) -> Any:
+    model, config, sizes = FAMILIES[family]
+    torch.manual_seed(0)
+    return getattr(transformers, model)(getattr(transformers, config)(**sizes)).train()
+
+
+def step(model: Any, **arguments: Any) -> tuple[Any, list[Tensor]]:
+    """Return the output of a forward pass and the gradients of its loss."""
+    model.zero_grad()
+    output = model(input_ids=INPUT_IDS, **arguments)
+    output.loss.backward()
+    return output, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@families
+@pytest.mark.parametrize("items", [None, torch.tensor(9)], ids=str)
+@pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shift_labels"])
+def test_loss_and_gradients(family: str, items: Tensor | None, shifted: bool) -> None:
+    model = model_of(family)
+    arguments = {"labels": LABELS, "num_items_in_batch": items}
+    if shifted:
+        arguments["shift_labels"] = LABELS.roll(2, 1)
+    expected, gradients = step(model, **arguments)
+    found, others = step(fuse(model), **arguments)
+    assert expected.logits is not None and found.logits is None
+    assert found.loss.dtype == expected.loss.dtype
+    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(others, gradients, rtol=1e-4, atol=1e-6)
+
+
+@families
+def test_evaluation_generation_and_calls(family: str) -> None:
+    model = model_of(family)
+    model.config.output_router_logits = False  # Mixtral cannot generate with them.
+    model.eval()
+    expected = model(INPUT_IDS, labels=LABELS)
+    written = model.generate(INPUT_IDS, max_new_tokens=3, do_sample=False)
+    fuse(model)
+    found = model(INPUT_IDS, labels=LABELS)
+    assert torch.equal(found.logits, expected.logits) and torch.equal(found.loss, expected.loss)
+    assert torch.equal(model.generate(INPUT_IDS, max_new_tokens=3, do_sample=False), written)
+    assert model(INPUT_IDS, labels=LABELS, skip_logits=True).logits is None
+    model.train()
+    loss, logits, *_ = model(INPUT_IDS, labels=LABELS, return_dict=False)
+    torch.testing.assert_close(loss, expected.loss)
+    assert logits is None
+    shifted = nn.functional.pad(LABELS, (0, 1), value=-100)[:, 1:]
+    torch.testing.assert_close(model(INPUT_IDS, shift_labels=shifted).loss, expected.loss)
+    output = model(INPUT_IDS, labels=LABELS, output_hidden_states=True)
+    assert output.logits is None and len(output.hidden_states) == 3
+    assert unfuse(model)(INPUT_IDS, labels=LABELS).logits is not None
+
+
+@families
+def test_compiled(family: str) -> None:
+    torch._dynamo.reset()
+    model = fuse(model_of(family))
+    expected, gradients = step(model, labels=LABELS)
+    found, others = step(torch.compile(model, fullgraph=True, backend="aot_eager"), labels=LABELS)
+    assert found.logits is None
+    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(others, gradients, rtol=1e-4, atol=1e-6)
+    torch._dynamo.reset()
+
+
+def test_gradient_checkpointing_and_autocast() -> None:
+    model = model_of("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, gradients = step(model, labels=LABELS)
+        model.gradient_checkpointing_enable()
+        found, others = step(fuse(model), labels=LABELS)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=0.02, atol=0)
+    torch.testing.assert_close(others, gradients, rtol=0.1, atol=2e-3)
+
+
+def test_adapters() -> None:
+    peft = pytest.importorskip("peft", exc_type=ImportError)
+
+    def adapted(target: str) -> Any:
+        config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=[target], lora_dropout=0.0)
+        return peft.get_peft_model(model_of("llama"), config)
+
+    model = adapted("q_proj")
+    expected, gradients = step(model, labels=LABELS)
+    found, others = step(fuse(model), labels=LABELS)
+    assert found.logits is None
+    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(others, gradients, rtol=1e-4, atol=1e-6)
+    assert unfuse(model)(INPUT_IDS, labels=LABELS).logits is not None
+    with pytest.raises(TypeError, match="without adapters of PEFT or quantization, got peft"):
+        fuse(adapted("lm_head"))
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"])
+    late = peft.get_peft_model(fuse(model_of("llama")), config)
+    with pytest.raises(RuntimeError, match="by PEFT adapters on the head"):
+        late(input_ids=INPUT_IDS, labels=LABELS)
+
+
+def train(folder: Path, fused: bool, **arguments: Any) -> tuple[Any, list[float]]:
+    """Train a model with the Trainer, and return it with its losses."""
+    model = model_of("gemma")
+    if fused:
+        fuse(model)
+    rows = [tokens(seed) for seed in range(4)]
+    examples = [
+        {"input_ids": ids, "labels": labels}
+        for batch in rows
+        for ids, labels in zip(*batch, strict=True)
+    ]
+    settings = transformers.TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=3,
+        per_device_eval_batch_size=3,
+        max_steps=3,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        learning_rate=0.01,
+        **arguments,
+    )
+    trainer = transformers.Trainer(
+        model, settings, train_dataset=examples, eval_dataset=examples[:3]
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return model, [*losses, trainer.evaluate()["eval_loss"]]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"bf16": True},
+        {"label_smoothing_factor": 0.1},
+        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    ],
+    ids=["plain", "accumulation", "bf16", "smoothing", "compiled"],
+)
+def test_trainer(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    pytest.importorskip("accelerate", exc_type=ImportError)
+    torch._dynamo.reset()
+    stock, expected = train(tmp_path, False, **arguments)
+    fused, found = train(tmp_path, True, **arguments)
+    half = "bf16" in arguments
+    assert found == pytest.approx(expected, rel=2e-2 if half else 1e-3)
+    if not half:
+        for a, b in zip(fused.parameters(), stock.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    fused.train()
+    assert fused(INPUT_IDS, labels=LABELS).logits is None, "the Trainer leaves the model fused"
+
+
+def test_the_smoothing_of_the_trainer_is_ours() -> None:
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    model = model_of("llama")
+    logits = {"logits": model(INPUT_IDS).logits}
+    expected = LabelSmoother(0.1)(logits, LABELS, shift_labels=True)
+    found = fuse(model, label_smoothing=0.1)(INPUT_IDS, labels=LABELS)
+    torch.testing.assert_close(found.loss, expected)
