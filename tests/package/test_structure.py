@@ -51,7 +51,6 @@ LONG_KERNELS = {
     "chain_resident_viterbi_kernel",
     "chain_sample_kernel",
     "chain_scan_kernel",
-    "token_stats_kernel",
     "ctc_viterbi_kernel",
     "ctc_forward_scan_kernel",
     "ctc_narrow_gradient_kernel",
