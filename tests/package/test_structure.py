@@ -40,17 +40,6 @@ PUBLISHED = ("api", "autograd", "edges")  # what the host code of other families
 MAX_KERNEL_LINES = 75
 # Those that are still longer. No name is added here.
 LONG_KERNELS = {
-    "chain_expectation_kernel",
-    "chain_expectation_gradient_kernel",
-    "chain_halves_kernel",
-    "chain_gradient_kernel",
-    "extend_beta",
-    "chain_resident_gradient_kernel",
-    "chain_resident_middle_kernel",
-    "chain_resident_halves_kernel",
-    "chain_resident_viterbi_kernel",
-    "chain_sample_kernel",
-    "chain_scan_kernel",
     "linear_chain_boundaries_kernel",
     "linear_chain_log_scan_kernel",
     "linear_chain_resident_scan_kernel",
