@@ -13,11 +13,78 @@ means and not sums, so that both components stay bounded. One program serves one
 Source: Eisner, Parameter estimation for probabilistic finite-state transducers, 2002.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp, finite_shift
-from .steps import edge_score, load_length, load_source, shifted_log, store_boundary_scores
+from .steps import (
+    ChainEdges,
+    EdgeArray,
+    edge_score,
+    edge_value,
+    from_step,
+    load_length,
+    load_source,
+    shifted_log,
+    store_boundary_scores,
+)
+
+
+class StepInputs(NamedTuple):
+    """A chain with values, from some step on.
+
+    Fields:
+        edge_scores: the scores of the edges; see `EdgeArray`.
+        edge_values: the values of the edges.
+        edges: see `ChainEdges`.
+    """
+
+    edge_scores: tuple[tl.tensor, ...]
+    edge_values: tuple[tl.tensor, ...]
+    edges: tuple[tl.tensor, ...]
+
+
+class StatesWithMeans(NamedTuple):
+    """Alpha or beta of the states, and the mean of the values over the paths to or from each.
+
+    Fields:
+        ptr: alpha or beta, `[C]`.
+        mean_offset: offset from alpha or beta to the means.
+    """
+
+    ptr: tl.tensor
+    mean_offset: tl.tensor
+
+
+@triton.jit
+def states_at(states, offset):
+    """Return the states at an offset, which is that of another time."""
+    return StatesWithMeans(states.ptr + offset, states.mean_offset)
+
+
+@triton.jit
+def load_mean(states, c, valid):
+    """Load the means of the states c, 0 where invalid."""
+    return tl.load(states.ptr + states.mean_offset + c, mask=valid, other=0.0)
+
+
+@triton.jit
+def store_states(states, c, value, mean, mask):
+    """Store alpha or beta of the states c, and their means."""
+    tl.store(states.ptr + c, value, mask=mask)
+    tl.store(states.ptr + states.mean_offset + c, mean, mask=mask)
+
+
+@triton.jit
+def store_boundary_states(
+    states, boundary_ptr, boundary_c, values_ptr, values_c, C, invalid, BLOCK_C: tl.constexpr
+):
+    """Store the first states of a scan, with `invalid` added to their scores, and their values."""
+    store_boundary_scores(states.ptr, boundary_ptr, C, boundary_c, invalid, BLOCK_C)
+    means_ptr = states.ptr + states.mean_offset
+    store_boundary_scores(means_ptr, values_ptr, C, values_c, 0.0, BLOCK_C)
 
 
 @triton.jit
@@ -27,49 +94,28 @@ def weighted(weight, value):
 
 
 @triton.jit
-def alpha_mean_step(
-    alpha_ptr,
-    mean_ptr,
-    score_ptr,
-    value_ptr,
-    source_ptr,
-    c,
-    C,
-    K,
-    stride_c,
-    stride_k,
-    value_c,
-    value_k,
-    ACC_DTYPE: tl.constexpr,
-):
+def alpha_mean_step(states, step, c, ACC_DTYPE: tl.constexpr):
     """Compute alpha after a step and the mean of the values over the paths into the states c.
 
     Each is [BLOCK_C] and fp64.
     """
+    scores, values, edges = step
     maximum = tl.full(c.shape, -float("inf"), tl.float64)
     total = tl.zeros(c.shape, ACC_DTYPE)
     mean = tl.zeros(c.shape, tl.float64)
-    for k in range(K):
-        source, valid = load_source(source_ptr, c, k, C, K)
-        maximum = tl.maximum(
-            maximum,
-            tl.load(alpha_ptr + source, mask=valid, other=-float("inf"))
-            + edge_score(score_ptr, c, k, valid, stride_c, stride_k),
-        )
+    for k in range(edges.K):
+        source, valid = load_source(edges, c, k)
+        alpha = tl.load(states.ptr + source, mask=valid, other=-float("inf"))
+        maximum = tl.maximum(maximum, alpha + edge_score(scores, c, k, valid))
     shift = finite_shift(maximum)
-    for k in range(K):
-        source, valid = load_source(source_ptr, c, k, C, K)
-        term = tl.load(alpha_ptr + source, mask=valid, other=-float("inf")) + edge_score(
-            score_ptr, c, k, valid, stride_c, stride_k
-        )
-        value = tl.load(
-            value_ptr + c.to(tl.int64) * value_c + k * tl.cast(value_k, tl.int64),
-            mask=valid,
-            other=0.0,
-        ).to(tl.float64)
+    for k in range(edges.K):
+        source, valid = load_source(edges, c, k)
+        alpha = tl.load(states.ptr + source, mask=valid, other=-float("inf"))
+        term = alpha + edge_score(scores, c, k, valid)
+        value = edge_value(values, c, k, valid, 0.0)
         weight = exp((term - shift).to(ACC_DTYPE))
         total += weight
-        mean += weighted(weight, value + tl.load(mean_ptr + source, mask=valid, other=0.0))
+        mean += weighted(weight, value + load_mean(states, source, valid))
     return shifted_log(shift, total), tl.where(total == 0.0, 0.0, mean / total.to(tl.float64))
 
 
@@ -79,6 +125,40 @@ def final_terms(alpha_ptr, final_ptr, c, C, final_c):
     value = tl.load(alpha_ptr + c, mask=c < C, other=-float("inf"))
     value += tl.load(final_ptr + c * final_c, mask=c < C, other=0.0).to(tl.float64)
     return tl.where(c < C, value, -float("inf"))
+
+
+@triton.jit
+def mean_of_paths(
+    states,
+    final_ptr,
+    final_c,
+    last_values_ptr,
+    last_c,
+    C,
+    BLOCK_C: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+):
+    """Return the mean of the values over all paths, and log Z, from the states at the length."""
+    lane = tl.arange(0, BLOCK_C)
+    maximum = tl.full([], -float("inf"), tl.float64)
+    total = tl.zeros([BLOCK_C], ACC_DTYPE)
+    mean = tl.zeros([BLOCK_C], tl.float64)
+    for c0 in range(0, C, BLOCK_C):
+        terms = final_terms(states.ptr, final_ptr, c0 + lane, C, final_c)
+        maximum = tl.maximum(maximum, tl.max(terms, axis=0))
+    shift = finite_shift(maximum)
+    for c0 in range(0, C, BLOCK_C):
+        c = c0 + lane
+        terms = final_terms(states.ptr, final_ptr, c, C, final_c)
+        weight = exp((terms - shift).to(ACC_DTYPE))
+        value = load_mean(states, c, c < C)
+        last_value = tl.load(last_values_ptr + c * last_c, mask=c < C, other=0.0)
+        value += last_value.to(tl.float64)
+        total += weight
+        mean += weighted(weight, value)
+    sum_exp = tl.sum(total, axis=0)
+    path_mean = tl.where(sum_exp == 0.0, 0.0, tl.sum(mean, axis=0) / sum_exp.to(tl.float64))
+    return path_mean, shifted_log(shift, sum_exp)
 
 
 @triton.jit
@@ -122,81 +202,36 @@ def chain_expectation_kernel(
     """Compute the mean of the values over all paths of a chain, and log Z."""
     n = tl.program_id(0).to(tl.int64)
     length, invalid = load_length(lengths_ptr, n, T)
-    row_stride, lane = tl.full([], N, tl.int64) * C, tl.arange(0, BLOCK_C)
-    saved_ptr += n * C
-    store_boundary_scores(saved_ptr, initial_ptr + n * initial_n, C, initial_c, invalid, BLOCK_C)
-    store_boundary_scores(
-        saved_ptr + saved_mean_offset, first_values_ptr + n * first_n, C, first_c, 0.0, BLOCK_C
+    row_stride = tl.full([], N, tl.int64) * C
+    scores = EdgeArray(scores_ptr + n * stride_n, stride_t, stride_c, stride_k)
+    values = EdgeArray(values_ptr + n * value_n, value_t, value_c, value_k)
+    edges = ChainEdges(source_ptr, None, None, C, K)
+    states = StatesWithMeans(saved_ptr + n * C, saved_mean_offset)
+    initial_ptr += n * initial_n
+    first_values_ptr += n * first_n
+    store_boundary_states(
+        states, initial_ptr, initial_c, first_values_ptr, first_c, C, invalid, BLOCK_C
     )
     for t in range(0, length):
         row, next_row = tl.full([], t, tl.int64), tl.full([], t + 1, tl.int64)
-        score_ptr = scores_ptr + n * stride_n + row * stride_t
-        value_ptr = values_ptr + n * value_n + row * value_t
+        step = StepInputs(from_step(scores, row), from_step(values, row), edges)
         if not SAVE:
             row, next_row = row % 2, next_row % 2
+        before = states_at(states, row * row_stride)
+        after = states_at(states, next_row * row_stride)
         tl.debug_barrier()
         for c0 in range(0, C, BLOCK_C):
-            c = c0 + lane
-            alpha, mean = alpha_mean_step(
-                saved_ptr + row * row_stride,
-                saved_ptr + saved_mean_offset + row * row_stride,
-                score_ptr,
-                value_ptr,
-                source_ptr,
-                c,
-                C,
-                K,
-                stride_c,
-                stride_k,
-                value_c,
-                value_k,
-                ACC_DTYPE,
-            )
-            tl.store(saved_ptr + next_row * row_stride + c, alpha, mask=c < C)
-            tl.store(saved_ptr + saved_mean_offset + next_row * row_stride + c, mean, mask=c < C)
+            c = c0 + tl.arange(0, BLOCK_C)
+            alpha, mean = alpha_mean_step(before, step, c, ACC_DTYPE)
+            store_states(after, c, alpha, mean, c < C)
     tl.debug_barrier()
     last_row = tl.full([], length, tl.int64)
     if not SAVE:
         last_row = last_row % 2
-    maximum = tl.full([], -float("inf"), tl.float64)
-    total = tl.zeros([BLOCK_C], ACC_DTYPE)
-    mean = tl.zeros([BLOCK_C], tl.float64)
-    for c0 in range(0, C, BLOCK_C):
-        maximum = tl.maximum(
-            maximum,
-            tl.max(
-                final_terms(
-                    saved_ptr + last_row * row_stride,
-                    final_ptr + n * final_n,
-                    c0 + lane,
-                    C,
-                    final_c,
-                ),
-                axis=0,
-            ),
-        )
-    shift = finite_shift(maximum)
-    for c0 in range(0, C, BLOCK_C):
-        c = c0 + lane
-        weight = exp(
-            (
-                final_terms(
-                    saved_ptr + last_row * row_stride, final_ptr + n * final_n, c, C, final_c
-                )
-                - shift
-            ).to(ACC_DTYPE)
-        )
-        value = tl.load(
-            saved_ptr + saved_mean_offset + last_row * row_stride + c, mask=c < C, other=0.0
-        )
-        value += tl.load(last_values_ptr + n * last_n + c * last_c, mask=c < C, other=0.0).to(
-            tl.float64
-        )
-        total += weight
-        mean += weighted(weight, value)
-    sum_exp = tl.sum(total, axis=0)
-    tl.store(
-        mean_ptr + n,
-        tl.where(sum_exp == 0.0, 0.0, tl.sum(mean, axis=0) / sum_exp.to(tl.float64)) + invalid,
+    last, final_ptr = states_at(states, last_row * row_stride), final_ptr + n * final_n
+    last_values_ptr += n * last_n
+    mean, logz = mean_of_paths(
+        last, final_ptr, final_c, last_values_ptr, last_c, C, BLOCK_C, ACC_DTYPE
     )
-    tl.store(logz_ptr + n, shifted_log(shift, sum_exp) + invalid)
+    tl.store(mean_ptr + n, mean + invalid)
+    tl.store(logz_ptr + n, logz + invalid)

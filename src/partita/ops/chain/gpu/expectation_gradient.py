@@ -15,74 +15,94 @@ alpha and beta do not accumulate.
 Source: Li and Eisner, First- and second-order expectation semirings, 2009.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp, finite_shift
-from .expectation import weighted
+from .expectation import (
+    StatesWithMeans,
+    StepInputs,
+    load_mean,
+    states_at,
+    store_boundary_states,
+    store_states,
+    weighted,
+)
 from .steps import (
+    ChainEdges,
+    EdgeArray,
     edge_score,
+    edge_value,
+    from_step,
     is_renormalization_step,
     load_length,
     load_source,
     log_normalizer,
+    out_degree,
     shifted_log,
-    store_boundary_scores,
 )
 
 
+class PathMean(NamedTuple):
+    """What the gradient needs of a chain as a whole.
+
+    Fields:
+        logz: log Z.
+        mean: the mean of the values over all paths.
+        grad: the gradient of that mean.
+    """
+
+    logz: tl.tensor
+    mean: tl.tensor
+    grad: tl.tensor
+
+
+class GradientPointers(NamedTuple):
+    """The memory for the gradients of edges, or of the first or last states, of a chain.
+
+    Fields:
+        scores_ptr: the gradient of their scores.
+        values_ptr: the gradient of their values.
+    """
+
+    scores_ptr: tl.tensor
+    values_ptr: tl.tensor
+
+
 @triton.jit
-def beta_mean_step(
-    beta_ptr,
-    mean_ptr,
-    score_ptr,
-    value_ptr,
-    out_offsets_ptr,
-    out_edges_ptr,
-    s,
-    C,
-    K,
-    stride_c,
-    stride_k,
-    value_c,
-    value_k,
-    ACC_DTYPE: tl.constexpr,
-):
+def beta_mean_step(states, step, s, ACC_DTYPE: tl.constexpr):
     """Compute beta before a step and the mean of the values over the paths onward from s.
 
     Each is [BLOCK_C] and fp64.
     """
+    scores, values, edges = step
+    K = edges.K
     maximum = tl.full(s.shape, -float("inf"), tl.float64)
     total = tl.zeros(s.shape, ACC_DTYPE)
     mean = tl.zeros(s.shape, tl.float64)
-    start = tl.load(out_offsets_ptr + s, mask=s < C, other=0)
-    degree = tl.load(out_offsets_ptr + s + 1, mask=s < C, other=0) - start
+    start, degree = out_degree(edges, s)
     for j in range(tl.max(degree, axis=0)):
-        edge = tl.load(out_edges_ptr + start + j, mask=j < degree, other=0)
-        beta = tl.load(beta_ptr + edge // K, mask=j < degree, other=-float("inf"))
-        maximum = tl.maximum(
-            maximum,
-            beta + edge_score(score_ptr, edge // K, edge % K, j < degree, stride_c, stride_k),
-        )
+        edge = tl.load(edges.out_edges_ptr + start + j, mask=j < degree, other=0)
+        beta = tl.load(states.ptr + edge // K, mask=j < degree, other=-float("inf"))
+        score = edge_score(scores, edge // K, edge % K, j < degree)
+        maximum = tl.maximum(maximum, beta + score)
     shift = finite_shift(maximum)
     for j in range(tl.max(degree, axis=0)):
-        edge = tl.load(out_edges_ptr + start + j, mask=j < degree, other=0)
-        beta = tl.load(beta_ptr + edge // K, mask=j < degree, other=-float("inf"))
-        term = beta + edge_score(score_ptr, edge // K, edge % K, j < degree, stride_c, stride_k)
-        edge_value_ptr = (
-            value_ptr + (edge // K).to(tl.int64) * value_c + edge % K * tl.cast(value_k, tl.int64)
-        )
-        value = tl.load(edge_value_ptr, mask=j < degree, other=0.0).to(tl.float64)
+        edge = tl.load(edges.out_edges_ptr + start + j, mask=j < degree, other=0)
+        beta = tl.load(states.ptr + edge // K, mask=j < degree, other=-float("inf"))
+        term = beta + edge_score(scores, edge // K, edge % K, j < degree)
+        value = edge_value(values, edge // K, edge % K, j < degree, 0.0)
         weight = exp((term - shift).to(ACC_DTYPE))
         total += weight
-        mean += weighted(weight, value + tl.load(mean_ptr + edge // K, mask=j < degree, other=0.0))
+        mean += weighted(weight, value + load_mean(states, edge // K, j < degree))
     return shifted_log(shift, total), tl.where(total == 0.0, 0.0, mean / total.to(tl.float64))
 
 
 @triton.jit
 def store_gradients(
-    scores_ptr,
-    values_ptr,
+    gradients,
     offset,
     posterior,
     value,
@@ -95,109 +115,151 @@ def store_gradients(
     The gradient of a value is the posterior. The gradient of a score is the posterior times
     `value`, which is the mean of the paths through the edge or state minus the mean of all paths.
     """
+    scores_ptr, values_ptr = gradients
     if OF_SCORES:
-        tl.store(
-            scores_ptr + offset,
-            weighted(posterior, value).to(scores_ptr.dtype.element_ty),
-            mask=valid,
-        )
+        grad = weighted(posterior, value).to(scores_ptr.dtype.element_ty)
+        tl.store(scores_ptr + offset, grad, mask=valid)
     if OF_VALUES:
         tl.store(values_ptr + offset, posterior.to(values_ptr.dtype.element_ty), mask=valid)
 
 
 @triton.jit
 def store_edge_gradients(
-    d_scores_ptr,
-    d_values_ptr,
-    alpha_ptr,
-    saved_mean_offset,
-    beta_ptr,
-    workspace_mean_offset,
-    score_ptr,
-    value_ptr,
-    source_ptr,
+    gradients,
+    before,
+    after,
+    step,
     c,
     offset,
-    logz,
-    mean,
-    grad,
-    C,
-    K,
-    stride_c,
-    stride_k,
-    value_c,
-    value_k,
+    path,
     OF_SCORES: tl.constexpr,
     OF_VALUES: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Store the gradients of the edges into the states c, [BLOCK_C]."""
-    beta = tl.load(beta_ptr + c, mask=c < C, other=-float("inf"))
-    beta_mean = tl.load(beta_ptr + workspace_mean_offset + c, mask=c < C, other=0.0) - mean
-    for k in range(K):
-        source, valid = load_source(source_ptr, c, k, C, K)
-        term = tl.load(alpha_ptr + source, mask=valid, other=-float("inf")) + edge_score(
-            score_ptr, c, k, valid, stride_c, stride_k
-        )
-        value = tl.load(
-            value_ptr + c.to(tl.int64) * value_c + k * tl.cast(value_k, tl.int64),
-            mask=valid,
-            other=0.0,
-        ).to(tl.float64)
-        value += tl.load(alpha_ptr + saved_mean_offset + source, mask=valid, other=0.0) + beta_mean
-        posterior = exp((term + (beta - logz)).to(ACC_DTYPE)) * grad
-        store_gradients(
-            d_scores_ptr,
-            d_values_ptr,
-            offset + c * K + k,
-            posterior,
-            value,
-            c < C,
-            OF_SCORES,
-            OF_VALUES,
-        )
+    """Store the gradients of the edges into the states c, [BLOCK_C].
+
+    `before` has alpha before the step, `after` beta after it, and the gradients of the step start
+    at `offset`.
+    """
+    scores, values, edges = step
+    beta = tl.load(after.ptr + c, mask=c < edges.C, other=-float("inf"))
+    beta_mean = load_mean(after, c, c < edges.C) - path.mean
+    for k in range(edges.K):
+        source, valid = load_source(edges, c, k)
+        alpha = tl.load(before.ptr + source, mask=valid, other=-float("inf"))
+        term = alpha + edge_score(scores, c, k, valid)
+        value = edge_value(values, c, k, valid, 0.0)
+        value += load_mean(before, source, valid) + beta_mean
+        posterior = exp((term + (beta - path.logz)).to(ACC_DTYPE)) * path.grad
+        edge_offset, mask = offset + c * edges.K + k, c < edges.C
+        store_gradients(gradients, edge_offset, posterior, value, mask, OF_SCORES, OF_VALUES)
 
 
 @triton.jit
 def store_boundary_gradients(
-    d_scores_ptr,
-    d_values_ptr,
-    alpha_ptr,
-    saved_mean_offset,
-    beta_ptr,
-    workspace_mean_offset,
-    n,
+    gradients,
+    offset,
+    alpha,
+    beta,
     C,
-    logz,
-    mean,
-    grad,
+    path,
     OF_SCORES: tl.constexpr,
     OF_VALUES: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Store the gradients of the first or last states."""
+    """Store the gradients of the first or last states, at `offset`."""
     for c0 in range(0, C, BLOCK_C):
         c = c0 + tl.arange(0, BLOCK_C)
-        log_weight = tl.load(alpha_ptr + c, mask=c < C, other=-float("inf")) + tl.load(
-            beta_ptr + c, mask=c < C, other=0.0
+        log_weight = tl.load(alpha.ptr + c, mask=c < C, other=-float("inf"))
+        log_weight += tl.load(beta.ptr + c, mask=c < C, other=0.0)
+        value = load_mean(alpha, c, c < C) + load_mean(beta, c, c < C) - path.mean
+        posterior = exp((log_weight - path.logz).to(ACC_DTYPE)) * path.grad
+        store_gradients(gradients, offset + c, posterior, value, c < C, OF_SCORES, OF_VALUES)
+
+
+@triton.jit
+def clear_gradients(
+    gradients,
+    n,
+    N,
+    length,
+    T,
+    width,
+    value,
+    OF_SCORES: tl.constexpr,
+    OF_VALUES: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Fill the gradients of the steps after the length: 0, or NaN for an invalid length."""
+    for t in range(length, T):
+        offset = (tl.full([], t, tl.int64) * N + n) * width
+        for e0 in range(0, width, BLOCK_C):
+            e = e0 + tl.arange(0, BLOCK_C)
+            fill = tl.zeros([BLOCK_C], tl.float64) + value
+            store_gradients(gradients, offset + e, fill, fill, e < width, OF_SCORES, OF_VALUES)
+
+
+@triton.jit
+def load_path(logz_ptr, mean_ptr, grad_ptr):
+    """Load what the gradient needs of a chain; one without a path has no posterior."""
+    grad = tl.load(grad_ptr).to(tl.float64)
+    mean, logz = tl.load(mean_ptr), tl.load(logz_ptr)
+    return PathMean(tl.where(logz == -float("inf"), float("inf"), logz), mean, grad)
+
+
+@triton.jit
+def renormalize(path, alpha_ptr, beta_ptr, C, BLOCK_C: tl.constexpr, ACC_DTYPE: tl.constexpr):
+    """Compute log Z again, from alpha and beta at the same time."""
+    logz = log_normalizer(alpha_ptr, beta_ptr, C, path.logz, BLOCK_C, ACC_DTYPE)
+    return PathMean(logz, path.mean, path.grad)
+
+
+@triton.jit
+def scan_back(
+    gradients,
+    alphas,
+    betas,
+    chain,
+    n,
+    N,
+    length,
+    path,
+    OF_SCORES: tl.constexpr,
+    OF_VALUES: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+):
+    """Scan beta and the means onward down from the length, and store the gradients of each step.
+
+    `alphas` are those of all times, and `betas` alternate between two rows. Returns the path with
+    the log Z of the last renormalization.
+    """
+    C, K = chain.edges.C, chain.edges.K
+    row_stride = tl.full([], N, tl.int64) * C
+    for i in range(0, length):
+        t = length - 1 - i
+        t64 = tl.full([], t, tl.int64)
+        step_scores = from_step(chain.edge_scores, t64)
+        step_values = from_step(chain.edge_values, t64)
+        step = StepInputs(step_scores, step_values, chain.edges)
+        offset = (t64 * N + n) * C * K
+        before, after = (
+            states_at(alphas, t64 * row_stride),
+            states_at(betas, (t + 1) % 2 * row_stride),
         )
-        value = (
-            tl.load(alpha_ptr + saved_mean_offset + c, mask=c < C, other=0.0)
-            + tl.load(beta_ptr + workspace_mean_offset + c, mask=c < C, other=0.0)
-            - mean
-        )
-        posterior = exp((log_weight - logz).to(ACC_DTYPE)) * grad
-        store_gradients(
-            d_scores_ptr,
-            d_values_ptr,
-            n * C + c,
-            posterior,
-            value,
-            c < C,
-            OF_SCORES,
-            OF_VALUES,
-        )
+        result = states_at(betas, t % 2 * row_stride)
+        tl.debug_barrier()
+        if is_renormalization_step(i):
+            path = renormalize(path, before.ptr + row_stride, after.ptr, C, BLOCK_C, ACC_DTYPE)
+        for c0 in range(0, C, BLOCK_C):
+            c = c0 + tl.arange(0, BLOCK_C)
+            store_edge_gradients(
+                gradients, before, after, step, c, offset, path, OF_SCORES, OF_VALUES, ACC_DTYPE
+            )
+            beta, beta_mean = beta_mean_step(after, step, c, ACC_DTYPE)
+            store_states(result, c, beta, beta_mean, c < C)
+    return path
 
 
 @triton.jit
@@ -247,129 +309,30 @@ def chain_expectation_gradient_kernel(
     """Scan beta and the mean onward down from the length, and store the gradients of each step."""
     n = tl.program_id(0).to(tl.int64)
     length, invalid = load_length(lengths_ptr, n, T)
-    row_stride, lane = tl.full([], N, tl.int64) * C, tl.arange(0, BLOCK_C)
-    grad = tl.load(grad_ptr + n * grad_n).to(tl.float64)
-    mean, logz = tl.load(mean_ptr + n), tl.load(logz_ptr + n)
-    # A chain without a path has no posterior.
-    logz = tl.where(logz == -float("inf"), float("inf"), logz)
-    saved_ptr += n * C
-    workspace_ptr += n * C
-    workspace_mean_offset = 2 * row_stride
-    for t in range(length, T):
-        for e0 in range(0, C * K, BLOCK_C):
-            fill = tl.zeros([BLOCK_C], tl.float64) + invalid
-            offset = (tl.full([], t, tl.int64) * N + n) * C * K + e0 + lane
-            store_gradients(
-                d_scores_ptr,
-                d_values_ptr,
-                offset,
-                fill,
-                fill,
-                e0 + lane < C * K,
-                OF_SCORES,
-                OF_VALUES,
-            )
-    store_boundary_scores(
-        workspace_ptr + length % 2 * row_stride, final_ptr + n * final_n, C, final_c, 0.0, BLOCK_C
+    scores = EdgeArray(scores_ptr + n * stride_n, stride_t, stride_c, stride_k)
+    values = EdgeArray(values_ptr + n * value_n, value_t, value_c, value_k)
+    edges = ChainEdges(source_ptr, out_offsets_ptr, out_edges_ptr, C, K)
+    chain = StepInputs(scores, values, edges)
+    path = load_path(logz_ptr + n, mean_ptr + n, grad_ptr + n * grad_n)
+    row_stride = tl.full([], N, tl.int64) * C
+    alphas = StatesWithMeans(saved_ptr + n * C, saved_mean_offset)
+    betas = StatesWithMeans(workspace_ptr + n * C, 2 * row_stride)
+    d_edges = GradientPointers(d_scores_ptr, d_values_ptr)
+    clear_gradients(d_edges, n, N, length, T, C * K, invalid, OF_SCORES, OF_VALUES, BLOCK_C)
+    alpha, beta = states_at(alphas, length * row_stride), states_at(betas, length % 2 * row_stride)
+    final_ptr += n * final_n
+    last_values_ptr += n * last_n
+    store_boundary_states(beta, final_ptr, final_c, last_values_ptr, last_c, C, 0.0, BLOCK_C)
+    tl.debug_barrier()
+    d_last = GradientPointers(d_final_ptr, d_last_values_ptr)
+    store_boundary_gradients(
+        d_last, n * C, alpha, beta, C, path, OF_SCORES, OF_VALUES, BLOCK_C, ACC_DTYPE
     )
-    store_boundary_scores(
-        workspace_ptr + workspace_mean_offset + length % 2 * row_stride,
-        last_values_ptr + n * last_n,
-        C,
-        last_c,
-        0.0,
-        BLOCK_C,
+    path = scan_back(
+        d_edges, alphas, betas, chain, n, N, length, path, OF_SCORES, OF_VALUES, BLOCK_C, ACC_DTYPE
     )
     tl.debug_barrier()
+    d_first = GradientPointers(d_initial_ptr, d_first_values_ptr)
     store_boundary_gradients(
-        d_final_ptr,
-        d_last_values_ptr,
-        saved_ptr + length * row_stride,
-        saved_mean_offset,
-        workspace_ptr + length % 2 * row_stride,
-        workspace_mean_offset,
-        n,
-        C,
-        logz,
-        mean,
-        grad,
-        OF_SCORES,
-        OF_VALUES,
-        BLOCK_C,
-        ACC_DTYPE,
-    )
-    for i in range(0, length):
-        t = length - 1 - i
-        t64 = tl.full([], t, tl.int64)
-        score_ptr = scores_ptr + n * stride_n + t64 * stride_t
-        value_ptr = values_ptr + n * value_n + t64 * value_t
-        beta_ptr = workspace_ptr + (t + 1) % 2 * row_stride
-        new_beta_ptr = workspace_ptr + t % 2 * row_stride
-        tl.debug_barrier()
-        if is_renormalization_step(i):
-            logz = log_normalizer(
-                saved_ptr + (t64 + 1) * row_stride, beta_ptr, C, logz, BLOCK_C, ACC_DTYPE
-            )
-        for c0 in range(0, C, BLOCK_C):
-            c = c0 + lane
-            store_edge_gradients(
-                d_scores_ptr,
-                d_values_ptr,
-                saved_ptr + t64 * row_stride,
-                saved_mean_offset,
-                beta_ptr,
-                workspace_mean_offset,
-                score_ptr,
-                value_ptr,
-                source_ptr,
-                c,
-                (t64 * N + n) * C * K,
-                logz,
-                mean,
-                grad,
-                C,
-                K,
-                stride_c,
-                stride_k,
-                value_c,
-                value_k,
-                OF_SCORES,
-                OF_VALUES,
-                ACC_DTYPE,
-            )
-            beta, beta_mean = beta_mean_step(
-                beta_ptr,
-                beta_ptr + workspace_mean_offset,
-                score_ptr,
-                value_ptr,
-                out_offsets_ptr,
-                out_edges_ptr,
-                c,
-                C,
-                K,
-                stride_c,
-                stride_k,
-                value_c,
-                value_k,
-                ACC_DTYPE,
-            )
-            tl.store(new_beta_ptr + c, beta, mask=c < C)
-            tl.store(new_beta_ptr + workspace_mean_offset + c, beta_mean, mask=c < C)
-    tl.debug_barrier()
-    store_boundary_gradients(
-        d_initial_ptr,
-        d_first_values_ptr,
-        saved_ptr,
-        saved_mean_offset,
-        workspace_ptr,
-        workspace_mean_offset,
-        n,
-        C,
-        logz,
-        mean,
-        grad,
-        OF_SCORES,
-        OF_VALUES,
-        BLOCK_C,
-        ACC_DTYPE,
+        d_first, n * C, alphas, betas, C, path, OF_SCORES, OF_VALUES, BLOCK_C, ACC_DTYPE
     )

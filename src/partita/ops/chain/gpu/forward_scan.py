@@ -14,12 +14,16 @@ import triton.language as tl
 
 from ....primitives.gpu.math import exp
 from .steps import (
+    ChainEdges,
+    EdgeArray,
     alpha_step,
-    beta_step,
+    from_step,
     load_length,
     lse_add,
     shifted_log,
     state_row,
+    store_alpha_step,
+    store_beta_step,
     store_boundary_scores,
 )
 
@@ -57,70 +61,27 @@ def chain_halves_kernel(
     length, invalid = load_length(lengths_ptr, n, T)
     middle = tl.maximum(length - 1, 0) // 2
     states_ptr, row_stride = saved_ptr + n * C, tl.full([], N, tl.int64) * C
-    score_ptr = scores_ptr + n * stride_n
-    lane = tl.arange(0, BLOCK_C)
+    edges = ChainEdges(source_ptr, out_offsets_ptr, out_edges_ptr, C, K)
+    scores = EdgeArray(scores_ptr + n * stride_n, stride_t, stride_c, stride_k)
     if tl.program_id(0) % 2 == 0:
-        store_boundary_scores(
-            states_ptr + state_row(0, 0, SAVE) * row_stride,
-            initial_ptr + n * initial_n,
-            C,
-            initial_c,
-            invalid,
-            BLOCK_C,
-        )
+        initial_ptr += n * initial_n
+        alpha_ptr = states_ptr + state_row(0, 0, SAVE) * row_stride
+        store_boundary_scores(alpha_ptr, initial_ptr, C, initial_c, invalid, BLOCK_C)
         for t in range(0, middle):
             alpha_ptr = states_ptr + state_row(t, 0, SAVE) * row_stride
-            step_ptr = score_ptr + tl.full([], t, tl.int64) * stride_t
-            for c0 in range(0, C, BLOCK_C):
-                value = alpha_step(
-                    alpha_ptr,
-                    step_ptr,
-                    source_ptr,
-                    c0 + lane,
-                    C,
-                    K,
-                    stride_c,
-                    stride_k,
-                    UNROLL_IN,
-                    ACC_DTYPE,
-                )
-                tl.store(
-                    states_ptr + state_row(t + 1, 0, SAVE) * row_stride + c0 + lane,
-                    value,
-                    mask=c0 + lane < C,
-                )
+            next_ptr = states_ptr + state_row(t + 1, 0, SAVE) * row_stride
+            step_scores = from_step(scores, tl.full([], t, tl.int64))
+            store_alpha_step(next_ptr, alpha_ptr, step_scores, edges, UNROLL_IN, BLOCK_C, ACC_DTYPE)
     elif length > 0:
-        store_boundary_scores(
-            states_ptr + state_row(length, 1, SAVE) * row_stride,
-            final_ptr + n * final_n,
-            C,
-            final_c,
-            0.0,
-            BLOCK_C,
-        )
+        final_ptr += n * final_n
+        beta_ptr = states_ptr + state_row(length, 1, SAVE) * row_stride
+        store_boundary_scores(beta_ptr, final_ptr, C, final_c, 0.0, BLOCK_C)
         for i in range(0, length - 1 - middle):
             t = length - 1 - i
             beta_ptr = states_ptr + state_row(t + 1, 1, SAVE) * row_stride
-            step_ptr = score_ptr + tl.full([], t, tl.int64) * stride_t
-            for c0 in range(0, C, BLOCK_C):
-                value = beta_step(
-                    beta_ptr,
-                    step_ptr,
-                    out_offsets_ptr,
-                    out_edges_ptr,
-                    c0 + lane,
-                    C,
-                    K,
-                    stride_c,
-                    stride_k,
-                    UNROLL_OUT,
-                    ACC_DTYPE,
-                )
-                tl.store(
-                    states_ptr + state_row(t, 1, SAVE) * row_stride + c0 + lane,
-                    value,
-                    mask=c0 + lane < C,
-                )
+            next_ptr = states_ptr + state_row(t, 1, SAVE) * row_stride
+            step_scores = from_step(scores, tl.full([], t, tl.int64))
+            store_beta_step(next_ptr, beta_ptr, step_scores, edges, UNROLL_OUT, BLOCK_C, ACC_DTYPE)
 
 
 @triton.jit
@@ -162,13 +123,13 @@ def chain_logz_kernel(
     maximum, rest = tl.full([BLOCK_C], -float("inf"), tl.float64), tl.zeros([BLOCK_C], ACC_DTYPE)
     alpha_ptr = states_ptr + state_row(middle, 0, SAVE) * row_stride
     beta_ptr = states_ptr + state_row(middle + 1, 1, SAVE) * row_stride
-    step_ptr = scores_ptr + n * stride_n + tl.full([], middle, tl.int64) * stride_t
+    edges = ChainEdges(source_ptr, None, None, C, K)
+    scores = EdgeArray(scores_ptr + n * stride_n, stride_t, stride_c, stride_k)
+    scores = from_step(scores, tl.full([], middle, tl.int64))
     for c0 in range(0, C, BLOCK_C):
         c = c0 + lane
         if length > 0:
-            value = alpha_step(
-                alpha_ptr, step_ptr, source_ptr, c, C, K, stride_c, stride_k, UNROLL_IN, ACC_DTYPE
-            )
+            value = alpha_step(alpha_ptr, scores, edges, c, UNROLL_IN, ACC_DTYPE)
             value += tl.load(beta_ptr + c, mask=c < C, other=-float("inf"))
         else:
             value = tl.load(

@@ -9,19 +9,42 @@ Every eighth step log Z is computed again from the states at that step, so that 
 alpha and beta do not accumulate. See `steps.py` for the equations.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from .steps import (
+    ChainEdges,
+    EdgeArray,
     beta_step,
     clear_after_length,
+    copy_states,
+    from_step,
     is_renormalization_step,
     load_length,
     log_normalizer,
     state_row,
+    store_beta_step,
     store_boundary_marginals,
     store_marginals,
 )
+
+
+class GradientMemory(NamedTuple):
+    """The memory of a chain in the gradient.
+
+    Fields:
+        saved_ptr: alpha up to the meeting point and beta after it, a row for each time.
+        workspace_ptr: alpha after that point and beta before it, two rows for each direction.
+        d_scores_ptr: the gradient of the scores.
+        row_stride: the stride over the rows of states, which K multiplies for d_scores.
+    """
+
+    saved_ptr: tl.tensor
+    workspace_ptr: tl.tensor
+    d_scores_ptr: tl.tensor
+    row_stride: tl.tensor
 
 
 @triton.jit
@@ -61,258 +84,133 @@ def chain_gradient_kernel(
     """Continue alpha to the end and beta to the start, and store the marginals."""
     n = (tl.program_id(0) // 2).to(tl.int64)
     length, invalid = load_length(lengths_ptr, n, T)
-    middle = tl.maximum(length - 1, 0) // 2
-    row_stride = tl.full([], N, tl.int64) * C
-    saved_ptr += n * C
-    workspace_ptr += n * C
-    scores_ptr += n * stride_n
+    middle, row_stride = tl.maximum(length - 1, 0) // 2, tl.full([], N, tl.int64) * C
+    edges = ChainEdges(source_ptr, out_offsets_ptr, out_edges_ptr, C, K)
+    scores = EdgeArray(scores_ptr + n * stride_n, stride_t, stride_c, stride_k)
     d_scores_ptr += n * C * K
+    memory = GradientMemory(saved_ptr + n * C, workspace_ptr + n * C, d_scores_ptr, row_stride)
     initial_ptr += n * initial_n
     final_ptr += n * final_n
+    d_initial_ptr += n * C
+    d_final_ptr += n * C
     grad = tl.load(grad_ptr + n * grad_n).to(ACC_DTYPE)
     logz = tl.load(logz_ptr + n)
     # A chain without a path has no marginals.
     logz = tl.where(logz == -float("inf"), float("inf"), logz)
     if tl.program_id(0) % 2 == 0:
-        extend_alpha(
-            d_scores_ptr,
-            saved_ptr,
-            workspace_ptr,
-            scores_ptr,
-            source_ptr,
-            length,
-            middle,
-            logz,
-            grad,
-            row_stride,
-            C,
-            K,
-            stride_t,
-            stride_c,
-            stride_k,
-            UNROLL_IN,
-            BLOCK_C,
-            ACC_DTYPE,
+        alpha_ptr = extend_alpha(
+            memory, scores, edges, length, middle, logz, grad, UNROLL_IN, BLOCK_C, ACC_DTYPE
         )
         clear_after_length(d_scores_ptr, length, T, row_stride * K, C * K, invalid, BLOCK_C)
         if length > 0:
-            final_alpha_ptr = workspace_ptr + state_row(length, 0, False) * row_stride
             store_boundary_marginals(
-                d_final_ptr + n * C,
-                final_ptr,
-                final_c,
-                final_alpha_ptr,
-                1,
-                C,
-                logz,
-                grad,
-                BLOCK_C,
+                d_final_ptr, final_ptr, final_c, alpha_ptr, 1, C, logz, grad, BLOCK_C
             )
         else:
             store_boundary_marginals(
-                d_final_ptr + n * C,
-                final_ptr,
-                final_c,
-                initial_ptr,
-                initial_c,
-                C,
-                logz,
-                grad,
-                BLOCK_C,
+                d_final_ptr, final_ptr, final_c, initial_ptr, initial_c, C, logz, grad, BLOCK_C
             )
     elif length > 0:
-        extend_beta(
-            d_scores_ptr,
-            saved_ptr,
-            workspace_ptr,
-            scores_ptr,
-            source_ptr,
-            out_offsets_ptr,
-            out_edges_ptr,
-            middle,
-            logz,
-            grad,
-            row_stride,
-            C,
-            K,
-            stride_t,
-            stride_c,
-            stride_k,
-            UNROLL_IN,
-            UNROLL_OUT,
-            BLOCK_C,
-            ACC_DTYPE,
+        beta_ptr = extend_beta(
+            memory, scores, edges, middle, logz, grad, UNROLL_IN, UNROLL_OUT, BLOCK_C, ACC_DTYPE
         )
-        initial_beta_ptr = workspace_ptr + state_row(0, 1, False) * row_stride
         store_boundary_marginals(
-            d_initial_ptr + n * C,
-            initial_ptr,
-            initial_c,
-            initial_beta_ptr,
-            1,
-            C,
-            logz,
-            grad,
-            BLOCK_C,
+            d_initial_ptr, initial_ptr, initial_c, beta_ptr, 1, C, logz, grad, BLOCK_C
         )
     else:
         store_boundary_marginals(
-            d_initial_ptr + n * C,
-            initial_ptr,
-            initial_c,
-            final_ptr,
-            final_c,
-            C,
-            logz,
-            grad,
-            BLOCK_C,
+            d_initial_ptr, initial_ptr, initial_c, final_ptr, final_c, C, logz, grad, BLOCK_C
         )
 
 
 @triton.jit
 def extend_alpha(
-    d_scores_ptr,
-    saved_ptr,
-    workspace_ptr,
-    scores_ptr,
-    source_ptr,
+    memory,
+    scores,
+    edges,
     length,
     middle,
     logz,
     grad,
-    row_stride,
-    C,
-    K,
-    stride_t,
-    stride_c,
-    stride_k,
     UNROLL_IN: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Scan alpha from the meeting point to the end, and store the marginals of its steps."""
-    lane = tl.arange(0, BLOCK_C)
-    for c0 in range(0, C, BLOCK_C):
-        value = tl.load(
-            saved_ptr + state_row(middle, 0, True) * row_stride + c0 + lane, mask=c0 + lane < C
-        )
-        tl.store(
-            workspace_ptr + state_row(middle, 0, False) * row_stride + c0 + lane,
-            value,
-            mask=c0 + lane < C,
-        )
+    """Scan alpha from the meeting point to the end, and store the marginals of its steps.
+
+    Returns the address of alpha at the end.
+    """
+    saved_ptr, workspace_ptr, d_scores_ptr, row_stride = memory
+    C = edges.C
+    copy_states(
+        workspace_ptr + state_row(middle, 0, False) * row_stride,
+        saved_ptr + state_row(middle, 0, True) * row_stride,
+        C,
+        BLOCK_C,
+    )
     for i in range(0, length - middle):
         t = middle + i
         t64 = tl.full([], t, tl.int64)
         alpha_ptr = workspace_ptr + state_row(t, 0, False) * row_stride
-        beta_ptr = saved_ptr + (t64 + 1) * row_stride
+        next_ptr = workspace_ptr + state_row(t + 1, 0, False) * row_stride
         if is_renormalization_step(i):
-            logz = log_normalizer(
-                alpha_ptr, saved_ptr + t64 * row_stride, C, logz, BLOCK_C, ACC_DTYPE
-            )
+            beta_ptr = saved_ptr + t64 * row_stride
+            logz = log_normalizer(alpha_ptr, beta_ptr, C, logz, BLOCK_C, ACC_DTYPE)
+        step_scores, d_step_ptr = from_step(scores, t64), d_scores_ptr + t64 * row_stride * edges.K
         for c0 in range(0, C, BLOCK_C):
-            c = c0 + lane
-            beta = tl.load(beta_ptr + c, mask=c < C, other=-float("inf"))
+            c = c0 + tl.arange(0, BLOCK_C)
+            beta = tl.load(saved_ptr + (t64 + 1) * row_stride + c, mask=c < C, other=-float("inf"))
             value = store_marginals(
-                d_scores_ptr + t64 * row_stride * K,
-                alpha_ptr,
-                scores_ptr + t64 * stride_t,
-                source_ptr,
-                c,
-                beta,
-                logz,
-                grad,
-                C,
-                K,
-                stride_c,
-                stride_k,
-                UNROLL_IN,
-                ACC_DTYPE,
+                d_step_ptr, alpha_ptr, step_scores, edges, c, beta, logz, grad, UNROLL_IN, ACC_DTYPE
             )
-            tl.store(workspace_ptr + state_row(t + 1, 0, False) * row_stride + c, value, mask=c < C)
+            tl.store(next_ptr + c, value, mask=c < C)
+    return workspace_ptr + state_row(length, 0, False) * row_stride
 
 
 @triton.jit
 def extend_beta(
-    d_scores_ptr,
-    saved_ptr,
-    workspace_ptr,
-    scores_ptr,
-    source_ptr,
-    out_offsets_ptr,
-    out_edges_ptr,
+    memory,
+    scores,
+    edges,
     middle,
     logz,
     grad,
-    row_stride,
-    C,
-    K,
-    stride_t,
-    stride_c,
-    stride_k,
     UNROLL_IN: tl.constexpr,
     UNROLL_OUT: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Scan beta from the middle step to the start, and store the marginals before that step."""
-    lane = tl.arange(0, BLOCK_C)
-    t64 = tl.full([], middle, tl.int64)
-    for c0 in range(0, C, BLOCK_C):
-        c = c0 + lane
-        value = beta_step(
-            saved_ptr + (t64 + 1) * row_stride,
-            scores_ptr + t64 * stride_t,
-            out_offsets_ptr,
-            out_edges_ptr,
-            c,
-            C,
-            K,
-            stride_c,
-            stride_k,
-            UNROLL_OUT,
-            ACC_DTYPE,
-        )
-        tl.store(workspace_ptr + state_row(middle, 1, False) * row_stride + c, value, mask=c < C)
+    """Scan beta from the middle step to the start, and store the marginals before that step.
+
+    Returns the address of beta at the start.
+    """
+    saved_ptr, workspace_ptr, d_scores_ptr, row_stride = memory
+    C, t64 = edges.C, tl.full([], middle, tl.int64)
+    store_beta_step(
+        workspace_ptr + state_row(middle, 1, False) * row_stride,
+        saved_ptr + (t64 + 1) * row_stride,
+        from_step(scores, t64),
+        edges,
+        UNROLL_OUT,
+        BLOCK_C,
+        ACC_DTYPE,
+    )
     for i in range(0, middle):
         t = middle - 1 - i
         t64 = tl.full([], t, tl.int64)
-        step_ptr = scores_ptr + t64 * stride_t
         beta_ptr = workspace_ptr + state_row(t + 1, 1, False) * row_stride
+        next_ptr = workspace_ptr + state_row(t, 1, False) * row_stride
         if is_renormalization_step(i):
-            logz = log_normalizer(
-                saved_ptr + (t64 + 1) * row_stride, beta_ptr, C, logz, BLOCK_C, ACC_DTYPE
-            )
+            alpha_ptr = saved_ptr + (t64 + 1) * row_stride
+            logz = log_normalizer(alpha_ptr, beta_ptr, C, logz, BLOCK_C, ACC_DTYPE)
+        step_scores, d_step_ptr = from_step(scores, t64), d_scores_ptr + t64 * row_stride * edges.K
         for c0 in range(0, C, BLOCK_C):
-            c = c0 + lane
-            value = beta_step(
-                beta_ptr,
-                step_ptr,
-                out_offsets_ptr,
-                out_edges_ptr,
-                c,
-                C,
-                K,
-                stride_c,
-                stride_k,
-                UNROLL_OUT,
-                ACC_DTYPE,
-            )
-            tl.store(workspace_ptr + state_row(t, 1, False) * row_stride + c, value, mask=c < C)
+            c = c0 + tl.arange(0, BLOCK_C)
+            value = beta_step(beta_ptr, step_scores, edges, c, UNROLL_OUT, ACC_DTYPE)
+            tl.store(next_ptr + c, value, mask=c < C)
             beta = tl.load(beta_ptr + c, mask=c < C, other=-float("inf"))
+            alpha_ptr = saved_ptr + t64 * row_stride
             store_marginals(
-                d_scores_ptr + t64 * row_stride * K,
-                saved_ptr + t64 * row_stride,
-                step_ptr,
-                source_ptr,
-                c,
-                beta,
-                logz,
-                grad,
-                C,
-                K,
-                stride_c,
-                stride_k,
-                UNROLL_IN,
-                ACC_DTYPE,
+                d_step_ptr, alpha_ptr, step_scores, edges, c, beta, logz, grad, UNROLL_IN, ACC_DTYPE
             )
+    return workspace_ptr + state_row(0, 1, False) * row_stride

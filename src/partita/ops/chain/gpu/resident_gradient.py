@@ -11,11 +11,15 @@ memory order. The middle step belongs to alpha. Every eighth step the logarithm 
 posteriors is added to log Z, so that rounding errors of alpha and beta do not accumulate.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....primitives.gpu.math import log_exact
 from .resident_steps import (
+    ResidentShape,
+    StepRows,
     concat_blocks,
     gather_scores,
     load_boundary_pair,
@@ -23,6 +27,7 @@ from .resident_steps import (
     load_rows,
     log_step,
     score_offsets,
+    skip_rows,
     split_blocks,
     split_fp64,
     state_posterior,
@@ -31,6 +36,120 @@ from .resident_steps import (
     zero_if_infinite,
 )
 from .steps import load_length
+
+
+class LaneEdges(NamedTuple):
+    """The edges into each lane, and where their marginals go.
+
+    Fields:
+        neighbors: the lanes from which the edges come; see `load_edge_table`.
+        edges: the positions of the edges' scores.
+        positions: where each score of PREFETCH steps has its marginal among those of the lanes.
+        has_edge: which scores of a step have an edge.
+    """
+
+    neighbors: Any
+    edges: Any
+    positions: Any
+    has_edge: Any
+
+
+@gluon.jit
+def load_lane_edges(neighbors_ptr, edges_ptr, edge_positions_ptr, direction, e, shape):
+    """Load the edges that a direction takes into each lane, and the positions of their marginals.
+
+    `e` are the scores of a step in memory order.
+    """
+    neighbors, edges = load_edge_table(neighbors_ptr, edges_ptr, direction, shape)
+    positions = gl.load(edge_positions_ptr + direction * shape.BLOCK_E + e)
+    SIZE: gl.constexpr = shape.PADDED_DEGREE * shape.BLOCK_C
+    tiles = tile_index(gl.maximum(positions, 0), SIZE, shape.PREFETCH, shape.BLOCK_E, shape.ROW)
+    return LaneEdges(neighbors, edges, tiles, positions >= 0)
+
+
+@gluon.jit
+def gather_marginals(marginals, edge_positions, shape):
+    """Return the marginals of PREFETCH steps in memory order, given those of the lanes' edges."""
+    PARTS: gl.constexpr = shape.PREFETCH * shape.PADDED_DEGREE
+    lanes = concat_blocks(marginals, shape.BLOCK_C, PARTS, shape.STATE)
+    rows = gl.gather(lanes, edge_positions, 0)
+    return split_blocks(rows, shape.BLOCK_E, shape.PREFETCH, shape.ROW)
+
+
+@gluon.jit
+def edge_marginals(exponentials, coefficient, shape):
+    """Return a step's marginals of the edges of each lane, PADDED_DEGREE tensors."""
+    marginals = ()
+    for k in gl.static_range(shape.PADDED_DEGREE):
+        e = exponentials[k] if k < shape.DEGREE else coefficient
+        marginals = marginals + (e * coefficient,)
+    return marginals
+
+
+@gluon.jit
+def add_rounding_error(logz_high, logz_low, posterior):
+    """Add the logarithm of the sum of the posteriors to log Z, a pair.
+
+    Log Z takes the rounding errors of alpha and beta, so that they do not accumulate.
+    """
+    total = gl.sum(posterior, axis=0)
+    logz_high, error = two_sum(logz_high, gl.where(total > 0.0, log_exact(total), 0.0))
+    return logz_high, logz_low + zero_if_infinite(error, logz_high)
+
+
+@gluon.jit
+def load_logz_pair(logz_ptr):
+    """Load log Z as a pair of fp32 numbers; a chain without a path has no marginals."""
+    logz = gl.load(logz_ptr)
+    return split_fp64(gl.where(logz == -float("inf"), float("inf"), logz))
+
+
+@gluon.jit
+def scan_marginals(state, logz, grad, scores, saved, marginals, table, num_steps, direction, shape):
+    """Continue the states of a direction, and store marginal * grad of the edges of its steps.
+
+    `scores`, `saved` and `marginals` are `StepRows`, where `saved` are the states of the opposite
+    direction after each step. Returns the last states, and log Z, a pair, with the rounding errors.
+    """
+    PREFETCH: gl.constexpr = shape.PREFETCH
+    logz_high, logz_low = logz
+    prefetched = load_rows(scores, num_steps, PREFETCH)
+    prefetched_opposite = load_rows(saved, num_steps, PREFETCH)
+    for i in range(0, num_steps, PREFETCH):
+        edge_scores, opposite = gather_scores(prefetched, table.edges, shape), prefetched_opposite
+        scores, saved = skip_rows(scores, PREFETCH), skip_rows(saved, PREFETCH)
+        prefetched = load_rows(scores, num_steps - i - PREFETCH, PREFETCH)
+        prefetched_opposite = load_rows(saved, num_steps - i - PREFETCH, PREFETCH)
+        lane_marginals = ()
+        for u in gl.static_range(PREFETCH):
+            next_state, exponentials, inverse = log_step(
+                state, edge_scores, table.neighbors, u, shape
+            )
+            state = gl.where(i + u < num_steps, next_state, state)
+            posterior = state_posterior(next_state, opposite[u], logz_high, logz_low)
+            coefficient = posterior * inverse * grad
+            lane_marginals = lane_marginals + edge_marginals(exponentials, coefficient, shape)
+        rows = gather_marginals(lane_marginals, table.positions, shape)
+        for u in gl.static_range(PREFETCH):
+            # The middle step belongs to alpha.
+            in_range = (i + u < num_steps) & ((direction == 0) | (i + u > 0))
+            row = rows[u] if shape.REGULAR else gl.where(table.has_edge, rows[u], 0.0)
+            ptrs = marginals.ptr + marginals.offsets
+            gl.store(ptrs, row.to(ptrs.dtype.element_ty), mask=marginals.mask & in_range)
+            marginals = skip_rows(marginals, 1)
+        if (i % 8 == 8 - PREFETCH) & (i + PREFETCH <= num_steps):
+            logz_high, logz_low = add_rounding_error(logz_high, logz_low, posterior)
+    return state, (logz_high, logz_low)
+
+
+@gluon.jit
+def fill_rows(rows, num_rows, value):
+    """Fill rows of the gradient with a value."""
+    ptrs = rows.ptr + rows.offsets
+    fill = (rows.offsets.to(gl.float32) * 0.0 + value).to(ptrs.dtype.element_ty)
+    for _ in range(num_rows):
+        gl.store(ptrs, fill, mask=rows.mask)
+        ptrs += rows.stride
 
 
 @gluon.jit
@@ -74,114 +193,38 @@ def chain_resident_gradient_kernel(
     """Continue alpha to the end or beta to the start, and store the marginals."""
     STATE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     ROW: gl.constexpr = gl.BlockedLayout([VEC], [32], [gl.num_warps()], [0])
-    n = (gl.program_id(0) // 2).to(gl.int64)
-    direction = gl.program_id(0) % 2
+    shape: gl.constexpr = ResidentShape(
+        DEGREE, PADDED_DEGREE, REGULAR, PREFETCH, BLOCK_C, BLOCK_E, STATE, ROW
+    )
+    n, direction = (gl.program_id(0) // 2).to(gl.int64), gl.program_id(0) % 2
     length, invalid = load_length(lengths_ptr, n, T)
     middle = gl.maximum(length - 1, 0) // 2
-    sign = (1 - 2 * direction).to(gl.int64)
-    start = (middle + direction).to(gl.int64)
+    sign, start = (1 - 2 * direction).to(gl.int64), (middle + direction).to(gl.int64)
     num_steps = gl.where(length == 0, 0, gl.where(direction == 0, length - middle, middle + 1))
-    score_stride, state_stride = sign * stride_t, sign * N * C
-    scores_ptr += n * stride_n + (start - direction) * stride_t
-    saved_ptr += (start * N + n) * C
-    d_scores_ptr += ((start - direction) * N + n) * C * K
+    step, state_stride, width = start - direction, sign * N * C, C * K
     c, e = gl.load(state_of_lane_ptr + gl.arange(0, BLOCK_C, STATE)), gl.arange(0, BLOCK_E, ROW)
-    neighbors, edges = load_edge_table(
-        neighbors_ptr,
-        edges_ptr,
-        direction,
-        PREFETCH,
-        BLOCK_C,
-        BLOCK_E,
-        PADDED_DEGREE,
-        DEGREE,
-        STATE,
-    )
-    edge_positions = gl.load(edge_positions_ptr + direction * BLOCK_E + e)
-    has_edge = edge_positions >= 0
-    edge_positions = tile_index(
-        gl.maximum(edge_positions, 0), PADDED_DEGREE * BLOCK_C, PREFETCH, BLOCK_E, ROW
-    )
-    offsets, valid = score_offsets(e, K, stride_c, stride_k, CONTIGUOUS), e < C * K
+    table = load_lane_edges(neighbors_ptr, edges_ptr, edge_positions_ptr, direction, e, shape)
+    offsets = score_offsets(e, K, stride_c, stride_k, CONTIGUOUS)
+    scores_ptr += n * stride_n + step * stride_t
+    scores = StepRows(scores_ptr, sign * stride_t, offsets, e < width)
+    saved = StepRows(saved_ptr + (start * N + n) * C, state_stride, c, c >= 0)
+    marginals = StepRows(d_scores_ptr + (step * N + n) * width, state_stride * K, e, e < width)
     grad = gl.load(grad_ptr + n * grad_n).to(gl.float32)
-    logz = gl.load(logz_ptr + n)
-    # A chain without a path has no marginals.
-    logz_high, logz_low = split_fp64(gl.where(logz == -float("inf"), float("inf"), logz))
+    logz = load_logz_pair(logz_ptr + n)
     initial = load_boundary_pair(initial_ptr + n * initial_n, c, initial_c, invalid)
     final = load_boundary_pair(final_ptr + n * final_n, c, final_c, 0.0)
     state = gl.where(direction == 0, initial, final)
     if length > 0:
-        state = gl.load(saved_ptr + c, mask=c >= 0, other=0)
-    saved_ptr += state_stride
-    prefetched = load_rows(scores_ptr, offsets, valid, score_stride, num_steps, PREFETCH)
-    prefetched_opposite = load_rows(saved_ptr, c, c >= 0, state_stride, num_steps, PREFETCH)
-    for i in range(0, num_steps, PREFETCH):
-        scores = gather_scores(
-            prefetched, edges, PREFETCH, PADDED_DEGREE, BLOCK_C, BLOCK_E, STATE, ROW
-        )
-        opposite = prefetched_opposite
-        scores_ptr += PREFETCH * score_stride
-        saved_ptr += PREFETCH * state_stride
-        prefetched = load_rows(
-            scores_ptr, offsets, valid, score_stride, num_steps - i - PREFETCH, PREFETCH
-        )
-        prefetched_opposite = load_rows(
-            saved_ptr, c, c >= 0, state_stride, num_steps - i - PREFETCH, PREFETCH
-        )
-        products = ()
-        for u in gl.static_range(PREFETCH):
-            next_state, exponentials, inverse = log_step(
-                state, scores, neighbors, u, BLOCK_C, PADDED_DEGREE, DEGREE, REGULAR, STATE
-            )
-            state = gl.where(i + u < num_steps, next_state, state)
-            posterior = state_posterior(next_state, opposite[u], logz_high, logz_low)
-            coefficient = posterior * inverse * grad
-            for k in gl.static_range(PADDED_DEGREE):
-                products = products + (
-                    (exponentials[k] if k < DEGREE else coefficient) * coefficient,
-                )
-        gathered = split_blocks(
-            gl.gather(
-                concat_blocks(products, BLOCK_C, PREFETCH * PADDED_DEGREE, STATE), edge_positions, 0
-            ),
-            BLOCK_E,
-            PREFETCH,
-            ROW,
-        )
-        for u in gl.static_range(PREFETCH):
-            # The middle step belongs to alpha.
-            in_range = (i + u < num_steps) & ((direction == 0) | (i + u > 0))
-            marginals = gathered[u] if REGULAR else gl.where(has_edge, gathered[u], 0.0)
-            gl.store(
-                d_scores_ptr + e, marginals.to(d_scores_ptr.dtype.element_ty), mask=valid & in_range
-            )
-            d_scores_ptr += state_stride * K
-        if (i % 8 == 8 - PREFETCH) & (i + PREFETCH <= num_steps):
-            # Log Z takes the rounding errors of alpha and beta, so that they do not accumulate.
-            total = gl.sum(posterior, axis=0)
-            logz_high, error = two_sum(logz_high, gl.where(total > 0.0, log_exact(total), 0.0))
-            logz_low += zero_if_infinite(error, logz_high)
+        state = gl.load(saved.ptr + c, mask=c >= 0, other=0)
+    saved = skip_rows(saved, 1)
+    state, logz = scan_marginals(
+        state, logz, grad, scores, saved, marginals, table, num_steps, direction, shape
+    )
     boundary = gl.where(direction == 0, final, initial)
-    boundary_gradient = state_posterior(state, boundary, logz_high, logz_low) * grad
+    d_boundary = state_posterior(state, boundary, logz[0], logz[1]) * grad
     if direction == 0:
-        gl.store(
-            d_final_ptr + n * C + c, boundary_gradient.to(d_final_ptr.dtype.element_ty), mask=c >= 0
-        )
-        # The loop above moved the pointer over masked steps too.
-        padded_steps = (num_steps + PREFETCH - 1) // PREFETCH * PREFETCH
-        d_scores_ptr -= padded_steps * (state_stride * K) - num_steps * (state_stride * K)
-        for _ in range(length, T):
-            gl.store(
-                d_scores_ptr + e,
-                (gl.full([BLOCK_E], 0.0, gl.float32, ROW) + invalid).to(
-                    d_scores_ptr.dtype.element_ty
-                ),
-                mask=valid,
-            )
-            d_scores_ptr += state_stride * K
+        gl.store(d_final_ptr + n * C + c, d_boundary.to(d_final_ptr.dtype.element_ty), mask=c >= 0)
+        fill_rows(skip_rows(marginals, num_steps), T - length, invalid)
     else:
-        gl.store(
-            d_initial_ptr + n * C + c,
-            boundary_gradient.to(d_initial_ptr.dtype.element_ty),
-            mask=c >= 0,
-        )
+        d_boundary = d_boundary.to(d_initial_ptr.dtype.element_ty)
+        gl.store(d_initial_ptr + n * C + c, d_boundary, mask=c >= 0)

@@ -15,11 +15,27 @@ If step 2 or 3 finds a tie on the best path, the chain runs again FORWARD_ONLY, 
 `chain_resident_final_state_kernel` replaces step 2.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from .resident_viterbi import EDGE_SHIFT, LANE_MASK, TIE_FLAG, num_direction_steps
-from .steps import load_length
+from .steps import EdgeArray, from_step, load_length
+
+
+class SegmentMaps(NamedTuple):
+    """The maps of the segments of all chains, and where the path enters each segment.
+
+    Fields:
+        ptr: the maps, `[directions, segments, N, BLOCK_C]`.
+        starts_ptr: the lane in which the path enters, `[directions, segments, N]`.
+        segments: the number of segments of a direction.
+    """
+
+    ptr: tl.tensor
+    starts_ptr: tl.tensor
+    segments: tl.tensor
 
 
 @triton.jit
@@ -83,14 +99,12 @@ def chain_resident_segment_maps_kernel(
 
 @triton.jit
 def best_middle_edge(
-    scores_ptr,
+    scores,
     neighbors_ptr,
     edges_ptr,
     alpha_ptr,
     beta_ptr,
     K,
-    stride_c,
-    stride_k,
     DEGREE: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -106,7 +120,7 @@ def best_middle_edge(
         neighbor = tl.load(neighbors_ptr + k * BLOCK_C + lane)
         edge = tl.load(edges_ptr + k * BLOCK_C + lane)
         score = tl.load(
-            scores_ptr + edge // K * stride_c + edge % K * stride_k,
+            scores.ptr + edge // K * scores.stride_c + edge % K * scores.stride_k,
             mask=neighbor >= 0,
             other=-float("inf"),
         ).to(tl.float64)
@@ -118,6 +132,49 @@ def best_middle_edge(
     best_position = tl.min(tl.where(maximum == best_score, position, DEGREE * BLOCK_C), axis=0)
     num_best = tl.sum(tl.where(maximum == best_score, 1 + has_equal, 0), axis=0)
     return best_score, tl.minimum(best_position, DEGREE * BLOCK_C - 1), num_best > 1
+
+
+@triton.jit
+def clear_after_path(path_states_ptr, path_edges_ptr, last_time, T, stride, BLOCK_C: tl.constexpr):
+    """Store -1 as the states after the last time of a path, and as the edges from it on."""
+    for t0 in range(0, T + 1, BLOCK_C):
+        t = (t0 + tl.arange(0, BLOCK_C)).to(tl.int64)
+        none = tl.full([BLOCK_C], -1, tl.int64)
+        tl.store(path_states_ptr + t * stride, none, mask=(t > last_time) & (t <= T))
+        tl.store(path_edges_ptr + t * stride, none, mask=(t >= last_time) & (t < T))
+
+
+@triton.jit
+def store_segment_starts(
+    maps,
+    lengths_ptr,
+    start_lane,
+    direction,
+    n,
+    T,
+    N,
+    SEGMENT: tl.constexpr,
+    FORWARD_ONLY: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Follow the maps outward from `start_lane`, and store the first lane of each segment."""
+    segments = maps.segments
+    for i in range(segments):
+        tl.store(maps.starts_ptr + (direction * segments + i) * N + n, start_lane)
+        map_ptr = maps.ptr + ((direction * segments + i).to(tl.int64) * N + n) * BLOCK_C
+        num_steps = segment_range(lengths_ptr, n, T, direction, i, SEGMENT, FORWARD_ONLY)[1]
+        has_map = (num_steps == SEGMENT) & (i + 1 < segments)
+        mask = (start_lane >= 0) & has_map
+        start_lane = tl.load(map_ptr + start_lane, mask=mask, other=-1).to(tl.int32)
+
+
+@triton.jit
+def best_state_of_empty(middle_ptr, direction_stride, state_of_lane_ptr, BLOCK_C: tl.constexpr):
+    """Return the best score of a chain without steps, and its lowest best state."""
+    lane = tl.arange(0, BLOCK_C)
+    log_weight = tl.load(middle_ptr + lane) + tl.load(middle_ptr + direction_stride + lane)
+    score, state = tl.max(log_weight, axis=0), tl.load(state_of_lane_ptr + lane)
+    return score, tl.min(tl.where(log_weight == score, state, BLOCK_C), axis=0)
 
 
 @triton.jit
@@ -154,75 +211,42 @@ def chain_resident_middle_kernel(
     n = tl.program_id(0).to(tl.int64)
     length, invalid = load_length(lengths_ptr, n, T)
     middle = (tl.maximum(length - 1, 0) // 2).to(tl.int64)
-    lane, direction_stride = tl.arange(0, BLOCK_C), tl.full([], N, tl.int64) * BLOCK_C
-    middle_ptr += n * BLOCK_C
-    log_weight = tl.load(middle_ptr + lane) + tl.load(middle_ptr + direction_stride + lane)
-    score = tl.max(log_weight, axis=0)
-    state = tl.min(
-        tl.where(log_weight == score, tl.load(state_of_lane_ptr + lane), BLOCK_C), axis=0
-    )
+    middle_ptr, direction_stride = middle_ptr + n * BLOCK_C, tl.full([], N, tl.int64) * BLOCK_C
+    scores = EdgeArray(scores_ptr + n * stride_n, stride_t, stride_c, stride_k)
+    score, state = best_state_of_empty(middle_ptr, direction_stride, state_of_lane_ptr, BLOCK_C)
     position, has_tie = tl.full([], 0, tl.int32), score != score
     if length > 0:
-        step_ptr = scores_ptr + n * stride_n + middle * stride_t
+        step, beta_ptr = from_step(scores, middle), middle_ptr + direction_stride
         score, position, has_tie = best_middle_edge(
-            step_ptr,
-            neighbors_ptr,
-            edges_ptr,
-            middle_ptr,
-            middle_ptr + direction_stride,
-            K,
-            stride_c,
-            stride_k,
-            DEGREE,
-            BLOCK_C,
+            step, neighbors_ptr, edges_ptr, middle_ptr, beta_ptr, K, DEGREE, BLOCK_C
         )
     score += invalid
     tl.store(score_ptr + n, score.to(score_ptr.dtype.element_ty))
     if TRACE:
         possible = score > -float("inf")
         tl.store(has_tie_ptr + n, (possible & has_tie).to(tl.int32))
+        path_states_ptr += n
+        path_edges_ptr += n
         last_time = tl.where(possible, length, -1)
-        for t0 in range(0, T + 1, BLOCK_C):
-            t = (t0 + lane).to(tl.int64)
-            tl.store(
-                path_states_ptr + t * N + n,
-                tl.full([BLOCK_C], -1, tl.int64),
-                mask=(t > last_time) & (t <= T),
-            )
-            tl.store(
-                path_edges_ptr + t * N + n,
-                tl.full([BLOCK_C], -1, tl.int64),
-                mask=(t >= last_time) & (t < T),
-            )
+        clear_after_path(path_states_ptr, path_edges_ptr, last_time, T, N, BLOCK_C)
         if possible & (length == 0):
-            tl.store(path_states_ptr + n, state.to(tl.int64))
+            tl.store(path_states_ptr, state.to(tl.int64))
         if length > 0:
-            neighbor = tl.load(neighbors_ptr + position)
+            before, after = tl.load(neighbors_ptr + position), position % BLOCK_C
             if possible:
-                tl.store(
-                    path_states_ptr + middle * N + n,
-                    tl.load(state_of_lane_ptr + neighbor).to(tl.int64),
-                )
-                tl.store(
-                    path_states_ptr + (middle + 1) * N + n,
-                    tl.load(state_of_lane_ptr + position % BLOCK_C).to(tl.int64),
-                )
-                tl.store(
-                    path_edges_ptr + middle * N + n, tl.load(edges_ptr + position).to(tl.int64)
-                )
+                state_before = tl.load(state_of_lane_ptr + before).to(tl.int64)
+                tl.store(path_states_ptr + middle * N, state_before)
+                state_after = tl.load(state_of_lane_ptr + after).to(tl.int64)
+                tl.store(path_states_ptr + (middle + 1) * N, state_after)
+                edge = tl.load(edges_ptr + position).to(tl.int64)
+                tl.store(path_edges_ptr + middle * N, edge)
             # Both directions run at once.
             direction = tl.arange(0, 2)
-            start_lane = tl.where(
-                possible, tl.where(direction == 0, neighbor, position % BLOCK_C), -1
+            start_lane = tl.where(possible, tl.where(direction == 0, before, after), -1)
+            maps = SegmentMaps(maps_ptr, segment_start_ptr, segments)
+            store_segment_starts(
+                maps, lengths_ptr, start_lane, direction, n, T, N, SEGMENT, False, BLOCK_C
             )
-            for i in range(segments):
-                tl.store(segment_start_ptr + (direction * segments + i) * N + n, start_lane)
-                map_ptr = maps_ptr + ((direction * segments + i).to(tl.int64) * N + n) * BLOCK_C
-                _, num_steps, _ = segment_range(lengths_ptr, n, T, direction, i, SEGMENT, False)
-                has_map = (num_steps == SEGMENT) & (i + 1 < segments)
-                start_lane = tl.load(
-                    map_ptr + start_lane, mask=(start_lane >= 0) & has_map, other=-1
-                ).to(tl.int32)
 
 
 @triton.jit
@@ -258,14 +282,10 @@ def chain_resident_final_state_kernel(
         tl.store(score_ptr + n, score.to(score_ptr.dtype.element_ty))
         tl.store(path_states_ptr + length.to(tl.int64) * N + n, best_state.to(tl.int64))
         start_lane = tl.max(tl.where(state == best_state, tl.arange(0, BLOCK_C), 0), axis=0)
-        for i in range(segments):
-            tl.store(segment_start_ptr + i * N + n, start_lane)
-            num_steps = segment_range(lengths_ptr, n, T, 0 * start_lane, i, SEGMENT, True)[1]
-            map_ptr = maps_ptr + (tl.full([], i, tl.int64) * N + n) * BLOCK_C
-            has_map = (num_steps == SEGMENT) & (i + 1 < segments)
-            start_lane = tl.load(
-                map_ptr + start_lane, mask=(start_lane >= 0) & has_map, other=-1
-            ).to(tl.int32)
+        maps = SegmentMaps(maps_ptr, segment_start_ptr, segments)
+        store_segment_starts(
+            maps, lengths_ptr, start_lane, 0 * start_lane, n, T, N, SEGMENT, True, BLOCK_C
+        )
 
 
 @triton.jit

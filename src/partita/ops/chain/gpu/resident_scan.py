@@ -18,12 +18,15 @@ from triton.experimental.gluon import language as gl
 from ....primitives.gpu.math import LOG2E, log_exact
 from ....primitives.gpu.sync import unpack_pair
 from .resident_steps import (
+    ResidentShape,
+    StepRows,
     gather_scores,
     load_boundary_pair,
     load_edge_table,
     load_rows,
     log_step,
     score_offsets,
+    skip_rows,
 )
 from .steps import load_length
 
@@ -63,6 +66,9 @@ def chain_resident_halves_kernel(
     """Scan alpha up to the meeting point, or beta down to the state after it."""
     STATE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     ROW: gl.constexpr = gl.BlockedLayout([VEC], [32], [gl.num_warps()], [0])
+    shape: gl.constexpr = ResidentShape(
+        DEGREE, PADDED_DEGREE, REGULAR, PREFETCH, BLOCK_C, BLOCK_E, STATE, ROW
+    )
     n = (gl.program_id(0) // 2).to(gl.int64)
     direction = gl.program_id(0) % 2
     length, invalid = load_length(lengths_ptr, n, T)
@@ -70,40 +76,25 @@ def chain_resident_halves_kernel(
     sign = (1 - 2 * direction).to(gl.int64)
     start = gl.where(direction == 0, 0, length).to(gl.int64)
     num_steps = gl.where(direction == 0, middle, gl.maximum(length - 1 - middle, 0))
-    score_stride, state_stride = sign * stride_t, sign * N * C
+    state_stride = sign * N * C
     scores_ptr += n * stride_n + (start - direction) * stride_t
     c, e = gl.load(state_of_lane_ptr + gl.arange(0, BLOCK_C, STATE)), gl.arange(0, BLOCK_E, ROW)
-    neighbors, edges = load_edge_table(
-        neighbors_ptr,
-        edges_ptr,
-        direction,
-        PREFETCH,
-        BLOCK_C,
-        BLOCK_E,
-        PADDED_DEGREE,
-        DEGREE,
-        STATE,
-    )
-    offsets, valid = score_offsets(e, K, stride_c, stride_k, CONTIGUOUS), e < C * K
+    neighbors, edges = load_edge_table(neighbors_ptr, edges_ptr, direction, shape)
+    offsets = score_offsets(e, K, stride_c, stride_k, CONTIGUOUS)
+    rows = StepRows(scores_ptr, sign * stride_t, offsets, e < C * K)
     state = load_boundary_pair(initial_ptr + n * initial_n, c, initial_c, invalid)
     if direction == 1:
         state = load_boundary_pair(final_ptr + n * final_n, c, final_c, 0.0)
     if SAVE:
         saved_ptr += (start * N + n) * C
         gl.store(saved_ptr + c, state, mask=(c >= 0) & ((direction == 0) | (length > 0)))
-    prefetched = load_rows(scores_ptr, offsets, valid, score_stride, num_steps, PREFETCH)
+    prefetched = load_rows(rows, num_steps, PREFETCH)
     for i in range(0, num_steps, PREFETCH):
-        scores = gather_scores(
-            prefetched, edges, PREFETCH, PADDED_DEGREE, BLOCK_C, BLOCK_E, STATE, ROW
-        )
-        scores_ptr += PREFETCH * score_stride
-        prefetched = load_rows(
-            scores_ptr, offsets, valid, score_stride, num_steps - i - PREFETCH, PREFETCH
-        )
+        scores = gather_scores(prefetched, edges, shape)
+        rows = skip_rows(rows, PREFETCH)
+        prefetched = load_rows(rows, num_steps - i - PREFETCH, PREFETCH)
         for u in gl.static_range(PREFETCH):
-            next_state, _, _ = log_step(
-                state, scores, neighbors, u, BLOCK_C, PADDED_DEGREE, DEGREE, REGULAR, STATE
-            )
+            next_state, _, _ = log_step(state, scores, neighbors, u, shape)
             state = gl.where(i + u < num_steps, next_state, state)
             if SAVE:
                 saved_ptr += state_stride
@@ -151,6 +142,9 @@ def chain_resident_logz_kernel(
     """
     STATE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     ROW: gl.constexpr = gl.BlockedLayout([VEC], [32], [gl.num_warps()], [0])
+    shape: gl.constexpr = ResidentShape(
+        DEGREE, PADDED_DEGREE, REGULAR, 1, BLOCK_C, BLOCK_E, STATE, ROW
+    )
     n = gl.program_id(0).to(gl.int64)
     length, invalid = load_length(lengths_ptr, n, T)
     middle = (gl.maximum(length - 1, 0) // 2).to(gl.int64)
@@ -158,21 +152,17 @@ def chain_resident_logz_kernel(
     alpha = load_boundary_pair(initial_ptr + n * initial_n, c, initial_c, invalid)
     beta = load_boundary_pair(final_ptr + n * final_n, c, final_c, 0.0)
     if length > 0:
-        neighbors, edges = load_edge_table(
-            neighbors_ptr, edges_ptr, 0, 1, BLOCK_C, BLOCK_E, PADDED_DEGREE, DEGREE, STATE
-        )
+        neighbors, edges = load_edge_table(neighbors_ptr, edges_ptr, 0, shape)
         step_ptr = scores_ptr + n * stride_n + middle * stride_t
         row = gl.load(
             step_ptr + score_offsets(e, K, stride_c, stride_k, CONTIGUOUS),
             mask=e < C * K,
             other=0.0,
         )
-        scores = gather_scores((row,), edges, 1, PADDED_DEGREE, BLOCK_C, BLOCK_E, STATE, ROW)
+        scores = gather_scores((row,), edges, shape)
         saved_ptr += (middle * N * SAVE + n) * C
         middle_alpha = gl.load(saved_ptr + c, mask=c >= 0, other=0)
-        alpha, _, _ = log_step(
-            middle_alpha, scores, neighbors, 0, BLOCK_C, PADDED_DEGREE, DEGREE, REGULAR, STATE
-        )
+        alpha, _, _ = log_step(middle_alpha, scores, neighbors, 0, shape)
         beta = gl.load(saved_ptr + (n * 0 + N) * C + c, mask=c >= 0, other=0)
     alpha_high, alpha_low = unpack_pair(alpha)
     beta_high, beta_low = unpack_pair(beta)

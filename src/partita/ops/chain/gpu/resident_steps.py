@@ -16,12 +16,54 @@ Sources: Knuth, The Art of Computer Programming, volume 2, section 4.2.2 (two_su
 floating-point technique for extending the available precision, 1971 (compensated pairs).
 """
 
+from typing import Any, NamedTuple
+
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....primitives.gpu.math import LOG2E, log1p_pair
 from ....primitives.gpu.sync import unpack_pair
+
+
+class ResidentShape(NamedTuple):
+    """The compile-time shape of a scan.
+
+    Fields:
+        DEGREE: edges into a lane.
+        PADDED_DEGREE: the power of two above it.
+        REGULAR: whether each lane has that many edges.
+        PREFETCH: steps whose scores are loaded together.
+        BLOCK_C: lanes, one for each state.
+        BLOCK_E: scores of a step in memory order.
+        STATE: the layout of the lanes.
+        ROW: the layout of the scores in memory order.
+    """
+
+    DEGREE: Any
+    PADDED_DEGREE: Any
+    REGULAR: Any
+    PREFETCH: Any
+    BLOCK_C: Any
+    BLOCK_E: Any
+    STATE: Any
+    ROW: Any
+
+
+class StepRows(NamedTuple):
+    """The scores, the states or the marginals of a chain's steps, in the order of a direction.
+
+    Fields:
+        ptr: the first step.
+        stride: the stride over the steps.
+        offsets: what is read or written of a step, in memory order.
+        mask: which of it exists.
+    """
+
+    ptr: Any
+    stride: Any
+    offsets: Any
+    mask: Any
 
 
 @gluon.jit
@@ -97,28 +139,20 @@ def tile_index(index, size, STEPS: gl.constexpr, BLOCK: gl.constexpr, LAYOUT: gl
 
 
 @gluon.jit
-def load_edge_table(
-    neighbors_ptr,
-    edges_ptr,
-    direction,
-    STEPS: gl.constexpr,
-    BLOCK: gl.constexpr,
-    ROW_BLOCK: gl.constexpr,
-    PADDED_DEGREE: gl.constexpr,
-    DEGREE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
-    """Load the edges that a direction takes into each lane, `[PADDED_DEGREE * BLOCK]`.
+def load_edge_table(neighbors_ptr, edges_ptr, direction, shape):
+    """Load the edges that a direction takes into each lane, `[PADDED_DEGREE * BLOCK_C]`.
 
     Returns:
-        The lanes of the neighbors (-1 for no edge), and the positions of the edges' scores in STEPS
-        consecutive rows of ROW_BLOCK scores.
+        The lanes of the neighbors (-1 for no edge), and the positions of the edges' scores in
+        PREFETCH consecutive rows of BLOCK_E scores.
     """
-    flat = gl.arange(0, PADDED_DEGREE * BLOCK, LAYOUT)
-    offset, valid = direction * (DEGREE * BLOCK) + flat, flat < DEGREE * BLOCK
+    SIZE: gl.constexpr = shape.DEGREE * shape.BLOCK_C
+    PADDED_SIZE: gl.constexpr = shape.PADDED_DEGREE * shape.BLOCK_C
+    flat = gl.arange(0, PADDED_SIZE, shape.STATE)
+    offset, valid = direction * SIZE + flat, flat < SIZE
     neighbors = gl.load(neighbors_ptr + offset, mask=valid, other=-1)
     edges = gl.load(edges_ptr + offset, mask=valid, other=0)
-    return neighbors, tile_index(edges, ROW_BLOCK, STEPS, PADDED_DEGREE * BLOCK, LAYOUT)
+    return neighbors, tile_index(edges, shape.BLOCK_E, shape.PREFETCH, PADDED_SIZE, shape.STATE)
 
 
 @gluon.jit
@@ -131,39 +165,42 @@ def score_offsets(edge, K, stride_c, stride_k, CONTIGUOUS: gl.constexpr):
 
 
 @gluon.jit
-def load_rows(step_ptr, offsets, valid, stride, remaining, PREFETCH: gl.constexpr):
-    """Load the scores, or the states, of PREFETCH steps in memory order, `stride` apart.
+def load_rows(rows, remaining, PREFETCH: gl.constexpr):
+    """Load the scores, or the states, of PREFETCH steps in memory order.
 
     Only the first `remaining` steps are loaded.
     """
-    rows = ()
+    loaded = ()
     for u in gl.static_range(PREFETCH):
-        rows = rows + (
-            gl.load(step_ptr + u * stride + offsets, mask=valid & (u < remaining), other=0),
-        )
-    return rows
+        mask = rows.mask & (u < remaining)
+        loaded = loaded + (gl.load(rows.ptr + u * rows.stride + rows.offsets, mask=mask, other=0),)
+    return loaded
 
 
 @gluon.jit
-def gather_scores(
-    rows,
-    edges,
-    STEPS: gl.constexpr,
-    PADDED_DEGREE: gl.constexpr,
-    BLOCK: gl.constexpr,
-    ROW_BLOCK: gl.constexpr,
-    STATE: gl.constexpr,
-    ROW: gl.constexpr,
-):
-    """Gather the scores of STEPS steps in the order of the direction's edges.
+def skip_rows(rows, steps):
+    """Return the rows of the steps that follow some steps."""
+    return StepRows(rows.ptr + steps * rows.stride, rows.stride, rows.offsets, rows.mask)
 
-    Returns STEPS * PADDED_DEGREE tensors: for each step, one for each edge of a lane.
+
+@gluon.jit
+def gather_scores(rows, edges, shape):
+    """Gather the scores of PREFETCH steps in the order of the direction's edges.
+
+    Returns PREFETCH * PADDED_DEGREE tensors: for each step, one for each edge of a lane.
     """
-    return split_blocks(
-        gl.gather(concat_blocks(rows, ROW_BLOCK, STEPS, ROW), edges, 0),
-        BLOCK,
-        STEPS * PADDED_DEGREE,
-        STATE,
+    scores = gl.gather(concat_blocks(rows, shape.BLOCK_E, shape.PREFETCH, shape.ROW), edges, 0)
+    PARTS: gl.constexpr = shape.PREFETCH * shape.PADDED_DEGREE
+    return split_blocks(scores, shape.BLOCK_C, PARTS, shape.STATE)
+
+
+@gluon.jit
+def gather_neighbors(state, neighbors, shape):
+    """Return the states of each lane's neighbors and the lanes of these, PADDED_DEGREE each."""
+    neighbor_states = gl.gather(state, gl.maximum(neighbors, 0), 0)
+    return (
+        split_blocks(neighbor_states, shape.BLOCK_C, shape.PADDED_DEGREE, shape.STATE),
+        split_blocks(neighbors, shape.BLOCK_C, shape.PADDED_DEGREE, shape.STATE),
     )
 
 
@@ -195,17 +232,7 @@ def tree_sum(values, TERMS: gl.constexpr):
 
 
 @gluon.jit
-def log_step(
-    state,
-    scores,
-    neighbors,
-    u: gl.constexpr,
-    BLOCK: gl.constexpr,
-    PADDED_DEGREE: gl.constexpr,
-    DEGREE: gl.constexpr,
-    REGULAR: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
+def log_step(state, scores, neighbors, u: gl.constexpr, shape):
     """Compute the states after a step under Log.
 
     The sum omits the greatest term, and the logarithm is log(1 + rest) as a pair: if one term
@@ -214,19 +241,17 @@ def log_step(
     Returns:
         The packed states, the exponentials of the terms minus the greatest, and 1 / (1 + rest).
     """
-    neighbor_states = split_blocks(
-        gl.gather(state, gl.maximum(neighbors, 0), 0), BLOCK, PADDED_DEGREE, LAYOUT
-    )
-    neighbor_lanes = split_blocks(neighbors, BLOCK, PADDED_DEGREE, LAYOUT)
+    DEGREE: gl.constexpr = shape.DEGREE
+    neighbor_states, neighbor_lanes = gather_neighbors(state, neighbors, shape)
     highs, lows, differences, exponentials = (), (), (), ()
     for k in gl.static_range(DEGREE):
         high, low = unpack_pair(neighbor_states[k])
-        high, error = two_sum(high, scores[u * PADDED_DEGREE + k].to(gl.float32))
-        if not REGULAR:
+        high, error = two_sum(high, scores[u * shape.PADDED_DEGREE + k].to(gl.float32))
+        if not shape.REGULAR:
             high = gl.where(neighbor_lanes[k] >= 0, high, -float("inf"))
         highs, lows = highs + (high,), lows + (low + error,)
     maximum = tree_max(highs, DEGREE)
-    maximum_low = gl.full([BLOCK], 0.0, gl.float32, LAYOUT)
+    maximum_low = gl.full([shape.BLOCK_C], 0.0, gl.float32, shape.STATE)
     for k in gl.static_range(DEGREE):
         differences = differences + (highs[k] - maximum,)
         maximum_low = gl.where(differences[k] == 0.0, lows[k], maximum_low)

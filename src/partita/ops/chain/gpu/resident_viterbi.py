@@ -17,7 +17,16 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .resident_steps import gather_scores, load_edge_table, load_rows, score_offsets, split_blocks
+from .resident_steps import (
+    ResidentShape,
+    StepRows,
+    gather_neighbors,
+    gather_scores,
+    load_edge_table,
+    load_rows,
+    score_offsets,
+    skip_rows,
+)
 from .steps import load_length
 
 LANE_MASK = tl.constexpr(1023)
@@ -26,27 +35,15 @@ TIE_FLAG = tl.constexpr(1 << 14)
 
 
 @gluon.jit
-def max_step(
-    value,
-    scores,
-    neighbors,
-    u: gl.constexpr,
-    BLOCK: gl.constexpr,
-    PADDED_DEGREE: gl.constexpr,
-    DEGREE: gl.constexpr,
-    REGULAR: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
+def max_step(value, scores, neighbors, u: gl.constexpr, shape):
     """Compute the states after a step under Max, fp64, and their backpointers."""
-    neighbor_values = split_blocks(
-        gl.gather(value, gl.maximum(neighbors, 0), 0), BLOCK, PADDED_DEGREE, LAYOUT
-    )
-    neighbor_lanes = split_blocks(neighbors, BLOCK, PADDED_DEGREE, LAYOUT)
+    DEGREE: gl.constexpr = shape.DEGREE
+    neighbor_values, neighbor_lanes = gather_neighbors(value, neighbors, shape)
     values, pointers = (), ()
     for k in gl.static_range(DEGREE):
-        term = neighbor_values[k] + scores[u * PADDED_DEGREE + k].to(gl.float64)
+        term = neighbor_values[k] + scores[u * shape.PADDED_DEGREE + k].to(gl.float64)
         values = values + (
-            term if REGULAR else gl.where(neighbor_lanes[k] >= 0, term, -float("inf")),
+            term if shape.REGULAR else gl.where(neighbor_lanes[k] >= 0, term, -float("inf")),
         )
         pointers = pointers + (neighbor_lanes[k] | (k << EDGE_SHIFT),)
     return first_argmax(values, pointers, DEGREE)
@@ -92,6 +89,15 @@ def load_boundary(boundary_ptr, c, stride_c, invalid):
 
 
 @gluon.jit
+def program_direction(FORWARD_ONLY: gl.constexpr):
+    """Return the chain of this program, and its direction: 0 for alpha, 1 for beta."""
+    if FORWARD_ONLY:
+        return gl.program_id(0).to(gl.int64), gl.program_id(0) * 0
+    else:
+        return (gl.program_id(0) // 2).to(gl.int64), gl.program_id(0) % 2
+
+
+@gluon.jit
 def chain_resident_viterbi_kernel(
     scores_ptr,  # [T, N, C, K]
     state_of_lane_ptr,  # [BLOCK_C] int32
@@ -132,54 +138,37 @@ def chain_resident_viterbi_kernel(
     """
     STATE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     ROW: gl.constexpr = gl.BlockedLayout([VEC], [32], [gl.num_warps()], [0])
-    n = (gl.program_id(0) if FORWARD_ONLY else gl.program_id(0) // 2).to(gl.int64)
-    direction = gl.program_id(0) * 0 if FORWARD_ONLY else gl.program_id(0) % 2
+    shape: gl.constexpr = ResidentShape(
+        DEGREE, PADDED_DEGREE, REGULAR, PREFETCH, BLOCK_C, BLOCK_E, STATE, ROW
+    )
+    n, direction = program_direction(FORWARD_ONLY)
     length, invalid = load_length(lengths_ptr, n, T)
     num_steps = num_direction_steps(length, direction, FORWARD_ONLY)
     if FORWARD_ONLY:
         num_steps = gl.where(gl.load(has_tie_ptr + n) != 0, num_steps, 0)
-    sign = (1 - 2 * direction).to(gl.int64)
-    start = gl.where(direction == 0, 0, length).to(gl.int64)
-    score_stride, state_stride = sign * stride_t, sign * N * BLOCK_C
+    sign, start = (1 - 2 * direction).to(gl.int64), gl.where(direction == 0, 0, length).to(gl.int64)
+    state_stride = sign * N * BLOCK_C
     scores_ptr += n * stride_n + (start - direction) * stride_t
     backpointers_ptr += ((start - direction) * N + n) * BLOCK_C
     lane, e = gl.arange(0, BLOCK_C, STATE), gl.arange(0, BLOCK_E, ROW)
     c = gl.load(state_of_lane_ptr + lane)
-    neighbors, edges = load_edge_table(
-        neighbors_ptr,
-        edges_ptr,
-        direction,
-        PREFETCH,
-        BLOCK_C,
-        BLOCK_E,
-        PADDED_DEGREE,
-        DEGREE,
-        STATE,
-    )
-    offsets, valid = score_offsets(e, K, stride_c, stride_k, CONTIGUOUS), e < C * K
+    neighbors, edges = load_edge_table(neighbors_ptr, edges_ptr, direction, shape)
+    offsets = score_offsets(e, K, stride_c, stride_k, CONTIGUOUS)
+    rows = StepRows(scores_ptr, sign * stride_t, offsets, e < C * K)
     value = load_boundary(initial_ptr + n * initial_n, c, initial_c, invalid)
     if not FORWARD_ONLY:
         if direction == 1:
             value = load_boundary(final_ptr + n * final_n, c, final_c, 0.0)
-    prefetched = load_rows(scores_ptr, offsets, valid, score_stride, num_steps, PREFETCH)
+    prefetched = load_rows(rows, num_steps, PREFETCH)
     for i in range(0, num_steps, PREFETCH):
-        scores = gather_scores(
-            prefetched, edges, PREFETCH, PADDED_DEGREE, BLOCK_C, BLOCK_E, STATE, ROW
-        )
-        scores_ptr += PREFETCH * score_stride
-        prefetched = load_rows(
-            scores_ptr, offsets, valid, score_stride, num_steps - i - PREFETCH, PREFETCH
-        )
+        scores = gather_scores(prefetched, edges, shape)
+        rows = skip_rows(rows, PREFETCH)
+        prefetched = load_rows(rows, num_steps - i - PREFETCH, PREFETCH)
         for u in gl.static_range(PREFETCH):
-            next_value, backpointer = max_step(
-                value, scores, neighbors, u, BLOCK_C, PADDED_DEGREE, DEGREE, REGULAR, STATE
-            )
+            next_value, backpointer = max_step(value, scores, neighbors, u, shape)
             value = gl.where(i + u < num_steps, next_value, value)
             if TRACE:
-                gl.store(
-                    backpointers_ptr + lane,
-                    backpointer.to(gl.int16),
-                    mask=(c >= 0) & (i + u < num_steps),
-                )
+                mask = (c >= 0) & (i + u < num_steps)
+                gl.store(backpointers_ptr + lane, backpointer.to(gl.int16), mask=mask)
                 backpointers_ptr += state_stride
     gl.store(middle_ptr + (direction * N + n) * BLOCK_C + lane, value)

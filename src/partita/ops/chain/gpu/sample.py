@@ -11,21 +11,20 @@ Source: Carter and Kohn, On Gibbs sampling for state space models, 1994.
 import triton
 import triton.language as tl
 
-from .steps import load_length
+from .steps import ChainEdges, EdgeArray, from_step, load_length
 
 
 @triton.jit
-def edge_terms(alpha_ptr, score_ptr, source_ptr, state, k, K, stride_c, stride_k):
+def edge_terms(alpha_ptr, scores, edges, state, k):
     """Return alpha + score of the k-th edges into the states, [BLOCK_S, BLOCK_K]."""
-    source = tl.load(source_ptr + state[:, None] * K + k[None, :], mask=k[None, :] < K, other=-1)
-    scores = tl.load(
-        score_ptr + state[:, None].to(tl.int64) * stride_c + k[None, :].to(tl.int64) * stride_k,
-        mask=source >= 0,
-        other=0.0,
+    state, k = state[:, None], k[None, :]
+    source = tl.load(edges.source_ptr + state * edges.K + k, mask=k < edges.K, other=-1)
+    score_ptrs = (
+        scores.ptr + state.to(tl.int64) * scores.stride_c + k.to(tl.int64) * scores.stride_k
     )
-    return tl.load(alpha_ptr + source, mask=source >= 0, other=-float("inf")) + scores.to(
-        tl.float64
-    )
+    score = tl.load(score_ptrs, mask=source >= 0, other=0.0)
+    alpha = tl.load(alpha_ptr + source, mask=source >= 0, other=-float("inf"))
+    return alpha + score.to(tl.float64)
 
 
 @triton.jit
@@ -61,6 +60,49 @@ def count_passed(weights, cumulative, threshold, k0):
 
 
 @triton.jit
+def sample_final_state(alpha_ptr, final_ptr, final_c, C, uniform, BLOCK_K: tl.constexpr):
+    """Draw final states, [BLOCK_S].
+
+    Returns the states, and the greatest term and the sum of the weights, from which they are drawn.
+    """
+    zeros, lane = tl.zeros(uniform.shape, tl.float64), tl.arange(0, BLOCK_K)
+    maximum, total, cumulative = zeros - float("inf"), zeros, zeros
+    for c0 in range(0, C, BLOCK_K):
+        terms = final_state_terms(alpha_ptr, final_ptr, c0 + lane, C, final_c)
+        maximum = tl.maximum(maximum, tl.max(terms, axis=1))
+    for c0 in range(0, C, BLOCK_K):
+        terms = final_state_terms(alpha_ptr, final_ptr, c0 + lane, C, final_c)
+        total += tl.sum(shifted_weights(terms, maximum), axis=1)
+    state, last_positive = tl.zeros(uniform.shape, tl.int32), tl.zeros(uniform.shape, tl.int32)
+    for c0 in range(0, C, BLOCK_K):
+        terms = final_state_terms(alpha_ptr, final_ptr, c0 + lane, C, final_c)
+        weights = shifted_weights(terms, maximum)
+        passed, block_last, cumulative = count_passed(weights, cumulative, uniform * total, c0)
+        state, last_positive = state + passed, tl.maximum(last_positive, block_last)
+    # If uniform * total rounds up to the total, the draw passes the last positive weight.
+    return tl.minimum(state, last_positive), maximum, total
+
+
+@triton.jit
+def sample_edge(alpha_ptr, scores, edges, state, uniform, BLOCK_K: tl.constexpr):
+    """Draw one of the edges into each state, [BLOCK_S]."""
+    zeros, lane = tl.zeros(state.shape, tl.float64), tl.arange(0, BLOCK_K)
+    maximum, total, cumulative = zeros - float("inf"), zeros, zeros
+    for k0 in range(0, edges.K, BLOCK_K):
+        terms = edge_terms(alpha_ptr, scores, edges, state, k0 + lane)
+        maximum = tl.maximum(maximum, tl.max(terms, axis=1))
+    for k0 in range(0, edges.K, BLOCK_K):
+        terms = edge_terms(alpha_ptr, scores, edges, state, k0 + lane)
+        total += tl.sum(shifted_weights(terms, maximum), axis=1)
+    slot, last_positive = tl.zeros(state.shape, tl.int32), tl.zeros(state.shape, tl.int32)
+    for k0 in range(0, edges.K, BLOCK_K):
+        weights = shifted_weights(edge_terms(alpha_ptr, scores, edges, state, k0 + lane), maximum)
+        passed, block_last, cumulative = count_passed(weights, cumulative, uniform * total, k0)
+        slot, last_positive = slot + passed, tl.maximum(last_positive, block_last)
+    return tl.minimum(slot, last_positive)
+
+
+@triton.jit
 def chain_sample_kernel(
     scores_ptr,  # [T, N, C, K]
     source_ptr,  # [C, K] int32
@@ -89,49 +131,18 @@ def chain_sample_kernel(
     sample = tl.program_id(0) // N * BLOCK_S + tl.arange(0, BLOCK_S)
     valid = sample < samples
     length, invalid = load_length(lengths_ptr, n, T)
-    row_stride, lane = tl.full([], N, tl.int64) * C, tl.arange(0, BLOCK_K)
+    row_stride, step_stride = tl.full([], N, tl.int64) * C, tl.full([], samples, tl.int64) * N
+    edges = ChainEdges(source_ptr, None, None, C, K)
+    scores = EdgeArray(scores_ptr + n * stride_n, stride_t, stride_c, stride_k)
     alpha_ptr += n * C
-    scores_ptr += n * stride_n
     final_ptr += n * final_n
     uniforms_ptr += sample.to(tl.int64) * N + n
     path_states_ptr += sample.to(tl.int64) * (T + 1) * N + n
     path_edges_ptr += sample.to(tl.int64) * T * N + n
-    zeros = tl.zeros([BLOCK_S], tl.float64)
-    maximum, total, cumulative = zeros - float("inf"), zeros, zeros
-    for c0 in range(0, C, BLOCK_K):
-        maximum = tl.maximum(
-            maximum,
-            tl.max(
-                final_state_terms(
-                    alpha_ptr + length * row_stride, final_ptr, c0 + lane, C, final_c
-                ),
-                axis=1,
-            ),
-        )
-    for c0 in range(0, C, BLOCK_K):
-        total += tl.sum(
-            shifted_weights(
-                final_state_terms(
-                    alpha_ptr + length * row_stride, final_ptr, c0 + lane, C, final_c
-                ),
-                maximum,
-            ),
-            axis=1,
-        )
-    state, last_positive = tl.zeros([BLOCK_S], tl.int32), tl.zeros([BLOCK_S], tl.int32)
-    threshold = (
-        tl.load(uniforms_ptr + tl.full([], T, tl.int64) * samples * N, mask=valid, other=0.0)
-        * total
+    uniform = tl.load(uniforms_ptr + T * step_stride, mask=valid, other=0.0)
+    state, maximum, total = sample_final_state(
+        alpha_ptr + length * row_stride, final_ptr, final_c, C, uniform, BLOCK_K
     )
-    for c0 in range(0, C, BLOCK_K):
-        weights = shifted_weights(
-            final_state_terms(alpha_ptr + length * row_stride, final_ptr, c0 + lane, C, final_c),
-            maximum,
-        )
-        passed, block_last, cumulative = count_passed(weights, cumulative, threshold, c0)
-        state, last_positive = state + passed, tl.maximum(last_positive, block_last)
-    # If uniform * total rounds up to the total, the draw passes the last positive weight.
-    state = tl.minimum(state, last_positive)
     possible = (maximum > -float("inf")) & (total + invalid == total)
     for i in range(0, T + 1):
         t = tl.full([], T - i, tl.int64)
@@ -140,65 +151,11 @@ def chain_sample_kernel(
         if t > 0:
             slot = tl.zeros([BLOCK_S], tl.int32)
             if t <= length:
-                slot = sample_edge(
-                    alpha_ptr + (t - 1) * row_stride,
-                    scores_ptr + (t - 1) * stride_t,
-                    source_ptr,
-                    state,
-                    tl.load(uniforms_ptr + (t - 1) * samples * N, mask=valid, other=0.0),
-                    K,
-                    stride_c,
-                    stride_k,
-                    BLOCK_K,
-                )
+                step_uniform = tl.load(uniforms_ptr + (t - 1) * step_stride, mask=valid, other=0.0)
+                step_alpha_ptr = alpha_ptr + (t - 1) * row_stride
+                step_scores = from_step(scores, t - 1)
+                slot = sample_edge(step_alpha_ptr, step_scores, edges, state, step_uniform, BLOCK_K)
             edge = state * K + slot
-            tl.store(
-                path_edges_ptr + (t - 1) * N, tl.where(on_path, edge, -1).to(tl.int64), mask=valid
-            )
+            path_edge = tl.where(on_path, edge, -1).to(tl.int64)
+            tl.store(path_edges_ptr + (t - 1) * N, path_edge, mask=valid)
             state = tl.where(on_path, tl.load(source_ptr + edge, mask=on_path, other=0), state)
-
-
-@triton.jit
-def sample_edge(
-    alpha_ptr,
-    score_ptr,
-    source_ptr,
-    state,
-    uniform,
-    K,
-    stride_c,
-    stride_k,
-    BLOCK_K: tl.constexpr,
-):
-    """Draw one of the edges into each state, [BLOCK_S]."""
-    zeros, lane = tl.zeros(state.shape, tl.float64), tl.arange(0, BLOCK_K)
-    maximum, total, cumulative = zeros - float("inf"), zeros, zeros
-    for k0 in range(0, K, BLOCK_K):
-        maximum = tl.maximum(
-            maximum,
-            tl.max(
-                edge_terms(
-                    alpha_ptr, score_ptr, source_ptr, state, k0 + lane, K, stride_c, stride_k
-                ),
-                axis=1,
-            ),
-        )
-    for k0 in range(0, K, BLOCK_K):
-        total += tl.sum(
-            shifted_weights(
-                edge_terms(
-                    alpha_ptr, score_ptr, source_ptr, state, k0 + lane, K, stride_c, stride_k
-                ),
-                maximum,
-            ),
-            axis=1,
-        )
-    slot, last_positive = tl.zeros(state.shape, tl.int32), tl.zeros(state.shape, tl.int32)
-    for k0 in range(0, K, BLOCK_K):
-        weights = shifted_weights(
-            edge_terms(alpha_ptr, score_ptr, source_ptr, state, k0 + lane, K, stride_c, stride_k),
-            maximum,
-        )
-        passed, block_last, cumulative = count_passed(weights, cumulative, uniform * total, k0)
-        slot, last_positive = slot + passed, tl.maximum(last_positive, block_last)
-    return tl.minimum(slot, last_positive)

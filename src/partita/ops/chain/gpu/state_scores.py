@@ -7,7 +7,16 @@ beta is the final scores.
 import triton
 import triton.language as tl
 
-from .steps import alpha_step, beta_step, load_length, store_boundary_scores
+from .steps import (
+    ChainEdges,
+    EdgeArray,
+    copy_states,
+    from_step,
+    load_length,
+    store_alpha_step,
+    store_beta_step,
+    store_boundary_scores,
+)
 
 
 @triton.jit
@@ -43,63 +52,32 @@ def chain_scan_kernel(
     n = tl.program_id(0).to(tl.int64)
     length, invalid = load_length(lengths_ptr, n, T)
     result_ptr += n * C
-    scores_ptr += n * stride_n
-    row_stride, lane = tl.full([], N, tl.int64) * C, tl.arange(0, BLOCK_C)
+    row_stride = tl.full([], N, tl.int64) * C
+    edges = ChainEdges(source_ptr, out_offsets_ptr, out_edges_ptr, C, K)
+    scores = EdgeArray(scores_ptr + n * stride_n, stride_t, stride_c, stride_k)
     if REVERSE:
+        final_ptr += n * final_n
         for t in range(length, T + 1):
-            store_boundary_scores(
-                result_ptr + tl.full([], t, tl.int64) * row_stride,
-                final_ptr + n * final_n,
-                C,
-                final_c,
-                invalid,
-                BLOCK_C,
-            )
+            row_ptr = result_ptr + tl.full([], t, tl.int64) * row_stride
+            store_boundary_scores(row_ptr, final_ptr, C, final_c, invalid, BLOCK_C)
         for i in range(0, length):
             t64 = tl.full([], length - 1 - i, tl.int64)
-            for c0 in range(0, C, BLOCK_C):
-                value = beta_step(
-                    result_ptr + (t64 + 1) * row_stride,
-                    scores_ptr + t64 * stride_t,
-                    out_offsets_ptr,
-                    out_edges_ptr,
-                    c0 + lane,
-                    C,
-                    K,
-                    stride_c,
-                    stride_k,
-                    UNROLL_OUT,
-                    ACC_DTYPE,
-                    IS_MAX,
-                )
-                tl.store(result_ptr + t64 * row_stride + c0 + lane, value, mask=c0 + lane < C)
+            row_ptr = result_ptr + t64 * row_stride
+            beta_ptr, step_scores = result_ptr + (t64 + 1) * row_stride, from_step(scores, t64)
+            store_beta_step(
+                row_ptr, beta_ptr, step_scores, edges, UNROLL_OUT, BLOCK_C, ACC_DTYPE, IS_MAX
+            )
     else:
-        store_boundary_scores(
-            result_ptr, initial_ptr + n * initial_n, C, initial_c, invalid, BLOCK_C
-        )
+        initial_ptr += n * initial_n
+        store_boundary_scores(result_ptr, initial_ptr, C, initial_c, invalid, BLOCK_C)
         for t in range(0, length):
             t64 = tl.full([], t, tl.int64)
-            for c0 in range(0, C, BLOCK_C):
-                value = alpha_step(
-                    result_ptr + t64 * row_stride,
-                    scores_ptr + t64 * stride_t,
-                    source_ptr,
-                    c0 + lane,
-                    C,
-                    K,
-                    stride_c,
-                    stride_k,
-                    UNROLL_IN,
-                    ACC_DTYPE,
-                    IS_MAX,
-                )
-                tl.store(result_ptr + (t64 + 1) * row_stride + c0 + lane, value, mask=c0 + lane < C)
+            row_ptr = result_ptr + (t64 + 1) * row_stride
+            alpha_ptr, step_scores = result_ptr + t64 * row_stride, from_step(scores, t64)
+            store_alpha_step(
+                row_ptr, alpha_ptr, step_scores, edges, UNROLL_IN, BLOCK_C, ACC_DTYPE, IS_MAX
+            )
         tl.debug_barrier()
         for t in range(length, T):
-            for c0 in range(0, C, BLOCK_C):
-                value = tl.load(result_ptr + length * row_stride + c0 + lane, mask=c0 + lane < C)
-                tl.store(
-                    result_ptr + tl.full([], t + 1, tl.int64) * row_stride + c0 + lane,
-                    value,
-                    mask=c0 + lane < C,
-                )
+            row_ptr = result_ptr + tl.full([], t + 1, tl.int64) * row_stride
+            copy_states(row_ptr, result_ptr + length * row_stride, C, BLOCK_C)

@@ -22,10 +22,52 @@ before it reads them.
 Source: Rabiner, A tutorial on hidden Markov models, 1989 (forward-backward algorithm).
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp, log1p_pair, log_exact
+
+
+class ChainEdges(NamedTuple):
+    """The edges of a chain, by the state that they enter and by the state that they leave.
+
+    Fields:
+        source_ptr: the state that the k-th edge into c leaves, `[C, K]`, or -1.
+        out_offsets_ptr: offset of each state's edges in `out_edges`, `[C + 1]`, or None.
+        out_edges_ptr: the edges c * K + k that leave each state, `[C * K]`, or None.
+        C: number of states.
+        K: number of edges into a state.
+    """
+
+    source_ptr: tl.tensor
+    out_offsets_ptr: tl.tensor
+    out_edges_ptr: tl.tensor
+    C: tl.tensor
+    K: tl.tensor
+
+
+class EdgeArray(NamedTuple):
+    """A number for each edge of a chain, such as the scores, `[T, C, K]`.
+
+    Fields:
+        ptr: the first step.
+        stride_t: the stride over the steps.
+        stride_c: the stride over the states.
+        stride_k: the stride over the edges into a state.
+    """
+
+    ptr: tl.tensor
+    stride_t: tl.tensor
+    stride_c: tl.tensor
+    stride_k: tl.tensor
+
+
+@triton.jit
+def from_step(array, t):
+    """Return an array of edges from step t on; t is an int64."""
+    return EdgeArray(array.ptr + t * array.stride_t, array.stride_t, array.stride_c, array.stride_k)
 
 
 @triton.jit
@@ -55,32 +97,38 @@ def shifted_log(shift, total):
 
 
 @triton.jit
-def edge_score(score_ptr, state, slot, valid, stride_c, stride_k):
-    """Load the score of the edge `slot` into a state, fp64; -inf where `valid` is false."""
-    return tl.load(
-        score_ptr + state.to(tl.int64) * stride_c + slot * tl.cast(stride_k, tl.int64),
-        mask=valid,
-        other=-float("inf"),
-    ).to(tl.float64)
+def edge_value(values, c, k, valid, other):
+    """Load the first step's number of the k-th edge into c, fp64; `other` where invalid."""
+    ptrs = values.ptr + c.to(tl.int64) * values.stride_c + k * tl.cast(values.stride_k, tl.int64)
+    return tl.load(ptrs, mask=valid, other=other).to(tl.float64)
 
 
 @triton.jit
-def load_source(source_ptr, c, k, C, K):
+def edge_score(scores, c, k, valid):
+    """Load the first step's score of the k-th edge into c, fp64; -inf where invalid."""
+    return edge_value(scores, c, k, valid, -float("inf"))
+
+
+@triton.jit
+def load_source(edges, c, k):
     """Return the state that the k-th edge into c leaves, and whether there is such an edge."""
-    source = tl.load(source_ptr + c * K + k, mask=c < C, other=-1)
+    source = tl.load(edges.source_ptr + c * edges.K + k, mask=c < edges.C, other=-1)
     return source, source >= 0
+
+
+@triton.jit
+def out_degree(edges, s):
+    """Return where the edges that leave the states s start in `out_edges`, and their number."""
+    start = tl.load(edges.out_offsets_ptr + s, mask=s < edges.C, other=0)
+    return start, tl.load(edges.out_offsets_ptr + s + 1, mask=s < edges.C, other=0) - start
 
 
 @triton.jit
 def alpha_step(
     alpha_ptr,
-    score_ptr,
-    source_ptr,
+    scores,
+    edges,
     c,
-    C,
-    K,
-    stride_c,
-    stride_k,
     UNROLL_IN: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     IS_MAX: tl.constexpr = False,
@@ -91,39 +139,31 @@ def alpha_step(
     """
     maximum, rest = tl.full(c.shape, -float("inf"), tl.float64), tl.zeros(c.shape, ACC_DTYPE)
     if UNROLL_IN > 0:
-        source_states, scores = (), ()
+        source_states, edge_scores = (), ()
         for k in tl.static_range(UNROLL_IN):
-            source, valid = load_source(source_ptr, c, k, C, K)
+            source, valid = load_source(edges, c, k)
             source_states = source_states + (tl.where(valid, source, -1),)
-            scores = scores + (edge_score(score_ptr, c, k, valid, stride_c, stride_k),)
+            edge_scores = edge_scores + (edge_score(scores, c, k, valid),)
         tl.debug_barrier()
         for k in tl.static_range(UNROLL_IN):
-            a = tl.load(
-                alpha_ptr + source_states[k], mask=source_states[k] >= 0, other=-float("inf")
-            )
-            maximum, rest = lse_add(maximum, rest, a + scores[k])
+            source = source_states[k]
+            a = tl.load(alpha_ptr + source, mask=source >= 0, other=-float("inf"))
+            maximum, rest = lse_add(maximum, rest, a + edge_scores[k])
     else:
         tl.debug_barrier()
-        for k in range(K):
-            source, valid = load_source(source_ptr, c, k, C, K)
+        for k in range(edges.K):
+            source, valid = load_source(edges, c, k)
             a = tl.load(alpha_ptr + source, mask=valid, other=-float("inf"))
-            maximum, rest = lse_add(
-                maximum, rest, a + edge_score(score_ptr, c, k, valid, stride_c, stride_k)
-            )
+            maximum, rest = lse_add(maximum, rest, a + edge_score(scores, c, k, valid))
     return maximum if IS_MAX else lse_value(maximum, rest)
 
 
 @triton.jit
 def beta_step(
     beta_ptr,
-    score_ptr,
-    out_offsets_ptr,
-    out_edges_ptr,
+    scores,
+    edges,
     s,
-    C,
-    K,
-    stride_c,
-    stride_k,
     UNROLL_OUT: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     IS_MAX: tl.constexpr = False,
@@ -132,31 +172,64 @@ def beta_step(
 
     The scores are loaded before the barrier, which stands where the next beta is first read.
     """
+    K = edges.K
     maximum, rest = tl.full(s.shape, -float("inf"), tl.float64), tl.zeros(s.shape, ACC_DTYPE)
-    start = tl.load(out_offsets_ptr + s, mask=s < C, other=0)
-    degree = tl.load(out_offsets_ptr + s + 1, mask=s < C, other=0) - start
+    start, degree = out_degree(edges, s)
     if UNROLL_OUT > 0:
-        target_states, scores = (), ()
+        target_states, edge_scores = (), ()
         for j in tl.static_range(UNROLL_OUT):
-            edge = tl.load(out_edges_ptr + start + j, mask=j < degree, other=0)
+            edge = tl.load(edges.out_edges_ptr + start + j, mask=j < degree, other=0)
             target_states = target_states + (tl.where(j < degree, edge // K, -1),)
-            scores = scores + (
-                edge_score(score_ptr, edge // K, edge % K, j < degree, stride_c, stride_k),
-            )
+            edge_scores = edge_scores + (edge_score(scores, edge // K, edge % K, j < degree),)
         tl.debug_barrier()
         for j in tl.static_range(UNROLL_OUT):
-            beta = tl.load(
-                beta_ptr + target_states[j], mask=target_states[j] >= 0, other=-float("inf")
-            )
-            maximum, rest = lse_add(maximum, rest, beta + scores[j])
+            target = target_states[j]
+            beta = tl.load(beta_ptr + target, mask=target >= 0, other=-float("inf"))
+            maximum, rest = lse_add(maximum, rest, beta + edge_scores[j])
     else:
         tl.debug_barrier()
         for j in range(tl.max(degree, axis=0)):
-            edge = tl.load(out_edges_ptr + start + j, mask=j < degree, other=0)
+            edge = tl.load(edges.out_edges_ptr + start + j, mask=j < degree, other=0)
             beta = tl.load(beta_ptr + edge // K, mask=j < degree, other=-float("inf"))
-            score = edge_score(score_ptr, edge // K, edge % K, j < degree, stride_c, stride_k)
+            score = edge_score(scores, edge // K, edge % K, j < degree)
             maximum, rest = lse_add(maximum, rest, beta + score)
     return maximum if IS_MAX else lse_value(maximum, rest)
+
+
+@triton.jit
+def store_alpha_step(
+    next_ptr,
+    alpha_ptr,
+    scores,
+    edges,
+    UNROLL_IN: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+    IS_MAX: tl.constexpr = False,
+):
+    """Store alpha of all states after a step."""
+    for c0 in range(0, edges.C, BLOCK_C):
+        c = c0 + tl.arange(0, BLOCK_C)
+        value = alpha_step(alpha_ptr, scores, edges, c, UNROLL_IN, ACC_DTYPE, IS_MAX)
+        tl.store(next_ptr + c, value, mask=c < edges.C)
+
+
+@triton.jit
+def store_beta_step(
+    next_ptr,
+    beta_ptr,
+    scores,
+    edges,
+    UNROLL_OUT: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+    IS_MAX: tl.constexpr = False,
+):
+    """Store beta of all states before a step."""
+    for c0 in range(0, edges.C, BLOCK_C):
+        s = c0 + tl.arange(0, BLOCK_C)
+        value = beta_step(beta_ptr, scores, edges, s, UNROLL_OUT, ACC_DTYPE, IS_MAX)
+        tl.store(next_ptr + s, value, mask=s < edges.C)
 
 
 @triton.jit
@@ -195,6 +268,14 @@ def store_boundary_scores(state_ptr, boundary_ptr, C, stride_c, invalid, BLOCK_C
 
 
 @triton.jit
+def copy_states(result_ptr, state_ptr, C, BLOCK_C: tl.constexpr):
+    """Copy the states of one time."""
+    for c0 in range(0, C, BLOCK_C):
+        c = c0 + tl.arange(0, BLOCK_C)
+        tl.store(result_ptr + c, tl.load(state_ptr + c, mask=c < C), mask=c < C)
+
+
+@triton.jit
 def is_renormalization_step(i):
     """Return whether log Z is computed again before the i-th step.
 
@@ -225,16 +306,12 @@ def log_normalizer(alpha_ptr, beta_ptr, C, shift, BLOCK_C: tl.constexpr, ACC_DTY
 def store_marginals(
     d_scores_ptr,
     alpha_ptr,
-    score_ptr,
-    source_ptr,
+    scores,
+    edges,
     c,
     beta,
     logz,
     grad,
-    C,
-    K,
-    stride_c,
-    stride_k,
     UNROLL_IN: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
@@ -243,33 +320,30 @@ def store_marginals(
     The scores are loaded before the barrier, which stands where alpha is first read.
     """
     maximum, rest = tl.full(c.shape, -float("inf"), tl.float64), tl.zeros(c.shape, ACC_DTYPE)
+    d_ptrs, mask = d_scores_ptr + c * edges.K, c < edges.C
     if UNROLL_IN > 0:
-        source_states, scores, terms = (), (), ()
+        source_states, edge_scores, terms = (), (), ()
         for k in tl.static_range(UNROLL_IN):
-            source, valid = load_source(source_ptr, c, k, C, K)
+            source, valid = load_source(edges, c, k)
             source_states = source_states + (tl.where(valid, source, -1),)
-            scores = scores + (edge_score(score_ptr, c, k, valid, stride_c, stride_k),)
+            edge_scores = edge_scores + (edge_score(scores, c, k, valid),)
         tl.debug_barrier()
         for k in tl.static_range(UNROLL_IN):
-            terms = terms + (
-                tl.load(
-                    alpha_ptr + source_states[k], mask=source_states[k] >= 0, other=-float("inf")
-                )
-                + scores[k],
-            )
+            source = source_states[k]
+            a = tl.load(alpha_ptr + source, mask=source >= 0, other=-float("inf"))
+            terms = terms + (a + edge_scores[k],)
         for k in tl.static_range(UNROLL_IN):
             maximum, rest = lse_add(maximum, rest, terms[k])
         for k in tl.static_range(UNROLL_IN):
-            store_marginal(d_scores_ptr + c * K + k, terms[k] + (beta - logz), grad, c < C)
+            store_marginal(d_ptrs + k, terms[k] + (beta - logz), grad, mask)
     else:
         tl.debug_barrier()
-        for k in range(K):
-            source, valid = load_source(source_ptr, c, k, C, K)
-            term = tl.load(alpha_ptr + source, mask=valid, other=-float("inf")) + edge_score(
-                score_ptr, c, k, valid, stride_c, stride_k
-            )
+        for k in range(edges.K):
+            source, valid = load_source(edges, c, k)
+            a = tl.load(alpha_ptr + source, mask=valid, other=-float("inf"))
+            term = a + edge_score(scores, c, k, valid)
             maximum, rest = lse_add(maximum, rest, term)
-            store_marginal(d_scores_ptr + c * K + k, term + (beta - logz), grad, c < C)
+            store_marginal(d_ptrs + k, term + (beta - logz), grad, mask)
     return lse_value(maximum, rest)
 
 

@@ -13,18 +13,25 @@ algorithm, 1967.
 import triton
 import triton.language as tl
 
-from .steps import edge_score, load_length, load_source, store_boundary_scores
+from .steps import (
+    ChainEdges,
+    EdgeArray,
+    edge_score,
+    from_step,
+    load_length,
+    load_source,
+    store_boundary_scores,
+)
 
 
 @triton.jit
-def viterbi_step(alpha_ptr, score_ptr, source_ptr, c, C, K, stride_c, stride_k):
+def viterbi_step(alpha_ptr, scores, edges, c):
     """Return alpha of the states c under Max and the lowest slot that attains it, [BLOCK_C]."""
     maximum, backpointer = tl.full(c.shape, -float("inf"), tl.float64), tl.zeros(c.shape, tl.int32)
-    for k in range(K):
-        source, valid = load_source(source_ptr, c, k, C, K)
-        term = tl.load(alpha_ptr + source, mask=valid, other=-float("inf")) + edge_score(
-            score_ptr, c, k, valid, stride_c, stride_k
-        )
+    for k in range(edges.K):
+        source, valid = load_source(edges, c, k)
+        a = tl.load(alpha_ptr + source, mask=valid, other=-float("inf"))
+        term = a + edge_score(scores, c, k, valid)
         backpointer = tl.where(term > maximum, k, backpointer)
         maximum = tl.maximum(maximum, term)
     return maximum, backpointer
@@ -79,15 +86,16 @@ def chain_viterbi_kernel(
     row_stride, lane = tl.full([], N, tl.int64) * C, tl.arange(0, BLOCK_C)
     alpha_ptr += n * C
     backpointers_ptr += n * C
-    scores_ptr += n * stride_n
+    edges = ChainEdges(source_ptr, None, None, C, K)
+    scores = EdgeArray(scores_ptr + n * stride_n, stride_t, stride_c, stride_k)
     store_boundary_scores(alpha_ptr, initial_ptr + n * initial_n, C, initial_c, invalid, BLOCK_C)
     for t in range(0, length):
         tl.debug_barrier()
-        step_ptr = scores_ptr + tl.full([], t, tl.int64) * stride_t
+        step_scores = from_step(scores, tl.full([], t, tl.int64))
         for c0 in range(0, C, BLOCK_C):
             c = c0 + lane
             maximum, backpointer = viterbi_step(
-                alpha_ptr + t % 2 * row_stride, step_ptr, source_ptr, c, C, K, stride_c, stride_k
+                alpha_ptr + t % 2 * row_stride, step_scores, edges, c
             )
             tl.store(alpha_ptr + (t + 1) % 2 * row_stride + c, maximum, mask=c < C)
             if TRACE:

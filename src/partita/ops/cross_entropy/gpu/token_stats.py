@@ -7,24 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....primitives.gpu.math import (
-    LN2,
-    LOG2E,
-    apply_softcap,
-    finite_shift,
-    log_exact,
-    reciprocal,
-)
-from ....primitives.gpu.memory import edge_columns
-from ....primitives.gpu.reduce import (
-    broadcast_lanes,
-    by_lane,
-    lane_max,
-    lane_sum,
-    program_rows,
-    row_pointers,
-    unmasked_end,
-)
+from ....primitives.gpu.math import LN2, LOG2E, finite_shift, log_exact, reciprocal
+from ....primitives.gpu.reduce import program_rows, row_pointers
 from ....primitives.gpu.row_plan import (
     RowView,
     classes_per_program,
@@ -37,62 +21,39 @@ from ....primitives.gpu.row_plan import (
     tile_options,
     with_output,
 )
-from ....primitives.gpu.sync import arrives_last, load_partials, slot_base, store_partial
+from ....primitives.gpu.sync import slot_base
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch
 from ..common import TokenStatsRows
 from .reduction import load_labels
 from .row_math import load_row_gradient
-
-EDGE_BLOCK = tl.constexpr(0x3FFFFFFF)  # stands for the classes outside of a row's aligned vectors
-NO_COLUMN = tl.constexpr(0x7FFFFFFF)
+from .running_stats import (
+    LogitRows,
+    add_edges,
+    find_argmax,
+    load_capped,
+    load_stats_label,
+    merge_lane_stats,
+    merge_shared_stats,
+    scan_blocks,
+)
 
 
 @triton.jit
-def accumulate_stats(
-    maximum,
-    total,
-    sum_x_exp,
-    argmax_block,
-    x,
-    block,
-    slope,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Update the statistics of the lanes, `[ROWS, LANES]` each, with a block x, `[ROWS, BLOCK]`.
+def token_results(stats, label, temperature, OF_ARGMAX: tl.constexpr):
+    """Return log-probability of the label or the arg-max, log-sum-exp and entropy of the rows.
 
-    With u = slope (x - maximum), they are the maximum, the sum of 2**u, the sum of u 2**u, and the
-    first block in which the maximum occurs.
+    They are NaN where the label is no class. An ignored label has log-probability 0.
     """
-    x = by_lane(x, LANES, VECTOR)
-    block_maximum = lane_max(x)
-    argmax_block = tl.where(block_maximum > maximum, block, argmax_block).to(tl.int32)
-    new_maximum = tl.maximum(maximum, block_maximum)
-    shift = finite_shift(new_maximum)
-    scale = tl.exp2((maximum - shift) * slope).to(tl.float64)
-    moved_by = ((shift - finite_shift(maximum)) * slope).to(tl.float64)
-    sum_x_exp = scale * (sum_x_exp - total * moved_by)
-    exponent = (x - broadcast_lanes(shift)) * slope
-    e = tl.exp2(exponent)
-    # A class of probability 0 adds 0, even if its exponent is -inf.
-    sum_x_exp += lane_sum(e * tl.maximum(exponent, -10000.0), False)
-    return new_maximum, total * scale + lane_sum(e, False), sum_x_exp, argmax_block
-
-
-@triton.jit
-def load_capped(pointers, mask, softcap, HAS_SOFTCAP: tl.constexpr, ACC_DTYPE: tl.constexpr):
-    """Load soft-capped logits, -inf outside of the mask."""
-    x = tl.load(pointers, mask=mask, other=-float("inf")).to(ACC_DTYPE)
-    if HAS_SOFTCAP:
-        x = tl.where(mask, apply_softcap(x, softcap, HAS_SOFTCAP), -float("inf"))
-    return x
-
-
-@triton.jit
-def first_column_of(x, column, maximum):
-    """Return the lowest column at which x, `[ROWS, BLOCK]`, is its row's maximum, or NO_COLUMN."""
-    return tl.min(tl.where(x == maximum[:, None], column, NO_COLUMN), axis=1)
+    dtype: tl.constexpr = stats.maximum.dtype
+    x = stats.maximum if OF_ARGMAX else label.x
+    shift, log_total = finite_shift(stats.maximum), log_exact(stats.total)
+    is_invalid = label.not_ignored & (label.in_range == 0)
+    nan_or_zero = tl.where(is_invalid, float("nan"), 0.0).to(dtype)
+    logprob = tl.where(label.not_ignored, (x - shift) / temperature - log_total, 0.0) + nan_or_zero
+    logsumexp = shift / temperature + log_total + nan_or_zero
+    entropy = log_total - LN2 * stats.sum_x_exp / stats.total + nan_or_zero
+    return logprob, logsumexp, entropy
 
 
 @triton.jit
@@ -131,141 +92,39 @@ def token_stats_kernel(
     """
     temperature, softcap = tl.full([], temperature, ACC_DTYPE), tl.full([], softcap, ACC_DTYPE)
     slope = tl.full([], LOG2E, ACC_DTYPE) / temperature
-    VECTOR: tl.constexpr = (
-        1 if LANES == 1 else 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
-    )
     split, batch, row, start, head, body = program_rows(
         rows, splits, x_batch, x_row, classes, VEC, ROWS
     )
-    source = row_pointers(logits_ptr, start, x_row, VEC, ROWS)
-    maximum = tl.full([ROWS, LANES], -float("inf"), ACC_DTYPE)
-    argmax_block = tl.zeros([ROWS, LANES], tl.int32)
-    total, sum_x_exp = tl.zeros([ROWS, LANES], tl.float64), tl.zeros([ROWS, LANES], tl.float64)
+    ptrs = row_pointers(logits_ptr, start, x_row, VEC, ROWS)
+    source = LogitRows(ptrs, x_class, row < rows, head, body, softcap)
     index = batch * rows + row
-    # These loads start before anything waits for the row.
-    if target_ptr is not None:
-        label = load_labels(target_ptr, index, row < rows, ignore_index)
-    else:
-        label = index * 0  # any class; `maximum` replaces its logit
-    not_ignored = label != ignore_index
-    in_range = not_ignored & (label >= 0) & (label < classes)
-    label_ptrs = logits_ptr + batch * x_batch + row * x_row + label * x_class
-    label_x = tl.load(label_ptrs, mask=in_range & (row < rows), other=0.0).to(ACC_DTYPE)
-    label_x = apply_softcap(label_x, softcap, HAS_SOFTCAP)
-    end = tl.minimum((split + 1) * span, classes)
-    unmasked = unmasked_end(split * span, end, body, BLOCK_V, LANES)
-    for first in range(split * span, unmasked, BLOCK_V):
-        column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
-        x = apply_softcap(tl.load(source + column * x_class).to(ACC_DTYPE), softcap, HAS_SOFTCAP)
-        maximum, total, sum_x_exp, argmax_block = accumulate_stats(
-            maximum, total, sum_x_exp, argmax_block, x, first // BLOCK_V, slope, LANES, VECTOR
-        )
-    for first in range(unmasked, end, BLOCK_V):
-        column = (first + tl.arange(0, BLOCK_V).to(tl.int64))[None, :]  # [1, BLOCK_V]
-        mask = (row < rows)[:, None] & (column // VEC * VEC < body)
-        x = load_capped(source + column * x_class, mask, softcap, HAS_SOFTCAP, ACC_DTYPE)
-        maximum, total, sum_x_exp, argmax_block = accumulate_stats(
-            maximum, total, sum_x_exp, argmax_block, x, first // BLOCK_V, slope, LANES, VECTOR
-        )
-    if VEC > 1:
-        edge, at_edge = edge_columns(head, body, classes, VEC, LANES)  # [LANES]
-        edge_mask = (at_edge & (split == 0))[None, :]
-        edge_ptrs = logits_ptr + start + edge[None, :]
-        edge_x = load_capped(edge_ptrs, edge_mask, softcap, HAS_SOFTCAP, ACC_DTYPE)
-        maximum, total, sum_x_exp, argmax_block = accumulate_stats(
-            maximum, total, sum_x_exp, argmax_block, edge_x, EDGE_BLOCK, slope, LANES, 1
-        )
-    lane_maximum = maximum
-    maximum = tl.max(lane_maximum, axis=1)
-    shift = finite_shift(maximum)
-    scale = tl.exp2((lane_maximum - shift[:, None]) * slope).to(tl.float64)
-    moved_by = ((shift[:, None] - finite_shift(lane_maximum)) * slope).to(tl.float64)
-    sum_x_exp = tl.sum(scale * (sum_x_exp - total * moved_by), axis=1)
-    total = tl.sum(total * scale, axis=1)
-    # The first block that has the maximum is read once more, to find the column in it.
-    is_maximum = lane_maximum == maximum[:, None]
-    argmax_block = tl.min(tl.where(is_maximum, argmax_block, EDGE_BLOCK), axis=1)
-    first_block = tl.sum(argmax_block, axis=0) if ROWS == 1 else argmax_block[:, None]
-    column = first_block.to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]  # [ROWS, BLOCK_V]
-    mask = (row < rows)[:, None] & (column // VEC * VEC < body)
-    x = load_capped(source + column * x_class, mask, softcap, HAS_SOFTCAP, ACC_DTYPE)
-    sought = maximum
-    if HAS_SOFTCAP:  # Another copy of the code may round a hyperbolic tangent in another way.
-        sought = tl.max(x, axis=1)
-        if VEC > 1:
-            sought = tl.maximum(sought, tl.max(edge_x, axis=1))
-    argmax = first_column_of(x, (head + column).to(tl.int32), sought)
-    if VEC > 1:
-        edge = tl.where(at_edge, edge, NO_COLUMN).to(tl.int32)[None, :]
-        argmax = tl.minimum(argmax, first_column_of(edge_x, edge, sought))
-    is_written = row < rows
-    total, sum_x_exp = total.to(ACC_DTYPE), sum_x_exp.to(ACC_DTYPE)
+    # The label and its logit are loaded before anything waits for the row.
+    row_ptrs = logits_ptr + batch * x_batch + row * x_row
+    label = load_stats_label(
+        target_ptr, index, row_ptrs, source, classes, ignore_index, HAS_SOFTCAP, ACC_DTYPE
+    )
+    begin, end = split * span, tl.minimum((split + 1) * span, classes)
+    running = scan_blocks(
+        source, begin, end, slope, HAS_SOFTCAP, VEC, LANES, ACC_DTYPE, ROWS, BLOCK_V
+    )
+    running, edges = add_edges(
+        running, source, logits_ptr + start, split, classes, slope, HAS_SOFTCAP, VEC
+    )
+    running = merge_lane_stats(running, slope)
+    stats = find_argmax(running, source, edges, HAS_SOFTCAP, VEC, BLOCK_V)
+    mask = row < rows
     if SHARED:
-        slot = slot_base(slots_ptr, 2 * tl.sum(index, axis=0), splits)
-        maximum, total, sum_x_exp, argmax, is_written = merge_shared_stats(
-            slot, split, splits, maximum, total, sum_x_exp, argmax, slope, is_written, BLOCK_SPLITS
-        )
-    if target_ptr is None:
-        label_x = maximum
-    nan_or_zero = tl.where(not_ignored & (in_range == 0), float("nan"), 0.0).to(ACC_DTYPE)
-    shift, log_total = finite_shift(maximum), log_exact(total)
-    tl.store(
-        logprob_ptr + index,
-        tl.where(not_ignored, (label_x - shift) / temperature - log_total, 0.0) + nan_or_zero,
-        mask=is_written,
-    )
-    tl.store(logsumexp_ptr + index, shift / temperature + log_total + nan_or_zero, mask=is_written)
-    tl.store(
-        entropy_ptr + index, log_total - LN2 * sum_x_exp / total + nan_or_zero, mask=is_written
-    )
+        slot_ptr = slot_base(slots_ptr, 2 * tl.sum(index, axis=0), splits)
+        stats, is_last = merge_shared_stats(stats, slot_ptr, split, splits, slope, BLOCK_SPLITS)
+        mask &= is_last
+    logprob, logsumexp, entropy = token_results(stats, label, temperature, target_ptr is None)
+    tl.store(logprob_ptr + index, logprob, mask=mask)
+    tl.store(logsumexp_ptr + index, logsumexp, mask=mask)
+    tl.store(entropy_ptr + index, entropy, mask=mask)
     # The bound makes the result a class even if all logits are NaN.
-    tl.store(argmax_ptr + index, tl.minimum(argmax, classes - 1).to(tl.int64), mask=is_written)
-    tl.store(maximum_ptr + index, maximum, mask=is_written)
-    tl.store(sumexp_ptr + index, total, mask=is_written)
-
-
-@triton.jit
-def merge_shared_stats(
-    slot_ptr,
-    split,
-    splits,
-    maximum,
-    total,
-    sum_x_exp,
-    argmax,
-    slope,
-    is_written,
-    BLOCK_SPLITS: tl.constexpr,
-):
-    """Exchange the statistics of a row's programs, and return those of the row.
-
-    They are complete only in the last program, which alone writes: `is_written` is false in others.
-    """
-    second_slot = slot_ptr + splits + 1
-    store_partial(
-        second_slot,
-        split,
-        tl.sum(sum_x_exp, axis=0),
-        tl.sum(argmax, axis=0).to(tl.float32, bitcast=True),
-    )
-    store_partial(slot_ptr, split, tl.sum(maximum, axis=0), tl.sum(total, axis=0))
-    is_written &= arrives_last(slot_ptr, splits)
-    maxima, totals, mask = load_partials(slot_ptr, splits, BLOCK_SPLITS)
-    sums_x_exp, columns, _ = load_partials(second_slot, splits, BLOCK_SPLITS)
-    row_maximum = tl.max(tl.where(mask, maxima, -float("inf")), axis=0)
-    shift = finite_shift(row_maximum)
-    scales = tl.where(mask, tl.exp2((maxima - shift) * slope), 0.0)
-    moved = scales * (sums_x_exp - totals * (shift - finite_shift(maxima)) * slope)
-    moved = tl.where(mask, moved, 0.0)
-    is_maximum = mask & (maxima == row_maximum)
-    columns = tl.where(is_maximum, columns.to(tl.int32, bitcast=True), NO_COLUMN)
-    row_argmax = tl.min(columns, axis=0)
-    zero = tl.zeros_like(maximum)
-    maximum = zero + row_maximum
-    sum_x_exp = zero + tl.sum(moved, axis=0)
-    total = zero + tl.sum(tl.where(mask, scales * totals, 0.0), axis=0)
-    argmax = tl.zeros_like(argmax) + row_argmax
-    return maximum, total, sum_x_exp, argmax, is_written
+    tl.store(argmax_ptr + index, tl.minimum(stats.argmax, classes - 1).to(tl.int64), mask=mask)
+    tl.store(maximum_ptr + index, stats.maximum, mask=mask)
+    tl.store(sumexp_ptr + index, stats.total, mask=mask)
 
 
 @triton.jit

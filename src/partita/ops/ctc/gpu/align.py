@@ -13,13 +13,22 @@ from triton.experimental import gluon
 
 from ....primitives.gpu.math import log_exact
 from .lanes import LaneKernel, lane_index
-from .lattice import INVALID, SIZES, load_chunk, load_lengths, program_index
-from .state import constant_state, pack_state, select, shift_lanes
+from .lattice import (
+    INVALID,
+    SIZES,
+    boundary_states,
+    load_chunk,
+    load_lengths,
+    program_index,
+)
+from .state import pack_state, shift_lanes
 from .steps import (
     CarryLinks,
-    EmissionSource,
+    EmissionRows,
+    Emissions,
     await_carries,
     carry_at,
+    chunk_source,
     half_steps,
     prefetch_carries,
     prefetch_emissions,
@@ -31,6 +40,37 @@ def keep_better(score, step_back, other, other_step_back):
     """Return the greater of two scores and the pointer that belongs to it; of equals the first."""
     is_better = other > score
     return tl.where(is_better, other, score), tl.where(is_better, other_step_back, step_back)
+
+
+@triton.jit
+def decode_scores(loaded, has_label, p, padding, lane, BLOCK_T: tl.constexpr):
+    """Return the log-probabilities of a block of steps in fp64, given the loaded rows."""
+    blanks = tl.where(p + lane % BLOCK_T >= padding, loaded.blank, 0.0).to(tl.float64)
+    labels = ()
+    for u in tl.static_range(BLOCK_T):
+        valid = has_label & (p + u >= padding)
+        labels = labels + (tl.where(valid, loaded.label[u].to(tl.float64), -float("inf")),)
+    return Emissions(labels, blanks)
+
+
+@triton.jit
+def viterbi_step(blank_score, label_score, carry, emissions, u, can_skip, lane):
+    """Return the scores after step u of a block, and the pointers of blank and label, 4 bits."""
+    before = shift_lanes((label_score,), carry, lane, -1, True)[0]
+    into_blank, blank_pointer = keep_better(blank_score, lane * 0, before, 1)
+    into_label, pointer = keep_better(label_score, lane * 0, blank_score, 1)
+    skipping = tl.where(can_skip, before, -float("inf"))
+    into_label, pointer = keep_better(into_label, pointer, skipping, 2)
+    into_blank += tl.gather(emissions.blank, lane * 0 + u, 0)
+    return into_blank, into_label + emissions.label[u], blank_pointer | (pointer << 2)
+
+
+@triton.jit
+def store_end_scores(ends_ptr, blank_score, label_score, position, target_len, lane):
+    """Store the scores of the last blank and of the last label, if this chunk has them."""
+    tl.store(ends_ptr + lane * 0, blank_score, mask=position == target_len)
+    is_last_label = (position == target_len - 1) & (target_len > 0)
+    tl.store(ends_ptr + 1 + lane * 0, label_score, mask=is_last_label)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -73,76 +113,37 @@ def ctc_viterbi_kernel(
     invalid = invalid | (tl.max(invalid_label.to(tl.int32), axis=0) > 0)
     if invalid:
         tl.atomic_or(flags_ptr + n, INVALID, sem="relaxed")
-    last, steps, num_steps = (
-        target_len // 32,
-        half_steps(length * 0, length, stride_t, True, BLOCK_T),
-        tl.where(chunk > target_len // 32, 0, length),
-    )
+    last, half = target_len // 32, half_steps(length * 0, length, stride_t, True, BLOCK_T)
+    num_steps, chunk_stride = tl.where(chunk > last, 0, length), N.to(tl.int64) * carry_steps
     sent_ptr = carries_ptr + (chunk * N.to(tl.int64) + n) * carry_steps
-    received_ptr, has_previous = (
-        sent_ptr - N.to(tl.int64) * carry_steps,
-        (chunk > 0) & (num_steps > 0),
-    )
-    is_boundary_lane = (lane == 31) & (chunk < last)
-    links = CarryLinks(sent_ptr, received_ptr, chunk < last, has_previous)
+    is_boundary_lane, has_previous = (lane == 31) & (chunk < last), (chunk > 0) & (num_steps > 0)
+    links = CarryLinks(sent_ptr, sent_ptr - chunk_stride, chunk < last, has_previous)
     pointers_ptr += (n * num_chunks + chunk) * num_blocks * 32 + lane
-    logits_ptr += n * stride_n
-    source = EmissionSource(
-        logits_ptr + lattice.label.to(tl.int64) * stride_c,
-        logits_ptr + (n * 0 + blank) * stride_c,
-        lattice.has_label,
-        0.0,
-    )
-    blank_score, score = (
-        select(
-            chunk * 32 + lane == 0,
-            constant_state(1, lane, True),
-            constant_state(0, lane, True),
-            True,
-        )[0],
-        constant_state(0, lane, True)[0],
-    )
-    loaded = prefetch_emissions(source, steps, 0, lane, True, BLOCK_T, 0)
-    words = prefetch_carries(received_ptr, 0, has_previous, lane, BLOCK_T, True)
-    for p in range(0, tl.where(num_steps > 0, num_steps + steps.padding, 0), BLOCK_T):
-        words = await_carries(words, links, p, lane, BLOCK_T, True)
-        carries, blanks, pointers = (
-            words,
-            tl.where(p + lane % BLOCK_T >= steps.padding, loaded.blank, 0.0).to(tl.float64),
-            lane * 0,
-        )
-        labels = ()
-        for u in tl.static_range(BLOCK_T):
-            labels = labels + (
-                tl.where(
-                    lattice.has_label & (p + u >= steps.padding),
-                    loaded.label[u].to(tl.float64),
-                    -float("inf"),
-                ),
-            )
-        loaded = prefetch_emissions(source, steps, p + BLOCK_T, lane, True, BLOCK_T, 0)
-        has_carries = has_previous & (p + BLOCK_T < num_steps + steps.padding)
-        words = prefetch_carries(received_ptr, p + BLOCK_T, has_carries, lane, BLOCK_T, True)
-        for u in tl.static_range(BLOCK_T):
-            tl.store(sent_ptr + p + u + lane * 0, pack_state((score,), True), mask=is_boundary_lane)
-            before = shift_lanes((score,), carry_at(carries, u, lane, True), lane, -1, True)[0]
-            into_blank, blank_pointer = keep_better(blank_score, lane * 0, before, 1)
-            into_label, pointer = keep_better(score, lane * 0, blank_score, 1)
-            skipping = tl.where(lattice.can_skip, before, -float("inf"))
-            into_label, pointer = keep_better(into_label, pointer, skipping, 2)
-            pointers = pointers | ((blank_pointer | (pointer << 2)) << (4 * u))
-            blank_score, score = (
-                into_blank + tl.gather(blanks, lane * 0 + u, 0),
-                into_label + labels[u],
-            )
-        tl.store(pointers_ptr + p // BLOCK_T * 32, pointers)
+    rows = EmissionRows(logits_ptr + n * stride_n, stride_t, stride_c)
+    source = chunk_source(rows, lattice, blank, 0.0)
     position = chunk * 32 + lane
-    tl.store(ends_ptr + n * 2 + lane * 0, blank_score, mask=position == target_len)
-    tl.store(
-        ends_ptr + n * 2 + 1 + lane * 0,
-        score,
-        mask=(position == target_len - 1) & (target_len > 0),
-    )
+    start = boundary_states(position, 0, lane, True)
+    blank_score, label_score = start.blank[0], start.label[0]
+    loaded = prefetch_emissions(source, half, 0, lane, True, BLOCK_T, 0)
+    words = prefetch_carries(links.received_ptr, 0, has_previous, lane, BLOCK_T, True)
+    padded_steps = num_steps + half.padding
+    for p in range(0, tl.where(num_steps > 0, padded_steps, 0), BLOCK_T):
+        words = await_carries(words, links, p, lane, BLOCK_T, True)
+        emissions = decode_scores(loaded, lattice.has_label, p, half.padding, lane, BLOCK_T)
+        carries, pointers = words, lane * 0
+        loaded = prefetch_emissions(source, half, p + BLOCK_T, lane, True, BLOCK_T, 0)
+        has_carries = has_previous & (p + BLOCK_T < padded_steps)
+        words = prefetch_carries(links.received_ptr, p + BLOCK_T, has_carries, lane, BLOCK_T, True)
+        for u in tl.static_range(BLOCK_T):
+            word = pack_state((label_score,), True)
+            tl.store(sent_ptr + p + u + lane * 0, word, mask=is_boundary_lane)
+            carry = carry_at(carries, u, lane, True)
+            blank_score, label_score, step_pointers = viterbi_step(
+                blank_score, label_score, carry, emissions, u, lattice.can_skip, lane
+            )
+            pointers = pointers | (step_pointers << (4 * u))
+        tl.store(pointers_ptr + p // BLOCK_T * 32, pointers)
+    store_end_scores(ends_ptr + n * 2, blank_score, label_score, position, target_len, lane)
 
 
 @triton.jit

@@ -8,6 +8,8 @@ states before each eighth step are saved for the posterior scan. The states at t
 saved, after those of the blocks; the partition function and the posteriors start from them.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from triton.experimental import gluon
@@ -17,24 +19,25 @@ from .lattice import (
     INVALID,
     NEEDS_FP64,
     SIZES,
-    LaneStates,
+    TargetScan,
+    boundary_states,
     emit,
     load_chunk,
     load_lengths,
-    outgoing_carry,
     program_chunk,
+    send_carry,
     store_states,
     sum_predecessors,
 )
-from .state import constant_state, select
 from .steps import (
-    CarryLinks,
-    EmissionSource,
+    EmissionRows,
     SavedStates,
     await_carries,
     carry_at,
+    carry_links,
+    chunk_source,
     decode_emissions,
-    half_steps,
+    first_scan_half,
     prefetch_carries,
     prefetch_emissions,
 )
@@ -60,10 +63,8 @@ def scan_half(
     Returns the states after the last step, and a tensor `[32]` that is NaN in each lane that met a
     logit beyond the limit.
     """
-    is_boundary_lane, overflow = (
-        (lane == (31 if FORWARD else 0)) & links.has_next,
-        lane.to(tl.float32) * 0.0,
-    )
+    is_boundary_lane = (lane == (31 if FORWARD else 0)) & links.has_next
+    overflow = lane.to(tl.float32) * 0.0
     loaded = prefetch_emissions(source, half, 0, lane, FORWARD, BLOCK_T, TABLE_WIDTH)
     words = prefetch_carries(
         links.received_ptr, 0, links.has_previous & (half.steps > 0), lane, BLOCK_T, FP64
@@ -82,15 +83,90 @@ def scan_half(
         if SAVE and p % 8 == 0:
             store_states(saved.ptr + p // 8 * saved.block_stride, state, lane, FP64)
         for u in tl.static_range(BLOCK_T):
-            tl.store(
-                links.sent_ptr + p + u + lane * 0,
-                outgoing_carry(state, can_skip, FORWARD, FP64),
-                mask=is_boundary_lane,
-            )
+            send_carry(links, p + u, state, can_skip, is_boundary_lane, lane, FORWARD, FP64)
             carry = carry_at(carries, u, lane, FP64)
             incoming = sum_predecessors(state, can_skip, carry, lane, FORWARD, FP64)
             state = emit(incoming, emissions, u, lane, FP64)
     return state, overflow
+
+
+class ForwardMemory(NamedTuple):
+    """The memory of a sequence for one direction.
+
+    Fields:
+        saved_ptr: saved states, `[num_blocks + 1, N, num_chunks, 2, 32]`.
+        carries_ptr: carries, `[num_chunks, N, carry_steps]`.
+        block_stride: offset from the states of a block to those of the next block.
+        chunk_stride: offset from the carries of a chunk to those of the next chunk.
+        num_blocks: blocks of eight steps in a half.
+    """
+
+    saved_ptr: tl.tensor
+    carries_ptr: tl.tensor
+    block_stride: tl.tensor
+    chunk_stride: tl.tensor
+    num_blocks: tl.tensor
+
+
+@triton.jit
+def scan_chunk(
+    target,
+    memory,
+    c,
+    rows,
+    lane,
+    SAVE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    FP64: tl.constexpr,
+    TABLE_WIDTH: tl.constexpr,
+):
+    """Scan chunk c of a target, counted in the scan's direction, up to the middle.
+
+    `rows` are the sequence's logits or emissions. Returns the flags of what failed.
+    """
+    direction, last = target.direction, target.target_len // 32
+    chunk = tl.where(direction == 0, c, last - c)
+    chunk_ptr = memory.saved_ptr + chunk * 64
+    sent_ptr = memory.carries_ptr + chunk * memory.chunk_stride
+    lattice, invalid_label = load_chunk(
+        target.labels_ptr, chunk * 32, target.target_len, target.C, lane
+    )
+    source = chunk_source(rows, lattice, target.blank, target.limit)
+    end = tl.where(direction == 0, 0, target.target_len)
+    start = boundary_states(chunk * 32 + lane, end, lane, FP64)
+    saved = SavedStates(chunk_ptr, memory.block_stride)
+    if direction == 0:
+        state, overflow = scan_half(
+            source,
+            first_scan_half(target.length, rows.stride_t, True, BLOCK_T),
+            lattice.can_skip,
+            start,
+            saved,
+            carry_links(sent_ptr, memory.chunk_stride, c, last, True),
+            lane,
+            True,
+            SAVE,
+            BLOCK_T,
+            FP64,
+            TABLE_WIDTH,
+        )
+    else:
+        state, overflow = scan_half(
+            source,
+            first_scan_half(target.length, rows.stride_t, False, BLOCK_T),
+            lattice.can_skip,
+            start,
+            saved,
+            carry_links(sent_ptr, memory.chunk_stride, c, last, False),
+            lane,
+            False,
+            SAVE,
+            BLOCK_T,
+            FP64,
+            TABLE_WIDTH,
+        )
+    store_states(chunk_ptr + memory.num_blocks * memory.block_stride, state, lane, FP64)
+    return tl.max(tl.where(overflow == overflow, 0, 1) | tl.where(invalid_label, 2, 0), axis=0)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -132,68 +208,17 @@ def ctc_forward_scan_kernel(
     )
     if invalid:
         tl.atomic_or(flags_ptr + n, INVALID, sem="relaxed")
-    middle, last, begin, end = length // 2, target_len // 32, index, index + 1
+    lane, last, begin, end = lane_index(LAYOUT), target_len // 32, index, index + 1
     if FP64:
         end = tl.where(ALL_FP64 | (flags == NEEDS_FP64), last + 1, 0)
-    lane = lane_index(LAYOUT)
     block_stride, chunk_stride = (N.to(tl.int64) * num_chunks) * 64, N.to(tl.int64) * carry_steps
     saved_ptr += (direction * (num_blocks + 1)) * block_stride + n * num_chunks * 64
     carries_ptr += direction * num_chunks * chunk_stride + n * carry_steps
-    source_ptr += n * stride_n
+    memory = ForwardMemory(saved_ptr, carries_ptr, block_stride, chunk_stride, num_blocks)
+    target = TargetScan(labels_ptr + offset, direction, length, target_len, C, blank, limit)
+    rows = EmissionRows(source_ptr + n * stride_n, stride_t, stride_c)
     for c in range(begin, tl.minimum(end, last + 1)):
-        chunk = tl.where(direction == 0, c, last - c)
-        chunk_ptr, sent_ptr, zero = (
-            saved_ptr + chunk * 64,
-            carries_ptr + chunk * chunk_stride,
-            constant_state(0, lane, FP64),
-        )
-        lattice, invalid_label = load_chunk(labels_ptr + offset, chunk * 32, target_len, C, lane)
-        source = EmissionSource(
-            source_ptr + lattice.label.to(tl.int64) * stride_c,
-            source_ptr + (n * 0 + blank) * stride_c,
-            lattice.has_label,
-            limit,
-        )
-        start = select(
-            chunk * 32 + lane == tl.where(direction == 0, 0, target_len),
-            constant_state(1, lane, FP64),
-            zero,
-            FP64,
-        )
-        if direction == 0:
-            end_state, overflow = scan_half(
-                source,
-                half_steps(length * 0, middle, stride_t, True, BLOCK_T),
-                lattice.can_skip,
-                LaneStates(start, zero),
-                SavedStates(chunk_ptr, block_stride),
-                CarryLinks(sent_ptr, sent_ptr - chunk_stride, c < last, c > 0),
-                lane,
-                True,
-                SAVE,
-                BLOCK_T,
-                FP64,
-                TABLE_WIDTH,
-            )
-        else:
-            end_state, overflow = scan_half(
-                source,
-                half_steps(tl.maximum(length - 1, 0), length - middle, stride_t, False, BLOCK_T),
-                lattice.can_skip,
-                LaneStates(start, zero),
-                SavedStates(chunk_ptr, block_stride),
-                CarryLinks(sent_ptr, sent_ptr + chunk_stride, c < last, c > 0),
-                lane,
-                False,
-                SAVE,
-                BLOCK_T,
-                FP64,
-                TABLE_WIDTH,
-            )
-        store_states(chunk_ptr + num_blocks * block_stride, end_state, lane, FP64)
-        new_flags = tl.max(
-            tl.where(overflow == overflow, 0, 1) | tl.where(invalid_label, 2, 0), axis=0
-        )
+        new_flags = scan_chunk(target, memory, c, rows, lane, SAVE, BLOCK_T, FP64, TABLE_WIDTH)
         if new_flags > 0:
             tl.atomic_or(flags_ptr + n, new_flags, sem="relaxed")
         if FP64:

@@ -46,32 +46,24 @@ def load_status(n, t, length, flags_ptr, logz_ptr, ACC_DTYPE: tl.constexpr):
 
 
 @triton.jit
-def load_sequence(
-    n,
-    t,
-    T,
-    N,
-    max_target_len,
-    M,
-    grad_output_ptr,
-    stride_grad,
-    offsets_ptr,
-    input_lengths_ptr,
-    target_lengths_ptr,
-    flags_ptr,
-    logz_ptr,
-    MEAN: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
-):
-    """Return a sequence's target length, target offset, loss gradient, and status by step."""
-    length, target_len, offset = load_lengths(
-        n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, T, max_target_len, M
-    )[:3]
-    mask, nan_mask = load_status(n, t, length, flags_ptr, logz_ptr, ACC_DTYPE)
-    grad = tl.load(grad_output_ptr + n * stride_grad).to(ACC_DTYPE)
+def program_steps(N, ROWS: tl.constexpr):
+    """Return the sequence of this program and its first step; it has ROWS steps."""
+    return (tl.program_id(0) % N).to(tl.int64), (tl.program_id(0) // N).to(tl.int64) * ROWS
+
+
+@triton.jit
+def load_loss_gradient(ptr, target_len, N, MEAN: tl.constexpr, ACC_DTYPE: tl.constexpr):
+    """Load the gradient of a sequence's loss, given that of the loss or of the MEAN."""
+    grad = tl.load(ptr).to(ACC_DTYPE)
     if MEAN:
         grad /= (tl.maximum(target_len, 1) * N).to(ACC_DTYPE)
-    return target_len, offset, grad, mask, nan_mask
+    return grad
+
+
+@triton.jit
+def posterior_scale(total, grad):
+    """Return what posteriors are multiplied by, given their sum over a step, which may be 0."""
+    return tl.where(total > 0.0, grad / total, 0.0)
 
 
 @triton.jit
@@ -89,6 +81,33 @@ def scaled_softmax(ptr, mask, maximum, scale, ACC_DTYPE: tl.constexpr):
     """Load logits and return exp(x - maximum) · scale."""
     x = tl.load(ptr, mask=mask, other=-float("inf")).to(ACC_DTYPE)
     return exp_for_dtype(x - maximum, ACC_DTYPE) * scale
+
+
+@triton.jit
+def sum_over_chunks(
+    posterior_ptrs,
+    blanks_ptr,
+    first_chunk,
+    t,
+    T,
+    num_chunks,
+    mask,
+    class_mask,
+    WIDTH: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+):
+    """Sum the posteriors of some steps by class, and those of the blanks, over the chunks.
+
+    `posterior_ptrs` are the classes in row 0, and each chunk from `first_chunk` on has T rows.
+    """
+    blanks = tl.zeros(mask.shape, ACC_DTYPE)
+    posterior = tl.zeros([mask.shape[0], class_mask.shape[1]], ACC_DTYPE)
+    for c in range(0, num_chunks):
+        row = (first_chunk + c) * T + t
+        ptrs, row_mask = posterior_ptrs + (row * WIDTH)[:, None], mask[:, None] & class_mask
+        posterior += tl.load(ptrs, mask=row_mask, other=0.0)
+        blanks += tl.load(blanks_ptr + row, mask=mask, other=0.0)
+    return posterior, blanks
 
 
 @triton.jit(do_not_specialize=GRADIENT_SIZES)
@@ -125,57 +144,39 @@ def ctc_narrow_gradient_kernel(
     BLOCK_V: tl.constexpr,
 ):
     """Compute the gradient of some steps from posteriors by class, summed over the chunks."""
-    n = (tl.program_id(0) % N).to(tl.int64)
-    t = (tl.program_id(0) // N).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    target_len, _, grad, mask, nan_mask = load_sequence(
-        n,
+    n, first = program_steps(N, ROWS)
+    t = first + tl.arange(0, ROWS)
+    length, target_len, _, _ = load_lengths(
+        n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, T, max_target_len, M
+    )
+    mask, nan_mask = load_status(n, t, length, flags_ptr, logz_ptr, ACC_DTYPE)
+    grad = load_loss_gradient(grad_output_ptr + n * stride_grad, target_len, N, MEAN, ACC_DTYPE)
+    row, v = t * N + n, tl.arange(0, BLOCK_V)
+    class_mask = (v // VEC * VEC < C)[None, :]
+    posterior, blanks = sum_over_chunks(
+        posteriors_ptr + v[None, :],
+        blanks_ptr,
+        n * num_chunks,
         t,
         T,
-        N,
-        max_target_len,
-        M,
-        grad_output_ptr,
-        stride_grad,
-        offsets_ptr,
-        input_lengths_ptr,
-        target_lengths_ptr,
-        flags_ptr,
-        logz_ptr,
-        MEAN,
+        target_len // 32 + 1,
+        mask,
+        class_mask,
+        WIDTH,
         ACC_DTYPE,
     )
-    row, v = t * N + n, tl.arange(0, BLOCK_V)
-    blanks, posterior = tl.zeros([ROWS], ACC_DTYPE), tl.zeros([ROWS, BLOCK_V], ACC_DTYPE)
-    for c in range(0, target_len // 32 + 1):
-        chunk_row = (n * num_chunks + c) * T + t
-        posterior += tl.load(
-            posteriors_ptr + (chunk_row * WIDTH)[:, None] + v[None, :],
-            mask=mask[:, None] & (v // VEC * VEC < C)[None, :],
-            other=0.0,
-        )
-        blanks += tl.load(blanks_ptr + chunk_row, mask=mask, other=0.0)
     total = tl.sum(posterior, axis=1) + blanks
     posterior += tl.where((v == blank)[None, :], blanks[:, None], 0.0)
-    block_mask = (t < T)[:, None] & (v // VEC * VEC < C)[None, :]
-    value = -posterior * tl.where(total > 0.0, grad / total, 0.0)[:, None] + nan_mask[:, None]
+    block_mask = (t < T)[:, None] & class_mask
+    value = -posterior * posterior_scale(total, grad)[:, None] + nan_mask[:, None]
     if maxima_ptr is not None:
         maximum, scale = load_normalizer(maxima_ptr, sums_ptr, row, mask, grad, ACC_DTYPE)
-        index = (
-            tl.multiple_of(t * stride_t + n * stride_n, VEC)[:, None]
-            + v.to(tl.int64)[None, :] * stride_c
-        )
-        value += scaled_softmax(
-            logits_ptr + index,
-            block_mask & mask[:, None],
-            maximum[:, None],
-            scale[:, None],
-            ACC_DTYPE,
-        )
-    tl.store(
-        dlogits_ptr + tl.multiple_of(row * C, VEC)[:, None] + v[None, :],
-        value.to(dlogits_ptr.dtype.element_ty),
-        mask=block_mask,
-    )
+        start = tl.multiple_of(t * stride_t + n * stride_n, VEC)[:, None]
+        x_ptrs = logits_ptr + start + v.to(tl.int64)[None, :] * stride_c
+        x_mask = block_mask & mask[:, None]
+        value += scaled_softmax(x_ptrs, x_mask, maximum[:, None], scale[:, None], ACC_DTYPE)
+    d_ptrs = dlogits_ptr + tl.multiple_of(row * C, VEC)[:, None] + v[None, :]
+    tl.store(d_ptrs, value.to(dlogits_ptr.dtype.element_ty), mask=block_mask)
 
 
 @triton.jit
@@ -256,29 +257,14 @@ def ctc_lane_gradient_kernel(
     GROUPS: tl.constexpr,  # groups of 32 classes
 ):
     """Compute the gradient of some steps from posteriors by label, with a class in each lane."""
-    n, first, lane = (
-        (tl.program_id(0) % N).to(tl.int64),
-        (tl.program_id(0) // N).to(tl.int64) * ROWS,
-        tl.arange(0, 32),
-    )
+    n, first = program_steps(N, ROWS)
+    lane = tl.arange(0, 32)
     t = first + lane
-    target_len, _, grad, mask, nan_mask = load_sequence(
-        n,
-        t,
-        T,
-        N,
-        max_target_len,
-        M,
-        grad_output_ptr,
-        stride_grad,
-        offsets_ptr,
-        input_lengths_ptr,
-        target_lengths_ptr,
-        flags_ptr,
-        logz_ptr,
-        MEAN,
-        ACC_DTYPE,
+    length, target_len, _, _ = load_lengths(
+        n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, T, max_target_len, M
     )
+    mask, nan_mask = load_status(n, t, length, flags_ptr, logz_ptr, ACC_DTYPE)
+    grad = load_loss_gradient(grad_output_ptr + n * stride_grad, target_len, N, MEAN, ACC_DTYPE)
     num_rows = tl.sum((mask & (lane < ROWS)).to(tl.int32), axis=0)
     sums, totals, blanks = sum_by_class(
         posteriors_ptr + (n * num_chunks * T + first) * 32,
@@ -297,27 +283,19 @@ def ctc_lane_gradient_kernel(
     )
     for u in tl.static_range(ROWS):
         row_blank = tl.gather(blanks, lane * 0 + u, 0)
-        total = totals[u] + row_blank
-        coef = tl.where(total > 0.0, grad / total, 0.0)
+        coef = posterior_scale(totals[u] + row_blank, grad)
         for g in tl.static_range(GROUPS):
             v = g * 32 + lane
             posterior = sums[u * GROUPS + g] + tl.where(v == blank, row_blank, 0.0)
             value = tl.gather(nan_mask, lane * 0 + u, 0) - posterior * coef
             if maxima_ptr is not None:
                 index = (first + u) * stride_t + n * stride_n + v.to(tl.int64) * stride_c
-                row_maximum, row_scale = (
-                    tl.gather(maximum, lane * 0 + u, 0),
-                    tl.gather(scale, lane * 0 + u, 0),
-                )
+                row_maximum = tl.gather(maximum, lane * 0 + u, 0)
+                row_scale = tl.gather(scale, lane * 0 + u, 0)
+                x_mask = (v < C) & (u < num_rows)
                 value += scaled_softmax(
-                    logits_ptr + index,
-                    (v < C) & (u < num_rows),
-                    row_maximum,
-                    row_scale,
-                    ACC_DTYPE,
+                    logits_ptr + index, x_mask, row_maximum, row_scale, ACC_DTYPE
                 )
-            tl.store(
-                dlogits_ptr + ((first + u) * N + n) * C + v,
-                value.to(dlogits_ptr.dtype.element_ty),
-                mask=(v < C) & (first + u < T),
-            )
+            d_ptrs = dlogits_ptr + ((first + u) * N + n) * C + v
+            row_mask = (v < C) & (first + u < T)
+            tl.store(d_ptrs, value.to(dlogits_ptr.dtype.element_ty), mask=row_mask)

@@ -6,10 +6,45 @@ the class; the position after the last label does so for the blank. No two posit
 class.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from .gradient import GRADIENT_SIZES, load_normalizer, load_sequence, scaled_softmax
+from .gradient import (
+    GRADIENT_SIZES,
+    load_loss_gradient,
+    load_normalizer,
+    load_status,
+    posterior_scale,
+    program_steps,
+    scaled_softmax,
+)
+from .lattice import load_lengths
+
+
+class GradientRows(NamedTuple):
+    """The steps of a program, [ROWS] each.
+
+    Fields:
+        logits_ptr: the rows of the logits.
+        dlogits_ptr: the rows of the gradient.
+        stride_c: the stride of the logits over the classes.
+        exists: which steps are rows of the gradient.
+        mask: which of them have posteriors.
+        nan_mask: NaN or 0, which is added to the gradient.
+        maximum: the maximum of the logits.
+        scale: the gradient of the loss over the sum of exponentials.
+    """
+
+    logits_ptr: tl.tensor
+    dlogits_ptr: tl.tensor
+    stride_c: tl.tensor
+    exists: tl.tensor
+    mask: tl.tensor
+    nan_mask: tl.tensor
+    maximum: tl.tensor
+    scale: tl.tensor
 
 
 @triton.jit
@@ -68,37 +103,54 @@ def sum_over_labels(
 
 
 @triton.jit
-def softmax_pieces(
-    source_ptr,
-    first,
+def row_softmax(rows, v, mask):
+    """Return the scaled softmax of the classes v, [ROWS, V], for which logits are loaded."""
+    return scaled_softmax(
+        rows.logits_ptr[:, None] + (v.to(tl.int64) * rows.stride_c)[None, :],
+        mask,
+        rows.maximum[:, None],
+        rows.scale[:, None],
+        rows.maximum.dtype,
+    )
+
+
+@triton.jit
+def store_softmax(
+    rows,
     C,
-    stride_c,
-    maximum,
-    scale,
-    mask,
-    nan_mask,
-    ACC_DTYPE: tl.constexpr,
     FROM_LOGITS: tl.constexpr,
     VEC: tl.constexpr,
     PIECES: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Return the scaled softmax of some classes, or 0, in pieces that are all loaded before use."""
-    pieces = ()
-    for i in tl.static_range(PIECES):
-        v = first + i * BLOCK_V + tl.arange(0, BLOCK_V)
-        value = tl.zeros([mask.shape[0], BLOCK_V], ACC_DTYPE) + nan_mask[:, None]
-        if FROM_LOGITS:
-            block_mask = mask[:, None] & (v // VEC * VEC < C)[None, :]
-            value += scaled_softmax(
-                source_ptr[:, None] + v.to(tl.int64)[None, :] * stride_c,
-                block_mask,
-                maximum[:, None],
-                scale[:, None],
-                ACC_DTYPE,
-            )
-        pieces = pieces + (value,)
-    return pieces
+    """Store the scaled softmax of all classes, or 0, in pieces that are all loaded before use."""
+    ROWS: tl.constexpr = rows.mask.shape[0]
+    for first in range(0, C, PIECES * BLOCK_V):
+        pieces = ()
+        for i in tl.static_range(PIECES):
+            v = first + i * BLOCK_V + tl.arange(0, BLOCK_V)
+            value = tl.zeros([ROWS, BLOCK_V], rows.maximum.dtype) + rows.nan_mask[:, None]
+            if FROM_LOGITS:
+                mask = rows.mask[:, None] & (v // VEC * VEC < C)[None, :]
+                value += row_softmax(rows, v, mask)
+            pieces = pieces + (value,)
+        for i in tl.static_range(PIECES):
+            v = first + i * BLOCK_V + tl.arange(0, BLOCK_V)
+            mask = rows.exists[:, None] & (v // VEC * VEC < C)[None, :]
+            ptrs = rows.dlogits_ptr[:, None] + v[None, :]
+            tl.store(ptrs, pieces[i].to(ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_positions(labels_ptr, first_ptr, j, target_len, C, blank):
+    """Return the class whose gradient each position j writes, and the first position of the class.
+
+    The position is -1 where the class is written by another position, and where no label is the
+    class. The position after the last label serves the blank.
+    """
+    label = tl.load(labels_ptr + j, mask=j < target_len, other=-1)
+    position = tl.load(first_ptr + label, mask=(label >= 0) & (label < C), other=-1)
+    return tl.where(j == target_len, blank, label), tl.where(position == j, position, -1)
 
 
 @triton.jit(do_not_specialize=GRADIENT_SIZES)
@@ -139,103 +191,37 @@ def ctc_label_gradient_kernel(
     BLOCK_L: tl.constexpr,  # labels that are loaded together
 ):
     """Compute the gradient of some steps: first the softmax, then the classes of the target."""
-    n, t = (
-        (tl.program_id(0) % N).to(tl.int64),
-        (tl.program_id(0) // N).to(tl.int64) * ROWS + tl.arange(0, ROWS),
+    n, first = program_steps(N, ROWS)
+    t = first + tl.arange(0, ROWS)
+    length, target_len, offset, _ = load_lengths(
+        n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, T, max_target_len, M
     )
-    target_len, offset, grad, mask, nan_mask = load_sequence(
-        n,
-        t,
-        T,
-        N,
-        max_target_len,
-        M,
-        grad_output_ptr,
-        stride_grad,
-        offsets_ptr,
-        input_lengths_ptr,
-        target_lengths_ptr,
-        flags_ptr,
-        logz_ptr,
-        MEAN,
-        ACC_DTYPE,
-    )
+    mask, nan_mask = load_status(n, t, length, flags_ptr, logz_ptr, ACC_DTYPE)
+    grad = load_loss_gradient(grad_output_ptr + n * stride_grad, target_len, N, MEAN, ACC_DTYPE)
     maximum, scale = load_normalizer(maxima_ptr, sums_ptr, t * N + n, mask, grad, ACC_DTYPE)
-    source_ptr, target_ptr = (
-        logits_ptr + tl.multiple_of(t * stride_t + n * stride_n, VEC),
-        dlogits_ptr + tl.multiple_of((t * N + n) * C, VEC),
-    )
-    row_posteriors_ptr, row_blanks_ptr, chunk_rows = (
-        posteriors_ptr + (n * num_chunks * T + t) * 32,
-        blanks_ptr + n * num_chunks * T + t,
-        T.to(tl.int64),
-    )
+    row_ptr = logits_ptr + tl.multiple_of(t * stride_t + n * stride_n, VEC)
+    d_row_ptr = dlogits_ptr + tl.multiple_of((t * N + n) * C, VEC)
+    rows = GradientRows(row_ptr, d_row_ptr, stride_c, t < T, mask, nan_mask, maximum, scale)
+    first_row, labels_ptr, T64 = n * num_chunks * T + t, labels_ptr + offset, T.to(tl.int64)
+    posteriors_ptr += first_row * 32
+    blanks_ptr += first_row
     total, blank_total = sum_over_labels(
-        row_posteriors_ptr,
-        row_blanks_ptr,
-        labels_ptr + offset,
-        target_len,
-        blank,
-        chunk_rows,
-        mask,
-        BLOCK_L,
+        posteriors_ptr, blanks_ptr, labels_ptr, target_len, blank, T64, mask, BLOCK_L
     )
-    coef, max_repeats = tl.where(total > 0.0, grad / total, 0.0), tl.load(max_repeats_ptr + n)
-    for first in range(0, C, PIECES * BLOCK_V):
-        pieces = softmax_pieces(
-            source_ptr,
-            first,
-            C,
-            stride_c,
-            maximum,
-            scale,
-            mask,
-            nan_mask,
-            ACC_DTYPE,
-            maxima_ptr is not None,
-            VEC,
-            PIECES,
-            BLOCK_V,
-        )
-        for i in tl.static_range(PIECES):
-            v = first + i * BLOCK_V + tl.arange(0, BLOCK_V)
-            block_mask = (t < T)[:, None] & (v // VEC * VEC < C)[None, :]
-            tl.store(
-                target_ptr[:, None] + v[None, :],
-                pieces[i].to(dlogits_ptr.dtype.element_ty),
-                mask=block_mask,
-            )
+    coef, max_repeats = posterior_scale(total, grad), tl.load(max_repeats_ptr + n)
+    store_softmax(rows, C, maxima_ptr is not None, VEC, PIECES, BLOCK_V)
     tl.debug_barrier()  # The next loop overwrites some of these classes.
     for first in range(0, target_len + 1, BLOCK_L):
         j = first + tl.arange(0, BLOCK_L)
-        label = tl.load(labels_ptr + offset + j, mask=j < target_len, other=-1)
-        position = tl.load(first_ptr + n * C + label, mask=(label >= 0) & (label < C), other=-1)
-        # The position after the last label serves the blank.
-        position, label = (
-            tl.where(position == j, position, -1),
-            tl.where(j == target_len, blank, label),
-        )
+        label, position = load_positions(labels_ptr, first_ptr + n * C, j, target_len, C, blank)
+        next_ptr_n = next_ptr + n * max_target_len
         posterior = sum_over_positions(
-            row_posteriors_ptr,
-            chunk_rows * 32,
-            next_ptr + n * max_target_len,
-            position,
-            max_repeats,
-            mask,
+            posteriors_ptr, T64 * 32, next_ptr_n, position, max_repeats, mask
         )
         posterior += tl.where((j == target_len)[None, :], blank_total[:, None], 0.0)
         block_mask = mask[:, None] & ((position >= 0) | (j == target_len))[None, :]
         value = nan_mask[:, None] - posterior * coef[:, None]
         if maxima_ptr is not None:
-            value += scaled_softmax(
-                source_ptr[:, None] + (label.to(tl.int64) * stride_c)[None, :],
-                block_mask,
-                maximum[:, None],
-                scale[:, None],
-                ACC_DTYPE,
-            )
-        tl.store(
-            target_ptr[:, None] + label[None, :],
-            value.to(dlogits_ptr.dtype.element_ty),
-            mask=block_mask,
-        )
+            value += row_softmax(rows, label, block_mask)
+        d_ptrs = d_row_ptr[:, None] + label[None, :]
+        tl.store(d_ptrs, value.to(dlogits_ptr.dtype.element_ty), mask=block_mask)

@@ -15,7 +15,16 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .state import add, broadcast_lane, multiply_emission, pack_state, select, shift_lanes
+from .state import (
+    add,
+    broadcast_lane,
+    constant_state,
+    multiply_emission,
+    pack_state,
+    select,
+    shift_lanes,
+    unpack_state,
+)
 
 # Bits of a sequence's flags.
 NEEDS_FP64 = tl.constexpr(1)  # a logit overflows the exponent of an emission
@@ -50,6 +59,28 @@ class ChunkLattice(NamedTuple):
     label: tl.tensor
     has_label: tl.tensor
     can_skip: tl.tensor
+
+
+class TargetScan(NamedTuple):
+    """The values that the scans of all chunks of a sequence in one direction share.
+
+    Fields:
+        labels_ptr: the target's labels.
+        direction: 0 for α, 1 for β.
+        length: number of steps.
+        target_len: number of labels.
+        C: number of classes.
+        blank: the class of the blank.
+        limit: the greatest absolute value of a logit that has an emission.
+    """
+
+    labels_ptr: tl.tensor
+    direction: tl.tensor
+    length: tl.tensor
+    target_len: tl.tensor
+    C: tl.tensor
+    blank: tl.tensor
+    limit: tl.tensor
 
 
 class LaneStates(NamedTuple):
@@ -129,6 +160,13 @@ def load_chunk(labels_ptr, first, target_len, C, lane):
 
 
 @triton.jit
+def boundary_states(position, end, lane, FP64: tl.constexpr):
+    """Return the states with which a scan starts: 1 in the blank at position `end`, 0 elsewhere."""
+    zero = constant_state(0, lane, FP64)
+    return LaneStates(select(position == end, constant_state(1, lane, FP64), zero, FP64), zero)
+
+
+@triton.jit
 def sum_predecessors(state, can_skip, carry, lane, FORWARD: tl.constexpr, FP64: tl.constexpr):
     """Sum what enters each blank and label: α from the states before a step, β from those after it.
 
@@ -156,6 +194,15 @@ def outgoing_carry(state, can_skip, FORWARD: tl.constexpr, FP64: tl.constexpr):
 
 
 @triton.jit
+def send_carry(
+    links, p, state, can_skip, is_boundary_lane, lane, FORWARD: tl.constexpr, FP64: tl.constexpr
+):
+    """Hand the carry of padded step p to the next chunk."""
+    word = outgoing_carry(state, can_skip, FORWARD, FP64)
+    tl.store(links.sent_ptr + p + lane * 0, word, mask=is_boundary_lane)
+
+
+@triton.jit
 def emit(incoming, emissions, u, lane, FP64: tl.constexpr):
     """Return the states after step u of a block: the sums that enter them times the emissions."""
     return LaneStates(
@@ -169,3 +216,12 @@ def store_states(saved_ptr, state, lane, FP64: tl.constexpr):
     """Store the states of a chunk as words `[2, 32]`."""
     tl.store(saved_ptr + lane, pack_state(state.blank, FP64))
     tl.store(saved_ptr + 32 + lane, pack_state(state.label, FP64))
+
+
+@triton.jit
+def load_states(saved_ptr, lane, FP64: tl.constexpr):
+    """Load the states of a chunk that `store_states` stored."""
+    return LaneStates(
+        unpack_state(tl.load(saved_ptr + lane), FP64),
+        unpack_state(tl.load(saved_ptr + 32 + lane), FP64),
+    )

@@ -21,37 +21,41 @@ from .lanes import LaneKernel, lane_index, sort_by_class
 from .lattice import (
     NEEDS_FP64,
     SIZES,
-    LaneStates,
+    TargetScan,
     emit,
     load_chunk,
     load_lengths,
-    outgoing_carry,
+    load_states,
     program_chunk,
+    send_carry,
     sum_predecessors,
 )
 from .posterior_rows import PosteriorRows, store_posteriors
-from .recompute import decode_block, prefetch_block
-from .state import posterior_of, unpack_state
+from .recompute import (
+    RecomputedHalf,
+    decode_block,
+    prefetch_block,
+    recompute_block,
+    recompute_step,
+)
+from .state import posterior_of
 from .steps import (
-    CarryLinks,
-    EmissionSource,
+    EmissionRows,
     SavedCarries,
     SavedStates,
     await_carries,
     carry_at,
-    half_steps,
+    carry_links,
+    chunk_source,
+    first_scan_half,
     prefetch_carries,
 )
 
 
 @triton.jit
 def scan_other_half(
-    source,
-    half,
-    can_skip,
+    other,
     state,
-    saved,
-    saved_carries,
     links,
     rows,
     exponent,
@@ -65,162 +69,124 @@ def scan_other_half(
 ):
     """Scan the half of the other direction for one chunk, and store the posteriors of its steps.
 
-    `half`, `saved` and `saved_carries` are in the order of the other direction, so this scan visits
-    the blocks from last to first, and the steps of each block in reverse.
+    `other` is in the order of the other direction, so this scan visits the blocks from last to
+    first, and the steps of each block in reverse.
     """
-    is_boundary_lane, last_block = (
-        (lane == (31 if FORWARD else 0)) & links.has_next,
-        half.steps + half.padding - BLOCK_T,
+    BACK: tl.constexpr = not FORWARD
+    can_skip, steps, padding = other.can_skip, other.half.steps, other.half.padding
+    is_boundary_lane = (lane == (31 if FORWARD else 0)) & links.has_next
+    last_block, has_carries = steps + padding - BLOCK_T, links.has_previous & (steps > 0)
+    words = prefetch_carries(links.received_ptr, last_block, has_carries, lane, BLOCK_T, FP64)
+    loaded = prefetch_block(other, last_block, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
+    emissions, other_states = recompute_block(
+        loaded, other, last_block, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
     )
-    words = prefetch_carries(
-        links.received_ptr, last_block, links.has_previous & (half.steps > 0), lane, BLOCK_T, FP64
-    )
-    loaded = prefetch_block(
-        source,
-        half,
-        saved,
-        saved_carries,
-        last_block,
-        lane,
-        not FORWARD,
-        BLOCK_T,
-        FP64,
-        TABLE_WIDTH,
-    )
-    emissions, other_state = decode_block(
-        loaded,
-        source,
-        half,
-        can_skip,
-        saved_carries,
-        last_block,
-        lane,
-        not FORWARD,
-        BLOCK_T,
-        FP64,
-        TABLE_WIDTH,
-    )
-    other_states = ()  # the other direction's states after each step of the block
-    for u in tl.static_range(BLOCK_T):
-        carry = carry_at(loaded.carries, u, lane, FP64)
-        incoming = sum_predecessors(other_state, can_skip, carry, lane, not FORWARD, FP64)
-        other_state = emit(incoming, emissions, u, lane, FP64)
-        other_states = other_states + (other_state,)
-    loaded = prefetch_block(
-        source,
-        half,
-        saved,
-        saved_carries,
-        last_block - BLOCK_T,
-        lane,
-        not FORWARD,
-        BLOCK_T,
-        FP64,
-        TABLE_WIDTH,
-    )
+    loaded = prefetch_block(other, last_block - BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
     for p in range(last_block, -1, -BLOCK_T):
         if not FP64:
             words = await_carries(words, links, p, lane, BLOCK_T, FP64)
         carries, other_carries = words, loaded.carries
         next_emissions, other_state = decode_block(
-            loaded,
-            source,
-            half,
-            can_skip,
-            saved_carries,
-            p - BLOCK_T,
-            lane,
-            not FORWARD,
-            BLOCK_T,
-            FP64,
-            TABLE_WIDTH,
+            loaded, other, p - BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
         )
-        words = prefetch_carries(
-            links.received_ptr, p - BLOCK_T, links.has_previous & (p > 0), lane, BLOCK_T, FP64
-        )
-        loaded = prefetch_block(
-            source,
-            half,
-            saved,
-            saved_carries,
-            p - 2 * BLOCK_T,
-            lane,
-            not FORWARD,
-            BLOCK_T,
-            FP64,
-            TABLE_WIDTH,
-        )
+        has_carries = links.has_previous & (p > 0)
+        words = prefetch_carries(links.received_ptr, p - BLOCK_T, has_carries, lane, BLOCK_T, FP64)
+        loaded = prefetch_block(other, p - 2 * BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
         next_states, labels, blanks = (), (), ()
-        for u in tl.static_range(BLOCK_T):
-            tl.store(
-                links.sent_ptr + p + (BLOCK_T - 1 - u) + lane * 0,
-                outgoing_carry(state, can_skip, FORWARD, FP64),
-                mask=is_boundary_lane,
-            )
-            carry = carry_at(carries, BLOCK_T - 1 - u, lane, FP64)
+        for v in tl.static_range(BLOCK_T - 1, -1, -1):
+            send_carry(links, p + v, state, can_skip, is_boundary_lane, lane, FORWARD, FP64)
+            carry = carry_at(carries, v, lane, FP64)
             incoming = sum_predecessors(state, can_skip, carry, lane, FORWARD, FP64)
-            carry = carry_at(other_carries, u, lane, FP64)
-            other_incoming = sum_predecessors(other_state, can_skip, carry, lane, not FORWARD, FP64)
-            other_blank, other_label = other_states[BLOCK_T - 1 - u]  # type: ignore[var-annotated]
+            other_blank, other_label = other_states[v]  # type: ignore[var-annotated]
             labels = (posterior_of(incoming.label, other_label, exponent, FP64),) + labels
             blanks = (posterior_of(incoming.blank, other_blank, exponent, FP64),) + blanks
-            state = emit(incoming, emissions, BLOCK_T - 1 - u, lane, FP64)
-            other_state = emit(other_incoming, next_emissions, u, lane, FP64)
+            state = emit(incoming, emissions, v, lane, FP64)
+            other_state = recompute_step(
+                other, other_state, next_emissions, other_carries, BLOCK_T - 1 - v, lane, BACK, FP64
+            )
             next_states = next_states + (other_state,)
-        store_posteriors(
-            rows, labels, blanks, p, half.padding, lane, not FORWARD, BLOCK_T, GROUPS, WIDTH
-        )
+        store_posteriors(rows, labels, blanks, p, padding, lane, BACK, BLOCK_T, GROUPS, WIDTH)
         emissions, other_states = next_emissions, next_states
 
 
-class TargetScan(NamedTuple):
-    """The values that the scans of all chunks of a sequence in one direction share.
+class ChunkStates(NamedTuple):
+    """The states of a sequence that the first scan saved.
 
     Fields:
-        labels_ptr: the target's labels.
-        direction: 0 for α, 1 for β.
-        length: number of steps.
-        target_len: number of labels.
-        T: number of rows of logits.
-        C: number of classes.
-        blank: the class of the blank.
-        limit: the greatest absolute value of a logit that has an emission.
+        ptr: states of α, `[num_blocks + 1, N, num_chunks, 2, 32]`; those of β follow.
+        block_stride: offset from the states of a block to those of the next block.
+        num_blocks: blocks of eight steps in a half.
+    """
+
+    ptr: tl.tensor
+    block_stride: tl.tensor
+    num_blocks: tl.tensor
+
+
+class ChunkCarries(NamedTuple):
+    """The carries that the chunks of a sequence exchange, `[2, num_chunks, N, carry_steps]`.
+
+    Fields:
+        saved_ptr: those of the first scan.
+        ptr: those of this scan, in the same order.
+        chunk_stride: offset from the carries of a chunk to those of the next chunk.
+        num_chunks: chunks of all targets.
+    """
+
+    saved_ptr: tl.tensor
+    ptr: tl.tensor
+    chunk_stride: tl.tensor
+    num_chunks: tl.tensor
+
+
+class ChunkPosteriors(NamedTuple):
+    """The posteriors of a sequence, which this scan writes.
+
+    Fields:
+        labels_ptr: `[num_chunks, T, WIDTH]`.
+        blanks_ptr: `[num_chunks, T]`.
+        T: number of rows of a chunk.
     """
 
     labels_ptr: tl.tensor
-    direction: tl.tensor
-    length: tl.tensor
-    target_len: tl.tensor
+    blanks_ptr: tl.tensor
     T: tl.tensor
-    C: tl.tensor
-    blank: tl.tensor
-    limit: tl.tensor
 
 
 class PosteriorMemory(NamedTuple):
     """The memory of a sequence: what the first scan saved, and what this scan writes.
 
     Fields:
-        saved_ptr: saved states of α, `[num_blocks + 1, N, num_chunks, 2, 32]`; β's follow.
-        saved_carries_ptr: carries of the first scan, `[2, num_chunks, N, carry_steps]`.
-        carries_ptr: carries of this scan in the same order.
-        posteriors_ptr: `[num_chunks, T, WIDTH]`.
-        blanks_ptr: `[num_chunks, T]`.
-        block_stride: offset from the states of a block to those of the next block.
-        chunk_stride: offset from the carries of a chunk to those of the next chunk.
-        num_blocks: blocks of eight steps in a half.
-        num_chunks: chunks of all targets.
+        states: see `ChunkStates`.
+        carries: see `ChunkCarries`.
+        posteriors: see `ChunkPosteriors`.
     """
 
-    saved_ptr: tl.tensor
-    saved_carries_ptr: tl.tensor
-    carries_ptr: tl.tensor
-    posteriors_ptr: tl.tensor
-    blanks_ptr: tl.tensor
-    block_stride: tl.tensor
-    chunk_stride: tl.tensor
-    num_blocks: tl.tensor
-    num_chunks: tl.tensor
+    states: tuple[tl.tensor, ...]
+    carries: tuple[tl.tensor, ...]
+    posteriors: tuple[tl.tensor, ...]
+
+
+@triton.jit
+def recomputed_half(
+    target, memory, chunk, source, can_skip, stride_t, FORWARD: tl.constexpr, BLOCK_T: tl.constexpr
+):
+    """Return the half that α (FORWARD) or β took in the first scan, and what it saved of a chunk.
+
+    A chunk of α received the carries of the chunk before it, and one of β those of the next one.
+    """
+    states, carries, _ = memory
+    half = first_scan_half(target.length, stride_t, FORWARD, BLOCK_T)
+    states_ptr = states.ptr + chunk * 64
+    carries_ptr = carries.saved_ptr + chunk * carries.chunk_stride
+    if FORWARD:
+        received = SavedCarries(carries_ptr - carries.chunk_stride, chunk > 0)
+    else:
+        states_ptr += (states.num_blocks + 1) * states.block_stride
+        carries_ptr += (carries.num_chunks + 1) * carries.chunk_stride
+        received = SavedCarries(carries_ptr, chunk < target.target_len // 32)
+    saved = SavedStates(states_ptr, states.block_stride)
+    return RecomputedHalf(source, half, can_skip, saved, received)
 
 
 @triton.jit
@@ -228,9 +194,7 @@ def scan_chunk(
     target,
     memory,
     c,
-    source_ptr,
-    stride_t,
-    stride_c,
+    rows,
     exponent,
     lane,
     BLOCK_T: tl.constexpr,
@@ -241,54 +205,28 @@ def scan_chunk(
 ):
     """Scan chunk c of a target, counted in the scan's direction, through the other half.
 
-    `source_ptr` and its strides lead to the sequence's logits, or to its emissions.
+    `rows` are the sequence's logits or emissions.
     """
-    direction, length, last = target.direction, target.length, target.target_len // 32
-    middle, last_step, chunk = (
-        length // 2,
-        tl.maximum(length - 1, 0),
-        tl.where(direction == 0, c, last - c),
-    )
-    num_blocks, block_stride, chunk_stride = (
-        memory.num_blocks,
-        memory.block_stride,
-        memory.chunk_stride,
-    )
-    chunk_ptr, carried_ptr, sent_ptr = (
-        memory.saved_ptr + chunk * 64,
-        memory.saved_carries_ptr + chunk * chunk_stride,
-        memory.carries_ptr + (direction * memory.num_chunks + chunk) * chunk_stride,
-    )
+    states, carries, posteriors = memory
+    direction, last, stride_t = target.direction, target.target_len // 32, rows.stride_t
+    last_step, chunk = tl.maximum(target.length - 1, 0), tl.where(direction == 0, c, last - c)
+    sent_ptr = carries.ptr + (direction * carries.num_chunks + chunk) * carries.chunk_stride
     lattice = load_chunk(target.labels_ptr, chunk * 32, target.target_len, target.C, lane)[0]
-    source = EmissionSource(
-        source_ptr + lattice.label.to(tl.int64) * stride_c,
-        source_ptr + (length.to(tl.int64) * 0 + target.blank) * stride_c,
-        lattice.has_label,
-        target.limit,
-    )
+    can_skip = lattice.can_skip
+    source = chunk_source(rows, lattice, target.blank, target.limit)
     order, bounds = sort_by_class(lattice.label, lattice.has_label, lane, GROUPS)
-    row = chunk.to(tl.int64) * target.T
-    label_row_ptr, blank_row_ptr, middle_ptr = (
-        memory.posteriors_ptr + row * WIDTH,
-        memory.blanks_ptr + row,
-        chunk_ptr + (num_blocks + direction * (num_blocks + 1)) * block_stride,
-    )
-    state = LaneStates(
-        unpack_state(tl.load(middle_ptr + lane), FP64),
-        unpack_state(tl.load(middle_ptr + 32 + lane), FP64),
-    )
+    row = chunk.to(tl.int64) * posteriors.T
+    labels_ptr, blanks_ptr = posteriors.labels_ptr + row * WIDTH, posteriors.blanks_ptr + row
+    middle = states.num_blocks + direction * (states.num_blocks + 1)
+    state = load_states(states.ptr + chunk * 64 + middle * states.block_stride, lane, FP64)
     if direction == 0:
         scan_other_half(
-            source,
-            half_steps(last_step, length - middle, stride_t, False, BLOCK_T),
-            lattice.can_skip,
+            recomputed_half(target, memory, chunk, source, can_skip, stride_t, False, BLOCK_T),
             state,
-            SavedStates(chunk_ptr + (num_blocks + 1) * block_stride, block_stride),
-            SavedCarries(carried_ptr + (memory.num_chunks + 1) * chunk_stride, chunk < last),
-            CarryLinks(sent_ptr, sent_ptr - chunk_stride, c < last, c > 0),
+            carry_links(sent_ptr, carries.chunk_stride, c, last, True),
             PosteriorRows(
-                label_row_ptr + last_step.to(tl.int64) * WIDTH,
-                blank_row_ptr + last_step,
+                labels_ptr + last_step.to(tl.int64) * WIDTH,
+                blanks_ptr + last_step,
                 order,
                 bounds,
                 target.C,
@@ -304,14 +242,10 @@ def scan_chunk(
         )
     else:
         scan_other_half(
-            source,
-            half_steps(length * 0, middle, stride_t, True, BLOCK_T),
-            lattice.can_skip,
+            recomputed_half(target, memory, chunk, source, can_skip, stride_t, True, BLOCK_T),
             state,
-            SavedStates(chunk_ptr, block_stride),
-            SavedCarries(carried_ptr - chunk_stride, chunk > 0),
-            CarryLinks(sent_ptr, sent_ptr + chunk_stride, c < last, c > 0),
-            PosteriorRows(label_row_ptr, blank_row_ptr, order, bounds, target.C),
+            carry_links(sent_ptr, carries.chunk_stride, c, last, False),
+            PosteriorRows(labels_ptr, blanks_ptr, order, bounds, target.C),
             exponent,
             lane,
             False,
@@ -369,61 +303,32 @@ def ctc_posterior_scan_kernel(
     length, target_len, offset = load_lengths(
         n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, T, max_target_len, M
     )[:3]
-    lane, last, carry_start = lane_index(LAYOUT), target_len // 32, n * carry_steps
+    lane, last = lane_index(LAYOUT), target_len // 32
+    first_chunk, carry_start, N64 = n * num_chunks, n * carry_steps, N.to(tl.int64)
+    saved_carries_ptr += carry_start
+    carries_ptr += carry_start
     memory = PosteriorMemory(
-        saved_ptr + n * num_chunks * 64,
-        saved_carries_ptr + carry_start,
-        carries_ptr + carry_start,
-        posteriors_ptr + n * num_chunks * T * WIDTH,
-        blanks_ptr + n * num_chunks * T,
-        (N.to(tl.int64) * num_chunks) * 64,
-        N.to(tl.int64) * carry_steps,
-        num_blocks,
-        num_chunks,
+        ChunkStates(saved_ptr + first_chunk * 64, (N64 * num_chunks) * 64, num_blocks),
+        ChunkCarries(saved_carries_ptr, carries_ptr, N64 * carry_steps, num_chunks),
+        ChunkPosteriors(posteriors_ptr + first_chunk * T * WIDTH, blanks_ptr + first_chunk * T, T),
     )
-    target = TargetScan(labels_ptr + offset, direction, length, target_len, T, C, blank, limit)
-    logits_ptr += n * stride_n
+    target = TargetScan(labels_ptr + offset, direction, length, target_len, C, blank, limit)
+    rows = EmissionRows(logits_ptr + n * stride_n, stride_t, stride_c)
     has_path, needs_fp64 = logz > -float("inf"), flags == NEEDS_FP64
     if ALL_FP64:
         needs_fp64 = flags == flags
     for c in range(0, tl.where(has_path & needs_fp64 & (index == 0), last + 1, 0)):
-        scan_chunk(
-            target,
-            memory,
-            c,
-            logits_ptr,
-            stride_t,
-            stride_c,
-            logz,
-            lane,
-            1,
-            True,
-            0,
-            GROUPS,
-            WIDTH,
-        )
+        scan_chunk(target, memory, c, rows, logz, lane, 1, True, 0, GROUPS, WIDTH)
         # The next chunk of this program reads carries that other threads have just stored.
         tl.debug_barrier()
     if not ALL_FP64:
         if TABLE_WIDTH:
-            logits_ptr = table_ptr + (n * (T + 48) + 24) * TABLE_WIDTH
-            stride_t, stride_c = stride_t * 0 + TABLE_WIDTH, 1
+            table_ptr += (n * (T + 48) + 24) * TABLE_WIDTH
+            rows = EmissionRows(table_ptr, stride_t * 0 + TABLE_WIDTH, 1)
         exponent = tl.floor(tl.where(has_path, logz, 0.0)).to(tl.int32)
         for c in range(index, tl.where(has_path & (flags == 0), tl.minimum(index, last) + 1, 0)):
             scan_chunk(
-                target,
-                memory,
-                c,
-                logits_ptr,
-                stride_t,
-                stride_c,
-                exponent,
-                lane,
-                BLOCK_T,
-                False,
-                TABLE_WIDTH,
-                GROUPS,
-                WIDTH,
+                target, memory, c, rows, exponent, lane, BLOCK_T, False, TABLE_WIDTH, GROUPS, WIDTH
             )
 
 

@@ -14,6 +14,24 @@ from .state import unpack_state
 from .steps import carry_at, decode_emissions, prefetch_carries, prefetch_emissions
 
 
+class RecomputedHalf(NamedTuple):
+    """The half of the first scan whose states a chunk recomputes, in the order of that scan.
+
+    Fields:
+        source: where the chunk finds its emissions; see `EmissionSource`.
+        half: the steps; see `HalfSteps`.
+        can_skip: see `ChunkLattice`.
+        saved: the states before each eighth step; see `SavedStates`.
+        carries: the carries that the chunk received; see `SavedCarries`.
+    """
+
+    source: tuple[tl.tensor, ...]
+    half: tuple[tl.tensor, ...]
+    can_skip: tl.tensor
+    saved: tuple[tl.tensor, ...]
+    carries: tuple[tl.tensor, ...]
+
+
 class LoadedBlock(NamedTuple):
     """The loaded values from which the states of a block are recomputed.
 
@@ -29,11 +47,12 @@ class LoadedBlock(NamedTuple):
 
 
 @triton.jit
-def recompute_to_step(source, half, can_skip, state, carries, p, lane, FORWARD: tl.constexpr):
+def recompute_to_step(recomputed, state, p, lane, FORWARD: tl.constexpr):
     """Advance fp64 states from those saved before a block of eight steps to step p in it.
 
     This is a loop, because the unrolled steps would take long to compile.
     """
+    source, half, can_skip, _, carries = recomputed
     for q in range(p // 8 * 8, p):
         loaded = prefetch_emissions(source, half, q, lane, FORWARD, 1, 0)
         emissions = decode_emissions(loaded, source, q, 0, lane, 1, True, 0)[0]
@@ -46,10 +65,7 @@ def recompute_to_step(source, half, can_skip, state, carries, p, lane, FORWARD: 
 
 @triton.jit
 def prefetch_block(
-    source,
-    half,
-    saved,
-    carries,
+    recomputed,
     p,
     lane,
     FORWARD: tl.constexpr,
@@ -58,6 +74,7 @@ def prefetch_block(
     TABLE_WIDTH: tl.constexpr,
 ):
     """Load what the block of steps at p is recomputed from; nothing is loaded for p < 0."""
+    source, half, _, saved, carries = recomputed
     rows = prefetch_emissions(source, half, p, lane, FORWARD, BLOCK_T, TABLE_WIDTH)
     ptr = saved.ptr + tl.maximum(p, 0) // 8 * saved.block_stride + lane
     states = (
@@ -71,10 +88,7 @@ def prefetch_block(
 @triton.jit
 def decode_block(
     loaded,
-    source,
-    half,
-    can_skip,
-    carries,
+    recomputed,
     p,
     lane,
     FORWARD: tl.constexpr,
@@ -84,11 +98,48 @@ def decode_block(
 ):
     """Return a block's emissions and the states before it."""
     emissions = decode_emissions(
-        loaded.rows, source, p, half.padding, lane, BLOCK_T, FP64, TABLE_WIDTH
+        loaded.rows,
+        recomputed.source,
+        p,
+        recomputed.half.padding,
+        lane,
+        BLOCK_T,
+        FP64,
+        TABLE_WIDTH,
     )[0]
     state = LaneStates(unpack_state(loaded.states[0], FP64), unpack_state(loaded.states[1], FP64))
     if FP64:
-        state = recompute_to_step(
-            source, half, can_skip, state, carries, tl.maximum(p, 0), lane, FORWARD
-        )
+        state = recompute_to_step(recomputed, state, tl.maximum(p, 0), lane, FORWARD)
     return emissions, state
+
+
+@triton.jit
+def recompute_step(
+    recomputed, state, emissions, carries, u, lane, FORWARD: tl.constexpr, FP64: tl.constexpr
+):
+    """Return the states after step u of a block, from those before it."""
+    carry = carry_at(carries, u, lane, FP64)
+    incoming = sum_predecessors(state, recomputed.can_skip, carry, lane, FORWARD, FP64)
+    return emit(incoming, emissions, u, lane, FP64)
+
+
+@triton.jit
+def recompute_block(
+    loaded,
+    recomputed,
+    p,
+    lane,
+    FORWARD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    FP64: tl.constexpr,
+    TABLE_WIDTH: tl.constexpr,
+):
+    """Return a block's emissions and the states after each of its steps."""
+    emissions, state = decode_block(
+        loaded, recomputed, p, lane, FORWARD, BLOCK_T, FP64, TABLE_WIDTH
+    )
+    states = ()
+    for u in tl.static_range(BLOCK_T):
+        state = recompute_step(recomputed, state, emissions, loaded.carries, u, lane, FORWARD, FP64)
+        states = states + (state,)
+    return emissions, states

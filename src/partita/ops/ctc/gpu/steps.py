@@ -45,6 +45,20 @@ class HalfSteps(NamedTuple):
     padding: tl.tensor
 
 
+class EmissionRows(NamedTuple):
+    """The logits of a sequence, or its table of emissions as words.
+
+    Fields:
+        ptr: the first row.
+        stride_t: offset from each row to the next.
+        stride_c: offset from each class to the next.
+    """
+
+    ptr: tl.tensor
+    stride_t: tl.tensor
+    stride_c: tl.tensor
+
+
 class EmissionSource(NamedTuple):
     """The logits of a chunk, or its part of a table of emissions as words.
 
@@ -123,6 +137,34 @@ def half_steps(first, steps, stride_t, FORWARD: tl.constexpr, BLOCK_T: tl.conste
         steps,
         (BLOCK_T - steps % BLOCK_T) % BLOCK_T,
     )
+
+
+@triton.jit
+def first_scan_half(length, stride_t, FORWARD: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Return the half of a sequence that α (FORWARD) or β takes in the first scan, in its order."""
+    if FORWARD:
+        return half_steps(length * 0, length // 2, stride_t, True, BLOCK_T)
+    else:
+        last_step = tl.maximum(length - 1, 0)
+        return half_steps(last_step, length - length // 2, stride_t, False, BLOCK_T)
+
+
+@triton.jit
+def chunk_source(rows, lattice, blank, limit):
+    """Return where a chunk finds its emissions in the rows of a sequence."""
+    return EmissionSource(
+        rows.ptr + lattice.label.to(tl.int64) * rows.stride_c,
+        rows.ptr + tl.cast(blank, tl.int64) * rows.stride_c,
+        lattice.has_label,
+        limit,
+    )
+
+
+@triton.jit
+def carry_links(sent_ptr, chunk_stride, c, last, FORWARD: tl.constexpr):
+    """Return the links of the c-th chunk of a scan, whose last one is `last`."""
+    received_ptr = sent_ptr - chunk_stride if FORWARD else sent_ptr + chunk_stride
+    return CarryLinks(sent_ptr, received_ptr, c < last, c > 0)
 
 
 @triton.jit

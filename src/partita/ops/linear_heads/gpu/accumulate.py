@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ....primitives.gpu.math import LN2, LOG2E, apply_softcap, finite_shift, log_exact
 from ....primitives.gpu.reduce import by_lane, lane_sum, online_softmax
-from ...cross_entropy.gpu.token_stats import accumulate_stats
+from ...cross_entropy.gpu.running_stats import RunningStats, accumulate_stats
 
 
 @triton.jit
@@ -101,9 +101,9 @@ def accumulate_block(
     v = (block_start + tl.arange(0, BLOCK_V))[None, :]
     x = load_logits(row_ptr, v, classes, softcap, UNMASKED, HAS_SOFTCAP, ACC_DTYPE, VEC)
     if HAS_ENTROPY:
-        maximum, sumexp, sum_x_exp, argmax_block = accumulate_stats(
-            maximum, sumexp, sum_x_exp, argmax_block, x, block_start, log2_scale, LANES, VECTOR
-        )
+        stats = RunningStats(maximum, sumexp, sum_x_exp, argmax_block)
+        stats = accumulate_stats(stats, x, block_start, log2_scale, VECTOR)
+        maximum, sumexp, sum_x_exp, argmax_block = stats
     else:
         maximum, sumexp = online_softmax(maximum, sumexp, by_lane(x, LANES, VECTOR), False)
     if HAS_SMOOTHING:
