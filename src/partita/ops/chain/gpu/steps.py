@@ -183,8 +183,9 @@ def beta_step(
             edge_scores = edge_scores + (edge_score(scores, edge // K, edge % K, j < degree),)
         tl.debug_barrier()
         for j in tl.static_range(UNROLL_OUT):
-            target = target_states[j]
-            beta = tl.load(beta_ptr + target, mask=target >= 0, other=-float("inf"))
+            beta = tl.load(
+                beta_ptr + target_states[j], mask=target_states[j] >= 0, other=-float("inf")
+            )
             maximum, rest = lse_add(maximum, rest, beta + edge_scores[j])
     else:
         tl.debug_barrier()

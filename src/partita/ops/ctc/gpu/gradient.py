@@ -83,33 +83,6 @@ def scaled_softmax(ptr, mask, maximum, scale, ACC_DTYPE: tl.constexpr):
     return exp_for_dtype(x - maximum, ACC_DTYPE) * scale
 
 
-@triton.jit
-def sum_over_chunks(
-    posterior_ptrs,
-    blanks_ptr,
-    first_chunk,
-    t,
-    T,
-    num_chunks,
-    mask,
-    class_mask,
-    WIDTH: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
-):
-    """Sum the posteriors of some steps by class, and those of the blanks, over the chunks.
-
-    `posterior_ptrs` are the classes in row 0, and each chunk from `first_chunk` on has T rows.
-    """
-    blanks = tl.zeros(mask.shape, ACC_DTYPE)
-    posterior = tl.zeros([mask.shape[0], class_mask.shape[1]], ACC_DTYPE)
-    for c in range(0, num_chunks):
-        row = (first_chunk + c) * T + t
-        ptrs, row_mask = posterior_ptrs + (row * WIDTH)[:, None], mask[:, None] & class_mask
-        posterior += tl.load(ptrs, mask=row_mask, other=0.0)
-        blanks += tl.load(blanks_ptr + row, mask=mask, other=0.0)
-    return posterior, blanks
-
-
 @triton.jit(do_not_specialize=GRADIENT_SIZES)
 def ctc_narrow_gradient_kernel(
     grad_output_ptr,  # [N], or the gradient of their sum or mean []
@@ -153,18 +126,12 @@ def ctc_narrow_gradient_kernel(
     grad = load_loss_gradient(grad_output_ptr + n * stride_grad, target_len, N, MEAN, ACC_DTYPE)
     row, v = t * N + n, tl.arange(0, BLOCK_V)
     class_mask = (v // VEC * VEC < C)[None, :]
-    posterior, blanks = sum_over_chunks(
-        posteriors_ptr + v[None, :],
-        blanks_ptr,
-        n * num_chunks,
-        t,
-        T,
-        target_len // 32 + 1,
-        mask,
-        class_mask,
-        WIDTH,
-        ACC_DTYPE,
-    )
+    blanks, posterior = tl.zeros([ROWS], ACC_DTYPE), tl.zeros([ROWS, BLOCK_V], ACC_DTYPE)
+    for c in range(0, target_len // 32 + 1):
+        chunk_row = (n * num_chunks + c) * T + t
+        ptrs = posteriors_ptr + (chunk_row * WIDTH)[:, None] + v[None, :]
+        posterior += tl.load(ptrs, mask=mask[:, None] & class_mask, other=0.0)
+        blanks += tl.load(blanks_ptr + chunk_row, mask=mask, other=0.0)
     total = tl.sum(posterior, axis=1) + blanks
     posterior += tl.where((v == blank)[None, :], blanks[:, None], 0.0)
     block_mask = (t < T)[:, None] & class_mask

@@ -97,7 +97,7 @@ def scan_other_half(
             send_carry(links, p + v, state, can_skip, is_boundary_lane, lane, FORWARD, FP64)
             carry = carry_at(carries, v, lane, FP64)
             incoming = sum_predecessors(state, can_skip, carry, lane, FORWARD, FP64)
-            other_blank, other_label = other_states[v]  # type: ignore[var-annotated]
+            other_blank, other_label = other_states[v]
             labels = (posterior_of(incoming.label, other_label, exponent, FP64),) + labels
             blanks = (posterior_of(incoming.blank, other_blank, exponent, FP64),) + blanks
             state = emit(incoming, emissions, v, lane, FP64)
