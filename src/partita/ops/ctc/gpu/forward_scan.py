@@ -83,7 +83,7 @@ def scan_half(
         if SAVE and p % 8 == 0:
             store_states(saved.ptr + p // 8 * saved.block_stride, state, lane, FP64)
         for u in tl.static_range(BLOCK_T):
-            send_carry(links, p + u, state, can_skip, is_boundary_lane, lane, FORWARD, FP64)
+            send_carry(links, p, u, state, can_skip, is_boundary_lane, lane, FORWARD, FP64)
             carry = carry_at(carries, u, lane, FP64)
             incoming = sum_predecessors(state, can_skip, carry, lane, FORWARD, FP64)
             state = emit(incoming, emissions, u, lane, FP64)

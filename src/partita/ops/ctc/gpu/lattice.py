@@ -195,11 +195,11 @@ def outgoing_carry(state, can_skip, FORWARD: tl.constexpr, FP64: tl.constexpr):
 
 @triton.jit
 def send_carry(
-    links, p, state, can_skip, is_boundary_lane, lane, FORWARD: tl.constexpr, FP64: tl.constexpr
+    links, p, u, state, can_skip, is_boundary_lane, lane, FORWARD: tl.constexpr, FP64: tl.constexpr
 ):
-    """Hand the carry of padded step p to the next chunk."""
-    word = outgoing_carry(state, can_skip, FORWARD, FP64)
-    tl.store(links.sent_ptr + p + lane * 0, word, mask=is_boundary_lane)
+    """Hand the carry of step u of the block at p to the next chunk."""
+    ptr = links.sent_ptr + p + u + lane * 0
+    tl.store(ptr, outgoing_carry(state, can_skip, FORWARD, FP64), mask=is_boundary_lane)
 
 
 @triton.jit

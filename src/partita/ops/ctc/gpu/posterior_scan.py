@@ -36,7 +36,6 @@ from .recompute import (
     decode_block,
     prefetch_block,
     recompute_block,
-    recompute_step,
 )
 from .state import posterior_of
 from .steps import (
@@ -94,16 +93,16 @@ def scan_other_half(
         loaded = prefetch_block(other, p - 2 * BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
         next_states, labels, blanks = (), (), ()
         for v in tl.static_range(BLOCK_T - 1, -1, -1):
-            send_carry(links, p + v, state, can_skip, is_boundary_lane, lane, FORWARD, FP64)
+            send_carry(links, p, v, state, can_skip, is_boundary_lane, lane, FORWARD, FP64)
             carry = carry_at(carries, v, lane, FP64)
             incoming = sum_predecessors(state, can_skip, carry, lane, FORWARD, FP64)
+            carry = carry_at(other_carries, BLOCK_T - 1 - v, lane, FP64)
+            other_incoming = sum_predecessors(other_state, can_skip, carry, lane, BACK, FP64)
             other_blank, other_label = other_states[v]
             labels = (posterior_of(incoming.label, other_label, exponent, FP64),) + labels
             blanks = (posterior_of(incoming.blank, other_blank, exponent, FP64),) + blanks
             state = emit(incoming, emissions, v, lane, FP64)
-            other_state = recompute_step(
-                other, other_state, next_emissions, other_carries, BLOCK_T - 1 - v, lane, BACK, FP64
-            )
+            other_state = emit(other_incoming, next_emissions, BLOCK_T - 1 - v, lane, FP64)
             next_states = next_states + (other_state,)
         store_posteriors(rows, labels, blanks, p, padding, lane, BACK, BLOCK_T, GROUPS, WIDTH)
         emissions, other_states = next_emissions, next_states

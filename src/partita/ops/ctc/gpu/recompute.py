@@ -114,16 +114,6 @@ def decode_block(
 
 
 @triton.jit
-def recompute_step(
-    recomputed, state, emissions, carries, u, lane, FORWARD: tl.constexpr, FP64: tl.constexpr
-):
-    """Return the states after step u of a block, from those before it."""
-    carry = carry_at(carries, u, lane, FP64)
-    incoming = sum_predecessors(state, recomputed.can_skip, carry, lane, FORWARD, FP64)
-    return emit(incoming, emissions, u, lane, FP64)
-
-
-@triton.jit
 def recompute_block(
     loaded,
     recomputed,
@@ -140,6 +130,8 @@ def recompute_block(
     )
     states = ()
     for u in tl.static_range(BLOCK_T):
-        state = recompute_step(recomputed, state, emissions, loaded.carries, u, lane, FORWARD, FP64)
+        carry = carry_at(loaded.carries, u, lane, FP64)
+        incoming = sum_predecessors(state, recomputed.can_skip, carry, lane, FORWARD, FP64)
+        state = emit(incoming, emissions, u, lane, FP64)
         states = states + (state,)
     return emissions, states
