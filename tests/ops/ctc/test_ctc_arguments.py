@@ -75,4 +75,5 @@ def test_offsets_are_made_once_for_each_stream(device: str) -> None:
     assert first.tolist() == [0, 5, 10] and arguments._row_offsets(3, 5, where) is first
     with torch.cuda.stream(torch.cuda.Stream()):
         other = arguments._row_offsets(3, 5, where)
+    torch.cuda.synchronize()
     assert other is not first and torch.equal(other, first)

@@ -191,6 +191,9 @@ def token_stats_backward_kernel(
     grad = tl.where(out_of_range[:, None], float("nan"), grad / temperature)
     if HAS_SOFTCAP:
         grad *= 1.0 - (x / softcap) * (x / softcap)
+    # A row without an upstream gradient has none, even if its logits are NaN.
+    active = tl.abs(on_label) + tl.abs(softmax_coef) + tl.abs(grad_entropy)  # [ROWS]
+    grad = tl.where((active == 0.0)[:, None] & (out_of_range == 0)[:, None], 0.0, grad)
     d_ptrs = dlogits_ptr + batch * d_batch + row[:, None] * d_row + column * d_class
     tl.store(d_ptrs, grad.to(dlogits_ptr.dtype.element_ty), mask=mask)
 

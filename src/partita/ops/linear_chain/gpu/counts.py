@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
-from .scores import exp_split, exp_sum_term, transition_range
+from .scores import exp_split, exp_sum_term, loaded_to_fp64, transition_range
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def entered_scores(emissions_ptr, end_ptr, maxima_ptr, tokens, row, c, sizes, st
     stride_t, stride_n, stride_c, end_n, end_c = strides
     mask = inside[:, None] & (c < sizes)[None, :]
     at = (t * stride_t + n * stride_n)[:, None] + (c.to(tl.int64) * stride_c)[None, :]
-    score = tl.load(emissions_ptr + at, mask=mask, other=-float("inf")).to(tl.float64)
+    score = loaded_to_fp64(tl.load(emissions_ptr + at, mask=mask, other=-float("inf")))
     if end_ptr is not None:
         at = (n * end_n)[:, None] + (c.to(tl.int64) * end_c)[None, :]
         last = mask & (t == tokens - 1)[:, None]

@@ -60,6 +60,19 @@ def fold_ends(score, t, tokens, start, end):
 
 
 @triton.jit
+def loaded_to_fp64(x):
+    """Return loaded numbers of any dtype in fp64.
+
+    Triton 3.6 fails to compile a product whose operand it can trace to loads of a half type. A sum
+    over one element changes nothing and ends the trace.
+    """
+    wide = x.to(tl.float64)
+    if x.dtype.primitive_bitwidth < 32:
+        wide = tl.sum(tl.expand_dims(wide, 0), axis=0)
+    return wide
+
+
+@triton.jit
 def exp_split(x, EXACT: tl.constexpr):
     """Return e**x in fp64 for x <= 0, with the fraction of its logarithm in fp32 unless EXACT."""
     if EXACT:

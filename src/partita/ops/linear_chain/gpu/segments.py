@@ -20,6 +20,7 @@ from .scores import (
     fold_ends,
     load_end,
     load_tokens,
+    loaded_to_fp64,
     power_of_2,
     transition_range,
 )
@@ -104,7 +105,7 @@ def linear_chain_operators_kernel(
         low = tl.minimum(segment * STEPS, tokens - 1)
         num_steps = tl.minimum(STEPS, tokens - 1 - low)
         weights = load_matrix(transitions_ptr, C, trans_k, trans_c, BLOCK_C, -float("inf"))
-        weights = tl.exp(weights.to(tl.float64) - shift)
+        weights = tl.exp(loaded_to_fp64(weights) - shift)
         matrix, exponents = identity(BLOCK_C), tl.zeros([BLOCK_C], tl.float64)
         total = shift * num_steps
         score_ptr = emissions_ptr + n * stride_n + c.to(tl.int64) * stride_c
@@ -117,7 +118,8 @@ def linear_chain_operators_kernel(
                 maxima += (tl.load(maxima_ptr + t * N + n, mask=inside, other=0.0),)
             for j in tl.static_range(AHEAD):
                 t, inside = low + first + j, first + j <= num_steps
-                score = fold_ends(scores[j], t, tokens, end, end) - finite_shift(maxima[j])
+                score = fold_ends(loaded_to_fp64(scores[j]), t, tokens, end, end)
+                score -= finite_shift(maxima[j])
                 removed = exponent_of(tl.max(matrix, axis=1))
                 after = tl.dot(matrix, weights, out_dtype=tl.float64)
                 after *= exp_split(score, EXACT)[None, :] * power_of_2(-removed)[:, None]
