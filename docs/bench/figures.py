@@ -2,10 +2,11 @@
 
     python docs/bench/figures.py
 
-`cross_entropy.svg` shows h200.csv, `ctc_exactness.svg` and `ctc_crf.svg` show ctc.csv, and
-`parallel.svg` shows parallel.csv and the arithmetic of its page. `host.svg` shows host.csv.
-`row_exactness.svg` and its table are arithmetic in fp32 on the CPU: two ways to form a
-loss and an entropy. The other pictures come from `partita bench` and `examples/chain_exactness.py`.
+`cross_entropy.svg` shows h200.csv, `ctc_exactness.svg` and `ctc_crf.svg` show ctc.csv,
+`linear_budget.svg` shows linear_budget.csv, and `parallel.svg` shows parallel.csv and the
+arithmetic of its page. `host.svg` shows host.csv. `row_exactness.svg` and its table are arithmetic
+in fp32 on the CPU: two ways to form a loss and an entropy. The other pictures come from
+`partita bench` and `examples/chain_exactness.py`.
 """
 
 from __future__ import annotations
@@ -144,6 +145,22 @@ def ctc_crf(panels: Sequence[Axes]) -> None:
     panels[0].set_title(
         "CTC-CRF, 2,000 steps × 64 sequences × 4⁵ k-mers, fp32, NVIDIA H200", loc="left"
     )
+
+
+def linear_budget(panels: Sequence[Axes]) -> None:
+    """Draw time against workspace."""
+    (axes,) = panels
+    size = {"tokens": "16384", "hidden": "2048", "classes": "262144"}
+    for provider in ("partita", "compile"):
+        found = rows_of("linear_budget.csv", provider=provider, **size)
+        points = [(float(row["workspace_gib"]), float(row["median_ms"])) for row in found]
+        options = {"linestyle": "none"} if provider == "compile" else {}
+        line(axes, provider, points, **options)
+    products = float(rows_of("linear_budget.csv", **size)[0]["products_ms"])
+    axes.axhline(products, color=COLOURS["products"], linestyle="--", label="products")
+    axes.set(xlabel="workspace, GiB", ylabel="forward + backward, ms", ylim=(0, None))
+    axes.set_title("16,384 × 2,048 × 262,144, bf16, NVIDIA H200", fontsize=10)
+    axes.legend()
 
 
 def parallel(panels: Sequence[Axes]) -> None:
@@ -321,6 +338,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     drawn(out / "cross_entropy.svg", 2, 4.6, cross_entropy)
     drawn(out / "ctc_exactness.svg", 1, 6.4, ctc_exactness)
     drawn(out / "ctc_crf.svg", 2, 4.6, ctc_crf)
+    drawn(out / "linear_budget.svg", 1, 6.4, linear_budget)
     drawn(out / "parallel.svg", 3, 4.2, parallel)
     drawn(out / "row_exactness.svg", 2, 4.6, row_exactness(errors))
     machine, bars = host_report.bars_of_csv(HERE / "host.csv")

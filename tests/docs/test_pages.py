@@ -123,6 +123,7 @@ def test_pictures_of_the_tables(tmp_path: Path) -> None:
         "ctc_crf.svg",
         "ctc_exactness.svg",
         "host.svg",
+        "linear_budget.svg",
         "parallel.svg",
         "row_exactness.svg",
     }

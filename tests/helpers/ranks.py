@@ -41,7 +41,6 @@ CHECKS = (
     check_dtensor,
     check_arguments_with_a_dtensor,
     check_wrappers,
-    check_fused_models,
     check_uneven_batch,
     check_unfinished_collective,
     check_compile,
@@ -49,6 +48,7 @@ CHECKS = (
     check_divergence,
     check_linear_divergence,
     check_logprobs,
+    check_fused_models,
 )
 
 
