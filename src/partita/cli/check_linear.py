@@ -13,7 +13,13 @@ from ..ops.linear_heads.api import linear_cross_entropy, linear_token_stats
 from ..ops.linear_heads.divergence import linear_divergence
 from ..ops.linear_heads.logprobs import linear_logprobs
 from ..ops.linear_heads.topk import linear_topk_logprobs
-from .check_torch import divergence_in_torch, token_stats_in_torch, upcast
+from ..ops.linear_heads.topk_divergence import linear_topk_divergence
+from .check_torch import (
+    divergence_in_torch,
+    token_stats_in_torch,
+    topk_divergence_in_torch,
+    upcast,
+)
 from .console import DTYPES
 
 # A budget in bytes that does not hold all logits of these rows, and one of two heads, in numbers of
@@ -46,6 +52,17 @@ def _linear_stats_in_torch(x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
 def _linear_divergence_in_torch(x: Tensor) -> Tensor:
     teacher_logits = F.linear(x.detach().flip(0), _matrix(x))
     return divergence_in_torch(F.linear(x, _matrix(x)), 0.5, teacher_logits)
+
+
+def _linear_topk_divergence(x: Tensor) -> Tensor:
+    matrix = _matrix(x)
+    teacher = linear_topk_logprobs(x.detach().flip(0), matrix, 7)
+    return linear_topk_divergence(x, matrix, teacher, reduction="none")
+
+
+def _linear_topk_divergence_in_torch(x: Tensor) -> Tensor:
+    teacher_logits = F.linear(x.detach().flip(0), _matrix(x))
+    return topk_divergence_in_torch(F.linear(x, _matrix(x)), 7, teacher_logits)
 
 
 # Each op with its counterpart, and its dtypes: fewer of them where compiling for each takes long.
@@ -81,6 +98,12 @@ LINEAR: tuple[tuple[str, Function, Function, tuple[str, ...]], ...] = (
         lambda x, _: linear_topk_logprobs(x, _matrix(x), 7, memory_budget=LEAN).logprobs,
         lambda x, _: upcast(F.linear(x, _matrix(x))).log_softmax(-1).topk(7).values,
         ("fp32", "fp64"),
+    ),
+    (
+        "linear_topk_divergence",
+        lambda x, _: _linear_topk_divergence(x),
+        lambda x, _: _linear_topk_divergence_in_torch(x),
+        ("fp32",),
     ),
     (
         "linear_logprobs, lean",

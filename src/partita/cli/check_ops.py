@@ -308,7 +308,7 @@ CHECKS = (
     Check(
         "topk_divergence",
         lambda x: topk_divergence(x, topk_logprobs(x.detach().flip(-1), 7), reduction="none"),
-        lambda x: topk_divergence_in_torch(x, 7),
+        lambda x: topk_divergence_in_torch(x, 7, x.detach().flip(-1)),
         lambda x: (),
         "tensor",
         "tensor",

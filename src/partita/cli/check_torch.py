@@ -25,9 +25,9 @@ def divergence_in_torch(x: Tensor, beta: float, teacher: Tensor | None = None) -
     return beta * next(parts) + (1 - beta) * next(parts)
 
 
-def topk_divergence_in_torch(x: Tensor, k: int) -> Tensor:
-    """Compute the forward KL from the k best classes of the same rows in the opposite order."""
-    q, ids = upcast(x).detach().flip(-1).softmax(-1).topk(k)
+def topk_divergence_in_torch(x: Tensor, k: int, teacher: Tensor) -> Tensor:
+    """Compute the forward KL from the k best classes of the teacher's logits."""
+    q, ids = upcast(teacher).softmax(-1).topk(k)
     p = upcast(x).softmax(-1).gather(-1, ids)
     p, q = (torch.cat([each, 1 - each.sum(-1, keepdim=True)], -1) for each in (p, q))
     return F.kl_div(p.log(), q, reduction="none").sum(-1)

@@ -149,6 +149,12 @@ _HIDDEN: Sizes = {**_CLASSES, "classes": (32000, 128256), "hidden": (1024,)}
 _CTC: Sizes = {"steps": (500,), "batch": (16,), "classes": (32, 1024), "labels": (64,)}
 _CHAIN: Sizes = {"steps": (500,), "batch": (16,), "states": (64, 256, 1024)}
 
+
+def _k(x: Tensor) -> int:
+    """Return the number of classes that a teacher usually names, or all."""
+    return min(20, x.shape[-1])
+
+
 OPS: dict[str, WarmOp] = {
     "logsumexp": WarmOp(_CLASSES, _logits, lambda x: logsumexp(x, -1)),
     "softmax": WarmOp(_CLASSES, _logits, lambda x: softmax(x, -1)),
@@ -160,9 +166,9 @@ OPS: dict[str, WarmOp] = {
         _CLASSES, _rows, lambda x, target: logprobs(x, target[:, None].expand(-1, 8))
     ),
     "topk_divergence": WarmOp(
-        _CLASSES, _logits, lambda x: topk_divergence(x, topk_logprobs(x.detach().flip(0), 20))
+        _CLASSES, _logits, lambda x: topk_divergence(x, topk_logprobs(x.detach().flip(0), _k(x)))
     ),
-    "topk_logprobs": WarmOp(_CLASSES, _logits, lambda x: topk_logprobs(x, 20).logprobs),
+    "topk_logprobs": WarmOp(_CLASSES, _logits, lambda x: topk_logprobs(x, _k(x)).logprobs),
     "linear_cross_entropy": WarmOp(_HIDDEN, _hidden, linear_cross_entropy),
     "linear_token_stats": WarmOp(_HIDDEN, _hidden, lambda *inputs: linear_token_stats(*inputs)[:3]),
     "linear_logprobs": WarmOp(
@@ -173,13 +179,15 @@ OPS: dict[str, WarmOp] = {
     "linear_topk_logprobs": WarmOp(
         _HIDDEN,
         _hidden,
-        lambda input, weight, _: linear_topk_logprobs(input, weight, 20).logprobs,
+        lambda input, weight, _: linear_topk_logprobs(input, weight, _k(weight.T)).logprobs,
     ),
     "linear_topk_divergence": WarmOp(
         _HIDDEN,
         _hidden,
         lambda input, weight, _: linear_topk_divergence(
-            input, weight, linear_topk_logprobs(input.detach().flip(0), weight.detach(), 20)
+            input,
+            weight,
+            linear_topk_logprobs(input.detach().flip(0), weight.detach(), _k(weight.T)),
         ),
     ),
     "linear_divergence": WarmOp(

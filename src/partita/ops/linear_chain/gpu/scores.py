@@ -66,10 +66,10 @@ def loaded_to_fp64(x):
     Triton 3.6 fails to compile a product whose operand it can trace to loads of a half type. A sum
     over one element changes nothing and ends the trace.
     """
-    wide = x.to(tl.float64)
+    result = x.to(tl.float64)
     if x.dtype.primitive_bitwidth < 32:
-        wide = tl.sum(tl.expand_dims(wide, 0), axis=0)
-    return wide
+        result = tl.sum(tl.expand_dims(result, 0), axis=0)
+    return result
 
 
 @triton.jit
