@@ -22,6 +22,8 @@ from .ops.linear_heads.topk import linear_topk_logprobs
 from .ops.linear_heads.topk_divergence import linear_topk_divergence
 from .ops.logprobs.api import logprobs, topk_logprobs
 from .ops.logprobs.common import TopK
+from .ops.rnnt.api import RNNTAlignment, rnnt_align, rnnt_loss
+from .ops.rnnt.tdt import tdt_align, tdt_loss
 from .ops.softmax.api import log_softmax, logsumexp, softmax
 from .primitives.semiring import Log, Max, Semiring
 from .runtime.backend import backend
@@ -38,6 +40,7 @@ __all__ = [
     "LinearSample",
     "Log",
     "Max",
+    "RNNTAlignment",
     "Semiring",
     "TokenSpans",
     "TokenStats",
@@ -67,7 +70,11 @@ __all__ = [
     "logz",
     "nn",
     "parallel",
+    "rnnt_align",
+    "rnnt_loss",
     "softmax",
+    "tdt_align",
+    "tdt_loss",
     "testing",
     "token_stats",
     "topk_divergence",
