@@ -1,0 +1,336 @@
+"""Transducers on a GPU: loss and gradient from logits, from allocation to the last launch.
+
+The loss reads the logits once for each node's log-sum-exp and arcs (`nodes.py`), scans α and β at
+the same time (`scan.py`), and turns them into posteriors (`posterior.py`). The gradient reads and
+writes the logits once more (`gradient.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....runtime.dtypes import acc_dtype
+from ....runtime.launch import INTERPRETED, cdiv, launch, next_power_of_2, tl_acc_dtype
+from ...ctc.gpu.call import launch_lanes
+from .gradient import rnnt_gradient_kernel
+from .nodes import rnnt_nodes_kernel
+from .plan import BLOCK_ROWS, LSE_DTYPE, LatticePlan, RowTile, lattice_plan, row_tile
+from .posterior import rnnt_posterior_kernel
+from .scan import SCAN
+
+
+class Targets(NamedTuple):
+    """The targets and lengths of a batch.
+
+    Fields:
+        labels: `[B, U]`, with contiguous rows.
+        logit_lengths: `[B]`.
+        target_lengths: `[B]`.
+    """
+
+    labels: Tensor
+    logit_lengths: Tensor
+    target_lengths: Tensor
+
+    @property
+    def stride(self) -> int:
+        """The offset from a target to the next."""
+        return self.labels.stride(0) if self.labels.shape[1] else 0
+
+
+class NodeOptions(NamedTuple):
+    """What the scores of the arcs depend on.
+
+    Fields:
+        blank: the class of the blank.
+        fused: whether the logits are normalized; otherwise they are log-probabilities.
+        hat: whether the blank is a Bernoulli variable apart from the labels.
+        sigma: subtracted from each score.
+        delay_penalty: added to a label's score, times the steps before the middle.
+    """
+
+    blank: int
+    fused: bool
+    hat: bool
+    sigma: float
+    delay_penalty: float
+
+
+def as_targets(labels: Tensor, logit_lengths: Tensor, target_lengths: Tensor) -> Targets:
+    """Return the targets with labels whose rows are contiguous."""
+    if labels.shape[1] > 1 and labels.stride(1) != 1:
+        labels = labels.contiguous()
+    return Targets(labels, logit_lengths, target_lengths)
+
+
+def tile_of(*tensors: Tensor) -> RowTile:
+    """Return how a kernel reads the rows of tensors of one shape and dtype together."""
+    first = tensors[0]
+    itemsize, V, bits, contiguous = first.element_size(), first.shape[-1], 16, True
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+            bits |= stride * itemsize if size > 1 else 0
+        if V > 1 and tensor.stride(-1) != 1:
+            bits |= itemsize
+        contiguous = contiguous and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+    return row_tile(V, itemsize, bits & -bits, contiguous)
+
+
+def tile_options(tile: RowTile, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the launch options of a kernel that reads rows."""
+    return {
+        "VEC": tile.vector,
+        "EDGES": tile.edges,
+        "PIECES": tile.pieces,
+        "ROWS": tile.rows,
+        "BLOCK_V": tile.block,
+        "DTYPE": tl_acc_dtype(dtype),
+        "num_warps": tile.num_warps,
+    }
+
+
+def launch_nodes(
+    logits: Tensor,
+    targets: Targets,
+    lse: Tensor,
+    arcs: Tensor,
+    first_step: int,
+    steps: int,
+    sizes: tuple[int, int, int],
+    options: NodeOptions,
+) -> None:
+    """Compute the log-sum-exps and the arcs of `steps` steps.
+
+    Args:
+        logits: `[B, T, U1, V]`, or those of these steps as `[1, steps, U1, V]`.
+        targets: the targets.
+        lse: `[B, T, U1]`, or an empty tensor if no gradient needs them.
+        arcs: the scores of the arcs, `[2, nodes]`.
+        first_step: the first step, counted over all sequences.
+        steps: the number of steps.
+        sizes: B, T and U1.
+        options: the options of the loss.
+    """
+    B, T, U1 = sizes
+    plan, tile = lattice_plan(B, T, U1), tile_of(logits)
+    launch(
+        rnnt_nodes_kernel,
+        steps * cdiv(U1, tile.rows),
+        logits,
+        *targets,
+        lse if lse.numel() else None,
+        arcs,
+        first_step,
+        T,
+        U1,
+        logits.shape[-1],
+        plan.num_chunks,
+        plan.rows,
+        plan.nodes,
+        options.blank,
+        options.sigma,
+        options.delay_penalty,
+        targets.stride,
+        *node_strides(logits, T),
+        FUSED=options.fused,
+        HAT=options.hat,
+        **tile_options(tile, logits.dtype),
+    )
+
+
+def node_strides(logits: Tensor, T: int) -> tuple[int, int, int, int]:
+    """Return the strides of a batch, or of some steps `[1, steps, U1, V]` of a batch.
+
+    Sequences of T steps follow each other without a gap where only some steps are there.
+    """
+    stride_b, stride_t, stride_u, stride_v = logits.stride()
+    return (stride_b if logits.shape[1] == T else T * stride_t), stride_t, stride_u, stride_v
+
+
+def scan_lattice(
+    arcs: Tensor,
+    targets: Targets,
+    plan: LatticePlan,
+    sizes: tuple[int, int, int],
+    V: int,
+    blank: int,
+    dtype: torch.dtype,
+    need_posteriors: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the losses, and the posteriors `[2, B, T, U1]` or an empty tensor."""
+    (B, T, U1), device = sizes, arcs.device
+    directions = 2 if need_posteriors else 1
+    words = B + B % 2  # Each part of the zeros starts on 16 bytes.
+    waits = plan.num_chunks > 1
+    carry_words = directions * plan.num_chunks * B * plan.carry_steps if waits else 0
+    zeros = torch.zeros(2 + words + carry_words, dtype=torch.int64, device=device)
+    tile_counter, flags, carries = zeros.split([2, words, carry_words])
+    states = torch.empty((2, plan.nodes), dtype=torch.float64, device=device)
+    states = states if need_posteriors else None
+    logz = torch.empty(B, dtype=torch.float64, device=device)
+    launch_lanes(
+        SCAN,
+        directions * B * plan.num_chunks,
+        arcs,
+        *targets,
+        states,
+        carries if waits else None,
+        flags,
+        logz,
+        tile_counter if waits else None,
+        T,
+        B,
+        U1,
+        V,
+        plan.num_chunks,
+        plan.rows,
+        plan.carry_steps,
+        plan.nodes,
+        blank,
+        targets.stride,
+        DIRECTIONS=directions,
+        BLOCK=BLOCK_ROWS,
+        FP64=dtype == torch.float64,
+    )
+    nll = torch.empty(B, dtype=acc_dtype(dtype), device=device)
+    shape = (2, B, T, U1) if need_posteriors else (0,)
+    posteriors = torch.empty(shape, dtype=acc_dtype(dtype), device=device)
+    block_u = min(next_power_of_2(U1), 128)
+    diagonals = max(1, 512 // block_u)
+    launch(
+        rnnt_posterior_kernel,
+        B * (cdiv(T + U1 - 1, diagonals) if need_posteriors else 1),
+        arcs,
+        states,
+        targets.logit_lengths,
+        targets.target_lengths,
+        flags,
+        logz,
+        nll,
+        posteriors if need_posteriors else None,
+        T,
+        B,
+        U1,
+        plan.num_chunks,
+        plan.rows,
+        plan.nodes,
+        FP64=dtype == torch.float64,
+        DIAGONALS=diagonals,
+        BLOCK_U=block_u,
+        num_warps=4,
+    )
+    return nll, posteriors
+
+
+def rnnt_forward(
+    logits: Tensor,
+    labels: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    fused: bool,
+    hat: bool,
+    delay_penalty: float,
+    need_posteriors: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the losses, the log-sum-exps of the nodes and the posteriors of their arcs."""
+    B, T, U1, V = logits.shape
+    targets, device = as_targets(labels, logit_lengths, target_lengths), logits.device
+    plan = lattice_plan(B, T, U1)
+    arcs = torch.empty((2, plan.nodes), dtype=torch.float64, device=device)
+    shape = (B, T, U1) if fused and need_posteriors else (0,)
+    lse = torch.empty(shape, dtype=LSE_DTYPE, device=device)
+    options = NodeOptions(blank, fused, hat, 0.0, delay_penalty)
+    launch_nodes(logits, targets, lse, arcs, 0, B * T, (B, T, U1), options)
+    nll, posteriors = scan_lattice(
+        arcs, targets, plan, (B, T, U1), V, blank, logits.dtype, need_posteriors
+    )
+    return nll, lse, posteriors
+
+
+def launch_gradient(
+    grad: Tensor,
+    logits: Tensor,
+    lse: Tensor | None,
+    posteriors: Tensor,
+    targets: Targets,
+    dlogits: Tensor,
+    first_step: int,
+    steps: int,
+    blank: int,
+    hat: bool,
+    clamp: float,
+    fastemit_lambda: float,
+) -> None:
+    """Write the gradient of the logits of `steps` steps, which may replace the logits.
+
+    The arguments are those of `launch_nodes`, with posteriors `[2, K, B, T, U1]`.
+    """
+    K, B, T, U1 = posteriors.shape[1:]
+    tile = tile_of(logits, dlogits)
+    launch(
+        rnnt_gradient_kernel,
+        steps * cdiv(U1, tile.rows),
+        grad,
+        logits,
+        lse,
+        posteriors,
+        targets.labels,
+        dlogits,
+        first_step,
+        T,
+        B,
+        U1,
+        logits.shape[-1],
+        blank,
+        clamp if clamp > 0 else float("inf"),
+        1.0 + fastemit_lambda,
+        grad.stride(0),
+        targets.stride,
+        *node_strides(logits, T),
+        *node_strides(dlogits, T),
+        HAT=hat,
+        K=K,
+        **tile_options(tile, logits.dtype),
+    )
+
+
+def rnnt_gradient(
+    grad: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    posteriors: Tensor,
+    labels: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    fused: bool,
+    hat: bool,
+    clamp: float,
+    fastemit_lambda: float,
+    inplace: bool,
+) -> Tensor:
+    """Return the gradient of the losses in the logits, in their memory if `inplace`."""
+    dlogits = logits
+    if not inplace:
+        dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    targets = as_targets(labels, logit_lengths, target_lengths)
+    launch_gradient(
+        grad,
+        logits,
+        lse if fused else None,
+        posteriors[:, None],
+        targets,
+        dlogits,
+        0,
+        logits.shape[0] * logits.shape[1],
+        blank,
+        hat,
+        clamp,
+        fastemit_lambda,
+    )
+    return dlogits
