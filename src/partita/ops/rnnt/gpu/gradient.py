@@ -143,7 +143,8 @@ def rnnt_gradient_kernel(
     DTYPE: tl.constexpr,
 ):
     """Write the gradient of the rows of some nodes; rows whose gradient is 0 are not read."""
-    node, dtype = program_nodes(first_step, T, U1, ROWS), dlogits_ptr.dtype.element_ty
+    dtype: tl.constexpr = dlogits_ptr.dtype.element_ty
+    node = program_nodes(first_step, T, U1, ROWS)
     mask = node.u < U1
     values = locate_rows(node, first_step, T, V, stride_b, stride_t, stride_u, VEC, EDGES)
     results = locate_rows(node, first_step, T, V, d_stride_b, d_stride_t, d_stride_u, VEC, EDGES)
@@ -173,10 +174,10 @@ def rnnt_gradient_kernel(
         # The gradient may replace the logits, so all warps must have read that of the blank.
         tl.debug_barrier()
     if EDGES:
-        x, column, edge = load_edges(logits_ptr, values, mask & row.active, V, VEC, DTYPE)
-        d = row_gradient(x, column, blank, clamp, row, HAT, dtype)
-        column, edge = edge_mask(values, mask, V, VEC)
-        tl.store(dlogits_ptr + results.start[:, None] + column, d, mask=edge)
+        edge_x, edge_column, _ = load_edges(logits_ptr, values, row.active, V, VEC, DTYPE)
+        edge_d = row_gradient(edge_x, edge_column, blank, clamp, row, HAT, dtype)
+        edge_column, edge = edge_mask(values, mask, V, VEC)
+        tl.store(dlogits_ptr + results.start[:, None] + edge_column, edge_d, mask=edge)
     for first in range(0, V, PIECES * BLOCK_V):
         pieces = ()
         for i in tl.static_range(PIECES):

@@ -137,9 +137,9 @@ def row_normalizers(
     partial = tl.zeros([rows.start.shape[0], BLOCK_V], DTYPE)
     edge_sum = tl.zeros([rows.start.shape[0]], tl.float64)
     if EDGES:
-        edge, column, _ = load_edges(ptr, rows, row_mask, V, VEC, DTYPE)
+        edge, edge_column, _ = load_edges(ptr, rows, row_mask, V, VEC, DTYPE)
         if HAT:
-            edge = tl.where(column == excluded, -float("inf"), edge)
+            edge = tl.where(edge_column == excluded, -float("inf"), edge)
         maximum = tl.max(edge, axis=1)
     for first in range(0, V, PIECES * BLOCK_V):
         pieces = ()

@@ -113,7 +113,7 @@ def shift_scores(score, words, i, lane, FORWARD: tl.constexpr):
 @triton.jit
 def scan_forward(chunk, lane, BLOCK: tl.constexpr, FP64: tl.constexpr):
     """Scan α of a chunk; returns α of the virtual step after the last one."""
-    minus_infinity = tl.full([32], -float("inf"), tl.float64) + lane.to(tl.float64) * 0.0
+    minus_infinity = lane.to(tl.float64) * 0.0 - float("inf")
     staying = tl.where(chunk.u == 0, 0.0, minus_infinity)
     leaving = minus_infinity
     blanks, labels = load_arcs(chunk, 0, lane, BLOCK)
@@ -137,7 +137,7 @@ def scan_forward(chunk, lane, BLOCK: tl.constexpr, FP64: tl.constexpr):
 @triton.jit
 def scan_backward(chunk, lane, BLOCK: tl.constexpr, FP64: tl.constexpr):
     """Scan β of a chunk; all of it is stored."""
-    minus_infinity = tl.full([32], -float("inf"), tl.float64) + lane.to(tl.float64) * 0.0
+    minus_infinity = lane.to(tl.float64) * 0.0 - float("inf")
     beta = tl.where(chunk.u == chunk.target_len, 0.0, minus_infinity)
     last = (chunk.length + 31) // BLOCK * BLOCK
     blanks, labels = load_arcs(chunk, last, lane, BLOCK)
@@ -148,8 +148,7 @@ def scan_backward(chunk, lane, BLOCK: tl.constexpr, FP64: tl.constexpr):
         carries, block_blanks, block_labels = words, blanks, labels
         blanks, labels = load_arcs(chunk, first - BLOCK, lane, BLOCK)
         words = load_carries(chunk, first - BLOCK - 31, lane, BLOCK)
-        for j in tl.static_range(BLOCK):
-            i: tl.constexpr = BLOCK - 1 - j
+        for i in tl.static_range(BLOCK - 1, -1, -1):
             after_label = shift_scores(beta, carries, i, lane, False)
             beta = log2_add(beta + block_blanks[i], after_label + block_labels[i], FP64)
             tl.store(chunk.states_ptr + (first + i) * 32 + lane, beta)
@@ -195,7 +194,7 @@ def rnnt_scan_kernel(
     if c <= last:
         offset = (b * num_chunks + c_u) * rows * 32
         states = None if states_ptr is None else states_ptr + direction * nodes + offset
-        sent_ptr, received_ptr = arcs_ptr, arcs_ptr
+        sent_ptr, received_ptr = flags_ptr, flags_ptr
         if carries_ptr is not None:
             chunk_stride = B.to(tl.int64) * carry_steps
             sent_ptr = carries_ptr + (direction * num_chunks + c) * chunk_stride + b * carry_steps
