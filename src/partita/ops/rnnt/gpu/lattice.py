@@ -11,7 +11,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import LN2, UNFUSED, finite_shift, log1p_tail
+from ....primitives.gpu.math import LN2, LOG2E, UNFUSED, finite_shift, log1p_tail
+
+LOG2E_FP32 = tl.constexpr(1.4426950216293335)  # log2(e) as fp32 has it
+LN2_FP32 = tl.constexpr(1 / 1.4426950216293335)
 
 # Triton compiles nothing anew for other values of these arguments.
 SIZES = [
@@ -114,6 +117,28 @@ def log_sum(total):
         return tl.where(
             (total > 0.0) & (total < float("inf")), y, tl.where(total == 0.0, -float("inf"), total)
         )
+
+
+@triton.jit
+def log2_units(x, DTYPE: tl.constexpr):
+    """Return an fp64 logarithm as one to base 2.
+
+    The factor is log2(e) as rounded to DTYPE, in which kernels multiply logits. All scores then have
+    the same relative error of 1e-8, and the logits may be far from 0.
+    """
+    if DTYPE == tl.float64:
+        return x * LOG2E
+    else:
+        return x * LOG2E_FP32
+
+
+@triton.jit
+def natural_units(x, DTYPE: tl.constexpr):
+    """Return what `log2_units` makes x of."""
+    if DTYPE == tl.float64:
+        return x * LN2
+    else:
+        return x * LN2_FP32
 
 
 @triton.jit

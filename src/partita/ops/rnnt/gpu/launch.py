@@ -17,7 +17,15 @@ from ....runtime.launch import INTERPRETED, cdiv, launch, next_power_of_2, tl_ac
 from ...ctc.gpu.call import launch_lanes
 from .gradient import rnnt_gradient_kernel
 from .nodes import rnnt_nodes_kernel
-from .plan import BLOCK_ROWS, LSE_DTYPE, LatticePlan, RowTile, lattice_plan, row_tile
+from .plan import (
+    BLOCK_ROWS,
+    LSE_DTYPE,
+    NODES_PER_PROGRAM,
+    LatticePlan,
+    RowTile,
+    lattice_plan,
+    row_tile,
+)
 from .posterior import rnnt_posterior_kernel
 from .scan import SCAN
 
@@ -86,10 +94,10 @@ def tile_options(tile: RowTile, dtype: torch.dtype) -> dict[str, Any]:
         "VEC": tile.vector,
         "EDGES": tile.edges,
         "PIECES": tile.pieces,
-        "ROWS": tile.rows,
+        "ROWS": NODES_PER_PROGRAM,
         "BLOCK_V": tile.block,
         "DTYPE": tl_acc_dtype(dtype),
-        "num_warps": tile.num_warps,
+        "num_warps": 1,
     }
 
 
@@ -119,7 +127,7 @@ def launch_nodes(
     plan, tile = lattice_plan(B, T, U1), tile_of(logits)
     launch(
         rnnt_nodes_kernel,
-        steps * cdiv(U1, tile.rows),
+        steps * cdiv(U1, NODES_PER_PROGRAM),
         logits,
         *targets,
         lse if lse.numel() else None,
@@ -274,7 +282,7 @@ def launch_gradient(
     tile = tile_of(logits, dlogits)
     launch(
         rnnt_gradient_kernel,
-        steps * cdiv(U1, tile.rows),
+        steps * cdiv(U1, NODES_PER_PROGRAM),
         grad,
         logits,
         lse,
@@ -287,13 +295,14 @@ def launch_gradient(
         U1,
         logits.shape[-1],
         blank,
-        clamp if clamp > 0 else float("inf"),
+        clamp,
         1.0 + fastemit_lambda,
         grad.stride(0),
         targets.stride,
         *node_strides(logits, T),
         *node_strides(dlogits, T),
         HAT=hat,
+        CLIP=clamp > 0,
         K=K,
         **tile_options(tile, logits.dtype),
     )

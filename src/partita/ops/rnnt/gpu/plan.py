@@ -18,6 +18,7 @@ import torch
 from ....runtime.caches import register_cache
 
 CHUNK = 32  # values of u in a chunk, one per lane of a warp
+NODES_PER_PROGRAM = 8  # nodes whose rows a program reads
 BLOCK_ROWS = 8  # rows of a chunk that a scan loads together
 LSE_DTYPE = torch.float64  # keeps exp(x - lse) exact for logits far from 0
 MAX_LANE_ELEMENTS = 40  # elements of a row that a lane holds
@@ -40,23 +41,19 @@ class LatticePlan(NamedTuple):
 
 
 class RowTile(NamedTuple):
-    """How a kernel reads rows of V values.
+    """How a kernel reads rows of V values, one row after another by a single warp.
 
     Fields:
         vector: elements that are aligned together.
         edges: whether the aligned part of a row begins and ends inside it.
-        rows: rows of a program.
         block: columns that a program loads at once.
         pieces: blocks of columns that are loaded together.
-        num_warps: warps of a program.
     """
 
     vector: int
     edges: bool
-    rows: int
     block: int
     pieces: int
-    num_warps: int
 
 
 def ceil_div(number: int, by: int) -> int:
@@ -92,18 +89,14 @@ def row_tile(V: int, itemsize: int, alignment: int, contiguous: bool) -> RowTile
     vector = max(1, min(alignment // itemsize, 16 // itemsize))
     while V % vector:
         vector //= 2
-    edges = contiguous and itemsize == 2 and vector * itemsize < 8 and V >= 256
+    edges = contiguous and vector * itemsize < 8 and itemsize < 8 and V >= 256
     if edges:
         vector = 16 // itemsize
-    elements = MAX_LANE_ELEMENTS if itemsize < 8 else MAX_LANE_ELEMENTS // 2
-    if V <= 32 * elements:
-        block = min(next_power_of_2(V), 32 * vector)
-        rows, num_warps = min(4 * 32 * vector // block, 16), 4
-    else:
-        block, rows, num_warps = 32 * 4 * vector, 1, 4
     columns = V // vector * vector if edges else V
-    pieces = min(ceil_div(columns, block), max(1, elements * num_warps * 32 // (rows * block)))
-    return RowTile(vector, edges, rows, block, pieces, num_warps)
+    block = min(32 * vector, next_power_of_2(V))
+    elements = MAX_LANE_ELEMENTS if itemsize < 8 else MAX_LANE_ELEMENTS // 2
+    pieces = min(ceil_div(columns, block), elements // vector)
+    return RowTile(vector, edges, block, pieces)
 
 
 register_cache("rnnt.gpu.plan.lattice_plans", lattice_plan.cache_clear)
