@@ -98,10 +98,10 @@ def tdt_posterior_kernel(
         nll = tl.where(flag > 0, float("nan"), -logz * LN2)
         tl.store(nll_ptr + b, nll.to(nll_ptr.dtype.element_ty))
     if posteriors_ptr is not None:
-        # The nodes are counted by anti-diagonals of blocks, as the arrays lie.
+        length = tl.where(logz == -float("inf"), 0, sequence.length)
         index = block * BLOCK + tl.arange(0, BLOCK)
         t, u = index // U1, index % U1
-        mask = (t < sequence.length) & (u <= sequence.target_len) & (logz > -float("inf"))
+        mask = (t < length) & (u <= sequence.target_len)
         offset = node_offset(b, t, u, num_chunks, rows)
         after = node_offset(b, t, u + 1, num_chunks, rows)
         alpha = tl.load(states_ptr + offset, mask=mask, other=-float("inf")) - logz
@@ -113,11 +113,11 @@ def tdt_posterior_kernel(
             d = (DURATIONS >> (8 * k)) & 255
             blank, label = zero + index * 0.0, zero + index * 0.0
             if d > 0:
-                valid = mask & (t + d <= sequence.length)
+                valid = mask & (t + d <= length)
                 score = tl.load(arcs_ptr + k * nodes + offset, mask=valid, other=0.0)
                 score += tl.load(beta_ptr + offset + d * 32, mask=valid, other=0.0)
                 blank = tl.where(valid, exp2_of(alpha + score, FP64), 0.0) + zero
-            valid = mask & (t + d < sequence.length) & (u < sequence.target_len)
+            valid = mask & (t + d < length) & (u < sequence.target_len)
             score = tl.load(arcs_ptr + (K + k) * nodes + offset, mask=valid, other=0.0)
             score += tl.load(beta_ptr + after + d * 32, mask=valid, other=0.0)
             label = tl.where(valid, exp2_of(alpha + score, FP64), 0.0) + zero
