@@ -80,7 +80,7 @@ def load_row_arcs(chunk, row, lane, FORWARD: tl.constexpr, CODE: tl.constexpr, A
                 mask = (t >= 0) & (t + d < chunk.length)
                 mask = mask & (chunk.u > 0) & (chunk.u <= chunk.target_len)
                 ptr = ptr + (row - 1 - d) * 32 + chunk.before
-            elif d > 0:
+            elif (CODE >> (8 * i)) & 127:
                 mask = arc_mask(chunk, row - lane - d, d, False)
                 ptr = ptr + (row - d) * 32 + lane
             else:
@@ -312,7 +312,7 @@ def rnnt_arc_scan_kernel(
             alpha = scan_arcs_forward(chunk, lane, BLOCK, CODE, ARCS, DEPTH, MAX, FP64)
             alpha = tl.where(length > 0, alpha, -float("inf"))
             tl.store(logz_ptr + b + lane * 0, alpha, mask=u == target_len)
-        else:
+        elif DIRECTIONS == 2:
             scan_arcs_backward(chunk, lane, BLOCK, CODE, ARCS, DEPTH, FP64)
 
 

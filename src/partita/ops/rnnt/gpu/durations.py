@@ -112,7 +112,7 @@ def tdt_posterior_kernel(
         for k in tl.static_range(K):
             d = (DURATIONS >> (8 * k)) & 255
             blank, label = zero + index * 0.0, zero + index * 0.0
-            if d > 0:
+            if (DURATIONS >> (8 * k)) & 255:
                 valid = mask & (t + d <= length)
                 score = tl.load(arcs_ptr + k * nodes + offset, mask=valid, other=0.0)
                 score += tl.load(beta_ptr + offset + d * 32, mask=valid, other=0.0)

@@ -221,7 +221,7 @@ def rnnt_scan_kernel(
             alpha = scan_forward(chunk, lane, BLOCK, FP64)
             tl.store(logz_ptr + b + lane * 0, alpha, mask=(u == target_len) & (length > 0))
             tl.store(logz_ptr + b + lane * 0, -float("inf"), mask=(u == target_len) & (length == 0))
-        else:
+        elif DIRECTIONS == 2:
             scan_backward(chunk, lane, BLOCK, FP64)
 
 
