@@ -23,7 +23,7 @@ def _gradients(rnnt_gradient: Callable[..., Any]) -> Functions:
 
 
 def _reference() -> Functions:
-    from . import reference, reference_tdt
+    from . import reference, reference_linear, reference_tdt
 
     return {
         **_gradients(reference.rnnt_gradient),
@@ -32,6 +32,8 @@ def _reference() -> Functions:
         "tdt_forward": reference_tdt.tdt_forward,
         "tdt_gradient": reference_tdt.tdt_gradient,
         "tdt_align": reference_tdt.tdt_align,
+        "linear_rnnt": reference_linear.linear_rnnt,
+        "linear_tdt": reference_linear.linear_tdt,
     }
 
 
@@ -45,6 +47,8 @@ def _gpu() -> Functions:
         "tdt_forward": launch.tdt_forward,
         "tdt_gradient": launch.tdt_gradient,
         "tdt_align": launch.tdt_align,
+        "linear_rnnt": launch.linear_rnnt,
+        "linear_tdt": launch.linear_tdt,
         "linear_rnnt": launch.linear_rnnt,
         "linear_tdt": launch.linear_tdt,
     }

@@ -113,7 +113,7 @@ def tdt_loss(
     inputs, options = (token_logits, duration_logits, *sequences), (blank, numbers, sigma)
     backend = current_backend()
     needs_grad = requires_grad(token_logits) or requires_grad(duration_logits)
-    if torch.is_grad_enabled() and needs_grad or not plain_eager():
+    if (torch.is_grad_enabled() and needs_grad) or not plain_eager():
         losses = apply(_rnnt.TDTLossFunction, *inputs, *options, backend)[0]
     else:
         refuse_forward_mode(token_logits, duration_logits)
