@@ -49,8 +49,6 @@ def _gpu() -> Functions:
         "tdt_align": launch.tdt_align,
         "linear_rnnt": launch.linear_rnnt,
         "linear_tdt": launch.linear_tdt,
-        "linear_rnnt": launch.linear_rnnt,
-        "linear_tdt": launch.linear_tdt,
     }
 
 

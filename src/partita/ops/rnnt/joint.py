@@ -213,10 +213,9 @@ def linear_transducer(
         for i, (rows, steps) in enumerate(ranges):
             hidden = _hidden(joint, rows, steps)
             logits = saved[i] if keep_logits else _logits(joint, hidden)
-            each = [lse[rows, steps] for lse in lses]
-            kernels.write_gradient(
-                factor[rows], logits, each, posteriors[..., rows, steps, :], joint.targets[rows]
-            )
+            chunk_lses = [lse[rows, steps] for lse in lses]
+            nodes = (logits, chunk_lses, posteriors[..., rows, steps, :])
+            kernels.write_gradient(factor[rows], *nodes, joint.targets[rows])
             _add_chunk(sums, joint, hidden, logits, rows, steps)
     return losses, _results(joint, sums)
 

@@ -87,10 +87,12 @@ def _loss(
     if top_transform() is not None:
         losses = losses_of_joint(is_tdt, tensors, (*sequences, *options, backend))
         return reduce_losses(losses, sequences[2], reduction)
+    B, T, D = encoder.shape
     plan = linear_rnnt_plan(
-        *encoder.shape[:2],
+        B,
+        T,
         predictor.shape[1] - 1,
-        encoder.shape[2],
+        D,
         weight.shape[0],
         encoder.dtype,
         durations=durations,

@@ -124,20 +124,20 @@ def losses_of_joint(is_tdt: bool, tensors: Sequence[Any], rest: Sequence[Any]) -
     sequences = (targets, logit_lengths, target_lengths)
     losses: Tensor
     if is_tdt:
-        losses = TDTLossFunction.apply(*logits, *sequences, *options, backend)[0]  # type: ignore[no-untyped-call]
+        losses = TDTLossFunction.apply(*logits, *sequences, *options, backend)[0]
         return losses
     blank, hat, delay_penalty, fastemit_lambda = options
     numbers = (blank, True, hat, delay_penalty, 0.0, fastemit_lambda, False)
-    losses = RNNTLossFunction.apply(*logits, *sequences, *numbers, backend)[0]  # type: ignore[no-untyped-call]
+    losses = RNNTLossFunction.apply(*logits, *sequences, *numbers, backend)[0]
     return losses
 
 
 def _call(
-    op: Any, args: Sequence[Any], count: int, factor: Tensor | None, wanted: Sequence[bool]
+    op: Any, args: Sequence[Any], num_tensors: int, factor: Tensor | None, wanted: Sequence[bool]
 ) -> tuple[Tensor, ...]:
     """Call the op with `args`: tensors, sequences, options of nodes and chunks, and the backend."""
     *inputs, backend = args
-    split = count + 3
+    split = num_tensors + 3
     found: tuple[Tensor, ...] = op(*inputs[:split], factor, *inputs[split:], *wanted, backend)
     return found
 
@@ -146,8 +146,8 @@ def _differentiable(
     ctx: Any, inputs: Sequence[Any], grad: Tensor, reduction: str
 ) -> tuple[Tensor | None, ...]:
     """Return gradients that can be differentiated again."""
-    count = TENSORS[ctx.is_tdt]
-    tensors, sequences = inputs[:count], inputs[count:]
+    num_tensors = TENSORS[ctx.is_tdt]
+    tensors, sequences = inputs[:num_tensors], inputs[num_tensors:]
 
     def loss(*tensors: Any) -> Tensor:
         rest = (*sequences, *ctx.options[:-2], ctx.backend)
@@ -164,32 +164,36 @@ class ReducedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(is_tdt: bool, *args: Any) -> tuple[Tensor, ...]:
-        count, op = TENSORS[is_tdt], linear_tdt if is_tdt else linear_rnnt
-        inputs, (reduction, backend) = args[: -2 - count], args[-2:]
-        wanted, encoder, target_lengths = args[-2 - count : -2], args[0], args[count + 2]
+        num_tensors, op = TENSORS[is_tdt], linear_tdt if is_tdt else linear_rnnt
+        inputs, (reduction, backend) = args[: -2 - num_tensors], args[-2:]
+        wanted, encoder, target_lengths = (
+            args[-2 - num_tensors : -2],
+            args[0],
+            args[num_tensors + 2],
+        )
         ones = encoder.new_ones(encoder.shape[0], dtype=acc_dtype(encoder.dtype))
         factor = loss_factors(ones, target_lengths, reduction)
-        losses, *gradients = _call(op, (*inputs, backend), count, factor, wanted)
+        losses, *gradients = _call(op, (*inputs, backend), num_tensors, factor, wanted)
         return reduce_losses(losses, target_lengths, reduction), *gradients
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.is_tdt, *args = inputs
-        count = TENSORS[ctx.is_tdt]
-        ctx.options = tuple(args[count + 3 : -2 - count])
-        ctx.wanted, (ctx.reduction, ctx.backend) = tuple(args[-2 - count : -2]), args[-2:]
+        num_tensors = TENSORS[ctx.is_tdt]
+        ctx.options = tuple(args[num_tensors + 3 : -2 - num_tensors])
+        ctx.wanted, (ctx.reduction, ctx.backend) = tuple(args[-2 - num_tensors : -2]), args[-2:]
         ctx.arguments = len(inputs)
         ctx.mark_non_differentiable(*output[1:])
         skip_unused_gradients(ctx)
-        ctx.save_for_backward(*args[: count + 3], *output[1:])
+        ctx.save_for_backward(*args[: num_tensors + 3], *output[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grad, count = grads[0], TENSORS[ctx.is_tdt]
+        grad, num_tensors = grads[0], TENSORS[ctx.is_tdt]
         if grad is None:
             return (None,) * ctx.arguments
         tensors = saved_tensors(ctx)
-        inputs, gradients = tensors[: count + 3], tensors[count + 3 :]
+        inputs, gradients = tensors[: num_tensors + 3], tensors[num_tensors + 3 :]
         if is_double_backward():
             found = _differentiable(ctx, inputs, grad, ctx.reduction)
         else:
@@ -197,7 +201,7 @@ class ReducedLoss(torch.autograd.Function):
                 (gradient.to(grad.dtype) * grad).to(gradient.dtype) if wants else None
                 for gradient, wants in zip(gradients, ctx.wanted, strict=True)
             )
-        return None, *found, *(None,) * (ctx.arguments - 1 - count)
+        return None, *found, *(None,) * (ctx.arguments - 1 - num_tensors)
 
 
 class UnreducedLosses(torch.autograd.Function):
@@ -205,21 +209,27 @@ class UnreducedLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(is_tdt: bool, *args: Any) -> Tensor:
-        count, op = TENSORS[is_tdt], linear_tdt if is_tdt else linear_rnnt
-        return _call(op, (*args[: -1 - count], args[-1]), count, None, args[-1 - count : -1])[0]
+        num_tensors, op = TENSORS[is_tdt], linear_tdt if is_tdt else linear_rnnt
+        return _call(
+            op,
+            (*args[: -1 - num_tensors], args[-1]),
+            num_tensors,
+            None,
+            args[-1 - num_tensors : -1],
+        )[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.is_tdt, *args = inputs
-        count = TENSORS[ctx.is_tdt]
-        ctx.options, ctx.backend = tuple(args[count + 3 : -1 - count]), args[-1]
-        ctx.wanted, ctx.arguments = tuple(args[-1 - count : -1]), len(inputs)
+        num_tensors = TENSORS[ctx.is_tdt]
+        ctx.options, ctx.backend = tuple(args[num_tensors + 3 : -1 - num_tensors]), args[-1]
+        ctx.wanted, ctx.arguments = tuple(args[-1 - num_tensors : -1]), len(inputs)
         skip_unused_gradients(ctx)
-        ctx.save_for_backward(*args[: count + 3])
+        ctx.save_for_backward(*args[: num_tensors + 3])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grad, count = grads[0], TENSORS[ctx.is_tdt]
+        grad, num_tensors = grads[0], TENSORS[ctx.is_tdt]
         if grad is None:
             return (None,) * ctx.arguments
         inputs = saved_tensors(ctx)
@@ -228,9 +238,9 @@ class UnreducedLosses(torch.autograd.Function):
         else:
             op = for_gradients(linear_tdt if ctx.is_tdt else linear_rnnt, grad)
             args = (*inputs, *ctx.options, ctx.backend)
-            gradients = _call(op, args, count, grad.contiguous(), ctx.wanted)[1:]
+            gradients = _call(op, args, num_tensors, grad.contiguous(), ctx.wanted)[1:]
             found = tuple(
                 gradient if wants else None
                 for gradient, wants in zip(gradients, ctx.wanted, strict=True)
             )
-        return None, *found, *(None,) * (ctx.arguments - 1 - count)
+        return None, *found, *(None,) * (ctx.arguments - 1 - num_tensors)

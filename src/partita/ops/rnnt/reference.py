@@ -135,7 +135,7 @@ def rnnt_gradient(
     A node whose posteriors are 0 has the gradient 0, and so has a sequence whose `grad` is 0;
     their logits are not read. With `inplace` the gradient replaces the logits.
     """
-    _, T, U1, V = logits.shape
+    U1, V = logits.shape[2:]
     blank_posterior, label_posterior = posteriors.double()
     label_posterior = label_posterior * (1 + fastemit_lambda)
     index = torch.arange(V, device=logits.device)

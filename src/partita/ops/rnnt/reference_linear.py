@@ -107,7 +107,7 @@ def tdt_kernels(
         logits: Sequence[Tensor], targets: Tensor, steps: Tensor, labels: Tensor
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         part = Lengths(steps, labels, torch.zeros_like(steps, dtype=torch.bool))
-        scores, *lses = reference_tdt.arc_scores(*logits, targets, part, blank, sigma)
+        scores, *lses = reference_tdt.arc_scores(logits[0], logits[1], targets, part, blank, sigma)
         return scores, tuple(lse.to(acc_dtype(dtype)) for lse in lses)
 
     def scan(arcs: Tensor, need_posteriors: bool) -> tuple[Tensor, Tensor]:
@@ -121,8 +121,9 @@ def tdt_kernels(
         posteriors: Tensor,
         targets: Tensor,
     ) -> None:
-        sequences = (targets, factor, factor)  # no lengths are read
-        results = reference_tdt.tdt_gradient(factor, *logits, *lses, posteriors, *sequences, blank)
+        nodes = (logits[0], logits[1], lses[0], lses[1], posteriors)
+        # No lengths are read.
+        results = reference_tdt.tdt_gradient(factor, *nodes, targets, factor, factor, blank)
         for each, result in zip(logits, results, strict=True):
             each.copy_(result)
 

@@ -138,8 +138,8 @@ def tdt_align(
     labels, and among these the earlier of `durations`.
 
     Args:
-        token_logits, duration_logits, targets, logit_lengths, target_lengths, blank_token_id,
-            durations, sigma: as in `tdt_loss`.
+        token_logits, duration_logits, targets, logit_lengths, target_lengths: as in `tdt_loss`.
+        blank_token_id, durations, sigma: as in `tdt_loss`.
 
     Returns:
         `RNNTAlignment(steps, scores, score)`, whose scores are those of tokens and durations; not
