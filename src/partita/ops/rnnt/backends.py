@@ -52,4 +52,19 @@ def _gpu() -> Functions:
     }
 
 
-BACKENDS = Backends(reference=_reference, gpu=_gpu)
+def _cpu() -> Functions:
+    from .cpu import launch, linear
+
+    return {
+        **_gradients(launch.rnnt_gradient),
+        "rnnt_forward": launch.rnnt_forward,
+        "rnnt_align": launch.rnnt_align,
+        "tdt_forward": launch.tdt_forward,
+        "tdt_gradient": launch.tdt_gradient,
+        "tdt_align": launch.tdt_align,
+        "linear_rnnt": linear.linear_rnnt,
+        "linear_tdt": linear.linear_tdt,
+    }
+
+
+BACKENDS = Backends(reference=_reference, gpu=_gpu, cpu=_cpu)
