@@ -110,7 +110,7 @@ def rnnt_loss(
     hat, fastemit, delay = node_options(fused_log_softmax, hat, fastemit_lambda, delay_penalty)
     nodes = (blank, bool(fused_log_softmax), hat, delay)
     backend = current_backend()
-    if torch.is_grad_enabled() and requires_grad(logits) or not plain_eager():
+    if (torch.is_grad_enabled() and requires_grad(logits)) or not plain_eager():
         inplace = inplace and plain_eager() and logits.requires_grad
         if inplace:
             check_inplace(logits)

@@ -240,9 +240,10 @@ class RNNTLossFunction(torch.autograd.Function):
         if not is_double_backward():
             return op(*tensors, *options, backend), *(None,) * 11
 
-        def of_logits(grad: Tensor, logits: Tensor, *others: Tensor) -> Tensor:
-            numbers = (blank, fused, hat, delay_penalty, clamp, fastemit_lambda)
-            return reference.differentiable_gradient(grad, logits, *others[2:], *numbers)
+        def of_logits(grad: Tensor, logits: Tensor, *others: Any) -> Tensor:
+            _, _, *sequences = others
+            inputs: Any = (grad, logits, *sequences, blank, fused, hat, delay_penalty)
+            return reference.differentiable_gradient(*inputs, clamp, fastemit_lambda)
 
         result = first_derivative(
             lambda *tensors: op(*tensors, *options, backend), of_logits, 2, *tensors
@@ -293,10 +294,9 @@ class TDTLossFunction(torch.autograd.Function):
         if not is_double_backward():
             return *op(*tensors, blank, backend), *(None,) * 7
 
-        def of_logits(grad: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
-            numbers = (blank, durations, sigma)
-            inputs = (*others[:2], *others[5:])
-            return reference_tdt.differentiable_gradient(grad, *inputs, *numbers)
+        def of_logits(grad: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+            inputs: Any = (grad, *others[:2], *others[5:], blank, durations, sigma)
+            return reference_tdt.differentiable_gradient(*inputs)
 
         results = first_derivative(
             lambda *tensors: op(*tensors, blank, backend), of_logits, 3, *tensors

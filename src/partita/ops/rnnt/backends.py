@@ -23,7 +23,7 @@ def _gradients(rnnt_gradient: Callable[..., Any]) -> Functions:
 
 
 def _reference() -> Functions:
-    from . import reference, reference_tdt
+    from . import reference, reference_linear, reference_tdt
 
     return {
         **_gradients(reference.rnnt_gradient),
@@ -32,6 +32,8 @@ def _reference() -> Functions:
         "tdt_forward": reference_tdt.tdt_forward,
         "tdt_gradient": reference_tdt.tdt_gradient,
         "tdt_align": reference_tdt.tdt_align,
+        "linear_rnnt": reference_linear.linear_rnnt,
+        "linear_tdt": reference_linear.linear_tdt,
     }
 
 
@@ -50,4 +52,19 @@ def _gpu() -> Functions:
     }
 
 
-BACKENDS = Backends(reference=_reference, gpu=_gpu)
+def _cpu() -> Functions:
+    from .cpu import launch, linear
+
+    return {
+        **_gradients(launch.rnnt_gradient),
+        "rnnt_forward": launch.rnnt_forward,
+        "rnnt_align": launch.rnnt_align,
+        "tdt_forward": launch.tdt_forward,
+        "tdt_gradient": launch.tdt_gradient,
+        "tdt_align": launch.tdt_align,
+        "linear_rnnt": linear.linear_rnnt,
+        "linear_tdt": linear.linear_tdt,
+    }
+
+
+BACKENDS = Backends(reference=_reference, gpu=_gpu, cpu=_cpu)

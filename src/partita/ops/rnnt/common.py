@@ -50,7 +50,7 @@ def chunk_ranges(B: int, T: int, chunk: int) -> list[tuple[slice, slice]]:
             has whole sequences, otherwise steps of a single one.
     """
     if not B or not T:
-        return []
+        return [(slice(0, B), slice(0, T))]
     if chunk >= T:
         size = chunk // T
         return [(slice(b, min(b + size, B)), slice(0, T)) for b in range(0, B, size)]

@@ -59,6 +59,15 @@ def arc_scores(
     return torch.stack([logsigmoid(x[..., blank]), label]), lse
 
 
+def delayed(scores: Tensor, lengths: Lengths, delay_penalty: float) -> Tensor:
+    """Return the scores `[2, B, T, U1]` with what the delay penalty adds to the labels."""
+    if not delay_penalty:
+        return scores
+    t = torch.arange(scores.shape[2], device=scores.device)
+    lead_time = (lengths.steps[:, None] - 1).double() / 2 - t
+    return torch.stack([scores[0], scores[1] + (delay_penalty * lead_time)[..., None]])
+
+
 def rnnt_lattice(
     logits: Tensor,
     targets: Tensor,
@@ -73,11 +82,7 @@ def rnnt_lattice(
     _, T, _, V = logits.shape
     lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
     scores, lse = arc_scores(logits, targets, lengths, blank, fused, hat)
-    if delay_penalty:
-        t = torch.arange(T, device=logits.device)
-        delay = (lengths.steps[:, None] - 1) / 2 - t
-        penalty = (delay_penalty * delay.double())[..., None]
-        scores = torch.stack([scores[0], scores[1] + penalty])
+    scores = delayed(scores, lengths, delay_penalty)
     return within_lattice(scores, ARCS, lengths), lse, lengths
 
 
@@ -130,7 +135,7 @@ def rnnt_gradient(
     A node whose posteriors are 0 has the gradient 0, and so has a sequence whose `grad` is 0;
     their logits are not read. With `inplace` the gradient replaces the logits.
     """
-    _, T, U1, V = logits.shape
+    U1, V = logits.shape[2:]
     blank_posterior, label_posterior = posteriors.double()
     label_posterior = label_posterior * (1 + fastemit_lambda)
     index = torch.arange(V, device=logits.device)

@@ -34,40 +34,53 @@ def _log_softmax(logits: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return x, x.logsumexp(-1)
 
 
-def tdt_lattice(
+def arc_scores(
     token_logits: Tensor,
     duration_logits: Tensor,
     targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
+    lengths: Lengths,
     blank: int,
-    durations: Sequence[int],
     sigma: float,
-) -> tuple[Tensor, Tensor, Tensor, Lengths]:
-    """Return the scores of the arcs, both log-sum-exps and the lengths.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-probabilities of the arcs at each node, and both log-sum-exps.
 
-    The scores are `[2 K, B, T, U1]` fp64, those of the blanks first.
+    The first is `[2 K, B, T, U1]` fp64, that of the blanks first. Logits at padding are not read.
     """
     _, T, U1, V = token_logits.shape
-    lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
     mask = node_mask(lengths, T, U1)
     x, token_lse = _log_softmax(token_logits, mask)
     y, duration_lse = _log_softmax(duration_logits, mask)
     label = class_scores(x, label_index(targets, U1, V))
     tokens = torch.stack([x[..., blank], label]) - token_lse - sigma
     log_durations = (y - duration_lse[..., None]).movedim(-1, 0)
-    scores = (tokens[:, None] + log_durations).flatten(0, 1)
-    scores = within_lattice(scores, duration_arcs(durations), lengths)
-    no_time = torch.tensor([d < 1 for d in durations] + [False] * len(durations))
-    scores = scores.masked_fill(no_time.to(scores.device)[:, None, None, None], -torch.inf)
-    return scores, token_lse, duration_lse, lengths
+    return (tokens[:, None] + log_durations).flatten(0, 1), token_lse, duration_lse
 
 
-def _usable(scores: Tensor, durations: Sequence[int]) -> tuple[Tensor, tuple[Arc, ...], list[int]]:
-    """Return scores and arcs without the blanks of duration 0, and the numbers of these arcs."""
+def usable_arcs(
+    scores: Tensor, lengths: Lengths, durations: Sequence[int]
+) -> tuple[Tensor, tuple[Arc, ...], list[int]]:
+    """Return the scores within the lattice, without the blanks of duration 0, which do not exist.
+
+    With them come the arcs, and their indices in `scores`.
+    """
     arcs = duration_arcs(durations)
     chosen = [i for i, arc in enumerate(arcs) if arc.steps + arc.labels > 0]
-    return torch.stack([scores[i] for i in chosen]), tuple(arcs[i] for i in chosen), chosen
+    used = tuple(arcs[i] for i in chosen)
+    return within_lattice(torch.stack([scores[i] for i in chosen]), used, lengths), used, chosen
+
+
+def sum_of_paths(
+    scores: Tensor, lengths: Lengths, durations: Sequence[int], need_posteriors: bool
+) -> tuple[Tensor, Tensor]:
+    """Return log Z, `[B]`, and the posteriors of the arcs, `[2, K, B, T, U1]`, or an empty one."""
+    used, arcs, chosen = usable_arcs(scores, lengths, durations)
+    logz, posteriors = log_partition(used, arcs, lengths, need_posteriors)
+    if not need_posteriors:
+        return logz, posteriors
+    of_arc = dict(zip(chosen, posteriors, strict=True))
+    nothing = torch.zeros_like(posteriors[0])
+    found = torch.stack([of_arc.get(i, nothing) for i in range(len(scores))])
+    return logz, found.unflatten(0, (2, len(durations)))
 
 
 def tdt_forward(
@@ -90,21 +103,17 @@ def tdt_forward(
         NaN.
     """
     sequences = (targets, logit_lengths, target_lengths)
-    scores, token_lse, duration_lse, lengths = tdt_lattice(
-        token_logits, duration_logits, *sequences, blank, durations, sigma
-    )
-    used, arcs, chosen = _usable(scores, durations)
-    logz, posteriors = log_partition(used, arcs, lengths, need_posteriors)
+    T, V = token_logits.shape[1], token_logits.shape[3]
+    lengths = valid_lengths(*sequences, T, V, blank)
+    inputs = (token_logits, duration_logits, targets, lengths)
+    scores, token_lse, duration_lse = arc_scores(*inputs, blank, sigma)
+    logz, posteriors = sum_of_paths(scores, lengths, durations, need_posteriors)
     dtype = acc_dtype(token_logits.dtype)
     nll = torch.where(lengths.invalid, torch.nan, 0.0 - logz).to(dtype)
     if not need_posteriors:
         return nll, nll.new_empty(0), nll.new_empty(0), nll.new_empty(0)
-    of_arc = dict(zip(chosen, posteriors, strict=True))
-    nothing = torch.zeros_like(posteriors[0])
-    all_posteriors = torch.stack([of_arc.get(i, nothing) for i in range(len(scores))])
-    all_posteriors = torch.where(lengths.invalid[:, None, None], torch.nan, all_posteriors)
-    all_posteriors = all_posteriors.unflatten(0, (2, len(durations)))
-    return nll, token_lse.to(dtype), duration_lse.to(dtype), all_posteriors.to(dtype)
+    posteriors = torch.where(lengths.invalid[:, None, None], torch.nan, posteriors)
+    return nll, token_lse.to(dtype), duration_lse.to(dtype), posteriors.to(dtype)
 
 
 def tdt_gradient(
@@ -178,7 +187,9 @@ def tdt_align(
 
     The log-probability of a label is that of the token and of its duration.
     """
-    inputs = (token_logits, duration_logits, targets, logit_lengths, target_lengths)
-    scores, _, _, lengths = tdt_lattice(*inputs, blank, durations, sigma)
-    used, arcs, _ = _usable(scores, durations)
+    T, V = token_logits.shape[1], token_logits.shape[3]
+    lengths = valid_lengths(targets, logit_lengths, target_lengths, T, V, blank)
+    inputs = (token_logits, duration_logits, targets, lengths)
+    scores = arc_scores(*inputs, blank, sigma)[0]
+    used, arcs, _ = usable_arcs(scores, lengths, durations)
     return finished_paths(used, arcs, lengths, acc_dtype(token_logits.dtype))

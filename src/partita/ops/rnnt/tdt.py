@@ -113,7 +113,7 @@ def tdt_loss(
     inputs, options = (token_logits, duration_logits, *sequences), (blank, numbers, sigma)
     backend = current_backend()
     needs_grad = requires_grad(token_logits) or requires_grad(duration_logits)
-    if torch.is_grad_enabled() and needs_grad or not plain_eager():
+    if (torch.is_grad_enabled() and needs_grad) or not plain_eager():
         losses = apply(_rnnt.TDTLossFunction, *inputs, *options, backend)[0]
     else:
         refuse_forward_mode(token_logits, duration_logits)
@@ -138,8 +138,8 @@ def tdt_align(
     labels, and among these the earlier of `durations`.
 
     Args:
-        token_logits, duration_logits, targets, logit_lengths, target_lengths, blank_token_id,
-            durations, sigma: as in `tdt_loss`.
+        token_logits, duration_logits, targets, logit_lengths, target_lengths: as in `tdt_loss`.
+        blank_token_id, durations, sigma: as in `tdt_loss`.
 
     Returns:
         `RNNTAlignment(steps, scores, score)`, whose scores are those of tokens and durations; not
