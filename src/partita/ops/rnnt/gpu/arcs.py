@@ -1,8 +1,8 @@
 """Scans over a lattice with several kinds of arcs, as that of token-and-duration transducers.
 
-An arc leads from (t, u) to (t + d, u) by a blank, or to (t + d, u + 1) by a label. The number `CODE`
-encodes the kinds of arcs that a kernel is compiled for: byte i has the duration d of kind i, plus
-128 for a label. There are no blanks of duration 0, so a byte of 0 is a kind that no arc has.
+An arc leads from (t, u) to (t + d, u) by a blank, or to (t + d, u + 1) by a label. The number
+`CODE` encodes the kinds of arcs that a kernel is compiled for: byte i has the duration d of kind i,
+plus 128 for a label. There are no blanks of duration 0, so a byte of 0 is a kind that no arc has.
 
 The chunks, rows, lanes and carries are those of `scan.py`. A lane remembers as many of its own last
 states, and of those of the lane that it takes labels from, as the longest duration needs.
@@ -127,20 +127,32 @@ def arc_terms(scores, own, other, lane, CODE: tl.constexpr, ARCS: tl.constexpr):
 
 
 @triton.jit
-def log2_sum(terms, ARCS: tl.constexpr, FP64: tl.constexpr):
+def greatest(terms):
+    """Return the greatest of some terms, which are compared in pairs."""
+    if len(terms) == 1:
+        return terms[0]
+    else:
+        winners = ()
+        for i in tl.static_range(len(terms) // 2):
+            first, second = terms[2 * i], terms[2 * i + 1]
+            winners = winners + (tl.where(first > second, first, second),)
+        if len(terms) % 2:
+            winners = winners + (terms[len(terms) - 1],)
+        return greatest(winners)
+
+
+@triton.jit
+def log2_sum(terms, FP64: tl.constexpr):
     """Return log2 of the sum of 2**term; exponentials and logarithm are fp32 unless FP64."""
-    maximum = terms[0]
-    for i in tl.static_range(1, ARCS):
-        maximum = tl.where(terms[i] > maximum, terms[i], maximum)
-    shift = finite_shift(maximum)
+    shift = finite_shift(greatest(terms))
     if FP64:
         total = tl.exp2(terms[0] - shift)
-        for i in tl.static_range(1, ARCS):
+        for i in tl.static_range(1, len(terms)):
             total += tl.exp2(terms[i] - shift)
         return shift + tl.log2(total)
     else:
         total = tl.exp2((terms[0] - shift).to(tl.float32))
-        for i in tl.static_range(1, ARCS):
+        for i in tl.static_range(1, len(terms)):
             total += tl.exp2((terms[i] - shift).to(tl.float32))
         # The sum is NaN, 0 or at least 1, up to rounding; its exponent is split off.
         bits = total.to(tl.int32, bitcast=True)
@@ -148,6 +160,25 @@ def log2_sum(terms, ARCS: tl.constexpr, FP64: tl.constexpr):
         fraction = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
         result = shift + (exponent.to(tl.float64) + log2_1p(fraction).to(tl.float64))
         return tl.where(total > 0.5, result, tl.where(total == 0.0, -float("inf"), total))
+
+
+@triton.jit
+def sum_terms(terms, CODE: tl.constexpr, ARCS: tl.constexpr, FP64: tl.constexpr):
+    """Return log2 of the sum of 2**term.
+
+    The terms that depend on the last row are added to the sum of the others, which the scheduler
+    computes while that row is on its way.
+    """
+    late, early = (), ()
+    for i in tl.static_range(ARCS):
+        if ((CODE >> (8 * i)) & 255) == 1 or ((CODE >> (8 * i)) & 255) == 128:
+            late = late + (terms[i],)
+        elif (CODE >> (8 * i)) & 255:
+            early = early + (terms[i],)
+    if len(late) and len(early):
+        return log2_sum(late + (log2_sum(early, FP64),), FP64)
+    else:
+        return log2_sum(late + early, FP64)
 
 
 @triton.jit
@@ -207,7 +238,7 @@ def scan_arcs_forward(
                 row_ptr = chunk.pointers_ptr + (first + i) * 32 + lane
                 tl.store(row_ptr, pointer.to(tl.int8))
             else:
-                alpha = log2_sum(terms, ARCS, FP64)
+                alpha = sum_terms(terms, CODE, ARCS, FP64)
             t = first + i - lane
             alpha = tl.where((t == 0) & (chunk.u == 0), 0.0, alpha)
             final = tl.where(t == chunk.length, alpha, final)
@@ -242,7 +273,8 @@ def scan_arcs_backward(
         words = load_carries(chunk, first - BLOCK - 31, lane, BLOCK)
         for i in tl.static_range(BLOCK - 1, -1, -1):
             other = prepend(shift_scores(own[0], carries, i, lane, False), other, DEPTH)
-            beta = log2_sum(arc_terms(block_arcs[i], own, other, lane, CODE, ARCS), ARCS, FP64)
+            terms = arc_terms(block_arcs[i], own, other, lane, CODE, ARCS)
+            beta = sum_terms(terms, CODE, ARCS, FP64)
             t = first + i - lane
             beta = tl.where((t == chunk.length) & (chunk.u == chunk.target_len), 0.0, beta)
             tl.store(chunk.states_ptr + (first + i) * 32 + lane, beta)

@@ -1,4 +1,4 @@
-"""What the launches of transducers share: targets, tiles of rows, zeros, and the kernels of rows."""
+"""What the launches of transducers share: targets, tiles of rows, zeros, the kernels of rows."""
 
 from __future__ import annotations
 
@@ -60,15 +60,18 @@ def as_targets(labels: Tensor, logit_lengths: Tensor, target_lengths: Tensor) ->
 def tile_of(*tensors: Tensor) -> RowTile:
     """Return how a kernel reads the rows of tensors of one shape and dtype together."""
     first = tensors[0]
-    itemsize, V, bits, contiguous = first.element_size(), first.shape[-1], 16, True
+    itemsize, V, bits = first.element_size(), first.shape[-1], 16
+    # Aligned parts of rows begin at the same columns if the offsets of the rows are the same.
+    same_offsets = all(tensor.stride() == first.stride() for tensor in tensors)
+    has_edges = same_offsets and first.stride(-1) == 1
     for tensor in tensors:
         bits |= tensor.data_ptr()
         for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
             bits |= stride * itemsize if size > 1 else 0
         if V > 1 and tensor.stride(-1) != 1:
             bits |= itemsize
-        contiguous = contiguous and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
-    return row_tile(V, itemsize, bits & -bits, contiguous)
+        has_edges = has_edges and tensor.data_ptr() % 16 == 0
+    return row_tile(V, itemsize, bits & -bits, has_edges)
 
 
 def tile_options(tile: RowTile, dtype: torch.dtype) -> dict[str, Any]:

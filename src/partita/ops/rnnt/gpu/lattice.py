@@ -11,7 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import LN2, LOG2E, UNFUSED, finite_shift, log1p_tail
+from ....primitives.gpu.math import LN2, LOG2E, UNFUSED, log1p_tail
 
 LOG2E_FP32 = tl.constexpr(1.4426950216293335)  # log2(e) as fp32 has it
 LN2_FP32 = tl.constexpr(1 / 1.4426950216293335)
@@ -123,8 +123,8 @@ def log_sum(total):
 def log2_units(x, DTYPE: tl.constexpr):
     """Return an fp64 logarithm as one to base 2.
 
-    The factor is log2(e) as rounded to DTYPE, in which kernels multiply logits. All scores then have
-    the same relative error of 1e-8, and the logits may be far from 0.
+    The factor is log2(e) as rounded to DTYPE, in which kernels multiply logits. All scores then
+    have the same relative error of 1e-8, and the logits may be far from 0.
     """
     if DTYPE == tl.float64:
         return x * LOG2E
@@ -148,12 +148,3 @@ def exp2_of(x, FP64: tl.constexpr):
         return tl.exp2(x)
     else:
         return tl.exp2(x.to(tl.float32))
-
-
-@triton.jit
-def log2_sum_pair(maximum, total, FP64: tl.constexpr):
-    """Return the logarithm of a sum, given its maximum and the sum of exponentials below it."""
-    if FP64:
-        return finite_shift(maximum) + tl.log2(total)
-    else:
-        return finite_shift(maximum) + tl.log2(total).to(tl.float64)

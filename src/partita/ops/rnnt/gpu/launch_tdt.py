@@ -119,14 +119,28 @@ def tdt_arcs(
 
     The scores are `[2 K, nodes]` fp64; the log-sum-exps are empty unless they are saved.
     """
-    (B, T, U1, _), K = token_logits.shape, duration_logits.shape[-1]
+    B, T, U1, _ = token_logits.shape
     plan, device = lattice_plan(B, T, U1), token_logits.device
-    shape = (B, T, U1) if save else (0,)
-    token_lse = torch.empty(shape, dtype=LSE_DTYPE, device=device)
-    duration_lse = torch.empty(shape, dtype=LSE_DTYPE, device=device)
+    token_lse = torch.empty((B, T, U1) if save else (0,), dtype=LSE_DTYPE, device=device)
     tokens = torch.empty((2, plan.nodes), dtype=torch.float64, device=device)
     options = NodeOptions(blank, True, False, sigma, 0.0)
     launch_nodes(token_logits, targets, token_lse, tokens, 0, B * T, (B, T, U1), options)
+    arcs, duration_lse = token_duration_arcs(tokens, duration_logits, targets, save)
+    return arcs, token_lse, duration_lse
+
+
+def token_duration_arcs(
+    tokens: Tensor, duration_logits: Tensor, targets: Targets, save: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the scores of the arcs, `[2 K, nodes]` fp64, and the durations' log-sum-exps.
+
+    `tokens` are the scores of blank and label, `[2, nodes]`. The log-sum-exps are empty unless they
+    are saved.
+    """
+    B, T, U1, K = duration_logits.shape
+    plan, device = lattice_plan(B, T, U1), duration_logits.device
+    shape = (B, T, U1) if save else (0,)
+    duration_lse = torch.empty(shape, dtype=LSE_DTYPE, device=device)
     arcs = torch.empty((2 * K, plan.nodes), dtype=torch.float64, device=device)
     launch(
         tdt_arcs_kernel,
@@ -147,7 +161,7 @@ def tdt_arcs(
         BLOCK=BLOCK_NODES,
         num_warps=4,
     )
-    return arcs, token_lse, duration_lse
+    return arcs, duration_lse
 
 
 def tdt_forward(
@@ -162,19 +176,35 @@ def tdt_forward(
     need_posteriors: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the losses, both log-sum-exps and the posteriors of the arcs, `[2, K, B, T, U1]`."""
-    (B, T, U1, V), K = token_logits.shape, len(durations)
-    plan, device, dtype = lattice_plan(B, T, U1), token_logits.device, token_logits.dtype
-    kinds = arc_kinds(duration_arcs(durations))
+    (B, T, U1, V), dtype = token_logits.shape, token_logits.dtype
     targets = as_targets(labels, logit_lengths, target_lengths)
     arcs, token_lse, duration_lse = tdt_arcs(
         token_logits, duration_logits, targets, blank, sigma, need_posteriors
     )
+    nll, posteriors = scan_durations(
+        arcs, targets, (B, T, U1), V, blank, durations, dtype, need_posteriors
+    )
+    return nll, token_lse, duration_lse, posteriors
+
+
+def scan_durations(
+    arcs: Tensor,
+    targets: Targets,
+    sizes: tuple[int, int, int],
+    V: int,
+    blank: int,
+    durations: Sequence[int],
+    dtype: torch.dtype,
+    need_posteriors: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the losses, and the posteriors `[2, K, B, T, U1]` or an empty tensor."""
+    (B, T, U1), K, device = sizes, len(durations), arcs.device
+    plan, kinds = lattice_plan(B, T, U1), arc_kinds(duration_arcs(durations))
     states = None
     if need_posteriors:
         states = torch.empty((2, plan.nodes), dtype=torch.float64, device=device)
     zeros = scan_zeros(plan, B, 1 if states is None else 2, device)
     logz = torch.empty(B, dtype=torch.float64, device=device)
-    sizes = (B, T, U1)
     launch_arc_scan(arcs, targets, states, None, zeros, logz, sizes, V, blank, kinds, dtype)
     nll = torch.empty(B, dtype=acc_dtype(dtype), device=device)
     shape = (2, K, B, T, U1) if need_posteriors else (0,)
@@ -184,8 +214,8 @@ def tdt_forward(
         B * (cdiv(T * U1, BLOCK_NODES) if need_posteriors else 1),
         arcs,
         states,
-        logit_lengths,
-        target_lengths,
+        targets.logit_lengths,
+        targets.target_lengths,
         zeros.flags,
         logz,
         nll,
@@ -202,7 +232,7 @@ def tdt_forward(
         BLOCK=BLOCK_NODES,
         num_warps=4,
     )
-    return nll, token_lse, duration_lse, posteriors
+    return nll, posteriors
 
 
 def tdt_gradient(
@@ -218,13 +248,23 @@ def tdt_gradient(
     blank: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the losses in the logits of tokens and of durations."""
-    device, (K, B, T, U1) = token_logits.device, posteriors.shape[1:]
+    B, T = token_logits.shape[:2]
     targets = as_targets(labels, logit_lengths, target_lengths)
-    dtokens = torch.empty(token_logits.shape, dtype=token_logits.dtype, device=device)
-    ddurations = torch.empty(duration_logits.shape, dtype=duration_logits.dtype, device=device)
+    dtokens = torch.empty(token_logits.shape, dtype=token_logits.dtype, device=token_logits.device)
     options: dict[str, Any] = {"hat": False, "clamp": 0.0, "fastemit_lambda": 0.0}
     launch_gradient(
         grad, token_logits, token_lse, posteriors, targets, dtokens, 0, B * T, blank, **options
+    )
+    return dtokens, duration_gradient(grad, duration_logits, duration_lse, posteriors)
+
+
+def duration_gradient(
+    grad: Tensor, duration_logits: Tensor, duration_lse: Tensor, posteriors: Tensor
+) -> Tensor:
+    """Return the gradient of the losses in the logits of the durations."""
+    B, T, U1, K = duration_logits.shape
+    ddurations = torch.empty(
+        duration_logits.shape, dtype=duration_logits.dtype, device=duration_logits.device
     )
     launch(
         tdt_duration_gradient_kernel,
@@ -244,7 +284,7 @@ def tdt_gradient(
         BLOCK=BLOCK_NODES,
         num_warps=4,
     )
-    return dtokens, ddurations
+    return ddurations
 
 
 def best_path(

@@ -18,7 +18,7 @@ import torch
 from ....runtime.caches import register_cache
 
 CHUNK = 32  # values of u in a chunk, one per lane of a warp
-NODES_PER_PROGRAM = 8  # nodes whose rows a program reads
+NODES_PER_PROGRAM = 4  # nodes whose rows a program reads
 BLOCK_ROWS = 8  # rows of a chunk that a scan loads together
 LSE_DTYPE = torch.float64  # keeps exp(x - lse) exact for logits far from 0
 MAX_LANE_ELEMENTS = 40  # elements of a row that a lane holds
@@ -76,7 +76,7 @@ def lattice_plan(B: int, T: int, U1: int) -> LatticePlan:
 
 
 @functools.lru_cache(maxsize=4096)
-def row_tile(V: int, itemsize: int, alignment: int, contiguous: bool) -> RowTile:
+def row_tile(V: int, itemsize: int, alignment: int, has_edges: bool) -> RowTile:
     """Return how a kernel reads rows of V values.
 
     Args:
@@ -84,12 +84,13 @@ def row_tile(V: int, itemsize: int, alignment: int, contiguous: bool) -> RowTile
         itemsize: the bytes of a value.
         alignment: the greatest power of two, up to 16, that divides the byte offsets of all rows
             and the address of the first.
-        contiguous: whether all rows lie one after another, on an address that 16 divides.
+        has_edges: whether aligned parts of rows may be read, for which columns are adjacent, the
+            first row starts on 16 bytes, and all tensors have the same strides.
     """
     vector = max(1, min(alignment // itemsize, 16 // itemsize))
     while V % vector:
         vector //= 2
-    edges = contiguous and vector * itemsize < 8 and itemsize < 8 and V >= 256
+    edges = has_edges and vector * itemsize < 8 and itemsize < 8 and V >= 256
     if edges:
         vector = 16 // itemsize
     columns = V // vector * vector if edges else V

@@ -1,7 +1,7 @@
 """Transducers' scan: α from the first node and β from the last one, in separate programs.
 
 α(t, u) sums over the paths from (0, 0) to the node, and β(t, u) over those from the node to the end
-at the virtual node (T, U). Each program scans one chunk of 32 values of u, one per lane of its warp,
+at the virtual node (T, U). Each program scans one chunk of 32 values of u, one per lane of a warp,
 along the chunk's rows (see `plan.py`). At each row a lane has one node: α enters it by a blank from
 the lane's own previous node, and by a label from that of the lane before it; β goes the other way.
 The first lane takes what enters it from the last lane of the previous chunk, through words in
@@ -212,9 +212,7 @@ def rnnt_scan_kernel(
             target_len,
         )
         if direction == 0:
-            label = tl.load(
-                targets_ptr + b * target_stride + u, mask=u < target_len, other=-1
-            )
+            label = tl.load(targets_ptr + b * target_stride + u, mask=u < target_len, other=-1)
             is_bad = (u < target_len) & ((label < 0) | (label >= V) | (label == blank))
             if (tl.max(is_bad.to(tl.int32), axis=0) > 0) | invalid:
                 tl.atomic_or(flags_ptr + b, INVALID, sem="relaxed")
