@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....runtime import launch as runtime_launch
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch
 from ...ctc.gpu.call import launch_lanes
@@ -59,6 +60,16 @@ def duration_arcs(durations: Sequence[int]) -> tuple[tuple[int, bool], ...]:
     return tuple((d, label) for label in (False, True) for d in durations)
 
 
+def scan_block(kinds: int) -> int:
+    """Return the rows that a scan loads together, so that the scores of their arcs fit registers.
+
+    Triton's compiler for AMD takes minutes for long unrolled loops in kernels of one warp.
+    """
+    if not runtime_launch.NVIDIA and not runtime_launch.INTERPRETED:
+        return 1
+    return 8 if kinds <= 2 else 4 if kinds <= 10 else 2
+
+
 def launch_arc_scan(
     arcs: Tensor,
     targets: Targets,
@@ -98,7 +109,7 @@ def launch_arc_scan(
         blank,
         targets.stride,
         DIRECTIONS=directions,
-        BLOCK=8 if kinds.number <= 2 else 4 if kinds.number <= 10 else 2,
+        BLOCK=scan_block(kinds.number),
         CODE=kinds.code,
         ARCS=kinds.number,
         DEPTH=kinds.depth,
