@@ -68,8 +68,19 @@ def arc_mask(chunk, t, duration, LABEL: tl.constexpr):
 
 
 @triton.jit
-def load_row_arcs(chunk, row, lane, FORWARD: tl.constexpr, CODE: tl.constexpr, ARCS: tl.constexpr):
-    """Return the scores of the arcs into (α) or out of (β) the nodes of a row."""
+def load_row_arcs(
+    chunk,
+    row,
+    lane,
+    FORWARD: tl.constexpr,
+    FILLED: tl.constexpr,
+    CODE: tl.constexpr,
+    ARCS: tl.constexpr,
+):
+    """Return the scores of the arcs into (α) or out of (β) the nodes of a row.
+
+    With FILLED, the score of each arc that leaves the lattice is -inf in memory.
+    """
     scores = ()
     for i in tl.static_range(ARCS):
         ptr, mask = chunk.arcs_ptr + i * chunk.nodes, chunk.u < 0
@@ -88,7 +99,10 @@ def load_row_arcs(chunk, row, lane, FORWARD: tl.constexpr, CODE: tl.constexpr, A
         else:
             mask = arc_mask(chunk, row - lane, d, ((CODE >> (8 * i)) & 128) > 0)
             ptr = ptr + row * 32 + lane
-        scores = scores + (tl.load(ptr, mask=mask, other=-float("inf")),)
+        if FILLED and (CODE >> (8 * i)) & 255:
+            scores = scores + (tl.load(ptr),)
+        else:
+            scores = scores + (tl.load(ptr, mask=mask, other=-float("inf")),)
     return scores
 
 
@@ -98,6 +112,7 @@ def load_block_arcs(
     first,
     lane,
     FORWARD: tl.constexpr,
+    FILLED: tl.constexpr,
     BLOCK: tl.constexpr,
     CODE: tl.constexpr,
     ARCS: tl.constexpr,
@@ -105,7 +120,7 @@ def load_block_arcs(
     """Return the scores of the arcs of BLOCK rows from `first` on, a tuple for each row."""
     rows = ()
     for i in tl.static_range(BLOCK):
-        rows = rows + (load_row_arcs(chunk, first + i, lane, FORWARD, CODE, ARCS),)
+        rows = rows + (load_row_arcs(chunk, first + i, lane, FORWARD, FILLED, CODE, ARCS),)
     return rows
 
 
@@ -213,6 +228,7 @@ def prepend(value, values, SIZE: tl.constexpr):
 def scan_arcs_forward(
     chunk,
     lane,
+    FILLED: tl.constexpr,
     BLOCK: tl.constexpr,
     CODE: tl.constexpr,
     ARCS: tl.constexpr,
@@ -223,12 +239,12 @@ def scan_arcs_forward(
     """Scan α of a chunk, by maxima with MAX; returns α at the virtual step after the last one."""
     state = lane.to(tl.float64) * 0.0 - float("inf")
     final, own, other = state, repeated(state, DEPTH), repeated(state, DEPTH)
-    arcs = load_block_arcs(chunk, 0, lane, True, BLOCK, CODE, ARCS)
+    arcs = load_block_arcs(chunk, 0, lane, True, FILLED, BLOCK, CODE, ARCS)
     words = load_carries(chunk, 0, lane, BLOCK)
     for first in range(0, chunk.length + 32, BLOCK):
         words = await_carries(words, chunk, first, lane, BLOCK)
         carries, block_arcs = words, arcs
-        arcs = load_block_arcs(chunk, first + BLOCK, lane, True, BLOCK, CODE, ARCS)
+        arcs = load_block_arcs(chunk, first + BLOCK, lane, True, FILLED, BLOCK, CODE, ARCS)
         words = load_carries(chunk, first + BLOCK, lane, BLOCK)
         for i in tl.static_range(BLOCK):
             other = prepend(shift_scores(own[0], carries, i, lane, True), other, DEPTH)
@@ -253,6 +269,7 @@ def scan_arcs_forward(
 def scan_arcs_backward(
     chunk,
     lane,
+    FILLED: tl.constexpr,
     BLOCK: tl.constexpr,
     CODE: tl.constexpr,
     ARCS: tl.constexpr,
@@ -263,13 +280,13 @@ def scan_arcs_backward(
     state = lane.to(tl.float64) * 0.0 - float("inf")
     own, other = repeated(state, DEPTH), repeated(state, DEPTH)
     last = (chunk.length + 31) // BLOCK * BLOCK
-    arcs = load_block_arcs(chunk, last, lane, False, BLOCK, CODE, ARCS)
+    arcs = load_block_arcs(chunk, last, lane, False, FILLED, BLOCK, CODE, ARCS)
     words = load_carries(chunk, last - 31, lane, BLOCK)
     for p in range(0, chunk.length + 32, BLOCK):
         first = last - p
         words = await_carries(words, chunk, first - 31, lane, BLOCK)
         carries, block_arcs = words, arcs
-        arcs = load_block_arcs(chunk, first - BLOCK, lane, False, BLOCK, CODE, ARCS)
+        arcs = load_block_arcs(chunk, first - BLOCK, lane, False, FILLED, BLOCK, CODE, ARCS)
         words = load_carries(chunk, first - BLOCK - 31, lane, BLOCK)
         for i in tl.static_range(BLOCK - 1, -1, -1):
             other = prepend(shift_scores(own[0], carries, i, lane, False), other, DEPTH)
@@ -305,6 +322,7 @@ def rnnt_arc_scan_kernel(
     blank,
     target_stride,
     DIRECTIONS: tl.constexpr,  # 1 for α alone
+    FILLED: tl.constexpr,  # whether arcs that leave the lattice have the score -inf
     BLOCK: tl.constexpr,  # rows that are loaded together
     CODE: tl.constexpr,
     ARCS: tl.constexpr,  # kinds of arcs
@@ -325,7 +343,9 @@ def rnnt_arc_scan_kernel(
     u = c_u * 32 + lane
     if c <= last:
         offset = (b * num_chunks + c_u) * rows * 32
-        before = tl.where(lane > 0, lane - 1, 32 * 32 + 31 - rows * 32)
+        # The first lane of all has no lane before it; it reads its own arcs, and adds -inf to them.
+        before_first = tl.where(c_u > 0, 32 * 32 + 31 - rows * 32, 0)
+        before = tl.where(lane > 0, lane - 1, before_first)
         states = None if states_ptr is None else states_ptr + direction * nodes + offset
         pointers = None if pointers_ptr is None else pointers_ptr + offset
         sent_ptr, received_ptr = flags_ptr, flags_ptr
@@ -341,11 +361,11 @@ def rnnt_arc_scan_kernel(
             is_bad = (u < target_len) & ((label < 0) | (label >= V) | (label == blank))
             if (tl.max(is_bad.to(tl.int32), axis=0) > 0) | invalid:
                 tl.atomic_or(flags_ptr + b, INVALID, sem="relaxed")
-            alpha = scan_arcs_forward(chunk, lane, BLOCK, CODE, ARCS, DEPTH, MAX, FP64)
+            alpha = scan_arcs_forward(chunk, lane, FILLED, BLOCK, CODE, ARCS, DEPTH, MAX, FP64)
             alpha = tl.where(length > 0, alpha, -float("inf"))
             tl.store(logz_ptr + b + lane * 0, alpha, mask=u == target_len)
         elif DIRECTIONS == 2:
-            scan_arcs_backward(chunk, lane, BLOCK, CODE, ARCS, DEPTH, FP64)
+            scan_arcs_backward(chunk, lane, FILLED, BLOCK, CODE, ARCS, DEPTH, FP64)
 
 
 rnnt_arc_scan_gluon_kernel = gluon.jit(rnnt_arc_scan_kernel.fn, do_not_specialize=SIZES)

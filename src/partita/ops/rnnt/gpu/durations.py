@@ -30,10 +30,14 @@ def tdt_arcs_kernel(
     stride_t,
     stride_u,
     stride_k,
+    DURATIONS: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,  # nodes of a program, which are some rows of a chunk
 ):
-    """Compute the log-sum-exps of the durations and the scores of the arcs of some nodes."""
+    """Compute the log-sum-exps of the durations and the scores of the arcs of some nodes.
+
+    Arcs that leave the lattice have the score -inf, also those of nodes beyond the lengths.
+    """
     blocks = tl.cdiv(rows * 32, BLOCK)
     chunk, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     b = chunk // num_chunks
@@ -61,9 +65,15 @@ def tdt_arcs_kernel(
     blank = tl.load(tokens_ptr + offset, mask=mask, other=0.0)
     label = tl.load(tokens_ptr + nodes + offset, mask=mask, other=0.0)
     for k in tl.static_range(K):
-        duration = (values[k] - lse) * LOG2E
-        tl.store(arcs_ptr + k * nodes + offset, blank + duration, mask=mask)
-        tl.store(arcs_ptr + (K + k) * nodes + offset, label + duration, mask=mask)
+        duration, after = (values[k] - lse) * LOG2E, t + ((DURATIONS >> (8 * k)) & 255)
+        in_array = index < rows * 32
+        if (DURATIONS >> (8 * k)) & 255:
+            valid = mask & ((after < length) | ((after == length) & (u == target_len)))
+            score = tl.where(valid, blank + duration, -float("inf"))
+            tl.store(arcs_ptr + k * nodes + offset, score, mask=in_array)
+        valid = mask & (after < length) & (u < target_len)
+        score = tl.where(valid, label + duration, -float("inf"))
+        tl.store(arcs_ptr + (K + k) * nodes + offset, score, mask=in_array)
 
 
 @triton.jit(do_not_specialize=SIZES)

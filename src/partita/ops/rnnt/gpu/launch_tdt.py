@@ -81,9 +81,13 @@ def launch_arc_scan(
     V: int,
     blank: int,
     kinds: ArcKinds,
+    filled: bool,
     dtype: torch.dtype,
 ) -> None:
-    """Scan α, and β if there are states; by maxima if there are pointers."""
+    """Scan α, and β if there are states; by maxima if there are pointers.
+
+    If the arcs are `filled`, those that leave the lattice have the score -inf; see `new_arcs`.
+    """
     B, T, U1 = sizes
     plan = lattice_plan(B, T, U1)
     directions = 1 if states is None else 2
@@ -109,6 +113,7 @@ def launch_arc_scan(
         blank,
         targets.stride,
         DIRECTIONS=directions,
+        FILLED=filled,
         BLOCK=scan_block(kinds.number),
         CODE=kinds.code,
         ARCS=kinds.number,
@@ -123,12 +128,13 @@ def tdt_arcs(
     duration_logits: Tensor,
     targets: Targets,
     blank: int,
+    durations: Sequence[int],
     sigma: float,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scores of the arcs and the log-sum-exps of tokens and durations.
 
-    The scores are `[2 K, nodes]` fp64; the log-sum-exps are empty unless they are saved.
+    The scores are `[2 K * nodes]` fp64; the log-sum-exps are empty unless they are saved.
     """
     B, T, U1, _ = token_logits.shape
     plan, device = lattice_plan(B, T, U1), token_logits.device
@@ -136,14 +142,35 @@ def tdt_arcs(
     tokens = torch.empty((2, plan.nodes), dtype=torch.float64, device=device)
     options = NodeOptions(blank, True, False, sigma, 0.0)
     launch_nodes(token_logits, targets, token_lse, tokens, 0, B * T, (B, T, U1), options)
-    arcs, duration_lse = token_duration_arcs(tokens, duration_logits, targets, save)
+    arcs, duration_lse = token_duration_arcs(tokens, duration_logits, targets, durations, save)
     return arcs, token_lse, duration_lse
 
 
+def duration_code(durations: Sequence[int]) -> int:
+    """Return the durations as bytes of a number."""
+    return sum(d << (8 * k) for k, d in enumerate(durations))
+
+
+def new_arcs(kinds: int, nodes: int, device: torch.device) -> Tensor:
+    """Return memory for the scores of arcs, `[kinds * nodes]`.
+
+    A scan reads some rows before and after its chunk. Those before the first one have the score
+    -inf; those after the last one do not count.
+    """
+    margin = (MAX_DURATION + 1) * CHUNK
+    buffer = torch.empty(margin + kinds * nodes + margin, dtype=torch.float64, device=device)
+    buffer[:margin].fill_(-torch.inf)
+    return buffer[margin : margin + kinds * nodes]
+
+
 def token_duration_arcs(
-    tokens: Tensor, duration_logits: Tensor, targets: Targets, save: bool
+    tokens: Tensor,
+    duration_logits: Tensor,
+    targets: Targets,
+    durations: Sequence[int],
+    save: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the scores of the arcs, `[2 K, nodes]` fp64, and the durations' log-sum-exps.
+    """Return the scores of the arcs, `[2 K * nodes]` fp64, and the durations' log-sum-exps.
 
     `tokens` are the scores of blank and label, `[2, nodes]`. The log-sum-exps are empty unless they
     are saved.
@@ -152,7 +179,7 @@ def token_duration_arcs(
     plan, device = lattice_plan(B, T, U1), duration_logits.device
     shape = (B, T, U1) if save else (0,)
     duration_lse = torch.empty(shape, dtype=LSE_DTYPE, device=device)
-    arcs = torch.empty((2 * K, plan.nodes), dtype=torch.float64, device=device)
+    arcs = new_arcs(2 * K, plan.nodes, device)
     launch(
         tdt_arcs_kernel,
         B * plan.num_chunks * cdiv(plan.rows * CHUNK, BLOCK_NODES),
@@ -168,6 +195,7 @@ def token_duration_arcs(
         plan.rows,
         plan.nodes,
         *duration_logits.stride(),
+        DURATIONS=duration_code(durations),
         K=K,
         BLOCK=BLOCK_NODES,
         num_warps=4,
@@ -190,7 +218,7 @@ def tdt_forward(
     (B, T, U1, V), dtype = token_logits.shape, token_logits.dtype
     targets = as_targets(labels, logit_lengths, target_lengths)
     arcs, token_lse, duration_lse = tdt_arcs(
-        token_logits, duration_logits, targets, blank, sigma, need_posteriors
+        token_logits, duration_logits, targets, blank, durations, sigma, need_posteriors
     )
     nll, posteriors = scan_durations(
         arcs, targets, (B, T, U1), V, blank, durations, dtype, need_posteriors
@@ -216,7 +244,7 @@ def scan_durations(
         states = torch.empty((2, plan.nodes), dtype=torch.float64, device=device)
     zeros = scan_zeros(plan, B, 1 if states is None else 2, device)
     logz = torch.empty(B, dtype=torch.float64, device=device)
-    launch_arc_scan(arcs, targets, states, None, zeros, logz, sizes, V, blank, kinds, dtype)
+    launch_arc_scan(arcs, targets, states, None, zeros, logz, sizes, V, blank, kinds, True, dtype)
     nll = torch.empty(B, dtype=acc_dtype(dtype), device=device)
     shape = (2, K, B, T, U1) if need_posteriors else (0,)
     posteriors = torch.empty(shape, dtype=nll.dtype, device=device)
@@ -237,7 +265,7 @@ def scan_durations(
         plan.num_chunks,
         plan.rows,
         plan.nodes,
-        DURATIONS=sum(d << (8 * k) for k, d in enumerate(durations)),
+        DURATIONS=duration_code(durations),
         K=K,
         FP64=dtype == torch.float64,
         BLOCK=BLOCK_NODES,
@@ -305,6 +333,7 @@ def best_path(
     V: int,
     blank: int,
     kinds: ArcKinds,
+    filled: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the steps and scores of the labels on the best path, and its score."""
@@ -313,7 +342,9 @@ def best_path(
     pointers = torch.empty(plan.nodes, dtype=torch.int8, device=device)
     zeros = scan_zeros(plan, B, 1, device)
     best = torch.empty(B, dtype=torch.float64, device=device)
-    launch_arc_scan(arcs, targets, None, pointers, zeros, best, sizes, V, blank, kinds, dtype)
+    launch_arc_scan(
+        arcs, targets, None, pointers, zeros, best, sizes, V, blank, kinds, filled, dtype
+    )
     steps = torch.empty((B, U1 - 1), dtype=torch.int64, device=device)
     scores = torch.empty((B, U1 - 1), dtype=acc_dtype(dtype), device=device)
     score = torch.empty(B, dtype=acc_dtype(dtype), device=device)
@@ -359,7 +390,7 @@ def rnnt_align(
     options = NodeOptions(blank, fused, False, 0.0, 0.0)
     launch_nodes(logits, targets, no_lse, arcs, 0, B * T, (B, T, U1), options)
     kinds = arc_kinds(RNNT_ARCS)
-    return best_path(arcs, targets, (B, T, U1), V, blank, kinds, logits.dtype)
+    return best_path(arcs, targets, (B, T, U1), V, blank, kinds, False, logits.dtype)
 
 
 def tdt_align(
@@ -375,6 +406,6 @@ def tdt_align(
     """Return the steps and scores of the labels on the best path, and its score."""
     B, T, U1, V = token_logits.shape
     targets = as_targets(labels, logit_lengths, target_lengths)
-    arcs, _, _ = tdt_arcs(token_logits, duration_logits, targets, blank, sigma, False)
+    arcs, _, _ = tdt_arcs(token_logits, duration_logits, targets, blank, durations, sigma, False)
     kinds = arc_kinds(duration_arcs(durations))
-    return best_path(arcs, targets, (B, T, U1), V, blank, kinds, token_logits.dtype)
+    return best_path(arcs, targets, (B, T, U1), V, blank, kinds, True, token_logits.dtype)
