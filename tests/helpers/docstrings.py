@@ -33,6 +33,8 @@ ALIASES = {
     "partita.integrations.koi.Log": "partita.Log",
     "partita.integrations.koi.Max": "partita.Max",
     "partita.integrations.koi.semiring": "partita.Semiring",
+    "partita.integrations.torchaudio.RNNTLoss": "partita.nn.RNNTLoss",
+    "partita.integrations.torchaudio.rnnt_loss": "partita.rnnt_loss",
 }
 # The docstring of a constant is the string below it. Each constant has the module that defines
 # it, and the name whose example shows it.
@@ -105,12 +107,14 @@ EXCEPTIONS = {  # name and rule: why it does not hold; a test says that each is 
         "raises",
     ): "a semiring is not checked; what else is wrong, `Chain` names",
     ("partita.nn.CTCLoss.forward", "example"): STANDS_BY_ITS_CLASS,
+    ("partita.nn.RNNTLoss.forward", "example"): STANDS_BY_ITS_CLASS,
     ("partita.nn.CRF.forward", "example"): STANDS_BY_ITS_CLASS,
     ("partita.nn.CRF.decode", "example"): STANDS_BY_ITS_CLASS,
     ("partita.nn.CrossEntropyLoss.forward", "example"): STANDS_BY_ITS_CLASS,
     ("partita.nn.LinearCrossEntropyLoss.forward", "example"): STANDS_BY_ITS_CLASS,
     ("partita.nn.CTCLoss.extra_repr", "example"): "torch calls it, to print the module",
     ("partita.nn.CRF.extra_repr", "example"): "torch calls it, to print the module",
+    ("partita.nn.RNNTLoss.extra_repr", "example"): "torch calls it, to print the module",
     ("partita.nn.CrossEntropyLoss.extra_repr", "example"): "torch calls it, to print the module",
     (
         "partita.nn.LinearCrossEntropyLoss.extra_repr",
