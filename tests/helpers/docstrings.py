@@ -124,6 +124,7 @@ EXCEPTIONS = {  # name and rule: why it does not hold; a test says that each is 
     ("partita.integrations.koi.SequenceDist.logZ", "example"): SUBCLASS_DEFINES,
     ("partita.integrations.koi.SequenceDist.viterbi", "example"): SUBCLASS_DEFINES,
     ("partita.ops.linear_heads.plan.MemoryPlan", "units"): "`loss` is the name of a plan",
+    ("partita.ops.rnnt.plan.RNNTPlan", "units"): "`loss` is the name of a plan",
 }
 
 
@@ -183,11 +184,11 @@ def found() -> Iterator[Public]:
                 if kind in ("class", "record"):
                     yield from members(full, value)
     # A result whose name is not exported is still read about.
-    yield Public(
-        "partita.ops.linear_heads.plan.MemoryPlan",
-        sys.modules["partita.ops.linear_heads.plan"].MemoryPlan,
-        "record",
-    )
+    for path, name in (
+        ("partita.ops.linear_heads.plan", "MemoryPlan"),
+        ("partita.ops.rnnt.plan", "RNNTPlan"),
+    ):
+        yield Public(f"{path}.{name}", getattr(sys.modules[path], name), "record")
 
 
 PUBLIC = list(found())
