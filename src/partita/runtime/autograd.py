@@ -233,7 +233,7 @@ def one_by_one(op: Callable[..., Any], info: Any, in_dims: Any, *args: Any) -> t
     results = [
         op(
             *(
-                arg if dim is None else arg.select(dim, i)
+                arg.select(dim, i) if isinstance(dim, int) else arg
                 for arg, dim in zip(args, in_dims, strict=True)
             )
         )

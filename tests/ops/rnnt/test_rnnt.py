@@ -249,3 +249,20 @@ def test_long_sequences_are_exact(backend: str) -> None:
         loss = partita.rnnt_loss(truth, targets, [T], [U], 0)
         (expected,) = torch.autograd.grad(loss, truth)
     torch.testing.assert_close(grad.double(), expected, rtol=0, atol=2e-6)
+
+
+@backends
+def test_logits_far_from_zero(backend: str) -> None:
+    """A log-sum-exp in fp32 would lose the digits that the softmax needs."""
+    tokens, durations, *sequences = sample(torch.float32)
+    x, y = (tokens + 1e4).requires_grad_(), (durations - 1e4).requires_grad_()
+    with partita.backend(backend):
+        for loss in (
+            lambda x, y: partita.rnnt_loss(x, *sequences, 0) + 0 * y.sum(),
+            lambda x, y: partita.tdt_loss(x, y, *sequences, 0, DURATIONS),
+        ):
+            found = torch.autograd.grad(loss(x, y), (x, y))
+            truth = [t.detach().double().requires_grad_() for t in (x, y)]
+            expected = torch.autograd.grad(loss(*truth), truth)
+            for grad, exact in zip(found, expected, strict=True):
+                torch.testing.assert_close(grad.double(), exact, rtol=1e-6, atol=1e-7)

@@ -78,7 +78,7 @@ def _forward_fake(
     nodes, dtype = logits.shape[:3], acc_dtype(logits.dtype)
     return (
         logits.new_empty(logits.shape[0], dtype=dtype),
-        logits.new_empty(nodes if need_posteriors and fused else (0,), dtype=dtype),
+        logits.new_empty(nodes if need_posteriors and fused else (0,), dtype=torch.float64),
         logits.new_empty((2, *nodes) if need_posteriors else (0,), dtype=dtype),
     )
 
@@ -95,11 +95,13 @@ def _tdt_forward_fake(
     need_posteriors: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     nodes, dtype = token_logits.shape[:3], acc_dtype(token_logits.dtype)
-    shapes = (nodes, nodes, (2, len(durations), *nodes)) if need_posteriors else ((0,),) * 3
+    shapes = (nodes, (2, len(durations), *nodes)) if need_posteriors else ((0,),) * 2
     return (
         token_logits.new_empty(token_logits.shape[0], dtype=dtype),
-        *(token_logits.new_empty(shape, dtype=dtype) for shape in shapes),
-    )  # type: ignore[return-value]
+        token_logits.new_empty(shapes[0], dtype=torch.float64),
+        token_logits.new_empty(shapes[0], dtype=torch.float64),
+        token_logits.new_empty(shapes[1], dtype=dtype),
+    )
 
 
 def _align_fake(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -241,9 +243,9 @@ class RNNTLossFunction(torch.autograd.Function):
             return op(*tensors, *options, backend), *(None,) * 11
 
         def of_logits(grad: Tensor, logits: Tensor, *others: Any) -> Tensor:
-            _, _, *sequences = others
-            inputs: Any = (grad, logits, *sequences, blank, fused, hat, delay_penalty)
-            return reference.differentiable_gradient(*inputs, clamp, fastemit_lambda)
+            numbers: Any = (blank, fused, hat, delay_penalty, clamp, fastemit_lambda)
+            inputs: Any = (grad, logits, *others[2:], *numbers)
+            return reference.differentiable_gradient(*inputs)
 
         result = first_derivative(
             lambda *tensors: op(*tensors, *options, backend), of_logits, 2, *tensors

@@ -100,9 +100,9 @@ def rnnt_forward(
     """Return minus the log-probability of each target, and what its gradient needs.
 
     Returns:
-        The losses `[B]`, the log-sum-exp of each node `[B, T, U1]` (empty unless `fused`), and the
-        posterior of the blank and of the label that leave each node, `[2, B, T, U1]`. The last two
-        are empty unless `need_posteriors`. An invalid sequence has the loss and posteriors NaN.
+        The losses `[B]`, the log-sum-exp of each node `[B, T, U1]` fp64 (empty unless `fused`), and
+        the posterior of the blank and of the label that leave each node, `[2, B, T, U1]`. The last
+        two are empty unless `need_posteriors`. An invalid sequence has the loss and posteriors NaN.
     """
     sequences = (targets, logit_lengths, target_lengths)
     scores, lse, lengths = rnnt_lattice(logits, *sequences, blank, fused, hat, delay_penalty)
@@ -110,9 +110,9 @@ def rnnt_forward(
     dtype = acc_dtype(logits.dtype)
     nll = torch.where(lengths.invalid, torch.nan, 0.0 - logz).to(dtype)
     if not need_posteriors:
-        return nll, nll.new_empty(0), nll.new_empty(0)
+        return nll, scores.new_empty(0), nll.new_empty(0)
     posteriors = torch.where(lengths.invalid[:, None, None], torch.nan, posteriors)
-    return nll, lse.to(dtype), posteriors.to(dtype)
+    return nll, lse, posteriors.to(dtype)
 
 
 def rnnt_gradient(

@@ -39,7 +39,7 @@ def rnnt_kernels(
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         part = Lengths(steps, labels, torch.zeros_like(steps, dtype=torch.bool))
         scores, lse = reference.arc_scores(logits[0], targets, part, blank, True, hat)
-        return scores, (lse.to(acc_dtype(dtype)),)
+        return scores, (lse,)
 
     def scan(arcs: Tensor, need_posteriors: bool) -> tuple[Tensor, Tensor]:
         scores = reference.delayed(arcs, lengths, delay_penalty)
@@ -108,7 +108,7 @@ def tdt_kernels(
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         part = Lengths(steps, labels, torch.zeros_like(steps, dtype=torch.bool))
         scores, *lses = reference_tdt.arc_scores(logits[0], logits[1], targets, part, blank, sigma)
-        return scores, tuple(lse.to(acc_dtype(dtype)) for lse in lses)
+        return scores, tuple(lses)
 
     def scan(arcs: Tensor, need_posteriors: bool) -> tuple[Tensor, Tensor]:
         found = reference_tdt.sum_of_paths(arcs, lengths, durations, need_posteriors)

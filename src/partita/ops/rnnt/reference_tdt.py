@@ -97,7 +97,7 @@ def tdt_forward(
     """Return minus the log-probability of each target, and what its gradient needs.
 
     Returns:
-        The losses `[B]`, the log-sum-exps of tokens and durations, each `[B, T, U1]`, and the
+        The losses `[B]`, the log-sum-exps of tokens and durations, each `[B, T, U1]` fp64, and the
         posteriors of the blanks and of the labels of each duration, `[2, K, B, T, U1]`. The last
         three are empty unless `need_posteriors`. An invalid sequence has the loss and posteriors
         NaN.
@@ -111,9 +111,9 @@ def tdt_forward(
     dtype = acc_dtype(token_logits.dtype)
     nll = torch.where(lengths.invalid, torch.nan, 0.0 - logz).to(dtype)
     if not need_posteriors:
-        return nll, nll.new_empty(0), nll.new_empty(0), nll.new_empty(0)
+        return nll, scores.new_empty(0), scores.new_empty(0), nll.new_empty(0)
     posteriors = torch.where(lengths.invalid[:, None, None], torch.nan, posteriors)
-    return nll, token_lse.to(dtype), duration_lse.to(dtype), posteriors.to(dtype)
+    return nll, token_lse, duration_lse, posteriors.to(dtype)
 
 
 def tdt_gradient(

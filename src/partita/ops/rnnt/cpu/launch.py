@@ -99,9 +99,13 @@ def rnnt_forward(
     losses, posteriors = scan(scores, batch, RNNT_ARCS, delay_penalty, need_posteriors)
     dtype = acc_dtype(logits.dtype)
     if not need_posteriors:
-        return _tensor(losses, dtype), *(torch.empty(0, dtype=dtype) for _ in range(2))
-    lse = lse if fused else np.empty(0)
-    return _tensor(losses, dtype), _tensor(lse, dtype), _tensor(posteriors, dtype)
+        return (
+            _tensor(losses, dtype),
+            torch.empty(0, dtype=torch.float64),
+            torch.empty(0, dtype=dtype),
+        )
+    lse = torch.from_numpy(lse if fused else np.empty(0))
+    return _tensor(losses, dtype), lse, _tensor(posteriors, dtype)
 
 
 def rnnt_gradient(
@@ -155,11 +159,12 @@ def tdt_forward(
     arcs, dtype = tdt_arcs(durations), acc_dtype(token_logits.dtype)
     scores, *lses = tdt_arc_scores(token_logits, duration_logits, batch, arcs, sigma)
     losses, posteriors = scan(scores, batch, arcs, 0.0, need_posteriors)
-    if not need_posteriors:
-        empty = (torch.empty(0, dtype=dtype) for _ in range(3))
-        return _tensor(losses, dtype), *empty  # type: ignore[return-value]
-    posteriors = posteriors.reshape(2, len(durations), *posteriors.shape[1:])
-    return _tensor(losses, dtype), *(_tensor(x, dtype) for x in (*lses, posteriors))  # type: ignore[return-value]
+    if need_posteriors:
+        posteriors = posteriors.reshape(2, len(durations), *posteriors.shape[1:])
+    else:
+        lses, posteriors = [np.empty(0), np.empty(0)], np.empty(0)
+    token_lse, duration_lse = map(torch.from_numpy, lses)
+    return _tensor(losses, dtype), token_lse, duration_lse, _tensor(posteriors, dtype)
 
 
 def tdt_gradient(

@@ -26,9 +26,14 @@ from .launch import (
 
 def _chunk_batch(targets: Tensor, steps: Tensor, labels: Tensor, T: int, blank: int) -> Batch:
     """Return the batch of a chunk, whose lengths are valid."""
-    lengths = [each.contiguous().numpy() for each in (steps, labels)]
-    invalid = np.zeros(len(steps), np.bool_)
-    return Batch(targets.long().contiguous().numpy(), *lengths, invalid, blank, T)
+    return Batch(
+        targets=targets.long().contiguous().numpy(),
+        steps=steps.contiguous().numpy(),
+        labels=labels.contiguous().numpy(),
+        invalid=np.zeros(len(steps), np.bool_),
+        blank=blank,
+        T=T,
+    )
 
 
 def _scanned(
