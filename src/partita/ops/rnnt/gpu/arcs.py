@@ -36,6 +36,7 @@ class ArcChunk(NamedTuple):
         length: number of steps.
         u: the value of u of each lane, `[32]`.
         target_len: number of labels.
+        end_row: the row of the virtual step T at the last value of u in the chunk.
     """
 
     arcs_ptr: tl.tensor
@@ -50,6 +51,7 @@ class ArcChunk(NamedTuple):
     length: tl.tensor
     u: tl.tensor
     target_len: tl.tensor
+    end_row: tl.tensor
 
 
 @triton.jit
@@ -241,7 +243,7 @@ def scan_arcs_forward(
     final, own, other = state, repeated(state, DEPTH), repeated(state, DEPTH)
     arcs = load_block_arcs(chunk, 0, lane, True, FILLED, BLOCK, CODE, ARCS)
     words = load_carries(chunk, 0, lane, BLOCK)
-    for first in range(0, chunk.length + 32, BLOCK):
+    for first in range(0, chunk.end_row + 1, BLOCK):
         words = await_carries(words, chunk, first, lane, BLOCK)
         carries, block_arcs = words, arcs
         arcs = load_block_arcs(chunk, first + BLOCK, lane, True, FILLED, BLOCK, CODE, ARCS)
@@ -279,10 +281,10 @@ def scan_arcs_backward(
     """Scan β of a chunk; all of it is stored."""
     state = lane.to(tl.float64) * 0.0 - float("inf")
     own, other = repeated(state, DEPTH), repeated(state, DEPTH)
-    last = (chunk.length + 31) // BLOCK * BLOCK
+    last = chunk.end_row // BLOCK * BLOCK
     arcs = load_block_arcs(chunk, last, lane, False, FILLED, BLOCK, CODE, ARCS)
     words = load_carries(chunk, last - 31, lane, BLOCK)
-    for p in range(0, chunk.length + 32, BLOCK):
+    for p in range(0, chunk.end_row + 1, BLOCK):
         first = last - p
         words = await_carries(words, chunk, first - 31, lane, BLOCK)
         carries, block_arcs = words, arcs
@@ -340,7 +342,7 @@ def rnnt_arc_scan_kernel(
     length, target_len, invalid = load_sequence(b, logit_lengths_ptr, target_lengths_ptr, T, U1)
     last = target_len // 32
     c_u = tl.where(direction == 0, c, last - c)
-    u = c_u * 32 + lane
+    u, end_row = c_u * 32 + lane, length + tl.minimum(31, target_len - c_u * 32)
     if c <= last:
         offset = (b * num_chunks + c_u) * rows * 32
         # The first lane of all has no lane before it; it reads its own arcs, and adds -inf to them.
@@ -354,7 +356,7 @@ def rnnt_arc_scan_kernel(
             sent_ptr = carries_ptr + (direction * num_chunks + c) * stride + b * carry_steps
             received_ptr = sent_ptr - stride
         links = (sent_ptr, received_ptr, c < last, c > 0)
-        sizes = (length, u, target_len)
+        sizes = (length, u, target_len, end_row)
         chunk = ArcChunk(arcs_ptr + offset, nodes, before, states, pointers, *links, *sizes)
         if direction == 0:
             label = tl.load(targets_ptr + b * target_stride + u, mask=u < target_len, other=-1)

@@ -51,11 +51,11 @@ def tdt_arcs_kernel(
     for k in tl.static_range(K):
         x = tl.load(durations_ptr + start + k * stride_k, mask=mask, other=0.0)
         values = values + (x.to(tl.float64),)
-    maximum = values[0]
+    maximum = values[0]  # type: ignore[misc]
     for k in tl.static_range(1, K):
         maximum = tl.where(values[k] > maximum, values[k], maximum)
     maximum = tl.where(maximum == -float("inf"), 0.0, maximum)
-    total = tl.exp(values[0] - maximum)
+    total = tl.exp(values[0] - maximum)  # type: ignore[misc]
     for k in tl.static_range(1, K):
         total += tl.exp(values[k] - maximum)
     lse = maximum + log_sum(total)

@@ -192,9 +192,10 @@ def store_gradient(
                 x = load_piece(body_ptr, values, at, stride_v, VEC, DTYPE)
             pieces = pieces + (x,)
         for i in tl.static_range(PIECES):
-            d = pieces[i]
+            d = tl.zeros([BLOCK_V], DTYPE)
             if FUSED:
-                d = finish(row.factor * row_exp(d, row.lse, dtype), row, CLIP)
+                e = row_exp(pieces[i], row.lse, dtype)
+                d = finish(row.factor * e, row, CLIP)
             store_piece(d_body_ptr, results, first + i * BLOCK_V + lane, d, d_stride_v, VEC)
     # The columns of blank and label replace what the lanes have just stored.
     tl.debug_barrier()

@@ -75,13 +75,14 @@ def read_nodes(
     )
     flat_durations = nodes.durations.view(B * T * U1, head.durations)
     for first, sequences, steps in chunks:
-        count = sequences * steps
-        part = slice(first * U1, (first + count) * U1)
-        compute_hidden(call, first, count, hidden)
-        rows = logits[part] if keep_logits else logits[: count * U1]
-        compute_logits(head, hidden[: count * U1], rows)
-        shaped = rows.view(1, count, U1, -1)[..., : head.tokens]
-        launch_nodes(shaped, call.targets, nodes.lse, nodes.arcs, first, count, (B, T, U1), options)
+        chunk_size = sequences * steps
+        part = slice(first * U1, (first + chunk_size) * U1)
+        compute_hidden(call, first, chunk_size, hidden)
+        rows = logits[part] if keep_logits else logits[: chunk_size * U1]
+        compute_logits(head, hidden[: chunk_size * U1], rows)
+        shaped = rows.view(1, chunk_size, U1, -1)[..., : head.tokens]
+        arguments = (first, chunk_size, (B, T, U1), options)
+        launch_nodes(shaped, call.targets, nodes.lse, nodes.arcs, *arguments)
         if head.durations:
             flat_durations[part] = rows[:, head.tokens : head.tokens + head.durations]
     return nodes
@@ -105,14 +106,14 @@ def write_gradients(
     flat_durations = nodes.durations.view(B * T * U1, head.durations)
     dhidden = torch.empty_like(hidden)
     for first, sequences, steps in chunks:
-        count = sequences * steps
-        part = slice(first * U1, (first + count) * U1)
-        part_hidden = hidden[: count * U1]
-        compute_hidden(call, first, count, hidden)
-        rows = logits[part] if keep_logits else logits[: count * U1]
+        chunk_size = sequences * steps
+        part = slice(first * U1, (first + chunk_size) * U1)
+        part_hidden = hidden[: chunk_size * U1]
+        compute_hidden(call, first, chunk_size, hidden)
+        rows = logits[part] if keep_logits else logits[: chunk_size * U1]
         if not keep_logits:
             compute_logits(head, part_hidden, rows)
-        shaped = rows.view(1, count, U1, -1)[..., : head.tokens]
+        shaped = rows.view(1, chunk_size, U1, -1)[..., : head.tokens]
         launch_gradient(
             factor,
             shaped,
@@ -121,7 +122,7 @@ def write_gradients(
             call.targets,
             shaped,
             first,
-            count,
+            chunk_size,
             options.blank,
             options.hat,
             0.0,
@@ -134,7 +135,7 @@ def write_gradients(
         if found.bias is not None:
             found.bias.add_(rows.sum(0, dtype=found.bias.dtype))
         if found.encoder is not None or found.predictor is not None:
-            part_dhidden = dhidden[: count * U1]
+            part_dhidden = dhidden[: chunk_size * U1]
             torch.mm(rows, head.weight, out=part_dhidden)
             add_joint_gradient(call, part_dhidden, first, sequences, steps, found)
 
@@ -171,11 +172,11 @@ def linear_transducer(
     (B, T, U1), head = call.sizes, call.head
     chunks = chunk_steps(call, chunk)
     needs_gradient = factor is not None and any(wanted)
-    most = max((sequences * steps for _, sequences, steps in chunks), default=0)
+    max_steps = max((sequences * steps for _, sequences, steps in chunks), default=0)
     keep_logits = keep_logits and needs_gradient
     encoder = call.encoder
-    hidden = encoder.new_empty((most * U1, encoder.shape[2]))
-    logits = encoder.new_empty(((B * T if keep_logits else most) * U1, len(head.weight)))
+    hidden = encoder.new_empty((max_steps * U1, encoder.shape[2]))
+    logits = encoder.new_empty(((B * T if keep_logits else max_steps) * U1, len(head.weight)))
     nodes = read_nodes(call, chunks, options, hidden, logits, keep_logits, needs_gradient)
     sizes, plan = (B, T, U1), lattice_plan(B, T, U1)
     if head.durations:

@@ -10,20 +10,12 @@ from .lattice import SIZES, exp2_of, load_sequence, node_offset
 
 
 @triton.jit
-def arc_posteriors(
-    arcs_ptr,
-    states_ptr,
-    nodes,
-    b,
-    t,
-    u,
-    sequence,
-    logz,
-    num_chunks,
-    rows,
-    FP64: tl.constexpr,
-):
-    """Return the posteriors of the blank's and the label's arc of some nodes, not normalized."""
+def arc_posteriors(arcs_ptr, states_ptr, layout, b, t, u, sequence, logz, FP64: tl.constexpr):
+    """Return the posteriors of the blank's and the label's arc of some nodes, not normalized.
+
+    `layout` has the chunks, their rows and the elements of an array over all nodes.
+    """
+    num_chunks, rows, nodes = layout
     mask = (t >= 0) & (t < sequence.length) & (u >= 0) & (u <= sequence.target_len)
     has_label = mask & (u < sequence.target_len)
     offset = node_offset(b, t, u, num_chunks, rows)
@@ -61,7 +53,7 @@ def rnnt_posterior_kernel(
 
     Each path leaves each anti-diagonal by one arc, so their posteriors are divided by their sum.
     """
-    blocks = 1
+    blocks, layout = 1, (num_chunks, rows, nodes)
     if posteriors_ptr is not None:
         blocks = tl.cdiv(T + U1 - 1, DIAGONALS)
     b, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -79,17 +71,7 @@ def rnnt_posterior_kernel(
         for first in range(0, tl.where(no_path, 0, sequence.target_len + 1), BLOCK_U):
             u = first + lane
             blank, label = arc_posteriors(
-                arcs_ptr,
-                states_ptr,
-                nodes,
-                b,
-                diagonal - u,
-                u,
-                sequence,
-                logz,
-                num_chunks,
-                rows,
-                FP64,
+                arcs_ptr, states_ptr, layout, b, diagonal - u, u, sequence, logz, FP64
             )
             total += tl.sum((blank + label).to(tl.float64), axis=1)
         scale = tl.where(total == 0.0, 1.0, 1.0 / total).to(posteriors_ptr.dtype.element_ty)
@@ -98,17 +80,7 @@ def rnnt_posterior_kernel(
             u = first + lane
             t = diagonal - u
             blank, label = arc_posteriors(
-                arcs_ptr,
-                states_ptr,
-                nodes,
-                b,
-                t,
-                u,
-                sequence,
-                logz,
-                num_chunks,
-                rows,
-                FP64,
+                arcs_ptr, states_ptr, layout, b, t, u, sequence, logz, FP64
             )
             scale_of_node = tl.where(no_path & (flag == 0), 0.0, scale)
             mask = (u < U1) & (t >= 0) & (t < T)

@@ -156,7 +156,7 @@ def row_normalizer(
             if HAT:
                 x = tl.where(row.head + column == excluded, -float("inf"), x)
             pieces = pieces + (x,)
-        greatest = pieces[0]
+        greatest = pieces[0]  # type: ignore[misc]
         for i in tl.static_range(1, PIECES):
             greatest = tl.maximum(greatest, pieces[i])
         greatest = fold_max(greatest, VEC)

@@ -43,6 +43,7 @@ class ScanChunk(NamedTuple):
         length: number of steps.
         u: the value of u of each lane, `[32]`.
         target_len: number of labels.
+        end_row: the row of the virtual step T at the last value of u in the chunk.
     """
 
     blank_ptr: tl.tensor
@@ -55,6 +56,7 @@ class ScanChunk(NamedTuple):
     length: tl.tensor
     u: tl.tensor
     target_len: tl.tensor
+    end_row: tl.tensor
 
 
 @triton.jit
@@ -118,7 +120,7 @@ def scan_forward(chunk, lane, BLOCK: tl.constexpr, FP64: tl.constexpr):
     leaving = minus_infinity
     blanks, labels = load_arcs(chunk, 0, lane, BLOCK)
     words = load_carries(chunk, 0, lane, BLOCK)
-    for first in range(0, chunk.length + 32, BLOCK):
+    for first in range(0, chunk.end_row + 1, BLOCK):
         words = await_carries(words, chunk, first, lane, BLOCK)
         carries, block_blanks, block_labels = words, blanks, labels
         blanks, labels = load_arcs(chunk, first + BLOCK, lane, BLOCK)
@@ -139,10 +141,10 @@ def scan_backward(chunk, lane, BLOCK: tl.constexpr, FP64: tl.constexpr):
     """Scan β of a chunk; all of it is stored."""
     minus_infinity = lane.to(tl.float64) * 0.0 - float("inf")
     beta = tl.where(chunk.u == chunk.target_len, 0.0, minus_infinity)
-    last = (chunk.length + 31) // BLOCK * BLOCK
+    last = chunk.end_row // BLOCK * BLOCK
     blanks, labels = load_arcs(chunk, last, lane, BLOCK)
     words = load_carries(chunk, last - 31, lane, BLOCK)
-    for p in range(0, chunk.length + 32, BLOCK):
+    for p in range(0, chunk.end_row + 1, BLOCK):
         first = last - p
         words = await_carries(words, chunk, first - 31, lane, BLOCK)
         carries, block_blanks, block_labels = words, blanks, labels
@@ -190,7 +192,7 @@ def rnnt_scan_kernel(
     length, target_len, invalid = load_sequence(b, logit_lengths_ptr, target_lengths_ptr, T, U1)
     last = target_len // 32
     c_u = tl.where(direction == 0, c, last - c)
-    u = c_u * 32 + lane
+    u, end_row = c_u * 32 + lane, length + tl.minimum(31, target_len - c_u * 32)
     if c <= last:
         offset = (b * num_chunks + c_u) * rows * 32
         states = None if states_ptr is None else states_ptr + direction * nodes + offset
@@ -210,6 +212,7 @@ def rnnt_scan_kernel(
             length,
             u,
             target_len,
+            end_row,
         )
         if direction == 0:
             label = tl.load(targets_ptr + b * target_stride + u, mask=u < target_len, other=-1)
