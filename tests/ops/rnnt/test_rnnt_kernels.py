@@ -74,12 +74,17 @@ def assert_all_close(found: Any, expected: Any, dtype: torch.dtype) -> None:
 
 
 # One chunk of u and two; rows that are aligned, that start at any address, and that take two loads.
-SHAPES = [(2, 5, 3, 7), (1, 3, 34, 5), (2, 2, 2, 301), (1, 2, 1, 2600), (2, 1, 0, 4)]
+SHAPES = [(2, 5, 3, 7), (1, 2, 34, 5), (2, 2, 2, 301), (1, 2, 1, 2600), (2, 1, 0, 4)]
+
+
+CASES = [
+    *((shape, torch.float32) for shape in SHAPES),
+    *((SHAPES[2], dtype) for dtype in TOLERANCE if dtype != torch.float32),
+]
 
 
 @kernel_devices
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), CASES)
 def test_losses_and_gradients_of_rnnt(
     shape: tuple[int, int, int, int], dtype: torch.dtype, device: str
 ) -> None:
@@ -104,7 +109,7 @@ def test_losses_and_gradients_of_rnnt(
     ids=str,
 )
 def test_options_of_rnnt(options: dict[str, Any], device: str) -> None:
-    x = batch_of((3, 4, 3, 6), device, blank=2)
+    x = batch_of((2, 4, 2, 6), device, blank=2)
     if not options.get("fused_log_softmax", True):
         x = x._replace(tokens=x.tokens.log_softmax(-1))
     found, expected = rnnt(x, "triton", 2, **options), rnnt(x, "reference", 2, **options)
@@ -135,10 +140,10 @@ def test_logits_far_from_zero(device: str) -> None:
 
 
 @kernel_devices
-@pytest.mark.parametrize("durations", [[0, 1, 2, 3, 4], [2, 1]])
+@pytest.mark.parametrize("durations", [[0, 1, 2, 3, 4], [1, 0]])
 def test_losses_and_gradients_of_tdt(durations: list[int], device: str) -> None:
-    U = 34 if durations == [2, 1] else 3
-    x = batch_of((2, 5, U, 6), device, K=len(durations))
+    shape = (1, 4, 33, 6) if durations == [1, 0] else (2, 5, 3, 6)
+    x = batch_of(shape, device, K=len(durations))
     expected = tdt(x, "reference", durations)
     assert_all_close(tdt(x, "triton", durations), expected, torch.float32)
     assert expected[0].isfinite().any() and expected[1].abs().sum() > 0
@@ -146,7 +151,7 @@ def test_losses_and_gradients_of_tdt(durations: list[int], device: str) -> None:
 
 @kernel_devices
 def test_best_paths(device: str) -> None:
-    for x in (batch_of((3, 5, 3, 6), device), batch_of((1, 2, 34, 5), device)):
+    for x in (batch_of((2, 5, 3, 6), device), batch_of((1, 1, 33, 5), device)):
         found = []
         for backend in ("triton", "reference"):
             with partita.backend(backend):
@@ -172,9 +177,9 @@ def test_equal_paths_are_chosen_as_by_the_reference(device: str) -> None:
 @kernel_devices
 def test_invalid_sequences_and_no_steps(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARTITA_CHECK", "0")
-    x = batch_of((5, 4, 3, 6), device)
+    x = batch_of((5, 3, 2, 6), device)
     x.targets[0, 0], x.targets[1, 0] = 0, 6
-    x.steps[2], x.labels[3], x.steps[4] = 5, 4, 0
+    x.steps[2], x.labels[3], x.steps[4] = 4, 3, 0
     x.labels[:2] = 2
     with partita.backend("triton"):
         steps, _, score = partita.rnnt_align(x.tokens, *x[2:], 0)

@@ -100,7 +100,7 @@ def tdt_posterior_kernel(
     """Write the posteriors of the arcs of some nodes, and the loss."""
     blocks = 1
     if posteriors_ptr is not None:
-        blocks = tl.cdiv(T * U1, BLOCK)
+        blocks = num_chunks * tl.cdiv(rows * 32, BLOCK)
     b, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     sequence = load_sequence(b, logit_lengths_ptr, target_lengths_ptr, T, U1)
     logz, flag = tl.load(logz_ptr + b), tl.load(flags_ptr + b)
@@ -109,16 +109,19 @@ def tdt_posterior_kernel(
         tl.store(nll_ptr + b, nll.to(nll_ptr.dtype.element_ty))
     if posteriors_ptr is not None:
         length = tl.where(logz == -float("inf"), 0, sequence.length)
-        index = block * BLOCK + tl.arange(0, BLOCK)
-        t, u = index // U1, index % U1
-        mask = (t < length) & (u <= sequence.target_len)
+        # The nodes are counted as the arcs lie in memory.
+        chunk_blocks = tl.cdiv(rows * 32, BLOCK)
+        index = block % chunk_blocks * BLOCK + tl.arange(0, BLOCK)
+        t, u = index // 32 - index % 32, block // chunk_blocks * 32 + index % 32
+        is_node = (t >= 0) & (t < T) & (u < U1)
+        mask = (t >= 0) & (t < length) & (u <= sequence.target_len)
         offset = node_offset(b, t, u, num_chunks, rows)
         after = node_offset(b, t, u + 1, num_chunks, rows)
         alpha = tl.load(states_ptr + offset, mask=mask, other=-float("inf")) - logz
         beta_ptr = states_ptr + nodes
         zero = tl.where(flag > 0, float("nan"), 0.0).to(posteriors_ptr.dtype.element_ty)
         size = B.to(tl.int64) * T * U1
-        node_ptr = posteriors_ptr + (b.to(tl.int64) * T * U1 + index)
+        node_ptr = posteriors_ptr + ((b.to(tl.int64) * T + t) * U1 + u)
         for k in tl.static_range(K):
             d = (DURATIONS >> (8 * k)) & 255
             blank, label = zero + index * 0.0, zero + index * 0.0
@@ -131,8 +134,8 @@ def tdt_posterior_kernel(
             score = tl.load(arcs_ptr + (K + k) * nodes + offset, mask=valid, other=0.0)
             score += tl.load(beta_ptr + after + d * 32, mask=valid, other=0.0)
             label = tl.where(valid, exp2_of(alpha + score, FP64), 0.0) + zero
-            tl.store(node_ptr + k * size, blank, mask=index < T * U1)
-            tl.store(node_ptr + (K + k) * size, label, mask=index < T * U1)
+            tl.store(node_ptr + k * size, blank, mask=is_node)
+            tl.store(node_ptr + (K + k) * size, label, mask=is_node)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -250,7 +250,7 @@ def scan_durations(
     posteriors = torch.empty(shape, dtype=nll.dtype, device=device)
     launch(
         tdt_posterior_kernel,
-        B * (cdiv(T * U1, BLOCK_NODES) if need_posteriors else 1),
+        B * (plan.num_chunks * cdiv(plan.rows * CHUNK, BLOCK_NODES) if need_posteriors else 1),
         arcs,
         states,
         targets.logit_lengths,
