@@ -25,6 +25,7 @@ PACKAGES = (
     "ont-koi",
     "seqdist",
     "torchaudio",
+    "warprnnt-numba",
 )
 COLUMNS = (
     "op",
