@@ -191,7 +191,8 @@ def call_rnnt(dtype: torch.dtype, U: int, V: int) -> None:
     logits = torch.zeros(2, 3, U + 1, V, dtype=dtype, requires_grad=True)
     durations = torch.zeros(2, 3, U + 1, 2, dtype=dtype, requires_grad=True)
     sequences = torch.ones(2, U, dtype=torch.int64), torch.full((2,), 3), torch.full((2,), U)
-    for options in ({}, {"hat": True, "clamp": 0.5}, {"fused_log_softmax": False}):
+    others = ({"hat": True, "clamp": 0.5}, {"fused_log_softmax": False}) if V < 1000 else ()
+    for options in ({}, *others):
         loss = partita.rnnt_loss(logits, *sequences, 0, **options)
         torch.autograd.grad(loss, logits)
     partita.rnnt_loss(logits.detach(), *sequences, 0)
@@ -202,7 +203,7 @@ def call_rnnt(dtype: torch.dtype, U: int, V: int) -> None:
     hidden = torch.zeros(2, 3, 16, dtype=dtype, requires_grad=True)
     predictor = torch.zeros(2, U + 1, 16, dtype=dtype, requires_grad=True)
     weight = torch.zeros(V, 16, dtype=dtype)
-    for activation in ("relu", "tanh"):
+    for activation in ("relu", "tanh") if V < 1000 else ():
         joint = (hidden, predictor, weight, *sequences)
         losses = partita.linear_rnnt_loss(*joint, blank=0, activation=activation, reduction="none")
         torch.autograd.grad(losses.sum(), (hidden, predictor))

@@ -13,11 +13,12 @@ DEFAULT_BUDGET = 2**30  # bytes of workspace if no budget is given
 # Bytes of logits in a chunk beyond which the products do not become faster.
 CHUNK_BYTES = 2**28
 ROW_ALIGNMENT = 16  # columns; matrix products and kernels need rows that start on 16 bytes
-# Bytes of a node beside its logits: two log-probabilities, alpha and beta in fp64, and the
-# log-sum-exp and two posteriors in fp32.
-NODE_BYTES = 44
-# The same for each duration of a TDT: its two posteriors, and its log-probability in fp64.
-DURATION_BYTES = 16
+# Bytes of a node beside its logits: two log-probabilities, alpha and beta in fp64, padded to whole
+# chunks on a GPU, the log-sum-exp in fp64, and two posteriors in fp32.
+NODE_BYTES = 64
+# The same for each duration of a TDT: its two posteriors, two log-probabilities in fp64, its logit.
+DURATION_BYTES = 28
+PARTIAL_STEPS = 4  # steps that share a partial sum of the predictor's gradient
 
 ONE_PRODUCT = "a loss without gradients reads the logits of each chunk once"
 ALL_AT_ONCE = "the workspace holds all logits, so each is computed once"
@@ -104,6 +105,8 @@ def linear_rnnt_plan(
     columns = padded_width(vocabulary) + (padded_width(durations) if durations else 0)
     step_logits = positions * columns * itemsize
     step_hidden = positions * hidden * itemsize * (2 if gradient else 1)
+    if gradient:
+        step_hidden += positions * hidden * acc_dtype(dtype).itemsize // PARTIAL_STEPS
     fixed = rows * (NODE_BYTES + durations * DURATION_BYTES)
     if gradient and dtype.itemsize == 2:
         # Sums over chunks are in fp32.
