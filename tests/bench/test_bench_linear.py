@@ -258,6 +258,53 @@ def test_liger_is_called_as_it_wants_it(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(row.timing for row in run(iter([CASE]), peer("liger")))
 
 
+def test_quack_is_imported_with_a_key_for_every_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own function keys what it knows and raises for the rest."""
+
+    def strict(value: object, seen: set[object]) -> object:
+        if isinstance(value, tuple):
+            return tuple(identity.semantic_value_key(part, seen) for part in value)
+        if isinstance(value, int):
+            return value
+        raise TypeError("no key")
+
+    identity = types.SimpleNamespace(semantic_value_key=strict)
+    module = types.SimpleNamespace(chunked_linear_cross_entropy=linear_peers.composed_loss)
+    monkeypatch.setitem(sys.modules, "quack.gemm_runtime.identity", identity)
+    monkeypatch.setitem(sys.modules, "quack.linear_cross_entropy", module)
+    for _ in range(2):  # the second import adds no second wrapper
+        assert linear_peers.quack() is linear_peers.composed_loss
+    key = identity.semantic_value_key((3, 4.0), set())
+    assert key == (3, ("type", "builtins", "float"))
+    assert identity.semantic_value_key.__wrapped__ is strict
+    half = dataclasses.replace(CASE, dtype=torch.bfloat16)
+    assert all(row.timing for row in run(iter([half]), peer("quack")))
+    assert linear_peers.beyond_quack(CASE.inputs(Buffers(CPU.device))) is not None
+    assert linear_peers.beyond_quack((torch.zeros(2), torch.zeros(2))) is None
+
+
+def test_what_the_kernels_of_liger_in_cute_can_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.SimpleNamespace(liger_fused_linear_cross_entropy_sm90=linear_peers.composed_loss)
+    name = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
+    monkeypatch.setitem(sys.modules, name, module)
+    assert linear_peers.liger_cute() is linear_peers.composed_loss
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
+
+    def reason(
+        device: str, dtype: torch.dtype = torch.bfloat16, tokens: int = 128, classes: int = 512
+    ) -> str | None:
+        hidden = types.SimpleNamespace(device=torch.device(device), dtype=dtype)
+        return linear_peers.beyond_liger_cute(
+            linear_peers.LinearInputs(hidden, torch.empty(classes, 1), torch.empty(tokens))
+        )
+
+    assert reason("cuda:0") is None
+    assert reason("cuda:1") == reason("cpu") == "needs a GPU of compute capability 9.0"
+    assert reason("cuda:0", torch.float16) == "takes bf16 only"
+    assert "128 tokens" in str(reason("cuda:0", tokens=120))
+    assert "256 classes" in str(reason("cuda:0", classes=500))
+
+
 @pytest.mark.parametrize(
     ("names", "options"),
     [(("CCE",), {"filter_eps": None}), (("CCE", "CCE_EXACT"), {"impl": "cce_exact"})],
