@@ -32,8 +32,8 @@ from partita.bench.providers import PARTITA, TORCH, Provider
 CTC = ("ctc", "ctc_crf", "ctc_align")
 LINEAR = ("linear_cross_entropy", "linear_divergence")
 PEERS = (
-    "torch,torch-linear,compile,chunked,naive,quack,liger,cce,cce-exact,koi,seqdist,torch-struct,"
-    "pytorch-crf,torchaudio"
+    "torch,torch-linear,compile,chunked,naive,quack,liger,liger-cute,cce,cce-exact,koi,seqdist,"
+    "torch-struct,pytorch-crf,torchaudio"
 )
 TINY = ["--elements", "2048", "--columns", "16,33", "--repetitions", "2"]
 
