@@ -66,23 +66,3 @@ def opaque(packed, zero):
     return tl.inline_asm_elementwise(
         "xor.b32 $0, $1, $2;", "=r,r,r", [packed, zero], dtype=packed.dtype, is_pure=False, pack=2
     )
-
-
-@triton.jit
-def fp32_of_half(packed, zero):
-    """Return a block of a half type in fp32, as values that the compiler regards as new.
-
-    `zero` is a number in fp32. See `opaque`, whose instruction the conversion of bf16 includes.
-    """
-    zeros = tl.full(packed.shape, zero, tl.float32).to(packed.dtype)
-    if packed.dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $2, $3, 0x1044; prmt.b32 $1, $2, $3, 0x3244;",
-            "=r,=r,r,r",
-            [packed, zeros],
-            dtype=tl.float32,
-            is_pure=False,
-            pack=2,
-        )
-    else:
-        return opaque(packed, zeros).to(tl.float32)

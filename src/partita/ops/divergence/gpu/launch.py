@@ -286,7 +286,7 @@ def _launch_one_pass(
     dlogits: Tensor,
 ) -> None:
     """Launch the kernel whose programs hold parts of both rows."""
-    limited = plan.max_registers is not None and NVIDIA and not INTERPRETED
+    vector, lanes = _vector(False, x, t, dlogits), 32 * plan.num_warps
     is_shared = plan.splits > 1
     programs = len(x) * plan.splits
     launch(
@@ -300,21 +300,21 @@ def _launch_one_pass(
         dlogits,
         x.shape[1],
         plan.splits,
+        plan.classes_per_program,
         x.stride(0),
         t.stride(0),
         dlogits.stride(0),
         factor,
         *numbers,
-        0.0,
         KIND=_kind(numbers[0]),
         HAS_SOFTCAP=numbers[2] != 0,
-        HALF=limited and x.element_size() == 2,
+        FAST=NVIDIA and not INTERPRETED and x.element_size() == 2,
         SHARED=is_shared,
         BLOCK_SPLITS=max(2, next_power_of_2(plan.splits)),
-        VEC=_vector(False, x, t, dlogits),
+        VEC=vector,
+        LANES=lanes if plan.block >= lanes * vector else 1,
         BLOCK=plan.block,
         num_warps=plan.num_warps,
-        **({"maxnreg": plan.max_registers} if limited else {}),
     )
 
 

@@ -1,7 +1,8 @@
 """The kernel that computes divergence and gradient with one read of both rows and one write.
 
-A program holds a part of both rows in registers. The programs of a row exchange their statistics
-through memory; see primitives/gpu/sync.py. All exponents are of base 2.
+A program has a part of both rows. It reads the part for the statistics, exchanges these with the
+other programs of the row (see primitives/gpu/sync.py), and reads it again from the cache for the
+gradient. All exponents are of base 2.
 """
 
 from __future__ import annotations
@@ -11,45 +12,54 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import LN2, LOG2E, apply_softcap, finite_shift, log_exact, reciprocal
-from ....primitives.gpu.memory import (
-    aligned_start,
-    fp32_of_half,
-    load_streaming,
-    store_streaming,
+from ....primitives.gpu.math import (
+    LN2,
+    LOG2E,
+    apply_softcap,
+    finite_shift,
+    log_exact,
+    reciprocal,
 )
+from ....primitives.gpu.memory import aligned_start
+from ....primitives.gpu.reduce import broadcast_lanes, by_lane, lane_max
 from ....primitives.gpu.sync import collect_pairs, exchange_pairs, store_pair
 from ....runtime.backend import interpreting
 from .rows import MIXTURE, REVERSE
 
 SMALLEST = tl.constexpr(2.0**-126)
+LARGEST = tl.constexpr(2.0**100)  # sums of exponentials below it overflow in no product
+NOTHING = tl.constexpr(-float("inf"))  # the logit of a class that there is not
+FINITE = tl.constexpr(-1e37)  # the same where logits are finite
+NO_LOG = tl.constexpr(-1000.0)  # the base-2 logarithm of a probability of 0
 # The interpreter calls a function of a reduction for each element, which takes it minutes.
 INTERPRETED = tl.constexpr(interpreting())
 
 
 class PairPart(NamedTuple):
-    """A part of both rows as loaded, and the options of the call.
+    """A part of both rows, and the options of the call.
 
     Fields:
-        x, t: the logits of student and teacher, `[BLOCK]`.
-        mask: which classes the part has, `[BLOCK]`.
-        zero: 0.0, which the compiler does not know.
+        x_ptr, t_ptr, d_ptr: the first logits of student and teacher, and the first gradient.
+        first, last: the classes of the part.
         cap: the soft-cap.
         weight: beta.
         log2_scale: the factor of logits in exponents.
+        on_row: the derivative of the result in the loss of the row, over the temperature.
     """
 
-    x: Any
-    t: Any
-    mask: Any
-    zero: Any
+    x_ptr: Any
+    t_ptr: Any
+    d_ptr: Any
+    first: Any
+    last: Any
     cap: Any
     weight: Any
     log2_scale: Any
+    on_row: Any
 
 
 class PairShare(NamedTuple):
-    """The statistics of both rows over a part, or over all classes.
+    """The statistics of both rows over some classes, `[1, LANES]` of the lanes, or numbers.
 
     A class has the exponent a = x * log2_scale - shift, where the shift is a rounded number. It
     stands in each exponent of the row, so the rounding cancels in probabilities.
@@ -66,27 +76,6 @@ class PairShare(NamedTuple):
     t_shift: Any
     t_total: Any
     weighted: Any
-
-
-@triton.jit
-def fp32_logits(logits, part, AGAIN: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """Return soft-capped logits in fp32; with AGAIN, converted again from those of a half type."""
-    if AGAIN:
-        x = fp32_of_half(logits, part.zero)
-    else:
-        x = logits.to(tl.float32)
-    if HAS_SOFTCAP:
-        x = tl.where(part.mask, apply_softcap(x, part.cap, HAS_SOFTCAP), -float("inf"))
-    return x
-
-
-@triton.jit
-def both_logits(part, AGAIN: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """Return the soft-capped logits of student and teacher in fp32."""
-    return (
-        fp32_logits(part.x, part, AGAIN, HAS_SOFTCAP),
-        fp32_logits(part.t, part, AGAIN, HAS_SOFTCAP),
-    )
 
 
 @triton.jit
@@ -110,7 +99,7 @@ def max_of_both(x, t):
     if INTERPRETED:
         return tl.max(x), tl.max(t)
     else:
-        return tl.reduce((x, t), 0, max_of_pairs)
+        return tl.reduce((x, t), None, max_of_pairs)
 
 
 @triton.jit
@@ -119,7 +108,7 @@ def sum_of_both(x, t):
     if INTERPRETED:
         return tl.sum(x), tl.sum(t)
     else:
-        return tl.reduce((x, t), 0, sum_of_pairs)
+        return tl.reduce((x, t), None, sum_of_pairs)
 
 
 @triton.jit
@@ -128,38 +117,208 @@ def sum_of_three(x, t, terms):
     if INTERPRETED:
         return tl.sum(x), tl.sum(t), tl.sum(terms)
     else:
-        return tl.reduce((x, t, terms), 0, sum_of_triples)
+        return tl.reduce((x, t, terms), None, sum_of_triples)
+
+
+@triton.jit
+def sum_by_lane(x):
+    """Return the sum of each lane, [1, LANES], of a block of `by_lane`."""
+    if len(x.shape) == 2:
+        return tl.sum(x, axis=1)[:, None]
+    else:
+        return tl.sum(tl.sum(x, axis=3), axis=1)
+
+
+@triton.jit
+def in_fp32(x, FAST: tl.constexpr):
+    """Return logits in fp32; with FAST bf16 becomes fp32 by one instruction for each number."""
+    if FAST and x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def load_logits(
+    row_ptr,
+    v,
+    part,
+    UNMASKED: tl.constexpr,
+    FILL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    FAST: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """Load the soft-capped logits of the classes v, FILL past the last class of the part."""
+    if UNMASKED:
+        return apply_softcap(in_fp32(tl.load(row_ptr + v), FAST), part.cap, HAS_SOFTCAP)
+    else:
+        x = in_fp32(tl.load(row_ptr + v, mask=v // VEC * VEC < part.last, other=0.0), FAST)
+        return tl.where(v < part.last, apply_softcap(x, part.cap, HAS_SOFTCAP), FILL)
+
+
+@triton.jit
+def load_both(
+    part,
+    start,
+    UNMASKED: tl.constexpr,
+    FILL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    FAST: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return the classes of a block of the part, and the soft-capped logits of both rows."""
+    v = (start + tl.arange(0, BLOCK))[None, :]
+    x = load_logits(part.x_ptr, v, part, UNMASKED, FILL, HAS_SOFTCAP, FAST, VEC)
+    t = load_logits(part.t_ptr, v, part, UNMASKED, FILL, HAS_SOFTCAP, FAST, VEC)
+    return v, x, t
 
 
 @triton.jit
 def exponent(x, shift, part):
-    """Return the exponents of classes, from their logits and the shift of their row."""
-    return tl.fma(x, part.log2_scale, -finite_shift(shift))
+    """Return the exponents of classes, from their logits and the finite shift of their row."""
+    return tl.fma(x, part.log2_scale, -shift)
 
 
 @triton.jit
-def part_statistics(part, KIND: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HALF: tl.constexpr):
-    """Return the `PairShare` of a part."""
-    x, t = both_logits(part, False, HAS_SOFTCAP)
-    maximum, t_maximum = max_of_both(x, t)
-    shift, t_shift = maximum * part.log2_scale, t_maximum * part.log2_scale
-    x, t = both_logits(part, HALF, HAS_SOFTCAP)
-    a, b = exponent(x, shift, part), exponent(t, t_shift, part)
+def moved_share(share, shift, t_shift, KIND: tl.constexpr):
+    """Return the sums of a share relative to other shifts, which are at least its own."""
+    moved = share.shift - finite_shift(shift)
+    t_moved = share.t_shift - finite_shift(t_shift)
+    scale, t_scale = tl.exp2(moved), tl.exp2(t_moved)
+    weighted = share.weighted
+    # Without classes a row has no shift. An infinite sum stays, unless its probabilities vanish.
+    if KIND == REVERSE:
+        apart = finite_shift(moved) - finite_shift(t_moved)
+        weighted = tl.where(scale == 0.0, 0.0, scale * (weighted + share.total * apart))
+    elif KIND != MIXTURE:
+        apart = finite_shift(t_moved) - finite_shift(moved)
+        weighted = tl.where(t_scale == 0.0, 0.0, t_scale * (weighted + share.t_total * apart))
+    return share.total * scale, share.t_total * t_scale, weighted
+
+
+@triton.jit
+def lane_shifts(x, t, part):
+    """Return the maxima of the lanes' exponents in both rows, [1, LANES]."""
+    return lane_max(x) * part.log2_scale, lane_max(t) * part.log2_scale
+
+
+@triton.jit
+def add_block(
+    share,
+    part,
+    start,
+    UNMASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    FAST: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add one block of classes to the statistics of the lanes, whose shifts CAREFUL updates."""
+    LANES: tl.constexpr = share.shift.shape[1]
+    VECTOR: tl.constexpr = 1 if LANES == 1 else VEC
+    FILL: tl.constexpr = NOTHING if CAREFUL else FINITE
+    _, x, t = load_both(part, start, UNMASKED, FILL, HAS_SOFTCAP, FAST, VEC, BLOCK)
+    x, t = by_lane(x, LANES, VECTOR), by_lane(t, LANES, VECTOR)
+    shift, t_shift = share.shift, share.t_shift
+    total, t_total, weighted = share.total, share.t_total, share.weighted
+    if CAREFUL:
+        x_shift, y_shift = lane_shifts(x, t, part)
+        shift, t_shift = tl.maximum(shift, x_shift), tl.maximum(t_shift, y_shift)
+        total, t_total, weighted = moved_share(share, shift, t_shift, KIND)
+    a = exponent(x, broadcast_lanes(finite_shift(shift)), part)
+    b = exponent(t, broadcast_lanes(finite_shift(t_shift)), part)
     e, t_e = tl.exp2(a), tl.exp2(b)
+    if KIND != MIXTURE:
+        weight = e if KIND == REVERSE else t_e
+        terms = weight * (a - b if KIND == REVERSE else b - a)
+        if CAREFUL:  # A class of probability 0 counts as 0, even with infinite logits.
+            terms = tl.where(weight == 0.0, 0.0, terms)
+        weighted += sum_by_lane(terms)
+    return PairShare(shift, total + sum_by_lane(e), t_shift, t_total + sum_by_lane(t_e), weighted)
+
+
+@triton.jit
+def scan_part(
+    part,
+    CAREFUL: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    FAST: tl.constexpr,
+    VEC: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return the statistics of the lanes over a part."""
+    TAIL: tl.constexpr = BLOCK if LANES == 1 else LANES * VEC
+    VECTOR: tl.constexpr = 1 if LANES == 1 else VEC
+    zero = tl.zeros([1, LANES], tl.float32)
+    shift = tl.full([1, LANES], -float("inf"), tl.float32)
+    t_shift = shift
+    if not CAREFUL:
+        first = part.first
+        _, x, t = load_both(part, first, False, NOTHING, HAS_SOFTCAP, FAST, VEC, TAIL)
+        shift, t_shift = lane_shifts(by_lane(x, LANES, VECTOR), by_lane(t, LANES, VECTOR), part)
+    share = PairShare(shift, zero, t_shift, zero, zero)
+    unmasked_end = part.first + tl.maximum(part.last - part.first, 0) // BLOCK * BLOCK
+    for start in range(part.first, unmasked_end, BLOCK):
+        share = add_block(share, part, start, True, CAREFUL, KIND, HAS_SOFTCAP, FAST, VEC, BLOCK)
+    for start in range(unmasked_end, part.last, TAIL):
+        share = add_block(share, part, start, False, CAREFUL, KIND, HAS_SOFTCAP, FAST, VEC, TAIL)
+    return share
+
+
+@triton.jit
+def part_statistics(
+    part,
+    KIND: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    FAST: tl.constexpr,
+    VEC: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return the `PairShare` of a part.
+
+    The first scan takes the shifts from the first vector of each lane, and no logit is infinite. A
+    careful scan follows where a lane has no shift, or where sums are NaN or might overflow.
+    """
+    share = scan_part(part, False, KIND, HAS_SOFTCAP, FAST, VEC, LANES, BLOCK)
+    is_plain = (share.total < LARGEST) & (share.t_total < LARGEST)
+    is_plain &= (share.shift > -float("inf")) & (share.t_shift > -float("inf"))
+    is_plain &= share.weighted == share.weighted
+    if tl.min(is_plain.to(tl.int32)) == 0:
+        share = scan_part(part, True, KIND, HAS_SOFTCAP, FAST, VEC, LANES, BLOCK)
+    return merged_shares(share, KIND)
+
+
+@triton.jit
+def merged_shares(shares, KIND: tl.constexpr):
+    """Return one `PairShare` of several."""
+    shift, t_shift = max_of_both(shares.shift, shares.t_shift)
+    total, t_total, weighted = moved_share(shares, shift, t_shift, KIND)
     if KIND == MIXTURE:
-        total, t_total = sum_of_both(e, t_e)
+        total, t_total = sum_of_both(total, t_total)
         return PairShare(shift, total, t_shift, t_total, 0.0)
     else:
-        if KIND == REVERSE:  # A class of probability 0 counts as 0, even with infinite logits.
-            terms = tl.where(e == 0.0, 0.0, e * (a - b))
-        else:
-            terms = tl.where(t_e == 0.0, 0.0, t_e * (b - a))
-        total, t_total, weighted = sum_of_three(e, t_e, terms)
+        total, t_total, weighted = sum_of_three(total, t_total, weighted)
         return PairShare(shift, total, t_shift, t_total, weighted)
 
 
 @triton.jit
-def merge_parts(share, slots_ptr, split, splits, KIND: tl.constexpr, BLOCK_SPLITS: tl.constexpr):
+def exchange_shares(
+    share, slots_ptr, split, splits, KIND: tl.constexpr, BLOCK_SPLITS: tl.constexpr
+):
     """Return the `PairShare` of a row from those of its parts, which programs exchange."""
     store_pair(slots_ptr, split, share.shift, share.total)
     store_pair(slots_ptr + splits, split, share.t_shift, share.t_total)
@@ -167,30 +326,18 @@ def merge_parts(share, slots_ptr, split, splits, KIND: tl.constexpr, BLOCK_SPLIT
         store_pair(slots_ptr + 2 * splits, split, share.weighted, share.weighted)
     shifts, totals = collect_pairs(slots_ptr, splits, BLOCK_SPLITS)
     t_shifts, t_totals = collect_pairs(slots_ptr + splits, splits, BLOCK_SPLITS)
-    valid = tl.arange(0, BLOCK_SPLITS) < splits
-    shifts = tl.where(valid, shifts, -float("inf"))
-    t_shifts = tl.where(valid, t_shifts, -float("inf"))
-    shift, t_shift = max_of_both(shifts, t_shifts)
-    moved, t_moved = shifts - finite_shift(shift), t_shifts - finite_shift(t_shift)
-    scale, t_scale = tl.exp2(moved), tl.exp2(t_moved)
-    total = tl.where(valid, totals * scale, 0.0)
-    t_total = tl.where(valid, t_totals * t_scale, 0.0)
-    if KIND == MIXTURE:
-        total, t_total = sum_of_both(total, t_total)
-        return PairShare(shift, total, t_shift, t_total, 0.0)
-    else:
+    weighted = tl.zeros([BLOCK_SPLITS], tl.float32)
+    if KIND != MIXTURE:
         weighted, _ = collect_pairs(slots_ptr + 2 * splits, splits, BLOCK_SPLITS)
-        # A part of which one row has no class has no shift there.
-        moved, t_moved = finite_shift(moved), finite_shift(t_moved)
-        if KIND == REVERSE:
-            weighted = scale * (weighted + totals * (moved - t_moved))
-            vanishes = (scale == 0.0) | ~valid
-        else:
-            weighted = t_scale * (weighted + t_totals * (t_moved - moved))
-            vanishes = (t_scale == 0.0) | ~valid
-        weighted = tl.where(vanishes, 0.0, weighted)
-        total, t_total, weighted = sum_of_three(total, t_total, weighted)
-        return PairShare(shift, total, t_shift, t_total, weighted)
+    valid = tl.arange(0, BLOCK_SPLITS) < splits
+    parts = PairShare(
+        tl.where(valid, shifts, -float("inf")),
+        tl.where(valid, totals, 0.0),
+        tl.where(valid, t_shifts, -float("inf")),
+        tl.where(valid, t_totals, 0.0),
+        tl.where(valid, weighted, 0.0),
+    )
+    return merged_shares(parts, KIND)
 
 
 @triton.jit
@@ -205,13 +352,19 @@ def kl_of_row(share, KIND: tl.constexpr):
 
 
 @triton.jit
-def log2_of_mixture(m, HALF: tl.constexpr):
-    """Return the base-2 logarithm of probabilities, for results of a half type by one instruction.
+def at_least(x, bound):
+    """Return the greater of x and a bound, and NaN for NaN."""
+    return tl.maximum(x, bound, propagate_nan=tl.PropagateNan.ALL)
 
-    The smallest normal number stands for all below it, because the instruction knows none of them.
+
+@triton.jit
+def log2_of_mixture(m, FAST: tl.constexpr):
+    """Return the base-2 logarithm of probabilities, with FAST by one instruction.
+
+    The smallest normal number stands for all below it.
     """
-    if HALF:
-        m = tl.maximum(m, SMALLEST, propagate_nan=tl.PropagateNan.ALL)
+    m = at_least(m, SMALLEST)
+    if FAST:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [m], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -220,76 +373,108 @@ def log2_of_mixture(m, HALF: tl.constexpr):
 
 
 @triton.jit
-def mixture_of_part(
-    part, share, AGAIN: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HALF: tl.constexpr
-):
-    """Return p, q, log2(p / m) and log2(q / m), where m is the mixture; 0 where p or q is 0."""
-    x, t = both_logits(part, AGAIN, HAS_SOFTCAP)
-    log_p = exponent(x, share.shift, part) - log_exact(share.total) * LOG2E
-    log_q = exponent(t, share.t_shift, part) - log_exact(share.t_total) * LOG2E
+def mixture_of_block(x, t, part, share, FAST: tl.constexpr):
+    """Return p, q, log2(p / m) and log2(q / m), where m is the mixture; finite if p or q is 0."""
+    log_p = exponent(x, finite_shift(share.shift), part) - log_exact(share.total) * LOG2E
+    log_q = exponent(t, finite_shift(share.t_shift), part) - log_exact(share.t_total) * LOG2E
     p, q = tl.exp2(log_p), tl.exp2(log_q)
-    log_m = log2_of_mixture(part.weight * q + (1.0 - part.weight) * p, HALF)
-    ratio = tl.where(p == 0.0, 0.0, log_p - log_m)
-    return p, q, ratio, tl.where(q == 0.0, 0.0, log_q - log_m)
+    log_m = log2_of_mixture(part.weight * q + (1.0 - part.weight) * p, FAST)
+    return p, q, at_least(log_p, NO_LOG) - log_m, at_least(log_q, NO_LOG) - log_m
+
+
+@triton.jit
+def add_mixture(
+    student,
+    teacher,
+    part,
+    share,
+    start,
+    UNMASKED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    FAST: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add one block of classes to the divergences of both rows from their mixture."""
+    _, x, t = load_both(part, start, UNMASKED, NOTHING, HAS_SOFTCAP, FAST, VEC, BLOCK)
+    p, q, ratio, t_ratio = mixture_of_block(x, t, part, share, FAST)
+    return student + p * ratio, teacher + q * t_ratio
 
 
 @triton.jit
 def mixture_divergences(
     part,
     share,
-    slots_ptr,
-    split,
-    splits,
     HAS_SOFTCAP: tl.constexpr,
-    HALF: tl.constexpr,
-    SHARED: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
+    FAST: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Return the divergences of student and teacher from their mixture, in units of log 2."""
-    p, q, ratio, t_ratio = mixture_of_part(part, share, HALF, HAS_SOFTCAP, HALF)
-    student, teacher = sum_of_both(p * ratio, q * t_ratio)
-    if SHARED:
-        students, teachers = exchange_pairs(
-            slots_ptr + 2 * splits, split, splits, student, teacher, BLOCK_SPLITS
+    """Return the terms of a part in the divergences of both rows from their mixture.
+
+    They are in units of log 2.
+    """
+    student, teacher = tl.zeros([1, BLOCK], tl.float32), tl.zeros([1, BLOCK], tl.float32)
+    unmasked_end = part.first + tl.maximum(part.last - part.first, 0) // BLOCK * BLOCK
+    for start in range(part.first, unmasked_end, BLOCK):
+        student, teacher = add_mixture(
+            student, teacher, part, share, start, True, HAS_SOFTCAP, FAST, VEC, BLOCK
         )
-        valid = tl.arange(0, BLOCK_SPLITS) < splits
-        students, teachers = tl.where(valid, students, 0.0), tl.where(valid, teachers, 0.0)
-        student, teacher = sum_of_both(students, teachers)
-    return student, teacher
+    for start in range(unmasked_end, part.last, BLOCK):
+        student, teacher = add_mixture(
+            student, teacher, part, share, start, False, HAS_SOFTCAP, FAST, VEC, BLOCK
+        )
+    return sum_of_both(student, teacher)
 
 
 @triton.jit
-def part_gradient(
+def store_gradient(
     part,
     share,
     student,
-    on_row,
+    start,
+    UNMASKED: tl.constexpr,
     KIND: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HALF: tl.constexpr,
+    FAST: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Return the gradient of the student's logits of a part, `[BLOCK]`.
+    """Store the gradient of a block of the student's logits.
 
-    `on_row` is the gradient of the loss over the temperature, and `student` the divergence from the
-    mixture in units of log 2.
+    `student` is its divergence from the mixture in units of log 2.
     """
-    x, t = both_logits(part, HALF, HAS_SOFTCAP)
+    v, x, t = load_both(part, start, UNMASKED, NOTHING, HAS_SOFTCAP, FAST, VEC, BLOCK)
     if KIND == MIXTURE:
-        p, _, ratio, _ = mixture_of_part(part, share, HALF, HAS_SOFTCAP, HALF)
-        grad = (on_row * (1.0 - part.weight) * LN2) * p * (ratio - student)
+        p, _, ratio, _ = mixture_of_block(x, t, part, share, FAST)
+        grad = (part.on_row * (1.0 - part.weight) * LN2) * p * (ratio - student)
     else:
-        a, b = exponent(x, share.shift, part), exponent(t, share.t_shift, part)
+        a = exponent(x, finite_shift(share.shift), part)
+        b = exponent(t, finite_shift(share.t_shift), part)
         e = tl.exp2(a)
-        on_student = on_row * reciprocal(share.total)
+        on_student = part.on_row * reciprocal(share.total)
         if KIND == REVERSE:
             # The logarithms of the sums cancel between the ratio of a class and its mean.
             terms = e * (a - b - share.weighted * reciprocal(share.total))
             grad = (on_student * LN2) * tl.where(e == 0.0, 0.0, terms)
         else:
-            grad = e * on_student - tl.exp2(b) * (on_row * reciprocal(share.t_total))
+            grad = e * on_student - tl.exp2(b) * (part.on_row * reciprocal(share.t_total))
     if HAS_SOFTCAP:
         grad *= (1.0 - x / part.cap) * (1.0 + x / part.cap)
-    return grad
+    grad = grad.to(part.d_ptr.dtype.element_ty)
+    if UNMASKED:
+        tl.store(part.d_ptr + v, grad, cache_modifier=".cs")
+    else:
+        tl.store(part.d_ptr + v, grad, mask=v // VEC * VEC < part.last, cache_modifier=".cs")
+
+
+@triton.jit
+def store_zeros(part, VEC: tl.constexpr, BLOCK: tl.constexpr):
+    """Store the gradient of a part of a row that does not count."""
+    for start in range(part.first, part.last, BLOCK):
+        v = start + tl.arange(0, BLOCK)
+        zeros = tl.zeros([BLOCK], part.d_ptr.dtype.element_ty)
+        tl.store(part.d_ptr + v, zeros, mask=v // VEC * VEC < part.last)
 
 
 @triton.jit
@@ -302,6 +487,7 @@ def divergence_row_kernel(
     dlogits_ptr,  # [M, C]
     classes,
     splits,  # programs that share a row
+    classes_per_program,
     logits_row,  # strides
     teacher_row,
     dlogits_row,
@@ -309,13 +495,13 @@ def divergence_row_kernel(
     beta: tl.float64,
     temperature: tl.float64,
     softcap: tl.float64,
-    zero,  # 0.0, which the compiler does not know
     KIND: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HALF: tl.constexpr,
+    FAST: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     VEC: tl.constexpr,
+    LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Compute divergence and gradient of one row with one read of both logits and one write.
@@ -330,40 +516,48 @@ def divergence_row_kernel(
     on_row = tl.full([], factor, tl.float32)
     if row_factor_ptr is not None:
         on_row = tl.load(row_factor_ptr + row).to(tl.float32)
-    v = split * BLOCK + tl.arange(0, BLOCK)
-    in_row = v // VEC * VEC < classes
-    mask = v // VEC * VEC < tl.where(on_row == 0.0, 0, classes)
-    x_ptrs = logits_ptr + aligned_start(row * logits_row, VEC) + v
-    t_ptrs = teacher_ptr + aligned_start(row * teacher_row, VEC) + v
     inverse = reciprocal(tl.full([], temperature, tl.float32))
+    first = split * classes_per_program
     part = PairPart(
-        load_streaming(x_ptrs, mask, -float("inf"), SHARED),
-        load_streaming(t_ptrs, mask, -float("inf"), SHARED),
-        mask,
-        zero,
+        logits_ptr + aligned_start(row * logits_row, VEC),
+        teacher_ptr + aligned_start(row * teacher_row, VEC),
+        dlogits_ptr + aligned_start(row * dlogits_row, VEC),
+        first,
+        tl.minimum(first + classes_per_program, classes),
         tl.full([], softcap, tl.float32),
         tl.full([], beta, tl.float32),
         LOG2E * inverse,
+        on_row * inverse,
     )
-    share = part_statistics(part, KIND, HAS_SOFTCAP, HALF)
-    slots = slots_ptr
-    if SHARED:
-        slots = slots_ptr + 1 + row * 3 * splits
-        share = merge_parts(share, slots, split, splits, KIND, BLOCK_SPLITS)
-    student, teacher = 0.0, 0.0
-    if KIND == MIXTURE:
-        student, teacher = mixture_divergences(
-            part, share, slots, split, splits, HAS_SOFTCAP, HALF, SHARED, BLOCK_SPLITS
-        )
-    grad = part_gradient(part, share, student, on_row * inverse, KIND, HAS_SOFTCAP, HALF)
-    d_ptrs = dlogits_ptr + aligned_start(row * dlogits_row, VEC) + v
-    if on_row != 0.0:  # One branch for the row costs less than a select for each class.
-        store_streaming(d_ptrs, grad, in_row, SHARED)
+    if on_row == 0.0:
+        store_zeros(part, VEC, BLOCK)
+        tl.store(loss_ptr + row, 0.0, mask=split == 0)
     else:
-        store_streaming(d_ptrs, tl.zeros_like(grad), in_row, SHARED)
-    if split == 0:
+        slots = slots_ptr
+        share = part_statistics(part, KIND, HAS_SOFTCAP, FAST, VEC, LANES, BLOCK)
+        if SHARED:
+            slots = slots_ptr + 1 + row * 3 * splits
+            share = exchange_shares(share, slots, split, splits, KIND, BLOCK_SPLITS)
+        student, loss = 0.0, 0.0
         if KIND == MIXTURE:
+            student, teacher = mixture_divergences(part, share, HAS_SOFTCAP, FAST, VEC, BLOCK)
+            if SHARED:
+                slots += 2 * splits
+                students, teachers = exchange_pairs(
+                    slots, split, splits, student, teacher, BLOCK_SPLITS
+                )
+                valid = tl.arange(0, BLOCK_SPLITS) < splits
+                students, teachers = tl.where(valid, students, 0.0), tl.where(valid, teachers, 0.0)
+                student, teacher = sum_of_both(students, teachers)
             loss = (part.weight * teacher + (1.0 - part.weight) * student) * LN2
-        else:
-            loss = kl_of_row(share, KIND)
-        tl.store(loss_ptr + row, tl.where(on_row == 0.0, 0.0, loss))
+        unmasked_end = first + tl.maximum(part.last - first, 0) // BLOCK * BLOCK
+        for start in range(first, unmasked_end, BLOCK):
+            store_gradient(part, share, student, start, True, KIND, HAS_SOFTCAP, FAST, VEC, BLOCK)
+        for start in range(unmasked_end, part.last, BLOCK):
+            store_gradient(
+                part, share, student, start, False, KIND, HAS_SOFTCAP, FAST, VEC, BLOCK
+            )
+        if split == 0:
+            if KIND != MIXTURE:
+                loss = kl_of_row(share, KIND)
+            tl.store(loss_ptr + row, loss)

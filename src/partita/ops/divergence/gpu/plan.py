@@ -9,29 +9,29 @@ from ....runtime.caches import register_cache
 from ....runtime.sizes import cdiv, next_power_of_2
 
 MAX_SPLITS = 64  # programs that may wait for one another: fewer than any GPU keeps resident
-PART_BYTES = 16384  # what a program of 128 threads holds of each of both rows
-MAX_WHOLE_BYTES = 32768  # one program holds rows up to this size and waits for no other
+PART_BYTES = 16384  # of each of both rows in a program, so that the parts stay in the cache
+BLOCK_BYTES = 4096  # that a program of 128 threads reads of a row at once
 
 
 class OnePassPlan(NamedTuple):
     """The programs that share a row of both logits.
 
     Fields:
-        block: the classes that a program holds in registers.
+        block: the classes that a program reads at once.
         splits: the programs of a row.
+        classes_per_program: the classes of a program, a multiple of the block.
         num_warps: the warps of a program.
-        max_registers: the registers that a thread may use, or None for no limit.
     """
 
     block: int
     splits: int
+    classes_per_program: int
     num_warps: int
-    max_registers: int | None
 
 
 @functools.lru_cache(maxsize=4096)
 def one_pass_plan(classes: int, itemsize: int, can_exchange: bool) -> OnePassPlan | None:
-    """Return the plan of rows that start on 16 bytes, or None if two passes serve them.
+    """Return the plan of rows of adjacent classes, or None if two passes serve them.
 
     Args:
         classes: the number of classes.
@@ -40,17 +40,14 @@ def one_pass_plan(classes: int, itemsize: int, can_exchange: bool) -> OnePassPla
     """
     if itemsize > 4:
         return None  # a pair of statistics has to fit 64 bits
-    block = next_power_of_2(classes)
-    max_registers = 96 if itemsize == 2 else 128
-    if block * itemsize < PART_BYTES:
-        return OnePassPlan(block, 1, max(1, block * itemsize // 2048), None)
-    if block * itemsize <= MAX_WHOLE_BYTES:
-        return OnePassPlan(block, 1, block * itemsize // 4096, max_registers)
-    block = PART_BYTES // itemsize
-    splits = cdiv(classes, block)
+    block = BLOCK_BYTES // itemsize
+    if classes * itemsize <= 2 * PART_BYTES:
+        block = min(block, next_power_of_2(classes))
+        return OnePassPlan(block, 1, cdiv(classes, block) * block, max(1, block * itemsize // 1024))
+    splits = cdiv(classes * itemsize, PART_BYTES)
     if not can_exchange or splits > MAX_SPLITS:
         return None
-    return OnePassPlan(block, splits, 4, max_registers)
+    return OnePassPlan(block, splits, cdiv(cdiv(classes, splits), block) * block, 4)
 
 
 register_cache("divergence.gpu.plan.one_pass_plans", one_pass_plan.cache_clear)
