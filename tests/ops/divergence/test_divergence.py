@@ -115,8 +115,8 @@ def test_reduced_values_and_gradients(
     tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     torch.testing.assert_close(found[0].double(), true, rtol=bound, atol=16 * eps + 2 * tiny)
     total = partita.divergence(leaf, t, **options, reduction="sum")
-    count = rows.numel() if mask is None else mask.sum()
-    torch.testing.assert_close(total.double(), mean * count, rtol=64 * eps, atol=64 * eps)
+    M = rows.numel() if mask is None else mask.sum()
+    torch.testing.assert_close(total.double(), mean * M, rtol=64 * eps, atol=64 * eps)
 
 
 @devices
@@ -139,11 +139,13 @@ def test_rows_of_many_classes(classes: int, dtype: torch.dtype, beta: float, dev
     found, true = (torch.autograd.grad(each, of)[0] for each, of in ((loss, leaf), (mean, exact)))
     rounding = torch.finfo(dtype).eps / (1 if INTERPRETING else 2)
     bound = max(1.01 * rounding, 2**-15)
-    torch.testing.assert_close(found.double(), true, rtol=bound, atol=1e-9)
+    # The interpreter rounds inside a multiply-add, whose product is large where logits are.
+    atol = 1e-7 if INTERPRETING else 4e-9
+    torch.testing.assert_close(found.double(), true, rtol=bound, atol=atol)
     assert not found[4].any()
-    again = x.clone().requires_grad_()
-    partita.divergence(again, t, beta=beta, mask=mask).backward()
-    assert torch.equal(again.grad, found)
+    other = x.clone().requires_grad_()
+    partita.divergence(other, t, beta=beta, mask=mask).backward()
+    assert torch.equal(other.grad, found)
 
 
 @devices

@@ -158,8 +158,8 @@ class DivergenceOnePass(torch.autograd.Function):
         (grad,) = grads
         if grad is None:
             return None, None, None, None
+        logits, teacher_logits, mask = ctx.saved_tensors
         if torch.is_grad_enabled():
-            logits, teacher_logits, mask = ctx.saved_tensors
             *numbers, reduction, _ = ctx.options
             (dlogits,) = double_backward(
                 lambda x: reduced(divergence_of_rows(x, teacher_logits, *numbers), mask, reduction),
@@ -170,7 +170,7 @@ class DivergenceOnePass(torch.autograd.Function):
             return dlogits, None, None, None
         gradient, ctx.gradient = ctx.gradient, None
         if gradient is None:  # An earlier backward pass has scaled it.
-            gradient = _loss_and_gradient(*ctx.saved_tensors, ctx.options)[1]
+            gradient = _loss_and_gradient(logits, teacher_logits, mask, ctx.options)[1]
         if is_batched_gradient(grad):
             ctx.gradient = gradient
             return scaled_by_batch(gradient, grad), None, None, None

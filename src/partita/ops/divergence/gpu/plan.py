@@ -9,7 +9,10 @@ from ....runtime.caches import register_cache
 from ....runtime.sizes import cdiv, next_power_of_2
 
 MAX_SPLITS = 64  # programs that may wait for one another: fewer than any GPU keeps resident
-PART_BYTES = 16384  # of each of both rows in a program, so that the parts stay in the cache
+# What a program has of each of both rows. The parts of the programs of a multiprocessor then stay
+# in its cache, from which the gradient reads them. With 16,384 bytes they do not.
+PART_BYTES = 12288
+MAX_WHOLE_BYTES = 16384  # of a row that one program has for itself
 BLOCK_BYTES = 4096  # that a program of 128 threads reads of a row at once
 
 
@@ -19,7 +22,8 @@ class OnePassPlan(NamedTuple):
     Fields:
         block: the classes that a program reads at once.
         splits: the programs of a row.
-        classes_per_program: the classes of a program, a multiple of the block.
+        classes_per_program: the classes of a program, a multiple of the block. The last program
+            has the rest.
         num_warps: the warps of a program.
     """
 
@@ -40,14 +44,13 @@ def one_pass_plan(classes: int, itemsize: int, can_exchange: bool) -> OnePassPla
     """
     if itemsize > 4:
         return None  # a pair of statistics has to fit 64 bits
-    block = BLOCK_BYTES // itemsize
-    if classes * itemsize <= 2 * PART_BYTES:
-        block = min(block, next_power_of_2(classes))
-        return OnePassPlan(block, 1, cdiv(classes, block) * block, max(1, block * itemsize // 1024))
-    splits = cdiv(classes * itemsize, PART_BYTES)
-    if not can_exchange or splits > MAX_SPLITS:
-        return None
-    return OnePassPlan(block, splits, cdiv(cdiv(classes, splits), block) * block, 4)
+    block = min(BLOCK_BYTES // itemsize, next_power_of_2(max(classes, 2)))
+    splits = 1
+    if can_exchange and classes * itemsize > MAX_WHOLE_BYTES:
+        splits = min(cdiv(classes * itemsize, PART_BYTES), MAX_SPLITS)
+    per_program = cdiv(cdiv(classes, splits), block) * block
+    num_warps = max(1, block * itemsize // 1024)
+    return OnePassPlan(block, cdiv(classes, per_program), per_program, num_warps)
 
 
 register_cache("divergence.gpu.plan.one_pass_plans", one_pass_plan.cache_clear)
