@@ -22,6 +22,10 @@ from .ops.linear_heads.topk import linear_topk_logprobs
 from .ops.linear_heads.topk_divergence import linear_topk_divergence
 from .ops.logprobs.api import logprobs, topk_logprobs
 from .ops.logprobs.common import TopK
+from .ops.rnnt.api import RNNTAlignment, rnnt_align, rnnt_loss
+from .ops.rnnt.linear import linear_rnnt_loss, linear_tdt_loss
+from .ops.rnnt.plan import linear_rnnt_plan
+from .ops.rnnt.tdt import tdt_align, tdt_loss
 from .ops.softmax.api import log_softmax, logsumexp, softmax
 from .primitives.semiring import Log, Max, Semiring
 from .runtime.backend import backend
@@ -38,6 +42,7 @@ __all__ = [
     "LinearSample",
     "Log",
     "Max",
+    "RNNTAlignment",
     "Semiring",
     "TokenSpans",
     "TokenStats",
@@ -58,6 +63,9 @@ __all__ = [
     "linear_cross_entropy_plan",
     "linear_divergence",
     "linear_logprobs",
+    "linear_rnnt_loss",
+    "linear_rnnt_plan",
+    "linear_tdt_loss",
     "linear_token_stats",
     "linear_topk_divergence",
     "linear_topk_logprobs",
@@ -67,7 +75,11 @@ __all__ = [
     "logz",
     "nn",
     "parallel",
+    "rnnt_align",
+    "rnnt_loss",
     "softmax",
+    "tdt_align",
+    "tdt_loss",
     "testing",
     "token_stats",
     "topk_divergence",

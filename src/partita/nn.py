@@ -11,8 +11,11 @@ from .ops.cross_entropy.api import cross_entropy
 from .ops.ctc.api import ctc_loss
 from .ops.linear_chain.api import LinearChain, linear_chain
 from .ops.linear_heads.api import linear_cross_entropy
+from .ops.rnnt.module import RNNTLoss as RNNTLoss
 from .runtime import checks
 from .runtime.lengths import Lengths
+
+RNNTLoss.__module__ = __name__  # users and pickles meet it here
 
 
 def _loss_repr(module: CrossEntropyLoss | LinearCrossEntropyLoss) -> str:

@@ -30,10 +30,11 @@ from partita.bench.measure import Timing
 from partita.bench.providers import PARTITA, TORCH, Provider
 
 CTC = ("ctc", "ctc_crf", "ctc_align")
+RNNT = ("rnnt", "tdt", "linear_rnnt")
 LINEAR = ("linear_cross_entropy", "linear_divergence")
 PEERS = (
     "torch,torch-linear,compile,chunked,naive,quack,liger,liger-cute,cce,cce-exact,koi,seqdist,"
-    "torch-struct,pytorch-crf,torchaudio"
+    "torch-struct,pytorch-crf,torchaudio,warprnnt"
 )
 TINY = ["--elements", "2048", "--columns", "16,33", "--repetitions", "2"]
 
@@ -97,7 +98,7 @@ def test_all_ops_with_table_csv_and_picture(
             assert ("linear_viterbi", "inference", dtype, name) in found
             assert {
                 (op, part, dtype, name)
-                for op in CTC[:2]
+                for op in (*CTC[:2], *RNNT[:2])
                 for part in ("inference", "forward", "backward", "total")
             } <= found
         assert ("ctc_align", "inference", dtype, "partita") in found
@@ -135,7 +136,7 @@ def test_all_ops_with_table_csv_and_picture(
         measured_part = row["part"] == "total" or row["op"] == "ctc_align"
         assert bool(row["extra_memory_bytes"]) == (
             device == "cuda"
-            and row["op"] in (*LINEAR, "cross_entropy", "chain", "linear_chain", *CTC)
+            and row["op"] in (*LINEAR, "cross_entropy", "chain", "linear_chain", *CTC, *RNNT)
             and measured_part
         )
     sizes = {
@@ -358,7 +359,7 @@ def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             ["chess"],
             "expected some of softmax, cross_entropy, token_stats, logprobs, linear_cross_entropy,"
-            " divergence, chain, linear_chain, ctc, got 'chess'",
+            " divergence, chain, linear_chain, ctc, rnnt, got 'chess'",
         ),
         (
             ["--peers", "nobody"],

@@ -33,6 +33,8 @@ ALIASES = {
     "partita.integrations.koi.Log": "partita.Log",
     "partita.integrations.koi.Max": "partita.Max",
     "partita.integrations.koi.semiring": "partita.Semiring",
+    "partita.integrations.torchaudio.RNNTLoss": "partita.nn.RNNTLoss",
+    "partita.integrations.torchaudio.rnnt_loss": "partita.rnnt_loss",
 }
 # The docstring of a constant is the string below it. Each constant has the module that defines
 # it, and the name whose example shows it.
@@ -105,12 +107,14 @@ EXCEPTIONS = {  # name and rule: why it does not hold; a test says that each is 
         "raises",
     ): "a semiring is not checked; what else is wrong, `Chain` names",
     ("partita.nn.CTCLoss.forward", "example"): STANDS_BY_ITS_CLASS,
+    ("partita.nn.RNNTLoss.forward", "example"): STANDS_BY_ITS_CLASS,
     ("partita.nn.CRF.forward", "example"): STANDS_BY_ITS_CLASS,
     ("partita.nn.CRF.decode", "example"): STANDS_BY_ITS_CLASS,
     ("partita.nn.CrossEntropyLoss.forward", "example"): STANDS_BY_ITS_CLASS,
     ("partita.nn.LinearCrossEntropyLoss.forward", "example"): STANDS_BY_ITS_CLASS,
     ("partita.nn.CTCLoss.extra_repr", "example"): "torch calls it, to print the module",
     ("partita.nn.CRF.extra_repr", "example"): "torch calls it, to print the module",
+    ("partita.nn.RNNTLoss.extra_repr", "example"): "torch calls it, to print the module",
     ("partita.nn.CrossEntropyLoss.extra_repr", "example"): "torch calls it, to print the module",
     (
         "partita.nn.LinearCrossEntropyLoss.extra_repr",
@@ -120,6 +124,7 @@ EXCEPTIONS = {  # name and rule: why it does not hold; a test says that each is 
     ("partita.integrations.koi.SequenceDist.logZ", "example"): SUBCLASS_DEFINES,
     ("partita.integrations.koi.SequenceDist.viterbi", "example"): SUBCLASS_DEFINES,
     ("partita.ops.linear_heads.plan.MemoryPlan", "units"): "`loss` is the name of a plan",
+    ("partita.ops.rnnt.plan.RNNTPlan", "units"): "`loss` is the name of a plan",
 }
 
 
@@ -179,11 +184,11 @@ def found() -> Iterator[Public]:
                 if kind in ("class", "record"):
                     yield from members(full, value)
     # A result whose name is not exported is still read about.
-    yield Public(
-        "partita.ops.linear_heads.plan.MemoryPlan",
-        sys.modules["partita.ops.linear_heads.plan"].MemoryPlan,
-        "record",
-    )
+    for path, name in (
+        ("partita.ops.linear_heads.plan", "MemoryPlan"),
+        ("partita.ops.rnnt.plan", "RNNTPlan"),
+    ):
+        yield Public(f"{path}.{name}", getattr(sys.modules[path], name), "record")
 
 
 PUBLIC = list(found())

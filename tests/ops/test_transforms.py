@@ -54,6 +54,18 @@ def ctc(scores: Tensor, **options: object) -> Tensor:
     return partita.ctc_loss(scores, targets, [4, 2], [2, 2], **options)
 
 
+def rnnt(logits: Tensor, **options: object) -> Tensor:
+    targets, lengths = torch.tensor([[1, 2], [2, 2]], device=logits.device), ([3, 2], [2, 1])
+    return partita.rnnt_loss(logits, targets, *lengths, blank=0, **options)
+
+
+def tdt(logits: Tensor, **options: object) -> Tensor:
+    """Return the loss of logits of three tokens and two durations."""
+    targets, lengths = torch.tensor([[1, 2], [2, 2]], device=logits.device), ([3, 2], [2, 1])
+    tokens, durations = logits.split([3, 2], 3)
+    return partita.tdt_loss(tokens, durations, targets, *lengths, 0, [0, 1], 0.1, **options)
+
+
 def head(hidden: Tensor, **options: object) -> Tensor:
     return partita.linear_cross_entropy(
         hidden, MATRIX.to(hidden.device), LABELS.to(hidden.device), **options
@@ -130,6 +142,21 @@ LOSSES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     ),
     "ctc_loss": ((4, N, 3), lambda x: ctc(x, zero_infinity=True, from_logits=True)),
     "ctc_loss, rows": ((4, N, 3), lambda x: ctc(x, reduction="none")[:1]),
+    "rnnt_loss": ((N, 3, 3, 3), lambda x: rnnt(x, delay_penalty=0.1, hat=True)),
+    "rnnt_loss, rows": ((N, 3, 3, 3), lambda x: rnnt(x, reduction="none")),
+    "tdt_loss": ((N, 3, 3, 5), tdt),
+    "linear_rnnt_loss": (
+        (N, 3, 4),
+        lambda x: partita.linear_rnnt_loss(
+            x,
+            0.5 * x,
+            MATRIX.to(x.device),
+            torch.tensor([[1, 2], [2, 2]], device=x.device),
+            *([3, 2], [2, 1]),
+            activation="tanh",
+            blank=0,
+        ),
+    ),
     "ctc_crf_loss": ((4, N, 6), lambda x: crf(x, "mean")),
     "ctc_crf_loss, rows": ((4, N, 6), lambda x: crf(x, "none")),
     "logz": ((3, N, 3, 3), lambda x: chain(x).logz()),

@@ -87,7 +87,9 @@ def test_public_names_are_those_of_the_design() -> None:
     rows |= {"TopK", "topk_logprobs", "token_stats", "divergence"}
     rows |= {"TopK", "topk_logprobs", "topk_divergence", "token_stats", "divergence"}
     linear |= {"linear_topk_divergence"}
-    assert set(partita.__all__) == rows | linear | chains | ctc | {
+    rnnt = {"RNNTAlignment", "rnnt_align", "rnnt_loss", "tdt_align", "tdt_loss"}
+    rnnt |= {"linear_rnnt_loss", "linear_rnnt_plan", "linear_tdt_loss"}
+    assert set(partita.__all__) == rows | linear | chains | ctc | rnnt | {
         "backend",
         "integrations",
         "nn",

@@ -48,6 +48,7 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         **linear_chain_samples(device),
         **ctc_samples(device),
         **crf_samples(device),
+        **rnnt_samples(device),
         **linear_samples(device),
         **parallel_samples(device),
         "softmax": [
@@ -335,6 +336,42 @@ def crf_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         found["crf_loss"] += [(*inputs, *options, save) for save in (False, True)]
         found["crf_gradient"].append(
             (torch.ones_like(value), *inputs[:2], lengths, *results, reduction)
+        )
+    return found
+
+
+def rnnt_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
+    """Return batches without padding, as log-sum-exps and posteriors of padding are not written."""
+    found: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+    logits = torch.linspace(-1, 1, 72, device=device).reshape(2, 3, 3, 4)
+    durations = logits[..., :2] * 2
+    sequences = tuple(
+        torch.tensor(numbers, device=device) for numbers in ([[1, 2], [3, 3]], [3, 3], [2, 2])
+    )
+    grad, ops = torch.tensor([1.0, -0.5], device=device), torch.ops.partita
+    for fused, hat in ((True, False), (True, True), (False, False)):
+        options = (0, fused, hat)
+        _, *saved = ops.rnnt_forward(logits, *sequences, *options, 0.1, True, BACKEND)
+        found["rnnt_forward"].append((logits, *sequences, *options, 0.1, not hat))
+        nodes = (grad, logits, *saved, *sequences, *options)
+        found["rnnt_gradient"].append((*nodes, 0.5 * hat, 0.1 * fused))
+        found["rnnt_gradient_"].append((*nodes, 0.0, 0.0))
+    found["rnnt_align"] += [(logits, *sequences, 0, fused) for fused in (True, False)]
+    inputs = (logits, durations, *sequences, 0, [0, 1], 0.1)
+    _, *saved = ops.tdt_forward(*inputs, True, BACKEND)
+    found["tdt_forward"] += [(*inputs, needed) for needed in (True, False)]
+    found["tdt_gradient"].append((grad, logits, durations, *saved, *sequences, 0))
+    found["tdt_align"].append(inputs)
+    joint = (logits[:, :, 0], logits[:, 1], logits[0, 0] + 0.1)
+    bias, weight = torch.ones(3, device=device), logits[1, :2, 0] * 2
+    targets = (sequences[0] % 3).clamp(min=1)
+    for factor, keep_logits, wanted in ((grad, True, True), (None, False, False)):
+        options = (targets, *sequences[1:], factor, "tanh", 0)
+        chunks = (2, keep_logits, True, wanted)
+        found["linear_rnnt"].append((*joint, bias, *options, True, 0.1, 0.2, *chunks, True, wanted))
+        heads = (*joint, None, weight, None)
+        found["linear_tdt"].append(
+            (*heads, *options, [0, 1], 0.1, *chunks, True, False, wanted, False)
         )
     return found
 

@@ -24,7 +24,7 @@ from .runner import DeviceLost, Row, failed, run, takers
 
 OPS = (
     *("softmax", "cross_entropy", "token_stats", "logprobs", "linear_cross_entropy", "divergence"),
-    *("chain", "linear_chain", "ctc"),
+    *("chain", "linear_chain", "ctc", "rnnt"),
 )
 HOST = "host"
 
@@ -53,6 +53,9 @@ transitions that are the same at each step. The truth comes from the kernels of 
 
 CTC: the loss from logits with its gradient, under the same contract; CTC-CRF over k-mers beside the
 recipe of basecallers; the alignment of a long target. PyTorch uses its own kernels, not cuDNN's.
+
+Transducers: the loss of RNN-T and TDT from logits with its gradient, under the same contract, and
+that of RNN-T from encoder and predictor. PyTorch is the reference, by anti-diagonals in fp64.
 
 `partita bench host` measures something else: what one call on tiny inputs costs the host, how many
 kernels it launches, and, with --cold, the first call of a process. PyTorch is always beside it."""

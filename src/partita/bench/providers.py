@@ -14,7 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import chain_peers, ctc_peers, divergence_peers, linear_chain_peers, linear_peers
+from . import (
+    chain_peers,
+    ctc_peers,
+    divergence_peers,
+    linear_chain_peers,
+    linear_peers,
+    rnnt_peers,
+)
 
 Function = Callable[..., Any]
 CUPY = f"cupy-cuda{(torch.version.cuda or '12').partition('.')[0]}x"
@@ -94,6 +101,9 @@ OVER_TIME: dict[str, Function] = {
     "linear_viterbi": linear_chain_peers.loop_viterbi,
     "ctc": ctc_peers.native_loss,
     "ctc_crf": ctc_peers.loop_crf_loss,
+    "rnnt": rnnt_peers.reference_rnnt,
+    "tdt": rnnt_peers.reference_rnnt,
+    "linear_rnnt": rnnt_peers.with_joint(rnnt_peers.reference_rnnt),
 }
 
 
@@ -185,7 +195,12 @@ PARTITA = Provider(
     {name: lambda name=name: _partita(name) for name in EAGER}
     | {"chain": lambda: _partita("logz"), "viterbi": _partita_viterbi}
     | {"linear_chain": _partita_linear_chain, "linear_viterbi": _partita_linear_viterbi}
-    | {"ctc": _partita_ctc, "ctc_crf": _partita_ctc_crf, "ctc_align": _partita_ctc_align},
+    | {"ctc": _partita_ctc, "ctc_crf": _partita_ctc_crf, "ctc_align": _partita_ctc_align}
+    | {
+        "rnnt": lambda: rnnt_peers.partita_rnnt,
+        "tdt": lambda: rnnt_peers.partita_rnnt,
+        "linear_rnnt": lambda: rnnt_peers.partita_joint,
+    },
 )
 PARTITA_INPLACE = Provider("partita-inplace", {"cross_entropy": _partita_inplace}, overwrites=True)
 PARTITA_FAST = Provider(
@@ -317,10 +332,21 @@ PEERS = (
     ),
     Provider(
         "torchaudio",
-        {"ctc_align": ctc_peers.torchaudio_align},
+        {
+            "ctc_align": ctc_peers.torchaudio_align,
+            "rnnt": rnnt_peers.torchaudio_rnnt,
+            "linear_rnnt": lambda: rnnt_peers.with_joint(rnnt_peers.torchaudio_rnnt()),
+        },
         packages=("torchaudio",),
         install="pip install torchaudio",
-        beyond=ctc_peers.beyond_torchaudio,
+        beyond=rnnt_peers.beyond_torchaudio,
+    ),
+    Provider(
+        "warprnnt",
+        {"rnnt": rnnt_peers.warprnnt_rnnt},
+        packages=("warprnnt_numba",),
+        install="pip install warprnnt-numba",
+        beyond=rnnt_peers.beyond_warprnnt,
     ),
 )
 

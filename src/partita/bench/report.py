@@ -26,6 +26,7 @@ PACKAGES = (
     "ont-koi",
     "seqdist",
     "torchaudio",
+    "warprnnt-numba",
 )
 COLUMNS = (
     "op",

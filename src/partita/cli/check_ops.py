@@ -22,6 +22,7 @@ from ..ops.softmax.api import log_softmax, logsumexp, softmax
 from ..primitives.semiring import Max
 from ..testing.budget import Scale
 from .check_linear import LINEAR
+from .check_rnnt import LINEAR_RNNT, RNNT
 from .check_torch import (
     divergence_in_torch,
     pairs_in_torch,
@@ -346,7 +347,7 @@ CHECKS = (
             ("plain",),
             dtypes,
         )
-        for op, ours, theirs, dtypes in LINEAR
+        for op, ours, theirs, dtypes in (*LINEAR, *LINEAR_RNNT)
     ),
     Check(
         "ctc_loss",
@@ -397,6 +398,7 @@ CHECKS = (
             ("entropy", _entropy, _entropy_in_torch, "fp32"),
             ("linear_chain", _linear_chain, _linear_chain_in_torch, "fp32"),
             ("ctc_crf_loss", _crf, _crf_in_torch, "fp32"),
+            *RNNT,
         )
     ),
 )

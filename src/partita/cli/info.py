@@ -23,6 +23,12 @@ NUMBA_OPS = (
     "ctc_loss",
     "ctc_align",
     "ctc_crf_loss",
+    "rnnt_loss",
+    "rnnt_align",
+    "tdt_loss",
+    "tdt_align",
+    "linear_rnnt_loss",
+    "linear_tdt_loss",
 )
 OPS = (
     "logsumexp",
@@ -47,7 +53,7 @@ BACKEND_NAMES = {"reference": "PyTorch", "gpu": "Triton", "cpu": "Numba"}
 # The purpose of each optional package, and the command that installs it.
 EXTRAS = {
     "triton": ("the kernels for GPUs", "pip install triton"),
-    "numba": ("the kernels of chains and CTC for CPUs", "pip install numba"),
+    "numba": ("the kernels of chains, CTC and transducers for CPUs", "pip install numba"),
     "matplotlib": ("the pictures of partita bench and report", "pip install matplotlib"),
     "rich": ("tables and progress bars in colour", "pip install rich"),
 }

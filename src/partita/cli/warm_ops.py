@@ -30,6 +30,9 @@ from ..ops.linear_heads.logprobs import linear_logprobs
 from ..ops.linear_heads.topk import linear_topk_logprobs
 from ..ops.linear_heads.topk_divergence import linear_topk_divergence
 from ..ops.logprobs.api import logprobs, topk_logprobs
+from ..ops.rnnt.api import rnnt_align, rnnt_loss
+from ..ops.rnnt.linear import linear_rnnt_loss, linear_tdt_loss
+from ..ops.rnnt.tdt import tdt_align, tdt_loss
 from ..ops.softmax.api import log_softmax, logsumexp, softmax
 from ..runtime.dtypes import acc_dtype
 from .console import DTYPES, UsageError, first_line
@@ -110,6 +113,20 @@ def _sequences(inputs: Inputs, size: Size) -> tuple[Any, ...]:
     return inputs.leaf(T, N, C), targets, torch.full((N,), T), torch.full((N,), S)
 
 
+def _nodes(inputs: Inputs, size: Size) -> tuple[Any, ...]:
+    """Return the joint of a transducer, and the same targets and lengths as CTC."""
+    T, N, C, S = size["steps"], size["batch"], size["classes"], size["labels"]
+    return inputs.leaf(N, T, S + 1, C), *_sequences(inputs, size)[1:]
+
+
+def _joint(inputs: Inputs, size: Size) -> tuple[Any, ...]:
+    """Return encoder, predictor and matrix of a transducer, targets and lengths."""
+    T, N, C, S = size["steps"], size["batch"], size["classes"], size["labels"]
+    D = size["hidden"]
+    joint = (inputs.leaf(N, T, D), inputs.leaf(N, S + 1, D), inputs.leaf(C, D))
+    return *joint, *_sequences(inputs, size)[1:]
+
+
 def _edges(inputs: Inputs, size: Size) -> tuple[Any, ...]:
     """Return scores, and a table in which a state is entered from the states around it."""
     states = torch.arange(size["states"], device=inputs.device)
@@ -147,7 +164,31 @@ def _ctc_crf_loss(scores: Tensor, targets: Tensor, lengths: Tensor, state_len: i
 _CLASSES: Sizes = {"rows": (1024,), "classes": (1000, 32000, 128256)}
 _HIDDEN: Sizes = {**_CLASSES, "classes": (32000, 128256), "hidden": (1024,)}
 _CTC: Sizes = {"steps": (500,), "batch": (16,), "classes": (32, 1024), "labels": (64,)}
+_RNNT: Sizes = {"steps": (200,), "batch": (8,), "classes": (500, 1025), "labels": (40,)}
+_DURATIONS = range(5)
 _CHAIN: Sizes = {"steps": (500,), "batch": (16,), "states": (64, 256, 1024)}
+
+
+def _durations(logits: Tensor) -> Tensor:
+    """Return logits of the durations."""
+    return logits.new_zeros(*logits.shape[:3], len(_DURATIONS))
+
+
+def _tdt_loss(logits: Tensor, targets: Tensor, steps: Tensor, lengths: Tensor) -> Tensor:
+    return tdt_loss(logits, _durations(logits), targets, steps, lengths, 0, _DURATIONS)
+
+
+def _tdt_align(logits: Tensor, targets: Tensor, steps: Tensor, lengths: Tensor) -> Tensor:
+    inputs = (logits.detach(), _durations(logits.detach()), targets)
+    return tdt_align(*inputs, steps, lengths, 0, _DURATIONS).score
+
+
+def _linear_tdt_loss(
+    encoder: Tensor, predictor: Tensor, weight: Tensor, targets: Tensor, *lengths: Tensor
+) -> Tensor:
+    joint, (steps, labels) = (encoder, predictor, weight, weight[:5]), lengths
+    durations = range(len(weight[:5]))
+    return linear_tdt_loss(*joint, targets, steps, labels, 0, durations)
 
 
 def _k(x: Tensor) -> int:
@@ -207,6 +248,16 @@ OPS: dict[str, WarmOp] = {
         _tags,
         lambda *inputs: linear_chain(*inputs).logz(),
     ),
+    "rnnt_loss": WarmOp(_RNNT, _nodes, lambda x, t, n, m: rnnt_loss(x, t, n, m, 0)),
+    "rnnt_align": WarmOp(
+        _RNNT, _nodes, lambda x, t, n, m: rnnt_align(x.detach(), t, n, m, 0).score
+    ),
+    "tdt_loss": WarmOp(_RNNT, _nodes, _tdt_loss),
+    "tdt_align": WarmOp(_RNNT, _nodes, _tdt_align),
+    "linear_rnnt_loss": WarmOp(
+        {**_RNNT, "hidden": (640,)}, _joint, lambda *inputs: linear_rnnt_loss(*inputs, blank=0)
+    ),
+    "linear_tdt_loss": WarmOp({**_RNNT, "hidden": (640,)}, _joint, _linear_tdt_loss),
     "ctc_crf_loss": WarmOp({**_CHAIN, "labels": (64,)}, _bases, _ctc_crf_loss),
 }
 SIZES = tuple(dict.fromkeys(name for op in OPS.values() for name in op.sizes))

@@ -1,4 +1,4 @@
-"""The names of `torchaudio.functional` for forced alignment, for batches of any size."""
+"""The names of torchaudio for forced alignment, for batches of any size, and for transducers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..nn import RNNTLoss
 from ..ops.ctc.api import ctc_align
+from ..ops.rnnt.api import rnnt_loss
 from ..runtime import checks
 
-__all__ = ["TokenSpan", "forced_align", "merge_tokens"]
+__all__ = ["RNNTLoss", "TokenSpan", "forced_align", "merge_tokens", "rnnt_loss"]
 
 TARGETS = (torch.int32, torch.int64)
 

@@ -1,11 +1,12 @@
-"""The loss of causal language models as `transformers` calls it.
+"""The losses of causal language models and of Parakeet as `transformers` calls them.
 
-One function makes no fp32 copy of the logits, the other needs no logits at all. `fuse` makes a
-model call the latter.
+For causal language models, one function makes no fp32 copy of the logits, the other needs no
+logits at all. `fuse` makes a model call the latter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,12 +15,19 @@ from torch import Tensor, nn
 from ..ops.cross_entropy.api import cross_entropy
 from ..ops.cross_entropy.quotient import cross_entropy_over
 from ..ops.linear_heads.loss import linear_loss
+from ..ops.rnnt.tdt import tdt_loss
 from ..runtime import checks
 from ..runtime.autograd import autocast_dtype, plain_eager
 from ..runtime.dtypes import acc_dtype, fp32_result
 from .fused_head import STATE, FusedHead
 
-__all__ = ["causal_lm_loss", "fuse", "linear_causal_lm_loss", "unfuse"]
+__all__ = [
+    "ParakeetForTDTLoss",
+    "causal_lm_loss",
+    "fuse",
+    "linear_causal_lm_loss",
+    "unfuse",
+]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -363,3 +371,49 @@ def _divided(loss: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)
     return loss / num_items_in_batch
+
+
+def ParakeetForTDTLoss(
+    token_logits: Tensor,
+    duration_logits: Tensor,
+    labels: Tensor,
+    logit_lengths: Tensor,
+    label_lengths: Tensor,
+    blank_token_id: int,
+    durations: Sequence[int],
+    sigma: float = 0.0,
+    reduction: str = "mean",
+    **kw: Any,
+) -> Tensor:
+    """Compute the loss of `ParakeetForTDT`.
+
+    Set it as the loss of a model: `model.loss_function = ParakeetForTDTLoss`.
+
+    Args:
+        token_logits: `[B, T, U + 1, V]` floating.
+        duration_logits: `[B, T, U + 1, K]`, of the same dtype.
+        labels: `[B, U]` integers, on any device.
+        logit_lengths, label_lengths: `[B]` integers, on any device.
+        blank_token_id, durations, sigma, reduction: as in `partita.tdt_loss`.
+        kw: other arguments that models pass; ignored.
+
+    Returns:
+        The loss in nats, a number or `[B]`, fp32 (fp64 for fp64). It is finite for an empty target,
+        for which transformers divides by 0.
+
+    Raises:
+        TypeError, ValueError, IndexError: as in `partita.tdt_loss`.
+
+    Source: the function of this name in transformers; the method is the one of `partita.tdt_loss`.
+
+    Example:
+        >>> import torch
+        >>> from partita.integrations.transformers import ParakeetForTDTLoss
+        >>> tokens, durations = torch.zeros(1, 3, 2, 4), torch.zeros(1, 3, 2, 2)
+        >>> lengths = torch.tensor([3]), torch.tensor([1])
+        >>> ParakeetForTDTLoss(tokens, durations, torch.tensor([[2]]), *lengths, 3, [0, 1])
+        tensor(5.3733)
+    """
+    targets = labels.to(token_logits.device)
+    inputs = (token_logits, duration_logits, targets, logit_lengths, label_lengths)
+    return tdt_loss(*inputs, blank_token_id, durations, sigma, reduction)

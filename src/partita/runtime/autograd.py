@@ -233,7 +233,7 @@ def one_by_one(op: Callable[..., Any], info: Any, in_dims: Any, *args: Any) -> t
     results = [
         op(
             *(
-                arg if dim is None else arg.select(dim, i)
+                arg.select(dim, i) if isinstance(dim, int) else arg
                 for arg, dim in zip(args, in_dims, strict=True)
             )
         )
@@ -310,3 +310,21 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def is_capturing(tensor: Tensor) -> bool:
     """Return whether work on the tensor's device is being captured into a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def check_inplace(logits: Tensor) -> None:
+    """Raise unless a gradient may be written over the memory of the logits."""
+    base = logits._base if logits._is_view() else logits
+    if logits.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
+        raise RuntimeError(
+            "inplace: expected logits that were computed from something, got a leaf, whose values"
+            " would be lost"
+        )
+    last_offset = 0
+    for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
+        if size > 1 and stride <= last_offset:
+            raise ValueError(
+                "inplace: expected logits whose elements each have their own memory, got a tensor"
+                " that is expanded or overlaps itself"
+            )
+        last_offset += stride * (size - 1)

@@ -171,8 +171,8 @@ def caller_stacklevel() -> int:
 def _without_numba() -> Table:
     """Return the table that replaces Numba's kernels, and warn once."""
     message = (
-        "partita: chains and CTC on the CPU run in PyTorch, several times slower than with Numba:"
-        f" {numba_problem()}"
+        "partita: chains, CTC and transducers on the CPU run in PyTorch, several times slower than"
+        f" with Numba: {numba_problem()}"
     )
     warnings.warn(message, RuntimeWarning, stacklevel=caller_stacklevel())
     return "reference"

@@ -11,6 +11,7 @@ from ...runtime import checks
 from ...runtime.autograd import (
     apply,
     autocast_dtype,
+    check_inplace,
     needs_no_derivative,
     plain_eager,
     refuse_forward_mode,
@@ -266,7 +267,9 @@ def loss_of_batch(
         return cross_entropy_reduced_op(logits, target, weight, *options[:3], *options[4:])
     inplace = inplace and logits.requires_grad
     if inplace:
-        _check_inplace(logits, others_need_grad)
+        check_inplace(logits)
+        if others_need_grad:
+            raise RuntimeError("inplace: expected targets and class weights that need no gradient")
     is_one_pass = reduction != "none" and logits.dtype != torch.float16 and not others_need_grad
     if is_one_pass and (inplace or has_one_pass(logits, options)):
         return apply(CrossEntropyOnePass, logits, target, weight, None, options, inplace)
@@ -281,22 +284,3 @@ def has_one_pass(logits: Tensor, options: CrossEntropyOptions) -> bool:
     """Return whether the backend computes the loss and its gradient together."""
     device = logits.device
     return device.type == "cpu" or resolve(options.backend, device, has_cpu=False) == "gpu"
-
-
-def _check_inplace(logits: Tensor, others_need_grad: bool) -> None:
-    base = logits._base if logits._is_view() else logits
-    if logits.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
-        raise RuntimeError(
-            "inplace: expected logits that were computed from something, got a leaf, whose values"
-            " would be lost"
-        )
-    last_offset = 0
-    for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
-        if size > 1 and stride <= last_offset:
-            raise ValueError(
-                "inplace: expected logits whose elements each have their own memory, got a tensor"
-                " that is expanded or overlaps itself"
-            )
-        last_offset += stride * (size - 1)
-    if others_need_grad:
-        raise RuntimeError("inplace: expected targets and class weights that need no gradient")

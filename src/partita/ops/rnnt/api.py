@@ -1,0 +1,169 @@
+"""Transducers: the loss of a target whose alignment is unknown, and the best alignment."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...runtime import checks
+from ...runtime.autograd import (
+    apply,
+    check_inplace,
+    plain_eager,
+    refuse_forward_mode,
+    requires_grad,
+)
+from ...runtime.backend import current_backend
+from ...runtime.lengths import Lengths
+from . import autograd as _rnnt
+from .arguments import clamp_bound, class_index, node_logits, node_options, sequences_of
+from .common import REDUCTIONS, reduce_losses
+
+
+class RNNTAlignment(NamedTuple):
+    """The best path of each target.
+
+    Fields:
+        steps: `[B, U]` int64, the step at which each token is emitted; -1 past a target's length
+            and where there is no path.
+        scores: `[B, U]`, the log-probability of the token at that step in nats; 0 where there is
+            none.
+        score: `[B]`, the log-probability of the path, its blanks included; -inf where there is no
+            path.
+    """
+
+    steps: Tensor
+    scores: Tensor
+    score: Tensor
+
+
+def rnnt_loss(
+    logits: Tensor,
+    targets: Tensor,
+    logit_lengths: Lengths,
+    target_lengths: Lengths,
+    blank: int = -1,
+    clamp: float = -1.0,
+    reduction: str = "mean",
+    fused_log_softmax: bool = True,
+    *,
+    hat: bool = False,
+    fastemit_lambda: float = 0.0,
+    delay_penalty: float = 0.0,
+    inplace: bool = False,
+) -> Tensor:
+    """Return the transducer loss: minus the log of the total probability of each target's paths.
+
+    A path starts at step 0 before the first label. A blank leads to the next step, a label to the
+    next position of the target, and a blank at the last step after the last label ends it.
+
+    Args:
+        logits: `[B, T, U + 1, V]` floating: the output of the joint network at each step and
+            position; log-probabilities without `fused_log_softmax`. Entries past the lengths are
+            not read and get the gradient 0.
+        targets: `[B, U]` integers from 0 to V - 1, other than the blank.
+        logit_lengths, target_lengths: `[B]`, tensors on any device, lists or tuples.
+        blank: the class of the blank; a negative number counts from V.
+        clamp: the gradient in the logits is clipped to ± this number before it is multiplied by
+            the gradient that arrives from above; none if it is not above 0.
+        reduction: `mean` or `mean_batch` (over the batch), `mean_volume` (the sum of the losses
+            over the sum of the target lengths), `sum` or `none`.
+        fused_log_softmax: whether the op takes the log-softmax itself.
+        hat: whether the blank has the probability sigmoid(logit), and the labels share the rest by
+            their own softmax.
+        fastemit_lambda: the gradient of the labels' arcs is scaled by 1 + this number.
+        delay_penalty: λ; λ ((T_b - 1) / 2 - t) is added to the log-probability of a label at step t
+            of a sequence of T_b steps.
+        inplace: write the gradient over the memory of `logits`, which no longer has the logits
+            after the backward pass. It does nothing where no gradient is needed.
+
+    Returns:
+        A number, or `[B]`, in nats; fp32 for half types. A target without a path (no steps) has the
+        loss inf and the gradient 0.
+
+    Raises:
+        TypeError, ValueError, IndexError: wrong dtypes, shapes, devices, lengths or labels. Values
+            on a GPU are checked only with `PARTITA_CHECK=1`; otherwise an invalid sequence has the
+            loss NaN and the gradient NaN.
+        RuntimeError: `inplace=True` with a leaf.
+
+    Source: Graves, Sequence transduction with recurrent neural networks, 2012; the arguments are
+        those of `torchaudio.functional.rnnt_loss`. HAT: Variani et al., Hybrid autoregressive
+        transducer, 2020. FastEmit: Yu et al., 2021. Delay penalty: Kang et al.,
+        Delay-penalized transducer, 2022.
+
+    Example:
+        >>> import torch, partita
+        >>> logits = torch.zeros(1, 2, 2, 2)  # two steps, one label, two classes
+        >>> # Each of the two paths has three arcs of probability 1 / 2.
+        >>> partita.rnnt_loss(logits, torch.tensor([[1]]), [2], [1], blank=0)
+        tensor(1.3863)
+    """
+    checks.choice("reduction", reduction, REDUCTIONS)
+    node_logits("logits", logits, "V")
+    blank = class_index("blank", blank, logits.shape[3])
+    sequences = sequences_of(
+        targets, logit_lengths, target_lengths, logits.shape[:3], logits.device
+    )
+    hat, fastemit, delay = node_options(fused_log_softmax, hat, fastemit_lambda, delay_penalty)
+    nodes = (blank, bool(fused_log_softmax), hat, delay)
+    backend = current_backend()
+    if (torch.is_grad_enabled() and requires_grad(logits)) or not plain_eager():
+        inplace = inplace and plain_eager() and logits.requires_grad
+        if inplace:
+            check_inplace(logits)
+            # The version changes before the logits are saved, so that only this backward pass may
+            # read them.
+            torch.autograd.graph.increment_version(logits)
+        options = (*nodes, clamp_bound(clamp), fastemit, inplace, backend)
+        losses = apply(_rnnt.RNNTLossFunction, logits, *sequences, *options)[0]
+    else:
+        clamp_bound(clamp)
+        refuse_forward_mode(logits)
+        losses = _rnnt.forward(logits, *sequences, *nodes, False, backend)[0]
+    reduction = "mean_batch" if reduction == "mean" else reduction
+    return reduce_losses(losses, sequences.target_lengths, reduction)
+
+
+def rnnt_align(
+    logits: Tensor,
+    targets: Tensor,
+    logit_lengths: Lengths,
+    target_lengths: Lengths,
+    blank: int = -1,
+    *,
+    fused_log_softmax: bool = True,
+) -> RNNTAlignment:
+    """Return the most probable path of each target.
+
+    Among equally probable paths, it is the one that takes blanks when it is traced from its end.
+
+    Args:
+        logits, targets, logit_lengths, target_lengths, blank, fused_log_softmax: as in `rnnt_loss`.
+
+    Returns:
+        `RNNTAlignment(steps, scores, score)`; not differentiable. An invalid sequence that is not
+        checked has scores of NaN and steps of -1.
+
+    Raises:
+        TypeError, ValueError, IndexError: as in `rnnt_loss`.
+
+    Source: Viterbi, Error bounds for convolutional codes, 1967, over the paths of Graves, 2012.
+
+    Example:
+        >>> import torch, partita
+        >>> logits = torch.zeros(1, 3, 2, 2)
+        >>> logits[0, 1, 0, 1] = 9.0  # the label at step 1
+        >>> partita.rnnt_align(logits, torch.tensor([[1]]), [3], [1], blank=0).steps
+        tensor([[1]])
+    """
+    with torch.no_grad():
+        node_logits("logits", logits, "V")
+        blank = class_index("blank", blank, logits.shape[3])
+        sequences = sequences_of(
+            targets, logit_lengths, target_lengths, logits.shape[:3], logits.device
+        )
+        options = (blank, bool(fused_log_softmax), current_backend())
+        return RNNTAlignment(*_rnnt.align(logits, *sequences, *options))

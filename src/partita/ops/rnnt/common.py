@@ -1,0 +1,59 @@
+"""Reductions and chunks that the layers of the transducers share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+REDUCTIONS = ("none", "mean", "sum", "mean_batch", "mean_volume")
+ACTIVATIONS = ("relu", "tanh", "sigmoid")
+
+
+def reduce_losses(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
+    """Reduce the losses of the sequences, `[B]`.
+
+    Args:
+        losses: `[B]`.
+        target_lengths: `[B]`.
+        reduction: `none`, `sum`, `mean_batch` (the mean), `mean_length` (the mean of loss / target
+            length) or `mean_volume` (the sum of the losses over that of the target lengths).
+    """
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    if reduction == "mean_batch":
+        return losses.mean()
+    if reduction == "mean_length":
+        return (losses / target_lengths.clamp(min=1)).mean()
+    return losses.sum() / target_lengths.sum().clamp(min=1)
+
+
+def loss_factors(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
+    """Return the factor of each loss in the reduced loss, `[B]`."""
+    ones = torch.ones_like(losses)
+    if reduction == "sum":
+        return ones
+    if reduction == "mean_batch":
+        return ones / len(losses)
+    if reduction == "mean_length":
+        return ones / target_lengths.clamp(min=1) / len(losses)
+    return ones / target_lengths.sum().clamp(min=1)
+
+
+def chunk_ranges(B: int, T: int, chunk: int) -> list[tuple[slice, slice]]:
+    """Return the sequences and the steps of each chunk of a joint.
+
+    Args:
+        B, T: the sequences, and the steps of each.
+        chunk: the steps of all sequences that a chunk may have. With at least T of them, a chunk
+            has whole sequences, otherwise steps of a single one.
+    """
+    if not B or not T:
+        return [(slice(0, B), slice(0, T))]
+    if chunk >= T:
+        size = chunk // T
+        return [(slice(b, min(b + size, B)), slice(0, T)) for b in range(0, B, size)]
+    size = max(chunk, 1)
+    steps = [slice(t, min(t + size, T)) for t in range(0, T, size)]
+    return [(slice(b, b + 1), each) for b in range(B) for each in steps]

@@ -1,0 +1,96 @@
+"""From logits to the log-probabilities of the arcs of each node, in Numba.
+
+Each call gets some steps; step t of sequence b has the index b * T + t. Nodes past the lengths are
+neither read nor written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ....primitives.cpu.batch import LANES, logsumexp_row
+from ....primitives.cpu.jit import jit
+from .batch import node_row
+
+
+@jit
+def log_sigmoid(x: float) -> float:
+    """Return log(1 / (1 + exp(-x)))."""
+    return min(x, 0.0) - np.log1p(np.exp(-abs(x)))
+
+
+@jit(nogil=True)
+def read_rnnt_nodes(
+    share: Any, batch: Any, logits: Any, fused: bool, hat: bool, arcs: Any, lse: Any
+) -> None:
+    """Compute the log-probabilities of blank and label, `[2, B, T, U1]`, and the log-sum-exps.
+
+    With `hat` the log-sum-exp is that of the labels. Without `fused` it is not written.
+    """
+    buffer, labels_only = np.empty(logits.size, logits.numbers.dtype), np.empty(logits.size)
+    maxima, sums = np.empty(LANES), np.empty(LANES)
+    for i in share:
+        b, t = i // batch.T, i % batch.T
+        if t >= batch.steps[b]:
+            continue
+        for u in range(batch.labels[b] + 1):
+            row = node_row(logits, b, t, u, buffer)
+            total = 0.0
+            blank = float(row[batch.blank])
+            if hat:
+                for c in range(len(row)):
+                    labels_only[c] = row[c]
+                labels_only[batch.blank] = -np.inf
+                total = logsumexp_row(labels_only, maxima, sums)
+                arcs[0, b, t, u] = log_sigmoid(blank)
+            else:
+                if fused:
+                    total = logsumexp_row(row, maxima, sums)
+                arcs[0, b, t, u] = blank - total
+            if fused:
+                lse[b, t, u] = total
+            arcs[1, b, t, u] = -np.inf
+            if u < batch.labels[b]:
+                apart = log_sigmoid(-blank) if hat else 0.0
+                arcs[1, b, t, u] = row[batch.targets[b, u]] - total + apart
+
+
+@jit(nogil=True)
+def read_tdt_nodes(
+    share: Any,
+    batch: Any,
+    tokens: Any,
+    durations: Any,
+    sigma: float,
+    steps_of: Any,
+    arcs: Any,
+    token_lse: Any,
+    duration_lse: Any,
+) -> None:
+    """Compute the log-probabilities of the arcs, `[2 K, B, T, U1]`, blanks first.
+
+    `steps_of` are the steps of the arcs, `[2 K]`; a blank of none has the log-probability -inf.
+    """
+    K = durations.size
+    buffer = np.empty(tokens.size, tokens.numbers.dtype)
+    duration_buffer = np.empty(K, durations.numbers.dtype)
+    maxima, sums = np.empty(LANES), np.empty(LANES)
+    for i in share:
+        b, t = i // batch.T, i % batch.T
+        if t >= batch.steps[b]:
+            continue
+        for u in range(batch.labels[b] + 1):
+            row = node_row(tokens, b, t, u, buffer)
+            row_of_durations = node_row(durations, b, t, u, duration_buffer)
+            total = logsumexp_row(row, maxima, sums)
+            duration_total = logsumexp_row(row_of_durations, maxima, sums)
+            token_lse[b, t, u], duration_lse[b, t, u] = total, duration_total
+            blank, label = row[batch.blank] - total - sigma, -np.inf
+            if u < batch.labels[b]:
+                label = row[batch.targets[b, u]] - total - sigma
+            for k in range(K):
+                duration = row_of_durations[k] - duration_total
+                arcs[k, b, t, u] = blank + duration if steps_of[k] > 0 else -np.inf
+                arcs[K + k, b, t, u] = label + duration

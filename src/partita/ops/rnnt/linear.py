@@ -1,0 +1,272 @@
+"""Transducer losses from encoder and predictor, without the joint network's output in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...runtime import checks
+from ...runtime.autograd import apply, refuse_forward_mode, top_transform
+from ...runtime.backend import current_backend
+from ...runtime.lengths import Lengths
+from ..linear_heads.common import cast_to_autocast
+from .arguments import checked_durations, class_index, node_options, sequences_of
+from .common import ACTIVATIONS, REDUCTIONS, reduce_losses
+from .linear_autograd import (
+    ReducedLoss,
+    UnreducedLosses,
+    linear_rnnt,
+    linear_tdt,
+    losses_of_joint,
+)
+from .plan import check_budget, linear_rnnt_plan
+
+
+def _check_inputs(named: dict[str, Any]) -> None:
+    """Raise unless encoder, predictor, matrices and biases fit each other."""
+    encoder = named["encoder"]
+    for name, value in named.items():
+        if value is None and name.endswith("bias"):
+            continue
+        checks.floating(name, value)
+        checks.device(name, value, encoder, "encoder")
+        if value.dtype != encoder.dtype:
+            raise TypeError(
+                f"{name}: expected the dtype of encoder, {encoder.dtype}, got {value.dtype}"
+            )
+    predictor = named["predictor"]
+    if encoder.ndim != 3:
+        raise ValueError(f"encoder: expected shape [B, T, D], got {list(encoder.shape)}")
+    B, _, D = encoder.shape
+    if predictor.ndim != 3 or predictor.shape[::2] != (B, D) or not predictor.shape[1]:
+        raise ValueError(
+            f"predictor: expected shape [B, U + 1, D] with B = {B}, U >= 0 and D = {D},"
+            f" got {list(predictor.shape)}"
+        )
+    for name in ("linear", "duration"):
+        weight, bias = named.get(f"{name}_weight"), named.get(f"{name}_bias")
+        if weight is None:
+            continue
+        if weight.ndim != 2 or weight.shape[1] != D or not len(weight):
+            raise ValueError(
+                f"{name}_weight: expected shape [X, D] with X >= 1 and D = {D},"
+                f" got {list(weight.shape)}"
+            )
+        if bias is not None:
+            checks.shape(f"{name}_bias", bias, weight.shape[:1], f"the rows of {name}_weight")
+
+
+def _loss(
+    tensors: Sequence[Tensor | None],
+    sequences: Sequence[Tensor],
+    options: Sequence[Any],
+    durations: int,
+    reduction: str,
+    memory_budget: int | None,
+) -> Tensor:
+    """Return the reduced loss by the path that suits the call.
+
+    Args:
+        tensors: encoder, predictor, and matrix and bias of each head.
+        sequences: targets and lengths.
+        options: those of the nodes, as the ops take them.
+        durations: the number of durations, 0 for RNN-T.
+        reduction: one of `reduce_losses`.
+        memory_budget: bytes of workspace, or None.
+    """
+    is_tdt, backend = durations > 0, current_backend()
+    encoder, predictor, weight = tensors[:3]
+    assert encoder is not None and predictor is not None and weight is not None
+    refuse_forward_mode(*tensors)
+    grad_enabled = torch.is_grad_enabled()
+    wanted = [grad_enabled and x is not None and x.requires_grad for x in tensors]
+    is_reduced = reduction != "none" and encoder.dtype != torch.float16
+    if top_transform() is not None:
+        losses = losses_of_joint(is_tdt, tensors, (*sequences, *options, backend))
+        return reduce_losses(losses, sequences[2], reduction)
+    B, T, D = encoder.shape
+    plan = linear_rnnt_plan(
+        B,
+        T,
+        predictor.shape[1] - 1,
+        D,
+        weight.shape[0],
+        encoder.dtype,
+        durations=durations,
+        memory_budget=memory_budget,
+        gradient=any(wanted),
+        reduced=is_reduced,
+    )
+    chunks = (plan.chunk, plan.name == "fast")
+    args = (*tensors, *sequences, *options, *chunks, *wanted)
+    if not any(wanted):
+        op, split = (linear_tdt, 9) if is_tdt else (linear_rnnt, 7)
+        losses = op(*args[:split], None, *args[split:], backend)[0]
+    elif is_reduced:
+        loss: Tensor = apply(ReducedLoss, is_tdt, *args, reduction, backend)[0]
+        return loss
+    else:
+        losses = apply(UnreducedLosses, is_tdt, *args, backend)
+    return reduce_losses(losses, sequences[2], reduction)
+
+
+def linear_rnnt_loss(
+    encoder: Tensor,
+    predictor: Tensor,
+    linear_weight: Tensor,
+    targets: Tensor,
+    logit_lengths: Lengths,
+    target_lengths: Lengths,
+    *,
+    linear_bias: Tensor | None = None,
+    activation: str = "relu",
+    blank: int = -1,
+    reduction: str = "mean",
+    hat: bool = False,
+    fastemit_lambda: float = 0.0,
+    delay_penalty: float = 0.0,
+    memory_budget: int | None = None,
+) -> Tensor:
+    """Return `rnnt_loss` of a joint network whose output is never in memory.
+
+    The logits are `activation(encoder[:, :, None] + predictor[:, None]) @ linear_weight.T +
+    linear_bias`. They exist for a few steps at a time.
+
+    Args:
+        encoder: `[B, T, D]` floating. Entries past the lengths are not read and get the gradient 0.
+        predictor: `[B, U + 1, D]`, of the same dtype as the others.
+        linear_weight: `[V, D]`.
+        targets: `[B, U]` integers from 0 to V - 1, other than the blank.
+        logit_lengths, target_lengths: `[B]`, tensors on any device, lists or tuples.
+        linear_bias: `[V]`.
+        activation: `relu`, `tanh` or `sigmoid`.
+        blank, reduction, hat, fastemit_lambda, delay_penalty: as in `rnnt_loss`.
+        memory_budget: bytes of workspace; see `linear_rnnt_plan`.
+
+    Returns:
+        A number, or `[B]`, in nats; fp32 for half types. Under autocast the inputs are cast as
+        those of a linear layer are.
+
+    Raises:
+        TypeError, ValueError, IndexError: as in `rnnt_loss`, and a budget that is too small.
+
+    Source: Graves, Sequence transduction with recurrent neural networks, 2012, with the joint of
+        Graves et al., Speech recognition with deep recurrent neural networks, 2013.
+
+    Example:
+        >>> import torch, partita
+        >>> encoder, predictor = torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)
+        >>> weight, targets = torch.randn(2, 4), torch.tensor([[1]])
+        >>> partita.linear_rnnt_loss(encoder, predictor, weight, targets, [2], [1], blank=0)
+        tensor(1.3863)
+    """
+    checks.choice("reduction", reduction, REDUCTIONS)
+    checks.choice("activation", activation, ACTIVATIONS)
+    check_budget(memory_budget)
+    tensors = _prepare(
+        {
+            "encoder": encoder,
+            "predictor": predictor,
+            "linear_weight": linear_weight,
+            "linear_bias": linear_bias,
+        }
+    )
+    shape = (*tensors[0].shape[:2], tensors[1].shape[1])
+    sequences = sequences_of(targets, logit_lengths, target_lengths, shape, encoder.device)
+    blank = class_index("blank", blank, len(linear_weight))
+    hat, fastemit, delay = node_options(True, hat, fastemit_lambda, delay_penalty)
+    options = (activation, blank, hat, delay, fastemit)
+    reduction = "mean_batch" if reduction == "mean" else reduction
+    return _loss(tensors, sequences, options, 0, reduction, memory_budget)
+
+
+def linear_tdt_loss(
+    encoder: Tensor,
+    predictor: Tensor,
+    linear_weight: Tensor,
+    duration_weight: Tensor,
+    targets: Tensor,
+    logit_lengths: Lengths,
+    target_lengths: Lengths,
+    blank_token_id: int,
+    durations: Sequence[int],
+    sigma: float = 0.0,
+    reduction: str = "mean",
+    *,
+    linear_bias: Tensor | None = None,
+    duration_bias: Tensor | None = None,
+    activation: str = "relu",
+    memory_budget: int | None = None,
+) -> Tensor:
+    """Return `tdt_loss` of a joint network whose output is never in memory.
+
+    Token and duration logits are linear functions of
+    `activation(encoder[:, :, None] + predictor[:, None])`. They exist for a few steps at a time.
+
+    Args:
+        encoder: `[B, T, D]` floating. Entries past the lengths are not read and get the gradient 0.
+        predictor: `[B, U + 1, D]`, of the same dtype as the others.
+        linear_weight, linear_bias: `[V, D]` and `[V]` or None.
+        duration_weight, duration_bias: `[K, D]` and `[K]` or None.
+        targets: `[B, U]` integers from 0 to V - 1, other than the blank.
+        logit_lengths, target_lengths: `[B]`, tensors on any device, lists or tuples.
+        blank_token_id, durations, sigma, reduction: as in `tdt_loss`.
+        activation: `relu`, `tanh` or `sigmoid`.
+        memory_budget: bytes of workspace; see `linear_rnnt_plan`.
+
+    Returns:
+        A number, or `[B]`, in nats; fp32 for half types. Under autocast the inputs are cast as
+        those of a linear layer are.
+
+    Raises:
+        TypeError, ValueError, IndexError: as in `tdt_loss`, and a budget that is too small.
+
+    Source: Xu et al., Efficient sequence transduction by jointly predicting tokens and durations,
+        2023.
+
+    Example:
+        >>> import torch, partita
+        >>> encoder, predictor = torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)
+        >>> weights, targets = (torch.randn(2, 4), torch.randn(2, 4)), torch.tensor([[1]])
+        >>> lengths = [2], [1]
+        >>> # Each of three paths has two or three arcs of probability 1 / 4.
+        >>> loss = partita.linear_tdt_loss(
+        ...     encoder, predictor, *weights, targets, *lengths, 0, [0, 1]
+        ... )
+        >>> torch.isclose((-loss).exp(), torch.tensor(1 / 16 + 2 / 64))
+        tensor(True)
+    """
+    checks.choice("reduction", reduction, REDUCTIONS)
+    checks.choice("activation", activation, ACTIVATIONS)
+    check_budget(memory_budget)
+    tensors = _prepare(
+        {
+            "encoder": encoder,
+            "predictor": predictor,
+            "linear_weight": linear_weight,
+            "linear_bias": linear_bias,
+            "duration_weight": duration_weight,
+            "duration_bias": duration_bias,
+        }
+    )
+    shape = (*tensors[0].shape[:2], tensors[1].shape[1])
+    sequences = sequences_of(targets, logit_lengths, target_lengths, shape, encoder.device)
+    blank = class_index("blank_token_id", blank_token_id, len(linear_weight))
+    numbers = checked_durations(durations, len(duration_weight))
+    checks.number("sigma", sigma, low=0.0)
+    options = (activation, blank, numbers, float(sigma))
+    reduction = "mean_length" if reduction == "mean" else reduction
+    return _loss(tensors, sequences, options, len(numbers), reduction, memory_budget)
+
+
+def _prepare(named: dict[str, Any]) -> Sequence[Any]:
+    """Return the checked tensors, in the dtype of autocast."""
+    for name, value in named.items():
+        if value is not None or not name.endswith("bias"):
+            checks.tensor(name, value)
+    cast = cast_to_autocast(*named.values())
+    _check_inputs(dict(zip(named, cast, strict=True)))
+    return cast

@@ -1,0 +1,149 @@
+"""The memory plan of transducer losses from encoder and predictor."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...runtime import checks
+from ...runtime.dtypes import acc_dtype
+
+DEFAULT_BUDGET = 2**30  # bytes of workspace if no budget is given
+# Bytes of logits in a chunk beyond which the products do not become faster.
+CHUNK_BYTES = 2**28
+ROW_ALIGNMENT = 16  # columns; matrix products and kernels need rows that start on 16 bytes
+# Bytes of a node beside its logits: two log-probabilities, alpha and beta in fp64, and the
+# log-sum-exp and two posteriors in fp32.
+NODE_BYTES = 44
+# The same for each duration of a TDT: its two posteriors, and its log-probability in fp64.
+DURATION_BYTES = 16
+
+ONE_PRODUCT = "a loss without gradients reads the logits of each chunk once"
+ALL_AT_ONCE = "the workspace holds all logits, so each is computed once"
+TOO_SMALL = "the workspace does not hold all logits, so they are computed for each of two passes"
+UNREDUCED = "the factor of each loss is known in the backward pass only, which computes logits anew"
+
+
+class RNNTPlan(NamedTuple):
+    """The way in which `linear_rnnt_loss` cuts the joint into chunks.
+
+    Fields:
+        name: `fast`, `lean` or `loss`. The fast plan keeps all logits between the scan and the
+            gradient: three matrix products. The lean plan computes them for each: four products.
+            The loss plan computes no gradient: one product.
+        chunk: the steps, of all sequences, whose joint is in memory at a time. Each has U + 1 rows.
+        workspace_bytes: the most bytes of memory in use at once, in addition to inputs, results
+            and the workspace of the matrix library.
+        flops: floating-point operations of the matrix products, forward and backward.
+        reason: why this plan was chosen.
+    """
+
+    name: str
+    chunk: int
+    workspace_bytes: int
+    flops: int
+    reason: str
+
+
+def linear_rnnt_plan(
+    batch: int,
+    steps: int,
+    labels: int,
+    hidden: int,
+    vocabulary: int,
+    dtype: torch.dtype,
+    *,
+    durations: int = 0,
+    memory_budget: int | None = None,
+    gradient: bool = True,
+    reduced: bool = True,
+) -> RNNTPlan:
+    """Return the chunks, workspace and operations that `linear_rnnt_loss` will use.
+
+    Without a budget, the workspace is at most 1 GiB, or what a chunk of one step needs. The plan
+    depends on the arguments alone, so that results do too.
+
+    Args:
+        batch, steps, labels: sizes B, T and U of `encoder` `[B, T, D]` and `predictor`
+            `[B, U + 1, D]`.
+        hidden, vocabulary: sizes D and V of `linear_weight` `[V, D]`.
+        dtype: the dtype of all of these.
+        durations: the number of durations, for `linear_tdt_loss`.
+        memory_budget: bytes of workspace; None for the rule above.
+        gradient: whether any input needs a gradient.
+        reduced: whether the losses are reduced, and their dtype is not fp16. Otherwise the
+            gradients are computed in the backward pass.
+
+    Returns:
+        `RNNTPlan(name, chunk, workspace_bytes, flops, reason)`.
+
+    Raises:
+        TypeError: `dtype` is not a floating dtype.
+        ValueError: a size is below 0, or the budget is too small for a chunk of one step.
+
+    Source: the plans are our own; Kuang et al., Pruned RNN-T for fast, memory-efficient ASR
+        training, 2022, for the problem.
+
+    Example:
+        >>> import torch, partita
+        >>> plan = partita.linear_rnnt_plan(32, 200, 100, 640, 1025, torch.bfloat16)
+        >>> plan.name, plan.chunk, plan.reason == partita.linear_rnnt_plan(
+        ...     8, 400, 100, 640, 1025, torch.bfloat16
+        ... ).reason
+        ('lean', 1277, False)
+    """
+    sizes = {"batch": batch, "steps": steps, "labels": labels, "hidden": hidden}
+    for name, value in {**sizes, "vocabulary": vocabulary, "durations": durations}.items():
+        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
+            raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
+    check_budget(memory_budget)
+    if dtype not in checks.FLOATING:
+        raise TypeError(f"dtype: expected a floating torch.dtype, got {dtype!r}")
+    itemsize, positions, rows = dtype.itemsize, labels + 1, batch * steps * (labels + 1)
+    columns = padded_width(vocabulary) + (padded_width(durations) if durations else 0)
+    step_logits = positions * columns * itemsize
+    step_hidden = positions * hidden * itemsize * (2 if gradient else 1)
+    fixed = rows * (NODE_BYTES + durations * DURATION_BYTES)
+    if gradient and dtype.itemsize == 2:
+        # Sums over chunks are in fp32.
+        sums = (vocabulary + durations) * (hidden + 1) + batch * (steps + positions) * hidden
+        fixed += sums * acc_dtype(dtype).itemsize
+    product = 2 * rows * hidden * (vocabulary + durations)
+    total_steps = max(batch * steps, 1)
+    limit = max(CHUNK_BYTES // max(step_logits, 1), 1)
+    budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
+    least = fixed + step_logits + step_hidden
+    all_logits = total_steps * step_logits
+    if gradient and reduced and fixed + all_logits + step_hidden <= budget:
+        room = (budget - fixed - all_logits) // max(step_hidden, 1)
+        chunk = min(max(room, 1), limit, total_steps)
+        workspace = fixed + all_logits + chunk * step_hidden
+        return RNNTPlan("fast", chunk, workspace, 3 * product, ALL_AT_ONCE)
+    if memory_budget is not None and memory_budget < least:
+        raise ValueError(
+            f"memory_budget: expected at least {least:,} bytes for {rows:,} nodes, or None,"
+            f" got {memory_budget:,}"
+        )
+    room = (budget - fixed) // max(step_logits + step_hidden, 1)
+    chunk = min(max(room, 1), limit, total_steps)
+    workspace = fixed + chunk * (step_logits + step_hidden)
+    if not gradient:
+        return RNNTPlan("loss", chunk, workspace, product, ONE_PRODUCT)
+    reason, products = (TOO_SMALL, 4) if reduced else (UNREDUCED, 5)
+    return RNNTPlan("lean", chunk, workspace, products * product, reason)
+
+
+def check_budget(memory_budget: int | None) -> None:
+    """Raise unless the budget is a number of bytes or None."""
+    if memory_budget is not None and (
+        isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget < 0
+    ):
+        raise ValueError(
+            f"memory_budget: expected a number of bytes or None, got {memory_budget!r}"
+        )
+
+
+def padded_width(classes: int) -> int:
+    """Return the columns of a buffer for this number of classes."""
+    return -(-classes // ROW_ALIGNMENT) * ROW_ALIGNMENT

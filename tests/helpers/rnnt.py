@@ -1,0 +1,87 @@
+"""Batches of transducers, and the sum over all of their paths one by one."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+DURATIONS = [0, 1, 2]
+# Lengths of a batch with an empty target, a single step and the longest of each.
+STEPS, LABELS = [4, 1, 3, 2], [2, 1, 0, 2]
+
+
+def sample(
+    dtype: torch.dtype = torch.float64, V: int = 5, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return logits of tokens and durations, targets without class 0, steps and labels."""
+    g = torch.Generator().manual_seed(seed)
+    B, T, U = len(STEPS), max(STEPS), max(LABELS)
+    tokens = torch.randn(B, T, U + 1, V, generator=g, dtype=torch.float64).to(dtype)
+    durations = torch.randn(B, T, U + 1, len(DURATIONS), generator=g, dtype=torch.float64)
+    targets = torch.randint(1, V, (B, U), generator=g)
+    return tokens, durations.to(dtype), targets, torch.tensor(STEPS), torch.tensor(LABELS)
+
+
+class Path:
+    """A path: its score, and the steps and scores of its labels."""
+
+    def __init__(self, score: Tensor, steps: list[int], scores: list[Tensor]) -> None:
+        self.score, self.steps, self.scores = score, steps, scores
+
+
+# (blank, t, u) -> the arcs that leave the node: the steps by which each advances and its score.
+ArcsOf = Callable[[bool, int, int], Sequence[tuple[int, Tensor]]]
+
+
+def all_paths(arcs: ArcsOf, T: int, U: int) -> list[Path]:
+    """Return all paths from (0, 0) that end at (T, U) by a blank."""
+    found: list[Path] = []
+
+    def extend(t: int, u: int, score: Tensor, steps: list[int], scores: list[Tensor]) -> None:
+        for d, value in arcs(True, t, u):
+            if t + d == T and u == U:
+                found.append(Path(score + value, steps, scores))
+            elif d and t + d < T:
+                extend(t + d, u, score + value, steps, scores)
+        for d, value in arcs(False, t, u) if u < U else ():
+            if t + d < T:
+                extend(t + d, u + 1, score + value, [*steps, t], [*scores, value])
+
+    if T > 0:
+        extend(0, 0, torch.zeros((), dtype=torch.float64), [], [])
+    return found
+
+
+def rnnt_arcs(log_probs: Tensor, target: Tensor, blank: int) -> ArcsOf:
+    """Return the arcs of one sequence of an RNN-T, `[T, U + 1, V]`."""
+    return lambda is_blank, t, u: (
+        [(1, log_probs[t, u, blank])] if is_blank else [(0, log_probs[t, u, target[u]])]
+    )
+
+
+def tdt_arcs(tokens: Tensor, durations: Tensor, target: Tensor, blank: int) -> ArcsOf:
+    """Return the arcs of one sequence of a TDT from log-probabilities."""
+
+    def arcs(is_blank: bool, t: int, u: int) -> list[tuple[int, Tensor]]:
+        token = tokens[t, u, blank] if is_blank else tokens[t, u, target[u]]
+        return [
+            (d, token + durations[t, u, i]) for i, d in enumerate(DURATIONS) if d or not is_blank
+        ]
+
+    return arcs
+
+
+def hat_log_probs(logits: Tensor, blank: int) -> Tensor:
+    """Return log-probabilities in which the blank is a Bernoulli apart from the labels."""
+    is_blank = torch.arange(logits.shape[-1]) == blank
+    labels = logits.masked_fill(is_blank, -torch.inf).log_softmax(-1)
+    blanks = torch.nn.functional.logsigmoid(logits)
+    others = torch.nn.functional.logsigmoid(-logits[..., blank, None]) + labels
+    return torch.where(is_blank, blanks, others)
+
+
+def total(paths: list[Path]) -> Tensor:
+    """Return minus the log-sum-exp of the scores."""
+    if not paths:
+        return torch.tensor(torch.inf, dtype=torch.float64)
+    return -torch.stack([path.score for path in paths]).logsumexp(0)

@@ -1,0 +1,247 @@
+"""Transducer losses from encoder and predictor, against the losses of all logits."""
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.ctc import backends
+from helpers.rnnt import DURATIONS, sample
+from torch import Tensor
+
+import partita
+
+D = 3
+SEQUENCES = sample()[2:]
+ACTIVATIONS = {"relu": torch.relu, "tanh": torch.tanh, "sigmoid": torch.sigmoid}
+
+
+def joint_tensors(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Return encoder, predictor, and matrix and bias of tokens and of durations."""
+    g = torch.Generator().manual_seed(1)
+    B, T, U1, V = sample()[0].shape
+    K = len(DURATIONS)
+    shapes = [(B, T, D), (B, U1, D), (V, D), (V,), (K, D), (K,)]
+    tensors = (torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in shapes)
+    return [tensor.requires_grad_() for tensor in tensors]
+
+
+def linear_loss(name: str, tensors: list[Any], **options: Any) -> Tensor:
+    encoder, predictor, weight, bias, *durations = tensors
+    if name == "rnnt":
+        options |= {"linear_bias": bias, "blank": 0, "delay_penalty": 0.1, "hat": True}
+        return partita.linear_rnnt_loss(encoder, predictor, weight, *SEQUENCES, **options)
+    options |= {"linear_bias": bias, "duration_bias": durations[1]}
+    weights = (weight, durations[0])
+    return partita.linear_tdt_loss(
+        encoder, predictor, *weights, *SEQUENCES, 0, DURATIONS, 0.05, **options
+    )
+
+
+def loss_of_logits(name: str, tensors: list[Any], activation: str, **options: Any) -> Tensor:
+    encoder, predictor, *heads = tensors
+    hidden = ACTIVATIONS[activation](encoder[:, :, None] + predictor[:, None])
+    tokens, durations = (hidden @ heads[i].T + heads[i + 1] for i in (0, 2))
+    if name == "rnnt":
+        options |= {"delay_penalty": 0.1, "hat": True}
+        return partita.rnnt_loss(tokens, *SEQUENCES, 0, **options)
+    return partita.tdt_loss(tokens, durations, *SEQUENCES, 0, DURATIONS, 0.05, **options)
+
+
+@backends
+@pytest.mark.parametrize("name", ["rnnt", "tdt"])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum", "mean_batch", "mean_volume"])
+def test_all_chunks_give_the_loss_of_all_logits(reduction: str, name: str, backend: str) -> None:
+    tensors = joint_tensors()
+    tensors = tensors[:4] if name == "rnnt" else tensors
+    rest = joint_tensors()[len(tensors) :]
+    upstream = torch.tensor([1.0, -2, 0.5, 3]).double() if reduction == "none" else None
+    for i, activation in enumerate(ACTIVATIONS):
+        with partita.backend(backend):
+            plain = loss_of_logits(name, [*tensors, *rest], activation, reduction=reduction)
+            expected = torch.autograd.grad(plain, tensors, upstream)
+            # Several sequences at a time, parts of one, and a step at a time.
+            budget = (None, 9000, 5800)[i]
+            loss = linear_loss(
+                name,
+                [*tensors, *rest],
+                reduction=reduction,
+                activation=activation,
+                memory_budget=budget,
+            )
+            found = torch.autograd.grad(loss, tensors, upstream)
+        torch.testing.assert_close(loss, plain)
+        torch.testing.assert_close(found, expected)
+
+
+@backends
+def test_fastemit_scales_the_gradient_of_labels(backend: str) -> None:
+    tensors = joint_tensors()[:4]
+    encoder, predictor, weight, bias = tensors
+    logits = (encoder[:, :, None] + predictor[:, None]).relu() @ weight.T + bias
+    with partita.backend(backend):
+        plain = partita.rnnt_loss(logits, *SEQUENCES, 0, fastemit_lambda=0.5)
+        loss = partita.linear_rnnt_loss(
+            encoder, predictor, weight, *SEQUENCES, linear_bias=bias, blank=0, fastemit_lambda=0.5
+        )
+        found, expected = (torch.autograd.grad(value, tensors) for value in (loss, plain))
+    torch.testing.assert_close(found, expected)
+
+
+def test_chunks_are_those_of_the_plan() -> None:
+    """The budgets of the test above give each way of cutting the batch."""
+    plans = [
+        partita.linear_rnnt_plan(
+            4, 4, 2, D, 5, torch.float64, durations=3, memory_budget=memory_budget
+        )
+        for memory_budget in (None, 9000, 5800)
+    ]
+    assert [plan.name for plan in plans] == ["fast", "lean", "lean"]
+    assert [plan.chunk for plan in plans] == [16, 5, 1]
+    for plan, budget in zip(plans, (2**30, 9000, 5800), strict=True):
+        assert plan.workspace_bytes <= budget
+    assert plans[1].flops * 3 == plans[0].flops * 4
+    loss = partita.linear_rnnt_plan(4, 4, 2, D, 5, torch.float64, gradient=False)
+    assert (loss.name, loss.flops * 3) == (
+        "loss",
+        partita.linear_rnnt_plan(4, 4, 2, D, 5, torch.float64).flops,
+    )
+    with pytest.raises(ValueError, match=r"^memory_budget: expected at least .* for 48 nodes"):
+        partita.linear_rnnt_plan(4, 4, 2, D, 5, torch.float64, memory_budget=100)
+    with pytest.raises(ValueError, match=r"^steps: expected an int of at least 0, got -1"):
+        partita.linear_rnnt_plan(4, -1, 2, D, 5, torch.float64)
+    with pytest.raises(TypeError, match=r"^dtype: expected a floating torch.dtype"):
+        partita.linear_rnnt_plan(4, 4, 2, D, 5, torch.int64)
+
+
+@backends
+@pytest.mark.parametrize("name", ["rnnt", "tdt"])
+def test_padding_is_not_read(name: str, backend: str) -> None:
+    tensors = joint_tensors()
+    *_, steps, labels = sample()
+    poisoned = [tensor.detach().clone() for tensor in tensors]
+    poisoned[0][torch.arange(4) >= steps[:, None]] = torch.nan
+    poisoned[1][torch.arange(3) > labels[:, None]] = torch.nan
+    leaves = [tensor.requires_grad_() for tensor in poisoned]
+    used = slice(0, 4 if name == "rnnt" else 6)
+    with partita.backend(backend):
+        for activation in ACTIVATIONS:
+            expected = linear_loss(name, tensors, activation=activation)
+            found = linear_loss(name, leaves, activation=activation)
+            assert torch.equal(found, expected)
+            torch.testing.assert_close(
+                torch.autograd.grad(found, leaves[used]),
+                torch.autograd.grad(expected, tensors[used]),
+                rtol=0,
+                atol=0,
+            )
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtypes(dtype: torch.dtype, backend: str) -> None:
+    eps = torch.finfo(dtype).eps
+    for name in ("rnnt", "tdt"):
+        tensors = joint_tensors(dtype)[: 4 if name == "rnnt" else 6]
+        rest = joint_tensors(dtype)[len(tensors) :]
+        truth = [tensor.detach().double().requires_grad_() for tensor in tensors]
+        with partita.backend(backend):
+            loss = linear_loss(name, [*tensors, *rest])
+            expected = linear_loss(name, [*truth, *(t.double() for t in rest)])
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss.double(), expected, rtol=4 * eps, atol=4 * eps)
+        grads = torch.autograd.grad(loss, tensors), torch.autograd.grad(expected, truth)
+        for found, true in zip(*grads, strict=True):
+            assert found.dtype == dtype
+            torch.testing.assert_close(found.double(), true, rtol=16 * eps, atol=16 * eps)
+
+
+@pytest.mark.parametrize("name", ["rnnt", "tdt"])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_derivatives_beyond_one_backward_pass(reduction: str, name: str) -> None:
+    tensors = joint_tensors()[: 4 if name == "rnnt" else 6]
+    rest = [t.detach() for t in joint_tensors()[len(tensors) :]]
+
+    def loss(*inputs: Tensor) -> Tensor:
+        return linear_loss(name, [*inputs, *rest], activation="tanh", reduction=reduction).sum()
+
+    value = loss(*tensors)
+    first = torch.autograd.grad(value, tensors, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(2 * value, tensors), tuple(2 * g for g in first))
+    graph = torch.autograd.grad(loss(*tensors), tensors, create_graph=True)
+    torch.testing.assert_close(graph, first)
+    second = torch.autograd.grad(sum(g.sum() for g in graph), tensors)
+
+    def moved_gradient(step: float) -> tuple[Tensor, ...]:
+        moved = [(t + step).detach().requires_grad_() for t in tensors]
+        return torch.autograd.grad(loss(*moved), moved)
+
+    moved = zip(moved_gradient(1e-5), moved_gradient(-1e-5), strict=True)
+    expected = tuple((a - b) / 2e-5 for a, b in moved)
+    torch.testing.assert_close(second, expected, rtol=1e-6, atol=1e-7)
+    functional = torch.func.grad(loss, tuple(range(len(tensors))))(*(t.detach() for t in tensors))
+    torch.testing.assert_close(functional, first)
+
+
+@pytest.mark.parametrize("name", ["rnnt", "tdt"])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_compiled_code(reduction: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    tensors = joint_tensors()[: 4 if name == "rnnt" else 6]
+    rest = [t.detach() for t in joint_tensors()[len(tensors) :]]
+    plain = lambda *t: linear_loss(name, [*t, *rest], reduction=reduction).sum()  # noqa: E731
+    compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
+    loss, expected = compiled(*tensors), plain(*tensors)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, tensors), torch.autograd.grad(expected, tensors)
+    )
+
+
+def test_autocast_and_unused_gradients() -> None:
+    tensors = joint_tensors(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_loss("rnnt", tensors)
+    expected = linear_loss("rnnt", [t.detach().bfloat16() for t in tensors])
+    assert loss.dtype == torch.float32 and torch.equal(loss, expected)
+    (grad,) = torch.autograd.grad(loss, tensors[2])
+    assert grad.dtype == torch.float32
+    frozen = [t.detach() for t in tensors]
+    frozen[3].requires_grad_()
+    expected_grad = torch.autograd.grad(linear_loss("rnnt", tensors), tensors[3])
+    found = torch.autograd.grad(linear_loss("rnnt", frozen), frozen[3])
+    torch.testing.assert_close(found, expected_grad)
+
+
+def test_bad_input() -> None:
+    encoder, predictor, weight, bias, *_ = (t.detach() for t in joint_tensors())
+    for arguments, options, error, message in (
+        ((encoder[0], predictor, weight), {}, ValueError, r"encoder: expected shape \[B, T, D\]"),
+        (
+            (encoder, predictor[:2], weight),
+            {},
+            ValueError,
+            r"predictor: expected shape \[B, U \+ 1",
+        ),
+        ((encoder, predictor, weight[:, :2]), {}, ValueError, "linear_weight: expected shape"),
+        ((encoder, predictor.float(), weight), {}, TypeError, "predictor: expected the dtype"),
+        (
+            (encoder, predictor, weight),
+            {"linear_bias": bias[:2]},
+            ValueError,
+            "linear_bias: expected shape the rows of linear_weight",
+        ),
+        (
+            (encoder, predictor, weight),
+            {"activation": "gelu"},
+            ValueError,
+            "activation: expected one of 'relu', 'tanh', 'sigmoid', got 'gelu'",
+        ),
+        (
+            (encoder, predictor, weight),
+            {"memory_budget": 10},
+            ValueError,
+            "memory_budget: expected at least",
+        ),
+    ):
+        with pytest.raises(error, match=f"^{message}"):
+            partita.linear_rnnt_loss(*arguments, *SEQUENCES, blank=0, **options)

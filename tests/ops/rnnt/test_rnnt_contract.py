@@ -1,0 +1,296 @@
+"""The contract of transducers: forms of the arguments, invalid values, padding, errors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.ctc import backends
+from helpers.rnnt import DURATIONS, sample
+from torch import Tensor
+
+import partita
+
+X, Y, TARGETS, STEPS, LABELS = sample()
+
+
+def rnnt(x: Tensor, targets: Any, steps: Any, labels: Any) -> Tensor:
+    return partita.rnnt_loss(x, targets, steps, labels, 0, reduction="none")
+
+
+def tdt(x: Tensor, targets: Any, steps: Any, labels: Any) -> Tensor:
+    """Return the loss of token logits, with the durations' logits from the same tensor."""
+    inputs = (x, 0.5 * x[..., : len(DURATIONS)], targets, steps, labels)
+    return partita.tdt_loss(*inputs, 0, DURATIONS, reduction="none")
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {"rnnt": rnnt, "tdt": tdt}
+losses = pytest.mark.parametrize("name", LOSSES)
+
+
+@backends
+@losses
+def test_forms_of_the_arguments(name: str, backend: str) -> None:
+    loss = LOSSES[name]
+    with partita.backend(backend):
+        expected = loss(X, TARGETS, STEPS, LABELS)
+        for form in (torch.Tensor.tolist, lambda t: tuple(t.tolist()), lambda t: t.int()):
+            assert torch.equal(loss(X, TARGETS.int(), form(STEPS), form(LABELS)), expected)
+        strided = X.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
+        wide_targets = TARGETS.repeat_interleave(2, 1)[:, ::2].to(torch.uint8)
+        assert torch.equal(loss(strided, wide_targets, STEPS, LABELS), expected)
+        repeated = X[:, :1].expand(-1, 4, -1, -1)
+        found = loss(repeated, TARGETS, STEPS, LABELS)
+        assert torch.equal(found, loss(repeated.contiguous(), TARGETS, STEPS, LABELS))
+
+
+@backends
+@losses
+def test_padding_is_not_read_and_has_no_gradient(name: str, backend: str) -> None:
+    t, u = torch.arange(X.shape[1])[:, None], torch.arange(X.shape[2])
+    padding = (t >= STEPS[:, None, None]) | (u > LABELS[:, None, None])
+    poisoned = X.masked_fill(padding[..., None], torch.nan).requires_grad_()
+    targets = torch.where(torch.arange(TARGETS.shape[1]) < LABELS[:, None], TARGETS, -7)
+    x = X.clone().requires_grad_()
+    with partita.backend(backend):
+        expected, found = (
+            LOSSES[name](z, t, STEPS, LABELS) for z, t in ((x, TARGETS), (poisoned, targets))
+        )
+        assert torch.equal(found, expected)
+        (grad,) = torch.autograd.grad(expected.sum(), x)
+        (poisoned_grad,) = torch.autograd.grad(found.sum(), poisoned)
+    assert torch.equal(grad, poisoned_grad) and (grad[padding] == 0).all()
+    poisoned_grad = torch.autograd.functional.hvp(
+        lambda z: LOSSES[name](z, targets, STEPS, LABELS).sum(), poisoned, torch.ones_like(X)
+    )[1]
+    assert poisoned_grad.isfinite().all()
+
+
+@backends
+@losses
+def test_unchecked_values_make_nan_of_their_sequence(
+    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    cases = [
+        (TARGETS.clone().fill_(1), STEPS, LABELS),
+        (TARGETS.clone().index_fill_(1, torch.tensor(0), 0), STEPS, LABELS.clamp(min=1)),
+        (TARGETS.clone().fill_(5), STEPS, LABELS.clamp(min=1)),
+        (TARGETS.clone().fill_(-(2**40)), STEPS, LABELS.clamp(min=1)),
+        (TARGETS, STEPS + 5, LABELS),
+        (TARGETS, STEPS, LABELS + 2**40),
+        (TARGETS, STEPS, LABELS - 3),
+        (TARGETS, STEPS - 2**40, LABELS),
+    ]
+    good = (TARGETS[:1].clone(), STEPS[:1], LABELS[:1])
+    with partita.backend(backend):
+        for i, case in enumerate(cases):
+            sequences = [torch.cat([a, b[:1]]) for a, b in zip(good, case, strict=True)]
+            x = X[:1].repeat(2, 1, 1, 1).requires_grad_()
+            found = LOSSES[name](x, *sequences)
+            (grad,) = torch.autograd.grad(found.sum(), x)
+            assert found.isnan().tolist() == [False, i > 0]
+            assert grad[0].isfinite().all() and grad[1].isnan().all().item() == (i > 0)
+            best = partita.rnnt_align(x, *sequences, 0)
+            assert best.score.isnan().tolist() == [False, i > 0]
+            assert i == 0 or (best.steps[1] == -1).all()
+
+
+@backends
+@losses
+def test_sequences_without_a_path_and_without_a_gradient(name: str, backend: str) -> None:
+    x = X.clone()
+    x[2] = torch.nan  # its loss is NaN, and its upstream gradient is 0
+    x = x.requires_grad_()
+    steps = torch.tensor([4, 0, 3, 2])
+    with partita.backend(backend):
+        found = LOSSES[name](x, TARGETS, steps, LABELS)
+        (grad,) = torch.autograd.grad(found, x, torch.tensor([1.0, 1, 0, 1]).double())
+        best = partita.rnnt_align(x, TARGETS, steps, LABELS, 0)
+    assert found[1] == torch.inf and found[2].isnan()
+    assert (grad[1:3] == 0).all() and grad.isfinite().all()
+    assert best.score[1] == -torch.inf and best.score[2].isnan()
+    assert (best.steps[1:3] == -1).all() and (best.scores[1] == 0).all()
+
+
+@backends
+def test_a_tdt_that_no_duration_fits(backend: str) -> None:
+    """Without a duration of 1, three steps have no path of blanks of two."""
+    x, y = torch.zeros(1, 3, 1, 2, requires_grad=True), torch.zeros(1, 3, 1, 2)
+    targets = torch.empty(1, 0, dtype=torch.int64)
+    with partita.backend(backend):
+        loss = partita.tdt_loss(x, y, targets, [3], [0], 0, [0, 2])
+        assert loss == torch.inf
+        assert (torch.autograd.grad(loss, x)[0] == 0).all()
+        assert partita.tdt_align(x, y, targets, [3], [0], 0, [0, 2]).score == -torch.inf
+
+
+@backends
+@losses
+def test_empty_batches_and_inputs(name: str, backend: str) -> None:
+    none = torch.empty(0, dtype=torch.int64)
+    with partita.backend(backend):
+        x = X[:0].clone().requires_grad_()
+        found = LOSSES[name](x, TARGETS[:0], none, none)
+        assert found.shape == (0,)
+        assert torch.autograd.grad(found.sum(), x)[0].shape == x.shape
+        assert partita.rnnt_loss(x, TARGETS[:0], none, none, 0).isnan()
+        assert partita.rnnt_loss(x, TARGETS[:0], none, none, 0, reduction="sum") == 0
+        x = X[:2, :0].clone().requires_grad_()
+        found = LOSSES[name](x, TARGETS[:2], [0, 0], [2, 0])
+        assert (found == torch.inf).all()
+        assert torch.autograd.grad(found.sum(), x)[0].shape == x.shape
+        assert partita.rnnt_align(x, TARGETS[:2], [0, 0], [2, 0], 0).steps.shape == (2, 2)
+
+
+@backends
+def test_inplace_writes_the_gradient_over_the_logits(backend: str) -> None:
+    with partita.backend(backend):
+        x = X.clone().requires_grad_()
+        expected = torch.autograd.grad(rnnt(x, TARGETS, STEPS, LABELS).mean(), x)[0]
+        h = x * 1
+        loss = partita.rnnt_loss(h, TARGETS, STEPS, LABELS, 0, inplace=True)
+        loss.backward()
+        assert torch.equal(x.grad, expected) and torch.equal(h.detach(), expected)
+        with pytest.raises(RuntimeError, match="inplace: expected logits that were computed"):
+            partita.rnnt_loss(x, TARGETS, STEPS, LABELS, 0, inplace=True)
+        h = x * 1
+        loss = partita.rnnt_loss(h, TARGETS, STEPS, LABELS, 0, inplace=True)
+        with pytest.raises(RuntimeError, match="no second"):
+            torch.autograd.grad(loss, x, create_graph=True)
+        before = X.clone()
+        partita.rnnt_loss(before, TARGETS, STEPS, LABELS, 0, inplace=True)
+        assert torch.equal(before, X)
+
+
+def test_results_are_the_same_from_run_to_run() -> None:
+    for name in LOSSES:
+        x = X.clone().requires_grad_()
+        grads = [
+            torch.autograd.grad(LOSSES[name](x, TARGETS, STEPS, LABELS).sum(), x)[0]
+            for _ in range(2)
+        ]
+        assert torch.equal(*grads)
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "dtype": ({"logits": X.long()}, TypeError, "logits: expected a floating dtype"),
+    "rank": (
+        {"logits": X[0]},
+        ValueError,
+        r"logits: expected shape \[B, T, U \+ 1, V\] with U >= 0 and V >= 1, got \[4, 3, 5\]",
+    ),
+    "targets dtype": (
+        {"targets": TARGETS.double()},
+        TypeError,
+        "targets: expected an integer dtype",
+    ),
+    "targets shape": (
+        {"targets": TARGETS[:, :1]},
+        ValueError,
+        r"targets: expected shape \[B, U\] = \[4, 2\], got \[4, 1\]",
+    ),
+    "label": (
+        {"targets": TARGETS.clone().fill_(5)},
+        IndexError,
+        r"targets: expected labels from 0 to 4 other than the blank 0, got 5 at \[0, 0\]",
+    ),
+    "blank in a target": (
+        {"targets": TARGETS.clone().fill_(0)},
+        IndexError,
+        r"targets: expected labels from 0 to 4 other than the blank 0, got 0 at \[0, 0\]",
+    ),
+    "blank": ({"blank": 5}, ValueError, "blank: expected a class from -5 to 4, got 5"),
+    "steps": (
+        {"logit_lengths": [4, 5, 1, 1]},
+        ValueError,
+        r"logit_lengths: expected steps from 0 to 4, got 5 at \[1\]",
+    ),
+    "labels": (
+        {"target_lengths": [-1, 2, 1, 1]},
+        ValueError,
+        r"target_lengths: expected labels from 0 to 2, got -1 at \[0\]",
+    ),
+    "number of lengths": (
+        {"target_lengths": [1]},
+        ValueError,
+        r"target_lengths: expected shape \[N\] = \[4\], got \[1\]",
+    ),
+    "reduction": (
+        {"reduction": "max"},
+        ValueError,
+        "reduction: expected one of 'none', 'mean', 'sum', 'mean_batch', 'mean_volume', got 'max'",
+    ),
+    "hat": (
+        {"hat": True, "fused_log_softmax": False},
+        ValueError,
+        "hat: expected logits, which is fused_log_softmax=True, got log-probabilities",
+    ),
+    "clamp": ({"clamp": "1"}, TypeError, "clamp: expected a number, got '1'"),
+    "fastemit": (
+        {"fastemit_lambda": -1.0},
+        ValueError,
+        "fastemit_lambda: expected a number of at least 0.0, got -1.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    changes, error, message = BAD[name]
+    good = {
+        "logits": X,
+        "targets": TARGETS,
+        "logit_lengths": STEPS,
+        "target_lengths": LABELS,
+        "blank": 0,
+    }
+    with pytest.raises(error, match=f"^{message}"):
+        partita.rnnt_loss(**{**good, **changes})
+
+
+BAD_TDT: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "shape": (
+        {"duration_logits": Y[:, :2]},
+        ValueError,
+        r"duration_logits: expected shape \[B, T, U \+ 1, K\] = \[4, 4, 3, 'K'\],",
+    ),
+    "dtype": (
+        {"duration_logits": Y.float()},
+        TypeError,
+        "duration_logits: expected the dtype of token_logits, torch.float64, got torch.float32",
+    ),
+    "blank": (
+        {"blank_token_id": 7},
+        ValueError,
+        "blank_token_id: expected a class from -5 to 4, got 7",
+    ),
+    "durations": (
+        {"durations": [0, 1, -2]},
+        ValueError,
+        r"durations: expected 1 to 8 numbers, 0 or more, of which one is above 0, got \[0, 1, -2\]",
+    ),
+    "no time": ({"durations": [0, 0, 0]}, ValueError, "durations: expected 1 to 8 numbers"),
+    "number of durations": (
+        {"durations": [0, 1]},
+        ValueError,
+        "durations: expected 3 numbers, one for each entry of the duration logits, got 2",
+    ),
+    "sigma": ({"sigma": -0.1}, ValueError, "sigma: expected a number of at least 0.0, got -0.1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TDT)
+def test_bad_input_of_tdt(name: str) -> None:
+    changes, error, message = BAD_TDT[name]
+    good = {
+        "token_logits": X,
+        "duration_logits": Y,
+        "targets": TARGETS,
+        "logit_lengths": STEPS,
+        "target_lengths": LABELS,
+        "blank_token_id": 0,
+        "durations": DURATIONS,
+    }
+    with pytest.raises(error, match=f"^{message}"):
+        partita.tdt_loss(**{**good, **changes})
