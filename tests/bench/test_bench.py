@@ -33,8 +33,8 @@ CTC = ("ctc", "ctc_crf", "ctc_align")
 RNNT = ("rnnt", "tdt", "linear_rnnt")
 LINEAR = ("linear_cross_entropy", "linear_divergence")
 PEERS = (
-    "torch,torch-linear,compile,chunked,naive,quack,liger,cce,cce-exact,koi,seqdist,torch-struct,"
-    "pytorch-crf,torchaudio,warprnnt"
+    "torch,torch-linear,compile,chunked,naive,quack,liger,liger-cute,cce,cce-exact,koi,seqdist,"
+    "torch-struct,pytorch-crf,torchaudio,warprnnt"
 )
 TINY = ["--elements", "2048", "--columns", "16,33", "--repetitions", "2"]
 

@@ -90,6 +90,7 @@ def recording(launches: list[Launch], cuda: str | None) -> Iterator[None]:
     """Append all launches to the list, as on an NVIDIA GPU, or on an AMD GPU without `cuda`."""
     # These modules must be loaded before their names are patched.
     from partita.ops.chain.gpu import plan as chain_plan
+    from partita.ops.divergence.gpu import launch as divergence_launch
     from partita.ops.linear_chain.gpu import plan as linear_chain_plan
     from partita.primitives.gpu import math, row_plan
     from partita.runtime import launch
@@ -105,6 +106,7 @@ def recording(launches: list[Launch], cuda: str | None) -> Iterator[None]:
         mock.patch.object(torch.version, "cuda", cuda),
         mock.patch.object(launch, "NVIDIA", cuda is not None),
         mock.patch.object(chain_plan, "NVIDIA", cuda is not None),
+        mock.patch.object(divergence_launch, "NVIDIA", cuda is not None),
         mock.patch.object(linear_chain_plan, "GLUON", cuda is not None),
         mock.patch.object(row_plan, "NVIDIA", cuda is not None),
         partita.backend("triton"),
@@ -249,7 +251,10 @@ def call_rows(x: torch.Tensor) -> None:
     ]
     results += [partita.topk_logprobs(x, 3, softcap=c).logprobs for c in (None, 5.0)]
     for beta, softcap in ((0.0, None), (0.5, None), (1.0, 5.0)):
-        results.append(partita.divergence(x, x.detach(), beta=beta, softcap=softcap))
+        results += [
+            partita.divergence(x, x.detach(), beta=beta, softcap=softcap, reduction=reduction)
+            for reduction in ("none", "mean")
+        ]
     for options in ({}, all_options):
         results += [
             partita.cross_entropy(x, t, reduction=r, **options)

@@ -94,6 +94,9 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
             (one, x, x.flip(0), *torch.ops.partita.divergence(x, x.flip(0), *n, BACKEND)[1:], *n)
             for n in divergences
         ],
+        "divergence_one_pass": [
+            (x, x.flip(0), factor, 0.5, *n) for n in divergences for factor in (None, one)
+        ],
         "divergence_state": [(x, x.flip(0), *n) for n in divergences],
         "divergence_mixture": [(x, x.flip(0), *local[2:], *divergences[1])],
         "divergence_local_gradient": [(one, x, x.flip(0), *local[1:], *n) for n in divergences],
