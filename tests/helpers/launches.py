@@ -188,6 +188,28 @@ def call_crf(dtype: torch.dtype, T: int) -> None:
         torch.autograd.grad(losses, scores, torch.ones_like(losses))
 
 
+def call_rnnt(dtype: torch.dtype, U: int, V: int) -> None:
+    """Call the ops of transducers, from logits and from encoder and predictor."""
+    logits = torch.zeros(2, 3, U + 1, V, dtype=dtype, requires_grad=True)
+    durations = torch.zeros(2, 3, U + 1, 2, dtype=dtype, requires_grad=True)
+    sequences = torch.ones(2, U, dtype=torch.int64), torch.full((2,), 3), torch.full((2,), U)
+    for options in ({}, {"hat": True, "clamp": 0.5}, {"fused_log_softmax": False}):
+        loss = partita.rnnt_loss(logits, *sequences, 0, **options)
+        torch.autograd.grad(loss, logits)
+    partita.rnnt_loss(logits.detach(), *sequences, 0)
+    partita.rnnt_align(logits.detach(), *sequences, 0)
+    loss = partita.tdt_loss(logits, durations, *sequences, 0, [0, 1])
+    torch.autograd.grad(loss, (logits, durations))
+    partita.tdt_align(logits.detach(), durations.detach(), *sequences, 0, [0, 1])
+    hidden = torch.zeros(2, 3, 16, dtype=dtype, requires_grad=True)
+    predictor = torch.zeros(2, U + 1, 16, dtype=dtype, requires_grad=True)
+    weight = torch.zeros(V, 16, dtype=dtype)
+    for activation in ("relu", "tanh"):
+        joint = (hidden, predictor, weight, *sequences)
+        losses = partita.linear_rnnt_loss(*joint, blank=0, activation=activation, reduction="none")
+        torch.autograd.grad(losses.sum(), (hidden, predictor))
+
+
 def call_linear(dtype: torch.dtype, C: int) -> None:
     hidden = torch.zeros(3, 8, dtype=dtype, requires_grad=True)
     matrix = torch.zeros(C, 8, dtype=dtype)
@@ -301,6 +323,8 @@ def launches(cuda: str | None) -> dict[str, list[Launch]]:
             for from_logits in (False, True):
                 for N, C, S in batches:
                     call_ctc(dtype, N, C, S, from_logits)
+            for U, V in ((2, 40), (40, 1025)):
+                call_rnnt(dtype, U, V)
     found: dict[str, dict[str, Launch]] = defaultdict(dict)
     for each in noted:
         found[each.kernel.__name__].setdefault(f"{each.dtype} {each.variant}", each)

@@ -1,0 +1,217 @@
+"""What the launches of transducers share: targets, tiles of rows, zeros, the kernels of rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....runtime.launch import cdiv, launch, tl_acc_dtype
+from .gradient import rnnt_gradient_kernel
+from .nodes import rnnt_nodes_kernel
+from .plan import NODES_PER_PROGRAM, LatticePlan, RowTile, lattice_plan, row_tile
+
+
+class Targets(NamedTuple):
+    """The targets and lengths of a batch.
+
+    Fields:
+        labels: `[B, U]`, with contiguous rows.
+        logit_lengths: `[B]`.
+        target_lengths: `[B]`.
+    """
+
+    labels: Tensor
+    logit_lengths: Tensor
+    target_lengths: Tensor
+
+    @property
+    def stride(self) -> int:
+        """The offset from a target to the next."""
+        return self.labels.stride(0) if self.labels.shape[1] else 0
+
+
+class NodeOptions(NamedTuple):
+    """What the scores of the arcs depend on.
+
+    Fields:
+        blank: the class of the blank.
+        fused: whether the logits are normalized; otherwise they are log-probabilities.
+        hat: whether the blank is a Bernoulli variable apart from the labels.
+        sigma: subtracted from each score.
+        delay_penalty: added to a label's score, times the steps before the middle.
+    """
+
+    blank: int
+    fused: bool
+    hat: bool
+    sigma: float
+    delay_penalty: float
+
+
+def as_targets(labels: Tensor, logit_lengths: Tensor, target_lengths: Tensor) -> Targets:
+    """Return the targets with labels whose rows are contiguous."""
+    if labels.shape[1] > 1 and labels.stride(1) != 1:
+        labels = labels.contiguous()
+    return Targets(labels, logit_lengths, target_lengths)
+
+
+def tile_of(*tensors: Tensor) -> RowTile:
+    """Return how a kernel reads the rows of tensors of one shape and dtype together."""
+    first = tensors[0]
+    itemsize, V, bits = first.element_size(), first.shape[-1], 16
+    # Aligned parts of rows begin at the same columns if the offsets of the rows are the same.
+    same_offsets = all(tensor.stride() == first.stride() for tensor in tensors)
+    has_edges = same_offsets and first.stride(-1) == 1
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+            bits |= stride * itemsize if size > 1 else 0
+        if V > 1 and tensor.stride(-1) != 1:
+            bits |= itemsize
+        has_edges = has_edges and tensor.data_ptr() % 16 == 0
+    return row_tile(V, itemsize, bits & -bits, has_edges)
+
+
+def tile_options(tile: RowTile, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the launch options of a kernel that reads rows."""
+    return {
+        "VEC": tile.vector,
+        "EDGES": tile.edges,
+        "PIECES": tile.pieces,
+        "ROWS": NODES_PER_PROGRAM,
+        "BLOCK_V": tile.block,
+        "DTYPE": tl_acc_dtype(dtype),
+        "num_warps": 1,
+    }
+
+
+def launch_nodes(
+    logits: Tensor,
+    targets: Targets,
+    lse: Tensor,
+    arcs: Tensor,
+    first_step: int,
+    steps: int,
+    sizes: tuple[int, int, int],
+    options: NodeOptions,
+) -> None:
+    """Compute the log-sum-exps and the arcs of `steps` steps.
+
+    Args:
+        logits: `[B, T, U1, V]`, or those of these steps as `[1, steps, U1, V]`.
+        targets: the targets.
+        lse: `[B, T, U1]`, or an empty tensor if no gradient needs them.
+        arcs: the scores of the arcs, `[2, nodes]`.
+        first_step: the first step, counted over all sequences.
+        steps: the number of steps.
+        sizes: B, T and U1.
+        options: the options of the loss.
+    """
+    B, T, U1 = sizes
+    plan, tile = lattice_plan(B, T, U1), tile_of(logits)
+    launch(
+        rnnt_nodes_kernel,
+        steps * cdiv(U1, NODES_PER_PROGRAM),
+        logits,
+        *targets,
+        lse if lse.numel() else None,
+        arcs,
+        first_step,
+        T,
+        U1,
+        logits.shape[-1],
+        plan.num_chunks,
+        plan.rows,
+        plan.nodes,
+        options.blank,
+        options.sigma,
+        options.delay_penalty,
+        targets.stride,
+        *node_strides(logits, T),
+        FUSED=options.fused,
+        HAT=options.hat,
+        **tile_options(tile, logits.dtype),
+    )
+
+
+def node_strides(logits: Tensor, T: int) -> tuple[int, int, int, int]:
+    """Return the strides of a batch, or of some steps `[1, steps, U1, V]` of a batch.
+
+    Sequences of T steps follow each other without a gap where only some steps are there.
+    """
+    stride_b, stride_t, stride_u, stride_v = logits.stride()
+    return (stride_b if logits.shape[1] == T else T * stride_t), stride_t, stride_u, stride_v
+
+
+class ScanZeros(NamedTuple):
+    """The zeroed words of a scan; the first and the last are None if no program waits.
+
+    Fields:
+        tile_counter: `[1]`, counts the programs that have started.
+        flags: `[B]`, which sequences are invalid.
+        carries: `[directions, num_chunks, B, carry_steps]`, what chunks hand to their neighbors.
+    """
+
+    tile_counter: Tensor | None
+    flags: Tensor
+    carries: Tensor | None
+
+
+def scan_zeros(plan: LatticePlan, B: int, directions: int, device: torch.device) -> ScanZeros:
+    """Return the zeroed words of a scan in some directions."""
+    words = B + B % 2  # Each part of the zeros starts on 16 bytes.
+    if plan.num_chunks == 1:
+        return ScanZeros(None, torch.zeros(words, dtype=torch.int64, device=device), None)
+    carry_words = directions * plan.num_chunks * B * plan.carry_steps
+    zeros = torch.zeros(2 + words + carry_words, dtype=torch.int64, device=device)
+    return ScanZeros(*zeros.split([2, words, carry_words]))
+
+
+def launch_gradient(
+    grad: Tensor,
+    logits: Tensor,
+    lse: Tensor | None,
+    posteriors: Tensor,
+    targets: Targets,
+    dlogits: Tensor,
+    first_step: int,
+    steps: int,
+    blank: int,
+    hat: bool,
+    clamp: float,
+    fastemit_lambda: float,
+) -> None:
+    """Write the gradient of the logits of `steps` steps, which may replace the logits.
+
+    The arguments are those of `launch_nodes`, with posteriors `[2, K, B, T, U1]`.
+    """
+    K, B, T, U1 = posteriors.shape[1:]
+    tile = tile_of(logits, dlogits)
+    launch(
+        rnnt_gradient_kernel,
+        steps * cdiv(U1, NODES_PER_PROGRAM),
+        grad,
+        logits,
+        lse,
+        posteriors,
+        targets.labels,
+        dlogits,
+        first_step,
+        T,
+        B,
+        U1,
+        logits.shape[-1],
+        blank,
+        clamp,
+        1.0 + fastemit_lambda,
+        grad.stride(0),
+        targets.stride,
+        *node_strides(logits, T),
+        *node_strides(dlogits, T),
+        HAT=hat,
+        CLIP=clamp > 0,
+        K=K,
+        **tile_options(tile, logits.dtype),
+    )

@@ -1,0 +1,292 @@
+"""The gradient of a transducer's loss in the logits, from the posteriors of the arcs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ....primitives.gpu.math import LOG2E, exp, exp_exact
+from ....primitives.gpu.memory import edge_columns
+from .lattice import SIZES, log2_units
+from .rows import aligned_ptr, load_piece, locate_row, program_nodes, step_offset
+
+
+class NodeGradient(NamedTuple):
+    """What the gradient of a node's row is made of.
+
+    The gradient of a column is `factor` times its softmax. From that, `blank` and `label` are
+    subtracted at their columns. With HAT, `factor` is that of the labels only, and
+    `blank_factor` that of the blank's sigmoid.
+
+    Fields:
+        factor: the factor of the exponentials.
+        blank_factor: the factor of the blank's sigmoid.
+        blank: what the blank's column loses.
+        label: what the label's column loses.
+        label_index: the column of the label.
+        lse: the log-sum-exp, which `row_exp` subtracts.
+        scale: what clipped columns are multiplied by; 1 if it is part of the factors.
+        limit: the greatest absolute value of a column before that.
+    """
+
+    factor: tl.tensor
+    blank_factor: tl.tensor
+    blank: tl.tensor
+    label: tl.tensor
+    label_index: tl.tensor
+    lse: tl.tensor
+    scale: tl.tensor
+    limit: tl.tensor
+
+
+@triton.jit
+def sum_durations(posteriors_ptr, index, size, K: tl.constexpr):
+    """Return the sum over K durations of the posteriors of a node."""
+    total = tl.load(posteriors_ptr + index)
+    for k in tl.static_range(1, K):
+        total += tl.load(posteriors_ptr + k * size + index)
+    return total
+
+
+@triton.jit
+def round_lse(lse, dtype: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the log-sum-exp that `row_exp` subtracts, and the factor that undoes its rounding."""
+    if dtype == tl.float64 or dtype == tl.float32:
+        rounded = lse.to(DTYPE)
+        return rounded, 1.0 + (rounded.to(tl.float64) - lse).to(DTYPE)
+    else:
+        scaled = log2_units(lse, DTYPE)
+        rounded = scaled.to(tl.float32)
+        return rounded, tl.exp2((rounded.to(tl.float64) - scaled).to(tl.float32))
+
+
+@triton.jit
+def row_exp(x, lse, dtype: tl.constexpr):
+    """Return e**(x - lse) as precisely as a gradient of `dtype` needs; see `round_lse`."""
+    if dtype == tl.float32:
+        return exp_exact(x - lse)
+    elif dtype == tl.float64:
+        return exp(x - lse)
+    else:
+        return tl.exp2(tl.fma(x, LOG2E, -lse))
+
+
+@triton.jit
+def finish(grad, row, CLIP: tl.constexpr):
+    """Return the gradient of some columns after clipping; NaN stays NaN."""
+    if CLIP:
+        limited = tl.where(grad > 0.0, row.limit, -row.limit)
+        return tl.where(tl.abs(grad) > row.limit, limited, grad) * row.scale
+    else:
+        return grad
+
+
+@triton.jit
+def special_gradient(
+    x, column, blank, row, FUSED: tl.constexpr, HAT: tl.constexpr, dtype: tl.constexpr
+):
+    """Return the gradient, before clipping, of columns that may be those of blank and label."""
+    is_blank = column == blank
+    loss = tl.where(column == row.label_index, row.label, 0.0) + tl.where(is_blank, row.blank, 0.0)
+    if FUSED:
+        grad = row.factor * row_exp(x, row.lse, dtype)
+        if HAT:
+            grad = tl.where(is_blank, row.blank_factor / (1.0 + tl.exp(-x)), grad)
+        return grad - loss
+    else:
+        return -loss
+
+
+@triton.jit
+def special_columns(values, blank, label, V, VEC: tl.constexpr, EDGES: tl.constexpr):
+    """Return the columns around a row's aligned part, the blank's and the label's, and a mask.
+
+    They are `[32]`; the last two follow lane 15.
+    """
+    lane = tl.arange(0, 32)
+    column, mask = lane * 0 - 1, lane < 0
+    if EDGES:
+        column, mask = edge_columns(values.head, values.columns, V, VEC, 32)
+    column = tl.where(lane == 16, blank, tl.where(lane == 17, label, column))
+    is_class = (column >= 0) & (column < V)
+    return column, tl.where((lane == 16) | (lane == 17), is_class, mask)
+
+
+@triton.jit
+def node_gradient(
+    scale,
+    limit,
+    posteriors_ptr,
+    lse_ptr,
+    index,
+    size,
+    label_index,
+    fastemit,
+    FUSED: tl.constexpr,
+    HAT: tl.constexpr,
+    CLIP: tl.constexpr,
+    K: tl.constexpr,
+    dtype: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Return what the gradient of a node's row is made of, and whether its posteriors are not 0."""
+    pb = sum_durations(posteriors_ptr, index, size, K).to(DTYPE)
+    pl = sum_durations(posteriors_ptr + K * size, index, size, K).to(DTYPE)
+    active = (pb != 0.0) | (pl != 0.0)
+    pl *= fastemit
+    if not CLIP:
+        pb, pl = pb * scale, pl * scale
+    blank_factor, lse = pb + pl, tl.zeros([], DTYPE)
+    factor = pl if HAT else blank_factor
+    if FUSED:
+        lse, correction = round_lse(tl.load(lse_ptr + index).to(tl.float64), dtype, DTYPE)
+        factor *= correction
+    return NodeGradient(factor, blank_factor, pb, pl, label_index, lse, scale, limit), active
+
+
+@triton.jit
+def store_piece(ptr, row, column, value, stride_v, VEC: tl.constexpr):
+    """Store a block of columns of a row's aligned part at `ptr`."""
+    mask = column // VEC * VEC < row.columns
+    tl.store(ptr + column * stride_v, value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_gradient(
+    source,
+    result,
+    blank,
+    V,
+    row,
+    FUSED: tl.constexpr,
+    HAT: tl.constexpr,
+    CLIP: tl.constexpr,
+    VEC: tl.constexpr,
+    EDGES: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Write the gradient of a row; source and result are addresses of tensors, rows and strides."""
+    ptr, values, stride_v = source
+    d_ptr, results, d_stride_v = result
+    dtype: tl.constexpr = d_ptr.dtype.element_ty
+    column, mask = special_columns(values, blank, row.label_index, V, VEC, EDGES)
+    special = tl.zeros([32], DTYPE)
+    if FUSED:
+        special = tl.load(ptr + values.start + column * stride_v, mask=mask, other=0.0).to(DTYPE)
+    special = special_gradient(special, column, blank, row, FUSED, HAT, dtype)
+    # The gradient may replace the logits, so all lanes must have read theirs.
+    tl.debug_barrier()
+    body_ptr = aligned_ptr(ptr, values, VEC, EDGES)
+    d_body_ptr = aligned_ptr(d_ptr, results, VEC, EDGES)
+    lane = tl.arange(0, BLOCK_V)
+    for first in range(0, values.columns, PIECES * BLOCK_V):
+        pieces = ()
+        for i in tl.static_range(PIECES):
+            x = tl.zeros([BLOCK_V], DTYPE)
+            if FUSED:
+                at = first + i * BLOCK_V + lane
+                x = load_piece(body_ptr, values, at, stride_v, VEC, DTYPE)
+            pieces = pieces + (x,)
+        for i in tl.static_range(PIECES):
+            d = tl.zeros([BLOCK_V], DTYPE)
+            if FUSED:
+                e = row_exp(pieces[i], row.lse, dtype)
+                d = finish(row.factor * e, row, CLIP)
+            store_piece(d_body_ptr, results, first + i * BLOCK_V + lane, d, d_stride_v, VEC)
+    # The columns of blank and label replace what the lanes have just stored.
+    tl.debug_barrier()
+    special = finish(special, row, CLIP).to(dtype)
+    tl.store(d_ptr + results.start + column * d_stride_v, special, mask=mask)
+
+
+@triton.jit
+def store_zeros(result, V, VEC: tl.constexpr, EDGES: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Write zeros to a row; see `store_gradient`."""
+    ptr, row, stride_v = result
+    if EDGES:
+        column, mask = edge_columns(row.head, row.columns, V, VEC, 32)
+        zero = tl.zeros([32], ptr.dtype.element_ty)
+        tl.store(ptr + row.start + column * stride_v, zero, mask=mask)
+    body_ptr = aligned_ptr(ptr, row, VEC, EDGES)
+    for first in range(0, row.columns, BLOCK_V):
+        at = first + tl.arange(0, BLOCK_V)
+        store_piece(body_ptr, row, at, tl.zeros([BLOCK_V], tl.float32), stride_v, VEC)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def rnnt_gradient_kernel(
+    grad_ptr,  # [B]
+    logits_ptr,  # [B, T, U1, V], or those of some steps
+    lse_ptr,  # [B, T, U1], or None for log-probabilities
+    posteriors_ptr,  # [2, K, B, T, U1]
+    targets_ptr,  # [B, U]
+    dlogits_ptr,  # as logits, which it may be
+    first_step,  # the first step in `logits`, counted over all sequences
+    T,
+    B,
+    U1,
+    V,
+    blank,
+    clamp,  # greatest absolute value of a gradient, with CLIP
+    fastemit,  # 1 + the factor of FastEmit
+    grad_stride,
+    target_stride,
+    stride_b,
+    stride_t,
+    stride_u,
+    stride_v,
+    d_stride_b,
+    d_stride_t,
+    d_stride_u,
+    d_stride_v,
+    HAT: tl.constexpr,
+    CLIP: tl.constexpr,
+    K: tl.constexpr,  # durations
+    VEC: tl.constexpr,
+    EDGES: tl.constexpr,
+    PIECES: tl.constexpr,
+    ROWS: tl.constexpr,  # nodes of a program
+    BLOCK_V: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Write the gradient of the rows of some nodes; rows whose gradient is 0 are not read."""
+    dtype: tl.constexpr = dlogits_ptr.dtype.element_ty
+    FUSED: tl.constexpr = lse_ptr is not None
+    node = program_nodes(first_step, T, U1, ROWS)
+    b, size = node.b.to(tl.int64), B.to(tl.int64) * T * U1
+    scale = tl.load(grad_ptr + b * grad_stride).to(DTYPE)
+    limit, fastemit = tl.full([], clamp, DTYPE), tl.full([], fastemit, DTYPE)
+    origin = step_offset(node, first_step, stride_b, stride_t)
+    d_origin = step_offset(node, first_step, d_stride_b, d_stride_t)
+    for r in range(0, tl.minimum(ROWS, U1 - node.first_u)):
+        u = (node.first_u + r).to(tl.int64)
+        at_label = targets_ptr + b * target_stride + u
+        label = tl.load(at_label, mask=u < U1 - 1, other=-1).to(tl.int32)
+        row, active = node_gradient(
+            scale,
+            limit,
+            posteriors_ptr,
+            lse_ptr,
+            node.index + r,
+            size,
+            label,
+            fastemit,
+            FUSED,
+            HAT,
+            CLIP,
+            K,
+            dtype,
+            DTYPE,
+        )
+        source = (logits_ptr, locate_row(origin + u * stride_u, V, VEC, EDGES), stride_v)
+        result = (dlogits_ptr, locate_row(d_origin + u * d_stride_u, V, VEC, EDGES), d_stride_v)
+        if active & (scale != 0.0):
+            store_gradient(
+                source, result, blank, V, row, FUSED, HAT, CLIP, VEC, EDGES, PIECES, BLOCK_V, DTYPE
+            )
+        else:
+            store_zeros(result, V, VEC, EDGES, BLOCK_V)

@@ -1,0 +1,91 @@
+"""Transducers on a GPU: loss and gradient from logits, from allocation to the last launch.
+
+The loss reads the logits once for each node's log-sum-exp and arcs (`nodes.py`), scans α and β at
+the same time (`scan.py`), and turns them into posteriors (`posterior.py`). The gradient reads and
+writes the logits once more (`gradient.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .call import NodeOptions, as_targets, launch_gradient, launch_nodes
+from .launch_linear import linear_rnnt, linear_tdt
+from .launch_tdt import rnnt_align, tdt_align, tdt_forward, tdt_gradient
+from .plan import LSE_DTYPE, lattice_plan
+from .scan_launch import scan_lattice
+
+__all__ = [
+    "linear_rnnt",
+    "linear_tdt",
+    "rnnt_align",
+    "rnnt_forward",
+    "rnnt_gradient",
+    "tdt_align",
+    "tdt_forward",
+    "tdt_gradient",
+]
+
+
+def rnnt_forward(
+    logits: Tensor,
+    labels: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    fused: bool,
+    hat: bool,
+    delay_penalty: float,
+    need_posteriors: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the losses, the log-sum-exps of the nodes and the posteriors of their arcs."""
+    B, T, U1, V = logits.shape
+    targets, device = as_targets(labels, logit_lengths, target_lengths), logits.device
+    plan = lattice_plan(B, T, U1)
+    arcs = torch.empty((2, plan.nodes), dtype=torch.float64, device=device)
+    shape = (B, T, U1) if fused and need_posteriors else (0,)
+    lse = torch.empty(shape, dtype=LSE_DTYPE, device=device)
+    options = NodeOptions(blank, fused, hat, 0.0, delay_penalty)
+    launch_nodes(logits, targets, lse, arcs, 0, B * T, (B, T, U1), options)
+    nll, posteriors = scan_lattice(
+        arcs, targets, plan, (B, T, U1), V, blank, logits.dtype, need_posteriors
+    )
+    return nll, lse, posteriors
+
+
+def rnnt_gradient(
+    grad: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    posteriors: Tensor,
+    labels: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    fused: bool,
+    hat: bool,
+    clamp: float,
+    fastemit_lambda: float,
+    inplace: bool,
+) -> Tensor:
+    """Return the gradient of the losses in the logits, in their memory if `inplace`."""
+    dlogits = logits
+    if not inplace:
+        dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    targets = as_targets(labels, logit_lengths, target_lengths)
+    launch_gradient(
+        grad,
+        logits,
+        lse if fused else None,
+        posteriors[:, None],
+        targets,
+        dlogits,
+        0,
+        logits.shape[0] * logits.shape[1],
+        blank,
+        hat,
+        clamp,
+        fastemit_lambda,
+    )
+    return dlogits

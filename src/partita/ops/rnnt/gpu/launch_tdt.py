@@ -1,0 +1,411 @@
+"""Token-and-duration transducers and best paths on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....runtime import launch as runtime_launch
+from ....runtime.dtypes import acc_dtype
+from ....runtime.launch import cdiv, launch
+from ...ctc.gpu.call import launch_lanes
+from .align import rnnt_backtrace_kernel
+from .arcs import ARC_SCAN
+from .call import (
+    NodeOptions,
+    ScanZeros,
+    Targets,
+    as_targets,
+    launch_gradient,
+    launch_nodes,
+    scan_zeros,
+)
+from .durations import tdt_arcs_kernel, tdt_duration_gradient_kernel, tdt_posterior_kernel
+from .plan import CHUNK, LSE_DTYPE, LatticePlan, lattice_plan
+
+BLOCK_NODES = 128  # nodes of a program
+MAX_DURATION = 64  # a scan remembers as many states
+RNNT_ARCS = ((1, False), (0, True))  # the blank's and the label's
+
+
+class ArcKinds(NamedTuple):
+    """The kinds of arcs that a scan is compiled for.
+
+    Fields:
+        code: the kinds; see `arcs.py`.
+        number: the number of kinds.
+        depth: the states that a lane remembers.
+    """
+
+    code: int
+    number: int
+    depth: int
+
+
+def arc_kinds(arcs: Sequence[tuple[int, bool]]) -> ArcKinds:
+    """Return the kinds of arcs, given the duration of each and whether it emits a label."""
+    code = sum((d | (128 if label else 0)) << (8 * i) for i, (d, label) in enumerate(arcs))
+    return ArcKinds(code, len(arcs), max(1, *(d + label for d, label in arcs)))
+
+
+def duration_arcs(durations: Sequence[int]) -> tuple[tuple[int, bool], ...]:
+    """Return the arcs of a token-and-duration transducer: blanks, then labels."""
+    if max(durations, default=0) > MAX_DURATION:
+        raise ValueError(
+            f"durations: expected at most {MAX_DURATION} on a GPU, got {max(durations)}"
+        )
+    return tuple((d, label) for label in (False, True) for d in durations)
+
+
+def scan_block(kinds: int) -> int:
+    """Return the rows that a scan loads together, so that the scores of their arcs fit registers.
+
+    Triton's compiler for AMD takes minutes for long unrolled loops in kernels of one warp.
+    """
+    if not runtime_launch.NVIDIA and not runtime_launch.INTERPRETED:
+        return 1
+    return 8 if kinds <= 2 else 4 if kinds <= 10 else 2
+
+
+def launch_arc_scan(
+    arcs: Tensor,
+    targets: Targets,
+    states: Tensor | None,
+    pointers: Tensor | None,
+    zeros: ScanZeros,
+    logz: Tensor,
+    sizes: tuple[int, int, int],
+    V: int,
+    blank: int,
+    kinds: ArcKinds,
+    filled: bool,
+    dtype: torch.dtype,
+) -> None:
+    """Scan α, and β if there are states; by maxima if there are pointers.
+
+    If the arcs are `filled`, those that leave the lattice have the score -inf; see `new_arcs`.
+    """
+    B, T, U1 = sizes
+    plan = lattice_plan(B, T, U1)
+    directions = 1 if states is None else 2
+    launch_lanes(
+        ARC_SCAN,
+        directions * B * plan.num_chunks,
+        arcs,
+        *targets,
+        states,
+        pointers,
+        zeros.carries,
+        zeros.flags,
+        logz,
+        zeros.tile_counter,
+        T,
+        B,
+        U1,
+        V,
+        plan.num_chunks,
+        plan.rows,
+        plan.carry_steps,
+        plan.nodes,
+        blank,
+        targets.stride,
+        DIRECTIONS=directions,
+        FILLED=filled,
+        BLOCK=scan_block(kinds.number),
+        CODE=kinds.code,
+        ARCS=kinds.number,
+        DEPTH=kinds.depth,
+        MAX=pointers is not None,
+        FP64=dtype == torch.float64,
+    )
+
+
+def tdt_arcs(
+    token_logits: Tensor,
+    duration_logits: Tensor,
+    targets: Targets,
+    blank: int,
+    durations: Sequence[int],
+    sigma: float,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scores of the arcs and the log-sum-exps of tokens and durations.
+
+    The scores are `[2 K * nodes]` fp64; the log-sum-exps are empty unless they are saved.
+    """
+    B, T, U1, _ = token_logits.shape
+    plan, device = lattice_plan(B, T, U1), token_logits.device
+    token_lse = torch.empty((B, T, U1) if save else (0,), dtype=LSE_DTYPE, device=device)
+    tokens = torch.empty((2, plan.nodes), dtype=torch.float64, device=device)
+    options = NodeOptions(blank, True, False, sigma, 0.0)
+    launch_nodes(token_logits, targets, token_lse, tokens, 0, B * T, (B, T, U1), options)
+    arcs, duration_lse = token_duration_arcs(tokens, duration_logits, targets, durations, save)
+    return arcs, token_lse, duration_lse
+
+
+def duration_code(durations: Sequence[int]) -> int:
+    """Return the durations as bytes of a number."""
+    return sum(d << (8 * k) for k, d in enumerate(durations))
+
+
+def new_arcs(kinds: int, nodes: int, device: torch.device) -> Tensor:
+    """Return memory for the scores of arcs, `[kinds * nodes]`.
+
+    A scan reads some rows before and after its chunk. Those before the first one have the score
+    -inf; those after the last one do not count.
+    """
+    margin = (MAX_DURATION + 1) * CHUNK
+    buffer = torch.empty(margin + kinds * nodes + margin, dtype=torch.float64, device=device)
+    buffer[:margin].fill_(-torch.inf)
+    return buffer[margin : margin + kinds * nodes]
+
+
+def token_duration_arcs(
+    tokens: Tensor,
+    duration_logits: Tensor,
+    targets: Targets,
+    durations: Sequence[int],
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the scores of the arcs, `[2 K * nodes]` fp64, and the durations' log-sum-exps.
+
+    `tokens` are the scores of blank and label, `[2, nodes]`. The log-sum-exps are empty unless they
+    are saved.
+    """
+    B, T, U1, K = duration_logits.shape
+    plan, device = lattice_plan(B, T, U1), duration_logits.device
+    shape = (B, T, U1) if save else (0,)
+    duration_lse = torch.empty(shape, dtype=LSE_DTYPE, device=device)
+    arcs = new_arcs(2 * K, plan.nodes, device)
+    launch(
+        tdt_arcs_kernel,
+        B * plan.num_chunks * cdiv(plan.rows * CHUNK, BLOCK_NODES),
+        duration_logits,
+        targets.logit_lengths,
+        targets.target_lengths,
+        tokens,
+        duration_lse if save else None,
+        arcs,
+        T,
+        U1,
+        plan.num_chunks,
+        plan.rows,
+        plan.nodes,
+        *duration_logits.stride(),
+        DURATIONS=duration_code(durations),
+        K=K,
+        BLOCK=BLOCK_NODES,
+        num_warps=4,
+    )
+    return arcs, duration_lse
+
+
+def tdt_forward(
+    token_logits: Tensor,
+    duration_logits: Tensor,
+    labels: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    durations: Sequence[int],
+    sigma: float,
+    need_posteriors: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the losses, both log-sum-exps and the posteriors of the arcs, `[2, K, B, T, U1]`."""
+    (B, T, U1, V), dtype = token_logits.shape, token_logits.dtype
+    targets = as_targets(labels, logit_lengths, target_lengths)
+    arcs, token_lse, duration_lse = tdt_arcs(
+        token_logits, duration_logits, targets, blank, durations, sigma, need_posteriors
+    )
+    nll, posteriors = scan_durations(
+        arcs, targets, (B, T, U1), V, blank, durations, dtype, need_posteriors
+    )
+    return nll, token_lse, duration_lse, posteriors
+
+
+def scan_durations(
+    arcs: Tensor,
+    targets: Targets,
+    sizes: tuple[int, int, int],
+    V: int,
+    blank: int,
+    durations: Sequence[int],
+    dtype: torch.dtype,
+    need_posteriors: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the losses, and the posteriors `[2, K, B, T, U1]` or an empty tensor."""
+    (B, T, U1), K, device = sizes, len(durations), arcs.device
+    plan, kinds = lattice_plan(B, T, U1), arc_kinds(duration_arcs(durations))
+    states = None
+    if need_posteriors:
+        states = torch.empty((2, plan.nodes), dtype=torch.float64, device=device)
+    zeros = scan_zeros(plan, B, 1 if states is None else 2, device)
+    logz = torch.empty(B, dtype=torch.float64, device=device)
+    launch_arc_scan(arcs, targets, states, None, zeros, logz, sizes, V, blank, kinds, True, dtype)
+    nll = torch.empty(B, dtype=acc_dtype(dtype), device=device)
+    shape = (2, K, B, T, U1) if need_posteriors else (0,)
+    posteriors = torch.empty(shape, dtype=nll.dtype, device=device)
+    launch(
+        tdt_posterior_kernel,
+        B * (plan.num_chunks * cdiv(plan.rows * CHUNK, BLOCK_NODES) if need_posteriors else 1),
+        arcs,
+        states,
+        targets.logit_lengths,
+        targets.target_lengths,
+        zeros.flags,
+        logz,
+        nll,
+        posteriors if need_posteriors else None,
+        T,
+        B,
+        U1,
+        plan.num_chunks,
+        plan.rows,
+        plan.nodes,
+        DURATIONS=duration_code(durations),
+        K=K,
+        FP64=dtype == torch.float64,
+        BLOCK=BLOCK_NODES,
+        num_warps=4,
+    )
+    return nll, posteriors
+
+
+def tdt_gradient(
+    grad: Tensor,
+    token_logits: Tensor,
+    duration_logits: Tensor,
+    token_lse: Tensor,
+    duration_lse: Tensor,
+    posteriors: Tensor,
+    labels: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the losses in the logits of tokens and of durations."""
+    B, T = token_logits.shape[:2]
+    targets = as_targets(labels, logit_lengths, target_lengths)
+    dtokens = torch.empty(token_logits.shape, dtype=token_logits.dtype, device=token_logits.device)
+    options: dict[str, Any] = {"hat": False, "clamp": 0.0, "fastemit_lambda": 0.0}
+    launch_gradient(
+        grad, token_logits, token_lse, posteriors, targets, dtokens, 0, B * T, blank, **options
+    )
+    return dtokens, duration_gradient(grad, duration_logits, duration_lse, posteriors)
+
+
+def duration_gradient(
+    grad: Tensor, duration_logits: Tensor, duration_lse: Tensor, posteriors: Tensor
+) -> Tensor:
+    """Return the gradient of the losses in the logits of the durations."""
+    B, T, U1, K = duration_logits.shape
+    ddurations = torch.empty(
+        duration_logits.shape, dtype=duration_logits.dtype, device=duration_logits.device
+    )
+    launch(
+        tdt_duration_gradient_kernel,
+        B * cdiv(T * U1, BLOCK_NODES),
+        grad,
+        duration_logits,
+        duration_lse,
+        posteriors,
+        ddurations,
+        T,
+        B,
+        U1,
+        grad.stride(0),
+        *duration_logits.stride(),
+        K=K,
+        FP64=duration_logits.dtype == torch.float64,
+        BLOCK=BLOCK_NODES,
+        num_warps=4,
+    )
+    return ddurations
+
+
+def best_path(
+    arcs: Tensor,
+    targets: Targets,
+    sizes: tuple[int, int, int],
+    V: int,
+    blank: int,
+    kinds: ArcKinds,
+    filled: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the steps and scores of the labels on the best path, and its score."""
+    (B, T, U1), device = sizes, arcs.device
+    plan: LatticePlan = lattice_plan(B, T, U1)
+    pointers = torch.empty(plan.nodes, dtype=torch.int8, device=device)
+    zeros = scan_zeros(plan, B, 1, device)
+    best = torch.empty(B, dtype=torch.float64, device=device)
+    launch_arc_scan(
+        arcs, targets, None, pointers, zeros, best, sizes, V, blank, kinds, filled, dtype
+    )
+    steps = torch.empty((B, U1 - 1), dtype=torch.int64, device=device)
+    scores = torch.empty((B, U1 - 1), dtype=acc_dtype(dtype), device=device)
+    score = torch.empty(B, dtype=acc_dtype(dtype), device=device)
+    launch(
+        rnnt_backtrace_kernel,
+        B,
+        pointers,
+        arcs,
+        targets.logit_lengths,
+        targets.target_lengths,
+        zeros.flags,
+        best,
+        steps,
+        scores,
+        score,
+        T,
+        U1,
+        plan.num_chunks,
+        plan.rows,
+        plan.nodes,
+        CODE=kinds.code,
+        ARCS=kinds.number,
+        BLOCK_U=128,
+        num_warps=1,
+    )
+    return steps, scores, score
+
+
+def rnnt_align(
+    logits: Tensor,
+    labels: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    fused: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the steps and scores of the labels on the best path, and its score."""
+    B, T, U1, V = logits.shape
+    targets = as_targets(labels, logit_lengths, target_lengths)
+    nodes = lattice_plan(B, T, U1).nodes
+    arcs = torch.empty((2, nodes), dtype=torch.float64, device=logits.device)
+    no_lse = torch.empty(0, dtype=LSE_DTYPE, device=logits.device)
+    options = NodeOptions(blank, fused, False, 0.0, 0.0)
+    launch_nodes(logits, targets, no_lse, arcs, 0, B * T, (B, T, U1), options)
+    kinds = arc_kinds(RNNT_ARCS)
+    return best_path(arcs, targets, (B, T, U1), V, blank, kinds, False, logits.dtype)
+
+
+def tdt_align(
+    token_logits: Tensor,
+    duration_logits: Tensor,
+    labels: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    durations: Sequence[int],
+    sigma: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the steps and scores of the labels on the best path, and its score."""
+    B, T, U1, V = token_logits.shape
+    targets = as_targets(labels, logit_lengths, target_lengths)
+    arcs, _, _ = tdt_arcs(token_logits, duration_logits, targets, blank, durations, sigma, False)
+    kinds = arc_kinds(duration_arcs(durations))
+    return best_path(arcs, targets, (B, T, U1), V, blank, kinds, True, token_logits.dtype)

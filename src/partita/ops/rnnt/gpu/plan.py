@@ -1,0 +1,104 @@
+"""Transducers on a GPU: how rows and lattices are cut into programs, and workspace sizes.
+
+These are pure functions of sizes. They import no Triton, so that the fakes of the registered ops
+can use them.
+
+The lattice of a sequence has a node (t, u) for each step t and each number u of emitted labels. The
+scans cut it into chunks of 32 values of u, one per lane of a warp. In a chunk, row s contains the
+nodes with t = s - lane, which lie on one anti-diagonal: none of them depends on another.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from ....runtime.caches import register_cache
+
+CHUNK = 32  # values of u in a chunk, one per lane of a warp
+NODES_PER_PROGRAM = 4  # nodes whose rows a program reads
+BLOCK_ROWS = 8  # rows of a chunk that a scan loads together
+LSE_DTYPE = torch.float64  # keeps exp(x - lse) exact for logits far from 0
+MAX_LANE_ELEMENTS = 40  # elements of a row that a lane holds
+
+
+class LatticePlan(NamedTuple):
+    """The layout of arrays over the nodes of a batch, `[B, num_chunks, rows, 32]`.
+
+    Fields:
+        num_chunks: chunks of 32 values of u.
+        rows: rows of a chunk, including those of the virtual step T and the scan's last block.
+        nodes: elements of an array.
+        carry_steps: carries of a chunk, one for each step.
+    """
+
+    num_chunks: int
+    rows: int
+    nodes: int
+    carry_steps: int
+
+
+class RowTile(NamedTuple):
+    """How a kernel reads rows of V values, one row after another by a single warp.
+
+    Fields:
+        vector: elements that are aligned together.
+        edges: whether the aligned part of a row begins and ends inside it.
+        block: columns that a program loads at once.
+        pieces: blocks of columns that are loaded together.
+    """
+
+    vector: int
+    edges: bool
+    block: int
+    pieces: int
+
+
+def ceil_div(number: int, by: int) -> int:
+    """Return the quotient rounded up."""
+    return -(-number // by)
+
+
+def next_power_of_2(number: int) -> int:
+    """Return the least power of two that is not below the number."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+@functools.lru_cache(maxsize=4096)
+def lattice_plan(B: int, T: int, U1: int) -> LatticePlan:
+    """Return the layout for B sequences of T steps and U1 values of u."""
+    num_chunks = ceil_div(U1, CHUNK)
+    rows = ceil_div(T + CHUNK, BLOCK_ROWS) * BLOCK_ROWS
+    carry_steps = ceil_div(T, BLOCK_ROWS) * BLOCK_ROWS
+    return LatticePlan(num_chunks, rows, B * num_chunks * rows * CHUNK, carry_steps)
+
+
+@functools.lru_cache(maxsize=4096)
+def row_tile(V: int, itemsize: int, alignment: int, has_edges: bool) -> RowTile:
+    """Return how a kernel reads rows of V values.
+
+    Args:
+        V: the number of values.
+        itemsize: the bytes of a value.
+        alignment: the greatest power of two, up to 16, that divides the byte offsets of all rows
+            and the address of the first.
+        has_edges: whether aligned parts of rows may be read, for which columns are adjacent, the
+            first row starts on 16 bytes, and all tensors have the same strides.
+    """
+    vector = max(1, min(alignment // itemsize, 16 // itemsize))
+    while V % vector:
+        vector //= 2
+    edges = has_edges and vector * itemsize < 8 and itemsize < 8 and V >= 256
+    if edges:
+        vector = 16 // itemsize
+    columns = V // vector * vector if edges else V
+    block = min(32 * vector, next_power_of_2(V))
+    elements = MAX_LANE_ELEMENTS if itemsize < 8 else MAX_LANE_ELEMENTS // 2
+    pieces = min(ceil_div(columns, block), elements // vector)
+    return RowTile(vector, edges, block, pieces)
+
+
+register_cache("rnnt.gpu.plan.lattice_plans", lattice_plan.cache_clear)
+register_cache("rnnt.gpu.plan.row_tiles", row_tile.cache_clear)

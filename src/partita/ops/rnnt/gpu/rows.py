@@ -1,0 +1,174 @@
+"""Rows of values of the nodes in kernels, read one after another by programs of one warp.
+
+A program has some neighboring values of u at one step of one sequence. A row is read in blocks of
+columns. Where rows start at any address, aligned vectors are read, and the few columns around these
+vectors separately, one per lane.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ....primitives.gpu.math import LOG2E, UNFUSED, finite_shift
+from ....primitives.gpu.memory import edge_columns, row_span
+from .lattice import log2_units
+
+
+class NodeRows(NamedTuple):
+    """The nodes of a program.
+
+    Fields:
+        b: the sequence.
+        t: the step.
+        first_u: the first value of u.
+        index: the index of the first node in arrays `[B, T, U1]`.
+    """
+
+    b: tl.tensor
+    t: tl.tensor
+    first_u: tl.tensor
+    index: tl.tensor
+
+
+class Row(NamedTuple):
+    """One row of values.
+
+    Fields:
+        start: the offset of the row.
+        head: the columns before its aligned part.
+        columns: the columns of its aligned part.
+    """
+
+    start: tl.tensor
+    head: tl.tensor
+    columns: tl.tensor
+
+
+@triton.jit
+def program_nodes(first_step, T, U1, ROWS: tl.constexpr):
+    """Return the nodes of this program; the steps of all sequences are counted from first_step."""
+    blocks = tl.cdiv(U1, ROWS)
+    step = first_step + tl.program_id(0) // blocks
+    first_u = tl.program_id(0) % blocks * ROWS
+    return NodeRows(step // T, step % T, first_u, step.to(tl.int64) * U1 + first_u)
+
+
+@triton.jit
+def step_offset(node, first_step, stride_b, stride_t):
+    """Return the offset of a program's step in a tensor that begins with step first_step.
+
+    That step is 0, or sequences follow each other without a gap.
+    """
+    offset = node.b.to(tl.int64) * stride_b + node.t.to(tl.int64) * stride_t
+    return offset - tl.cast(first_step, tl.int64) * stride_t
+
+
+@triton.jit
+def locate_row(start, V, VEC: tl.constexpr, EDGES: tl.constexpr):
+    """Return the row at an offset; all of it is aligned without EDGES."""
+    if EDGES:
+        head, columns = row_span(start, V, VEC)
+        return Row(start, head, columns)
+    else:
+        return Row(start, 0, V)
+
+
+@triton.jit
+def aligned_ptr(ptr, row, VEC: tl.constexpr, EDGES: tl.constexpr):
+    """Return the address of a row's aligned part."""
+    if EDGES:
+        return ptr + (row.start + VEC - 1) // VEC * VEC
+    else:
+        return ptr + tl.multiple_of(row.start, VEC)
+
+
+@triton.jit
+def load_piece(ptr, row, column, stride_v, VEC: tl.constexpr, DTYPE: tl.constexpr):
+    """Load a block of columns of a row's aligned part at `ptr`, -inf outside of it."""
+    mask = column // VEC * VEC < row.columns
+    return tl.load(ptr + column * stride_v, mask=mask, other=-float("inf")).to(DTYPE)
+
+
+@triton.jit
+def row_exp2(x, shift, DTYPE: tl.constexpr):
+    """Return 2**(x log2(e) - shift)."""
+    if DTYPE == tl.float64 or UNFUSED:
+        return tl.exp2(log2_units(x.to(tl.float64), DTYPE) - shift).to(DTYPE)
+    else:
+        # The product inside is exact, so logits may be far from 0.
+        return tl.exp2(tl.fma(x, LOG2E, -shift))
+
+
+@triton.jit
+def fold_max(values, VEC: tl.constexpr):
+    """Return the greatest of each VEC neighboring columns."""
+    if VEC == 1:
+        return values
+    else:
+        return tl.max(tl.reshape(values, [values.shape[0] // VEC, VEC]), axis=1)
+
+
+@triton.jit
+def fold_sum(values, VEC: tl.constexpr):
+    """Return the sum of each VEC neighboring columns."""
+    if VEC == 1:
+        return values
+    else:
+        return tl.sum(tl.reshape(values, [values.shape[0] // VEC, VEC]), axis=1)
+
+
+@triton.jit
+def row_normalizer(
+    ptr,
+    row,
+    V,
+    stride_v,
+    excluded,
+    HAT: tl.constexpr,
+    VEC: tl.constexpr,
+    EDGES: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Return a shift and the sum of 2**(x log2(e) - shift) over a row, in fp64.
+
+    With HAT, the column `excluded` does not count. A lane adds up its columns in DTYPE.
+    """
+    lane = tl.arange(0, BLOCK_V)
+    body_ptr = aligned_ptr(ptr, row, VEC, EDGES)
+    shift, partial = tl.full([], 0.0, DTYPE), tl.zeros([BLOCK_V], DTYPE)
+    maximum, edge = tl.full([], -float("inf"), DTYPE), tl.zeros([32], DTYPE)
+    if EDGES:
+        edge_column, edge_mask = edge_columns(row.head, row.columns, V, VEC, 32)
+        edge = tl.load(ptr + row.start + edge_column, mask=edge_mask, other=-float("inf"))
+        edge = edge.to(DTYPE)
+        if HAT:
+            edge = tl.where(edge_column == excluded, -float("inf"), edge)
+    for first in range(0, row.columns, PIECES * BLOCK_V):
+        pieces = ()
+        for i in tl.static_range(PIECES):
+            column = first + i * BLOCK_V + lane
+            x = load_piece(body_ptr, row, column, stride_v, VEC, DTYPE)
+            if HAT:
+                x = tl.where(row.head + column == excluded, -float("inf"), x)
+            pieces = pieces + (x,)
+        greatest = pieces[0]  # type: ignore[misc]
+        for i in tl.static_range(1, PIECES):
+            greatest = tl.maximum(greatest, pieces[i])
+        greatest = fold_max(greatest, VEC)
+        if EDGES:
+            greatest = tl.maximum(greatest, edge)
+        new_maximum = tl.maximum(maximum, tl.max(greatest, axis=0))
+        new_shift = finite_shift(new_maximum) * LOG2E
+        partial *= tl.exp2(tl.where(maximum == -float("inf"), 0.0, shift - new_shift))
+        for i in tl.static_range(PIECES):
+            partial += row_exp2(pieces[i], new_shift, DTYPE)
+        maximum, shift = new_maximum, new_shift
+    sums = fold_sum(partial, VEC)
+    if EDGES:
+        sums += row_exp2(edge, shift, DTYPE)
+    return shift, tl.sum(sums.to(tl.float64), axis=0)

@@ -1,0 +1,230 @@
+"""Transducers' scan: α from the first node and β from the last one, in separate programs.
+
+α(t, u) sums over the paths from (0, 0) to the node, and β(t, u) over those from the node to the end
+at the virtual node (T, U). Each program scans one chunk of 32 values of u, one per lane of a warp,
+along the chunk's rows (see `plan.py`). At each row a lane has one node: α enters it by a blank from
+the lane's own previous node, and by a label from that of the lane before it; β goes the other way.
+The first lane takes what enters it from the last lane of the previous chunk, through words in
+memory, one for each step. A word of 0 means that the carry is not written yet.
+
+Beyond the lengths, the blank's arc has probability 1 and the label's has 0. This leaves α and β as
+they are, so α ends with log Z at (T, U), and β starts there with 1.
+
+Programs take their chunks from a counter in the order in which they start, so the neighbor that a
+chunk waits for always started before it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+
+from ...ctc.gpu.lanes import LaneKernel, lane_index
+from .lattice import SIZES, load_sequence, log2_add
+
+INVALID = tl.constexpr(1)  # the flag of a sequence with a length or a label out of range
+NO_CARRY = tl.constexpr(-(2**52))  # the bits of -inf
+
+
+class ScanChunk(NamedTuple):
+    """The chunk that a program scans.
+
+    Fields:
+        blank_ptr: scores of the blank's arcs of the chunk, `[rows, 32]`.
+        label_ptr: scores of the label's arcs.
+        states_ptr: the chunk's α or β, `[rows, 32]`, or None.
+        sent_ptr: the carries that it sends, one for each step.
+        received_ptr: the carries that it receives.
+        sends: whether there is a next chunk in the direction of the scan.
+        receives: whether there is a previous chunk.
+        length: number of steps.
+        u: the value of u of each lane, `[32]`.
+        target_len: number of labels.
+        end_row: the row of the virtual step T at the last value of u in the chunk.
+    """
+
+    blank_ptr: tl.tensor
+    label_ptr: tl.tensor
+    states_ptr: tl.tensor
+    sent_ptr: tl.tensor
+    received_ptr: tl.tensor
+    sends: tl.tensor
+    receives: tl.tensor
+    length: tl.tensor
+    u: tl.tensor
+    target_len: tl.tensor
+    end_row: tl.tensor
+
+
+@triton.jit
+def load_arcs(chunk, first, lane, BLOCK: tl.constexpr):
+    """Return the scores of the arcs in BLOCK rows from `first` on, as two tuples."""
+    blanks, labels = (), ()
+    for i in tl.static_range(BLOCK):
+        t = first + i - lane
+        mask = (t >= 0) & (t < chunk.length) & (chunk.u <= chunk.target_len)
+        has_label = mask & (chunk.u < chunk.target_len)
+        offset = (first + i) * 32 + lane
+        blanks = blanks + (tl.load(chunk.blank_ptr + offset, mask=mask, other=0.0),)
+        label = tl.load(chunk.label_ptr + offset, mask=has_label, other=-float("inf"))
+        labels = labels + (label,)
+    return blanks, labels
+
+
+@triton.jit
+def load_carries(chunk, first, lane, BLOCK: tl.constexpr):
+    """Load the carries of the steps from `first` on, one per lane; those not written yet are 0."""
+    step = first + lane
+    mask = chunk.receives & (lane < BLOCK) & (step >= 0) & (step < chunk.length)
+    return tl.load(chunk.received_ptr + step, mask=mask, other=NO_CARRY, volatile=True)
+
+
+@triton.jit
+def await_carries(words, chunk, first, lane, BLOCK: tl.constexpr):
+    """Return the carries of the steps from `first` on, once all of them are written."""
+    while tl.min((words != 0).to(tl.int32), axis=0) == 0:
+        words = load_carries(chunk, first, lane, BLOCK)
+    return words
+
+
+@triton.jit
+def send_carry(chunk, step, score, lane, LANE: tl.constexpr):
+    """Hand the score of a lane to the next chunk, as the carry of a step."""
+    word = score.to(tl.int64, bitcast=True)
+    word = tl.where(word == 0, -0x8000000000000000, word)  # 0.0 becomes -0.0
+    mask = chunk.sends & (lane == LANE) & (step >= 0) & (step < chunk.length)
+    tl.store(chunk.sent_ptr + step + lane * 0, word, mask=mask)
+
+
+@triton.jit
+def shift_scores(score, words, i, lane, FORWARD: tl.constexpr):
+    """Return the score of the lane before (α) or after (β) each lane.
+
+    The lane without such a neighbor gets carry i of the words.
+    """
+    carry = tl.gather(words, lane * 0 + i, 0).to(tl.float64, bitcast=True)
+    if FORWARD:
+        return tl.gather(tl.where(lane == 31, carry, score), (lane + 31) & 31, 0)
+    else:
+        return tl.gather(tl.where(lane == 0, carry, score), (lane + 1) & 31, 0)
+
+
+@triton.jit
+def scan_forward(chunk, lane, BLOCK: tl.constexpr, FP64: tl.constexpr):
+    """Scan α of a chunk; returns α of the virtual step after the last one."""
+    minus_infinity = lane.to(tl.float64) * 0.0 - float("inf")
+    staying = tl.where(chunk.u == 0, 0.0, minus_infinity)
+    leaving = minus_infinity
+    blanks, labels = load_arcs(chunk, 0, lane, BLOCK)
+    words = load_carries(chunk, 0, lane, BLOCK)
+    for first in range(0, chunk.end_row + 1, BLOCK):
+        words = await_carries(words, chunk, first, lane, BLOCK)
+        carries, block_blanks, block_labels = words, blanks, labels
+        blanks, labels = load_arcs(chunk, first + BLOCK, lane, BLOCK)
+        words = load_carries(chunk, first + BLOCK, lane, BLOCK)
+        for i in tl.static_range(BLOCK):
+            entering = shift_scores(leaving, carries, i, lane, True)
+            alpha = log2_add(staying, entering, FP64)
+            if chunk.states_ptr is not None:
+                tl.store(chunk.states_ptr + (first + i) * 32 + lane, alpha)
+            staying = alpha + block_blanks[i]
+            leaving = alpha + block_labels[i]
+            send_carry(chunk, first + i - 31, leaving, lane, 31)
+    return staying
+
+
+@triton.jit
+def scan_backward(chunk, lane, BLOCK: tl.constexpr, FP64: tl.constexpr):
+    """Scan β of a chunk; all of it is stored."""
+    minus_infinity = lane.to(tl.float64) * 0.0 - float("inf")
+    beta = tl.where(chunk.u == chunk.target_len, 0.0, minus_infinity)
+    last = chunk.end_row // BLOCK * BLOCK
+    blanks, labels = load_arcs(chunk, last, lane, BLOCK)
+    words = load_carries(chunk, last - 31, lane, BLOCK)
+    for p in range(0, chunk.end_row + 1, BLOCK):
+        first = last - p
+        words = await_carries(words, chunk, first - 31, lane, BLOCK)
+        carries, block_blanks, block_labels = words, blanks, labels
+        blanks, labels = load_arcs(chunk, first - BLOCK, lane, BLOCK)
+        words = load_carries(chunk, first - BLOCK - 31, lane, BLOCK)
+        for i in tl.static_range(BLOCK - 1, -1, -1):
+            after_label = shift_scores(beta, carries, i, lane, False)
+            beta = log2_add(beta + block_blanks[i], after_label + block_labels[i], FP64)
+            tl.store(chunk.states_ptr + (first + i) * 32 + lane, beta)
+            send_carry(chunk, first + i, beta, lane, 0)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def rnnt_scan_kernel(
+    arcs_ptr,  # [2, B, num_chunks, rows, 32] fp64
+    targets_ptr,  # [B, U]
+    logit_lengths_ptr,  # [B]
+    target_lengths_ptr,  # [B]
+    states_ptr,  # [2, B, num_chunks, rows, 32] fp64: α and β, or None for log Z alone
+    carries_ptr,  # [DIRECTIONS, num_chunks, B, carry_steps] int64, zero; or None for one chunk
+    flags_ptr,  # [B] int64, zero
+    logz_ptr,  # [B] fp64
+    tile_counter_ptr,  # [1] int64, zero; or None for one chunk
+    T,
+    B,
+    U1,
+    V,
+    num_chunks,
+    rows,
+    carry_steps,
+    nodes: tl.int64,  # elements of an array over all nodes
+    blank,
+    target_stride,
+    DIRECTIONS: tl.constexpr,  # 1 for α alone
+    BLOCK: tl.constexpr,  # rows that are loaded together
+    FP64: tl.constexpr,  # whether all arithmetic is fp64
+    LAYOUT: tl.constexpr,
+):
+    """Scan α or β of a chunk. α also stores log2 of the partition function and flags bad labels."""
+    index = tl.program_id(0)
+    if tile_counter_ptr is not None:
+        index = tl.atomic_add(tile_counter_ptr, 1, sem="relaxed")
+    b, direction = (index // DIRECTIONS % B).to(tl.int64), index % DIRECTIONS
+    lane, c = lane_index(LAYOUT), index // (DIRECTIONS * B)
+    length, target_len, invalid = load_sequence(b, logit_lengths_ptr, target_lengths_ptr, T, U1)
+    last = target_len // 32
+    c_u = tl.where(direction == 0, c, last - c)
+    u, end_row = c_u * 32 + lane, length + tl.minimum(31, target_len - c_u * 32)
+    if c <= last:
+        offset = (b * num_chunks + c_u) * rows * 32
+        states = None if states_ptr is None else states_ptr + direction * nodes + offset
+        sent_ptr, received_ptr = flags_ptr, flags_ptr
+        if carries_ptr is not None:
+            chunk_stride = B.to(tl.int64) * carry_steps
+            sent_ptr = carries_ptr + (direction * num_chunks + c) * chunk_stride + b * carry_steps
+            received_ptr = sent_ptr - chunk_stride
+        chunk = ScanChunk(
+            arcs_ptr + offset,
+            arcs_ptr + nodes + offset,
+            states,
+            sent_ptr,
+            received_ptr,
+            c < last,
+            c > 0,
+            length,
+            u,
+            target_len,
+            end_row,
+        )
+        if direction == 0:
+            label = tl.load(targets_ptr + b * target_stride + u, mask=u < target_len, other=-1)
+            is_bad = (u < target_len) & ((label < 0) | (label >= V) | (label == blank))
+            if (tl.max(is_bad.to(tl.int32), axis=0) > 0) | invalid:
+                tl.atomic_or(flags_ptr + b, INVALID, sem="relaxed")
+            alpha = scan_forward(chunk, lane, BLOCK, FP64)
+            tl.store(logz_ptr + b + lane * 0, alpha, mask=(u == target_len) & (length > 0))
+            tl.store(logz_ptr + b + lane * 0, -float("inf"), mask=(u == target_len) & (length == 0))
+        elif DIRECTIONS == 2:
+            scan_backward(chunk, lane, BLOCK, FP64)
+
+
+rnnt_scan_gluon_kernel = gluon.jit(rnnt_scan_kernel.fn, do_not_specialize=SIZES)
+SCAN = LaneKernel(rnnt_scan_kernel, rnnt_scan_gluon_kernel)

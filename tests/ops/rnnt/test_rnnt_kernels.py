@@ -1,0 +1,295 @@
+"""The kernels of transducers against the reference, under the interpreter and on a GPU."""
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from helpers.rows import KERNEL_DEVICES, kernel_devices
+from torch import Tensor
+
+import partita
+from partita.ops.rnnt.gpu.plan import lattice_plan, row_tile
+
+TOLERANCE = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2e-6, torch.float64: 1e-7}
+
+
+class Batch(NamedTuple):
+    """A batch: logits of tokens and durations, targets, steps and labels."""
+
+    tokens: Tensor
+    durations: Tensor
+    targets: Tensor
+    steps: Tensor
+    labels: Tensor
+
+
+def batch_of(
+    shape: tuple[int, int, int, int],
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    blank: int = 0,
+    K: int = 3,
+) -> Batch:
+    """Return a ragged batch of shape `[B, T, U, V]`, with NaN beyond the lengths."""
+    B, T, U, V = shape
+    g = torch.Generator().manual_seed(0)
+    tokens = 2 * torch.randn(B, T, U + 1, V, generator=g, dtype=torch.float64)
+    durations = torch.randn(B, T, U + 1, K, generator=g, dtype=torch.float64)
+    labels = torch.randint(0, V - 1, (B, U), generator=g)
+    steps, lengths = torch.randint(1, T + 1, (B,), generator=g), torch.arange(B) % (U + 1)
+    steps[0], lengths[0] = T, U
+    for b in range(B):
+        for x in (tokens, durations):
+            x[b, steps[b] :], x[b, :, lengths[b] + 1 :] = math.nan, math.nan
+    targets = labels + (labels >= blank)
+    inputs = (tokens.to(dtype), durations.to(dtype), targets, steps, lengths)
+    return Batch(*(each.to(device) for each in inputs))
+
+
+def rnnt(x: Batch, backend: str, blank: int, **options: Any) -> list[Tensor]:
+    """Return the losses of RNN-T and their gradient in the tokens."""
+    tokens = x.tokens.detach().requires_grad_()
+    with partita.backend(backend):
+        losses = partita.rnnt_loss(tokens, *x[2:], blank, reduction="none", **options)
+        upstream = torch.arange(len(losses), device=losses.device) + 1.0
+        return [losses, *torch.autograd.grad(losses, tokens, upstream.to(losses.dtype))]
+
+
+def tdt(x: Batch, backend: str, durations: list[int]) -> list[Tensor]:
+    """Return the losses of a TDT and their gradients in tokens and durations."""
+    inputs = [each.detach().requires_grad_() for each in x[:2]]
+    with partita.backend(backend):
+        losses = partita.tdt_loss(*inputs, *x[2:], 0, durations, 0.05, reduction="none")
+        upstream = torch.arange(len(losses), device=losses.device) + 1.0
+        return [losses, *torch.autograd.grad(losses, inputs, upstream.to(losses.dtype))]
+
+
+def assert_all_close(found: Any, expected: Any, dtype: torch.dtype) -> None:
+    for one, other in zip(found, expected, strict=True):
+        tolerance = TOLERANCE[dtype if one.dtype == dtype else torch.float32]
+        torch.testing.assert_close(
+            one.double(), other.double(), rtol=tolerance, atol=4 * tolerance, equal_nan=True
+        )
+
+
+# One chunk of u and two; rows that are aligned, that start at any address, and that take two loads.
+SHAPES = [(2, 5, 3, 7), (1, 2, 34, 5), (2, 2, 2, 301), (1, 2, 1, 2600), (2, 1, 0, 4)]
+
+
+CASES = [
+    *((shape, torch.float32) for shape in SHAPES),
+    *((SHAPES[2], dtype) for dtype in TOLERANCE if dtype != torch.float32),
+]
+
+
+@kernel_devices
+@pytest.mark.parametrize(("shape", "dtype"), CASES)
+def test_losses_and_gradients_of_rnnt(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, device: str
+) -> None:
+    blank = shape[3] - 1
+    x = batch_of(shape, device, dtype, blank)
+    expected = rnnt(x, "reference", blank)
+    assert_all_close(rnnt(x, "triton", blank), expected, dtype)
+    with torch.no_grad(), partita.backend("triton"):
+        losses = partita.rnnt_loss(x.tokens, *x[2:], blank, reduction="none")
+    torch.testing.assert_close(losses, expected[0].detach(), rtol=1e-6, atol=1e-6)
+
+
+@kernel_devices
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hat": True, "delay_penalty": 0.1},
+        {"clamp": 0.1, "fastemit_lambda": 0.5},
+        {"hat": True, "clamp": 0.1},
+        {"fused_log_softmax": False, "clamp": 0.1},
+    ],
+    ids=str,
+)
+def test_options_of_rnnt(options: dict[str, Any], device: str) -> None:
+    x = batch_of((2, 4, 2, 6), device, blank=2)
+    if not options.get("fused_log_softmax", True):
+        x = x._replace(tokens=x.tokens.log_softmax(-1))
+    found, expected = rnnt(x, "triton", 2, **options), rnnt(x, "reference", 2, **options)
+    assert_all_close(found, expected, torch.float32)
+
+
+@kernel_devices
+def test_strides_and_a_gradient_in_place(device: str) -> None:
+    x = batch_of((2, 4, 3, 8), device)
+    expected = rnnt(x, "triton", 0)
+    turned = x._replace(tokens=x.tokens.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0))
+    assert_all_close(rnnt(turned, "triton", 0), expected, torch.float32)
+    leaf = x.tokens.detach().requires_grad_()
+    with partita.backend("triton"):
+        losses = partita.rnnt_loss(leaf + 0.0, *x[2:], 0, reduction="none", inplace=True)
+    (grad,) = torch.autograd.grad(losses, leaf, torch.arange(2, device=device) + 1.0)
+    assert torch.equal(grad, expected[1])
+
+
+@kernel_devices
+def test_logits_far_from_zero(device: str) -> None:
+    """An offset of 1e4 changes neither losses nor gradients by more than its rounding."""
+    x = batch_of((2, 4, 3, 300), device)
+    x = x._replace(tokens=(x.tokens * 1024).round() / 1024)  # so that the offset is exact
+    found = rnnt(x._replace(tokens=x.tokens + 8192.0), "triton", 0)
+    for one, other in zip(found, rnnt(x, "reference", 0), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@kernel_devices
+@pytest.mark.parametrize("durations", [[0, 1, 2, 3, 4], [1, 0]])
+def test_losses_and_gradients_of_tdt(durations: list[int], device: str) -> None:
+    shape = (1, 4, 33, 6) if durations == [1, 0] else (2, 5, 3, 6)
+    x = batch_of(shape, device, K=len(durations))
+    expected = tdt(x, "reference", durations)
+    assert_all_close(tdt(x, "triton", durations), expected, torch.float32)
+    assert expected[0].isfinite().any() and expected[1].abs().sum() > 0
+
+
+@kernel_devices
+def test_best_paths(device: str) -> None:
+    for x in (batch_of((2, 5, 3, 6), device), batch_of((1, 1, 33, 5), device)):
+        found = []
+        for backend in ("triton", "reference"):
+            with partita.backend(backend):
+                found.append(partita.rnnt_align(x.tokens, *x[2:], 0))
+                found.append(partita.tdt_align(*x, 0, [0, 1, 2], 0.05))
+        for one, other in zip(found[:2], found[2:], strict=True):
+            assert torch.equal(one.steps, other.steps)
+            torch.testing.assert_close(tuple(one[1:]), tuple(other[1:]), rtol=1e-6, atol=1e-6)
+
+
+@kernel_devices
+def test_equal_paths_are_chosen_as_by_the_reference(device: str) -> None:
+    x = batch_of((1, 4, 2, 4), device)
+    x = x._replace(tokens=torch.zeros_like(x.tokens), durations=torch.zeros_like(x.durations))
+    for durations in ([0, 1, 2], [2, 1, 0]):
+        steps = []
+        for backend in ("triton", "reference"):
+            with partita.backend(backend):
+                steps.append(partita.tdt_align(*x, 0, durations).steps)
+        assert torch.equal(*steps)
+
+
+@kernel_devices
+def test_invalid_sequences_and_no_steps(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    x = batch_of((5, 3, 2, 6), device)
+    x.targets[0, 0], x.targets[1, 0] = 0, 6
+    x.steps[2], x.labels[3], x.steps[4] = 4, 3, 0
+    x.labels[:2] = 2
+    with partita.backend("triton"):
+        steps, _, score = partita.rnnt_align(x.tokens, *x[2:], 0)
+    for found in (rnnt(x, "triton", 0), tdt(x, "triton", [0, 1, 2])):
+        assert found[0][:4].isnan().all() and found[0][4] == math.inf
+        for grad in found[1:]:
+            assert grad[:4].isnan().all() and not grad[4].any()
+    assert (steps == -1).all() and score[:4].isnan().all() and score[4] == -math.inf
+
+
+@kernel_devices
+@pytest.mark.parametrize(
+    ("name", "activation", "chunk", "keep_logits"),
+    [("rnnt", "relu", 3, False), ("rnnt", "tanh", 8, True), ("tdt", "sigmoid", 100, False)],
+)
+def test_chunks_of_the_joint(
+    name: str, activation: str, chunk: int, keep_logits: bool, device: str
+) -> None:
+    """Chunks of steps and of sequences give the gradients of the reference."""
+    g = torch.Generator().manual_seed(0)
+    x, D = batch_of((3, 4, 2, 9), "cpu"), 10
+    shapes = [(3, 4, D), (3, 3, D), (9, D), (9,), (3, D), (3,)]
+    tensors = [torch.randn(shape, generator=g) for shape in shapes]
+    for b in range(3):
+        tensors[0][b, x.steps[b] :], tensors[1][b, x.labels[b] + 1 :] = math.nan, math.nan
+    tensors = tensors if name == "tdt" else tensors[:4]
+    results = []
+    for backend in ("triton", "reference"):
+        where = "cpu" if backend == "reference" else device
+        inputs = [each.to(where) for each in (*tensors, *x[2:])]
+        factor = torch.tensor([0.5, 1.0, 0.0], device=where)
+        results.append(linear(name, inputs, factor, activation, chunk, keep_logits, backend))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-5)
+
+
+def linear(
+    name: str,
+    inputs: list[Tensor],
+    factor: Tensor,
+    activation: str,
+    chunk: int,
+    keep_logits: bool,
+    backend: str,
+) -> Any:
+    """Call the op of a loss from encoder and predictor."""
+    from partita.ops.rnnt import linear_autograd
+
+    rest = (chunk, keep_logits, *(True,) * (len(inputs) - 3), backend)
+    if name == "rnnt":
+        return linear_autograd.linear_rnnt(*inputs, factor, activation, 0, False, 0.1, 0.2, *rest)
+    options = (activation, 0, [0, 1, 2], 0.05)
+    return linear_autograd.linear_tdt(*inputs, factor, *options, *rest)
+
+
+def test_the_tiles_of_rows() -> None:
+    assert row_tile(1025, 2, 2, True)[:3] == (8, True, 256)
+    assert row_tile(1025, 4, 4, True)[:3] == (4, True, 128)
+    assert row_tile(1025, 2, 2, False)[:2] == (1, False)
+    assert row_tile(500, 2, 8, True)[:2] == (4, False)
+    assert row_tile(1024, 4, 16, True)[:2] == (4, False)
+    for V in (1, 30, 1025, 5000):
+        for itemsize in (2, 4, 8):
+            tile = row_tile(V, itemsize, itemsize, True)
+            assert 1 <= tile.pieces * tile.vector <= 40 and tile.block <= 32 * tile.vector
+
+
+def test_the_rows_of_a_chunk_cover_the_last_block_of_both_scans() -> None:
+    for T in range(1, 40):
+        plan = lattice_plan(2, T, 33)
+        assert plan.num_chunks == 2 and plan.rows % 8 == 0 and plan.rows >= T + 32
+        assert plan.nodes == 2 * 2 * plan.rows * 32 and T <= plan.carry_steps <= plan.rows
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
+def test_long_sequences_agree_with_fp64(device: str) -> None:
+    """Posteriors of fp32 logits stay within 2e-6 of fp64 for 4,000 steps and 1,000 labels."""
+    from partita.ops.rnnt.gpu.launch import rnnt_forward
+
+    g = torch.Generator(device=device).manual_seed(0)
+    logits = 2 * torch.randn(1, 4000, 1001, 8, generator=g, device=device)
+    targets = torch.randint(1, 8, (1, 1000), generator=g, device=device)
+    lengths = (torch.tensor([4000], device=device), torch.tensor([1000], device=device))
+    options = (0, True, False, 0.0, True)
+    nll, _, posteriors = rnnt_forward(logits, targets, *lengths, *options)
+    exact, _, expected = rnnt_forward(logits.double(), targets, *lengths, *options)
+    assert (posteriors - expected).abs().max() < 2e-6
+    torch.testing.assert_close(nll.double(), exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
+def test_many_chunks_are_the_same_each_time(device: str) -> None:
+    """Programs that wait for their neighbors give the same bits whatever their order."""
+    x = batch_of((16, 60, 130, 33), device, torch.bfloat16)
+    for run in (lambda: rnnt(x, "triton", 0), lambda: tdt(x, "triton", [0, 1, 2])):
+        first = run()
+        assert all(all(map(torch.equal, run(), first)) for _ in range(5))
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
+def test_capture_in_a_graph(device: str) -> None:
+    x = batch_of((4, 20, 40, 65), device)
+    expected = rnnt(x, "triton", 0)
+    tokens = x.tokens.detach().requires_grad_()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream), partita.backend("triton"):
+        rnnt(x, "triton", 0)
+        with torch.cuda.graph(graph, stream=stream):
+            losses = partita.rnnt_loss(tokens, *x[2:], 0, reduction="none")
+    graph.replay()
+    assert torch.equal(losses.detach(), expected[0].detach())
