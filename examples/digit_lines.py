@@ -75,11 +75,17 @@ class Reader(nn.Module):
         return self.head(self.recurrent(columns)[0])
 
 
-def compose(digits: Digits, N: int, generator: torch.Generator) -> Lines:
-    """Return N random lines of these digits."""
-    images = torch.zeros(N, 1, HEIGHT, WIDTH)
-    targets = torch.zeros(N, LONGEST, dtype=torch.int64)
-    lengths = torch.randint(SHORTEST, LONGEST + 1, (N,), generator=generator)
+def compose(
+    digits: Digits,
+    N: int,
+    generator: torch.Generator,
+    shortest: int = SHORTEST,
+    longest: int = LONGEST,
+) -> Lines:
+    """Return N random lines of `shortest` to `longest` of these digits."""
+    images = torch.zeros(N, 1, HEIGHT, longest * (8 + WIDEST_GAP))
+    targets = torch.zeros(N, longest, dtype=torch.int64)
+    lengths = torch.randint(shortest, longest + 1, (N,), generator=generator)
     widths = torch.zeros(N, dtype=torch.int64)
     for n, length in enumerate(lengths.tolist()):
         x = 0
