@@ -221,7 +221,7 @@ def draw(path: Path, losses: list[float], lines: Lines, logits: Tensor) -> None:
     left, right = figure.subfigures(1, 2, width_ratios=(1, 2.2))
     axes = left.subplots()
     axes.plot(losses, color=BLUE, lw=1)
-    log_axis(axes)
+    log_axis(axes, steps=(1.0, 2.0, 5.0))
     axes.set(xlabel="batch", title="CTC loss of a digit, nats")
     axes.spines[["top", "right"]].set_visible(False)
     right.suptitle(

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
@@ -146,9 +146,10 @@ def compare(logits: Tensor, labels: Tensor) -> Difference:
     )
 
 
-def log_axis(axes: Axes) -> None:
-    """Make the vertical axis logarithmic, with plain numbers at the powers of ten."""
+def log_axis(axes: Axes, steps: Sequence[float] = (1.0,)) -> None:
+    """Make the vertical axis logarithmic, with plain numbers at these multiples of 1, 10, 100, …"""
     axes.set(yscale="log")
+    axes.yaxis.set_major_locator(LogLocator(subs=steps))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("")
 
