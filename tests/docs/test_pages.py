@@ -148,10 +148,12 @@ def test_pictures_of_the_tables(tmp_path: Path) -> None:
     pictures = {path.name for path in tmp_path.glob("*.svg")}
     assert pictures == {
         "cross_entropy.svg",
+        "ctc.svg",
         "ctc_crf.svg",
         "ctc_exactness.svg",
         "host.svg",
         "linear_budget.svg",
+        "linear_cross_entropy.svg",
         "parallel.svg",
         "row_exactness.svg",
     }
