@@ -31,6 +31,7 @@ ARROWS = {
     ("linear_chain", "chain"),
     ("ctc", "chain"),
     ("ctc_crf", "chain"),
+    ("decode", "logprobs"),
 }
 BACKEND_LAYERS = ("reference", "gpu", "cpu")
 SHARED = ("common", "plan")  # what all layers of a family, and other families, may import
