@@ -11,6 +11,8 @@ from .ops.chain.results import ChainSample, ViterbiPath
 from .ops.cross_entropy.api import TokenStats, cross_entropy, token_stats
 from .ops.ctc.api import CTCAlignment, TokenSpans, ctc_align, ctc_loss
 from .ops.ctc_crf.api import ctc_crf_loss, debruijn_source
+from .ops.decode.api import ctc_beam_search, ctc_greedy_search
+from .ops.decode.common import Hypotheses
 from .ops.divergence.api import divergence, topk_divergence
 from .ops.linear_chain.api import LinearChain, linear_chain
 from .ops.linear_chain.results import ExpectedCounts, LinearPath, LinearSample
@@ -37,6 +39,7 @@ __all__ = [
     "Chain",
     "ChainSample",
     "ExpectedCounts",
+    "Hypotheses",
     "LinearChain",
     "LinearPath",
     "LinearSample",
@@ -51,7 +54,9 @@ __all__ = [
     "backend",
     "cross_entropy",
     "ctc_align",
+    "ctc_beam_search",
     "ctc_crf_loss",
+    "ctc_greedy_search",
     "ctc_loss",
     "debruijn_source",
     "dense_source",

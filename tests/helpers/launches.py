@@ -175,6 +175,15 @@ def call_ctc(dtype: torch.dtype, N: int, C: int, S: int, from_logits: bool) -> N
     partita.ctc_align(logits, targets, ones, ones, from_logits=from_logits)
 
 
+def call_decode(dtype: torch.dtype) -> None:
+    """Search with narrow and wide beams, over few and many classes."""
+    for C, width in ((5, 4), (5000, 16), (40, 64)):
+        logits = torch.zeros(3, 2, C, dtype=dtype)
+        for from_logits in (False, True):
+            partita.ctc_greedy_search(logits, from_logits=from_logits)
+            partita.ctc_beam_search(logits, beam_width=width, from_logits=from_logits)
+
+
 def call_crf(dtype: torch.dtype, T: int) -> None:
     """Call CTC-CRF with targets of as many labels as there are steps, padded and concatenated."""
     scores = torch.zeros(T, 2, 4 * 5, dtype=dtype, requires_grad=True)
@@ -319,6 +328,7 @@ def launches(cuda: str | None) -> dict[str, list[Launch]]:
             for C in (100, 5000, 50_257):
                 call_linear(dtype, C)
             call_parallel(dtype)
+            call_decode(dtype)
             batches = ((2, 5, 10), (2, 5, 40), (600, 20, 100), (2, 5000, 10), (2, 500, 300))
             for from_logits in (False, True):
                 for N, C, S in batches:

@@ -312,6 +312,9 @@ def ctc_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
             (torch.ones_like(loss), *inputs, losses, saved, 3, 0, from_logits, reduction)
         )
         found["ctc_align"].append((*inputs, 3, 0, from_logits))
+        searched = (logits, rest[1], 0)
+        found["ctc_greedy_search"].append((*searched, from_logits))
+        found["ctc_beam_search"].append((*searched, 3, 2, 3, 0.9 * from_logits, from_logits))
     return found
 
 
