@@ -22,6 +22,8 @@ from .ops.linear_heads.topk import linear_topk_logprobs
 from .ops.linear_heads.topk_divergence import linear_topk_divergence
 from .ops.logprobs.api import logprobs, topk_logprobs
 from .ops.logprobs.common import TopK
+from .ops.semi_markov.api import SemiMarkovChain, semi_markov_chain
+from .ops.semi_markov.results import SemiMarkovPath, SemiMarkovSample
 from .ops.softmax.api import log_softmax, logsumexp, softmax
 from .primitives.semiring import Log, Max, Semiring
 from .runtime.backend import backend
@@ -38,6 +40,9 @@ __all__ = [
     "LinearSample",
     "Log",
     "Max",
+    "SemiMarkovChain",
+    "SemiMarkovPath",
+    "SemiMarkovSample",
     "Semiring",
     "TokenSpans",
     "TokenStats",
@@ -67,6 +72,7 @@ __all__ = [
     "logz",
     "nn",
     "parallel",
+    "semi_markov_chain",
     "softmax",
     "testing",
     "token_stats",
