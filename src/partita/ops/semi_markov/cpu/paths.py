@@ -16,10 +16,12 @@ from .steps import scan_forward, semi_markov_arrays, work_of
 
 
 @jit
-def take_better(score: float, choice: int, c: int, best: Any, choices: Any) -> None:
-    """Store a score that is better than the best one so far, and its choice; NaN is the best."""
-    if score > best[c] or score != score:
-        best[c], choices[c] = score, choice
+def take_better(scores: Any, choice: int, best: Any, choices: Any) -> None:
+    """Replace the best score of each state, and its choice, by a better one; NaN is the best."""
+    for c in range(len(best)):
+        better = (scores[c] > best[c]) | (scores[c] != scores[c])
+        best[c] = scores[c] if better else best[c]
+        choices[c] = choice if better else choices[c]
 
 
 @jit
@@ -30,22 +32,31 @@ def best_scores(chain: Any, n: int, previous: Any, sizes: Any, alpha: Any) -> No
     one that ends there, `[T, C]` each.
     """
     D, C = chain.durations.shape
-    emissions, transitions = chain.emissions[n], chain.transitions[0]
-    ring, entered = np.empty((D, C)), np.empty(C)
+    ring, entered, scores = np.empty((D, C)), np.empty(C), np.empty(C)
+    choices = np.empty(C, np.int64)
     for t in range(chain.lengths[n]):
+        emission = chain.emissions[n, t]
         for c in range(C):
             entered[c] = chain.start[n, c] if t == 0 else -INF
-            previous[t, c], sizes[t, c] = 0, 0
+            choices[c] = 0
         for i in range(C if t else 0):
+            row = chain.transitions[0, i]
             for c in range(C):
-                take_better(alpha[i] + transitions[i, c], i, c, entered, previous[t])
+                scores[c] = alpha[i] + row[c]
+            take_better(scores, i, entered, choices)
+        newest = ring[t % D]
         for c in range(C):
-            ring[t % D, c], alpha[c] = entered[c], -INF
+            previous[t, c], choices[c] = choices[c], 0
+            newest[c], alpha[c] = entered[c], -INF
         for d in range(min(t + 1, D)):
-            row = ring[(t - d) % D]
+            row, duration = ring[(t - d) % D], chain.durations[d]
             for c in range(C):
-                row[c] += emissions[t, c]
-                take_better(row[c] + chain.durations[d, c], d, c, alpha, sizes[t])
+                row[c] += emission[c]
+            for c in range(C):
+                scores[c] = row[c] + duration[c]
+            take_better(scores, d, alpha, choices)
+        for c in range(C):
+            sizes[t, c] = choices[c]
 
 
 @jit(nogil=True)
@@ -57,15 +68,17 @@ def viterbi_kernel(sequences: Any, chain: Any, score: Any, states: Any, starts: 
     C = chain.durations.shape[1]
     T = chain.emissions.shape[1]
     previous, sizes = np.empty((T, C), np.int32), np.empty((T, C), np.int32)
-    alpha, best, last = np.empty(C), np.empty(1), np.empty(1, np.int64)
+    alpha = np.empty(C)
     for n in sequences:
         best_scores(chain, n, previous, sizes, alpha)
-        best[0], last[0] = -INF, 0
+        best, state = -INF, 0
         for c in range(C):
-            take_better(alpha[c] + chain.end[n, c], c, 0, best, last)
-        score[n] = best[0]
-        t, state = chain.lengths[n] - 1, last[0]
-        while t >= 0 and best[0] > -INF:
+            total = alpha[c] + chain.end[n, c]
+            if total > best or total != total:
+                best, state = total, c
+        score[n] = best
+        t = chain.lengths[n] - 1
+        while t >= 0 and best > -INF:
             first = t - sizes[t, state]
             for s in range(first, t + 1):
                 states[s, n], starts[s, n] = state, s == first
