@@ -22,6 +22,31 @@ def _reference() -> Functions:
     }
 
 
+def _gpu() -> Functions:
+    from .gpu import launch
+
+    return {
+        "semi_markov_logz": launch.semi_markov_logz,
+        "semi_markov_gradient": launch.semi_markov_gradient,
+        "semi_markov_segments": launch.semi_markov_segments,
+        "semi_markov_viterbi": _gpu_viterbi,
+        "semi_markov_sample": _gpu_sample,
+    }
+
+
+# These ops have kernels of their own, which take time to load.
+def _gpu_viterbi(*args: Any) -> Any:
+    from .gpu.launch_paths import semi_markov_viterbi
+
+    return semi_markov_viterbi(*args)
+
+
+def _gpu_sample(*args: Any) -> Any:
+    from .gpu.launch_paths import semi_markov_sample
+
+    return semi_markov_sample(*args)
+
+
 def _cpu() -> Functions:
     from .cpu import gradient, logz, paths
 
@@ -34,4 +59,4 @@ def _cpu() -> Functions:
     }
 
 
-BACKENDS = Backends(reference=_reference, gpu=_reference, cpu=_cpu)
+BACKENDS = Backends(reference=_reference, gpu=_gpu, cpu=_cpu)
