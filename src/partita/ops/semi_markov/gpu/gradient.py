@@ -33,7 +33,7 @@ def semi_markov_states_kernel(
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Write the gradients in emissions and ends: the posteriors of states times the upstream one."""
+    """Write the gradients in emissions and in ends, the posteriors times the upstream gradient."""
     n = (tl.program_id(0) % N).to(tl.int64)
     c = tl.program_id(0) // N * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     steps, _ = load_steps(lengths_ptr, n, T)

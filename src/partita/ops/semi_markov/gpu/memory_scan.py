@@ -34,7 +34,7 @@ def log_sum(maximum, total, EXACT: tl.constexpr):
 
 @triton.jit
 def sum_durations(
-    durations_ptr,  # [C, width] fp64
+    durations_ptr,  # [C, 2 * slots] fp64, see tables.py
     ring_ptr,  # [D, C] fp64
     k,
     opened,  # [BLOCK_C] fp64
@@ -42,7 +42,7 @@ def sum_durations(
     c,
     C,
     D,
-    width,
+    slots,
     EXACT: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -58,7 +58,7 @@ def sum_durations(
         ring = tl.load(at, mask=mask & (age > 0), other=-float("inf"))
         ring = tl.where(age == 0, opened[:, None], ring) + emission[:, None]
         tl.store(at, ring, mask=mask)
-        duration_at = durations_ptr + c[:, None].to(tl.int64) * width + age
+        duration_at = durations_ptr + c[:, None].to(tl.int64) * (2 * slots) + slots - age
         durations = tl.load(duration_at, mask=mask, other=-float("inf"))
         maximum, total = add_terms(maximum, total, ring + durations, EXACT)
     return log_sum(maximum, total, EXACT)
@@ -79,7 +79,7 @@ def semi_markov_memory_scan_kernel(
     N,
     C,
     D,
-    width,
+    slots,
     stride_t,
     stride_n,
     stride_c,
@@ -117,7 +117,7 @@ def semi_markov_memory_scan_kernel(
             emission = tl.load(emissions_ptr + at, mask=c < C, other=-float("inf"))
             closed = sum_durations(
                 *(tables_ptr + 2 * pairs, ring_ptr, k, opened, emission.to(tl.float64), c),
-                *(C, D, width, EXACT, BLOCK_C, BLOCK_K),
+                *(C, D, slots, EXACT, BLOCK_C, BLOCK_K),
             )
             tl.store(recent_ptr + k % 2 * C + c, closed, mask=c < C)
             if SAVE:

@@ -10,7 +10,7 @@ from typing import Any
 from ....runtime.sizes import cdiv, next_power_of_2
 
 MAX_RING = 4096  # elements of a ring in the registers of a program
-MAX_RESIDENT_STATES = 64
+MAX_RESIDENT_STATES = 32
 PROGRAMS = 1024  # about eight for each multiprocessor
 ROWS = 32  # steps that a program of the posteriors takes at once
 
@@ -37,14 +37,20 @@ def warps(elements: int) -> int:
 
 def tables_size(C: int, D: int) -> int:
     """Return the number of fp64 numbers of the tables, see `tables.py`."""
-    return 2 * C * C + C * duration_block(D)
+    return 2 * C * (C + duration_block(D))
 
 
 def scan_options(C: int, D: int) -> dict[str, int]:
     """Return the compile-time arguments of the scan with its ring in registers."""
     block_c, block_d = state_block(C), duration_block(D)
-    threads = warps(block_c * max(block_c, block_d))
-    return {"AHEAD": 4, "BLOCK_C": block_c, "BLOCK_D": block_d, "num_warps": threads}
+    width = min(32, block_d)
+    return {
+        "AHEAD": 2,
+        "BLOCK_C": block_c,
+        "PARTS": block_d // width,
+        "WIDTH": width,
+        "num_warps": warps(block_c * max(block_c, block_d)),
+    }
 
 
 def memory_scan_options(C: int) -> dict[str, int]:
@@ -85,3 +91,21 @@ def sum_options(rows: int, columns: int) -> dict[str, Any]:
     """Return the compile-time arguments of the kernel that adds the parts of sums."""
     block = min(64, next_power_of_2(max(columns, 1)))
     return {"BLOCK_R": min(32, next_power_of_2(max(rows, 1))), "BLOCK": block, "num_warps": 4}
+
+
+def viterbi_options(C: int, D: int) -> dict[str, int]:
+    """Return the compile-time arguments of the scan of best scores."""
+    block_c, block_k = min(64, state_block(C)), min(64, duration_block(D))
+    return {
+        "BLOCK_C": block_c,
+        "BLOCK_K": block_k,
+        "BLOCK_ALL": state_block(C),
+        "num_warps": warps(block_c * block_k),
+    }
+
+
+def sample_options(C: int, D: int) -> dict[str, int]:
+    """Return the compile-time arguments of the kernel that draws a path."""
+    block_c, block_d = state_block(C), duration_block(D)
+    threads = max(1, min(8, max(block_c, block_d) // 128))
+    return {"BLOCK_C": block_c, "BLOCK_D": block_d, "num_warps": threads}

@@ -4,7 +4,7 @@ One program scans a sequence forwards, and another scans it backwards at the sam
 the same steps: segments begin with the log-sum-exp of the transitions from what was closed at the
 step before, all open segments get the emissions of the step, and closing sums over their ages.
 
-The open segments lie in a ring, a block [states, slots]. A segment stays in its slot from its first
+The open segments lie in a ring, blocks [states, slots]. A segment stays in its slot from its first
 step on, and the scores of durations are read by the age that the slot has now. So a step moves no
 score from one register to another.
 
@@ -14,7 +14,8 @@ Source: Sarawagi and Cohen, Semi-Markov conditional random fields for informatio
 import triton
 import triton.language as tl
 
-from .scores import load_end, load_steps, log_sum_exp, store_logz
+from ....primitives.gpu.math import finite_shift
+from .scores import exp_term, load_end, load_steps, log_of_sum, log_sum_exp, store_logz
 
 
 @triton.jit
@@ -43,24 +44,38 @@ def take_step(
     k,  # the number of the step in the scan
     emission,  # [BLOCK_C] fp64
     first,  # [BLOCK_C] fp64, the scores of the first or of the last states
-    ring,  # [BLOCK_C, BLOCK_D] fp64
+    ring,  # PARTS blocks [BLOCK_C, WIDTH] fp64
     closed,  # [BLOCK_C] fp64
     transitions,  # [BLOCK_C, BLOCK_C] fp64, from the states of the columns
-    durations_ptr,  # [C, BLOCK_D] fp64
+    durations_ptr,  # [C, 2 * PARTS * WIDTH] fp64, see tables.py
     C,
     EXACT: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """Return the scores of segments that are opened, the ring, and the scores of those closed."""
-    c, slot = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK_D)[None, :]
-    age = (k - slot) & (BLOCK_D - 1)
-    # The load has the time of the transitions.
-    at = durations_ptr + c.to(tl.int64) * BLOCK_D + age
-    durations = tl.load(at, mask=(c < C) & (age < BLOCK_D), other=-float("inf"))
+    SLOTS: tl.constexpr = PARTS * WIDTH
+    c, lane = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, WIDTH)[None, :]
+    at = durations_ptr + c.to(tl.int64) * (2 * SLOTS) + (-k & (SLOTS - 1)) + lane
+    durations = ()
+    for p in tl.static_range(PARTS):  # the loads have the time of the transitions
+        durations = durations + (tl.load(at + p * WIDTH, mask=c < C, other=-float("inf")),)
     opened = tl.where(k == 0, first, log_sum_exp(transitions + closed[None, :], EXACT))
-    ring = tl.where(age == 0, opened[:, None], ring) + emission[:, None]
-    return opened, ring, log_sum_exp(ring + durations, EXACT)
+    newest = k & (SLOTS - 1)
+    next_ring, terms = (), ()
+    for p in tl.static_range(PARTS):
+        scores = tl.where(p * WIDTH + lane == newest, opened[:, None], ring[p]) + emission[:, None]
+        next_ring = next_ring + (scores,)
+        terms = terms + (scores + durations[p],)
+    maximum = terms[0]
+    for p in tl.static_range(1, PARTS):
+        maximum = tl.maximum(maximum, terms[p])
+    shift = finite_shift(tl.max(maximum, axis=1))
+    total = exp_term(terms[0] - shift[:, None], EXACT)
+    for p in tl.static_range(1, PARTS):
+        total += exp_term(terms[p] - shift[:, None], EXACT)
+    return opened, next_ring, log_of_sum(tl.sum(total, axis=1), EXACT) + shift
 
 
 @triton.jit
@@ -87,7 +102,8 @@ def semi_markov_scan_kernel(
     EXACT: tl.constexpr,
     AHEAD: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,  # blocks of the ring
+    WIDTH: tl.constexpr,  # slots of a block: a warp has all of a state, so no sum leaves it
 ):
     """Scan a sequence forwards and compute log Z, or with SAVE in every other program backwards."""
     is_alpha = tl.program_id(0) % 2 == 0 if SAVE else tl.program_id(0) >= 0
@@ -104,7 +120,9 @@ def semi_markov_scan_kernel(
     opened_ptr = saved_ptr + tl.where(is_alpha, 0, 3 * part) + n * C + c
     closed_ptr = saved_ptr + tl.where(is_alpha, part, 2 * part) + n * C + c
     first = tl.where(is_alpha, start, end)
-    ring = tl.full([BLOCK_C, BLOCK_D], -float("inf"), tl.float64)
+    ring = ()
+    for _ in tl.static_range(PARTS):
+        ring = ring + (tl.full([BLOCK_C, WIDTH], -float("inf"), tl.float64),)
     closed = tl.zeros([BLOCK_C], tl.float64)
     scores = load_ahead(sequence, 0, AHEAD, BLOCK_C)
     for i in range(0, steps, AHEAD):
@@ -113,7 +131,7 @@ def semi_markov_scan_kernel(
             active, row = i + j < steps, tl.full([], t, tl.int64) + (i + j) * dt
             opened, ring, now_closed = take_step(
                 *(i + j, scores[j].to(tl.float64), first, ring, closed, transitions),
-                *(tables_ptr + 2 * pairs, C, EXACT, BLOCK_C, BLOCK_D),
+                *(tables_ptr + 2 * pairs, C, EXACT, BLOCK_C, PARTS, WIDTH),
             )
             closed = tl.where(active, now_closed, closed)
             if SAVE:
