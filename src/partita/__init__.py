@@ -28,6 +28,8 @@ from .ops.rnnt.api import RNNTAlignment, rnnt_align, rnnt_loss
 from .ops.rnnt.linear import linear_rnnt_loss, linear_tdt_loss
 from .ops.rnnt.plan import linear_rnnt_plan
 from .ops.rnnt.tdt import tdt_align, tdt_loss
+from .ops.semi_markov.api import SemiMarkovChain, semi_markov_chain
+from .ops.semi_markov.results import SemiMarkovPath, SemiMarkovSample
 from .ops.softmax.api import log_softmax, logsumexp, softmax
 from .primitives.semiring import Log, Max, Semiring
 from .runtime.backend import backend
@@ -46,6 +48,9 @@ __all__ = [
     "Log",
     "Max",
     "RNNTAlignment",
+    "SemiMarkovChain",
+    "SemiMarkovPath",
+    "SemiMarkovSample",
     "Semiring",
     "TokenSpans",
     "TokenStats",
@@ -82,6 +87,7 @@ __all__ = [
     "parallel",
     "rnnt_align",
     "rnnt_loss",
+    "semi_markov_chain",
     "softmax",
     "tdt_align",
     "tdt_loss",
