@@ -149,8 +149,9 @@ def test_first_calls_use_one_cache_that_starts_empty(
     def fake(module: str, arguments: list[str], environment: dict[str, str]) -> Any:
         assert module == "bench.first_call"
         folder = Path(environment["TRITON_CACHE_DIR"])
-        caches.append((arguments[1], folder, not any(folder.iterdir())))
-        (folder / "kernel").touch()
+        assert folder.parent == Path(environment["PYTHONPYCACHEPREFIX"]).parent
+        caches.append((arguments[1], folder, not folder.exists()))
+        folder.mkdir(exist_ok=True)
         return {"first": 2.0 if caches[-1][2] else 0.5}
 
     monkeypatch.setattr(host, "run_module", fake)

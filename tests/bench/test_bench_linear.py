@@ -2,15 +2,12 @@
 
 import dataclasses
 import math
-import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers.bench import CPU, SETTINGS, devices, read, run
 from torch import Tensor
 
@@ -27,20 +24,10 @@ from partita.ops.linear_heads.plan import MemoryPlan
 
 CASE = linear.LinearCrossEntropy("linear_cross_entropy", torch.float32, 96, 16, 300)
 PARTS = report.PARTS[:4]
-has_torch_linear = pytest.mark.skipif(
-    not hasattr(F, "linear_cross_entropy"), reason="this PyTorch has no such op"
-)
 
 
 def named(name: str, function: Callable[..., Tensor]) -> Provider:
     return Provider(name, {"linear_cross_entropy": lambda: function})
-
-
-def peer(name: str) -> Provider:
-    """Return the peer as if it were installed and took these inputs."""
-    return dataclasses.replace(
-        providers.choose([name])[-1], packages=(), beyond=lambda inputs: None
-    )
 
 
 def test_sizes() -> None:
@@ -233,66 +220,6 @@ def test_what_pytorch_has_no_memory_for_is_judged_as_peers_are(
     monkeypatch.setattr(linear, "TORCH", broken)
     rows = run(iter([CASE]), PARTITA_FAST, named("partita-lean", bent(factor=0.8)), broken)
     assert [row.note.partition(":")[0] for row in rows] == [""] * 4 + ["wrong", "refuses"]
-
-
-@has_torch_linear
-def test_the_op_of_pytorch() -> None:
-    torch_linear = providers.choose(["torch-linear"])[-1]
-    assert torch_linear.missing() is None
-    rows = run(
-        iter([dataclasses.replace(CASE, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]),
-        torch_linear,
-    )
-    assert [row.part for row in rows if row.timing] == [*PARTS, *PARTS]
-
-
-def test_liger_is_called_as_it_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def apply(hidden: Tensor, matrix: Tensor, target: Tensor) -> tuple[Tensor, None, None, None]:
-        assert (hidden.shape, matrix.shape, target.shape) == ((96, 16), (300, 16), (96,))
-        return linear_peers.composed_loss(hidden, matrix, target), None, None, None
-
-    module = types.SimpleNamespace(
-        LigerFusedLinearCrossEntropyFunction=types.SimpleNamespace(apply=apply)
-    )
-    monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_linear_cross_entropy", module)
-    assert all(row.timing for row in run(iter([CASE]), peer("liger")))
-
-
-@pytest.mark.parametrize(
-    ("names", "options"),
-    [(("CCE",), {"filter_eps": None}), (("CCE", "CCE_EXACT"), {"impl": "cce_exact"})],
-    ids=["released", "newer"],
-)
-def test_cut_cross_entropy_is_called_as_it_wants_it(
-    names: tuple[str, ...], options: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = []
-
-    def loss(e: Tensor, c: Tensor, targets: Tensor, **given: object) -> Tensor:
-        told.append(given)
-        return linear_peers.composed_loss(e, c, targets)
-
-    module = types.SimpleNamespace(
-        linear_cross_entropy=loss,
-        LinearCrossEntropyImpl=types.SimpleNamespace(**dict.fromkeys(names)),
-    )
-    monkeypatch.setitem(sys.modules, "cut_cross_entropy", module)
-    for name, expected in (("cce", {}), ("cce-exact", options)):
-        told.clear()
-        assert all(row.timing for row in run(iter([CASE]), peer(name)))
-        assert told and all(given == expected for given in told)
-
-
-def test_what_cut_cross_entropy_cannot_take() -> None:
-    def reason(device: str, dtype: torch.dtype) -> str | None:
-        hidden = types.SimpleNamespace(device=torch.device(device), dtype=dtype)
-        return linear_peers.beyond_cut_cross_entropy(
-            CASE.inputs(Buffers(CPU.device))._replace(hidden=hidden)
-        )
-
-    assert reason("cuda", torch.bfloat16) is reason("cuda", torch.float16) is None
-    assert reason("cuda", torch.float32) == "takes fp16 and bf16 only"
-    assert reason("cpu", torch.bfloat16) == "needs a GPU"
 
 
 def row(

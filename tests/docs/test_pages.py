@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import io
 import re
@@ -19,7 +20,10 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 REFERENCE = sorted((DOCS / "reference").glob("*.md"))
-WITHOUT_CODE = {*REFERENCE, DOCS / "benchmarks.md"}  # docstrings have theirs, which run as doctests
+# The docstrings of the reference have their code, which runs as doctests.
+WITHOUT_CODE = {*REFERENCE, DOCS / "benchmarks.md", DOCS / "gallery.md"}
+TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
+CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
 
 
@@ -29,11 +33,35 @@ def named(page: Path) -> str:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in WITHOUT_CODE], ids=named)
 def test_code_of_the_pages_runs(page: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = CODE.findall(page.read_text(encoding="utf-8"))
     assert blocks
     namespace: dict[str, object] = {}
+    with_transformers = importlib.util.find_spec("transformers") is not None
     for block in blocks:
-        exec(block, namespace)
+        if with_transformers or "from transformers import" not in block:
+            # The last block of a tutorial is a script of its own.
+            is_script = page in TUTORIALS and block is blocks[-1]
+            exec(block, {} if is_script else namespace)
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=named)
+def test_a_tutorial_ends_in_a_short_script(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    script = CODE.findall(text.partition("\n## The whole script\n")[2])
+    assert len(script) == 1
+    assert len(script[0].splitlines()) <= 40
+
+
+def test_code_of_the_pages_is_narrow() -> None:
+    """Blocks of 88 columns fit beside the navigation of the site."""
+    too_long = [
+        (named(page), line)
+        for page in PAGES
+        for block in re.findall(r"```\w+\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+        for line in block.splitlines()
+        if len(line) > 88
+    ]
+    assert too_long == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
@@ -120,10 +148,12 @@ def test_pictures_of_the_tables(tmp_path: Path) -> None:
     pictures = {path.name for path in tmp_path.glob("*.svg")}
     assert pictures == {
         "cross_entropy.svg",
+        "ctc.svg",
         "ctc_crf.svg",
         "ctc_exactness.svg",
         "host.svg",
         "linear_budget.svg",
+        "linear_cross_entropy.svg",
         "parallel.svg",
         "row_exactness.svg",
     }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import chain_exactness
 import digit_lines
+import digit_transducer
 import digits
 import language_model
 import post_training
@@ -261,4 +262,16 @@ def test_post_training_command(
     ]
     # Two steps may not suffice; the command says so then.
     assert code == int("did not improve" in printed.err)
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_digit_transducer_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    threads, out = torch.get_num_threads(), tmp_path / "new folder" / "transducer"
+    assert digit_transducer.main(["--batches", "2", "--out", str(out)]) == 0
+    torch.set_num_threads(threads)
+    printed = capsys.readouterr().out
+    lines = dict(line.split(": ") for line in printed.splitlines() if ": " in line)
+    assert list(lines) == ["Loss diff", "Grad diff (max)", "Lines read without a fault", "Picture"]
+    assert float(lines["Loss diff"]) <= 1e-5 and float(lines["Grad diff (max)"]) <= 1e-5
+    assert "2 batches are too few" in printed
     assert out.read_bytes().startswith(b"\x89PNG")

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 CLASSES, HIDDEN = 37, 8
 
@@ -41,6 +42,14 @@ class Output(OrderedDict):
         if name in ("loss", "logits"):
             return self.get(name)
         raise AttributeError(name)
+
+
+# FSDP2 finds the loss in an output only if its class is registered, as those of transformers are.
+pytree.register_pytree_node(
+    Output,
+    lambda output: (list(output.values()), list(output)),
+    lambda values, names: Output(**dict(zip(names, values, strict=True))),
+)
 
 
 class Config:

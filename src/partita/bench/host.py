@@ -235,16 +235,21 @@ def device_work(call: Call, device: torch.device) -> tuple[int, float] | None:
 def first_call(op: str, provider: str, device: torch.device) -> FirstCall:
     """Measure the first call in fresh processes: Triton's cache is empty, and then it is filled.
 
-    The cache is a temporary folder. PyTorch has none, so it gets one process.
+    The cache is a temporary folder. PyTorch has none, so it gets one process. Python's bytecode is
+    cached beside it, as an installation does.
     """
     seconds: dict[str, float] = {}
     states = (EMPTY, FILLED) if provider == OURS else (EMPTY,)
     with tempfile.TemporaryDirectory(prefix="partita-") as cache:
+        environment = {
+            "TRITON_CACHE_DIR": f"{cache}/triton",
+            "PYTHONPYCACHEPREFIX": f"{cache}/bytecode",
+            "PYTHONDONTWRITEBYTECODE": "",
+        }
         try:
             for state in states:
-                seconds[state] = run_module(
-                    "bench.first_call", [op, provider, str(device)], {"TRITON_CACHE_DIR": cache}
-                )["first"]
+                arguments = [op, provider, str(device)]
+                seconds[state] = run_module("bench.first_call", arguments, environment)["first"]
         except (RuntimeError, ValueError, OSError) as error:
             return FirstCall(op, provider, None, None, f"refuses: {str(error)[:120]}")
     return FirstCall(op, provider, seconds[EMPTY], seconds.get(FILLED), "")

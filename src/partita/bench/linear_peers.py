@@ -53,6 +53,52 @@ def beyond_cut_cross_entropy(inputs: LinearInputs) -> str | None:
     return None if inputs.hidden.dtype.itemsize == 2 else "takes fp16 and bf16 only"
 
 
+def liger_cute() -> Callable[..., Tensor]:
+    """Return Liger's loss with kernels in CuTe for one architecture."""
+    module = importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
+    return module.liger_fused_linear_cross_entropy_sm90
+
+
+def beyond_liger_cute(inputs: LinearInputs) -> str | None:
+    """Return why Liger's kernels in CuTe cannot take these inputs, or None."""
+    device = inputs.hidden.device
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return "needs a GPU of compute capability 9.0"
+    if inputs.hidden.dtype != torch.bfloat16:
+        return "takes bf16 only"
+    if len(inputs.target) % 128 or len(inputs.matrix) % 256:
+        return "takes multiples of 128 tokens and of 256 classes"
+    return None
+
+
+def quack() -> Callable[..., Tensor]:
+    """Return QuACK's loss.
+
+    Version 0.6.5 refuses values for its cache of kernels that come with newer versions of
+    nvidia-cutlass-dsl. They get a key by their type here.
+    """
+    identity: Any = importlib.import_module("quack.gemm_runtime.identity")
+    strict = identity.semantic_value_key
+    if not hasattr(strict, "__wrapped__"):
+
+        @functools.wraps(strict)
+        def by_type(value: Any, seen: Any) -> Any:
+            try:
+                return strict(value, seen)
+            except TypeError:
+                return "type", type(value).__module__, type(value).__qualname__
+
+        identity.semantic_value_key = by_type
+    return importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+
+
+def beyond_quack(inputs: Any) -> str | None:
+    """Return why QuACK cannot take these inputs, or None."""
+    if isinstance(inputs, LinearInputs) and inputs.hidden.dtype.itemsize != 2:
+        return "takes fp16 and bf16 only"
+    return None
+
+
 class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, matrix: Tensor, logits: Tensor) -> Tensor:

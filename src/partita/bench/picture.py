@@ -30,6 +30,7 @@ COLOURS = {
     "naive": "#757575",
     "quack": "#1565c0",
     "liger": "#2e7d32",
+    "liger-cute": "#81c784",
     "cce": "#1565c0",
     "cce-exact": "#64b5f6",
     "koi": "#1565c0",

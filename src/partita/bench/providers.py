@@ -261,9 +261,11 @@ PEERS = (
         {
             "softmax": lambda: _import("quack.softmax", "softmax"),
             "cross_entropy": lambda: _import("quack.cross_entropy", "cross_entropy"),
+            "linear_cross_entropy": linear_peers.quack,
         },
         packages=("quack",),
         install="pip install quack-kernels",
+        beyond=linear_peers.beyond_quack,
     ),
     Provider(
         "liger",
@@ -276,6 +278,13 @@ PEERS = (
         packages=("liger_kernel",),
         install="pip install liger-kernel",
         overwrites=True,
+    ),
+    Provider(
+        "liger-cute",
+        {"linear_cross_entropy": linear_peers.liger_cute},
+        packages=("liger_kernel", "cutlass"),
+        install="pip install 'liger-kernel[cutedsl]'",
+        beyond=linear_peers.beyond_liger_cute,
     ),
     *(
         Provider(

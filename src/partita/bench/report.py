@@ -21,6 +21,7 @@ PACKAGES = (
     "numba",
     "quack-kernels",
     "liger-kernel",
+    "nvidia-cutlass-dsl",
     "cut-cross-entropy",
     "ont-koi",
     "seqdist",

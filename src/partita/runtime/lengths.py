@@ -8,12 +8,14 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, launcher
+from .autograd import plain_eager
 
 Lengths = Tensor | Sequence[int] | int
 
-
-# CUDA takes up to 64 KB from ordinary memory without waiting for the GPU. Pinned memory costs more
+# A copy costs the host less time than launches that send more words.
+LAUNCHED_WORDS = 64
+# CUDA takes up to 64 KB from ordinary memory without waiting for the copy. Pinned memory costs more
 # host time.
 UNPINNED_WORDS = 4096
 
@@ -27,9 +29,29 @@ def on_device(device: torch.device, *rows: Tensor) -> list[Tensor]:
     if device.type != "cuda" or not on_host:
         return [row.to(device) for row in rows]  # a copy to the CPU has to wait
     words = len(on_host) * len(rows[0])
+    launched = None
+    if 0 < words <= LAUNCHED_WORDS and plain_eager() and launcher.module() is not None:
+        launched = launch_together(on_host, device)
     pinned = words > UNPINNED_WORDS or torch.cuda.is_current_stream_capturing()
-    copies = iter(copy_together(on_host, device, pinned))
+    copies = iter(launched or copy_together(on_host, device, pinned))
     return [next(copies) if row.device.type == "cpu" else row.to(device) for row in rows]
+
+
+def launch_together(rows: Sequence[Tensor], device: torch.device) -> list[Tensor] | None:
+    """Return 64-bit tensors `[N]` on a GPU whose values are sent as parameters of launches.
+
+    Each starts on 16 bytes, so that kernels are compiled for aligned pointers. The result is None
+    where a value is too large.
+    """
+    from .words import LIMIT, words_on_device  # which imports Triton
+
+    N = len(rows[0])
+    step = N + N % 2
+    values = [number for row in rows for number in (*row.tolist(), *[0] * (N % 2))]
+    if max(map(abs, values)) > LIMIT:
+        return None
+    words = words_on_device(values, device)
+    return [words.narrow(0, i * step, N) for i in range(len(rows))]
 
 
 def copy_together(rows: Sequence[Tensor], device: torch.device, pinned: bool) -> list[Tensor]:

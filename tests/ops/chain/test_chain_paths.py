@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.chains import assert_close_fp64, chain_indices, random_chain, small_chains
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import partita
 from partita import Chain, Max, edges_from_states, linear_chain
@@ -33,6 +34,54 @@ def test_viterbi_against_all_paths(chain: Chain) -> None:
             paths.edges == path.edges[:length, n]
         ).all(1)
         assert_close_fp64(paths.scores[is_best], paths.scores.max()[None])
+
+
+@settings(max_examples=60, deadline=None)
+@given(small_chains(), st.sampled_from((1, 3, 300)))
+def test_the_best_paths_against_all_paths(chain: Chain, k: int) -> None:
+    (T, N), found = chain.scores.shape[:2], chain.nbest(k)
+    assert found.score.shape == (k, N) and found.edges.shape == (k, T, N)
+    for n in chain_indices(chain):
+        paths = all_paths(chain, n)
+        length = paths.edges.shape[1]
+        exist = paths.scores[paths.scores > -torch.inf]
+        best = exist.sort(descending=True).values[:k]
+        number = len(best)
+        assert_close_fp64(found.score[:number, n], best)
+        assert (found.score[number:, n] == -torch.inf).all()
+        states, edges = found.states[:, :, n], found.edges[:, :, n]
+        assert (states[number:] == -1).all() and (states[:, length + 1 :] == -1).all()
+        assert (edges[number:] == -1).all() and (edges[:, length:] == -1).all()
+        rows = torch.cat([states[:number, : length + 1], edges[:number, :length]], 1)
+        assert len(rows.unique(dim=0)) == number  # no path comes twice
+        known = torch.cat([paths.states, paths.edges], 1)
+        for row, score in zip(rows, best, strict=True):
+            assert_close_fp64(paths.scores[(known == row).all(1)], score[None])
+    best = chain.viterbi()
+    torch.testing.assert_close(found.score[0], best.score)
+    if k == 1:
+        assert torch.equal(found.states[0], best.states) and torch.equal(found.edges[0], best.edges)
+
+
+def test_equal_paths_and_invalid_arguments_of_nbest() -> None:
+    source = torch.tensor([[0, 0], [0, -1]])  # two edges between the same states are two paths
+    chain = Chain(torch.zeros(2, 1, 2, 2), source)
+    best = chain.nbest(9)
+    assert best.edges[:, :, 0].tolist() == [
+        *([0, 0], [1, 0], [0, 1], [1, 1], [0, 2], [1, 2]),
+        *[[-1, -1]] * 3,
+    ]
+    invalid = Chain(torch.zeros(2, 1, 2, 2), source, lengths=torch.tensor([2]))
+    invalid.lengths = torch.tensor([3])
+    with partita.backend("reference"), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARTITA_CHECK", "0")
+        assert invalid.nbest(2).score.isnan().all() and (invalid.nbest(2).edges == -1).all()
+    with pytest.raises(ValueError, match=r"k: expected a number of paths, 1 or more, got 0"):
+        chain.nbest(0)
+    with pytest.raises(TypeError, match=r"^k: "):
+        chain.nbest(1.5)  # type: ignore[arg-type]
+    with partita.backend("numba"), pytest.raises(RuntimeError, match="nbest has no kernel"):
+        chain.nbest(2)
 
 
 def test_viterbi_ties_go_to_the_lowest_edge_then_the_lowest_last_state() -> None:

@@ -168,9 +168,9 @@ def test_scores_of_alignments_are_sums_over_blocks_of_steps(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One target is empty, one cannot be aligned, and one sequence has a step of NaN."""
-    from partita.ops.ctc.gpu import launch
+    from partita.ops.ctc.gpu import launch_align
 
-    monkeypatch.setattr(launch, "ALIGNMENT_STEPS", 16)
+    monkeypatch.setattr(launch_align, "ALIGNMENT_STEPS", 16)
     x = batch_of(36, 4, 6, 4, device=device)
     x.target_lengths[0], x.input_lengths[1], x.target_lengths[1] = 0, 1, 4
     x.input_lengths[2:] = 36

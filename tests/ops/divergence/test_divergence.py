@@ -79,6 +79,90 @@ def test_values_and_gradients(
 
 
 @devices
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize(
+    ("temperature", "softcap", "masked"), [(1.0, None, False), (0.7, 4.0, True)]
+)
+@pytest.mark.parametrize("shape", [(5, 37), (3, 2, 1000), (4, 1)], ids=str)
+def test_reduced_values_and_gradients(
+    shape: tuple[int, ...],
+    temperature: float,
+    softcap: float | None,
+    masked: bool,
+    beta: float,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    x, t = sample(*shape, dtype=dtype, device=device)
+    counted = torch.arange(x[..., 0].numel(), device=device) % 3 != 1
+    mask = counted.view(shape[:-1]) if masked else None
+    leaf, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    rows = truth(exact, t, beta, temperature, softcap or 0.0)
+    mean = rows.mean() if mask is None else rows[mask].mean()
+    options = {"beta": beta, "temperature": temperature, "softcap": softcap, "mask": mask}
+    loss = partita.divergence(leaf, t, **options)
+    single = torch.float64 if dtype == torch.float64 else torch.float32
+    eps = torch.finfo(single).eps
+    torch.testing.assert_close(loss.double(), mean, rtol=64 * eps, atol=64 * eps)
+    # An upstream gradient that is not 1 rounds the gradient once more, except for a power of 2.
+    upstream = torch.tensor(0.25, dtype=single, device=device)
+    found = [torch.autograd.grad(loss, leaf, upstream, retain_graph=True)[0] for _ in range(2)]
+    assert torch.equal(*found) and found[0].dtype == dtype
+    (true,) = torch.autograd.grad(mean, exact, torch.tensor(0.25, dtype=torch.float64).to(mean))
+    rounding = torch.finfo(dtype).eps / (1 if INTERPRETING else 2)
+    bound = max(1.01 * rounding, 256 * eps)
+    tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    torch.testing.assert_close(found[0].double(), true, rtol=bound, atol=16 * eps + 2 * tiny)
+    total = partita.divergence(leaf, t, **options, reduction="sum")
+    M = rows.numel() if mask is None else mask.sum()
+    torch.testing.assert_close(total.double(), mean * M, rtol=64 * eps, atol=64 * eps)
+
+
+@devices
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("classes", [9000, 20_001, 70_000, 128_256])
+def test_rows_of_many_classes(classes: int, dtype: torch.dtype, beta: float, device: str) -> None:
+    if INTERPRETING and classes > 9000:
+        pytest.skip("programs that wait for one another need a GPU")
+    x, t = sample(7, classes, dtype=dtype, device=device)
+    x[1, : classes // 2] = t[1, : classes // 2] = -torch.inf  # whole parts of a row
+    x[2], t[2] = x[2] + 64, t[2] - 64
+    x[3, -100:] += 300  # the exponentials overflow beside those of the first classes
+    mask = torch.arange(7, device=device) != 4
+    # In fp64 the exponential of -600 vanishes beside others, and it has a derivative.
+    leaf, exact = x.clone().requires_grad_(), x.double().clamp(min=-600.0).requires_grad_()
+    loss = partita.divergence(leaf, t, beta=beta, mask=mask)
+    mean = truth(exact, t.double().clamp(min=-600.0), beta)[mask].mean()
+    torch.testing.assert_close(loss.double(), mean, rtol=1e-5, atol=1e-6)
+    found, true = (torch.autograd.grad(each, of)[0] for each, of in ((loss, leaf), (mean, exact)))
+    rounding = torch.finfo(dtype).eps / (1 if INTERPRETING else 2)
+    bound = max(1.01 * rounding, 2**-15)
+    # The interpreter rounds inside a multiply-add, whose product is large where logits are.
+    atol = 1e-7 if INTERPRETING else 4e-9
+    torch.testing.assert_close(found.double(), true, rtol=bound, atol=atol)
+    assert not found[4].any()
+    other = x.clone().requires_grad_()
+    partita.divergence(other, t, beta=beta, mask=mask).backward()
+    assert torch.equal(other.grad, found)
+
+
+@devices
+@pytest.mark.parametrize("beta", BETAS)
+def test_second_derivatives_of_the_mean(beta: float, device: str) -> None:
+    x, t = sample(3, 5, dtype=torch.float64, device=device)
+    x.requires_grad_()
+    f = lambda x: partita.divergence(x, t, beta=beta, temperature=0.7)  # noqa: E731
+    assert torch.autograd.gradcheck(f, x, fast_mode=True)
+    assert torch.autograd.gradgradcheck(f, x, fast_mode=True)
+    batch = torch.tensor([1.0, 3.0], dtype=torch.float64, device=device)
+    (found,) = torch.autograd.grad(f(x), x, batch, is_grads_batched=True)
+    (one,) = torch.autograd.grad(f(x), x)
+    torch.testing.assert_close(found, torch.stack([one, 3 * one]))
+
+
+@devices
 @pytest.mark.parametrize("beta", BETAS)
 def test_offsets_cancel(beta: float, device: str) -> None:
     x, t = sample(4, 200, device=device)

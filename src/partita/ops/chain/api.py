@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...primitives.semiring import Log, Semiring
+from ...primitives.semiring import Log, Max, Semiring
 from ...runtime import checks
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
@@ -133,6 +133,39 @@ class Chain:
         """
         with torch.no_grad():
             return ViterbiPath(*autograd.viterbi(*self._tensors(), True, current_backend()))
+
+    def nbest(self, k: int) -> ViterbiPath:
+        """Return the k best paths of each chain, from the best on.
+
+        Paths differ in an edge. Of equal paths that with the lowest edges, from the last state
+        back, comes first. The scan runs in PyTorch on every device, and it is not differentiable;
+        `log_prob` of the edges is.
+
+        Args:
+            k: the number of paths.
+
+        Returns:
+            A `ViterbiPath` with scores `[k, N]`, states `[k, T + 1, N]` and edges `[k, T, N]`. A
+            path that does not exist has score -inf, and its states and edges are -1.
+
+        Raises:
+            TypeError, ValueError: k is not an integer, or it is below 1.
+
+        Source: Schwartz and Chow, The N-best algorithm, 1990.
+
+        Example:
+            >>> import torch, partita
+            >>> scores = torch.tensor([[[[2.0, 0.0], [0.5, 0.0]]]])
+            >>> best = partita.Chain(scores, partita.dense_source(2)).nbest(3)
+            >>> best.score[:, 0], best.states[:, :, 0].tolist()
+            (tensor([2.0000, 0.5000, 0.0000]), [[0, 0], [0, 1], [1, 0]])
+        """
+        checks.python_int("k", k)
+        if k < 1:
+            raise ValueError(f"k: expected a number of paths, 1 or more, got {k!r}")
+        with torch.no_grad():
+            score, states, edges = functional.nbest(self._tensors(Max), k)
+            return ViterbiPath(self._to_result_dtype(score), states, edges)
 
     def sample(self, k: int, generator: torch.Generator | None = None) -> ChainSample:
         """Draw k independent paths from the posterior of each chain.

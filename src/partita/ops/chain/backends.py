@@ -26,18 +26,43 @@ def _reference() -> Functions:
 
 
 def _gpu() -> Functions:
-    from .gpu import launch, launch_expectation, launch_paths
+    from .gpu import launch
 
     return {
         "chain_logz": launch.chain_logz,
         "chain_rounded_logz": launch.chain_rounded_logz,
         "chain_gradient": launch.chain_gradient,
         "chain_scan": launch.chain_scan,
-        "chain_viterbi": launch_paths.chain_viterbi,
-        "chain_sample": launch_paths.chain_sample,
-        "chain_expectation": launch_expectation.chain_expectation,
-        "chain_expectation_gradient": launch_expectation.chain_expectation_gradient,
+        "chain_viterbi": _gpu_viterbi,
+        "chain_sample": _gpu_sample,
+        "chain_expectation": _gpu_expectation,
+        "chain_expectation_gradient": _gpu_expectation_gradient,
     }
+
+
+# These ops have many kernels of their own, which take time to load.
+def _gpu_viterbi(*args: Any) -> Any:
+    from .gpu.launch_paths import chain_viterbi
+
+    return chain_viterbi(*args)
+
+
+def _gpu_sample(*args: Any) -> Any:
+    from .gpu.launch_paths import chain_sample
+
+    return chain_sample(*args)
+
+
+def _gpu_expectation(*args: Any) -> Any:
+    from .gpu.launch_expectation import chain_expectation
+
+    return chain_expectation(*args)
+
+
+def _gpu_expectation_gradient(*args: Any) -> Any:
+    from .gpu.launch_expectation import chain_expectation_gradient
+
+    return chain_expectation_gradient(*args)
 
 
 def _cpu() -> Functions:

@@ -117,3 +117,8 @@ def log_prob(chain: ChainTensors, edges: Tensor, first_state: Tensor | None) -> 
     if chain.lengths is None:
         return result if len(chain.scores) else torch.zeros_like(result)
     return torch.where((chain.lengths == 0) & (logz > -torch.inf), 0.0, result)
+
+
+def nbest(chain: ChainTensors, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scores, states and edges of the k best paths, as in `reference.best_paths`."""
+    return reference.best_paths(scan_inputs(chain, Max, "nbest"), k)

@@ -26,8 +26,15 @@ def _gpu() -> Functions:
     return {
         "ctc_loss": launch.ctc_loss,
         "ctc_gradient": launch.ctc_gradient,
-        "ctc_align": launch.ctc_align,
+        "ctc_align": _gpu_align,
     }
+
+
+def _gpu_align(*args: Any) -> Any:
+    # The alignment has kernels of its own, which take time to load.
+    from .gpu.launch_align import ctc_align
+
+    return ctc_align(*args)
 
 
 def _cpu() -> Functions:

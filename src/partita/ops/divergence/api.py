@@ -9,8 +9,8 @@ from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
 from ..logprobs.autograd import logprobs_of
 from ..logprobs.common import TopK
-from .autograd import divergence_of_classes, divergence_of_rows
-from .common import IGNORED, check_teacher, ids_of_rows, reduced
+from .autograd import divergence_of_classes, reduced_divergence
+from .common import IGNORED, check_teacher, ids_of_rows
 
 
 def divergence(
@@ -77,7 +77,7 @@ def divergence(
     dtype = torch.promote_types(logits.dtype, teacher_logits.dtype)
     if acc_dtype(dtype) != acc_dtype(logits.dtype):
         logits = logits.to(dtype)
-    return reduced(divergence_of_rows(logits, teacher_logits, *numbers), mask, reduction)
+    return reduced_divergence(logits, teacher_logits, mask, *numbers, reduction)
 
 
 def topk_divergence(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,17 +11,21 @@ from ...runtime import register
 from ...runtime.autograd import (
     all_at_once,
     apply,
+    double_backward,
     first_derivative,
     for_gradients,
+    is_batched_gradient,
     needs_no_derivative,
+    plain_eager,
     saved_tensors,
 )
-from ...runtime.backend import current_backend
+from ...runtime.backend import current_backend, resolve
 from ...runtime.dtypes import acc_dtype
+from ..cross_entropy.autograd import scale_by_upstream, scaled_by_batch
 from ..logprobs.common import TopK
 from . import reference
 from .backends import BACKENDS
-from .common import DivergenceRows, reduced
+from .common import DivergenceRows, reduced, row_factors
 
 _NUMBERS = "float beta, float temperature, float softcap, str backend"
 
@@ -46,8 +50,12 @@ divergence_backward_op: register.Op = register.define(
     vmap=lambda *batch: all_at_once(divergence_backward_op, *batch),
     backends=BACKENDS,
 )
-
-
+divergence_one_pass_op: register.Op = register.define(
+    "divergence_one_pass(Tensor logits, Tensor teacher_logits, Tensor? row_factor, float factor,"
+    f" {_NUMBERS}) -> (Tensor, Tensor)",
+    lambda logits, *_: (_fake(logits)[0], torch.empty_like(logits)),
+    backends=BACKENDS,
+)
 divergence_state_op: register.Op = register.define(
     f"divergence_state(Tensor logits, Tensor teacher_logits, {_NUMBERS}) -> Tensor",
     lambda logits, *_: logits.new_empty(5, len(logits), dtype=acc_dtype(logits.dtype)),
@@ -105,6 +113,111 @@ class DivergenceFunction(torch.autograd.Function):
             *tensors,
         )
         return dlogits, None, None, None, None, None
+
+
+class DivergenceOptions(NamedTuple):
+    """The options of a reduced divergence.
+
+    Fields:
+        beta: as in `divergence`.
+        temperature: what the soft-capped logits are divided by.
+        softcap: the soft-cap, or 0.
+        reduction: `mean` or `sum`.
+        backend: the chosen backend.
+    """
+
+    beta: float
+    temperature: float
+    softcap: float
+    reduction: str
+    backend: str
+
+
+class DivergenceOnePass(torch.autograd.Function):
+    """The reduced divergence, with its gradient computed in the forward pass.
+
+    It is for eager code only, because it stores that gradient until the first backward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        teacher_logits: Tensor,
+        mask: Tensor | None,
+        options: DivergenceOptions,
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, teacher_logits, mask)
+        ctx.options = options
+        loss, ctx.gradient = _loss_and_gradient(logits, teacher_logits, mask, options)
+        return reduced(loss, mask, options.reduction)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        (grad,) = grads
+        if grad is None:
+            return None, None, None, None
+        logits, teacher_logits, mask = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            *numbers, reduction, _ = ctx.options
+            (dlogits,) = double_backward(
+                lambda x: reduced(divergence_of_rows(x, teacher_logits, *numbers), mask, reduction),
+                [logits],
+                [True],
+                grad,
+            )
+            return dlogits, None, None, None
+        gradient, ctx.gradient = ctx.gradient, None
+        if gradient is None:  # An earlier backward pass has scaled it.
+            gradient = _loss_and_gradient(logits, teacher_logits, mask, ctx.options)[1]
+        if is_batched_gradient(grad):
+            ctx.gradient = gradient
+            return scaled_by_batch(gradient, grad), None, None, None
+        scale_by_upstream(gradient, grad, ctx.options.backend)
+        return gradient, None, None, None
+
+
+def _loss_and_gradient(
+    logits: Tensor, teacher_logits: Tensor, mask: Tensor | None, options: DivergenceOptions
+) -> tuple[Tensor, Tensor]:
+    """Return the divergence of each row, and the gradient of the reduced loss."""
+    *numbers, reduction, backend = options
+    rows, row_factor = logits.shape[:-1].numel(), None
+    if mask is not None:
+        like = logits.new_empty(mask.shape, dtype=acc_dtype(logits.dtype))
+        row_factor = row_factors(mask, like, reduction)
+    factor = 1 / max(rows, 1) if reduction == "mean" else 1.0
+    return divergence_one_pass_op(logits, teacher_logits, row_factor, factor, *numbers, backend)
+
+
+def reduced_divergence(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    mask: Tensor | None,
+    beta: float,
+    temperature: float,
+    softcap: float,
+    reduction: str,
+) -> Tensor:
+    """Return the reduced divergence of checked inputs by the pass that suits the call.
+
+    A gradient in fp16 must have its upstream factor, which scales losses, before it is rounded.
+    """
+    is_one_pass = (
+        reduction != "none"
+        and logits.dtype != torch.float16
+        and plain_eager()
+        and torch.is_grad_enabled()
+        and logits.requires_grad
+    )
+    backend = current_backend()
+    if is_one_pass and resolve(backend, logits.device, has_cpu=False) == "gpu":
+        options = DivergenceOptions(beta, temperature, softcap, reduction, backend)
+        loss: Tensor = apply(DivergenceOnePass, logits, teacher_logits.detach(), mask, options)
+        return loss
+    loss = divergence_of_rows(logits, teacher_logits, beta, temperature, softcap)
+    return reduced(loss, mask, reduction)
 
 
 def divergence_of_rows(

@@ -16,6 +16,7 @@ def _reference() -> Functions:
     return {
         "divergence": reference.divergence,
         "divergence_backward": reference.divergence_backward,
+        "divergence_one_pass": reference.divergence_one_pass,
         "divergence_state": reference_chunks.divergence_state,
         "divergence_mixture": reference_chunks.divergence_mixture,
         "divergence_local_gradient": reference_chunks.divergence_local_gradient,
@@ -28,6 +29,7 @@ def _gpu() -> Functions:
     return {
         "divergence": launch.divergence,
         "divergence_backward": launch.divergence_backward,
+        "divergence_one_pass": launch.divergence_one_pass,
         "divergence_state": launch.divergence_state,
         "divergence_mixture": launch.divergence_mixture,
         "divergence_local_gradient": launch.divergence_backward,

@@ -106,3 +106,26 @@ def divergence_gradient(
 def divergence_backward(grad: Tensor, logits: Tensor, *args: object) -> Tensor:
     """Compute the gradient of the student's logits in their memory layout."""
     return laid_out_like(divergence_gradient(grad, logits, *args), logits)  # type: ignore[arg-type]
+
+
+def divergence_one_pass(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    row_factor: Tensor | None,
+    factor: float,
+    beta: float,
+    temperature: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """Compute the divergence of each row, and the gradient of the sum of them times factors.
+
+    The factors are `row_factor`, `[...]`, or one number for all rows. A row whose factor is 0 has
+    loss and gradient 0, whatever its logits are.
+    """
+    numbers = (beta, temperature, softcap)
+    loss = divergence(logits, teacher_logits, *numbers).loss
+    if row_factor is None:
+        row_factor = torch.full_like(loss, factor)
+    none = (None,) * 5
+    dlogits = divergence_backward(row_factor, logits, teacher_logits, *none, *numbers)
+    return torch.where(row_factor == 0, 0, loss), dlogits

@@ -26,15 +26,34 @@ def _reference() -> Functions:
 def _gpu() -> Functions:
     if not HAS_KERNELS:
         return _reference()
-    from .gpu import launch, launch_paths, launch_tangent
+    from .gpu import launch
 
     return {
         "linear_chain_logz": launch.linear_chain_logz,
         "linear_chain_gradient": launch.linear_chain_gradient,
-        "linear_chain_viterbi": launch_paths.linear_chain_viterbi,
-        "linear_chain_sample": launch_paths.linear_chain_sample,
-        "linear_chain_tangent": launch_tangent.linear_chain_tangent,
+        "linear_chain_viterbi": _gpu_viterbi,
+        "linear_chain_sample": _gpu_sample,
+        "linear_chain_tangent": _gpu_tangent,
     }
+
+
+# These ops have many kernels of their own, which take time to load.
+def _gpu_viterbi(*args: Any) -> Any:
+    from .gpu.launch_paths import linear_chain_viterbi
+
+    return linear_chain_viterbi(*args)
+
+
+def _gpu_sample(*args: Any) -> Any:
+    from .gpu.launch_paths import linear_chain_sample
+
+    return linear_chain_sample(*args)
+
+
+def _gpu_tangent(*args: Any) -> Any:
+    from .gpu.launch_tangent import linear_chain_tangent
+
+    return linear_chain_tangent(*args)
 
 
 def _cpu() -> Functions:

@@ -27,7 +27,7 @@ def _reference() -> Functions:
 
 
 def _gpu() -> Functions:
-    from .gpu import launch, launch_divergence
+    from .gpu import launch
 
     return {
         "linear_rows": launch.linear_rows,
@@ -36,10 +36,29 @@ def _gpu() -> Functions:
         "linear_logprobs": launch.linear_logprobs,
         "linear_logprobs_backward": launch.linear_logprobs_backward,
         "linear_topk_logprobs": launch.linear_topk_logprobs,
-        "linear_divergence": launch_divergence.linear_divergence,
-        "linear_divergence_backward": launch_divergence.linear_divergence_backward,
-        "linear_divergence_one_pass": launch_divergence.linear_divergence_one_pass,
+        "linear_divergence": _gpu_divergence,
+        "linear_divergence_backward": _gpu_divergence_backward,
+        "linear_divergence_one_pass": _gpu_divergence_one_pass,
     }
+
+
+# Divergences have kernels of their own, which take time to load.
+def _gpu_divergence(*args: Any) -> Any:
+    from .gpu.launch_divergence import linear_divergence
+
+    return linear_divergence(*args)
+
+
+def _gpu_divergence_backward(*args: Any) -> Any:
+    from .gpu.launch_divergence import linear_divergence_backward
+
+    return linear_divergence_backward(*args)
+
+
+def _gpu_divergence_one_pass(*args: Any) -> Any:
+    from .gpu.launch_divergence import linear_divergence_one_pass
+
+    return linear_divergence_one_pass(*args)
 
 
 BACKENDS = Backends(reference=_reference, gpu=_gpu)

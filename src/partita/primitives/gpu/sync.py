@@ -31,19 +31,31 @@ def unpack_pair(word):
 
 
 @triton.jit
-def exchange_pairs(slots_ptr, split, splits, first, second, BLOCK_SPLITS: tl.constexpr):
-    """Give a pair to the programs that share the row, and return all pairs, [BLOCK_SPLITS] each.
-
-    A pair is one 64-bit word, so no program reads half of it. A word that is not 0 has been
-    written. Programs take their index from an atomic counter, so all programs before a waiting one
-    have started, and the programs of one row are few enough to be resident together.
-    """
+def store_pair(slots_ptr, split, first, second):
+    """Give a pair to the programs that share the row, which is one word: none reads half of it."""
     tl.atomic_xchg(slots_ptr + split, pack_pair(first, second), sem="relaxed")
+
+
+@triton.jit
+def collect_pairs(slots_ptr, splits, BLOCK_SPLITS: tl.constexpr):
+    """Wait for the pairs of all programs that share the row and return them, [BLOCK_SPLITS] each.
+
+    A word that is not 0 has been written. Programs take their index from an atomic counter, so all
+    programs before a waiting one have started, and the programs of one row are few enough to be
+    resident together.
+    """
     lane = tl.arange(0, BLOCK_SPLITS)
     words = tl.load(slots_ptr + lane, mask=lane < splits, other=1, volatile=True)
     while tl.min((words != 0).to(tl.int32), axis=0) == 0:
         words = tl.load(slots_ptr + lane, mask=lane < splits, other=1, volatile=True)
     return unpack_pair(words)
+
+
+@triton.jit
+def exchange_pairs(slots_ptr, split, splits, first, second, BLOCK_SPLITS: tl.constexpr):
+    """Give a pair to the programs that share the row, and return all pairs, [BLOCK_SPLITS] each."""
+    store_pair(slots_ptr, split, first, second)
+    return collect_pairs(slots_ptr, splits, BLOCK_SPLITS)
 
 
 @triton.jit

@@ -14,11 +14,13 @@ from .logz import (
     forward_scores,
     log_partition,
 )
+from .nbest import best_paths
 from .paths import chain_sample, chain_viterbi, path_score
 
 __all__ = [
     "ChainInputs",
     "backward_scores",
+    "best_paths",
     "chain_expectation",
     "chain_expectation_gradient",
     "chain_gradient",

@@ -1,9 +1,9 @@
-"""CTC on a GPU: loss, gradient and alignment, from allocation to the last launch.
+"""CTC's loss and gradient on a GPU, from allocation to the last launch.
 
 The loss normalizes the rows (`normalize.py`), scans α and β to the middle (`forward_scan.py`) and
 sums over the alignments there (`loss.py`). The gradient continues both scans through the other
 halves (`posterior_scan.py`) and writes softmax minus posterior (`gradient.py`,
-`label_gradient.py`). The alignment is a Viterbi scan with a backtrace (`align.py`).
+`label_gradient.py`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ from torch import Tensor
 from ....runtime import launch as runtime_launch
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import SideStream, cdiv, next_power_of_2, tl_acc_dtype
-from .align import BACKTRACE, VITERBI, ctc_alignment_kernel
-from .call import CTCCall, TargetTensors, launch_lanes, launch_normalize, row_tile
+from .call import CTCCall, TargetTensors, launch_normalize, row_tile
 from .gradient import ctc_lane_gradient_kernel, ctc_narrow_gradient_kernel
 from .label_gradient import ctc_label_gradient_kernel
 from .label_index import ctc_label_order_kernel, label_index
-from .plan import CHUNK, SAVE_EVERY, ctc_plan, saved_shape
+from .plan import CHUNK, ctc_plan, saved_shape
 from .workspace import workspace_views
-
-ALIGNMENT_STEPS = 256  # steps of a program of the alignment kernel
 
 
 def ctc_loss(
@@ -242,105 +239,3 @@ def _launch_gradient(
             **options,
             num_warps=1,
         )
-
-
-def ctc_align(
-    logits: Tensor,
-    labels: Tensor,
-    offsets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    max_target_len: int,
-    blank: int,
-    from_logits: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return class, token and log-probability of each step on the best path, and its score.
-
-    The carries are 0 before they are sent, so the flags and counters are zeroed together with them.
-    """
-    (T, N, C), device = logits.shape, logits.device
-    targets = TargetTensors(labels.contiguous(), offsets, input_lengths, target_lengths)
-    num_chunks, num_blocks = max_target_len // CHUNK + 1, cdiv(T, SAVE_EVERY)
-    carry_steps = num_blocks * SAVE_EVERY
-    words = N + N % 2  # Each part of the zeros starts on 16 bytes.
-    carry_words = num_chunks * N * carry_steps if num_chunks > 1 else 0
-    zeros = torch.zeros(2 + 2 * words + carry_words, dtype=torch.int64, device=device)
-    tile_counter, flags, finished, carries = zeros.split([2, words, words, carry_words])
-    pointers = torch.empty((N, num_chunks, num_blocks, 32), dtype=torch.int32, device=device)
-    block_sums = torch.empty((N, cdiv(T, ALIGNMENT_STEPS)), dtype=torch.float64, device=device)
-    ends = torch.empty((N, 2), dtype=torch.float64, device=device)
-    states = torch.empty((N, T), dtype=torch.int32, device=device)
-    classes = torch.empty((N, T), dtype=torch.int64, device=device)
-    tokens = torch.empty((N, T), dtype=torch.int64, device=device)
-    scores = torch.empty((N, T), dtype=acc_dtype(logits.dtype), device=device)
-    score = torch.empty(N, dtype=scores.dtype, device=device)
-    maxima = sums = None
-    if from_logits:
-        maxima = torch.empty((T, N), dtype=scores.dtype, device=device)
-        sums = torch.empty((T, N), dtype=scores.dtype, device=device)
-        launch_normalize(logits, input_lengths, maxima, sums)
-    launch_lanes(
-        VITERBI,
-        N * num_chunks,
-        logits,
-        *targets,
-        pointers,
-        ends,
-        carries,
-        flags,
-        tile_counter if num_chunks > 1 else None,
-        T,
-        N,
-        C,
-        len(labels),
-        max_target_len,
-        num_chunks,
-        num_blocks,
-        carry_steps,
-        blank,
-        *logits.stride(),
-        BLOCK_T=SAVE_EVERY,
-    )
-    launch_lanes(
-        BACKTRACE,
-        N,
-        offsets,
-        input_lengths,
-        target_lengths,
-        pointers,
-        ends,
-        flags,
-        states,
-        T,
-        N,
-        len(labels),
-        max_target_len,
-        num_chunks,
-        num_blocks,
-    )
-    runtime_launch.launch(
-        ctc_alignment_kernel,
-        N * block_sums.shape[1],
-        logits,
-        targets.labels,
-        offsets,
-        target_lengths,
-        maxima,
-        sums,
-        flags,
-        ends,
-        states,
-        finished,
-        block_sums,
-        classes,
-        tokens,
-        scores,
-        score,
-        T,
-        N,
-        blank,
-        *logits.stride(),
-        BLOCK_T=ALIGNMENT_STEPS,
-        num_warps=4,
-    )
-    return classes, tokens, scores, score

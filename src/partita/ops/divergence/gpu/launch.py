@@ -9,7 +9,15 @@ from torch import Tensor
 
 from ....primitives.rows import laid_out_like
 from ....runtime.dtypes import acc_dtype
-from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
+from ....runtime.launch import (
+    INTERPRETED,
+    NVIDIA,
+    cdiv,
+    launch,
+    next_power_of_2,
+    tl_acc_dtype,
+    zeroed_words,
+)
 from ..common import (
     DivergenceKernels,
     DivergenceRows,
@@ -17,6 +25,8 @@ from ..common import (
     packed,
     packed_without_classes,
 )
+from .one_pass import divergence_row_kernel
+from .plan import OnePassPlan, one_pass_plan
 from .rows import (
     divergence_accumulate_kernel,
     divergence_gradient_kernel,
@@ -35,25 +45,35 @@ ROW_BYTES = 16  # what one thread loads of a row at once
 def _options(
     largest: int, warps: int, softcap: float, padded: bool, dtype: torch.dtype, *rows: Tensor
 ) -> dict[str, Any]:
-    """Return the compile-time options of a kernel.
+    """Return the compile-time options of a kernel."""
+    block = min(next_power_of_2(rows[0].shape[1]), largest)
+    return {
+        "HAS_SOFTCAP": softcap != 0,
+        "ACC_DTYPE": tl_acc_dtype(dtype),
+        "VEC": _vector(padded, *rows),
+        "BLOCK": block,
+        "num_warps": max(warps * block // largest, 1),
+    }
 
-    Whole vectors are loaded if all rows start on 16 bytes and consist of whole vectors, or are
-    padded to them.
+
+def _vector(padded: bool, *rows: Tensor) -> int:
+    """Return the number of classes that a thread loads at once.
+
+    It loads whole vectors if all rows start on 16 bytes and consist of whole vectors, or are padded
+    to them.
     """
     classes = rows[0].shape[1]
-    block = min(next_power_of_2(classes), largest)
     vector = ROW_BYTES // max(tensor.element_size() for tensor in rows)
     for tensor in rows:
         is_aligned = tensor.stride(0) % vector == 0 and tensor.data_ptr() % ROW_BYTES == 0
         if tensor.stride(1) != 1 or not is_aligned or not (padded or classes % vector == 0):
-            vector = 1
-    return {
-        "HAS_SOFTCAP": softcap != 0,
-        "ACC_DTYPE": tl_acc_dtype(dtype),
-        "VEC": vector,
-        "BLOCK": block,
-        "num_warps": max(warps * block // largest, 1),
-    }
+            return 1
+    return vector
+
+
+def _kind(beta: float) -> int:
+    """Return which divergence a kernel computes; see `REVERSE` and `MIXTURE` in rows.py."""
+    return 0 if beta == 0 else 1 if beta == 1 else 2
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -177,7 +197,7 @@ def write_gradient(
         beta,
         temperature,
         softcap,
-        KIND=0 if beta == 0 else 1 if beta == 1 else 2,
+        KIND=_kind(beta),
         **options,
     )
 
@@ -221,6 +241,81 @@ def divergence_backward(
     numbers = (beta, temperature, softcap)
     write_gradient(grad.contiguous(), x, t, rows, *numbers, dlogits, padded=False)
     return laid_out_like(dlogits.view(logits.shape), logits)
+
+
+def divergence_one_pass(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    row_factor: Tensor | None,
+    factor: float,
+    beta: float,
+    temperature: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """Compute the divergence of each row, and the gradient of the sum of them times factors."""
+    x, t = _rows(logits), _rows(teacher_logits)
+    loss = logits.new_empty(logits.shape[:-1], dtype=acc_dtype(logits.dtype))
+    dlogits = x.new_empty(x.shape)
+    if row_factor is not None:
+        row_factor = row_factor.contiguous()
+    numbers = (beta, temperature, softcap)
+    plan = None
+    if x.dtype == t.dtype and x.stride(1) == t.stride(1) == 1:
+        plan = one_pass_plan(x.shape[1], x.element_size(), not INTERPRETED)
+    if plan is not None:
+        _launch_one_pass(plan, x, t, row_factor, factor, numbers, loss, dlogits)
+    else:
+        fields = divergence(logits, teacher_logits, *numbers)
+        loss = fields.loss
+        if row_factor is None:
+            row_factor = torch.full_like(loss, factor)
+        else:
+            loss = torch.where(row_factor == 0, 0, loss)
+        write_gradient(row_factor, x, t, fields, *numbers, dlogits, padded=False)
+    return loss, laid_out_like(dlogits.view(logits.shape), logits)
+
+
+def _launch_one_pass(
+    plan: OnePassPlan,
+    x: Tensor,
+    t: Tensor,
+    row_factor: Tensor | None,
+    factor: float,
+    numbers: tuple[float, float, float],
+    loss: Tensor,
+    dlogits: Tensor,
+) -> None:
+    """Launch the kernel whose programs hold parts of both rows."""
+    vector, lanes = _vector(False, x, t, dlogits), 32 * plan.num_warps
+    is_shared = plan.splits > 1
+    programs = len(x) * plan.splits
+    launch(
+        divergence_row_kernel,
+        programs,
+        x,
+        t,
+        row_factor,
+        zeroed_words(x.device, 1 + 3 * programs if is_shared else 0)[0],
+        loss,
+        dlogits,
+        x.shape[1],
+        plan.splits,
+        plan.classes_per_program,
+        x.stride(0),
+        t.stride(0),
+        dlogits.stride(0),
+        factor,
+        *numbers,
+        KIND=_kind(numbers[0]),
+        HAS_SOFTCAP=numbers[2] != 0,
+        FAST=NVIDIA and not INTERPRETED and x.element_size() == 2,
+        SHARED=is_shared,
+        BLOCK_SPLITS=max(2, next_power_of_2(plan.splits)),
+        VEC=vector,
+        LANES=lanes if plan.block >= lanes * vector else 1,
+        BLOCK=plan.block,
+        num_warps=plan.num_warps,
+    )
 
 
 def divergence_state(

@@ -1,4 +1,8 @@
-"""Allocate results and launch the kernels for log Z of dense linear chains and its gradient."""
+"""Allocate results and launch the kernels for log Z of dense linear chains and its gradient.
+
+Kernels that serve few calls are imported where they are launched, because Triton takes a
+millisecond to load each function.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +21,11 @@ from .counts import (
     linear_chain_pairs_kernel,
     linear_chain_sum_counts_kernel,
 )
-from .lane_counts import linear_chain_lane_counts_kernel
-from .launch_lanes import exp_table, lane_scan
-from .launch_segments import parallel_scan
-from .log_scan import linear_chain_log_scan_kernel
 from .marginals import linear_chain_marginals_kernel
 from .prepare import linear_chain_prepare_kernel
 from .resident import linear_chain_resident_scan_kernel
 from .saved import Saved, end_strides, split_saved, transition_strides
 from .scan import linear_chain_scan_kernel
-from .steps import (
-    linear_chain_step_kernel,
-    linear_chain_total_kernel,
-)
-from .strided_steps import linear_chain_strided_step_kernel
 
 
 def linear_chain_logz(
@@ -66,8 +61,12 @@ def scans(emissions: Tensor, transitions: Tensor, save: bool) -> list[Callable[.
     found: list[Callable[..., None]] = []
     if transitions.ndim == 2:
         if plan.uses_lanes(T, N, C, plan.MAX_LANE_STATES):
+            from .launch_lanes import lane_scan
+
             found.append(lane_scan)
         elif plan.is_parallel(T, N, C, save):
+            from .launch_segments import parallel_scan
+
             found.append(parallel_scan)
         else:
             found.append(resident_scan if plan.uses_resident(C) else step_states)
@@ -193,6 +192,8 @@ def log_scan(
         results = (logz, rounded)
         launch(linear_chain_scan_kernel, programs, *inputs, *results, *sizes, *ends, **options)
     else:
+        from .log_scan import linear_chain_log_scan_kernel
+
         recent = torch.empty((2, 2, N, C), dtype=torch.float64, device=emissions.device)
         options |= plan.log_scan_options(C)
         results = (recent, logz, rounded)
@@ -211,6 +212,10 @@ def step_states(
     rounded: Tensor,
 ) -> None:
     """Scan alpha and beta in linear arithmetic with a launch for each step."""
+    from .launch_lanes import exp_table
+    from .steps import linear_chain_step_kernel, linear_chain_total_kernel
+    from .strided_steps import linear_chain_strided_step_kernel
+
     T, N, C = emissions.shape
     parts = plan.range_parts(transitions)
     block = {"BLOCK_PARTS": plan.parts_block(parts)}
@@ -344,10 +349,14 @@ def count_transitions(
     ends = (*end_strides(end), *groups[2:])
     states = (saved.span, saved.maxima, saved.states, factors, counts)
     if parts:
-        in_lanes = plan.uses_lane_counts(C)
-        own = plan.lane_count_options(C) if in_lanes else {"ROWS": 16, **plan.count_options(C)}
+        kernel, in_lanes = linear_chain_counts_kernel, plan.uses_lane_counts(C)
+        own = {"ROWS": 16, **plan.count_options(C)}
+        if in_lanes:
+            from .lane_counts import linear_chain_lane_counts_kernel as kernel
+
+            own = plan.lane_count_options(C)
         launch(
-            linear_chain_lane_counts_kernel if in_lanes else linear_chain_counts_kernel,
+            kernel,
             programs,
             *(emissions, end, lengths, *states, T, N, *(() if in_lanes else (C,))),
             *(parts, groups.splits, *emissions.stride(), *ends),

@@ -1,0 +1,117 @@
+"""CTC's alignment on a GPU: a Viterbi scan and its backtrace (`align.py`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....runtime import launch as runtime_launch
+from ....runtime.dtypes import acc_dtype
+from ....runtime.launch import cdiv
+from .align import BACKTRACE, VITERBI, ctc_alignment_kernel
+from .call import TargetTensors, launch_lanes, launch_normalize
+from .plan import CHUNK, SAVE_EVERY
+
+ALIGNMENT_STEPS = 256  # steps of a program of the alignment kernel
+
+
+def ctc_align(
+    logits: Tensor,
+    labels: Tensor,
+    offsets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    max_target_len: int,
+    blank: int,
+    from_logits: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return class, token and log-probability of each step on the best path, and its score.
+
+    The carries are 0 before they are sent, so the flags and counters are zeroed together with them.
+    """
+    (T, N, C), device = logits.shape, logits.device
+    targets = TargetTensors(labels.contiguous(), offsets, input_lengths, target_lengths)
+    num_chunks, num_blocks = max_target_len // CHUNK + 1, cdiv(T, SAVE_EVERY)
+    carry_steps = num_blocks * SAVE_EVERY
+    words = N + N % 2  # Each part of the zeros starts on 16 bytes.
+    carry_words = num_chunks * N * carry_steps if num_chunks > 1 else 0
+    zeros = torch.zeros(2 + 2 * words + carry_words, dtype=torch.int64, device=device)
+    tile_counter, flags, finished, carries = zeros.split([2, words, words, carry_words])
+    pointers = torch.empty((N, num_chunks, num_blocks, 32), dtype=torch.int32, device=device)
+    block_sums = torch.empty((N, cdiv(T, ALIGNMENT_STEPS)), dtype=torch.float64, device=device)
+    ends = torch.empty((N, 2), dtype=torch.float64, device=device)
+    states = torch.empty((N, T), dtype=torch.int32, device=device)
+    classes = torch.empty((N, T), dtype=torch.int64, device=device)
+    tokens = torch.empty((N, T), dtype=torch.int64, device=device)
+    scores = torch.empty((N, T), dtype=acc_dtype(logits.dtype), device=device)
+    score = torch.empty(N, dtype=scores.dtype, device=device)
+    maxima = sums = None
+    if from_logits:
+        maxima = torch.empty((T, N), dtype=scores.dtype, device=device)
+        sums = torch.empty((T, N), dtype=scores.dtype, device=device)
+        launch_normalize(logits, input_lengths, maxima, sums)
+    launch_lanes(
+        VITERBI,
+        N * num_chunks,
+        logits,
+        *targets,
+        pointers,
+        ends,
+        carries,
+        flags,
+        tile_counter if num_chunks > 1 else None,
+        T,
+        N,
+        C,
+        len(labels),
+        max_target_len,
+        num_chunks,
+        num_blocks,
+        carry_steps,
+        blank,
+        *logits.stride(),
+        BLOCK_T=SAVE_EVERY,
+    )
+    launch_lanes(
+        BACKTRACE,
+        N,
+        offsets,
+        input_lengths,
+        target_lengths,
+        pointers,
+        ends,
+        flags,
+        states,
+        T,
+        N,
+        len(labels),
+        max_target_len,
+        num_chunks,
+        num_blocks,
+    )
+    runtime_launch.launch(
+        ctc_alignment_kernel,
+        N * block_sums.shape[1],
+        logits,
+        targets.labels,
+        offsets,
+        target_lengths,
+        maxima,
+        sums,
+        flags,
+        ends,
+        states,
+        finished,
+        block_sums,
+        classes,
+        tokens,
+        scores,
+        score,
+        T,
+        N,
+        blank,
+        *logits.stride(),
+        BLOCK_T=ALIGNMENT_STEPS,
+        num_warps=4,
+    )
+    return classes, tokens, scores, score

@@ -1,0 +1,56 @@
+"""The division of rows into the programs that compute divergences and gradients in one pass."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from ....runtime.caches import register_cache
+from ....runtime.sizes import cdiv, next_power_of_2
+
+MAX_SPLITS = 64  # programs that may wait for one another: fewer than any GPU keeps resident
+# What a program has of each of both rows. The parts of the programs of a multiprocessor then stay
+# in its cache, from which the gradient reads them. With 16,384 bytes they do not.
+PART_BYTES = 12288
+MAX_WHOLE_BYTES = 16384  # of a row that one program has for itself
+BLOCK_BYTES = 4096  # that a program of 128 threads reads of a row at once
+
+
+class OnePassPlan(NamedTuple):
+    """The programs that share a row of both logits.
+
+    Fields:
+        block: the classes that a program reads at once.
+        splits: the programs of a row.
+        classes_per_program: the classes of a program, a multiple of the block. The last program
+            has the rest.
+        num_warps: the warps of a program.
+    """
+
+    block: int
+    splits: int
+    classes_per_program: int
+    num_warps: int
+
+
+@functools.lru_cache(maxsize=4096)
+def one_pass_plan(classes: int, itemsize: int, can_exchange: bool) -> OnePassPlan | None:
+    """Return the plan of rows of adjacent classes, or None if two passes serve them.
+
+    Args:
+        classes: the number of classes.
+        itemsize: the bytes of a logit.
+        can_exchange: whether programs may wait for one another.
+    """
+    if itemsize > 4:
+        return None  # a pair of statistics has to fit 64 bits
+    block = min(BLOCK_BYTES // itemsize, next_power_of_2(max(classes, 2)))
+    splits = 1
+    if can_exchange and classes * itemsize > MAX_WHOLE_BYTES:
+        splits = min(cdiv(classes * itemsize, PART_BYTES), MAX_SPLITS)
+    per_program = cdiv(cdiv(classes, splits), block) * block
+    num_warps = max(1, block * itemsize // 1024)
+    return OnePassPlan(block, cdiv(classes, per_program), per_program, num_warps)
+
+
+register_cache("divergence.gpu.plan.one_pass_plans", one_pass_plan.cache_clear)
