@@ -1,4 +1,4 @@
-"""What the launches of transducers share: targets, tiles of rows, zeros, the kernels of rows."""
+"""Targets, tiles of rows, zeroed words and launches that all ops of transducers share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Targets(NamedTuple):
 
 
 class NodeOptions(NamedTuple):
-    """What the scores of the arcs depend on.
+    """The options of the scores of the arcs.
 
     Fields:
         blank: the class of the blank.

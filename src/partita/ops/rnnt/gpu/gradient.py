@@ -14,7 +14,7 @@ from .rows import aligned_ptr, load_piece, locate_row, program_nodes, step_offse
 
 
 class NodeGradient(NamedTuple):
-    """What the gradient of a node's row is made of.
+    """The terms of the gradient of a node's row.
 
     The gradient of a column is `factor` times its softmax. From that, `blank` and `label` are
     subtracted at their columns. With HAT, `factor` is that of the labels only, and

@@ -34,7 +34,7 @@ from .scan_launch import scan_lattice
 
 
 class NodeTensors(NamedTuple):
-    """What the nodes of all chunks have.
+    """The tensors of the nodes of all chunks.
 
     Fields:
         arcs: the scores of blank and label, `[2, nodes]`.

@@ -41,7 +41,7 @@ class LatticePlan(NamedTuple):
 
 
 class RowTile(NamedTuple):
-    """How a kernel reads rows of V values, one row after another by a single warp.
+    """The blocks in which a single warp reads rows of V values, one after another.
 
     Fields:
         vector: elements that are aligned together.
