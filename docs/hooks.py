@@ -47,14 +47,21 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
 }
 LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
-FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+FORMULA = re.compile(
+    r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL
+)
 HELP = re.compile(r"(?<=```console\n)\$ partita (.*--help)$", re.MULTILINE)
-SHARED = re.compile(r"^( +)(\*{0,2}\w+(?:, \*{0,2}\w+)+): (.*(?:\n\1 +\S.*)*)", re.MULTILINE)
+SHARED = re.compile(
+    r"^( +)(\*{0,2}\w+(?:, \*{0,2}\w+)+): (.*(?:\n\1 +\S.*)*)", re.MULTILINE
+)
 
 
 def path_of(uri: str) -> str:
     """Return the path of a page of the site in the repository."""
-    return next((path for path, page in PAGES.items() if page == uri != "index.md"), f"docs/{uri}")
+    return next(
+        (path for path, page in PAGES.items() if page == uri != "index.md"),
+        f"docs/{uri}",
+    )
 
 
 def uri_of(path: str) -> str:
@@ -76,7 +83,10 @@ def printed(command: re.Match[str]) -> str:
     from partita.__main__ import main
 
     os.environ["COLUMNS"] = "110"
-    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as text,
+        contextlib.suppress(SystemExit),
+    ):
         main(shlex.split(command[1]))
     return f"{command[0]}\n{text.getvalue().rstrip()}"
 
@@ -85,7 +95,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, uri in PAGES.items():
         if uri != "index.md":
             files.append(
-                File.generated(config, uri, content=(ROOT / path).read_text(encoding="utf-8"))
+                File.generated(
+                    config, uri, content=(ROOT / path).read_text(encoding="utf-8")
+                )
             )
     for page in list(files.documentation_pages()):
         for path in links(page.content_string, path_of(page.src_uri)):
@@ -102,7 +114,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(
+    markdown: str, page: Page, config: MkDocsConfig, files: Files
+) -> str:
     uri, origin = page.file.src_uri, path_of(page.file.src_uri)
     if uri.startswith("source/"):
         return markdown
@@ -116,7 +130,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return HELP.sub(printed, LINK.sub(turned, quoted.shown(markdown)))
 
 
-def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_content(
+    content: str, page: Page, config: MkDocsConfig, files: Files
+) -> str:
     converter = LatexToMathML()
 
     def converted(match: re.Match[str]) -> str:
@@ -134,7 +150,10 @@ class Docstrings(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
             text = re.sub(
-                r"^( *)Fields:$", r"\1Attributes:", obj.docstring.value, flags=re.MULTILINE
+                r"^( *)Fields:$",
+                r"\1Attributes:",
+                obj.docstring.value,
+                flags=re.MULTILINE,
             )
             text = re.sub(r"^( *)Example:$", r"\1Examples:", text, flags=re.MULTILINE)
             obj.docstring.value = SHARED.sub(self.each, text)

@@ -34,6 +34,7 @@ from digit_lines import (
 )
 from digits import BLUE, FAINT, INK, MUTED, RED, Digits, load, positive
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -256,7 +257,9 @@ def draw(
     bottom.supxlabel(
         "ringed: wrong labels, changed or inserted   grey: the part above", size=9, color=MUTED
     )
-    draw_overview(bottom.subplots(), steps, (cuts[0], cuts[-1]), transcript, spans)
+    axes = bottom.subplots()
+    draw_overview(axes, steps, (cuts[0], cuts[-1]), transcript, spans)
+    bottom.colorbar(ScalarMappable(cmap=SURE), ax=axes, pad=0.01, label="colour: confidence")
     path.parent.mkdir(parents=True, exist_ok=True)
     known = path.suffix[1:].lower() in figure.canvas.get_supported_filetypes()
     figure.savefig(path, dpi=130, format=None if known else "png")

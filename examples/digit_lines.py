@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from digits import BLUE, INK, MUTED, RED, Difference, Digits, load, positive
+from digits import BLUE, INK, MUTED, RED, Difference, Digits, load, log_axis, positive
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -172,7 +172,10 @@ def compare(logits: Tensor, lines: Lines) -> Difference:
 
 
 def draw_line(picture: Axes, posterior: Axes, lines: Lines, logits: Tensor, n: int) -> None:
-    """Plot a line with the span and confidence of each digit, over the classes' probabilities."""
+    """Plot a line with the span of each digit, over the classes' probabilities.
+
+    A confidence that rounds to 100 % is not written, so that narrow digits keep their distance.
+    """
     length, labels = int(lines.input_lengths[n]), int(lines.target_lengths[n])
     width = COLUMNS_A_STEP * length
     picture.imshow(
@@ -193,15 +196,16 @@ def draw_line(picture: Axes, posterior: Axes, lines: Lines, logits: Tensor, n: i
         picture.text(
             COLUMNS_A_STEP * (a + b) / 2, -0.6, f"{digit}", ha="center", color=colour, weight="bold"
         )
-        picture.text(
-            COLUMNS_A_STEP * (a + b) / 2,
-            HEIGHT + 0.4,
-            f"{confidence:.0%}",
-            ha="center",
-            va="top",
-            size=6.5,
-            color=MUTED,
-        )
+        if confidence < 0.995:
+            picture.text(
+                COLUMNS_A_STEP * (a + b) / 2,
+                HEIGHT + 0.4,
+                f"{confidence:.0%}",
+                ha="center",
+                va="top",
+                size=6.5,
+                color=MUTED,
+            )
     probabilities = partita.softmax(logits[:length, n], dim=-1).T
     posterior.imshow(
         probabilities, cmap="Blues", vmin=0, vmax=1, extent=(0, width, 10.5, -0.5), aspect="auto"
@@ -223,7 +227,8 @@ def draw(path: Path, losses: list[float], lines: Lines, logits: Tensor) -> None:
     left, right = figure.subfigures(1, 2, width_ratios=(1, 2.2))
     axes = left.subplots()
     axes.plot(losses, color=BLUE, lw=1)
-    axes.set(yscale="log", xlabel="batch", title="CTC loss of a digit, nats")
+    log_axis(axes, steps=(1.0, 2.0, 5.0))
+    axes.set(xlabel="batch", title="CTC loss of a digit, nats")
     axes.spines[["top", "right"]].set_visible(False)
     right.suptitle(
         "Test lines: the digits that ctc_align finds, and the probabilities at each step",

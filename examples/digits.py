@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
@@ -146,13 +146,22 @@ def compare(logits: Tensor, labels: Tensor) -> Difference:
     )
 
 
+def log_axis(axes: Axes, steps: Sequence[float] = (1.0,)) -> None:
+    """Make the vertical axis logarithmic, with plain numbers at these multiples of 1, 10, 100, …"""
+    axes.set(yscale="log")
+    axes.yaxis.set_major_locator(LogLocator(subs=steps))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
+
+
 def draw_losses(axes: Axes, training: TrainingCurves) -> None:
     epochs = range(1, len(training.test_losses) + 1)
     per_epoch = len(training.batch_losses) / len(epochs)
     time = [(i + 1) / per_epoch for i in range(len(training.batch_losses))]
     axes.plot(time, training.batch_losses, color=MUTED, lw=0.8, label="each training batch")
     axes.plot(epochs, training.test_losses, color=BLUE, lw=2, marker="o", ms=4, label="test digits")
-    axes.set(yscale="log", xlabel="epoch", xlim=(0, len(epochs) * 1.02))
+    log_axis(axes)
+    axes.set(xlabel="epoch", xlim=(0, len(epochs) * 1.02))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.tick_params(which="both", color=MUTED, labelcolor=INK)
     axes.grid(axis="y", color=FAINT, lw=0.8)

@@ -4,8 +4,9 @@
 
 `cross_entropy.svg` shows h200.csv, `ctc_exactness.svg` and `ctc_crf.svg` show ctc.csv,
 `linear_budget.svg` shows linear_budget.csv, and `parallel.svg` shows parallel.csv and the
-arithmetic of its page. `host.svg` shows host.csv. `row_exactness.svg` and its table are arithmetic
-in fp32 on the CPU: two ways to form a loss and an entropy. The other pictures come from
+arithmetic of its page. `host.svg` shows host.csv. `ctc.svg` and `linear_cross_entropy.svg`, from
+figures_compared.py, show the tables of their names. `row_exactness.svg` and its table are
+arithmetic in fp32 on the CPU: two ways to form a loss and an entropy. The other pictures come from
 `partita bench` and `examples/chain_exactness.py`.
 """
 
@@ -25,6 +26,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parent))
+import figures_compared
 from scaling import loss_ms
 
 from partita.bench import host_report
@@ -336,6 +338,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         table.writeheader()
         table.writerows(errors)
     drawn(out / "cross_entropy.svg", 2, 4.6, cross_entropy)
+    drawn(out / "linear_cross_entropy.svg", 1, 9.6, figures_compared.linear_cross_entropy)
+    drawn(out / "ctc.svg", 1, 7.4, figures_compared.ctc)
     drawn(out / "ctc_exactness.svg", 1, 6.4, ctc_exactness)
     drawn(out / "ctc_crf.svg", 2, 4.6, ctc_crf)
     drawn(out / "linear_budget.svg", 1, 6.4, linear_budget)

@@ -11,6 +11,8 @@ from .ops.chain.results import ChainSample, ViterbiPath
 from .ops.cross_entropy.api import TokenStats, cross_entropy, token_stats
 from .ops.ctc.api import CTCAlignment, TokenSpans, ctc_align, ctc_loss
 from .ops.ctc_crf.api import ctc_crf_loss, debruijn_source
+from .ops.decode.api import ctc_beam_search, ctc_greedy_search
+from .ops.decode.common import Hypotheses
 from .ops.divergence.api import divergence, topk_divergence
 from .ops.linear_chain.api import LinearChain, linear_chain
 from .ops.linear_chain.results import ExpectedCounts, LinearPath, LinearSample
@@ -26,6 +28,8 @@ from .ops.rnnt.api import RNNTAlignment, rnnt_align, rnnt_loss
 from .ops.rnnt.linear import linear_rnnt_loss, linear_tdt_loss
 from .ops.rnnt.plan import linear_rnnt_plan
 from .ops.rnnt.tdt import tdt_align, tdt_loss
+from .ops.semi_markov.api import SemiMarkovChain, semi_markov_chain
+from .ops.semi_markov.results import SemiMarkovPath, SemiMarkovSample
 from .ops.softmax.api import log_softmax, logsumexp, softmax
 from .primitives.semiring import Log, Max, Semiring
 from .runtime.backend import backend
@@ -37,12 +41,16 @@ __all__ = [
     "Chain",
     "ChainSample",
     "ExpectedCounts",
+    "Hypotheses",
     "LinearChain",
     "LinearPath",
     "LinearSample",
     "Log",
     "Max",
     "RNNTAlignment",
+    "SemiMarkovChain",
+    "SemiMarkovPath",
+    "SemiMarkovSample",
     "Semiring",
     "TokenSpans",
     "TokenStats",
@@ -51,7 +59,9 @@ __all__ = [
     "backend",
     "cross_entropy",
     "ctc_align",
+    "ctc_beam_search",
     "ctc_crf_loss",
+    "ctc_greedy_search",
     "ctc_loss",
     "debruijn_source",
     "dense_source",
@@ -77,6 +87,7 @@ __all__ = [
     "parallel",
     "rnnt_align",
     "rnnt_loss",
+    "semi_markov_chain",
     "softmax",
     "tdt_align",
     "tdt_loss",

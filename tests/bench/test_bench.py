@@ -85,19 +85,11 @@ def test_all_ops_with_table_csv_and_picture(
                 for part in ("inference", "backward", "total")
             } <= found
             assert ("log_softmax", "inference", dtype, name) in found
-            assert {
-                ("chain", part, dtype, name)
-                for part in ("inference", "forward", "backward", "total")
-            } <= found
             assert ("viterbi", "inference", dtype, name) in found
-            assert {
-                ("linear_chain", part, dtype, name)
-                for part in ("inference", "forward", "backward", "total")
-            } <= found
             assert ("linear_viterbi", "inference", dtype, name) in found
             assert {
                 (op, part, dtype, name)
-                for op in (*CTC[:2], *RNNT[:2])
+                for op in ("chain", "linear_chain", *CTC[:2], *RNNT[:2])
                 for part in ("inference", "forward", "backward", "total")
             } <= found
         assert ("ctc_align", "inference", dtype, "partita") in found

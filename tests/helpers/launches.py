@@ -166,6 +166,19 @@ def call_linear_chains(dtype: torch.dtype) -> None:
                 partita.linear_chain(emissions, transitions.to(dtype)).viterbi()
 
 
+def call_semi_markov(dtype: torch.dtype, C: int, D: int) -> None:
+    """Call the ops of semi-Markov chains."""
+    scores = (torch.zeros(3, 2, C), torch.zeros(C, C), torch.zeros(D, C))
+    scores = [tensor.to(dtype).requires_grad_() for tensor in scores]
+    lengths = torch.ones(2, dtype=torch.int64)
+    chain = partita.semi_markov_chain(*scores, lengths=lengths)
+    torch.autograd.grad(chain.logz().sum(), scores)
+    chain = partita.semi_markov_chain(*(tensor.detach() for tensor in scores), lengths=lengths)
+    chain.segment_marginals()
+    chain.viterbi()
+    chain.sample(2)
+
+
 def call_ctc(dtype: torch.dtype, N: int, C: int, S: int, from_logits: bool) -> None:
     logits = torch.zeros(3, N, C, dtype=dtype, requires_grad=True)
     targets, ones = torch.ones(N, S, dtype=torch.int64), torch.ones(N, dtype=torch.int64)
@@ -173,6 +186,15 @@ def call_ctc(dtype: torch.dtype, N: int, C: int, S: int, from_logits: bool) -> N
     torch.autograd.grad(loss, logits)
     partita.ctc_loss(logits.detach(), targets, ones, ones)
     partita.ctc_align(logits, targets, ones, ones, from_logits=from_logits)
+
+
+def call_decode(dtype: torch.dtype) -> None:
+    """Search with narrow and wide beams, over few and many classes."""
+    for C, width in ((5, 4), (5000, 16), (40, 64)):
+        logits = torch.zeros(3, 2, C, dtype=dtype)
+        for from_logits in (False, True):
+            partita.ctc_greedy_search(logits, from_logits=from_logits)
+            partita.ctc_beam_search(logits, beam_width=width, from_logits=from_logits)
 
 
 def call_crf(dtype: torch.dtype, T: int) -> None:
@@ -314,11 +336,14 @@ def launches(cuda: str | None) -> dict[str, list[Launch]]:
             for C, K in chains:
                 call_chains(dtype, C, K)
             call_linear_chains(dtype)
+            for C, D in ((24, 50), (64, 65)):
+                call_semi_markov(dtype, C, D)
             for T in (3, 600):
                 call_crf(dtype, T)
             for C in (100, 5000, 50_257):
                 call_linear(dtype, C)
             call_parallel(dtype)
+            call_decode(dtype)
             batches = ((2, 5, 10), (2, 5, 40), (600, 20, 100), (2, 5000, 10), (2, 500, 300))
             for from_logits in (False, True):
                 for N, C, S in batches:

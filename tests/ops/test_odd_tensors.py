@@ -69,6 +69,8 @@ CALLS: dict[str, tuple[tuple[int, ...], str, Callable[[Tensor], object]]] = {
     "linear_token_stats": ((4, 5), "input", lambda x: partita.linear_token_stats(x, x, LABELS)),
     "ctc_loss": ((6, 2, 5), "log_probs", lambda x: partita.ctc_loss(x, *CTC)),
     "ctc_align": ((6, 2, 5), "log_probs", lambda x: partita.ctc_align(x, *CTC)),
+    "ctc_greedy_search": ((6, 2, 5), "log_probs", partita.ctc_greedy_search),
+    "ctc_beam_search": ((6, 2, 5), "log_probs", partita.ctc_beam_search),
     "ctc_crf_loss": (
         (6, 2, 6),
         "scores",

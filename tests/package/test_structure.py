@@ -32,6 +32,7 @@ ARROWS = {
     ("ctc", "chain"),
     ("ctc_crf", "chain"),
     ("rnnt", "ctc"),
+    ("decode", "logprobs"),
 }
 BACKEND_LAYERS = ("reference", "gpu", "cpu")
 SHARED = ("common", "plan")  # what all layers of a family, and other families, may import

@@ -237,6 +237,8 @@ def calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
             reduction = "none" if save else "mean"
             yield ops.ctc_loss, (x, *targets, 2, 0, True, reduction, False, save)
         yield ops.ctc_align, (x, *targets, 2, 0, True)
+        yield ops.ctc_greedy_search, (x, lengths, 0, True)
+        yield ops.ctc_beam_search, (x, lengths, 0, 3, 2, 4, 0.0, True)
     source, ends = torch.tensor([[0, 1], [1, 2], [2, -1]]), torch.randn(3, 2).T
     for x in layouts(4, 2, 3, 2):
         chain = (x, source, ends, ends, None)

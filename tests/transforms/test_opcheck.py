@@ -12,6 +12,7 @@ import torch
 from helpers.chains import random_chain
 from helpers.linear_chains import random_linear_chain
 from helpers.rows import INTERPRETING, class_weights, devices, targets_for
+from helpers.semi_markov import random_semi_markov
 
 import partita
 import partita.parallel  # registers its ops
@@ -46,6 +47,7 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
     return {
         **chain_samples(device),
         **linear_chain_samples(device),
+        **semi_markov_samples(device),
         **ctc_samples(device),
         **crf_samples(device),
         **rnnt_samples(device),
@@ -292,6 +294,29 @@ def linear_chain_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
     return found
 
 
+def semi_markov_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
+    """Return arguments of small chains, without and with lengths.
+
+    All steps are valid, because the scans do not write the states after the last one.
+    """
+    found: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+    for lengths in (None, torch.tensor([3, 3], device=device)):
+        chain = random_semi_markov(3, 2, 2, 2, ragged=False, dtype=torch.float32, device=device)
+        scores = (chain.emissions, chain.transitions, chain.durations, chain.start, chain.end)
+        inputs = (*scores, lengths)
+        logz, _, saved = torch.ops.partita.semi_markov_logz(*inputs, True, BACKEND)
+        uniforms = torch.full((3, 2, 3, 2), 0.5, dtype=torch.float64, device=device)
+        found["semi_markov_logz"] += [(*inputs, save) for save in (False, True)]
+        found["semi_markov_gradient"] += [
+            (torch.ones_like(logz), *inputs, logz, saved, per_sequence)
+            for per_sequence in (False, True)
+        ]
+        found["semi_markov_segments"].append((*inputs, logz, saved))
+        found["semi_markov_viterbi"].append(inputs)
+        found["semi_markov_sample"].append((*inputs, uniforms))
+    return found
+
+
 def ctc_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
     """Return log-probabilities and logits, with targets of several lengths."""
     found: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
@@ -312,6 +337,9 @@ def ctc_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
             (torch.ones_like(loss), *inputs, losses, saved, 3, 0, from_logits, reduction)
         )
         found["ctc_align"].append((*inputs, 3, 0, from_logits))
+        searched = (logits, rest[1], 0)
+        found["ctc_greedy_search"].append((*searched, from_logits))
+        found["ctc_beam_search"].append((*searched, 3, 2, 3, 0.9 * from_logits, from_logits))
     return found
 
 

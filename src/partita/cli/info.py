@@ -22,6 +22,8 @@ NUMBA_OPS = (
     "linear_chain",
     "ctc_loss",
     "ctc_align",
+    "ctc_greedy_search",
+    "ctc_beam_search",
     "ctc_crf_loss",
     "rnnt_loss",
     "rnnt_align",

@@ -22,6 +22,7 @@ from ..ops.chain.api import Chain, logz
 from ..ops.cross_entropy.api import cross_entropy, token_stats
 from ..ops.ctc.api import ctc_align, ctc_loss
 from ..ops.ctc_crf.api import ctc_crf_loss, debruijn_source
+from ..ops.decode.api import ctc_beam_search, ctc_greedy_search
 from ..ops.divergence.api import divergence, topk_divergence
 from ..ops.linear_chain.api import linear_chain
 from ..ops.linear_heads.api import linear_cross_entropy, linear_token_stats
@@ -127,6 +128,10 @@ def _joint(inputs: Inputs, size: Size) -> tuple[Any, ...]:
     return *joint, *_sequences(inputs, size)[1:]
 
 
+def _frames(inputs: Inputs, size: Size) -> tuple[Any, ...]:
+    return (inputs.leaf(size["steps"], size["batch"], size["classes"]).detach(),)
+
+
 def _edges(inputs: Inputs, size: Size) -> tuple[Any, ...]:
     """Return scores, and a table in which a state is entered from the states around it."""
     states = torch.arange(size["states"], device=inputs.device)
@@ -166,6 +171,7 @@ _HIDDEN: Sizes = {**_CLASSES, "classes": (32000, 128256), "hidden": (1024,)}
 _CTC: Sizes = {"steps": (500,), "batch": (16,), "classes": (32, 1024), "labels": (64,)}
 _RNNT: Sizes = {"steps": (200,), "batch": (8,), "classes": (500, 1025), "labels": (40,)}
 _DURATIONS = range(5)
+_SEARCH: Sizes = {"steps": (500,), "batch": (16,), "classes": (5, 32, 1024)}
 _CHAIN: Sizes = {"steps": (500,), "batch": (16,), "states": (64, 256, 1024)}
 
 
@@ -239,6 +245,12 @@ OPS: dict[str, WarmOp] = {
     "ctc_loss": WarmOp(_CTC, _sequences, lambda *inputs: ctc_loss(*inputs, from_logits=True)),
     "ctc_align": WarmOp(
         _CTC, _sequences, lambda logits, *others: ctc_align(logits.detach(), *others).score
+    ),
+    "ctc_greedy_search": WarmOp(
+        _SEARCH, _frames, lambda logits: ctc_greedy_search(logits, from_logits=True).scores
+    ),
+    "ctc_beam_search": WarmOp(
+        _SEARCH, _frames, lambda logits: ctc_beam_search(logits, from_logits=True).scores
     ),
     "logz": WarmOp(_CHAIN, _edges, logz),
     "viterbi": WarmOp(_CHAIN, _edges, lambda *inputs: Chain(*inputs).viterbi().score.detach()),

@@ -1,0 +1,48 @@
+"""The functions that serve the decoders on each backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...runtime.backend import Backends
+
+Functions = Mapping[str, Callable[..., Any]]
+
+
+def _reference() -> Functions:
+    from . import reference
+
+    return {
+        "ctc_greedy_search": reference.ctc_greedy_search,
+        "ctc_beam_search": reference.ctc_beam_search,
+    }
+
+
+def _gpu() -> Functions:
+    return {"ctc_greedy_search": _gpu_greedy_search, "ctc_beam_search": _gpu_beam_search}
+
+
+# The two searches have kernels of their own, which take time to load.
+def _gpu_greedy_search(*args: Any) -> Any:
+    from .gpu.launch_greedy import ctc_greedy_search
+
+    return ctc_greedy_search(*args)
+
+
+def _gpu_beam_search(*args: Any) -> Any:
+    from .gpu.launch import ctc_beam_search
+
+    return ctc_beam_search(*args)
+
+
+def _cpu() -> Functions:
+    from .cpu import beam, greedy
+
+    return {
+        "ctc_greedy_search": greedy.ctc_greedy_search,
+        "ctc_beam_search": beam.ctc_beam_search,
+    }
+
+
+BACKENDS = Backends(reference=_reference, gpu=_gpu, cpu=_cpu)

@@ -1,0 +1,104 @@
+"""The decoders on a GPU: block sizes and the layout of the beam, as pure functions of sizes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ....runtime.caches import register_cache
+from ....runtime.sizes import cdiv, next_power_of_2
+
+ALIGNMENT = 16  # bytes of the widest load
+BLOCK_CLASSES = 1024  # classes of a piece
+MAX_PIECES = 8
+FEW_CANDIDATES = 64  # that are ranked without a threshold
+MANY_CANDIDATES = 1024  # that take eight warps
+
+
+class GreedyPlan(NamedTuple):
+    """The blocks in which the rows of greedy search are read.
+
+    Fields:
+        vec: classes that are aligned together.
+        pieces: blocks of classes that are loaded together.
+        rows: rows of a program.
+        block: classes of a block.
+        num_warps: warps of a program.
+    """
+
+    vec: int
+    pieces: int
+    rows: int
+    block: int
+    num_warps: int
+
+
+def aligned_classes(C: int, element_size: int, strides: Sequence[int], address: int) -> int:
+    """Return how many neighbouring classes start on 16 bytes in each row, or 1."""
+    vec = ALIGNMENT // element_size
+    aligned = address % ALIGNMENT == 0 and all(stride % vec == 0 for stride in strides[:2])
+    return vec if aligned and strides[2] == 1 and C % vec == 0 else 1
+
+
+def greedy_plan(C: int, vec: int) -> GreedyPlan:
+    """Return the plan for rows of C classes."""
+    block = min(next_power_of_2(C), BLOCK_CLASSES)
+    blocks = cdiv(C, block)
+    pieces = cdiv(blocks, cdiv(blocks, MAX_PIECES))
+    return GreedyPlan(min(vec, block), pieces, BLOCK_CLASSES // block, block, 4)
+
+
+class BeamPlan(NamedTuple):
+    """The blocks and the memory of beam search.
+
+    Fields:
+        pairs: extensions of prefixes by labels that are formed at a step.
+        table_size: slots of the table of prefixes of a sequence, a power of 2.
+        filters: whether a threshold leaves out candidates before they are ranked.
+        block_w: lanes of the beam.
+        block_p: lanes of the candidates: prefixes that stay, and pairs.
+        block_i: candidates that are ranked together.
+        num_warps: warps of a program.
+    """
+
+    pairs: int
+    table_size: int
+    filters: bool
+    block_w: int
+    block_p: int
+    block_i: int
+    num_warps: int
+
+
+def extension_pairs(width: int) -> list[tuple[int, int]]:
+    """Return which extensions can be among the best, as ranks of the prefix and of the label.
+
+    For prefix i and label k, counted from 0, the extensions of the prefixes up to i by the labels
+    up to k come first. These are (i + 1)(k + 1) with itself, less one for each prefix that ends in
+    such a label. Where that leaves `width` others, it is not formed. Extensions that are in the
+    beam already come first too, because a merge only adds to a score.
+    """
+    return [(i, k) for i in range(width) for k in range(width // (i + 1) + 1)]
+
+
+@functools.lru_cache(maxsize=4096)
+def beam_plan(T: int, width: int) -> BeamPlan:
+    """Return the plan for T steps and a beam of `width` prefixes."""
+    pairs = len(extension_pairs(width))
+    block_p = max(next_power_of_2(width + pairs), 32)
+    num_warps = 8 if block_p >= MANY_CANDIDATES else min(max(block_p // 64, 1), 4)
+    filters = block_p > FEW_CANDIDATES
+    block_w = max(next_power_of_2(width), 32 * num_warps)
+    return BeamPlan(
+        pairs=pairs,
+        table_size=next_power_of_2(max(T * width * 3 // 2, 32)),
+        filters=filters,
+        block_w=block_w,
+        block_p=block_p,
+        block_i=block_w if filters else block_p,
+        num_warps=num_warps,
+    )
+
+
+register_cache("decode.gpu.plan.beam", beam_plan.cache_clear)

@@ -1,0 +1,224 @@
+"""The kernels of prefix beam search: the search itself, and the trace of its hypotheses."""
+
+import triton
+import triton.language as tl
+
+from .beam import (
+    BEST_BLANK,
+    BEST_LABEL,
+    EVENT_BLANK,
+    EVENT_LABEL,
+    LENGTH,
+    NEG_INF,
+    TOTAL,
+    Memory,
+    Sizes,
+    Step,
+    enter,
+    extend,
+    integer,
+    number,
+    stay,
+    store_prefixes,
+)
+from .greedy import load_length
+from .select import rank_candidates
+
+
+@triton.jit
+def memory_of(n, size, T, pointers, BLOCK_W: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Return the memory of sequence n."""
+    numbers, integers, children, scores, ties, order, chosen, keys, stamps, events = pointers
+    return Memory(
+        numbers + n * 15 * size.width,
+        integers + n * 18 * size.width,
+        children + n * BLOCK_W,
+        scores + n * BLOCK_P,
+        ties + n * BLOCK_P,
+        order + n * BLOCK_P,
+        chosen + n * size.width,
+        keys + n * (size.table_size + BLOCK_W),
+        stamps + n * (size.table_size + 1),
+        events + n * T * size.width,
+    )
+
+
+@triton.jit
+def load_step(
+    row_ptr,
+    class_stride,
+    row,
+    sorted_pointers,
+    size,
+    FROM_LOGITS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return the scores of a step, and whether all of them are valid."""
+    classes_ptr, sorted_ptr, maximum_ptr, sumexp_ptr = sorted_pointers
+    classes_ptr += row * size.K
+    sorted_ptr += row * size.K
+    norm = tl.zeros([], tl.float64)
+    valid = tl.load(sorted_ptr) < float("inf")  # the sort takes NaN as +inf
+    if FROM_LOGITS:
+        maximum = tl.load(maximum_ptr + row).to(tl.float64)
+        valid = valid & (maximum > NEG_INF)
+        maximum = tl.where(valid, maximum, 0.0)
+        norm = maximum + tl.log(tl.load(sumexp_ptr + row).to(tl.float64))
+    k = tl.arange(0, BLOCK_K)
+    classes = tl.load(classes_ptr + k, mask=k < size.K, other=-1)
+    blank_rank = tl.min(tl.where(classes == size.blank, k, size.K), axis=0)
+    blank = size.blank.to(tl.int64) * class_stride
+    log_blank = tl.load(row_ptr + blank).to(tl.float64) - norm
+    is_skipped = log_blank > size.skipped
+    labels = tl.where(is_skipped, 0, size.labels)
+    step = Step(
+        row_ptr,
+        class_stride,
+        sorted_ptr,
+        classes_ptr,
+        norm,
+        log_blank,
+        blank_rank,
+        labels,
+        is_skipped,
+    )
+    return step, valid
+
+
+@triton.jit
+def init_beam(memory, size, BLOCK_W: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Put the empty prefix into the beam, and pad the candidates."""
+    lane = tl.arange(0, BLOCK_W)
+    impossible = tl.full([BLOCK_W], -float("inf"), tl.float64)
+    one, missing = tl.where(lane == 0, 0.0, impossible), lane * 0 - 1
+    numbers = (one, impossible, one, impossible, one)
+    integers = (missing, missing, lane * 0 + size.table_size, missing, missing, lane * 0)
+    store_prefixes(memory, size, 0, lane, numbers, integers)
+    tl.store(memory.stamps + size.table_size + lane, lane + 1, mask=lane == 0)
+    tl.store(memory.scores + tl.arange(0, BLOCK_P), tl.full([BLOCK_P], NEG_INF, tl.float64))
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["T", "N", "skipped", "row_t", "row_n", "stride_t", "stride_n"])
+def ctc_beam_search_kernel(
+    logits_ptr,  # [T, N, C]
+    input_lengths_ptr,  # [N]
+    classes_ptr,  # [rows, K] int64
+    sorted_ptr,  # [rows, K]
+    maximum_ptr,  # [rows]
+    sumexp_ptr,  # [rows]
+    pairs_ptr,  # [pairs] int32
+    numbers_ptr,  # the memory of all sequences; see `Memory`
+    integers_ptr,
+    children_ptr,
+    scores_ptr,
+    ties_ptr,
+    order_ptr,
+    chosen_ptr,
+    keys_ptr,
+    stamps_ptr,
+    events_ptr,
+    ends_ptr,  # [N] int32
+    T,
+    N,
+    C,
+    K,
+    labels,
+    pairs,
+    width,
+    table_size,
+    blank,
+    skipped: tl.float64,
+    row_t,
+    row_n,
+    stride_t,
+    stride_n,
+    stride_c,
+    FROM_LOGITS: tl.constexpr,
+    FILTER: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Search the prefixes of one sequence, and write how its hypotheses end.
+
+    That is the buffer of the last beam, or -1 for an invalid sequence.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    length, valid = load_length(input_lengths_ptr, n, T)
+    size = Sizes(C, K, labels, pairs, width, table_size, blank, skipped)
+    pointers = (numbers_ptr, integers_ptr, children_ptr, scores_ptr, ties_ptr, order_ptr)
+    pointers = pointers + (chosen_ptr, keys_ptr, stamps_ptr, events_ptr)
+    memory = memory_of(n, size, T, pointers, BLOCK_W, BLOCK_P)
+    sorted_pointers = (classes_ptr, sorted_ptr, maximum_ptr, sumexp_ptr)
+    init_beam(memory, size, BLOCK_W, BLOCK_P)
+    t, buffer = length * 0, length * 0
+    while t < length:
+        row = t.to(tl.int64) * row_t + n * row_n
+        row_ptr = logits_ptr + t.to(tl.int64) * stride_t + n * stride_n
+        step, step_valid = load_step(
+            row_ptr, stride_c, row, sorted_pointers, size, FROM_LOGITS, BLOCK_K
+        )
+        stay(memory, size, step, buffer, t, tl.arange(0, BLOCK_W))
+        tl.debug_barrier()
+        extend(memory, size, step, pairs_ptr, buffer, BLOCK_P)
+        tl.debug_barrier()
+        rank_candidates(memory, width + pairs, width, FILTER, BLOCK_P, BLOCK_I)
+        tl.debug_barrier()
+        enter(memory, size, step, pairs_ptr, buffer, t, BLOCK_W)
+        tl.debug_barrier()
+        valid = valid & step_valid
+        t, buffer = tl.where(step_valid, t + 1, length), 1 - buffer
+    tl.store(ends_ptr + n, tl.where(valid, buffer, -1))
+
+
+@triton.jit(do_not_specialize=["T", "nbest"])
+def ctc_beam_trace_kernel(
+    numbers_ptr,  # [N, 3, 5, width] fp64
+    integers_ptr,  # [N, 3, 6, width] int32
+    events_ptr,  # [N, T, width] int64
+    ends_ptr,  # [N] int32
+    tokens_ptr,  # [N, nbest, T] int64
+    lengths_ptr,  # [N, nbest] int64
+    scores_ptr,  # [N, nbest]
+    steps_ptr,  # [N, nbest, T] int64
+    T,
+    nbest,
+    width,
+    BLOCK_T: tl.constexpr,
+):
+    """Write the tokens, steps and score of one hypothesis, from its last event to its first."""
+    program = tl.program_id(0).to(tl.int64)
+    n, i = program // nbest, (program % nbest).to(tl.int32)
+    end = tl.load(ends_ptr + n)
+    buffer = tl.maximum(end, 0)
+    size = Sizes(0, 0, 0, 0, width, 0, 0, 0.0)
+    memory = Memory(
+        numbers_ptr + n * 15 * width, integers_ptr + n * 18 * width, 0, 0, 0, 0, 0, 0, 0, 0
+    )
+    score = number(memory, size, buffer, TOTAL, i, True)
+    exists = (end >= 0) & (score > NEG_INF)
+    by_blank = number(memory, size, buffer, BEST_BLANK, i, True)
+    by_label = number(memory, size, buffer, BEST_LABEL, i, True)
+    event = tl.where(
+        by_label >= by_blank,
+        integer(memory, size, buffer, EVENT_LABEL, i, True),
+        integer(memory, size, buffer, EVENT_BLANK, i, True),
+    )
+    length = tl.where(exists, integer(memory, size, buffer, LENGTH, i, True), 0)
+    tokens_ptr += program * T
+    steps_ptr += program * T
+    for first in range(length, T, BLOCK_T):
+        position = first + tl.arange(0, BLOCK_T)
+        padding = tl.full([BLOCK_T], -1, tl.int64)
+        tl.store(tokens_ptr + position, padding, mask=position < T)
+        tl.store(steps_ptr + position, padding, mask=position < T)
+    for k in range(length - 1, -1, -1):
+        word = tl.load(events_ptr + n * T * width + event)
+        tl.store(tokens_ptr + k, word & 0xFFFFFFFF)
+        tl.store(steps_ptr + k, (event // width).to(tl.int64))
+        event = (word >> 32).to(tl.int32)
+    score = tl.where(end >= 0, score, float("nan"))
+    tl.store(lengths_ptr + program, length.to(tl.int64))
+    tl.store(scores_ptr + program, score.to(scores_ptr.dtype.element_ty))

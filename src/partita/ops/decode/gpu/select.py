@@ -1,0 +1,91 @@
+"""The best candidates of a step of beam search: an optional threshold, then ranks by comparison.
+
+A candidate is a score and an integer that breaks ties, the lower first. No two candidates have the
+same integer. A candidate's rank is the number of candidates that come before it.
+"""
+
+import triton
+import triton.language as tl
+
+UNROLL = tl.constexpr(8)  # candidates that are loaded together
+
+
+@triton.jit
+def ordered_bits(score):
+    """Return int64 numbers in the order of fp64 numbers without NaN; -0 comes right before 0."""
+    bits = (score + 0.0).to(tl.int64, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFFFFFFFFFF, bits)
+
+
+@triton.jit
+def score_threshold(keys, finite, width):
+    """Return a key that at least `width` finite keys reach, if there are so many.
+
+    A bisection ends at the greatest such key, or at one that exactly `width` keys reach.
+    """
+    low = tl.min(tl.where(finite, keys, 0x7FFFFFFFFFFFFFFF), axis=0)
+    high = tl.max(tl.where(finite, keys, -0x7FFFFFFFFFFFFFFF), axis=0) + 1
+    candidates = tl.sum(finite.to(tl.int32), axis=0)
+    while (candidates > width) & (low + 1 < high):
+        middle = low + (high - low) // 2
+        reached = tl.sum((finite & (keys >= middle)).to(tl.int32), axis=0)
+        candidates = tl.where(reached >= width, reached, candidates)
+        low = tl.where(reached >= width, middle, low)
+        high = tl.where(reached >= width, high, middle)
+    return low
+
+
+@triton.jit
+def filter_candidates(scores_ptr, ties_ptr, order_ptr, width, BLOCK_P: tl.constexpr):
+    """Move the candidates that can be among the best to the front, and return their number.
+
+    `order_ptr` gets the index that each of them had. All candidates are padded with -inf.
+    """
+    lane = tl.arange(0, BLOCK_P)
+    score, tie = tl.load(scores_ptr + lane), tl.load(ties_ptr + lane)
+    finite = score > -float("inf")
+    keys = ordered_bits(score)
+    passes = finite & (keys >= score_threshold(keys, finite, width))
+    position = tl.cumsum(passes.to(tl.int32), axis=0) - 1
+    candidates = tl.sum(passes.to(tl.int32), axis=0)
+    tl.debug_barrier()  # all candidates are in registers
+    tl.store(scores_ptr + lane, tl.full([BLOCK_P], -float("inf"), tl.float64))
+    tl.debug_barrier()
+    tl.store(scores_ptr + position, score, mask=passes)
+    tl.store(ties_ptr + position, tie, mask=passes)
+    tl.store(order_ptr + position, lane, mask=passes)
+    tl.debug_barrier()
+    return candidates
+
+
+@triton.jit
+def rank_candidates(
+    memory,
+    candidates,
+    width,
+    FILTER: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the indices of the `width` best candidates in their order to `memory.chosen`, all -1.
+
+    The candidates are padded with -inf to BLOCK_P.
+    """
+    scores_ptr, ties_ptr, order_ptr = memory.scores, memory.ties, memory.order
+    if FILTER:
+        candidates = filter_candidates(scores_ptr, ties_ptr, order_ptr, width, BLOCK_P)
+    for first in range(0, candidates, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        score = tl.load(scores_ptr + i, mask=i < candidates, other=-float("inf"))
+        tie = tl.load(ties_ptr + i, mask=i < candidates, other=0)
+        rank = tl.zeros([BLOCK], tl.int32)
+        for other in range(0, candidates, UNROLL):
+            for u in tl.static_range(UNROLL):
+                other_score = tl.load(scores_ptr + other + u)
+                precedes = (other_score == score) & (tl.load(ties_ptr + other + u) < tie)
+                rank += ((other_score > score) | precedes).to(tl.int32)
+        index = i
+        if FILTER:
+            index = tl.load(order_ptr + i, mask=i < candidates, other=0)
+        mask = (i < candidates) & (score > -float("inf")) & (rank < width)
+        tl.store(memory.chosen + rank, index, mask=mask)

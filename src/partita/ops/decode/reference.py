@@ -1,0 +1,178 @@
+"""The decoders in plain PyTorch and Python, in fp64."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .common import Hypotheses, empty_hypotheses
+
+INF = math.inf
+
+
+class Prefix(NamedTuple):
+    """A prefix in the beam, with its alignments up to a step.
+
+    Fields:
+        tokens: its labels.
+        blank, label: the log-probabilities of its alignments that end in a blank, and in its last
+            label.
+        best_blank, best_label: the log-probability of the most probable of each of them.
+        steps_blank, steps_label: the steps at which that alignment emits the labels.
+    """
+
+    tokens: tuple[int, ...] = ()
+    blank: float = 0.0
+    label: float = -INF
+    best_blank: float = 0.0
+    best_label: float = -INF
+    steps_blank: tuple[int, ...] = ()
+    steps_label: tuple[int, ...] = ()
+
+    @property
+    def score(self) -> float:
+        """Return the log-probability of all its alignments."""
+        return log_add(self.blank, self.label)
+
+    @property
+    def last(self) -> int:
+        """Return its last label, -1 for the empty prefix."""
+        return self.tokens[-1] if self.tokens else -1
+
+
+def log_add(a: float, b: float) -> float:
+    """Return log(exp(a) + exp(b))."""
+    high, low = max(a, b), min(a, b)
+    return high if high == -INF else high + math.log1p(math.exp(low - high))
+
+
+def as_rows(logits: Tensor, input_lengths: Tensor, from_logits: bool) -> list[list[list[float]]]:
+    """Return the log-probabilities of the steps of each sequence; None where they are invalid."""
+    log_probs = logits.double()
+    log_probs = (log_probs.log_softmax(-1) if from_logits else log_probs).transpose(0, 1)
+    rows = []
+    for sequence, length in zip(log_probs, input_lengths.tolist(), strict=True):
+        valid = 0 <= length <= len(logits)
+        steps = sequence[: length if valid else 0]
+        # A comparison with NaN is false.
+        rows.append(steps.tolist() if valid and bool((steps < INF).all()) else None)
+    return rows
+
+
+def add_inflow(prefix: Prefix, last: int, row: list[float], t: int) -> Prefix:
+    """Return what one more label adds to a prefix: its extension, as a prefix of its own."""
+    repeats = prefix.last == last
+    score = prefix.blank if repeats else prefix.score
+    # Of equals, the alignment with the blank comes first.
+    through_label = not repeats and prefix.best_label > prefix.best_blank
+    best = prefix.best_label if through_label else prefix.best_blank
+    steps = prefix.steps_label if through_label else prefix.steps_blank
+    return Prefix(
+        (*prefix.tokens, last), -INF, score + row[last], -INF, best + row[last], (), (*steps, t)
+    )
+
+
+def stay(prefix: Prefix, parent: Prefix | None, row: list[float], blank: int, t: int) -> Prefix:
+    """Return the prefix after a step that adds no label to it, merged with its parent's extension.
+
+    Of equally probable alignments, it keeps the one that stays in its state.
+    """
+    emitted = row[prefix.last] if prefix.tokens else -INF
+    label, best, steps = prefix.label + emitted, prefix.best_label + emitted, prefix.steps_label
+    if parent is not None:
+        inflow = add_inflow(parent, prefix.last, row, t)
+        label = log_add(label, inflow.label)
+        if inflow.best_label > best:
+            best, steps = inflow.best_label, inflow.steps_label
+    from_label = prefix.best_label > prefix.best_blank
+    return Prefix(
+        prefix.tokens,
+        prefix.score + row[blank],
+        label,
+        (prefix.best_label if from_label else prefix.best_blank) + row[blank],
+        best,
+        prefix.steps_label if from_label else prefix.steps_blank,
+        steps,
+    )
+
+
+def next_beam(
+    beam: list[Prefix], row: list[float], blank: int, width: int, cutoff: int, t: int
+) -> list[Prefix]:
+    """Return the best prefixes after a step.
+
+    They are ordered by score, then by the last label, then by age: prefixes of the beam come before
+    new ones, and each kind is in the order of the beam.
+    """
+    labels = sorted((c for c in range(len(row)) if c != blank), key=lambda c: (-row[c], c))
+    known = {prefix.tokens: prefix for prefix in beam}
+    found = []
+    for i, prefix in enumerate(beam):
+        parent = known.get(prefix.tokens[:-1]) if prefix.tokens else None
+        found.append((stay(prefix, parent, row, blank, t), False, i))
+        for c in labels[:cutoff]:
+            if (*prefix.tokens, c) not in known:
+                found.append((add_inflow(prefix, c, row, t), True, i))
+    found.sort(key=lambda each: (-each[0].score, each[0].last, *each[1:]))
+    return [prefix for prefix, *_ in found[:width] if prefix.score > -INF]
+
+
+def ctc_beam_search(
+    logits: Tensor,
+    input_lengths: Tensor,
+    blank: int,
+    beam_width: int,
+    nbest: int,
+    cutoff_top_n: int,
+    blank_skip_threshold: float,
+    from_logits: bool,
+) -> Hypotheses:
+    """Return the best prefixes of each sequence by prefix beam search.
+
+    Args:
+        cutoff_top_n: the number of labels that may extend a prefix at a step.
+        blank_skip_threshold: the probability of the blank above which a step is taken as a blank;
+            0 for none.
+    """
+    result = empty_hypotheses(logits, nbest)
+    result.tokens.fill_(-1), result.steps.fill_(-1), result.lengths.zero_()
+    result.scores.fill_(-INF)
+    skipped = math.log(blank_skip_threshold) if blank_skip_threshold else INF
+    for n, rows in enumerate(as_rows(logits, input_lengths, from_logits)):
+        if rows is None:
+            result.scores[n] = torch.nan
+            continue
+        beam = [Prefix()]
+        for t, row in enumerate(rows):
+            if row[blank] > skipped:
+                row = [p if c == blank else -INF for c, p in enumerate(row)]
+            beam = next_beam(beam, row, blank, beam_width, cutoff_top_n, t)
+        for i, prefix in enumerate(beam[:nbest]):
+            by_label = prefix.best_label >= prefix.best_blank
+            S, steps = len(prefix.tokens), prefix.steps_label if by_label else prefix.steps_blank
+            result.tokens[n, i, :S] = torch.tensor(prefix.tokens, dtype=torch.int64)
+            result.steps[n, i, :S] = torch.tensor(steps, dtype=torch.int64)
+            result.lengths[n, i], result.scores[n, i] = S, prefix.score
+    return result
+
+
+def ctc_greedy_search(
+    logits: Tensor, input_lengths: Tensor, blank: int, from_logits: bool
+) -> Hypotheses:
+    """Return the labels of the most probable class of each step."""
+    result = empty_hypotheses(logits)
+    result.tokens.fill_(-1), result.steps.fill_(-1), result.lengths.zero_()
+    for n, rows in enumerate(as_rows(logits, input_lengths, from_logits)):
+        if rows is None:
+            result.scores[n] = torch.nan
+            continue
+        path = [max(range(len(row)), key=lambda c, row=row: row[c]) for row in rows]
+        emitted = [t for t, c in enumerate(path) if c != blank and (t == 0 or path[t - 1] != c)]
+        result.tokens[n, 0, : len(emitted)] = torch.tensor([path[t] for t in emitted]).long()
+        result.steps[n, 0, : len(emitted)] = torch.tensor(emitted).long()
+        result.lengths[n, 0] = len(emitted)
+        result.scores[n, 0] = math.fsum(row[c] for row, c in zip(rows, path, strict=True))
+    return result

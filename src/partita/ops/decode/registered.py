@@ -1,0 +1,43 @@
+"""The registered ops of the decoders. Their results are not differentiable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...runtime import checks, register
+from ...runtime.autograd import one_by_one
+from .backends import BACKENDS
+from .common import Hypotheses, empty_hypotheses
+
+
+def _check_lengths(logits: Tensor, input_lengths: Tensor, *_: Any) -> None:
+    checks.within("input_lengths", input_lengths, 0, len(logits), "steps")
+
+
+def _beam_fake(
+    logits: Tensor, input_lengths: Tensor, blank: int, beam_width: int, nbest: int, *_: Any
+) -> Hypotheses:
+    return empty_hypotheses(logits, nbest)
+
+
+greedy_search: register.Op = register.define(
+    "ctc_greedy_search(Tensor logits, Tensor input_lengths, int blank, bool from_logits,"
+    " str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda logits, *_: empty_hypotheses(logits),
+    check=_check_lengths,
+    vmap=lambda *batch: one_by_one(greedy_search, *batch),
+    backends=BACKENDS,
+    reference_if_empty=True,
+)
+beam_search: register.Op = register.define(
+    "ctc_beam_search(Tensor logits, Tensor input_lengths, int blank, int beam_width, int nbest,"
+    " int cutoff_top_n, float blank_skip_threshold, bool from_logits, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _beam_fake,
+    check=_check_lengths,
+    vmap=lambda *batch: one_by_one(beam_search, *batch),
+    backends=BACKENDS,
+    reference_if_empty=True,
+)

@@ -1,0 +1,261 @@
+"""Semi-Markov chains: segments of a state and a number of steps, with a score for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...runtime import checks
+from ...runtime.backend import current_backend
+from ...runtime.dtypes import acc_dtype
+from ...runtime.lengths import lengths_on_device
+from . import autograd, functional
+from .inputs import SemiMarkovTensors, as_end, check_semi_markov
+from .results import SemiMarkovPath, SemiMarkovSample
+
+
+class SemiMarkovChain:
+    """A batch of semi-Markov chains, whose paths are sequences of segments.
+
+    A segment has one state and 1 to D steps, and the segments of a path cover the sequence. A path
+    of L steps has the score start[first state] + Σ emissions[t, y_t] over the steps
+    + Σ durations[d − 1, c] over the segments + Σ transitions[c, c'] over neighbouring segments
+    + end[last state]. A state may follow itself in a new segment; a transition of -inf forbids it.
+    The work is O(T·N·C·(D + C)), and the memory beside arguments and results O(T·N·C), unless the
+    docstring of a method says otherwise.
+
+    Args:
+        emissions: `[T, N, C]` floating, in nats, any strides, T at least 1. A row of zeros stands
+            for a missing observation.
+        transitions: `[C, C]`, from and to, in nats; -inf forbids one.
+        durations: `[D, C]`, in nats, D at least 1: row d - 1 has the scores of segments of d steps.
+        start, end: `[C]` or `[N, C]`, the scores of the first and of the last state, in nats; zeros
+            if None.
+        lengths: `[N]` integers on any device, or a list, 1 to T: the number of steps of each
+            sequence; T if None.
+
+    Everything but the paths is differentiable in the scores. Emissions past a length have gradient
+    0. Half types give fp32 results. Second derivatives run in plain PyTorch on every device.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device is wrong, or a length is out of range. On a
+            GPU lengths are checked only with `PARTITA_CHECK=1`. Otherwise the results of that
+            sequence are NaN.
+
+    Source: Sarawagi and Cohen, Semi-Markov conditional random fields for information extraction,
+    2004.
+
+    Example:
+        >>> import torch
+        >>> from partita import SemiMarkovChain
+        >>> chain = SemiMarkovChain(torch.zeros(3, 1, 1), torch.zeros(1, 1), torch.zeros(2, 1))
+        >>> chain.logz().exp()  # 3 steps as 1 + 1 + 1, 1 + 2 or 2 + 1
+        tensor([3.])
+    """
+
+    def __init__(
+        self,
+        emissions: Tensor,
+        transitions: Tensor,
+        durations: Tensor,
+        start: Tensor | None = None,
+        end: Tensor | None = None,
+        *,
+        lengths: Tensor | Sequence[int] | None = None,
+    ) -> None:
+        check_semi_markov(emissions, transitions, durations)
+        T, N, _ = emissions.shape
+        self.emissions, self.transitions, self.durations = emissions, transitions, durations
+        self.start, self.end = as_end("start", start, emissions), as_end("end", end, emissions)
+        self.lengths: Tensor | None = None
+        if lengths is not None:
+            self.lengths = lengths_on_device("lengths", lengths, N, emissions.device)[1]
+            checks.within("lengths", self.lengths, 1, T, "steps")
+
+    def _tensors(self) -> SemiMarkovTensors:
+        """Return the tensors that the registered ops take."""
+        scores = self.emissions, self.transitions, self.durations
+        return SemiMarkovTensors(*scores, self.start, self.end, self.lengths)
+
+    def _full_precision(self) -> SemiMarkovTensors:
+        """Return the tensors with emissions in the dtype of results, which gradients have too."""
+        chain = self._tensors()
+        return chain._replace(emissions=self._to_result_dtype(self.emissions))
+
+    def _to_result_dtype(self, value: Tensor) -> Tensor:
+        return value.to(acc_dtype(self.emissions.dtype))
+
+    def logz(self) -> Tensor:
+        """Return log Z in nats, `[N]`; -inf for a sequence without a path.
+
+        Example:
+            >>> import torch, partita
+            >>> durations = torch.tensor([[0.0], [-torch.inf], [1.0]])  # 1 or 3 steps
+            >>> partita.SemiMarkovChain(torch.zeros(3, 1, 1), torch.zeros(1, 1), durations).logz()
+            tensor([1.3133])
+        """
+        return functional.log_partitions(self._tensors())[1]
+
+    def state_marginals(self) -> Tensor:
+        """Return the posterior probability of each state, `[T, N, C]`, zero past the lengths.
+
+        It is differentiable.
+
+        Example:
+            >>> import torch, partita
+            >>> emissions = torch.tensor([[[0.0, 0.0]], [[0.0, 2.0]]])
+            >>> chain = partita.SemiMarkovChain(emissions, torch.zeros(2, 2), torch.zeros(2, 2))
+            >>> chain.state_marginals()[:, 0]
+            tensor([[0.3655, 0.6345],
+                    [0.1192, 0.8808]])
+        """
+        return functional.marginals(self._full_precision())[0]
+
+    def segment_marginals(self) -> Tensor:
+        """Return the posterior probability of each segment, `[T, D, N, C]`.
+
+        Entry `[t, d - 1, n, c]` is that of a segment of d steps in state c whose last step is t. It
+        is zero past the lengths. The result is differentiable, and the largest tensor of a chain.
+
+        Example:
+            >>> import torch, partita
+            >>> durations = torch.zeros(2, 1)
+            >>> chain = partita.SemiMarkovChain(torch.zeros(2, 1, 1), torch.zeros(1, 1), durations)
+            >>> chain.segment_marginals()[:, :, 0, 0]  # 1 + 1, or 2
+            tensor([[0.5000, 0.0000],
+                    [0.5000, 0.5000]])
+        """
+        return functional.segment_marginals(self._full_precision())
+
+    def viterbi(self) -> SemiMarkovPath:
+        """Return the best path of each sequence, as in `SemiMarkovPath`.
+
+        Of equal paths it is the one with the lowest last state, then the shortest last segment,
+        then the lowest state before it, and so on.
+
+        Example:
+            >>> import torch, partita
+            >>> emissions = torch.tensor([[[1.0, 0.0]], [[0.0, 0.1]], [[1.0, 0.0]]])
+            >>> apart = torch.full((2, 2), -0.5)
+            >>> path = partita.SemiMarkovChain(emissions, apart, torch.zeros(3, 2)).viterbi()
+            >>> path.states.flatten(), path.starts.flatten()
+            (tensor([0, 0, 0]), tensor([ True, False, False]))
+        """
+        with torch.no_grad():
+            return SemiMarkovPath(*autograd.viterbi(*self._tensors(), current_backend()))
+
+    def sample(self, k: int, generator: torch.Generator | None = None) -> SemiMarkovSample:
+        """Draw k independent paths from the posterior of each sequence.
+
+        Args:
+            k: the number of paths.
+            generator: a generator on the device of the emissions; the default one if None. The same
+                state of it gives the same paths.
+
+        Returns:
+            The paths, as in `SemiMarkovSample`.
+
+        Raises:
+            TypeError, ValueError: k is not an integer, or it is negative.
+
+        Example:
+            >>> import torch, partita
+            >>> durations = torch.zeros(2, 3)
+            >>> chain = partita.SemiMarkovChain(torch.zeros(4, 2, 3), torch.zeros(3, 3), durations)
+            >>> chain.sample(5).states.shape
+            torch.Size([5, 4, 2])
+        """
+        checks.python_int("k", k)
+        if k < 0:
+            raise ValueError(f"k: expected a number of paths, 0 or more, got {k!r}")
+        with torch.no_grad():
+            T, N, _ = self.emissions.shape
+            uniforms = self.emissions.new_empty((T, 2, k, N), dtype=torch.float64)
+            uniforms = uniforms.uniform_(generator=generator)
+            results = autograd.sample(*self._tensors(), uniforms, current_backend())
+            return SemiMarkovSample(*results)
+
+    def entropy(self) -> Tensor:
+        """Return the entropy of the paths in nats, `[N]`; 0 for a sequence without a path.
+
+        Example:
+            >>> import torch, partita
+            >>> durations = torch.zeros(2, 1)
+            >>> chain = partita.SemiMarkovChain(torch.zeros(3, 1, 1), torch.zeros(1, 1), durations)
+            >>> chain.entropy().exp()
+            tensor([3.])
+        """
+        return self._to_result_dtype(functional.entropy(self._tensors()))
+
+    def log_prob(self, states: Tensor, starts: Tensor) -> Tensor:
+        """Return the log-probability of paths in nats, `[..., N]`; -inf for what is no path.
+
+        A state that is out of range or changes inside a segment, a segment of more than D steps,
+        and a first step that starts no segment make it no path.
+
+        Args:
+            states: `[..., T, N]` integers; states past a length are ignored.
+            starts: `[..., T, N]` bool, True where a segment starts, as in `SemiMarkovPath`.
+
+        Raises:
+            TypeError, ValueError: a dtype, shape or device is wrong.
+
+        Source: the score of the path minus log Z.
+
+        Example:
+            >>> import torch, partita
+            >>> durations = torch.zeros(2, 1)
+            >>> chain = partita.SemiMarkovChain(torch.zeros(3, 1, 1), torch.zeros(1, 1), durations)
+            >>> starts = torch.tensor([[True], [True], [False]])
+            >>> chain.log_prob(torch.zeros(3, 1, dtype=torch.int64), starts).exp()
+            tensor([0.3333])
+        """
+        checks.integer("states", states)
+        checks.device("states", states, self.emissions, "emissions")
+        if states.shape[-2:] != self.emissions.shape[:2]:
+            raise ValueError(
+                "states: expected shape [..., T, N] with [T, N] ="
+                f" {list(self.emissions.shape[:2])}, got {list(states.shape)}"
+            )
+        checks.tensor("starts", starts)
+        if starts.dtype != torch.bool:
+            raise TypeError(f"starts: expected dtype torch.bool, got {starts.dtype}")
+        checks.shape("starts", starts, states.shape, "that of states")
+        checks.device("starts", starts, self.emissions, "emissions")
+        return self._to_result_dtype(functional.log_prob(self._tensors(), states.long(), starts))
+
+
+def semi_markov_chain(
+    emissions: Tensor,
+    transitions: Tensor,
+    durations: Tensor,
+    start: Tensor | None = None,
+    end: Tensor | None = None,
+    *,
+    lengths: Tensor | Sequence[int] | None = None,
+) -> SemiMarkovChain:
+    """Return a chain of segments: each has one of C states and 1 to D steps.
+
+    Args:
+        emissions, transitions, durations, start, end, lengths: as in `SemiMarkovChain`.
+
+    Returns:
+        A `SemiMarkovChain`.
+
+    Raises:
+        TypeError, ValueError: as in `SemiMarkovChain`.
+
+    Source: Sarawagi and Cohen, Semi-Markov conditional random fields for information extraction,
+    2004.
+
+    Example:
+        >>> import torch
+        >>> from partita import semi_markov_chain
+        >>> durations = torch.tensor([[-torch.inf], [0.0]])  # 2 steps
+        >>> path = semi_markov_chain(torch.zeros(4, 1, 1), torch.zeros(1, 1), durations).viterbi()
+        >>> path.starts.flatten()
+        tensor([ True, False,  True, False])
+    """
+    return SemiMarkovChain(emissions, transitions, durations, start, end, lengths=lengths)

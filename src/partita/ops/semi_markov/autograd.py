@@ -1,0 +1,165 @@
+"""The registered ops of semi-Markov chains and the autograd function of log Z."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...runtime import checks, register
+from ...runtime.autograd import (
+    first_derivative,
+    for_gradients,
+    is_double_backward,
+    one_by_one,
+    saved_tensors,
+    skip_unused_gradients,
+)
+from . import fakes, reference
+from .backends import BACKENDS
+
+
+def check_values(
+    emissions: Tensor,
+    transitions: Tensor,
+    durations: Tensor,
+    start: Tensor,
+    end: Tensor,
+    lengths: Tensor | None,
+    *_: Any,
+) -> None:
+    """Raise for a length that is out of range, where values are checked."""
+    if lengths is not None:
+        checks.within("lengths", lengths, 1, emissions.shape[0], "steps")
+
+
+_CHAIN = (
+    "Tensor emissions, Tensor transitions, Tensor durations, Tensor start, Tensor end,"
+    " Tensor? lengths"
+)
+
+# It returns log Z [N] fp64, the same in the dtype of results, and what its gradient needs.
+logz: register.Op = register.define(
+    f"semi_markov_logz({_CHAIN}, bool save, str backend) -> (Tensor, Tensor, Tensor)",
+    fakes.fake_logz,
+    check=check_values,
+    vmap=lambda *batch: one_by_one(logz, *batch),
+    reference_if_empty=True,
+    fake_by_backend=True,
+    backends=BACKENDS,
+)
+# It returns the gradients of sum(grad_output * log Z) in emissions, transitions, durations, start
+# and end.
+gradient: register.Op = register.define(
+    f"semi_markov_gradient(Tensor grad_output, {_CHAIN}, Tensor logz, Tensor saved,"
+    " bool per_sequence, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fakes.fake_gradient,
+    vmap=lambda *batch: one_by_one(gradient, *batch),
+    backends=BACKENDS,
+)
+# It returns the posterior probabilities of segments, [T, D, N, C].
+segments: register.Op = register.define(
+    f"semi_markov_segments({_CHAIN}, Tensor logz, Tensor saved, str backend) -> Tensor",
+    fakes.fake_segments,
+    vmap=lambda *batch: one_by_one(segments, *batch),
+    reference_if_empty=True,
+    backends=BACKENDS,
+)
+# It returns the best score [N], and the states and starts of the best path, [T, N].
+viterbi: register.Op = register.define(
+    f"semi_markov_viterbi({_CHAIN}, str backend) -> (Tensor, Tensor, Tensor)",
+    fakes.fake_viterbi,
+    check=check_values,
+    vmap=lambda *batch: one_by_one(viterbi, *batch),
+    reference_if_empty=True,
+    backends=BACKENDS,
+)
+# It takes uniform numbers [T, 2, k, N] fp64 and returns states and starts [k, T, N].
+sample: register.Op = register.define(
+    f"semi_markov_sample({_CHAIN}, Tensor uniforms, str backend) -> (Tensor, Tensor)",
+    fakes.fake_sample,
+    check=check_values,
+    vmap=lambda *batch: one_by_one(sample, *batch),
+    reference_if_empty=True,
+    backends=BACKENDS,
+)
+
+VARIABLES = 5  # of a chain: all of its tensors but the lengths
+
+
+class LogZ(torch.autograd.Function):
+    """Log Z of each sequence, `[N]`, in fp64 and in the dtype of results."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        emissions: Tensor,
+        transitions: Tensor,
+        durations: Tensor,
+        start: Tensor,
+        end: Tensor,
+        lengths: Tensor | None,
+        save: bool,
+        backend: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        chain = (emissions, transitions, durations, start, end, lengths)
+        return logz(*chain, save, backend)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, _, ctx.backend = inputs
+        fp64, _, saved = output
+        ctx.mark_non_differentiable(saved)
+        skip_unused_gradients(ctx)
+        ctx.save_for_backward(*tensors, fp64, saved)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        fp64, rounded, _ = grads
+        if fp64 is None and rounded is None:
+            return (None,) * 8
+        if fp64 is None or rounded is None:
+            grad_output = rounded if fp64 is None else fp64
+        else:
+            grad_output = fp64 + rounded
+        assert grad_output is not None
+        results = differentiable_gradient(grad_output, *saved_tensors(ctx), False, ctx.backend)
+        needed = zip(results, ctx.needs_input_grad, strict=False)
+        return *(grad if need else None for grad, need in needed), None, None, None
+
+
+def differentiable_gradient(grad_output: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """Return the results of `gradient`, differentiable in `grad_output` and the chain.
+
+    Their derivative is that of the reference. A compiled call that needs it runs the reference.
+    """
+    *tensors, per_sequence, backend = args
+    op = for_gradients(gradient, grad_output)
+    return _differentiable(
+        lambda *tensors: op(*tensors, per_sequence, backend),
+        lambda *tensors: reference.semi_markov_gradient(*tensors, per_sequence),
+        1 + VARIABLES,
+        (grad_output, *tensors),
+    )
+
+
+def differentiable_segments(*args: Any) -> Tensor:
+    """Return the results of `segments`, differentiable in the chain as the gradient is."""
+    *tensors, backend = args
+    return _differentiable(
+        lambda *tensors: segments(*tensors, backend),
+        reference.semi_markov_segments,
+        VARIABLES,
+        tuple(tensors),
+    )
+
+
+def _differentiable(op: Any, specification: Any, variables: int, tensors: tuple[Any, ...]) -> Any:
+    if torch.compiler.is_compiling():
+        followed = torch.is_grad_enabled() and any(t.requires_grad for t in tensors[:variables])
+        return (specification if followed else op)(*tensors)
+    if not is_double_backward(*tensors[:variables]):
+        return op(*tensors)
+    return first_derivative(op, specification, variables, *tensors)

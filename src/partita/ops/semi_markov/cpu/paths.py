@@ -1,0 +1,174 @@
+"""The best path of semi-Markov chains and samples of paths, in parallel over the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....primitives.cpu.batch import INF, LOWEST, run_over_sequences
+from ....primitives.cpu.jit import jit
+from ....primitives.cpu.math import exp
+from ....runtime.dtypes import acc_dtype
+from .steps import scan_forward, semi_markov_arrays, work_of
+
+
+@jit
+def take_better(scores: Any, choice: int, best: Any, choices: Any) -> None:
+    """Replace the best score of each state, and its choice, by a better one; NaN is the best."""
+    for c in range(len(best)):
+        better = (scores[c] > best[c]) | (scores[c] != scores[c])
+        best[c] = scores[c] if better else best[c]
+        choices[c] = choice if better else choices[c]
+
+
+@jit
+def best_scores(chain: Any, n: int, previous: Any, sizes: Any, alpha: Any) -> None:
+    """Scan the best scores of a sequence; `alpha` `[C]` gets those of ending with its last step.
+
+    Write the state before a segment that starts at each step, and the number of steps minus 1 of
+    one that ends there, `[T, C]` each.
+    """
+    D, C = chain.durations.shape
+    ring, entered, scores = np.empty((D, C)), np.empty(C), np.empty(C)
+    choices = np.empty(C, np.int64)
+    for t in range(chain.lengths[n]):
+        emission = chain.emissions[n, t]
+        for c in range(C):
+            entered[c] = chain.start[n, c] if t == 0 else -INF
+            choices[c] = 0
+        for i in range(C if t else 0):
+            row = chain.transitions[0, i]
+            for c in range(C):
+                scores[c] = alpha[i] + row[c]
+            take_better(scores, i, entered, choices)
+        newest = ring[t % D]
+        for c in range(C):
+            previous[t, c], choices[c] = choices[c], 0
+            newest[c], alpha[c] = entered[c], -INF
+        for d in range(min(t + 1, D)):
+            row, duration = ring[(t - d) % D], chain.durations[d]
+            for c in range(C):
+                row[c] += emission[c]
+            for c in range(C):
+                scores[c] = row[c] + duration[c]
+            take_better(scores, d, alpha, choices)
+        for c in range(C):
+            sizes[t, c] = choices[c]
+
+
+@jit(nogil=True)
+def viterbi_kernel(sequences: Any, chain: Any, score: Any, states: Any, starts: Any) -> None:
+    """Find the best path of each sequence.
+
+    Entries of `states` and `starts` `[T, N]` that are on no path are not written.
+    """
+    C = chain.durations.shape[1]
+    T = chain.emissions.shape[1]
+    previous, sizes = np.empty((T, C), np.int32), np.empty((T, C), np.int32)
+    alpha = np.empty(C)
+    for n in sequences:
+        best_scores(chain, n, previous, sizes, alpha)
+        best, state = -INF, 0
+        for c in range(C):
+            total = alpha[c] + chain.end[n, c]
+            if total > best or total != total:
+                best, state = total, c
+        score[n] = best
+        t = chain.lengths[n] - 1
+        while t >= 0 and best > -INF:
+            first = t - sizes[t, state]
+            for s in range(first, t + 1):
+                states[s, n], starts[s, n] = state, s == first
+            t, state = first - 1, previous[first, state]
+
+
+@jit
+def draw(terms: Any, uniform: float) -> int:
+    """Draw an index with probabilities proportional to exp(terms); the terms are overwritten."""
+    highest, total, possible = LOWEST, 0.0, 0
+    for i in range(len(terms)):
+        highest = terms[i] if terms[i] > highest else highest
+    for i in range(len(terms)):
+        weight = exp(terms[i] - highest)
+        possible = i if weight > 0.0 else possible
+        total += weight
+        terms[i] = total
+    for i in range(len(terms)):
+        if terms[i] > uniform * total:
+            return i
+    return possible
+
+
+@jit(nogil=True)
+def sample_kernel(sequences: Any, chain: Any, uniforms: Any, states: Any, starts: Any) -> None:
+    """Draw k paths of each sequence, `[k, T, N]`, with uniform numbers `[T, 2, k, N]`.
+
+    Entries of `states` and `starts` that are on no path are not written.
+    """
+    D, C = chain.durations.shape
+    T = max(chain.emissions.shape[1], 2)
+    begin, alpha, terms = np.empty((T, C)), np.empty((T, C)), np.empty(max(D, C))
+    for n in sequences:
+        logz = scan_forward(chain, n, begin, alpha)
+        for k in range(len(states) if logz > -INF else 0):
+            t, state = chain.lengths[n] - 1, -1
+            while t >= 0:
+                for c in range(C):
+                    follows = chain.end[n, c] if state < 0 else chain.transitions[0, c, state]
+                    terms[c] = alpha[t, c] + follows
+                state = draw(terms[:C], uniforms[t, 0, k, n])
+                rows, emitted = min(t + 1, D), 0.0
+                for d in range(rows):
+                    emitted += chain.emissions[n, t - d, state]
+                    terms[d] = begin[t - d, state] + emitted + chain.durations[d, state]
+                first = t - draw(terms[:rows], uniforms[t, 1, k, n])
+                for s in range(first, t + 1):
+                    states[k, s, n], starts[k, s, n] = state, s == first
+                t = first - 1
+
+
+def _no_paths(*shape: int) -> tuple[Tensor, Tensor]:
+    return torch.full(shape, -1, device="cpu"), torch.zeros(shape, dtype=torch.bool, device="cpu")
+
+
+def semi_markov_viterbi(
+    emissions: Tensor,
+    transitions: Tensor,
+    durations: Tensor,
+    start: Tensor,
+    end: Tensor,
+    lengths: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the best score `[N]`, and the states and starts of the best path `[T, N]`."""
+    chain, invalid = semi_markov_arrays(emissions, transitions, durations, start, end, lengths)
+    T, N, _ = emissions.shape
+    score, (states, starts) = np.empty(N), _no_paths(T, N)
+    results = (score, states.numpy(), starts.numpy())
+    run_over_sequences(viterbi_kernel, chain.lengths, work_of(chain), chain, *results)
+    states[:, invalid], starts[:, invalid] = -1, False
+    found = torch.from_numpy(score).masked_fill_(invalid, torch.nan)
+    return found.to(acc_dtype(emissions.dtype)), states, starts
+
+
+def semi_markov_sample(
+    emissions: Tensor,
+    transitions: Tensor,
+    durations: Tensor,
+    start: Tensor,
+    end: Tensor,
+    lengths: Tensor | None,
+    uniforms: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the states and starts `[k, T, N]` of k paths from the posterior."""
+    chain, invalid = semi_markov_arrays(emissions, transitions, durations, start, end, lengths)
+    states, starts = _no_paths(uniforms.shape[2], *emissions.shape[:2])
+    numbers = uniforms.contiguous().numpy()
+    run_over_sequences(
+        *(sample_kernel, chain.lengths, work_of(chain), chain, numbers),
+        *(states.numpy(), starts.numpy()),
+    )
+    states[:, :, invalid], starts[:, :, invalid] = -1, False
+    return states, starts

@@ -1,0 +1,203 @@
+"""Posteriors of semi-Markov chains from the scores that the scans store.
+
+The posteriors of starting and of ending a segment at a step are each the exponential of a sum of
+two stored scores. The posterior of a state is the sum of what started up to a step minus what ended
+before it. Those of segments and transitions are exponentials too, and their sums over the steps are
+formed in parts and added in a fixed order.
+"""
+
+import triton
+import triton.language as tl
+
+from .scores import exp_term, load_steps, load_total, rounded
+
+
+@triton.jit
+def semi_markov_states_kernel(
+    grad_ptr,  # [N]
+    emissions_ptr,  # [T, N, C]
+    lengths_ptr,  # [N] or None
+    logz_ptr,  # [N] fp64
+    saved_ptr,  # [4, T, N, C] fp64
+    d_emissions_ptr,  # [T, N, C]
+    d_start_ptr,  # [N, C]
+    d_end_ptr,  # [N, C]
+    T,
+    N,
+    C,
+    grad_n,
+    stride_t,
+    stride_n,
+    stride_c,
+    EXACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Write the gradients in emissions and in ends, the posteriors times the upstream gradient."""
+    n = (tl.program_id(0) % N).to(tl.int64)
+    c = tl.program_id(0) // N * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    steps, _ = load_steps(lengths_ptr, n, T)
+    total = load_total(logz_ptr, n)
+    grad = tl.load(grad_ptr + n * grad_n).to(tl.float64)
+    part = tl.full([], T, tl.int64) * N * C
+    row_size = tl.full([], N, tl.int64) * C
+    covering = tl.zeros([1, BLOCK_C], tl.float64)
+    for first in range(0, T, ROWS):
+        t = first + tl.arange(0, ROWS)[:, None]
+        at, mask = t * row_size + n * C + c, (t < steps) & (c < C)
+        follows = mask & (t > 0)
+        opened = tl.load(saved_ptr + at, mask=mask, other=-float("inf"))
+        opened += tl.load(saved_ptr + 2 * part + at, mask=mask, other=0.0)
+        closed = tl.load(saved_ptr + part + at - row_size, mask=follows, other=-float("inf"))
+        closed += tl.load(saved_ptr + 3 * part + at - row_size, mask=follows, other=0.0)
+        starts = exp_term(opened - total, EXACT)
+        change = starts - exp_term(closed - total, EXACT)
+        posterior = tl.maximum(covering + tl.cumsum(change, axis=0), 0.0)
+        posterior = tl.where(change == change, posterior, change)  # the maximum of NaN is 0
+        covering += tl.sum(change, axis=0)[None, :]
+        score_at = t.to(tl.int64) * stride_t + n * stride_n + c.to(tl.int64) * stride_c
+        score = tl.load(emissions_ptr + score_at, mask=mask, other=-float("inf"))
+        # What rounding leaves of a state that is impossible would make 0 times -inf infinite.
+        gradient = grad * tl.where(score == -float("inf"), 0.0, posterior)
+        gradient = tl.where(total == total, gradient, total)
+        gradient = rounded(gradient, d_emissions_ptr.dtype.element_ty)
+        tl.store(d_emissions_ptr + at, gradient, mask=(t < T) & (c < C))
+        d_start = rounded(grad * starts, d_start_ptr.dtype.element_ty)
+        tl.store(d_start_ptr + n * C + c + 0 * t, d_start, mask=(t == 0) & (c < C))
+    c = tl.program_id(0) // N * BLOCK_C + tl.arange(0, BLOCK_C)
+    at = (steps - 1) * row_size + n * C + c
+    last = tl.load(saved_ptr + part + at, mask=c < C, other=0.0)
+    last += tl.load(saved_ptr + 3 * part + at, mask=c < C, other=0.0)
+    d_end = rounded(grad * exp_term(last - total, EXACT), d_end_ptr.dtype.element_ty)
+    tl.store(d_end_ptr + n * C + c, d_end, mask=c < C)
+
+
+@triton.jit
+def semi_markov_segments_kernel(
+    emissions_ptr,  # [T, N, C]
+    durations_ptr,  # [D, C]
+    lengths_ptr,  # [N] or None
+    logz_ptr,  # [N] fp64
+    saved_ptr,  # [4, T, N, C] fp64
+    result_ptr,  # [T, D, N, C] if SEGMENTS, otherwise [N, splits, D, C] fp64
+    T,
+    N,
+    C,
+    D,
+    splits,
+    per_split,  # steps
+    stride_t,
+    stride_n,
+    stride_c,
+    dur_d,
+    dur_c,
+    SEGMENTS: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Write the posteriors of segments by last step, or their sums over the steps of a split."""
+    program = tl.program_id(0).to(tl.int64)
+    n, split = program // splits % N, program % splits
+    c = program // splits // N * BLOCK_C + tl.arange(0, BLOCK_C)
+    column = c[None, :]
+    steps, _ = load_steps(lengths_ptr, n, T)
+    total = load_total(logz_ptr, n)
+    part = tl.full([], T, tl.int64) * N * C
+    row_size = tl.full([], N, tl.int64) * C
+    for tile in range(0, per_split, ROWS):
+        t = split * per_split + tile + tl.arange(0, ROWS)[:, None]
+        at, ends = t * row_size + n * C + column, (t < steps) & (column < C)
+        # The score of what follows, and of the steps of the segment, minus log Z.
+        score = tl.load(saved_ptr + 3 * part + at, mask=ends, other=-float("inf")) - total
+        for d in range(0, D):
+            first, mask = t - d, ends & (t >= d)
+            step_at = first * stride_t + n * stride_n + column * stride_c
+            score += tl.load(emissions_ptr + step_at, mask=mask, other=0.0).to(tl.float64)
+            opened = tl.load(saved_ptr + at - d * row_size, mask=mask, other=-float("inf"))
+            duration_at = durations_ptr + tl.full([], d, tl.int64) * dur_d + c * dur_c
+            duration = tl.load(duration_at, mask=c < C, other=0.0).to(tl.float64)
+            posterior = exp_term(score + (opened + duration[None, :]), EXACT)
+            posterior = tl.where(total == total, posterior, total)
+            if SEGMENTS:
+                to = ((t * D + d) * N + n) * C + column
+                value = rounded(posterior, result_ptr.dtype.element_ty)
+                tl.store(result_ptr + to, value, mask=(t < T) & (column < C))
+            else:
+                to = result_ptr + ((n * splits + split) * D + d) * C + c
+                so_far = tl.load(to, mask=(c < C) & (tile > 0), other=0.0)
+                tl.store(to, so_far + tl.sum(posterior, axis=0), mask=c < C)
+        tl.debug_barrier()  # the next tile reads what other threads stored
+
+
+@triton.jit
+def semi_markov_pairs_kernel(
+    transitions_ptr,  # [C, C]
+    lengths_ptr,  # [N] or None
+    logz_ptr,  # [N] fp64
+    saved_ptr,  # [4, T, N, C] fp64
+    pairs_ptr,  # [N, splits, C, C] fp64
+    T,
+    N,
+    C,
+    splits,
+    per_split,
+    trans_k,
+    trans_c,
+    EXACT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum the posteriors of transitions over the steps of a split for a tile of pairs."""
+    program = tl.program_id(0).to(tl.int64)
+    n, split, tile = program // splits % N, program % splits, program // splits // N
+    tiles = tl.cdiv(C, BLOCK)
+    k = (tile // tiles * BLOCK + tl.arange(0, BLOCK))[:, None]
+    c = (tile % tiles * BLOCK + tl.arange(0, BLOCK))[None, :]
+    mask = (k < C) & (c < C)
+    at = k * trans_k + c * trans_c
+    transitions = tl.load(transitions_ptr + at, mask=mask, other=-float("inf")).to(tl.float64)
+    steps, _ = load_steps(lengths_ptr, n, T)
+    transitions -= load_total(logz_ptr, n)
+    part = tl.full([], T, tl.int64) * N * C
+    row_size = tl.full([], N, tl.int64) * C
+    sums = tl.zeros([BLOCK, BLOCK], tl.float64)
+    first = tl.maximum(split * per_split, 1)
+    for t in range(first, tl.minimum(split * per_split + per_split, steps)):
+        row = saved_ptr + t * row_size + n * C
+        alpha = tl.load(row + part - row_size + k, mask=k < C, other=-float("inf"))
+        opened = tl.load(row + 2 * part + c, mask=c < C, other=-float("inf"))
+        sums += exp_term(alpha + opened + transitions, EXACT)
+    # Without a step the sum of an invalid sequence is NaN too.
+    sums += tl.where(transitions == transitions, 0.0, transitions)
+    tl.store(pairs_ptr + ((n * splits + split) * C + k) * C + c, sums, mask=mask)
+
+
+@triton.jit
+def semi_markov_sum_kernel(
+    grad_ptr,  # [N]
+    parts_ptr,  # [N, splits, columns] fp64
+    result_ptr,  # [groups, columns]
+    N,
+    splits,
+    columns,
+    groups,  # 1, or N for a sum of each sequence
+    grad_n,
+    BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add the parts of all sequences, or of each, times the upstream gradient of each sequence."""
+    blocks = tl.cdiv(columns, BLOCK)
+    group = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0).to(tl.int64) % blocks * BLOCK + tl.arange(0, BLOCK)
+    rows = tl.full([], N, tl.int64) * splits // groups
+    total = tl.zeros([BLOCK], tl.float64)
+    for first in range(0, rows, BLOCK_R):
+        row = first + tl.arange(0, BLOCK_R)
+        inside = row < rows
+        row = group * rows + row
+        grad = tl.load(grad_ptr + row // splits * grad_n, mask=inside, other=0.0).to(tl.float64)
+        at = parts_ptr + row[:, None] * columns + column[None, :]
+        parts = tl.load(at, mask=inside[:, None] & (column < columns)[None, :], other=0.0)
+        total += tl.sum(parts * grad[:, None], axis=0)
+    to = result_ptr + group * columns + column
+    tl.store(to, rounded(total, result_ptr.dtype.element_ty), mask=column < columns)

@@ -1,0 +1,111 @@
+"""Choose the kernels of semi-Markov chains and their blocks from sizes.
+
+These are pure functions of sizes. They import no Triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....runtime.sizes import cdiv, next_power_of_2
+
+MAX_RING = 4096  # elements of a ring in the registers of a program
+MAX_RESIDENT_STATES = 32
+PROGRAMS = 1024  # about eight for each multiprocessor
+ROWS = 32  # steps that a program of the posteriors takes at once
+
+
+def is_resident(C: int, D: int) -> bool:
+    """Return whether the open segments of a sequence stay in the registers of one program."""
+    return C <= MAX_RESIDENT_STATES and state_block(C) * duration_block(D) <= MAX_RING
+
+
+def state_block(C: int) -> int:
+    """Return the block of all states."""
+    return next_power_of_2(max(C, 2))
+
+
+def duration_block(D: int) -> int:
+    """Return the number of slots of a ring."""
+    return next_power_of_2(max(D, 2))
+
+
+def warps(elements: int) -> int:
+    """Return how many warps, 1 to 8, have 8 elements or fewer of a block in each thread."""
+    return max(1, min(8, elements // 256))
+
+
+def tables_size(C: int, D: int) -> int:
+    """Return the number of fp64 numbers of the tables, see `tables.py`."""
+    return 2 * C * (C + duration_block(D))
+
+
+def scan_options(C: int, D: int) -> dict[str, int]:
+    """Return the compile-time arguments of the scan with its ring in registers."""
+    block_c, block_d = state_block(C), duration_block(D)
+    width = min(32, block_d)
+    return {
+        "AHEAD": 2,
+        "BLOCK_C": block_c,
+        "PARTS": block_d // width,
+        "WIDTH": width,
+        "num_warps": warps(block_c * max(block_c, block_d)),
+    }
+
+
+def memory_scan_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of the scan with its ring in memory."""
+    return {
+        "BLOCK_C": min(64, state_block(C)),
+        "BLOCK_K": 32,
+        "BLOCK_ALL": state_block(C),
+        "num_warps": 8,
+    }
+
+
+def posterior_block(C: int) -> int:
+    """Return how many states a program of the posteriors takes at once."""
+    return min(32, state_block(C))
+
+
+def state_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of the kernel of the posteriors of states."""
+    return {"ROWS": ROWS, "BLOCK_C": posterior_block(C), "num_warps": 4}
+
+
+def splits(T: int, N: int, C: int) -> tuple[int, int]:
+    """Return into how many parts a sequence is cut for sums of posteriors, and their steps."""
+    programs = max(N * cdiv(C, posterior_block(C)), 1)
+    parts = max(1, min(cdiv(T, ROWS), PROGRAMS // programs))
+    per_part = cdiv(cdiv(T, parts), ROWS) * ROWS
+    return cdiv(T, per_part), per_part
+
+
+def pair_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of the kernel of the posteriors of transitions."""
+    block = posterior_block(C)
+    return {"BLOCK": block, "num_warps": warps(block * block)}
+
+
+def sum_options(rows: int, columns: int) -> dict[str, Any]:
+    """Return the compile-time arguments of the kernel that adds the parts of sums."""
+    block = min(64, next_power_of_2(max(columns, 1)))
+    return {"BLOCK_R": min(32, next_power_of_2(max(rows, 1))), "BLOCK": block, "num_warps": 4}
+
+
+def viterbi_options(C: int, D: int) -> dict[str, int]:
+    """Return the compile-time arguments of the scan of best scores."""
+    block_c, block_k = min(64, state_block(C)), min(64, duration_block(D))
+    return {
+        "BLOCK_C": block_c,
+        "BLOCK_K": block_k,
+        "BLOCK_ALL": state_block(C),
+        "num_warps": warps(block_c * block_k),
+    }
+
+
+def sample_options(C: int, D: int) -> dict[str, int]:
+    """Return the compile-time arguments of the kernel that draws a path."""
+    block_c, block_d = state_block(C), duration_block(D)
+    threads = max(1, min(8, max(block_c, block_d) // 128))
+    return {"BLOCK_C": block_c, "BLOCK_D": block_d, "num_warps": threads}

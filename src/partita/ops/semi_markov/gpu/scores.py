@@ -1,0 +1,114 @@
+"""Arithmetic of the kernels of semi-Markov chains: log-sum-exps, loads of sequences and of ends.
+
+All scores are logarithms in fp64. Posteriors of states are sums along a sequence of differences, so
+each log-sum-exp has an error near 1e-12, which fp32 cannot give. Exponentials in fp64 with 1e-12
+take half the time of those that are right to the last bit.
+"""
+
+import triton
+import triton.language as tl
+
+from ....primitives.gpu.math import finite_shift
+
+LOG2E_FP64 = tl.constexpr(1.4426950408889634)
+LN2_FP64 = tl.constexpr(0.6931471805599453)
+# 1.5 * 2**52: a number that is added to it loses its fraction, and its integer is in the low bits.
+ROUND = tl.constexpr(6755399441055744.0)
+ONE_BITS = tl.constexpr(0x3FF0000000000000)  # of 1.0 in fp64
+
+
+@triton.jit
+def exp_term(x, EXACT: tl.constexpr):
+    """Return e**x in fp64 for x <= 0, with a relative error of 8e-13 unless EXACT."""
+    if EXACT:
+        return tl.exp(x)
+    else:
+        bounded = tl.where(x < -700.0, -700.0, x)
+        shifted = bounded * LOG2E_FP64 + ROUND
+        r = bounded - (shifted - ROUND) * LN2_FP64
+        # The polynomial is the best of its degree for the relative error on ±ln 2 / 2.
+        p = 2.4727243494957377e-05 * r + 0.00019915423198561192
+        p = p * r + 0.0013889178578237397
+        p = p * r + 0.008333267029535716
+        p = p * r + 0.041666664220531106
+        p = p * r + 0.16666666885460354
+        p = p * r + 0.5000000000618131
+        p = p * r + 0.9999999999806218
+        p = p * r + 0.9999999999997624
+        bits = (shifted.to(tl.int64, bitcast=True) << 52) + ONE_BITS
+        return tl.where(x < -700.0, 0.0, p * bits.to(tl.float64, bitcast=True))
+
+
+@triton.jit
+def log_of_sum(total, EXACT: tl.constexpr):
+    """Return the logarithm of a sum that is 0 or at least 1, by a Newton step unless EXACT."""
+    if EXACT:
+        return tl.log(total)
+    else:
+        number = tl.where(total == 0.0, 1.0, total)
+        y = tl.log(number.to(tl.float32)).to(tl.float64)
+        z = number * exp_term(-y, EXACT) - 1.0
+        return tl.where(total == 0.0, -float("inf"), y + (z - 0.5 * z * z))
+
+
+@triton.jit
+def log_sum_exp(terms, EXACT: tl.constexpr):
+    """Return the log-sum-exp of each row of a block; -inf for a row of -inf."""
+    maximum = finite_shift(tl.max(terms, axis=1))
+    total = tl.sum(exp_term(terms - maximum[:, None], EXACT), axis=1)
+    return log_of_sum(total, EXACT) + maximum
+
+
+@triton.jit
+def add_terms(maximum, total, terms, EXACT: tl.constexpr):
+    """Add the rows of a block to the running maxima and sums of exponentials."""
+    higher = tl.maximum(maximum, tl.max(terms, axis=1))
+    shift = finite_shift(higher)
+    total = total * exp_term(maximum - shift, EXACT)
+    return higher, total + tl.sum(exp_term(terms - shift[:, None], EXACT), axis=1)
+
+
+@triton.jit
+def load_steps(lengths_ptr, n, T):
+    """Return the number of steps of a sequence, and NaN if its length is invalid, else 0.
+
+    An invalid sequence has T steps.
+    """
+    if lengths_ptr is None:
+        return T, 0.0
+    else:
+        steps = tl.load(lengths_ptr + n).to(tl.int64)
+        valid = (steps >= 1) & (steps <= T)
+        return tl.where(valid, steps, T).to(tl.int32), tl.where(valid, 0.0, float("nan"))
+
+
+@triton.jit
+def load_end(ptr, n, c, C, stride_n, stride_c):
+    """Return the scores of start or end in fp64, -inf past the states."""
+    at = n * stride_n + c.to(tl.int64) * stride_c
+    return tl.load(ptr + at, mask=c < C, other=-float("inf")).to(tl.float64)
+
+
+@triton.jit
+def store_logz(scores, n, invalid, logz_ptr, rounded_ptr):
+    """Store log Z, the log-sum-exp of the scores of the states in which the paths end."""
+    maximum = finite_shift(tl.max(scores, axis=0))
+    logz = tl.log(tl.sum(tl.exp(scores - maximum), axis=0)) + maximum + invalid
+    tl.store(logz_ptr + n, logz)
+    tl.store(rounded_ptr + n, logz.to(rounded_ptr.dtype.element_ty))
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """Return numbers in fp64 in the dtype of a result; half types are rounded by way of fp32."""
+    if dtype.primitive_bitwidth < 32:
+        return x.to(tl.float32).to(dtype)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def load_total(logz_ptr, n):
+    """Return log Z to divide by; +inf for a sequence without a path, whose posteriors are 0."""
+    logz = tl.load(logz_ptr + n)
+    return tl.where(logz == -float("inf"), float("inf"), logz)

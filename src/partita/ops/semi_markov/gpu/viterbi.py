@@ -1,0 +1,171 @@
+"""The best path of semi-Markov chains: the scan of best scores, and the trace of the path.
+
+The scan is that of `scan.py` with maxima, so it adds the same numbers in the same order as the
+reference. With its ring in memory it serves all sizes.
+"""
+
+import triton
+import triton.language as tl
+
+from .scores import load_end, load_steps, rounded
+
+
+@triton.jit
+def better(best, choice, scores, index, axis: tl.constexpr):
+    """Return the best scores so far and their choices, given the scores of further choices.
+
+    The lowest choice wins a tie, and NaN wins over all.
+    """
+    is_nan = scores != scores
+    maximum = tl.max(tl.where(is_nan, float("inf"), scores), axis=axis)
+    shape = tl.expand_dims(maximum, axis)
+    lowest = tl.min(tl.where((scores == shape) | is_nan, index, 2147483647), axis=axis)
+    maximum = tl.where(tl.max(is_nan.to(tl.int32), axis=axis) > 0, float("nan"), maximum)
+    higher = (maximum > best) | (maximum != maximum)
+    return tl.where(higher, maximum, best), tl.where(higher, lowest, choice)
+
+
+@triton.jit
+def best_opened(table_ptr, closed_ptr, c, C, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the best scores of entering the states c, [BLOCK_C], and the states before."""
+    best = tl.full([BLOCK_C], -float("inf"), tl.float64)
+    state = tl.zeros([BLOCK_C], tl.int32)
+    for k in range(0, C, BLOCK_K):
+        other = k + tl.arange(0, BLOCK_K)[None, :]
+        at, mask = c[:, None].to(tl.int64) * C + other, (c[:, None] < C) & (other < C)
+        scores = tl.load(table_ptr + at, mask=mask, other=-float("inf"))
+        scores += tl.load(closed_ptr + other, mask=other < C, other=0.0)
+        best, state = better(best, state, scores, other, 1)
+    return best, state
+
+
+@triton.jit
+def best_closed(
+    durations_ptr,  # [C, 2 * slots] fp64, see tables.py
+    ring_ptr,  # [D, C] fp64
+    t,
+    opened,  # [BLOCK_C] fp64
+    emission,  # [BLOCK_C] fp64
+    c,
+    C,
+    D,
+    slots,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Add the emissions to the open segments, and return the best ages minus 1 and scores."""
+    best = tl.full([BLOCK_C], -float("inf"), tl.float64)
+    size = tl.zeros([BLOCK_C], tl.int32)
+    for first in range(0, tl.minimum(t + 1, D), BLOCK_K):
+        age = first + tl.arange(0, BLOCK_K)[None, :]
+        mask = (c[:, None] < C) & (age < D) & (age <= t)
+        slot = (t - age + D) % D  # ages above t have no slot
+        at = ring_ptr + slot.to(tl.int64) * C + c[:, None]
+        ring = tl.load(at, mask=mask & (age > 0), other=-float("inf"))
+        ring = tl.where(age == 0, opened[:, None], ring) + emission[:, None]
+        tl.store(at, ring, mask=mask)
+        duration_at = durations_ptr + c[:, None].to(tl.int64) * (2 * slots) + slots - age
+        scores = ring + tl.load(duration_at, mask=mask, other=-float("inf"))
+        best, size = better(best, size, scores, age, 1)
+    return best, size
+
+
+@triton.jit
+def semi_markov_viterbi_kernel(
+    emissions_ptr,  # [T, N, C]
+    start_ptr,  # [N, C]
+    end_ptr,  # [N, C]
+    lengths_ptr,  # [N] or None
+    tables_ptr,  # see tables.py
+    ring_ptr,  # [N, D + 2, C] fp64: the open segments, and what two steps closed
+    choices_ptr,  # [2, T, N, C] int32: the state before an opened segment, its size when closed
+    score_ptr,  # [N]
+    last_ptr,  # [N] int32: the last state, -1 without a path
+    T,
+    N,
+    C,
+    D,
+    slots,
+    stride_t,
+    stride_n,
+    stride_c,
+    start_n,
+    start_c,
+    end_n,
+    end_c,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_ALL: tl.constexpr,  # all states
+):
+    """Compute the best score of a sequence, and the choices of which it is made."""
+    n = tl.program_id(0).to(tl.int64)
+    steps, invalid = load_steps(lengths_ptr, n, T)
+    pairs, part = tl.full([], C, tl.int64) * C, tl.full([], T, tl.int64) * N * C
+    ring_ptr += n * (D + 2) * C
+    recent_ptr = ring_ptr + tl.full([], D, tl.int64) * C
+    for t in range(0, steps):
+        row = (tl.full([], t, tl.int64) * N + n) * C
+        for block in range(0, C, BLOCK_C):
+            c = block + tl.arange(0, BLOCK_C)
+            opened = load_end(start_ptr, n, c, C, start_n, start_c)
+            state = tl.zeros([BLOCK_C], tl.int32)
+            if t > 0:
+                before = recent_ptr + (t - 1) % 2 * C
+                opened, state = best_opened(tables_ptr, before, c, C, BLOCK_C, BLOCK_K)
+            at = n * stride_n + tl.full([], t, tl.int64) * stride_t + c.to(tl.int64) * stride_c
+            emission = tl.load(emissions_ptr + at, mask=c < C, other=-float("inf"))
+            closed, size = best_closed(
+                *(tables_ptr + 2 * pairs, ring_ptr, t, opened, emission.to(tl.float64), c),
+                *(C, D, slots, BLOCK_C, BLOCK_K),
+            )
+            tl.store(recent_ptr + t % 2 * C + c, closed, mask=c < C)
+            tl.store(choices_ptr + row + c, state, mask=c < C)
+            tl.store(choices_ptr + part + row + c, size, mask=c < C)
+        tl.debug_barrier()  # the next step reads what other threads stored
+    c = tl.arange(0, BLOCK_ALL)
+    scores = tl.load(recent_ptr + (steps - 1) % 2 * C + c, mask=c < C, other=-float("inf"))
+    scores += load_end(end_ptr, n, c, C, end_n, end_c)
+    best = tl.full([1], -float("inf"), tl.float64)
+    best, last = better(best, tl.full([1], -1, tl.int32), scores[None, :], c[None, :], 1)
+    best = tl.sum(best, axis=0) + invalid
+    last = tl.where(best > -float("inf"), tl.sum(last, axis=0), -1)
+    tl.store(score_ptr + n, rounded(best, score_ptr.dtype.element_ty))
+    tl.store(last_ptr + n, last)
+
+
+@triton.jit
+def semi_markov_trace_kernel(
+    choices_ptr,  # [2, T, N, C] int32
+    last_ptr,  # [N] int32
+    states_ptr,  # [T, N] int64
+    starts_ptr,  # [T, N] bool
+    lengths_ptr,  # [N] or None
+    T,
+    N,
+    C,
+    BLOCK: tl.constexpr,
+):
+    """Write the states and starts of the best path, from the last segment to the first."""
+    n = tl.program_id(0).to(tl.int64)
+    steps, _ = load_steps(lengths_ptr, n, T)
+    part = tl.full([], T, tl.int64) * N * C
+    state, t = tl.load(last_ptr + n).to(tl.int64), steps.to(tl.int64) - 1
+    t = tl.where(state < 0, -1, t)
+    write_segment(states_ptr + n, starts_ptr + n, N, t + 1, T - 1 - t, -1, BLOCK)
+    while t >= 0:
+        size = tl.load(choices_ptr + part + (t * N + n) * C + state).to(tl.int64) + 1
+        first = t + 1 - size
+        write_segment(states_ptr + n, starts_ptr + n, N, first, size, state, BLOCK)
+        state = tl.load(choices_ptr + (first * N + n) * C + state).to(tl.int64)
+        t = first - 1
+
+
+@triton.jit
+def write_segment(states_ptr, starts_ptr, N, first, size, state, BLOCK: tl.constexpr):
+    """Write a segment of a path, or with the state -1 what is no path."""
+    lane = tl.arange(0, BLOCK)
+    for i in range(0, size, BLOCK):
+        at = (first + i + lane).to(tl.int64) * N
+        inside = i + lane < size
+        tl.store(states_ptr + at, tl.zeros([BLOCK], tl.int64) + state, mask=inside)
+        tl.store(starts_ptr + at, (i + lane == 0) & (state >= 0), mask=inside)

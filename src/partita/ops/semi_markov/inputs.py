@@ -1,0 +1,83 @@
+"""The tensors of a batch of semi-Markov chains, and the checks of what users give."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...runtime import checks
+from ...runtime.constants import constant
+
+
+class SemiMarkovTensors(NamedTuple):
+    """A batch of semi-Markov chains in the order of arguments of the registered ops.
+
+    Fields:
+        emissions: `[T, N, C]` floating, any strides, T at least 1.
+        transitions: `[C, C]`, from and to, between segments, any strides.
+        durations: `[D, C]`, the score of a segment by its number of steps minus 1, any strides.
+        start, end: the scores of the first and of the last state, `[N, C]`.
+        lengths: the number of steps of each sequence, `[N]` integers; None for T.
+    """
+
+    emissions: Tensor
+    transitions: Tensor
+    durations: Tensor
+    start: Tensor
+    end: Tensor
+    lengths: Tensor | None
+
+
+def _scalar(value: float, dtype: torch.dtype, *, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=dtype, device=device)
+
+
+def scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a number as a tensor, `[]`, which is not filled anew at each call on a GPU."""
+    return constant(_scalar, value, dtype, device=device)
+
+
+def check_semi_markov(emissions: Tensor, transitions: Tensor, durations: Tensor) -> None:
+    """Raise for a wrong dtype, shape or device."""
+    checks.floating("emissions", emissions)
+    if emissions.ndim != 3 or emissions.shape[0] < 1:
+        raise ValueError(
+            f"emissions: expected shape [T, N, C] with T of at least 1, got {list(emissions.shape)}"
+        )
+    C = emissions.shape[2]
+    for name, scores in (("transitions", transitions), ("durations", durations)):
+        checks.floating(name, scores)
+        checks.device(name, scores, emissions, "emissions")
+    if tuple(transitions.shape) != (C, C):
+        raise ValueError(
+            f"transitions: expected shape [C, C] with C = {C}, got {list(transitions.shape)}"
+        )
+    if durations.ndim != 2 or durations.shape[0] < 1 or durations.shape[1] != C:
+        raise ValueError(
+            f"durations: expected shape [D, C] with D of at least 1 and C = {C},"
+            f" got {list(durations.shape)}"
+        )
+
+
+def as_end(name: str, end: Tensor | None, emissions: Tensor) -> Tensor:
+    """Return the scores of the first or last states as `[N, C]`, or raise for a wrong argument."""
+    N, C = emissions.shape[1:]
+    if end is None:
+        return scalar(0.0, emissions.dtype, emissions.device).expand(N, C)
+    checks.floating(name, end)
+    checks.device(name, end, emissions, "emissions")
+    if tuple(end.shape) not in ((C,), (N, C)):
+        raise ValueError(
+            f"{name}: expected shape [C] or [N, C] with [N, C] = {[N, C]}, got {list(end.shape)}"
+        )
+    return end.expand(N, C)
+
+
+def full_lengths(chain: SemiMarkovTensors) -> Tensor:
+    """Return the lengths `[N]`; T for all sequences if none were given."""
+    if chain.lengths is None:
+        T, N, _ = chain.emissions.shape
+        return torch.full((N,), T, device=chain.emissions.device)
+    return chain.lengths.long()

@@ -1,0 +1,105 @@
+"""The specification of the best path and of samples of semi-Markov chains in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...primitives.semiring import Log, Max, log_dsum
+from ...runtime.dtypes import acc_dtype
+from .reference import (
+    ForwardScores,
+    SemiMarkovInputs,
+    forward_scores,
+    log_partition,
+    semi_markov_inputs,
+)
+
+# It takes terms [k, N, choices], a step t, and whether they are those of states or of durations,
+# and returns an index [k, N].
+Choose = Callable[[Tensor, int, int], Tensor]
+STATE, DURATION = 0, 1
+
+
+def trace_back(
+    x: SemiMarkovInputs, scores: ForwardScores, logz: Tensor, k: int, choose: Choose
+) -> tuple[Tensor, Tensor]:
+    """Return states and starts `[k, T, N]` of paths that are traced from the last step.
+
+    At the last step of a segment its state is chosen, then its number of steps. States are -1 past
+    the length and for a sequence without a path.
+    """
+    T, N, C = x.emissions.shape
+    sequence, last = torch.arange(N, device=logz.device), x.last.expand(k, N)
+    shape = (k, T, N)
+    states = torch.full(shape, -1, device=logz.device)
+    starts = torch.zeros(shape, dtype=torch.bool, device=logz.device)
+    if not C:
+        return states, starts
+    ends, state, first = last, torch.zeros_like(last), torch.zeros_like(last)
+    for t in reversed(range(T)):
+        entered = torch.where((t == last)[..., None], x.end, x.transitions.T[state])
+        is_end = t == ends
+        state = torch.where(is_end, choose(scores.alpha[t] + entered, t, STATE), state)
+        terms = (scores.opened[t] + x.durations)[:, sequence, state].movedim(0, -1)
+        first = torch.where(is_end, t - choose(terms, t, DURATION), first)
+        states[:, t] = torch.where(t <= last, state, -1)
+        starts[:, t] = (t <= last) & (t == first)
+        ends = torch.where(t == first, t - 1, ends)
+    has_path = logz > -torch.inf  # False for NaN
+    return states.masked_fill(~has_path, -1), starts & has_path
+
+
+def semi_markov_viterbi(
+    emissions: Tensor,
+    transitions: Tensor,
+    durations: Tensor,
+    start: Tensor,
+    end: Tensor,
+    lengths: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the best score `[N]`, and the states and starts of the best path `[T, N]`.
+
+    Ties go to the lowest last state, then to the shortest last segment, then to the lowest state
+    before it, and so on.
+    """
+    x = semi_markov_inputs(emissions, transitions, durations, start, end, lengths)
+    scores = forward_scores(x, Max)
+    best = log_partition(x, scores.alpha, Max)
+    states, starts = trace_back(x, scores, best, 1, lambda terms, t, kind: terms.argmax(-1))
+    return best.to(acc_dtype(emissions.dtype)), states[0], starts[0]
+
+
+def _draw(terms: Tensor, uniform: Tensor) -> Tensor:
+    """Draw an index into each row of `[k, N, C]` with probabilities proportional to exp(terms)."""
+    weights = log_dsum(terms, -1)
+    cumulative = weights.cumsum(-1)
+    index = (cumulative <= uniform[..., None] * cumulative[..., -1:]).sum(-1)
+    # A product that rounds up to the total would pass the last index with a positive weight.
+    possible = (weights > 0) * torch.arange(weights.shape[-1], device=weights.device)
+    return torch.minimum(index, possible.amax(-1))
+
+
+def semi_markov_sample(
+    emissions: Tensor,
+    transitions: Tensor,
+    durations: Tensor,
+    start: Tensor,
+    end: Tensor,
+    lengths: Tensor | None,
+    uniforms: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the states and starts `[k, T, N]` of k paths from the posterior.
+
+    A path is drawn from its end. The state and the duration of a segment are drawn by the uniform
+    numbers of its last step, `[T, 2, k, N]`.
+    """
+    x = semi_markov_inputs(emissions, transitions, durations, start, end, lengths)
+    scores = forward_scores(x, Log)
+    logz = log_partition(x, scores.alpha)
+    k = uniforms.shape[2]
+    return trace_back(
+        x, scores, logz, k, lambda terms, t, kind: _draw(terms.expand(k, -1, -1), uniforms[t, kind])
+    )

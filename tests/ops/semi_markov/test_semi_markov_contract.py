@@ -1,0 +1,198 @@
+"""Semi-Markov chains: failures, sizes at the edge, dtypes, exactness, transforms."""
+
+import pytest
+import torch
+from helpers.semi_markov import random_semi_markov
+
+import partita
+from partita import SemiMarkovChain
+
+backends = pytest.mark.parametrize("backend", ["reference", "numba"])
+
+
+def scores_of(chain: SemiMarkovChain) -> list[torch.Tensor]:
+    return [chain.emissions, chain.transitions, chain.durations, chain.start, chain.end]
+
+
+def results(chain: SemiMarkovChain) -> list[torch.Tensor]:
+    """Return results whose last dimension is that of the sequences."""
+    zeros = torch.zeros(chain.emissions.shape[:2], dtype=torch.int64)
+    return [
+        chain.logz(),
+        chain.state_marginals().movedim(1, -1),
+        chain.segment_marginals().movedim(2, -1),
+        chain.viterbi().score,
+        chain.entropy(),
+        chain.log_prob(zeros, torch.ones_like(zeros, dtype=torch.bool)),
+    ]
+
+
+@backends
+def test_an_invalid_length_leaves_other_sequences(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    valid = random_semi_markov(N=4, seed=1)
+    valid.emissions = valid.emissions.nan_to_num(0.0)
+    for length in (0, -3, 6):
+        lengths = valid.lengths.clone()
+        lengths[1] = length
+        invalid = SemiMarkovChain(*scores_of(valid), lengths=lengths)
+        with partita.backend(backend):
+            found, expected = results(invalid), results(valid)
+            path, drawn = invalid.viterbi(), invalid.sample(2)
+        others = [0, 2, 3]
+        for a, b in zip(found, expected, strict=True):
+            assert a[..., 1].isnan().all()
+            torch.testing.assert_close(a[..., others], b[..., others])
+        assert (path.states[:, 1] == -1).all() and (drawn.states[:, :, 1] == -1).all()
+        assert not path.starts[:, 1].any() and not drawn.starts[:, :, 1].any()
+
+
+@backends
+def test_nan_stays_in_its_sequence(backend: str) -> None:
+    chain = random_semi_markov(N=4, ragged=False)
+    with partita.backend(backend):
+        expected = results(chain)
+        chain.emissions[2, 1, 0] = torch.nan
+        found = results(chain)
+    for a, b in zip(found, expected, strict=True):
+        assert not a[..., [0, 2, 3]].isnan().any()
+        torch.testing.assert_close(a[..., [0, 2, 3]], b[..., [0, 2, 3]])
+    assert found[0][1].isnan() and found[1][..., 1].isnan().any()
+
+
+@backends
+def test_a_chain_without_a_path(backend: str) -> None:
+    chain = random_semi_markov(ragged=False)
+    chain.emissions[3, 2] = -torch.inf
+    inputs = [tensor.requires_grad_() for tensor in scores_of(chain)]
+    zeros = torch.zeros(5, 3, dtype=torch.int64)
+    with partita.backend(backend):
+        logz = chain.logz()
+        grads = torch.autograd.grad(logz[2], inputs)
+        assert logz[2] == -torch.inf and chain.entropy()[2] == 0
+        assert chain.viterbi().score[2] == -torch.inf
+        assert not chain.state_marginals()[:, 2].any()
+        assert (chain.sample(3).states[:, :, 2] == -1).all()
+        assert chain.log_prob(zeros, zeros == 0)[2] == -torch.inf
+    assert not any(grad.any() for grad in grads)
+
+
+@backends
+@pytest.mark.parametrize(
+    ("T", "N", "C", "D"),
+    [(1, 3, 4, 2), (3, 0, 2, 2), (3, 2, 0, 2), (4, 2, 1, 9), (33, 2, 5, 7), (9, 2, 3, 1)],
+)
+def test_sizes_at_the_edge(backend: str, T: int, N: int, C: int, D: int) -> None:
+    chain = random_semi_markov(T, N, C, D, ragged=False)
+    inputs = [tensor.requires_grad_() for tensor in scores_of(chain)]
+    with partita.backend(backend):
+        logz = chain.logz()
+        grads = torch.autograd.grad(logz.sum(), inputs)
+        states, segments, path = (
+            chain.state_marginals(),
+            chain.segment_marginals(),
+            chain.viterbi(),
+        )
+        drawn = chain.sample(2)
+    assert [grad.shape for grad in grads] == [tensor.shape for tensor in inputs]
+    assert path.states.shape == path.starts.shape == (T, N)
+    assert drawn.states.shape == drawn.starts.shape == (2, T, N)
+    assert segments.shape == (T, D, N, C)
+    if C:
+        torch.testing.assert_close(states.sum(2), torch.ones(T, N).double())
+        steps = (segments.sum((0, 3)) * torch.arange(1, D + 1)[:, None]).sum(0)
+        torch.testing.assert_close(steps, torch.full((N,), float(T)).double())
+    else:
+        assert (logz == -torch.inf).all()
+
+
+@backends
+def test_any_strides_dtypes_and_ends(backend: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    emissions, transitions = torch.randn(6, 3, 4, generator=g), torch.randn(4, 4, generator=g)
+    durations, start = torch.randn(3, 4, generator=g), torch.randn(4, generator=g)
+    strided = torch.randn(4, 12, 6, generator=g)
+    strided[:, ::4] = emissions.permute(2, 1, 0)
+    others = (
+        strided[:, ::4].permute(2, 1, 0),
+        transitions.T.contiguous().T,
+        durations.T.contiguous().T.double(),
+    )
+    with partita.backend(backend):
+        expected = SemiMarkovChain(emissions, transitions, durations, start, start)
+        found = SemiMarkovChain(*others, start.expand(3, 4), start.double())
+        torch.testing.assert_close(found.logz(), expected.logz())
+        torch.testing.assert_close(found.state_marginals(), expected.state_marginals())
+
+
+@backends
+def test_chains_in_half_types_add_in_full(backend: str) -> None:
+    half = random_semi_markov(60, 2, 3, 5, ragged=False, dtype=torch.bfloat16)
+    full = SemiMarkovChain(*(tensor.double() for tensor in scores_of(half)))
+    with partita.backend(backend):
+        assert half.logz().dtype == torch.float32
+        torch.testing.assert_close(half.logz().double(), full.logz(), rtol=1e-6, atol=0)
+        for found, expected in (
+            (half.state_marginals(), full.state_marginals()),
+            (half.segment_marginals(), full.segment_marginals()),
+            (half.entropy(), full.entropy()),
+        ):
+            assert found.dtype == torch.float32
+            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("offset", [0.0, 300.0])
+def test_kernels_of_the_cpu_agree_with_the_reference(offset: float) -> None:
+    """Scores of one sign sum to large numbers, of which no difference may be formed."""
+    chain = random_semi_markov(300, 3, 6, 9, seed=4)
+    chain.emissions += offset
+    chain.transitions[0] = -torch.inf
+    found = {}
+    for backend in ("reference", "numba"):
+        inputs = [tensor.clone().requires_grad_() for tensor in scores_of(chain)]
+        own = SemiMarkovChain(*inputs, lengths=chain.lengths)
+        with partita.backend(backend):
+            logz = own.logz()
+            drawn = own.sample(20, torch.Generator().manual_seed(0))
+            found[backend] = (
+                *(logz.detach(), own.state_marginals().detach(), *own.viterbi(), *drawn),
+                *torch.autograd.grad(logz.sum(), inputs),
+            )
+    for a, b in zip(*found.values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_posteriors_of_a_long_sequence() -> None:
+    """Posteriors of fp32 scores are within 2e-6 of the reference, and sum to 1 at any length."""
+    chain = random_semi_markov(30_000, 1, 2, 3, ragged=False, dtype=torch.float32)
+    found = chain.state_marginals()
+    torch.testing.assert_close(found.sum(2), torch.ones(30_000, 1), rtol=0, atol=1e-6)
+    short = SemiMarkovChain(chain.emissions[:1000], *scores_of(chain)[1:])
+    with partita.backend("reference"):
+        expected, logz = short.state_marginals(), short.logz()
+    torch.testing.assert_close(short.state_marginals(), expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(short.logz(), logz, rtol=1e-6, atol=0)
+
+
+def test_compiled_code_and_function_transforms() -> None:
+    """Compiled functions run at several T, with lengths as a tensor."""
+    chain = random_semi_markov(ragged=False, dtype=torch.float32)
+    others = scores_of(chain)[1:]
+    tag = torch.compile(
+        lambda x, n: SemiMarkovChain(x, *others, lengths=n).logz(),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    with partita.backend("reference"):
+        for steps in (3, 4, 5):
+            x = chain.emissions[:steps].clone().requires_grad_()
+            lengths = torch.tensor([steps, 2, 1])
+            expected = SemiMarkovChain(x, *others, lengths=lengths)
+            (gradient,) = torch.autograd.grad(tag(x, lengths).sum(), x)
+            torch.testing.assert_close(gradient, expected.state_marginals())
+        batched = torch.func.vmap(
+            torch.func.grad(lambda x: SemiMarkovChain(x, *others).logz().sum())
+        )(torch.stack([chain.emissions, chain.emissions.flip(0)]))
+        torch.testing.assert_close(batched[0], chain.state_marginals())

@@ -1,0 +1,128 @@
+"""The GPU kernels of semi-Markov chains against the reference, interpreted and on a GPU."""
+
+import pytest
+import torch
+from helpers.rows import INTERPRETING, kernel_devices
+from helpers.semi_markov import random_semi_markov
+
+from partita import SemiMarkovChain, backend
+from partita.ops.semi_markov import autograd
+from partita.ops.semi_markov.gpu import plan
+from partita.runtime.caches import clear_caches
+from partita.testing import poisoned_memory
+
+SHAPES = ((1, 2, 3, 2), (7, 3, 5, 4), (6, 1, 2, 40))
+LARGE = ((300, 3, 24, 50), (100, 2, 16, 100), (70, 2, 40, 33), (1000, 2, 5, 9))
+
+
+def tensors_of(chain: SemiMarkovChain, dtype: torch.dtype) -> list[torch.Tensor]:
+    scores = (chain.emissions, chain.transitions, chain.durations, chain.start, chain.end)
+    return [tensor.to(dtype) for tensor in scores]
+
+
+def results(chain: SemiMarkovChain, name: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return log Z in fp64 with and without gradients, all gradients, and the segments."""
+    arguments = (*tensors_of(chain, dtype), chain.lengths)
+    grad = torch.linspace(0.5, 2, chain.emissions.shape[1], device=chain.emissions.device)
+    with backend(name), poisoned_memory():
+        logz, rounded, saved = autograd.logz(*arguments, True, name)
+        without, _, _ = autograd.logz(*arguments, False, name)
+        found = [logz, without, rounded.double()]
+        for per_sequence in (False, True):
+            found += autograd.gradient(grad, *arguments, logz, saved, per_sequence, name)
+        return [*found, autograd.segments(*arguments, logz, saved, name)]
+
+
+def agree(chain: SemiMarkovChain, dtype: torch.dtype = torch.float32) -> None:
+    """Compare the kernels with the reference in fp64 of the same inputs."""
+    scores = (tensor.to(dtype).double() for tensor in tensors_of(chain, dtype))
+    exact = SemiMarkovChain(*scores, lengths=chain.lengths)
+    found = results(chain, "triton", dtype)
+    expected = results(exact, "reference", torch.float64)
+    bound = 1e-9 if dtype == torch.float64 else 1e-6
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        limit = 1e-11 if i < 2 else bound  # log Z is in fp64 for all dtypes
+        torch.testing.assert_close(a.double(), b.double(), rtol=limit, atol=limit, equal_nan=True)
+
+
+def agree_in_paths(chain: SemiMarkovChain) -> None:
+    """Compare the best paths and samples, which are the same to the last bit."""
+    uniforms = torch.linspace(0, 1, chain.emissions.shape[0] * 6 * chain.emissions.shape[1])
+    uniforms = uniforms.double().reshape(-1, 2, 3, chain.emissions.shape[1])
+    arguments = (*tensors_of(chain, chain.emissions.dtype), chain.lengths)
+    device = chain.emissions.device
+    uniforms, found = uniforms.to(device), []
+    for name in ("triton", "reference"):
+        with poisoned_memory():
+            path = autograd.viterbi(*arguments, name)
+            found.append((*path, *autograd.sample(*arguments, uniforms, name)))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@kernel_devices
+@pytest.mark.parametrize("shape", SHAPES)
+def test_log_z_and_gradients(shape: tuple[int, int, int, int], device: str) -> None:
+    agree(random_semi_markov(*shape, device=device, forbidden=0.1))
+
+
+@kernel_devices
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dtypes_and_large_scores(dtype: torch.dtype, device: str) -> None:
+    chain = random_semi_markov(6, 2, 3, 2, device=device, scale=50.0, dtype=dtype)
+    if dtype == torch.float64:
+        agree(chain, dtype)
+        return
+    found, expected = (results(chain, name, dtype) for name in ("triton", "reference"))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+
+
+@kernel_devices
+def test_rings_in_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "MAX_RING", 0)
+    clear_caches()
+    agree(random_semi_markov(6, 2, 3, 4, device=device, forbidden=0.1))
+    clear_caches()
+
+
+@kernel_devices
+def test_invalid_lengths_nan_and_no_path_stay_in_their_sequence(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    chain = random_semi_markov(4, 4, 3, 2, device=device, ragged=False)
+    chain.emissions[2, 1, 2] = torch.nan
+    chain.emissions[2, 2] = -torch.inf
+    chain.lengths = torch.tensor([3, 4, 4, 9], device=device)
+    found, expected = (results(chain, name, torch.float32) for name in ("triton", "reference"))
+    for i in (0, 1, 2, 3):  # log Z and the gradient in the emissions
+        torch.testing.assert_close(found[i], expected[i], rtol=1e-6, atol=1e-6, equal_nan=True)
+    agree_in_paths(chain)
+
+
+@kernel_devices
+@pytest.mark.parametrize("shape", SHAPES[1:])
+def test_best_paths_and_samples(shape: tuple[int, int, int, int], device: str) -> None:
+    agree_in_paths(random_semi_markov(*shape, device=device, forbidden=0.2))
+
+
+@kernel_devices
+@pytest.mark.skipif(INTERPRETING, reason="takes minutes in the interpreter")
+@pytest.mark.parametrize("shape", LARGE)
+def test_large_chains(shape: tuple[int, int, int, int], device: str) -> None:
+    chain = random_semi_markov(*shape, device=device, dtype=torch.float32)
+    agree(chain)
+    agree_in_paths(chain)
+    again = results(chain, "triton", torch.float32)
+    for a, b in zip(results(chain, "triton", torch.float32), again, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("T", "N", "C"), [(1, 1, 1), (1000, 32, 24), (100_000, 1, 3), (9, 4000, 2)]
+)
+def test_the_parts_of_sequences_cover_them(T: int, N: int, C: int) -> None:
+    parts, steps = plan.splits(T, N, C)
+    assert (parts - 1) * steps < T <= parts * steps and steps % plan.ROWS == 0
+    assert parts * N <= max(N, plan.PROGRAMS)
