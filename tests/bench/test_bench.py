@@ -29,8 +29,7 @@ from partita.bench.case import Case
 from partita.bench.measure import Timing
 from partita.bench.providers import PARTITA, TORCH, Provider
 
-CTC = ("ctc", "ctc_crf", "ctc_align")
-RNNT = ("rnnt", "tdt", "linear_rnnt")
+CTC, RNNT = ("ctc", "ctc_crf", "ctc_align"), ("rnnt", "tdt", "linear_rnnt")
 LINEAR = ("linear_cross_entropy", "linear_divergence")
 PEERS = (
     "torch,torch-linear,compile,chunked,naive,quack,liger,liger-cute,cce,cce-exact,koi,seqdist,"
