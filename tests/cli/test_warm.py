@@ -63,7 +63,7 @@ def test_an_op_runs_forward_and_backward(op: str, monkeypatch: pytest.MonkeyPatc
     assert warmed.seconds > 0
     assert warmed.compiled == warmed.cached == 0
     runs = len(list(warm_ops.combinations(tiny(op))))
-    if op in ("viterbi", "ctc_align", "ctc_greedy_search", "ctc_beam_search"):
+    if op in ("viterbi", "ctc_align", "ctc_greedy_search", "ctc_beam_search", "ctc_crf_decode"):
         assert not gradients
     else:  # some ops compute gradients in their own backward pass too
         assert len(gradients) >= runs * warm_ops.CALLS

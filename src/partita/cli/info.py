@@ -25,6 +25,7 @@ NUMBA_OPS = (
     "ctc_greedy_search",
     "ctc_beam_search",
     "ctc_crf_loss",
+    "ctc_crf_decode",
 )
 OPS = (
     "logsumexp",

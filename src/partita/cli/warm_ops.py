@@ -23,6 +23,7 @@ from ..ops.cross_entropy.api import cross_entropy, token_stats
 from ..ops.ctc.api import ctc_align, ctc_loss
 from ..ops.ctc_crf.api import ctc_crf_loss, debruijn_source
 from ..ops.decode.api import ctc_beam_search, ctc_greedy_search
+from ..ops.decode.crf import ctc_crf_decode
 from ..ops.divergence.api import divergence, topk_divergence
 from ..ops.linear_chain.api import linear_chain
 from ..ops.linear_heads.api import linear_cross_entropy, linear_token_stats
@@ -149,6 +150,10 @@ def _ctc_crf_loss(scores: Tensor, targets: Tensor, lengths: Tensor, state_len: i
     )
 
 
+def _ctc_crf_decode(scores: Tensor, targets: Tensor, lengths: Tensor, state_len: int) -> Tensor:
+    return ctc_crf_decode(scores, state_len=state_len, alphabet_size=scores.shape[-1]).log_probs
+
+
 _CLASSES: Sizes = {"rows": (1024,), "classes": (1000, 32000, 128256)}
 _HIDDEN: Sizes = {**_CLASSES, "classes": (32000, 128256), "hidden": (1024,)}
 _CTC: Sizes = {"steps": (500,), "batch": (16,), "classes": (32, 1024), "labels": (64,)}
@@ -219,6 +224,7 @@ OPS: dict[str, WarmOp] = {
         _tags,
         lambda *inputs: linear_chain(*inputs).logz(),
     ),
+    "ctc_crf_decode": WarmOp({**_CHAIN, "labels": (64,)}, _bases, _ctc_crf_decode),
     "ctc_crf_loss": WarmOp({**_CHAIN, "labels": (64,)}, _bases, _ctc_crf_loss),
 }
 SIZES = tuple(dict.fromkeys(name for op in OPS.values() for name in op.sizes))
