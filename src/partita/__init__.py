@@ -12,7 +12,9 @@ from .ops.cross_entropy.api import TokenStats, cross_entropy, token_stats
 from .ops.ctc.api import CTCAlignment, TokenSpans, ctc_align, ctc_loss
 from .ops.ctc_crf.api import ctc_crf_loss, debruijn_source
 from .ops.decode.api import ctc_beam_search, ctc_greedy_search
+from .ops.decode.basecalls import Basecalls
 from .ops.decode.common import Hypotheses
+from .ops.decode.crf import ctc_crf_decode
 from .ops.divergence.api import divergence, topk_divergence
 from .ops.linear_chain.api import LinearChain, linear_chain
 from .ops.linear_chain.results import ExpectedCounts, LinearPath, LinearSample
@@ -37,6 +39,7 @@ from .runtime.backend import backend
 __version__ = "0.1.0"
 
 __all__ = [
+    "Basecalls",
     "CTCAlignment",
     "Chain",
     "ChainSample",
@@ -60,6 +63,7 @@ __all__ = [
     "cross_entropy",
     "ctc_align",
     "ctc_beam_search",
+    "ctc_crf_decode",
     "ctc_crf_loss",
     "ctc_greedy_search",
     "ctc_loss",

@@ -63,7 +63,7 @@ def test_an_op_runs_forward_and_backward(op: str, monkeypatch: pytest.MonkeyPatc
     assert warmed.seconds > 0
     assert warmed.compiled == warmed.cached == 0
     runs = len(list(warm_ops.combinations(tiny(op))))
-    if op in ("viterbi", "ctc_align", "rnnt_align", "tdt_align") or op.endswith("_search"):
+    if op in ("viterbi", "ctc_crf_decode") or op.endswith(("_align", "_search")):
         assert not gradients
     else:  # some ops compute gradients in their own backward pass too
         assert len(gradients) >= runs * warm_ops.CALLS

@@ -71,6 +71,11 @@ CALLS: dict[str, tuple[tuple[int, ...], str, Callable[[Tensor], object]]] = {
     "ctc_align": ((6, 2, 5), "log_probs", lambda x: partita.ctc_align(x, *CTC)),
     "ctc_greedy_search": ((6, 2, 5), "log_probs", partita.ctc_greedy_search),
     "ctc_beam_search": ((6, 2, 5), "log_probs", partita.ctc_beam_search),
+    "ctc_crf_decode": (
+        (6, 2, 6),
+        "scores",
+        lambda x: partita.ctc_crf_decode(x, **CRF),
+    ),
     "ctc_crf_loss": (
         (6, 2, 6),
         "scores",

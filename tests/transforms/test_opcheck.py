@@ -358,6 +358,9 @@ def crf_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
     for padded in (True, False):
         labels = targets if padded else targets.flatten()[:5].int()
         inputs = (scores if padded else scores.flatten(2), source, lattice_source, labels, lengths)
+        later = torch.zeros(5, 2, 3, device=device)
+        if device == "cpu" and BACKEND == "auto":
+            found["ctc_crf_beam_search"].append((scores, later, steps, 4))
         reduction, steps_or_none = ("none", steps) if padded else ("mean", None)
         options = (steps_or_none, 1, reduction)
         value, *results = torch.ops.partita.crf_loss(*inputs, *options, True, BACKEND)

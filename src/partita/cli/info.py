@@ -31,6 +31,7 @@ NUMBA_OPS = (
     "tdt_align",
     "linear_rnnt_loss",
     "linear_tdt_loss",
+    "ctc_crf_decode",
 )
 OPS = (
     "logsumexp",

@@ -23,6 +23,7 @@ from ..ops.cross_entropy.api import cross_entropy, token_stats
 from ..ops.ctc.api import ctc_align, ctc_loss
 from ..ops.ctc_crf.api import ctc_crf_loss, debruijn_source
 from ..ops.decode.api import ctc_beam_search, ctc_greedy_search
+from ..ops.decode.crf import ctc_crf_decode
 from ..ops.divergence.api import divergence, topk_divergence
 from ..ops.linear_chain.api import linear_chain
 from ..ops.linear_heads.api import linear_cross_entropy, linear_token_stats
@@ -166,6 +167,10 @@ def _ctc_crf_loss(scores: Tensor, targets: Tensor, lengths: Tensor, state_len: i
     )
 
 
+def _ctc_crf_decode(scores: Tensor, targets: Tensor, lengths: Tensor, state_len: int) -> Tensor:
+    return ctc_crf_decode(scores, state_len=state_len, alphabet_size=scores.shape[-1]).log_probs
+
+
 _CLASSES: Sizes = {"rows": (1024,), "classes": (1000, 32000, 128256)}
 _HIDDEN: Sizes = {**_CLASSES, "classes": (32000, 128256), "hidden": (1024,)}
 _CTC: Sizes = {"steps": (500,), "batch": (16,), "classes": (32, 1024), "labels": (64,)}
@@ -270,6 +275,7 @@ OPS: dict[str, WarmOp] = {
         {**_RNNT, "hidden": (640,)}, _joint, lambda *inputs: linear_rnnt_loss(*inputs, blank=0)
     ),
     "linear_tdt_loss": WarmOp({**_RNNT, "hidden": (640,)}, _joint, _linear_tdt_loss),
+    "ctc_crf_decode": WarmOp({**_CHAIN, "labels": (64,)}, _bases, _ctc_crf_decode),
     "ctc_crf_loss": WarmOp({**_CHAIN, "labels": (64,)}, _bases, _ctc_crf_loss),
 }
 SIZES = tuple(dict.fromkeys(name for op in OPS.values() for name in op.sizes))

@@ -16,11 +16,16 @@ def _reference() -> Functions:
     return {
         "ctc_greedy_search": reference.ctc_greedy_search,
         "ctc_beam_search": reference.ctc_beam_search,
+        "ctc_crf_beam_search": reference.ctc_crf_beam_search,
     }
 
 
 def _gpu() -> Functions:
-    return {"ctc_greedy_search": _gpu_greedy_search, "ctc_beam_search": _gpu_beam_search}
+    return {
+        "ctc_greedy_search": _gpu_greedy_search,
+        "ctc_beam_search": _gpu_beam_search,
+        "ctc_crf_beam_search": _no_crf_beam_search,
+    }
 
 
 # The two searches have kernels of their own, which take time to load.
@@ -36,12 +41,19 @@ def _gpu_beam_search(*args: Any) -> Any:
     return ctc_beam_search(*args)
 
 
+def _no_crf_beam_search(*args: Any) -> Any:
+    raise RuntimeError(
+        "method: expected 'viterbi' or 'posterior' on a GPU, got 'beam', which has no kernel there"
+    )
+
+
 def _cpu() -> Functions:
-    from .cpu import beam, greedy
+    from .cpu import beam, crf_beam, greedy
 
     return {
         "ctc_greedy_search": greedy.ctc_greedy_search,
         "ctc_beam_search": beam.ctc_beam_search,
+        "ctc_crf_beam_search": crf_beam.ctc_crf_beam_search,
     }
 
 

@@ -176,3 +176,103 @@ def ctc_greedy_search(
         result.lengths[n, 0] = len(emitted)
         result.scores[n, 0] = math.fsum(row[c] for row, c in zip(rows, path, strict=True))
     return result
+
+
+class KmerPrefix(NamedTuple):
+    """A prefix of bases in the beam of CTC-CRF, which ends in a k-mer.
+
+    Fields:
+        tokens: the number of its first k-mer, then its other bases.
+        state: the number of its last k-mer.
+        score: the log of the sum over its paths.
+        best: the score of the best of them.
+        states, edges: that path.
+    """
+
+    tokens: tuple[int, ...]
+    state: int
+    score: float
+    best: float
+    states: tuple[int, ...]
+    edges: tuple[int, ...]
+
+    def moved(self, state: int, edge: int, score: float) -> KmerPrefix:
+        """Return the prefix that adds the last base of a k-mer, entered by an edge."""
+        return KmerPrefix(
+            (*self.tokens, state),
+            state,
+            self.score + score,
+            self.best + score,
+            (*self.states, state),
+            (*self.edges, edge),
+        )
+
+
+def next_kmer_beam(
+    beam: list[KmerPrefix], step: list[list[float]], later: list[float], width: int
+) -> list[KmerPrefix]:
+    """Return the best prefixes after a step, ranked by their scores and the scores that follow."""
+    C, A = len(step), len(step[0])
+    bases = A - 1
+    known = {prefix.tokens: prefix for prefix in beam}
+    found = []
+    for i, prefix in enumerate(beam):
+        c = prefix.state
+        stays = prefix._replace(
+            score=prefix.score + step[c][0],
+            best=prefix.best + step[c][0],
+            states=(*prefix.states, c),
+            edges=(*prefix.edges, c * A),
+        )
+        parent = known.get(prefix.tokens[:-1])
+        if parent is not None:
+            k = 1 + parent.state // (C // bases)
+            entered = parent.moved(c, c * A + k, step[c][k])
+            score = log_add(stays.score, entered.score)
+            stays = (entered if entered.best > stays.best else stays)._replace(score=score)
+        found.append((stays, False, i))
+        k = 1 + c // (C // bases)
+        for state in range(c * bases % C, c * bases % C + bases):
+            if (*prefix.tokens, state) not in known:
+                found.append((prefix.moved(state, state * A + k, step[state][k]), True, i))
+    found.sort(
+        key=lambda each: (
+            -each[0].score - later[each[0].state],
+            each[0].state % bases,
+            *each[1:],
+        )
+    )
+    return [each for each, *_ in found[:width] if each.score + later[each.state] > -INF]
+
+
+def ctc_crf_beam_search(
+    scores: Tensor, later: Tensor, input_lengths: Tensor, beam_width: int
+) -> tuple[Tensor, Tensor]:
+    """Return the best path of the best prefix by prefix beam search over k-mers.
+
+    Args:
+        scores: `[T, N, C, A]`.
+        later: `[T + 1, N, C]`, the log of the sum over all paths from each state on.
+
+    Returns:
+        states `[T + 1, N]` and edges `[T, N]` as those of `Chain.viterbi`.
+    """
+    T, N, C, _ = scores.shape
+    states = torch.full((T + 1, N), -1, dtype=torch.int64, device=scores.device)
+    edges = states[1:].clone()
+    for n, length in enumerate(input_lengths.tolist()):
+        if not 0 <= length <= T:
+            continue
+        steps, follows = scores[:length, n].double().tolist(), later[:, n].double().tolist()
+        order = sorted(range(C), key=lambda c, row=follows[0]: (-row[c], c))
+        beam = [
+            KmerPrefix((c,), c, 0.0, 0.0, (c,), ())
+            for c in order[:beam_width]
+            if follows[0][c] > -INF
+        ]
+        for t, step in enumerate(steps):
+            beam = next_kmer_beam(beam, step, follows[t + 1], beam_width)
+        if beam:
+            states[: length + 1, n] = torch.tensor(beam[0].states)
+            edges[:length, n] = torch.tensor(beam[0].edges).long()
+    return states, edges

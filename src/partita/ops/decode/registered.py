@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...runtime import checks, register
@@ -38,6 +39,17 @@ beam_search: register.Op = register.define(
     _beam_fake,
     check=_check_lengths,
     vmap=lambda *batch: one_by_one(beam_search, *batch),
+    backends=BACKENDS,
+    reference_if_empty=True,
+)
+crf_beam_search: register.Op = register.define(
+    "ctc_crf_beam_search(Tensor scores, Tensor later, Tensor input_lengths, int beam_width,"
+    " str backend) -> (Tensor, Tensor)",
+    lambda scores, later, *_: (
+        scores.new_empty(later.shape[:2], dtype=torch.int64),
+        scores.new_empty(scores.shape[:2], dtype=torch.int64),
+    ),
+    vmap=lambda *batch: one_by_one(crf_beam_search, *batch),
     backends=BACKENDS,
     reference_if_empty=True,
 )

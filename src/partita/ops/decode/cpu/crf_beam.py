@@ -1,0 +1,215 @@
+"""Prefix beam search of CTC-CRF on the CPU, in Numba, with the sequences of a batch in parallel.
+
+The trie is that of `beam.py`, except that its first C nodes are the prefixes of one k-mer. An
+event is a move, whose label is the k-mer that it enters. The event before the first one is -1 - c,
+where c is the first k-mer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....primitives.cpu.batch import INF, as_steps, row_at, run_over_sequences
+from ....primitives.cpu.jit import jit
+from ....runtime.sizes import next_power_of_2
+from .beam import LABEL_SHIFT, NEW, Trie, insert, log_add, node_of
+
+# The numbers of a prefix: the log of the sum over its paths, and the score of the best of them.
+SCORE, BEST = range(2)
+# Its integers: the last event of that path, its node and its parent's, its last k-mer, and the slot
+# of its parent in the beam, or -1.
+EVENT, NODE, PARENT_NODE, STATE, PARENT = range(5)
+
+
+@jit
+def start(later: Any, x: Any, y: Any, chosen: Any) -> int:
+    """Put the best k-mers into the beam, and return their number."""
+    scores, ties = chosen[0], chosen[1]
+    found = 0
+    for c in range(len(later)):
+        if later[c] > -INF:
+            found = insert(scores, ties, found, later[c], c)
+    for i in range(found):
+        c = ties[i]
+        x[SCORE, i], x[BEST, i] = 0.0, 0.0
+        y[EVENT, i], y[NODE, i], y[PARENT_NODE, i] = -1 - c, c, -1
+        y[STATE, i], y[PARENT, i] = c, -1
+    return found
+
+
+@jit
+def candidates(
+    x: Any, y: Any, size: int, row: Any, strides: Any, later: Any, stays: Any, chosen: Any, A: int
+) -> int:
+    """Compute the prefixes that stay and insert them and all extensions; return how many are best.
+
+    Args:
+        stays: the numbers `[2, width]` of the prefixes that stay, and whether their best path
+            comes from the parent, `[width]`.
+    """
+    scores, ties, child = chosen
+    numbers, enters = stays
+    bases, top = A - 1, len(later) // (A - 1)
+    child[:] = 0  # a bit for each base by which a prefix of the beam is extended in the beam
+    found = 0
+    for i in range(size):
+        c, p = y[STATE, i], y[PARENT, i]
+        score = x[SCORE, i] + row[c * strides[2]]
+        best = x[BEST, i] + row[c * strides[2]]
+        enters[i] = False
+        if p >= 0:
+            move = row[c * strides[2] + (1 + y[STATE, p] // top) * strides[3]]
+            score = log_add(score, x[SCORE, p] + move)
+            enters[i] = x[BEST, p] + move > best
+            best = x[BEST, p] + move if enters[i] else best
+            child[p] |= 1 << (c % bases)
+        numbers[SCORE, i], numbers[BEST, i] = score, best
+        if score + later[c] > -INF:
+            tie = (c % bases + 1) << LABEL_SHIFT | i
+            found = insert(scores, ties, found, score + later[c], tie)
+    for i in range(size):
+        k, first = 1 + y[STATE, i] // top, y[STATE, i] * bases % len(later)
+        for base in range(bases):
+            if child[i] >> base & 1:
+                continue
+            c = first + base
+            rank = x[SCORE, i] + row[c * strides[2] + k * strides[3]] + later[c]
+            if rank > -INF:
+                tie = (base + 1) << LABEL_SHIFT | NEW | i
+                found = insert(scores, ties, found, rank, tie)
+    return found
+
+
+@jit
+def enter(
+    trie: Any,
+    nodes: int,
+    t: int,
+    before: Any,
+    row: Any,
+    strides: Any,
+    states: int,
+    stays: Any,
+    after: Any,
+    chosen: Any,
+    found: int,
+    slots: Any,
+) -> int:
+    """Make the next beam of the chosen candidates, and return the number of nodes."""
+    (x, y), (x2, y2), (numbers, enters) = before, after, stays
+    ties, width = chosen[1], len(chosen[0])
+    slots[:] = -1
+    for w in range(found):
+        if not ties[w] & NEW:
+            slots[ties[w] & (NEW - 1)] = w
+    returned, bases = False, strides[4]
+    for w in range(found):
+        i, new = ties[w] & (NEW - 1), ties[w] & NEW
+        p = i if new else y[PARENT, i]
+        if new:
+            base = (ties[w] >> LABEL_SHIFT) - 1
+            c = y[STATE, i] * bases % states + base
+            k = 1 + y[STATE, i] // (states // bases)
+            move = row[c * strides[2] + k * strides[3]]
+            x2[SCORE, w], x2[BEST, w] = x[SCORE, i] + move, x[BEST, i] + move
+            node = node_of(trie, nodes, y[NODE, i], base)
+            returned = returned or node < nodes
+            nodes = max(nodes, node + 1)
+            y2[NODE, w], y2[PARENT_NODE, w], y2[STATE, w] = node, y[NODE, i], c
+        else:
+            x2[SCORE, w], x2[BEST, w] = numbers[SCORE, i], numbers[BEST, i]
+            y2[NODE, w], y2[PARENT_NODE, w] = y[NODE, i], y[PARENT_NODE, i]
+            y2[STATE, w] = y[STATE, i]
+        y2[PARENT, w] = slots[p] if p >= 0 else -1
+        if new or enters[i]:
+            trie.previous[t * width + w] = y[EVENT, p]
+            trie.event_labels[t * width + w] = y2[STATE, w]
+            y2[EVENT, w] = t * width + w
+        else:
+            y2[EVENT, w] = y[EVENT, i]
+    if returned:  # a node that was in the beam before may have extensions there
+        for w in range(found):
+            for i in range(found):
+                if y2[PARENT_NODE, i] == y2[NODE, w]:
+                    y2[PARENT, i] = w
+    return nodes
+
+
+@jit
+def trace(
+    trie: Any, event: int, width: int, sizes: Any, length: int, states: Any, edges: Any
+) -> None:
+    """Write the path of an event, `[length + 1]` states and `[length]` edges; `sizes` is (C, A)."""
+    C, A = sizes
+    t = length
+    while event >= 0:
+        first, c = event // width + 1, trie.event_labels[event]
+        while t > first:
+            states[t], edges[t - 1] = c, c * A
+            t -= 1
+        event = trie.previous[event]
+        source = trie.event_labels[event] if event >= 0 else -1 - event
+        states[t], edges[t - 1] = c, c * A + 1 + source // (C // (A - 1))
+        t -= 1
+    c = -1 - event
+    while t > 0:
+        states[t], edges[t - 1] = c, c * A
+        t -= 1
+    states[0] = c
+
+
+@jit(nogil=True)
+def crf_beam_scan(
+    share: Any, lengths: Any, scores: Any, later: Any, sizes: Any, states: Any, edges: Any
+) -> None:
+    """Find the best path of the best prefix of each sequence; `sizes` is (width, table, A)."""
+    width, table_size, A = sizes
+    T, C = later.shape[0] - 1, later.shape[2]
+    strides = np.empty(5, np.int64)
+    strides[:4], strides[4] = scores.strides, A - 1
+    x, y = np.empty((2, 2, width)), np.empty((2, 5, width), np.int64)
+    stays, slots = (np.empty((2, width)), np.empty(width, np.bool_)), np.empty(width, np.int64)
+    chosen = np.empty(width), np.empty(width, np.int64), np.empty(width, np.int64)
+    capacity = T * width + C + 1
+    trie = Trie(
+        np.empty(table_size, np.int32),
+        np.empty(capacity, np.int32),
+        np.empty(capacity, np.int32),
+        np.empty(T * width + 1, np.int64),
+        np.empty(T * width + 1, np.int64),
+    )
+    for n in share:
+        states[n, :], edges[n, :] = -1, -1
+        if not 0 <= lengths[n] <= T:
+            continue
+        trie.table[:] = 0
+        nodes, b = C, 0
+        size = start(later[0, n], x[0], y[0], chosen)
+        for t in range(lengths[n]):
+            row = row_at(scores, t, n)
+            before, after = (x[b], y[b]), (x[1 - b], y[1 - b])
+            found = candidates(x[b], y[b], size, row, strides, later[t + 1, n], stays, chosen, A)
+            nodes = enter(
+                trie, nodes, t, before, row, strides, C, stays, after, chosen, found, slots
+            )
+            size, b = found, 1 - b
+        if size:
+            trace(trie, y[b, EVENT, 0], width, (C, A), lengths[n], states[n], edges[n])
+
+
+def ctc_crf_beam_search(
+    scores: Tensor, later: Tensor, input_lengths: Tensor, beam_width: int
+) -> tuple[Tensor, Tensor]:
+    """Return the best path of the best prefix: states `[T + 1, N]` and edges `[T, N]`."""
+    T, N, _, A = scores.shape
+    states, edges = np.empty((N, T + 1), np.int64), np.empty((N, T), np.int64)
+    lengths = input_lengths.contiguous().numpy()
+    sizes = beam_width, next_power_of_2(2 * T * beam_width + 2), A
+    follows = later.double().contiguous().numpy()
+    inputs = (lengths, as_steps(scores), follows, sizes, states, edges)
+    run_over_sequences(crf_beam_scan, lengths, 8 * beam_width * A, *inputs)
+    return torch.from_numpy(states).T.contiguous(), torch.from_numpy(edges).T.contiguous()
