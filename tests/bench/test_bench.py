@@ -85,13 +85,10 @@ def test_all_ops_with_table_csv_and_picture(
                 for part in ("inference", "backward", "total")
             } <= found
             assert ("log_softmax", "inference", dtype, name) in found
-            assert {
-                ("chain", part, dtype, name)
-                for part in ("inference", "forward", "backward", "total")
-            } <= found
             assert ("viterbi", "inference", dtype, name) in found
             assert {
-                ("linear_chain", part, dtype, name)
+                (op, part, dtype, name)
+                for op in ("chain", "linear_chain", "semi_markov")
                 for part in ("inference", "forward", "backward", "total")
             } <= found
             assert ("linear_viterbi", "inference", dtype, name) in found
@@ -101,6 +98,7 @@ def test_all_ops_with_table_csv_and_picture(
                 for part in ("inference", "forward", "backward", "total")
             } <= found
         assert ("ctc_align", "inference", dtype, "partita") in found
+        assert ("semi_markov_viterbi", "inference", dtype, "partita") in found
         assert ("cross_entropy", "total", dtype, "partita-inplace") in found
     parts = ("inference", "forward", "backward", "total")
     from_hidden = {
@@ -135,7 +133,8 @@ def test_all_ops_with_table_csv_and_picture(
         measured_part = row["part"] == "total" or row["op"] == "ctc_align"
         assert bool(row["extra_memory_bytes"]) == (
             device == "cuda"
-            and row["op"] in (*LINEAR, "cross_entropy", "chain", "linear_chain", *CTC)
+            and row["op"]
+            in (*LINEAR, "cross_entropy", "chain", "linear_chain", "semi_markov", *CTC)
             and measured_part
         )
     sizes = {
@@ -358,7 +357,7 @@ def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             ["chess"],
             "expected some of softmax, cross_entropy, token_stats, logprobs, linear_cross_entropy,"
-            " divergence, chain, linear_chain, ctc, got 'chess'",
+            " divergence, chain, linear_chain, semi_markov, ctc, got 'chess'",
         ),
         (
             ["--peers", "nobody"],

@@ -14,7 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import chain_peers, ctc_peers, divergence_peers, linear_chain_peers, linear_peers
+from . import (
+    chain_peers,
+    ctc_peers,
+    divergence_peers,
+    linear_chain_peers,
+    linear_peers,
+    semi_markov_peers,
+)
 
 Function = Callable[..., Any]
 CUPY = f"cupy-cuda{(torch.version.cuda or '12').partition('.')[0]}x"
@@ -92,6 +99,7 @@ OVER_TIME: dict[str, Function] = {
     "viterbi": chain_peers.loop_viterbi,
     "linear_chain": linear_chain_peers.loop_logz,
     "linear_viterbi": linear_chain_peers.loop_viterbi,
+    "semi_markov": semi_markov_peers.loop_logz,
     "ctc": ctc_peers.native_loss,
     "ctc_crf": ctc_peers.loop_crf_loss,
 }
@@ -146,6 +154,16 @@ def _partita_linear_viterbi() -> Function:
     return lambda *inputs: linear_chain(*inputs).viterbi().states
 
 
+def _partita_semi_markov() -> Function:
+    semi_markov_chain = _partita("SemiMarkovChain")
+    return lambda *inputs: semi_markov_chain(*inputs).logz()
+
+
+def _partita_semi_markov_viterbi() -> Function:
+    semi_markov_chain = _partita("SemiMarkovChain")
+    return lambda *inputs: semi_markov_chain(*inputs).viterbi()[1:]
+
+
 def _partita_ctc() -> Function:
     ctc_loss = _partita("ctc_loss")
     return lambda *inputs: ctc_loss(*inputs, reduction="sum", from_logits=True)
@@ -185,6 +203,7 @@ PARTITA = Provider(
     {name: lambda name=name: _partita(name) for name in EAGER}
     | {"chain": lambda: _partita("logz"), "viterbi": _partita_viterbi}
     | {"linear_chain": _partita_linear_chain, "linear_viterbi": _partita_linear_viterbi}
+    | {"semi_markov": _partita_semi_markov, "semi_markov_viterbi": _partita_semi_markov_viterbi}
     | {"ctc": _partita_ctc, "ctc_crf": _partita_ctc_crf, "ctc_align": _partita_ctc_align},
 )
 PARTITA_INPLACE = Provider("partita-inplace", {"cross_entropy": _partita_inplace}, overwrites=True)
@@ -291,10 +310,11 @@ PEERS = (
         {
             "linear_chain": linear_chain_peers.torch_struct_logz,
             "linear_viterbi": linear_chain_peers.torch_struct_viterbi,
+            "semi_markov": semi_markov_peers.torch_struct_logz,
         },
         packages=("torch_struct",),
         install="pip install torch-struct",
-        beyond=linear_chain_peers.beyond_torch_struct,
+        beyond=semi_markov_peers.beyond_torch_struct,
     ),
     Provider(
         "pytorch-crf",

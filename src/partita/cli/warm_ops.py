@@ -30,6 +30,7 @@ from ..ops.linear_heads.logprobs import linear_logprobs
 from ..ops.linear_heads.topk import linear_topk_logprobs
 from ..ops.linear_heads.topk_divergence import linear_topk_divergence
 from ..ops.logprobs.api import logprobs, topk_logprobs
+from ..ops.semi_markov.api import semi_markov_chain
 from ..ops.softmax.api import log_softmax, logsumexp, softmax
 from ..runtime.dtypes import acc_dtype
 from .console import DTYPES, UsageError, first_line
@@ -122,6 +123,10 @@ def _tags(inputs: Inputs, size: Size) -> tuple[Any, ...]:
     return inputs.leaf(size["steps"], size["batch"], C), inputs.leaf(C, C)
 
 
+def _durations(inputs: Inputs, size: Size) -> tuple[Any, ...]:
+    return *_tags(inputs, size), inputs.leaf(size["durations"], size["states"])
+
+
 def _bases(inputs: Inputs, size: Size) -> tuple[Any, ...]:
     """Return the arguments of CTC-CRF, whose states are the k-mers of four bases."""
     state_len = (size["states"].bit_length() - 1) // 2
@@ -206,6 +211,11 @@ OPS: dict[str, WarmOp] = {
         {"steps": (100,), "batch": (16,), "states": (16, 64)},
         _tags,
         lambda *inputs: linear_chain(*inputs).logz(),
+    ),
+    "semi_markov_chain": WarmOp(
+        {"steps": (500,), "batch": (16,), "states": (24,), "durations": (50,)},
+        _durations,
+        lambda *inputs: semi_markov_chain(*inputs).logz(),
     ),
     "ctc_crf_loss": WarmOp({**_CHAIN, "labels": (64,)}, _bases, _ctc_crf_loss),
 }
