@@ -89,10 +89,11 @@ def test_all_ops_with_table_csv_and_picture(
             assert ("linear_viterbi", "inference", dtype, name) in found
             assert {
                 (op, part, dtype, name)
-                for op in ("chain", "linear_chain", *CTC[:2], *RNNT[:2])
+                for op in (*CHAINS, *CTC[:2], *RNNT[:2])
                 for part in ("inference", "forward", "backward", "total")
             } <= found
         assert ("ctc_align", "inference", dtype, "partita") in found
+        assert ("semi_markov_viterbi", "inference", dtype, "partita") in found
         assert ("cross_entropy", "total", dtype, "partita-inplace") in found
     parts = ("inference", "forward", "backward", "total")
     from_hidden = {
@@ -127,7 +128,7 @@ def test_all_ops_with_table_csv_and_picture(
         measured_part = row["part"] == "total" or row["op"] == "ctc_align"
         assert bool(row["extra_memory_bytes"]) == (
             device == "cuda"
-            and row["op"] in (*LINEAR, "cross_entropy", "chain", "linear_chain", *CTC, *RNNT)
+            and row["op"] in (*LINEAR, "cross_entropy", *CHAINS, *CTC, *RNNT)
             and measured_part
         )
     sizes = {
@@ -350,7 +351,7 @@ def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             ["chess"],
             "expected some of softmax, cross_entropy, token_stats, logprobs, linear_cross_entropy,"
-            " divergence, chain, linear_chain, ctc, rnnt, got 'chess'",
+            " divergence, chain, linear_chain, semi_markov, ctc, rnnt, got 'chess'",
         ),
         (
             ["--peers", "nobody"],

@@ -28,6 +28,7 @@ TINY = {
     "batch": (2,),
     "labels": (2,),
     "states": (16,),
+    "durations": (3,),
 }
 
 

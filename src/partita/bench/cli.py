@@ -24,7 +24,7 @@ from .runner import DeviceLost, Row, failed, run, takers
 
 OPS = (
     *("softmax", "cross_entropy", "token_stats", "logprobs", "linear_cross_entropy", "divergence"),
-    *("chain", "linear_chain", "ctc", "rnnt"),
+    *("chain", "linear_chain", "semi_markov", "ctc", "rnnt"),
 )
 HOST = "host"
 
@@ -50,6 +50,8 @@ There is no `compile`, which would unroll a loop over hundreds of steps.
 
 Linear chains: log Z alone, with the gradients of emissions and transitions, and the best path, for
 transitions that are the same at each step. The truth comes from the kernels of sparse chains.
+
+Semi-Markov chains: the same with scores of durations. The truth comes from a loop over the steps.
 
 CTC: the loss from logits with its gradient, under the same contract; CTC-CRF over k-mers beside the
 recipe of basecallers; the alignment of a long target. PyTorch uses its own kernels, not cuDNN's.

@@ -21,6 +21,7 @@ from . import (
     linear_chain_peers,
     linear_peers,
     rnnt_peers,
+    semi_markov_peers,
 )
 
 Function = Callable[..., Any]
@@ -99,6 +100,7 @@ OVER_TIME: dict[str, Function] = {
     "viterbi": chain_peers.loop_viterbi,
     "linear_chain": linear_chain_peers.loop_logz,
     "linear_viterbi": linear_chain_peers.loop_viterbi,
+    "semi_markov": semi_markov_peers.loop_logz,
     "ctc": ctc_peers.native_loss,
     "ctc_crf": ctc_peers.loop_crf_loss,
     "rnnt": rnnt_peers.reference_rnnt,
@@ -156,6 +158,16 @@ def _partita_linear_viterbi() -> Function:
     return lambda *inputs: linear_chain(*inputs).viterbi().states
 
 
+def _partita_semi_markov() -> Function:
+    semi_markov_chain = _partita("SemiMarkovChain")
+    return lambda *inputs: semi_markov_chain(*inputs).logz()
+
+
+def _partita_semi_markov_viterbi() -> Function:
+    semi_markov_chain = _partita("SemiMarkovChain")
+    return lambda *inputs: semi_markov_chain(*inputs).viterbi()[1:]
+
+
 def _partita_ctc() -> Function:
     ctc_loss = _partita("ctc_loss")
     return lambda *inputs: ctc_loss(*inputs, reduction="sum", from_logits=True)
@@ -195,6 +207,7 @@ PARTITA = Provider(
     {name: lambda name=name: _partita(name) for name in EAGER}
     | {"chain": lambda: _partita("logz"), "viterbi": _partita_viterbi}
     | {"linear_chain": _partita_linear_chain, "linear_viterbi": _partita_linear_viterbi}
+    | {"semi_markov": _partita_semi_markov, "semi_markov_viterbi": _partita_semi_markov_viterbi}
     | {"ctc": _partita_ctc, "ctc_crf": _partita_ctc_crf, "ctc_align": _partita_ctc_align}
     | {
         "rnnt": lambda: rnnt_peers.partita_rnnt,
@@ -315,10 +328,11 @@ PEERS = (
         {
             "linear_chain": linear_chain_peers.torch_struct_logz,
             "linear_viterbi": linear_chain_peers.torch_struct_viterbi,
+            "semi_markov": semi_markov_peers.torch_struct_logz,
         },
         packages=("torch_struct",),
         install="pip install torch-struct",
-        beyond=linear_chain_peers.beyond_torch_struct,
+        beyond=semi_markov_peers.beyond_torch_struct,
     ),
     Provider(
         "pytorch-crf",

@@ -18,6 +18,7 @@ from ..ops.ctc_crf.api import ctc_crf_loss, debruijn_source
 from ..ops.divergence.api import divergence, topk_divergence
 from ..ops.linear_chain.api import linear_chain
 from ..ops.logprobs.api import logprobs, topk_logprobs
+from ..ops.semi_markov.api import semi_markov_chain
 from ..ops.softmax.api import log_softmax, logsumexp, softmax
 from ..primitives.semiring import Max
 from ..testing.budget import Scale
@@ -145,6 +146,26 @@ def _linear_chain_in_torch(x: Tensor) -> Tensor:
     for row in emissions[1:]:
         alpha = (alpha[..., None] + transitions).logsumexp(1) + row
     return alpha.logsumexp(-1)
+
+
+def _segments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scores of a semi-Markov chain of 12 states and segments of up to 7 steps."""
+    emissions, transitions = _tags(x)
+    return emissions[..., :12], transitions[:12, :12], transitions[12:19, :12]
+
+
+def _semi_markov(x: Tensor) -> Tensor:
+    return semi_markov_chain(*_segments(x)).logz()
+
+
+def _semi_markov_in_torch(x: Tensor) -> Tensor:
+    emissions, transitions, durations = _segments(upcast(x))
+    opened, ages = torch.zeros_like(emissions[0]), emissions[:0]
+    for row in emissions:
+        ages = torch.cat([opened[None], ages[: len(durations) - 1]]) + row
+        closed = (ages + durations[: len(ages), None]).logsumexp(0)
+        opened = (closed[..., None] + transitions).logsumexp(1)
+    return closed.logsumexp(-1)
 
 
 def _mean(x: Tensor) -> Tensor:
@@ -397,6 +418,7 @@ CHECKS = (
             ),  # in fp64 an offset costs both of them many ulp
             ("entropy", _entropy, _entropy_in_torch, "fp32"),
             ("linear_chain", _linear_chain, _linear_chain_in_torch, "fp32"),
+            ("semi_markov_chain", _semi_markov, _semi_markov_in_torch, "fp32"),
             ("ctc_crf_loss", _crf, _crf_in_torch, "fp32"),
             *RNNT,
         )

@@ -20,6 +20,7 @@ NUMBA_OPS = (
     "viterbi",
     "expectation",
     "linear_chain",
+    "semi_markov_chain",
     "ctc_loss",
     "ctc_align",
     "ctc_greedy_search",

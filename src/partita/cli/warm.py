@@ -29,6 +29,7 @@ MEANINGS = {
     "batch": "sequences of a batch",
     "labels": "labels of a target",
     "states": "states of a chain, or tags",
+    "durations": "steps of the longest segment of a semi-Markov chain",
 }
 
 DESCRIPTION = """\

@@ -35,6 +35,7 @@ from ..ops.logprobs.api import logprobs, topk_logprobs
 from ..ops.rnnt.api import rnnt_align, rnnt_loss
 from ..ops.rnnt.linear import linear_rnnt_loss, linear_tdt_loss
 from ..ops.rnnt.tdt import tdt_align, tdt_loss
+from ..ops.semi_markov.api import semi_markov_chain
 from ..ops.softmax.api import log_softmax, logsumexp, softmax
 from ..runtime.dtypes import acc_dtype
 from .console import DTYPES, UsageError, first_line
@@ -143,6 +144,10 @@ def _edges(inputs: Inputs, size: Size) -> tuple[Any, ...]:
 def _tags(inputs: Inputs, size: Size) -> tuple[Any, ...]:
     C = size["states"]
     return inputs.leaf(size["steps"], size["batch"], C), inputs.leaf(C, C)
+
+
+def _durations(inputs: Inputs, size: Size) -> tuple[Any, ...]:
+    return *_tags(inputs, size), inputs.leaf(size["durations"], size["states"])
 
 
 def _bases(inputs: Inputs, size: Size) -> tuple[Any, ...]:
@@ -276,6 +281,11 @@ OPS: dict[str, WarmOp] = {
     ),
     "linear_tdt_loss": WarmOp({**_RNNT, "hidden": (640,)}, _joint, _linear_tdt_loss),
     "ctc_crf_decode": WarmOp({**_CHAIN, "labels": (64,)}, _bases, _ctc_crf_decode),
+    "semi_markov_chain": WarmOp(
+        {"steps": (500,), "batch": (16,), "states": (24,), "durations": (50,)},
+        _durations,
+        lambda *inputs: semi_markov_chain(*inputs).logz(),
+    ),
     "ctc_crf_loss": WarmOp({**_CHAIN, "labels": (64,)}, _bases, _ctc_crf_loss),
 }
 SIZES = tuple(dict.fromkeys(name for op in OPS.values() for name in op.sizes))

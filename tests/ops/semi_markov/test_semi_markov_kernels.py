@@ -114,8 +114,8 @@ def test_large_chains(shape: tuple[int, int, int, int], device: str) -> None:
     chain = random_semi_markov(*shape, device=device, dtype=torch.float32)
     agree(chain)
     agree_in_paths(chain)
-    again = results(chain, "triton", torch.float32)
-    for a, b in zip(results(chain, "triton", torch.float32), again, strict=True):
+    repeated = results(chain, "triton", torch.float32)
+    for a, b in zip(results(chain, "triton", torch.float32), repeated, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 

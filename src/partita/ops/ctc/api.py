@@ -13,6 +13,7 @@ from ...runtime.backend import current_backend
 from ...runtime.lengths import Lengths
 from . import autograd as _ctc
 from .arguments import prepare
+from .priors_and_star import check_priors_and_star, with_priors_and_star
 
 
 class TokenSpans(NamedTuple):
@@ -85,6 +86,9 @@ def ctc_loss(
     zero_infinity: bool = False,
     *,
     from_logits: bool = False,
+    label_priors: Tensor | None = None,
+    prior_scale: float = 1.0,
+    star: int | None = None,
 ) -> Tensor:
     """Return the CTC loss: minus the log of the total probability of each target's alignments.
 
@@ -92,7 +96,7 @@ def ctc_loss(
         log_probs: `[T, N, C]` or `[T, C]` floating: log-probabilities of the classes at each step,
             or logits with `from_logits`.
         targets: `[N, S]`, or all targets concatenated, `[sum of target_lengths]`; integers from 0
-            to C - 1.
+            to C - 1, or the star.
         input_lengths, target_lengths: `[N]`, tensors on any device, lists or tuples; numbers for a
             single sequence.
         blank: the class of the blank.
@@ -100,6 +104,14 @@ def ctc_loss(
         zero_infinity: whether the infinite loss of a target that cannot be aligned becomes 0. Its
             gradient is 0 in both cases.
         from_logits: whether the op takes the log-softmax itself.
+        label_priors: `[C]` floating, the finite logarithms of the frequencies of the classes, which
+            are subtracted from the log-probabilities; None for none.
+        prior_scale: a factor of the priors, 0 or more.
+        star: an index of C or more that stands for any class in the targets, with log-probability
+            0; None for none. As with other labels, a star after a star needs a blank between them.
+
+    Scores with priors or a star are not normalised, so the loss may be negative. They take memory
+    of `[T, N, C + 1]` in fp32 at least.
 
     Returns:
         A number, or `[N]`, in nats; fp32 for half types. The gradient is the true one: minus the
@@ -122,7 +134,12 @@ def ctc_loss(
     """
     checks.choice("reduction", reduction, checks.REDUCTIONS)
     x = prepare("log_probs", log_probs, targets, input_lengths, target_lengths, blank)
-    save = torch.is_grad_enabled() and requires_grad(log_probs)
+    check_priors_and_star(log_probs, "log_probs", label_priors, prior_scale, star)
+    if label_priors is not None or star is not None:
+        refuse_forward_mode(log_probs)
+        x = with_priors_and_star(x, from_logits, label_priors, prior_scale, star)
+        from_logits = False
+    save = torch.is_grad_enabled() and requires_grad(x.logits)
     options = (blank, from_logits, reduction, bool(zero_infinity), save, current_backend())
     loss: Tensor
     if save or not plain_eager():
@@ -141,6 +158,9 @@ def ctc_align(
     blank: int = 0,
     *,
     from_logits: bool = False,
+    label_priors: Tensor | None = None,
+    prior_scale: float = 1.0,
+    star: int | None = None,
 ) -> CTCAlignment:
     """Return the most probable alignment of each target.
 
@@ -150,6 +170,8 @@ def ctc_align(
     Args:
         log_probs, targets, input_lengths, target_lengths, blank, from_logits: as in `ctc_loss`;
             N is 1 without a batch dimension.
+        label_priors, prior_scale, star: as in `ctc_loss`. The scores of the alignment have the
+            priors subtracted, and `labels` has the star where a step emits it.
 
     Returns:
         `CTCAlignment(labels, tokens, scores, score, longest)`; not differentiable.
@@ -168,5 +190,11 @@ def ctc_align(
     """
     with torch.no_grad():
         x = prepare("log_probs", log_probs, targets, input_lengths, target_lengths, blank)
+        check_priors_and_star(log_probs, "log_probs", label_priors, prior_scale, star)
+        if label_priors is not None or star is not None:
+            x = with_priors_and_star(x, from_logits, label_priors, prior_scale, star)
+            from_logits = False
         labels, tokens, scores, score = _ctc.align(*x, blank, from_logits, current_backend())
+        if star is not None:
+            labels = torch.where(labels == log_probs.shape[-1], star, labels)
     return CTCAlignment(labels, tokens, scores, score, x.max_target_len)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ def differentiable_gradient(grad_output: Tensor, *args: Any) -> tuple[Tensor, ..
     op = for_gradients(gradient, grad_output)
     return _differentiable(
         lambda *tensors: op(*tensors, per_sequence, backend),
-        lambda *tensors: reference.semi_markov_gradient(*tensors, per_sequence),
+        partial(reference.semi_markov_gradient, per_sequence=per_sequence),
         1 + VARIABLES,
         (grad_output, *tensors),
     )

@@ -55,7 +55,8 @@ def _mean_score(posterior: Tensor, scores: Tensor) -> Tensor:
 
 def entropy(chain: SemiMarkovTensors) -> Tensor:
     """Return the entropy of the paths in nats, `[N]` fp64: log Z minus the mean score."""
-    chain = SemiMarkovTensors(*(tensor.double() for tensor in chain[:5]), chain.lengths)
+    emissions, transitions, durations, start, end = (tensor.double() for tensor in chain[:5])
+    chain = SemiMarkovTensors(emissions, transitions, durations, start, end, chain.lengths)
     logz = log_partitions(chain)[0]
     states, transitions, durations, first, last = marginals(chain)
     mean = _mean_score(states.transpose(0, 1), chain.emissions.transpose(0, 1))

@@ -146,7 +146,7 @@ def backward_scores(x: SemiMarkovInputs, semiring: Semiring) -> BackwardScores:
     follows = torch.full_like(x.end, -torch.inf)
     closing = follows.new_full((len(x.durations), *follows.shape), -torch.inf)
     for t in reversed(range(len(x.emissions))):
-        beta = torch.where((t == x.last)[:, None], x.end, follows)
+        beta = torch.where((x.last == t)[:, None], x.end, follows)
         closing = _age(beta, closing) + x.emissions[t]
         begin = semiring.sum(closing + x.durations, 0)
         follows = semiring.sum(x.transitions + begin[:, None], 2)
@@ -172,7 +172,7 @@ def posteriors(x: SemiMarkovInputs) -> Posteriors:
     logz = log_partition(x, forward.alpha)
     total = logz.masked_fill(logz == -torch.inf, torch.inf)[:, None]
     covering = torch.zeros_like(forward.opened[0])
-    states, segments = [], []
+    states, segments = list[Tensor](), list[Tensor]()
     for opened, beta in zip(reversed(forward.opened), reversed(backward.beta), strict=True):
         segments.insert(0, (opened + x.durations + (beta - total)).exp())
         # A segment that covers step t + 1 at the age d + 1 covers step t at the age d.

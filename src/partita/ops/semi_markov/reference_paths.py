@@ -40,14 +40,14 @@ def trace_back(
         return states, starts
     ends, state, first = last, torch.zeros_like(last), torch.zeros_like(last)
     for t in reversed(range(T)):
-        entered = torch.where((t == last)[..., None], x.end, x.transitions.T[state])
-        is_end = t == ends
+        entered = torch.where((last == t)[..., None], x.end, x.transitions.T[state])
+        is_end = ends == t
         state = torch.where(is_end, choose(scores.alpha[t] + entered, t, STATE), state)
         terms = (scores.opened[t] + x.durations)[:, sequence, state].movedim(0, -1)
         first = torch.where(is_end, t - choose(terms, t, DURATION), first)
         states[:, t] = torch.where(t <= last, state, -1)
         starts[:, t] = (t <= last) & (t == first)
-        ends = torch.where(t == first, t - 1, ends)
+        ends = torch.where(first == t, t - 1, ends)
     has_path = logz > -torch.inf  # False for NaN
     return states.masked_fill(~has_path, -1), starts & has_path
 

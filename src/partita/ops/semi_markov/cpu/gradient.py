@@ -36,11 +36,11 @@ def add_segments(
     for c in range(C):
         factor[c] = exp(maxima[c] + begin[c] - logz)
     for d in range(rows - 1, -1, -1):
-        weight, count = weights[d], counts[d]
+        weight, by_size = weights[d], counts[d]
         for c in range(C):
             weight[c] *= factor[c]
         for c in range(C):
-            count[c] += weight[c]
+            by_size[c] += weight[c]
     for c in range(C):
         factor[c] = 0.0
     for d in range(rows - 1, -1, -1):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,7 @@ def semi_markov_logz(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log Z in fp64 and in the dtype of results, and the scores of both scans."""
     T, N, C = emissions.shape
-    fp64 = {"dtype": torch.float64, "device": emissions.device}
+    fp64: dict[str, Any] = {"dtype": torch.float64, "device": emissions.device}
     logz = torch.empty(N, **fp64)
     rounded = torch.empty(N, dtype=acc_dtype(emissions.dtype), device=emissions.device)
     saved = torch.empty(saved_shape("gpu", T, N, C) if save else (0,), **fp64)

@@ -63,17 +63,15 @@ def take_step(
         durations = durations + (tl.load(at + p * WIDTH, mask=c < C, other=-float("inf")),)
     opened = tl.where(k == 0, first, log_sum_exp(transitions + closed[None, :], EXACT))
     newest = k & (SLOTS - 1)
-    next_ring, terms = (), ()
+    next_ring, terms, maximum = (), (), closed
     for p in tl.static_range(PARTS):
         scores = tl.where(p * WIDTH + lane == newest, opened[:, None], ring[p]) + emission[:, None]
         next_ring = next_ring + (scores,)
         terms = terms + (scores + durations[p],)
-    maximum = terms[0]
-    for p in tl.static_range(1, PARTS):
-        maximum = tl.maximum(maximum, terms[p])
+        maximum = tl.maximum(maximum, terms[p]) if p > 0 else terms[p]
     shift = finite_shift(tl.max(maximum, axis=1))
-    total = exp_term(terms[0] - shift[:, None], EXACT)
-    for p in tl.static_range(1, PARTS):
+    total = tl.zeros([BLOCK_C, WIDTH], tl.float64)
+    for p in tl.static_range(PARTS):
         total += exp_term(terms[p] - shift[:, None], EXACT)
     return opened, next_ring, log_of_sum(tl.sum(total, axis=1), EXACT) + shift
 
