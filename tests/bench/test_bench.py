@@ -29,6 +29,7 @@ from partita.bench.case import Case
 from partita.bench.measure import Timing
 from partita.bench.providers import PARTITA, TORCH, Provider
 
+CHAINS = ("chain", "linear_chain", "semi_markov")
 CTC, RNNT = ("ctc", "ctc_crf", "ctc_align"), ("rnnt", "tdt", "linear_rnnt")
 LINEAR = ("linear_cross_entropy", "linear_divergence")
 PEERS = (

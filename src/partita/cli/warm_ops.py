@@ -146,7 +146,7 @@ def _tags(inputs: Inputs, size: Size) -> tuple[Any, ...]:
     return inputs.leaf(size["steps"], size["batch"], C), inputs.leaf(C, C)
 
 
-def _durations(inputs: Inputs, size: Size) -> tuple[Any, ...]:
+def _segments(inputs: Inputs, size: Size) -> tuple[Any, ...]:
     return *_tags(inputs, size), inputs.leaf(size["durations"], size["states"])
 
 
@@ -185,17 +185,17 @@ _SEARCH: Sizes = {"steps": (500,), "batch": (16,), "classes": (5, 32, 1024)}
 _CHAIN: Sizes = {"steps": (500,), "batch": (16,), "states": (64, 256, 1024)}
 
 
-def _durations(logits: Tensor) -> Tensor:
+def _duration_logits(logits: Tensor) -> Tensor:
     """Return logits of the durations."""
     return logits.new_zeros(*logits.shape[:3], len(_DURATIONS))
 
 
 def _tdt_loss(logits: Tensor, targets: Tensor, steps: Tensor, lengths: Tensor) -> Tensor:
-    return tdt_loss(logits, _durations(logits), targets, steps, lengths, 0, _DURATIONS)
+    return tdt_loss(logits, _duration_logits(logits), targets, steps, lengths, 0, _DURATIONS)
 
 
 def _tdt_align(logits: Tensor, targets: Tensor, steps: Tensor, lengths: Tensor) -> Tensor:
-    inputs = (logits.detach(), _durations(logits.detach()), targets)
+    inputs = (logits.detach(), _duration_logits(logits.detach()), targets)
     return tdt_align(*inputs, steps, lengths, 0, _DURATIONS).score
 
 
@@ -283,7 +283,7 @@ OPS: dict[str, WarmOp] = {
     "ctc_crf_decode": WarmOp({**_CHAIN, "labels": (64,)}, _bases, _ctc_crf_decode),
     "semi_markov_chain": WarmOp(
         {"steps": (500,), "batch": (16,), "states": (24,), "durations": (50,)},
-        _durations,
+        _segments,
         lambda *inputs: semi_markov_chain(*inputs).logz(),
     ),
     "ctc_crf_loss": WarmOp({**_CHAIN, "labels": (64,)}, _bases, _ctc_crf_loss),

@@ -49,7 +49,9 @@ def log_add(a: float, b: float) -> float:
     return high if high == -INF else high + math.log1p(math.exp(low - high))
 
 
-def as_rows(logits: Tensor, input_lengths: Tensor, from_logits: bool) -> list[list[list[float]]]:
+def as_rows(
+    logits: Tensor, input_lengths: Tensor, from_logits: bool
+) -> list[list[list[float]] | None]:
     """Return the log-probabilities of the steps of each sequence; None where they are invalid."""
     log_probs = logits.double()
     log_probs = (log_probs.log_softmax(-1) if from_logits else log_probs).transpose(0, 1)
@@ -169,7 +171,7 @@ def ctc_greedy_search(
         if rows is None:
             result.scores[n] = torch.nan
             continue
-        path = [max(range(len(row)), key=lambda c, row=row: row[c]) for row in rows]
+        path = [row.index(max(row)) for row in rows]  # the lowest class of equal ones
         emitted = [t for t, c in enumerate(path) if c != blank and (t == 0 or path[t - 1] != c)]
         result.tokens[n, 0, : len(emitted)] = torch.tensor([path[t] for t in emitted]).long()
         result.steps[n, 0, : len(emitted)] = torch.tensor(emitted).long()
@@ -264,7 +266,7 @@ def ctc_crf_beam_search(
         if not 0 <= length <= T:
             continue
         steps, follows = scores[:length, n].double().tolist(), later[:, n].double().tolist()
-        order = sorted(range(C), key=lambda c, row=follows[0]: (-row[c], c))
+        order = sorted(range(C), key=[-score for score in follows[0]].__getitem__)
         beam = [
             KmerPrefix((c,), c, 0.0, 0.0, (c,), ())
             for c in order[:beam_width]
