@@ -11,7 +11,6 @@ from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, tl_acc_dtype
 from .call import Targets
 from .joint import rnnt_joint_gradient_kernel, rnnt_joint_kernel, rnnt_predictor_sum_kernel
-from .plan import ceil_div
 
 ROW_ALIGNMENT = 16  # columns of the padded matrix
 # Steps of a program of the joint's gradient, and of one of a chunk that makes few programs. More
@@ -83,7 +82,7 @@ def joint_head(
     (V, D), K = weight.shape, 0 if extra_weight is None else len(extra_weight)
     if K == 0 and V % 8 == 0:
         return Head(weight, bias, V, 0)
-    X = ceil_div(V + K, ROW_ALIGNMENT) * ROW_ALIGNMENT
+    X = cdiv(V + K, ROW_ALIGNMENT) * ROW_ALIGNMENT
     padded = weight.new_zeros(X, D)
     padded[:V] = weight
     padded_bias = None

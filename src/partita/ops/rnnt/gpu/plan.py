@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ....runtime.caches import register_cache
+from ....runtime.sizes import cdiv, next_power_of_2
 
 CHUNK = 32  # values of u in a chunk, one per lane of a warp
 NODES_PER_PROGRAM = 4  # nodes whose rows a program reads
@@ -56,22 +57,12 @@ class RowTile(NamedTuple):
     pieces: int
 
 
-def ceil_div(number: int, by: int) -> int:
-    """Return the quotient rounded up."""
-    return -(-number // by)
-
-
-def next_power_of_2(number: int) -> int:
-    """Return the least power of two that is not below the number."""
-    return 1 << max(number - 1, 0).bit_length()
-
-
 @functools.lru_cache(maxsize=4096)
 def lattice_plan(B: int, T: int, U1: int) -> LatticePlan:
     """Return the layout for B sequences of T steps and U1 values of u."""
-    num_chunks = ceil_div(U1, CHUNK)
-    rows = ceil_div(T + CHUNK, BLOCK_ROWS) * BLOCK_ROWS
-    carry_steps = ceil_div(T, BLOCK_ROWS) * BLOCK_ROWS
+    num_chunks = cdiv(U1, CHUNK)
+    rows = cdiv(T + CHUNK, BLOCK_ROWS) * BLOCK_ROWS
+    carry_steps = cdiv(T, BLOCK_ROWS) * BLOCK_ROWS
     return LatticePlan(num_chunks, rows, B * num_chunks * rows * CHUNK, carry_steps)
 
 
@@ -94,9 +85,9 @@ def row_tile(V: int, itemsize: int, alignment: int, has_edges: bool) -> RowTile:
     if edges:
         vector = 16 // itemsize
     columns = V // vector * vector if edges else V
-    block = min(32 * vector, next_power_of_2(V))
+    block = min(32 * vector, next_power_of_2(max(V, 1)))
     elements = MAX_LANE_ELEMENTS if itemsize < 8 else MAX_LANE_ELEMENTS // 2
-    pieces = min(ceil_div(columns, block), elements // vector)
+    pieces = min(cdiv(columns, block), elements // vector)
     return RowTile(vector, edges, block, pieces)
 
 
