@@ -29,6 +29,7 @@ TEACHER = numbers(N, 5, seed=7)
 TEACHER_MATRIX = numbers(5, 5, seed=8)
 IDS = torch.arange(2 * N).view(N, 2) % 3  # some rows repeat a class
 OTHER = numbers(3, N, 3, 3, seed=5)
+MOVES = numbers(3, 3, seed=9)
 
 
 def best_of(device: torch.device) -> partita.TopK:
@@ -46,6 +47,12 @@ def crf(scores: Tensor, reduction: str) -> Tensor:
     targets = torch.tensor([[1, 2, 2], [2, 1, 0]], device=scores.device)
     sizes = {"state_len": 1, "alphabet_size": 3}
     return partita.ctc_crf_loss(scores, targets, [3, 2], **sizes, reduction=reduction)
+
+
+def segments(scores: Tensor) -> partita.SemiMarkovChain:
+    """Return semi-Markov chains of 3 states and segments of up to 2 steps."""
+    others = (MOVES.to(scores.device), MOVES[:2].to(scores.device))
+    return partita.SemiMarkovChain(scores, *others, lengths=[4, 3])
 
 
 def ctc(scores: Tensor, **options: object) -> Tensor:
@@ -164,6 +171,8 @@ LOSSES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "entropy": ((3, N, 3, 3), lambda x: chain(x).entropy()),
     "kl": ((3, N, 3, 3), lambda x: chain(OTHER.to(x.device)).kl(chain(x))),
     "expectation": ((3, N, 3, 3), lambda x: chain(x).expectation(OTHER.to(x.device))),
+    "semi_markov_chain": ((4, N, 3), lambda x: segments(x).logz()),
+    "posteriors of segments": ((4, N, 3), lambda x: segments(x).segment_marginals()),
 }
 CURVED = [name for name in LOSSES if name != "best score"]
 SCANS = [name for name in CURVED if len(LOSSES[name][0]) > 2]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...runtime.autograd import apply, needs_no_derivative, refuse_forward_mode
+from ...runtime.autograd import apply, needs_no_derivative, refuse_forward_mode, requires_grad
 from ...runtime.backend import current_backend
 from . import autograd
 from .inputs import SemiMarkovTensors, scalar
@@ -21,8 +21,8 @@ def log_partitions(chain: SemiMarkovTensors) -> tuple[Tensor, Tensor]:
     if needs_no_derivative(*chain[:5]):
         fp64, rounded, _ = autograd.logz(*chain, False, backend)
     else:
-        followed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in chain[:5])
-        fp64, rounded, _ = apply(autograd.LogZ, *chain, followed, backend)
+        save = torch.is_grad_enabled() and any(map(requires_grad, chain[:5]))
+        fp64, rounded, _ = apply(autograd.LogZ, *chain, save, backend)
     return fp64, rounded
 
 
