@@ -65,6 +65,20 @@ def add_pairs(alpha: Any, logz: float, maxima: Any, weights: Any, pairs: Any) ->
             row[j] += factor * weights[j, i]
 
 
+@jit
+def normalize(states: Any) -> None:
+    """Divide the posteriors of each step `[L, C]` by their sum.
+
+    The sum is 1 but for the rounding errors of scores, which grow with log Z.
+    """
+    for t in range(len(states)):
+        row, total = states[t], 0.0
+        for c in range(len(row)):
+            total += row[c]
+        for c in range(len(row) if total > 0.0 else 0):
+            row[c] /= total
+
+
 @jit(nogil=True)
 def gradient_kernel(
     sequences: Any,
@@ -119,6 +133,7 @@ def gradient_kernel(
                     segments[t + d, d, n, c] = by_duration[d, c]
         for c in range(C):
             ends[0, n, c] = factor[c]
+        normalize(states[n, :length])
 
 
 def _posteriors(

@@ -34,8 +34,8 @@ def semi_markov_states_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """Write the gradients in emissions and in ends, the posteriors times the upstream gradient."""
-    n = (tl.program_id(0) % N).to(tl.int64)
-    c = tl.program_id(0) // N * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    n = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK_C)[None, :]
     steps, _ = load_steps(lengths_ptr, n, T)
     total = load_total(logz_ptr, n)
     grad = tl.load(grad_ptr + n * grad_n).to(tl.float64)
@@ -58,13 +58,16 @@ def semi_markov_states_kernel(
         score_at = t.to(tl.int64) * stride_t + n * stride_n + c.to(tl.int64) * stride_c
         score = tl.load(emissions_ptr + score_at, mask=mask, other=-float("inf"))
         # What rounding leaves of a state that is impossible would make 0 times -inf infinite.
-        gradient = grad * tl.where(score == -float("inf"), 0.0, posterior)
+        posterior = tl.where(score == -float("inf"), 0.0, posterior)
+        # The sum is 1 but for the rounding errors of scores, which grow with log Z.
+        normalizer = tl.sum(posterior, axis=1)[:, None]
+        gradient = grad * posterior / tl.where(normalizer > 0.0, normalizer, 1.0)
         gradient = tl.where(total == total, gradient, total)
         gradient = rounded(gradient, d_emissions_ptr.dtype.element_ty)
         tl.store(d_emissions_ptr + at, gradient, mask=(t < T) & (c < C))
         d_start = rounded(grad * starts, d_start_ptr.dtype.element_ty)
         tl.store(d_start_ptr + n * C + c + 0 * t, d_start, mask=(t == 0) & (c < C))
-    c = tl.program_id(0) // N * BLOCK_C + tl.arange(0, BLOCK_C)
+    c = tl.arange(0, BLOCK_C)
     at = (steps - 1) * row_size + n * C + c
     last = tl.load(saved_ptr + part + at, mask=c < C, other=0.0)
     last += tl.load(saved_ptr + 3 * part + at, mask=c < C, other=0.0)

@@ -106,16 +106,14 @@ def semi_markov_gradient(
     lengths = None if lengths is None else lengths.contiguous()
     d_emissions = torch.empty((T, N, C), dtype=emissions.dtype, device=device)
     d_start, d_end = (torch.empty((N, C), dtype=x.dtype, device=device) for x in (start, end))
-    options = plan.state_options(C)
-    blocks = cdiv(C, options["BLOCK_C"])
     grad_n = grad_output.stride(0)
     launch(
         semi_markov_states_kernel,
-        N * blocks,
+        N if C else 0,
         *(grad_output, emissions, lengths, logz, saved, d_emissions, d_start, d_end),
         *(T, N, C, grad_n, *emissions.stride()),
         EXACT=exact,
-        **options,
+        **plan.state_options(C),
     )
     splits, per_split = plan.splits(T, N, C)
     pairs = torch.empty((N, splits, C * C), dtype=torch.float64, device=device)
@@ -130,12 +128,12 @@ def semi_markov_gradient(
     counts = torch.empty((N, splits, D * C), dtype=torch.float64, device=device)
     launch(
         semi_markov_segments_kernel,
-        N * splits * blocks,
+        N * splits * cdiv(C, plan.posterior_block(C)),
         *(emissions, durations, lengths, logz, saved, counts, T, N, C, D, splits, per_split),
         *(*emissions.stride(), *durations.stride()),
         SEGMENTS=False,
         EXACT=exact,
-        **options,
+        **plan.segment_options(C),
     )
     d_transitions, d_durations = (
         add_parts(grad_output, parts, scores, per_sequence, acc_dtype(emissions.dtype))
@@ -184,7 +182,7 @@ def semi_markov_segments(
     D, dtype = len(durations), acc_dtype(emissions.dtype)
     result = torch.empty((T, D, N, C), dtype=dtype, device=emissions.device)
     lengths = None if lengths is None else lengths.contiguous()
-    options = plan.state_options(C)
+    options = plan.segment_options(C)
     splits, per_split = plan.splits(T, N, C)
     launch(
         semi_markov_segments_kernel,

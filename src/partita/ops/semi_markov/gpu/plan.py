@@ -70,6 +70,12 @@ def posterior_block(C: int) -> int:
 
 def state_options(C: int) -> dict[str, int]:
     """Return the compile-time arguments of the kernel of the posteriors of states."""
+    block = state_block(C)
+    return {"ROWS": max(1, min(ROWS, 1024 // block)), "BLOCK_C": block, "num_warps": 4}
+
+
+def segment_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of the kernel of the posteriors of segments."""
     return {"ROWS": ROWS, "BLOCK_C": posterior_block(C), "num_warps": 4}
 
 
