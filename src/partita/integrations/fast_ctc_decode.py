@@ -45,6 +45,7 @@ def beam_search(
         `partita.ctc_beam_search`.
 
     Example:
+        >>> import torch
         >>> from partita.integrations.fast_ctc_decode import beam_search
         >>> probabilities = torch.tensor([[0.1, 0.9, 0.0], [0.6, 0.4, 0.0], [0.1, 0.0, 0.9]])
         >>> beam_search(probabilities, "-AB")
@@ -77,6 +78,7 @@ def viterbi_search(
     Source: the function of this name in fast-ctc-decode 0.3, 2019.
 
     Example:
+        >>> import torch
         >>> from partita.integrations.fast_ctc_decode import viterbi_search
         >>> probabilities = torch.tensor([[0.1, 0.9, 0.0], [0.6, 0.4, 0.0], [0.1, 0.0, 0.9]])
         >>> viterbi_search(probabilities, "-AB")

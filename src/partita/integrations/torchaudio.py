@@ -87,6 +87,9 @@ class CUCTCDecoder:
         nbest: the number of hypotheses of each sequence.
         blank_skip_threshold: a probability of the blank; a step above it is taken as a blank.
 
+    Raises:
+        ValueError: the blank is no class.
+
     Source: the class of this name in torchaudio 2.1, 2023; the method is that of
         `partita.ctc_beam_search`.
 
@@ -106,6 +109,7 @@ class CUCTCDecoder:
         nbest: int = 1,
         blank_skip_threshold: float = 0.95,
     ) -> None:
+        checks.blank(blank_id, len(vocab_list))
         self.vocab_list, self.blank_id, self.beam_size = list(vocab_list), blank_id, beam_size
         self.nbest, self.blank_skip_threshold = nbest, blank_skip_threshold
 
