@@ -9,7 +9,7 @@ from .ops.chain.api import Chain, logz
 from .ops.chain.edges import dense_source, edges_from_states
 from .ops.chain.results import ChainSample, ViterbiPath
 from .ops.cross_entropy.api import TokenStats, cross_entropy, token_stats
-from .ops.ctc.api import CTCAlignment, TokenSpans, ctc_align, ctc_loss
+from .ops.ctc.api import CTCAlignment, TokenSpans, ctc_align, ctc_loss, word_spans
 from .ops.ctc_crf.api import ctc_crf_loss, debruijn_source
 from .ops.decode.api import ctc_beam_search, ctc_greedy_search
 from .ops.decode.basecalls import Basecalls
@@ -99,6 +99,7 @@ __all__ = [
     "token_stats",
     "topk_divergence",
     "topk_logprobs",
+    "word_spans",
 ]
 
 # Users meet these objects as `partita.X`, so this is what error messages and pickles name.

@@ -21,6 +21,7 @@ MODULES = (
     "partita.parallel",
     "partita.testing",
     "partita.integrations",
+    "partita.integrations.fast_ctc_decode",
     "partita.integrations.koi",
     "partita.integrations.torchaudio",
     "partita.integrations.transformers",

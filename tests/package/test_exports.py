@@ -12,6 +12,7 @@ import partita
 MODULES = [
     partita,
     partita.integrations,
+    partita.integrations.fast_ctc_decode,
     partita.integrations.koi,
     partita.integrations.transformers,
     partita.integrations.trl,
@@ -86,7 +87,14 @@ def test_public_names_are_those_of_the_design() -> None:
         "semi_markov_chain",
     }
     ctc = {"CTCAlignment", "TokenSpans", "ctc_align", "ctc_crf_loss", "ctc_loss", "debruijn_source"}
-    ctc |= {"Basecalls", "ctc_crf_decode", "Hypotheses", "ctc_beam_search", "ctc_greedy_search"}
+    ctc |= {
+        "word_spans",
+        "Basecalls",
+        "ctc_crf_decode",
+        "Hypotheses",
+        "ctc_beam_search",
+        "ctc_greedy_search",
+    }
     linear = {f"linear_{name}" for name in ("cross_entropy", "cross_entropy_plan", "logprobs")}
     linear |= {"linear_token_stats", "linear_divergence", "linear_topk_logprobs"}
     rows |= {"TopK", "topk_logprobs", "token_stats", "divergence"}

@@ -1,18 +1,31 @@
-"""The names of torchaudio for forced alignment, for batches of any size, and for transducers."""
+"""The names of torchaudio for forced alignment, for decoding on the device, and for transducers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..nn import RNNTLoss
 from ..ops.ctc.api import ctc_align
+from ..ops.decode.api import ctc_beam_search
 from ..ops.rnnt.api import rnnt_loss
 from ..runtime import checks
 
-__all__ = ["RNNTLoss", "TokenSpan", "forced_align", "merge_tokens", "rnnt_loss"]
+__all__ = [
+    "CUCTCDecoder",
+    "CUCTCHypothesis",
+    "RNNTLoss",
+    "TokenSpan",
+    "cuda_ctc_decoder",
+    "forced_align",
+    "merge_tokens",
+    "rnnt_loss",
+]
 
 TARGETS = (torch.int32, torch.int64)
 
@@ -41,6 +54,142 @@ class TokenSpan:
 
     def __len__(self) -> int:
         return self.end - self.start
+
+
+class CUCTCHypothesis(NamedTuple):
+    """A decoded sequence.
+
+    Fields:
+        tokens: the classes.
+        words: the text of each class.
+        score: the log-probability in nats, summed over alignments.
+
+    Source: the class of this name in torchaudio 2.1, 2023.
+
+    Example:
+        >>> from partita.integrations.torchaudio import CUCTCHypothesis
+        >>> CUCTCHypothesis(tokens=[1], words=["a"], score=-0.5).words
+        ['a']
+    """
+
+    tokens: list[int]
+    words: list[str]
+    score: float
+
+
+class CUCTCDecoder:
+    """A prefix beam search with fixed options, on any device.
+
+    Args:
+        vocab_list: the text of each class.
+        blank_id: the class of the blank.
+        beam_size: the number of prefixes that go on after each step, up to 256.
+        nbest: the number of hypotheses of each sequence.
+        blank_skip_threshold: a probability of the blank; a step above it is taken as a blank.
+
+    Raises:
+        ValueError: the blank is no class.
+
+    Source: the class of this name in torchaudio 2.1, 2023; the method is that of
+        `partita.ctc_beam_search`.
+
+    Example:
+        >>> import torch
+        >>> from partita.integrations.torchaudio import CUCTCDecoder
+        >>> log_probs = (torch.eye(3)[[0, 1, 1, 0, 2]] * 9).log_softmax(-1)[None]
+        >>> CUCTCDecoder(["-", "a", "b"])(log_probs, torch.tensor([5]))[0][0].words
+        ['a', 'b']
+    """
+
+    def __init__(
+        self,
+        vocab_list: Sequence[str],
+        blank_id: int = 0,
+        beam_size: int = 10,
+        nbest: int = 1,
+        blank_skip_threshold: float = 0.95,
+    ) -> None:
+        checks.blank(blank_id, len(vocab_list))
+        self.vocab_list, self.blank_id, self.beam_size = list(vocab_list), blank_id, beam_size
+        self.nbest, self.blank_skip_threshold = nbest, blank_skip_threshold
+
+    def __call__(self, log_prob: Tensor, encoder_out_lens: Tensor) -> list[list[CUCTCHypothesis]]:
+        """Return the hypotheses of each sequence. The host waits for the device.
+
+        Args:
+            log_prob: `[B, T, C]` log-probabilities of as many classes as there are texts.
+            encoder_out_lens: `[B]`, the number of steps of each sequence.
+
+        Returns:
+            For each sequence a list of `CUCTCHypothesis`, the best first, with scores in nats.
+
+        Raises:
+            TypeError, ValueError: wrong dtypes, shapes, lengths or numbers.
+
+        Example:
+            >>> import torch
+            >>> from partita.integrations.torchaudio import CUCTCDecoder
+            >>> log_probs = (torch.eye(2)[[0, 1]] * 9).log_softmax(-1)[None]
+            >>> CUCTCDecoder(["-", "a"], nbest=2)(log_probs, torch.tensor([2]))[0][1].words
+            []
+        """
+        checks.floating("log_prob", log_prob)
+        if log_prob.ndim != 3 or log_prob.shape[2] != len(self.vocab_list):
+            raise ValueError(
+                f"log_prob: expected shape [B, T, C] with C = {len(self.vocab_list)},"
+                f" got {list(log_prob.shape)}"
+            )
+        found = ctc_beam_search(
+            log_prob.transpose(0, 1),
+            encoder_out_lens,
+            blank=self.blank_id,
+            beam_width=self.beam_size,
+            nbest=self.nbest,
+            blank_skip_threshold=self.blank_skip_threshold,
+        )
+        rows = zip(*(x.tolist() for x in (found.tokens, found.lengths, found.scores)), strict=True)
+        return [
+            [
+                self._hypothesis(tokens[:length], score)
+                for tokens, length, score in zip(*row, strict=True)
+                if score > -float("inf")
+            ]
+            for row in rows
+        ]
+
+    def _hypothesis(self, tokens: list[int], score: float) -> CUCTCHypothesis:
+        return CUCTCHypothesis(tokens, [self.vocab_list[token] for token in tokens], score)
+
+
+def cuda_ctc_decoder(
+    tokens: str | Sequence[str],
+    nbest: int = 1,
+    beam_size: int = 10,
+    blank_skip_threshold: float = 0.95,
+) -> CUCTCDecoder:
+    """Return a prefix beam search with fixed options, whose blank is class 0.
+
+    Args:
+        tokens: the text of each class, or the path of a file whose lines begin with it.
+        nbest, beam_size, blank_skip_threshold: as in `CUCTCDecoder`.
+
+    Returns:
+        A `CUCTCDecoder`.
+
+    Raises:
+        OSError: the file cannot be read.
+
+    Source: the function of this name in torchaudio 2.1, 2023.
+
+    Example:
+        >>> from partita.integrations.torchaudio import cuda_ctc_decoder
+        >>> cuda_ctc_decoder(["-", "a", "b"], beam_size=16).beam_size
+        16
+    """
+    if isinstance(tokens, str):
+        lines = Path(tokens).read_text(encoding="utf-8").splitlines()
+        tokens = [line.split(maxsplit=1)[0] for line in lines if line.strip()]
+    return CUCTCDecoder(tokens, 0, beam_size, nbest, blank_skip_threshold)
 
 
 def forced_align(

@@ -1,0 +1,45 @@
+"""The decoders with the names of torchaudio and fast-ctc-decode."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import partita
+from partita.integrations import fast_ctc_decode
+from partita.integrations.torchaudio import cuda_ctc_decoder
+
+
+def test_the_decoder_of_torchaudio(tmp_path: Path) -> None:
+    x = torch.randn(2, 9, 4, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    lengths = torch.tensor([9, 5], dtype=torch.int32)
+    names = tmp_path / "tokens.txt"
+    names.write_text("- 0\na 1\nb 2\nc 3\n", encoding="utf-8")
+    found = cuda_ctc_decoder(str(names), nbest=3, beam_size=8, blank_skip_threshold=1.0)(x, lengths)
+    expected = partita.ctc_beam_search(x.transpose(0, 1), lengths, beam_width=8, nbest=3)
+    for n, hypotheses in enumerate(found):
+        for i, each in enumerate(hypotheses):
+            assert each.tokens == expected.tokens[n, i, : expected.lengths[n, i]].tolist()
+            assert each.words == ["-abc"[token] for token in each.tokens]
+            assert each.score == float(expected.scores[n, i])
+    with pytest.raises(ValueError, match="log_prob: expected shape"):
+        cuda_ctc_decoder(["-", "a"])(x, lengths)
+
+
+def test_the_functions_of_fast_ctc_decode() -> None:
+    p = torch.randn(9, 4, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    expected = partita.ctc_beam_search(p.log(), beam_width=5)
+    tokens = expected.tokens[0, 0, : expected.lengths[0, 0]].tolist()
+    text, path = fast_ctc_decode.beam_search(p.numpy(), "NABC")
+    assert text == "".join("NABC"[token] for token in tokens)
+    assert path == expected.steps[0, 0, : len(text)].tolist()
+    best = partita.ctc_greedy_search(p.log())
+    length = int(best.lengths[0, 0])
+    text, path = fast_ctc_decode.viterbi_search(p, "NABC")
+    assert text == "".join("NABC"[token] for token in best.tokens[0, 0, :length].tolist())
+    assert path == best.steps[0, 0, :length].tolist()
+    for options in ({"collapse_repeats": False}, {"beam_size": 0}, {"beam_cut_threshold": -1.0}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            fast_ctc_decode.beam_search(p, "NABC", **options)
+    with pytest.raises(ValueError, match="network_output: expected shape"):
+        fast_ctc_decode.beam_search(p, "NAB")
