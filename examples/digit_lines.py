@@ -141,12 +141,10 @@ def train(
 
 
 def read(logits: Tensor, input_lengths: Tensor) -> list[list[int]]:
-    """Return the digits of each line: the best class of each step without repeats and blanks."""
-    found = []
-    for classes, length in zip(logits.argmax(-1).T, input_lengths.tolist(), strict=True):
-        changes = torch.unique_consecutive(classes[:length])
-        found.append([int(c) - 1 for c in changes if c > 0])
-    return found
+    """Return the digits of each line, by a beam search that sums over their alignments."""
+    found = partita.ctc_beam_search(logits, input_lengths, from_logits=True)
+    rows = zip(found.tokens[:, 0].tolist(), found.lengths[:, 0].tolist(), strict=True)
+    return [[c - 1 for c in tokens[:length]] for tokens, length in rows]
 
 
 def truth(lines: Lines) -> list[list[int]]:
@@ -210,6 +208,10 @@ def draw_line(picture: Axes, posterior: Axes, lines: Lines, logits: Tensor, n: i
     posterior.imshow(
         probabilities, cmap="Blues", vmin=0, vmax=1, extent=(0, width, 10.5, -0.5), aspect="auto"
     )
+    found = partita.ctc_beam_search(logits[:, n], [length], from_logits=True)
+    emitted = slice(int(found.lengths))
+    steps, classes = found.steps[0, 0, emitted], found.tokens[0, 0, emitted]
+    posterior.plot(COLUMNS_A_STEP * (steps + 0.5), classes, ".", color=RED, ms=4)
     posterior.set(yticks=range(11), xticks=[])
     posterior.set_yticklabels(["–", *map(str, range(10))], size=6.5, color=INK)
     picture.set(xticks=[], yticks=[], ylim=(HEIGHT, 0))
@@ -231,7 +233,8 @@ def draw(path: Path, losses: list[float], lines: Lines, logits: Tensor) -> None:
     axes.set(xlabel="batch", title="CTC loss of a digit, nats")
     axes.spines[["top", "right"]].set_visible(False)
     right.suptitle(
-        "Test lines: the digits that ctc_align finds, and the probabilities at each step",
+        "Test lines: the digits that ctc_align finds, and the probabilities at each step;\n"
+        "dots where ctc_beam_search emits a digit",
         size=11,
         weight="bold",
         color=INK,
