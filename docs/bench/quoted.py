@@ -22,6 +22,7 @@ import quoted_host  # noqa: F401
 import quoted_linear  # noqa: F401
 import quoted_parallel  # noqa: F401
 import quoted_readme  # noqa: F401
+import quoted_rnnt  # noqa: F401
 from quoted_rows import FIGURES
 
 ROOT = Path(__file__).parents[2]
