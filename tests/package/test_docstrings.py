@@ -56,8 +56,8 @@ def test_as_many_names_are_checked_as_are_public() -> None:
     )  # and `partita`
     of_classes = Counter(public.kind for public in PUBLIC)
     assert (
-        len(BY_NAME) == len(PUBLIC) == exported + of_classes["method"] + of_classes["property"] + 1
-    )  # and `MemoryPlan`
+        len(BY_NAME) == len(PUBLIC) == exported + of_classes["method"] + of_classes["property"] + 2
+    )  # and `MemoryPlan` and `RNNTPlan`
     assert set(of_classes) == set(RULES)
     assert {public.name for public in PUBLIC if public.kind == "constant"} == set(CONSTANTS)
     assert {public.name for public in PUBLIC if public.kind == "alias"} == set(ALIASES)

@@ -52,7 +52,7 @@ def names(launches: list[Launch]) -> list[str]:
 def test_a_call_is_launches_alone(
     N: int, C: int, S: int, from_logits: bool, dtype: torch.dtype, launched: list[Launch]
 ) -> None:
-    from partita.ops.ctc.gpu import launch
+    from partita.ops.ctc.gpu import launch, launch_align
 
     logits = torch.zeros(50, N, C, dtype=dtype)
     targets = (torch.ones(N * S).long(), torch.arange(N) * S, torch.ones(N).long() * 50)
@@ -63,14 +63,14 @@ def test_a_call_is_launches_alone(
         inputs = (logits, *targets, lengths, losses, saved)
         launch.ctc_gradient(value, *inputs, S, 0, from_logits, "mean")
         launch.ctc_loss(logits, *targets, lengths, *options, False)
-        launch.ctc_align(logits, *targets, lengths, S, 0, from_logits)
+        launch_align.ctc_align(logits, *targets, lengths, S, 0, from_logits)
     assert set(operations.names) <= REPLAYABLE
     assert len(launched) > 8
 
 
 def test_the_launches_of_a_small_batch(launched: list[Launch]) -> None:
     """Each pass over the steps is one launch; the first scan has another for fp64."""
-    from partita.ops.ctc.gpu import launch
+    from partita.ops.ctc.gpu import launch, launch_align
 
     logits, ones = torch.zeros(50, 4, 20), torch.ones(4).long()
     targets = (torch.ones(40).long(), torch.arange(4) * 10, ones * 50, ones * 10)
@@ -81,5 +81,5 @@ def test_the_launches_of_a_small_batch(launched: list[Launch]) -> None:
     launch.ctc_gradient(value, logits, *targets, losses, saved, 10, 0, True, "mean")
     assert names(launched) == ["ctc_label_order", "ctc_posterior_scan", "ctc_lane_gradient"]
     launched.clear()
-    launch.ctc_align(logits, *targets, 10, 0, True)
+    launch_align.ctc_align(logits, *targets, 10, 0, True)
     assert names(launched) == ["ctc_normalize", "ctc_viterbi", "ctc_backtrace", "ctc_alignment"]
