@@ -436,6 +436,8 @@ def test_every_op_has_samples() -> None:
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck(name: str, device: str) -> None:
     op = getattr(torch.ops.partita, name).default
+    if name == "ctc_crf_beam_search" and (device == "cuda" or BACKEND == "triton"):
+        pytest.skip("this search has no kernel")
     # The interpreter takes minutes, so it sees a third of the samples. Other backends see all.
     for arguments in samples(device)[name][:: 3 if INTERPRETING else 1]:
         # The kernels of CTC save memory that they fill in part, so two runs need not agree in it.

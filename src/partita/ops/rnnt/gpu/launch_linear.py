@@ -209,10 +209,13 @@ def linear_transducer(
 
 
 def wanted_part(gradient: Tensor | None, rows: slice, wants: bool, like: Tensor) -> Tensor:
-    """Return some rows of a gradient in the dtype of `like`, or an empty tensor."""
+    """Return some rows of a gradient in the dtype of `like`, or an empty tensor.
+
+    Rows after others are copied, because two results of an op may not share memory.
+    """
     if gradient is None or not wants:
         return like.new_empty(0)
-    return gradient[rows].to(like.dtype)
+    return gradient[rows].to(like.dtype, copy=bool(rows.start))
 
 
 def linear_rnnt(
