@@ -436,16 +436,15 @@ def test_every_op_has_samples() -> None:
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck(name: str, device: str) -> None:
     op = getattr(torch.ops.partita, name).default
-    if name == "ctc_crf_beam_search" and (device == "cuda" or BACKEND == "triton"):
+    on_kernels = device == "cuda" or BACKEND == "triton"
+    if name == "ctc_crf_beam_search" and on_kernels:
         pytest.skip("this search has no kernel")
-    # The interpreter takes minutes, so it sees a third of the samples. Other backends see all.
+    # The interpreter takes minutes, so it sees a third of the samples.
     for arguments in samples(device)[name][:: 3 if INTERPRETING else 1]:
         # The kernels of CTC save memory that they fill in part, so two runs need not agree in it.
-        scratch = name == "ctc_loss" and (device == "cuda" or BACKEND == "triton")
+        scratch = name == "ctc_loss" and on_kernels
         utilities = [
-            "test_schema",
-            "test_autograd_registration",
-            "test_faketensor",
+            *("test_schema", "test_autograd_registration", "test_faketensor"),
             *["test_aot_dispatch_dynamic"] * (not scratch and not INTERPRETING),
         ]
         torch.library.opcheck(op, (*arguments, BACKEND), test_utils=utilities)
