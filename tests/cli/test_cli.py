@@ -121,6 +121,7 @@ def test_the_ops_of_info_are_all() -> None:
         "integrations",
         "linear_cross_entropy_plan",
         "linear_rnnt_plan",
+        "word_spans",
         *tables,
     )
     functions = {name for name in partita.__all__ if name.islower() and name not in others}
