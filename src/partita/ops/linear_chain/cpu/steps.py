@@ -17,9 +17,21 @@ from torch import Tensor
 from ....primitives.cpu.batch import INF, LOWEST, as_array, as_steps
 from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import LN2, bits_of, exp, from_bits, log
+from ....primitives.cpu.vectors import (
+    WIDTH,
+    add,
+    fill,
+    larger,
+    load,
+    load_one,
+    maximum_of,
+    multiply_add,
+    store,
+)
 
 MAX_SPAN = 300.0  # nats
 BLOCK = 32  # tokens; a call of a function with many arrays takes as long as a step
+MOST_IN_VECTORS = 64  # states whose matrix stays in the cache that is nearest to the processor
 
 
 class ChainArrays(NamedTuple):
@@ -109,17 +121,16 @@ def middle_of(length: int) -> int:
 
 @jit
 def highest_of(row: Any) -> float:
-    """Return the maximum of a row by four partial ones, LOWEST if all are -inf."""
-    a, b, c, d = LOWEST, LOWEST, LOWEST, LOWEST
-    whole = len(row) - len(row) % 4
-    for i in range(0, whole, 4):
-        a = row[i] if row[i] > a else a
-        b = row[i + 1] if row[i + 1] > b else b
-        c = row[i + 2] if row[i + 2] > c else c
-        d = row[i + 3] if row[i + 3] > d else d
-    for i in range(whole, len(row)):
-        a = row[i] if row[i] > a else a
-    return float(max(max(a, b), max(c, d)))
+    """Return the maximum of a contiguous row, LOWEST if all numbers are -inf or NaN."""
+    C, highest = len(row), LOWEST
+    if C < WIDTH:
+        for c in range(C):
+            highest = row[c] if row[c] > highest else highest
+        return highest
+    found = fill(LOWEST)
+    for c in range(0, C - WIDTH + 1, WIDTH):
+        found = larger(load(row, c), found)
+    return max(highest, maximum_of(larger(load(row, C - WIDTH), found)))
 
 
 @jit
@@ -174,12 +185,12 @@ def load_tokens(
                 row[c] += end[n, c]
         highest = highest_of(row)
         total += highest if highest > LOWEST else -INF
-        if linear:
-            for c in range(C):
-                row[c] = exp(row[c] - highest)
-        else:
-            for c in range(C):
-                row[c] -= highest
+        for c in range(C):
+            row[c] -= highest
+    if linear:
+        flat = scores.reshape(-1)
+        for i in range(len(flat)):
+            flat[i] = exp(flat[i])
     return total
 
 
@@ -212,6 +223,65 @@ def load_weights(
 
 @jit
 def product(state: Any, weights: Any, result: Any) -> None:
+    """Write the product of a state `[C]` and a matrix `[C, C]`."""
+    C = len(state)
+    if C < WIDTH or C > MOST_IN_VECTORS:
+        product_by_rows(state, weights, result)
+        return
+    whole = C - C % (2 * WIDTH)
+    for j in range(0, whole, 2 * WIDTH):
+        two_columns_of_product(state, weights, j, result)
+    # The last columns may be computed twice: the results are the same.
+    if C - whole > WIDTH:
+        column_of_product(state, weights, whole, result)
+    if C > whole:
+        column_of_product(state, weights, C - WIDTH, result)
+
+
+@jit
+def two_columns_of_product(state: Any, weights: Any, j: int, result: Any) -> None:
+    """Write the columns j to j + 2 * WIDTH of a product, by four partial sums."""
+    C, k = len(state), j
+    a, b, c, d = fill(0.0), fill(0.0), fill(0.0), fill(0.0)
+    e, f, g, h = fill(0.0), fill(0.0), fill(0.0), fill(0.0)
+    for i in range(C // 4):
+        x, y = load_one(state, 4 * i), load_one(state, 4 * i + 1)
+        a = multiply_add(x, load(weights, k), a)
+        e = multiply_add(x, load(weights, k + WIDTH), e)
+        b = multiply_add(y, load(weights, k + C), b)
+        f = multiply_add(y, load(weights, k + C + WIDTH), f)
+        x, y, k = load_one(state, 4 * i + 2), load_one(state, 4 * i + 3), k + 2 * C
+        c = multiply_add(x, load(weights, k), c)
+        g = multiply_add(x, load(weights, k + WIDTH), g)
+        d = multiply_add(y, load(weights, k + C), d)
+        h = multiply_add(y, load(weights, k + C + WIDTH), h)
+        k += 2 * C
+    for i in range(C - C % 4, C):
+        x = load_one(state, i)
+        a = multiply_add(x, load(weights, i * C + j), a)
+        e = multiply_add(x, load(weights, i * C + j + WIDTH), e)
+    store(result, j, add(add(a, b), add(c, d)))
+    store(result, j + WIDTH, add(add(e, f), add(g, h)))
+
+
+@jit
+def column_of_product(state: Any, weights: Any, j: int, result: Any) -> None:
+    """Write the columns j to j + WIDTH of a product, by four partial sums."""
+    C, k = len(state), j
+    a, b, c, d = fill(0.0), fill(0.0), fill(0.0), fill(0.0)
+    for i in range(C // 4):
+        a = multiply_add(load_one(state, 4 * i), load(weights, k), a)
+        b = multiply_add(load_one(state, 4 * i + 1), load(weights, k + C), b)
+        c = multiply_add(load_one(state, 4 * i + 2), load(weights, k + 2 * C), c)
+        d = multiply_add(load_one(state, 4 * i + 3), load(weights, k + 3 * C), d)
+        k += 4 * C
+    for i in range(C - C % 4, C):
+        a = multiply_add(load_one(state, i), load(weights, i * C + j), a)
+    store(result, j, add(add(a, b), add(c, d)))
+
+
+@jit
+def product_by_rows(state: Any, weights: Any, result: Any) -> None:
     """Write the product of a state `[C]` and a matrix `[C, C]`, four rows of it at a time."""
     C = len(state)
     for j in range(C):
