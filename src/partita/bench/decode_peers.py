@@ -5,7 +5,6 @@ Each takes `DecodeInputs` and returns what the library returns; `tokens_of` read
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -61,16 +60,18 @@ def tokens_of(found: Any, sequences: Sequence[int]) -> list[list[int]]:
 
 def prepared(prepare: Callable[[Tensor], Any], search: Callable[[Any, int], Any]) -> Function:
     """Return a decoder whose library takes other inputs, which are made one time and not timed."""
-    prepare = functools.lru_cache(maxsize=1)(prepare)
-    return lambda inputs: search(prepare(inputs.scores), inputs.beam_width)
+    last: list[Any] = [None, None]  # scores and what the library takes instead of them
+
+    def decode(inputs: DecodeInputs) -> Any:
+        if last[0] is not inputs.scores:
+            last[:] = inputs.scores, prepare(inputs.scores)
+        return search(last[1], inputs.beam_width)
+
+    return decode
 
 
 def _probabilities(log_probs: Tensor) -> list[Any]:
     return [np.ascontiguousarray(each) for each in log_probs.float().exp().unbind(1)]
-
-
-def _arrays(log_probs: Tensor) -> list[Any]:
-    return [np.ascontiguousarray(each) for each in log_probs.float().unbind(1)]
 
 
 def fast_ctc_decode_greedy() -> Function:
@@ -97,15 +98,17 @@ def fast_ctc_decode_beam() -> Function:
 def pyctcdecode_beam() -> Function:
     """Return its beam search without a language model, with the cut-offs that it has by default."""
     library: Any = importlib.import_module("pyctcdecode")
-    build = functools.lru_cache(maxsize=1)(
-        lambda classes: library.build_ctcdecoder(["", *characters(classes)[1:]])
-    )
 
-    def search(sequences: list[Any], beam_width: int) -> list[str]:
-        decoder = build(sequences[0].shape[1])
+    def prepare(log_probs: Tensor) -> tuple[Any, list[Any]]:
+        labels = ["", *characters(log_probs.shape[2])[1:]]
+        arrays = [np.ascontiguousarray(each) for each in log_probs.float().unbind(1)]
+        return library.build_ctcdecoder(labels), arrays
+
+    def search(prepared_inputs: tuple[Any, list[Any]], beam_width: int) -> list[str]:
+        decoder, sequences = prepared_inputs
         return [decoder.decode(each, beam_width=beam_width) for each in sequences]
 
-    return prepared(_arrays, search)
+    return prepared(prepare, search)
 
 
 def torchaudio_beam() -> Function:
