@@ -123,6 +123,7 @@ def test_the_ops_of_info_are_all() -> None:
         "integrations",
         "linear_cross_entropy_plan",
         "linear_rnnt_plan",
+        "stitch",
         "word_spans",
         *tables,
     )
