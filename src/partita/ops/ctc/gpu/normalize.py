@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp, exp_for_dtype, finite_shift
-from .state import emission_of, pack_state
+from .scores import prior_emission, priors_of, row_emission
+from .state import emission_of, multiply_emissions, pack_state
 
 
 @triton.jit
@@ -25,7 +26,31 @@ def fill_zeros(zeros_ptr, num_zeros, BLOCK: tl.constexpr):
         tl.store(zeros_ptr + word, tl.zeros([BLOCK], tl.int64), mask=word < num_zeros)
 
 
-@triton.jit(do_not_specialize=["num_zeros", "T", "N", "C", "stride_t", "stride_n"])
+@triton.jit
+def table_emissions(
+    x, maximum, sum_exp, priors, mask, C, limit, lane, STAR: tl.constexpr, HAS_LSE: tl.constexpr
+):
+    """Return the emissions of some rows, [ROWS, BLOCK_V], with the star after the classes.
+
+    The star has the emission e**lse, or 1 for log-probabilities.
+    """
+    emission = emission_of(x, limit)
+    if len(priors) > 0:
+        mantissa, exponent = prior_emission(priors, tl.minimum(lane, C - 1), limit, False)
+        emission = multiply_emissions(emission, (mantissa[None, :], exponent[None, :]), False)
+    if STAR:
+        is_star = mask[:, None] & (lane == C)[None, :]
+        star = (mask.to(tl.float32) * 0.0 + 1.0, mask.to(tl.int32) * 0 - 127)
+        if HAS_LSE:
+            star = row_emission(maximum, sum_exp, limit)
+        emission = (
+            tl.where(is_star, star[0][:, None], emission[0]),
+            tl.where(is_star, star[1][:, None], emission[1]),
+        )
+    return emission
+
+
+@triton.jit(do_not_specialize=["num_zeros", "T", "N", "C", "stride_t", "stride_n", "prior_scale"])
 def ctc_normalize_kernel(
     logits_ptr,  # [T, N, C]
     input_lengths_ptr,  # [N]
@@ -33,6 +58,7 @@ def ctc_normalize_kernel(
     sums_ptr,  # [T, N] or None
     table_ptr,  # [N, 24 + T + 24, TABLE_WIDTH] int64, or None
     zeros_ptr,  # [num_zeros] int64, or None
+    priors_ptr,  # [C], or None without priors or without a table
     num_zeros,
     T,
     N,
@@ -41,8 +67,10 @@ def ctc_normalize_kernel(
     stride_t,
     stride_n,
     stride_c,
+    prior_scale,  # the bits of an fp64 number, or None without priors
     ACC_DTYPE: tl.constexpr,
     TABLE_WIDTH: tl.constexpr,  # row length of the table, or 0
+    STAR: tl.constexpr,  # whether the table has the star after the classes
     VEC: tl.constexpr,  # classes that are aligned together
     PIECES: tl.constexpr,  # blocks of classes that are loaded together
     ROWS: tl.constexpr,
@@ -85,7 +113,18 @@ def ctc_normalize_kernel(
                 sum_exp += tl.sum(exp_for_dtype(pieces[i] - shift[:, None], ACC_DTYPE), axis=1)
             maximum = new_maximum
         if TABLE_WIDTH:
-            emission = emission_of(pieces[0], limit)  # type: ignore[misc]
+            emission = table_emissions(
+                pieces[0],  # type: ignore[misc]
+                maximum,
+                sum_exp,
+                priors_of(priors_ptr, prior_scale),
+                mask,
+                C,
+                limit,
+                lane,
+                STAR,
+                maxima_ptr is not None,
+            )
             index = (
                 tl.multiple_of((n * (T + 2 * margin) + t + margin) * TABLE_WIDTH, 8)[:, None]
                 + lane[None, :]

@@ -37,6 +37,7 @@ from .recompute import (
     prefetch_block,
     recompute_block,
 )
+from .scores import normalizers_of, optional, priors_of
 from .state import posterior_of
 from .steps import (
     EmissionRows,
@@ -210,9 +211,11 @@ def scan_chunk(
     direction, last, stride_t = target.direction, target.target_len // 32, rows.stride_t
     last_step, chunk = tl.maximum(target.length - 1, 0), tl.where(direction == 0, c, last - c)
     sent_ptr = carries.ptr + (direction * carries.num_chunks + chunk) * carries.chunk_stride
-    lattice = load_chunk(target.labels_ptr, chunk * 32, target.target_len, target.C, lane)[0]
-    can_skip = lattice.can_skip
-    source = chunk_source(rows, lattice, target.blank, target.limit)
+    lattice = load_chunk(
+        target.labels_ptr, chunk * 32, target.target_len, target.C, target.star, lane
+    )[0]
+    can_skip, columns = lattice.can_skip, target.C + len(target.star)
+    source = chunk_source(rows, lattice, target.blank, target.limit, FP64, TABLE_WIDTH)
     order, bounds = sort_by_class(lattice.label, lattice.has_label, lane, GROUPS)
     row = chunk.to(tl.int64) * posteriors.T
     labels_ptr, blanks_ptr = posteriors.labels_ptr + row * WIDTH, posteriors.blanks_ptr + row
@@ -228,7 +231,7 @@ def scan_chunk(
                 blanks_ptr + last_step,
                 order,
                 bounds,
-                target.C,
+                columns,
             ),
             exponent,
             lane,
@@ -244,7 +247,7 @@ def scan_chunk(
             recomputed_half(target, memory, chunk, source, can_skip, stride_t, True, BLOCK_T),
             state,
             carry_links(sent_ptr, carries.chunk_stride, c, last, False),
-            PosteriorRows(labels_ptr, blanks_ptr, order, bounds, target.C),
+            PosteriorRows(labels_ptr, blanks_ptr, order, bounds, columns),
             exponent,
             lane,
             False,
@@ -272,6 +275,9 @@ def ctc_posterior_scan_kernel(
     posteriors_ptr,  # [N, num_chunks, T, WIDTH], by label, or with GROUPS by class
     blanks_ptr,  # [N, num_chunks, T]
     tile_counter_ptr,  # [1] int64, zero, or None
+    priors_ptr,  # [C] or None
+    maxima_ptr,  # [T, N], or None without a star and for log-probabilities
+    sums_ptr,  # [T, N], or None likewise
     T,
     N,
     C,
@@ -285,6 +291,8 @@ def ctc_posterior_scan_kernel(
     stride_t,
     stride_n,
     stride_c,
+    prior_scale,  # the bits of an fp64 number, or None without priors
+    star,  # the label that is the star, or None
     BLOCK_T: tl.constexpr,  # steps that are loaded together, unless the states are in fp64
     ALL_FP64: tl.constexpr,  # whether all states are in fp64, or those of flagged sequences
     TABLE_WIDTH: tl.constexpr,  # row length of the table, 0 for logits
@@ -311,8 +319,16 @@ def ctc_posterior_scan_kernel(
         ChunkCarries(saved_carries_ptr, carries_ptr, N64 * carry_steps, num_chunks),
         ChunkPosteriors(posteriors_ptr + first_chunk * T * WIDTH, blanks_ptr + first_chunk * T, T),
     )
-    target = TargetScan(labels_ptr + offset, direction, length, target_len, C, blank, limit)
-    rows = EmissionRows(logits_ptr + n * stride_n, stride_t, stride_c)
+    target = TargetScan(
+        labels_ptr + offset, direction, length, target_len, C, blank, limit, optional(star)
+    )
+    rows = EmissionRows(
+        logits_ptr + n * stride_n,
+        stride_t,
+        stride_c,
+        priors_of(priors_ptr, prior_scale),
+        normalizers_of(maxima_ptr, sums_ptr, n, N),
+    )
     has_path, needs_fp64 = logz > -float("inf"), flags == NEEDS_FP64
     if ALL_FP64:
         needs_fp64 = flags == flags
@@ -323,7 +339,7 @@ def ctc_posterior_scan_kernel(
     if not ALL_FP64:
         if TABLE_WIDTH:
             table_ptr += (n * (T + 48) + 24) * TABLE_WIDTH
-            rows = EmissionRows(table_ptr, stride_t * 0 + TABLE_WIDTH, 1)
+            rows = EmissionRows(table_ptr, stride_t * 0 + TABLE_WIDTH, 1, (), ())
         exponent = tl.floor(tl.where(has_path, logz, 0.0)).to(tl.int32)
         for c in range(index, tl.where(has_path & (flags == 0), tl.minimum(index, last) + 1, 0)):
             scan_chunk(
