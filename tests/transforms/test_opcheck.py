@@ -325,8 +325,7 @@ def ctc_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         torch.tensor(numbers, device=device) for numbers in ([1, 2, 2, 3], [0, 1], [6, 5], [1, 3])
     )
     for from_logits in (False, True):
-        inputs = (logits, labels, *rest)
-        reduction = "mean" if from_logits else "none"
+        inputs, reduction = (logits, labels, *rest), "mean" if from_logits else "none"
         scores = (logits[0, 0], 0.5, 4) if from_logits else (None, 1.0, None)
         loss, losses, saved = torch.ops.partita.ctc_loss(
             *inputs, 3, 0, from_logits, reduction, False, True, *scores, BACKEND
