@@ -21,7 +21,7 @@ from .lattice import (
     load_lengths,
     program_index,
 )
-from .scores import load_priors, normalizers_of, optional, priors_of
+from .scores import load_priors, optional, priors_of, row_scores
 from .state import pack_state, shift_lanes
 from .steps import (
     CarryLinks,
@@ -138,20 +138,15 @@ def ctc_viterbi_kernel(
     BLOCK_T: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """Scan a chunk of a target through all steps.
-
-    Stores the pointers of each step, and the scores of the last blank and the last label.
-    """
+    """Scan a chunk of a target, and store the pointers of each step and the scores at the end."""
     index = program_index(tile_counter_ptr)
     chunk, n, lane = index // N, (index % N).to(tl.int64), lane_index(LAYOUT)
     length, target_len, offset, invalid = load_lengths(
         n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, T, max_target_len, M
     )
-    lattice, invalid_label = load_chunk(
-        labels_ptr + offset, chunk * 32, target_len, C, optional(star), lane
-    )
-    invalid = invalid | (tl.max(invalid_label.to(tl.int32), axis=0) > 0)
-    if invalid:
+    labels_ptr, star = labels_ptr + offset, optional(star)
+    lattice, invalid_label = load_chunk(labels_ptr, chunk * 32, target_len, C, star, lane)
+    if invalid | (tl.max(invalid_label.to(tl.int32), axis=0) > 0):
         tl.atomic_or(flags_ptr + n, INVALID, sem="relaxed")
     last, half = target_len // 32, half_steps(length * 0, length, stride_t, True, BLOCK_T)
     num_steps, chunk_stride = tl.where(chunk > last, 0, length), N.to(tl.int64) * carry_steps
@@ -159,10 +154,10 @@ def ctc_viterbi_kernel(
     is_boundary_lane, has_previous = (lane == 31) & (chunk < last), (chunk > 0) & (num_steps > 0)
     links = CarryLinks(sent_ptr, sent_ptr - chunk_stride, chunk < last, has_previous)
     pointers_ptr += (n * num_chunks + chunk) * num_blocks * 32 + lane
-    normalizers = normalizers_of(maxima_ptr, sums_ptr, n, N)
+    priors, normalizers = row_scores(priors_ptr, prior_scale, maxima_ptr, sums_ptr, n, N)
     rows = EmissionRows(logits_ptr + n * stride_n, stride_t, stride_c, (), normalizers)
     source = chunk_source(rows, lattice, blank, 0.0, True, 0)
-    priors = load_label_priors(priors_of(priors_ptr, prior_scale), lattice, blank, C)
+    priors = load_label_priors(priors, lattice, blank, C)
     position = chunk * 32 + lane
     start = boundary_states(position, 0, lane, True)
     blank_score, label_score = start.blank[0], start.label[0]

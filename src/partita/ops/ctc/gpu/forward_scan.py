@@ -29,7 +29,7 @@ from .lattice import (
     store_states,
     sum_predecessors,
 )
-from .scores import normalizers_of, optional, priors_of
+from .scores import optional, row_scores
 from .steps import (
     EmissionRows,
     SavedStates,
@@ -224,13 +224,8 @@ def ctc_forward_scan_kernel(
     target = TargetScan(
         labels_ptr + offset, direction, length, target_len, C, blank, limit, optional(star)
     )
-    rows = EmissionRows(
-        source_ptr + n * stride_n,
-        stride_t,
-        stride_c,
-        priors_of(priors_ptr, prior_scale),
-        normalizers_of(maxima_ptr, sums_ptr, n, N),
-    )
+    priors, normalizers = row_scores(priors_ptr, prior_scale, maxima_ptr, sums_ptr, n, N)
+    rows = EmissionRows(source_ptr + n * stride_n, stride_t, stride_c, priors, normalizers)
     for c in range(begin, tl.minimum(end, last + 1)):
         new_flags = scan_chunk(target, memory, c, rows, lane, SAVE, BLOCK_T, FP64, TABLE_WIDTH)
         if new_flags > 0:

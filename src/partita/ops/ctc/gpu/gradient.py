@@ -242,8 +242,7 @@ def ctc_lane_gradient_kernel(
 ):
     """Compute the gradient of some steps from posteriors by label, with a class in each lane."""
     n, first = program_steps(N, ROWS)
-    lane = tl.arange(0, 32)
-    t = first + lane
+    lane, t = tl.arange(0, 32), first + tl.arange(0, 32)
     length, target_len, _, _ = load_lengths(
         n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, T, max_target_len, M
     )
@@ -267,29 +266,20 @@ def ctc_lane_gradient_kernel(
     )
     for u in tl.static_range(ROWS):
         row_blank = tl.gather(blanks, lane * 0 + u, 0)
-        total = totals[u] + row_blank
-        coef, row_stars = posterior_scale(total, grad), ()
-        if star is not None:
-            last_group = sums[u * GROUPS + GROUPS - 1]
-            row_stars = (tl.gather(last_group, lane * 0 + C % 32, 0),)
+        coef = posterior_scale(totals[u] + row_blank, grad)
         for g in tl.static_range(GROUPS):
             v = g * 32 + lane
             posterior = sums[u * GROUPS + g] + tl.where(v == blank, row_blank, 0.0)
             value = tl.gather(nan_mask, lane * 0 + u, 0) - posterior * coef
             if maxima_ptr is not None:
                 index = (first + u) * stride_t + n * stride_n + v.to(tl.int64) * stride_c
-                row_maximum = tl.gather(maximum, lane * 0 + u, 0)
-                row_scale = tl.gather(scale, lane * 0 + u, 0)
+                shift = tl.gather(maximum, lane * 0 + u, 0)
+                factor = tl.gather(scale, lane * 0 + u, 0)
                 if star is not None:
-                    row_scale = without_star(
-                        row_scale,
-                        row_stars[0],  # type: ignore[misc]
-                        total,
-                    )
+                    stars = tl.gather(sums[u * GROUPS + GROUPS - 1], lane * 0 + C % 32, 0)
+                    factor = without_star(factor, stars, totals[u] + row_blank)
                 x_mask = (v < C) & (u < num_rows)
-                value += scaled_softmax(
-                    logits_ptr + index, x_mask, row_maximum, row_scale, ACC_DTYPE
-                )
+                value += scaled_softmax(logits_ptr + index, x_mask, shift, factor, ACC_DTYPE)
             d_ptrs = dlogits_ptr + ((first + u) * N + n) * C + v
             row_mask = (v < C) & (first + u < T)
             tl.store(d_ptrs, value.to(dlogits_ptr.dtype.element_ty), mask=row_mask)

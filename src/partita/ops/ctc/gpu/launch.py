@@ -216,7 +216,9 @@ def _launch_gradient(
         )
         rows = 4 if tile["BLOCK_V"] <= 512 else 1
         if tile["BLOCK_V"] > 512:
-            tile |= {"BLOCK_V": 512, "PIECES": min(cdiv(C, 512), 10)}
+            # With a star, ten pieces and its sums have no room in the registers.
+            pieces = 10 if call.scores.star is None else 8
+            tile |= {"BLOCK_V": 512, "PIECES": min(cdiv(C, 512), pieces)}
         runtime_launch.launch(
             ctc_label_gradient_kernel,
             N * cdiv(T, rows),

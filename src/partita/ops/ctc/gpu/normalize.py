@@ -27,27 +27,38 @@ def fill_zeros(zeros_ptr, num_zeros, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def table_emissions(
-    x, maximum, sum_exp, priors, mask, C, limit, lane, STAR: tl.constexpr, HAS_LSE: tl.constexpr
-):
-    """Return the emissions of some rows, [ROWS, BLOCK_V], with the star after the classes.
+def with_star(emission, maximum, sum_exp, is_star, limit, HAS_LSE: tl.constexpr):
+    """Return emissions [ROWS, BLOCK_V] with the star's: e**lse, or 1 for log-probabilities."""
+    mantissa, exponent = (emission[1] * 0).to(tl.float32) + 1.0, emission[1] * 0 - 127
+    if HAS_LSE:
+        star = row_emission(maximum, sum_exp, limit)
+        mantissa, exponent = star[0][:, None], star[1][:, None]
+    return tl.where(is_star, mantissa, emission[0]), tl.where(is_star, exponent, emission[1])
 
-    The star has the emission e**lse, or 1 for log-probabilities.
-    """
-    emission = emission_of(x, limit)
+
+@triton.jit
+def with_priors(emission, priors, v, limit):
+    """Return the emissions [ROWS, BLOCK_V] of the classes v with their priors, if there are any."""
     if len(priors) > 0:
-        mantissa, exponent = prior_emission(priors, tl.minimum(lane, C - 1), limit, False)
+        mantissa, exponent = prior_emission(priors, v, limit, False)
         emission = multiply_emissions(emission, (mantissa[None, :], exponent[None, :]), False)
-    if STAR:
-        is_star = mask[:, None] & (lane == C)[None, :]
-        star = (mask.to(tl.float32) * 0.0 + 1.0, mask.to(tl.int32) * 0 - 127)
-        if HAS_LSE:
-            star = row_emission(maximum, sum_exp, limit)
-        emission = (
-            tl.where(is_star, star[0][:, None], emission[0]),
-            tl.where(is_star, star[1][:, None], emission[1]),
-        )
     return emission
+
+
+@triton.jit
+def store_emissions(
+    table_ptr, emission, n, t, T, lane, margin: tl.constexpr, TABLE_WIDTH: tl.constexpr
+):
+    """Store the emissions of some rows in the table, which has rows before and after its steps."""
+    index = (
+        tl.multiple_of((n * (T + 2 * margin) + t + margin) * TABLE_WIDTH, 8)[:, None]
+        + lane[None, :]
+    )
+    tl.store(
+        table_ptr + index,
+        pack_state(emission, False),
+        mask=(t < T + margin)[:, None] & (lane < TABLE_WIDTH)[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=["num_zeros", "T", "N", "C", "stride_t", "stride_n", "prior_scale"])
@@ -113,27 +124,14 @@ def ctc_normalize_kernel(
                 sum_exp += tl.sum(exp_for_dtype(pieces[i] - shift[:, None], ACC_DTYPE), axis=1)
             maximum = new_maximum
         if TABLE_WIDTH:
-            emission = table_emissions(
-                pieces[0],  # type: ignore[misc]
-                maximum,
-                sum_exp,
-                priors_of(priors_ptr, prior_scale),
-                mask,
-                C,
-                limit,
-                lane,
-                STAR,
-                maxima_ptr is not None,
-            )
-            index = (
-                tl.multiple_of((n * (T + 2 * margin) + t + margin) * TABLE_WIDTH, 8)[:, None]
-                + lane[None, :]
-            )
-            tl.store(
-                table_ptr + index,
-                pack_state(emission, False),
-                mask=(t < T + margin)[:, None] & (lane < TABLE_WIDTH)[None, :],
-            )
+            emission = emission_of(pieces[0], limit)  # type: ignore[misc]
+            priors = priors_of(priors_ptr, prior_scale)
+            emission = with_priors(emission, priors, tl.minimum(lane, C - 1), limit)
+            if STAR:
+                is_star = mask[:, None] & (lane == C)[None, :]
+                has_lse: tl.constexpr = maxima_ptr is not None
+                emission = with_star(emission, maximum, sum_exp, is_star, limit, has_lse)
+            store_emissions(table_ptr, emission, n, t, T, lane, margin, TABLE_WIDTH)
     if maxima_ptr is not None:
         tl.store(maxima_ptr + t * N + n, maximum, mask=mask)
         tl.store(sums_ptr + t * N + n, sum_exp, mask=mask)

@@ -37,7 +37,7 @@ from .recompute import (
     prefetch_block,
     recompute_block,
 )
-from .scores import normalizers_of, optional, priors_of
+from .scores import optional, row_scores
 from .state import posterior_of
 from .steps import (
     EmissionRows,
@@ -165,6 +165,20 @@ class PosteriorMemory(NamedTuple):
     states: tuple[tl.tensor, ...]
     carries: tuple[tl.tensor, ...]
     posteriors: tuple[tl.tensor, ...]
+
+
+@triton.jit
+def sequence_memory(saved_ptr, carries, posteriors, sizes, WIDTH: tl.constexpr):
+    """Return the memory of a sequence, given the tensors of the batch and its sizes."""
+    n, N, T, num_chunks, num_blocks, carry_steps = sizes
+    first_chunk, carry_start, N64 = n * num_chunks, n * carry_steps, N.to(tl.int64)
+    saved_carries_ptr, carries_ptr = carries[0] + carry_start, carries[1] + carry_start
+    labels_ptr, blanks_ptr = posteriors
+    return PosteriorMemory(
+        ChunkStates(saved_ptr + first_chunk * 64, (N64 * num_chunks) * 64, num_blocks),
+        ChunkCarries(saved_carries_ptr, carries_ptr, N64 * carry_steps, num_chunks),
+        ChunkPosteriors(labels_ptr + first_chunk * T * WIDTH, blanks_ptr + first_chunk * T, T),
+    )
 
 
 @triton.jit
@@ -311,27 +325,15 @@ def ctc_posterior_scan_kernel(
         n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, T, max_target_len, M
     )[:3]
     lane, last = lane_index(LAYOUT), target_len // 32
-    first_chunk, carry_start, N64 = n * num_chunks, n * carry_steps, N.to(tl.int64)
-    saved_carries_ptr += carry_start
-    carries_ptr += carry_start
-    memory = PosteriorMemory(
-        ChunkStates(saved_ptr + first_chunk * 64, (N64 * num_chunks) * 64, num_blocks),
-        ChunkCarries(saved_carries_ptr, carries_ptr, N64 * carry_steps, num_chunks),
-        ChunkPosteriors(posteriors_ptr + first_chunk * T * WIDTH, blanks_ptr + first_chunk * T, T),
-    )
-    target = TargetScan(
-        labels_ptr + offset, direction, length, target_len, C, blank, limit, optional(star)
-    )
-    rows = EmissionRows(
-        logits_ptr + n * stride_n,
-        stride_t,
-        stride_c,
-        priors_of(priors_ptr, prior_scale),
-        normalizers_of(maxima_ptr, sums_ptr, n, N),
-    )
-    has_path, needs_fp64 = logz > -float("inf"), flags == NEEDS_FP64
-    if ALL_FP64:
-        needs_fp64 = flags == flags
+    carries, posteriors = (saved_carries_ptr, carries_ptr), (posteriors_ptr, blanks_ptr)
+    sizes = (n, N, T, num_chunks, num_blocks, carry_steps)
+    memory = sequence_memory(saved_ptr, carries, posteriors, sizes, WIDTH)
+    labels_ptr, star = labels_ptr + offset, optional(star)
+    target = TargetScan(labels_ptr, direction, length, target_len, C, blank, limit, star)
+    priors, normalizers = row_scores(priors_ptr, prior_scale, maxima_ptr, sums_ptr, n, N)
+    rows = EmissionRows(logits_ptr + n * stride_n, stride_t, stride_c, priors, normalizers)
+    has_path = logz > -float("inf")
+    needs_fp64 = flags == flags if ALL_FP64 else flags == NEEDS_FP64
     for c in range(0, tl.where(has_path & needs_fp64 & (index == 0), last + 1, 0)):
         scan_chunk(target, memory, c, rows, logz, lane, 1, True, 0, GROUPS, WIDTH)
         # The next chunk of this program reads carries that other threads have just stored.

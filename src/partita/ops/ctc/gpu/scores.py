@@ -70,6 +70,12 @@ def normalizers_of(maxima_ptr, sums_ptr, n, N):
 
 
 @triton.jit
+def row_scores(priors_ptr, prior_scale, maxima_ptr, sums_ptr, n, N):
+    """Return the priors and the log-sum-exps of a sequence, each of which may be empty."""
+    return priors_of(priors_ptr, prior_scale), normalizers_of(maxima_ptr, sums_ptr, n, N)
+
+
+@triton.jit
 def load_priors(priors, v):
     """Return the scaled priors of the classes v in fp64."""
     scale = tl.cast(priors.scale, tl.int64).to(tl.float64, bitcast=True)
