@@ -15,6 +15,7 @@ from .ops.decode.api import ctc_beam_search, ctc_greedy_search
 from .ops.decode.basecalls import Basecalls
 from .ops.decode.common import Hypotheses
 from .ops.decode.crf import ctc_crf_decode
+from .ops.decode.stitch import stitch
 from .ops.divergence.api import divergence, topk_divergence
 from .ops.linear_chain.api import LinearChain, linear_chain
 from .ops.linear_chain.results import ExpectedCounts, LinearPath, LinearSample
@@ -93,6 +94,7 @@ __all__ = [
     "rnnt_loss",
     "semi_markov_chain",
     "softmax",
+    "stitch",
     "tdt_align",
     "tdt_loss",
     "testing",

@@ -1,5 +1,6 @@
 """The command line: `partita info`, `partita check`, and what all commands share."""
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import partita
 from partita.__main__ import main
 from partita.cli import check as _check_machine
 from partita.cli import console as _console
@@ -121,6 +123,7 @@ def test_the_ops_of_info_are_all() -> None:
         "integrations",
         "linear_cross_entropy_plan",
         "linear_rnnt_plan",
+        "stitch",
         "word_spans",
         *tables,
     )
@@ -145,8 +148,9 @@ def test_check_passes(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert code == 0, printed
     table = table_of(printed)
-    assert len(table) == 4 + sum(len(check.dtypes) for check in _check_machine.CHECKS)
-    assert {cells[0] for cells in table} == {check.op for check in _check_machine.CHECKS} | {
+    checks = (*_check_machine.CHECKS, *_check_machine.DECODERS)
+    assert len(table) == 4 + sum(len(check.dtypes) for check in checks)
+    assert {cells[0] for cells in table} == {check.op for check in checks} | {
         "cross_entropy, bad label"
     }
     assert all(cells[-1] == "pass" for cells in table)
@@ -155,10 +159,8 @@ def test_check_passes(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(measured) == len(table) - 4  # a bad label has no error to bound
     assert all(float(error) <= 1.05 * float(bound) for _, _, error, bound, _, _ in measured)
     assert f"{len(table)} passed, 0 failed" in printed
-    without_gradient = {"ctc_align", "rnnt_align", "tdt_align", "ctc_crf_decode"}
-    without_gradient |= {"ctc_greedy_search", "ctc_beam_search"}
-    for op in set(_info.OPS) - without_gradient:
-        assert any(check.op.startswith(op) for check in _check_machine.CHECKS)
+    for op in set(_info.OPS) - {"ctc_align", "rnnt_align", "tdt_align"}:
+        assert any(check.op.startswith(op) for check in checks)
 
 
 def _fails(x: torch.Tensor) -> torch.Tensor:
@@ -185,11 +187,33 @@ def test_check_finds_what_is_wrong(
         "softmax", function, lambda x: torch.softmax(x, -1), lambda x: (), "element", -1
     )
     monkeypatch.setattr(_check_machine, "CHECKS", (check,))
+    monkeypatch.setattr(_check_machine, "DECODERS", ())
     assert main(["check", "--device", "cpu"]) == 1
     printed = capsys.readouterr().out
     assert printed.count("FAIL") == 4
     assert " ".join(printed.split()).count(note.strip()) == 4
     assert "4 passed, 4 failed" in printed
+
+
+@pytest.mark.parametrize(
+    ("field", "note"), [("tokens", "ValueError: tokens: other than"), ("scores", "ulp at [")]
+)
+def test_check_finds_a_decoder_that_is_wrong(
+    field: str, note: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = _check_machine.DECODERS[0]
+
+    def decode(x: torch.Tensor) -> partita.Hypotheses:
+        found = decoder.decode(x)
+        shift = x.dtype == torch.float32  # the truth is fp64
+        return found._replace(**{field: getattr(found, field) + shift})
+
+    monkeypatch.setattr(_check_machine, "CHECKS", ())
+    broken = dataclasses.replace(decoder, decode=decode)
+    monkeypatch.setattr(_check_machine, "DECODERS", (broken,))
+    assert main(["check", "--device", "cpu"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("FAIL") == 1 and note in " ".join(printed.split())
 
 
 def test_check_finds_a_label_that_spoils_other_rows(
@@ -203,6 +227,7 @@ def test_check_finds_a_label_that_spoils_other_rows(
         )
 
     monkeypatch.setattr(_check_machine, "CHECKS", ())
+    monkeypatch.setattr(_check_machine, "DECODERS", ())
     monkeypatch.setattr(_check_machine, "cross_entropy", spoils)
     assert main(["check", "--device", "cpu"]) == 1
     assert "wrong rows: [0, 1, 2" in capsys.readouterr().out

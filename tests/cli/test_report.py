@@ -110,6 +110,7 @@ class Page(HTMLParser):
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_check_machine, "CHECKS", (GOOD,))
+    monkeypatch.setattr(_check_machine, "DECODERS", ())
     monkeypatch.setattr(_report, "CPU_ELEMENTS", 2048)
     monkeypatch.setattr(_report, "CPU_REPETITIONS", 2)
 
@@ -130,6 +131,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     )
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(_check_machine, "CHECKS", (GOOD, BAD))
+        monkeypatch.setattr(_check_machine, "DECODERS", ())
         monkeypatch.setattr(_report, "CPU_ELEMENTS", 2048)
         monkeypatch.setattr(_report, "CPU_REPETITIONS", 2)
         monkeypatch.setattr(providers, "PEERS", (providers.TORCH, absent))

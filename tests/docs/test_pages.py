@@ -32,7 +32,10 @@ def named(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in WITHOUT_CODE], ids=named)
-def test_code_of_the_pages_runs(page: Path) -> None:
+def test_code_of_the_pages_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # for the files that the code writes
     blocks = CODE.findall(page.read_text(encoding="utf-8"))
     assert blocks
     namespace: dict[str, object] = {}

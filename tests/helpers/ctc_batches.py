@@ -1,6 +1,6 @@
 """Random batches for CTC, and the comparison of its kernels with the reference."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,23 +50,28 @@ def batch_of(
 
 
 def results(
-    x: Batch, backend: str, dtype: torch.dtype = torch.float32, from_logits: bool = True
+    x: Batch,
+    backend: str,
+    dtype: torch.dtype = torch.float32,
+    from_logits: bool = True,
+    **options: Any,
 ) -> tuple[torch.Tensor, ...]:
     """Return the losses with and without a gradient to follow, and the gradient."""
+    options["from_logits"] = from_logits
     logits = x.logits.to(dtype).clone().requires_grad_()
     with partita.backend(backend), poisoned_memory():
-        losses = partita.ctc_loss(logits, *x[1:], "none", from_logits=from_logits)
+        losses = partita.ctc_loss(logits, *x[1:], "none", **options)
         weights = torch.linspace(0.5, 2, len(losses), device=losses.device).to(losses.dtype)
         (grad,) = torch.autograd.grad(
             (losses.nan_to_num(nan=torch.nan, posinf=0.0) * weights).sum(), logits
         )
         with torch.no_grad():
-            without_grad = partita.ctc_loss(logits, *x[1:], "none", from_logits=from_logits)
+            without_grad = partita.ctc_loss(logits, *x[1:], "none", **options)
     return losses.detach(), without_grad, grad
 
 
 def assert_matches_reference(
-    x: Batch, dtype: torch.dtype = torch.float32, from_logits: bool = True
+    x: Batch, dtype: torch.dtype = torch.float32, from_logits: bool = True, **options: Any
 ) -> None:
     """Compare the kernels with the reference.
 
@@ -74,8 +79,8 @@ def assert_matches_reference(
     Losses are within 2e-6, relative.
     """
     ours, truth = (
-        results(x, "triton", dtype, from_logits),
-        results(x, "reference", dtype, from_logits),
+        results(x, "triton", dtype, from_logits, **options),
+        results(x, "reference", dtype, from_logits, **options),
     )
     tolerance = 2e-6 if dtype.itemsize < 8 else 1e-12
     for a, b in zip(ours, truth, strict=True):
@@ -89,12 +94,12 @@ def assert_matches_reference(
         )
 
 
-def assert_alignment_matches(x: Batch, from_logits: bool = True) -> None:
+def assert_alignment_matches(x: Batch, from_logits: bool = True, **options: Any) -> None:
     """Compare the alignment of the kernels with that of the reference."""
     found = []
     for backend in ("triton", "reference"):
         with partita.backend(backend), poisoned_memory():
-            found.append(partita.ctc_align(*x, from_logits=from_logits))
+            found.append(partita.ctc_align(*x, from_logits=from_logits, **options))
     torch.testing.assert_close(found[0].score, found[1].score, rtol=1e-6, atol=1e-5, equal_nan=True)
     torch.testing.assert_close(
         found[0].scores, found[1].scores, rtol=1e-6, atol=2e-6, equal_nan=True

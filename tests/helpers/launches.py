@@ -179,13 +179,13 @@ def call_semi_markov(dtype: torch.dtype, C: int, D: int) -> None:
     chain.sample(2)
 
 
-def call_ctc(dtype: torch.dtype, N: int, C: int, S: int, from_logits: bool) -> None:
+def call_ctc(dtype: torch.dtype, N: int, C: int, S: int, from_logits: bool, **options: Any) -> None:
     logits = torch.zeros(3, N, C, dtype=dtype, requires_grad=True)
     targets, ones = torch.ones(N, S, dtype=torch.int64), torch.ones(N, dtype=torch.int64)
-    loss = partita.ctc_loss(logits, targets, ones, ones * S, from_logits=from_logits)
+    loss = partita.ctc_loss(logits, targets, ones, ones * S, from_logits=from_logits, **options)
     torch.autograd.grad(loss, logits)
-    partita.ctc_loss(logits.detach(), targets, ones, ones)
-    partita.ctc_align(logits, targets, ones, ones, from_logits=from_logits)
+    partita.ctc_loss(logits.detach(), targets, ones, ones, **options)
+    partita.ctc_align(logits, targets, ones, ones, from_logits=from_logits, **options)
 
 
 def call_decode(dtype: torch.dtype) -> None:
@@ -349,6 +349,10 @@ def launches(cuda: str | None) -> dict[str, list[Launch]]:
             for from_logits in (False, True):
                 for N, C, S in batches:
                     call_ctc(dtype, N, C, S, from_logits)
+            if dtype == torch.float32:
+                for N, C, S in batches[1:4]:
+                    priors = torch.zeros(C)
+                    call_ctc(dtype, N, C, S, True, label_priors=priors, star=C)
             for U, V in ((2, 40), (40, 1025)):
                 call_rnnt(dtype, U, V)
     found: dict[str, dict[str, Launch]] = defaultdict(dict)

@@ -88,6 +88,7 @@ def test_public_names_are_those_of_the_design() -> None:
     }
     ctc = {"CTCAlignment", "TokenSpans", "ctc_align", "ctc_crf_loss", "ctc_loss", "debruijn_source"}
     ctc |= {
+        "stitch",
         "word_spans",
         "Basecalls",
         "ctc_crf_decode",

@@ -235,8 +235,8 @@ def calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     for x in layouts(6, 2, 5):
         for save in (True, False):
             reduction = "none" if save else "mean"
-            yield ops.ctc_loss, (x, *targets, 2, 0, True, reduction, False, save)
-        yield ops.ctc_align, (x, *targets, 2, 0, True)
+            yield ops.ctc_loss, (x, *targets, 2, 0, True, reduction, False, save, None, 1.0, None)
+        yield ops.ctc_align, (x, *targets, 2, 0, True, None, 1.0, None)
         yield ops.ctc_greedy_search, (x, lengths, 0, True)
         yield ops.ctc_beam_search, (x, lengths, 0, 3, 2, 4, 0.0, True)
     source, ends = torch.tensor([[0, 1], [1, 2], [2, -1]]), torch.randn(3, 2).T

@@ -325,18 +325,18 @@ def ctc_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         torch.tensor(numbers, device=device) for numbers in ([1, 2, 2, 3], [0, 1], [6, 5], [1, 3])
     )
     for from_logits in (False, True):
-        inputs = (logits, labels, *rest)
-        reduction = "mean" if from_logits else "none"
+        inputs, reduction = (logits, labels, *rest), "mean" if from_logits else "none"
+        scores = (logits[0, 0], 0.5, 4) if from_logits else (None, 1.0, None)
         loss, losses, saved = torch.ops.partita.ctc_loss(
-            *inputs, 3, 0, from_logits, reduction, False, True, BACKEND
+            *inputs, 3, 0, from_logits, reduction, False, True, *scores, BACKEND
         )
         found["ctc_loss"] += [
-            (*inputs, 3, 0, from_logits, reduction, True, save) for save in (False, True)
+            (*inputs, 3, 0, from_logits, reduction, True, save, *scores) for save in (False, True)
         ]
         found["ctc_gradient"].append(
-            (torch.ones_like(loss), *inputs, losses, saved, 3, 0, from_logits, reduction)
+            (torch.ones_like(loss), *inputs, losses, saved, 3, 0, from_logits, reduction, *scores)
         )
-        found["ctc_align"].append((*inputs, 3, 0, from_logits))
+        found["ctc_align"].append((*inputs, 3, 0, from_logits, *scores))
         searched = (logits, rest[1], 0)
         found["ctc_greedy_search"].append((*searched, from_logits))
         found["ctc_beam_search"].append((*searched, 3, 2, 3, 0.9 * from_logits, from_logits))

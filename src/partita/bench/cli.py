@@ -24,7 +24,7 @@ from .runner import DeviceLost, Row, failed, run, takers
 
 OPS = (
     *("softmax", "cross_entropy", "token_stats", "logprobs", "linear_cross_entropy", "divergence"),
-    *("chain", "linear_chain", "semi_markov", "ctc", "rnnt"),
+    *("chain", "linear_chain", "semi_markov", "ctc", "rnnt", "decode"),
 )
 HOST = "host"
 
@@ -59,6 +59,10 @@ recipe of basecallers; the alignment of a long target. PyTorch uses its own kern
 Transducers: the loss of RNN-T and TDT from logits with its gradient, under the same contract, and
 that of RNN-T from encoder and predictor. PyTorch is the reference, by anti-diagonals in fp64.
 
+Decoding: greedy and beam search of CTC, the best path and beam search over k-mers. The error is the
+number of nats that the tokens found lose against those of the reference in fp64, summed over all
+alignments; below 0 they are more probable.
+
 `partita bench host` measures something else: what one call on tiny inputs costs the host, how many
 kernels it launches, and, with --cold, the first call of a process. PyTorch is always beside it."""
 
@@ -69,6 +73,7 @@ examples:
   partita bench chain --peers torch,koi,seqdist --svg chain.svg    log Z, gradient, best path
   partita bench ctc --peers torch,seqdist,koi --dtype fp32 --out results
   partita bench linear_cross_entropy --peers torch,liger,cce,cce-exact --out results
+  partita bench decode --peers fast-ctc-decode,pyctcdecode --device cpu
   partita bench cross_entropy --peers '' --columns 32768,131072 --dtype bf16
   partita bench softmax --do-bench --svg softmax.svg    as Triton's tutorial measures it
   partita bench host --cold --out results               writes results/host.csv and host.svg

@@ -17,6 +17,7 @@ from torch import Tensor
 from . import (
     chain_peers,
     ctc_peers,
+    decode_peers,
     divergence_peers,
     linear_chain_peers,
     linear_peers,
@@ -213,7 +214,8 @@ PARTITA = Provider(
         "rnnt": lambda: rnnt_peers.partita_rnnt,
         "tdt": lambda: rnnt_peers.partita_rnnt,
         "linear_rnnt": lambda: rnnt_peers.partita_joint,
-    },
+    }
+    | decode_peers.PARTITA_OPS,
 )
 PARTITA_INPLACE = Provider("partita-inplace", {"cross_entropy": _partita_inplace}, overwrites=True)
 PARTITA_FAST = Provider(
@@ -311,10 +313,11 @@ PEERS = (
     ),
     Provider(
         "koi",
-        chain_peers.library("koi.ctc", "logZ_cu_sparse") | {"ctc_crf": ctc_peers.koi_crf_loss},
+        chain_peers.library("koi.ctc", "logZ_cu_sparse")
+        | {"ctc_crf": ctc_peers.koi_crf_loss, "ctc_crf_beam": decode_peers.koi_beam},
         packages=("koi",),
         install="pip install ont-koi",
-        beyond=ctc_peers.beyond_seqdist_or_koi,
+        beyond=decode_peers.on_a_gpu(ctc_peers.beyond_seqdist_or_koi),
     ),
     Provider(
         "seqdist",
@@ -350,10 +353,11 @@ PEERS = (
             "ctc_align": ctc_peers.torchaudio_align,
             "rnnt": rnnt_peers.torchaudio_rnnt,
             "linear_rnnt": lambda: rnnt_peers.with_joint(rnnt_peers.torchaudio_rnnt()),
+            "ctc_beam": decode_peers.torchaudio_beam,
         },
         packages=("torchaudio",),
         install="pip install torchaudio",
-        beyond=rnnt_peers.beyond_torchaudio,
+        beyond=decode_peers.on_a_gpu(rnnt_peers.beyond_torchaudio),
     ),
     Provider(
         "warprnnt",
@@ -361,6 +365,23 @@ PEERS = (
         packages=("warprnnt_numba",),
         install="pip install warprnnt-numba",
         beyond=rnnt_peers.beyond_warprnnt,
+    ),
+    Provider(
+        "fast-ctc-decode",
+        {
+            "ctc_greedy": decode_peers.fast_ctc_decode_greedy,
+            "ctc_beam": decode_peers.fast_ctc_decode_beam,
+        },
+        packages=("fast_ctc_decode",),
+        install="pip install fast-ctc-decode",
+        beyond=decode_peers.runs_on_the_host,
+    ),
+    Provider(
+        "pyctcdecode",
+        {"ctc_beam": decode_peers.pyctcdecode_beam},
+        packages=("pyctcdecode",),
+        install="pip install pyctcdecode",
+        beyond=decode_peers.runs_on_the_host,
     ),
 )
 

@@ -27,6 +27,8 @@ PACKAGES = (
     "seqdist",
     "torchaudio",
     "warprnnt-numba",
+    "fast-ctc-decode",
+    "pyctcdecode",
 )
 COLUMNS = (
     "op",
@@ -45,6 +47,7 @@ COLUMNS = (
     "slots",
     "sequences",
     "classes",
+    "beam_width",
     "shortest",
     "longest",
     "mean_ms",
@@ -58,6 +61,7 @@ COLUMNS = (
     "fraction",
     "extra_memory_bytes",
     "error_ulp",
+    "error_nats",
     "error",
     "note",
 )

@@ -13,6 +13,7 @@ from ..ops.cross_entropy.api import cross_entropy
 from ..runtime.backend import current_backend, resolve
 from ..testing import contract_errors, edge_rows
 from .arguments import device_named
+from .check_decode import DECODERS, Decoder, decoder_error
 from .check_ops import CHECKS, COLUMNS, ROWS, Check, labels
 from .console import DTYPES, Progress, Table, UsageError, first_line, print_table
 from .info import BACKEND_NAMES, no_gpu
@@ -23,10 +24,11 @@ DENSE_EDGES = ("plain", "offset", "leading_inf")
 THOROUGH = ("bf16", "fp32")
 
 DESCRIPTION = """\
-Run the ops that have a gradient, forward and backward, and compare them with fp64, on the CPU
-and on the current GPU. Each error stands beside its bound, which is two times that of PyTorch, or
-2 ulp. Errors are in ulp of the result's dtype. A sum whose terms cancel can be off by many ulp of
-its small result: then PyTorch's own error is as large, and so is the bound."""
+Run the ops that have a gradient, forward and backward, and the decoders, and compare them with
+fp64, on the CPU and on the current GPU. Decoded tokens and steps must be equal. Each error stands
+beside its bound, which is two times that of PyTorch, or 2 ulp. Errors are in ulp of the result's
+dtype. A sum whose terms cancel can be off by many ulp of its small result: then PyTorch's own error
+is as large, and so is the bound."""
 
 EPILOG = """\
 examples:
@@ -53,7 +55,7 @@ class Backend:
     def __str__(self) -> str:
         return f"{self.name} on {self.device}"
 
-    def of(self, check: Check) -> Backend:
+    def of(self, check: Check | Decoder) -> Backend:
         """Return the backend that serves this op on the device."""
         return Backend(
             BACKEND_NAMES[resolve(current_backend(), self.device, has_cpu=check.numba)], self.device
@@ -118,6 +120,25 @@ def run(check: Check, backend: Backend, dtype: str) -> Line:
     except Exception as error:
         return Line(check.op, str(backend), dtype, "", "", "", False, first_line(error))
     return line
+
+
+def run_decoder(check: Decoder, backend: Backend, dtype: str) -> Line:
+    """Return the line with the worst error of the scores; an error if other tokens were found."""
+    backend = backend.of(check)
+    lines = []
+    try:
+        for edge in check.edges:
+            x = edge_rows(edge, ROWS, COLUMNS, dtype=DTYPES[dtype], device=backend.device)
+            error = decoder_error(check, x)
+            found, bound, own = (
+                f"{value:.2g}" for value in (error.ulp, error.budget, error.baseline)
+            )
+            note = "" if error.passed else f"{edge} {ROWS} × {COLUMNS}: {error}"
+            line = Line(check.op, str(backend), dtype, found, bound, own, error.passed, note)
+            lines.append((error.ulp / error.budget, line))
+    except Exception as error:
+        return Line(check.op, str(backend), dtype, "", "", "", False, first_line(error))
+    return max(lines, key=lambda each: each[0])[1]
 
 
 def run_bad_label(backend: Backend, dtype: str) -> Line:
@@ -194,14 +215,17 @@ def served(name: str | None) -> Served:
 def run_all(chosen: Sequence[Backend]) -> list[Line]:
     """Run all checks with a progress bar and return them in the order of the table."""
     lines = []
-    with Progress(
-        len(chosen) * (sum(len(check.dtypes) for check in CHECKS) + len(DTYPES))
-    ) as progress:
+    each = sum(len(check.dtypes) for check in CHECKS) + sum(len(one.dtypes) for one in DECODERS)
+    with Progress(len(chosen) * (each + len(DTYPES))) as progress:
         for backend in chosen:
             for dtype in DTYPES:
                 for check in [check for check in CHECKS if dtype in check.dtypes]:
                     progress.say(f"{check.op} {dtype}, {backend}")
                     lines.append(run(check, backend, dtype))
+                    progress.advance()
+                for decoder in [decoder for decoder in DECODERS if dtype in decoder.dtypes]:
+                    progress.say(f"{decoder.op} {dtype}, {backend}")
+                    lines.append(run_decoder(decoder, backend, dtype))
                     progress.advance()
                 lines.append(run_bad_label(backend, dtype))
                 progress.advance()

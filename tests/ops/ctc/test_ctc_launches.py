@@ -83,3 +83,32 @@ def test_the_launches_of_a_small_batch(launched: list[Launch]) -> None:
     launched.clear()
     launch_align.ctc_align(logits, *targets, 10, 0, True)
     assert names(launched) == ["ctc_normalize", "ctc_viterbi", "ctc_backtrace", "ctc_alignment"]
+
+
+@pytest.mark.parametrize("from_logits", [False, True])
+@pytest.mark.parametrize(("C", "S"), [(20, 10), (5000, 10)])
+def test_priors_and_a_star_make_no_copy_of_the_logits(
+    C: int, S: int, from_logits: bool, launched: list[Launch]
+) -> None:
+    """The calls are launches alone, and save no more than for one more class."""
+    from partita.ops.ctc.gpu import launch, launch_align
+    from partita.ops.ctc.gpu.plan import saved_shape
+
+    logits, ones = torch.zeros(50, 4, C), torch.ones(4).long()
+    targets = (torch.full((4 * S,), C + 1), torch.arange(4) * S, ones * 50, ones * S)
+    scores = (torch.zeros(C), 0.5, C + 1)
+    with Operations() as operations:
+        options = (S, 0, from_logits, "mean", False, True)
+        value, losses, saved = launch.ctc_loss(logits, *targets, *options, *scores)
+        inputs = (logits, *targets, losses, saved, S, 0, from_logits, "mean")
+        launch.ctc_gradient(value, *inputs, *scores)
+        launch_align.ctc_align(logits, *targets, S, 0, from_logits, *scores)
+    assert set(operations.names) <= REPLAYABLE
+    assert saved.shape == saved_shape((50, 4, C + 1), S, from_logits, True, "gpu")
+    sizes = [
+        arg.numel()
+        for launch in launched
+        for arg in launch.args
+        if isinstance(arg, torch.Tensor) and arg.data_ptr() != saved.data_ptr()
+    ]
+    assert max(sizes) <= max(logits.numel(), saved.numel())

@@ -12,8 +12,7 @@ from ...runtime.autograd import apply, plain_eager, refuse_forward_mode, require
 from ...runtime.backend import current_backend
 from ...runtime.lengths import Lengths
 from . import autograd as _ctc
-from .arguments import prepare
-from .priors_and_star import check_priors_and_star, with_priors_and_star
+from .arguments import prepare, score_options
 
 
 class TokenSpans(NamedTuple):
@@ -161,17 +160,17 @@ def ctc_loss(
             gradient is 0 in both cases.
         from_logits: whether the op takes the log-softmax itself.
         label_priors: `[C]` floating, the finite logarithms of the frequencies of the classes, which
-            are subtracted from the log-probabilities; None for none.
+            are subtracted from the log-probabilities; None for none. They get no gradient.
         prior_scale: a factor of the priors, 0 or more.
         star: an index of C or more that stands for any class in the targets, with log-probability
             0; None for none. As with other labels, a star after a star needs a blank between them.
 
-    Scores with priors or a star are not normalised, so the loss may be negative. They take memory
-    of `[T, N, C + 1]` in fp32 at least.
+    Scores with priors or a star are not normalised, so the loss may be negative.
 
     Returns:
         A number, or `[N]`, in nats; fp32 for half types. The gradient is the true one: minus the
-        posterior of each class, or the softmax minus it with `from_logits`.
+        posterior of each class, or the softmax minus it with `from_logits`. With a star, the
+        softmax of a step is multiplied by the posterior of all classes but the star.
 
     Raises:
         TypeError, ValueError, IndexError: wrong dtypes, shapes, devices, lengths or labels. Values
@@ -190,18 +189,19 @@ def ctc_loss(
     """
     checks.choice("reduction", reduction, checks.REDUCTIONS)
     x = prepare("log_probs", log_probs, targets, input_lengths, target_lengths, blank)
-    check_priors_and_star(log_probs, "log_probs", label_priors, prior_scale, star)
-    if label_priors is not None or star is not None:
-        refuse_forward_mode(log_probs)
-        x = with_priors_and_star(x, from_logits, label_priors, prior_scale, star)
-        from_logits = False
+    scores = score_options("log_probs", log_probs, label_priors, prior_scale, star)
+    if requires_grad(label_priors) and torch.is_grad_enabled():
+        raise ValueError(
+            "label_priors: expected a tensor that needs no gradient, got one that requires it;"
+            " detach it"
+        )
     save = torch.is_grad_enabled() and requires_grad(x.logits)
-    options = (blank, from_logits, reduction, bool(zero_infinity), save, current_backend())
+    options = (blank, from_logits, reduction, bool(zero_infinity), save, *scores, current_backend())
     loss: Tensor
     if save or not plain_eager():
         loss = apply(_ctc.CTCLossFunction, *x, *options)[0]
     else:
-        refuse_forward_mode(log_probs)
+        refuse_forward_mode(log_probs, label_priors)
         loss = _ctc.loss(*x, *options)[0]
     return loss[0] if reduction == "none" and log_probs.ndim == 2 else loss
 
@@ -246,11 +246,8 @@ def ctc_align(
     """
     with torch.no_grad():
         x = prepare("log_probs", log_probs, targets, input_lengths, target_lengths, blank)
-        check_priors_and_star(log_probs, "log_probs", label_priors, prior_scale, star)
-        if label_priors is not None or star is not None:
-            x = with_priors_and_star(x, from_logits, label_priors, prior_scale, star)
-            from_logits = False
-        labels, tokens, scores, score = _ctc.align(*x, blank, from_logits, current_backend())
-        if star is not None:
-            labels = torch.where(labels == log_probs.shape[-1], star, labels)
+        options = score_options("log_probs", log_probs, label_priors, prior_scale, star)
+        labels, tokens, scores, score = _ctc.align(
+            *x, blank, from_logits, *options, current_backend()
+        )
     return CTCAlignment(labels, tokens, scores, score, x.max_target_len)

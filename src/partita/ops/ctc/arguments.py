@@ -16,6 +16,7 @@ from ...runtime import checks
 from ...runtime.autograd import is_batched, plain_eager
 from ...runtime.caches import BoundedCache, register_cache
 from ...runtime.lengths import Lengths, as_lengths, on_device
+from .common import ScoreOptions
 
 FEW = 64  # lengths of which Python finds the greatest in less time than PyTorch
 
@@ -90,6 +91,26 @@ def prepare(
     if labels.dtype not in (torch.int32, torch.int64):
         labels = labels.long()  # comparisons with C or the blank would wrap in a narrow dtype
     return CTCArguments(logits, labels, offsets, steps, lengths, longest)
+
+
+def score_options(
+    name: str, logits: Tensor, label_priors: Any, prior_scale: Any, star: Any
+) -> ScoreOptions:
+    """Return the options of the scores, or raise for a bad one."""
+    C = logits.shape[-1]
+    if label_priors is not None:
+        checks.floating("label_priors", label_priors)
+        checks.shape("label_priors", label_priors, (C,), "[C]")
+        checks.device("label_priors", label_priors, logits, name)
+    checks.number("prior_scale", prior_scale, low=0.0)
+    if star is not None:
+        checks.python_int("star", star)
+        if star < C:
+            raise ValueError(f"star: expected an index of at least C = {C}, got {star}")
+        star = star if isinstance(star, torch.SymInt) else int(star)
+    # The scale counts in the key of a call, so calls without priors all have the same.
+    scale = 1.0 if label_priors is None else float(prior_scale)
+    return ScoreOptions(label_priors, scale, star)
 
 
 def _order_hint(name: str, per_sequence: Any, T: int) -> str:

@@ -19,7 +19,7 @@ from ...runtime.autograd import (
 from ...runtime.dtypes import acc_dtype
 from . import reference
 from .backends import BACKENDS
-from .common import PackedTargets, padded_targets
+from .common import PackedTargets, ScoreOptions, padded_targets
 from .gpu.plan import saved_shape
 
 
@@ -38,12 +38,17 @@ def check_values(
     input_lengths: Tensor,
     target_lengths: Tensor,
     max_target_len: int,
-    *_: Any,
+    *options: Any,
 ) -> None:
-    """Raise for the first length or label that is out of range, where values are checked."""
+    """Raise for the first length or label that is out of range, where values are checked.
+
+    The last one of the options is the star.
+    """
     if not checks.should_check_values(labels.device) or labels.is_meta:
         return
-    T, C = logits.shape[0], logits.shape[2]
+    T, C, star = logits.shape[0], logits.shape[2], options[-1]
+    if star is not None:
+        labels = labels.masked_fill(labels == star, 0)
     if (
         _all_within(input_lengths, 0, T)
         and _all_within(target_lengths, 0, max_target_len)
@@ -55,9 +60,10 @@ def check_values(
     padded, mask = padded_targets(PackedTargets(labels, offsets, target_lengths, max_target_len))
     index = checks.first_index(mask & ((padded < 0) | (padded >= C)))
     if index is not None:
-        raise IndexError(
-            f"targets: expected labels from 0 to {C - 1}, got {int(padded[index])} at {list(index)}"
+        expected = f"labels from 0 to {C - 1}" + (
+            f" or the star {star}" if star is not None else ""
         )
+        raise IndexError(f"targets: expected {expected}, got {int(padded[index])} at {list(index)}")
 
 
 def _loss_results(
@@ -72,11 +78,15 @@ def _loss_results(
     reduction: str,
     zero_infinity: bool,
     save: bool,
+    label_priors: Tensor | None,
+    prior_scale: float,
+    star: int | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty tensors with the shapes of the reduced loss, the losses and the saved tensor."""
     N, dtype = logits.shape[1], acc_dtype(logits.dtype)
-    saved = saved_shape(logits.shape, max_target_len, from_logits, save, backend)
+    shape = ScoreOptions(star=star).lattice_shape(logits.shape)
+    saved = saved_shape(shape, max_target_len, from_logits, save, backend)
     return (
         logits.new_empty(N if reduction == "none" else (), dtype=dtype),
         logits.new_empty(N, dtype=torch.float64),
@@ -85,9 +95,11 @@ def _loss_results(
 
 
 _TARGETS = "Tensor labels, Tensor offsets, Tensor input_lengths, Tensor target_lengths"
+_SCORES = "Tensor? label_priors, float prior_scale, int? star"
 loss: register.Op = register.define(
     f"ctc_loss(Tensor logits, {_TARGETS}, SymInt max_target_len, int blank, bool from_logits,"
-    " str reduction, bool zero_infinity, bool save, str backend) -> (Tensor, Tensor, Tensor)",
+    f" str reduction, bool zero_infinity, bool save, {_SCORES}, str backend)"
+    " -> (Tensor, Tensor, Tensor)",
     _loss_results,
     check=check_values,
     fake_by_backend=True,
@@ -97,7 +109,8 @@ loss: register.Op = register.define(
 )
 gradient: register.Op = register.define(
     f"ctc_gradient(Tensor grad, Tensor logits, {_TARGETS}, Tensor losses, Tensor saved,"
-    " SymInt max_target_len, int blank, bool from_logits, str reduction, str backend) -> Tensor",
+    f" SymInt max_target_len, int blank, bool from_logits, str reduction, {_SCORES}, str backend)"
+    " -> Tensor",
     lambda grad, logits, *rest: torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),
     vmap=lambda *batch: one_by_one(gradient, *batch),
     backends=BACKENDS,
@@ -105,7 +118,7 @@ gradient: register.Op = register.define(
 )
 align: register.Op = register.define(
     f"ctc_align(Tensor logits, {_TARGETS}, SymInt max_target_len, int blank, bool from_logits,"
-    " str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+    f" {_SCORES}, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
     lambda logits, *rest: (
         *(
             logits.new_empty((logits.shape[1], logits.shape[0]), dtype=dtype)
@@ -141,35 +154,43 @@ class CTCLossFunction(torch.autograd.Function):
         reduction: str,
         zero_infinity: bool,
         save: bool,
+        label_priors: Tensor | None,
+        prior_scale: float,
+        star: int | None,
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
         tensors = (logits, labels, offsets, input_lengths, target_lengths)
         options = (max_target_len, blank, from_logits, reduction, zero_infinity, save)
-        return loss(*tensors, *options, backend)
+        return loss(*tensors, *options, label_priors, prior_scale, star, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         tensors, options = inputs[:5], inputs[5:]
         ctx.max_target_len, ctx.blank, ctx.from_logits, ctx.reduction = options[:4]
-        ctx.backend = options[-1]
+        label_priors, ctx.prior_scale, ctx.star, ctx.backend = options[6:]
         ctx.mark_non_differentiable(*output[1:])
         skip_unused_gradients(ctx)
-        ctx.save_for_backward(*tensors, *output[1:])
+        ctx.save_for_backward(*tensors, *output[1:], label_priors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         grad = grads[0]
         if grad is None:
-            return (None,) * 12
+            return (None,) * 15
         tensors = (grad, *saved_tensors(ctx))
-        options: tuple[Any, ...] = (ctx.max_target_len, ctx.blank, ctx.from_logits, ctx.reduction)
+        options = (ctx.max_target_len, ctx.blank, ctx.from_logits, ctx.reduction)
         op, backend = for_gradients(gradient, grad), ctx.backend
+
+        def in_order(*tensors: Any) -> tuple[Any, ...]:
+            *others, label_priors = tensors
+            return *others, *options, label_priors, ctx.prior_scale, ctx.star
+
         if not is_double_backward():
-            return op(*tensors, *options, backend), *(None,) * 11
+            return op(*in_order(*tensors), backend), *(None,) * 14
         result = first_derivative(
-            lambda *tensors: op(*tensors, *options, backend),
-            lambda *tensors: reference.ctc_gradient(*tensors, *options),
+            lambda *tensors: op(*in_order(*tensors), backend),
+            lambda *tensors: reference.ctc_gradient(*in_order(*tensors)),
             2,
             *tensors,
         )
-        return result, *(None,) * 11
+        return result, *(None,) * 14

@@ -38,12 +38,12 @@ def _gpu_align(*args: Any) -> Any:
 
 
 def _cpu() -> Functions:
-    from . import cpu
+    from .cpu import align, loss
 
     return {
-        "ctc_loss": cpu.ctc_loss,
-        "ctc_gradient": cpu.ctc_gradient,
-        "ctc_align": cpu.ctc_align,
+        "ctc_loss": loss.ctc_loss,
+        "ctc_gradient": loss.ctc_gradient,
+        "ctc_align": align.ctc_align,
     }
 
 

@@ -1,7 +1,8 @@
-"""Packed targets and reductions of CTC, which the reference and every backend share."""
+"""Packed targets, options of the scores, and reductions of CTC, which all backends share."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,26 @@ class PackedTargets(NamedTuple):
     offsets: Tensor
     lengths: Tensor
     max_target_len: int
+
+
+class ScoreOptions(NamedTuple):
+    """What the score of a label has beside the log-probability of its class.
+
+    Fields:
+        label_priors: `[C]`, the log-priors of the classes; None for none.
+        prior_scale: the factor with which they are subtracted from the log-probabilities.
+        star: the label that stands for any class, with the score 0; None for none. Inside of the
+            backends it is one more class, C.
+    """
+
+    label_priors: Tensor | None = None
+    prior_scale: float = 1.0
+    star: int | None = None
+
+    def lattice_shape(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """Return the number of steps, sequences and classes of the lattice, given `[T, N, C]`."""
+        T, N, C = shape
+        return T, N, C + (self.star is not None)
 
 
 def padded_targets(targets: PackedTargets) -> tuple[Tensor, Tensor]:

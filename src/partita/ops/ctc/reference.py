@@ -1,6 +1,7 @@
 """CTC in plain PyTorch, as a sparse linear chain over the states of a target's lattice.
 
-The states are blank, label, blank, ..., label, blank. All sums are fp64 and differentiable.
+The states are blank, label, blank, ..., label, blank. All sums are fp64 and differentiable. A star
+in the targets is one more class, C, with the score 0.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from torch import Tensor
 from ...primitives.semiring import Log
 from ...runtime.dtypes import acc_dtype
 from ..chain.reference import chain_gradient, chain_inputs, chain_viterbi, log_partition
-from .common import PackedTargets, gradient_per_sequence, padded_targets, reduce_losses
+from .common import (
+    PackedTargets,
+    ScoreOptions,
+    gradient_per_sequence,
+    padded_targets,
+    reduce_losses,
+)
 
 
 class CTCLattice(NamedTuple):
@@ -37,11 +44,18 @@ class CTCLattice(NamedTuple):
 
 
 def ctc_lattice(
-    log_probs: Tensor, targets: PackedTargets, input_lengths: Tensor, blank: int
+    label_scores: Tensor,
+    targets: PackedTargets,
+    input_lengths: Tensor,
+    blank: int,
+    star: int | None,
 ) -> CTCLattice:
-    """Build the lattice of each target from log-probabilities `[T, N, C]` fp64."""
-    T, N, C = log_probs.shape
+    """Build the lattice of each target from the scores of `scores_of`."""
+    T, N, C = label_scores.shape
     padded, mask = padded_targets(targets)
+    if star is not None:
+        # The star becomes the last class, and any other label from there on stays out of range.
+        padded = torch.where(padded == star, C - 1, torch.where(padded == C - 1, C, padded))
     invalid = (mask & ((padded < 0) | (padded >= C))).any(1)
     invalid = invalid | (input_lengths < 0) | (input_lengths > T)
     invalid = invalid | (targets.lengths < 0) | (targets.lengths > targets.max_target_len)
@@ -49,7 +63,7 @@ def ctc_lattice(
     labels = padded.new_full((N, M), blank)
     labels[:, 1::2] = torch.where(mask, padded, blank).clamp(0, C - 1)
     # The derivative of indexing adds up in a fixed order on a GPU; that of `gather` does not.
-    emitted = log_probs[:, torch.arange(N, device=labels.device)[:, None], labels]
+    emitted = label_scores[:, torch.arange(N, device=labels.device)[:, None], labels]
     same = labels[:, 2:] == labels[:, :-2]
     same = torch.nn.functional.pad(same, (min(2, M), 0), value=True)[:, :M]
     scores = torch.stack([emitted, emitted, emitted.masked_fill(same, -torch.inf)], -1)
@@ -67,14 +81,27 @@ def as_log_probs(logits: Tensor, from_logits: bool) -> Tensor:
     return logits.log_softmax(-1) if from_logits else logits
 
 
+def scores_of(log_probs: Tensor, options: ScoreOptions) -> Tensor:
+    """Return the score of each label at each step, `[T, N, C]` or with a star `[T, N, C + 1]`."""
+    if options.label_priors is not None:
+        log_probs = log_probs - options.prior_scale * options.label_priors.double()
+    return log_probs if options.star is None else torch.nn.functional.pad(log_probs, (0, 1))
+
+
 def losses_of(
-    logits: Tensor, targets: PackedTargets, input_lengths: Tensor, blank: int, from_logits: bool
+    logits: Tensor,
+    targets: PackedTargets,
+    input_lengths: Tensor,
+    blank: int,
+    from_logits: bool,
+    options: ScoreOptions,
 ) -> Tensor:
-    """Return minus the log-probability of each target, `[N]` fp64.
+    """Return minus the log of the total score of each target's alignments, `[N]` fp64.
 
     It is inf, with the gradient 0, where there is no alignment, and NaN for an invalid sequence.
     """
-    x = ctc_lattice(as_log_probs(logits, from_logits), targets, input_lengths, blank)
+    scores = scores_of(as_log_probs(logits, from_logits), options)
+    x = ctc_lattice(scores, targets, input_lengths, blank, options.star)
     chain = chain_inputs(x.scores, x.source, x.initial, x.final, input_lengths, Log)
     return torch.where(x.invalid, torch.nan, 0.0 - log_partition(chain, Log))
 
@@ -91,13 +118,17 @@ def ctc_loss(
     reduction: str,
     zero_infinity: bool,
     save: bool,
+    label_priors: Tensor | None = None,
+    prior_scale: float = 1.0,
+    star: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the reduced loss, the losses `[N]` fp64, and an empty saved tensor.
 
     The gradient of the reference saves nothing: it computes the lattice anew.
     """
     targets = PackedTargets(labels, offsets, target_lengths, max_target_len)
-    losses = losses_of(logits, targets, input_lengths, blank, from_logits)
+    options = ScoreOptions(label_priors, prior_scale, star)
+    losses = losses_of(logits, targets, input_lengths, blank, from_logits, options)
     value = reduce_losses(losses, target_lengths, reduction, zero_infinity)
     value = value.to(acc_dtype(logits.dtype), copy=True)
     return value, losses, logits.new_empty(0, dtype=torch.float64)
@@ -116,27 +147,35 @@ def ctc_gradient(
     blank: int,
     from_logits: bool,
     reduction: str,
+    label_priors: Tensor | None = None,
+    prior_scale: float = 1.0,
+    star: int | None = None,
 ) -> Tensor:
     """Return the gradient of the loss in the logits or in the log-probabilities.
 
-    For log-probabilities it is minus the posterior of each class at each step; for logits it is the
-    softmax minus that posterior. It is differentiable in `grad` and `logits`.
+    For log-probabilities it is minus the posterior of each class at each step. For logits it is the
+    softmax times the posterior of all classes but the star, minus the posterior of the class. It is
+    differentiable in `grad` and `logits`.
     """
     log_probs = as_log_probs(logits, from_logits)
     targets = PackedTargets(labels, offsets, target_lengths, max_target_len)
-    x = ctc_lattice(log_probs, targets, input_lengths, blank)
+    scores = scores_of(log_probs, ScoreOptions(label_priors, prior_scale, star))
+    x = ctc_lattice(scores, targets, input_lengths, blank, star)
     chain = (x.scores, x.initial, x.final, x.source, input_lengths, losses, saved, torch.float64)
     posterior = chain_gradient(torch.ones_like(losses), *chain)[0].sum(-1)
     T, N, C = log_probs.shape
     index = (torch.arange(N, device=logits.device)[:, None], x.labels)
-    result = log_probs.new_zeros(N, C, T)
+    result = log_probs.new_zeros(N, scores.shape[2], T)
     # A state whose label occurs before adds to the same class, here in a fixed order.
     result = result.index_put(index, -posterior.permute(1, 2, 0), accumulate=True).permute(2, 0, 1)
     if from_logits:
         active = torch.arange(len(logits), device=logits.device)[:, None] < input_lengths
         has_softmax = active & (losses < torch.inf)
-        result = result + torch.where(has_softmax[..., None], log_probs.exp(), 0.0)
-    result = result * gradient_per_sequence(grad, target_lengths, reduction)[:, None]
+        softmax = log_probs.exp()
+        if star is not None:
+            softmax = softmax * (1.0 + result[..., C:])
+        result = result[..., :C] + torch.where(has_softmax[..., None], softmax, 0.0)
+    result = result[..., :C] * gradient_per_sequence(grad, target_lengths, reduction)[:, None]
     return torch.where(x.invalid[:, None], torch.nan, result).to(logits.dtype).contiguous()
 
 
@@ -149,17 +188,22 @@ def ctc_align(
     max_target_len: int,
     blank: int,
     from_logits: bool,
+    label_priors: Tensor | None = None,
+    prior_scale: float = 1.0,
+    star: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the best alignment of each target.
 
     Returns:
-        The class that each step emits, `[N, T]`; its position in the target, `[N, T]`, or -1; its
-        log-probability, `[N, T]`; and the sum of these log-probabilities, `[N]`.
+        The label that each step emits, `[N, T]`; its position in the target, `[N, T]`, or -1; its
+        score, `[N, T]`; and the sum of these scores, `[N]`.
     """
     dtype = acc_dtype(logits.dtype)
-    log_probs = as_log_probs(logits, from_logits)
+    label_scores = scores_of(
+        as_log_probs(logits, from_logits), ScoreOptions(label_priors, prior_scale, star)
+    )
     targets = PackedTargets(labels, offsets, target_lengths, max_target_len)
-    x = ctc_lattice(log_probs, targets, input_lengths, blank)
+    x = ctc_lattice(label_scores, targets, input_lengths, blank, star)
     score, states, _ = chain_viterbi(x.scores, x.source, x.initial, x.final, input_lengths, True)
     score = torch.where(x.invalid, torch.nan, score)
     state = states[1:].T.contiguous()
@@ -168,6 +212,8 @@ def ctc_align(
         return state, state, state.to(dtype), score.to(dtype)
     classes = torch.where(mask, x.labels.gather(1, state.clamp(min=0)), -1)
     tokens = torch.where(mask & (state % 2 == 1), state // 2, -1)
-    scores = log_probs.transpose(0, 1).gather(2, classes.clamp(min=0)[..., None]).squeeze(-1)
+    scores = label_scores.transpose(0, 1).gather(2, classes.clamp(min=0)[..., None]).squeeze(-1)
     scores = torch.where(x.invalid[:, None], torch.nan, scores.masked_fill(~mask, 0.0))
+    if star is not None:
+        classes = torch.where(classes == logits.shape[2], star, classes)
     return classes, tokens, scores.to(dtype), score.to(dtype)

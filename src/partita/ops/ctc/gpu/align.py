@@ -21,6 +21,7 @@ from .lattice import (
     load_lengths,
     program_index,
 )
+from .scores import load_priors, optional, priors_of, row_scores
 from .state import pack_state, shift_lanes
 from .steps import (
     CarryLinks,
@@ -43,14 +44,46 @@ def keep_better(score, step_back, other, other_step_back):
 
 
 @triton.jit
-def decode_scores(loaded, has_label, p, padding, lane, BLOCK_T: tl.constexpr):
-    """Return the log-probabilities of a block of steps in fp64, given the loaded rows."""
+def star_scores(loaded, lane):
+    """Return the log-sum-exps of a block of steps, given the loaded ones; 0 without them."""
+    if len(loaded) == 0:
+        return lane.to(tl.float64) * 0.0
+    else:
+        return loaded[0].to(tl.float64) + log_exact(loaded[1]).to(tl.float64)
+
+
+@triton.jit
+def decode_scores(loaded, source, priors, p, padding, lane, BLOCK_T: tl.constexpr):
+    """Return the scores of a block of steps in fp64, given the loaded rows.
+
+    They are relative to the log-sum-exp, which is the score of the star. `priors` are those of
+    label and blank, or empty.
+    """
     blanks = tl.where(p + lane % BLOCK_T >= padding, loaded.blank, 0.0).to(tl.float64)
+    if len(priors) > 0:
+        blanks = tl.where(p + lane % BLOCK_T >= padding, blanks - priors[1], 0.0)
     labels = ()
     for u in tl.static_range(BLOCK_T):
-        valid = has_label & (p + u >= padding)
-        labels = labels + (tl.where(valid, loaded.label[u].to(tl.float64), -float("inf")),)
-    return Emissions(labels, blanks)
+        valid = source.has_label & (p + u >= padding)
+        score = loaded.label[u].to(tl.float64)
+        if len(priors) > 0:
+            score -= priors[0]
+        if len(source.is_star) > 0:
+            star = tl.gather(star_scores(loaded.star, lane), lane * 0 + u, 0)
+            score = tl.where(source.is_star[0], star, score)
+        labels = labels + (tl.where(valid, score, -float("inf")),)
+    return Emissions(labels, blanks, ())
+
+
+@triton.jit
+def load_label_priors(priors, lattice, blank, C):
+    """Return the priors of each lane's label and of the blank, or an empty tuple without priors."""
+    if len(priors) == 0:
+        return ()
+    else:
+        # A star has none; any other class serves for it.
+        label = tl.minimum(lattice.label, C - 1)
+        return (load_priors(priors, label), load_priors(priors, blank))
 
 
 @triton.jit
@@ -85,6 +118,9 @@ def ctc_viterbi_kernel(
     carries_ptr,  # [num_chunks, N, num_blocks * 8] int64, zero
     flags_ptr,  # [N] int64, zero
     tile_counter_ptr,  # [1] int64, zero, or None
+    priors_ptr,  # [C] or None
+    maxima_ptr,  # [T, N], or None without a star and for log-probabilities
+    sums_ptr,  # [T, N], or None likewise
     T,
     N,
     C,
@@ -97,21 +133,20 @@ def ctc_viterbi_kernel(
     stride_t,
     stride_n,
     stride_c,
+    prior_scale,  # the bits of an fp64 number, or None without priors
+    star,  # the label that is the star, or None
     BLOCK_T: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """Scan a chunk of a target through all steps.
-
-    Stores the pointers of each step, and the scores of the last blank and the last label.
-    """
+    """Scan a chunk of a target, and store the pointers of each step and the scores at the end."""
     index = program_index(tile_counter_ptr)
     chunk, n, lane = index // N, (index % N).to(tl.int64), lane_index(LAYOUT)
     length, target_len, offset, invalid = load_lengths(
         n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, T, max_target_len, M
     )
-    lattice, invalid_label = load_chunk(labels_ptr + offset, chunk * 32, target_len, C, lane)
-    invalid = invalid | (tl.max(invalid_label.to(tl.int32), axis=0) > 0)
-    if invalid:
+    labels_ptr, star = labels_ptr + offset, optional(star)
+    lattice, invalid_label = load_chunk(labels_ptr, chunk * 32, target_len, C, star, lane)
+    if invalid | (tl.max(invalid_label.to(tl.int32), axis=0) > 0):
         tl.atomic_or(flags_ptr + n, INVALID, sem="relaxed")
     last, half = target_len // 32, half_steps(length * 0, length, stride_t, True, BLOCK_T)
     num_steps, chunk_stride = tl.where(chunk > last, 0, length), N.to(tl.int64) * carry_steps
@@ -119,8 +154,10 @@ def ctc_viterbi_kernel(
     is_boundary_lane, has_previous = (lane == 31) & (chunk < last), (chunk > 0) & (num_steps > 0)
     links = CarryLinks(sent_ptr, sent_ptr - chunk_stride, chunk < last, has_previous)
     pointers_ptr += (n * num_chunks + chunk) * num_blocks * 32 + lane
-    rows = EmissionRows(logits_ptr + n * stride_n, stride_t, stride_c)
-    source = chunk_source(rows, lattice, blank, 0.0)
+    priors, normalizers = row_scores(priors_ptr, prior_scale, maxima_ptr, sums_ptr, n, N)
+    rows = EmissionRows(logits_ptr + n * stride_n, stride_t, stride_c, (), normalizers)
+    source = chunk_source(rows, lattice, blank, 0.0, True, 0)
+    priors = load_label_priors(priors, lattice, blank, C)
     position = chunk * 32 + lane
     start = boundary_states(position, 0, lane, True)
     blank_score, label_score = start.blank[0], start.label[0]
@@ -129,7 +166,7 @@ def ctc_viterbi_kernel(
     padded_steps = num_steps + half.padding
     for p in range(0, tl.where(num_steps > 0, padded_steps, 0), BLOCK_T):
         words = await_carries(words, links, p, lane, BLOCK_T, True)
-        emissions = decode_scores(loaded, lattice.has_label, p, half.padding, lane, BLOCK_T)
+        emissions = decode_scores(loaded, source, priors, p, half.padding, lane, BLOCK_T)
         carries, pointers = words, lane * 0
         loaded = prefetch_emissions(source, half, p + BLOCK_T, lane, True, BLOCK_T, 0)
         has_carries = has_previous & (p + BLOCK_T < padded_steps)
@@ -244,12 +281,29 @@ def path_score(
     return tl.where(is_nan, float("nan"), score)
 
 
-@triton.jit(do_not_specialize=["T", "N", "blank", "stride_t", "stride_n"])
+@triton.jit
+def score_on_path(logits_ptr, stride_c, label, has_class, maxima_ptr, sums_ptr, t, n, N, priors):
+    """Return the scores of the labels of steps in fp64; they are 0 where the label is no class."""
+    score = tl.load(logits_ptr + label * stride_c, mask=has_class, other=0.0).to(tl.float64)
+    if maxima_ptr is not None:
+        maximum, sum_exp = (
+            tl.load(maxima_ptr + t * N + n, mask=has_class, other=0.0),
+            tl.load(sums_ptr + t * N + n, mask=has_class, other=1.0),
+        )
+        score = (score - maximum.to(tl.float64)) - log_exact(sum_exp).to(tl.float64)
+    if len(priors) > 0:
+        prior = load_priors(priors, tl.where(has_class, label, 0))
+        score -= tl.where(has_class, prior, 0.0)
+    return score
+
+
+@triton.jit(do_not_specialize=["T", "N", "blank", "stride_t", "stride_n", "prior_scale", "star"])
 def ctc_alignment_kernel(
     logits_ptr,  # [T, N, C]
     labels_ptr,  # [M]
     offsets_ptr,  # [N]
     target_lengths_ptr,  # [N]
+    priors_ptr,  # [C] or None
     maxima_ptr,  # [T, N] or None
     sums_ptr,  # [T, N] or None
     flags_ptr,  # [N] int64
@@ -267,6 +321,8 @@ def ctc_alignment_kernel(
     stride_t,
     stride_n,
     stride_c,
+    prior_scale,  # the bits of an fp64 number, or None without priors
+    star,  # the label that is the star, or None
     BLOCK_T: tl.constexpr,
 ):
     """Write the class of each step, its index in the target, and its log-probability.
@@ -281,15 +337,21 @@ def ctc_alignment_kernel(
     label = tl.load(
         labels_ptr + tl.load(offsets_ptr + n) + token, mask=on_path & (token >= 0), other=blank
     ).to(tl.int64)
-    score = tl.load(
-        logits_ptr + t * stride_t + n * stride_n + label * stride_c, mask=on_path, other=0.0
-    ).to(tl.float64)
-    if maxima_ptr is not None:
-        maximum, sum_exp = (
-            tl.load(maxima_ptr + t * N + n, mask=on_path, other=0.0),
-            tl.load(sums_ptr + t * N + n, mask=on_path, other=1.0),
-        )
-        score = (score - maximum.to(tl.float64)) - log_exact(sum_exp).to(tl.float64)
+    has_class = on_path
+    if star is not None:
+        has_class = on_path & (label != star)
+    score = score_on_path(
+        logits_ptr + t * stride_t + n * stride_n,
+        stride_c,
+        label,
+        has_class,
+        maxima_ptr,
+        sums_ptr,
+        t,
+        n,
+        N,
+        priors_of(priors_ptr, prior_scale),
+    )
     invalid = tl.load(flags_ptr + n)
     score = tl.where(on_path, score, 0.0) + tl.where(invalid >= 2, float("nan"), 0.0).to(tl.float64)
     tl.store(classes_ptr + n * T + t, tl.where(on_path, label, -1), mask=mask)

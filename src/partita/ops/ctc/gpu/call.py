@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ....runtime import launch as runtime_launch
 from ....runtime.launch import cdiv, next_power_of_2, tl_acc_dtype
+from ..common import ScoreOptions
 from . import plan as planning
 from .forward_scan import FORWARD_SCAN
 from .lanes import LANES, LaneKernel
@@ -36,6 +38,29 @@ class TargetTensors(NamedTuple):
     target_lengths: Tensor
 
 
+class ScoreArguments(NamedTuple):
+    """The options of the scores as kernels take them; None without priors and without a star.
+
+    Fields:
+        priors: `[C]`, contiguous.
+        scale: the bits of the factor of the priors in fp64. As a number it would become fp32.
+        star: the label that is the star.
+    """
+
+    priors: Tensor | None
+    scale: int | None
+    star: int | None
+
+
+def score_arguments(options: ScoreOptions) -> ScoreArguments:
+    """Return the options of the scores as kernels take them."""
+    priors, scale, star = options
+    if priors is None:
+        return ScoreArguments(None, None, star)
+    (bits,) = struct.unpack("q", struct.pack("d", scale))
+    return ScoreArguments(priors.contiguous(), bits, star)
+
+
 def _uses_gluon() -> bool:
     return runtime_launch.NVIDIA and not runtime_launch.INTERPRETED
 
@@ -53,12 +78,14 @@ def launch_lanes(kernel: LaneKernel, programs: int, *args: Any, **options: Any) 
     )
 
 
-def logit_limit(T: int) -> float:
+def logit_limit(T: int, scores: ScoreArguments) -> float:
     """Return the greatest absolute value of a logit that has an emission.
 
-    It keeps the exponents of paths below 2**27 and those of emissions below 2**21.
+    It keeps the exponents of paths below 2**27 and those of emissions below 2**21. With priors or
+    a star, the emission of a label is a product of two factors within half of that range.
     """
-    return min(2.0**27 / (T + 2), 2.0**21) * 0.69
+    limit = min(2.0**27 / (T + 2), 2.0**21) * 0.69
+    return limit if scores.priors is None and scores.star is None else limit / 2
 
 
 def row_tile(logits: Tensor, width: int) -> dict[str, int]:
@@ -83,6 +110,7 @@ def launch_normalize(
     input_lengths: Tensor,
     maxima: Tensor | None,
     sums: Tensor | None,
+    scores: ScoreArguments,
     table: Tensor | None = None,
     table_width: int = 0,
     zeros: Tensor | None = None,
@@ -90,6 +118,7 @@ def launch_normalize(
     """Compute each row's log-sum-exp and the emission table, and zero the words of `zeros`."""
     T, N, C = logits.shape
     tile = row_tile(logits, max(C, table_width))
+    has_priors = table is not None and scores.priors is not None
     rows = (T + 2 * TABLE_MARGIN * (table_width > 0)) * N
     runtime_launch.launch(
         ctc_normalize_kernel,
@@ -100,14 +129,17 @@ def launch_normalize(
         sums,
         table,
         zeros,
+        scores.priors if has_priors else None,
         0 if zeros is None else zeros.shape[0],
         T,
         N,
         C,
-        logit_limit(T),
+        logit_limit(T, scores),
         *logits.stride(),
+        scores.scale if has_priors else None,
         ACC_DTYPE=tl_acc_dtype(logits.dtype),
         TABLE_WIDTH=table_width,
+        STAR=table is not None and scores.star is not None,
         **tile,
         num_warps=4,
     )
@@ -120,6 +152,7 @@ class CTCCall(NamedTuple):
         logits: `[T, N, C]`.
         targets: the targets and the lengths.
         blank: the class of the blank.
+        scores: the priors and the star.
         plan: how the batch is cut.
         workspace: the views of the workspace.
     """
@@ -127,6 +160,7 @@ class CTCCall(NamedTuple):
     logits: Tensor
     targets: TargetTensors
     blank: int
+    scores: ScoreArguments
     plan: CTCPlan
     workspace: CTCWorkspace
 
@@ -143,9 +177,17 @@ class CTCCall(NamedTuple):
             num_blocks,
             self.plan.carry_steps,
             self.blank,
-            logit_limit(T),
+            logit_limit(T, self.scores),
             *strides,
         )
+
+    def score_tensors(self, in_table: bool = False) -> tuple[Tensor | None, ...]:
+        """Return the priors, and the normalizers that the star needs; a table contains them."""
+        priors, _, star = self.scores
+        workspace = self.workspace
+        if star is None or in_table:
+            return None if in_table else priors, None, None
+        return priors, workspace.maxima, workspace.sums
 
     def launch_forward_scan(self, num_blocks: int) -> None:
         """Scan α and β to the middle, and save states before `num_blocks` blocks of each half.
@@ -168,7 +210,10 @@ class CTCCall(NamedTuple):
                 workspace.carries,
                 workspace.flags,
                 None if fp64 else workspace.tile_counter,
+                *self.score_tensors(in_table=table_width > 0),
                 *self.sizes(num_blocks, strides),
+                None if table_width else self.scores.scale,
+                self.scores.star,
                 SAVE=num_blocks > 0,
                 BLOCK_T=1 if fp64 else SAVE_EVERY,
                 FP64=fp64,
@@ -250,7 +295,10 @@ class CTCCall(NamedTuple):
             posteriors,
             blanks,
             None if workspace.tile_counter is None else zeros[:1],
+            *self.score_tensors(),
             *self.sizes(plan.num_blocks, self.logits.stride()),
+            self.scores.scale,
+            self.scores.star,
             BLOCK_T=SAVE_EVERY,
             ALL_FP64=plan.fp64,
             TABLE_WIDTH=plan.table_width,

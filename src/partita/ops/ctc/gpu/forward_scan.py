@@ -29,6 +29,7 @@ from .lattice import (
     store_states,
     sum_predecessors,
 )
+from .scores import optional, row_scores
 from .steps import (
     EmissionRows,
     SavedStates,
@@ -129,9 +130,9 @@ def scan_chunk(
     chunk_ptr = memory.saved_ptr + chunk * 64
     sent_ptr = memory.carries_ptr + chunk * memory.chunk_stride
     lattice, invalid_label = load_chunk(
-        target.labels_ptr, chunk * 32, target.target_len, target.C, lane
+        target.labels_ptr, chunk * 32, target.target_len, target.C, target.star, lane
     )
-    source = chunk_source(rows, lattice, target.blank, target.limit)
+    source = chunk_source(rows, lattice, target.blank, target.limit, FP64, TABLE_WIDTH)
     end = tl.where(direction == 0, 0, target.target_len)
     start = boundary_states(chunk * 32 + lane, end, lane, FP64)
     saved = SavedStates(chunk_ptr, memory.block_stride)
@@ -180,6 +181,9 @@ def ctc_forward_scan_kernel(
     carries_ptr,  # [2, num_chunks, N, carry_steps] int64, zero
     flags_ptr,  # [N] int64, zero
     tile_counter_ptr,  # [1] int64, zero, or None
+    priors_ptr,  # [C], or None without priors and for a table, which has them
+    maxima_ptr,  # [T, N], or None without a star, for a table and for log-probabilities
+    sums_ptr,  # [T, N], or None likewise
     T,
     N,
     C,
@@ -193,6 +197,8 @@ def ctc_forward_scan_kernel(
     stride_t,
     stride_n,
     stride_c,
+    prior_scale,  # the bits of an fp64 number, or None without priors
+    star,  # the label that is the star, or None
     SAVE: tl.constexpr,  # whether to save the states before each eighth step
     BLOCK_T: tl.constexpr,  # steps that are loaded together
     FP64: tl.constexpr,  # whether this run has states in fp64
@@ -215,8 +221,11 @@ def ctc_forward_scan_kernel(
     saved_ptr += (direction * (num_blocks + 1)) * block_stride + n * num_chunks * 64
     carries_ptr += direction * num_chunks * chunk_stride + n * carry_steps
     memory = ForwardMemory(saved_ptr, carries_ptr, block_stride, chunk_stride, num_blocks)
-    target = TargetScan(labels_ptr + offset, direction, length, target_len, C, blank, limit)
-    rows = EmissionRows(source_ptr + n * stride_n, stride_t, stride_c)
+    target = TargetScan(
+        labels_ptr + offset, direction, length, target_len, C, blank, limit, optional(star)
+    )
+    priors, normalizers = row_scores(priors_ptr, prior_scale, maxima_ptr, sums_ptr, n, N)
+    rows = EmissionRows(source_ptr + n * stride_n, stride_t, stride_c, priors, normalizers)
     for c in range(begin, tl.minimum(end, last + 1)):
         new_flags = scan_chunk(target, memory, c, rows, lane, SAVE, BLOCK_T, FP64, TABLE_WIDTH)
         if new_flags > 0:

@@ -1,8 +1,9 @@
 """CTC's gradient for few classes, from the posteriors that the scan stored.
 
 The gradient of a logit is the softmax minus the posterior of its class; the gradient of a
-log-probability is minus the posterior. The posteriors of a step carry a common factor, so each step
-divides by their sum. There are three kernels:
+log-probability is minus the posterior. With a star, the softmax is multiplied by the posterior of
+all classes but the star, which depends on no logit. The posteriors of a step carry a common factor,
+so each step divides by their sum. There are three kernels:
 
 - `ctc_narrow_gradient_kernel`: the scan summed the posteriors by class.
 - `ctc_lane_gradient_kernel`: posteriors by label; one warp, a class in each lane, up to 64 classes.
@@ -27,6 +28,7 @@ GRADIENT_SIZES = [
     "stride_t",
     "stride_n",
     "stride_grad",
+    "star",
 ]
 
 
@@ -64,6 +66,12 @@ def load_loss_gradient(ptr, target_len, N, MEAN: tl.constexpr, ACC_DTYPE: tl.con
 def posterior_scale(total, grad):
     """Return what posteriors are multiplied by, given their sum over a step, which may be 0."""
     return tl.where(total > 0.0, grad / total, 0.0)
+
+
+@triton.jit
+def without_star(scale, star_total, total):
+    """Return the factor of the softmax of a step that has the star's posterior in its total."""
+    return scale * tl.where(total > 0.0, (total - star_total) / total, 1.0)
 
 
 @triton.jit
@@ -109,6 +117,7 @@ def ctc_narrow_gradient_kernel(
     stride_n,
     stride_c,
     stride_grad,
+    star,  # the label that is the star, or None
     MEAN: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     WIDTH: tl.constexpr,  # row length of the posteriors
@@ -127,17 +136,24 @@ def ctc_narrow_gradient_kernel(
     row, v = t * N + n, tl.arange(0, BLOCK_V)
     class_mask = (v // VEC * VEC < C)[None, :]
     blanks, posterior = tl.zeros([ROWS], ACC_DTYPE), tl.zeros([ROWS, BLOCK_V], ACC_DTYPE)
+    stars = tl.zeros([ROWS], ACC_DTYPE)
     for c in range(0, target_len // 32 + 1):
         chunk_row = (n * num_chunks + c) * T + t
         ptrs = posteriors_ptr + (chunk_row * WIDTH)[:, None] + v[None, :]
         posterior += tl.load(ptrs, mask=mask[:, None] & class_mask, other=0.0)
         blanks += tl.load(blanks_ptr + chunk_row, mask=mask, other=0.0)
+        if star is not None:
+            stars += tl.load(posteriors_ptr + chunk_row * WIDTH + C, mask=mask, other=0.0)
     total = tl.sum(posterior, axis=1) + blanks
+    if star is not None:
+        total += stars
     posterior += tl.where((v == blank)[None, :], blanks[:, None], 0.0)
     block_mask = (t < T)[:, None] & class_mask
     value = -posterior * posterior_scale(total, grad)[:, None] + nan_mask[:, None]
     if maxima_ptr is not None:
         maximum, scale = load_normalizer(maxima_ptr, sums_ptr, row, mask, grad, ACC_DTYPE)
+        if star is not None:
+            scale = without_star(scale, stars, total)
         start = tl.multiple_of(t * stride_t + n * stride_n, VEC)[:, None]
         x_ptrs = logits_ptr + start + v.to(tl.int64)[None, :] * stride_c
         x_mask = block_mask & mask[:, None]
@@ -218,15 +234,15 @@ def ctc_lane_gradient_kernel(
     stride_n,
     stride_c,
     stride_grad,
+    star,  # the label that is the star, or None
     MEAN: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,  # groups of 32 classes
+    GROUPS: tl.constexpr,  # groups of 32 classes, with the star after them
 ):
     """Compute the gradient of some steps from posteriors by label, with a class in each lane."""
     n, first = program_steps(N, ROWS)
-    lane = tl.arange(0, 32)
-    t = first + lane
+    lane, t = tl.arange(0, 32), first + tl.arange(0, 32)
     length, target_len, _, _ = load_lengths(
         n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, T, max_target_len, M
     )
@@ -257,12 +273,13 @@ def ctc_lane_gradient_kernel(
             value = tl.gather(nan_mask, lane * 0 + u, 0) - posterior * coef
             if maxima_ptr is not None:
                 index = (first + u) * stride_t + n * stride_n + v.to(tl.int64) * stride_c
-                row_maximum = tl.gather(maximum, lane * 0 + u, 0)
-                row_scale = tl.gather(scale, lane * 0 + u, 0)
+                shift = tl.gather(maximum, lane * 0 + u, 0)
+                factor = tl.gather(scale, lane * 0 + u, 0)
+                if star is not None:
+                    stars = tl.gather(sums[u * GROUPS + GROUPS - 1], lane * 0 + C % 32, 0)
+                    factor = without_star(factor, stars, totals[u] + row_blank)
                 x_mask = (v < C) & (u < num_rows)
-                value += scaled_softmax(
-                    logits_ptr + index, x_mask, row_maximum, row_scale, ACC_DTYPE
-                )
+                value += scaled_softmax(logits_ptr + index, x_mask, shift, factor, ACC_DTYPE)
             d_ptrs = dlogits_ptr + ((first + u) * N + n) * C + v
             row_mask = (v < C) & (first + u < T)
             tl.store(d_ptrs, value.to(dlogits_ptr.dtype.element_ty), mask=row_mask)

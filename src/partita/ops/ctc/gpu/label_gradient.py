@@ -19,6 +19,7 @@ from .gradient import (
     posterior_scale,
     program_steps,
     scaled_softmax,
+    without_star,
 )
 from .lattice import load_lengths
 
@@ -73,9 +74,9 @@ def sum_over_positions(posteriors_ptr, chunk_stride, next_ptr, position, max_rep
 
 @triton.jit
 def sum_over_labels(
-    posteriors_ptr, blanks_ptr, labels_ptr, target_len, blank, T, mask, BLOCK_L: tl.constexpr
+    posteriors_ptr, blanks_ptr, labels_ptr, target_len, blank, star, T, mask, BLOCK_L: tl.constexpr
 ):
-    """Return the sum of all posteriors of each step, and the blank's posterior.
+    """Return the sum of all posteriors of each step, the blank's posterior, and the star's.
 
     A target may contain the blank as a label; such labels count for the blank.
     """
@@ -83,6 +84,7 @@ def sum_over_labels(
         tl.zeros(mask.shape, posteriors_ptr.dtype.element_ty),
         tl.zeros(mask.shape, posteriors_ptr.dtype.element_ty),
     )
+    star_total = tl.zeros(mask.shape, posteriors_ptr.dtype.element_ty)
     for first in range(0, target_len // 32 + 1, 32):
         c = first + tl.arange(0, 32)
         block_mask = mask[:, None] & (c <= target_len // 32)[None, :]
@@ -96,10 +98,14 @@ def sum_over_labels(
         posterior = tl.load(
             posteriors_ptr[:, None] + chunk_offset(j, T * 32)[None, :], mask=block_mask, other=0.0
         )
-        is_blank = tl.load(labels_ptr + j, mask=j < target_len, other=-1) == blank
+        label = tl.load(labels_ptr + j, mask=j < target_len, other=-1)
+        is_blank = label == blank
         total += tl.sum(tl.where(is_blank[None, :], 0.0, posterior), axis=1)
         blank_total += tl.sum(tl.where(is_blank[None, :], posterior, 0.0), axis=1)
-    return total + blank_total, blank_total
+        if star is not None:
+            is_star = label == star
+            star_total += tl.sum(tl.where(is_star[None, :], posterior, 0.0), axis=1)
+    return total + blank_total, blank_total, star_total
 
 
 @triton.jit
@@ -182,6 +188,7 @@ def ctc_label_gradient_kernel(
     stride_n,
     stride_c,
     stride_grad,
+    star,  # the label that is the star, or None
     MEAN: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
     VEC: tl.constexpr,  # classes that are aligned together
@@ -205,9 +212,12 @@ def ctc_label_gradient_kernel(
     first_row, labels_ptr, T64 = n * num_chunks * T + t, labels_ptr + offset, T.to(tl.int64)
     posteriors_ptr += first_row * 32
     blanks_ptr += first_row
-    total, blank_total = sum_over_labels(
-        posteriors_ptr, blanks_ptr, labels_ptr, target_len, blank, T64, mask, BLOCK_L
+    total, blank_total, star_total = sum_over_labels(
+        posteriors_ptr, blanks_ptr, labels_ptr, target_len, blank, star, T64, mask, BLOCK_L
     )
+    if star is not None:
+        scale = without_star(scale, star_total, total)
+        rows = GradientRows(row_ptr, d_row_ptr, stride_c, t < T, mask, nan_mask, maximum, scale)
     coef, max_repeats = posterior_scale(total, grad), tl.load(max_repeats_ptr + n)
     store_softmax(rows, C, maxima_ptr is not None, VEC, PIECES, BLOCK_V)
     tl.debug_barrier()  # The next loop overwrites some of these classes.

@@ -18,6 +18,7 @@ from ....runtime import launch as runtime_launch
 from .lanes import sort_by_class
 from .lattice import load_chunk, load_target
 from .normalize import fill_zeros
+from .scores import optional
 
 
 class LabelIndex(NamedTuple):
@@ -108,7 +109,10 @@ def ctc_label_index_kernel(
     tl.atomic_max(max_repeats_ptr + n, tl.max(tl.where(valid, before, -1), axis=0))
 
 
-@triton.jit(do_not_specialize=["N", "C", "M", "max_target_len", "num_chunks", "num_zeros"])
+ORDER_SIZES = ["N", "C", "M", "max_target_len", "num_chunks", "num_zeros", "star"]
+
+
+@triton.jit(do_not_specialize=ORDER_SIZES)
 def ctc_label_order_kernel(
     labels_ptr,  # [M]
     offsets_ptr,  # [N]
@@ -121,6 +125,7 @@ def ctc_label_order_kernel(
     max_target_len,
     num_chunks,
     num_zeros,
+    star,  # the label that is the star, or None
     GROUPS: tl.constexpr,
 ):
     """Sort the labels of a chunk by class, and store the order and the range of each class in it.
@@ -135,7 +140,7 @@ def ctc_label_order_kernel(
     )
     target_len, offset, invalid = load_target(n, target_lengths_ptr, offsets_ptr, max_target_len, M)
     target_len = tl.where(invalid, 0, target_len).to(tl.int32)
-    lattice = load_chunk(labels_ptr + offset, chunk * 32, target_len, C, lane)[0]
+    lattice = load_chunk(labels_ptr + offset, chunk * 32, target_len, C, optional(star), lane)[0]
     order, bounds = sort_by_class(lattice.label.to(tl.int32), lattice.has_label, lane, GROUPS)
     order_ptr += tl.program_id(0).to(tl.int64) * ((1 + 2 * GROUPS) * 32) + lane
     tl.store(order_ptr, order)

@@ -44,6 +44,8 @@ SIZES = [
     "stride_t",
     "stride_n",
     "stride_c",
+    "prior_scale",
+    "star",
 ]
 
 
@@ -51,14 +53,16 @@ class ChunkLattice(NamedTuple):
     """The part of a target's lattice that one warp scans; each field is `[32]`, by lane.
 
     Fields:
-        label: the class of the lane's label, 0 where the lane has none.
+        label: the class of the lane's label, 0 where the lane has none, C for the star.
         has_label: whether the lane has a label.
         can_skip: whether α may enter the label from the label before it without a blank.
+        is_star: whether the lane's label is the star, in a tuple that is empty without a star.
     """
 
     label: tl.tensor
     has_label: tl.tensor
     can_skip: tl.tensor
+    is_star: tuple[tl.tensor, ...]
 
 
 class TargetScan(NamedTuple):
@@ -72,6 +76,7 @@ class TargetScan(NamedTuple):
         C: number of classes.
         blank: the class of the blank.
         limit: the greatest absolute value of a logit that has an emission.
+        star: the label that is the star, in a tuple that is empty without a star.
     """
 
     labels_ptr: tl.tensor
@@ -81,6 +86,7 @@ class TargetScan(NamedTuple):
     C: tl.tensor
     blank: tl.tensor
     limit: tl.tensor
+    star: tuple[tl.tensor, ...]
 
 
 class LaneStates(NamedTuple):
@@ -140,10 +146,11 @@ def load_lengths(n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, T, max_t
 
 
 @triton.jit
-def load_chunk(labels_ptr, first, target_len, C, lane):
+def load_chunk(labels_ptr, first, target_len, C, star, lane):
     """Load the lattice of the chunk that starts at position `first`.
 
-    Returns the lattice, and the lanes whose label is out of range.
+    `star` is a tuple of the star, or empty. Returns the lattice, and the lanes whose label is out
+    of range.
     """
     position = first + lane
     label = tl.load(labels_ptr + position, mask=position < target_len, other=0)
@@ -151,10 +158,16 @@ def load_chunk(labels_ptr, first, target_len, C, lane):
         labels_ptr + position - 1, mask=(position > 0) & (position < target_len), other=-1
     )
     in_range = (label >= 0) & (label < C)
+    label_class, is_star = tl.where(in_range, label, 0), ()
+    if len(star) > 0:
+        is_star = (label == star[0],)
+        label_class = tl.where(is_star[0], C, label_class)
+        in_range = in_range | is_star[0]
     lattice = ChunkLattice(
-        tl.where(in_range, label, 0),
+        label_class,
         position < target_len,
         (position > 0) & (label != before),
+        is_star,
     )
     return lattice, ~in_range
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from ....runtime import launch as runtime_launch
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import SideStream, cdiv, next_power_of_2, tl_acc_dtype
-from .call import CTCCall, TargetTensors, launch_normalize, row_tile
+from ..common import ScoreOptions
+from .call import CTCCall, TargetTensors, launch_normalize, row_tile, score_arguments
 from .gradient import ctc_lane_gradient_kernel, ctc_narrow_gradient_kernel
 from .label_gradient import ctc_label_gradient_kernel
 from .label_index import ctc_label_order_kernel, label_index
@@ -36,15 +37,20 @@ def ctc_loss(
     reduction: str,
     zero_infinity: bool,
     save: bool,
+    label_priors: Tensor | None = None,
+    prior_scale: float = 1.0,
+    star: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the reduced loss, the losses, and the workspace that the gradient uses."""
-    plan = ctc_plan(logits.shape, logits.dtype == torch.float64, max_target_len)
+    options = ScoreOptions(label_priors, prior_scale, star)
+    shape, scores = options.lattice_shape(logits.shape), score_arguments(options)
+    plan = ctc_plan(shape, logits.dtype == torch.float64, max_target_len)
     buffer = torch.empty(
-        saved_shape(logits.shape, max_target_len, from_logits, save, "gpu"),
+        saved_shape(shape, max_target_len, from_logits, save, "gpu"),
         dtype=torch.float64,
         device=logits.device,
     )
-    workspace = workspace_views(buffer, plan, logits.shape, from_logits, save)
+    workspace = workspace_views(buffer, plan, shape, from_logits, save)
     losses = torch.empty(logits.shape[1], dtype=torch.float64, device=logits.device)
     value = torch.empty(
         losses.shape if reduction == "none" else (),
@@ -52,8 +58,8 @@ def ctc_loss(
         device=logits.device,
     )
     targets = TargetTensors(labels.contiguous(), offsets, input_lengths, target_lengths)
-    call = CTCCall(logits, targets, blank, plan, workspace)
-    normalizers = (workspace.maxima, workspace.sums)
+    call = CTCCall(logits, targets, blank, scores, plan, workspace)
+    normalizers = (workspace.maxima, workspace.sums, scores)
     if plan.table_width:
         launch_normalize(
             logits,
@@ -67,8 +73,11 @@ def ctc_loss(
         workspace.zeros.zero_()
     zeros = call.posterior_zeros() if workspace.posteriors is not None else None
     num_blocks = plan.num_blocks if save else 0
-    normalizes_alongside = from_logits and not plan.table_width
-    # The scans do not wait for the log-sum-exps.
+    # Scans of logits do not wait for the log-sum-exps, unless these are the scores of a star.
+    normalizes_first = from_logits and not plan.table_width and star is not None
+    normalizes_alongside = from_logits and not plan.table_width and star is None
+    if normalizes_first:
+        launch_normalize(logits, input_lengths, *normalizers)
     side_stream = SideStream(logits, normalizes_alongside)
     try:
         with side_stream:
@@ -99,17 +108,22 @@ def ctc_gradient(
     blank: int,
     from_logits: bool,
     reduction: str,
+    label_priors: Tensor | None = None,
+    prior_scale: float = 1.0,
+    star: int | None = None,
 ) -> Tensor:
     """Return the gradient of the loss with respect to the logits."""
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if not dlogits.numel():
         return dlogits
-    plan = ctc_plan(logits.shape, logits.dtype == torch.float64, max_target_len)
-    workspace = workspace_views(saved, plan, logits.shape, from_logits, True)
+    options = ScoreOptions(label_priors, prior_scale, star)
+    shape = options.lattice_shape(logits.shape)
+    plan = ctc_plan(shape, logits.dtype == torch.float64, max_target_len)
+    workspace = workspace_views(saved, plan, shape, from_logits, True)
     targets = TargetTensors(labels.contiguous(), offsets, input_lengths, target_lengths)
-    call = CTCCall(logits, targets, blank, plan, workspace)
+    call = CTCCall(logits, targets, blank, score_arguments(options), plan, workspace)
     posteriors, blanks, order = workspace.posteriors, workspace.blank_posteriors, None
-    width = cdiv(logits.shape[2], 8) * 8 if plan.sum_by_class else CHUNK
+    width = cdiv(shape[2], 8) * 8 if plan.sum_by_class else CHUNK
     if posteriors is None or blanks is None:
         posteriors, blanks, order = _compute_posteriors(call, width)
     _launch_gradient(
@@ -146,6 +160,7 @@ def _compute_posteriors(call: CTCCall, width: int) -> tuple[Tensor, Tensor, Tens
             plan.max_target_len,
             plan.num_chunks,
             zeros.shape[0],
+            call.scores.star,
             GROUPS=plan.class_groups,
             num_warps=1,
         )
@@ -186,6 +201,7 @@ def _launch_gradient(
         call.blank,
         *call.logits.stride(),
         grad_output.stride(0) if grad_output.ndim else 0,
+        call.scores.star,
     )
     options: dict[str, Any] = {"ACC_DTYPE": tl_acc_dtype(call.logits.dtype), "MEAN": mean}
     tile = row_tile(call.logits, C)
@@ -200,7 +216,9 @@ def _launch_gradient(
         )
         rows = 4 if tile["BLOCK_V"] <= 512 else 1
         if tile["BLOCK_V"] > 512:
-            tile |= {"BLOCK_V": 512, "PIECES": min(cdiv(C, 512), 10)}
+            # With a star, ten pieces and its sums have no room in the registers.
+            pieces = 10 if call.scores.star is None else 8
+            tile |= {"BLOCK_V": 512, "PIECES": min(cdiv(C, 512), pieces)}
         runtime_launch.launch(
             ctc_label_gradient_kernel,
             N * cdiv(T, rows),

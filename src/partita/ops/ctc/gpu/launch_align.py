@@ -8,8 +8,9 @@ from torch import Tensor
 from ....runtime import launch as runtime_launch
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv
+from ..common import ScoreOptions
 from .align import BACKTRACE, VITERBI, ctc_alignment_kernel
-from .call import TargetTensors, launch_lanes, launch_normalize
+from .call import TargetTensors, launch_lanes, launch_normalize, score_arguments
 from .plan import CHUNK, SAVE_EVERY
 
 ALIGNMENT_STEPS = 256  # steps of a program of the alignment kernel
@@ -24,12 +25,16 @@ def ctc_align(
     max_target_len: int,
     blank: int,
     from_logits: bool,
+    label_priors: Tensor | None = None,
+    prior_scale: float = 1.0,
+    star: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return class, token and log-probability of each step on the best path, and its score.
+    """Return label, token and score of each step on the best path, and the score of the path.
 
     The carries are 0 before they are sent, so the flags and counters are zeroed together with them.
     """
     (T, N, C), device = logits.shape, logits.device
+    options = score_arguments(ScoreOptions(label_priors, prior_scale, star))
     targets = TargetTensors(labels.contiguous(), offsets, input_lengths, target_lengths)
     num_chunks, num_blocks = max_target_len // CHUNK + 1, cdiv(T, SAVE_EVERY)
     carry_steps = num_blocks * SAVE_EVERY
@@ -49,7 +54,7 @@ def ctc_align(
     if from_logits:
         maxima = torch.empty((T, N), dtype=scores.dtype, device=device)
         sums = torch.empty((T, N), dtype=scores.dtype, device=device)
-        launch_normalize(logits, input_lengths, maxima, sums)
+        launch_normalize(logits, input_lengths, maxima, sums, options)
     launch_lanes(
         VITERBI,
         N * num_chunks,
@@ -60,6 +65,8 @@ def ctc_align(
         carries,
         flags,
         tile_counter if num_chunks > 1 else None,
+        options.priors,
+        *((None, None) if star is None else (maxima, sums)),
         T,
         N,
         C,
@@ -70,6 +77,8 @@ def ctc_align(
         carry_steps,
         blank,
         *logits.stride(),
+        options.scale,
+        star,
         BLOCK_T=SAVE_EVERY,
     )
     launch_lanes(
@@ -96,6 +105,7 @@ def ctc_align(
         targets.labels,
         offsets,
         target_lengths,
+        options.priors,
         maxima,
         sums,
         flags,
@@ -111,6 +121,8 @@ def ctc_align(
         N,
         blank,
         *logits.stride(),
+        options.scale,
+        star,
         BLOCK_T=ALIGNMENT_STEPS,
         num_warps=4,
     )

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp, exp_for_dtype, finite_shift
-from .state import emission_of, pack_state
+from .scores import prior_emission, priors_of, row_emission
+from .state import emission_of, multiply_emissions, pack_state
 
 
 @triton.jit
@@ -25,7 +26,42 @@ def fill_zeros(zeros_ptr, num_zeros, BLOCK: tl.constexpr):
         tl.store(zeros_ptr + word, tl.zeros([BLOCK], tl.int64), mask=word < num_zeros)
 
 
-@triton.jit(do_not_specialize=["num_zeros", "T", "N", "C", "stride_t", "stride_n"])
+@triton.jit
+def with_star(emission, maximum, sum_exp, is_star, limit, HAS_LSE: tl.constexpr):
+    """Return emissions [ROWS, BLOCK_V] with the star's: e**lse, or 1 for log-probabilities."""
+    mantissa, exponent = (emission[1] * 0).to(tl.float32) + 1.0, emission[1] * 0 - 127
+    if HAS_LSE:
+        star = row_emission(maximum, sum_exp, limit)
+        mantissa, exponent = star[0][:, None], star[1][:, None]
+    return tl.where(is_star, mantissa, emission[0]), tl.where(is_star, exponent, emission[1])
+
+
+@triton.jit
+def with_priors(emission, priors, v, limit):
+    """Return the emissions [ROWS, BLOCK_V] of the classes v with their priors, if there are any."""
+    if len(priors) > 0:
+        mantissa, exponent = prior_emission(priors, v, limit, False)
+        emission = multiply_emissions(emission, (mantissa[None, :], exponent[None, :]), False)
+    return emission
+
+
+@triton.jit
+def store_emissions(
+    table_ptr, emission, n, t, T, lane, margin: tl.constexpr, TABLE_WIDTH: tl.constexpr
+):
+    """Store the emissions of some rows in the table, which has rows before and after its steps."""
+    index = (
+        tl.multiple_of((n * (T + 2 * margin) + t + margin) * TABLE_WIDTH, 8)[:, None]
+        + lane[None, :]
+    )
+    tl.store(
+        table_ptr + index,
+        pack_state(emission, False),
+        mask=(t < T + margin)[:, None] & (lane < TABLE_WIDTH)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["num_zeros", "T", "N", "C", "stride_t", "stride_n", "prior_scale"])
 def ctc_normalize_kernel(
     logits_ptr,  # [T, N, C]
     input_lengths_ptr,  # [N]
@@ -33,6 +69,7 @@ def ctc_normalize_kernel(
     sums_ptr,  # [T, N] or None
     table_ptr,  # [N, 24 + T + 24, TABLE_WIDTH] int64, or None
     zeros_ptr,  # [num_zeros] int64, or None
+    priors_ptr,  # [C], or None without priors or without a table
     num_zeros,
     T,
     N,
@@ -41,8 +78,10 @@ def ctc_normalize_kernel(
     stride_t,
     stride_n,
     stride_c,
+    prior_scale,  # the bits of an fp64 number, or None without priors
     ACC_DTYPE: tl.constexpr,
     TABLE_WIDTH: tl.constexpr,  # row length of the table, or 0
+    STAR: tl.constexpr,  # whether the table has the star after the classes
     VEC: tl.constexpr,  # classes that are aligned together
     PIECES: tl.constexpr,  # blocks of classes that are loaded together
     ROWS: tl.constexpr,
@@ -86,15 +125,13 @@ def ctc_normalize_kernel(
             maximum = new_maximum
         if TABLE_WIDTH:
             emission = emission_of(pieces[0], limit)  # type: ignore[misc]
-            index = (
-                tl.multiple_of((n * (T + 2 * margin) + t + margin) * TABLE_WIDTH, 8)[:, None]
-                + lane[None, :]
-            )
-            tl.store(
-                table_ptr + index,
-                pack_state(emission, False),
-                mask=(t < T + margin)[:, None] & (lane < TABLE_WIDTH)[None, :],
-            )
+            priors = priors_of(priors_ptr, prior_scale)
+            emission = with_priors(emission, priors, tl.minimum(lane, C - 1), limit)
+            if STAR:
+                is_star = mask[:, None] & (lane == C)[None, :]
+                has_lse: tl.constexpr = maxima_ptr is not None
+                emission = with_star(emission, maximum, sum_exp, is_star, limit, has_lse)
+            store_emissions(table_ptr, emission, n, t, T, lane, margin, TABLE_WIDTH)
     if maxima_ptr is not None:
         tl.store(maxima_ptr + t * N + n, maximum, mask=mask)
         tl.store(sums_ptr + t * N + n, sum_exp, mask=mask)

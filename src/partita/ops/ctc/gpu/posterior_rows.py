@@ -16,7 +16,7 @@ class PosteriorRows(NamedTuple):
         blank_ptr: the blank's posterior of the first step.
         order: the lanes sorted by class, `[32]`.
         bounds: the range of each class in that order, for each group of 32 classes.
-        C: number of classes.
+        C: number of columns by class: the classes, and the star if there is one.
     """
 
     label_ptr: tl.tensor

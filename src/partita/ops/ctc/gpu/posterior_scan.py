@@ -37,6 +37,7 @@ from .recompute import (
     prefetch_block,
     recompute_block,
 )
+from .scores import optional, row_scores
 from .state import posterior_of
 from .steps import (
     EmissionRows,
@@ -167,6 +168,20 @@ class PosteriorMemory(NamedTuple):
 
 
 @triton.jit
+def sequence_memory(saved_ptr, carries, posteriors, sizes, WIDTH: tl.constexpr):
+    """Return the memory of a sequence, given the tensors of the batch and its sizes."""
+    n, N, T, num_chunks, num_blocks, carry_steps = sizes
+    first_chunk, carry_start, N64 = n * num_chunks, n * carry_steps, N.to(tl.int64)
+    saved_carries_ptr, carries_ptr = carries[0] + carry_start, carries[1] + carry_start
+    labels_ptr, blanks_ptr = posteriors
+    return PosteriorMemory(
+        ChunkStates(saved_ptr + first_chunk * 64, (N64 * num_chunks) * 64, num_blocks),
+        ChunkCarries(saved_carries_ptr, carries_ptr, N64 * carry_steps, num_chunks),
+        ChunkPosteriors(labels_ptr + first_chunk * T * WIDTH, blanks_ptr + first_chunk * T, T),
+    )
+
+
+@triton.jit
 def recomputed_half(
     target, memory, chunk, source, can_skip, stride_t, FORWARD: tl.constexpr, BLOCK_T: tl.constexpr
 ):
@@ -210,9 +225,11 @@ def scan_chunk(
     direction, last, stride_t = target.direction, target.target_len // 32, rows.stride_t
     last_step, chunk = tl.maximum(target.length - 1, 0), tl.where(direction == 0, c, last - c)
     sent_ptr = carries.ptr + (direction * carries.num_chunks + chunk) * carries.chunk_stride
-    lattice = load_chunk(target.labels_ptr, chunk * 32, target.target_len, target.C, lane)[0]
-    can_skip = lattice.can_skip
-    source = chunk_source(rows, lattice, target.blank, target.limit)
+    lattice = load_chunk(
+        target.labels_ptr, chunk * 32, target.target_len, target.C, target.star, lane
+    )[0]
+    can_skip, columns = lattice.can_skip, target.C + len(target.star)
+    source = chunk_source(rows, lattice, target.blank, target.limit, FP64, TABLE_WIDTH)
     order, bounds = sort_by_class(lattice.label, lattice.has_label, lane, GROUPS)
     row = chunk.to(tl.int64) * posteriors.T
     labels_ptr, blanks_ptr = posteriors.labels_ptr + row * WIDTH, posteriors.blanks_ptr + row
@@ -228,7 +245,7 @@ def scan_chunk(
                 blanks_ptr + last_step,
                 order,
                 bounds,
-                target.C,
+                columns,
             ),
             exponent,
             lane,
@@ -244,7 +261,7 @@ def scan_chunk(
             recomputed_half(target, memory, chunk, source, can_skip, stride_t, True, BLOCK_T),
             state,
             carry_links(sent_ptr, carries.chunk_stride, c, last, False),
-            PosteriorRows(labels_ptr, blanks_ptr, order, bounds, target.C),
+            PosteriorRows(labels_ptr, blanks_ptr, order, bounds, columns),
             exponent,
             lane,
             False,
@@ -272,6 +289,9 @@ def ctc_posterior_scan_kernel(
     posteriors_ptr,  # [N, num_chunks, T, WIDTH], by label, or with GROUPS by class
     blanks_ptr,  # [N, num_chunks, T]
     tile_counter_ptr,  # [1] int64, zero, or None
+    priors_ptr,  # [C] or None
+    maxima_ptr,  # [T, N], or None without a star and for log-probabilities
+    sums_ptr,  # [T, N], or None likewise
     T,
     N,
     C,
@@ -285,6 +305,8 @@ def ctc_posterior_scan_kernel(
     stride_t,
     stride_n,
     stride_c,
+    prior_scale,  # the bits of an fp64 number, or None without priors
+    star,  # the label that is the star, or None
     BLOCK_T: tl.constexpr,  # steps that are loaded together, unless the states are in fp64
     ALL_FP64: tl.constexpr,  # whether all states are in fp64, or those of flagged sequences
     TABLE_WIDTH: tl.constexpr,  # row length of the table, 0 for logits
@@ -303,19 +325,15 @@ def ctc_posterior_scan_kernel(
         n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, T, max_target_len, M
     )[:3]
     lane, last = lane_index(LAYOUT), target_len // 32
-    first_chunk, carry_start, N64 = n * num_chunks, n * carry_steps, N.to(tl.int64)
-    saved_carries_ptr += carry_start
-    carries_ptr += carry_start
-    memory = PosteriorMemory(
-        ChunkStates(saved_ptr + first_chunk * 64, (N64 * num_chunks) * 64, num_blocks),
-        ChunkCarries(saved_carries_ptr, carries_ptr, N64 * carry_steps, num_chunks),
-        ChunkPosteriors(posteriors_ptr + first_chunk * T * WIDTH, blanks_ptr + first_chunk * T, T),
-    )
-    target = TargetScan(labels_ptr + offset, direction, length, target_len, C, blank, limit)
-    rows = EmissionRows(logits_ptr + n * stride_n, stride_t, stride_c)
-    has_path, needs_fp64 = logz > -float("inf"), flags == NEEDS_FP64
-    if ALL_FP64:
-        needs_fp64 = flags == flags
+    carries, posteriors = (saved_carries_ptr, carries_ptr), (posteriors_ptr, blanks_ptr)
+    sizes = (n, N, T, num_chunks, num_blocks, carry_steps)
+    memory = sequence_memory(saved_ptr, carries, posteriors, sizes, WIDTH)
+    labels_ptr, star = labels_ptr + offset, optional(star)
+    target = TargetScan(labels_ptr, direction, length, target_len, C, blank, limit, star)
+    priors, normalizers = row_scores(priors_ptr, prior_scale, maxima_ptr, sums_ptr, n, N)
+    rows = EmissionRows(logits_ptr + n * stride_n, stride_t, stride_c, priors, normalizers)
+    has_path = logz > -float("inf")
+    needs_fp64 = flags == flags if ALL_FP64 else flags == NEEDS_FP64
     for c in range(0, tl.where(has_path & needs_fp64 & (index == 0), last + 1, 0)):
         scan_chunk(target, memory, c, rows, logz, lane, 1, True, 0, GROUPS, WIDTH)
         # The next chunk of this program reads carries that other threads have just stored.
@@ -323,7 +341,7 @@ def ctc_posterior_scan_kernel(
     if not ALL_FP64:
         if TABLE_WIDTH:
             table_ptr += (n * (T + 48) + 24) * TABLE_WIDTH
-            rows = EmissionRows(table_ptr, stride_t * 0 + TABLE_WIDTH, 1)
+            rows = EmissionRows(table_ptr, stride_t * 0 + TABLE_WIDTH, 1, (), ())
         exponent = tl.floor(tl.where(has_path, logz, 0.0)).to(tl.int32)
         for c in range(index, tl.where(has_path & (flags == 0), tl.minimum(index, last) + 1, 0)):
             scan_chunk(

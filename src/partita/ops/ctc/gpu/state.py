@@ -96,6 +96,15 @@ def emission_of_fp64(x):
 
 
 @triton.jit
+def multiply_emissions(a, b, FP64: tl.constexpr):
+    """Return the product of two emissions."""
+    if FP64:
+        return (a[0] + b[0],)
+    else:
+        return (a[0] * b[0], a[1] + b[1] + 127)
+
+
+@triton.jit
 def pack_state(a, FP64: tl.constexpr):
     """Return a state as one 64-bit word, which is never 0."""
     if FP64:

@@ -19,12 +19,16 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .scores import prior_emission, star_emission
 from .state import (
     ZERO_EXPONENT,
     ZERO_WORD,
     ZERO_WORD_FP64,
+    broadcast_lane,
     emission_of,
     emission_of_fp64,
+    multiply_emissions,
+    select,
     unpack_state,
 )
 
@@ -37,12 +41,14 @@ class HalfSteps(NamedTuple):
         row_stride: offset from each row to the next, negative for β.
         steps: number of steps.
         padding: number of padding steps before them.
+        first_step: the first step.
     """
 
     first_row: tl.tensor
     row_stride: tl.tensor
     steps: tl.tensor
     padding: tl.tensor
+    first_step: tl.tensor
 
 
 class EmissionRows(NamedTuple):
@@ -52,11 +58,15 @@ class EmissionRows(NamedTuple):
         ptr: the first row.
         stride_t: offset from each row to the next.
         stride_c: offset from each class to the next.
+        priors: see `Priors`; empty without priors, and for a table, which has them.
+        normalizers: see `Normalizers`; empty without a star, for a table and for log-probabilities.
     """
 
     ptr: tl.tensor
     stride_t: tl.tensor
     stride_c: tl.tensor
+    priors: tuple[tl.tensor, ...]
+    normalizers: tuple[tl.tensor, ...]
 
 
 class EmissionSource(NamedTuple):
@@ -67,12 +77,18 @@ class EmissionSource(NamedTuple):
         blank_ptr: address of the blank in row 0.
         has_label: whether each lane has a label, `[32]`.
         limit: the greatest absolute value of a logit whose exponential is an emission.
+        is_star: see `ChunkLattice`.
+        priors: the emissions by which the priors of label and blank multiply; empty without.
+        normalizers: see `EmissionRows`.
     """
 
     label_ptr: tl.tensor
     blank_ptr: tl.tensor
     has_label: tl.tensor
     limit: tl.tensor
+    is_star: tuple[tl.tensor, ...]
+    priors: tuple[tl.tensor, ...]
+    normalizers: tuple[tl.tensor, ...]
 
 
 class Emissions(NamedTuple):
@@ -81,10 +97,12 @@ class Emissions(NamedTuple):
     Fields:
         label: one tensor `[32]` by lane for each step.
         blank: one tensor `[32]` with a step in each lane.
+        star: the loaded maximum and sum of each step, `[32]` with a step in each lane, or empty.
     """
 
     label: tuple[tl.tensor, ...]
     blank: tl.tensor
+    star: tuple[tl.tensor, ...]
 
 
 class SavedStates(NamedTuple):
@@ -136,6 +154,7 @@ def half_steps(first, steps, stride_t, FORWARD: tl.constexpr, BLOCK_T: tl.conste
         stride if FORWARD else -stride,
         steps,
         (BLOCK_T - steps % BLOCK_T) % BLOCK_T,
+        first,
     )
 
 
@@ -150,13 +169,27 @@ def first_scan_half(length, stride_t, FORWARD: tl.constexpr, BLOCK_T: tl.constex
 
 
 @triton.jit
-def chunk_source(rows, lattice, blank, limit):
-    """Return where a chunk finds its emissions in the rows of a sequence."""
+def chunk_source(rows, lattice, blank, limit, FP64: tl.constexpr, TABLE_WIDTH: tl.constexpr):
+    """Return where a chunk finds its emissions in the rows of a sequence.
+
+    A table has a column for the star. Logits have none, so those of class 0 are loaded for it.
+    """
+    label, priors = lattice.label, ()
+    if len(lattice.is_star) > 0 and TABLE_WIDTH == 0:
+        label = tl.where(lattice.is_star[0], 0, label)
+    if len(rows.priors) > 0:
+        priors = (
+            prior_emission(rows.priors, label, limit, FP64),
+            prior_emission(rows.priors, blank, limit, FP64),
+        )
     return EmissionSource(
-        rows.ptr + lattice.label.to(tl.int64) * rows.stride_c,
+        rows.ptr + label.to(tl.int64) * rows.stride_c,
         rows.ptr + tl.cast(blank, tl.int64) * rows.stride_c,
         lattice.has_label,
         limit,
+        lattice.is_star,
+        priors,
+        rows.normalizers,
     )
 
 
@@ -168,13 +201,30 @@ def carry_links(sent_ptr, chunk_stride, c, last, FORWARD: tl.constexpr):
 
 
 @triton.jit
+def row_index(half, p):
+    """Return which row of the half serves padded step p; any serves padding and what follows."""
+    return tl.minimum(tl.maximum(p - half.padding, 0), tl.maximum(half.steps - 1, 0))
+
+
+@triton.jit
 def row_offset(half, p):
-    """Return the offset of the row of padded step p; any row serves padding and what follows."""
-    return (
-        half.first_row
-        + tl.minimum(tl.maximum(p - half.padding, 0), tl.maximum(half.steps - 1, 0))
-        * half.row_stride
-    )
+    """Return the offset of the row of padded step p."""
+    return half.first_row + row_index(half, p) * half.row_stride
+
+
+@triton.jit
+def prefetch_star(normalizers, half, p, FORWARD: tl.constexpr):
+    """Load the maximum and the sum of padded steps p, from which the star's emission follows."""
+    if len(normalizers) == 0:
+        return ()
+    else:
+        step = row_index(half, p)
+        step = half.first_step + step if FORWARD else half.first_step - step
+        offset = step.to(tl.int64) * normalizers.stride_t
+        return (
+            tl.load(normalizers.maxima_ptr + offset),
+            tl.load(normalizers.sums_ptr + offset),
+        )
 
 
 @triton.jit
@@ -194,12 +244,31 @@ def prefetch_emissions(
         row = half.first_row + (p - half.padding) * stride
         for u in tl.static_range(BLOCK_T):
             label_rows = label_rows + (tl.load((source.label_ptr + row) + u * stride),)
-        return Emissions(label_rows, tl.load(source.blank_ptr + row + lane % BLOCK_T * stride))
+        return Emissions(label_rows, tl.load(source.blank_ptr + row + lane % BLOCK_T * stride), ())
     else:
         for u in tl.static_range(BLOCK_T):
             label_rows = label_rows + (tl.load(source.label_ptr + row_offset(half, p + u)),)
         blank_row = tl.load(source.blank_ptr + row_offset(half, p + lane % BLOCK_T))
-        return Emissions(label_rows, blank_row)
+        star = prefetch_star(source.normalizers, half, p + lane % BLOCK_T, FORWARD)
+        return Emissions(label_rows, blank_row, star)
+
+
+@triton.jit
+def class_emission(x, prior, limit, FP64: tl.constexpr):
+    """Return the emissions of classes, given their logits and a tuple of their priors'."""
+    emission = emission_of_fp64(x) if FP64 else emission_of(x, limit)
+    if len(prior) > 0:
+        emission = multiply_emissions(emission, prior[0], FP64)
+    return emission
+
+
+@triton.jit
+def label_emission(x, source, star, u, lane, FP64: tl.constexpr):
+    """Return the emission of each lane's label at step u of a block, given its logit."""
+    emission = class_emission(x, source.priors[:1], source.limit, FP64)
+    if len(source.is_star) > 0:
+        emission = select(source.is_star[0], broadcast_lane(star, lane, u, FP64), emission, FP64)
+    return emission
 
 
 @triton.jit
@@ -218,34 +287,35 @@ def decode_emissions(
     Labels of lanes without a label have emission 0. Returns the emissions, and a tensor `[32]` that
     is NaN in each lane that met a logit beyond the limit and 0 elsewhere.
     """
-    labels, overflow = (), lane.to(tl.float32) * 0.0
+    labels, overflow, star = (), lane.to(tl.float32) * 0.0, ()
+    if len(source.is_star) > 0 and TABLE_WIDTH == 0:
+        star = star_emission(loaded.star, source.limit, lane, FP64)
     for u in tl.static_range(BLOCK_T):
         if FP64:
-            emission = tl.where(
-                source.has_label, emission_of_fp64(loaded.label[u])[0], -float("inf")
-            )
-            labels = labels + ((emission,),)
+            emission = label_emission(loaded.label[u], source, star, u, lane, True)
+            labels = labels + ((tl.where(source.has_label, emission[0], -float("inf")),),)
         else:
             mantissa, exponent = (
                 unpack_state(loaded.label[u], False)
                 if TABLE_WIDTH
-                else emission_of(loaded.label[u], source.limit)
+                else label_emission(loaded.label[u], source, star, u, lane, False)
             )
             valid = source.has_label if TABLE_WIDTH else source.has_label & (p + u >= padding)
             labels = labels + ((mantissa, tl.where(valid, exponent, ZERO_EXPONENT - 127)),)
             overflow = overflow + mantissa * 0.0
     if FP64:
-        return Emissions(labels, emission_of_fp64(loaded.blank)), overflow
+        blank = class_emission(loaded.blank, source.priors[1:], source.limit, True)
+        return Emissions(labels, blank, ()), overflow
     else:
         mantissa, exponent = (
             unpack_state(loaded.blank, False)
             if TABLE_WIDTH
-            else emission_of(loaded.blank, source.limit)
+            else class_emission(loaded.blank, source.priors[1:], source.limit, False)
         )
         overflow += mantissa * 0.0
         valid = p + lane % BLOCK_T >= padding
         mantissa, exponent = tl.where(valid, mantissa, 1.0), tl.where(valid, exponent, -127)
-        return Emissions(labels, (mantissa, exponent)), overflow
+        return Emissions(labels, (mantissa, exponent), ()), overflow
 
 
 @triton.jit

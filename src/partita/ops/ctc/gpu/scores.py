@@ -1,0 +1,122 @@
+"""The priors of the classes and the star in CTC kernels.
+
+The emission of a class is e**(logit - scale · prior). The log-sum-exp of a step is taken from log Z
+later, as without priors, so the star has e**lse as its emission where the kernels read logits, and
+1 where they read log-probabilities. Priors are used in fp64, because their errors would add up.
+
+A kernel that has neither gets None for their arguments, and empty tuples stand for them inside.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ....primitives.gpu.math import LOG2E
+from .state import ZERO_EXPONENT, constant_state, emission_of
+
+
+class Priors(NamedTuple):
+    """The priors of the classes.
+
+    Fields:
+        ptr: `[C]`.
+        scale: the bits of the fp64 factor with which they are subtracted.
+    """
+
+    ptr: tl.tensor
+    scale: tl.tensor
+
+
+class Normalizers(NamedTuple):
+    """The log-sum-exps of a sequence's steps, as pairs of a maximum and a sum.
+
+    Fields:
+        maxima_ptr: the maximum of the first step.
+        sums_ptr: the sum of exponentials relative to it.
+        stride_t: offset from each step to the next.
+    """
+
+    maxima_ptr: tl.tensor
+    sums_ptr: tl.tensor
+    stride_t: tl.tensor
+
+
+@triton.jit
+def optional(value):
+    """Return a tuple of the value, which is empty for None."""
+    if value is None:
+        return ()
+    else:
+        return (value,)
+
+
+@triton.jit
+def priors_of(priors_ptr, prior_scale):
+    """Return the priors as `Priors`, or an empty tuple for None."""
+    if priors_ptr is None:
+        return ()
+    else:
+        return Priors(priors_ptr, prior_scale)
+
+
+@triton.jit
+def normalizers_of(maxima_ptr, sums_ptr, n, N):
+    """Return the log-sum-exps of a sequence as `Normalizers`, or an empty tuple for None."""
+    if maxima_ptr is None:
+        return ()
+    else:
+        return Normalizers(maxima_ptr + n, sums_ptr + n, N.to(tl.int64))
+
+
+@triton.jit
+def row_scores(priors_ptr, prior_scale, maxima_ptr, sums_ptr, n, N):
+    """Return the priors and the log-sum-exps of a sequence, each of which may be empty."""
+    return priors_of(priors_ptr, prior_scale), normalizers_of(maxima_ptr, sums_ptr, n, N)
+
+
+@triton.jit
+def load_priors(priors, v):
+    """Return the scaled priors of the classes v in fp64."""
+    scale = tl.cast(priors.scale, tl.int64).to(tl.float64, bitcast=True)
+    return tl.load(priors.ptr + v).to(tl.float64) * scale
+
+
+@triton.jit
+def prior_emission(priors, v, limit, FP64: tl.constexpr):
+    """Return e**-prior of the classes v as emissions. A mantissa is NaN beyond the limit."""
+    prior = load_priors(priors, v)
+    log2 = 0.0 - prior * LOG2E
+    if FP64:
+        return (log2,)
+    else:
+        in_range = tl.abs(prior) <= limit
+        integer = tl.floor(tl.where(in_range, log2, 0.0) + 0.5)
+        mantissa = tl.exp2((tl.where(in_range, log2, 0.0) - integer).to(tl.float32))
+        mantissa = tl.where(in_range, mantissa, tl.where(prior == float("inf"), 1.0, float("nan")))
+        return mantissa, tl.where(in_range, integer.to(tl.int32), ZERO_EXPONENT) - 127
+
+
+@triton.jit
+def row_emission(maximum, sum_exp, limit):
+    """Return e**lse of steps as an emission, given the maximum and the sum relative to it."""
+    mantissa, exponent = emission_of(maximum, limit)
+    return mantissa * sum_exp.to(tl.float32), exponent
+
+
+@triton.jit
+def star_emission(loaded, limit, lane, FP64: tl.constexpr):
+    """Return the emission of the star at a block of steps, with a step in each lane.
+
+    `loaded` is the maximum and the sum of each step; it is empty for log-probabilities.
+    """
+    if len(loaded) == 0:
+        one = constant_state(1, lane, FP64)
+        if FP64:
+            return one
+        else:
+            return (one[0], one[1] - 127)
+    elif FP64:
+        return (loaded[0].to(tl.float64) * LOG2E + tl.log2(loaded[1].to(tl.float64)),)
+    else:
+        return row_emission(loaded[0], loaded[1], limit)

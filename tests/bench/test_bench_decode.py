@@ -1,0 +1,142 @@
+"""The benchmark of decoding: verdicts, sizes, and the calls of the peers."""
+
+import dataclasses
+import sys
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.bench import CPU, SETTINGS, run
+
+import partita
+from partita.bench import decode, decode_peers
+from partita.bench.case import Buffers
+from partita.bench.providers import PARTITA, Provider
+
+GREEDY = decode.Greedy("ctc_greedy", torch.float32, 12, 2, 5, 4)
+BEAM = decode.Beam("ctc_beam", torch.float32, 12, 2, 5, 4)
+VITERBI = decode.CrfViterbi("ctc_crf_viterbi", torch.float32, 12, 2, 16, 4)
+CRF_BEAM = decode.CrfBeam("ctc_crf_beam", torch.float32, 12, 2, 16, 4)
+
+
+def named(name: str, op: str, function: object) -> Provider:
+    return Provider(name, {op: lambda: function})
+
+
+def test_sizes() -> None:
+    def shapes(**changes: object) -> list[tuple[int, ...]]:
+        settings = dataclasses.replace(
+            SETTINGS, **{"columns": (), "elements": None, "dtypes": (), **changes}
+        )
+        return [case.shape for case in decode.cases(settings)]
+
+    gpu = shapes(device=torch.device("cuda"), quick=False)
+    assert (1000, 64, 5) in gpu and gpu[-1] == (2000, 64, 1024, 5)
+    assert shapes() == [(30, 2, 5)] * 2 + [(20, 2, 16, 5)] * 2
+    assert shapes(elements=50)[0] == (10, 1, 5)
+
+
+def test_ours_loses_nothing() -> None:
+    rows = run(iter([GREEDY, BEAM, VITERBI, CRF_BEAM]), PARTITA)
+    assert all(row.timing and row.error <= 1e-9 for row in rows) and len(rows) == 4
+
+
+def test_tokens_that_are_less_probable_are_found() -> None:
+    """Ours must not lose anything; of others the loss is shown beside the time."""
+
+    def shorter(inputs: decode_peers.DecodeInputs) -> partita.Hypotheses:
+        found = partita.ctc_beam_search(inputs.scores, beam_width=4)
+        return found._replace(lengths=found.lengths - 1)
+
+    (row,) = run(iter([BEAM]), named("partita", "ctc_beam", shorter))
+    assert row.timing is None and "nats" in row.note
+    (row,) = run(iter([BEAM]), named("fast-ctc-decode", "ctc_beam", shorter))
+    assert row.timing is not None and row.error > 0.01
+
+
+def found_by_ours(inputs: decode_peers.DecodeInputs) -> list[list[int]]:
+    return decode_peers.tokens_of(PARTITA.ops["ctc_beam"]()(inputs), range(2))
+
+
+def stand_in_text(probabilities: np.ndarray, alphabet: list[str], width: int) -> str:
+    x = torch.from_numpy(probabilities)
+    found = partita.ctc_beam_search(x, beam_width=width)
+    return "".join(alphabet[c] for c in found.tokens[0, 0, : int(found.lengths[0, 0])])
+
+
+def test_fast_ctc_decode_gets_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in takes arrays of probabilities, as fast_ctc_decode does."""
+
+    def beam_search(x: np.ndarray, alphabet: list[str], width: int, cut: float) -> Any:
+        assert x.dtype == np.float32 and x.flags.c_contiguous and cut == 0.0
+        np.testing.assert_allclose(x.sum(1), 1.0, rtol=1e-5)
+        return stand_in_text(np.log(x), alphabet, width), []
+
+    def viterbi_search(x: np.ndarray, alphabet: list[str]) -> Any:
+        found = partita.ctc_greedy_search(torch.from_numpy(x).log())
+        return "".join(alphabet[c] for c in found.tokens[0, 0, : int(found.lengths[0, 0])]), []
+
+    module = types.ModuleType("fast_ctc_decode")
+    module.beam_search, module.viterbi_search = beam_search, viterbi_search
+    monkeypatch.setitem(sys.modules, "fast_ctc_decode", module)
+    inputs = BEAM.inputs(Buffers(CPU.device))
+    found = decode_peers.fast_ctc_decode_beam()(inputs)
+    assert decode_peers.tokens_of(found, [1]) == [found_by_ours(inputs)[1]]
+    greedy = PARTITA.ops["ctc_greedy"]()(inputs)
+    assert decode_peers.tokens_of(
+        decode_peers.fast_ctc_decode_greedy()(inputs), range(2)
+    ) == decode_peers.tokens_of(greedy, range(2))
+
+
+def test_pyctcdecode_gets_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Decoder:
+        def __init__(self, labels: list[str]) -> None:
+            assert labels[0] == ""
+            self.labels = labels
+
+        def decode(self, x: np.ndarray, beam_width: int) -> str:
+            return stand_in_text(x, self.labels, beam_width)
+
+    module = types.ModuleType("pyctcdecode")
+    module.build_ctcdecoder = Decoder
+    monkeypatch.setitem(sys.modules, "pyctcdecode", module)
+    inputs = BEAM.inputs(Buffers(CPU.device))
+    found = decode_peers.pyctcdecode_beam()(inputs)
+    assert decode_peers.tokens_of(found, range(2)) == found_by_ours(inputs)
+
+
+def test_torchaudio_gets_the_batch_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our class of the same interface stands in for torchaudio's CUDA decoder."""
+    from partita.integrations.torchaudio import CUCTCDecoder
+
+    module = types.ModuleType("torchaudio.models.decoder")
+    module.CUCTCDecoder = CUCTCDecoder
+    monkeypatch.setitem(sys.modules, "torchaudio.models.decoder", module)
+    inputs = BEAM.inputs(Buffers(CPU.device))
+    found = decode_peers.torchaudio_beam()(inputs)
+    assert decode_peers.tokens_of(found, range(2)) == found_by_ours(inputs)
+    assert decode_peers.on_a_gpu(lambda inputs: "other")(inputs) == "needs a GPU"
+    assert decode_peers.on_a_gpu(lambda inputs: "other")(None) == "other"
+    assert decode_peers.runs_on_the_host(inputs) is None
+
+
+def test_koi_gets_moves_without_the_blank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def beam_search(x: torch.Tensor, beam_width: int, blank_score: float, **other: float) -> Any:
+        assert x.dtype == torch.float16 and x.is_contiguous() and x.shape == (2, 12, 16 * 4)
+        moves = x.float().unflatten(2, (16, 4)).transpose(0, 1)
+        scores = torch.nn.functional.pad(moves, (1, 0), value=blank_score)
+        calls = partita.ctc_crf_decode(
+            scores, state_len=2, alphabet_size=5, method="beam", beam_width=beam_width
+        )
+        letters = torch.tensor([0, *b"ACGT"], dtype=torch.uint8)[calls.labels]
+        return letters, letters, calls.moves
+
+    module = types.ModuleType("koi.decode")
+    module.beam_search = beam_search
+    monkeypatch.setitem(sys.modules, "koi.decode", module)
+    inputs = CRF_BEAM.inputs(Buffers(CPU.device))
+    rounded = inputs._replace(scores=inputs.scores.half().float())
+    expected = decode_peers.tokens_of(PARTITA.ops["ctc_crf_beam"]()(rounded), range(2))
+    assert decode_peers.tokens_of(decode_peers.koi_beam()(inputs), range(2)) == expected
