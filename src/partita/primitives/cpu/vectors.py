@@ -2,7 +2,10 @@
 
 Without them, LLVM keeps the running sums of a product in memory, and compares the addresses of the
 arrays before each row. A processor with shorter registers works on a vector in two or four parts.
-An index counts the numbers of a contiguous array of any rank. It may not be negative.
+
+Vectors are loaded from pointers, and an index counts numbers from there. A function that gets an
+array counts a reference and copies the array's shape and strides, which takes as long as a step of
+few states; a pointer is one register. It holds no reference: the caller keeps the array alive.
 """
 
 from __future__ import annotations
@@ -15,9 +18,13 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic, models, register_model
 from numba.np.arrayobj import make_array
 
+from .jit import jit
+from .math import EXP_POLYNOMIAL, LEAST, LN2, LOG2E, ROUND
+
 WIDTH = 8
 VECTOR = ir.VectorType(ir.DoubleType(), WIDTH)
 ANY = ir.Constant(VECTOR, ir.Undefined)
+INDEX = ir.IntType(32)
 
 
 class VectorType(types.Type):  # type: ignore[misc]
@@ -38,46 +45,79 @@ class VectorModel(models.PrimitiveModel):  # type: ignore[misc]
 vector = VectorType()
 
 
-def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    return builder.gep(make_array(array_type)(context, builder, array).data, [index])
+def _vectors_at(context: Any, builder: Any, pointer_type: Any, pointer: Any, index: Any) -> Any:
+    """Return the address of eight numbers from an index on, and their type."""
+    kind = ir.VectorType(context.get_value_type(pointer_type.dtype), WIDTH)
+    address = builder.gep(pointer, [index])
+    return builder.bitcast(address, ir.PointerType(kind)), kind
 
 
-def _check(array: Any) -> None:
-    if array.layout != "C" or array.dtype != types.float64:
-        raise TypingError(f"expected a contiguous array of float64, got {array}")
+@intrinsic
+def pointer_to(context: Any, array: Any) -> Any:
+    """Return a pointer to the first number of a contiguous array."""
+    if array.layout != "C" or array.dtype not in (types.float32, types.float64):
+        raise TypingError(f"expected a contiguous array of float32 or float64, got {array}")
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return make_array(signature.args[0])(context, builder, args[0]).data
+
+    return types.CPointer(array.dtype)(array), generate
 
 
 def _filled(builder: Any, number: Any) -> Any:
-    index = ir.IntType(32)
-    first = builder.insert_element(ANY, number, ir.Constant(index, 0))
-    return builder.shuffle_vector(
-        first, ANY, ir.Constant(ir.VectorType(index, WIDTH), [0] * WIDTH)
-    )
+    first = builder.insert_element(ANY, number, ir.Constant(INDEX, 0))
+    return _shuffled(builder, first, [0] * WIDTH)
+
+
+def _shuffled(builder: Any, value: Any, order: list[int]) -> Any:
+    return builder.shuffle_vector(value, ANY, ir.Constant(ir.VectorType(INDEX, WIDTH), order))
+
+
+def _moved_by(builder: Any, value: Any, lanes: int) -> Any:
+    """Return a vector whose first numbers are those of `lanes` further on."""
+    return _shuffled(builder, value, [min(i + lanes, WIDTH - 1) for i in range(WIDTH)])
 
 
 @intrinsic
-def load(context: Any, array: Any, index: Any) -> Any:
-    """Return the vector of the eight numbers from an index on."""
-    _check(array)
+def load(context: Any, pointer: Any, index: Any) -> Any:
+    """Return the vector of the eight numbers from an index on; fp32 becomes fp64."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address = _address(context, builder, signature.args[0], *args)
-        return builder.load(builder.bitcast(address, ir.PointerType(VECTOR)), align=8)
+        address, kind = _vectors_at(context, builder, signature.args[0], *args)
+        value = builder.load(address, align=4)
+        return value if kind == VECTOR else builder.fpext(value, VECTOR)
 
-    return vector(array, types.intp), generate
+    return vector(pointer, types.intp), generate
 
 
 @intrinsic
-def store(context: Any, array: Any, index: Any, value: Any) -> Any:
-    """Write a vector to the eight numbers from an index on."""
-    _check(array)
+def store(context: Any, pointer: Any, index: Any, value: Any) -> Any:
+    """Write a vector to the eight numbers from an index on, rounded if these are fp32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address = _address(context, builder, signature.args[0], *args[:2])
-        builder.store(args[2], builder.bitcast(address, ir.PointerType(VECTOR)), align=8)
+        address, kind = _vectors_at(context, builder, signature.args[0], *args[:2])
+        value = args[2] if kind == VECTOR else builder.fptrunc(args[2], kind)
+        builder.store(value, address, align=4)
         return context.get_dummy_value()
 
-    return types.void(array, types.intp, vector), generate
+    return types.void(pointer, types.intp, vector), generate
+
+
+@intrinsic
+def copy_number(context: Any, source: Any, first: Any, target: Any, start: Any) -> Any:
+    """Copy the number at an index of a pointer to an index of another."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number = builder.load(builder.gep(args[0], [args[1]]))
+        kinds = source.dtype, target.dtype
+        if kinds == (types.float32, types.float64):
+            number = builder.fpext(number, VECTOR.element)
+        elif kinds == (types.float64, types.float32):
+            number = builder.fptrunc(number, ir.FloatType())
+        builder.store(number, builder.gep(args[2], [args[3]]))
+        return context.get_dummy_value()
+
+    return types.void(source, types.intp, target, types.intp), generate
 
 
 @intrinsic
@@ -87,21 +127,25 @@ def fill(context: Any, number: Any) -> Any:
 
 
 @intrinsic
-def load_one(context: Any, array: Any, index: Any) -> Any:
-    """Return a vector that has the number at an index in all places."""
-    _check(array)
+def load_one(context: Any, pointer: Any, index: Any) -> Any:
+    """Return a vector that has the fp64 number at an index in all places."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address = _address(context, builder, signature.args[0], *args)
-        return _filled(builder, builder.load(address))
+        return _filled(builder, builder.load(builder.gep(args[0], [args[1]])))
 
-    return vector(array, types.intp), generate
+    return vector(pointer, types.intp), generate
 
 
 @intrinsic
 def add(context: Any, x: Any, y: Any) -> Any:
     """Return x + y."""
     return vector(vector, vector), lambda _, builder, __, args: builder.fadd(*args)
+
+
+@intrinsic
+def multiply(context: Any, x: Any, y: Any) -> Any:
+    """Return x * y."""
+    return vector(vector, vector), lambda _, builder, __, args: builder.fmul(*args)
 
 
 @intrinsic
@@ -130,13 +174,69 @@ def maximum_of(context: Any, x: Any) -> Any:
     """Return the maximum of the eight numbers, none of which is NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value, index = args[0], ir.IntType(32)
+        value = args[0]
         for half in (4, 2, 1):
-            order = [min(place + half, WIDTH - 1) for place in range(WIDTH)]
-            moved = builder.shuffle_vector(
-                value, ANY, ir.Constant(ir.VectorType(index, WIDTH), order)
-            )
+            moved = _moved_by(builder, value, half)
             value = builder.select(builder.fcmp_ordered(">", moved, value), moved, value)
-        return builder.extract_element(value, ir.Constant(index, 0))
+        return builder.extract_element(value, ir.Constant(INDEX, 0))
 
     return types.float64(vector), generate
+
+
+@intrinsic
+def exp_of(context: Any, x: Any) -> Any:
+    """Return e**x as `math.exp` does: for x <= 700, and 0 for x below -700; NaN stays NaN."""
+    words = ir.VectorType(ir.IntType(64), WIDTH)
+
+    def number(value: float) -> Any:
+        return ir.Constant(VECTOR, [value] * WIDTH)
+
+    def word(value: int) -> Any:
+        return ir.Constant(words, [value] * WIDTH)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def fused(a: Any, b: Any, c: Any) -> Any:
+            product = builder.fmul(a, b, flags=("contract",))
+            return builder.fadd(product, c, flags=("contract",))
+
+        below = builder.fcmp_ordered("<", args[0], number(LEAST))
+        y = builder.select(below, number(LEAST), args[0])
+        shifted = fused(y, number(LOG2E), number(ROUND))
+        power = builder.fsub(shifted, number(ROUND))
+        r, result = fused(power, number(-LN2), y), number(EXP_POLYNOMIAL[0])
+        for coefficient in EXP_POLYNOMIAL[1:]:
+            result = fused(result, r, number(coefficient))
+        bits = builder.shl(builder.bitcast(shifted, words), word(52))
+        scale = builder.bitcast(builder.add(bits, word(0x3FF0000000000000)), VECTOR)
+        return builder.select(below, number(0.0), builder.fmul(result, scale))
+
+    return vector(vector), generate
+
+
+@intrinsic
+def sum_of(context: Any, x: Any) -> Any:
+    """Return the sum of the eight numbers, in pairs: 0 + 4, 1 + 5, and so on."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = args[0]
+        for half in (4, 2, 1):
+            value = builder.fadd(value, _moved_by(builder, value, half))
+        return builder.extract_element(value, ir.Constant(INDEX, 0))
+
+    return types.float64(vector), generate
+
+
+@jit
+def copy_numbers(source: Any, first: int, target: Any, start: int, size: int) -> None:
+    """Copy contiguous numbers from an index of a pointer to an index of another.
+
+    The last vector may overlap the one before it.
+    """
+    if size < WIDTH:
+        for i in range(size):
+            copy_number(source, first + i, target, start + i)
+        return
+    for i in range(0, size - WIDTH + 1, WIDTH):
+        store(target, start + i, load(source, first + i))
+    if size % WIDTH:
+        store(target, start + size - WIDTH, load(source, first + size - WIDTH))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ....primitives.cpu.batch import empty_batch, run_over_sequences
 from ....primitives.cpu.jit import jit
+from ....primitives.cpu.vectors import copy_numbers, pointer_to
 from ....runtime.dtypes import acc_dtype
 from .steps import (
     BLOCK,
@@ -34,13 +35,14 @@ def forward_kernel(
 ) -> None:
     """Scan half h % 2 of sequence h // 2: alpha forwards over the first, beta backwards.
 
-    Write the state at the middle, `meeting` `[2N, C]`, the log of its scale, `[2N]`, and with
+    Write the state at the middle, `meeting` `[2N, W]`, the log of its scale, `[2N]`, and with
     `save` all states, `[T, N, C]`.
     """
-    C = chain.start.shape[1]
+    C, width = chain.weights.shape[1:]
     size = 1 if chain.varies else BLOCK
-    scores, sums, states = np.empty((size, C)), np.empty((size, C)), np.empty((size + 1, C))
-    buffer = np.empty((C, C) if chain.varies else (0, 0))
+    scores, sums = np.empty((size, width)), np.empty((size, width))
+    states = np.empty((size + 1, width))
+    buffer = np.zeros((C, width) if chain.varies else (0, 0))
     for half in halves:
         n, backward = half // 2, half % 2
         length = chain.lengths[n]
@@ -69,18 +71,18 @@ def forward_kernel(
 @jit
 def store_states(states: Any, t: int, by: int, n: int, saved: Any) -> None:
     """Write the states of tokens t, t + by, ... to `[T, N, C]`, or nothing if that is empty."""
-    if len(saved):
-        for k in range(len(states)):
-            for c in range(states.shape[1]):
-                saved[t + k * by, n, c] = states[k, c]
+    (N, C), width = saved.shape[1:], states.shape[1]
+    source, target = pointer_to(states), pointer_to(saved)
+    for k in range(len(states) if len(saved) else 0):
+        copy_numbers(source, k * width, target, ((t + k * by) * N + n) * C, C)
 
 
 @jit(nogil=True)
 def join_kernel(sequences: Any, chain: Any, meeting: Any, log_scale: Any, logz: Any) -> None:
     """Compute log Z where alpha and beta meet."""
-    C = chain.start.shape[1]
-    scores, sums, states = np.zeros((1, C)), np.empty((1, C)), np.empty((2, C))
-    buffer = np.empty((C, C) if chain.varies else (0, 0))
+    C, width = chain.weights.shape[1:]
+    scores, sums, states = np.zeros((1, width)), np.empty((1, width)), np.empty((2, width))
+    buffer = np.zeros((C, width) if chain.varies else (0, 0))
     for n in sequences:
         middle, offset = middle_of(chain.lengths[n]), log_scale[2 * n]
         weights = buffer if chain.varies else chain.weights[1]
@@ -106,7 +108,8 @@ def linear_chain_logz(
     chain, invalid = chain_arrays(emissions, transitions, start, end, lengths)
     T, N, C = emissions.shape
     saved = empty_batch((T if save else 0, N, C))
-    meeting, log_scale, logz = np.empty((2 * N, C)), np.empty(2 * N), np.empty(N)
+    meeting = np.empty((2 * N, chain.weights.shape[2]))
+    log_scale, logz = np.empty(2 * N), np.empty(N)
     halves, edges = halves_of(chain)
     run_over_sequences(
         forward_kernel, halves, edges, chain, save, saved.numpy(), meeting, log_scale

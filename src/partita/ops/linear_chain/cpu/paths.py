@@ -114,13 +114,13 @@ def sample_kernel(sequences: Any, chain: Any, uniforms: Any, states: Any) -> Non
 
     Entries that are on no path are not written.
     """
-    C, samples = chain.start.shape[1], uniforms.shape[1]
-    size = 1 if chain.varies else BLOCK
-    scores, sums = np.empty((size, C)), np.empty((size, C))
-    alpha = np.empty((len(states[0]) + 1, C)) if samples else np.empty((0, C))
+    C, width = chain.weights.shape[1:]
+    samples, size = uniforms.shape[1], 1 if chain.varies else BLOCK
+    scores, sums = np.empty((size, width)), np.empty((size, width))
+    alpha = np.empty((len(states[0]) + 1 if samples else 0, width))
     terms, state = np.empty(C), np.empty(samples, np.int64)
-    ones = np.full(C, 1.0 if chain.linear else 0.0)
-    varying = np.empty((C, C) if chain.varies else (0, 0))
+    ones = np.full(width, 1.0 if chain.linear else 0.0)
+    varying = np.zeros((C, width) if chain.varies else (0, 0))
     for n in sequences if samples else sequences[:0]:
         length = chain.lengths[n]
         weights = varying if chain.varies else chain.weights[0]

@@ -1,8 +1,8 @@
 """Steps of dense linear chains for Numba kernels, in linear arithmetic and in the log domain.
 
-In linear arithmetic a step is a product with exp(transitions) in fp64. A state is scaled by a power
-of two, so that its maximum lies between 1 and 2. Transitions that span at most `MAX_SPAN` nats keep
-every state that matters in range: a state that underflows is improbable by e**-100.
+In linear arithmetic a step is a product with exp(transitions) in fp64. A state is scaled by powers
+of two, so that its maximum stays near 1. Transitions that span at most `MAX_SPAN` nats keep every
+state that matters in range: a state that underflows is improbable by e**-100.
 Otherwise, and for transitions of -inf, a step is a log-sum-exp, and a state has the maximum 0.
 """
 
@@ -16,33 +16,36 @@ from torch import Tensor
 
 from ....primitives.cpu.batch import INF, LOWEST, as_array, as_steps
 from ....primitives.cpu.jit import jit
-from ....primitives.cpu.math import LN2, bits_of, exp, from_bits, log
+from ....primitives.cpu.math import LN2, exp, log
 from ....primitives.cpu.vectors import (
     WIDTH,
-    add,
+    copy_numbers,
     fill,
     larger,
     load,
     load_one,
     maximum_of,
-    multiply_add,
+    pointer_to,
     store,
 )
+from .linear_steps import exp_row, scan_linear
 
 MAX_SPAN = 300.0  # nats
 BLOCK = 32  # tokens; a call of a function with many arrays takes as long as a step
-MOST_IN_VECTORS = 64  # states whose matrix stays in the cache that is nearest to the processor
 
 
 class ChainArrays(NamedTuple):
     """A batch of dense linear chains as arrays.
+
+    Rows have `W` numbers: in linear arithmetic `C` padded to a multiple of `WIDTH` with zeros, and
+    `C` in the log domain.
 
     Fields:
         lengths: `[N]` int64, in range even where a length is invalid.
         emissions: `Steps` `[T, N, C]`.
         start, end: `[N, C]` fp64.
         transitions: `Steps` `[T - 1, N, C, C]`, with strides of 0 for what is constant.
-        weights: `[2, C, C]` fp64: exp(transitions - shift), or the transitions themselves in the
+        weights: `[2, C, W]` fp64: exp(transitions - shift), or the transitions themselves in the
             log domain, then their transpose. Transitions that vary have zeros here.
         shift: the maximum of constant transitions in linear arithmetic, otherwise 0.
         linear: whether arithmetic is linear.
@@ -83,12 +86,13 @@ def chain_arrays(
     steps = transitions.detach()
     low, high = (0.0, torch.inf) if log_domain else _range(steps)
     linear = high - low <= MAX_SPAN  # False for NaN and infinities
-    weights, shift = np.zeros((2, C, C)), 0.0
+    width = -(-max(C, 1) // WIDTH) * WIDTH if linear else C
+    weights, shift = torch.zeros((2, C, width), dtype=torch.float64, device="cpu"), 0.0
     if not varies:
         shift = high if linear else 0.0
         matrix = steps.double()
         matrix = (matrix - shift).exp() if linear else matrix
-        torch.from_numpy(weights).copy_(torch.stack([matrix, matrix.T]))
+        weights[..., :C] = torch.stack([matrix, matrix.T])
         steps = steps.expand(1, 1, C, C)
     elif steps.ndim == 3:
         steps = steps.unsqueeze(1).expand(T - 1, N, C, C)
@@ -98,7 +102,7 @@ def chain_arrays(
         as_array(zeros if start is None else start),
         as_array(zeros if end is None else end),
         as_steps(steps),
-        weights,
+        weights.numpy(),  # PyTorch's memory starts on a cache line
         shift,
         linear,
         varies,
@@ -120,32 +124,17 @@ def middle_of(length: int) -> int:
 
 
 @jit
-def highest_of(row: Any) -> float:
-    """Return the maximum of a contiguous row, LOWEST if all numbers are -inf or NaN."""
-    C, highest = len(row), LOWEST
-    if C < WIDTH:
-        for c in range(C):
-            highest = row[c] if row[c] > highest else highest
-        return highest
+def highest_of(rows: Any, first: int, width: int) -> float:
+    """Return the maximum of a row, LOWEST if all numbers are -inf or NaN."""
     found = fill(LOWEST)
-    for c in range(0, C - WIDTH + 1, WIDTH):
-        found = larger(load(row, c), found)
-    return max(highest, maximum_of(larger(load(row, C - WIDTH), found)))
-
-
-@jit
-def dot(x: Any, y: Any) -> float:
-    """Return the sum of products by four partial sums."""
-    a, b, c, d = 0.0, 0.0, 0.0, 0.0
-    whole = len(x) - len(x) % 4
-    for i in range(0, whole, 4):
-        a += x[i] * y[i]
-        b += x[i + 1] * y[i + 1]
-        c += x[i + 2] * y[i + 2]
-        d += x[i + 3] * y[i + 3]
-    for i in range(whole, len(x)):
-        a += x[i] * y[i]
-    return (a + b) + (c + d)
+    if width < WIDTH:
+        for i in range(first, first + width):
+            found = larger(load_one(rows, i), found)
+    else:
+        for i in range(first, first + width - WIDTH + 1, WIDTH):
+            found = larger(load(rows, i), found)
+        found = larger(load(rows, first + width - WIDTH), found)
+    return float(maximum_of(found))
 
 
 @jit
@@ -160,141 +149,79 @@ def load_tokens(
     linear: bool,
     scores: Any,
 ) -> float:
-    """Write the scores of tokens first, first + by, ..., relative to the maximum of each, `[K, C]`.
+    """Write the scores of tokens first, first + by, ..., relative to the maximum of each, `[K, W]`.
 
     Those of the ends are included. In linear arithmetic the exponentials are written. Return the
-    sum of the maxima.
+    sum of the maxima. The padding gets zeros.
     """
-    numbers, stride, C = emissions.numbers, emissions.strides[2], scores.shape[1]
-    total = 0.0
+    C, width, total = start.shape[1], scores.shape[1], 0.0
+    numbers, strides, rows = emissions.numbers, emissions.strides, pointer_to(scores)
     for k in range(len(scores)):
-        t, row = first + k * by, scores[k]
-        base = t * emissions.strides[0] + n * emissions.strides[1]
-        token = numbers[base:]  # an index that may be negative would not become vector code
-        if stride == 1:
-            for c in range(C):
-                row[c] = token[c]
+        t = first + k * by
+        base = t * strides[0] + n * strides[1]
+        if width > C:
+            store(rows, (k + 1) * width - WIDTH, fill(-INF))
+        if strides[2] == 1:
+            copy_numbers(pointer_to(numbers), base, rows, k * width, C)
         else:
             for c in range(C):
-                row[c] = token[c * stride]
+                scores[k, c] = numbers[base + c * strides[2]]
         if t == 0:
             for c in range(C):
-                row[c] += start[n, c]
+                scores[k, c] += start[n, c]
         if t == length - 1:
             for c in range(C):
-                row[c] += end[n, c]
-        highest = highest_of(row)
+                scores[k, c] += end[n, c]
+        highest = highest_of(rows, k * width, width)
         total += highest if highest > LOWEST else -INF
-        for c in range(C):
-            row[c] -= highest
-    if linear:
-        flat = scores.reshape(-1)
-        for i in range(len(flat)):
-            flat[i] = exp(flat[i])
+        if linear:
+            exp_row(rows, k * width, width, highest)
+        else:
+            for c in range(C):
+                scores[k, c] -= highest
     return total
+
+
+@jit
+def load_states(saved: Any, t: int, by: int, n: int, states: Any) -> None:
+    """Copy the states of tokens t, t + by, ... from `[T, N, C]` to rows, and leave the padding."""
+    (N, C), width = saved.shape[1:], states.shape[1]
+    source, target = pointer_to(saved), pointer_to(states)
+    for k in range(len(states)):
+        copy_numbers(source, ((t + k * by) * N + n) * C, target, k * width, C)
 
 
 @jit
 def load_weights(
     transitions: Any, t: int, n: int, transposed: int, linear: bool, weights: Any
 ) -> float:
-    """Write the weights of the step from token t to t + 1, and return their shift."""
+    """Write the weights of the step from token t to t + 1, and return their shift.
+
+    The padding is left as it is.
+    """
     numbers, strides, C = transitions.numbers, transitions.strides, len(weights)
     base = t * strides[0] + n * strides[1]
     rows, columns = (strides[3], strides[2]) if transposed else (strides[2], strides[3])
     highest = LOWEST
     for i in range(C):
-        row, values = weights[i], numbers[base + i * rows :]
+        row, values = weights[i, :C], numbers[base + i * rows :]
         if columns == 1:
             for j in range(C):
                 row[j] = values[j]
         else:
             for j in range(C):
                 row[j] = values[j * columns]
-        highest = max(highest, highest_of(row))
     if not linear:
         return 0.0
     for i in range(C):
-        row = weights[i]
+        row = weights[i, :C]
+        for j in range(C):
+            highest = row[j] if row[j] > highest else highest
+    for i in range(C):
+        row = weights[i, :C]
         for j in range(C):
             row[j] = exp(row[j] - highest)
     return float(highest)
-
-
-@jit
-def product(state: Any, weights: Any, result: Any) -> None:
-    """Write the product of a state `[C]` and a matrix `[C, C]`."""
-    C = len(state)
-    if C < WIDTH or C > MOST_IN_VECTORS:
-        product_by_rows(state, weights, result)
-        return
-    whole = C - C % (2 * WIDTH)
-    for j in range(0, whole, 2 * WIDTH):
-        two_columns_of_product(state, weights, j, result)
-    # The last columns may be computed twice: the results are the same.
-    if C - whole > WIDTH:
-        column_of_product(state, weights, whole, result)
-    if C > whole:
-        column_of_product(state, weights, C - WIDTH, result)
-
-
-@jit
-def two_columns_of_product(state: Any, weights: Any, j: int, result: Any) -> None:
-    """Write the columns j to j + 2 * WIDTH of a product, by four partial sums."""
-    C, k = len(state), j
-    a, b, c, d = fill(0.0), fill(0.0), fill(0.0), fill(0.0)
-    e, f, g, h = fill(0.0), fill(0.0), fill(0.0), fill(0.0)
-    for i in range(C // 4):
-        x, y = load_one(state, 4 * i), load_one(state, 4 * i + 1)
-        a = multiply_add(x, load(weights, k), a)
-        e = multiply_add(x, load(weights, k + WIDTH), e)
-        b = multiply_add(y, load(weights, k + C), b)
-        f = multiply_add(y, load(weights, k + C + WIDTH), f)
-        x, y, k = load_one(state, 4 * i + 2), load_one(state, 4 * i + 3), k + 2 * C
-        c = multiply_add(x, load(weights, k), c)
-        g = multiply_add(x, load(weights, k + WIDTH), g)
-        d = multiply_add(y, load(weights, k + C), d)
-        h = multiply_add(y, load(weights, k + C + WIDTH), h)
-        k += 2 * C
-    for i in range(C - C % 4, C):
-        x = load_one(state, i)
-        a = multiply_add(x, load(weights, i * C + j), a)
-        e = multiply_add(x, load(weights, i * C + j + WIDTH), e)
-    store(result, j, add(add(a, b), add(c, d)))
-    store(result, j + WIDTH, add(add(e, f), add(g, h)))
-
-
-@jit
-def column_of_product(state: Any, weights: Any, j: int, result: Any) -> None:
-    """Write the columns j to j + WIDTH of a product, by four partial sums."""
-    C, k = len(state), j
-    a, b, c, d = fill(0.0), fill(0.0), fill(0.0), fill(0.0)
-    for i in range(C // 4):
-        a = multiply_add(load_one(state, 4 * i), load(weights, k), a)
-        b = multiply_add(load_one(state, 4 * i + 1), load(weights, k + C), b)
-        c = multiply_add(load_one(state, 4 * i + 2), load(weights, k + 2 * C), c)
-        d = multiply_add(load_one(state, 4 * i + 3), load(weights, k + 3 * C), d)
-        k += 4 * C
-    for i in range(C - C % 4, C):
-        a = multiply_add(load_one(state, i), load(weights, i * C + j), a)
-    store(result, j, add(add(a, b), add(c, d)))
-
-
-@jit
-def product_by_rows(state: Any, weights: Any, result: Any) -> None:
-    """Write the product of a state `[C]` and a matrix `[C, C]`, four rows of it at a time."""
-    C = len(state)
-    for j in range(C):
-        result[j] = 0.0
-    for i in range(0, C - C % 4, 4):
-        a, b, c, d = state[i], state[i + 1], state[i + 2], state[i + 3]
-        w, x, y, z = weights[i], weights[i + 1], weights[i + 2], weights[i + 3]
-        for j in range(C):
-            result[j] += (a * w[j] + b * x[j]) + (c * y[j] + d * z[j])
-    for i in range(C - C % 4, C):
-        a, w = state[i], weights[i]
-        for j in range(C):
-            result[j] += a * w[j]
 
 
 @jit
@@ -317,39 +244,6 @@ def log_product(state: Any, weights: Any, maxima: Any, result: Any) -> None:
 
 
 @jit
-def scan_linear(weights: Any, scores: Any, sums: Any, states: Any, is_first: bool) -> int:
-    """Scan K tokens in linear arithmetic.
-
-    Args:
-        weights: the weights of all steps, `[C, C]`.
-        scores: exponentials of the scores of the tokens, `[K, C]`.
-        sums: the result before the emission of each token, `[K, C]`.
-        states: the state before the tokens and the result for each, `[K + 1, C]`.
-        is_first: whether the first token starts the scan.
-
-    Return the sum of the exponents of 2 that the states were divided by.
-    """
-    C, total = scores.shape[1], 0
-    for k in range(len(scores)):
-        before, score, entered, state = states[k], scores[k], sums[k], states[k + 1]
-        if is_first and k == 0:
-            for c in range(C):
-                entered[c] = 1.0
-        else:
-            product(before, weights, entered)
-        for c in range(C):
-            state[c] = entered[c] * score[c]
-        highest = highest_of(state)
-        if highest > 0.0:
-            exponent = (bits_of(highest) >> 52) - 1023
-            scale = from_bits((1023 - exponent) << 52)
-            total += exponent
-            for c in range(C):
-                state[c] *= scale
-    return total
-
-
-@jit
 def scan_log(weights: Any, scores: Any, sums: Any, states: Any, is_first: bool) -> float:
     """Scan K tokens in the log domain, as `scan_linear` does.
 
@@ -366,7 +260,7 @@ def scan_log(weights: Any, scores: Any, sums: Any, states: Any, is_first: bool) 
             log_product(before, weights, maxima, entered)
         for c in range(C):
             state[c] = entered[c] + score[c]
-        highest = highest_of(state)
+        highest = highest_of(pointer_to(states), (k + 1) * C, C)
         if highest > LOWEST:
             total += highest
             for c in range(C):
@@ -385,10 +279,11 @@ def scan(linear: bool, weights: Any, scores: Any, sums: Any, states: Any, is_fir
 @jit
 def log_of_sum(linear: bool, a: Any, b: Any) -> float:
     """Return the log of the sum over the states of the product of a and b."""
-    if linear:
-        total = dot(a, b)
-        return -INF if total == 0.0 else np.log(total)
     highest, total = LOWEST, 0.0
+    if linear:
+        for c in range(len(a)):
+            total += a[c] * b[c]
+        return -INF if total == 0.0 else np.log(total)
     for c in range(len(a)):
         highest = a[c] + b[c] if a[c] + b[c] > highest else highest
     for c in range(len(a)):

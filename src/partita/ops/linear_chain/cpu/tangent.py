@@ -26,7 +26,7 @@ def mean_step(
 
     A path of weight 0 adds 0, even if its value is infinite.
     """
-    C = len(state)
+    C = len(values)
     for j in range(C):
         result[j] = 0.0
     for i in range(C):
@@ -71,7 +71,7 @@ def add_covariances(
 
     `weights` and `values` are transposed; `onwards` are means from the emission of the next token.
     """
-    C = len(alpha)
+    C = len(values)
     if total == (0.0 if linear else -INF):
         return
     for j in range(C):
@@ -103,11 +103,11 @@ def tangent_kernel(
     They are `[N]`, `[T, N, C]`, `[2, N, C]` and `[T - 1 or 1, sequences, C, C]`, to which the
     gradients in transitions are added.
     """
-    T, C = len(d_emissions), chain.start.shape[1]
+    T, (C, width) = len(d_emissions), chain.weights.shape[1:]
     linear, one = chain.linear, 1.0 if chain.linear else 0.0
-    alpha, into = np.empty((T + 1, C)), np.empty((T, C))
-    scores, sums, states = np.empty((1, C)), np.empty((1, C)), np.empty((2, C))
-    varying, values, token = np.empty((C, C)), np.empty((C, C)), np.empty(C)
+    alpha, into = np.empty((T + 1, width)), np.empty((T, C))
+    scores, sums, states = np.empty((1, width)), np.zeros((1, width)), np.empty((2, width))
+    varying, values, token = np.zeros((C, width)), np.empty((C, C)), np.empty(C)
     onwards, mean_from, entered = np.empty(C), np.empty(C), np.empty(C)
     for n in sequences:
         length = chain.lengths[n]
