@@ -232,8 +232,10 @@ def test_spans_of_tokens() -> None:
     path = torch.tensor([0, 1, 1, 0, 2, 2, 2, 0])
     x = torch.where(F.one_hot(path, 3) > 0, 0.9, 0.05).log()[:, None]
     spans = partita.ctc_align(x, torch.tensor([[1, 2, 1]]), [8], [2]).spans()
-    assert spans.start.tolist() == [[1, 4]] and spans.end.tolist() == [[3, 7]]
-    assert spans.score.flatten().tolist() == pytest.approx([math.log(0.9)] * 2, rel=1e-6)
+    assert spans.start.tolist() == [[1, 4, -1]] and spans.end.tolist() == [[3, 7, -1]]
+    assert spans.score.flatten().tolist() == pytest.approx([*[math.log(0.9)] * 2, 0.0], rel=1e-6)
+    concatenated = partita.ctc_align(x, torch.tensor([1, 2]), [8], [2]).spans()
+    assert concatenated.end.tolist() == [[3, 7]]
     nowhere = partita.ctc_align(x[:1], torch.tensor([[1, 2]]), [1], [2]).spans()
     assert nowhere.start.tolist() == [[-1, -1]] and nowhere.score.tolist() == [[0.0, 0.0]]
 

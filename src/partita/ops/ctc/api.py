@@ -19,8 +19,8 @@ class TokenSpans(NamedTuple):
     """The steps at which each token of each target is emitted.
 
     Fields:
-        start, end: `[N, S]` int64, the token's first step and the step after its last; -1 past a
-            target's length and where there is no alignment.
+        start, end: `[N, S]` int64 with the S of padded targets, the token's first step and the step
+            after its last; -1 past a target's length and where there is no alignment.
         score: `[N, S]`, the mean log-probability of the token's steps in nats; 0 past a target's
             length and where there is no alignment.
     """
@@ -40,7 +40,8 @@ class CTCAlignment(NamedTuple):
             and on blanks.
         scores: `[N, T]`, the log-probability of that label in nats; 0 where there is none.
         score: `[N]`, the sum of `scores`; -inf where there is no alignment.
-        longest: an upper bound of the number of tokens of a target.
+        longest: the width S of padded targets; of concatenated ones, the greatest target length,
+            or a bound of it where the lengths are on another device.
     """
 
     labels: Tensor
@@ -250,4 +251,6 @@ def ctc_align(
         labels, tokens, scores, score = _ctc.align(
             *x, blank, from_logits, *options, current_backend()
         )
-    return CTCAlignment(labels, tokens, scores, score, x.max_target_len)
+    # The shape of the spans must not depend on whether the host can read the lengths.
+    longest = targets.shape[1] if targets.ndim == 2 else x.max_target_len
+    return CTCAlignment(labels, tokens, scores, score, longest)
