@@ -211,8 +211,11 @@ def draw_line(picture: Axes, posterior: Axes, lines: Lines, logits: Tensor, n: i
     found = partita.ctc_beam_search(logits[:, n], [length], from_logits=True)
     emitted = slice(int(found.lengths))
     steps, classes = found.steps[0, 0, emitted], found.tokens[0, 0, emitted]
-    posterior.plot(COLUMNS_A_STEP * (steps + 0.5), classes, ".", color=RED, ms=4)
-    posterior.set(yticks=range(11), xticks=[])
+    middle = (COLUMNS_A_STEP * (steps + 0.5)).tolist()
+    posterior.plot(middle, classes, ".", color=RED, ms=4)
+    posterior.set_xticks(middle, [str(step) for step in steps.tolist()], size=6.5, color=RED)
+    posterior.tick_params(axis="x", length=2, pad=1)
+    posterior.set(yticks=range(11))
     posterior.set_yticklabels(["–", *map(str, range(10))], size=6.5, color=INK)
     picture.set(xticks=[], yticks=[], ylim=(HEIGHT, 0))
     for axes in (picture, posterior):
@@ -234,7 +237,7 @@ def draw(path: Path, losses: list[float], lines: Lines, logits: Tensor) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     right.suptitle(
         "Test lines: the digits that ctc_align finds, and the probabilities at each step;\n"
-        "dots where ctc_beam_search emits a digit",
+        "red: the steps at which ctc_beam_search emits the digits",
         size=11,
         weight="bold",
         color=INK,

@@ -2,12 +2,12 @@
 
     python docs/bench/figures.py
 
-`cross_entropy.svg` shows h200.csv, `ctc_exactness.svg` and `ctc_crf.svg` show ctc.csv,
-`linear_budget.svg` shows linear_budget.csv, and `parallel.svg` shows parallel.csv and the
-arithmetic of its page. `host.svg` shows host.csv. `ctc.svg` and `linear_cross_entropy.svg`, from
-figures_compared.py, show the tables of their names. `row_exactness.svg` and its table are
-arithmetic in fp32 on the CPU: two ways to form a loss and an entropy. The other pictures come from
-`partita bench` and `examples/chain_exactness.py`.
+`cross_entropy.svg` shows h200.csv, `ctc_exactness.svg` shows ctc.csv, `linear_budget.svg` shows
+linear_budget.csv, and `parallel.svg` shows parallel.csv and the arithmetic of its page. `host.svg`
+shows host.csv. `chain.svg`, `ctc.svg` and `linear_cross_entropy.svg`, from figures_compared.py,
+show the tables of their names, and `ctc_crf.svg` shows ctc.csv. `row_exactness.svg` and its table
+are arithmetic in fp32 on the CPU: two ways to form a loss and an entropy. The other pictures come
+from `partita bench` and `examples/chain_exactness.py`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def line(axes: Axes, name: str, points: Sequence[tuple[float, float]], **options
         "marker": "o",
         "markersize": 4,
     }
-    axes.plot(*zip(*sorted(points), strict=True), label=name, **(style | options))
+    label = figures_compared.NAMES.get(name, name)
+    axes.plot(*zip(*sorted(points), strict=True), label=label, **(style | options))
     axes.grid(alpha=0.3)
 
 
@@ -87,7 +88,8 @@ def cross_entropy(panels: Sequence[Axes]) -> None:
             xscale="log",
             title=f"cross-entropy with its gradient, {dtype}",
             xlabel="classes",
-            ylim=(0, 105),
+            xlim=(7000, 1_000_000),  # with room for the names
+            ylim=(0, 100),
         )
         axes.set_xticks(
             [8192, 16384, 32768, 131072, 262144],
@@ -95,8 +97,9 @@ def cross_entropy(panels: Sequence[Axes]) -> None:
             minor=False,
         )
         axes.set_xticks([], minor=True)
-    panels[0].set_ylabel("% of the copy bandwidth of one H200")
-    panels[0].legend(ncols=3, fontsize=9, loc="lower center")
+        axes.spines[["top", "right"]].set_visible(False)
+        figures_compared.label_ends(axes, 5)
+    panels[0].set_ylabel("% of the copy bandwidth of one H200\n(higher is better)")
 
 
 def ctc_exactness(panels: Sequence[Axes]) -> None:
@@ -121,34 +124,6 @@ def ctc_exactness(panels: Sequence[Axes]) -> None:
     axes.legend(fontsize=9, loc="upper left")
 
 
-def ctc_crf(panels: Sequence[Axes]) -> None:
-    """Draw time and memory."""
-    rows = rows_of("ctc.csv", op="ctc_crf", part="total")
-    names = [row["provider"] for row in rows]
-    columns = (
-        ("median_ms", "forward + backward, ms", 1.0),
-        ("extra_memory_bytes", "memory beyond the scores, GiB", 2.0**30),
-    )
-    for axes, (column, label, unit) in zip(panels, columns, strict=True):
-        values = [float(row[column]) / unit for row in rows]
-        bars = axes.barh(names, values, color=[COLOURS[name] for name in names], height=0.6)
-        axes.bar_label(bars, [f"{value:,.3g}" for value in values], padding=3, fontsize=9)
-        axes.set(
-            xlabel=label,
-            **(
-                {"xscale": "log", "xlim": (1, 4 * max(values))}
-                if column == "median_ms"
-                else {"xlim": (0, 1.15 * max(values))}
-            ),
-        )
-        axes.invert_yaxis()
-        axes.set_axisbelow(True)
-        axes.grid(alpha=0.3, axis="x")
-    panels[0].set_title(
-        "CTC-CRF, 2,000 steps × 64 sequences × 4⁵ k-mers, fp32, NVIDIA H200", loc="left"
-    )
-
-
 def linear_budget(panels: Sequence[Axes]) -> None:
     """Draw time against workspace."""
     (axes,) = panels
@@ -159,9 +134,10 @@ def linear_budget(panels: Sequence[Axes]) -> None:
         options = {"linestyle": "none"} if provider == "compile" else {}
         line(axes, provider, points, **options)
     products = float(rows_of("linear_budget.csv", **size)[0]["products_ms"])
-    axes.axhline(products, color=COLOURS["products"], linestyle="--", label="products")
+    axes.axhline(products, color=COLOURS["products"], linestyle="--", label="three products")
     axes.set(xlabel="workspace, GiB", ylabel="forward + backward, ms", ylim=(0, None))
-    axes.set_title("16,384 × 2,048 × 262,144, bf16, NVIDIA H200", fontsize=10)
+    title = "16,384 tokens of 2,048, 262,144 classes, bf16, one H200: lower is better"
+    axes.set_title(title, fontsize=10)
     axes.legend()
 
 
@@ -178,15 +154,17 @@ def parallel(panels: Sequence[Axes]) -> None:
     }
     worlds = sorted({int(row["gpus"]) for row in rows})
     names = list(dict.fromkeys(row["provider"] for row in rows))
-    for i, name in enumerate(names):
-        values = [float(row["median_ms"]) for row in rows if row["provider"] == name]
-        positions = [
-            worlds.index(int(row["gpus"])) + 0.2 * i for row in rows if row["provider"] == name
-        ]
-        panels[0].bar_label(
-            panels[0].bar(positions, values, 0.18, label=name, color=colours[name]),
-            [f"{value:.3g}" for value in values],
-            fontsize=8,
+    for axes, column in ((panels[0], "median_ms"), (panels[2], "extra_gib")):
+        for i, name in enumerate(names):
+            own = [row for row in rows if row["provider"] == name]
+            values = [float(row[column]) for row in own]
+            positions = [worlds.index(int(row["gpus"])) + 0.2 * i for row in own]
+            label = figures_compared.NAMES.get(name, name)
+            bars = axes.bar(positions, values, 0.18, label=label, color=colours[name])
+            axes.bar_label(bars, [f"{value:.3g}" for value in values], fontsize=8)
+        axes.set_xticks(
+            [position + 0.3 for position in range(len(worlds))],
+            [f"{world} GPUs" for world in worlds],
         )
     panels[0].set(
         yscale="log",
@@ -194,8 +172,10 @@ def parallel(panels: Sequence[Axes]) -> None:
         ylabel="forward + backward, ms",
         title="cross-entropy, 8,192 × 131,072 logits",
     )
-    panels[0].set_xticks(
-        [position + 0.3 for position in range(len(worlds))], [f"{world} GPUs" for world in worlds]
+    panels[2].set(
+        ylim=(0, 9),
+        ylabel="GiB on each GPU",
+        title="memory beside these logits",
     )
     points = [(int(row["gpus"]), float(row["median_ms"])) for row in linear]
     line(panels[1], "partita", points)
@@ -227,29 +207,12 @@ def parallel(panels: Sequence[Axes]) -> None:
         ylabel="forward + backward, ms",
         title="from hidden states, 8,192 × 4,096 × 128,256",
     )
-    line(
-        panels[2],
-        "from hidden states",
-        [(int(row["gpus"]), float(row["extra_gib"])) for row in linear],
-        color=COLOURS["partita"],
-    )
-    line(
-        panels[2],
-        "from logits",
-        [
-            (int(row["gpus"]), float(row["extra_gib"]))
-            for row in rows
-            if row["provider"] == "partita"
-        ],
-        color=COLOURS["partita-lean"],
-    )
-    panels[2].set(
-        xscale="log", ylim=(0, 3.5), ylabel="GiB on each GPU", title="memory beyond the inputs"
-    )
-    for axes, ticks in ((panels[1], [1, 2, 4, 8, 64, 512]), (panels[2], sorted({1, *worlds}))):
-        axes.set_xlabel("GPUs")
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.set_xticks([], minor=True)
+    ticks = [1, 2, 4, 8, 64, 512]
+    panels[1].set_xlabel("GPUs")
+    panels[1].set_xticks(ticks, [str(tick) for tick in ticks])
+    panels[1].set_xticks([], minor=True)
+    for axes in panels[:2]:
+        axes.yaxis.set_major_formatter("{x:g}")
     for axes in panels:
         axes.legend(fontsize=8, loc="upper right")
 
@@ -341,7 +304,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     drawn(out / "linear_cross_entropy.svg", 1, 9.6, figures_compared.linear_cross_entropy)
     drawn(out / "ctc.svg", 1, 7.4, figures_compared.ctc)
     drawn(out / "ctc_exactness.svg", 1, 6.4, ctc_exactness)
-    drawn(out / "ctc_crf.svg", 2, 4.6, ctc_crf)
+    drawn(out / "ctc_crf.svg", 2, 4.6, figures_compared.ctc_crf)
+    drawn(out / "chain.svg", 1, 7.4, figures_compared.chain)
     drawn(out / "linear_budget.svg", 1, 6.4, linear_budget)
     drawn(out / "parallel.svg", 3, 4.2, parallel)
     drawn(out / "row_exactness.svg", 2, 4.6, row_exactness(errors))

@@ -1,4 +1,4 @@
-"""Pictures that compare providers: losses from hidden states by the bare products, and CTC."""
+"""Pictures that compare providers: losses of rows by bandwidth or by products, and speed-ups."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ HERE = Path(__file__).parent
 Record = dict[str, str]
 HIGHEST = 3.0  # times the products; a longer bar ends here, and its number says how long it is
 NAMES = {
+    "partita": "Partita",
     "partita-fast": "Partita",
     "partita-lean": "Partita, least memory",
     "torch": "PyTorch",
     "compile": "torch.compile",
+    "quack": "QuACK",
     "liger": "Liger",
     "cce": "cut-cross-entropy",
     "cce-exact": "cut-cross-entropy, exact",
     "seqdist": "seqdist",
     "koi": "koi",
+    "loss_parallel": "loss_parallel",
+    "megatron": "Megatron",
 }
 # Steps, sequences, classes and longest target of ctc.csv; a step is 20 ms where there is audio.
 CASES = {
@@ -39,6 +43,24 @@ def totals(name: str, op: str) -> list[Record]:
     """Return the rows of a table for loss and gradient together."""
     with (HERE / name).open(encoding="utf-8", newline="") as file:
         return [row for row in csv.DictReader(file) if row["op"] == op and row["part"] == "total"]
+
+
+def label_ends(axes: Axes, gap: float) -> None:
+    """Write the name of each line at its right end, with at least `gap` between two names."""
+    ends = sorted((line.get_ydata()[-1], line) for line in axes.lines)  # type: ignore[index]
+    height = -gap
+    for value, line in ends:
+        height = max(float(value), height + gap)
+        axes.annotate(
+            str(line.get_label()),
+            (line.get_xdata()[-1], height),  # type: ignore[index]
+            xytext=(7, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=line.get_color(),
+            weight="bold" if line.get_label() == "Partita" else "normal",
+        )
 
 
 def linear_cross_entropy(panels: Sequence[Axes]) -> None:
@@ -63,55 +85,106 @@ def linear_cross_entropy(panels: Sequence[Axes]) -> None:
         )
         axes.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], padding=1, fontsize=6.5)
     labels = [
-        f"{int(tokens):,} tokens × {int(hidden):,}\n× {int(vocabulary):,} classes"
+        f"{int(tokens):,} tokens of {int(hidden):,}\n{int(vocabulary):,} classes"
         for tokens, hidden, vocabulary in sizes
     ]
     axes.set_xticks(range(len(sizes)), labels, fontsize=9)
     axes.set(
         ylim=(1.0, HIGHEST + 0.45),
-        ylabel="time in units of the bare products",
-        title="loss and gradients from hidden states, bf16, one H200 (less is better, cut at 3)",
+        ylabel="time / time of the three products",
+        title="loss and gradients from hidden states, bf16, one H200: lower is better (cut at 3)",
     )
     axes.grid(alpha=0.3, axis="y")
     axes.set_axisbelow(True)
     axes.legend(fontsize=8, ncols=len(names), loc="upper center", columnspacing=1.0)
 
 
-def ctc(panels: Sequence[Axes]) -> None:
-    """Draw how many times as long as Partita the others take, for cases with names."""
-    axes, rows = panels[0], totals("ctc.csv", "ctc")
-    cases = {
-        name: [
-            row
-            for row in rows
-            if (row["steps"], row["sequences"], row["classes"], row["longest"]) == key
-        ]
-        for key, name in CASES.items()
-    }
-    cases["basecaller, CTC-CRF"] = totals("ctc.csv", "ctc_crf")
+def speed_ups(axes: Axes, cases: dict[str, list[Record]], highest: float) -> None:
+    """Draw how many times as fast as the others Partita is, for cases with names.
+
+    PyTorch has a bar or the reason for which it has none; other providers may be missing.
+    """
     for group, own in enumerate(cases.values()):
         times = {row["provider"]: float(row["median_ms"]) for row in own if row["median_ms"]}
-        others = [name for name in ("torch", "seqdist", "koi") if name in times]
-        if "torch" not in times:
-            others = ["torch", *others]
+        wrong = {row["provider"] for row in own if row["note"].startswith("wrong")}
+        others = [name for name in ("torch", "seqdist", "koi") if name in times or name in wrong]
         for index, name in enumerate(others):
             y = group + (index - (len(others) - 1) / 2) * 0.38
-            if name not in times:
-                axes.text(1.05, y, f"{NAMES[name]}: wrong result", va="center", fontsize=8)
-                continue
-            ratio = times[name] / times["partita"]
-            axes.barh(y, ratio - 1, 0.34, left=1.0, color=COLOURS[name])
-            times_as_long = f"{ratio:.0f}" if ratio > 9.95 else f"{ratio:.1f}"
-            axes.text(1.03 * ratio, y, f"{NAMES[name]} {times_as_long} ×", va="center", fontsize=8)
+            if name in times:
+                ratio = times[name] / times["partita"]
+                axes.barh(y, ratio - 1, 0.34, left=1.0, color=COLOURS[name])
+                number = f"{ratio:.0f}" if ratio > 9.95 else f"{ratio:.1f}"
+                label = f"{number} × {NAMES[name]}"
+            else:
+                ratio, label = 1.0, f"{NAMES[name]}: wrong gradient"
+            colour = "black" if name in times else COLOURS[name]
+            axes.text(1.03 * ratio, y, label, va="center", fontsize=8, color=colour)
     axes.set_yticks(range(len(cases)), list(cases))
     axes.invert_yaxis()
     axes.set(
-        xscale="log",
-        xlim=(1, 400),
-        xlabel="time of others in units of Partita's",
-        title="CTC with its gradient on one H200 (more is better for Partita)",
+        xscale="log", xlim=(1, highest), xlabel="Partita is so many times as fast as the other"
     )
     axes.xaxis.set_major_formatter("{x:g} ×")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3, axis="x")
     axes.set_axisbelow(True)
+
+
+def rows_by_case(table: str, op: str, keys: Sequence[str]) -> dict[tuple[str, ...], list[Record]]:
+    """Return the rows of each size: those of loss and gradient, and of what was not timed."""
+    cases: dict[tuple[str, ...], list[Record]] = {}
+    with (HERE / table).open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if row["op"] == op and row["part"] in ("total", "") and row["steps"]:
+                cases.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return cases
+
+
+def ctc(panels: Sequence[Axes]) -> None:
+    """Draw the speed-up of CTC and CTC-CRF."""
+    found = rows_by_case("ctc.csv", "ctc", ("steps", "sequences", "classes", "longest"))
+    cases = {name: found[key] for key, name in CASES.items()}
+    cases["basecaller, CTC-CRF"] = totals("ctc.csv", "ctc_crf")
+    speed_ups(panels[0], cases, 400)
+    panels[0].set_title("Speed-up of CTC with its gradient, one H200: higher is better")
+
+
+def chain(panels: Sequence[Axes]) -> None:
+    """Draw the speed-up of log Z where others take the table of the chain."""
+    found = rows_by_case("chain.csv", "chain", ("dtype", "steps", "chains", "states"))
+    cases = {
+        f"{int(steps):,} steps × {chains} chains\n× {int(states):,} states": rows
+        for (dtype, steps, chains, states), rows in found.items()
+        if dtype == "fp32"
+        and any(row["provider"] != "partita" and row["median_ms"] for row in rows)
+    }
+    speed_ups(panels[0], cases, 20)
+    panels[0].set_xticks([1, 2, 5, 10, 20])
+    panels[0].set_xticks([], minor=True)
+    panels[0].set_title("Speed-up of log Z with its gradient, fp32, one H200: higher is better")
+
+
+def ctc_crf(panels: Sequence[Axes]) -> None:
+    """Draw time and memory."""
+    rows = totals("ctc.csv", "ctc_crf")
+    names = [NAMES[row["provider"]] for row in rows]
+    columns = (
+        ("median_ms", "loss and gradient, ms (a log scale)", 1.0),
+        ("extra_memory_bytes", "memory beside the scores, GiB", 2.0**30),
+    )
+    for axes, (column, label, unit) in zip(panels, columns, strict=True):
+        values = [float(row[column]) / unit for row in rows]
+        bars = axes.barh(
+            names, values, color=[COLOURS[row["provider"]] for row in rows], height=0.6
+        )
+        axes.bar_label(bars, [f"{value:,.3g}" for value in values], padding=3, fontsize=9)
+        axes.set(xlabel=label, xlim=(0, 1.15 * max(values)))
+        if column == "median_ms":
+            axes.set(xscale="log", xlim=(1, 4 * max(values)))
+            axes.xaxis.set_major_formatter("{x:,g}")
+        axes.invert_yaxis()
+        axes.set_axisbelow(True)
+        axes.grid(alpha=0.3, axis="x")
+    panels[0].figure.suptitle(
+        "CTC-CRF, 2,000 steps × 64 sequences × 4⁵ k-mers, fp32, one H200: lower is better"
+    )

@@ -152,6 +152,7 @@ def test_pictures_of_the_tables(tmp_path: Path) -> None:
     runpy.run_path(str(DOCS / "bench/figures.py"))["main"](["--out", str(tmp_path)])
     pictures = {path.name for path in tmp_path.glob("*.svg")}
     assert pictures == {
+        "chain.svg",
         "cross_entropy.svg",
         "ctc.svg",
         "ctc_crf.svg",
