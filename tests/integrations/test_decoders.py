@@ -43,3 +43,15 @@ def test_the_functions_of_fast_ctc_decode() -> None:
             fast_ctc_decode.beam_search(p, "NABC", **options)
     with pytest.raises(ValueError, match="network_output: expected shape"):
         fast_ctc_decode.beam_search(p, "NAB")
+
+
+def test_the_package_finds_the_same_texts() -> None:
+    """With a beam of all prefixes, and beside greedy search, where fast-ctc-decode is installed."""
+    package = pytest.importorskip("fast_ctc_decode")
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(20):
+        p = torch.randn(8, 4, generator=generator).mul(2).softmax(-1)
+        found = fast_ctc_decode.beam_search(p, "NABC", beam_size=256)
+        assert found[0] == package.beam_search(p.numpy(), "NABC", 256)[0]
+        text, path = package.viterbi_search(p.numpy(), "NABC")
+        assert fast_ctc_decode.viterbi_search(p, "NABC") == (text, list(path))
