@@ -143,7 +143,7 @@ def improved(
 ) -> tuple[LanguageModel, list[float]]:
     """Return a copy of a model that has learned from what it drew, and the reward of each step."""
     model, curve = copy.deepcopy(start), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.0)
     for _ in range(steps):
         drawn = draw(model, prompts(PROMPTS, generator).repeat_interleave(GROUP, 0), generator)
         reward = rewards(drawn.tokens)
