@@ -6,6 +6,7 @@ from pathlib import Path
 import basecaller
 import pytest
 import torch
+from helpers.examples import two_reports
 
 
 def test_identity_is_that_of_the_edit_distance() -> None:
@@ -39,3 +40,11 @@ def test_command(
     name, bases, plus, qualities = fastq.read_text(encoding="ascii").splitlines()
     assert (name, plus) == ("@strand", "+") and len(bases) == len(qualities) > 0
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_is_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(basecaller, "STRAND", 900)
+    arguments = {"batches": 2, "seed": 3, "out": tmp_path / "picture.svg", "quiet": True}
+    first, second = two_reports(basecaller, monkeypatch, **arguments)
+    # The mean of the qualities has a bit of every score.
+    assert first == second and 0 < first.promised < 1
