@@ -1,6 +1,6 @@
 """Post-train a tiny language model twice: by rewards (GRPO), and from a teacher, on policy.
 
-    python examples/post_training.py --steps 120 --out post_training.png
+    python examples/post_training.py --steps 200 --out post_training.png
 
 The task is to continue a sequence: the prompt has two numbers, and each later number is the one
 before plus their difference, modulo the size of the vocabulary. A teacher learns it from examples,
@@ -38,9 +38,10 @@ from partita.integrations.transformers import linear_causal_lm_loss
 
 PROMPT = 2  # numbers of a prompt
 SIZES = Sizes(megabytes=0, vocabulary=16, width=64, layers=2, length=8, batch=64)
-GROUP = 8  # sequences that are drawn for each prompt
+GROUP = 16  # sequences that are drawn for each prompt
+MEAN = 10  # steps of a point of the thick lines in the picture
 CLIP = 0.2  # how far the ratio of probabilities may move from 1
-PROMPTS = 16
+PROMPTS = 32
 TEACHER_STEPS, STUDENT_STEPS = 300, 180
 GRPO, DISTILLATION = "GRPO", "distillation"
 
@@ -166,11 +167,14 @@ def plot(path: Path, curves: dict[str, list[float]], report: Report) -> None:
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
     axes = figure.subplots()
     for (name, curve), colour in zip(curves.items(), (BLUE, RED), strict=True):
-        axes.plot(range(1, len(curve) + 1), curve, color=colour, lw=1.6, label=name)
+        axes.plot(range(1, len(curve) + 1), curve, color=colour, lw=0.8, alpha=0.35)
+        means = torch.tensor(curve).unfold(0, min(MEAN, len(curve)), 1).mean(1).tolist()
+        first = len(curve) - len(means) + 1
+        axes.plot(range(first, len(curve) + 1), means, color=colour, lw=2, label=name)
     axes.axhline(report.teacher, color=MUTED, ls="--", label="the teacher")
     axes.axhline(report.before, color=MUTED, ls=":", label="the student before")
     axes.set_title("Right numbers in drawn sequences", size=11, weight="bold", color=INK)
-    axes.set(xlabel="step", ylim=(0, 1.02))
+    axes.set(xlabel=f"step (thick: the mean of {MEAN} steps)", ylim=(0, 1.02))
     axes.legend(frameon=False, labelcolor=INK)
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +219,7 @@ def run(steps: int, seed: int, out: Path, quiet: bool = False) -> Report:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Post-train a tiny language model with Partita.")
     parser.add_argument(
-        "--steps", type=positive, default=120, help="steps of each method (default 120)"
+        "--steps", type=positive, default=200, help="steps of each method (default 200)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default 0)")
     parser.add_argument(
