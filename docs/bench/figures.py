@@ -2,12 +2,11 @@
 
     python docs/bench/figures.py
 
-`cross_entropy.svg` shows h200.csv, `ctc_exactness.svg` shows ctc.csv, `linear_budget.svg` shows
-linear_budget.csv, and `parallel.svg` shows parallel.csv and the arithmetic of its page. `host.svg`
-shows host.csv. `chain.svg`, `ctc.svg` and `linear_cross_entropy.svg`, from figures_compared.py,
-show the tables of their names, and `ctc_crf.svg` shows ctc.csv. `row_exactness.svg` and its table
-are arithmetic in fp32 on the CPU: two ways to form a loss and an entropy. The other pictures come
-from `partita bench` and `examples/chain_exactness.py`.
+`softmax.svg` and `cross_entropy.svg` show h200.csv, `ctc_exactness.svg` and `ctc_crf.svg` show
+ctc.csv, and `parallel.svg` shows parallel.csv and the arithmetic of its page. `chain.svg`,
+`ctc.svg`, `host.svg`, `linear_budget.svg` and `linear_cross_entropy.svg` show the tables of their
+names. `row_exactness.svg` and its table are arithmetic in fp32 on the CPU: two ways to form a loss
+and an entropy. `chain_exactness.svg` comes from `examples/chain_exactness.py`.
 """
 
 from __future__ import annotations
@@ -300,6 +299,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         table = csv.DictWriter(file, list(errors[0]), lineterminator="\n")
         table.writeheader()
         table.writerows(errors)
+    drawn(out / "softmax.svg", 1, 7.4, figures_compared.softmax)
     drawn(out / "cross_entropy.svg", 2, 4.6, cross_entropy)
     drawn(out / "linear_cross_entropy.svg", 1, 9.6, figures_compared.linear_cross_entropy)
     drawn(out / "ctc.svg", 1, 7.4, figures_compared.ctc)

@@ -19,6 +19,7 @@ NAMES = {
     "partita-lean": "Partita, least memory",
     "torch": "PyTorch",
     "compile": "torch.compile",
+    "naive": "the formula in PyTorch",
     "quack": "QuACK",
     "liger": "Liger",
     "cce": "cut-cross-entropy",
@@ -47,10 +48,10 @@ def totals(name: str, op: str) -> list[Record]:
 
 def label_ends(axes: Axes, gap: float) -> None:
     """Write the name of each line at its right end, with at least `gap` between two names."""
-    ends = sorted((line.get_ydata()[-1], line) for line in axes.lines)  # type: ignore[index]
-    height = -gap
-    for value, line in ends:
-        height = max(float(value), height + gap)
+    lines = sorted(axes.lines, key=lambda line: -float(line.get_ydata()[-1]))  # type: ignore[index]
+    height = float("inf")
+    for line in lines:
+        height = min(float(line.get_ydata()[-1]), height - gap)  # type: ignore[index]
         axes.annotate(
             str(line.get_label()),
             (line.get_xdata()[-1], height),  # type: ignore[index]
@@ -61,6 +62,39 @@ def label_ends(axes: Axes, gap: float) -> None:
             color=line.get_color(),
             weight="bold" if line.get_label() == "Partita" else "normal",
         )
+
+
+def softmax(panels: Sequence[Axes]) -> None:
+    """Draw the bandwidth by the width of a row, with the copy bandwidth of the machine."""
+    (axes,) = panels
+    with (HERE / "h200.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    copy = next(float(row["gb_per_s"]) for row in rows if row["part"] == "copy")
+    rows = [row for row in rows if row["op"] == "softmax" and row["part"] == "replay"]
+    for name in dict.fromkeys(row["provider"] for row in rows):
+        points = [
+            (int(row["columns"]), float(row["gb_per_s"]))
+            for row in rows
+            if row["provider"] == name and row["gb_per_s"]
+        ]
+        width = 2.4 if name == "partita" else 1.4
+        axes.plot(
+            *zip(*points, strict=True), label=NAMES[name], color=COLOURS[name], linewidth=width
+        )
+    right = max(int(row["columns"]) for row in rows)
+    axes.plot([0, right], [copy, copy], color="black", linestyle="--", linewidth=1, label="a copy")
+    axes.set(
+        xlim=(0, 1.32 * right),
+        ylim=(0, 1.1 * copy),
+        xlabel="columns",
+        ylabel="bandwidth, GB/s (read + written)",
+        title="softmax, 4,096 rows, fp32, one H200: higher is better",
+    )
+    axes.set_xticks(range(0, right, 1000))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    label_ends(axes, 180)
 
 
 def linear_cross_entropy(panels: Sequence[Axes]) -> None:
@@ -121,9 +155,7 @@ def speed_ups(axes: Axes, cases: dict[str, list[Record]], highest: float) -> Non
             axes.text(1.03 * ratio, y, label, va="center", fontsize=8, color=colour)
     axes.set_yticks(range(len(cases)), list(cases))
     axes.invert_yaxis()
-    axes.set(
-        xscale="log", xlim=(1, highest), xlabel="Partita is so many times as fast as the other"
-    )
+    axes.set(xscale="log", xlim=(1, highest), xlabel="time of the other / time of Partita")
     axes.xaxis.set_major_formatter("{x:g} ×")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3, axis="x")

@@ -162,5 +162,6 @@ def test_pictures_of_the_tables(tmp_path: Path) -> None:
         "linear_cross_entropy.svg",
         "parallel.svg",
         "row_exactness.svg",
+        "softmax.svg",
     }
     assert pictures <= {path.name for path in (DOCS / "bench").iterdir()}
