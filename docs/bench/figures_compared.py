@@ -140,8 +140,8 @@ def speed_ups(axes: Axes, cases: dict[str, list[Record]], highest: float) -> Non
     """
     for group, own in enumerate(cases.values()):
         times = {row["provider"]: float(row["median_ms"]) for row in own if row["median_ms"]}
-        wrong = {row["provider"] for row in own if row["note"].startswith("wrong")}
-        others = [name for name in ("torch", "seqdist", "koi") if name in times or name in wrong]
+        failed = {row["provider"] for row in own if row["note"].startswith("wrong")}
+        others = [name for name in ("torch", "seqdist", "koi") if name in times or name in failed]
         for index, name in enumerate(others):
             y = group + (index - (len(others) - 1) / 2) * 0.38
             if name in times:

@@ -51,5 +51,5 @@ class LlamaForCausalLM(CausalLM):
 def module() -> ModuleType:
     """Return a module that takes the place of transformers."""
     found = ModuleType("transformers")
-    found.LlamaConfig, found.LlamaForCausalLM = LlamaConfig, LlamaForCausalLM  # type: ignore[attr-defined]
+    found.__dict__.update(LlamaConfig=LlamaConfig, LlamaForCausalLM=LlamaForCausalLM)
     return found
