@@ -13,6 +13,7 @@ ALIGNMENT = 16  # bytes of the widest load
 BLOCK_CLASSES = 1024  # classes of a piece
 MAX_PIECES = 8
 FEW_CANDIDATES = 64  # that are ranked without a threshold
+MIN_BEAM_LANES = 16
 MANY_CANDIDATES = 1024  # that take eight warps
 
 
@@ -99,6 +100,33 @@ def beam_plan(T: int, width: int) -> BeamPlan:
         block_i=block_w if filters else block_p,
         num_warps=num_warps,
     )
+
+
+class KmerBeamPlan(NamedTuple):
+    """The blocks of beam search over k-mers.
+
+    Fields:
+        block_w: lanes of the beam.
+        block_p: lanes of the candidates: an old and a new prefix for each base and lane.
+        block_j: lanes of the beam with which all others are compared at a time.
+        num_warps: warps of a program.
+    """
+
+    block_w: int
+    block_p: int
+    block_j: int
+    num_warps: int
+
+
+def kmer_beam_plan(bases: int, width: int) -> KmerBeamPlan:
+    """Return the plan for a beam of `width` prefixes.
+
+    A warp has up to eight candidates a lane, because fewer warps wait less for one another.
+    """
+    block_w = max(next_power_of_2(width), MIN_BEAM_LANES)
+    block_p = next_power_of_2(2 * bases) * block_w
+    num_warps = min(max(block_p // 256, 1), 16)
+    return KmerBeamPlan(block_w, block_p, min(block_w, 32), num_warps)
 
 
 register_cache("decode.gpu.plan.beam", beam_plan.cache_clear)
