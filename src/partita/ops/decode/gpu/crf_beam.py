@@ -28,16 +28,12 @@ STAY_SCORE, STAY_BEST, STAY_RANK = tl.constexpr(4), tl.constexpr(5), tl.constexp
 SELECTED, NUMBERS = tl.constexpr(7), tl.constexpr(8)
 # Rows of integers: for each of two buffers the k-mer in which a prefix ends and that of its parent,
 # both nodes, and the last event of the best path; the event of the parent if the best path of a
-# prefix that stays comes from there; and the lanes of the selected candidates, unordered and
-# ordered.
+# prefix that stays comes from there; the last base of each prefix; and the lanes of the selected
+# candidates, unordered and ordered.
 STATE, PARENT_STATE, NODE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 PARENT_NODE, EVENT, BUFFER_INTEGERS = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
-ENTERS, LANE, CHOSEN, INTEGERS = (
-    tl.constexpr(10),
-    tl.constexpr(11),
-    tl.constexpr(12),
-    tl.constexpr(13),
-)
+ENTERS, BASE, LANE = tl.constexpr(10), tl.constexpr(11), tl.constexpr(12)
+CHOSEN, INTEGERS = tl.constexpr(13), tl.constexpr(14)
 # Rows of hashes, int64, for each of two buffers.
 HASH, PARENT_HASH, BUFFER_HASHES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 HASHES = tl.constexpr(4)
@@ -68,7 +64,7 @@ class KmerMemory(NamedTuple):
     Fields:
         numbers: `[8, BLOCK_W]` fp64.
         hashes: `[4, BLOCK_W]` int64.
-        integers: `[13, BLOCK_W]` int32.
+        integers: `[14, BLOCK_W]` int32.
         children: `[BLOCK_W, bases]` int32, 1 plus the last step before which the beam had the
             extension of a slot by a base.
         events: `[T, BLOCK_W]` int64, the event before each event and the k-mer that it enters.
@@ -190,13 +186,15 @@ def stay(memory, size, step, buffer, BLOCK_W: tl.constexpr, BLOCK_J: tl.constexp
     enters = merges & (best_inflow + move > best)
     score = tl.where(merges, log_add(score, inflow + move), score)
     best = tl.where(enters, best_inflow + move, best)
-    child = memory.children + parent * size.bases + state % size.bases
+    base = state % size.bases
+    child = memory.children + parent * size.bases + base
     tl.store(child, lane * 0 + step.t + 1, mask=merges)
     tl.store(memory.numbers + STAY_SCORE * BLOCK_W + lane, score)
     tl.store(memory.numbers + STAY_BEST * BLOCK_W + lane, best)
     rank = tl.where(alive, score + later, -float("inf"))
     tl.store(memory.numbers + STAY_RANK * BLOCK_W + lane, rank)
     tl.store(memory.integers + ENTERS * BLOCK_W + lane, tl.where(enters, event, NONE))
+    tl.store(memory.integers + BASE * BLOCK_W + lane, tl.where(alive, base, -1))
 
 
 @triton.jit
@@ -208,23 +206,22 @@ def extend(memory, size, step, buffer, BLOCK_W: tl.constexpr, BLOCK_P: tl.conste
     numbers_ptr = memory.numbers + (buffer * BUFFER_NUMBERS + SCORE) * BLOCK_W
     state = tl.load(integers_ptr + slot)
     mask = is_new & (base < size.bases) & (state >= 0)
-    target = state * size.bases % size.C + base
-    move = edge_scores(step, target, 1 + state // size.top, mask)
+    dropped = state // size.top
+    target = (state - dropped * size.top) * size.bases + base
+    move = edge_scores(step, target, 1 + dropped, mask)
     later = tl.load(step.later_ptr + target, mask=mask, other=-float("inf"))
     score = tl.load(numbers_ptr + slot, mask=mask, other=-float("inf"))
     return tl.where(mask, score + move + later, -float("inf"))
 
 
 @triton.jit
-def all_candidates(memory, size, step, buffer, ranks, BLOCK_W: tl.constexpr, BLOCK_P: tl.constexpr):
+def all_candidates(memory, size, step, ranks, BLOCK_W: tl.constexpr, BLOCK_P: tl.constexpr):
     """Return the ranks of all candidates: prefixes that stay, and extensions not in the beam."""
     lane = tl.arange(0, BLOCK_P)
     slot, base, is_new = lane % BLOCK_W, lane // (2 * BLOCK_W), (lane // BLOCK_W) % 2 == 1
     child = memory.children + slot * size.bases + base
     in_beam = tl.load(child, mask=is_new & (base < size.bases), other=0) == step.t + 1
-    integers_ptr = memory.integers + (buffer * BUFFER_INTEGERS + STATE) * BLOCK_W
-    state = tl.load(integers_ptr + slot)
-    stays = (is_new == 0) & (state >= 0) & (state % size.bases == base)
+    stays = (is_new == 0) & (tl.load(memory.integers + BASE * BLOCK_W + slot) == base)
     stay_ranks = tl.load(
         memory.numbers + STAY_RANK * BLOCK_W + slot, mask=stays, other=-float("inf")
     )
@@ -283,8 +280,10 @@ def enter(memory, size, step, buffer, BLOCK_W: tl.constexpr):
     node = tl.load(integers_ptr + NODE * BLOCK_W, mask=alive, other=NONE)
     event = tl.load(integers_ptr + EVENT * BLOCK_W, mask=alive, other=NONE)
     hash = tl.load(hashes_ptr + HASH * BLOCK_W, mask=alive, other=0)
-    target = tl.where(is_new, state * size.bases % size.C + base, state)
-    move = edge_scores(step, target, 1 + state // size.top, is_new)
+    dropped = state // size.top
+    moved = (state - dropped * size.top) * size.bases + base
+    target = tl.where(is_new, moved, state)
+    move = edge_scores(step, target, 1 + dropped, is_new)
     score = tl.load(numbers_ptr + SCORE * BLOCK_W, mask=is_new, other=-float("inf")) + move
     best = tl.load(numbers_ptr + BEST * BLOCK_W, mask=is_new, other=-float("inf")) + move
     stay_score = tl.load(memory.numbers + STAY_SCORE * BLOCK_W + slot, mask=stays, other=0.0)

@@ -71,7 +71,8 @@ def ctc_crf_posterior_kernel(
     t, n = (tl.program_id(0) // N).to(tl.int64), (tl.program_id(0) % N).to(tl.int64)
     length, _ = load_length(lengths_ptr, n, T)
     state = tl.load(states_ptr + (t + 1) * N + n)
-    A, base = bases + 1, tl.maximum(state, 0) % bases
+    # Divisions in 64 bits would be calls.
+    A, base = bases + 1, (tl.maximum(state, 0).to(tl.int32) % bases).to(tl.int64)
     edges = tl.where((t < length) & (state >= 0), C // bases * A, 0)
     marginals_ptr += t * stride_t + n * stride_n + base * stride_c
     total = tl.zeros([BLOCK], tl.float64)
@@ -96,19 +97,21 @@ def first_posteriors(
 ):
     """Return the bases of the first k-mer and their posteriors, [BLOCK_K], given the first step."""
     i = tl.arange(0, BLOCK_K)
-    power = tl.full([BLOCK_K], 1, tl.int64)
+    power = tl.full([BLOCK_K], 1, tl.int32)
     for j in range(1, k):
         power = tl.where(i < k - j, power * bases, power)
-    digit = (tl.maximum(first, 0) // power) % bases
+    digit = (tl.maximum(first, 0).to(tl.int32) // power) % bases
     posterior = tl.zeros([BLOCK_K], tl.float64)
     for block in range(0, C, BLOCK):
-        c = (block + tl.arange(0, BLOCK)).to(tl.int64)
-        mask = c < C
-        leaves = tl.load(marginals_ptr + c * stride_c, mask=mask, other=0.0).to(tl.float64)
+        c = block + tl.arange(0, BLOCK)
+        mask, target = c < C, c * bases % C
+        stay_ptr = marginals_ptr + c.to(tl.int64) * stride_c
+        leaves = tl.load(stay_ptr, mask=mask, other=0.0).to(tl.float64)
         # The k-mer j x moves to the k-mers x e through their column 1 + j.
-        move_ptr = marginals_ptr + (1 + c // (C // bases)) * stride_a
+        move_ptr = marginals_ptr + (1 + c // (C // bases)).to(tl.int64) * stride_a
         for base in range(bases):
-            move = tl.load(move_ptr + (c * bases % C + base) * stride_c, mask=mask, other=0.0)
+            offset = (target + base).to(tl.int64) * stride_c
+            move = tl.load(move_ptr + offset, mask=mask, other=0.0)
             leaves += move.to(tl.float64)
         same = (c[:, None] // power[None, :]) % bases == digit[None, :]  # [BLOCK, BLOCK_K]
         posterior += tl.sum(tl.where(same, leaves[:, None], 0.0), axis=0)
@@ -138,10 +141,11 @@ def write_moves(memory, path, posterior_ptr, BLOCK: tl.constexpr):
         mask = t < path.length
         edge = tl.load(path.edges + t * path.N, mask=mask, other=-1)
         state = tl.load(path.states + (t + 1) * path.N, mask=mask, other=0)
-        is_move = (edge >= 0) & (edge % (bases + 1) > 0)
+        base = state.to(tl.int32) % bases
+        is_move = (edge >= 0) & (edge.to(tl.int32) % (bases + 1) > 0)
         index = path.state_len - 1 + moves + tl.cumsum(is_move.to(tl.int32), axis=0)
         tl.store(memory.moves + t, is_move, mask=mask)
-        tl.store(memory.labels + index, state % bases + 1, mask=is_move)
+        tl.store(memory.labels + index, (base + 1).to(tl.int64), mask=is_move)
         tl.store(memory.steps + index, t, mask=is_move)
         posterior = tl.load(posterior_ptr + t, mask=mask, other=0.0)
         tl.store(memory.totals + t + 1, total + tl.cumsum(posterior, axis=0), mask=mask)
@@ -219,7 +223,7 @@ def ctc_crf_calls_kernel(
     # A sequence without steps may start in any k-mer.
     posterior = tl.where(length > 0, posterior, 1.0 / bases.to(tl.float64))
     log_prob = tl.minimum(tl.log(posterior), 0.0).to(log_probs_ptr.dtype.element_ty)
-    tl.store(memory.labels + i, digit + 1, mask=(i < state_len) & valid)
+    tl.store(memory.labels + i, (digit + 1).to(tl.int64), mask=(i < state_len) & valid)
     tl.store(memory.log_probs + i, log_prob, mask=(i < state_len) & valid)
     tl.debug_barrier()
     write_log_probs(memory, path, calls, BLOCK)

@@ -126,7 +126,7 @@ def kmer_beam_plan(bases: int, width: int) -> KmerBeamPlan:
     block_w = max(next_power_of_2(width), MIN_BEAM_LANES)
     block_p = next_power_of_2(2 * bases) * block_w
     num_warps = min(max(block_p // 256, 1), 16)
-    return KmerBeamPlan(block_w, block_p, min(block_w, 32), num_warps)
+    return KmerBeamPlan(block_w, block_p, 32 if block_w == 32 else 16, num_warps)
 
 
 register_cache("decode.gpu.plan.beam", beam_plan.cache_clear)
