@@ -46,6 +46,7 @@ def searched(device: str, scores: Tensor, lengths: Tensor, bases: int, k: int, w
         (3, 1, 2, 3, 4, ""),
         (3, 3, 1, 40, 5, "ties"),  # more prefixes than there are
         (2, 4, 3, 2, 6, "ties"),  # the first k-mers come in several blocks
+        (3, 2, 2, 3, 7, "signs"),  # the difference of the bits of two ranks can overflow
     ],
 )
 def test_beam_search(
@@ -55,6 +56,8 @@ def test_beam_search(
     scores, lengths = batch(T, 2, bases, k, seed, 2.0)
     if kind == "ties":
         scores = scores.round()
+    if kind == "signs":
+        scores = 9 * (scores - scores.mean((0, 2, 3), keepdim=True) - 2.5)
     if kind == "flat":
         scores = torch.zeros_like(scores)
     if kind == "forbidden":

@@ -28,12 +28,12 @@ STAY_SCORE, STAY_BEST, STAY_RANK = tl.constexpr(4), tl.constexpr(5), tl.constexp
 SELECTED, NUMBERS = tl.constexpr(7), tl.constexpr(8)
 # Rows of integers: for each of two buffers the k-mer in which a prefix ends and that of its parent,
 # both nodes, and the last event of the best path; the event of the parent if the best path of a
-# prefix that stays comes from there; the last base of each prefix; and the lanes of the selected
-# candidates, unordered and ordered.
+# prefix that stays comes from there; the last base of each prefix; the lanes of the selected
+# candidates, unordered and ordered; and the node that the parent of a prefix that stays has now.
 STATE, PARENT_STATE, NODE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 PARENT_NODE, EVENT, BUFFER_INTEGERS = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 ENTERS, BASE, LANE = tl.constexpr(10), tl.constexpr(11), tl.constexpr(12)
-CHOSEN, INTEGERS = tl.constexpr(13), tl.constexpr(14)
+CHOSEN, STAY_PARENT_NODE, INTEGERS = tl.constexpr(13), tl.constexpr(14), tl.constexpr(15)
 # Rows of hashes, int64, for each of two buffers.
 HASH, PARENT_HASH, BUFFER_HASHES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 HASHES = tl.constexpr(4)
@@ -64,7 +64,7 @@ class KmerMemory(NamedTuple):
     Fields:
         numbers: `[8, BLOCK_W]` fp64.
         hashes: `[4, BLOCK_W]` int64.
-        integers: `[14, BLOCK_W]` int32.
+        integers: `[15, BLOCK_W]` int32.
         children: `[BLOCK_W, bases]` int32, 1 plus the last step before which the beam had the
             extension of a slot by a base.
         events: `[T, BLOCK_W]` int64, the event before each event and the k-mer that it enters.
@@ -139,9 +139,10 @@ def same_prefixes(memory, a, b, wanted):
 
 @triton.jit
 def parent_slots(memory, size, buffer, alive, BLOCK_W: tl.constexpr, BLOCK_J: tl.constexpr):
-    """Return the slot of the parent of each prefix in the beam, or -1.
+    """Return the slot of the parent of each prefix in the beam, or -1, and the parent's node.
 
-    A prefix gets the node that its parent has now, so that their nodes are equal from then on.
+    It is the node that the parent has now, so that the nodes are equal from then on. It must not be
+    stored over the one before, which slower warps may not have read yet.
     """
     lane = tl.arange(0, BLOCK_W)
     hashes_ptr = memory.hashes + buffer * BUFFER_HASHES * BLOCK_W
@@ -154,14 +155,14 @@ def parent_slots(memory, size, buffer, alive, BLOCK_W: tl.constexpr, BLOCK_J: tl
     pending = found & (other != node)
     while tl.max(pending.to(tl.int32), axis=0) > 0:
         equal = same_prefixes(memory, node, other, pending)
-        tl.store(integers_ptr + PARENT_NODE * BLOCK_W + lane, other, mask=equal)
+        node = tl.where(equal, other, node)
         collides = pending & (equal == 0)
         next_slot = slots_by_hash(hashes_ptr, hash, slot, collides, BLOCK_W, BLOCK_J)
         slot = tl.where(collides, next_slot, slot)
         found = collides & (slot >= 0)
         other = tl.load(integers_ptr + NODE * BLOCK_W + slot, mask=found, other=NONE)
         pending = found & (other != node)
-    return slot
+    return slot, node
 
 
 @triton.jit
@@ -176,7 +177,7 @@ def stay(memory, size, step, buffer, BLOCK_W: tl.constexpr, BLOCK_J: tl.constexp
     stays = edge_scores(step, state, lane * 0, alive)
     move = edge_scores(step, state, 1 + parent_state // size.top, alive & (parent_state >= 0))
     later = tl.load(step.later_ptr + state, mask=alive, other=-float("inf"))
-    parent = parent_slots(memory, size, buffer, alive, BLOCK_W, BLOCK_J)
+    parent, node = parent_slots(memory, size, buffer, alive, BLOCK_W, BLOCK_J)
     merges = parent >= 0
     score = tl.load(numbers_ptr + SCORE * BLOCK_W + lane) + stays
     best = tl.load(numbers_ptr + BEST * BLOCK_W + lane) + stays
@@ -195,6 +196,7 @@ def stay(memory, size, step, buffer, BLOCK_W: tl.constexpr, BLOCK_J: tl.constexp
     tl.store(memory.numbers + STAY_RANK * BLOCK_W + lane, rank)
     tl.store(memory.integers + ENTERS * BLOCK_W + lane, tl.where(enters, event, NONE))
     tl.store(memory.integers + BASE * BLOCK_W + lane, tl.where(alive, base, -1))
+    tl.store(memory.integers + STAY_PARENT_NODE * BLOCK_W + lane, node)
 
 
 @triton.jit
@@ -290,7 +292,8 @@ def enter(memory, size, step, buffer, BLOCK_W: tl.constexpr):
     stay_best = tl.load(memory.numbers + STAY_BEST * BLOCK_W + slot, mask=stays, other=0.0)
     enters = tl.load(memory.integers + ENTERS * BLOCK_W + slot, mask=stays, other=NONE)
     parent_state = tl.load(integers_ptr + PARENT_STATE * BLOCK_W, mask=stays, other=-1)
-    parent_node = tl.load(integers_ptr + PARENT_NODE * BLOCK_W, mask=stays, other=NONE)
+    stay_node_ptr = memory.integers + STAY_PARENT_NODE * BLOCK_W + slot
+    parent_node = tl.load(stay_node_ptr, mask=stays, other=NONE)
     parent_hash = tl.load(hashes_ptr + PARENT_HASH * BLOCK_W, mask=stays, other=0)
     own_event = step.t * BLOCK_W + lane
     before = tl.where(is_new, event, enters)

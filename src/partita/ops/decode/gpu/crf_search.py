@@ -33,7 +33,7 @@ def ctc_crf_beam_search_kernel(
     input_lengths_ptr,  # [N]
     numbers_ptr,  # [N, 8, BLOCK_W] fp64; see `KmerMemory`
     hashes_ptr,  # [N, 4, BLOCK_W] int64
-    integers_ptr,  # [N, 14, BLOCK_W] int32
+    integers_ptr,  # [N, 15, BLOCK_W] int32
     children_ptr,  # [N, BLOCK_W, bases] int32
     events_ptr,  # [N, T, BLOCK_W] int64
     parents_ptr,  # [N, T, BLOCK_W] int32
@@ -94,7 +94,7 @@ def store_stays(states_ptr, edges_ptr, N, first, last, state, edge, BLOCK: tl.co
 
 @triton.jit(do_not_specialize=["T", "N", "C", "bases"])
 def ctc_crf_beam_trace_kernel(
-    integers_ptr,  # [N, 14, BLOCK_W] int32
+    integers_ptr,  # [N, 15, BLOCK_W] int32
     events_ptr,  # [N, T, BLOCK_W] int64
     input_lengths_ptr,  # [N]
     states_ptr,  # [T + 1, N] int64

@@ -119,13 +119,12 @@ class KmerBeamPlan(NamedTuple):
 
 
 def kmer_beam_plan(bases: int, width: int) -> KmerBeamPlan:
-    """Return the plan for a beam of `width` prefixes.
-
-    A warp has up to eight candidates a lane, because fewer warps wait less for one another.
-    """
+    """Return the plan for a beam of `width` prefixes, with as many warps as the search of CTC."""
     block_w = max(next_power_of_2(width), MIN_BEAM_LANES)
     block_p = next_power_of_2(2 * bases) * block_w
-    num_warps = min(max(block_p // 256, 1), 16)
+    num_warps = min(max(block_p // 64, 1), 4)
+    if block_p >= MANY_CANDIDATES:
+        num_warps = 8 if block_p < 4 * MANY_CANDIDATES else 16
     return KmerBeamPlan(block_w, block_p, 32 if block_w == 32 else 16, num_warps)
 
 
