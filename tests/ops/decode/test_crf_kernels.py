@@ -88,6 +88,24 @@ def called(
     return partita.Basecalls(*(t.cpu() for t in found))
 
 
+@pytest.mark.interpreted
+@kernel_devices
+def test_calls_are_those_of_the_reference(device: str) -> None:
+    """The whole of the decoder, from fp32 scores in another order of memory."""
+    scores, lengths = batch(4, 2, 2, 2, 9, 2.0)
+    scores = scores.float().transpose(0, 1).contiguous().transpose(0, 1)
+    for method in ("viterbi", "beam"):
+        options = {"state_len": 2, "alphabet_size": 3, "method": method, "beam_width": 4}
+        with partita.backend("reference"):
+            expected = partita.ctc_crf_decode(scores, input_lengths=lengths, **options)
+        with partita.backend("triton"):
+            found = partita.ctc_crf_decode(
+                scores.to(device), input_lengths=lengths.to(device), **options
+            )
+        for name, a, b in zip(found._fields, found, expected, strict=True):
+            torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-5, msg=name)
+
+
 PATHS = pytest.mark.parametrize(
     ("bases", "k", "seed"), [(2, 2, 0), (4, 3, 1), (1, 1, 2), (3, 1, 3)]
 )
