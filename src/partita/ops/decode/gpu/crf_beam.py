@@ -27,9 +27,9 @@ SCORE, BEST, BUFFER_NUMBERS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 STAY_SCORE, STAY_BEST, STAY_RANK = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 SELECTED, NUMBERS = tl.constexpr(7), tl.constexpr(8)
 # Rows of integers: for each of two buffers the k-mer in which a prefix ends and that of its parent,
-# both nodes, and the last event of the best path; the event of the parent if the best path of a
-# prefix that stays comes from there; the last base of each prefix; the lanes of the selected
-# candidates, unordered and ordered; and the node that the parent of a prefix that stays has now.
+# both nodes, and the last event of the best path; the parent's event if it comes before the best
+# path of a prefix that stays; the last base of each prefix; the lanes of the selected candidates,
+# unordered and ordered; and the node that the parent of a prefix that stays has now.
 STATE, PARENT_STATE, NODE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 PARENT_NODE, EVENT, BUFFER_INTEGERS = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 ENTERS, BASE, LANE = tl.constexpr(10), tl.constexpr(11), tl.constexpr(12)

@@ -34,7 +34,7 @@ class CallsPath(NamedTuple):
 
 
 class CallsMemory(NamedTuple):
-    """What is written for one sequence; see `Basecalls`. S = T + k.
+    """The results of one sequence; see `Basecalls`. S = T + k.
 
     Fields:
         labels: `[S]` int64.
