@@ -88,6 +88,25 @@ def called(
     return partita.Basecalls(*(t.cpu() for t in found))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("T", "N", "bases", "k", "width"),
+    [(500, 8, 4, 5, 32), (300, 4, 4, 3, 5), (60, 2, 4, 4, 256), (40, 2, 30, 1, 100)],
+)
+def test_real_sizes_on_a_gpu(T: int, N: int, bases: int, k: int, width: int) -> None:
+    """The kernels find the paths of the CPU, and all runs have the same bits."""
+    from partita.ops.decode.gpu.launch_crf import ctc_crf_beam_search
+
+    scores, lengths = batch(T, N, bases, k, T, 2.0)
+    chain = partita.Chain(scores, partita.debruijn_source(bases, k), lengths=lengths)
+    later = chain.backward_scores()
+    expected = registered.crf_beam_search(scores, later, lengths, width, "auto")
+    inputs = scores.cuda(), later.cuda(), lengths.cuda(), width
+    for _ in range(3):
+        for a, b in zip(ctc_crf_beam_search(*inputs), expected, strict=True):
+            assert torch.equal(a.cpu(), b)
+
+
 @pytest.mark.interpreted
 @kernel_devices
 def test_calls_are_those_of_the_reference(device: str) -> None:

@@ -23,6 +23,7 @@ def ctc_crf_beam_search(
     """Return the best path of the best prefix: states `[T + 1, N]` and edges `[T, N]`."""
     T, N, C, A = scores.shape
     plan = kmer_beam_plan(A - 1, beam_width)
+    later, input_lengths = later.contiguous(), input_lengths.contiguous()
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=scores.device)
@@ -83,6 +84,7 @@ def ctc_crf_calls(
     """Return the bases of paths: states `[T + 1, N]` and edges `[T, N]`, -1 where there is none."""
     T, N, C, A = marginals.shape
     calls = empty_basecalls(marginals, state_len)
+    states, edges, lengths = states.contiguous(), edges.contiguous(), lengths.contiguous()
     sums = torch.empty((2, N, T + 1), dtype=torch.float64, device=marginals.device)
     posterior, totals = sums[0], sums[1]
     launch(
