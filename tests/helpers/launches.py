@@ -195,6 +195,10 @@ def call_decode(dtype: torch.dtype) -> None:
         for from_logits in (False, True):
             partita.ctc_greedy_search(logits, from_logits=from_logits)
             partita.ctc_beam_search(logits, beam_width=width, from_logits=from_logits)
+    scores = torch.zeros(3, 2, 4**3, 5, dtype=dtype)
+    for width in (32, 256):
+        options = {"state_len": 3, "alphabet_size": 5, "method": "beam", "beam_width": width}
+        partita.ctc_crf_decode(scores, **options)
 
 
 def call_crf(dtype: torch.dtype, T: int) -> None:

@@ -72,6 +72,12 @@ def make_calls() -> dict[str, Callable[[], list[Tensor]]]:
         ),
         "logz": lambda: gradients(lambda x: partita.logz(x, source, ends, ends), scores),
         "viterbi": lambda: list(partita.Chain(scores, source).viterbi()),
+        **{
+            f"ctc_crf_decode, {method}": lambda method=method: list(
+                partita.ctc_crf_decode(scores, state_len=3, alphabet_size=5, method=method)
+            )
+            for method in ("viterbi", "beam")
+        },
         "ctc_crf": lambda: gradients(
             lambda x: partita.ctc_crf_loss(
                 x, labels(1, 5, 4, 10), word_lengths, state_len=3, alphabet_size=5
@@ -85,6 +91,7 @@ NAMES = [
     *("softmax", "softmax, bf16", "softmax, sum", "logsumexp", "cross_entropy"),
     *("cross_entropy, none", "cross_entropy, smooth", "cross_entropy, bf16", "token_stats"),
     *("ctc_loss", "ctc_loss, sum", "ctc_loss, wide", "ctc_align", "logz", "viterbi", "ctc_crf"),
+    *("ctc_crf_decode, viterbi", "ctc_crf_decode, beam"),
 ]
 
 

@@ -173,7 +173,9 @@ def _ctc_crf_loss(scores: Tensor, targets: Tensor, lengths: Tensor, state_len: i
 
 
 def _ctc_crf_decode(scores: Tensor, targets: Tensor, lengths: Tensor, state_len: int) -> Tensor:
-    return ctc_crf_decode(scores, state_len=state_len, alphabet_size=scores.shape[-1]).log_probs
+    A = scores.shape[-1]
+    ctc_crf_decode(scores, state_len=state_len, alphabet_size=A, method="beam")
+    return ctc_crf_decode(scores, state_len=state_len, alphabet_size=A).log_probs
 
 
 _CLASSES: Sizes = {"rows": (1024,), "classes": (1000, 32000, 128256)}

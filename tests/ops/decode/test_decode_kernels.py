@@ -53,6 +53,21 @@ def test_beam_search_with_a_threshold_of_candidates(
 
 @pytest.mark.interpreted
 @kernel_devices
+def test_a_threshold_between_scores_of_both_signs(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores need not be normalized. The difference of the bits of such scores can overflow."""
+    monkeypatch.setattr(plan, "FEW_CANDIDATES", 16)
+    plan.beam_plan.cache_clear()
+    try:
+        x, _ = batch(3, 1, 9, 0)
+        searched(device, 3 * x, torch.tensor([3]), beam_width=6, nbest=4)
+    finally:
+        plan.beam_plan.cache_clear()
+
+
+@pytest.mark.interpreted
+@kernel_devices
 def test_options_and_layouts_of_beam_search(device: str) -> None:
     x, lengths = batch(6, 2, 5, 7)
     batch_first = x.transpose(0, 1).contiguous().transpose(0, 1).log_softmax(-1).float()

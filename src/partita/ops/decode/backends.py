@@ -17,6 +17,7 @@ def _reference() -> Functions:
         "ctc_greedy_search": reference.ctc_greedy_search,
         "ctc_beam_search": reference.ctc_beam_search,
         "ctc_crf_beam_search": reference.ctc_crf_beam_search,
+        "ctc_crf_calls": reference.ctc_crf_calls,
     }
 
 
@@ -24,11 +25,12 @@ def _gpu() -> Functions:
     return {
         "ctc_greedy_search": _gpu_greedy_search,
         "ctc_beam_search": _gpu_beam_search,
-        "ctc_crf_beam_search": _no_crf_beam_search,
+        "ctc_crf_beam_search": _gpu_crf_beam_search,
+        "ctc_crf_calls": _gpu_crf_calls,
     }
 
 
-# The two searches have kernels of their own, which take time to load.
+# The searches have kernels of their own, which take time to load.
 def _gpu_greedy_search(*args: Any) -> Any:
     from .gpu.launch_greedy import ctc_greedy_search
 
@@ -41,19 +43,26 @@ def _gpu_beam_search(*args: Any) -> Any:
     return ctc_beam_search(*args)
 
 
-def _no_crf_beam_search(*args: Any) -> Any:
-    raise RuntimeError(
-        "method: expected 'viterbi' or 'posterior' on a GPU, got 'beam', which has no kernel there"
-    )
+def _gpu_crf_beam_search(*args: Any) -> Any:
+    from .gpu.launch_crf import ctc_crf_beam_search
+
+    return ctc_crf_beam_search(*args)
+
+
+def _gpu_crf_calls(*args: Any) -> Any:
+    from .gpu.launch_crf import ctc_crf_calls
+
+    return ctc_crf_calls(*args)
 
 
 def _cpu() -> Functions:
-    from .cpu import beam, crf_beam, greedy
+    from .cpu import beam, crf_beam, crf_calls, greedy
 
     return {
         "ctc_greedy_search": greedy.ctc_greedy_search,
         "ctc_beam_search": beam.ctc_beam_search,
         "ctc_crf_beam_search": crf_beam.ctc_crf_beam_search,
+        "ctc_crf_calls": crf_calls.ctc_crf_calls,
     }
 
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...runtime.dtypes import acc_dtype
+
 ALPHABET = "NACGT"
 BEST_PHRED, FIRST_PHRED = 50, 33  # the greatest quality, and the character of quality 0
 
@@ -83,3 +85,15 @@ class Basecalls(NamedTuple):
             quality = "".join(map(chr, row[: len(text)]))
             texts.append(f"@{n if names is None else names[n]}\n{text}\n+\n{quality}\n")
         return "".join(texts)
+
+
+def empty_basecalls(marginals: Tensor, state_len: int) -> Basecalls:
+    """Return uninitialized basecalls for marginals `[T, N, C, A]`."""
+    T, N = marginals.shape[:2]
+    return Basecalls(
+        labels=marginals.new_empty((N, T + state_len), dtype=torch.int64),
+        lengths=marginals.new_empty((N,), dtype=torch.int64),
+        log_probs=marginals.new_empty((N, T + state_len), dtype=acc_dtype(marginals.dtype)),
+        steps=marginals.new_empty((N, T + state_len), dtype=torch.int64),
+        moves=marginals.new_empty((N, T), dtype=torch.bool),
+    )

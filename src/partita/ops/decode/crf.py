@@ -8,10 +8,10 @@ from torch import Tensor
 from ...runtime import checks
 from ...runtime.backend import current_backend
 from ...runtime.constants import constant
-from ...runtime.dtypes import acc_dtype
 from ...runtime.lengths import Lengths, as_lengths, on_device
 from ..chain.api import Chain
-from ..ctc_crf.common import kmer_source, unflatten_scores
+from ..chain.autograd import scan
+from ..ctc_crf.common import kmer_source, unflatten_scores, zero_ends
 from . import registered
 from .basecalls import Basecalls
 from .common import MAX_BEAM_WIDTH
@@ -39,7 +39,7 @@ def ctc_crf_decode(
             all steps if None.
         method: `viterbi` is the best path; `posterior` the best path over the logs of the posterior
             probabilities of the edges; `beam` the sequence of bases that is most probable over the
-            paths that a prefix beam search sums. `beam` runs on the CPU only.
+            paths that a prefix beam search sums.
         beam_width: the number of prefixes that go on after each step, from 1 to 256.
 
     Returns:
@@ -51,7 +51,6 @@ def ctc_crf_decode(
     Raises:
         TypeError, ValueError: wrong dtypes, shapes, lengths or numbers. Lengths on a GPU are
             checked only with `PARTITA_CHECK=1`; otherwise an invalid sequence has no bases.
-        RuntimeError: `beam` on a GPU.
 
     Source: Oxford Nanopore's bonito, 2020, for `posterior`; its dorado, 2023, ranks prefixes by the
         score of all that follows too, as `beam` does.
@@ -93,9 +92,12 @@ def ctc_crf_decode(
         elif method == "posterior":
             path = Chain(marginals.log(), source, lengths=lengths).viterbi()[1:]
         else:
-            later = chain.backward_scores()
-            path = registered.crf_beam_search(edges, later, lengths, beam_width, current_backend())
-        return _basecalls(*path, marginals, lengths, state_len)
+            # In fp64, because rounded scores of long chains would decide between prefixes.
+            ends, backend = zero_ends(edges), current_backend()
+            later = scan(edges, source, ends, ends, lengths, False, True, backend)
+            path = registered.crf_beam_search(edges, later, lengths, beam_width, backend)
+        calls = registered.crf_calls(marginals, *path, lengths, state_len, current_backend())
+        return Basecalls(*calls)
 
 
 def _check_scores(scores: Tensor, state_len: int, alphabet_size: int) -> None:
@@ -110,78 +112,3 @@ def _check_scores(scores: Tensor, state_len: int, alphabet_size: int) -> None:
             "scores: expected shape [T, N, C * A] or [T, N, C, A]"
             f" with C = {A - 1}^{state_len} = {C} and A = {A}, got {list(scores.shape)}"
         )
-
-
-def _basecalls(
-    states: Tensor, edges: Tensor, marginals: Tensor, lengths: Tensor, state_len: int
-) -> Basecalls:
-    """Return the bases of paths: states `[T + 1, N]` and edges `[T, N]`, -1 where there is none.
-
-    All sums have a fixed order, so that the results have the same bits each time.
-    """
-    T, N, _, A = marginals.shape
-    bases, S = A - 1, T + state_len
-    has_path, edges = states[0] >= 0, edges.T
-    moves = (edges >= 0) & (edges % A > 0)
-    position = state_len - 1 + moves.cumsum(1)
-    index = torch.where(moves, position, S)  # other steps go to a column that is dropped
-    last = (states[1:].T % bases).clamp(min=0)
-    step = torch.arange(T, device=edges.device).expand(N, -1)
-    labels = edges.new_zeros(N, S + 1).scatter_(1, index, last + 1)[:, :S]
-    steps = edges.new_full((N, S + 1), -1).scatter_(1, index, step)[:, :S]
-    power = bases ** torch.arange(state_len - 1, -1, -1, device=edges.device)
-    first = states[0][:, None].clamp(min=0) // power % bases  # [N, k]
-    labels[:, :state_len] = first + 1
-    number = torch.where(has_path, state_len + moves.sum(1), 0)
-    valid = torch.arange(S, device=edges.device) < number[:, None]
-    probability = torch.cat(
-        [
-            _first_posteriors(marginals, lengths, first),
-            _step_posteriors(marginals, last, steps[:, state_len:], lengths),
-        ],
-        1,
-    )
-    log_probs = torch.where(valid, probability.log().clamp(max=0.0), 0.0)
-    return Basecalls(
-        labels * valid,
-        number,
-        log_probs.to(acc_dtype(marginals.dtype)),
-        torch.where(valid, steps, -1),
-        moves,
-    )
-
-
-def _step_posteriors(marginals: Tensor, last: Tensor, steps: Tensor, lengths: Tensor) -> Tensor:
-    """Return the mean posterior of each base after its move, `[N, T]` fp64, given the moves' steps.
-
-    `last` is the base in which the path's k-mer ends after each step, `[N, T]`.
-    """
-    T, N, C, A = marginals.shape
-    by_base = marginals.double().sum(3).reshape(T, N, C // (A - 1), A - 1).sum(2).transpose(0, 1)
-    posterior = by_base.gather(2, last[..., None]).squeeze(2)
-    total = torch.nn.functional.pad(posterior.cumsum(1), (1, 0))
-    length = lengths.clamp(0, T)[:, None]
-    start = torch.where(steps >= 0, steps, length)
-    # A base ends where the next one starts, and the last one with the sequence.
-    end = torch.cat([start[:, 1:], length], 1)
-    return (total.gather(1, end) - total.gather(1, start)) / (end - start).clamp(min=1)
-
-
-def _first_posteriors(marginals: Tensor, lengths: Tensor, first: Tensor) -> Tensor:
-    """Return the posterior of each base of the first k-mer, `[N, k]` fp64, in the initial state."""
-    T, N, C, A = marginals.shape
-    bases, state_len = A - 1, first.shape[1]
-    uniform = marginals.new_full((N, C), 1.0 / C, dtype=torch.float64)
-    if not T:
-        state = uniform
-    else:
-        edges = marginals[0].double()
-        # The k-mer j x moves to the k-mers x e through their column 1 + j.
-        leaving = edges[:, :, 1:].reshape(N, C // bases, bases, bases).sum(2).transpose(1, 2)
-        state = edges[:, :, 0] + leaving.reshape(N, C)
-        state = torch.where(lengths[:, None] > 0, state, uniform)
-    found = []
-    for i in range(state_len):
-        by_base = state.reshape(N, bases**i, bases, -1).sum((1, 3))
-        found.append(by_base.gather(1, first[:, i : i + 1]))
-    return torch.cat(found, 1)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...runtime.dtypes import acc_dtype
+from .basecalls import Basecalls
 from .common import Hypotheses, empty_hypotheses
 
 INF = math.inf
@@ -278,3 +280,82 @@ def ctc_crf_beam_search(
             states[: length + 1, n] = torch.tensor(beam[0].states)
             edges[:length, n] = torch.tensor(beam[0].edges).long()
     return states, edges
+
+
+def ctc_crf_calls(
+    marginals: Tensor, states: Tensor, edges: Tensor, lengths: Tensor, state_len: int
+) -> Basecalls:
+    """Return the bases of paths: states `[T + 1, N]` and edges `[T, N]`, -1 where there is none.
+
+    Args:
+        marginals: `[T, N, C, A]`, the posteriors of the edges.
+        states, edges: as those of `Chain.viterbi`.
+        lengths: `[N]`.
+        state_len: k.
+    """
+    T, N, _, A = marginals.shape
+    bases, S = A - 1, T + state_len
+    has_path, edges = states[0] >= 0, edges.T
+    moves = (edges >= 0) & (edges % A > 0)
+    position = state_len - 1 + moves.cumsum(1)
+    index = torch.where(moves, position, S)  # other steps go to a column that is dropped
+    last = (states[1:].T % bases).clamp(min=0)
+    step = torch.arange(T, device=edges.device).expand(N, -1)
+    labels = edges.new_zeros(N, S + 1).scatter_(1, index, last + 1)[:, :S]
+    steps = edges.new_full((N, S + 1), -1).scatter_(1, index, step)[:, :S]
+    power = bases ** torch.arange(state_len - 1, -1, -1, device=edges.device)
+    first = states[0][:, None].clamp(min=0) // power % bases  # [N, k]
+    labels[:, :state_len] = first + 1
+    number = torch.where(has_path, state_len + moves.sum(1), 0)
+    valid = torch.arange(S, device=edges.device) < number[:, None]
+    probability = torch.cat(
+        [
+            first_posteriors(marginals, lengths, first),
+            base_posteriors(marginals, last, steps[:, state_len:], lengths),
+        ],
+        1,
+    )
+    log_probs = torch.where(valid, probability.log().clamp(max=0.0), 0.0)
+    return Basecalls(
+        labels * valid,
+        number,
+        log_probs.to(acc_dtype(marginals.dtype)),
+        torch.where(valid, steps, -1),
+        moves,
+    )
+
+
+def base_posteriors(marginals: Tensor, last: Tensor, steps: Tensor, lengths: Tensor) -> Tensor:
+    """Return the mean posterior of each base after its move, `[N, T]` fp64, given the moves' steps.
+
+    `last` is the base in which the path's k-mer ends after each step, `[N, T]`.
+    """
+    T, N, C, A = marginals.shape
+    by_base = marginals.double().sum(3).reshape(T, N, C // (A - 1), A - 1).sum(2).transpose(0, 1)
+    posterior = by_base.gather(2, last[..., None]).squeeze(2)
+    total = torch.nn.functional.pad(posterior.cumsum(1), (1, 0))
+    length = lengths.clamp(0, T)[:, None]
+    start = torch.where(steps >= 0, steps, length)
+    # A base ends where the next one starts, and the last one with the sequence.
+    end = torch.cat([start[:, 1:], length], 1)
+    return (total.gather(1, end) - total.gather(1, start)) / (end - start).clamp(min=1)
+
+
+def first_posteriors(marginals: Tensor, lengths: Tensor, first: Tensor) -> Tensor:
+    """Return the posterior of each base of the first k-mer, `[N, k]` fp64, in the initial state."""
+    T, N, C, A = marginals.shape
+    bases, state_len = A - 1, first.shape[1]
+    uniform = marginals.new_full((N, C), 1.0 / C, dtype=torch.float64)
+    if not T:
+        state = uniform
+    else:
+        edges = marginals[0].double()
+        # The k-mer j x moves to the k-mers x e through their column 1 + j.
+        leaving = edges[:, :, 1:].reshape(N, C // bases, bases, bases).sum(2).transpose(1, 2)
+        state = edges[:, :, 0] + leaving.reshape(N, C)
+        state = torch.where(lengths[:, None] > 0, state, uniform)
+    found = []
+    for i in range(state_len):
+        by_base = state.reshape(N, bases**i, bases, -1).sum((1, 3))
+        found.append(by_base.gather(1, first[:, i : i + 1]))
+    return torch.cat(found, 1)

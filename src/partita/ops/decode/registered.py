@@ -10,6 +10,7 @@ from torch import Tensor
 from ...runtime import checks, register
 from ...runtime.autograd import one_by_one
 from .backends import BACKENDS
+from .basecalls import empty_basecalls
 from .common import Hypotheses, empty_hypotheses
 
 
@@ -50,6 +51,14 @@ crf_beam_search: register.Op = register.define(
         scores.new_empty(scores.shape[:2], dtype=torch.int64),
     ),
     vmap=lambda *batch: one_by_one(crf_beam_search, *batch),
+    backends=BACKENDS,
+    reference_if_empty=True,
+)
+crf_calls: register.Op = register.define(
+    "ctc_crf_calls(Tensor marginals, Tensor states, Tensor edges, Tensor input_lengths,"
+    " int state_len, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    lambda marginals, states, edges, lengths, state_len, *_: empty_basecalls(marginals, state_len),
+    vmap=lambda *batch: one_by_one(crf_calls, *batch),
     backends=BACKENDS,
     reference_if_empty=True,
 )

@@ -13,6 +13,7 @@ ALIGNMENT = 16  # bytes of the widest load
 BLOCK_CLASSES = 1024  # classes of a piece
 MAX_PIECES = 8
 FEW_CANDIDATES = 64  # that are ranked without a threshold
+MIN_BEAM_LANES = 16
 MANY_CANDIDATES = 1024  # that take eight warps
 
 
@@ -99,6 +100,32 @@ def beam_plan(T: int, width: int) -> BeamPlan:
         block_i=block_w if filters else block_p,
         num_warps=num_warps,
     )
+
+
+class KmerBeamPlan(NamedTuple):
+    """The blocks of beam search over k-mers.
+
+    Fields:
+        block_w: lanes of the beam.
+        block_p: lanes of the candidates: an old and a new prefix for each base and lane.
+        block_j: lanes of the beam with which all others are compared at a time.
+        num_warps: warps of a program.
+    """
+
+    block_w: int
+    block_p: int
+    block_j: int
+    num_warps: int
+
+
+def kmer_beam_plan(bases: int, width: int) -> KmerBeamPlan:
+    """Return the plan for a beam of `width` prefixes, with as many warps as the search of CTC."""
+    block_w = max(next_power_of_2(width), MIN_BEAM_LANES)
+    block_p = next_power_of_2(2 * bases) * block_w
+    num_warps = min(max(block_p // 64, 1), 4)
+    if block_p >= MANY_CANDIDATES:
+        num_warps = 8 if block_p < 4 * MANY_CANDIDATES else 16
+    return KmerBeamPlan(block_w, block_p, 32 if block_w == 32 else 16, num_warps)
 
 
 register_cache("decode.gpu.plan.beam", beam_plan.cache_clear)

@@ -2,6 +2,9 @@
 
 A candidate is a score and an integer that breaks ties, the lower first. No two candidates have the
 same integer. A candidate's rank is the number of candidates that come before it.
+
+Where the candidates stand in the order of their ties, the positions break ties. Then
+`select_in_order` finds exactly the best ones, and `ranks_in_order` sorts them.
 """
 
 import triton
@@ -27,7 +30,7 @@ def score_threshold(keys, finite, width):
     high = tl.max(tl.where(finite, keys, -0x7FFFFFFFFFFFFFFF), axis=0) + 1
     candidates = tl.sum(finite.to(tl.int32), axis=0)
     while (candidates > width) & (low + 1 < high):
-        middle = low + (high - low) // 2
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)  # a difference could overflow
         reached = tl.sum((finite & (keys >= middle)).to(tl.int32), axis=0)
         candidates = tl.where(reached >= width, reached, candidates)
         low = tl.where(reached >= width, middle, low)
@@ -89,3 +92,68 @@ def rank_candidates(
             index = tl.load(order_ptr + i, mask=i < candidates, other=0)
         mask = (i < candidates) & (score > -float("inf")) & (rank < width)
         tl.store(memory.chosen + rank, index, mask=mask)
+
+
+@triton.jit
+def score_threshold_by_quarters(keys, finite, width):
+    """Return what `score_threshold` returns, by quarters, so that the program waits half as often.
+
+    The three numbers of keys that reach the limits of the quarters are parts of one word.
+    """
+    low = tl.min(tl.where(finite, keys, 0x7FFFFFFFFFFFFFFF), axis=0)
+    high = tl.max(tl.where(finite, keys, -0x7FFFFFFFFFFFFFFF), axis=0) + 1
+    candidates = tl.sum(finite.to(tl.int32), axis=0)
+    while (candidates > width) & (low + 1 < high):
+        # Without a sign, the difference cannot overflow.
+        quarter = ((high - low).to(tl.uint64, bitcast=True) >> 2).to(tl.int64, bitcast=True)
+        quarter = tl.maximum(quarter, 1)
+        first, second, third = low + quarter, low + 2 * quarter, low + 3 * quarter
+        reached = (finite & (keys >= first)).to(tl.int64)
+        reached |= (finite & (keys >= second)).to(tl.int64) << 20
+        reached |= (finite & (keys >= third)).to(tl.int64) << 40
+        total = tl.sum(reached, axis=0)
+        by_first, by_second = (total & 0xFFFFF).to(tl.int32), ((total >> 20) & 0xFFFFF).to(tl.int32)
+        by_third = (total >> 40).to(tl.int32)
+        least = tl.where(by_third >= width, third, tl.where(by_second >= width, second, first))
+        number = tl.where(by_second >= width, by_second, by_first)
+        number = tl.where(by_third >= width, by_third, number)
+        candidates = tl.where(by_first >= width, number, candidates)
+        low = tl.where(by_first >= width, least, low)
+        limit = tl.where(by_second < width, second, tl.where(by_third < width, third, high))
+        high = tl.minimum(high, tl.where(by_first < width, first, limit))
+    return low
+
+
+@triton.jit
+def select_in_order(score, width):
+    """Return which candidates are the `width` best, their positions among these, and their number.
+
+    The order of the candidates breaks ties, and the positions have the same order. Scores of -inf
+    and NaN are no candidates.
+    """
+    finite, keys = score > -float("inf"), ordered_bits(score)
+    threshold = score_threshold_by_quarters(keys, finite, width)
+    greater, equal = finite & (keys > threshold), finite & (keys == threshold)
+    room = width - tl.sum(greater.to(tl.int32), axis=0)
+    # Both numbers are below 2^16, so one sum counts them in two halves of a word.
+    sums = tl.cumsum(greater.to(tl.int32) | (equal.to(tl.int32) << 16), axis=0)
+    equal_rank = sums >> 16
+    passes = greater | (equal & (equal_rank <= room))
+    position = (sums & 0xFFFF) + tl.minimum(equal_rank, room) - 1
+    return passes, position, tl.sum(passes.to(tl.int32), axis=0)
+
+
+@triton.jit
+def ranks_in_order(scores_ptr, candidates, BLOCK: tl.constexpr, BLOCK_OTHER: tl.constexpr):
+    """Return the rank of each of up to BLOCK candidates, which stand in the order of their ties."""
+    i = tl.arange(0, BLOCK)
+    score = tl.load(scores_ptr + i, mask=i < candidates, other=-float("inf"))
+    rank = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, candidates, BLOCK_OTHER):
+        j = first + tl.arange(0, BLOCK_OTHER)
+        other = tl.load(scores_ptr + j, mask=j < candidates, other=-float("inf"))
+        # [BLOCK, BLOCK_OTHER]
+        precedes = (other[None, :] == score[:, None]) & (j[None, :] < i[:, None])
+        precedes |= other[None, :] > score[:, None]
+        rank += tl.sum(precedes.to(tl.int32), axis=1)
+    return rank

@@ -1,0 +1,178 @@
+"""The kernels of CTC-CRF's decoding against the reference, under the interpreter and on a GPU."""
+
+import pytest
+import torch
+from helpers.ctc import NEEDS_NUMBA
+from helpers.rows import kernel_devices
+from torch import Tensor
+
+import partita
+from partita.ops.decode import reference, registered
+from partita.ops.decode.gpu import plan
+
+
+def batch(T: int, N: int, bases: int, k: int, seed: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Return scores `[T, N, C, A]` in fp64 and lengths `[N]`, of which the first is T."""
+    g = torch.Generator().manual_seed(seed)
+    scores = torch.randn(T, N, bases**k, bases + 1, generator=g, dtype=torch.float64) * scale
+    lengths = torch.randint(0, T + 1, (N,), generator=g)
+    lengths[0] = T
+    return scores, lengths
+
+
+def searched(device: str, scores: Tensor, lengths: Tensor, bases: int, k: int, width: int) -> None:
+    """Compare the beam search of the kernels with the reference, on the same scores."""
+    from partita.ops.decode.gpu.launch_crf import ctc_crf_beam_search
+
+    with partita.backend("reference"):
+        chain = partita.Chain(scores, partita.debruijn_source(bases, k), lengths=lengths)
+        later = chain.backward_scores()
+    expected = reference.ctc_crf_beam_search(scores, later, lengths, width)
+    inputs = (scores.to(device), later.to(device), lengths.to(device), width)
+    for found in (ctc_crf_beam_search(*inputs), ctc_crf_beam_search(*inputs)):
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.interpreted
+@kernel_devices
+@pytest.mark.parametrize(
+    ("T", "bases", "k", "width", "seed", "kind"),
+    [
+        (5, 2, 2, 3, 0, ""),
+        (5, 2, 2, 4, 1, "ties"),
+        (4, 2, 2, 4, 2, "flat"),
+        (6, 2, 2, 3, 3, "forbidden"),
+        (3, 1, 2, 3, 4, ""),
+        (3, 3, 1, 40, 5, "ties"),  # more prefixes than there are
+        (2, 4, 3, 2, 6, "ties"),  # the first k-mers come in several blocks
+        (3, 2, 2, 3, 7, "signs"),  # the difference of the bits of two ranks can overflow
+    ],
+)
+def test_beam_search(
+    T: int, bases: int, k: int, width: int, seed: int, kind: str, device: str
+) -> None:
+    """Equal scores, impossible edges, ragged lengths, and wide beams."""
+    scores, lengths = batch(T, 2, bases, k, seed, 2.0)
+    if kind == "ties":
+        scores = scores.round()
+    if kind == "signs":
+        scores = 9 * (scores - scores.mean((0, 2, 3), keepdim=True) - 2.5)
+    if kind == "flat":
+        scores = torch.zeros_like(scores)
+    if kind == "forbidden":
+        scores = scores.masked_fill(scores < -1.5, -torch.inf)
+        scores[1, 1] = -torch.inf
+    searched(device, scores, lengths, bases, k, width)
+
+
+@pytest.mark.interpreted
+@kernel_devices
+@pytest.mark.parametrize("hash_mask", [-1, 1])
+def test_prefixes_are_merged_by_their_bases(
+    hash_mask: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefix comes back to a beam that has its extension; with one bit most hashes are equal."""
+    from partita.ops.decode.gpu import launch_crf
+
+    monkeypatch.setattr(launch_crf, "HASH_MASK", hash_mask)
+    scores, _ = batch(10, 1, 2, 2, 25, 2.0)  # without a merge, another path is the best one
+    searched(device, scores, torch.tensor([10]), 2, 2, 6)
+
+
+def called(
+    backend: str, device: str, marginals: Tensor, path: tuple[Tensor, ...], k: int
+) -> partita.Basecalls:
+    """Return the bases of paths; the marginals stay as they lie in memory."""
+    found = registered.crf_calls(marginals.to(device), *(t.to(device) for t in path), k, backend)
+    return partita.Basecalls(*(t.cpu() for t in found))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("T", "N", "bases", "k", "width"),
+    [(500, 8, 4, 5, 32), (300, 4, 4, 3, 5), (60, 2, 4, 4, 256), (40, 2, 30, 1, 100)],
+)
+def test_real_sizes_on_a_gpu(T: int, N: int, bases: int, k: int, width: int) -> None:
+    """The kernels find the paths of the CPU, and all runs have the same bits."""
+    from partita.ops.decode.gpu.launch_crf import ctc_crf_beam_search
+
+    scores, lengths = batch(T, N, bases, k, T, 2.0)
+    chain = partita.Chain(scores, partita.debruijn_source(bases, k), lengths=lengths)
+    later = chain.backward_scores()
+    expected = registered.crf_beam_search(scores, later, lengths, width, "auto")
+    inputs = scores.cuda(), later.cuda(), lengths.cuda(), width
+    for _ in range(3):
+        for a, b in zip(ctc_crf_beam_search(*inputs), expected, strict=True):
+            assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.interpreted
+@kernel_devices
+def test_calls_are_those_of_the_reference(device: str) -> None:
+    """The whole of the decoder, from fp32 scores in another order of memory."""
+    scores, lengths = batch(4, 2, 2, 2, 9, 2.0)
+    scores = scores.float().transpose(0, 1).contiguous().transpose(0, 1)
+    for method in ("viterbi", "beam"):
+        options = {"state_len": 2, "alphabet_size": 3, "method": method, "beam_width": 4}
+        with partita.backend("reference"):
+            expected = partita.ctc_crf_decode(scores, input_lengths=lengths, **options)
+        with partita.backend("triton"):
+            found = partita.ctc_crf_decode(
+                scores.to(device), input_lengths=lengths.to(device), **options
+            )
+        for name, a, b in zip(found._fields, found, expected, strict=True):
+            torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-5, msg=name)
+
+
+PATHS = pytest.mark.parametrize(
+    ("bases", "k", "seed"), [(2, 2, 0), (4, 3, 1), (1, 1, 2), (3, 1, 3)]
+)
+
+
+@pytest.mark.interpreted
+@kernel_devices
+@PATHS
+def test_bases_of_paths(
+    bases: int, k: int, seed: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ragged, empty, invalid and impossible sequences, and marginals in another order."""
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    same_calls(bases, k, seed, "triton", device)
+
+
+@NEEDS_NUMBA
+@PATHS
+def test_bases_of_paths_in_numba(
+    bases: int, k: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    same_calls(bases, k, seed, "numba", "cpu")
+
+
+def same_calls(bases: int, k: int, seed: int, backend: str, device: str) -> None:
+    """Compare the bases of the best paths with the reference."""
+    scores, _ = batch(7, 5, bases, k, seed, 2.0)
+    scores[2, 4] = -torch.inf
+    lengths = torch.tensor([7, 3, 0, 8, 7])
+    with partita.backend("reference"):
+        chain = partita.Chain(scores, partita.debruijn_source(bases, k), lengths=lengths)
+        marginals, best = chain.marginals(), chain.viterbi()
+    path = best.states, best.edges, lengths
+    for dtype in (torch.float64, torch.float32):
+        rounded = marginals.to(dtype).transpose(0, 1).contiguous().transpose(0, 1)
+        expected = called("reference", device, rounded, path, k)
+        assert expected.lengths[1] >= k == expected.lengths[2]
+        assert expected.lengths[3:].tolist() == [0, 0]
+        for found in (called(backend, device, rounded, path, k) for _ in range(2)):
+            for name, a, b in zip(found._fields, found, expected, strict=True):
+                tolerance = 1e-12 if a.dtype == torch.float64 else 1e-6
+                torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize(("bases", "width"), [(1, 1), (4, 5), (4, 32), (4, 256), (59, 256)])
+def test_plan_of_beam_search(bases: int, width: int) -> None:
+    found = plan.kmer_beam_plan(bases, width)
+    assert found.block_w >= width and found.block_p >= 2 * bases * found.block_w
+    assert found.block_w % found.block_j == 0
+    assert found.block_p < 2**16  # so that two counts fit in a word
