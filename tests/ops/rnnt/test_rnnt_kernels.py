@@ -9,7 +9,8 @@ from helpers.rows import KERNEL_DEVICES, kernel_devices
 from torch import Tensor
 
 import partita
-from partita.ops.rnnt.gpu.plan import lattice_plan, row_tile
+from partita.ops.rnnt.gpu.plan import MARGIN, lattice_plan, row_tile
+from partita.testing import poisoned_memory
 
 TOLERANCE = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2e-6, torch.float64: 1e-7}
 
@@ -175,6 +176,43 @@ def test_equal_paths_are_chosen_as_by_the_reference(device: str) -> None:
 
 
 @kernel_devices
+def test_a_scan_reads_no_memory_that_is_not_written(device: str) -> None:
+    """The rows before a kind of arcs do not count, also after a blank of duration 0."""
+    x = batch_of((2, 2, 1, 4), device, K=2)
+    expected = tdt(x, "reference", [0, 1])
+    with poisoned_memory():
+        found = tdt(x, "triton", [0, 1])
+    assert expected[0].isfinite().all()
+    assert_all_close(found, expected, torch.float32)
+
+
+@kernel_devices
+def test_nan_stays_in_its_sequence(device: str) -> None:
+    """Arcs of long durations read rows that belong to other arcs of the last sequence."""
+    x = batch_of((2, 2, 1, 3), device, K=2)
+    x.tokens[1] = math.nan
+    x.labels[:], x.steps[:] = 1, 2
+    expected = tdt(x, "reference", [1, 40])
+    found = tdt(x, "triton", [1, 40])
+    assert found[0][1].isnan() and found[0][0].isfinite()
+    assert_all_close([each[:1] for each in found], [each[:1] for each in expected], torch.float32)
+
+
+@kernel_devices
+def test_nan_in_any_node_reaches_the_score_of_the_best_path(device: str) -> None:
+    for t, u in ((0, 1), (1, 0)):
+        x = batch_of((1, 2, 2, 3), device)
+        x.tokens[0, t, u, 0] = math.nan
+        with partita.backend("triton"):
+            for found in (
+                partita.rnnt_align(x.tokens, *x[2:], 0),
+                partita.tdt_align(*x, 0, [0, 1, 2]),
+            ):
+                assert found.score.isnan().all() and found.scores.isnan().all()
+                assert (found.steps == -1).all()
+
+
+@kernel_devices
 def test_invalid_sequences_and_no_steps(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARTITA_CHECK", "0")
     x = batch_of((5, 3, 2, 6), device)
@@ -251,7 +289,7 @@ def test_the_rows_of_a_chunk_cover_the_last_block_of_both_scans() -> None:
     for T in range(1, 40):
         plan = lattice_plan(2, T, 33)
         assert plan.num_chunks == 2 and plan.rows % 8 == 0 and plan.rows >= T + 32
-        assert plan.nodes == 2 * 2 * plan.rows * 32 and T <= plan.carry_steps <= plan.rows
+        assert plan.nodes == 2 * 2 * plan.rows * 32 + MARGIN and T <= plan.carry_steps <= plan.rows
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES[1:])

@@ -200,10 +200,10 @@ def sum_terms(terms, CODE: tl.constexpr, ARCS: tl.constexpr, FP64: tl.constexpr)
 
 @triton.jit
 def best_term(terms, lane, ARCS: tl.constexpr):
-    """Return the greatest term and its index, the first of equals."""
+    """Return the greatest term and its index, the first of equals; NaN counts as the greatest."""
     best, index = terms[0], lane * 0
     for i in tl.static_range(1, ARCS):
-        is_better = terms[i] > best
+        is_better = (terms[i] > best) | (terms[i] != terms[i])
         best, index = tl.where(is_better, terms[i], best), tl.where(is_better, i, index)
     return best, index
 

@@ -22,6 +22,7 @@ def tdt_arcs_kernel(
     lse_ptr,  # [B, T, U1], or None
     arcs_ptr,  # [2, K, B, num_chunks, rows, 32] fp64
     T,
+    B,
     U1,
     num_chunks,
     rows,
@@ -36,15 +37,17 @@ def tdt_arcs_kernel(
 ):
     """Compute the log-sum-exps of the durations and the scores of the arcs of some nodes.
 
-    Arcs that leave the lattice have the score -inf, also those of nodes beyond the lengths.
+    Arcs that leave the lattice have the score -inf, also those of nodes beyond the lengths, and so
+    has the margin after the last sequence, which the programs after its own write.
     """
     blocks = tl.cdiv(rows * 32, BLOCK)
     chunk, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    b = chunk // num_chunks
+    b = tl.minimum(chunk // num_chunks, B - 1)
     length, target_len, _ = load_sequence(b, logit_lengths_ptr, target_lengths_ptr, T, U1)
     index = block * BLOCK + tl.arange(0, BLOCK)
     t, u = index // 32 - index % 32, chunk % num_chunks * 32 + index % 32
-    mask = (t >= 0) & (t < length) & (u <= target_len)
+    is_margin = index * 0 + chunk >= B * num_chunks
+    mask = (t >= 0) & (t < length) & (u <= target_len) & (is_margin == 0)
     offset = chunk.to(tl.int64) * rows * 32 + index
     start = b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t + u.to(tl.int64) * stride_u
     values = ()
@@ -71,6 +74,9 @@ def tdt_arcs_kernel(
             valid = mask & ((after < length) | ((after == length) & (u == target_len)))
             score = tl.where(valid, blank + duration, -float("inf"))
             tl.store(arcs_ptr + k * nodes + offset, score, mask=in_array)
+        else:  # no scan reads the arcs of this kind, but the margin after them
+            nothing = tl.full([BLOCK], -float("inf"), tl.float64)
+            tl.store(arcs_ptr + k * nodes + offset, nothing, mask=is_margin)
         valid = mask & (after < length) & (u < target_len)
         score = tl.where(valid, label + duration, -float("inf"))
         tl.store(arcs_ptr + (K + k) * nodes + offset, score, mask=in_array)

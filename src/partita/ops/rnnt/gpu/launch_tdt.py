@@ -24,10 +24,9 @@ from .call import (
     scan_zeros,
 )
 from .durations import tdt_arcs_kernel, tdt_duration_gradient_kernel, tdt_posterior_kernel
-from .plan import CHUNK, LSE_DTYPE, LatticePlan, lattice_plan
+from .plan import CHUNK, LSE_DTYPE, MARGIN, MAX_DURATION, LatticePlan, lattice_plan
 
 BLOCK_NODES = 128  # nodes of a program
-MAX_DURATION = 64  # a scan remembers as many states
 RNNT_ARCS = ((1, False), (0, True))  # the blank's and the label's
 
 
@@ -154,13 +153,13 @@ def duration_code(durations: Sequence[int]) -> int:
 def new_arcs(kinds: int, nodes: int, device: torch.device) -> Tensor:
     """Return memory for the scores of arcs, `[kinds * nodes]`.
 
-    A scan reads some rows before and after its chunk. Those before the first one have the score
-    -inf; those after the last one do not count.
+    A scan reads some rows before and after its chunk. Those before it must have the score -inf,
+    because NaN would reach the states. In the same kind they have it, as arcs that leave the
+    lattice do. Each kind ends with a margin of -inf, and the first one has a margin before it.
     """
-    margin = (MAX_DURATION + 1) * CHUNK
-    buffer = torch.empty(margin + kinds * nodes + margin, dtype=torch.float64, device=device)
-    buffer[:margin].fill_(-torch.inf)
-    return buffer[margin : margin + kinds * nodes]
+    buffer = torch.empty(MARGIN + kinds * nodes, dtype=torch.float64, device=device)
+    buffer[:MARGIN].fill_(-torch.inf)
+    return buffer[MARGIN:]
 
 
 def token_duration_arcs(
@@ -182,7 +181,7 @@ def token_duration_arcs(
     arcs = new_arcs(2 * K, plan.nodes, device)
     launch(
         tdt_arcs_kernel,
-        B * plan.num_chunks * cdiv(plan.rows * CHUNK, BLOCK_NODES),
+        B * plan.num_chunks * cdiv(plan.rows * CHUNK, BLOCK_NODES) + MARGIN // BLOCK_NODES,
         duration_logits,
         targets.logit_lengths,
         targets.target_lengths,
@@ -190,6 +189,7 @@ def token_duration_arcs(
         duration_lse if save else None,
         arcs,
         T,
+        B,
         U1,
         plan.num_chunks,
         plan.rows,

@@ -23,6 +23,8 @@ NODES_PER_PROGRAM = 4  # nodes whose rows a program reads
 BLOCK_ROWS = 8  # rows of a chunk that a scan loads together
 LSE_DTYPE = torch.float64  # keeps exp(x - lse) exact for logits far from 0
 MAX_LANE_ELEMENTS = 40  # elements of a row that a lane holds
+MAX_DURATION = 64  # a scan remembers as many states
+MARGIN = (MAX_DURATION + 4) * CHUNK  # elements before each kind of arcs that a scan may read
 
 
 class LatticePlan(NamedTuple):
@@ -31,7 +33,7 @@ class LatticePlan(NamedTuple):
     Fields:
         num_chunks: chunks of 32 values of u.
         rows: rows of a chunk, including those of the virtual step T and the scan's last block.
-        nodes: elements of an array.
+        nodes: elements of an array, with a margin after those of the nodes.
         carry_steps: carries of a chunk, one for each step.
     """
 
@@ -63,7 +65,7 @@ def lattice_plan(B: int, T: int, U1: int) -> LatticePlan:
     num_chunks = cdiv(U1, CHUNK)
     rows = cdiv(T + CHUNK, BLOCK_ROWS) * BLOCK_ROWS
     carry_steps = cdiv(T, BLOCK_ROWS) * BLOCK_ROWS
-    return LatticePlan(num_chunks, rows, B * num_chunks * rows * CHUNK, carry_steps)
+    return LatticePlan(num_chunks, rows, B * num_chunks * rows * CHUNK + MARGIN, carry_steps)
 
 
 @functools.lru_cache(maxsize=4096)
