@@ -54,12 +54,17 @@ def scan_options(C: int, D: int) -> dict[str, int]:
 
 
 def memory_scan_options(C: int) -> dict[str, int]:
-    """Return the compile-time arguments of the scan with its ring in memory."""
+    """Return the compile-time arguments of the scan with its ring in memory.
+
+    A block of the ring is loaded and stored without a barrier between them, so no element of it may
+    be in two threads: one of another warp might load what the first one has just stored.
+    """
+    block_c, block_k = min(64, state_block(C)), 32
     return {
-        "BLOCK_C": min(64, state_block(C)),
-        "BLOCK_K": 32,
+        "BLOCK_C": block_c,
+        "BLOCK_K": block_k,
         "BLOCK_ALL": state_block(C),
-        "num_warps": 8,
+        "num_warps": min(8, block_c * block_k // 32),
     }
 
 
