@@ -331,3 +331,16 @@ def test_capture_in_a_graph(device: str) -> None:
             losses = partita.rnnt_loss(tokens, *x[2:], 0, reduction="none")
     graph.replay()
     assert torch.equal(losses.detach(), expected[0].detach())
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+def test_classes_may_lie_more_than_2_31_elements_apart(device: str) -> None:
+    stride = 1_100_000_000
+    memory = torch.empty(2 * stride + 16, dtype=torch.float16, device=device)  # mostly untouched
+    logits = memory.as_strided((1, 2, 1, 3), (6, 2, 1, stride))
+    logits.copy_(torch.arange(6.0).view(1, 2, 1, 3) % 4)
+    x = (torch.empty(1, 0, dtype=torch.int64, device=device), [2], [0], 0)
+    with partita.backend("triton"):
+        loss = partita.rnnt_loss(logits, *x)
+    with partita.backend("reference"):
+        torch.testing.assert_close(loss, partita.rnnt_loss(logits.contiguous(), *x))

@@ -52,7 +52,7 @@ def tdt_arcs_kernel(
     start = b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t + u.to(tl.int64) * stride_u
     values = ()
     for k in tl.static_range(K):
-        x = tl.load(durations_ptr + start + k * stride_k, mask=mask, other=0.0)
+        x = tl.load(durations_ptr + start + k * tl.cast(stride_k, tl.int64), mask=mask, other=0.0)
         values = values + (x.to(tl.float64),)
     maximum = values[0]  # type: ignore[misc]
     for k in tl.static_range(1, K):
@@ -181,7 +181,9 @@ def tdt_duration_gradient_kernel(
     lse = tl.load(lse_ptr + node, mask=active, other=0.0).to(tl.float64)
     start = b * stride_b + t * stride_t + u * stride_u
     for k in tl.static_range(K):
-        x = tl.load(durations_ptr + start + k * stride_k, mask=active, other=0.0).to(tl.float64)
+        x = tl.load(
+            durations_ptr + start + k * tl.cast(stride_k, tl.int64), mask=active, other=0.0
+        ).to(tl.float64)
         softmax = tl.exp(x - lse) if FP64 else tl.exp((x - lse).to(tl.float32))
         d = tl.where(active, (total * softmax - arcs[k]) * scale, 0.0)
         tl.store(ddurations_ptr + node * K + k, d.to(ddurations_ptr.dtype.element_ty), mask=mask)

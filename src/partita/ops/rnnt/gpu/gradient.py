@@ -10,7 +10,14 @@ import triton.language as tl
 from ....primitives.gpu.math import LOG2E, exp, exp_exact
 from ....primitives.gpu.memory import edge_columns
 from .lattice import SIZES, log2_units
-from .rows import aligned_ptr, load_piece, locate_row, program_nodes, step_offset
+from .rows import (
+    aligned_ptr,
+    column_offset,
+    load_piece,
+    locate_row,
+    program_nodes,
+    step_offset,
+)
 
 
 class NodeGradient(NamedTuple):
@@ -150,7 +157,7 @@ def node_gradient(
 def store_piece(ptr, row, column, value, stride_v, VEC: tl.constexpr):
     """Store a block of columns of a row's aligned part at `ptr`."""
     mask = column // VEC * VEC < row.columns
-    tl.store(ptr + column * stride_v, value.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(ptr + column_offset(column, stride_v), value.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -176,7 +183,8 @@ def store_gradient(
     column, mask = special_columns(values, blank, row.label_index, V, VEC, EDGES)
     special = tl.zeros([32], DTYPE)
     if FUSED:
-        special = tl.load(ptr + values.start + column * stride_v, mask=mask, other=0.0).to(DTYPE)
+        special_ptr = ptr + values.start + column_offset(column, stride_v)
+        special = tl.load(special_ptr, mask=mask, other=0.0).to(DTYPE)
     special = special_gradient(special, column, blank, row, FUSED, HAT, dtype)
     # The gradient may replace the logits, so all lanes must have read theirs.
     tl.debug_barrier()
@@ -200,7 +208,7 @@ def store_gradient(
     # The columns of blank and label replace what the lanes have just stored.
     tl.debug_barrier()
     special = finish(special, row, CLIP).to(dtype)
-    tl.store(d_ptr + results.start + column * d_stride_v, special, mask=mask)
+    tl.store(d_ptr + results.start + column_offset(column, d_stride_v), special, mask=mask)
 
 
 @triton.jit
@@ -210,7 +218,7 @@ def store_zeros(result, V, VEC: tl.constexpr, EDGES: tl.constexpr, BLOCK_V: tl.c
     if EDGES:
         column, mask = edge_columns(row.head, row.columns, V, VEC, 32)
         zero = tl.zeros([32], ptr.dtype.element_ty)
-        tl.store(ptr + row.start + column * stride_v, zero, mask=mask)
+        tl.store(ptr + row.start + column_offset(column, stride_v), zero, mask=mask)
     body_ptr = aligned_ptr(ptr, row, VEC, EDGES)
     for first in range(0, row.columns, BLOCK_V):
         at = first + tl.arange(0, BLOCK_V)

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ....primitives.gpu.math import tanh
 from .lattice import load_sequence
+from .rows import column_offset
 
 RELU, TANH, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 JOINT_SIZES = ["first_step", "steps", "T", "U1"]
@@ -72,9 +73,11 @@ def rnnt_joint_kernel(
     u = row_block % blocks * ROWS + tl.arange(0, ROWS)
     d = column * BLOCK_D + tl.arange(0, BLOCK_D)
     e_ptr = encoder_ptr + (b.to(tl.int64) * e_stride_b + t.to(tl.int64) * e_stride_t)
-    e = tl.load(e_ptr + d * e_stride_d, mask=(d < D) & (d * 0 + t < length), other=0.0)
+    e = tl.load(
+        e_ptr + column_offset(d, e_stride_d), mask=(d < D) & (d * 0 + t < length), other=0.0
+    )
     p_ptr = predictor_ptr + b.to(tl.int64) * p_stride_b
-    p_offset = u.to(tl.int64)[:, None] * p_stride_u + d[None, :] * p_stride_d
+    p_offset = u.to(tl.int64)[:, None] * p_stride_u + column_offset(d, p_stride_d)[None, :]
     valid = (u <= target_len) & (u * 0 + t < length)
     p = tl.load(p_ptr + p_offset, mask=valid[:, None] & (d < D)[None, :], other=0.0)
     hidden = activate(e.to(DTYPE)[None, :] + p.to(DTYPE), ACTIVATION)
@@ -121,10 +124,10 @@ def rnnt_joint_gradient_kernel(
     d = column * BLOCK_D + tl.arange(0, BLOCK_D)
     inside, has_step = (d < D)[None, :], (step < steps)[:, None]
     mask = inside & has_step & (t < length)[:, None]
-    e_offset = b * e_stride_b + t[:, None] * e_stride_t + d[None, :] * e_stride_d
+    e_offset = b * e_stride_b + t[:, None] * e_stride_t + column_offset(d, e_stride_d)[None, :]
     e = tl.load(encoder_ptr + e_offset, mask=mask, other=0.0).to(DTYPE)
     row = ((sequence * steps + step) * U1)[:, None]
-    p_ptr = predictor_ptr + b * p_stride_b + d * p_stride_d
+    p_ptr = predictor_ptr + b * p_stride_b + column_offset(d, p_stride_d)
     total = tl.zeros([STEPS, BLOCK_D], DTYPE)
     for first_u in range(0, U1, UNROLL):
         dhidden, predictor = (), ()

@@ -86,10 +86,19 @@ def aligned_ptr(ptr, row, VEC: tl.constexpr, EDGES: tl.constexpr):
 
 
 @triton.jit
+def column_offset(column, stride_v):
+    """Return the offsets of columns, in 64 bits unless columns are neighbors in memory."""
+    if isinstance(stride_v, tl.tensor):
+        return column.to(tl.int64) * stride_v
+    else:  # the stride is 1, which the kernel is compiled for
+        return column * stride_v
+
+
+@triton.jit
 def load_piece(ptr, row, column, stride_v, VEC: tl.constexpr, DTYPE: tl.constexpr):
     """Load a block of columns of a row's aligned part at `ptr`, -inf outside of it."""
     mask = column // VEC * VEC < row.columns
-    return tl.load(ptr + column * stride_v, mask=mask, other=-float("inf")).to(DTYPE)
+    return tl.load(ptr + column_offset(column, stride_v), mask=mask, other=-float("inf")).to(DTYPE)
 
 
 @triton.jit
