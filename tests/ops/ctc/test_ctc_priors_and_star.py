@@ -76,6 +76,11 @@ def test_errors_name_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     targets, lengths = torch.tensor([[1, 2], [5, 4]]), ([3, 3], [2, 1])
     for options, message in (
         ({"star": 3}, "star: expected an index of at least C = 4, got 3"),
+        ({"star": 2**63}, "star: expected an index of int64, got 9223372036854775808"),
+        (
+            {"label_priors": torch.tensor([0.0, 0.0, -torch.inf, 0.0]), "star": 5},
+            r"label_priors: expected finite logarithms, got -inf at \[2\]",
+        ),
         (
             {"label_priors": torch.zeros(3)},
             r"label_priors: expected shape \[C\] = \[4\], got \[3\]",

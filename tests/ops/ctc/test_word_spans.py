@@ -21,3 +21,5 @@ def test_words_of_tokens() -> None:
     torch.testing.assert_close(found.score, expected)
     with pytest.raises(ValueError, match=r"word_of_token: expected shape \[N, S\] = \[2, 5\]"):
         partita.word_spans(spans, words[:, :4])
+    with pytest.raises(TypeError, match="spans: expected TokenSpans, got tuple"):
+        partita.word_spans(tuple(spans), words)  # type: ignore[arg-type]

@@ -91,7 +91,7 @@ def word_spans(spans: TokenSpans, word_of_token: Tensor) -> TokenSpans:
         is 0 for a word without a token that is aligned. The computation stays on the device.
 
     Raises:
-        TypeError, ValueError: a wrong dtype, shape or device.
+        TypeError, ValueError: a wrong type, dtype, shape or device.
 
     Source: the word boundaries of torchaudio's tutorial of forced alignment, 2023.
 
@@ -103,6 +103,8 @@ def word_spans(spans: TokenSpans, word_of_token: Tensor) -> TokenSpans:
         >>> words.start, words.end
         (tensor([[ 0,  4, -1]]), tensor([[ 3,  5, -1]]))
     """
+    if not isinstance(spans, TokenSpans):
+        raise TypeError(f"spans: expected TokenSpans, got {type(spans).__name__}")
     checks.integer("word_of_token", word_of_token)
     checks.shape("word_of_token", word_of_token, spans.start.shape, "[N, S]")
     checks.device("word_of_token", word_of_token, spans.start, "spans")

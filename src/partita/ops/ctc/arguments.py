@@ -107,6 +107,8 @@ def score_options(
         checks.python_int("star", star)
         if star < C:
             raise ValueError(f"star: expected an index of at least C = {C}, got {star}")
+        if star >= 2**63:
+            raise ValueError(f"star: expected an index of int64, got {star}")
         star = star if isinstance(star, torch.SymInt) else int(star)
     # The scale counts in the key of a call, so calls without priors all have the same.
     scale = 1.0 if label_priors is None else float(prior_scale)

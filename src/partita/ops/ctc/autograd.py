@@ -40,13 +40,20 @@ def check_values(
     max_target_len: int,
     *options: Any,
 ) -> None:
-    """Raise for the first length or label that is out of range, where values are checked.
+    """Raise for the first length, label or prior that is out of range, where values are checked.
 
-    The last one of the options is the star.
+    The last ones of the options are the priors, their scale and the star.
     """
     if not checks.should_check_values(labels.device) or labels.is_meta:
         return
-    T, C, star = logits.shape[0], logits.shape[2], options[-1]
+    T, C, (label_priors, _, star) = logits.shape[0], logits.shape[2], options[-3:]
+    if label_priors is not None:
+        index = checks.first_index(~label_priors.isfinite())
+        if index is not None:
+            raise ValueError(
+                "label_priors: expected finite logarithms,"
+                f" got {float(label_priors[index])} at {list(index)}"
+            )
     if star is not None:
         labels = labels.masked_fill(labels == star, 0)
     if (

@@ -158,7 +158,8 @@ class SemiMarkovChain:
             The paths, as in `SemiMarkovSample`.
 
         Raises:
-            TypeError, ValueError: k is not an integer, or it is negative.
+            TypeError, ValueError: k is not an integer, or it is negative; the generator is none, or
+                on another device.
 
         Example:
             >>> import torch, partita
@@ -170,6 +171,7 @@ class SemiMarkovChain:
         checks.python_int("k", k)
         if k < 0:
             raise ValueError(f"k: expected a number of paths, 0 or more, got {k!r}")
+        checks.generator("generator", generator, self.emissions.device)
         with torch.no_grad():
             T, N, _ = self.emissions.shape
             uniforms = self.emissions.new_empty((T, 2, k, N), dtype=torch.float64)
