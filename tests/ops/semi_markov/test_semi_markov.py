@@ -199,5 +199,5 @@ def test_errors_name_the_argument(change: dict[str, Tensor]) -> None:
 
 def test_a_sample_takes_a_generator_only() -> None:
     chain = semi_markov_chain(torch.zeros(3, 1, 2), torch.zeros(2, 2), torch.zeros(4, 2))
-    with pytest.raises(TypeError, match="generator: expected .* got int"):
+    with pytest.raises(TypeError, match=r"generator: expected .* got int"):
         chain.sample(2, 3)  # type: ignore[arg-type]
