@@ -266,3 +266,21 @@ def test_logits_far_from_zero(backend: str) -> None:
             expected = torch.autograd.grad(loss(*truth), truth)
             for grad, exact in zip(found, expected, strict=True):
                 torch.testing.assert_close(grad.double(), exact, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("backend", ["reference", "numba"])
+@pytest.mark.parametrize("value", [-1e10, -1e30, 1e30, torch.finfo(torch.float32).min])
+def test_nodes_whose_logits_are_all_far_from_zero(value: float, backend: str) -> None:
+    """Equal logits are equal probabilities, as in a log-softmax, even where all are masked."""
+    g = torch.Generator().manual_seed(0)
+    tokens, durations = torch.randn(1, 3, 2, 4, generator=g), torch.randn(1, 3, 2, 2, generator=g)
+    x = (torch.tensor([[1]]), [3], [1], 0)
+    results = []
+    for fill in (value, 0.0):
+        tokens[0, 1], durations[0, 0] = fill, fill
+        inputs = [tokens.clone().requires_grad_(), durations.clone().requires_grad_()]
+        with partita.backend(backend):
+            losses = [partita.rnnt_loss(inputs[0], *x)]
+            losses += [partita.tdt_loss(*inputs, *x, [0, 1])]
+            results.append([*losses, *torch.autograd.grad(sum(losses), inputs)])
+    torch.testing.assert_close(*results)

@@ -141,6 +141,20 @@ def test_logits_far_from_zero(device: str) -> None:
 
 
 @kernel_devices
+@pytest.mark.parametrize("value", [-1e10, torch.finfo(torch.float32).min])
+def test_losses_of_nodes_whose_logits_are_all_far_from_zero(value: float, device: str) -> None:
+    """The products of huge logits with log2(e) have not the digits of differences."""
+    x = batch_of((1, 3, 1, 70), device)
+    x.tokens[0, 1], x.durations[0, 0, 0] = value, value
+    found, expected = [], []
+    for losses, backend in ((found, "triton"), (expected, "reference")):
+        with torch.no_grad(), partita.backend(backend):
+            losses.append(partita.rnnt_loss(x.tokens, *x[2:], 0))
+            losses.append(partita.tdt_loss(*x, 0, [0, 1, 2]))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@kernel_devices
 @pytest.mark.parametrize("durations", [[0, 1, 2, 3, 4], [1, 0]])
 def test_losses_and_gradients_of_tdt(durations: list[int], device: str) -> None:
     shape = (1, 4, 33, 6) if durations == [1, 0] else (2, 5, 3, 6)

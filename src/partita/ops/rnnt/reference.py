@@ -51,12 +51,13 @@ def arc_scores(
     if not fused:
         return torch.stack([x[..., blank], class_scores(x, index)]), x.new_empty(0)
     if not hat:
-        lse = x.logsumexp(-1)
-        return torch.stack([x[..., blank], class_scores(x, index)]) - lse, lse
+        # Log-probabilities are not differences from the log-sum-exp, whose digits may be too few.
+        y = x.log_softmax(-1)
+        return torch.stack([y[..., blank], class_scores(y, index)]), x.logsumexp(-1)
     is_blank = torch.arange(V, device=x.device) == blank
-    lse = x.masked_fill(is_blank, -torch.inf).logsumexp(-1)
-    label = logsigmoid(-x[..., blank]) + class_scores(x, index) - lse
-    return torch.stack([logsigmoid(x[..., blank]), label]), lse
+    labels = x.masked_fill(is_blank, -torch.inf)
+    label = logsigmoid(-x[..., blank]) + class_scores(labels.log_softmax(-1), index)
+    return torch.stack([logsigmoid(x[..., blank]), label]), labels.logsumexp(-1)
 
 
 def delayed(scores: Tensor, lengths: Lengths, delay_penalty: float) -> Tensor:
@@ -133,7 +134,8 @@ def rnnt_gradient(
     """Return the gradient of the losses in the logits or log-probabilities.
 
     A node whose posteriors are 0 has the gradient 0, and so has a sequence whose `grad` is 0;
-    their logits are not read. With `inplace` the gradient replaces the logits.
+    their logits are not read. With `inplace` the gradient replaces the logits. The log-sum-exps
+    are not used here; they save a kernel work.
     """
     U1, V = logits.shape[2:]
     blank_posterior, label_posterior = posteriors.double()
@@ -147,7 +149,7 @@ def rnnt_gradient(
     result = 0.0 - expected
     if fused:
         x = torch.where(active, logits, 0.0).double()
-        classes = (x - torch.where(active, lse[..., None], 0.0).double()).exp()
+        classes = (x.masked_fill(is_blank, -torch.inf) if hat else x).softmax(-1)
         total = (blank_posterior + label_posterior)[..., None]
         if hat:
             row = torch.where(is_blank, total * x.sigmoid(), label_posterior[..., None] * classes)

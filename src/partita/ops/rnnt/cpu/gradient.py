@@ -8,12 +8,17 @@ import numpy as np
 
 from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp
-from .batch import node_row, store_row
+from .batch import HUGE, node_row, store_row
 
 
 @jit
-def softmax_row(row: Any, lse: float, factor: float, result: Any) -> None:
-    """Write factor * exp(row - lse)."""
+def softmax_row(row: Any, lse: float, factor: float, excluded: int, result: Any) -> None:
+    """Write factor * exp(row - lse), in which the sum over the row has no `excluded` class."""
+    if HUGE <= abs(lse) < np.inf:
+        total = 0.0
+        for c in range(len(result)):
+            total += exp(row[c] - lse) if c != excluded else 0.0
+        factor /= total
     for c in range(len(result)):
         result[c] = factor * exp(row[c] - lse)
 
@@ -72,7 +77,7 @@ def write_rnnt_gradient(
                 if fused:
                     row = node_row(logits, b, t, u, buffer)
                     factor = label if hat else blank + label
-                    softmax_row(row, lse[b, t, u], factor, row_result)
+                    softmax_row(row, lse[b, t, u], factor, blank_class if hat else -1, row_result)
                     if hat:
                         apart = 1.0 / (1.0 + np.exp(-row[blank_class]))
                         row_result[blank_class] = (blank + label) * apart
@@ -117,11 +122,11 @@ def write_tdt_gradient(
                 row_result[:], duration_row[:] = np.nan, np.nan
             elif grad[b] != 0.0 and total != 0.0:
                 row = node_row(tokens, b, t, u, buffer)
-                softmax_row(row, token_lse[b, t, u], total, row_result)
+                softmax_row(row, token_lse[b, t, u], total, -1, row_result)
                 row_result[blank_class] -= blank
                 subtract_label(row_result, targets, b, u, label)
                 row = node_row(durations, b, t, u, duration_buffer)
-                softmax_row(row, duration_lse[b, t, u], total, duration_row)
+                softmax_row(row, duration_lse[b, t, u], total, -1, duration_row)
                 for k in range(K):
                     duration_row[k] -= posteriors[0, k, b, t, u] + posteriors[1, k, b, t, u]
                 finish_row(row_result, 0.0, grad[b])

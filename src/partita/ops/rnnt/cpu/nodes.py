@@ -12,13 +12,28 @@ import numpy as np
 
 from ....primitives.cpu.batch import LANES, logsumexp_row
 from ....primitives.cpu.jit import jit
-from .batch import node_row
+from .batch import HUGE, node_row
 
 
 @jit
 def log_sigmoid(x: float) -> float:
     """Return log(1 / (1 + exp(-x)))."""
     return min(x, 0.0) - np.log1p(np.exp(-abs(x)))
+
+
+@jit
+def log_sum_of_row(row: Any, maxima: Any, sums: Any) -> tuple[float, float]:
+    """Return a shift and the log-sum-exp relative to it, 0 unless logits are far from 0.
+
+    Far from it, fp64 has not the digits of the sum's logarithm beside the greatest logit.
+    """
+    total = logsumexp_row(row, maxima, sums)
+    if not HUGE <= abs(total) < np.inf:
+        return 0.0, total
+    shift, total = row.max(), 0.0
+    for c in range(len(row)):
+        total += np.exp(row[c] - shift)
+    return shift, np.log(total)
 
 
 @jit(nogil=True)
@@ -37,24 +52,24 @@ def read_rnnt_nodes(
             continue
         for u in range(batch.labels[b] + 1):
             row = node_row(logits, b, t, u, buffer)
-            total = 0.0
+            shift, total = 0.0, 0.0
             blank = float(row[batch.blank])
             if hat:
                 for c in range(len(row)):
                     labels_only[c] = row[c]
                 labels_only[batch.blank] = -np.inf
-                total = logsumexp_row(labels_only, maxima, sums)
+                shift, total = log_sum_of_row(labels_only, maxima, sums)
                 arcs[0, b, t, u] = log_sigmoid(blank)
             else:
                 if fused:
-                    total = logsumexp_row(row, maxima, sums)
-                arcs[0, b, t, u] = blank - total
+                    shift, total = log_sum_of_row(row, maxima, sums)
+                arcs[0, b, t, u] = blank - shift - total
             if fused:
-                lse[b, t, u] = total
+                lse[b, t, u] = shift + total
             arcs[1, b, t, u] = -np.inf
             if u < batch.labels[b]:
                 apart = log_sigmoid(-blank) if hat else 0.0
-                arcs[1, b, t, u] = row[batch.targets[b, u]] - total + apart
+                arcs[1, b, t, u] = row[batch.targets[b, u]] - shift - total + apart
 
 
 @jit(nogil=True)
@@ -84,13 +99,14 @@ def read_tdt_nodes(
         for u in range(batch.labels[b] + 1):
             row = node_row(tokens, b, t, u, buffer)
             row_of_durations = node_row(durations, b, t, u, duration_buffer)
-            total = logsumexp_row(row, maxima, sums)
-            duration_total = logsumexp_row(row_of_durations, maxima, sums)
-            token_lse[b, t, u], duration_lse[b, t, u] = total, duration_total
-            blank, label = row[batch.blank] - total - sigma, -np.inf
+            shift, total = log_sum_of_row(row, maxima, sums)
+            duration_shift, duration_total = log_sum_of_row(row_of_durations, maxima, sums)
+            token_lse[b, t, u] = shift + total
+            duration_lse[b, t, u] = duration_shift + duration_total
+            blank, label = row[batch.blank] - shift - total - sigma, -np.inf
             if u < batch.labels[b]:
-                label = row[batch.targets[b, u]] - total - sigma
+                label = row[batch.targets[b, u]] - shift - total - sigma
             for k in range(K):
-                duration = row_of_durations[k] - duration_total
+                duration = row_of_durations[k] - duration_shift - duration_total
                 arcs[k, b, t, u] = blank + duration if steps_of[k] > 0 else -np.inf
                 arcs[K + k, b, t, u] = label + duration

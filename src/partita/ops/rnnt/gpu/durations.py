@@ -61,14 +61,16 @@ def tdt_arcs_kernel(
     total = tl.exp(values[0] - maximum)  # type: ignore[misc]
     for k in tl.static_range(1, K):
         total += tl.exp(values[k] - maximum)
-    lse = maximum + log_sum(total)
+    log_total = log_sum(total)
+    lse = maximum + log_total
     if lse_ptr is not None:
         node = (b.to(tl.int64) * T + t) * U1 + u
         tl.store(lse_ptr + node, lse.to(lse_ptr.dtype.element_ty), mask=mask)
     blank = tl.load(tokens_ptr + offset, mask=mask, other=0.0)
     label = tl.load(tokens_ptr + nodes + offset, mask=mask, other=0.0)
     for k in tl.static_range(K):
-        duration, after = (values[k] - lse) * LOG2E, t + ((DURATIONS >> (8 * k)) & 255)
+        after = t + ((DURATIONS >> (8 * k)) & 255)
+        duration = (values[k] - maximum - log_total) * LOG2E
         in_array = index < rows * 32
         if (DURATIONS >> (8 * k)) & 255:
             valid = mask & ((after < length) | ((after == length) & (u == target_len)))

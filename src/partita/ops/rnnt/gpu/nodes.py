@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ....primitives.gpu.math import LOG2E
 from .lattice import SIZES, load_sequence, log2_units, log_sum, natural_units, node_offset
-from .rows import locate_row, program_nodes, row_normalizer, step_offset
+from .rows import exact_shift, locate_row, program_nodes, row_normalizer, step_offset
 
 
 @triton.jit
@@ -74,16 +74,17 @@ def rnnt_nodes_kernel(
     label_x = tl.load(logits_ptr + start + label * stride_v, mask=mask, other=0.0).to(tl.float64)
     blank_score, label_score = log2_units(blank_x, DTYPE), log2_units(label_x, DTYPE)
     if FUSED:
-        shifts, totals = tl.zeros([ROWS], DTYPE), tl.zeros([ROWS], tl.float64)
+        maxima, totals = tl.zeros([ROWS], DTYPE), tl.zeros([ROWS], tl.float64)
         for r in range(0, tl.minimum(ROWS, target_len + 1 - node.first_u)):
             row_start = origin + (node.first_u + r).to(tl.int64) * stride_u
             row = locate_row(row_start, V, VEC, EDGES)
-            shift, total = row_normalizer(
+            maximum, total = row_normalizer(
                 logits_ptr, row, V, stride_v, blank, HAT, VEC, EDGES, PIECES, BLOCK_V, DTYPE
             )
-            shifts, totals = tl.where(lane == r, shift, shifts), tl.where(lane == r, total, totals)
+            maxima = tl.where(lane == r, maximum, maxima)
+            totals = tl.where(lane == r, total, totals)
         # The shift is subtracted first, because it is near the scores.
-        shifts, log2_totals = shifts.to(tl.float64), log_sum(totals) * LOG2E
+        shifts, log2_totals = exact_shift(maxima, DTYPE), log_sum(totals) * LOG2E
         if lse_ptr is not None:
             lse = natural_units(shifts + log2_totals, DTYPE)
             lse_dtype: tl.constexpr = lse_ptr.dtype.element_ty

@@ -16,6 +16,8 @@ from ....primitives.gpu.math import LOG2E, UNFUSED, finite_shift
 from ....primitives.gpu.memory import edge_columns, row_span
 from .lattice import log2_units
 
+HUGE = tl.constexpr(2.0**30)  # of logits; their products with log2(e) are too far apart in fp32
+
 
 class NodeRows(NamedTuple):
     """The nodes of a program.
@@ -102,13 +104,44 @@ def load_piece(ptr, row, column, stride_v, VEC: tl.constexpr, DTYPE: tl.constexp
 
 
 @triton.jit
-def row_exp2(x, shift, DTYPE: tl.constexpr):
-    """Return 2**(x log2(e) - shift)."""
-    if DTYPE == tl.float64 or UNFUSED:
-        return tl.exp2(log2_units(x.to(tl.float64), DTYPE) - shift).to(DTYPE)
+def is_huge(maximum):
+    """Return whether the greatest logit of a row is finite and beyond ±2**30."""
+    return (tl.abs(maximum) >= HUGE) & (tl.abs(maximum) < float("inf"))
+
+
+@triton.jit
+def row_factor(maximum, DTYPE: tl.constexpr):
+    """Return the factor of a row's exponents: log2(e), or 1 if its greatest logit is huge.
+
+    The shift of a huge row has not the digits of exact products. Unequal logits are at least 64
+    apart in fp32 there, so the factor does not matter, and 1 makes the shift exact.
+    """
+    if DTYPE == tl.float64:
+        return LOG2E
+    else:
+        return tl.where(is_huge(maximum), 1.0, LOG2E).to(DTYPE)
+
+
+@triton.jit
+def exact_shift(maximum, DTYPE: tl.constexpr):
+    """Return in fp64 what exponents of a row are relative to, in the units of `log2_units`."""
+    shift = (finite_shift(maximum) * LOG2E).to(tl.float64)
+    if DTYPE == tl.float64:
+        return shift
+    else:
+        return tl.where(is_huge(maximum), log2_units(maximum.to(tl.float64), DTYPE), shift)
+
+
+@triton.jit
+def row_exp2(x, factor, shift, DTYPE: tl.constexpr):
+    """Return 2**(factor x - shift)."""
+    if DTYPE == tl.float64:
+        return tl.exp2(x * factor - shift)
+    elif UNFUSED:
+        return tl.exp2(x.to(tl.float64) * factor - shift).to(DTYPE)
     else:
         # The product inside is exact, so logits may be far from 0.
-        return tl.exp2(tl.fma(x, LOG2E, -shift))
+        return tl.exp2(tl.fma(x, factor, -shift))
 
 
 @triton.jit
@@ -143,8 +176,9 @@ def row_normalizer(
     BLOCK_V: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Return a shift and the sum of 2**(x log2(e) - shift) over a row, in fp64.
+    """Return the maximum of a row, and the sum of 2**(factor x - shift) over it in fp64.
 
+    See `row_factor` for the factor. The shift is the product of factor and maximum.
     With HAT, the column `excluded` does not count. A lane adds up its columns in DTYPE.
     """
     lane = tl.arange(0, BLOCK_V)
@@ -172,12 +206,13 @@ def row_normalizer(
         if EDGES:
             greatest = tl.maximum(greatest, edge)
         new_maximum = tl.maximum(maximum, tl.max(greatest, axis=0))
-        new_shift = finite_shift(new_maximum) * LOG2E
+        factor = row_factor(new_maximum, DTYPE)
+        new_shift = finite_shift(new_maximum) * factor
         partial *= tl.exp2(tl.where(maximum == -float("inf"), 0.0, shift - new_shift))
         for i in tl.static_range(PIECES):
-            partial += row_exp2(pieces[i], new_shift, DTYPE)
+            partial += row_exp2(pieces[i], factor, new_shift, DTYPE)
         maximum, shift = new_maximum, new_shift
     sums = fold_sum(partial, VEC)
     if EDGES:
-        sums += row_exp2(edge, shift, DTYPE)
-    return shift, tl.sum(sums.to(tl.float64), axis=0)
+        sums += row_exp2(edge, row_factor(maximum, DTYPE), shift, DTYPE)
+    return maximum, tl.sum(sums.to(tl.float64), axis=0)
