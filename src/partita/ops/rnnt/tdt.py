@@ -73,7 +73,7 @@ def tdt_loss(
         targets: `[B, U]` integers from 0 to V - 1, other than the blank.
         logit_lengths, target_lengths: `[B]`, tensors on any device, lists or tuples.
         blank_token_id: the class of the blank; a negative number counts from V.
-        durations: the K durations in steps, 0 or more; at most 8.
+        durations: the K durations in steps, 0 or more; at most 8. On a GPU none is above 64.
         sigma: what is subtracted from the log-probability of each token.
         reduction: `mean` (of loss / target length), `mean_batch` (over the batch), `mean_volume`
             (the sum of the losses over the sum of the target lengths), `sum` or `none`.
