@@ -60,9 +60,13 @@ def sum_durations(posteriors_ptr, index, size, K: tl.constexpr):
 @triton.jit
 def round_lse(lse, dtype: tl.constexpr, DTYPE: tl.constexpr):
     """Return the log-sum-exp that `row_exp` subtracts, and the factor that undoes its rounding."""
-    if dtype == tl.float64 or dtype == tl.float32:
+    if dtype == tl.float64:
+        return lse, 1.0
+    elif dtype == tl.float32:
         rounded = lse.to(DTYPE)
-        return rounded, 1.0 + (rounded.to(tl.float64) - lse).to(DTYPE)
+        error = (rounded.to(tl.float64) - lse).to(DTYPE)
+        # The error is at most the logarithm of V, as the greatest logit has none.
+        return rounded, tl.where(tl.abs(error) < 2e-4, 1.0 + error, tl.exp(error))
     else:
         scaled = log2_units(lse, DTYPE)
         rounded = scaled.to(tl.float32)
