@@ -76,13 +76,12 @@ def rnnt_nodes_kernel(
     if FUSED:
         maxima, totals = tl.zeros([ROWS], DTYPE), tl.zeros([ROWS], tl.float64)
         for r in range(0, tl.minimum(ROWS, target_len + 1 - node.first_u)):
-            row_start = origin + (node.first_u + r).to(tl.int64) * stride_u
-            row = locate_row(row_start, V, VEC, EDGES)
+            row = locate_row(origin + (node.first_u + r).to(tl.int64) * stride_u, V, VEC, EDGES)
             maximum, total = row_normalizer(
                 logits_ptr, row, V, stride_v, blank, HAT, VEC, EDGES, PIECES, BLOCK_V, DTYPE
             )
-            maxima = tl.where(lane == r, maximum, maxima)
-            totals = tl.where(lane == r, total, totals)
+            is_row = lane == r
+            maxima, totals = tl.where(is_row, maximum, maxima), tl.where(is_row, total, totals)
         # The shift is subtracted first, because it is near the scores.
         shifts, log2_totals = exact_shift(maxima, DTYPE), log_sum(totals) * LOG2E
         if lse_ptr is not None:
