@@ -202,3 +202,18 @@ def test_errors_of_the_scores() -> None:
             search(torch.zeros(4))
         with pytest.raises(TypeError, match="log_probs: expected a floating dtype"):
             search(torch.zeros(4, 2, 3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("value", [-1e30, torch.finfo(torch.float32).min])
+def test_a_step_whose_logits_are_all_huge_is_as_probable_for_each_class(value: float) -> None:
+    logits = torch.randn(4, 1, 3, generator=torch.Generator().manual_seed(0))
+    results = []
+    for fill in (value, 0.0):
+        logits[1] = fill
+        x = logits.clone().requires_grad_()
+        loss = partita.ctc_loss(x, torch.tensor([[1, 2]]), [4], [2], from_logits=True)
+        found = partita.ctc_align(x, torch.tensor([[1, 2]]), [4], [2], from_logits=True)
+        scores = [partita.ctc_greedy_search(x, from_logits=True).scores]
+        scores += [partita.ctc_beam_search(x, from_logits=True, nbest=3).scores]
+        results.append([loss, *torch.autograd.grad(loss, x), found.scores, found.score, *scores])
+    torch.testing.assert_close(*results)

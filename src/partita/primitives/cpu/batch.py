@@ -20,6 +20,7 @@ from ...runtime.register import resolved
 
 INF = np.inf
 LOWEST = np.finfo(np.float64).min  # replaces -inf in maxima, so that no difference from one is NaN
+HUGE = 2.0**40  # of log-sum-exps, whose digits may be too few
 LANES = 64  # partial sums of a log-sum-exp
 SMALL = 2**18  # edges times steps; with fewer, threads take longer to start than they save
 
@@ -86,6 +87,20 @@ def logsumexp_row(row: Any, maxima: Any, sums: Any) -> float:
         total += sums[i]
     # A row of nothing but -inf gives NaN, as a log-softmax does.
     return highest + np.log(total) if highest > LOWEST else np.nan
+
+
+@jit
+def centered_row(row: Any, lse: float, buffer: Any, maxima: Any, sums: Any) -> tuple[Any, float]:
+    """Return a row and its log-sum-exp; if that is huge, both minus the greatest number of the row.
+
+    In fp64 a log-sum-exp near -1e30 has no digits left for the logarithm of the sum.
+    """
+    if not HUGE <= abs(lse) < INF:
+        return row, lse
+    shift = row.max()
+    for c in range(len(row)):
+        buffer[c] = row[c] - shift
+    return buffer, logsumexp_row(buffer, maxima, sums)
 
 
 def empty_batch(shape: Sequence[int], dtype: torch.dtype = torch.float64) -> Tensor:

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ....primitives.cpu.batch import (
+    HUGE,
     INF,
     LANES,
     LOWEST,
     as_steps,
+    centered_row,
     contiguous_row,
     logsumexp_row,
     row_at,
@@ -54,7 +56,8 @@ def viterbi_scan(
         for t in range(length):
             row = contiguous_row(scores, t, n, buffer)
             lse[t] = logsumexp_row(row, maxima, sums) if from_logits else 0.0
-            fill_emitted(batch, row, lse[t], labels, states, has_star, emitted)
+            row, norm = centered_row(row, lse[t], buffer, maxima, sums)
+            fill_emitted(batch, row, norm, labels, states, has_star, emitted)
             for c in range(states):
                 # NaN counts as the greatest value, so that it reaches the result.
                 best, edge = before[c + 2], 0
@@ -81,6 +84,10 @@ def viterbi_scan(
             tokens[n, t] = state // 2 if state % 2 else -1
             if label < batch.C:
                 value = row_at(scores, t, n)[label * scores.strides[2]] - lse[t]
+                if HUGE <= abs(lse[t]) < INF:
+                    row = contiguous_row(scores, t, n, buffer)
+                    row, norm = centered_row(row, lse[t], buffer, maxima, sums)
+                    value = row[label] - norm
                 scores_out[n, t] = value - (batch.priors[label] if len(batch.priors) else 0.0)
             state -= (pointers[n, t, state // 4] >> (2 * (state % 4))) & 3
 

@@ -20,6 +20,7 @@ from ....primitives.cpu.batch import (
     LOWEST,
     as_array,
     as_steps,
+    centered_row,
     contiguous_row,
     empty_batch,
     logsumexp_row,
@@ -72,6 +73,7 @@ def forward_scan(
             before, after = (t, t + 1) if save else (t % 2, (t + 1) % 2)
             lse = logsumexp_row(row, maxima, sums) if from_logits else 0.0
             alpha[n, before, max_states + 2] = lse
+            row, lse = centered_row(row, lse, buffer, maxima, sums)
             alpha[n, after, 0], alpha[n, after, 1] = LOWEST, LOWEST
             fill_emitted(batch, row, lse, labels, states, has_star, emitted)
             alpha_step(skips, alpha[n, before], alpha[n, after], states, emitted)
@@ -150,6 +152,7 @@ def backward_scan(
     `grad` is the gradient of each loss, or with `mean` that of the mean of loss / target length.
     """
     max_states, buffer = 2 * batch.max_target_len + 1, np.empty(batch.C, scores.numbers.dtype)
+    maxima, sums = np.empty(LANES), np.empty(LANES)
     for n in share:
         labels, skips = np.empty(max_states, np.int64), np.empty(max_states)
         after, before, parts = np.empty(max_states), np.empty(max_states), np.empty((3, max_states))
@@ -177,6 +180,7 @@ def backward_scan(
             for c in range(states):
                 posterior[labels[c]] += after[c] * scale
             row, lse = contiguous_row(scores, t, n, buffer), alpha[n, t, max_states + 2]
+            row, lse = centered_row(row, lse, buffer, maxima, sums)
             gradient_row(row, lse, own_grad, from_logits and possible, posterior, result[t, n])
             for c in range(states):
                 posterior[labels[c]] = 0.0

@@ -17,6 +17,7 @@ from ....primitives.cpu.batch import (
     INF,
     LANES,
     as_steps,
+    centered_row,
     contiguous_row,
     logsumexp_row,
     run_over_sequences,
@@ -323,6 +324,7 @@ def beam_scan(
         for t in range(lengths[n] if valid else 0):
             row = contiguous_row(scores, t, n, buffer)
             lse = logsumexp_row(row, maxima, sums) if options.from_logits else 0.0
+            row, lse = centered_row(row, lse, buffer, maxima, sums)
             log_blank = row[options.blank] - lse
             skips = log_blank > options.skipped
             stay(x[b], y[b], size, row, lse, log_blank, skips, stays)

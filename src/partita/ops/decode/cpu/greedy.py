@@ -12,6 +12,7 @@ from ....primitives.cpu.batch import (
     INF,
     LANES,
     as_steps,
+    centered_row,
     contiguous_row,
     logsumexp_row,
     run_over_sequences,
@@ -49,6 +50,7 @@ def greedy_scan(
                 valid = valid and row[c] < INF
                 best = c if row[c] > row[best] else best
             lse = logsumexp_row(row, maxima, sums) if from_logits else 0.0
+            row, lse = centered_row(row, lse, buffer, maxima, sums)
             valid = valid and lse == lse
             total += row[best] - lse
             if best not in (blank, previous):

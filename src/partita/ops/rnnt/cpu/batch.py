@@ -11,8 +11,6 @@ from torch import Tensor
 from ....primitives.cpu.jit import jit
 from ....runtime.register import resolved
 
-HUGE = 2.0**40  # of log-sum-exps, whose digits may be too few
-
 
 class Batch(NamedTuple):
     """The targets and the lengths of a batch.

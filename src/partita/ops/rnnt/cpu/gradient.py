@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from ....primitives.cpu.batch import HUGE
 from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp
-from .batch import HUGE, node_row, store_row
+from .batch import node_row, store_row
 
 
 @jit

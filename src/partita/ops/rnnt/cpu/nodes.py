@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ....primitives.cpu.batch import LANES, logsumexp_row
+from ....primitives.cpu.batch import HUGE, LANES, logsumexp_row
 from ....primitives.cpu.jit import jit
-from .batch import HUGE, node_row
+from .batch import node_row
 
 
 @jit
