@@ -132,6 +132,8 @@ def test_text() -> None:
     assert ord(lines[3][0]) == 33 + round(quality)
     with pytest.raises(ValueError, match="names: expected 2 names, got 1"):
         calls.to_fastq(["x"])
+    with pytest.raises(IndexError, match="alphabet: expected a character for label 2, got '-A'"):
+        calls.to_string("-A")
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class Basecalls(NamedTuple):
             A list of N strings.
 
         Raises:
-            IndexError: a label that has no character.
+            IndexError: the alphabet has no character for a label.
 
         Example:
             >>> import torch, partita
@@ -51,6 +51,11 @@ class Basecalls(NamedTuple):
             >>> partita.ctc_crf_decode(scores, state_len=1, alphabet_size=5).to_string()
             ['AG']
         """
+        greatest = int(self.labels.max()) if self.labels.numel() else 0
+        if greatest >= len(alphabet):
+            raise IndexError(
+                f"alphabet: expected a character for label {greatest}, got {alphabet!r}"
+            )
         rows = zip(self.labels.tolist(), self.lengths.tolist(), strict=True)
         return ["".join(alphabet[label] for label in row[:length]) for row, length in rows]
 
