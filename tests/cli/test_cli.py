@@ -333,3 +333,12 @@ def test_bench_looks_at_its_files_before_it_measures(
         out, error = capsys.readouterr()
         assert error.startswith(f"partita bench: {path}") and error.count("\n") == 1
         assert reason in error and out == ""
+
+
+def test_an_unknown_argument_names_the_help_of_its_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["check", "softmax", "--fast"])
+    message = "partita check: unrecognized arguments: softmax --fast; see partita check --help\n"
+    assert exit.value.code == 2 and capsys.readouterr().err == message
