@@ -50,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     for name, (program, summary) in programs.items():
         program.add_arguments(commands.add_parser(name, help=summary, formatter_class=formatter))
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return programs[args.command][0].main(args)
     except KeyboardInterrupt:

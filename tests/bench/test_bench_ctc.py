@@ -72,7 +72,7 @@ def test_sizes() -> None:
     ] and len(full) == 10
     assert full[5] == (30000, 1, 32, 2000, 2500)
     assert shapes("ctc", device=gpu) == [full[0], full[6]]
-    assert shapes("ctc", quick=False) == [full[0], (1000, 8, 5000, 100, 100)]
+    assert shapes("ctc", quick=False) == [(500, 32, 20, 80, 100), (400, 4, 5000, 40, 40)]
     assert shapes("ctc") == [(60, 4, 20, 8, 12), (64, 4, 32, 16, 16)]
     assert shapes("ctc", device=gpu, columns=(1, 100)) == [
         (500, 128, 2, 80, 100),

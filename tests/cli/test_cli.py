@@ -317,3 +317,28 @@ def test_progress(
         assert printed.err == "[0/2] one\n[1/2] two\n"
     elif not rich:
         assert "[1/2] two" in printed.err
+
+
+@pytest.mark.parametrize("ops", [["softmax"], ["host", "softmax"]], ids=lambda ops: ops[0])
+def test_bench_looks_at_its_files_before_it_measures(
+    ops: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for option, path, reason in (
+        ("--csv", tmp_path, "is a folder; expected a file to write"),
+        ("--out", tmp_path / "file", "cannot be written: "),
+        ("--svg", tmp_path / ("x" * 300), "cannot be written: "),
+    ):
+        assert main(["bench", *ops, option, str(path)]) == 2
+        out, error = capsys.readouterr()
+        assert error.startswith(f"partita bench: {path}") and error.count("\n") == 1
+        assert reason in error and out == ""
+
+
+def test_an_unknown_argument_names_the_help_of_its_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["check", "softmax", "--fast"])
+    message = "partita check: unrecognized arguments: softmax --fast; see partita check --help\n"
+    assert exit.value.code == 2 and capsys.readouterr().err == message

@@ -7,26 +7,54 @@ of its tensors. What this module changes are no results and no checks of them.
 import dataclasses
 from typing import Any
 
+from triton import language
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
 def make_interpreter_faster() -> None:
     """Change the interpreter of this process."""
+    _call_builtins_directly()
     _patch_language_once_per_launch()
     _skip_sums_for_assertions_that_are_off()
     _share_types_and_shapes()
+    _construct_handles_directly()
+
+
+def _call_builtins_directly() -> None:
+    """Call a function of the language without two others around it, which pass `_semantic` on."""
+    semantic = TritonSemantic(interpreter.interpreter_builder)
+    replacements: dict[Any, Any] = {}
+
+    def replacement(member: Any) -> Any:
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        return call
+
+    def patch_attribute(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        if member not in replacements:
+            replacements[member] = replacement(member)
+        scope.set_attr(owner, name, replacements[member])
+
+    interpreter._patch_attr = patch_attribute
 
 
 def _patch_language_once_per_launch() -> None:
     """Let calls of device functions find the language as the launch has left it.
 
-    The interpreter replaces the functions of `triton.language` before a kernel runs, and again at
-    each call of a device function, which takes longer than most device functions. Here it does so
-    once for each module and launch.
+    The interpreter looks for the functions of `triton.language` and replaces them before a kernel
+    runs, and again at each call of a device function, which takes longer than most device
+    functions. Here it replaces them once for each launch, and looks for them once.
     """
     patch_language = interpreter._patch_lang
-    patched: set[str] = set()  # the modules whose functions have been called in this launch
+    languages_of_modules: dict[str, frozenset[str]] = {}
+    patched: set[frozenset[str]] = set()  # what this launch has patched
+    changes: dict[frozenset[str], list[tuple[Any, str, Any]]] = {}
 
     class Scope(interpreter._LangPatchScope):  # type: ignore[misc]
         """The replacements of one launch, whose end makes the set empty."""
@@ -35,18 +63,30 @@ def _patch_language_once_per_launch() -> None:
             patched.clear()
             super().restore()
 
+    def languages_of(names: dict[str, Any]) -> frozenset[str]:
+        known = (value for value in names.values() if value is language or value is core)
+        return frozenset(module.__name__ for module in known)
+
     def patch_once(function: Any) -> Any:
         module = function.__globals__["__name__"]
-        if module in patched:
+        if module not in languages_of_modules:
+            languages_of_modules[module] = languages_of(function.__globals__)
+        languages = languages_of_modules[module]
+        if languages in patched:
             return interpreter._LangPatchScope()
         is_launch = not patched
-        patched.add(module)
-        found = patch_language(function)
-        if is_launch:
-            scope = Scope()
-            scope._changes = found._changes
+        patched.add(languages)
+        if not is_launch:
+            return patch_language(function)
+        scope = Scope()
+        if languages in changes:
+            for owner, name, value in changes[languages]:
+                scope.set_attr(owner, name, value)
             return scope
-        return found
+        scope._changes = patch_language(function)._changes
+        found = [(owner, name, getattr(owner, name)) for owner, name, _ in scope._changes]
+        changes[languages] = found
+        return scope
 
     interpreter._patch_lang = patch_once
 
@@ -61,8 +101,9 @@ def _skip_sums_for_assertions_that_are_off() -> None:
 def _share_types_and_shapes() -> None:
     """Construct the type of a block, its shape and its NumPy dtype once for all tensors."""
     construct_block, numpy_dtype = core.block_type.__init__, interpreter._get_np_dtype
-    equal = core.tuple.__eq__
+    equal_blocks, broadcast = core.block_type.__eq__, TritonSemantic.broadcast_impl_value
     blocks: dict[Any, core.block_type] = {}
+    shapes: dict[tuple[int, ...], tuple[core.tuple, core.constexpr]] = {}
     numpy_dtypes: dict[str, Any] = {}
     scalar_shape, scalar_numel = core.tuple([]), core.constexpr(1)
 
@@ -79,9 +120,19 @@ def _share_types_and_shapes() -> None:
     def construct_block_once(self: core.block_type, element_ty: Any, shape: Any) -> None:
         if not hasattr(self, "tensor_shape"):
             construct_block(self, element_ty, shape)
-            self.tensor_shape = core.tuple([core.constexpr(size) for size in self.shape])
-            self.tensor_numel = core.constexpr(self.numel)
-            blocks[key_of_block(element_ty, shape)] = self
+            key = key_of_block(element_ty, shape)
+            if key[1:] not in shapes:
+                sizes = core.tuple([core.constexpr(size) for size in self.shape])
+                shapes[key[1:]] = sizes, core.constexpr(self.numel)
+            self.tensor_shape, self.tensor_numel = shapes[key[1:]]
+            self.blocks_of_this_shape = {}
+            blocks[key] = self
+
+    def with_element_type(self: core.block_type, scalar_ty: core.dtype) -> core.block_type:
+        found = self.blocks_of_this_shape
+        if scalar_ty.name not in found:
+            found[scalar_ty.name] = core.block_type(scalar_ty, self.shape)
+        return found[scalar_ty.name]
 
     def construct_tensor(self: core.tensor, handle: Any, type: core.dtype) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
@@ -90,17 +141,41 @@ def _share_types_and_shapes() -> None:
         else:
             self.shape, self.numel = scalar_shape, scalar_numel
 
+    def broadcast_unequal_shapes(self: Any, lhs: core.tensor, rhs: core.tensor) -> Any:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
     def shared_numpy_dtype(type: core.dtype) -> Any:
         name = (type.element_ty if isinstance(type, core.block_type) else type).name
         if name not in numpy_dtypes:
             numpy_dtypes[name] = numpy_dtype(type)
         return numpy_dtypes[name]
 
-    def equal_or_same(self: core.tuple, other: Any) -> core.constexpr:
-        return core.constexpr(True) if other is self else equal(self, other)
-
-    core.tuple.__eq__ = equal_or_same
     core.block_type.__new__ = shared_block
     core.block_type.__init__ = construct_block_once
+    core.block_type.__eq__ = lambda self, other: other is self or equal_blocks(self, other)
+    core.block_type.with_element_ty = with_element_type
+    core.block_type.to_ir = lambda self, builder: self
     core.tensor.__init__ = construct_tensor
+    TritonSemantic.broadcast_impl_value = broadcast_unequal_shapes
     interpreter._get_np_dtype = shared_numpy_dtype
+
+
+def _construct_handles_directly() -> None:
+    """Check once for each type and NumPy dtype that the one has room for the other."""
+    check, valid = interpreter.TensorHandle.__post_init__, set[tuple[str, int]]()
+    is_valid, sizes = interpreter._validate_np_data_size, dict[tuple[str, int], bool]()
+
+    def is_valid_size(array: Any, type: core.dtype) -> bool:
+        key = type.name, array.itemsize
+        if key not in sizes:
+            sizes[key] = is_valid(array, type)
+        return sizes[key]
+
+    def construct(self: Any, data: Any, dtype: core.dtype, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if (dtype.name, data.itemsize) not in valid:
+            check(self)
+            valid.add((dtype.name, data.itemsize))
+
+    interpreter._validate_np_data_size = is_valid_size
+    interpreter.TensorHandle.__init__ = construct

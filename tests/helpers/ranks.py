@@ -30,6 +30,7 @@ from helpers.rank_losses import (
 from helpers.rank_symmetric_memory import check_symmetric_memory
 from helpers.rows import INTERPRETING
 
+import partita
 from partita import parallel
 
 CHECKS = (
@@ -88,6 +89,14 @@ def run_rank(rank: int, world: int, store: str, kind: str, what: str) -> None:
     dist.destroy_process_group()
 
 
+def compile_a_training_step() -> None:
+    """Import what a compilation needs, and fill its caches, before the ranks are forked."""
+    function = torch.compile(partita.cross_entropy, backend="aot_eager", fullgraph=True)
+    logits = torch.zeros(2, 3, requires_grad=True)
+    function(logits, torch.tensor([0, 1]), label_smoothing=0.1).backward()
+    torch._dynamo.reset()
+
+
 def start(rank: int, world: int, store: str, kind: str, what: str) -> int:
     """Start the process of a rank, which writes to the file of its rank, and return its id."""
     if child := os.fork():
@@ -113,7 +122,7 @@ def start(rank: int, world: int, store: str, kind: str, what: str) -> int:
 def main(worlds: str, store: str, kind: str, what: str) -> None:
     """Run all ranks of one world after another, and print their exit codes, a line for each."""
     if kind == "cpu" and what == "all":
-        torch.compile(torch.neg, backend="aot_eager")(torch.zeros(1))  # which imports much
+        compile_a_training_step()
     for world in map(int, worlds.split(",")):
         ranks = [start(rank, world, f"{store}.{world}", kind, what) for rank in range(world)]
         codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]

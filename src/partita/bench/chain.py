@@ -61,7 +61,7 @@ SIZES = (
     Size(2000, 64, 1024),
     Size(500, 128, 201, alignment),
 )
-CPU_SIZES = Size(500, 8, 64), Size(400, 32, 1024), Size(500, 8, 201, alignment)
+CPU_SIZES = Size(500, 8, 64), Size(200, 4, 1024), Size(500, 8, 201, alignment)
 CPU_QUICK_SIZES = Size(100, 4, 64), Size(100, 4, 256)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..cli.arguments import device_named, dtypes, number, numbers, words
+from ..cli.arguments import device_named, dtypes, number, numbers, require_writable, words
 from ..cli.console import Progress, UsageError, first_line, print_table
 from ..cli.info import no_gpu
 from . import host, picture, report
@@ -282,6 +282,8 @@ def main(args: argparse.Namespace) -> int:
         return host.main(args)
     try:
         plan = make_plan(args)
+        for path in filter(None, (plan.csv, plan.svg)):
+            require_writable(path)
     except UsageError as error:
         print(f"partita bench: {error}", file=sys.stderr)
         return 2

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cli.arguments import device_named, words
+from ..cli.arguments import device_named, require_writable, words
 from ..cli.console import Progress, UsageError, first_line, print_table
 from ..cli.fresh_process import run_module
 from ..cli.info import no_gpu
@@ -316,6 +316,8 @@ def main(args: argparse.Namespace) -> int:
     """Measure, print and write, and return the exit code."""
     try:
         plan = make_plan(args)
+        for path in filter(None, (plan.csv, plan.svg)):
+            require_writable(path)
     except UsageError as error:
         print(f"partita bench: {error}", file=sys.stderr)
         return 2

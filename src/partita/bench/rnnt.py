@@ -34,7 +34,7 @@ SIZES = (
     Size(8, 400, 100, 1025),
     Size(1, 2000, 300, 1025),
 )
-CPU_SIZES = Size(2, 100, 30, 200), Size(2, 200, 60, 500)
+CPU_SIZES = Size(2, 60, 20, 100), Size(1, 150, 40, 256)
 CPU_QUICK_SIZES = Size(2, 20, 6, 32), Size(1, 12, 4, 64)
 
 

@@ -32,7 +32,7 @@ SIZES = (
     Size(10_000, 4, 16, 100),
     Size(1000, 16, 50, 30),
 )
-CPU_SIZES = Size(1000, 8, 24, 50), Size(200, 64, 10, 16)
+CPU_SIZES = Size(200, 8, 24, 20), Size(200, 16, 10, 16)
 CPU_QUICK_SIZES = (Size(40, 4, 6, 5),)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 
 import torch
 
@@ -56,3 +58,20 @@ def device_named(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         message = str(error).splitlines()[0]
         raise UsageError(f"--device: cannot use {name!r}: {message}") from None
+
+
+def require_writable(path: Path) -> None:
+    """Make the folder of a file, and check before the work begins that the file can be written.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    try:
+        if path.is_dir():
+            raise UsageError(f"{path}: is a folder; expected a file to write")
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        kind = "file" if path.exists() else "folder"
+        raise UsageError(f"{path}: cannot be written: no right to write to the {kind}")

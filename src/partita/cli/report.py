@@ -12,6 +12,7 @@ from pathlib import Path
 from ..bench import cli
 from ..bench.providers import PEERS
 from . import check
+from .arguments import require_writable
 from .console import UsageError, first_line
 from .page import Bench, Report, page, verdicts
 
@@ -87,17 +88,12 @@ def _prepare(path: Path, force: bool) -> None:
     Raises:
         UsageError: the file cannot be written, or is there already.
     """
-    try:
-        if path.is_dir():
-            raise UsageError(f"{path}: is a folder; expected a file to write")
-        if path.exists() and not path.is_file():
-            raise UsageError(f"{path}: is no ordinary file")
-        if path.exists() and not force:
-            raise UsageError(f"{path}: is there already; --force overwrites it")
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
-    if not os.access(path.parent, os.W_OK):
+    require_writable(path)
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path}: is no ordinary file")
+    if path.exists() and not force:
+        raise UsageError(f"{path}: is there already; --force overwrites it")
+    if not os.access(path.parent, os.W_OK):  # a new file replaces the old one
         raise UsageError(f"{path}: cannot be written: no right to write to the folder")
 
 
