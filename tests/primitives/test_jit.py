@@ -50,3 +50,18 @@ def test_a_version_of_numba_that_stores_code_in_another_way(
     monkeypatch.setattr("numba.core.caching.Cache._impl_class", None, raising=False)
     monkeypatch.setattr("numba.core.dispatcher.FunctionCache", lambda function: object())
     assert hits() == 0
+
+
+@jit
+def scaled(x: float, factor: int, negative: bool) -> float:
+    return -x * factor if negative else x * factor
+
+
+@jit
+def by_constants(x: float, factor: int) -> tuple[float, float, float]:
+    return scaled(x, 2, True), scaled(x, 3, False), scaled(x, factor, factor > 4)
+
+
+def test_one_version_serves_all_constants() -> None:
+    assert by_constants(1.5, 5) == (-3.0, 4.5, -7.5)
+    assert len(scaled.signatures) == 1

@@ -102,7 +102,7 @@ def test_targets_of_stars_alone(C: int, device: str) -> None:
 def test_scores_beyond_the_range_of_emissions_use_fp64(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Priors of 1e8 are exact, and so are infinite ones of a class that no target has, unchecked."""
+    """Priors of 1e8 are exact, and infinite ones of a class that no target has, if not checked."""
     monkeypatch.setenv("PARTITA_CHECK", "0")
     options, x = options_of(6, device), starred(8, 4, 6, 3, device=device)
     x = x._replace(targets=torch.where(x.targets == 5, 1, x.targets))
