@@ -21,10 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from digits import BLUE, INK, MUTED, RED, log_axis, positive
+from digits import BLUE, INK, MUTED, RED, log_axis, positive, training_bar
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
 import partita
@@ -121,15 +120,7 @@ def train(model: nn.Module, batches: int, generator: torch.Generator, quiet: boo
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=6e-3, total_steps=batches)
     losses = []
-    columns = (
-        "Training",
-        BarColumn(),
-        MofNCompleteColumn(),
-        "batches",
-        TimeElapsedColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-    )
-    with Progress(*columns, disable=quiet) as progress:
+    with training_bar(quiet) as progress:
         task = progress.add_task("", total=batches, loss=float("nan"))
         for _ in range(batches):
             reads = simulate(BATCH, SAMPLES, generator)

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from digits import BLUE, INK, MUTED, RED, Difference, Digits, load, log_axis, positive
+from digits import BLUE, INK, MUTED, RED, Difference, Digits, load, log_axis, positive, training_bar
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
 import partita
@@ -115,15 +114,7 @@ def train(
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=batches)
     losses = []
     model.train()
-    columns = (
-        "Training",
-        BarColumn(),
-        MofNCompleteColumn(),
-        "batches",
-        TimeElapsedColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-    )
-    with Progress(*columns, disable=quiet) as progress:
+    with training_bar(quiet) as progress:
         task = progress.add_task("", total=batches, loss=float("nan"))
         for _ in range(batches):
             lines = compose(digits, BATCH, generator)

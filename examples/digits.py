@@ -95,6 +95,21 @@ def logits_of(model: nn.Module, images: Tensor) -> Tensor:
         return model(images)
 
 
+def training_bar(
+    quiet: bool,
+    *,
+    title: str = "Training",
+    unit: str = "batches",
+    text: str = "loss {task.fields[loss]:.3f}",
+) -> Progress:
+    """Return a progress bar that ends with a text from the fields of its task."""
+    columns = (
+        *(title, BarColumn(), MofNCompleteColumn(), unit, TimeElapsedColumn()),
+        TextColumn(text),
+    )
+    return Progress(*columns, disable=quiet)
+
+
 def train(
     model: nn.Module, digits: Digits, test: Digits, epochs: int, quiet: bool
 ) -> TrainingCurves:
@@ -106,15 +121,8 @@ def train(
     )
     batch_losses: list[float] = []
     test_losses: list[float] = []
-    columns = (
-        "Training",
-        BarColumn(),
-        MofNCompleteColumn(),
-        "epochs",
-        TimeElapsedColumn(),
-        TextColumn("test loss {task.fields[loss]:.4f}"),
-    )
-    with Progress(*columns, disable=quiet) as progress:
+    text = "test loss {task.fields[loss]:.4f}"
+    with training_bar(quiet, unit="epochs", text=text) as progress:
         task = progress.add_task("", total=epochs, loss=float("nan"))
         for _ in range(epochs):
             model.train()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from digits import training_bar
 from torch import Tensor
 
 import partita
@@ -126,16 +126,9 @@ def fit(
 ) -> Fit:
     """Fit a model from each start."""
     curves = []
-    columns = (
-        "Fitting",
-        BarColumn(),
-        MofNCompleteColumn(),
-        "steps",
-        TimeElapsedColumn(),
-        TextColumn("best log-likelihood {task.fields[best]:.2f}"),
-    )
+    text = "best log-likelihood {task.fields[best]:.2f}"
     start = draw_starts(values, regimes, starts, generator)
-    with Progress(*columns, disable=quiet) as progress:
+    with training_bar(quiet, title="Fitting", unit="steps", text=text) as progress:
         task = progress.add_task("", total=steps + 1, best=float("nan"))
         for model, logz in METHODS[method](values, start, steps):
             found = model

@@ -31,10 +31,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from digits import BLUE, INK, MUTED, Difference, positive
+from digits import BLUE, INK, MUTED, Difference, positive, training_bar
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
@@ -202,15 +201,7 @@ def train(model: LanguageModel, pieces: Iterator[Tensor], steps: int, quiet: boo
         optimizer, max_lr=0.64 / model.head.in_features, total_steps=steps
     )
     losses = []
-    columns = (
-        "Training",
-        BarColumn(),
-        MofNCompleteColumn(),
-        "batches",
-        TimeElapsedColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-    )
-    with Progress(*columns, disable=quiet) as progress:
+    with training_bar(quiet) as progress:
         task = progress.add_task("", total=steps, loss=float("nan"))
         for _, tokens in zip(range(steps), pieces, strict=False):
             optimizer.zero_grad()

@@ -24,11 +24,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from digits import BLUE, INK, MUTED, RED, Difference, positive
+from digits import BLUE, INK, MUTED, RED, Difference, positive, training_bar
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tagger_data import (
     CHARACTERS,
     KINDS,
@@ -146,15 +145,7 @@ def train(
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=[2e-2, 1e-1], total_steps=batches
     )
-    columns = (
-        f"{name:8}",
-        BarColumn(),
-        MofNCompleteColumn(),
-        "batches",
-        TimeElapsedColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-    )
-    with Progress(*columns, disable=quiet) as progress:
+    with training_bar(quiet, title=f"{name:8}") as progress:
         task = progress.add_task("", total=batches, loss=float("nan"))
         for _ in range(batches):
             loss = loss_of(

@@ -25,10 +25,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from digits import BLUE, INK, positive
+from digits import BLUE, INK, positive, training_bar
 from language_model import ON_CPU, ON_GPU, LanguageModel, Sizes, batches, load, precision
 from matplotlib.figure import Figure
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
 import partita
@@ -151,15 +150,7 @@ def train(
         optimizer, max_lr=0.64 / model.head.in_features, total_steps=steps
     )
     training = Training([], [])
-    columns = (
-        "Training",
-        BarColumn(),
-        MofNCompleteColumn(),
-        "batches",
-        TimeElapsedColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-    )
-    with Progress(*columns, disable=quiet or dist.get_rank() > 0) as progress:
+    with training_bar(quiet or dist.get_rank() > 0) as progress:
         task = progress.add_task("", total=steps, loss=float("nan"))
         for _, tokens in zip(range(steps), pieces, strict=False):
             start = time.perf_counter()

@@ -78,6 +78,11 @@ def _moved_by(builder: Any, value: Any, lanes: int) -> Any:
     return _shuffled(builder, value, [min(i + lanes, WIDTH - 1) for i in range(WIDTH)])
 
 
+def _fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """Return x * y + z, for which LLVM may choose one instruction."""
+    return builder.fadd(builder.fmul(x, y, flags=("contract",)), z, flags=("contract",))
+
+
 @intrinsic
 def load(context: Any, pointer: Any, index: Any) -> Any:
     """Return the vector of the eight numbers from an index on; fp32 becomes fp64."""
@@ -152,11 +157,7 @@ def multiply(context: Any, x: Any, y: Any) -> Any:
 def multiply_add(context: Any, x: Any, y: Any, z: Any) -> Any:
     """Return x * y + z, rounded once where the processor has such an instruction."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        product = builder.fmul(args[0], args[1], flags=("contract",))
-        return builder.fadd(product, args[2], flags=("contract",))
-
-    return vector(vector, vector, vector), generate
+    return vector(vector, vector, vector), lambda _, builder, __, args: _fused(builder, *args)
 
 
 @intrinsic
@@ -195,17 +196,13 @@ def exp_of(context: Any, x: Any) -> Any:
         return ir.Constant(words, [value] * WIDTH)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        def fused(a: Any, b: Any, c: Any) -> Any:
-            product = builder.fmul(a, b, flags=("contract",))
-            return builder.fadd(product, c, flags=("contract",))
-
         below = builder.fcmp_ordered("<", args[0], number(LEAST))
         y = builder.select(below, number(LEAST), args[0])
-        shifted = fused(y, number(LOG2E), number(ROUND))
+        shifted = _fused(builder, y, number(LOG2E), number(ROUND))
         power = builder.fsub(shifted, number(ROUND))
-        r, result = fused(power, number(-LN2), y), number(EXP_POLYNOMIAL[0])
+        r, result = _fused(builder, power, number(-LN2), y), number(EXP_POLYNOMIAL[0])
         for coefficient in EXP_POLYNOMIAL[1:]:
-            result = fused(result, r, number(coefficient))
+            result = _fused(builder, result, r, number(coefficient))
         bits = builder.shl(builder.bitcast(shifted, words), word(52))
         scale = builder.bitcast(builder.add(bits, word(0x3FF0000000000000)), VECTOR)
         return builder.select(below, number(0.0), builder.fmul(result, scale))
