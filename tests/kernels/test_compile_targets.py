@@ -69,6 +69,8 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
         ),
         **dict.fromkeys(
             (
+                "chain_boundaries_kernel",
+                "chain_group_operators_kernel",
                 "chain_resident_final_state_kernel",
                 "crf_edge_order_kernel",
                 "ctc_backtrace_kernel",

@@ -1,0 +1,245 @@
+"""Few long chains of few states, whose scans are parallel in time, against the reference."""
+
+import pytest
+import torch
+from helpers.chains import TABLES, random_chain
+from helpers.rows import KERNEL_DEVICES, kernel_devices
+from torch import Tensor
+
+import partita
+from partita import Chain
+from partita.ops.chain import autograd
+from partita.ops.chain.gpu import plan
+from partita.testing import poisoned_memory
+
+# Some segments and groups are not full, and some lanes of a program have no vector of states.
+SHAPES = (
+    (7, 1, 2, 1),
+    (9, 2, 1, 2),
+    (23, 3, 3, 2),
+    (17, 2, 4, 4),
+    (50, 1, 5, 3),
+    (12, 3, 13, 5),
+    (9, 1, 32, 3),
+    (13, 2, 4, 9),
+)
+LONG = ((100_000, 1, 16, 5), (2048, 32, 32, 5), (5000, 3, 7, 12), (1_000_000, 1, 4, 4))
+GPU = KERNEL_DEVICES[1:]
+
+
+@pytest.fixture
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let short chains be parallel in time too, in segments of four steps."""
+    monkeypatch.setattr(plan, "MIN_PARALLEL_STEPS", 7)
+    monkeypatch.setattr(plan, "MIN_SEGMENT_STEPS", 4)
+
+
+def results(chain: Chain, backend: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return log Z with and without gradients, then the gradients of what the chain has."""
+    parts = (chain.scores, chain.initial, chain.final)
+    parts = [None if t is None else t.to(dtype).requires_grad_() for t in parts]
+    leaves = [t for t in parts if t is not None]
+    with partita.backend(backend), poisoned_memory():
+        z = Chain(parts[0], chain.source, *parts[1:], lengths=chain.lengths).logz()
+        grad = torch.linspace(0.5, 2, len(z), device=z.device).to(z.dtype)
+        grads = torch.autograd.grad(z, leaves, grad)
+        with torch.no_grad():
+            alone = Chain(parts[0], chain.source, *parts[1:], lengths=chain.lengths).logz()
+    return z, alone, *grads
+
+
+def assert_matches_reference(chain: Chain, dtype: torch.dtype) -> None:
+    """Assert that log Z and its gradients match the reference, in segments."""
+    assert plan.is_parallel(*chain.scores.shape[:3])
+    actual, expected = results(chain, "triton", dtype), results(chain, "reference", dtype)
+    tolerance = 2e-6 if dtype.itemsize < 8 else 1e-12
+    for a, b in zip(actual, expected, strict=True):
+        assert a.dtype == b.dtype
+        rtol = max(tolerance, 2 * torch.finfo(a.dtype).eps)
+        torch.testing.assert_close(a, b, rtol=rtol, atol=2 * tolerance, equal_nan=True)
+
+
+@kernel_devices
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_logz_and_gradient_match_the_reference(
+    shape: tuple[int, ...], kind: str, device: str
+) -> None:
+    if device == "cpu" and kind == "dense" and shape[2] > 5:
+        pytest.skip("the interpreter is slow: it runs dense tables of few states")
+    chain = random_chain(*shape, kind=kind, seed=sum(shape), device=device)
+    assert_matches_reference(chain, torch.float32)
+
+
+@kernel_devices
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(9, 3, 6, 3), (9, 3, 3, 12)], ids=str)
+def test_dtypes(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    if device == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter truncates what it stores in bf16")
+    assert_matches_reference(random_chain(*shape, seed=1, device=device), dtype)
+
+
+@kernel_devices
+@pytest.mark.usefixtures("short_segments")
+def test_missing_ends_and_strides(device: str) -> None:
+    chain = random_chain(9, 3, 4, 3, ragged=False, device=device)
+    no_ends = random_chain(9, 3, 4, 3, ends=False, device=device)
+    assert_matches_reference(no_ends, torch.float64)
+    frame = torch.full((3, 9, 3, 8), torch.nan, dtype=torch.float64, device=device)
+    frame = frame.permute(1, 0, 3, 2)[:, :, ::2]
+    frame.copy_(chain.scores)
+    initial = chain.initial[:1].expand(3, -1)
+    final = chain.final.repeat_interleave(2, 1)[:, ::2]
+    for scores in (frame, chain.scores[:1].expand(9, -1, -1, -1)):
+        assert_matches_reference(Chain(scores, chain.source, initial, final), torch.float64)
+
+
+@kernel_devices
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+def test_values_that_are_not_finite_stay_in_their_chain(value: float, device: str) -> None:
+    """One score is NaN or +inf; log Z is not finite, and the other chains do not see it."""
+    chain = random_chain(11, 3, 3, 3, ragged=False, forbidden=0.0, device=device)
+    chain.source = torch.arange(3, device=device).repeat(3, 1)
+    plain = results(chain, "triton", torch.float32)
+    chain.scores[6, 1, 2, 1] = value
+    z, alone, d_scores, *_ = results(chain, "triton", torch.float32)
+    for total in (z, alone):
+        assert torch.equal(total[::2], plain[0][::2])
+        assert not total[1].isfinite()
+    assert torch.equal(d_scores[:, ::2], plain[2][:, ::2])
+    assert d_scores[:, 1].isnan().any()
+
+
+@kernel_devices
+@pytest.mark.usefixtures("short_segments")
+def test_chains_without_a_path(device: str) -> None:
+    """A chain in which no step or no end is possible has no marginals."""
+    chain = random_chain(11, 4, 3, 2, ragged=False, forbidden=0.0, device=device)
+    chain.scores[5, 0], chain.initial[1], chain.final[2] = (-torch.inf,) * 3
+    z, _, *grads = results(chain, "triton", torch.float32)
+    assert z.isneginf().tolist() == [True, True, True, False]
+    assert all((grad[:3] == 0.0).all() for grad in grads[1:])
+    assert (grads[0][:, :3] == 0.0).all()
+    assert_matches_reference(chain, torch.float32)
+
+
+@kernel_devices
+@pytest.mark.usefixtures("short_segments")
+def test_invalid_lengths_make_nan(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    chain = random_chain(9, 4, ragged=False, forbidden=0.0, device=device)
+    chain.lengths = torch.tensor([1, -2, 10, 0], device=device)
+    z, without_grad, *grads = results(chain, "triton", torch.float32)
+    assert z.isnan().tolist() == without_grad.isnan().tolist() == [False, True, True, False]
+    for grad, axis in zip(grads, (1, 0, 0), strict=True):
+        chains = grad.movedim(axis, 0)
+        assert chains[1:3].isnan().all() and chains[::3].isfinite().all()
+
+
+@kernel_devices
+@pytest.mark.usefixtures("short_segments")
+def test_second_derivatives(device: str) -> None:
+    """The scan over pairs continues from its own states, whatever log Z was computed by."""
+    chain, found = random_chain(8, 2, 3, 2, forbidden=0.0, device=device), []
+    for backend in ("triton", "reference"):
+        scores = chain.scores.clone().nan_to_num(0.0).requires_grad_()
+        with partita.backend(backend):
+            z = Chain(scores, chain.source, lengths=chain.lengths).logz()
+            (grad,) = torch.autograd.grad(z.square().sum(), scores, create_graph=True)
+            found.append(torch.autograd.grad(grad.square().sum(), scores)[0])
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
+
+
+def sticky_chain(T: int, C: int, device: str) -> Chain:
+    """Return a chain whose state changes once in some ten thousand steps."""
+    g = torch.Generator().manual_seed(0)
+    scores = (torch.randn(T, 1, C, C, generator=g) - 10.0).diagonal_scatter(
+        -1e-4 * torch.ones(T, 1, C), dim1=2, dim2=3
+    )
+    return Chain(scores.to(device), torch.arange(C, device=device).repeat(C, 1))
+
+
+def chain_of_range(T: int, C: int, K: int, greatest: float, device: str) -> Chain:
+    """Return a chain whose scores lie between 0 and `greatest`."""
+    g = torch.Generator().manual_seed(int(greatest))
+    scores = torch.rand(T, 1, C, K, generator=g) * greatest
+    return Chain(scores.to(device), torch.randint(C, (C, K), generator=g).to(device))
+
+
+def assert_exact(chain: Chain) -> None:
+    """Assert the contract of long chains against the scan of one step after the other in fp64."""
+    T = len(chain.scores)
+    assert plan.is_parallel(*chain.scores.shape[:3])
+    with partita.backend("triton"):
+        z, marginals = autograd.log_partition(chain._tensors()), chain.marginals()
+    exact = Chain(chain.scores.cpu().double(), chain.source.cpu())
+    with partita.backend("numba"):
+        expected = exact.logz().to(z.device)
+        assert (z - expected).abs() <= 1e-6 * expected.abs().clamp(min=1) + 1e-9 * T
+        error = marginals.cpu() - exact.marginals()
+    assert error.abs().max() <= 2e-6
+
+
+@kernel_devices
+@pytest.mark.parametrize("greatest", [0.0, 3.0, 50.0, 500.0, 3000.0])
+def test_marginals_are_exact(greatest: float, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores of ever greater range, and a sticky chain for 0.
+
+    The interpreter has fewer and longer blocks, which take it less time.
+    """
+    pytest.importorskip("numba")
+    if device == "cpu":
+        monkeypatch.setattr(plan, "SEGMENT_LANES", 1024)
+    T = 100_000 if device == "cuda" else 3000
+    chain = chain_of_range(T, 4, 3, greatest, device) if greatest else sticky_chain(T, 4, device)
+    assert_exact(chain)
+
+
+@pytest.mark.parametrize("device", GPU)
+@pytest.mark.parametrize(
+    "shape",
+    [(100_000, 1, 16, 5), (2048, 32, 32, 5), (5000, 3, 7, 12), (1_000_000, 1, 4, 4)],
+    ids=str,
+)
+def test_long_chains(shape: tuple[int, ...], device: str) -> None:
+    """Log Z and marginals of long chains in segments of the usual sizes, in the same bits."""
+    pytest.importorskip("numba")
+    g = torch.Generator().manual_seed(0)
+    T, N, C, K = shape
+    source = torch.randint(C, (C, K), generator=g).to(device)
+    scores = torch.randn(shape, generator=g).to(device)
+    chain = Chain(scores, source)
+    first, second = (results(chain, "triton", torch.float32) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with partita.backend("numba"):
+        exact = Chain(scores.cpu().double(), source.cpu())
+        expected, marginals = exact.logz(), exact.marginals()
+    bound = 1e-6 * expected.abs().clamp(min=1) + 1e-9 * T + 1e-7 * expected.abs()  # fp32 result
+    assert ((first[0].cpu() - expected).abs() <= bound).all()
+    grad = torch.linspace(0.5, 2, N)[:, None, None]
+    assert (first[2].cpu() - grad * marginals).abs().max() <= 2e-6 * 2
+
+
+@kernel_devices
+@pytest.mark.usefixtures("short_segments")
+def test_results_are_deterministic(device: str) -> None:
+    chain = random_chain(25, 3, 4, 3, seed=4, device=device)
+    for a, b in zip(*(results(chain, "triton", torch.float32) for _ in range(2)), strict=True):
+        assert torch.equal(a.nan_to_num(-1.0), b.nan_to_num(-1.0))
+
+
+@kernel_devices
+@pytest.mark.usefixtures("short_segments")
+def test_lanes_do_not_change_results(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of vectors that a program scans at once is a matter of speed alone."""
+    chain, found = random_chain(30, 2, 5, 3, forbidden=0.0, device=device), []
+    for lanes in (8, 32, 512):
+        monkeypatch.setattr(plan, "SEGMENT_LANES", lanes)
+        found.append(results(chain, "triton", torch.float32))
+    for first, *others in zip(*found, strict=True):
+        for other in others:
+            assert torch.equal(first.nan_to_num(-1.0), other.nan_to_num(-1.0))
