@@ -243,3 +243,81 @@ def test_lanes_do_not_change_results(device: str, monkeypatch: pytest.MonkeyPatc
     for first, *others in zip(*found, strict=True):
         for other in others:
             assert torch.equal(first.nan_to_num(-1.0), other.nan_to_num(-1.0))
+
+
+def best_results(chain: Chain, backend: str) -> tuple[Tensor, ...]:
+    """Return the best path, the best score with and without a gradient, and its gradients."""
+    parts = [t.clone().requires_grad_() for t in (chain.scores, chain.initial, chain.final)]
+    with partita.backend(backend), poisoned_memory():
+        path = chain.viterbi()
+        best = Chain(parts[0], chain.source, *parts[1:], lengths=chain.lengths).logz(partita.Max)
+        grads = torch.autograd.grad(best.sum(), parts)
+        return *path, best, chain.logz(partita.Max), *grads
+
+
+def assert_best_path_matches_reference(chain: Chain) -> None:
+    """Assert that the path is the reference's, with the same score up to rounding."""
+    assert plan.is_parallel(*chain.scores.shape[:3])
+    for a, b in zip(*(best_results(chain, name) for name in ("triton", "reference")), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, equal_nan=True)
+        assert a.is_floating_point() or torch.equal(a, b)
+
+
+@kernel_devices
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_best_path_matches_the_reference(shape: tuple[int, ...], kind: str, device: str) -> None:
+    if device == "cpu" and shape[2] > 5 and kind != "missing":
+        pytest.skip("the interpreter is slow: it runs one table of many states")
+    chain = random_chain(*shape, kind=kind, seed=sum(shape), device=device, dtype=torch.float32)
+    assert_best_path_matches_reference(chain)
+
+
+@kernel_devices
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("shape", [(30, 3, 4, 3), (41, 2, 3, 9)], ids=str)
+def test_ties_are_broken_as_promised(shape: tuple[int, ...], kind: str, device: str) -> None:
+    """Scores are integers of few values, so that almost every path has an equal."""
+    chain = random_chain(*shape, kind=kind, seed=sum(shape), device=device, dtype=torch.float32)
+    for scale in (0.0, 1.0, 30.0):
+        scores = (chain.scores * scale).nan_to_num(0.0, neginf=-torch.inf).round()
+        ends = [(t * scale).round() for t in (chain.initial, chain.final)]
+        assert_best_path_matches_reference(
+            Chain(scores, chain.source, *ends, lengths=chain.lengths)
+        )
+
+
+@kernel_devices
+@pytest.mark.usefixtures("short_segments")
+def test_best_path_of_invalid_and_impossible_chains(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    chain = random_chain(9, 5, ragged=False, forbidden=0.0, device=device)
+    chain.lengths = torch.tensor([1, -2, 10, 0, 9], device=device)
+    chain.scores[5, 4] = -torch.inf
+    with partita.backend("triton"), poisoned_memory():
+        score, states, edges = chain.viterbi()
+    assert score.isnan().tolist() == [False, True, True, False, False] and score[4] == -torch.inf
+    assert (states[:, [1, 2, 4]] == -1).all() and (edges[:, [1, 2, 3, 4]] == -1).all()
+    assert (states[:, [0, 3]] >= 0).sum(0).tolist() == [2, 1]
+    assert (edges[:, 0] >= 0).sum() == 1
+
+
+@pytest.mark.parametrize("device", GPU)
+@pytest.mark.parametrize("shape", LONG, ids=str)
+def test_long_best_paths(shape: tuple[int, ...], device: str) -> None:
+    """Integer scores have the path of the scan of one step after the other, ties included."""
+    pytest.importorskip("numba")
+    g = torch.Generator().manual_seed(0)
+    source = torch.randint(shape[2], shape[2:], generator=g)
+    scores = torch.randint(-3, 4, shape, generator=g).float()
+    with partita.backend("triton"):
+        actual = Chain(scores.to(device), source.to(device)).viterbi()
+    with partita.backend("numba"):
+        expected = Chain(scores, source).viterbi()
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a.cpu(), b)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ....runtime.launch import launch, tl_acc_dtype
+from ....runtime.sizes import cdiv
 from . import plan
 from .edge_table import EdgeTable
 from .segment_gradient import chain_segment_gradient_kernel
@@ -50,7 +51,7 @@ def scan_boundaries(
     rows = plan.segment_options(C)
     launch(
         chain_segment_operators_kernel,
-        plan.cdiv(N * sizes.segments * C, rows["ROWS"]),
+        cdiv(N * sizes.segments * C, rows["ROWS"]),
         scores,
         table.source,
         ends[2],
@@ -74,7 +75,8 @@ def scan_boundaries(
         sizes.size,
         **dense,
     )
-    levels = [(group_operators, None, known, *outputs, sizes.groups, 1, sizes.groups)]
+    outer = (group_operators, None, known, *outputs)
+    levels: list[tuple[Any, ...]] = [(*outer, sizes.groups, 1, sizes.groups)]
     if boundaries is not None:
         inner = (operators, known, boundaries, None, None, None)
         levels.append((*inner, sizes.segments, sizes.groups, sizes.size))
@@ -111,7 +113,7 @@ def parallel_gradient(
     degrees = plan.unroll_options(K, table.max_out_degree)
     launch(
         chain_segment_gradient_kernel,
-        plan.cdiv(N * sizes.segments, rows["ROWS"]),
+        cdiv(N * sizes.segments, rows["ROWS"]),
         grad,
         scores,
         table.source,
