@@ -1,5 +1,8 @@
 """Few long chains of few states, whose scans are parallel in time, against the reference."""
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
 from helpers.chains import TABLES, random_chain
@@ -10,6 +13,7 @@ import partita
 from partita import Chain
 from partita.ops.chain import autograd
 from partita.ops.chain.gpu import plan
+from partita.runtime.caches import clear_caches
 from partita.testing import poisoned_memory
 
 # Some segments and groups are not full, and some lanes of a program have no vector of states.
@@ -28,10 +32,16 @@ GPU = KERNEL_DEVICES[1:]
 
 
 @pytest.fixture
-def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let short chains be parallel in time too, in segments of four steps."""
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let short chains be parallel in time too, in segments of four steps.
+
+    A call that was recorded under another plan would be replayed, so the caches are emptied.
+    """
+    clear_caches()
     monkeypatch.setattr(plan, "MIN_PARALLEL_STEPS", 7)
     monkeypatch.setattr(plan, "MIN_SEGMENT_STEPS", 4)
+    yield
+    clear_caches()
 
 
 def results(chain: Chain, backend: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -170,18 +180,24 @@ def chain_of_range(T: int, C: int, K: int, greatest: float, device: str) -> Chai
     return Chain(scores.to(device), torch.randint(C, (C, K), generator=g).to(device))
 
 
+def scanned_in_order(chain: Chain, function: Callable[[Chain], Any]) -> Any:
+    """Return a function of a chain in fp64, from scans of one step after the other."""
+    exact = Chain(chain.scores.double(), chain.source)
+    backend = "triton" if chain.scores.is_cuda else "reference"
+    with pytest.MonkeyPatch.context() as patch, partita.backend(backend):
+        patch.setattr(plan, "MIN_PARALLEL_STEPS", 2**62)
+        return function(exact)
+
+
 def assert_exact(chain: Chain) -> None:
-    """Assert the contract of long chains against the scan of one step after the other in fp64."""
-    T = len(chain.scores)
+    """Assert the contract of long chains."""
     assert plan.is_parallel(*chain.scores.shape[:3])
     with partita.backend("triton"):
         z, marginals = autograd.log_partition(chain._tensors()), chain.marginals()
-    exact = Chain(chain.scores.cpu().double(), chain.source.cpu())
-    with partita.backend("numba"):
-        expected = exact.logz().to(z.device)
-        assert (z - expected).abs() <= 1e-6 * expected.abs().clamp(min=1) + 1e-9 * T
-        error = marginals.cpu() - exact.marginals()
-    assert error.abs().max() <= 2e-6
+    expected, exact = scanned_in_order(chain, lambda c: (c.logz(), c.marginals()))
+    bound = 1e-6 * expected.abs().clamp(min=1) + 1e-9 * len(chain.scores)
+    assert ((z - expected).abs() <= bound).all()
+    assert (marginals - exact).abs().max() <= 2e-6
 
 
 @kernel_devices
@@ -191,7 +207,6 @@ def test_marginals_are_exact(greatest: float, device: str, monkeypatch: pytest.M
 
     The interpreter has fewer and longer blocks, which take it less time.
     """
-    pytest.importorskip("numba")
     if device == "cpu":
         monkeypatch.setattr(plan, "SEGMENT_LANES", 1024)
     T = 100_000 if device == "cuda" else 3000
@@ -200,28 +215,17 @@ def test_marginals_are_exact(greatest: float, device: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("device", GPU)
-@pytest.mark.parametrize(
-    "shape",
-    [(100_000, 1, 16, 5), (2048, 32, 32, 5), (5000, 3, 7, 12), (1_000_000, 1, 4, 4)],
-    ids=str,
-)
+@pytest.mark.parametrize("shape", LONG, ids=str)
 def test_long_chains(shape: tuple[int, ...], device: str) -> None:
-    """Log Z and marginals of long chains in segments of the usual sizes, in the same bits."""
-    pytest.importorskip("numba")
+    """Long chains in segments of the usual sizes are exact, and have the same bits each time."""
     g = torch.Generator().manual_seed(0)
-    T, N, C, K = shape
-    source = torch.randint(C, (C, K), generator=g).to(device)
-    scores = torch.randn(shape, generator=g).to(device)
-    chain = Chain(scores, source)
-    first, second = (results(chain, "triton", torch.float32) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    with partita.backend("numba"):
-        exact = Chain(scores.cpu().double(), source.cpu())
-        expected, marginals = exact.logz(), exact.marginals()
-    bound = 1e-6 * expected.abs().clamp(min=1) + 1e-9 * T + 1e-7 * expected.abs()  # fp32 result
-    assert ((first[0].cpu() - expected).abs() <= bound).all()
-    grad = torch.linspace(0.5, 2, N)[:, None, None]
-    assert (first[2].cpu() - grad * marginals).abs().max() <= 2e-6 * 2
+    source = torch.randint(shape[2], shape[2:], generator=g).to(device)
+    ends = torch.zeros(shape[1:3], device=device)
+    chain = Chain(torch.randn(shape, generator=g).to(device), source, ends, ends)
+    assert_exact(chain)
+    first, *others = (results(chain, "triton", torch.float32) for _ in range(3))
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 @kernel_devices
@@ -311,13 +315,12 @@ def test_best_path_of_invalid_and_impossible_chains(
 @pytest.mark.parametrize("shape", LONG, ids=str)
 def test_long_best_paths(shape: tuple[int, ...], device: str) -> None:
     """Integer scores have the path of the scan of one step after the other, ties included."""
-    pytest.importorskip("numba")
     g = torch.Generator().manual_seed(0)
-    source = torch.randint(shape[2], shape[2:], generator=g)
-    scores = torch.randint(-3, 4, shape, generator=g).float()
+    source = torch.randint(shape[2], shape[2:], generator=g).to(device)
+    chain = Chain(torch.randint(-3, 4, shape, generator=g).float().to(device), source)
     with partita.backend("triton"):
-        actual = Chain(scores.to(device), source.to(device)).viterbi()
-    with partita.backend("numba"):
-        expected = Chain(scores, source).viterbi()
-    for a, b in zip(actual, expected, strict=True):
-        assert torch.equal(a.cpu(), b)
+        found = [chain.viterbi() for _ in range(3)]
+    score, *expected = scanned_in_order(chain, Chain.viterbi)
+    for path in found:
+        assert torch.equal(path.score.double(), score)
+        assert all(torch.equal(a, b) for a, b in zip(path[1:], expected, strict=True))
