@@ -51,8 +51,13 @@ def chain_viterbi(
     final: Tensor,
     lengths: Tensor | None,
     trace: bool,
+    saved: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the score of the best path, its states and its edges."""
+    """Return the score of the best path, its states and its edges.
+
+    Register-resident kernels also fill in `saved`, `[T + 1, N, C]` int64, with alpha and beta under
+    Log up to the meeting point, for `launch_posteriors`.
+    """
     T, N = scores.shape[:2]
     table, device = edge_table(source), scores.device
     path = ViterbiResults(
@@ -65,7 +70,8 @@ def chain_viterbi(
     lengths = None if lengths is None else lengths.contiguous()
     resident = resident_options(scores, table.max_out_degree)
     if resident is not None:
-        _resident_viterbi(scores, table, initial, final, lengths, trace, resident, path)
+        ends = (initial, final, lengths)
+        _resident_viterbi(scores, table, *ends, trace, resident, path, saved)
     else:
         _general_viterbi(scores, table, initial, final, lengths, trace, path)
     return path.score, path.states, path.edges
@@ -145,6 +151,7 @@ def _resident_viterbi(
     trace: bool,
     resident: dict[str, Any],
     path: ViterbiResults,
+    saved: Tensor | None,
 ) -> None:
     """Fill in the best path of each chain.
 
@@ -172,6 +179,7 @@ def _resident_viterbi(
             w.has_tie,
             w.middle,
             w.backpointers,
+            None if forward_only else saved,
             *scores.shape,
             *scores.stride(),
             *initial.stride(),

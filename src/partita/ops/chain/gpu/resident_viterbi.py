@@ -22,8 +22,10 @@ from .resident_steps import (
     StepRows,
     gather_neighbors,
     gather_scores,
+    load_boundary_pair,
     load_edge_table,
     load_rows,
+    log_step,
     score_offsets,
     skip_rows,
 )
@@ -109,6 +111,7 @@ def chain_resident_viterbi_kernel(
     has_tie_ptr,  # [N] int32: with FORWARD_ONLY, the chains that run
     middle_ptr,  # [2, N, BLOCK_C] fp64
     backpointers_ptr,  # [T, N, BLOCK_C] int16
+    saved_ptr,  # [T + 1, N, C] int64 for alpha and beta under Log too, or None
     T,
     N,
     C,
@@ -134,7 +137,8 @@ def chain_resident_viterbi_kernel(
 ):
     """Scan alpha or beta to the meeting point under Max and store backpointers.
 
-    With FORWARD_ONLY, scan alpha to the end, in marked chains.
+    With FORWARD_ONLY, scan alpha to the end, in marked chains. With `saved_ptr`, the same steps
+    also do the work of `chain_resident_halves_kernel`, which would read the scores once more.
     """
     STATE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     ROW: gl.constexpr = gl.BlockedLayout([VEC], [32], [gl.num_warps()], [0])
@@ -159,6 +163,12 @@ def chain_resident_viterbi_kernel(
     if not FORWARD_ONLY:
         if direction == 1:
             value = load_boundary(final_ptr + n * final_n, c, final_c, 0.0)
+    if saved_ptr is not None:
+        saved_ptr += (start * N + n) * C
+        state = load_boundary_pair(initial_ptr + n * initial_n, c, initial_c, invalid)
+        if direction == 1:
+            state = load_boundary_pair(final_ptr + n * final_n, c, final_c, 0.0)
+        gl.store(saved_ptr + c, state, mask=(c >= 0) & ((direction == 0) | (length > 0)))
     prefetched = load_rows(rows, num_steps, PREFETCH)
     for i in range(0, num_steps, PREFETCH):
         scores = gather_scores(prefetched, edges, shape)
@@ -171,4 +181,9 @@ def chain_resident_viterbi_kernel(
                 mask = (c >= 0) & (i + u < num_steps)
                 gl.store(backpointers_ptr + lane, backpointer.to(gl.int16), mask=mask)
                 backpointers_ptr += state_stride
+            if saved_ptr is not None:
+                next_state, _, _ = log_step(state, scores, neighbors, u, shape)
+                state = gl.where(i + u < num_steps, next_state, state)
+                saved_ptr += sign * N * C
+                gl.store(saved_ptr + c, state, mask=(c >= 0) & (i + u < num_steps))
     gl.store(middle_ptr + (direction * N + n) * BLOCK_C + lane, value)
