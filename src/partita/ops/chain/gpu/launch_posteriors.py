@@ -1,4 +1,4 @@
-"""Allocate and launch the kernels for the posteriors of states, which need no marginals of edges."""
+"""Launch the kernels for the posteriors of states, which need no posteriors of edges."""
 
 from __future__ import annotations
 
