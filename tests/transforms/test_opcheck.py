@@ -361,7 +361,7 @@ def crf_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         found["ctc_crf_path"] += [(scores, source, steps, width) for width in (0, 4)]
         found["ctc_crf_base_posteriors"].append((scores.softmax(-1), steps))
         path = torch.zeros(5, 2, dtype=torch.int64, device=device)
-        by_base, first = scores[:, :, :3, 0].double(), scores[0, :, :3, 0].double()
+        by_base, first = scores[:, :, 0, :3].double().exp(), scores[0, :, :, 0].double().exp()
         found["ctc_crf_calls"].append((by_base, first, path, path[1:], steps, 1, torch.float32))
         reduction, steps_or_none = ("none", steps) if padded else ("mean", None)
         options = (steps_or_none, 1, reduction)
