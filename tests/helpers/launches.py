@@ -212,6 +212,8 @@ def call_decode(dtype: torch.dtype) -> None:
     for width in (32, 256):
         options = {"state_len": 3, "alphabet_size": 5, "method": "beam", "beam_width": width}
         partita.ctc_crf_decode(scores, **options)
+    for method in ("viterbi", "posterior"):
+        partita.ctc_crf_decode(scores, state_len=3, alphabet_size=5, method=method)
 
 
 def call_crf(dtype: torch.dtype, T: int) -> None:

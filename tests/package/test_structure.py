@@ -33,6 +33,7 @@ ARROWS = {
     ("ctc_crf", "chain"),
     ("rnnt", "ctc"),
     ("decode", "logprobs"),
+    ("decode", "chain"),
 }
 BACKEND_LAYERS = ("reference", "gpu", "cpu")
 SHARED = ("common", "plan")  # what all layers of a family, and other families, may import

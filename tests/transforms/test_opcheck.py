@@ -358,10 +358,11 @@ def crf_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
     for padded in (True, False):
         labels = targets if padded else targets.flatten()[:5].int()
         inputs = (scores if padded else scores.flatten(2), source, lattice_source, labels, lengths)
-        later = torch.zeros(5, 2, 3, dtype=torch.float64, device=device)
-        found["ctc_crf_beam_search"].append((scores, later, steps, 4))
+        found["ctc_crf_path"] += [(scores, source, steps, width) for width in (0, 4)]
+        found["ctc_crf_base_posteriors"].append((scores.softmax(-1), steps))
         path = torch.zeros(5, 2, dtype=torch.int64, device=device)
-        found["ctc_crf_calls"].append((scores.softmax(-1), path, path[1:], steps, 1))
+        by_base, first = scores[:, :, 0, :3].double().exp(), scores[0, :, :, 0].double().exp()
+        found["ctc_crf_calls"].append((by_base, first, path, path[1:], steps, 1, torch.float32))
         reduction, steps_or_none = ("none", steps) if padded else ("mean", None)
         options = (steps_or_none, 1, reduction)
         value, *results = torch.ops.partita.crf_loss(*inputs, *options, True, BACKEND)

@@ -16,7 +16,8 @@ def _reference() -> Functions:
     return {
         "ctc_greedy_search": reference.ctc_greedy_search,
         "ctc_beam_search": reference.ctc_beam_search,
-        "ctc_crf_beam_search": reference.ctc_crf_beam_search,
+        "ctc_crf_path": reference.ctc_crf_path,
+        "ctc_crf_base_posteriors": reference.ctc_crf_base_posteriors,
         "ctc_crf_calls": reference.ctc_crf_calls,
     }
 
@@ -25,7 +26,8 @@ def _gpu() -> Functions:
     return {
         "ctc_greedy_search": _gpu_greedy_search,
         "ctc_beam_search": _gpu_beam_search,
-        "ctc_crf_beam_search": _gpu_crf_beam_search,
+        "ctc_crf_path": _gpu_crf_path,
+        "ctc_crf_base_posteriors": _gpu_crf_base_posteriors,
         "ctc_crf_calls": _gpu_crf_calls,
     }
 
@@ -43,10 +45,16 @@ def _gpu_beam_search(*args: Any) -> Any:
     return ctc_beam_search(*args)
 
 
-def _gpu_crf_beam_search(*args: Any) -> Any:
-    from .gpu.launch_crf import ctc_crf_beam_search
+def _gpu_crf_path(*args: Any) -> Any:
+    from .gpu.launch_crf import ctc_crf_path
 
-    return ctc_crf_beam_search(*args)
+    return ctc_crf_path(*args)
+
+
+def _gpu_crf_base_posteriors(*args: Any) -> Any:
+    from .gpu.launch_crf import ctc_crf_base_posteriors
+
+    return ctc_crf_base_posteriors(*args)
 
 
 def _gpu_crf_calls(*args: Any) -> Any:
@@ -56,12 +64,13 @@ def _gpu_crf_calls(*args: Any) -> Any:
 
 
 def _cpu() -> Functions:
-    from .cpu import beam, crf_beam, crf_calls, greedy
+    from .cpu import beam, crf_calls, crf_path, greedy
 
     return {
         "ctc_greedy_search": greedy.ctc_greedy_search,
         "ctc_beam_search": beam.ctc_beam_search,
-        "ctc_crf_beam_search": crf_beam.ctc_crf_beam_search,
+        "ctc_crf_path": crf_path.ctc_crf_path,
+        "ctc_crf_base_posteriors": crf_path.ctc_crf_base_posteriors,
         "ctc_crf_calls": crf_calls.ctc_crf_calls,
     }
 

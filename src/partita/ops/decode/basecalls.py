@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.dtypes import acc_dtype
-
 ALPHABET = "NACGT"
 BEST_PHRED, FIRST_PHRED = 50, 33  # the greatest quality, and the character of quality 0
 
@@ -92,13 +90,13 @@ class Basecalls(NamedTuple):
         return "".join(texts)
 
 
-def empty_basecalls(marginals: Tensor, state_len: int) -> Basecalls:
-    """Return uninitialized basecalls for marginals `[T, N, C, A]`."""
-    T, N = marginals.shape[:2]
+def empty_basecalls(by_base: Tensor, state_len: int, dtype: torch.dtype) -> Basecalls:
+    """Return uninitialized basecalls for posteriors `[T, N, bases]`, with qualities in `dtype`."""
+    T, N = by_base.shape[:2]
     return Basecalls(
-        labels=marginals.new_empty((N, T + state_len), dtype=torch.int64),
-        lengths=marginals.new_empty((N,), dtype=torch.int64),
-        log_probs=marginals.new_empty((N, T + state_len), dtype=acc_dtype(marginals.dtype)),
-        steps=marginals.new_empty((N, T + state_len), dtype=torch.int64),
-        moves=marginals.new_empty((N, T), dtype=torch.bool),
+        labels=by_base.new_empty((N, T + state_len), dtype=torch.int64),
+        lengths=by_base.new_empty((N,), dtype=torch.int64),
+        log_probs=by_base.new_empty((N, T + state_len), dtype=dtype),
+        steps=by_base.new_empty((N, T + state_len), dtype=torch.int64),
+        moves=by_base.new_empty((N, T), dtype=torch.bool),
     )

@@ -1,13 +1,15 @@
-"""What the decoders return."""
+"""What the decoders return, and the decoding of CTC-CRF by functions of chains."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...runtime.dtypes import acc_dtype
+from ..ctc_crf.common import zero_ends
 
 MAX_BEAM_WIDTH = 256
 
@@ -39,3 +41,37 @@ def empty_hypotheses(logits: Tensor, nbest: int = 1) -> Hypotheses:
         scores=logits.new_empty((N, nbest), dtype=acc_dtype(logits.dtype)),
         steps=logits.new_empty((N, nbest, T), dtype=torch.int64),
     )
+
+
+class ChainFunctions(NamedTuple):
+    """The functions of one backend that serve the ops of chains of these names."""
+
+    viterbi: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    scan: Callable[..., Tensor]
+    logz: Callable[..., tuple[Tensor, Tensor]]
+    gradient: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def path_and_posteriors(
+    chain: ChainFunctions,
+    beam_search: Callable[..., tuple[Tensor, Tensor]],
+    base_posteriors: Callable[..., tuple[Tensor, Tensor]],
+    scores: Tensor,
+    source: Tensor,
+    input_lengths: Tensor,
+    beam_width: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what `ctc_crf_path` returns, by way of the posteriors of all edges."""
+    ends = zero_ends(scores)
+    inputs = (scores, source, ends, ends, input_lengths)
+    if beam_width:
+        # In fp64, because rounded scores of long chains would decide between prefixes.
+        later = chain.scan(*inputs, False, True)
+        states, edges = beam_search(scores, later, input_lengths, beam_width)
+    else:
+        _, states, edges = chain.viterbi(*inputs, True)
+    logz, saved = chain.logz(*inputs, True)
+    ones, dtype = torch.ones_like(logz), acc_dtype(scores.dtype)
+    given = (ones, scores, ends, ends, source, input_lengths, logz, saved)
+    marginals = chain.gradient(*given, dtype)[0]
+    return states, edges, *base_posteriors(marginals, input_lengths)

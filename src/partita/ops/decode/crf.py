@@ -8,10 +8,10 @@ from torch import Tensor
 from ...runtime import checks
 from ...runtime.backend import current_backend
 from ...runtime.constants import constant
+from ...runtime.dtypes import acc_dtype
 from ...runtime.lengths import Lengths, as_lengths, on_device
 from ..chain.api import Chain
-from ..chain.autograd import scan
-from ..ctc_crf.common import kmer_source, unflatten_scores, zero_ends
+from ..ctc_crf.common import kmer_source, unflatten_scores
 from . import registered
 from .basecalls import Basecalls
 from .common import MAX_BEAM_WIDTH
@@ -85,18 +85,17 @@ def ctc_crf_decode(
             host_lengths = as_lengths("input_lengths", input_lengths, N)
             lengths = on_device(scores.device, host_lengths)[0]
         checks.within("input_lengths", lengths, 0, T, "steps")
-        chain = Chain(edges, source, lengths=lengths)
-        marginals = chain.marginals()
-        if method == "viterbi":
-            path = chain.viterbi()[1:]
-        elif method == "posterior":
+        backend = current_backend()
+        if method == "posterior":
+            marginals = Chain(edges, source, lengths=lengths).marginals()
             path = Chain(marginals.log(), source, lengths=lengths).viterbi()[1:]
+            posteriors = registered.crf_base_posteriors(marginals, lengths, backend)
         else:
-            # In fp64, because rounded scores of long chains would decide between prefixes.
-            ends, backend = zero_ends(edges), current_backend()
-            later = scan(edges, source, ends, ends, lengths, False, True, backend)
-            path = registered.crf_beam_search(edges, later, lengths, beam_width, backend)
-        calls = registered.crf_calls(marginals, *path, lengths, state_len, current_backend())
+            width = beam_width if method == "beam" else 0
+            *path, by_base, first = registered.crf_path(edges, source, lengths, width, backend)
+            posteriors = by_base, first
+        dtype = acc_dtype(scores.dtype)
+        calls = registered.crf_calls(*posteriors, *path, lengths, state_len, dtype, backend)
         return Basecalls(*calls)
 
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.dtypes import acc_dtype
+from ..chain.reference import chain_gradient, chain_logz, chain_scan, chain_viterbi
 from .basecalls import Basecalls
-from .common import Hypotheses, empty_hypotheses
+from .common import ChainFunctions, Hypotheses, empty_hypotheses, path_and_posteriors
 
 INF = math.inf
 
@@ -282,19 +282,73 @@ def ctc_crf_beam_search(
     return states, edges
 
 
+CHAIN = ChainFunctions(chain_viterbi, chain_scan, chain_logz, chain_gradient)
+
+
+def ctc_crf_path(
+    scores: Tensor, source: Tensor, input_lengths: Tensor, beam_width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return a path, and the posteriors for the qualities of its bases.
+
+    Args:
+        scores: `[T, N, C, A]`.
+        source: the k-mer that each edge comes from, `[C, A]`, of `kmer_source`.
+        input_lengths: `[N]`.
+        beam_width: the width of a prefix beam search, or 0 for the best path.
+
+    Returns:
+        states `[T + 1, N]` and edges `[T, N]` as those of `Chain.viterbi`, and the results of
+        `ctc_crf_base_posteriors`.
+    """
+    own = ctc_crf_beam_search, ctc_crf_base_posteriors
+    return path_and_posteriors(CHAIN, *own, scores, source, input_lengths, beam_width)
+
+
+def ctc_crf_base_posteriors(marginals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the posteriors of bases and of first states, given those of edges `[T, N, C, A]`.
+
+    Returns:
+        by_base: `[T, N, bases]` fp64, the posterior that the state after each step ends in each
+            base; 0 past the length.
+        first: `[N, C]` fp64, the posterior of each state before the first step. A sequence without
+            steps may start in any state.
+    """
+    T, N, C, A = marginals.shape
+    bases, valid = A - 1, (lengths >= 0) & (lengths <= T)
+    length = torch.where(valid, lengths, 0)
+    by_base = marginals.double().sum(3).reshape(T, N, C // bases, bases).sum(2)
+    steps = torch.arange(T, device=lengths.device)
+    by_base = torch.where((steps[:, None] < length)[..., None], by_base, 0.0)
+    first = marginals.new_full((N, C), 1.0 / C, dtype=torch.float64)
+    if T:
+        edges = marginals[0].double()
+        # The k-mer j x moves to the k-mers x e through their column 1 + j.
+        leaving = edges[:, :, 1:].reshape(N, C // bases, bases, bases).sum(2).transpose(1, 2)
+        leaving = edges[:, :, 0] + leaving.reshape(N, C)
+        first = torch.where(length[:, None] > 0, leaving, first)
+    return by_base, first
+
+
 def ctc_crf_calls(
-    marginals: Tensor, states: Tensor, edges: Tensor, lengths: Tensor, state_len: int
+    by_base: Tensor,
+    first: Tensor,
+    states: Tensor,
+    edges: Tensor,
+    lengths: Tensor,
+    state_len: int,
+    dtype: torch.dtype,
 ) -> Basecalls:
     """Return the bases of paths: states `[T + 1, N]` and edges `[T, N]`, -1 where there is none.
 
     Args:
-        marginals: `[T, N, C, A]`, the posteriors of the edges.
+        by_base, first: the results of `ctc_crf_base_posteriors`.
         states, edges: as those of `Chain.viterbi`.
         lengths: `[N]`.
         state_len: k.
+        dtype: the dtype of the qualities.
     """
-    T, N, _, A = marginals.shape
-    bases, S = A - 1, T + state_len
+    T, N, bases = by_base.shape
+    A, S = bases + 1, T + state_len
     has_path, edges = states[0] >= 0, edges.T
     moves = (edges >= 0) & (edges % A > 0)
     position = state_len - 1 + moves.cumsum(1)
@@ -304,35 +358,25 @@ def ctc_crf_calls(
     labels = edges.new_zeros(N, S + 1).scatter_(1, index, last + 1)[:, :S]
     steps = edges.new_full((N, S + 1), -1).scatter_(1, index, step)[:, :S]
     power = bases ** torch.arange(state_len - 1, -1, -1, device=edges.device)
-    first = states[0][:, None].clamp(min=0) // power % bases  # [N, k]
-    labels[:, :state_len] = first + 1
+    digits = states[0][:, None].clamp(min=0) // power % bases  # [N, k]
+    labels[:, :state_len] = digits + 1
     number = torch.where(has_path, state_len + moves.sum(1), 0)
     valid = torch.arange(S, device=edges.device) < number[:, None]
-    probability = torch.cat(
-        [
-            first_posteriors(marginals, lengths, first),
-            base_posteriors(marginals, last, steps[:, state_len:], lengths),
-        ],
-        1,
-    )
+    means = mean_posteriors(by_base, last, steps[:, state_len:], lengths)
+    probability = torch.cat([first_base_posteriors(first, digits, bases), means], 1)
     log_probs = torch.where(valid, probability.log().clamp(max=0.0), 0.0)
     return Basecalls(
-        labels * valid,
-        number,
-        log_probs.to(acc_dtype(marginals.dtype)),
-        torch.where(valid, steps, -1),
-        moves,
+        labels * valid, number, log_probs.to(dtype), torch.where(valid, steps, -1), moves
     )
 
 
-def base_posteriors(marginals: Tensor, last: Tensor, steps: Tensor, lengths: Tensor) -> Tensor:
+def mean_posteriors(by_base: Tensor, last: Tensor, steps: Tensor, lengths: Tensor) -> Tensor:
     """Return the mean posterior of each base after its move, `[N, T]` fp64, given the moves' steps.
 
     `last` is the base in which the path's k-mer ends after each step, `[N, T]`.
     """
-    T, N, C, A = marginals.shape
-    by_base = marginals.double().sum(3).reshape(T, N, C // (A - 1), A - 1).sum(2).transpose(0, 1)
-    posterior = by_base.gather(2, last[..., None]).squeeze(2)
+    T = len(by_base)
+    posterior = by_base.transpose(0, 1).gather(2, last[..., None]).squeeze(2)
     total = torch.nn.functional.pad(posterior.cumsum(1), (1, 0))
     length = lengths.clamp(0, T)[:, None]
     start = torch.where(steps >= 0, steps, length)
@@ -341,21 +385,10 @@ def base_posteriors(marginals: Tensor, last: Tensor, steps: Tensor, lengths: Ten
     return (total.gather(1, end) - total.gather(1, start)) / (end - start).clamp(min=1)
 
 
-def first_posteriors(marginals: Tensor, lengths: Tensor, first: Tensor) -> Tensor:
-    """Return the posterior of each base of the first k-mer, `[N, k]` fp64, in the initial state."""
-    T, N, C, A = marginals.shape
-    bases, state_len = A - 1, first.shape[1]
-    uniform = marginals.new_full((N, C), 1.0 / C, dtype=torch.float64)
-    if not T:
-        state = uniform
-    else:
-        edges = marginals[0].double()
-        # The k-mer j x moves to the k-mers x e through their column 1 + j.
-        leaving = edges[:, :, 1:].reshape(N, C // bases, bases, bases).sum(2).transpose(1, 2)
-        state = edges[:, :, 0] + leaving.reshape(N, C)
-        state = torch.where(lengths[:, None] > 0, state, uniform)
+def first_base_posteriors(first: Tensor, digits: Tensor, bases: int) -> Tensor:
+    """Return the posterior of each base of the first k-mer, `[N, k]` fp64, given its digits."""
     found = []
-    for i in range(state_len):
-        by_base = state.reshape(N, bases**i, bases, -1).sum((1, 3))
-        found.append(by_base.gather(1, first[:, i : i + 1]))
+    for i in range(digits.shape[1]):
+        by_base = first.reshape(len(first), bases**i, bases, -1).sum((1, 3))
+        found.append(by_base.gather(1, digits[:, i : i + 1]))
     return torch.cat(found, 1)

@@ -24,6 +24,22 @@ def _beam_fake(
     return empty_hypotheses(logits, nbest)
 
 
+def _empty_path(scores: Tensor) -> tuple[Tensor, Tensor]:
+    T, N = scores.shape[:2]
+    return (
+        scores.new_empty((T + 1, N), dtype=torch.int64),
+        scores.new_empty((T, N), dtype=torch.int64),
+    )
+
+
+def _empty_posteriors(scores: Tensor) -> tuple[Tensor, Tensor]:
+    T, N, C, A = scores.shape
+    return (
+        scores.new_empty((T, N, A - 1), dtype=torch.float64),
+        scores.new_empty((N, C), dtype=torch.float64),
+    )
+
+
 greedy_search: register.Op = register.define(
     "ctc_greedy_search(Tensor logits, Tensor input_lengths, int blank, bool from_logits,"
     " str backend) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -43,21 +59,28 @@ beam_search: register.Op = register.define(
     backends=BACKENDS,
     reference_if_empty=True,
 )
-crf_beam_search: register.Op = register.define(
-    "ctc_crf_beam_search(Tensor scores, Tensor later, Tensor input_lengths, int beam_width,"
-    " str backend) -> (Tensor, Tensor)",
-    lambda scores, later, *_: (
-        scores.new_empty(later.shape[:2], dtype=torch.int64),
-        scores.new_empty(scores.shape[:2], dtype=torch.int64),
-    ),
-    vmap=lambda *batch: one_by_one(crf_beam_search, *batch),
+crf_path: register.Op = register.define(
+    "ctc_crf_path(Tensor scores, Tensor source, Tensor input_lengths, int beam_width, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda scores, *_: (*_empty_path(scores), *_empty_posteriors(scores)),
+    vmap=lambda *batch: one_by_one(crf_path, *batch),
+    backends=BACKENDS,
+    reference_if_empty=True,
+    by_identity=("source",),
+)
+crf_base_posteriors: register.Op = register.define(
+    "ctc_crf_base_posteriors(Tensor marginals, Tensor input_lengths, str backend)"
+    " -> (Tensor, Tensor)",
+    lambda marginals, *_: _empty_posteriors(marginals),
+    vmap=lambda *batch: one_by_one(crf_base_posteriors, *batch),
     backends=BACKENDS,
     reference_if_empty=True,
 )
 crf_calls: register.Op = register.define(
-    "ctc_crf_calls(Tensor marginals, Tensor states, Tensor edges, Tensor input_lengths,"
-    " int state_len, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    lambda marginals, states, edges, lengths, state_len, *_: empty_basecalls(marginals, state_len),
+    "ctc_crf_calls(Tensor base_posteriors, Tensor first_posteriors, Tensor states, Tensor edges,"
+    " Tensor input_lengths, int state_len, ScalarType dtype, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    lambda by_base, *rest: empty_basecalls(by_base, *rest[4:6]),
     vmap=lambda *batch: one_by_one(crf_calls, *batch),
     backends=BACKENDS,
     reference_if_empty=True,

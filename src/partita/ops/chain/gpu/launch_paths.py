@@ -63,8 +63,13 @@ def chain_viterbi(
     final: Tensor,
     lengths: Tensor | None,
     trace: bool,
+    saved: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the score of the best path, its states and its edges."""
+    """Return the score of the best path, its states and its edges.
+
+    Register-resident kernels also fill in `saved`, `[T + 1, N, C]` int64, with alpha and beta under
+    Log up to the meeting point, for `launch_posteriors`.
+    """
     T, N = scores.shape[:2]
     table, device = edge_table(source), scores.device
     path = ViterbiResults(
@@ -76,10 +81,11 @@ def chain_viterbi(
         return path.score.fill_(torch.nan), path.states.fill_(-1), path.edges.fill_(-1)
     lengths = None if lengths is None else lengths.contiguous()
     resident = resident_options(scores, table.max_out_degree)
-    if is_parallel(T, N, scores.shape[2]):
-        _parallel_viterbi(scores, table, (initial, final, lengths), trace, path)
+    ends = (initial, final, lengths)
+    if saved is None and is_parallel(T, N, scores.shape[2]):
+        _parallel_viterbi(scores, table, ends, trace, path)
     elif resident is not None:
-        _resident_viterbi(scores, table, initial, final, lengths, trace, resident, path)
+        _resident_viterbi(scores, table, *ends, trace, resident, path, saved)
     else:
         _general_viterbi(scores, table, initial, final, lengths, trace, path)
     return path.score, path.states, path.edges
@@ -230,6 +236,7 @@ def _resident_viterbi(
     trace: bool,
     resident: dict[str, Any],
     path: ViterbiResults,
+    saved: Tensor | None,
 ) -> None:
     """Fill in the best path of each chain.
 
@@ -257,6 +264,7 @@ def _resident_viterbi(
             w.has_tie,
             w.middle,
             w.backpointers,
+            None if forward_only else saved,
             *scores.shape,
             *scores.stride(),
             *initial.stride(),

@@ -104,6 +104,45 @@ def chain_resident_halves_kernel(
 
 
 @gluon.jit
+def load_middle_states(
+    scores, neighbors_ptr, edges_ptr, saved_ptr, saved_n, N, C, c, length, ends, shape
+):
+    """Return packed alpha and beta of a chain after its middle step.
+
+    Args:
+        scores: `StepRows` from the first step on.
+        saved_ptr: the chain's states at time 0.
+        saved_n: N if all states are saved, or 0 if `saved_ptr` has alpha and then beta.
+        c: the state of each lane.
+        ends: pointer and stride of the initial and of the final scores, and what is added to
+            initial scores.
+    """
+    ONE_STEP: gl.constexpr = ResidentShape(
+        shape.DEGREE,
+        shape.PADDED_DEGREE,
+        shape.REGULAR,
+        1,
+        shape.BLOCK_C,
+        shape.BLOCK_E,
+        shape.STATE,
+        shape.ROW,
+    )
+    initial_ptr, initial_c, final_ptr, final_c, invalid = ends
+    middle = (gl.maximum(length - 1, 0) // 2).to(gl.int64)
+    alpha = load_boundary_pair(initial_ptr, c, initial_c, invalid)
+    beta = load_boundary_pair(final_ptr, c, final_c, 0.0)
+    if length > 0:
+        neighbors, edges = load_edge_table(neighbors_ptr, edges_ptr, 0, ONE_STEP)
+        row = load_rows(skip_rows(scores, middle), 1, 1)
+        edge_scores = gather_scores(row, edges, ONE_STEP)
+        saved_ptr += middle * saved_n * C
+        middle_alpha = gl.load(saved_ptr + c, mask=c >= 0, other=0)
+        alpha, _, _ = log_step(middle_alpha, edge_scores, neighbors, 0, ONE_STEP)
+        beta = gl.load(saved_ptr + (middle * 0 + N) * C + c, mask=c >= 0, other=0)
+    return alpha, beta
+
+
+@gluon.jit
 def chain_resident_logz_kernel(
     scores_ptr,  # [T, N, C, K]
     state_of_lane_ptr,  # [BLOCK_C] int32
@@ -147,23 +186,13 @@ def chain_resident_logz_kernel(
     )
     n = gl.program_id(0).to(gl.int64)
     length, invalid = load_length(lengths_ptr, n, T)
-    middle = (gl.maximum(length - 1, 0) // 2).to(gl.int64)
     c, e = gl.load(state_of_lane_ptr + gl.arange(0, BLOCK_C, STATE)), gl.arange(0, BLOCK_E, ROW)
-    alpha = load_boundary_pair(initial_ptr + n * initial_n, c, initial_c, invalid)
-    beta = load_boundary_pair(final_ptr + n * final_n, c, final_c, 0.0)
-    if length > 0:
-        neighbors, edges = load_edge_table(neighbors_ptr, edges_ptr, 0, shape)
-        step_ptr = scores_ptr + n * stride_n + middle * stride_t
-        row = gl.load(
-            step_ptr + score_offsets(e, K, stride_c, stride_k, CONTIGUOUS),
-            mask=e < C * K,
-            other=0.0,
-        )
-        scores = gather_scores((row,), edges, shape)
-        saved_ptr += (middle * N * SAVE + n) * C
-        middle_alpha = gl.load(saved_ptr + c, mask=c >= 0, other=0)
-        alpha, _, _ = log_step(middle_alpha, scores, neighbors, 0, shape)
-        beta = gl.load(saved_ptr + (n * 0 + N) * C + c, mask=c >= 0, other=0)
+    offsets = score_offsets(e, K, stride_c, stride_k, CONTIGUOUS)
+    scores = StepRows(scores_ptr + n * stride_n, stride_t, offsets, e < C * K)
+    ends = (initial_ptr + n * initial_n, initial_c, final_ptr + n * final_n, final_c, invalid)
+    alpha, beta = load_middle_states(
+        scores, neighbors_ptr, edges_ptr, saved_ptr + n * C, N * SAVE, N, C, c, length, ends, shape
+    )
     alpha_high, alpha_low = unpack_pair(alpha)
     beta_high, beta_low = unpack_pair(beta)
     value = (alpha_high.to(gl.float64) + alpha_low.to(gl.float64)) + (

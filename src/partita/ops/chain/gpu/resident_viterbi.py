@@ -24,8 +24,11 @@ from .resident_steps import (
     gather_scores,
     load_edge_table,
     load_rows,
+    log_step,
+    pack_compensated,
     score_offsets,
     skip_rows,
+    split_fp64,
 )
 from .steps import load_length
 
@@ -98,6 +101,47 @@ def program_direction(FORWARD_ONLY: gl.constexpr):
 
 
 @gluon.jit
+def scan_best(
+    value,
+    state,
+    rows,
+    backpointers,
+    saved,
+    table,
+    num_steps,
+    shape,
+    TRACE: gl.constexpr,
+    LOG: gl.constexpr,
+):
+    """Return the states under Max after all steps, and store backpointers and states under Log.
+
+    `rows`, `backpointers` and `saved` are `StepRows`; what `saved` has first is `state`, packed.
+    """
+    PREFETCH: gl.constexpr = shape.PREFETCH
+    neighbors, edges = table
+    prefetched = load_rows(rows, num_steps, PREFETCH)
+    for i in range(0, num_steps, PREFETCH):
+        scores = gather_scores(prefetched, edges, shape)
+        rows = skip_rows(rows, PREFETCH)
+        prefetched = load_rows(rows, num_steps - i - PREFETCH, PREFETCH)
+        for u in gl.static_range(PREFETCH):
+            next_value, backpointer = max_step(value, scores, neighbors, u, shape)
+            value = gl.where(i + u < num_steps, next_value, value)
+            if TRACE:
+                mask = backpointers.mask & (i + u < num_steps)
+                ptrs = backpointers.ptr + backpointers.offsets
+                gl.store(ptrs, backpointer.to(gl.int16), mask=mask)
+                backpointers = skip_rows(backpointers, 1)
+            if LOG:
+                next_state = log_step(state, scores, neighbors, u, shape)[0]
+                state = gl.where(i + u < num_steps, next_state, state)
+                saved = skip_rows(saved, 1)
+                mask = saved.mask & (i + u < num_steps)
+                gl.store(saved.ptr + saved.offsets, state, mask=mask)
+    return value
+
+
+@gluon.jit
 def chain_resident_viterbi_kernel(
     scores_ptr,  # [T, N, C, K]
     state_of_lane_ptr,  # [BLOCK_C] int32
@@ -109,6 +153,7 @@ def chain_resident_viterbi_kernel(
     has_tie_ptr,  # [N] int32: with FORWARD_ONLY, the chains that run
     middle_ptr,  # [2, N, BLOCK_C] fp64
     backpointers_ptr,  # [T, N, BLOCK_C] int16
+    saved_ptr,  # [T + 1, N, C] int64 for alpha and beta under Log too, or None
     T,
     N,
     C,
@@ -134,7 +179,8 @@ def chain_resident_viterbi_kernel(
 ):
     """Scan alpha or beta to the meeting point under Max and store backpointers.
 
-    With FORWARD_ONLY, scan alpha to the end, in marked chains.
+    With FORWARD_ONLY, scan alpha to the end, in marked chains. With `saved_ptr`, the same steps
+    also do the work of `chain_resident_halves_kernel`, which would read the scores once more.
     """
     STATE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     ROW: gl.constexpr = gl.BlockedLayout([VEC], [32], [gl.num_warps()], [0])
@@ -147,7 +193,6 @@ def chain_resident_viterbi_kernel(
     if FORWARD_ONLY:
         num_steps = gl.where(gl.load(has_tie_ptr + n) != 0, num_steps, 0)
     sign, start = (1 - 2 * direction).to(gl.int64), gl.where(direction == 0, 0, length).to(gl.int64)
-    state_stride = sign * N * BLOCK_C
     scores_ptr += n * stride_n + (start - direction) * stride_t
     backpointers_ptr += ((start - direction) * N + n) * BLOCK_C
     lane, e = gl.arange(0, BLOCK_C, STATE), gl.arange(0, BLOCK_E, ROW)
@@ -159,16 +204,15 @@ def chain_resident_viterbi_kernel(
     if not FORWARD_ONLY:
         if direction == 1:
             value = load_boundary(final_ptr + n * final_n, c, final_c, 0.0)
-    prefetched = load_rows(rows, num_steps, PREFETCH)
-    for i in range(0, num_steps, PREFETCH):
-        scores = gather_scores(prefetched, edges, shape)
-        rows = skip_rows(rows, PREFETCH)
-        prefetched = load_rows(rows, num_steps - i - PREFETCH, PREFETCH)
-        for u in gl.static_range(PREFETCH):
-            next_value, backpointer = max_step(value, scores, neighbors, u, shape)
-            value = gl.where(i + u < num_steps, next_value, value)
-            if TRACE:
-                mask = (c >= 0) & (i + u < num_steps)
-                gl.store(backpointers_ptr + lane, backpointer.to(gl.int16), mask=mask)
-                backpointers_ptr += state_stride
+    backpointers = StepRows(backpointers_ptr, sign * N * BLOCK_C, lane, c >= 0)
+    LOG: gl.constexpr = saved_ptr is not None
+    state, saved = value, rows
+    if LOG:
+        saved = StepRows(saved_ptr + (start * N + n) * C, sign * N * C, c, c >= 0)
+        state = pack_compensated(*split_fp64(value))
+        mask = (c >= 0) & ((direction == 0) | (length > 0))
+        gl.store(saved.ptr + c, state, mask=mask)
+    value = scan_best(
+        value, state, rows, backpointers, saved, (neighbors, edges), num_steps, shape, TRACE, LOG
+    )
     gl.store(middle_ptr + (direction * N + n) * BLOCK_C + lane, value)

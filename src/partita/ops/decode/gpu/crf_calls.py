@@ -1,8 +1,7 @@
 """The bases of a path over k-mers, with the posterior of each.
 
-One kernel sums the posteriors of the edges that end in the base of the path at each step. Another
-goes through the steps of a sequence, writes a base for each move, and takes the mean over the steps
-of a base as a difference of sums over all steps up to its ends.
+A kernel goes through the steps of a sequence, writes a base for each move, and takes the mean over
+the steps of a base as a difference of sums over all steps up to its ends.
 """
 
 from typing import Any, NamedTuple
@@ -51,51 +50,14 @@ class CallsMemory(NamedTuple):
     totals: Any
 
 
-@triton.jit(do_not_specialize=["T", "N", "C", "stride_t", "stride_n", "stride_c", "stride_a"])
-def ctc_crf_posterior_kernel(
-    marginals_ptr,  # [T, N, C, A]
-    states_ptr,  # [T + 1, N] int64
-    lengths_ptr,  # [N]
-    posterior_ptr,  # [N, T] fp64
-    T,
-    N,
-    C,
-    bases,
-    stride_t,
-    stride_n,
-    stride_c,
-    stride_a,
-    BLOCK: tl.constexpr,
-):
-    """Sum the posteriors of the edges that end in the base of the path, at one step."""
-    t, n = (tl.program_id(0) // N).to(tl.int64), (tl.program_id(0) % N).to(tl.int64)
-    length, _ = load_length(lengths_ptr, n, T)
-    state = tl.load(states_ptr + (t + 1) * N + n)
-    # Divisions in 64 bits would be calls.
-    A, base = bases + 1, (tl.maximum(state, 0).to(tl.int32) % bases).to(tl.int64)
-    edges = tl.where((t < length) & (state >= 0), C // bases * A, 0)
-    marginals_ptr += t * stride_t + n * stride_n + base * stride_c
-    total = tl.zeros([BLOCK], tl.float64)
-    for first in range(0, edges, BLOCK):
-        e = first + tl.arange(0, BLOCK)
-        offset = (e // A).to(tl.int64) * bases * stride_c + (e % A).to(tl.int64) * stride_a
-        total += tl.load(marginals_ptr + offset, mask=e < edges, other=0.0).to(tl.float64)
-    tl.store(posterior_ptr + n * T + t, tl.sum(total, axis=0))
-
-
 @triton.jit
-def first_posteriors(
-    marginals_ptr,
-    stride_c,
-    stride_a,
-    first,
-    C,
-    bases,
-    k,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+def first_base_posteriors(
+    first_ptr, first, C, bases, k, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Return the bases of the first k-mer and their posteriors, [BLOCK_K], given the first step."""
+    """Return the bases of the first k-mer and the sums of the posteriors of the k-mers with them.
+
+    Both are [BLOCK_K]. `first_ptr` has the posteriors of the k-mers before the first step, [C].
+    """
     i = tl.arange(0, BLOCK_K)
     power = tl.full([BLOCK_K], 1, tl.int32)
     for j in range(1, k):
@@ -104,17 +66,9 @@ def first_posteriors(
     posterior = tl.zeros([BLOCK_K], tl.float64)
     for block in range(0, C, BLOCK):
         c = block + tl.arange(0, BLOCK)
-        mask, target = c < C, c * bases % C
-        stay_ptr = marginals_ptr + c.to(tl.int64) * stride_c
-        leaves = tl.load(stay_ptr, mask=mask, other=0.0).to(tl.float64)
-        # The k-mer j x moves to the k-mers x e through their column 1 + j.
-        move_ptr = marginals_ptr + (1 + c // (C // bases)).to(tl.int64) * stride_a
-        for base in range(bases):
-            offset = (target + base).to(tl.int64) * stride_c
-            move = tl.load(move_ptr + offset, mask=mask, other=0.0)
-            leaves += move.to(tl.float64)
+        of_state = tl.load(first_ptr + c, mask=c < C, other=0.0)
         same = (c[:, None] // power[None, :]) % bases == digit[None, :]  # [BLOCK, BLOCK_K]
-        posterior += tl.sum(tl.where(same, leaves[:, None], 0.0), axis=0)
+        posterior += tl.sum(tl.where(same, of_state[:, None], 0.0), axis=0)
     return digit, posterior
 
 
@@ -131,8 +85,12 @@ def clear_calls(memory, T, S, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def write_moves(memory, path, posterior_ptr, BLOCK: tl.constexpr):
-    """Write the label and the step of each move and the sums of posteriors; return all moves."""
+def write_moves(memory, path, by_base_ptr, BLOCK: tl.constexpr):
+    """Write the label and the step of each move and the sums of posteriors; return all moves.
+
+    `by_base_ptr` has the posteriors of the last base after each step, `[T, bases]` with a stride of
+    N * bases over the steps.
+    """
     bases, moves = path.bases, tl.full([], 0, tl.int32)
     total = tl.full([], 0.0, tl.float64)
     tl.store(memory.totals, total)
@@ -147,7 +105,8 @@ def write_moves(memory, path, posterior_ptr, BLOCK: tl.constexpr):
         tl.store(memory.moves + t, is_move, mask=mask)
         tl.store(memory.labels + index, (base + 1).to(tl.int64), mask=is_move)
         tl.store(memory.steps + index, t, mask=is_move)
-        posterior = tl.load(posterior_ptr + t, mask=mask, other=0.0)
+        offset = t * path.N * bases + tl.maximum(base, 0)
+        posterior = tl.load(by_base_ptr + offset, mask=mask, other=0.0)
         tl.store(memory.totals + t + 1, total + tl.cumsum(posterior, axis=0), mask=mask)
         moves += tl.sum(is_move.to(tl.int32), axis=0)
         total += tl.sum(posterior, axis=0)
@@ -170,13 +129,13 @@ def write_log_probs(memory, path, calls, BLOCK: tl.constexpr):
         tl.store(memory.log_probs + i, log_prob.to(memory.log_probs.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["T", "N", "C", "state_len", "stride_n", "stride_c", "stride_a"])
+@triton.jit(do_not_specialize=["T", "N", "C", "bases", "state_len"])
 def ctc_crf_calls_kernel(
-    marginals_ptr,  # [T, N, C, A]
+    by_base_ptr,  # [T, N, bases] fp64
+    first_posteriors_ptr,  # [N, C] fp64
     states_ptr,  # [T + 1, N] int64
     edges_ptr,  # [T, N] int64
     lengths_ptr,  # [N]
-    posterior_ptr,  # [N, T] fp64
     totals_ptr,  # [N, T + 1] fp64
     labels_ptr,  # [N, S] int64
     calls_ptr,  # [N] int64
@@ -188,9 +147,6 @@ def ctc_crf_calls_kernel(
     C,
     bases,
     state_len,
-    stride_n,
-    stride_c,
-    stride_a,
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -211,17 +167,13 @@ def ctc_crf_calls_kernel(
         totals_ptr + n * (T + 1),
     )
     clear_calls(memory, T, S, BLOCK)
-    states = tl.where(length > 0, C, 0)
-    marginals_ptr += n * stride_n
-    digit, posterior = first_posteriors(
-        marginals_ptr, stride_c, stride_a, first, states, bases, state_len, BLOCK_C, BLOCK_K
+    digit, posterior = first_base_posteriors(
+        first_posteriors_ptr + n * C, first, C, bases, state_len, BLOCK_C, BLOCK_K
     )
     tl.debug_barrier()
-    moves = write_moves(memory, path, posterior_ptr + n * T, BLOCK)
+    moves = write_moves(memory, path, by_base_ptr + n * bases, BLOCK)
     calls = tl.where(valid, state_len + moves, 0)
     tl.store(calls_ptr + n, calls.to(tl.int64))
-    # A sequence without steps may start in any k-mer.
-    posterior = tl.where(length > 0, posterior, 1.0 / bases.to(tl.float64))
     log_prob = tl.minimum(tl.log(posterior), 0.0).to(log_probs_ptr.dtype.element_ty)
     tl.store(memory.labels + i, (digit + 1).to(tl.int64), mask=(i < state_len) & valid)
     tl.store(memory.log_probs + i, log_prob, mask=(i < state_len) & valid)

@@ -118,12 +118,13 @@ def ctc_crf_beam_trace_kernel(
     t = tl.where(valid, length, 0)
     store_stays(states_ptr, edges_ptr, N, t, T, -1, -1, BLOCK)
     event, events_ptr = tl.where(valid, event, -1), events_ptr + n * T * BLOCK_W
+    # The word of an event has the event before it and its own state, so one load follows another.
+    word = tl.load(events_ptr + event, mask=event >= 0, other=0)
     while event >= 0:
-        step = event // BLOCK_W
-        event = (tl.load(events_ptr + event) >> 32).to(tl.int32)
+        step, event = event // BLOCK_W, (word >> 32).to(tl.int32)
+        word = tl.load(events_ptr + event, mask=event >= 0, other=0)
+        before = tl.where(event >= 0, word & 0xFFFFFFFF, (-1 - event).to(tl.int64))
         store_stays(states_ptr, edges_ptr, N, step + 1, t, state, state * A, BLOCK)
-        before = tl.load(events_ptr + event, mask=event >= 0, other=0) & 0xFFFFFFFF
-        before = tl.where(event >= 0, before, (-1 - event).to(tl.int64))
         tl.store(states_ptr + (step + 1).to(tl.int64) * N, state)
         tl.store(edges_ptr + step.to(tl.int64) * N, state * A + 1 + before // (C // bases))
         state, t = before, step

@@ -1,123 +1,167 @@
-"""Decoding of CTC-CRF on a GPU: prefix beam search over k-mers, and the bases of a path."""
+"""Decoding of CTC-CRF on a GPU: the path, the posteriors for qualities, and the bases of a path."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ....runtime.launch import launch, next_power_of_2
+from ....runtime.launch import SideStream, launch, next_power_of_2
+from ...chain.gpu.launch import chain_gradient, chain_logz, chain_scan
+from ...chain.gpu.launch_paths import chain_viterbi
+from ...chain.gpu.launch_posteriors import launch_posteriors, posterior_buffers
+from ...ctc_crf.common import zero_ends
 from ..basecalls import Basecalls, empty_basecalls
-from .crf_beam import HASHES, INTEGERS, NUMBERS
-from .crf_calls import ctc_crf_calls_kernel, ctc_crf_posterior_kernel
-from .crf_search import ctc_crf_beam_search_kernel, ctc_crf_beam_trace_kernel
-from .plan import kmer_beam_plan
+from ..common import ChainFunctions, path_and_posteriors
+from .crf_calls import ctc_crf_calls_kernel
+from .crf_posteriors import ctc_crf_base_posteriors_kernel, ctc_crf_first_posteriors_kernel
+from .launch_crf_beam import BeamBuffers, ctc_crf_beam_search, launch_beam_search
 
-HASH_MASK = -1  # all bits of a hash are compared
-BLOCK_STAYS = 32  # steps of a stay that are written together
-BLOCK_EDGES, BLOCK_STEPS, BLOCK_STATES = 512, 1024, 256
+BLOCK_STEPS, BLOCK_STATES = 1024, 256
+MAX_BLOCK_BASES = 1024  # posteriors of a step that are summed together
 
 
-def ctc_crf_beam_search(
-    scores: Tensor, later: Tensor, input_lengths: Tensor, beam_width: int
-) -> tuple[Tensor, Tensor]:
-    """Return the best path of the best prefix: states `[T + 1, N]` and edges `[T, N]`."""
+def ctc_crf_path(
+    scores: Tensor, source: Tensor, input_lengths: Tensor, beam_width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return a path and the posteriors for its qualities, as the reference does.
+
+    Small tables have kernels for the posteriors of states, which never form those of edges.
+    """
+    T, N, C, _ = scores.shape
+    buffers = posterior_buffers(scores, source)
+    if buffers is None:
+        chain = ChainFunctions(chain_viterbi, chain_scan, chain_logz, chain_gradient)
+        own = ctc_crf_beam_search, ctc_crf_base_posteriors
+        return path_and_posteriors(chain, *own, scores, source, input_lengths, beam_width)
+    lengths, ends = input_lengths.contiguous(), zero_ends(scores)
+    by_base, first = _empty_posteriors(scores)
+    chain_inputs = (scores, source, ends, ends, lengths)
+    if beam_width:
+        # The search has few programs, so it runs next to the scans for the posteriors. All memory
+        # belongs to the current stream.
+        later = torch.empty((T + 1, N, C), dtype=torch.float64, device=scores.device)
+        beam = BeamBuffers.empty(scores, beam_width)
+        side_stream = SideStream(scores, True)
+        try:
+            with side_stream:
+                chain_scan(*chain_inputs, False, True, out=later)
+                launch_beam_search(scores, later, lengths, beam_width, beam)
+            launch_posteriors(*chain_inputs, buffers, are_saved=False)
+            _sum_state_posteriors(buffers.posteriors, lengths, by_base, first)
+        finally:
+            # The streams join after an error too, because the memory is freed afterwards.
+            side_stream.join()
+        return beam.states, beam.edges, by_base, first
+    _, states, edges = chain_viterbi(*chain_inputs, True, buffers.saved)
+    launch_posteriors(*chain_inputs, buffers, are_saved=True)
+    _sum_state_posteriors(buffers.posteriors, lengths, by_base, first)
+    return states, edges, by_base, first
+
+
+def _empty_posteriors(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return uninitialized posteriors `[T, N, bases]` and `[N, C]` for scores `[T, N, C, A]`."""
     T, N, C, A = scores.shape
-    plan = kmer_beam_plan(A - 1, beam_width)
-    later, input_lengths = later.contiguous(), input_lengths.contiguous()
-
-    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=scores.device)
-
-    numbers = empty(torch.float64, N, NUMBERS.value, plan.block_w)
-    hashes = empty(torch.int64, N, HASHES.value, plan.block_w)
-    integers = empty(torch.int32, N, INTEGERS.value, plan.block_w)
-    children = empty(torch.int32, N, plan.block_w, A - 1)
-    events = empty(torch.int64, N, T, plan.block_w)
-    parents = empty(torch.int32, N, T, plan.block_w)
-    states, edges = empty(torch.int64, T + 1, N), empty(torch.int64, T, N)
-    launch(
-        ctc_crf_beam_search_kernel,
-        N,
-        scores,
-        later,
-        input_lengths,
-        numbers,
-        hashes,
-        integers,
-        children,
-        events,
-        parents,
-        T,
-        C,
-        A - 1,
-        beam_width,
-        HASH_MASK,
-        *scores.stride(),
-        later.stride(0),
-        BLOCK_W=plan.block_w,
-        BLOCK_P=plan.block_p,
-        BLOCK_J=plan.block_j,
-        num_warps=plan.num_warps,
+    return (
+        torch.empty((T, N, A - 1), dtype=torch.float64, device=scores.device),
+        torch.empty((N, C), dtype=torch.float64, device=scores.device),
     )
+
+
+def _sum_state_posteriors(
+    posteriors: Tensor, lengths: Tensor, by_base: Tensor, first: Tensor
+) -> None:
+    """Fill in the posteriors for qualities from those of states, `[T + 1, N, C]`."""
+    T, N, bases = by_base.shape
+    C, strides = posteriors.shape[2], (*posteriors.stride(), 0)
+    _sum_by_base(posteriors[1:], lengths, by_base, (T, N, C, 1, bases), strides, True)
+    _launch_first(posteriors, lengths, first, (T, C, bases), strides, True)
+
+
+def ctc_crf_base_posteriors(marginals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the posteriors for qualities, given those of edges; see the reference."""
+    T, N, C, A = marginals.shape
+    by_base, first = _empty_posteriors(marginals)
+    lengths, strides = lengths.contiguous(), marginals.stride()
+    _sum_by_base(marginals, lengths, by_base, (T, N, C, A, A - 1), strides, False)
+    _launch_first(marginals, lengths, first, (T, C, A - 1), strides, False)
+    return by_base, first
+
+
+def _sum_by_base(
+    posteriors: Tensor,
+    lengths: Tensor,
+    by_base: Tensor,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    are_states: bool,
+) -> None:
+    T, N, C, _, bases = sizes
+    block_b = next_power_of_2(bases)
     launch(
-        ctc_crf_beam_trace_kernel,
-        N,
-        integers,
-        events,
-        input_lengths,
-        states,
-        edges,
-        T,
-        N,
-        C,
-        A - 1,
-        BLOCK_W=plan.block_w,
-        BLOCK=BLOCK_STAYS,
+        ctc_crf_base_posteriors_kernel,
+        T * N,
+        posteriors,
+        lengths,
+        by_base,
+        *sizes,
+        *strides,
+        NORMALIZE=are_states,
+        BLOCK_R=min(next_power_of_2(C // bases), max(MAX_BLOCK_BASES // block_b, 1)),
+        BLOCK_B=block_b,
         num_warps=1,
     )
-    return states, edges
+
+
+def _launch_first(
+    posteriors: Tensor,
+    lengths: Tensor,
+    first: Tensor,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    are_states: bool,
+) -> None:
+    launch(
+        ctc_crf_first_posteriors_kernel,
+        len(first),
+        posteriors,
+        lengths,
+        first,
+        *sizes,
+        *strides[1:],
+        FROM_STATES=are_states,
+        BLOCK=BLOCK_STATES,
+        num_warps=4,
+    )
 
 
 def ctc_crf_calls(
-    marginals: Tensor, states: Tensor, edges: Tensor, lengths: Tensor, state_len: int
+    by_base: Tensor,
+    first: Tensor,
+    states: Tensor,
+    edges: Tensor,
+    lengths: Tensor,
+    state_len: int,
+    dtype: torch.dtype,
 ) -> Basecalls:
     """Return the bases of paths: states `[T + 1, N]` and edges `[T, N]`, -1 where there is none."""
-    T, N, C, A = marginals.shape
-    calls = empty_basecalls(marginals, state_len)
-    states, edges, lengths = states.contiguous(), edges.contiguous(), lengths.contiguous()
-    sums = torch.empty((2, N, T + 1), dtype=torch.float64, device=marginals.device)
-    posterior, totals = sums[0], sums[1]
-    launch(
-        ctc_crf_posterior_kernel,
-        T * N,
-        marginals,
-        states,
-        lengths,
-        posterior,
-        T,
-        N,
-        C,
-        A - 1,
-        *marginals.stride(),
-        BLOCK=min(next_power_of_2(C // (A - 1) * A), BLOCK_EDGES),
-        num_warps=1,
-    )
+    T, N, bases = by_base.shape
+    calls = empty_basecalls(by_base, state_len, dtype)
+    totals = torch.empty((N, T + 1), dtype=torch.float64, device=by_base.device)
     launch(
         ctc_crf_calls_kernel,
         N,
-        marginals,
-        states,
-        edges,
-        lengths,
-        posterior,
+        by_base.contiguous(),
+        first.contiguous(),
+        states.contiguous(),
+        edges.contiguous(),
+        lengths.contiguous(),
         totals,
         *calls,
         T,
         N,
-        C,
-        A - 1,
+        first.shape[1],
+        bases,
         state_len,
-        *marginals.stride()[1:],
         BLOCK=BLOCK_STEPS,
         BLOCK_C=BLOCK_STATES,
         BLOCK_K=next_power_of_2(state_len),

@@ -99,7 +99,9 @@ def init_beam(memory, size, BLOCK_W: tl.constexpr, BLOCK_P: tl.constexpr):
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["T", "N", "skipped", "row_t", "row_n", "stride_t", "stride_n"])
+@triton.jit(
+    do_not_specialize=["T", "N", "blank", "skipped", "row_t", "row_n", "stride_t", "stride_n"]
+)
 def ctc_beam_search_kernel(
     logits_ptr,  # [T, N, C]
     input_lengths_ptr,  # [N]

@@ -1,0 +1,76 @@
+"""Launch the kernels for the posteriors of states, which need no posteriors of edges."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....runtime.launch import launch
+from .edge_table import directed_edges, edge_table
+from .plan import prefetch_options, resident_options
+from .resident_posteriors import chain_resident_posteriors_kernel
+from .resident_scan import chain_resident_halves_kernel, chain_resident_logz_kernel
+
+
+class PosteriorBuffers(NamedTuple):
+    """The memory for posteriors of states.
+
+    Fields:
+        saved: `[T + 1, N, C]` int64, alpha up to the meeting point and beta after it.
+        logz: `[N]` fp64.
+        posteriors: `[T + 1, N, C]` fp32, not written past the length.
+    """
+
+    saved: Tensor
+    logz: Tensor
+    posteriors: Tensor
+
+
+def posterior_buffers(scores: Tensor, source: Tensor) -> PosteriorBuffers | None:
+    """Allocate for `launch_posteriors`, or return None where its kernels do not serve the call."""
+    T, N, C, _ = scores.shape
+    table = edge_table(source)
+    if table.has_invalid or resident_options(scores, table.max_out_degree) is None:
+        return None
+    return PosteriorBuffers(
+        torch.empty((T + 1, N, C), dtype=torch.int64, device=scores.device),
+        torch.empty(N, dtype=torch.float64, device=scores.device),
+        torch.empty((T + 1, N, C), dtype=torch.float32, device=scores.device),
+    )
+
+
+def launch_posteriors(
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor,
+    final: Tensor,
+    lengths: Tensor | None,
+    buffers: PosteriorBuffers,
+    *,
+    are_saved: bool,
+) -> None:
+    """Fill in the posterior of each state at each time.
+
+    Args:
+        are_saved: whether `buffers.saved` is filled in, as `chain_viterbi` does.
+    """
+    N = scores.shape[1]
+    table = edge_table(source)
+    resident = resident_options(scores, table.max_out_degree)
+    assert resident is not None
+    edges = directed_edges(table, resident["BLOCK_C"], resident["BLOCK_E"])
+    ends = (initial, final, None if lengths is None else lengths.contiguous())
+    inputs = (scores, edges.state_of_lane, edges.neighbors, edges.edges, *ends)
+    sizes = (*scores.shape, *scores.stride(), *initial.stride(), *final.stride())
+    options = {"REGULAR": edges.is_regular, **resident}
+    ahead = prefetch_options(resident)
+    saved, logz, posteriors = buffers
+    if not are_saved:
+        halves = (*inputs, saved, *sizes)
+        launch(chain_resident_halves_kernel, 2 * N, *halves, SAVE=True, **options, **ahead)
+    outputs = (saved, logz, None)
+    launch(chain_resident_logz_kernel, N, *inputs, *outputs, *sizes, SAVE=True, **options)
+    outputs = (logz, saved, posteriors)
+    launch(chain_resident_posteriors_kernel, 2 * N, *inputs, *outputs, *sizes, **options, **ahead)

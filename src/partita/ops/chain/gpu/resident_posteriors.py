@@ -1,0 +1,167 @@
+"""The posteriors of states over small tables, without the marginals of edges.
+
+A chain given its sequence is a Markov chain. Its transition probabilities follow from the saved
+states of one direction alone, so one saved half gives the posteriors of its times:
+
+    p(t, s) = sum over edges s -> c of p(t + 1, c) * exp(alpha(t, s) + score - alpha(t + 1, c))
+    p(t + 1, c) = sum over edges s -> c of p(t, s) * exp(score + beta(t + 1, c) - beta(t, s))
+
+Both programs of a chain begin at the meeting point, where alpha and beta are known. Direction 0
+follows the saved beta to the end, and direction 1 the saved alpha to the start. A step has one
+exponential for each edge and no maximum, so it costs less than a step of alpha. Posteriors are
+probabilities in fp32, and they are divided by their sum from time to time.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ....primitives.gpu.math import LOG2E
+from ....primitives.gpu.sync import unpack_pair
+from .resident_gradient import load_logz_pair
+from .resident_scan import load_middle_states
+from .resident_steps import (
+    ResidentShape,
+    StepRows,
+    gather_neighbors,
+    gather_scores,
+    load_edge_table,
+    load_rows,
+    pack_compensated,
+    score_offsets,
+    skip_rows,
+    state_posterior,
+    tree_sum,
+)
+from .steps import load_length
+
+
+@gluon.jit
+def exp_of_low(low):
+    """Return exp of the low part of a pair, by a polynomial that is 1 at 0 without an error."""
+    x = gl.minimum(gl.maximum(low, -1.0), 1.0)
+    return 1.0 + x * (1.0 + x * (0.5 + x * (1.0 / 6.0)))
+
+
+@gluon.jit
+def posterior_step(posterior, state, next_state, scores, neighbors, u: gl.constexpr, shape):
+    """Return the posteriors after a step of the direction that leads away from the middle.
+
+    `state` and `next_state` are packed: alpha or beta, whichever was saved, before and after it.
+    The exponential has the high parts only, and factors have the low parts. So a transition of
+    probability 1 has the factor 1, however many such steps follow each other.
+    """
+    high, low = unpack_pair(state)
+    # A state without a posterior gives nothing, even if its alpha or beta is -inf.
+    high = gl.where(posterior == 0.0, float("inf"), high)
+    sent = pack_compensated(high, posterior * exp_of_low(-low))
+    neighbor_states, neighbor_lanes = gather_neighbors(sent, neighbors, shape)
+    next_high, next_low = unpack_pair(next_state)
+    terms = ()
+    for k in gl.static_range(shape.DEGREE):
+        high, share = unpack_pair(neighbor_states[k])
+        score = scores[u * shape.PADDED_DEGREE + k].to(gl.float32)
+        term = share * gl.exp2(((next_high - high) + score) * LOG2E)
+        if not shape.REGULAR:
+            term = gl.where(neighbor_lanes[k] >= 0, term, 0.0)
+        terms = terms + (term,)
+    return tree_sum(terms, shape.DEGREE) * exp_of_low(next_low)
+
+
+@gluon.jit
+def normalized(posterior):
+    """Return posteriors that sum to 1, or zeros."""
+    total = gl.sum(posterior, axis=0)
+    return posterior * (1.0 / gl.where(total == 0.0, 1.0, total))
+
+
+@gluon.jit
+def store_posteriors(posterior, state, scores, saved, ptrs, table, num_steps, shape):
+    """Continue the posteriors along the saved states, and store them after each step.
+
+    `scores` and `saved` are `StepRows`, `ptrs` the rows that are written, and `table` the
+    direction's neighbors and edges.
+    """
+    PREFETCH: gl.constexpr = shape.PREFETCH
+    neighbors, edges = table
+    prefetched = load_rows(scores, num_steps, PREFETCH)
+    prefetched_states = load_rows(saved, num_steps, PREFETCH)
+    for i in range(0, num_steps, PREFETCH):
+        edge_scores, states = gather_scores(prefetched, edges, shape), prefetched_states
+        scores, saved = skip_rows(scores, PREFETCH), skip_rows(saved, PREFETCH)
+        prefetched = load_rows(scores, num_steps - i - PREFETCH, PREFETCH)
+        prefetched_states = load_rows(saved, num_steps - i - PREFETCH, PREFETCH)
+        if i % 8 == 0:
+            posterior = normalized(posterior)
+        for u in gl.static_range(PREFETCH):
+            posterior = posterior_step(
+                posterior, state, states[u], edge_scores, neighbors, u, shape
+            )
+            state = states[u]
+            mask = ptrs.mask & (i + u < num_steps)
+            gl.store(ptrs.ptr + ptrs.offsets, posterior, mask=mask)
+            ptrs = skip_rows(ptrs, 1)
+
+
+@gluon.jit
+def chain_resident_posteriors_kernel(
+    scores_ptr,  # [T, N, C, K]
+    state_of_lane_ptr,  # [BLOCK_C] int32
+    neighbors_ptr,  # [2, DEGREE, BLOCK_C] int32
+    edges_ptr,  # [2, DEGREE, BLOCK_C] int32
+    initial_ptr,  # [N, C]
+    final_ptr,  # [N, C]
+    lengths_ptr,  # [N] or None
+    logz_ptr,  # [N] fp64
+    saved_ptr,  # [T + 1, N, C] int64
+    posteriors_ptr,  # [T + 1, N, C] fp32; nothing is written past the length
+    T,
+    N,
+    C,
+    K,
+    stride_t,
+    stride_n,
+    stride_c,
+    stride_k,
+    initial_n,
+    initial_c,
+    final_n,
+    final_c,
+    DEGREE: gl.constexpr,
+    PADDED_DEGREE: gl.constexpr,
+    REGULAR: gl.constexpr,
+    CONTIGUOUS: gl.constexpr,
+    VEC: gl.constexpr,
+    PREFETCH: gl.constexpr,
+    BLOCK_C: gl.constexpr,
+    BLOCK_E: gl.constexpr,
+):
+    """Store the posterior of each state at each time, from the meeting point to one end."""
+    STATE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    ROW: gl.constexpr = gl.BlockedLayout([VEC], [32], [gl.num_warps()], [0])
+    shape: gl.constexpr = ResidentShape(
+        DEGREE, PADDED_DEGREE, REGULAR, PREFETCH, BLOCK_C, BLOCK_E, STATE, ROW
+    )
+    n, direction = (gl.program_id(0) // 2).to(gl.int64), gl.program_id(0) % 2
+    length, invalid = load_length(lengths_ptr, n, T)
+    c, e = gl.load(state_of_lane_ptr + gl.arange(0, BLOCK_C, STATE)), gl.arange(0, BLOCK_E, ROW)
+    offsets = score_offsets(e, K, stride_c, stride_k, CONTIGUOUS)
+    scores = StepRows(scores_ptr + n * stride_n, stride_t, offsets, e < C * K)
+    ends = (initial_ptr + n * initial_n, initial_c, final_ptr + n * final_n, final_c, invalid)
+    alpha, beta = load_middle_states(
+        scores, neighbors_ptr, edges_ptr, saved_ptr + n * C, N, N, C, c, length, ends, shape
+    )
+    logz_high, logz_low = load_logz_pair(logz_ptr + n)
+    posterior = gl.where(c >= 0, state_posterior(alpha, beta, logz_high, logz_low), 0.0)
+    # The time of these states is after the middle step, or 0 in a chain without steps.
+    time = gl.where(length > 0, (length - 1) // 2 + 1, 0)
+    num_steps = gl.where(direction == 0, length - time, time)
+    sign, start = (1 - 2 * direction).to(gl.int64), time.to(gl.int64)
+    row, state_stride = (start * N + n) * C, sign * N * C
+    gl.store(posteriors_ptr + row + c, posterior, mask=(c >= 0) & (direction == 0))
+    table = load_edge_table(neighbors_ptr, edges_ptr, direction, shape)
+    first_scores = scores.ptr + (start - direction) * stride_t
+    scores = StepRows(first_scores, sign * stride_t, offsets, e < C * K)
+    saved = StepRows(saved_ptr + row + state_stride, state_stride, c, c >= 0)
+    ptrs = StepRows(posteriors_ptr + row + state_stride, state_stride, c, c >= 0)
+    state = gl.where(direction == 0, beta, alpha)
+    store_posteriors(posterior, state, scores, saved, ptrs, table, num_steps, shape)

@@ -1,0 +1,101 @@
+"""The posteriors of states that kernels for small tables store, on a GPU."""
+
+import pytest
+import torch
+from helpers.rows import KERNEL_DEVICES
+
+import partita
+from partita import Chain
+from partita.testing import poisoned_memory
+
+pytestmark = pytest.mark.gpu
+
+
+def stored_posteriors(chain: Chain, *, with_viterbi: bool) -> torch.Tensor:
+    """Return the posteriors `[T + 1, N, C]` of the kernels, NaN past the lengths."""
+    from partita.ops.chain.gpu.launch_paths import chain_viterbi
+    from partita.ops.chain.gpu.launch_posteriors import launch_posteriors, posterior_buffers
+
+    inputs = (chain.scores, chain.source, chain.initial, chain.final, chain.lengths)
+    with poisoned_memory():
+        buffers = posterior_buffers(chain.scores, chain.source)
+        assert buffers is not None
+        if with_viterbi:
+            expected = chain_viterbi(*inputs, True)
+            found = chain_viterbi(*inputs, True, buffers.saved)
+            for a, b in zip(found, expected, strict=True):
+                assert torch.equal(a, b)
+        launch_posteriors(*inputs, buffers, are_saved=with_viterbi)
+    return buffers.posteriors
+
+
+def expected_posteriors(chain: Chain) -> torch.Tensor:
+    """Return the posteriors `[T + 1, N, C]` in fp64, NaN past the lengths."""
+    with partita.backend("reference"):
+        ends = (chain.initial.double(), chain.final.double())
+        exact = Chain(chain.scores.double(), chain.source, *ends, lengths=chain.lengths)
+        alpha, beta, logz = exact.forward_scores(), exact.backward_scores(), exact.logz()
+    posterior = (alpha + beta - logz[:, None]).exp()
+    posterior = torch.where(logz[:, None] == -torch.inf, 0.0, posterior)
+    if chain.lengths is None:
+        return posterior
+    time = torch.arange(len(alpha), device=alpha.device)[:, None, None]
+    return torch.where(time > chain.lengths[:, None], torch.nan, posterior)
+
+
+def small_chain(
+    T: int, N: int, C: int, K: int, kind: str, dtype: torch.dtype, device: str
+) -> Chain:
+    """Return ragged chains over K permutations of the states, with impossible edges."""
+    g = torch.Generator().manual_seed(T + C)
+    source = torch.stack([torch.randperm(C, generator=g) for _ in range(K)], 1)
+    if kind == "missing":
+        source[torch.rand(C, K, generator=g) < 0.3] = -1
+    if kind == "repeated":
+        source = source[:, :1].repeat(1, K)
+    scores = torch.randn(T, N, C, K, generator=g) * 2
+    scores[torch.rand(scores.shape, generator=g) < 0.2] = -torch.inf
+    scores[T // 2, -1] = -torch.inf
+    scores[..., source < 0] = torch.nan
+    lengths = torch.randint(0, T + 1, (N,), generator=g)
+    lengths[-2:] = T
+    scores[torch.arange(T)[:, None] >= lengths] = torch.nan
+    ends = torch.randn(2, N, C, generator=g).to(device)
+    ends[0, 0, : C // 2] = -torch.inf
+    if kind == "strided":
+        scores = scores.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+    scores = scores.to(device, dtype)
+    return Chain(scores, source.to(device), *ends, lengths=lengths.to(device))
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
+@pytest.mark.parametrize("with_viterbi", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", ["regular", "missing", "repeated", "strided"])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 3, 3, 2), (2, 3, 2, 1), (9, 5, 13, 5), (40, 4, 64, 5), (33, 3, 256, 3), (30, 3, 1024, 5)],
+    ids=str,
+)
+def test_posteriors_of_states(
+    shape: tuple[int, ...], kind: str, dtype: torch.dtype, with_viterbi: bool, device: str
+) -> None:
+    """Ragged and empty chains, impossible edges and chains, tables of all kinds, any strides."""
+    chain = small_chain(*shape, kind, dtype, device)
+    found = stored_posteriors(chain, with_viterbi=with_viterbi)
+    expected = expected_posteriors(chain)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
+@pytest.mark.parametrize("stay", [0.0, 8.0])
+def test_posteriors_of_long_chains(stay: float, device: str) -> None:
+    """Errors do not add up over 20,000 steps, of which most stay in their state."""
+    g = torch.Generator().manual_seed(0)
+    scores = torch.randn(20_000, 2, 64, 5, generator=g)
+    scores[..., 0] += stay
+    chain = Chain(scores.to(device), partita.debruijn_source(4, 3).to(device))
+    expected = expected_posteriors(chain)
+    found = stored_posteriors(chain, with_viterbi=True)
+    found = found.double() / found.double().sum(2, keepdim=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=4e-6)
