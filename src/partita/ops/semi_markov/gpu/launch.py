@@ -18,7 +18,7 @@ from .gradient import (
     semi_markov_sum_kernel,
 )
 from .scan import semi_markov_scan_kernel
-from .tables import semi_markov_tables_kernel
+from .tables import semi_markov_tables_kernel, semi_markov_weights_kernel
 
 
 def is_exact(*tensors: Tensor) -> bool:
@@ -49,12 +49,15 @@ def semi_markov_logz(
     programs, exact = 2 * N if save else N, is_exact(emissions, transitions, durations)
     options = {"SAVE": save, "EXACT": exact}
     if plan.is_resident(C, D):
+        scan = plan.scan_options(C, D)
+        weights = duration_weights(durations)
+        ring = torch.empty((programs, plan.duration_block(D), C), **fp64)
         launch(
             semi_markov_scan_kernel,
             programs,
-            *(*inputs, saved, logz, rounded, T, N, C, *strides),
+            *(*inputs, weights, ring, saved, logz, rounded, T, N, C, D, *strides),
             **options,
-            **plan.scan_options(C, D),
+            **scan,
         )
     else:
         from .memory_scan import semi_markov_memory_scan_kernel
@@ -85,6 +88,22 @@ def score_tables(transitions: Tensor, durations: Tensor) -> Tensor:
         num_warps=4,
     )
     return tables
+
+
+def duration_weights(durations: Tensor) -> Tensor:
+    """Return the weights of durations as the scan in registers reads them, see `tables.py`."""
+    D, C = durations.shape
+    slots = plan.duration_block(D)
+    weights = torch.empty((4 * slots + 2, C), dtype=torch.float64, device=durations.device)
+    launch(
+        semi_markov_weights_kernel,
+        1,
+        *(durations, weights, C, D, *durations.stride()),
+        BLOCK_C=plan.state_block(C),
+        SLOTS=slots,
+        num_warps=8,
+    )
+    return weights
 
 
 def semi_markov_gradient(

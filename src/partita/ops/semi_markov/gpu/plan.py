@@ -42,15 +42,13 @@ def tables_size(C: int, D: int) -> int:
 
 def scan_options(C: int, D: int) -> dict[str, int]:
     """Return the compile-time arguments of the scan with its ring in registers."""
-    block_c, block_d = state_block(C), duration_block(D)
-    width = min(32, block_d)
-    return {
-        "AHEAD": 2,
-        "BLOCK_C": block_c,
-        "PARTS": block_d // width,
-        "WIDTH": width,
-        "num_warps": warps(block_c * max(block_c, block_d)),
-    }
+    block_c, slots = state_block(C), duration_block(D)
+    return {"BLOCK_C": block_c, "SLOTS": slots, "num_warps": scan_warps(block_c * slots)}
+
+
+def scan_warps(elements: int) -> int:
+    """Return how many warps of the scan have 16 elements or fewer of a ring in each thread."""
+    return max(1, min(8, elements // 512))
 
 
 def memory_scan_options(C: int) -> dict[str, int]:

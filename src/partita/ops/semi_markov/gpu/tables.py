@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from ....primitives.gpu.math import finite_shift
+
 
 @triton.jit
 def semi_markov_tables_kernel(
@@ -37,3 +39,37 @@ def semi_markov_tables_kernel(
     duration = tl.load(durations_ptr + at, mask=is_duration & (d < D), other=-float("inf"))
     score = tl.where(is_pair, score, duration.to(tl.float64))
     tl.store(tables_ptr + i, score, mask=is_pair | is_duration)
+
+
+@triton.jit
+def semi_markov_weights_kernel(
+    durations_ptr,  # [D, C]
+    weights_ptr,  # [4 * SLOTS + 2, C] fp64, see below
+    C,
+    D,
+    dur_d,
+    dur_c,
+    BLOCK_C: tl.constexpr,
+    SLOTS: tl.constexpr,  # a power of 2, at least D
+):
+    """Write the weights of durations, relative to the greatest of each state, and their scores.
+
+    The rows are 2 * SLOTS of weights, 2 * SLOTS of scores, the weights of the duration 1, and the
+    greatest scores. Row j of the first two has the age -j mod SLOTS, minus 1, as in the tables; the
+    weights of the duration 1 are 0 there, because a new segment is not in the ring yet.
+    """
+    c, j = tl.arange(0, BLOCK_C)[None, :], tl.arange(0, SLOTS)[:, None]
+    age = (SLOTS - j) % SLOTS
+    at = age.to(tl.int64) * dur_d + c * dur_c
+    scores = tl.load(durations_ptr + at, mask=(age < D) & (c < C), other=-float("inf"))
+    scores = scores.to(tl.float64)
+    greatest = finite_shift(tl.max(scores, axis=0))[None, :]
+    weights = tl.exp(scores - greatest)
+    part: tl.constexpr = 2 * SLOTS
+    for copy in tl.static_range(2):
+        to = weights_ptr + (copy * SLOTS + j) * C + c
+        tl.store(to, tl.where(age == 0, 0.0, weights), mask=c < C)
+        tl.store(to + part * C, scores, mask=c < C)
+    to = weights_ptr + 2 * part * C + c + 0 * j
+    tl.store(to, weights, mask=(c < C) & (age == 0))
+    tl.store(to + C, greatest + 0.0 * j, mask=(c < C) & (age == 0))
