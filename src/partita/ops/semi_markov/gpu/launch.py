@@ -51,7 +51,7 @@ def semi_markov_logz(
     if plan.is_resident(C, D):
         scan = plan.scan_options(C, D)
         weights = duration_weights(durations)
-        ring = torch.empty((programs, plan.duration_block(D), C), **fp64)
+        ring = torch.empty((programs, plan.duration_block(D) + 1, C), **fp64)
         launch(
             semi_markov_scan_kernel,
             programs,

@@ -79,10 +79,9 @@ def load_open(sequence, ring_ptr, opened, k, D, BLOCK_C: tl.constexpr, SLOTS: tl
 def exact_step(
     k,  # the number of the step in the scan
     first,  # [BLOCK_C] fp64, the scores of the first or of the last states
-    closed,  # [BLOCK_C] fp64, of the step before
     level,  # fp64
     sequence,  # see load_emission
-    tables,  # (transitions [C, C], scores of durations [2 * SLOTS, C], ring [SLOTS, C], D)
+    tables,  # (transitions [C, C], scores of durations [2 * SLOTS, C], ring [SLOTS + 1, C], D)
     EXACT: tl.constexpr,
     BLOCK_C: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -90,29 +89,74 @@ def exact_step(
     """Take a step with logarithms.
 
     Returns:
-        The scores of segments that are opened and closed, the ring, its bases, the numbers of what
-        was closed and their level.
+        The numbers and offsets of what is opened and closed, the ring, its bases, the numbers of
+        what is closed relative to one level, and that level.
     """
     transitions_ptr, durations_ptr, ring_ptr, D = tables
     C = sequence[4]
     c, slot = tl.arange(0, BLOCK_C)[None, :], tl.arange(0, SLOTS)[:, None]
-    terms = load_matrix(transitions_ptr, C, BLOCK_C) + closed[:, None]
+    tl.debug_barrier()  # other threads stored the scores that this one reads
+    other = tl.arange(0, BLOCK_C)[:, None]
+    closed = tl.load(ring_ptr + SLOTS * C + other, mask=other < C, other=-float("inf"))
+    terms = load_matrix(transitions_ptr, C, BLOCK_C) + closed
     shift = finite_shift(tl.max(terms, axis=0))
     total = tl.sum(exp_term(terms - shift[None, :], EXACT), axis=0)
-    opened = tl.where(k == 0, first, log_of_sum(total, EXACT) + shift)
-    tl.debug_barrier()  # other threads stored the scores that this one reads
+    number = tl.where(k == 0, 1.0, total)
+    offset = tl.where(k == 0, first, shift)
+    opened = log_of_sum(number, EXACT) + offset
     scores = load_open(sequence, ring_ptr, opened, k, D, BLOCK_C, SLOTS)
     at = durations_ptr + ((-k & (SLOTS - 1)) + slot) * C + c
     terms = scores + tl.load(at, mask=c < C, other=-float("inf"))
     shift = finite_shift(tl.max(terms, axis=0))
     total = tl.sum(exp_term(terms - shift[None, :], EXACT), axis=0)
     closed = log_of_sum(total, EXACT) + shift
+    closed_numbers = (total, shift)
     highest = tl.max(closed, axis=0)
     level = tl.where(highest == -float("inf"), level, highest)
     base = tl.max(scores, axis=0)
     base = tl.where(base == -float("inf"), level, base)
     ring = exp_term(scores - base[None, :], EXACT)
-    return opened, closed, ring, base, exp_term(closed - level, EXACT), level
+    weight = exp_term(closed - level, EXACT)
+    tl.debug_barrier()  # the next step stores to what was read
+    return (number, offset), closed_numbers, ring, base, weight, level
+
+
+@triton.jit
+def add_both(a, b, c, d):
+    """Add two pairs of numbers."""
+    return a + c, b + d
+
+
+@triton.jit
+def two_sums(ring, weights, matrix, weight, BLOCK_C: tl.constexpr, SLOTS: tl.constexpr):
+    """Return the sums of products over slots and over states, which are exchanged together."""
+    products = ring * weights
+    if SLOTS >= BLOCK_C:
+        products = tl.sum(tl.reshape(products, (SLOTS // BLOCK_C, BLOCK_C, BLOCK_C)), axis=0)
+        return tl.reduce((products, matrix * weight[:, None]), 0, add_both)
+    else:
+        return tl.sum(products, axis=0), tl.sum(matrix * weight[:, None], axis=0)
+
+
+@triton.jit
+def scores_of(numbers, EXACT: tl.constexpr):
+    """Return the scores of numbers relative to an offset."""
+    number, offset = numbers
+    return log_of_number(number, EXACT) + offset
+
+
+@triton.jit
+def store_step(k, opened, closed, ring_ptr, saved, C, BLOCK_C: tl.constexpr, SLOTS: tl.constexpr, SAVE: tl.constexpr):
+    """Store what step k opened and closed."""
+    saved_ptr, t, dt, row_size, to_closed = saved
+    c = tl.arange(0, BLOCK_C)
+    mask = (c < C) & (k >= 0)
+    tl.store(ring_ptr + (k & (SLOTS - 1)) * C + c, opened, mask=mask)
+    tl.store(ring_ptr + SLOTS * C + c, closed, mask=mask)
+    if SAVE:
+        row = saved_ptr + (tl.full([], t, tl.int64) + k * dt) * row_size + c
+        tl.store(row, opened, mask=mask)
+        tl.store(row + to_closed, closed, mask=mask)
 
 
 @triton.jit
@@ -129,7 +173,7 @@ def semi_markov_scan_kernel(
     lengths_ptr,  # [N] or None
     tables_ptr,  # see tables.py
     weights_ptr,  # [4 * SLOTS + 2, C] fp64, see tables.py
-    ring_ptr,  # [programs, SLOTS, C] fp64: what the open segments had when they were opened
+    ring_ptr,  # [programs, SLOTS + 1, C] fp64: what was opened by slot, and what was closed last
     saved_ptr,  # [4, T, N, C] fp64 if SAVE: opened and closed of alpha, closed and opened of beta
     logz_ptr,  # [N] fp64
     rounded_ptr,  # [N] in the dtype of results
@@ -158,9 +202,10 @@ def semi_markov_scan_kernel(
     first = tl.where(is_alpha, load_end(start_ptr, n, c, C, start_n, start_c), end)
     t, dt = tl.where(is_alpha, 0, steps - 1), tl.where(is_alpha, 1, -1)
     part = tl.full([], T, tl.int64) * N * C
-    saved_ptr += n * C + c + tl.where(is_alpha, 0, 3 * part)  # to what is opened
-    to_closed = tl.where(is_alpha, part, -part)
-    ring_ptr += tl.program_id(0).to(tl.int64) * SLOTS * C
+    saved_ptr += n * C + tl.where(is_alpha, 0, 3 * part)  # to what is opened
+    row_size = tl.full([], N, tl.int64) * C
+    saved = (saved_ptr, t, dt, row_size, tl.where(is_alpha, part, -part))
+    ring_ptr += tl.program_id(0).to(tl.int64) * (SLOTS + 1) * C
     sequence = (emissions_ptr + n * stride_n, steps, t, dt, C, stride_t, stride_c)
     transitions_ptr = tables_ptr + tl.where(is_alpha, tl.full([], C, tl.int64) * C, 0)
     tables = (transitions_ptr, weights_ptr + 2 * SLOTS * C, ring_ptr, D)
@@ -170,15 +215,19 @@ def semi_markov_scan_kernel(
     one_step = tl.load(weights_ptr + 4 * SLOTS * C + c, mask=c < C, other=0.0)
     greatest = tl.load(weights_ptr + 4 * SLOTS * C + C + c, mask=c < C, other=0.0)
     ring = tl.zeros([SLOTS, BLOCK_C], tl.float64)
-    base, closed, weight = (tl.zeros([BLOCK_C], tl.float64),) * 3
+    base = tl.zeros([BLOCK_C], tl.float64)
+    weight, opened, closed = base, (base, base), (base, base)
     level, power = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
     emission, following = load_emission(sequence, 0, BLOCK_C), load_emission(sequence, 1, BLOCK_C)
     for k in range(0, steps):
         after = load_emission(sequence, k + 2, BLOCK_C)
         score, newest = emission.to(tl.float64), k & (SLOTS - 1)
         at = weights_ptr + ((-k & (SLOTS - 1)) + slot) * C + c[None, :]
-        older = tl.sum(ring * tl.load(at, mask=c[None, :] < C, other=0.0), axis=0)
-        entered = tl.sum(matrix * weight[:, None], axis=0)
+        durations = tl.load(at, mask=c[None, :] < C, other=0.0)
+        older, entered = two_sums(ring, durations, matrix, weight, BLOCK_C, SLOTS)
+        # Logarithms of the step before, in the time that this step waits for its sums.
+        opened_scores, closed_scores = scores_of(opened, EXACT), scores_of(closed, EXACT)
+        store_step(k - 1, opened_scores, closed_scores, ring_ptr, saved, C, BLOCK_C, SLOTS, SAVE)
         offset = level + entering - base
         begun = entered * exp_term(tl.minimum(offset, MAX_EXPONENT), EXACT)
         is_dead = score == -float("inf")
@@ -188,23 +237,20 @@ def semi_markov_scan_kernel(
         next_weight = total * exp_term(tl.minimum(shift, MAX_EXPONENT), EXACT)
         serves = is_normal(entered) & (is_normal(total) | is_dead) & (next_weight <= HIGH)
         serves = serves & (offset <= MAX_EXPONENT) & (shift <= MAX_EXPONENT) & (k > 0)
-        opened = log_of_number(entered, EXACT) + (level + entering)
-        next_closed = log_of_number(total, EXACT) + (greatest + next_base)
+        offsets = tl.zeros([BLOCK_C], tl.float64) + (level + entering)
+        opened, closed = (entered, offsets), (total, greatest + next_base)
         next_ring = tl.where(slot == newest, begun[None, :], ring)
         next_ring = next_ring * tl.where(is_dead, 0.0, 1.0).to(tl.float64)[None, :]
         if tl.max((~serves & (c < C)).to(tl.int32), axis=0) > 0:
-            opened, next_closed, next_ring, next_base, next_weight, next_level = exact_step(
-                k, first, closed, next_level, sequence, tables, EXACT, BLOCK_C, SLOTS
+            opened, closed, next_ring, next_base, next_weight, next_level = exact_step(
+                k, first, next_level, sequence, tables, EXACT, BLOCK_C, SLOTS
             )
-        tl.store(ring_ptr + newest * C + c, opened, mask=c < C)
-        if SAVE:
-            row = saved_ptr + (tl.full([], t, tl.int64) + k * dt) * N * C
-            tl.store(row, opened, mask=c < C)
-            tl.store(row + to_closed, next_closed, mask=c < C)
-        closed, ring, base, weight, level = next_closed, next_ring, next_base, next_weight, next_level
+        ring, base, weight, level = next_ring, next_base, next_weight, next_level
         highest = tl.max(exponent_bits(weight), axis=0)
         is_finite = (highest > 0) & (highest < 2047)
         power = tl.where(is_finite, highest - 1023, 0).to(tl.float64) * LN2_FP64
         emission, following = following, after
+    opened_scores, closed_scores = scores_of(opened, EXACT), scores_of(closed, EXACT)
+    store_step(steps - 1, opened_scores, closed_scores, ring_ptr, saved, C, BLOCK_C, SLOTS, SAVE)
     if is_alpha:
-        store_logz(closed + end, n, invalid, logz_ptr, rounded_ptr)
+        store_logz(closed_scores + end, n, invalid, logz_ptr, rounded_ptr)
