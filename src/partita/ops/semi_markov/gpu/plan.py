@@ -51,6 +51,11 @@ def scan_warps(elements: int) -> int:
     return max(1, min(8, elements // 512))
 
 
+def best_scan_options(C: int, D: int) -> dict[str, int]:
+    """Return the compile-time arguments of the scan of best scores with its ring in registers."""
+    return scan_options(C, D)
+
+
 def memory_scan_options(C: int) -> dict[str, int]:
     """Return the compile-time arguments of the scan with its ring in memory.
 
