@@ -17,7 +17,7 @@ from .viterbi import store_best
 
 @triton.jit
 def first_is_better(a, i, b, j):
-    """Return whether a score is better than another. NaN is best, and the lower choice wins ties."""
+    """Return whether a score is better than another: NaN is best, and ties go to the lower choice."""
     a_is_nan, b_is_nan = a != a, b != b
     tie = (a == b) | (a_is_nan & b_is_nan)
     return (a > b) | (a_is_nan & ~b_is_nan) | (tie & (i < j))
@@ -109,7 +109,10 @@ def semi_markov_best_scan_kernel(
         newest = opened + score
         closed = newest + one_step
         is_newest = (closed >= older) | (closed != closed)
-        size, state_before = tl.where(is_newest, 0, choice >> 8), tl.where(is_newest, state, choice & 255)
+        size, state_before = (
+            tl.where(is_newest, 0, choice >> 8),
+            tl.where(is_newest, state, choice & 255),
+        )
         closed = tl.where(is_newest, closed, older)
         ring = tl.where(age == 0, newest[None, :], ring)
         before = tl.where(age == 0, state[None, :], before)

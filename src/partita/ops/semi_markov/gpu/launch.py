@@ -12,6 +12,7 @@ from ....runtime.launch import cdiv, launch
 from ..common import saved_shape
 from . import plan
 from .gradient import (
+    semi_markov_changes_kernel,
     semi_markov_pairs_kernel,
     semi_markov_segments_kernel,
     semi_markov_states_kernel,
@@ -126,15 +127,24 @@ def semi_markov_gradient(
     d_emissions = torch.empty((T, N, C), dtype=emissions.dtype, device=device)
     d_start, d_end = (torch.empty((N, C), dtype=x.dtype, device=device) for x in (start, end))
     grad_n = grad_output.stride(0)
+    splits, per_split = plan.splits(T, N, C)
+    changes = torch.empty((N, splits, C), dtype=torch.float64, device=device)
+    programs, options = N * splits if C else 0, plan.state_options(C)
+    launch(
+        semi_markov_changes_kernel,
+        programs,
+        *(logz, lengths, saved, changes, T, N, C, splits, per_split),
+        EXACT=exact,
+        **options,
+    )
     launch(
         semi_markov_states_kernel,
-        N if C else 0,
-        *(grad_output, emissions, lengths, logz, saved, d_emissions, d_start, d_end),
-        *(T, N, C, grad_n, *emissions.stride()),
+        programs,
+        *(grad_output, emissions, lengths, logz, saved, changes, d_emissions, d_start, d_end),
+        *(T, N, C, splits, per_split, grad_n, *emissions.stride()),
         EXACT=exact,
-        **plan.state_options(C),
+        **options,
     )
-    splits, per_split = plan.splits(T, N, C)
     pairs = torch.empty((N, splits, C * C), dtype=torch.float64, device=device)
     launch(
         semi_markov_pairs_kernel,

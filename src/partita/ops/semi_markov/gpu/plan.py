@@ -103,8 +103,9 @@ def pair_options(C: int) -> dict[str, int]:
 
 def sum_options(rows: int, columns: int) -> dict[str, Any]:
     """Return the compile-time arguments of the kernel that adds the parts of sums."""
-    block = min(64, next_power_of_2(max(columns, 1)))
-    return {"BLOCK_R": min(32, next_power_of_2(max(rows, 1))), "BLOCK": block, "num_warps": 4}
+    block = max(8, min(64, next_power_of_2(max(columns // 128, 1))))
+    in_rows = min(2048 // block, next_power_of_2(max(rows, 1)))
+    return {"BLOCK_R": in_rows, "BLOCK": block, "num_warps": 4}
 
 
 def viterbi_options(C: int, D: int) -> dict[str, int]:

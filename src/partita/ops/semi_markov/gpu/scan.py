@@ -36,7 +36,7 @@ from .scores import (
 # as long as no factor is above HIGH.
 LOW = tl.constexpr(2.409919865102884e-181)  # 2**-600
 HIGH = tl.constexpr(2.037035976334486e90)  # 2**300
-MAX_EXPONENT = tl.constexpr(600.0)  # of e**x
+MAX_EXPONENT = tl.constexpr(700.0)  # of e**x
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def load_matrix(ptr, C, BLOCK_C: tl.constexpr):
 @triton.jit
 def load_open(sequence, ring_ptr, opened, k, D, BLOCK_C: tl.constexpr, SLOTS: tl.constexpr):
     """Return the scores of open segments by slot, with the emissions of their own steps alone."""
-    ptr, steps, t, dt, C, stride_t, stride_c = sequence
+    ptr, _, t, dt, C, stride_t, stride_c = sequence
     c, slot = tl.arange(0, BLOCK_C)[None, :], tl.arange(0, SLOTS)[:, None]
     age = (k - slot) & (SLOTS - 1)
     inside = (age <= k) & (age < D) & (c < C)
@@ -146,7 +146,17 @@ def scores_of(numbers, EXACT: tl.constexpr):
 
 
 @triton.jit
-def store_step(k, opened, closed, ring_ptr, saved, C, BLOCK_C: tl.constexpr, SLOTS: tl.constexpr, SAVE: tl.constexpr):
+def store_step(
+    k,
+    opened,
+    closed,
+    ring_ptr,
+    saved,
+    C,
+    BLOCK_C: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SAVE: tl.constexpr,
+):
     """Store what step k opened and closed."""
     saved_ptr, t, dt, row_size, to_closed = saved
     c = tl.arange(0, BLOCK_C)
@@ -163,6 +173,39 @@ def store_step(k, opened, closed, ring_ptr, saved, C, BLOCK_C: tl.constexpr, SLO
 def is_normal(x):
     """Return which sums are right though products below 2**-1010 are 0; none for NaN."""
     return (x >= LOW) & (x <= HIGH)
+
+
+@triton.jit
+def linear_step(
+    k,  # the number of the step in the scan
+    score,  # [BLOCK_C] fp64, the emissions of the step
+    older,  # [BLOCK_C] fp64, the sums over the open segments that are in the ring
+    entered,  # [BLOCK_C] fp64, the sums over the transitions
+    ring,
+    base,
+    offset,  # the score to which `entered` is relative
+    level,  # the score to which the weights of this step will be relative
+    one_step,  # [BLOCK_C] fp64, the weights of the duration 1
+    greatest,  # [BLOCK_C] fp64, the scores to which the weights of durations are relative
+    EXACT: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Take a step with products. Besides what `exact_step` returns, return which states it serves.
+
+    An exponent of MAX_EXPONENT takes a sum of at least LOW above HIGH, so it is found there.
+    """
+    slot = tl.arange(0, SLOTS)[:, None]
+    begun = entered * exp_term(tl.minimum(offset - base, MAX_EXPONENT), EXACT)
+    is_dead = score == -float("inf")
+    total = tl.where(is_dead, 0.0, older + begun * one_step)
+    base += tl.where(is_dead, 0.0, score)
+    weight = total * exp_term(tl.minimum(greatest + base - level, MAX_EXPONENT), EXACT)
+    serves = is_normal(entered) & (is_normal(total) | is_dead) & (begun <= HIGH) & (weight <= HIGH)
+    ring = tl.where(slot == (k & (SLOTS - 1)), begun[None, :], ring)
+    ring = ring * tl.where(is_dead, 0.0, 1.0).to(tl.float64)[None, :]
+    offsets = tl.zeros([BLOCK_C], tl.float64) + offset
+    return (entered, offsets), (total, greatest + base), ring, base, weight, serves
 
 
 @triton.jit
@@ -221,27 +264,29 @@ def semi_markov_scan_kernel(
     emission, following = load_emission(sequence, 0, BLOCK_C), load_emission(sequence, 1, BLOCK_C)
     for k in range(0, steps):
         after = load_emission(sequence, k + 2, BLOCK_C)
-        score, newest = emission.to(tl.float64), k & (SLOTS - 1)
         at = weights_ptr + ((-k & (SLOTS - 1)) + slot) * C + c[None, :]
         durations = tl.load(at, mask=c[None, :] < C, other=0.0)
         older, entered = two_sums(ring, durations, matrix, weight, BLOCK_C, SLOTS)
         # Logarithms of the step before, in the time that this step waits for its sums.
         opened_scores, closed_scores = scores_of(opened, EXACT), scores_of(closed, EXACT)
         store_step(k - 1, opened_scores, closed_scores, ring_ptr, saved, C, BLOCK_C, SLOTS, SAVE)
-        offset = level + entering - base
-        begun = entered * exp_term(tl.minimum(offset, MAX_EXPONENT), EXACT)
-        is_dead = score == -float("inf")
-        total = tl.where(is_dead, 0.0, older + begun * one_step)
-        next_base, next_level = base + tl.where(is_dead, 0.0, score), level + power
-        shift = greatest + next_base - next_level
-        next_weight = total * exp_term(tl.minimum(shift, MAX_EXPONENT), EXACT)
-        serves = is_normal(entered) & (is_normal(total) | is_dead) & (next_weight <= HIGH)
-        serves = serves & (offset <= MAX_EXPONENT) & (shift <= MAX_EXPONENT) & (k > 0)
-        offsets = tl.zeros([BLOCK_C], tl.float64) + (level + entering)
-        opened, closed = (entered, offsets), (total, greatest + next_base)
-        next_ring = tl.where(slot == newest, begun[None, :], ring)
-        next_ring = next_ring * tl.where(is_dead, 0.0, 1.0).to(tl.float64)[None, :]
-        if tl.max((~serves & (c < C)).to(tl.int32), axis=0) > 0:
+        offset, next_level = level + entering, level + power
+        opened, closed, next_ring, next_base, next_weight, serves = linear_step(
+            k,
+            emission.to(tl.float64),
+            older,
+            entered,
+            ring,
+            base,
+            offset,
+            next_level,
+            one_step,
+            greatest,
+            EXACT,
+            BLOCK_C,
+            SLOTS,
+        )
+        if tl.max((~serves & (c < C)).to(tl.int32), axis=0) + (k == 0) > 0:
             opened, closed, next_ring, next_base, next_weight, next_level = exact_step(
                 k, first, next_level, sequence, tables, EXACT, BLOCK_C, SLOTS
             )
