@@ -17,7 +17,7 @@ from .viterbi import store_best
 
 @triton.jit
 def first_is_better(a, i, b, j):
-    """Return whether a score is better than another: NaN is best, and ties go to the lower choice."""
+    """Return whether a score is better: NaN is best, and ties go to the lower choice."""
     a_is_nan, b_is_nan = a != a, b != b
     tie = (a == b) | (a_is_nan & b_is_nan)
     return (a > b) | (a_is_nan & ~b_is_nan) | (tie & (i < j))
@@ -58,8 +58,7 @@ def semi_markov_best_scan_kernel(
     start_ptr,  # [N, C]
     end_ptr,  # [N, C]
     lengths_ptr,  # [N] or None
-    tables_ptr,  # see tables.py
-    weights_ptr,  # [4 * SLOTS + 2, C] fp64, see tables.py
+    weights_ptr,  # [4 * SLOTS + 2 * BLOCK_C + 2, BLOCK_C + 1] fp64, see tables.py
     choices_ptr,  # [2, T, N, C] int32: the state before a segment that is closed, and its size
     score_ptr,  # [N]
     last_ptr,  # [N] int32: the last state, -1 without a path
@@ -81,12 +80,12 @@ def semi_markov_best_scan_kernel(
     n = tl.program_id(0).to(tl.int64)
     c, slot = tl.arange(0, BLOCK_C), tl.arange(0, SLOTS)[:, None]
     steps, invalid = load_steps(lengths_ptr, n, T)
-    pairs, part = tl.full([], C, tl.int64) * C, tl.full([], T, tl.int64) * N * C
+    part = tl.full([], T, tl.int64) * N * C
     sequence = (emissions_ptr + n * stride_n, steps, 0, 1, C, stride_t, stride_c)
-    matrix = load_matrix(tables_ptr + pairs, C, BLOCK_C)
+    matrix = load_matrix(weights_ptr + (4 * SLOTS + 2) * (BLOCK_C + 1), BLOCK_C)
     states = tl.arange(0, BLOCK_C)[:, None] + tl.zeros([BLOCK_C, BLOCK_C], tl.int32)
-    scores_ptr = weights_ptr + 2 * SLOTS * C
-    one_step = tl.load(scores_ptr + c, mask=c < C, other=-float("inf"))  # row 0 has the duration 1
+    scores_ptr = weights_ptr + 2 * SLOTS * (BLOCK_C + 1)
+    one_step = tl.load(scores_ptr + c)  # row 0 has the duration 1
     ring = tl.full([SLOTS, BLOCK_C], -float("inf"), tl.float64)
     before = tl.zeros([SLOTS, BLOCK_C], tl.int32)
     opened = load_end(start_ptr, n, c, C, start_n, start_c)
@@ -95,8 +94,8 @@ def semi_markov_best_scan_kernel(
     for k in range(0, steps):
         after = load_emission(sequence, k + 2, BLOCK_C)
         score, age = emission.to(tl.float64), (k - slot) & (SLOTS - 1)
-        at = scores_ptr + ((-k & (SLOTS - 1)) + slot) * C + c[None, :]
-        durations = tl.load(at, mask=c[None, :] < C, other=-float("inf"))
+        at = scores_ptr + ((-k & (SLOTS - 1)) + slot) * (BLOCK_C + 1) + c[None, :]
+        durations = tl.load(at)
         ring += score[None, :]
         older = tl.where((age > 0) & (age < D), ring + durations, -float("inf"))
         # The choice orders segments by their age. It has the state before, which is below 2**8.

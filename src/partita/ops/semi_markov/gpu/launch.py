@@ -43,16 +43,15 @@ def semi_markov_logz(
     rounded = torch.empty(N, dtype=acc_dtype(emissions.dtype), device=emissions.device)
     saved = torch.empty(saved_shape("gpu", T, N, C) if save else (0,), **fp64)
     D = len(durations)
-    tables = score_tables(transitions, durations)
     lengths = None if lengths is None else lengths.contiguous()
-    inputs = (emissions, start, end, lengths, tables)
+    inputs = (emissions, start, end, lengths)
     strides = (*emissions.stride(), *start.stride(), *end.stride())
     programs, exact = 2 * N if save else N, is_exact(emissions, transitions, durations)
     options = {"SAVE": save, "EXACT": exact}
     if plan.is_resident(C, D):
         scan = plan.scan_options(C, D)
-        weights = duration_weights(durations)
-        ring = torch.empty((programs, plan.duration_block(D) + 1, C), **fp64)
+        weights = scan_weights(transitions, durations)
+        ring = torch.empty((programs, plan.duration_block(D) + 1, plan.state_block(C) + 1), **fp64)
         launch(
             semi_markov_scan_kernel,
             programs,
@@ -63,12 +62,13 @@ def semi_markov_logz(
     else:
         from .memory_scan import semi_markov_memory_scan_kernel
 
+        tables = score_tables(transitions, durations)
         ring = torch.empty((programs, D + 2, C), **fp64)
         sizes = (T, N, C, D, plan.duration_block(D))
         launch(
             semi_markov_memory_scan_kernel,
             programs,
-            *(*inputs, ring, saved, logz, rounded, *sizes, *strides),
+            *(*inputs, tables, ring, saved, logz, rounded, *sizes, *strides),
             **options,
             **plan.memory_scan_options(C),
         )
@@ -91,16 +91,18 @@ def score_tables(transitions: Tensor, durations: Tensor) -> Tensor:
     return tables
 
 
-def duration_weights(durations: Tensor) -> Tensor:
-    """Return the weights of durations as the scan in registers reads them, see `tables.py`."""
+def scan_weights(transitions: Tensor, durations: Tensor) -> Tensor:
+    """Return transitions and durations as the scans in registers read them, see `tables.py`."""
     D, C = durations.shape
     slots = plan.duration_block(D)
-    weights = torch.empty((4 * slots + 2, C), dtype=torch.float64, device=durations.device)
+    block = plan.state_block(C)
+    size = (4 * slots + 2 * block + 2, block + 1)
+    weights = torch.empty(size, dtype=torch.float64, device=durations.device)
     launch(
         semi_markov_weights_kernel,
         1,
-        *(durations, weights, C, D, *durations.stride()),
-        BLOCK_C=plan.state_block(C),
+        *(transitions, durations, weights, C, D, *transitions.stride(), *durations.stride()),
+        BLOCK_C=block,
         SLOTS=slots,
         num_warps=8,
     )

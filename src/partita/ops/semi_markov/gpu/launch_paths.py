@@ -8,7 +8,7 @@ from torch import Tensor
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import launch
 from . import plan
-from .launch import duration_weights, score_tables, semi_markov_logz
+from .launch import scan_weights, score_tables, semi_markov_logz
 from .sample import semi_markov_sample_kernel
 from .viterbi import semi_markov_trace_kernel, semi_markov_viterbi_kernel
 
@@ -30,7 +30,7 @@ def semi_markov_viterbi(
     choices = torch.empty((2, T, N, C), dtype=torch.int32, device=device)
     last = torch.empty(N, dtype=torch.int32, device=device)
     lengths = None if lengths is None else lengths.contiguous()
-    inputs = (emissions, start, end, lengths, score_tables(transitions, durations))
+    inputs = (emissions, start, end, lengths)
     results = (choices, score, last)
     strides = (*emissions.stride(), *start.stride(), *end.stride())
     resident = plan.is_resident(C, D)
@@ -40,7 +40,7 @@ def semi_markov_viterbi(
         launch(
             semi_markov_best_scan_kernel,
             N,
-            *(*inputs, duration_weights(durations), *results, T, N, C, D, *strides),
+            *(*inputs, scan_weights(transitions, durations), *results, T, N, C, D, *strides),
             **plan.best_scan_options(C, D),
         )
     else:
@@ -48,7 +48,8 @@ def semi_markov_viterbi(
         launch(
             semi_markov_viterbi_kernel,
             N,
-            *(*inputs, ring, *results, T, N, C, D, plan.duration_block(D), *strides),
+            *(*inputs, score_tables(transitions, durations), ring, *results),
+            *(T, N, C, D, plan.duration_block(D), *strides),
             **plan.viterbi_options(C, D),
         )
     launch(

@@ -50,10 +50,10 @@ def load_emission(sequence, k, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
-def load_matrix(ptr, C, BLOCK_C: tl.constexpr):
+def load_matrix(ptr, BLOCK_C: tl.constexpr):
     """Return the scores of transitions, [from, to] in the direction of a scan, -inf outside."""
-    r, o = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK_C)[None, :]
-    return tl.load(ptr + r.to(tl.int64) * C + o, mask=(r < C) & (o < C), other=-float("inf"))
+    row, column = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK_C)[None, :]
+    return tl.load(ptr + row * (BLOCK_C + 1) + column)
 
 
 @triton.jit
@@ -63,7 +63,9 @@ def load_open(sequence, ring_ptr, opened, k, D, BLOCK_C: tl.constexpr, SLOTS: tl
     c, slot = tl.arange(0, BLOCK_C)[None, :], tl.arange(0, SLOTS)[:, None]
     age = (k - slot) & (SLOTS - 1)
     inside = (age <= k) & (age < D) & (c < C)
-    scores = tl.load(ring_ptr + slot * C + c, mask=inside & (age > 0), other=-float("inf"))
+    scores = tl.load(
+        ring_ptr + slot * (BLOCK_C + 1) + c, mask=inside & (age > 0), other=-float("inf")
+    )
     scores = tl.where((age == 0) & (c < C), opened[None, :], scores)
     row = tl.full([], t, tl.int64) + (k - age) * dt
     emissions = tl.load(ptr + row * stride_t + c * stride_c, mask=inside, other=0.0).to(tl.float64)
@@ -81,7 +83,7 @@ def exact_step(
     first,  # [BLOCK_C] fp64, the scores of the first or of the last states
     level,  # fp64
     sequence,  # see load_emission
-    tables,  # (transitions [C, C], scores of durations [2 * SLOTS, C], ring [SLOTS + 1, C], D)
+    tables,  # (addresses of transitions, of scores of durations and of the ring, D)
     EXACT: tl.constexpr,
     BLOCK_C: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -97,16 +99,16 @@ def exact_step(
     c, slot = tl.arange(0, BLOCK_C)[None, :], tl.arange(0, SLOTS)[:, None]
     tl.debug_barrier()  # other threads stored the scores that this one reads
     other = tl.arange(0, BLOCK_C)[:, None]
-    closed = tl.load(ring_ptr + SLOTS * C + other, mask=other < C, other=-float("inf"))
-    terms = load_matrix(transitions_ptr, C, BLOCK_C) + closed
+    closed = tl.load(ring_ptr + SLOTS * (BLOCK_C + 1) + other, mask=other < C, other=-float("inf"))
+    terms = load_matrix(transitions_ptr, BLOCK_C) + closed
     shift = finite_shift(tl.max(terms, axis=0))
     total = tl.sum(exp_term(terms - shift[None, :], EXACT), axis=0)
     number = tl.where(k == 0, 1.0, total)
     offset = tl.where(k == 0, first, shift)
     opened = log_of_sum(number, EXACT) + offset
     scores = load_open(sequence, ring_ptr, opened, k, D, BLOCK_C, SLOTS)
-    at = durations_ptr + ((-k & (SLOTS - 1)) + slot) * C + c
-    terms = scores + tl.load(at, mask=c < C, other=-float("inf"))
+    at = durations_ptr + ((-k & (SLOTS - 1)) + slot) * (BLOCK_C + 1) + c
+    terms = scores + tl.load(at)
     shift = finite_shift(tl.max(terms, axis=0))
     total = tl.sum(exp_term(terms - shift[None, :], EXACT), axis=0)
     closed = log_of_sum(total, EXACT) + shift
@@ -161,8 +163,8 @@ def store_step(
     saved_ptr, t, dt, row_size, to_closed = saved
     c = tl.arange(0, BLOCK_C)
     mask = (c < C) & (k >= 0)
-    tl.store(ring_ptr + (k & (SLOTS - 1)) * C + c, opened, mask=mask)
-    tl.store(ring_ptr + SLOTS * C + c, closed, mask=mask)
+    tl.store(ring_ptr + (k & (SLOTS - 1)) * (BLOCK_C + 1) + c, opened, mask=mask)
+    tl.store(ring_ptr + SLOTS * (BLOCK_C + 1) + c, closed, mask=mask)
     if SAVE:
         row = saved_ptr + (tl.full([], t, tl.int64) + k * dt) * row_size + c
         tl.store(row, opened, mask=mask)
@@ -214,9 +216,8 @@ def semi_markov_scan_kernel(
     start_ptr,  # [N, C]
     end_ptr,  # [N, C]
     lengths_ptr,  # [N] or None
-    tables_ptr,  # see tables.py
-    weights_ptr,  # [4 * SLOTS + 2, C] fp64, see tables.py
-    ring_ptr,  # [programs, SLOTS + 1, C] fp64: what was opened by slot, and what was closed last
+    weights_ptr,  # [4 * SLOTS + 2 * BLOCK_C + 2, BLOCK_C + 1] fp64, see tables.py
+    ring_ptr,  # [programs, SLOTS + 1, BLOCK_C + 1] fp64: what each slot opened, what closed last
     saved_ptr,  # [4, T, N, C] fp64 if SAVE: opened and closed of alpha, closed and opened of beta
     logz_ptr,  # [N] fp64
     rounded_ptr,  # [N] in the dtype of results
@@ -248,15 +249,16 @@ def semi_markov_scan_kernel(
     saved_ptr += n * C + tl.where(is_alpha, 0, 3 * part)  # to what is opened
     row_size = tl.full([], N, tl.int64) * C
     saved = (saved_ptr, t, dt, row_size, tl.where(is_alpha, part, -part))
-    ring_ptr += tl.program_id(0).to(tl.int64) * (SLOTS + 1) * C
+    ring_ptr += tl.program_id(0).to(tl.int64) * (SLOTS + 1) * (BLOCK_C + 1)
     sequence = (emissions_ptr + n * stride_n, steps, t, dt, C, stride_t, stride_c)
-    transitions_ptr = tables_ptr + tl.where(is_alpha, tl.full([], C, tl.int64) * C, 0)
-    tables = (transitions_ptr, weights_ptr + 2 * SLOTS * C, ring_ptr, D)
-    matrix = load_matrix(transitions_ptr, C, BLOCK_C)
+    matrix_row = tl.where(is_alpha, 4 * SLOTS + 2, 4 * SLOTS + 2 + BLOCK_C)
+    transitions_ptr = weights_ptr + matrix_row * (BLOCK_C + 1)
+    tables = (transitions_ptr, weights_ptr + 2 * SLOTS * (BLOCK_C + 1), ring_ptr, D)
+    matrix = load_matrix(transitions_ptr, BLOCK_C)
     entering = finite_shift(tl.max(tl.max(matrix, axis=0), axis=0))
     matrix = exp_term(matrix - entering, EXACT)
-    one_step = tl.load(weights_ptr + 4 * SLOTS * C + c, mask=c < C, other=0.0)
-    greatest = tl.load(weights_ptr + 4 * SLOTS * C + C + c, mask=c < C, other=0.0)
+    one_step = tl.load(weights_ptr + 4 * SLOTS * (BLOCK_C + 1) + c)
+    greatest = tl.load(weights_ptr + (4 * SLOTS + 1) * (BLOCK_C + 1) + c)
     ring = tl.zeros([SLOTS, BLOCK_C], tl.float64)
     base = tl.zeros([BLOCK_C], tl.float64)
     weight, opened, closed = base, (base, base), (base, base)
@@ -264,8 +266,8 @@ def semi_markov_scan_kernel(
     emission, following = load_emission(sequence, 0, BLOCK_C), load_emission(sequence, 1, BLOCK_C)
     for k in range(0, steps):
         after = load_emission(sequence, k + 2, BLOCK_C)
-        at = weights_ptr + ((-k & (SLOTS - 1)) + slot) * C + c[None, :]
-        durations = tl.load(at, mask=c[None, :] < C, other=0.0)
+        at = weights_ptr + ((-k & (SLOTS - 1)) + slot) * (BLOCK_C + 1) + c[None, :]
+        durations = tl.load(at)
         older, entered = two_sums(ring, durations, matrix, weight, BLOCK_C, SLOTS)
         # Logarithms of the step before, in the time that this step waits for its sums.
         opened_scores, closed_scores = scores_of(opened, EXACT), scores_of(closed, EXACT)
