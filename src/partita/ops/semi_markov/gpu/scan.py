@@ -80,7 +80,6 @@ def load_open(sequence, ring_ptr, opened, k, D, BLOCK_C: tl.constexpr, SLOTS: tl
 @triton.jit
 def exact_step(
     k,  # the number of the step in the scan
-    first,  # [BLOCK_C] fp64, the scores of the first or of the last states
     level,  # fp64
     sequence,  # see load_emission
     tables,  # (addresses of transitions, of scores of durations and of the ring, D)
@@ -88,7 +87,7 @@ def exact_step(
     BLOCK_C: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Take a step with logarithms.
+    """Take a step with logarithms, the first with the scores that stand in the row of the last.
 
     Returns:
         The numbers and offsets of what is opened and closed, the ring, its bases, the numbers of
@@ -99,12 +98,15 @@ def exact_step(
     c, slot = tl.arange(0, BLOCK_C)[None, :], tl.arange(0, SLOTS)[:, None]
     tl.debug_barrier()  # other threads stored the scores that this one reads
     other = tl.arange(0, BLOCK_C)[:, None]
-    closed = tl.load(ring_ptr + SLOTS * (BLOCK_C + 1) + other, mask=other < C, other=-float("inf"))
+    closed_ptr = ring_ptr + SLOTS * (BLOCK_C + 1)
+    closed = tl.load(closed_ptr + other, mask=other < C, other=-float("inf"))
     terms = load_matrix(transitions_ptr, BLOCK_C) + closed
     shift = finite_shift(tl.max(terms, axis=0))
     total = tl.sum(exp_term(terms - shift[None, :], EXACT), axis=0)
-    number = tl.where(k == 0, 1.0, total)
-    offset = tl.where(k == 0, first, shift)
+    first = tl.load(
+        closed_ptr + tl.arange(0, BLOCK_C), mask=tl.arange(0, BLOCK_C) < C, other=-float("inf")
+    )
+    number, offset = tl.where(k == 0, 1.0, total), tl.where(k == 0, first, shift)
     opened = log_of_sum(number, EXACT) + offset
     scores = load_open(sequence, ring_ptr, opened, k, D, BLOCK_C, SLOTS)
     at = durations_ptr + ((-k & (SLOTS - 1)) + slot) * (BLOCK_C + 1) + c
@@ -160,6 +162,8 @@ def store_step(
     SAVE: tl.constexpr,
 ):
     """Store what step k opened and closed."""
+    # The address of the opened scores of a sequence, its first row and direction, the size of a row,
+    # and how far the closed scores are from the opened.
     saved_ptr, t, dt, row_size, to_closed = saved
     c = tl.arange(0, BLOCK_C)
     mask = (c < C) & (k >= 0)
@@ -178,17 +182,23 @@ def is_normal(x):
 
 
 @triton.jit
+def in_layout_of(sums, x):
+    """Return x in the layout of sums. They are finite wherever x is used.
+
+    Triton 3.6 does not compile the branch of `exact_step` for AMD if the layouts differ.
+    """
+    return x + sums * 0.0
+
+
+@triton.jit
 def linear_step(
     k,  # the number of the step in the scan
     score,  # [BLOCK_C] fp64, the emissions of the step
-    older,  # [BLOCK_C] fp64, the sums over the open segments that are in the ring
-    entered,  # [BLOCK_C] fp64, the sums over the transitions
+    sums,  # [BLOCK_C] fp64 each, over the open segments in the ring and over the transitions
     ring,
     base,
-    offset,  # the score to which `entered` is relative
-    level,  # the score to which the weights of this step will be relative
-    one_step,  # [BLOCK_C] fp64, the weights of the duration 1
-    greatest,  # [BLOCK_C] fp64, the scores to which the weights of durations are relative
+    levels,  # the scores to which the second sums and the weights of this step are relative
+    factors,  # [BLOCK_C] fp64 each, the weights of the duration 1 and the greatest durations
     EXACT: tl.constexpr,
     BLOCK_C: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -197,6 +207,9 @@ def linear_step(
 
     An exponent of MAX_EXPONENT takes a sum of at least LOW above HIGH, so it is found there.
     """
+    older, entered = sums
+    offset, level = levels
+    one_step, greatest = factors
     slot = tl.arange(0, SLOTS)[:, None]
     begun = entered * exp_term(tl.minimum(offset - base, MAX_EXPONENT), EXACT)
     is_dead = score == -float("inf")
@@ -206,8 +219,61 @@ def linear_step(
     serves = is_normal(entered) & (is_normal(total) | is_dead) & (begun <= HIGH) & (weight <= HIGH)
     ring = tl.where(slot == (k & (SLOTS - 1)), begun[None, :], ring)
     ring = ring * tl.where(is_dead, 0.0, 1.0).to(tl.float64)[None, :]
-    offsets = tl.zeros([BLOCK_C], tl.float64) + offset
-    return (entered, offsets), (total, greatest + base), ring, base, weight, serves
+    opened = (entered, in_layout_of(entered, offset))
+    closed = (total, in_layout_of(total, greatest + base))
+    return opened, closed, ring, base, weight, serves
+
+
+@triton.jit
+def scan_steps(
+    sequence,  # see load_emission
+    saved,  # see store_step
+    weights,  # (addresses of transitions, of the table of weights and of the ring, D)
+    SAVE: tl.constexpr,
+    EXACT: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Take all steps of a scan, and return the scores of what the last one closed."""
+    transitions_ptr, weights_ptr, ring_ptr, D = weights
+    steps, C = sequence[1], sequence[4]
+    c, slot = tl.arange(0, BLOCK_C), tl.arange(0, SLOTS)[:, None]
+    tables = (transitions_ptr, weights_ptr + 2 * SLOTS * (BLOCK_C + 1), ring_ptr, D)
+    matrix = load_matrix(transitions_ptr, BLOCK_C)
+    entering = finite_shift(tl.max(tl.max(matrix, axis=0), axis=0))
+    matrix = exp_term(matrix - entering, EXACT)
+    factors_ptr = weights_ptr + 4 * SLOTS * (BLOCK_C + 1) + c
+    factors = (tl.load(factors_ptr), tl.load(factors_ptr + BLOCK_C + 1))
+    ring = tl.zeros([SLOTS, BLOCK_C], tl.float64)
+    base = tl.zeros([BLOCK_C], tl.float64)
+    weight, opened, closed = base, (base, base), (base, base)
+    level, power = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
+    emission, following = load_emission(sequence, 0, BLOCK_C), load_emission(sequence, 1, BLOCK_C)
+    for k in range(0, steps):
+        after = load_emission(sequence, k + 2, BLOCK_C)
+        row = (-k & (SLOTS - 1)) + slot
+        durations = tl.load(weights_ptr + row * (BLOCK_C + 1) + c[None, :])
+        older, entered = two_sums(ring, durations, matrix, weight, BLOCK_C, SLOTS)
+        # Logarithms of the step before, in the time that this step waits for its sums.
+        opened_scores, closed_scores = scores_of(opened, EXACT), scores_of(closed, EXACT)
+        store_step(k - 1, opened_scores, closed_scores, ring_ptr, saved, C, BLOCK_C, SLOTS, SAVE)
+        sums, levels = (older, entered), (level + entering, level + power)
+        opened, closed, next_ring, next_base, next_weight, serves = linear_step(
+            k, emission.to(tl.float64), sums, ring, base, levels, factors, EXACT, BLOCK_C, SLOTS
+        )
+        next_level = levels[1]
+        if tl.max((~serves & (c < C)).to(tl.int32), axis=0) + (k == 0) > 0:
+            opened, closed, next_ring, next_base, next_weight, next_level = exact_step(
+                k, next_level, sequence, tables, EXACT, BLOCK_C, SLOTS
+            )
+        ring, base, weight, level = next_ring, next_base, next_weight, next_level
+        highest = tl.max(exponent_bits(weight), axis=0)
+        is_finite = (highest > 0) & (highest < 2047)
+        power = tl.where(is_finite, highest - 1023, 0).to(tl.float64) * LN2_FP64
+        emission, following = following, after
+    opened_scores, closed_scores = scores_of(opened, EXACT), scores_of(closed, EXACT)
+    store_step(steps - 1, opened_scores, closed_scores, ring_ptr, saved, C, BLOCK_C, SLOTS, SAVE)
+    return closed_scores
 
 
 @triton.jit
@@ -240,7 +306,7 @@ def semi_markov_scan_kernel(
     """Scan a sequence forwards and compute log Z, or with SAVE in every other program backwards."""
     is_alpha = tl.program_id(0) % 2 == 0 if SAVE else tl.program_id(0) >= 0
     n = (tl.program_id(0) // 2 if SAVE else tl.program_id(0)).to(tl.int64)
-    c, slot = tl.arange(0, BLOCK_C), tl.arange(0, SLOTS)[:, None]
+    c = tl.arange(0, BLOCK_C)
     steps, invalid = load_steps(lengths_ptr, n, T)
     end = load_end(end_ptr, n, c, C, end_n, end_c)
     first = tl.where(is_alpha, load_end(start_ptr, n, c, C, start_n, start_c), end)
@@ -253,51 +319,8 @@ def semi_markov_scan_kernel(
     sequence = (emissions_ptr + n * stride_n, steps, t, dt, C, stride_t, stride_c)
     matrix_row = tl.where(is_alpha, 4 * SLOTS + 2, 4 * SLOTS + 2 + BLOCK_C)
     transitions_ptr = weights_ptr + matrix_row * (BLOCK_C + 1)
-    tables = (transitions_ptr, weights_ptr + 2 * SLOTS * (BLOCK_C + 1), ring_ptr, D)
-    matrix = load_matrix(transitions_ptr, BLOCK_C)
-    entering = finite_shift(tl.max(tl.max(matrix, axis=0), axis=0))
-    matrix = exp_term(matrix - entering, EXACT)
-    one_step = tl.load(weights_ptr + 4 * SLOTS * (BLOCK_C + 1) + c)
-    greatest = tl.load(weights_ptr + (4 * SLOTS + 1) * (BLOCK_C + 1) + c)
-    ring = tl.zeros([SLOTS, BLOCK_C], tl.float64)
-    base = tl.zeros([BLOCK_C], tl.float64)
-    weight, opened, closed = base, (base, base), (base, base)
-    level, power = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
-    emission, following = load_emission(sequence, 0, BLOCK_C), load_emission(sequence, 1, BLOCK_C)
-    for k in range(0, steps):
-        after = load_emission(sequence, k + 2, BLOCK_C)
-        at = weights_ptr + ((-k & (SLOTS - 1)) + slot) * (BLOCK_C + 1) + c[None, :]
-        durations = tl.load(at)
-        older, entered = two_sums(ring, durations, matrix, weight, BLOCK_C, SLOTS)
-        # Logarithms of the step before, in the time that this step waits for its sums.
-        opened_scores, closed_scores = scores_of(opened, EXACT), scores_of(closed, EXACT)
-        store_step(k - 1, opened_scores, closed_scores, ring_ptr, saved, C, BLOCK_C, SLOTS, SAVE)
-        offset, next_level = level + entering, level + power
-        opened, closed, next_ring, next_base, next_weight, serves = linear_step(
-            k,
-            emission.to(tl.float64),
-            older,
-            entered,
-            ring,
-            base,
-            offset,
-            next_level,
-            one_step,
-            greatest,
-            EXACT,
-            BLOCK_C,
-            SLOTS,
-        )
-        if tl.max((~serves & (c < C)).to(tl.int32), axis=0) + (k == 0) > 0:
-            opened, closed, next_ring, next_base, next_weight, next_level = exact_step(
-                k, first, next_level, sequence, tables, EXACT, BLOCK_C, SLOTS
-            )
-        ring, base, weight, level = next_ring, next_base, next_weight, next_level
-        highest = tl.max(exponent_bits(weight), axis=0)
-        is_finite = (highest > 0) & (highest < 2047)
-        power = tl.where(is_finite, highest - 1023, 0).to(tl.float64) * LN2_FP64
-        emission, following = following, after
-    opened_scores, closed_scores = scores_of(opened, EXACT), scores_of(closed, EXACT)
-    store_step(steps - 1, opened_scores, closed_scores, ring_ptr, saved, C, BLOCK_C, SLOTS, SAVE)
+    weights = (transitions_ptr, weights_ptr, ring_ptr, D)
+    tl.store(ring_ptr + SLOTS * (BLOCK_C + 1) + c, first, mask=c < C)
+    closed = scan_steps(sequence, saved, weights, SAVE, EXACT, BLOCK_C, SLOTS)
     if is_alpha:
-        store_logz(closed_scores + end, n, invalid, logz_ptr, rounded_ptr)
+        store_logz(closed + end, n, invalid, logz_ptr, rounded_ptr)
