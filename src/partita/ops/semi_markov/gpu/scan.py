@@ -162,8 +162,8 @@ def store_step(
     SAVE: tl.constexpr,
 ):
     """Store what step k opened and closed."""
-    # The address of the opened scores of a sequence, its first row and direction, the size of a row,
-    # and how far the closed scores are from the opened.
+    # The address of the opened scores of a sequence, the first row and the direction, the size of a
+    # row, and how far the closed scores are from the opened.
     saved_ptr, t, dt, row_size, to_closed = saved
     c = tl.arange(0, BLOCK_C)
     mask = (c < C) & (k >= 0)
