@@ -1,5 +1,7 @@
 """The GPU kernels of semi-Markov chains against the reference, interpreted and on a GPU."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from helpers.rows import INTERPRETING, kernel_devices
@@ -82,8 +84,42 @@ def test_dtypes_and_large_scores(dtype: torch.dtype, device: str) -> None:
 def test_rings_in_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "MAX_RING", 0)
     clear_caches()
-    agree(random_semi_markov(6, 2, 3, 4, device=device, forbidden=0.1))
+    chain = random_semi_markov(6, 2, 3, 4, device=device, forbidden=0.1)
+    agree(chain)
+    agree_in_paths(chain)
     clear_caches()
+
+
+def left_to_right(chain: SemiMarkovChain) -> None:
+    chain.transitions.fill_(-torch.inf).fill_diagonal_(0.0)
+    chain.transitions[0, 1] = chain.transitions[1, 2] = 0.0
+    chain.start[:, 1:] = -torch.inf
+    chain.emissions[15:].mul_(100)
+
+
+@kernel_devices
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda chain: chain.emissions[:, :, 1].sub_(60), id="falling state"),
+        pytest.param(lambda chain: chain.emissions[15:, :, 0].sub_(300), id="late change"),
+        pytest.param(lambda chain: chain.emissions[5:20, :, 2].fill_(-torch.inf), id="no emission"),
+        pytest.param(lambda chain: chain.emissions.mul_(1000), id="large emissions"),
+        pytest.param(lambda chain: chain.emissions.add_(1e5), id="offset"),
+        pytest.param(lambda chain: chain.transitions.mul_(400), id="large transitions"),
+        pytest.param(lambda chain: chain.durations.mul_(400), id="large durations"),
+        pytest.param(lambda chain: chain.durations[:6].fill_(-torch.inf), id="long segments"),
+        pytest.param(lambda chain: chain.durations[:, 1].fill_(-torch.inf), id="state without"),
+        pytest.param(left_to_right, id="left to right"),
+    ],
+)
+def test_scores_beyond_linear_arithmetic(
+    change: Callable[[SemiMarkovChain], object], device: str
+) -> None:
+    chain = random_semi_markov(30, 2, 3, 9, ragged=False, dtype=torch.float32, device=device)
+    change(chain)
+    agree(chain)
+    agree_in_paths(chain)
 
 
 @kernel_devices

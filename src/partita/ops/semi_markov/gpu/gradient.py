@@ -2,8 +2,9 @@
 
 The posteriors of starting and of ending a segment at a step are each the exponential of a sum of
 two stored scores. The posterior of a state is the sum of what started up to a step minus what ended
-before it. Those of segments and transitions are exponentials too, and their sums over the steps are
-formed in parts and added in a fixed order.
+before it; a sequence is cut into splits, whose sums are formed first. Those of segments and
+transitions are exponentials too, and their sums over the steps are formed in parts and added in a
+fixed order.
 """
 
 import triton
@@ -13,18 +14,68 @@ from .scores import exp_term, load_steps, load_total, rounded
 
 
 @triton.jit
+def starts_and_changes(
+    saved_ptr, n, t, steps, total, T, N, C, EXACT: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """Return the posteriors of starting a segment at steps t, and those minus of ending before."""
+    c = tl.arange(0, BLOCK_C)[None, :]
+    part = tl.full([], T, tl.int64) * N * C
+    row_size = tl.full([], N, tl.int64) * C
+    at, mask = t * row_size + n * C + c, (t < steps) & (c < C)
+    follows = mask & (t > 0)
+    opened = tl.load(saved_ptr + at, mask=mask, other=-float("inf"))
+    opened += tl.load(saved_ptr + 2 * part + at, mask=mask, other=0.0)
+    closed = tl.load(saved_ptr + part + at - row_size, mask=follows, other=-float("inf"))
+    closed += tl.load(saved_ptr + 3 * part + at - row_size, mask=follows, other=0.0)
+    starts = exp_term(opened - total, EXACT)
+    return starts, starts - exp_term(closed - total, EXACT)
+
+
+@triton.jit
+def semi_markov_changes_kernel(
+    logz_ptr,  # [N] fp64
+    lengths_ptr,  # [N] or None
+    saved_ptr,  # [4, T, N, C] fp64
+    changes_ptr,  # [N, splits, C] fp64
+    T,
+    N,
+    C,
+    splits,
+    per_split,  # steps
+    EXACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Sum over the steps of a split by how much the posteriors of states change."""
+    program = tl.program_id(0).to(tl.int64)
+    n, split = program // splits, program % splits
+    steps, _ = load_steps(lengths_ptr, n, T)
+    total = load_total(logz_ptr, n)
+    change = tl.zeros([BLOCK_C], tl.float64)
+    for tile in range(0, per_split, ROWS):
+        t = split * per_split + tile + tl.arange(0, ROWS)[:, None]
+        changes = starts_and_changes(saved_ptr, n, t, steps, total, T, N, C, EXACT, BLOCK_C)[1]
+        change += tl.sum(changes, axis=0)
+    c = tl.arange(0, BLOCK_C)
+    tl.store(changes_ptr + program * C + c, change, mask=c < C)
+
+
+@triton.jit
 def semi_markov_states_kernel(
     grad_ptr,  # [N]
     emissions_ptr,  # [T, N, C]
     lengths_ptr,  # [N] or None
     logz_ptr,  # [N] fp64
     saved_ptr,  # [4, T, N, C] fp64
+    changes_ptr,  # [N, splits, C] fp64
     d_emissions_ptr,  # [T, N, C]
     d_start_ptr,  # [N, C]
     d_end_ptr,  # [N, C]
     T,
     N,
     C,
+    splits,
+    per_split,  # steps
     grad_n,
     stride_t,
     stride_n,
@@ -33,29 +84,28 @@ def semi_markov_states_kernel(
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Write the gradients in emissions and in ends, the posteriors times the upstream gradient."""
-    n = tl.program_id(0).to(tl.int64)
+    """Write the gradients in emissions and in ends for a split of the steps of a sequence."""
+    program = tl.program_id(0).to(tl.int64)
+    n, split = program // splits, program % splits
     c = tl.arange(0, BLOCK_C)[None, :]
     steps, _ = load_steps(lengths_ptr, n, T)
     total = load_total(logz_ptr, n)
     grad = tl.load(grad_ptr + n * grad_n).to(tl.float64)
-    part = tl.full([], T, tl.int64) * N * C
     row_size = tl.full([], N, tl.int64) * C
     covering = tl.zeros([1, BLOCK_C], tl.float64)
-    for first in range(0, T, ROWS):
-        t = first + tl.arange(0, ROWS)[:, None]
-        at, mask = t * row_size + n * C + c, (t < steps) & (c < C)
-        follows = mask & (t > 0)
-        opened = tl.load(saved_ptr + at, mask=mask, other=-float("inf"))
-        opened += tl.load(saved_ptr + 2 * part + at, mask=mask, other=0.0)
-        closed = tl.load(saved_ptr + part + at - row_size, mask=follows, other=-float("inf"))
-        closed += tl.load(saved_ptr + 3 * part + at - row_size, mask=follows, other=0.0)
-        starts = exp_term(opened - total, EXACT)
-        change = starts - exp_term(closed - total, EXACT)
+    for first in range(0, split, ROWS):
+        before = first + tl.arange(0, ROWS)[:, None]
+        at = changes_ptr + (n * splits + before) * C + c
+        changes = tl.load(at, mask=(before < split) & (c < C), other=0.0)
+        covering += tl.sum(changes, axis=0)[None, :]
+    for tile in range(0, per_split, ROWS):
+        t = split * per_split + tile + tl.arange(0, ROWS)[:, None]
+        starts, change = starts_and_changes(saved_ptr, n, t, steps, total, T, N, C, EXACT, BLOCK_C)
         posterior = tl.maximum(covering + tl.cumsum(change, axis=0), 0.0)
         posterior = tl.where(change == change, posterior, change)  # the maximum of NaN is 0
         covering += tl.sum(change, axis=0)[None, :]
-        score_at = t.to(tl.int64) * stride_t + n * stride_n + c.to(tl.int64) * stride_c
+        score_at = t * stride_t + n * stride_n + c.to(tl.int64) * stride_c
+        mask = (t < steps) & (c < C)
         score = tl.load(emissions_ptr + score_at, mask=mask, other=-float("inf"))
         # What rounding leaves of a state that is impossible would make 0 times -inf infinite.
         posterior = tl.where(score == -float("inf"), 0.0, posterior)
@@ -64,15 +114,17 @@ def semi_markov_states_kernel(
         gradient = grad * posterior / tl.where(normalizer > 0.0, normalizer, 1.0)
         gradient = tl.where(total == total, gradient, total)
         gradient = rounded(gradient, d_emissions_ptr.dtype.element_ty)
-        tl.store(d_emissions_ptr + at, gradient, mask=(t < T) & (c < C))
+        to = d_emissions_ptr + t * row_size + n * C + c
+        tl.store(to, gradient, mask=(t < T) & (c < C))
         d_start = rounded(grad * starts, d_start_ptr.dtype.element_ty)
         tl.store(d_start_ptr + n * C + c + 0 * t, d_start, mask=(t == 0) & (c < C))
     c = tl.arange(0, BLOCK_C)
     at = (steps - 1) * row_size + n * C + c
-    last = tl.load(saved_ptr + part + at, mask=c < C, other=0.0)
-    last += tl.load(saved_ptr + 3 * part + at, mask=c < C, other=0.0)
+    part, mask = tl.full([], T, tl.int64) * N * C, (c < C) & (split == 0)
+    last = tl.load(saved_ptr + part + at, mask=mask, other=0.0)
+    last += tl.load(saved_ptr + 3 * part + at, mask=mask, other=0.0)
     d_end = rounded(grad * exp_term(last - total, EXACT), d_end_ptr.dtype.element_ty)
-    tl.store(d_end_ptr + n * C + c, d_end, mask=c < C)
+    tl.store(d_end_ptr + n * C + c, d_end, mask=mask)
 
 
 @triton.jit

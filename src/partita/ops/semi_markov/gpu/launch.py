@@ -12,13 +12,14 @@ from ....runtime.launch import cdiv, launch
 from ..common import saved_shape
 from . import plan
 from .gradient import (
+    semi_markov_changes_kernel,
     semi_markov_pairs_kernel,
     semi_markov_segments_kernel,
     semi_markov_states_kernel,
     semi_markov_sum_kernel,
 )
 from .scan import semi_markov_scan_kernel
-from .tables import semi_markov_tables_kernel
+from .tables import semi_markov_tables_kernel, semi_markov_weights_kernel
 
 
 def is_exact(*tensors: Tensor) -> bool:
@@ -42,29 +43,32 @@ def semi_markov_logz(
     rounded = torch.empty(N, dtype=acc_dtype(emissions.dtype), device=emissions.device)
     saved = torch.empty(saved_shape("gpu", T, N, C) if save else (0,), **fp64)
     D = len(durations)
-    tables = score_tables(transitions, durations)
     lengths = None if lengths is None else lengths.contiguous()
-    inputs = (emissions, start, end, lengths, tables)
+    inputs = (emissions, start, end, lengths)
     strides = (*emissions.stride(), *start.stride(), *end.stride())
     programs, exact = 2 * N if save else N, is_exact(emissions, transitions, durations)
     options = {"SAVE": save, "EXACT": exact}
     if plan.is_resident(C, D):
+        scan = plan.scan_options(C, D)
+        weights = scan_weights(transitions, durations)
+        ring = torch.empty((programs, plan.duration_block(D) + 1, plan.state_block(C) + 1), **fp64)
         launch(
             semi_markov_scan_kernel,
             programs,
-            *(*inputs, saved, logz, rounded, T, N, C, *strides),
+            *(*inputs, weights, ring, saved, logz, rounded, T, N, C, D, *strides),
             **options,
-            **plan.scan_options(C, D),
+            **scan,
         )
     else:
         from .memory_scan import semi_markov_memory_scan_kernel
 
+        tables = score_tables(transitions, durations)
         ring = torch.empty((programs, D + 2, C), **fp64)
         sizes = (T, N, C, D, plan.duration_block(D))
         launch(
             semi_markov_memory_scan_kernel,
             programs,
-            *(*inputs, ring, saved, logz, rounded, *sizes, *strides),
+            *(*inputs, tables, ring, saved, logz, rounded, *sizes, *strides),
             **options,
             **plan.memory_scan_options(C),
         )
@@ -87,6 +91,24 @@ def score_tables(transitions: Tensor, durations: Tensor) -> Tensor:
     return tables
 
 
+def scan_weights(transitions: Tensor, durations: Tensor) -> Tensor:
+    """Return transitions and durations as the scans in registers read them, see `tables.py`."""
+    D, C = durations.shape
+    slots = plan.duration_block(D)
+    block = plan.state_block(C)
+    size = (4 * slots + 2 * block + 2, block + 1)
+    weights = torch.empty(size, dtype=torch.float64, device=durations.device)
+    launch(
+        semi_markov_weights_kernel,
+        1,
+        *(transitions, durations, weights, C, D, *transitions.stride(), *durations.stride()),
+        BLOCK_C=block,
+        SLOTS=slots,
+        num_warps=8,
+    )
+    return weights
+
+
 def semi_markov_gradient(
     grad_output: Tensor,
     emissions: Tensor,
@@ -107,15 +129,24 @@ def semi_markov_gradient(
     d_emissions = torch.empty((T, N, C), dtype=emissions.dtype, device=device)
     d_start, d_end = (torch.empty((N, C), dtype=x.dtype, device=device) for x in (start, end))
     grad_n = grad_output.stride(0)
+    splits, per_split = plan.splits(T, N, C)
+    changes = torch.empty((N, splits, C), dtype=torch.float64, device=device)
+    programs, options = N * splits if C else 0, plan.state_options(C)
+    launch(
+        semi_markov_changes_kernel,
+        programs,
+        *(logz, lengths, saved, changes, T, N, C, splits, per_split),
+        EXACT=exact,
+        **options,
+    )
     launch(
         semi_markov_states_kernel,
-        N if C else 0,
-        *(grad_output, emissions, lengths, logz, saved, d_emissions, d_start, d_end),
-        *(T, N, C, grad_n, *emissions.stride()),
+        programs,
+        *(grad_output, emissions, lengths, logz, saved, changes, d_emissions, d_start, d_end),
+        *(T, N, C, splits, per_split, grad_n, *emissions.stride()),
         EXACT=exact,
-        **plan.state_options(C),
+        **options,
     )
-    splits, per_split = plan.splits(T, N, C)
     pairs = torch.empty((N, splits, C * C), dtype=torch.float64, device=device)
     launch(
         semi_markov_pairs_kernel,

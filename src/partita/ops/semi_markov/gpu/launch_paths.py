@@ -8,7 +8,7 @@ from torch import Tensor
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import launch
 from . import plan
-from .launch import score_tables, semi_markov_logz
+from .launch import scan_weights, score_tables, semi_markov_logz
 from .sample import semi_markov_sample_kernel
 from .viterbi import semi_markov_trace_kernel, semi_markov_viterbi_kernel
 
@@ -27,23 +27,36 @@ def semi_markov_viterbi(
     score = torch.empty(N, dtype=acc_dtype(emissions.dtype), device=device)
     states = torch.empty((T, N), dtype=torch.int64, device=device)
     starts = torch.empty((T, N), dtype=torch.bool, device=device)
-    ring = torch.empty((N, D + 2, C), dtype=torch.float64, device=device)
     choices = torch.empty((2, T, N, C), dtype=torch.int32, device=device)
     last = torch.empty(N, dtype=torch.int32, device=device)
     lengths = None if lengths is None else lengths.contiguous()
-    tables = score_tables(transitions, durations)
-    launch(
-        semi_markov_viterbi_kernel,
-        N,
-        *(emissions, start, end, lengths, tables, ring, choices, score, last),
-        *(T, N, C, D, plan.duration_block(D)),
-        *(*emissions.stride(), *start.stride(), *end.stride()),
-        **plan.viterbi_options(C, D),
-    )
+    inputs = (emissions, start, end, lengths)
+    results = (choices, score, last)
+    strides = (*emissions.stride(), *start.stride(), *end.stride())
+    resident = plan.is_resident(C, D)
+    if resident:
+        from .best_scan import semi_markov_best_scan_kernel
+
+        launch(
+            semi_markov_best_scan_kernel,
+            N,
+            *(*inputs, scan_weights(transitions, durations), *results, T, N, C, D, *strides),
+            **plan.best_scan_options(C, D),
+        )
+    else:
+        ring = torch.empty((N, D + 2, C), dtype=torch.float64, device=device)
+        launch(
+            semi_markov_viterbi_kernel,
+            N,
+            *(*inputs, score_tables(transitions, durations), ring, *results),
+            *(T, N, C, D, plan.duration_block(D), *strides),
+            **plan.viterbi_options(C, D),
+        )
     launch(
         semi_markov_trace_kernel,
         N,
         *(choices, last, states, starts, lengths, T, N, C),
+        BY_END=resident,
         BLOCK=32,
         num_warps=1,
     )

@@ -42,15 +42,18 @@ def tables_size(C: int, D: int) -> int:
 
 def scan_options(C: int, D: int) -> dict[str, int]:
     """Return the compile-time arguments of the scan with its ring in registers."""
-    block_c, block_d = state_block(C), duration_block(D)
-    width = min(32, block_d)
-    return {
-        "AHEAD": 2,
-        "BLOCK_C": block_c,
-        "PARTS": block_d // width,
-        "WIDTH": width,
-        "num_warps": warps(block_c * max(block_c, block_d)),
-    }
+    block_c, slots = state_block(C), duration_block(D)
+    return {"BLOCK_C": block_c, "SLOTS": slots, "num_warps": scan_warps(block_c * slots)}
+
+
+def scan_warps(elements: int) -> int:
+    """Return how many warps of the scan have 16 elements or fewer of a ring in each thread."""
+    return max(1, min(8, elements // 512))
+
+
+def best_scan_options(C: int, D: int) -> dict[str, int]:
+    """Return the compile-time arguments of the scan of best scores with its ring in registers."""
+    return scan_options(C, D)
 
 
 def memory_scan_options(C: int) -> dict[str, int]:
@@ -100,8 +103,9 @@ def pair_options(C: int) -> dict[str, int]:
 
 def sum_options(rows: int, columns: int) -> dict[str, Any]:
     """Return the compile-time arguments of the kernel that adds the parts of sums."""
-    block = min(64, next_power_of_2(max(columns, 1)))
-    return {"BLOCK_R": min(32, next_power_of_2(max(rows, 1))), "BLOCK": block, "num_warps": 4}
+    block = max(8, min(64, next_power_of_2(max(columns // 128, 1))))
+    in_rows = min(2048 // block, next_power_of_2(max(rows, 1)))
+    return {"BLOCK_R": in_rows, "BLOCK": block, "num_warps": 4}
 
 
 def viterbi_options(C: int, D: int) -> dict[str, int]:

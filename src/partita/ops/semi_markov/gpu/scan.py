@@ -4,9 +4,15 @@ One program scans a sequence forwards, and another scans it backwards at the sam
 the same steps: segments begin with the log-sum-exp of the transitions from what was closed at the
 step before, all open segments get the emissions of the step, and closing sums over their ages.
 
-The open segments lie in a ring, blocks [states, slots]. A segment stays in its slot from its first
-step on, and the scores of durations are read by the age that the slot has now. So a step moves no
-score from one register to another.
+The open segments of a state lie in a ring, [slots, states], where a segment stays in its slot. The
+ring has numbers relative to a score for each state, its base. All open segments of a state get the
+same emission, so a step adds it to the base and leaves the ring as it is. What was closed has
+numbers relative to one score, the level. With the exponentials of transitions and durations, a step
+is two sums of products. It has no maximum and no logarithm that the next step would wait for.
+
+Numbers of fp64 do not hold all scores. So each step looks at its sums, and where one of them is so
+small that what was rounded to 0 could matter, or so large that it nears infinity, the step is done
+again with logarithms, from the scores that the segments had when they were opened.
 
 Source: Sarawagi and Cohen, Semi-Markov conditional random fields for information extraction, 2004.
 """
@@ -15,65 +21,259 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
-from .scores import exp_term, load_end, load_steps, log_of_sum, log_sum_exp, store_logz
+from .scores import (
+    LN2_FP64,
+    exp_term,
+    exponent_bits,
+    load_end,
+    load_steps,
+    log_of_number,
+    log_of_sum,
+    store_logz,
+)
+
+# Products below 2**-1010 become 0. Beside a sum of at least LOW they are below its rounding error,
+# as long as no factor is above HIGH.
+LOW = tl.constexpr(2.409919865102884e-181)  # 2**-600
+HIGH = tl.constexpr(2.037035976334486e90)  # 2**300
+MAX_EXPONENT = tl.constexpr(700.0)  # of e**x
 
 
 @triton.jit
-def load_ahead(sequence, first, AHEAD: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Load the emissions of AHEAD steps of a scan, before the first of them is used."""
+def load_emission(sequence, k, BLOCK_C: tl.constexpr):
+    """Load the emissions of step k of a scan, -inf past its steps."""
     ptr, steps, t, dt, C, stride_t, stride_c = sequence
     c = tl.arange(0, BLOCK_C)
-    scores = ()
-    for j in tl.static_range(AHEAD):
-        row = tl.full([], t, tl.int64) + (first + j) * dt
-        at = row * stride_t + c.to(tl.int64) * stride_c
-        inside = (c < C) & (first + j < steps)
-        scores = scores + (tl.load(ptr + at, mask=inside, other=-float("inf")),)
-    return scores
+    row = tl.full([], t, tl.int64) + k * dt
+    at = row * stride_t + c.to(tl.int64) * stride_c
+    return tl.load(ptr + at, mask=(c < C) & (k < steps), other=-float("inf"))
 
 
 @triton.jit
-def load_matrix(ptr, C, BLOCK_C: tl.constexpr):
-    """Return a table [C, C] as a block, -inf outside."""
-    r, o = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK_C)[None, :]
-    return tl.load(ptr + r.to(tl.int64) * C + o, mask=(r < C) & (o < C), other=-float("inf"))
+def load_matrix(ptr, BLOCK_C: tl.constexpr):
+    """Return the scores of transitions, [from, to] in the direction of a scan, -inf outside."""
+    row, column = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK_C)[None, :]
+    return tl.load(ptr + row * (BLOCK_C + 1) + column)
 
 
 @triton.jit
-def take_step(
+def load_open(sequence, ring_ptr, opened, k, D, BLOCK_C: tl.constexpr, SLOTS: tl.constexpr):
+    """Return the scores of open segments by slot, with the emissions of their own steps alone."""
+    ptr, _, t, dt, C, stride_t, stride_c = sequence
+    c, slot = tl.arange(0, BLOCK_C)[None, :], tl.arange(0, SLOTS)[:, None]
+    age = (k - slot) & (SLOTS - 1)
+    inside = (age <= k) & (age < D) & (c < C)
+    scores = tl.load(
+        ring_ptr + slot * (BLOCK_C + 1) + c, mask=inside & (age > 0), other=-float("inf")
+    )
+    scores = tl.where((age == 0) & (c < C), opened[None, :], scores)
+    row = tl.full([], t, tl.int64) + (k - age) * dt
+    emissions = tl.load(ptr + row * stride_t + c * stride_c, mask=inside, other=0.0).to(tl.float64)
+    # The slots up to that of step k have the latest steps, and those after it the ones before.
+    is_late = slot <= (k & (SLOTS - 1))
+    late, early = tl.where(is_late, emissions, 0.0), tl.where(is_late, 0.0, emissions)
+    later = tl.sum(late, axis=0)[None, :]
+    late, early = tl.cumsum(late, axis=0, reverse=True), tl.cumsum(early, axis=0, reverse=True)
+    return scores + tl.where(is_late, late, early + later)
+
+
+@triton.jit
+def exact_step(
     k,  # the number of the step in the scan
-    emission,  # [BLOCK_C] fp64
-    first,  # [BLOCK_C] fp64, the scores of the first or of the last states
-    ring,  # PARTS blocks [BLOCK_C, WIDTH] fp64
-    closed,  # [BLOCK_C] fp64
-    transitions,  # [BLOCK_C, BLOCK_C] fp64, from the states of the columns
-    durations_ptr,  # [C, 2 * PARTS * WIDTH] fp64, see tables.py
-    C,
+    level,  # fp64
+    sequence,  # see load_emission
+    tables,  # (addresses of transitions, of scores of durations and of the ring, D)
     EXACT: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
-    """Return the scores of segments that are opened, the ring, and the scores of those closed."""
-    SLOTS: tl.constexpr = PARTS * WIDTH
-    c, lane = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, WIDTH)[None, :]
-    at = durations_ptr + c.to(tl.int64) * (2 * SLOTS) + (-k & (SLOTS - 1)) + lane
-    durations = ()
-    for p in tl.static_range(PARTS):  # the loads have the time of the transitions
-        durations = durations + (tl.load(at + p * WIDTH, mask=c < C, other=-float("inf")),)
-    opened = tl.where(k == 0, first, log_sum_exp(transitions + closed[None, :], EXACT))
-    newest = k & (SLOTS - 1)
-    next_ring, terms, maximum = (), (), closed
-    for p in tl.static_range(PARTS):
-        scores = tl.where(p * WIDTH + lane == newest, opened[:, None], ring[p]) + emission[:, None]
-        next_ring = next_ring + (scores,)
-        terms = terms + (scores + durations[p],)
-        maximum = tl.maximum(maximum, terms[p]) if p > 0 else terms[p]
-    shift = finite_shift(tl.max(maximum, axis=1))
-    total = tl.zeros([BLOCK_C, WIDTH], tl.float64)
-    for p in tl.static_range(PARTS):
-        total += exp_term(terms[p] - shift[:, None], EXACT)
-    return opened, next_ring, log_of_sum(tl.sum(total, axis=1), EXACT) + shift
+    """Take a step with logarithms, the first with the scores that stand in the row of the last.
+
+    Returns:
+        The numbers and offsets of what is opened and closed, the ring, its bases, the numbers of
+        what is closed relative to one level, and that level.
+    """
+    transitions_ptr, durations_ptr, ring_ptr, D = tables
+    C = sequence[4]
+    c, slot = tl.arange(0, BLOCK_C)[None, :], tl.arange(0, SLOTS)[:, None]
+    tl.debug_barrier()  # other threads stored the scores that this one reads
+    other = tl.arange(0, BLOCK_C)[:, None]
+    closed_ptr = ring_ptr + SLOTS * (BLOCK_C + 1)
+    closed = tl.load(closed_ptr + other, mask=other < C, other=-float("inf"))
+    terms = load_matrix(transitions_ptr, BLOCK_C) + closed
+    shift = finite_shift(tl.max(terms, axis=0))
+    total = tl.sum(exp_term(terms - shift[None, :], EXACT), axis=0)
+    first = tl.load(
+        closed_ptr + tl.arange(0, BLOCK_C), mask=tl.arange(0, BLOCK_C) < C, other=-float("inf")
+    )
+    number, offset = tl.where(k == 0, 1.0, total), tl.where(k == 0, first, shift)
+    opened = log_of_sum(number, EXACT) + offset
+    scores = load_open(sequence, ring_ptr, opened, k, D, BLOCK_C, SLOTS)
+    at = durations_ptr + ((-k & (SLOTS - 1)) + slot) * (BLOCK_C + 1) + c
+    terms = scores + tl.load(at)
+    shift = finite_shift(tl.max(terms, axis=0))
+    total = tl.sum(exp_term(terms - shift[None, :], EXACT), axis=0)
+    closed = log_of_sum(total, EXACT) + shift
+    closed_numbers = (total, shift)
+    highest = tl.max(closed, axis=0)
+    level = tl.where(highest == -float("inf"), level, highest)
+    base = tl.max(scores, axis=0)
+    base = tl.where(base == -float("inf"), level, base)
+    ring = exp_term(scores - base[None, :], EXACT)
+    weight = exp_term(closed - level, EXACT)
+    tl.debug_barrier()  # the next step stores to what was read
+    return (number, offset), closed_numbers, ring, base, weight, level
+
+
+@triton.jit
+def add_both(a, b, c, d):
+    """Add two pairs of numbers."""
+    return a + c, b + d
+
+
+@triton.jit
+def two_sums(ring, weights, matrix, weight, BLOCK_C: tl.constexpr, SLOTS: tl.constexpr):
+    """Return the sums of products over slots and over states, which are exchanged together."""
+    products = ring * weights
+    if SLOTS >= BLOCK_C:
+        products = tl.sum(tl.reshape(products, (SLOTS // BLOCK_C, BLOCK_C, BLOCK_C)), axis=0)
+        return tl.reduce((products, matrix * weight[:, None]), 0, add_both)
+    else:
+        return tl.sum(products, axis=0), tl.sum(matrix * weight[:, None], axis=0)
+
+
+@triton.jit
+def scores_of(numbers, EXACT: tl.constexpr):
+    """Return the scores of numbers relative to an offset."""
+    number, offset = numbers
+    return log_of_number(number, EXACT) + offset
+
+
+@triton.jit
+def store_step(
+    k,
+    opened,
+    closed,
+    ring_ptr,
+    saved,
+    C,
+    BLOCK_C: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SAVE: tl.constexpr,
+):
+    """Store what step k opened and closed."""
+    # The address of the opened scores of a sequence, the first row and the direction, the size of a
+    # row, and how far the closed scores are from the opened.
+    saved_ptr, t, dt, row_size, to_closed = saved
+    c = tl.arange(0, BLOCK_C)
+    mask = (c < C) & (k >= 0)
+    tl.store(ring_ptr + (k & (SLOTS - 1)) * (BLOCK_C + 1) + c, opened, mask=mask)
+    tl.store(ring_ptr + SLOTS * (BLOCK_C + 1) + c, closed, mask=mask)
+    if SAVE:
+        row = saved_ptr + (tl.full([], t, tl.int64) + k * dt) * row_size + c
+        tl.store(row, opened, mask=mask)
+        tl.store(row + to_closed, closed, mask=mask)
+
+
+@triton.jit
+def is_normal(x):
+    """Return which sums are right though products below 2**-1010 are 0; none for NaN."""
+    return (x >= LOW) & (x <= HIGH)
+
+
+@triton.jit
+def in_layout_of(sums, x):
+    """Return x in the layout of sums. They are finite wherever x is used.
+
+    Triton 3.6 does not compile the branch of `exact_step` for AMD if the layouts differ.
+    """
+    return x + sums * 0.0
+
+
+@triton.jit
+def linear_step(
+    k,  # the number of the step in the scan
+    score,  # [BLOCK_C] fp64, the emissions of the step
+    sums,  # [BLOCK_C] fp64 each, over the open segments in the ring and over the transitions
+    ring,
+    base,
+    levels,  # the scores to which the second sums and the weights of this step are relative
+    factors,  # [BLOCK_C] fp64 each, the weights of the duration 1 and the greatest durations
+    EXACT: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Take a step with products. Besides what `exact_step` returns, return which states it serves.
+
+    An exponent of MAX_EXPONENT takes a sum of at least LOW above HIGH, so it is found there.
+    """
+    older, entered = sums
+    offset, level = levels
+    one_step, greatest = factors
+    slot = tl.arange(0, SLOTS)[:, None]
+    begun = entered * exp_term(tl.minimum(offset - base, MAX_EXPONENT), EXACT)
+    is_dead = score == -float("inf")
+    total = tl.where(is_dead, 0.0, older + begun * one_step)
+    base += tl.where(is_dead, 0.0, score)
+    weight = total * exp_term(tl.minimum(greatest + base - level, MAX_EXPONENT), EXACT)
+    serves = is_normal(entered) & (is_normal(total) | is_dead) & (begun <= HIGH) & (weight <= HIGH)
+    ring = tl.where(slot == (k & (SLOTS - 1)), begun[None, :], ring)
+    ring = ring * tl.where(is_dead, 0.0, 1.0).to(tl.float64)[None, :]
+    opened = (entered, in_layout_of(entered, offset))
+    closed = (total, in_layout_of(total, greatest + base))
+    return opened, closed, ring, base, weight, serves
+
+
+@triton.jit
+def scan_steps(
+    sequence,  # see load_emission
+    saved,  # see store_step
+    weights,  # (addresses of transitions, of the table of weights and of the ring, D)
+    SAVE: tl.constexpr,
+    EXACT: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Take all steps of a scan, and return the scores of what the last one closed."""
+    transitions_ptr, weights_ptr, ring_ptr, D = weights
+    steps, C = sequence[1], sequence[4]
+    c, slot = tl.arange(0, BLOCK_C), tl.arange(0, SLOTS)[:, None]
+    tables = (transitions_ptr, weights_ptr + 2 * SLOTS * (BLOCK_C + 1), ring_ptr, D)
+    matrix = load_matrix(transitions_ptr, BLOCK_C)
+    entering = finite_shift(tl.max(tl.max(matrix, axis=0), axis=0))
+    matrix = exp_term(matrix - entering, EXACT)
+    factors_ptr = weights_ptr + 4 * SLOTS * (BLOCK_C + 1) + c
+    factors = (tl.load(factors_ptr), tl.load(factors_ptr + BLOCK_C + 1))
+    ring = tl.zeros([SLOTS, BLOCK_C], tl.float64)
+    base = tl.zeros([BLOCK_C], tl.float64)
+    weight, opened, closed = base, (base, base), (base, base)
+    level, power = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
+    emission, following = load_emission(sequence, 0, BLOCK_C), load_emission(sequence, 1, BLOCK_C)
+    for k in range(0, steps):
+        after = load_emission(sequence, k + 2, BLOCK_C)
+        row = (-k & (SLOTS - 1)) + slot
+        durations = tl.load(weights_ptr + row * (BLOCK_C + 1) + c[None, :])
+        older, entered = two_sums(ring, durations, matrix, weight, BLOCK_C, SLOTS)
+        # Logarithms of the step before, in the time that this step waits for its sums.
+        opened_scores, closed_scores = scores_of(opened, EXACT), scores_of(closed, EXACT)
+        store_step(k - 1, opened_scores, closed_scores, ring_ptr, saved, C, BLOCK_C, SLOTS, SAVE)
+        sums, levels = (older, entered), (level + entering, level + power)
+        opened, closed, next_ring, next_base, next_weight, serves = linear_step(
+            k, emission.to(tl.float64), sums, ring, base, levels, factors, EXACT, BLOCK_C, SLOTS
+        )
+        next_level = levels[1]
+        if tl.max((~serves & (c < C)).to(tl.int32), axis=0) + (k == 0) > 0:
+            opened, closed, next_ring, next_base, next_weight, next_level = exact_step(
+                k, next_level, sequence, tables, EXACT, BLOCK_C, SLOTS
+            )
+        ring, base, weight, level = next_ring, next_base, next_weight, next_level
+        highest = tl.max(exponent_bits(weight), axis=0)
+        is_finite = (highest > 0) & (highest < 2047)
+        power = tl.where(is_finite, highest - 1023, 0).to(tl.float64) * LN2_FP64
+        emission, following = following, after
+    opened_scores, closed_scores = scores_of(opened, EXACT), scores_of(closed, EXACT)
+    store_step(steps - 1, opened_scores, closed_scores, ring_ptr, saved, C, BLOCK_C, SLOTS, SAVE)
+    return closed_scores
 
 
 @triton.jit
@@ -82,13 +282,15 @@ def semi_markov_scan_kernel(
     start_ptr,  # [N, C]
     end_ptr,  # [N, C]
     lengths_ptr,  # [N] or None
-    tables_ptr,  # see tables.py
+    weights_ptr,  # [4 * SLOTS + 2 * BLOCK_C + 2, BLOCK_C + 1] fp64, see tables.py
+    ring_ptr,  # [programs, SLOTS + 1, BLOCK_C + 1] fp64: what each slot opened, what closed last
     saved_ptr,  # [4, T, N, C] fp64 if SAVE: opened and closed of alpha, closed and opened of beta
     logz_ptr,  # [N] fp64
     rounded_ptr,  # [N] in the dtype of results
     T,
     N,
     C,
+    D,
     stride_t,
     stride_n,
     stride_c,
@@ -98,43 +300,27 @@ def semi_markov_scan_kernel(
     end_c,
     SAVE: tl.constexpr,
     EXACT: tl.constexpr,
-    AHEAD: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    PARTS: tl.constexpr,  # blocks of the ring
-    WIDTH: tl.constexpr,  # slots of a block: a warp has all of a state, so no sum leaves it
+    SLOTS: tl.constexpr,
 ):
     """Scan a sequence forwards and compute log Z, or with SAVE in every other program backwards."""
     is_alpha = tl.program_id(0) % 2 == 0 if SAVE else tl.program_id(0) >= 0
     n = (tl.program_id(0) // 2 if SAVE else tl.program_id(0)).to(tl.int64)
     c = tl.arange(0, BLOCK_C)
     steps, invalid = load_steps(lengths_ptr, n, T)
-    start = load_end(start_ptr, n, c, C, start_n, start_c)
     end = load_end(end_ptr, n, c, C, end_n, end_c)
+    first = tl.where(is_alpha, load_end(start_ptr, n, c, C, start_n, start_c), end)
     t, dt = tl.where(is_alpha, 0, steps - 1), tl.where(is_alpha, 1, -1)
-    pairs = tl.full([], C, tl.int64) * C
-    transitions = load_matrix(tables_ptr + tl.where(is_alpha, 0, pairs), C, BLOCK_C)
-    sequence = (emissions_ptr + n * stride_n, steps, t, dt, C, stride_t, stride_c)
     part = tl.full([], T, tl.int64) * N * C
-    opened_ptr = saved_ptr + tl.where(is_alpha, 0, 3 * part) + n * C + c
-    closed_ptr = saved_ptr + tl.where(is_alpha, part, 2 * part) + n * C + c
-    first = tl.where(is_alpha, start, end)
-    ring = ()
-    for _ in tl.static_range(PARTS):
-        ring = ring + (tl.full([BLOCK_C, WIDTH], -float("inf"), tl.float64),)
-    closed = tl.zeros([BLOCK_C], tl.float64)
-    scores = load_ahead(sequence, 0, AHEAD, BLOCK_C)
-    for i in range(0, steps, AHEAD):
-        next_scores = load_ahead(sequence, i + AHEAD, AHEAD, BLOCK_C)
-        for j in tl.static_range(AHEAD):
-            active, row = i + j < steps, tl.full([], t, tl.int64) + (i + j) * dt
-            opened, ring, now_closed = take_step(
-                *(i + j, scores[j].to(tl.float64), first, ring, closed, transitions),
-                *(tables_ptr + 2 * pairs, C, EXACT, BLOCK_C, PARTS, WIDTH),
-            )
-            closed = tl.where(active, now_closed, closed)
-            if SAVE:
-                tl.store(opened_ptr + row * N * C, opened, mask=(c < C) & active)
-                tl.store(closed_ptr + row * N * C, closed, mask=(c < C) & active)
-        scores = next_scores
+    saved_ptr += n * C + tl.where(is_alpha, 0, 3 * part)  # to what is opened
+    row_size = tl.full([], N, tl.int64) * C
+    saved = (saved_ptr, t, dt, row_size, tl.where(is_alpha, part, -part))
+    ring_ptr += tl.program_id(0).to(tl.int64) * (SLOTS + 1) * (BLOCK_C + 1)
+    sequence = (emissions_ptr + n * stride_n, steps, t, dt, C, stride_t, stride_c)
+    matrix_row = tl.where(is_alpha, 4 * SLOTS + 2, 4 * SLOTS + 2 + BLOCK_C)
+    transitions_ptr = weights_ptr + matrix_row * (BLOCK_C + 1)
+    weights = (transitions_ptr, weights_ptr, ring_ptr, D)
+    tl.store(ring_ptr + SLOTS * (BLOCK_C + 1) + c, first, mask=c < C)
+    closed = scan_steps(sequence, saved, weights, SAVE, EXACT, BLOCK_C, SLOTS)
     if is_alpha:
         store_logz(closed + end, n, invalid, logz_ptr, rounded_ptr)

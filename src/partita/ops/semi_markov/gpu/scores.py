@@ -19,7 +19,7 @@ ONE_BITS = tl.constexpr(0x3FF0000000000000)  # of 1.0 in fp64
 
 @triton.jit
 def exp_term(x, EXACT: tl.constexpr):
-    """Return e**x in fp64 for x <= 0, with a relative error of 8e-13 unless EXACT."""
+    """Return e**x in fp64 for x <= 700, with a relative error of 8e-13 unless EXACT."""
     if EXACT:
         return tl.exp(x)
     else:
@@ -49,6 +49,25 @@ def log_of_sum(total, EXACT: tl.constexpr):
         y = tl.log(number.to(tl.float32)).to(tl.float64)
         z = number * exp_term(-y, EXACT) - 1.0
         return tl.where(total == 0.0, -float("inf"), y + (z - 0.5 * z * z))
+
+
+@triton.jit
+def exponent_bits(x):
+    """Return the biased exponents of numbers that are not negative, 0 to 2047."""
+    return (x.to(tl.int64, bitcast=True) >> 52).to(tl.int32)
+
+
+@triton.jit
+def log_of_number(x, EXACT: tl.constexpr):
+    """Return the logarithm of 0 or a normal number, with an absolute error of 1e-12."""
+    if EXACT:
+        return tl.log(x)
+    else:
+        bits = x.to(tl.int64, bitcast=True)
+        power = ((bits >> 52) - 1023).to(tl.float64)
+        significand = ((bits & 0xFFFFFFFFFFFFF) | ONE_BITS).to(tl.float64, bitcast=True)
+        logarithm = power * LN2_FP64 + log_of_sum(significand, EXACT)
+        return tl.where(x == 0.0, -float("inf"), logarithm)
 
 
 @triton.jit

@@ -71,6 +71,17 @@ def best_closed(
 
 
 @triton.jit
+def store_best(scores, c, n, invalid, score_ptr, last_ptr):
+    """Store the best score of the states in which the paths end, and the state."""
+    best = tl.full([1], -float("inf"), tl.float64)
+    best, last = better(best, tl.full([1], -1, tl.int32), scores[None, :], c[None, :], 1)
+    best = tl.sum(best, axis=0) + invalid
+    last = tl.where(best > -float("inf"), tl.sum(last, axis=0), -1)
+    tl.store(score_ptr + n, rounded(best, score_ptr.dtype.element_ty))
+    tl.store(last_ptr + n, last)
+
+
+@triton.jit
 def semi_markov_viterbi_kernel(
     emissions_ptr,  # [T, N, C]
     start_ptr,  # [N, C]
@@ -125,17 +136,12 @@ def semi_markov_viterbi_kernel(
     c = tl.arange(0, BLOCK_ALL)
     scores = tl.load(recent_ptr + (steps - 1) % 2 * C + c, mask=c < C, other=-float("inf"))
     scores += load_end(end_ptr, n, c, C, end_n, end_c)
-    best = tl.full([1], -float("inf"), tl.float64)
-    best, last = better(best, tl.full([1], -1, tl.int32), scores[None, :], c[None, :], 1)
-    best = tl.sum(best, axis=0) + invalid
-    last = tl.where(best > -float("inf"), tl.sum(last, axis=0), -1)
-    tl.store(score_ptr + n, rounded(best, score_ptr.dtype.element_ty))
-    tl.store(last_ptr + n, last)
+    store_best(scores, c, n, invalid, score_ptr, last_ptr)
 
 
 @triton.jit
 def semi_markov_trace_kernel(
-    choices_ptr,  # [2, T, N, C] int32
+    choices_ptr,  # [2, T, N, C] int32: states before segments, and the sizes of those closed
     last_ptr,  # [N] int32
     states_ptr,  # [T, N] int64
     starts_ptr,  # [T, N] bool
@@ -143,21 +149,33 @@ def semi_markov_trace_kernel(
     T,
     N,
     C,
+    BY_END: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the states and starts of the best path, from the last segment to the first."""
+    """Write the states and starts of the best path, from the last segment to the first.
+
+    The states before segments are in the rows of their last steps with BY_END, else of their first.
+    """
     n = tl.program_id(0).to(tl.int64)
     steps, _ = load_steps(lengths_ptr, n, T)
     part = tl.full([], T, tl.int64) * N * C
     state, t = tl.load(last_ptr + n).to(tl.int64), steps.to(tl.int64) - 1
     t = tl.where(state < 0, -1, t)
     write_segment(states_ptr + n, starts_ptr + n, N, t + 1, T - 1 - t, -1, BLOCK)
+    at, mask = choices_ptr + (t * N + n) * C + state, t >= 0
+    size = tl.load(at + part, mask=mask, other=0).to(tl.int64) + 1
+    before = tl.load(at, mask=mask, other=0).to(tl.int64)
     while t >= 0:
-        size = tl.load(choices_ptr + part + (t * N + n) * C + state).to(tl.int64) + 1
-        first = t + 1 - size
-        write_segment(states_ptr + n, starts_ptr + n, N, first, size, state, BLOCK)
-        state = tl.load(choices_ptr + (first * N + n) * C + state).to(tl.int64)
-        t = first - 1
+        first, this_size, this_state = t + 1 - size, size, state
+        if not BY_END:
+            before = tl.load(choices_ptr + (first * N + n) * C + state).to(tl.int64)
+        state, t = before, first - 1
+        # The next segment is loaded while this one is written.
+        at, mask = choices_ptr + (t * N + n) * C + state, t >= 0
+        size = tl.load(at + part, mask=mask, other=0).to(tl.int64) + 1
+        if BY_END:
+            before = tl.load(at, mask=mask, other=0).to(tl.int64)
+        write_segment(states_ptr + n, starts_ptr + n, N, first, this_size, this_state, BLOCK)
 
 
 @triton.jit
