@@ -19,6 +19,7 @@ from .. import chunked, chunked_logprobs, chunked_topk
 from ..chunked import ChunkKernels
 from ..common import GradientCoefficients, RowState, RowStatistics
 from ..plan import padded_width
+from . import packed
 from .accumulate import linear_accumulate_kernel, linear_statistics_kernel
 from .gradient import linear_gradient_kernel
 
@@ -203,7 +204,36 @@ accumulate_hidden = functools.partial(
 )
 linear_rows = functools.partial(chunked.linear_rows, CHUNK_KERNELS)
 linear_rows_backward = functools.partial(chunked.linear_rows_backward, CHUNK_KERNELS)
-linear_one_pass = functools.partial(chunked.linear_one_pass, CHUNK_KERNELS)
+
+
+def linear_one_pass(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    denominator: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+    z_loss: float,
+    mean: bool,
+    *others: Any,
+) -> tuple[Tensor, ...]:
+    """Compute the sum or mean of the loss and its gradients, as `chunked.linear_one_pass` does.
+
+    Where rows are packed, those with ignored labels take no time.
+    """
+    head, numbers = (input, weight, bias, target, class_weight), (label_smoothing, softcap, z_loss)
+    if not packed.packs(input):
+        args = (*head, denominator, ignore_index, *numbers, mean, *others)
+        return chunked.linear_one_pass(CHUNK_KERNELS, *args)
+    sums = (denominator, ignore_index, len(weight), mean, acc_dtype(input.dtype))
+    divisors = mean_shares(target, class_weight, *sums)
+    has_divisors = divisors is not None
+    return packed.linear_one_pass(*head, divisors, ignore_index, *numbers, has_divisors, *others)
+
+
 linear_logprobs = functools.partial(chunked_logprobs.linear_logprobs, CHUNK_KERNELS, ENTRY_KERNELS)
 linear_logprobs_backward = functools.partial(
     chunked_logprobs.linear_logprobs_backward, CHUNK_KERNELS, ENTRY_KERNELS
