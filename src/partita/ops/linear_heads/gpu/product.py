@@ -109,12 +109,16 @@ def linear_product_kernel(
         tl.store(pointers, sums.to(result_ptr.dtype.element_ty), mask=mask)
 
 
-def product_options() -> dict[str, int]:
-    """Return the blocks and launch options of the product."""
+def product_options(accumulate: bool) -> dict[str, int]:
+    """Return the blocks and launch options of the product.
+
+    A program that adds to the result has two tiles in registers, so they are smaller.
+    """
     if INTERPRETED:
-        return {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4}
+        return {"BLOCK_M": 32, "BLOCK_N": 128, "BLOCK_K": 32, "num_warps": 4}
     if NVIDIA:
-        return {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
+        block_n = 128 if accumulate else 256
+        return {"BLOCK_M": 128, "BLOCK_N": block_n, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
     return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 2}
 
 
@@ -139,7 +143,7 @@ def limited_product(
         accumulate: whether the product is added to the result.
     """
     (M, K), N = a.shape, b.shape[1]
-    options: dict[str, Any] = product_options()
+    options: dict[str, Any] = product_options(accumulate)
     tiles = cdiv(M, options["BLOCK_M"]) * cdiv(N, options["BLOCK_N"])
     programs = CPU_PROGRAMS
     if a.is_cuda:

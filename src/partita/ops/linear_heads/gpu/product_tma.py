@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ....runtime import recording
 from ....runtime.launch import INTERPRETED, cdiv
-from .product import CPU_PROGRAMS, TILE_GROUP, locate_product_tile
+from .product import CPU_PROGRAMS, TILE_GROUP, locate_product_tile, product_options
 
 ALIGNMENT = 16  # bytes at which descriptors want addresses and rows to start
 
@@ -75,12 +75,9 @@ def has_descriptor(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and strides[0] == 1 and aligned and strides[1] > 1
 
 
-def descriptor_options() -> dict[str, Any]:
+def descriptor_options(accumulate: bool) -> dict[str, Any]:
     """Return the blocks and launch options of the product."""
-    if INTERPRETED:
-        return {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 32, "FLATTEN": False, "num_warps": 4}
-    blocks = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64}
-    return {**blocks, "FLATTEN": True, "num_warps": 8, "num_stages": 3}
+    return {**product_options(accumulate), "FLATTEN": not INTERPRETED}
 
 
 def descriptor_product(
@@ -98,7 +95,7 @@ def descriptor_product(
     to their end.
     """
     (M, K), N = a.shape, b.shape[1]
-    options = descriptor_options()
+    options = descriptor_options(accumulate)
     block_m, block_n, block_k = (options[f"BLOCK_{name}"] for name in "MNK")
     transposed_a, transposed_b = a.stride(1) != 1, b.stride(1) != 1
     a_shape, b_shape = [block_m, block_k], [block_k, block_n]
