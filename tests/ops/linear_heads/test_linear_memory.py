@@ -34,7 +34,7 @@ def test_plans() -> None:
     )
     assert plan(2**20, 4096, 128256, torch.float16).name == "lean"
     one, several = (
-        plan(8192, 4096, 64128, torch.bfloat16),
+        plan(8192, 4096, 64128, torch.bfloat16, reduced=False),
         plan(8192, 4096, 64128, torch.bfloat16, parallel=True),
     )
     assert (
@@ -58,7 +58,7 @@ def test_plans() -> None:
 @pytest.mark.parametrize(
     ("sizes", "dtype", "chunk", "gibibytes"),
     [
-        ((8192, 4096, 128256), torch.bfloat16, 8192, 2.0),  # all logits
+        ((8192, 4096, 128256), torch.bfloat16, 8192, 2.1),  # all logits, and the hidden states
         ((16384, 2048, 262144), torch.bfloat16, 2048, 3.1),  # 1 GiB of them, 2 GiB of gradient
         ((32768, 4096, 128256), torch.bfloat16, 4096, 3.0),
         ((8192, 8192, 256000), torch.bfloat16, 8192, 4.0),  # all logits take less than the gradient

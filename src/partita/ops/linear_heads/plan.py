@@ -82,7 +82,8 @@ def linear_cross_entropy_plan(
 
     Without a budget, the workspace is the least in which a mean or sum recomputes no logits, but
     may always be 2 GiB. That is all logits, or 1 GiB of them and the gradient of the matrix in
-    fp32 (not for fp16). It depends on the arguments alone, so that results do too.
+    fp32 (not for fp16). In bf16 a copy of a chunk's hidden states comes on top. It depends on the
+    arguments alone, so that results do too.
 
     An eager call whose logits take at most 16 MiB in fp32 follows no plan if four times these bytes
     fit the budget: PyTorch's own linear layer computes its logits.
@@ -114,7 +115,7 @@ def linear_cross_entropy_plan(
         >>> import torch, partita
         >>> plan = partita.linear_cross_entropy_plan(8192, 4096, 128256, torch.bfloat16)
         >>> plan.name, plan.chunk, plan.workspace_bytes, plan.flops
-        ('fast', 8192, 2104180736, 25821343383552)
+        ('fast', 8192, 2171289600, 25821343383552)
         >>> plan.reason
         'the workspace holds all logits at once'
         >>> sizes = 8192, 4096, 128256
@@ -141,12 +142,15 @@ def linear_cross_entropy_plan(
         flops = product_flops * (1 + input_grad + weight_grad)
         # Each rank sends and receives the gradient of the hidden states in fp32.
         exchanged_bytes = 8 * tokens * hidden * (parallel and input_grad)
-        all_at_once = tokens * row_bytes + fixed_bytes + exchanged_bytes
         dweight_bytes = hidden * vocabulary * 4 if weight_grad and half_type else 0
         takes_chunks = reduced and not parallel and dtype != torch.float16
+        logits_bytes = row_bytes
+        if takes_chunks and half_type:  # hidden states whose labels are not ignored, packed
+            row_bytes += hidden * itemsize
+        all_at_once = tokens * row_bytes + fixed_bytes + exchanged_bytes
         budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
         if memory_budget is None and takes_chunks:
-            chunk = max(MIN_CHUNK_TOKENS, DEFAULT_CHUNK_BYTES // row_bytes // 256 * 256)
+            chunk = max(MIN_CHUNK_TOKENS, DEFAULT_CHUNK_BYTES // logits_bytes // 256 * 256)
             in_chunks = chunk * row_bytes + dweight_bytes + fixed_bytes
             budget = max(budget, min(all_at_once, in_chunks))
         if all_at_once <= budget:
