@@ -158,6 +158,7 @@ def linear_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
                 hidden.new_empty(0),
                 1.0,
                 numbers[1],
+                None,
                 3,
                 *wanted,
             )

@@ -134,7 +134,7 @@ rows: register.Op = register.define(
 rows_backward: register.Op = register.define(
     "linear_rows_backward(Tensor dlogits_coef, Tensor label_coef, Tensor? log_coef,"
     f" Tensor? smoothing_coef, {_HEAD}, Tensor maximum, Tensor sumexp, Tensor saved,"
-    f" float temperature, float softcap, int chunk, {_WANTED}, str backend)"
+    f" float temperature, float softcap, int? ignore_index, int chunk, {_WANTED}, str backend)"
     " -> (Tensor, Tensor, Tensor)",
     _rows_backward_fake,
     vmap=lambda *batch: one_by_one(rows_backward, *batch),
@@ -271,6 +271,8 @@ class LinearRows(torch.autograd.Function):
             input.new_empty(0) if saved is None else saved,
             ctx.temperature,
             ctx.softcap,
+            # Without an entropy, only the rows whose labels are not ignored were computed.
+            None if ctx.needs_entropy else ctx.ignore_index,
             ctx.chunk,
             *wanted,
             ctx.backend,

@@ -145,7 +145,7 @@ def linear_cross_entropy_plan(
         dweight_bytes = hidden * vocabulary * 4 if weight_grad and half_type else 0
         takes_chunks = reduced and not parallel and dtype != torch.float16
         logits_bytes = row_bytes
-        if takes_chunks and half_type:  # hidden states whose labels are not ignored, packed
+        if half_type and not parallel:  # hidden states whose labels are not ignored, packed
             row_bytes += hidden * itemsize
         all_at_once = tokens * row_bytes + fixed_bytes + exchanged_bytes
         budget = DEFAULT_BUDGET if memory_budget is None else memory_budget

@@ -202,8 +202,58 @@ CHUNK_KERNELS = ChunkKernels(
 accumulate_hidden = functools.partial(
     chunked.accumulate_hidden, accumulate_logits=accumulate_logits, first_state=new_state
 )
-linear_rows = functools.partial(chunked.linear_rows, CHUNK_KERNELS)
-linear_rows_backward = functools.partial(chunked.linear_rows_backward, CHUNK_KERNELS)
+
+
+def linear_rows(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor | None,
+    class_weight: Tensor | None,
+    temperature: float,
+    softcap: float,
+    ignore_index: int,
+    needs_smoothing: bool,
+    needs_entropy: bool,
+    chunk: int,
+    save_logits: bool,
+) -> tuple[Tensor, ...]:
+    """Return the `RowStatistics` and saved logits, as `chunked.linear_rows` does."""
+    numbers = (temperature, softcap, ignore_index, needs_smoothing)
+    if target is not None and packed.packs_rows(input, needs_entropy, chunk >= len(weight)):
+        head = (input, weight, bias, target, class_weight)
+        return packed.linear_rows(CHUNK_KERNELS, *head, *numbers, save_logits)
+    options = (*numbers, needs_entropy, chunk, save_logits)
+    return chunked.linear_rows(CHUNK_KERNELS, input, weight, bias, target, class_weight, *options)
+
+
+def linear_rows_backward(
+    dlogits_coef: Tensor,
+    label_coef: Tensor,
+    log_coef: Tensor | None,
+    smoothing_coef: Tensor | None,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    maximum: Tensor,
+    sumexp: Tensor,
+    saved: Tensor,
+    temperature: float,
+    softcap: float,
+    ignore_index: int | None,
+    chunk: int,
+    *wanted: bool,
+) -> tuple[Tensor, ...]:
+    """Compute the gradients, as `chunked.linear_rows_backward` does."""
+    of_rows = GradientCoefficients(dlogits_coef, label_coef, log_coef, smoothing_coef)
+    head, statistics = (input, weight, bias, target, class_weight), (maximum, sumexp)
+    args: tuple[Any, ...] = (*head, *statistics, saved, temperature, softcap, ignore_index)
+    if len(saved) and ignore_index is not None and packed.packs(input):
+        return packed.linear_rows_backward(CHUNK_KERNELS, of_rows, *args, *wanted)
+    args = (*of_rows, *args, chunk, *wanted)
+    return chunked.linear_rows_backward(CHUNK_KERNELS, *args)
 
 
 def linear_one_pass(

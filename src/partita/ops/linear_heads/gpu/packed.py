@@ -7,16 +7,17 @@ holds for half types. The products of fp32 and fp64 are cuBLAS's, so all of thei
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....primitives.rows import chunks
+from ....runtime.caches import register_cache
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import NVIDIA
 from ...cross_entropy.gpu.launch import one_pass_of_chunk
-from ..chunked import empty_gradients, logits_buffer
+from ..chunked import ChunkKernels, empty_gradients, logits_buffer
+from ..common import GradientCoefficients
 from ..plan import padded_width
 from .pack import gather_rows, pack_rows, scatter_rows
 from .product import limited_product
@@ -26,7 +27,7 @@ from .product_tma import descriptor_product, has_descriptor
 # grouped product where it needs no synchronisation, `own` the kernel of `product.py`, and
 # `descriptor` that of `product_tma.py`. Whatever one does not serve, `own` does.
 PRODUCTS = "grouped"
-GROUPED_ALIGNMENT = 16  # bytes at which rows start
+GROUPED_ALIGNMENT = 16  # elements of which rows, classes and strides are multiples there
 
 
 def packs(input: Tensor) -> bool:
@@ -36,51 +37,107 @@ def packs(input: Tensor) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def has_grouped_product(index: int) -> bool:
-    """Return whether PyTorch's grouped product on this GPU does not wait for the host."""
+    """Return whether PyTorch's grouped product on this GPU does not wait for the host.
+
+    Source: `_grouped_mm_cuda` of PyTorch, which elsewhere copies the offsets to the host.
+    """
     return NVIDIA and torch.cuda.get_device_capability(index)[0] in (9, 10)
 
 
-def _is_grouped(*tensors: Tensor) -> bool:
-    first = tensors[0]
-    if PRODUCTS != "grouped" or not first.is_cuda or first.dtype != torch.bfloat16:
+register_cache("linear_heads.has_grouped_product", has_grouped_product.cache_clear)
+
+
+def _is_grouped(weight: Tensor) -> bool:
+    """Return whether the grouped product serves this matrix, whose rows have to be aligned."""
+    if PRODUCTS != "grouped" or not weight.is_cuda or weight.dtype != torch.bfloat16:
         return False
-    unit = GROUPED_ALIGNMENT // first.element_size()
-    aligned = all(
-        tensor.data_ptr() % GROUPED_ALIGNMENT == 0
-        and tensor.stride(1) == 1
-        and tensor.stride(0) % unit == 0
-        and tensor.shape[1] % unit == 0
-        and tensor.numel() > 0
-        for tensor in tensors
+    aligned = weight.data_ptr() % (2 * GROUPED_ALIGNMENT) == 0 and weight.stride(1) == 1
+    sizes = (*weight.shape, weight.stride(0))
+    aligned = aligned and all(size > 0 and size % GROUPED_ALIGNMENT == 0 for size in sizes)
+    return aligned and has_grouped_product(weight.device.index)
+
+
+@functools.lru_cache(maxsize=64)
+def copies_tiles(index: int | None) -> bool:
+    """Return whether this GPU copies whole tiles; the interpreter, which has no index, does too."""
+    return index is None or (NVIDIA and torch.cuda.get_device_capability(index)[0] >= 9)
+
+
+register_cache("linear_heads.copies_tiles", copies_tiles.cache_clear)
+
+
+def _own_product(
+    a: Tensor,
+    b: Tensor,
+    limit: Tensor,
+    result: Tensor,
+    bias: Tensor | None = None,
+    *,
+    limits_sum: bool = False,
+    accumulate: bool = False,
+    **padding: bool,
+) -> None:
+    described = (
+        bias is None and PRODUCTS == "descriptor" and has_descriptor(a) and has_descriptor(b)
     )
-    return aligned and has_grouped_product(first.device.index)
-
-
-def _own_product(a: Tensor, b: Tensor, limit: Tensor, result: Tensor, **options: Any) -> None:
-    if PRODUCTS == "descriptor" and has_descriptor(a) and has_descriptor(b):
-        descriptor_product(a, b, limit, result, **options)
+    if described and copies_tiles(a.device.index):
+        descriptor_product(a, b, limit, result, limits_sum=limits_sum, accumulate=accumulate)
     else:
-        limited_product(a, b, limit, result, **options)
+        sums = {"limits_sum": limits_sum, "accumulate": accumulate}
+        limited_product(a, b, limit, result, bias=bias, **sums, **padding)
+
+
+def gathered(source: Tensor, index: Tensor) -> Tensor:
+    """Return the indexed rows of a matrix or elements of a vector, and 0 where the index is -1."""
+    result = source.new_empty((len(index), *source.shape[1:]))
+    gather_rows(source.view(len(source), -1), index, result.view(len(index), -1))
+    return result
 
 
 def packed_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, limits: Tensor, buffer: Tensor | None
 ) -> Tensor:
-    """Compute the logits of the packed rows of a chunk, in the buffer if there is one.
+    """Compute the logits of the packed rows of a chunk.
 
-    Rows past the limit are not written. `limits` is a column of those of `PackedRows`, `[2, 1]`.
+    They are in the buffer, if there is one. `limits` is a column of those of `PackedRows`. Rows
+    past the limit are not written.
     """
     if buffer is None:
-        matrix = weight.T[None]
-        return torch.nn.functional.grouped_mm(hidden, matrix, offs=limits[1])
+        return torch.nn.functional.grouped_mm(hidden, weight.T[None], offs=limits[1])
     rows, classes = len(hidden), len(weight)
     padded = buffer[: rows * padded_width(classes)].view(rows, padded_width(classes))
     logits = padded[:, :classes]
-    if bias is None:
-        _own_product(hidden, weight.T, limits[0], logits)
-    else:
-        limited_product(hidden, weight.T, limits[0], logits, bias=bias)
+    _own_product(hidden, weight.T, limits[0], logits, bias, pads_result=True)
     return logits
+
+
+def weight_gradient(
+    dlogits: Tensor, hidden: Tensor, limits: Tensor, grouped: bool, total: Tensor | None = None
+) -> Tensor:
+    """Return the gradient of the matrix from a chunk, or add it to a total in fp32.
+
+    Rows of `dlogits` past the limit are 0.
+    """
+    if grouped and total is None:
+        return torch.nn.functional.grouped_mm(dlogits.T, hidden, offs=limits[1])[0]
+    result = total
+    if result is None:
+        result = hidden.new_empty(dlogits.shape[1], hidden.shape[1])
+    adds = total is not None
+    _own_product(dlogits.T, hidden, limits[0], result, limits_sum=True, accumulate=adds)
+    return result
+
+
+def hidden_gradient(dlogits: Tensor, weight: Tensor, limits: Tensor, grouped: bool) -> Tensor:
+    """Return the gradient of the packed hidden states of a chunk."""
+    if grouped:
+        return torch.nn.functional.grouped_mm(dlogits, weight[None], offs=limits[1])
+    (rows, classes), width = dlogits.shape, dlogits.stride(0)
+    padded = dlogits.as_strided((rows, width), (width, 1))
+    padded[:, classes:].zero_()
+    result = dlogits.new_empty(rows, weight.shape[1])
+    _own_product(dlogits, weight, limits[0], result, pads_a=width == padded_width(classes))
+    return result
 
 
 def linear_one_pass(
@@ -104,55 +161,122 @@ def linear_one_pass(
 
     `divisors` are what the loss of a row is divided by, as `mean_shares` returns them.
     """
-    (M, H), C, accumulator = input.shape, len(weight), acc_dtype(input.dtype)
+    (M, _), C, accumulator = input.shape, len(weight), acc_dtype(input.dtype)
     chunk, one_chunk = min(chunk, M), chunk >= M
     packed = pack_rows(target, ignore_index, chunk)
-    grouped = _is_grouped(weight) and C % (GROUPED_ALIGNMENT // weight.element_size()) == 0
-    groups_logits, groups_sum = grouped and bias is None, grouped and one_chunk
+    grouped = _is_grouped(weight)
     result = empty_gradients(
-        input, weight, bias, input_grad, weight_grad and not groups_sum, bias_grad
+        input, weight, bias, input_grad, weight_grad and not one_chunk, bias_grad
     )
     if input_grad:
         result.input.zero_()  # the gradient of ignored rows
-    dweight, dbias, loss = result.weight, None, None
+    dweight, dbias, loss, total = result.weight, None, None, None
     if weight_grad and not one_chunk:
-        dweight = torch.zeros_like(result.weight, dtype=accumulator)
-    buffer = None if groups_logits else logits_buffer(input, chunk, C)
+        total = torch.zeros_like(dweight, dtype=accumulator)
+    buffer = None if grouped and bias is None else logits_buffer(input, chunk, C)
     for i, part in enumerate(chunks(M, chunk)):
         index, limits = packed.index[part], packed.limits[:, i : i + 1]
-        hidden = input.new_empty(len(index), H)
-        gather_rows(input, index, hidden)
+        hidden = gathered(input, index)
         logits = packed_logits(hidden, weight, bias, limits, buffer)
         options = (ignore_index, label_smoothing, softcap, z_loss, mean, divisors)
         part_loss = one_pass_of_chunk(logits, packed.target[part], class_weight, *options)
         loss = part_loss if loss is None else loss + part_loss
-        if weight_grad and groups_sum:
-            dweight = torch.nn.functional.grouped_mm(logits.T, hidden, offs=limits[1])[0]
-        elif weight_grad:
-            _own_product(
-                logits.T,
-                hidden,
-                limits[0],
-                dweight,
-                limits_sum=True,
-                accumulate=not one_chunk,
-            )
-        if input_grad and grouped:
-            del hidden  # The allocator gives its memory to the gradient.
-            dhidden = torch.nn.functional.grouped_mm(logits, weight[None], offs=limits[1])
-            scatter_rows(dhidden, index, result.input)
-            del dhidden
-        elif input_grad:
-            _own_product(logits, weight, limits[0], hidden)
-            scatter_rows(hidden, index, result.input)
+        if weight_grad:
+            dweight = weight_gradient(logits, hidden, limits, grouped, total)
+        del hidden  # its memory is that of its gradient
+        if input_grad:
+            scatter_rows(hidden_gradient(logits, weight, limits, grouped), index, result.input)
         if bias_grad:
             part_dbias = logits.sum(0, dtype=accumulator)
             dbias = part_dbias if dbias is None else dbias + part_dbias
         del logits
     assert loss is not None
-    if weight_grad and not one_chunk:
-        result.weight.copy_(dweight)
-        dweight = result.weight
+    if total is not None:
+        dweight = result.weight.copy_(total)
     if dbias is not None:
         result.bias.copy_(dbias)
     return loss, result.input, dweight, result.bias
+
+
+def packs_rows(input: Tensor, needs_entropy: bool, one_chunk: bool) -> bool:
+    """Return whether `linear_rows` packs the rows. All rows of token statistics count."""
+    return packs(input) and one_chunk and not needs_entropy
+
+
+def linear_rows(
+    kernels: ChunkKernels,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    temperature: float,
+    softcap: float,
+    ignore_index: int,
+    needs_smoothing: bool,
+    save_logits: bool,
+) -> tuple[Tensor, ...]:
+    """Return the `RowStatistics` and the logits of the packed rows, flat, if they are saved.
+
+    The statistics of ignored rows are 0, and their sum of exponentials is 1.
+    """
+    M, C = len(input), len(weight)
+    packed = pack_rows(target, ignore_index, M)
+    buffer = None if _is_grouped(weight) and bias is None else logits_buffer(input, M, C)
+    hidden = gathered(input, packed.index)
+    logits = packed_logits(hidden, weight, bias, packed.limits, buffer)
+    del hidden
+    state = kernels.new_state(input, needs_smoothing, False)
+    numbers = (temperature, softcap)
+    kernels.accumulate_logits(logits, 0, packed.target, class_weight, state, *numbers)
+    numbers = (temperature, ignore_index)
+    found = kernels.row_statistics(state, packed.target, class_weight, C, *numbers)
+    fields = []
+    for name, values in found._asdict().items():
+        result = torch.full_like(values, float(name == "sumexp"))
+        if len(values):
+            scatter_rows(values[:, None], packed.index, result[:, None])
+        fields.append(result)
+    saved = (logits.reshape(-1) if buffer is None else buffer) if save_logits else None
+    return *fields, input.new_empty(0) if saved is None else saved
+
+
+def linear_rows_backward(
+    kernels: ChunkKernels,
+    coefficients: GradientCoefficients,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    maximum: Tensor,
+    sumexp: Tensor,
+    saved: Tensor,
+    temperature: float,
+    softcap: float,
+    ignore_index: int,
+    input_grad: bool,
+    weight_grad: bool,
+    bias_grad: bool,
+) -> tuple[Tensor, ...]:
+    """Compute the `HeadGradients` from the logits of packed rows, which are overwritten."""
+    result = empty_gradients(input, weight, bias, input_grad, False, bias_grad)
+    M, C = len(input), len(weight)
+    packed, grouped = pack_rows(target, ignore_index, M), _is_grouped(weight)
+    fields = (None if t is None else gathered(t.contiguous(), packed.index) for t in coefficients)
+    of_rows = GradientCoefficients(*fields)  # type: ignore[arg-type]
+    statistics = (gathered(maximum, packed.index), gathered(sumexp, packed.index))
+    logits = saved.view(M, -1)[:, :C]
+    labels = (packed.target, class_weight)
+    kernels.logits_gradient(logits, 0, *labels, of_rows, *statistics, temperature, softcap, logits)
+    dweight = result.weight
+    if weight_grad:
+        hidden = gathered(input, packed.index)
+        dweight = weight_gradient(logits, hidden, packed.limits, grouped)
+        del hidden
+    if input_grad:
+        dhidden = hidden_gradient(logits, weight, packed.limits, grouped)
+        scatter_rows(dhidden, packed.index, result.input.zero_())
+    if bias_grad:
+        result.bias.copy_(logits.sum(0, dtype=acc_dtype(input.dtype)))
+    return result.input, dweight, result.bias

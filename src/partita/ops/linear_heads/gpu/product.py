@@ -16,6 +16,7 @@ from torch import Tensor
 from ....runtime.launch import INTERPRETED, NVIDIA, cdiv, launch
 
 TILE_GROUP = 8  # tiles of rows that are computed together, so that they share cached columns
+PADDING = tl.constexpr(16)  # columns of which padded rows have a multiple
 CPU_PROGRAMS = 3  # in the interpreter: fewer than there are tiles, so that programs take several
 
 
@@ -32,6 +33,12 @@ def locate_product_tile(
 
 
 @triton.jit
+def padded_end(end, PADDED: tl.constexpr):
+    """Return the end of a row, or of its padding, up to which whole vectors are copied."""
+    return tl.cdiv(end, PADDING) * PADDING if PADDED else end
+
+
+@triton.jit
 def product_tile(
     a_ptr,
     b_ptr,
@@ -42,16 +49,18 @@ def product_tile(
     a_k,
     b_k,
     b_n,
+    PADDED_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Return the sums of one tile in fp32, [BLOCK_M, BLOCK_N], for the rows m and the columns n."""
+    K_of_a = padded_end(K, PADDED_K)
     k = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptr + m.to(tl.int64)[:, None] * a_m + k.to(tl.int64)[None, :] * a_k
     b_ptrs = b_ptr + k.to(tl.int64)[:, None] * b_k + n.to(tl.int64)[None, :] * b_n
     sums = tl.zeros([m.shape[0], n.shape[0]], tl.float32)
     for first in range(0, K, BLOCK_K):
-        a = tl.load(a_ptrs, mask=(first + k)[None, :] < K, other=0.0)
+        a = tl.load(a_ptrs, mask=(first + k)[None, :] < K_of_a, other=0.0)
         b = tl.load(b_ptrs, mask=(first + k)[:, None] < K, other=0.0)
         if UPCAST:  # The interpreter multiplies no half types.
             a, b = a.to(tl.float32), b.to(tl.float32)
@@ -78,13 +87,18 @@ def linear_product_kernel(
     result_m,
     LIMITS_K: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    PADDED_N: tl.constexpr,
     UPCAST: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute a @ b + bias, or add a @ b to the result with ACCUMULATE."""
+    """Compute a @ b + bias, or add a @ b to the result with ACCUMULATE.
+
+    With PADDED_K the padding of the rows of a is 0. With PADDED_N that of the result is written.
+    """
     limit = tl.load(limit_ptr)
     if LIMITS_K:
         K = tl.minimum(limit, K)
@@ -99,11 +113,13 @@ def linear_product_kernel(
         # Rows and columns past the end read the first ones again, and are not stored.
         inner_m = tl.max_contiguous(tl.multiple_of(tl.where(m < M, m, 0), BLOCK_M), BLOCK_M)
         inner_n = tl.max_contiguous(tl.multiple_of(tl.where(n < N, n, 0), BLOCK_N), BLOCK_N)
-        sums = product_tile(a_ptr, b_ptr, inner_m, inner_n, K, a_m, a_k, b_k, b_n, BLOCK_K, UPCAST)
+        sums = product_tile(
+            a_ptr, b_ptr, inner_m, inner_n, K, a_m, a_k, b_k, b_n, PADDED_K, BLOCK_K, UPCAST
+        )
         if bias_ptr is not None:
             sums += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
         pointers = result_ptr + m.to(tl.int64)[:, None] * result_m + n[None, :]
-        mask = (m < M)[:, None] & (n < N)[None, :]
+        mask = (m < M)[:, None] & (n < padded_end(N, PADDED_N))[None, :]
         if ACCUMULATE:
             sums += tl.load(pointers, mask=mask, other=0.0)
         tl.store(pointers, sums.to(result_ptr.dtype.element_ty), mask=mask)
@@ -131,6 +147,8 @@ def limited_product(
     bias: Tensor | None = None,
     limits_sum: bool = False,
     accumulate: bool = False,
+    pads_a: bool = False,
+    pads_result: bool = False,
 ) -> None:
     """Write `a @ b + bias` to the result, with as many rows as `limit` says.
 
@@ -141,6 +159,8 @@ def limited_product(
         bias: a vector to add to each row, or None.
         limits_sum: whether the limit bounds the inner dimension instead of the rows.
         accumulate: whether the product is added to the result.
+        pads_a: whether the rows of `a` are padded to a multiple of 16 columns with zeros.
+        pads_result: whether those of the result are padded, with numbers that do not matter.
     """
     (M, K), N = a.shape, b.shape[1]
     options: dict[str, Any] = product_options(accumulate)
@@ -164,6 +184,8 @@ def limited_product(
         result.stride(0),
         LIMITS_K=limits_sum,
         ACCUMULATE=accumulate,
+        PADDED_K=pads_a and K % 16 != 0,
+        PADDED_N=pads_result and N % 16 != 0,
         UPCAST=INTERPRETED,
         GROUP=TILE_GROUP,
         **options,
