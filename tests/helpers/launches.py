@@ -240,11 +240,11 @@ def call_rnnt(dtype: torch.dtype, U: int, V: int) -> None:
 
 
 def call_linear(dtype: torch.dtype, C: int) -> None:
-    hidden = torch.zeros(3, 8, dtype=dtype, requires_grad=True)
-    matrix = torch.zeros(C, 8, dtype=dtype)
+    hidden = torch.zeros(3, 16, dtype=dtype, requires_grad=True)
+    matrix = torch.zeros(C, 16, dtype=dtype)
     target, weight = torch.zeros(3, dtype=torch.int64), torch.ones(C, dtype=dtype)
     # Without a budget so small a call takes no kernel of its own.
-    budget = partita.linear_cross_entropy_plan(3, 8, C, dtype).workspace_bytes
+    budget = partita.linear_cross_entropy_plan(3, 16, C, dtype).workspace_bytes
     for options in ({}, {"weight": weight, "label_smoothing": 0.1, "softcap": 5.0, "z_loss": 0.1}):
         options = {**options, "reduction": "none", "memory_budget": budget}
         losses = partita.linear_cross_entropy(hidden, matrix, target, **options)

@@ -44,6 +44,7 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
     assert sorted(found) == NAMES
     # The largest floating tensors of these kernels are losses, states, posteriors or pointers.
     single_dtype = {
+        "linear_product_kernel": torch.bfloat16,
         **dict.fromkeys(
             (
                 "cross_entropy_reduce_kernel",

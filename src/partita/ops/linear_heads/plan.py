@@ -82,8 +82,8 @@ def linear_cross_entropy_plan(
 
     Without a budget, the workspace is the least in which a mean or sum recomputes no logits, but
     may always be 2 GiB. That is all logits, or 1 GiB of them and the gradient of the matrix in
-    fp32 (not for fp16). In bf16 a copy of a chunk's hidden states comes on top. It depends on the
-    arguments alone, so that results do too.
+    fp32 (not for fp16). In half types a copy of a chunk's hidden states comes on top. It depends on
+    the arguments alone, so that results do too.
 
     An eager call whose logits take at most 16 MiB in fp32 follows no plan if four times these bytes
     fit the budget: PyTorch's own linear layer computes its logits.

@@ -16,7 +16,7 @@ from torch import Tensor
 from ....runtime.launch import INTERPRETED, NVIDIA, cdiv, launch
 
 TILE_GROUP = 8  # tiles of rows that are computed together, so that they share cached columns
-PADDING = tl.constexpr(16)  # columns of which padded rows have a multiple
+VECTOR = tl.constexpr(8)  # elements of 16 bytes, of which padded rows have a multiple
 CPU_PROGRAMS = 3  # in the interpreter: fewer than there are tiles, so that programs take several
 
 
@@ -33,9 +33,17 @@ def locate_product_tile(
 
 
 @triton.jit
-def padded_end(end, PADDED: tl.constexpr):
-    """Return the end of a row, or of its padding, up to which whole vectors are copied."""
-    return tl.cdiv(end, PADDING) * PADDING if PADDED else end
+def in_row(column, end, PADDED: tl.constexpr):
+    """Return which columns are in a row, or in vectors that start in it, if it is padded."""
+    return column // VECTOR * VECTOR < end if PADDED else column < end
+
+
+@triton.jit
+def add_step(sums, a, b, UPCAST: tl.constexpr):
+    """Return sums + a @ b. The interpreter needs UPCAST, because it multiplies no half types."""
+    if UPCAST:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, sums)
 
 
 @triton.jit
@@ -54,17 +62,14 @@ def product_tile(
     UPCAST: tl.constexpr,
 ):
     """Return the sums of one tile in fp32, [BLOCK_M, BLOCK_N], for the rows m and the columns n."""
-    K_of_a = padded_end(K, PADDED_K)
     k = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptr + m.to(tl.int64)[:, None] * a_m + k.to(tl.int64)[None, :] * a_k
     b_ptrs = b_ptr + k.to(tl.int64)[:, None] * b_k + n.to(tl.int64)[None, :] * b_n
     sums = tl.zeros([m.shape[0], n.shape[0]], tl.float32)
     for first in range(0, K, BLOCK_K):
-        a = tl.load(a_ptrs, mask=(first + k)[None, :] < K_of_a, other=0.0)
+        a = tl.load(a_ptrs, mask=in_row((first + k)[None, :], K, PADDED_K), other=0.0)
         b = tl.load(b_ptrs, mask=(first + k)[:, None] < K, other=0.0)
-        if UPCAST:  # The interpreter multiplies no half types.
-            a, b = a.to(tl.float32), b.to(tl.float32)
-        sums = tl.dot(a, b, sums)
+        sums = add_step(sums, a, b, UPCAST)
         a_ptrs += BLOCK_K * a_k
         b_ptrs += BLOCK_K * b_k
     return sums
@@ -119,7 +124,7 @@ def linear_product_kernel(
         if bias_ptr is not None:
             sums += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
         pointers = result_ptr + m.to(tl.int64)[:, None] * result_m + n[None, :]
-        mask = (m < M)[:, None] & (n < padded_end(N, PADDED_N))[None, :]
+        mask = (m < M)[:, None] & in_row(n, N, PADDED_N)[None, :]
         if ACCUMULATE:
             sums += tl.load(pointers, mask=mask, other=0.0)
         tl.store(pointers, sums.to(result_ptr.dtype.element_ty), mask=mask)
