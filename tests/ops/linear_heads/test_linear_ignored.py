@@ -58,9 +58,9 @@ def test_any_labels_may_be_ignored(pattern, reduction, dtype, products, device) 
     if pattern != "all" or reduction == "none":
         check(x, budget, reduction=reduction, label_smoothing=0.1, softcap=5.0, z_loss=1e-2)
     first, *grads = results(lambda x: ours(x, budget, reduction=reduction), x)
-    again, *grads_again = results(lambda x: ours(x, budget, reduction=reduction), x)
-    assert torch.equal(first.nan_to_num(), again.nan_to_num())
-    assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
+    second, *second_grads = results(lambda x: ours(x, budget, reduction=reduction), x)
+    assert torch.equal(first.nan_to_num(), second.nan_to_num())
+    assert all(torch.equal(a, b) for a, b in zip(grads, second_grads, strict=True))
     assert not grads[0][PATTERNS[pattern]].any()
 
 
@@ -174,10 +174,10 @@ def test_large_batches(classes, chunked, share, dtype, products) -> None:
     try:
         found = train()
         peak = torch.cuda.max_memory_allocated() - before
-        again = train()
+        second = train()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found, second, strict=True))
     gradients = 2 * (hidden.numel() + matrix.numel())
     assert peak <= gradients + budget + 2**21
     logits = hidden.detach().float() @ matrix.detach().float().T
