@@ -10,7 +10,7 @@ from helpers.bench import CPU, SETTINGS, devices, run
 from torch import Tensor
 
 import partita
-from partita.bench import chain, chain_peers, picture, providers
+from partita.bench import chain, chain_peers, linear_chain_peers, picture, providers
 from partita.bench.case import Buffers
 from partita.bench.measure import Timing
 from partita.bench.providers import PARTITA, TORCH, Provider
@@ -68,6 +68,8 @@ def test_sizes() -> None:
         (2000, 128, 256, 5),
         (2000, 64, 1024, 5),
         (500, 128, 201, 3),
+        (100_000, 1, 16, 5),
+        (1_000_000, 1, 4, 4),
     ]
     assert shapes(device=gpu, quick=False) == full
     assert shapes(device=gpu) == full[:2]
@@ -101,6 +103,25 @@ def test_ours_and_the_loop_are_right(
     ]
     assert [(row.case.op, row.provider, row.part) for row in rows if row.timing] == expected
     assert all(row.error <= (1e-6 if row.provider == "partita" else 1e-4) for row in rows)
+
+
+@pytest.mark.parametrize("table", [chain.kmers, chain.alignment])
+def test_the_truth_of_long_chains(
+    table: chain.SourceTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scans from both ends give the truth of long chains; a loop in PyTorch refuses them."""
+    for case in (LOGZ, VITERBI):
+        case = dataclasses.replace(case, table=table)
+        inputs, found = case.inputs(Buffers(CPU.device)), []
+        for limit in (20, 19):
+            monkeypatch.setattr(chain, "MAX_REFERENCE_STEPS", limit)
+            found.append(case.standard(inputs))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        assert TORCH.beyond(inputs) is None
+        monkeypatch.setattr(linear_chain_peers, "MAX_STEPS", 19)
+        assert TORCH.beyond(inputs) == "a loop of more than 19 steps"
+        monkeypatch.undo()
 
 
 def test_the_bound_of_peers_is_looser_than_the_contract() -> None:

@@ -144,6 +144,19 @@ def call_chains(dtype: torch.dtype, C: int, K: int) -> None:
     partita.Chain(many_steps, source).viterbi()
 
 
+def call_long_chains(dtype: torch.dtype) -> None:
+    """Call the ops of chains that are parallel in time, with few and many edges into a state."""
+    for C, K in ((4, 4), (16, 5), (32, 12)):
+        source = torch.arange(K).expand(C, K).contiguous() % C
+        scores = torch.zeros(1, 1, C, K, dtype=dtype).expand(3000, -1, -1, -1).requires_grad_()
+        chain = partita.Chain(scores, source, torch.zeros(1, C), torch.zeros(1, C))
+        torch.autograd.grad(chain.logz().sum(), scores)
+        chain = partita.Chain(scores.detach(), source, lengths=torch.ones(1, dtype=torch.int64))
+        chain.logz()
+        chain.logz(partita.Max)
+        chain.viterbi()
+
+
 def call_linear_chains(dtype: torch.dtype) -> None:
     """Call the ops of dense chains, of few and many states and tokens, with each kind of steps."""
     from partita.ops.linear_chain.gpu import plan
@@ -365,6 +378,7 @@ def launches(cuda: str | None) -> dict[str, list[Launch]]:
             chains = ((3, 2), (64, 5), (1024, 5), (2000, 3), (40, 40), (-64, 5), (-1024, 5))
             for C, K in chains:
                 call_chains(dtype, C, K)
+            call_long_chains(dtype)
             call_linear_chains(dtype)
             for C, D in ((24, 50), (64, 65)):
                 call_semi_markov(dtype, C, D)

@@ -28,6 +28,7 @@ from helpers.rank_losses import (
     check_unfinished_collective,
 )
 from helpers.rank_symmetric_memory import check_symmetric_memory
+from helpers.rank_transducers import check_transducers
 from helpers.rows import INTERPRETING
 
 import partita
@@ -49,6 +50,7 @@ CHECKS = (
     check_divergence,
     check_linear_divergence,
     check_logprobs,
+    check_transducers,
     check_fused_models,
 )
 

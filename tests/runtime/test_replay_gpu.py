@@ -84,14 +84,36 @@ def make_calls() -> dict[str, Callable[[], list[Tensor]]]:
             ),
             scores,
         ),
+        **transducer_calls(),
+    }
+
+
+def transducer_calls() -> dict[str, Callable[[], list[Tensor]]]:
+    B, T, U, V = 3, 12, 5, 9
+    logits, durations = numbers(B, T, U + 1, V), numbers(B, T, U + 1, 3)
+    targets = labels(1, V, B, U)
+    lengths = torch.full((B,), T, device=DEVICE), torch.full((B,), U, device=DEVICE)
+    tdt = (targets, *lengths, 0, (0, 1, 2))
+    return {
+        "rnnt_loss": lambda: gradients(
+            lambda x: partita.rnnt_loss(x, targets, *lengths, blank=0), logits
+        ),
+        "rnnt_loss, one": lambda: gradients(
+            lambda x: partita.rnnt_loss(x, targets[:1], *(n[:1] for n in lengths), blank=0),
+            logits[:1],
+        ),
+        "tdt_loss": lambda: gradients(lambda *x: partita.tdt_loss(*x, *tdt), logits, durations),
+        "rnnt_align": lambda: list(partita.rnnt_align(logits, targets, *lengths, blank=0)),
+        "tdt_align": lambda: list(partita.tdt_align(logits, durations, *tdt)),
     }
 
 
 NAMES = [
     *("softmax", "softmax, bf16", "softmax, sum", "logsumexp", "cross_entropy"),
     *("cross_entropy, none", "cross_entropy, smooth", "cross_entropy, bf16", "token_stats"),
-    *("ctc_loss", "ctc_loss, sum", "ctc_loss, wide", "ctc_align", "logz", "viterbi", "ctc_crf"),
-    *("ctc_crf_decode, viterbi", "ctc_crf_decode, beam"),
+    *("ctc_loss", "ctc_loss, sum", "ctc_loss, wide", "ctc_align", "logz", "viterbi"),
+    *("ctc_crf_decode, viterbi", "ctc_crf_decode, beam", "ctc_crf"),
+    *("rnnt_loss", "rnnt_loss, one", "tdt_loss", "rnnt_align", "tdt_align"),
 ]
 
 

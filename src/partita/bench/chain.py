@@ -22,6 +22,7 @@ WINDOW = 3  # a label, the blank before it, and the label before that
 CHAINS_JUDGED = 4
 ELEMENTS_JUDGED = 2**24
 CONTRACT = (2e-6, 1e-6)  # bounds of marginals, and of log Z over max(1, |log Z|)
+MAX_REFERENCE_STEPS = 10_000  # of the truth in PyTorch, which has many calls for each step
 ROUNDING_A_STEP = 1e-9  # added to the bound of log Z for each step
 # Peers carry fp32 states, whose marginals are off by 1e-3 at 2,000 steps.
 PEER_BOUND = 1e-2
@@ -46,6 +47,11 @@ def alignment(states: int) -> Tensor:
     return (torch.arange(states)[:, None] - torch.arange(WINDOW)).clamp(min=-1)
 
 
+def dense(states: int) -> Tensor:
+    """Return the table of a hidden Markov model, `[C, C]`: any state may follow any other."""
+    return torch.arange(states).repeat(states, 1)
+
+
 class Size(NamedTuple):
     steps: int
     chains: int
@@ -60,6 +66,8 @@ SIZES = (
     Size(2000, 128, 256),
     Size(2000, 64, 1024),
     Size(500, 128, 201, alignment),
+    Size(100_000, 1, 16),
+    Size(1_000_000, 1, 4, dense),
 )
 CPU_SIZES = Size(500, 8, 64), Size(200, 4, 1024), Size(500, 8, 201, alignment)
 CPU_QUICK_SIZES = Size(100, 4, 64), Size(100, 4, 256)
@@ -102,7 +110,7 @@ class ChainCase(Case):
 
     @property
     def slots(self) -> int:
-        return self.table(1).shape[1]
+        return self.table(self.states).shape[1]
 
     def inputs(self, buffers: Buffers) -> Inputs:
         ends = torch.zeros(
@@ -129,6 +137,19 @@ def judged(inputs: Inputs) -> tuple[Tensor, Chain]:
     )
 
 
+def scanned_in_order(chain: Chain, final: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log Z and the marginals of chains in fp64 from the scores of their states.
+
+    Their scans take one step after the other, also where log Z is parallel in time.
+    """
+    alpha, beta = chain.forward_scores(), chain.backward_scores()
+    logz = (alpha[-1] + final).logsumexp(-1)
+    sums = (alpha + beta).logsumexp(-1)[1:]  # log Z at each time, up to rounding
+    weights = alpha[:-1, :, chain.source.clamp(min=0).long()] + chain.scores
+    marginals = (weights + (beta[1:] - sums[..., None])[..., None]).exp()
+    return logz, marginals.masked_fill(chain.source < 0, 0.0)
+
+
 def worst(error: Tensor, allowed: float, got: Tensor, expected: Tensor) -> Verdict:
     error = error.nan_to_num(nan=torch.inf)
     index = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
@@ -152,6 +173,8 @@ class LogZ(TrainedCase, ChainCase):
 
     def standard(self, inputs: Inputs) -> Truth:
         which, chain = judged(inputs)
+        if self.steps > MAX_REFERENCE_STEPS:
+            return Truth(which, *scanned_in_order(chain, inputs.final[which]))
         with backend("reference"), torch.no_grad():
             return Truth(which, chain.logz(), chain.marginals())
 
@@ -203,6 +226,8 @@ class Viterbi(ChainCase):
 
     def standard(self, inputs: Inputs) -> Best:
         which, chain = judged(inputs)
+        if self.steps > MAX_REFERENCE_STEPS:
+            return Best(which, (chain.forward_scores(Max)[-1] + inputs.final[which]).amax(-1))
         with backend("reference"), torch.no_grad():
             return Best(which, chain.logz(Max))
 

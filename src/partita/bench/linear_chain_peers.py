@@ -52,7 +52,8 @@ def loop_viterbi(emissions: Tensor, transitions: Tensor, start: Tensor, end: Ten
 
 def beyond_loop(inputs: Any) -> str | None:
     """Return why a loop over the steps cannot take these inputs, or None."""
-    if isinstance(inputs, LinearInputs) and len(inputs.emissions) > MAX_STEPS:
+    is_chain = {"emissions", "source"} & set(getattr(inputs, "_fields", ()))
+    if is_chain and len(inputs[0]) > MAX_STEPS:
         return f"a loop of more than {MAX_STEPS:,} steps"
     return None
 

@@ -89,6 +89,8 @@ class Op:
 
         A second try follows a refusal, which may be due to a cached table that the call built.
         """
+        if args[-1] == "reference":  # which is no sequence of launches
+            return self.run(*args)
         tries = self.tries.get(key, 0)
         self.tries.store(key, tries + 1)
         if tries > MAX_TRIES or torch.cuda.is_current_stream_capturing():

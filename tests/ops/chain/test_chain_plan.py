@@ -36,3 +36,30 @@ def test_the_degree_decides_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None
     assert plan.resident_options(scores.double(), 5) is None
     assert plan.unroll_options(5, 9) == {"UNROLL_IN": 5, "UNROLL_OUT": 0}
     assert plan.block_options(2000) == {"BLOCK_C": 1024, "num_warps": 32}
+
+
+def test_few_long_chains_are_parallel_in_time() -> None:
+    assert plan.is_parallel(2048, 32, 32) and plan.is_parallel(10**7, 1, 1)
+    for sizes in ((2047, 1, 4), (2048, 33, 4), (2048, 1, 33), (2048, 0, 4), (2048, 1, 0)):
+        assert not plan.is_parallel(*sizes)
+
+
+@pytest.mark.parametrize("C", [1, 4, 5, 16, 32])
+@pytest.mark.parametrize("N", [1, 7, 32])
+@pytest.mark.parametrize("T", [2048, 2049, 10_000, 100_000, 1_000_000, 10_000_001])
+def test_segments_cover_a_chain(T: int, N: int, C: int) -> None:
+    """Segments cover the steps, groups the segments, and all states fit into what is saved."""
+    sizes, options = plan.segment_sizes(T, N, C), plan.segment_options(C)
+    assert sizes.steps in (16, 32, 64, 128)
+    assert 0 <= sizes.steps * sizes.segments - T < sizes.steps
+    assert 0 <= sizes.size * sizes.groups - sizes.segments < sizes.size
+    assert sizes.size / 4 <= sizes.groups <= 2 * sizes.size
+    assert 2 * (sizes.segments + 1) <= T + 1
+    assert options["BLOCK_C"] >= C and options["ROWS"] * options["BLOCK_C"] == 32
+
+
+def test_segments_fill_a_gpu() -> None:
+    """The scans from known states have some warps for each of 132 multiprocessors."""
+    for T, N, C in ((100_000, 1, 16), (1_000_000, 1, 4), (20_000, 8, 16)):
+        rows = N * plan.segment_sizes(T, N, C).segments
+        assert rows // plan.segment_options(C)["ROWS"] >= 8 * 132

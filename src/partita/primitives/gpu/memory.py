@@ -1,4 +1,4 @@
-"""Loads and stores of rows: cache hints, aligned vectors of rows that start at any address."""
+"""Loads of small matrices; loads and stores of rows: cache hints, aligned vectors, any address."""
 
 import triton
 import triton.language as tl
@@ -54,6 +54,13 @@ def edge_columns(head, body, classes, VEC: tl.constexpr, LANES: tl.constexpr):
     lane = tl.arange(0, LANES)
     column = tl.where(lane < VEC, lane, head + body + lane - VEC)
     return column, tl.where(lane < VEC, lane < head, (lane < 2 * VEC) & (column < classes))
+
+
+@triton.jit
+def load_matrix(ptr, C, stride_k, stride_c, BLOCK_C: tl.constexpr, OTHER: tl.constexpr):
+    """Load a matrix `[BLOCK_C, BLOCK_C]`."""
+    k, c = tl.arange(0, BLOCK_C).to(tl.int64)[:, None], tl.arange(0, BLOCK_C).to(tl.int64)[None, :]
+    return tl.load(ptr + k * stride_k + c * stride_c, mask=(k < C) & (c < C), other=OTHER)
 
 
 @triton.jit

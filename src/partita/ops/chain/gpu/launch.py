@@ -1,8 +1,8 @@
 """Allocate results and launch the kernels for log Z, its gradient and the scores of states.
 
 `chain_logz` saves alpha and beta of each step if a gradient follows, and `chain_gradient` continues
-from them. Both choose the same kernels, general or register-resident, because the two kinds store
-states in different ways.
+from them. Both choose the same kernels, general, register-resident or parallel in time, because
+each kind saves states in a way of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from ....runtime.launch import launch, tl_acc_dtype
 from .edge_table import directed_edges, edge_table
 from .forward_scan import chain_halves_kernel, chain_logz_kernel
 from .gradient import chain_gradient_kernel
-from .plan import block_options, prefetch_options, resident_options, unroll_options
+from .launch_segments import parallel_gradient, scan_boundaries
+from .plan import (
+    block_options,
+    is_parallel,
+    prefetch_options,
+    resident_options,
+    unroll_options,
+)
 from .resident_gradient import chain_resident_gradient_kernel
 from .resident_scan import chain_resident_halves_kernel, chain_resident_logz_kernel
 from .state_scores import chain_scan_kernel
@@ -71,6 +78,9 @@ def _logz(
         logz.fill_(torch.nan)
         if rounded is not None:
             rounded.fill_(torch.nan)
+    elif is_parallel(T, N, C):
+        outputs = (logz, rounded, None)
+        scan_boundaries(scores, table, ends, saved if save else None, 2 if save else 1, outputs)
     elif resident is not None:
         edges = directed_edges(table, resident["BLOCK_C"], resident["BLOCK_E"])
         tables = (edges.state_of_lane, edges.neighbors, edges.edges)
@@ -115,7 +125,7 @@ def chain_gradient(
 
     The gradient of log Z may have any floating dtype and any stride.
     """
-    _, N, C, K = scores.shape
+    T, N, C, K = scores.shape
     table = edge_table(source)
     d_scores = torch.empty(scores.shape, dtype=dtype, device=scores.device)
     d_initial, d_final = (
@@ -128,6 +138,8 @@ def chain_gradient(
     if table.has_invalid:
         for result in results:
             result.fill_(torch.nan)
+    elif is_parallel(T, N, C):
+        parallel_gradient(grad, scores, table, ends[2], saved, results)
     elif resident is not None:
         edges = directed_edges(table, resident["BLOCK_C"], resident["BLOCK_E"])
         launch(

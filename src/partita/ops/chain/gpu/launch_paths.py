@@ -12,12 +12,18 @@ from ....runtime.launch import launch
 from ....runtime.sizes import cdiv
 from .edge_table import EdgeTable, directed_edges, edge_table
 from .launch import chain_scan
+from .launch_segments import scan_boundaries
 from .plan import (
+    SEGMENT_LANES,
     block_options,
+    is_parallel,
     path_segments,
     prefetch_options,
     resident_options,
     sample_options,
+    segment_options,
+    segment_sizes,
+    unroll_options,
 )
 from .resident_path import (
     chain_resident_final_state_kernel,
@@ -27,6 +33,12 @@ from .resident_path import (
 )
 from .resident_viterbi import chain_resident_viterbi_kernel
 from .sample import chain_sample_kernel
+from .segment_paths import (
+    chain_group_maps_kernel,
+    chain_segment_pointers_kernel,
+    chain_trace_maps_kernel,
+    chain_trace_steps_kernel,
+)
 from .viterbi import chain_viterbi_kernel
 
 
@@ -64,11 +76,18 @@ def chain_viterbi(
         return path.score.fill_(torch.nan), path.states.fill_(-1), path.edges.fill_(-1)
     lengths = None if lengths is None else lengths.contiguous()
     resident = resident_options(scores, table.max_out_degree)
-    if resident is not None:
+    if is_parallel(T, N, scores.shape[2]):
+        _parallel_viterbi(scores, table, (initial, final, lengths), trace, path)
+    elif resident is not None:
         _resident_viterbi(scores, table, initial, final, lengths, trace, resident, path)
     else:
         _general_viterbi(scores, table, initial, final, lengths, trace, path)
     return path.score, path.states, path.edges
+
+
+def _pointer_dtype(K: int) -> torch.dtype:
+    """Return the dtype of backpointers, which are numbers of edges into a state."""
+    return torch.uint8 if K <= 256 else torch.int32
 
 
 def _general_viterbi(
@@ -82,7 +101,6 @@ def _general_viterbi(
 ) -> None:
     """Fill in the best path of each chain, for tables of any size."""
     T, N, C, K = scores.shape
-    pointer_dtype = torch.uint8 if K <= 256 else torch.int32
     pointers_shape = (T, N, C) if trace else 0
     launch(
         chain_viterbi_kernel,
@@ -93,7 +111,7 @@ def _general_viterbi(
         final,
         lengths,
         torch.empty((2, N, C), dtype=torch.float64, device=scores.device),
-        torch.empty(pointers_shape, dtype=pointer_dtype, device=scores.device),
+        torch.empty(pointers_shape, dtype=_pointer_dtype(K), device=scores.device),
         *path,
         *scores.shape,
         *scores.stride(),
@@ -101,6 +119,73 @@ def _general_viterbi(
         *final.stride(),
         TRACE=trace,
         **block_options(C),
+    )
+
+
+def _parallel_viterbi(
+    scores: Tensor,
+    table: EdgeTable,
+    ends: tuple[Tensor, Tensor, Tensor | None],
+    trace: bool,
+    path: ViterbiResults,
+) -> None:
+    """Fill in the best path of few long chains of few states."""
+    T, N, C, K = scores.shape
+    sizes, rows, device = segment_sizes(T, N, C), segment_options(C), scores.device
+    steps, segments, size, groups = sizes
+    integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    last = torch.empty(N, **integers)
+    boundaries = torch.empty((N, segments + 1, C), dtype=torch.float64, device=device)
+    outputs = (None, path.score, last)
+    scan_boundaries(scores, table, ends, boundaries if trace else None, 1, outputs)
+    if not trace:
+        return
+    backpointers = torch.empty((T, N, C), dtype=_pointer_dtype(K), device=device)
+    maps, group_maps = (torch.empty((N, number, C), **integers) for number in (segments, groups))
+    after, group_after = (torch.empty((N, number), **integers) for number in (segments, groups))
+    launch(
+        chain_segment_pointers_kernel,
+        cdiv(N * segments, rows["ROWS"]),
+        scores,
+        table.source,
+        ends[2],
+        boundaries,
+        backpointers,
+        maps,
+        *scores.shape,
+        *scores.stride(),
+        segments,
+        steps,
+        DEGREE=unroll_options(K, 0)["UNROLL_IN"],
+        **rows,
+    )
+    launch(
+        chain_group_maps_kernel,
+        N * groups,
+        maps,
+        group_maps,
+        *(C, segments, groups, size),
+        BLOCK_C=rows["BLOCK_C"],
+        num_warps=1,
+    )
+    lanes: dict[str, Any] = {"LANES": SEGMENT_LANES, "num_warps": 1}
+    for traced, known, states, members, number in (
+        (group_maps, last, group_after, groups, 1),
+        (maps, group_after, after, segments, groups),
+    ):
+        launch(
+            chain_trace_maps_kernel,
+            cdiv(N * number, SEGMENT_LANES),
+            *(traced, known, states),
+            *(N, C, members, number, groups if number == 1 else size),
+            **lanes,
+        )
+    launch(
+        chain_trace_steps_kernel,
+        cdiv(N * segments, SEGMENT_LANES),
+        *(table.source, ends[2], backpointers, after, path.states, path.edges),
+        *(*scores.shape, segments, steps),
+        **lanes,
     )
 
 

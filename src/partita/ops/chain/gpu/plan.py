@@ -25,6 +25,13 @@ MAX_UNROLLED_EDGES = 8  # edges into or out of a state that are loaded before th
 MAX_BLOCK_STATES = 1024
 MAX_SAMPLED_EDGES = 1024  # edges into a state, or final states, in a block of weights of a sample
 MAX_SINGLE_SEGMENT = 64  # steps of a path in one segment per direction, which saves a launch
+MIN_PARALLEL_STEPS = 2048  # of chains whose time is cut into segments, see segments.py
+MAX_PARALLEL_CHAINS = 32
+MAX_PARALLEL_STATES = 32
+MIN_SEGMENT_STEPS = 16
+MAX_SEGMENT_STEPS = 128
+SEGMENT_LANES = 32  # states of one program, which is a warp
+PARALLEL_PROGRAMS = 1056  # about eight for each multiprocessor
 
 
 def block_options(C: int) -> dict[str, int]:
@@ -103,6 +110,66 @@ def path_segments(T: int, forward_only: bool) -> PathSegments:
     else:
         size = min(max(16, 2 ** round(math.log2(T + 2) / 2 - 0.5)), 256)
     return PathSegments(size, cdiv(steps, size))
+
+
+class SegmentSizes(NamedTuple):
+    """The segments of chains that are scanned parallel in time, see `segments.py`.
+
+    Fields:
+        steps: the number of steps in a segment, a power of 2.
+        segments: the number of segments of a chain.
+        size: the number of segments in a group, a power of 2.
+        groups: the number of groups of a chain.
+    """
+
+    steps: int
+    segments: int
+    size: int
+    groups: int
+
+
+def is_parallel(T: int, N: int, C: int) -> bool:
+    """Return whether chains are few, long and of few states, so that time is cut into segments."""
+    return T >= MIN_PARALLEL_STEPS and 0 < N <= MAX_PARALLEL_CHAINS and 0 < C <= MAX_PARALLEL_STATES
+
+
+def segment_sizes(T: int, N: int, C: int) -> SegmentSizes:
+    """Return how chains of T steps are cut.
+
+    Segments are as long as the kernels that have a row of states for each of them still fill the
+    GPU. Groups are about as many as each has segments, because both are scanned one by one.
+    """
+    rows = PARALLEL_PROGRAMS * segment_rows(C)
+    steps = min(max(previous_power_of_2(T * N // rows), MIN_SEGMENT_STEPS), MAX_SEGMENT_STEPS)
+    segments = cdiv(T, steps)
+    size = next_power_of_2(math.isqrt(segments))
+    return SegmentSizes(steps, segments, size, cdiv(segments, size))
+
+
+def previous_power_of_2(n: int) -> int:
+    """Return the greatest power of 2 up to n, at least 1."""
+    return 1 << max(n.bit_length() - 1, 0)
+
+
+def segment_rows(C: int) -> int:
+    """Return how many vectors of states a program of one warp scans at once."""
+    return max(SEGMENT_LANES // small_block(C), 1)
+
+
+def small_block(C: int) -> int:
+    """Return the block of few states."""
+    return next_power_of_2(max(C, 2))
+
+
+def segment_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of the kernels that scan several vectors of states."""
+    return {"ROWS": segment_rows(C), "BLOCK_C": small_block(C), "num_warps": 1}
+
+
+def operator_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of the kernels that apply operators."""
+    block = small_block(C)
+    return {"BLOCK_C": block, "num_warps": 1 if block <= 16 else 4}
 
 
 def sample_options(K: int, samples: int) -> dict[str, int]:

@@ -15,6 +15,7 @@ The Viterbi algorithm, 1973.
 import triton
 import triton.language as tl
 
+from ....primitives.gpu.memory import load_matrix
 from .lanes import (
     MAX_STATES_OF_TABLE,
     lane_emissions,
@@ -25,7 +26,6 @@ from .lanes import (
 )
 from .path_words import repeated_state
 from .scores import fold_ends, load_end, load_tokens
-from .segments import load_matrix
 
 
 @triton.jit

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
+from ....primitives.gpu.memory import load_matrix
 from .scores import (
     LN2_FP64,
     exp_split,
@@ -24,13 +25,6 @@ from .scores import (
     power_of_2,
     transition_range,
 )
-
-
-@triton.jit
-def load_matrix(ptr, C, stride_k, stride_c, BLOCK_C: tl.constexpr, OTHER: tl.constexpr):
-    """Load a matrix `[BLOCK_C, BLOCK_C]`."""
-    k, c = tl.arange(0, BLOCK_C).to(tl.int64)[:, None], tl.arange(0, BLOCK_C).to(tl.int64)[None, :]
-    return tl.load(ptr + k * stride_k + c * stride_c, mask=(k < C) & (c < C), other=OTHER)
 
 
 @triton.jit
