@@ -92,7 +92,6 @@ def recording(launches: list[Launch], cuda: str | None) -> Iterator[None]:
     from partita.ops.chain.gpu import plan as chain_plan
     from partita.ops.divergence.gpu import launch as divergence_launch
     from partita.ops.linear_chain.gpu import plan as linear_chain_plan
-    from partita.ops.linear_heads.gpu import product
     from partita.primitives.gpu import math, row_plan
     from partita.runtime import launch
 
@@ -109,7 +108,6 @@ def recording(launches: list[Launch], cuda: str | None) -> Iterator[None]:
         mock.patch.object(chain_plan, "NVIDIA", cuda is not None),
         mock.patch.object(divergence_launch, "NVIDIA", cuda is not None),
         mock.patch.object(linear_chain_plan, "GLUON", cuda is not None),
-        mock.patch.object(product, "NVIDIA", cuda is not None),
         mock.patch.object(row_plan, "NVIDIA", cuda is not None),
         partita.backend("triton"),
     ):
@@ -253,11 +251,13 @@ def call_rnnt(dtype: torch.dtype, U: int, V: int) -> None:
 
 
 def call_linear(dtype: torch.dtype, C: int) -> None:
-    hidden = torch.zeros(3, 16, dtype=dtype, requires_grad=True)
-    matrix = torch.zeros(C, 16, dtype=dtype)
+    from partita.ops.linear_heads.gpu import pack
+
+    hidden = torch.zeros(3, 8, dtype=dtype, requires_grad=True)
+    matrix = torch.zeros(C, 8, dtype=dtype)
     target, weight = torch.zeros(3, dtype=torch.int64), torch.ones(C, dtype=dtype)
     # Without a budget so small a call takes no kernel of its own.
-    budget = partita.linear_cross_entropy_plan(3, 16, C, dtype).workspace_bytes
+    budget = partita.linear_cross_entropy_plan(3, 8, C, dtype).workspace_bytes
     for options in ({}, {"weight": weight, "label_smoothing": 0.1, "softcap": 5.0, "z_loss": 0.1}):
         options = {**options, "reduction": "none", "memory_budget": budget}
         losses = partita.linear_cross_entropy(hidden, matrix, target, **options)
@@ -272,29 +272,9 @@ def call_linear(dtype: torch.dtype, C: int) -> None:
         torch.autograd.grad(loss, hidden)
     found = partita.linear_logprobs(hidden, matrix, target[:, None], memory_budget=budget)
     torch.autograd.grad(found.sum(), hidden)
-    if dtype == torch.bfloat16:
-        call_packed(C)
-
-
-def call_packed(C: int) -> None:
-    """Call the loss whose rows are packed, in one chunk and in two, with each of its products."""
-    from partita.ops.linear_heads.gpu import packed
-
-    H, plan = 64, partita.linear_cross_entropy_plan
-    sizes = (H, C, torch.bfloat16)
-    budgets = {256: plan(256, *sizes).workspace_bytes}
-    if C < 1000:
-        budgets[4096] = plan(2048, *sizes).workspace_bytes + (96 + C // 512) * 2048 + 4 * H * C
-    matrix = torch.zeros(C, H, dtype=torch.bfloat16, requires_grad=True)
-    for products in ("own", "descriptor"):
-        for tokens, budget in budgets.items():
-            hidden = torch.zeros(tokens, H, dtype=torch.bfloat16, requires_grad=True)
-            target = torch.zeros(tokens, dtype=torch.int64)
-            with mock.patch.object(packed, "PRODUCTS", products):
-                for reduction in ("mean", "none")[: 1 + (tokens == 256)]:
-                    options = {"reduction": reduction, "memory_budget": budget}
-                    loss = partita.linear_cross_entropy(hidden, matrix, target, **options)
-                    torch.autograd.grad(loss.sum(), (hidden, matrix))
+    packed = pack.pack_rows(target, -100, 2)
+    pack.gather_rows(matrix[:3], packed.index, matrix[:3])
+    pack.scatter_rows(matrix[:3], packed.index, matrix[:3])
 
 
 def call_parallel(dtype: torch.dtype) -> None:

@@ -28,15 +28,12 @@ SPILLED = {
     "linear_chain_sample_kernel": 32,
     "linear_chain_sample_words_kernel": 8,
     "linear_chain_scan_kernel": 16,
-    # Two tiles of a product, or a tile and the addresses of the operands. On sm_90 only a word.
-    "linear_descriptor_product_kernel": 384,
-    "linear_product_kernel": 112,
     # The spills stand before the loops of the fast scan, and in the rare scan in fp64. With fewer
     # registers, more programs run at the same time.
     "ctc_posterior_scan_kernel": 208,
 }
-# The prefixes of kernels in Gluon, with products of fp64 matrices, and with tensor descriptors.
-NVIDIA_ONLY = ("chain_resident", "linear_chain_", "linear_descriptor_")
+# The prefixes of kernels in Gluon, and of those with products of fp64 matrices.
+NVIDIA_ONLY = ("chain_resident", "linear_chain_")
 
 
 def test_every_kernel_is_launched_in_every_dtype() -> None:
@@ -44,7 +41,6 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
     assert sorted(found) == NAMES
     # The largest floating tensors of these kernels are losses, states, posteriors or pointers.
     single_dtype = {
-        "linear_product_kernel": torch.bfloat16,
         **dict.fromkeys(
             (
                 "cross_entropy_reduce_kernel",

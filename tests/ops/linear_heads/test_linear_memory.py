@@ -34,18 +34,18 @@ def test_plans() -> None:
     )
     assert plan(2**20, 4096, 128256, torch.float16).name == "lean"
     one, several = (
-        plan(8192, 4096, 64128, torch.bfloat16, reduced=False),
+        plan(8192, 4096, 64128, torch.bfloat16),
         plan(8192, 4096, 64128, torch.bfloat16, parallel=True),
     )
     assert (
-        several.workspace_bytes - one.workspace_bytes == (8 - 2) * 8192 * 4096
-    )  # the gradient of hidden states in fp32, sent and received, but no copy of them
+        several.workspace_bytes - one.workspace_bytes == 8 * 8192 * 4096
+    )  # the gradient of hidden states in fp32, sent and received
     assert (
         plan(2**17, 4096, 64128, torch.bfloat16, memory_budget=2**33, parallel=True).name == "lean"
     )
     assert (
         plan(8192, 4096, 64128, torch.bfloat16, parallel=True, input_grad=False).workspace_bytes
-        == one.workspace_bytes - 2 * 8192 * 4096
+        == one.workspace_bytes
     )
     with pytest.raises(
         ValueError, match=r"memory_budget: expected at least .* bytes for 8,192 tokens"
@@ -58,10 +58,10 @@ def test_plans() -> None:
 @pytest.mark.parametrize(
     ("sizes", "dtype", "chunk", "gibibytes"),
     [
-        ((8192, 4096, 128256), torch.bfloat16, 8192, 2.1),  # all logits, and the hidden states
+        ((8192, 4096, 128256), torch.bfloat16, 8192, 2.0),  # all logits
         ((16384, 2048, 262144), torch.bfloat16, 2048, 3.1),  # 1 GiB of them, 2 GiB of gradient
         ((32768, 4096, 128256), torch.bfloat16, 4096, 3.0),
-        ((8192, 8192, 256000), torch.bfloat16, 8192, 4.1),  # all logits take less than the gradient
+        ((8192, 8192, 256000), torch.bfloat16, 8192, 4.0),  # all logits take less than the gradient
         ((16384, 4096, 128256), torch.float32, 4096, 2.0),  # no gradient beside the result
     ],
 )

@@ -195,7 +195,6 @@ def linear_rows_backward(
     saved: Tensor,
     temperature: float,
     softcap: float,
-    ignore_index: int | None,
     chunk: int,
     input_grad: bool,
     weight_grad: bool,
@@ -204,10 +203,8 @@ def linear_rows_backward(
     """Compute the `HeadGradients` from the coefficients of the rows.
 
     Saved logits are overwritten with their gradient. An empty `saved` means that they were not
-    saved; they are then computed again, `chunk` classes at a time. All rows are computed, whether
-    their label is ignored or not.
+    saved; they are then computed again, `chunk` classes at a time.
     """
-    del ignore_index
     C, accumulator = len(weight), acc_dtype(input.dtype)
     result = empty_gradients(input, weight, bias, input_grad, weight_grad, bias_grad)
     buffer = saved if len(saved) else logits_buffer(input, len(input), min(chunk, C))

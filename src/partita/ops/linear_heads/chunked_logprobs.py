@@ -116,7 +116,6 @@ def linear_logprobs_backward(
         saved,
         temperature,
         softcap,
-        None,  # no row is left out
         chunk,
         input_grad,
         weight_grad,

@@ -382,7 +382,6 @@ def _recomputed_gradients(
         input.new_empty(0),  # no saved logits
         ctx.options.temperature,
         ctx.options.softcap,
-        None,  # all rows are computed
         ctx.chunk,
         *ctx.needs_input_grad[:3],
         ctx.backend,

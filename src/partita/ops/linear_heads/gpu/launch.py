@@ -19,7 +19,6 @@ from .. import chunked, chunked_logprobs, chunked_topk
 from ..chunked import ChunkKernels
 from ..common import GradientCoefficients, RowState, RowStatistics
 from ..plan import padded_width
-from . import packed
 from .accumulate import linear_accumulate_kernel, linear_statistics_kernel
 from .gradient import linear_gradient_kernel
 
@@ -202,88 +201,9 @@ CHUNK_KERNELS = ChunkKernels(
 accumulate_hidden = functools.partial(
     chunked.accumulate_hidden, accumulate_logits=accumulate_logits, first_state=new_state
 )
-
-
-def linear_rows(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor | None,
-    class_weight: Tensor | None,
-    temperature: float,
-    softcap: float,
-    ignore_index: int,
-    needs_smoothing: bool,
-    needs_entropy: bool,
-    chunk: int,
-    save_logits: bool,
-) -> tuple[Tensor, ...]:
-    """Return the `RowStatistics` and saved logits, as `chunked.linear_rows` does."""
-    numbers = (temperature, softcap, ignore_index, needs_smoothing)
-    if target is not None and packed.packs_rows(input, needs_entropy, chunk >= len(weight)):
-        head = (input, weight, bias, target, class_weight)
-        return packed.linear_rows(CHUNK_KERNELS, *head, *numbers, save_logits)
-    options = (*numbers, needs_entropy, chunk, save_logits)
-    return chunked.linear_rows(CHUNK_KERNELS, input, weight, bias, target, class_weight, *options)
-
-
-def linear_rows_backward(
-    dlogits_coef: Tensor,
-    label_coef: Tensor,
-    log_coef: Tensor | None,
-    smoothing_coef: Tensor | None,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    maximum: Tensor,
-    sumexp: Tensor,
-    saved: Tensor,
-    temperature: float,
-    softcap: float,
-    ignore_index: int | None,
-    chunk: int,
-    *wanted: bool,
-) -> tuple[Tensor, ...]:
-    """Compute the gradients, as `chunked.linear_rows_backward` does."""
-    of_rows = GradientCoefficients(dlogits_coef, label_coef, log_coef, smoothing_coef)
-    head, statistics = (input, weight, bias, target, class_weight), (maximum, sumexp)
-    args: tuple[Any, ...] = (*head, *statistics, saved, temperature, softcap, ignore_index)
-    if len(saved) and ignore_index is not None and packed.packs(input):
-        return packed.linear_rows_backward(CHUNK_KERNELS, of_rows, *args, *wanted)
-    args = (*of_rows, *args, chunk, *wanted)
-    return chunked.linear_rows_backward(CHUNK_KERNELS, *args)
-
-
-def linear_one_pass(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    denominator: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float,
-    z_loss: float,
-    mean: bool,
-    *others: Any,
-) -> tuple[Tensor, ...]:
-    """Compute the sum or mean of the loss and its gradients, as `chunked.linear_one_pass` does.
-
-    Where rows are packed, those with ignored labels take no time.
-    """
-    head, numbers = (input, weight, bias, target, class_weight), (label_smoothing, softcap, z_loss)
-    if not packed.packs(input):
-        args = (*head, denominator, ignore_index, *numbers, mean, *others)
-        return chunked.linear_one_pass(CHUNK_KERNELS, *args)
-    sums = (denominator, ignore_index, len(weight), mean, acc_dtype(input.dtype))
-    divisors = mean_shares(target, class_weight, *sums)
-    has_divisors = divisors is not None
-    return packed.linear_one_pass(*head, divisors, ignore_index, *numbers, has_divisors, *others)
-
-
+linear_rows = functools.partial(chunked.linear_rows, CHUNK_KERNELS)
+linear_rows_backward = functools.partial(chunked.linear_rows_backward, CHUNK_KERNELS)
+linear_one_pass = functools.partial(chunked.linear_one_pass, CHUNK_KERNELS)
 linear_logprobs = functools.partial(chunked_logprobs.linear_logprobs, CHUNK_KERNELS, ENTRY_KERNELS)
 linear_logprobs_backward = functools.partial(
     chunked_logprobs.linear_logprobs_backward, CHUNK_KERNELS, ENTRY_KERNELS

@@ -26,8 +26,8 @@ class PackedRows(NamedTuple):
     Fields:
         index: the row at each packed position, and -1 past the last one, `[M]` int32.
         target: the labels in this order, and the ignored label past the last one, `[M]` int64.
-        limits: the packed rows of each chunk of positions, `[2, chunks]` int32. The second row is
-            the same, but at least 1, for products that take no empty groups.
+        limits: the packed rows of each chunk of positions, `[chunks]` int32, and 1 where there are
+            none, because products take no empty groups. That row is 0, and its label is ignored.
     """
 
     index: Tensor
@@ -40,7 +40,7 @@ def linear_pack_kernel(
     target_ptr,  # [rows] labels
     index_ptr,  # [rows]
     packed_target_ptr,  # [rows]
-    limits_ptr,  # [2, chunks]
+    limits_ptr,  # [chunks]
     rows,
     chunk,
     chunks,
@@ -68,9 +68,8 @@ def linear_pack_kernel(
         tl.store(packed_target_ptr + row, tl.full([BLOCK], ignore_index, tl.int64), mask=mask)
     for first in range(0, chunks, BLOCK):
         i = first + lane
-        limit = tl.minimum(tl.maximum(total - i * chunk, 0), chunk)
+        limit = tl.minimum(tl.maximum(total - i * chunk, 1), chunk)
         tl.store(limits_ptr + i, limit, mask=i < chunks)
-        tl.store(limits_ptr + chunks + i, tl.maximum(limit, 1), mask=i < chunks)
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -117,12 +116,11 @@ def linear_scatter_kernel(
 
 def pack_rows(target: Tensor, ignore_index: int, chunk: int) -> PackedRows:
     """Return the rows whose labels are not ignored; chunks have `chunk` positions."""
-    rows = len(target)
-    chunks = max(cdiv(rows, chunk), 1)
+    rows, chunks = len(target), cdiv(len(target), chunk)
     packed = PackedRows(
         index=target.new_empty(rows, dtype=torch.int32),
         target=target.new_empty(rows, dtype=torch.int64),
-        limits=target.new_empty((2, chunks), dtype=torch.int32),
+        limits=target.new_empty(chunks, dtype=torch.int32),
     )
     launch(
         linear_pack_kernel,
