@@ -14,6 +14,7 @@ from torch import Tensor
 from ...runtime.autograd import plain_eager
 from ...runtime.caches import register_cache
 from ...runtime.environment import reader
+from ...runtime.register import PLAIN
 
 ALIGNMENT = 16  # elements of which hidden size, classes and rows of the matrix are multiples
 
@@ -59,6 +60,8 @@ def packs_rows(
         reduction != "none"
         and packing_wanted()
         and plain_eager()
+        and type(input) in PLAIN
+        and type(weight) in PLAIN
         and bias is None
         and backend in ("auto", "triton")
         and len(input) > 0
