@@ -39,8 +39,17 @@ def linear_budgets() -> str:
     return table(["budget", "plan and chunk", "ms", "of the products", "workspace, GiB"], lines)
 
 
+def _default(tokens: int, hidden: int, classes: int) -> str:
+    size = {"tokens": tokens, "hidden": hidden, "classes": classes, "budget_gib": "default"}
+    time, unit = (number(BUDGET, column, **size) for column in ("median_ms", "products_ms"))
+    return f"{ratio(time / unit)} in {number(BUDGET, 'workspace_gib', **size):.1f} GiB"
+
+
 @figure
 def linear_default_of_tokens() -> str:
-    other = {"tokens": 32768, "hidden": 4096, "classes": 128256, "budget_gib": "default"}
-    time, unit = (number(BUDGET, column, **other) for column in ("median_ms", "products_ms"))
-    return f"{ratio(time / unit)} in {number(BUDGET, 'workspace_gib', **other):.1f} GiB"
+    return _default(32768, 4096, 128256)
+
+
+@figure
+def linear_default_of_width() -> str:
+    return _default(8192, 8192, 256000)

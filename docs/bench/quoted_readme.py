@@ -43,7 +43,7 @@ def _readme_lines() -> Iterator[list[str]]:
     chain = {"op": "chain", "part": "total", "dtype": "fp32", "steps": 2000, "states": 1024}
     yield _compared("`logz`, 2,000 steps × 64 × 1,024 states, fp32", CHAIN, **chain)
     step = "a training step of a small Llama, bf16 ¹"
-    yield _compared(step, "training_step.csv", "ms", ours="linear_causal_lm_loss")
+    yield _compared(step, "training_step.csv", "ms", ours="fuse")
     ops = {"ctc_loss": "steps × 16 × 32 classes", "cross_entropy": "× 32,000 logits"}
     sizes = {"ctc_loss": 500, "cross_entropy": 512}
     for op, size in ops.items():
@@ -61,13 +61,13 @@ def readme_speed() -> str:
 def training_step() -> str:
     def said(provider: str) -> str:
         found = row("training_step.csv", provider=provider)
-        return f"{found['ms']} ms and {found['gib']} GiB"
+        return f"{digits(float(found['ms']), 3)} ms and {found['gib']} GiB"
 
     return (
         f"{said('torch')} as it comes,\n"
         f"{said('causal_lm_loss')} with `causal_lm_loss`,\n"
-        f"{said('linear_causal_lm_loss')} with `linear_causal_lm_loss`,\n"
-        f"{said('liger')} with Liger's patch"
+        f"{said('fuse')} with `fuse`,\n"
+        f"{said('liger')} with Liger's loss"
     )
 
 

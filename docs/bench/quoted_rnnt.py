@@ -6,7 +6,7 @@ from quoted_rows import digits, figure, rows, table
 
 TIMES = "rnnt_gpu.csv"
 SIZES = ("sequences", "steps", "labels", "classes")
-COLUMNS = ("fp32_logits_ms", "bf16_logits_ms", "bf16_hidden_ms")
+COLUMNS = ("fp32_logits_ms", "torchaudio_ms", "bf16_logits_ms", "bf16_hidden_ms")
 
 
 @figure
@@ -15,7 +15,9 @@ def rnnt_speed() -> str:
         [
             ", ".join(f"{int(each[size]):,}" for size in SIZES),
             *(digits(float(each[column]), 2) for column in COLUMNS),
+            f"{int(each['bf16_hidden_mib']):,} MiB",
         ]
         for each in rows(TIMES)
     ]
-    return table(["B, T, U, V", "fp32 logits", "bf16 logits", "bf16 hidden states"], lines)
+    columns = ["fp32 logits", "torchaudio", "bf16 logits", "bf16 hidden states", "memory of these"]
+    return table(["B, T, U, V", *columns], lines)

@@ -13,7 +13,7 @@ OURS = "partita"
 # No peers: PyTorch itself, what no method can do without, a loss that filters, and Partita's own.
 NO_PEERS = (
     *("torch", "products", "copy", "naive", "one shard", "cce"),
-    *("causal_lm_loss", "linear_causal_lm_loss"),
+    *("causal_lm_loss", "fuse"),
 )
 NAMES = {
     "compile": "`torch.compile`",

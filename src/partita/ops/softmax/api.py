@@ -12,6 +12,10 @@ from ...runtime.autograd import apply, native_serves, needs_no_derivative
 from ...runtime.backend import current_backend
 from .autograd import LogSumExpFunction, SoftmaxFunction, logsumexp_op, softmax_op
 
+# Elements on a GPU up to which a kernel takes about as long as an empty one, so that the time of
+# the host decides. Autograd functions in Python cost it more than PyTorch's own.
+SMALL_ELEMENTS = 2**16
+
 
 def _result_dtype(input: Tensor) -> torch.dtype:
     """Return the dtype of the input, or fp32 under autocast on a GPU, as PyTorch does."""
@@ -39,13 +43,18 @@ def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None, log: bool) -> T
     elif dim < 0:
         dim += ndim
     backend = current_backend()
-    if backend == "auto" and input.is_cpu and native_serves(input):
-        # PyTorch's function has the same contract on the CPU, and less host time.
+    if backend == "auto" and _is_small_or_on_cpu(input) and native_serves(input):
+        # PyTorch's function has the same contract there, and less host time.
         return (torch.log_softmax if log else torch.softmax)(input, dim, dtype)
     dtype = dtype or _result_dtype(input)
     if ndim == 0:
         return _softmax_of(input.reshape(1), 0, log, dtype, backend).reshape(())
     return _softmax_of(input, dim, log, dtype, backend)
+
+
+def _is_small_or_on_cpu(input: Tensor) -> bool:
+    """Return whether the time of a call is that of PyTorch's kernels or that of the host."""
+    return input.is_cpu or (input.is_cuda and input.numel() <= SMALL_ELEMENTS)
 
 
 def _softmax_of(input: Tensor, dim: int, log: bool, dtype: torch.dtype, backend: str) -> Tensor:
