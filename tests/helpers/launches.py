@@ -253,6 +253,8 @@ def call_rnnt(dtype: torch.dtype, U: int, V: int) -> None:
 
 
 def call_linear(dtype: torch.dtype, C: int) -> None:
+    from partita.ops.linear_heads.gpu import pack
+
     hidden = torch.zeros(3, 8, dtype=dtype, requires_grad=True)
     matrix = torch.zeros(C, 8, dtype=dtype)
     target, weight = torch.zeros(3, dtype=torch.int64), torch.ones(C, dtype=dtype)
@@ -272,6 +274,9 @@ def call_linear(dtype: torch.dtype, C: int) -> None:
         torch.autograd.grad(loss, hidden)
     found = partita.linear_logprobs(hidden, matrix, target[:, None], memory_budget=budget)
     torch.autograd.grad(found.sum(), hidden)
+    packed = pack.pack_rows(target, -100, 2)
+    pack.gather_rows(matrix[:3], packed.index, matrix[:3])
+    pack.scatter_rows(matrix[:3], packed.index, matrix[:3])
 
 
 def call_parallel(dtype: torch.dtype) -> None:

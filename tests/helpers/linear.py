@@ -27,6 +27,7 @@ def batch_of(
     tokens: int = TOKENS,
     classes: int = CLASSES,
     *,
+    hidden: int = HIDDEN,
     bias: bool = False,
     weighted: bool = False,
     dtype: torch.dtype = torch.float32,
@@ -36,15 +37,15 @@ def batch_of(
     g = torch.Generator().manual_seed(tokens + classes)
     numbers = [
         torch.randn(*size, generator=g)
-        for size in ((tokens, HIDDEN), (classes, HIDDEN), (classes,))
+        for size in ((tokens, hidden), (classes, hidden), (classes,))
     ]
     target = torch.randint(classes, (tokens,), generator=g)
     target[::7] = -100
     class_weight = torch.rand(classes, generator=g)
     class_weight[:2] = 0.0
-    hidden, matrix, offset = (number.to(dtype).to(device) for number in numbers)
+    states, matrix, offset = (number.to(dtype).to(device) for number in numbers)
     return Batch(
-        hidden,
+        states,
         0.5 * matrix,
         offset if bias else None,
         target.to(device),
@@ -134,8 +135,8 @@ def assert_as_good(
             assert error <= 2 * allowed + ulps * torch.finfo(dtype).eps * size
 
 
-def check(x: Batch, budget: int | None, **options: Any) -> None:
-    """Compare loss and gradients with those of the composition in fp64."""
+def check(x: Batch, budget: int | None, *, ulps: float = 4.0, **options: Any) -> None:
+    """Compare loss and gradients with those of the composition in fp64, as `assert_as_good`."""
     f = lambda x: plain(x, **options)  # noqa: E731
     found = results(lambda x: ours(x, budget, **options), x)
-    assert_as_good(found, results(f, x), results(f, x, torch.float64), x.input.dtype)
+    assert_as_good(found, results(f, x), results(f, x, torch.float64), x.input.dtype, ulps)

@@ -133,6 +133,7 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
                 "chain_trace_steps_kernel",
                 "linear_chain_path_maps_kernel",
                 "linear_chain_trace_kernel",
+                "linear_pack_kernel",
                 "linear_chain_word_maps_kernel",
                 "semi_markov_trace_kernel",
                 "ctc_crf_beam_trace_kernel",

@@ -146,26 +146,23 @@ def linear_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
             (*inputs, 1.0, numbers[1], -100, options, options, chunk, save_logits)
             for chunk, save_logits in ((3, False), (16, True))
         ]
+        statistics = (fields[5], fields[6], hidden.new_empty(0))
         found["linear_rows_backward"].append(
-            (
-                row,
-                -row,
-                optional,
-                optional,
-                *inputs,
-                fields[5],
-                fields[6],
-                hidden.new_empty(0),
-                1.0,
-                numbers[1],
-                3,
-                *wanted,
-            )
+            (row, -row, optional, optional, *inputs, *statistics, 1.0, numbers[1], 3, *wanted)
         )
         found["linear_one_pass"] += [
             (*inputs, denominator, -100, *numbers, mean, chunk, *wanted)
             for denominator, mean, chunk in ((None, False, N), (None, True, 2), (items, False, 2))
         ]
+        if bias_or_none is None:  # packed rows have none, and are in bf16
+            packed = (
+                sample_rows(N, 16, device=device).bfloat16(),
+                matrix.new_ones(16, 16).bfloat16(),
+            )
+            found["linear_packed_one_pass"] += [
+                (*packed, *inputs[2:], None, -100, *numbers, True, chunk, *wanted)
+                for chunk in (N, 2)
+            ]
         ids = torch.tensor([[0, 1, 0, -100]], device=device).expand(N, -1).contiguous()
         of_ids = (hidden, matrix, bias_or_none, ids)
         found["linear_logprobs"] += [

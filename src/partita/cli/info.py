@@ -63,7 +63,11 @@ EXTRAS = {
 }
 # Environment variables that change results or times.
 VARIABLES = (
-    *("PARTITA_BACKEND", "PARTITA_CHECK", "PARTITA_PEERS", "PARTITA_REPLAY"),
+    "PARTITA_BACKEND",
+    "PARTITA_CHECK",
+    "PARTITA_PACK_ROWS",
+    "PARTITA_PEERS",
+    "PARTITA_REPLAY",
     *(
         "TRITON_INTERPRET",
         "TRITON_DEBUG",

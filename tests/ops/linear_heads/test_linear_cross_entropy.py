@@ -97,8 +97,13 @@ def test_chunks_of_tokens(dtype: torch.dtype, device: str) -> None:
     st.booleans(),
 )
 def test_any_sizes(tokens: int, classes: int, plan: str, reduction: str, bias: bool) -> None:
+    """The products of few rows add their terms in another order than a product of all rows.
+
+    A CPU leaves out ignored rows, so errors of a logit may be some units more than PyTorch's.
+    """
     x = batch_of(tokens, classes, bias=bias)
-    check(x, budgets(x)[plan] if tokens else None, reduction=reduction, label_smoothing=0.2)
+    budget = budgets(x)[plan] if tokens else None
+    check(x, budget, ulps=16.0, reduction=reduction, label_smoothing=0.2)
 
 
 @devices

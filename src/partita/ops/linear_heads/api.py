@@ -55,7 +55,8 @@ def linear_cross_entropy(
         reduction: `none` (the shape of the labels), `mean` (over the class weights of the tokens
             that are not ignored) or `sum`.
         ignore_index: tokens with this label have loss and gradient zero, and the mean does not
-            count them; None is -100.
+            count them; None is -100. With `PARTITA_PACK_ROWS=1` the products on a GPU leave them
+            out where they can.
         label_smoothing, softcap, z_loss: as in `cross_entropy`.
         memory_budget: bytes of workspace in addition to inputs and results; None for what
             `linear_cross_entropy_plan` finds sensible for these sizes.

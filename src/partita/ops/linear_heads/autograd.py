@@ -140,13 +140,25 @@ rows_backward: register.Op = register.define(
     vmap=lambda *batch: one_by_one(rows_backward, *batch),
     backends=BACKENDS,
 )
-one_pass: register.Op = register.define(
-    f"linear_one_pass({_HEAD}, Tensor? denominator, int ignore_index, float label_smoothing,"
+_ONE_PASS = (
+    f"({_HEAD}, Tensor? denominator, int ignore_index, float label_smoothing,"
     f" float softcap, float z_loss, bool mean, SymInt chunk, {_WANTED}, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
+one_pass: register.Op = register.define(
+    f"linear_one_pass{_ONE_PASS}",
     _one_pass_fake,
     check=_check_one_pass,
     vmap=lambda *batch: one_by_one(one_pass, *batch),
+    backends=BACKENDS,
+)
+# The same from the rows whose labels are not ignored, on the GPUs and for the sizes that
+# `packing.packs_rows` names.
+packed_one_pass: register.Op = register.define(
+    f"linear_packed_one_pass{_ONE_PASS}",
+    _one_pass_fake,
+    check=_check_one_pass,
+    vmap=lambda *batch: one_by_one(packed_one_pass, *batch),
     backends=BACKENDS,
 )
 
@@ -349,17 +361,19 @@ class LinearOnePass(torch.autograd.Function):
         backend: str,
         numbers: tuple[Any, ...],
         chunk: int,
+        packs: bool,
         *head: Any,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
+        ctx.op = packed_one_pass if packs else one_pass
         ctx.wanted, ctx.backend, ctx.numbers, ctx.chunk = wanted, backend, numbers, chunk
         ctx.save_for_backward(*head)
-        loss, *ctx.gradients = one_pass(*head, *numbers, chunk, *wanted, backend)
+        loss, *ctx.gradients = ctx.op(*head, *numbers, chunk, *wanted, backend)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        (grad,), no_option_grads = grads, (None,) * 4
+        (grad,), no_option_grads = grads, (None,) * 5
         if grad is None:
             return *no_option_grads, *(None,) * 6
         head = ctx.saved_tensors
@@ -376,7 +390,7 @@ class LinearOnePass(torch.autograd.Function):
             return *no_option_grads, *gradients, None, None, None
         gradients = ctx.gradients
         if gradients is None:
-            gradients = one_pass(*head, *ctx.numbers, ctx.chunk, *ctx.wanted, ctx.backend)[1:]
+            gradients = ctx.op(*head, *ctx.numbers, ctx.chunk, *ctx.wanted, ctx.backend)[1:]
         if is_batched_gradient(grad):
             scaled = tuple(scaled_by_batch(gradient, grad) for gradient in gradients)
             return *no_option_grads, *only_wanted(scaled, ctx.wanted), None, None, None

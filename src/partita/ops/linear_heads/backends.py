@@ -17,6 +17,7 @@ def _reference() -> Functions:
         "linear_rows": reference.linear_rows,
         "linear_rows_backward": reference.linear_rows_backward,
         "linear_one_pass": reference.linear_one_pass,
+        "linear_packed_one_pass": reference.linear_one_pass,
         "linear_logprobs": reference.linear_logprobs,
         "linear_logprobs_backward": reference.linear_logprobs_backward,
         "linear_topk_logprobs": reference.linear_topk_logprobs,
@@ -33,6 +34,7 @@ def _gpu() -> Functions:
         "linear_rows": launch.linear_rows,
         "linear_rows_backward": launch.linear_rows_backward,
         "linear_one_pass": launch.linear_one_pass,
+        "linear_packed_one_pass": _gpu_packed_one_pass,
         "linear_logprobs": launch.linear_logprobs,
         "linear_logprobs_backward": launch.linear_logprobs_backward,
         "linear_topk_logprobs": launch.linear_topk_logprobs,
@@ -42,7 +44,13 @@ def _gpu() -> Functions:
     }
 
 
-# Divergences have kernels of their own, which take time to load.
+# Packed rows and divergences have kernels of their own, which take time to load.
+def _gpu_packed_one_pass(*args: Any) -> Any:
+    from .gpu.packed import linear_packed_one_pass
+
+    return linear_packed_one_pass(*args)
+
+
 def _gpu_divergence(*args: Any) -> Any:
     from .gpu.launch_divergence import linear_divergence
 

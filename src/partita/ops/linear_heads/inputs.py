@@ -12,7 +12,7 @@ from ...runtime.autograd import autocast_dtype, plain_eager
 from ...runtime.checks import FLOATING
 from ...runtime.register import PLAIN
 from .common import cast_to_autocast
-from .plan import MemoryPlan, linear_cross_entropy_plan
+from .plan import MemoryPlan, memory_plan
 
 
 class HeadInputs(NamedTuple):
@@ -38,10 +38,11 @@ class HeadInputs(NamedTuple):
         bias_grad = self.bias is not None and self.bias.requires_grad
         return self.input.requires_grad, self.weight.requires_grad, bias_grad
 
-    def plan(self, memory_budget: int | None, reduced: bool) -> MemoryPlan:
+    def plan(self, memory_budget: int | None, reduced: bool, packs: bool = False) -> MemoryPlan:
+        """Return the plan of these tensors; `packs` says whether the rows are packed."""
         input_grad, weight_grad, bias_grad = self.wanted
         tokens, hidden = self.input.shape
-        return linear_cross_entropy_plan(
+        return memory_plan(
             tokens,
             hidden,
             len(self.weight),
@@ -50,6 +51,8 @@ class HeadInputs(NamedTuple):
             input_grad=input_grad,
             weight_grad=weight_grad or bias_grad,
             reduced=reduced,
+            parallel=False,
+            packs=packs,
         )
 
 

@@ -17,6 +17,7 @@ from . import autograd
 from .common import checked_options, chunk_and_save, loss_terms, reduce_losses
 from .composed import composed_cross_entropy, is_plain
 from .inputs import HeadInputs, all_logits, cast_and_check, flat_inputs, is_usual, needs_logits
+from .packing import packs_rows
 from .plan import check_budget, is_small
 
 FEW_LABELS = 128  # that many labels are read in Python in less time than one tensor operation takes
@@ -152,8 +153,9 @@ def _loss(call: LossCall) -> Tensor:
 def _planned_loss(call: LossCall) -> Tensor:
     """Compute the loss in the chunks of the plan."""
     inputs, weight, reduction, options, memory_budget, denominator = call
-    plan = inputs.plan(memory_budget, reduction != "none")
     backend, wanted = current_backend(), inputs.wanted
+    packs = packs_rows(inputs.input, inputs.weight, inputs.bias, reduction, backend)
+    plan = inputs.plan(memory_budget, reduction != "none", packs)
     head = (inputs.input, inputs.weight, inputs.bias, inputs.target, weight)
     if plan.name == "fast" and reduction != "none" and inputs.input.dtype != torch.float16:
         loss_options, divisor = (*options, reduction == "mean"), denominator
@@ -161,7 +163,7 @@ def _planned_loss(call: LossCall) -> Tensor:
             dtype = acc_dtype(inputs.input.dtype)
             divisor = torch.full((), divisor, dtype=dtype, device=inputs.input.device)
         if plain_eager():
-            args = (loss_options, plan.chunk, *head, divisor)
+            args = (loss_options, plan.chunk, packs, *head, divisor)
             return apply(autograd.LinearOnePass, wanted, backend, *args)
         if torch.compiler.is_compiling():
             traced = (*head, divisor, *loss_options, plan.chunk, *wanted, backend)

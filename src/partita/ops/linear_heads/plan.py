@@ -8,6 +8,7 @@ import torch
 
 from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
+from .packing import packing_wanted, sizes_allow_packing
 
 # Bytes of logits in the accumulator dtype up to which an eager call keeps them between forward and
 # backward. Calls of this size wait for the host, and this memory is negligible.
@@ -84,6 +85,10 @@ def linear_cross_entropy_plan(
     may always be 2 GiB. That is all logits, or 1 GiB of them and the gradient of the matrix in
     fp32 (not for fp16). It depends on the arguments alone, so that results do too.
 
+    With `PARTITA_PACK_ROWS=1` it is the plan of a GPU that packs rows, which needs a copy of a
+    chunk's hidden states. This concerns means and sums in bf16 with `hidden` and `vocabulary` that
+    are multiples of 16.
+
     An eager call whose logits take at most 16 MiB in fp32 follows no plan if four times these bytes
     fit the budget: PyTorch's own linear layer computes its logits.
 
@@ -121,6 +126,35 @@ def linear_cross_entropy_plan(
         >>> partita.linear_cross_entropy_plan(*sizes, torch.bfloat16, memory_budget=2**29).name
         'lean'
     """
+    packs = reduced and not parallel and packing_wanted()
+    return memory_plan(
+        tokens,
+        hidden,
+        vocabulary,
+        dtype,
+        memory_budget=memory_budget,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        reduced=reduced,
+        parallel=parallel,
+        packs=packs and sizes_allow_packing(hidden, vocabulary, dtype),
+    )
+
+
+def memory_plan(
+    tokens: int,
+    hidden: int,
+    vocabulary: int,
+    dtype: torch.dtype,
+    *,
+    memory_budget: int | None,
+    input_grad: bool,
+    weight_grad: bool,
+    reduced: bool,
+    parallel: bool,
+    packs: bool,
+) -> MemoryPlan:
+    """Return the `linear_cross_entropy_plan`; `packs` says whether the rows are packed."""
     for name, value in (("tokens", tokens), ("hidden", hidden), ("vocabulary", vocabulary)):
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
             raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
@@ -141,12 +175,14 @@ def linear_cross_entropy_plan(
         flops = product_flops * (1 + input_grad + weight_grad)
         # Each rank sends and receives the gradient of the hidden states in fp32.
         exchanged_bytes = 8 * tokens * hidden * (parallel and input_grad)
+        logits_bytes = row_bytes
+        row_bytes += hidden * itemsize * packs
         all_at_once = tokens * row_bytes + fixed_bytes + exchanged_bytes
         dweight_bytes = hidden * vocabulary * 4 if weight_grad and half_type else 0
         takes_chunks = reduced and not parallel and dtype != torch.float16
         budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
         if memory_budget is None and takes_chunks:
-            chunk = max(MIN_CHUNK_TOKENS, DEFAULT_CHUNK_BYTES // row_bytes // 256 * 256)
+            chunk = max(MIN_CHUNK_TOKENS, DEFAULT_CHUNK_BYTES // logits_bytes // 256 * 256)
             in_chunks = chunk * row_bytes + dweight_bytes + fixed_bytes
             budget = max(budget, min(all_at_once, in_chunks))
         if all_at_once <= budget:

@@ -1,0 +1,174 @@
+"""Kernels that gather the rows whose labels are not ignored, and give their gradients back.
+
+The number of these rows is only known on the device. Kernels and products read it there, so the
+host does not wait for it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ....runtime.launch import cdiv, launch, next_power_of_2
+from ...cross_entropy.gpu.reduction import load_labels
+
+PACK_BLOCK = 1024  # labels that the one program of the packing kernel reads at a time
+COPY_BLOCK = 2048  # elements of a row that a program copies at a time
+
+
+class PackedRows(NamedTuple):
+    """The rows whose labels are not ignored, in their order.
+
+    Fields:
+        index: the row at each packed position, and -1 past the last one, `[M]` int32.
+        target: the labels in this order, and the ignored label past the last one, `[M]` int64.
+        limits: the packed rows of each chunk of positions, `[chunks]` int32, and 1 where there are
+            none, because products take no empty groups. That row is 0, and its label is ignored.
+    """
+
+    index: Tensor
+    target: Tensor
+    limits: Tensor
+
+
+@triton.jit(do_not_specialize=["rows", "chunk", "chunks", "ignore_index"])
+def linear_pack_kernel(
+    target_ptr,  # [rows] labels
+    index_ptr,  # [rows]
+    packed_target_ptr,  # [rows]
+    limits_ptr,  # [chunks]
+    rows,
+    chunk,
+    chunks,
+    ignore_index: tl.int64,
+    BLOCK: tl.constexpr,
+):
+    """Find the packed position of each row whose label is not ignored, in one program.
+
+    The positions are prefix sums, so they follow the order of the rows.
+    """
+    lane = tl.arange(0, BLOCK)
+    total = tl.full([], 0, tl.int32)
+    for first in range(0, rows, BLOCK):
+        row = first + lane
+        label = load_labels(target_ptr, row.to(tl.int64), row < rows, ignore_index)
+        valid = (label != ignore_index).to(tl.int32)
+        position = total + tl.cumsum(valid, 0) - 1
+        tl.store(index_ptr + position, row, mask=valid != 0)
+        tl.store(packed_target_ptr + position, label, mask=valid != 0)
+        total += tl.sum(valid, axis=0)
+    for first in range(total // BLOCK * BLOCK, rows, BLOCK):
+        row = first + lane
+        mask = (row >= total) & (row < rows)
+        tl.store(index_ptr + row, tl.full([BLOCK], -1, tl.int32), mask=mask)
+        tl.store(packed_target_ptr + row, tl.full([BLOCK], ignore_index, tl.int64), mask=mask)
+    for first in range(0, chunks, BLOCK):
+        i = first + lane
+        limit = tl.minimum(tl.maximum(total - i * chunk, 1), chunk)
+        tl.store(limits_ptr + i, limit, mask=i < chunks)
+
+
+@triton.jit(do_not_specialize=["width"])
+def linear_gather_kernel(
+    source_ptr,  # [M, width]
+    index_ptr,  # [positions]
+    result_ptr,  # [positions, width]
+    width,
+    source_row,
+    source_column,
+    result_row,
+    BLOCK: tl.constexpr,
+):
+    """Copy the row of one packed position, and write zeros past the last one."""
+    blocks = tl.cdiv(width, BLOCK)
+    position = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    row = tl.load(index_ptr + position).to(tl.int64)
+    pointers = source_ptr + row * source_row + column * source_column
+    values = tl.load(pointers, mask=(row >= 0) & (column < width), other=0.0)
+    tl.store(result_ptr + position * result_row + column, values, mask=column < width)
+
+
+@triton.jit(do_not_specialize=["width"])
+def linear_scatter_kernel(
+    source_ptr,  # [positions, width]
+    index_ptr,  # [positions]
+    result_ptr,  # [M, width]
+    width,
+    source_row,
+    result_row,
+    BLOCK: tl.constexpr,
+):
+    """Copy one packed row to the row that it was gathered from."""
+    blocks = tl.cdiv(width, BLOCK)
+    position = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    row = tl.load(index_ptr + position).to(tl.int64)
+    mask = (row >= 0) & (column < width)
+    values = tl.load(source_ptr + position * source_row + column, mask=mask)
+    values = values.to(result_ptr.dtype.element_ty)
+    tl.store(result_ptr + row * result_row + column, values, mask=mask)
+
+
+def pack_rows(target: Tensor, ignore_index: int, chunk: int) -> PackedRows:
+    """Return the rows whose labels are not ignored; chunks have `chunk` positions."""
+    rows, chunks = len(target), cdiv(len(target), chunk)
+    packed = PackedRows(
+        index=target.new_empty(rows, dtype=torch.int32),
+        target=target.new_empty(rows, dtype=torch.int64),
+        limits=target.new_empty(chunks, dtype=torch.int32),
+    )
+    launch(
+        linear_pack_kernel,
+        1,
+        target.contiguous(),
+        *packed,
+        rows,
+        chunk,
+        chunks,
+        ignore_index,
+        BLOCK=PACK_BLOCK,
+        num_warps=8,
+    )
+    return packed
+
+
+def gather_rows(source: Tensor, index: Tensor, result: Tensor) -> None:
+    """Write the indexed rows of `source` to `result`, and zeros where the index is -1."""
+    width = source.shape[1]
+    block = min(next_power_of_2(max(width, 1)), COPY_BLOCK)
+    launch(
+        linear_gather_kernel,
+        len(index) * cdiv(width, block),
+        source,
+        index,
+        result,
+        width,
+        source.stride(0),
+        source.stride(1),
+        result.stride(0),
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+def scatter_rows(source: Tensor, index: Tensor, result: Tensor) -> None:
+    """Write the rows of `source` to the indexed rows of `result`, except where the index is -1."""
+    width = source.shape[1]
+    block = min(next_power_of_2(max(width, 1)), COPY_BLOCK)
+    launch(
+        linear_scatter_kernel,
+        len(index) * cdiv(width, block),
+        source,
+        index,
+        result,
+        width,
+        source.stride(0),
+        result.stride(0),
+        BLOCK=block,
+        num_warps=4,
+    )
