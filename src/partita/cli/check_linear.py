@@ -14,6 +14,7 @@ from ..ops.linear_heads.divergence import linear_divergence
 from ..ops.linear_heads.logprobs import linear_logprobs
 from ..ops.linear_heads.topk import linear_topk_logprobs
 from ..ops.linear_heads.topk_divergence import linear_topk_divergence
+from ..testing.budget import Scale
 from .check_torch import (
     divergence_in_torch,
     token_stats_in_torch,
@@ -64,6 +65,16 @@ def _linear_topk_divergence_in_torch(x: Tensor) -> Tensor:
     teacher_logits = F.linear(x.detach().flip(0), _matrix(x))
     return topk_divergence_in_torch(F.linear(x, _matrix(x)), 7, teacher_logits)
 
+
+# A divergence is a difference of log-probabilities down to -8, each rounded. So a probability has a
+# relative error of that size, and a gradient that of the greatest probability, here 1/32. From
+# hidden states the logits have errors too, those of sums whose terms add up to about 40.
+LOG_PROBABILITY = torch.tensor(8.0)
+PROBABILITY_GRADIENT = LOG_PROBABILITY / 32
+SCALES: dict[str, tuple[Scale, Scale]] = {
+    "linear_divergence, hybrid": (LOG_PROBABILITY, torch.tensor(2.0**-5)),
+    "linear_topk_divergence": (LOG_PROBABILITY, "tensor"),
+}
 
 # Each op with its counterpart, and its dtypes: fewer of them where compiling for each takes long.
 LINEAR: tuple[tuple[str, Function, Function, tuple[str, ...]], ...] = (

@@ -22,7 +22,7 @@ from ..ops.semi_markov.api import semi_markov_chain
 from ..ops.softmax.api import log_softmax, logsumexp, softmax
 from ..primitives.semiring import Max
 from ..testing.budget import Scale
-from .check_linear import LINEAR
+from .check_linear import LINEAR, LOG_PROBABILITY, PROBABILITY_GRADIENT, SCALES
 from .check_rnnt import LINEAR_RNNT, RNNT
 from .check_torch import (
     divergence_in_torch,
@@ -332,8 +332,8 @@ CHECKS = (
         lambda x: topk_divergence(x, topk_logprobs(x.detach().flip(-1), 7), reduction="none"),
         lambda x: topk_divergence_in_torch(x, 7, x.detach().flip(-1)),
         lambda x: (),
-        "tensor",
-        "tensor",
+        LOG_PROBABILITY,
+        PROBABILITY_GRADIENT,
         ((ROWS, COLUMNS),),
         ("plain", "offset", "transposed"),
         ("fp32", "fp64"),
@@ -362,8 +362,7 @@ CHECKS = (
             ours,
             theirs,
             lambda x: (labels(x),),
-            "tensor",
-            "tensor",
+            *SCALES.get(op, ("tensor", "tensor")),
             ((ROWS, COLUMNS),),
             ("plain",),
             dtypes,

@@ -68,7 +68,8 @@ def _ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
 def _units(truth: Tensor, dtype: torch.dtype, scale: Scale) -> Tensor:
     magnitude = torch.where(truth.isfinite(), truth, 0).abs()
     if isinstance(scale, Tensor):
-        terms = torch.where(scale.isfinite(), scale.double(), 0).abs().expand_as(truth)
+        terms = torch.where(scale.isfinite(), scale.double(), 0).abs()
+        terms = terms.to(truth.device).expand_as(truth)
         return torch.maximum(_ulp(magnitude, dtype), _ulp(terms, acc_dtype(dtype)))
     if scale != "element":
         magnitude = magnitude.amax() if scale == "tensor" else magnitude.amax(scale, keepdim=True)
