@@ -86,17 +86,18 @@ def lane_operators(
     ]
     parts = 0 if saved is None else -(-saved.span.numel() // 2)
     options = {"C": C, "MAX_PLUS": saved is None, "BLOCK_PARTS": plan.parts_block(parts)}
-    span, maxima = (None, None) if saved is None else (saved.span, saved.maxima)
+    span = None if saved is None else saved.span
     lanes = N * sizes.counts[0] * C
     block = plan.lane_options(lanes)
     launch(
         linear_chain_lane_operators_kernel,
         cdiv(lanes, block["LANES"]),
-        *(emissions, table, end, lengths, span, maxima, *levels[0]),
+        *(emissions, table, end, lengths, span, *levels[0]),
         *(T, N, parts, sizes.counts[0], *emissions.stride(), *end_strides(end)),
         STEPS=sizes.steps,
         EXACT=exact,
         AHEAD=plan.lane_ahead(C, saved is None),
+        WIDTH=plan.lane_width(emissions),
         **options,
         **block,
     )
@@ -189,11 +190,12 @@ def lane_scan(
     if not save:
         return
     block = plan.lane_options(N * groups)
-    options |= {"C": C, "STEPS": sizes.steps, **block}
+    options |= {"C": C, "STEPS": sizes.steps, "WIDTH": plan.lane_width(emissions), **block}
+    options |= plan.lane_state_options(C)
     launch(
         linear_chain_lane_states_kernel,
         2 * cdiv(N * groups, block["LANES"]),
-        *(emissions, table, end, lengths, saved.span, saved.maxima, known),
+        *(emissions, table, end, lengths, saved.span, known),
         *(saved.states, saved.scales, T, N, parts, groups, *emissions.stride(), *end_strides(end)),
         **options,
     )
