@@ -38,12 +38,13 @@ class Operators(NamedTuple):
     offsets: Tensor
 
 
-def score_table(transitions: Tensor) -> Tensor:
-    """Return constant transitions in fp64, contiguous."""
+def score_table(transitions: Tensor, orders: int = 1) -> Tensor:
+    """Return constant transitions in fp64, contiguous; with 2 orders `[2, C, C]`, also transposed."""
     C = transitions.shape[0]
-    table = torch.empty((C, C), dtype=torch.float64, device=transitions.device)
-    programs, arguments = cdiv(C * C, 256), (transitions, table, C, *transitions.stride())
-    launch(linear_chain_table_kernel, programs, *arguments, BLOCK=256, num_warps=4)
+    shape = (C, C) if orders == 1 else (orders, C, C)
+    table = torch.empty(shape, dtype=torch.float64, device=transitions.device)
+    arguments = (transitions, table, C, table.numel(), *transitions.stride())
+    launch(linear_chain_table_kernel, cdiv(table.numel(), 256), *arguments, BLOCK=256, num_warps=4)
     return table
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -94,9 +96,8 @@ def best_states(
     if plan.resident_best(C, constant):
         inputs = (emissions, transitions, start, end, lengths)
         numbers, options = (*sizes, *strides[2:], *ends), plan.resident_best_options(C)
-        results = (*results, None, None)
         kernel = linear_chain_resident_best_kernel
-        launch(kernel, N, *inputs, *results, *numbers, MEETS=False, **options)
+        launch(kernel, N, *inputs, *results, None, *numbers, MEETS=False, **options)
     else:
         by_sequence = transitions.ndim == 4
         kernel = linear_chain_strided_best_kernel if plan.GLUON else linear_chain_best_step_kernel
@@ -132,7 +133,7 @@ def best_path_from_both_ends(
     T, N, C = emissions.shape
     device: dict[str, Any] = {"device": emissions.device}
     scores = torch.empty((2, T + 1, N, C), dtype=torch.float64, **device)
-    table = torch.empty((2, C, C), dtype=torch.float64, **device)
+    table = score_table(transitions, 2)
     is_nan, ties, last = torch.empty((4, N), dtype=torch.int32, **device).split((2, 1, 1))
     previous = torch.empty((T, N, C), dtype=previous_dtype(C), **device)
     inputs = (emissions, transitions, start, end, lengths, scores)
@@ -140,7 +141,7 @@ def best_path_from_both_ends(
     numbers = (*numbers, *end_strides(start), *end_strides(end))
     options, strides = plan.resident_best_options(C), (0, 0, C, 1)
     kernel = linear_chain_resident_best_kernel
-    launch(kernel, 2 * N, *inputs, is_nan, table, None, *numbers, MEETS=True, **options)
+    launch(kernel, 2 * N, *inputs, is_nan, None, *numbers, MEETS=True, **options)
     find_last(scores, lengths, is_nan, score, last, ties, True, False)
     find_previous(table, scores, previous, lengths, None, strides, True, False)
     trace(previous, lengths, None, last, states, True)
@@ -153,7 +154,7 @@ def best_path_from_both_ends(
         BLOCK_C=next_power_of_2(C),
         num_warps=4,
     )
-    launch(kernel, N, *inputs, None, None, ties, *numbers, MEETS=True, **options)
+    launch(kernel, N, *inputs, None, ties, *numbers, MEETS=True, **options)
     find_last(scores, lengths, is_nan, score, last, ties, False, True)
     find_previous(table, scores, previous, lengths, ties, strides, False, True)
     trace(previous, lengths, ties, last, states, False)

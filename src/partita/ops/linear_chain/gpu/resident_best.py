@@ -41,8 +41,7 @@ def load_ahead(score_ptr, i, num_steps, stride_t, c, C, AHEAD: gl.constexpr):
 def scan_best(
     matrix,
     x,
-    scores,
-    ends,
+    end,
     score_ptr,
     x_ptr,
     y_ptr,
@@ -55,23 +54,24 @@ def scan_best(
 ):
     """Take the state x through all steps, and return in which states it met a NaN.
 
-    The walk is its first token and its direction, the number of steps and of tokens, C, and the
-    strides of the emissions and the states over steps.
+    The walk has the number of steps, the step of the last token or -1, C, and the strides of the
+    emissions and the states over steps. No step enters the first token.
     """
-    start, end = ends
-    first, dt, num_steps, tokens, C, next_score, next_row = walk
+    num_steps, last_step, C, next_score, next_row = walk
     is_nan = (x != x).to(gl.int32)
+    scores = load_ahead(score_ptr, 1, num_steps, next_score, c, C, AHEAD)
     for i in range(1, num_steps + 1, AHEAD):
         following = load_ahead(score_ptr, i + AHEAD, num_steps, next_score, c, C, AHEAD)
         for j in gl.static_range(AHEAD):
-            step = gl.to_tensor(i + j).to(gl.int64)
             terms = matrix + gl.expand_dims(gl.convert_layout(x, IN), 1)
             y = best_terms(terms, LANES, OUT)
-            x = y + fold_ends(scores[j], first + step * dt, tokens, start, end)
+            score = scores[j].to(gl.float64)
+            x = y + gl.where(i + j == last_step, score + end, score)
             active = (c < C) & (i + j <= num_steps)
             is_nan = gl.maximum(is_nan, ((x != x) & active).to(gl.int32))
-            gl.store(x_ptr + step * next_row, x, mask=active)
-            gl.store(y_ptr + step * next_row, y, mask=active)
+            at = gl.to_tensor(i + j).to(gl.int64) * next_row
+            gl.store(x_ptr + at, x, mask=active)
+            gl.store(y_ptr + at, y, mask=active)
         scores = following
     return is_nan
 
@@ -85,7 +85,6 @@ def linear_chain_resident_best_kernel(
     lengths_ptr,  # [N] or None
     states_ptr,  # [2, T + 1, N, C] fp64, see best_steps.py
     is_nan_ptr,  # [2, N] int32, or None with ties
-    table_ptr,  # [2, C, C] fp64: the transitions and the same transposed, or None
     ties_ptr,  # [N] int32: sequences whose scan goes on from the middle to the end, or None
     T,
     N,
@@ -129,12 +128,8 @@ def linear_chain_resident_best_kernel(
         k = gl.expand_dims(gl.arange(0, BLOCK_C, IN), 1).to(gl.int64)
         o = gl.expand_dims(c, 0).to(gl.int64)
         at = gl.where(forwards, k * trans_k + o * trans_c, o * trans_k + k * trans_c)
-        mask = (k < C) & (o < C)
-        matrix = gl.load(transitions_ptr + at, mask=mask, other=-float("inf")).to(gl.float64)
-        if table_ptr is not None:
-            if n == 0:
-                at = (gl.where(forwards, 0, C) + k) * C + o
-                gl.store(table_ptr + at, matrix, mask=mask)
+        matrix = gl.load(transitions_ptr + at, mask=(k < C) & (o < C), other=-float("inf"))
+        matrix = matrix.to(gl.float64)
         score_ptr = emissions_ptr + n * stride_n + t * stride_t + c.to(gl.int64) * stride_c
         row, next_score = gl.to_tensor(N).to(gl.int64) * C, dt * stride_t
         # What the scan from the end leaves at a token is stored as that of the next one.
@@ -146,11 +141,9 @@ def linear_chain_resident_best_kernel(
             x = gl.load(score_ptr, mask=c < C, other=-float("inf"))
             x = fold_ends(x, t, tokens, start, end)
             gl.store(x_ptr, x, mask=c < C)
-        scores = load_ahead(score_ptr, 1, num_steps, next_score, c, C, AHEAD)
-        walk = (t, dt, num_steps, tokens, C, next_score, dt * row)
-        is_nan = scan_best(
-            matrix, x, scores, (start, end), score_ptr, x_ptr, y_ptr, walk, c, AHEAD, LANES, OUT, IN
-        )
+        last_step = gl.where(forwards, tokens - 1 - t.to(gl.int32), -1)
+        walk = (num_steps, last_step, C, next_score, dt * row)
+        is_nan = scan_best(matrix, x, end, score_ptr, x_ptr, y_ptr, walk, c, AHEAD, LANES, OUT, IN)
         if ties_ptr is None:
             bad = gl.max((matrix != matrix).to(gl.int32), axis=0)
             is_nan = gl.maximum(is_nan, gl.where(tokens > 1, bad, 0))
