@@ -136,16 +136,16 @@ def linear_chain_best_last_kernel(
     N,
     C,
     MEETS: tl.constexpr,
-    AGAIN: tl.constexpr,
+    TIED: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Find the best score of a sequence and the lowest state that has it.
 
-    With AGAIN this is done for the sequences with ties alone.
+    With TIED this is done for the sequences with ties alone.
     """
     n, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_C)
     runs = True
-    if AGAIN:
+    if TIED:
         runs = tl.load(ties_ptr + n) > 0
     if runs:
         tokens, invalid = load_tokens(lengths_ptr, n, T)
@@ -184,7 +184,7 @@ def linear_chain_best_states_kernel(
     trans_c,
     CONSTANT: tl.constexpr,
     MEETS: tl.constexpr,
-    AGAIN: tl.constexpr,  # whether this is for what follows the middle of sequences with ties
+    TIED: tl.constexpr,  # whether this is for what follows the middle of sequences with ties
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -206,10 +206,10 @@ def linear_chain_best_states_kernel(
     c = (program % blocks * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
     row = (program.to(tl.int64) // blocks * ROWS + N + tl.arange(0, ROWS))[:, None]
     active = row < rows
-    if MEETS or AGAIN:
+    if MEETS or TIED:
         tokens = load_tokens_of(lengths_ptr, row % N, N, T)
         after, active = row // N > middle_token(tokens, True), active & (row // N < tokens)
-        if AGAIN:
+        if TIED:
             active = active & after & (tl.load(ties_ptr + row % N) > 0)
         else:
             active = active & (after != forwards)

@@ -50,6 +50,17 @@ def lane_sum(x, C: tl.constexpr):
 
 
 @triton.jit
+def lane_step(x, emissions, table, table_ptr, C: tl.constexpr, EXACT: tl.constexpr):
+    """Return the states after a step without and with the emissions, and the exponent of x.
+
+    The power of two of that exponent is removed from the states with emissions.
+    """
+    removed, y = lane_exponent(x, C), lane_product(x, table, table_ptr, C, False)
+    maximum, scale = lane_maximum(emissions, C), power_of_2(-removed)
+    return y, enter_lane_tokens(y, emissions, maximum, scale, C, EXACT, False), removed
+
+
+@triton.jit
 def linear_chain_lane_states_kernel(
     emissions_ptr,  # [T, N, C]
     table_ptr,  # [2, C, C] fp64, exp of the transitions, and the same transposed
@@ -90,8 +101,8 @@ def linear_chain_lane_states_kernel(
         low = tl.minimum(segment * STEPS, tokens - 1)
         num_steps = tl.minimum(STEPS, tokens - 1 - low)
         t, dt = tl.where(is_alpha, low, low + num_steps), tl.where(is_alpha, 1, -1).to(tl.int64)
-        score_ptr, end_at = emissions_ptr + n * stride_n, n * end_n
-        inputs = (score_ptr, end_ptr, end_at, tokens, stride_t, stride_c, end_c)
+        score_ptr = emissions_ptr + n * stride_n
+        inputs = (score_ptr, end_ptr, n * end_n, tokens, stride_t, stride_c, end_c)
         matrix_ptr = table_ptr + tl.where(is_alpha, 0, C * C)
         table = load_lane(matrix_ptr, TABLE)
         # Beta follows alpha in the states, and so it does in the boundaries.
@@ -99,8 +110,8 @@ def linear_chain_lane_states_kernel(
         known_ptr += tl.where(is_alpha, 0, (lanes + N + 1) * C)
         alpha_ptr = states_ptr + n * C + tl.where(is_alpha, 0, tl.full([], T, tl.int64) * N * C)
         y, exponent = load_lane(known_ptr, C), tl.zeros([LANES], tl.int32)
-        known = tl.where(is_alpha, segment == 0, t == tokens - 1)
-        store_lane(alpha_ptr + t * N * C, y, known, C, STORED)
+        at, is_end = t * N, tl.where(is_alpha, segment == 0, t == tokens - 1)
+        store_lane(alpha_ptr + at * C, y, is_end, C, STORED)
         first = lane_emissions(inputs, lane_tokens(inputs, t, dt, num_steps, C, 1, WIDTH), 0, t, C)
         x = enter_lane_tokens(y, first, lane_maximum(first, C), 1.0, C, EXACT, False)
         x = lane_select(is_alpha, y, x, C)
@@ -109,22 +120,18 @@ def linear_chain_lane_states_kernel(
             at, left = t + (i + AHEAD) * dt, num_steps - (i + AHEAD - 1)
             next_scores = lane_tokens(inputs, at, dt, left, C, AHEAD, WIDTH)
             for j in tl.static_range(AHEAD):
-                at, active, removed = t + (i + j) * dt, i + j <= num_steps, lane_exponent(x, C)
+                at, active = t + (i + j) * dt, i + j <= num_steps
                 emissions = lane_emissions(inputs, scores, j * C, at, C)
-                maximum, scale = lane_maximum(emissions, C), power_of_2(-removed)
-                y = lane_product(x, table, matrix_ptr, C, False)
-                after = enter_lane_tokens(y, emissions, maximum, scale, C, EXACT, False)
+                y, after, removed = lane_step(x, emissions, table, matrix_ptr, C, EXACT)
                 stored = lane_select(is_alpha, after, y, C)
                 store_lane(alpha_ptr + at * N * C, stored, active, C, STORED)
                 x = lane_select(active, after, x, C)
                 exponent = tl.where(active, removed, exponent)
-                power = exponent.to(tl.float64)
-                tl.store(scales_ptr + n + at * N, power, mask=active & is_alpha)
+                tl.store(scales_ptr + n + at * N, exponent.to(tl.float64), mask=active & is_alpha)
             scores = next_scores
         if is_alpha:
+            at, known = (low + num_steps) * N, load_lane(known_ptr + C, C)
             # The next segment starts from the known state, whose power of two may be another.
-            given, last = load_lane(known_ptr + C, C), (low + num_steps) * N
-            ratio = tl.log2(lane_sum(x, C) / lane_sum(given, C))
-            store_lane(alpha_ptr + last * C, given, num_steps > 0, C, STORED)
-            power = exponent.to(tl.float64) + ratio
-            tl.store(scales_ptr + n + last, power, mask=num_steps > 0)
+            store_lane(alpha_ptr + at * C, known, num_steps > 0, C, STORED)
+            power = exponent.to(tl.float64) + tl.log2(lane_sum(x, C) / lane_sum(known, C))
+            tl.store(scales_ptr + n + at, power, mask=num_steps > 0)

@@ -39,7 +39,7 @@ class Operators(NamedTuple):
 
 
 def score_table(transitions: Tensor, orders: int = 1) -> Tensor:
-    """Return constant transitions in fp64, contiguous; with 2 orders `[2, C, C]`, also transposed."""
+    """Return constant transitions in fp64, contiguous, or `[2, C, C]` with the same transposed."""
     C = transitions.shape[0]
     shape = (C, C) if orders == 1 else (orders, C, C)
     table = torch.empty(shape, dtype=torch.float64, device=transitions.device)

@@ -168,7 +168,7 @@ def find_last(
     last: Tensor,
     ties: Tensor | None,
     meets: bool,
-    again: bool,
+    tied: bool,
 ) -> None:
     """Find the best scores, and the last states of the best paths or those in the middle."""
     _, rows, N, C = scores.shape
@@ -177,7 +177,7 @@ def find_last(
         N,
         *(scores, lengths, is_nan, score, last, ties, rows - 1, N, C),
         MEETS=meets,
-        AGAIN=again,
+        TIED=tied,
         BLOCK_C=next_power_of_2(C),
         num_warps=plan.warps(C // 4),
     )
@@ -191,11 +191,11 @@ def find_previous(
     ties: Tensor | None,
     strides: tuple[int, ...],
     meets: bool,
-    again: bool,
+    tied: bool,
 ) -> None:
     """Find the best states before each state, or with `meets` away from the middle."""
     T, N, C = previous.shape
-    constant = meets or again or transitions.ndim == 2
+    constant = meets or tied or transitions.ndim == 2
     options = plan.best_states_options(C, constant)
     programs = cdiv((T - 1) * N, options["ROWS"]) * cdiv(C, options["BLOCK_C"])
     launch(
@@ -204,7 +204,7 @@ def find_previous(
         *(transitions, scores, previous, lengths, ties, T, N, C, *strides),
         CONSTANT=constant,
         MEETS=meets,
-        AGAIN=again,
+        TIED=tied,
         **options,
     )
 

@@ -45,7 +45,8 @@ def scan_best(
     score_ptr,
     x_ptr,
     y_ptr,
-    walk,
+    sizes,
+    strides,
     c,
     AHEAD: gl.constexpr,
     LANES: gl.constexpr,
@@ -54,10 +55,11 @@ def scan_best(
 ):
     """Take the state x through all steps, and return in which states it met a NaN.
 
-    The walk has the number of steps, the step of the last token or -1, C, and the strides of the
-    emissions and the states over steps. No step enters the first token.
+    The sizes are the number of steps, the step of the last token or -1, and C. The strides are
+    those of the emissions and the states over steps. No step enters the first token.
     """
-    num_steps, last_step, C, next_score, next_row = walk
+    num_steps, last_step, C = sizes
+    next_score, next_row = strides
     is_nan = (x != x).to(gl.int32)
     scores = load_ahead(score_ptr, 1, num_steps, next_score, c, C, AHEAD)
     for i in range(1, num_steps + 1, AHEAD):
@@ -116,14 +118,12 @@ def linear_chain_resident_best_kernel(
     if runs:
         tokens, _ = load_tokens(lengths_ptr, n, T)
         middle = middle_token(tokens, MEETS)
-        t, num_steps = gl.where(forwards, 0, tokens - 1).to(gl.int64), middle
+        t = gl.where(forwards, 0, tokens - 1).to(gl.int64)
+        num_steps = gl.where(forwards, middle, tokens - 1 - middle)
         if ties_ptr is not None:
             t, num_steps = gl.to_tensor(middle).to(gl.int64), tokens - 1 - middle
-        else:
-            num_steps = gl.where(forwards, middle, tokens - 1 - middle)
         dt = gl.where(forwards, 1, -1).to(gl.int64)
         c = gl.arange(0, BLOCK_C, OUT)
-        start = load_vector(start_ptr, n, c, C, start_n, start_c)
         end = load_vector(end_ptr, n, c, C, end_n, end_c)
         k = gl.expand_dims(gl.arange(0, BLOCK_C, IN), 1).to(gl.int64)
         o = gl.expand_dims(c, 0).to(gl.int64)
@@ -139,14 +139,17 @@ def linear_chain_resident_best_kernel(
             x = gl.load(x_ptr, mask=c < C, other=-float("inf"))
         else:
             x = gl.load(score_ptr, mask=c < C, other=-float("inf"))
+            start = load_vector(start_ptr, n, c, C, start_n, start_c)
             x = fold_ends(x, t, tokens, start, end)
             gl.store(x_ptr, x, mask=c < C)
         last_step = gl.where(forwards, tokens - 1 - t.to(gl.int32), -1)
-        walk = (num_steps, last_step, C, next_score, dt * row)
-        is_nan = scan_best(matrix, x, end, score_ptr, x_ptr, y_ptr, walk, c, AHEAD, LANES, OUT, IN)
+        sizes, strides = (num_steps, last_step, C), (next_score, dt * row)
+        is_nan = scan_best(
+            matrix, x, end, score_ptr, x_ptr, y_ptr, sizes, strides, c, AHEAD, LANES, OUT, IN
+        )
         if ties_ptr is None:
-            bad = gl.max((matrix != matrix).to(gl.int32), axis=0)
-            is_nan = gl.maximum(is_nan, gl.where(tokens > 1, bad, 0))
+            bad = gl.max(((matrix != matrix) & (tokens > 1)).to(gl.int32), axis=0)
+            is_nan = gl.maximum(is_nan, bad)
             gl.store(is_nan_ptr + gl.program_id(0), gl.max(is_nan, axis=0))
 
 

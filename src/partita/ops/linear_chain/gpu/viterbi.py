@@ -98,7 +98,7 @@ def linear_chain_viterbi_kernel(
 
 
 @triton.jit
-def segment_walk(lengths_ptr, n, T, segment, is_after, STEPS: tl.constexpr, MEETS: tl.constexpr):
+def segment_tokens(lengths_ptr, n, T, segment, is_after, STEPS: tl.constexpr, MEETS: tl.constexpr):
     """Return the first token whose map a segment takes, the direction, and the number of maps.
 
     Segments are counted from the last token on, or from the middle on in both directions.
@@ -138,7 +138,7 @@ def linear_chain_path_maps_kernel(
         runs = tl.load(ties_ptr + n) > 0
     if runs:
         half = segments // 2 if MEETS else segments
-        t, dt, num_steps, _, _ = segment_walk(
+        t, dt, num_steps, _, _ = segment_tokens(
             lengths_ptr, n, T, segment % half, segment >= half, STEPS, MEETS
         )
         state = tl.minimum(c, C - 1)
@@ -170,7 +170,7 @@ def linear_chain_trace_kernel(
         runs = tl.load(ties_ptr + n) > 0
     if runs:
         half = segments // 2 if MEETS else segments
-        t, dt, num_steps, tokens, middle = segment_walk(
+        t, dt, num_steps, tokens, middle = segment_tokens(
             lengths_ptr, n, T, segment % half, segment >= half, STEPS, MEETS
         )
         last = tl.load(last_ptr + n)
