@@ -154,6 +154,55 @@ def test_nan_stays_in_its_sequence_of_many_states(
     assert score.isnan().all() and (states == -1).all()
 
 
+@pytest.fixture
+def from_both_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Scan best scores of all lengths from both ends."""
+    monkeypatch.setattr(plan, "MIN_MEETING_TOKENS", 1)
+    clear_caches()
+    yield
+    clear_caches()
+
+
+@kernel_devices
+@pytest.mark.usefixtures("from_both_ends")
+@pytest.mark.skipif(not plan.GLUON, reason="these scans choose layouts, which NVIDIA GPUs alone do")
+@pytest.mark.parametrize("forbidden", [0.0, 0.5])
+@pytest.mark.parametrize("shape", [(1, 2, 20), (2, 3, 50), (3, 4, 128), (41, 7, 33), (300, 5, 100)])
+def test_paths_from_both_ends(shape: tuple[int, int, int], forbidden: float, device: str) -> None:
+    assert plan.meets(*shape, True)
+    chain = random_linear_chain(*shape, forbidden=forbidden, device=device)
+    assert_same_path(chain)  # whole numbers tie, so the second half is scanned from the middle too
+    for dtype in (torch.float32, torch.float64):
+        assert_equally_good_path(chain, dtype)
+    chain = random_linear_chain(*shape, ends=False, ragged=False, device=device)
+    assert_same_path(chain)
+    assert_equally_good_path(chain, torch.float32)
+    first, second = (autograd.viterbi(*arguments(chain), "triton") for _ in range(2))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+@kernel_devices
+@pytest.mark.usefixtures("from_both_ends")
+@pytest.mark.skipif(not plan.GLUON, reason="these scans choose layouts, which NVIDIA GPUs alone do")
+def test_nan_and_ties_stay_in_their_sequence_from_both_ends(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    chain = random_linear_chain(40, 8, 30, ragged=False, device=device)
+    chain.emissions[:, 7] = 0.0
+    chain.emissions[31, 1, 2] = chain.emissions[2, 2, 29] = torch.nan
+    chain.emissions[32, 3] = -torch.inf
+    chain.lengths = torch.tensor([40, 40, 40, 40, 0, 41, 20, 40], device=device)
+    chain.emissions[20, 6] = torch.nan
+    tensors = [chain.emissions, chain.transitions, None, None, chain.lengths]
+    found, expected = both(autograd.viterbi, tensors)
+    torch.testing.assert_close(found[0], expected[0], equal_nan=True)
+    assert torch.equal(found[1], expected[1])
+    chain.transitions.zero_()[1, 2] = torch.nan
+    score, states = both(autograd.viterbi, tensors)[0]
+    assert score.isnan().all() and (states == -1).all()
+
+
 @kernel_devices
 @pytest.mark.skipif(INTERPRETING, reason="too large for the interpreter")
 @pytest.mark.parametrize("kind", KINDS)

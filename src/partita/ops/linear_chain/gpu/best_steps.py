@@ -15,6 +15,15 @@ from .steps import load_tokens_of
 
 
 @triton.jit
+def middle_token(tokens, MEETS: tl.constexpr):
+    """Return the token at which the scans from both ends meet, or else the last one."""
+    if MEETS:
+        return tokens // 2
+    else:
+        return tokens - 1
+
+
+@triton.jit
 def best_emissions(addresses, t, n, tokens, c, sizes, strides):
     """Return the emissions of token t with start and end scores, `[BLOCK_N, BLOCK_C]` fp64.
 
@@ -59,8 +68,8 @@ def linear_chain_best_step_kernel(
     start_ptr,  # [N, C] or None
     end_ptr,  # [N, C] or None
     lengths_ptr,  # [N] or None
-    states_ptr,  # [2, T, N, C] fp64, the best scores with emissions and without
-    is_nan_ptr,  # [N] int32
+    states_ptr,  # [2, T + 1, N, C] fp64, the best scores with emissions and without
+    is_nan_ptr,  # [2, N] int32
     t,
     T,
     N,
@@ -111,39 +120,61 @@ def linear_chain_best_step_kernel(
         (N, N, C),
         (stride_t, stride_n, stride_c, start_n, start_c, end_n, end_c),
     )
-    rows = tl.full([], T, tl.int64) * N
+    rows = (tl.full([], T, tl.int64) + 1) * N
     store_best(states_ptr, rows, is_nan_ptr, y, score, bad, t, n, tokens, c, (N, N, C))
 
 
 @triton.jit
 def linear_chain_best_last_kernel(
-    states_ptr,  # [2, T, N, C] fp64
+    states_ptr,  # [2, T + 1, N, C] fp64
     lengths_ptr,  # [N] or None
-    is_nan_ptr,  # [N] int32
+    is_nan_ptr,  # [2, N] int32
     score_ptr,  # [N]
-    last_ptr,  # [N] int32: the last state of the best path, or -1
+    last_ptr,  # [N] int32: the last state of the best path, or that in the middle, or -1
+    ties_ptr,  # [N] int32: whether several states have the best score, or None
     T,
     N,
     C,
+    MEETS: tl.constexpr,
+    TIED: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Find the best score of a sequence and the lowest state that has it."""
+    """Find the best score of a sequence and the lowest state that has it.
+
+    With TIED this is done for the sequences with ties alone.
+    """
     n, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_C)
-    tokens, invalid = load_tokens(lengths_ptr, n, T)
-    at = (tl.full([], 1, tl.int64) * (tokens - 1) * N + n) * C + c
-    x = tl.load(states_ptr + at, mask=c < C, other=-float("inf"))
-    best = tl.max(x, axis=0)
-    last = tl.min(tl.where(x == best, c, BLOCK_C), axis=0)
-    best = tl.where(tl.load(is_nan_ptr + n) > 0, float("nan"), best) + invalid
-    tl.store(score_ptr + n, best.to(score_ptr.dtype.element_ty))
-    tl.store(last_ptr + n, tl.where(best > -float("inf"), last, -1))
+    runs = True
+    if TIED:
+        runs = tl.load(ties_ptr + n) > 0
+    if runs:
+        tokens, invalid = load_tokens(lengths_ptr, n, T)
+        middle = middle_token(tokens, MEETS)
+        at = (tl.full([], 1, tl.int64) * middle * N + n) * C + c
+        x = tl.load(states_ptr + at, mask=c < C, other=-float("inf"))
+        is_nan = tl.load(is_nan_ptr + n)
+        if MEETS:
+            rows = (tl.full([], T, tl.int64) + 1) * N
+            inside = (c < C) & (middle < tokens - 1)
+            x += tl.load(states_ptr + (rows + N) * C + at, mask=inside, other=0.0)
+            is_nan = tl.maximum(is_nan, tl.load(is_nan_ptr + N + n))
+        best = tl.max(x, axis=0)
+        last = tl.min(tl.where(x == best, c, BLOCK_C), axis=0)
+        number = tl.sum(((x == best) & (c < C)).to(tl.int32), axis=0)
+        best = tl.where(is_nan > 0, float("nan"), best) + invalid
+        tl.store(score_ptr + n, best.to(score_ptr.dtype.element_ty))
+        tl.store(last_ptr + n, tl.where(best > -float("inf"), last, -1))
+        if MEETS:
+            tl.store(ties_ptr + n, ((number > 1) & (best > -float("inf"))).to(tl.int32))
 
 
 @triton.jit
 def linear_chain_best_states_kernel(
-    transitions_ptr,  # [C, C] or [T - 1, N, C, C]
-    states_ptr,  # [2, T, N, C] fp64
+    transitions_ptr,  # [C, C] or [T - 1, N, C, C], or with MEETS the same and transposed
+    states_ptr,  # [2, T + 1, N, C] fp64
     previous_ptr,  # [T, N, C] int16 or int32: the best states before each state
+    lengths_ptr,  # [N] or None
+    ties_ptr,  # [N] int32, or None
     T,
     N,
     C,
@@ -152,30 +183,81 @@ def linear_chain_best_states_kernel(
     trans_k,
     trans_c,
     CONSTANT: tl.constexpr,
+    MEETS: tl.constexpr,
+    TIED: tl.constexpr,  # whether this is for what follows the middle of sequences with ties
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
     """Find the lowest state before each state of ROWS tokens that attains the best score.
 
-    Where no score is greater than -inf, or past a length, it is any state.
+    With MEETS, the second half of the programs finds the states at the tokens after the middle
+    given each state before. Where no score is greater than -inf, or past a length, it is any state.
     """
     blocks = tl.cdiv(C, BLOCK_C)
-    c = (tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
     rows = tl.full([], T, tl.int64) * N
-    row = tl.program_id(0).to(tl.int64) // blocks * ROWS + N + tl.arange(0, ROWS)[:, None]
-    mask = (row < rows) & (c < C)
-    y = tl.load(states_ptr + rows * C + row * C + c, mask=mask, other=0.0)
-    before_ptr, step_ptr = states_ptr + (row - N) * C, transitions_ptr + c.to(tl.int64) * trans_c
-    if not CONSTANT:
-        step_ptr += (row // N - 1) * trans_t + row % N * trans_n
-    index = tl.full([ROWS, BLOCK_C], C - 1, tl.int32)
-    for first in range(0, C, UNROLL):
-        for j in tl.static_range(UNROLL):
-            k = C - 1 - first - j
-            x = tl.load(before_ptr + k, mask=(row < rows) & (k >= 0), other=float("nan"))
-            at = step_ptr + tl.full([], k, tl.int64) * trans_k
-            inside = (c < C) & (k >= 0) if CONSTANT else mask & (k >= 0)
-            weight = tl.load(at, mask=inside, other=0.0).to(tl.float64)
-            index = tl.where(x + weight == y, k, index)
-    tl.store(previous_ptr + row * C + c, index, mask=mask)
+    program = tl.program_id(0)
+    forwards, from_row = True, tl.full([], N, tl.int64)
+    if MEETS:
+        forwards = program < tl.num_programs(0) // 2
+        program = program % (tl.num_programs(0) // 2)
+        from_row = tl.where(forwards, from_row, -from_row)
+        transitions_ptr += tl.where(forwards, 0, C * C)
+    c = (program % blocks * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
+    row = (program.to(tl.int64) // blocks * ROWS + N + tl.arange(0, ROWS))[:, None]
+    active = row < rows
+    if MEETS or TIED:
+        tokens = load_tokens_of(lengths_ptr, row % N, N, T)
+        after, active = row // N > middle_token(tokens, True), active & (row // N < tokens)
+        if TIED:
+            active = active & after & (tl.load(ties_ptr + row % N) > 0)
+        else:
+            active = active & (after != forwards)
+    if tl.max(tl.max(active.to(tl.int32), axis=1), axis=0) > 0:
+        mask = active & (c < C)
+        y = tl.load(states_ptr + (rows + N) * C + row * C + c, mask=mask, other=0.0)
+        before_ptr = states_ptr + (row - from_row) * C
+        step_ptr = transitions_ptr + c.to(tl.int64) * trans_c
+        if not CONSTANT:
+            step_ptr += (row // N - 1) * trans_t + row % N * trans_n
+        index = tl.full([ROWS, BLOCK_C], C - 1, tl.int32)
+        for first in range(0, C, UNROLL):
+            for j in tl.static_range(UNROLL):
+                k = C - 1 - first - j
+                x = tl.load(before_ptr + k, mask=active & (k >= 0), other=float("nan"))
+                at = step_ptr + tl.full([], k, tl.int64) * trans_k
+                inside = (c < C) & (k >= 0) if CONSTANT else mask & (k >= 0)
+                weight = tl.load(at, mask=inside, other=0.0).to(tl.float64)
+                index = tl.where(x + weight == y, k, index)
+        tl.store(previous_ptr + row * C + c, index, mask=mask)
+
+
+@triton.jit
+def linear_chain_best_ties_kernel(
+    table_ptr,  # [2, C, C] fp64
+    states_ptr,  # [2, T + 1, N, C] fp64
+    path_ptr,  # [T, N] int64
+    lengths_ptr,  # [N] or None
+    ties_ptr,  # [N] int32
+    T,
+    N,
+    C,
+    ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Store 1 for a sequence whose path after its middle could go on in several best ways."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + N + tl.arange(0, ROWS)
+    rows, c = tl.full([], T, tl.int64) * N, tl.arange(0, BLOCK_C)
+    n, t = row % N, row // N
+    tokens = load_tokens_of(lengths_ptr, n, N, T)
+    active = (row < rows) & (t < tokens) & (t > middle_token(tokens, True))
+    k = tl.load(path_ptr + row - N, mask=active, other=-1)
+    active = active & (k >= 0)
+    mask = active[:, None] & (c < C)[None, :]
+    y = tl.load(states_ptr + (rows + N + row) * C + k, mask=active, other=0.0)
+    x = tl.load(states_ptr + ((row + N) * C)[:, None] + c[None, :], mask=mask, other=0.0)
+    weight = tl.load(table_ptr + (k * C)[:, None] + c[None, :], mask=mask, other=0.0)
+    is_best = (x + weight == y[:, None]) & mask
+    number = tl.sum(is_best.to(tl.int32), axis=1)
+    # All programs that store here store the same.
+    tl.store(ties_ptr + n, 1, mask=number > 1)

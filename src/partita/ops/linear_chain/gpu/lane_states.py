@@ -13,19 +13,31 @@ from .lanes import (
     lane_emissions,
     lane_exponent,
     lane_index,
+    lane_maximum,
     lane_product,
-    lane_scores,
     lane_select,
+    lane_tokens,
     load_lane,
 )
 from .scores import load_tokens, power_of_2, transition_range
 
 
 @triton.jit
-def store_lane(ptr, x, mask, C: tl.constexpr):
-    """Store the states of the lanes of the mask at their addresses."""
-    for c in tl.static_range(C):
-        tl.store(ptr + c, x[c], mask=mask)
+def store_lane(ptr, x, mask, C: tl.constexpr, WIDTH: tl.constexpr):
+    """Store the states of the lanes of the mask at their addresses, WIDTH states at once.
+
+    C is a multiple of the width. The states of a token start on 16 bytes if it is even.
+    """
+    lane = tl.max_contiguous(ptr[:, None] + tl.arange(0, WIDTH)[None, :], [1, WIDTH])
+    for c in tl.static_range(0, C, WIDTH):
+        if WIDTH == 1:
+            tl.store(ptr + c, x[c], mask=mask)
+        else:
+            states = tl.join(x[c], x[c + 1])
+            if WIDTH == 4:
+                pairs = tl.join(tl.join(x[c], x[c + 2]), tl.join(x[c + 1], x[c + 3]))
+                states = tl.reshape(pairs, [ptr.shape[0], 4])
+            tl.store(tl.multiple_of(lane + c, [1, 16]), states, mask=mask[:, None])
 
 
 @triton.jit
@@ -38,13 +50,23 @@ def lane_sum(x, C: tl.constexpr):
 
 
 @triton.jit
+def lane_step(x, emissions, table, table_ptr, C: tl.constexpr, EXACT: tl.constexpr):
+    """Return the states after a step without and with the emissions, and the exponent of x.
+
+    The power of two of that exponent is removed from the states with emissions.
+    """
+    removed, y = lane_exponent(x, C), lane_product(x, table, table_ptr, C, False)
+    maximum, scale = lane_maximum(emissions, C), power_of_2(-removed)
+    return y, enter_lane_tokens(y, emissions, maximum, scale, C, EXACT, False), removed
+
+
+@triton.jit
 def linear_chain_lane_states_kernel(
     emissions_ptr,  # [T, N, C]
     table_ptr,  # [2, C, C] fp64, exp of the transitions, and the same transposed
     end_ptr,  # [N, C] or None
     lengths_ptr,  # [N] or None
     range_ptr,  # [parts, 2] fp64
-    maxima_ptr,  # [T, N] fp64
     boundaries_ptr,  # [2, N, segments + 1, C] fp64
     states_ptr,  # [2, T, N, C] fp64
     scales_ptr,  # [T, N] fp64
@@ -59,7 +81,10 @@ def linear_chain_lane_states_kernel(
     end_c,
     C: tl.constexpr,
     STEPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STORED: tl.constexpr,
     EXACT: tl.constexpr,
+    AHEAD: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
@@ -76,37 +101,37 @@ def linear_chain_lane_states_kernel(
         low = tl.minimum(segment * STEPS, tokens - 1)
         num_steps = tl.minimum(STEPS, tokens - 1 - low)
         t, dt = tl.where(is_alpha, low, low + num_steps), tl.where(is_alpha, 1, -1).to(tl.int64)
-        score_ptr, end_at = emissions_ptr + n * stride_n, n * end_n
-        inputs = (score_ptr, end_ptr, end_at, tokens, stride_t, stride_c, end_c)
+        score_ptr = emissions_ptr + n * stride_n
+        inputs = (score_ptr, end_ptr, n * end_n, tokens, stride_t, stride_c, end_c)
         matrix_ptr = table_ptr + tl.where(is_alpha, 0, C * C)
-        table, token_ptr = load_lane(matrix_ptr, TABLE), maxima_ptr + n
+        table = load_lane(matrix_ptr, TABLE)
         # Beta follows alpha in the states, and so it does in the boundaries.
         known_ptr = boundaries_ptr + (n * (segments + 1) + segment) * C
         known_ptr += tl.where(is_alpha, 0, (lanes + N + 1) * C)
         alpha_ptr = states_ptr + n * C + tl.where(is_alpha, 0, tl.full([], T, tl.int64) * N * C)
         y, exponent = load_lane(known_ptr, C), tl.zeros([LANES], tl.int32)
-        store_lane(alpha_ptr + t * N * C, y, tl.where(is_alpha, segment == 0, t == tokens - 1), C)
-        first = lane_emissions(inputs, lane_scores(inputs, t, dt, num_steps, C, 1), 0, t, C)
-        maximum = tl.load(token_ptr + t * N)
-        x = enter_lane_tokens(y, first, maximum, 1.0, C, EXACT, False)
+        at, is_end = t * N, tl.where(is_alpha, segment == 0, t == tokens - 1)
+        store_lane(alpha_ptr + at * C, y, is_end, C, STORED)
+        first = lane_emissions(inputs, lane_tokens(inputs, t, dt, num_steps, C, 1, WIDTH), 0, t, C)
+        x = enter_lane_tokens(y, first, lane_maximum(first, C), 1.0, C, EXACT, False)
         x = lane_select(is_alpha, y, x, C)
-        scores = lane_scores(inputs, t + dt, dt, num_steps, C, 1)
-        for i in range(1, tl.max(num_steps, axis=0).to(tl.int32) + 1):
-            at, active, removed = t + i * dt, i <= num_steps, lane_exponent(x, C)
-            next_scores = lane_scores(inputs, at + dt, dt, num_steps - i, C, 1)
-            emissions = lane_emissions(inputs, scores, 0, at, C)
-            maximum = tl.load(token_ptr + at * N, mask=active, other=0.0)
-            y, scale = lane_product(x, table, matrix_ptr, C, False), power_of_2(-removed)
-            after = enter_lane_tokens(y, emissions, maximum, scale, C, EXACT, False)
-            store_lane(alpha_ptr + at * N * C, lane_select(is_alpha, after, y, C), active, C)
-            x, exponent = lane_select(active, after, x, C), tl.where(active, removed, exponent)
-            power = exponent.to(tl.float64)
-            tl.store(scales_ptr + n + at * N, power, mask=active & is_alpha)
+        scores = lane_tokens(inputs, t + dt, dt, num_steps, C, AHEAD, WIDTH)
+        for i in range(1, tl.max(num_steps, axis=0).to(tl.int32) + 1, AHEAD):
+            at, left = t + (i + AHEAD) * dt, num_steps - (i + AHEAD - 1)
+            next_scores = lane_tokens(inputs, at, dt, left, C, AHEAD, WIDTH)
+            for j in tl.static_range(AHEAD):
+                at, active = t + (i + j) * dt, i + j <= num_steps
+                emissions = lane_emissions(inputs, scores, j * C, at, C)
+                y, after, removed = lane_step(x, emissions, table, matrix_ptr, C, EXACT)
+                stored = lane_select(is_alpha, after, y, C)
+                store_lane(alpha_ptr + at * N * C, stored, active, C, STORED)
+                x = lane_select(active, after, x, C)
+                exponent = tl.where(active, removed, exponent)
+                tl.store(scales_ptr + n + at * N, exponent.to(tl.float64), mask=active & is_alpha)
             scores = next_scores
         if is_alpha:
+            at, known = (low + num_steps) * N, load_lane(known_ptr + C, C)
             # The next segment starts from the known state, whose power of two may be another.
-            given, last = load_lane(known_ptr + C, C), (low + num_steps) * N
-            ratio = tl.log2(lane_sum(x, C) / lane_sum(given, C))
-            store_lane(alpha_ptr + last * C, given, num_steps > 0, C)
-            power = exponent.to(tl.float64) + ratio
-            tl.store(scales_ptr + n + last, power, mask=num_steps > 0)
+            store_lane(alpha_ptr + at * C, known, num_steps > 0, C, STORED)
+            power = exponent.to(tl.float64) + tl.log2(lane_sum(x, C) / lane_sum(known, C))
+            tl.store(scales_ptr + n + at, power, mask=num_steps > 0)

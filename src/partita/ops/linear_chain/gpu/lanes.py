@@ -21,17 +21,21 @@ MAX_STATES_OF_TABLE = tl.constexpr(5)  # whose transitions stay in the registers
 @triton.jit
 def linear_chain_table_kernel(
     transitions_ptr,  # [C, C]
-    table_ptr,  # [C, C] fp64
+    table_ptr,  # [C, C] fp64, or [2, C, C] with the same transposed
     C,
+    number,
     trans_k,
     trans_c,
     BLOCK: tl.constexpr,
 ):
     """Store constant transitions in fp64, side by side."""
-    pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = pair < tl.full([], C, tl.int64) * C
-    at = pair // C * trans_k + pair % C * trans_c
-    tl.store(table_ptr + pair, tl.load(transitions_ptr + at, mask=mask).to(tl.float64), mask=mask)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    pairs = tl.full([], C, tl.int64) * C
+    mask, pair = at < number, at % pairs
+    k = tl.where(at < pairs, pair // C, pair % C)
+    c = tl.where(at < pairs, pair % C, pair // C)
+    scores = tl.load(transitions_ptr + k * trans_k + c * trans_c, mask=mask)
+    tl.store(table_ptr + at, scores.to(tl.float64), mask=mask)
 
 
 @triton.jit
@@ -47,6 +51,43 @@ def lane_scores(token, t, dt, remaining, C: tl.constexpr, AHEAD: tl.constexpr):
             at = (t + j * dt) * stride_t + tl.full([], c, tl.int64) * stride_c
             scores += (tl.load(score_ptr + at, mask=j < remaining, other=0.0),)
     return scores
+
+
+@triton.jit
+def lane_tokens(token, t, dt, remaining, C: tl.constexpr, AHEAD: tl.constexpr, WIDTH: tl.constexpr):
+    """Load emissions as `lane_scores` does, WIDTH states at once.
+
+    The states are next to each other, and each token starts at a multiple of WIDTH elements.
+    """
+    if WIDTH == 1:
+        return lane_scores(token, t, dt, remaining, C, AHEAD)
+    else:
+        score_ptr, _, _, _, stride_t, _, _ = token
+        BYTES: tl.constexpr = WIDTH * score_ptr.dtype.element_ty.primitive_bitwidth // 8
+        state, scores = tl.arange(0, WIDTH)[None, :], ()
+        for j in tl.static_range(AHEAD):
+            for c in tl.static_range(0, C, WIDTH):
+                at = score_ptr + (t + j * dt) * stride_t + c
+                at = tl.max_contiguous(at[:, None] + state, [1, WIDTH])
+                at = tl.multiple_of(at, [1, BYTES])
+                block = tl.load(at, mask=(j < remaining)[:, None], other=0.0)
+                if WIDTH == 2:
+                    scores += tl.split(block)
+                else:
+                    even, odd = tl.split(tl.reshape(block, [block.shape[0], 2, 2]))
+                    first, third = tl.split(even)
+                    second, fourth = tl.split(odd)
+                    scores += (first, second, third, fourth)
+        return scores
+
+
+@triton.jit
+def lane_maximum(emissions, C: tl.constexpr):
+    """Return the greatest emission of each lane, as `linear_chain_prepare_kernel` does."""
+    maximum = emissions[0]
+    for c in tl.static_range(1, C):
+        maximum = tl.maximum(maximum, emissions[c])
+    return maximum
 
 
 @triton.jit
@@ -159,7 +200,6 @@ def linear_chain_lane_operators_kernel(
     end_ptr,  # [N, C] or None
     lengths_ptr,  # [N] or None
     range_ptr,  # [parts, 2] fp64, or None with MAX_PLUS
-    maxima_ptr,  # [T, N] fp64, or None with MAX_PLUS
     operators_ptr,  # [N, segments, C, C] fp64
     exponents_ptr,  # [N, segments, C] fp64, or None with MAX_PLUS
     offsets_ptr,  # [N, segments] fp64: what was taken out, or with MAX_PLUS 0, or NaN if one is met
@@ -177,6 +217,7 @@ def linear_chain_lane_operators_kernel(
     EXACT: tl.constexpr,
     MAX_PLUS: tl.constexpr,
     AHEAD: tl.constexpr,
+    WIDTH: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
@@ -197,17 +238,17 @@ def linear_chain_lane_operators_kernel(
         exponents = tl.zeros([LANES], tl.float64)
         offset = exponents if MAX_PLUS else shift * num_steps
         table = load_lane(table_ptr, TABLE)
-        scores = lane_scores(token, low + 1, 1, num_steps, C, AHEAD)
+        scores = lane_tokens(token, low + 1, 1, num_steps, C, AHEAD, WIDTH)
         for i in range(0, tl.max(num_steps, axis=0).to(tl.int32), AHEAD):
             left = num_steps - i - AHEAD
-            next_scores = lane_scores(token, low + 1 + i + AHEAD, 1, left, C, AHEAD)
+            next_scores = lane_tokens(token, low + 1 + i + AHEAD, 1, left, C, AHEAD, WIDTH)
             for j in tl.static_range(AHEAD):
                 t, active, maximum, scale = low + 1 + i + j, i + j < num_steps, offset, offset
                 emissions = lane_emissions(token, scores, j * C, t, C)
                 if MAX_PLUS:
                     offset = tl.where(active & has_nan(emissions, C), float("nan"), offset)
                 else:
-                    maximum = tl.load(maxima_ptr + t * N + n, mask=active, other=0.0)
+                    maximum = lane_maximum(emissions, C)
                     exponent = lane_exponent(x, C)
                     exponents += tl.where(active, exponent, 0).to(tl.float64)
                     offset += maximum

@@ -38,12 +38,13 @@ class Operators(NamedTuple):
     offsets: Tensor
 
 
-def score_table(transitions: Tensor) -> Tensor:
-    """Return constant transitions in fp64, contiguous."""
+def score_table(transitions: Tensor, orders: int = 1) -> Tensor:
+    """Return constant transitions in fp64, contiguous, or `[2, C, C]` with the same transposed."""
     C = transitions.shape[0]
-    table = torch.empty((C, C), dtype=torch.float64, device=transitions.device)
-    programs, arguments = cdiv(C * C, 256), (transitions, table, C, *transitions.stride())
-    launch(linear_chain_table_kernel, programs, *arguments, BLOCK=256, num_warps=4)
+    shape = (C, C) if orders == 1 else (orders, C, C)
+    table = torch.empty(shape, dtype=torch.float64, device=transitions.device)
+    arguments = (transitions, table, C, table.numel(), *transitions.stride())
+    launch(linear_chain_table_kernel, cdiv(table.numel(), 256), *arguments, BLOCK=256, num_warps=4)
     return table
 
 
@@ -86,17 +87,18 @@ def lane_operators(
     ]
     parts = 0 if saved is None else -(-saved.span.numel() // 2)
     options = {"C": C, "MAX_PLUS": saved is None, "BLOCK_PARTS": plan.parts_block(parts)}
-    span, maxima = (None, None) if saved is None else (saved.span, saved.maxima)
+    span = None if saved is None else saved.span
     lanes = N * sizes.counts[0] * C
     block = plan.lane_options(lanes)
     launch(
         linear_chain_lane_operators_kernel,
         cdiv(lanes, block["LANES"]),
-        *(emissions, table, end, lengths, span, maxima, *levels[0]),
+        *(emissions, table, end, lengths, span, *levels[0]),
         *(T, N, parts, sizes.counts[0], *emissions.stride(), *end_strides(end)),
         STEPS=sizes.steps,
         EXACT=exact,
         AHEAD=plan.lane_ahead(C, saved is None),
+        WIDTH=plan.lane_width(emissions),
         **options,
         **block,
     )
@@ -189,11 +191,12 @@ def lane_scan(
     if not save:
         return
     block = plan.lane_options(N * groups)
-    options |= {"C": C, "STEPS": sizes.steps, **block}
+    options |= {"C": C, "STEPS": sizes.steps, "WIDTH": plan.lane_width(emissions), **block}
+    options |= plan.lane_state_options(C)
     launch(
         linear_chain_lane_states_kernel,
         2 * cdiv(N * groups, block["LANES"]),
-        *(emissions, table, end, lengths, saved.span, saved.maxima, known),
+        *(emissions, table, end, lengths, saved.span, known),
         *(saved.states, saved.scales, T, N, parts, groups, *emissions.stride(), *end_strides(end)),
         **options,
     )

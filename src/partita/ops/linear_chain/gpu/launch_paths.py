@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from .best_steps import (
     linear_chain_best_last_kernel,
     linear_chain_best_states_kernel,
     linear_chain_best_step_kernel,
+    linear_chain_best_ties_kernel,
 )
 from .launch import linear_chain_logz
 from .launch_lanes import best_path_in_lanes, exp_table, score_table, trace_words
@@ -44,6 +47,9 @@ def linear_chain_viterbi(
         best_path_in_lanes(emissions, transitions, start, end, lengths, score, states)
         return score, states
     constant = transitions.ndim == 2
+    if plan.meets(T, N, C, constant):
+        best_path_from_both_ends(emissions, transitions, start, end, lengths, score, states)
+        return score, states
     previous = torch.empty((T, N, C), dtype=previous_dtype(C), device=device)
     last = torch.empty(N, dtype=torch.int32, device=device)
     chain, results = (emissions, transitions, start, end, lengths), (previous, score, last)
@@ -61,7 +67,7 @@ def linear_chain_viterbi(
         )
     else:
         best_states(*chain, *results)
-    trace(previous, lengths, last, states)
+    trace(previous, lengths, None, last, states, False)
     return score, states
 
 
@@ -83,14 +89,15 @@ def best_states(
     """Find the best scores of all states first, then the best states before each state."""
     T, N, C = emissions.shape
     constant = transitions.ndim == 2
-    scores = torch.empty((2, T, N, C), dtype=torch.float64, device=emissions.device)
-    is_nan = torch.zeros(N, dtype=torch.int32, device=emissions.device)
+    scores = torch.empty((2, T + 1, N, C), dtype=torch.float64, device=emissions.device)
+    is_nan = torch.zeros((2, N), dtype=torch.int32, device=emissions.device)
     results, sizes = (scores, is_nan), (T, N, C, *emissions.stride())
     ends, strides = (*end_strides(start), *end_strides(end)), transition_strides(transitions)
     if plan.resident_best(C, constant):
         inputs = (emissions, transitions, start, end, lengths)
-        numbers, options = (*sizes, *strides[2:], *ends), plan.resident_options(C)
-        launch(linear_chain_resident_best_kernel, N, *inputs, *results, *numbers, **options)
+        numbers, options = (*sizes, *strides[2:], *ends), plan.resident_best_options(C)
+        kernel = linear_chain_resident_best_kernel
+        launch(kernel, N, *inputs, *results, None, *numbers, MEETS=False, **options)
     else:
         by_sequence = transitions.ndim == 4
         kernel = linear_chain_strided_best_kernel if plan.GLUON else linear_chain_best_step_kernel
@@ -105,49 +112,134 @@ def best_states(
         )
         for t in range(T):
             launch(kernel, programs, *inputs, *results, t, *numbers, **options)
-    tensors, block = (scores, lengths, is_nan, score, last), next_power_of_2(C)
+    find_last(scores, lengths, is_nan, score, last, None, False, False)
+    find_previous(transitions, scores, previous, lengths, None, strides, False, False)
+
+
+def best_path_from_both_ends(
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    lengths: Tensor | None,
+    score: Tensor,
+    states: Tensor,
+) -> None:
+    """Find the best score `[N]` and path `[T, N]` by scans that meet in the middle.
+
+    Where the path after the middle has a tie, the sequence is scanned from its middle to its end as
+    well, because the order of ties is that of a scan from the start.
+    """
+    T, N, C = emissions.shape
+    device: dict[str, Any] = {"device": emissions.device}
+    scores = torch.empty((2, T + 1, N, C), dtype=torch.float64, **device)
+    table = score_table(transitions, 2)
+    is_nan, ties, last = torch.empty((4, N), dtype=torch.int32, **device).split((2, 1, 1))
+    previous = torch.empty((T, N, C), dtype=previous_dtype(C), **device)
+    inputs = (emissions, transitions, start, end, lengths, scores)
+    numbers = (T, N, C, *emissions.stride(), *transitions.stride())
+    numbers = (*numbers, *end_strides(start), *end_strides(end))
+    options, strides = plan.resident_best_options(C), (0, 0, C, 1)
+    kernel = linear_chain_resident_best_kernel
+    launch(kernel, 2 * N, *inputs, is_nan, None, *numbers, MEETS=True, **options)
+    find_last(scores, lengths, is_nan, score, last, ties, True, False)
+    find_previous(table, scores, previous, lengths, None, strides, True, False)
+    trace(previous, lengths, None, last, states, True)
+    rows = plan.tie_rows(C)
+    launch(
+        linear_chain_best_ties_kernel,
+        cdiv((T - 1) * N, rows),
+        *(table, scores, states, lengths, ties, T, N, C),
+        ROWS=rows,
+        BLOCK_C=next_power_of_2(C),
+        num_warps=4,
+    )
+    launch(kernel, N, *inputs, None, ties, *numbers, MEETS=True, **options)
+    find_last(scores, lengths, is_nan, score, last, ties, False, True)
+    find_previous(table, scores, previous, lengths, ties, strides, False, True)
+    trace(previous, lengths, ties, last, states, False)
+
+
+def find_last(
+    scores: Tensor,
+    lengths: Tensor | None,
+    is_nan: Tensor,
+    score: Tensor,
+    last: Tensor,
+    ties: Tensor | None,
+    meets: bool,
+    tied: bool,
+) -> None:
+    """Find the best scores, and the last states of the best paths or those in the middle."""
+    _, rows, N, C = scores.shape
     launch(
         linear_chain_best_last_kernel,
         N,
-        *tensors,
-        T,
-        N,
-        C,
-        BLOCK_C=block,
+        *(scores, lengths, is_nan, score, last, ties, rows - 1, N, C),
+        MEETS=meets,
+        TIED=tied,
+        BLOCK_C=next_power_of_2(C),
         num_warps=plan.warps(C // 4),
     )
+
+
+def find_previous(
+    transitions: Tensor,
+    scores: Tensor,
+    previous: Tensor,
+    lengths: Tensor | None,
+    ties: Tensor | None,
+    strides: tuple[int, ...],
+    meets: bool,
+    tied: bool,
+) -> None:
+    """Find the best states before each state, or with `meets` away from the middle."""
+    T, N, C = previous.shape
+    constant = meets or tied or transitions.ndim == 2
     options = plan.best_states_options(C, constant)
+    programs = cdiv((T - 1) * N, options["ROWS"]) * cdiv(C, options["BLOCK_C"])
     launch(
         linear_chain_best_states_kernel,
-        cdiv((T - 1) * N, options["ROWS"]) * cdiv(C, options["BLOCK_C"]),
-        *(transitions, scores, previous, T, N, C, *strides),
+        2 * programs if meets else programs,
+        *(transitions, scores, previous, lengths, ties, T, N, C, *strides),
         CONSTANT=constant,
+        MEETS=meets,
+        TIED=tied,
         **options,
     )
 
 
-def trace(previous: Tensor, lengths: Tensor | None, last: Tensor, states: Tensor) -> None:
-    """Trace the best paths back from their last states."""
+def trace(
+    previous: Tensor,
+    lengths: Tensor | None,
+    ties: Tensor | None,
+    last: Tensor,
+    states: Tensor,
+    meets: bool,
+) -> None:
+    """Trace the best paths from their last states, or from the middle in both directions."""
     T, N, C = previous.shape
     steps = plan.trace_steps(T)
-    segments = max(cdiv(T - 1, steps), 1)
+    segments = 2 * cdiv(T, 2 * steps) if meets else cdiv(T, steps)
     maps = torch.empty((N, segments, C), dtype=torch.int32, device=previous.device)
     sizes = (T, N, C, segments)
     launch(
         linear_chain_path_maps_kernel,
         N * segments * cdiv(C, 128),
-        *(previous, lengths, maps),
+        *(previous, lengths, ties, maps),
         *sizes,
         STEPS=steps,
+        MEETS=meets,
         BLOCK_C=128,
         num_warps=4,
     )
     launch(
         linear_chain_trace_kernel,
         N * segments,
-        *(previous, lengths, maps, last, states),
+        *(previous, lengths, ties, maps, last, states),
         *sizes,
         STEPS=steps,
+        MEETS=meets,
         num_warps=1,
     )
 

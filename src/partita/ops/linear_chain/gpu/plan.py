@@ -26,6 +26,9 @@ MIN_PARALLEL_TOKENS = 256
 MAX_PARALLEL_SEQUENCES = 32
 MAX_PARALLEL_STATES = 16
 MAX_LANE_STATES = 8  # of linear scans whose segments have a lane each
+MIN_MEETING_TOKENS = 256  # of best paths that are found from both ends
+MAX_MEETING_WARPS = 528  # of all scans from the start: half of a small GPU's
+MAX_TABLE_STATES = 5  # whose transitions stay in the registers of a lane
 OPERATOR_WARPS = 2  # 2 or 4, of a program whose threads share an operator
 WORD_STEPS = 16  # tokens of a path that one lane traces
 MAX_LANES = 65536  # of one warp to a program, so that few lanes use all multiprocessors
@@ -129,6 +132,23 @@ def viterbi_options(C: int) -> dict[str, int]:
 def resident_best(C: int, constant: bool) -> bool:
     """Return whether the best scores are scanned with the transitions in registers."""
     return GLUON and constant and C <= MAX_GLUON_STATES
+
+
+def resident_best_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of the scan of best scores with layouts of its own."""
+    return resident_options(C)
+
+
+def meets(T: int, N: int, C: int, constant: bool) -> bool:
+    """Return whether best scores are scanned from both ends, so that more programs run."""
+    if not resident_best(C, constant) or T < MIN_MEETING_TOKENS:
+        return False
+    return 0 < N * resident_best_options(C)["num_warps"] <= MAX_MEETING_WARPS
+
+
+def tie_rows(C: int) -> int:
+    """Return how many tokens of a path a program looks at for ties."""
+    return max(1, 1024 // next_power_of_2(C))
 
 
 def best_step_options(C: int, by_sequence: bool) -> dict[str, Any]:
@@ -235,7 +255,22 @@ def shares_operators(C: int) -> bool:
 
 def lane_ahead(C: int, max_plus: bool) -> int:
     """Return how many tokens a lane loads at once; each number of steps is a multiple of it."""
-    return 4 if max_plus and C <= 5 else 1
+    return 4 if max_plus and C <= MAX_TABLE_STATES else 1
+
+
+def lane_width(emissions: Tensor) -> int:
+    """Return how many states of a token a lane loads at once; tokens start at a multiple of it."""
+    C, (stride_t, stride_n, stride_c) = emissions.shape[2], emissions.stride()
+    for width in (4, 2):
+        aligned = emissions.data_ptr() % (width * emissions.element_size()) == 0
+        if stride_c == 1 and aligned and C % width == stride_t % width == stride_n % width == 0:
+            return width
+    return 1
+
+
+def lane_state_options(C: int) -> dict[str, int]:
+    """Return how many tokens a lane loads at once for its states, and states it stores at once."""
+    return {"AHEAD": 4 if C <= MAX_TABLE_STATES else 1, "STORED": 1 if C % 2 else 2}
 
 
 def small_block(C: int) -> int:

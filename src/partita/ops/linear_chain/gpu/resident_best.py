@@ -8,7 +8,7 @@ thread takes the maximum over every 32nd state for a few sequences and states.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .best_steps import best_emissions, store_best
+from .best_steps import best_emissions, middle_token, store_best
 from .resident import load_vector, row_groups
 from .scores import fold_ends, load_tokens
 from .steps import load_tokens_of
@@ -38,14 +38,56 @@ def load_ahead(score_ptr, i, num_steps, stride_t, c, C, AHEAD: gl.constexpr):
 
 
 @gluon.jit
+def scan_best(
+    matrix,
+    x,
+    end,
+    score_ptr,
+    x_ptr,
+    y_ptr,
+    sizes,
+    strides,
+    c,
+    AHEAD: gl.constexpr,
+    LANES: gl.constexpr,
+    OUT: gl.constexpr,
+    IN: gl.constexpr,
+):
+    """Take the state x through all steps, and return in which states it met a NaN.
+
+    The sizes are the number of steps, the step of the last token or -1, and C. The strides are
+    those of the emissions and the states over steps. No step enters the first token.
+    """
+    num_steps, last_step, C = sizes
+    next_score, next_row = strides
+    is_nan = (x != x).to(gl.int32)
+    scores = load_ahead(score_ptr, 1, num_steps, next_score, c, C, AHEAD)
+    for i in range(1, num_steps + 1, AHEAD):
+        following = load_ahead(score_ptr, i + AHEAD, num_steps, next_score, c, C, AHEAD)
+        for j in gl.static_range(AHEAD):
+            terms = matrix + gl.expand_dims(gl.convert_layout(x, IN), 1)
+            y = best_terms(terms, LANES, OUT)
+            score = scores[j].to(gl.float64)
+            x = y + gl.where(i + j == last_step, score + end, score)
+            active = (c < C) & (i + j <= num_steps)
+            is_nan = gl.maximum(is_nan, ((x != x) & active).to(gl.int32))
+            at = gl.to_tensor(i + j).to(gl.int64) * next_row
+            gl.store(x_ptr + at, x, mask=active)
+            gl.store(y_ptr + at, y, mask=active)
+        scores = following
+    return is_nan
+
+
+@gluon.jit
 def linear_chain_resident_best_kernel(
     emissions_ptr,  # [T, N, C]
     transitions_ptr,  # [C, C]
     start_ptr,  # [N, C] or None
     end_ptr,  # [N, C] or None
     lengths_ptr,  # [N] or None
-    states_ptr,  # [2, T, N, C] fp64
-    is_nan_ptr,  # [N] int32
+    states_ptr,  # [2, T + 1, N, C] fp64, see best_steps.py
+    is_nan_ptr,  # [2, N] int32, or None with ties
+    ties_ptr,  # [N] int32: sequences whose scan goes on from the middle to the end, or None
     T,
     N,
     C,
@@ -58,49 +100,57 @@ def linear_chain_resident_best_kernel(
     start_c,
     end_n,
     end_c,
+    MEETS: gl.constexpr,  # whether other programs scan from the end to the middle
     AHEAD: gl.constexpr,
     LANES: gl.constexpr,
     BLOCK_C: gl.constexpr,
 ):
-    """Scan the best scores of a sequence."""
+    """Scan the best scores of a sequence from its start, or in programs from N on from its end."""
     WARPS: gl.constexpr = gl.num_warps()
     OUTS: gl.constexpr = BLOCK_C * LANES // (32 * WARPS)
     PAIRS: gl.constexpr = gl.BlockedLayout([2, OUTS], [LANES, 32 // LANES], [1, WARPS], [1, 0])
     OUT: gl.constexpr = gl.SliceLayout(0, PAIRS)
     IN: gl.constexpr = gl.SliceLayout(1, PAIRS)
-    n = gl.program_id(0).to(gl.int64)
-    tokens, _ = load_tokens(lengths_ptr, n, T)
-    c = gl.arange(0, BLOCK_C, OUT)
-    start = load_vector(start_ptr, n, c, C, start_n, start_c)
-    end = load_vector(end_ptr, n, c, C, end_n, end_c)
-    k = gl.expand_dims(gl.arange(0, BLOCK_C, IN), 1).to(gl.int64)
-    o = gl.expand_dims(c, 0).to(gl.int64)
-    at, mask = k * trans_k + o * trans_c, (k < C) & (o < C)
-    matrix = gl.load(transitions_ptr + at, mask=mask, other=-float("inf")).to(gl.float64)
-    bad = gl.max((matrix != matrix).to(gl.int32), axis=0)
-    is_nan = gl.where(tokens > 1, bad, 0)
-    score_ptr = emissions_ptr + n * stride_n + c.to(gl.int64) * stride_c
-    first = gl.load(score_ptr, mask=c < C, other=-float("inf"))
-    x = fold_ends(first, 0, tokens, start, end)
-    is_nan = gl.maximum(is_nan, (x != x).to(gl.int32))
-    row = gl.to_tensor(N).to(gl.int64) * C
-    x_ptr = states_ptr + n * C + c
-    y_ptr = x_ptr + row * T
-    gl.store(x_ptr, x, mask=c < C)
-    scores = load_ahead(score_ptr, 1, tokens - 1, stride_t, c, C, AHEAD)
-    for i in range(1, tokens, AHEAD):
-        following = load_ahead(score_ptr, i + AHEAD, tokens - 1, stride_t, c, C, AHEAD)
-        for j in gl.static_range(AHEAD):
-            t = gl.to_tensor(i + j).to(gl.int64)
-            terms = matrix + gl.expand_dims(gl.convert_layout(x, IN), 1)
-            y = best_terms(terms, LANES, OUT)
-            x = y + fold_ends(scores[j], t, tokens, start, end)
-            active = (c < C) & (t < tokens)
-            is_nan = gl.maximum(is_nan, ((x != x) & active).to(gl.int32))
-            gl.store(x_ptr + t * row, x, mask=active)
-            gl.store(y_ptr + t * row, y, mask=active)
-        scores = following
-    gl.store(is_nan_ptr + n, gl.max(is_nan, axis=0))
+    forwards, n = gl.program_id(0) < N, (gl.program_id(0) % N).to(gl.int64)
+    runs = True
+    if ties_ptr is not None:
+        runs = gl.load(ties_ptr + n) > 0
+    if runs:
+        tokens, _ = load_tokens(lengths_ptr, n, T)
+        middle = middle_token(tokens, MEETS)
+        t = gl.where(forwards, 0, tokens - 1).to(gl.int64)
+        num_steps = gl.where(forwards, middle, tokens - 1 - middle)
+        if ties_ptr is not None:
+            t, num_steps = gl.to_tensor(middle).to(gl.int64), tokens - 1 - middle
+        dt = gl.where(forwards, 1, -1).to(gl.int64)
+        c = gl.arange(0, BLOCK_C, OUT)
+        end = load_vector(end_ptr, n, c, C, end_n, end_c)
+        k = gl.expand_dims(gl.arange(0, BLOCK_C, IN), 1).to(gl.int64)
+        o = gl.expand_dims(c, 0).to(gl.int64)
+        at = gl.where(forwards, k * trans_k + o * trans_c, o * trans_k + k * trans_c)
+        matrix = gl.load(transitions_ptr + at, mask=(k < C) & (o < C), other=-float("inf"))
+        matrix = matrix.to(gl.float64)
+        score_ptr = emissions_ptr + n * stride_n + t * stride_t + c.to(gl.int64) * stride_c
+        row, next_score = gl.to_tensor(N).to(gl.int64) * C, dt * stride_t
+        # What the scan from the end leaves at a token is stored as that of the next one.
+        x_ptr = states_ptr + (t + gl.where(forwards, 0, 1)) * row + n * C + c
+        y_ptr = x_ptr + row * (T + 1)
+        if ties_ptr is not None:
+            x = gl.load(x_ptr, mask=c < C, other=-float("inf"))
+        else:
+            x = gl.load(score_ptr, mask=c < C, other=-float("inf"))
+            start = load_vector(start_ptr, n, c, C, start_n, start_c)
+            x = fold_ends(x, t, tokens, start, end)
+            gl.store(x_ptr, x, mask=c < C)
+        last_step = gl.where(forwards, tokens - 1 - t.to(gl.int32), -1)
+        sizes, strides = (num_steps, last_step, C), (next_score, dt * row)
+        is_nan = scan_best(
+            matrix, x, end, score_ptr, x_ptr, y_ptr, sizes, strides, c, AHEAD, LANES, OUT, IN
+        )
+        if ties_ptr is None:
+            bad = gl.max(((matrix != matrix) & (tokens > 1)).to(gl.int32), axis=0)
+            is_nan = gl.maximum(is_nan, bad)
+            gl.store(is_nan_ptr + gl.program_id(0), gl.max(is_nan, axis=0))
 
 
 @gluon.jit
@@ -142,8 +192,8 @@ def linear_chain_strided_best_kernel(
     start_ptr,  # [N, C] or None
     end_ptr,  # [N, C] or None
     lengths_ptr,  # [N] or None
-    states_ptr,  # [2, T, N, C] fp64
-    is_nan_ptr,  # [N] int32
+    states_ptr,  # [2, T + 1, N, C] fp64
+    is_nan_ptr,  # [2, N] int32
     t,
     T,
     N,
@@ -188,5 +238,5 @@ def linear_chain_strided_best_kernel(
         y, nan = strided_best(state_ptr, step_ptr, n0, c0, sizes, steps, UNROLL, LAYOUT)
         nan = gl.convert_layout(nan, gl.SliceLayout(0, SUMS))
         bad = gl.expand_dims(nan, 0) | gl.zeros([8, 8], gl.int32, SUMS)
-    rows = gl.to_tensor(T).to(gl.int64) * N
+    rows = (gl.to_tensor(T).to(gl.int64) + 1) * N
     store_best(states_ptr, rows, is_nan_ptr, y, score, bad, t, n, tokens, c, (last, N, C))

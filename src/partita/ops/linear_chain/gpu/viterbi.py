@@ -10,6 +10,7 @@ Source: Forney, The Viterbi algorithm, 1973.
 import triton
 import triton.language as tl
 
+from .best_steps import middle_token
 from .scores import fold_ends, load_end, load_tokens
 
 
@@ -97,61 +98,94 @@ def linear_chain_viterbi_kernel(
 
 
 @triton.jit
+def segment_tokens(lengths_ptr, n, T, segment, is_after, STEPS: tl.constexpr, MEETS: tl.constexpr):
+    """Return the first token whose map a segment takes, the direction, and the number of maps.
+
+    Segments are counted from the last token on, or from the middle on in both directions.
+    """
+    tokens, _ = load_tokens(lengths_ptr, n, T)
+    middle, low = middle_token(tokens, MEETS), segment * STEPS
+    first = tl.where(is_after, middle + 1 + low, middle - low)
+    left = tl.where(is_after, tokens - 1 - middle, middle) - low
+    num_steps = tl.maximum(tl.minimum(STEPS, left), 0)
+    return first, tl.where(is_after, 1, -1), num_steps, tokens, middle
+
+
+@triton.jit
 def linear_chain_path_maps_kernel(
     previous_ptr,  # [T, N, C]
     lengths_ptr,  # [N] or None
+    ties_ptr,  # [N] int32: the sequences to take, or None for all
     maps_ptr,  # [N, segments, C] int32
     T,
     N,
     C,
     segments,
     STEPS: tl.constexpr,
+    MEETS: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Find the state at the start of a segment for each state at its end."""
+    """Find the state at one end of a segment for each state at the other.
+
+    With MEETS the second half of the segments follows the middle.
+    """
     blocks = tl.cdiv(C, BLOCK_C)
     c = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
     segment, n = tl.program_id(0) // blocks % segments, tl.program_id(0) // blocks // segments
     n = n.to(tl.int64)
-    tokens, _ = load_tokens(lengths_ptr, n, T)
-    low = segment * STEPS
-    num_steps = tl.maximum(tl.minimum(STEPS, tokens - 1 - low), 0)
-    state = tl.minimum(c, C - 1)
-    for i in range(0, num_steps):
-        row = tl.full([], low + num_steps - i, tl.int64) * N + n
-        state = tl.load(previous_ptr + row * C + state).to(tl.int32)
-    tl.store(maps_ptr + (n * segments + segment) * C + c, state, mask=c < C)
+    runs = True
+    if ties_ptr is not None:
+        runs = tl.load(ties_ptr + n) > 0
+    if runs:
+        half = segments // 2 if MEETS else segments
+        t, dt, num_steps, _, _ = segment_tokens(
+            lengths_ptr, n, T, segment % half, segment >= half, STEPS, MEETS
+        )
+        state = tl.minimum(c, C - 1)
+        for i in range(0, num_steps):
+            row = tl.full([], t + i * dt, tl.int64) * N + n
+            state = tl.load(previous_ptr + row * C + state).to(tl.int32)
+        tl.store(maps_ptr + (n * segments + segment) * C + c, state, mask=c < C)
 
 
 @triton.jit
 def linear_chain_trace_kernel(
     previous_ptr,  # [T, N, C]
     lengths_ptr,  # [N] or None
+    ties_ptr,  # [N] int32: the sequences to take, or None for all
     maps_ptr,  # [N, segments, C] int32
-    last_ptr,  # [N] int32
+    last_ptr,  # [N] int32: the state at the last token, or at the middle
     states_ptr,  # [T, N] int64
     T,
     N,
     C,
     segments,
     STEPS: tl.constexpr,
+    MEETS: tl.constexpr,
 ):
-    """Trace the best path through a segment, from the end of the sequence by way of the maps."""
+    """Trace the best path through a segment, from a known state by way of the maps."""
     segment, n = tl.program_id(0) % segments, (tl.program_id(0) // segments).to(tl.int64)
-    tokens, _ = load_tokens(lengths_ptr, n, T)
-    last = tl.load(last_ptr + n)
-    has_path, state = last >= 0, tl.maximum(last, 0)
-    for i in range(0, segments - 1 - segment):
-        state = tl.load(maps_ptr + (n * segments + segments - 1 - i) * C + state)
-    low = segment * STEPS
-    num_steps = tl.maximum(tl.minimum(STEPS, tokens - 1 - low), 0)
-    # The tokens past the length, and those of a sequence without a path.
-    t = low + 1 + tl.arange(0, STEPS)
-    at = t.to(tl.int64) * N + n
-    tl.store(states_ptr + at, -1, mask=(t < T) & ((t >= tokens) | (last < 0)))
-    for i in range(0, num_steps):
-        row = tl.full([], low + num_steps - i, tl.int64) * N + n
-        tl.store(states_ptr + row, state.to(tl.int64), mask=has_path)
-        state = tl.load(previous_ptr + row * C + state).to(tl.int32)
-    if segment == 0:
-        tl.store(states_ptr + n, tl.where(has_path, state, -1).to(tl.int64))
+    runs = True
+    if ties_ptr is not None:
+        runs = tl.load(ties_ptr + n) > 0
+    if runs:
+        half = segments // 2 if MEETS else segments
+        t, dt, num_steps, tokens, middle = segment_tokens(
+            lengths_ptr, n, T, segment % half, segment >= half, STEPS, MEETS
+        )
+        last = tl.load(last_ptr + n)
+        has_path, state = last >= 0, tl.maximum(last, 0)
+        if segment == 0:
+            row = tl.full([], middle, tl.int64) * N + n
+            tl.store(states_ptr + row, state.to(tl.int64), mask=has_path)
+        for i in range(segment // half * half, segment):
+            state = tl.load(maps_ptr + (n * segments + i) * C + state)
+        # The tokens past the length, and those of a sequence without a path.
+        past = segment * STEPS + tl.arange(0, STEPS)
+        at = past.to(tl.int64) * N + n
+        tl.store(states_ptr + at, -1, mask=(past < T) & ((past >= tokens) | (last < 0)))
+        for i in range(0, num_steps):
+            row = tl.full([], t + i * dt, tl.int64) * N + n
+            state = tl.load(previous_ptr + row * C + state).to(tl.int32)
+            state_ptr = states_ptr + row - tl.where(dt < 0, N, 0)
+            tl.store(state_ptr, state.to(tl.int64), mask=has_path)
