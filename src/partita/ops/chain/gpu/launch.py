@@ -24,7 +24,6 @@ from .plan import (
 )
 from .resident_gradient import chain_resident_gradient_kernel
 from .resident_scan import chain_resident_halves_kernel, chain_resident_logz_kernel
-from .resident_state_scores import chain_resident_scan_kernel
 from .state_scores import chain_scan_kernel
 
 
@@ -194,43 +193,13 @@ def chain_scan(
     lengths: Tensor | None,
     is_max: bool,
     reverse: bool,
-    out: Tensor | None = None,
 ) -> Tensor:
-    """Return alpha, or with `reverse` beta, under Log or Max at each time, `[T + 1, N, C]` fp64.
-
-    The result is `out` if it is given.
-    """
+    """Return alpha, or with `reverse` beta, under Log or Max at each time, `[T + 1, N, C]` fp64."""
     T, N, C, K = scores.shape
     table = edge_table(source)
-    result = out
-    if result is None:
-        result = torch.empty((T + 1, N, C), dtype=torch.float64, device=scores.device)
+    result = torch.empty((T + 1, N, C), dtype=torch.float64, device=scores.device)
     if table.has_invalid:
         return result.fill_(torch.nan)
-    resident = None if is_max else resident_options(scores, table.max_out_degree)
-    if resident is not None:
-        edges = directed_edges(table, resident["BLOCK_C"], resident["BLOCK_E"])
-        launch(
-            chain_resident_scan_kernel,
-            N,
-            scores,
-            edges.state_of_lane,
-            edges.neighbors,
-            edges.edges,
-            initial,
-            final,
-            None if lengths is None else lengths.contiguous(),
-            result,
-            *scores.shape,
-            *scores.stride(),
-            *initial.stride(),
-            *final.stride(),
-            REVERSE=int(reverse),
-            REGULAR=edges.is_regular,
-            **prefetch_options(resident),
-            **resident,
-        )
-        return result
     launch(
         chain_scan_kernel,
         N,

@@ -1,4 +1,4 @@
-"""Launch the kernels for the posteriors of states, which need no posteriors of edges."""
+"""Launch the kernels for the posteriors of states and for beta, without posteriors of edges."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from ....runtime.launch import launch
 from .edge_table import directed_edges, edge_table
 from .plan import prefetch_options, resident_options
+from .resident_backward import chain_resident_backward_kernel
 from .resident_posteriors import chain_resident_posteriors_kernel
 from .resident_scan import chain_resident_halves_kernel, chain_resident_logz_kernel
 
@@ -74,3 +75,24 @@ def launch_posteriors(
     launch(chain_resident_logz_kernel, N, *inputs, *outputs, *sizes, SAVE=True, **options)
     outputs = (logz, saved, posteriors)
     launch(chain_resident_posteriors_kernel, 2 * N, *inputs, *outputs, *sizes, **options, **ahead)
+
+
+def launch_backward_scores(
+    scores: Tensor, source: Tensor, final: Tensor, lengths: Tensor | None, result: Tensor
+) -> None:
+    """Fill in beta at each time, `[T + 1, N, C]` fp64, of which about 48 bits are right."""
+    table = edge_table(source)
+    resident = resident_options(scores, table.max_out_degree)
+    assert resident is not None
+    edges = directed_edges(table, resident["BLOCK_C"], resident["BLOCK_E"])
+    launch(
+        chain_resident_backward_kernel,
+        scores.shape[1],
+        *(scores, edges.state_of_lane, edges.neighbors, edges.edges, final),
+        None if lengths is None else lengths.contiguous(),
+        result,
+        *(*scores.shape, *scores.stride(), *final.stride()),
+        REGULAR=edges.is_regular,
+        **prefetch_options(resident),
+        **resident,
+    )

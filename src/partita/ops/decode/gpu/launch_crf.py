@@ -8,7 +8,11 @@ from torch import Tensor
 from ....runtime.launch import SideStream, launch, next_power_of_2
 from ...chain.gpu.launch import chain_gradient, chain_logz, chain_scan
 from ...chain.gpu.launch_paths import chain_viterbi
-from ...chain.gpu.launch_posteriors import launch_posteriors, posterior_buffers
+from ...chain.gpu.launch_posteriors import (
+    launch_backward_scores,
+    launch_posteriors,
+    posterior_buffers,
+)
 from ...ctc_crf.common import zero_ends
 from ..basecalls import Basecalls, empty_basecalls
 from ..common import ChainFunctions, path_and_posteriors
@@ -44,7 +48,7 @@ def ctc_crf_path(
         side_stream = SideStream(scores, True)
         try:
             with side_stream:
-                chain_scan(*chain_inputs, False, True, out=later)
+                launch_backward_scores(scores, source, ends, lengths, later)
                 launch_beam_search(scores, later, lengths, beam_width, beam)
             launch_posteriors(*chain_inputs, buffers, are_saved=False)
             _sum_state_posteriors(buffers.posteriors, lengths, by_base, first)

@@ -234,7 +234,7 @@ def linear_chain_best_states_kernel(
 
 @triton.jit
 def linear_chain_best_ties_kernel(
-    table_ptr,  # [2, C, C] fp64
+    table_ptr,  # [2, C, C]
     states_ptr,  # [2, T + 1, N, C] fp64
     path_ptr,  # [T, N] int64
     lengths_ptr,  # [N] or None
@@ -257,7 +257,7 @@ def linear_chain_best_ties_kernel(
     y = tl.load(states_ptr + (rows + N + row) * C + k, mask=active, other=0.0)
     x = tl.load(states_ptr + ((row + N) * C)[:, None] + c[None, :], mask=mask, other=0.0)
     weight = tl.load(table_ptr + (k * C)[:, None] + c[None, :], mask=mask, other=0.0)
-    is_best = (x + weight == y[:, None]) & mask
+    is_best = (x + weight.to(tl.float64) == y[:, None]) & mask
     number = tl.sum(is_best.to(tl.int32), axis=1)
     # All programs that store here store the same.
     tl.store(ties_ptr + n, 1, mask=number > 1)

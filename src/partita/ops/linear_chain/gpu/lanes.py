@@ -21,21 +21,21 @@ MAX_STATES_OF_TABLE = tl.constexpr(5)  # whose transitions stay in the registers
 @triton.jit
 def linear_chain_table_kernel(
     transitions_ptr,  # [C, C]
-    table_ptr,  # [C, C] fp64, or [2, C, C] with the same transposed
+    table_ptr,  # [C, C], or [2, C, C] with the same transposed
     C,
     number,
     trans_k,
     trans_c,
     BLOCK: tl.constexpr,
 ):
-    """Store constant transitions in fp64, side by side."""
+    """Store constant transitions side by side, in the dtype of the table."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     pairs = tl.full([], C, tl.int64) * C
     mask, pair = at < number, at % pairs
     k = tl.where(at < pairs, pair // C, pair % C)
     c = tl.where(at < pairs, pair % C, pair // C)
     scores = tl.load(transitions_ptr + k * trans_k + c * trans_c, mask=mask)
-    tl.store(table_ptr + at, scores.to(tl.float64), mask=mask)
+    tl.store(table_ptr + at, scores.to(table_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

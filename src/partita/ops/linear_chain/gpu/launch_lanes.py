@@ -39,10 +39,13 @@ class Operators(NamedTuple):
 
 
 def score_table(transitions: Tensor, orders: int = 1) -> Tensor:
-    """Return constant transitions in fp64, contiguous, or `[2, C, C]` with the same transposed."""
+    """Return constant transitions in fp64, contiguous, or `[2, C, C]` with the same transposed.
+
+    Two orders keep the dtype, because each element is read many times.
+    """
     C = transitions.shape[0]
-    shape = (C, C) if orders == 1 else (orders, C, C)
-    table = torch.empty(shape, dtype=torch.float64, device=transitions.device)
+    shape, dtype = ((C, C), torch.float64) if orders == 1 else ((orders, C, C), transitions.dtype)
+    table = torch.empty(shape, dtype=dtype, device=transitions.device)
     arguments = (transitions, table, C, table.numel(), *transitions.stride())
     launch(linear_chain_table_kernel, cdiv(table.numel(), 256), *arguments, BLOCK=256, num_warps=4)
     return table

@@ -270,7 +270,8 @@ def lane_width(emissions: Tensor) -> int:
 
 def lane_state_options(C: int) -> dict[str, int]:
     """Return how many tokens a lane loads at once for its states, and states it stores at once."""
-    return {"AHEAD": 4 if C <= MAX_TABLE_STATES else 1, "STORED": 1 if C % 2 else 2}
+    stored = 4 if C == 4 else 1 if C % 2 else 2
+    return {"AHEAD": 4 if C <= MAX_TABLE_STATES else 1, "STORED": stored}
 
 
 def small_block(C: int) -> int:

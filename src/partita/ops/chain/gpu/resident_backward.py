@@ -1,6 +1,6 @@
-"""Alpha or beta at all times over small tables, with register-resident states.
+"""Beta at all times over small tables, with register-resident states.
 
-The recursion is that of `resident_scan.py`, in one direction from one end to the other.
+The recursion is that of `resident_scan.py`, from the last step to the first.
 """
 
 from triton.experimental import gluon
@@ -31,12 +31,11 @@ def store_states(rows, state, mask):
 
 
 @gluon.jit
-def chain_resident_scan_kernel(
+def chain_resident_backward_kernel(
     scores_ptr,  # [T, N, C, K]
     state_of_lane_ptr,  # [BLOCK_C] int32
     neighbors_ptr,  # [2, DEGREE, BLOCK_C] int32
     edges_ptr,  # [2, DEGREE, BLOCK_C] int32
-    initial_ptr,  # [N, C]
     final_ptr,  # [N, C]
     lengths_ptr,  # [N] or None
     result_ptr,  # [T + 1, N, C] fp64
@@ -48,11 +47,8 @@ def chain_resident_scan_kernel(
     stride_n,
     stride_c,
     stride_k,
-    initial_n,
-    initial_c,
     final_n,
     final_c,
-    REVERSE: gl.constexpr,
     DEGREE: gl.constexpr,
     PADDED_DEGREE: gl.constexpr,
     REGULAR: gl.constexpr,
@@ -62,32 +58,23 @@ def chain_resident_scan_kernel(
     BLOCK_C: gl.constexpr,
     BLOCK_E: gl.constexpr,
 ):
-    """Scan alpha from the first step to the last or, with REVERSE, beta in the other direction.
-
-    After the length, alpha repeats its value at the length, and beta is the final scores.
-    """
+    """Scan beta from the last step to the first. After the length it is the final scores."""
     STATE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     ROW: gl.constexpr = gl.BlockedLayout([VEC], [32], [gl.num_warps()], [0])
     shape: gl.constexpr = ResidentShape(
         DEGREE, PADDED_DEGREE, REGULAR, PREFETCH, BLOCK_C, BLOCK_E, STATE, ROW
     )
-    SIGN: gl.constexpr = -1 if REVERSE else 1
     n = gl.program_id(0).to(gl.int64)
     length, invalid = load_length(lengths_ptr, n, T)
     c, e = gl.load(state_of_lane_ptr + gl.arange(0, BLOCK_C, STATE)), gl.arange(0, BLOCK_E, ROW)
-    neighbors, edges = load_edge_table(neighbors_ptr, edges_ptr, REVERSE, shape)
+    neighbors, edges = load_edge_table(neighbors_ptr, edges_ptr, 1, shape)
     offsets = score_offsets(e, K, stride_c, stride_k, CONTIGUOUS)
     N64 = n * 0 + N
-    scores_ptr += n * stride_n + (N64 * 0 + (length - 1) * REVERSE) * stride_t
-    rows = StepRows(scores_ptr, (N64 * 0 + SIGN) * stride_t, offsets, e < C * K)
-    if REVERSE:
-        state = load_boundary_pair(final_ptr + n * final_n, c, final_c, invalid)
-    else:
-        state = load_boundary_pair(initial_ptr + n * initial_n, c, initial_c, invalid)
-    row_ptr = result_ptr + (T * N64 * REVERSE + n) * C
-    results = StepRows(row_ptr, SIGN * N64 * C, c, c >= 0)
-    results = store_states(results, state, True)
-    for _ in range(0, (T - length) * REVERSE):
+    scores_ptr += n * stride_n + (N64 * 0 + length - 1) * stride_t
+    rows = StepRows(scores_ptr, (N64 * 0 - 1) * stride_t, offsets, e < C * K)
+    state = load_boundary_pair(final_ptr + n * final_n, c, final_c, invalid)
+    results = StepRows(result_ptr + (T * N64 + n) * C, -N64 * C, c, c >= 0)
+    for _ in range(0, T - length + 1):
         results = store_states(results, state, True)
     prefetched = load_rows(rows, length, PREFETCH)
     for i in range(0, length, PREFETCH):
@@ -98,6 +85,3 @@ def chain_resident_scan_kernel(
             next_state = log_step(state, scores, neighbors, u, shape)[0]
             state = gl.where(i + u < length, next_state, state)
             results = store_states(results, state, i + u < length)
-    results = StepRows(row_ptr + (N64 * length + N64) * C, N64 * C, c, c >= 0)
-    for _ in range(0, (T - length) * (1 - REVERSE)):
-        results = store_states(results, state, True)
