@@ -11,8 +11,14 @@ numbers relative to one score, the level. With the exponentials of transitions a
 is two sums of products. It has no maximum and no logarithm that the next step would wait for.
 
 Numbers of fp64 do not hold all scores. So each step looks at its sums, and where one of them is so
-small that what was rounded to 0 could matter, or so large that it nears infinity, the step is done
-again with logarithms, from the scores that the segments had when they were opened.
+small that what was rounded could matter, or so large that it nears infinity, the step is done again
+with logarithms, from the scores that the segments had when they were opened. Such a step also
+chooses what the numbers are relative to. In a chain from left to right the states drift apart, so
+what is closed and what is opened have references for each state beside the level.
+
+A sum of 0 is no reason for such a step if all of its terms are impossible. Transitions and what was
+closed are therefore 0 only if they are impossible, and at least SMALL otherwise. The ring may round
+a segment to 0; each state remembers when that last happened.
 
 Source: Sarawagi and Cohen, Semi-Markov conditional random fields for information extraction, 2004.
 """
@@ -23,20 +29,31 @@ import triton.language as tl
 from ....primitives.gpu.math import finite_shift
 from .scores import (
     LN2_FP64,
+    LOG_SMALL,
     exp_term,
     exponent_bits,
     load_end,
     load_steps,
     log_of_number,
     log_of_sum,
+    power_of_2,
     store_logz,
+    weight_term,
 )
 
-# Products below 2**-1010 become 0. Beside a sum of at least LOW they are below its rounding error,
-# as long as no factor is above HIGH.
-LOW = tl.constexpr(2.409919865102884e-181)  # 2**-600
-HIGH = tl.constexpr(2.037035976334486e90)  # 2**300
+# Sums over transitions have factors of at least SMALL, or 0. Beside a sum of at least LOW it is
+# below the rounding error that smaller factors became SMALL, as long as no factor is above HIGH.
+LOW = tl.constexpr(5.795634610449096e-70)  # 2**-230
+HIGH = tl.constexpr(1.6069380442589903e60)  # 2**200
+SMALL = tl.constexpr(3.054936363499605e-151)  # 2**-500
+# Products over the ring that are below 2**-1022 become 0. Beside a sum of at least RING_LOW that is
+# below its rounding error, as long as no number in the ring is above RING_HIGH.
+RING_LOW = tl.constexpr(2.409919865102884e-181)  # 2**-600
+RING_HIGH = tl.constexpr(2.037035976334486e90)  # 2**300
+MAX_BITS = tl.constexpr(32)  # What is opened may be 2**MAX_BITS before its state is made smaller.
+MAX_LOSS = tl.constexpr(500)  # That leaves the sum over the ring at least at 2**-MAX_LOSS.
 MAX_EXPONENT = tl.constexpr(700.0)  # of e**x
+ALWAYS = tl.constexpr(2**30)  # steps
 
 
 @triton.jit
@@ -80,7 +97,6 @@ def load_open(sequence, ring_ptr, opened, k, D, BLOCK_C: tl.constexpr, SLOTS: tl
 @triton.jit
 def exact_step(
     k,  # the number of the step in the scan
-    level,  # fp64
     sequence,  # see load_emission
     tables,  # (addresses of transitions, of scores of durations and of the ring, D)
     EXACT: tl.constexpr,
@@ -90,8 +106,7 @@ def exact_step(
     """Take a step with logarithms, the first with the scores that stand in the row of the last.
 
     Returns:
-        The numbers and offsets of what is opened and closed, the ring, its bases, the numbers of
-        what is closed relative to one level, and that level.
+        The numbers and offsets of what is opened and closed, and the scores of the open segments.
     """
     transitions_ptr, durations_ptr, ring_ptr, D = tables
     C = sequence[4]
@@ -113,16 +128,49 @@ def exact_step(
     terms = scores + tl.load(at)
     shift = finite_shift(tl.max(terms, axis=0))
     total = tl.sum(exp_term(terms - shift[None, :], EXACT), axis=0)
-    closed = log_of_sum(total, EXACT) + shift
-    closed_numbers = (total, shift)
-    highest = tl.max(closed, axis=0)
-    level = tl.where(highest == -float("inf"), level, highest)
-    base = tl.max(scores, axis=0)
-    base = tl.where(base == -float("inf"), level, base)
-    ring = exp_term(scores - base[None, :], EXACT)
-    weight = exp_term(closed - level, EXACT)
     tl.debug_barrier()  # the next step stores to what was read
-    return (number, offset), closed_numbers, ring, base, weight, level
+    return (number, offset), (total, shift), scores
+
+
+@triton.jit
+def choose_references(opened, closed, level, transitions_ptr, EXACT: tl.constexpr, C: tl.constexpr):
+    """Choose what numbers are relative to after a step with scores [C] of opened and closed.
+
+    What is closed is relative to the level and to the opened scores, which are smoother from step
+    to step. A state that is not opened takes the score at which it would have been opened.
+
+    Returns:
+        The transitions, the level, the references of what is closed and of what will be opened,
+        and the numbers of what is closed.
+    """
+    follows = (opened > -float("inf")) & (closed > -float("inf"))
+    gain = finite_shift(tl.max(tl.where(follows, closed - opened, -float("inf")), axis=0))
+    score = tl.where(opened > -float("inf"), opened, closed - gain)
+    highest = tl.max(score, axis=0)
+    source = tl.where(score > -float("inf"), score - highest, 0.0)
+    highest = tl.max(closed - source, axis=0)
+    level = tl.where(highest > -float("inf"), highest, level)
+    weight = weight_term(closed - source - level, EXACT)
+    matrix = load_matrix(transitions_ptr, C) + source[:, None]
+    target = finite_shift(tl.max(matrix, axis=0))
+    return weight_term(matrix - target[None, :], EXACT), level, source, target, weight
+
+
+@triton.jit
+def ring_of(k, scores, opened, opened_at, otherwise, EXACT: tl.constexpr, SLOTS: tl.constexpr):
+    """Return the state of a scan, see `linear_step`, after an exact step.
+
+    The bases of states without an open segment are `otherwise`.
+    """
+    base = tl.max(scores, axis=0)
+    is_empty = base == -float("inf")
+    base = tl.where(is_empty, otherwise, base)
+    ring = exp_term(scores - base[None, :], EXACT)
+    is_rounded = tl.max(((ring < SMALL) & (scores > -float("inf"))).to(tl.int32), axis=0) > 0
+    opened_at = tl.where(opened > -float("inf"), k, opened_at)
+    opened_at = tl.where(is_empty, k - SLOTS, opened_at)
+    rounded_at = tl.where(is_rounded, k, k - SLOTS)
+    return ring, base, opened_at, rounded_at
 
 
 @triton.jit
@@ -176,18 +224,22 @@ def store_step(
 
 
 @triton.jit
-def is_normal(x):
-    """Return which sums are right though products below 2**-1010 are 0; none for NaN."""
-    return (x >= LOW) & (x <= HIGH)
+def load_factors(weights_ptr, BLOCK_C: tl.constexpr, SLOTS: tl.constexpr):
+    """Return for each state the weight of the duration 1, the greatest score of its durations, and
+    for how many steps the ring may be without what was rounded to 0."""
+    c, slot = tl.arange(0, BLOCK_C), tl.arange(0, SLOTS)[:, None]
+    ptr = weights_ptr + 4 * SLOTS * (BLOCK_C + 1) + c
+    one_step, greatest = tl.load(ptr), tl.load(ptr + BLOCK_C + 1)
+    scores = tl.load(weights_ptr + (2 * SLOTS + slot) * (BLOCK_C + 1) + c[None, :])
+    is_small = (scores > -float("inf")) & (scores - greatest[None, :] < LOG_SMALL)
+    is_rounded = tl.max(is_small.to(tl.int32), axis=0) > 0
+    return one_step, greatest, tl.where(is_rounded, ALWAYS, SLOTS)
 
 
 @triton.jit
-def in_layout_of(sums, x):
-    """Return x in the layout of sums. They are finite wherever x is used.
-
-    Triton 3.6 does not compile the branch of `exact_step` for AMD if the layouts differ.
-    """
-    return x + sums * 0.0
+def is_within(x, low, high):
+    """Return which numbers are between two bounds; none for NaN."""
+    return (x >= low) & (x <= high)
 
 
 @triton.jit
@@ -195,33 +247,55 @@ def linear_step(
     k,  # the number of the step in the scan
     score,  # [BLOCK_C] fp64, the emissions of the step
     sums,  # [BLOCK_C] fp64 each, over the open segments in the ring and over the transitions
-    ring,
-    base,
-    levels,  # the scores to which the second sums and the weights of this step are relative
-    factors,  # [BLOCK_C] fp64 each, the weights of the duration 1 and the greatest durations
+    state,  # see below
+    references,  # [BLOCK_C] fp64 each, of the sums over the transitions and of what is closed
+    factors,  # see load_factors
     EXACT: tl.constexpr,
     BLOCK_C: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Take a step with products. Besides what `exact_step` returns, return which states it serves.
+    """Take a step with products.
 
-    An exponent of MAX_EXPONENT takes a sum of at least LOW above HIGH, so it is found there.
+    The state of a scan is the ring, the bases, and for each state of the chain the last step at
+    which a segment was opened, and the last at which a number in the ring may have become 0 by
+    rounding.
+
+    An exponent of MAX_EXPONENT takes what is opened above RING_HIGH, and closed above HIGH.
+
+    Returns:
+        The numbers and offsets of what is opened and closed, the next state, the numbers of what is
+        closed relative to its references, and for which states the step is right.
     """
     older, entered = sums
-    offset, level = levels
-    one_step, greatest = factors
+    ring, base, opened_at, rounded_at = state
     slot = tl.arange(0, SLOTS)[:, None]
-    begun = entered * exp_term(tl.minimum(offset - base, MAX_EXPONENT), EXACT)
+    gap = references[0] - base
+    begun = entered * exp_term(tl.minimum(gap, MAX_EXPONENT), EXACT)
     is_dead = score == -float("inf")
-    total = tl.where(is_dead, 0.0, older + begun * one_step)
-    base += tl.where(is_dead, 0.0, score)
-    weight = total * exp_term(tl.minimum(greatest + base - level, MAX_EXPONENT), EXACT)
-    serves = is_normal(entered) & (is_normal(total) | is_dead) & (begun <= HIGH) & (weight <= HIGH)
-    ring = tl.where(slot == (k & (SLOTS - 1)), begun[None, :], ring)
-    ring = ring * tl.where(is_dead, 0.0, 1.0).to(tl.float64)[None, :]
-    opened = (entered, in_layout_of(entered, offset))
-    closed = (total, in_layout_of(total, greatest + base))
-    return opened, closed, ring, base, weight, serves
+    total = tl.where(is_dead, 0.0, older + begun * factors[0])
+    closed_base = base + tl.where(is_dead, 0.0, score)
+    gain = factors[1] + closed_base - references[1]
+    weight = total * exp_term(tl.minimum(gain, MAX_EXPONENT), EXACT)
+    weight = tl.where((total > 0.0) & (weight < SMALL), SMALL, weight)
+    # Numbers that grow are made smaller. Segments that may be closed already bound by how much.
+    bits = exponent_bits(begun) - 1023
+    bound = tl.where(total > 0.0, exponent_bits(total) - 1023 + MAX_LOSS, bits)
+    bits = tl.minimum(bits, bound)
+    bits = tl.where((bits > MAX_BITS) & (begun <= RING_HIGH), bits, 0)
+    scale = tl.where(is_dead, 0.0, power_of_2(-bits))
+    ring = tl.where(slot == (k & (SLOTS - 1)), begun[None, :], ring) * scale[None, :]
+    opened_at = tl.where(is_dead, k - SLOTS, tl.where(entered > 0.0, k, opened_at))
+    is_rounded = (bits > 0) | ((begun < SMALL) & (entered > 0.0))
+    rounded_at = tl.where(is_dead, k - SLOTS, tl.where(is_rounded, k, rounded_at))
+    is_empty = k + 1 - opened_at >= SLOTS
+    base = tl.where(is_empty, references[0], closed_base + bits.to(tl.float64) * LN2_FP64)
+    is_known = (k - rounded_at >= factors[2]) | (k - opened_at >= SLOTS)
+    is_right = is_within(total, RING_LOW, RING_HIGH) | is_dead | ((total == 0.0) & is_known)
+    is_finite = tl.abs(closed_base - references[0]) < float("inf")
+    is_right = is_right & (begun <= RING_HIGH) & is_finite
+    is_right = is_right & (is_within(entered, LOW, HIGH) | (entered == 0.0)) & (weight <= HIGH)
+    opened, closed = (entered, references[0]), (total, factors[1] + closed_base)
+    return opened, closed, (ring, base, opened_at, rounded_at), weight, is_right
 
 
 @triton.jit
@@ -239,34 +313,38 @@ def scan_steps(
     steps, C = sequence[1], sequence[4]
     c, slot = tl.arange(0, BLOCK_C), tl.arange(0, SLOTS)[:, None]
     tables = (transitions_ptr, weights_ptr + 2 * SLOTS * (BLOCK_C + 1), ring_ptr, D)
-    matrix = load_matrix(transitions_ptr, BLOCK_C)
-    entering = finite_shift(tl.max(tl.max(matrix, axis=0), axis=0))
-    matrix = exp_term(matrix - entering, EXACT)
-    factors_ptr = weights_ptr + 4 * SLOTS * (BLOCK_C + 1) + c
-    factors = (tl.load(factors_ptr), tl.load(factors_ptr + BLOCK_C + 1))
-    ring = tl.zeros([SLOTS, BLOCK_C], tl.float64)
-    base = tl.zeros([BLOCK_C], tl.float64)
-    weight, opened, closed = base, (base, base), (base, base)
+    factors = load_factors(weights_ptr, BLOCK_C, SLOTS)
+    zeros, never = tl.zeros([BLOCK_C], tl.float64), tl.full([BLOCK_C], -SLOTS, tl.int32)
+    state = (tl.zeros([SLOTS, BLOCK_C], tl.float64), zeros, never, never)
+    # The first step is exact, and sets what numbers are relative to.
+    matrix, source, target = tl.zeros([BLOCK_C, BLOCK_C], tl.float64), zeros, zeros
+    weight, opened, closed = zeros, (zeros, zeros), (zeros, zeros)
     level, power = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
     emission, following = load_emission(sequence, 0, BLOCK_C), load_emission(sequence, 1, BLOCK_C)
     for k in range(0, steps):
         after = load_emission(sequence, k + 2, BLOCK_C)
         row = (-k & (SLOTS - 1)) + slot
         durations = tl.load(weights_ptr + row * (BLOCK_C + 1) + c[None, :])
-        older, entered = two_sums(ring, durations, matrix, weight, BLOCK_C, SLOTS)
+        sums = two_sums(state[0], durations, matrix, weight, BLOCK_C, SLOTS)
         # Logarithms of the step before, in the time that this step waits for its sums.
         opened_scores, closed_scores = scores_of(opened, EXACT), scores_of(closed, EXACT)
         store_step(k - 1, opened_scores, closed_scores, ring_ptr, saved, C, BLOCK_C, SLOTS, SAVE)
-        sums, levels = (older, entered), (level + entering, level + power)
-        opened, closed, next_ring, next_base, next_weight, serves = linear_step(
-            k, emission.to(tl.float64), sums, ring, base, levels, factors, EXACT, BLOCK_C, SLOTS
+        references = (level + target, level + power + source)
+        level += power
+        opened, closed, next_state, weight, is_right = linear_step(
+            k, emission.to(tl.float64), sums, state, references, factors, EXACT, BLOCK_C, SLOTS
         )
-        next_level = levels[1]
-        if tl.max((~serves & (c < C)).to(tl.int32), axis=0) + (k == 0) > 0:
-            opened, closed, next_ring, next_base, next_weight, next_level = exact_step(
-                k, next_level, sequence, tables, EXACT, BLOCK_C, SLOTS
+        # A branch, written as a loop of at most one turn: with the layouts of these values Triton
+        # 3.6 does not compile a branch for AMD.
+        is_wrong = tl.max((~is_right & (c < C)).to(tl.int32), axis=0)
+        for _ in range(0, tl.where(k == 0, 1, is_wrong)):
+            opened, closed, scores = exact_step(k, sequence, tables, EXACT, BLOCK_C, SLOTS)
+            opened_scores, closed_scores = scores_of(opened, EXACT), scores_of(closed, EXACT)
+            matrix, level, source, target, weight = choose_references(
+                opened_scores, closed_scores, level, transitions_ptr, EXACT, BLOCK_C
             )
-        ring, base, weight, level = next_ring, next_base, next_weight, next_level
+            next_state = ring_of(k, scores, opened_scores, state[2], level + target, EXACT, SLOTS)
+        state = next_state
         highest = tl.max(exponent_bits(weight), axis=0)
         is_finite = (highest > 0) & (highest < 2047)
         power = tl.where(is_finite, highest - 1023, 0).to(tl.float64) * LN2_FP64

@@ -14,6 +14,7 @@ LOG2E_FP64 = tl.constexpr(1.4426950408889634)
 LN2_FP64 = tl.constexpr(0.6931471805599453)
 # 1.5 * 2**52: a number that is added to it loses its fraction, and its integer is in the low bits.
 ROUND = tl.constexpr(6755399441055744.0)
+LOG_SMALL = tl.constexpr(-346.5735902799726)  # of 2**-500
 ONE_BITS = tl.constexpr(0x3FF0000000000000)  # of 1.0 in fp64
 
 
@@ -40,6 +41,13 @@ def exp_term(x, EXACT: tl.constexpr):
 
 
 @triton.jit
+def weight_term(x, EXACT: tl.constexpr):
+    """Return e**x, which is 0 for -inf alone and at least 2**-500 for all other x."""
+    bounded = tl.where(x < LOG_SMALL, LOG_SMALL, x)
+    return tl.where(x == -float("inf"), 0.0, exp_term(bounded, EXACT))
+
+
+@triton.jit
 def log_of_sum(total, EXACT: tl.constexpr):
     """Return the logarithm of a sum that is 0 or at least 1, by a Newton step unless EXACT."""
     if EXACT:
@@ -49,6 +57,12 @@ def log_of_sum(total, EXACT: tl.constexpr):
         y = tl.log(number.to(tl.float32)).to(tl.float64)
         z = number * exp_term(-y, EXACT) - 1.0
         return tl.where(total == 0.0, -float("inf"), y + (z - 0.5 * z * z))
+
+
+@triton.jit
+def power_of_2(n):
+    """Return 2**n in fp64 for -1022 <= n <= 1023."""
+    return ((n + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
 
 
 @triton.jit
