@@ -10,7 +10,7 @@ Tables are cached by tensor object and version, because the transposition waits 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -63,6 +63,12 @@ class DirectedEdges(NamedTuple):
     is_regular: bool
 
 
+Layout = TypeVar("Layout", EdgeTable, DirectedEdges)
+
+# Edges up to which tables are laid out on the CPU. On a GPU the first call would load some thirty
+# kernels of PyTorch, which takes longer.
+MAX_EDGES_ON_HOST = 2**16
+
 _edge_tables = WeakTensorKeyDictionary()  # The values are (version, table).
 
 
@@ -79,7 +85,7 @@ def edge_table(source: Tensor) -> EdgeTable:
         recording.keep(*cached[1][:3])
         return cached[1]
     _refuse_capture(source)
-    table = _build_edge_table(source)
+    table = _on_device(_build_edge_table(source.to(_builder(source))), source.device)
     _synchronize(source)
     if version is not None:
         _edge_tables[source] = version, table
@@ -91,11 +97,24 @@ def directed_edges(table: EdgeTable, block: int, edge_block: int) -> DirectedEdg
     directed = table.directed.get((block, edge_block))
     if directed is None:
         _refuse_capture(table.source)
-        directed = _build_directed_edges(table, block, edge_block)
+        device = table.source.device
+        builder = _on_device(table, _builder(table.source))
+        directed = _on_device(_build_directed_edges(builder, block, edge_block), device)
         _synchronize(table.source)
         table.directed[block, edge_block] = directed
     recording.keep(*directed[:4])
     return directed
+
+
+def _builder(source: Tensor) -> torch.device:
+    """Return the device that lays out a table."""
+    return torch.device("cpu") if source.numel() <= MAX_EDGES_ON_HOST else source.device
+
+
+def _on_device(layout: Layout, device: torch.device) -> Layout:
+    """Return a layout with its tensors on a device."""
+    fields: list[Any] = [x.to(device) if isinstance(x, Tensor) else x for x in layout]
+    return type(layout)(*fields)
 
 
 def _refuse_capture(source: Tensor) -> None:
