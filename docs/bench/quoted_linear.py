@@ -1,23 +1,35 @@
-"""The figures of dense chains and of workspaces; the name of a function is the name of a quote."""
+"""The figures of chains and of workspaces; the name of a function is the name of a quote."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quoted_rows import OURS, digits, figure, number, ratio, row, rows, table
 
-BUDGET, CHAINS = "linear_budget.csv", "linear_chain_gpu.csv"
+BUDGET, CHAINS, SEGMENTS = "linear_budget.csv", "linear_chain_gpu.csv", "semi_markov_gpu.csv"
 SIZE = {"tokens": 16384, "hidden": 2048, "classes": 262144}
+
+
+def _chains(name: str, sizes: Sequence[str]) -> list[list[str]]:
+    return [
+        [
+            ", ".join(f"{int(each[key]):,}" for key in sizes),
+            *(digits(float(each[key]), 2) for key in ("loss_ms", "best_path_ms")),
+        ]
+        for each in rows(name)
+    ]
 
 
 @figure
 def linear_chain_speed() -> str:
-    lines = [
-        [
-            ", ".join(f"{int(each[key]):,}" for key in ("steps", "sequences", "states")),
-            *(digits(float(each[key]), 2) for key in ("loss_ms", "best_path_ms")),
-        ]
-        for each in rows(CHAINS)
-    ]
+    lines = _chains(CHAINS, ("steps", "sequences", "states"))
     return table(["T, N, C", "log Z with all gradients", "best path"], lines)
+
+
+@figure
+def semi_markov_speed() -> str:
+    lines = _chains(SEGMENTS, ("steps", "sequences", "states", "durations"))
+    return table(["T, N, C, D", "log Z with all gradients", "best path"], lines)
 
 
 def _cells(each: dict[str, str]) -> list[str]:

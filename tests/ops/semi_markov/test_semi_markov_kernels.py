@@ -122,6 +122,102 @@ def test_scores_beyond_linear_arithmetic(
     agree_in_paths(chain)
 
 
+def allow_moves(chain: SemiMarkovChain, farthest: int, nearest: int = 0) -> None:
+    """Allow transitions up by `nearest` to `farthest` states, from the first to the last."""
+    states = torch.arange(chain.transitions.shape[0], device=chain.transitions.device)
+    move = states[None, :] - states[:, None]
+    chain.transitions.masked_fill_((move < nearest) | (move > farthest), -torch.inf)
+    chain.start[:, 1:] = -torch.inf
+    chain.end[:, :-1] = -torch.inf
+
+
+def drift(chain: SemiMarkovChain) -> None:
+    allow_moves(chain, 1)
+    chain.emissions.sub_(8 * torch.arange(6, device=chain.emissions.device))
+
+
+def forbid_short_segments(chain: SemiMarkovChain) -> None:
+    allow_moves(chain, 1)
+    chain.durations[:7] = -torch.inf
+    chain.emissions.mul_(10)
+
+
+def enter_after_longest_segment(chain: SemiMarkovChain) -> None:
+    chain.emissions[:30, :, 1] = -torch.inf
+    chain.transitions[:, 2] = chain.start[:, 2] = -torch.inf
+    chain.transitions[1, 2] = 0.0
+
+
+def interrupt(chain: SemiMarkovChain) -> None:
+    allow_moves(chain, 2)
+    chain.emissions[20:40, :, ::2] = -torch.inf
+    chain.emissions[45, :, :4] = -torch.inf
+
+
+@kernel_devices
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda chain: allow_moves(chain, 1), id="left to right"),
+        pytest.param(lambda chain: allow_moves(chain, 3), id="skips"),
+        pytest.param(lambda chain: allow_moves(chain, 2, 1), id="each state once"),
+        pytest.param(drift, id="states drift apart"),
+        pytest.param(forbid_short_segments, id="long segments"),
+        pytest.param(enter_after_longest_segment, id="late state"),
+        pytest.param(interrupt, id="forbidden emissions"),
+        pytest.param(lambda chain: chain.durations[:11].fill_(-torch.inf), id="one duration"),
+    ],
+)
+def test_impossible_states_and_segments(
+    change: Callable[[SemiMarkovChain], object], device: str
+) -> None:
+    chain = random_semi_markov(60, 1, 6, 12, ragged=False, dtype=torch.float32, device=device)
+    change(chain)
+    agree(chain)
+
+
+def chain_of_two(T: int, D: int, device: str) -> SemiMarkovChain:
+    """Return a chain of two states that ends in the second one, all other scores 0."""
+    scores = (torch.zeros(shape, device=device) for shape in ((T, 1, 2), (2, 2), (D, 2), (1, 2)))
+    end = torch.tensor([[-torch.inf, 0.0]], device=device)
+    return SemiMarkovChain(*scores, end)
+
+
+@kernel_devices
+@pytest.mark.parametrize(("gain", "steps"), [(60.0, 20), (800.0, 20), (800.0, 1)])
+def test_a_segment_that_others_round_to_zero_may_be_the_only_path(
+    gain: float, steps: int, device: str
+) -> None:
+    """The second state takes all 20 steps. It is opened at each, with scores that rise."""
+    chain = chain_of_two(20, 20, device)
+    chain.emissions[:steps, :, 0] = gain
+    chain.durations[1:, 0] = chain.durations[:-1, 1] = -torch.inf
+    agree(chain)
+
+
+@kernel_devices
+def test_the_only_path_may_have_a_state_that_falls_at_once(device: str) -> None:
+    chain = chain_of_two(9, 1, device)
+    chain.transitions[0, 0] = chain.transitions[1, 0] = chain.start[:, 1] = -torch.inf
+    chain.emissions[1] = -1500.0
+    agree(chain)
+
+
+@kernel_devices
+@pytest.mark.parametrize("score", [-300.0, -900.0])
+def test_scores_whose_exponentials_are_zero_beside_the_greatest(score: float, device: str) -> None:
+    """The only path has a duration or a transition with a score that is far below others."""
+    chain = chain_of_two(9, 9, device)
+    chain.transitions.fill_(-torch.inf)
+    chain.start[:, 0] = -torch.inf
+    chain.durations[8] = score
+    agree(chain)
+    chain = chain_of_two(9, 3, device)
+    chain.start[:, 1] = -torch.inf
+    chain.transitions[0, 1] = score
+    agree(chain)
+
+
 @kernel_devices
 def test_invalid_lengths_nan_and_no_path_stay_in_their_sequence(
     device: str, monkeypatch: pytest.MonkeyPatch
