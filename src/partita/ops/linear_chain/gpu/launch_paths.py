@@ -47,7 +47,7 @@ def linear_chain_viterbi(
         best_path_in_lanes(emissions, transitions, start, end, lengths, score, states)
         return score, states
     constant = transitions.ndim == 2
-    # Scores of half types tie often, and what follows a tie is scanned twice.
+    # Scores of half types tie often, and what follows a tie is scanned again.
     itemsize = min(emissions.element_size(), transitions.element_size())
     if itemsize >= 4 and plan.meets(T, N, C, constant):
         best_path_from_both_ends(emissions, transitions, start, end, lengths, score, states)
