@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops.chain.api import Chain
+from ..ops.chain.edges import dense_source
 from ..primitives.semiring import Max
 from ..runtime.backend import backend
 from ..runtime.dtypes import acc_dtype
@@ -47,11 +48,6 @@ def alignment(states: int) -> Tensor:
     return (torch.arange(states)[:, None] - torch.arange(WINDOW)).clamp(min=-1)
 
 
-def dense(states: int) -> Tensor:
-    """Return the table of a hidden Markov model, `[C, C]`: any state may follow any other."""
-    return torch.arange(states).repeat(states, 1)
-
-
 class Size(NamedTuple):
     steps: int
     chains: int
@@ -67,7 +63,7 @@ SIZES = (
     Size(2000, 64, 1024),
     Size(500, 128, 201, alignment),
     Size(100_000, 1, 16),
-    Size(1_000_000, 1, 4, dense),
+    Size(1_000_000, 1, 4, dense_source),
 )
 CPU_SIZES = Size(500, 8, 64), Size(200, 4, 1024), Size(500, 8, 201, alignment)
 CPU_QUICK_SIZES = Size(100, 4, 64), Size(100, 4, 256)

@@ -73,7 +73,6 @@ LOG_PROBABILITY = torch.tensor(8.0)
 PROBABILITY_GRADIENT = LOG_PROBABILITY / 32
 SCALES: dict[str, tuple[Scale, Scale]] = {
     "linear_divergence, hybrid": (LOG_PROBABILITY, torch.tensor(2.0**-5)),
-    "linear_topk_divergence": (LOG_PROBABILITY, "tensor"),
 }
 
 # Each op with its counterpart, and its dtypes: fewer of them where compiling for each takes long.

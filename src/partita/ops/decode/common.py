@@ -43,6 +43,15 @@ def empty_hypotheses(logits: Tensor, nbest: int = 1) -> Hypotheses:
     )
 
 
+def empty_posteriors(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return uninitialized posteriors `[T, N, bases]` and `[N, C]` for scores `[T, N, C, A]`."""
+    T, N, C, A = scores.shape
+    return (
+        scores.new_empty((T, N, A - 1), dtype=torch.float64),
+        scores.new_empty((N, C), dtype=torch.float64),
+    )
+
+
 class ChainFunctions(NamedTuple):
     """The functions of one backend that serve the ops of chains of these names."""
 

@@ -11,7 +11,7 @@ from ...runtime import checks, register
 from ...runtime.autograd import one_by_one
 from .backends import BACKENDS
 from .basecalls import empty_basecalls
-from .common import Hypotheses, empty_hypotheses
+from .common import Hypotheses, empty_hypotheses, empty_posteriors
 
 
 def _check_lengths(logits: Tensor, input_lengths: Tensor, *_: Any) -> None:
@@ -29,14 +29,6 @@ def _empty_path(scores: Tensor) -> tuple[Tensor, Tensor]:
     return (
         scores.new_empty((T + 1, N), dtype=torch.int64),
         scores.new_empty((T, N), dtype=torch.int64),
-    )
-
-
-def _empty_posteriors(scores: Tensor) -> tuple[Tensor, Tensor]:
-    T, N, C, A = scores.shape
-    return (
-        scores.new_empty((T, N, A - 1), dtype=torch.float64),
-        scores.new_empty((N, C), dtype=torch.float64),
     )
 
 
@@ -62,7 +54,7 @@ beam_search: register.Op = register.define(
 crf_path: register.Op = register.define(
     "ctc_crf_path(Tensor scores, Tensor source, Tensor input_lengths, int beam_width, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda scores, *_: (*_empty_path(scores), *_empty_posteriors(scores)),
+    lambda scores, *_: (*_empty_path(scores), *empty_posteriors(scores)),
     vmap=lambda *batch: one_by_one(crf_path, *batch),
     backends=BACKENDS,
     reference_if_empty=True,
@@ -71,7 +63,7 @@ crf_path: register.Op = register.define(
 crf_base_posteriors: register.Op = register.define(
     "ctc_crf_base_posteriors(Tensor marginals, Tensor input_lengths, str backend)"
     " -> (Tensor, Tensor)",
-    lambda marginals, *_: _empty_posteriors(marginals),
+    lambda marginals, *_: empty_posteriors(marginals),
     vmap=lambda *batch: one_by_one(crf_base_posteriors, *batch),
     backends=BACKENDS,
     reference_if_empty=True,

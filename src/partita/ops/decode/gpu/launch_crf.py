@@ -15,7 +15,7 @@ from ...chain.gpu.launch_posteriors import (
 )
 from ...ctc_crf.common import zero_ends
 from ..basecalls import Basecalls, empty_basecalls
-from ..common import ChainFunctions, path_and_posteriors
+from ..common import ChainFunctions, empty_posteriors, path_and_posteriors
 from .crf_calls import ctc_crf_calls_kernel
 from .crf_posteriors import ctc_crf_base_posteriors_kernel, ctc_crf_first_posteriors_kernel
 from .launch_crf_beam import BeamBuffers, ctc_crf_beam_search, launch_beam_search
@@ -38,7 +38,7 @@ def ctc_crf_path(
         own = ctc_crf_beam_search, ctc_crf_base_posteriors
         return path_and_posteriors(chain, *own, scores, source, input_lengths, beam_width)
     lengths, ends = input_lengths.contiguous(), zero_ends(scores)
-    by_base, first = _empty_posteriors(scores)
+    by_base, first = empty_posteriors(scores)
     chain_inputs = (scores, source, ends, ends, lengths)
     if beam_width:
         # The search has few programs, so it runs next to the scans for the posteriors. All memory
@@ -62,15 +62,6 @@ def ctc_crf_path(
     return states, edges, by_base, first
 
 
-def _empty_posteriors(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return uninitialized posteriors `[T, N, bases]` and `[N, C]` for scores `[T, N, C, A]`."""
-    T, N, C, A = scores.shape
-    return (
-        torch.empty((T, N, A - 1), dtype=torch.float64, device=scores.device),
-        torch.empty((N, C), dtype=torch.float64, device=scores.device),
-    )
-
-
 def _sum_state_posteriors(
     posteriors: Tensor, lengths: Tensor, by_base: Tensor, first: Tensor
 ) -> None:
@@ -84,7 +75,7 @@ def _sum_state_posteriors(
 def ctc_crf_base_posteriors(marginals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Return the posteriors for qualities, given those of edges; see the reference."""
     T, N, C, A = marginals.shape
-    by_base, first = _empty_posteriors(marginals)
+    by_base, first = empty_posteriors(marginals)
     lengths, strides = lengths.contiguous(), marginals.stride()
     _sum_by_base(marginals, lengths, by_base, (T, N, C, A, A - 1), strides, False)
     _launch_first(marginals, lengths, first, (T, C, A - 1), strides, False)

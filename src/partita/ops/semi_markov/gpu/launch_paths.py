@@ -41,7 +41,7 @@ def semi_markov_viterbi(
             semi_markov_best_scan_kernel,
             N,
             *(*inputs, scan_weights(transitions, durations), *results, T, N, C, D, *strides),
-            **plan.best_scan_options(C, D),
+            **plan.scan_options(C, D),
         )
     else:
         ring = torch.empty((N, D + 2, C), dtype=torch.float64, device=device)
