@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gc
 import importlib.util
 import statistics
 from collections.abc import Callable, Iterator
@@ -112,6 +113,7 @@ def lines(steps: int) -> Iterator[dict[str, Any]]:
             print("liger: not installed (pip install liger-kernel)", flush=True)
             continue
         found = measured(change(llama()), steps)
+        gc.collect()  # a model refers to itself, and the next one's peak would include it
         torch.cuda.empty_cache()
         yield {
             "provider": provider,

@@ -59,10 +59,15 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) 
     return torch.addmm(bias, input, weight.T, out=logits)
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `a @ b` to `total`, with sums in the dtype of `total`."""
-    if a.is_cuda and a.dtype != total.dtype:
+def add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool = False) -> None:
+    """Add `a @ b` to `total`, with sums in the dtype of `total`; the first product replaces it."""
+    widens = a.is_cuda and a.dtype != total.dtype
+    if widens and is_first:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    elif widens:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif is_first:
+        torch.mm(a.to(total.dtype), b.to(total.dtype), out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
@@ -270,17 +275,16 @@ def linear_one_pass(
     `[]`, divides a sum before the gradients are rounded.
     """
     (M, _), C, accumulator = input.shape, len(weight), acc_dtype(input.dtype)
-    result = empty_gradients(input, weight, bias, input_grad, weight_grad, bias_grad)
     if not input.is_cuda and input.dtype == accumulator:
         chunk = min(chunk, CPU_CHUNK_TOKENS)
-    buffer = logits_buffer(input, min(chunk, M), C)
     one_chunk = chunk >= M
+    rounds_sum = weight_grad and not one_chunk and input.dtype != accumulator
+    has_result = weight_grad and not rounds_sum
+    result = empty_gradients(input, weight, bias, input_grad, has_result, bias_grad)
     dweight, dbias, loss = result.weight, None, None
-    if weight_grad and not one_chunk:
-        if input.dtype == accumulator:
-            dweight.zero_()
-        else:
-            dweight = torch.zeros_like(result.weight, dtype=accumulator)
+    if rounds_sum:
+        dweight = torch.empty(weight.shape, dtype=accumulator, device=weight.device)
+    buffer = logits_buffer(input, min(chunk, M), C)
     divisors = kernels.mean_shares(
         target, class_weight, denominator, ignore_index, C, mean, accumulator
     )
@@ -301,20 +305,20 @@ def linear_one_pass(
         loss = part_loss if loss is None else loss + part_loss
         if input_grad:
             torch.mm(logits, weight, out=result.input[part])
-        if weight_grad and one_chunk:
-            torch.mm(logits.T, input, out=dweight)
-        elif weight_grad:
-            add_product(dweight, logits.T, input[part])
+        if weight_grad:
+            add_product(dweight, logits.T, input[part], is_first=part.start == 0)
         if bias_grad:
             part_dbias = logits.sum(0, dtype=accumulator)
             dbias = part_dbias if dbias is None else dbias + part_dbias
+        del logits
     if loss is None:
         nothing = torch.nan if mean else 0.0
         loss = torch.full((), nothing, dtype=accumulator, device=input.device)
         dweight.zero_()
         result.bias.zero_()
-    if dweight is not result.weight:
-        result.weight.copy_(dweight)
     if dbias is not None:
         result.bias.copy_(dbias)
+    if rounds_sum:
+        del buffer  # the rounded gradient takes its memory
+        result = result._replace(weight=dweight.to(weight.dtype))
     return loss, *result

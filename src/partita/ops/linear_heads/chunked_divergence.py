@@ -273,15 +273,18 @@ def _gradients_by_token(
         len(student.weight),
         acc_dtype(student.input.dtype),
     )
-    result = empty_gradients(*student, input_grad, weight_grad, bias_grad)
     if not student.input.is_cuda and student.input.dtype == accumulator:
         tokens = min(tokens, CPU_CHUNK_TOKENS)
+    rounds_sum = weight_grad and tokens < M and student.input.dtype != accumulator
+    has_result = weight_grad and not rounds_sum
+    result = empty_gradients(*student, input_grad, has_result, bias_grad)
+    dweight = result.weight
+    if rounds_sum:
+        dweight = torch.empty_like(student.weight, dtype=accumulator)
+    elif M == 0:
+        dweight.zero_()
     buffers = [head.buffer(min(tokens, M), C) for head in heads]
     state, all_classes = kernels.new_state(student.input), slice(0, C)
-    one_chunk = 0 < M <= tokens
-    dweight = result.weight
-    if weight_grad and not one_chunk:
-        dweight = torch.zeros_like(student.weight, dtype=accumulator)
     dbias = result.bias.new_zeros(result.bias.shape, dtype=accumulator)
     for part in chunks(M, tokens):
         x, t = (h.logits(part, all_classes, b) for h, b in zip(heads, buffers, strict=True))
@@ -290,13 +293,13 @@ def _gradients_by_token(
         kernels.gradient(factors[part], x, t, of_part.rows, *numbers, x)
         if input_grad:
             torch.mm(x, student.weight, out=result.input[part])
-        if weight_grad and one_chunk:
-            torch.mm(x.T, student.input, out=dweight)
-        elif weight_grad:
-            add_product(dweight, x.T, student.input[part])
+        if weight_grad:
+            add_product(dweight, x.T, student.input[part], is_first=part.start == 0)
         if bias_grad:
             dbias += x.sum(0, dtype=accumulator)
-    if dweight is not result.weight:
-        result.weight.copy_(dweight)
+        del x, t
     result.bias.copy_(dbias)
+    if rounds_sum:
+        buffers.clear()  # the rounded gradient takes their memory
+        result = result._replace(weight=dweight.to(student.weight.dtype))
     return state.rows.loss, *result

@@ -14,10 +14,11 @@ from .packing import packing_wanted, sizes_allow_packing
 # backward. Calls of this size wait for the host, and this memory is negligible.
 SMALL_LOGITS_BYTES = 2**24
 SMALL_COPIES = 4  # such tensors alive at once: logits, log-probabilities, and their gradients
-DEFAULT_BUDGET = 2**31  # bytes of workspace that a call may always use if no budget is given
+# Bytes of workspace that all logits at once, or a lean plan, may use if no budget is given.
+DEFAULT_BUDGET = 2**31
 # Bytes of the logits in a chunk of tokens if no budget is given. With smaller chunks, adding up the
 # gradient of the matrix would take a notable part of the time.
-DEFAULT_CHUNK_BYTES = 2**30
+DEFAULT_CHUNK_BYTES = 3 * 2**28
 # Bytes of a chunk beyond which the lean plan and a loss without gradients do not become faster.
 LEAN_CHUNK_BYTES = 5 * 2**26
 LOSS_CHUNK_BYTES = 15 * 2**24
@@ -81,9 +82,9 @@ def linear_cross_entropy_plan(
     The plan is `fast` if the workspace allows all logits at once or chunks of at least 2,048
     tokens. Otherwise it is `lean`, which takes chunks of classes and recomputes the logits.
 
-    Without a budget, the workspace is the least in which a mean or sum recomputes no logits, but
-    may always be 2 GiB. That is all logits, or 1 GiB of them and the gradient of the matrix in
-    fp32 (not for fp16). It depends on the arguments alone, so that results do too.
+    Without a budget, a mean or sum recomputes no logits. It holds all of them if they fit 2 GiB,
+    and otherwise about 0.75 GiB of them, but at least 2,048 tokens, and the gradient of the matrix
+    in fp32 (not for fp16). The workspace depends on the arguments alone, so that results do too.
 
     With `PARTITA_PACK_ROWS=1` it is the plan of a GPU that packs rows, which needs a copy of a
     chunk's hidden states. This concerns means and sums in bf16 with `hidden` and `vocabulary` that
@@ -176,20 +177,28 @@ def memory_plan(
         # Each rank sends and receives the gradient of the hidden states in fp32.
         exchanged_bytes = 8 * tokens * hidden * (parallel and input_grad)
         logits_bytes = row_bytes
-        row_bytes += hidden * itemsize * packs
+        packed_bytes = hidden * itemsize * packs
+        row_bytes += packed_bytes
         all_at_once = tokens * row_bytes + fixed_bytes + exchanged_bytes
-        dweight_bytes = hidden * vocabulary * 4 if weight_grad and half_type else 0
+        # The matrix's gradient is added up in fp32. It is rounded into its result, which is half as
+        # large, when the logits are no longer needed.
+        dweight_bytes = hidden * vocabulary * 2 if weight_grad and half_type else 0
         takes_chunks = reduced and not parallel and dtype != torch.float16
-        budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
-        if memory_budget is None and takes_chunks:
-            chunk = max(MIN_CHUNK_TOKENS, DEFAULT_CHUNK_BYTES // logits_bytes // 256 * 256)
-            in_chunks = chunk * row_bytes + dweight_bytes + fixed_bytes
-            budget = max(budget, min(all_at_once, in_chunks))
+        budget = memory_budget
+        if budget is None:
+            budget = DEFAULT_BUDGET + tokens * packed_bytes
+        room = budget - dweight_bytes - fixed_bytes
+        if memory_budget is None and takes_chunks and all_at_once > budget:
+            chunk = max(DEFAULT_CHUNK_BYTES, dweight_bytes) // logits_bytes // 256 * 256
+            room = max(max(chunk, MIN_CHUNK_TOKENS) * row_bytes, dweight_bytes)
+            budget = room + dweight_bytes + fixed_bytes
         if all_at_once <= budget:
             return MemoryPlan("fast", max(tokens, 1), all_at_once, flops, ALL_AT_ONCE)
-        chunk = (budget - dweight_bytes - fixed_bytes) // row_bytes // 256 * 256
-        if takes_chunks and chunk >= MIN_CHUNK_TOKENS:
-            workspace_bytes = chunk * row_bytes + dweight_bytes + fixed_bytes
+        chunk = room // row_bytes // 256 * 256
+        if takes_chunks and chunk >= MIN_CHUNK_TOKENS and room >= dweight_bytes:
+            rows = -(-tokens // -(-tokens // chunk))  # all chunks get about the same length
+            chunk = -(-rows // 256) * 256
+            workspace_bytes = max(chunk * row_bytes, dweight_bytes) + dweight_bytes + fixed_bytes
             return MemoryPlan("fast", chunk, workspace_bytes, flops, CHUNKS_OF_TOKENS)
         reason = TOO_SMALL if takes_chunks else NO_CHUNKS_OF_TOKENS
         flops += product_flops

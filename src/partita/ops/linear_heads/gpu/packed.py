@@ -45,12 +45,12 @@ def linear_packed_one_pass(
     M, C, accumulator = len(input), len(weight), acc_dtype(input.dtype)
     one_chunk = chunk >= M
     packed = pack_rows(target, ignore_index, min(chunk, M))
-    result = empty_gradients(input, weight, None, input_grad, weight_grad and not one_chunk, False)
+    result = empty_gradients(input, weight, None, input_grad, False, False)
     if input_grad:
         result.input.zero_()  # the gradient of ignored rows
     dweight, loss = result.weight, None
     if weight_grad and not one_chunk:
-        dweight = torch.zeros_like(result.weight, dtype=accumulator)
+        dweight = torch.empty(weight.shape, dtype=accumulator, device=weight.device)
     sums = (denominator, ignore_index, C, mean, accumulator)
     divisors = mean_shares(target, class_weight, *sums)
     options = (ignore_index, label_smoothing, softcap, z_loss, mean or denominator is not None)
@@ -65,12 +65,12 @@ def linear_packed_one_pass(
         if weight_grad and one_chunk:
             dweight = grouped_mm(logits.T, hidden, offs=limit)[0]
         elif weight_grad:
-            add_product(dweight, logits.T, hidden)
+            add_product(dweight, logits.T, hidden, is_first=i == 0)
         del hidden  # its memory is that of its gradient
         if input_grad:
             scatter_rows(grouped_mm(logits, weight[None], offs=limit), index, result.input)
         del logits
     assert loss is not None
     if weight_grad and not one_chunk:
-        dweight = result.weight.copy_(dweight)
+        dweight = dweight.to(weight.dtype)
     return loss, result.input, dweight, result.bias
