@@ -280,7 +280,8 @@ def _gradients_by_token(
     result = empty_gradients(*student, input_grad, has_result, bias_grad)
     dweight = result.weight
     if rounds_sum:
-        dweight = torch.empty_like(student.weight, dtype=accumulator)
+        shape, device = student.weight.shape, student.weight.device
+        dweight = torch.empty(shape, dtype=accumulator, device=device)
     elif M == 0:
         dweight.zero_()
     buffers = [head.buffer(min(tokens, M), C) for head in heads]
