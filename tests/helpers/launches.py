@@ -160,7 +160,8 @@ def call_linear_chains(dtype: torch.dtype) -> None:
     from partita.ops.linear_chain.gpu import plan
 
     long = ((300, 1, 5), (300, 1, 8), (300, 1, 16), (300, 2, 30), (300, 2, 100))
-    for T, N, C in ((3, 2, 5), (3, 2, 30), (3, 2, 50), (3, 2, 200), *long):
+    few = ((3, 2, C) for C in (5, 30, 50, 200, 500, 600))
+    for T, N, C in (*few, *long):
         for gluon in {plan.GLUON, plan.GLUON and T > 3}:
             emissions = torch.zeros(T, N, C, dtype=dtype, requires_grad=True)
             transitions = torch.zeros(C, C, dtype=dtype, requires_grad=True)

@@ -166,6 +166,53 @@ def test_large(shape: tuple[int, int, int], scale: float, device: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1.0, 20.0])
+@pytest.mark.parametrize("shape", [(33, 40, 150), (50, 16, 512), (8, 100, 257)])
+def test_exchanged_steps(
+    shape: tuple[int, int, int], scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs that exchange states find what a launch for each step finds, and the same bits."""
+    chain = with_transitions(random_linear_chain(*shape, device="cuda"), scale)
+    chain.emissions[5, 3] *= 100
+    chain.emissions[2, 1, 4], chain.emissions[4, 2] = torch.nan, -torch.inf
+    found, again = (results(chain, "triton", torch.float64) for _ in range(2))
+    for a, b in zip(found, again, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    monkeypatch.setattr(plan, "MAX_EXCHANGE_STATES", 0)
+    clear_caches()
+    expected = results(chain, "triton", torch.float64)
+    clear_caches()
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_exchanges_on_several_streams() -> None:
+    """Chains on two streams, and replays of a graph, give the bits of a call alone."""
+    chain = random_linear_chain(60, 64, 512, device="cuda", dtype=torch.float32)
+    expected = results(chain, "triton", torch.float32)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(5):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(results(chain, "triton", torch.float32))
+    torch.cuda.synchronize()
+    with partita.backend("triton"), torch.no_grad():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logz = chain.logz()
+        for _ in range(3):
+            logz.zero_()
+            graph.replay()
+            torch.testing.assert_close(logz, expected[0].to(logz.dtype), rtol=1e-6, atol=0)
+    for each in found:
+        for a, b in zip(each, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
 def test_segments_cover_all_steps() -> None:
     for T in (*range(1, 300), 9_999, 100_000, 1_000_000):
         sizes = plan.segment_sizes(T)

@@ -211,44 +211,20 @@ def step_states(
     logz: Tensor,
     rounded: Tensor,
 ) -> None:
-    """Scan alpha and beta in linear arithmetic with a launch for each step."""
+    """Scan alpha and beta of many states in linear arithmetic."""
     from .launch_lanes import exp_table
-    from .steps import linear_chain_step_kernel, linear_chain_total_kernel
-    from .strided_steps import linear_chain_strided_step_kernel
+    from .steps import linear_chain_total_kernel
 
     T, N, C = emissions.shape
     parts = plan.range_parts(transitions)
     block = {"BLOCK_PARTS": plan.parts_block(parts)}
-    fp64: dict[str, Any] = {"dtype": torch.float64, "device": emissions.device}
-    recent = torch.empty((2, 2, N, C), **fp64)
+    options = {"SAVE": save, "EXACT": plan.is_exact(emissions, transitions), **block}
     weights = exp_table(transitions, saved.span)
+    inputs = (emissions, weights, start, end, lengths)
     strides = (*emissions.stride(), *end_strides(start), *end_strides(end))
-    for i in range(T):
-        launch(
-            linear_chain_strided_step_kernel if plan.GLUON else linear_chain_step_kernel,
-            plan.step_programs(N, C, save),
-            emissions,
-            weights,
-            start,
-            end,
-            lengths,
-            saved.span,
-            saved.maxima,
-            saved.states,
-            saved.scales,
-            recent,
-            i,
-            T,
-            N,
-            C,
-            parts,
-            *strides,
-            SAVE=save,
-            EXACT=plan.is_exact(emissions, transitions),
-            **plan.step_options(C),
-            **block,
-        )
-    tensors = (saved.span, lengths, saved.maxima, saved.scales, recent[0, (T - 1) % 2])
+    scan = exchanged_steps if plan.exchanges(C, emissions.device) else launched_steps
+    alpha = scan(inputs, saved, parts, strides, options)
+    tensors = (saved.span, lengths, saved.maxima, saved.scales, alpha)
     launch(
         linear_chain_total_kernel,
         N,
@@ -263,6 +239,61 @@ def step_states(
         BLOCK_C=next_power_of_2(C),
         **block,
     )
+
+
+def exchanged_steps(
+    inputs: tuple[Any, ...],
+    saved: Saved,
+    parts: int,
+    strides: tuple[int, ...],
+    options: dict[str, Any],
+) -> Tensor:
+    """Take all steps in one launch, whose programs exchange states, and return the last alpha.
+
+    Its numbers may be negative: the absolute values are meant.
+    """
+    from .exchange_steps import linear_chain_exchange_kernel
+
+    emissions = inputs[0]
+    T, N, C = emissions.shape
+    words = torch.full((4 * N * C + 1,), -0.0, dtype=torch.float64, device=emissions.device)
+    launch(
+        linear_chain_exchange_kernel,
+        plan.exchange_programs(N, C, options["SAVE"]),
+        *inputs,
+        *(saved.span, saved.maxima, saved.states, saved.scales, words),
+        *(T, N, C, parts, *strides),
+        **options,
+        **plan.exchange_options(C),
+    )
+    return words[:-1].view(2, 2, N, C)[0, (T - 1) % 2]
+
+
+def launched_steps(
+    inputs: tuple[Any, ...],
+    saved: Saved,
+    parts: int,
+    strides: tuple[int, ...],
+    options: dict[str, Any],
+) -> Tensor:
+    """Take each step in a launch of its own, and return the last alpha."""
+    from .steps import linear_chain_step_kernel
+    from .strided_steps import linear_chain_strided_step_kernel
+
+    emissions = inputs[0]
+    T, N, C = emissions.shape
+    recent = torch.empty((2, 2, N, C), dtype=torch.float64, device=emissions.device)
+    for i in range(T):
+        launch(
+            linear_chain_strided_step_kernel if plan.GLUON else linear_chain_step_kernel,
+            plan.step_programs(N, C, options["SAVE"]),
+            *inputs,
+            *(saved.span, saved.maxima, saved.states, saved.scales, recent),
+            *(i, T, N, C, parts, *strides),
+            **options,
+            **plan.step_options(C),
+        )
+    return recent[0, (T - 1) % 2]
 
 
 def linear_chain_gradient(

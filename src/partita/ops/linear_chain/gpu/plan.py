@@ -5,6 +5,7 @@ These are pure functions of sizes. They import no Triton.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ....runtime.backend import interpreting
+from ....runtime.caches import register_cache
 from ....runtime.sizes import cdiv, next_power_of_2
 from ..common import RANGE_ROWS
 
@@ -20,6 +22,9 @@ GLUON = torch.version.hip is None and not INTERPRETED  # whether layouts are cho
 
 MAX_RESIDENT_STATES = 32  # the transitions among more do not fit into a program
 MAX_GLUON_STATES = 128  # the same with layouts of our own
+MAX_EXCHANGE_STATES = 512  # whose scan programs hold the transitions between them
+# Programs of that scan which have to be resident together take as many multiprocessors at most.
+MIN_EXCHANGE_MULTIPROCESSORS = 64
 MAX_LOG_STATES = 32  # the same in the log domain
 MAX_ROW_ELEMENTS = 1024  # in a block of tokens that a program takes at once
 MIN_PARALLEL_TOKENS = 256
@@ -101,6 +106,32 @@ def step_options(C: int) -> dict[str, int]:
     if GLUON:
         return {"UNROLL": 8, "num_warps": 8}
     return {"BLOCK_N": 16, "BLOCK_C": 16, "BLOCK_K": 32, "SPLITS": 8, "num_warps": 8}
+
+
+@functools.lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+register_cache("linear_chain.gpu.plan.multiprocessors", _multiprocessors.cache_clear)
+
+
+def exchanges(C: int, device: torch.device) -> bool:
+    """Return whether programs exchange the states of each step, instead of a launch for each."""
+    if not GLUON or C > MAX_EXCHANGE_STATES:
+        return False
+    # Tensors on a CPU come from tests that compile kernels for GPUs that are not there.
+    return device.type != "cuda" or _multiprocessors(device) >= MIN_EXCHANGE_MULTIPROCESSORS
+
+
+def exchange_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of the scan whose programs exchange states."""
+    return {"STATES": 16, "WIDTH": max(16, next_power_of_2(C) // 8), "num_warps": 8}
+
+
+def exchange_programs(N: int, C: int, save: bool) -> int:
+    """Return the number of programs of that scan."""
+    return cdiv(C, exchange_options(C)["STATES"]) * cdiv(N, 16) * (2 if save else 1)
 
 
 def step_programs(N: int, C: int, save: bool) -> int:

@@ -116,6 +116,32 @@ def relative_scores(scores, addresses, EXACT: tl.constexpr):
 
 
 @triton.jit
+def save_states(
+    results,  # (states, scales)
+    step,  # (number of the step, whether it is one of alpha)
+    sizes,  # (N, C)
+    x,  # [BLOCK_N, BLOCK_C], the states with emissions
+    y,  # [BLOCK_N, BLOCK_C], the same without
+    scale,  # [BLOCK_N]
+    token,  # (t, n, tokens) [BLOCK_N]
+    c,  # [BLOCK_C]
+    SAVE: tl.constexpr,
+):
+    """Store alpha with the emissions of its tokens or beta without, and the scales of alpha."""
+    states_ptr, scales_ptr = results
+    i, is_alpha = step
+    t, n, tokens = token
+    N, C = sizes
+    active = (n < N) & (i < tokens)
+    if SAVE:
+        at = (t * N * C + n * C)[:, None] + c[None, :]
+        mask = active[:, None] & (c < C)[None, :]
+        tl.store(states_ptr + at, tl.where(is_alpha, x, y), mask=mask)
+    is_first = tl.sum((c == 0).to(tl.int32), axis=0) > 0
+    tl.store(scales_ptr + t * N + n, scale, mask=active & is_alpha & is_first)
+
+
+@triton.jit
 def enter_tokens(
     results,  # (recent states before and after the step, states, scales)
     step,  # (number of the step, whether it is one of alpha)
@@ -132,20 +158,15 @@ def enter_tokens(
     Past its last step a sequence keeps its state.
     """
     before_ptr, after_ptr, states_ptr, scales_ptr = results
-    i, is_alpha = step
-    t, n, tokens = token
+    _, n, tokens = token
+    i, _ = step
     N, C = sizes
+    x = y * emission
+    save_states((states_ptr, scales_ptr), step, sizes, x, y, scale, token, c, SAVE)
     mask = (n < N)[:, None] & (c < C)[None, :]
     at = n[:, None] * C + c[None, :]
-    active = (i < tokens)[:, None]
-    x = y * emission
-    if SAVE:
-        row = (t * N * C)[:, None]
-        tl.store(states_ptr + row + at, tl.where(is_alpha, x, y), mask=mask & active)
-    x = tl.where(active, x, tl.load(before_ptr + at, mask=mask & (i > 0), other=0.0))
-    tl.store(after_ptr + at, x, mask=mask)
-    is_first = tl.sum((c == 0).to(tl.int32), axis=0) > 0
-    tl.store(scales_ptr + t * N + n, scale, mask=(n < N) & (i < tokens) & is_alpha & is_first)
+    before = tl.load(before_ptr + at, mask=mask & (i > 0), other=0.0)
+    tl.store(after_ptr + at, tl.where((i < tokens)[:, None], x, before), mask=mask)
 
 
 @triton.jit(do_not_specialize=["i"])
@@ -214,7 +235,7 @@ def linear_chain_total_kernel(
     lengths_ptr,  # [N] or None
     maxima_ptr,  # [T, N] fp64
     scales_ptr,  # [T, N] fp64
-    alpha_ptr,  # [N, C] fp64
+    alpha_ptr,  # [N, C] fp64, whose absolute values are meant
     logz_ptr,  # [N] fp64
     rounded_ptr,  # [N] in the dtype of results
     T,
@@ -239,6 +260,6 @@ def linear_chain_total_kernel(
             total += tl.sum(terms, axis=0)
         c = tl.arange(0, BLOCK_C)
         alpha = tl.load(alpha_ptr + n * C + c, mask=c < C, other=0.0)
-        logz = total + shift * (tokens - 1) + log_sum(alpha, False) + invalid
+        logz = total + shift * (tokens - 1) + log_sum(tl.abs(alpha), False) + invalid
         tl.store(logz_ptr + n, logz)
         tl.store(rounded_ptr + n, logz.to(rounded_ptr.dtype.element_ty))

@@ -1,0 +1,165 @@
+"""Alpha and beta of dense linear chains of up to 512 states on NVIDIA GPUs, in one launch.
+
+The programs of a group share the states of 16 sequences in one direction. Each holds the weights
+of the states that it enters in registers, and the products are on the fp64 tensor cores. At each
+step it stores its states and waits for those of the others. No flag says that they have arrived:
+states are not negative, so their sign bit holds the parity of every second step, which a reader
+compares with the one that it expects. Two workspaces alternate. A program overwrites a state only
+when it has the next one from all others, so all others have read it.
+
+Programs take their index from an atomic counter, so all programs before a waiting one have
+started, and those of a group are few enough to be resident together. See `steps.py` for the rest.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from .resident import linear_range, load_range
+from .scores import exponent_of, power_of_2
+from .steps import load_scores, load_tokens_of, relative_scores, save_states
+
+SIGN = gl.constexpr(0x8000000000000000)
+
+
+@gluon.jit
+def own_weights(weights_ptr, c0, C, WIDTH: gl.constexpr, STATES: gl.constexpr, MMA: gl.constexpr):
+    """Load the weights from each warp's states to those of the program, `[warps, WIDTH, STATES]`.
+
+    They lie in memory as [state entered, state left].
+    """
+    OPERAND: gl.constexpr = gl.DotOperandLayout(1, MMA, 1)
+    BY_WARP: gl.constexpr = gl.SliceLayout(2, OPERAND)
+    warp = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, BY_WARP))
+    k = gl.arange(0, WIDTH, gl.SliceLayout(0, BY_WARP))
+    k = gl.expand_dims(gl.expand_dims(warp * WIDTH, 1) + gl.expand_dims(k, 0), 2)
+    c = gl.arange(0, STATES, gl.SliceLayout(0, gl.SliceLayout(1, OPERAND)))
+    c = c0 + gl.expand_dims(gl.expand_dims(c, 0), 1)
+    return gl.load(weights_ptr + c.to(gl.int64) * C + k, mask=(k < C) & (c < C), other=0.0)
+
+
+@gluon.jit
+def arrived_states(state_ptr, sign, n0, N, C, WIDTH: gl.constexpr, MMA: gl.constexpr):
+    """Wait for all states `[warps, 16, WIDTH]` of a step, and return each sequence's greatest."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 1)
+    BY_WARP: gl.constexpr = gl.SliceLayout(1, OPERAND)
+    warp = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, BY_WARP))
+    k = gl.arange(0, WIDTH, gl.SliceLayout(0, BY_WARP))
+    k = gl.expand_dims(gl.expand_dims(warp * WIDTH, 1) + gl.expand_dims(k, 0), 1)
+    n = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, OPERAND)))
+    n = n0 + gl.expand_dims(gl.expand_dims(n, 0), 2).to(gl.int64)
+    at, mask = state_ptr + n * C + k, (n < N) & (k < C)
+    words = gl.load(at, mask=mask, other=0, volatile=True) ^ gl.where(mask, sign, 0)
+    greatest = gl.max(gl.max(words, axis=2), axis=0)
+    # A state that has not arrived has the other sign, which makes its word the greatest.
+    while gl.max(greatest, axis=0) >= SIGN:
+        words = gl.load(at, mask=mask, other=0, volatile=True) ^ gl.where(mask, sign, 0)
+        greatest = gl.max(gl.max(words, axis=2), axis=0)
+    return words.to(gl.float64, bitcast=True), greatest.to(gl.float64, bitcast=True)
+
+
+@gluon.jit
+def give_states(
+    pointers,  # (state after the step, state before it)
+    signs,  # those of the two
+    token,  # (i, n, tokens)
+    sizes,  # (N, C)
+    x,  # [16, STATES]
+    c,  # [STATES]
+):
+    """Store the states after a step with their sign. Past its last step a sequence keeps them."""
+    after_ptr, before_ptr = pointers
+    sign, sign_before = signs
+    i, n, tokens = token
+    N, C = sizes
+    at = gl.expand_dims(n, 1) * C + gl.expand_dims(c, 0)
+    mask = gl.expand_dims(n < N, 1) & gl.expand_dims(c < C, 0)
+    ended = mask & gl.expand_dims(i >= tokens, 1)
+    before = gl.load(before_ptr + at, mask=ended, other=0, volatile=True) ^ sign_before
+    words = gl.where(ended, before, x.to(gl.uint64, bitcast=True) & (SIGN - 1)) ^ sign
+    gl.atomic_xchg(after_ptr + at, words, mask=mask, sem="relaxed")
+
+
+@gluon.jit
+def linear_chain_exchange_kernel(
+    emissions_ptr,  # [T, N, C]
+    weights_ptr,  # [2, C, C] fp64
+    start_ptr,  # [N, C] or None
+    end_ptr,  # [N, C] or None
+    lengths_ptr,  # [N] or None
+    range_ptr,  # [parts, 2] fp64
+    maxima_ptr,  # [T, N] fp64
+    states_ptr,  # [2, T, N, C] fp64 if SAVE
+    scales_ptr,  # [T, N] fp64
+    words_ptr,  # [2 * 2 * N * C + 1] fp64, -0.0: two states of alpha and of beta, and a counter
+    T,
+    N,
+    C,
+    parts,
+    stride_t,
+    stride_n,
+    stride_c,
+    start_n,
+    start_c,
+    end_n,
+    end_c,
+    SAVE: gl.constexpr,
+    EXACT: gl.constexpr,
+    STATES: gl.constexpr,
+    WIDTH: gl.constexpr,
+    BLOCK_PARTS: gl.constexpr,
+):
+    """Take all steps of alpha, or of beta, for 16 sequences and `STATES` states."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1, 1], [1, 16, 8])
+    # A thread adds up the products of all warps for one state.
+    LANES: gl.constexpr = [1, 32 // STATES, STATES]
+    PRODUCTS: gl.constexpr = gl.BlockedLayout(
+        [gl.num_warps(), 1, 1], LANES, [1, gl.num_warps(), 1], [2, 1, 0]
+    )
+    SUMS: gl.constexpr = gl.SliceLayout(0, PRODUCTS)
+    blocks_c = gl.cdiv(C, STATES)
+    row = gl.to_tensor(N).to(gl.int64) * C
+    words_ptr = words_ptr.to(gl.pointer_type(gl.uint64), bitcast=True)
+    # The lower half of the word of -0.0 is 0.
+    index = gl.atomic_add(words_ptr + 4 * row, 1, sem="relaxed").to(gl.int32)
+    c0, rest = index % blocks_c * STATES, index // blocks_c
+    direction = rest % 2 if SAVE else rest * 0
+    n0 = (rest // 2 if SAVE else rest) * 16
+    is_alpha = direction == 0
+    recent_ptr = words_ptr + direction * 2 * row
+    n = n0 + gl.arange(0, 16, gl.SliceLayout(1, SUMS)).to(gl.int64)
+    c = c0 + gl.arange(0, STATES, gl.SliceLayout(0, SUMS))
+    tokens = load_tokens_of(lengths_ptr, n, N, T)
+    greatest, least = load_range(range_ptr, parts, BLOCK_PARTS)
+    steps = gl.where(linear_range(greatest, least)[0], T, 0)
+    side_ptr = weights_ptr + (1 - direction) * gl.to_tensor(C).to(gl.int64) * C
+    weights = own_weights(side_ptr, c0, C, WIDTH, STATES, MMA)
+    addresses = (emissions_ptr, start_ptr, end_ptr, maxima_ptr)
+    strides = (stride_t, stride_n, stride_c, start_n, start_c, end_n, end_c)
+    y = gl.full([16, STATES], 1.0, gl.float64, SUMS)
+    scale = gl.zeros([16], gl.float64, gl.SliceLayout(1, SUMS))
+    sizes, sign = (N, C), gl.to_tensor(0).to(gl.uint64)
+    sign_before = sign ^ SIGN
+    t = gl.where(is_alpha, 0, tokens - 1)
+    scores = load_scores(addresses, (t, n, tokens), c, sizes, strides)
+    emission = relative_scores(scores, addresses, EXACT)
+    for i in range(0, steps):
+        # What these loads bring is used in the next step, while it waits for the other programs.
+        t_after = gl.minimum(gl.maximum(gl.where(is_alpha, i + 1, tokens - 2 - i), 0), T - 1)
+        scores = load_scores(addresses, (t_after, n, tokens), c, sizes, strides)
+        before_ptr, after_ptr = recent_ptr + (i + 1) % 2 * row, recent_ptr + i % 2 * row
+        if i > 0:
+            states, maximum = arrived_states(before_ptr, sign_before, n0, N, C, WIDTH, MMA)
+            zeros = gl.zeros([gl.num_warps(), 16, STATES], gl.float64, MMA)
+            products = mma_v2(states, weights, zeros)
+            y = gl.sum(gl.convert_layout(products, PRODUCTS), axis=0)
+            exponent = exponent_of(gl.convert_layout(maximum, gl.SliceLayout(1, SUMS)))
+            y *= gl.expand_dims(power_of_2(-exponent), 1)
+            scale = exponent.to(gl.float64)
+        x = y * emission
+        pointers, signs = (after_ptr, before_ptr), (sign, sign_before)
+        give_states(pointers, signs, (i, n, tokens), sizes, x, c)
+        results, token = (states_ptr + direction * row * T, scales_ptr), (t, n, tokens)
+        save_states(results, (i, is_alpha), sizes, x, y, scale, token, c, SAVE)
+        emission, t = relative_scores(scores, addresses, EXACT), t_after
+        sign_before, sign = sign, gl.where(i % 2 == 1, sign ^ SIGN, sign)
