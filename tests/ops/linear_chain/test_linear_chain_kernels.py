@@ -176,8 +176,8 @@ def test_exchanged_steps(
     chain = with_transitions(random_linear_chain(*shape, device="cuda"), scale)
     chain.emissions[5, 3] *= 100
     chain.emissions[2, 1, 4], chain.emissions[4, 2] = torch.nan, -torch.inf
-    found, again = (results(chain, "triton", torch.float64) for _ in range(2))
-    for a, b in zip(found, again, strict=True):
+    found, same = (results(chain, "triton", torch.float64) for _ in range(2))
+    for a, b in zip(found, same, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
     monkeypatch.setattr(plan, "MAX_EXCHANGE_STATES", 0)
     clear_caches()

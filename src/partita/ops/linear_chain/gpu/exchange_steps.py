@@ -81,6 +81,20 @@ def give_states(
 
 
 @gluon.jit
+def program_of(words_ptr, N, C, SAVE: gl.constexpr, STATES: gl.constexpr):
+    """Return a program's recent states, its direction, and its first sequence and state."""
+    row = gl.to_tensor(N).to(gl.int64) * C
+    words_ptr = words_ptr.to(gl.pointer_type(gl.uint64), bitcast=True)
+    # The lower half of the word of -0.0 is 0.
+    index = gl.atomic_add(words_ptr + 4 * row, 1, sem="relaxed").to(gl.int32)
+    blocks_c = gl.cdiv(C, STATES)
+    group = index // blocks_c
+    direction = group % 2 if SAVE else group * 0
+    n0 = (group // 2 if SAVE else group) * 16
+    return words_ptr + direction * 2 * row, direction, n0, index % blocks_c * STATES
+
+
+@gluon.jit
 def linear_chain_exchange_kernel(
     emissions_ptr,  # [T, N, C]
     weights_ptr,  # [2, C, C] fp64
@@ -117,16 +131,8 @@ def linear_chain_exchange_kernel(
         [gl.num_warps(), 1, 1], LANES, [1, gl.num_warps(), 1], [2, 1, 0]
     )
     SUMS: gl.constexpr = gl.SliceLayout(0, PRODUCTS)
-    blocks_c = gl.cdiv(C, STATES)
-    row = gl.to_tensor(N).to(gl.int64) * C
-    words_ptr = words_ptr.to(gl.pointer_type(gl.uint64), bitcast=True)
-    # The lower half of the word of -0.0 is 0.
-    index = gl.atomic_add(words_ptr + 4 * row, 1, sem="relaxed").to(gl.int32)
-    c0, rest = index % blocks_c * STATES, index // blocks_c
-    direction = rest % 2 if SAVE else rest * 0
-    n0 = (rest // 2 if SAVE else rest) * 16
-    is_alpha = direction == 0
-    recent_ptr = words_ptr + direction * 2 * row
+    recent_ptr, direction, n0, c0 = program_of(words_ptr, N, C, SAVE, STATES)
+    is_alpha, row = direction == 0, gl.to_tensor(N).to(gl.int64) * C
     n = n0 + gl.arange(0, 16, gl.SliceLayout(1, SUMS)).to(gl.int64)
     c = c0 + gl.arange(0, STATES, gl.SliceLayout(0, SUMS))
     tokens = load_tokens_of(lengths_ptr, n, N, T)
