@@ -32,7 +32,7 @@ SPILLED = {
     # registers, more programs run at the same time.
     "ctc_posterior_scan_kernel": 208,
 }
-# The prefixes of kernels in Gluon, of one that reads what these store, and of those with products of
+# The prefixes of kernels in Gluon, of one that reads their results, and of those with products of
 # fp64 matrices.
 NVIDIA_ONLY = ("chain_resident", "ctc_crf_base_sums", "linear_chain_")
 
