@@ -215,6 +215,9 @@ def call_decode(dtype: torch.dtype) -> None:
         partita.ctc_crf_decode(scores, **options)
     for method in ("viterbi", "posterior"):
         partita.ctc_crf_decode(scores, state_len=3, alphabet_size=5, method=method)
+    for bases, k in ((1, 1), (3, 5), (4, 5)):  # whose posteriors are summed in other ways
+        scores = torch.zeros(3, 2, bases**k * (bases + 1), dtype=dtype)
+        partita.ctc_crf_decode(scores, state_len=k, alphabet_size=bases + 1)
 
 
 def call_crf(dtype: torch.dtype, T: int) -> None:

@@ -32,8 +32,9 @@ SPILLED = {
     # registers, more programs run at the same time.
     "ctc_posterior_scan_kernel": 208,
 }
-# The prefixes of kernels in Gluon, and of those with products of fp64 matrices.
-NVIDIA_ONLY = ("chain_resident", "linear_chain_")
+# The prefixes of kernels in Gluon, of one that reads their results, and of those with products of
+# fp64 matrices.
+NVIDIA_ONLY = ("chain_resident", "ctc_crf_base_sums", "linear_chain_")
 
 
 def test_every_kernel_is_launched_in_every_dtype() -> None:
@@ -124,7 +125,12 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
         ),
         # Posteriors of scores in a half type are in fp32.
         **dict.fromkeys(
-            ("ctc_crf_base_posteriors_kernel", "ctc_crf_first_posteriors_kernel"), torch.float32
+            (
+                "ctc_crf_base_posteriors_kernel",
+                "ctc_crf_base_sums_kernel",
+                "ctc_crf_first_posteriors_kernel",
+            ),
+            torch.float32,
         ),
         **dict.fromkeys(
             (

@@ -128,6 +128,78 @@ def test_calls_are_those_of_the_reference(device: str) -> None:
             torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-5, msg=name)
 
 
+@pytest.mark.interpreted
+@kernel_devices
+@pytest.mark.parametrize(
+    ("T", "N", "bases", "C", "columns"),
+    [
+        (5, 3, 1, 1, 1),
+        (3, 5, 2, 4, 4),
+        (4, 5, 2, 32, 8),
+        (5, 4, 4, 256, 64),
+        (2, 3, 4, 1024, 256),
+        (3, 3, 3, 243, 243),  # the columns come in several blocks
+        (3, 3, 5, 25, 25),
+        (2, 2, 7, 343, 343),
+    ],
+)
+def test_sums_of_posteriors_by_base(
+    T: int, N: int, bases: int, C: int, columns: int, device: str
+) -> None:
+    """Ragged and invalid lengths, posteriors of 0, and NaN in what is not read."""
+    from partita.ops.chain.gpu.launch_posteriors import PosteriorBuffers
+    from partita.ops.decode.gpu.launch_crf import sum_state_posteriors
+
+    g = torch.Generator().manual_seed(T)
+    lengths = torch.tensor([T, T - 1, 0, -1, T + 1])[:N]
+    posteriors = torch.rand(T + 1, N, columns, generator=g)
+    first = torch.rand(N, C, generator=g)
+    posteriors[1, 0], first[1] = 0.0, 0.0
+    steps = torch.where((lengths < 0) | (lengths > T), 0, lengths)
+    posteriors[torch.arange(T + 1)[:, None] > steps] = posteriors[0] = torch.nan
+    first[steps == 0] = torch.nan
+    sums = posteriors[1:].double().nan_to_num().unflatten(2, (-1, bases)).sum(2)
+    expected = (sums / sums.sum(2, keepdim=True)).nan_to_num()
+    unused = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    buffers = PosteriorBuffers(*unused, posteriors.to(device), first.to(device))
+    by_base = torch.full((T, N, bases), torch.nan, dtype=torch.float64, device=device)
+    first_sums = torch.full((N, C), torch.nan, dtype=torch.float64, device=device)
+    sum_state_posteriors(buffers, lengths.to(device), by_base, first_sums)
+    torch.testing.assert_close(by_base.cpu(), expected, rtol=1e-14, atol=0)
+    scaled = first.double() / first.double().sum(1, keepdim=True)
+    scaled = torch.where((steps > 0)[:, None], scaled.nan_to_num(), 1 / C)
+    torch.testing.assert_close(first_sums.cpu(), scaled, rtol=1e-14, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [
+        ("viterbi", torch.float32),
+        ("viterbi", torch.float16),
+        ("viterbi", torch.bfloat16),
+        ("beam", torch.float32),
+    ],
+)
+@pytest.mark.parametrize(
+    ("bases", "k"), [(1, 1), (2, 3), (2, 5), (2, 10), (3, 5), (4, 3), (4, 5), (5, 2), (7, 3)]
+)
+def test_qualities_on_a_gpu(bases: int, k: int, method: str, dtype: torch.dtype) -> None:
+    """Qualities of all ways to sum posteriors, as on the CPU, and the same bits twice."""
+    scores, lengths = batch(60, 5, bases, k, 3, 2.0)
+    lengths[1:4] = torch.tensor([1, 0, 37])
+    scores = scores.to(dtype)
+    scores[20, 4, 0] = -torch.inf
+    scores[30, 3] = -torch.inf  # no path
+    options = {"state_len": k, "alphabet_size": bases + 1, "method": method, "beam_width": 8}
+    exact = partita.ctc_crf_decode(scores.double(), input_lengths=lengths, **options)
+    inputs = scores.cuda(), {"input_lengths": lengths.cuda(), **options}
+    found, second = (partita.ctc_crf_decode(inputs[0], **inputs[1]) for _ in range(2))
+    for name, a, b, c in zip(found._fields, found, second, exact, strict=True):
+        assert torch.equal(a, b), name
+        torch.testing.assert_close(a.cpu().to(c.dtype), c, rtol=2e-5, atol=2e-5, msg=name)
+
+
 PATHS = pytest.mark.parametrize(
     ("bases", "k", "seed"), [(2, 2, 0), (4, 3, 1), (1, 1, 2), (3, 1, 3)]
 )

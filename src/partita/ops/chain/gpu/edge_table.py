@@ -158,13 +158,24 @@ def _build_edge_table(source: Tensor) -> EdgeTable:
 def _state_of_lane(C: int, block: int, device: torch.device) -> Tensor:
     """Return the state of each lane of a block, -1 for none, `[block]` int32.
 
-    The states at the ends of one k-mer's edges are a power of two apart and would share a bank of
-    shared memory. So the lowest bits of a lane are mixed with higher bits of its state.
+    The addresses in shared memory that the 32 lanes of a warp read should lie in different banks.
+    If lanes were states, the k-mers at the ends of one k-mer's edges would be a power of two apart
+    and share a bank. So the low bits of a lane are mixed with higher bits of its state. In a large
+    block without spare lanes, a warp also has k-mers of each two highest bits: the scores of the
+    edges out of k-mers that are 8 apart share a bank, unless they are in different columns, and
+    those bits are the column.
+
+    Lanes that differ in bits 2 and 3 alone have states that are equal modulo 4.
     """
     state = torch.arange(block, dtype=torch.int32, device=device)
-    lane = state
+    lane, high = state, block.bit_length() - 3  # the lower of the two highest bits
+    if block >= 256 and block == C:
+        a, b = state >> high & 1, state >> high + 1 & 1
+        lane = state ^ ((a ^ b) << 3) ^ (a << 4) ^ ((state >> 3 & 3) << high)
+    elif block >= 64:
+        lane = state ^ ((state >> high & 3) << 3)
     if block >= 64:
-        lane = state ^ (state >> 4 & 3) ^ ((state >> block.bit_length() - 3 & 3) << 3)
+        lane = lane ^ (lane >> 4 & 3)
     state_of_lane = torch.empty_like(state)
     state_of_lane[lane.long()] = state
     return state_of_lane.masked_fill(state_of_lane >= C, -1)
@@ -182,9 +193,11 @@ def _build_directed_edges(table: EdgeTable, block: int, edge_block: int) -> Dire
     edge = torch.arange(C * K, dtype=torch.int32, device=device)
     source = table.source.flatten()
     valid = (source >= 0) & (source < C)
-    rank = torch.empty_like(edge)  # The index of each edge among those that leave the same state.
-    by_source = table.out_edges.long()
-    rank[by_source] = edge - table.out_offsets[source[by_source].clamp(0, C).long()]
+    # The index of each edge among those that leave the same state, by column, then by target. So
+    # the edges of one index that leave neighboring k-mers are all stays, or moves by the same base.
+    rank, leaves = torch.empty_like(edge), torch.where(valid, source, C)
+    by_source = (leaves * K + edge % K).argsort(stable=True)
+    rank[by_source] = edge - table.out_offsets[leaves[by_source].long()]
     source_lane = lane_of_state[source.clamp(0, C - 1).long()]
     target_lane = lane_of_state[(edge // K).long()]
 

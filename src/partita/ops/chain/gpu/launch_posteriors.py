@@ -14,6 +14,8 @@ from .resident_backward import chain_resident_backward_kernel
 from .resident_posteriors import chain_resident_posteriors_kernel
 from .resident_scan import chain_resident_halves_kernel, chain_resident_logz_kernel
 
+SUMMED_STATES = 4  # of which one kernel stores the sum
+
 
 class PosteriorBuffers(NamedTuple):
     """The memory for posteriors of states.
@@ -21,24 +23,36 @@ class PosteriorBuffers(NamedTuple):
     Fields:
         saved: `[T + 1, N, C]` int64, alpha up to the meeting point and beta after it.
         logz: `[N]` fp64.
-        posteriors: `[T + 1, N, C]` fp32, not written past the length.
+        posteriors: `[T + 1, N, C]` fp32, or `[T + 1, N, C / 4]` if each is a sum over four states,
+            which equal its column modulo 4. Not written past the length.
+        first: `[N, C]` fp32, the posteriors of the states at time 0.
     """
 
     saved: Tensor
     logz: Tensor
     posteriors: Tensor
+    first: Tensor
 
 
-def posterior_buffers(scores: Tensor, source: Tensor) -> PosteriorBuffers | None:
-    """Allocate for `launch_posteriors`, or return None where its kernels do not serve the call."""
+def posterior_buffers(scores: Tensor, source: Tensor, modulus: int) -> PosteriorBuffers | None:
+    """Allocate for `launch_posteriors`, or return None where its kernels do not serve the call.
+
+    Args:
+        modulus: the caller adds the posteriors of the states that are equal modulo this number.
+            Where they can, the kernels add four of them at a time.
+    """
     T, N, C, _ = scores.shape
     table = edge_table(source)
-    if table.has_invalid or resident_options(scores, table.max_out_degree) is None:
+    resident = resident_options(scores, table.max_out_degree)
+    if table.has_invalid or resident is None:
         return None
+    can_sum = SUMMED_STATES % modulus == 0 and C == resident["BLOCK_C"]
+    columns = C // SUMMED_STATES if can_sum else C
     return PosteriorBuffers(
         torch.empty((T + 1, N, C), dtype=torch.int64, device=scores.device),
         torch.empty(N, dtype=torch.float64, device=scores.device),
-        torch.empty((T + 1, N, C), dtype=torch.float32, device=scores.device),
+        torch.empty((T + 1, N, columns), dtype=torch.float32, device=scores.device),
+        torch.empty((N, C), dtype=torch.float32, device=scores.device),
     )
 
 
@@ -52,7 +66,7 @@ def launch_posteriors(
     *,
     are_saved: bool,
 ) -> None:
-    """Fill in the posterior of each state at each time.
+    """Fill in the posteriors of the states at each time.
 
     Args:
         are_saved: whether `buffers.saved` is filled in, as `chain_viterbi` does.
@@ -67,13 +81,14 @@ def launch_posteriors(
     sizes = (*scores.shape, *scores.stride(), *initial.stride(), *final.stride())
     options = {"REGULAR": edges.is_regular, **resident}
     ahead = prefetch_options(resident)
-    saved, logz, posteriors = buffers
+    saved, logz, posteriors, first = buffers
     if not are_saved:
         halves = (*inputs, saved, *sizes)
         launch(chain_resident_halves_kernel, 2 * N, *halves, SAVE=True, **options, **ahead)
     outputs = (saved, logz, None)
     launch(chain_resident_logz_kernel, N, *inputs, *outputs, *sizes, SAVE=True, **options)
-    outputs = (logz, saved, posteriors)
+    outputs = (logz, saved, posteriors, first)
+    options["SUM"] = posteriors.shape[2] < scores.shape[2]
     launch(chain_resident_posteriors_kernel, 2 * N, *inputs, *outputs, *sizes, **options, **ahead)
 
 

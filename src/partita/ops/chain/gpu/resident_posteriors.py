@@ -10,6 +10,9 @@ Both programs of a chain begin at the meeting point, where alpha and beta are kn
 follows the saved beta to the end, and direction 1 the saved alpha to the start. A step has one
 exponential for each edge and no maximum, so it costs less than a step of alpha. Posteriors are
 probabilities in fp32, and they are divided by their sum from time to time.
+
+Where only sums over states are asked for, each sum of four lanes is stored instead of four numbers.
+Such lanes are in one warp, so the sum costs two shuffles and no barrier.
 """
 
 from triton.experimental import gluon
@@ -75,11 +78,41 @@ def normalized(posterior):
 
 
 @gluon.jit
-def store_posteriors(posterior, state, scores, saved, ptrs, table, num_steps, shape):
-    """Continue the posteriors along the saved states, and store them after each step.
+def by_fours(x, shape):
+    """Return `[BLOCK_C / 16, 4, 4]`, the lanes of `x`. Axis 1 has the lanes that are summed."""
+    return gl.reshape(x, [shape.BLOCK_C // 16, 4, 4])
 
-    `scores` and `saved` are `StepRows`, `ptrs` the rows that are written, and `table` the
-    direction's neighbors and edges.
+
+@gluon.jit
+def result_columns(c, shape, SUM: gl.constexpr):
+    """Return the column of each result of a time.
+
+    Without SUM it is the state `c` of a lane. With it, each 16 lanes have four sums, and the states
+    of a sum equal its column modulo 4.
+    """
+    if SUM:
+        column = gl.arange(0, shape.BLOCK_C, shape.STATE) // 16 * 4 + c % 4
+        return gl.max(by_fours(column, shape), axis=1)  # those of a sum are equal
+    else:
+        return c
+
+
+@gluon.jit
+def store_results(rows, posterior, mask, shape, SUM: gl.constexpr):
+    """Store the posteriors of a time, or their sums."""
+    if SUM:
+        posterior = gl.sum(by_fours(posterior, shape), axis=1)
+    gl.store(rows.ptr + rows.offsets, posterior, mask=rows.mask & mask)
+
+
+@gluon.jit
+def scan_posteriors(
+    posterior, state, scores, saved, results, table, num_steps, shape, SUM: gl.constexpr
+):
+    """Continue the posteriors along the saved states, store them after each step, and return them.
+
+    `scores`, `saved` and `results` are `StepRows`, and `table` has the direction's neighbors and
+    edges.
     """
     PREFETCH: gl.constexpr = shape.PREFETCH
     neighbors, edges = table
@@ -93,13 +126,14 @@ def store_posteriors(posterior, state, scores, saved, ptrs, table, num_steps, sh
         if i % 8 == 0:
             posterior = normalized(posterior)
         for u in gl.static_range(PREFETCH):
-            posterior = posterior_step(
+            next_posterior = posterior_step(
                 posterior, state, states[u], edge_scores, neighbors, u, shape
             )
+            posterior = gl.where(i + u < num_steps, next_posterior, posterior)
             state = states[u]
-            mask = ptrs.mask & (i + u < num_steps)
-            gl.store(ptrs.ptr + ptrs.offsets, posterior, mask=mask)
-            ptrs = skip_rows(ptrs, 1)
+            store_results(results, posterior, i + u < num_steps, shape, SUM)
+            results = skip_rows(results, 1)
+    return posterior
 
 
 @gluon.jit
@@ -113,7 +147,8 @@ def chain_resident_posteriors_kernel(
     lengths_ptr,  # [N] or None
     logz_ptr,  # [N] fp64
     saved_ptr,  # [T + 1, N, C] int64
-    posteriors_ptr,  # [T + 1, N, C] fp32; nothing is written past the length
+    posteriors_ptr,  # [T + 1, N, C] fp32, or [T + 1, N, BLOCK_C / 4]; not written past the length
+    first_ptr,  # [N, C] fp32
     T,
     N,
     C,
@@ -126,6 +161,7 @@ def chain_resident_posteriors_kernel(
     initial_c,
     final_n,
     final_c,
+    SUM: gl.constexpr,
     DEGREE: gl.constexpr,
     PADDED_DEGREE: gl.constexpr,
     REGULAR: gl.constexpr,
@@ -135,7 +171,11 @@ def chain_resident_posteriors_kernel(
     BLOCK_C: gl.constexpr,
     BLOCK_E: gl.constexpr,
 ):
-    """Store the posterior of each state at each time, from the meeting point to one end."""
+    """Store the posterior of each state at each time, from the meeting point to one end.
+
+    With SUM, which needs a state in every lane, the sums of four are stored (see `result_columns`).
+    Those of the states at time 0 are also stored one by one.
+    """
     STATE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     ROW: gl.constexpr = gl.BlockedLayout([VEC], [32], [gl.num_warps()], [0])
     shape: gl.constexpr = ResidentShape(
@@ -156,12 +196,16 @@ def chain_resident_posteriors_kernel(
     time = gl.where(length > 0, (length - 1) // 2 + 1, 0)
     num_steps = gl.where(direction == 0, length - time, time)
     sign, start = (1 - 2 * direction).to(gl.int64), time.to(gl.int64)
-    row, state_stride = (start * N + n) * C, sign * N * C
-    gl.store(posteriors_ptr + row + c, posterior, mask=(c >= 0) & (direction == 0))
+    row, column = start * N + n, result_columns(c, shape, SUM)
+    size = BLOCK_C // 4 if SUM else C
+    results = StepRows(posteriors_ptr + row * size, sign * N * size, column, column >= 0)
+    store_results(results, posterior, direction == 0, shape, SUM)
     table = load_edge_table(neighbors_ptr, edges_ptr, direction, shape)
     first_scores = scores.ptr + (start - direction) * stride_t
     scores = StepRows(first_scores, sign * stride_t, offsets, e < C * K)
-    saved = StepRows(saved_ptr + row + state_stride, state_stride, c, c >= 0)
-    ptrs = StepRows(posteriors_ptr + row + state_stride, state_stride, c, c >= 0)
-    state = gl.where(direction == 0, beta, alpha)
-    store_posteriors(posterior, state, scores, saved, ptrs, table, num_steps, shape)
+    saved = skip_rows(StepRows(saved_ptr + row * C, sign * N * C, c, c >= 0), 1)
+    state, results = gl.where(direction == 0, beta, alpha), skip_rows(results, 1)
+    posterior = scan_posteriors(
+        posterior, state, scores, saved, results, table, num_steps, shape, SUM
+    )
+    gl.store(first_ptr + n * C + c, posterior, mask=(c >= 0) & (direction == 1))

@@ -25,14 +25,10 @@ def ctc_crf_base_posteriors_kernel(
     stride_n,
     stride_c,
     stride_a,
-    NORMALIZE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Sum the posteriors of the states that end in each base, after one step of one sequence.
-
-    A state's posterior is the sum over the A edges into it; states alone have A = 1.
-    """
+    """Sum the posteriors of the edges into the states that end in each base, after one step."""
     t, n = (tl.program_id(0) // N).to(tl.int64), (tl.program_id(0) % N).to(tl.int64)
     length, _ = load_length(lengths_ptr, n, T)
     b, r = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_R)
@@ -46,12 +42,44 @@ def ctc_crf_base_posteriors_kernel(
         for _edge in range(A):
             total += tl.load(ptrs, mask=mask, other=0.0).to(tl.float64)
             ptrs += stride_a
-    by_base = tl.sum(total, axis=0)  # [BLOCK_B]
-    if NORMALIZE:
-        whole = tl.sum(by_base, axis=0)
-        by_base = by_base / tl.where(whole == 0.0, 1.0, whole)
     row_ptr = by_base_ptr + (t * N + n) * bases
-    tl.store(row_ptr + b, by_base, mask=b < bases)
+    tl.store(row_ptr + b, tl.sum(total, axis=0), mask=b < bases)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def ctc_crf_base_sums_kernel(
+    posteriors_ptr,  # [T, N, P] fp32, of states or sums of states that end in base p % BASES
+    lengths_ptr,  # [N]
+    by_base_ptr,  # [T, N, BASES] fp64
+    T,
+    N,
+    P,
+    BASES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """Sum the posteriors of states by the last base, and divide them by their sum, for ROWS steps.
+
+    The steps of the sequences are in the order of memory.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    t, n, exists = row // N, row % N, row // N < T
+    length = tl.load(lengths_ptr + n)
+    # A length out of range has no steps.
+    inside = exists & (t < length) & (length <= T)
+    r, b = tl.arange(0, BLOCK_R)[None, :, None], tl.arange(0, BLOCK_B)[None, None, :]
+    ptrs = posteriors_ptr + row[:, None, None] * P + (r * BASES + b)
+    by_base = tl.zeros([ROWS, BLOCK_B], tl.float64)
+    for first in range(0, P // BASES, BLOCK_R):
+        mask = inside[:, None, None] & (first + r < P // BASES) & (b < BASES)
+        posterior = tl.load(ptrs + first * BASES, mask=mask, other=0.0)
+        by_base += tl.sum(posterior.to(tl.float64), axis=1)
+    whole = tl.sum(by_base, axis=1)[:, None]
+    by_base = by_base / tl.where(whole == 0.0, 1.0, whole)
+    b = tl.arange(0, BLOCK_B)[None, :]
+    result_ptrs = by_base_ptr + row[:, None] * BASES + b
+    tl.store(result_ptrs, by_base, mask=exists[:, None] & (b < BASES))
 
 
 @triton.jit

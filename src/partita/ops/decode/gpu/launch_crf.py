@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....runtime.launch import SideStream, launch, next_power_of_2
+from ....runtime.launch import SideStream, cdiv, launch, next_power_of_2
 from ...chain.gpu.launch import chain_gradient, chain_logz, chain_scan
 from ...chain.gpu.launch_paths import chain_viterbi
 from ...chain.gpu.launch_posteriors import (
+    PosteriorBuffers,
     launch_backward_scores,
     launch_posteriors,
     posterior_buffers,
@@ -17,11 +18,16 @@ from ...ctc_crf.common import zero_ends
 from ..basecalls import Basecalls, empty_basecalls
 from ..common import ChainFunctions, empty_posteriors, path_and_posteriors
 from .crf_calls import ctc_crf_calls_kernel
-from .crf_posteriors import ctc_crf_base_posteriors_kernel, ctc_crf_first_posteriors_kernel
+from .crf_posteriors import (
+    ctc_crf_base_posteriors_kernel,
+    ctc_crf_base_sums_kernel,
+    ctc_crf_first_posteriors_kernel,
+)
 from .launch_crf_beam import BeamBuffers, ctc_crf_beam_search, launch_beam_search
 
 BLOCK_STEPS, BLOCK_STATES = 1024, 256
 MAX_BLOCK_BASES = 1024  # posteriors of a step that are summed together
+SUMMED_ROWS, BLOCK_SUMS = 4, 256  # steps of a warp, and posteriors of each that are loaded together
 
 
 def ctc_crf_path(
@@ -31,8 +37,8 @@ def ctc_crf_path(
 
     Small tables have kernels for the posteriors of states, which never form those of edges.
     """
-    T, N, C, _ = scores.shape
-    buffers = posterior_buffers(scores, source)
+    T, N, C, A = scores.shape
+    buffers = posterior_buffers(scores, source, A - 1)
     if buffers is None:
         chain = ChainFunctions(chain_viterbi, chain_scan, chain_logz, chain_gradient)
         own = ctc_crf_beam_search, ctc_crf_base_posteriors
@@ -51,25 +57,40 @@ def ctc_crf_path(
                 launch_backward_scores(scores, source, ends, lengths, later)
                 launch_beam_search(scores, later, lengths, beam_width, beam)
             launch_posteriors(*chain_inputs, buffers, are_saved=False)
-            _sum_state_posteriors(buffers.posteriors, lengths, by_base, first)
+            sum_state_posteriors(buffers, lengths, by_base, first)
         finally:
             # The streams join after an error too, because the memory is freed afterwards.
             side_stream.join()
         return beam.states, beam.edges, by_base, first
     _, states, edges = chain_viterbi(*chain_inputs, True, buffers.saved)
     launch_posteriors(*chain_inputs, buffers, are_saved=True)
-    _sum_state_posteriors(buffers.posteriors, lengths, by_base, first)
+    sum_state_posteriors(buffers, lengths, by_base, first)
     return states, edges, by_base, first
 
 
-def _sum_state_posteriors(
-    posteriors: Tensor, lengths: Tensor, by_base: Tensor, first: Tensor
+def sum_state_posteriors(
+    buffers: PosteriorBuffers, lengths: Tensor, by_base: Tensor, first: Tensor
 ) -> None:
-    """Fill in the posteriors for qualities from those of states, `[T + 1, N, C]`."""
+    """Fill in the posteriors for qualities from those of states."""
     T, N, bases = by_base.shape
-    C, strides = posteriors.shape[2], (*posteriors.stride(), 0)
-    _sum_by_base(posteriors[1:], lengths, by_base, (T, N, C, 1, bases), strides, True)
-    _launch_first(posteriors, lengths, first, (T, C, bases), strides, True)
+    columns, block_b = buffers.posteriors.shape[2], next_power_of_2(bases)
+    launch(
+        ctc_crf_base_sums_kernel,
+        cdiv(T * N, SUMMED_ROWS),
+        buffers.posteriors[1:],
+        lengths,
+        by_base,
+        T,
+        N,
+        columns,
+        BASES=bases,
+        ROWS=SUMMED_ROWS,
+        BLOCK_R=min(next_power_of_2(columns // bases), BLOCK_SUMS // block_b),
+        BLOCK_B=block_b,
+        num_warps=1,
+    )
+    C = buffers.first.shape[1]
+    _launch_first(buffers.first, lengths, first, (T, C, bases), (C, 1, 0), True)
 
 
 def ctc_crf_base_posteriors(marginals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,34 +98,21 @@ def ctc_crf_base_posteriors(marginals: Tensor, lengths: Tensor) -> tuple[Tensor,
     T, N, C, A = marginals.shape
     by_base, first = empty_posteriors(marginals)
     lengths, strides = lengths.contiguous(), marginals.stride()
-    _sum_by_base(marginals, lengths, by_base, (T, N, C, A, A - 1), strides, False)
-    _launch_first(marginals, lengths, first, (T, C, A - 1), strides, False)
-    return by_base, first
-
-
-def _sum_by_base(
-    posteriors: Tensor,
-    lengths: Tensor,
-    by_base: Tensor,
-    sizes: tuple[int, ...],
-    strides: tuple[int, ...],
-    are_states: bool,
-) -> None:
-    T, N, C, _, bases = sizes
-    block_b = next_power_of_2(bases)
+    block_b = next_power_of_2(A - 1)
     launch(
         ctc_crf_base_posteriors_kernel,
         T * N,
-        posteriors,
+        marginals,
         lengths,
         by_base,
-        *sizes,
+        *(T, N, C, A, A - 1),
         *strides,
-        NORMALIZE=are_states,
-        BLOCK_R=min(next_power_of_2(C // bases), max(MAX_BLOCK_BASES // block_b, 1)),
+        BLOCK_R=min(next_power_of_2(C // (A - 1)), max(MAX_BLOCK_BASES // block_b, 1)),
         BLOCK_B=block_b,
         num_warps=1,
     )
+    _launch_first(marginals, lengths, first, (T, C, A - 1), strides[1:], False)
+    return by_base, first
 
 
 def _launch_first(
@@ -122,7 +130,7 @@ def _launch_first(
         lengths,
         first,
         *sizes,
-        *strides[1:],
+        *strides,
         FROM_STATES=are_states,
         BLOCK=BLOCK_STATES,
         num_warps=4,
