@@ -107,19 +107,24 @@ def saved_tensors(ctx: Any) -> tuple[Any, ...]:
     After `torch.func.vjp` has returned, they are wrappers of a transform that has ended. Kernels
     and autograd functions need the tensors inside of these.
     """
-    tensors: tuple[Any, ...] = ctx.saved_tensors
+    return without_wrappers(ctx.saved_tensors)
+
+
+def without_wrappers(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return saved tensors, each without the wrapper of a transform that has ended."""
     if torch.compiler.is_compiling():
         return tensors
     unwrap = torch._C._functorch.unwrap_if_dead
     return tuple(None if tensor is None else unwrap(tensor) for tensor in tensors)
 
 
-def skip_unused_gradients(ctx: Any) -> None:
+def skip_unused_gradients(ctx: Any, is_plain: bool = False) -> None:
     """Leave gradients of unused outputs None, which saves the memory of zeros.
 
-    Under `vmap` they are zeros, because a generated batching rule takes no None.
+    Under `vmap` they are zeros, because a generated batching rule takes no None. A caller that
+    knows that the mode is plain eager says so with `is_plain`.
     """
-    if not is_vmapped():
+    if is_plain or not is_vmapped():
         ctx.set_materialize_grads(False)
 
 

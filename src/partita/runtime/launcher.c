@@ -56,6 +56,8 @@ static PyObject *tensor_type, *parameter_type, *dtype_type, *allocate, *byte_dty
 static PyObject *knobs, *enter_hook, *exit_hook, *side_stream;
 static PyObject *name_enter_hook, *name_exit_hook, *name_calls, *name_version, *name_as_strided;
 static PyObject *name_is_neg;
+static PyObject *is_grad_enabled, *transform, *num_modes;  /* functions of no arguments */
+static PyObject *environment, *name_check, *name_replay;  /* the dictionary of os.environ */
 
 /* Return whether profilers have asked to see launches, which only Triton's launcher reports. */
 static int has_hook(PyObject *name, PyObject *empty_chain) {
@@ -332,13 +334,17 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t narg
 
 /* ---- the module ---- */
 
-/* setup(device_type, types, allocate, byte_dtype, exchange, knobs, side_stream, addresses) */
+/* setup(device_type, types, allocate, byte_dtype, exchange, knobs, side_stream, modes, variables,
+         addresses) */
 static PyObject *setup(PyObject *module, PyObject *args) {
-    PyObject *api, *types, *addresses;
+    PyObject *api, *types, *addresses, *modes, *variables;
     unsigned long long address[8];
-    if (!PyArg_ParseTuple(args, "iO!OOOOOO!", &device_type, &PyTuple_Type, &types,
+    if (!PyArg_ParseTuple(args, "iO!OOOOOO!O!O!", &device_type, &PyTuple_Type, &types,
                           &allocate, &byte_dtype, &api,
-                          &knobs, &side_stream, &PyTuple_Type, &addresses) ||
+                          &knobs, &side_stream, &PyTuple_Type, &modes, &PyTuple_Type, &variables,
+                          &PyTuple_Type, &addresses) ||
+        !PyArg_ParseTuple(modes, "OOO", &is_grad_enabled, &transform, &num_modes) ||
+        !PyArg_ParseTuple(variables, "OSS", &environment, &name_check, &name_replay) ||
         !PyArg_ParseTuple(types, "OOO", &tensor_type, &parameter_type, &dtype_type) ||
         !PyArg_ParseTuple(addresses, "KKKKKKKK", &address[0], &address[1], &address[2], &address[3],
                           &address[4], &address[5], &address[6], &address[7]))
@@ -354,7 +360,7 @@ static PyObject *setup(PyObject *module, PyObject *args) {
     exit_hook = PyObject_GetAttr(knobs, name_exit_hook);
     if (!enter_hook || !exit_hook) return NULL;
     Py_INCREF(types), Py_INCREF(allocate), Py_INCREF(byte_dtype), Py_INCREF(knobs);
-    Py_INCREF(side_stream), Py_INCREF(api);
+    Py_INCREF(side_stream), Py_INCREF(api), Py_INCREF(modes), Py_INCREF(variables);
     Py_RETURN_NONE;
 }
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from . import triton_key
+from . import environment, triton_key
 from .backend import has_triton, interpreting
 from .caches import register_cache
 
@@ -72,7 +72,14 @@ def build(
     types = (torch.Tensor, torch.nn.Parameter, torch.dtype)
     addresses = tuple(driver[name] for name in DRIVER_FUNCTIONS)
     functions = (exchange, knobs, side_stream_handles)
-    module.setup(device_type, types, allocate, torch.uint8, *functions, addresses)
+    modes = (
+        torch.is_grad_enabled,
+        torch._C._functorch.peek_interpreter_stack,
+        torch._C._len_torch_dispatch_stack,
+    )
+    variables = (environment.dictionary(), b"PARTITA_CHECK", b"PARTITA_REPLAY")
+    tables = (modes, variables, addresses)
+    module.setup(device_type, types, allocate, torch.uint8, *functions, *tables)
     return module
 
 
