@@ -71,6 +71,9 @@ def make_calls() -> dict[str, Callable[[], list[Tensor]]]:
             partita.ctc_align(frames.log_softmax(-1), words, lengths, word_lengths)[:3]
         ),
         "logz": lambda: gradients(lambda x: partita.logz(x, source, ends, ends), scores),
+        "linear_chain": lambda: gradients(
+            lambda *x: partita.linear_chain(*x).logz(), numbers(50, 4, 10), numbers(10, 10)
+        ),
         "viterbi": lambda: list(partita.Chain(scores, source).viterbi()),
         **{
             f"ctc_crf_decode, {method}": lambda method=method: list(
@@ -111,7 +114,8 @@ def transducer_calls() -> dict[str, Callable[[], list[Tensor]]]:
 NAMES = [
     *("softmax", "softmax, bf16", "softmax, sum", "logsumexp", "cross_entropy"),
     *("cross_entropy, none", "cross_entropy, smooth", "cross_entropy, bf16", "token_stats"),
-    *("ctc_loss", "ctc_loss, sum", "ctc_loss, wide", "ctc_align", "logz", "viterbi"),
+    *("ctc_loss", "ctc_loss, sum", "ctc_loss, wide", "ctc_align", "logz"),
+    *("linear_chain", "viterbi"),
     *("ctc_crf_decode, viterbi", "ctc_crf_decode, beam", "ctc_crf"),
     *("rnnt_loss", "rnnt_loss, one", "tdt_loss", "rnnt_align", "tdt_align"),
 ]
@@ -164,6 +168,25 @@ def test_replays_have_the_bits_of_the_plain_path(
         poison()
         assert_same(calls[name](), expected)
     assert launcher.module() is not None and refusals == []
+
+
+@pytest.mark.parametrize("name", ["token_stats", "ctc_loss", "logz", "linear_chain"])
+def test_a_backward_pass_is_one_call_of_the_c_module(
+    name: str, calls: dict[str, Callable[[], list[Tensor]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[bool] = []
+    replayed = register.replayed_gradients
+
+    def noted(*args: Any) -> Any:
+        found = replayed(*args)
+        served.append(found is not None)
+        return found
+
+    monkeypatch.setattr(register, "replayed_gradients", noted)
+    clear_caches()
+    for _ in range(4):
+        calls[name]()
+    assert served == [False, False, True, True]
 
 
 def test_the_calls_are_all(calls: dict[str, Callable[[], list[Tensor]]]) -> None:
