@@ -302,9 +302,12 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     Without transforms the call bypasses PyTorch's binding of arguments to a signature, which takes
     longer than a small kernel.
     """
-    if plain_eager():
-        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
-    return function.apply(*args)
+    return apply_eager(function, *args) if plain_eager() else function.apply(*args)
+
+
+def apply_eager(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Return `function.apply(*args)` where the caller knows that the mode is plain eager."""
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 
-from . import environment, triton_key
+from . import backend, environment, triton_key
 from .backend import has_triton, interpreting
 from .caches import register_cache
 
 KNOWN_TRITONS = ("3.6", "3.7", "3.8", "3.9")  # their metadata and order of parameters are alike
 MODULE = "partita_launcher"
+INCLUDED = ("replay.c", "known_calls.c")
 CUDA = 2  # DLPack's number
 WARP = 32
 DRIVER_FUNCTIONS = (
@@ -66,9 +67,10 @@ def build(
     from triton.runtime.build import compile_module_from_src
 
     folder = Path(__file__).parent
-    source, replay = ((folder / name).read_text() for name in ("launcher.c", "replay.c"))
-    # One source text, because it is the key of Triton's cache.
-    module = compile_module_from_src(source.replace('#include "replay.c"', replay), MODULE)
+    source = (folder / "launcher.c").read_text()
+    for name in INCLUDED:  # in one source text, because it is the key of Triton's cache
+        source = source.replace(f'#include "{name}"', (folder / name).read_text())
+    module = compile_module_from_src(source, MODULE)
     types = (torch.Tensor, torch.nn.Parameter, torch.dtype)
     addresses = tuple(driver[name] for name in DRIVER_FUNCTIONS)
     functions = (exchange, knobs, side_stream_handles)
@@ -77,8 +79,9 @@ def build(
         torch._C._functorch.peek_interpreter_stack,
         torch._C._len_torch_dispatch_stack,
     )
-    variables = (environment.dictionary(), b"PARTITA_CHECK", b"PARTITA_REPLAY")
-    tables = (modes, variables, addresses)
+    names = (b"PARTITA_CHECK", b"PARTITA_REPLAY", b"PARTITA_BACKEND")
+    chosen = (backend._chosen, vars(backend))
+    tables = (modes, (environment.dictionary(), *names), chosen, addresses)
     module.setup(device_type, types, allocate, torch.uint8, *functions, *tables)
     return module
 
