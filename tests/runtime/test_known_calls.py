@@ -11,6 +11,8 @@ from torch import Tensor
 import partita
 from partita.ops.chain import api as chain_api
 from partita.ops.cross_entropy import api as rows_api
+from partita.ops.ctc import api as ctc_api
+from partita.ops.ctc import arguments as ctc_arguments
 from partita.ops.linear_chain import inputs as linear_chain_inputs
 from partita.runtime import autograd, backend
 from partita.runtime.known_calls import KnownCalls
@@ -119,6 +121,7 @@ def deciding(compiled: Ops, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         rows_api._known_losses,
         rows_api._known_statistics,
         chain_api._known_logz,
+        ctc_api._known_losses,
         linear_chain_inputs._known_shapes,
     )
     for calls in users:
@@ -130,6 +133,7 @@ def deciding(compiled: Ops, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 LABELS = torch.tensor([0, 2, -100])
+LABELS_OF_CTC = torch.tensor([[1, 2, 2], [3, 1, 0]])
 SOURCE = partita.debruijn_source(2, 2)
 Call = Callable[..., Tensor]
 CALLS: dict[str, tuple[Call, tuple[Tensor, ...], Any, str]] = {
@@ -151,6 +155,12 @@ CALLS: dict[str, tuple[Call, tuple[Tensor, ...], Any, str]] = {
         (leaf(5, 2, 4, 3), leaf(2, 4), leaf(2, 4)),
         chain_api,
         "check_chain",
+    ),
+    "ctc_loss": (
+        lambda x: partita.ctc_loss(x, LABELS_OF_CTC, [6, 5], [3, 2], from_logits=True),
+        (leaf(6, 2, 4),),
+        ctc_arguments,
+        "check_tensors",
     ),
     "linear_chain": (
         lambda *x: partita.linear_chain(*x).logz(),
