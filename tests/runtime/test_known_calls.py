@@ -14,6 +14,7 @@ from partita.ops.cross_entropy import api as rows_api
 from partita.ops.ctc import api as ctc_api
 from partita.ops.ctc import arguments as ctc_arguments
 from partita.ops.linear_chain import inputs as linear_chain_inputs
+from partita.ops.linear_heads import loss as linear_loss
 from partita.runtime import autograd, backend
 from partita.runtime.known_calls import KnownCalls
 from partita.runtime.recording import Recorder
@@ -123,6 +124,7 @@ def deciding(compiled: Ops, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         chain_api._known_logz,
         ctc_api._known_losses,
         linear_chain_inputs._known_shapes,
+        linear_loss._known_small,
     )
     for calls in users:
         look_up = compiled.driver.module.KnownCalls(calls._decisions)
@@ -161,6 +163,12 @@ CALLS: dict[str, tuple[Call, tuple[Tensor, ...], Any, str]] = {
         (leaf(6, 2, 4),),
         ctc_arguments,
         "check_tensors",
+    ),
+    "linear_cross_entropy": (
+        lambda *x: partita.linear_cross_entropy(*x, LABELS[:2], softcap=3.0),
+        (leaf(2, 3), leaf(4, 3)),
+        linear_loss,
+        "is_usual",
     ),
     "linear_chain": (
         lambda *x: partita.linear_chain(*x).logz(),
@@ -222,3 +230,16 @@ def test_a_stored_decision_serves_under_transforms_and_for_second_derivatives(
     transformed = torch.func.grad(lambda x: function(x, *leaves[1:]).sum())(leaves[0].detach())
     torch.testing.assert_close(transformed, expected)
     assert autograd.plain_eager()
+
+
+def test_autocast_decides_about_a_linear_head(deciding: None) -> None:
+    function, leaves, *_ = CALLS["linear_cross_entropy"]
+    expected = function(*leaves)
+    assert torch.equal(function(*leaves), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = function(*leaves)
+    assert not torch.equal(rounded, expected)
+    linear_loss._known_small._decisions.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(function(*leaves), rounded)
+        assert not linear_loss._known_small._decisions

@@ -216,6 +216,35 @@ def _ops() -> list[register.Op]:
     return [op for module in modules for op in vars(module).values() if type(op) is register.Op]
 
 
+def test_decisions_are_stored_and_values_are_still_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from partita.ops.cross_entropy import api
+
+    clear_caches()
+    x, targets = numbers(8, 1000).requires_grad_(), labels(0, 1000, 8)
+    expected = partita.cross_entropy(x, targets)
+    assert len(api._known_losses._decisions) == 1
+    monkeypatch.setattr(api, "check_inputs", None)  # calls of equal tensors no longer get there
+    assert torch.equal(partita.cross_entropy(x, targets), expected)
+    monkeypatch.undo()
+    monkeypatch.setenv("PARTITA_CHECK", "1")
+    with pytest.raises(IndexError, match="1000"):
+        partita.cross_entropy(x, torch.full_like(targets, 1000))
+    monkeypatch.delenv("PARTITA_CHECK")
+    with pytest.raises(ValueError, match="target"):
+        partita.cross_entropy(x, targets[:7])
+    with pytest.raises(ValueError, match="device"):
+        partita.cross_entropy(x, targets.cpu())
+    with torch.autocast(DEVICE, torch.bfloat16):
+        head = (numbers(8, 16).requires_grad_(), numbers(1000, 16))
+        rounded = [partita.linear_cross_entropy(*head, targets) for _ in range(3)]
+    exact = [partita.linear_cross_entropy(*head, targets) for _ in range(3)]
+    assert all(torch.equal(loss, rounded[0]) for loss in rounded)
+    assert all(torch.equal(loss, exact[0]) for loss in exact)
+    assert not torch.equal(exact[0], rounded[0])
+
+
 def test_launch_hooks_of_triton_see_every_kernel(
     calls: dict[str, Callable[[], list[Tensor]]],
 ) -> None:
