@@ -1,9 +1,10 @@
 """The C module that launches kernels, and the ways around it.
 
 A launch through Triton takes the host about 11 µs, and PyTorch's allocations and views around it
-take as long again. The C module of `launcher.c` and `replay.c` launches one kernel in about 3 µs,
-or all recorded work of an op in one call (see `recording.py`). Triton's own build function compiles
-it once, and Triton's cache keeps it.
+take as long again. The C module of `launcher.c` and of the files that it includes launches one
+kernel in about 3 µs, or all recorded work of an op in one call (see `recording.py`). It also finds
+the decisions of `known_calls.py`. Triton's own build function compiles it once, and Triton's cache
+keeps it.
 
 Triton launches instead wherever this module cannot: without a C compiler, on AMD GPUs, with
 versions of Triton that are not known here, for kernels that need more than a plain launch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ def linear_loss(
             gradient; the reduction is then a sum.
         The others: as in `linear_cross_entropy`.
     """
-    known = None
+    known: Any = None
     if denominator is None:  # which no key has
         given = ignore_index, label_smoothing, softcap, z_loss, memory_budget
         head = (input, linear_weight, linear_bias, target)
