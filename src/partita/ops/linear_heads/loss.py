@@ -76,7 +76,8 @@ def linear_loss(
         head = (input, linear_weight, linear_bias, target)
         known = _known_small.find(*head, weight, reduction, *given)
         if type(known) is tuple and autocast_dtype(input.device) is None:
-            return composed_cross_entropy(*head, None, *known, reduction)
+            numbers: tuple[int, float, float, float] = known
+            return composed_cross_entropy(*head, None, *numbers, reduction)
     usual = is_usual(input, linear_weight, linear_bias, target)
     if not usual:
         checked = cast_and_check(input, linear_weight, linear_bias, target)
