@@ -1,81 +1,18 @@
 """Recording and replay of an op's work by the C module, with a driver of host memory."""
 
-import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers.fake_driver import FakeDriver, floats
+from helpers.replay import Ops, aligned, scale_kernel
 
 pytest.importorskip("triton")
 from torch import Tensor
 
 from partita.runtime import launcher, recording
 from partita.runtime.recording import FORK, JOIN, LEAVE, Recorder
-
-
-def scale_kernel(programs: int, source: int, result: int, size: int, factor: int) -> None:
-    """Add factor times the source to the result."""
-    value = struct.unpack("<f", struct.pack("<I", factor))[0]
-    floats(result, size).add_(value * floats(source, size))
-
-
-class Ops:
-    """Ops in terms of one kernel, recorded and replayed as `register.Op` does it."""
-
-    def __init__(self) -> None:
-        self.driver = FakeDriver()
-        parameters = ((0, "p"), (1, "p"), (2, "i"), (3, "f"))
-        self.scale = self.driver.kernel(scale_kernel, *parameters)
-        self.programs: dict[bytes, Any] = {}
-        self.replay = self.driver.module.Replay(self.programs, 0)
-
-    def launch(self, *args: Any) -> None:
-        found = self.driver.module.launch(self.kernels, scale_kernel, 3, args, {})
-        if isinstance(found, bytes):
-            self.kernels[found] = self.scale
-            found = self.driver.module.launch(self.kernels, scale_kernel, 3, args, {})
-        assert found is self.scale
-        if (active := recording.recorder()) is not None:
-            active.launch(found, 3, args)
-
-    kernels: dict[bytes, Any]
-
-    def record(self, op: Callable[..., Any], *args: Any) -> Recorder:
-        """Run the op under a recorder, and store its program if there is one."""
-        self.kernels = {}
-        key = self.replay(*args)
-        assert isinstance(key, bytes)
-        with Recorder(args) as recorder:
-            result = op(*args)
-        program = recorder.program(self.driver.module, result)
-        if program is not None:
-            self.programs[key] = program
-        return recorder
-
-
-@pytest.fixture(scope="module")
-def compiled() -> Ops:
-    return Ops()
-
-
-@pytest.fixture
-def ops(compiled: Ops) -> Iterator[Ops]:
-    driver = compiled.driver
-    driver.log.clear()
-    compiled.programs.clear()
-    yield compiled
-    driver.status, driver.device = 0, 0
-    driver.knobs.launch_enter_hook.calls.clear()
-
-
-def aligned(*shape: int) -> Tensor:
-    """Return random numbers at an address with an alignment of 128 bytes."""
-    memory = torch.randn(32 + torch.Size(shape).numel())
-    start = -memory.data_ptr() // 4 % 32
-    return memory[start:][: torch.Size(shape).numel()].view(shape)
 
 
 def test_a_replay_computes_from_the_new_arguments(ops: Ops) -> None:

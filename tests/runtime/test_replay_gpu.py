@@ -71,6 +71,9 @@ def make_calls() -> dict[str, Callable[[], list[Tensor]]]:
             partita.ctc_align(frames.log_softmax(-1), words, lengths, word_lengths)[:3]
         ),
         "logz": lambda: gradients(lambda x: partita.logz(x, source, ends, ends), scores),
+        "linear_chain": lambda: gradients(
+            lambda *x: partita.linear_chain(*x).logz(), numbers(50, 4, 10), numbers(10, 10)
+        ),
         "viterbi": lambda: list(partita.Chain(scores, source).viterbi()),
         **{
             f"ctc_crf_decode, {method}": lambda method=method: list(
@@ -111,7 +114,8 @@ def transducer_calls() -> dict[str, Callable[[], list[Tensor]]]:
 NAMES = [
     *("softmax", "softmax, bf16", "softmax, sum", "logsumexp", "cross_entropy"),
     *("cross_entropy, none", "cross_entropy, smooth", "cross_entropy, bf16", "token_stats"),
-    *("ctc_loss", "ctc_loss, sum", "ctc_loss, wide", "ctc_align", "logz", "viterbi"),
+    *("ctc_loss", "ctc_loss, sum", "ctc_loss, wide", "ctc_align", "logz"),
+    *("linear_chain", "viterbi"),
     *("ctc_crf_decode, viterbi", "ctc_crf_decode, beam", "ctc_crf"),
     *("rnnt_loss", "rnnt_loss, one", "tdt_loss", "rnnt_align", "tdt_align"),
 ]
@@ -166,6 +170,25 @@ def test_replays_have_the_bits_of_the_plain_path(
     assert launcher.module() is not None and refusals == []
 
 
+@pytest.mark.parametrize("name", ["token_stats", "ctc_loss", "logz", "linear_chain"])
+def test_a_backward_pass_is_one_call_of_the_c_module(
+    name: str, calls: dict[str, Callable[[], list[Tensor]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[bool] = []
+    replayed = register.replayed_gradients
+
+    def noted(*args: Any) -> Any:
+        found = replayed(*args)
+        served.append(found is not None)
+        return found
+
+    monkeypatch.setattr(register, "replayed_gradients", noted)
+    clear_caches()
+    for _ in range(4):
+        calls[name]()
+    assert served == [False, False, True, True]
+
+
 def test_the_calls_are_all(calls: dict[str, Callable[[], list[Tensor]]]) -> None:
     assert list(calls) == NAMES
 
@@ -191,6 +214,35 @@ def _ops() -> list[register.Op]:
 
     modules = (chain, cross_entropy, ctc, softmax)
     return [op for module in modules for op in vars(module).values() if type(op) is register.Op]
+
+
+def test_decisions_are_stored_and_values_are_still_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from partita.ops.cross_entropy import api
+
+    clear_caches()
+    x, targets = numbers(8, 1000).requires_grad_(), labels(0, 1000, 8)
+    expected = partita.cross_entropy(x, targets)
+    assert len(api._known_losses._decisions) == 1
+    monkeypatch.setattr(api, "check_inputs", None)  # calls of equal tensors no longer get there
+    assert torch.equal(partita.cross_entropy(x, targets), expected)
+    monkeypatch.undo()
+    monkeypatch.setenv("PARTITA_CHECK", "1")
+    with pytest.raises(IndexError, match="1000"):
+        partita.cross_entropy(x, torch.full_like(targets, 1000))
+    monkeypatch.delenv("PARTITA_CHECK")
+    with pytest.raises(ValueError, match="target"):
+        partita.cross_entropy(x, targets[:7])
+    with pytest.raises(ValueError, match="device"):
+        partita.cross_entropy(x, targets.cpu())
+    with torch.autocast(DEVICE, torch.bfloat16):
+        head = (numbers(8, 16).requires_grad_(), numbers(1000, 16))
+        rounded = [partita.linear_cross_entropy(*head, targets) for _ in range(3)]
+    exact = [partita.linear_cross_entropy(*head, targets) for _ in range(3)]
+    assert all(torch.equal(loss, rounded[0]) for loss in rounded)
+    assert all(torch.equal(loss, exact[0]) for loss in exact)
+    assert not torch.equal(exact[0], rounded[0])
 
 
 def test_launch_hooks_of_triton_see_every_kernel(

@@ -64,7 +64,10 @@ def is_batched_gradient(*grads: Tensor | None) -> bool:
     if torch.compiler.is_compiling():
         return False
     is_batched = torch._C._functorch.is_legacy_batchedtensor
-    return any(grad is not None and is_batched(grad) for grad in grads)
+    for grad in grads:  # noqa: SIM110 - a generator costs more than these calls
+        if grad is not None and is_batched(grad):
+            return True
+    return False
 
 
 def for_gradients(op: Any, *grads: Tensor | None) -> Callable[..., Any]:
@@ -107,19 +110,24 @@ def saved_tensors(ctx: Any) -> tuple[Any, ...]:
     After `torch.func.vjp` has returned, they are wrappers of a transform that has ended. Kernels
     and autograd functions need the tensors inside of these.
     """
-    tensors: tuple[Any, ...] = ctx.saved_tensors
+    return without_wrappers(ctx.saved_tensors)
+
+
+def without_wrappers(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return saved tensors, each without the wrapper of a transform that has ended."""
     if torch.compiler.is_compiling():
         return tensors
     unwrap = torch._C._functorch.unwrap_if_dead
     return tuple(None if tensor is None else unwrap(tensor) for tensor in tensors)
 
 
-def skip_unused_gradients(ctx: Any) -> None:
+def skip_unused_gradients(ctx: Any, is_plain: bool = False) -> None:
     """Leave gradients of unused outputs None, which saves the memory of zeros.
 
-    Under `vmap` they are zeros, because a generated batching rule takes no None.
+    Under `vmap` they are zeros, because a generated batching rule takes no None. A caller that
+    knows that the mode is plain eager says so with `is_plain`.
     """
-    if not is_vmapped():
+    if is_plain or not is_vmapped():
         ctx.set_materialize_grads(False)
 
 
@@ -294,9 +302,12 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     Without transforms the call bypasses PyTorch's binding of arguments to a signature, which takes
     longer than a small kernel.
     """
-    if plain_eager():
-        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
-    return function.apply(*args)
+    return apply_eager(function, *args) if plain_eager() else function.apply(*args)
+
+
+def apply_eager(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Return `function.apply(*args)` where the caller knows that the mode is plain eager."""
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

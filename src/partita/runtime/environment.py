@@ -7,6 +7,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
+def dictionary() -> dict[bytes, bytes] | None:
+    """Return the dictionary below `os.environ`, or None where there is none of bytes.
+
+    It has what Python set, which the C library's `getenv` finds too.
+    """
+    environ: Any = os.environ
+    data = getattr(environ, "_data", None)
+    encode = getattr(environ, "encodekey", str)
+    return data if isinstance(data, dict) and isinstance(encode("PATH"), bytes) else None
+
+
 def reader(name: str) -> Callable[[], str]:
     """Return a function that returns the present value of a variable, "" if it is not set.
 

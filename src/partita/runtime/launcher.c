@@ -56,6 +56,9 @@ static PyObject *tensor_type, *parameter_type, *dtype_type, *allocate, *byte_dty
 static PyObject *knobs, *enter_hook, *exit_hook, *side_stream;
 static PyObject *name_enter_hook, *name_exit_hook, *name_calls, *name_version, *name_as_strided;
 static PyObject *name_is_neg;
+static PyObject *is_grad_enabled, *transform, *num_modes;  /* functions of no arguments */
+static PyObject *environment, *name_check, *name_replay, *name_backend;  /* os.environ */
+static PyObject *backend_of_block, *backend_globals, *name_default, *name_requires_grad;
 
 /* Return whether profilers have asked to see launches, which only Triton's launcher reports. */
 static int has_hook(PyObject *name, PyObject *empty_chain) {
@@ -329,16 +332,23 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t narg
 }
 
 #include "replay.c"
+#include "known_calls.c"
 
 /* ---- the module ---- */
 
-/* setup(device_type, types, allocate, byte_dtype, exchange, knobs, side_stream, addresses) */
+/* setup(device_type, types, allocate, byte_dtype, exchange, knobs, side_stream, modes, variables,
+         backend, addresses) */
 static PyObject *setup(PyObject *module, PyObject *args) {
-    PyObject *api, *types, *addresses;
+    PyObject *api, *types, *addresses, *modes, *variables, *backend;
     unsigned long long address[8];
-    if (!PyArg_ParseTuple(args, "iO!OOOOOO!", &device_type, &PyTuple_Type, &types,
+    if (!PyArg_ParseTuple(args, "iO!OOOOOO!O!O!O!", &device_type, &PyTuple_Type, &types,
                           &allocate, &byte_dtype, &api,
-                          &knobs, &side_stream, &PyTuple_Type, &addresses) ||
+                          &knobs, &side_stream, &PyTuple_Type, &modes, &PyTuple_Type, &variables,
+                          &PyTuple_Type, &backend, &PyTuple_Type, &addresses) ||
+        !PyArg_ParseTuple(modes, "OOO", &is_grad_enabled, &transform, &num_modes) ||
+        !PyArg_ParseTuple(variables, "OSSS", &environment, &name_check, &name_replay,
+                          &name_backend) ||
+        !PyArg_ParseTuple(backend, "OO!", &backend_of_block, &PyDict_Type, &backend_globals) ||
         !PyArg_ParseTuple(types, "OOO", &tensor_type, &parameter_type, &dtype_type) ||
         !PyArg_ParseTuple(addresses, "KKKKKKKK", &address[0], &address[1], &address[2], &address[3],
                           &address[4], &address[5], &address[6], &address[7]))
@@ -354,7 +364,8 @@ static PyObject *setup(PyObject *module, PyObject *args) {
     exit_hook = PyObject_GetAttr(knobs, name_exit_hook);
     if (!enter_hook || !exit_hook) return NULL;
     Py_INCREF(types), Py_INCREF(allocate), Py_INCREF(byte_dtype), Py_INCREF(knobs);
-    Py_INCREF(side_stream), Py_INCREF(api);
+    Py_INCREF(side_stream), Py_INCREF(api), Py_INCREF(modes), Py_INCREF(variables);
+    Py_INCREF(backend);
     Py_RETURN_NONE;
 }
 
@@ -373,10 +384,12 @@ PyMODINIT_FUNC PyInit_partita_launcher(void) {
     name_version = PyUnicode_InternFromString("_version");
     name_as_strided = PyUnicode_InternFromString("as_strided");
     name_is_neg = PyUnicode_InternFromString("is_neg");
+    name_default = PyUnicode_InternFromString("_default");
+    name_requires_grad = PyUnicode_InternFromString("requires_grad");
     PyObject *module = PyModule_Create(&definition);
     if (!module) return NULL;
     if (PyModule_AddType(module, &kernel_type) || PyModule_AddType(module, &program_type) ||
-        PyModule_AddType(module, &replay_type)) {
+        PyModule_AddType(module, &replay_type) || PyModule_AddType(module, &known_calls_type)) {
         Py_DECREF(module);
         return NULL;
     }

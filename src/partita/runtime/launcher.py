@@ -1,9 +1,10 @@
 """The C module that launches kernels, and the ways around it.
 
 A launch through Triton takes the host about 11 µs, and PyTorch's allocations and views around it
-take as long again. The C module of `launcher.c` and `replay.c` launches one kernel in about 3 µs,
-or all recorded work of an op in one call (see `recording.py`). Triton's own build function compiles
-it once, and Triton's cache keeps it.
+take as long again. The C module of `launcher.c` and of the files that it includes launches one
+kernel in about 3 µs, or all recorded work of an op in one call (see `recording.py`). It also finds
+the decisions of `known_calls.py`. Triton's own build function compiles it once, and Triton's cache
+keeps it.
 
 Triton launches instead wherever this module cannot: without a C compiler, on AMD GPUs, with
 versions of Triton that are not known here, for kernels that need more than a plain launch
@@ -21,12 +22,13 @@ from typing import Any
 
 import torch
 
-from . import triton_key
+from . import backend, environment, triton_key
 from .backend import has_triton, interpreting
 from .caches import register_cache
 
 KNOWN_TRITONS = ("3.6", "3.7", "3.8", "3.9")  # their metadata and order of parameters are alike
 MODULE = "partita_launcher"
+INCLUDED = ("replay.c", "known_calls.c")
 CUDA = 2  # DLPack's number
 WARP = 32
 DRIVER_FUNCTIONS = (
@@ -66,13 +68,22 @@ def build(
     from triton.runtime.build import compile_module_from_src
 
     folder = Path(__file__).parent
-    source, replay = ((folder / name).read_text() for name in ("launcher.c", "replay.c"))
-    # One source text, because it is the key of Triton's cache.
-    module = compile_module_from_src(source.replace('#include "replay.c"', replay), MODULE)
+    source = (folder / "launcher.c").read_text()
+    for name in INCLUDED:  # in one source text, because it is the key of Triton's cache
+        source = source.replace(f'#include "{name}"', (folder / name).read_text())
+    module = compile_module_from_src(source, MODULE)
     types = (torch.Tensor, torch.nn.Parameter, torch.dtype)
     addresses = tuple(driver[name] for name in DRIVER_FUNCTIONS)
     functions = (exchange, knobs, side_stream_handles)
-    module.setup(device_type, types, allocate, torch.uint8, *functions, addresses)
+    modes = (
+        torch.is_grad_enabled,
+        torch._C._functorch.peek_interpreter_stack,
+        torch._C._len_torch_dispatch_stack,
+    )
+    names = (b"PARTITA_CHECK", b"PARTITA_REPLAY", b"PARTITA_BACKEND")
+    chosen = (backend._chosen, vars(backend))
+    tables = (modes, (environment.dictionary(), *names), chosen, addresses)
+    module.setup(device_type, types, allocate, torch.uint8, *functions, *tables)
     return module
 
 

@@ -28,7 +28,7 @@ def on_device(device: torch.device, *rows: Tensor) -> list[Tensor]:
     on_host = [row for row in rows if row.device.type == "cpu"]
     if device.type != "cuda" or not on_host:
         return [row.to(device) for row in rows]  # a copy to the CPU has to wait
-    words = len(on_host) * len(rows[0])
+    words = len(on_host) * rows[0].shape[0]
     launched = None
     if 0 < words <= LAUNCHED_WORDS and plain_eager() and launcher.module() is not None:
         launched = launch_together(on_host, device)
@@ -45,7 +45,7 @@ def launch_together(rows: Sequence[Tensor], device: torch.device) -> list[Tensor
     """
     from .words import LIMIT, words_on_device  # which imports Triton
 
-    N = len(rows[0])
+    N = rows[0].shape[0]
     step = N + N % 2
     values = [number for row in rows for number in (*row.tolist(), *[0] * (N % 2))]
     if max(map(abs, values)) > LIMIT:

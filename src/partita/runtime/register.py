@@ -77,6 +77,20 @@ class Op:
                 return self.eager(first, *rest)
         return self.run(*without_lazy_bits(first, *rest))
 
+    def serve_backward(self, ctx: Any, *options: Any) -> bool:
+        """Let `replayed_gradients` replay this op, a gradient, if the mode is plain eager.
+
+        Args:
+            ctx: the context of the autograd function.
+            options: the arguments of the op after the gradients and the saved tensors.
+
+        Returns:
+            Whether the mode is plain eager.
+        """
+        is_plain = plain_eager()
+        ctx.replay, ctx.replay_options = self._replay if is_plain else None, options
+        return is_plain
+
     def _connect(self) -> Callable[..., Any] | None:
         module = launcher.module()
         if module is not None:
@@ -108,6 +122,31 @@ class Op:
             self.programs.store(key, program)
             self.tries.store(key, 1)  # a cache that was emptied is filled again
         return result
+
+
+def replayed_gradients(
+    ctx: Any, grads: tuple[Any, ...], saved: tuple[Any, ...], positions: tuple[int | None, ...]
+) -> tuple[Any, ...] | None:
+    """Return the gradients of all inputs by one replay, or None where Python has to compute them.
+
+    Another thread than that of the forward pass calls this, often on a core whose caches are cold.
+    So it does all in one call of the C module; that tells where the gradients will be
+    differentiated, and where transforms or modes are active.
+
+    Args:
+        ctx: the context of an autograd function for which `Op.serve_backward` was called.
+        grads: the gradients that the op takes first.
+        saved: the saved tensors, which it takes next.
+        positions: for each input of the function the number of the op's result that is its
+            gradient, or None. Later inputs have no gradient.
+    """
+    replay = ctx.replay
+    if replay is None or torch.compiler.is_compiling():
+        return None
+    found: tuple[Any, ...] | None = replay.gradients(
+        grads, saved, ctx.replay_options, ctx.needs_input_grad, positions
+    )
+    return found
 
 
 def without_lazy_bits(*args: Any) -> tuple[Any, ...]:

@@ -237,20 +237,25 @@ static int put_tensor(Key *key, PyObject *arg, const View *views, Py_ssize_t ind
     return added;
 }
 
-static int is_set(const char *name, const char *other_than) {
-    const char *value = getenv(name);
-    return value && *value && strcmp(value, other_than) != 0;
+/* Return whether a variable has another value than "" and `other_than`.
+
+   getenv reads the start of every variable up to this one, which costs more than all else in a key
+   where the caches are cold, so the variable is looked up in the dictionary of os.environ. */
+static int is_set(PyObject *name, const char *other_than) {
+    if (!PyDict_Check(environment)) {
+        const char *text = getenv(PyBytes_AS_STRING(name));
+        return text && *text && strcmp(text, other_than) != 0;
+    }
+    PyObject *value = look_up(environment, name);
+    if (!value) { PyErr_Clear(); return 0; }
+    const char *text = PyBytes_Check(value) ? PyBytes_AS_STRING(value) : "not bytes";
+    int is_other = *text && strcmp(text, other_than) != 0;
+    Py_DECREF(value);
+    return is_other;
 }
 
-/* replay(*args)
-
-   Return the results of the recorded program for such arguments; where there is none, the key
-   under which to store one; or NotImplemented where the call cannot be replayed. */
-static PyObject *replay_call(PyObject *object, PyObject *const *args, size_t nargsf,
-                             PyObject *names) {
-    Replay *self = (Replay *)object;
-    Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
-    if (names || nargs > MAX_ARGS || nargs == 0 || !is_tensor(args[0])) Py_RETURN_NOTIMPLEMENTED;
+static PyObject *replay_args(Replay *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs > MAX_ARGS || nargs == 0 || !is_tensor(args[0])) Py_RETURN_NOTIMPLEMENTED;
     Key key = {.used = 0};
     View views[MAX_ARGS];
     int device = -1;
@@ -267,7 +272,7 @@ static PyObject *replay_call(PyObject *object, PyObject *const *args, size_t nar
         if (!put_tensor(&key, args[i], views, i, self->by_identity >> i & 1))
             Py_RETURN_NOTIMPLEMENTED;
     }
-    if (is_set("PARTITA_CHECK", "0") || is_set("PARTITA_REPLAY", "1") || has_hooks())
+    if (is_set(name_check, "0") || is_set(name_replay, "1") || has_hooks())
         Py_RETURN_NOTIMPLEMENTED;
     if (current_device(device) != device) Py_RETURN_NOTIMPLEMENTED;
     PyObject *bytes = PyBytes_FromStringAndSize(key.bytes, key.used);
@@ -280,6 +285,78 @@ static PyObject *replay_call(PyObject *object, PyObject *const *args, size_t nar
     Py_DECREF(program);
     return results;
 }
+
+/* replay(*args)
+
+   Return the results of the recorded program for such arguments; where there is none, the key
+   under which to store one; or NotImplemented where the call cannot be replayed. */
+static PyObject *replay_call(PyObject *object, PyObject *const *args, size_t nargsf,
+                             PyObject *names) {
+    if (names) Py_RETURN_NOTIMPLEMENTED;
+    return replay_args((Replay *)object, args, PyVectorcall_NARGS(nargsf));
+}
+
+/* Return whether a function of no arguments returns this object or, with NULL, zero. */
+static int returns(PyObject *function, PyObject *expected) {
+    PyObject *result = PyObject_CallNoArgs(function);
+    if (!result) { PyErr_Clear(); return 0; }
+    int found = expected ? result == expected : PyLong_Check(result) && PyLong_AsLong(result) == 0;
+    Py_DECREF(result);
+    return found;
+}
+
+/* Add the entries of a tuple to the arguments of an op; return 0 where they are too many. */
+static int add_entries(PyObject **args, Py_ssize_t *count, PyObject *entries) {
+    if (!PyTuple_Check(entries) || *count + PyTuple_GET_SIZE(entries) > MAX_ARGS) return 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(entries); i++)
+        args[(*count)++] = PyTuple_GET_ITEM(entries, i);
+    return 1;
+}
+
+/* replay.gradients(grads, saved, options, needed, positions)
+
+   Call the op with the entries of the first three tuples, and return a tuple as long as `needed`.
+   It has, where a gradient is needed, the result of the number in `positions`, and None elsewhere.
+   Return None where Python has to compute the gradients: where they will be differentiated, under
+   transforms and dispatch modes, and where there is no program. */
+static PyObject *replay_gradients(Replay *self, PyObject *const *args, Py_ssize_t nargs) {
+    PyObject *values[MAX_ARGS];
+    Py_ssize_t count = 0;
+    if (nargs != 5 || !PyTuple_Check(args[3]) || !PyTuple_Check(args[4]))
+        return PyErr_Format(PyExc_TypeError, "gradients: expected tuples");
+    for (int i = 0; i < 3; i++)
+        if (!add_entries(values, &count, args[i])) Py_RETURN_NONE;
+    if (!returns(is_grad_enabled, Py_False) || !returns(transform, Py_None) ||
+        !returns(num_modes, NULL))
+        Py_RETURN_NONE;
+    PyObject *results = replay_args(self, values, count);
+    if (!results) return NULL;
+    int is_tuple = PyTuple_Check(results);
+    if (!is_tuple && !is_tensor(results)) {  /* a key or NotImplemented */
+        Py_DECREF(results);
+        Py_RETURN_NONE;
+    }
+    PyObject *needed = args[3], *positions = args[4];
+    Py_ssize_t size = PyTuple_GET_SIZE(needed);
+    PyObject *gradients = PyTuple_New(size);
+    for (Py_ssize_t i = 0; gradients && i < size; i++) {
+        PyObject *gradient = Py_None;
+        int has_gradient = i < PyTuple_GET_SIZE(positions) && PyTuple_GET_ITEM(needed, i) == Py_True;
+        if (has_gradient && PyTuple_GET_ITEM(positions, i) != Py_None) {
+            Py_ssize_t number = PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i));
+            gradient = is_tuple ? PyTuple_GetItem(results, number) : results;
+        }
+        if (!gradient) Py_CLEAR(gradients);
+        else PyTuple_SET_ITEM(gradients, i, Py_NewRef(gradient));
+    }
+    Py_DECREF(results);
+    return gradients;
+}
+
+static PyMethodDef replay_methods[] = {
+    {"gradients", (PyCFunction)(void (*)(void))replay_gradients, METH_FASTCALL,
+     "gradients(grads, saved, options, needed, positions): gradients of inputs, or None."},
+    {NULL}};
 
 static void replay_dealloc(Replay *self) {
     Py_XDECREF(self->programs);
@@ -305,6 +382,7 @@ static PyTypeObject replay_type = {
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
     .tp_vectorcall_offset = offsetof(Replay, call),
     .tp_call = PyVectorcall_Call,
+    .tp_methods = replay_methods,
     .tp_doc = "Replay(programs, by_identity): calls of an op, served by recorded programs.",
     .tp_new = replay_new,
     .tp_dealloc = (destructor)replay_dealloc,

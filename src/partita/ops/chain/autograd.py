@@ -11,6 +11,7 @@ from ...primitives.semiring import Log, Max, Semiring, differentiable
 from ...runtime import checks, register
 from ...runtime.autograd import (
     apply,
+    apply_eager,
     double_backward,
     for_gradients,
     is_batched_gradient,
@@ -22,6 +23,7 @@ from ...runtime.autograd import (
     requires_grad,
     saved_tensors,
     skip_unused_gradients,
+    without_wrappers,
 )
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
@@ -117,11 +119,18 @@ expectation_gradient: register.Op = register.define(
 )
 
 
-def _logz_backward(ctx: Any, grad_output: Tensor | None) -> tuple[Any, ...]:
-    """Return the gradients of the five tensors of a chain from the gradient of log Z."""
+def _logz_backward(ctx: Any, grad_output: Tensor | None, num_options: int) -> tuple[Any, ...]:
+    """Return the gradients of the five tensors of a chain from the gradient of log Z.
+
+    None follows for each of the options.
+    """
     if grad_output is None:
-        return (None,) * 5
-    scores, initial, final, source, lengths, *rest = saved_tensors(ctx)
+        return (None,) * (5 + num_options)
+    saved = ctx.saved_tensors
+    replayed = register.replayed_gradients(ctx, (grad_output,), saved, (0, None, 1, 2))
+    if replayed is not None:
+        return replayed
+    scores, initial, final, source, lengths, *rest = without_wrappers(saved)
     variables = (scores, initial, final)
     tensors = (*variables, source, lengths, *rest)
     if not is_double_backward(grad_output, *variables):
@@ -138,7 +147,7 @@ def _logz_backward(ctx: Any, grad_output: Tensor | None) -> tuple[Any, ...]:
     else:
         grads = apply(Marginals, grad_output.double(), *tensors, scores.dtype, ctx.backend)
     d_scores, d_initial, d_final = grads
-    return d_scores, None, d_initial, d_final, None
+    return d_scores, None, d_initial, d_final, None, *(None,) * num_options
 
 
 class LogZ(torch.autograd.Function):
@@ -163,13 +172,14 @@ class LogZ(torch.autograd.Function):
         scores, source, initial, final, lengths, _, ctx.backend = inputs
         logz, saved = output
         ctx.mark_non_differentiable(saved)
+        is_plain = logz_gradient.serve_backward(ctx, scores.dtype, ctx.backend)
         # Zeros for the gradient of `saved` would take as much memory as `saved`.
-        skip_unused_gradients(ctx)
+        skip_unused_gradients(ctx, is_plain)
         ctx.save_for_backward(scores, initial, final, source, lengths, logz, saved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return *_logz_backward(ctx, grads[0]), None, None
+        return _logz_backward(ctx, grads[0], 2)
 
 
 class RoundedLogZ(torch.autograd.Function):
@@ -195,12 +205,12 @@ class RoundedLogZ(torch.autograd.Function):
         scores, source, initial, final, lengths, *_, ctx.backend = inputs
         _, logz, saved = output
         ctx.mark_non_differentiable(logz, saved)
-        skip_unused_gradients(ctx)
+        skip_unused_gradients(ctx, logz_gradient.serve_backward(ctx, scores.dtype, ctx.backend))
         ctx.save_for_backward(scores, initial, final, source, lengths, logz, saved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return *_logz_backward(ctx, grads[0]), None, None, None
+        return _logz_backward(ctx, grads[0], 3)
 
 
 class Marginals(torch.autograd.Function):
@@ -422,3 +432,10 @@ def partition(chain: ChainTensors, semiring: Semiring) -> Tensor:
     if is_direct:
         return rounded_logz(*chain, save, dtype, backend)[0]
     return apply(RoundedLogZ, *chain, save, dtype, backend)[0]
+
+
+def eager_partition(
+    scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return log Z of checked chains, `[N]`, in plain eager mode where a gradient follows."""
+    return apply_eager(RoundedLogZ, scores, source, initial, final, None, True, dtype, "auto")[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from ...runtime import checks
 from ...runtime.autograd import (
     apply,
+    apply_eager,
     autocast_dtype,
     check_inplace,
     needs_no_derivative,
@@ -18,6 +19,7 @@ from ...runtime.autograd import (
 )
 from ...runtime.backend import current_backend, resolve
 from ...runtime.checks import REDUCTIONS
+from ...runtime.known_calls import KnownCalls
 from .autograd import (
     CrossEntropyOnePass,
     CrossEntropyOptions,
@@ -27,6 +29,9 @@ from .autograd import (
     token_stats_op,
 )
 from .native import native_cross_entropy
+
+# The options of calls that take one pass over logits and labels, and those of `token_stats`.
+_known_losses, _known_statistics = KnownCalls("cross_entropy"), KnownCalls("token_stats")
 
 
 def cross_entropy(
@@ -87,6 +92,10 @@ def cross_entropy(
         (tensor(1.1269, grad_fn=<...>), tensor([[-0.0596,  0.0596],
                 [-0.4404,  0.4404]]))
     """
+    numbers = ignore_index, label_smoothing, softcap, z_loss
+    known = _known_losses.find(input, target, weight, reduction, inplace, *numbers)
+    if type(known) is CrossEntropyOptions:
+        return apply_eager(CrossEntropyOnePass, input, target, None, None, known, False)
     check_inputs(input, target, weight, ignore_index, softcap)
     if reduction not in REDUCTIONS:
         checks.choice("reduction", reduction, REDUCTIONS)
@@ -104,10 +113,12 @@ def cross_entropy(
     dtype = _loss_dtype(input, target, weight)
     if dtype == torch.float64:
         input = input.to(dtype)  # Probabilities or class weights may be in fp64.
-    numbers = float(label_smoothing), float(softcap or 0.0), float(z_loss)
-    options = CrossEntropyOptions(ignore_index, *numbers, reduction == "mean", dtype, backend)
+    factors = float(label_smoothing), float(softcap or 0.0), float(z_loss)
+    options = CrossEntropyOptions(ignore_index, *factors, reduction == "mean", dtype, backend)
     if is_batch:
-        return loss_of_batch(input, target, weight, options, reduction, inplace)
+        is_usual = weight is None and not inplace and input.dtype == dtype
+        key = known if is_usual and not target.is_floating_point() else None
+        return loss_of_batch(input, target, weight, options, reduction, inplace, key)
     loss = loss_of_batch(
         input.unsqueeze(0), target.unsqueeze(0), weight, options, reduction, inplace
     )
@@ -166,6 +177,9 @@ def token_stats(
         >>> stats.logprob, stats.entropy, stats.argmax
         (tensor([-1.3863]), tensor([1.3863]), tensor([0]))
     """
+    known = _known_statistics.find(logits, target, temperature, softcap, ignore_index)
+    if type(known) is tuple:
+        return TokenStats(*apply_eager(TokenStatsFunction, logits, target, *known)[:4])
     checks.floating("logits", logits)
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(
@@ -187,6 +201,7 @@ def token_stats(
     if needs_no_derivative(logits):
         fields = token_stats_op(logits, target, *options)
     else:
+        _known_statistics.store(known, options)
         fields = apply(TokenStatsFunction, logits, target, *options)
     return TokenStats(*fields[:4])
 
@@ -255,8 +270,12 @@ def loss_of_batch(
     options: CrossEntropyOptions,
     reduction: str,
     inplace: bool,
+    key: Any = None,
 ) -> Tensor:
-    """Return the loss of `[N, C, ...]` logits by the pass that suits the call."""
+    """Return the loss of `[N, C, ...]` logits by the pass that suits the call.
+
+    The decision for one pass is stored under the key.
+    """
     if not plain_eager():
         return cross_entropy_of_rows(logits, target, weight, options, reduction)
     others_need_grad = target.requires_grad or (weight is not None and weight.requires_grad)
@@ -272,6 +291,7 @@ def loss_of_batch(
             raise RuntimeError("inplace: expected targets and class weights that need no gradient")
     is_one_pass = reduction != "none" and logits.dtype != torch.float16 and not others_need_grad
     if is_one_pass and (inplace or has_one_pass(logits, options)):
+        _known_losses.store(key, options)
         return apply(CrossEntropyOnePass, logits, target, weight, None, options, inplace)
     if inplace:
         # The version changes before the logits are saved, so that only this backward pass may

@@ -20,6 +20,7 @@ from ...runtime.autograd import (
     needs_no_derivative,
     plain_eager,
     saved_tensors,
+    without_wrappers,
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference
@@ -407,16 +408,20 @@ class TokenStatsFunction(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         logits, target, *ctx.options = inputs
         _, _, entropy, argmax, maximum, sumexp = output
-        if plain_eager():  # Zero gradients of unused fields would cost a launch each.
-            ctx.set_materialize_grads(False)
+        if token_stats_backward_op.serve_backward(ctx, *ctx.options):
+            ctx.set_materialize_grads(False)  # Zeros for unused fields would cost a launch each.
         ctx.mark_non_differentiable(argmax, maximum, sumexp)
         target = argmax if target is None else target
         ctx.save_for_backward(logits, target, maximum, sumexp, entropy)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        replayed = register.replayed_gradients(ctx, grads[:3], saved, (0,))
+        if replayed is not None:
+            return replayed
         *options, backend = ctx.options
-        tensors = saved_tensors(ctx)
+        tensors = without_wrappers(saved)
         grad_logprob, *others = grads[:3]
         if grad_logprob is None:
             grad_logprob = torch.zeros_like(tensors[4])

@@ -8,11 +8,20 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import apply, plain_eager, refuse_forward_mode, requires_grad
+from ...runtime.autograd import (
+    apply,
+    apply_eager,
+    plain_eager,
+    refuse_forward_mode,
+    requires_grad,
+)
 from ...runtime.backend import current_backend
+from ...runtime.known_calls import KnownCalls
 from ...runtime.lengths import Lengths
 from . import autograd as _ctc
-from .arguments import prepare, score_options
+from .arguments import prepare, score_options, with_lengths
+
+_known_losses = KnownCalls("ctc_loss")  # what the autograd function takes after the tensors
 
 
 class TokenSpans(NamedTuple):
@@ -190,8 +199,14 @@ def ctc_loss(
         >>> partita.ctc_loss(logits, torch.tensor([[1]]), [2], [1], from_logits=True)
         tensor(0.2877)
     """
+    lengths = input_lengths, target_lengths
+    flags = from_logits, reduction, zero_infinity
+    known = _known_losses.find(log_probs, targets, blank, *flags, label_priors, prior_scale, star)
+    if type(known) is tuple:
+        x = with_lengths("log_probs", log_probs, targets, *lengths)
+        return apply_eager(_ctc.CTCLossFunction, *x, *known)[0]
     checks.choice("reduction", reduction, checks.REDUCTIONS)
-    x = prepare("log_probs", log_probs, targets, input_lengths, target_lengths, blank)
+    x = prepare("log_probs", log_probs, targets, *lengths, blank)
     scores = score_options("log_probs", log_probs, label_priors, prior_scale, star)
     if requires_grad(label_priors) and torch.is_grad_enabled():
         raise ValueError(
@@ -202,6 +217,8 @@ def ctc_loss(
     options = (blank, from_logits, reduction, bool(zero_infinity), save, *scores, current_backend())
     loss: Tensor
     if save or not plain_eager():
+        if label_priors is None and log_probs.ndim == 3:
+            _known_losses.store(known, options)
         loss = apply(_ctc.CTCLossFunction, *x, *options)[0]
     else:
         refuse_forward_mode(log_probs, label_priors)

@@ -53,6 +53,12 @@ def prepare(
     blank: int,
 ) -> CTCArguments:
     """Check the arguments of `ctc_loss`, and bring targets and lengths into the form of the ops."""
+    logits = check_tensors(name, logits, targets, blank)
+    return with_lengths(name, logits, targets, input_lengths, target_lengths)
+
+
+def check_tensors(name: str, logits: Tensor, targets: Tensor, blank: int) -> Tensor:
+    """Return the logits as `[T, N, C]`, or raise for a wrong dtype, shape, device or blank."""
     checks.floating(name, logits)
     checks.integer("targets", targets)
     checks.device("targets", targets, logits, name)
@@ -71,6 +77,18 @@ def prepare(
             f" got {list(targets.shape)}{_order_hint(name, targets, T)}"
         )
     checks.blank(blank, C)
+    return logits
+
+
+def with_lengths(
+    name: str,
+    logits: Tensor,
+    targets: Tensor,
+    input_lengths: Lengths,
+    target_lengths: Lengths,
+) -> CTCArguments:
+    """Bring targets and lengths into the form of the ops; logits and targets are checked."""
+    T, N = logits.shape[:2]
     try:
         steps = _lengths("input_lengths", input_lengths, N)
         lengths = _lengths("target_lengths", target_lengths, N)
@@ -147,7 +165,7 @@ def _lengths(name: str, value: Lengths, N: int) -> Tensor:
         and value.dtype is torch.int64
         and value.layout is torch.strided
         and value.ndim == 1
-        and len(value) == N
+        and value.shape[0] == N
         and value.is_contiguous()
     ):
         return value
@@ -156,12 +174,13 @@ def _lengths(name: str, value: Lengths, N: int) -> Tensor:
 
 def _longest(lengths: Tensor, targets: Tensor) -> int:
     """Return the greatest target length, or a bound of it where the lengths cannot be read."""
-    size = targets.shape[-1]
-    if not len(lengths):
+    # The length of a tensor by `len` is a function in Python.
+    size, N = targets.shape[-1], lengths.shape[0]
+    if not N:
         return 0
     if lengths.device.type != "cpu" or torch.compiler.is_compiling() or is_batched(lengths):
         return size
-    longest = max(lengths.tolist()) if len(lengths) <= FEW else int(lengths.max())
+    longest = max(lengths.tolist()) if N <= FEW else int(lengths.max())
     return max(min(longest, size), 0)
 
 

@@ -13,8 +13,8 @@ from ...runtime.autograd import (
     for_gradients,
     is_double_backward,
     one_by_one,
-    saved_tensors,
     skip_unused_gradients,
+    without_wrappers,
 )
 from ...runtime.dtypes import acc_dtype
 from . import reference
@@ -172,11 +172,10 @@ class CTCLossFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        tensors, options = inputs[:5], inputs[5:]
-        ctx.max_target_len, ctx.blank, ctx.from_logits, ctx.reduction = options[:4]
-        label_priors, ctx.prior_scale, ctx.star, ctx.backend = options[6:]
+        tensors, ctx.options = inputs[:5], inputs[5:9]
+        label_priors, *scores = inputs[11:]
         ctx.mark_non_differentiable(*output[1:])
-        skip_unused_gradients(ctx)
+        skip_unused_gradients(ctx, gradient.serve_backward(ctx, *scores))
         ctx.save_for_backward(*tensors, *output[1:], label_priors)
 
     @staticmethod
@@ -184,18 +183,22 @@ class CTCLossFunction(torch.autograd.Function):
         grad = grads[0]
         if grad is None:
             return (None,) * 15
-        tensors = (grad, *saved_tensors(ctx))
-        options = (ctx.max_target_len, ctx.blank, ctx.from_logits, ctx.reduction)
-        op, backend = for_gradients(gradient, grad), ctx.backend
+        *saved, label_priors = ctx.saved_tensors
+        tensors = (*saved, *ctx.options, label_priors)
+        replayed = register.replayed_gradients(ctx, (grad,), tensors, (0,))
+        if replayed is not None:
+            return replayed
+        op, options, scores = for_gradients(gradient, grad), ctx.options, ctx.replay_options
 
         def in_order(*tensors: Any) -> tuple[Any, ...]:
             *others, label_priors = tensors
-            return *others, *options, label_priors, ctx.prior_scale, ctx.star
+            return *others, *options, label_priors, *scores[:2]
 
+        tensors = (grad, *without_wrappers((*saved, label_priors)))
         if not is_double_backward():
-            return op(*in_order(*tensors), backend), *(None,) * 14
+            return op(*in_order(*tensors), scores[2]), *(None,) * 14
         result = first_derivative(
-            lambda *tensors: op(*in_order(*tensors), backend),
+            lambda *tensors: op(*in_order(*tensors), scores[2]),
             lambda *tensors: reference.ctc_gradient(*in_order(*tensors)),
             2,
             *tensors,

@@ -97,6 +97,7 @@ class LogZ(torch.autograd.Function):
         # Zeros for the gradient of `saved` would take as much memory as `saved`.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, fp64, saved)
+        logz_gradient.serve_backward(ctx, False, ctx.backend)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -108,7 +109,11 @@ class LogZ(torch.autograd.Function):
         else:
             grad_output = fp64 + rounded
         assert grad_output is not None
-        args = (*ctx.saved_tensors, ctx.needs_input_grad[1], False, ctx.backend)
+        saved = (*ctx.saved_tensors, ctx.needs_input_grad[1])
+        replayed = register.replayed_gradients(ctx, (grad_output,), saved, (0, 1, 2, 3))
+        if replayed is not None:
+            return replayed
+        args = (*saved, False, ctx.backend)
         if is_double_backward():
             results = apply(Marginals, grad_output, *args)
         else:

@@ -10,6 +10,9 @@ from torch import Tensor
 from ...primitives.semiring import Semiring
 from ...runtime import checks
 from ...runtime.constants import constant
+from ...runtime.known_calls import KnownCalls
+
+_known_shapes = KnownCalls("linear_chain")  # True for emissions and transitions that were checked
 
 
 class LinearChainTensors(NamedTuple):
@@ -48,6 +51,9 @@ def full_lengths(chain: LinearChainTensors) -> Tensor:
 
 def check_linear_chain(emissions: Tensor, transitions: Tensor) -> None:
     """Raise for a wrong dtype, shape or device."""
+    known = _known_shapes.find(emissions, transitions)
+    if known is True:
+        return
     checks.floating("emissions", emissions)
     if emissions.ndim != 3 or emissions.shape[0] < 1:
         raise ValueError(
@@ -62,6 +68,7 @@ def check_linear_chain(emissions: Tensor, transitions: Tensor) -> None:
             "transitions: expected shape [C, C], [T - 1, C, C] or [T - 1, N, C, C] with"
             f" [T, N, C] = {[T, N, C]}, got {list(transitions.shape)}"
         )
+    _known_shapes.store(known, True)
 
 
 def check_end(name: str, end: Tensor, emissions: Tensor) -> Tensor:

@@ -1,0 +1,92 @@
+/* The decisions of functions, by what their checks look at; see `known_calls.py`. `launcher.c`
+   includes this file. */
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc call;
+    PyObject *decisions;
+} KnownCalls;
+
+/* Return whether the user has chosen no backend, by a block, for the process or by a variable. */
+static int is_default_backend(void) {
+    PyObject *chosen;
+    if (PyContextVar_Get(backend_of_block, Py_None, &chosen) < 0) { PyErr_Clear(); return 0; }
+    int is_default = chosen == Py_None;
+    Py_XDECREF(chosen);
+    PyObject *of_process = look_up(backend_globals, name_default);
+    if (!of_process) PyErr_Clear();
+    is_default = is_default && of_process == Py_None && !is_set(name_backend, "");
+    Py_XDECREF(of_process);
+    return is_default;
+}
+
+/* Add a tensor's dtype, device, shape and whether it needs a gradient. Half types are left to
+   Python, because autocast decides about them. */
+static int put_checked(Key *key, PyObject *arg, int *needs_gradient) {
+    View view;
+    if (!describe(arg, &view)) return 0;
+    if ((view.dtype.code == 2 || view.dtype.code == 4) && view.dtype.bits < 32) return 0;
+    PyObject *value = PyObject_GetAttr(arg, name_requires_grad);
+    if (!value) { PyErr_Clear(); return 0; }
+    int requires_grad = value == Py_True;
+    Py_DECREF(value);
+    *needs_gradient |= requires_grad;
+    int32_t properties[5] = {view.dtype.code, view.dtype.bits, view.ndim, view.device.index,
+                             requires_grad};
+    return put_tagged(key, 't', properties, sizeof properties) &&
+           put(key, view.shape, view.ndim * (Py_ssize_t)sizeof(int64_t));
+}
+
+/* known(*args)
+
+   Return the decision for such arguments; the key under which to store one, where there is none; or
+   None where Python has to decide: without a gradient to compute, under transforms
+   and modes, with a backend of the user's choice, and where values are checked. */
+static PyObject *known_call(PyObject *object, PyObject *const *args, size_t nargsf,
+                            PyObject *names) {
+    Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
+    Key key = {.used = 0};
+    int needs_gradient = 0;
+    if (names || nargs > MAX_ARGS) Py_RETURN_NONE;
+    for (Py_ssize_t i = 0; i < nargs; i++) {
+        int is_put = is_tensor(args[i]) ? put_checked(&key, args[i], &needs_gradient)
+                                        : is_constant(args[i]) && put_value(&key, args[i]);
+        if (!is_put) Py_RETURN_NONE;
+    }
+    if (!needs_gradient || !returns(is_grad_enabled, Py_True) || !returns(transform, Py_None) ||
+        !returns(num_modes, NULL) || is_set(name_check, "0") || !is_default_backend())
+        Py_RETURN_NONE;
+    PyObject *bytes = PyBytes_FromStringAndSize(key.bytes, key.used);
+    if (!bytes) return NULL;
+    PyObject *found = look_up(((KnownCalls *)object)->decisions, bytes);
+    if (!found && !PyErr_Occurred()) return bytes;
+    Py_DECREF(bytes);
+    return found;
+}
+
+static void known_calls_dealloc(KnownCalls *self) {
+    Py_XDECREF(self->decisions);
+    PyObject_Free(self);
+}
+
+static PyObject *known_calls_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *decisions;
+    if (!PyArg_ParseTuple(args, "O!", &PyDict_Type, &decisions)) return NULL;
+    KnownCalls *self = PyObject_New(KnownCalls, type);
+    if (!self) return NULL;
+    self->call = known_call;
+    self->decisions = Py_NewRef(decisions);
+    return (PyObject *)self;
+}
+
+static PyTypeObject known_calls_type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "partita.runtime.KnownCalls",
+    .tp_basicsize = sizeof(KnownCalls),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_vectorcall_offset = offsetof(KnownCalls, call),
+    .tp_call = PyVectorcall_Call,
+    .tp_doc = "KnownCalls(decisions): the decisions of a function by its arguments.",
+    .tp_new = known_calls_new,
+    .tp_dealloc = (destructor)known_calls_dealloc,
+};

@@ -1,0 +1,57 @@
+"""Decisions of public functions, stored by what their checks look at.
+
+The checks of a call and the choice of its path are some hundred steps of Python. They take the host
+as long as the launches of a small call, and longer after a backward pass, for which the thread has
+slept. Types, dtypes, shapes, devices and options decide them, because values on a GPU are not
+checked. So an equal call passes the same checks and takes the same path.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import launcher
+from .caches import BoundedCache, register_cache
+
+MAX_CALLS = 1024  # calls of a function with a stored decision; a full cache is emptied
+
+
+class KnownCalls:
+    """The decisions of one function for calls on a GPU in plain eager mode.
+
+    The key has the dtype, shape and device of each tensor, whether it needs a gradient, and the
+    value of each other argument. Only calls that need a gradient have decisions, with the default
+    backend and without half types, for which autocast matters.
+
+    Args:
+        name: the name of the function.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._decisions: BoundedCache[bytes, Any] = BoundedCache(MAX_CALLS)
+        self._look_up: Any = None
+        register_cache(f"runtime.known_calls.{name}", self._decisions.clear)
+
+    def find(self, first: torch.Tensor, *rest: Any) -> Any:
+        """Return the decision for such a call, or else a key for `store`, or None.
+
+        A decision must be of another type than bytes.
+        """
+        if torch.compiler.is_compiling():
+            return None
+        look_up = self._look_up
+        if look_up is None:
+            if not isinstance(first, torch.Tensor) or not first.is_cuda:
+                return None
+            module = launcher.module()
+            if module is None:
+                return None
+            look_up = self._look_up = module.KnownCalls(self._decisions)
+        return look_up(first, *rest)
+
+    def store(self, key: Any, decision: Any) -> None:
+        """Store the decision for a call; nothing happens unless `find` returned a key."""
+        if type(key) is bytes:
+            self._decisions.store(key, decision)

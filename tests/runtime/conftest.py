@@ -1,0 +1,22 @@
+"""Ops on a driver of host memory, for the tests of recording and replay."""
+
+from collections.abc import Iterator
+
+import pytest
+from helpers.replay import Ops
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Ops:
+    pytest.importorskip("triton")
+    return Ops()
+
+
+@pytest.fixture
+def ops(compiled: Ops) -> Iterator[Ops]:
+    driver = compiled.driver
+    driver.log.clear()
+    compiled.programs.clear()
+    yield compiled
+    driver.status, driver.device = 0, 0
+    driver.knobs.launch_enter_hook.calls.clear()

@@ -1,0 +1,245 @@
+"""Stored decisions: what their key depends on, and the functions that use them."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.replay import Ops
+from torch import Tensor
+
+import partita
+from partita.ops.chain import api as chain_api
+from partita.ops.cross_entropy import api as rows_api
+from partita.ops.ctc import api as ctc_api
+from partita.ops.ctc import arguments as ctc_arguments
+from partita.ops.linear_chain import inputs as linear_chain_inputs
+from partita.ops.linear_heads import loss as linear_loss
+from partita.runtime import autograd, backend
+from partita.runtime.known_calls import KnownCalls
+from partita.runtime.recording import Recorder
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.fixture
+def known(compiled: Ops) -> Any:
+    return compiled.driver.module.KnownCalls({})
+
+
+def test_the_key_has_what_checks_look_at(known: Any) -> None:
+    x, labels = leaf(4, 5), torch.zeros(4, dtype=torch.int64)
+    calls: list[tuple[Any, ...]] = [
+        (x, labels, 1.0),
+        (leaf(4, 6), labels, 1.0),
+        (leaf(4, 5, dtype=torch.float64), labels, 1.0),
+        (x, labels.int(), 1.0),
+        (x, leaf(4), 1.0),
+        (x, leaf(4).detach(), 1.0),
+        (x, None, 1.0),
+        (x, labels, 1),
+        (x, labels, True),
+        (x, labels, 2.0),
+        (x, labels, "1.0"),
+        (x[:, None], labels, 1.0),
+    ]
+    keys = [known(*call) for call in calls]
+    assert all(type(key) is bytes for key in keys) and len(set(keys)) == len(calls)
+    same = [(leaf(5, 4).T, labels, 1.0), (torch.nn.Parameter(x.detach()), labels.clone(), 1.0)]
+    assert [known(*call) for call in same] == [keys[0], keys[0]]
+
+
+def test_what_is_stored_is_decisions(compiled: Ops) -> None:
+    calls = KnownCalls("test_what_is_stored_is_decisions")
+    assert calls.find(leaf(2)) is None  # only a tensor on a GPU loads the C module
+    calls._look_up = compiled.driver.module.KnownCalls(calls._decisions)
+    key = calls.find(leaf(2), 3)
+    calls.store(key, (1, "a"))
+    assert calls.find(leaf(2), 3) == (1, "a")
+    assert type(calls.find(leaf(2), 4)) is bytes
+    calls.store(None, 5)
+    assert list(calls._decisions.values()) == [(1, "a")]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (leaf(2).detach(),),
+        (leaf(2, dtype=torch.bfloat16),),
+        (leaf(2), leaf(2, dtype=torch.float16)),
+        (leaf(2).detach().as_subclass(Subclass).requires_grad_(),),
+        (leaf(2), torch.ones(2, device="meta")),
+        (leaf(2), torch._neg_view(torch.ones(2))),
+        (leaf(2), torch.ones(2).to_sparse()),
+        (leaf(2), [1]),
+        (leaf(2), 2**70),
+        (3.0,),
+        (),
+    ],
+)
+def test_other_arguments_are_left_to_python(args: tuple[Any, ...], known: Any) -> None:
+    assert known(*args) is None
+
+
+def test_modes_and_choices_are_left_to_python(known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = leaf(3)
+    assert type(known(x)) is bytes
+    with torch.no_grad():
+        assert known(x) is None
+    with Recorder((x,)):
+        assert known(x) is None
+    found: list[Any] = []
+    torch.func.vmap(lambda row: found.append(known(x)) or row)(leaf(2, 2).detach())
+    torch.func.grad(lambda row: found.append(known(x)) or row.sum())(leaf(2).detach())
+    assert found == [None, None]
+    with partita.backend("auto"):
+        assert known(x) is None
+    monkeypatch.setattr(backend, "_default", "reference")
+    assert known(x) is None
+    monkeypatch.setattr(backend, "_default", None)
+    for name, value, is_known in (
+        ("PARTITA_BACKEND", "reference", False),
+        ("PARTITA_BACKEND", "", True),
+        ("PARTITA_CHECK", "1", False),
+        ("PARTITA_CHECK", "0", True),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert (known(x) is not None) == is_known
+
+
+@pytest.fixture
+def deciding(compiled: Ops, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the public functions store decisions on the CPU."""
+    users = (
+        rows_api._known_losses,
+        rows_api._known_statistics,
+        chain_api._known_logz,
+        ctc_api._known_losses,
+        linear_chain_inputs._known_shapes,
+        linear_loss._known_small,
+    )
+    for calls in users:
+        look_up = compiled.driver.module.KnownCalls(calls._decisions)
+        monkeypatch.setattr(calls, "_look_up", look_up)
+    yield
+    for calls in users:
+        calls._decisions.clear()
+
+
+LABELS = torch.tensor([0, 2, -100])
+LABELS_OF_CTC = torch.tensor([[1, 2, 2], [3, 1, 0]])
+SOURCE = partita.debruijn_source(2, 2)
+Call = Callable[..., Tensor]
+CALLS: dict[str, tuple[Call, tuple[Tensor, ...], Any, str]] = {
+    # On a CPU a call without a soft-cap is PyTorch's own.
+    "cross_entropy": (
+        lambda x: partita.cross_entropy(x, LABELS, softcap=3.0, reduction="sum"),
+        (leaf(3, 4),),
+        rows_api,
+        "check_inputs",
+    ),
+    "token_stats": (
+        lambda x: torch.stack(partita.token_stats(x, LABELS, temperature=2.0)[:3]),
+        (leaf(3, 4),),
+        rows_api.checks,
+        "floating",
+    ),
+    "logz": (
+        lambda *x: partita.logz(x[0], SOURCE, *x[1:]),
+        (leaf(5, 2, 4, 3), leaf(2, 4), leaf(2, 4)),
+        chain_api,
+        "check_chain",
+    ),
+    "ctc_loss": (
+        lambda x: partita.ctc_loss(x, LABELS_OF_CTC, [6, 5], [3, 2], from_logits=True),
+        (leaf(6, 2, 4),),
+        ctc_arguments,
+        "check_tensors",
+    ),
+    "linear_cross_entropy": (
+        lambda *x: partita.linear_cross_entropy(*x, LABELS[:2], softcap=3.0),
+        (leaf(2, 3), leaf(4, 3)),
+        linear_loss,
+        "is_usual",
+    ),
+    "linear_chain": (
+        lambda *x: partita.linear_chain(*x).logz(),
+        (leaf(5, 2, 3), leaf(3, 3)),
+        linear_chain_inputs.checks,
+        "floating",
+    ),
+}
+
+
+def results(function: Call, leaves: tuple[Tensor, ...]) -> list[Tensor]:
+    value = function(*leaves)
+    return [value.detach(), *torch.autograd.grad(value.sum(), leaves)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_with_a_stored_decision_has_the_results_of_a_checked_one(
+    name: str, deciding: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, leaves, module, check = CALLS[name]
+    expected = results(function, leaves)
+    checked: list[str] = []
+    original = getattr(module, check)
+
+    def noted(*args: Any) -> Any:
+        checked.append(check)
+        return original(*args)
+
+    monkeypatch.setattr(module, check, noted)
+    for got, truth in zip(results(function, leaves), expected, strict=True):
+        assert torch.equal(got, truth)
+    assert not checked
+    other = tuple(torch.randn_like(x).requires_grad_() for x in leaves)
+    assert not torch.equal(results(function, other)[0], expected[0])
+    assert not checked
+    with partita.backend("reference"):
+        results(function, leaves)
+    assert checked
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_of_another_shape_is_checked(name: str, deciding: None) -> None:
+    function, leaves, *_ = CALLS[name]
+    results(function, leaves)
+    with pytest.raises(ValueError, match="expected"):
+        function(leaves[0][None], *leaves[1:])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_stored_decision_serves_under_transforms_and_for_second_derivatives(
+    name: str, deciding: None
+) -> None:
+    function, leaves, *_ = CALLS[name]
+    leaves = tuple(x.detach().double().requires_grad_() for x in leaves)
+    expected = results(function, leaves)[1]
+    value = function(*leaves)
+    grad = torch.autograd.grad(value.sum(), leaves[0], create_graph=True)[0]
+    assert torch.equal(grad, expected) and grad.requires_grad
+    transformed = torch.func.grad(lambda x: function(x, *leaves[1:]).sum())(leaves[0].detach())
+    torch.testing.assert_close(transformed, expected)
+    assert autograd.plain_eager()
+
+
+def test_autocast_decides_about_a_linear_head(deciding: None) -> None:
+    function, leaves, *_ = CALLS["linear_cross_entropy"]
+    expected = function(*leaves)
+    assert torch.equal(function(*leaves), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = function(*leaves)
+    assert not torch.equal(rounded, expected)
+    linear_loss._known_small._decisions.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(function(*leaves), rounded)
+        assert not linear_loss._known_small._decisions
