@@ -25,7 +25,6 @@ LSE_DTYPE = torch.float64  # keeps exp(x - lse) exact for logits far from 0
 MAX_LANE_ELEMENTS = 40  # elements of a row that a lane holds
 MAX_DURATION = 64  # a scan remembers as many states
 OVERLAP_BLOCK_ROWS = 4  # the same beside a pass over the logits, which needs the registers
-OVERLAP_REGISTERS = 64  # of a thread, so that 32 programs of one warp run on a multiprocessor
 # A scan runs beside the pass over the logits if it has at most as many programs as a small part of
 # any GPU runs at once, and if that pass takes longer than what the overlap costs: arcs are zeroed.
 MAX_OVERLAP_SCANS = 64
@@ -74,6 +73,15 @@ def lattice_plan(B: int, T: int, U1: int) -> LatticePlan:
     rows = cdiv(T + CHUNK, BLOCK_ROWS) * BLOCK_ROWS
     carry_steps = cdiv(T, BLOCK_ROWS) * BLOCK_ROWS
     return LatticePlan(num_chunks, rows, B * num_chunks * rows * CHUNK + MARGIN, carry_steps)
+
+
+def overlap_registers(tile: RowTile, hat: bool) -> int:
+    """Return the registers that a thread may have where a scan runs beside the rows of a tile.
+
+    With 64 of them, 32 programs of one warp run on a multiprocessor, and none more could. More
+    elements of a row and the sums of HAT need more, without a scan too.
+    """
+    return 64 if tile.pieces * tile.vector <= 32 and not hat else 80
 
 
 def overlaps(B: int, T: int, U1: int, V: int, itemsize: int, directions: int) -> bool:

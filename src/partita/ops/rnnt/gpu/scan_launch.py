@@ -16,9 +16,9 @@ from .plan import (
     BLOCK_ROWS,
     NODES_PER_PROGRAM,
     OVERLAP_BLOCK_ROWS,
-    OVERLAP_REGISTERS,
     LatticePlan,
     lattice_plan,
+    overlap_registers,
 )
 from .posterior import rnnt_posterior_kernel
 from .scan import SCAN
@@ -129,7 +129,7 @@ def scan_beside_rows(
         BLOCK=OVERLAP_BLOCK_ROWS,
         SCANS_FIRST=not INTERPRETED,  # The interpreter runs one program after the other.
         HAT=options.hat,
-        maxnreg=OVERLAP_REGISTERS,
+        maxnreg=overlap_registers(tile, options.hat),
         **tile_options(tile, logits.dtype),
     )
     arcs = zeros.arcs.view(torch.float64)
