@@ -256,6 +256,15 @@ def call_rnnt(dtype: torch.dtype, U: int, V: int) -> None:
         torch.autograd.grad(losses.sum(), (hidden, predictor))
 
 
+def call_rnnt_overlap(dtype: torch.dtype) -> None:
+    """Call RNN-T with few sequences, whose scan runs beside the pass over the logits."""
+    for V, options in ((1025, {}), (1024, {}), (1025, {"hat": True})):
+        logits = torch.zeros(1, 250, 40, V, dtype=dtype, requires_grad=True)
+        sequence = torch.ones(1, 39, dtype=torch.int64), torch.tensor([250]), torch.tensor([39])
+        partita.rnnt_loss(logits, *sequence, 0, **options)
+        partita.rnnt_loss(logits.detach(), *sequence, 0, **options)
+
+
 def call_linear(dtype: torch.dtype, C: int) -> None:
     from partita.ops.linear_heads.gpu import pack
 
@@ -384,6 +393,7 @@ def launches(cuda: str | None) -> dict[str, list[Launch]]:
                     call_ctc(dtype, N, C, S, True, label_priors=priors, star=C)
             for U, V in ((2, 40), (40, 1025)):
                 call_rnnt(dtype, U, V)
+            call_rnnt_overlap(dtype)
     found: dict[str, dict[str, Launch]] = defaultdict(dict)
     for each in noted:
         found[each.kernel.__name__].setdefault(f"{each.dtype} {each.variant}", each)

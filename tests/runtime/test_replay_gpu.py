@@ -97,6 +97,8 @@ def transducer_calls() -> dict[str, Callable[[], list[Tensor]]]:
     targets = labels(1, V, B, U)
     lengths = torch.full((B,), T, device=DEVICE), torch.full((B,), U, device=DEVICE)
     tdt = (targets, *lengths, 0, (0, 1, 2))
+    large, large_targets = numbers(1, 100, 41, 1025), labels(1, 1025, 1, 40)
+    large_lengths = torch.full((1,), 100, device=DEVICE), torch.full((1,), 40, device=DEVICE)
     return {
         "rnnt_loss": lambda: gradients(
             lambda x: partita.rnnt_loss(x, targets, *lengths, blank=0), logits
@@ -104,6 +106,9 @@ def transducer_calls() -> dict[str, Callable[[], list[Tensor]]]:
         "rnnt_loss, one": lambda: gradients(
             lambda x: partita.rnnt_loss(x, targets[:1], *(n[:1] for n in lengths), blank=0),
             logits[:1],
+        ),
+        "rnnt_loss, overlap": lambda: gradients(
+            lambda x: partita.rnnt_loss(x, large_targets, *large_lengths, blank=0), large
         ),
         "tdt_loss": lambda: gradients(lambda *x: partita.tdt_loss(*x, *tdt), logits, durations),
         "rnnt_align": lambda: list(partita.rnnt_align(logits, targets, *lengths, blank=0)),
@@ -117,7 +122,7 @@ NAMES = [
     *("ctc_loss", "ctc_loss, sum", "ctc_loss, wide", "ctc_align", "logz"),
     *("linear_chain", "viterbi"),
     *("ctc_crf_decode, viterbi", "ctc_crf_decode, beam", "ctc_crf"),
-    *("rnnt_loss", "rnnt_loss, one", "tdt_loss", "rnnt_align", "tdt_align"),
+    *("rnnt_loss", "rnnt_loss, one", "rnnt_loss, overlap", "tdt_loss", "rnnt_align", "tdt_align"),
 ]
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....runtime.launch import cdiv, launch, tl_acc_dtype
+from ....runtime.launch import cdiv, launch, tl_acc_dtype, zeroed_words
 from .gradient import rnnt_gradient_kernel
 from .nodes import rnnt_nodes_kernel
 from .plan import NODES_PER_PROGRAM, LatticePlan, RowTile, lattice_plan, row_tile
@@ -146,27 +146,32 @@ def node_strides(logits: Tensor, T: int) -> tuple[int, int, int, int]:
 
 
 class ScanZeros(NamedTuple):
-    """The zeroed words of a scan; the first and the last are None if no program waits.
+    """The zeroed words of a scan; the first and the third are None if no program waits for another.
 
     Fields:
         tile_counter: `[1]`, counts the programs that have started.
         flags: `[B]`, which sequences are invalid.
         carries: `[directions, num_chunks, B, carry_steps]`, what chunks hand to their neighbors.
+        arcs: the scores of the arcs as words, `[2, nodes]`, if the scan waits for them.
     """
 
     tile_counter: Tensor | None
     flags: Tensor
     carries: Tensor | None
+    arcs: Tensor | None
 
 
-def scan_zeros(plan: LatticePlan, B: int, directions: int, device: torch.device) -> ScanZeros:
-    """Return the zeroed words of a scan in some directions."""
-    words = B + B % 2  # Each part of the zeros starts on 16 bytes.
-    if plan.num_chunks == 1:
-        return ScanZeros(None, torch.zeros(words, dtype=torch.int64, device=device), None)
-    carry_words = directions * plan.num_chunks * B * plan.carry_steps
-    zeros = torch.zeros(2 + words + carry_words, dtype=torch.int64, device=device)
-    return ScanZeros(*zeros.split([2, words, carry_words]))
+def scan_zeros(
+    plan: LatticePlan, B: int, directions: int, device: torch.device, arc_words: int = 0
+) -> ScanZeros:
+    """Return the zeroed words of a scan in some directions, all of one fill."""
+    has_carries = plan.num_chunks > 1
+    carry_words = directions * plan.num_chunks * B * plan.carry_steps if has_carries else 0
+    counter, flags, carries, arcs = zeroed_words(
+        device, int(has_carries), max(B, 1), carry_words, arc_words
+    )
+    assert flags is not None
+    return ScanZeros(counter, flags, carries, arcs)
 
 
 def launch_gradient(

@@ -15,6 +15,7 @@ from ....primitives.gpu.math import LN2, LOG2E, UNFUSED, log1p_tail
 
 LOG2E_FP32 = tl.constexpr(1.4426950216293335)  # log2(e) as fp32 has it
 LN2_FP32 = tl.constexpr(1 / 1.4426950216293335)
+MINUS_ZERO = tl.constexpr(-(2**63))  # the bits of -0.0, which stand for those of 0.0 in messages
 
 # Triton compiles nothing anew for other values of these arguments.
 SIZES = [

@@ -1,8 +1,9 @@
 """Transducers on a GPU: loss and gradient from logits, from allocation to the last launch.
 
 The loss reads the logits once for each node's log-sum-exp and arcs (`nodes.py`), scans α and β at
-the same time (`scan.py`), and turns them into posteriors (`posterior.py`). The gradient reads and
-writes the logits once more (`gradient.py`).
+the same time (`scan.py`), and turns them into posteriors (`posterior.py`). For few sequences the
+scan runs while the logits are read (`overlap.py`). The gradient reads and writes the logits once
+more (`gradient.py`).
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ....runtime import launch as runtime_launch
+from . import plan as planning
 from .call import NodeOptions, as_targets, launch_gradient, launch_nodes
 from .launch_linear import linear_rnnt, linear_tdt
 from .launch_tdt import rnnt_align, tdt_align, tdt_forward, tdt_gradient
-from .plan import LSE_DTYPE, lattice_plan
-from .scan_launch import scan_lattice
+from .plan import LSE_DTYPE
+from .scan_launch import scan_beside_rows, scan_lattice
 
 __all__ = [
     "linear_rnnt",
@@ -42,11 +45,16 @@ def rnnt_forward(
     """Return the losses, the log-sum-exps of the nodes and the posteriors of their arcs."""
     B, T, U1, V = logits.shape
     targets, device = as_targets(labels, logit_lengths, target_lengths), logits.device
-    plan = lattice_plan(B, T, U1)
-    arcs = torch.empty((2, plan.nodes), dtype=torch.float64, device=device)
     shape = (B, T, U1) if fused and need_posteriors else (0,)
     lse = torch.empty(shape, dtype=LSE_DTYPE, device=device)
     options = NodeOptions(blank, fused, hat, 0.0, delay_penalty)
+    directions, itemsize = 2 if need_posteriors else 1, logits.element_size()
+    may_overlap = fused and runtime_launch.NVIDIA  # Log-probabilities are not read as rows.
+    if may_overlap and planning.overlaps(B, T, U1, V, itemsize, directions):
+        nll, posteriors = scan_beside_rows(logits, targets, lse, options, need_posteriors)
+        return nll, lse, posteriors
+    plan = planning.lattice_plan(B, T, U1)
+    arcs = torch.empty((2, plan.nodes), dtype=torch.float64, device=device)
     launch_nodes(logits, targets, lse, arcs, 0, B * T, (B, T, U1), options)
     nll, posteriors = scan_lattice(
         arcs, targets, plan, (B, T, U1), V, blank, logits.dtype, need_posteriors

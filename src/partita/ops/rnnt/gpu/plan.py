@@ -24,6 +24,13 @@ BLOCK_ROWS = 8  # rows of a chunk that a scan loads together
 LSE_DTYPE = torch.float64  # keeps exp(x - lse) exact for logits far from 0
 MAX_LANE_ELEMENTS = 40  # elements of a row that a lane holds
 MAX_DURATION = 64  # a scan remembers as many states
+OVERLAP_BLOCK_ROWS = 4  # the same beside a pass over the logits, which needs the registers
+# A scan runs beside the pass over the logits if it has at most as many programs as a small part of
+# any GPU runs at once, and if that pass takes longer than what the overlap costs: arcs are zeroed.
+MAX_OVERLAP_SCANS = 64
+MAX_OVERLAP_STEPS = 2**15  # the product of two numbers of steps fits in 32 bits
+MIN_OVERLAP_BYTES = 2**24  # of logits
+MIN_OVERLAP_ROW_BYTES = 512  # of the logits of a node, whose arcs are two words
 MARGIN = (MAX_DURATION + 4) * CHUNK  # elements before each kind of arcs that a scan may read
 
 
@@ -66,6 +73,32 @@ def lattice_plan(B: int, T: int, U1: int) -> LatticePlan:
     rows = cdiv(T + CHUNK, BLOCK_ROWS) * BLOCK_ROWS
     carry_steps = cdiv(T, BLOCK_ROWS) * BLOCK_ROWS
     return LatticePlan(num_chunks, rows, B * num_chunks * rows * CHUNK + MARGIN, carry_steps)
+
+
+def overlap_registers(tile: RowTile, hat: bool) -> int:
+    """Return the registers that a thread may have where a scan runs beside the rows of a tile.
+
+    With 64 of them, 32 programs of one warp run on a multiprocessor, and none more could. More
+    elements of a row and the sums of HAT need more, without a scan too.
+    """
+    return 64 if tile.pieces * tile.vector <= 32 and not hat else 80
+
+
+def overlaps(B: int, T: int, U1: int, V: int, itemsize: int, directions: int) -> bool:
+    """Return whether the scan runs beside the pass over the logits.
+
+    Args:
+        B, T, U1, V: the sizes of the logits.
+        itemsize: the bytes of a logit.
+        directions: 2 for α and β, 1 for α alone.
+    """
+    return (
+        itemsize < 8
+        and directions * B * cdiv(U1, CHUNK) <= MAX_OVERLAP_SCANS
+        and T <= MAX_OVERLAP_STEPS
+        and V * itemsize >= MIN_OVERLAP_ROW_BYTES
+        and B * T * U1 * V * itemsize >= MIN_OVERLAP_BYTES
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -12,6 +12,10 @@ they are, so α ends with log Z at (T, U), and β starts there with 1.
 
 Programs take their chunks from a counter in the order in which they start, so the neighbor that a
 chunk waits for always started before it.
+
+A scan may also run while other programs still compute the arcs (see `overlap.py`). Then it waits
+for these as well: all words of arcs are 0 before, and the upper half of a word that is written is
+not 0.
 """
 
 from __future__ import annotations
@@ -22,19 +26,48 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 
+from ....primitives.gpu.math import UNFUSED
 from ...ctc.gpu.lanes import LaneKernel, lane_index
-from .lattice import SIZES, load_sequence, log2_add
+from .lattice import MINUS_ZERO, SIZES, load_sequence, log2_add
 
 INVALID = tl.constexpr(1)  # the flag of a sequence with a length or a label out of range
 NO_CARRY = tl.constexpr(-(2**52))  # the bits of -inf
+PREFETCHED_ROWS = tl.constexpr(16)  # rows between a scan and the arcs that it brings into the cache
+
+
+class ScanTensors(NamedTuple):
+    """The addresses that a scan reads and writes; see the arguments of `rnnt_scan_kernel`."""
+
+    arcs_ptr: tl.tensor
+    targets_ptr: tl.tensor
+    logit_lengths_ptr: tl.tensor
+    target_lengths_ptr: tl.tensor
+    states_ptr: tl.tensor
+    carries_ptr: tl.tensor
+    flags_ptr: tl.tensor
+    logz_ptr: tl.tensor
+
+
+class ScanSizes(NamedTuple):
+    """The sizes of a batch and of its arrays; see the arguments of `rnnt_scan_kernel`."""
+
+    T: tl.tensor
+    B: tl.tensor
+    U1: tl.tensor
+    V: tl.tensor
+    num_chunks: tl.tensor
+    rows: tl.tensor
+    carry_steps: tl.tensor
+    nodes: tl.tensor
 
 
 class ScanChunk(NamedTuple):
     """The chunk that a program scans.
 
     Fields:
-        blank_ptr: scores of the blank's arcs of the chunk, `[rows, 32]`.
-        label_ptr: scores of the label's arcs.
+        blank_ptr: scores of the blank's arcs of the chunk, `[rows, 32]`. If the scan waits for
+            them, they are int64 words.
+        label_ptr: the same of the label's arcs.
         states_ptr: the chunk's α or β, `[rows, 32]`, or None.
         sent_ptr: the carries that it sends, one for each step.
         received_ptr: the carries that it receives.
@@ -60,18 +93,52 @@ class ScanChunk(NamedTuple):
 
 
 @triton.jit
-def load_arcs(chunk, first, lane, BLOCK: tl.constexpr):
-    """Return the scores of the arcs in BLOCK rows from `first` on, as two tuples."""
+def load_arcs(chunk, first, lane, BLOCK: tl.constexpr, WAIT: tl.constexpr):
+    """Return the scores of the arcs in BLOCK rows from `first` on, as two tuples.
+
+    With WAIT they are words, and those that are not written yet are 0.
+    """
     blanks, labels = (), ()
-    for i in tl.static_range(BLOCK):
-        t = first + i - lane
-        mask = (t >= 0) & (t < chunk.length) & (chunk.u <= chunk.target_len)
-        has_label = mask & (chunk.u < chunk.target_len)
-        offset = (first + i) * 32 + lane
-        blanks = blanks + (tl.load(chunk.blank_ptr + offset, mask=mask, other=0.0),)
-        label = tl.load(chunk.label_ptr + offset, mask=has_label, other=-float("inf"))
-        labels = labels + (label,)
+    if WAIT:  # Volatile loads find what other multiprocessors have written.
+        blank_ptr = chunk.blank_ptr + (first * 32 + lane)
+        label_ptr = chunk.label_ptr + (first * 32 + lane)
+        blank_length = tl.where(chunk.u <= chunk.target_len, chunk.length, 0).to(tl.uint32)
+        label_length = tl.where(chunk.u < chunk.target_len, chunk.length, 0).to(tl.uint32)
+        for i in tl.static_range(BLOCK):
+            t = (first + i - lane).to(tl.uint32)  # beyond all lengths if it is below 0
+            mask, has_label = t < blank_length, t < label_length
+            blank = tl.load(blank_ptr + i * 32, mask=mask, other=MINUS_ZERO, volatile=True)
+            label = tl.load(label_ptr + i * 32, mask=has_label, other=NO_CARRY, volatile=True)
+            blanks, labels = blanks + (blank,), labels + (label,)
+    else:
+        for i in tl.static_range(BLOCK):
+            t = first + i - lane
+            mask = (t >= 0) & (t < chunk.length) & (chunk.u <= chunk.target_len)
+            has_label = mask & (chunk.u < chunk.target_len)
+            offset = (first + i) * 32 + lane
+            blanks = blanks + (tl.load(chunk.blank_ptr + offset, mask=mask, other=0.0),)
+            label = tl.load(chunk.label_ptr + offset, mask=has_label, other=-float("inf"))
+            labels = labels + (label,)
     return blanks, labels
+
+
+@triton.jit
+def prefetch_arcs(chunk, row, lane, BLOCK: tl.constexpr):
+    """Ask for the arcs of BLOCK rows from `row` on, which may have left the cache since a write.
+
+    A row has two cache lines of each kind of arcs, and each lane asks for one line.
+    """
+    row = tl.minimum(tl.maximum(row + (lane >> 2) % BLOCK, 0), chunk.end_row)
+    offset = row * 32 + (lane & 1) * 16
+    ptr = tl.where((lane & 2) > 0, chunk.label_ptr + offset, chunk.blank_ptr + offset)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [ptr.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -91,10 +158,48 @@ def await_carries(words, chunk, first, lane, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def upper_half(word):
+    """Return the upper 32 bits of words."""
+    return (word >> 32).to(tl.uint32)
+
+
+@triton.jit
+def all_written(words, blanks, labels, BLOCK: tl.constexpr):
+    """Return 0 if a word of the carries, or the upper half of one of the arcs, is 0."""
+    least = upper_half(words) | words.to(tl.uint32)
+    for i in tl.static_range(BLOCK):
+        least = tl.minimum(least, tl.minimum(upper_half(blanks[i]), upper_half(labels[i])))
+    return tl.min(least, axis=0)
+
+
+@triton.jit
+def scores_of(words, BLOCK: tl.constexpr):
+    """Return the scores that words of arcs are the bits of."""
+    scores = ()
+    for i in tl.static_range(BLOCK):
+        scores = scores + (words[i].to(tl.float64, bitcast=True),)
+    return scores
+
+
+@triton.jit
+def await_block(
+    words, blanks, labels, chunk, step, row, lane, BLOCK: tl.constexpr, WAIT: tl.constexpr
+):
+    """Return the carries from `step` on and the arcs from `row` on, once all are written."""
+    if WAIT:
+        while all_written(words, blanks, labels, BLOCK) == 0:
+            words = load_carries(chunk, step, lane, BLOCK)
+            blanks, labels = load_arcs(chunk, row, lane, BLOCK, WAIT)
+        return words, scores_of(blanks, BLOCK), scores_of(labels, BLOCK)
+    else:
+        return await_carries(words, chunk, step, lane, BLOCK), blanks, labels
+
+
+@triton.jit
 def send_carry(chunk, step, score, lane, LANE: tl.constexpr):
     """Hand the score of a lane to the next chunk, as the carry of a step."""
     word = score.to(tl.int64, bitcast=True)
-    word = tl.where(word == 0, -0x8000000000000000, word)  # 0.0 becomes -0.0
+    word = tl.where(word == 0, MINUS_ZERO, word)
     mask = chunk.sends & (lane == LANE) & (step >= 0) & (step < chunk.length)
     tl.store(chunk.sent_ptr + step + lane * 0, word, mask=mask)
 
@@ -113,18 +218,21 @@ def shift_scores(score, words, i, lane, FORWARD: tl.constexpr):
 
 
 @triton.jit
-def scan_forward(chunk, lane, BLOCK: tl.constexpr, FP64: tl.constexpr):
+def scan_forward(chunk, lane, BLOCK: tl.constexpr, WAIT: tl.constexpr, FP64: tl.constexpr):
     """Scan α of a chunk; returns α of the virtual step after the last one."""
     minus_infinity = lane.to(tl.float64) * 0.0 - float("inf")
     staying = tl.where(chunk.u == 0, 0.0, minus_infinity)
     leaving = minus_infinity
-    blanks, labels = load_arcs(chunk, 0, lane, BLOCK)
+    blanks, labels = load_arcs(chunk, 0, lane, BLOCK, WAIT)
     words = load_carries(chunk, 0, lane, BLOCK)
     for first in range(0, chunk.end_row + 1, BLOCK):
-        words = await_carries(words, chunk, first, lane, BLOCK)
-        carries, block_blanks, block_labels = words, blanks, labels
-        blanks, labels = load_arcs(chunk, first + BLOCK, lane, BLOCK)
+        carries, block_blanks, block_labels = await_block(
+            words, blanks, labels, chunk, first, first, lane, BLOCK, WAIT
+        )
+        blanks, labels = load_arcs(chunk, first + BLOCK, lane, BLOCK, WAIT)
         words = load_carries(chunk, first + BLOCK, lane, BLOCK)
+        if WAIT and not UNFUSED:
+            prefetch_arcs(chunk, first + PREFETCHED_ROWS, lane, BLOCK)
         for i in tl.static_range(BLOCK):
             entering = shift_scores(leaving, carries, i, lane, True)
             alpha = log2_add(staying, entering, FP64)
@@ -137,24 +245,91 @@ def scan_forward(chunk, lane, BLOCK: tl.constexpr, FP64: tl.constexpr):
 
 
 @triton.jit
-def scan_backward(chunk, lane, BLOCK: tl.constexpr, FP64: tl.constexpr):
+def scan_backward(chunk, lane, BLOCK: tl.constexpr, WAIT: tl.constexpr, FP64: tl.constexpr):
     """Scan β of a chunk; all of it is stored."""
     minus_infinity = lane.to(tl.float64) * 0.0 - float("inf")
     beta = tl.where(chunk.u == chunk.target_len, 0.0, minus_infinity)
     last = chunk.end_row // BLOCK * BLOCK
-    blanks, labels = load_arcs(chunk, last, lane, BLOCK)
+    blanks, labels = load_arcs(chunk, last, lane, BLOCK, WAIT)
     words = load_carries(chunk, last - 31, lane, BLOCK)
     for p in range(0, chunk.end_row + 1, BLOCK):
         first = last - p
-        words = await_carries(words, chunk, first - 31, lane, BLOCK)
-        carries, block_blanks, block_labels = words, blanks, labels
-        blanks, labels = load_arcs(chunk, first - BLOCK, lane, BLOCK)
+        carries, block_blanks, block_labels = await_block(
+            words, blanks, labels, chunk, first - 31, first, lane, BLOCK, WAIT
+        )
+        blanks, labels = load_arcs(chunk, first - BLOCK, lane, BLOCK, WAIT)
         words = load_carries(chunk, first - BLOCK - 31, lane, BLOCK)
+        if WAIT and not UNFUSED:
+            prefetch_arcs(chunk, first - PREFETCHED_ROWS, lane, BLOCK)
         for i in tl.static_range(BLOCK - 1, -1, -1):
             after_label = shift_scores(beta, carries, i, lane, False)
             beta = log2_add(beta + block_blanks[i], after_label + block_labels[i], FP64)
             tl.store(chunk.states_ptr + (first + i) * 32 + lane, beta)
             send_carry(chunk, first + i, beta, lane, 0)
+
+
+@triton.jit
+def scan_program(
+    index,
+    tensors,
+    sizes,
+    blank,
+    target_stride,
+    DIRECTIONS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WAIT: tl.constexpr,
+    FP64: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
+    """Scan α or β of a chunk. α also stores log2 of the partition function and flags bad labels.
+
+    The chunks of all sequences are counted in the order in which they wait for each other. With
+    WAIT, the arcs are words that other programs still write.
+    """
+    arcs_ptr, states_ptr, carries_ptr = tensors.arcs_ptr, tensors.states_ptr, tensors.carries_ptr
+    flags_ptr, logz_ptr, lengths = tensors.flags_ptr, tensors.logz_ptr, tensors.logit_lengths_ptr
+    B, nodes, num_chunks = sizes.B, sizes.nodes, sizes.num_chunks
+    b, direction = (index // DIRECTIONS % B).to(tl.int64), index % DIRECTIONS
+    lane, c = lane_index(LAYOUT), index // (DIRECTIONS * B)
+    length, target_len, invalid = load_sequence(
+        b, lengths, tensors.target_lengths_ptr, sizes.T, sizes.U1
+    )
+    last = target_len // 32
+    c_u = tl.where(direction == 0, c, last - c)
+    u, end_row = c_u * 32 + lane, length + tl.minimum(31, target_len - c_u * 32)
+    if c <= last:
+        offset = (b * num_chunks + c_u) * sizes.rows * 32
+        states = None if states_ptr is None else states_ptr + direction * nodes + offset
+        sent_ptr, received_ptr = flags_ptr, flags_ptr
+        if carries_ptr is not None:
+            steps = sizes.carry_steps
+            chunk_stride = B.to(tl.int64) * steps
+            sent_ptr = carries_ptr + (direction * num_chunks + c) * chunk_stride + b * steps
+            received_ptr = sent_ptr - chunk_stride
+        chunk = ScanChunk(
+            arcs_ptr + offset,
+            arcs_ptr + nodes + offset,
+            states,
+            sent_ptr,
+            received_ptr,
+            c < last,
+            c > 0,
+            length,
+            u,
+            target_len,
+            end_row,
+        )
+        if direction == 0:
+            labels_ptr = tensors.targets_ptr + b * target_stride
+            label = tl.load(labels_ptr + u, mask=u < target_len, other=-1)
+            is_bad = (u < target_len) & ((label < 0) | (label >= sizes.V) | (label == blank))
+            if (tl.max(is_bad.to(tl.int32), axis=0) > 0) | invalid:
+                tl.atomic_or(flags_ptr + b, INVALID, sem="relaxed")
+            alpha = scan_forward(chunk, lane, BLOCK, WAIT, FP64)
+            tl.store(logz_ptr + b + lane * 0, alpha, mask=(u == target_len) & (length > 0))
+            tl.store(logz_ptr + b + lane * 0, -float("inf"), mask=(u == target_len) & (length == 0))
+        elif DIRECTIONS == 2:
+            scan_backward(chunk, lane, BLOCK, WAIT, FP64)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -187,43 +362,20 @@ def rnnt_scan_kernel(
     index = tl.program_id(0)
     if tile_counter_ptr is not None:
         index = tl.atomic_add(tile_counter_ptr, 1, sem="relaxed")
-    b, direction = (index // DIRECTIONS % B).to(tl.int64), index % DIRECTIONS
-    lane, c = lane_index(LAYOUT), index // (DIRECTIONS * B)
-    length, target_len, invalid = load_sequence(b, logit_lengths_ptr, target_lengths_ptr, T, U1)
-    last = target_len // 32
-    c_u = tl.where(direction == 0, c, last - c)
-    u, end_row = c_u * 32 + lane, length + tl.minimum(31, target_len - c_u * 32)
-    if c <= last:
-        offset = (b * num_chunks + c_u) * rows * 32
-        states = None if states_ptr is None else states_ptr + direction * nodes + offset
-        sent_ptr, received_ptr = flags_ptr, flags_ptr
-        if carries_ptr is not None:
-            chunk_stride = B.to(tl.int64) * carry_steps
-            sent_ptr = carries_ptr + (direction * num_chunks + c) * chunk_stride + b * carry_steps
-            received_ptr = sent_ptr - chunk_stride
-        chunk = ScanChunk(
-            arcs_ptr + offset,
-            arcs_ptr + nodes + offset,
-            states,
-            sent_ptr,
-            received_ptr,
-            c < last,
-            c > 0,
-            length,
-            u,
-            target_len,
-            end_row,
-        )
-        if direction == 0:
-            label = tl.load(targets_ptr + b * target_stride + u, mask=u < target_len, other=-1)
-            is_bad = (u < target_len) & ((label < 0) | (label >= V) | (label == blank))
-            if (tl.max(is_bad.to(tl.int32), axis=0) > 0) | invalid:
-                tl.atomic_or(flags_ptr + b, INVALID, sem="relaxed")
-            alpha = scan_forward(chunk, lane, BLOCK, FP64)
-            tl.store(logz_ptr + b + lane * 0, alpha, mask=(u == target_len) & (length > 0))
-            tl.store(logz_ptr + b + lane * 0, -float("inf"), mask=(u == target_len) & (length == 0))
-        elif DIRECTIONS == 2:
-            scan_backward(chunk, lane, BLOCK, FP64)
+    tensors = ScanTensors(
+        arcs_ptr,
+        targets_ptr,
+        logit_lengths_ptr,
+        target_lengths_ptr,
+        states_ptr,
+        carries_ptr,
+        flags_ptr,
+        logz_ptr,
+    )
+    sizes = ScanSizes(T, B, U1, V, num_chunks, rows, carry_steps, nodes)
+    scan_program(
+        index, tensors, sizes, blank, target_stride, DIRECTIONS, BLOCK, False, FP64, LAYOUT
+    )
 
 
 rnnt_scan_gluon_kernel = gluon.jit(rnnt_scan_kernel.fn, do_not_specialize=SIZES)
