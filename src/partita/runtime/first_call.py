@@ -232,6 +232,15 @@ def _without_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     raise NotPlannedError
 
 
+def compile_aside(kernel: Any, *args: Any, **options: Any) -> Any:
+    """Start to compile a kernel for the current device, and return its future.
+
+    The result is the kernel itself if it is compiled.
+    """
+    with _side_by_side():
+        return _start_to_compile(Launch(kernel, 1, args, options))
+
+
 @contextmanager
 def _side_by_side() -> Iterator[None]:
     """Let each kernel whose compilation starts in the block compile in a thread of its own.
