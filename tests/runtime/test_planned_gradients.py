@@ -3,7 +3,11 @@
 The calls are real, on tensors of the CPU, and no kernel runs.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -127,3 +131,47 @@ def test_planned_launches_are_those_of_the_backward_pass(loss: Callable[[], Tens
         forward, calls.launched = calls.launched, []
         value.backward()
     assert forward and calls.planned and set(calls.planned) == set(calls.launched)
+
+
+CODE = """
+import sys, torch, partita
+
+def gradients(name):
+    torch.manual_seed(0)
+    logits = torch.randn(50, 4, 20, device="cuda", requires_grad=True)
+    lengths, labels = torch.full((4,), 50), torch.full((4,), 10)
+    targets = torch.randint(1, 20, (4, 10), device="cuda")
+    transitions = torch.randn(20, 20, device="cuda", requires_grad=True)
+    scores = torch.randn(50, 4, 64, 5, device="cuda", requires_grad=True)
+    source = partita.debruijn_source(4, 3).cuda()
+    leaves, loss = {
+        "ctc": lambda: ([logits], partita.ctc_loss(logits, targets, lengths, labels,
+                                                   from_logits=True)),
+        "linear_chain": lambda: ([logits, transitions],
+                                 partita.linear_chain(logits, transitions).logz().sum()),
+        "chain": lambda: ([scores], partita.logz(scores, source).sum()),
+        "ctc_crf": lambda: ([scores], partita.ctc_crf_loss(
+            scores.flatten(2), targets % 4 + 1, labels, state_len=3, alphabet_size=5)),
+    }[name]()
+    return [loss] if sys.argv[2] == "forward" else [loss, *torch.autograd.grad(loss, leaves)]
+
+calls = [gradients(sys.argv[1]) for _ in range(1 if sys.argv[2] == "forward" else 4)]
+for call in calls[1:]:
+    assert all(map(torch.equal, call, calls[0]))
+print("done")
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ends_after", ["backward", "forward"])
+@pytest.mark.parametrize("name", ["ctc", "linear_chain", "chain", "ctc_crf"])
+def test_a_first_call_with_an_empty_cache(name: str, ends_after: str, tmp_path: Path) -> None:
+    """First, recorded and replayed calls agree; a process may end while the gradient compiles."""
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, name, ends_after],
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
