@@ -1,8 +1,12 @@
 """Launches that are deferred while kernels compile side by side, with stand-ins for kernels."""
 
+import gc
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,7 +15,7 @@ import torch
 pytest.importorskip("triton")
 from torch import Tensor
 
-from partita.runtime import first_call
+from partita.runtime import constants, first_call
 
 
 class Kernel:
@@ -75,7 +79,13 @@ def test_nothing_is_deferred_outside_of_an_op(setup: Setup) -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [lambda x, _: x + 1, lambda x, _: x.zero_(), lambda x, y: y.copy_(x), lambda _, y: y.sum()],
+    [
+        lambda x, _: x + 1,
+        lambda x, _: x.zero_(),
+        lambda x, y: y.copy_(x),
+        lambda x, y: torch.cat([y, x]),
+        lambda x, y: torch.add(y, 1, out=x),
+    ],
 )
 def test_what_may_depend_on_a_launch_comes_after_it(
     function: Callable[[Tensor, Tensor], Tensor], setup: Setup
@@ -87,19 +97,170 @@ def test_what_may_depend_on_a_launch_comes_after_it(
         setup.launch(setup.second, 1, x, size=2)
 
     first_call.run(op, torch.ones(3), torch.ones(3))
-    assert setup.log == ["compile first", "launch first 1", "function", "launch second 2"]
+    assert setup.log == [
+        *("compile first", "launch first 1", "function", "compile second", "launch second 2")
+    ]
 
 
-def test_a_fill_of_other_memory_does_not_wait(setup: Setup) -> None:
+def test_functions_of_other_memory_do_not_wait(setup: Setup) -> None:
     def op(x: Tensor, y: Tensor) -> None:
         setup.launch(setup.first, 1, x, size=1)
         y.fill_(3.0)
-        setup.log.append("filled")
+        y[y.long() - 2] = torch.cat([y.cumsum(0)])
+        setup.log.append("computed")
 
     y = torch.ones(3)
     first_call.run(op, torch.ones(3), y)
-    assert setup.log == ["compile first", "filled", "launch first 1"]
-    assert y.tolist() == [3.0] * 3
+    assert setup.log == ["computed", "compile first", "launch first 1"]
+    assert y.tolist() == [3.0, 9.0, 3.0]
+
+
+def test_compiled_kernels_are_launched_at_once_after_a_release(setup: Setup) -> None:
+    def op(x: Tensor) -> None:
+        setup.launch(setup.first, 1, x, size=1)
+        x.sum()
+        setup.launch(setup.first, 1, x, size=2)
+        setup.log.append("end")
+
+    first_call.run(op, torch.ones(3))
+    assert setup.log == ["compile first", "launch first 1", "launch first 2", "end"]
+
+
+def gradient_of(setup: Setup, *functions: Callable[[Tensor], object]) -> Callable[..., None]:
+    """Return the gradient of an op, which allocates, calls the functions, and launches."""
+
+    def then(args: tuple[Any, ...], result: Tensor) -> None:
+        gradient = torch.zeros(2**50, device=result.device)
+        gradient.fill_(1.0)
+        for function in functions:
+            function(result)
+        setup.launch(setup.second, 1, gradient.view(-1), result, size=2)
+
+    return then
+
+
+def test_the_gradient_compiles_first_and_launches_nothing(setup: Setup) -> None:
+    def op(x: Tensor) -> Tensor:
+        setup.launch(setup.first, 1, x, size=1)
+        return torch.zeros_like(x)
+
+    result = first_call.run(op, torch.ones(3), then=gradient_of(setup, lambda x: x.fill_(7.0)))
+    assert setup.log == ["compile second", "compile first", "launch first 1"]
+    assert result.tolist() == [0.0] * 3  # a fill of the gradient does not happen
+    assert not first_call.watching() and torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_nothing_is_planned_where_all_kernels_are_compiled(setup: Setup) -> None:
+    setup.compiled = {"first"}
+
+    def op(x: Tensor) -> Tensor:
+        setup.launch(setup.first, 1, x, size=1)
+        return torch.zeros_like(x)
+
+    first_call.run(op, torch.ones(3), then=gradient_of(setup))
+    assert setup.log == ["launch first 1"]
+
+
+def raise_an_error(x: Tensor) -> None:
+    raise ValueError("not differentiable")
+
+
+def make_a_constant(x: Tensor) -> None:
+    constants.constant(torch.zeros, 5, device=torch.device("meta"))
+
+
+@pytest.mark.parametrize("function", [Tensor.exp, raise_an_error, make_a_constant])
+def test_a_gradient_of_other_functions_is_not_planned(
+    function: Callable[[Tensor], object], setup: Setup
+) -> None:
+    def op(x: Tensor) -> Tensor:
+        setup.launch(setup.first, 1, x, size=1)
+        return torch.zeros_like(x)
+
+    constants._constants.clear()
+    first_call.run(op, torch.ones(3), then=gradient_of(setup, function))
+    assert setup.log == ["compile first", "launch first 1"]
+    assert not constants._constants and not first_call.watching()
+
+
+class Compiled:
+    """A kernel that compiles in the threads of Triton's mode, as its own kernels do."""
+
+    def __init__(self, key: str, compile: Callable[[], str]) -> None:
+        self.key, self.compile = key, compile
+        self.known: Any = ""
+
+    def warmup(self, *args: Any, grid: Any, **options: Any) -> Any:
+        from triton.runtime import _async_compile
+
+        mode = _async_compile.active_mode.get()
+        assert mode is not None
+        return mode.submit(self.key, self.compile, lambda found: setattr(self, "known", found))
+
+
+def test_a_call_does_not_wait_for_the_gradient_which_compiles_once() -> None:
+    begun: list[str] = []
+    go_on = threading.Event()
+
+    def compile_gradient() -> str:
+        begun.append("gradient")
+        assert go_on.wait(60)
+        return "binary"
+
+    loss, gradient = Compiled("loss", lambda: "other"), Compiled("gradient", compile_gradient)
+
+    def launch(kernel: Compiled, *_: Any) -> None:
+        if not first_call.defer(launch, kernel, 1, _, {}, is_compiled=bool(kernel.known)):
+            assert kernel.known
+
+    first_call.run(launch, loss, torch.ones(3), then=lambda *_: launch(gradient, torch.ones(3)))
+    assert loss.known == "other" and not gradient.known
+    threading.Timer(0.05, go_on.set).start()
+    thread = threading.Thread(target=first_call.run, args=(launch, gradient, torch.ones(3)))
+    thread.start()
+    thread.join(60)
+    assert gradient.known == "binary" and begun == ["gradient"]
+
+
+def test_an_error_of_a_planned_kernel_is_raised_by_the_gradient_alone() -> None:
+    attempts: list[int] = []
+
+    def fail() -> str:
+        attempts.append(1)
+        raise ValueError("no such instruction")
+
+    loss, gradient = Compiled("loss 2", lambda: "binary"), Compiled("gradient 2", fail)
+
+    def launch(kernel: Compiled, *_: Any) -> None:
+        assert first_call.defer(launch, kernel, 1, _, {}, is_compiled=False) or kernel.known
+
+    first_call.run(launch, loss, torch.ones(3), then=lambda *_: launch(gradient, torch.ones(3)))
+    assert loss.known == "binary"
+    with pytest.raises(ValueError, match="no such instruction"):
+        first_call.run(launch, gradient, torch.ones(3))
+
+
+def test_sources_are_translated_one_after_another_without_garbage_collection() -> None:
+    active: list[int] = []
+
+    class Source:
+        def make_ir(self, number: int) -> tuple[int, bool]:
+            active.append(number)
+            time.sleep(0.01)
+            assert active == [number]
+            active.remove(number)
+            if number == 3:
+                raise ValueError("syntax")
+            return number, gc.isenabled()
+
+    turns = first_call._in_turn(Source)
+    assert first_call._in_turn(turns) is turns and first_call._in_turn(Source) is turns
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(turns().make_ir, number) for number in range(6)]
+    assert [future.result() for future in futures if not future.exception()] == [
+        (number, False) for number in (0, 1, 2, 4, 5)
+    ]
+    assert gc.isenabled()
 
 
 def test_an_error_of_the_op_leaves_nothing_behind(setup: Setup) -> None:
@@ -120,10 +281,10 @@ def test_an_error_of_the_compiler_is_raised_and_forgotten(setup: Setup) -> None:
     def fail() -> None:
         raise ValueError("no such instruction")
 
-    def warmup(*args: Any, grid: Any, **options: Any) -> None:
+    def warmup(*args: Any, grid: Any, **options: Any) -> Any:
         mode = _async_compile.active_mode.get()
         assert mode is not None
-        mode.submit("key", fail, lambda kernel: None)
+        return mode.submit("key", fail, lambda kernel: None)
 
     setup.first.warmup = warmup  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="no such instruction"):

@@ -40,6 +40,7 @@ def constant(make: Callable[..., Tensor], *args: Any, device: torch.device) -> T
     if tensor is not None and tensor._version == version:
         recording.keep(tensor)
         return tensor
+    first_call.refuse_if_planning()
     # A tensor that is made in inference mode cannot be saved for a gradient later.
     with torch.inference_mode(False):
         tensor = make(*args, device=device)

@@ -1,27 +1,62 @@
-"""The first call of an op: its kernels compile side by side.
+"""The first call of an op: its kernels compile side by side, and those of its gradient with them.
 
 Triton compiles a kernel where it is launched, so an op with six kernels would wait six times. Here
-the launches of an op are deferred from its first uncompiled kernel on. Each kernel compiles in a
-thread of its own, and the launches follow in their order at the end of the op, or before anything
-that could depend on them.
+the launches of an op are deferred from its first uncompiled kernel on. At the end of the op, or
+before anything that could depend on them, each kernel compiles in a thread of its own, and the
+launches follow in their order.
+
+The gradient of an op has kernels of its own, which are the slowest to compile. So the function of
+the gradient is run once at the end of the op without launching anything, on tensors without memory
+(see `register.Op.precedes`). Its kernels start to compile before those of the op, and the call does
+not wait for them: the first call of the gradient does.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
+import itertools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .caches import BoundedCache, register_cache
 from .recording import ALLOCATIONS, FILLED_ALLOCATIONS, FILLS, has_no_tensors
 
-MAX_THREADS = 8
+MAX_THREADS = 16
 
 _active = threading.local()
+# The kernels that some thread compiles, or that are compiled but not yet known to their functions,
+# by Triton's key. A process has some dozens.
+_compilations: BoundedCache[str, Any] = BoundedCache(1024)
+register_cache("runtime.first_call.compilations", _compilations.clear)
+_front_end = threading.Lock()
+
+
+class Launch(NamedTuple):
+    """A deferred launch.
+
+    Fields:
+        kernel: the kernel.
+        programs: the number of programs.
+        args: the run-time arguments.
+        options: the compile-time arguments and the launch options.
+    """
+
+    kernel: Any
+    programs: int
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+class NotPlannedError(Exception):
+    """The function of a gradient needs more than launches, so its first call compiles the rest."""
 
 
 def watching() -> bool:
@@ -34,11 +69,30 @@ def may_defer() -> bool:
     return getattr(_active, "may_defer", False)
 
 
-def run(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function of an op that may defer its launches."""
+def refuse_if_planning() -> None:
+    """Raise where only the launches of a gradient are looked for, and no tensor has its values."""
+    if watching() and _active.deferred.is_planning:
+        raise NotPlannedError
+
+
+def run(
+    function: Callable[..., Any],
+    *args: Any,
+    then: Callable[[tuple[Any, ...], Any], None] | None = None,
+) -> Any:
+    """Run a function of an op that may defer its launches.
+
+    Args:
+        function: the function.
+        *args: its arguments.
+        then: a function of the arguments and the results that calls the gradient.
+    """
     _active.may_defer = True
     try:
-        return function(*args)
+        result = function(*args)
+        if then is not None and watching():
+            _active.deferred.plan(then, args, result)
+        return result
     finally:
         _active.may_defer = False
         deferred, _active.deferred = getattr(_active, "deferred", None), None
@@ -68,11 +122,11 @@ def defer(
     if not may_defer():
         return False
     deferred = getattr(_active, "deferred", None)
+    if is_compiled and (deferred is None or deferred.is_idle):
+        return False
     if deferred is None:
-        if is_compiled:
-            return False
         deferred = _active.deferred = DeferredLaunches(launch)
-    deferred.add(kernel, programs, args, options)
+    deferred.add(Launch(kernel, programs, args, options))
     return True
 
 
@@ -84,15 +138,12 @@ class DeferredLaunches(TorchDispatchMode):
     """
 
     def __init__(self, launch: Callable[..., None]) -> None:
-        import triton
-
         super().__init__()
         self._launch = launch
-        self._launches: list[tuple[Any, int, tuple[Any, ...], dict[str, Any]]] = []
-        self._used: set[int] = set()  # the storages that they read or write
-        self._executor = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
-        self._compilation = triton.AsyncCompileMode(self._executor)
-        self._compilation.__enter__()
+        self._launches: list[Launch] = []
+        self._planned: list[Launch] = []  # launches of the gradient, which only compile
+        self._used: set[int] = set()  # the storages that the deferred launches read or write
+        self.is_planning = False
         self.__enter__()
 
     @classmethod
@@ -100,39 +151,161 @@ class DeferredLaunches(TorchDispatchMode):
         """Return False, because PyTorch would import its compiler at the first call otherwise."""
         return False
 
-    def add(
-        self, kernel: Any, programs: int, args: tuple[Any, ...], options: dict[str, Any]
+    @property
+    def is_idle(self) -> bool:
+        """Return whether a launch would neither wait for another one nor be planned."""
+        return not self._launches and not self.is_planning
+
+    def add(self, launch: Launch) -> None:
+        """Defer a launch."""
+        if self.is_planning:
+            self._planned.append(launch)
+            return
+        self._launches.append(launch)
+        storages = (arg.untyped_storage() for arg in launch.args if isinstance(arg, Tensor))
+        self._used.update(storage._cdata for storage in storages)
+
+    def plan(
+        self, then: Callable[[tuple[Any, ...], Any], None], args: tuple[Any, ...], result: Any
     ) -> None:
-        """Start to compile a kernel, unless it is compiled, and defer its launch."""
-        kernel.warmup(*args, grid=(programs,), **options)
-        self._launches.append((kernel, programs, args, options))
-        self._used.update(arg.untyped_storage()._cdata for arg in args if isinstance(arg, Tensor))
+        """Find the launches of the gradient; they may stay unknown, whatever the reason."""
+        self.is_planning = True
+        try:
+            with suppress(Exception):  # the first call of the gradient raises it again
+                then(args, result)
+        finally:
+            self.is_planning = False
 
     def release(self) -> None:
-        """Wait for the kernels and launch in order. The op defers no further launches."""
-        from triton.runtime import _async_compile
-
-        _active.may_defer = False
+        """Compile all kernels, wait for those of the deferred launches, and launch in order."""
         launches, self._launches = self._launches, []
-        if launches:
-            try:
-                self._compilation.__exit__(None, None, None)
-            finally:
-                _async_compile.active_mode.set(None)  # Triton leaves it set after an error
-                self._executor.shutdown()
+        planned, self._planned = self._planned, []
+        self._used.clear()
+        if not launches and not planned:
+            return
+        with _side_by_side():
+            for launch in planned:
+                with suppress(Exception):  # the first call of the gradient raises it again
+                    _start_to_compile(launch)
+            found = [_start_to_compile(launch) for launch in launches]
+        for compiled in found:
+            if hasattr(compiled, "result"):  # a kernel that is compiled already has no future
+                compiled.result()
+        may_defer, _active.may_defer = _active.may_defer, False
+        try:
             for kernel, programs, args, options in launches:
                 self._launch(kernel, programs, *args, **options)
+        finally:
+            _active.may_defer = may_defer
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self._launches and not self._is_independent(func, args):
+        kwargs = kwargs or {}
+        if self.is_planning:
+            return _without_memory(func, args, kwargs)
+        if self._launches and not self._is_independent(func, (*args, *kwargs.values())):
             self.release()
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _is_independent(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Return whether a function neither reads nor writes what the deferred launches do."""
-        if func in FILLS:
-            return args[0].untyped_storage()._cdata not in self._used
-        known = func in ALLOCATIONS or func in FILLED_ALLOCATIONS
-        return known or func.is_view or has_no_tensors(args, None)
+        if func in ALLOCATIONS or func in FILLED_ALLOCATIONS or func.is_view:
+            return True
+        lists = [list(arg) if isinstance(arg, (list, tuple)) else [arg] for arg in args]
+        tensors = [arg for arg in itertools.chain(*lists) if isinstance(arg, Tensor)]
+        return all(tensor.untyped_storage()._cdata not in self._used for tensor in tensors)
+
+
+def _without_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function that allocates without memory, and skip one that fills.
+
+    Raises:
+        NotPlannedError: the function computes something.
+    """
+    if func in ALLOCATIONS or func in FILLED_ALLOCATIONS:
+        return func(*args, **{**kwargs, "device": "meta", "pin_memory": None})
+    if func in FILLS:
+        return args[0]
+    if func.is_view or has_no_tensors(args, None):
+        return func(*args, **kwargs)
+    raise NotPlannedError
+
+
+def compile_aside(kernel: Any, *args: Any, **options: Any) -> Any:
+    """Start to compile a kernel for the current device, and return its future.
+
+    The result is the kernel itself if it is compiled.
+    """
+    with _side_by_side():
+        return _start_to_compile(Launch(kernel, 1, args, options))
+
+
+@contextmanager
+def _side_by_side() -> Iterator[None]:
+    """Let each kernel whose compilation starts in the block compile in a thread of its own.
+
+    The block does not wait for them. A kernel that is being compiled is not compiled again.
+    """
+    import triton
+    from triton.runtime import _async_compile
+
+    executor = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
+    mode = triton.AsyncCompileMode(executor)
+    for key, compilation in list(_compilations.items()):
+        future = compilation.future
+        if compilation.kernel is not None or (future.done() and future.exception()):
+            _compilations.pop(key, None)
+        else:
+            mode.future_kernels[key] = compilation
+    mode.__enter__()
+    try:
+        yield
+    finally:
+        _async_compile.active_mode.set(None)  # leaving the mode would wait for all kernels
+        executor.shutdown(wait=False)
+        for key, compilation in mode.future_kernels.items():
+            _compilations.store(key, compilation)
+
+
+def _start_to_compile(launch: Launch) -> Any:
+    """Start to compile a kernel, and return its future, or the kernel if it is compiled."""
+    kernel, programs, args, options = launch
+    if hasattr(kernel, "device_caches"):
+        from triton.runtime import driver
+
+        # The first look at the cache of a device sets the class of the kernel's source.
+        _ = kernel.device_caches[driver.active.get_current_device()]
+        kernel.ASTSource = _in_turn(kernel.ASTSource)
+    return kernel.warmup(*args, grid=(programs,), **options)
+
+
+@functools.lru_cache(maxsize=16)
+def _in_turn(source: type) -> type:
+    """Return a class of sources that Triton translates from Python one after another.
+
+    This part of the compiler is Python, so threads would only take it from each other: the first
+    kernel would get to the parallel part when the last one does. It also changes the filters of
+    warnings, which is not safe in several threads. It makes many objects that live as long as it
+    runs, and a third of its time was spent in searching them for garbage.
+    """
+    if getattr(source, "takes_turns", False):
+        return source
+
+    class SourceInTurn(source):  # type: ignore[misc]
+        takes_turns = True
+
+        def make_ir(self, *args: Any, **kwargs: Any) -> Any:
+            with _front_end:
+                collects = gc.isenabled()
+                gc.disable()
+                try:
+                    return super().make_ir(*args, **kwargs)
+                finally:
+                    if collects:
+                        gc.enable()
+
+    return SourceInTurn
+
+
+register_cache("runtime.first_call.sources", _in_turn.cache_clear)

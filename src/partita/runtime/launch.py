@@ -74,6 +74,10 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         return
     device = args[0].device
     if device.type != "cuda":
+        if device.type == "meta" and first_call.defer(
+            launch, kernel, programs, args, options, is_compiled=False
+        ):
+            return  # the launch of a gradient whose kernels compile with those of its op
         kernel[(programs,)](*args, **options)
         return
     module, work = launcher.module(), (kernel, programs, args, options)

@@ -17,6 +17,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,24 @@ def _load() -> tuple[Any, str]:
         return None, "Triton launches: the C launcher is for NVIDIA GPUs"
     if interpreting():
         return None, "Triton's interpreter runs the kernels"
+    # With an empty cache each of the three takes a good part of a second, and none needs Python.
+    with ThreadPoolExecutor(2) as executor:
+        executor.submit(triton_key.use_stored)
+        executor.submit(_load_driver)
+        return _connect()
+
+
+def _load_driver() -> None:
+    """Let Triton compile or load its module of driver functions. A launch would, and raises."""
+    from triton.runtime import driver
+
+    _ = driver.active.utils
+
+
+def _connect() -> tuple[Any, str]:
+    """Return the connected C module, or None, and a sentence about it."""
     import triton
 
-    triton_key.use_stored()
     if not triton.__version__.startswith(tuple(f"{known}." for known in KNOWN_TRITONS)):
         return None, f"Triton launches: version {triton.__version__} of Triton is not known here"
     try:

@@ -41,10 +41,12 @@ def launch_together(rows: Sequence[Tensor], device: torch.device) -> list[Tensor
     """Return 64-bit tensors `[N]` on a GPU whose values are sent as parameters of launches.
 
     Each starts on 16 bytes, so that kernels are compiled for aligned pointers. The result is None
-    where a value is too large.
+    where a value is too large, and while the kernel is being compiled.
     """
-    from .words import LIMIT, words_on_device  # which imports Triton
+    from .words import LIMIT, are_compiled, words_on_device  # which imports Triton
 
+    if device.type == "cuda" and not are_compiled(device):
+        return None
     N = rows[0].shape[0]
     step = N + N % 2
     values = [number for row in rows for number in (*row.tolist(), *[0] * (N % 2))]

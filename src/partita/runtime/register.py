@@ -51,6 +51,7 @@ class Op:
         self.tries: BoundedCache[bytes, int] = BoundedCache(4 * MAX_PROGRAMS)
         self.reasons: BoundedCache[bytes, str] = BoundedCache(MAX_PROGRAMS)
         self._replay: Callable[..., Any] | None = None
+        self._then: Callable[[tuple[Any, ...], Any], None] | None = None
         register_cache(f"runtime.register.{name}.programs", self.programs.clear)
         register_cache(f"runtime.register.{name}.tries", self.tries.clear)
         register_cache(f"runtime.register.{name}.reasons", self.reasons.clear)
@@ -112,7 +113,9 @@ class Op:
         if tries == 0:
             # After many keys, such as those of ragged batches, new kernels are rare.
             is_young = len(self.tries) <= YOUNG_KEYS
-            return first_call.run(self.run, *args) if is_young else self.run(*args)
+            if is_young:
+                return first_call.run(self.run, *args, then=self._then)
+            return self.run(*args)
         with recording.Recorder(args, self.by_identity) as recorder:
             result = self.run(*args)
         program = recorder.program(launcher.module(), result)
@@ -122,6 +125,28 @@ class Op:
             self.programs.store(key, program)
             self.tries.store(key, 1)  # a cache that was emptied is filled again
         return result
+
+    def precedes(
+        self, gradient: Op, arguments: Callable[[tuple[Any, ...], Any], tuple[Any, ...] | None]
+    ) -> None:
+        """Say which op computes the gradient, so that its kernels compile in the same first call.
+
+        Args:
+            gradient: the op.
+            arguments: a function of the arguments and the results of this op. It returns the
+                arguments of `gradient`, or None where no gradient follows.
+        """
+
+        def then(args: tuple[Any, ...], result: Any) -> None:
+            if (found := arguments(args, result)) is not None:
+                gradient.run(*found)
+
+        self._then = then
+
+
+def usual_grad_output(result: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like the gradient of a result in `result.backward()` or `result.sum()`."""
+    return result.as_strided(result.shape, (0,) * result.ndim)
 
 
 def replayed_gradients(

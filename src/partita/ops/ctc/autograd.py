@@ -123,6 +123,19 @@ gradient: register.Op = register.define(
     backends=BACKENDS,
     reference_if_empty=True,
 )
+
+
+def _gradient_arguments(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Any:
+    """Return the arguments of `gradient` after a call of `loss`."""
+    *tensors, max_target_len, blank, from_logits, reduction, _, save = args[:11]
+    if not save:
+        return None
+    value, losses, saved = results
+    options = (max_target_len, blank, from_logits, reduction, *args[11:])
+    return register.usual_grad_output(value), *tensors, losses, saved, *options
+
+
+loss.precedes(gradient, _gradient_arguments)
 align: register.Op = register.define(
     f"ctc_align(Tensor logits, {_TARGETS}, SymInt max_target_len, int blank, bool from_logits,"
     f" {_SCORES}, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
