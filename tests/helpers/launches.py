@@ -127,7 +127,8 @@ def call_chains(dtype: torch.dtype, C: int, K: int) -> None:
     source = (torch.arange(C)[:, None] * even + torch.arange(K)) % C
     scores = torch.zeros(3, 2, C, K, dtype=dtype, requires_grad=True)
     lengths = torch.ones(2, dtype=torch.int64)
-    chain = partita.Chain(scores, source, torch.zeros(2, C), torch.zeros(2, C), lengths=lengths)
+    ends = torch.zeros(2, 2, C, dtype=dtype)
+    chain = partita.Chain(scores, source, *ends, lengths=lengths)
     torch.autograd.grad(chain.logz().sum(), scores)
     value = torch.zeros((), dtype=dtype, requires_grad=True)
     torch.autograd.grad(chain.expectation(value).sum(), scores)

@@ -63,7 +63,12 @@ def make_calls() -> dict[str, Callable[[], list[Tensor]]]:
         "cross_entropy, bf16": lambda: gradients(
             lambda x: partita.cross_entropy(x, long_targets), long_rows
         ),
-        "token_stats": lambda: gradients(lambda x: partita.token_stats(x, targets).entropy, x),
+        "token_stats": lambda: gradients(
+            lambda x: torch.stack(partita.token_stats(x, targets)[:3]), x
+        ),
+        "token_stats, entropy": lambda: gradients(
+            lambda x: partita.token_stats(x, targets).entropy, x
+        ),
         "ctc_loss": lambda: gradients(lambda x: ctc(x, words), frames),
         "ctc_loss, sum": lambda: gradients(lambda x: ctc(x, words, reduction="sum"), frames),
         "ctc_loss, wide": lambda: gradients(lambda x: ctc(x, broad_words), broad),
@@ -119,6 +124,7 @@ def transducer_calls() -> dict[str, Callable[[], list[Tensor]]]:
 NAMES = [
     *("softmax", "softmax, bf16", "softmax, sum", "logsumexp", "cross_entropy"),
     *("cross_entropy, none", "cross_entropy, smooth", "cross_entropy, bf16", "token_stats"),
+    "token_stats, entropy",
     *("ctc_loss", "ctc_loss, sum", "ctc_loss, wide", "ctc_align", "logz"),
     *("linear_chain", "viterbi"),
     *("ctc_crf_decode, viterbi", "ctc_crf_decode, beam", "ctc_crf"),

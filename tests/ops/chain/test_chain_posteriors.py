@@ -37,7 +37,7 @@ def stored_posteriors(
 def expected_posteriors(chain: Chain) -> torch.Tensor:
     """Return the posteriors `[T + 1, N, C]` in fp64, NaN past the lengths."""
     with partita.backend("reference"):
-        ends = (chain.initial.double(), chain.final.double())
+        ends = [None if end is None else end.double() for end in (chain.initial, chain.final)]
         exact = Chain(chain.scores.double(), chain.source, *ends, lengths=chain.lengths)
         alpha, beta, logz = exact.forward_scores(), exact.backward_scores(), exact.logz()
     posterior = (alpha + beta - logz[:, None]).exp()

@@ -226,5 +226,5 @@ def chain_resident_gradient_kernel(
         gl.store(d_final_ptr + n * C + c, d_boundary.to(d_final_ptr.dtype.element_ty), mask=c >= 0)
         fill_rows(skip_rows(marginals, num_steps), T - length, invalid)
     else:
-        d_boundary = d_boundary.to(d_initial_ptr.dtype.element_ty)
-        gl.store(d_initial_ptr + n * C + c, d_boundary, mask=c >= 0)
+        rounded = d_boundary.to(d_initial_ptr.dtype.element_ty)
+        gl.store(d_initial_ptr + n * C + c, rounded, mask=c >= 0)
