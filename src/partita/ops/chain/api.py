@@ -391,7 +391,7 @@ def logz(
         return Chain(scores, source, initial, final, lengths=lengths).logz(semiring)
     known = _known_logz.find(scores, source, initial, final)
     if type(known) is tuple:
-        return autograd.eager_partition(scores, source, initial, final, *known)
+        return functional.eager_partition(scores, source, initial, final, *known)
     value = Chain(scores, source, initial, final).logz()
     _known_logz.store(known, (acc_dtype(scores.dtype),))
     return value

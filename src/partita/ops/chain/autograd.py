@@ -11,7 +11,6 @@ from ...primitives.semiring import Log, Max, Semiring, differentiable
 from ...runtime import checks, register
 from ...runtime.autograd import (
     apply,
-    apply_eager,
     double_backward,
     for_gradients,
     is_batched_gradient,
@@ -447,10 +446,3 @@ def partition(chain: ChainTensors, semiring: Semiring) -> Tensor:
     if is_direct:
         return rounded_logz(*chain, save, dtype, backend)[0]
     return apply(RoundedLogZ, *chain, save, dtype, backend)[0]
-
-
-def eager_partition(
-    scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Return log Z of checked chains, `[N]`, in plain eager mode where a gradient follows."""
-    return apply_eager(RoundedLogZ, scores, source, initial, final, None, True, dtype, "auto")[0]
