@@ -206,7 +206,7 @@ def test_a_warm_cache_compiles_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    sizes = {"rows": (16,), "classes": (1000,)}
+    sizes = {"rows": (256,), "classes": (1000,)}  # PyTorch serves a softmax of fewer elements
     first, second = (warm.warm_in_process("softmax", "fp32", sizes, "cuda") for _ in range(2))
     assert first.warmed is not None and second.warmed is not None
     assert first.warmed.compiled > 0

@@ -3,6 +3,7 @@
 The launches are those of real calls (see helpers/launches.py), so no GPU is needed.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -204,3 +205,15 @@ def test_compiles_where_numbers_are_1(kernel: str) -> None:
     for launch in chosen(kernel, "sm_90")[:1]:
         args = tuple(1 if type(arg) is int else arg for arg in launch.args)
         assert compiled(launch._replace(args=args), TARGETS["sm_90"].target).asm["ptx"]
+
+
+def carried_values(ir: str) -> int:
+    """Return how many values the loops of a kernel carry from turn to turn."""
+    return sum(int(number) for number in re.findall(r":(\d+) = scf\.for", ir))
+
+
+def test_no_pass_drops_a_carried_value() -> None:
+    """Triton 3.6 drops values of a loop that only decide about the turns of an inner loop."""
+    for launch in chosen("semi_markov_scan_kernel", "sm_90")[:2]:
+        asm = compiled(launch, TARGETS["sm_90"].target).asm
+        assert carried_values(asm["ttgir"]) == carried_values(asm["ttir"]) > 0

@@ -37,7 +37,7 @@ def stored_posteriors(
 def expected_posteriors(chain: Chain) -> torch.Tensor:
     """Return the posteriors `[T + 1, N, C]` in fp64, NaN past the lengths."""
     with partita.backend("reference"):
-        ends = [None if end is None else end.double() for end in (chain.initial, chain.final)]
+        ends = (chain.initial.double(), chain.final.double())
         exact = Chain(chain.scores.double(), chain.source, *ends, lengths=chain.lengths)
         alpha, beta, logz = exact.forward_scores(), exact.backward_scores(), exact.logz()
     posterior = (alpha + beta - logz[:, None]).exp()
@@ -131,7 +131,8 @@ def test_posteriors_of_long_chains(stay: float, device: str) -> None:
     g = torch.Generator().manual_seed(0)
     scores = torch.randn(20_000, 2, 64, 5, generator=g)
     scores[..., 0] += stay
-    chain = Chain(scores.to(device), partita.debruijn_source(4, 3).to(device))
+    ends = torch.zeros(2, 2, 64, device=device)
+    chain = Chain(scores.to(device), partita.debruijn_source(4, 3).to(device), *ends)
     expected = expected_posteriors(chain)
     found, _ = stored_posteriors(chain, with_viterbi=True)
     found = found.double() / found.double().sum(2, keepdim=True)

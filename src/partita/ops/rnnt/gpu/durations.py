@@ -61,7 +61,7 @@ def tdt_arcs_kernel(
     total = tl.exp(values[0] - maximum)  # type: ignore[misc]
     for k in tl.static_range(1, K):
         total += tl.exp(values[k] - maximum)
-    log_total = log_sum(total)
+    log_total = log_sum(total, durations_ptr.dtype.element_ty)
     lse = maximum + log_total
     if lse_ptr is not None:
         node = (b.to(tl.int64) * T + t) * U1 + u

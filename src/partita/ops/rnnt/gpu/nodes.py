@@ -125,7 +125,7 @@ def store_arcs(
             is_row = lane == r
             maxima, totals = tl.where(is_row, maximum, maxima), tl.where(is_row, total, totals)
         # The shift is subtracted first, because it is near the scores.
-        shifts, log2_totals = exact_shift(maxima, DTYPE), log_sum(totals) * LOG2E
+        shifts, log2_totals = exact_shift(maxima, DTYPE), log_sum(totals, DTYPE) * LOG2E
         if result.lse_ptr is not None:
             lse = natural_units(shifts + log2_totals, DTYPE)
             lse_dtype: tl.constexpr = result.lse_ptr.dtype.element_ty

@@ -344,6 +344,9 @@ def scan_steps(
                 opened_scores, closed_scores, level, transitions_ptr, EXACT, BLOCK_C
             )
             next_state = ring_of(k, scores, opened_scores, state[2], level + target, EXACT, SLOTS)
+        # Triton 3.6 takes for dead what only decides about the turns of an inner loop, such as when
+        # a number was rounded. `is_wrong` is 0 or 1, so this changes nothing but keeps that alive.
+        level = tl.where(is_wrong > 1, 0.0, level)
         state = next_state
         highest = tl.max(exponent_bits(weight), axis=0)
         is_finite = (highest > 0) & (highest < 2047)
