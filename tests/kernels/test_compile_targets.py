@@ -207,13 +207,15 @@ def test_compiles_where_numbers_are_1(kernel: str) -> None:
         assert compiled(launch._replace(args=args), TARGETS["sm_90"].target).asm["ptx"]
 
 
-def carried_values(ir: str) -> int:
-    """Return how many values the loops of a kernel carry from turn to turn."""
-    return sum(int(number) for number in re.findall(r":(\d+) = scf\.for", ir))
+def carried_values(ir: str) -> list[int]:
+    """Return how many values each loop of a kernel carries from turn to turn."""
+    return [int(number) for number in re.findall(r":(\d+) = scf\.for", ir)]
 
 
 def test_no_pass_drops_a_carried_value() -> None:
     """Triton 3.6 drops values of a loop that only decide about the turns of an inner loop."""
     for launch in chosen("semi_markov_scan_kernel", "sm_90")[:2]:
         asm = compiled(launch, TARGETS["sm_90"].target).asm
-        assert carried_values(asm["ttgir"]) == carried_values(asm["ttir"]) > 0
+        before, after = (carried_values(asm[stage]) for stage in ("ttir", "ttgir"))
+        assert len(before) == len(after) == 2
+        assert all(a <= b for a, b in zip(before, after, strict=True))
