@@ -18,7 +18,7 @@ SMALL_COPIES = 4  # such tensors alive at once: logits, log-probabilities, and t
 DEFAULT_BUDGET = 2**31
 # Bytes of the logits in a chunk of tokens if no budget is given. With smaller chunks, adding up the
 # gradient of the matrix would take a notable part of the time.
-DEFAULT_CHUNK_BYTES = 3 * 2**28
+DEFAULT_CHUNK_BYTES = 13 * 2**26
 # Bytes of a chunk beyond which the lean plan and a loss without gradients do not become faster.
 LEAN_CHUNK_BYTES = 5 * 2**26
 LOSS_CHUNK_BYTES = 15 * 2**24
@@ -83,7 +83,7 @@ def linear_cross_entropy_plan(
     tokens. Otherwise it is `lean`, which takes chunks of classes and recomputes the logits.
 
     Without a budget, a mean or sum recomputes no logits. It holds all of them if they fit 2 GiB,
-    and otherwise about 0.75 GiB of them, but at least 2,048 tokens, and the gradient of the matrix
+    and otherwise about 0.8 GiB of them, but at least 2,048 tokens, and the gradient of the matrix
     in fp32 (not for fp16). The workspace depends on the arguments alone, so that results do too.
 
     With `PARTITA_PACK_ROWS=1` it is the plan of a GPU that packs rows, which needs a copy of a
