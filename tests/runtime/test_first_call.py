@@ -1,6 +1,7 @@
 """Launches that are deferred while kernels compile side by side, with stand-ins for kernels."""
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.fresh import run_fresh
 
 pytest.importorskip("triton")
 from torch import Tensor
@@ -240,27 +242,70 @@ def test_an_error_of_a_planned_kernel_is_raised_by_the_gradient_alone() -> None:
         first_call.run(launch, gradient, torch.ones(3))
 
 
-def test_sources_are_translated_one_after_another_without_garbage_collection() -> None:
+def test_sources_are_translated_one_after_another() -> None:
     active: list[int] = []
 
     class Source:
-        def make_ir(self, number: int) -> tuple[int, bool]:
+        def make_ir(self, number: int) -> int:
             active.append(number)
             time.sleep(0.01)
             assert active == [number]
             active.remove(number)
             if number == 3:
                 raise ValueError("syntax")
-            return number, gc.isenabled()
+            return number
 
     turns = first_call._in_turn(Source)
     assert first_call._in_turn(turns) is turns and first_call._in_turn(Source) is turns
     with ThreadPoolExecutor(4) as pool:
         futures = [pool.submit(turns().make_ir, number) for number in range(6)]
-    assert [future.result() for future in futures if not future.exception()] == [
-        (number, False) for number in (0, 1, 2, 4, 5)
-    ]
-    assert gc.isenabled()
+    found = [future.result() for future in futures if not future.exception()]
+    assert found == [0, 1, 2, 4, 5]
+
+
+class Future:
+    """A compilation that notes whether the garbage collector is enabled."""
+
+    def __init__(self) -> None:
+        self.collects: list[bool] = []
+
+    def result(self) -> None:
+        self.collects.append(gc.isenabled())
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_call_that_waits_pauses_the_collector(
+    collects: bool, setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    future = Future()
+    monkeypatch.setattr(setup.first, "warmup", lambda *args, **options: future)
+    if not collects:
+        gc.disable()
+    try:
+        first_call.run(lambda x: setup.launch(setup.first, 1, x, size=1), torch.ones(3))
+        assert future.collects == [False] and gc.isenabled() == collects
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_has_no_compilations() -> None:
+    """The child of a process that compiles has a free lock and a collector."""
+    code = """
+import gc, os, sys
+from partita.runtime import first_call
+first_call._compilations.store("kernel", None)
+with first_call._front_end, first_call._paused_collector():
+    child = os.fork()
+    if child == 0:
+        free = not first_call._front_end.locked()
+        os._exit(0 if free and gc.isenabled() and not first_call._compilations else 1)
+    status = os.waitpid(child, 0)[1]
+    assert not gc.isenabled() and first_call._front_end.locked()
+assert gc.isenabled()
+print(os.waitstatus_to_exitcode(status))
+"""
+    assert run_fresh(code).stdout.strip() == "0"
 
 
 def test_an_error_of_the_op_leaves_nothing_behind(setup: Setup) -> None:

@@ -79,6 +79,9 @@ def make_calls() -> dict[str, Callable[[], list[Tensor]]]:
         "linear_chain": lambda: gradients(
             lambda *x: partita.linear_chain(*x).logz(), numbers(50, 4, 10), numbers(10, 10)
         ),
+        "linear_chain, many states": lambda: gradients(
+            lambda *x: partita.linear_chain(*x).logz(), numbers(9, 4, 150), numbers(150, 150)
+        ),
         "viterbi": lambda: list(partita.Chain(scores, source).viterbi()),
         **{
             f"ctc_crf_decode, {method}": lambda method=method: list(
@@ -126,7 +129,7 @@ NAMES = [
     *("cross_entropy, none", "cross_entropy, smooth", "cross_entropy, bf16", "token_stats"),
     "token_stats, entropy",
     *("ctc_loss", "ctc_loss, sum", "ctc_loss, wide", "ctc_align", "logz"),
-    *("linear_chain", "viterbi"),
+    *("linear_chain", "linear_chain, many states", "viterbi"),
     *("ctc_crf_decode, viterbi", "ctc_crf_decode, beam", "ctc_crf"),
     *("rnnt_loss", "rnnt_loss, one", "rnnt_loss, overlap", "tdt_loss", "rnnt_align", "tdt_align"),
 ]

@@ -37,6 +37,7 @@ _active = threading.local()
 _compilations: BoundedCache[str, Any] = BoundedCache(1024)
 register_cache("runtime.first_call.compilations", _compilations.clear)
 _front_end = threading.Lock()
+_is_collector_paused = False
 
 
 class Launch(NamedTuple):
@@ -188,9 +189,10 @@ class DeferredLaunches(TorchDispatchMode):
                 with suppress(Exception):  # the first call of the gradient raises it again
                     _start_to_compile(launch)
             found = [_start_to_compile(launch) for launch in launches]
-        for compiled in found:
-            if hasattr(compiled, "result"):  # a kernel that is compiled already has no future
-                compiled.result()
+        with _paused_collector():
+            for compiled in found:
+                if hasattr(compiled, "result"):  # a kernel that is compiled already has no future
+                    compiled.result()
         may_defer, _active.may_defer = _active.may_defer, False
         try:
             for kernel, programs, args, options in launches:
@@ -215,6 +217,41 @@ class DeferredLaunches(TorchDispatchMode):
         lists = [list(arg) if isinstance(arg, (list, tuple)) else [arg] for arg in args]
         tensors = [arg for arg in itertools.chain(*lists) if isinstance(arg, Tensor)]
         return all(tensor.untyped_storage()._cdata not in self._used for tensor in tensors)
+
+
+@contextmanager
+def _paused_collector() -> Iterator[None]:
+    """Pause the garbage collector while this thread waits for its kernels.
+
+    Their translation from Python makes many objects that live as long as it runs, and spent a third
+    of its time in searching them for garbage. A thread that waits cannot turn the collector off
+    itself, so its choice is not overruled.
+    """
+    global _is_collector_paused
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    _is_collector_paused = True
+    try:
+        yield
+    finally:
+        _is_collector_paused = False
+        gc.enable()
+
+
+def _forget_threads() -> None:
+    """Forget what threads were doing, which a forked process does not have."""
+    global _front_end, _is_collector_paused
+    _front_end = threading.Lock()
+    _compilations.clear()
+    if _is_collector_paused:
+        _is_collector_paused = False
+        gc.enable()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)
 
 
 def _without_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -286,8 +323,7 @@ def _in_turn(source: type) -> type:
 
     This part of the compiler is Python, so threads would only take it from each other: the first
     kernel would get to the parallel part when the last one does. It also changes the filters of
-    warnings, which is not safe in several threads. It makes many objects that live as long as it
-    runs, and a third of its time was spent in searching them for garbage.
+    warnings, which is not safe in several threads.
     """
     if getattr(source, "takes_turns", False):
         return source
@@ -297,13 +333,7 @@ def _in_turn(source: type) -> type:
 
         def make_ir(self, *args: Any, **kwargs: Any) -> Any:
             with _front_end:
-                collects = gc.isenabled()
-                gc.disable()
-                try:
-                    return super().make_ir(*args, **kwargs)
-                finally:
-                    if collects:
-                        gc.enable()
+                return super().make_ir(*args, **kwargs)
 
     return SourceInTurn
 

@@ -4,6 +4,7 @@ A copy from ordinary memory may wait for the work that the GPU has, and pinned m
 allocate. A launch does neither.
 """
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,6 +68,8 @@ def store_words_kernel(
 
 _compilations: dict[torch.device, Any] = {}  # None once the kernel is compiled
 register_cache("runtime.words.compilations", _compilations.clear)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_compilations.clear)  # a forked child has no threads
 
 
 def are_compiled(device: torch.device) -> bool:

@@ -79,12 +79,13 @@ def linear_cross_entropy_plan(
 ) -> MemoryPlan:
     """Return the chunks, workspace and operations that `linear_cross_entropy` will use.
 
-    The plan is `fast` if the workspace allows all logits at once or chunks of at least 2,048
-    tokens. Otherwise it is `lean`, which takes chunks of classes and recomputes the logits.
+    The plan is `fast` if the workspace allows all logits at once or has room for 2,048 tokens.
+    Otherwise it is `lean`, which takes chunks of classes and recomputes the logits.
 
-    Without a budget, a mean or sum recomputes no logits. It holds all of them if they fit 2 GiB,
-    and otherwise about 0.8 GiB of them, but at least 2,048 tokens, and the gradient of the matrix
-    in fp32 (not for fp16). The workspace depends on the arguments alone, so that results do too.
+    Without a budget, a mean or sum holds all logits if they fit 2 GiB. Otherwise it takes chunks of
+    tokens of equal length, whose logits take about 0.8 GiB, or as many bytes as the matrix if that
+    is more, with room for at least 2,048 tokens; fp16 takes the lean plan instead. The workspace
+    depends on the arguments alone, so that results do too.
 
     With `PARTITA_PACK_ROWS=1` it is the plan of a GPU that packs rows, which needs a copy of a
     chunk's hidden states. This concerns means and sums in bf16 with `hidden` and `vocabulary` that

@@ -75,6 +75,7 @@ def give_states(
     at = gl.expand_dims(n, 1) * C + gl.expand_dims(c, 0)
     mask = gl.expand_dims(n < N, 1) & gl.expand_dims(c < C, 0)
     ended = mask & gl.expand_dims(i >= tokens, 1)
+    # This thread stored what it reads here, and has waited for it with all other states.
     before = gl.load(before_ptr + at, mask=ended, other=0, volatile=True) ^ sign_before
     words = gl.where(ended, before, x.to(gl.uint64, bitcast=True) & (SIGN - 1)) ^ sign
     gl.atomic_xchg(after_ptr + at, words, mask=mask, sem="relaxed")
@@ -85,8 +86,8 @@ def program_of(words_ptr, N, C, SAVE: gl.constexpr, STATES: gl.constexpr):
     """Return a program's recent states, its direction, and its first sequence and state."""
     row = gl.to_tensor(N).to(gl.int64) * C
     words_ptr = words_ptr.to(gl.pointer_type(gl.uint64), bitcast=True)
-    # The lower half of the word of -0.0 is 0.
-    index = gl.atomic_add(words_ptr + 4 * row, 1, sem="relaxed").to(gl.int32)
+    # The lower half of the word starts with its sign bit alone.
+    index = gl.atomic_add(words_ptr + 4 * row, 1, sem="relaxed").to(gl.int32) & 0x7FFFFFFF
     blocks_c = gl.cdiv(C, STATES)
     group = index // blocks_c
     direction = group % 2 if SAVE else group * 0
@@ -105,7 +106,7 @@ def linear_chain_exchange_kernel(
     maxima_ptr,  # [T, N] fp64
     states_ptr,  # [2, T, N, C] fp64 if SAVE
     scales_ptr,  # [T, N] fp64
-    words_ptr,  # [2 * 2 * N * C + 1] fp64, -0.0: two states of alpha and of beta, and a counter
+    words_ptr,  # [2 * 2 * N * C + 1] int64: two states of alpha and of beta, and a counter
     T,
     N,
     C,

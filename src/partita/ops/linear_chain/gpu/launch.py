@@ -27,6 +27,10 @@ from .resident import linear_chain_resident_scan_kernel
 from .saved import Saved, end_strides, split_saved, transition_strides
 from .scan import linear_chain_scan_kernel
 
+# A word of a state that no program has stored: its sign bit is set. Both halves are equal, because
+# a recorded program fills memory with 32 bits at a time.
+UNWRITTEN = -0x7FFFFFFF80000000
+
 
 def linear_chain_logz(
     emissions: Tensor,
@@ -250,13 +254,13 @@ def exchanged_steps(
 ) -> Tensor:
     """Take all steps in one launch, whose programs exchange states, and return the last alpha.
 
-    Its numbers may be negative: the absolute values are meant.
+    The sign bits of its numbers hold the parity of the step and do not count.
     """
     from .exchange_steps import linear_chain_exchange_kernel
 
     emissions = inputs[0]
     T, N, C = emissions.shape
-    words = torch.full((4 * N * C + 1,), -0.0, dtype=torch.float64, device=emissions.device)
+    words = torch.full((4 * N * C + 1,), UNWRITTEN, dtype=torch.int64, device=emissions.device)
     launch(
         linear_chain_exchange_kernel,
         plan.exchange_programs(N, C, options["SAVE"]),
@@ -266,7 +270,7 @@ def exchanged_steps(
         **options,
         **plan.exchange_options(C),
     )
-    return words[:-1].view(2, 2, N, C)[0, (T - 1) % 2]
+    return words[:-1].view(torch.float64).view(2, 2, N, C)[0, (T - 1) % 2]
 
 
 def launched_steps(

@@ -235,7 +235,7 @@ def linear_chain_total_kernel(
     lengths_ptr,  # [N] or None
     maxima_ptr,  # [T, N] fp64
     scales_ptr,  # [T, N] fp64
-    alpha_ptr,  # [N, C] fp64, whose absolute values are meant
+    alpha_ptr,  # [N, C] fp64, whose sign bits do not count
     logz_ptr,  # [N] fp64
     rounded_ptr,  # [N] in the dtype of results
     T,

@@ -77,9 +77,10 @@ def log_sigmoid(x):
 
 @triton.jit
 def store_scores(ptr, scores, mask):
-    """Store scores; if the memory has int64 words, as words whose upper half is not 0.
+    """Store scores, in memory of int64 words so that each word shows that it has been written.
 
-    A score with such an upper half is 0.0, because the least difference of two logits is not tiny.
+    A word of 0 has not. A score whose upper half is 0 is 0.0, because the least difference of two
+    logits is not tiny; it is stored as -0.0.
     """
     if ptr.dtype.element_ty == tl.int64:
         words = scores.to(tl.int64, bitcast=True)

@@ -344,8 +344,8 @@ def scan_steps(
                 opened_scores, closed_scores, level, transitions_ptr, EXACT, BLOCK_C
             )
             next_state = ring_of(k, scores, opened_scores, state[2], level + target, EXACT, SLOTS)
-        # Triton 3.6 takes for dead what only decides about the turns of an inner loop, such as when
-        # a number was rounded. `is_wrong` is 0 or 1, so this changes nothing but keeps that alive.
+        # Triton 3.6 removes a carried value that only sets the trip count of an inner loop, such as
+        # the step of the last rounding. This use prevents that; `is_wrong` is 0 or 1.
         level = tl.where(is_wrong > 1, 0.0, level)
         state = next_state
         highest = tl.max(exponent_bits(weight), axis=0)
