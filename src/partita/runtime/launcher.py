@@ -103,8 +103,7 @@ def _load() -> tuple[Any, str]:
         return None, "Triton launches: the C launcher is for NVIDIA GPUs"
     if interpreting():
         return None, "Triton's interpreter runs the kernels"
-    # With an empty cache each of the three takes a good part of a second, and none holds the GIL for
-    # long.
+    # With an empty cache each of the three takes a good part of a second. They rarely hold the GIL.
     with ThreadPoolExecutor(2) as executor:
         executor.submit(triton_key.use_stored)
         executor.submit(_load_driver)
