@@ -219,3 +219,13 @@ def test_no_pass_drops_a_carried_value() -> None:
         before, after = (carried_values(asm[stage]) for stage in ("ttir", "ttgir"))
         assert len(before) == len(after) == 2
         assert all(a <= b for a, b in zip(before, after, strict=True))
+
+
+def test_constants_of_fp64_kernels_have_all_digits() -> None:
+    """A constant that a device function returns is rounded to fp32, but not by the interpreter."""
+    found = [item for item in launches("13.0")["rnnt_nodes_kernel"] if item.dtype == torch.float64]
+    assert found
+    for launch in found:
+        ir = compiled(launch, TARGETS["sm_90"].target).asm["ttir"]
+        assert "1.4426950408889634" in ir
+        assert "1.4426950216293335" not in ir

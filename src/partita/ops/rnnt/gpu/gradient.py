@@ -243,8 +243,8 @@ def rnnt_gradient_kernel(
     U1,
     V,
     blank,
-    clamp,  # greatest absolute value of a gradient, with CLIP
-    fastemit,  # 1 + the factor of FastEmit
+    clamp: tl.float64,  # greatest absolute value of a gradient, with CLIP
+    fastemit: tl.float64,  # 1 + the factor of FastEmit
     grad_stride,
     target_stride,
     stride_b,

@@ -117,7 +117,7 @@ def row_factor(maximum, DTYPE: tl.constexpr):
     apart in fp32 there, so the factor does not matter, and 1 makes the shift exact.
     """
     if DTYPE == tl.float64:
-        return LOG2E
+        return tl.full([], LOG2E, tl.float64)  # Triton returns a constant in fp32.
     else:
         return tl.where(is_huge(maximum), 1.0, LOG2E).to(DTYPE)
 
