@@ -228,3 +228,32 @@ def test_splits_cover_all_tokens() -> None:
                 groups = plan.count_groups(transitions, T, N, per_sequence)
                 assert groups.splits * groups.per_split >= groups.total
                 assert (groups.splits - 1) * groups.per_split < groups.total
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["50", "500", "sticky"])
+def test_posteriors_of_long_chains_of_many_states(kind: str) -> None:
+    """Posteriors are within 2e-6 of fp64 where programs exchange states."""
+    T, N, C = 20_000, 2, 160
+    g = torch.Generator(device="cuda").manual_seed(0)
+    if kind == "sticky":
+        emissions = 0.3 * torch.randn(T, N, C, generator=g, device="cuda")
+        transitions = torch.full((C, C), 1e-4 / (C - 1), device="cuda", dtype=torch.float64)
+        transitions = transitions.fill_diagonal_(0.9999).log().float()
+    else:
+        emissions = float(kind) * torch.rand(T, N, C, generator=g, device="cuda")
+        transitions = float(kind) * torch.rand(C, C, generator=g, device="cuda")
+    e, by_target, by_source = emissions.double(), transitions.double(), transitions.double().mT
+    by_source = by_source.contiguous()
+    expected = torch.empty_like(e)  # alpha, and then alpha plus beta
+    alpha, beta = e[0], torch.zeros(N, C, dtype=torch.float64, device="cuda")
+    expected[0] = alpha
+    for t in range(1, T):
+        alpha = (alpha[:, :, None] + by_target).logsumexp(1) + e[t]
+        expected[t] = alpha
+    for t in range(T - 2, -1, -1):
+        beta = ((beta + e[t + 1])[:, :, None] + by_source).logsumexp(1)
+        expected[t] += beta
+    with partita.backend("triton"):
+        found = LinearChain(emissions, transitions).state_marginals()
+    assert (found.double() - expected.softmax(-1)).abs().max() < 2e-6

@@ -18,7 +18,7 @@ SMALL_COPIES = 4  # such tensors alive at once: logits, log-probabilities, and t
 DEFAULT_BUDGET = 2**31
 # Bytes of the logits in a chunk of tokens if no budget is given. With smaller chunks, adding up the
 # gradient of the matrix would take a notable part of the time.
-DEFAULT_CHUNK_BYTES = 13 * 2**26
+DEFAULT_CHUNK_BYTES = 2**29
 # Bytes of a chunk beyond which the lean plan and a loss without gradients do not become faster.
 LEAN_CHUNK_BYTES = 5 * 2**26
 LOSS_CHUNK_BYTES = 15 * 2**24
@@ -83,9 +83,9 @@ def linear_cross_entropy_plan(
     Otherwise it is `lean`, which takes chunks of classes and recomputes the logits.
 
     Without a budget, a mean or sum holds all logits if they fit 2 GiB. Otherwise it takes chunks of
-    tokens of equal length, whose logits take about 0.8 GiB, or as many bytes as the matrix if that
-    is more, with room for at least 2,048 tokens; fp16 takes the lean plan instead. The workspace
-    depends on the arguments alone, so that results do too.
+    tokens of equal length, whose logits take at most 0.5 GiB, or as many bytes as the matrix if
+    that is more, with room for at least 2,048 tokens; fp16 takes the lean plan instead. The
+    workspace depends on the arguments alone, so that results do too.
 
     With `PARTITA_PACK_ROWS=1` it is the plan of a GPU that packs rows, which needs a copy of a
     chunk's hidden states. This concerns means and sums in bf16 with `hidden` and `vocabulary` that
