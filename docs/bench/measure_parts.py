@@ -96,9 +96,9 @@ PARTS = (
     bench("decode", "decode --peers koi,fast-ctc-decode,pyctcdecode", 60),
     bench(
         "semi_markov",
-        "semi_markov --dtype fp32 --peers torch,torch-struct",
+        "semi_markov --dtype fp32 --peers torch,torch-struct,flash-semicrf",
         80,
-        ["semi_markov --dtype fp32 --peers ''"],
+        ["semi_markov --dtype fp32 --peers flash-semicrf"],
     ),
     bench(
         "decode_cpu",
