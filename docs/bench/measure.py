@@ -30,14 +30,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from measure_parts import NAMES, PARTS, Part
+from measure_parts import BENCH, NAMES, PARTS, Part
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 # `partita bench` has this exit code too where it ended early; then one of these says so.
 MEASURED_WITH_FAILURES = 1
+BENCH_SAYS = "partita bench: "
 ENDED_EARLY = ("broke off", "no longer answers", "interrupted")
 SECONDS_TO_STOP = 10  # from the interrupt of a part to its end
+GPU_GIB = 120  # of memory, for warm-ups side by side
 LEAST_SECONDS = 10  # a part with less time left is not started
 
 
@@ -82,18 +84,23 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 def fill_caches(
     parts: Sequence[Part], out: Path, env: dict[str, str], limit: float, at_once: int
 ) -> None:
-    """Run the warm-ups side by side, the longest part first, until the limit."""
+    """Run the warm-ups side by side until the limit, as memory allows, the longest part first."""
     start = time.monotonic()
     longest_first = sorted(parts, key=lambda part: -part.limit)
     waiting = [
-        (f"{part.name}-{i}", command)
+        (f"{part.name}-{i}", command, part.gib)
         for part in longest_first
         for i, command in enumerate(part.warm_up)
     ]
     running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+    taken: dict[str, int] = {}
     while (waiting or running) and time.monotonic() - start < limit:
-        while waiting and len(running) < at_once:
-            name, command = waiting.pop(0)
+        for each in list(waiting):
+            name, command, gib = each
+            if len(running) == at_once or (running and gib + sum(taken.values()) > GPU_GIB):
+                continue
+            waiting.remove(each)
+            taken[name] = gib
             with (out / "logs" / f"warm-up-{name}.txt").open("wb") as log:
                 words = arguments_of(command, out / "warm-up.csv")
                 process = subprocess.Popen(
@@ -104,12 +111,14 @@ def fill_caches(
             if process.poll() is not None:
                 seconds = time.monotonic() - since
                 print(f"  {name}: {seconds:.0f} s, exit code {process.returncode}", flush=True)
-                del running[name]
+                del running[name], taken[name]
         time.sleep(0.2)
+    for process, _ in running.values():
+        process.send_signal(signal.SIGINT)
     for name, (process, _) in running.items():
         stop(process)
         print(f"  {name}: stopped", flush=True)
-    for name, _ in waiting:
+    for name, *_ in waiting:
         print(f"  {name}: not started", flush=True)
     print(f"caches filled: {time.monotonic() - start:.0f} s", flush=True)
 
@@ -124,25 +133,28 @@ def measure(part: Part, out: Path, env: dict[str, str], limit: float) -> bool:
         try:
             process.wait(limit)
             problem = "" if process.returncode == 0 else f"exit code {process.returncode}"
+            stopped = False
         except subprocess.TimeoutExpired:
             stop(process)
-            problem = f"stopped after {limit:.0f} s"
+            problem, stopped = f"stopped after {limit:.0f} s", True
         text.seek(0)
-        said = text.read().decode(errors="replace").splitlines()
-        last = said[-12:]
-        complete = process.returncode == 0 or (
-            process.returncode == MEASURED_WITH_FAILURES
-            and not any(words in line for line in last for words in (*ENDED_EARLY, "Traceback"))
-            and Path(folder, part.table).exists()
+        lines = text.read().decode(errors="replace").splitlines()
+        errors = [line for line in lines if line.startswith(BENCH_SAYS)]
+        complete = not stopped and (
+            process.returncode == 0
+            or (
+                part.command.startswith(BENCH)
+                and process.returncode == MEASURED_WITH_FAILURES
+                and not any(words in line for line in errors for words in ENDED_EARLY)
+            )
         )
-        complete = complete and not problem.startswith("stopped")
         for table in sorted(Path(folder).iterdir()):
             shutil.move(table, (out if complete else out / "partial") / table.name)
     seconds = time.monotonic() - start
     state = "measured" if complete else "not complete, the old table stays"
     print(f"{part.name}: {seconds:.0f} s, {state} {problem}".rstrip(), flush=True)
     if problem:
-        print(*(f"    {line[:200]}" for line in last), sep="\n", flush=True)
+        print(*(f"    {line[:200]}" for line in errors or lines[-12:]), sep="\n", flush=True)
     return complete
 
 
