@@ -5,8 +5,8 @@
 Inputs are those of `partita bench`, which also checks the results; this script only times them.
 
 - `gpu_ms` is measured between CUDA events, with so much work queued ahead that the host is hidden.
-- `replay_ms` is the replay of a CUDA graph of the call, which leaves the host out. It is empty
-  where a call cannot be captured, such as one with lengths on the host.
+- `replay_ms` is the replay of a CUDA graph of a call of Partita, which leaves the host out. Lengths
+  are on the GPU then, as a call with lengths on the host cannot be captured.
 - `eager_ms` is what a loop of plain calls takes by the clock, host and GPU together.
 
 Times are medians, of forward and backward where the op has a gradient. `eager.csv` has them all.
@@ -115,6 +115,18 @@ def eager_ms(loop: Loop, device: torch.device) -> float:
     return 1e3 * statistics.median(seconds(calls) for _ in range(ROUNDS))
 
 
+def on_device(inputs: Any, device: torch.device) -> Any:
+    """Return the inputs of a case with all tensors on the device."""
+    if isinstance(inputs, torch.Tensor):
+        return inputs.to(device)
+    tensors = {
+        name: value.to(device)
+        for name, value in inputs._asdict().items()
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu"
+    }
+    return inputs._replace(**tensors)
+
+
 def record(
     case: Case, provider: Provider, inputs: Any, device: torch.device, repetitions: int
 ) -> Record:
@@ -127,14 +139,16 @@ def record(
     try:
         if reason := provider.beyond(inputs):
             return found | {"note": f"refuses: {reason}"}
-        loop = case.loops(provider.ops[case.op](), inputs, provider)[-1]
+        function = provider.ops[case.op]()
+        loop = case.loops(function, inputs, provider)[-1]
         run(loop)
         found["gpu_ms"] = events_ms(loop, device, repetitions) if device.type == "cuda" else ""
         found["eager_ms"] = eager_ms(loop, device)
-        function = provider.ops[case.op]()
         memory = case.extra_memory(function, inputs, provider, device)
         found["extra_mib"] = "" if memory is None else round(memory / MIB)
-        if device.type == "cuda":
+        if device.type == "cuda" and provider in OURS:
+            loop.before()
+            loop = case.loops(function, on_device(inputs, device), provider)[-1]
             try:
                 found["replay_ms"] = replay_ms(loop, device, repetitions)
             except Exception as error:
@@ -266,12 +280,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = torch.empty(0, device=args.device).device
     settings = Settings((), (), None, args.quick, False, args.repetitions, device)
     found = []
-    for case, each in measured(settings, args.ops):
-        found.append((case, each))
-        for column in ("gpu_ms", "replay_ms", "eager_ms"):
-            if value := each.get(column):
-                each[column] = float(f"{value:.4g}")
-        print(*(f"{each[key]}" for key in COLUMNS[:-2] if key in each), sep=", ", flush=True)
+    try:
+        for case, each in measured(settings, args.ops):
+            found.append((case, each))
+            for column in ("gpu_ms", "replay_ms", "eager_ms"):
+                if value := each.get(column):
+                    each[column] = float(f"{value:.4g}")
+            print(*(f"{each[key]}" for key in COLUMNS[:-2] if key in each), sep=", ", flush=True)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
     if args.out:
         write(args.out / "eager.csv", COLUMNS, (each for _, each in found))
         for name, (op, table) in TABLES.items():
