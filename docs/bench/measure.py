@@ -6,8 +6,9 @@
 
 First, commands that fill the caches run side by side on all cores: kernels and graphs of
 `torch.compile` are compiled on the CPU. Then the parts are measured one after another, each by a
-process of its own. A part that runs out of time, or breaks off, leaves its old table and says so;
-what it had measured is in the folder `partial`, and what it printed is in `logs`.
+process of its own, in the order of `--only`. A part that runs out of time, or breaks off, leaves
+its old table and says so; what it had measured is in the folder `partial`, and what it printed is
+in `logs`.
 
 Not measured here: parallel.csv needs several GPUs, cpu.csv is measured on a CPU by cpu.py, and
 chain_exactness.csv comes from examples/chain_exactness.py.
@@ -170,7 +171,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="only print the commands")
     args = parser.parse_args(argv)
     start = time.monotonic()
-    parts = [part for part in PARTS if part.name in args.only and part.name not in args.skip]
+    by_name = {part.name: part for part in PARTS}
+    parts = [by_name[name] for name in dict.fromkeys(args.only) if name not in args.skip]
     if args.dry_run:
         for part in parts:
             for command in part.warm_up:

@@ -51,7 +51,7 @@ def bench(
 # reference of transducers, which takes minutes, and torchaudio's alignment of 180,000 steps.
 MANY_LOGITS = "--dtype bf16 --columns 131072 --elements 1073741824"
 PARTS = (
-    # These need no peer but torchaudio, koi and seqdist.
+    # These need no peer but torchaudio, koi, seqdist and others that are small.
     Part("first_calls", f"{HERE}/first_calls.py --out {{table}}", "first_calls.csv", 150),
     bench(
         "ctc",
@@ -64,25 +64,6 @@ PARTS = (
         "chain --peers koi,seqdist",
         90,
         [f"chain --dtype {dtype} --peers seqdist" for dtype in ("fp32", "bf16")],
-    ),
-    Part(
-        "eager",
-        f"{HERE}/eager.py --out {{out}}",
-        "eager.csv",
-        110,
-        (f"{HERE}/eager.py --repetitions 1 --ops decode cross_entropy token_stats",),
-    ),
-    bench(
-        "rnnt",
-        "rnnt --peers torchaudio",
-        110,
-        [f"rnnt --dtype {dtype} --peers ''" for dtype in ("fp32", "bf16")],
-    ),
-    bench(
-        "linear_chain",
-        "linear_chain --dtype fp32 --peers torch,torch-struct,pytorch-crf",
-        80,
-        ["linear_chain --dtype fp32 --peers ''"],
     ),
     bench(
         "token_stats",
@@ -100,6 +81,25 @@ PARTS = (
         gib=36,
     ),
     Part("host", f"{BENCH} host --csv {{table}}", "host.csv", 70, (f"{BENCH} host --quick",)),
+    Part(
+        "eager",
+        f"{HERE}/eager.py --out {{out}}",
+        "eager.csv",
+        110,
+        (f"{HERE}/eager.py --repetitions 1 --ops decode cross_entropy token_stats",),
+    ),
+    bench(
+        "linear_chain",
+        "linear_chain --dtype fp32 --peers torch,torch-struct,pytorch-crf",
+        80,
+        ["linear_chain --dtype fp32 --peers ''"],
+    ),
+    bench(
+        "rnnt",
+        "rnnt --peers torchaudio",
+        110,
+        [f"rnnt --dtype {dtype} --peers ''" for dtype in ("fp32", "bf16")],
+    ),
     bench("decode", "decode --peers koi,fast-ctc-decode,pyctcdecode", 60),
     bench(
         "semi_markov",
