@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from quoted_rows import GIB, OURS, digits, error, figure, number, row, rows, span, table
@@ -64,7 +65,8 @@ def _token_stats(part: str) -> str:
 
 @figure
 def token_stats_fields() -> str:
-    share = number("token_stats.csv", "fraction", provider=OURS, part="inference")
+    wanted = {"op": "token_stats", "part": "inference"}
+    share = number("token_stats.csv", "fraction", provider=OURS, **wanted)
     return f"{_token_stats('inference')}, which is {100 * share:.0f} % of the read bandwidth"
 
 
@@ -77,17 +79,19 @@ def token_stats_total() -> str:
 
 
 def _head(provider: str, size: tuple[int, int, int], part: str = "total") -> tuple[float, float]:
-    """Return the mean time in units of the products, and the memory in GiB."""
+    """Return the mean time in units of the products, and the memory in GiB; NaN where untimed."""
     tokens, hidden, vocabulary = size
     wanted = {"part": part, "tokens": tokens, "hidden": hidden, "vocabulary": vocabulary}
     units = number(LINEAR, "mean_ms", provider="products", **wanted)
+    if not rows(LINEAR, provider=provider, **wanted):
+        return math.nan, math.nan
     own = row(LINEAR, provider=provider, **wanted)
     return float(own["mean_ms"]) / units, float(own["extra_memory_bytes"] or "nan") / GIB
 
 
 def _heads(provider: str, precision: int = 2) -> str:
     """Return the spans of times and of memory over all sizes."""
-    found = [_head(provider, size) for size in HEADS]
+    found = [head for head in (_head(provider, size) for size in HEADS) if not math.isnan(head[0])]
     times = sorted(time for time, _ in found)
     memory = sorted(gib for _, gib in found)
     return (
@@ -137,7 +141,7 @@ def linear_speed() -> str:
             vocabulary=size[2],
         )
         cells = [
-            f"{time:.2f} ×, {gib:.1f} GiB"
+            "not timed" if math.isnan(time) else f"{time:.2f} ×, {gib:.1f} GiB"
             for time, gib in (
                 _head(name, size)
                 for name in ("partita-fast", "compile", "liger", "cce-exact", "partita-lean")
@@ -248,7 +252,8 @@ def row_errors() -> str:
     lines = []
     for classes, dtype in cases:
         wanted = {"op": "cross_entropy", "part": "total", "dtype": dtype, "columns": classes}
-        errors = [digits(number(ROWS, "error_ulp", provider=x, **wanted)) for x in names]
+        found = [rows(ROWS, provider=name, **wanted) for name in names]
+        errors = [digits(float(each[0]["error_ulp"])) if each else "not timed" for each in found]
         lines.append([f"{classes:,}, {dtype}", *errors])
     return table(["classes", *names.values()], lines)
 

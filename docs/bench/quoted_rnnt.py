@@ -14,7 +14,7 @@ def rnnt_speed() -> str:
     lines = [
         [
             ", ".join(f"{int(each[size]):,}" for size in SIZES),
-            *(digits(float(each[column]), 2) for column in COLUMNS),
+            *(digits(float(each[column]), 2) if each[column] else "" for column in COLUMNS),
             f"{int(each['bf16_hidden_mib']):,} MiB",
         ]
         for each in rows(TIMES)

@@ -86,3 +86,34 @@ def test_torch_struct_gets_segments_as_potentials(monkeypatch: pytest.MonkeyPatc
     assert semi_markov_peers.beyond_torch_struct(inputs) is None
     large = inputs._replace(durations=torch.zeros(10_000, 3))
     assert "for each step" in semi_markov_peers.beyond_torch_struct(large)
+
+
+def test_flash_semicrf_gets_prefix_sums_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in sums over the segments as flash-semicrf does, which is not installed."""
+
+    def semi_crf_streaming_forward(
+        sums: Tensor,
+        transitions: Tensor,
+        durations: Tensor,
+        lengths: Tensor,
+        longest: int,
+        proj_start: Tensor,
+        proj_end: Tensor,
+    ) -> Tensor:
+        before = [torch.zeros_like(sums[:, 0])]
+        for t in range(1, int(lengths[0]) + 1):
+            ways = []
+            for k in range(1, min(longest, t) + 1):
+                segment = sums[:, t] - sums[:, t - k] + durations[k - 1]
+                segment = segment + proj_start[:, t - k] + proj_end[:, t - 1]
+                ways.append((before[t - k][:, :, None] + transitions).logsumexp(1) + segment)
+            before.append(torch.stack(ways).logsumexp(0))
+        return before[-1].logsumexp(1)
+
+    module = types.ModuleType("flash_semicrf")
+    module.semi_crf_streaming_forward = semi_crf_streaming_forward
+    monkeypatch.setitem(sys.modules, "flash_semicrf", module)
+    inputs = LOGZ.inputs(Buffers(CPU.device))
+    found = semi_markov_peers.flash_semicrf_logz()(*inputs)
+    torch.testing.assert_close(found, semi_markov_peers.loop_logz(*inputs))
+    assert semi_markov_peers.beyond_flash_semicrf(inputs) == "needs a GPU"

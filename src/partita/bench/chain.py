@@ -116,8 +116,9 @@ class ChainCase(Case):
         return Inputs(buffers.normal("scores", self.shape, self.dtype), source, ends, ends)
 
     def is_slow(self, provider: Provider, device: torch.device) -> bool:
-        """Return whether this is a loop in Python, or anything on the CPU."""
-        return provider.name == "torch" or device.type == "cpu"
+        """Return whether this is a loop in Python, a peer's long scan, or anything on the CPU."""
+        long_scan = self.steps > MAX_REFERENCE_STEPS and not is_ours(provider.name)
+        return provider.name == "torch" or long_scan or device.type == "cpu"
 
 
 def judged(inputs: Inputs) -> tuple[Tensor, Chain]:

@@ -338,6 +338,13 @@ PEERS = (
         beyond=semi_markov_peers.beyond_torch_struct,
     ),
     Provider(
+        "flash-semicrf",
+        {"semi_markov": semi_markov_peers.flash_semicrf_logz},
+        packages=("flash_semicrf",),
+        install="pip install flash-semicrf",
+        beyond=semi_markov_peers.beyond_flash_semicrf,
+    ),
+    Provider(
         "pytorch-crf",
         {
             "linear_chain": linear_chain_peers.pytorch_crf_logz,

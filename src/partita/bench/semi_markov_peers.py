@@ -1,4 +1,4 @@
-"""Semi-Markov chains by others: a loop over the steps in PyTorch, and torch-struct.
+"""Semi-Markov chains by others: a loop over the steps, torch-struct and flash-semicrf.
 
 All functions take emissions `[T, N, C]`, transitions `[C, C]`, durations `[D, C]`, start and end
 `[C]`.
@@ -69,6 +69,41 @@ def _potentials(
 def torch_struct_logz() -> Function:
     chain: Any = importlib.import_module("torch_struct").SemiMarkovCRF
     return lambda *inputs: chain(_potentials(*inputs)).partition
+
+
+def flash_semicrf_logz() -> Function:
+    """Return log Z of flash-semicrf, from prefix sums of the emissions in fp64.
+
+    It enters the first segment by a transition from any state, whose sum is taken off here.
+    """
+    library: Any = importlib.import_module("flash_semicrf")
+
+    def function(
+        emissions: Tensor, transitions: Tensor, durations: Tensor, start: Tensor, end: Tensor
+    ) -> Tensor:
+        T, N, C = emissions.shape
+        sums = torch.nn.functional.pad(emissions.double().cumsum(0), (0, 0, 0, 0, 1, 0))
+        zeros = emissions.new_zeros(T - 1, C, dtype=transitions.dtype)
+        first = torch.cat([(start - transitions.logsumexp(0))[None], zeros])
+        last = torch.cat([zeros, end[None]])
+        lengths = torch.full((N,), T, device=emissions.device)
+        logz = library.semi_crf_streaming_forward(
+            sums.transpose(0, 1).contiguous(),
+            transitions,
+            durations,
+            lengths,
+            len(durations),
+            proj_start=first.expand(N, T, C).contiguous(),
+            proj_end=last.expand(N, T, C).contiguous(),
+        )
+        return logz.to(transitions.dtype)
+
+    return function
+
+
+def beyond_flash_semicrf(inputs: SemiMarkovInputs) -> str | None:
+    """Return why flash-semicrf is not timed: its CPU path is a loop over steps and durations."""
+    return None if inputs.emissions.is_cuda else "needs a GPU"
 
 
 def beyond_torch_struct(inputs: Any) -> str | None:
