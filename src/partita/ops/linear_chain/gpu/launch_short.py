@@ -24,7 +24,6 @@ def short_scan(
 ) -> None:
     """Scan alpha and compute log Z; with `saved`, scan beta too and fill in what it has."""
     T, N, C = emissions.shape
-    parts = plan.range_parts(transitions)
     stored = (None,) * 4 if saved is None else split_saved(saved, T, N, C)[::-1]
     range_, maxima, scales, states = stored
     launch(
@@ -32,11 +31,10 @@ def short_scan(
         N if saved is None else 2 * N,
         *(emissions, transitions, start, end, lengths),
         *(range_, maxima, states, scales, logz, rounded),
-        *(T, N, C, parts, *emissions.stride(), *transitions.stride()),
+        *(T, N, C, *emissions.stride(), *transitions.stride()),
         *(*end_strides(start), *end_strides(end)),
         SAVE=saved is not None,
         EXACT=plan.is_exact(emissions, transitions),
-        BLOCK_PARTS=plan.parts_block(parts),
         **plan.scan_options(C, True),
     )
 
@@ -51,15 +49,13 @@ def short_gradient(inputs: tuple[Any, ...], saved: Saved, results: tuple[Any, ..
     """
     grad_output, emissions, transitions, end, _ = inputs
     T, N, C = emissions.shape
-    parts = plan.range_parts(transitions)
     launch(
         linear_chain_short_gradient_kernel,
         C,
         *inputs,
         *(saved.span, saved.maxima, saved.states, saved.scales, *results),
-        *(T, N, C, parts, grad_output.stride(0), *emissions.stride(), *transitions.stride()),
+        *(T, N, C, grad_output.stride(0), *emissions.stride(), *transitions.stride()),
         *end_strides(end),
         EXACT=plan.is_exact(emissions, transitions),
-        BLOCK_PARTS=plan.parts_block(parts),
         **plan.short_gradient_options(C),
     )

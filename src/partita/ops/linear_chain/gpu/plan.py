@@ -28,6 +28,7 @@ MIN_EXCHANGE_MULTIPROCESSORS = 64
 MAX_LOG_STATES = 32  # the same in the log domain
 MAX_SHORT_STEPS = 64  # tokens of a sequence whose scan is one launch with all around it
 MAX_SHORT_TOKENS = 512  # of all sequences together
+MAX_SHORT_STATES = 16  # whose steps take one warp, and which are one part of the range
 MAX_ROW_ELEMENTS = 1024  # in a block of tokens that a program takes at once
 MIN_PARALLEL_TOKENS = 256
 MAX_PARALLEL_SEQUENCES = 32
@@ -95,7 +96,7 @@ def is_short(transitions: Tensor, T: int, N: int, C: int) -> bool:
         transitions.ndim == 2
         and T <= MAX_SHORT_STEPS
         and 0 < T * N <= MAX_SHORT_TOKENS
-        and 0 < C <= MAX_LOG_STATES
+        and 0 < C <= MAX_SHORT_STATES
     )
 
 

@@ -289,12 +289,13 @@ def linear_chain_scan_kernel(
     is_linear, shift = transition_range(range_ptr, parts, BLOCK_PARTS)
     if is_linear != IS_LOG:
         strides = (stride_t, stride_n, stride_c, trans_t, trans_n, trans_k, trans_c)
+        strides = strides + (start_n, start_c, end_n, end_c)
         scan_sequence(
             (emissions_ptr, transitions_ptr, start_ptr, end_ptr, lengths_ptr),
             (maxima_ptr, None, states_ptr, scales_ptr),
             (logz_ptr, rounded_ptr),
             (T, N, C),
-            strides + (start_n, start_c, end_n, end_c),
+            strides,
             shift,
             IS_LOG,
             CONSTANT,

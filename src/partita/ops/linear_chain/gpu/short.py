@@ -33,7 +33,7 @@ def linear_chain_short_scan_kernel(
     start_ptr,  # [N, C] or None
     end_ptr,  # [N, C] or None
     lengths_ptr,  # [N] or None
-    range_ptr,  # [parts, 2] fp64, if SAVE
+    range_ptr,  # [1, 2] fp64, if SAVE
     maxima_ptr,  # [T, N] fp64, if SAVE
     states_ptr,  # [2, T, N, C] fp64: alpha and beta, if SAVE
     scales_ptr,  # [T, N] fp64: the exponents or offsets of alpha, if SAVE
@@ -42,7 +42,6 @@ def linear_chain_short_scan_kernel(
     T,
     N,
     C,
-    parts,
     stride_t,
     stride_n,
     stride_c,
@@ -56,15 +55,12 @@ def linear_chain_short_scan_kernel(
     EXACT: tl.constexpr,
     AHEAD: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
 ):
     """Scan a sequence in one direction, and store what the gradient needs."""
     greatest, least = range_of_matrix(transitions_ptr, C, trans_k, trans_c, BLOCK_C)
     if SAVE:
-        part = tl.arange(0, BLOCK_PARTS)
-        is_stored = (part < parts) & (tl.program_id(0) == 0)
-        tl.store(range_ptr + 2 * part, tl.zeros_like(part).to(tl.float64) + greatest, is_stored)
-        tl.store(range_ptr + 2 * part + 1, tl.zeros_like(part).to(tl.float64) + least, is_stored)
+        tl.store(range_ptr, greatest, mask=tl.program_id(0) == 0)
+        tl.store(range_ptr + 1, least, mask=tl.program_id(0) == 0)
     chain = (emissions_ptr, transitions_ptr, start_ptr, end_ptr, lengths_ptr)
     stored = (None, maxima_ptr, states_ptr, scales_ptr)
     results, sizes = (logz_ptr, rounded_ptr), (T, N, C)
@@ -84,7 +80,7 @@ def linear_chain_short_gradient_kernel(
     transitions_ptr,  # [C, C]
     end_ptr,  # [N, C] or None
     lengths_ptr,  # [N] or None
-    range_ptr,  # [parts, 2] fp64
+    range_ptr,  # [1, 2] fp64
     maxima_ptr,  # [T, N] fp64
     states_ptr,  # [2, T, N, C] fp64
     scales_ptr,  # [T, N] fp64
@@ -95,7 +91,6 @@ def linear_chain_short_gradient_kernel(
     T,
     N,
     C,
-    parts,
     grad_n,
     stride_t,
     stride_n,
@@ -107,10 +102,9 @@ def linear_chain_short_gradient_kernel(
     EXACT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
 ):
     """Compute the gradient in the transitions from a state, and every C-th block of the others."""
-    is_linear, shift = transition_range(range_ptr, parts, BLOCK_PARTS)
+    is_linear, shift = transition_range(range_ptr, 1, 1)
     k, c, rows = tl.program_id(0), tl.arange(0, BLOCK_C), tl.full([], T, tl.int64) * N
     at = k.to(tl.int64) * trans_k + c.to(tl.int64) * trans_c
     scores = tl.load(transitions_ptr + at, mask=c < C, other=-float("inf")).to(tl.float64)
