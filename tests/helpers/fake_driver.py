@@ -29,11 +29,13 @@ class FakeDriver:
     """Stands in for the driver of a GPU.
 
     Kernels are functions of (programs, cells), where cells are the parameters as 64-bit integers.
-    `log` has the name of each call of the driver, and `status` is what launches return.
+    `log` has the name of each call of the driver, `allocated` the size of each tensor that replays
+    make, and `status` is what launches return.
     """
 
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []
+        self.allocated: list[tuple[int, ...]] = []
         self.kernels: list[tuple[Callable[..., None], int]] = []
         self.status = 0
         self.device = 0
@@ -50,8 +52,13 @@ class FakeDriver:
             for name, callback in self._callbacks.items()
         }
         self.module = launcher.build(
-            launcher.exchange_api(), self.knobs, addresses, guards._empty_strided_cpu, CPU
+            launcher.exchange_api(), self.knobs, addresses, self.allocate, CPU
         )
+
+    def allocate(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of host memory for a replay."""
+        self.allocated.append(size)
+        return guards._empty_strided_cpu(size, stride, dtype)
 
     def kernel(self, function: Callable[..., None], *parameters: tuple[int, str]) -> Any:
         """Return a bound kernel of the C module that runs a function of Python."""

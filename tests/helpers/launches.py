@@ -161,15 +161,25 @@ def call_linear_chains(dtype: torch.dtype) -> None:
     from partita.ops.linear_chain.gpu import plan
 
     long = ((300, 1, 5), (300, 1, 8), (300, 1, 16), (300, 2, 30), (300, 2, 100))
-    few = ((3, 2, C) for C in (5, 30, 50, 200, 500, 600))
+    few = (
+        (3, 2, 5),
+        (3, 2, 30),
+        (70, 2, 5),
+        (70, 2, 30),
+        *((3, 2, C) for C in (50, 200, 500, 600)),
+    )
     for T, N, C in (*few, *long):
-        for gluon in {plan.GLUON, plan.GLUON and T > 3}:
+        for gluon in {plan.GLUON, plan.GLUON and T > 70}:
             emissions = torch.zeros(T, N, C, dtype=dtype, requires_grad=True)
             transitions = torch.zeros(C, C, dtype=dtype, requires_grad=True)
             with mock.patch.object(plan, "GLUON", gluon):
                 chain = partita.linear_chain(emissions, transitions)
                 torch.autograd.grad(chain.logz().sum(), (emissions, transitions))
                 partita.linear_chain(emissions.detach(), transitions.detach()).viterbi()
+        if T <= 70 and C < 50:
+            end = torch.zeros(C, dtype=dtype, requires_grad=True)
+            chain = partita.linear_chain(emissions, transitions, end, end, lengths=[3, 2])
+            torch.autograd.grad(chain.logz().sum(), (emissions, transitions, end))
         chain = partita.linear_chain(emissions.detach(), transitions.detach())
         chain.logz()
         chain.sample(2)

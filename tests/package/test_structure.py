@@ -46,7 +46,6 @@ LONG_KERNELS = {
     "linear_chain_boundaries_kernel",
     "linear_chain_log_scan_kernel",
     "linear_chain_resident_scan_kernel",
-    "linear_chain_scan_kernel",
     "tangent_kernel",
 }
 

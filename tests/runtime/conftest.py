@@ -16,6 +16,7 @@ def compiled() -> Ops:
 def ops(compiled: Ops) -> Iterator[Ops]:
     driver = compiled.driver
     driver.log.clear()
+    driver.allocated.clear()
     compiled.programs.clear()
     yield compiled
     driver.status, driver.device = 0, 0

@@ -321,6 +321,7 @@ def test_calls_from_eight_threads(ops: Ops) -> None:
     [
         ((1, (), None, 0, ((0, 1, 1, 1, 0, 0, ((5, 0),)),), None), "slot below 1, got 5"),
         ((1, (), None, 0, ((0, 1),), None), "seven fields"),
+        ((1, (((2,), (1,), torch.int8),), 0, 0, (), None), "four fields"),
         ((200, (), None, 0, (), None), "at most 128 slots"),
     ],
 )

@@ -38,6 +38,7 @@ def make_calls() -> dict[str, Callable[[], list[Tensor]]]:
     frames, words = numbers(50, 4, 20), labels(1, 20, 4, 10)
     broad, broad_words = numbers(40, 3, 3000), labels(1, 3000, 3, 20)
     lengths, word_lengths = torch.full((4,), 50), torch.full((4,), 10)
+    tag_lengths = torch.tensor([50, 1, 17, 30], device=DEVICE)
     source = partita.debruijn_source(4, 3).to(DEVICE)
     scores, ends = numbers(50, 4, 64, 5), torch.zeros(4, 64, device=DEVICE)
 
@@ -78,6 +79,13 @@ def make_calls() -> dict[str, Callable[[], list[Tensor]]]:
         "logz": lambda: gradients(lambda x: partita.logz(x, source, ends, ends), scores),
         "linear_chain": lambda: gradients(
             lambda *x: partita.linear_chain(*x).logz(), numbers(50, 4, 10), numbers(10, 10)
+        ),
+        "linear_chain, ends": lambda: gradients(
+            lambda *x: partita.linear_chain(*x, lengths=tag_lengths).logz(),
+            *(numbers(50, 4, 10), numbers(10, 10), numbers(10), numbers(4, 10)),
+        ),
+        "linear_chain, more tokens": lambda: gradients(
+            lambda *x: partita.linear_chain(*x).logz(), numbers(70, 9, 10), numbers(10, 10)
         ),
         "linear_chain, many states": lambda: gradients(
             lambda *x: partita.linear_chain(*x).logz(), numbers(9, 4, 150), numbers(150, 150)
@@ -129,7 +137,8 @@ NAMES = [
     *("cross_entropy, none", "cross_entropy, smooth", "cross_entropy, bf16", "token_stats"),
     "token_stats, entropy",
     *("ctc_loss", "ctc_loss, sum", "ctc_loss, wide", "ctc_align", "logz"),
-    *("linear_chain", "linear_chain, many states", "viterbi"),
+    *("linear_chain", "linear_chain, ends", "linear_chain, more tokens"),
+    *("linear_chain, many states", "viterbi"),
     *("ctc_crf_decode, viterbi", "ctc_crf_decode, beam", "ctc_crf"),
     *("rnnt_loss", "rnnt_loss, one", "rnnt_loss, overlap", "tdt_loss", "rnnt_align", "tdt_align"),
 ]

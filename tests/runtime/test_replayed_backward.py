@@ -9,6 +9,7 @@ from torch import Tensor
 
 import partita
 from partita.ops.chain.autograd import logz_gradient as chain_gradient
+from partita.ops.chain.eager import eager_partition
 from partita.ops.cross_entropy.autograd import token_stats_backward_op
 from partita.ops.ctc.autograd import gradient as ctc_gradient
 from partita.ops.linear_chain.autograd import logz_gradient as linear_chain_gradient
@@ -91,6 +92,11 @@ CASES: dict[str, Case] = {
     ),
     "ctc, star": (ctc_gradient, lambda x: ctc(x, star=7, reduction="sum"), (numbers(6, 2, 4),)),
     "logz": (chain_gradient, lambda *x: chain(*x).logz(), CHAIN),
+    "logz of a known call": (
+        chain_gradient,
+        lambda *x: eager_partition(x[0], partita.debruijn_source(2, 2), *x[1:], torch.float32),
+        CHAIN,
+    ),
     "entropy": (chain_gradient, lambda *x: chain(*x).entropy(), CHAIN),
     "linear chain": (
         linear_chain_gradient,

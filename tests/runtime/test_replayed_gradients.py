@@ -39,6 +39,39 @@ def test_gradients_of_inputs_are_the_results_that_are_needed(ops: Ops) -> None:
     torch.testing.assert_close(found[3], 3 * grad)
 
 
+def test_results_without_an_input_have_no_tensor(ops: Ops) -> None:
+    def op(grad: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        temporary, pair, last = torch.zeros(3), torch.zeros(2, 8), torch.zeros(8)
+        ops.launch(grad, pair[0], 8, 2.0)
+        ops.launch(pair[0], pair[1], 8, 3.0)
+        ops.launch(x, temporary, 3, 1.0)
+        ops.launch(temporary, last, 3, 5.0)
+        ops.launch(pair[1], last, 8, 1.0)
+        return pair, pair[0], last, torch.empty(0, 3), torch.empty(0, 3)
+
+    grad, x = aligned(8), aligned(8)
+    assert ops.record(op, grad, x).reason is None
+    expected = 6 * grad + 5 * torch.nn.functional.pad(x[:3], (0, 5))
+    cases: list[tuple[tuple[bool, ...], list[tuple[int, ...]]]] = [
+        ((False, True, False), [(8,), (256 + 256,)]),
+        ((True, False, False), [(2, 8), (256 + 256,)]),
+        ((True, True, False), [(2, 8), (8,), (256,)]),
+        ((False, False, True), [(0, 3), (256 + 2 * 256,)]),
+        ((False, False, False), [(256 + 2 * 256,)]),
+    ]
+    for needed, sizes in cases:
+        ops.driver.allocated.clear()
+        with torch.no_grad():
+            found = ops.replay.gradients((grad, x), (), (), needed, (1, 2, 3))
+        assert sorted(ops.driver.allocated) == sorted(sizes)
+        assert [value is not None for value in found] == list(needed)
+        if needed[0]:
+            torch.testing.assert_close(found[0], 2 * grad)
+        if needed[1]:
+            torch.testing.assert_close(found[1], expected)
+    assert [value.shape for value in ops.replay(grad, x)] == [(2, 8), (8,), (8,), (0, 3), (0, 3)]
+
+
 def test_the_gradient_of_an_op_with_one_result(ops: Ops) -> None:
     grad, x, factor = record_gradient(ops, 1)
     with torch.no_grad():

@@ -268,7 +268,7 @@ OPS: dict[str, WarmOp] = {
     "viterbi": WarmOp(_CHAIN, _edges, lambda *inputs: Chain(*inputs).viterbi().score.detach()),
     "expectation": WarmOp(_CHAIN, _edges, _expectation),
     "linear_chain": WarmOp(
-        {"steps": (100,), "batch": (16,), "states": (16, 64)},
+        {"steps": (32, 100), "batch": (16,), "states": (16, 64)},
         _tags,
         lambda *inputs: linear_chain(*inputs).logz(),
     ),

@@ -14,6 +14,7 @@
 #define MAX_SLOTS 128       /* arguments, outputs and the workspace of a program */
 #define MAX_PARAMETERS 96   /* parameters of a kernel */
 #define ALIGNMENT 127       /* the bits of an address that a plan may depend on */
+#define WORKSPACE_ALIGNMENT 256  /* bytes, as in recording.py */
 
 /* ---- DLPack's C exchange API, version 1 ---- */
 

@@ -288,7 +288,7 @@ class _Layout:
         if buffer is not None and buffer.number in self._slots_of_buffers:
             return self._slots_of_buffers[buffer.number][1]
         number = len(self.outputs)
-        self.outputs.append(spec)
+        self.outputs.append((*spec, 0 if buffer is None else buffer.nbytes))
         if buffer is not None:
             self._slots_of_buffers[buffer.number] = True, number
         return number

@@ -89,8 +89,14 @@ class Op:
             Whether the mode is plain eager.
         """
         is_plain = plain_eager()
-        ctx.replay, ctx.replay_options = self._replay if is_plain else None, options
+        self.serve_eager_backward(ctx, *options)
+        if not is_plain:
+            ctx.replay = None
         return is_plain
+
+    def serve_eager_backward(self, ctx: Any, *options: Any) -> None:
+        """Do what `serve_backward` does where the caller knows that the mode is plain eager."""
+        ctx.replay, ctx.replay_options = self._replay, options
 
     def _connect(self) -> Callable[..., Any] | None:
         module = launcher.module()
@@ -159,7 +165,8 @@ def replayed_gradients(
     differentiated, and where transforms or modes are active.
 
     Args:
-        ctx: the context of an autograd function for which `Op.serve_backward` was called.
+        ctx: the context of an autograd function for which `Op.serve_backward` or
+            `Op.serve_eager_backward` was called.
         grads: the gradients that the op takes first.
         saved: the saved tensors, which it takes next.
         positions: for each input of the function the number of the op's result that is its

@@ -1,6 +1,7 @@
 /* Programs, the recorded work of ops, and their replay. `launcher.c` includes this file. */
 
 enum { LAUNCH, FILL, FORK, LEAVE, JOIN };
+static const uint64_t ALL_RESULTS = ~(uint64_t)0;
 
 typedef struct { int slot; uint64_t value; } Cell;  /* slot -1: the value itself */
 typedef struct {
@@ -17,12 +18,14 @@ typedef struct {
     Py_ssize_t num_outputs, workspace;
     Step *steps;
     Cell *cells;
+    Py_ssize_t *sizes;  /* the bytes of each output, up to a multiple of WORKSPACE_ALIGNMENT */
     PyObject *outputs, *results, *workspace_size, *unit_stride, *keep;
 } Program;
 
 static void program_dealloc(Program *self) {
     PyMem_Free(self->steps);
     PyMem_Free(self->cells);
+    PyMem_Free(self->sizes);
     Py_XDECREF(self->outputs);
     Py_XDECREF(self->results);
     Py_XDECREF(self->workspace_size);
@@ -62,6 +65,21 @@ static int read_steps(Program *self, PyObject *steps) {
     return 1;
 }
 
+static int read_sizes(Program *self) {
+    for (Py_ssize_t i = 0; i < self->num_outputs; i++) {
+        PyObject *output = PyTuple_GET_ITEM(self->outputs, i);
+        if (!PyTuple_Check(output) || PyTuple_GET_SIZE(output) != 4) {
+            PyErr_SetString(PyExc_TypeError, "expected outputs of four fields");
+            return 0;
+        }
+        Py_ssize_t size = PyLong_AsSsize_t(PyTuple_GET_ITEM(output, 3));
+        if (PyErr_Occurred()) return 0;
+        Py_ssize_t units = (size + WORKSPACE_ALIGNMENT - 1) / WORKSPACE_ALIGNMENT;
+        self->sizes[i] = units * WORKSPACE_ALIGNMENT;
+    }
+    return 1;
+}
+
 static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     int count;
     Py_ssize_t workspace;
@@ -85,11 +103,13 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     self->num_outputs = PyTuple_GET_SIZE(outputs), self->workspace = workspace;
     self->steps = PyMem_Calloc(self->num_steps + 1, sizeof(Step));
     self->cells = PyMem_Calloc(cells + 1, sizeof(Cell));
+    self->sizes = PyMem_Calloc(self->num_outputs + 1, sizeof(Py_ssize_t));
     self->outputs = Py_NewRef(outputs), self->results = Py_NewRef(results);
     self->workspace_size = Py_BuildValue("(n)", workspace);
     self->unit_stride = Py_BuildValue("(i)", 1);
     self->keep = Py_NewRef(keep);
-    if (!self->steps || !self->cells || !read_steps(self, steps)) {
+    if (!self->steps || !self->cells || !self->sizes || !read_sizes(self) ||
+        !read_steps(self, steps)) {
         Py_DECREF(self);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
@@ -149,10 +169,16 @@ static PyObject *allocate_like(PyObject *size, PyObject *stride, PyObject *dtype
     return tensor;
 }
 
-/* Return the result that an entry names: an output, or a view of one. */
+/* Return the number of the output whose memory an entry of the results names. */
+static Py_ssize_t output_of(PyObject *entry) {
+    return PyLong_AsSsize_t(PyLong_Check(entry) ? entry : PyTuple_GET_ITEM(entry, 0));
+}
+
+/* Return the result that an entry names: an output, a view of one, or None without memory. */
 static PyObject *result_of(PyObject *entry, PyObject **outputs) {
-    if (PyLong_Check(entry)) return Py_NewRef(outputs[PyLong_AsLong(entry)]);
-    PyObject *tensor = outputs[PyLong_AsLong(PyTuple_GET_ITEM(entry, 0))];
+    PyObject *tensor = outputs[output_of(entry)];
+    if (!tensor) Py_RETURN_NONE;
+    if (PyLong_Check(entry)) return Py_NewRef(tensor);
     PyObject *arguments[] = {tensor, PyTuple_GET_ITEM(entry, 1), PyTuple_GET_ITEM(entry, 2),
                              PyTuple_GET_ITEM(entry, 3)};
     return PyObject_VectorcallMethod(name_as_strided, arguments, 4, NULL);
@@ -171,23 +197,47 @@ static PyObject *results_of(Program *self, PyObject **outputs) {
     return results;
 }
 
-/* Allocate the outputs and the workspace, run the steps, and return the results. */
-static PyObject *run_program(Program *self, const View *views, int device) {
+/* Mark the outputs that the wanted results of several have memory of. */
+static void mark_outputs(Program *self, uint64_t wanted, char *is_wanted) {
+    int has_several = self->results != Py_None && PyList_Check(self->results);
+    memset(is_wanted, !has_several || wanted == ALL_RESULTS, MAX_SLOTS);
+    if (!has_several || wanted == ALL_RESULTS) return;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->results); i++)
+        if (i >= 64 || wanted >> i & 1)
+            is_wanted[output_of(PyList_GET_ITEM(self->results, i))] = 1;
+}
+
+/* Allocate the outputs and the workspace, run the steps, and return the results. Outputs that are
+   not wanted share the workspace, since each allocation takes the host as long as half a launch. */
+static PyObject *run_program(Program *self, const View *views, int device, uint64_t wanted) {
     uint64_t slots[MAX_SLOTS];
-    PyObject *outputs[MAX_SLOTS], *workspace = NULL, *results = NULL, *streams = NULL;
+    char is_wanted[MAX_SLOTS];
+    PyObject *outputs[MAX_SLOTS] = {NULL}, *workspace = NULL, *results = NULL, *streams = NULL;
     void *stream, *side = NULL, *event = NULL;
-    Py_ssize_t made = 0;
+    Py_ssize_t size = self->workspace;
+    uint64_t *of_outputs = &slots[self->args], *of_workspace = of_outputs + self->num_outputs;
     for (int i = 0; i < self->args; i++) slots[i] = (uint64_t)(uintptr_t)views[i].data;
-    for (; made < self->num_outputs; made++) {
-        PyObject *spec = PyTuple_GET_ITEM(self->outputs, made);
-        outputs[made] = allocate_like(PyTuple_GET_ITEM(spec, 0), PyTuple_GET_ITEM(spec, 1),
-                                      PyTuple_GET_ITEM(spec, 2), &slots[self->args + made]);
-        if (!outputs[made]) goto done;
+    mark_outputs(self, wanted, is_wanted);
+    for (Py_ssize_t i = 0; i < self->num_outputs; i++) {
+        PyObject *spec = PyTuple_GET_ITEM(self->outputs, i);
+        if (!is_wanted[i]) {
+            of_outputs[i] = size;
+            size += self->sizes[i];
+            continue;
+        }
+        outputs[i] = allocate_like(PyTuple_GET_ITEM(spec, 0), PyTuple_GET_ITEM(spec, 1),
+                                   PyTuple_GET_ITEM(spec, 2), &of_outputs[i]);
+        if (!outputs[i]) goto done;
     }
-    if (self->workspace) {
-        workspace = allocate_like(self->workspace_size, self->unit_stride, byte_dtype,
-                                  &slots[self->args + made]);
+    if (size) {
+        PyObject *shape = size == self->workspace ? Py_NewRef(self->workspace_size)
+                                                  : Py_BuildValue("(n)", size);
+        if (!shape) goto done;
+        workspace = allocate_like(shape, self->unit_stride, byte_dtype, of_workspace);
+        Py_DECREF(shape);
         if (!workspace) goto done;
+        for (Py_ssize_t i = 0; i < self->num_outputs; i++)
+            if (!is_wanted[i]) of_outputs[i] += *of_workspace;
     }
     if (exchange->current_stream(device_type, device, &stream)) goto done;
     if (self->uses_side_stream) {
@@ -202,7 +252,7 @@ static PyObject *run_program(Program *self, const View *views, int device) {
     Py_END_ALLOW_THREADS
     results = status ? raise_driver_error(status) : results_of(self, outputs);
 done:
-    while (made) Py_DECREF(outputs[--made]);
+    for (Py_ssize_t i = 0; i < self->num_outputs; i++) Py_XDECREF(outputs[i]);
     Py_XDECREF(workspace);
     Py_XDECREF(streams);
     return results;
@@ -254,7 +304,8 @@ static int is_set(PyObject *name, const char *other_than) {
     return is_other;
 }
 
-static PyObject *replay_args(Replay *self, PyObject *const *args, Py_ssize_t nargs) {
+static PyObject *replay_args(Replay *self, PyObject *const *args, Py_ssize_t nargs,
+                             uint64_t wanted) {
     if (nargs > MAX_ARGS || nargs == 0 || !is_tensor(args[0])) Py_RETURN_NOTIMPLEMENTED;
     Key key = {.used = 0};
     View views[MAX_ARGS];
@@ -281,7 +332,7 @@ static PyObject *replay_args(Replay *self, PyObject *const *args, Py_ssize_t nar
     if (!program && !PyErr_Occurred()) return bytes;
     Py_DECREF(bytes);
     if (!program) return NULL;
-    PyObject *results = run_program(program, views, device);
+    PyObject *results = run_program(program, views, device, wanted);
     Py_DECREF(program);
     return results;
 }
@@ -293,7 +344,7 @@ static PyObject *replay_args(Replay *self, PyObject *const *args, Py_ssize_t nar
 static PyObject *replay_call(PyObject *object, PyObject *const *args, size_t nargsf,
                              PyObject *names) {
     if (names) Py_RETURN_NOTIMPLEMENTED;
-    return replay_args((Replay *)object, args, PyVectorcall_NARGS(nargsf));
+    return replay_args((Replay *)object, args, PyVectorcall_NARGS(nargsf), ALL_RESULTS);
 }
 
 /* Return whether a function of no arguments returns this object or, with NULL, zero. */
@@ -313,6 +364,24 @@ static int add_entries(PyObject **args, Py_ssize_t *count, PyObject *entries) {
     return 1;
 }
 
+/* Return the number of the result that is the gradient of an input, or -1 where none is needed. */
+static Py_ssize_t gradient_of_input(PyObject *needed, PyObject *positions, Py_ssize_t input) {
+    if (input >= PyTuple_GET_SIZE(positions) || PyTuple_GET_ITEM(needed, input) != Py_True)
+        return -1;
+    PyObject *position = PyTuple_GET_ITEM(positions, input);
+    return position == Py_None ? -1 : PyLong_AsSsize_t(position);
+}
+
+/* Return the bits of the results that are needed; those from 64 on always are. */
+static uint64_t wanted_results(PyObject *needed, PyObject *positions) {
+    uint64_t wanted = 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(needed); i++) {
+        Py_ssize_t number = gradient_of_input(needed, positions, i);
+        if (number >= 0 && number < 64) wanted |= (uint64_t)1 << number;
+    }
+    return wanted;
+}
+
 /* replay.gradients(grads, saved, options, needed, positions)
 
    Call the op with the entries of the first three tuples, and return a tuple as long as `needed`.
@@ -329,23 +398,20 @@ static PyObject *replay_gradients(Replay *self, PyObject *const *args, Py_ssize_
     if (!returns(is_grad_enabled, Py_False) || !returns(transform, Py_None) ||
         !returns(num_modes, NULL))
         Py_RETURN_NONE;
-    PyObject *results = replay_args(self, values, count);
+    PyObject *needed = args[3], *positions = args[4];
+    PyObject *results = replay_args(self, values, count, wanted_results(needed, positions));
     if (!results) return NULL;
     int is_tuple = PyTuple_Check(results);
     if (!is_tuple && !is_tensor(results)) {  /* a key or NotImplemented */
         Py_DECREF(results);
         Py_RETURN_NONE;
     }
-    PyObject *needed = args[3], *positions = args[4];
     Py_ssize_t size = PyTuple_GET_SIZE(needed);
     PyObject *gradients = PyTuple_New(size);
     for (Py_ssize_t i = 0; gradients && i < size; i++) {
         PyObject *gradient = Py_None;
-        int has_gradient = i < PyTuple_GET_SIZE(positions) && PyTuple_GET_ITEM(needed, i) == Py_True;
-        if (has_gradient && PyTuple_GET_ITEM(positions, i) != Py_None) {
-            Py_ssize_t number = PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i));
-            gradient = is_tuple ? PyTuple_GetItem(results, number) : results;
-        }
+        Py_ssize_t number = gradient_of_input(needed, positions, i);
+        if (number >= 0) gradient = is_tuple ? PyTuple_GetItem(results, number) : results;
         if (!gradient) Py_CLEAR(gradients);
         else PyTuple_SET_ITEM(gradients, i, Py_NewRef(gradient));
     }

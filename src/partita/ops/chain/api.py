@@ -14,6 +14,7 @@ from ...runtime.dtypes import acc_dtype
 from ...runtime.known_calls import KnownCalls
 from ...runtime.lengths import lengths_on_device
 from . import autograd, functional
+from .eager import eager_partition
 from .edges import edges_from_states
 from .inputs import (
     ChainTensors,
@@ -391,7 +392,7 @@ def logz(
         return Chain(scores, source, initial, final, lengths=lengths).logz(semiring)
     known = _known_logz.find(scores, source, initial, final)
     if type(known) is tuple:
-        return functional.eager_partition(scores, source, initial, final, *known)
+        return eager_partition(scores, source, initial, final, *known)
     value = Chain(scores, source, initial, final).logz()
     _known_logz.store(known, (acc_dtype(scores.dtype),))
     return value

@@ -144,6 +144,11 @@ def _logz_backward(ctx: Any, grad_output: Tensor | None, num_options: int) -> tu
     replayed = register.replayed_gradients(ctx, (grad_output,), saved, (0, None, 1, 2))
     if replayed is not None:
         return replayed
+    return *logz_gradients(ctx, grad_output, saved), *(None,) * num_options
+
+
+def logz_gradients(ctx: Any, grad_output: Tensor, saved: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the gradients of the five tensors of a chain without a replay."""
     scores, initial, final, source, lengths, *rest = without_wrappers(saved)
     variables = (scores, initial, final)
     tensors = (*variables, source, lengths, *rest)
@@ -161,7 +166,7 @@ def _logz_backward(ctx: Any, grad_output: Tensor | None, num_options: int) -> tu
     else:
         grads = apply(Marginals, grad_output.double(), *tensors, scores.dtype, ctx.backend)
     d_scores, d_initial, d_final = grads
-    return d_scores, None, d_initial, d_final, None, *(None,) * num_options
+    return d_scores, None, d_initial, d_final, None
 
 
 class LogZ(torch.autograd.Function):
@@ -366,16 +371,8 @@ class Expectation(torch.autograd.Function):
         need_score_grads = any(ctx.needs_input_grad[i] for i in (0, 2, 3))
         need_value_grads = any(ctx.needs_input_grad[i] for i in (5, 6, 7))
         op = for_gradients(expectation_gradient, grad_output)
-        results = op(
-            grad_output,
-            *tensors,
-            mean,
-            logz,
-            saved,
-            need_score_grads,
-            need_value_grads,
-            ctx.backend,
-        )
+        args = (grad_output, *tensors, mean, logz, saved)
+        results = op(*args, need_score_grads, need_value_grads, ctx.backend)
         none = (None, None, None)
         d_scores, d_initial, d_final = results[:3] if need_score_grads else none
         d_values = results[3:] if need_value_grads else none

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...primitives.semiring import Log, Max, Semiring, differentiable
-from ...runtime.autograd import apply, apply_eager, refuse_forward_mode
+from ...runtime.autograd import apply, refuse_forward_mode
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from . import autograd, reference
@@ -122,11 +122,3 @@ def log_prob(chain: ChainTensors, edges: Tensor, first_state: Tensor | None) -> 
 def nbest(chain: ChainTensors, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scores, states and edges of the k best paths, as in `reference.best_paths`."""
     return reference.best_paths(scan_inputs(chain, Max, "nbest"), k)
-
-
-def eager_partition(
-    scores: Tensor, source: Tensor, initial: Tensor, final: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Return log Z of checked chains, `[N]`, in plain eager mode where a gradient follows."""
-    rest = (None, True, dtype, "auto")
-    return apply_eager(autograd.RoundedLogZ, scores, source, initial, final, *rest)[0]

@@ -80,14 +80,12 @@ class LinearChain:
         mask: Tensor | None = None,
     ) -> None:
         check_linear_chain(emissions, transitions)
-        T, N, C = emissions.shape
         self.emissions, self.transitions = emissions, transitions
-        self.start, self.end = (
-            end if end is None else check_end(name, end, emissions).expand(N, C)
-            for name, end in (("start", start), ("end", end))
-        )
+        self.start = None if start is None else check_end("start", start, emissions)
+        self.end = None if end is None else check_end("end", end, emissions)
         self.lengths: Tensor | None = None
         if mask is not None:
+            T, N, _ = emissions.shape
             if lengths is not None:
                 raise TypeError("mask: expected either lengths or a mask, got both")
             checks.tensor("mask", mask)
@@ -97,6 +95,7 @@ class LinearChain:
             checks.device("mask", mask, emissions, "emissions")
             self.lengths = functional.lengths_of_mask(mask)
         elif lengths is not None:
+            T, N, _ = emissions.shape
             self.lengths = lengths_on_device("lengths", lengths, N, emissions.device)[1]
             checks.within("lengths", self.lengths, 1, T, "tokens")
 
@@ -299,9 +298,9 @@ class LinearChain:
             >>> chain.expectation(transition_values=torch.eye(2))  # transitions that stay
             tensor([3.])
         """
-        chain, N_C = self._tensors(), self.emissions.shape[1:]
+        chain = self._tensors()
         ends = (
-            value if value is None else check_end(name, value, self.emissions).expand(N_C)
+            value if value is None else check_end(name, value, self.emissions)
             for name, value in (("start_values", start_values), ("end_values", end_values))
         )
         mean = functional.expectation(

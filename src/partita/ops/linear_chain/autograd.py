@@ -126,13 +126,50 @@ class LogZ(torch.autograd.Function):
         replayed = register.replayed_gradients(ctx, (grad_output,), saved, (0, 1, 2, 3))
         if replayed is not None:
             return replayed
-        args = (*saved, False, ctx.backend)
-        if is_double_backward():
-            results = apply(Marginals, grad_output, *args)
-        else:
-            results = logz_gradient(grad_output, *args)
-        needed = zip(results, ctx.needs_input_grad, strict=False)
-        return *(grad if need else None for grad, need in needed), None, None, None
+        return *_logz_gradients(ctx, grad_output, *saved, False, ctx.backend), None, None, None
+
+
+def _logz_gradients(ctx: Any, grad_output: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+    """Return the gradients in emissions, transitions, start and end; None where none is needed."""
+    if is_double_backward():
+        results = apply(Marginals, grad_output, *args)
+    else:
+        results = logz_gradient(grad_output, *args)
+    needed = zip(results, ctx.needs_input_grad, strict=False)
+    return tuple(grad if need else None for grad, need in needed)
+
+
+class EagerLogZ(torch.autograd.Function):
+    """Log Z of each sequence in the dtype of results, `[N]`, in plain eager mode.
+
+    A forward pass that has the context takes the host less time, because what the gradient needs is
+    no output. Compilers and function transforms need `LogZ`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        emissions: Tensor,
+        transitions: Tensor,
+        start: Tensor | None,
+        end: Tensor | None,
+        lengths: Tensor | None,
+        backend: str,
+    ) -> Tensor:
+        chain = (emissions, transitions, start, end, lengths)
+        fp64, rounded, saved = logz.eager(*chain, True, backend)
+        ctx.save_for_backward(*chain, fp64, saved)
+        need_transitions = ctx.needs_input_grad[1]
+        logz_gradient.serve_eager_backward(ctx, need_transitions, False, backend)
+        return rounded
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        replayed = register.replayed_gradients(ctx, grads, saved, (0, 1, 2, 3))
+        if replayed is not None:
+            return replayed
+        return *_logz_gradients(ctx, *grads, *saved, *ctx.replay_options), None, None
 
 
 class Marginals(torch.autograd.Function):

@@ -10,9 +10,16 @@ from torch import Tensor
 
 from ...primitives.semiring import Log, Max, Semiring, differentiable
 from ...runtime import checks
-from ...runtime.autograd import apply, needs_no_derivative, refuse_forward_mode
+from ...runtime.autograd import (
+    apply,
+    apply_eager,
+    needs_no_derivative,
+    plain_eager,
+    refuse_forward_mode,
+)
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
+from ...runtime.register import PLAIN
 from . import autograd, reference
 from .inputs import LinearChainTensors, full_lengths, scalar
 from .paths import best_paths, path_score
@@ -23,9 +30,11 @@ def _needs_no_derivative(chain: LinearChainTensors) -> bool:
 
 
 def _needs_gradient(chain: LinearChainTensors) -> bool:
-    return torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in chain[:4]
-    )
+    if torch.is_grad_enabled():
+        for tensor in chain[:4]:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def _refuse_kernels(name: str) -> None:
@@ -50,9 +59,20 @@ def log_partition(chain: LinearChainTensors) -> Tensor:
     return _log_partitions(chain)[0]
 
 
+def _eager_partition(chain: LinearChainTensors) -> Tensor:
+    """Return log Z in the dtype of results, `[N]`, in plain eager mode."""
+    backend = current_backend()
+    if _needs_gradient(chain):
+        return apply_eager(autograd.EagerLogZ, *chain, backend)
+    refuse_forward_mode(*chain[:4])
+    return autograd.logz.eager(*chain, False, backend)[1]
+
+
 def partition(chain: LinearChainTensors, semiring: Semiring) -> Tensor:
     """Return the sum over all paths under a semiring in the dtype of results, `[N]`."""
-    if semiring == Log:
+    if semiring is Log or semiring == Log:
+        if type(chain.emissions) in PLAIN and plain_eager():
+            return _eager_partition(chain)
         return _log_partitions(chain)[1]
     backend = current_backend()
     if semiring == Max:

@@ -72,7 +72,10 @@ def check_linear_chain(emissions: Tensor, transitions: Tensor) -> None:
 
 
 def check_end(name: str, end: Tensor, emissions: Tensor) -> Tensor:
-    """Return numbers of the first or last states, or raise for a wrong dtype, shape or device."""
+    """Return numbers of the first or last states as `[N, C]`.
+
+    A wrong dtype, shape or device raises.
+    """
     checks.floating(name, end)
     checks.device(name, end, emissions, "emissions")
     N, C = emissions.shape[1:]
@@ -80,7 +83,7 @@ def check_end(name: str, end: Tensor, emissions: Tensor) -> Tensor:
         raise ValueError(
             f"{name}: expected shape [C] or [N, C] with [N, C] = {[N, C]}, got {list(end.shape)}"
         )
-    return end
+    return end.expand(N, C)
 
 
 def check_semiring(semiring: Semiring) -> None:

@@ -44,15 +44,21 @@ def linear_chain_logz(
     T, N, C = emissions.shape
     logz = torch.empty(N, dtype=torch.float64, device=emissions.device)
     rounded = torch.empty(N, dtype=acc_dtype(emissions.dtype), device=emissions.device)
-    size = sum(saved_sizes(T, N, C, save))
+    lengths = None if lengths is None else lengths.contiguous()
+    inputs = (emissions, transitions, start, end, lengths)
+    is_short = plan.is_short(transitions, T, N, C)
+    size = 0 if is_short and not save else sum(saved_sizes(T, N, C, save))
     saved = torch.empty(size, dtype=torch.float64, device=emissions.device)
+    if is_short:
+        from .launch_short import short_scan
+
+        short_scan(*inputs, saved if save else None, logz, rounded)
+        return logz, rounded, saved
     if C == 0:
         logz.fill_(-torch.inf)
         rounded.fill_(-torch.inf)
         return logz, rounded, saved if save else saved.new_empty(0)
-    lengths = None if lengths is None else lengths.contiguous()
     parts = split_saved(saved, T, N, C, save)
-    inputs = (emissions, transitions, start, end, lengths)
     prepare(*inputs, parts)
     for scan in scans(emissions, transitions, save):
         scan(*inputs, parts, save, logz, rounded)
@@ -322,6 +328,14 @@ def linear_chain_gradient(
     ]
     lengths = None if lengths is None else lengths.contiguous()
     parts, states = plan.range_parts(transitions), split_saved(saved, T, N, C)
+    if need_transitions and not per_sequence and plan.is_short(transitions, T, N, C):
+        from .launch_short import short_gradient
+
+        d_transitions = torch.empty((C, C), dtype=transitions.dtype, device=device)
+        chain = (grad_output, emissions, transitions, end, lengths)
+        short_gradient(chain, states, (d_emissions, d_transitions, *ends))
+        d_start, d_end = (emissions.new_empty(0) if end is None else end for end in ends)
+        return d_emissions, d_transitions, d_start, d_end
     factors = torch.empty((T, N), dtype=torch.float64, device=device)
     options = plan.row_options(C)
     launch(

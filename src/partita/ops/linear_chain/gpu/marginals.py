@@ -44,6 +44,72 @@ def state_posteriors(alpha, beta, is_linear):
 
 
 @triton.jit
+def gradient_of_rows(
+    grad_ptr,
+    lengths_ptr,
+    states_ptr,
+    scales_ptr,
+    row,  # [ROWS] of [T * N]
+    sizes,  # (T, N, C)
+    grad_n,
+    is_linear,
+    BLOCK_C: tl.constexpr,
+):
+    """Return the gradient in the emissions of tokens, and the factors of their transitions.
+
+    Returns:
+        The gradient `[ROWS, BLOCK_C]`, the factors `[ROWS]`, the tokens, and the gradient of log Z
+        of each. The tokens are the time, the sequence, its length or 0 if that is invalid, which
+        tokens there are, and which of them count. The results of an invalid length are NaN.
+    """
+    T, N, C = sizes
+    rows = tl.full([], T, tl.int64) * N
+    t, n, inside = row // N, row % N, row < rows
+    if lengths_ptr is None:
+        tokens, invalid = tl.zeros_like(row) + T, tl.zeros_like(row).to(tl.float64)
+    else:
+        tokens = tl.load(lengths_ptr + n, mask=inside, other=0).to(tl.int64)
+        valid = (tokens >= 1) & (tokens <= T)
+        tokens, invalid = tl.where(valid, tokens, 0), tl.where(valid, 0.0, float("nan"))
+    active = inside & (t < tokens)
+    c = tl.arange(0, BLOCK_C)[None, :]
+    at, mask = row[:, None] * C + c, active[:, None] & (c < C)
+    other = tl.where(is_linear, 0.0, -float("inf"))
+    alpha = tl.load(states_ptr + at, mask=mask, other=other)
+    beta = tl.load(states_ptr + rows * C + at, mask=mask, other=other)
+    grad = tl.load(grad_ptr + n * grad_n, mask=inside, other=0.0).to(tl.float64)
+    posterior, total, shift = state_posteriors(alpha, beta, is_linear)
+    scale = tl.load(scales_ptr + row, mask=active & (t > 0), other=0.0)
+    if is_linear:
+        factor = tl.where(total == 0.0, 0.0, grad * tl.exp2(-scale) / total)
+    else:
+        factor = tl.where(total == 0.0, float("inf"), tl.log(total) + shift + scale)
+    token = (t, n, tokens, inside, active)
+    return posterior * grad[:, None] + invalid[:, None], factor + invalid, token, grad
+
+
+@triton.jit
+def store_gradients(
+    addresses,  # (of the gradients in emissions, start or None, end or None)
+    d_emission,  # [ROWS, BLOCK_C]
+    row,  # [ROWS] of [T * N]
+    token,  # of each row, see `gradient_of_rows`
+    C,
+    is_stored,
+    BLOCK_C: tl.constexpr,
+):
+    """Store the gradients in the emissions, start and end of tokens, if `is_stored`."""
+    t, n, tokens, inside, _ = token
+    d_emissions_ptr, d_start_ptr, d_end_ptr = addresses
+    c, mask = tl.arange(0, BLOCK_C)[None, :], inside & is_stored
+    value = d_emission.to(d_emissions_ptr.dtype.element_ty)
+    tl.store(d_emissions_ptr + row[:, None] * C + c, value, mask=mask[:, None] & (c < C))
+    store_end_gradient(d_start_ptr, d_emission, n, c, C, mask & (t == 0))
+    is_last = t == tl.maximum(tokens - 1, 0)
+    store_end_gradient(d_end_ptr, d_emission, n, c, C, mask & is_last)
+
+
+@triton.jit
 def linear_chain_marginals_kernel(
     grad_ptr,  # [N]
     lengths_ptr,  # [N] or None
@@ -66,31 +132,9 @@ def linear_chain_marginals_kernel(
     """Compute the gradients in the emissions, start and end of ROWS tokens."""
     is_linear, _ = transition_range(range_ptr, parts, BLOCK_PARTS)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    rows = tl.full([], T, tl.int64) * N
-    t, n = row // N, row % N
-    if lengths_ptr is None:
-        tokens, invalid = tl.full([ROWS], T, tl.int64), tl.zeros([ROWS], tl.float64)
-    else:
-        tokens = tl.load(lengths_ptr + n, mask=row < rows, other=0).to(tl.int64)
-        valid = (tokens >= 1) & (tokens <= T)
-        tokens, invalid = tl.where(valid, tokens, 0), tl.where(valid, 0.0, float("nan"))
-    active = (row < rows) & (t < tokens)
-    c = tl.arange(0, BLOCK_C)[None, :]
-    at, mask = row[:, None] * C + c, active[:, None] & (c < C)
-    other = tl.where(is_linear, 0.0, -float("inf"))
-    alpha = tl.load(states_ptr + at, mask=mask, other=other)
-    beta = tl.load(states_ptr + rows * C + at, mask=mask, other=other)
-    grad = tl.load(grad_ptr + n * grad_n, mask=row < rows, other=0.0).to(tl.float64)
-    posterior, total, shift = state_posteriors(alpha, beta, is_linear)
-    d_emission = posterior * grad[:, None] + invalid[:, None]
-    inside = (row < rows)[:, None] & (c < C)
-    tl.store(d_emissions_ptr + at, d_emission.to(d_emissions_ptr.dtype.element_ty), mask=inside)
-    store_end_gradient(d_start_ptr, d_emission, n, c, C, (row < rows) & (t == 0))
-    is_last = t == tl.where(invalid == 0.0, tokens - 1, 0)
-    store_end_gradient(d_end_ptr, d_emission, n, c, C, (row < rows) & is_last)
-    scale = tl.load(scales_ptr + row, mask=active & (t > 0), other=0.0)
-    if is_linear:
-        factor = tl.where(total == 0.0, 0.0, grad * tl.exp2(-scale) / total)
-    else:
-        factor = tl.where(total == 0.0, float("inf"), tl.log(total) + shift + scale)
-    tl.store(factors_ptr + row, factor + invalid, mask=row < rows)
+    d_emission, factor, token, _ = gradient_of_rows(
+        grad_ptr, lengths_ptr, states_ptr, scales_ptr, row, (T, N, C), grad_n, is_linear, BLOCK_C
+    )
+    gradients = (d_emissions_ptr, d_start_ptr, d_end_ptr)
+    store_gradients(gradients, d_emission, row, token, C, True, BLOCK_C)
+    tl.store(factors_ptr + row, factor, mask=token[3])

@@ -26,6 +26,9 @@ MAX_EXCHANGE_STATES = 512  # whose scan programs hold the transitions between th
 # Programs of that scan which have to be resident together take as many multiprocessors at most.
 MIN_EXCHANGE_MULTIPROCESSORS = 64
 MAX_LOG_STATES = 32  # the same in the log domain
+MAX_SHORT_STEPS = 64  # tokens of a sequence whose scan is one launch with all around it
+MAX_SHORT_TOKENS = 512  # of all sequences together
+MAX_SHORT_STATES = 16  # whose steps take one warp, and which are one part of the range
 MAX_ROW_ELEMENTS = 1024  # in a block of tokens that a program takes at once
 MIN_PARALLEL_TOKENS = 256
 MAX_PARALLEL_SEQUENCES = 32
@@ -82,6 +85,25 @@ def resident_options(C: int) -> dict[str, int]:
     block = next_power_of_2(max(C, 16))
     warps, lanes, ahead = {16: (1, 2, 8), 32: (2, 2, 4), 64: (4, 2, 4), 128: (8, 4, 4)}[block]
     return {"BLOCK_C": block, "AHEAD": ahead, "LANES": lanes, "num_warps": warps}
+
+
+def is_short(transitions: Tensor, T: int, N: int, C: int) -> bool:
+    """Return whether one launch does all for log Z, and another all for its gradient.
+
+    They do more work than the kernels for long sequences, in less time than these take to launch.
+    """
+    return (
+        transitions.ndim == 2
+        and T <= MAX_SHORT_STEPS
+        and 0 < T * N <= MAX_SHORT_TOKENS
+        and 0 < C <= MAX_SHORT_STATES
+    )
+
+
+def short_gradient_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of the kernel that computes all gradients."""
+    block = next_power_of_2(C)
+    return {"ROWS": min(128, 2 * MAX_ROW_ELEMENTS // block), "BLOCK_C": block, "num_warps": 8}
 
 
 def log_scan_options(C: int) -> dict[str, int]:

@@ -83,7 +83,10 @@ def with_emission(y, emission, IS_LOG: tl.constexpr):
 
 @triton.jit
 def load_ahead(inputs, interval, i, AHEAD: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Load the emissions and maxima of the AHEAD steps from step i, before the first is used."""
+    """Load the emissions and maxima of the AHEAD steps from step i, before the first is used.
+
+    Without an address of the maxima these are 0.
+    """
     score_ptr, maxima_ptr, C, N, stride_t, stride_c = inputs
     t, dt, num_steps = interval
     c = tl.arange(0, BLOCK_C)
@@ -93,8 +96,20 @@ def load_ahead(inputs, interval, i, AHEAD: tl.constexpr, BLOCK_C: tl.constexpr):
         inside = i + j <= num_steps
         at = row * stride_t + c.to(tl.int64) * stride_c
         scores = scores + (tl.load(score_ptr + at, mask=(c < C) & inside, other=-float("inf")),)
-        maxima = maxima + (tl.load(maxima_ptr + row * N, mask=inside, other=0.0),)
+        if maxima_ptr is None:
+            maxima = maxima + (tl.full([], 0.0, tl.float64),)
+        else:
+            maxima = maxima + (tl.load(maxima_ptr + row * N, mask=inside, other=0.0),)
     return scores, maxima
+
+
+@triton.jit
+def maximum_of_token(maxima_ptr, loaded, score, active):
+    """Return the maximum of a token, which was loaded unless there is no address of the maxima."""
+    if maxima_ptr is None:
+        return tl.where(active, tl.max(score, axis=0), 0.0)
+    else:
+        return loaded
 
 
 @triton.jit
@@ -105,7 +120,8 @@ def first_emission(
     scores, maxima = load_ahead(inputs, (t, 0, 0), 0, 1, BLOCK_C)
     tokens, start, end = ends
     score = fold_ends(scores[0], t, tokens, start, end)
-    return relative_emission(score, maxima[0], EXACT, IS_LOG), maxima[0]
+    maximum = maximum_of_token(inputs[1], maxima[0], score, True)
+    return relative_emission(score, maximum, EXACT, IS_LOG), maximum
 
 
 @triton.jit
@@ -114,7 +130,7 @@ def scan_steps(
     transitions,  # (address, or of the sequence, stride_t, stride of the reduced states, of others)
     ends,  # (tokens, start [BLOCK_C], end [BLOCK_C])
     interval,  # (first token, 1 for alpha or -1 for beta, number of steps)
-    results,  # (address of the states of the first token, of the scales)
+    results,  # (address of the states of the first token, of the scales, of maxima or None)
     x,  # [BLOCK_C] fp64, the state of the first token with its emission
     shift,  # the greatest transition
     IS_LOG: tl.constexpr,
@@ -133,7 +149,7 @@ def scan_steps(
     transitions_ptr, trans_t, stride_r, stride_o = transitions
     tokens, start, end = ends
     t, dt, num_steps = interval
-    states_ptr, scales_ptr = results
+    states_ptr, scales_ptr, new_maxima_ptr = results
     c = tl.arange(0, BLOCK_C)
     if CONSTANT:
         matrix = load_matrix(transitions_ptr, C, stride_r, stride_o, shift, IS_LOG, BLOCK_C)
@@ -145,21 +161,92 @@ def scan_steps(
             active = first + j <= num_steps
             row = tl.full([], t, tl.int64) + (first + j) * dt
             score = fold_ends(scores[j], row, tokens, start, end)
-            emission = relative_emission(score, maxima[j], EXACT, IS_LOG)
+            maximum = maximum_of_token(inputs[1], maxima[j], score, active)
+            emission = relative_emission(score, maximum, EXACT, IS_LOG)
             if not CONSTANT:
                 entered = tl.where(active, tl.where(dt > 0, row - 1, row), 0)
                 step_ptr = transitions_ptr + entered * trans_t
                 matrix = load_matrix(step_ptr, C, stride_r, stride_o, shift, IS_LOG, BLOCK_C)
             y, scale = chain_step(matrix, x, EXACT, IS_LOG)
             x = tl.where(active, with_emission(y, emission, IS_LOG), x)
-            total += maxima[j]
+            total += maximum
             scale_sum += tl.where(active, scale, 0.0)
             if SAVE:
                 state = tl.where(dt > 0, x, y)
                 tl.store(states_ptr + row * N * C + c, state, mask=(c < C) & active)
                 tl.store(scales_ptr + row * N, scale, mask=active & (dt > 0))
+                if new_maxima_ptr is not None:
+                    tl.store(new_maxima_ptr + row * N, maximum, mask=active & (dt > 0))
         scores, maxima = next_scores, next_maxima
     return x, total, scale_sum
+
+
+@triton.jit
+def scan_sequence(
+    chain,  # (addresses of emissions, transitions, start, end, lengths)
+    stored,  # (addresses of maxima to read and to write, each or None, states, scales)
+    results,  # (addresses of log Z and of log Z in the dtype of results)
+    sizes,  # (T, N, C)
+    strides,  # (of emissions, transitions, start, end: all of their dimensions)
+    shift,  # the greatest transition
+    IS_LOG: tl.constexpr,
+    CONSTANT: tl.constexpr,
+    SAVE: tl.constexpr,
+    EXACT: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Scan alpha of a sequence and compute log Z, or with SAVE in every other program scan beta."""
+    emissions_ptr, transitions_ptr, start_ptr, end_ptr, lengths_ptr = chain
+    maxima_ptr, new_maxima_ptr, states_ptr, scales_ptr = stored
+    T, N, C = sizes
+    stride_t, stride_n, stride_c, trans_t, trans_n, trans_k, trans_c = strides[:7]
+    start_n, start_c, end_n, end_c = strides[7:]
+    is_alpha = tl.program_id(0) % 2 == 0 if SAVE else tl.program_id(0) >= 0
+    n = (tl.program_id(0) // 2 if SAVE else tl.program_id(0)).to(tl.int64)
+    c, rows = tl.arange(0, BLOCK_C), tl.full([], T, tl.int64) * N
+    tokens, invalid = load_tokens(lengths_ptr, n, T)
+    start = load_end(start_ptr, n, c, C, start_n, start_c)
+    end = load_end(end_ptr, n, c, C, end_n, end_c)
+    ends = (tokens, start, end)
+    if maxima_ptr is not None:
+        maxima_ptr += n
+    inputs = (emissions_ptr + n * stride_n, maxima_ptr, C, N, stride_t, stride_c)
+    t = tl.where(is_alpha, 0, tokens - 1)
+    emission, maximum = first_emission(inputs, ends, t, EXACT, IS_LOG, BLOCK_C)
+    y = tl.full([BLOCK_C], 0.0 if IS_LOG else 1.0, tl.float64)
+    x = with_emission(y, emission, IS_LOG)
+    if SAVE:
+        states_ptr += tl.where(is_alpha, n, rows + n) * C
+        scales_ptr += n
+        at = states_ptr + tl.full([], t, tl.int64) * N * C + c
+        tl.store(at, tl.where(is_alpha, x, y), mask=c < C)
+        if new_maxima_ptr is not None:
+            new_maxima_ptr += n
+            tl.store(new_maxima_ptr, maximum, mask=is_alpha)
+    stride_r = tl.where(is_alpha, trans_k, trans_c)
+    stride_o = tl.where(is_alpha, trans_c, trans_k)
+    x, total, scale_sum = scan_steps(
+        inputs,
+        (transitions_ptr + n * trans_n, trans_t, stride_r, stride_o),
+        ends,
+        (t, tl.where(is_alpha, 1, -1), tokens - 1),
+        (states_ptr, scales_ptr, new_maxima_ptr),
+        x,
+        shift,
+        IS_LOG,
+        CONSTANT,
+        SAVE,
+        EXACT,
+        AHEAD,
+        BLOCK_C,
+    )
+    if is_alpha:
+        if not IS_LOG:
+            scale_sum = scale_sum * LN2_FP64 + shift * (tokens - 1)
+        logz = maximum + total + scale_sum + log_sum(x, IS_LOG) + invalid
+        tl.store(results[0] + n, logz)
+        tl.store(results[1] + n, logz.to(results[1].dtype.element_ty))
 
 
 @triton.jit
@@ -198,34 +285,17 @@ def linear_chain_scan_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
-    """Scan alpha of a sequence and compute log Z, or with SAVE in every other program scan beta."""
+    """Scan a sequence in one direction, if the transitions are for this arithmetic."""
     is_linear, shift = transition_range(range_ptr, parts, BLOCK_PARTS)
     if is_linear != IS_LOG:
-        is_alpha = tl.program_id(0) % 2 == 0 if SAVE else tl.program_id(0) >= 0
-        n = (tl.program_id(0) // 2 if SAVE else tl.program_id(0)).to(tl.int64)
-        c, rows = tl.arange(0, BLOCK_C), tl.full([], T, tl.int64) * N
-        tokens, invalid = load_tokens(lengths_ptr, n, T)
-        start = load_end(start_ptr, n, c, C, start_n, start_c)
-        end = load_end(end_ptr, n, c, C, end_n, end_c)
-        ends = (tokens, start, end)
-        inputs = (emissions_ptr + n * stride_n, maxima_ptr + n, C, N, stride_t, stride_c)
-        t = tl.where(is_alpha, 0, tokens - 1)
-        emission, maximum = first_emission(inputs, ends, t, EXACT, IS_LOG, BLOCK_C)
-        y = tl.full([BLOCK_C], 0.0 if IS_LOG else 1.0, tl.float64)
-        x = with_emission(y, emission, IS_LOG)
-        states_ptr += tl.where(is_alpha, n, rows + n) * C
-        if SAVE:
-            at = states_ptr + tl.full([], t, tl.int64) * N * C + c
-            tl.store(at, tl.where(is_alpha, x, y), mask=c < C)
-        stride_r = tl.where(is_alpha, trans_k, trans_c)
-        stride_o = tl.where(is_alpha, trans_c, trans_k)
-        x, total, scale_sum = scan_steps(
-            inputs,
-            (transitions_ptr + n * trans_n, trans_t, stride_r, stride_o),
-            ends,
-            (t, tl.where(is_alpha, 1, -1), tokens - 1),
-            (states_ptr, scales_ptr + n),
-            x,
+        strides = (stride_t, stride_n, stride_c, trans_t, trans_n, trans_k, trans_c)
+        strides = strides + (start_n, start_c, end_n, end_c)
+        scan_sequence(
+            (emissions_ptr, transitions_ptr, start_ptr, end_ptr, lengths_ptr),
+            (maxima_ptr, None, states_ptr, scales_ptr),
+            (logz_ptr, rounded_ptr),
+            (T, N, C),
+            strides,
             shift,
             IS_LOG,
             CONSTANT,
@@ -234,9 +304,3 @@ def linear_chain_scan_kernel(
             AHEAD,
             BLOCK_C,
         )
-        if is_alpha:
-            if not IS_LOG:
-                scale_sum = scale_sum * LN2_FP64 + shift * (tokens - 1)
-            logz = maximum + total + scale_sum + log_sum(x, IS_LOG) + invalid
-            tl.store(logz_ptr + n, logz)
-            tl.store(rounded_ptr + n, logz.to(rounded_ptr.dtype.element_ty))
