@@ -125,6 +125,20 @@ def test_logits_beyond_the_range_of_emissions_use_fp64(device: str) -> None:
 
 
 @kernel_devices
+@pytest.mark.parametrize("C", [6, 70])
+def test_sequences_in_fp64_share_a_batch_with_targets_of_several_chunks(
+    C: int, device: str
+) -> None:
+    """The scan in fp64 clears the carries that the scan of the other sequences waits for."""
+    size = (36, 3) if device == "cpu" else (90, 5)
+    x = batch_of(*size, C, 33, device=device)
+    x.input_lengths[:], x.target_lengths[:] = size[0], 33
+    x.targets[:] = torch.arange(33, device=device) % 3
+    x.logits[:, 1] *= 1e7
+    assert_matches_reference(x)
+
+
+@kernel_devices
 def test_invalid_labels_and_lengths_make_only_their_sequence_nan(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
