@@ -72,10 +72,10 @@ def scan_half(
     """
     is_boundary_lane = (lane == (31 if FORWARD else 0)) & links.has_next
     overflow = lane.to(tl.float32) * 0.0
-    loaded = prefetch_emissions(source, half, 0, lane, FORWARD, BLOCK_T, TABLE_WIDTH)
-    words = prefetch_carries(
-        links.received_ptr, 0, links.has_previous & (half.steps > 0), lane, BLOCK_T, FP64
-    )
+    # A step 0 that is no constant leaves one translation of these functions, not two.
+    first, has_carries = half.steps * 0, links.has_previous & (half.steps > 0)
+    loaded = prefetch_emissions(source, half, first, lane, FORWARD, BLOCK_T, TABLE_WIDTH)
+    words = prefetch_carries(links.received_ptr, first, has_carries, lane, BLOCK_T, FP64)
     padded_steps = half.steps + half.padding
     for p in range(0, padded_steps, BLOCK_T):
         if not FP64:

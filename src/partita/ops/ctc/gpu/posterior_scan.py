@@ -291,8 +291,8 @@ def prepare_chunk(
             tl.store(ptrs + p, zero, mask=p + lane < carries.carry_steps)
     if order_ptr is not None:
         if target.direction == 0:
-            row = n * carries.num_chunks + chunk
-            store_label_order(order_ptr, row, target, chunk, lane, ORDER_GROUPS)
+            order_row = n * carries.num_chunks + chunk
+            store_label_order(order_ptr, order_row, target, chunk, lane, ORDER_GROUPS)
 
 
 @triton.jit(do_not_specialize=SIZES)
