@@ -284,7 +284,7 @@ def prepare_chunk(
     """
     zero = lane.to(tl.int64) * 0
     if tile_counter_ptr is not None:
-        tl.store(tile_counter_ptr + lane * 0, zero)
+        tl.store(tile_counter_ptr + lane * 0, zero, mask=n + chunk + lane == 0)
         row = target.direction * carries.num_chunks + chunk
         ptrs = carries.ptr + row * carries.chunk_stride + lane
         for p in range(0, tl.where(flags == NEEDS_FP64, 0, carries.carry_steps), 32):
