@@ -34,9 +34,9 @@ SPILLED = {
     # A few numbers of nodes, around the loop over a row, and on sm_80 some addresses of the scan.
     # With 64 registers, a multiprocessor runs as many programs as it can have.
     "rnnt_overlap_kernel": 24,
-    # The spills stand before the loops of the fast scan, and in the rare scan in fp64. With fewer
-    # registers, more programs run at the same time.
-    "ctc_posterior_scan_kernel": 208,
+    # The spills stand before the loops of the fast scan (48 at most), and in the rare scan in fp64.
+    # With fewer registers, more programs run at the same time.
+    "ctc_posterior_scan_kernel": 168,
 }
 # The prefixes of kernels in Gluon, of one that reads their results, of those with products of fp64
 # matrices, and of those whose programs wait for others that compute.
@@ -152,7 +152,6 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
                 "semi_markov_trace_kernel",
                 "ctc_crf_beam_trace_kernel",
                 "ctc_label_index_kernel",
-                "ctc_label_order_kernel",
             ),
             torch.int64,
         ),

@@ -125,6 +125,39 @@ def test_logits_beyond_the_range_of_emissions_use_fp64(device: str) -> None:
 
 
 @kernel_devices
+@pytest.mark.parametrize("C", [6, 70])
+def test_sequences_in_fp64_share_a_batch_with_targets_of_several_chunks(
+    C: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scan in fp64 comes first, and clears the words through which other programs wait."""
+    from partita.ops.ctc.gpu.call import CTCCall
+
+    run, cleared = CTCCall._launch_posterior_scan, []
+
+    def checked_run(call: CTCCall, *args: Any) -> None:
+        _, _, words, _, _, fp64, _ = args
+        if fp64:
+            words.fill_(1)
+        run(call, *args)
+        if fp64:
+            N, plan = call.logits.shape[1], call.plan
+            shape = (2, plan.num_chunks, N, plan.carry_steps)
+            carries = words[2 : 2 + 2 * plan.num_chunks * N * plan.carry_steps].view(shape)
+            in_fp32 = call.workspace.flags[:N] == 0
+            cleared.append((words[0] == 0).item() and not carries[:, :, in_fp32].any())
+            assert in_fp32.tolist() == [True, False] + [True] * (N - 2)
+
+    monkeypatch.setattr(CTCCall, "_launch_posterior_scan", checked_run)
+    steps, N = (36, 3) if device == "cpu" else (90, 5)
+    x = batch_of(steps, N, C, 33, device=device)
+    x.input_lengths[:], x.target_lengths[:] = steps, 33
+    x.targets[:] = torch.arange(33, device=device) % 3
+    x.logits[:, 1] *= 1e7
+    assert_matches_reference(x)
+    assert cleared and all(cleared)
+
+
+@kernel_devices
 def test_invalid_labels_and_lengths_make_only_their_sequence_nan(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,7 +174,7 @@ def ctc_viterbi_kernel(
         for u in tl.static_range(BLOCK_T):
             word = pack_state((label_score,), True)
             tl.store(sent_ptr + p + u + lane * 0, word, mask=is_boundary_lane)
-            carry = carry_at(carries, u, lane, True)
+            carry = carry_at(carries, lane * 0 + u, True)
             blank_score, label_score, step_pointers = viterbi_step(
                 blank_score, label_score, carry, emissions, u, lattice.can_skip, lane
             )

@@ -261,22 +261,43 @@ class CTCCall(NamedTuple):
             num_warps=4,
         )
 
-    def posterior_zeros(self, filled: bool = True) -> Tensor:
-        """Return a counter and carries for the posterior scan.
-
-        They are zeroed if `filled`, and if programs wait for each other.
-        """
+    def posterior_words(self) -> Tensor:
+        """Return memory for the counter and the carries of the posterior scan."""
         words = 2 + (self.workspace.carries.shape[0] if self.plan.num_chunks > 1 else 0)
-        programs_wait = self.workspace.tile_counter is not None
-        make = torch.zeros if filled and programs_wait else torch.empty
-        return make(words, dtype=torch.int64, device=self.logits.device)
+        return torch.empty(words, dtype=torch.int64, device=self.logits.device)
 
     def launch_posterior_scan(
-        self, posteriors: Tensor, blanks: Tensor, zeros: Tensor, width: int = 32
+        self,
+        posteriors: Tensor,
+        blanks: Tensor,
+        words: Tensor,
+        order: Tensor | None = None,
+        width: int = 32,
     ) -> None:
-        """Scan α and β through each other's half and store the posteriors."""
+        """Scan α and β through each other's half and store the posteriors.
+
+        A run in fp64 serves the sequences that are flagged NEEDS_FP64. It comes first, stores the
+        order of the labels, and clears the words of the other run. The two are kernels of their
+        own, because they compile side by side then.
+        """
         plan, workspace = self.plan, self.workspace
-        programs = 2 * self.logits.shape[1] * (1 if plan.fp64 else plan.num_chunks)
+        prepares = order is not None or workspace.tile_counter is not None
+        for fp64 in (True,) if plan.fp64 else (True, False):
+            chunks = plan.num_chunks if prepares or not fp64 else 1
+            self._launch_posterior_scan(posteriors, blanks, words, order, width, fp64, chunks)
+
+    def _launch_posterior_scan(
+        self,
+        posteriors: Tensor,
+        blanks: Tensor,
+        words: Tensor,
+        order: Tensor | None,
+        width: int,
+        fp64: bool,
+        chunks: int,
+    ) -> None:
+        """Launch a run of the posterior scan; see `launch_posterior_scan`."""
+        plan, workspace, programs = self.plan, self.workspace, 2 * self.logits.shape[1] * chunks
         options: dict[str, Any] = {}
         if _uses_gluon():
             # With many programs, fewer registers let more of them run at once.
@@ -285,24 +306,27 @@ class CTCCall(NamedTuple):
             POSTERIOR_SCAN,
             programs,
             self.logits,
-            workspace.table,
+            None if fp64 else workspace.table,
             *self.targets,
             workspace.states,
             workspace.carries,
-            zeros[2:],
+            words[2:],
             workspace.flags,
             workspace.logz,
             posteriors,
             blanks,
-            None if workspace.tile_counter is None else zeros[:1],
+            order if fp64 else None,
+            None if workspace.tile_counter is None else words[:1],
             *self.score_tensors(),
             *self.sizes(plan.num_blocks, self.logits.stride()),
             self.scores.scale,
             self.scores.star,
-            BLOCK_T=SAVE_EVERY,
+            BLOCK_T=1 if fp64 else SAVE_EVERY,
+            FP64=fp64,
             ALL_FP64=plan.fp64,
-            TABLE_WIDTH=plan.table_width,
+            TABLE_WIDTH=0 if fp64 else plan.table_width,
             GROUPS=plan.class_groups * plan.sum_by_class,
+            ORDER_GROUPS=plan.class_groups if fp64 and order is not None else 0,
             WIDTH=width,
             **options,
         )

@@ -21,20 +21,18 @@ from .lattice import (
     SIZES,
     TargetScan,
     boundary_states,
-    emit,
     load_chunk,
     load_lengths,
     program_chunk,
-    send_carry,
+    store_carry,
     store_states,
-    sum_predecessors,
 )
 from .scores import optional, row_scores
 from .steps import (
     EmissionRows,
     SavedStates,
+    advance,
     await_carries,
-    carry_at,
     carry_links,
     chunk_source,
     decode_emissions,
@@ -42,6 +40,14 @@ from .steps import (
     prefetch_carries,
     prefetch_emissions,
 )
+
+
+@triton.jit
+def scan_step(state, label, index, block, FORWARD: tl.constexpr, FP64: tl.constexpr):
+    """Send the carry of a step, and return the states after it; see `advance`."""
+    sent_ptr, is_sent, can_skip, carries, blanks, lane = block
+    store_carry(sent_ptr + index, state, can_skip, is_sent, FORWARD, FP64)
+    return advance(state, carries, blanks, label, index, can_skip, lane, FORWARD, FP64)[1]
 
 
 @triton.jit
@@ -66,10 +72,10 @@ def scan_half(
     """
     is_boundary_lane = (lane == (31 if FORWARD else 0)) & links.has_next
     overflow = lane.to(tl.float32) * 0.0
-    loaded = prefetch_emissions(source, half, 0, lane, FORWARD, BLOCK_T, TABLE_WIDTH)
-    words = prefetch_carries(
-        links.received_ptr, 0, links.has_previous & (half.steps > 0), lane, BLOCK_T, FP64
-    )
+    # A step 0 that is no constant leaves one translation of these functions, not two.
+    first, has_carries = half.steps * 0, links.has_previous & (half.steps > 0)
+    loaded = prefetch_emissions(source, half, first, lane, FORWARD, BLOCK_T, TABLE_WIDTH)
+    words = prefetch_carries(links.received_ptr, first, has_carries, lane, BLOCK_T, FP64)
     padded_steps = half.steps + half.padding
     for p in range(0, padded_steps, BLOCK_T):
         if not FP64:
@@ -83,11 +89,11 @@ def scan_half(
         words = prefetch_carries(links.received_ptr, p + BLOCK_T, has_carries, lane, BLOCK_T, FP64)
         if SAVE and p % 8 == 0:
             store_states(saved.ptr + p // 8 * saved.block_stride, state, lane, FP64)
+        index = lane * 0
+        block = (links.sent_ptr + p, is_boundary_lane, can_skip, carries, emissions.blank, lane)
         for u in tl.static_range(BLOCK_T):
-            send_carry(links, p, u, state, can_skip, is_boundary_lane, lane, FORWARD, FP64)
-            carry = carry_at(carries, u, lane, FP64)
-            incoming = sum_predecessors(state, can_skip, carry, lane, FORWARD, FP64)
-            state = emit(incoming, emissions, u, lane, FP64)
+            state = scan_step(state, emissions.label[u], index, block, FORWARD, FP64)
+            index += 1
     return state, overflow
 
 

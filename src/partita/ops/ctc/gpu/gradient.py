@@ -186,25 +186,58 @@ def sum_by_class(
     for _ in tl.static_range(ROWS):
         totals = totals + (lane.to(ACC_DTYPE) * 0.0,)
     for _ in range(num_chunks):
-        order, ordered = tl.load(order_ptr), ()
-        for u in tl.static_range(ROWS):
-            mask = (order >= 0) & (u < num_rows)
-            ordered = ordered + (tl.load(posteriors_ptr + u * 32 + order, mask=mask, other=0.0),)
+        order, ordered, bounds = tl.load(order_ptr), (), ()
+        ptrs, row = posteriors_ptr + order, lane * 0
+        for _ in tl.static_range(ROWS):
+            ordered = ordered + (tl.load(ptrs + row * 32, mask=row < num_rows, other=0.0),)
+            row += 1
+        for g in tl.static_range(GROUPS):
+            begin_ptr = order_ptr + (1 + 2 * g) * 32
+            bounds = bounds + ((tl.load(begin_ptr), tl.load(begin_ptr + 32)),)
         running, new_sums, new_totals = prefix_sums(ordered, lane), (), ()
         for u in tl.static_range(ROWS):
             new_totals = new_totals + (totals[u] + tl.gather(running[u], lane * 0 + 31, 0),)
             for g in tl.static_range(GROUPS):
-                begin, end = (
-                    tl.load(order_ptr + (1 + 2 * g) * 32),
-                    tl.load(order_ptr + (2 + 2 * g) * 32),
+                new_sums = new_sums + (
+                    sums[u * GROUPS + g] + range_sum(running[u], bounds[g][0], bounds[g][1]),
                 )
-                new_sums = new_sums + (sums[u * GROUPS + g] + range_sum(running[u], begin, end),)
         sums, totals = new_sums, new_totals
         blanks += tl.load(blanks_ptr + lane, mask=(lane < ROWS) & (lane < num_rows), other=0.0)
         posteriors_ptr += T * 32
         blanks_ptr += T
         order_ptr += (1 + 2 * GROUPS) * 32
     return sums, totals, blanks
+
+
+@triton.jit
+def store_gradient(values, steps, row, v, inputs, outputs, sizes, star, ACC_DTYPE: tl.constexpr):
+    """Store the gradient of the classes v, `[32]`, at one of the steps of a program.
+
+    `values` are the posteriors of these classes, those of all labels and, for a star, those of its
+    group; `steps` has a step in each lane. The step is `row`, a tensor `[32]`, so that Triton
+    translates this function once, not for each unrolled step.
+    """
+    posterior, label_total, star_sum = values
+    blanks, nan_mask, maximum, scale, grad = steps
+    dlogits_ptr, row_stride = outputs
+    C, blank, num_rows, rows_left = sizes
+    row_blank = tl.gather(blanks, row, 0)
+    total = label_total + row_blank
+    posterior += tl.where(v == blank, row_blank, 0.0)
+    value = tl.gather(nan_mask, row, 0) - posterior * posterior_scale(total, grad)
+    if len(inputs) > 0:
+        shift, factor = tl.gather(maximum, row, 0), tl.gather(scale, row, 0)
+        if star is not None:
+            factor = without_star(factor, tl.gather(star_sum, row * 0 + C % 32, 0), total)
+        logits_ptr, stride_t, stride_c = inputs
+        ptrs = logits_ptr + row.to(tl.int64) * stride_t + v.to(tl.int64) * stride_c
+        mask = (v < C) & (row < num_rows)
+        value += scaled_softmax(ptrs, mask, shift, factor, ACC_DTYPE)
+    tl.store(
+        dlogits_ptr + row * row_stride + v,
+        value.to(dlogits_ptr.dtype.element_ty),
+        mask=(v < C) & (row < rows_left),
+    )
 
 
 @triton.jit(do_not_specialize=GRADIENT_SIZES)
@@ -264,22 +297,16 @@ def ctc_lane_gradient_kernel(
     maximum, scale = load_normalizer(
         maxima_ptr, sums_ptr, t * N + n, mask & (lane < ROWS), grad, ACC_DTYPE
     )
+    steps, row = (blanks, nan_mask, maximum, scale, grad), lane * 0
+    inputs, sizes = (), (C, blank, num_rows, T - first)
+    if maxima_ptr is not None:
+        inputs = (logits_ptr + first * stride_t + n * stride_n, stride_t, stride_c)
+    outputs = (dlogits_ptr + (first * N + n) * C, N.to(tl.int64) * C)
     for u in tl.static_range(ROWS):
-        row_blank = tl.gather(blanks, lane * 0 + u, 0)
-        coef = posterior_scale(totals[u] + row_blank, grad)
+        star_sum = sums[u * GROUPS + GROUPS - 1]
         for g in tl.static_range(GROUPS):
-            v = g * 32 + lane
-            posterior = sums[u * GROUPS + g] + tl.where(v == blank, row_blank, 0.0)
-            value = tl.gather(nan_mask, lane * 0 + u, 0) - posterior * coef
-            if maxima_ptr is not None:
-                index = (first + u) * stride_t + n * stride_n + v.to(tl.int64) * stride_c
-                shift = tl.gather(maximum, lane * 0 + u, 0)
-                factor = tl.gather(scale, lane * 0 + u, 0)
-                if star is not None:
-                    stars = tl.gather(sums[u * GROUPS + GROUPS - 1], lane * 0 + C % 32, 0)
-                    factor = without_star(factor, stars, totals[u] + row_blank)
-                x_mask = (v < C) & (u < num_rows)
-                value += scaled_softmax(logits_ptr + index, x_mask, shift, factor, ACC_DTYPE)
-            d_ptrs = dlogits_ptr + ((first + u) * N + n) * C + v
-            row_mask = (v < C) & (first + u < T)
-            tl.store(d_ptrs, value.to(dlogits_ptr.dtype.element_ty), mask=row_mask)
+            values = (sums[u * GROUPS + g], totals[u], star_sum)
+            store_gradient(
+                values, steps, row, g * 32 + lane, inputs, outputs, sizes, star, ACC_DTYPE
+            )
+        row += 1

@@ -2,7 +2,7 @@
 
 The gradient of a class sums the posteriors of all its positions. With many classes, it follows the
 positions of a class from first to last (`label_index`); with few, it sums ranges of the labels of a
-chunk in sorted order (`ctc_label_order_kernel`).
+chunk in sorted order (`store_label_order`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from torch import Tensor
 from ....runtime import launch as runtime_launch
 from .lanes import sort_by_class
 from .lattice import load_chunk, load_target
-from .normalize import fill_zeros
-from .scores import optional
 
 
 class LabelIndex(NamedTuple):
@@ -109,40 +107,23 @@ def ctc_label_index_kernel(
     tl.atomic_max(max_repeats_ptr + n, tl.max(tl.where(valid, before, -1), axis=0))
 
 
-ORDER_SIZES = ["N", "C", "M", "max_target_len", "num_chunks", "num_zeros", "star"]
+@triton.jit
+def store_label_order(order_ptr, row, target, chunk, lane, GROUPS: tl.constexpr):
+    """Sort the labels of a chunk by class; store the order and the range of each class in it.
 
-
-@triton.jit(do_not_specialize=ORDER_SIZES)
-def ctc_label_order_kernel(
-    labels_ptr,  # [M]
-    offsets_ptr,  # [N]
-    target_lengths_ptr,  # [N]
-    order_ptr,  # [N, num_chunks, 1 + 2 * GROUPS, 32] int32
-    zeros_ptr,  # [num_zeros] int64
-    N,
-    C,
-    M,
-    max_target_len,
-    num_chunks,
-    num_zeros,
-    star,  # the label that is the star, or None
-    GROUPS: tl.constexpr,
-):
-    """Sort the labels of a chunk by class, and store the order and the range of each class in it.
-
-    The kernel also zeroes the words that the next scan needs.
+    Args:
+        order_ptr: `[rows, 1 + 2 * GROUPS, 32]` int32.
+        row: the row of this chunk.
+        target: see `TargetScan`.
+        chunk: the chunk of the target.
+        lane: `[32]`.
+        GROUPS: groups of 32 classes.
     """
-    fill_zeros(zeros_ptr, num_zeros, 512)
-    n, chunk, lane = (
-        (tl.program_id(0) // num_chunks).to(tl.int64),
-        tl.program_id(0) % num_chunks,
-        tl.arange(0, 32),
-    )
-    target_len, offset, invalid = load_target(n, target_lengths_ptr, offsets_ptr, max_target_len, M)
-    target_len = tl.where(invalid, 0, target_len).to(tl.int32)
-    lattice = load_chunk(labels_ptr + offset, chunk * 32, target_len, C, optional(star), lane)[0]
+    lattice = load_chunk(
+        target.labels_ptr, chunk * 32, target.target_len, target.C, target.star, lane
+    )[0]
     order, bounds = sort_by_class(lattice.label.to(tl.int32), lattice.has_label, lane, GROUPS)
-    order_ptr += tl.program_id(0).to(tl.int64) * ((1 + 2 * GROUPS) * 32) + lane
+    order_ptr += row * ((1 + 2 * GROUPS) * 32) + lane
     tl.store(order_ptr, order)
     for g in tl.static_range(GROUPS):
         tl.store(order_ptr + (1 + 2 * g) * 32, bounds[g][0])

@@ -207,20 +207,20 @@ def outgoing_carry(state, can_skip, FORWARD: tl.constexpr, FP64: tl.constexpr):
 
 
 @triton.jit
-def send_carry(
-    links, p, u, state, can_skip, is_boundary_lane, lane, FORWARD: tl.constexpr, FP64: tl.constexpr
-):
-    """Hand the carry of step u of the block at p to the next chunk."""
-    ptr = links.sent_ptr + p + u + lane * 0
-    tl.store(ptr, outgoing_carry(state, can_skip, FORWARD, FP64), mask=is_boundary_lane)
+def store_carry(ptrs, state, can_skip, is_sent, FORWARD: tl.constexpr, FP64: tl.constexpr):
+    """Store the carry for the next chunk from the lane that has it, if there is a next chunk."""
+    tl.store(ptrs, outgoing_carry(state, can_skip, FORWARD, FP64), mask=is_sent)
 
 
 @triton.jit
-def emit(incoming, emissions, u, lane, FP64: tl.constexpr):
-    """Return the states after step u of a block: the sums that enter them times the emissions."""
+def emit(incoming, blanks, label, index, FP64: tl.constexpr):
+    """Return the states after a step of a block: the sums that enter them times the emissions.
+
+    `blanks` has a step in each lane, `label` is that of the step `index`, `[32]`.
+    """
     return LaneStates(
-        multiply_emission(incoming.blank, broadcast_lane(emissions.blank, lane, u, FP64), FP64),
-        multiply_emission(incoming.label, emissions.label[u], FP64),
+        multiply_emission(incoming.blank, broadcast_lane(blanks, index, FP64), FP64),
+        multiply_emission(incoming.label, label, FP64),
     )
 
 

@@ -20,7 +20,7 @@ from ..common import ScoreOptions
 from .call import CTCCall, TargetTensors, launch_normalize, row_tile, score_arguments
 from .gradient import ctc_lane_gradient_kernel, ctc_narrow_gradient_kernel
 from .label_gradient import ctc_label_gradient_kernel
-from .label_index import ctc_label_order_kernel, label_index
+from .label_index import label_index
 from .plan import CHUNK, ctc_plan, saved_shape
 from .workspace import workspace_views
 
@@ -71,7 +71,7 @@ def ctc_loss(
         )
     else:
         workspace.zeros.zero_()
-    zeros = call.posterior_zeros() if workspace.posteriors is not None else None
+    words = call.posterior_words() if workspace.posteriors is not None else None
     num_blocks = plan.num_blocks if save else 0
     # Scans of logits do not wait for the log-sum-exps, unless these are the scores of a star.
     normalizes_first = from_logits and not plan.table_width and star is not None
@@ -83,9 +83,9 @@ def ctc_loss(
         with side_stream:
             call.launch_forward_scan(num_blocks)
             posteriors, blanks = workspace.posteriors, workspace.blank_posteriors
-            if zeros is not None and posteriors is not None and blanks is not None:
+            if words is not None and posteriors is not None and blanks is not None:
                 call.launch_loss(losses, num_blocks)
-                call.launch_posterior_scan(posteriors, blanks, zeros)
+                call.launch_posterior_scan(posteriors, blanks, words)
         if normalizes_alongside:
             launch_normalize(logits, input_lengths, *normalizers)
     finally:
@@ -134,37 +134,17 @@ def ctc_gradient(
 
 def _compute_posteriors(call: CTCCall, width: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the posteriors of labels and blanks, and the order of the labels if it is used."""
-    (T, N, C), plan, device = call.logits.shape, call.plan, call.logits.device
-    dtype = acc_dtype(call.logits.dtype)
+    (T, N, _), plan, device = call.logits.shape, call.plan, call.logits.device
+    dtype, order = acc_dtype(call.logits.dtype), None
     posteriors, blanks = (
         torch.empty(N * plan.num_chunks * T * size, dtype=dtype, device=device)
         for size in (width, 1)
     )
-    needs_order = plan.class_groups > 0 and not plan.sum_by_class
-    zeros, order = call.posterior_zeros(filled=not needs_order), None
-    if needs_order:
+    if plan.class_groups > 0 and not plan.sum_by_class:
         order = torch.empty(
             (N, plan.num_chunks, 1 + 2 * plan.class_groups, 32), dtype=torch.int32, device=device
         )
-        runtime_launch.launch(
-            ctc_label_order_kernel,
-            N * plan.num_chunks,
-            call.targets.labels,
-            call.targets.offsets,
-            call.targets.target_lengths,
-            order,
-            zeros,
-            N,
-            C,
-            call.targets.labels.shape[0],
-            plan.max_target_len,
-            plan.num_chunks,
-            zeros.shape[0],
-            call.scores.star,
-            GROUPS=plan.class_groups,
-            num_warps=1,
-        )
-    call.launch_posterior_scan(posteriors, blanks, zeros, width)
+    call.launch_posterior_scan(posteriors, blanks, call.posterior_words(), order, width)
     return posteriors, blanks, order
 
 

@@ -6,30 +6,31 @@ block (see `recompute.py`). Each block is recomputed while the previous block is
 chains of dependent operations interleave, and neither waits for the other. Chunks of 32 positions
 exchange carries as in the first scan.
 
+Sequences whose logits need it are scanned in fp64, all chunks one after another, by a launch that
+comes first. It also prepares the other launch, so that nothing else has to.
+
 A label's posterior is the product of what enters the label in one direction and its state in the
 other. The products of a step carry a common factor, which the gradient divides out. They are stored
 by label, `[32]` for each step and chunk, or summed by class if there are few classes.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 
+from .label_index import store_label_order
 from .lanes import LaneKernel, lane_index, sort_by_class
 from .lattice import (
     NEEDS_FP64,
     SIZES,
     TargetScan,
-    emit,
     load_chunk,
     load_lengths,
     load_states,
     program_chunk,
-    send_carry,
-    sum_predecessors,
+    store_carry,
 )
+from .posterior_memory import sequence_memory
 from .posterior_rows import PosteriorRows, store_posteriors
 from .recompute import (
     RecomputedHalf,
@@ -43,13 +44,52 @@ from .steps import (
     EmissionRows,
     SavedCarries,
     SavedStates,
+    advance,
     await_carries,
-    carry_at,
     carry_links,
     chunk_source,
     first_scan_half,
     prefetch_carries,
 )
+
+
+@triton.jit
+def scan_step(
+    state,
+    other_state,
+    other_states,
+    label,
+    next_label,
+    index,
+    block,
+    BLOCK_T: tl.constexpr,
+    FORWARD: tl.constexpr,
+    FP64: tl.constexpr,
+):
+    """Take the step `index` of this scan, and one of the other direction.
+
+    The index is a tensor `[32]`, and the values of the step are arguments, so that Triton
+    translates this function once, not for each unrolled step. `other_states` are the states of the
+    other direction after the step. Returns the states after both steps, and the posteriors of
+    labels and blanks.
+    """
+    sent_ptr, is_sent, can_skip, carries, other_carries, blanks, next_blanks, exponent, lane = block
+    store_carry(sent_ptr + index, state, can_skip, is_sent, FORWARD, FP64)
+    incoming, state = advance(state, carries, blanks, label, index, can_skip, lane, FORWARD, FP64)
+    other_state = advance(
+        other_state,
+        other_carries,
+        next_blanks,
+        next_label,
+        BLOCK_T - 1 - index,
+        can_skip,
+        lane,
+        not FORWARD,
+        FP64,
+    )[1]
+    blank, label = other_states
+    label = posterior_of(incoming.label, label, exponent, FP64)
+    return state, other_state, label, posterior_of(incoming.blank, blank, exponent, FP64)
 
 
 @triton.jit
@@ -92,93 +132,35 @@ def scan_other_half(
         has_carries = links.has_previous & (p > 0)
         words = prefetch_carries(links.received_ptr, p - BLOCK_T, has_carries, lane, BLOCK_T, FP64)
         loaded = prefetch_block(other, p - 2 * BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
-        next_states, labels, blanks = (), (), ()
+        next_states, labels, blanks, index = (), (), (), lane * 0 + (BLOCK_T - 1)
+        block = (
+            links.sent_ptr + p,
+            is_boundary_lane,
+            can_skip,
+            carries,
+            other_carries,
+            emissions.blank,
+            next_emissions.blank,
+            exponent,
+            lane,
+        )
         for v in tl.static_range(BLOCK_T - 1, -1, -1):
-            send_carry(links, p, v, state, can_skip, is_boundary_lane, lane, FORWARD, FP64)
-            carry = carry_at(carries, v, lane, FP64)
-            incoming = sum_predecessors(state, can_skip, carry, lane, FORWARD, FP64)
-            carry = carry_at(other_carries, BLOCK_T - 1 - v, lane, FP64)
-            other_incoming = sum_predecessors(other_state, can_skip, carry, lane, BACK, FP64)
-            other_blank, other_label = other_states[v]
-            labels = (posterior_of(incoming.label, other_label, exponent, FP64),) + labels
-            blanks = (posterior_of(incoming.blank, other_blank, exponent, FP64),) + blanks
-            state = emit(incoming, emissions, v, lane, FP64)
-            other_state = emit(other_incoming, next_emissions, BLOCK_T - 1 - v, lane, FP64)
+            state, other_state, label, blank = scan_step(
+                state,
+                other_state,
+                other_states[v],
+                emissions.label[v],
+                next_emissions.label[BLOCK_T - 1 - v],
+                index,
+                block,
+                BLOCK_T,
+                FORWARD,
+                FP64,
+            )
+            labels, blanks, index = (label,) + labels, (blank,) + blanks, index - 1
             next_states = next_states + (other_state,)
         store_posteriors(rows, labels, blanks, p, padding, lane, BACK, BLOCK_T, GROUPS, WIDTH)
         emissions, other_states = next_emissions, next_states
-
-
-class ChunkStates(NamedTuple):
-    """The states of a sequence that the first scan saved.
-
-    Fields:
-        ptr: states of α, `[num_blocks + 1, N, num_chunks, 2, 32]`; those of β follow.
-        block_stride: offset from the states of a block to those of the next block.
-        num_blocks: blocks of eight steps in a half.
-    """
-
-    ptr: tl.tensor
-    block_stride: tl.tensor
-    num_blocks: tl.tensor
-
-
-class ChunkCarries(NamedTuple):
-    """The carries that the chunks of a sequence exchange, `[2, num_chunks, N, carry_steps]`.
-
-    Fields:
-        saved_ptr: those of the first scan.
-        ptr: those of this scan, in the same order.
-        chunk_stride: offset from the carries of a chunk to those of the next chunk.
-        num_chunks: chunks of all targets.
-    """
-
-    saved_ptr: tl.tensor
-    ptr: tl.tensor
-    chunk_stride: tl.tensor
-    num_chunks: tl.tensor
-
-
-class ChunkPosteriors(NamedTuple):
-    """The posteriors of a sequence, which this scan writes.
-
-    Fields:
-        labels_ptr: `[num_chunks, T, WIDTH]`.
-        blanks_ptr: `[num_chunks, T]`.
-        T: number of rows of a chunk.
-    """
-
-    labels_ptr: tl.tensor
-    blanks_ptr: tl.tensor
-    T: tl.tensor
-
-
-class PosteriorMemory(NamedTuple):
-    """The memory of a sequence: what the first scan saved, and what this scan writes.
-
-    Fields:
-        states: see `ChunkStates`.
-        carries: see `ChunkCarries`.
-        posteriors: see `ChunkPosteriors`.
-    """
-
-    states: tuple[tl.tensor, ...]
-    carries: tuple[tl.tensor, ...]
-    posteriors: tuple[tl.tensor, ...]
-
-
-@triton.jit
-def sequence_memory(saved_ptr, carries, posteriors, sizes, WIDTH: tl.constexpr):
-    """Return the memory of a sequence, given the tensors of the batch and its sizes."""
-    n, N, T, num_chunks, num_blocks, carry_steps = sizes
-    first_chunk, carry_start, N64 = n * num_chunks, n * carry_steps, N.to(tl.int64)
-    saved_carries_ptr, carries_ptr = carries[0] + carry_start, carries[1] + carry_start
-    labels_ptr, blanks_ptr = posteriors
-    return PosteriorMemory(
-        ChunkStates(saved_ptr + first_chunk * 64, (N64 * num_chunks) * 64, num_blocks),
-        ChunkCarries(saved_carries_ptr, carries_ptr, N64 * carry_steps, num_chunks),
-        ChunkPosteriors(labels_ptr + first_chunk * T * WIDTH, blanks_ptr + first_chunk * T, T),
-    )
 
 
 @triton.jit
@@ -273,6 +255,46 @@ def scan_chunk(
         )
 
 
+@triton.jit
+def scan_sequence(
+    target, memory, is_scanned, rows, logz, lane, GROUPS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Scan the chunks of a target one after another in fp64, if `is_scanned`."""
+    for c in range(0, tl.where(is_scanned, target.target_len // 32 + 1, 0)):
+        scan_chunk(target, memory, c, rows, logz, lane, 1, True, 0, GROUPS, WIDTH)
+        # The next chunk of this program reads carries that other threads have just stored.
+        tl.debug_barrier()
+
+
+@triton.jit
+def prepare_chunk(
+    target,
+    carries,
+    n,
+    chunk,
+    flags,
+    tile_counter_ptr,
+    order_ptr,
+    lane,
+    ORDER_GROUPS: tl.constexpr,
+):
+    """Prepare the scan that follows: clear its counter and a chunk's carries, and sort the labels.
+
+    The carries of a sequence in fp64 are in use, and that scan waits for none of them.
+    """
+    zero = lane.to(tl.int64) * 0
+    if tile_counter_ptr is not None:
+        tl.store(tile_counter_ptr + lane * 0, zero, mask=n + chunk + lane == 0)
+        row = target.direction * carries.num_chunks + chunk
+        ptrs = carries.ptr + row * carries.chunk_stride + lane
+        for p in range(0, tl.where(flags == NEEDS_FP64, 0, carries.carry_steps), 32):
+            tl.store(ptrs + p, zero, mask=p + lane < carries.carry_steps)
+    if order_ptr is not None:
+        if target.direction == 0:
+            order_row = n * carries.num_chunks + chunk
+            store_label_order(order_ptr, order_row, target, chunk, lane, ORDER_GROUPS)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def ctc_posterior_scan_kernel(
     logits_ptr,  # [T, N, C]
@@ -283,12 +305,13 @@ def ctc_posterior_scan_kernel(
     target_lengths_ptr,  # [N]
     saved_ptr,  # [2, num_blocks + 1, N, num_chunks, 2, 32] int64
     saved_carries_ptr,  # [2, num_chunks, N, carry_steps] int64, of the forward scan
-    carries_ptr,  # [2, num_chunks, N, carry_steps] int64, zero
+    carries_ptr,  # [2, num_chunks, N, carry_steps] int64
     flags_ptr,  # [N] int64
     logz_ptr,  # [N] fp64
     posteriors_ptr,  # [N, num_chunks, T, WIDTH], by label, or with GROUPS by class
     blanks_ptr,  # [N, num_chunks, T]
-    tile_counter_ptr,  # [1] int64, zero, or None
+    order_ptr,  # [N, num_chunks, 1 + 2 * ORDER_GROUPS, 32] int32, or None
+    tile_counter_ptr,  # [1] int64, or None if no program waits for another
     priors_ptr,  # [C] or None
     maxima_ptr,  # [T, N], or None without a star and for log-probabilities
     sums_ptr,  # [T, N], or None likewise
@@ -307,24 +330,25 @@ def ctc_posterior_scan_kernel(
     stride_c,
     prior_scale,  # the bits of an fp64 number, or None without priors
     star,  # the label that is the star, or None
-    BLOCK_T: tl.constexpr,  # steps that are loaded together, unless the states are in fp64
-    ALL_FP64: tl.constexpr,  # whether all states are in fp64, or those of flagged sequences
+    BLOCK_T: tl.constexpr,  # steps that are loaded together
+    FP64: tl.constexpr,  # whether this launch keeps its states in fp64
+    ALL_FP64: tl.constexpr,  # whether it does so for all sequences, or for those that need it
     TABLE_WIDTH: tl.constexpr,  # row length of the table, 0 for logits
     GROUPS: tl.constexpr,  # groups of 32 classes by which posteriors are summed, or 0
+    ORDER_GROUPS: tl.constexpr,  # groups of 32 classes whose labels are sorted, or 0
     WIDTH: tl.constexpr,  # row length of the posteriors
     LAYOUT: tl.constexpr,
 ):
     """Scan α and β through each other's half, and store the posteriors of labels and blanks.
 
-    The posteriors of a step are correct up to a common factor. The first program of a sequence that
-    is flagged NEEDS_FP64 scans all of its chunks one after another in each direction.
+    The posteriors of a step are correct up to a common factor. A run in fp64 prepares the other.
     """
-    index, n, direction = program_chunk(tile_counter_ptr, N)
+    index, n, direction = program_chunk(None if FP64 else tile_counter_ptr, N)
     flags, logz = tl.load(flags_ptr + n), tl.load(logz_ptr + n)
     length, target_len, offset = load_lengths(
         n, input_lengths_ptr, target_lengths_ptr, offsets_ptr, T, max_target_len, M
     )[:3]
-    lane, last = lane_index(LAYOUT), target_len // 32
+    lane, last, has_path = lane_index(LAYOUT), target_len // 32, logz > -float("inf")
     carries, posteriors = (saved_carries_ptr, carries_ptr), (posteriors_ptr, blanks_ptr)
     sizes = (n, N, T, num_chunks, num_blocks, carry_steps)
     memory = sequence_memory(saved_ptr, carries, posteriors, sizes, WIDTH)
@@ -332,13 +356,13 @@ def ctc_posterior_scan_kernel(
     target = TargetScan(labels_ptr, direction, length, target_len, C, blank, limit, star)
     priors, normalizers = row_scores(priors_ptr, prior_scale, maxima_ptr, sums_ptr, n, N)
     rows = EmissionRows(logits_ptr + n * stride_n, stride_t, stride_c, priors, normalizers)
-    has_path = logz > -float("inf")
-    needs_fp64 = flags == flags if ALL_FP64 else flags == NEEDS_FP64
-    for c in range(0, tl.where(has_path & needs_fp64 & (index == 0), last + 1, 0)):
-        scan_chunk(target, memory, c, rows, logz, lane, 1, True, 0, GROUPS, WIDTH)
-        # The next chunk of this program reads carries that other threads have just stored.
-        tl.debug_barrier()
-    if not ALL_FP64:
+    if FP64:
+        prepare_chunk(
+            target, memory.carries, n, index, flags, tile_counter_ptr, order_ptr, lane, ORDER_GROUPS
+        )
+        is_scanned = has_path & (index == 0) & (ALL_FP64 | (flags == NEEDS_FP64))
+        scan_sequence(target, memory, is_scanned, rows, logz, lane, GROUPS, WIDTH)
+    else:
         if TABLE_WIDTH:
             table_ptr += (n * (T + 48) + 24) * TABLE_WIDTH
             rows = EmissionRows(table_ptr, stride_t * 0 + TABLE_WIDTH, 1, (), ())

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .lattice import LaneStates, emit, sum_predecessors
+from .lattice import LaneStates
 from .state import unpack_state
-from .steps import carry_at, decode_emissions, prefetch_carries, prefetch_emissions
+from .steps import advance, decode_emissions, prefetch_carries, prefetch_emissions
 
 
 class RecomputedHalf(NamedTuple):
@@ -57,9 +57,8 @@ def recompute_to_step(recomputed, state, p, lane, FORWARD: tl.constexpr):
         loaded = prefetch_emissions(source, half, q, lane, FORWARD, 1, 0)
         emissions = decode_emissions(loaded, source, q, 0, lane, 1, True, 0)[0]
         words = prefetch_carries(carries.ptr, q, carries.valid, lane, 1, True)
-        carry = carry_at(words, 0, lane, True)
-        incoming = sum_predecessors(state, can_skip, carry, lane, FORWARD, True)
-        state = emit(incoming, emissions, 0, lane, True)
+        blanks, label = emissions.blank, emissions.label[0]
+        state = advance(state, words, blanks, label, lane * 0, can_skip, lane, FORWARD, True)[1]
     return state
 
 
@@ -130,8 +129,16 @@ def recompute_block(
     )
     states = ()
     for u in tl.static_range(BLOCK_T):
-        carry = carry_at(loaded.carries, u, lane, FP64)
-        incoming = sum_predecessors(state, recomputed.can_skip, carry, lane, FORWARD, FP64)
-        state = emit(incoming, emissions, u, lane, FP64)
+        state = advance(
+            state,
+            loaded.carries,
+            emissions.blank,
+            emissions.label[u],
+            lane * 0 + u,
+            recomputed.can_skip,
+            lane,
+            FORWARD,
+            FP64,
+        )[1]
         states = states + (state,)
     return emissions, states

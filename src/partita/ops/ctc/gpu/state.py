@@ -147,9 +147,8 @@ def select(condition, a, b, FP64: tl.constexpr):
 
 
 @triton.jit
-def broadcast_lane(a, lane, u, FP64: tl.constexpr):
-    """Return the state of lane u in all lanes."""
-    index = lane * 0 + u
+def broadcast_lane(a, index, FP64: tl.constexpr):
+    """Return in each lane the state of the lane `index`, `[32]`."""
     if FP64:
         return (tl.gather(a[0], index, 0),)
     else:

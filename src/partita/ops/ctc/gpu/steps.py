@@ -19,6 +19,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .lattice import emit, sum_predecessors
 from .scores import prior_emission, star_emission
 from .state import (
     ZERO_EXPONENT,
@@ -267,7 +268,8 @@ def label_emission(x, source, star, u, lane, FP64: tl.constexpr):
     """Return the emission of each lane's label at step u of a block, given its logit."""
     emission = class_emission(x, source.priors[:1], source.limit, FP64)
     if len(source.is_star) > 0:
-        emission = select(source.is_star[0], broadcast_lane(star, lane, u, FP64), emission, FP64)
+        star = broadcast_lane(star, lane * 0 + u, FP64)
+        emission = select(source.is_star[0], star, emission, FP64)
     return emission
 
 
@@ -334,6 +336,29 @@ def await_carries(words, links, p, lane, BLOCK_T: tl.constexpr, FP64: tl.constex
 
 
 @triton.jit
-def carry_at(words, u, lane, FP64: tl.constexpr):
-    """Return the carry of step u in all lanes."""
-    return unpack_state(tl.gather(words, lane * 0 + u, 0), FP64)
+def carry_at(words, index, FP64: tl.constexpr):
+    """Return the carry of the step `index`, `[32]`, in all lanes."""
+    return unpack_state(tl.gather(words, index, 0), FP64)
+
+
+@triton.jit
+def advance(
+    state,
+    words,
+    blanks,
+    label,
+    index,
+    can_skip,
+    lane,
+    FORWARD: tl.constexpr,
+    FP64: tl.constexpr,
+):
+    """Take a step: return the sums that enter the states, and the states after it.
+
+    `words` and `blanks` are the carries and the blank's emissions of a block, with a step in each
+    lane; `label` are the labels' emissions of the step `index`. The index is a tensor `[32]`, so
+    that Triton translates this function once, not for each unrolled step.
+    """
+    carry = carry_at(words, index, FP64)
+    incoming = sum_predecessors(state, can_skip, carry, lane, FORWARD, FP64)
+    return incoming, emit(incoming, blanks, label, index, FP64)
