@@ -24,9 +24,7 @@ SPILLED = {
     "chain_logz_kernel": 8,
     "chain_viterbi_kernel": 8,
     "ctc_narrow_gradient_kernel": 8,
-    # Numbers that one row does not use while it is computed. With 128 registers, four programs run
-    # on a multiprocessor.
-    "divergence_row_kernel": 112,
+    "divergence_row_kernel": 8,
     # The largest of the blocks that stay in registers: a few numbers of each step.
     "linear_chain_sample_kernel": 32,
     "linear_chain_sample_words_kernel": 8,

@@ -332,26 +332,3 @@ def test_bad_input(name: str) -> None:
     x, t = sample(2, 6)
     with pytest.raises(error, match=message):
         call(x, t)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("beta", BETAS)
-def test_programs_of_several_rows(beta: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs that take several rows one after another give the bits of those with one."""
-    from partita.ops.divergence.gpu import plan
-
-    x, t = sample(10, 20_000, dtype=torch.bfloat16, device="cuda")
-    mask = torch.arange(10, device="cuda") % 4 != 2
-    results = []
-    for many in (plan.MANY_PARTS, 0):
-        monkeypatch.setattr(plan, "MANY_PARTS", many)
-        leaf = x.clone().requires_grad_()
-        loss = partita.divergence(leaf, t, beta=beta, mask=mask)
-        results.append((loss, torch.autograd.grad(loss, leaf)[0]))
-    for one, several in zip(*results, strict=True):
-        assert torch.equal(one, several)
-    exact = x.double().requires_grad_()
-    expected = truth(exact, t, beta)[mask].mean()
-    torch.testing.assert_close(results[1][0].double(), expected, rtol=1e-5, atol=1e-6)
-    grad = torch.autograd.grad(expected, exact)[0]
-    torch.testing.assert_close(results[1][1].double(), grad, rtol=5e-3, atol=1e-6)

@@ -39,9 +39,6 @@ BLOCK = 2048
 MIXTURE_BLOCK = 1024
 GRADIENT_BLOCK = 4096
 FEW_ROWS = 1024
-# Registers of a thread, so that four programs fit on a multiprocessor; three if logits are loaded
-# one by one.
-MIXTURE_REGISTERS, LONE_REGISTERS = 128, 168
 ROW_BYTES = 16  # what one thread loads of a row at once
 
 
@@ -264,11 +261,9 @@ def divergence_one_pass(
     numbers = (beta, temperature, softcap)
     plan = None
     if x.dtype == t.dtype and x.stride(1) == t.stride(1) == 1:
-        vector = _vector(False, x, t, dlogits)
-        sizes = (x.shape[1], x.element_size(), vector)
-        plan = one_pass_plan(*sizes, not INTERPRETED, 0 < beta < 1)
+        plan = one_pass_plan(x.shape[1], x.element_size(), not INTERPRETED)
     if plan is not None:
-        _launch_one_pass(plan, vector, x, t, row_factor, factor, numbers, loss, dlogits)
+        _launch_one_pass(plan, x, t, row_factor, factor, numbers, loss, dlogits)
     else:
         fields = divergence(logits, teacher_logits, *numbers)
         loss = fields.loss
@@ -282,7 +277,6 @@ def divergence_one_pass(
 
 def _launch_one_pass(
     plan: OnePassPlan,
-    vector: int,
     x: Tensor,
     t: Tensor,
     row_factor: Tensor | None,
@@ -292,24 +286,20 @@ def _launch_one_pass(
     dlogits: Tensor,
 ) -> None:
     """Launch the kernel whose programs hold parts of both rows."""
-    lanes, is_shared, is_mixture = 32 * plan.num_warps, plan.splits > 1, 0 < numbers[0] < 1
-    rows_per_program = plan.rows_per_program(len(x))
-    programs = cdiv(len(x), rows_per_program) * plan.splits
-    registers = {}
-    if is_mixture and NVIDIA:
-        registers["maxnreg"] = MIXTURE_REGISTERS if vector > 1 else LONE_REGISTERS
+    vector, lanes = _vector(False, x, t, dlogits), 32 * plan.num_warps
+    is_shared = plan.splits > 1
+    programs = len(x) * plan.splits
     launch(
         divergence_row_kernel,
         programs,
         x,
         t,
         row_factor,
-        zeroed_words(x.device, 1 + 3 * len(x) * plan.splits if is_shared else 0)[0],
+        zeroed_words(x.device, 1 + 3 * programs if is_shared else 0)[0],
         loss,
         dlogits,
-        *x.shape,
+        x.shape[1],
         plan.splits,
-        rows_per_program,
         plan.classes_per_program,
         x.stride(0),
         t.stride(0),
@@ -323,10 +313,8 @@ def _launch_one_pass(
         BLOCK_SPLITS=max(2, next_power_of_2(plan.splits)),
         VEC=vector,
         LANES=lanes if plan.block >= lanes * vector else 1,
-        BLOCKS=plan.blocks if is_mixture else 0,  # a KL has a loop over them
         BLOCK=plan.block,
         num_warps=plan.num_warps,
-        **registers,
     )
 
 

@@ -172,21 +172,6 @@ def load_both(
 
 
 @triton.jit
-def store_gradient(part, v, x, grad, is_whole, HAS_SOFTCAP: tl.constexpr, VEC: tl.constexpr):
-    """Store the gradient of the classes v, given that of their soft-capped logits x.
-
-    All of them are in the part if it `is_whole`.
-    """
-    if HAS_SOFTCAP:
-        grad *= (1.0 - x / part.cap) * (1.0 + x / part.cap)
-    grad = grad.to(part.d_ptr.dtype.element_ty)
-    if is_whole:
-        tl.store(part.d_ptr + v, grad, cache_modifier=".cs")
-    else:
-        tl.store(part.d_ptr + v, grad, mask=v // VEC * VEC < part.last, cache_modifier=".cs")
-
-
-@triton.jit
 def exponent(x, shift, part):
     """Return the exponents of classes, from their logits and the finite shift of their row."""
     return tl.fma(x, part.log2_scale, -shift)
@@ -235,7 +220,7 @@ def add_block(
     BLOCK: tl.constexpr,
 ):
     """Add one block of classes to the statistics of the lanes, whose shifts CAREFUL updates."""
-    LANES: tl.constexpr = share.total.shape[1]
+    LANES: tl.constexpr = share.shift.shape[1]
     VECTOR: tl.constexpr = 1 if LANES == 1 else VEC
     FILL: tl.constexpr = NOTHING if CAREFUL else FINITE
     _, x, t = load_both(part, start, UNMASKED, FILL, HAS_SOFTCAP, FAST, VEC, BLOCK)
@@ -260,7 +245,6 @@ def add_block(
 
 @triton.jit
 def scan_part(
-    share,
     part,
     CAREFUL: tl.constexpr,
     KIND: tl.constexpr,
@@ -270,8 +254,17 @@ def scan_part(
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add a part to the statistics of the lanes."""
+    """Return the statistics of the lanes over a part."""
     TAIL: tl.constexpr = BLOCK if LANES == 1 else LANES * VEC
+    VECTOR: tl.constexpr = 1 if LANES == 1 else VEC
+    zero = tl.zeros([1, LANES], tl.float32)
+    shift = tl.full([1, LANES], -float("inf"), tl.float32)
+    t_shift = shift
+    if not CAREFUL:
+        first = part.first
+        _, x, t = load_both(part, first, False, NOTHING, HAS_SOFTCAP, FAST, VEC, TAIL)
+        shift, t_shift = lane_shifts(by_lane(x, LANES, VECTOR), by_lane(t, LANES, VECTOR), part)
+    share = PairShare(shift, zero, t_shift, zero, zero)
     last = unmasked_end(part, BLOCK)
     for start in range(part.first, last, BLOCK):
         share = add_block(share, part, start, True, CAREFUL, KIND, HAS_SOFTCAP, FAST, VEC, BLOCK)
@@ -295,20 +288,12 @@ def part_statistics(
     The first scan takes the shifts from the first vector of each lane, and no logit is infinite. A
     careful scan follows where a lane has no shift, or where sums are NaN or might overflow.
     """
-    TAIL: tl.constexpr = BLOCK if LANES == 1 else LANES * VEC
-    VECTOR: tl.constexpr = 1 if LANES == 1 else VEC
-    zero = tl.zeros([1, LANES], tl.float32)
-    _, x, t = load_both(part, part.first, False, NOTHING, HAS_SOFTCAP, FAST, VEC, TAIL)
-    shift, t_shift = lane_shifts(by_lane(x, LANES, VECTOR), by_lane(t, LANES, VECTOR), part)
-    share = PairShare(shift, zero, t_shift, zero, zero)
-    share = scan_part(share, part, False, KIND, HAS_SOFTCAP, FAST, VEC, LANES, BLOCK)
+    share = scan_part(part, False, KIND, HAS_SOFTCAP, FAST, VEC, LANES, BLOCK)
     is_plain = (share.total < LARGEST) & (share.t_total < LARGEST)
     is_plain &= (share.shift > -float("inf")) & (share.t_shift > -float("inf"))
     is_plain &= share.weighted == share.weighted
     if tl.min(is_plain.to(tl.int32)) == 0:
-        lowest = zero - float("inf")
-        share = PairShare(lowest, zero, lowest, zero, zero)
-        share = scan_part(share, part, True, KIND, HAS_SOFTCAP, FAST, VEC, LANES, BLOCK)
+        share = scan_part(part, True, KIND, HAS_SOFTCAP, FAST, VEC, LANES, BLOCK)
     return merged_shares(share, KIND)
 
 
