@@ -232,7 +232,14 @@ def test_exchanges_on_several_streams() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "number"),
-    [((50, 4, 10), 2), ((1, 1, 16), 2), ((64, 8, 3), 2), ((65, 1, 3), 7), ((50, 4, 17), 7)],
+    [
+        ((50, 4, 10), 2),
+        ((1, 1, 16), 2),
+        ((64, 4, 3), 2),
+        ((64, 8, 3), 7),
+        ((65, 1, 3), 7),
+        ((50, 4, 17), 7),
+    ],
 )
 def test_small_batches_are_two_launches(shape: tuple[int, int, int], number: int) -> None:
     launched: list[Launch] = []
