@@ -150,6 +150,25 @@ def test_invalid_lengths(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @kernel_devices
+def test_tokens_past_a_length_do_not_reach_the_transitions(device: str) -> None:
+    """Sequences of one token take no transition, whatever its score and their gradient are."""
+    chain = random_linear_chain(3, 2, 3, ragged=False, device=device)
+    chain.transitions[0, 1] = torch.inf
+    lengths = torch.tensor([1, 1], device=device)
+    agree(LinearChain(chain.emissions, chain.transitions, lengths=lengths))
+    for scale in SCALES:
+        chain = with_transitions(random_linear_chain(3, 2, 3, device=device), scale)
+        one = LinearChain(chain.emissions, chain.transitions, lengths=lengths)
+        tensors = (one.emissions, one.transitions, None, None, one.lengths)
+        with partita.backend("triton"), poisoned_memory():
+            logz, _, saved = autograd.logz(*tensors, True, "triton")
+            grad = torch.full_like(logz, torch.nan)
+            options = (True, False, "triton")
+            found = autograd.logz_gradient(grad, *tensors, logz, saved, *options)
+        assert (found[1] == 0).all()
+
+
+@kernel_devices
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("C", [3, 70])
 @pytest.mark.parametrize("forbidden", [0.0, 0.6])

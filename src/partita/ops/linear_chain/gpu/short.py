@@ -138,8 +138,10 @@ def linear_chain_short_gradient_kernel(
         else:
             score = (left - factor)[:, None] + scores[None, :] + relative + beta
             term = exp_sum_term(score, EXACT) * grad[:, None]
-        # The factor of an invalid length is NaN.
-        counts += tl.where((inside & (t > 0))[:, None], term, 0.0)
+        # An invalid length is 0 here, and its factor is NaN. Tokens past a length have to be left
+        # out, because an infinite transition or a gradient of NaN makes their terms NaN.
+        is_term = entered | (inside & (t > 0) & (tokens < 1))
+        counts += tl.where(is_term[:, None], term, 0.0)
     total = tl.sum(counts, axis=0)
     total = tl.where(is_linear, total * tl.exp(scores - shift), total)
     at = d_transitions_ptr + k.to(tl.int64) * C + c
