@@ -7,7 +7,8 @@ chains of dependent operations interleave, and neither waits for the other. Chun
 exchange carries as in the first scan.
 
 Sequences whose logits need it are scanned in fp64, all chunks one after another, by a launch that
-comes first. It also prepares the other launch, so that nothing else has to.
+comes first. It also clears the words of the other launch and sorts the labels for the gradient, so
+that no further launch has to.
 
 A label's posterior is the product of what enters the label in one direction and its state in the
 other. The products of a step carry a common factor, which the gradient divides out. They are stored
@@ -278,9 +279,9 @@ def prepare_chunk(
     lane,
     ORDER_GROUPS: tl.constexpr,
 ):
-    """Prepare the scan that follows: clear its counter and a chunk's carries, and sort the labels.
+    """Clear the counter and a chunk's carries for the next scan, and sort labels for the gradient.
 
-    The carries of a sequence in fp64 are in use, and that scan waits for none of them.
+    The carries of a sequence in fp64 are in use here, and the next scan waits for none of them.
     """
     zero = lane.to(tl.int64) * 0
     if tile_counter_ptr is not None:
