@@ -117,6 +117,7 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
                 "semi_markov_memory_scan_kernel",
                 "semi_markov_pairs_kernel",
                 "semi_markov_sample_kernel",
+                "linear_chain_short_gradient_kernel",
                 "semi_markov_scan_kernel",
                 "semi_markov_segments_kernel",
                 "semi_markov_states_kernel",
