@@ -188,7 +188,10 @@ def call_linear_chains(dtype: torch.dtype) -> None:
         emissions, transitions = torch.zeros(3, 2, shape[-1], dtype=dtype), torch.zeros(shape)
         for gluon in {plan.GLUON, False}:
             with mock.patch.object(plan, "GLUON", gluon):
-                partita.linear_chain(emissions, transitions.to(dtype)).viterbi()
+                chain = partita.linear_chain(emissions, transitions.to(dtype))
+                chain.viterbi()
+                with mock.patch.object(plan, "MIN_TRACED_PAIRS", 1):
+                    chain.viterbi()
 
 
 def call_semi_markov(dtype: torch.dtype, C: int, D: int) -> None:

@@ -83,6 +83,7 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
                 "linear_chain_best_groups_kernel",
                 "linear_chain_best_last_kernel",
                 "linear_chain_best_ties_kernel",
+                "linear_chain_best_trace_kernel",
                 "linear_chain_best_operators_kernel",
                 "linear_chain_boundaries_kernel",
                 "linear_chain_counts_kernel",

@@ -17,7 +17,15 @@ from partita.testing import poisoned_memory
 
 # Sequences of one segment, of several groups, of one state, and of more states than lanes add up.
 SHAPES = ((9, 1, 3), (70, 1, 2), (34, 2, 5), (17, 2, 1), (20, 1, 10))
-LARGE = ((1500, 2, 4), (1200, 1, 16), (200, 3, 50), (100, 3, 100), (40, 17, 200), (9, 3, 512))
+LARGE = (
+    (1500, 2, 4),
+    (1200, 1, 16),
+    (200, 3, 50),
+    (100, 3, 100),
+    (40, 17, 200),
+    (9, 3, 512),
+    (60, 16, 512),
+)
 
 
 def cut_small(T: int, N: int, C: int) -> plan.LaneSizes:
@@ -122,9 +130,19 @@ def test_nan_and_invalid_lengths_stay_in_their_sequence_in_segments(
     assert score.isnan().all() and (states == -1).all()
 
 
+@pytest.fixture(params=["maps", "traced"])
+def way_back(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Trace paths through maps of all states, and from the scores alone."""
+    monkeypatch.setattr(plan, "MIN_TRACED_PAIRS", 1 if request.param == "traced" else 2**60)
+    clear_caches()
+    yield
+    clear_caches()
+
+
 @kernel_devices
+@pytest.mark.usefixtures("way_back")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(1, 2, 70), (3, 2, 66)])
+@pytest.mark.parametrize("shape", [(1, 2, 70), (3, 2, 66), (140, 1, 65)])
 def test_paths_of_many_states(kind: str, shape: tuple[int, int, int], device: str) -> None:
     assert not plan.stores_previous(shape[-1], kind == "constant")
     for forbidden in (0.0, 0.6):
@@ -134,6 +152,7 @@ def test_paths_of_many_states(kind: str, shape: tuple[int, int, int], device: st
 
 
 @kernel_devices
+@pytest.mark.usefixtures("way_back")
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_stays_in_its_sequence_of_many_states(
     kind: str, device: str, monkeypatch: pytest.MonkeyPatch

@@ -2,7 +2,8 @@
 
 A step stores the best score of each state with and without the emission of its token. When all are
 known, the states before each state follow for all tokens at the same time: the lowest state whose
-sum is the best score. This needs no index in the steps, which run one after the other.
+sum is the best score. This needs no index in the steps, which run one after the other. Where the
+pairs of states are many, it is done for the states of the best path alone, one after the other.
 
 Source: Forney, The Viterbi algorithm, 1973.
 """
@@ -230,6 +231,48 @@ def linear_chain_best_states_kernel(
                 weight = tl.load(at, mask=inside, other=0.0).to(tl.float64)
                 index = tl.where(x + weight == y, k, index)
         tl.store(previous_ptr + row * C + c, index, mask=mask)
+
+
+@triton.jit
+def linear_chain_best_trace_kernel(
+    transitions_ptr,  # [C, C] or [T - 1, N, C, C]
+    states_ptr,  # [2, T + 1, N, C] fp64
+    lengths_ptr,  # [N] or None
+    last_ptr,  # [N] int32: the last state of the best path, or -1
+    path_ptr,  # [T, N] int64
+    T,
+    N,
+    C,
+    trans_t,
+    trans_n,
+    trans_k,
+    trans_c,
+    BLOCK_C: tl.constexpr,
+):
+    """Trace the best path of a sequence: before each state, the lowest that attains its score."""
+    n, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_C)
+    tokens, _ = load_tokens(lengths_ptr, n, T)
+    state = tl.load(last_ptr + n)
+    # Without a path, no token has a state.
+    known = tl.where(state >= 0, tokens, 0)
+    for first in range(0, T, BLOCK_C):
+        t = first + k
+        tl.store(path_ptr + t.to(tl.int64) * N + n, -1, mask=(t >= known) & (t < T))
+    row = tl.full([], N, tl.int64) * C
+    states_ptr += n * C
+    transitions_ptr += n * trans_n + k.to(tl.int64) * trans_k
+    x = tl.load(states_ptr + (tokens - 2) * row + k, mask=(k < C) & (known > 1), other=0.0)
+    for i in range(0, known):
+        t = tokens - 1 - i
+        tl.store(path_ptr + tl.full([], t, tl.int64) * N + n, state.to(tl.int64))
+        # The scores of the token before the last one do not depend on the state.
+        ahead = tl.load(states_ptr + (t - 2) * row + k, mask=(k < C) & (t > 1), other=0.0)
+        y = tl.load(states_ptr + (row + T * row) + t * row + state)
+        step_ptr = transitions_ptr + tl.full([], t - 1, tl.int64) * trans_t
+        at = step_ptr + state.to(tl.int64) * trans_c
+        weight = tl.load(at, mask=(k < C) & (t > 0), other=0.0).to(tl.float64)
+        state = tl.min(tl.where((x + weight == y) & (k < C), k, C - 1), axis=0)
+        x = ahead
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from .best_steps import (
     linear_chain_best_states_kernel,
     linear_chain_best_step_kernel,
     linear_chain_best_ties_kernel,
+    linear_chain_best_trace_kernel,
 )
 from .launch import linear_chain_logz
 from .launch_lanes import best_path_in_lanes, exp_table, score_table, trace_words
@@ -52,23 +53,22 @@ def linear_chain_viterbi(
     if itemsize >= 4 and plan.meets(T, N, C, constant):
         best_path_from_both_ends(emissions, transitions, start, end, lengths, score, states)
         return score, states
+    if not plan.stores_previous(C, constant):
+        best_path_from_scores(emissions, transitions, start, end, lengths, score, states)
+        return score, states
     previous = torch.empty((T, N, C), dtype=previous_dtype(C), device=device)
     last = torch.empty(N, dtype=torch.int32, device=device)
-    chain, results = (emissions, transitions, start, end, lengths), (previous, score, last)
-    if plan.stores_previous(C, constant):
-        launch(
-            linear_chain_viterbi_kernel,
-            N,
-            *(*chain, *results, T, N, C),
-            *emissions.stride(),
-            *transition_strides(transitions),
-            *end_strides(start),
-            *end_strides(end),
-            CONSTANT=constant,
-            **plan.viterbi_options(C),
-        )
-    else:
-        best_states(*chain, *results)
+    launch(
+        linear_chain_viterbi_kernel,
+        N,
+        *(emissions, transitions, start, end, lengths, previous, score, last, T, N, C),
+        *emissions.stride(),
+        *transition_strides(transitions),
+        *end_strides(start),
+        *end_strides(end),
+        CONSTANT=constant,
+        **plan.viterbi_options(C),
+    )
     trace(previous, lengths, None, last, states, False)
     return score, states
 
@@ -78,23 +78,24 @@ def previous_dtype(C: int) -> torch.dtype:
     return torch.int16 if C <= 2**15 else torch.int32
 
 
-def best_states(
+def best_path_from_scores(
     emissions: Tensor,
     transitions: Tensor,
     start: Tensor | None,
     end: Tensor | None,
     lengths: Tensor | None,
-    previous: Tensor,
     score: Tensor,
-    last: Tensor,
+    states: Tensor,
 ) -> None:
-    """Find the best scores of all states first, then the best states before each state."""
+    """Find the best score `[N]` and path `[T, N]` from the best scores of all states."""
     T, N, C = emissions.shape
     constant = transitions.ndim == 2
     scores = torch.empty((2, T + 1, N, C), dtype=torch.float64, device=emissions.device)
+    last = torch.empty(N, dtype=torch.int32, device=emissions.device)
     is_nan = torch.zeros((2, N), dtype=torch.int32, device=emissions.device)
     results, sizes = (scores, is_nan), (T, N, C, *emissions.stride())
     ends, strides = (*end_strides(start), *end_strides(end)), transition_strides(transitions)
+    steps, step_strides = transitions, strides
     if plan.resident_best(C, constant):
         inputs = (emissions, transitions, start, end, lengths)
         numbers, options = (*sizes, *strides[2:], *ends), plan.resident_best_options(C)
@@ -104,18 +105,21 @@ def best_states(
         by_sequence = transitions.ndim == 4
         kernel = linear_chain_strided_best_kernel if plan.GLUON else linear_chain_best_step_kernel
         programs = plan.best_step_programs(N, C, by_sequence)
-        steps, numbers = transitions, (*sizes, *strides, *ends)
         if constant:
             # The states that a step leaves are side by side for each state that it enters.
-            steps, numbers = score_table(transitions.T), (*sizes, 0, 0, 1, C, *ends)
-        inputs, options = (
-            (emissions, steps, start, end, lengths),
-            plan.best_step_options(C, by_sequence),
-        )
+            steps, step_strides = score_table(transitions.T), (0, 0, 1, C)
+        inputs, numbers = (emissions, steps, start, end, lengths), (*sizes, *step_strides, *ends)
+        options = plan.best_step_options(C, by_sequence)
         for t in range(T):
             launch(kernel, programs, *inputs, *results, t, *numbers, **options)
     find_last(scores, lengths, is_nan, score, last, None, False, False)
-    find_previous(transitions, scores, previous, lengths, None, strides, False, False)
+    if plan.traces_scores(N, C):
+        inputs, options = (steps, scores, lengths, last, states), plan.best_trace_options(C)
+        launch(linear_chain_best_trace_kernel, N, *inputs, *sizes[:3], *step_strides, **options)
+    else:
+        previous = torch.empty((T, N, C), dtype=previous_dtype(C), device=emissions.device)
+        find_previous(transitions, scores, previous, lengths, None, strides, False, False)
+        trace(previous, lengths, None, last, states, False)
 
 
 def best_path_from_both_ends(

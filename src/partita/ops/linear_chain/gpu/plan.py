@@ -35,6 +35,7 @@ MAX_PARALLEL_SEQUENCES = 32
 MAX_PARALLEL_STATES = 16
 MAX_LANE_STATES = 8  # of linear scans whose segments have a lane each
 MIN_MEETING_TOKENS = 256  # of best paths that are found from both ends
+MIN_TRACED_PAIRS = 2**21  # of states, of a step of best paths that are traced from the scores
 MAX_MEETING_WARPS = 528  # of all scans from the start: half of a small GPU's
 MAX_TABLE_STATES = 5  # whose transitions stay in the registers of a lane
 OPERATOR_WARPS = 2  # 2 or 4, of a program whose threads share an operator
@@ -220,6 +221,21 @@ def best_states_options(C: int, constant: bool) -> dict[str, int]:
     """Return the compile-time arguments of the kernel that finds the states before each state."""
     block = min(64, next_power_of_2(max(C, 16)))
     return {"ROWS": 32 if constant else 4, "BLOCK_C": block, "UNROLL": 4, "num_warps": 4}
+
+
+def traces_scores(N: int, C: int) -> bool:
+    """Return whether the way back looks for the states before those of the best path alone.
+
+    Each sequence then takes its steps one after the other. Otherwise the states before all states
+    are found for all tokens at the same time.
+    """
+    return N * C * C >= MIN_TRACED_PAIRS
+
+
+def best_trace_options(C: int) -> dict[str, int]:
+    """Return the compile-time arguments of the kernel that traces a path from the scores."""
+    block = next_power_of_2(max(C, 32))
+    return {"BLOCK_C": block, "num_warps": warps(block // 4)}
 
 
 def sample_options(C: int) -> dict[str, int]:
