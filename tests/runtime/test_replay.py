@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from torch import Tensor
 
 from partita.runtime import launcher, recording
+from partita.runtime.parts import with_views
 from partita.runtime.recording import FORK, JOIN, LEAVE, Recorder
 
 
@@ -328,3 +329,30 @@ def test_calls_from_eight_threads(ops: Ops) -> None:
 def test_programs_are_checked(arguments: Any, message: str, ops: Ops) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         ops.driver.module.Program(*arguments)
+
+
+def test_a_part_of_a_tensor_is_an_argument_of_a_launch(ops: Ops) -> None:
+    def op(x: Tensor) -> Tensor:
+        buffer, result = torch.zeros(16, dtype=torch.float64), torch.zeros_like(x)
+        part = (buffer, 64, torch.float32)
+        ops.launch(x, part, x.numel(), 3.0)
+        ops.launch(part, result, x.numel(), 2.0)
+        ops.launch((buffer, 0, torch.float32), result, x.numel(), 1.0)  # which is 0
+        (view,) = with_views((part,))
+        assert view.data_ptr() == buffer.data_ptr() + 64 and torch.equal(view[:8], 3 * x)
+        return result
+
+    assert ops.record(op, aligned(8)).reason is None
+    x = aligned(8)
+    torch.testing.assert_close(ops.replay(x), 6 * x)
+
+
+def test_the_key_of_a_launch_has_the_dtype_and_the_alignment_of_a_part(ops: Ops) -> None:
+    buffer = aligned(64)
+    parts = [(buffer, 0, torch.float32), (buffer, 4, torch.float32), (buffer, 0, torch.int32)]
+    keys = [ops.driver.module.launch({}, scale_kernel, 1, (part,), {}) for part in parts]
+    assert len(set(keys)) == 3
+    same = (aligned(64), 32, torch.float32)
+    assert ops.driver.module.launch({}, scale_kernel, 1, (same,), {}) == keys[0]
+    other = (torch.ones(2, device="meta"), 0, torch.float32)
+    assert ops.driver.module.launch({}, scale_kernel, 1, (other,), {}) is NotImplemented

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .caches import BoundedCache, register_cache
+from .parts import tensor_of, with_views
 from .recording import ALLOCATIONS, FILLED_ALLOCATIONS, FILLS, has_no_tensors
 
 MAX_THREADS = 16
@@ -163,7 +164,8 @@ class DeferredLaunches(TorchDispatchMode):
             self._planned.append(launch)
             return
         self._launches.append(launch)
-        storages = (arg.untyped_storage() for arg in launch.args if isinstance(arg, Tensor))
+        tensors = map(tensor_of, launch.args)
+        storages = (arg.untyped_storage() for arg in tensors if isinstance(arg, Tensor))
         self._used.update(storage._cdata for storage in storages)
 
     def plan(
@@ -314,7 +316,7 @@ def _start_to_compile(launch: Launch) -> Any:
         # The first look at the cache of a device sets the class of the kernel's source.
         _ = kernel.device_caches[driver.active.get_current_device()]
         kernel.ASTSource = _in_turn(kernel.ASTSource)
-    return kernel.warmup(*args, grid=(programs,), **options)
+    return kernel.warmup(*with_views(args), grid=(programs,), **options)
 
 
 @functools.lru_cache(maxsize=16)

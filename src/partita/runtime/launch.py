@@ -13,6 +13,7 @@ from torch import Tensor
 from . import first_call, launcher, recording
 from .backend import interpreting
 from .caches import BoundedCache, register_cache
+from .parts import tensor_of, with_views
 from .sizes import cdiv, next_power_of_2
 
 __all__ = [
@@ -67,18 +68,18 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
     Args:
         kernel: the Triton kernel.
         programs: the number of programs; nothing runs if it is 0.
-        *args: the run-time arguments in the order of the signature.
+        *args: the run-time arguments in the order of the signature; tensors may be parts.
         **options: the constexpr arguments and the launch options.
     """
     if programs == 0:
         return
-    device = args[0].device
-    if device.type != "cuda":
-        if device.type == "meta" and first_call.defer(
+    first = tensor_of(args[0])
+    if not first.is_cuda:
+        if first.is_meta and first_call.defer(
             launch, kernel, programs, args, options, is_compiled=False
         ):
             return  # the launch of a gradient whose kernels compile with those of its op
-        kernel[(programs,)](*args, **options)
+        kernel[(programs,)](*with_views(args), **options)
         return
     module, work = launcher.module(), (kernel, programs, args, options)
     if module is not None:
@@ -94,20 +95,20 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
             if (active := recording.recorder()) is not None:
                 active.launch(bound, programs, args)
             return
-    if device.index != torch._C._cuda_getDevice():
-        with torch.cuda.device(device):
+    if first.device.index != torch._C._cuda_getDevice():
+        with torch.cuda.device(first.device):
             launch(kernel, programs, *args, **options)
         return
     if (active := recording.recorder()) is not None:
         active.refuse("Triton has to launch one of its kernels")
-    kernel[(programs,)](*args, **options)
+    kernel[(programs,)](*with_views(args), **options)
 
 
 def _compile(
     key: bytes, kernel: Any, programs: int, args: tuple[Any, ...], options: dict[str, Any]
 ) -> bool:
     """Compile a kernel and store it under its key; return whether the C module can launch it."""
-    compiled = kernel.warmup(*args, grid=(programs,), **options)
+    compiled = kernel.warmup(*with_views(args), grid=(programs,), **options)
     # The key names objects by their addresses, so they live as long as its entry.
     bound = launcher.bind(compiled, kernel.arg_names, len(args), (kernel, options))
     if bound is not None:

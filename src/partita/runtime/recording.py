@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .parts import Part
+
 MAX_WORKSPACE = 2**26  # bytes; larger temporary tensors are freed and reused as the call goes on
 WORKSPACE_ALIGNMENT = 256
 ABSOLUTE = -1  # the slot of a value that is no address of an argument, an output or the workspace
@@ -189,7 +191,7 @@ class Recorder(TorchDispatchMode):
         cells = []
         for i, letter in parameters:
             if letter == "p":
-                cell = self._locate(args[i])
+                cell = self._locate_argument(args[i])
             else:
                 cell = Address(ABSOLUTE, _bits(args[i], letter))
             if cell is None:
@@ -202,6 +204,14 @@ class Recorder(TorchDispatchMode):
         """Note a FORK to the side stream, that launches LEAVE it, or its JOIN."""
         if self.reason is None:
             self._steps.append((kind, 0, 0, 0, 0, 0, ()))
+
+    def _locate_argument(self, arg: Tensor | Part) -> Address | None:
+        """Return where an argument of a launch lies; see `_locate`."""
+        if not isinstance(arg, tuple):
+            return self._locate(arg)
+        tensor, offset, _ = arg
+        address = self._locate(tensor)
+        return None if address is None else Address(address.slot, address.offset + offset)
 
     def _locate(self, tensor: Tensor) -> Address | None:
         """Return where a tensor lies, or refuse and return None if its origin is not known."""

@@ -134,20 +134,23 @@ def test_sequences_in_fp64_share_a_batch_with_targets_of_several_chunks(
     With 300 classes, the loss computes the posteriors.
     """
     from partita.ops.ctc.gpu.call import CTCCall
+    from partita.runtime.parts import with_views
 
     run, cleared = CTCCall._launch_posterior_scan, []
 
     def checked_run(call: CTCCall, *args: Any) -> None:
-        _, _, words, _, _, fp64, _ = args
+        memory, _, fp64, _ = args
+        N, plan = call.logits.shape[1], call.plan
+        counter, carries, flags = with_views((*memory[:2], call.workspace.flags))
+        carries = carries[: 2 * plan.num_chunks * N * plan.carry_steps]
         if fp64:
-            words.fill_(1)
+            counter[0] = 1
+            carries.fill_(1)
         run(call, *args)
         if fp64:
-            N, plan = call.logits.shape[1], call.plan
             shape = (2, plan.num_chunks, N, plan.carry_steps)
-            carries = words[2 : 2 + 2 * plan.num_chunks * N * plan.carry_steps].view(shape)
-            in_fp32 = call.workspace.flags[:N] == 0
-            cleared.append((words[0] == 0).item() and not carries[:, :, in_fp32].any())
+            in_fp32 = flags[:N] == 0
+            cleared.append(counter[0].item() == 0 and not carries.view(shape)[:, :, in_fp32].any())
             assert in_fp32.tolist() == [True, False] + [True] * (N - 2)
 
     monkeypatch.setattr(CTCCall, "_launch_posterior_scan", checked_run)

@@ -6,11 +6,11 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ....runtime import launch as runtime_launch
 from ....runtime.launch import cdiv, next_power_of_2, tl_acc_dtype
+from ....runtime.parts import Part
 from ..common import ScoreOptions
 from . import plan as planning
 from .forward_scan import FORWARD_SCAN
@@ -19,7 +19,7 @@ from .loss import ctc_loss_kernel
 from .normalize import ctc_normalize_kernel
 from .plan import SAVE_EVERY, TABLE_MARGIN, CTCPlan
 from .posterior_scan import POSTERIOR_SCAN
-from .workspace import CTCWorkspace
+from .workspace import CTCWorkspace, ScanMemory
 
 
 class TargetTensors(NamedTuple):
@@ -108,14 +108,15 @@ def row_tile(logits: Tensor, width: int) -> dict[str, int]:
 def launch_normalize(
     logits: Tensor,
     input_lengths: Tensor,
-    maxima: Tensor | None,
-    sums: Tensor | None,
+    maxima: Part | None,
+    sums: Part | None,
     scores: ScoreArguments,
-    table: Tensor | None = None,
+    table: Part | None = None,
     table_width: int = 0,
-    zeros: Tensor | None = None,
+    zeros: Part | None = None,
+    num_zeros: int = 0,
 ) -> None:
-    """Compute each row's log-sum-exp and the emission table, and zero the words of `zeros`."""
+    """Compute each row's log-sum-exp and the emission table, and zero words of `zeros`."""
     T, N, C = logits.shape
     tile = row_tile(logits, max(C, table_width))
     has_priors = table is not None and scores.priors is not None
@@ -130,7 +131,7 @@ def launch_normalize(
         table,
         zeros,
         scores.priors if has_priors else None,
-        0 if zeros is None else zeros.shape[0],
+        num_zeros,
         T,
         N,
         C,
@@ -181,7 +182,7 @@ class CTCCall(NamedTuple):
             *strides,
         )
 
-    def score_tensors(self, in_table: bool = False) -> tuple[Tensor | None, ...]:
+    def score_tensors(self, in_table: bool = False) -> tuple[Tensor | Part | None, ...]:
         """Return the priors, and the normalizers that the star needs; a table contains them."""
         priors, _, star = self.scores
         workspace = self.workspace
@@ -196,10 +197,12 @@ class CTCCall(NamedTuple):
         """
         (T, N, _), plan, workspace = self.logits.shape, self.plan, self.workspace
         for fp64 in (True,) if plan.fp64 else (False, True):
-            source, strides, table_width = self.logits, self.logits.stride(), 0
+            source: Tensor | Part = self.logits
+            strides, table_width = self.logits.stride(), 0
             if workspace.table is not None and not fp64:
                 table_width = plan.table_width
-                source = workspace.table[TABLE_MARGIN * table_width :]
+                buffer, start, dtype = workspace.table
+                source = buffer, start + 8 * TABLE_MARGIN * table_width, dtype
                 strides = (table_width, (T + 2 * TABLE_MARGIN) * table_width, 1)
             launch_lanes(
                 FORWARD_SCAN,
@@ -261,40 +264,21 @@ class CTCCall(NamedTuple):
             num_warps=4,
         )
 
-    def posterior_words(self) -> Tensor:
-        """Return memory for the counter and the carries of the posterior scan."""
-        words = 2 + (self.workspace.carries.shape[0] if self.plan.num_chunks > 1 else 0)
-        return torch.empty(words, dtype=torch.int64, device=self.logits.device)
-
-    def launch_posterior_scan(
-        self,
-        posteriors: Tensor,
-        blanks: Tensor,
-        words: Tensor,
-        order: Tensor | None = None,
-        width: int = 32,
-    ) -> None:
-        """Scan α and β through each other's half and store the posteriors.
+    def launch_posterior_scan(self, memory: ScanMemory, width: int) -> None:
+        """Scan α and β through each other's half and store the posteriors in rows of `width`.
 
         A run in fp64 serves the sequences that are flagged NEEDS_FP64. It comes first, stores the
         order of the labels, and clears the words of the other run. The two are kernels of their
         own, because they compile side by side then.
         """
-        plan, workspace = self.plan, self.workspace
-        prepares = order is not None or workspace.tile_counter is not None
+        plan = self.plan
+        prepares = memory.order is not None or memory.counter is not None
         for fp64 in (True,) if plan.fp64 else (True, False):
             chunks = plan.num_chunks if prepares or not fp64 else 1
-            self._launch_posterior_scan(posteriors, blanks, words, order, width, fp64, chunks)
+            self._launch_posterior_scan(memory, width, fp64, chunks)
 
     def _launch_posterior_scan(
-        self,
-        posteriors: Tensor,
-        blanks: Tensor,
-        words: Tensor,
-        order: Tensor | None,
-        width: int,
-        fp64: bool,
-        chunks: int,
+        self, memory: ScanMemory, width: int, fp64: bool, chunks: int
     ) -> None:
         """Launch a run of the posterior scan; see `launch_posterior_scan`."""
         plan, workspace, programs = self.plan, self.workspace, 2 * self.logits.shape[1] * chunks
@@ -310,13 +294,13 @@ class CTCCall(NamedTuple):
             *self.targets,
             workspace.states,
             workspace.carries,
-            words[2:],
+            memory.carries,
             workspace.flags,
             workspace.logz,
-            posteriors,
-            blanks,
-            order if fp64 else None,
-            None if workspace.tile_counter is None else words[:1],
+            memory.posteriors,
+            memory.blank_posteriors,
+            memory.order if fp64 else None,
+            memory.counter,
             *self.score_tensors(),
             *self.sizes(plan.num_blocks, self.logits.stride()),
             self.scores.scale,
@@ -326,7 +310,7 @@ class CTCCall(NamedTuple):
             ALL_FP64=plan.fp64,
             TABLE_WIDTH=0 if fp64 else plan.table_width,
             GROUPS=plan.class_groups * plan.sum_by_class,
-            ORDER_GROUPS=plan.class_groups if fp64 and order is not None else 0,
+            ORDER_GROUPS=plan.class_groups if fp64 and memory.order is not None else 0,
             WIDTH=width,
             **options,
         )

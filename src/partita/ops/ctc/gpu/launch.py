@@ -8,6 +8,7 @@ halves (`posterior_scan.py`) and writes softmax minus posterior (`gradient.py`,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,13 +17,14 @@ from torch import Tensor
 from ....runtime import launch as runtime_launch
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import SideStream, cdiv, next_power_of_2, tl_acc_dtype
+from ....runtime.parts import Part
 from ..common import ScoreOptions
 from .call import CTCCall, TargetTensors, launch_normalize, row_tile, score_arguments
 from .gradient import ctc_lane_gradient_kernel, ctc_narrow_gradient_kernel
 from .label_gradient import ctc_label_gradient_kernel
 from .label_index import label_index
 from .plan import CHUNK, ctc_plan, saved_shape
-from .workspace import workspace_views
+from .workspace import scan_memory, workspace_parts
 
 
 def ctc_loss(
@@ -50,7 +52,7 @@ def ctc_loss(
         dtype=torch.float64,
         device=logits.device,
     )
-    workspace = workspace_views(buffer, plan, shape, from_logits, save)
+    workspace = workspace_parts(buffer, plan, shape, from_logits, save)
     losses = torch.empty(logits.shape[1], dtype=torch.float64, device=logits.device)
     value = torch.empty(
         losses.shape if reduction == "none" else (),
@@ -68,10 +70,12 @@ def ctc_loss(
             workspace.table,
             plan.table_width,
             workspace.zeros,
+            workspace.num_zeros,
         )
     else:
-        workspace.zeros.zero_()
-    words = call.posterior_words() if workspace.posteriors is not None else None
+        buffer[: workspace.num_zeros].zero_()
+    has_posteriors = workspace.posteriors is not None
+    memory = scan_memory(logits, plan, CHUNK, workspace) if has_posteriors else None
     num_blocks = plan.num_blocks if save else 0
     # Scans of logits do not wait for the log-sum-exps, unless these are the scores of a star.
     normalizes_first = from_logits and not plan.table_width and star is not None
@@ -82,10 +86,9 @@ def ctc_loss(
     try:
         with side_stream:
             call.launch_forward_scan(num_blocks)
-            posteriors, blanks = workspace.posteriors, workspace.blank_posteriors
-            if words is not None and posteriors is not None and blanks is not None:
+            if memory is not None:
                 call.launch_loss(losses, num_blocks)
-                call.launch_posterior_scan(posteriors, blanks, words)
+                call.launch_posterior_scan(memory, CHUNK)
         if normalizes_alongside:
             launch_normalize(logits, input_lengths, *normalizers)
     finally:
@@ -119,41 +122,25 @@ def ctc_gradient(
     options = ScoreOptions(label_priors, prior_scale, star)
     shape = options.lattice_shape(logits.shape)
     plan = ctc_plan(shape, logits.dtype == torch.float64, max_target_len)
-    workspace = workspace_views(saved, plan, shape, from_logits, True)
+    workspace = workspace_parts(saved, plan, shape, from_logits, True)
     targets = TargetTensors(labels.contiguous(), offsets, input_lengths, target_lengths)
     call = CTCCall(logits, targets, blank, score_arguments(options), plan, workspace)
-    posteriors, blanks, order = workspace.posteriors, workspace.blank_posteriors, None
     width = cdiv(shape[2], 8) * 8 if plan.sum_by_class else CHUNK
-    if posteriors is None or blanks is None:
-        posteriors, blanks, order = _compute_posteriors(call, width)
-    _launch_gradient(
-        call, grad_output, posteriors, blanks, order, width, dlogits, mean=reduction == "mean"
-    )
+    posteriors: Sequence[Part | None] = (workspace.posteriors, workspace.blank_posteriors, None)
+    if workspace.posteriors is None:
+        memory = scan_memory(logits, plan, width, workspace)
+        call.launch_posterior_scan(memory, width)
+        posteriors = memory[2:]
+    _launch_gradient(call, grad_output, *posteriors, width, dlogits, mean=reduction == "mean")
     return dlogits
-
-
-def _compute_posteriors(call: CTCCall, width: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the posteriors of labels and blanks, and the order of the labels if it is used."""
-    (T, N, _), plan, device = call.logits.shape, call.plan, call.logits.device
-    dtype, order = acc_dtype(call.logits.dtype), None
-    posteriors, blanks = (
-        torch.empty(N * plan.num_chunks * T * size, dtype=dtype, device=device)
-        for size in (width, 1)
-    )
-    if plan.class_groups > 0 and not plan.sum_by_class:
-        order = torch.empty(
-            (N, plan.num_chunks, 1 + 2 * plan.class_groups, 32), dtype=torch.int32, device=device
-        )
-    call.launch_posterior_scan(posteriors, blanks, call.posterior_words(), order, width)
-    return posteriors, blanks, order
 
 
 def _launch_gradient(
     call: CTCCall,
     grad_output: Tensor,
-    posteriors: Tensor,
-    blanks: Tensor,
-    order: Tensor | None,
+    posteriors: Part | None,
+    blanks: Part | None,
+    order: Part | None,
     width: int,
     dlogits: Tensor,
     mean: bool,
