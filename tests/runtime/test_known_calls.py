@@ -31,7 +31,7 @@ class Subclass(torch.Tensor):
 
 @pytest.fixture
 def known(compiled: Ops) -> Any:
-    return compiled.driver.module.KnownCalls({})
+    return compiled.driver.module.KnownCalls({}, True)
 
 
 def test_the_key_has_what_checks_look_at(known: Any) -> None:
@@ -56,10 +56,28 @@ def test_the_key_has_what_checks_look_at(known: Any) -> None:
     assert [known(*call) for call in same] == [keys[0], keys[0]]
 
 
+def test_only_the_equality_of_sizes_counts_where_sizes_do_not(compiled: Ops) -> None:
+    known = compiled.driver.module.KnownCalls({}, False)
+    labels = torch.zeros(4, 3, dtype=torch.int64)
+    key = known(leaf(7, 4, 5), labels)
+    assert type(key) is bytes and key == known(leaf(9, 2, 6), labels[:2])
+    others: list[tuple[Tensor, Tensor]] = [
+        (leaf(7, 5, 6), labels),  # another number of sequences than of labels
+        (leaf(4, 4, 5), labels),
+        (leaf(7, 4, 3), labels),
+        (leaf(7, 4, 5), labels[0]),
+        (leaf(7, 4, 5), labels.int()),
+        (leaf(7, 4, 5)[None], labels),
+    ]
+    keys = {key, *(known(*other) for other in others)}
+    assert len(keys) == 1 + len(others) and None not in keys
+    assert known(*[leaf(2, 3)] * 32) is not None and known(*[leaf(2, 3)] * 33) is None
+
+
 def test_what_is_stored_is_decisions(compiled: Ops) -> None:
     calls = KnownCalls("test_what_is_stored_is_decisions")
     assert calls.find(leaf(2)) is None  # only a tensor on a GPU loads the C module
-    calls._look_up = compiled.driver.module.KnownCalls(calls._decisions)
+    calls._look_up = compiled.driver.module.KnownCalls(calls._decisions, True)
     key = calls.find(leaf(2), 3)
     calls.store(key, (1, "a"))
     assert calls.find(leaf(2), 3) == (1, "a")
@@ -127,7 +145,7 @@ def deciding(compiled: Ops, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         linear_loss._known_small,
     )
     for calls in users:
-        look_up = compiled.driver.module.KnownCalls(calls._decisions)
+        look_up = compiled.driver.module.KnownCalls(calls._decisions, calls._by_size)
         monkeypatch.setattr(calls, "_look_up", look_up)
     yield
     for calls in users:
@@ -215,6 +233,41 @@ def test_a_call_of_another_shape_is_checked(name: str, deciding: None) -> None:
     results(function, leaves)
     with pytest.raises(ValueError, match="expected"):
         function(leaves[0][None], *leaves[1:])
+
+
+def test_a_decision_about_ctc_serves_other_sizes(
+    deciding: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = CALLS["ctc_loss"][0]
+    function(leaf(6, 2, 4))
+    assert len(ctc_api._known_losses._decisions) == 1
+    expected = results(function, (leaf(9, 2, 5),))
+    assert len(ctc_api._known_losses._decisions) == 1
+    monkeypatch.setattr(ctc_api._known_losses, "_look_up", lambda *args: None)
+    for got, truth in zip(results(function, (leaf(9, 2, 5),)), expected, strict=True):
+        assert torch.equal(got, truth)
+
+
+@pytest.mark.parametrize(
+    ("classes", "options", "message"),
+    [
+        (3, {"blank": 3}, "blank: expected a class from 0 to 2, got 3"),
+        (6, {"star": 5, "blank": 3}, "star: expected an index of at least C = 6, got 5"),
+        (0, {"blank": 3}, "expected at least one class"),
+    ],
+)
+def test_what_a_decision_about_ctc_does_not_know_is_checked(
+    classes: int, options: dict[str, int], message: str, deciding: None
+) -> None:
+    def call(C: int) -> Tensor:
+        labels = torch.tensor([[1, 2, 2], [2, 1, 0]])
+        return partita.ctc_loss(leaf(6, 2, C), labels, [6, 5], [3, 2], from_logits=True, **options)
+
+    call(5)
+    assert len(ctc_api._known_losses._decisions) == 1
+    call(4)
+    with pytest.raises(ValueError, match=message):
+        call(classes)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 from torch import Tensor
 
 from partita.runtime import launcher, recording
-from partita.runtime.parts import with_views
 from partita.runtime.recording import FORK, JOIN, LEAVE, Recorder
 
 
@@ -338,8 +337,6 @@ def test_a_part_of_a_tensor_is_an_argument_of_a_launch(ops: Ops) -> None:
         ops.launch(x, part, x.numel(), 3.0)
         ops.launch(part, result, x.numel(), 2.0)
         ops.launch((buffer, 0, torch.float32), result, x.numel(), 1.0)  # which is 0
-        (view,) = with_views((part,))
-        assert view.data_ptr() == buffer.data_ptr() + 64 and torch.equal(view[:8], 3 * x)
         return result
 
     assert ops.record(op, aligned(8)).reason is None

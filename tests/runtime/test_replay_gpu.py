@@ -198,14 +198,14 @@ def test_a_backward_pass_is_one_call_of_the_c_module(
     name: str, calls: dict[str, Callable[[], list[Tensor]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served: list[bool] = []
-    replayed = register.replayed_gradients
+    replayed = register.eager_gradients
 
     def noted(*args: Any) -> Any:
         found = replayed(*args)
         served.append(found is not None)
         return found
 
-    monkeypatch.setattr(register, "replayed_gradients", noted)
+    monkeypatch.setattr(register, "eager_gradients", noted)
     clear_caches()
     for _ in range(4):
         calls[name]()

@@ -21,11 +21,11 @@ OPS = (chain_gradient, token_stats_backward_op, ctc_gradient, linear_chain_gradi
 class Replay:
     """Stands in for the C module's replay of an op.
 
-    `served` has the number of calls.
+    `served` has the number of calls. With `is_new`, each is the first call of its key.
     """
 
     def __init__(self, op: Op) -> None:
-        self.op, self.served = op, 0
+        self.op, self.served, self.is_new = op, 0, False
 
     def gradients(
         self,
@@ -34,10 +34,12 @@ class Replay:
         options: tuple[Any, ...],
         needed: tuple[bool, ...],
         positions: tuple[int | None, ...],
-    ) -> tuple[Any, ...] | None:
+    ) -> tuple[Any, ...] | bytes | None:
         if torch.is_grad_enabled() or not isinstance(grads[0], Tensor):
             return None
         self.served += 1
+        if self.is_new:
+            return str(self.served).encode()
         results = self.op.run(*grads, *saved, *options)
         results = (results,) if isinstance(results, Tensor) else results
         padded = (*positions, *[None] * (len(needed) - len(positions)))
@@ -49,9 +51,11 @@ class Replay:
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> dict[Op, Replay]:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     found = {op: Replay(op) for op in OPS}
     for op, replay in found.items():
         monkeypatch.setattr(op, "_replay", replay)
+        op.tries.clear()
     return found
 
 
@@ -119,11 +123,17 @@ WITHOUT = [
 ]
 
 
+@pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize(("name", "without"), WITHOUT)
 def test_a_replay_gets_the_arguments_of_the_plain_path(
-    name: str, without: int | None, replays: dict[Op, Replay], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    without: int | None,
+    is_new: bool,
+    replays: dict[Op, Replay],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     op, function, inputs = CASES[name]
+    replays[op].is_new = is_new
     leaves = [x.clone().requires_grad_(i != without) for i, x in enumerate(inputs)]
     wanted = [x for x in leaves if x.requires_grad]
     weights = numbers(*function(*leaves).shape)

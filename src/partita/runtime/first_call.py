@@ -32,7 +32,15 @@ from .recording import ALLOCATIONS, FILLED_ALLOCATIONS, FILLS, has_no_tensors
 
 MAX_THREADS = 16
 
-_active = threading.local()
+
+class _Thread(threading.local):
+    """The first call of a key that this thread runs: whether it may defer, and what it deferred."""
+
+    may_defer = False
+    deferred: DeferredLaunches | None = None
+
+
+_active = _Thread()
 # The kernels that some thread compiles, or that are compiled but not yet known to their functions,
 # by Triton's key. A process has some dozens.
 _compilations: BoundedCache[str, Any] = BoundedCache(1024)
@@ -63,17 +71,17 @@ class NotPlannedError(Exception):
 
 def watching() -> bool:
     """Return whether a dispatch mode of this module is active in this thread."""
-    return getattr(_active, "deferred", None) is not None
+    return _active.deferred is not None
 
 
 def may_defer() -> bool:
     """Return whether this thread runs the first call of a key, which may defer its launches."""
-    return getattr(_active, "may_defer", False)
+    return _active.may_defer
 
 
 def refuse_if_planning() -> None:
     """Raise where only the launches of a gradient are looked for, and no tensor has its values."""
-    if watching() and _active.deferred.is_planning:
+    if (deferred := _active.deferred) is not None and deferred.is_planning:
         raise NotPlannedError
 
 
@@ -92,12 +100,12 @@ def run(
     _active.may_defer = True
     try:
         result = function(*args)
-        if then is not None and watching():
-            _active.deferred.plan(then, args, result)
+        if then is not None and (deferred := _active.deferred) is not None:
+            deferred.plan(then, args, result)
         return result
     finally:
         _active.may_defer = False
-        deferred, _active.deferred = getattr(_active, "deferred", None), None
+        deferred, _active.deferred = _active.deferred, None
         if deferred is not None:
             deferred.__exit__(None, None, None)
             deferred.release()
@@ -123,7 +131,7 @@ def defer(
     """
     if not may_defer():
         return False
-    deferred = getattr(_active, "deferred", None)
+    deferred = _active.deferred
     if is_compiled and (deferred is None or deferred.is_idle):
         return False
     if deferred is None:

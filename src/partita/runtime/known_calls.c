@@ -5,7 +5,10 @@ typedef struct {
     PyObject_HEAD
     vectorcallfunc call;
     PyObject *decisions;
+    int by_size;
 } KnownCalls;
+
+typedef struct { int count; int64_t seen[MAX_ARGS]; } Sizes;
 
 /* Return whether the user has chosen no backend, by a block, for the process or by a variable. */
 static int is_default_backend(void) {
@@ -20,9 +23,21 @@ static int is_default_backend(void) {
     return is_default;
 }
 
+/* Add sizes by the first one of the call that is equal, so that a key has which ones are equal. */
+static int put_equal_sizes(Key *key, const View *view, Sizes *sizes) {
+    for (int i = 0; i < view->ndim; i++) {
+        int first = 0;
+        if (sizes->count == MAX_ARGS) return 0;
+        sizes->seen[sizes->count++] = view->shape[i];
+        while (sizes->seen[first] != view->shape[i]) first++;
+        if (!put(key, &first, sizeof first)) return 0;
+    }
+    return 1;
+}
+
 /* Add a tensor's dtype, device, shape and whether it needs a gradient. Half types are left to
-   Python, because autocast decides about them. */
-static int put_checked(Key *key, PyObject *arg, int *needs_gradient) {
+   Python, because autocast decides about them. Without `sizes`, those of the shape count. */
+static int put_checked(Key *key, PyObject *arg, Sizes *sizes, int *needs_gradient) {
     View view;
     if (!describe(arg, &view)) return 0;
     if ((view.dtype.code == 2 || view.dtype.code == 4) && view.dtype.bits < 32) return 0;
@@ -33,8 +48,9 @@ static int put_checked(Key *key, PyObject *arg, int *needs_gradient) {
     *needs_gradient |= requires_grad;
     int32_t properties[5] = {view.dtype.code, view.dtype.bits, view.ndim, view.device.index,
                              requires_grad};
-    return put_tagged(key, 't', properties, sizeof properties) &&
-           put(key, view.shape, view.ndim * (Py_ssize_t)sizeof(int64_t));
+    if (!put_tagged(key, 't', properties, sizeof properties)) return 0;
+    return sizes ? put_equal_sizes(key, &view, sizes)
+                 : put(key, view.shape, view.ndim * (Py_ssize_t)sizeof(int64_t));
 }
 
 /* known(*args)
@@ -44,12 +60,14 @@ static int put_checked(Key *key, PyObject *arg, int *needs_gradient) {
    and modes, with a backend of the user's choice, and where values are checked. */
 static PyObject *known_call(PyObject *object, PyObject *const *args, size_t nargsf,
                             PyObject *names) {
+    KnownCalls *self = (KnownCalls *)object;
     Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
     Key key = {.used = 0};
+    Sizes sizes = {.count = 0}, *of_call = self->by_size ? NULL : &sizes;
     int needs_gradient = 0;
     if (names || nargs > MAX_ARGS) Py_RETURN_NONE;
     for (Py_ssize_t i = 0; i < nargs; i++) {
-        int is_put = is_tensor(args[i]) ? put_checked(&key, args[i], &needs_gradient)
+        int is_put = is_tensor(args[i]) ? put_checked(&key, args[i], of_call, &needs_gradient)
                                         : is_constant(args[i]) && put_value(&key, args[i]);
         if (!is_put) Py_RETURN_NONE;
     }
@@ -58,7 +76,7 @@ static PyObject *known_call(PyObject *object, PyObject *const *args, size_t narg
         Py_RETURN_NONE;
     PyObject *bytes = PyBytes_FromStringAndSize(key.bytes, key.used);
     if (!bytes) return NULL;
-    PyObject *found = look_up(((KnownCalls *)object)->decisions, bytes);
+    PyObject *found = look_up(self->decisions, bytes);
     if (!found && !PyErr_Occurred()) return bytes;
     Py_DECREF(bytes);
     return found;
@@ -71,11 +89,13 @@ static void known_calls_dealloc(KnownCalls *self) {
 
 static PyObject *known_calls_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *decisions;
-    if (!PyArg_ParseTuple(args, "O!", &PyDict_Type, &decisions)) return NULL;
+    int by_size;
+    if (!PyArg_ParseTuple(args, "O!p", &PyDict_Type, &decisions, &by_size)) return NULL;
     KnownCalls *self = PyObject_New(KnownCalls, type);
     if (!self) return NULL;
     self->call = known_call;
     self->decisions = Py_NewRef(decisions);
+    self->by_size = by_size;
     return (PyObject *)self;
 }
 
@@ -86,7 +106,7 @@ static PyTypeObject known_calls_type = {
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
     .tp_vectorcall_offset = offsetof(KnownCalls, call),
     .tp_call = PyVectorcall_Call,
-    .tp_doc = "KnownCalls(decisions): the decisions of a function by its arguments.",
+    .tp_doc = "KnownCalls(decisions, by_size): the decisions of a function by its arguments.",
     .tp_new = known_calls_new,
     .tp_dealloc = (destructor)known_calls_dealloc,
 };

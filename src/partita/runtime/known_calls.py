@@ -27,9 +27,12 @@ class KnownCalls:
 
     Args:
         name: the name of the function.
+        by_size: whether sizes count. Otherwise only their equality does, so that calls of new
+            shapes have decisions too; the function checks what else depends on a size.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, by_size: bool = True) -> None:
+        self._by_size = by_size
         self._decisions: BoundedCache[bytes, Any] = BoundedCache(MAX_CALLS)
         self._look_up: Any = None
         register_cache(f"runtime.known_calls.{name}", self._decisions.clear)
@@ -48,7 +51,7 @@ class KnownCalls:
             module = launcher.module()
             if module is None:
                 return None
-            look_up = self._look_up = module.KnownCalls(self._decisions)
+            look_up = self._look_up = module.KnownCalls(self._decisions, self._by_size)
         return look_up(first, *rest)
 
     def store(self, key: Any, decision: Any) -> None:

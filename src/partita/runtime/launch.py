@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -73,29 +73,24 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
     """
     if programs == 0:
         return
-    first = tensor_of(args[0])
-    if not first.is_cuda:
-        if first.is_meta and first_call.defer(
-            launch, kernel, programs, args, options, is_compiled=False
-        ):
-            return  # the launch of a gradient whose kernels compile with those of its op
-        kernel[(programs,)](*with_views(args), **options)
-        return
-    module, work = launcher.module(), (kernel, programs, args, options)
+    module = launcher.module()
     if module is not None:
-        if first_call.watching() and first_call.defer(launch, *work, is_compiled=True):
-            return
-        bound = module.launch(_kernels, *work)
-        if isinstance(bound, bytes):
-            if first_call.defer(launch, *work, is_compiled=False):
+        if first_call.watching() and first_call.defer(
+            launch, kernel, programs, args, options, is_compiled=True
+        ):
+            return  # an earlier launch waits, or this one of a gradient is only to be compiled
+        bound = module.launch(_kernels, kernel, programs, args, options)
+        if type(bound) is bytes:
+            if first_call.defer(launch, kernel, programs, args, options, is_compiled=False):
                 return
-            if _compile(bound, *work):
-                bound = module.launch(_kernels, *work)
+            if _compile(bound, kernel, programs, args, options):
+                bound = module.launch(_kernels, kernel, programs, args, options)
         if type(bound) is module.Kernel:
             if (active := recording.recorder()) is not None:
                 active.launch(bound, programs, args)
             return
-    if first.device.index != torch._C._cuda_getDevice():
+    first = tensor_of(args[0])
+    if first.is_cuda and first.device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(first.device):
             launch(kernel, programs, *args, **options)
         return
@@ -134,36 +129,38 @@ class SideStream:
     )
 
     def __init__(self, tensor: Tensor, wanted: bool) -> None:
-        self.context: AbstractContextManager[Any] = nullcontext()
-        self.main = None
+        self.context: AbstractContextManager[Any] | None = None
         # Kernels of a first call compile side by side only if all launches are on one stream.
-        overlaps = tensor.is_cuda and wanted and not first_call.may_defer()
-        self.recorder = recording.recorder() if overlaps else None
-        if overlaps:
-            self.main = torch.cuda.current_stream(tensor.device)
-            key = tensor.device, threading.get_ident()
-            self.side = self._streams.get(key) or self._streams.store(
-                key, torch.cuda.Stream(tensor.device, priority=-1)
-            )
-            self.side.wait_stream(self.main)
-            self.context = torch.cuda.stream(self.side)
+        if not wanted or not tensor.is_cuda or first_call.may_defer():
+            return
+        self.recorder = recording.recorder()
+        self.main = torch.cuda.current_stream(tensor.device)
+        key = tensor.device, threading.get_ident()
+        self.side = self._streams.get(key) or self._streams.store(
+            key, torch.cuda.Stream(tensor.device, priority=-1)
+        )
+        self.side.wait_stream(self.main)
+        self.context = torch.cuda.stream(self.side)
 
     def __enter__(self) -> None:
-        if self.recorder is not None:
-            self.recorder.change_stream(recording.FORK)
-        self.context.__enter__()
+        if self.context is not None:
+            self._note(recording.FORK)
+            self.context.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        self.context.__exit__(*raised)
-        if self.recorder is not None:
-            self.recorder.change_stream(recording.LEAVE)
+        if self.context is not None:
+            self.context.__exit__(*raised)
+            self._note(recording.LEAVE)
 
     def join(self) -> None:
         """Let the current stream wait for the launches of the block."""
-        if self.recorder is not None:
-            self.recorder.change_stream(recording.JOIN)
-        if self.main is not None:
+        if self.context is not None:
+            self._note(recording.JOIN)
             self.main.wait_stream(self.side)
+
+    def _note(self, kind: int) -> None:
+        if self.recorder is not None:
+            self.recorder.change_stream(kind)
 
 
 register_cache("runtime.launch.side_streams", SideStream._streams.clear)

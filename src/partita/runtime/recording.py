@@ -48,7 +48,14 @@ FILLED_ALLOCATIONS = {
 }
 FILLS = {_aten.zero_.default: None, _aten.fill_.Scalar: 1}
 
-_active = threading.local()
+
+class _Thread(threading.local):
+    """What this thread records. Reading it costs less than an attribute that may be missing."""
+
+    recorder: Recorder | None = None
+
+
+_active = _Thread()
 
 
 class Address(NamedTuple):
@@ -81,7 +88,7 @@ def _spec(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype
 
 def recorder() -> Recorder | None:
     """Return the recorder of this thread, or None."""
-    return getattr(_active, "recorder", None)
+    return _active.recorder
 
 
 def keep(*tensors: Tensor) -> None:

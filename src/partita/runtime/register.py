@@ -79,7 +79,7 @@ class Op:
         return self.run(*without_lazy_bits(first, *rest))
 
     def serve_backward(self, ctx: Any, *options: Any) -> bool:
-        """Let `replayed_gradients` replay this op, a gradient, if the mode is plain eager.
+        """Let `eager_gradients` call this op, a gradient, if the mode is plain eager.
 
         Args:
             ctx: the context of the autograd function.
@@ -96,7 +96,28 @@ class Op:
 
     def serve_eager_backward(self, ctx: Any, *options: Any) -> None:
         """Do what `serve_backward` does where the caller knows that the mode is plain eager."""
-        ctx.replay, ctx.replay_options = self._replay, options
+        ctx.replay, ctx.replay_options = None if self._replay is None else self, options
+
+    def gradients(
+        self,
+        grads: tuple[Any, ...],
+        saved: tuple[Any, ...],
+        options: tuple[Any, ...],
+        needed: tuple[bool, ...],
+        positions: tuple[int | None, ...],
+    ) -> tuple[Any, ...] | None:
+        """Return the gradients of all inputs; see `eager_gradients`."""
+        assert self._replay is not None
+        found: Any = self._replay.gradients(grads, saved, options, needed, positions)
+        if type(found) is not bytes:
+            return found
+        results = self._record(found, (*grads, *saved, *options))
+        results = (results,) if isinstance(results, torch.Tensor) else results
+        gradients: list[Any] = [None] * len(needed)
+        for i, position in enumerate(positions):
+            if position is not None and needed[i]:
+                gradients[i] = results[position]
+        return tuple(gradients)
 
     def _connect(self) -> Callable[..., Any] | None:
         module = launcher.module()
@@ -114,14 +135,13 @@ class Op:
             return self.run(*args)
         tries = self.tries.get(key, 0)
         self.tries.store(key, tries + 1)
+        # After many keys, such as those of ragged batches, new kernels are rare.
+        if tries == 0 and len(self.tries) > YOUNG_KEYS:
+            return self.run(*args)
         if tries > MAX_TRIES or torch.cuda.is_current_stream_capturing():
             return self.run(*args)
         if tries == 0:
-            # After many keys, such as those of ragged batches, new kernels are rare.
-            is_young = len(self.tries) <= YOUNG_KEYS
-            if is_young:
-                return first_call.run(self.run, *args, then=self._then)
-            return self.run(*args)
+            return first_call.run(self.run, *args, then=self._then)
         with recording.Recorder(args, self.by_identity) as recorder:
             result = self.run(*args)
         program = recorder.program(launcher.module(), result)
@@ -155,14 +175,14 @@ def usual_grad_output(result: torch.Tensor) -> torch.Tensor:
     return result.as_strided(result.shape, (0,) * result.ndim)
 
 
-def replayed_gradients(
+def eager_gradients(
     ctx: Any, grads: tuple[Any, ...], saved: tuple[Any, ...], positions: tuple[int | None, ...]
 ) -> tuple[Any, ...] | None:
-    """Return the gradients of all inputs by one replay, or None where Python has to compute them.
+    """Return the gradients of all inputs by one call of the op that computes them.
 
     Another thread than that of the forward pass calls this, often on a core whose caches are cold.
-    So it does all in one call of the C module; that tells where the gradients will be
-    differentiated, and where transforms or modes are active.
+    So a replay does all in one call of the C module. That also tells where the gradients will be
+    differentiated, and where transforms or modes are active: then the result is None.
 
     Args:
         ctx: the context of an autograd function for which `Op.serve_backward` or
@@ -172,13 +192,10 @@ def replayed_gradients(
         positions: for each input of the function the number of the op's result that is its
             gradient, or None. Later inputs have no gradient.
     """
-    replay = ctx.replay
-    if replay is None or torch.compiler.is_compiling():
+    op: Op | None = ctx.replay
+    if op is None or torch.compiler.is_compiling():
         return None
-    found: tuple[Any, ...] | None = replay.gradients(
-        grads, saved, ctx.replay_options, ctx.needs_input_grad, positions
-    )
-    return found
+    return op.gradients(grads, saved, ctx.replay_options, ctx.needs_input_grad, positions)
 
 
 def without_lazy_bits(*args: Any) -> tuple[Any, ...]:

@@ -386,8 +386,8 @@ static uint64_t wanted_results(PyObject *needed, PyObject *positions) {
 
    Call the op with the entries of the first three tuples, and return a tuple as long as `needed`.
    It has, where a gradient is needed, the result of the number in `positions`, and None elsewhere.
-   Return None where Python has to compute the gradients: where they will be differentiated, under
-   transforms and dispatch modes, and where there is no program. */
+   Return the key under which to store a program where there is none, and None where the call cannot
+   be replayed: where the gradients will be differentiated, and under transforms and modes. */
 static PyObject *replay_gradients(Replay *self, PyObject *const *args, Py_ssize_t nargs) {
     PyObject *values[MAX_ARGS];
     Py_ssize_t count = 0;
@@ -402,7 +402,8 @@ static PyObject *replay_gradients(Replay *self, PyObject *const *args, Py_ssize_
     PyObject *results = replay_args(self, values, count, wanted_results(needed, positions));
     if (!results) return NULL;
     int is_tuple = PyTuple_Check(results);
-    if (!is_tuple && !is_tensor(results)) {  /* a key or NotImplemented */
+    if (PyBytes_CheckExact(results)) return results;
+    if (!is_tuple && !is_tensor(results)) {  /* such as NotImplemented */
         Py_DECREF(results);
         Py_RETURN_NONE;
     }
@@ -421,7 +422,7 @@ static PyObject *replay_gradients(Replay *self, PyObject *const *args, Py_ssize_
 
 static PyMethodDef replay_methods[] = {
     {"gradients", (PyCFunction)(void (*)(void))replay_gradients, METH_FASTCALL,
-     "gradients(grads, saved, options, needed, positions): gradients of inputs, or None."},
+     "gradients(grads, saved, options, needed, positions): the gradients, a key, or None."},
     {NULL}};
 
 static void replay_dealloc(Replay *self) {

@@ -16,7 +16,6 @@ from torch import Tensor
 from .caches import register_cache
 from .first_call import compile_aside
 from .launch import launch
-from .sizes import cdiv
 
 WORDS = 16  # the integers of a launch
 LIMIT = 2**24  # fp32 has every integer up to here
@@ -77,6 +76,8 @@ def are_compiled(device: torch.device) -> bool:
 
     A first call with lengths on the CPU would wait for it before it compiles its own kernels.
     """
+    if _compilations.get(device, device) is None:
+        return True
     if device not in _compilations:
         with torch.cuda.device(device):
             words = torch.empty(WORDS, dtype=torch.int64, device=device)
@@ -96,8 +97,7 @@ def words_on_device(values: Sequence[int], device: torch.device) -> Tensor:
 
     It has zeros up to a multiple of 16 elements. The host does not wait.
     """
-    launches = cdiv(len(values), WORDS)
-    numbers = [*map(float, values), *[0.0] * (launches * WORDS - len(values))]
+    numbers = [*map(float, values), *[0.0] * (-len(values) % WORDS)]
     words = torch.empty(len(numbers), dtype=torch.int64, device=device)
     for start in range(0, len(numbers), WORDS):
         launch(store_words_kernel, 1, words, start, *numbers[start : start + WORDS], num_warps=1)

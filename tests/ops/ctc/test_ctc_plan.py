@@ -4,21 +4,45 @@ import itertools
 
 import pytest
 
-from partita.ops.ctc.gpu.plan import ctc_plan, saved_shape, workspace_sizes
+from partita.ops.ctc.gpu.plan import ctc_plan, saved_shape
+from partita.ops.ctc.gpu.workspace import CTCWorkspace, workspace_layout
 
 SHAPES = [(1, 1, 2), (17, 3, 5), (100, 2, 33), (64, 4, 200), (50, 2, 5000)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_parts_of_the_workspace_fill_it(shape: tuple[int, int, int]) -> None:
-    """Each part starts on 16 bytes, and all parts together have the size that the fake declares."""
+def test_the_parts_of_the_workspace_fit_into_it(shape: tuple[int, int, int]) -> None:
+    """Each part starts on 16 bytes, behind the one before and within the declared size."""
     for max_target_len, fp64, from_logits, save in itertools.product(
         (0, 1, 31, 32, 100), (False, True), (False, True), (False, True)
     ):
         plan = ctc_plan(shape, fp64, max_target_len)
-        sizes = workspace_sizes(shape, plan, from_logits, save)
-        assert (sum(sizes),) == saved_shape(shape, max_target_len, from_logits, save, "gpu")
-        assert sizes.unused >= 0 and all(size % 2 == 0 for size in sizes[:-1])
+        words, num_zeros, parts = workspace_layout(shape, plan, from_logits, save)
+        assert (words,) == saved_shape(shape, max_target_len, from_logits, save, "gpu")
+        (T, N, _), chunks = shape, plan.num_chunks
+        elements = {
+            "zeros": 0,
+            "tile_counter": 1,
+            "finished": 1,
+            "flags": N,
+            "carries": 2 * chunks * N * plan.carry_steps,
+            "states": 2 * (plan.num_blocks * save + 1) * N * chunks * 2 * 32,
+            "logz": N,
+            "maxima": T * N,
+            "sums": T * N,
+            "table": N * (24 + T + 24) * plan.table_width,
+            "posteriors": N * chunks * T * 32,
+            "blank_posteriors": N * chunks * T,
+        }
+        assert tuple(elements) == CTCWorkspace._fields[1:]
+        end, zeroed = 0, ("tile_counter", "finished", "flags", "carries")[: 3 + (chunks > 1)]
+        for (name, number), part in zip(elements.items(), parts, strict=True):
+            if part is not None:
+                offset, dtype = part
+                assert offset >= end and offset % 16 == 0
+                end = offset + number * dtype.itemsize
+                assert (end <= 8 * num_zeros) == (name in (*zeroed, "zeros"))
+        assert end <= 8 * words
 
 
 def test_saved_shapes_of_other_backends() -> None:

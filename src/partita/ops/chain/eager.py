@@ -40,7 +40,7 @@ class EagerLogZ(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        replayed = register.replayed_gradients(ctx, grads, saved, (0, None, 1, 2))
+        replayed = register.eager_gradients(ctx, grads, saved, (0, None, 1, 2))
         if replayed is not None:
             return replayed
         return *logz_gradients(ctx, grads[0], saved), None, None

@@ -417,7 +417,7 @@ class TokenStatsFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        replayed = register.replayed_gradients(ctx, grads[:3], saved, (0,))
+        replayed = register.eager_gradients(ctx, grads[:3], saved, (0,))
         if replayed is not None:
             return replayed
         *options, backend = ctx.options

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.autograd import (
-    apply,
     apply_eager,
     plain_eager,
     refuse_forward_mode,
@@ -21,7 +20,8 @@ from ...runtime.lengths import Lengths
 from . import autograd as _ctc
 from .arguments import prepare, score_options, with_lengths
 
-_known_losses = KnownCalls("ctc_loss")  # what the autograd function takes after the tensors
+# What the autograd function takes after the tensors.
+_known_losses = KnownCalls("ctc_loss", by_size=False)
 
 
 class TokenSpans(NamedTuple):
@@ -202,9 +202,9 @@ def ctc_loss(
     lengths = input_lengths, target_lengths
     flags = from_logits, reduction, zero_infinity
     known = _known_losses.find(log_probs, targets, blank, *flags, label_priors, prior_scale, star)
-    if type(known) is tuple:
+    if type(known) is tuple and 0 <= blank < log_probs.shape[2] <= (star or 2**63):
         x = with_lengths("log_probs", log_probs, targets, *lengths)
-        return apply_eager(_ctc.CTCLossFunction, *x, *known)[0]
+        return apply_eager(_ctc.EagerCTCLoss, *x, *known)
     checks.choice("reduction", reduction, checks.REDUCTIONS)
     x = prepare("log_probs", log_probs, targets, *lengths, blank)
     scores = score_options("log_probs", log_probs, label_priors, prior_scale, star)
@@ -216,10 +216,12 @@ def ctc_loss(
     save = torch.is_grad_enabled() and requires_grad(x.logits)
     options = (blank, from_logits, reduction, bool(zero_infinity), save, *scores, current_backend())
     loss: Tensor
-    if save or not plain_eager():
+    if not plain_eager():
+        loss = _ctc.CTCLossFunction.apply(*x, *options)[0]
+    elif save:
         if label_priors is None and log_probs.ndim == 3:
             _known_losses.store(known, options)
-        loss = apply(_ctc.CTCLossFunction, *x, *options)[0]
+        loss = apply_eager(_ctc.EagerCTCLoss, *x, *options)
     else:
         refuse_forward_mode(log_probs, label_priors)
         loss = _ctc.loss(*x, *options)[0]

@@ -193,27 +193,53 @@ class CTCLossFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grad = grads[0]
-        if grad is None:
-            return (None,) * 15
-        *saved, label_priors = ctx.saved_tensors
-        tensors = (*saved, *ctx.options, label_priors)
-        replayed = register.replayed_gradients(ctx, (grad,), tensors, (0,))
-        if replayed is not None:
-            return replayed
-        op, options, scores = for_gradients(gradient, grad), ctx.options, ctx.replay_options
+        return _loss_gradients(ctx, grads[0])
 
-        def in_order(*tensors: Any) -> tuple[Any, ...]:
-            *others, label_priors = tensors
-            return *others, *options, label_priors, *scores[:2]
 
-        tensors = (grad, *without_wrappers((*saved, label_priors)))
-        if not is_double_backward():
-            return op(*in_order(*tensors), scores[2]), *(None,) * 14
-        result = first_derivative(
-            lambda *tensors: op(*in_order(*tensors), scores[2]),
-            lambda *tensors: reference.ctc_gradient(*in_order(*tensors)),
-            2,
-            *tensors,
-        )
-        return result, *(None,) * 14
+class EagerCTCLoss(torch.autograd.Function):
+    """The CTC loss after its reduction, in plain eager mode, with a graph of gradients.
+
+    A forward pass that has the context takes the host less time, because what the gradient needs is
+    no output. Compilers and function transforms need `CTCLossFunction`, which has the arguments.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        value: Tensor
+        value, losses, saved = loss.eager(*args)
+        label_priors, *scores = args[11:]
+        ctx.save_for_backward(*args[:5], losses, saved, label_priors)
+        ctx.options = args[5:9]
+        gradient.serve_eager_backward(ctx, *scores)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return _loss_gradients(ctx, grads[0])
+
+
+def _loss_gradients(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+    """Return the gradients of all inputs of the loss from that of its result."""
+    if grad is None:
+        return (None,) * 15
+    *saved, label_priors = ctx.saved_tensors
+    tensors = (*saved, *ctx.options, label_priors)
+    found = register.eager_gradients(ctx, (grad,), tensors, (0,))
+    if found is not None:
+        return found
+    op, options, scores = for_gradients(gradient, grad), ctx.options, ctx.replay_options
+
+    def in_order(*tensors: Any) -> tuple[Any, ...]:
+        *others, label_priors = tensors
+        return *others, *options, label_priors, *scores[:2]
+
+    tensors = (grad, *without_wrappers((*saved, label_priors)))
+    if not is_double_backward():
+        return op(*in_order(*tensors), scores[2]), *(None,) * 14
+    result = first_derivative(
+        lambda *tensors: op(*in_order(*tensors), scores[2]),
+        lambda *tensors: reference.ctc_gradient(*in_order(*tensors)),
+        2,
+        *tensors,
+    )
+    return result, *(None,) * 14

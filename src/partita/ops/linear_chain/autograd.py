@@ -123,7 +123,7 @@ class LogZ(torch.autograd.Function):
             grad_output = fp64 + rounded
         assert grad_output is not None
         saved = (*ctx.saved_tensors, ctx.needs_input_grad[1])
-        replayed = register.replayed_gradients(ctx, (grad_output,), saved, (0, 1, 2, 3))
+        replayed = register.eager_gradients(ctx, (grad_output,), saved, (0, 1, 2, 3))
         if replayed is not None:
             return replayed
         return *_logz_gradients(ctx, grad_output, *saved, False, ctx.backend), None, None, None
@@ -166,7 +166,7 @@ class EagerLogZ(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        replayed = register.replayed_gradients(ctx, grads, saved, (0, 1, 2, 3))
+        replayed = register.eager_gradients(ctx, grads, saved, (0, 1, 2, 3))
         if replayed is not None:
             return replayed
         return *_logz_gradients(ctx, *grads, *saved, *ctx.replay_options), None, None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -67,15 +66,10 @@ def _uses_gluon() -> bool:
 
 def launch_lanes(kernel: LaneKernel, programs: int, *args: Any, **options: Any) -> None:
     """Launch a kernel of one warp per program, in Gluon on NVIDIA GPUs."""
-    gluon = _uses_gluon()
-    runtime_launch.launch(
-        kernel.gluon if gluon else kernel.triton,
-        programs,
-        *args,
-        LAYOUT=LANES if gluon else None,
-        **options,
-        num_warps=1,
-    )
+    function, options["LAYOUT"] = kernel.triton, None
+    if _uses_gluon():
+        function, options["LAYOUT"] = kernel.gluon, LANES
+    runtime_launch.launch(function, programs, *args, **options, num_warps=1)
 
 
 def logit_limit(T: int, scores: ScoreArguments) -> float:
@@ -155,7 +149,9 @@ class CTCCall(NamedTuple):
         blank: the class of the blank.
         scores: the priors and the star.
         plan: how the batch is cut.
-        workspace: the views of the workspace.
+        workspace: the parts of the workspace.
+        sizes: what a scan takes before the strides of its emissions.
+        strides: those of the logits.
     """
 
     logits: Tensor
@@ -164,23 +160,26 @@ class CTCCall(NamedTuple):
     scores: ScoreArguments
     plan: CTCPlan
     workspace: CTCWorkspace
+    sizes: tuple[Any, ...]
+    strides: tuple[int, ...]
 
-    def sizes(self, num_blocks: int, strides: Sequence[int]) -> tuple[Any, ...]:
-        """Return the sizes that a scan of emissions with these strides takes."""
-        T, N, C = self.logits.shape
-        return (
-            T,
-            N,
-            C,
-            self.targets.labels.shape[0],
-            self.plan.max_target_len,
-            self.plan.num_chunks,
-            num_blocks,
-            self.plan.carry_steps,
-            self.blank,
-            logit_limit(T, self.scores),
-            *strides,
-        )
+    @classmethod
+    def of(
+        cls,
+        logits: Tensor,
+        targets: TargetTensors,
+        blank: int,
+        scores: ScoreArguments,
+        plan: CTCPlan,
+        workspace: CTCWorkspace,
+        save: bool = True,
+    ) -> CTCCall:
+        """Return a call that saves states before each block of steps if a gradient follows."""
+        T, N, C = logits.shape
+        num_blocks = plan.num_blocks if save else 0
+        chunks = (plan.max_target_len, plan.num_chunks, num_blocks, plan.carry_steps)
+        sizes = (T, N, C, targets.labels.shape[0], *chunks, blank, logit_limit(T, scores))
+        return cls(logits, targets, blank, scores, plan, workspace, sizes, logits.stride())
 
     def score_tensors(self, in_table: bool = False) -> tuple[Tensor | Part | None, ...]:
         """Return the priors, and the normalizers that the star needs; a table contains them."""
@@ -190,15 +189,15 @@ class CTCCall(NamedTuple):
             return None if in_table else priors, None, None
         return priors, workspace.maxima, workspace.sums
 
-    def launch_forward_scan(self, num_blocks: int) -> None:
-        """Scan α and β to the middle, and save states before `num_blocks` blocks of each half.
+    def launch_forward_scan(self) -> None:
+        """Scan α and β to the middle, and save states before each block if a gradient follows.
 
         A second run in fp64 serves the sequences that the first one flagged NEEDS_FP64.
         """
-        (T, N, _), plan, workspace = self.logits.shape, self.plan, self.workspace
+        (T, N, *_), plan, workspace = self.sizes, self.plan, self.workspace
         for fp64 in (True,) if plan.fp64 else (False, True):
             source: Tensor | Part = self.logits
-            strides, table_width = self.logits.stride(), 0
+            strides, table_width = self.strides, 0
             if workspace.table is not None and not fp64:
                 table_width = plan.table_width
                 buffer, start, dtype = workspace.table
@@ -214,10 +213,11 @@ class CTCCall(NamedTuple):
                 workspace.flags,
                 None if fp64 else workspace.tile_counter,
                 *self.score_tensors(in_table=table_width > 0),
-                *self.sizes(num_blocks, strides),
+                *self.sizes,
+                *strides,
                 None if table_width else self.scores.scale,
                 self.scores.star,
-                SAVE=num_blocks > 0,
+                SAVE=self.sizes[6] > 0,
                 BLOCK_T=1 if fp64 else SAVE_EVERY,
                 FP64=fp64,
                 ALL_FP64=plan.fp64,
@@ -227,7 +227,6 @@ class CTCCall(NamedTuple):
     def launch_loss(
         self,
         losses: Tensor,
-        num_blocks: int,
         value: Tensor | None = None,
         mean: bool = False,
         zero_infinity: bool = False,
@@ -236,7 +235,7 @@ class CTCCall(NamedTuple):
 
         Without `value`, only log Z is final, and the losses still lack the log-sum-exps.
         """
-        (T, N, _), workspace = self.logits.shape, self.workspace
+        (T, N, _, *sizes), workspace = self.sizes, self.workspace
         normalizers = (None, None) if value is None else (workspace.maxima, workspace.sums)
         finished = workspace.finished if value is not None and value.ndim == 0 else None
         runtime_launch.launch(
@@ -252,10 +251,7 @@ class CTCCall(NamedTuple):
             finished,
             T,
             N,
-            self.targets.labels.shape[0],
-            self.plan.max_target_len,
-            self.plan.num_chunks,
-            num_blocks,
+            *sizes[:4],
             BLOCK_L=256,
             BLOCK_T=256 if T <= 1024 else 2048,
             ALL_FP64=self.plan.fp64,
@@ -281,7 +277,7 @@ class CTCCall(NamedTuple):
         self, memory: ScanMemory, width: int, fp64: bool, chunks: int
     ) -> None:
         """Launch a run of the posterior scan; see `launch_posterior_scan`."""
-        plan, workspace, programs = self.plan, self.workspace, 2 * self.logits.shape[1] * chunks
+        plan, workspace, programs = self.plan, self.workspace, 2 * self.sizes[1] * chunks
         options: dict[str, Any] = {}
         if _uses_gluon():
             # With many programs, fewer registers let more of them run at once.
@@ -302,7 +298,8 @@ class CTCCall(NamedTuple):
             memory.order if fp64 else None,
             memory.counter,
             *self.score_tensors(),
-            *self.sizes(plan.num_blocks, self.logits.stride()),
+            *self.sizes,
+            *self.strides,
             self.scores.scale,
             self.scores.star,
             BLOCK_T=1 if fp64 else SAVE_EVERY,

@@ -23,8 +23,8 @@ from .call import CTCCall, TargetTensors, launch_normalize, row_tile, score_argu
 from .gradient import ctc_lane_gradient_kernel, ctc_narrow_gradient_kernel
 from .label_gradient import ctc_label_gradient_kernel
 from .label_index import label_index
-from .plan import CHUNK, ctc_plan, saved_shape
-from .workspace import scan_memory, workspace_parts
+from .plan import CHUNK, ctc_plan
+from .workspace import scan_memory, workspace_layout
 
 
 def ctc_loss(
@@ -47,12 +47,9 @@ def ctc_loss(
     options = ScoreOptions(label_priors, prior_scale, star)
     shape, scores = options.lattice_shape(logits.shape), score_arguments(options)
     plan = ctc_plan(shape, logits.dtype == torch.float64, max_target_len)
-    buffer = torch.empty(
-        saved_shape(shape, max_target_len, from_logits, save, "gpu"),
-        dtype=torch.float64,
-        device=logits.device,
-    )
-    workspace = workspace_parts(buffer, plan, shape, from_logits, save)
+    layout = workspace_layout(shape, plan, from_logits, save)
+    buffer = torch.empty(layout.words, dtype=torch.float64, device=logits.device)
+    workspace = layout.of(buffer)
     losses = torch.empty(logits.shape[1], dtype=torch.float64, device=logits.device)
     value = torch.empty(
         losses.shape if reduction == "none" else (),
@@ -60,7 +57,7 @@ def ctc_loss(
         device=logits.device,
     )
     targets = TargetTensors(labels.contiguous(), offsets, input_lengths, target_lengths)
-    call = CTCCall(logits, targets, blank, scores, plan, workspace)
+    call = CTCCall.of(logits, targets, blank, scores, plan, workspace, save)
     normalizers = (workspace.maxima, workspace.sums, scores)
     if plan.table_width:
         launch_normalize(
@@ -76,7 +73,6 @@ def ctc_loss(
         buffer[: workspace.num_zeros].zero_()
     has_posteriors = workspace.posteriors is not None
     memory = scan_memory(logits, plan, CHUNK, workspace) if has_posteriors else None
-    num_blocks = plan.num_blocks if save else 0
     # Scans of logits do not wait for the log-sum-exps, unless these are the scores of a star.
     normalizes_first = from_logits and not plan.table_width and star is not None
     normalizes_alongside = from_logits and not plan.table_width and star is None
@@ -85,16 +81,16 @@ def ctc_loss(
     side_stream = SideStream(logits, normalizes_alongside)
     try:
         with side_stream:
-            call.launch_forward_scan(num_blocks)
+            call.launch_forward_scan()
             if memory is not None:
-                call.launch_loss(losses, num_blocks)
+                call.launch_loss(losses)
                 call.launch_posterior_scan(memory, CHUNK)
         if normalizes_alongside:
             launch_normalize(logits, input_lengths, *normalizers)
     finally:
         # The streams join after an error too, because the memory belongs to the current stream.
         side_stream.join()
-    call.launch_loss(losses, num_blocks, value, reduction == "mean", zero_infinity)
+    call.launch_loss(losses, value, reduction == "mean", zero_infinity)
     return value, losses, buffer
 
 
@@ -122,9 +118,9 @@ def ctc_gradient(
     options = ScoreOptions(label_priors, prior_scale, star)
     shape = options.lattice_shape(logits.shape)
     plan = ctc_plan(shape, logits.dtype == torch.float64, max_target_len)
-    workspace = workspace_parts(saved, plan, shape, from_logits, True)
+    workspace = workspace_layout(shape, plan, from_logits, True).of(saved)
     targets = TargetTensors(labels.contiguous(), offsets, input_lengths, target_lengths)
-    call = CTCCall(logits, targets, blank, score_arguments(options), plan, workspace)
+    call = CTCCall.of(logits, targets, blank, score_arguments(options), plan, workspace)
     width = cdiv(shape[2], 8) * 8 if plan.sum_by_class else CHUNK
     posteriors: Sequence[Part | None] = (workspace.posteriors, workspace.blank_posteriors, None)
     if workspace.posteriors is None:
@@ -146,7 +142,7 @@ def _launch_gradient(
     mean: bool,
 ) -> None:
     """Write the gradient with the kernel that suits the number of classes; see `gradient.py`."""
-    (T, N, C), plan, workspace, targets = call.logits.shape, call.plan, call.workspace, call.targets
+    (T, N, C, *_), plan, workspace, targets = call.sizes, call.plan, call.workspace, call.targets
     inputs = (
         grad_output,
         call.logits,
@@ -159,14 +155,9 @@ def _launch_gradient(
         blanks,
     )
     sizes = (
-        T,
-        N,
-        C,
-        targets.labels.shape[0],
-        plan.max_target_len,
-        plan.num_chunks,
+        *call.sizes[:6],
         call.blank,
-        *call.logits.stride(),
+        *call.strides,
         grad_output.stride(0) if grad_output.ndim else 0,
         call.scores.star,
     )

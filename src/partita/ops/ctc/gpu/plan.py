@@ -43,23 +43,6 @@ class CTCPlan(NamedTuple):
     carry_steps: int
 
 
-class WorkspaceSizes(NamedTuple):
-    """The parts of the workspace in their order, in 64-bit words; see `CTCWorkspace`."""
-
-    tile_counter: int
-    finished: int
-    flags: int
-    carries: int
-    states: int
-    logz: int
-    maxima: int
-    sums: int
-    table: int
-    posteriors: int
-    blank_posteriors: int
-    unused: int
-
-
 def ceil_div(number: int, by: int) -> int:
     """Return the quotient rounded up."""
     return -(-number // by)
@@ -133,36 +116,4 @@ def ctc_plan(shape: Sequence[int], fp64: bool, max_target_len: int) -> CTCPlan:
     )
 
 
-@functools.lru_cache(maxsize=4096)
-def workspace_sizes(
-    shape: Sequence[int], plan: CTCPlan, from_logits: bool, save: bool
-) -> WorkspaceSizes:
-    """Return the sizes of the workspace's parts.
-
-    Each part starts on 16 bytes, because Triton compiles another kernel for unaligned pointers.
-    """
-    T, N, _ = shape
-    normalizers = ceil_div(T * N, 1 if plan.fp64 else 2) if from_logits else 0
-    has_posteriors = posterior_words(shape, plan.max_target_len, from_logits, save) > 0
-    rows = N * plan.num_chunks * T if has_posteriors and not plan.fp64 else 0
-    sizes = [
-        1,  # tile_counter
-        1,  # finished
-        N,  # flags
-        2 * plan.num_chunks * N * plan.carry_steps,  # carries
-        2 * (plan.num_blocks * save + 1) * N * plan.num_chunks * 2 * CHUNK,  # states
-        N,  # logz
-        normalizers,  # maxima
-        normalizers,  # sums
-        (T + 2 * TABLE_MARGIN) * N * plan.table_width,  # table
-        CHUNK // 2 * rows,  # posteriors, in fp32
-        ceil_div(rows, 2),  # blank_posteriors, in fp32
-    ]
-    sizes = [size + size % 2 for size in sizes]
-    (total,) = saved_shape(shape, plan.max_target_len, from_logits, save, "gpu")
-    sizes.append(total - sum(sizes))  # unused
-    return WorkspaceSizes(*sizes)
-
-
 register_cache("ctc.gpu.plan.plans", ctc_plan.cache_clear)
-register_cache("ctc.gpu.plan.workspace_sizes", workspace_sizes.cache_clear)

@@ -5,21 +5,22 @@ Each is one tensor of fp64, whose parts the launches take.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ....runtime.caches import register_cache
 from ....runtime.parts import Part
-from .plan import CHUNK, CTCPlan, ceil_div, workspace_sizes
+from .plan import CHUNK, TABLE_MARGIN, CTCPlan, ceil_div, posterior_words, saved_shape
 
 ALIGNMENT = 32  # words; rows of posteriors start on whole lines of the cache
 
 
 class CTCWorkspace(NamedTuple):
-    """The parts of the workspace, which is one buffer; see `plan.workspace_sizes`.
+    """The parts of the workspace, which is one buffer; see `workspace_layout`.
 
     Fields:
         num_zeros: the words from the start that must be 0 before the scan: `tile_counter`,
@@ -54,30 +55,64 @@ class CTCWorkspace(NamedTuple):
     blank_posteriors: Part | None
 
 
-def workspace_parts(
-    buffer: Tensor, plan: CTCPlan, shape: Sequence[int], from_logits: bool, save: bool
-) -> CTCWorkspace:
-    """Return the parts of a buffer of shape `plan.saved_shape(...)`."""
-    sizes = workspace_sizes(shape, plan, from_logits, save)
-    starts = [8 * words for words in accumulate(sizes, initial=0)]
-    acc_dtype = torch.float64 if plan.fp64 else torch.float32
-    programs_wait = plan.num_chunks > 1 and not plan.fp64
-    has_posteriors = sizes.posteriors > 0
-    return CTCWorkspace(
-        num_zeros=starts[4 if plan.num_chunks > 1 else 3] // 8,
-        zeros=(buffer, 0, torch.int64),
-        tile_counter=(buffer, starts[0], torch.int64) if programs_wait else None,
-        finished=(buffer, starts[1], torch.int64),
-        flags=(buffer, starts[2], torch.int64),
-        carries=(buffer, starts[3], torch.int64),
-        states=(buffer, starts[4], torch.int64),
-        logz=(buffer, starts[5], torch.float64),
-        maxima=(buffer, starts[6], acc_dtype) if sizes.maxima else None,
-        sums=(buffer, starts[7], acc_dtype) if sizes.sums else None,
-        table=(buffer, starts[8], torch.int64) if plan.table_width else None,
-        posteriors=(buffer, starts[9], acc_dtype) if has_posteriors else None,
-        blank_posteriors=(buffer, starts[10], acc_dtype) if has_posteriors else None,
+class WorkspaceLayout(NamedTuple):
+    """Where the parts of the workspace are.
+
+    Fields:
+        words: the size of the buffer in 64-bit words.
+        num_zeros: see `CTCWorkspace`.
+        parts: for each further field of `CTCWorkspace` its offset in bytes and its dtype, or None.
+    """
+
+    words: int
+    num_zeros: int
+    parts: tuple[tuple[int, torch.dtype] | None, ...]
+
+    def of(self, buffer: Tensor) -> CTCWorkspace:
+        """Return the parts of a buffer."""
+        parts: list[Any] = [part and (buffer, *part) for part in self.parts]
+        return CTCWorkspace(self.num_zeros, *parts)
+
+
+@functools.lru_cache(maxsize=4096)
+def workspace_layout(
+    shape: Sequence[int], plan: CTCPlan, from_logits: bool, save: bool
+) -> WorkspaceLayout:
+    """Return the layout of a buffer of shape `plan.saved_shape(...)`.
+
+    Each part starts on 16 bytes, because Triton compiles another kernel for unaligned pointers.
+    """
+    T, N, _ = shape
+    rows, chunks, acc_dtype = T * N, N * plan.num_chunks, torch.float32
+    normalizers = ceil_div(rows, 2) * from_logits
+    if plan.fp64:
+        normalizers, acc_dtype = rows * from_logits, torch.float64
+    has_posteriors = posterior_words(shape, plan.max_target_len, from_logits, save) > 0
+    posteriors = T * chunks if has_posteriors and not plan.fp64 else 0
+    sizes = (
+        (plan.num_chunks > 1 and not plan.fp64, 1, torch.int64),  # tile_counter
+        (True, 1, torch.int64),  # finished
+        (True, N, torch.int64),  # flags
+        (True, 2 * chunks * plan.carry_steps, torch.int64),  # carries
+        (True, 2 * (plan.num_blocks * save + 1) * chunks * 2 * CHUNK, torch.int64),  # states
+        (True, N, torch.float64),  # logz
+        (from_logits, normalizers, acc_dtype),  # maxima
+        (from_logits, normalizers, acc_dtype),  # sums
+        (plan.table_width > 0, (T + 2 * TABLE_MARGIN) * N * plan.table_width, torch.int64),
+        (posteriors > 0, CHUNK // 2 * posteriors, torch.float32),
+        (posteriors > 0, ceil_div(posteriors, 2), torch.float32),  # blank_posteriors
     )
+    parts, starts, start = [], [], 0
+    for wanted, words, dtype in sizes:
+        parts.append((8 * start, dtype) if wanted else None)
+        starts.append(start)
+        start += words + words % 2
+    (words,) = saved_shape(shape, plan.max_target_len, from_logits, save, "gpu")
+    num_zeros = starts[4 if plan.num_chunks > 1 else 3]
+    return WorkspaceLayout(words, num_zeros, ((0, torch.int64), *parts))
+
+
+register_cache("ctc.gpu.workspace.layouts", workspace_layout.cache_clear)
 
 
 class ScanMemory(NamedTuple):
@@ -113,23 +148,22 @@ def scan_memory(logits: Tensor, plan: CTCPlan, width: int, workspace: CTCWorkspa
     is_saved = posteriors is not None
     chunks, per_word = N * plan.num_chunks, 1 if plan.fp64 else 2
     has_order = plan.class_groups > 0 and not plan.sum_by_class and not is_saved
-    sizes = (
-        2,
+    starts, size = [], 0
+    for words in (
+        2,  # counter
         2 * chunks * plan.carry_steps if plan.num_chunks > 1 else 0,
-        0 if is_saved else ceil_div(chunks * T * width, per_word),
+        0 if is_saved else chunks * T * width // per_word,
         0 if is_saved else ceil_div(chunks * T, per_word),
         chunks * (1 + 2 * plan.class_groups) * CHUNK // 2 if has_order else 0,
-    )
-    starts = [
-        8 * words
-        for words in accumulate((-(-n // ALIGNMENT) * ALIGNMENT for n in sizes), initial=0)
-    ]
-    buffer = torch.empty(starts[5] // 8, dtype=torch.float64, device=logits.device)
+    ):
+        starts.append(8 * size)
+        size += -(-words // ALIGNMENT) * ALIGNMENT
+    buffer = torch.empty(size, dtype=torch.float64, device=logits.device)
     dtype = torch.float64 if plan.fp64 else torch.float32
     return ScanMemory(
-        counter=None if workspace.tile_counter is None else (buffer, 0, torch.int64),
-        carries=(buffer, starts[1], torch.int64),
-        posteriors=posteriors or (buffer, starts[2], dtype),
-        blank_posteriors=blanks or (buffer, starts[3], dtype),
-        order=(buffer, starts[4], torch.int32) if has_order else None,
+        None if workspace.tile_counter is None else (buffer, 0, torch.int64),
+        (buffer, starts[1], torch.int64),
+        posteriors or (buffer, starts[2], dtype),
+        blanks or (buffer, starts[3], dtype),
+        (buffer, starts[4], torch.int32) if has_order else None,
     )
