@@ -40,7 +40,7 @@ class _Thread(threading.local):
     deferred: DeferredLaunches | None = None
 
 
-_active = _Thread()
+thread = _Thread()
 # The kernels that some thread compiles, or that are compiled but not yet known to their functions,
 # by Triton's key. A process has some dozens.
 _compilations: BoundedCache[str, Any] = BoundedCache(1024)
@@ -71,17 +71,17 @@ class NotPlannedError(Exception):
 
 def watching() -> bool:
     """Return whether a dispatch mode of this module is active in this thread."""
-    return _active.deferred is not None
+    return thread.deferred is not None
 
 
 def may_defer() -> bool:
     """Return whether this thread runs the first call of a key, which may defer its launches."""
-    return _active.may_defer
+    return thread.may_defer
 
 
 def refuse_if_planning() -> None:
     """Raise where only the launches of a gradient are looked for, and no tensor has its values."""
-    if (deferred := _active.deferred) is not None and deferred.is_planning:
+    if (deferred := thread.deferred) is not None and deferred.is_planning:
         raise NotPlannedError
 
 
@@ -97,15 +97,15 @@ def run(
         *args: its arguments.
         then: a function of the arguments and the results that calls the gradient.
     """
-    _active.may_defer = True
+    thread.may_defer = True
     try:
         result = function(*args)
-        if then is not None and (deferred := _active.deferred) is not None:
+        if then is not None and (deferred := thread.deferred) is not None:
             deferred.plan(then, args, result)
         return result
     finally:
-        _active.may_defer = False
-        deferred, _active.deferred = _active.deferred, None
+        thread.may_defer = False
+        deferred, thread.deferred = thread.deferred, None
         if deferred is not None:
             deferred.__exit__(None, None, None)
             deferred.release()
@@ -131,11 +131,11 @@ def defer(
     """
     if not may_defer():
         return False
-    deferred = _active.deferred
+    deferred = thread.deferred
     if is_compiled and (deferred is None or deferred.is_idle):
         return False
     if deferred is None:
-        deferred = _active.deferred = DeferredLaunches(launch)
+        deferred = thread.deferred = DeferredLaunches(launch)
     deferred.add(Launch(kernel, programs, args, options))
     return True
 
@@ -203,12 +203,12 @@ class DeferredLaunches(TorchDispatchMode):
             for compiled in found:
                 if hasattr(compiled, "result"):  # a kernel that is compiled already has no future
                     compiled.result()
-        may_defer, _active.may_defer = _active.may_defer, False
+        may_defer, thread.may_defer = thread.may_defer, False
         try:
             for kernel, programs, args, options in launches:
                 self._launch(kernel, programs, *args, **options)
         finally:
-            _active.may_defer = may_defer
+            thread.may_defer = may_defer
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -75,7 +75,7 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         return
     module = launcher.module()
     if module is not None:
-        if first_call.watching() and first_call.defer(
+        if first_call.thread.deferred is not None and first_call.defer(
             launch, kernel, programs, args, options, is_compiled=True
         ):
             return  # an earlier launch waits, or this one of a gradient is only to be compiled
@@ -86,7 +86,7 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
             if _compile(bound, kernel, programs, args, options):
                 bound = module.launch(_kernels, kernel, programs, args, options)
         if type(bound) is module.Kernel:
-            if (active := recording.recorder()) is not None:
+            if (active := recording.thread.recorder) is not None:
                 active.launch(bound, programs, args)
             return
     first = tensor_of(args[0])

@@ -55,7 +55,7 @@ class _Thread(threading.local):
     recorder: Recorder | None = None
 
 
-_active = _Thread()
+thread = _Thread()
 
 
 class Address(NamedTuple):
@@ -88,7 +88,7 @@ def _spec(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype
 
 def recorder() -> Recorder | None:
     """Return the recorder of this thread, or None."""
-    return _active.recorder
+    return thread.recorder
 
 
 def keep(*tensors: Tensor) -> None:
@@ -136,13 +136,13 @@ class Recorder(TorchDispatchMode):
         return False
 
     def __enter__(self) -> Recorder:
-        _active.recorder = self
+        thread.recorder = self
         super().__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        _active.recorder = None
+        thread.recorder = None
 
     def refuse(self, reason: str) -> None:
         """Give up; the first reason stays."""

@@ -72,15 +72,15 @@ def test_classes_that_the_scan_sums(
     shape: tuple[int, int, int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scan sums posteriors by class if there are many programs."""
-    from partita.ops.ctc.gpu import plan
+    from partita.ops.ctc.gpu import plan, workspace
 
     monkeypatch.setattr(plan, "FULL_GPU", 0)
-    plan.ctc_plan.cache_clear()
+    workspace.workspace_layout.cache_clear()
     try:
         for dtype in (torch.float32, torch.float64)[: 1 + (device != "cpu")]:
             assert_matches_reference(batch_of(*shape, device=device), dtype)
     finally:
-        plan.ctc_plan.cache_clear()
+        workspace.workspace_layout.cache_clear()
 
 
 @kernel_devices

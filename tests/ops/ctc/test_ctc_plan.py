@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from partita.ops.ctc.gpu.plan import ctc_plan, saved_shape
+from partita.ops.ctc.gpu.plan import saved_shape
 from partita.ops.ctc.gpu.workspace import CTCWorkspace, workspace_layout
 
 SHAPES = [(1, 1, 2), (17, 3, 5), (100, 2, 33), (64, 4, 200), (50, 2, 5000)]
@@ -16,8 +16,9 @@ def test_the_parts_of_the_workspace_fit_into_it(shape: tuple[int, int, int]) -> 
     for max_target_len, fp64, from_logits, save in itertools.product(
         (0, 1, 31, 32, 100), (False, True), (False, True), (False, True)
     ):
-        plan = ctc_plan(shape, fp64, max_target_len)
-        words, num_zeros, parts = workspace_layout(shape, plan, from_logits, save)
+        plan, words, num_zeros, parts = workspace_layout(
+            shape, fp64, max_target_len, from_logits, save
+        )
         assert (words,) == saved_shape(shape, max_target_len, from_logits, save, "gpu")
         (T, N, _), chunks = shape, plan.num_chunks
         elements = {
@@ -34,7 +35,7 @@ def test_the_parts_of_the_workspace_fit_into_it(shape: tuple[int, int, int]) -> 
             "posteriors": N * chunks * T * 32,
             "blank_posteriors": N * chunks * T,
         }
-        assert tuple(elements) == CTCWorkspace._fields[1:]
+        assert tuple(elements) == CTCWorkspace._fields[2:]
         end, zeroed = 0, ("tile_counter", "finished", "flags", "carries")[: 3 + (chunks > 1)]
         for (name, number), part in zip(elements.items(), parts, strict=True):
             if part is not None:

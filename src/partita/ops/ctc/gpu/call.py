@@ -5,12 +5,12 @@ from __future__ import annotations
 import struct
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ....runtime import launch as runtime_launch
 from ....runtime.launch import cdiv, next_power_of_2, tl_acc_dtype
 from ....runtime.parts import Part
-from ..common import ScoreOptions
 from . import plan as planning
 from .forward_scan import FORWARD_SCAN
 from .lanes import LANES, LaneKernel
@@ -18,7 +18,7 @@ from .loss import ctc_loss_kernel
 from .normalize import ctc_normalize_kernel
 from .plan import SAVE_EVERY, TABLE_MARGIN, CTCPlan
 from .posterior_scan import POSTERIOR_SCAN
-from .workspace import CTCWorkspace, ScanMemory
+from .workspace import CTCWorkspace, ScanMemory, workspace_layout
 
 
 class TargetTensors(NamedTuple):
@@ -51,9 +51,8 @@ class ScoreArguments(NamedTuple):
     star: int | None
 
 
-def score_arguments(options: ScoreOptions) -> ScoreArguments:
-    """Return the options of the scores as kernels take them."""
-    priors, scale, star = options
+def score_arguments(priors: Tensor | None, scale: float, star: int | None) -> ScoreArguments:
+    """Return the options of the scores as kernels take them; see `ScoreOptions`."""
     if priors is None:
         return ScoreArguments(None, None, star)
     (bits,) = struct.unpack("q", struct.pack("d", scale))
@@ -168,16 +167,25 @@ class CTCCall(NamedTuple):
         cls,
         logits: Tensor,
         targets: TargetTensors,
+        max_target_len: int,
         blank: int,
+        from_logits: bool,
         scores: ScoreArguments,
-        plan: CTCPlan,
-        workspace: CTCWorkspace,
-        save: bool = True,
+        save: bool,
+        saved: Tensor | None = None,
     ) -> CTCCall:
-        """Return a call that saves states before each block of steps if a gradient follows."""
+        """Return a call with the saved workspace, or with a new one that has room for its steps.
+
+        With `save`, states are saved before each block of steps, because a gradient follows.
+        """
         T, N, C = logits.shape
+        shape, fp64 = (T, N, C + (scores.star is not None)), logits.dtype == torch.float64
+        layout = workspace_layout(shape, fp64, max_target_len, from_logits, save)
+        if saved is None:
+            saved = torch.empty(layout.words, dtype=torch.float64, device=logits.device)
+        plan, workspace = layout.plan, layout.of(saved)
         num_blocks = plan.num_blocks if save else 0
-        chunks = (plan.max_target_len, plan.num_chunks, num_blocks, plan.carry_steps)
+        chunks = (max_target_len, plan.num_chunks, num_blocks, plan.carry_steps)
         sizes = (T, N, C, targets.labels.shape[0], *chunks, blank, logit_limit(T, scores))
         return cls(logits, targets, blank, scores, plan, workspace, sizes, logits.stride())
 

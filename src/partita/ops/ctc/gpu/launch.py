@@ -18,13 +18,12 @@ from ....runtime import launch as runtime_launch
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import SideStream, cdiv, next_power_of_2, tl_acc_dtype
 from ....runtime.parts import Part
-from ..common import ScoreOptions
 from .call import CTCCall, TargetTensors, launch_normalize, row_tile, score_arguments
 from .gradient import ctc_lane_gradient_kernel, ctc_narrow_gradient_kernel
 from .label_gradient import ctc_label_gradient_kernel
 from .label_index import label_index
-from .plan import CHUNK, ctc_plan
-from .workspace import scan_memory, workspace_layout
+from .plan import CHUNK
+from .workspace import scan_memory
 
 
 def ctc_loss(
@@ -44,20 +43,16 @@ def ctc_loss(
     star: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the reduced loss, the losses, and the workspace that the gradient uses."""
-    options = ScoreOptions(label_priors, prior_scale, star)
-    shape, scores = options.lattice_shape(logits.shape), score_arguments(options)
-    plan = ctc_plan(shape, logits.dtype == torch.float64, max_target_len)
-    layout = workspace_layout(shape, plan, from_logits, save)
-    buffer = torch.empty(layout.words, dtype=torch.float64, device=logits.device)
-    workspace = layout.of(buffer)
+    scores = score_arguments(label_priors, prior_scale, star)
+    targets = TargetTensors(labels.contiguous(), offsets, input_lengths, target_lengths)
+    call = CTCCall.of(logits, targets, max_target_len, blank, from_logits, scores, save)
+    plan, workspace = call.plan, call.workspace
     losses = torch.empty(logits.shape[1], dtype=torch.float64, device=logits.device)
     value = torch.empty(
         losses.shape if reduction == "none" else (),
         dtype=acc_dtype(logits.dtype),
         device=logits.device,
     )
-    targets = TargetTensors(labels.contiguous(), offsets, input_lengths, target_lengths)
-    call = CTCCall.of(logits, targets, blank, scores, plan, workspace, save)
     normalizers = (workspace.maxima, workspace.sums, scores)
     if plan.table_width:
         launch_normalize(
@@ -70,7 +65,7 @@ def ctc_loss(
             workspace.num_zeros,
         )
     else:
-        buffer[: workspace.num_zeros].zero_()
+        workspace.buffer[: workspace.num_zeros].zero_()
     has_posteriors = workspace.posteriors is not None
     memory = scan_memory(logits, plan, CHUNK, workspace) if has_posteriors else None
     # Scans of logits do not wait for the log-sum-exps, unless these are the scores of a star.
@@ -91,7 +86,7 @@ def ctc_loss(
         # The streams join after an error too, because the memory belongs to the current stream.
         side_stream.join()
     call.launch_loss(losses, value, reduction == "mean", zero_infinity)
-    return value, losses, buffer
+    return value, losses, workspace.buffer
 
 
 def ctc_gradient(
@@ -115,13 +110,14 @@ def ctc_gradient(
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if not dlogits.numel():
         return dlogits
-    options = ScoreOptions(label_priors, prior_scale, star)
-    shape = options.lattice_shape(logits.shape)
-    plan = ctc_plan(shape, logits.dtype == torch.float64, max_target_len)
-    workspace = workspace_layout(shape, plan, from_logits, True).of(saved)
+    scores = score_arguments(label_priors, prior_scale, star)
     targets = TargetTensors(labels.contiguous(), offsets, input_lengths, target_lengths)
-    call = CTCCall.of(logits, targets, blank, score_arguments(options), plan, workspace)
-    width = cdiv(shape[2], 8) * 8 if plan.sum_by_class else CHUNK
+    call = CTCCall.of(
+        logits, targets, max_target_len, blank, from_logits, scores, save=True, saved=saved
+    )
+    plan, workspace = call.plan, call.workspace
+    classes = logits.shape[2] + (star is not None)
+    width = cdiv(classes, 8) * 8 if plan.sum_by_class else CHUNK
     posteriors: Sequence[Part | None] = (workspace.posteriors, workspace.blank_posteriors, None)
     if workspace.posteriors is None:
         memory = scan_memory(logits, plan, width, workspace)

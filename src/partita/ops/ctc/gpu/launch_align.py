@@ -8,7 +8,6 @@ from torch import Tensor
 from ....runtime import launch as runtime_launch
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv
-from ..common import ScoreOptions
 from .align import BACKTRACE, VITERBI, ctc_alignment_kernel
 from .call import TargetTensors, launch_lanes, launch_normalize, score_arguments
 from .plan import CHUNK, SAVE_EVERY
@@ -34,7 +33,7 @@ def ctc_align(
     The carries are 0 before they are sent, so the flags and counters are zeroed together with them.
     """
     (T, N, C), device = logits.shape, logits.device
-    options = score_arguments(ScoreOptions(label_priors, prior_scale, star))
+    options = score_arguments(label_priors, prior_scale, star)
     targets = TargetTensors(labels.contiguous(), offsets, input_lengths, target_lengths)
     num_chunks, num_blocks = max_target_len // CHUNK + 1, cdiv(T, SAVE_EVERY)
     carry_steps = num_blocks * SAVE_EVERY

@@ -6,11 +6,8 @@ can use them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
-
-from ....runtime.caches import register_cache
 
 CHUNK = 32  # positions of a target in a chunk, one per lane of a warp
 SAVE_EVERY = 8  # steps from one saved state to the next
@@ -97,7 +94,6 @@ def saved_shape(
     return (16 + states + carries + (2 + 2 * T + table) * N + posteriors,)
 
 
-@functools.lru_cache(maxsize=4096)
 def ctc_plan(shape: Sequence[int], fp64: bool, max_target_len: int) -> CTCPlan:
     """Return the plan for logits of shape `[T, N, C]`."""
     T, N, C = shape
@@ -114,6 +110,3 @@ def ctc_plan(shape: Sequence[int], fp64: bool, max_target_len: int) -> CTCPlan:
         num_blocks=num_blocks,
         carry_steps=num_blocks * SAVE_EVERY,
     )
-
-
-register_cache("ctc.gpu.plan.plans", ctc_plan.cache_clear)

@@ -6,7 +6,6 @@ Each is one tensor of fp64, whose parts the launches take.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ....runtime.caches import register_cache
 from ....runtime.parts import Part
-from .plan import CHUNK, TABLE_MARGIN, CTCPlan, ceil_div, posterior_words, saved_shape
+from .plan import CHUNK, TABLE_MARGIN, CTCPlan, ceil_div, ctc_plan, posterior_words, saved_shape
 
 ALIGNMENT = 32  # words; rows of posteriors start on whole lines of the cache
 
@@ -23,6 +22,7 @@ class CTCWorkspace(NamedTuple):
     """The parts of the workspace, which is one buffer; see `workspace_layout`.
 
     Fields:
+        buffer: the whole buffer.
         num_zeros: the words from the start that must be 0 before the scan: `tile_counter`,
             `finished`, `flags`, and `carries` if a target has several chunks.
         zeros: these words.
@@ -40,6 +40,7 @@ class CTCWorkspace(NamedTuple):
         blank_posteriors: `[N, num_chunks, T]`, those of the blank, or None.
     """
 
+    buffer: Tensor
     num_zeros: int
     zeros: Part
     tile_counter: Part | None
@@ -59,11 +60,13 @@ class WorkspaceLayout(NamedTuple):
     """Where the parts of the workspace are.
 
     Fields:
+        plan: how the batch is cut.
         words: the size of the buffer in 64-bit words.
         num_zeros: see `CTCWorkspace`.
         parts: for each further field of `CTCWorkspace` its offset in bytes and its dtype, or None.
     """
 
+    plan: CTCPlan
     words: int
     num_zeros: int
     parts: tuple[tuple[int, torch.dtype] | None, ...]
@@ -71,26 +74,26 @@ class WorkspaceLayout(NamedTuple):
     def of(self, buffer: Tensor) -> CTCWorkspace:
         """Return the parts of a buffer."""
         parts: list[Any] = [part and (buffer, *part) for part in self.parts]
-        return CTCWorkspace(self.num_zeros, *parts)
+        return CTCWorkspace(buffer, self.num_zeros, *parts)
 
 
 @functools.lru_cache(maxsize=4096)
 def workspace_layout(
-    shape: Sequence[int], plan: CTCPlan, from_logits: bool, save: bool
+    shape: tuple[int, int, int], fp64: bool, max_target_len: int, from_logits: bool, save: bool
 ) -> WorkspaceLayout:
     """Return the layout of a buffer of shape `plan.saved_shape(...)`.
 
     Each part starts on 16 bytes, because Triton compiles another kernel for unaligned pointers.
     """
-    T, N, _ = shape
+    (T, N, _), plan = shape, ctc_plan(shape, fp64, max_target_len)
     rows, chunks, acc_dtype = T * N, N * plan.num_chunks, torch.float32
     normalizers = ceil_div(rows, 2) * from_logits
-    if plan.fp64:
+    if fp64:
         normalizers, acc_dtype = rows * from_logits, torch.float64
-    has_posteriors = posterior_words(shape, plan.max_target_len, from_logits, save) > 0
-    posteriors = T * chunks if has_posteriors and not plan.fp64 else 0
+    has_posteriors = posterior_words(shape, max_target_len, from_logits, save) > 0
+    posteriors = T * chunks if has_posteriors and not fp64 else 0
     sizes = (
-        (plan.num_chunks > 1 and not plan.fp64, 1, torch.int64),  # tile_counter
+        (plan.num_chunks > 1 and not fp64, 1, torch.int64),  # tile_counter
         (True, 1, torch.int64),  # finished
         (True, N, torch.int64),  # flags
         (True, 2 * chunks * plan.carry_steps, torch.int64),  # carries
@@ -107,9 +110,9 @@ def workspace_layout(
         parts.append((8 * start, dtype) if wanted else None)
         starts.append(start)
         start += words + words % 2
-    (words,) = saved_shape(shape, plan.max_target_len, from_logits, save, "gpu")
+    (words,) = saved_shape(shape, max_target_len, from_logits, save, "gpu")
     num_zeros = starts[4 if plan.num_chunks > 1 else 3]
-    return WorkspaceLayout(words, num_zeros, ((0, torch.int64), *parts))
+    return WorkspaceLayout(plan, words, num_zeros, ((0, torch.int64), *parts))
 
 
 register_cache("ctc.gpu.workspace.layouts", workspace_layout.cache_clear)
