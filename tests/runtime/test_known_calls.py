@@ -257,7 +257,7 @@ def test_a_decision_about_ctc_serves_other_sizes(
     ],
 )
 def test_what_a_decision_about_ctc_does_not_know_is_checked(
-    classes: int, options: dict[str, int], message: str, deciding: None
+    classes: int, options: dict[str, Any], message: str, deciding: None
 ) -> None:
     def call(C: int) -> Tensor:
         labels = torch.tensor([[1, 2, 2], [2, 1, 0]])

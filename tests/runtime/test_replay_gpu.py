@@ -197,15 +197,21 @@ def test_replays_have_the_bits_of_the_plain_path(
 def test_a_backward_pass_is_one_call_of_the_c_module(
     name: str, calls: dict[str, Callable[[], list[Tensor]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served: list[bool] = []
-    replayed = register.eager_gradients
+    served, misses = [], []
+    gradients, record = register.eager_gradients, register.Op._record
 
     def noted(*args: Any) -> Any:
-        found = replayed(*args)
-        served.append(found is not None)
+        misses.clear()
+        found = gradients(*args)
+        served.append(found is not None and not misses)
         return found
 
+    def noted_miss(op: register.Op, *args: Any) -> Any:
+        misses.append(op)
+        return record(op, *args)
+
     monkeypatch.setattr(register, "eager_gradients", noted)
+    monkeypatch.setattr(register.Op, "_record", noted_miss)
     clear_caches()
     for _ in range(4):
         calls[name]()

@@ -50,7 +50,7 @@ class Op:
         self.programs: BoundedCache[bytes, Any] = BoundedCache(MAX_PROGRAMS)
         self.tries: BoundedCache[bytes, int] = BoundedCache(4 * MAX_PROGRAMS)
         self.reasons: BoundedCache[bytes, str] = BoundedCache(MAX_PROGRAMS)
-        self._replay: Callable[..., Any] | None = None
+        self._replay: Any = None
         self._then: Callable[[tuple[Any, ...], Any], None] | None = None
         register_cache(f"runtime.register.{name}.programs", self.programs.clear)
         register_cache(f"runtime.register.{name}.tries", self.tries.clear)
@@ -107,7 +107,6 @@ class Op:
         positions: tuple[int | None, ...],
     ) -> tuple[Any, ...] | None:
         """Return the gradients of all inputs; see `eager_gradients`."""
-        assert self._replay is not None
         found: Any = self._replay.gradients(grads, saved, options, needed, positions)
         if type(found) is not bytes:
             return found

@@ -101,8 +101,8 @@ def row_tile(logits: Tensor, width: int) -> dict[str, int]:
 def launch_normalize(
     logits: Tensor,
     input_lengths: Tensor,
-    maxima: Part | None,
-    sums: Part | None,
+    maxima: Tensor | Part | None,
+    sums: Tensor | Part | None,
     scores: ScoreArguments,
     table: Part | None = None,
     table_width: int = 0,

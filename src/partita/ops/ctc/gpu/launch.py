@@ -123,21 +123,22 @@ def ctc_gradient(
         memory = scan_memory(logits, plan, width, workspace)
         call.launch_posterior_scan(memory, width)
         posteriors = memory[2:]
-    _launch_gradient(call, grad_output, *posteriors, width, dlogits, mean=reduction == "mean")
+    _launch_gradient(call, grad_output, posteriors, width, dlogits, mean=reduction == "mean")
     return dlogits
 
 
 def _launch_gradient(
     call: CTCCall,
     grad_output: Tensor,
-    posteriors: Part | None,
-    blanks: Part | None,
-    order: Part | None,
+    posteriors: Sequence[Part | None],
     width: int,
     dlogits: Tensor,
     mean: bool,
 ) -> None:
-    """Write the gradient with the kernel that suits the number of classes; see `gradient.py`."""
+    """Write the gradient with the kernel that suits the number of classes; see `gradient.py`.
+
+    The posteriors are those of the labels, those of the blanks, and the order of the labels.
+    """
     (T, N, C, *_), plan, workspace, targets = call.sizes, call.plan, call.workspace, call.targets
     inputs = (
         grad_output,
@@ -147,8 +148,7 @@ def _launch_gradient(
         workspace.sums,
         workspace.flags,
         workspace.logz,
-        posteriors,
-        blanks,
+        *posteriors[:2],
     )
     sizes = (
         *call.sizes[:6],
@@ -203,7 +203,7 @@ def _launch_gradient(
             ctc_lane_gradient_kernel,
             N * cdiv(T, 8),
             *inputs,
-            order,
+            posteriors[2],
             dlogits,
             *sizes,
             ROWS=8,
