@@ -1,4 +1,4 @@
-"""Side streams, with stand-ins for the streams of a GPU: their waits, and their threads."""
+"""Side streams, with stand-ins for the streams of a GPU, and parts of tensors as arguments."""
 
 import threading
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from partita.runtime import first_call
 from partita.runtime.caches import BoundedCache
 from partita.runtime.launch import SideStream
+from partita.runtime.parts import tensor_of, with_views
 
 DEVICE = torch.device("cuda", 0)
 
@@ -105,3 +106,14 @@ def test_an_error_inside_leaves_the_main_stream_current(streams: Any) -> None:
     assert streams.main.waits == []
     side_stream.join()
     assert streams.main.waits == [side_stream.side]
+
+
+def test_triton_gets_a_view_for_each_part_of_a_tensor() -> None:
+    words = torch.arange(8, dtype=torch.float64)
+    first, part, empty, number = with_views(
+        (words, (words, 16, torch.int32), (words, 64, torch.float32), 3)
+    )
+    assert first is words and number == 3
+    assert part.dtype == torch.int32 and part.data_ptr() == words.data_ptr() + 16
+    assert torch.equal(part, words[2:].view(torch.int32)) and empty.numel() == 0
+    assert tensor_of((words, 16, torch.int32)) is words and tensor_of(words) is words

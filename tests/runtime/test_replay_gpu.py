@@ -235,6 +235,31 @@ def test_triton_launches_where_there_is_no_c_module(
         assert_same(calls[name](), expected)
 
 
+def test_new_shapes_of_ctc_have_the_bits_of_triton_s_launches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The C module and Triton compile and launch for the same parts of each workspace."""
+    # Few and many classes, targets of several chunks, and odd sizes.
+    kinds, sizes = ((20, 7), (20, 4), (6, 40), (5000, 10)), ((40, 2), (47, 3), (64, 16))
+    shapes = [(T, N, C, S) for C, S in kinds for T, N in sizes]
+
+    def call(T: int, N: int, C: int, S: int) -> list[Tensor]:
+        words = labels(1, C, N, S)
+        lengths = T - torch.arange(N) % 3, S - torch.arange(N) % 2
+        poison()
+        return gradients(
+            lambda x: partita.ctc_loss(x, words, *lengths, from_logits=True), numbers(T, N, C)
+        )
+
+    clear_caches()
+    found = [call(*shape) for shape in shapes]
+    monkeypatch.setattr(launcher, "module", lambda: None)
+    for op in _ops():
+        monkeypatch.setattr(op, "_replay", None)
+    for shape, results in zip(shapes, found, strict=True):
+        assert_same(call(*shape), results)
+
+
 def _ops() -> list[register.Op]:
     from partita.ops.chain import autograd as chain
     from partita.ops.cross_entropy import autograd as cross_entropy
