@@ -202,6 +202,7 @@ def ctc_loss(
     lengths = input_lengths, target_lengths
     flags = from_logits, reduction, zero_infinity
     known = _known_losses.find(log_probs, targets, blank, *flags, label_priors, prior_scale, star)
+    # A decision does not know the number of classes.
     if type(known) is tuple and 0 <= blank < log_probs.shape[2] <= (star or 2**63):
         x = with_lengths("log_probs", log_probs, targets, *lengths)
         return apply_eager(_ctc.EagerCTCLoss, *x, *known)

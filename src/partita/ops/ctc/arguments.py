@@ -178,7 +178,7 @@ def _longest(lengths: Tensor, targets: Tensor) -> int:
     size, N = targets.shape[-1], lengths.shape[0]
     if not N:
         return 0
-    if lengths.device.type != "cpu" or torch.compiler.is_compiling() or is_batched(lengths):
+    if not lengths.is_cpu or torch.compiler.is_compiling() or is_batched(lengths):
         return size
     longest = max(lengths.tolist()) if N <= FEW else int(lengths.max())
     return max(min(longest, size), 0)

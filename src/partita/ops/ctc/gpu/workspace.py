@@ -87,9 +87,9 @@ def workspace_layout(
     """
     (T, N, _), plan = shape, ctc_plan(shape, fp64, max_target_len)
     rows, chunks, acc_dtype = T * N, N * plan.num_chunks, torch.float32
-    normalizers = ceil_div(rows, 2) * from_logits
+    normalizers = ceil_div(rows, 2)
     if fp64:
-        normalizers, acc_dtype = rows * from_logits, torch.float64
+        normalizers, acc_dtype = rows, torch.float64
     has_posteriors = posterior_words(shape, max_target_len, from_logits, save) > 0
     posteriors = T * chunks if has_posteriors and not fp64 else 0
     sizes = (
@@ -109,7 +109,7 @@ def workspace_layout(
     for wanted, words, dtype in sizes:
         parts.append((8 * start, dtype) if wanted else None)
         starts.append(start)
-        start += words + words % 2
+        start += words + words % 2 if wanted else 0
     (words,) = saved_shape(shape, max_target_len, from_logits, save, "gpu")
     num_zeros = starts[4 if plan.num_chunks > 1 else 3]
     return WorkspaceLayout(plan, words, num_zeros, ((0, torch.int64), *parts))
