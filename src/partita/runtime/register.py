@@ -98,26 +98,6 @@ class Op:
         """Do what `serve_backward` does where the caller knows that the mode is plain eager."""
         ctx.replay, ctx.replay_options = None if self._replay is None else self, options
 
-    def gradients(
-        self,
-        grads: tuple[Any, ...],
-        saved: tuple[Any, ...],
-        options: tuple[Any, ...],
-        needed: tuple[bool, ...],
-        positions: tuple[int | None, ...],
-    ) -> tuple[Any, ...] | None:
-        """Return the gradients of all inputs; see `eager_gradients`."""
-        found: Any = self._replay.gradients(grads, saved, options, needed, positions)
-        if type(found) is not bytes:
-            return found
-        results = self._record(found, (*grads, *saved, *options))
-        results = (results,) if isinstance(results, torch.Tensor) else results
-        gradients: list[Any] = [None] * len(needed)
-        for i, position in enumerate(positions):
-            if position is not None and needed[i]:
-                gradients[i] = results[position]
-        return tuple(gradients)
-
     def _connect(self) -> Callable[..., Any] | None:
         module = launcher.module()
         if module is not None:
@@ -194,7 +174,17 @@ def eager_gradients(
     op: Op | None = ctx.replay
     if op is None or torch.compiler.is_compiling():
         return None
-    return op.gradients(grads, saved, ctx.replay_options, ctx.needs_input_grad, positions)
+    options, needed = ctx.replay_options, ctx.needs_input_grad
+    found: Any = op._replay.gradients(grads, saved, options, needed, positions)
+    if type(found) is not bytes:
+        return found
+    results = op._record(found, (*grads, *saved, *options))
+    results = (results,) if isinstance(results, torch.Tensor) else results
+    gradients: list[Any] = [None] * len(needed)
+    for i, position in enumerate(positions):
+        if position is not None and needed[i]:
+            gradients[i] = results[position]
+    return tuple(gradients)
 
 
 def without_lazy_bits(*args: Any) -> tuple[Any, ...]:

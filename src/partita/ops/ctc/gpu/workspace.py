@@ -73,7 +73,7 @@ class WorkspaceLayout(NamedTuple):
 
     def of(self, buffer: Tensor) -> CTCWorkspace:
         """Return the parts of a buffer."""
-        parts: list[Any] = [part and (buffer, *part) for part in self.parts]
+        parts: list[Any] = [part and (buffer, part[0], part[1]) for part in self.parts]
         return CTCWorkspace(buffer, self.num_zeros, *parts)
 
 
