@@ -154,21 +154,25 @@ def await_arcs(
     FORWARD: tl.constexpr,
     FILLED: tl.constexpr,
     WAIT: tl.constexpr,
+    STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
     CODE: tl.constexpr,
     ARCS: tl.constexpr,
 ):
-    """Return the carries from `step` on and the arcs from `row` on, once all are written."""
+    """Return the carries of STEPS steps and the arcs of BLOCK rows, once all are written.
+
+    Triton 3.6 fails where one of these results is not used.
+    """
     if WAIT:
         while arcs_written(words, rows, BLOCK, CODE, ARCS) == 0:
-            words = load_carries(chunk, step, lane, BLOCK)
+            words = load_carries(chunk, step, lane, STEPS)
             rows = load_block_arcs(chunk, row, lane, FORWARD, FILLED, WAIT, BLOCK, CODE, ARCS)
         scores = ()
         for i in tl.static_range(BLOCK):
             scores = scores + (row_scores(rows[i], CODE, ARCS),)
         return words, scores
     else:
-        return await_carries(words, chunk, step, lane, BLOCK), rows
+        return await_carries(words, chunk, step, lane, STEPS), rows
 
 
 @triton.jit

@@ -71,15 +71,16 @@ def scan_arcs_forward(
     """Scan α of a chunk, by maxima with MAX; returns α at the virtual step after the last one."""
     state = lane.to(tl.float64) * 0.0 - float("inf")
     final, own, other = state, repeated(state, DEPTH), repeated(state, DEPTH)
-    words = load_carries(chunk, 0, lane, 1)
-    arcs = load_block_arcs(chunk, 0, lane, True, FILLED, WAIT, 1, CODE, ARCS)
-    words, arcs = await_arcs(words, arcs, chunk, 0, 0, lane, True, FILLED, WAIT, 1, CODE, ARCS)
-    row = next_row(arcs[0], own, other, lane, CODE, ARCS, MAX, FP64)
     words = load_carries(chunk, 0, lane, BLOCK)
+    arcs = load_block_arcs(chunk, 0, lane, True, FILLED, WAIT, 1, CODE, ARCS)
+    words, arcs = await_arcs(
+        words, arcs, chunk, 0, 0, lane, True, FILLED, WAIT, BLOCK, 1, CODE, ARCS
+    )
+    row = next_row(arcs[0], own, other, lane, CODE, ARCS, MAX, FP64)
     arcs = load_block_arcs(chunk, 1, lane, True, FILLED, WAIT, BLOCK, CODE, ARCS)
     for first in range(0, chunk.end_row + 1, BLOCK):
         carries, next_arcs = await_arcs(
-            words, arcs, chunk, first, first + 1, lane, True, FILLED, WAIT, BLOCK, CODE, ARCS
+            words, arcs, chunk, first, first + 1, lane, True, FILLED, WAIT, BLOCK, BLOCK, CODE, ARCS
         )
         after = first + BLOCK
         words = load_carries(chunk, after, lane, BLOCK)
@@ -126,15 +127,15 @@ def scan_arcs_backward(
     words, top = load_carries(chunk, last - 31, lane, BLOCK), last + BLOCK - 1
     arcs = load_block_arcs(chunk, top, lane, False, FILLED, WAIT, 1, CODE, ARCS)
     words, arcs = await_arcs(
-        words, arcs, chunk, last - 31, top, lane, False, FILLED, WAIT, 1, CODE, ARCS
+        words, arcs, chunk, last - 31, top, lane, False, FILLED, WAIT, BLOCK, 1, CODE, ARCS
     )
     row = next_row(arcs[0], own, other, lane, CODE, ARCS, False, FP64)
-    words = load_carries(chunk, last - 31, lane, BLOCK)
     arcs = load_block_arcs(chunk, last - 1, lane, False, FILLED, WAIT, BLOCK, CODE, ARCS)
     for p in range(0, chunk.end_row + 1, BLOCK):
         first = last - p
+        step, below = first - 31, first - 1
         carries, next_arcs = await_arcs(
-            words, arcs, chunk, first - 31, first - 1, lane, False, FILLED, WAIT, BLOCK, CODE, ARCS
+            words, arcs, chunk, step, below, lane, False, FILLED, WAIT, BLOCK, BLOCK, CODE, ARCS
         )
         before = first - BLOCK
         words = load_carries(chunk, before - 31, lane, BLOCK)

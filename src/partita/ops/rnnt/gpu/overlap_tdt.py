@@ -62,15 +62,13 @@ def store_duration_arcs(
     node, sequence, is_node = nodes_of_rank(program, tensors, sizes, BOTH_ENDS, ROWS)
     if is_node:
         b, t, u = node.b.to(tl.int64), node.t.to(tl.int64), node.first_u + tl.arange(0, ROWS)
-        mask, strides = u <= sequence.target_len, logits.duration_strides
-        start = b * strides[0] + t * strides[1] + u.to(tl.int64) * strides[2]
-        values = load_durations(logits.durations_ptr + start, strides[3], mask, K)
+        mask, d_strides = u <= sequence.target_len, logits.duration_strides
+        start = b * d_strides[0] + t * d_strides[1] + u.to(tl.int64) * d_strides[2]
+        values = load_durations(logits.durations_ptr + start, d_strides[3], mask, K)
         strides = logits.token_strides
         origin = b * strides[0] + t * strides[1]
-        labels = (tensors.targets_ptr, *options)
-        source = NodeSource(
-            logits.tokens_ptr, origin, sizes.V, strides[2], strides[3], *labels, 0.0
-        )
+        layout = (origin, sizes.V, strides[2], strides[3], tensors.targets_ptr)
+        source = NodeSource(logits.tokens_ptr, *layout, *options, 0.0)
         lse_ptr = logits.token_lse_ptr
         blank, label = score_arcs(
             source, lse_ptr, node, sequence, True, False, VEC, EDGES, PIECES, ROWS, BLOCK_V, DTYPE
