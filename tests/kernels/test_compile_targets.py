@@ -38,7 +38,14 @@ SPILLED = {
 }
 # The prefixes of kernels in Gluon, of one that reads their results, of those with products of fp64
 # matrices, and of those whose programs wait for others that compute.
-NVIDIA_ONLY = ("chain_resident", "ctc_crf_base_sums", "linear_chain_", "rnnt_overlap")
+NVIDIA_ONLY = (
+    "chain_resident",
+    "ctc_crf_base_sums",
+    "linear_chain_",
+    "rnnt_overlap",
+    "tdt_overlap",
+    "tdt_words",
+)
 
 
 def test_every_kernel_is_launched_in_every_dtype() -> None:
@@ -149,6 +156,7 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
                 "linear_pack_kernel",
                 "linear_chain_word_maps_kernel",
                 "semi_markov_trace_kernel",
+                "tdt_words_kernel",
                 "ctc_crf_beam_trace_kernel",
                 "ctc_label_index_kernel",
             ),
