@@ -156,9 +156,9 @@ def tdt_words_kernel(
     programs = B * num_chunks * tl.cdiv(rows * 32, BLOCK) + MARGIN // BLOCK
     first = tl.program_id(0).to(tl.int64) - programs
     if first >= 0:
-        index = first * BLOCK + tl.arange(0, BLOCK)
-        word = tl.where(index < zeros, 0, MINUS_INFINITY)
-        tl.store(words_ptr + index, word, mask=index < zeros + MARGIN)
+        word_index = first * BLOCK + tl.arange(0, BLOCK)
+        word = tl.where(word_index < zeros, 0, MINUS_INFINITY)
+        tl.store(words_ptr + word_index, word, mask=word_index < zeros + MARGIN)
     else:
         arcs_ptr = words_ptr + zeros + MARGIN
         b, t, u, index, chunk_offset, is_margin = chunk_nodes(
