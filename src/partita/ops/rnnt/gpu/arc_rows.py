@@ -7,18 +7,25 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .scan import await_carries, load_carries, prefetch_line, upper_half
+from .lattice import MINUS_ZERO
+from .scan import NO_CARRY, prefetch_line, upper_half
 
 
 class ArcChunk(NamedTuple):
-    """The chunk that a program scans.
+    """The chunk that a program scans, by α or β.
+
+    The rows are counted in the order of the scan: turn p of α is row p, and turn p of β is row
+    `first_row` - p.
 
     Fields:
+        forward: 1 for α, 0 for β.
+        first_row, step: the first row, and 1 or -1.
         arcs_ptr: scores of the first kind of arcs of the chunk, `[rows, 32]`. If the scan waits
             for them, they are int64 words.
         nodes: offset from the scores of a kind to those of the next kind.
-        before: offset in a row to the lane before each lane, `[32]`; the first lane's is in the
-            previous chunk.
+        label_offset: offset from a row to the arcs of labels of duration 0 into (α) or out of (β)
+            each lane, `[32]`. Those into the first lane are in the previous chunk.
+        duration_offset: offset from the arcs of a duration to those of one step less.
         states_ptr: the chunk's α or β, `[rows, 32]`, or None.
         pointers_ptr: the kind of the best arc into each node, `[rows, 32]`, or None.
         sent_ptr, received_ptr, sends, receives: the carries; see `scan.ScanChunk`.
@@ -28,9 +35,13 @@ class ArcChunk(NamedTuple):
         end_row: the row of the virtual step T at the last value of u in the chunk.
     """
 
+    forward: tl.tensor
+    first_row: tl.tensor
+    step: tl.tensor
     arcs_ptr: tl.tensor
     nodes: tl.tensor
-    before: tl.tensor
+    label_offset: tl.tensor
+    duration_offset: tl.tensor
     states_ptr: tl.tensor
     pointers_ptr: tl.tensor
     sent_ptr: tl.tensor
@@ -44,18 +55,24 @@ class ArcChunk(NamedTuple):
 
 
 @triton.jit
-def arc_mask(chunk, t, duration, LABEL: tl.constexpr):
-    """Return whether arcs of a duration that leave step t at each lane's u stay in the lattice.
+def row_of(chunk, turn):
+    """Return the row of a turn of the scan."""
+    return chunk.first_row + chunk.step * turn
+
+
+@triton.jit
+def entering_mask(chunk, row, lane, duration, LABEL: tl.constexpr):
+    """Return whether arcs of a duration that enter the nodes of a row stay in the lattice.
 
     A label leads to a node of a step; a blank also to the end of the path.
     """
-    after = t + duration
-    in_lattice = (t >= 0) & (t < chunk.length) & (chunk.u <= chunk.target_len)
+    before, after = row - lane - duration, row - lane
+    mask = (before >= 0) & (chunk.u <= chunk.target_len)
     if LABEL:
-        return in_lattice & (after < chunk.length) & (chunk.u < chunk.target_len)
+        return mask & (after < chunk.length) & (chunk.u > 0)
     else:
         is_end = (after == chunk.length) & (chunk.u == chunk.target_len)
-        return in_lattice & ((after < chunk.length) | is_end)
+        return mask & (before < chunk.length) & ((after < chunk.length) | is_end)
 
 
 @triton.jit
@@ -63,7 +80,6 @@ def load_row_arcs(
     chunk,
     row,
     lane,
-    FORWARD: tl.constexpr,
     FILLED: tl.constexpr,
     WAIT: tl.constexpr,
     CODE: tl.constexpr,
@@ -71,25 +87,17 @@ def load_row_arcs(
 ):
     """Return the scores of the arcs into (α) or out of (β) the nodes of a row.
 
-    With FILLED, the score of each arc that leaves the lattice is -inf in memory. With WAIT, which
-    needs FILLED, they are words, and those that are not written yet are 0.
+    With FILLED, the score of each arc that leaves the lattice is -inf in memory; β needs it. With
+    WAIT they are words, and those that are not written yet are 0.
     """
     scores = ()
     for i in tl.static_range(ARCS):
-        ptr, mask = chunk.arcs_ptr + i * chunk.nodes, chunk.u < 0
-        d = (CODE >> (8 * i)) & 127
-        if FORWARD:
-            if (CODE >> (8 * i)) & 128:
-                t = row - lane - d
-                mask = (t >= 0) & (t + d < chunk.length)
-                mask = mask & (chunk.u > 0) & (chunk.u <= chunk.target_len)
-                ptr = ptr + (row - 1 - d) * 32 + chunk.before
-            else:
-                mask = arc_mask(chunk, row - lane - d, d, False)
-                ptr = ptr + (row - d) * 32 + lane
+        ptr, d = chunk.arcs_ptr + i * chunk.nodes, (CODE >> (8 * i)) & 127
+        ptr += row * 32 - d * chunk.duration_offset
+        if (CODE >> (8 * i)) & 128:
+            ptr = ptr + chunk.label_offset
         else:
-            mask = arc_mask(chunk, row - lane, d, ((CODE >> (8 * i)) & 128) > 0)
-            ptr = ptr + row * 32 + lane
+            ptr = ptr + lane
         if ((CODE >> (8 * i)) & 255) == 0:  # Nothing reads the kind that no arc has.
             scores = scores + (lane,)
         elif WAIT:  # Volatile loads find what other multiprocessors have written.
@@ -97,6 +105,7 @@ def load_row_arcs(
         elif FILLED:
             scores = scores + (tl.load(ptr),)
         else:
+            mask = entering_mask(chunk, row, lane, d, ((CODE >> (8 * i)) & 128) > 0)
             scores = scores + (tl.load(ptr, mask=mask, other=-float("inf")),)
     return scores
 
@@ -104,20 +113,28 @@ def load_row_arcs(
 @triton.jit
 def load_block_arcs(
     chunk,
-    first,
+    turn,
     lane,
-    FORWARD: tl.constexpr,
     FILLED: tl.constexpr,
     WAIT: tl.constexpr,
     BLOCK: tl.constexpr,
     CODE: tl.constexpr,
     ARCS: tl.constexpr,
 ):
-    """Return the scores of the arcs of BLOCK rows from `first` on, a tuple for each row."""
+    """Return the scores of the arcs of BLOCK turns from a turn on, a tuple for each row."""
     rows = ()
     for i in tl.static_range(BLOCK):
-        rows = rows + (load_row_arcs(chunk, first + i, lane, FORWARD, FILLED, WAIT, CODE, ARCS),)
+        row = row_of(chunk, turn + i)
+        rows = rows + (load_row_arcs(chunk, row, lane, FILLED, WAIT, CODE, ARCS),)
     return rows
+
+
+@triton.jit
+def load_turn_carries(chunk, turn, lane, BLOCK: tl.constexpr):
+    """Load the carries of the turns from a turn on, one per lane; those not written yet are 0."""
+    step = row_of(chunk, turn + lane) - 31 * (1 - chunk.forward)
+    mask = chunk.receives & (lane < BLOCK) & (step >= 0) & (step < chunk.length)
+    return tl.load(chunk.received_ptr + step, mask=mask, other=NO_CARRY, volatile=True)
 
 
 @triton.jit
@@ -148,39 +165,62 @@ def await_arcs(
     words,
     rows,
     chunk,
-    step,
-    row,
+    turn,
+    arc_turn,
     lane,
-    FORWARD: tl.constexpr,
     FILLED: tl.constexpr,
     WAIT: tl.constexpr,
-    STEPS: tl.constexpr,
+    TURNS: tl.constexpr,
     BLOCK: tl.constexpr,
     CODE: tl.constexpr,
     ARCS: tl.constexpr,
 ):
-    """Return the carries of STEPS steps and the arcs of BLOCK rows, once all are written.
+    """Return the carries of TURNS turns and the arcs of BLOCK turns, once all are written.
 
     Triton 3.6 fails where one of these results is not used.
     """
     if WAIT:
         while arcs_written(words, rows, BLOCK, CODE, ARCS) == 0:
-            words = load_carries(chunk, step, lane, STEPS)
-            rows = load_block_arcs(chunk, row, lane, FORWARD, FILLED, WAIT, BLOCK, CODE, ARCS)
+            words = load_turn_carries(chunk, turn, lane, TURNS)
+            rows = load_block_arcs(chunk, arc_turn, lane, FILLED, WAIT, BLOCK, CODE, ARCS)
         scores = ()
         for i in tl.static_range(BLOCK):
             scores = scores + (row_scores(rows[i], CODE, ARCS),)
         return words, scores
     else:
-        return await_carries(words, chunk, step, lane, STEPS), rows
+        while tl.min((words != 0).to(tl.int32), axis=0) == 0:
+            words = load_turn_carries(chunk, turn, lane, TURNS)
+        return words, rows
 
 
 @triton.jit
-def prefetch_row_arcs(chunk, row, lane, BLOCK: tl.constexpr, ARCS: tl.constexpr):
-    """Ask for the arcs of BLOCK rows from `row` on, as `scan.prefetch_arcs` does for two kinds."""
+def prefetch_turn_arcs(chunk, turn, lane, BLOCK: tl.constexpr, ARCS: tl.constexpr):
+    """Ask for the arcs of BLOCK turns, as `scan.prefetch_arcs` does for two kinds."""
     for i in tl.static_range(0, 2 * BLOCK * ARCS, 32):
         line = i + lane
         kind = tl.minimum(line // (2 * BLOCK), ARCS - 1)
-        line_row = tl.minimum(tl.maximum(row + (line >> 1) % BLOCK, 0), chunk.end_row)
-        ptr = chunk.arcs_ptr + kind * chunk.nodes + (line_row * 32 + (line & 1) * 16)
-        prefetch_line(ptr)
+        row = tl.maximum(row_of(chunk, turn + (line >> 1) % BLOCK), 0)
+        offset = tl.minimum(row, chunk.end_row) * 32 + (line & 1) * 16
+        prefetch_line(chunk.arcs_ptr + kind * chunk.nodes + offset)
+
+
+@triton.jit
+def shift_states(chunk, state, words, i, lane):
+    """Return the state of the lane before (α) or after (β) each lane.
+
+    The lane without such a neighbor gets carry i of the words.
+    """
+    carry = tl.gather(words, lane * 0 + i, 0).to(tl.float64, bitcast=True)
+    state = tl.where(lane == 31 * chunk.forward, carry, state)
+    return tl.gather(state, (lane + 1 + 30 * chunk.forward) & 31, 0)
+
+
+@triton.jit
+def send_state(chunk, row, state, lane):
+    """Hand the state of the last (α) or the first (β) lane to the next chunk, as a carry."""
+    word = state.to(tl.int64, bitcast=True)
+    word = tl.where(word == 0, MINUS_ZERO, word)
+    edge = 31 * chunk.forward
+    step = row - edge
+    mask = chunk.sends & (lane == edge) & (step >= 0) & (step < chunk.length)
+    tl.store(chunk.sent_ptr + step + lane * 0, word, mask=mask)

@@ -23,18 +23,19 @@ from triton.experimental import gluon
 
 from ....primitives.gpu.math import UNFUSED
 from ...ctc.gpu.lanes import LaneKernel, lane_index
-from .arc_rows import ArcChunk, await_arcs, load_block_arcs, prefetch_row_arcs
+from .arc_rows import (
+    ArcChunk,
+    await_arcs,
+    load_block_arcs,
+    load_turn_carries,
+    prefetch_turn_arcs,
+    row_of,
+    send_state,
+    shift_states,
+)
 from .arc_sums import add_late, arc_terms, best_term, next_row
 from .lattice import SIZES, load_sequence
-from .scan import (
-    INVALID,
-    PREFETCHED_ROWS,
-    ScanSizes,
-    ScanTensors,
-    load_carries,
-    send_carry,
-    shift_scores,
-)
+from .scan import INVALID, PREFETCHED_ROWS, ScanSizes, ScanTensors
 
 
 @triton.jit
@@ -56,7 +57,7 @@ def prepend(value, values, SIZE: tl.constexpr):
 
 
 @triton.jit
-def scan_arcs_forward(
+def scan_arcs(
     chunk,
     lane,
     FILLED: tl.constexpr,
@@ -68,90 +69,46 @@ def scan_arcs_forward(
     MAX: tl.constexpr,
     FP64: tl.constexpr,
 ):
-    """Scan α of a chunk, by maxima with MAX; returns α at the virtual step after the last one."""
+    """Scan α or β of a chunk, by maxima with MAX; returns α at the virtual step after the last one.
+
+    Both directions are the same code, because Triton compiles it many times as slowly as half.
+    """
     state = lane.to(tl.float64) * 0.0 - float("inf")
     final, own, other = state, repeated(state, DEPTH), repeated(state, DEPTH)
-    words = load_carries(chunk, 0, lane, BLOCK)
-    arcs = load_block_arcs(chunk, 0, lane, True, FILLED, WAIT, 1, CODE, ARCS)
-    words, arcs = await_arcs(
-        words, arcs, chunk, 0, 0, lane, True, FILLED, WAIT, BLOCK, 1, CODE, ARCS
-    )
-    row = next_row(arcs[0], own, other, lane, CODE, ARCS, MAX, FP64)
-    arcs = load_block_arcs(chunk, 1, lane, True, FILLED, WAIT, BLOCK, CODE, ARCS)
-    for first in range(0, chunk.end_row + 1, BLOCK):
+    start_t = tl.where(chunk.forward > 0, 0, chunk.length)
+    start_u = tl.where(chunk.forward > 0, 0, chunk.target_len)
+    words = load_turn_carries(chunk, 0, lane, BLOCK)
+    arcs = load_block_arcs(chunk, 0, lane, FILLED, WAIT, 1, CODE, ARCS)
+    words, arcs = await_arcs(words, arcs, chunk, 0, 0, lane, FILLED, WAIT, BLOCK, 1, CODE, ARCS)
+    ahead = next_row(arcs[0], own, other, lane, CODE, ARCS, MAX, FP64)
+    arcs = load_block_arcs(chunk, 1, lane, FILLED, WAIT, BLOCK, CODE, ARCS)
+    for turn in range(0, chunk.end_row + 1, BLOCK):
+        after = turn + BLOCK
         carries, next_arcs = await_arcs(
-            words, arcs, chunk, first, first + 1, lane, True, FILLED, WAIT, BLOCK, BLOCK, CODE, ARCS
+            words, arcs, chunk, turn, turn + 1, lane, FILLED, WAIT, BLOCK, BLOCK, CODE, ARCS
         )
-        after = first + BLOCK
-        words = load_carries(chunk, after, lane, BLOCK)
-        arcs = load_block_arcs(chunk, after + 1, lane, True, FILLED, WAIT, BLOCK, CODE, ARCS)
+        words = load_turn_carries(chunk, after, lane, BLOCK)
+        arcs = load_block_arcs(chunk, after + 1, lane, FILLED, WAIT, BLOCK, CODE, ARCS)
         if WAIT and not UNFUSED:
-            prefetch_row_arcs(chunk, first + PREFETCHED_ROWS, lane, BLOCK, ARCS)
+            prefetch_turn_arcs(chunk, turn + PREFETCHED_ROWS, lane, BLOCK, ARCS)
         for i in tl.static_range(BLOCK):
-            other = prepend(shift_scores(own[0], carries, i, lane, True), other, DEPTH)
+            row = row_of(chunk, turn + i)
+            other = prepend(shift_states(chunk, own[0], carries, i, lane), other, DEPTH)
             if MAX:
-                terms = arc_terms(row, own, other, lane, CODE, ARCS)
-                alpha, pointer = best_term(terms, lane, ARCS)
-                row_ptr = chunk.pointers_ptr + (first + i) * 32 + lane
-                tl.store(row_ptr, pointer.to(tl.int8))
+                terms = arc_terms(ahead, own, other, lane, CODE, ARCS)
+                state, pointer = best_term(terms, lane, ARCS)
+                tl.store(chunk.pointers_ptr + row * 32 + lane, pointer.to(tl.int8))
             else:
-                alpha = add_late(row, own, other, CODE, ARCS, FP64)
-            t = first + i - lane
-            alpha = tl.where((t == 0) & (chunk.u == 0), 0.0, alpha)
-            final = tl.where(t == chunk.length, alpha, final)
+                state = add_late(ahead, own, other, CODE, ARCS, FP64)
+            state = tl.where((row - lane == start_t) & (chunk.u == start_u), 0.0, state)
+            final = tl.where(row - lane == chunk.length, state, final)
             if chunk.states_ptr is not None:
-                tl.store(chunk.states_ptr + (first + i) * 32 + lane, alpha)
-            send_carry(chunk, first + i - 31, alpha, lane, 31)
-            own = prepend(alpha, own, DEPTH)
+                tl.store(chunk.states_ptr + row * 32 + lane, state)
+            send_state(chunk, row, state, lane)
+            own = prepend(state, own, DEPTH)
             shifted = prepend(state, other, DEPTH)
-            row = next_row(next_arcs[i], own, shifted, lane, CODE, ARCS, MAX, FP64)
+            ahead = next_row(next_arcs[i], own, shifted, lane, CODE, ARCS, MAX, FP64)
     return final
-
-
-@triton.jit
-def scan_arcs_backward(
-    chunk,
-    lane,
-    FILLED: tl.constexpr,
-    WAIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CODE: tl.constexpr,
-    ARCS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    FP64: tl.constexpr,
-):
-    """Scan β of a chunk; all of it is stored."""
-    state = lane.to(tl.float64) * 0.0 - float("inf")
-    own, other = repeated(state, DEPTH), repeated(state, DEPTH)
-    last = chunk.end_row // BLOCK * BLOCK
-    words, top = load_carries(chunk, last - 31, lane, BLOCK), last + BLOCK - 1
-    arcs = load_block_arcs(chunk, top, lane, False, FILLED, WAIT, 1, CODE, ARCS)
-    words, arcs = await_arcs(
-        words, arcs, chunk, last - 31, top, lane, False, FILLED, WAIT, BLOCK, 1, CODE, ARCS
-    )
-    row = next_row(arcs[0], own, other, lane, CODE, ARCS, False, FP64)
-    arcs = load_block_arcs(chunk, last - 1, lane, False, FILLED, WAIT, BLOCK, CODE, ARCS)
-    for p in range(0, chunk.end_row + 1, BLOCK):
-        first = last - p
-        step, below = first - 31, first - 1
-        carries, next_arcs = await_arcs(
-            words, arcs, chunk, step, below, lane, False, FILLED, WAIT, BLOCK, BLOCK, CODE, ARCS
-        )
-        before = first - BLOCK
-        words = load_carries(chunk, before - 31, lane, BLOCK)
-        arcs = load_block_arcs(chunk, before - 1, lane, False, FILLED, WAIT, BLOCK, CODE, ARCS)
-        if WAIT and not UNFUSED:
-            prefetch_row_arcs(chunk, first - PREFETCHED_ROWS, lane, BLOCK, ARCS)
-        for i in tl.static_range(BLOCK - 1, -1, -1):
-            other = prepend(shift_scores(own[0], carries, i, lane, False), other, DEPTH)
-            beta = add_late(row, own, other, CODE, ARCS, FP64)
-            t = first + i - lane
-            beta = tl.where((t == chunk.length) & (chunk.u == chunk.target_len), 0.0, beta)
-            tl.store(chunk.states_ptr + (first + i) * 32 + lane, beta)
-            send_carry(chunk, first + i, beta, lane, 0)
-            own = prepend(beta, own, DEPTH)
-            shifted = prepend(state, other, DEPTH)
-            row = next_row(next_arcs[i], own, shifted, lane, CODE, ARCS, False, FP64)
 
 
 @triton.jit
@@ -188,10 +145,11 @@ def arc_scan_program(
     c_u = tl.where(direction == 0, c, last - c)
     u, end_row = c_u * 32 + lane, length + tl.minimum(31, target_len - c_u * 32)
     if c <= last:
+        forward = 1 - direction
         offset = (b * num_chunks + c_u) * rows * 32
         # The first lane of all has no lane before it; it reads its own arcs, and adds -inf to them.
         before_first = tl.where(c_u > 0, 32 * 32 + 31 - rows * 32, 0)
-        before = tl.where(lane > 0, lane - 1, before_first)
+        before = tl.where(lane > 0, lane - 1, before_first) - 32
         states, flags_ptr, logz_ptr = tensors.states_ptr, tensors.flags_ptr, tensors.logz_ptr
         states = None if states is None else states + direction * sizes.nodes + offset
         pointers = None if pointers_ptr is None else pointers_ptr + offset
@@ -201,22 +159,34 @@ def arc_scan_program(
             sent_ptr = tensors.carries_ptr + (direction * num_chunks + c) * stride
             sent_ptr += b * sizes.carry_steps
             received_ptr = sent_ptr - stride
-        links = (sent_ptr, received_ptr, c < last, c > 0)
-        arcs = (tensors.arcs_ptr + offset, sizes.nodes, before)
-        chunk = ArcChunk(*arcs, states, pointers, *links, length, u, target_len, end_row)
+        chunk = ArcChunk(
+            forward,
+            tl.where(forward > 0, 0, end_row // BLOCK * BLOCK + BLOCK - 1),
+            2 * forward - 1,
+            tensors.arcs_ptr + offset,
+            sizes.nodes,
+            tl.where(forward > 0, before, lane),
+            32 * forward,
+            states,
+            pointers,
+            sent_ptr,
+            received_ptr,
+            c < last,
+            c > 0,
+            length,
+            u,
+            target_len,
+            end_row,
+        )
         if direction == 0:
             labels_ptr = tensors.targets_ptr + b * target_stride
             label = tl.load(labels_ptr + u, mask=u < target_len, other=-1)
             is_bad = (u < target_len) & ((label < 0) | (label >= sizes.V) | (label == blank))
             if (tl.max(is_bad.to(tl.int32), axis=0) > 0) | invalid:
                 tl.atomic_or(flags_ptr + b, INVALID, sem="relaxed")
-            alpha = scan_arcs_forward(
-                chunk, lane, FILLED, WAIT, BLOCK, CODE, ARCS, DEPTH, MAX, FP64
-            )
-            alpha = tl.where(length > 0, alpha, -float("inf"))
-            tl.store(logz_ptr + b + lane * 0, alpha, mask=u == target_len)
-        elif DIRECTIONS == 2:
-            scan_arcs_backward(chunk, lane, FILLED, WAIT, BLOCK, CODE, ARCS, DEPTH, FP64)
+        state = scan_arcs(chunk, lane, FILLED, WAIT, BLOCK, CODE, ARCS, DEPTH, MAX, FP64)
+        state = tl.where(length > 0, state, -float("inf"))
+        tl.store(logz_ptr + b + lane * 0, state, mask=(u == target_len) & (direction == 0))
 
 
 @triton.jit(do_not_specialize=SIZES)
