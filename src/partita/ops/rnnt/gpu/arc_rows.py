@@ -14,12 +14,12 @@ from .scan import NO_CARRY, prefetch_line, upper_half
 class ArcChunk(NamedTuple):
     """The chunk that a program scans, by α or β.
 
-    The rows are counted in the order of the scan: turn p of α is row p, and turn p of β is row
-    `first_row` - p.
+    The rows are counted in the order of the scan, and turn 0 is the row before the first one:
+    turn p of α is row p - 1, and that of β is row `end_row` + 1 - p.
 
     Fields:
         forward: 1 for α, 0 for β.
-        first_row, step: the first row, and 1 or -1.
+        first_row, step: the row of turn 0, and 1 or -1.
         arcs_ptr: scores of the first kind of arcs of the chunk, `[rows, 32]`. If the scan waits
             for them, they are int64 words.
         nodes: offset from the scores of a kind to those of the next kind.
@@ -92,12 +92,13 @@ def load_row_arcs(
     """
     scores = ()
     for i in tl.static_range(ARCS):
-        ptr, d = chunk.arcs_ptr + i * chunk.nodes, (CODE >> (8 * i)) & 127
-        ptr += row * 32 - d * chunk.duration_offset
+        d = (CODE >> (8 * i)) & 127
+        # The sum in brackets is the same in all turns, and the one after it for all kinds.
+        ptr = chunk.arcs_ptr + (i * chunk.nodes - d * chunk.duration_offset)
         if (CODE >> (8 * i)) & 128:
-            ptr = ptr + chunk.label_offset
+            ptr = ptr + (row * 32 + chunk.label_offset)
         else:
-            ptr = ptr + lane
+            ptr = ptr + (row * 32 + lane)
         if ((CODE >> (8 * i)) & 255) == 0:  # Nothing reads the kind that no arc has.
             scores = scores + (lane,)
         elif WAIT:  # Volatile loads find what other multiprocessors have written.
@@ -161,35 +162,62 @@ def row_scores(words, CODE: tl.constexpr, ARCS: tl.constexpr):
 
 
 @triton.jit
+def first_words(
+    chunk,
+    lane,
+    FILLED: tl.constexpr,
+    WAIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CODE: tl.constexpr,
+    ARCS: tl.constexpr,
+):
+    """Return the carries of the turns from 0 on and the arcs of those from 1 on.
+
+    With WAIT, none is loaded yet, and all words are 0.
+    """
+    if WAIT:
+        row, rows = (), ()
+        for i in tl.static_range(ARCS):
+            if (CODE >> (8 * i)) & 255:
+                row = row + (lane.to(tl.int64) * 0,)
+            else:
+                row = row + (lane,)
+        for _ in tl.static_range(BLOCK):
+            rows = rows + (row,)
+        return lane.to(tl.int64) * 0, rows
+    else:
+        arcs = load_block_arcs(chunk, 1, lane, FILLED, WAIT, BLOCK, CODE, ARCS)
+        return load_turn_carries(chunk, 0, lane, BLOCK), arcs
+
+
+@triton.jit
 def await_arcs(
     words,
     rows,
     chunk,
     turn,
-    arc_turn,
     lane,
     FILLED: tl.constexpr,
     WAIT: tl.constexpr,
-    TURNS: tl.constexpr,
     BLOCK: tl.constexpr,
     CODE: tl.constexpr,
     ARCS: tl.constexpr,
 ):
-    """Return the carries of TURNS turns and the arcs of BLOCK turns, once all are written.
+    """Return the carries of BLOCK turns and the arcs of the turns after each, once all are written.
 
     Triton 3.6 fails where one of these results is not used.
     """
     if WAIT:
         while arcs_written(words, rows, BLOCK, CODE, ARCS) == 0:
-            words = load_turn_carries(chunk, turn, lane, TURNS)
-            rows = load_block_arcs(chunk, arc_turn, lane, FILLED, WAIT, BLOCK, CODE, ARCS)
+            words = load_turn_carries(chunk, turn, lane, BLOCK)
+            rows = load_block_arcs(chunk, turn + 1, lane, FILLED, WAIT, BLOCK, CODE, ARCS)
         scores = ()
         for i in tl.static_range(BLOCK):
             scores = scores + (row_scores(rows[i], CODE, ARCS),)
         return words, scores
     else:
         while tl.min((words != 0).to(tl.int32), axis=0) == 0:
-            words = load_turn_carries(chunk, turn, lane, TURNS)
+            words = load_turn_carries(chunk, turn, lane, BLOCK)
         return words, rows
 
 

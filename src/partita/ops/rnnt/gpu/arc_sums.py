@@ -108,6 +108,19 @@ def next_row(
 
 
 @triton.jit
+def first_turn(lane, CODE: tl.constexpr, ARCS: tl.constexpr, MAX: tl.constexpr):
+    """Return what `next_row` does for a row without arcs."""
+    nothing = lane.to(tl.float64) * 0.0 - float("inf")
+    row = () if MAX else (nothing,)
+    for i in tl.static_range(ARCS):
+        if MAX and ((CODE >> (8 * i)) & 255) == 0:
+            row = row + (lane,)
+        elif MAX or ((CODE >> (8 * i)) & 255) == 1 or ((CODE >> (8 * i)) & 255) == 128:
+            row = row + (nothing,)
+    return row
+
+
+@triton.jit
 def add_late(row, own, other, CODE: tl.constexpr, ARCS: tl.constexpr, FP64: tl.constexpr):
     """Return log2 of the sum of 2**term over all terms of a row; see `next_row`."""
     terms = (row[0],)

@@ -26,6 +26,7 @@ from ...ctc.gpu.lanes import LaneKernel, lane_index
 from .arc_rows import (
     ArcChunk,
     await_arcs,
+    first_words,
     load_block_arcs,
     load_turn_carries,
     prefetch_turn_arcs,
@@ -33,7 +34,7 @@ from .arc_rows import (
     send_state,
     shift_states,
 )
-from .arc_sums import add_late, arc_terms, best_term, next_row
+from .arc_sums import add_late, arc_terms, best_term, first_turn, next_row
 from .lattice import SIZES, load_sequence
 from .scan import INVALID, PREFETCHED_ROWS, ScanSizes, ScanTensors
 
@@ -77,15 +78,13 @@ def scan_arcs(
     final, own, other = state, repeated(state, DEPTH), repeated(state, DEPTH)
     start_t = tl.where(chunk.forward > 0, 0, chunk.length)
     start_u = tl.where(chunk.forward > 0, 0, chunk.target_len)
-    words = load_turn_carries(chunk, 0, lane, BLOCK)
-    arcs = load_block_arcs(chunk, 0, lane, FILLED, WAIT, 1, CODE, ARCS)
-    words, arcs = await_arcs(words, arcs, chunk, 0, 0, lane, FILLED, WAIT, BLOCK, 1, CODE, ARCS)
-    ahead = next_row(arcs[0], own, other, lane, CODE, ARCS, MAX, FP64)
-    arcs = load_block_arcs(chunk, 1, lane, FILLED, WAIT, BLOCK, CODE, ARCS)
-    for turn in range(0, chunk.end_row + 1, BLOCK):
+    # Turn 0 comes before the first row, whose arcs it awaits, and leaves all states at -inf.
+    ahead = first_turn(lane, CODE, ARCS, MAX)
+    words, arcs = first_words(chunk, lane, FILLED, WAIT, BLOCK, CODE, ARCS)
+    for turn in range(0, chunk.end_row + 2, BLOCK):
         after = turn + BLOCK
         carries, next_arcs = await_arcs(
-            words, arcs, chunk, turn, turn + 1, lane, FILLED, WAIT, BLOCK, BLOCK, CODE, ARCS
+            words, arcs, chunk, turn, lane, FILLED, WAIT, BLOCK, CODE, ARCS
         )
         words = load_turn_carries(chunk, after, lane, BLOCK)
         arcs = load_block_arcs(chunk, after + 1, lane, FILLED, WAIT, BLOCK, CODE, ARCS)
@@ -93,17 +92,18 @@ def scan_arcs(
             prefetch_turn_arcs(chunk, turn + PREFETCHED_ROWS, lane, BLOCK, ARCS)
         for i in tl.static_range(BLOCK):
             row = row_of(chunk, turn + i)
+            stored = lane * 0 + turn + i > 0
             other = prepend(shift_states(chunk, own[0], carries, i, lane), other, DEPTH)
             if MAX:
                 terms = arc_terms(ahead, own, other, lane, CODE, ARCS)
                 state, pointer = best_term(terms, lane, ARCS)
-                tl.store(chunk.pointers_ptr + row * 32 + lane, pointer.to(tl.int8))
+                tl.store(chunk.pointers_ptr + row * 32 + lane, pointer.to(tl.int8), mask=stored)
             else:
                 state = add_late(ahead, own, other, CODE, ARCS, FP64)
             state = tl.where((row - lane == start_t) & (chunk.u == start_u), 0.0, state)
             final = tl.where(row - lane == chunk.length, state, final)
             if chunk.states_ptr is not None:
-                tl.store(chunk.states_ptr + row * 32 + lane, state)
+                tl.store(chunk.states_ptr + row * 32 + lane, state, mask=stored)
             send_state(chunk, row, state, lane)
             own = prepend(state, own, DEPTH)
             shifted = prepend(state, other, DEPTH)
@@ -161,7 +161,7 @@ def arc_scan_program(
             received_ptr = sent_ptr - stride
         chunk = ArcChunk(
             forward,
-            tl.where(forward > 0, 0, end_row // BLOCK * BLOCK + BLOCK - 1),
+            tl.where(forward > 0, -1, end_row + 1),
             2 * forward - 1,
             tensors.arcs_ptr + offset,
             sizes.nodes,
