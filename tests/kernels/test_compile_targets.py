@@ -32,6 +32,8 @@ SPILLED = {
     # A few numbers of nodes, around the loop over a row, and on sm_80 some addresses of the scan.
     # With 64 registers, a multiprocessor runs as many programs as it can have.
     "rnnt_overlap_kernel": 24,
+    # A few addresses of the scan. With more registers, fewer programs would read rows beside it.
+    "tdt_overlap_kernel": 24,
     # The spills stand before the loops of the fast scan (48 at most), and in the rare scan in fp64.
     # With fewer registers, more programs run at the same time.
     "ctc_posterior_scan_kernel": 168,

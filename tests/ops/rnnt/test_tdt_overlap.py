@@ -144,10 +144,10 @@ def test_many_kinds_and_long_durations_do_not_overlap(device: str) -> None:
 @kernel_devices
 def test_sigma_and_strides(device: str) -> None:
     tokens, durations, *rest = batch_of((2, 6, 3, 9), device)
-    turned = [
+    tokens, durations = (
         each.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0) for each in (tokens, durations)
-    ]
-    assert_overlap_changes_nothing((*turned, *rest), sigma=0.3)
+    )
+    assert_overlap_changes_nothing((tokens, durations, *rest), sigma=0.3)
 
 
 @kernel_devices

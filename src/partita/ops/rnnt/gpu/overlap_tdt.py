@@ -67,10 +67,11 @@ def store_duration_arcs(
         values = load_durations(logits.durations_ptr + start, d_strides[3], mask, K)
         strides = logits.token_strides
         origin = b * strides[0] + t * strides[1]
-        layout = (origin, sizes.V, strides[2], strides[3], tensors.targets_ptr)
-        source = NodeSource(logits.tokens_ptr, *layout, *options, 0.0)
+        target_stride, blank, sigma = options
+        layout = (sizes.V, strides[2], strides[3], tensors.targets_ptr, target_stride)
+        source = NodeSource(logits.tokens_ptr, origin, *layout, blank, sigma, 0.0)
         lse_ptr = logits.token_lse_ptr
-        blank, label = score_arcs(
+        blank_score, label_score = score_arcs(
             source, lse_ptr, node, sequence, True, False, VEC, EDGES, PIECES, ROWS, BLOCK_V, DTYPE
         )
         log_probs, lse = score_durations(values, K, DTYPE)
@@ -82,9 +83,9 @@ def store_duration_arcs(
             d = (DURATIONS >> (8 * k)) & 255
             if (DURATIONS >> (8 * k)) & 255:
                 valid = mask & stays(node.t, u, d, sequence, False)
-                store_scores(ptr + k * sizes.nodes, arc_score(blank, log_probs[k]), valid)
+                store_scores(ptr + k * sizes.nodes, arc_score(blank_score, log_probs[k]), valid)
             valid = mask & stays(node.t, u, d, sequence, True)
-            store_scores(ptr + (K + k) * sizes.nodes, arc_score(label, log_probs[k]), valid)
+            store_scores(ptr + (K + k) * sizes.nodes, arc_score(label_score, log_probs[k]), valid)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -150,41 +151,15 @@ def tdt_overlap_kernel(
         index = scan
         if tile_counter_ptr is not None:
             index = tl.atomic_add(tile_counter_ptr, 1, sem="relaxed")
+        scanned = (index, tensors, None, sizes, blank, target_stride)
         arc_scan_program(
-            index,
-            tensors,
-            None,
-            sizes,
-            blank,
-            target_stride,
-            DIRECTIONS,
-            True,
-            True,
-            BLOCK,
-            CODE,
-            2 * K,
-            DEPTH,
-            False,
-            False,
-            None,
+            *scanned, DIRECTIONS, True, True, BLOCK, CODE, 2 * K, DEPTH, False, False, None
         )
     else:
         d_strides = (duration_stride_b, duration_stride_t, duration_stride_u, duration_stride_k)
         tokens = (logits_ptr, (stride_b, stride_t, stride_u, stride_v))
         logits = LogitTensors(*tokens, durations_ptr, d_strides, token_lse_ptr, duration_lse_ptr)
+        read = (program, logits, (target_stride, blank, sigma), tensors, sizes)
         store_duration_arcs(
-            program,
-            logits,
-            (target_stride, blank, sigma),
-            tensors,
-            sizes,
-            DIRECTIONS == 2,
-            DURATIONS,
-            K,
-            VEC,
-            EDGES,
-            PIECES,
-            ROWS,
-            BLOCK_V,
-            DTYPE,
+            *read, DIRECTIONS == 2, DURATIONS, K, VEC, EDGES, PIECES, ROWS, BLOCK_V, DTYPE
         )
