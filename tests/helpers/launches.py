@@ -274,7 +274,7 @@ def call_rnnt_overlap(dtype: torch.dtype) -> None:
         sequence = torch.ones(1, 39, dtype=torch.int64), torch.tensor([250]), torch.tensor([39])
         partita.rnnt_loss(logits, *sequence, 0, **options)
         partita.rnnt_loss(logits.detach(), *sequence, 0, **options)
-        if not options:
+        if not options:  # Durations have no HAT.
             durations = torch.zeros(1, 250, 40, 5, dtype=dtype)
             partita.tdt_loss(logits, durations, *sequence, 0, [0, 1, 2, 3, 4])
             partita.tdt_loss(logits.detach(), durations, *sequence, 0, [0, 1, 2, 3, 4])

@@ -239,3 +239,25 @@ def test_constants_of_fp64_kernels_have_all_digits() -> None:
         ir = compiled(launch, TARGETS["sm_90"].target).asm["ttir"]
         assert "1.4426950408889634" in ir
         assert "1.4426950216293335" not in ir
+
+
+def test_aligned_rows_are_read_in_vectors() -> None:
+    """Triton forgets the alignment that `tl.multiple_of` gives a scalar."""
+    for kernel in ("rnnt_overlap_kernel", "tdt_overlap_kernel"):
+        launch = next(
+            item
+            for item in launches("13.0")[kernel]
+            if item.dtype == torch.bfloat16 and not item.options["EDGES"]
+        )
+        assert launch.options["VEC"] == 8
+        assert "ld.global.v4.b32" in compiled(launch, TARGETS["sm_90"].target).asm["ptx"]
+
+
+def test_scans_that_wait_read_words_by_volatile_loads() -> None:
+    """Other loads may find old words in the cache of a multiprocessor forever."""
+    # A carry, and the arcs of a block of rows: 2 kinds of 4 rows each, or 9 kinds of 2 rows each.
+    for kernel, words in (("rnnt_overlap_kernel", 1 + 2 * 4), ("tdt_overlap_kernel", 1 + 9 * 2)):
+        launch = launches("13.0")[kernel][0]
+        ptx = compiled(launch, TARGETS["sm_90"].target).asm["ptx"]
+        # Both in the loop that waits, and before it for the block after.
+        assert len(re.findall(r"ld\.volatile\.global", ptx)) >= 2 * words

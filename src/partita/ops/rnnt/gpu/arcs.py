@@ -72,7 +72,7 @@ def scan_arcs(
 ):
     """Scan α or β of a chunk, by maxima with MAX; returns α at the virtual step after the last one.
 
-    Both directions are the same code, because Triton compiles it many times as slowly as half.
+    Both directions share their code, as the time of Triton's compiler grows with its square.
     """
     state = lane.to(tl.float64) * 0.0 - float("inf")
     final, own, other = state, repeated(state, DEPTH), repeated(state, DEPTH)
