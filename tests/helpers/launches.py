@@ -271,12 +271,16 @@ def call_rnnt(dtype: torch.dtype, U: int, V: int) -> None:
 
 
 def call_rnnt_overlap(dtype: torch.dtype) -> None:
-    """Call RNN-T with few sequences, whose scan runs beside the pass over the logits."""
+    """Call transducers with few sequences, whose scan runs beside the pass over the logits."""
     for V, options in ((1025, {}), (1024, {}), (1025, {"hat": True})):
         logits = torch.zeros(1, 250, 40, V, dtype=dtype, requires_grad=True)
         sequence = torch.ones(1, 39, dtype=torch.int64), torch.tensor([250]), torch.tensor([39])
         partita.rnnt_loss(logits, *sequence, 0, **options)
         partita.rnnt_loss(logits.detach(), *sequence, 0, **options)
+        if not options:  # Durations have no HAT.
+            durations = torch.zeros(1, 250, 40, 5, dtype=dtype)
+            partita.tdt_loss(logits, durations, *sequence, 0, [0, 1, 2, 3, 4])
+            partita.tdt_loss(logits.detach(), durations, *sequence, 0, [0, 1, 2, 3, 4])
 
 
 def call_linear(dtype: torch.dtype, C: int) -> None:

@@ -32,13 +32,22 @@ SPILLED = {
     # A few numbers of nodes, around the loop over a row, and on sm_80 some addresses of the scan.
     # With 64 registers, a multiprocessor runs as many programs as it can have.
     "rnnt_overlap_kernel": 24,
+    # A few addresses of the scan. With more registers, fewer programs would read rows beside it.
+    "tdt_overlap_kernel": 24,
     # The spills stand before the loops of the fast scan (48 at most), and in the rare scan in fp64.
     # With fewer registers, more programs run at the same time.
     "ctc_posterior_scan_kernel": 168,
 }
 # The prefixes of kernels in Gluon, of one that reads their results, of those with products of fp64
 # matrices, and of those whose programs wait for others that compute.
-NVIDIA_ONLY = ("chain_resident", "ctc_crf_base_sums", "linear_chain_", "rnnt_overlap")
+NVIDIA_ONLY = (
+    "chain_resident",
+    "ctc_crf_base_sums",
+    "linear_chain_",
+    "rnnt_overlap",
+    "tdt_overlap",
+    "tdt_words",
+)
 
 
 def test_every_kernel_is_launched_in_every_dtype() -> None:
@@ -150,6 +159,7 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
                 "linear_pack_kernel",
                 "linear_chain_word_maps_kernel",
                 "semi_markov_trace_kernel",
+                "tdt_words_kernel",
                 "ctc_crf_beam_trace_kernel",
                 "ctc_label_index_kernel",
             ),
@@ -230,3 +240,25 @@ def test_constants_of_fp64_kernels_have_all_digits() -> None:
         ir = compiled(launch, TARGETS["sm_90"].target).asm["ttir"]
         assert "1.4426950408889634" in ir
         assert "1.4426950216293335" not in ir
+
+
+def test_aligned_rows_are_read_in_vectors() -> None:
+    """Triton forgets the alignment that `tl.multiple_of` gives a scalar."""
+    for kernel in ("rnnt_overlap_kernel", "tdt_overlap_kernel"):
+        launch = next(
+            item
+            for item in launches("13.0")[kernel]
+            if item.dtype == torch.bfloat16 and not item.options["EDGES"]
+        )
+        assert launch.options["VEC"] == 8
+        assert "ld.global.v4.b32" in compiled(launch, TARGETS["sm_90"].target).asm["ptx"]
+
+
+def test_scans_that_wait_read_words_by_volatile_loads() -> None:
+    """Other loads may find old words in the cache of a multiprocessor forever."""
+    # A carry, and the arcs of a block of rows: 2 kinds of 4 rows each, or 9 kinds of 2 rows each.
+    for kernel, words in (("rnnt_overlap_kernel", 1 + 2 * 4), ("tdt_overlap_kernel", 1 + 9 * 2)):
+        launch = launches("13.0")[kernel][0]
+        ptx = compiled(launch, TARGETS["sm_90"].target).asm["ptx"]
+        # Both in the loop that waits, and before it for the block after.
+        assert len(re.findall(r"ld\.volatile\.global", ptx)) >= 2 * words

@@ -11,6 +11,69 @@ import triton.language as tl
 
 from ....primitives.gpu.math import LN2, LOG2E
 from .lattice import SIZES, exp2_of, load_sequence, log_sum, node_offset
+from .scan import NO_CARRY as MINUS_INFINITY
+
+
+@triton.jit
+def load_durations(ptr, stride_k, mask, K: tl.constexpr):
+    """Load the logits of the durations of some nodes, a tuple of K tensors."""
+    values = ()
+    for k in tl.static_range(K):
+        values = values + (tl.load(ptr + k * tl.cast(stride_k, tl.int64), mask=mask, other=0.0),)
+    return values
+
+
+@triton.jit
+def score_durations(logits, K: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the durations' log-probabilities for some nodes, and their log-sum-exps."""
+    values, log_probs = (), ()
+    for k in tl.static_range(K):
+        values = values + (logits[k].to(tl.float64),)
+    maximum = values[0]  # type: ignore[misc]
+    for k in tl.static_range(1, K):
+        maximum = tl.where(values[k] > maximum, values[k], maximum)
+    maximum = tl.where(maximum == -float("inf"), 0.0, maximum)
+    total = tl.exp(values[0] - maximum)  # type: ignore[misc]
+    for k in tl.static_range(1, K):
+        total += tl.exp(values[k] - maximum)
+    log_total = log_sum(total, DTYPE)
+    for k in tl.static_range(K):
+        log_probs = log_probs + (values[k] - maximum - log_total,)
+    return log_probs, maximum + log_total
+
+
+@triton.jit
+def arc_score(token_score, duration_log_prob):
+    """Return the score of an arc, which all kernels round in the same way."""
+    log2e = tl.full(duration_log_prob.shape, LOG2E, tl.float64)
+    return tl.fma(duration_log_prob, log2e, token_score)
+
+
+@triton.jit
+def stays(t, u, duration, sequence, LABEL: tl.constexpr):
+    """Return whether arcs from nodes stay in the lattice, or lead to the end of the path."""
+    after = t + duration
+    if LABEL:
+        return (after < sequence.length) & (u < sequence.target_len)
+    else:
+        is_end = (after == sequence.length) & (u == sequence.target_len)
+        return (after < sequence.length) | is_end
+
+
+@triton.jit
+def chunk_nodes(program, B, num_chunks, rows, BLOCK: tl.constexpr):
+    """Return BLOCK elements of an array over the nodes, `[B, num_chunks, rows, 32]`.
+
+    These are the sequence, steps and values of u, indices in the chunk, the offset of the chunk and
+    whether they are the margin after the last chunk, which the programs after its own have.
+    """
+    blocks = tl.cdiv(rows * 32, BLOCK)
+    chunk, block = program // blocks, program % blocks
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    t, u = index // 32 - index % 32, chunk % num_chunks * 32 + index % 32
+    is_margin = index * 0 + chunk >= B * num_chunks
+    b = tl.minimum(chunk // num_chunks, B - 1)
+    return b, t, u, index, chunk.to(tl.int64) * rows * 32, is_margin
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -40,48 +103,77 @@ def tdt_arcs_kernel(
     Arcs that leave the lattice have the score -inf, also those of nodes beyond the lengths, and so
     has the margin after the last sequence, which the programs after its own write.
     """
-    blocks = tl.cdiv(rows * 32, BLOCK)
-    chunk, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    b = tl.minimum(chunk // num_chunks, B - 1)
-    length, target_len, _ = load_sequence(b, logit_lengths_ptr, target_lengths_ptr, T, U1)
-    index = block * BLOCK + tl.arange(0, BLOCK)
-    t, u = index // 32 - index % 32, chunk % num_chunks * 32 + index % 32
-    is_margin = index * 0 + chunk >= B * num_chunks
-    mask = (t >= 0) & (t < length) & (u <= target_len) & (is_margin == 0)
-    offset = chunk.to(tl.int64) * rows * 32 + index
+    b, t, u, index, chunk_offset, is_margin = chunk_nodes(
+        tl.program_id(0), B, num_chunks, rows, BLOCK
+    )
+    sequence = load_sequence(b, logit_lengths_ptr, target_lengths_ptr, T, U1)
+    mask = (t >= 0) & (t < sequence.length) & (u <= sequence.target_len) & (is_margin == 0)
+    offset, in_array = chunk_offset + index, index < rows * 32
     start = b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t + u.to(tl.int64) * stride_u
-    values = ()
-    for k in tl.static_range(K):
-        x = tl.load(durations_ptr + start + k * tl.cast(stride_k, tl.int64), mask=mask, other=0.0)
-        values = values + (x.to(tl.float64),)
-    maximum = values[0]  # type: ignore[misc]
-    for k in tl.static_range(1, K):
-        maximum = tl.where(values[k] > maximum, values[k], maximum)
-    maximum = tl.where(maximum == -float("inf"), 0.0, maximum)
-    total = tl.exp(values[0] - maximum)  # type: ignore[misc]
-    for k in tl.static_range(1, K):
-        total += tl.exp(values[k] - maximum)
-    log_total = log_sum(total, durations_ptr.dtype.element_ty)
-    lse = maximum + log_total
+    values = load_durations(durations_ptr + start, stride_k, mask, K)
+    log_probs, lse = score_durations(values, K, durations_ptr.dtype.element_ty)
     if lse_ptr is not None:
         node = (b.to(tl.int64) * T + t) * U1 + u
         tl.store(lse_ptr + node, lse.to(lse_ptr.dtype.element_ty), mask=mask)
     blank = tl.load(tokens_ptr + offset, mask=mask, other=0.0)
     label = tl.load(tokens_ptr + nodes + offset, mask=mask, other=0.0)
     for k in tl.static_range(K):
-        after = t + ((DURATIONS >> (8 * k)) & 255)
-        duration = (values[k] - maximum - log_total) * LOG2E
-        in_array = index < rows * 32
+        d = (DURATIONS >> (8 * k)) & 255
         if (DURATIONS >> (8 * k)) & 255:
-            valid = mask & ((after < length) | ((after == length) & (u == target_len)))
-            score = tl.where(valid, blank + duration, -float("inf"))
+            valid = mask & stays(t, u, d, sequence, False)
+            score = tl.where(valid, arc_score(blank, log_probs[k]), -float("inf"))
             tl.store(arcs_ptr + k * nodes + offset, score, mask=in_array)
         else:  # no scan reads the arcs of this kind, but the margin after them
             nothing = tl.full([BLOCK], -float("inf"), tl.float64)
             tl.store(arcs_ptr + k * nodes + offset, nothing, mask=is_margin)
-        valid = mask & (after < length) & (u < target_len)
-        score = tl.where(valid, label + duration, -float("inf"))
+        valid = mask & stays(t, u, d, sequence, True)
+        score = tl.where(valid, arc_score(label, log_probs[k]), -float("inf"))
         tl.store(arcs_ptr + (K + k) * nodes + offset, score, mask=in_array)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def tdt_words_kernel(
+    words_ptr,  # int64: `zeros` words, a margin, and [2, K, B, num_chunks, rows, 32]
+    logit_lengths_ptr,  # [B]
+    target_lengths_ptr,  # [B]
+    zeros: tl.int64,
+    T,
+    B,
+    U1,
+    num_chunks,
+    rows,
+    nodes: tl.int64,  # elements of an array over all nodes
+    DURATIONS: tl.constexpr,
+    K: tl.constexpr,
+    MARGIN: tl.constexpr,  # elements before the first kind of arcs and after each kind
+    BLOCK: tl.constexpr,  # nodes of a program, which are some rows of a chunk
+):
+    """Prepare the words of a scan that waits for its arcs.
+
+    The words of arcs that the kernel with the scan writes become 0, and those of arcs that leave
+    the lattice and of all margins become -inf. The words before the first margin become 0.
+    """
+    programs = B * num_chunks * tl.cdiv(rows * 32, BLOCK) + MARGIN // BLOCK
+    first = tl.program_id(0).to(tl.int64) - programs
+    if first >= 0:
+        word_index = first * BLOCK + tl.arange(0, BLOCK)
+        word = tl.where(word_index < zeros, 0, MINUS_INFINITY)
+        tl.store(words_ptr + word_index, word, mask=word_index < zeros + MARGIN)
+    else:
+        arcs_ptr = words_ptr + zeros + MARGIN
+        b, t, u, index, chunk_offset, is_margin = chunk_nodes(
+            tl.program_id(0), B, num_chunks, rows, BLOCK
+        )
+        sequence = load_sequence(b, logit_lengths_ptr, target_lengths_ptr, T, U1)
+        mask = (t >= 0) & (t < sequence.length) & (u <= sequence.target_len) & (is_margin == 0)
+        offset, in_array = chunk_offset + index, index < rows * 32
+        for k in tl.static_range(K):
+            d = (DURATIONS >> (8 * k)) & 255
+            is_written = in_array if (DURATIONS >> (8 * k)) & 255 else is_margin
+            word = tl.where(mask & stays(t, u, d, sequence, False), 0, MINUS_INFINITY)
+            tl.store(arcs_ptr + k * nodes + offset, word, mask=is_written)
+            word = tl.where(mask & stays(t, u, d, sequence, True), 0, MINUS_INFINITY)
+            tl.store(arcs_ptr + (K + k) * nodes + offset, word, mask=in_array)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from ....runtime import launch as runtime_launch
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch
 from ...ctc.gpu.call import launch_lanes
+from . import plan as planning
 from .align import rnnt_backtrace_kernel
 from .arcs import ARC_SCAN
 from .call import (
@@ -23,40 +24,20 @@ from .call import (
     launch_nodes,
     scan_zeros,
 )
-from .durations import tdt_arcs_kernel, tdt_duration_gradient_kernel, tdt_posterior_kernel
-from .plan import CHUNK, LSE_DTYPE, MARGIN, MAX_DURATION, LatticePlan, lattice_plan
+from .durations import tdt_arcs_kernel, tdt_duration_gradient_kernel
+from .durations_launch import (
+    BLOCK_NODES,
+    ArcKinds,
+    arc_kinds,
+    duration_arcs,
+    duration_code,
+    launch_duration_posteriors,
+    scan_durations_beside_rows,
+)
+from .plan import CHUNK, LSE_DTYPE, MARGIN, LatticePlan, lattice_plan
+from .scan_launch import Scan, new_states
 
-BLOCK_NODES = 128  # nodes of a program
 RNNT_ARCS = ((1, False), (0, True))  # the blank's and the label's
-
-
-class ArcKinds(NamedTuple):
-    """The kinds of arcs that a scan is compiled for.
-
-    Fields:
-        code: the kinds; see `arcs.py`.
-        number: the number of kinds.
-        depth: the states that a lane remembers.
-    """
-
-    code: int
-    number: int
-    depth: int
-
-
-def arc_kinds(arcs: Sequence[tuple[int, bool]]) -> ArcKinds:
-    """Return the kinds of arcs, given the duration of each and whether it emits a label."""
-    code = sum((d | (128 if label else 0)) << (8 * i) for i, (d, label) in enumerate(arcs))
-    return ArcKinds(code, len(arcs), max(1, *(d + label for d, label in arcs)))
-
-
-def duration_arcs(durations: Sequence[int]) -> tuple[tuple[int, bool], ...]:
-    """Return the arcs of a token-and-duration transducer: blanks, then labels."""
-    if max(durations, default=0) > MAX_DURATION:
-        raise ValueError(
-            f"durations: expected at most {MAX_DURATION} on a GPU, got {max(durations)}"
-        )
-    return tuple((d, label) for label in (False, True) for d in durations)
 
 
 def scan_block(kinds: int) -> int:
@@ -145,11 +126,6 @@ def tdt_arcs(
     return arcs, token_lse, duration_lse
 
 
-def duration_code(durations: Sequence[int]) -> int:
-    """Return the durations as bytes of a number."""
-    return sum(d << (8 * k) for k, d in enumerate(durations))
-
-
 def new_arcs(kinds: int, nodes: int, device: torch.device) -> Tensor:
     """Return memory for the scores of arcs, `[kinds * nodes]`.
 
@@ -217,6 +193,12 @@ def tdt_forward(
     """Return the losses, both log-sum-exps and the posteriors of the arcs, `[2, K, B, T, U1]`."""
     (B, T, U1, V), dtype = token_logits.shape, token_logits.dtype
     targets = as_targets(labels, logit_lengths, target_lengths)
+    kinds, directions = arc_kinds(duration_arcs(durations)), 2 if need_posteriors else 1
+    size = (B, T, U1, V, token_logits.element_size(), directions)
+    if runtime_launch.NVIDIA and planning.tdt_overlaps(*size, kinds.number, kinds.depth):
+        return scan_durations_beside_rows(
+            token_logits, duration_logits, targets, blank, durations, sigma, need_posteriors
+        )
     arcs, token_lse, duration_lse = tdt_arcs(
         token_logits, duration_logits, targets, blank, durations, sigma, need_posteriors
     )
@@ -237,41 +219,14 @@ def scan_durations(
     need_posteriors: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the losses, and the posteriors `[2, K, B, T, U1]` or an empty tensor."""
-    (B, T, U1), K, device = sizes, len(durations), arcs.device
+    (B, T, U1), device = sizes, arcs.device
     plan, kinds = lattice_plan(B, T, U1), arc_kinds(duration_arcs(durations))
-    states = None
-    if need_posteriors:
-        states = torch.empty((2, plan.nodes), dtype=torch.float64, device=device)
+    states = new_states(plan, need_posteriors, device)
     zeros = scan_zeros(plan, B, 1 if states is None else 2, device)
     logz = torch.empty(B, dtype=torch.float64, device=device)
     launch_arc_scan(arcs, targets, states, None, zeros, logz, sizes, V, blank, kinds, True, dtype)
-    nll = torch.empty(B, dtype=acc_dtype(dtype), device=device)
-    shape = (2, K, B, T, U1) if need_posteriors else (0,)
-    posteriors = torch.empty(shape, dtype=nll.dtype, device=device)
-    launch(
-        tdt_posterior_kernel,
-        B * (plan.num_chunks * cdiv(plan.rows * CHUNK, BLOCK_NODES) if need_posteriors else 1),
-        arcs,
-        states,
-        targets.logit_lengths,
-        targets.target_lengths,
-        zeros.flags,
-        logz,
-        nll,
-        posteriors if need_posteriors else None,
-        T,
-        B,
-        U1,
-        plan.num_chunks,
-        plan.rows,
-        plan.nodes,
-        DURATIONS=duration_code(durations),
-        K=K,
-        FP64=dtype == torch.float64,
-        BLOCK=BLOCK_NODES,
-        num_warps=4,
-    )
-    return nll, posteriors
+    scan = Scan(arcs, states, zeros.flags, logz)
+    return launch_duration_posteriors(scan, targets, sizes, durations, dtype)
 
 
 def tdt_gradient(

@@ -90,9 +90,9 @@ def store_scores(ptr, scores, mask):
 
 
 @triton.jit
-def store_arcs(
+def score_arcs(
     source,
-    result,
+    lse_ptr,
     node,
     sequence,
     FUSED: tl.constexpr,
@@ -104,7 +104,10 @@ def store_arcs(
     BLOCK_V: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Store the log-sum-exps and the scores of the arcs of some nodes within the lengths."""
+    """Return the scores of blank and label for some nodes, and store their log-sum-exps.
+
+    Nodes outside of the lengths are not read, and have any scores.
+    """
     logits_ptr, origin, V, stride_u, stride_v = source[:5]
     length, target_len = sequence.length, sequence.target_len
     lane = tl.arange(0, ROWS)
@@ -127,10 +130,10 @@ def store_arcs(
             maxima, totals = tl.where(is_row, maximum, maxima), tl.where(is_row, total, totals)
         # The shift is subtracted first, because it is near the scores.
         shifts, log2_totals = exact_shift(maxima, DTYPE), log_sum(totals, DTYPE) * LOG2E
-        if result.lse_ptr is not None:
+        if lse_ptr is not None:
             lse = natural_units(shifts + log2_totals, DTYPE)
-            lse_dtype: tl.constexpr = result.lse_ptr.dtype.element_ty
-            tl.store(result.lse_ptr + node.index + lane, lse.to(lse_dtype), mask=mask)
+            lse_dtype: tl.constexpr = lse_ptr.dtype.element_ty
+            tl.store(lse_ptr + node.index + lane, lse.to(lse_dtype), mask=mask)
         label_score = (label_score - shifts) - log2_totals
         if HAT:
             label_score += log_sigmoid(-blank_x) * LOG2E
@@ -139,9 +142,34 @@ def store_arcs(
             blank_score = (blank_score - shifts) - log2_totals
     delay = 0.5 * (length - 1).to(tl.float64) - node.t.to(tl.float64)
     label_score += delay * source.delay_penalty * LOG2E
+    return blank_score - source.sigma * LOG2E, label_score - source.sigma * LOG2E
+
+
+@triton.jit
+def store_arcs(
+    source,
+    result,
+    node,
+    sequence,
+    FUSED: tl.constexpr,
+    HAT: tl.constexpr,
+    VEC: tl.constexpr,
+    EDGES: tl.constexpr,
+    PIECES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Store the log-sum-exps and the scores of the arcs of some nodes within the lengths."""
+    lse_ptr = result.lse_ptr
+    blank_score, label_score = score_arcs(
+        source, lse_ptr, node, sequence, FUSED, HAT, VEC, EDGES, PIECES, ROWS, BLOCK_V, DTYPE
+    )
+    u = node.first_u + tl.arange(0, ROWS)
+    mask = u <= sequence.target_len
     offset = node_offset(node.b, node.t, u, result.num_chunks, result.rows)
-    store_scores(result.arcs_ptr + offset, blank_score - source.sigma * LOG2E, mask)
-    store_scores(result.arcs_ptr + result.nodes + offset, label_score - source.sigma * LOG2E, mask)
+    store_scores(result.arcs_ptr + offset, blank_score, mask)
+    store_scores(result.arcs_ptr + result.nodes + offset, label_score, mask)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -32,9 +32,10 @@ def step_of_rank(rank, first_u, sequence, BOTH_ENDS: tl.constexpr):
 
     Without BOTH_ENDS it is the rank. Otherwise the steps of the first half of the anti-diagonals
     ascend, those of the second half descend, and both progress evenly from rank 0 to the length.
+    Higher ranks have no step.
     """
     if BOTH_ENDS:
-        length = sequence.length
+        length = tl.maximum(sequence.length, 1)
         middle = (length + sequence.target_len) // 2 - first_u
         first_half = tl.minimum(tl.maximum(middle, 0), length)
         # Both are at most 2**15; see `plan.overlaps`.
@@ -43,6 +44,22 @@ def step_of_rank(rank, first_u, sequence, BOTH_ENDS: tl.constexpr):
         return tl.where(is_first, before, length - 1 - (rank - before))
     else:
         return rank
+
+
+@triton.jit
+def nodes_of_rank(program, tensors, sizes, BOTH_ENDS: tl.constexpr, ROWS: tl.constexpr):
+    """Return the ROWS nodes of a program, their sequence, and whether any is within its lengths.
+
+    Programs take the nodes of all sequences rank by rank.
+    """
+    B, T, U1 = sizes.B, sizes.T, sizes.U1
+    blocks = tl.cdiv(U1, ROWS)
+    rank, b, first_u = program // (B * blocks), program // blocks % B, program % blocks * ROWS
+    sequence = load_sequence(b, tensors.logit_lengths_ptr, tensors.target_lengths_ptr, T, U1)
+    is_node = (rank < sequence.length) & (first_u <= sequence.target_len)
+    t = step_of_rank(rank, first_u, sequence, BOTH_ENDS)
+    node = NodeRows(b, t, first_u, (b.to(tl.int64) * T + t) * U1 + first_u)
+    return node, sequence, is_node
 
 
 @triton.jit
@@ -61,20 +78,15 @@ def store_arcs_of_rank(
     BLOCK_V: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Compute the arcs of ROWS nodes. Programs take the nodes of all sequences rank by rank.
+    """Compute the arcs of ROWS nodes.
 
     `logits` has the address of the logits, their strides, the blank, the delay penalty, and the
     offset from a target to the next.
     """
     logits_ptr, strides, blank, delay_penalty, target_stride = logits
-    B, T, U1 = sizes.B, sizes.T, sizes.U1
-    blocks = tl.cdiv(U1, ROWS)
-    rank, b, first_u = program // (B * blocks), program // blocks % B, program % blocks * ROWS
-    sequence = load_sequence(b, tensors.logit_lengths_ptr, tensors.target_lengths_ptr, T, U1)
-    if (rank < sequence.length) & (first_u <= sequence.target_len):
-        t = step_of_rank(rank, first_u, sequence, BOTH_ENDS)
-        node = NodeRows(b, t, first_u, (b.to(tl.int64) * T + t) * U1 + first_u)
-        origin = b.to(tl.int64) * strides[0] + t.to(tl.int64) * strides[1]
+    node, sequence, is_node = nodes_of_rank(program, tensors, sizes, BOTH_ENDS, ROWS)
+    if is_node:
+        origin = node.b.to(tl.int64) * strides[0] + node.t.to(tl.int64) * strides[1]
         labels = (tensors.targets_ptr, target_stride)
         options = (blank, 0.0, delay_penalty)
         source = NodeSource(logits_ptr, origin, sizes.V, strides[2], strides[3], *labels, *options)

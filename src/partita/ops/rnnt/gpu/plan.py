@@ -31,6 +31,12 @@ MAX_OVERLAP_SCANS = 64
 MAX_OVERLAP_STEPS = 2**15  # the product of two numbers of steps fits in 32 bits
 MIN_OVERLAP_BYTES = 2**24  # of logits
 MIN_OVERLAP_ROW_BYTES = 512  # of the logits of a node, whose arcs are two words
+# With these, the scores of the arcs that a scan waits for stay in registers. 16 programs of 128
+# registers run on a multiprocessor, which are enough to read rows as fast as the memory gives them.
+TDT_OVERLAP_BLOCK_ROWS = 2
+TDT_OVERLAP_REGISTERS = 128
+MAX_OVERLAP_KINDS = 10  # of arcs
+MAX_OVERLAP_DEPTH = 5  # states that a lane remembers
 MARGIN = (MAX_DURATION + 4) * CHUNK  # elements before each kind of arcs that a scan may read
 
 
@@ -99,6 +105,20 @@ def overlaps(B: int, T: int, U1: int, V: int, itemsize: int, directions: int) ->
         and V * itemsize >= MIN_OVERLAP_ROW_BYTES
         and B * T * U1 * V * itemsize >= MIN_OVERLAP_BYTES
     )
+
+
+def tdt_overlaps(
+    B: int, T: int, U1: int, V: int, itemsize: int, directions: int, kinds: int, depth: int
+) -> bool:
+    """Return whether the scan of a token-and-duration transducer runs beside the pass.
+
+    Args:
+        B, T, U1, V, itemsize, directions: see `overlaps`.
+        kinds: the number of kinds of arcs.
+        depth: the states that a lane remembers.
+    """
+    fits = kinds <= MAX_OVERLAP_KINDS and depth <= MAX_OVERLAP_DEPTH
+    return fits and overlaps(B, T, U1, V, itemsize, directions)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -84,7 +84,8 @@ def aligned_ptr(ptr, row, VEC: tl.constexpr, EDGES: tl.constexpr):
     if EDGES:
         return ptr + (row.start + VEC - 1) // VEC * VEC
     else:
-        return ptr + tl.multiple_of(row.start, VEC)
+        # Triton forgets `tl.multiple_of` of a scalar before it decides about the width of loads.
+        return ptr + row.start // VEC * VEC
 
 
 @triton.jit

@@ -123,14 +123,8 @@ def load_arcs(chunk, first, lane, BLOCK: tl.constexpr, WAIT: tl.constexpr):
 
 
 @triton.jit
-def prefetch_arcs(chunk, row, lane, BLOCK: tl.constexpr):
-    """Ask for the arcs of BLOCK rows from `row` on, which may have left the cache since a write.
-
-    A row has two cache lines of each kind of arcs, and each lane asks for one line.
-    """
-    row = tl.minimum(tl.maximum(row + (lane >> 2) % BLOCK, 0), chunk.end_row)
-    offset = row * 32 + (lane & 1) * 16
-    ptr = tl.where((lane & 2) > 0, chunk.label_ptr + offset, chunk.blank_ptr + offset)
+def prefetch_line(ptr):
+    """Ask for the cache lines at some addresses."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -139,6 +133,17 @@ def prefetch_arcs(chunk, row, lane, BLOCK: tl.constexpr):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def prefetch_arcs(chunk, row, lane, BLOCK: tl.constexpr):
+    """Ask for the arcs of BLOCK rows from `row` on, which may have left the cache since a write.
+
+    A row has two cache lines of each kind of arcs, and each lane asks for one line.
+    """
+    row = tl.minimum(tl.maximum(row + (lane >> 2) % BLOCK, 0), chunk.end_row)
+    offset = row * 32 + (lane & 1) * 16
+    prefetch_line(tl.where((lane & 2) > 0, chunk.label_ptr + offset, chunk.blank_ptr + offset))
 
 
 @triton.jit

@@ -1,0 +1,288 @@
+"""TDT's scan beside the pass over the logits, against one kernel after the other."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from helpers.rows import KERNEL_DEVICES, kernel_devices
+from torch import Tensor
+
+import partita
+from partita.ops.rnnt.gpu import plan
+from partita.runtime.caches import clear_caches
+from partita.testing import poisoned_memory
+
+pytest.importorskip("triton")
+
+Batch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # tokens, durations, targets, steps, labels
+Shape = tuple[int, int, int, int]  # B, T, U, V
+
+DURATIONS = (0, 1, 2, 3, 4)
+gpu_only = pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
+
+
+@contextmanager
+def overlap(wanted: bool) -> Iterator[mock.Mock]:
+    """Let all sizes overlap, or none; yields the mock of the function that overlaps."""
+    from partita.ops.rnnt.gpu import launch_tdt
+
+    function = mock.Mock(side_effect=launch_tdt.scan_durations_beside_rows)
+    with (
+        mock.patch.object(plan, "MIN_OVERLAP_BYTES", 0),
+        mock.patch.object(plan, "MIN_OVERLAP_ROW_BYTES", 0),
+        mock.patch.object(plan, "MAX_OVERLAP_SCANS", plan.MAX_OVERLAP_SCANS if wanted else -1),
+        mock.patch.object(launch_tdt, "scan_durations_beside_rows", function),
+    ):
+        clear_caches()  # so that no call is replayed as it was recorded without these sizes
+        try:
+            yield function
+        finally:
+            clear_caches()
+    assert (function.call_count > 0) == wanted
+
+
+def batch_of(
+    shape: Shape, device: str, dtype: torch.dtype = torch.float32, kinds: int = len(DURATIONS)
+) -> Batch:
+    """Return a ragged batch with NaN beyond the lengths; class 0 is the blank."""
+    B, T, U, V = shape
+    g = torch.Generator().manual_seed(0)
+    tokens = 2 * torch.randn(B, T, U + 1, V, generator=g)
+    durations = 2 * torch.randn(B, T, U + 1, kinds, generator=g)
+    targets = torch.randint(1, max(V, 2), (B, U), generator=g)
+    steps, labels = torch.randint(1, T + 1, (B,), generator=g), torch.arange(B) % (U + 1)
+    steps[0], labels[0] = T, U
+    for b in range(B):
+        for logits in (tokens, durations):
+            logits[b, steps[b] :], logits[b, :, labels[b] + 1 :] = torch.nan, torch.nan
+    sequences = (each.to(device) for each in (targets, steps, labels))
+    return tokens.to(device, dtype), durations.to(device, dtype), *sequences
+
+
+def results(
+    x: Batch,
+    backward: bool = True,
+    durations: Sequence[int] = DURATIONS,
+    backend: str = "triton",
+    **options: Any,
+) -> list[Tensor]:
+    """Return the losses and the gradients of the logits, with NaN in all memory before."""
+    logits = [each.detach().requires_grad_(backward) for each in x[:2]]
+    with partita.backend(backend), poisoned_memory():
+        losses = partita.tdt_loss(*logits, *x[2:], 0, durations, reduction="none", **options)
+        if not backward:
+            return [losses]
+        upstream = torch.arange(len(losses), device=losses.device) + 1.0
+        gradients = torch.autograd.grad(losses, logits, upstream.to(losses.dtype))
+    return [losses.detach(), *gradients]
+
+
+def bits(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the tensors as integers, so that NaN equals NaN and 0.0 is not -0.0."""
+    words = {2: torch.int16, 4: torch.int32}
+    return [each.contiguous().view(words[each.element_size()]) for each in tensors]
+
+
+def assert_overlap_changes_nothing(x: Batch, backward: bool = True, **options: Any) -> list[Tensor]:
+    """Compare all bits of both ways; returns the results."""
+    with overlap(False):
+        expected = results(x, backward, **options)
+    with overlap(True):
+        found = results(x, backward, **options)
+    assert all(map(torch.equal, bits(found), bits(expected)))
+    return found
+
+
+# One chunk of u, two and three; more steps than labels and fewer; rows of one class.
+SHAPES = [(2, 5, 3, 7), (1, 9, 34, 5), (2, 12, 2, 301), (3, 7, 66, 4), (2, 1, 0, 4), (1, 3, 0, 1)]
+
+
+@kernel_devices
+@pytest.mark.parametrize("backward", [True, False], ids=["gradient", "loss"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_losses_and_gradients(shape: Shape, backward: bool, device: str) -> None:
+    losses, *_ = assert_overlap_changes_nothing(batch_of(shape, device), backward)
+    assert losses.isfinite().all()
+
+
+@kernel_devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_types(dtype: torch.dtype, device: str) -> None:
+    assert_overlap_changes_nothing(batch_of((2, 6, 3, 33), device, dtype))
+
+
+@kernel_devices
+@pytest.mark.parametrize("durations", [(1,), (0, 1), (4, 0, 1), (2, 3), (1, 1, 2), (4, 3, 2)])
+def test_durations(durations: tuple[int, ...], device: str) -> None:
+    """There may be no arc of the row before, or none of earlier rows, and no path."""
+    x = batch_of((2, 7, 3, 6), device, kinds=len(durations))
+    found = assert_overlap_changes_nothing(x, durations=durations)
+    for tensor, expected in zip(found, results(x, True, durations, "reference"), strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=2e-6, atol=8e-6)
+
+
+@kernel_devices
+def test_durations_that_are_longer_than_a_sequence(device: str) -> None:
+    x = batch_of((3, 2, 2, 6), device, kinds=3)
+    losses, *_ = assert_overlap_changes_nothing(x, durations=(0, 2, 4))
+    assert losses[0].isfinite()
+
+
+@kernel_devices
+def test_many_kinds_and_long_durations_do_not_overlap(device: str) -> None:
+    x = batch_of((1, 9, 2, 6), device, kinds=6)
+    with overlap(True) as function:
+        for durations in ((0, 1, 2, 3, 4, 2), (0, 1, 2, 3, 4, 5)):
+            results(x, durations=durations)
+        assert function.call_count == 0
+        results(batch_of((1, 9, 2, 6), device))
+
+
+@kernel_devices
+def test_sigma_and_strides(device: str) -> None:
+    tokens, durations, *rest = batch_of((2, 6, 3, 9), device)
+    tokens, durations = (
+        each.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0) for each in (tokens, durations)
+    )
+    assert_overlap_changes_nothing((tokens, durations, *rest), sigma=0.3)
+
+
+@kernel_devices
+def test_scores_whose_words_are_special(device: str) -> None:
+    """A probability of 1 has the score 0.0, whose bits would say that it is not written yet."""
+    tokens, durations, targets, steps, labels = batch_of((5, 6, 3, 5), device)
+    steps[:], labels[:] = 6, 3
+    tokens[:], durations[:] = 0.0, 0.0
+    tokens[0], durations[0] = -torch.inf, -torch.inf
+    tokens[0, :, 3, 0], durations[0, :, :, 1] = 0.0, 0.0  # One path is certain:
+    for u in range(3):
+        tokens[0, :, u, targets[0, u]] = 0.0  # a label at each of the first three steps.
+    tokens[1, 2, 1], durations[2, 2, 1] = torch.nan, torch.nan
+    tokens[3, 2, :, 0], tokens[3, 2, :, targets[3]] = -torch.inf, -torch.inf
+    tokens[4] = -torch.inf
+    losses, *gradients = assert_overlap_changes_nothing((tokens, durations, targets, steps, labels))
+    assert losses[0] == 0.0 and losses[1:3].isnan().all() and losses[3].isfinite()
+    assert not gradients[0][0].any() and not gradients[1][0].any()
+
+
+@kernel_devices
+def test_invalid_sequences_and_no_steps(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTITA_CHECK", "0")
+    x = batch_of((5, 3, 2, 6), device)
+    _, _, targets, steps, labels = x
+    targets[0, 0], targets[1, 0] = 0, 6
+    steps[2], labels[3], steps[4] = 4, 3, 0
+    labels[:2] = 2
+    losses, *_ = assert_overlap_changes_nothing(x)
+    assert losses[:4].isnan().all() and losses[4] == torch.inf
+
+
+@kernel_devices
+def test_against_the_reference(device: str) -> None:
+    x = batch_of((2, 9, 33, 6), device)
+    with overlap(True):
+        found = results(x)
+    torch.testing.assert_close(found, results(x, backend="reference"), rtol=2e-6, atol=8e-6)
+
+
+@kernel_devices
+@pytest.mark.parametrize("directions", [1, 2])
+def test_words_before_the_scan(directions: int, device: str) -> None:
+    """Only words that the next kernel writes are 0, and those that scans share."""
+    from partita.ops.rnnt.gpu.call import as_targets
+    from partita.ops.rnnt.gpu.durations_launch import scan_words
+
+    B, T, U, _ = shape = (2, 9, 33, 6)
+    _, _, targets, steps, labels = batch_of(shape, device)
+    sizes = plan.lattice_plan(B, T, U + 1)
+    with poisoned_memory():
+        words = scan_words(
+            sizes, as_targets(targets, steps, labels), (B, T, U + 1), directions, DURATIONS
+        )
+    assert words.tile_counter is not None and words.carries is not None and words.arcs is not None
+    for zeros in (words.tile_counter, words.flags, words.carries):
+        assert not zeros.any()
+    assert len(words.carries) == directions * sizes.num_chunks * B * sizes.carry_steps
+    minus_infinity = torch.tensor([-torch.inf], dtype=torch.float64).view(torch.int64).item()
+    for k, arcs in enumerate(words.arcs.view(2 * len(DURATIONS), sizes.nodes).cpu()):
+        margin = arcs[len(arcs) - plan.MARGIN :]
+        assert (margin == minus_infinity).all()
+        d, is_label = DURATIONS[k % len(DURATIONS)], k >= len(DURATIONS)
+        if d == 0 and not is_label:
+            continue  # No arc is of this kind, and only its margin is read.
+        expected = torch.full((B, sizes.num_chunks, sizes.rows, 32), minus_infinity)
+        for b in range(B):
+            length, target_len = int(steps[b]), int(labels[b])
+            for t in range(length):
+                for u in range(target_len + 1):
+                    ends = t + d == length and u == target_len and not is_label
+                    if (t + d < length and (u < target_len or not is_label)) or ends:
+                        expected[b, u // 32, t + u % 32, u % 32] = 0
+        assert torch.equal(arcs[: -plan.MARGIN].view(expected.shape), expected)
+
+
+def test_which_sizes_overlap() -> None:
+    size = (1, 2000, 301, 1025, 2, 2)
+    assert plan.tdt_overlaps(*size, kinds=10, depth=5)
+    assert not plan.tdt_overlaps(*size, kinds=12, depth=5)  # their scores need more registers
+    assert not plan.tdt_overlaps(*size, kinds=10, depth=6)
+    assert not plan.tdt_overlaps(32, 200, 101, 1025, 2, 2, kinds=10, depth=5)
+
+
+LARGE = [(1, 500, 100, 1025), (2, 300, 70, 500), (8, 200, 40, 500)]
+
+
+@gpu_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+def test_large_lattices_have_the_same_bits_each_time(
+    shape: Shape, dtype: torch.dtype, device: str
+) -> None:
+    """The scans wait for rows here, and their order changes from run to run."""
+    B, T, U, V = shape
+    assert plan.tdt_overlaps(B, T, U + 1, V, dtype.itemsize, 2, 10, 5)
+    x = batch_of(shape, device, dtype)
+    expected = assert_overlap_changes_nothing(x)
+    assert_overlap_changes_nothing(x, backward=False)
+    for _ in range(10):  # The first calls are recorded, and the others replay them.
+        assert all(map(torch.equal, bits(results(x)), bits(expected)))
+
+
+@gpu_only
+def test_two_streams(device: str) -> None:
+    """Scans of several calls wait at the same time."""
+    x = batch_of(LARGE[0], device, torch.bfloat16)
+    expected = bits(results(x))
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    found = []
+    for stream in streams * 3:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found.append(results(x))
+    torch.cuda.synchronize()
+    assert all(all(map(torch.equal, bits(each), expected)) for each in found)
+
+
+@gpu_only
+def test_a_graph_prepares_the_words_in_each_replay(device: str) -> None:
+    """Words of the last replay would pass for those of this one."""
+    x = batch_of(LARGE[0], device, torch.bfloat16)
+    other = x[0].flip(0).mul(0.5)
+    tokens, durations = (each.clone().requires_grad_() for each in x[:2])
+    expected = [bits(results((values, *x[1:]))) for values in (x[0], other)]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream), partita.backend("triton"):
+        upstream = torch.ones(1, device=device)
+        with torch.cuda.graph(graph, stream=stream):
+            losses = partita.tdt_loss(tokens, durations, *x[2:], 0, DURATIONS, reduction="none")
+            gradients = torch.autograd.grad(losses, (tokens, durations), upstream)
+    for i in (0, 1, 0, 1):
+        tokens.data.copy_((x[0], other)[i])
+        graph.replay()
+        found = bits([losses.detach(), *gradients])
+        assert all(map(torch.equal, found, expected[i]))
