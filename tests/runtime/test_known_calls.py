@@ -270,6 +270,14 @@ def test_what_a_decision_about_ctc_does_not_know_is_checked(
         call(classes)
 
 
+def test_no_decision_is_stored_for_a_flag_that_is_a_tensor(deciding: None) -> None:
+    x, labels = leaf(2, 1, 4), torch.tensor([[1, 1]])  # which cannot be aligned to two steps
+    for flag, expected in ((torch.tensor(True), 0.0), (torch.tensor(False), float("inf"))):
+        options: dict[str, Any] = {"zero_infinity": flag, "from_logits": True}
+        assert partita.ctc_loss(x, labels, [2], [2], **options).item() == expected
+    assert not ctc_api._known_losses._decisions
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_stored_decision_serves_under_transforms_and_for_second_derivatives(
     name: str, deciding: None

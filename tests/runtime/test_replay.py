@@ -353,3 +353,18 @@ def test_the_key_of_a_launch_has_the_dtype_and_the_alignment_of_a_part(ops: Ops)
     assert ops.driver.module.launch({}, scale_kernel, 1, (same,), {}) == keys[0]
     other = (torch.ones(2, device="meta"), 0, torch.float32)
     assert ops.driver.module.launch({}, scale_kernel, 1, (other,), {}) is NotImplemented
+
+
+@pytest.mark.parametrize(
+    "arg",
+    [
+        torch.ones(2).as_subclass(Subclass),
+        (torch.ones(2).as_subclass(Subclass), 0, torch.float32),
+        (torch.ones(2), 0),
+        [torch.ones(2)],
+        object(),
+    ],
+)
+def test_triton_launches_where_the_memory_of_an_argument_is_not_known(arg: Any, ops: Ops) -> None:
+    launch = ops.driver.module.launch
+    assert launch({}, scale_kernel, 1, (torch.ones(2), arg), {}) is NotImplemented

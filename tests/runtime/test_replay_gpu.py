@@ -235,6 +235,28 @@ def test_triton_launches_where_there_is_no_c_module(
         assert_same(calls[name](), expected)
 
 
+class Subclass(torch.Tensor):
+    """A subclass as users write it, which has memory as other tensors do."""
+
+
+@pytest.mark.parametrize("which", ["logits", "targets"])
+def test_tensors_of_a_subclass_are_read_where_they_are(which: str) -> None:
+    frames, words = numbers(50, 4, 20), labels(1, 20, 4, 10)
+    lengths = torch.full((4,), 50), torch.full((4,), 10)
+
+    def results(frames: Tensor, words: Tensor) -> list[Tensor]:
+        poison()
+        return gradients(lambda x: partita.ctc_loss(x, words, *lengths, from_logits=True), frames)
+
+    expected = results(frames, words)
+    if which == "logits":
+        frames = frames.as_subclass(Subclass)
+    else:
+        words = words.as_subclass(Subclass)
+    for _ in range(3):
+        assert_same(results(frames, words), expected)
+
+
 def test_new_shapes_of_ctc_have_the_bits_of_triton_s_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -279,7 +279,8 @@ static int put_memory(Key *key, PyObject *arg, View *view) {
 }
 
 /* Add what Triton compiles a kernel for: an integer counts as 1, as a multiple of 16 and as beyond
-   32 bits, a float does not count, and a tensor counts by its dtype and its alignment to 16. */
+   32 bits, a float does not count, and a tensor counts by its dtype and its alignment to 16.
+   Return 0 for any other object, such as a tensor of a subclass, whose memory is not known here. */
 static int put_specialization(Key *key, PyObject *arg, View *view, int *device) {
     if (is_tensor(arg) || is_part(arg)) {
         if (!put_memory(key, arg, view)) return 0;
@@ -296,7 +297,7 @@ static int put_specialization(Key *key, PyObject *arg, View *view, int *device) 
         return put(key, &kind, 1);
     }
     if (PyFloat_CheckExact(arg)) return put(key, "f", 1);
-    return put_value(key, arg);
+    return is_constant(arg) && put_value(key, arg);
 }
 
 /* launch(kernels, function, programs, args, options)

@@ -6,6 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.ctc import backends, sample
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 import partita
 
@@ -192,3 +195,41 @@ def test_compiled_code_takes_targets_of_any_width() -> None:
         torch.testing.assert_close(
             compiled(x, targets), partita.ctc_loss(x, targets, *lengths, reduction="none")
         )
+
+
+def test_logits_of_a_subclass_reach_it() -> None:
+    """A subclass gets the ops and decides what they do: it may have no memory, or several."""
+    logits, targets, inputs, lengths = sample()
+
+    def value_and_gradient(x: Tensor) -> tuple[Tensor, Tensor]:
+        loss = partita.ctc_loss(x, targets, inputs, lengths, from_logits=True)
+        return loss, torch.autograd.grad(loss, x)[0]
+
+    expected = value_and_gradient(logits.detach().requires_grad_())
+    two = TwoTensor(logits.detach(), logits.detach()).requires_grad_()
+    for result, truth in zip(value_and_gradient(two), expected, strict=True):
+        assert isinstance(result, TwoTensor) and torch.equal(result.a, truth)
+    fake = FakeTensorMode(allow_non_fake_inputs=True).from_tensor(logits.detach())
+    for result, truth in zip(value_and_gradient(fake.requires_grad_()), expected, strict=True):
+        assert type(result) is type(fake) and result.shape == truth.shape
+
+
+class WithoutGradient(torch.autograd.Function):
+    """The identity, whose backward pass gives no gradient."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> None:
+        return None
+
+
+def test_a_loss_without_a_gradient_gives_none_to_the_logits() -> None:
+    logits, targets, inputs, lengths = sample()
+    x = logits.detach().requires_grad_()
+    WithoutGradient.apply(
+        partita.ctc_loss(x, targets, inputs, lengths, from_logits=True)
+    ).backward()
+    assert x.grad is None

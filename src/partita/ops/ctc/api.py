@@ -17,6 +17,7 @@ from ...runtime.autograd import (
 from ...runtime.backend import current_backend
 from ...runtime.known_calls import KnownCalls
 from ...runtime.lengths import Lengths
+from ...runtime.register import PLAIN
 from . import autograd as _ctc
 from .arguments import prepare, score_options, with_lengths
 
@@ -217,12 +218,14 @@ def ctc_loss(
     save = torch.is_grad_enabled() and requires_grad(x.logits)
     options = (blank, from_logits, reduction, bool(zero_infinity), save, *scores, current_backend())
     loss: Tensor
-    if not plain_eager():
-        loss = _ctc.CTCLossFunction.apply(*x, *options)[0]
-    elif save:
-        if label_priors is None and log_probs.ndim == 3:
+    if save and plain_eager() and type(x.logits) in PLAIN:
+        # A decision does not know the value of a flag that is a tensor.
+        is_known = not any(isinstance(flag, Tensor) for flag in (*flags, label_priors))
+        if is_known and log_probs.ndim == 3:
             _known_losses.store(known, options)
         loss = apply_eager(_ctc.EagerCTCLoss, *x, *options)
+    elif save or not plain_eager():
+        loss = _ctc.CTCLossFunction.apply(*x, *options)[0]
     else:
         refuse_forward_mode(log_probs, label_priors)
         loss = _ctc.loss(*x, *options)[0]

@@ -210,11 +210,12 @@ class EagerCTCLoss(torch.autograd.Function):
         label_priors, *scores = args[11:]
         ctx.save_for_backward(*args[:5], losses, saved, label_priors)
         ctx.options = args[5:9]
+        ctx.set_materialize_grads(False)
         gradient.serve_eager_backward(ctx, *scores)
         return value
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         return _loss_gradients(ctx, grads[0])
 
 
