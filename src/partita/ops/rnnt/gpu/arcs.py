@@ -92,7 +92,8 @@ def scan_arcs(
             prefetch_turn_arcs(chunk, turn + PREFETCHED_ROWS, lane, BLOCK, ARCS)
         for i in tl.static_range(BLOCK):
             row = row_of(chunk, turn + i)
-            stored = lane * 0 + turn + i > 0
+            # Rows before the first one and after the last one may be those of other chunks.
+            stored = (lane * 0 + turn + i > 0) & (turn + i < chunk.end_row + 2)
             other = prepend(shift_states(chunk, own[0], carries, i, lane), other, DEPTH)
             if MAX:
                 terms = arc_terms(ahead, own, other, lane, CODE, ARCS)
