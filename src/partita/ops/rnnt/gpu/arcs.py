@@ -225,7 +225,7 @@ def rnnt_arc_scan_kernel(
     """Scan α or β of a chunk. α also stores its value at the end and flags bad labels."""
     index = tl.program_id(0)
     if tile_counter_ptr is not None:
-        index = tl.atomic_add(tile_counter_ptr, 1, sem="relaxed")
+        index = tl.atomic_add(tile_counter_ptr, 1, sem="relaxed").to(tl.int32)
     lengths, written = (logit_lengths_ptr, target_lengths_ptr), (states_ptr, carries_ptr)
     tensors = ScanTensors(arcs_ptr, targets_ptr, *lengths, *written, flags_ptr, logz_ptr)
     sizes = ScanSizes(T, B, U1, V, num_chunks, rows, carry_steps, nodes)
