@@ -33,6 +33,7 @@ from .arc_rows import (
     row_of,
     send_state,
     shift_states,
+    words_written,
 )
 from .arc_sums import add_late, arc_terms, best_term, first_turn, next_row
 from .lattice import SIZES, load_sequence
@@ -79,12 +80,13 @@ def scan_arcs(
     start_t = tl.where(chunk.forward > 0, 0, chunk.length)
     start_u = tl.where(chunk.forward > 0, 0, chunk.target_len)
     # Turn 0 comes before the first row, whose arcs it awaits, and leaves all states at -inf.
-    ahead = first_turn(lane, CODE, ARCS, MAX)
+    ahead = first_turn(lane, CODE, ARCS, MAX, FP64)
     words, arcs = first_words(chunk, lane, FILLED, WAIT, BLOCK, CODE, ARCS)
+    written = words_written(1, words, arcs, WAIT, BLOCK, CODE, ARCS)
     for turn in range(0, chunk.end_row + 2, BLOCK):
         after = turn + BLOCK
-        carries, next_arcs = await_arcs(
-            words, arcs, chunk, turn, lane, FILLED, WAIT, BLOCK, CODE, ARCS
+        written, carries, next_arcs = await_arcs(
+            written, words, arcs, chunk, turn, lane, FILLED, WAIT, BLOCK, CODE, ARCS
         )
         words = load_turn_carries(chunk, after, lane, BLOCK)
         arcs = load_block_arcs(chunk, after + 1, lane, FILLED, WAIT, BLOCK, CODE, ARCS)
@@ -109,6 +111,7 @@ def scan_arcs(
             own = prepend(state, own, DEPTH)
             shifted = prepend(state, other, DEPTH)
             ahead = next_row(next_arcs[i], own, shifted, lane, CODE, ARCS, MAX, FP64)
+        written = words_written(written, words, arcs, WAIT, BLOCK, CODE, ARCS)
     return final
 
 
