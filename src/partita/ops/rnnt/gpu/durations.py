@@ -185,7 +185,7 @@ def tdt_posterior_kernel(
     flags_ptr,  # [B] int64
     logz_ptr,  # [B] fp64
     nll_ptr,  # [B]
-    posteriors_ptr,  # [2, K, B, T, U1], or None for the loss alone
+    posteriors_ptr,  # [2 + K, B, T, U1], or None for the loss alone
     T,
     B,
     U1,
@@ -197,7 +197,10 @@ def tdt_posterior_kernel(
     FP64: tl.constexpr,
     BLOCK: tl.constexpr,  # nodes of a program
 ):
-    """Write the posteriors of the arcs of some nodes, and the loss."""
+    """Write the posteriors of some nodes, and the loss.
+
+    These are those of blanks, of labels and of each duration.
+    """
     blocks = 1
     if posteriors_ptr is not None:
         blocks = num_chunks * tl.cdiv(rows * 32, BLOCK)
@@ -222,20 +225,23 @@ def tdt_posterior_kernel(
         zero = tl.where(flag > 0, float("nan"), 0.0).to(posteriors_ptr.dtype.element_ty)
         size = B.to(tl.int64) * T * U1
         node_ptr = posteriors_ptr + ((b.to(tl.int64) * T + t) * U1 + u)
+        blanks, labels = zero + index * 0.0, zero + index * 0.0
         for k in tl.static_range(K):
             d = (DURATIONS >> (8 * k)) & 255
-            blank, label = zero + index * 0.0, zero + index * 0.0
+            blank = zero + index * 0.0
             if (DURATIONS >> (8 * k)) & 255:
                 valid = mask & (t + d <= length)
                 score = tl.load(arcs_ptr + k * nodes + offset, mask=valid, other=0.0)
                 score += tl.load(beta_ptr + offset + d * 32, mask=valid, other=0.0)
-                blank = tl.where(valid, exp2_of(alpha + score, FP64), 0.0) + zero
+                blank = tl.where(valid, exp2_of(alpha + score, FP64), 0.0)
             valid = mask & (t + d < length) & (u < sequence.target_len)
             score = tl.load(arcs_ptr + (K + k) * nodes + offset, mask=valid, other=0.0)
             score += tl.load(beta_ptr + after + d * 32, mask=valid, other=0.0)
-            label = tl.where(valid, exp2_of(alpha + score, FP64), 0.0) + zero
-            tl.store(node_ptr + k * size, blank, mask=is_node)
-            tl.store(node_ptr + (K + k) * size, label, mask=is_node)
+            label = tl.where(valid, exp2_of(alpha + score, FP64), 0.0)
+            blanks, labels = blanks + blank, labels + label
+            tl.store(node_ptr + (2 + k) * size, blank + label + zero, mask=is_node)
+        tl.store(node_ptr, blanks, mask=is_node)
+        tl.store(node_ptr + size, labels, mask=is_node)
 
 
 @triton.jit
@@ -268,8 +274,7 @@ def store_duration_gradients(
     read = mask & (scale != 0.0)
     arcs, total = (), tl.zeros([BLOCK], posteriors_ptr.dtype.element_ty)
     for k in tl.static_range(K):
-        arc = tl.load(posteriors_ptr + k * size + node, mask=read, other=0.0)
-        arc += tl.load(posteriors_ptr + (K + k) * size + node, mask=read, other=0.0)
+        arc = tl.load(posteriors_ptr + (2 + k) * size + node, mask=read, other=0.0)
         arcs = arcs + (arc,)
         total += arc
     active = read & (total != 0.0)
@@ -289,7 +294,7 @@ def tdt_duration_gradient_kernel(
     grad_ptr,  # [B]
     durations_ptr,  # [B, T, U1, K] logits
     lse_ptr,  # [B, T, U1]
-    posteriors_ptr,  # [2, K, B, T, U1]
+    posteriors_ptr,  # [2 + K, B, T, U1]
     ddurations_ptr,  # [B, T, U1, K]
     T,
     B,

@@ -49,15 +49,6 @@ class NodeGradient(NamedTuple):
 
 
 @triton.jit
-def sum_durations(posteriors_ptr, index, size, K: tl.constexpr):
-    """Return the sum over K durations of the posteriors of a node."""
-    total = tl.load(posteriors_ptr + index)
-    for k in tl.static_range(1, K):
-        total += tl.load(posteriors_ptr + k * size + index)
-    return total
-
-
-@triton.jit
 def round_lse(lse, dtype: tl.constexpr, DTYPE: tl.constexpr):
     """Return the log-sum-exp that `row_exp` subtracts, and the factor that undoes its rounding."""
     if dtype == tl.float64:
@@ -138,13 +129,12 @@ def node_gradient(
     FUSED: tl.constexpr,
     HAT: tl.constexpr,
     CLIP: tl.constexpr,
-    K: tl.constexpr,
     dtype: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """Return what the gradient of a node's row is made of, and whether its posteriors are not 0."""
-    pb = sum_durations(posteriors_ptr, index, size, K).to(DTYPE)
-    pl = sum_durations(posteriors_ptr + K * size, index, size, K).to(DTYPE)
+    pb = tl.load(posteriors_ptr + index).to(DTYPE)
+    pl = tl.load(posteriors_ptr + size + index).to(DTYPE)
     active = (pb != 0.0) | (pl != 0.0)
     pl *= fastemit
     if not CLIP:
@@ -259,7 +249,6 @@ def store_gradients_of_nodes(
     sizes,
     HAT: tl.constexpr,
     CLIP: tl.constexpr,
-    K: tl.constexpr,
     VEC: tl.constexpr,
     EDGES: tl.constexpr,
     PIECES: tl.constexpr,
@@ -299,7 +288,6 @@ def store_gradients_of_nodes(
             FUSED,
             HAT,
             CLIP,
-            K,
             dtype,
             DTYPE,
         )
@@ -319,7 +307,7 @@ def rnnt_gradient_kernel(
     grad_ptr,  # [B]
     logits_ptr,  # [B, T, U1, V], or those of some steps
     lse_ptr,  # [B, T, U1], or None for log-probabilities
-    posteriors_ptr,  # [2, K, B, T, U1]
+    posteriors_ptr,  # [2, B, T, U1], or more of a TDT
     targets_ptr,  # [B, U]
     dlogits_ptr,  # as logits, which it may be
     first_step,  # the first step in `logits`, counted over all sequences
@@ -342,7 +330,6 @@ def rnnt_gradient_kernel(
     d_stride_v,
     HAT: tl.constexpr,
     CLIP: tl.constexpr,
-    K: tl.constexpr,  # durations
     VEC: tl.constexpr,
     EDGES: tl.constexpr,
     PIECES: tl.constexpr,
@@ -356,4 +343,4 @@ def rnnt_gradient_kernel(
     logits = (logits_ptr, (stride_b, stride_t, stride_u, stride_v))
     dlogits = (dlogits_ptr, (d_stride_b, d_stride_t, d_stride_u, d_stride_v))
     rows = (source, logits, dlogits, first_step, (T, B, U1, V))
-    store_gradients_of_nodes(*rows, HAT, CLIP, K, VEC, EDGES, PIECES, ROWS, BLOCK_V, DTYPE)
+    store_gradients_of_nodes(*rows, HAT, CLIP, VEC, EDGES, PIECES, ROWS, BLOCK_V, DTYPE)

@@ -17,7 +17,7 @@ def tdt_gradient_kernel(
     durations_ptr,  # [B, T, U1, K] logits
     lse_ptr,  # [B, T, U1]
     duration_lse_ptr,  # [B, T, U1]
-    posteriors_ptr,  # [2, K, B, T, U1]
+    posteriors_ptr,  # [2 + K, B, T, U1]
     targets_ptr,  # [B, U]
     dlogits_ptr,  # as logits
     ddurations_ptr,  # [B, T, U1, K]
@@ -60,7 +60,7 @@ def tdt_gradient_kernel(
         logits = (logits_ptr, (stride_b, stride_t, stride_u, stride_v))
         dlogits = (dlogits_ptr, (d_stride_b, d_stride_t, d_stride_u, d_stride_v))
         rows = (source, logits, dlogits, 0, (T, B, U1, V))
-        store_gradients_of_nodes(*rows, False, False, K, VEC, EDGES, PIECES, ROWS, BLOCK_V, DTYPE)
+        store_gradients_of_nodes(*rows, False, False, VEC, EDGES, PIECES, ROWS, BLOCK_V, DTYPE)
     else:
         strides = (duration_stride_b, duration_stride_t, duration_stride_u, duration_stride_k)
         store_duration_gradients(

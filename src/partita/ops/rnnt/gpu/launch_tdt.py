@@ -192,7 +192,7 @@ def tdt_forward(
     sigma: float,
     need_posteriors: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the losses, both log-sum-exps and the posteriors of the arcs, `[2, K, B, T, U1]`."""
+    """Return the losses, both log-sum-exps and the posteriors, `[2 + K, B, T, U1]`."""
     (B, T, U1, V), dtype = token_logits.shape, token_logits.dtype
     targets = as_targets(labels, logit_lengths, target_lengths)
     kinds, directions = arc_kinds(duration_arcs(durations)), 2 if need_posteriors else 1
@@ -220,7 +220,7 @@ def scan_durations(
     dtype: torch.dtype,
     need_posteriors: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses, and the posteriors `[2, K, B, T, U1]` or an empty tensor."""
+    """Return the losses, and the posteriors `[2 + K, B, T, U1]` or an empty tensor."""
     (B, T, U1), device = sizes, arcs.device
     plan, kinds = lattice_plan(B, T, U1), arc_kinds(duration_arcs(durations))
     states = new_states(plan, need_posteriors, device)
