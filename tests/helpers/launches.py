@@ -268,6 +268,9 @@ def call_rnnt(dtype: torch.dtype, U: int, V: int) -> None:
         joint = (hidden, predictor, weight, *sequences)
         losses = partita.linear_rnnt_loss(*joint, blank=0, activation=activation, reduction="none")
         torch.autograd.grad(losses.sum(), (hidden, predictor))
+    if V < 1000:
+        joint = (hidden, predictor, weight, torch.zeros(2, 16, dtype=dtype), *sequences)
+        torch.autograd.grad(partita.linear_tdt_loss(*joint, 0, [0, 1]), (hidden, predictor))
 
 
 def call_rnnt_overlap(dtype: torch.dtype) -> None:

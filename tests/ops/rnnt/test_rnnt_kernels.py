@@ -167,6 +167,43 @@ def test_losses_and_gradients_of_tdt(durations: list[int], device: str) -> None:
 
 
 @kernel_devices
+def test_scans_write_no_rows_of_other_chunks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last block of a scan may have more rows than its chunk."""
+    from partita.ops.rnnt.gpu import launch_tdt
+
+    T, U, new_states, found = 8, 31, launch_tdt.new_states, []
+
+    def unwritten_states(*args: Any) -> Tensor | None:
+        found.append(new_states(*args))
+        assert found[-1] is not None
+        return found[-1].fill_(math.nan)
+
+    monkeypatch.setattr(launch_tdt, "new_states", unwritten_states)
+    plan, x = lattice_plan(1, T, U + 1), batch_of((1, T, U, 5), device, K=5)
+    tdt(x, "triton", [0, 1, 2, 3, 4])
+    assert plan.rows == T + U + 1  # A row beyond these would be one of the next sequence.
+    alpha, beta = found[0][:, : plan.rows * 32]
+    assert alpha.isfinite().any() and not alpha.isnan().any() and not beta.isnan().any()
+    assert found[0][:, plan.rows * 32 :].isnan().all()
+
+
+@kernel_devices
+@pytest.mark.parametrize("shape", [(3, 8, 31, 5), (1, 8, 33, 5), (1, 8, 70, 5)], ids=str)
+def test_chunks_without_rows_between_them(shape: tuple[int, int, int, int], device: str) -> None:
+    x = batch_of(shape, device, K=3)
+    x = x._replace(tokens=x.tokens.nan_to_num(), durations=x.durations.nan_to_num())
+    x.steps[:], x.labels[:] = shape[1], shape[2]
+    expected = tdt(x, "reference", [0, 1, 2])
+    assert_all_close(tdt(x, "triton", [0, 1, 2]), expected, torch.float32)
+    paths = []
+    for backend in ("triton", "reference"):
+        with partita.backend(backend):
+            paths.append(partita.rnnt_align(x.tokens, *x[2:], 0).steps)
+            paths.append(partita.tdt_align(*x, 0, [0, 1, 2]).steps)
+    assert torch.equal(paths[0], paths[2]) and torch.equal(paths[1], paths[3])
+
+
+@kernel_devices
 def test_best_paths(device: str) -> None:
     for x in (batch_of((2, 5, 3, 6), device), batch_of((1, 1, 33, 5), device)):
         found = []

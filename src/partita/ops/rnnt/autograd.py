@@ -95,7 +95,7 @@ def _tdt_forward_fake(
     need_posteriors: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     nodes, dtype = token_logits.shape[:3], acc_dtype(token_logits.dtype)
-    shapes = (nodes, (2, len(durations), *nodes)) if need_posteriors else ((0,),) * 2
+    shapes = (nodes, (2 + len(durations), *nodes)) if need_posteriors else ((0,),) * 2
     return (
         token_logits.new_empty(token_logits.shape[0], dtype=dtype),
         token_logits.new_empty(shapes[0], dtype=torch.float64),

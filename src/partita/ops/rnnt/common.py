@@ -29,6 +29,16 @@ def reduce_losses(losses: Tensor, target_lengths: Tensor, reduction: str) -> Ten
     return losses.sum() / target_lengths.sum().clamp(min=1)
 
 
+def token_and_duration_posteriors(posteriors: Tensor, K: int) -> Tensor:
+    """Return what the gradients of a TDT need of the posteriors of its arcs, `[2 * K, ...]`.
+
+    These are the sums over the blanks, over the labels, and over both of each duration:
+    `[2 + K, ...]`.
+    """
+    of_arcs = posteriors.unflatten(0, (2, K))
+    return torch.cat([of_arcs.sum(1), of_arcs.sum(0)])
+
+
 def loss_factors(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:
     """Return the factor of each loss in the reduced loss, `[B]`."""
     ones = torch.ones_like(losses)

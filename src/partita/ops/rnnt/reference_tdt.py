@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.dtypes import acc_dtype
+from .common import token_and_duration_posteriors
 from .reference import class_scores, finished_paths, label_index
 from .reference_lattice import (
     Arc,
@@ -72,7 +73,10 @@ def usable_arcs(
 def sum_of_paths(
     scores: Tensor, lengths: Lengths, durations: Sequence[int], need_posteriors: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return log Z, `[B]`, and the posteriors of the arcs, `[2, K, B, T, U1]`, or an empty one."""
+    """Return log Z, `[B]`, and posteriors, `[2 + K, B, T, U1]`, or an empty tensor.
+
+    The posteriors are those of blanks, of labels and of each duration.
+    """
     used, arcs, chosen = usable_arcs(scores, lengths, durations)
     logz, posteriors = log_partition(used, arcs, lengths, need_posteriors)
     if not need_posteriors:
@@ -80,7 +84,7 @@ def sum_of_paths(
     of_arc = dict(zip(chosen, posteriors, strict=True))
     nothing = torch.zeros_like(posteriors[0])
     found = torch.stack([of_arc.get(i, nothing) for i in range(len(scores))])
-    return logz, found.unflatten(0, (2, len(durations)))
+    return logz, token_and_duration_posteriors(found, len(durations))
 
 
 def tdt_forward(
@@ -98,9 +102,8 @@ def tdt_forward(
 
     Returns:
         The losses `[B]`, the log-sum-exps of tokens and durations, each `[B, T, U1]` fp64, and the
-        posteriors of the blanks and of the labels of each duration, `[2, K, B, T, U1]`. The last
-        three are empty unless `need_posteriors`. An invalid sequence has the loss and posteriors
-        NaN.
+        posteriors of blanks, of labels and of each duration, `[2 + K, B, T, U1]`. The last three
+        are empty unless `need_posteriors`. An invalid sequence has the loss and posteriors NaN.
     """
     sequences = (targets, logit_lengths, target_lengths)
     T, V = token_logits.shape[1], token_logits.shape[3]
@@ -134,14 +137,14 @@ def tdt_gradient(
     their logits are not read. The log-sum-exps are not used here; they save a kernel work.
     """
     _, _, U1, V = token_logits.shape
-    blank_posterior, label_posterior = posteriors.double().sum(1)[..., None]
-    active = ((posteriors != 0).flatten(0, 1).any(0) & (grad != 0)[:, None, None])[..., None]
+    blank_posterior, label_posterior = posteriors[:2].double()[..., None]
+    active = ((posteriors[:2] != 0).any(0) & (grad != 0)[:, None, None])[..., None]
     factor = grad.double()[:, None, None, None]
     index = torch.arange(V, device=token_logits.device)
     is_label = index == label_index(targets, U1, V)[:, None, :, None]
     tokens = torch.where(index == blank, blank_posterior, 0.0)
     tokens = tokens + torch.where(is_label, label_posterior, 0.0)
-    durations = posteriors.double().sum(0).movedim(0, -1)
+    durations = posteriors[2:].double().movedim(0, -1)
     total = blank_posterior + label_posterior
     results = []
     for logits, expected in ((token_logits, tokens), (duration_logits, durations)):

@@ -105,18 +105,15 @@ def write_tdt_gradient(
 ) -> None:
     """Write the gradients of some steps in the logits of tokens and durations.
 
-    `posteriors` are `[2, K, B, T, U1]`. A row whose posteriors are 0 is 0.
+    `posteriors` are `[2 + K, B, T, U1]`. A row whose posteriors are 0 is 0.
     """
-    K, U1 = durations.size, posteriors.shape[4]
+    K, U1 = durations.size, posteriors.shape[3]
     buffer, row_result = np.empty(tokens.size, tokens.numbers.dtype), np.empty(tokens.size)
     duration_buffer, duration_row = np.empty(K, durations.numbers.dtype), np.empty(K)
     for i in share:
         b, t = i // T, i % T
         for u in range(U1):
-            blank, label = 0.0, 0.0
-            for k in range(K):
-                blank += posteriors[0, k, b, t, u]
-                label += posteriors[1, k, b, t, u]
+            blank, label = posteriors[0, b, t, u], posteriors[1, b, t, u]
             row_result[:], duration_row[:] = 0.0, 0.0
             total = blank + label
             if grad[b] != 0.0 and total != total:
@@ -129,7 +126,7 @@ def write_tdt_gradient(
                 row = node_row(durations, b, t, u, duration_buffer)
                 softmax_row(row, duration_lse[b, t, u], total, -1, duration_row)
                 for k in range(K):
-                    duration_row[k] -= posteriors[0, k, b, t, u] + posteriors[1, k, b, t, u]
+                    duration_row[k] -= posteriors[2 + k, b, t, u]
                 finish_row(row_result, 0.0, grad[b])
                 finish_row(duration_row, 0.0, grad[b])
             store_row(token_result, b, t, u, row_result)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ....primitives.cpu.batch import as_array, empty_batch, run_over_sequences
 from ....runtime.dtypes import acc_dtype
 from ....runtime.register import resolved
+from ..common import token_and_duration_posteriors
 from .batch import Batch, as_batch, as_rows, empty_nodes, nodes_of_steps
 from .gradient import write_rnnt_gradient, write_tdt_gradient
 from .nodes import read_rnnt_nodes, read_tdt_nodes
@@ -153,18 +154,20 @@ def tdt_forward(
     sigma: float,
     need_posteriors: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return losses, both log-sum-exps and the posteriors, `[2, K, B, T, U1]`."""
+    """Return losses, both log-sum-exps and the posteriors, `[2 + K, B, T, U1]`."""
     T, V = token_logits.shape[1], token_logits.shape[3]
     batch = as_batch(targets, logit_lengths, target_lengths, T, V, blank)
     arcs, dtype = tdt_arcs(durations), acc_dtype(token_logits.dtype)
     scores, *lses = tdt_arc_scores(token_logits, duration_logits, batch, arcs, sigma)
-    losses, posteriors = scan(scores, batch, arcs, 0.0, need_posteriors)
+    losses, of_arcs = scan(scores, batch, arcs, 0.0, need_posteriors)
+    posteriors = torch.empty(0, dtype=dtype)
     if need_posteriors:
-        posteriors = posteriors.reshape(2, len(durations), *posteriors.shape[1:])
+        found = token_and_duration_posteriors(torch.from_numpy(of_arcs), len(durations))
+        posteriors = found.to(dtype)
     else:
-        lses, posteriors = [np.empty(0), np.empty(0)], np.empty(0)
+        lses = [np.empty(0), np.empty(0)]
     token_lse, duration_lse = map(torch.from_numpy, lses)
-    return _tensor(losses, dtype), token_lse, duration_lse, _tensor(posteriors, dtype)
+    return _tensor(losses, dtype), token_lse, duration_lse, posteriors
 
 
 def tdt_gradient(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ....runtime.dtypes import acc_dtype
+from ..common import token_and_duration_posteriors
 from ..joint import Joint, JointKernels, Wanted, linear_transducer
 from .batch import Batch, as_batch
 from .launch import (
@@ -138,7 +139,7 @@ def tdt_kernels(
     def scan_arcs(arcs: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
         losses, posteriors = _scanned(arcs, batch, kinds, 0.0, wanted, dtype)
         if wanted:
-            posteriors = posteriors.unflatten(0, (2, len(durations)))
+            posteriors = token_and_duration_posteriors(posteriors, len(durations))
         return losses, posteriors
 
     def write_gradient(

@@ -139,14 +139,30 @@ def load_turn_carries(chunk, turn, lane, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def arcs_written(words, rows, BLOCK: tl.constexpr, CODE: tl.constexpr, ARCS: tl.constexpr):
-    """Return 0 if a word of the carries, or the upper half of one of the arcs, is 0."""
-    least = upper_half(words) | words.to(tl.uint32)
-    for i in tl.static_range(BLOCK):
-        for j in tl.static_range(ARCS):
-            if (CODE >> (8 * j)) & 255:
-                least = tl.minimum(least, upper_half(rows[i][j]))
-    return tl.min(least, axis=0)
+def words_written(
+    before,
+    words,
+    rows,
+    WAIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CODE: tl.constexpr,
+    ARCS: tl.constexpr,
+):
+    """Return 0 if a carry, or with WAIT the score of an arc, has not been written yet.
+
+    Such a word is 0, and the upper half of a score that has been written is not. `before` is what
+    this function returned for the words before these, which is not 0.
+    """
+    if WAIT:
+        least = upper_half(words) | words.to(tl.uint32)
+        for i in tl.static_range(BLOCK):
+            for j in tl.static_range(ARCS):
+                if (CODE >> (8 * j)) & 255:
+                    least = tl.minimum(least, upper_half(rows[i][j]))
+    else:
+        least = (words != 0).to(tl.uint32)
+    # Triton 3.6 fails where a result of a loop is not used.
+    return tl.min(tl.minimum(least, before), axis=0)
 
 
 @triton.jit
@@ -192,6 +208,7 @@ def first_words(
 
 @triton.jit
 def await_arcs(
+    written,
     words,
     rows,
     chunk,
@@ -205,20 +222,21 @@ def await_arcs(
 ):
     """Return the carries of BLOCK turns and the arcs of the turns after each, once all are written.
 
-    Triton 3.6 fails where one of these results is not used.
+    `written` is what `words_written` returned for the words that have been loaded. It comes first
+    in the result, for the words that have been awaited.
     """
-    if WAIT:
-        while arcs_written(words, rows, BLOCK, CODE, ARCS) == 0:
-            words = load_turn_carries(chunk, turn, lane, BLOCK)
+    while written == 0:
+        words = load_turn_carries(chunk, turn, lane, BLOCK)
+        if WAIT:
             rows = load_block_arcs(chunk, turn + 1, lane, FILLED, WAIT, BLOCK, CODE, ARCS)
+        written = words_written(1, words, rows, WAIT, BLOCK, CODE, ARCS)
+    if WAIT:
         scores = ()
         for i in tl.static_range(BLOCK):
             scores = scores + (row_scores(rows[i], CODE, ARCS),)
-        return words, scores
+        return written, words, scores
     else:
-        while tl.min((words != 0).to(tl.int32), axis=0) == 0:
-            words = load_turn_carries(chunk, turn, lane, BLOCK)
-        return words, rows
+        return written, words, rows
 
 
 @triton.jit

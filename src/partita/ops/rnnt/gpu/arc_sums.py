@@ -7,10 +7,11 @@ import sys
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import finite_shift
-from .lattice import log2_1p
+from .lattice import exp2_of, log2_1p
 
 LEAST = tl.constexpr(-sys.float_info.max)
+POWER = tl.constexpr(2.0**52)
+POWER_BITS = tl.constexpr(0x4330000000000000)  # the bits of POWER, whose low half is 0
 
 
 @triton.jit
@@ -53,27 +54,32 @@ def greatest(terms):
 
 
 @triton.jit
-def log2_total(terms, shift, FP64: tl.constexpr):
-    """Return log2 of the sum of 2**term, given a shift that is at least the greatest term.
+def scaled_sum(terms, shift, FP64: tl.constexpr):
+    """Return the sum of 2**(term - shift), given a shift that is at least the greatest term.
 
-    Exponentials and logarithm are fp32 unless FP64.
+    Differences are taken in fp64, and exponentials in fp32 unless FP64.
     """
+    total = exp2_of(terms[0] - shift, FP64)
+    for i in tl.static_range(1, len(terms)):
+        total += exp2_of(terms[i] - shift, FP64)
+    return total
+
+
+@triton.jit
+def log2_of_scaled(total, shift, FP64: tl.constexpr):
+    """Return the shift plus log2 of a sum, which is 0, NaN, or at least 1 up to rounding."""
     if FP64:
-        total = tl.exp2(terms[0] - shift)
-        for i in tl.static_range(1, len(terms)):
-            total += tl.exp2(terms[i] - shift)
         return shift + tl.log2(total)
     else:
-        total = tl.exp2((terms[0] - shift).to(tl.float32))
-        for i in tl.static_range(1, len(terms)):
-            total += tl.exp2((terms[i] - shift).to(tl.float32))
-        # The sum is NaN, 0 or at least 1, up to rounding; its exponent is split off.
         bits = total.to(tl.int32, bitcast=True)
-        exponent = (bits >> 23) - 127
         fraction = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+        # The biased exponent is the low half of 2**52 + exponent, which converts it to fp64.
+        word = (bits >> 23).to(tl.int64) | POWER_BITS
+        exponent = word.to(tl.float64, bitcast=True) - (POWER + 127.0)
         # The exponent comes first, because it is known before the logarithm of the fraction.
-        result = (shift + exponent.to(tl.float64)) + log2_1p(fraction).to(tl.float64)
-        return tl.where(total > 0.5, result, tl.where(total == 0.0, -float("inf"), total))
+        special = tl.where(total == 0.0, -float("inf"), total)
+        log2_fraction = tl.where(total > 0.5, log2_1p(fraction), special)
+        return (shift + exponent) + log2_fraction.to(tl.float64)
 
 
 @triton.jit
@@ -89,8 +95,9 @@ def next_row(
 ):
     """Return what a row needs once the row before it is known.
 
-    These are the logarithm of the sum of the terms that do not depend on that row, and the scores
-    of the others; or all scores with MAX. The first states of `own` and `other` are not read.
+    These are a shift, the sum of 2**(term - shift) over the terms that do not depend on that row,
+    and the scores of the others; or all scores with MAX. The first states of `own` and `other` are
+    not read.
     """
     if MAX:
         return scores
@@ -102,16 +109,26 @@ def next_row(
             elif (CODE >> (8 * i)) & 255:
                 terms = terms + (arc_term(scores[i], own, other, i, CODE),)
         if len(terms):
-            return (log2_total(terms, finite_shift(greatest(terms)), FP64),) + late
+            shift = greatest(terms)
+            # A least shift stands for -inf, so that no difference is one of infinities.
+            shift = tl.where(shift == -float("inf"), LEAST, shift)
+            return (shift, scaled_sum(terms, shift, FP64)) + late
         else:
-            return (lane.to(tl.float64) * 0.0 - float("inf"),) + late
+            return empty_sum(lane, FP64) + late
 
 
 @triton.jit
-def first_turn(lane, CODE: tl.constexpr, ARCS: tl.constexpr, MAX: tl.constexpr):
+def empty_sum(lane, FP64: tl.constexpr):
+    """Return the shift and the sum of `next_row` for no terms."""
+    shift = lane.to(tl.float64) * 0.0 + LEAST
+    return (shift, lane.to(tl.float64 if FP64 else tl.float32) * 0.0)
+
+
+@triton.jit
+def first_turn(lane, CODE: tl.constexpr, ARCS: tl.constexpr, MAX: tl.constexpr, FP64: tl.constexpr):
     """Return what `next_row` does for a row without arcs."""
     nothing = lane.to(tl.float64) * 0.0 - float("inf")
-    row = () if MAX else (nothing,)
+    row = () if MAX else empty_sum(lane, FP64)
     for i in tl.static_range(ARCS):
         if MAX and ((CODE >> (8 * i)) & 255) == 0:
             row = row + (lane,)
@@ -123,15 +140,17 @@ def first_turn(lane, CODE: tl.constexpr, ARCS: tl.constexpr, MAX: tl.constexpr):
 @triton.jit
 def add_late(row, own, other, CODE: tl.constexpr, ARCS: tl.constexpr, FP64: tl.constexpr):
     """Return log2 of the sum of 2**term over all terms of a row; see `next_row`."""
-    terms = (row[0],)
-    # A least shift stands for -inf. Labels come last, because they come from the neighbor.
-    shift = tl.where(row[0] > LEAST, row[0], LEAST)
+    terms, shift = (), row[0]
+    # Labels come last, because they come from the neighbor.
     for i in tl.static_range(ARCS):
         if ((CODE >> (8 * i)) & 255) == 1 or ((CODE >> (8 * i)) & 255) == 128:
-            term = arc_term(row[len(terms)], own, other, i, CODE)
+            term = arc_term(row[2 + len(terms)], own, other, i, CODE)
             shift = tl.where(term > shift, term, shift)
             terms = terms + (term,)
-    return log2_total(terms, shift, FP64)
+    total = row[1] * exp2_of(row[0] - shift, FP64)
+    if len(terms):
+        total += scaled_sum(terms, shift, FP64)
+    return log2_of_scaled(total, shift, FP64)
 
 
 @triton.jit

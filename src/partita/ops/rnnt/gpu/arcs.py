@@ -33,6 +33,7 @@ from .arc_rows import (
     row_of,
     send_state,
     shift_states,
+    words_written,
 )
 from .arc_sums import add_late, arc_terms, best_term, first_turn, next_row
 from .lattice import SIZES, load_sequence
@@ -79,12 +80,13 @@ def scan_arcs(
     start_t = tl.where(chunk.forward > 0, 0, chunk.length)
     start_u = tl.where(chunk.forward > 0, 0, chunk.target_len)
     # Turn 0 comes before the first row, whose arcs it awaits, and leaves all states at -inf.
-    ahead = first_turn(lane, CODE, ARCS, MAX)
+    ahead = first_turn(lane, CODE, ARCS, MAX, FP64)
     words, arcs = first_words(chunk, lane, FILLED, WAIT, BLOCK, CODE, ARCS)
+    written = words_written(1, words, arcs, WAIT, BLOCK, CODE, ARCS)
     for turn in range(0, chunk.end_row + 2, BLOCK):
         after = turn + BLOCK
-        carries, next_arcs = await_arcs(
-            words, arcs, chunk, turn, lane, FILLED, WAIT, BLOCK, CODE, ARCS
+        written, carries, next_arcs = await_arcs(
+            written, words, arcs, chunk, turn, lane, FILLED, WAIT, BLOCK, CODE, ARCS
         )
         words = load_turn_carries(chunk, after, lane, BLOCK)
         arcs = load_block_arcs(chunk, after + 1, lane, FILLED, WAIT, BLOCK, CODE, ARCS)
@@ -92,7 +94,8 @@ def scan_arcs(
             prefetch_turn_arcs(chunk, turn + PREFETCHED_ROWS, lane, BLOCK, ARCS)
         for i in tl.static_range(BLOCK):
             row = row_of(chunk, turn + i)
-            stored = lane * 0 + turn + i > 0
+            # Rows before the first one and after the last one may be those of other chunks.
+            stored = (lane * 0 + turn + i > 0) & (turn + i < chunk.end_row + 2)
             other = prepend(shift_states(chunk, own[0], carries, i, lane), other, DEPTH)
             if MAX:
                 terms = arc_terms(ahead, own, other, lane, CODE, ARCS)
@@ -108,6 +111,7 @@ def scan_arcs(
             own = prepend(state, own, DEPTH)
             shifted = prepend(state, other, DEPTH)
             ahead = next_row(next_arcs[i], own, shifted, lane, CODE, ARCS, MAX, FP64)
+        written = words_written(written, words, arcs, WAIT, BLOCK, CODE, ARCS)
     return final
 
 
@@ -224,7 +228,7 @@ def rnnt_arc_scan_kernel(
     """Scan α or β of a chunk. α also stores its value at the end and flags bad labels."""
     index = tl.program_id(0)
     if tile_counter_ptr is not None:
-        index = tl.atomic_add(tile_counter_ptr, 1, sem="relaxed")
+        index = tl.atomic_add(tile_counter_ptr, 1, sem="relaxed").to(tl.int32)
     lengths, written = (logit_lengths_ptr, target_lengths_ptr), (states_ptr, carries_ptr)
     tensors = ScanTensors(arcs_ptr, targets_ptr, *lengths, *written, flags_ptr, logz_ptr)
     sizes = ScanSizes(T, B, U1, V, num_chunks, rows, carry_steps, nodes)

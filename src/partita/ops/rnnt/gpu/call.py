@@ -190,9 +190,10 @@ def launch_gradient(
 ) -> None:
     """Write the gradient of the logits of `steps` steps, which may replace the logits.
 
-    The arguments are those of `launch_nodes`, with posteriors `[2, K, B, T, U1]`.
+    The arguments are those of `launch_nodes`, with the posteriors of blanks and labels,
+    `[2, B, T, U1]`. More may follow these.
     """
-    K, B, T, U1 = posteriors.shape[1:]
+    B, T, U1 = posteriors.shape[1:]
     tile = tile_of(logits, dlogits)
     launch(
         rnnt_gradient_kernel,
@@ -217,6 +218,5 @@ def launch_gradient(
         *node_strides(dlogits, T),
         HAT=hat,
         CLIP=clamp > 0,
-        K=K,
         **tile_options(tile, logits.dtype),
     )

@@ -185,7 +185,7 @@ def tdt_posterior_kernel(
     flags_ptr,  # [B] int64
     logz_ptr,  # [B] fp64
     nll_ptr,  # [B]
-    posteriors_ptr,  # [2, K, B, T, U1], or None for the loss alone
+    posteriors_ptr,  # [2 + K, B, T, U1], or None for the loss alone
     T,
     B,
     U1,
@@ -197,7 +197,10 @@ def tdt_posterior_kernel(
     FP64: tl.constexpr,
     BLOCK: tl.constexpr,  # nodes of a program
 ):
-    """Write the posteriors of the arcs of some nodes, and the loss."""
+    """Write the posteriors of some nodes, and the loss.
+
+    These are those of blanks, of labels and of each duration.
+    """
     blocks = 1
     if posteriors_ptr is not None:
         blocks = num_chunks * tl.cdiv(rows * 32, BLOCK)
@@ -222,20 +225,68 @@ def tdt_posterior_kernel(
         zero = tl.where(flag > 0, float("nan"), 0.0).to(posteriors_ptr.dtype.element_ty)
         size = B.to(tl.int64) * T * U1
         node_ptr = posteriors_ptr + ((b.to(tl.int64) * T + t) * U1 + u)
+        blanks, labels = zero + index * 0.0, zero + index * 0.0
         for k in tl.static_range(K):
             d = (DURATIONS >> (8 * k)) & 255
-            blank, label = zero + index * 0.0, zero + index * 0.0
+            blank = zero + index * 0.0
             if (DURATIONS >> (8 * k)) & 255:
                 valid = mask & (t + d <= length)
                 score = tl.load(arcs_ptr + k * nodes + offset, mask=valid, other=0.0)
                 score += tl.load(beta_ptr + offset + d * 32, mask=valid, other=0.0)
-                blank = tl.where(valid, exp2_of(alpha + score, FP64), 0.0) + zero
+                blank = tl.where(valid, exp2_of(alpha + score, FP64), 0.0)
             valid = mask & (t + d < length) & (u < sequence.target_len)
             score = tl.load(arcs_ptr + (K + k) * nodes + offset, mask=valid, other=0.0)
             score += tl.load(beta_ptr + after + d * 32, mask=valid, other=0.0)
-            label = tl.where(valid, exp2_of(alpha + score, FP64), 0.0) + zero
-            tl.store(node_ptr + k * size, blank, mask=is_node)
-            tl.store(node_ptr + (K + k) * size, label, mask=is_node)
+            label = tl.where(valid, exp2_of(alpha + score, FP64), 0.0)
+            blanks, labels = blanks + blank, labels + label
+            tl.store(node_ptr + (2 + k) * size, blank + label + zero, mask=is_node)
+        tl.store(node_ptr, blanks, mask=is_node)
+        tl.store(node_ptr + size, labels, mask=is_node)
+
+
+@triton.jit
+def store_duration_gradients(
+    program,
+    upstream,
+    durations,
+    saved,
+    ddurations_ptr,
+    sizes,
+    K: tl.constexpr,
+    FP64: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the gradient in the logits of the durations of BLOCK nodes.
+
+    `upstream` and `durations` are addresses and strides, `saved` the addresses of log-sum-exps and
+    posteriors, and `sizes` are T, B and U1.
+    """
+    grad_ptr, grad_stride = upstream
+    durations_ptr, strides = durations
+    lse_ptr, posteriors_ptr = saved
+    T, B, U1 = sizes
+    blocks = tl.cdiv(T * U1, BLOCK)
+    b, block = (program // blocks).to(tl.int64), program % blocks
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    t, u, mask = (index // U1).to(tl.int64), (index % U1).to(tl.int64), index < T * U1
+    node, size = b * T * U1 + index, B.to(tl.int64) * T * U1
+    scale = tl.load(grad_ptr + (b + index * 0) * grad_stride).to(posteriors_ptr.dtype.element_ty)
+    read = mask & (scale != 0.0)
+    arcs, total = (), tl.zeros([BLOCK], posteriors_ptr.dtype.element_ty)
+    for k in tl.static_range(K):
+        arc = tl.load(posteriors_ptr + (2 + k) * size + node, mask=read, other=0.0)
+        arcs = arcs + (arc,)
+        total += arc
+    active = read & (total != 0.0)
+    lse = tl.load(lse_ptr + node, mask=active, other=0.0).to(tl.float64)
+    start = b * strides[0] + t * strides[1] + u * strides[2]
+    for k in tl.static_range(K):
+        x = tl.load(
+            durations_ptr + start + k * tl.cast(strides[3], tl.int64), mask=active, other=0.0
+        ).to(tl.float64)
+        softmax = tl.exp(x - lse) if FP64 else tl.exp((x - lse).to(tl.float32))
+        d = tl.where(active, (total * softmax - arcs[k]) * scale, 0.0)
+        tl.store(ddurations_ptr + node * K + k, d.to(ddurations_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -243,7 +294,7 @@ def tdt_duration_gradient_kernel(
     grad_ptr,  # [B]
     durations_ptr,  # [B, T, U1, K] logits
     lse_ptr,  # [B, T, U1]
-    posteriors_ptr,  # [2, K, B, T, U1]
+    posteriors_ptr,  # [2 + K, B, T, U1]
     ddurations_ptr,  # [B, T, U1, K]
     T,
     B,
@@ -258,26 +309,9 @@ def tdt_duration_gradient_kernel(
     BLOCK: tl.constexpr,  # nodes of a program
 ):
     """Write the gradient in the logits of the durations of some nodes."""
-    blocks = tl.cdiv(T * U1, BLOCK)
-    b, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
-    index = block * BLOCK + tl.arange(0, BLOCK)
-    t, u, mask = (index // U1).to(tl.int64), (index % U1).to(tl.int64), index < T * U1
-    node, size = b * T * U1 + index, B.to(tl.int64) * T * U1
-    scale = tl.load(grad_ptr + (b + index * 0) * grad_stride).to(posteriors_ptr.dtype.element_ty)
-    read = mask & (scale != 0.0)
-    arcs, total = (), tl.zeros([BLOCK], posteriors_ptr.dtype.element_ty)
-    for k in tl.static_range(K):
-        arc = tl.load(posteriors_ptr + k * size + node, mask=read, other=0.0)
-        arc += tl.load(posteriors_ptr + (K + k) * size + node, mask=read, other=0.0)
-        arcs = arcs + (arc,)
-        total += arc
-    active = read & (total != 0.0)
-    lse = tl.load(lse_ptr + node, mask=active, other=0.0).to(tl.float64)
-    start = b * stride_b + t * stride_t + u * stride_u
-    for k in tl.static_range(K):
-        x = tl.load(
-            durations_ptr + start + k * tl.cast(stride_k, tl.int64), mask=active, other=0.0
-        ).to(tl.float64)
-        softmax = tl.exp(x - lse) if FP64 else tl.exp((x - lse).to(tl.float32))
-        d = tl.where(active, (total * softmax - arcs[k]) * scale, 0.0)
-        tl.store(ddurations_ptr + node * K + k, d.to(ddurations_ptr.dtype.element_ty), mask=mask)
+    upstream = (grad_ptr, grad_stride)
+    durations = (durations_ptr, (stride_b, stride_t, stride_u, stride_k))
+    saved, sizes = (lse_ptr, posteriors_ptr), (T, B, U1)
+    store_duration_gradients(
+        tl.program_id(0), upstream, durations, saved, ddurations_ptr, sizes, K, FP64, BLOCK
+    )

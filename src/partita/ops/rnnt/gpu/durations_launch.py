@@ -73,11 +73,11 @@ def launch_duration_posteriors(
     durations: Sequence[int],
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses, and the posteriors `[2, K, B, T, U1]` or an empty one without states."""
+    """Return the losses, and the posteriors `[2 + K, B, T, U1]` or an empty one without states."""
     (B, T, U1), K, device = sizes, len(durations), scan.arcs.device
     plan, need_posteriors = lattice_plan(B, T, U1), scan.states is not None
     nll = torch.empty(B, dtype=acc_dtype(dtype), device=device)
-    shape = (2, K, B, T, U1) if need_posteriors else (0,)
+    shape = (2 + K, B, T, U1) if need_posteriors else (0,)
     posteriors = torch.empty(shape, dtype=nll.dtype, device=device)
     launch(
         tdt_posterior_kernel,

@@ -49,15 +49,6 @@ class NodeGradient(NamedTuple):
 
 
 @triton.jit
-def sum_durations(posteriors_ptr, index, size, K: tl.constexpr):
-    """Return the sum over K durations of the posteriors of a node."""
-    total = tl.load(posteriors_ptr + index)
-    for k in tl.static_range(1, K):
-        total += tl.load(posteriors_ptr + k * size + index)
-    return total
-
-
-@triton.jit
 def round_lse(lse, dtype: tl.constexpr, DTYPE: tl.constexpr):
     """Return the log-sum-exp that `row_exp` subtracts, and the factor that undoes its rounding."""
     if dtype == tl.float64:
@@ -138,13 +129,12 @@ def node_gradient(
     FUSED: tl.constexpr,
     HAT: tl.constexpr,
     CLIP: tl.constexpr,
-    K: tl.constexpr,
     dtype: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """Return what the gradient of a node's row is made of, and whether its posteriors are not 0."""
-    pb = sum_durations(posteriors_ptr, index, size, K).to(DTYPE)
-    pl = sum_durations(posteriors_ptr + K * size, index, size, K).to(DTYPE)
+    pb = tl.load(posteriors_ptr + index).to(DTYPE)
+    pl = tl.load(posteriors_ptr + size + index).to(DTYPE)
     active = (pb != 0.0) | (pl != 0.0)
     pl *= fastemit
     if not CLIP:
@@ -229,12 +219,95 @@ def store_zeros(result, V, VEC: tl.constexpr, EDGES: tl.constexpr, BLOCK_V: tl.c
         store_piece(body_ptr, row, at, tl.zeros([BLOCK_V], tl.float32), stride_v, VEC)
 
 
+class GradientSource(NamedTuple):
+    """What the gradient of some nodes is computed from; see the arguments of the kernels.
+
+    Fields:
+        grad_ptr, grad_stride: the upstream gradient.
+        lse_ptr, posteriors_ptr: what the forward pass has saved.
+        targets_ptr, target_stride: the labels.
+        blank, clamp, fastemit: the options of the loss.
+    """
+
+    grad_ptr: tl.tensor
+    grad_stride: tl.tensor
+    lse_ptr: tl.tensor
+    posteriors_ptr: tl.tensor
+    targets_ptr: tl.tensor
+    target_stride: tl.tensor
+    blank: tl.tensor
+    clamp: tl.tensor
+    fastemit: tl.tensor
+
+
+@triton.jit
+def store_gradients_of_nodes(
+    source,
+    logits,
+    dlogits,
+    first_step,
+    sizes,
+    HAT: tl.constexpr,
+    CLIP: tl.constexpr,
+    VEC: tl.constexpr,
+    EDGES: tl.constexpr,
+    PIECES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Write the gradient of the rows of this program's nodes; rows of gradient 0 are not read.
+
+    `logits` and `dlogits` are addresses and strides, and `sizes` are T, B, U1 and V.
+    """
+    logits_ptr, strides = logits
+    dlogits_ptr, d_strides = dlogits
+    T, B, U1, V = sizes
+    dtype: tl.constexpr = dlogits_ptr.dtype.element_ty
+    FUSED: tl.constexpr = source.lse_ptr is not None
+    node = program_nodes(first_step, T, U1, ROWS)
+    b, size = node.b.to(tl.int64), B.to(tl.int64) * T * U1
+    scale = tl.load(source.grad_ptr + b * source.grad_stride).to(DTYPE)
+    limit = tl.full([], source.clamp, DTYPE)
+    fastemit = tl.full([], source.fastemit, DTYPE)
+    origin = step_offset(node, first_step, strides[0], strides[1])
+    d_origin = step_offset(node, first_step, d_strides[0], d_strides[1])
+    for r in range(0, tl.minimum(ROWS, U1 - node.first_u)):
+        u = (node.first_u + r).to(tl.int64)
+        at_label = source.targets_ptr + b * source.target_stride + u
+        label = tl.load(at_label, mask=u < U1 - 1, other=-1).to(tl.int32)
+        row, active = node_gradient(
+            scale,
+            limit,
+            source.posteriors_ptr,
+            source.lse_ptr,
+            node.index + r,
+            size,
+            label,
+            fastemit,
+            FUSED,
+            HAT,
+            CLIP,
+            dtype,
+            DTYPE,
+        )
+        x = (logits_ptr, locate_row(origin + u * strides[2], V, VEC, EDGES), strides[3])
+        d = (dlogits_ptr, locate_row(d_origin + u * d_strides[2], V, VEC, EDGES), d_strides[3])
+        if active & (scale != 0.0):
+            blank = source.blank
+            store_gradient(
+                x, d, blank, V, row, FUSED, HAT, CLIP, VEC, EDGES, PIECES, BLOCK_V, DTYPE
+            )
+        else:
+            store_zeros(d, V, VEC, EDGES, BLOCK_V)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def rnnt_gradient_kernel(
     grad_ptr,  # [B]
     logits_ptr,  # [B, T, U1, V], or those of some steps
     lse_ptr,  # [B, T, U1], or None for log-probabilities
-    posteriors_ptr,  # [2, K, B, T, U1]
+    posteriors_ptr,  # [2, B, T, U1], or more of a TDT
     targets_ptr,  # [B, U]
     dlogits_ptr,  # as logits, which it may be
     first_step,  # the first step in `logits`, counted over all sequences
@@ -257,7 +330,6 @@ def rnnt_gradient_kernel(
     d_stride_v,
     HAT: tl.constexpr,
     CLIP: tl.constexpr,
-    K: tl.constexpr,  # durations
     VEC: tl.constexpr,
     EDGES: tl.constexpr,
     PIECES: tl.constexpr,
@@ -266,39 +338,9 @@ def rnnt_gradient_kernel(
     DTYPE: tl.constexpr,
 ):
     """Write the gradient of the rows of some nodes; rows whose gradient is 0 are not read."""
-    dtype: tl.constexpr = dlogits_ptr.dtype.element_ty
-    FUSED: tl.constexpr = lse_ptr is not None
-    node = program_nodes(first_step, T, U1, ROWS)
-    b, size = node.b.to(tl.int64), B.to(tl.int64) * T * U1
-    scale = tl.load(grad_ptr + b * grad_stride).to(DTYPE)
-    limit, fastemit = tl.full([], clamp, DTYPE), tl.full([], fastemit, DTYPE)
-    origin = step_offset(node, first_step, stride_b, stride_t)
-    d_origin = step_offset(node, first_step, d_stride_b, d_stride_t)
-    for r in range(0, tl.minimum(ROWS, U1 - node.first_u)):
-        u = (node.first_u + r).to(tl.int64)
-        at_label = targets_ptr + b * target_stride + u
-        label = tl.load(at_label, mask=u < U1 - 1, other=-1).to(tl.int32)
-        row, active = node_gradient(
-            scale,
-            limit,
-            posteriors_ptr,
-            lse_ptr,
-            node.index + r,
-            size,
-            label,
-            fastemit,
-            FUSED,
-            HAT,
-            CLIP,
-            K,
-            dtype,
-            DTYPE,
-        )
-        source = (logits_ptr, locate_row(origin + u * stride_u, V, VEC, EDGES), stride_v)
-        result = (dlogits_ptr, locate_row(d_origin + u * d_stride_u, V, VEC, EDGES), d_stride_v)
-        if active & (scale != 0.0):
-            store_gradient(
-                source, result, blank, V, row, FUSED, HAT, CLIP, VEC, EDGES, PIECES, BLOCK_V, DTYPE
-            )
-        else:
-            store_zeros(result, V, VEC, EDGES, BLOCK_V)
+    saved = (lse_ptr, posteriors_ptr, targets_ptr, target_stride)
+    source = GradientSource(grad_ptr, grad_stride, *saved, blank, clamp, fastemit)
+    logits = (logits_ptr, (stride_b, stride_t, stride_u, stride_v))
+    dlogits = (dlogits_ptr, (d_stride_b, d_stride_t, d_stride_u, d_stride_v))
+    rows = (source, logits, dlogits, first_step, (T, B, U1, V))
+    store_gradients_of_nodes(*rows, HAT, CLIP, VEC, EDGES, PIECES, ROWS, BLOCK_V, DTYPE)

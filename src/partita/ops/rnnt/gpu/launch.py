@@ -86,7 +86,7 @@ def rnnt_gradient(
         grad,
         logits,
         lse if fused else None,
-        posteriors[:, None],
+        posteriors,
         targets,
         dlogits,
         0,

@@ -199,7 +199,6 @@ def linear_transducer(
     else:
         scan_options = (head.tokens, options.blank, encoder.dtype, needs_gradient)
         nll, posteriors = scan_lattice(nodes.arcs, call.targets, plan, sizes, *scan_options)
-        posteriors = posteriors[:, None] if needs_gradient else posteriors
     if factor is None or not needs_gradient:
         return nll, None
     found = new_gradients(call, wanted)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +19,10 @@ from .call import (
     ScanZeros,
     Targets,
     as_targets,
-    launch_gradient,
     launch_nodes,
     scan_zeros,
+    tile_of,
+    tile_options,
 )
 from .durations import tdt_arcs_kernel, tdt_duration_gradient_kernel
 from .durations_launch import (
@@ -34,9 +34,11 @@ from .durations_launch import (
     launch_duration_posteriors,
     scan_durations_beside_rows,
 )
-from .plan import CHUNK, LSE_DTYPE, MARGIN, LatticePlan, lattice_plan
+from .gradient_tdt import tdt_gradient_kernel
+from .plan import CHUNK, LSE_DTYPE, MARGIN, NODES_PER_PROGRAM, LatticePlan, lattice_plan
 from .scan_launch import Scan, new_states
 
+DURATION_NODES = 64  # nodes of a warp, for which no more registers are needed than for rows
 RNNT_ARCS = ((1, False), (0, True))  # the blank's and the label's
 
 
@@ -190,7 +192,7 @@ def tdt_forward(
     sigma: float,
     need_posteriors: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the losses, both log-sum-exps and the posteriors of the arcs, `[2, K, B, T, U1]`."""
+    """Return the losses, both log-sum-exps and the posteriors, `[2 + K, B, T, U1]`."""
     (B, T, U1, V), dtype = token_logits.shape, token_logits.dtype
     targets = as_targets(labels, logit_lengths, target_lengths)
     kinds, directions = arc_kinds(duration_arcs(durations)), 2 if need_posteriors else 1
@@ -218,7 +220,7 @@ def scan_durations(
     dtype: torch.dtype,
     need_posteriors: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses, and the posteriors `[2, K, B, T, U1]` or an empty tensor."""
+    """Return the losses, and the posteriors `[2 + K, B, T, U1]` or an empty tensor."""
     (B, T, U1), device = sizes, arcs.device
     plan, kinds = lattice_plan(B, T, U1), arc_kinds(duration_arcs(durations))
     states = new_states(plan, need_posteriors, device)
@@ -242,14 +244,38 @@ def tdt_gradient(
     blank: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the losses in the logits of tokens and of durations."""
-    B, T = token_logits.shape[:2]
-    targets = as_targets(labels, logit_lengths, target_lengths)
-    dtokens = torch.empty(token_logits.shape, dtype=token_logits.dtype, device=token_logits.device)
-    options: dict[str, Any] = {"hat": False, "clamp": 0.0, "fastemit_lambda": 0.0}
-    launch_gradient(
-        grad, token_logits, token_lse, posteriors, targets, dtokens, 0, B * T, blank, **options
+    (B, T, U1, V), K = token_logits.shape, duration_logits.shape[-1]
+    targets, device = as_targets(labels, logit_lengths, target_lengths), token_logits.device
+    dtokens = torch.empty(token_logits.shape, dtype=token_logits.dtype, device=device)
+    ddurations = torch.empty(duration_logits.shape, dtype=duration_logits.dtype, device=device)
+    tile = tile_of(token_logits, dtokens)
+    launch(
+        tdt_gradient_kernel,
+        B * T * cdiv(U1, NODES_PER_PROGRAM) + B * cdiv(T * U1, DURATION_NODES),
+        grad,
+        token_logits,
+        duration_logits,
+        token_lse,
+        duration_lse,
+        posteriors,
+        targets.labels,
+        dtokens,
+        ddurations,
+        T,
+        B,
+        U1,
+        V,
+        blank,
+        grad.stride(0),
+        targets.stride,
+        *token_logits.stride(),
+        *duration_logits.stride(),
+        *dtokens.stride(),
+        K=K,
+        BLOCK=DURATION_NODES,
+        **tile_options(tile, token_logits.dtype),
     )
-    return dtokens, duration_gradient(grad, duration_logits, duration_lse, posteriors)
+    return dtokens, ddurations
 
 
 def duration_gradient(

@@ -150,7 +150,8 @@ def tdt_overlap_kernel(
     if (scan >= 0) & (scan < scans):
         index = scan
         if tile_counter_ptr is not None:
-            index = tl.atomic_add(tile_counter_ptr, 1, sem="relaxed")
+            # Indices of rows and steps of 64 bits would take many more instructions.
+            index = tl.atomic_add(tile_counter_ptr, 1, sem="relaxed").to(tl.int32)
         scanned = (index, tensors, None, sizes, blank, target_stride)
         arc_scan_program(
             *scanned, DIRECTIONS, True, True, BLOCK, CODE, 2 * K, DEPTH, False, False, None
