@@ -35,6 +35,7 @@ MIN_OVERLAP_ROW_BYTES = 512  # of the logits of a node, whose arcs are two words
 # registers run on a multiprocessor, which are enough to read rows as fast as the memory gives them.
 TDT_OVERLAP_BLOCK_ROWS = 2
 TDT_OVERLAP_REGISTERS = 128
+MAX_TDT_OVERLAP_SCANS = 32  # with 64, one kernel after the other takes less time
 MAX_OVERLAP_KINDS = 10  # of arcs
 MAX_OVERLAP_DEPTH = 5  # states that a lane remembers
 MARGIN = (MAX_DURATION + 4) * CHUNK  # elements before each kind of arcs that a scan may read
@@ -118,7 +119,8 @@ def tdt_overlaps(
         depth: the states that a lane remembers.
     """
     fits = kinds <= MAX_OVERLAP_KINDS and depth <= MAX_OVERLAP_DEPTH
-    return fits and overlaps(B, T, U1, V, itemsize, directions)
+    few = directions * B * cdiv(U1, CHUNK) <= MAX_TDT_OVERLAP_SCANS
+    return fits and few and overlaps(B, T, U1, V, itemsize, directions)
 
 
 @functools.lru_cache(maxsize=4096)
