@@ -85,7 +85,7 @@ PARTS = (
         "eager",
         f"{HERE}/eager.py --out {{out}}",
         "eager.csv",
-        110,
+        220,
         (f"{HERE}/eager.py --repetitions 1 --ops decode cross_entropy token_stats",),
     ),
     bench(
