@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -17,6 +18,7 @@ examples:
 exit codes:
   0  well                1  a check failed or a result was wrong
   2  wrong arguments   130  interrupted
+                       141  the reader of the output, such as `head`, ended
 
 `partita COMMAND --help` has more."""
 
@@ -54,10 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        return programs[args.command][0].main(args)
+        code = programs[args.command][0].main(args)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print(f"partita {args.command}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # The interpreter flushes at its end, where the error could not be caught.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 if __name__ == "__main__":

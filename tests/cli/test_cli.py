@@ -42,6 +42,17 @@ def test_runs_as_a_module(command: list[str]) -> None:
     assert "partita" in done.stdout
 
 
+def test_a_reader_that_ends_early_is_no_error() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "partita", "info"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == 141 and errors == b""
+
+
 @pytest.mark.parametrize(
     "command",
     [[], ["info"], ["check"], ["bench"], ["warm"]],
