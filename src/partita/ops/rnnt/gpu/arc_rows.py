@@ -7,8 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .lattice import MINUS_ZERO
-from .scan import NO_CARRY, prefetch_line, upper_half
+from .scan import load_carries_of, prefetch_line, send_carry, upper_half
 
 
 class ArcChunk(NamedTuple):
@@ -134,8 +133,7 @@ def load_block_arcs(
 def load_turn_carries(chunk, turn, lane, BLOCK: tl.constexpr):
     """Load the carries of the turns from a turn on, one per lane; those not written yet are 0."""
     step = row_of(chunk, turn + lane) - 31 * (1 - chunk.forward)
-    mask = chunk.receives & (lane < BLOCK) & (step >= 0) & (step < chunk.length)
-    return tl.load(chunk.received_ptr + step, mask=mask, other=NO_CARRY, volatile=True)
+    return load_carries_of(chunk, step, lane, BLOCK)
 
 
 @triton.jit
@@ -264,9 +262,5 @@ def shift_states(chunk, state, words, i, lane):
 @triton.jit
 def send_state(chunk, row, state, lane):
     """Hand the state of the last (α) or the first (β) lane to the next chunk, as a carry."""
-    word = state.to(tl.int64, bitcast=True)
-    word = tl.where(word == 0, MINUS_ZERO, word)
     edge = 31 * chunk.forward
-    step = row - edge
-    mask = chunk.sends & (lane == edge) & (step >= 0) & (step < chunk.length)
-    tl.store(chunk.sent_ptr + step + lane * 0, word, mask=mask)
+    send_carry(chunk, row - edge, state, lane, edge)

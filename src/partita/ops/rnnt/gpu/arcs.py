@@ -37,7 +37,7 @@ from .arc_rows import (
 )
 from .arc_sums import add_late, arc_terms, best_term, first_turn, next_row
 from .lattice import SIZES, load_sequence
-from .scan import INVALID, PREFETCHED_ROWS, ScanSizes, ScanTensors
+from .scan import PREFETCHED_ROWS, ScanSizes, ScanTensors, carry_pointers, flag_bad_labels
 
 
 @triton.jit
@@ -154,15 +154,10 @@ def arc_scan_program(
         # The first lane of all has no lane before it; it reads its own arcs, and adds -inf to them.
         before_first = tl.where(c_u > 0, 32 * 32 + 31 - rows * 32, 0)
         before = tl.where(lane > 0, lane - 1, before_first) - 32
-        states, flags_ptr, logz_ptr = tensors.states_ptr, tensors.flags_ptr, tensors.logz_ptr
+        states = tensors.states_ptr
         states = None if states is None else states + direction * sizes.nodes + offset
         pointers = None if pointers_ptr is None else pointers_ptr + offset
-        sent_ptr, received_ptr = flags_ptr, flags_ptr
-        if tensors.carries_ptr is not None:
-            stride = B.to(tl.int64) * sizes.carry_steps
-            sent_ptr = tensors.carries_ptr + (direction * num_chunks + c) * stride
-            sent_ptr += b * sizes.carry_steps
-            received_ptr = sent_ptr - stride
+        sent_ptr, received_ptr = carry_pointers(tensors, sizes, b, direction, c)
         chunk = ArcChunk(
             forward,
             tl.where(forward > 0, -1, end_row + 1),
@@ -183,14 +178,10 @@ def arc_scan_program(
             end_row,
         )
         if direction == 0:
-            labels_ptr = tensors.targets_ptr + b * target_stride
-            label = tl.load(labels_ptr + u, mask=u < target_len, other=-1)
-            is_bad = (u < target_len) & ((label < 0) | (label >= sizes.V) | (label == blank))
-            if (tl.max(is_bad.to(tl.int32), axis=0) > 0) | invalid:
-                tl.atomic_or(flags_ptr + b, INVALID, sem="relaxed")
+            flag_bad_labels(tensors, b, u, target_len, invalid, sizes.V, blank, target_stride)
         state = scan_arcs(chunk, lane, FILLED, WAIT, BLOCK, CODE, ARCS, DEPTH, MAX, FP64)
         state = tl.where(length > 0, state, -float("inf"))
-        tl.store(logz_ptr + b + lane * 0, state, mask=(u == target_len) & (direction == 0))
+        tl.store(tensors.logz_ptr + b + lane * 0, state, mask=(u == target_len) & (direction == 0))
 
 
 @triton.jit(do_not_specialize=SIZES)

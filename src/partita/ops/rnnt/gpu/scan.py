@@ -147,11 +147,16 @@ def prefetch_arcs(chunk, row, lane, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_carries(chunk, first, lane, BLOCK: tl.constexpr):
-    """Load the carries of the steps from `first` on, one per lane; those not written yet are 0."""
-    step = first + lane
+def load_carries_of(chunk, step, lane, BLOCK: tl.constexpr):
+    """Load the carries of BLOCK steps, one per lane; those not written yet are 0."""
     mask = chunk.receives & (lane < BLOCK) & (step >= 0) & (step < chunk.length)
     return tl.load(chunk.received_ptr + step, mask=mask, other=NO_CARRY, volatile=True)
+
+
+@triton.jit
+def load_carries(chunk, first, lane, BLOCK: tl.constexpr):
+    """Load the carries of the steps from `first` on; see `load_carries_of`."""
+    return load_carries_of(chunk, first + lane, lane, BLOCK)
 
 
 @triton.jit
@@ -201,11 +206,11 @@ def await_block(
 
 
 @triton.jit
-def send_carry(chunk, step, score, lane, LANE: tl.constexpr):
-    """Hand the score of a lane to the next chunk, as the carry of a step."""
+def send_carry(chunk, step, score, lane, edge):
+    """Hand the score of the lane at the edge to the next chunk, as the carry of a step."""
     word = score.to(tl.int64, bitcast=True)
     word = tl.where(word == 0, MINUS_ZERO, word)
-    mask = chunk.sends & (lane == LANE) & (step >= 0) & (step < chunk.length)
+    mask = chunk.sends & (lane == edge) & (step >= 0) & (step < chunk.length)
     tl.store(chunk.sent_ptr + step + lane * 0, word, mask=mask)
 
 
@@ -274,6 +279,31 @@ def scan_backward(chunk, lane, BLOCK: tl.constexpr, WAIT: tl.constexpr, FP64: tl
 
 
 @triton.jit
+def carry_pointers(tensors, sizes, b, direction, c):
+    """Return the addresses of the carries that chunk c of a scan sends and receives.
+
+    With one chunk there are none, and any addresses serve.
+    """
+    if tensors.carries_ptr is None:
+        return tensors.flags_ptr, tensors.flags_ptr
+    else:
+        steps = sizes.carry_steps
+        stride = sizes.B.to(tl.int64) * steps
+        sent_ptr = tensors.carries_ptr + (direction * sizes.num_chunks + c) * stride + b * steps
+        return sent_ptr, sent_ptr - stride
+
+
+@triton.jit
+def flag_bad_labels(tensors, b, u, target_len, invalid, V, blank, target_stride):
+    """Flag a sequence if its lengths are invalid or a label of this chunk is out of range."""
+    labels_ptr = tensors.targets_ptr + b * target_stride
+    label = tl.load(labels_ptr + u, mask=u < target_len, other=-1)
+    is_bad = (u < target_len) & ((label < 0) | (label >= V) | (label == blank))
+    if (tl.max(is_bad.to(tl.int32), axis=0) > 0) | invalid:
+        tl.atomic_or(tensors.flags_ptr + b, INVALID, sem="relaxed")
+
+
+@triton.jit
 def scan_program(
     index,
     tensors,
@@ -291,13 +321,12 @@ def scan_program(
     The chunks of all sequences are counted in the order in which they wait for each other. With
     WAIT, the arcs are words that other programs still write.
     """
-    arcs_ptr, states_ptr, carries_ptr = tensors.arcs_ptr, tensors.states_ptr, tensors.carries_ptr
-    flags_ptr, logz_ptr, lengths = tensors.flags_ptr, tensors.logz_ptr, tensors.logit_lengths_ptr
+    arcs_ptr, states_ptr, logz_ptr = tensors.arcs_ptr, tensors.states_ptr, tensors.logz_ptr
     B, nodes, num_chunks = sizes.B, sizes.nodes, sizes.num_chunks
     b, direction = (index // DIRECTIONS % B).to(tl.int64), index % DIRECTIONS
     lane, c = lane_index(LAYOUT), index // (DIRECTIONS * B)
     length, target_len, invalid = load_sequence(
-        b, lengths, tensors.target_lengths_ptr, sizes.T, sizes.U1
+        b, tensors.logit_lengths_ptr, tensors.target_lengths_ptr, sizes.T, sizes.U1
     )
     last = target_len // 32
     c_u = tl.where(direction == 0, c, last - c)
@@ -305,12 +334,7 @@ def scan_program(
     if c <= last:
         offset = (b * num_chunks + c_u) * sizes.rows * 32
         states = None if states_ptr is None else states_ptr + direction * nodes + offset
-        sent_ptr, received_ptr = flags_ptr, flags_ptr
-        if carries_ptr is not None:
-            steps = sizes.carry_steps
-            chunk_stride = B.to(tl.int64) * steps
-            sent_ptr = carries_ptr + (direction * num_chunks + c) * chunk_stride + b * steps
-            received_ptr = sent_ptr - chunk_stride
+        sent_ptr, received_ptr = carry_pointers(tensors, sizes, b, direction, c)
         chunk = ScanChunk(
             arcs_ptr + offset,
             arcs_ptr + nodes + offset,
@@ -325,11 +349,7 @@ def scan_program(
             end_row,
         )
         if direction == 0:
-            labels_ptr = tensors.targets_ptr + b * target_stride
-            label = tl.load(labels_ptr + u, mask=u < target_len, other=-1)
-            is_bad = (u < target_len) & ((label < 0) | (label >= sizes.V) | (label == blank))
-            if (tl.max(is_bad.to(tl.int32), axis=0) > 0) | invalid:
-                tl.atomic_or(flags_ptr + b, INVALID, sem="relaxed")
+            flag_bad_labels(tensors, b, u, target_len, invalid, sizes.V, blank, target_stride)
             alpha = scan_forward(chunk, lane, BLOCK, WAIT, FP64)
             tl.store(logz_ptr + b + lane * 0, alpha, mask=(u == target_len) & (length > 0))
             tl.store(logz_ptr + b + lane * 0, -float("inf"), mask=(u == target_len) & (length == 0))
