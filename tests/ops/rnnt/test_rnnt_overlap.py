@@ -1,18 +1,25 @@
 """The scan of transducers beside the pass over the logits, against one kernel after the other."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from helpers.overlaps import (
+    Shape,
+    assert_same_bits,
+    assert_same_on_streams,
+    bits,
+    overlapping,
+    ragged_batch,
+    same_both_ways,
+)
 from helpers.rows import KERNEL_DEVICES, kernel_devices
 from torch import Tensor
 
 import partita
 from partita.ops.rnnt.gpu import plan
-from partita.runtime.caches import clear_caches
 from partita.testing import poisoned_memory
 
 pytest.importorskip("triton")
@@ -23,42 +30,21 @@ from partita.ops.rnnt.gpu.lattice import Sequence
 from partita.ops.rnnt.gpu.overlap import step_of_rank
 
 Batch = tuple[Tensor, Tensor, Tensor, Tensor]  # logits, targets, steps, labels
-Shape = tuple[int, int, int, int]  # B, T, U, V
 
 gpu_only = pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 
 
-@contextmanager
-def overlap(wanted: bool) -> Iterator[mock.Mock]:
-    """Let all sizes overlap, or none; yields the mock of the function that overlaps."""
+def overlap(wanted: bool) -> AbstractContextManager[mock.Mock]:
+    """Let all sizes overlap, or none; the context is the mock of the function that overlaps."""
     from partita.ops.rnnt.gpu import launch
 
-    function = mock.Mock(side_effect=launch.scan_beside_rows)
-    with (
-        mock.patch.object(plan, "MIN_OVERLAP_BYTES", 0),
-        mock.patch.object(plan, "MIN_OVERLAP_ROW_BYTES", 0),
-        mock.patch.object(plan, "MAX_OVERLAP_SCANS", plan.MAX_OVERLAP_SCANS if wanted else -1),
-        mock.patch.object(launch, "scan_beside_rows", function),
-    ):
-        clear_caches()  # so that no call is replayed as it was recorded without these sizes
-        try:
-            yield function
-        finally:
-            clear_caches()
-    assert (function.call_count > 0) == wanted
+    return overlapping(launch, "scan_beside_rows", wanted)
 
 
 def batch_of(shape: Shape, device: str, dtype: torch.dtype = torch.float32) -> Batch:
     """Return a ragged batch with NaN beyond the lengths; class 0 is the blank."""
-    B, T, U, V = shape
-    g = torch.Generator().manual_seed(0)
-    logits = 2 * torch.randn(B, T, U + 1, V, generator=g)
-    targets = torch.randint(1, max(V, 2), (B, U), generator=g)
-    steps, labels = torch.randint(1, T + 1, (B,), generator=g), torch.arange(B) % (U + 1)
-    steps[0], labels[0] = T, U
-    for b in range(B):
-        logits[b, steps[b] :], logits[b, :, labels[b] + 1 :] = torch.nan, torch.nan
-    return logits.to(device, dtype), *(each.to(device) for each in (targets, steps, labels))
+    (logits,), *sequences = ragged_batch(shape, device, dtype, shape[3])
+    return logits, *sequences
 
 
 def results(x: Batch, backward: bool = True, **options: Any) -> list[Tensor]:
@@ -72,20 +58,9 @@ def results(x: Batch, backward: bool = True, **options: Any) -> list[Tensor]:
         return [losses.detach(), *torch.autograd.grad(losses, logits, upstream.to(losses.dtype))]
 
 
-def bits(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the tensors as integers, so that NaN equals NaN and 0.0 is not -0.0."""
-    words = {2: torch.int16, 4: torch.int32}
-    return [each.contiguous().view(words[each.element_size()]) for each in tensors]
-
-
 def assert_overlap_changes_nothing(x: Batch, backward: bool = True, **options: Any) -> list[Tensor]:
     """Compare all bits of both ways; returns the results."""
-    with overlap(False):
-        expected = results(x, backward, **options)
-    with overlap(True):
-        found = results(x, backward, **options)
-    assert all(map(torch.equal, bits(found), bits(expected)))
-    return found
+    return same_both_ways(overlap, lambda: results(x, backward, **options))
 
 
 # One chunk of u, two and three; more steps than labels and fewer; rows of one class.
@@ -230,22 +205,14 @@ def test_large_lattices_have_the_same_bits_each_time(
     expected = assert_overlap_changes_nothing(x)
     assert_overlap_changes_nothing(x, backward=False)
     for _ in range(10):  # The first calls are recorded, and the others replay them.
-        assert all(map(torch.equal, bits(results(x)), bits(expected)))
+        assert_same_bits(results(x), expected)
 
 
 @gpu_only
 def test_two_streams(device: str) -> None:
     """Scans of several calls wait at the same time."""
     x = batch_of(LARGE[0], device, torch.bfloat16)
-    expected = bits(results(x))
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    found = []
-    for stream in streams * 3:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            found.append(results(x))
-    torch.cuda.synchronize()
-    assert all(all(map(torch.equal, bits(each), expected)) for each in found)
+    assert_same_on_streams(lambda: results(x))
 
 
 @gpu_only
