@@ -50,7 +50,7 @@ FILLS = {_aten.zero_.default: None, _aten.fill_.Scalar: 1}
 
 
 class _Thread(threading.local):
-    """What this thread records. Reading it costs less than an attribute that may be missing."""
+    """The recorder of each thread. A default costs less to read than a missing attribute."""
 
     recorder: Recorder | None = None
 

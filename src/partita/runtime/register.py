@@ -91,12 +91,12 @@ class Op:
         is_plain = plain_eager()
         self.serve_eager_backward(ctx, *options)
         if not is_plain:
-            ctx.replay = None
+            ctx.gradient_op = None
         return is_plain
 
     def serve_eager_backward(self, ctx: Any, *options: Any) -> None:
         """Do what `serve_backward` does where the caller knows that the mode is plain eager."""
-        ctx.replay, ctx.replay_options = None if self._replay is None else self, options
+        ctx.gradient_op, ctx.gradient_options = None if self._replay is None else self, options
 
     def _connect(self) -> Callable[..., Any] | None:
         module = launcher.module()
@@ -171,10 +171,10 @@ def eager_gradients(
         positions: for each input of the function the number of the op's result that is its
             gradient, or None. Later inputs have no gradient.
     """
-    op: Op | None = ctx.replay
+    op: Op | None = ctx.gradient_op
     if op is None or torch.compiler.is_compiling():
         return None
-    options, needed = ctx.replay_options, ctx.needs_input_grad
+    options, needed = ctx.gradient_options, ctx.needs_input_grad
     found: Any = op._replay.gradients(grads, saved, options, needed, positions)
     if type(found) is not bytes:
         return found

@@ -141,9 +141,9 @@ def _logz_backward(ctx: Any, grad_output: Tensor | None, num_options: int) -> tu
     if grad_output is None:
         return (None,) * (5 + num_options)
     saved = ctx.saved_tensors
-    replayed = register.eager_gradients(ctx, (grad_output,), saved, (0, None, 1, 2))
-    if replayed is not None:
-        return replayed
+    found = register.eager_gradients(ctx, (grad_output,), saved, (0, None, 1, 2))
+    if found is not None:
+        return found
     return *logz_gradients(ctx, grad_output, saved), *(None,) * num_options
 
 

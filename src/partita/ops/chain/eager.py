@@ -40,9 +40,9 @@ class EagerLogZ(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        replayed = register.eager_gradients(ctx, grads, saved, (0, None, 1, 2))
-        if replayed is not None:
-            return replayed
+        found = register.eager_gradients(ctx, grads, saved, (0, None, 1, 2))
+        if found is not None:
+            return found
         return *logz_gradients(ctx, grads[0], saved), None, None
 
 

@@ -417,9 +417,9 @@ class TokenStatsFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        replayed = register.eager_gradients(ctx, grads[:3], saved, (0,))
-        if replayed is not None:
-            return replayed
+        found = register.eager_gradients(ctx, grads[:3], saved, (0,))
+        if found is not None:
+            return found
         *options, backend = ctx.options
         tensors = without_wrappers(saved)
         grad_logprob, *others = grads[:3]

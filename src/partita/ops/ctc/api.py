@@ -21,7 +21,7 @@ from ...runtime.register import PLAIN
 from . import autograd as _ctc
 from .arguments import prepare, score_options, with_lengths
 
-# What the autograd function takes after the tensors.
+# The autograd function takes these values after the tensors.
 _known_losses = KnownCalls("ctc_loss", by_size=False)
 
 

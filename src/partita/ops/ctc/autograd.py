@@ -228,7 +228,7 @@ def _loss_gradients(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
     found = register.eager_gradients(ctx, (grad,), tensors, (0,))
     if found is not None:
         return found
-    op, options, scores = for_gradients(gradient, grad), ctx.options, ctx.replay_options
+    op, options, scores = for_gradients(gradient, grad), ctx.options, ctx.gradient_options
 
     def in_order(*tensors: Any) -> tuple[Any, ...]:
         *others, label_priors = tensors

@@ -123,9 +123,9 @@ class LogZ(torch.autograd.Function):
             grad_output = fp64 + rounded
         assert grad_output is not None
         saved = (*ctx.saved_tensors, ctx.needs_input_grad[1])
-        replayed = register.eager_gradients(ctx, (grad_output,), saved, (0, 1, 2, 3))
-        if replayed is not None:
-            return replayed
+        found = register.eager_gradients(ctx, (grad_output,), saved, (0, 1, 2, 3))
+        if found is not None:
+            return found
         return *_logz_gradients(ctx, grad_output, *saved, False, ctx.backend), None, None, None
 
 
@@ -166,10 +166,10 @@ class EagerLogZ(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        replayed = register.eager_gradients(ctx, grads, saved, (0, 1, 2, 3))
-        if replayed is not None:
-            return replayed
-        return *_logz_gradients(ctx, *grads, *saved, *ctx.replay_options), None, None
+        found = register.eager_gradients(ctx, grads, saved, (0, 1, 2, 3))
+        if found is not None:
+            return found
+        return *_logz_gradients(ctx, *grads, *saved, *ctx.gradient_options), None, None
 
 
 class Marginals(torch.autograd.Function):

@@ -220,7 +220,7 @@ def store_zeros(result, V, VEC: tl.constexpr, EDGES: tl.constexpr, BLOCK_V: tl.c
 
 
 class GradientSource(NamedTuple):
-    """What the gradient of some nodes is computed from; see the arguments of the kernels.
+    """The inputs of the gradient of some nodes; see the arguments of the kernels.
 
     Fields:
         grad_ptr, grad_stride: the upstream gradient.
