@@ -353,7 +353,7 @@ def call_rows(x: torch.Tensor) -> None:
         *(partita.logprobs(x, target[:, None].expand(-1, 3), softcap=c) for c in (None, 5.0)),
     ]
     results += [partita.topk_logprobs(x, 3, softcap=c).logprobs for c in (None, 5.0)]
-    for beta, softcap in ((0.0, None), (0.5, None), (1.0, 5.0)):
+    for beta, softcap in ((0.0, None), (0.5, None), (0.5, 5.0), (1.0, 5.0)):
         results += [
             partita.divergence(x, x.detach(), beta=beta, softcap=softcap, reduction=reduction)
             for reduction in ("none", "mean")

@@ -24,6 +24,8 @@ SPILLED = {
     "chain_logz_kernel": 8,
     "chain_viterbi_kernel": 8,
     "ctc_narrow_gradient_kernel": 8,
+    # A few numbers of the row. With more registers, fewer programs would load at the same time.
+    "divergence_mixture_row_kernel": 32,
     "divergence_row_kernel": 8,
     # The largest of the blocks that stay in registers: a few numbers of each step.
     "linear_chain_sample_kernel": 32,
@@ -43,6 +45,7 @@ SPILLED = {
 NVIDIA_ONLY = (
     "chain_resident",
     "ctc_crf_base_sums",
+    "divergence_mixture",
     "linear_chain_",
     "rnnt_overlap",
     "tdt_overlap",
@@ -138,6 +141,7 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
             ),
             torch.float64,
         ),
+        "divergence_mixture_row_kernel": torch.bfloat16,  # for 16-bit logits alone
         # Posteriors of scores in a half type are in fp32.
         **dict.fromkeys(
             (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from partita.ops.divergence.gpu.plan import MAX_SPLITS, one_pass_plan
+from partita.ops.divergence.gpu.plan import MAX_SPLITS, mixture_plan, one_pass_plan
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -20,3 +20,17 @@ def test_programs_share_all_classes(classes: int, itemsize: int) -> None:
 
 def test_rows_in_fp64_take_two_passes() -> None:
     assert one_pass_plan(1000, 8, True) is None
+
+
+def test_parts_in_registers_cover_all_classes() -> None:
+    """All blocks but the last of each program are full, because only that one has a mask."""
+    plans = [(classes, mixture_plan(classes)) for classes in range(8, 400_000, 8)]
+    for classes, plan in plans:
+        if plan is None:
+            continue
+        block = 32 * plan.num_warps * 8
+        last = classes - (plan.splits - 1) * plan.classes_per_program
+        assert plan.classes_per_program % 8 == 0 and plan.splits <= MAX_SPLITS
+        assert (plan.blocks - 1) * block < last <= plan.classes_per_program <= plan.blocks * block
+    assert all(plan is None for classes, plan in plans if classes <= 8192)
+    assert all(plan for classes, plan in plans if 8192 < classes < 390_000)

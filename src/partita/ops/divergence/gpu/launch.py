@@ -25,8 +25,9 @@ from ..common import (
     packed,
     packed_without_classes,
 )
+from .mixture import divergence_mixture_row_kernel
 from .one_pass import divergence_row_kernel
-from .plan import OnePassPlan, one_pass_plan
+from .plan import MixturePlan, OnePassPlan, mixture_plan, one_pass_plan
 from .rows import (
     divergence_accumulate_kernel,
     divergence_gradient_kernel,
@@ -259,10 +260,12 @@ def divergence_one_pass(
     if row_factor is not None:
         row_factor = row_factor.contiguous()
     numbers = (beta, temperature, softcap)
-    plan = None
-    if x.dtype == t.dtype and x.stride(1) == t.stride(1) == 1:
+    mixture, plan = _mixture_plan(x, t, dlogits, beta), None
+    if mixture is None and x.dtype == t.dtype and x.stride(1) == t.stride(1) == 1:
         plan = one_pass_plan(x.shape[1], x.element_size(), not INTERPRETED)
-    if plan is not None:
+    if mixture is not None:
+        _launch_mixture(mixture, x, t, row_factor, factor, numbers, loss, dlogits)
+    elif plan is not None:
         _launch_one_pass(plan, x, t, row_factor, factor, numbers, loss, dlogits)
     else:
         fields = divergence(logits, teacher_logits, *numbers)
@@ -273,6 +276,54 @@ def divergence_one_pass(
             loss = torch.where(row_factor == 0, 0, loss)
         write_gradient(row_factor, x, t, fields, *numbers, dlogits, padded=False)
     return loss, laid_out_like(dlogits.view(logits.shape), logits)
+
+
+def _mixture_plan(x: Tensor, t: Tensor, dlogits: Tensor, beta: float) -> MixturePlan | None:
+    """Return the plan of a divergence from a mixture whose rows stay in registers, or None."""
+    if not 0 < beta < 1 or not NVIDIA or INTERPRETED:
+        return None
+    if x.dtype != t.dtype or x.element_size() != 2:
+        return None
+    if _vector(False, x, t, dlogits) != ROW_BYTES // x.element_size():
+        return None
+    return mixture_plan(x.shape[1])
+
+
+def _launch_mixture(
+    plan: MixturePlan,
+    x: Tensor,
+    t: Tensor,
+    row_factor: Tensor | None,
+    factor: float,
+    numbers: tuple[float, float, float],
+    loss: Tensor,
+    dlogits: Tensor,
+) -> None:
+    """Launch the kernel whose programs keep parts of both rows in registers."""
+    programs = len(x) * plan.splits
+    launch(
+        divergence_mixture_row_kernel,
+        programs,
+        x,
+        t,
+        row_factor,
+        zeroed_words(x.device, 1 + 3 * programs)[0],
+        loss,
+        dlogits,
+        x.shape[1],
+        plan.splits,
+        plan.classes_per_program,
+        x.stride(0),
+        t.stride(0),
+        dlogits.stride(0),
+        factor,
+        *numbers,
+        HAS_SOFTCAP=numbers[2] != 0,
+        BLOCK_SPLITS=max(32, next_power_of_2(plan.splits)),
+        BLOCKS=plan.blocks,
+        num_warps=plan.num_warps,
+        maxnreg=plan.max_registers,
+    )
 
 
 def _launch_one_pass(

@@ -16,6 +16,54 @@ MAX_WHOLE_BYTES = 16384  # of a row that one program has for itself
 BLOCK_BYTES = 4096  # that a program of 128 threads reads of a row at once
 
 
+# The kernel of mixtures that keeps parts of 16-bit rows in registers.
+MIXTURE_WARPS = 4
+MIXTURE_WORDS = 4  # of two logits, that a thread loads at once
+MIXTURE_BLOCKS = 6  # of such words in a thread, of each row, at most
+MIXTURE_REGISTERS = 80  # of a thread, with which a multiprocessor has six programs
+
+
+class MixturePlan(NamedTuple):
+    """The programs that keep their parts of a row of both logits in registers.
+
+    Fields:
+        splits: the programs of a row.
+        classes_per_program: the classes of a program. The last program has the rest.
+        blocks: the blocks of these classes. All but the last are full, also in the last program.
+        num_warps: the warps of a program.
+        max_registers: the registers of a thread.
+    """
+
+    splits: int
+    classes_per_program: int
+    blocks: int
+    num_warps: int
+    max_registers: int
+
+
+@functools.lru_cache(maxsize=4096)
+def mixture_plan(classes: int) -> MixturePlan | None:
+    """Return the plan of rows of 16-bit logits in whole vectors, or None where another serves them.
+
+    Args:
+        classes: the number of classes.
+    """
+    if 2 * classes <= MAX_WHOLE_BYTES:
+        return None
+    vector = 2 * MIXTURE_WORDS
+    block = 32 * MIXTURE_WARPS * vector
+    least = cdiv(classes, MIXTURE_BLOCKS * block)
+    for wanted in range(least, min(least + 4, MAX_SPLITS + 1)):
+        per_program = cdiv(classes, wanted * vector) * vector
+        splits, blocks = cdiv(classes, per_program), cdiv(per_program, block)
+        if classes - (splits - 1) * per_program > (blocks - 1) * block:
+            return MixturePlan(splits, per_program, blocks, MIXTURE_WARPS, MIXTURE_REGISTERS)
+    return None
+
+
+register_cache("divergence.gpu.plan.mixture_plans", mixture_plan.cache_clear)
+
+
 class OnePassPlan(NamedTuple):
     """The programs that share a row of both logits.
 
