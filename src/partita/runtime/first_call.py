@@ -3,7 +3,8 @@
 Triton compiles a kernel where it is launched, so an op with six kernels would wait six times. Here
 the launches of an op are deferred from its first uncompiled kernel on. At the end of the op, or
 before anything that could depend on them, each kernel compiles in a thread of its own, and the
-launches follow in their order.
+launches follow in their order. The first call of a process does not wait for the C module before
+it compiles.
 
 The gradient of an op has kernels of its own, which are the slowest to compile. So the function of
 the gradient is run once at the end of the op without launching anything, on tensors without memory
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from . import launcher
 from .caches import BoundedCache, register_cache
 from .parts import tensor_of, with_views
 from .recording import ALLOCATIONS, FILLED_ALLOCATIONS, FILLS, has_no_tensors
@@ -318,6 +320,7 @@ def _side_by_side() -> Iterator[None]:
 def _start_to_compile(launch: Launch) -> Any:
     """Start to compile a kernel, and return its future, or the kernel if it is compiled."""
     kernel, programs, args, options = launch
+    launcher.wait_for_compiler()
     if hasattr(kernel, "device_caches"):
         from triton.runtime import driver
 

@@ -63,7 +63,8 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
     """Run `kernel` on the device and the current stream of its first tensor.
 
     A kernel that was compiled for such arguments is launched by the C module. Triton launches the
-    first call, which compiles, and every call that the C module does not serve.
+    first call, which compiles, and every call that the C module does not serve. A first call goes
+    on while the C module is being loaded, and launches later.
 
     Args:
         kernel: the Triton kernel.
@@ -72,6 +73,9 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         **options: the constexpr arguments and the launch options.
     """
     if programs == 0:
+        return
+    if first_call.thread.may_defer and launcher.is_loading():
+        first_call.defer(launch, kernel, programs, args, options, is_compiled=False)
         return
     module = launcher.module()
     if module is not None:
