@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import launcher
 from .caches import BoundedCache, register_cache
+from .compiler_options import compiler_options
 from .parts import tensor_of, with_views
 from .recording import ALLOCATIONS, FILLED_ALLOCATIONS, FILLS, has_no_tensors
 
@@ -327,7 +328,7 @@ def _start_to_compile(launch: Launch) -> Any:
         # The first look at the cache of a device sets the class of the kernel's source.
         _ = kernel.device_caches[driver.active.get_current_device()]
         kernel.ASTSource = _in_turn(kernel.ASTSource)
-    return kernel.warmup(*with_views(args), grid=(programs,), **options)
+    return kernel.warmup(*with_views(args), grid=(programs,), **options, **compiler_options())
 
 
 @functools.lru_cache(maxsize=16)

@@ -13,6 +13,7 @@ from torch import Tensor
 from . import first_call, launcher, recording
 from .backend import interpreting
 from .caches import BoundedCache, register_cache
+from .compiler_options import compiler_options
 from .parts import tensor_of, with_views
 from .sizes import cdiv, next_power_of_2
 
@@ -100,6 +101,8 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         return
     if (active := recording.recorder()) is not None:
         active.refuse("Triton has to launch one of its kernels")
+    if not INTERPRETED:
+        options |= compiler_options()
     kernel[(programs,)](*with_views(args), **options)
 
 
@@ -107,7 +110,7 @@ def _compile(
     key: bytes, kernel: Any, programs: int, args: tuple[Any, ...], options: dict[str, Any]
 ) -> bool:
     """Compile a kernel and store it under its key; return whether the C module can launch it."""
-    compiled = kernel.warmup(*with_views(args), grid=(programs,), **options)
+    compiled = kernel.warmup(*with_views(args), grid=(programs,), **options, **compiler_options())
     # The key names objects by their addresses, so they live as long as its entry.
     bound = launcher.bind(compiled, kernel.arg_names, len(args), (kernel, options))
     if bound is not None:
