@@ -55,6 +55,16 @@ from .steps import (
 
 
 @triton.jit
+def floor_to_int(x):
+    """Return the greatest int32 that is at most x.
+
+    Triton's floor is a function of a library, which would take time to link.
+    """
+    truncated = x.to(tl.int32)
+    return truncated - (truncated.to(x.dtype) > x).to(tl.int32)
+
+
+@triton.jit
 def scan_step(
     state,
     other_state,
@@ -419,7 +429,7 @@ def ctc_posterior_scan_kernel(
         if TABLE_WIDTH:
             table_ptr += (n * (T + 48) + 24) * TABLE_WIDTH
             rows = EmissionRows(table_ptr, stride_t * 0 + TABLE_WIDTH, 1, (), ())
-        exponent = tl.floor(tl.where(has_path, logz, 0.0)).to(tl.int32)
+        exponent = floor_to_int(tl.where(has_path, logz, 0.0))
         for c in range(index, tl.where(has_path & (flags == 0), tl.minimum(index, last) + 1, 0)):
             scan_chunk(
                 target, memory, c, rows, exponent, lane, BLOCK_T, False, TABLE_WIDTH, GROUPS, WIDTH
