@@ -15,7 +15,6 @@ not wait for them: the first call of the gradient does.
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 import os
 import threading
@@ -32,6 +31,7 @@ from .caches import BoundedCache, register_cache
 from .compiler_options import compiler_options
 from .parts import tensor_of, with_views
 from .recording import ALLOCATIONS, FILLED_ALLOCATIONS, FILLS, has_no_tensors
+from .waiting import paused_collector, short_turns
 
 MAX_THREADS = 16
 
@@ -49,7 +49,6 @@ thread = _Thread()
 _compilations: BoundedCache[str, Any] = BoundedCache(1024)
 register_cache("runtime.first_call.compilations", _compilations.clear)
 _numbers = itertools.count()  # of sources, in the order in which they are submitted
-_is_collector_paused = False
 
 
 class Turns:
@@ -235,9 +234,9 @@ class DeferredLaunches(TorchDispatchMode):
         self._used.clear()
         if not launches and not planned:
             return
-        with _side_by_side():
-            found = _start_all(planned, launches)
-        with _paused_collector():
+        with paused_collector(), short_turns():
+            with _side_by_side():
+                found = _start_all(planned, launches)
             for compiled in found:
                 if hasattr(compiled, "result"):  # a kernel that is compiled already has no future
                     compiled.result()
@@ -267,35 +266,11 @@ class DeferredLaunches(TorchDispatchMode):
         return all(tensor.untyped_storage()._cdata not in self._used for tensor in tensors)
 
 
-@contextmanager
-def _paused_collector() -> Iterator[None]:
-    """Pause the garbage collector while this thread waits for its kernels.
-
-    Their translation from Python makes many objects that live as long as it runs, and spent a third
-    of its time in searching them for garbage. A thread that waits cannot turn the collector off
-    itself, so its choice is not overruled.
-    """
-    global _is_collector_paused
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    _is_collector_paused = True
-    try:
-        yield
-    finally:
-        _is_collector_paused = False
-        gc.enable()
-
-
 def _forget_threads() -> None:
     """Forget what threads were doing, which a forked process does not have."""
-    global _front_end, _is_collector_paused
+    global _front_end
     _front_end = Turns()
     _compilations.clear()
-    if _is_collector_paused:
-        _is_collector_paused = False
-        gc.enable()
 
 
 if hasattr(os, "register_at_fork"):
