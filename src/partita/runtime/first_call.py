@@ -95,14 +95,16 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
     @property
-    def work(self) -> tuple[int, int]:
-        """Return numbers that are the greater the longer the kernel takes to compile.
+    def work(self) -> tuple[float, int]:
+        """Return numbers that are the greater the longer the kernel takes after its translation.
 
         They are the size of its code with the functions that it calls, and the sum of its integer
-        constants, which are lengths of unrolled loops and sizes of blocks.
+        constants, which are lengths of unrolled loops and sizes of blocks. Code in Gluon counts
+        less, because it skips the passes that choose layouts.
         """
         constants = [value for value in self.options.values() if type(value) is int]
-        return _code_size(self.kernel, set()), sum(constants)
+        is_gluon = getattr(self.kernel, "is_gluon", bool)()
+        return _code_size(self.kernel, set()) * (1.0 if is_gluon else 2.5), sum(constants)
 
 
 class NotPlannedError(Exception):
