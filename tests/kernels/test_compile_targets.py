@@ -222,6 +222,18 @@ def test_compiles_where_numbers_are_1(kernel: str) -> None:
         assert compiled(launch._replace(args=args), TARGETS["sm_90"].target).asm["ptx"]
 
 
+def test_checks_of_overflow_would_not_change_the_machine_code() -> None:
+    """Triton drops these checks outside of its debug mode, so kernels are compiled without."""
+    launch = chosen("ctc_collapse_kernel", "sm_90")[0]
+    assert launch.options["sanitize_overflow"] is False
+    checked = launch._replace(options={**launch.options, "sanitize_overflow": True})
+    without, with_checks = (
+        compiled(each, TARGETS["sm_90"].target).asm for each in (launch, checked)
+    )
+    assert len(without["source"]) < len(with_checks["source"])
+    assert without["cubin"] == with_checks["cubin"]
+
+
 def carried_values(ir: str) -> list[int]:
     """Return how many values each loop of a kernel carries from turn to turn."""
     return [int(number) for number in re.findall(r":(\d+) = scf\.for", ir)]

@@ -1,6 +1,5 @@
 """Launches that are deferred while kernels compile side by side, with stand-ins for kernels."""
 
-import gc
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -263,29 +263,71 @@ def test_sources_are_translated_one_after_another() -> None:
     assert found == [0, 1, 2, 4, 5]
 
 
-class Future:
-    """A compilation that notes whether the garbage collector is enabled."""
+def test_waiting_threads_take_turns_in_the_order_of_their_numbers() -> None:
+    turns, order = first_call.Turns(), list[int]()
 
-    def __init__(self) -> None:
-        self.collects: list[bool] = []
+    def wait(number: int) -> None:
+        with turns.turn(number):
+            order.append(number)
 
-    def result(self) -> None:
-        self.collects.append(gc.isenabled())
+    threads = [threading.Thread(target=wait, args=(number,)) for number in (4, 2, 5, 3)]
+    with turns.turn(9):
+        for thread in threads:
+            thread.start()
+        while len(turns._waiting) < len(threads):
+            time.sleep(0.001)
+    for thread in threads:
+        thread.join(60)
+    assert order == [2, 3, 4, 5] and not turns.is_taken
 
 
-@pytest.mark.parametrize("collects", [True, False])
-def test_a_call_that_waits_pauses_the_collector(
-    collects: bool, setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    future = Future()
-    monkeypatch.setattr(setup.first, "warmup", lambda *args, **options: future)
-    if not collects:
-        gc.disable()
-    try:
-        first_call.run(lambda x: setup.launch(setup.first, 1, x, size=1), torch.ones(3))
-        assert future.collects == [False] and gc.isenabled() == collects
-    finally:
-        gc.enable()
+def test_a_turn_ends_with_an_error() -> None:
+    turns = first_call.Turns()
+    with pytest.raises(ValueError, match="syntax"), turns.turn(0):
+        raise ValueError("syntax")
+    with turns.turn(1):
+        assert turns.is_taken
+
+
+def test_kernels_that_take_longest_compile_first(setup: Setup) -> None:
+    """The launches keep their order. More code comes first, and then greater constants."""
+
+    setup.first.fn = inner  # type: ignore[attr-defined]
+    setup.second.fn = outer  # type: ignore[attr-defined]
+
+    def op(x: Tensor) -> None:
+        for kernel, size in ((setup.first, 1), (setup.first, 8), (setup.second, 2)):
+            setup.launch(kernel, 1, x, size=size)
+
+    started: list[Any] = []
+
+    def note(kernel: Kernel) -> Callable[..., None]:
+        return lambda *args, size, **options: started.append((kernel.name, size))
+
+    for kernel in (setup.first, setup.second):
+        kernel.warmup = note(kernel)  # type: ignore[method-assign]
+    first_call.run(op, torch.ones(3))
+    assert started == [("second", 2), ("first", 8), ("first", 1)]
+    assert setup.log == ["launch first 1", "launch first 8", "launch second 2"]
+
+
+def inner(x: int) -> int:
+    return x + 1
+
+
+def outer(x: int) -> int:
+    return device_inner(device_inner(x))
+
+
+# Device functions, whose `fn` is the function of Python, as in Triton.
+device_inner: Any = SimpleNamespace(fn=inner)
+device_outer: Any = SimpleNamespace(fn=outer)
+
+
+def test_the_size_of_a_kernel_has_the_functions_that_it_calls() -> None:
+    codes = (inner.__code__, outer.__code__)
+    assert first_call._code_size(device_outer, set()) == sum(len(code.co_code) for code in codes)
+    assert first_call._code_size(object(), set()) == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -293,15 +335,16 @@ def test_a_forked_process_has_no_compilations() -> None:
     """The child of a process that compiles has a free lock and a collector."""
     code = """
 import gc, os, sys
-from partita.runtime import first_call
+from partita.runtime import first_call, waiting
 first_call._compilations.store("kernel", None)
-with first_call._front_end, first_call._paused_collector():
+interval = sys.getswitchinterval()
+with first_call._front_end.turn(0), waiting.paused_collector(), waiting.short_turns():
     child = os.fork()
     if child == 0:
-        free = not first_call._front_end.locked()
+        free = not first_call._front_end.is_taken and sys.getswitchinterval() == interval
         os._exit(0 if free and gc.isenabled() and not first_call._compilations else 1)
     status = os.waitpid(child, 0)[1]
-    assert not gc.isenabled() and first_call._front_end.locked()
+    assert not gc.isenabled() and first_call._front_end.is_taken
 assert gc.isenabled()
 print(os.waitstatus_to_exitcode(status))
 """

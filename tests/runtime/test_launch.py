@@ -10,8 +10,11 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+import triton
+
 from partita.runtime import first_call
 from partita.runtime.caches import BoundedCache
+from partita.runtime.compiler_options import compiler_options
 from partita.runtime.launch import SideStream
 from partita.runtime.parts import tensor_of, with_views
 
@@ -106,6 +109,17 @@ def test_an_error_inside_leaves_the_main_stream_current(streams: Any) -> None:
     assert streams.main.waits == []
     side_stream.join()
     assert streams.main.waits == [side_stream.side]
+
+
+def test_kernels_have_no_checks_of_overflow_except_in_debug_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert compiler_options() == {"sanitize_overflow": False}
+    monkeypatch.setattr(triton.knobs.runtime, "debug", True)
+    assert compiler_options() == {}
+    monkeypatch.undo()
+    monkeypatch.setattr(triton, "__version__", "2.9.0")
+    assert compiler_options() == {}
 
 
 def test_triton_gets_a_view_for_each_part_of_a_tensor() -> None:

@@ -2,23 +2,23 @@
 
 Triton compiles a kernel where it is launched, so an op with six kernels would wait six times. Here
 the launches of an op are deferred from its first uncompiled kernel on. At the end of the op, or
-before anything that could depend on them, each kernel compiles in a thread of its own, and the
-launches follow in their order.
+before anything that could depend on them, each kernel compiles in a thread of its own, those that
+take longest first, and the launches follow in their order. The first call of a process does not
+wait for the C module before it compiles.
 
 The gradient of an op has kernels of its own, which are the slowest to compile. So the function of
 the gradient is run once at the end of the op without launching anything, on tensors without memory
-(see `register.Op.precedes`). Its kernels start to compile before those of the op, and the call does
+(see `register.Op.precedes`). Its kernels start to compile with those of the op, and the call does
 not wait for them: the first call of the gradient does.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -26,9 +26,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from . import launcher
 from .caches import BoundedCache, register_cache
+from .compiler_options import compiler_options
 from .parts import tensor_of, with_views
 from .recording import ALLOCATIONS, FILLED_ALLOCATIONS, FILLS, has_no_tensors
+from .waiting import paused_collector, short_turns
 
 MAX_THREADS = 16
 
@@ -45,8 +48,35 @@ thread = _Thread()
 # by Triton's key. A process has some dozens.
 _compilations: BoundedCache[str, Any] = BoundedCache(1024)
 register_cache("runtime.first_call.compilations", _compilations.clear)
-_front_end = threading.Lock()
-_is_collector_paused = False
+_numbers = itertools.count()  # of sources, in the order in which they are submitted
+
+
+class Turns:
+    """A lock that goes to the waiting thread with the least number."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._waiting: list[int] = []
+        self.is_taken = False
+
+    @contextmanager
+    def turn(self, number: int) -> Iterator[None]:
+        """Wait for the turn of a number, and have the lock in the block."""
+        with self._condition:
+            self._waiting.append(number)
+            while self.is_taken or min(self._waiting) != number:
+                self._condition.wait()
+            self._waiting.remove(number)
+            self.is_taken = True
+        try:
+            yield
+        finally:
+            with self._condition:
+                self.is_taken = False
+                self._condition.notify_all()
+
+
+_front_end = Turns()
 
 
 class Launch(NamedTuple):
@@ -63,6 +93,18 @@ class Launch(NamedTuple):
     programs: int
     args: tuple[Any, ...]
     options: dict[str, Any]
+
+    @property
+    def work(self) -> tuple[float, int]:
+        """Return numbers that are the greater the longer the kernel takes after its translation.
+
+        They are the size of its code with the functions that it calls, and the sum of its integer
+        constants, which are lengths of unrolled loops and sizes of blocks. Code in Gluon counts
+        less, because it skips the passes that choose layouts.
+        """
+        constants = [value for value in self.options.values() if type(value) is int]
+        is_gluon = getattr(self.kernel, "is_gluon", bool)()
+        return _code_size(self.kernel, set()) * (1.0 if is_gluon else 2.5), sum(constants)
 
 
 class NotPlannedError(Exception):
@@ -194,12 +236,9 @@ class DeferredLaunches(TorchDispatchMode):
         self._used.clear()
         if not launches and not planned:
             return
-        with _side_by_side():
-            for launch in planned:
-                with suppress(Exception):  # the first call of the gradient raises it again
-                    _start_to_compile(launch)
-            found = [_start_to_compile(launch) for launch in launches]
-        with _paused_collector():
+        with paused_collector(), short_turns():
+            with _side_by_side():
+                found = _start_all(planned, launches)
             for compiled in found:
                 if hasattr(compiled, "result"):  # a kernel that is compiled already has no future
                     compiled.result()
@@ -229,35 +268,11 @@ class DeferredLaunches(TorchDispatchMode):
         return all(tensor.untyped_storage()._cdata not in self._used for tensor in tensors)
 
 
-@contextmanager
-def _paused_collector() -> Iterator[None]:
-    """Pause the garbage collector while this thread waits for its kernels.
-
-    Their translation from Python makes many objects that live as long as it runs, and spent a third
-    of its time in searching them for garbage. A thread that waits cannot turn the collector off
-    itself, so its choice is not overruled.
-    """
-    global _is_collector_paused
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    _is_collector_paused = True
-    try:
-        yield
-    finally:
-        _is_collector_paused = False
-        gc.enable()
-
-
 def _forget_threads() -> None:
     """Forget what threads were doing, which a forked process does not have."""
-    global _front_end, _is_collector_paused
-    _front_end = threading.Lock()
+    global _front_end
+    _front_end = Turns()
     _compilations.clear()
-    if _is_collector_paused:
-        _is_collector_paused = False
-        gc.enable()
 
 
 if hasattr(os, "register_at_fork"):
@@ -315,25 +330,57 @@ def _side_by_side() -> Iterator[None]:
             _compilations.store(key, compilation)
 
 
+def _start_all(planned: Sequence[Launch], launches: Sequence[Launch]) -> list[Any]:
+    """Start to compile all kernels, and return what each of the launches waits for.
+
+    The translation from Python runs for one kernel after the other, so those that take longest
+    come first: the rest of their compilation runs beside the translation of others.
+    """
+    for launch in (*planned, *launches):
+        with suppress(Exception):  # the compilation raises it again
+            # Triton hashes the sources, while threads prepare what else its compiler needs.
+            _ = getattr(launch.kernel, "cache_key", None)
+    found: list[Any] = [None] * len(launches)
+    numbered = [*((-1, launch) for launch in planned), *enumerate(launches)]
+    for index, launch in sorted(numbered, key=lambda task: task[1].work, reverse=True):
+        if index >= 0:
+            found[index] = _start_to_compile(launch)
+        else:
+            with suppress(Exception):  # the first call of the gradient raises it again
+                _start_to_compile(launch)
+    return found
+
+
+def _code_size(function: Any, counted: set[int]) -> int:
+    """Return the size of a device function and of those that it calls, and note them as counted."""
+    code = getattr(getattr(function, "fn", None), "__code__", None)
+    if code is None or id(function) in counted:
+        return 0
+    counted.add(id(function))
+    names, values = code.co_names, function.fn.__globals__
+    return len(code.co_code) + sum(_code_size(values.get(name), counted) for name in names)
+
+
 def _start_to_compile(launch: Launch) -> Any:
     """Start to compile a kernel, and return its future, or the kernel if it is compiled."""
     kernel, programs, args, options = launch
+    launcher.wait_for_compiler()
     if hasattr(kernel, "device_caches"):
         from triton.runtime import driver
 
         # The first look at the cache of a device sets the class of the kernel's source.
         _ = kernel.device_caches[driver.active.get_current_device()]
         kernel.ASTSource = _in_turn(kernel.ASTSource)
-    return kernel.warmup(*with_views(args), grid=(programs,), **options)
+    return kernel.warmup(*with_views(args), grid=(programs,), **options, **compiler_options())
 
 
 @functools.lru_cache(maxsize=16)
 def _in_turn(source: type) -> type:
     """Return a class of sources that Triton translates from Python one after another.
 
-    This part of the compiler is Python, so threads would only take it from each other: the first
-    kernel would get to the parallel part when the last one does. It also changes the filters of
-    warnings, which is not safe in several threads.
+    They keep the order in which they are made. This part of the compiler is Python, so threads
+    would only take it from each other: the first kernel would get to the parallel part when the
+    last one does. It also changes the filters of warnings, which is not safe in several threads.
     """
     if getattr(source, "takes_turns", False):
         return source
@@ -341,8 +388,12 @@ def _in_turn(source: type) -> type:
     class SourceInTurn(source):  # type: ignore[misc]
         takes_turns = True
 
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.number = next(_numbers)
+
         def make_ir(self, *args: Any, **kwargs: Any) -> Any:
-            with _front_end:
+            with _front_end.turn(self.number):
                 return super().make_ir(*args, **kwargs)
 
     return SourceInTurn

@@ -48,8 +48,7 @@ class KnownCalls:
         if look_up is None:
             if not isinstance(first, torch.Tensor) or not first.is_cuda:
                 return None
-            module = launcher.module()
-            if module is None:
+            if launcher.is_loading() or (module := launcher.module()) is None:
                 return None
             look_up = self._look_up = module.KnownCalls(self._decisions, self._by_size)
         return look_up(first, *rest)

@@ -13,6 +13,7 @@ from torch import Tensor
 from . import first_call, launcher, recording
 from .backend import interpreting
 from .caches import BoundedCache, register_cache
+from .compiler_options import compiler_options
 from .parts import tensor_of, with_views
 from .sizes import cdiv, next_power_of_2
 
@@ -63,7 +64,8 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
     """Run `kernel` on the device and the current stream of its first tensor.
 
     A kernel that was compiled for such arguments is launched by the C module. Triton launches the
-    first call, which compiles, and every call that the C module does not serve.
+    first call, which compiles, and every call that the C module does not serve. A first call goes
+    on while the C module is being loaded, and launches later.
 
     Args:
         kernel: the Triton kernel.
@@ -72,6 +74,9 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         **options: the constexpr arguments and the launch options.
     """
     if programs == 0:
+        return
+    if first_call.thread.may_defer and launcher.is_loading():
+        first_call.defer(launch, kernel, programs, args, options, is_compiled=False)
         return
     module = launcher.module()
     if module is not None:
@@ -96,6 +101,8 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         return
     if (active := recording.recorder()) is not None:
         active.refuse("Triton has to launch one of its kernels")
+    if not INTERPRETED:
+        options |= compiler_options()
     kernel[(programs,)](*with_views(args), **options)
 
 
@@ -103,7 +110,7 @@ def _compile(
     key: bytes, kernel: Any, programs: int, args: tuple[Any, ...], options: dict[str, Any]
 ) -> bool:
     """Compile a kernel and store it under its key; return whether the C module can launch it."""
-    compiled = kernel.warmup(*with_views(args), grid=(programs,), **options)
+    compiled = kernel.warmup(*with_views(args), grid=(programs,), **options, **compiler_options())
     # The key names objects by their addresses, so they live as long as its entry.
     bound = launcher.bind(compiled, kernel.arg_names, len(args), (kernel, options))
     if bound is not None:

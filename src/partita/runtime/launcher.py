@@ -4,7 +4,7 @@ A launch through Triton takes the host about 11 µs, and PyTorch's allocations a
 take as long again. The C module of `launcher.c` and of the files that it includes launches one
 kernel in about 3 µs, or all recorded work of an op in one call (see `recording.py`). It also finds
 the decisions of `known_calls.py`. Triton's own build function compiles it once, and Triton's cache
-keeps it.
+keeps it. Threads do that beside the first call, which waits for the module where it launches.
 
 Triton launches instead wherever this module cannot: without a C compiler, on AMD GPUs, with
 versions of Triton that are not known here, for kernels that need more than a plain launch
@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -95,35 +96,109 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-@functools.lru_cache(maxsize=1)
-def _load() -> tuple[Any, str]:
-    """Return the connected C module, or None, and a sentence about it."""
+class _Loading(NamedTuple):
+    """The work of the threads that prepare the first launch.
+
+    Fields:
+        module: gives the connected C module, or None, and a sentence about it.
+        compiler: what Triton needs before it compiles a kernel.
+    """
+
+    module: Future[tuple[Any, str]]
+    compiler: tuple[Future[None], ...]
+
+
+_lock = threading.Lock()
+_loading: _Loading | None = None
+_found: tuple[Any, str] | None = None  # the result of `_loading.module`
+
+
+def _load() -> _Loading:
+    """Start to load the C module unless a thread has, and return what to wait for."""
+    global _loading
+    if (loading := _loading) is not None:
+        return loading
+    if (reason := _refusal()) is None:
+        import triton  # noqa: F401  # before the threads, which would wait for this import
+    with _lock:
+        if _loading is None:
+            _loading = _start() if reason is None else _Loading(_finished((None, reason)), ())
+        return _loading
+
+
+def _refusal() -> str | None:
+    """Return why there is no C module, or None."""
     if not torch.cuda.is_available() or not has_triton():
-        return None, "no GPU that Triton serves was found"
+        return "no GPU that Triton serves was found"
     if torch.version.hip is not None:
-        return None, "Triton launches: the C launcher is for NVIDIA GPUs"
+        return "Triton launches: the C launcher is for NVIDIA GPUs"
     if interpreting():
-        return None, "Triton's interpreter runs the kernels"
-    # With an empty cache each of the three takes a good part of a second. They rarely hold the GIL.
-    with ThreadPoolExecutor(2) as executor:
-        executor.submit(triton_key.use_stored)
-        executor.submit(_load_driver)
-        return _connect()
+        return "Triton's interpreter runs the kernels"
+    return None
+
+
+def is_known_triton() -> bool:
+    """Return whether this package knows the installed version of Triton."""
+    import triton
+
+    return bool(triton.__version__.startswith(tuple(f"{known}." for known in KNOWN_TRITONS)))
+
+
+def _start() -> _Loading:
+    """Start the threads. With an empty cache each takes a good part of a second.
+
+    They rarely hold the GIL, so that the caller goes on meanwhile.
+    """
+    import triton
+
+    executor = ThreadPoolExecutor(3, "partita")
+    try:
+        compiler = executor.submit(triton_key.use_stored), executor.submit(_load_driver)
+        if is_known_triton():
+            return _Loading(executor.submit(_connect), compiler)
+        reason = f"Triton launches: version {triton.__version__} of Triton is not known here"
+        return _Loading(_finished((None, reason)), compiler)
+    finally:
+        executor.shutdown(wait=False)
+
+
+def _finished(result: tuple[Any, str]) -> Future[tuple[Any, str]]:
+    """Return a future that has its result."""
+    future: Future[tuple[Any, str]] = Future()
+    future.set_result(result)
+    return future
+
+
+def _wait() -> tuple[Any, str]:
+    """Wait for the threads, and return the C module, or None, and a sentence about it."""
+    global _found, _loading
+    loading = _load()
+    try:
+        wait(loading.compiler)
+        found = loading.module.result()
+    except Exception:
+        _loading = None  # the next call tries again
+        raise
+    _found = found
+    return found
 
 
 def _load_driver() -> None:
-    """Let Triton compile or load its module of driver functions. A launch would, and raises."""
+    """Let Triton prepare what it needs of the system. A launch would, and raises.
+
+    It compiles or loads its module of driver functions, and asks its assembler for the version.
+    """
+    from triton.compiler import make_backend
     from triton.runtime import driver
 
     _ = driver.active.utils
+    make_backend(driver.active.get_current_target()).hash()
 
 
 def _connect() -> tuple[Any, str]:
     """Return the connected C module, or None, and a sentence about it."""
     import triton
 
-    if not triton.__version__.startswith(tuple(f"{known}." for known in KNOWN_TRITONS)):
-        return None, f"Triton launches: version {triton.__version__} of Triton is not known here"
     try:
         exchange = exchange_api()
         driver = {
@@ -137,18 +212,48 @@ def _connect() -> tuple[Any, str]:
     return module, "the C launcher replays calls"
 
 
+def _forget() -> None:
+    """Forget the C module, so that the next call loads it anew."""
+    global _found, _loading
+    _found = _loading = None
+
+
+def _forget_threads() -> None:
+    """Forget the threads that load the C module, which a forked process does not have."""
+    global _lock
+    _lock = threading.Lock()
+    if _found is None:
+        _forget()
+
+
 register_cache("runtime.launcher.library", _library.cache_clear)
-register_cache("runtime.launcher.module", _load.cache_clear)
+register_cache("runtime.launcher.module", _forget)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)
 
 
 def module() -> Any:
-    """Return the C module, or None where Triton has to launch."""
-    return _load()[0]
+    """Return the C module, or None where Triton has to launch; wait while it is being loaded."""
+    return (_found or _wait())[0]
+
+
+def is_loading() -> bool:
+    """Return whether the C module is being loaded; the first call starts that."""
+    return _found is None and not _load().module.done()
+
+
+def wait_for_compiler() -> None:
+    """Wait for what Triton needs before it compiles a kernel, if threads prepare it.
+
+    An error there is raised again where Triton looks for the same.
+    """
+    if (loading := _loading) is not None:
+        wait(loading.compiler)
 
 
 def status() -> str:
     """Return a sentence for `partita info` that says what launches kernels."""
-    return _load()[1]
+    return (_found or _wait())[1]
 
 
 def exchange_api() -> Any:

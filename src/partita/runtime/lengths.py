@@ -29,7 +29,9 @@ def on_device(device: torch.device, *rows: Tensor) -> list[Tensor]:
     if device.type != "cuda" or not on_host:
         return [row.to(device) for row in rows]  # a copy to the CPU has to wait
     words, copied = len(on_host) * rows[0].shape[0], None
-    if 0 < words <= LAUNCHED_WORDS and plain_eager() and launcher.module() is not None:
+    is_short = 0 < words <= LAUNCHED_WORDS
+    # The first call of a process has other kernels to compile than that of these launches.
+    if is_short and plain_eager() and not launcher.is_loading() and launcher.module() is not None:
         copied = launch_together(on_host, device)
     if copied is None:
         pinned = words > UNPINNED_WORDS or torch.cuda.is_current_stream_capturing()

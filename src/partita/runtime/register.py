@@ -65,6 +65,8 @@ class Op:
         """Serve a call in plain eager mode."""
         if not first.is_cuda or recording.recorder() is not None:
             return self.run(first, *rest)
+        if self._replay is None and launcher.is_loading():
+            return self._run_meanwhile(first, *rest)
         replay = self._replay or self._connect()
         if replay is None:
             return self.run(*without_lazy_bits(first, *rest))
@@ -99,11 +101,29 @@ class Op:
         ctx.gradient_op, ctx.gradient_options = None if self._replay is None else self, options
 
     def _connect(self) -> Callable[..., Any] | None:
+        """Return the function that replays calls, or None without the C module."""
         module = launcher.module()
         if module is not None:
             by_identity = sum(1 << position for position in self.by_identity)
             self._replay = module.Replay(self.programs, by_identity)
         return self._replay
+
+    def _run_meanwhile(self, first: torch.Tensor, *rest: Any) -> Any:
+        """Run the first call of the process while the C module is being loaded.
+
+        The kernels start to compile before the module is there, and the launches wait for it.
+        """
+        if first.device.index != torch._C._cuda_getDevice():
+            with torch.cuda.device(first.device):
+                return self.eager(first, *rest)
+        args = without_lazy_bits(first, *rest)
+        if args[-1] == "reference" or torch.cuda.is_current_stream_capturing():
+            return self.run(*args)
+        result = first_call.run(self.run, *args, then=self._then)
+        replay = None if launcher.is_loading() else self._connect()
+        if replay is not None and type(key := replay(*args)) is bytes:
+            self.tries.store(key, 1)  # the next call with this key is recorded
+        return result
 
     def _record(self, key: bytes, args: tuple[Any, ...]) -> Any:
         """Run a call that has no program, and record it if its key was seen before.

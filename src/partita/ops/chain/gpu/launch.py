@@ -2,7 +2,8 @@
 
 `chain_logz` saves alpha and beta of each step if a gradient follows, and `chain_gradient` continues
 from them. Both choose the same kernels, general, register-resident or parallel in time, because
-each kind saves states in a way of its own.
+each kind saves states in a way of its own. Kernels take time to load, so those that few calls need
+are imported where they are launched.
 """
 
 from __future__ import annotations
@@ -12,9 +13,6 @@ from torch import Tensor
 
 from ....runtime.launch import launch, tl_acc_dtype
 from .edge_table import directed_edges, edge_table
-from .forward_scan import chain_halves_kernel, chain_logz_kernel
-from .gradient import chain_gradient_kernel
-from .launch_segments import parallel_gradient, scan_boundaries
 from .plan import (
     block_options,
     is_parallel,
@@ -24,7 +22,6 @@ from .plan import (
 )
 from .resident_gradient import chain_resident_gradient_kernel
 from .resident_scan import chain_resident_halves_kernel, chain_resident_logz_kernel
-from .state_scores import chain_scan_kernel
 
 
 def chain_logz(
@@ -79,6 +76,8 @@ def _logz(
         if rounded is not None:
             rounded.fill_(torch.nan)
     elif is_parallel(T, N, C):
+        from .launch_segments import scan_boundaries
+
         outputs = (logz, rounded, None)
         scan_boundaries(scores, table, ends, saved if save else None, 2 if save else 1, outputs)
     elif resident is not None:
@@ -96,6 +95,8 @@ def _logz(
         )
         launch(chain_resident_logz_kernel, N, *inputs, logz, rounded, *sizes, **options)
     else:
+        from .forward_scan import chain_halves_kernel, chain_logz_kernel
+
         options = {
             "SAVE": save,
             "ACC_DTYPE": tl_acc_dtype(scores.dtype),
@@ -139,6 +140,8 @@ def chain_gradient(
         for result in results:
             result.fill_(torch.nan)
     elif is_parallel(T, N, C):
+        from .launch_segments import parallel_gradient
+
         parallel_gradient(grad, scores, table, ends[2], saved, results)
     elif resident is not None:
         edges = directed_edges(table, resident["BLOCK_C"], resident["BLOCK_E"])
@@ -162,6 +165,8 @@ def chain_gradient(
             **resident,
         )
     else:
+        from .gradient import chain_gradient_kernel
+
         workspace = torch.empty((4, N, C), dtype=torch.float64, device=scores.device)
         launch(
             chain_gradient_kernel,
@@ -195,6 +200,8 @@ def chain_scan(
     reverse: bool,
 ) -> Tensor:
     """Return alpha, or with `reverse` beta, under Log or Max at each time, `[T + 1, N, C]` fp64."""
+    from .state_scores import chain_scan_kernel
+
     T, N, C, K = scores.shape
     table = edge_table(source)
     result = torch.empty((T + 1, N, C), dtype=torch.float64, device=scores.device)

@@ -82,6 +82,6 @@ def chain_resident_backward_kernel(
         rows = skip_rows(rows, PREFETCH)
         prefetched = load_rows(rows, length - i - PREFETCH, PREFETCH)
         for u in gl.static_range(PREFETCH):
-            next_state = log_step(state, scores, neighbors, u, shape)[0]
+            next_state = log_step(state, scores[u], neighbors, shape)[0]
             state = gl.where(i + u < length, next_state, state)
             results = store_states(results, state, i + u < length)

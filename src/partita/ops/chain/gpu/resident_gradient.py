@@ -123,7 +123,7 @@ def scan_marginals(state, logz, grad, scores, saved, marginals, table, num_steps
         lane_marginals = ()
         for u in gl.static_range(PREFETCH):
             next_state, exponentials, inverse = log_step(
-                state, edge_scores, table.neighbors, u, shape
+                state, edge_scores[u], table.neighbors, shape
             )
             state = gl.where(i + u < num_steps, next_state, state)
             posterior = state_posterior(next_state, opposite[u], logz_high, logz_low)

@@ -46,9 +46,10 @@ def exp_of_low(low):
 
 
 @gluon.jit
-def posterior_step(posterior, state, next_state, scores, neighbors, u: gl.constexpr, shape):
+def posterior_step(posterior, state, next_state, scores, neighbors, shape):
     """Return the posteriors after a step of the direction that leads away from the middle.
 
+    `scores` are those of each lane's edges.
     `state` and `next_state` are packed: alpha or beta, whichever was saved, before and after it.
     The exponential has the high parts only, and factors have the low parts. So a transition of
     probability 1 has the factor 1, however many such steps follow each other.
@@ -62,7 +63,7 @@ def posterior_step(posterior, state, next_state, scores, neighbors, u: gl.conste
     terms = ()
     for k in gl.static_range(shape.DEGREE):
         high, share = unpack_pair(neighbor_states[k])
-        score = scores[u * shape.PADDED_DEGREE + k].to(gl.float32)
+        score = scores[k].to(gl.float32)
         term = share * gl.exp2(((next_high - high) + score) * LOG2E)
         if not shape.REGULAR:
             term = gl.where(neighbor_lanes[k] >= 0, term, 0.0)
@@ -127,7 +128,7 @@ def scan_posteriors(
             posterior = normalized(posterior)
         for u in gl.static_range(PREFETCH):
             next_posterior = posterior_step(
-                posterior, state, states[u], edge_scores, neighbors, u, shape
+                posterior, state, states[u], edge_scores[u], neighbors, shape
             )
             posterior = gl.where(i + u < num_steps, next_posterior, posterior)
             state = states[u]

@@ -94,7 +94,7 @@ def chain_resident_halves_kernel(
         rows = skip_rows(rows, PREFETCH)
         prefetched = load_rows(rows, num_steps - i - PREFETCH, PREFETCH)
         for u in gl.static_range(PREFETCH):
-            next_state, _, _ = log_step(state, scores, neighbors, u, shape)
+            next_state, _, _ = log_step(state, scores[u], neighbors, shape)
             state = gl.where(i + u < num_steps, next_state, state)
             if SAVE:
                 saved_ptr += state_stride
@@ -137,7 +137,7 @@ def load_middle_states(
         edge_scores = gather_scores(row, edges, ONE_STEP)
         saved_ptr += middle * saved_n * C
         middle_alpha = gl.load(saved_ptr + c, mask=c >= 0, other=0)
-        alpha, _, _ = log_step(middle_alpha, edge_scores, neighbors, 0, ONE_STEP)
+        alpha, _, _ = log_step(middle_alpha, edge_scores[0], neighbors, ONE_STEP)
         beta = gl.load(saved_ptr + (middle * 0 + N) * C + c, mask=c >= 0, other=0)
     return alpha, beta
 

@@ -108,9 +108,12 @@ def split_blocks(x, BLOCK: gl.constexpr, PARTS: gl.constexpr, LAYOUT: gl.constex
         half: gl.constexpr = PARTS // 2 * BLOCK
         a, b = gl.split(gl.permute(gl.reshape(x, [2, half]), (1, 0)))
         a, b = gl.convert_layout(a, LAYOUT), gl.convert_layout(b, LAYOUT)
-        return split_blocks(a, BLOCK, PARTS // 2, LAYOUT) + split_blocks(
-            b, BLOCK, PARTS // 2, LAYOUT
-        )
+        if PARTS == 2:
+            return a, b
+        else:
+            return split_blocks(a, BLOCK, PARTS // 2, LAYOUT) + split_blocks(
+                b, BLOCK, PARTS // 2, LAYOUT
+            )
 
 
 @gluon.jit
@@ -119,8 +122,11 @@ def concat_blocks(xs, BLOCK: gl.constexpr, PARTS: gl.constexpr, LAYOUT: gl.const
     if PARTS == 1:
         return xs[0]
     else:
-        a = concat_blocks(xs[: PARTS // 2], BLOCK, PARTS // 2, LAYOUT)
-        b = concat_blocks(xs[PARTS // 2 :], BLOCK, PARTS // 2, LAYOUT)
+        if PARTS == 2:
+            a, b = xs
+        else:
+            a = concat_blocks(xs[: PARTS // 2], BLOCK, PARTS // 2, LAYOUT)
+            b = concat_blocks(xs[PARTS // 2 :], BLOCK, PARTS // 2, LAYOUT)
         return gl.convert_layout(
             gl.reshape(gl.permute(gl.join(a, b), (1, 0)), [PARTS * BLOCK]), LAYOUT
         )
@@ -187,11 +193,15 @@ def skip_rows(rows, steps):
 def gather_scores(rows, edges, shape):
     """Gather the scores of PREFETCH steps in the order of the direction's edges.
 
-    Returns PREFETCH * PADDED_DEGREE tensors: for each step, one for each edge of a lane.
+    Returns PADDED_DEGREE tensors for each step, one for each edge of a lane.
     """
     scores = gl.gather(concat_blocks(rows, shape.BLOCK_E, shape.PREFETCH, shape.ROW), edges, 0)
-    PARTS: gl.constexpr = shape.PREFETCH * shape.PADDED_DEGREE
-    return split_blocks(scores, shape.BLOCK_C, PARTS, shape.STATE)
+    DEGREE: gl.constexpr = shape.PADDED_DEGREE
+    parts = split_blocks(scores, shape.BLOCK_C, shape.PREFETCH * DEGREE, shape.STATE)
+    steps = ()
+    for u in gl.static_range(shape.PREFETCH):
+        steps = steps + (parts[u * DEGREE : (u + 1) * DEGREE],)
+    return steps
 
 
 @gluon.jit
@@ -232,8 +242,8 @@ def tree_sum(values, TERMS: gl.constexpr):
 
 
 @gluon.jit
-def log_step(state, scores, neighbors, u: gl.constexpr, shape):
-    """Compute the states after a step under Log.
+def log_step(state, scores, neighbors, shape):
+    """Compute the states after a step under Log, given the scores of each lane's edges.
 
     The sum omits the greatest term, and the logarithm is log(1 + rest) as a pair: if one term
     outweighs the others, a sum rounded to fp32 would lose the others at each step.
@@ -246,7 +256,7 @@ def log_step(state, scores, neighbors, u: gl.constexpr, shape):
     highs, lows, differences, exponentials = (), (), (), ()
     for k in gl.static_range(DEGREE):
         high, low = unpack_pair(neighbor_states[k])
-        high, error = two_sum(high, scores[u * shape.PADDED_DEGREE + k].to(gl.float32))
+        high, error = two_sum(high, scores[k].to(gl.float32))
         if not shape.REGULAR:
             high = gl.where(neighbor_lanes[k] >= 0, high, -float("inf"))
         highs, lows = highs + (high,), lows + (low + error,)

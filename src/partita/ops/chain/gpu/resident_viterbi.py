@@ -38,13 +38,13 @@ TIE_FLAG = tl.constexpr(1 << 14)
 
 
 @gluon.jit
-def max_step(value, scores, neighbors, u: gl.constexpr, shape):
+def max_step(value, scores, neighbors, shape):
     """Compute the states after a step under Max, fp64, and their backpointers."""
     DEGREE: gl.constexpr = shape.DEGREE
     neighbor_values, neighbor_lanes = gather_neighbors(value, neighbors, shape)
     values, pointers = (), ()
     for k in gl.static_range(DEGREE):
-        term = neighbor_values[k] + scores[u * shape.PADDED_DEGREE + k].to(gl.float64)
+        term = neighbor_values[k] + scores[k].to(gl.float64)
         values = values + (
             term if shape.REGULAR else gl.where(neighbor_lanes[k] >= 0, term, -float("inf")),
         )
@@ -125,7 +125,7 @@ def scan_best(
         rows = skip_rows(rows, PREFETCH)
         prefetched = load_rows(rows, num_steps - i - PREFETCH, PREFETCH)
         for u in gl.static_range(PREFETCH):
-            next_value, backpointer = max_step(value, scores, neighbors, u, shape)
+            next_value, backpointer = max_step(value, scores[u], neighbors, shape)
             value = gl.where(i + u < num_steps, next_value, value)
             if TRACE:
                 mask = backpointers.mask & (i + u < num_steps)
@@ -133,7 +133,7 @@ def scan_best(
                 gl.store(ptrs, backpointer.to(gl.int16), mask=mask)
                 backpointers = skip_rows(backpointers, 1)
             if LOG:
-                next_state = log_step(state, scores, neighbors, u, shape)[0]
+                next_state = log_step(state, scores[u], neighbors, shape)[0]
                 state = gl.where(i + u < num_steps, next_state, state)
                 saved = skip_rows(saved, 1)
                 mask = saved.mask & (i + u < num_steps)

@@ -13,7 +13,7 @@ from ....runtime.launch import cdiv, next_power_of_2, tl_acc_dtype
 from ....runtime.parts import Part
 from . import plan as planning
 from .forward_scan import FORWARD_SCAN
-from .lanes import LANES, LaneKernel
+from .lanes import launch_lanes, uses_gluon
 from .loss import ctc_loss_kernel
 from .normalize import ctc_normalize_kernel
 from .plan import SAVE_EVERY, TABLE_MARGIN, CTCPlan
@@ -57,18 +57,6 @@ def score_arguments(priors: Tensor | None, scale: float, star: int | None) -> Sc
         return ScoreArguments(None, None, star)
     (bits,) = struct.unpack("q", struct.pack("d", scale))
     return ScoreArguments(priors.contiguous(), bits, star)
-
-
-def _uses_gluon() -> bool:
-    return runtime_launch.NVIDIA and not runtime_launch.INTERPRETED
-
-
-def launch_lanes(kernel: LaneKernel, programs: int, *args: Any, **options: Any) -> None:
-    """Launch a kernel of one warp per program, in Gluon on NVIDIA GPUs."""
-    function, options["LAYOUT"] = kernel.triton, None
-    if _uses_gluon():
-        function, options["LAYOUT"] = kernel.gluon, LANES
-    runtime_launch.launch(function, programs, *args, **options, num_warps=1)
 
 
 def logit_limit(T: int, scores: ScoreArguments) -> float:
@@ -287,7 +275,7 @@ class CTCCall(NamedTuple):
         """Launch a run of the posterior scan; see `launch_posterior_scan`."""
         plan, workspace, programs = self.plan, self.workspace, 2 * self.sizes[1] * chunks
         options: dict[str, Any] = {}
-        if _uses_gluon():
+        if uses_gluon():
             # With many programs, fewer registers let more of them run at once.
             options["maxnreg"] = 168 if programs > planning.FULL_GPU else 255
         launch_lanes(

@@ -51,6 +51,51 @@ def scan_step(state, label, index, block, FORWARD: tl.constexpr, FP64: tl.conste
 
 
 @triton.jit
+def scan_block(
+    p,
+    state,
+    overflow,
+    words,
+    loaded,
+    source,
+    half,
+    can_skip,
+    saved,
+    links,
+    is_boundary_lane,
+    lane,
+    FORWARD: tl.constexpr,
+    SAVE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    FP64: tl.constexpr,
+    TABLE_WIDTH: tl.constexpr,
+):
+    """Take the steps of the block at padded step p, and load the next block.
+
+    `words` are the loaded carries of the block and `loaded` its emissions. Returns the states and
+    the overflow after the block, and the carries and emissions of the next one. This is a function
+    because Triton translates the body of a loop two times.
+    """
+    if not FP64:
+        words = await_carries(words, links, p, lane, BLOCK_T, FP64)
+    emissions, block_overflow = decode_emissions(
+        loaded, source, p, half.padding, lane, BLOCK_T, FP64, TABLE_WIDTH
+    )
+    carries, overflow = words, overflow + block_overflow
+    loaded = prefetch_emissions(source, half, p + BLOCK_T, lane, FORWARD, BLOCK_T, TABLE_WIDTH)
+    has_carries = links.has_previous & (p + BLOCK_T < half.steps + half.padding)
+    words = prefetch_carries(links.received_ptr, p + BLOCK_T, has_carries, lane, BLOCK_T, FP64)
+    if SAVE and p % 8 == 0:
+        store_states(saved.ptr + p // 8 * saved.block_stride, state, lane, FP64)
+    index = lane * 0
+    block = (links.sent_ptr + p, is_boundary_lane, can_skip, carries, emissions.blank, lane)
+    for u in tl.static_range(BLOCK_T):
+        state = scan_step(state, emissions.label[u], index, block, FORWARD, FP64)
+        index += 1
+    return state, overflow, words, loaded
+
+
+@triton.jit
 def scan_half(
     source,
     half,
@@ -76,24 +121,26 @@ def scan_half(
     first, has_carries = half.steps * 0, links.has_previous & (half.steps > 0)
     loaded = prefetch_emissions(source, half, first, lane, FORWARD, BLOCK_T, TABLE_WIDTH)
     words = prefetch_carries(links.received_ptr, first, has_carries, lane, BLOCK_T, FP64)
-    padded_steps = half.steps + half.padding
-    for p in range(0, padded_steps, BLOCK_T):
-        if not FP64:
-            words = await_carries(words, links, p, lane, BLOCK_T, FP64)
-        emissions, block_overflow = decode_emissions(
-            loaded, source, p, half.padding, lane, BLOCK_T, FP64, TABLE_WIDTH
+    for p in range(0, half.steps + half.padding, BLOCK_T):
+        state, overflow, words, loaded = scan_block(
+            p,
+            state,
+            overflow,
+            words,
+            loaded,
+            source,
+            half,
+            can_skip,
+            saved,
+            links,
+            is_boundary_lane,
+            lane,
+            FORWARD,
+            SAVE,
+            BLOCK_T,
+            FP64,
+            TABLE_WIDTH,
         )
-        carries, overflow = words, overflow + block_overflow
-        loaded = prefetch_emissions(source, half, p + BLOCK_T, lane, FORWARD, BLOCK_T, TABLE_WIDTH)
-        has_carries = links.has_previous & (p + BLOCK_T < padded_steps)
-        words = prefetch_carries(links.received_ptr, p + BLOCK_T, has_carries, lane, BLOCK_T, FP64)
-        if SAVE and p % 8 == 0:
-            store_states(saved.ptr + p // 8 * saved.block_stride, state, lane, FP64)
-        index = lane * 0
-        block = (links.sent_ptr + p, is_boundary_lane, can_skip, carries, emissions.blank, lane)
-        for u in tl.static_range(BLOCK_T):
-            state = scan_step(state, emissions.label[u], index, block, FORWARD, FP64)
-            index += 1
     return state, overflow
 
 

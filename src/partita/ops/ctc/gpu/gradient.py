@@ -163,6 +163,39 @@ def ctc_narrow_gradient_kernel(
 
 
 @triton.jit
+def add_chunk(
+    sums,
+    totals,
+    posteriors_ptr,
+    order_ptr,
+    num_rows,
+    lane,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Add the posteriors of a chunk to the sums and totals of `sum_by_class`.
+
+    This is a function because Triton translates the body of a loop two times.
+    """
+    order, ordered, bounds = tl.load(order_ptr), (), ()
+    ptrs, row = posteriors_ptr + order, lane * 0
+    for _ in tl.static_range(ROWS):
+        ordered = ordered + (tl.load(ptrs + row * 32, mask=row < num_rows, other=0.0),)
+        row += 1
+    for g in tl.static_range(GROUPS):
+        begin_ptr = order_ptr + (1 + 2 * g) * 32
+        bounds = bounds + ((tl.load(begin_ptr), tl.load(begin_ptr + 32)),)
+    running, new_sums, new_totals = prefix_sums(ordered, lane), (), ()
+    for u in tl.static_range(ROWS):
+        new_totals = new_totals + (totals[u] + tl.gather(running[u], lane * 0 + 31, 0),)
+        for g in tl.static_range(GROUPS):
+            new_sums = new_sums + (
+                sums[u * GROUPS + g] + range_sum(running[u], bounds[g][0], bounds[g][1]),
+            )
+    return new_sums, new_totals
+
+
+@triton.jit
 def sum_by_class(
     posteriors_ptr,
     blanks_ptr,
@@ -186,22 +219,9 @@ def sum_by_class(
     for _ in tl.static_range(ROWS):
         totals = totals + (lane.to(ACC_DTYPE) * 0.0,)
     for _ in range(num_chunks):
-        order, ordered, bounds = tl.load(order_ptr), (), ()
-        ptrs, row = posteriors_ptr + order, lane * 0
-        for _ in tl.static_range(ROWS):
-            ordered = ordered + (tl.load(ptrs + row * 32, mask=row < num_rows, other=0.0),)
-            row += 1
-        for g in tl.static_range(GROUPS):
-            begin_ptr = order_ptr + (1 + 2 * g) * 32
-            bounds = bounds + ((tl.load(begin_ptr), tl.load(begin_ptr + 32)),)
-        running, new_sums, new_totals = prefix_sums(ordered, lane), (), ()
-        for u in tl.static_range(ROWS):
-            new_totals = new_totals + (totals[u] + tl.gather(running[u], lane * 0 + 31, 0),)
-            for g in tl.static_range(GROUPS):
-                new_sums = new_sums + (
-                    sums[u * GROUPS + g] + range_sum(running[u], bounds[g][0], bounds[g][1]),
-                )
-        sums, totals = new_sums, new_totals
+        sums, totals = add_chunk(
+            sums, totals, posteriors_ptr, order_ptr, num_rows, lane, ROWS, GROUPS
+        )
         blanks += tl.load(blanks_ptr + lane, mask=(lane < ROWS) & (lane < num_rows), other=0.0)
         posteriors_ptr += T * 32
         blanks_ptr += T

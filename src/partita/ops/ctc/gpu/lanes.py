@@ -1,10 +1,12 @@
-"""Sums and sorting over the 32 lanes of a warp, for posteriors by class."""
+"""Kernels of one warp per program, and sums and sorting over its 32 lanes."""
 
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from triton.experimental.gluon import language as gl
+
+from ....runtime import launch as runtime_launch
 
 # Triton's pass that rearranges memory accesses takes minutes for kernels of one warp, and gains
 # nothing there. Gluon has no such pass. The interpreter and AMD know Triton alone, so each kernel
@@ -17,6 +19,19 @@ class LaneKernel(NamedTuple):
 
     triton: Any
     gluon: Any
+
+
+def uses_gluon() -> bool:
+    """Return whether kernels of one warp are those in Gluon."""
+    return runtime_launch.NVIDIA and not runtime_launch.INTERPRETED
+
+
+def launch_lanes(kernel: LaneKernel, programs: int, *args: Any, **options: Any) -> None:
+    """Launch a kernel of one warp per program, in Gluon on NVIDIA GPUs."""
+    function, options["LAYOUT"] = kernel.triton, None
+    if uses_gluon():
+        function, options["LAYOUT"] = kernel.gluon, LANES
+    runtime_launch.launch(function, programs, *args, **options, num_warps=1)
 
 
 @triton.jit

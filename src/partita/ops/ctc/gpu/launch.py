@@ -20,7 +20,6 @@ from ....runtime.launch import SideStream, cdiv, next_power_of_2, tl_acc_dtype
 from ....runtime.parts import Part
 from .call import CTCCall, TargetTensors, launch_normalize, row_tile, score_arguments
 from .gradient import ctc_lane_gradient_kernel, ctc_narrow_gradient_kernel
-from .label_gradient import ctc_label_gradient_kernel
 from .label_index import label_index
 from .plan import CHUNK
 from .workspace import scan_memory
@@ -160,6 +159,9 @@ def _launch_gradient(
     options: dict[str, Any] = {"ACC_DTYPE": tl_acc_dtype(call.logits.dtype), "MEAN": mean}
     tile = row_tile(call.logits, C)
     if plan.class_groups == 0:
+        # This kernel takes time to load, and few classes do not need it.
+        from .label_gradient import ctc_label_gradient_kernel
+
         index = label_index(
             targets.labels,
             targets.offsets,

@@ -9,7 +9,8 @@ from ....runtime import launch as runtime_launch
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv
 from .align import BACKTRACE, VITERBI, ctc_alignment_kernel
-from .call import TargetTensors, launch_lanes, launch_normalize, score_arguments
+from .call import TargetTensors, launch_normalize, score_arguments
+from .lanes import launch_lanes
 from .plan import CHUNK, SAVE_EVERY
 
 ALIGNMENT_STEPS = 256  # steps of a program of the alignment kernel

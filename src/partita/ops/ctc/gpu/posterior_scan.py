@@ -55,6 +55,16 @@ from .steps import (
 
 
 @triton.jit
+def floor_to_int(x):
+    """Return the greatest int32 that is at most x.
+
+    Triton's floor is a function of a library, which would take time to link.
+    """
+    truncated = x.to(tl.int32)
+    return truncated - (truncated.to(x.dtype) > x).to(tl.int32)
+
+
+@triton.jit
 def scan_step(
     state,
     other_state,
@@ -94,6 +104,76 @@ def scan_step(
 
 
 @triton.jit
+def scan_block(
+    p,
+    state,
+    words,
+    loaded,
+    emissions,
+    other_states,
+    other,
+    links,
+    rows,
+    exponent,
+    is_boundary_lane,
+    lane,
+    FORWARD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    FP64: tl.constexpr,
+    TABLE_WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Take the steps of the block at padded step p in reverse, and store their posteriors.
+
+    `words` are the loaded carries of the block, `emissions` its emissions and `other_states` its
+    recomputed states; `loaded` is the next block. Returns the states after the block, and these
+    four for the next block. This is a function because Triton translates the body of a loop two
+    times.
+    """
+    BACK: tl.constexpr = not FORWARD
+    if not FP64:
+        words = await_carries(words, links, p, lane, BLOCK_T, FP64)
+    carries, other_carries = words, loaded.carries
+    next_emissions, other_state = decode_block(
+        loaded, other, p - BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
+    )
+    has_carries = links.has_previous & (p > 0)
+    words = prefetch_carries(links.received_ptr, p - BLOCK_T, has_carries, lane, BLOCK_T, FP64)
+    loaded = prefetch_block(other, p - 2 * BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
+    next_states, labels, blanks, index = (), (), (), lane * 0 + (BLOCK_T - 1)
+    block = (
+        links.sent_ptr + p,
+        is_boundary_lane,
+        other.can_skip,
+        carries,
+        other_carries,
+        emissions.blank,
+        next_emissions.blank,
+        exponent,
+        lane,
+    )
+    for v in tl.static_range(BLOCK_T - 1, -1, -1):
+        state, other_state, label, blank = scan_step(
+            state,
+            other_state,
+            other_states[v],
+            emissions.label[v],
+            next_emissions.label[BLOCK_T - 1 - v],
+            index,
+            block,
+            BLOCK_T,
+            FORWARD,
+            FP64,
+        )
+        labels, blanks, index = (label,) + labels, (blank,) + blanks, index - 1
+        next_states = next_states + (other_state,)
+    padding = other.half.padding
+    store_posteriors(rows, labels, blanks, p, padding, lane, BACK, BLOCK_T, GROUPS, WIDTH)
+    return state, words, loaded, next_emissions, next_states
+
+
+@triton.jit
 def scan_other_half(
     other,
     state,
@@ -114,7 +194,7 @@ def scan_other_half(
     first, and the steps of each block in reverse.
     """
     BACK: tl.constexpr = not FORWARD
-    can_skip, steps, padding = other.can_skip, other.half.steps, other.half.padding
+    steps, padding = other.half.steps, other.half.padding
     is_boundary_lane = (lane == (31 if FORWARD else 0)) & links.has_next
     last_block, has_carries = steps + padding - BLOCK_T, links.has_previous & (steps > 0)
     words = prefetch_carries(links.received_ptr, last_block, has_carries, lane, BLOCK_T, FP64)
@@ -124,44 +204,26 @@ def scan_other_half(
     )
     loaded = prefetch_block(other, last_block - BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
     for p in range(last_block, -1, -BLOCK_T):
-        if not FP64:
-            words = await_carries(words, links, p, lane, BLOCK_T, FP64)
-        carries, other_carries = words, loaded.carries
-        next_emissions, other_state = decode_block(
-            loaded, other, p - BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH
-        )
-        has_carries = links.has_previous & (p > 0)
-        words = prefetch_carries(links.received_ptr, p - BLOCK_T, has_carries, lane, BLOCK_T, FP64)
-        loaded = prefetch_block(other, p - 2 * BLOCK_T, lane, BACK, BLOCK_T, FP64, TABLE_WIDTH)
-        next_states, labels, blanks, index = (), (), (), lane * 0 + (BLOCK_T - 1)
-        block = (
-            links.sent_ptr + p,
-            is_boundary_lane,
-            can_skip,
-            carries,
-            other_carries,
-            emissions.blank,
-            next_emissions.blank,
+        state, words, loaded, emissions, other_states = scan_block(
+            p,
+            state,
+            words,
+            loaded,
+            emissions,
+            other_states,
+            other,
+            links,
+            rows,
             exponent,
+            is_boundary_lane,
             lane,
+            FORWARD,
+            BLOCK_T,
+            FP64,
+            TABLE_WIDTH,
+            GROUPS,
+            WIDTH,
         )
-        for v in tl.static_range(BLOCK_T - 1, -1, -1):
-            state, other_state, label, blank = scan_step(
-                state,
-                other_state,
-                other_states[v],
-                emissions.label[v],
-                next_emissions.label[BLOCK_T - 1 - v],
-                index,
-                block,
-                BLOCK_T,
-                FORWARD,
-                FP64,
-            )
-            labels, blanks, index = (label,) + labels, (blank,) + blanks, index - 1
-            next_states = next_states + (other_state,)
-        store_posteriors(rows, labels, blanks, p, padding, lane, BACK, BLOCK_T, GROUPS, WIDTH)
-        emissions, other_states = next_emissions, next_states
 
 
 @triton.jit
@@ -367,7 +429,7 @@ def ctc_posterior_scan_kernel(
         if TABLE_WIDTH:
             table_ptr += (n * (T + 48) + 24) * TABLE_WIDTH
             rows = EmissionRows(table_ptr, stride_t * 0 + TABLE_WIDTH, 1, (), ())
-        exponent = tl.floor(tl.where(has_path, logz, 0.0)).to(tl.int32)
+        exponent = floor_to_int(tl.where(has_path, logz, 0.0))
         for c in range(index, tl.where(has_path & (flags == 0), tl.minimum(index, last) + 1, 0)):
             scan_chunk(
                 target, memory, c, rows, exponent, lane, BLOCK_T, False, TABLE_WIDTH, GROUPS, WIDTH

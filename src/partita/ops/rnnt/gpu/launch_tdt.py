@@ -10,7 +10,7 @@ from torch import Tensor
 from ....runtime import launch as runtime_launch
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch
-from ...ctc.gpu.call import launch_lanes
+from ...ctc.gpu.lanes import launch_lanes
 from . import plan as planning
 from .align import rnnt_backtrace_kernel
 from .arcs import ARC_SCAN

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import INTERPRETED, cdiv, launch, next_power_of_2
-from ...ctc.gpu.call import launch_lanes
+from ...ctc.gpu.lanes import launch_lanes
 from .call import NodeOptions, Targets, scan_zeros, tile_of, tile_options
 from .overlap import rnnt_overlap_kernel
 from .plan import (
