@@ -3,14 +3,13 @@
 import pytest
 import torch
 from helpers.divergence import truth
-from helpers.rows import KERNEL_DEVICES
 from torch import Tensor
 
 pytest.importorskip("triton")
 from partita.ops.divergence.gpu import launch
 from partita.ops.divergence.gpu.plan import mixture_plan
 
-pytestmark = pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
+pytestmark = pytest.mark.gpu
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
 

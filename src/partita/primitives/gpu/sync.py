@@ -52,25 +52,6 @@ def collect_pairs(slots_ptr, splits, BLOCK_SPLITS: tl.constexpr):
 
 
 @triton.jit
-def collect_triples(slots_ptr, splits, BLOCK_SPLITS: tl.constexpr):
-    """Wait as `collect_pairs` for three pairs of each program, and return all three.
-
-    The slots of a pair follow those of the pair before. All words are asked for before one is
-    waited for, so the wait is one access to memory instead of three.
-    """
-    lane = tl.arange(0, BLOCK_SPLITS)
-    mask, second_ptr, third_ptr = lane < splits, slots_ptr + splits, slots_ptr + 2 * splits
-    first = tl.load(slots_ptr + lane, mask=mask, other=1, volatile=True)
-    second = tl.load(second_ptr + lane, mask=mask, other=1, volatile=True)
-    third = tl.load(third_ptr + lane, mask=mask, other=1, volatile=True)
-    while tl.min(((first != 0) & (second != 0) & (third != 0)).to(tl.int32), axis=0) == 0:
-        first = tl.load(slots_ptr + lane, mask=mask, other=1, volatile=True)
-        second = tl.load(second_ptr + lane, mask=mask, other=1, volatile=True)
-        third = tl.load(third_ptr + lane, mask=mask, other=1, volatile=True)
-    return unpack_pair(first), unpack_pair(second), unpack_pair(third)
-
-
-@triton.jit
 def exchange_pairs(slots_ptr, split, splits, first, second, BLOCK_SPLITS: tl.constexpr):
     """Give a pair to the programs that share the row, and return all pairs, [BLOCK_SPLITS] each."""
     store_pair(slots_ptr, split, first, second)

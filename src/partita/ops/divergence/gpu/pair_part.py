@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ....primitives.gpu.math import apply_softcap, finite_shift
 from ....primitives.gpu.reduce import broadcast_lanes, by_lane, lane_max
-from ....primitives.gpu.sync import collect_pairs, collect_triples, exchange_pairs, store_pair
+from ....primitives.gpu.sync import collect_pairs, exchange_pairs, store_pair
 from ....runtime.backend import interpreting
 from .rows import MIXTURE, REVERSE
 
@@ -319,15 +319,11 @@ def exchange_shares(
     store_pair(slots_ptr + splits, split, share.t_shift, share.t_total)
     if KIND != MIXTURE:
         store_pair(slots_ptr + 2 * splits, split, share.weighted, share.weighted)
-    if KIND == MIXTURE:
-        shifts, totals = collect_pairs(slots_ptr, splits, BLOCK_SPLITS)
-        t_shifts, t_totals = collect_pairs(slots_ptr + splits, splits, BLOCK_SPLITS)
-        weighted = tl.zeros([BLOCK_SPLITS], tl.float32)
-    else:
-        pairs = collect_triples(slots_ptr, splits, BLOCK_SPLITS)
-        shifts, totals = pairs[0]
-        t_shifts, t_totals = pairs[1]
-        weighted, _ = pairs[2]
+    shifts, totals = collect_pairs(slots_ptr, splits, BLOCK_SPLITS)
+    t_shifts, t_totals = collect_pairs(slots_ptr + splits, splits, BLOCK_SPLITS)
+    weighted = tl.zeros([BLOCK_SPLITS], tl.float32)
+    if KIND != MIXTURE:
+        weighted, _ = collect_pairs(slots_ptr + 2 * splits, splits, BLOCK_SPLITS)
     valid = tl.arange(0, BLOCK_SPLITS) < splits
     parts = PairShare(
         tl.where(valid, shifts, -float("inf")),
