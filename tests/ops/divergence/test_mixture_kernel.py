@@ -3,13 +3,14 @@
 import pytest
 import torch
 from helpers.divergence import truth
+from helpers.rows import KERNEL_DEVICES
 from torch import Tensor
 
 pytest.importorskip("triton")
 from partita.ops.divergence.gpu import launch
 from partita.ops.divergence.gpu.plan import mixture_plan
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
