@@ -33,14 +33,14 @@ def padded_lengths(targets: Tensor, *rows: Lengths) -> tuple[Any, ...] | None:
     The C module does all of it for dense targets `[N, S]` in int32 or int64 on a GPU, with int64
     lengths there or on the host. The result is None for any others, which need checks.
     """
-    if torch.compiler.is_compiling() or not targets.is_cuda:
+    if torch.compiler.is_compiling() or not targets.is_cuda or launcher.is_loading():
         return None
     last, sender = rows[-1], None
     if not (isinstance(last, Tensor) and last.is_cuda):
         sender = _senders.get(targets.device.index)
         if sender is None:
             return None
-    module = None if launcher.is_loading() else launcher.module()
+    module = launcher.module()
     found = NotImplemented if module is None else module.padded_lengths(sender, targets, *rows)
     return None if found is NotImplemented else found
 
