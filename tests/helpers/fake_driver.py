@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._C._dynamo import guards
@@ -51,9 +52,19 @@ class FakeDriver:
             name: ctypes.cast(callback, _pointer).value or 0
             for name, callback in self._callbacks.items()
         }
-        self.module = launcher.build(
-            launcher.exchange_api(), self.knobs, addresses, self.allocate, CPU
-        )
+        from triton.runtime import build
+
+        compile_source = build.compile_module_from_src
+
+        def compile_for_cpu(source: str, *args: Any, **options: Any) -> Any:
+            # The CPU's allocator aligns to 64 bytes, that of a GPU to 512.
+            source = source.replace("#define ALIGNMENT 127", "#define ALIGNMENT 63")
+            return compile_source(source, *args, **options)
+
+        with mock.patch.object(build, "compile_module_from_src", compile_for_cpu):
+            self.module = launcher.build(
+                launcher.exchange_api(), self.knobs, addresses, self.allocate, CPU
+            )
 
     def allocate(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of host memory for a replay."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+from helpers.eager import Served
 from helpers.replay import Ops
 
 
@@ -20,4 +21,12 @@ def ops(compiled: Ops) -> Iterator[Ops]:
     compiled.programs.clear()
     yield compiled
     driver.status, driver.device = 0, 0
+    driver.knobs.launch_enter_hook.calls.clear()
+
+
+@pytest.fixture
+def served(compiled: Ops, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    driver = compiled.driver
+    yield Served(driver, monkeypatch)
+    driver.status = 0
     driver.knobs.launch_enter_hook.calls.clear()

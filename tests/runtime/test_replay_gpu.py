@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.eager import disconnect
 from torch import Tensor
 
 import partita
-from partita.runtime import launcher, recording, register
+from partita.runtime import eager, launcher, recording, register
 from partita.runtime.caches import clear_caches
 
 pytestmark = pytest.mark.gpu
@@ -197,25 +198,22 @@ def test_replays_have_the_bits_of_the_plain_path(
 def test_a_backward_pass_is_one_call_of_the_c_module(
     name: str, calls: dict[str, Callable[[], list[Tensor]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served, misses = [], []
-    gradients, record = register.eager_gradients, register.Op._record
+    in_python: list[Any] = []
+    backward = eager.run_backward
 
     def noted(*args: Any) -> Any:
-        misses.clear()
-        found = gradients(*args)
-        served.append(found is not None and not misses)
-        return found
+        in_python.append(args)
+        return backward(*args)
 
-    def noted_miss(op: register.Op, *args: Any) -> Any:
-        misses.append(op)
-        return record(op, *args)
-
-    monkeypatch.setattr(register, "eager_gradients", noted)
-    monkeypatch.setattr(register.Op, "_record", noted_miss)
+    disconnect(monkeypatch)
+    monkeypatch.setattr(eager, "run_backward", noted)
     clear_caches()
+    seen = []
     for _ in range(4):
+        in_python.clear()
         calls[name]()
-    assert served == [False, False, True, True]
+        seen.append(len(in_python))
+    assert seen == [1, 1, 0, 0]
 
 
 def test_the_calls_are_all(calls: dict[str, Callable[[], list[Tensor]]]) -> None:
@@ -228,9 +226,7 @@ def test_triton_launches_where_there_is_no_c_module(
 ) -> None:
     expected = calls[name]()
     monkeypatch.setattr(launcher, "module", lambda: None)
-    monkeypatch.setattr(register.Op, "_replay", None, raising=False)
-    for op in _ops():
-        monkeypatch.setattr(op, "_replay", None)
+    disconnect(monkeypatch)
     for _ in range(3):
         assert_same(calls[name](), expected)
 
@@ -276,20 +272,9 @@ def test_new_shapes_of_ctc_have_the_bits_of_triton_s_launches(
     clear_caches()
     found = [call(*shape) for shape in shapes]
     monkeypatch.setattr(launcher, "module", lambda: None)
-    for op in _ops():
-        monkeypatch.setattr(op, "_replay", None)
+    disconnect(monkeypatch)
     for shape, results in zip(shapes, found, strict=True):
         assert_same(call(*shape), results)
-
-
-def _ops() -> list[register.Op]:
-    from partita.ops.chain import autograd as chain
-    from partita.ops.cross_entropy import autograd as cross_entropy
-    from partita.ops.ctc import autograd as ctc
-    from partita.ops.softmax import autograd as softmax
-
-    modules = (chain, cross_entropy, ctc, softmax)
-    return [op for module in modules for op in vars(module).values() if type(op) is register.Op]
 
 
 def test_decisions_are_stored_and_values_are_still_checked(

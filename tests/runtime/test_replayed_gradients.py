@@ -1,5 +1,6 @@
 """Backward passes that are one call of the C module, with a driver of host memory."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,11 +30,31 @@ def record_gradient(ops: Ops, results: int) -> tuple[Tensor, Tensor, float]:
     return args
 
 
+def gradients(
+    ops: Ops,
+    grads: tuple[Any, ...],
+    saved: tuple[Any, ...],
+    options: tuple[Any, ...],
+    positions: tuple[int | None, ...],
+) -> Any:
+    """Return what the C module returns to PyTorch, or the saved tensors that it gives to Python."""
+
+    def python(ctx: Any, given: tuple[Any, ...], saved: tuple[Any, ...] | None) -> Any:
+        assert given == grads
+        return "python", saved
+
+    call = ops.driver.module.EagerCall(
+        *(ops.replay, ops.replay, None, (None, None, python), (), (0,), (), ()),
+        *(len(grads), len(saved), -1, -1, True),
+    )
+    ctx = SimpleNamespace(link=(options, positions), saved_tensors=saved)
+    return call.backward(ctx, *grads)
+
+
 def test_gradients_of_inputs_are_the_results_that_are_needed(ops: Ops) -> None:
     grad, x, factor = record_gradient(ops, 3)
-    needed, positions = (True, False, True, True, False), (2, 1, None, 0)
     with torch.no_grad():
-        found = ops.replay.gradients((grad,), (x,), (factor,), needed, positions)
+        found = gradients(ops, (grad,), (x,), (factor,), (2, None, None, 0, None))
     assert [value is None for value in found] == [False, True, True, False, True]
     torch.testing.assert_close(found[0], 3 * grad + 2 * x)
     torch.testing.assert_close(found[3], 3 * grad)
@@ -52,22 +73,22 @@ def test_results_without_an_input_have_no_tensor(ops: Ops) -> None:
     grad, x = aligned(8), aligned(8)
     assert ops.record(op, grad, x).reason is None
     expected = 6 * grad + 5 * torch.nn.functional.pad(x[:3], (0, 5))
-    cases: list[tuple[tuple[bool, ...], list[tuple[int, ...]]]] = [
-        ((False, True, False), [(8,), (256 + 256,)]),
-        ((True, False, False), [(2, 8), (256 + 256,)]),
-        ((True, True, False), [(2, 8), (8,), (256,)]),
-        ((False, False, True), [(0, 3), (256 + 2 * 256,)]),
-        ((False, False, False), [(256 + 2 * 256,)]),
+    cases: list[tuple[tuple[int | None, ...], list[tuple[int, ...]]]] = [
+        ((None, 2, None), [(8,), (256 + 256,)]),
+        ((1, None, None), [(2, 8), (256 + 256,)]),
+        ((1, 2, None), [(2, 8), (8,), (256,)]),
+        ((None, None, 3), [(0, 3), (256 + 2 * 256,)]),
+        ((None, None, None), [(256 + 2 * 256,)]),
     ]
-    for needed, sizes in cases:
+    for positions, sizes in cases:
         ops.driver.allocated.clear()
         with torch.no_grad():
-            found = ops.replay.gradients((grad, x), (), (), needed, (1, 2, 3))
+            found = gradients(ops, (grad, x), (), (), positions)
         assert sorted(ops.driver.allocated) == sorted(sizes)
-        assert [value is not None for value in found] == list(needed)
-        if needed[0]:
+        assert [value is not None for value in found] == [i is not None for i in positions]
+        if found[0] is not None:
             torch.testing.assert_close(found[0], 2 * grad)
-        if needed[1]:
+        if found[1] is not None:
             torch.testing.assert_close(found[1], expected)
     assert [value.shape for value in ops.replay(grad, x)] == [(2, 8), (8,), (8,), (0, 3), (0, 3)]
 
@@ -75,35 +96,58 @@ def test_results_without_an_input_have_no_tensor(ops: Ops) -> None:
 def test_the_gradient_of_an_op_with_one_result(ops: Ops) -> None:
     grad, x, factor = record_gradient(ops, 1)
     with torch.no_grad():
-        found = ops.replay.gradients((grad, x), (), (factor,), (True, True), (0,))
-        assert ops.replay.gradients((grad,), (x, factor), (), (False,), (0,)) == (None,)
+        found = gradients(ops, (grad, x), (), (factor,), (0, None))
+        assert gradients(ops, (grad,), (x,), (factor,), (None,)) == (None,)
+        with pytest.raises(IndexError):
+            gradients(ops, (grad,), (x,), (factor,), (1,))
     torch.testing.assert_close(found[0], 3 * grad)
     assert found[1] is None
 
 
 def test_the_number_of_a_result_that_the_op_lacks(ops: Ops) -> None:
-    *tensors, factor = record_gradient(ops, 2)
+    grad, x, factor = record_gradient(ops, 2)
     with torch.no_grad(), pytest.raises(IndexError):
-        ops.replay.gradients(tuple(tensors), (), (factor,), (True,), (2,))
+        gradients(ops, (grad,), (x,), (factor,), (2,))
 
 
 def test_python_computes_gradients_that_are_no_plain_replay(ops: Ops) -> None:
     grad, x, factor = record_gradient(ops, 1)
 
     def replayed(grad: Any, *options: Any) -> Any:
-        return ops.replay.gradients((grad,), (x,), options or (factor,), (True,), (0,))
+        return gradients(ops, (grad,), (x,), options or (factor,), (0,))
 
-    assert replayed(grad) is None  # with a second derivative
+    assert replayed(grad) == ("python", None)  # with a second derivative
     with torch.no_grad():
-        assert replayed(grad) is not None
-        assert replayed(grad, 4.0) == ops.replay(grad, x, 4.0)  # the key of a program to come
-        assert replayed(None) is None and replayed(grad.as_subclass(Subclass)) is None
-        assert replayed(grad, *range(80)) is None  # too many arguments
+        assert replayed(grad)[0] != "python"
+        assert replayed(grad, 4.0) == ("python", (x,))  # which records the call
+        for other in (None, grad.as_subclass(Subclass)):
+            assert replayed(other) == ("python", None)  # the saved tensors are not unpacked
+        assert replayed(grad, *range(80)) == ("python", (x,))  # too many arguments
         with recording.Recorder((grad,)):
-            assert replayed(grad) is None
-        assert torch.func.vmap(lambda g: g if replayed(g) is None else -g)(x[None]).equal(x[None])
-        with pytest.raises(TypeError):
-            ops.replay.gradients([grad], (x,), (factor,))
+            assert replayed(grad) == ("python", None)
+        found: list[Any] = []
+        torch.func.vmap(lambda g: found.append(replayed(g)) or g)(x[None])
+        assert found == [("python", None)]
+
+
+def test_a_context_without_a_link(ops: Ops) -> None:
+    call = ops.driver.module.EagerCall(
+        *(ops.replay, ops.replay, None, (None, None, None), (), (0,), (), (), 1, 0, -1, -1, True)
+    )
+    with torch.no_grad(), pytest.raises(AttributeError, match="link"):
+        call.backward(SimpleNamespace(), aligned(8))
+
+
+def test_the_arguments_of_eager_calls_are_checked(ops: Ops) -> None:
+    positions: list[Any] = [(), (0,), (), ()]
+    with pytest.raises(TypeError):
+        ops.driver.module.EagerCall(ops.replay, None, None, (None,), *positions, 1, 0, -1, -1, True)
+    positions[0] = tuple(range(65))
+    functions = (None, None, None)
+    with pytest.raises(ValueError, match="at most 64 positions"):
+        ops.driver.module.EagerCall(
+            *(ops.replay, None, None, functions, *positions, 1, 0, -1, -1, True)
+        )
 
 
 def test_python_computes_batched_gradients(ops: Ops) -> None:
@@ -117,7 +161,7 @@ def test_python_computes_batched_gradients(ops: Ops) -> None:
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Tensor:
-            found.append(ops.replay.gradients(grads, (x,), (factor,), (True,), (0,)))
+            found.append(gradients(ops, grads, (x,), (factor,), (0,)))
             return grads[0]
 
     y = Square.apply(x.detach().requires_grad_())
@@ -125,4 +169,4 @@ def test_python_computes_batched_gradients(ops: Ops) -> None:
     torch.autograd.grad(
         y, y.grad_fn.next_functions[0][0].variable, torch.ones(2, 8), is_grads_batched=True
     )
-    assert found[0] is not None and found[1] is None
+    assert found[0][0] != "python" and found[1] == ("python", (x,))

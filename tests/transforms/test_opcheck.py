@@ -249,8 +249,7 @@ def chain_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         ).reshape(-1, 3, 2)
         ones = torch.ones_like(logz)
         found["chain_logz"] += [(*inputs, save) for save in (False, True)]
-        rounded = torch.promote_types(scores.dtype, torch.float32)
-        found["chain_rounded_logz"] += [(*inputs, save, rounded) for save in (False, True)]
+        found["chain_rounded_logz"] += [(*inputs, save) for save in (False, True)]
         found["chain_gradient"].append(
             (ones, scores, initial, final, source, lengths, logz, saved, scores.dtype)
         )
@@ -331,7 +330,10 @@ def ctc_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
             (*inputs, 3, 0, from_logits, reduction, True, save, *scores) for save in (False, True)
         ]
         found["ctc_gradient"].append(
-            (torch.ones_like(loss), *inputs, losses, saved, 3, 0, from_logits, reduction, *scores)
+            (
+                *(torch.ones_like(loss), *inputs, losses, saved, scores[0]),
+                *(3, 0, from_logits, reduction, *scores[1:]),
+            )
         )
         found["ctc_align"].append((*inputs, 3, 0, from_logits, *scores))
         searched = (logits, rest[1], 0)

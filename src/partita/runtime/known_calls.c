@@ -10,19 +10,6 @@ typedef struct {
 
 typedef struct { int count; int64_t seen[MAX_ARGS]; } Sizes;
 
-/* Return whether the user has chosen no backend, by a block, for the process or by a variable. */
-static int is_default_backend(void) {
-    PyObject *chosen;
-    if (PyContextVar_Get(backend_of_block, Py_None, &chosen) < 0) { PyErr_Clear(); return 0; }
-    int is_default = chosen == Py_None;
-    Py_XDECREF(chosen);
-    PyObject *of_process = look_up(backend_globals, name_default);
-    if (!of_process) PyErr_Clear();
-    is_default = is_default && of_process == Py_None && !is_set(name_backend, "");
-    Py_XDECREF(of_process);
-    return is_default;
-}
-
 /* Add sizes by the first one of the call that is equal, so that a key has which ones are equal. */
 static int put_equal_sizes(Key *key, const View *view, Sizes *sizes) {
     for (int i = 0; i < view->ndim; i++) {
@@ -37,15 +24,14 @@ static int put_equal_sizes(Key *key, const View *view, Sizes *sizes) {
 
 /* Add a tensor's dtype, device, shape and whether it needs a gradient. Half types are left to
    Python, because autocast decides about them. Without `sizes`, those of the shape count. */
-static int put_checked(Key *key, PyObject *arg, Sizes *sizes, int *needs_gradient) {
+static int put_checked(Key *key, PyObject *arg, Sizes *sizes) {
     View view;
-    if (!describe(arg, &view)) return 0;
+    if (!describe_memory(arg, &view)) return 0;
     if ((view.dtype.code == 2 || view.dtype.code == 4) && view.dtype.bits < 32) return 0;
     PyObject *value = PyObject_GetAttr(arg, name_requires_grad);
     if (!value) { PyErr_Clear(); return 0; }
     int requires_grad = value == Py_True;
     Py_DECREF(value);
-    *needs_gradient |= requires_grad;
     int32_t properties[5] = {view.dtype.code, view.dtype.bits, view.ndim, view.device.index,
                              requires_grad};
     if (!put_tagged(key, 't', properties, sizeof properties)) return 0;
@@ -56,24 +42,19 @@ static int put_checked(Key *key, PyObject *arg, Sizes *sizes, int *needs_gradien
 /* known(*args)
 
    Return the decision for such arguments; the key under which to store one, where there is none; or
-   None where Python has to decide: without a gradient to compute, under transforms
-   and modes, with a backend of the user's choice, and where values are checked. */
+   None for other arguments, about which Python has to decide. */
 static PyObject *known_call(PyObject *object, PyObject *const *args, size_t nargsf,
                             PyObject *names) {
     KnownCalls *self = (KnownCalls *)object;
     Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
     Key key = {.used = 0};
     Sizes sizes = {.count = 0}, *of_call = self->by_size ? NULL : &sizes;
-    int needs_gradient = 0;
     if (names || nargs > MAX_ARGS) Py_RETURN_NONE;
     for (Py_ssize_t i = 0; i < nargs; i++) {
-        int is_put = is_tensor(args[i]) ? put_checked(&key, args[i], of_call, &needs_gradient)
+        int is_put = is_tensor(args[i]) ? put_checked(&key, args[i], of_call)
                                         : is_constant(args[i]) && put_value(&key, args[i]);
         if (!is_put) Py_RETURN_NONE;
     }
-    if (!needs_gradient || !returns(is_grad_enabled, Py_True) || !returns(transform, Py_None) ||
-        !returns(num_modes, NULL) || is_set(name_check, "0") || !is_default_backend())
-        Py_RETURN_NONE;
     PyObject *bytes = PyBytes_FromStringAndSize(key.bytes, key.used);
     if (!bytes) return NULL;
     PyObject *found = look_up(self->decisions, bytes);

@@ -19,11 +19,11 @@ MAX_CALLS = 1024  # calls of a function with a stored decision; a full cache is 
 
 
 class KnownCalls:
-    """The decisions of one function for calls on a GPU in plain eager mode.
+    """The decisions of one function for calls on a GPU.
 
     The key has the dtype, shape and device of each tensor, whether it needs a gradient, and the
-    value of each other argument. Only calls that need a gradient have decisions, with the default
-    backend and without half types, for which autocast matters.
+    value of each other argument. Calls with half types have no decisions, because autocast matters.
+    Whoever uses a decision looks at modes, at the backend and at values that are checked.
 
     Args:
         name: the name of the function.
@@ -37,21 +37,23 @@ class KnownCalls:
         self._look_up: Any = None
         register_cache(f"runtime.known_calls.{name}", self._decisions.clear)
 
-    def find(self, first: torch.Tensor, *rest: Any) -> Any:
+    def find(self, *args: Any) -> Any:
         """Return the decision for such a call, or else a key for `store`, or None.
 
-        A decision must be of another type than bytes.
+        A decision must be of another type than bytes. The first argument is a tensor.
         """
         if torch.compiler.is_compiling():
             return None
-        look_up = self._look_up
-        if look_up is None:
-            if not isinstance(first, torch.Tensor) or not first.is_cuda:
-                return None
-            if launcher.is_loading() or (module := launcher.module()) is None:
-                return None
-            look_up = self._look_up = module.KnownCalls(self._decisions, self._by_size)
-        return look_up(first, *rest)
+        look_up = self._look_up or self._connect(args[0])
+        return None if look_up is None else look_up(*args)
+
+    def _connect(self, first: Any) -> Any:
+        """Return the C module's form of the decisions, or None without the module or a GPU."""
+        if isinstance(first, torch.Tensor) and first.is_cuda and not launcher.is_loading():
+            module = launcher.module()
+            if module is not None:
+                self._look_up = module.KnownCalls(self._decisions, self._by_size)
+        return self._look_up
 
     def store(self, key: Any, decision: Any) -> None:
         """Store the decision for a call; nothing happens unless `find` returned a key."""

@@ -16,6 +16,11 @@
 #define ALIGNMENT 127       /* the bits of an address that a plan may depend on */
 #define WORKSPACE_ALIGNMENT 256  /* bytes, as in recording.py */
 
+#ifndef Py_BEGIN_CRITICAL_SECTION  /* before Python 3.13, where the GIL is always there */
+#define Py_BEGIN_CRITICAL_SECTION(object) {
+#define Py_END_CRITICAL_SECTION() }
+#endif
+
 /* ---- DLPack's C exchange API, version 1 ---- */
 
 typedef struct { int32_t type, index; } Device;
@@ -56,29 +61,11 @@ static const Exchange *exchange;
 static PyObject *tensor_type, *parameter_type, *dtype_type, *allocate, *byte_dtype;
 static PyObject *knobs, *enter_hook, *exit_hook, *side_stream;
 static PyObject *name_enter_hook, *name_exit_hook, *name_calls, *name_version, *name_as_strided;
-static PyObject *name_is_neg;
+static PyObject *is_neg;  /* the method of tensors */
 static PyObject *is_grad_enabled, *transform, *num_modes;  /* functions of no arguments */
+static PyObject *forward_globals, *name_level;  /* of torch.autograd.forward_ad */
 static PyObject *environment, *name_check, *name_replay, *name_backend;  /* os.environ */
 static PyObject *backend_of_block, *backend_globals, *name_default, *name_requires_grad;
-
-/* Return whether profilers have asked to see launches, which only Triton's launcher reports. */
-static int has_hook(PyObject *name, PyObject *empty_chain) {
-    PyObject *chain = PyObject_GetAttr(knobs, name);
-    if (!chain) { PyErr_Clear(); return 1; }
-    int found = chain != empty_chain && chain != Py_None;
-    if (chain == empty_chain && chain != Py_None) {
-        PyObject *calls = PyObject_GetAttr(chain, name_calls);
-        found = !calls || !PyList_Check(calls) || PyList_GET_SIZE(calls) > 0;
-        if (!calls) PyErr_Clear();
-        Py_XDECREF(calls);
-    }
-    Py_DECREF(chain);
-    return found;
-}
-
-static int has_hooks(void) {
-    return has_hook(name_enter_hook, enter_hook) || has_hook(name_exit_hook, exit_hook);
-}
 
 /* Make the device's primary context current in a thread that has none, and return the device. */
 static int current_device(int wanted) {
@@ -95,15 +82,7 @@ static PyObject *raise_driver_error(int status) {
     return PyErr_Format(PyExc_RuntimeError, "launch of a kernel failed: %s (%d)", text, status);
 }
 
-/* Return a new reference to the value of a key, or NULL, with an exception after an error only. */
-static PyObject *look_up(PyObject *dict, PyObject *key) {
-#if PY_VERSION_HEX >= 0x030D0000
-    PyObject *value;
-    return PyDict_GetItemRef(dict, key, &value) < 0 ? NULL : value;
-#else
-    return Py_XNewRef(PyDict_GetItemWithError(dict, key));
-#endif
-}
+#include "modes.c"
 
 /* ---- keys ---- */
 
@@ -135,7 +114,7 @@ static int describe_memory(PyObject *arg, View *view) {
 static int describe(PyObject *arg, View *view) {
     if (!describe_memory(arg, view) || view->dtype.code == 5) return 0;  /* 5: complex */
     if (view->dtype.code == 2 || view->dtype.code == 4) {  /* only these may be negated views */
-        PyObject *negated = PyObject_CallMethodNoArgs(arg, name_is_neg);
+        PyObject *negated = PyObject_CallOneArg(is_neg, arg);
         if (negated != Py_False) { PyErr_Clear(); Py_XDECREF(negated); return 0; }
         Py_DECREF(negated);
     }
@@ -357,20 +336,23 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t narg
 }
 
 #include "replay.c"
+#include "eager.c"
 #include "known_calls.c"
 
 /* ---- the module ---- */
 
-/* setup(device_type, types, allocate, byte_dtype, exchange, knobs, side_stream, modes, variables,
+/* setup(device_type, types, allocate, dtypes, exchange, knobs, side_stream, modes, variables,
          backend, addresses) */
 static PyObject *setup(PyObject *module, PyObject *args) {
-    PyObject *api, *types, *addresses, *modes, *variables, *backend;
+    PyObject *api, *types, *dtypes, *addresses, *modes, *variables, *backend;
     unsigned long long address[8];
-    if (!PyArg_ParseTuple(args, "iO!OOOOOO!O!O!O!", &device_type, &PyTuple_Type, &types,
-                          &allocate, &byte_dtype, &api,
-                          &knobs, &side_stream, &PyTuple_Type, &modes, &PyTuple_Type, &variables,
-                          &PyTuple_Type, &backend, &PyTuple_Type, &addresses) ||
-        !PyArg_ParseTuple(modes, "OOO", &is_grad_enabled, &transform, &num_modes) ||
+    if (!PyArg_ParseTuple(args, "iO!OO!OOOO!O!O!O!", &device_type, &PyTuple_Type, &types,
+                          &allocate, &PyTuple_Type, &dtypes, &api, &knobs, &side_stream,
+                          &PyTuple_Type, &modes, &PyTuple_Type, &variables, &PyTuple_Type,
+                          &backend, &PyTuple_Type, &addresses) ||
+        !PyArg_ParseTuple(dtypes, "O", &byte_dtype) ||
+        !PyArg_ParseTuple(modes, "OOOO!", &is_grad_enabled, &transform, &num_modes, &PyDict_Type,
+                          &forward_globals) ||
         !PyArg_ParseTuple(variables, "OSSS", &environment, &name_check, &name_replay,
                           &name_backend) ||
         !PyArg_ParseTuple(backend, "OO!", &backend_of_block, &PyDict_Type, &backend_globals) ||
@@ -387,8 +369,9 @@ static PyObject *setup(PyObject *module, PyObject *args) {
     for (int i = 0; i < 8; i++) ((uintptr_t *)&driver)[i] = (uintptr_t)address[i];
     enter_hook = PyObject_GetAttr(knobs, name_enter_hook);
     exit_hook = PyObject_GetAttr(knobs, name_exit_hook);
-    if (!enter_hook || !exit_hook) return NULL;
-    Py_INCREF(types), Py_INCREF(allocate), Py_INCREF(byte_dtype), Py_INCREF(knobs);
+    is_neg = PyObject_GetAttrString(tensor_type, "is_neg");
+    if (!enter_hook || !exit_hook || !is_neg) return NULL;
+    Py_INCREF(types), Py_INCREF(allocate), Py_INCREF(dtypes), Py_INCREF(knobs);
     Py_INCREF(side_stream), Py_INCREF(api), Py_INCREF(modes), Py_INCREF(variables);
     Py_INCREF(backend);
     Py_RETURN_NONE;
@@ -408,13 +391,21 @@ PyMODINIT_FUNC PyInit_partita_launcher(void) {
     name_calls = PyUnicode_InternFromString("calls");
     name_version = PyUnicode_InternFromString("_version");
     name_as_strided = PyUnicode_InternFromString("as_strided");
-    name_is_neg = PyUnicode_InternFromString("is_neg");
+    name_level = PyUnicode_InternFromString("_current_level");
     name_default = PyUnicode_InternFromString("_default");
     name_requires_grad = PyUnicode_InternFromString("requires_grad");
+    name_needs_input_grad = PyUnicode_InternFromString("needs_input_grad");
+    name_saved_tensors = PyUnicode_InternFromString("saved_tensors");
+    name_to_save = PyUnicode_InternFromString("to_save");
+    name_materialize_grads = PyUnicode_InternFromString("materialize_grads");
+    name_non_differentiable = PyUnicode_InternFromString("non_differentiable");
+    name_link = PyUnicode_InternFromString("link");
+    name_result = PyUnicode_InternFromString("result");
     PyObject *module = PyModule_Create(&definition);
     if (!module) return NULL;
     if (PyModule_AddType(module, &kernel_type) || PyModule_AddType(module, &program_type) ||
-        PyModule_AddType(module, &replay_type) || PyModule_AddType(module, &known_calls_type)) {
+        PyModule_AddType(module, &replay_type) || PyModule_AddType(module, &eager_call_type) ||
+        PyModule_AddType(module, &known_calls_type) || PyType_Ready(&running_type)) {
         Py_DECREF(module);
         return NULL;
     }

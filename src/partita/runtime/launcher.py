@@ -30,7 +30,7 @@ from .caches import register_cache
 
 KNOWN_TRITONS = ("3.6", "3.7", "3.8", "3.9")  # their metadata and order of parameters are alike
 MODULE = "partita_launcher"
-INCLUDED = ("replay.c", "known_calls.c")
+INCLUDED = ("modes.c", "replay.c", "eager.c", "known_calls.c")
 CUDA = 2  # DLPack's number
 WARP = 32
 DRIVER_FUNCTIONS = (
@@ -82,11 +82,13 @@ def build(
         torch.is_grad_enabled,
         torch._C._functorch.peek_interpreter_stack,
         torch._C._len_torch_dispatch_stack,
+        vars(torch.autograd.forward_ad),
     )
     names = (b"PARTITA_CHECK", b"PARTITA_REPLAY", b"PARTITA_BACKEND")
     chosen = (backend._chosen, vars(backend))
     tables = (modes, (environment.dictionary(), *names), chosen, addresses)
-    module.setup(device_type, types, allocate, torch.uint8, *functions, *tables)
+    dtypes = (torch.uint8,)
+    module.setup(device_type, types, allocate, dtypes, *functions, *tables)
     return module
 
 

@@ -67,7 +67,7 @@ class Op:
             return self.run(first, *rest)
         if self._replay is None and launcher.is_loading():
             return self._run_meanwhile(first, *rest)
-        replay = self._replay or self._connect()
+        replay = self._replay or self.replay()
         if replay is None:
             return self.run(*without_lazy_bits(first, *rest))
         found = replay(first, *rest)
@@ -80,30 +80,10 @@ class Op:
                 return self.eager(first, *rest)
         return self.run(*without_lazy_bits(first, *rest))
 
-    def serve_backward(self, ctx: Any, *options: Any) -> bool:
-        """Let `eager_gradients` call this op, a gradient, if the mode is plain eager.
-
-        Args:
-            ctx: the context of the autograd function.
-            options: the arguments of the op after the gradients and the saved tensors.
-
-        Returns:
-            Whether the mode is plain eager.
-        """
-        is_plain = plain_eager()
-        self.serve_eager_backward(ctx, *options)
-        if not is_plain:
-            ctx.gradient_op = None
-        return is_plain
-
-    def serve_eager_backward(self, ctx: Any, *options: Any) -> None:
-        """Do what `serve_backward` does where the caller knows that the mode is plain eager."""
-        ctx.gradient_op, ctx.gradient_options = None if self._replay is None else self, options
-
-    def _connect(self) -> Callable[..., Any] | None:
-        """Return the function that replays calls, or None without the C module."""
+    def replay(self) -> Callable[..., Any] | None:
+        """Return the C module's form of this op, or None without the module."""
         module = launcher.module()
-        if module is not None:
+        if self._replay is None and module is not None:
             by_identity = sum(1 << position for position in self.by_identity)
             self._replay = module.Replay(self.programs, by_identity)
         return self._replay
@@ -120,7 +100,7 @@ class Op:
         if args[-1] == "reference" or torch.cuda.is_current_stream_capturing():
             return self.run(*args)
         result = first_call.run(self.run, *args, then=self._then)
-        replay = None if launcher.is_loading() else self._connect()
+        replay = None if launcher.is_loading() else self.replay()
         if replay is not None and type(key := replay(*args)) is bytes:
             self.tries.store(key, 1)  # the next call with this key is recorded
         return result
@@ -172,39 +152,6 @@ class Op:
 def usual_grad_output(result: torch.Tensor) -> torch.Tensor:
     """Return a tensor like the gradient of a result in `result.backward()` or `result.sum()`."""
     return result.as_strided(result.shape, (0,) * result.ndim)
-
-
-def eager_gradients(
-    ctx: Any, grads: tuple[Any, ...], saved: tuple[Any, ...], positions: tuple[int | None, ...]
-) -> tuple[Any, ...] | None:
-    """Return the gradients of all inputs by one call of the op that computes them.
-
-    Another thread than that of the forward pass calls this, often on a core whose caches are cold.
-    So a replay does all in one call of the C module. That also tells where the gradients will be
-    differentiated, and where transforms or modes are active: then the result is None.
-
-    Args:
-        ctx: the context of an autograd function for which `Op.serve_backward` or
-            `Op.serve_eager_backward` was called.
-        grads: the gradients that the op takes first.
-        saved: the saved tensors, which it takes next.
-        positions: for each input of the function the number of the op's result that is its
-            gradient, or None. Later inputs have no gradient.
-    """
-    op: Op | None = ctx.gradient_op
-    if op is None or torch.compiler.is_compiling():
-        return None
-    options, needed = ctx.gradient_options, ctx.needs_input_grad
-    found: Any = op._replay.gradients(grads, saved, options, needed, positions)
-    if type(found) is not bytes:
-        return found
-    results = op._record(found, (*grads, *saved, *options))
-    results = (results,) if isinstance(results, torch.Tensor) else results
-    gradients: list[Any] = [None] * len(needed)
-    for i, position in enumerate(positions):
-        if position is not None and needed[i]:
-            gradients[i] = results[position]
-    return tuple(gradients)
 
 
 def without_lazy_bits(*args: Any) -> tuple[Any, ...]:

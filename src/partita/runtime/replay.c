@@ -20,6 +20,9 @@ typedef struct {
     Cell *cells;
     Py_ssize_t *sizes;  /* the bytes of each output, up to a multiple of WORKSPACE_ALIGNMENT */
     PyObject *outputs, *results, *workspace_size, *unit_stride, *keep;
+    PyObject *link;  /* of the autograd function `linked_by`, for the inputs that `needed` has */
+    const void *linked_by;
+    uint64_t needed;
 } Program;
 
 static void program_dealloc(Program *self) {
@@ -31,6 +34,7 @@ static void program_dealloc(Program *self) {
     Py_XDECREF(self->workspace_size);
     Py_XDECREF(self->unit_stride);
     Py_XDECREF(self->keep);
+    Py_XDECREF(self->link);
     PyObject_Free(self);
 }
 
@@ -108,6 +112,7 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     self->workspace_size = Py_BuildValue("(n)", workspace);
     self->unit_stride = Py_BuildValue("(i)", 1);
     self->keep = Py_NewRef(keep);
+    self->link = NULL, self->linked_by = NULL, self->needed = 0;
     if (!self->steps || !self->cells || !self->sizes || !read_sizes(self) ||
         !read_steps(self, steps)) {
         Py_DECREF(self);
@@ -126,14 +131,17 @@ static PyTypeObject program_type = {
     .tp_dealloc = (destructor)program_dealloc,
 };
 
-/* Run all steps on the stream. The caller has released the GIL. */
+/* Run all steps on the stream. The caller has released the GIL. Only what a step needs of the arrays
+   is written, because the stack of the thread of backward passes is in no cache. */
 static int run_steps(const Program *self, const uint64_t *slots, void *main, void *side,
                      void *event) {
-    uint64_t cells[MAX_PARAMETERS] = {0};
+    uint64_t cells[MAX_PARAMETERS];
     void *pointers[MAX_PARAMETERS], *stream = main;
-    for (int i = 0; i < MAX_PARAMETERS; i++) pointers[i] = &cells[i];
+    int num_pointers = 0;
     for (int i = 0; i < self->num_steps; i++) {
         const Step *step = &self->steps[i];
+        for (; num_pointers < step->count + 2; num_pointers++)
+            pointers[num_pointers] = &cells[num_pointers];
         for (int j = 0; j < step->count; j++) {
             Cell cell = self->cells[step->first + j];
             cells[j] = cell.value + (cell.slot < 0 ? 0 : slots[cell.slot]);
@@ -200,7 +208,7 @@ static PyObject *results_of(Program *self, PyObject **outputs) {
 /* Mark the outputs that the wanted results of several have memory of. */
 static void mark_outputs(Program *self, uint64_t wanted, char *is_wanted) {
     int has_several = self->results != Py_None && PyList_Check(self->results);
-    memset(is_wanted, !has_several || wanted == ALL_RESULTS, MAX_SLOTS);
+    memset(is_wanted, !has_several || wanted == ALL_RESULTS, self->num_outputs);
     if (!has_several || wanted == ALL_RESULTS) return;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->results); i++)
         if (i >= 64 || wanted >> i & 1)
@@ -212,11 +220,12 @@ static void mark_outputs(Program *self, uint64_t wanted, char *is_wanted) {
 static PyObject *run_program(Program *self, const View *views, int device, uint64_t wanted) {
     uint64_t slots[MAX_SLOTS];
     char is_wanted[MAX_SLOTS];
-    PyObject *outputs[MAX_SLOTS] = {NULL}, *workspace = NULL, *results = NULL, *streams = NULL;
+    PyObject *outputs[MAX_SLOTS], *workspace = NULL, *results = NULL, *streams = NULL;
     void *stream, *side = NULL, *event = NULL;
     Py_ssize_t size = self->workspace;
     uint64_t *of_outputs = &slots[self->args], *of_workspace = of_outputs + self->num_outputs;
     for (int i = 0; i < self->args; i++) slots[i] = (uint64_t)(uintptr_t)views[i].data;
+    for (Py_ssize_t i = 0; i < self->num_outputs; i++) outputs[i] = NULL;
     mark_outputs(self, wanted, is_wanted);
     for (Py_ssize_t i = 0; i < self->num_outputs; i++) {
         PyObject *spec = PyTuple_GET_ITEM(self->outputs, i);
@@ -287,54 +296,32 @@ static int put_tensor(Key *key, PyObject *arg, const View *views, Py_ssize_t ind
     return added;
 }
 
-/* Return whether a variable has another value than "" and `other_than`.
-
-   getenv reads the start of every variable up to this one, which costs more than all else in a key
-   where the caches are cold, so the variable is looked up in the dictionary of os.environ. */
-static int is_set(PyObject *name, const char *other_than) {
-    if (!PyDict_Check(environment)) {
-        const char *text = getenv(PyBytes_AS_STRING(name));
-        return text && *text && strcmp(text, other_than) != 0;
-    }
-    PyObject *value = look_up(environment, name);
-    if (!value) { PyErr_Clear(); return 0; }
-    const char *text = PyBytes_Check(value) ? PyBytes_AS_STRING(value) : "not bytes";
-    int is_other = *text && strcmp(text, other_than) != 0;
-    Py_DECREF(value);
-    return is_other;
-}
-
-static PyObject *replay_args(Replay *self, PyObject *const *args, Py_ssize_t nargs,
-                             uint64_t wanted) {
-    if (nargs > MAX_ARGS || nargs == 0 || !is_tensor(args[0])) Py_RETURN_NOTIMPLEMENTED;
+/* Return the program of a call and describe its tensors; or return NULL, with the answer of the call:
+   the key under which to store a program where there is none, NotImplemented where the call cannot be
+   replayed, or NULL after an error. */
+static Program *find_program(Replay *self, PyObject *const *args, Py_ssize_t nargs, View *views,
+                             int *device, PyObject **answer) {
     Key key = {.used = 0};
-    View views[MAX_ARGS];
-    int device = -1;
+    *answer = Py_NewRef(Py_NotImplemented), *device = -1;
+    if (nargs > MAX_ARGS || nargs == 0 || !is_tensor(args[0])) return NULL;
     for (Py_ssize_t i = 0; i < nargs; i++) {
         views[i].data = NULL;
         if (!is_tensor(args[i])) {
-            if (!is_constant(args[i]) || !put_value(&key, args[i])) Py_RETURN_NOTIMPLEMENTED;
+            if (!is_constant(args[i]) || !put_value(&key, args[i])) return NULL;
             views[i].data = (char *)&views[i];  /* an address that no tensor has */
             continue;
         }
-        if (!describe(args[i], &views[i])) Py_RETURN_NOTIMPLEMENTED;
-        if (device >= 0 && device != views[i].device.index) Py_RETURN_NOTIMPLEMENTED;
-        device = views[i].device.index;
-        if (!put_tensor(&key, args[i], views, i, self->by_identity >> i & 1))
-            Py_RETURN_NOTIMPLEMENTED;
+        if (!describe(args[i], &views[i])) return NULL;
+        if (*device >= 0 && *device != views[i].device.index) return NULL;
+        *device = views[i].device.index;
+        if (!put_tensor(&key, args[i], views, i, self->by_identity >> i & 1)) return NULL;
     }
-    if (is_set(name_check, "0") || is_set(name_replay, "1") || has_hooks())
-        Py_RETURN_NOTIMPLEMENTED;
-    if (current_device(device) != device) Py_RETURN_NOTIMPLEMENTED;
+    if (current_device(*device) != *device) return NULL;
     PyObject *bytes = PyBytes_FromStringAndSize(key.bytes, key.used);
-    if (!bytes) return NULL;
-    Program *program = (Program *)look_up(self->programs, bytes);
-    if (!program && !PyErr_Occurred()) return bytes;
-    Py_DECREF(bytes);
-    if (!program) return NULL;
-    PyObject *results = run_program(program, views, device, wanted);
-    Py_DECREF(program);
-    return results;
+    Program *program = bytes ? (Program *)look_up(self->programs, bytes) : NULL;
+    Py_SETREF(*answer, program || PyErr_Occurred() ? NULL : Py_XNewRef(bytes));
+    Py_XDECREF(bytes);
+    return program;
 }
 
 /* replay(*args)
@@ -343,87 +330,17 @@ static PyObject *replay_args(Replay *self, PyObject *const *args, Py_ssize_t nar
    under which to store one; or NotImplemented where the call cannot be replayed. */
 static PyObject *replay_call(PyObject *object, PyObject *const *args, size_t nargsf,
                              PyObject *names) {
-    if (names) Py_RETURN_NOTIMPLEMENTED;
-    return replay_args((Replay *)object, args, PyVectorcall_NARGS(nargsf), ALL_RESULTS);
+    View views[MAX_ARGS];
+    PyObject *answer;
+    int device;
+    if (names || is_set(name_check, "0") || !may_replay()) Py_RETURN_NOTIMPLEMENTED;
+    Program *program = find_program((Replay *)object, args, PyVectorcall_NARGS(nargsf), views,
+                                    &device, &answer);
+    if (!program) return answer;
+    PyObject *results = run_program(program, views, device, ALL_RESULTS);
+    Py_DECREF(program);
+    return results;
 }
-
-/* Return whether a function of no arguments returns this object or, with NULL, zero. */
-static int returns(PyObject *function, PyObject *expected) {
-    PyObject *result = PyObject_CallNoArgs(function);
-    if (!result) { PyErr_Clear(); return 0; }
-    int found = expected ? result == expected : PyLong_Check(result) && PyLong_AsLong(result) == 0;
-    Py_DECREF(result);
-    return found;
-}
-
-/* Add the entries of a tuple to the arguments of an op; return 0 where they are too many. */
-static int add_entries(PyObject **args, Py_ssize_t *count, PyObject *entries) {
-    if (!PyTuple_Check(entries) || *count + PyTuple_GET_SIZE(entries) > MAX_ARGS) return 0;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(entries); i++)
-        args[(*count)++] = PyTuple_GET_ITEM(entries, i);
-    return 1;
-}
-
-/* Return the number of the result that is the gradient of an input, or -1 where none is needed. */
-static Py_ssize_t gradient_of_input(PyObject *needed, PyObject *positions, Py_ssize_t input) {
-    if (input >= PyTuple_GET_SIZE(positions) || PyTuple_GET_ITEM(needed, input) != Py_True)
-        return -1;
-    PyObject *position = PyTuple_GET_ITEM(positions, input);
-    return position == Py_None ? -1 : PyLong_AsSsize_t(position);
-}
-
-/* Return the bits of the results that are needed; those from 64 on always are. */
-static uint64_t wanted_results(PyObject *needed, PyObject *positions) {
-    uint64_t wanted = 0;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(needed); i++) {
-        Py_ssize_t number = gradient_of_input(needed, positions, i);
-        if (number >= 0 && number < 64) wanted |= (uint64_t)1 << number;
-    }
-    return wanted;
-}
-
-/* replay.gradients(grads, saved, options, needed, positions)
-
-   Call the op with the entries of the first three tuples, and return a tuple as long as `needed`.
-   It has, where a gradient is needed, the result of the number in `positions`, and None elsewhere.
-   Return the key under which to store a program where there is none, and None where the call cannot
-   be replayed: where the gradients will be differentiated, and under transforms and modes. */
-static PyObject *replay_gradients(Replay *self, PyObject *const *args, Py_ssize_t nargs) {
-    PyObject *values[MAX_ARGS];
-    Py_ssize_t count = 0;
-    if (nargs != 5 || !PyTuple_Check(args[3]) || !PyTuple_Check(args[4]))
-        return PyErr_Format(PyExc_TypeError, "gradients: expected tuples");
-    for (int i = 0; i < 3; i++)
-        if (!add_entries(values, &count, args[i])) Py_RETURN_NONE;
-    if (!returns(is_grad_enabled, Py_False) || !returns(transform, Py_None) ||
-        !returns(num_modes, NULL))
-        Py_RETURN_NONE;
-    PyObject *needed = args[3], *positions = args[4];
-    PyObject *results = replay_args(self, values, count, wanted_results(needed, positions));
-    if (!results) return NULL;
-    int is_tuple = PyTuple_Check(results);
-    if (PyBytes_CheckExact(results)) return results;
-    if (!is_tuple && !is_tensor(results)) {  /* such as NotImplemented */
-        Py_DECREF(results);
-        Py_RETURN_NONE;
-    }
-    Py_ssize_t size = PyTuple_GET_SIZE(needed);
-    PyObject *gradients = PyTuple_New(size);
-    for (Py_ssize_t i = 0; gradients && i < size; i++) {
-        PyObject *gradient = Py_None;
-        Py_ssize_t number = gradient_of_input(needed, positions, i);
-        if (number >= 0) gradient = is_tuple ? PyTuple_GetItem(results, number) : results;
-        if (!gradient) Py_CLEAR(gradients);
-        else PyTuple_SET_ITEM(gradients, i, Py_NewRef(gradient));
-    }
-    Py_DECREF(results);
-    return gradients;
-}
-
-static PyMethodDef replay_methods[] = {
-    {"gradients", (PyCFunction)(void (*)(void))replay_gradients, METH_FASTCALL,
-     "gradients(grads, saved, options, needed, positions): the gradients, a key, or None."},
-    {NULL}};
 
 static void replay_dealloc(Replay *self) {
     Py_XDECREF(self->programs);
@@ -449,7 +366,6 @@ static PyTypeObject replay_type = {
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
     .tp_vectorcall_offset = offsetof(Replay, call),
     .tp_call = PyVectorcall_Call,
-    .tp_methods = replay_methods,
     .tp_doc = "Replay(programs, by_identity): calls of an op, served by recorded programs.",
     .tp_new = replay_new,
     .tp_dealloc = (destructor)replay_dealloc,

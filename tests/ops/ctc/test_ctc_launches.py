@@ -61,7 +61,7 @@ def test_a_call_is_launches_alone(
         options = (S, 0, from_logits, "mean", False)
         value, losses, saved = launch.ctc_loss(logits, *targets, lengths, *options, True)
         inputs = (logits, *targets, lengths, losses, saved)
-        launch.ctc_gradient(value, *inputs, S, 0, from_logits, "mean")
+        launch.ctc_gradient(value, *inputs, None, S, 0, from_logits, "mean")
         launch.ctc_loss(logits, *targets, lengths, *options, False)
         launch_align.ctc_align(logits, *targets, lengths, S, 0, from_logits)
     assert set(operations.names) <= REPLAYABLE
@@ -78,7 +78,7 @@ def test_the_launches_of_a_small_batch(launched: list[Launch]) -> None:
     forward = ["ctc_normalize", "ctc_forward_scan", "ctc_forward_scan", "ctc_loss"]
     assert names(launched) == forward
     launched.clear()
-    launch.ctc_gradient(value, logits, *targets, losses, saved, 10, 0, True, "mean")
+    launch.ctc_gradient(value, logits, *targets, losses, saved, None, 10, 0, True, "mean")
     assert names(launched) == ["ctc_posterior_scan", "ctc_posterior_scan", "ctc_lane_gradient"]
     launched.clear()
     launch_align.ctc_align(logits, *targets, 10, 0, True)
@@ -100,8 +100,8 @@ def test_priors_and_a_star_make_no_copy_of_the_logits(
     with Operations() as operations:
         options = (S, 0, from_logits, "mean", False, True)
         value, losses, saved = launch.ctc_loss(logits, *targets, *options, *scores)
-        inputs = (logits, *targets, losses, saved, S, 0, from_logits, "mean")
-        launch.ctc_gradient(value, *inputs, *scores)
+        inputs = (logits, *targets, losses, saved, scores[0], S, 0, from_logits, "mean")
+        launch.ctc_gradient(value, *inputs, *scores[1:])
         launch_align.ctc_align(logits, *targets, S, 0, from_logits, *scores)
     assert set(operations.names) <= REPLAYABLE
     assert saved.shape == saved_shape((50, 4, C + 1), S, from_logits, True, "gpu")

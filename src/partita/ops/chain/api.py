@@ -11,10 +11,9 @@ from ...primitives.semiring import Log, Max, Semiring
 from ...runtime import checks
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
-from ...runtime.known_calls import KnownCalls
 from ...runtime.lengths import lengths_on_device
 from . import autograd, functional
-from .eager import eager_partition
+from .eager import eager_logz
 from .edges import edges_from_states
 from .inputs import (
     ChainTensors,
@@ -26,8 +25,6 @@ from .inputs import (
     scalar,
 )
 from .results import ChainSample, ViterbiPath
-
-_known_logz = KnownCalls("logz")  # the dtype of log Z
 
 
 class Chain:
@@ -106,7 +103,7 @@ class Chain:
             >>> partita.Chain(torch.zeros(2, 1, 2, 2), partita.dense_source(2)).logz(partita.Max)
             tensor([0.])
         """
-        return autograd.partition(self._tensors(semiring), semiring)
+        return functional.partition(self._tensors(semiring), semiring)
 
     def marginals(self) -> Tensor:
         """Return the posterior probability of each edge, `[T, N, C, K]`, zero past the lengths.
@@ -388,11 +385,8 @@ def logz(
         >>> logz(torch.zeros(3, 1, 2, 2), dense_source(2), semiring=Log)  # log 16; the default
         tensor([2.7726])
     """
-    if semiring is not Log or lengths is not None or initial is None or final is None:
-        return Chain(scores, source, initial, final, lengths=lengths).logz(semiring)
-    known = _known_logz.find(scores, source, initial, final)
-    if type(known) is tuple:
-        return eager_partition(scores, source, initial, final, *known)
-    value = Chain(scores, source, initial, final).logz()
-    _known_logz.store(known, (acc_dtype(scores.dtype),))
-    return value
+    if semiring is Log and lengths is None:
+        value = eager_logz.find(scores, source, initial, final, None, True, "auto")
+        if value is not None:
+            return value
+    return Chain(scores, source, initial, final, lengths=lengths).logz(semiring)

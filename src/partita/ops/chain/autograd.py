@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...primitives.semiring import Log, Max, Semiring, differentiable
+from ...primitives.semiring import Semiring
 from ...runtime import checks, register
 from ...runtime.autograd import (
     apply,
@@ -25,7 +25,6 @@ from ...runtime.autograd import (
     without_wrappers,
 )
 from ...runtime.backend import current_backend
-from ...runtime.dtypes import acc_dtype
 from . import fakes, reference
 from .backends import BACKENDS
 from .inputs import ChainTensors
@@ -56,8 +55,7 @@ logz: register.Op = register.define(
     by_identity=("source",),
 )
 rounded_logz: register.Op = register.define(
-    f"chain_rounded_logz({_CHAIN}, bool save, ScalarType dtype, str backend)"
-    " -> (Tensor, Tensor, Tensor)",
+    f"chain_rounded_logz({_CHAIN}, bool save, str backend) -> (Tensor, Tensor, Tensor)",
     fakes.fake_rounded_logz,
     check=check_values,
     fake_by_backend=True,
@@ -78,7 +76,7 @@ logz_gradient: register.Op = register.define(
 
 def _gradient_arguments(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Any:
     """Return the arguments of `logz_gradient` after a call of `logz` or of `rounded_logz`."""
-    (scores, source, initial, final, lengths, save), backend = args[:6], args[-1]
+    scores, source, initial, final, lengths, save, backend = args
     if not save:
         return None
     *_, logz, saved = results
@@ -133,28 +131,24 @@ expectation_gradient: register.Op = register.define(
 )
 
 
-def _logz_backward(ctx: Any, grad_output: Tensor | None, num_options: int) -> tuple[Any, ...]:
-    """Return the gradients of the five tensors of a chain from the gradient of log Z.
-
-    None follows for each of the options.
-    """
+def _logz_backward(ctx: Any, grad_output: Tensor | None) -> tuple[Any, ...]:
+    """Return the gradients of the five tensors of a chain and of two options from that of log Z."""
     if grad_output is None:
-        return (None,) * (5 + num_options)
-    saved = ctx.saved_tensors
-    found = register.eager_gradients(ctx, (grad_output,), saved, (0, None, 1, 2))
-    if found is not None:
-        return found
-    return *logz_gradients(ctx, grad_output, saved), *(None,) * num_options
+        return (None,) * 7
+    d_scores, d_initial, d_final = logz_gradients(grad_output, ctx.saved_tensors, ctx.backend)
+    return d_scores, None, d_initial, d_final, None, None, None
 
 
-def logz_gradients(ctx: Any, grad_output: Tensor, saved: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the gradients of the five tensors of a chain without a replay."""
+def logz_gradients(
+    grad_output: Tensor, saved: tuple[Any, ...], backend: str
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients in scores, initial and final, which may be differentiated again."""
     scores, initial, final, source, lengths, *rest = without_wrappers(saved)
     variables = (scores, initial, final)
     tensors = (*variables, source, lengths, *rest)
     if not is_double_backward(grad_output, *variables):
         op = for_gradients(logz_gradient, grad_output)
-        grads = op(grad_output, *tensors, scores.dtype, ctx.backend)
+        grads = op(grad_output, *tensors, scores.dtype, backend)
     elif is_vmapped() or is_batched_gradient(grad_output):
         # PyTorch loses the derivative of a function that is applied to batched gradients.
         grads = double_backward(
@@ -164,9 +158,8 @@ def logz_gradients(ctx: Any, grad_output: Tensor, saved: tuple[Any, ...]) -> tup
             grad_output.double(),
         )
     else:
-        grads = apply(Marginals, grad_output.double(), *tensors, scores.dtype, ctx.backend)
-    d_scores, d_initial, d_final = grads
-    return d_scores, None, d_initial, d_final, None
+        grads = apply(Marginals, grad_output.double(), *tensors, scores.dtype, backend)
+    return grads
 
 
 class LogZ(torch.autograd.Function):
@@ -191,18 +184,17 @@ class LogZ(torch.autograd.Function):
         scores, source, initial, final, lengths, _, ctx.backend = inputs
         logz, saved = output
         ctx.mark_non_differentiable(saved)
-        is_plain = logz_gradient.serve_backward(ctx, scores.dtype, ctx.backend)
         # Zeros for the gradient of `saved` would take as much memory as `saved`.
-        skip_unused_gradients(ctx, is_plain)
+        skip_unused_gradients(ctx)
         ctx.save_for_backward(scores, initial, final, source, lengths, logz, saved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return _logz_backward(ctx, grads[0], 2)
+        return _logz_backward(ctx, grads[0])
 
 
 class RoundedLogZ(torch.autograd.Function):
-    """Log Z of each chain in a dtype, `[N]`; its gradient is the marginals."""
+    """Log Z of each chain in the dtype of results, `[N]`; its gradient is the marginals."""
 
     generate_vmap_rule = True
 
@@ -214,22 +206,21 @@ class RoundedLogZ(torch.autograd.Function):
         final: Tensor,
         lengths: Tensor | None,
         save: bool,
-        dtype: torch.dtype,
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return rounded_logz(scores, source, initial, final, lengths, save, dtype, backend)
+        return rounded_logz(scores, source, initial, final, lengths, save, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        scores, source, initial, final, lengths, *_, ctx.backend = inputs
+        scores, source, initial, final, lengths, _, ctx.backend = inputs
         _, logz, saved = output
         ctx.mark_non_differentiable(logz, saved)
-        skip_unused_gradients(ctx, logz_gradient.serve_backward(ctx, scores.dtype, ctx.backend))
+        skip_unused_gradients(ctx)
         ctx.save_for_backward(scores, initial, final, source, lengths, logz, saved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return _logz_backward(ctx, grads[0], 3)
+        return _logz_backward(ctx, grads[0])
 
 
 class Marginals(torch.autograd.Function):
@@ -418,28 +409,3 @@ def scan_inputs(chain: ChainTensors, semiring: Semiring, name: str) -> reference
     if not torch.compiler.is_compiling():
         check_values(*chain)
     return reference.chain_inputs(*chain, semiring)
-
-
-def log_partition(chain: ChainTensors) -> Tensor:
-    """Return log Z, `[N]` fp64, of which differences may be formed."""
-    save, backend = chain_needs_gradient(chain), current_backend()
-    if calls_op(save, chain.scores, chain.initial, chain.final):
-        return logz(*chain, save, backend)[0]
-    return apply(LogZ, *chain, save, backend)[0]
-
-
-def partition(chain: ChainTensors, semiring: Semiring) -> Tensor:
-    """Return the sum over all paths under a semiring in the dtype of results, `[N]`."""
-    dtype = acc_dtype(chain.scores.dtype)
-    if semiring not in (Log, Max):
-        inputs = scan_inputs(chain, semiring, "this semiring")
-        return reference.log_partition(inputs, differentiable(semiring)).to(dtype)
-    save, backend = chain_needs_gradient(chain), current_backend()
-    is_direct = calls_op(save, chain.scores, chain.initial, chain.final)
-    if semiring == Max:
-        if is_direct:
-            return viterbi(*chain, save, backend)[0]
-        return apply(BestScore, *chain, save, backend)[0]
-    if is_direct:
-        return rounded_logz(*chain, save, dtype, backend)[0]
-    return apply(RoundedLogZ, *chain, save, dtype, backend)[0]

@@ -47,10 +47,9 @@ def fake_rounded_logz(
     final: Tensor,
     lengths: Tensor | None,
     save: bool,
-    dtype: torch.dtype,
     served_by: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rounded = scores.new_empty(scores.shape[1], dtype=dtype)
+    rounded = scores.new_empty(scores.shape[1], dtype=acc_dtype(scores.dtype))
     return rounded, *fake_logz(scores, source, initial, final, lengths, save, served_by)
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from ...runtime import checks
 from ...runtime.autograd import (
     apply,
-    apply_eager,
     autocast_dtype,
     check_inplace,
     needs_no_derivative,
@@ -20,15 +19,18 @@ from ...runtime.autograd import (
 from ...runtime.backend import current_backend, resolve
 from ...runtime.checks import REDUCTIONS
 from ...runtime.known_calls import KnownCalls
+from ...runtime.register import PLAIN
 from .autograd import (
+    CrossEntropyInPlace,
     CrossEntropyOnePass,
     CrossEntropyOptions,
-    TokenStatsFunction,
     cross_entropy_of_rows,
     cross_entropy_reduced_op,
+    eager_loss,
     token_stats_op,
 )
 from .native import native_cross_entropy
+from .token_stats import EagerTokenStats, TokenStatsFunction, eager_token_stats
 
 # The options of calls that take one pass over logits and labels, and those of `token_stats`.
 _known_losses, _known_statistics = KnownCalls("cross_entropy"), KnownCalls("token_stats")
@@ -95,7 +97,9 @@ def cross_entropy(
     numbers = ignore_index, label_smoothing, softcap, z_loss
     known = _known_losses.find(input, target, weight, reduction, inplace, *numbers)
     if type(known) is CrossEntropyOptions:
-        return apply_eager(CrossEntropyOnePass, input, target, None, None, known, False)
+        loss = eager_loss(input, target, None, None, *known)
+        if loss is not None:
+            return loss
     check_inputs(input, target, weight, ignore_index, softcap)
     if reduction not in REDUCTIONS:
         checks.choice("reduction", reduction, REDUCTIONS)
@@ -179,7 +183,9 @@ def token_stats(
     """
     known = _known_statistics.find(logits, target, temperature, softcap, ignore_index)
     if type(known) is tuple:
-        return TokenStats(*apply_eager(TokenStatsFunction, logits, target, *known)[:4])
+        values = eager_token_stats(logits, target, *known, "auto")
+        if values is not None:
+            return TokenStats(*values)
     checks.floating("logits", logits)
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(
@@ -198,10 +204,13 @@ def token_stats(
     if target is None:
         ignore_index = -100  # no row is ignored
     options = float(temperature), float(softcap or 0.0), ignore_index, current_backend()
+    if target is not None:
+        _known_statistics.store(known, options[:-1])
     if needs_no_derivative(logits):
         fields = token_stats_op(logits, target, *options)
+    elif target is not None and type(logits) in PLAIN and plain_eager():
+        fields = EagerTokenStats.run(logits, target, *options)
     else:
-        _known_statistics.store(known, options)
         fields = apply(TokenStatsFunction, logits, target, *options)
     return TokenStats(*fields[:4])
 
@@ -290,9 +299,11 @@ def loss_of_batch(
         if others_need_grad:
             raise RuntimeError("inplace: expected targets and class weights that need no gradient")
     is_one_pass = reduction != "none" and logits.dtype != torch.float16 and not others_need_grad
-    if is_one_pass and (inplace or has_one_pass(logits, options)):
-        _known_losses.store(key, options)
-        return apply(CrossEntropyOnePass, logits, target, weight, None, options, inplace)
+    if is_one_pass and inplace:
+        return apply(CrossEntropyInPlace, logits, target, weight, options)
+    if is_one_pass and has_one_pass(logits, options):
+        _known_losses.store(key, options._replace(backend="auto"))
+        return CrossEntropyOnePass.run(logits, target, weight, None, *options)
     if inplace:
         # The version changes before the logits are saved, so that only this backward pass may
         # read them.

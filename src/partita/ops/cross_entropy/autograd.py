@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +21,9 @@ from ...runtime.autograd import (
     needs_no_derivative,
     plain_eager,
     saved_tensors,
-    without_wrappers,
 )
 from ...runtime.dtypes import acc_dtype
+from ...runtime.eager import EagerCall, EagerFunction
 from . import reference
 from .backends import BACKENDS
 from .common import RowLosses, TokenStatsRows, mean_denominators
@@ -222,11 +223,50 @@ class CrossEntropyRows(torch.autograd.Function):
         return grad_logits, grad_target, grad_weight, None, None, None, None, None
 
 
-class CrossEntropyOnePass(torch.autograd.Function):
+class CrossEntropyOnePass(EagerFunction):
     """The reduced loss, with its gradient computed in the forward pass.
 
     It is for eager code only, because it stores that gradient until the first backward pass. A
     denominator, `[]`, divides a sum before the gradient is rounded.
+    """
+
+    op = cross_entropy_one_pass_op
+    inputs = (0,)
+    saved = (0, 1, 2, 3)
+    attribute = 1
+    materializes = False
+
+    @staticmethod
+    def options(args: tuple[Any, ...], needed: Sequence[bool]) -> tuple[Any, ...]:
+        return args[4:]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        (grad,) = grads
+        if grad is None:
+            return None, None
+        options = CrossEntropyOptions._make(ctx.link.options)
+        if torch.is_grad_enabled():
+            logits, target, weight, denominator = ctx.saved_tensors
+            if denominator is not None:
+                grad = (grad / denominator).to(grad.dtype)
+            return _differentiable_gradient(grad, logits, target, weight, options), None
+        gradient, is_batched = ctx.result, is_batched_gradient(grad)
+        if not is_batched:
+            ctx.result = None
+        if gradient is None:
+            gradient = cross_entropy_one_pass_op(*ctx.saved_tensors, *options)[1]
+        if is_batched:
+            ctx.result = gradient
+            return scaled_by_batch(gradient, grad), None
+        scale_by_upstream(gradient, grad, options.backend)
+        return gradient, None
+
+
+class CrossEntropyInPlace(torch.autograd.Function):
+    """The reduced loss, with its gradient written over the logits in the forward pass.
+
+    It is for eager code only, and it serves one backward pass.
     """
 
     @staticmethod
@@ -235,52 +275,38 @@ class CrossEntropyOnePass(torch.autograd.Function):
         logits: Tensor,
         target: Tensor,
         weight: Tensor | None,
-        denominator: Tensor | None,
         options: CrossEntropyOptions,
-        inplace: bool,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        head = (logits, target, weight, denominator)
-        ctx.options, ctx.inplace = options, inplace
-        if inplace:
-            loss = cross_entropy_one_pass_inplace_op(*head, *options)
-            torch.autograd.graph.increment_version(logits)
-            ctx.gradient, ctx.version = logits.detach(), logits._version
-        else:
-            ctx.save_for_backward(*head)
-            loss, ctx.gradient = cross_entropy_one_pass_op(*head, *options)
+        loss: Tensor = cross_entropy_one_pass_inplace_op(logits, target, weight, None, *options)
+        torch.autograd.graph.increment_version(logits)
+        ctx.gradient, ctx.version, ctx.backend = logits.detach(), logits._version, options.backend
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         (grad,) = grads
         if grad is None:
-            return None, None, None, None, None, None
-        if ctx.inplace and (torch.is_grad_enabled() or ctx.gradient is None):
+            return None, None, None, None
+        gradient = ctx.gradient
+        if torch.is_grad_enabled() or gradient is None:
             raise RuntimeError(
                 "inplace=True wrote the gradient over the logits: it serves one backward pass and"
                 " no second derivative"
             )
-        if ctx.inplace and ctx.gradient._version != ctx.version:
+        if gradient._version != ctx.version:
             raise RuntimeError(
                 "inplace=True wrote the gradient over the logits, and that memory has been written"
                 " to since: there is no gradient any more"
             )
-        if torch.is_grad_enabled():
-            logits, target, weight, denominator = ctx.saved_tensors
-            if denominator is not None:
-                grad = (grad / denominator).to(grad.dtype)
-            dlogits = _differentiable_gradient(grad, logits, target, weight, ctx.options)
-            return dlogits, *(None,) * 5
         if is_batched_gradient(grad):
-            if ctx.gradient is None:
-                ctx.gradient = cross_entropy_one_pass_op(*ctx.saved_tensors, *ctx.options)[1]
-            return scaled_by_batch(ctx.gradient, grad), *(None,) * 5
-        gradient, ctx.gradient = ctx.gradient, None
-        if gradient is None:
-            gradient = cross_entropy_one_pass_op(*ctx.saved_tensors, *ctx.options)[1]
-        scale_by_upstream(gradient, grad, ctx.options.backend)
-        return gradient, None, None, None, None, None
+            return scaled_by_batch(gradient, grad), None, None, None
+        ctx.gradient = None
+        scale_by_upstream(gradient, grad, ctx.backend)
+        return gradient, None, None, None
+
+
+eager_loss = EagerCall(cross_entropy_one_pass_op, CrossEntropyOnePass)
 
 
 def _differentiable_gradient(
@@ -382,60 +408,3 @@ token_stats_backward_op: register.Op = register.define(
     vmap=lambda *batch: all_at_once(token_stats_backward_op, *batch),
     backends=BACKENDS,
 )
-
-
-class TokenStatsFunction(torch.autograd.Function):
-    """The fields of `TokenStatsRows`, differentiable in the first three.
-
-    Without a target, the arg-max is the target of the backward pass; then the caller passes an
-    `ignore_index` that is no class.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        logits: Tensor,
-        target: Tensor | None,
-        temperature: float,
-        softcap: float,
-        ignore_index: int,
-        backend: str,
-    ) -> tuple[Tensor, ...]:
-        return token_stats_op(logits, target, temperature, softcap, ignore_index, backend)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        logits, target, *ctx.options = inputs
-        _, _, entropy, argmax, maximum, sumexp = output
-        if token_stats_backward_op.serve_backward(ctx, *ctx.options):
-            ctx.set_materialize_grads(False)  # Zeros for unused fields would cost a launch each.
-        ctx.mark_non_differentiable(argmax, maximum, sumexp)
-        target = argmax if target is None else target
-        ctx.save_for_backward(logits, target, maximum, sumexp, entropy)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
-        found = register.eager_gradients(ctx, grads[:3], saved, (0,))
-        if found is not None:
-            return found
-        *options, backend = ctx.options
-        tensors = without_wrappers(saved)
-        grad_logprob, *others = grads[:3]
-        if grad_logprob is None:
-            grad_logprob = torch.zeros_like(tensors[4])
-        op = for_gradients(token_stats_backward_op, grad_logprob, *others)
-        if not is_double_backward():
-            dlogits = op(grad_logprob, *others, *tensors, *options, backend)
-            return dlogits, None, None, None, None, None
-        others = [torch.zeros_like(grad_logprob) if grad is None else grad for grad in others]
-        dlogits = first_derivative(
-            lambda *tensors: op(*tensors, *options, backend),
-            lambda *tensors: reference.token_stats_gradient(*tensors, *options),
-            4,
-            grad_logprob,
-            *others,
-            *tensors,
-        )
-        return dlogits, None, None, None, None, None

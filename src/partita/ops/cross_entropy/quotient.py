@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import apply, plain_eager
+from ...runtime.autograd import plain_eager
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from .api import check_inputs, has_one_pass, loss_of_batch
@@ -50,4 +50,4 @@ def cross_entropy_over(
         return loss_of_batch(input, target, None, options, "sum", False) / denominator
     if not isinstance(denominator, Tensor):
         denominator = torch.full((), denominator, dtype=dtype, device=input.device)
-    return apply(CrossEntropyOnePass, input, target, None, denominator, options, False)
+    return CrossEntropyOnePass.run(input, target, None, denominator, *options)

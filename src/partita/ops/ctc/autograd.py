@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ...runtime.autograd import (
     without_wrappers,
 )
 from ...runtime.dtypes import acc_dtype
+from ...runtime.eager import EagerCall, EagerFunction
 from . import reference
 from .backends import BACKENDS
 from .common import PackedTargets, ScoreOptions, padded_targets
@@ -116,8 +118,8 @@ loss: register.Op = register.define(
 )
 gradient: register.Op = register.define(
     f"ctc_gradient(Tensor grad, Tensor logits, {_TARGETS}, Tensor losses, Tensor saved,"
-    f" SymInt max_target_len, int blank, bool from_logits, str reduction, {_SCORES}, str backend)"
-    " -> Tensor",
+    " Tensor? label_priors, SymInt max_target_len, int blank, bool from_logits, str reduction,"
+    " float prior_scale, int? star, str backend) -> Tensor",
     lambda grad, logits, *rest: torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),
     vmap=lambda *batch: one_by_one(gradient, *batch),
     backends=BACKENDS,
@@ -131,8 +133,9 @@ def _gradient_arguments(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> A
     if not save:
         return None
     value, losses, saved = results
-    options = (max_target_len, blank, from_logits, reduction, *args[11:])
-    return register.usual_grad_output(value), *tensors, losses, saved, *options
+    label_priors, *scores = args[11:]
+    options = (max_target_len, blank, from_logits, reduction, *scores)
+    return register.usual_grad_output(value), *tensors, losses, saved, label_priors, *options
 
 
 loss.precedes(gradient, _gradient_arguments)
@@ -185,62 +188,48 @@ class CTCLossFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        tensors, ctx.options = inputs[:5], inputs[5:9]
         label_priors, *scores = inputs[11:]
+        ctx.options = (*inputs[5:9], *scores)
         ctx.mark_non_differentiable(*output[1:])
-        skip_unused_gradients(ctx, gradient.serve_backward(ctx, *scores))
-        ctx.save_for_backward(*tensors, *output[1:], label_priors)
+        skip_unused_gradients(ctx)
+        ctx.save_for_backward(*inputs[:5], *output[1:], label_priors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return _loss_gradients(ctx, grads[0])
+        if grads[0] is None:
+            return (None,) * 15
+        return _loss_gradient(grads[0], ctx.saved_tensors, ctx.options), *(None,) * 14
 
 
-class EagerCTCLoss(torch.autograd.Function):
-    """The CTC loss after its reduction, in plain eager mode, with a graph of gradients.
+class EagerCTCLoss(EagerFunction):
+    """The CTC loss after its reduction, in plain eager mode."""
 
-    A forward pass that has the context takes the host less time, because what the gradient needs is
-    no output. Compilers and function transforms need `CTCLossFunction`, which has the arguments.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        value: Tensor
-        value, losses, saved = loss.eager(*args)
-        label_priors, *scores = args[11:]
-        ctx.save_for_backward(*args[:5], losses, saved, label_priors)
-        ctx.options = args[5:9]
-        ctx.set_materialize_grads(False)
-        gradient.serve_eager_backward(ctx, *scores)
-        return value
+    op, gradient = loss, gradient
+    inputs = (0,)
+    saved = (0, 1, 2, 3, 4, ~1, ~2, 11)
+    save_flag = 10
+    materializes = False
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return _loss_gradients(ctx, grads[0])
+    def options(args: tuple[Any, ...], needed: Sequence[bool]) -> tuple[Any, ...]:
+        return *args[5:9], *args[12:]
+
+    @staticmethod
+    def differentiate(ctx: Any, grads: tuple[Any, ...], saved: tuple[Any, ...]) -> Any:
+        return _loss_gradient(grads[0], saved, ctx.link.options)
 
 
-def _loss_gradients(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-    """Return the gradients of all inputs of the loss from that of its result."""
-    if grad is None:
-        return (None,) * 15
-    *saved, label_priors = ctx.saved_tensors
-    tensors = (*saved, *ctx.options, label_priors)
-    found = register.eager_gradients(ctx, (grad,), tensors, (0,))
-    if found is not None:
-        return found
-    op, options, scores = for_gradients(gradient, grad), ctx.options, ctx.gradient_options
+eager_loss, eager_align = EagerCall(loss, EagerCTCLoss), EagerCall(align)
 
-    def in_order(*tensors: Any) -> tuple[Any, ...]:
-        *others, label_priors = tensors
-        return *others, *options, label_priors, *scores[:2]
 
-    tensors = (grad, *without_wrappers((*saved, label_priors)))
+def _loss_gradient(grad: Tensor, saved: tuple[Any, ...], options: tuple[Any, ...]) -> Tensor:
+    """Return the gradient in the logits, which may be differentiated again."""
+    op, tensors = for_gradients(gradient, grad), (grad, *without_wrappers(saved))
     if not is_double_backward():
-        return op(*in_order(*tensors), scores[2]), *(None,) * 14
-    result = first_derivative(
-        lambda *tensors: op(*in_order(*tensors), scores[2]),
-        lambda *tensors: reference.ctc_gradient(*in_order(*tensors)),
+        return op(*tensors, *options)
+    return first_derivative(
+        lambda *tensors: op(*tensors, *options),
+        lambda *tensors: reference.ctc_gradient(*tensors, *options[:-1]),
         2,
         *tensors,
     )
-    return result, *(None,) * 14

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from ...runtime.autograd import (
     for_gradients,
     is_double_backward,
     one_by_one,
-    saved_tensors,
     skip_unused_gradients,
+    without_wrappers,
 )
 from ...runtime.dtypes import acc_dtype
+from ...runtime.eager import EagerCall, EagerFunction
 from ..chain import autograd as _chain
 from ..ctc.common import reduce_over_lengths
 from .backends import BACKENDS
@@ -183,35 +185,61 @@ class CRFLossFunction(torch.autograd.Function):
         ctx.state_len, ctx.reduction, _, ctx.backend = inputs[6:]
         ctx.mark_non_differentiable(*output[1:])
         skip_unused_gradients(ctx)
-        ctx.save_for_backward(*inputs[:5], *output[1:])
+        scores, source, lattice_source, targets, target_lengths = inputs[:5]
+        ctx.save_for_backward(scores, source, target_lengths, *output[1:], lattice_source, targets)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grad = grads[0]
-        if grad is None:
+        if grads[0] is None:
             return (None,) * 10
-        scores, source, lattice_source, targets, target_lengths, *results = saved_tensors(ctx)
-        op, reduction, backend = for_gradients(gradient, grad), ctx.reduction, ctx.backend
-        if not is_double_backward():
-            tensors = (grad, scores, source, target_lengths, *results)
-            return op(*tensors, reduction, backend), *(None,) * 9
-        options: tuple[Any, ...] = (ctx.state_len, reduction, backend)
+        saved, options = ctx.saved_tensors, (ctx.state_len, ctx.reduction, ctx.backend)
+        return _loss_gradient(grads[0], saved, options), *(None,) * 9
 
-        # All tensors are arguments, because a transform may end before the second derivative.
-        def kernel(grad: Tensor, scores: Tensor, *others: Tensor) -> Tensor:
-            source, _, _, target_lengths, *results = others
-            return op(grad, scores, source, target_lengths, *results, reduction, backend)
 
-        def gradient_of_loss(grad: Tensor, scores: Tensor, *others: Tensor) -> Tensor:
-            sequences: tuple[Any, ...] = (*others[:4], others[-1])
+class EagerCRFLoss(EagerFunction):
+    """The CTC-CRF loss after its reduction, in plain eager mode."""
 
-            def loss(scores: Tensor) -> Tensor:
-                return loss_of_chains(scores, *sequences, *options).to(grad.dtype)
+    op, gradient = loss, gradient
+    inputs = (0,)
+    # The gradient of the gradient needs the last two.
+    saved, num_tensors = (0, 1, 4, ~1, ~2, ~3, ~4, ~5, ~6, 2, 3), 9
+    save_flag = 8
+    materializes = False
 
-            (result,) = double_backward(loss, [scores], [True], grad)
-            assert result is not None
-            return result
+    @staticmethod
+    def options(args: tuple[Any, ...], needed: Sequence[bool]) -> tuple[Any, ...]:
+        return args[7], args[9]
 
-        others = (source, lattice_source, targets, target_lengths, *results)
-        result = first_derivative(kernel, gradient_of_loss, 2, grad, scores, *others)
-        return result, *(None,) * 9
+    @staticmethod
+    def differentiate(ctx: Any, grads: tuple[Any, ...], saved: tuple[Any, ...]) -> Any:
+        *_, state_len, reduction, _, backend = ctx.link.constants
+        return _loss_gradient(grads[0], saved, (state_len, reduction, backend))
+
+
+eager_loss = EagerCall(loss, EagerCRFLoss)
+
+
+def _loss_gradient(grad: Tensor, saved: tuple[Any, ...], options: tuple[int, str, str]) -> Tensor:
+    """Return the gradient in the scores, which may be differentiated again."""
+    op, (_, reduction, backend) = for_gradients(gradient, grad), options
+    scores, *others = without_wrappers(saved)
+
+    # All tensors are arguments, because a transform may end before the second derivative.
+    def kernel(grad: Tensor, scores: Tensor, *others: Tensor) -> Tensor:
+        *tensors, _, _ = others
+        return op(grad, scores, *tensors, reduction, backend)
+
+    def gradient_of_loss(grad: Tensor, scores: Tensor, *others: Tensor) -> Tensor:
+        source, target_lengths, *_, lengths, lattice_source, targets = others
+        sequences = (source, lattice_source, targets, target_lengths, lengths)
+
+        def loss(scores: Tensor) -> Tensor:
+            return loss_of_chains(scores, *sequences, *options).to(grad.dtype)
+
+        (result,) = double_backward(loss, [scores], [True], grad)
+        assert result is not None
+        return result
+
+    if not is_double_backward():
+        return kernel(grad, scores, *others)
+    return first_derivative(kernel, gradient_of_loss, 2, grad, scores, *others)

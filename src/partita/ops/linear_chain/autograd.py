@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...runtime import checks, register
 from ...runtime.autograd import apply, double_backward, is_double_backward
+from ...runtime.eager import EagerCall, EagerFunction
 from . import fakes, reference_tangent
 from .backends import BACKENDS
 from .inputs import scalar
@@ -110,7 +111,6 @@ class LogZ(torch.autograd.Function):
         # Zeros for the gradient of `saved` would take as much memory as `saved`.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, fp64, saved)
-        logz_gradient.serve_backward(ctx, False, ctx.backend)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -122,54 +122,42 @@ class LogZ(torch.autograd.Function):
         else:
             grad_output = fp64 + rounded
         assert grad_output is not None
-        saved = (*ctx.saved_tensors, ctx.needs_input_grad[1])
-        found = register.eager_gradients(ctx, (grad_output,), saved, (0, 1, 2, 3))
-        if found is not None:
-            return found
-        return *_logz_gradients(ctx, grad_output, *saved, False, ctx.backend), None, None, None
+        options = ctx.needs_input_grad[1], False, ctx.backend
+        results = _logz_gradients(grad_output, *ctx.saved_tensors, *options)
+        needed = zip(results, ctx.needs_input_grad, strict=False)
+        return *(grad if need else None for grad, need in needed), None, None, None
 
 
-def _logz_gradients(ctx: Any, grad_output: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-    """Return the gradients in emissions, transitions, start and end; None where none is needed."""
-    if is_double_backward():
-        results = apply(Marginals, grad_output, *args)
-    else:
-        results = logz_gradient(grad_output, *args)
-    needed = zip(results, ctx.needs_input_grad, strict=False)
-    return tuple(grad if need else None for grad, need in needed)
+def _logz_gradients(*args: Any) -> tuple[Tensor, ...]:
+    """Return the results of `logz_gradient`, which may be differentiated again."""
+    return apply(Marginals, *args) if is_double_backward() else logz_gradient(*args)
 
 
-class EagerLogZ(torch.autograd.Function):
-    """Log Z of each sequence in the dtype of results, `[N]`, in plain eager mode.
+class EagerLogZ(EagerFunction):
+    """Log Z of each sequence in the dtype of results, `[N]`, in plain eager mode."""
 
-    A forward pass that has the context takes the host less time, because what the gradient needs is
-    no output. Compilers and function transforms need `LogZ`.
-    """
+    op, gradient = logz, logz_gradient
+    inputs, gradients, values = (0, 1, 2, 3), (0, 1, 2, 3), (1,)
+    saved = (0, 1, 2, 3, 4, ~0, ~2)
+    save_flag = 5
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        emissions: Tensor,
-        transitions: Tensor,
-        start: Tensor | None,
-        end: Tensor | None,
-        lengths: Tensor | None,
-        backend: str,
-    ) -> Tensor:
-        chain = (emissions, transitions, start, end, lengths)
-        fp64, rounded, saved = logz.eager(*chain, True, backend)
-        ctx.save_for_backward(*chain, fp64, saved)
-        need_transitions = ctx.needs_input_grad[1]
-        logz_gradient.serve_eager_backward(ctx, need_transitions, False, backend)
-        return rounded
+    def options(args: tuple[Any, ...], needed: Sequence[bool]) -> tuple[Any, ...]:
+        need_transitions, per_sequence = needed[1], False
+        return need_transitions, per_sequence, args[-1]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
-        found = register.eager_gradients(ctx, grads, saved, (0, 1, 2, 3))
-        if found is not None:
-            return found
-        return *_logz_gradients(ctx, *grads, *saved, *ctx.gradient_options), None, None
+    def differentiate(ctx: Any, grads: tuple[Any, ...], saved: tuple[Any, ...]) -> Any:
+        return _logz_gradients(*grads, *saved, *ctx.link.options)
+
+
+class EagerExactLogZ(EagerLogZ):
+    """Log Z of each sequence, `[N]` fp64, in plain eager mode."""
+
+    values = (0,)
+
+
+eager_logz, eager_exact_logz = EagerCall(logz, EagerLogZ), EagerCall(logz, EagerExactLogZ)
 
 
 class Marginals(torch.autograd.Function):

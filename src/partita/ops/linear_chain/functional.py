@@ -12,7 +12,6 @@ from ...primitives.semiring import Log, Max, Semiring, differentiable
 from ...runtime import checks
 from ...runtime.autograd import (
     apply,
-    apply_eager,
     needs_no_derivative,
     plain_eager,
     refuse_forward_mode,
@@ -47,33 +46,28 @@ def _refuse_kernels(name: str) -> None:
         )
 
 
-def _log_partitions(chain: LinearChainTensors) -> tuple[Tensor, Tensor]:
-    """Return log Z in fp64 and in the dtype of results, `[N]` each."""
+def _log_partition(chain: LinearChainTensors, is_exact: bool) -> Tensor:
+    """Return log Z, `[N]`, in fp64 if it is exact and else in the dtype of results."""
+    backend = current_backend()
     if _needs_no_derivative(chain):
-        return autograd.logz(*chain, False, current_backend())[:2]
-    return apply(autograd.LogZ, *chain, _needs_gradient(chain), current_backend())[:2]
+        return autograd.logz(*chain, False, backend)[0 if is_exact else 1]
+    save = _needs_gradient(chain)
+    if save and type(chain.emissions) in PLAIN and plain_eager():
+        function = autograd.EagerExactLogZ if is_exact else autograd.EagerLogZ
+        return function.run(*chain, True, backend)
+    return apply(autograd.LogZ, *chain, save, backend)[0 if is_exact else 1]
 
 
 def log_partition(chain: LinearChainTensors) -> Tensor:
     """Return log Z, `[N]` fp64, of which differences may be formed."""
-    return _log_partitions(chain)[0]
-
-
-def _eager_partition(chain: LinearChainTensors) -> Tensor:
-    """Return log Z in the dtype of results, `[N]`, in plain eager mode."""
-    backend = current_backend()
-    if _needs_gradient(chain):
-        return apply_eager(autograd.EagerLogZ, *chain, backend)
-    refuse_forward_mode(*chain[:4])
-    return autograd.logz.eager(*chain, False, backend)[1]
+    value = autograd.eager_exact_logz.find(*chain, True, "auto")
+    return _log_partition(chain, is_exact=True) if value is None else value
 
 
 def partition(chain: LinearChainTensors, semiring: Semiring) -> Tensor:
     """Return the sum over all paths under a semiring in the dtype of results, `[N]`."""
-    if semiring is Log or semiring == Log:
-        if type(chain.emissions) in PLAIN and plain_eager():
-            return _eager_partition(chain)
-        return _log_partitions(chain)[1]
+    if semiring == Log:
+        return _log_partition(chain, is_exact=False)
     backend = current_backend()
     if semiring == Max:
         if _needs_no_derivative(chain):

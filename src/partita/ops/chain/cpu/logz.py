@@ -25,6 +25,7 @@ from ....primitives.cpu.batch import (
 )
 from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp
+from ....runtime.dtypes import acc_dtype
 from ....runtime.register import resolved
 from .steps import (
     add_source_values,
@@ -153,11 +154,10 @@ def chain_rounded_logz(
     final: Tensor,
     lengths: Tensor | None,
     save: bool,
-    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log Z in `dtype`, `[N]`, then the results of `chain_logz`."""
+    """Return log Z in the dtype of results, `[N]`, then the results of `chain_logz`."""
     logz, saved = chain_logz(scores, source, initial, final, lengths, save)
-    return logz.to(dtype, copy=True), logz, saved
+    return logz.to(acc_dtype(scores.dtype), copy=True), logz, saved
 
 
 def chain_gradient(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import launch, tl_acc_dtype
 from .edge_table import directed_edges, edge_table
 from .plan import (
@@ -46,10 +47,9 @@ def chain_rounded_logz(
     final: Tensor,
     lengths: Tensor | None,
     save: bool,
-    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log Z in `dtype`, `[N]`, then the results of `chain_logz`."""
-    rounded = torch.empty(scores.shape[1], dtype=dtype, device=scores.device)
+    """Return log Z in the dtype of results, `[N]`, then the results of `chain_logz`."""
+    rounded = torch.empty(scores.shape[1], dtype=acc_dtype(scores.dtype), device=scores.device)
     return rounded, *_logz(scores, source, initial, final, lengths, save, rounded)
 
 

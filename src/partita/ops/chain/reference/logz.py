@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ....primitives.semiring import Log, Max, Semiring, log_dsum
+from ....runtime.dtypes import acc_dtype
 
 
 class ChainInputs(NamedTuple):
@@ -150,11 +151,10 @@ def chain_rounded_logz(
     final: Tensor,
     lengths: Tensor | None,
     save: bool,
-    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log Z in `dtype`, `[N]`, then the results of `chain_logz`."""
+    """Return log Z in the dtype of results, `[N]`, then the results of `chain_logz`."""
     logz, saved = chain_logz(scores, source, initial, final, lengths, save)
-    return logz.to(dtype, copy=True), logz, saved
+    return logz.to(acc_dtype(scores.dtype), copy=True), logz, saved
 
 
 def chain_gradient(

@@ -234,11 +234,11 @@ def ctc_gradient(
     target_lengths: Tensor,
     losses: Tensor,
     saved: Tensor,
+    label_priors: Tensor | None,
     max_target_len: int,
     blank: int,
     from_logits: bool,
     reduction: str,
-    label_priors: Tensor | None = None,
     prior_scale: float = 1.0,
     star: int | None = None,
 ) -> Tensor:

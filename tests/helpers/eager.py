@@ -1,0 +1,149 @@
+"""Calls of plain eager mode that the C module serves on the CPU, with a driver of host memory."""
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.fake_driver import FakeDriver
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from partita.ops.chain import autograd as chain_ops
+from partita.ops.chain import eager as chain
+from partita.ops.cross_entropy import api as rows_api
+from partita.ops.cross_entropy import autograd as cross_entropy
+from partita.ops.cross_entropy import token_stats
+from partita.ops.ctc import api as ctc_api
+from partita.ops.ctc import autograd as ctc
+from partita.ops.ctc_crf import api as ctc_crf_api
+from partita.ops.ctc_crf import autograd as ctc_crf
+from partita.ops.linear_chain import autograd as linear_chain
+from partita.ops.linear_chain import inputs as linear_chain_inputs
+from partita.ops.linear_heads import loss as linear_loss
+from partita.runtime import caches, launcher
+from partita.runtime.eager import EagerCall, EagerFunction
+from partita.runtime.known_calls import KnownCalls
+from partita.runtime.register import Op
+
+MODULES = (chain, chain_ops, cross_entropy, token_stats, ctc, ctc_crf, linear_chain)
+DECIDING = (rows_api, ctc_api, ctc_crf_api, linear_chain_inputs, linear_loss)
+
+
+def found_in_modules(kind: type) -> list[Any]:
+    """Return the ops, the eager calls or the known calls of the families."""
+    found = {id(each): each for module in (*MODULES, *DECIDING) for each in vars(module).values()}
+    return [each for each in found.values() if isinstance(each, kind)]
+
+
+def eager_functions(base: type[EagerFunction] = EagerFunction) -> Iterator[type[EagerFunction]]:
+    for function in base.__subclasses__():
+        yield function
+        yield from eager_functions(function)
+
+
+def disconnect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo what connected the C module with ops and autograd functions, for the present test."""
+    for each in (*found_in_modules(Op), *found_in_modules(EagerCall)):
+        monkeypatch.setattr(each, "_replay", None)
+    for calls in found_in_modules(KnownCalls):
+        monkeypatch.setattr(calls, "_look_up", None)
+    for function in eager_functions():
+        if "forward" in vars(function):
+            monkeypatch.setattr(function, "forward", EagerFunction.forward)
+        backward: Any = function._backward_cls  # type: ignore[attr-defined]
+        if "apply" in vars(backward):
+            monkeypatch.setattr(backward, "apply", BackwardCFunction.apply)
+
+
+def as_bytes(tensor: Tensor) -> int:
+    """Return the bytes from the first element of a tensor to its last."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
+
+
+def maker(like: Tensor) -> Callable[[int], Tensor]:
+    """Return a function of an address that returns the tensor there, which lies as another does."""
+    size, stride, dtype, nbytes = like.shape, like.stride(), like.dtype, as_bytes(like)
+
+    def make(address: int) -> Tensor:
+        if not nbytes:
+            return torch.empty(size, dtype=dtype)
+        memory = (ctypes.c_char * nbytes).from_address(address)
+        return torch.frombuffer(memory, dtype=dtype).as_strided(size, stride)
+
+    return make
+
+
+def aligned(result: Tensor) -> Tensor:
+    """Return a copy in memory of PyTorch's, which has the alignment of a replay's results."""
+    return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype).copy_(result)
+
+
+class Served:
+    """Lets the C module serve ops on the CPU.
+
+    The program of a call is one launch of the function that serves the op on the CPU, which reads
+    the arguments and writes the results where the program says. `recorded` has the name of the op
+    of each call that Python served, and `replayed` that of each program that ran.
+    """
+
+    def __init__(self, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.driver = driver
+        self.recorded: list[str] = []
+        self.replayed: list[str] = []
+        disconnect(monkeypatch)
+        for function in eager_functions():  # what a test connects is undone after it
+            monkeypatch.setattr(function, "forward", function.forward)
+            backward: Any = function._backward_cls  # type: ignore[attr-defined]
+            monkeypatch.setattr(backward, "apply", backward.apply)
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        tables = functools.cache(lambda make, *args, device: make(*args, device=device))
+        monkeypatch.setattr(ctc_crf_api, "constant", tables)  # as on a GPU
+        monkeypatch.setattr(launcher, "module", lambda: driver.module)
+        monkeypatch.setattr(Op, "_record", lambda op, *call: self.record(op, *call))
+        caches.clear_caches()
+
+    def record(self, op: Op, key: bytes, args: tuple[Any, ...]) -> Any:
+        """Run an op, and store a program for calls with this key."""
+        name = op.dispatched.name().removeprefix("partita::")
+        self.recorded.append(name)
+        found = op.run(*args)
+        results = tuple(map(aligned, (found,) if isinstance(found, Tensor) else found))
+        tensors = {i: maker(arg) for i, arg in enumerate(args) if isinstance(arg, Tensor)}
+        outputs = [maker(result) for result in results]
+
+        def kernel(programs: int, *addresses: int) -> None:
+            self.replayed.append(name)
+            given = list(args)
+            for (i, make), address in zip(tensors.items(), addresses, strict=False):
+                given[i] = make(address)
+            found = op.run(*given)
+            new = (found,) if isinstance(found, Tensor) else found
+            for make, address, result in zip(outputs, addresses[len(tensors) :], new, strict=True):
+                make(address).copy_(result)
+
+        constants = {i: None if i in tensors else arg for i, arg in enumerate(args)}
+        args = tuple(constants.values())  # the program holds no tensor
+        parameters = tuple((i, "p") for i in range(len(tensors) + len(outputs)))
+        bound = self.driver.kernel(kernel, *parameters)
+        function, threads, shared, _ = bound.description
+        slots = (*tensors, *range(len(args), len(args) + len(outputs)))
+        cells = tuple((slot, 0) for slot in slots)
+        specs = tuple(
+            (tuple(result.shape), result.stride(), result.dtype, as_bytes(result))
+            for result in results
+        )
+        entries = 0 if isinstance(found, Tensor) else list(range(len(outputs)))
+        steps = ((0, function, 1, threads, shared, 0, cells),)
+        program = self.driver.module.Program(len(args), specs, entries, 0, steps, bound)
+        op.programs.store(key, program)
+        return results[0] if isinstance(found, Tensor) else results
