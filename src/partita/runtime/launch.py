@@ -60,7 +60,7 @@ def zeroed_words(device: torch.device, *words: int) -> list[Tensor | None]:
     return [part if size else None for part, size in zip(zeros.split(sizes), words, strict=True)]
 
 
-def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
+def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> Any:
     """Run `kernel` on the device and the current stream of its first tensor.
 
     A kernel that was compiled for such arguments is launched by the C module. Triton launches the
@@ -72,38 +72,41 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         programs: the number of programs; nothing runs if it is 0.
         *args: the run-time arguments in the order of the signature; tensors may be parts.
         **options: the constexpr arguments and the launch options.
+
+    Returns:
+        The C module's form of the kernel, or None where it did not launch.
     """
     if programs == 0:
-        return
+        return None
     if first_call.thread.may_defer and launcher.is_loading():
         first_call.defer(launch, kernel, programs, args, options, is_compiled=False)
-        return
+        return None
     module = launcher.module()
     if module is not None:
         if first_call.thread.deferred is not None and first_call.defer(
             launch, kernel, programs, args, options, is_compiled=True
         ):
-            return  # an earlier launch waits, or this one of a gradient is only to be compiled
+            return None  # an earlier launch waits, or this one of a gradient is only to be compiled
         bound = module.launch(_kernels, kernel, programs, args, options)
         if type(bound) is bytes:
             if first_call.defer(launch, kernel, programs, args, options, is_compiled=False):
-                return
+                return None
             if _compile(bound, kernel, programs, args, options):
                 bound = module.launch(_kernels, kernel, programs, args, options)
         if type(bound) is module.Kernel:
             if (active := recording.thread.recorder) is not None:
                 active.launch(bound, programs, args)
-            return
+            return bound
     first = tensor_of(args[0])
     if first.is_cuda and first.device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(first.device):
-            launch(kernel, programs, *args, **options)
-        return
+            return launch(kernel, programs, *args, **options)
     if (active := recording.recorder()) is not None:
         active.refuse("Triton has to launch one of its kernels")
     if not INTERPRETED:
         options |= compiler_options()
     kernel[(programs,)](*with_views(args), **options)
+    return None
 
 
 def _compile(

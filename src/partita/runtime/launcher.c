@@ -58,7 +58,7 @@ typedef struct {
 
 static Driver driver;
 static const Exchange *exchange;
-static PyObject *tensor_type, *parameter_type, *dtype_type, *allocate, *byte_dtype;
+static PyObject *tensor_type, *parameter_type, *dtype_type, *allocate, *byte_dtype, *long_dtype;
 static PyObject *knobs, *enter_hook, *exit_hook, *side_stream;
 static PyObject *name_enter_hook, *name_exit_hook, *name_calls, *name_version, *name_as_strided;
 static PyObject *is_neg;  /* the method of tensors */
@@ -338,6 +338,7 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t narg
 #include "replay.c"
 #include "eager.c"
 #include "known_calls.c"
+#include "lengths.c"
 
 /* ---- the module ---- */
 
@@ -350,7 +351,7 @@ static PyObject *setup(PyObject *module, PyObject *args) {
                           &allocate, &PyTuple_Type, &dtypes, &api, &knobs, &side_stream,
                           &PyTuple_Type, &modes, &PyTuple_Type, &variables, &PyTuple_Type,
                           &backend, &PyTuple_Type, &addresses) ||
-        !PyArg_ParseTuple(dtypes, "O", &byte_dtype) ||
+        !PyArg_ParseTuple(dtypes, "OO", &byte_dtype, &long_dtype) ||
         !PyArg_ParseTuple(modes, "OOOO!", &is_grad_enabled, &transform, &num_modes, &PyDict_Type,
                           &forward_globals) ||
         !PyArg_ParseTuple(variables, "OSSS", &environment, &name_check, &name_replay,
@@ -380,6 +381,8 @@ static PyObject *setup(PyObject *module, PyObject *args) {
 static PyMethodDef functions[] = {
     {"setup", setup, METH_VARARGS, "Store what the other functions call."},
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, "Launch one kernel."},
+    {"padded_lengths", (PyCFunction)(void (*)(void))padded_lengths, METH_FASTCALL,
+     "padded_lengths(kernel, targets, *rows): (N, S, longest, *lengths), or NotImplemented."},
     {NULL}};
 
 static struct PyModuleDef definition = {

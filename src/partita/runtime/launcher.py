@@ -30,7 +30,7 @@ from .caches import register_cache
 
 KNOWN_TRITONS = ("3.6", "3.7", "3.8", "3.9")  # their metadata and order of parameters are alike
 MODULE = "partita_launcher"
-INCLUDED = ("modes.c", "replay.c", "eager.c", "known_calls.c")
+INCLUDED = ("modes.c", "replay.c", "eager.c", "known_calls.c", "lengths.c")
 CUDA = 2  # DLPack's number
 WARP = 32
 DRIVER_FUNCTIONS = (
@@ -87,7 +87,7 @@ def build(
     names = (b"PARTITA_CHECK", b"PARTITA_REPLAY", b"PARTITA_BACKEND")
     chosen = (backend._chosen, vars(backend))
     tables = (modes, (environment.dictionary(), *names), chosen, addresses)
-    dtypes = (torch.uint8,)
+    dtypes = (torch.uint8, torch.int64)
     module.setup(device_type, types, allocate, dtypes, *functions, *tables)
     return module
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import checks, launcher
 from .autograd import plain_eager
+from .caches import register_cache
 
 Lengths = Tensor | Sequence[int] | int
 
@@ -18,6 +20,29 @@ LAUNCHED_WORDS = 64
 # CUDA takes up to 64 KB from ordinary memory without waiting for the copy. Pinned memory costs more
 # host time.
 UNPINNED_WORDS = 4096
+
+
+# By the index of the GPU, the C module's form of the kernel that sends lengths; see `words.py`.
+_senders: dict[int | None, Any] = {}
+register_cache("runtime.lengths.senders", _senders.clear)
+
+
+def padded_lengths(targets: Tensor, *rows: Lengths) -> tuple[Any, ...] | None:
+    """Return N, S, a bound of the last lengths, and lengths `[N]` on the device of the targets.
+
+    The C module does all of it for dense targets `[N, S]` in int32 or int64 on a GPU, with int64
+    lengths there or on the host. The result is None for any others, which need checks.
+    """
+    if torch.compiler.is_compiling() or not targets.is_cuda or launcher.is_loading():
+        return None
+    last, sender = rows[-1], None
+    if not (isinstance(last, Tensor) and last.is_cuda):
+        sender = _senders.get(targets.device.index)
+        if sender is None:
+            return None
+    module = launcher.module()
+    found = NotImplemented if module is None else module.padded_lengths(sender, targets, *rows)
+    return None if found is NotImplemented else found
 
 
 def on_device(device: torch.device, *rows: Tensor) -> list[Tensor]:
@@ -58,7 +83,7 @@ def launch_together(rows: Sequence[Tensor], device: torch.device) -> list[Tensor
         values += row.tolist() + padding
     if max(values) > LIMIT or min(values) < -LIMIT:
         return None
-    words = words_on_device(values, device)
+    words, _senders[device.index] = words_on_device(values, device)
     # This view takes the host less time than `narrow`.
     return [words.as_strided((N,), (1,), i * (N + N % 2)) for i in range(len(rows))]
 

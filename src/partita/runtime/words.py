@@ -92,13 +92,15 @@ def are_compiled(device: torch.device) -> bool:
     return True
 
 
-def words_on_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """Return integers of at most `LIMIT` as an int64 tensor on a GPU.
+def words_on_device(values: Sequence[int], device: torch.device) -> tuple[Tensor, Any]:
+    """Return integers of at most `LIMIT` as an int64 tensor on a GPU, and what sent them.
 
-    It has zeros up to a multiple of 16 elements. The host does not wait.
+    The tensor has zeros up to a multiple of 16 elements. The host does not wait. The second result
+    is the C module's form of the kernel, or None.
     """
     numbers = [*map(float, values), *[0.0] * (-len(values) % WORDS)]
-    words = torch.empty(len(numbers), dtype=torch.int64, device=device)
+    words, sender = torch.empty(len(numbers), dtype=torch.int64, device=device), None
     for start in range(0, len(numbers), WORDS):
-        launch(store_words_kernel, 1, words, start, *numbers[start : start + WORDS], num_warps=1)
-    return words
+        chunk = numbers[start : start + WORDS]
+        sender = launch(store_words_kernel, 1, words, start, *chunk, num_warps=1)
+    return words, sender

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...runtime import checks
 from ...runtime.autograd import is_batched, plain_eager
 from ...runtime.caches import BoundedCache, register_cache
-from ...runtime.lengths import Lengths, as_lengths, on_device
+from ...runtime.lengths import Lengths, as_lengths, on_device, padded_lengths
 from .common import ScoreOptions
 
 FEW = 64  # lengths of which Python finds the greatest in less time than PyTorch
@@ -30,7 +30,7 @@ class CTCArguments(NamedTuple):
 
     Fields:
         logits: `[T, N, C]`.
-        labels: all labels, `[num_labels]`.
+        labels: all labels one after another, in any shape.
         offsets: `[N]`, where each target starts in `labels`.
         input_lengths, target_lengths: `[N]` int64 on the device of the logits.
         max_target_len: an upper bound of the target lengths.
@@ -88,6 +88,12 @@ def with_lengths(
     target_lengths: Lengths,
 ) -> CTCArguments:
     """Bring targets and lengths into the form of the ops; logits and targets are checked."""
+    if targets.ndim == 2:
+        found = padded_lengths(targets, input_lengths, target_lengths)
+        if found is not None:
+            N, size, longest, steps, lengths = found
+            offsets = _cached_row_offsets(N, size, logits.device)
+            return CTCArguments(logits, targets, offsets, steps, lengths, longest)
     T, N = logits.shape[:2]
     try:
         steps = _lengths("input_lengths", input_lengths, N)
@@ -147,9 +153,17 @@ def _row_offsets(N: int, size: int, device: torch.device) -> Tensor:
     On a GPU it is made once for each stream, whose launches come after it. A captured graph gets
     its own, which nothing else frees.
     """
-    if device.type != "cuda" or not plain_eager() or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or not plain_eager():
         return torch.arange(N, device=device) * size
-    key = N, size, device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    return _cached_row_offsets(N, size, device)
+
+
+def _cached_row_offsets(N: int, size: int, device: torch.device) -> Tensor:
+    """Return where each row starts, in plain eager mode on a GPU."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.arange(N, device=device) * size
+    index = device.index
+    key = N, size, index, torch._C._cuda_getCurrentRawStream(index)
     offsets = _cached_offsets.get(key)
     if offsets is None:
         # A tensor that is made in inference mode cannot be saved for a gradient later.

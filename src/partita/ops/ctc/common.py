@@ -13,7 +13,7 @@ class PackedTargets(NamedTuple):
     """The targets of a batch, as slices of one tensor of labels.
 
     Fields:
-        labels: all labels, `[num_labels]`.
+        labels: all labels one after another, in any shape.
         offsets: index of each sequence's first label, `[N]`.
         lengths: number of labels of each sequence, `[N]`.
         max_target_len: an upper bound of all lengths; a lattice has 2 · max_target_len + 1 states.
@@ -52,7 +52,7 @@ def padded_targets(targets: PackedTargets) -> tuple[Tensor, Tensor]:
     if not targets.labels.numel():
         return mask.long(), mask
     index = (targets.offsets[:, None] + position).clamp(0, targets.labels.numel() - 1)
-    return targets.labels[index].long(), mask
+    return targets.labels.reshape(-1)[index].long(), mask
 
 
 def reduce_over_lengths(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tensor:

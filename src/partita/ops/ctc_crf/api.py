@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from ...runtime.autograd import (
 from ...runtime.backend import current_backend
 from ...runtime.constants import constant
 from ...runtime.known_calls import KnownCalls
-from ...runtime.lengths import Lengths, as_lengths, on_device
+from ...runtime.lengths import Lengths, as_lengths, on_device, padded_lengths
 from ...runtime.register import PLAIN
 from . import autograd as _crf
 from .common import kmer_source, lattice_source
@@ -94,16 +96,43 @@ def _check_targets(targets: Tensor, scores: Tensor) -> None:
         )
 
 
-def _lattice_states(lengths_cpu: Tensor, targets: Tensor, T: int, state_len: int) -> int:
-    """Return an upper bound of the number of k-mers of a target that has a path.
+class CRFLengths(NamedTuple):
+    """The lengths of a batch on the device of the scores.
 
-    It comes from the shape of the targets, from the lengths where they are on the host, and from
-    the number of steps, but never from the device.
+    Fields:
+        targets: the lengths of the targets, `[N]` int64.
+        inputs: the number of valid steps, `[N]` int64, or None for all.
+        longest: an upper bound of the lengths of targets. It comes from the shape of the targets,
+            and from the lengths where they are on the host, but never from the device.
     """
-    longest = targets.shape[-1]
-    on_host = lengths_cpu.device.type == "cpu" and not torch.compiler.is_compiling()
-    if on_host and lengths_cpu.numel() and not is_batched(lengths_cpu):
-        longest = min(longest, int(lengths_cpu.max()))
+
+    targets: Tensor
+    inputs: Tensor | None
+    longest: int
+
+
+def _lengths(
+    scores: Tensor, targets: Tensor, input_lengths: Lengths | None, target_lengths: Lengths
+) -> CRFLengths:
+    """Return the lengths of checked scores and targets."""
+    inputs = () if input_lengths is None else (input_lengths,)
+    found = padded_lengths(targets, *inputs, target_lengths) if targets.ndim == 2 else None
+    if found is not None:
+        return CRFLengths(found[-1], found[3] if inputs else None, found[2])
+    N, device, longest = scores.shape[1], scores.device, targets.shape[-1]
+    lengths = as_lengths("target_lengths", target_lengths, N)
+    is_known = lengths.is_cpu and not torch.compiler.is_compiling() and not is_batched(lengths)
+    if is_known and lengths.numel():
+        longest = min(longest, int(lengths.max()))
+    if input_lengths is None:
+        return CRFLengths(on_device(device, lengths)[0], None, longest)
+    steps = as_lengths("input_lengths", input_lengths, N)
+    lengths, steps = on_device(device, lengths, steps)
+    return CRFLengths(lengths, steps, longest)
+
+
+def _lattice_states(longest: int, targets: Tensor, T: int, state_len: int) -> int:
+    """Return an upper bound of the number of k-mers of a target that has a path."""
     states = max(min(longest - state_len, T) + 1, 1)
     if targets.device.type == "cpu":
         return states
@@ -162,19 +191,14 @@ def ctc_crf_loss(
         _check_scores(scores, state_len, alphabet_size)
         _check_targets(targets, scores)
         _known_losses.store(known, True)
-    T, N, device = scores.shape[0], scores.shape[1], scores.device
-    lengths_cpu = as_lengths("target_lengths", target_lengths, N)
-    if input_lengths is None:
-        (lengths,), inputs = on_device(device, lengths_cpu), None
-    else:
-        inputs_cpu = as_lengths("input_lengths", input_lengths, N)
-        lengths, inputs = on_device(device, lengths_cpu, inputs_cpu)
-    states = _lattice_states(lengths_cpu, targets, T, state_len)
+    lengths = _lengths(scores, targets, input_lengths, target_lengths)
+    states = _lattice_states(lengths.longest, targets, scores.shape[0], state_len)
+    device = scores.device
     tables = (
         constant(kmer_source, alphabet_size - 1, state_len, device=device),
         constant(lattice_source, states, device=device),
     )
-    sequences = (targets, lengths, inputs)
+    sequences = (targets, lengths.targets, lengths.inputs)
     loss = _crf.eager_loss(scores, *tables, *sequences, state_len, reduction, True, "auto")
     if loss is not None:
         return loss

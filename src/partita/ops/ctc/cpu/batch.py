@@ -66,7 +66,7 @@ def as_batch(
     if options.label_priors is not None:
         priors = options.prior_scale * as_array(options.label_priors)
     return CTCBatch(
-        labels=resolved(labels).long().contiguous().numpy(),
+        labels=resolved(labels).long().reshape(-1).numpy(),
         offsets=resolved(offsets).contiguous().numpy(),
         lengths=resolved(input_lengths).contiguous().numpy(),
         target_lengths=resolved(target_lengths).contiguous().numpy(),

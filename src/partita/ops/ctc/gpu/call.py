@@ -25,7 +25,7 @@ class TargetTensors(NamedTuple):
     """The targets of a batch, in the order in which kernels take them.
 
     Fields:
-        labels: `[M]`, the targets one after another, contiguous.
+        labels: the targets one after another, M labels, contiguous.
         offsets: `[N]`, where each target starts.
         input_lengths: `[N]`.
         target_lengths: `[N]`.
@@ -174,7 +174,7 @@ class CTCCall(NamedTuple):
         plan, workspace = layout.plan, layout.of(saved)
         num_blocks = plan.num_blocks if save else 0
         chunks = (max_target_len, plan.num_chunks, num_blocks, plan.carry_steps)
-        sizes = (T, N, C, targets.labels.shape[0], *chunks, blank, logit_limit(T, scores))
+        sizes = (T, N, C, targets.labels.numel(), *chunks, blank, logit_limit(T, scores))
         return cls(logits, targets, blank, scores, plan, workspace, sizes, logits.stride())
 
     def score_tensors(self, in_table: bool = False) -> tuple[Tensor | Part | None, ...]:
