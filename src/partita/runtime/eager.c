@@ -10,6 +10,7 @@ typedef struct {
     PyObject_HEAD
     vectorcallfunc call;
     Replay *forward, *gradient;  /* of the op, and of the op of its gradient or NULL */
+    int scales;                  /* whether `gradient` multiplies the context's result in place */
     PyObject *apply;             /* of the autograd function; NULL where there is none */
     PyObject *link, *run_forward, *run_backward;  /* functions of Python */
     /* Arguments of the op by position, results by ~ position in `saved`. */
@@ -19,24 +20,18 @@ typedef struct {
     uint64_t needed, returned;   /* bits of the results that are needed with and without a gradient */
 } EagerCall;
 
-/* A call that is under way, which the autograd function takes as its last argument. */
+/* A call that is under way. */
 typedef struct {
-    PyObject_HEAD
-    PyObject *const *args;  /* NULL after the call */
+    const EagerCall *function;
+    PyObject *const *args;
     Py_ssize_t nargs;
     Program *program;
     const View *views;
     int device;
 } Running;
 
-static PyTypeObject running_type = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "partita.runtime.Running",
-    .tp_basicsize = sizeof(Running),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "A call that is under way.",
-    .tp_dealloc = (destructor)PyObject_Free,
-};
+/* The call of this thread whose forward pass PyTorch has yet to start. */
+static _Thread_local const Running *running;
 
 static int requires_grad(PyObject *tensor) {
     PyObject *value = PyObject_GetAttr(tensor, name_requires_grad);
@@ -128,12 +123,15 @@ static int set_up(const EagerCall *self, PyObject *ctx, const Running *call, PyO
     return set(ctx, name_non_differentiable, constants);
 }
 
-/* forward(ctx, *inputs, call), the forward pass of the autograd function. */
+/* forward(ctx, *inputs), the forward pass of the autograd function. Calls that Python serves have the
+   arguments of the op as last input. */
 static PyObject *eager_forward(EagerCall *self, PyObject *const *args, Py_ssize_t nargs) {
-    Running *call = nargs > 1 ? (Running *)args[nargs - 1] : NULL;
-    if (!call || Py_TYPE(call) != &running_type)
+    const Running *call = running;
+    if (nargs > 1 && PyTuple_CheckExact(args[nargs - 1]))
         return PyObject_Vectorcall(self->run_forward, args, nargs, NULL);
-    if (!call->args) return PyErr_Format(PyExc_RuntimeError, "the call has ended");
+    if (nargs == 0 || !call || call->function != self)
+        return PyErr_Format(PyExc_RuntimeError, "no call of this function is under way");
+    running = NULL;
     PyObject *results = run_program(call->program, call->views, call->device, self->needed);
     PyObject *values = results ? values_of(self, results) : NULL;
     if (values && !set_up(self, args[0], call, results, values)) Py_CLEAR(values);
@@ -142,20 +140,16 @@ static PyObject *eager_forward(EagerCall *self, PyObject *const *args, Py_ssize_
 }
 
 /* Call the autograd function, whose forward pass runs the program. */
-static PyObject *apply_function(const EagerCall *self, PyObject *const *args, Py_ssize_t nargs,
-                                Program *program, const View *views, int device) {
-    PyObject *inputs[MAX_ARGS + 1];
+static PyObject *apply_function(const EagerCall *self, const Running *call) {
+    PyObject *inputs[MAX_ARGS];
     Py_ssize_t count = 0;
-    Running *call = PyObject_New(Running, &running_type);
-    if (!call) return NULL;
-    call->args = args, call->nargs = nargs;
-    call->program = program, call->views = views, call->device = device;
+    const Running *outer = running;
     for (int i = 0; i < self->inputs.count; i++)
-        if (is_tensor(args[self->inputs.at[i]])) inputs[count++] = args[self->inputs.at[i]];
-    inputs[count++] = (PyObject *)call;
+        if (is_tensor(call->args[self->inputs.at[i]]))
+            inputs[count++] = call->args[self->inputs.at[i]];
+    running = call;
     PyObject *values = PyObject_Vectorcall(self->apply, inputs, count, NULL);
-    call->args = NULL;
-    Py_DECREF(call);
+    running = outer;
     return values;
 }
 
@@ -190,9 +184,10 @@ static PyObject *eager_call(PyObject *object, PyObject *const *args, size_t narg
         Py_DECREF(answer);
         Py_RETURN_NOTIMPLEMENTED;
     }
-    if (needs_gradient)
-        values = apply_function(self, given, nargs, program, views, device);
-    else {
+    if (needs_gradient) {
+        Running call = {self, given, nargs, program, views, device};
+        values = apply_function(self, &call);
+    } else {
         PyObject *results = run_program(program, views, device, self->returned);
         values = results ? values_of(self, results) : NULL;
         Py_XDECREF(results);
@@ -237,32 +232,62 @@ static PyObject *replay_gradients(EagerCall *self, PyObject *const *grads, PyObj
     return gradients;
 }
 
+/* Multiply the result that the context stores by the gradient of the value, and return the gradients
+   of the inputs, of which it is the first; or return a key, NotImplemented or NULL as above. */
+static PyObject *replay_scaling(EagerCall *self, PyObject *ctx, PyObject *grad, PyObject *options,
+                                PyObject *positions) {
+    Py_ssize_t last = PyTuple_GET_SIZE(options) - 1, size = PyTuple_GET_SIZE(positions);
+    PyObject *result = PyObject_GetAttr(ctx, name_result), *gradients = NULL, *answer;
+    View views[3];
+    int device;
+    if (!result) return NULL;
+    PyObject *args[] = {result, grad, last < 0 ? Py_None : PyTuple_GET_ITEM(options, last)};
+    Program *program = find_program(self->gradient, args, 3, views, &device, &answer);
+    if (program && !PyObject_SetAttr(ctx, name_result, Py_None)) {
+        PyObject *none = run_program(program, views, device, ALL_RESULTS);
+        gradients = none ? PyTuple_New(size) : NULL;
+        for (Py_ssize_t i = 0; gradients && i < size; i++)
+            PyTuple_SET_ITEM(gradients, i, Py_NewRef(i == 0 ? result : Py_None));
+        Py_XDECREF(none);
+    }
+    Py_DECREF(result);
+    if (!program) return answer;
+    Py_DECREF(program);
+    return gradients;
+}
+
 /* backward(ctx, *grads), the backward pass of the autograd function. Python computes gradients that
-   will be differentiated, that no program computes, and those under transforms and modes. */
+   will be differentiated, that no program computes, and those under transforms and modes. It gets
+   the saved tensors if they were asked for, and the key of a scaling that no program computes. */
 static PyObject *eager_backward(EagerCall *self, PyObject *const *args, Py_ssize_t nargs) {
     PyObject *saved = NULL, *found = NULL;
-    if (nargs > self->num_grads && is_tensor(args[1]) && returns(is_grad_enabled, Py_False) &&
-        is_plain() && !is_set(name_check, "0") && may_replay()) {
+    if (self->gradient && nargs > self->num_grads && is_tensor(args[1]) &&
+        returns(is_grad_enabled, Py_False) && is_plain() && !is_set(name_check, "0") &&
+        may_replay()) {
         PyObject *link = PyObject_GetAttr(args[0], name_link);
         if (!link) return NULL;
-        saved = PyObject_GetAttr(args[0], name_saved_tensors);
-        if (saved && PyTuple_Check(saved) && PyTuple_Check(link) && PyTuple_GET_SIZE(link) > 1)
-            found = replay_gradients(self, args + 1, saved, PyTuple_GET_ITEM(link, 0),
-                                     PyTuple_GET_ITEM(link, 1));
+        if (!self->scales) saved = PyObject_GetAttr(args[0], name_saved_tensors);
+        if (PyTuple_Check(link) && PyTuple_GET_SIZE(link) > 1) {
+            PyObject *options = PyTuple_GET_ITEM(link, 0), *positions = PyTuple_GET_ITEM(link, 1);
+            if (self->scales)
+                found = replay_scaling(self, args[0], args[1], options, positions);
+            else if (saved && PyTuple_Check(saved))
+                found = replay_gradients(self, args + 1, saved, options, positions);
+        }
         Py_DECREF(link);
         if (!found || PyTuple_Check(found)) {
             Py_XDECREF(saved);
             return found;
         }
+        if (self->scales && PyBytes_Check(found)) saved = Py_NewRef(found);
         Py_DECREF(found);
     }
     PyObject *grads = PyTuple_New(nargs - 1);
     for (Py_ssize_t i = 1; grads && i < nargs; i++)
         PyTuple_SET_ITEM(grads, i - 1, Py_NewRef(args[i]));
-    if (grads)
-        found = PyObject_CallFunctionObjArgs(self->run_backward, args[0], grads,
-                                             saved ? saved : Py_None, NULL);
-    else found = NULL;
+    found = grads ? PyObject_CallFunctionObjArgs(self->run_backward, args[0], grads,
+                                                 saved ? saved : Py_None, NULL)
+                  : NULL;
     Py_XDECREF(grads);
     Py_XDECREF(saved);
     return found;
@@ -270,7 +295,7 @@ static PyObject *eager_backward(EagerCall *self, PyObject *const *args, Py_ssize
 
 static PyMethodDef eager_methods[] = {
     {"forward", (PyCFunction)(void (*)(void))eager_forward, METH_FASTCALL,
-     "forward(ctx, *inputs, call): the forward pass of the autograd function."},
+     "forward(ctx, *inputs): the forward pass of the autograd function."},
     {"backward", (PyCFunction)(void (*)(void))eager_backward, METH_FASTCALL,
      "backward(ctx, *grads): the backward pass of the autograd function."},
     {NULL}};
@@ -319,11 +344,11 @@ static PyObject *eager_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (!self) return NULL;
     self->forward = self->gradient = NULL, self->apply = NULL;
     self->link = self->run_forward = self->run_backward = NULL, self->call = eager_call;
-    if (!PyArg_ParseTuple(args, "O!OOO!O!O!O!O!iiiip", &replay_type, &forward, &gradient, &apply,
+    if (!PyArg_ParseTuple(args, "O!OOO!O!O!O!O!iiiipp", &replay_type, &forward, &gradient, &apply,
                           &PyTuple_Type, &functions, &PyTuple_Type, &inputs, &PyTuple_Type,
                           &values, &PyTuple_Type, &saved, &PyTuple_Type, &constants,
                           &self->num_grads, &self->num_tensors, &self->save_flag,
-                          &self->attribute, &self->materializes) ||
+                          &self->attribute, &self->materializes, &self->scales) ||
         !read_positions(inputs, &self->inputs) || !read_positions(values, &self->values) ||
         !read_positions(saved, &self->saved) ||
         !read_positions(constants, &self->non_differentiable) ||

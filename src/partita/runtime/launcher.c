@@ -86,6 +86,7 @@ static PyObject *raise_driver_error(int status) {
 
 /* ---- keys ---- */
 
+/* An initializer would write all of the bytes. */
 typedef struct { Py_ssize_t used; char bytes[MAX_KEY]; } Key;
 
 static int put(Key *key, const void *bytes, Py_ssize_t size) {
@@ -289,9 +290,10 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t narg
     PyObject *values = args[3];
     Py_ssize_t count = PyTuple_GET_SIZE(values);
     if (count > MAX_ARGS || has_hooks()) Py_RETURN_NOTIMPLEMENTED;
-    Key key = {.used = 0};
+    Key key;
     View views[MAX_ARGS];
     int device = -1;
+    key.used = 0;
     put(&key, &args[1], sizeof args[1]);
     for (Py_ssize_t i = 0; i < count; i++)
         if (!put_specialization(&key, PyTuple_GET_ITEM(values, i), &views[i], &device))
@@ -408,7 +410,7 @@ PyMODINIT_FUNC PyInit_partita_launcher(void) {
     if (!module) return NULL;
     if (PyModule_AddType(module, &kernel_type) || PyModule_AddType(module, &program_type) ||
         PyModule_AddType(module, &replay_type) || PyModule_AddType(module, &eager_call_type) ||
-        PyModule_AddType(module, &known_calls_type) || PyType_Ready(&running_type)) {
+        PyModule_AddType(module, &known_calls_type)) {
         Py_DECREF(module);
         return NULL;
     }

@@ -273,6 +273,7 @@ typedef struct {
     PyObject_HEAD
     vectorcallfunc call;
     PyObject *programs;
+    PyObject *last_key;  /* that of the last call with a program, which most calls equal */
     unsigned long long by_identity;
 } Replay;
 
@@ -296,30 +297,56 @@ static int put_tensor(Key *key, PyObject *arg, const View *views, Py_ssize_t ind
     return added;
 }
 
+/* Return the key as an object. That of the last call has its hash already. */
+static PyObject *key_object(const Replay *self, const Key *key) {
+#ifndef Py_GIL_DISABLED  /* without the GIL another thread may replace the last one */
+    if (self->last_key && PyBytes_GET_SIZE(self->last_key) == key->used &&
+        !memcmp(PyBytes_AS_STRING(self->last_key), key->bytes, key->used))
+        return Py_NewRef(self->last_key);
+#endif
+    return PyBytes_FromStringAndSize(key->bytes, key->used);
+}
+
+/* Describe the tensors of a call and make its key; return 0 where the call cannot be replayed. */
+static int put_call(const Replay *self, Key *key, PyObject *const *args, Py_ssize_t nargs,
+                    View *views, int *device) {
+    *device = -1;
+    if (nargs > MAX_ARGS || nargs == 0 || !is_tensor(args[0])) return 0;
+    for (Py_ssize_t i = 0; i < nargs; i++) {
+        views[i].data = NULL;
+        if (!is_tensor(args[i])) {
+            if (!is_constant(args[i]) || !put_value(key, args[i])) return 0;
+            views[i].data = (char *)&views[i];  /* an address that no tensor has */
+            continue;
+        }
+        if (!describe(args[i], &views[i])) return 0;
+        if (*device >= 0 && *device != views[i].device.index) return 0;
+        *device = views[i].device.index;
+        if (!put_tensor(key, args[i], views, i, self->by_identity >> i & 1)) return 0;
+    }
+    return current_device(*device) == *device;
+}
+
 /* Return the program of a call and describe its tensors; or return NULL, with the answer of the call:
    the key under which to store a program where there is none, NotImplemented where the call cannot be
    replayed, or NULL after an error. */
 static Program *find_program(Replay *self, PyObject *const *args, Py_ssize_t nargs, View *views,
                              int *device, PyObject **answer) {
-    Key key = {.used = 0};
-    *answer = Py_NewRef(Py_NotImplemented), *device = -1;
-    if (nargs > MAX_ARGS || nargs == 0 || !is_tensor(args[0])) return NULL;
-    for (Py_ssize_t i = 0; i < nargs; i++) {
-        views[i].data = NULL;
-        if (!is_tensor(args[i])) {
-            if (!is_constant(args[i]) || !put_value(&key, args[i])) return NULL;
-            views[i].data = (char *)&views[i];  /* an address that no tensor has */
-            continue;
-        }
-        if (!describe(args[i], &views[i])) return NULL;
-        if (*device >= 0 && *device != views[i].device.index) return NULL;
-        *device = views[i].device.index;
-        if (!put_tensor(&key, args[i], views, i, self->by_identity >> i & 1)) return NULL;
+    Key key;
+    key.used = 0, *answer = NULL;
+    if (!put_call(self, &key, args, nargs, views, device)) {
+        *answer = Py_NewRef(Py_NotImplemented);
+        return NULL;
     }
-    if (current_device(*device) != *device) return NULL;
-    PyObject *bytes = PyBytes_FromStringAndSize(key.bytes, key.used);
+    PyObject *bytes = key_object(self, &key);
     Program *program = bytes ? (Program *)look_up(self->programs, bytes) : NULL;
-    Py_SETREF(*answer, program || PyErr_Occurred() ? NULL : Py_XNewRef(bytes));
+    if (!program && !PyErr_Occurred()) {
+        *answer = bytes;
+        return NULL;
+    }
+#ifndef Py_GIL_DISABLED
+    if (program && bytes != self->last_key) Py_XSETREF(self->last_key, Py_NewRef(bytes));
+#endif
     Py_XDECREF(bytes);
     return program;
 }
@@ -344,6 +371,7 @@ static PyObject *replay_call(PyObject *object, PyObject *const *args, size_t nar
 
 static void replay_dealloc(Replay *self) {
     Py_XDECREF(self->programs);
+    Py_XDECREF(self->last_key);
     PyObject_Free(self);
 }
 
@@ -355,6 +383,7 @@ static PyObject *replay_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (!self) return NULL;
     self->call = replay_call;
     self->programs = Py_NewRef(programs);
+    self->last_key = NULL;
     self->by_identity = by_identity;
     return (PyObject *)self;
 }
