@@ -47,7 +47,7 @@ def gradients(
         *(ops.replay, ops.replay, None, (None, None, python), (), (0,), (), ()),
         *(len(grads), len(saved), -1, -1, True, False),
     )
-    ctx = SimpleNamespace(link=(options, positions), saved_tensors=saved)
+    ctx = SimpleNamespace(link=(options, positions, (), None), saved_tensors=saved)
     return call.backward(ctx, *grads)
 
 
@@ -162,7 +162,7 @@ def test_the_result_of_a_context_is_scaled_in_place(ops: Ops) -> None:
         *((0,), (0,), (), (), 1, 0, -1, 1, False, True),
     )
     x = aligned(8)
-    expected, ctx = 2 * x, SimpleNamespace(link=((3, "auto"), (0, None)), result=x)
+    expected, ctx = 2 * x, SimpleNamespace(link=((3, "auto"), (0, None), (), None), result=x)
     with torch.no_grad():
         found = call.backward(ctx, factor)
         assert found[0] is x and found[1] is None and ctx.result is None

@@ -30,11 +30,15 @@ class Link(NamedTuple):
         positions: for each input of the autograd function the number of the result of the
             gradient's op that is its gradient, or None where it needs none.
         constants: the arguments of the op that are no tensors.
+        block: the C module stores several results in one tensor of bytes, the last that it saves.
+            For each saved tensor this has its offset there, size, stride and dtype, and two numbers
+            of the dtype; None for a tensor of its own. It is None where nothing lies in a block.
     """
 
     options: tuple[Any, ...]
     positions: tuple[int | None, ...]
     constants: tuple[Any, ...]
+    block: tuple[tuple[Any, ...] | None, ...] | None
 
 
 class EagerFunction(torch.autograd.Function):
@@ -97,7 +101,7 @@ class EagerFunction(torch.autograd.Function):
         raise NotImplementedError
 
     @classmethod
-    def link(cls, args: tuple[Any, ...], needs_grad: tuple[bool, ...]) -> Link:
+    def link(cls, args: tuple[Any, ...], needs_grad: tuple[bool, ...], block: Any = None) -> Link:
         """Return the link of calls with these arguments."""
         numbers = [
             number
@@ -108,7 +112,7 @@ class EagerFunction(torch.autograd.Function):
         positions = [number if need else None for number, need in zip(numbers, needed, strict=True)]
         others = (None,) * (len(needs_grad) - len(numbers))
         constants = tuple(arg for arg in args if not isinstance(arg, Tensor))
-        return Link(cls.options(args, needed), (*positions, *others), constants)
+        return Link(cls.options(args, needed), (*positions, *others), constants, block)
 
     @classmethod
     def run(cls, *args: Any) -> Any:
@@ -153,11 +157,24 @@ def run_backward(ctx: Any, grads: tuple[Any, ...], saved: Any) -> tuple[Any, ...
     else:
         return (None,) * len(positions)
     function: type[EagerFunction] = ctx._forward_cls
-    if saved is None and function.gradient is not None:
-        saved = ctx.saved_tensors
+    if function.gradient is not None:
+        saved = ctx.saved_tensors if saved is None else saved
+        if ctx.link.block is not None:
+            saved = without_block(saved, ctx.link.block)
     results = function.differentiate(ctx, grads, saved)
     results = (results,) if isinstance(results, Tensor) else results
     return tuple(None if position is None else results[position] for position in positions)
+
+
+def without_block(saved: tuple[Any, ...], parts: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the saved tensors one by one, given the parts of the last one; see `Link`."""
+    *others, block = saved
+    rest = iter(others)
+
+    def view(offset: int, size: Any, stride: Any, dtype: torch.dtype, *_: int) -> Tensor:
+        return block[offset:].view(dtype).as_strided(size, stride)
+
+    return tuple(next(rest) if part is None else view(*part) for part in parts)
 
 
 class EagerCall:

@@ -63,6 +63,7 @@ static PyObject *knobs, *enter_hook, *exit_hook, *side_stream;
 static PyObject *name_enter_hook, *name_exit_hook, *name_calls, *name_version, *name_as_strided;
 static PyObject *is_neg;  /* the method of tensors */
 static PyObject *is_grad_enabled, *transform, *num_modes;  /* functions of no arguments */
+static PyObject *saved_hooks;  /* a function that returns the hooks of saved tensors, or None */
 static PyObject *forward_globals, *name_level;  /* of torch.autograd.forward_ad */
 static PyObject *environment, *name_check, *name_replay, *name_backend;  /* os.environ */
 static PyObject *backend_of_block, *backend_globals, *name_default, *name_requires_grad;
@@ -354,8 +355,8 @@ static PyObject *setup(PyObject *module, PyObject *args) {
                           &PyTuple_Type, &modes, &PyTuple_Type, &variables, &PyTuple_Type,
                           &backend, &PyTuple_Type, &addresses) ||
         !PyArg_ParseTuple(dtypes, "OO", &byte_dtype, &long_dtype) ||
-        !PyArg_ParseTuple(modes, "OOOO!", &is_grad_enabled, &transform, &num_modes, &PyDict_Type,
-                          &forward_globals) ||
+        !PyArg_ParseTuple(modes, "OOOOO!", &is_grad_enabled, &transform, &num_modes, &saved_hooks,
+                          &PyDict_Type, &forward_globals) ||
         !PyArg_ParseTuple(variables, "OSSS", &environment, &name_check, &name_replay,
                           &name_backend) ||
         !PyArg_ParseTuple(backend, "OO!", &backend_of_block, &PyDict_Type, &backend_globals) ||
