@@ -34,8 +34,6 @@ SPILLED = {
     # A few numbers of nodes, around the loop over a row, and on sm_80 some addresses of the scan.
     # With 64 registers, a multiprocessor runs as many programs as it can have.
     "rnnt_overlap_kernel": 24,
-    # A few addresses of the scan. With more registers, fewer programs would read rows beside it.
-    "tdt_overlap_kernel": 24,
     # The spills stand before the loops of the fast scan (48 at most), and in the rare scan in fp64.
     # With fewer registers, more programs run at the same time.
     "ctc_posterior_scan_kernel": 168,
@@ -79,6 +77,7 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
                 "parallel_fields_kernel",
                 "rnnt_posterior_kernel",
                 "rnnt_predictor_sum_kernel",
+                "tdt_posterior_kernel",
             ),
             torch.float32,
         ),
@@ -121,10 +120,9 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
                 "linear_chain_table_kernel",
                 "linear_chain_total_kernel",
                 "linear_chain_weights_kernel",
-                "rnnt_arc_scan_kernel",
                 "rnnt_backtrace_kernel",
+                "rnnt_best_scan_kernel",
                 "rnnt_scan_kernel",
-                "tdt_posterior_kernel",
                 "semi_markov_best_scan_kernel",
                 "semi_markov_changes_kernel",
                 "semi_markov_memory_scan_kernel",
@@ -163,6 +161,7 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
                 "linear_pack_kernel",
                 "linear_chain_word_maps_kernel",
                 "semi_markov_trace_kernel",
+                "tdt_scan_kernel",
                 "tdt_words_kernel",
                 "ctc_crf_beam_trace_kernel",
                 "ctc_label_index_kernel",

@@ -157,12 +157,25 @@ def test_losses_of_nodes_whose_logits_are_all_far_from_zero(value: float, device
 
 
 @kernel_devices
-@pytest.mark.parametrize("durations", [[0, 1, 2, 3, 4], [1, 0]])
-def test_losses_and_gradients_of_tdt(durations: list[int], device: str) -> None:
+@pytest.mark.parametrize(
+    ("durations", "dtype"),
+    [
+        ([0, 1, 2, 3, 4], torch.float32),
+        ([1, 0], torch.float32),
+        ([0, 1, 2, 3, 4], torch.float64),
+        ([1], torch.float64),
+        ([2, 1], torch.float64),
+    ],
+)
+def test_losses_and_gradients_of_tdt(durations: list[int], dtype: torch.dtype, device: str) -> None:
     shape = (1, 4, 33, 6) if durations == [1, 0] else (2, 5, 3, 6)
-    x = batch_of(shape, device, K=len(durations))
+    x = batch_of(shape, device, dtype, K=len(durations))
     expected = tdt(x, "reference", durations)
-    assert_all_close(tdt(x, "triton", durations), expected, torch.float32)
+    found = tdt(x, "triton", durations)
+    if dtype == torch.float64:
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    else:
+        assert_all_close(found, expected, dtype)
     assert expected[0].isfinite().any() and expected[1].abs().sum() > 0
 
 
@@ -171,20 +184,20 @@ def test_scans_write_no_rows_of_other_chunks(device: str, monkeypatch: pytest.Mo
     """The last block of a scan may have more rows than its chunk."""
     from partita.ops.rnnt.gpu import launch_tdt
 
-    T, U, new_states, found = 8, 31, launch_tdt.new_states, []
+    T, U, new_scan, found = 8, 31, launch_tdt.new_scan, []
 
-    def unwritten_states(*args: Any) -> Tensor | None:
-        found.append(new_states(*args))
-        assert found[-1] is not None
-        return found[-1].fill_(math.nan)
+    def unwritten_states(*args: Any) -> Any:
+        scan = new_scan(*args)
+        assert scan.states is not None
+        found.append(scan.states.zero_())
+        return scan
 
-    monkeypatch.setattr(launch_tdt, "new_states", unwritten_states)
+    monkeypatch.setattr(launch_tdt, "new_scan", unwritten_states)
     plan, x = lattice_plan(1, T, U + 1), batch_of((1, T, U, 5), device, K=5)
     tdt(x, "triton", [0, 1, 2, 3, 4])
     assert plan.rows == T + U + 1  # A row beyond these would be one of the next sequence.
-    alpha, beta = found[0][:, : plan.rows * 32]
-    assert alpha.isfinite().any() and not alpha.isnan().any() and not beta.isnan().any()
-    assert found[0][:, plan.rows * 32 :].isnan().all()
+    assert found[0][:, : plan.rows * 32].all()  # No word of a state is 0.
+    assert not found[0][:, plan.rows * 32 :].any()
 
 
 @kernel_devices

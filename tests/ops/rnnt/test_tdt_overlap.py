@@ -28,6 +28,7 @@ pytest.importorskip("triton")
 Batch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # tokens, durations, targets, steps, labels
 
 DURATIONS = (0, 1, 2, 3, 4)
+EXACT: dict[str, float] = {"rtol": 1e-9, "atol": 1e-9}
 gpu_only = pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 
 
@@ -125,7 +126,7 @@ def test_sigma_and_strides(device: str) -> None:
 
 @kernel_devices
 def test_scores_whose_words_are_special(device: str) -> None:
-    """A probability of 1 has the score 0.0, whose bits would say that it is not written yet."""
+    """Arcs of probability 1 and 0, NaN, and a sequence that all masks make impossible."""
     tokens, durations, targets, steps, labels = batch_of((5, 6, 3, 5), device)
     steps[:], labels[:] = 6, 3
     tokens[:], durations[:] = 0.0, 0.0
@@ -139,6 +140,57 @@ def test_scores_whose_words_are_special(device: str) -> None:
     losses, *gradients = assert_overlap_changes_nothing((tokens, durations, targets, steps, labels))
     assert losses[0] == 0.0 and losses[1:3].isnan().all() and losses[3].isfinite()
     assert not gradients[0][0].any() and not gradients[1][0].any()
+
+
+def wide_batch(device: str, dtype: torch.dtype) -> Batch:
+    """Return logits of tens of thousands, with -inf among those of labels and durations.
+
+    One sequence has no path, and the others do.
+    """
+    tokens, durations, targets, steps, labels = batch_of((4, 8, 34, 5), "cpu", torch.float64)
+    steps[:] = 8
+    g = torch.Generator().manual_seed(1)
+    tokens, durations = (torch.randn(x.shape, generator=g) for x in (tokens, durations))
+    tokens, durations = 1e4 * tokens, 1e3 * durations
+    for x, first in ((tokens, 1), (durations, 2)):
+        masked = torch.rand(x.shape, generator=g) < 0.3
+        masked[..., :first], masked[0] = False, False
+        x[masked] = -torch.inf
+    tokens[2, :, 3] = tokens[2, :, 3].scatter(-1, targets[2, 3, None].expand(8, 1), -torch.inf)
+    labels[2] = 5
+    on_device = [each.to(device, dtype) for each in (tokens, durations)]
+    return on_device[0], on_device[1], targets.to(device), steps.to(device), labels.to(device)
+
+
+@kernel_devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_wide_ranges(dtype: torch.dtype, device: str) -> None:
+    """States lie thousands of bits apart, and far below the range of fp64."""
+    x = wide_batch(device, dtype)
+    losses, *gradients = found = results(x)
+    expected = results(x, backend="reference")
+    assert losses.isinf().tolist() == [False, False, True, False] and losses[0] > 1e5
+    assert not gradients[0][2].any() and not gradients[1][2].any()
+    tolerance = {"rtol": 1e-6, "atol": 1e-3} if dtype == torch.float32 else EXACT
+    torch.testing.assert_close(found, expected, **tolerance)
+    if dtype == torch.float32:
+        assert_overlap_changes_nothing(x)
+
+
+@kernel_devices
+def test_log_probabilities_beyond_the_range_of_words_count_as_impossible(device: str) -> None:
+    tokens, durations, targets, steps, labels = batch_of((3, 6, 2, 5), device)
+    steps[:], labels[:] = 6, 2
+    tokens, durations = tokens.nan_to_num(), durations.nan_to_num()
+    tokens[0, 3, :, 1:] = -1e30  # Blanks are certain at this step, and labels at others.
+    tokens[1, :, 0].scatter_(-1, targets[1, :1].expand(6, 1), -1e9)  # No path has this label.
+    tokens[2, :, 0].scatter_(-1, targets[2, :1].expand(6, 1), -1e6)
+    x = (tokens, durations, targets, steps, labels)
+    losses, *gradients = assert_overlap_changes_nothing(x)
+    expected = results(x, backend="reference")
+    assert losses[1] == torch.inf and not gradients[0][1].any() and not gradients[1][1].any()
+    for found, other in zip((losses, *gradients), expected, strict=True):
+        torch.testing.assert_close(found[::2], other[::2], rtol=2e-6, atol=8e-6)
 
 
 @kernel_devices
@@ -165,6 +217,7 @@ def test_against_the_reference(device: str) -> None:
 @pytest.mark.parametrize("directions", [1, 2])
 def test_words_before_the_scan(directions: int, device: str) -> None:
     """Only words that the next kernel writes are 0, and those that scans share."""
+    from partita.ops.rnnt.gpu.arc_words import IMPOSSIBLE_ARC
     from partita.ops.rnnt.gpu.call import as_targets
     from partita.ops.rnnt.gpu.durations_launch import scan_words
 
@@ -179,14 +232,14 @@ def test_words_before_the_scan(directions: int, device: str) -> None:
     for zeros in (words.tile_counter, words.flags, words.carries):
         assert not zeros.any()
     assert len(words.carries) == directions * sizes.num_chunks * B * sizes.carry_steps
-    minus_infinity = torch.tensor([-torch.inf], dtype=torch.float64).view(torch.int64).item()
+    impossible = IMPOSSIBLE_ARC.value
     for k, arcs in enumerate(words.arcs.view(2 * len(DURATIONS), sizes.nodes).cpu()):
         margin = arcs[len(arcs) - plan.MARGIN :]
-        assert (margin == minus_infinity).all()
+        assert (margin == impossible).all()
         d, is_label = DURATIONS[k % len(DURATIONS)], k >= len(DURATIONS)
         if d == 0 and not is_label:
             continue  # No arc is of this kind, and only its margin is read.
-        expected = torch.full((B, sizes.num_chunks, sizes.rows, 32), minus_infinity)
+        expected = torch.full((B, sizes.num_chunks, sizes.rows, 32), impossible)
         for b in range(B):
             length, target_len = int(steps[b]), int(labels[b])
             for t in range(length):
@@ -224,6 +277,29 @@ def test_large_lattices_have_the_same_bits_each_time(
     assert_overlap_changes_nothing(x, backward=False)
     for _ in range(10):  # The first calls are recorded, and the others replay them.
         assert_same_bits(results(x), expected)
+
+
+@gpu_only
+@pytest.mark.parametrize(("U", "V"), [(200, 128), (1000, 8)], ids=["overlap", "separate"])
+def test_long_sequences_agree_with_fp64(U: int, V: int, device: str) -> None:
+    """Posteriors of fp32 logits stay within 2e-6 of fp64 for 4,000 steps and 1,000 labels.
+
+    Each path takes one arc of thousands of rows, and nothing normalizes their posteriors.
+    """
+    from partita.ops.rnnt.gpu.launch import tdt_forward
+
+    T, K = 4000, len(DURATIONS)
+    g = torch.Generator(device=device).manual_seed(0)
+    tokens = 2 * torch.randn(1, T, U + 1, V, generator=g, device=device)
+    durations = 2 * torch.randn(1, T, U + 1, K, generator=g, device=device)
+    targets = torch.randint(1, V, (1, U), generator=g, device=device)
+    lengths = (torch.tensor([T], device=device), torch.tensor([U], device=device))
+    assert plan.tdt_overlaps(1, T, U + 1, V, 4, 2, 2 * K, K) == (U == 200)
+    rest = (targets, *lengths, 0, DURATIONS, 0.05, True)
+    nll, _, _, posteriors = tdt_forward(tokens, durations, *rest)
+    exact, _, _, expected = tdt_forward(tokens.double(), durations.double(), *rest)
+    assert (posteriors - expected).abs().max() < 2e-6
+    torch.testing.assert_close(nll.double(), exact, rtol=1e-6, atol=0)
 
 
 @gpu_only

@@ -25,7 +25,7 @@ def rnnt_backtrace_kernel(
     num_chunks,
     rows,
     nodes: tl.int64,  # elements of an array over all nodes
-    CODE: tl.constexpr,  # see `arcs.py`
+    CODE: tl.constexpr,  # see `arc_rows.py`
     ARCS: tl.constexpr,
     BLOCK_U: tl.constexpr,
 ):

@@ -1,4 +1,12 @@
-"""Arcs of the rows of a chunk in scans over a lattice with several kinds of arcs; see `arcs.py`."""
+"""Rows of a chunk, their arcs and carries, in scans over a lattice with several kinds of arcs.
+
+An arc leads from (t, u) to (t + d, u) by a blank, or to (t + d, u + 1) by a label. The number
+`CODE` encodes the kinds of arcs that a kernel is compiled for: byte i has the duration d of kind i,
+plus 128 for a label. There are no blanks of duration 0, so a byte of 0 is a kind that no arc has.
+
+The chunks, rows, lanes and carries are those of `scan.py`. Here are the parts that the sums over
+paths (`scan_tdt.py`) and the best paths (`scan_best.py`) share.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +15,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .scan import load_carries_of, prefetch_line, send_carry, upper_half
+from ....primitives.gpu.math import UNFUSED
+from .arc_words import halves
+from .lattice import load_sequence
+from .scan import carry_pointers, load_carries_of, prefetch_line
 
 
 class ArcChunk(NamedTuple):
@@ -19,14 +30,12 @@ class ArcChunk(NamedTuple):
     Fields:
         forward: 1 for α, 0 for β.
         first_row, step: the row of turn 0, and 1 or -1.
-        arcs_ptr: scores of the first kind of arcs of the chunk, `[rows, 32]`. If the scan waits
-            for them, they are int64 words.
-        nodes: offset from the scores of a kind to those of the next kind.
+        arcs_ptr: the first kind of arcs of the chunk, `[rows, 32]`: scores in fp64, or words of
+            probabilities; see `arc_words.py`.
+        nodes: offset from the arcs of a kind to those of the next kind.
         label_offset: offset from a row to the arcs of labels of duration 0 into (α) or out of (β)
             each lane, `[32]`. Those into the first lane are in the previous chunk.
         duration_offset: offset from the arcs of a duration to those of one step less.
-        states_ptr: the chunk's α or β, `[rows, 32]`, or None.
-        pointers_ptr: the kind of the best arc into each node, `[rows, 32]`, or None.
         sent_ptr, received_ptr, sends, receives: the carries; see `scan.ScanChunk`.
         length: number of steps.
         u: the value of u of each lane, `[32]`.
@@ -41,8 +50,6 @@ class ArcChunk(NamedTuple):
     nodes: tl.tensor
     label_offset: tl.tensor
     duration_offset: tl.tensor
-    states_ptr: tl.tensor
-    pointers_ptr: tl.tensor
     sent_ptr: tl.tensor
     received_ptr: tl.tensor
     sends: tl.tensor
@@ -51,6 +58,53 @@ class ArcChunk(NamedTuple):
     u: tl.tensor
     target_len: tl.tensor
     end_row: tl.tensor
+
+
+@triton.jit
+def chunk_of_program(index, tensors, sizes, lane, DIRECTIONS: tl.constexpr):
+    """Return the chunk of a program, its offset in arrays over the nodes, and its sequence.
+
+    With these come whether the sequence has the chunk, and whether a length is invalid. The chunks
+    of all sequences are counted in the order in which they wait for each other.
+    """
+    B, num_chunks, rows = sizes.B, sizes.num_chunks, sizes.rows
+    b, direction = (index // DIRECTIONS % B).to(tl.int64), index % DIRECTIONS
+    c, forward = index // (DIRECTIONS * B), 1 - direction
+    length, target_len, invalid = load_sequence(
+        b, tensors.logit_lengths_ptr, tensors.target_lengths_ptr, sizes.T, sizes.U1
+    )
+    last = target_len // 32
+    c_u = tl.where(direction == 0, c, last - c)
+    u, end_row = c_u * 32 + lane, length + tl.minimum(31, target_len - c_u * 32)
+    offset = (b * num_chunks + c_u) * rows * 32
+    # The first lane of all has no lane before it. It reads its own arcs, by which no path enters.
+    before_first = tl.where(c_u > 0, 32 * 32 + 31 - rows * 32, 0)
+    before = tl.where(lane > 0, lane - 1, before_first) - 32
+    first_row, step = tl.where(forward > 0, -1, end_row + 1), 2 * forward - 1
+    label_offset = tl.where(forward > 0, before, lane)
+    arcs = (tensors.arcs_ptr + offset, sizes.nodes, label_offset, 32 * forward)
+    sent_ptr, received_ptr = carry_pointers(tensors, sizes, b, direction, c)
+    carries = (sent_ptr, received_ptr, c < last, c > 0)
+    chunk = ArcChunk(forward, first_row, step, *arcs, *carries, length, u, target_len, end_row)
+    return chunk, offset, b, c <= last, invalid
+
+
+@triton.jit
+def repeated(value, SIZE: tl.constexpr):
+    """Return a tuple of SIZE equal values."""
+    result = ()
+    for _ in tl.static_range(SIZE):
+        result = result + (value,)
+    return result
+
+
+@triton.jit
+def prepend(value, values, SIZE: tl.constexpr):
+    """Return the tuple with a value before it and without its last one."""
+    result = (value,)
+    for i in tl.static_range(SIZE - 1):
+        result = result + (values[i],)
+    return result
 
 
 @triton.jit
@@ -75,6 +129,25 @@ def entering_mask(chunk, row, lane, duration, LABEL: tl.constexpr):
 
 
 @triton.jit
+def load_volatile_halves(ptr):
+    """Load the halves of words that other multiprocessors may have written meanwhile.
+
+    Triton's pass that rearranges memory accesses takes seconds for as many loads as a scan has.
+    """
+    if UNFUSED:
+        return halves(tl.load(ptr, volatile=True))
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 word; ld.volatile.global.b64 word, [$2]; mov.b64 {$0, $1}, word; }",
+            "=r,=r,l",
+            [ptr.to(tl.int64)],
+            dtype=(tl.uint32, tl.uint32),
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def load_row_arcs(
     chunk,
     row,
@@ -84,12 +157,12 @@ def load_row_arcs(
     CODE: tl.constexpr,
     ARCS: tl.constexpr,
 ):
-    """Return the scores of the arcs into (α) or out of (β) the nodes of a row.
+    """Return the arcs into (α) or out of (β) the nodes of a row.
 
-    With FILLED, the score of each arc that leaves the lattice is -inf in memory; β needs it. With
-    WAIT they are words, and those that are not written yet are 0.
+    Words are two halves. With WAIT, those that are not written yet are 0. With FILLED, each arc
+    that leaves the lattice has the probability 0 in memory, as it does if the arcs are words.
     """
-    scores = ()
+    arcs = ()
     for i in tl.static_range(ARCS):
         d = (CODE >> (8 * i)) & 127
         # The sum in brackets is the same in all turns, and the one after it for all kinds.
@@ -99,15 +172,17 @@ def load_row_arcs(
         else:
             ptr = ptr + (row * 32 + lane)
         if ((CODE >> (8 * i)) & 255) == 0:  # Nothing reads the kind that no arc has.
-            scores = scores + (lane,)
-        elif WAIT:  # Volatile loads find what other multiprocessors have written.
-            scores = scores + (tl.load(ptr, volatile=True),)
+            arcs = arcs + (lane,)
+        elif WAIT:
+            arcs = arcs + (load_volatile_halves(ptr),)
+        elif ptr.dtype.element_ty == tl.int64:
+            arcs = arcs + (halves(tl.load(ptr)),)
         elif FILLED:
-            scores = scores + (tl.load(ptr),)
+            arcs = arcs + (tl.load(ptr),)
         else:
             mask = entering_mask(chunk, row, lane, d, ((CODE >> (8 * i)) & 128) > 0)
-            scores = scores + (tl.load(ptr, mask=mask, other=-float("inf")),)
-    return scores
+            arcs = arcs + (tl.load(ptr, mask=mask, other=-float("inf")),)
+    return arcs
 
 
 @triton.jit
@@ -121,7 +196,7 @@ def load_block_arcs(
     CODE: tl.constexpr,
     ARCS: tl.constexpr,
 ):
-    """Return the scores of the arcs of BLOCK turns from a turn on, a tuple for each row."""
+    """Return the arcs of BLOCK turns from a turn on, a tuple for each row."""
     rows = ()
     for i in tl.static_range(BLOCK):
         row = row_of(chunk, turn + i)
@@ -137,82 +212,31 @@ def load_turn_carries(chunk, turn, lane, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def words_written(
-    before,
-    words,
-    rows,
-    WAIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CODE: tl.constexpr,
-    ARCS: tl.constexpr,
-):
-    """Return 0 if a carry, or with WAIT the score of an arc, has not been written yet.
+def least_word(before, words, rows, WAIT: tl.constexpr, CODE: tl.constexpr, ARCS: tl.constexpr):
+    """Return 0 if a carry, or with WAIT an arc of some rows, is not written yet.
 
-    Such a word is 0, and the upper half of a score that has been written is not. `before` is what
-    this function returned for the words before these, which is not 0.
+    Such a word is 0, and the upper half of the word of an arc that is written is not. `before` is
+    what this function returned for the words before these, which is not 0.
     """
+    lower, upper = halves(words)
+    least = lower | upper
     if WAIT:
-        least = upper_half(words) | words.to(tl.uint32)
-        for i in tl.static_range(BLOCK):
+        for i in tl.static_range(len(rows)):
             for j in tl.static_range(ARCS):
                 if (CODE >> (8 * j)) & 255:
-                    least = tl.minimum(least, upper_half(rows[i][j]))
-    else:
-        least = (words != 0).to(tl.uint32)
+                    least = tl.minimum(least, rows[i][j][1])
     # Triton 3.6 fails where a result of a loop is not used.
     return tl.min(tl.minimum(least, before), axis=0)
 
 
 @triton.jit
-def row_scores(words, CODE: tl.constexpr, ARCS: tl.constexpr):
-    """Return the scores that words of a row's arcs are the bits of."""
-    scores = ()
-    for j in tl.static_range(ARCS):
-        if (CODE >> (8 * j)) & 255:
-            scores = scores + (words[j].to(tl.float64, bitcast=True),)
-        else:
-            scores = scores + (words[j],)
-    return scores
-
-
-@triton.jit
-def first_words(
-    chunk,
-    lane,
-    FILLED: tl.constexpr,
-    WAIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CODE: tl.constexpr,
-    ARCS: tl.constexpr,
-):
-    """Return the carries of the turns from 0 on and the arcs of those from 1 on.
-
-    With WAIT, none is loaded yet, and all words are 0.
-    """
-    if WAIT:
-        row, rows = (), ()
-        for i in tl.static_range(ARCS):
-            if (CODE >> (8 * i)) & 255:
-                row = row + (lane.to(tl.int64) * 0,)
-            else:
-                row = row + (lane,)
-        for _ in tl.static_range(BLOCK):
-            rows = rows + (row,)
-        return lane.to(tl.int64) * 0, rows
-    else:
-        arcs = load_block_arcs(chunk, 1, lane, FILLED, WAIT, BLOCK, CODE, ARCS)
-        return load_turn_carries(chunk, 0, lane, BLOCK), arcs
-
-
-@triton.jit
 def await_arcs(
-    written,
+    least,
     words,
     rows,
     chunk,
     turn,
     lane,
-    FILLED: tl.constexpr,
     WAIT: tl.constexpr,
     BLOCK: tl.constexpr,
     CODE: tl.constexpr,
@@ -220,21 +244,15 @@ def await_arcs(
 ):
     """Return the carries of BLOCK turns and the arcs of the turns after each, once all are written.
 
-    `written` is what `words_written` returned for the words that have been loaded. It comes first
-    in the result, for the words that have been awaited.
+    `least` is the `least_word` of those that have been loaded. It comes first in the result, for
+    the words that have been awaited.
     """
-    while written == 0:
+    while least == 0:
         words = load_turn_carries(chunk, turn, lane, BLOCK)
         if WAIT:
-            rows = load_block_arcs(chunk, turn + 1, lane, FILLED, WAIT, BLOCK, CODE, ARCS)
-        written = words_written(1, words, rows, WAIT, BLOCK, CODE, ARCS)
-    if WAIT:
-        scores = ()
-        for i in tl.static_range(BLOCK):
-            scores = scores + (row_scores(rows[i], CODE, ARCS),)
-        return written, words, scores
-    else:
-        return written, words, rows
+            rows = load_block_arcs(chunk, turn + 1, lane, True, True, BLOCK, CODE, ARCS)
+        least = least_word(1, words, rows, WAIT, CODE, ARCS)
+    return least, words, rows
 
 
 @triton.jit
@@ -249,18 +267,20 @@ def prefetch_turn_arcs(chunk, turn, lane, BLOCK: tl.constexpr, ARCS: tl.constexp
 
 
 @triton.jit
-def shift_states(chunk, state, words, i, lane):
-    """Return the state of the lane before (α) or after (β) each lane.
+def shift_lanes(chunk, values, carry, lane):
+    """Return the value of the lane before (α) or after (β) each lane.
 
-    The lane without such a neighbor gets carry i of the words.
+    The lane without such a neighbor gets the carry.
     """
-    carry = tl.gather(words, lane * 0 + i, 0).to(tl.float64, bitcast=True)
-    state = tl.where(lane == 31 * chunk.forward, carry, state)
-    return tl.gather(state, (lane + 1 + 30 * chunk.forward) & 31, 0)
+    values = tl.where(lane == 31 * chunk.forward, carry, values)
+    return tl.gather(values, (lane + 1 + 30 * chunk.forward) & 31, 0)
 
 
 @triton.jit
-def send_state(chunk, row, state, lane):
-    """Hand the state of the last (α) or the first (β) lane to the next chunk, as a carry."""
+def send_word(chunk, row, word, lane):
+    """Hand the word of the state of the last (α) or the first (β) lane to the next chunk."""
     edge = 31 * chunk.forward
-    send_carry(chunk, row - edge, state, lane, edge)
+    step = row - edge
+    is_step = step.to(tl.uint32, bitcast=True) < chunk.length.to(tl.uint32, bitcast=True)
+    mask = chunk.sends & (lane == edge) & is_step
+    tl.store(chunk.sent_ptr + step + lane * 0, word, mask=mask)

@@ -1,4 +1,4 @@
-"""Token-and-duration transducers: scores of the arcs, posteriors, and the gradient in durations.
+"""Token-and-duration transducers: the arcs, and the gradient in the logits of the durations.
 
 The arcs of a node are those of the blank with each of K durations, and then those of the label.
 Blanks of duration 0 have no arc. `DURATIONS` has the duration k in byte k.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import LN2, LOG2E
-from .lattice import SIZES, exp2_of, load_sequence, log_sum, node_offset
-from .scan import NO_CARRY as MINUS_INFINITY
+from ....primitives.gpu.math import LOG2E, finite_shift
+from .arc_words import IMPOSSIBLE_ARC, arc_word, exp2_parts, exp_parts, sum_of_terms
+from .lattice import SIZES, load_sequence, log_sum
+from .scan import INVALID
 
 
 @triton.jit
@@ -43,10 +44,52 @@ def score_durations(logits, K: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def arc_score(token_score, duration_log_prob):
-    """Return the score of an arc, which all kernels round in the same way."""
-    log2e = tl.full(duration_log_prob.shape, LOG2E, tl.float64)
-    return tl.fma(duration_log_prob, log2e, token_score)
+def duration_probabilities(logits, K: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the durations' probabilities for some nodes as a tuple, and their log-sum-exps.
+
+    A probability is a factor and an exponent of 2; see `arc_words.probability_block`.
+    """
+    maximum = logits[0].to(tl.float64)
+    for k in tl.static_range(1, K):
+        maximum = tl.maximum(maximum, logits[k].to(tl.float64))
+    maximum = finite_shift(maximum)
+    parts, probabilities, total = (), (), (maximum * 0.0).to(tl.int64)
+    for k in tl.static_range(K):
+        factor, exponent, term = exp_parts(logits[k].to(tl.float64) - maximum)
+        parts, total = parts + ((factor, exponent),), total + term
+    total = sum_of_terms(total)
+    inverse = 1.0 / total
+    for k in tl.static_range(K):
+        probabilities = probabilities + ((parts[k][0] * inverse, parts[k][1]),)
+    return probabilities, maximum + log_sum(total, DTYPE)
+
+
+@triton.jit
+def arc_factors(blank, label, logits, K: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr):
+    """Return what the arcs of some nodes are made of, and the log-sum-exps of the durations.
+
+    These are the scores of blank and label and a tuple of the durations' log-probabilities, or
+    their probabilities with WORDS.
+    """
+    if WORDS:
+        probabilities, lse = duration_probabilities(logits, K, DTYPE)
+        return exp2_parts(blank), exp2_parts(label), probabilities, lse
+    else:
+        log_probs, lse = score_durations(logits, K, DTYPE)
+        return blank, label, log_probs, lse
+
+
+@triton.jit
+def arc_of(token, duration, valid, WORDS: tl.constexpr, PRECISE: tl.constexpr):
+    """Return an arc as a scan reads it, and whether it is valid and NaN.
+
+    It is a word or a score, and that of the probability 0 where it is not valid.
+    """
+    if WORDS:
+        return arc_word(token, duration, valid, PRECISE)
+    else:
+        score = token + duration * LOG2E
+        return tl.where(valid, score, -float("inf")), valid & (score != score)
 
 
 @triton.jit
@@ -83,7 +126,8 @@ def tdt_arcs_kernel(
     target_lengths_ptr,  # [B]
     tokens_ptr,  # [2, B, num_chunks, rows, 32] fp64: scores of blank and label
     lse_ptr,  # [B, T, U1], or None
-    arcs_ptr,  # [2, K, B, num_chunks, rows, 32] fp64
+    arcs_ptr,  # [2, K, B, num_chunks, rows, 32], words in int64 or scores in fp64
+    flags_ptr,  # [B] int64, zero; or None for scores
     T,
     B,
     U1,
@@ -98,11 +142,13 @@ def tdt_arcs_kernel(
     K: tl.constexpr,
     BLOCK: tl.constexpr,  # nodes of a program, which are some rows of a chunk
 ):
-    """Compute the log-sum-exps of the durations and the scores of the arcs of some nodes.
+    """Compute the log-sum-exps of the durations and the arcs of some nodes.
 
-    Arcs that leave the lattice have the score -inf, also those of nodes beyond the lengths, and so
-    has the margin after the last sequence, which the programs after its own write.
+    Arcs that leave the lattice have the probability 0, also those of nodes beyond the lengths, and
+    so has the margin after the last sequence, which the programs after its own write. Words flag a
+    sequence in which an arc is NaN.
     """
+    WORDS: tl.constexpr = arcs_ptr.dtype.element_ty == tl.int64
     b, t, u, index, chunk_offset, is_margin = chunk_nodes(
         tl.program_id(0), B, num_chunks, rows, BLOCK
     )
@@ -111,24 +157,28 @@ def tdt_arcs_kernel(
     offset, in_array = chunk_offset + index, index < rows * 32
     start = b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t + u.to(tl.int64) * stride_u
     values = load_durations(durations_ptr + start, stride_k, mask, K)
-    log_probs, lse = score_durations(values, K, durations_ptr.dtype.element_ty)
+    blank = tl.load(tokens_ptr + offset, mask=mask, other=0.0)
+    label = tl.load(tokens_ptr + nodes + offset, mask=mask, other=0.0)
+    DTYPE: tl.constexpr = durations_ptr.dtype.element_ty
+    blank, label, durations, lse = arc_factors(blank, label, values, K, DTYPE, WORDS)
     if lse_ptr is not None:
         node = (b.to(tl.int64) * T + t) * U1 + u
         tl.store(lse_ptr + node, lse.to(lse_ptr.dtype.element_ty), mask=mask)
-    blank = tl.load(tokens_ptr + offset, mask=mask, other=0.0)
-    label = tl.load(tokens_ptr + nodes + offset, mask=mask, other=0.0)
+    has_nan = mask & (is_margin > 0)
     for k in tl.static_range(K):
         d = (DURATIONS >> (8 * k)) & 255
-        if (DURATIONS >> (8 * k)) & 255:
-            valid = mask & stays(t, u, d, sequence, False)
-            score = tl.where(valid, arc_score(blank, log_probs[k]), -float("inf"))
-            tl.store(arcs_ptr + k * nodes + offset, score, mask=in_array)
-        else:  # no scan reads the arcs of this kind, but the margin after them
-            nothing = tl.full([BLOCK], -float("inf"), tl.float64)
-            tl.store(arcs_ptr + k * nodes + offset, nothing, mask=is_margin)
+        # No scan reads blanks of duration 0, but the margin after them.
+        valid = mask & stays(t, u, d, sequence, False) & (d > 0)
+        arc, is_nan = arc_of(blank, durations[k], valid, WORDS, DTYPE == tl.float64)
+        is_read = in_array if (DURATIONS >> (8 * k)) & 255 else is_margin
+        tl.store(arcs_ptr + k * nodes + offset, arc, mask=is_read)
+        has_nan = has_nan | is_nan
         valid = mask & stays(t, u, d, sequence, True)
-        score = tl.where(valid, arc_score(label, log_probs[k]), -float("inf"))
-        tl.store(arcs_ptr + (K + k) * nodes + offset, score, mask=in_array)
+        arc, is_nan = arc_of(label, durations[k], valid, WORDS, DTYPE == tl.float64)
+        tl.store(arcs_ptr + (K + k) * nodes + offset, arc, mask=in_array)
+        has_nan = has_nan | is_nan
+    if WORDS:
+        tl.store(flags_ptr + b + index * 0, INVALID, mask=has_nan)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -150,14 +200,14 @@ def tdt_words_kernel(
 ):
     """Prepare the words of a scan that waits for its arcs.
 
-    The words of arcs that the kernel with the scan writes become 0, and those of arcs that leave
-    the lattice and of all margins become -inf. The words before the first margin become 0.
+    The words of arcs that the kernel with the scan writes become 0. Those of arcs that leave the
+    lattice and of all margins get the probability 0. The words before the first margin become 0.
     """
     programs = B * num_chunks * tl.cdiv(rows * 32, BLOCK) + MARGIN // BLOCK
     first = tl.program_id(0).to(tl.int64) - programs
     if first >= 0:
         word_index = first * BLOCK + tl.arange(0, BLOCK)
-        word = tl.where(word_index < zeros, 0, MINUS_INFINITY)
+        word = tl.where(word_index < zeros, 0, IMPOSSIBLE_ARC)
         tl.store(words_ptr + word_index, word, mask=word_index < zeros + MARGIN)
     else:
         arcs_ptr = words_ptr + zeros + MARGIN
@@ -170,78 +220,10 @@ def tdt_words_kernel(
         for k in tl.static_range(K):
             d = (DURATIONS >> (8 * k)) & 255
             is_written = in_array if (DURATIONS >> (8 * k)) & 255 else is_margin
-            word = tl.where(mask & stays(t, u, d, sequence, False), 0, MINUS_INFINITY)
+            word = tl.where(mask & stays(t, u, d, sequence, False), 0, IMPOSSIBLE_ARC)
             tl.store(arcs_ptr + k * nodes + offset, word, mask=is_written)
-            word = tl.where(mask & stays(t, u, d, sequence, True), 0, MINUS_INFINITY)
+            word = tl.where(mask & stays(t, u, d, sequence, True), 0, IMPOSSIBLE_ARC)
             tl.store(arcs_ptr + (K + k) * nodes + offset, word, mask=in_array)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def tdt_posterior_kernel(
-    arcs_ptr,  # [2, K, B, num_chunks, rows, 32] fp64
-    states_ptr,  # [2, B, num_chunks, rows, 32] fp64: α and β, or None
-    logit_lengths_ptr,  # [B]
-    target_lengths_ptr,  # [B]
-    flags_ptr,  # [B] int64
-    logz_ptr,  # [B] fp64
-    nll_ptr,  # [B]
-    posteriors_ptr,  # [2 + K, B, T, U1], or None for the loss alone
-    T,
-    B,
-    U1,
-    num_chunks,
-    rows,
-    nodes: tl.int64,  # elements of an array over all nodes
-    DURATIONS: tl.constexpr,
-    K: tl.constexpr,
-    FP64: tl.constexpr,
-    BLOCK: tl.constexpr,  # nodes of a program
-):
-    """Write the posteriors of some nodes, and the loss.
-
-    These are those of blanks, of labels and of each duration.
-    """
-    blocks = 1
-    if posteriors_ptr is not None:
-        blocks = num_chunks * tl.cdiv(rows * 32, BLOCK)
-    b, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    sequence = load_sequence(b, logit_lengths_ptr, target_lengths_ptr, T, U1)
-    logz, flag = tl.load(logz_ptr + b), tl.load(flags_ptr + b)
-    if block == 0:
-        nll = tl.where(flag > 0, float("nan"), -logz * LN2)
-        tl.store(nll_ptr + b, nll.to(nll_ptr.dtype.element_ty))
-    if posteriors_ptr is not None:
-        length = tl.where(logz == -float("inf"), 0, sequence.length)
-        # The nodes are counted as the arcs lie in memory.
-        chunk_blocks = tl.cdiv(rows * 32, BLOCK)
-        index = block % chunk_blocks * BLOCK + tl.arange(0, BLOCK)
-        t, u = index // 32 - index % 32, block // chunk_blocks * 32 + index % 32
-        is_node = (t >= 0) & (t < T) & (u < U1)
-        mask = (t >= 0) & (t < length) & (u <= sequence.target_len)
-        offset = node_offset(b, t, u, num_chunks, rows)
-        after = node_offset(b, t, u + 1, num_chunks, rows)
-        alpha = tl.load(states_ptr + offset, mask=mask, other=-float("inf")) - logz
-        beta_ptr = states_ptr + nodes
-        zero = tl.where(flag > 0, float("nan"), 0.0).to(posteriors_ptr.dtype.element_ty)
-        size = B.to(tl.int64) * T * U1
-        node_ptr = posteriors_ptr + ((b.to(tl.int64) * T + t) * U1 + u)
-        blanks, labels = zero + index * 0.0, zero + index * 0.0
-        for k in tl.static_range(K):
-            d = (DURATIONS >> (8 * k)) & 255
-            blank = zero + index * 0.0
-            if (DURATIONS >> (8 * k)) & 255:
-                valid = mask & (t + d <= length)
-                score = tl.load(arcs_ptr + k * nodes + offset, mask=valid, other=0.0)
-                score += tl.load(beta_ptr + offset + d * 32, mask=valid, other=0.0)
-                blank = tl.where(valid, exp2_of(alpha + score, FP64), 0.0)
-            valid = mask & (t + d < length) & (u < sequence.target_len)
-            score = tl.load(arcs_ptr + (K + k) * nodes + offset, mask=valid, other=0.0)
-            score += tl.load(beta_ptr + after + d * 32, mask=valid, other=0.0)
-            label = tl.where(valid, exp2_of(alpha + score, FP64), 0.0)
-            blanks, labels = blanks + blank, labels + label
-            tl.store(node_ptr + (2 + k) * size, blank + label + zero, mask=is_node)
-        tl.store(node_ptr, blanks, mask=is_node)
-        tl.store(node_ptr + size, labels, mask=is_node)
 
 
 @triton.jit

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ....runtime.dtypes import acc_dtype
-from ....runtime.launch import INTERPRETED, cdiv, launch
+from ....runtime.launch import INTERPRETED, cdiv, launch, next_power_of_2
 from .call import ScanZeros, Targets, tile_of, tile_options
-from .durations import tdt_posterior_kernel, tdt_words_kernel
+from .durations import tdt_words_kernel
 from .overlap_tdt import tdt_overlap_kernel
 from .plan import (
     CHUNK,
@@ -27,7 +27,7 @@ from .plan import (
     LatticePlan,
     lattice_plan,
 )
-from .scan_launch import Scan, new_states
+from .posterior_tdt import tdt_posterior_kernel
 
 BLOCK_NODES = 128  # nodes of a program
 
@@ -36,7 +36,7 @@ class ArcKinds(NamedTuple):
     """The kinds of arcs that a scan is compiled for.
 
     Fields:
-        code: the kinds; see `arcs.py`.
+        code: the kinds; see `arc_rows.py`.
         number: the number of kinds.
         depth: the states that a lane remembers.
     """
@@ -66,8 +66,35 @@ def duration_code(durations: Sequence[int]) -> int:
     return sum(d << (8 * k) for k, d in enumerate(durations))
 
 
+class WordScan(NamedTuple):
+    """What a scan of words leaves in memory; see `arc_words.py`.
+
+    Fields:
+        arcs: the words of the arcs, `[2 K * nodes]`.
+        states: the words of α and β, `[2, nodes]`, or None for the loss alone.
+        flags: `[B]`, which sequences are invalid or have NaN.
+        totals: the sums over all paths, `[2, B]`: the bits of their significands, and exponents.
+    """
+
+    arcs: Tensor
+    states: Tensor | None
+    flags: Tensor
+    totals: Tensor
+
+
+def new_scan(
+    plan: LatticePlan, arcs: Tensor, flags: Tensor, B: int, need_posteriors: bool
+) -> WordScan:
+    """Return a scan with memory for its results."""
+    totals = torch.empty((2, B), dtype=torch.int64, device=arcs.device)
+    if not need_posteriors:
+        return WordScan(arcs, None, flags, totals)
+    states = torch.empty((2, plan.nodes), dtype=torch.int64, device=arcs.device)
+    return WordScan(arcs, states, flags, totals)
+
+
 def launch_duration_posteriors(
-    scan: Scan,
+    scan: WordScan,
     targets: Targets,
     sizes: tuple[int, int, int],
     durations: Sequence[int],
@@ -87,7 +114,7 @@ def launch_duration_posteriors(
         targets.logit_lengths,
         targets.target_lengths,
         scan.flags,
-        scan.logz,
+        scan.totals,
         nll,
         posteriors if need_posteriors else None,
         T,
@@ -98,7 +125,7 @@ def launch_duration_posteriors(
         plan.nodes,
         DURATIONS=duration_code(durations),
         K=K,
-        FP64=dtype == torch.float64,
+        PRECISE=dtype == torch.float64,
         BLOCK=BLOCK_NODES,
         num_warps=4,
     )
@@ -162,8 +189,7 @@ def scan_durations_beside_rows(
     shape = (B, T, U1) if need_posteriors else (0,)
     token_lse = torch.empty(shape, dtype=LSE_DTYPE, device=device)
     duration_lse = torch.empty(shape, dtype=LSE_DTYPE, device=device)
-    states = new_states(plan, need_posteriors, device)
-    logz = torch.empty(B, dtype=torch.float64, device=device)
+    scan = new_scan(plan, words.arcs, words.flags, B, need_posteriors)
     launch(
         tdt_overlap_kernel,
         directions * B * plan.num_chunks + B * T * cdiv(U1, NODES_PER_PROGRAM),
@@ -172,11 +198,11 @@ def scan_durations_beside_rows(
         *targets,
         token_lse if need_posteriors else None,
         duration_lse if need_posteriors else None,
-        words.arcs,
-        states,
+        scan.arcs,
+        scan.states,
         words.carries,
-        words.flags,
-        logz,
+        scan.flags,
+        scan.totals,
         words.tile_counter,
         T,
         B,
@@ -198,10 +224,10 @@ def scan_durations_beside_rows(
         DEPTH=kinds.depth,
         DURATIONS=duration_code(durations),
         K=K,
+        KINDS=next_power_of_2(K),
         maxnreg=TDT_OVERLAP_REGISTERS,
         **tile_options(tile_of(token_logits), token_logits.dtype),
     )
-    scan = Scan(words.arcs.view(torch.float64), states, words.flags, logz)
     nll, posteriors = launch_duration_posteriors(
         scan, targets, (B, T, U1), durations, token_logits.dtype
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ....runtime.dtypes import acc_dtype
 from ..common import ACTIVATIONS, chunk_ranges
-from .call import NodeOptions, as_targets, launch_gradient, launch_nodes
+from .call import NodeOptions, as_targets, launch_gradient, launch_nodes, scan_zeros
 from .joint_launch import (
     Gradients,
     JointCall,
@@ -180,11 +180,13 @@ def linear_transducer(
     nodes = read_nodes(call, chunks, options, hidden, logits, keep_logits, needs_gradient)
     sizes, plan = (B, T, U1), lattice_plan(B, T, U1)
     if head.durations:
+        zeros = scan_zeros(plan, B, 2 if needs_gradient else 1, encoder.device)
         arcs, lse = token_duration_arcs(
-            nodes.arcs, nodes.durations, call.targets, durations, needs_gradient
+            nodes.arcs, nodes.durations, call.targets, durations, zeros.flags, needs_gradient
         )
         nll, posteriors = scan_durations(
             arcs,
+            zeros,
             call.targets,
             sizes,
             head.tokens,

@@ -13,7 +13,7 @@ from ....runtime.launch import cdiv, launch
 from ...ctc.gpu.lanes import launch_lanes
 from . import plan as planning
 from .align import rnnt_backtrace_kernel
-from .arcs import ARC_SCAN
+from .arc_words import IMPOSSIBLE_ARC
 from .call import (
     NodeOptions,
     ScanZeros,
@@ -32,11 +32,13 @@ from .durations_launch import (
     duration_arcs,
     duration_code,
     launch_duration_posteriors,
+    new_scan,
     scan_durations_beside_rows,
 )
 from .gradient_tdt import tdt_gradient_kernel
 from .plan import CHUNK, LSE_DTYPE, MARGIN, NODES_PER_PROGRAM, LatticePlan, lattice_plan
-from .scan_launch import Scan, new_states
+from .scan_best import BEST_SCAN
+from .scan_tdt import TDT_SCAN
 
 DURATION_NODES = 64  # nodes of a warp, for which no more registers are needed than for rows
 RNNT_ARCS = ((1, False), (0, True))  # the blank's and the label's
@@ -52,59 +54,6 @@ def scan_block(kinds: int) -> int:
     return 8 if kinds <= 2 else 4 if kinds <= 10 else 2
 
 
-def launch_arc_scan(
-    arcs: Tensor,
-    targets: Targets,
-    states: Tensor | None,
-    pointers: Tensor | None,
-    zeros: ScanZeros,
-    logz: Tensor,
-    sizes: tuple[int, int, int],
-    V: int,
-    blank: int,
-    kinds: ArcKinds,
-    filled: bool,
-    dtype: torch.dtype,
-) -> None:
-    """Scan α, and β if there are states; by maxima if there are pointers.
-
-    If the arcs are `filled`, those that leave the lattice have the score -inf; see `new_arcs`.
-    """
-    B, T, U1 = sizes
-    plan = lattice_plan(B, T, U1)
-    directions = 1 if states is None else 2
-    launch_lanes(
-        ARC_SCAN,
-        directions * B * plan.num_chunks,
-        arcs,
-        *targets,
-        states,
-        pointers,
-        zeros.carries,
-        zeros.flags,
-        logz,
-        zeros.tile_counter,
-        T,
-        B,
-        U1,
-        V,
-        plan.num_chunks,
-        plan.rows,
-        plan.carry_steps,
-        plan.nodes,
-        blank,
-        targets.stride,
-        DIRECTIONS=directions,
-        FILLED=filled,
-        BLOCK=scan_block(kinds.number),
-        CODE=kinds.code,
-        ARCS=kinds.number,
-        DEPTH=kinds.depth,
-        MAX=pointers is not None,
-        FP64=dtype == torch.float64,
-    )
-
-
 def tdt_arcs(
     token_logits: Tensor,
     duration_logits: Tensor,
@@ -112,31 +61,33 @@ def tdt_arcs(
     blank: int,
     durations: Sequence[int],
     sigma: float,
+    flags: Tensor | None,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the scores of the arcs and the log-sum-exps of tokens and durations.
-
-    The scores are `[2 K * nodes]` fp64; the log-sum-exps are empty unless they are saved.
-    """
+    """Return the arcs and the log-sum-exps of tokens and durations; see `token_duration_arcs`."""
     B, T, U1, _ = token_logits.shape
     plan, device = lattice_plan(B, T, U1), token_logits.device
     token_lse = torch.empty((B, T, U1) if save else (0,), dtype=LSE_DTYPE, device=device)
     tokens = torch.empty((2, plan.nodes), dtype=torch.float64, device=device)
     options = NodeOptions(blank, True, False, sigma, 0.0)
     launch_nodes(token_logits, targets, token_lse, tokens, 0, B * T, (B, T, U1), options)
-    arcs, duration_lse = token_duration_arcs(tokens, duration_logits, targets, durations, save)
+    arcs, duration_lse = token_duration_arcs(
+        tokens, duration_logits, targets, durations, flags, save
+    )
     return arcs, token_lse, duration_lse
 
 
-def new_arcs(kinds: int, nodes: int, device: torch.device) -> Tensor:
-    """Return memory for the scores of arcs, `[kinds * nodes]`.
+def new_arcs(kinds: int, nodes: int, words: bool, device: torch.device) -> Tensor:
+    """Return memory for arcs, `[kinds * nodes]`: words of probabilities, or scores in fp64.
 
-    A scan reads some rows before and after its chunk. Those before it must have the score -inf,
+    A scan reads some rows before and after its chunk. Those before it must have the probability 0,
     because NaN would reach the states. In the same kind they have it, as arcs that leave the
-    lattice do. Each kind ends with a margin of -inf, and the first one has a margin before it.
+    lattice do. Each kind ends with a margin of probability 0, and the first one has a margin before
+    it.
     """
-    buffer = torch.empty(MARGIN + kinds * nodes, dtype=torch.float64, device=device)
-    buffer[:MARGIN].fill_(-torch.inf)
+    dtype = torch.int64 if words else torch.float64
+    buffer = torch.empty(MARGIN + kinds * nodes, dtype=dtype, device=device)
+    buffer[:MARGIN].fill_(IMPOSSIBLE_ARC.value if words else -torch.inf)
     return buffer[MARGIN:]
 
 
@@ -145,18 +96,20 @@ def token_duration_arcs(
     duration_logits: Tensor,
     targets: Targets,
     durations: Sequence[int],
+    flags: Tensor | None,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the scores of the arcs, `[2 K * nodes]` fp64, and the durations' log-sum-exps.
+    """Return the arcs, `[2 K * nodes]`, and the durations' log-sum-exps.
 
-    `tokens` are the scores of blank and label, `[2, nodes]`. The log-sum-exps are empty unless they
-    are saved.
+    `tokens` are the scores of blank and label, `[2, nodes]`. The arcs are scores in fp64 without
+    `flags`. Otherwise they are words, and sequences in which one is NaN are flagged. The
+    log-sum-exps are empty unless they are saved.
     """
     B, T, U1, K = duration_logits.shape
     plan, device = lattice_plan(B, T, U1), duration_logits.device
     shape = (B, T, U1) if save else (0,)
     duration_lse = torch.empty(shape, dtype=LSE_DTYPE, device=device)
-    arcs = new_arcs(2 * K, plan.nodes, device)
+    arcs = new_arcs(2 * K, plan.nodes, flags is not None, device)
     launch(
         tdt_arcs_kernel,
         B * plan.num_chunks * cdiv(plan.rows * CHUNK, BLOCK_NODES) + MARGIN // BLOCK_NODES,
@@ -166,6 +119,7 @@ def token_duration_arcs(
         tokens,
         duration_lse if save else None,
         arcs,
+        flags,
         T,
         B,
         U1,
@@ -201,17 +155,18 @@ def tdt_forward(
         return scan_durations_beside_rows(
             token_logits, duration_logits, targets, blank, durations, sigma, need_posteriors
         )
-    arcs, token_lse, duration_lse = tdt_arcs(
-        token_logits, duration_logits, targets, blank, durations, sigma, need_posteriors
-    )
+    zeros = scan_zeros(lattice_plan(B, T, U1), B, directions, token_logits.device)
+    options = (blank, durations, sigma, zeros.flags, need_posteriors)
+    arcs, token_lse, duration_lse = tdt_arcs(token_logits, duration_logits, targets, *options)
     nll, posteriors = scan_durations(
-        arcs, targets, (B, T, U1), V, blank, durations, dtype, need_posteriors
+        arcs, zeros, targets, (B, T, U1), V, blank, durations, dtype, need_posteriors
     )
     return nll, token_lse, duration_lse, posteriors
 
 
 def scan_durations(
     arcs: Tensor,
+    zeros: ScanZeros,
     targets: Targets,
     sizes: tuple[int, int, int],
     V: int,
@@ -221,13 +176,37 @@ def scan_durations(
     need_posteriors: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the losses, and the posteriors `[2 + K, B, T, U1]` or an empty tensor."""
-    (B, T, U1), device = sizes, arcs.device
+    B, T, U1 = sizes
     plan, kinds = lattice_plan(B, T, U1), arc_kinds(duration_arcs(durations))
-    states = new_states(plan, need_posteriors, device)
-    zeros = scan_zeros(plan, B, 1 if states is None else 2, device)
-    logz = torch.empty(B, dtype=torch.float64, device=device)
-    launch_arc_scan(arcs, targets, states, None, zeros, logz, sizes, V, blank, kinds, True, dtype)
-    scan = Scan(arcs, states, zeros.flags, logz)
+    directions = 2 if need_posteriors else 1
+    scan = new_scan(plan, arcs, zeros.flags, B, need_posteriors)
+    launch_lanes(
+        TDT_SCAN,
+        directions * B * plan.num_chunks,
+        arcs,
+        *targets,
+        scan.states,
+        zeros.carries,
+        scan.flags,
+        scan.totals,
+        zeros.tile_counter,
+        T,
+        B,
+        U1,
+        V,
+        plan.num_chunks,
+        plan.rows,
+        plan.carry_steps,
+        plan.nodes,
+        blank,
+        targets.stride,
+        DIRECTIONS=directions,
+        BLOCK=scan_block(kinds.number),
+        CODE=kinds.code,
+        ARCS=kinds.number,
+        DEPTH=kinds.depth,
+        PRECISE=dtype == torch.float64,
+    )
     return launch_duration_posteriors(scan, targets, sizes, durations, dtype)
 
 
@@ -317,14 +296,40 @@ def best_path(
     filled: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the steps and scores of the labels on the best path, and its score."""
+    """Return the steps and scores of the labels on the best path, and its score.
+
+    If the arcs are `filled`, those that leave the lattice have the score -inf; see `new_arcs`.
+    """
     (B, T, U1), device = sizes, arcs.device
     plan: LatticePlan = lattice_plan(B, T, U1)
     pointers = torch.empty(plan.nodes, dtype=torch.int8, device=device)
     zeros = scan_zeros(plan, B, 1, device)
     best = torch.empty(B, dtype=torch.float64, device=device)
-    launch_arc_scan(
-        arcs, targets, None, pointers, zeros, best, sizes, V, blank, kinds, filled, dtype
+    launch_lanes(
+        BEST_SCAN,
+        B * plan.num_chunks,
+        arcs,
+        *targets,
+        pointers,
+        zeros.carries,
+        zeros.flags,
+        best,
+        zeros.tile_counter,
+        T,
+        B,
+        U1,
+        V,
+        plan.num_chunks,
+        plan.rows,
+        plan.carry_steps,
+        plan.nodes,
+        blank,
+        targets.stride,
+        FILLED=filled,
+        BLOCK=scan_block(kinds.number),
+        CODE=kinds.code,
+        ARCS=kinds.number,
+        DEPTH=kinds.depth,
     )
     steps = torch.empty((B, U1 - 1), dtype=torch.int64, device=device)
     scores = torch.empty((B, U1 - 1), dtype=acc_dtype(dtype), device=device)
@@ -387,6 +392,7 @@ def tdt_align(
     """Return the steps and scores of the labels on the best path, and its score."""
     B, T, U1, V = token_logits.shape
     targets = as_targets(labels, logit_lengths, target_lengths)
-    arcs, _, _ = tdt_arcs(token_logits, duration_logits, targets, blank, durations, sigma, False)
+    options = (blank, durations, sigma, None, False)
+    arcs, _, _ = tdt_arcs(token_logits, duration_logits, targets, *options)
     kinds = arc_kinds(duration_arcs(durations))
     return best_path(arcs, targets, (B, T, U1), V, blank, kinds, True, token_logits.dtype)

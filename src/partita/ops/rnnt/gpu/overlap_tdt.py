@@ -1,9 +1,10 @@
 """The scan of token-and-duration transducers beside the pass over the logits, for few sequences.
 
-This is what `overlap.py` does for two kinds of arcs: some programs scan as `arcs.py` does, and the
-others compute the arcs of nodes, of which each is a message. Arcs that leave the lattice have no
-program. `durations.tdt_words_kernel` has written -inf for them and 0 for the others, so each word
-that a scan waits for is there before or is written by a program that waits for none.
+This is what `overlap.py` does for two kinds of arcs: some programs scan as `scan_tdt.py` does, and
+the others compute the arcs of nodes, of which each is a message. Arcs that leave the lattice have
+no program. `durations.tdt_words_kernel` has written words of the probability 0 for them, and 0 for
+the others, so each word that a scan waits for is there before or is written by a program that waits
+for none.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arcs import arc_scan_program
-from .durations import arc_score, load_durations, score_durations, stays
+from .arc_words import arc_word, exp2_parts, probability_block
+from .durations import stays
 from .lattice import SIZES, node_offset
-from .nodes import NodeSource, score_arcs, store_scores
+from .nodes import NodeSource, score_arcs
 from .overlap import nodes_of_rank
-from .scan import ScanSizes, ScanTensors
+from .scan import INVALID, ScanSizes, ScanTensors
+from .scan_tdt import tdt_scan_program
 
 
 class LogitTensors(NamedTuple):
@@ -48,6 +50,7 @@ def store_duration_arcs(
     BOTH_ENDS: tl.constexpr,
     DURATIONS: tl.constexpr,
     K: tl.constexpr,
+    KINDS: tl.constexpr,
     VEC: tl.constexpr,
     EDGES: tl.constexpr,
     PIECES: tl.constexpr,
@@ -64,7 +67,13 @@ def store_duration_arcs(
         b, t, u = node.b.to(tl.int64), node.t.to(tl.int64), node.first_u + tl.arange(0, ROWS)
         mask, d_strides = u <= sequence.target_len, logits.duration_strides
         start = b * d_strides[0] + t * d_strides[1] + u.to(tl.int64) * d_strides[2]
-        values = load_durations(logits.durations_ptr + start, d_strides[3], mask, K)
+        # All arcs of the nodes are computed side by side, one in each lane.
+        k, d = tl.arange(0, KINDS)[None, :], tl.zeros([1, KINDS], tl.int32)
+        for i in tl.static_range(K):
+            d = tl.where(k == i, (DURATIONS >> (8 * i)) & 255, d)
+        is_kind, stride_k = mask[:, None] & (k < K), tl.cast(d_strides[3], tl.int64)
+        ptr = logits.durations_ptr + (start[:, None] + k.to(tl.int64) * stride_k)
+        values = tl.load(ptr, mask=is_kind, other=-float("inf"))
         strides = logits.token_strides
         origin = b * strides[0] + t * strides[1]
         target_stride, blank, sigma = options
@@ -74,18 +83,21 @@ def store_duration_arcs(
         blank_score, label_score = score_arcs(
             source, lse_ptr, node, sequence, True, False, VEC, EDGES, PIECES, ROWS, BLOCK_V, DTYPE
         )
-        log_probs, lse = score_durations(values, K, DTYPE)
+        factor, exponent, lse = probability_block(values, DTYPE)
         if logits.duration_lse_ptr is not None:
             lse_ptr = logits.duration_lse_ptr + node.index + tl.arange(0, ROWS)
             tl.store(lse_ptr, lse.to(lse_ptr.dtype.element_ty), mask=mask)
-        ptr = tensors.arcs_ptr + node_offset(node.b, node.t, u, sizes.num_chunks, sizes.rows)
-        for k in tl.static_range(K):
-            d = (DURATIONS >> (8 * k)) & 255
-            if (DURATIONS >> (8 * k)) & 255:
-                valid = mask & stays(node.t, u, d, sequence, False)
-                store_scores(ptr + k * sizes.nodes, arc_score(blank_score, log_probs[k]), valid)
-            valid = mask & stays(node.t, u, d, sequence, True)
-            store_scores(ptr + (K + k) * sizes.nodes, arc_score(label_score, log_probs[k]), valid)
+        offset = node_offset(node.b, node.t, u, sizes.num_chunks, sizes.rows)[:, None]
+        ptr, u = tensors.arcs_ptr + (k.to(tl.int64) * sizes.nodes + offset), u[:, None]
+        has_nan = is_kind & (k < 0)
+        for label in tl.static_range(2):
+            token = exp2_parts(label_score if label else blank_score)
+            token = (token[0][:, None], token[1][:, None])
+            valid = is_kind & stays(node.t, u, d, sequence, label) & (d + label > 0)
+            arc, is_nan = arc_word(token, (factor, exponent), valid, False)
+            tl.store(ptr + label * K * sizes.nodes, arc, mask=valid)
+            has_nan = has_nan | is_nan
+        tl.store(tensors.flags_ptr + (b + u * 0 + k * 0), INVALID, mask=has_nan)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -97,11 +109,11 @@ def tdt_overlap_kernel(
     target_lengths_ptr,  # [B]
     token_lse_ptr,  # [B, T, U1], or None
     duration_lse_ptr,  # [B, T, U1], or None
-    arcs_ptr,  # [2, K, B, num_chunks, rows, 32] int64, prepared: the bits of the scores
-    states_ptr,  # [2, B, num_chunks, rows, 32] fp64: α and β, or None for log Z alone
+    arcs_ptr,  # [2, K, B, num_chunks, rows, 32] int64, prepared: words of arcs
+    states_ptr,  # [2, B, num_chunks, rows, 32] int64: words of α and β, or None
     carries_ptr,  # [DIRECTIONS, num_chunks, B, carry_steps] int64, zero; or None for one chunk
     flags_ptr,  # [B] int64, zero
-    logz_ptr,  # [B] fp64
+    totals_ptr,  # [2, B] int64: the bits of the significand, and the biased exponent, of the sums
     tile_counter_ptr,  # [1] int64, zero; or None for one chunk
     T,
     B,
@@ -129,6 +141,7 @@ def tdt_overlap_kernel(
     DEPTH: tl.constexpr,  # states that a lane remembers
     DURATIONS: tl.constexpr,
     K: tl.constexpr,
+    KINDS: tl.constexpr,  # a power of two of at least K
     VEC: tl.constexpr,
     EDGES: tl.constexpr,
     PIECES: tl.constexpr,
@@ -146,21 +159,19 @@ def tdt_overlap_kernel(
         scan, program = tl.program_id(0) - T * B * blocks, tl.program_id(0)
     sizes = ScanSizes(T, B, U1, V, num_chunks, rows, carry_steps, nodes)
     lengths, written = (logit_lengths_ptr, target_lengths_ptr), (states_ptr, carries_ptr)
-    tensors = ScanTensors(arcs_ptr, targets_ptr, *lengths, *written, flags_ptr, logz_ptr)
+    tensors = ScanTensors(arcs_ptr, targets_ptr, *lengths, *written, flags_ptr, None)
     if (scan >= 0) & (scan < scans):
         index = scan
         if tile_counter_ptr is not None:
             # Indices of rows and steps of 64 bits would take many more instructions.
             index = tl.atomic_add(tile_counter_ptr, 1, sem="relaxed").to(tl.int32)
-        scanned = (index, tensors, None, sizes, blank, target_stride)
-        arc_scan_program(
-            *scanned, DIRECTIONS, True, True, BLOCK, CODE, 2 * K, DEPTH, False, False, None
-        )
+        scanned = (index, tensors, totals_ptr, sizes, blank, target_stride)
+        tdt_scan_program(*scanned, DIRECTIONS, True, BLOCK, CODE, 2 * K, DEPTH, False, None)
     else:
         d_strides = (duration_stride_b, duration_stride_t, duration_stride_u, duration_stride_k)
         tokens = (logits_ptr, (stride_b, stride_t, stride_u, stride_v))
         logits = LogitTensors(*tokens, durations_ptr, d_strides, token_lse_ptr, duration_lse_ptr)
         read = (program, logits, (target_stride, blank, sigma), tensors, sizes)
         store_duration_arcs(
-            *read, DIRECTIONS == 2, DURATIONS, K, VEC, EDGES, PIECES, ROWS, BLOCK_V, DTYPE
+            *read, DIRECTIONS == 2, DURATIONS, K, KINDS, VEC, EDGES, PIECES, ROWS, BLOCK_V, DTYPE
         )

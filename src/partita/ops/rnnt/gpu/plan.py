@@ -31,10 +31,10 @@ MAX_OVERLAP_SCANS = 64
 MAX_OVERLAP_STEPS = 2**15  # the product of two numbers of steps fits in 32 bits
 MIN_OVERLAP_BYTES = 2**24  # of logits
 MIN_OVERLAP_ROW_BYTES = 512  # of the logits of a node, whose arcs are two words
-# With these, the scores of the arcs that a scan waits for stay in registers. 16 programs of 128
-# registers run on a multiprocessor, which are enough to read rows as fast as the memory gives them.
+# With these, the arcs that a scan waits for and all of its addresses stay in registers. 14 programs
+# of 144 registers run on a multiprocessor.
 TDT_OVERLAP_BLOCK_ROWS = 2
-TDT_OVERLAP_REGISTERS = 128
+TDT_OVERLAP_REGISTERS = 144
 MAX_TDT_OVERLAP_SCANS = 32  # with 64, one kernel after the other takes less time
 MAX_OVERLAP_KINDS = 10  # of arcs
 MAX_OVERLAP_DEPTH = 5  # states that a lane remembers

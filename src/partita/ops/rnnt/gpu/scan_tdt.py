@@ -1,0 +1,273 @@
+"""Scans of token-and-duration transducers: sums over the paths of a lattice.
+
+The chunks, rows, lanes and carries are those of `scan.py`, and the kinds of arcs those of
+`arc_rows.py`. A state is a significand and a biased exponent of 2, and an arc is the halves of its
+word; see `arc_words.py`. So a row takes products and integer operations, and no exponential or
+logarithm, whose errors would add up from row to row.
+
+A lane remembers as many of its own last states, and of those of the lane that it takes labels from,
+as the longest duration needs. Only two arcs of a row depend on the row before it, the blank of
+duration 1 and the label of duration 0. The others are summed one row ahead, so that these sums do
+not delay the scan.
+
+As in `scan.py`, a scan may run while other programs still compute the arcs (see `overlap_tdt.py`).
+Then those that are not written yet are 0. Arcs that leave the lattice have the probability 0 from
+the start, so each word that a scan waits for is written by some program.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+
+from ....primitives.gpu.math import UNFUSED
+from ...ctc.gpu.lanes import LaneKernel, lane_index
+from .arc_rows import (
+    await_arcs,
+    chunk_of_program,
+    least_word,
+    load_block_arcs,
+    load_turn_carries,
+    prefetch_turn_arcs,
+    prepend,
+    repeated,
+    row_of,
+    send_word,
+    shift_lanes,
+)
+from .arc_words import (
+    ARC_BIAS,
+    IMPOSSIBLE_ARC,
+    NO_TERM,
+    STATE_BIAS,
+    UNREACHED,
+    add_exponent,
+    add_product,
+    arc_exponent,
+    halves,
+    normalized,
+    state_of_word,
+    state_word,
+)
+from .lattice import SIZES
+from .scan import PREFETCHED_ROWS, ScanSizes, ScanTensors, flag_bad_labels
+
+
+@triton.jit
+def source_state(own, other, i: tl.constexpr, CODE: tl.constexpr):
+    """Return the state at the other end of an arc of kind i.
+
+    `own` has the lane's states of the last rows, latest first, and `other` those of its neighbor.
+    """
+    if (CODE >> (8 * i)) & 128:
+        return other[(CODE >> (8 * i)) & 127]
+    else:
+        return own[((CODE >> (8 * i)) & 127) - 1]
+
+
+@triton.jit
+def add_terms(total, exponent, terms, PRECISE: tl.constexpr):
+    """Return total plus the sum of some terms, in units of 2**exponent.
+
+    Terms have an arc, the significand of a state, and their exponent.
+    """
+    for i in tl.static_range(len(terms)):
+        field = terms[i][2] + (1023 - exponent)
+        total = add_product(total, *terms[i][0], terms[i][1], field, PRECISE)
+    return total
+
+
+@triton.jit
+def sum_ahead(
+    words, own, other, lane, CODE: tl.constexpr, ARCS: tl.constexpr, PRECISE: tl.constexpr
+):
+    """Return what a row needs once the row before it is known.
+
+    These are the sum of the terms that do not depend on that row, as a number from 1 to 32 and an
+    exponent, and the other arcs. The first states of `own` and `other` are not read.
+    """
+    late, terms, exponent = (), (), lane * 0 + NO_TERM
+    for i in tl.static_range(ARCS):
+        if ((CODE >> (8 * i)) & 255) == 1 or ((CODE >> (8 * i)) & 255) == 128:
+            late = late + (words[i],)
+        elif (CODE >> (8 * i)) & 255:
+            state = source_state(own, other, i, CODE)
+            term = arc_exponent(words[i][1], PRECISE) + state[1]
+            exponent, terms = tl.maximum(exponent, term), terms + ((words[i], state[0], term),)
+    total = lane.to(tl.float64) * 0.0 + (0.0 if len(terms) else 1.0)
+    return (add_terms(total, exponent, terms, PRECISE), exponent) + late
+
+
+@triton.jit
+def empty_row(lane, CODE: tl.constexpr, ARCS: tl.constexpr):
+    """Return what `sum_ahead` does for a row without arcs."""
+    row = (lane.to(tl.float64) * 0.0 + 1.0, lane * 0 + NO_TERM)
+    for i in tl.static_range(ARCS):
+        if ((CODE >> (8 * i)) & 255) == 1 or ((CODE >> (8 * i)) & 255) == 128:
+            row = row + (halves(lane.to(tl.int64) * 0 + IMPOSSIBLE_ARC),)
+    return row
+
+
+@triton.jit
+def add_late(row, own, other, CODE: tl.constexpr, ARCS: tl.constexpr, PRECISE: tl.constexpr):
+    """Return the state of all terms of a row; see `sum_ahead`."""
+    exponent, late = row[1], ()
+    # Labels come last, because they come from the neighbor.
+    for i in tl.static_range(ARCS):
+        if ((CODE >> (8 * i)) & 255) == 1 or ((CODE >> (8 * i)) & 255) == 128:
+            word, state = row[2 + len(late)], source_state(own, other, i, CODE)
+            term = arc_exponent(word[1], PRECISE) + state[1]
+            exponent, late = tl.maximum(exponent, term), late + ((word, state[0], term),)
+    # A sum of 1 to 32 stays a normal number.
+    total = add_exponent(row[0], tl.maximum(row[1] - exponent, -1000))
+    return normalized(add_terms(total, exponent, late, PRECISE), exponent)
+
+
+@triton.jit
+def scan_paths(
+    chunk,
+    states_ptr,
+    total_ptr,
+    B,
+    lane,
+    WAIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CODE: tl.constexpr,
+    ARCS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISE: tl.constexpr,
+):
+    """Scan α or β of a chunk, and store α at the virtual step after the last one.
+
+    Both directions share their code, as the time of Triton's compiler grows with its square.
+    """
+    unreached = (lane.to(tl.float64) * 0.0 + 1.0, lane * 0 + UNREACHED)
+    HISTORY: tl.constexpr = DEPTH if DEPTH > BLOCK else BLOCK
+    own, other = repeated(unreached, HISTORY), repeated(unreached, DEPTH)
+    starts = chunk.u == tl.where(chunk.forward > 0, 0, chunk.target_len)
+    # Turn 0 comes before the first row, whose arcs it awaits, and no path reaches its states.
+    ahead = empty_row(lane, CODE, ARCS)
+    words = load_turn_carries(chunk, 0, lane, BLOCK)
+    arcs = load_block_arcs(chunk, 1, lane, True, WAIT, BLOCK, CODE, ARCS)
+    least = least_word(1, words, arcs, WAIT, CODE, ARCS)
+    for turn in range(0, chunk.end_row + 2, BLOCK):
+        waiting = (least, words, arcs, chunk, turn, lane)
+        least, carries, next_arcs = await_arcs(*waiting, WAIT, BLOCK, CODE, ARCS)
+        if WAIT and not UNFUSED:
+            prefetch_turn_arcs(chunk, turn + PREFETCHED_ROWS, lane, BLOCK, ARCS)
+        after = turn + BLOCK
+        words = load_turn_carries(chunk, after, lane, BLOCK)
+        arcs = load_block_arcs(chunk, after + 1, lane, True, WAIT, BLOCK, CODE, ARCS)
+        for i in tl.static_range(BLOCK):
+            row = row_of(chunk, turn + i)
+            carry = state_of_word(tl.gather(carries, lane * 0 + i, 0))
+            entering = (
+                shift_lanes(chunk, own[0][0], carry[0], lane),
+                shift_lanes(chunk, own[0][1], carry[1], lane),
+            )
+            other = prepend(entering, other, DEPTH)
+            state = add_late(ahead, own, other, CODE, ARCS, PRECISE)
+            word = state_word(*state)
+            if states_ptr is not None:
+                # Rows before the first one and after the last one may be those of other chunks.
+                past = (lane * 0 + turn + i - 1).to(tl.uint32, bitcast=True)
+                stored = past < (chunk.end_row + 1).to(tl.uint32, bitcast=True)
+                tl.store(states_ptr + row * 32 + lane, word, mask=stored)
+            send_word(chunk, row, word, lane)
+            own = prepend(state, own, HISTORY)
+            shifted = prepend(state, other, DEPTH)
+            ahead = sum_ahead(next_arcs[i], own, shifted, lane, CODE, ARCS, PRECISE)
+            if i == 0:  # The first row has the start of all paths, which no arc enters.
+                is_start = starts & (lane * 0 + turn == 0)
+                total = tl.where(is_start, 1.0, ahead[0])
+                exponent = tl.where(is_start, STATE_BIAS + ARC_BIAS, ahead[1])
+                ahead = (total, exponent) + ahead[2:]
+        least = least_word(least, words, arcs, WAIT, CODE, ARCS)
+    # The end of all paths is in the last row, which is one of the last BLOCK turns.
+    total, exponent = own[0]
+    for i in tl.static_range(1, BLOCK):
+        is_last = (chunk.end_row + 1) % BLOCK == BLOCK - 1 - i
+        total = tl.where(is_last, own[i][0], total)
+        exponent = tl.where(is_last, own[i][1], exponent)
+    ends = (chunk.forward > 0) & (chunk.u == chunk.target_len)
+    tl.store(total_ptr + lane * 0, total.to(tl.int64, bitcast=True), mask=ends)
+    tl.store(total_ptr + B + lane * 0, exponent.to(tl.int64), mask=ends)
+
+
+@triton.jit
+def tdt_scan_program(
+    index,
+    tensors,
+    totals_ptr,
+    sizes,
+    blank,
+    target_stride,
+    DIRECTIONS: tl.constexpr,
+    WAIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CODE: tl.constexpr,
+    ARCS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
+    """Scan α or β of a chunk. α also stores the sum over all paths and flags bad labels.
+
+    With WAIT, other programs still write the arcs.
+    """
+    lane = lane_index(LAYOUT)
+    chunk, offset, b, exists, invalid = chunk_of_program(index, tensors, sizes, lane, DIRECTIONS)
+    if exists:
+        states = tensors.states_ptr
+        if states is not None:
+            states = states + (1 - chunk.forward) * sizes.nodes + offset
+        if chunk.forward > 0:
+            labels = (b, chunk.u, chunk.target_len, invalid, sizes.V, blank, target_stride)
+            flag_bad_labels(tensors, *labels)
+        total_ptr, B = totals_ptr + b, sizes.B
+        scan_paths(chunk, states, total_ptr, B, lane, WAIT, BLOCK, CODE, ARCS, DEPTH, PRECISE)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def tdt_scan_kernel(
+    arcs_ptr,  # [2, K, B, num_chunks, rows, 32] int64: words of arcs
+    targets_ptr,  # [B, U]
+    logit_lengths_ptr,  # [B]
+    target_lengths_ptr,  # [B]
+    states_ptr,  # [2, B, num_chunks, rows, 32] int64: words of α and β, or None
+    carries_ptr,  # [DIRECTIONS, num_chunks, B, carry_steps] int64, zero; or None for one chunk
+    flags_ptr,  # [B] int64, zero or flags
+    totals_ptr,  # [2, B] int64: the bits of the significand, and the biased exponent, of the sums
+    tile_counter_ptr,  # [1] int64, zero; or None for one chunk
+    T,
+    B,
+    U1,
+    V,
+    num_chunks,
+    rows,
+    carry_steps,
+    nodes: tl.int64,  # elements of an array over all nodes
+    blank,
+    target_stride,
+    DIRECTIONS: tl.constexpr,  # 1 for α alone
+    BLOCK: tl.constexpr,  # rows that are loaded together
+    CODE: tl.constexpr,
+    ARCS: tl.constexpr,  # kinds of arcs
+    DEPTH: tl.constexpr,  # states that a lane remembers
+    PRECISE: tl.constexpr,  # whether the words of arcs have 40 bits of a fraction
+    LAYOUT: tl.constexpr,
+):
+    """Scan α or β of a chunk. α also stores the sum over all paths and flags bad labels."""
+    index = tl.program_id(0)
+    if tile_counter_ptr is not None:
+        index = tl.atomic_add(tile_counter_ptr, 1, sem="relaxed").to(tl.int32)
+    lengths, written = (logit_lengths_ptr, target_lengths_ptr), (states_ptr, carries_ptr)
+    tensors = ScanTensors(arcs_ptr, targets_ptr, *lengths, *written, flags_ptr, None)
+    sizes = ScanSizes(T, B, U1, V, num_chunks, rows, carry_steps, nodes)
+    scan = (index, tensors, totals_ptr, sizes, blank, target_stride)
+    tdt_scan_program(*scan, DIRECTIONS, False, BLOCK, CODE, ARCS, DEPTH, PRECISE, LAYOUT)
+
+
+tdt_scan_gluon_kernel = gluon.jit(tdt_scan_kernel.fn, do_not_specialize=SIZES)
+TDT_SCAN = LaneKernel(tdt_scan_kernel, tdt_scan_gluon_kernel)
