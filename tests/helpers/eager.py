@@ -118,7 +118,8 @@ class Served:
         name = op.dispatched.name().removeprefix("partita::")
         self.recorded.append(name)
         found = op.run(*args)
-        results = tuple(map(aligned, (found,) if isinstance(found, Tensor) else found))
+        given = (found,) if isinstance(found, Tensor) else found or ()
+        results = tuple(map(aligned, given))
         tensors = {i: maker(arg) for i, arg in enumerate(args) if isinstance(arg, Tensor)}
         outputs = [maker(result) for result in results]
 
@@ -128,7 +129,7 @@ class Served:
             for (i, make), address in zip(tensors.items(), addresses, strict=False):
                 given[i] = make(address)
             found = op.run(*given)
-            new = (found,) if isinstance(found, Tensor) else found
+            new = (found,) if isinstance(found, Tensor) else found or ()
             for make, address, result in zip(outputs, addresses[len(tensors) :], new, strict=True):
                 make(address).copy_(result)
 
@@ -143,8 +144,11 @@ class Served:
             (tuple(result.shape), result.stride(), result.dtype, as_bytes(result))
             for result in results
         )
-        entries = 0 if isinstance(found, Tensor) else list(range(len(outputs)))
+        several = None if found is None else list(range(len(outputs)))
+        entries = 0 if isinstance(found, Tensor) else several
         steps = ((0, function, 1, threads, shared, 0, cells),)
         program = self.driver.module.Program(len(args), specs, entries, 0, steps, bound)
         op.programs.store(key, program)
+        if found is None:
+            return None
         return results[0] if isinstance(found, Tensor) else results

@@ -45,9 +45,9 @@ def gradients(
 
     call = ops.driver.module.EagerCall(
         *(ops.replay, ops.replay, None, (None, None, python), (), (0,), (), ()),
-        *(len(grads), len(saved), -1, -1, True),
+        *(len(grads), len(saved), -1, -1, True, False),
     )
-    ctx = SimpleNamespace(link=(options, positions), saved_tensors=saved)
+    ctx = SimpleNamespace(link=(options, positions, (), None), saved_tensors=saved)
     return call.backward(ctx, *grads)
 
 
@@ -130,24 +130,48 @@ def test_python_computes_gradients_that_are_no_plain_replay(ops: Ops) -> None:
         assert found == [("python", None)]
 
 
+NUMBERS = (1, 0, -1, -1, True, False)
+
+
 def test_a_context_without_a_link(ops: Ops) -> None:
-    call = ops.driver.module.EagerCall(
-        *(ops.replay, ops.replay, None, (None, None, None), (), (0,), (), (), 1, 0, -1, -1, True)
-    )
+    positions: tuple[Any, ...] = ((), (0,), (), ())
+    make, functions = ops.driver.module.EagerCall, (None, None, None)
+    call = make(ops.replay, ops.replay, None, functions, *positions, *NUMBERS)
     with torch.no_grad(), pytest.raises(AttributeError, match="link"):
         call.backward(SimpleNamespace(), aligned(8))
 
 
 def test_the_arguments_of_eager_calls_are_checked(ops: Ops) -> None:
-    positions: list[Any] = [(), (0,), (), ()]
+    make, positions = ops.driver.module.EagerCall, [(), (0,), (), ()]
     with pytest.raises(TypeError):
-        ops.driver.module.EagerCall(ops.replay, None, None, (None,), *positions, 1, 0, -1, -1, True)
-    positions[0] = tuple(range(65))
-    functions = (None, None, None)
+        make(ops.replay, None, None, (None,), *positions, *NUMBERS)
     with pytest.raises(ValueError, match="at most 64 positions"):
-        ops.driver.module.EagerCall(
-            *(ops.replay, None, None, functions, *positions, 1, 0, -1, -1, True)
-        )
+        functions, numbers = (None, None, None), tuple(range(65))
+        make(ops.replay, None, None, functions, numbers, *positions[1:], *NUMBERS)
+
+
+def test_the_result_of_a_context_is_scaled_in_place(ops: Ops) -> None:
+    def double(x: Tensor, factor: Tensor, backend: str) -> None:
+        ops.launch(x, x, x.numel(), 1.0)
+
+    x, factor = aligned(8), aligned(1)
+    assert ops.record(double, x, factor, "auto").reason is None
+    in_python: list[Any] = []
+    call = ops.driver.module.EagerCall(
+        *(ops.replay, ops.replay, None, (None, None, lambda *args: in_python.append(args[1:]))),
+        *((0,), (0,), (), (), 1, 0, -1, 1, False, True),
+    )
+    x = aligned(8)
+    expected, ctx = 2 * x, SimpleNamespace(link=((3, "auto"), (0, None), (), None), result=x)
+    with torch.no_grad():
+        found = call.backward(ctx, factor)
+        assert found[0] is x and found[1] is None and ctx.result is None
+        torch.testing.assert_close(x, expected)
+        call.backward(ctx, factor)  # the second backward pass
+        ctx.result = aligned(9)
+        call.backward(ctx, factor)
+        key = ops.replay(ctx.result, factor, "auto")
+    assert in_python == [((factor,), None), ((factor,), key)]
 
 
 def test_python_computes_batched_gradients(ops: Ops) -> None:

@@ -1,8 +1,8 @@
 /* Autograd functions of plain eager mode, whose passes are one call each; see `eager.py`.
    `launcher.c` includes this file. */
 
-static PyObject *name_needs_input_grad, *name_saved_tensors, *name_to_save, *name_link, *name_result;
-static PyObject *name_materialize_grads, *name_non_differentiable;
+static PyObject *name_needs_input_grad, *name_saved_tensors, *name_to_save, *name_link;
+static PyObject *name_result, *name_materialize_grads, *name_non_differentiable;
 
 typedef struct { int count, at[MAX_ARGS]; } Positions;
 
@@ -10,33 +10,28 @@ typedef struct {
     PyObject_HEAD
     vectorcallfunc call;
     Replay *forward, *gradient;  /* of the op, and of the op of its gradient or NULL */
+    int scales;                  /* whether `gradient` multiplies the context's result in place */
     PyObject *apply;             /* of the autograd function; NULL where there is none */
     PyObject *link, *run_forward, *run_backward;  /* functions of Python */
     /* Arguments of the op by position, results by ~ position in `saved`. */
     Positions inputs, values, saved, non_differentiable;
     int num_grads, num_tensors;  /* the arguments of the gradient that the context has not stored */
     int save_flag, attribute, materializes;
-    uint64_t needed, returned;   /* bits of the results that are needed with and without a gradient */
+    uint64_t needed, returned;   /* bits of the results with and without a gradient to come */
 } EagerCall;
 
-/* A call that is under way, which the autograd function takes as its last argument. */
+/* A call that is under way. */
 typedef struct {
-    PyObject_HEAD
-    PyObject *const *args;  /* NULL after the call */
+    const EagerCall *function;
+    PyObject *const *args;
     Py_ssize_t nargs;
     Program *program;
     const View *views;
     int device;
 } Running;
 
-static PyTypeObject running_type = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "partita.runtime.Running",
-    .tp_basicsize = sizeof(Running),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "A call that is under way.",
-    .tp_dealloc = (destructor)PyObject_Free,
-};
+/* The call of this thread whose forward pass PyTorch has yet to start. */
+static _Thread_local const Running *running;
 
 static int requires_grad(PyObject *tensor) {
     PyObject *value = PyObject_GetAttr(tensor, name_requires_grad);
@@ -53,8 +48,8 @@ static PyObject *result_at(PyObject *results, Py_ssize_t position) {
     return NULL;
 }
 
-/* Return the results that the function returns: one of them, or a tuple. Without an autograd function
-   these are all results as they are. */
+/* Return the results that the function returns: one of them, or a tuple. Without an autograd
+   function these are all results as they are. */
 static PyObject *values_of(const EagerCall *self, PyObject *results) {
     if (self->values.count == 0) return Py_NewRef(results);
     if (self->values.count == 1) return Py_XNewRef(result_at(results, self->values.at[0]));
@@ -67,27 +62,96 @@ static PyObject *values_of(const EagerCall *self, PyObject *results) {
     return values;
 }
 
-/* Return what `eager.py` links with a program for the inputs that need a gradient. */
-static PyObject *link_of(const EagerCall *self, const Running *call, PyObject *needs_grad) {
-    uint64_t needed = 0;
+/* Return the bits of the results that one tensor stores for the backward pass: those that are saved
+   and not returned, if they are several, and no result shares their memory. */
+static uint64_t stored_results(const EagerCall *self, const Program *program) {
+    uint64_t stored = 0, used = 0, shared = 0;
+    if (program->results == Py_None || !PyList_Check(program->results)) return 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(program->results); i++) {
+        PyObject *entry = PyList_GET_ITEM(program->results, i);
+        Py_ssize_t output = output_of(entry);
+        if (i >= 64 || output >= 64) return 0;
+        if (used >> output & 1 || !PyLong_Check(entry)) shared |= (uint64_t)1 << output;
+        used |= (uint64_t)1 << output;
+    }
+    for (int i = 0; i < self->saved.count; i++) {
+        int at = self->saved.at[i], number = ~at;
+        if (at >= 0 || self->returned >> number & 1 || number == self->attribute) continue;
+        Py_ssize_t output = output_of(PyList_GET_ITEM(program->results, number));
+        if (!(shared >> output & 1)) stored |= (uint64_t)1 << number;
+    }
+    return stored & (stored - 1) ? stored : 0;
+}
+
+/* Return for each saved tensor where it lies in the block: the offset, size, stride and dtype, and
+   the code and the bits of the dtype; None for a tensor of its own. */
+static PyObject *parts_of_block(const EagerCall *self, const Program *program, uint64_t stored) {
+    Py_ssize_t offsets[MAX_SLOTS], offset = 0;
+    char place[MAX_SLOTS];
+    place_outputs(program, self->needed & ~stored, stored, place);
+    for (Py_ssize_t i = 0; i < program->num_outputs; i++) {
+        offsets[i] = offset;
+        if (place[i] == STORED) offset += program->sizes[i];
+    }
+    PyObject *parts = PyTuple_New(self->saved.count), *none = Py_BuildValue("(i)", 0);
+    for (int i = 0; parts && none && i < self->saved.count; i++) {
+        int at = self->saved.at[i];
+        PyTuple_SET_ITEM(parts, i, Py_NewRef(Py_None));
+        if (at >= 0 || !(stored >> ~at & 1)) continue;
+        Py_ssize_t output = output_of(PyList_GET_ITEM(program->results, ~at));
+        PyObject *spec = PyTuple_GET_ITEM(program->outputs, output);
+        PyObject *dtype = PyTuple_GET_ITEM(spec, 2), *found = NULL;
+        PyObject *arguments[] = {none, program->unit_stride, dtype};
+        PyObject *empty = PyObject_Vectorcall(allocate, arguments, 3, NULL);
+        View view;
+        if (empty && !exchange->describe(empty, &view))
+            found = Py_BuildValue("(nOOOii)", offsets[output], PyTuple_GET_ITEM(spec, 0),
+                                  PyTuple_GET_ITEM(spec, 1), dtype, view.dtype.code,
+                                  view.dtype.bits);
+        Py_XDECREF(empty);
+        if (!found) Py_CLEAR(parts);
+        else {
+            Py_DECREF(Py_None);
+            PyTuple_SET_ITEM(parts, i, found);
+        }
+    }
+    Py_XDECREF(none);
+    return parts;
+}
+
+/* Return what `eager.py` links with a program for the inputs that need a gradient, and the bits of
+   the results that are stored in a block. Hooks of saved tensors see each tensor by itself. */
+static PyObject *link_of(const EagerCall *self, const Running *call, PyObject *needs_grad,
+                         uint64_t *stored) {
+    int has_hooks = !PyCallable_Check(saved_hooks), bit = 0;
+    PyObject *hooks = has_hooks ? NULL : PyObject_CallOneArg(saved_hooks, Py_False);
+    if (!hooks) PyErr_Clear();
+    has_hooks = hooks != Py_None;
+    Py_XDECREF(hooks);
+    uint64_t needed = has_hooks;
     PyObject *link = NULL;
     Program *program = call->program;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(needs_grad) && i < 64; i++)
-        if (PyTuple_GET_ITEM(needs_grad, i) == Py_True) needed |= (uint64_t)1 << i;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(needs_grad) && ++bit < 64; i++)
+        if (PyTuple_GET_ITEM(needs_grad, i) == Py_True) needed |= (uint64_t)1 << bit;
     Py_BEGIN_CRITICAL_SECTION(program);
-    if (program->link && program->needed == needed && program->linked_by == self)
+    if (program->link && program->needed == needed && program->linked_by == self) {
         link = Py_NewRef(program->link);
+        *stored = program->stored;
+    }
     Py_END_CRITICAL_SECTION();
     if (link) return link;
-    PyObject *args = PyTuple_New(call->nargs);
-    if (!args) return NULL;
-    for (Py_ssize_t i = 0; i < call->nargs; i++) PyTuple_SET_ITEM(args, i, Py_NewRef(call->args[i]));
-    link = PyObject_CallFunctionObjArgs(self->link, args, needs_grad, NULL);
-    Py_DECREF(args);
+    *stored = has_hooks ? 0 : stored_results(self, program);
+    PyObject *parts = *stored ? parts_of_block(self, program, *stored) : Py_NewRef(Py_None);
+    PyObject *args = parts ? PyTuple_New(call->nargs) : NULL;
+    for (Py_ssize_t i = 0; args && i < call->nargs; i++)
+        PyTuple_SET_ITEM(args, i, Py_NewRef(call->args[i]));
+    if (args) link = PyObject_CallFunctionObjArgs(self->link, args, needs_grad, parts, NULL);
+    Py_XDECREF(args);
+    Py_XDECREF(parts);
     if (!link) return NULL;
     Py_BEGIN_CRITICAL_SECTION(program);
     Py_XSETREF(program->link, Py_NewRef(link));
-    program->needed = needed, program->linked_by = self;
+    program->needed = needed, program->linked_by = self, program->stored = *stored;
     Py_END_CRITICAL_SECTION();
     return link;
 }
@@ -99,21 +163,26 @@ static int set(PyObject *ctx, PyObject *name, PyObject *value) {
     return !failed;
 }
 
-/* Store in a context what the backward pass needs; return 0 after an error. */
-static int set_up(const EagerCall *self, PyObject *ctx, const Running *call, PyObject *results,
-                  PyObject *values) {
-    PyObject *needs_grad = PyObject_GetAttr(ctx, name_needs_input_grad);
-    if (!needs_grad) return 0;
-    PyObject *link = PyTuple_Check(needs_grad) ? link_of(self, call, needs_grad) : NULL;
-    Py_DECREF(needs_grad);
-    PyObject *saved = set(ctx, name_link, link) ? PyTuple_New(self->saved.count) : NULL;
-    for (int i = 0; saved && i < self->saved.count; i++) {
+/* Return the tensors to save. The block of stored results is the last one. */
+static PyObject *tensors_to_save(const EagerCall *self, const Running *call, PyObject *results,
+                                 uint64_t stored, PyObject *block) {
+    PyObject *tensors[MAX_ARGS + 1];
+    Py_ssize_t count = 0;
+    for (int i = 0; i < self->saved.count; i++) {
         int at = self->saved.at[i];
-        PyObject *tensor = at < 0 ? result_at(results, ~at) : call->args[at];
-        if (!tensor) Py_CLEAR(saved);
-        else PyTuple_SET_ITEM(saved, i, Py_NewRef(tensor));
+        if (at < 0 && stored >> ~at & 1) continue;
+        tensors[count] = at < 0 ? result_at(results, ~at) : call->args[at];
+        if (!tensors[count++]) return NULL;
     }
-    if (!set(ctx, name_to_save, saved)) return 0;
+    if (stored) tensors[count++] = block;
+    PyObject *saved = PyTuple_New(count);
+    for (Py_ssize_t i = 0; saved && i < count; i++)
+        PyTuple_SET_ITEM(saved, i, Py_NewRef(tensors[i]));
+    return saved;
+}
+
+/* Store in a context what else the backward pass needs; return 0 after an error. */
+static int set_up(const EagerCall *self, PyObject *ctx, PyObject *results, PyObject *values) {
     if (!self->materializes && PyObject_SetAttr(ctx, name_materialize_grads, Py_False)) return 0;
     if (self->attribute >= 0 &&
         !set(ctx, name_result, Py_XNewRef(result_at(results, self->attribute))))
@@ -128,34 +197,46 @@ static int set_up(const EagerCall *self, PyObject *ctx, const Running *call, PyO
     return set(ctx, name_non_differentiable, constants);
 }
 
-/* forward(ctx, *inputs, call), the forward pass of the autograd function. */
+/* forward(ctx, *inputs), the forward pass of the autograd function. Calls that Python serves have
+   the arguments of the op as last input. */
 static PyObject *eager_forward(EagerCall *self, PyObject *const *args, Py_ssize_t nargs) {
-    Running *call = nargs > 1 ? (Running *)args[nargs - 1] : NULL;
-    if (!call || Py_TYPE(call) != &running_type)
+    const Running *call = running;
+    if (nargs > 1 && PyTuple_CheckExact(args[nargs - 1]))
         return PyObject_Vectorcall(self->run_forward, args, nargs, NULL);
-    if (!call->args) return PyErr_Format(PyExc_RuntimeError, "the call has ended");
-    PyObject *results = run_program(call->program, call->views, call->device, self->needed);
-    PyObject *values = results ? values_of(self, results) : NULL;
-    if (values && !set_up(self, args[0], call, results, values)) Py_CLEAR(values);
+    if (nargs == 0 || !call || call->function != self)
+        return PyErr_Format(PyExc_RuntimeError, "no call of this function is under way");
+    running = NULL;
+    PyObject *ctx = args[0], *results = NULL, *values = NULL, *block = NULL;
+    uint64_t stored = 0;
+    PyObject *needs_grad = PyObject_GetAttr(ctx, name_needs_input_grad);
+    if (needs_grad && !PyTuple_Check(needs_grad))
+        PyErr_SetString(PyExc_TypeError, "needs_input_grad: expected a tuple");
+    if (!needs_grad || PyErr_Occurred()) goto done;
+    if (!set(ctx, name_link, link_of(self, call, needs_grad, &stored))) goto done;
+    results = run_program(call->program, call->views, call->device, self->needed & ~stored, stored,
+                          &block);
+    if (!results || !set(ctx, name_to_save, tensors_to_save(self, call, results, stored, block)))
+        goto done;
+    values = values_of(self, results);
+    if (values && !set_up(self, ctx, results, values)) Py_CLEAR(values);
+done:
+    Py_XDECREF(needs_grad);
     Py_XDECREF(results);
+    Py_XDECREF(block);
     return values;
 }
 
 /* Call the autograd function, whose forward pass runs the program. */
-static PyObject *apply_function(const EagerCall *self, PyObject *const *args, Py_ssize_t nargs,
-                                Program *program, const View *views, int device) {
-    PyObject *inputs[MAX_ARGS + 1];
+static PyObject *apply_function(const EagerCall *self, const Running *call) {
+    PyObject *inputs[MAX_ARGS];
     Py_ssize_t count = 0;
-    Running *call = PyObject_New(Running, &running_type);
-    if (!call) return NULL;
-    call->args = args, call->nargs = nargs;
-    call->program = program, call->views = views, call->device = device;
+    const Running *outer = running;
     for (int i = 0; i < self->inputs.count; i++)
-        if (is_tensor(args[self->inputs.at[i]])) inputs[count++] = args[self->inputs.at[i]];
-    inputs[count++] = (PyObject *)call;
+        if (is_tensor(call->args[self->inputs.at[i]]))
+            inputs[count++] = call->args[self->inputs.at[i]];
+    running = call;
     PyObject *values = PyObject_Vectorcall(self->apply, inputs, count, NULL);
-    call->args = NULL;
-    Py_DECREF(call);
+    running = outer;
     return values;
 }
 
@@ -190,10 +271,11 @@ static PyObject *eager_call(PyObject *object, PyObject *const *args, size_t narg
         Py_DECREF(answer);
         Py_RETURN_NOTIMPLEMENTED;
     }
-    if (needs_gradient)
-        values = apply_function(self, given, nargs, program, views, device);
-    else {
-        PyObject *results = run_program(program, views, device, self->returned);
+    if (needs_gradient) {
+        Running call = {self, given, nargs, program, views, device};
+        values = apply_function(self, &call);
+    } else {
+        PyObject *results = run_program(program, views, device, self->returned, 0, NULL);
         values = results ? values_of(self, results) : NULL;
         Py_XDECREF(results);
     }
@@ -201,76 +283,11 @@ static PyObject *eager_call(PyObject *object, PyObject *const *args, size_t narg
     return values;
 }
 
-/* Return the gradients of the inputs by a program, a key or NotImplemented where there is none, or
-   NULL after an error. `positions` has for each input the number of the result or None. */
-static PyObject *replay_gradients(EagerCall *self, PyObject *const *grads, PyObject *saved,
-                                  PyObject *options, PyObject *positions) {
-    PyObject *args[MAX_ARGS], *answer;
-    View views[MAX_ARGS];
-    uint64_t wanted = 0;
-    int device;
-    Py_ssize_t count = self->num_grads + self->num_tensors + PyTuple_GET_SIZE(options);
-    if (PyTuple_GET_SIZE(saved) < self->num_tensors || count > MAX_ARGS) Py_RETURN_NOTIMPLEMENTED;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        Py_ssize_t tensor = i - self->num_grads, option = tensor - self->num_tensors;
-        args[i] = tensor < 0   ? grads[i]
-                  : option < 0 ? PyTuple_GET_ITEM(saved, tensor)
-                               : PyTuple_GET_ITEM(options, option);
-    }
-    Program *program = find_program(self->gradient, args, count, views, &device, &answer);
-    if (!program) return answer;
-    Py_ssize_t size = PyTuple_GET_SIZE(positions);
-    for (Py_ssize_t i = 0; i < size; i++) {
-        PyObject *position = PyTuple_GET_ITEM(positions, i);
-        if (position != Py_None) wanted |= (uint64_t)1 << (PyLong_AsSize_t(position) & 63);
-    }
-    PyObject *results = run_program(program, views, device, wanted);
-    PyObject *gradients = results ? PyTuple_New(size) : NULL;
-    for (Py_ssize_t i = 0; gradients && i < size; i++) {
-        PyObject *position = PyTuple_GET_ITEM(positions, i), *gradient = Py_None;
-        if (position != Py_None) gradient = result_at(results, PyLong_AsSsize_t(position));
-        if (!gradient) Py_CLEAR(gradients);
-        else PyTuple_SET_ITEM(gradients, i, Py_NewRef(gradient));
-    }
-    Py_XDECREF(results);
-    Py_DECREF(program);
-    return gradients;
-}
-
-/* backward(ctx, *grads), the backward pass of the autograd function. Python computes gradients that
-   will be differentiated, that no program computes, and those under transforms and modes. */
-static PyObject *eager_backward(EagerCall *self, PyObject *const *args, Py_ssize_t nargs) {
-    PyObject *saved = NULL, *found = NULL;
-    if (nargs > self->num_grads && is_tensor(args[1]) && returns(is_grad_enabled, Py_False) &&
-        is_plain() && !is_set(name_check, "0") && may_replay()) {
-        PyObject *link = PyObject_GetAttr(args[0], name_link);
-        if (!link) return NULL;
-        saved = PyObject_GetAttr(args[0], name_saved_tensors);
-        if (saved && PyTuple_Check(saved) && PyTuple_Check(link) && PyTuple_GET_SIZE(link) > 1)
-            found = replay_gradients(self, args + 1, saved, PyTuple_GET_ITEM(link, 0),
-                                     PyTuple_GET_ITEM(link, 1));
-        Py_DECREF(link);
-        if (!found || PyTuple_Check(found)) {
-            Py_XDECREF(saved);
-            return found;
-        }
-        Py_DECREF(found);
-    }
-    PyObject *grads = PyTuple_New(nargs - 1);
-    for (Py_ssize_t i = 1; grads && i < nargs; i++)
-        PyTuple_SET_ITEM(grads, i - 1, Py_NewRef(args[i]));
-    if (grads)
-        found = PyObject_CallFunctionObjArgs(self->run_backward, args[0], grads,
-                                             saved ? saved : Py_None, NULL);
-    else found = NULL;
-    Py_XDECREF(grads);
-    Py_XDECREF(saved);
-    return found;
-}
+#include "gradients.c"
 
 static PyMethodDef eager_methods[] = {
     {"forward", (PyCFunction)(void (*)(void))eager_forward, METH_FASTCALL,
-     "forward(ctx, *inputs, call): the forward pass of the autograd function."},
+     "forward(ctx, *inputs): the forward pass of the autograd function."},
     {"backward", (PyCFunction)(void (*)(void))eager_backward, METH_FASTCALL,
      "backward(ctx, *grads): the backward pass of the autograd function."},
     {NULL}};
@@ -319,11 +336,11 @@ static PyObject *eager_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (!self) return NULL;
     self->forward = self->gradient = NULL, self->apply = NULL;
     self->link = self->run_forward = self->run_backward = NULL, self->call = eager_call;
-    if (!PyArg_ParseTuple(args, "O!OOO!O!O!O!O!iiiip", &replay_type, &forward, &gradient, &apply,
+    if (!PyArg_ParseTuple(args, "O!OOO!O!O!O!O!iiiipp", &replay_type, &forward, &gradient, &apply,
                           &PyTuple_Type, &functions, &PyTuple_Type, &inputs, &PyTuple_Type,
                           &values, &PyTuple_Type, &saved, &PyTuple_Type, &constants,
                           &self->num_grads, &self->num_tensors, &self->save_flag,
-                          &self->attribute, &self->materializes) ||
+                          &self->attribute, &self->materializes, &self->scales) ||
         !read_positions(inputs, &self->inputs) || !read_positions(values, &self->values) ||
         !read_positions(saved, &self->saved) ||
         !read_positions(constants, &self->non_differentiable) ||

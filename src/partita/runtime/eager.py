@@ -30,21 +30,27 @@ class Link(NamedTuple):
         positions: for each input of the autograd function the number of the result of the
             gradient's op that is its gradient, or None where it needs none.
         constants: the arguments of the op that are no tensors.
+        block: the C module stores several results in one tensor of bytes, the last that it saves.
+            For each saved tensor this has its offset there, size, stride and dtype, and two numbers
+            of the dtype; None for a tensor of its own. It is None where nothing lies in a block.
     """
 
     options: tuple[Any, ...]
     positions: tuple[int | None, ...]
     constants: tuple[Any, ...]
+    block: tuple[tuple[Any, ...] | None, ...] | None
 
 
 class EagerFunction(torch.autograd.Function):
     """Base of an autograd function that is one op, and whose gradient is one op.
 
-    Its inputs are the tensors that may need a gradient, and then the tuple of all arguments of the
-    op. The context has the `Link` as `link`.
+    Its inputs are the tensors that may need a gradient. In calls that Python serves, the tuple of
+    all arguments of the op follows. The context has the `Link` as `link`.
 
     Class attributes:
-        op, gradient: the ops; `gradient` is None where the function has a `backward` of its own.
+        op, gradient: the ops. Without `gradient` the forward pass computes the gradient as well.
+        scale: the op that multiplies that gradient, the context's `result`, in place; its arguments
+            are this tensor, the gradient of the value and the backend.
         inputs: the positions of the arguments that may need a gradient; None is no input.
         values: the numbers of the results that the function returns, a tuple if there are several.
         without_gradient: which of the values have no gradient.
@@ -60,6 +66,7 @@ class EagerFunction(torch.autograd.Function):
 
     op: ClassVar[Op]
     gradient: ClassVar[Op | None] = None
+    scale: ClassVar[Op | None] = None
     inputs: ClassVar[tuple[int, ...]]
     values: ClassVar[tuple[int, ...]] = (0,)
     without_gradient: ClassVar[tuple[int, ...]] = ()
@@ -82,18 +89,19 @@ class EagerFunction(torch.autograd.Function):
         raise NotImplementedError
 
     @staticmethod
-    def differentiate(ctx: Any, grads: tuple[Any, ...], saved: tuple[Any, ...]) -> Any:
+    def differentiate(ctx: Any, grads: tuple[Any, ...], saved: Any) -> Any:
         """Return the results of the gradient's op, which may be differentiated again.
 
         Args:
             ctx: the context.
             grads: the gradients of the values, None where one is not there.
-            saved: the saved tensors.
+            saved: the saved tensors. With `scale` it is the key of a scaling that is not recorded,
+                or None.
         """
         raise NotImplementedError
 
     @classmethod
-    def link(cls, args: tuple[Any, ...], needs_grad: tuple[bool, ...]) -> Link:
+    def link(cls, args: tuple[Any, ...], needs_grad: tuple[bool, ...], block: Any = None) -> Link:
         """Return the link of calls with these arguments."""
         numbers = [
             number
@@ -102,8 +110,9 @@ class EagerFunction(torch.autograd.Function):
         ]
         needed = needs_grad[: len(numbers)]
         positions = [number if need else None for number, need in zip(numbers, needed, strict=True)]
+        others = (None,) * (len(needs_grad) - len(numbers))
         constants = tuple(arg for arg in args if not isinstance(arg, Tensor))
-        return Link(cls.options(args, needed), (*positions, None), constants)
+        return Link(cls.options(args, needed), (*positions, *others), constants, block)
 
     @classmethod
     def run(cls, *args: Any) -> Any:
@@ -132,23 +141,40 @@ class EagerFunction(torch.autograd.Function):
         return run_backward(ctx, grads, None)
 
 
-def run_backward(
-    ctx: Any, grads: tuple[Any, ...], saved: tuple[Any, ...] | None
-) -> tuple[Any, ...]:
+def run_backward(ctx: Any, grads: tuple[Any, ...], saved: Any) -> tuple[Any, ...]:
     """Return the gradients of the inputs of an eager function.
 
     Args:
         ctx: the context.
         grads: the gradients of the values.
-        saved: the saved tensors; None if the context has not been asked for them.
+        saved: the saved tensors; None if the context has not been asked for them. With `scale` it
+            is the key of a scaling that is not recorded, or None.
     """
     positions = ctx.link.positions
-    if all(grad is None for grad in grads):
+    for grad in grads:
+        if grad is not None:
+            break
+    else:
         return (None,) * len(positions)
-    saved = ctx.saved_tensors if saved is None else saved
-    results = ctx._forward_cls.differentiate(ctx, grads, saved)
+    function: type[EagerFunction] = ctx._forward_cls
+    if function.gradient is not None:
+        saved = ctx.saved_tensors if saved is None else saved
+        if ctx.link.block is not None:
+            saved = without_block(saved, ctx.link.block)
+    results = function.differentiate(ctx, grads, saved)
     results = (results,) if isinstance(results, Tensor) else results
     return tuple(None if position is None else results[position] for position in positions)
+
+
+def without_block(saved: tuple[Any, ...], parts: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the saved tensors one by one, given the parts of the last one; see `Link`."""
+    *others, block = saved
+    rest = iter(others)
+
+    def view(offset: int, size: Any, stride: Any, dtype: torch.dtype, *_: int) -> Tensor:
+        return block[offset:].view(dtype).as_strided(size, stride)
+
+    return tuple(next(rest) if part is None else view(*part) for part in parts)
 
 
 class EagerCall:
@@ -215,8 +241,9 @@ def connect(module: Any, op: Op, function: type[EagerFunction] | None) -> Any:
     """Return the C module's form of the calls of an op, and let it serve the autograd function."""
     if function is None:
         functions, positions = (None, None, None), ((), (), (), ())
-        return module.EagerCall(op.replay(), None, None, functions, *positions, 0, 0, -1, -1, True)
-    gradient, saved = function.gradient, function.saved
+        options = (0, 0, -1, -1, True, False)
+        return module.EagerCall(op.replay(), None, None, functions, *positions, *options)
+    gradient, saved = function.gradient or function.scale, function.saved
     call = module.EagerCall(
         op.replay(),
         None if gradient is None else gradient.replay(),
@@ -231,9 +258,9 @@ def connect(module: Any, op: Op, function: type[EagerFunction] | None) -> Any:
         -1 if function.save_flag is None else function.save_flag,
         -1 if function.attribute is None else function.attribute,
         function.materializes,
+        function.scale is not None,
     )
     function.forward = staticmethod(call.forward)  # type: ignore[method-assign]
-    if gradient is not None:
-        # PyTorch's method of a context would run Python before it calls `backward`.
-        function._backward_cls.apply = call.method  # type: ignore[attr-defined]
+    # PyTorch's method of a context would run Python before it calls `backward`.
+    function._backward_cls.apply = call.method  # type: ignore[attr-defined]
     return call

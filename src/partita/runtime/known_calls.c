@@ -47,8 +47,9 @@ static PyObject *known_call(PyObject *object, PyObject *const *args, size_t narg
                             PyObject *names) {
     KnownCalls *self = (KnownCalls *)object;
     Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
-    Key key = {.used = 0};
-    Sizes sizes = {.count = 0}, *of_call = self->by_size ? NULL : &sizes;
+    Key key;
+    Sizes sizes, *of_call = self->by_size ? NULL : &sizes;
+    key.used = 0, sizes.count = 0;
     if (names || nargs > MAX_ARGS) Py_RETURN_NONE;
     for (Py_ssize_t i = 0; i < nargs; i++) {
         int is_put = is_tensor(args[i]) ? put_checked(&key, args[i], of_call)

@@ -63,6 +63,7 @@ static PyObject *knobs, *enter_hook, *exit_hook, *side_stream;
 static PyObject *name_enter_hook, *name_exit_hook, *name_calls, *name_version, *name_as_strided;
 static PyObject *is_neg;  /* the method of tensors */
 static PyObject *is_grad_enabled, *transform, *num_modes;  /* functions of no arguments */
+static PyObject *saved_hooks;  /* a function that returns the hooks of saved tensors, or None */
 static PyObject *forward_globals, *name_level;  /* of torch.autograd.forward_ad */
 static PyObject *environment, *name_check, *name_replay, *name_backend;  /* os.environ */
 static PyObject *backend_of_block, *backend_globals, *name_default, *name_requires_grad;
@@ -86,6 +87,7 @@ static PyObject *raise_driver_error(int status) {
 
 /* ---- keys ---- */
 
+/* An initializer would write all of the bytes. */
 typedef struct { Py_ssize_t used; char bytes[MAX_KEY]; } Key;
 
 static int put(Key *key, const void *bytes, Py_ssize_t size) {
@@ -289,9 +291,10 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t narg
     PyObject *values = args[3];
     Py_ssize_t count = PyTuple_GET_SIZE(values);
     if (count > MAX_ARGS || has_hooks()) Py_RETURN_NOTIMPLEMENTED;
-    Key key = {.used = 0};
+    Key key;
     View views[MAX_ARGS];
     int device = -1;
+    key.used = 0;
     put(&key, &args[1], sizeof args[1]);
     for (Py_ssize_t i = 0; i < count; i++)
         if (!put_specialization(&key, PyTuple_GET_ITEM(values, i), &views[i], &device))
@@ -352,8 +355,8 @@ static PyObject *setup(PyObject *module, PyObject *args) {
                           &PyTuple_Type, &modes, &PyTuple_Type, &variables, &PyTuple_Type,
                           &backend, &PyTuple_Type, &addresses) ||
         !PyArg_ParseTuple(dtypes, "OO", &byte_dtype, &long_dtype) ||
-        !PyArg_ParseTuple(modes, "OOOO!", &is_grad_enabled, &transform, &num_modes, &PyDict_Type,
-                          &forward_globals) ||
+        !PyArg_ParseTuple(modes, "OOOOO!", &is_grad_enabled, &transform, &num_modes, &saved_hooks,
+                          &PyDict_Type, &forward_globals) ||
         !PyArg_ParseTuple(variables, "OSSS", &environment, &name_check, &name_replay,
                           &name_backend) ||
         !PyArg_ParseTuple(backend, "OO!", &backend_of_block, &PyDict_Type, &backend_globals) ||
@@ -408,7 +411,7 @@ PyMODINIT_FUNC PyInit_partita_launcher(void) {
     if (!module) return NULL;
     if (PyModule_AddType(module, &kernel_type) || PyModule_AddType(module, &program_type) ||
         PyModule_AddType(module, &replay_type) || PyModule_AddType(module, &eager_call_type) ||
-        PyModule_AddType(module, &known_calls_type) || PyType_Ready(&running_type)) {
+        PyModule_AddType(module, &known_calls_type)) {
         Py_DECREF(module);
         return NULL;
     }

@@ -30,7 +30,7 @@ from .caches import register_cache
 
 KNOWN_TRITONS = ("3.6", "3.7", "3.8", "3.9")  # their metadata and order of parameters are alike
 MODULE = "partita_launcher"
-INCLUDED = ("modes.c", "replay.c", "eager.c", "known_calls.c", "lengths.c")
+INCLUDED = ("modes.c", "replay.c", "eager.c", "gradients.c", "known_calls.c", "lengths.c")
 CUDA = 2  # DLPack's number
 WARP = 32
 DRIVER_FUNCTIONS = (
@@ -82,6 +82,7 @@ def build(
         torch.is_grad_enabled,
         torch._C._functorch.peek_interpreter_stack,
         torch._C._len_torch_dispatch_stack,
+        getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None),
         vars(torch.autograd.forward_ad),
     )
     names = (b"PARTITA_CHECK", b"PARTITA_REPLAY", b"PARTITA_BACKEND")

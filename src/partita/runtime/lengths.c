@@ -69,8 +69,8 @@ static int read_row(PyObject *row, int64_t N, float *words, int64_t *greatest) {
     return 1;
 }
 
-/* Fill in tensors on the device with the rows on the host, each on 16 bytes, and the greatest number
-   of the last row. Return 1; 0 where Python has to do it; or -1 after an error. */
+/* Fill in tensors on the device with the rows on the host, each on 16 bytes, and the greatest
+   number of the last row. Return 1; 0 where Python has to do it; or -1 after an error. */
 static int send_rows(PyObject *kernel, PyObject *const *rows, int count, int64_t N, int device,
                      PyObject **sent, int64_t *greatest) {
     float words[MAX_WORDS] = {0};
@@ -100,10 +100,10 @@ static int send_rows(PyObject *kernel, PyObject *const *rows, int count, int64_t
 
 /* padded_lengths(kernel, targets, *rows)
 
-   Return (N, S, longest, *lengths) for usual targets `[N, S]` and lengths `[N]`: tensors without gaps,
-   int32 or int64 for targets and int64 for lengths. Without a kernel the rows are on the device of
-   the targets. Otherwise they are on the host, lists and tuples of integers too, and `kernel` sends
-   them. `longest` is the greatest of the last lengths where the host knows them, and at most S.
+   Return (N, S, longest, *lengths) for usual targets `[N, S]` and lengths `[N]`: tensors without
+   gaps, int32 or int64 for targets and int64 for lengths. Without a kernel the rows are on the
+   device of the targets. Otherwise they are on the host, lists and tuples of integers too, and
+   `kernel` sends them. `longest` is the greatest of the last lengths where the host knows them, and at most S.
    Return NotImplemented for any others, and under transforms and modes. */
 static PyObject *padded_lengths(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     int count = (int)nargs - 2, is_done = 1;

@@ -12,6 +12,7 @@ refused and stays on the plain path.
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 import threading
@@ -84,6 +85,13 @@ class Buffer(NamedTuple):
 
 def _spec(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _span(tensor: Tensor) -> int:
+    """Return the number of bytes from the first element of a tensor to its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = 1 + sum((size - 1) * stride for size, stride in steps)
+    return elements * tensor.element_size() if tensor.numel() else 0
 
 
 def recorder() -> Recorder | None:
@@ -231,16 +239,28 @@ class Recorder(TorchDispatchMode):
         if (buffer := self._at.get(storage)) is not None:
             return Address(buffer, address - storage)
         if storage in self._arguments:
-            arguments = self._arguments[storage]
-            starts = {self.args[i].data_ptr() for i in arguments}
-            if len(starts) == 1:
-                return Address(arguments[0], address - starts.pop())
+            number = self._argument_around(tensor, self._arguments[storage])
+            if number is not None:
+                return Address(number, address - self.args[number].data_ptr())
             self.refuse("its arguments share memory")
         elif storage in self.constants:
             return Address(ABSOLUTE, address)
         else:
             self.refuse("a kernel reads a tensor of unknown origin")
         return None
+
+    def _argument_around(self, tensor: Tensor, numbers: list[int]) -> int | None:
+        """Return which of these arguments a tensor lies in, or None where several may be meant."""
+        spans = {self.args[i].data_ptr(): i for i in reversed(numbers)}
+        if len(spans) == 1:
+            return numbers[0]
+        ends = {start: start + _span(self.args[i]) for start, i in spans.items()}
+        starts = sorted(spans)
+        if any(ends[a] > b for a, b in itertools.pairwise(starts)):
+            return None
+        address = tensor.data_ptr()
+        around = [a for a in starts if a <= address and address + _span(tensor) <= ends[a]]
+        return spans[around[0]] if around else None
 
     def program(self, module: Any, result: Any) -> Any:
         """Return the program of the call that returned `result`, or None if it was refused.

@@ -88,6 +88,17 @@ class Op:
             self._replay = module.Replay(self.programs, by_identity)
         return self._replay
 
+    def is_familiar(self, key: bytes) -> bool:
+        """Return whether a call had this key before, and note that one has it now.
+
+        A function of PyTorch that does the same may serve the first call, for which an op takes
+        more time.
+        """
+        if key in self.tries:
+            return True
+        self.tries.store(key, 1)
+        return False
+
     def _run_meanwhile(self, first: torch.Tensor, *rest: Any) -> Any:
         """Run the first call of the process while the C module is being loaded.
 

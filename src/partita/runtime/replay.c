@@ -20,9 +20,9 @@ typedef struct {
     Cell *cells;
     Py_ssize_t *sizes;  /* the bytes of each output, up to a multiple of WORKSPACE_ALIGNMENT */
     PyObject *outputs, *results, *workspace_size, *unit_stride, *keep;
-    PyObject *link;  /* of the autograd function `linked_by`, for the inputs that `needed` has */
+    PyObject *link;  /* of the autograd function `linked_by` for the calls that `needed` tells */
     const void *linked_by;
-    uint64_t needed;
+    uint64_t needed, stored;
 } Program;
 
 static void program_dealloc(Program *self) {
@@ -112,7 +112,7 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     self->workspace_size = Py_BuildValue("(n)", workspace);
     self->unit_stride = Py_BuildValue("(i)", 1);
     self->keep = Py_NewRef(keep);
-    self->link = NULL, self->linked_by = NULL, self->needed = 0;
+    self->link = NULL, self->linked_by = NULL, self->needed = self->stored = 0;
     if (!self->steps || !self->cells || !self->sizes || !read_sizes(self) ||
         !read_steps(self, steps)) {
         Py_DECREF(self);
@@ -131,8 +131,8 @@ static PyTypeObject program_type = {
     .tp_dealloc = (destructor)program_dealloc,
 };
 
-/* Run all steps on the stream. The caller has released the GIL. Only what a step needs of the arrays
-   is written, because the stack of the thread of backward passes is in no cache. */
+/* Run all steps on the stream. The caller has released the GIL. Only what a step needs of the
+   arrays is written, because the stack of the thread of backward passes is in no cache. */
 static int run_steps(const Program *self, const uint64_t *slots, void *main, void *side,
                      void *event) {
     uint64_t cells[MAX_PARAMETERS];
@@ -205,49 +205,62 @@ static PyObject *results_of(Program *self, PyObject **outputs) {
     return results;
 }
 
-/* Mark the outputs that the wanted results of several have memory of. */
-static void mark_outputs(Program *self, uint64_t wanted, char *is_wanted) {
+/* Where an output lies: in a tensor of its own, in the block with others, or in the workspace. */
+enum { TEMPORARY, OWN, STORED };
+
+/* Say where each output lies, given which results are wanted and which are stored in the block. */
+static void place_outputs(const Program *self, uint64_t wanted, uint64_t stored, char *place) {
     int has_several = self->results != Py_None && PyList_Check(self->results);
-    memset(is_wanted, !has_several || wanted == ALL_RESULTS, self->num_outputs);
-    if (!has_several || wanted == ALL_RESULTS) return;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->results); i++)
-        if (i >= 64 || wanted >> i & 1)
-            is_wanted[output_of(PyList_GET_ITEM(self->results, i))] = 1;
+    int is_all = !has_several || wanted == ALL_RESULTS;
+    memset(place, is_all ? OWN : TEMPORARY, self->num_outputs);
+    if (is_all) return;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->results); i++) {
+        Py_ssize_t output = output_of(PyList_GET_ITEM(self->results, i));
+        if (i < 64 && stored >> i & 1) place[output] = STORED;
+        else if (i >= 64 || wanted >> i & 1) place[output] = OWN;
+    }
+}
+
+/* Return a tensor of so many bytes, and its address. */
+static PyObject *allocate_bytes(const Program *self, Py_ssize_t size, uint64_t *address) {
+    PyObject *shape = size == self->workspace ? Py_NewRef(self->workspace_size)
+                                              : Py_BuildValue("(n)", size);
+    PyObject *tensor = shape ? allocate_like(shape, self->unit_stride, byte_dtype, address) : NULL;
+    Py_XDECREF(shape);
+    return tensor;
 }
 
 /* Allocate the outputs and the workspace, run the steps, and return the results. Outputs that are
-   not wanted share the workspace, since each allocation takes the host as long as half a launch. */
-static PyObject *run_program(Program *self, const View *views, int device, uint64_t wanted) {
-    uint64_t slots[MAX_SLOTS];
-    char is_wanted[MAX_SLOTS];
+   not wanted share the workspace, and those that are stored share `block`, since each allocation
+   takes the host as long as half a launch. */
+static PyObject *run_program(Program *self, const View *views, int device, uint64_t wanted,
+                             uint64_t stored, PyObject **block) {
+    uint64_t slots[MAX_SLOTS], of_block = 0;
+    char place[MAX_SLOTS];
     PyObject *outputs[MAX_SLOTS], *workspace = NULL, *results = NULL, *streams = NULL;
     void *stream, *side = NULL, *event = NULL;
-    Py_ssize_t size = self->workspace;
+    Py_ssize_t size = self->workspace, block_size = 0;
     uint64_t *of_outputs = &slots[self->args], *of_workspace = of_outputs + self->num_outputs;
     for (int i = 0; i < self->args; i++) slots[i] = (uint64_t)(uintptr_t)views[i].data;
     for (Py_ssize_t i = 0; i < self->num_outputs; i++) outputs[i] = NULL;
-    mark_outputs(self, wanted, is_wanted);
+    place_outputs(self, wanted, stored, place);
     for (Py_ssize_t i = 0; i < self->num_outputs; i++) {
         PyObject *spec = PyTuple_GET_ITEM(self->outputs, i);
-        if (!is_wanted[i]) {
-            of_outputs[i] = size;
-            size += self->sizes[i];
+        Py_ssize_t *total = place[i] == STORED ? &block_size : &size;
+        if (place[i] != OWN) {
+            of_outputs[i] = *total;
+            *total += self->sizes[i];
             continue;
         }
         outputs[i] = allocate_like(PyTuple_GET_ITEM(spec, 0), PyTuple_GET_ITEM(spec, 1),
                                    PyTuple_GET_ITEM(spec, 2), &of_outputs[i]);
         if (!outputs[i]) goto done;
     }
-    if (size) {
-        PyObject *shape = size == self->workspace ? Py_NewRef(self->workspace_size)
-                                                  : Py_BuildValue("(n)", size);
-        if (!shape) goto done;
-        workspace = allocate_like(shape, self->unit_stride, byte_dtype, of_workspace);
-        Py_DECREF(shape);
-        if (!workspace) goto done;
-        for (Py_ssize_t i = 0; i < self->num_outputs; i++)
-            if (!is_wanted[i]) of_outputs[i] += *of_workspace;
-    }
+    if (size && !(workspace = allocate_bytes(self, size, of_workspace))) goto done;
+    if (stored && !(*block = allocate_bytes(self, block_size, &of_block))) goto done;
+    for (Py_ssize_t i = 0; i < self->num_outputs; i++)
+        if (place[i] == STORED) of_outputs[i] += of_block;
+        else if (place[i] == TEMPORARY && size) of_outputs[i] += *of_workspace;
     if (exchange->current_stream(device_type, device, &stream)) goto done;
     if (self->uses_side_stream) {
         unsigned long long side_handle, event_handle;
@@ -261,6 +274,7 @@ static PyObject *run_program(Program *self, const View *views, int device, uint6
     Py_END_ALLOW_THREADS
     results = status ? raise_driver_error(status) : results_of(self, outputs);
 done:
+    if (stored && !results) Py_CLEAR(*block);
     for (Py_ssize_t i = 0; i < self->num_outputs; i++) Py_XDECREF(outputs[i]);
     Py_XDECREF(workspace);
     Py_XDECREF(streams);
@@ -273,6 +287,7 @@ typedef struct {
     PyObject_HEAD
     vectorcallfunc call;
     PyObject *programs;
+    PyObject *last_key;  /* that of the last call with a program, which most calls equal */
     unsigned long long by_identity;
 } Replay;
 
@@ -296,30 +311,56 @@ static int put_tensor(Key *key, PyObject *arg, const View *views, Py_ssize_t ind
     return added;
 }
 
-/* Return the program of a call and describe its tensors; or return NULL, with the answer of the call:
-   the key under which to store a program where there is none, NotImplemented where the call cannot be
-   replayed, or NULL after an error. */
-static Program *find_program(Replay *self, PyObject *const *args, Py_ssize_t nargs, View *views,
-                             int *device, PyObject **answer) {
-    Key key = {.used = 0};
-    *answer = Py_NewRef(Py_NotImplemented), *device = -1;
-    if (nargs > MAX_ARGS || nargs == 0 || !is_tensor(args[0])) return NULL;
+/* Return the key as an object. That of the last call has its hash already. */
+static PyObject *key_object(const Replay *self, const Key *key) {
+#ifndef Py_GIL_DISABLED  /* without the GIL another thread may replace the last one */
+    if (self->last_key && PyBytes_GET_SIZE(self->last_key) == key->used &&
+        !memcmp(PyBytes_AS_STRING(self->last_key), key->bytes, key->used))
+        return Py_NewRef(self->last_key);
+#endif
+    return PyBytes_FromStringAndSize(key->bytes, key->used);
+}
+
+/* Describe the tensors of a call and make its key; return 0 where the call cannot be replayed. An
+   argument that is NULL is described already. */
+static int put_call(const Replay *self, Key *key, PyObject *const *args, Py_ssize_t nargs,
+                    View *views, int *device) {
+    *device = -1;
+    if (nargs > MAX_ARGS || nargs == 0 || !is_tensor(args[0])) return 0;
     for (Py_ssize_t i = 0; i < nargs; i++) {
-        views[i].data = NULL;
-        if (!is_tensor(args[i])) {
-            if (!is_constant(args[i]) || !put_value(&key, args[i])) return NULL;
+        if (args[i] && !is_tensor(args[i])) {
+            if (!is_constant(args[i]) || !put_value(key, args[i])) return 0;
             views[i].data = (char *)&views[i];  /* an address that no tensor has */
             continue;
         }
-        if (!describe(args[i], &views[i])) return NULL;
-        if (*device >= 0 && *device != views[i].device.index) return NULL;
+        if (args[i] && !describe(args[i], &views[i])) return 0;
+        if (*device >= 0 && *device != views[i].device.index) return 0;
         *device = views[i].device.index;
-        if (!put_tensor(&key, args[i], views, i, self->by_identity >> i & 1)) return NULL;
+        if (!put_tensor(key, args[i], views, i, self->by_identity >> i & 1)) return 0;
     }
-    if (current_device(*device) != *device) return NULL;
-    PyObject *bytes = PyBytes_FromStringAndSize(key.bytes, key.used);
+    return current_device(*device) == *device;
+}
+
+/* Return the program of a call and describe its tensors; or return NULL, with the answer of the
+   call: the key under which to store a program where there is none, NotImplemented where the call
+   cannot be replayed, or NULL after an error. */
+static Program *find_program(Replay *self, PyObject *const *args, Py_ssize_t nargs, View *views,
+                             int *device, PyObject **answer) {
+    Key key;
+    key.used = 0, *answer = NULL;
+    if (!put_call(self, &key, args, nargs, views, device)) {
+        *answer = Py_NewRef(Py_NotImplemented);
+        return NULL;
+    }
+    PyObject *bytes = key_object(self, &key);
     Program *program = bytes ? (Program *)look_up(self->programs, bytes) : NULL;
-    Py_SETREF(*answer, program || PyErr_Occurred() ? NULL : Py_XNewRef(bytes));
+    if (!program && !PyErr_Occurred()) {
+        *answer = bytes;
+        return NULL;
+    }
+#ifndef Py_GIL_DISABLED
+    if (program && bytes != self->last_key) Py_XSETREF(self->last_key, Py_NewRef(bytes));
+#endif
     Py_XDECREF(bytes);
     return program;
 }
@@ -337,13 +378,14 @@ static PyObject *replay_call(PyObject *object, PyObject *const *args, size_t nar
     Program *program = find_program((Replay *)object, args, PyVectorcall_NARGS(nargsf), views,
                                     &device, &answer);
     if (!program) return answer;
-    PyObject *results = run_program(program, views, device, ALL_RESULTS);
+    PyObject *results = run_program(program, views, device, ALL_RESULTS, 0, NULL);
     Py_DECREF(program);
     return results;
 }
 
 static void replay_dealloc(Replay *self) {
     Py_XDECREF(self->programs);
+    Py_XDECREF(self->last_key);
     PyObject_Free(self);
 }
 
@@ -355,6 +397,7 @@ static PyObject *replay_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (!self) return NULL;
     self->call = replay_call;
     self->programs = Py_NewRef(programs);
+    self->last_key = NULL;
     self->by_identity = by_identity;
     return (PyObject *)self;
 }

@@ -16,7 +16,7 @@ from ...runtime.dtypes import acc_dtype
 from ...runtime.register import PLAIN
 from . import autograd, reference
 from .autograd import calls_op, chain_needs_gradient, needs_gradient, scan_inputs
-from .eager import EagerExactLogZ, EagerLogZ, eager_exact_logz
+from .eager import EagerExactLogZ, EagerLogZ, eager_exact_logz, eager_logz
 from .inputs import ChainTensors, full_lengths, scalar
 
 
@@ -44,6 +44,9 @@ def partition(chain: ChainTensors, semiring: Semiring) -> Tensor:
     if semiring not in (Log, Max):
         inputs = scan_inputs(chain, semiring, "this semiring")
         return reference.log_partition(inputs, differentiable(semiring)).to(dtype)
+    value = eager_logz.find(*chain, True, "auto") if semiring == Log else None
+    if value is not None:
+        return value
     save, backend = chain_needs_gradient(chain), current_backend()
     is_direct = calls_op(save, chain.scores, chain.initial, chain.final)
     if semiring == Max:

@@ -303,7 +303,9 @@ def loss_of_batch(
         return apply(CrossEntropyInPlace, logits, target, weight, options)
     if is_one_pass and has_one_pass(logits, options):
         _known_losses.store(key, options._replace(backend="auto"))
-        return CrossEntropyOnePass.run(logits, target, weight, None, *options)
+        args = (logits, target, weight, None, *options)
+        loss = eager_loss(*args)
+        return CrossEntropyOnePass.run(*args) if loss is None else loss
     if inplace:
         # The version changes before the logits are saved, so that only this backward pass may
         # read them.

@@ -230,7 +230,7 @@ class CrossEntropyOnePass(EagerFunction):
     denominator, `[]`, divides a sum before the gradient is rounded.
     """
 
-    op = cross_entropy_one_pass_op
+    op, scale = cross_entropy_one_pass_op, scale_gradient
     inputs = (0,)
     saved = (0, 1, 2, 3)
     attribute = 1
@@ -241,26 +241,25 @@ class CrossEntropyOnePass(EagerFunction):
         return args[4:]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        (grad,) = grads
-        if grad is None:
-            return None, None
-        options = CrossEntropyOptions._make(ctx.link.options)
+    def differentiate(ctx: Any, grads: tuple[Any, ...], saved: bytes | None) -> Tensor:
+        (grad,), options = grads, ctx.link.options
         if torch.is_grad_enabled():
             logits, target, weight, denominator = ctx.saved_tensors
             if denominator is not None:
                 grad = (grad / denominator).to(grad.dtype)
-            return _differentiable_gradient(grad, logits, target, weight, options), None
+            all_options = CrossEntropyOptions(*options)
+            return _differentiable_gradient(grad, logits, target, weight, all_options)
         gradient, is_batched = ctx.result, is_batched_gradient(grad)
-        if not is_batched:
-            ctx.result = None
         if gradient is None:
             gradient = cross_entropy_one_pass_op(*ctx.saved_tensors, *options)[1]
+        ctx.result = gradient if is_batched else None
         if is_batched:
-            ctx.result = gradient
-            return scaled_by_batch(gradient, grad), None
-        scale_by_upstream(gradient, grad, options.backend)
-        return gradient, None
+            return scaled_by_batch(gradient, grad)
+        if saved is not None and scale_gradient.is_familiar(saved):
+            scale_gradient(gradient, grad, options[-1])
+        else:
+            scale_by_upstream(gradient, grad, options[-1])
+        return gradient
 
 
 class CrossEntropyInPlace(torch.autograd.Function):

@@ -218,19 +218,20 @@ def ctc_loss(
             "label_priors: expected a tensor that needs no gradient, got one that requires it;"
             " detach it"
         )
-    save, is_eager = torch.is_grad_enabled() and requires_grad(x.logits), plain_eager()
+    save = torch.is_grad_enabled() and requires_grad(x.logits)
     options = (blank, from_logits, reduction, bool(zero_infinity), save, *scores, current_backend())
     # A decision does not know the value of a flag that is a tensor.
     has_tensors = any(isinstance(flag, Tensor) for flag in (*flags, label_priors))
-    if is_eager and log_probs.ndim == 3 and not has_tensors:
+    if log_probs.ndim == 3 and not has_tensors:
         _known_losses.store(known, options[:-1])
-    if save and is_eager and type(x.logits) in PLAIN:
-        loss = _ctc.EagerCTCLoss.run(*x, *options)
-    elif save or not is_eager:
-        loss = _ctc.CTCLossFunction.apply(*x, *options)[0]
-    else:
+    loss = _ctc.eager_loss(*x, *options)
+    if loss is None and plain_eager() and not save:
         refuse_forward_mode(log_probs, label_priors)
         loss = _ctc.loss(*x, *options)[0]
+    elif loss is None and plain_eager() and type(x.logits) in PLAIN:
+        loss = _ctc.EagerCTCLoss.run(*x, *options)
+    elif loss is None:
+        loss = _ctc.CTCLossFunction.apply(*x, *options)[0]
     return loss[0] if reduction == "none" and log_probs.ndim == 2 else loss
 
 
