@@ -255,10 +255,7 @@ class CrossEntropyOnePass(EagerFunction):
         ctx.result = gradient if is_batched else None
         if is_batched:
             return scaled_by_batch(gradient, grad)
-        if saved is not None and scale_gradient.is_familiar(saved):
-            scale_gradient(gradient, grad, options[-1])
-        else:
-            scale_by_upstream(gradient, grad, options[-1])
+        scale_by_upstream(gradient, grad, options[-1], saved)
         return gradient
 
 
@@ -332,14 +329,18 @@ def scaled_by_batch(gradient: Tensor, upstream: Tensor) -> Tensor:
     return (gradient.to(upstream.dtype) * upstream).to(gradient.dtype)
 
 
-def scale_by_upstream(gradient: Tensor, upstream: Tensor, backend: str) -> None:
+def scale_by_upstream(
+    gradient: Tensor, upstream: Tensor, backend: str, key: bytes | None = None
+) -> None:
     """Multiply the gradient of a loss in place by the gradient that arrives from above.
 
-    For a small gradient, PyTorch's own multiplication takes the host less time than an op.
+    For a small gradient, PyTorch's own multiplication takes the host less time than an op. It
+    serves a call whose key is None or new; the op's later calls of a key are replayed.
     """
     if gradient.is_cpu and float(upstream) == 1.0:
         return
-    if gradient.numel() <= SMALL_GRADIENT and gradient.dtype == upstream.dtype:
+    is_small = gradient.numel() <= SMALL_GRADIENT and gradient.dtype == upstream.dtype
+    if is_small and (key is None or not scale_gradient.is_familiar(key)):
         gradient.mul_(upstream)
     else:
         scale_gradient(gradient, upstream, backend)
