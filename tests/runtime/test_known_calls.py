@@ -68,6 +68,8 @@ def test_only_the_equality_of_sizes_counts_where_sizes_do_not(compiled: Ops) -> 
         (leaf(7, 4, 5), labels[0]),
         (leaf(7, 4, 5), labels.int()),
         (leaf(7, 4, 5)[None], labels),
+        (leaf(7, 4, 0), labels),
+        (leaf(0, 4, 5), labels),
     ]
     keys = {key, *(known(*other) for other in others)}
     assert len(keys) == 1 + len(others) and None not in keys
@@ -197,17 +199,41 @@ def test_a_call_of_another_shape_is_checked(name: str, served: Served) -> None:
         function(leaves[0][None], *leaves[1:])
 
 
-def test_a_decision_about_ctc_serves_other_sizes(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "shape", "decisions"),
+    [
+        ("ctc_loss", (9, 2, 5), ctc_api._known_losses),
+        ("cross_entropy", (3, 7), rows_api._known_losses),
+        ("token_stats", (3, 7), rows_api._known_statistics),
+    ],
+)
+def test_a_decision_serves_other_sizes(
+    name: str,
+    shape: tuple[int, ...],
+    decisions: KnownCalls,
+    served: Served,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    function = CALLS["ctc_loss"][0]
-    function(leaf(6, 2, 4))
-    assert len(ctc_api._known_losses._decisions) == 1
-    expected = results(function, (leaf(9, 2, 5),))
-    assert len(ctc_api._known_losses._decisions) == 1
-    monkeypatch.setattr(ctc_api._known_losses, "_look_up", lambda *args: None)
-    for got, truth in zip(results(function, (leaf(9, 2, 5),)), expected, strict=True):
+    function, leaves, module, check = CALLS[name]
+    function(*leaves)
+    assert len(decisions._decisions) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(module, check, None)  # which no call may reach
+        expected = results(function, (leaf(*shape),))
+    assert len(decisions._decisions) == 1
+    monkeypatch.setattr(decisions, "_look_up", lambda *args: None)
+    for got, truth in zip(results(function, (leaf(*shape),)), expected, strict=True):
         assert torch.equal(got, truth)
+
+
+def test_sizes_that_only_checks_know_are_checked(served: Served) -> None:
+    partita.token_stats(leaf(3, 4), LABELS, temperature=2.0)
+    assert len(rows_api._known_statistics._decisions) == 1
+    with pytest.raises(ValueError, match="at least one class"):
+        partita.token_stats(leaf(3, 0), LABELS, temperature=2.0)
+    partita.cross_entropy(leaf(3, 4), LABELS, softcap=3.0, reduction="sum")
+    with pytest.raises(ValueError, match="target: expected shape"):
+        partita.cross_entropy(leaf(5, 4), LABELS, softcap=3.0, reduction="sum")
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ typedef struct {
 
 typedef struct { int count; int64_t seen[MAX_ARGS]; } Sizes;
 
-/* Add sizes by the first one of the call that is equal, so that a key has which ones are equal. */
+/* Add sizes by the first one of the call that is equal, so that a key has which ones are equal. It
+   also has which ones are 0, because checks look at that. */
 static int put_equal_sizes(Key *key, const View *view, Sizes *sizes) {
     for (int i = 0; i < view->ndim; i++) {
-        int first = 0;
+        int first = view->shape[i] == 0 ? -1 : 0;
         if (sizes->count == MAX_ARGS) return 0;
         sizes->seen[sizes->count++] = view->shape[i];
-        while (sizes->seen[first] != view->shape[i]) first++;
+        while (first >= 0 && sizes->seen[first] != view->shape[i]) first++;
         if (!put(key, &first, sizeof first)) return 0;
     }
     return 1;

@@ -27,8 +27,9 @@ class KnownCalls:
 
     Args:
         name: the name of the function.
-        by_size: whether sizes count. Otherwise only their equality does, so that calls of new
-            shapes have decisions too; the function checks what else depends on a size.
+        by_size: whether sizes count. Otherwise only their equality does, and which of them are 0,
+            so that calls of new shapes have decisions too; the function checks what else depends
+            on a size.
     """
 
     def __init__(self, name: str, by_size: bool = True) -> None:

@@ -33,7 +33,8 @@ from .native import native_cross_entropy
 from .token_stats import EagerTokenStats, TokenStatsFunction, eager_token_stats
 
 # The options of calls that take one pass over logits and labels, and those of `token_stats`.
-_known_losses, _known_statistics = KnownCalls("cross_entropy"), KnownCalls("token_stats")
+_known_losses = KnownCalls("cross_entropy", by_size=False)
+_known_statistics = KnownCalls("token_stats", by_size=False)
 
 
 def cross_entropy(
