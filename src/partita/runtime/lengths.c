@@ -103,8 +103,8 @@ static int send_rows(PyObject *kernel, PyObject *const *rows, int count, int64_t
    Return (N, S, longest, *lengths) for usual targets `[N, S]` and lengths `[N]`: tensors without
    gaps, int32 or int64 for targets and int64 for lengths. Without a kernel the rows are on the
    device of the targets. Otherwise they are on the host, lists and tuples of integers too, and
-   `kernel` sends them. `longest` is the greatest of the last lengths where the host knows them, and at most S.
-   Return NotImplemented for any others, and under transforms and modes. */
+   `kernel` sends them. `longest` is the greatest of the last lengths where the host knows them, and
+   at most S. Return NotImplemented for any others, and under transforms and modes. */
 static PyObject *padded_lengths(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     int count = (int)nargs - 2, is_done = 1;
     View targets, row;

@@ -61,6 +61,11 @@ def duration_arcs(durations: Sequence[int]) -> tuple[tuple[int, bool], ...]:
     return tuple((d, label) for label in (False, True) for d in durations)
 
 
+def chunk_programs(plan: LatticePlan, B: int) -> int:
+    """Return the programs that have BLOCK_NODES nodes each of all chunks."""
+    return B * plan.num_chunks * cdiv(plan.rows * CHUNK, BLOCK_NODES)
+
+
 def duration_code(durations: Sequence[int]) -> int:
     """Return the durations as bytes of a number."""
     return sum(d << (8 * k) for k, d in enumerate(durations))
@@ -108,7 +113,7 @@ def launch_duration_posteriors(
     posteriors = torch.empty(shape, dtype=nll.dtype, device=device)
     launch(
         tdt_posterior_kernel,
-        B * (plan.num_chunks * cdiv(plan.rows * CHUNK, BLOCK_NODES) if need_posteriors else 1),
+        chunk_programs(plan, B) if need_posteriors else B,
         scan.arcs,
         scan.states,
         targets.logit_lengths,
@@ -145,7 +150,7 @@ def scan_words(
     # Rows of words start on 256 bytes.
     zeros = cdiv(B + carries + 1, CHUNK) * CHUNK
     words = torch.empty(zeros + MARGIN + 2 * K * plan.nodes, dtype=torch.int64, device=device)
-    programs = B * plan.num_chunks * cdiv(plan.rows * CHUNK, BLOCK_NODES) + MARGIN // BLOCK_NODES
+    programs = chunk_programs(plan, B) + MARGIN // BLOCK_NODES
     launch(
         tdt_words_kernel,
         programs + cdiv(zeros + MARGIN, BLOCK_NODES),
@@ -204,14 +209,7 @@ def scan_durations_beside_rows(
         scan.flags,
         scan.totals,
         words.tile_counter,
-        T,
-        B,
-        U1,
-        V,
-        plan.num_chunks,
-        plan.rows,
-        plan.carry_steps,
-        plan.nodes,
+        *plan.scan_sizes(T, B, U1, V),
         blank,
         sigma,
         targets.stride,

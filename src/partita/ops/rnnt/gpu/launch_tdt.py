@@ -29,6 +29,7 @@ from .durations_launch import (
     BLOCK_NODES,
     ArcKinds,
     arc_kinds,
+    chunk_programs,
     duration_arcs,
     duration_code,
     launch_duration_posteriors,
@@ -36,7 +37,7 @@ from .durations_launch import (
     scan_durations_beside_rows,
 )
 from .gradient_tdt import tdt_gradient_kernel
-from .plan import CHUNK, LSE_DTYPE, MARGIN, NODES_PER_PROGRAM, LatticePlan, lattice_plan
+from .plan import LSE_DTYPE, MARGIN, NODES_PER_PROGRAM, LatticePlan, lattice_plan
 from .scan_best import BEST_SCAN
 from .scan_tdt import TDT_SCAN
 
@@ -112,7 +113,7 @@ def token_duration_arcs(
     arcs = new_arcs(2 * K, plan.nodes, flags is not None, device)
     launch(
         tdt_arcs_kernel,
-        B * plan.num_chunks * cdiv(plan.rows * CHUNK, BLOCK_NODES) + MARGIN // BLOCK_NODES,
+        chunk_programs(plan, B) + MARGIN // BLOCK_NODES,
         duration_logits,
         targets.logit_lengths,
         targets.target_lengths,
@@ -190,14 +191,7 @@ def scan_durations(
         scan.flags,
         scan.totals,
         zeros.tile_counter,
-        T,
-        B,
-        U1,
-        V,
-        plan.num_chunks,
-        plan.rows,
-        plan.carry_steps,
-        plan.nodes,
+        *plan.scan_sizes(T, B, U1, V),
         blank,
         targets.stride,
         DIRECTIONS=directions,
@@ -315,14 +309,7 @@ def best_path(
         zeros.flags,
         best,
         zeros.tile_counter,
-        T,
-        B,
-        U1,
-        V,
-        plan.num_chunks,
-        plan.rows,
-        plan.carry_steps,
-        plan.nodes,
+        *plan.scan_sizes(T, B, U1, V),
         blank,
         targets.stride,
         FILLED=filled,

@@ -56,6 +56,10 @@ class LatticePlan(NamedTuple):
     nodes: int
     carry_steps: int
 
+    def scan_sizes(self, T: int, B: int, U1: int, V: int) -> tuple[int, ...]:
+        """Return the sizes that kernels with a scan take, in their order: those of `ScanSizes`."""
+        return T, B, U1, V, self.num_chunks, self.rows, self.carry_steps, self.nodes
+
 
 class RowTile(NamedTuple):
     """The blocks in which a single warp reads rows of V values, one after another.
