@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported before a group exists, which its functions would keep alive
 from digits import BLUE, INK, positive, training_bar
 from language_model import ON_CPU, ON_GPU, LanguageModel, Sizes, batches, load, precision
 from matplotlib.figure import Figure

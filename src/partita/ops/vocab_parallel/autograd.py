@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from ...runtime import register
@@ -21,7 +20,7 @@ from ..linear_heads.plan import padded_width
 from .backends import BACKENDS
 from .common import packed_size
 from .matmul import matmul_during_collective, matmul_in_acc_dtype
-from .shard import VocabShard, gather_ranks, sum_and_scatter, sum_over_ranks
+from .shard import VocabShard, gather_ranks, sum_and_scatter, sum_over_ranks, wait_for
 
 
 class ParallelRowOptions(NamedTuple):
@@ -167,7 +166,7 @@ def merged_statistics(
 ) -> RowStatistics:
     """Gather the packed states, and merge them into the statistics of the rows."""
     fields = parallel_fields(
-        gather_ranks(packed, shard.group),
+        gather_ranks(packed, shard),
         target,
         shard.classes,
         shard.first_class,
@@ -296,7 +295,7 @@ class HiddenStatistics(torch.autograd.Function):
         backend: str,
     ) -> tuple[Tensor, ...]:
         if scattered:
-            input = gather_ranks(input, shard.group).flatten(0, 1)
+            input = gather_ranks(input, shard).flatten(0, 1)
         packed, saved_logits = parallel_linear(
             input,
             weight,
@@ -356,12 +355,14 @@ class HiddenStatistics(torch.autograd.Function):
 
 def _all_hidden(ctx: Any, input: Tensor) -> Tensor:
     """Return the hidden states of all tokens."""
-    return gather_ranks(input, ctx.shard.group).flatten(0, 1) if ctx.scattered else input
+    return gather_ranks(input, ctx.shard).flatten(0, 1) if ctx.scattered else input
 
 
 def _start_hidden_sum(ctx: Any, d_input: Tensor) -> Tensor:
     """Start the sum of the hidden states' gradient over the ranks."""
-    return (sum_and_scatter if ctx.scattered else sum_over_ranks)(d_input, ctx.shard.group)
+    if ctx.scattered:
+        return sum_and_scatter(d_input, ctx.shard)
+    return sum_over_ranks(d_input, ctx.shard.group)
 
 
 def _recomputed_gradients(
@@ -388,7 +389,7 @@ def _recomputed_gradients(
     )
     if ctx.needs_input_grad[0]:
         summed = _start_hidden_sum(ctx, d_input.to(statistics.nll.dtype))
-        d_input = functional.wait_tensor(summed).to(input.dtype)
+        d_input = wait_for(summed).to(input.dtype)
     return d_input, d_weight, d_bias
 
 
@@ -423,5 +424,5 @@ def _saved_gradients(
     if to_bias and bias is not None:
         d_bias = dlogits.sum(0, dtype=statistics.nll.dtype).to(bias.dtype)
     if to_input:
-        d_input = functional.wait_tensor(d_input).to(input.dtype)
+        d_input = wait_for(d_input).to(input.dtype)
     return d_input, d_weight, d_bias

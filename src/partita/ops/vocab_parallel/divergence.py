@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from ...primitives.rows import finite_shift, softcap_slope, softcapped
@@ -23,7 +22,7 @@ from ..divergence.autograd import (
 from ..divergence.common import DivergenceRows
 from .autograd import ParallelRowOptions, merged_statistics, parallel_gradient, parallel_logits
 from .matmul import matmul_in_acc_dtype
-from .shard import VocabShard, gather_ranks, sum_over_ranks
+from .shard import VocabShard, gather_ranks, sum_over_ranks, wait_for
 
 NO_LABEL = -1
 
@@ -68,10 +67,10 @@ class ParallelDivergence(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         numbers = (beta, temperature, softcap)
         state = divergence_state_op(logits, teacher_logits, *numbers, backend)
-        rows = merged_rows(gather_ranks(state, shard.group), beta, temperature)
+        rows = merged_rows(gather_ranks(state, shard), beta, temperature)
         if 0 < beta < 1:
             terms = divergence_mixture_op(logits, teacher_logits, *rows[2:], *numbers, backend)
-            loss, student = gather_ranks(terms, shard.group).sum(0).unbind(0)
+            loss, student = gather_ranks(terms, shard).sum(0).unbind(0)
             rows = rows._replace(loss=loss.clone(), student=student.clone())
         return rows
 
@@ -115,7 +114,7 @@ class ParallelLogprobs(torch.autograd.Function):
         entries = _entries(logits, columns, softcap)
         local = torch.where(is_local, entries, 0.0)
         # One rank has the logit of an id, so the sum of the others is exactly 0.
-        entries = functional.wait_tensor(sum_over_ranks(local, shard.group))
+        entries = wait_for(sum_over_ranks(local, shard.group))
         relative = (entries - finite_shift(rows.maximum)[:, None]) / temperature
         is_class = (ids >= 0) & (ids < shard.classes)
         found = torch.where(is_class, relative - rows.sumexp.log()[:, None], torch.nan)
@@ -191,7 +190,7 @@ class LocalLinear(torch.autograd.Function):
         dinput = dweight = dbias = None
         if ctx.needs_input_grad[0]:
             partial = matmul_in_acc_dtype(grad, weight)
-            summed = functional.wait_tensor(sum_over_ranks(partial, ctx.group))
+            summed = wait_for(sum_over_ranks(partial, ctx.group))
             dinput = summed.to(input.dtype)
         if ctx.needs_input_grad[1]:
             dweight = grad.T @ input

@@ -7,17 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
+import torch.distributed._functional_collectives  # registers the collectives below
 from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.autograd import plain_eager
-
-# The first names are those of torch 2.13 and later, the second those of earlier versions.
-_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-_reduce_scatter = (
-    getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
-)
 
 Classes = int | Sequence[int] | None  # the `classes` argument of the public functions
 
@@ -91,9 +85,12 @@ def vocab_shard(
     return VocabShard(group.group_name, sizes, rank)
 
 
-def gather_ranks(tensor: Tensor, group: Any) -> Tensor:
+def gather_ranks(tensor: Tensor, shard: VocabShard) -> Tensor:
     """Return the tensors of all ranks, stacked along a new first dimension."""
-    return functional.wait_tensor(_all_gather(tensor.contiguous()[None], 0, group))
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(
+        tensor.contiguous()[None], len(shard.sizes), shard.group
+    )
+    return wait_for(gathered)
 
 
 def sum_over_ranks(tensor: Tensor, group: Any) -> Tensor:
@@ -103,9 +100,16 @@ def sum_over_ranks(tensor: Tensor, group: Any) -> Tensor:
     """
     if plain_eager():
         return torch.ops._c10d_functional.all_reduce_(tensor, "sum", group)
-    return functional.all_reduce(tensor, "sum", group)
+    return torch.ops._c10d_functional.all_reduce(tensor, "sum", group)
 
 
-def sum_and_scatter(tensor: Tensor, group: Any) -> Tensor:
+def sum_and_scatter(tensor: Tensor, shard: VocabShard) -> Tensor:
     """Start the sum over the ranks, and return this rank's share of it, a tensor to wait for."""
-    return _reduce_scatter(tensor, "sum", 0, group)
+    return torch.ops._c10d_functional.reduce_scatter_tensor(
+        tensor, "sum", len(shard.sizes), shard.group
+    )
+
+
+def wait_for(tensor: Tensor) -> Tensor:
+    """Return the result of a collective, which later work on the current stream may read."""
+    return torch.ops._c10d_functional.wait_tensor(tensor)
