@@ -104,7 +104,9 @@ def is_short(transitions: Tensor, T: int, N: int, C: int) -> bool:
 def short_gradient_options(C: int) -> dict[str, int]:
     """Return the compile-time arguments of the kernel that computes all gradients."""
     block = next_power_of_2(C)
-    return {"ROWS": min(128, 2 * MAX_ROW_ELEMENTS // block), "BLOCK_C": block, "num_warps": 8}
+    rows = min(128, 2 * MAX_ROW_ELEMENTS // block)
+    # At most 4 elements for each thread, whose code is unrolled over them.
+    return {"ROWS": rows, "BLOCK_C": block, "num_warps": max(8, rows * block // 128)}
 
 
 def log_scan_options(C: int) -> dict[str, int]:

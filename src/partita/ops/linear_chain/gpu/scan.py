@@ -34,11 +34,17 @@ from .scores import (
 
 @triton.jit
 def load_matrix(ptr, C, stride_r, stride_o, shift, IS_LOG: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Return the transitions [from, to] of a scan, or with strides exchanged, the transposed ones.
+    """Return the transitions of a scan, or with strides exchanged, the transposed ones.
 
-    A linear scan gets exp(transitions - shift) in fp64.
+    A linear scan gets exp(transitions - shift) in fp64. The states that a step leaves are along
+    axis FROM. Triton does not know which of the strides is 1, and divides axis 0 among the threads
+    of a warp. So a thread enters one state, and few threads share the sum over those that it
+    leaves. The smallest matrices have no more elements than threads, so this order does not matter
+    to them, but with the other one their sums have the layout of vectors.
     """
-    r, o = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK_C)[None, :]
+    FROM: tl.constexpr = 1 if BLOCK_C > 4 else 0
+    r = tl.expand_dims(tl.arange(0, BLOCK_C), 1 - FROM)
+    o = tl.expand_dims(tl.arange(0, BLOCK_C), FROM)
     at = r.to(tl.int64) * stride_r + o.to(tl.int64) * stride_o
     scores = tl.load(ptr + at, mask=(r < C) & (o < C), other=-float("inf"))
     if IS_LOG:
@@ -50,15 +56,16 @@ def load_matrix(ptr, C, stride_r, stride_o, shift, IS_LOG: tl.constexpr, BLOCK_C
 @triton.jit
 def chain_step(matrix, x, EXACT: tl.constexpr, IS_LOG: tl.constexpr):
     """Take a state through the transitions, and return it with the exponent or offset removed."""
+    FROM: tl.constexpr = 1 if x.shape[0] > 4 else 0  # as in `load_matrix`
     if IS_LOG:
-        terms = matrix.to(tl.float64) + x[:, None]
-        maximum = finite_shift(tl.max(terms, axis=0))
-        total = tl.sum(exp_sum_term(terms - maximum[None, :], EXACT), axis=0)
+        terms = matrix.to(tl.float64) + tl.expand_dims(x, 1 - FROM)
+        maximum = finite_shift(tl.max(terms, axis=FROM))
+        total = tl.sum(exp_sum_term(terms - tl.expand_dims(maximum, FROM), EXACT), axis=FROM)
         offset = finite_shift(tl.max(x, axis=0))
         return tl.log(total) + (maximum - offset), offset
     else:
         exponent = exponent_of(tl.max(x, axis=0))
-        y = tl.sum(matrix * x[:, None], axis=0)
+        y = tl.sum(matrix * tl.expand_dims(x, 1 - FROM), axis=FROM)
         return y * power_of_2(-exponent), exponent.to(tl.float64)
 
 
