@@ -16,6 +16,7 @@ from ....primitives.gpu.row_plan import (
     reduce_plan_for,
     row_options,
     row_plan_for,
+    row_programs,
     row_view_or_copy,
     tile_options,
     with_output,
@@ -44,10 +45,11 @@ def _softmax(view: RowView, log: bool) -> None:
     if plan.kind == "row":
         launch(
             softmax_row_kernel,
-            view.rows * plan.splits,
+            row_programs(view, plan),
             input,
             output,
             exchange_slots(view, plan.splits),
+            view.rows * plan.splits,
             view.classes,
             plan.splits,
             input_strides[1],
@@ -92,11 +94,12 @@ def _softmax_backward(view: RowView, log: bool) -> None:
     if plan.kind == "row":
         launch(
             softmax_backward_row_kernel,
-            view.rows * plan.splits,
+            row_programs(view, plan),
             grad,
             output,
             result,
             exchange_slots(view, plan.splits),
+            view.rows * plan.splits,
             view.classes,
             plan.splits,
             grad_strides[1],
