@@ -274,7 +274,7 @@ def row_plan(shape: RowShape, operands: int = 1, patched: bool = False) -> RowPl
     part = 8192 if has_edges or (operands > 1 and not is_half) else 16384
     splits = cdiv(shape.classes, part)
     if can_exchange and shape.itemsize <= 4 and splits <= MAX_SPLITS:
-        if is_half and patched and 2 * splits <= MAX_SPLITS:
+        if is_half and patched and vector > 1 and 2 * splits <= MAX_SPLITS:
             return RowPlan("row", 1, 8192, 2, cdiv(shape.classes, 8192), 96, vector)
         if has_edges and operands == 1:
             return RowPlan("row", 1, part, 2, splits, 168, vector)
@@ -340,23 +340,20 @@ def row_plan_for(view: RowView, operands: int = 1, patched: bool = False) -> Row
     return row_plan(shape_of(view, operands), operands, patched)
 
 
-def row_programs(view: RowView, plan: RowPlan) -> int:
-    """Return how many programs to launch for the parts of a plan of kind `row`.
+def patched_programs(view: RowView, plan: RowPlan) -> int:
+    """Return how many programs a kernel that patches rows launches for a plan of kind `row`.
 
-    Programs of a half type take several parts of shared rows. That saves the time in which a
-    multiprocessor starts a program, and asks for the next part while the last one is stored.
+    Programs of a half type take several parts of shared rows that start anywhere. That saves the
+    time in which a multiprocessor starts a program, and a program asks for its next part while it
+    stores the last one.
     """
-    parts, first = view.rows * plan.splits, view.tensors[0]
-    if plan.splits == 1 or not plan.is_limited or first.element_size() != 2:
+    parts, logits = view.rows * plan.splits, view.tensors[0]
+    takes_several = plan.splits > 1 and plan.vector > 1 and logits.element_size() == 2
+    if not takes_several or not plan.is_limited or logits.device.type != "cuda":
         return parts
     assert plan.max_registers is not None
     resident = REGISTERS // (plan.max_registers * 32 * plan.num_warps)
-    return resident_programs(parts, resident, first.device)
-
-
-def resident_programs(parts: int, resident: int, device: torch.device) -> int:
-    """Return how many programs take `parts` parts, if a multiprocessor has `resident` at once."""
-    return min(parts, resident * multiprocessors(device)) if device.type == "cuda" else parts
+    return min(parts, resident * multiprocessors(logits.device))
 
 
 @functools.lru_cache(maxsize=64)

@@ -15,11 +15,11 @@ from ....primitives.gpu.row_plan import (
     exchange_words,
     flat_rows,
     merge_slots,
+    patched_programs,
     reduce_options,
     reduce_plan_for,
     row_options,
     row_plan_for,
-    row_programs,
     row_view,
     tile_options,
 )
@@ -374,7 +374,7 @@ def _launch_rows(
     """Launch the kernel whose programs have one row, or parts of rows."""
     launch(
         cross_entropy_row_kernel,
-        row_programs(view, plan),
+        patched_programs(view, plan),
         call.logits,
         call.kernel_target(),
         call.weight,

@@ -174,7 +174,7 @@ def cross_entropy_of_part(
 ):
     """Compute loss and gradient of a part of a row.
 
-    With HALF and SHARED it returns the index of the program's next part.
+    It returns the index of the program's next part, if the program takes several.
     """
     program, classes = index, options.classes
     STREAM: tl.constexpr = SHARED and VEC == 1
@@ -201,7 +201,7 @@ def cross_entropy_of_part(
         BLOCK_SPLITS,
         VEC,
     )
-    if HALF and SHARED:
+    if HALF and SHARED and VEC > 1:
         index = next_part(slots_ptr, SHARED)
     terms = gradient_terms(label, smoothing, shift, total, scales, options)
     store_part_gradient(
@@ -257,8 +257,9 @@ def cross_entropy_row_kernel(
 ):
     """Compute loss and gradient of rows of any width and alignment with one read and one write.
 
-    Programs of a SHARED row exchange maxima and sums of their parts through the slots. With a HALF
-    type they take one part after the other. With FUSED_BLOCK the kernel also reduces the loss.
+    Programs of a SHARED row exchange maxima and sums of their parts through the slots. Those of a
+    HALF type whose rows start anywhere take one part after the other. With FUSED_BLOCK the kernel
+    also reduces the loss.
     """
     smoothing = tl.full([], smoothing, tl.float32)
     softcap = tl.full([], softcap, tl.float32) if HAS_SOFTCAP else None
@@ -267,7 +268,7 @@ def cross_entropy_row_kernel(
     index = next_part(slots_ptr, SHARED)
     pointers = (logits_ptr, target_ptr, shares_ptr, slots_ptr, loss_ptr, loss_slots_ptr)
     args = (dlogits_ptr, parts, splits, x_row, d_row, options, zero)
-    if HALF and SHARED:
+    if HALF and SHARED and VEC > 1:
         while index < parts:
             index = cross_entropy_of_part(
                 index,

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....primitives.gpu.row_plan import resident_programs
 from ....primitives.rows import laid_out_like
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import (
@@ -28,7 +27,7 @@ from ..common import (
 )
 from .mixture import divergence_mixture_row_kernel
 from .one_pass import divergence_row_kernel
-from .plan import RESIDENT_PROGRAMS, MixturePlan, OnePassPlan, mixture_plan, one_pass_plan
+from .plan import MixturePlan, OnePassPlan, mixture_plan, one_pass_plan
 from .rows import (
     divergence_accumulate_kernel,
     divergence_gradient_kernel,
@@ -340,19 +339,16 @@ def _launch_one_pass(
     """Launch the kernel whose programs hold parts of both rows."""
     vector, lanes = _vector(False, x, t, dlogits), 32 * plan.num_warps
     is_shared = plan.splits > 1
-    parts = programs = len(x) * plan.splits
-    if is_shared:
-        programs = resident_programs(parts, RESIDENT_PROGRAMS, x.device)
+    programs = len(x) * plan.splits
     launch(
         divergence_row_kernel,
         programs,
         x,
         t,
         row_factor,
-        zeroed_words(x.device, 1 + 3 * parts if is_shared else 0)[0],
+        zeroed_words(x.device, 1 + 3 * programs if is_shared else 0)[0],
         loss,
         dlogits,
-        parts,
         x.shape[1],
         plan.splits,
         plan.classes_per_program,

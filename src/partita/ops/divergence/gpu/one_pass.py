@@ -11,7 +11,6 @@ import triton.language as tl
 
 from ....primitives.gpu.math import LN2, LOG2E, finite_shift, log_exact, reciprocal
 from ....primitives.gpu.memory import aligned_start
-from ....primitives.gpu.sync import next_part
 from .pair_part import (
     NOTHING,
     PairPart,
@@ -187,9 +186,7 @@ def store_zeros(part, VEC: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def divergence_of_part(
-    index,
     part,
-    counter_ptr,
     slots_ptr,
     split,
     splits,
@@ -202,10 +199,7 @@ def divergence_of_part(
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the divergence of a row, and store the gradient of this program's part of it.
-
-    Where the row is SHARED, the second result is the index of the program's next part.
-    """
+    """Return the divergence of a row, and store the gradient of this program's part of it."""
     share = part_statistics(part, KIND, HAS_SOFTCAP, FAST, VEC, LANES, BLOCK)
     if SHARED:
         share = exchange_shares(share, slots_ptr, split, splits, KIND, BLOCK_SPLITS)
@@ -218,91 +212,11 @@ def divergence_of_part(
                 slots_ptr, split, splits, student, teacher, BLOCK_SPLITS
             )
         loss = (part.weight * teacher + (1.0 - part.weight) * student) * LN2
-    if SHARED:
-        index = next_part(counter_ptr, SHARED)
     store_gradients(part, share, student, KIND, HAS_SOFTCAP, FAST, VEC, BLOCK)
     if KIND != MIXTURE:
         if split == 0:
             loss = kl_of_row(share, KIND)
-    return loss, index
-
-
-@triton.jit
-def store_divergence(
-    index,
-    logits_ptr,
-    teacher_ptr,
-    row_factor_ptr,
-    counter_ptr,
-    loss_ptr,
-    dlogits_ptr,
-    classes,
-    splits,
-    classes_per_program,
-    logits_row,
-    teacher_row,
-    dlogits_row,
-    factor,
-    beta,
-    temperature,
-    softcap,
-    KIND: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    FAST: tl.constexpr,
-    SHARED: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    VEC: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Store the divergence and the gradient of a part of a row.
-
-    Where the row is SHARED, the result is the index of the program's next part.
-    """
-    row, split = index // splits, (index % splits).to(tl.int32)
-    slots_ptr = counter_ptr
-    if SHARED:
-        slots_ptr = counter_ptr + 1 + row * 3 * splits
-    on_row = tl.full([], factor, tl.float32)
-    if row_factor_ptr is not None:
-        on_row = tl.load(row_factor_ptr + row).to(tl.float32)
-    inverse = reciprocal(tl.full([], temperature, tl.float32))
-    first = split * classes_per_program
-    part = PairPart(
-        logits_ptr + aligned_start(row * logits_row, VEC),
-        teacher_ptr + aligned_start(row * teacher_row, VEC),
-        dlogits_ptr + aligned_start(row * dlogits_row, VEC),
-        first,
-        tl.minimum(first + classes_per_program, classes),
-        tl.full([], softcap, tl.float32),
-        tl.full([], beta, tl.float32),
-        LOG2E * inverse,
-        on_row * inverse,
-    )
-    loss = 0.0
-    if on_row == 0.0:
-        if SHARED:
-            index = next_part(counter_ptr, SHARED)
-        store_zeros(part, VEC, BLOCK)
-    else:
-        loss, index = divergence_of_part(
-            index,
-            part,
-            counter_ptr,
-            slots_ptr,
-            split,
-            splits,
-            KIND,
-            HAS_SOFTCAP,
-            FAST,
-            SHARED,
-            BLOCK_SPLITS,
-            VEC,
-            LANES,
-            BLOCK,
-        )
-    tl.store(loss_ptr + row, loss, mask=split == 0)
-    return index
+    return loss
 
 
 @triton.jit
@@ -310,10 +224,9 @@ def divergence_row_kernel(
     logits_ptr,  # [M, C]
     teacher_ptr,  # [M, C]
     row_factor_ptr,  # [M] the derivative of the result in each row's loss, or None for `factor`
-    slots_ptr,  # [1 + 3 * parts] int64, zero: the counter of parts, then three slots for each
+    slots_ptr,  # [1 + 3 * M * splits] int64, zero: the counter, then three slots for each program
     loss_ptr,  # [M]
     dlogits_ptr,  # [M, C]
-    parts,  # of all rows
     classes,
     splits,  # programs that share a row
     classes_per_program,
@@ -333,37 +246,48 @@ def divergence_row_kernel(
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute divergence and gradient of rows with one read of both logits and one write.
+    """Compute divergence and gradient of one row with one read of both logits and one write.
 
-    Where rows are SHARED, `splits` programs have a part of a row each, and a program takes several
-    parts, one after the other. A row whose factor is 0 is not read, and its loss and gradient are
-    0.
+    Where the row is SHARED, `splits` programs have a part of it each. A row whose factor is 0 is
+    not read, and its loss and gradient are 0.
     """
-    index = next_part(slots_ptr, SHARED)
-    args = (
-        logits_ptr,
-        teacher_ptr,
-        row_factor_ptr,
-        slots_ptr,
-        loss_ptr,
-        dlogits_ptr,
-        classes,
-        splits,
-        classes_per_program,
-        logits_row,
-        teacher_row,
-        dlogits_row,
-        factor,
-        beta,
-        temperature,
-        softcap,
+    index, slots = tl.program_id(0).to(tl.int64), slots_ptr
+    if SHARED:  # In the order of the counter, parts that a program waits for are under way.
+        index = tl.atomic_add(slots_ptr, 1, sem="relaxed")
+        slots = slots_ptr + 1 + index // splits * 3 * splits
+    row, split = index // splits, (index % splits).to(tl.int32)
+    on_row = tl.full([], factor, tl.float32)
+    if row_factor_ptr is not None:
+        on_row = tl.load(row_factor_ptr + row).to(tl.float32)
+    inverse = reciprocal(tl.full([], temperature, tl.float32))
+    first = split * classes_per_program
+    part = PairPart(
+        logits_ptr + aligned_start(row * logits_row, VEC),
+        teacher_ptr + aligned_start(row * teacher_row, VEC),
+        dlogits_ptr + aligned_start(row * dlogits_row, VEC),
+        first,
+        tl.minimum(first + classes_per_program, classes),
+        tl.full([], softcap, tl.float32),
+        tl.full([], beta, tl.float32),
+        LOG2E * inverse,
+        on_row * inverse,
     )
-    if SHARED:
-        while index < parts:
-            index = store_divergence(
-                index, *args, KIND, HAS_SOFTCAP, FAST, SHARED, BLOCK_SPLITS, VEC, LANES, BLOCK
-            )
+    loss = 0.0
+    if on_row == 0.0:
+        store_zeros(part, VEC, BLOCK)
     else:
-        store_divergence(
-            index, *args, KIND, HAS_SOFTCAP, FAST, SHARED, BLOCK_SPLITS, VEC, LANES, BLOCK
+        loss = divergence_of_part(
+            part,
+            slots,
+            split,
+            splits,
+            KIND,
+            HAS_SOFTCAP,
+            FAST,
+            SHARED,
+            BLOCK_SPLITS,
+            VEC,
+            LANES,
+            BLOCK,
         )
+    tl.store(loss_ptr + row, loss, mask=split == 0)

@@ -13,7 +13,6 @@ MAX_SPLITS = 64  # programs that may wait for one another: fewer than any GPU ke
 # in its cache, from which the gradient reads them. With 16,384 bytes they do not.
 PART_BYTES = 12288
 MAX_WHOLE_BYTES = 16384  # of a row that one program has for itself
-RESIDENT_PROGRAMS = 10  # of a multiprocessor, which take one part after the other
 BLOCK_BYTES = 4096  # that a program of 128 threads reads of a row at once
 
 

@@ -93,18 +93,17 @@ def softmax_backward_tile_kernel(
 
 
 @triton.jit
-def gradient_of_part(
-    index,
-    grad_ptr,
-    output_ptr,
-    result_ptr,
-    slots_ptr,
+def softmax_backward_row_kernel(
+    grad_ptr,  # [rows, classes]
+    output_ptr,  # [rows, classes]
+    result_ptr,  # [rows, classes]
+    slots_ptr,  # [1 + rows * splits] int64, zero: the tile counter, then a slot for each program
     classes,
     splits,
     grad_row_stride,
     output_row_stride,
     result_row_stride,
-    zero,
+    zero,  # 0.0
     LOG: tl.constexpr,
     BROADCAST: tl.constexpr,
     HALF: tl.constexpr,
@@ -113,11 +112,12 @@ def gradient_of_part(
     VEC: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Compute the gradient of a part of a row.
+    """Compute the gradient of a row, or of one program's part of a row that programs share.
 
-    With HALF and SHARED it returns the index of the program's next part.
+    Both tensors are read once and the gradient is written once, at any width and alignment.
     """
     STREAM: tl.constexpr = SHARED and VEC == 1
+    index = next_part(slots_ptr, SHARED)
     row, split = index // splits, (index % splits).to(tl.int32)
     head, body = row_span(row * output_row_stride, classes, VEC)
     column = split * BLOCK_V + tl.arange(0, BLOCK_V)  # [BLOCK_V]
@@ -144,8 +144,6 @@ def gradient_of_part(
         total += tl.sum(edge_grad if LOG else edge_grad * edge_y, axis=0)
     if SHARED:
         total = exchange_sum(slots_ptr + 1 + row * splits, split, splits, total, BLOCK_SPLITS)
-        if HALF:
-            index = next_part(slots_ptr, SHARED)
     if HALF:
         zeros = tl.full([BLOCK_V], zero, tl.float32)
         grad = opaque(packed_grad, zeros.to(packed_grad.dtype)).to(tl.float32)
@@ -160,55 +158,6 @@ def gradient_of_part(
             edge_result.to(result_ptr.dtype.element_ty),
             mask=edge_mask,
         )
-    return index
-
-
-@triton.jit
-def softmax_backward_row_kernel(
-    grad_ptr,  # [rows, classes]
-    output_ptr,  # [rows, classes]
-    result_ptr,  # [rows, classes]
-    slots_ptr,  # [1 + parts] int64, zero: the counter of parts, then a slot for each
-    parts,  # of all rows
-    classes,
-    splits,
-    grad_row_stride,
-    output_row_stride,
-    result_row_stride,
-    zero,  # 0.0
-    LOG: tl.constexpr,
-    BROADCAST: tl.constexpr,
-    HALF: tl.constexpr,
-    SHARED: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    VEC: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Compute the gradient of a row, or of parts of rows that several programs share.
-
-    Both tensors are read once and the gradient is written once, at any width and alignment.
-    Programs of a HALF type take several parts of SHARED rows, one after the other.
-    """
-    index = next_part(slots_ptr, SHARED)
-    args = (
-        grad_ptr,
-        output_ptr,
-        result_ptr,
-        slots_ptr,
-        classes,
-        splits,
-        grad_row_stride,
-        output_row_stride,
-        result_row_stride,
-        zero,
-    )
-    if HALF and SHARED:
-        while index < parts:
-            index = gradient_of_part(
-                index, *args, LOG, BROADCAST, HALF, SHARED, BLOCK_SPLITS, VEC, BLOCK_V
-            )
-    else:
-        gradient_of_part(index, *args, LOG, BROADCAST, HALF, SHARED, BLOCK_SPLITS, VEC, BLOCK_V)
 
 
 @triton.jit

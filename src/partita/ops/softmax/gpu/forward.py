@@ -83,16 +83,15 @@ def normalize(x, shift, total, LOG: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def softmax_of_part(
-    index,
-    input_ptr,
-    output_ptr,
-    slots_ptr,
+def softmax_row_kernel(
+    input_ptr,  # [rows, classes]
+    output_ptr,  # [rows, classes]
+    slots_ptr,  # [1 + rows * splits] int64, zero: the tile counter, then a slot for each program
     classes,
     splits,
     input_row_stride,
     output_row_stride,
-    zero,
+    zero,  # 0.0
     LOG: tl.constexpr,
     HALF: tl.constexpr,
     SHARED: tl.constexpr,
@@ -100,11 +99,12 @@ def softmax_of_part(
     VEC: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Compute the softmax of a part of a row.
+    """Compute the softmax of a row, or of one program's part of a row that several programs share.
 
-    With HALF and SHARED it returns the index of the program's next part.
+    The row is read once and written once, at any width and alignment.
     """
     STREAM: tl.constexpr = SHARED and VEC == 1
+    index = next_part(slots_ptr, SHARED)
     row, split = index // splits, (index % splits).to(tl.int32)
     head, body = row_span(row * input_row_stride, classes, VEC)
     input_row_ptr = input_ptr + aligned_start(row * input_row_stride, VEC)
@@ -135,8 +135,6 @@ def softmax_of_part(
         shift, total = exchange_normalizer(
             slots_ptr + 1 + row * splits, split, splits, maximum, total, BLOCK_SPLITS
         )
-        if HALF:
-            index = next_part(slots_ptr, SHARED)
     if HALF:
         x = opaque(packed, tl.full([BLOCK_V], zero, tl.float32).to(packed.dtype)).to(tl.float32)
     y = (
@@ -152,48 +150,6 @@ def softmax_of_part(
             edge_y.to(output_ptr.dtype.element_ty),
             mask=edge_mask,
         )
-    return index
-
-
-@triton.jit
-def softmax_row_kernel(
-    input_ptr,  # [rows, classes]
-    output_ptr,  # [rows, classes]
-    slots_ptr,  # [1 + parts] int64, zero: the counter of parts, then a slot for each
-    parts,  # of all rows
-    classes,
-    splits,
-    input_row_stride,
-    output_row_stride,
-    zero,  # 0.0
-    LOG: tl.constexpr,
-    HALF: tl.constexpr,
-    SHARED: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    VEC: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Compute the softmax of a row, or of parts of rows that several programs share.
-
-    A row is read once and written once, at any width and alignment. Programs of a HALF type take
-    several parts of SHARED rows, one after the other.
-    """
-    index = next_part(slots_ptr, SHARED)
-    args = (
-        input_ptr,
-        output_ptr,
-        slots_ptr,
-        classes,
-        splits,
-        input_row_stride,
-        output_row_stride,
-        zero,
-    )
-    if HALF and SHARED:
-        while index < parts:
-            index = softmax_of_part(index, *args, LOG, HALF, SHARED, BLOCK_SPLITS, VEC, BLOCK_V)
-    else:
-        softmax_of_part(index, *args, LOG, HALF, SHARED, BLOCK_SPLITS, VEC, BLOCK_V)
 
 
 @triton.jit

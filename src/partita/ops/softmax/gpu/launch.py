@@ -16,7 +16,6 @@ from ....primitives.gpu.row_plan import (
     reduce_plan_for,
     row_options,
     row_plan_for,
-    row_programs,
     row_view_or_copy,
     tile_options,
     with_output,
@@ -45,11 +44,10 @@ def _softmax(view: RowView, log: bool) -> None:
     if plan.kind == "row":
         launch(
             softmax_row_kernel,
-            row_programs(view, plan),
+            view.rows * plan.splits,
             input,
             output,
             exchange_slots(view, plan.splits),
-            view.rows * plan.splits,
             view.classes,
             plan.splits,
             input_strides[1],
@@ -94,12 +92,11 @@ def _softmax_backward(view: RowView, log: bool) -> None:
     if plan.kind == "row":
         launch(
             softmax_backward_row_kernel,
-            row_programs(view, plan),
+            view.rows * plan.splits,
             grad,
             output,
             result,
             exchange_slots(view, plan.splits),
-            view.rows * plan.splits,
             view.classes,
             plan.splits,
             grad_strides[1],
