@@ -205,6 +205,7 @@ def test_a_backward_pass_is_one_call_of_the_c_module(
         in_python.append(args)
         return backward(*args)
 
+    assert launcher.module() is not None  # Until it is loaded, no call counts.
     disconnect(monkeypatch)
     monkeypatch.setattr(eager, "run_backward", noted)
     clear_caches()

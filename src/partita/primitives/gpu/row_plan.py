@@ -21,6 +21,7 @@ from ...runtime.launch import INTERPRETED, NVIDIA, cdiv, next_power_of_2, tl_acc
 
 # Programs that may wait for one another: far fewer than any supported GPU keeps resident.
 MAX_SPLITS = 64
+REGISTERS = 2**16  # of a multiprocessor
 
 Strides = tuple[int, int, int]  # over batches, rows and classes
 
@@ -175,11 +176,15 @@ class RowPlan:
     @property
     def options(self) -> dict[str, Any]:
         """The launch options."""
-        limited = self.max_registers is not None and NVIDIA and not INTERPRETED
         return {
             "num_warps": self.num_warps,
-            **({"maxnreg": self.max_registers} if limited else {}),
+            **({"maxnreg": self.max_registers} if self.is_limited else {}),
         }
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the compiler is told how many registers a thread may have."""
+        return self.max_registers is not None and NVIDIA and not INTERPRETED
 
 
 class RowShape(NamedTuple):
@@ -269,6 +274,8 @@ def row_plan(shape: RowShape, operands: int = 1, patched: bool = False) -> RowPl
     part = 8192 if has_edges or (operands > 1 and not is_half) else 16384
     splits = cdiv(shape.classes, part)
     if can_exchange and shape.itemsize <= 4 and splits <= MAX_SPLITS:
+        if is_half and patched and vector > 1 and 2 * splits <= MAX_SPLITS:
+            return RowPlan("row", 1, 8192, 2, cdiv(shape.classes, 8192), 96, vector)
         if has_edges and operands == 1:
             return RowPlan("row", 1, part, 2, splits, 168, vector)
         max_registers = 96 if is_half and operands == 1 else 168
@@ -331,6 +338,28 @@ def reduce_plan(shape: RowShape, carried: int = 2) -> RowPlan:
 def row_plan_for(view: RowView, operands: int = 1, patched: bool = False) -> RowPlan:
     """Return the plan of a kernel that holds the first `operands` tensors of the view."""
     return row_plan(shape_of(view, operands), operands, patched)
+
+
+def patched_programs(view: RowView, plan: RowPlan) -> int:
+    """Return how many programs a kernel that patches rows launches for a plan of kind `row`.
+
+    Programs of a half type take several parts of shared rows that start anywhere. That saves the
+    time in which a multiprocessor starts a program, and a program asks for its next part while it
+    stores the last one.
+    """
+    parts, logits = view.rows * plan.splits, view.tensors[0]
+    takes_several = plan.splits > 1 and plan.vector > 1 and logits.element_size() == 2
+    if not takes_several or not plan.is_limited or logits.device.type != "cuda":
+        return parts
+    assert plan.max_registers is not None
+    resident = REGISTERS // (plan.max_registers * 32 * plan.num_warps)
+    return min(parts, resident * multiprocessors(logits.device))
+
+
+@functools.lru_cache(maxsize=64)
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def reduce_plan_for(view: RowView, carried: int = 2) -> RowPlan:
@@ -400,11 +429,9 @@ def reduce_options(plan: RowPlan, view: RowView) -> dict[str, Any]:
 
 def row_options(plan: RowPlan, dtype: torch.dtype) -> dict[str, Any]:
     """Return the constexpr arguments of kernels with a plan of kind `row`."""
-    limited = plan.max_registers is not None and NVIDIA and not INTERPRETED
     return {
-        "HALF": limited and dtype.itemsize == 2,
+        "HALF": plan.is_limited and dtype.itemsize == 2,
         "SHARED": plan.splits > 1,
-        "STREAM": plan.splits > 1 and plan.vector == 1,
         "BLOCK_SPLITS": max(2, next_power_of_2(plan.splits)),
         "VEC": plan.vector,
         "BLOCK_V": plan.block,
@@ -413,6 +440,7 @@ def row_options(plan: RowPlan, dtype: torch.dtype) -> dict[str, Any]:
 
 
 register_cache("primitives.row_plan.merged_dims", _merge.cache_clear)
+register_cache("primitives.row_plan.multiprocessors", multiprocessors.cache_clear)
 register_cache("primitives.row_plan.layouts", _layout.cache_clear)
 register_cache("primitives.row_plan.row_plans", row_plan.cache_clear)
 register_cache("primitives.row_plan.reduce_plans", reduce_plan.cache_clear)

@@ -12,6 +12,20 @@ from .math import exp, finite_shift
 
 
 @triton.jit
+def next_part(counter_ptr, SHARED: tl.constexpr):
+    """Return the index of a program's next part among those of all rows.
+
+    The counter hands out parts of SHARED rows in order, so that every part that a waiting program
+    depends on is under way. A program that takes several parts takes the next one after it has
+    waited for the last: by then it depends on no other part.
+    """
+    if SHARED:
+        return tl.atomic_add(counter_ptr, 1, sem="relaxed")
+    else:
+        return tl.program_id(0).to(tl.int64)
+
+
+@triton.jit
 def pack_pair(first, second):
     """Pack two fp32 numbers into one 64-bit word that is never 0.
 

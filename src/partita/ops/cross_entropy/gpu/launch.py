@@ -15,6 +15,7 @@ from ....primitives.gpu.row_plan import (
     exchange_words,
     flat_rows,
     merge_slots,
+    patched_programs,
     reduce_options,
     reduce_plan_for,
     row_options,
@@ -280,12 +281,10 @@ def one_pass_of_chunk(
 
     Args:
         logits: `[N, C]`, which become their gradient.
-        target: labels `[N]`.
-        weight: class weights `[C]`, or None.
+        target, weight: labels `[N]`, and class weights `[C]` or None.
         ignore_index: the ignored label.
         label_smoothing: the share of the target that all classes have evenly.
-        softcap: the soft-cap, or 0.
-        z_loss: the factor of the z-loss.
+        softcap, z_loss: the soft-cap and the factor of the z-loss, or 0.
         mean: whether the loss is a mean over all rows.
         shares: the shares of the denominators of that mean; None for a sum.
     """
@@ -372,10 +371,10 @@ def _launch_tiles(
 def _launch_rows(
     call: _OnePassCall, view: RowView, plan: RowPlan, memory: _LossMemory, programs: int
 ) -> None:
-    """Launch the kernel whose programs have one row, or a part of one."""
+    """Launch the kernel whose programs have one row, or parts of rows."""
     launch(
         cross_entropy_row_kernel,
-        programs,
+        patched_programs(view, plan),
         call.logits,
         call.kernel_target(),
         call.weight,
@@ -384,6 +383,7 @@ def _launch_rows(
         memory.loss,
         memory.sums,
         call.dlogits,
+        programs,
         view.classes,
         plan.splits,
         view.strides[0][1],

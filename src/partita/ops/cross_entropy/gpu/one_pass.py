@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp_for_dtype, finite_shift, sum_for_dtype
+from ....primitives.gpu.sync import next_part
 from .reduction import loss_scales, store_losses
 from .row_math import (
     Label,
@@ -29,7 +30,6 @@ from .row_part import (
     has_class,
     load_part,
     locate_part,
-    next_part,
     part_logits,
     part_smoothing,
     row_normalizer,
@@ -148,15 +148,93 @@ def load_part_label(target_ptr, row_ptr, part, BLOCK_V: tl.constexpr, options):
 
 
 @triton.jit
+def cross_entropy_of_part(
+    index,
+    logits_ptr,
+    target_ptr,
+    shares_ptr,
+    slots_ptr,
+    loss_ptr,
+    loss_slots_ptr,
+    dlogits_ptr,
+    parts,
+    splits,
+    x_row,
+    d_row,
+    options,
+    zero,
+    SMOOTHING_MODE: tl.constexpr,
+    MEAN: tl.constexpr,
+    FUSED_BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Compute loss and gradient of a part of a row.
+
+    It returns the index of the program's next part, if the program takes several.
+    """
+    program, classes = index, options.classes
+    STREAM: tl.constexpr = SHARED and VEC == 1
+    row = index // splits
+    part = locate_part((index % splits).to(tl.int32), row * x_row, classes, VEC, BLOCK_V)
+    row_ptr = logits_ptr + row * x_row
+    logits = load_part(logits_ptr, row * x_row, part, STREAM, VEC)
+    M = parts // splits
+    scales = loss_scales(shares_ptr, target_ptr, M, options, SMOOTHING_MODE, MEAN, FUSED_BLOCK)
+    label, is_owner = load_part_label(target_ptr + row, row_ptr, part, BLOCK_V, options)
+    dtype: tl.constexpr = dlogits_ptr.dtype.element_ty
+    loaded = part_logits(logits, row_ptr, part, classes, options, zero, dtype, HALF, VEC)
+    shift, total = row_normalizer(loaded, slots_ptr, row, splits, SHARED, BLOCK_SPLITS)
+    weights, smoothing = part_smoothing(
+        loaded,
+        shift,
+        slots_ptr,
+        row,
+        splits,
+        parts,
+        options,
+        SMOOTHING_MODE,
+        SHARED,
+        BLOCK_SPLITS,
+        VEC,
+    )
+    if HALF and SHARED and VEC > 1:
+        index = next_part(slots_ptr, SHARED)
+    terms = gradient_terms(label, smoothing, shift, total, scales, options)
+    store_part_gradient(
+        dlogits_ptr,
+        row * d_row,
+        loaded,
+        weights,
+        label,
+        terms,
+        options,
+        SMOOTHING_MODE,
+        HALF,
+        STREAM,
+        VEC,
+    )
+    loss = row_loss(label, smoothing, shift, total, scales, options, SMOOTHING_MODE)
+    store_losses(loss_ptr, row, loss, is_owner, loss_slots_ptr, program, scales, MEAN, FUSED_BLOCK)
+    d_start, mask = dlogits_ptr + row * d_row, label.in_range & is_owner
+    store_label_gradient(d_start, 1, label, mask, terms, options, SMOOTHING_MODE)
+    return index
+
+
+@triton.jit
 def cross_entropy_row_kernel(
     logits_ptr,  # [rows, classes]
     target_ptr,  # [rows] labels
     weight_ptr,  # [classes] or None
     shares_ptr,  # [2, SHARES] partial sums of the mean's denominators, or None
-    slots_ptr,  # [1 + 2 * rows * splits] int64, zero: the counter, then two slots for each program
+    slots_ptr,  # [1 + 2 * parts] int64, zero: the counter, then two slots for each part
     loss_ptr,  # [rows], or [] with FUSED_BLOCK
     loss_slots_ptr,  # [1 + programs] int64, zero, with FUSED_BLOCK; None for a single program
     dlogits_ptr,  # [rows, classes], which may be the logits
+    parts,  # of all rows
     classes,
     splits,  # programs that share a row
     x_row,  # stride of the logits
@@ -173,50 +251,49 @@ def cross_entropy_row_kernel(
     FUSED_BLOCK: tl.constexpr,
     HALF: tl.constexpr,
     SHARED: tl.constexpr,
-    STREAM: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Compute loss and gradient of one row with one read and one write.
+    """Compute loss and gradient of rows of any width and alignment with one read and one write.
 
-    The row may have any width and alignment. Where it is SHARED, `splits` programs have a part of
-    it each, and exchange their maxima and sums through the slots. With FUSED_BLOCK it also computes
-    the denominators of the mean and reduces the loss.
+    Programs of a SHARED row exchange maxima and sums of their parts through the slots. Those of a
+    HALF type whose rows start anywhere take one part after the other. With FUSED_BLOCK the kernel
+    also reduces the loss.
     """
     smoothing = tl.full([], smoothing, tl.float32)
     softcap = tl.full([], softcap, tl.float32) if HAS_SOFTCAP else None
     z_loss = tl.full([], z_loss, tl.float32) if HAS_Z_LOSS else None
     options = LossOptions(weight_ptr, classes, ignore_index, smoothing, softcap, z_loss)
     index = next_part(slots_ptr, SHARED)
-    row = index // splits
-    part = locate_part((index % splits).to(tl.int32), row * x_row, classes, VEC, BLOCK_V)
-    row_ptr = logits_ptr + row * x_row
-    logits = load_part(logits_ptr, row * x_row, part, STREAM, VEC)
-    M = tl.num_programs(0) // splits
-    scales = loss_scales(shares_ptr, target_ptr, M, options, SMOOTHING_MODE, MEAN, FUSED_BLOCK)
-    label, is_owner = load_part_label(target_ptr + row, row_ptr, part, BLOCK_V, options)
-    dtype: tl.constexpr = dlogits_ptr.dtype.element_ty
-    loaded = part_logits(logits, row_ptr, part, classes, options, zero, dtype, HALF, VEC)
-    shift, total = row_normalizer(loaded, slots_ptr, row, splits, SHARED, BLOCK_SPLITS)
-    weights, smoothing = part_smoothing(
-        loaded, shift, slots_ptr, row, splits, options, SMOOTHING_MODE, SHARED, BLOCK_SPLITS, VEC
-    )
-    terms = gradient_terms(label, smoothing, shift, total, scales, options)
-    store_part_gradient(
-        dlogits_ptr,
-        row * d_row,
-        loaded,
-        weights,
-        label,
-        terms,
-        options,
-        SMOOTHING_MODE,
-        HALF,
-        STREAM,
-        VEC,
-    )
-    loss = row_loss(label, smoothing, shift, total, scales, options, SMOOTHING_MODE)
-    store_losses(loss_ptr, row, loss, is_owner, loss_slots_ptr, index, scales, MEAN, FUSED_BLOCK)
-    d_start, mask = dlogits_ptr + row * d_row, label.in_range & is_owner
-    store_label_gradient(d_start, 1, label, mask, terms, options, SMOOTHING_MODE)
+    pointers = (logits_ptr, target_ptr, shares_ptr, slots_ptr, loss_ptr, loss_slots_ptr)
+    args = (dlogits_ptr, parts, splits, x_row, d_row, options, zero)
+    if HALF and SHARED and VEC > 1:
+        while index < parts:
+            index = cross_entropy_of_part(
+                index,
+                *pointers,
+                *args,
+                SMOOTHING_MODE,
+                MEAN,
+                FUSED_BLOCK,
+                HALF,
+                SHARED,
+                BLOCK_SPLITS,
+                VEC,
+                BLOCK_V,
+            )
+    else:
+        cross_entropy_of_part(
+            index,
+            *pointers,
+            *args,
+            SMOOTHING_MODE,
+            MEAN,
+            FUSED_BLOCK,
+            HALF,
+            SHARED,
+            BLOCK_SPLITS,
+            VEC,
+            BLOCK_V,
+        )

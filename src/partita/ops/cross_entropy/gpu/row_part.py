@@ -93,19 +93,6 @@ class PartWeights(NamedTuple):
 
 
 @triton.jit
-def next_part(counter_ptr, SHARED: tl.constexpr):
-    """Return the index of this program's part among those of all rows.
-
-    The counter hands out parts of SHARED rows in the order in which programs start, so that every
-    part that a waiting program depends on is under way.
-    """
-    if SHARED:
-        return tl.atomic_add(counter_ptr, 1, sem="relaxed")
-    else:
-        return tl.program_id(0).to(tl.int64)
-
-
-@triton.jit
 def locate_part(split, start, classes, VEC: tl.constexpr, BLOCK_V: tl.constexpr):
     """Return the part of program `split` of a row that starts `start` elements into the logits."""
     head, body = row_span(start, classes, VEC)
@@ -193,6 +180,7 @@ def part_smoothing(
     slots_ptr,
     row,
     splits,
+    parts,
     options,
     SMOOTHING_MODE: tl.constexpr,
     SHARED: tl.constexpr,
@@ -218,7 +206,7 @@ def part_smoothing(
             loss += tl.sum(smoothing_terms(edge_q, shift, loaded.edge_x), axis=0)
         if SHARED:
             lane = tl.arange(0, BLOCK_SPLITS)
-            slot_ptr = slots_ptr + 1 + row * splits + tl.num_programs(0)
+            slot_ptr = slots_ptr + 1 + parts + row * splits
             weights, losses = exchange_pairs(
                 slot_ptr, part.split, splits, weight, loss, BLOCK_SPLITS
             )

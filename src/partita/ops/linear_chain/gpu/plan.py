@@ -5,15 +5,14 @@ These are pure functions of sizes. They import no Triton.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ....primitives.gpu.row_plan import multiprocessors
 from ....runtime.backend import interpreting
-from ....runtime.caches import register_cache
 from ....runtime.sizes import cdiv, next_power_of_2
 from ..common import RANGE_ROWS
 
@@ -133,20 +132,12 @@ def step_options(C: int) -> dict[str, int]:
     return {"BLOCK_N": 16, "BLOCK_C": 16, "BLOCK_K": 32, "SPLITS": 8, "num_warps": 8}
 
 
-@functools.lru_cache(maxsize=64)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-register_cache("linear_chain.gpu.plan.multiprocessors", _multiprocessors.cache_clear)
-
-
 def exchanges(C: int, device: torch.device) -> bool:
     """Return whether programs exchange the states of each step, instead of a launch for each."""
     if not GLUON or C > MAX_EXCHANGE_STATES:
         return False
     # Tensors on a CPU come from tests that compile kernels for GPUs that are not there.
-    return device.type != "cuda" or _multiprocessors(device) >= MIN_EXCHANGE_MULTIPROCESSORS
+    return device.type != "cuda" or multiprocessors(device) >= MIN_EXCHANGE_MULTIPROCESSORS
 
 
 def exchange_options(C: int) -> dict[str, int]:

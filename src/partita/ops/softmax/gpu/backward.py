@@ -12,7 +12,7 @@ from ....primitives.gpu.memory import (
     row_span,
     store_streaming,
 )
-from ....primitives.gpu.sync import exchange_sum
+from ....primitives.gpu.sync import exchange_sum, next_part
 
 
 @triton.jit
@@ -108,7 +108,6 @@ def softmax_backward_row_kernel(
     BROADCAST: tl.constexpr,
     HALF: tl.constexpr,
     SHARED: tl.constexpr,
-    STREAM: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -117,7 +116,8 @@ def softmax_backward_row_kernel(
 
     Both tensors are read once and the gradient is written once, at any width and alignment.
     """
-    index = tl.atomic_add(slots_ptr, 1, sem="relaxed") if SHARED else tl.program_id(0).to(tl.int64)
+    STREAM: tl.constexpr = SHARED and VEC == 1
+    index = next_part(slots_ptr, SHARED)
     row, split = index // splits, (index % splits).to(tl.int32)
     head, body = row_span(row * output_row_stride, classes, VEC)
     column = split * BLOCK_V + tl.arange(0, BLOCK_V)  # [BLOCK_V]

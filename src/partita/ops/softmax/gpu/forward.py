@@ -22,7 +22,7 @@ from ....primitives.gpu.memory import (
     store_streaming,
 )
 from ....primitives.gpu.reduce import by_lane, merge_lanes, online_softmax, row_sum
-from ....primitives.gpu.sync import exchange_normalizer
+from ....primitives.gpu.sync import exchange_normalizer, next_part
 
 
 @triton.jit
@@ -95,7 +95,6 @@ def softmax_row_kernel(
     LOG: tl.constexpr,
     HALF: tl.constexpr,
     SHARED: tl.constexpr,
-    STREAM: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -104,7 +103,8 @@ def softmax_row_kernel(
 
     The row is read once and written once, at any width and alignment.
     """
-    index = tl.atomic_add(slots_ptr, 1, sem="relaxed") if SHARED else tl.program_id(0).to(tl.int64)
+    STREAM: tl.constexpr = SHARED and VEC == 1
+    index = next_part(slots_ptr, SHARED)
     row, split = index // splits, (index % splits).to(tl.int32)
     head, body = row_span(row * input_row_stride, classes, VEC)
     input_row_ptr = input_ptr + aligned_start(row * input_row_stride, VEC)

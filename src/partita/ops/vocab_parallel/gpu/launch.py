@@ -222,4 +222,4 @@ def _row_options(logits: Tensor, dlogits: Tensor, sizes: tuple[int, ...]) -> dic
     return {name: options[name] for name in options if name not in _UNUSED_ROW_OPTIONS}
 
 
-_UNUSED_ROW_OPTIONS = ("SHARED", "STREAM", "BLOCK_SPLITS")
+_UNUSED_ROW_OPTIONS = ("SHARED", "BLOCK_SPLITS")

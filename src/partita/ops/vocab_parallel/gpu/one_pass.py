@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import finite_shift
-from ....primitives.gpu.sync import merge_normalizers, pack_pair, unpack_pair
+from ....primitives.gpu.sync import merge_normalizers, next_part, pack_pair, unpack_pair
 from ...cross_entropy.gpu.reduction import loss_scales
 from ...cross_entropy.gpu.row_math import (
     Label,
@@ -29,7 +29,6 @@ from ...cross_entropy.gpu.row_part import (
     has_class,
     load_part,
     locate_part,
-    next_part,
     part_logits,
     store_part_gradient,
 )
