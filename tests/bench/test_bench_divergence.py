@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import partita
-from partita.bench import divergence, divergence_peers, logprobs, providers
+from partita.bench import divergence, divergence_peers, divergence_rows, logprobs, providers
 from partita.bench.case import Buffers, Settings
 from partita.bench.providers import Function, Provider
 
@@ -68,7 +68,7 @@ def test_liger(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sizes_and_the_yardstick() -> None:
-    found = list(divergence.cases(SETTINGS))
+    found = [case for case in divergence.cases(SETTINGS) if case.op == "linear_divergence"]
     assert [case.beta for case in found] == list(divergence.BETAS)
     assert {case.dtype for case in found} == {torch.bfloat16}
     inputs = CASE.inputs(Buffers(torch.device("cpu")))
@@ -93,3 +93,23 @@ def test_log_probabilities() -> None:
     )
     assert all(verdict.failed for verdict in scaled)
     assert case.moves["total"].bytes == 3 * case.bytes
+
+
+@pytest.mark.parametrize("beta", divergence.BETAS)
+def test_divergences_of_logits(beta: float) -> None:
+    case = divergence_rows.DivergenceRows("divergence", torch.float32, 5, 60, beta)
+    inputs = case.inputs(Buffers(torch.device("cpu")))
+    own = case.standard(inputs)
+    for provider in (providers.PARTITA, providers.TORCH):
+        found = list(case.verdicts(provider.ops["divergence"](), inputs, provider, own))
+        assert len(found) == 3 and not any(verdict.failed for verdict in found)
+    ours = providers.PARTITA.ops["divergence"]()
+    scaled = case.verdicts(lambda *x: 1.001 * ours(*x), inputs, providers.PARTITA, own)
+    assert all(verdict.failed for verdict in scaled)
+    assert case.bytes == 5 * 60 * 4
+    assert {part: moves.bytes for part, moves in case.moves.items()} == {
+        "inference": 2 * case.bytes,
+        "total": 3 * case.bytes,
+    }
+    first = next(iter(divergence.cases(SETTINGS)))
+    assert first.op == "divergence" and first.dtype == torch.bfloat16

@@ -1,4 +1,7 @@
-"""The divergence of two heads: the loss alone, loss and gradients, and their memory."""
+"""The divergence of two heads: the loss alone, loss and gradients, and their memory.
+
+The cases of rows of logits come first.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from . import divergence_rows
 from .case import Buffers, Case, Loop, Moves, Settings, TrainedCase, Verdict, poison, training_loop
 from .divergence_peers import DivergenceInputs, rows_of_logits
 from .linear_cross_entropy import linear_sizes, worst_error
@@ -121,6 +125,7 @@ def errors(
 
 
 def cases(settings: Settings) -> Iterator[Case]:
+    yield from divergence_rows.cases(settings)
     for dtype in settings.types(torch.bfloat16):
         for size in linear_sizes(settings):
             for beta in BETAS:

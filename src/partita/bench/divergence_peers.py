@@ -39,11 +39,16 @@ def rows_of_logits(logits: Tensor, teacher_logits: Tensor, beta: float) -> Tenso
     return beta * teacher + (1 - beta) * student
 
 
+def mean_of_logits(logits: Tensor, teacher_logits: Tensor, beta: float) -> Tensor:
+    """Compute the mean divergence of rows of logits with PyTorch's ops."""
+    return rows_of_logits(logits, teacher_logits, beta).mean()
+
+
 def composed_divergence(*inputs: Any) -> Tensor:
     """Compute all logits and then their mean divergence with PyTorch's ops."""
     hidden, matrix, teacher_hidden, teacher_matrix, beta = inputs
     logits, teacher_logits = F.linear(hidden, matrix), F.linear(teacher_hidden, teacher_matrix)
-    return rows_of_logits(logits, teacher_logits, beta).mean()
+    return mean_of_logits(logits, teacher_logits, beta)
 
 
 def chunked_divergence(*inputs: Any) -> Tensor:
@@ -95,6 +100,17 @@ def products() -> Callable[..., Tensor]:
         if not buffer:
             buffer.append(hidden.new_empty(len(hidden), len(matrix)))
         return _Products.apply(*inputs[:4], buffer[0])
+
+    return function
+
+
+def partita_rows() -> Callable[..., Tensor]:
+    """Return Partita's mean divergence of rows of logits."""
+    divergence = importlib.import_module("partita").divergence
+
+    def function(logits: Tensor, teacher_logits: Tensor, beta: float) -> Tensor:
+        loss: Tensor = divergence(logits, teacher_logits, beta=beta)
+        return loss
 
     return function
 

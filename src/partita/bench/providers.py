@@ -91,6 +91,7 @@ EAGER: dict[str, Function] = {
     "cross_entropy": F.cross_entropy,
     "token_stats": eager_token_stats,
     "logprobs": eager_logprobs,
+    "divergence": divergence_peers.mean_of_logits,
 }
 FROM_HIDDEN: dict[str, Function] = {
     "linear_cross_entropy": linear_peers.composed_loss,
@@ -206,6 +207,7 @@ def _liger_linear_cross_entropy() -> Function:
 PARTITA = Provider(
     "partita",
     {name: lambda name=name: _partita(name) for name in EAGER}
+    | {"divergence": divergence_peers.partita_rows}
     | {"chain": lambda: _partita("logz"), "viterbi": _partita_viterbi}
     | {"linear_chain": _partita_linear_chain, "linear_viterbi": _partita_linear_viterbi}
     | {"semi_markov": _partita_semi_markov, "semi_markov_viterbi": _partita_semi_markov_viterbi}
