@@ -63,5 +63,6 @@ def by_constants(x: float, factor: int) -> tuple[float, float, float]:
 
 
 def test_one_version_serves_all_constants() -> None:
+    assert scaled(1.5, 5, False) == 7.5  # The code of `by_constants` may be a stored one.
     assert by_constants(1.5, 5) == (-3.0, 4.5, -7.5)
     assert len(scaled.signatures) == 1
