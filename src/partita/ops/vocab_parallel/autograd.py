@@ -360,9 +360,7 @@ def _all_hidden(ctx: Any, input: Tensor) -> Tensor:
 
 def _start_hidden_sum(ctx: Any, d_input: Tensor) -> Tensor:
     """Start the sum of the hidden states' gradient over the ranks."""
-    if ctx.scattered:
-        return sum_and_scatter(d_input, ctx.shard)
-    return sum_over_ranks(d_input, ctx.shard.group)
+    return (sum_and_scatter if ctx.scattered else sum_over_ranks)(d_input, ctx.shard)
 
 
 def _recomputed_gradients(

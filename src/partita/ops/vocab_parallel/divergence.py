@@ -114,7 +114,7 @@ class ParallelLogprobs(torch.autograd.Function):
         entries = _entries(logits, columns, softcap)
         local = torch.where(is_local, entries, 0.0)
         # One rank has the logit of an id, so the sum of the others is exactly 0.
-        entries = wait_for(sum_over_ranks(local, shard.group))
+        entries = wait_for(sum_over_ranks(local, shard))
         relative = (entries - finite_shift(rows.maximum)[:, None]) / temperature
         is_class = (ids >= 0) & (ids < shard.classes)
         found = torch.where(is_class, relative - rows.sumexp.log()[:, None], torch.nan)
@@ -175,12 +175,12 @@ class LocalLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, group: Any) -> Tensor:
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShard) -> Tensor:
         return torch.nn.functional.linear(input, weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        input, weight, _, ctx.group = inputs
+        input, weight, _, ctx.shard = inputs
         ctx.save_for_backward(input, weight)
 
     @staticmethod
@@ -190,7 +190,7 @@ class LocalLinear(torch.autograd.Function):
         dinput = dweight = dbias = None
         if ctx.needs_input_grad[0]:
             partial = matmul_in_acc_dtype(grad, weight)
-            summed = wait_for(sum_over_ranks(partial, ctx.group))
+            summed = wait_for(sum_over_ranks(partial, ctx.shard))
             dinput = summed.to(input.dtype)
         if ctx.needs_input_grad[1]:
             dweight = grad.T @ input

@@ -294,5 +294,5 @@ def _local_logits(
     if bias is not None:
         checks.shape(names[2], bias, weight.shape[:1], "[C_local]")
     shard = vocab_shard(names[1], weight, 0, group, classes)
-    logits = LocalLinear.apply(input[None].flatten(0, -2), weight, bias, shard.group)
+    logits = LocalLinear.apply(input[None].flatten(0, -2), weight, bias, shard)
     return logits.reshape(*input.shape[:-1], len(weight)), shard

@@ -93,14 +93,14 @@ def gather_ranks(tensor: Tensor, shard: VocabShard) -> Tensor:
     return wait_for(gathered)
 
 
-def sum_over_ranks(tensor: Tensor, group: Any) -> Tensor:
+def sum_over_ranks(tensor: Tensor, shard: VocabShard) -> Tensor:
     """Start the sum over the ranks, and return a tensor to wait for.
 
     The sum overwrites the input in plain eager code.
     """
     if plain_eager():
-        return torch.ops._c10d_functional.all_reduce_(tensor, "sum", group)
-    return torch.ops._c10d_functional.all_reduce(tensor, "sum", group)
+        return torch.ops._c10d_functional.all_reduce_(tensor, "sum", shard.group)
+    return torch.ops._c10d_functional.all_reduce(tensor, "sum", shard.group)
 
 
 def sum_and_scatter(tensor: Tensor, shard: VocabShard) -> Tensor:

@@ -176,15 +176,13 @@ class RowPlan:
     @property
     def options(self) -> dict[str, Any]:
         """The launch options."""
-        return {
-            "num_warps": self.num_warps,
-            **({"maxnreg": self.max_registers} if self.is_limited else {}),
-        }
+        limit = self.register_limit
+        return {"num_warps": self.num_warps, **({} if limit is None else {"maxnreg": limit})}
 
     @property
-    def is_limited(self) -> bool:
-        """Whether the compiler is told how many registers a thread may have."""
-        return self.max_registers is not None and NVIDIA and not INTERPRETED
+    def register_limit(self) -> int | None:
+        """Return `max_registers` where the compiler takes it, or None."""
+        return self.max_registers if NVIDIA and not INTERPRETED else None
 
 
 class RowShape(NamedTuple):
@@ -347,12 +345,11 @@ def patched_programs(view: RowView, plan: RowPlan) -> int:
     time in which a multiprocessor starts a program, and a program asks for its next part while it
     stores the last one.
     """
-    parts, logits = view.rows * plan.splits, view.tensors[0]
+    parts, logits, limit = view.rows * plan.splits, view.tensors[0], plan.register_limit
     takes_several = plan.splits > 1 and plan.vector > 1 and logits.element_size() == 2
-    if not takes_several or not plan.is_limited or logits.device.type != "cuda":
+    if not takes_several or limit is None or logits.device.type != "cuda":
         return parts
-    assert plan.max_registers is not None
-    resident = REGISTERS // (plan.max_registers * 32 * plan.num_warps)
+    resident = REGISTERS // (limit * 32 * plan.num_warps)
     return min(parts, resident * multiprocessors(logits.device))
 
 
@@ -430,7 +427,7 @@ def reduce_options(plan: RowPlan, view: RowView) -> dict[str, Any]:
 def row_options(plan: RowPlan, dtype: torch.dtype) -> dict[str, Any]:
     """Return the constexpr arguments of kernels with a plan of kind `row`."""
     return {
-        "HALF": plan.is_limited and dtype.itemsize == 2,
+        "HALF": plan.register_limit is not None and dtype.itemsize == 2,
         "SHARED": plan.splits > 1,
         "BLOCK_SPLITS": max(2, next_power_of_2(plan.splits)),
         "VEC": plan.vector,

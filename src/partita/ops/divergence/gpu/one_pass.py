@@ -11,6 +11,7 @@ import triton.language as tl
 
 from ....primitives.gpu.math import LN2, LOG2E, finite_shift, log_exact, reciprocal
 from ....primitives.gpu.memory import aligned_start
+from ....primitives.gpu.sync import next_part
 from .pair_part import (
     NOTHING,
     PairPart,
@@ -251,9 +252,8 @@ def divergence_row_kernel(
     Where the row is SHARED, `splits` programs have a part of it each. A row whose factor is 0 is
     not read, and its loss and gradient are 0.
     """
-    index, slots = tl.program_id(0).to(tl.int64), slots_ptr
-    if SHARED:  # In the order of the counter, parts that a program waits for are under way.
-        index = tl.atomic_add(slots_ptr, 1, sem="relaxed")
+    index, slots = next_part(slots_ptr, SHARED), slots_ptr
+    if SHARED:
         slots = slots_ptr + 1 + index // splits * 3 * splits
     row, split = index // splits, (index % splits).to(tl.int32)
     on_row = tl.full([], factor, tl.float32)
