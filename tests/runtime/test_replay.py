@@ -97,6 +97,16 @@ def test_values_of_other_arguments_and_shared_memory_are_in_the_key(ops: Ops) ->
     assert ops.replay(y, x, 1, "a") == ops.replay(x, y, 1, "a")
 
 
+def test_lists_of_integers_are_in_the_key_by_their_values(ops: Ops) -> None:
+    x = aligned(8)
+    calls = [[0, 1, 2], [0, 1], [1, 2], [], [0, 12], 0]
+    keys = [ops.replay(x, numbers, 3) for numbers in calls]
+    assert len(set(keys)) == len(calls) and all(type(key) is bytes for key in keys)
+    assert ops.replay(x, [0, 1, 2], 3) == keys[0]
+    for other in ([0.5], ["a"], [x], (0, 1), [True], [2**80]):
+        assert ops.replay(x, other, 3) is NotImplemented
+
+
 class Subclass(torch.Tensor):
     pass
 
@@ -110,7 +120,8 @@ class Subclass(torch.Tensor):
         (torch._efficientzerotensor(2),),
         (torch.ones(2).as_subclass(Subclass),),
         (torch.ones(2, device="meta"),),
-        (torch.ones(2), [1]),
+        (torch.ones(2), [1.0]),
+        (torch.ones(2), (1,)),
         (torch.ones(2), 2**70),
         (torch.ones(2), object()),
         (1, 2),

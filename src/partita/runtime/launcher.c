@@ -144,6 +144,15 @@ static int put_value(Key *key, PyObject *arg) {
         if (!text) { PyErr_Clear(); return 0; }
         return put_tagged(key, 's', &size, sizeof size) && put(key, text, size);
     }
+    if (PyList_CheckExact(arg)) {  /* of integers */
+        Py_ssize_t size = PyList_GET_SIZE(arg);
+        int is_put = put_tagged(key, 'l', &size, sizeof size);
+        for (Py_ssize_t i = 0; is_put && i < size && i < PyList_GET_SIZE(arg); i++) {
+            PyObject *item = PyList_GET_ITEM(arg, i);
+            is_put = PyLong_CheckExact(item) && put_value(key, item);
+        }
+        return is_put;
+    }
     return put_tagged(key, 'o', &arg, sizeof arg);
 }
 

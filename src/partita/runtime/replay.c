@@ -329,7 +329,8 @@ static int put_call(const Replay *self, Key *key, PyObject *const *args, Py_ssiz
     if (nargs > MAX_ARGS || nargs == 0 || !is_tensor(args[0])) return 0;
     for (Py_ssize_t i = 0; i < nargs; i++) {
         if (args[i] && !is_tensor(args[i])) {
-            if (!is_constant(args[i]) || !put_value(key, args[i])) return 0;
+            if (!is_constant(args[i]) && !PyList_CheckExact(args[i])) return 0;
+            if (!put_value(key, args[i])) return 0;
             views[i].data = (char *)&views[i];  /* an address that no tensor has */
             continue;
         }
