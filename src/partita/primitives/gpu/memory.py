@@ -73,3 +73,16 @@ def opaque(packed, zero):
     return tl.inline_asm_elementwise(
         "xor.b32 $0, $1, $2;", "=r,r,r", [packed, zero], dtype=packed.dtype, is_pure=False, pack=2
     )
+
+
+@triton.jit
+def prefetch_line(ptr):
+    """Ask for the cache lines at some addresses."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [ptr.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

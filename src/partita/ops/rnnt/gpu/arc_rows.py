@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import UNFUSED
+from ....primitives.gpu.memory import prefetch_line
 from .arc_words import halves
 from .lattice import load_sequence
-from .scan import carry_pointers, load_carries_of, prefetch_line
+from .scan import carry_pointers, load_carries_of
 
 
 class ArcChunk(NamedTuple):

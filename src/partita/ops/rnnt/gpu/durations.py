@@ -140,12 +140,13 @@ def tdt_arcs_kernel(
     stride_k,
     DURATIONS: tl.constexpr,
     K: tl.constexpr,
+    MARGIN: tl.constexpr,  # elements before the first kind of arcs and after each kind
     BLOCK: tl.constexpr,  # nodes of a program, which are some rows of a chunk
 ):
     """Compute the log-sum-exps of the durations and the arcs of some nodes.
 
     Arcs that leave the lattice have the probability 0, also those of nodes beyond the lengths, and
-    so has the margin after the last sequence, which the programs after its own write. Words flag a
+    so have the margins, which the programs after those of the last sequence write. Words flag a
     sequence in which an arc is NaN.
     """
     WORDS: tl.constexpr = arcs_ptr.dtype.element_ty == tl.int64
@@ -172,6 +173,10 @@ def tdt_arcs_kernel(
         arc, is_nan = arc_of(blank, durations[k], valid, WORDS, DTYPE == tl.float64)
         is_read = in_array if (DURATIONS >> (8 * k)) & 255 else is_margin
         tl.store(arcs_ptr + k * nodes + offset, arc, mask=is_read)
+        if k == 0:  # The margin before this kind is like the one after it.
+            in_margin = offset - (nodes - MARGIN)
+            is_before = is_margin & in_array & (in_margin < MARGIN)
+            tl.store(arcs_ptr - MARGIN + in_margin, arc, mask=is_before)
         has_nan = has_nan | is_nan
         valid = mask & stays(t, u, d, sequence, True)
         arc, is_nan = arc_of(label, durations[k], valid, WORDS, DTYPE == tl.float64)

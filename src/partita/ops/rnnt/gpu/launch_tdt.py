@@ -13,7 +13,6 @@ from ....runtime.launch import cdiv, launch
 from ...ctc.gpu.lanes import launch_lanes
 from . import plan as planning
 from .align import rnnt_backtrace_kernel
-from .arc_words import IMPOSSIBLE_ARC
 from .call import (
     NodeOptions,
     ScanZeros,
@@ -78,20 +77,6 @@ def tdt_arcs(
     return arcs, token_lse, duration_lse
 
 
-def new_arcs(kinds: int, nodes: int, words: bool, device: torch.device) -> Tensor:
-    """Return memory for arcs, `[kinds * nodes]`: words of probabilities, or scores in fp64.
-
-    A scan reads some rows before and after its chunk. Those before it must have the probability 0,
-    because NaN would reach the states. In the same kind they have it, as arcs that leave the
-    lattice do. Each kind ends with a margin of probability 0, and the first one has a margin before
-    it.
-    """
-    dtype = torch.int64 if words else torch.float64
-    buffer = torch.empty(MARGIN + kinds * nodes, dtype=dtype, device=device)
-    buffer[:MARGIN].fill_(IMPOSSIBLE_ARC.value if words else -torch.inf)
-    return buffer[MARGIN:]
-
-
 def token_duration_arcs(
     tokens: Tensor,
     duration_logits: Tensor,
@@ -110,7 +95,11 @@ def token_duration_arcs(
     plan, device = lattice_plan(B, T, U1), duration_logits.device
     shape = (B, T, U1) if save else (0,)
     duration_lse = torch.empty(shape, dtype=LSE_DTYPE, device=device)
-    arcs = new_arcs(2 * K, plan.nodes, flags is not None, device)
+    # A scan reads some rows before and after its chunk. Those before it must have the probability
+    # 0, because NaN would reach the states. In the same kind they have it, as arcs that leave the
+    # lattice do. So each kind ends with a margin of probability 0, and the first one follows one.
+    dtype = torch.float64 if flags is None else torch.int64
+    arcs = torch.empty(MARGIN + 2 * K * plan.nodes, dtype=dtype, device=device)[MARGIN:]
     launch(
         tdt_arcs_kernel,
         chunk_programs(plan, B) + MARGIN // BLOCK_NODES,
@@ -130,6 +119,7 @@ def token_duration_arcs(
         *duration_logits.stride(),
         DURATIONS=duration_code(durations),
         K=K,
+        MARGIN=MARGIN,
         BLOCK=BLOCK_NODES,
         num_warps=4,
     )
@@ -292,7 +282,8 @@ def best_path(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the steps and scores of the labels on the best path, and its score.
 
-    If the arcs are `filled`, those that leave the lattice have the score -inf; see `new_arcs`.
+    If the arcs are `filled`, those that leave the lattice have the score -inf; see
+    `token_duration_arcs`.
     """
     (B, T, U1), device = sizes, arcs.device
     plan: LatticePlan = lattice_plan(B, T, U1)

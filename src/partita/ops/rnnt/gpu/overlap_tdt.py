@@ -17,7 +17,7 @@ import triton.language as tl
 from .arc_words import arc_word, exp2_parts, probability_block
 from .durations import stays
 from .lattice import SIZES, node_offset
-from .nodes import NodeSource, score_arcs
+from .nodes import NodeSource, prefetch_rows, score_arcs
 from .overlap import nodes_of_rank
 from .scan import INVALID, ScanSizes, ScanTensors
 from .scan_tdt import tdt_scan_program
@@ -79,6 +79,7 @@ def store_duration_arcs(
         target_stride, blank, sigma = options
         layout = (sizes.V, strides[2], strides[3], tensors.targets_ptr, target_stride)
         source = NodeSource(logits.tokens_ptr, origin, *layout, blank, sigma, 0.0)
+        prefetch_rows(source, node, sequence, ROWS)
         lse_ptr = logits.token_lse_ptr
         blank_score, label_score = score_arcs(
             source, lse_ptr, node, sequence, True, False, VEC, EDGES, PIECES, ROWS, BLOCK_V, DTYPE

@@ -27,6 +27,7 @@ import triton.language as tl
 from triton.experimental import gluon
 
 from ....primitives.gpu.math import UNFUSED
+from ....primitives.gpu.memory import prefetch_line
 from ...ctc.gpu.lanes import LaneKernel, lane_index
 from .lattice import MINUS_ZERO, SIZES, load_sequence, log2_add
 
@@ -120,19 +121,6 @@ def load_arcs(chunk, first, lane, BLOCK: tl.constexpr, WAIT: tl.constexpr):
             label = tl.load(chunk.label_ptr + offset, mask=has_label, other=-float("inf"))
             labels = labels + (label,)
     return blanks, labels
-
-
-@triton.jit
-def prefetch_line(ptr):
-    """Ask for the cache lines at some addresses."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [ptr.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
