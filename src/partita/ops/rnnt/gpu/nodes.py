@@ -7,8 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ....primitives.gpu.math import LOG2E, UNFUSED
-from ....primitives.gpu.memory import prefetch_line
+from ....primitives.gpu.math import LOG2E
 from .lattice import (
     MINUS_ZERO,
     SIZES,
@@ -18,7 +17,7 @@ from .lattice import (
     natural_units,
     node_offset,
 )
-from .rows import column_offset, exact_shift, locate_row, program_nodes, row_normalizer, step_offset
+from .rows import exact_shift, locate_row, program_nodes, row_normalizer, step_offset
 
 
 class NodeSource(NamedTuple):
@@ -88,24 +87,6 @@ def store_scores(ptr, scores, mask):
         tl.store(ptr, tl.where(words >> 32 == 0, MINUS_ZERO, words), mask=mask)
     else:
         tl.store(ptr, scores, mask=mask)
-
-
-@triton.jit
-def prefetch_rows(source, node, sequence, ROWS: tl.constexpr):
-    """Ask for the cache lines of the logits of some nodes.
-
-    A program reads one row after the other, so it would wait for memory once for each row. Where
-    scans limit how many programs run at once, others would not hide that time.
-    """
-    if not UNFUSED:
-        PER_LINE: tl.constexpr = 1024 // source.logits_ptr.dtype.element_ty.primitive_bitwidth
-        lines, lane = tl.cdiv(source.V, PER_LINE), tl.arange(0, 32)
-        rows = tl.minimum(ROWS, sequence.target_len + 1 - node.first_u)
-        for first in range(0, rows * lines, 32):
-            line = tl.minimum(first + lane, rows * lines - 1)
-            u, column = node.first_u + line // lines, line % lines * PER_LINE
-            offset = source.origin + u.to(tl.int64) * source.stride_u
-            prefetch_line(source.logits_ptr + (offset + column_offset(column, source.stride_v)))
 
 
 @triton.jit

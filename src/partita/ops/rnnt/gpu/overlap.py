@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from .lattice import SIZES, load_sequence
-from .nodes import NodeResult, NodeSource, prefetch_rows, store_arcs
+from .nodes import NodeResult, NodeSource, store_arcs
 from .rows import NodeRows
 from .scan import ScanSizes, ScanTensors, scan_program
 
@@ -90,7 +90,6 @@ def store_arcs_of_rank(
         labels = (tensors.targets_ptr, target_stride)
         options = (blank, 0.0, delay_penalty)
         source = NodeSource(logits_ptr, origin, sizes.V, strides[2], strides[3], *labels, *options)
-        prefetch_rows(source, node, sequence, ROWS)
         layout = (sizes.num_chunks, sizes.rows, sizes.nodes)
         result = NodeResult(lse_ptr, tensors.arcs_ptr, *layout)
         store_arcs(

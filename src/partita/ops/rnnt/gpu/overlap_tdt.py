@@ -14,11 +14,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ....primitives.gpu.math import UNFUSED
+from ....primitives.gpu.memory import prefetch_line
 from .arc_words import arc_word, exp2_parts, probability_block
 from .durations import stays
 from .lattice import SIZES, node_offset
-from .nodes import NodeSource, prefetch_rows, score_arcs
+from .nodes import NodeSource, score_arcs
 from .overlap import nodes_of_rank
+from .rows import column_offset
 from .scan import INVALID, ScanSizes, ScanTensors
 from .scan_tdt import tdt_scan_program
 
@@ -38,6 +41,24 @@ class LogitTensors(NamedTuple):
     duration_strides: tl.tuple
     token_lse_ptr: tl.tensor
     duration_lse_ptr: tl.tensor
+
+
+@triton.jit
+def prefetch_rows(source, node, sequence, ROWS: tl.constexpr):
+    """Ask for the cache lines of the logits of some nodes.
+
+    A program reads one row after the other, so it would wait for memory once for each row. The
+    registers of the scans leave too few programs on a multiprocessor to hide that time.
+    """
+    if not UNFUSED:
+        PER_LINE: tl.constexpr = 1024 // source.logits_ptr.dtype.element_ty.primitive_bitwidth
+        lines, lane = tl.cdiv(source.V, PER_LINE), tl.arange(0, 32)
+        rows = tl.minimum(ROWS, sequence.target_len + 1 - node.first_u)
+        for first in range(0, rows * lines, 32):
+            line = tl.minimum(first + lane, rows * lines - 1)
+            u, column = node.first_u + line // lines, line % lines * PER_LINE
+            offset = source.origin + u.to(tl.int64) * source.stride_u
+            prefetch_line(source.logits_ptr + (offset + column_offset(column, source.stride_v)))
 
 
 @triton.jit
