@@ -214,7 +214,7 @@ def test_a_backward_pass_is_one_call_of_the_c_module(
         in_python.clear()
         calls[name]()
         seen.append(len(in_python))
-    # Up to three calls run kernels, record both passes, and meet results in one tensor.
+    # The calls before run the kernels and record both passes.
     assert seen[0] == 1 and seen[3:] == [0, 0, 0]
 
 
