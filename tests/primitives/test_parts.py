@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.divergence import truth
+from helpers.overlaps import assert_same_bits
 from helpers.rows import KERNEL_DEVICES
 from torch import Tensor
 
@@ -35,8 +36,7 @@ def same_bits(function: Callable[[], Any]) -> Any:
     """Return the results in memory that was poisoned, after a check of equal bits."""
     with poisoned_memory():
         first, second = function(), function()
-    for one, other in zip(first, second, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    assert_same_bits(list(first), list(second))
     return first
 
 

@@ -1,4 +1,4 @@
-"""What the cases of mean divergences share: their bounds, their errors and their training step."""
+"""Cases of mean divergences share their bounds, their errors and their training step."""
 
 from __future__ import annotations
 

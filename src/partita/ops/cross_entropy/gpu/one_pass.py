@@ -268,7 +268,7 @@ def cross_entropy_row_kernel(
     index = next_part(slots_ptr, SHARED)
     pointers = (logits_ptr, target_ptr, shares_ptr, slots_ptr, loss_ptr, loss_slots_ptr)
     args = (dlogits_ptr, parts, splits, x_row, d_row, options, zero)
-    if HALF and SHARED and VEC > 1:
+    if HALF and SHARED and VEC > 1:  # A loop around parts in fp32 would spill registers.
         while index < parts:
             index = cross_entropy_of_part(
                 index,

@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....primitives.gpu.math import LN2, LOG2E, reciprocal
-from ....primitives.gpu.sync import store_pair, unpack_pair
+from ....primitives.gpu.sync import next_part, store_pair, unpack_pair
 from .mixture_part import (
     divergence_of_sum,
     mix_part,
@@ -168,8 +168,7 @@ def divergence_mixture_row_kernel(
     """
     DTYPE: gl.constexpr = logits_ptr.dtype.element_ty
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, VEC], [32, 1], [gl.num_warps(), 1], [1, 0])
-    # In the order of the counter, parts that a program waits for are under way.
-    index = gl.atomic_add(slots_ptr, 1, sem="relaxed")
+    index = next_part(slots_ptr, True)
     row, split = index // splits, (index % splits).to(gl.int32)
     on_row = gl.to_tensor(factor).to(gl.float32)
     if row_factor_ptr is not None:
