@@ -40,7 +40,6 @@ MEASURED_WITH_FAILURES = 1
 BENCH_SAYS = "partita bench: "
 ENDED_EARLY = ("broke off", "no longer answers", "interrupted")
 SECONDS_TO_STOP = 10  # from the interrupt of a part to its end
-GPU_GIB = 120  # of memory, for warm-ups side by side
 LEAST_SECONDS = 10  # a part with less time left is not started
 
 
@@ -83,9 +82,12 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def fill_caches(
-    parts: Sequence[Part], out: Path, env: dict[str, str], limit: float, at_once: int
+    parts: Sequence[Part], out: Path, env: dict[str, str], limit: float, at_once: int, gib: int
 ) -> None:
-    """Run the warm-ups side by side until the limit, as memory allows, the longest part first."""
+    """Run the warm-ups side by side until the limit, the longest part first.
+
+    Those at work take `gib` of the GPU's memory at most, but one always works.
+    """
     start = time.monotonic()
     longest_first = sorted(parts, key=lambda part: -part.limit)
     waiting = [
@@ -97,11 +99,11 @@ def fill_caches(
     taken: dict[str, int] = {}
     while (waiting or running) and time.monotonic() - start < limit:
         for each in list(waiting):
-            name, command, gib = each
-            if len(running) == at_once or (running and gib + sum(taken.values()) > GPU_GIB):
+            name, command, needs = each
+            if len(running) == at_once or (running and needs + sum(taken.values()) > gib):
                 continue
             waiting.remove(each)
-            taken[name] = gib
+            taken[name] = needs
             with (out / "logs" / f"warm-up-{name}.txt").open("wb") as log:
                 words = arguments_of(command, out / "warm-up.csv")
                 process = subprocess.Popen(
@@ -167,6 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=3600.0, help="the limit of the whole run")
     parser.add_argument("--warm-up-seconds", type=float, default=130.0, help="0 for no warm-up")
     parser.add_argument("--at-once", type=int, default=max(2, (os.cpu_count() or 2) - 4))
+    parser.add_argument("--gib", type=int, default=70, help="memory of the GPU for warm-ups")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir(), "partita-caches"))
     parser.add_argument("--dry-run", action="store_true", help="only print the commands")
     args = parser.parse_args(argv)
@@ -185,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     env = environment(args.cache.resolve())
     out = args.out.resolve()
     if args.warm_up_seconds:
-        fill_caches(parts, out, env, args.warm_up_seconds, args.at_once)
+        fill_caches(parts, out, env, args.warm_up_seconds, args.at_once, args.gib)
     missing = []
     for part in parts:
         left = args.seconds - (time.monotonic() - start) - SECONDS_TO_STOP

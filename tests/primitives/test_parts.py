@@ -64,6 +64,7 @@ def test_softmax(classes: int, dtype: torch.dtype, log: bool, device: str) -> No
         (partita.log_softmax, torch.log_softmax) if log else (partita.softmax, torch.softmax)
     )
     x, grad = draw(classes, dtype, device), draw(classes, dtype, device, seed=1)
+    grad[5] = grad[6]  # a gradient is finite
 
     def run() -> tuple[Tensor, Tensor]:
         leaf = x.detach().requires_grad_()
@@ -108,7 +109,8 @@ def test_cross_entropy(
     fp64 = x.double().requires_grad_()
     exact = F.cross_entropy(fp64, target, **options)
     (expected,) = torch.autograd.grad(exact, fp64)
-    torch.testing.assert_close(loss.double(), exact.detach(), rtol=1e-6, atol=0)
+    # The loss has the dtype of the logits.
+    assert abs(loss.double() - exact) <= (0.51 * torch.finfo(dtype).eps + 1e-6) * exact
     assert_rounded(found, expected)
 
 
@@ -117,7 +119,9 @@ def test_cross_entropy(
 @pytest.mark.parametrize("classes", CLASSES)
 def test_divergence(classes: int, dtype: torch.dtype, beta: float, device: str) -> None:
     x, t = draw(classes, dtype, device), draw(classes, dtype, device, seed=1)
-    x[5], t[5] = 0.0, 1.0
+    # The gradient of two uniform rows is 0, but for the rounding of the probabilities in fp64.
+    t[5], t[7] = t[4], t[6]
+    x[5] = 0.0
     factor = torch.full((ROWS,), 0.5, device=device)
     factor[::7] = 0  # rows that do not count
     loss, found = same_bits(lambda: divergence_one_pass(x, t, factor, 0.0, beta, 0.8, 0.0))

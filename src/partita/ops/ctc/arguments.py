@@ -111,7 +111,8 @@ def with_lengths(
         steps, lengths, offsets = on_device(
             logits.device, steps, lengths, clamped.cumsum(0) - clamped
         )
-    labels = targets.reshape(-1)
+    # Targets without gaps stay as they are, as above: a call has one key, whoever prepared it.
+    labels = targets if targets.is_contiguous() else targets.reshape(-1)
     if labels.dtype not in (torch.int32, torch.int64):
         labels = labels.long()  # comparisons with C or the blank would wrap in a narrow dtype
     return CTCArguments(logits, labels, offsets, steps, lengths, longest)
