@@ -14,6 +14,8 @@ from ....primitives.gpu.memory import aligned_start
 from ....primitives.gpu.sync import next_part
 from .pair_part import (
     NOTHING,
+    READ_AGAIN,
+    READ_LAST,
     PairPart,
     exchange_shares,
     exchange_sums,
@@ -85,7 +87,7 @@ def add_mixture(
     BLOCK: tl.constexpr,
 ):
     """Add one block of classes to the divergences of both rows from their mixture."""
-    _, x, t = load_both(part, start, UNMASKED, NOTHING, HAS_SOFTCAP, FAST, VEC, BLOCK)
+    _, x, t = load_both(part, start, UNMASKED, NOTHING, HAS_SOFTCAP, FAST, READ_AGAIN, VEC, BLOCK)
     p, q, ratio, t_ratio = mixture_of_block(x, t, part, share, FAST)
     return student + p * ratio, teacher + q * t_ratio
 
@@ -133,7 +135,7 @@ def store_block(
 
     `student` is its divergence from the mixture in units of log 2.
     """
-    v, x, t = load_both(part, start, UNMASKED, NOTHING, HAS_SOFTCAP, FAST, VEC, BLOCK)
+    v, x, t = load_both(part, start, UNMASKED, NOTHING, HAS_SOFTCAP, FAST, READ_LAST, VEC, BLOCK)
     if KIND == MIXTURE:
         p, _, ratio, _ = mixture_of_block(x, t, part, share, FAST)
         grad = (part.on_row * (1.0 - part.weight) * LN2) * p * (ratio - student)

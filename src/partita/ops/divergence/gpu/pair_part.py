@@ -20,6 +20,10 @@ from .rows import MIXTURE, REVERSE
 LARGEST = tl.constexpr(2.0**100)  # sums of exponentials below it overflow in no product
 NOTHING = tl.constexpr(-float("inf"))  # the logit of a class that there is not
 FINITE = tl.constexpr(-1e37)  # the same where logits are finite
+# Hints for the L1 cache: logits stay until their last reading, and are the first to leave after it.
+# Without hints, lines that nothing reads again displace those that are about to be read again.
+READ_AGAIN = tl.constexpr("evict_last")
+READ_LAST = tl.constexpr("evict_first")
 # The interpreter calls a function of a reduction for each element, which takes it minutes.
 INTERPRETED = tl.constexpr(interpreting())
 
@@ -143,14 +147,18 @@ def load_logits(
     FILL: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     FAST: tl.constexpr,
+    POLICY: tl.constexpr,
     VEC: tl.constexpr,
 ):
     """Load the soft-capped logits of the classes v, FILL past the last class of the part."""
     if UNMASKED:
-        return apply_softcap(in_fp32(tl.load(row_ptr + v), FAST), part.cap, HAS_SOFTCAP)
+        x = tl.load(row_ptr + v, eviction_policy=POLICY)
+        return apply_softcap(in_fp32(x, FAST), part.cap, HAS_SOFTCAP)
     else:
-        x = in_fp32(tl.load(row_ptr + v, mask=v // VEC * VEC < part.last, other=0.0), FAST)
-        return tl.where(v < part.last, apply_softcap(x, part.cap, HAS_SOFTCAP), FILL)
+        is_loaded = v // VEC * VEC < part.last
+        x = tl.load(row_ptr + v, mask=is_loaded, other=0.0, eviction_policy=POLICY)
+        x = apply_softcap(in_fp32(x, FAST), part.cap, HAS_SOFTCAP)
+        return tl.where(v < part.last, x, FILL)
 
 
 @triton.jit
@@ -161,13 +169,14 @@ def load_both(
     FILL: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     FAST: tl.constexpr,
+    POLICY: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Return the classes of a block of the part, and the soft-capped logits of both rows."""
     v = (start + tl.arange(0, BLOCK))[None, :]
-    x = load_logits(part.x_ptr, v, part, UNMASKED, FILL, HAS_SOFTCAP, FAST, VEC)
-    t = load_logits(part.t_ptr, v, part, UNMASKED, FILL, HAS_SOFTCAP, FAST, VEC)
+    x = load_logits(part.x_ptr, v, part, UNMASKED, FILL, HAS_SOFTCAP, FAST, POLICY, VEC)
+    t = load_logits(part.t_ptr, v, part, UNMASKED, FILL, HAS_SOFTCAP, FAST, POLICY, VEC)
     return v, x, t
 
 
@@ -223,7 +232,7 @@ def add_block(
     LANES: tl.constexpr = share.shift.shape[1]
     VECTOR: tl.constexpr = 1 if LANES == 1 else VEC
     FILL: tl.constexpr = NOTHING if CAREFUL else FINITE
-    _, x, t = load_both(part, start, UNMASKED, FILL, HAS_SOFTCAP, FAST, VEC, BLOCK)
+    _, x, t = load_both(part, start, UNMASKED, FILL, HAS_SOFTCAP, FAST, READ_AGAIN, VEC, BLOCK)
     x, t = by_lane(x, LANES, VECTOR), by_lane(t, LANES, VECTOR)
     shift, t_shift = share.shift, share.t_shift
     total, t_total, weighted = share.total, share.t_total, share.weighted
@@ -262,7 +271,7 @@ def scan_part(
     t_shift = shift
     if not CAREFUL:
         first = part.first
-        _, x, t = load_both(part, first, False, NOTHING, HAS_SOFTCAP, FAST, VEC, TAIL)
+        _, x, t = load_both(part, first, False, NOTHING, HAS_SOFTCAP, FAST, READ_AGAIN, VEC, TAIL)
         shift, t_shift = lane_shifts(by_lane(x, LANES, VECTOR), by_lane(t, LANES, VECTOR), part)
     share = PairShare(shift, zero, t_shift, zero, zero)
     last = unmasked_end(part, BLOCK)
