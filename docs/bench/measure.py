@@ -19,6 +19,7 @@ After a run, copy the tables into this folder and run figures.py and quoted.py.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import shutil
@@ -71,14 +72,17 @@ def arguments_of(command: str, table: Path) -> list[str]:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt a process, so that it writes what it has, and end it and its children."""
+    """Interrupt a process, so that it writes what it has, and end it and its children.
+
+    Children that outlive it, such as compilers, would slow what is measured next.
+    """
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(SECONDS_TO_STOP)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def fill_caches(

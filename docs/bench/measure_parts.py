@@ -86,7 +86,16 @@ PARTS = (
         f"{HERE}/eager.py --out {{out}}",
         "eager.csv",
         220,
-        (f"{HERE}/eager.py --repetitions 1 --ops decode cross_entropy token_stats",),
+        tuple(
+            f"{HERE}/eager.py --repetitions 1 --ops {ops}"
+            for ops in (
+                "linear_chain",
+                "semi_markov",
+                "rnnt",
+                "ctc chain",
+                "decode cross_entropy token_stats linear_cross_entropy",
+            )
+        ),
     ),
     bench(
         "linear_chain",

@@ -15,9 +15,18 @@ import torch
 from helpers.bench import SETTINGS, devices, run
 
 from partita.__main__ import main
-from partita.bench import first_call, host, host_cases, host_report, picture, providers, softmax
+from partita.bench import (
+    first_call,
+    host,
+    host_cases,
+    host_report,
+    host_trial,
+    picture,
+    providers,
+    softmax,
+)
 from partita.bench.host_cases import CASES, NEW_SHAPES, ON_DEVICE, SAME, Draw, Unit
-from partita.bench.host_report import FirstCall, Measurement
+from partita.bench.host_report import FirstCall
 from partita.bench.measure import Timing
 from partita.bench.providers import TORCH
 from partita.cli.fresh_process import run_module
@@ -29,9 +38,9 @@ CPU = torch.device("cpu")
 def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a run short; the reference compiles nothing."""
     monkeypatch.setenv("PARTITA_BACKEND", "reference")
-    monkeypatch.setattr(host, "CALLS", (host.Calls(1, 1), host.Calls(2, 2)))
-    monkeypatch.setattr(host, "NEW_SHAPE_CALLS", 1)
-    monkeypatch.setattr(host, "WARM_UP_CALLS", 1)
+    monkeypatch.setattr(host_trial, "CALLS", (host_trial.Calls(1, 1), host_trial.Calls(2, 2)))
+    monkeypatch.setattr(host_trial, "NEW_SHAPE_CALLS", 1)
+    monkeypatch.setattr(host_trial, "WARM_UP_CALLS", 1)
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -241,12 +250,14 @@ def test_a_peer_may_refuse_or_be_absent(
 def test_an_interrupted_run_writes_what_it_has(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def interrupted(case: Any, provider: str, *args: object) -> tuple[Measurement, None]:
-        if provider == "partita":
-            raise KeyboardInterrupt
-        return Measurement(case.op, SAME, provider, case.unit, Timing.of([0.1])), None
+    time_round = host_trial.Trial.time_round
 
-    monkeypatch.setattr(host, "measure_case", interrupted)
+    def interrupted(trial: host_trial.Trial) -> None:
+        if trial.provider == "partita":
+            raise KeyboardInterrupt
+        time_round(trial)
+
+    monkeypatch.setattr(host_trial.Trial, "time_round", interrupted)
     path = tmp_path / "host.csv"
     command = ["bench", "host", "softmax", "--device", "cpu", "--only-ours", "--csv", str(path)]
     assert main(command) == 130

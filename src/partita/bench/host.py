@@ -10,45 +10,26 @@ import argparse
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..cli.arguments import device_named, require_writable, words
 from ..cli.console import Progress, UsageError, first_line, print_table
 from ..cli.fresh_process import run_module
 from ..cli.info import no_gpu
-from ..runtime.backend import backend
 from . import host_report, providers
-from .host_cases import CASES, NEW_SHAPES, OPS, PROVIDERS, Draw, HostCase, Inputs, step, usual_case
+from .host_cases import CASES, OPS, PROVIDERS, Draw, HostCase, usual_case
 from .host_report import FirstCall, Measurement
-from .measure import time_host, warm_up
+from .host_trial import OURS, Call, Trial
 from .runner import DeviceLost, require_device
 
 ALWAYS = ("torch", "partita")
 PEERS = tuple(name for name in PROVIDERS if name not in ALWAYS)
-OURS = "partita"
-# Timed rounds, and the calls of a round. A call with a new shape needs inputs of its own.
-ROUNDS, QUICK_ROUNDS = 7, 3
-NEW_SHAPE_CALLS, WARM_UP_CALLS = 10, 20
-BOUND = 1e-3  # of an error against the reference, over the greatest value or 1
+ROUNDS, QUICK_ROUNDS = 12, 3
 EMPTY, FILLED = "empty", "filled"
-
-Call = Callable[[], object]
-
-
-class Calls(NamedTuple):
-    """The calls of a round: queued one after another, and each waited for."""
-
-    ahead: int
-    waited: int
-
-
-CALLS = (Calls(10, 10), Calls(50, 20))  # on a CPU, whose calls do the work, and on a GPU
 
 
 @dataclass(frozen=True)
@@ -150,68 +131,6 @@ def missing(plan: HostPlan) -> dict[str, str]:
     }
 
 
-def measure_case(
-    case: HostCase, provider: str, draw: Draw, rounds: int
-) -> tuple[Measurement, Call | None]:
-    """Time a case, and return a call whose device work can be counted; None where there is none."""
-    result = Measurement(case.op, case.variant, provider, case.unit)
-    try:
-        function, device = case.functions[provider](), draw.device
-
-        def same_shape(inputs: Inputs) -> Call:
-            return lambda: step(function, inputs)
-
-        def new_shapes(first: int, number: int) -> Call:
-            turns = iter([case.inputs(draw, first + i) for i in range(number)])
-            return lambda: step(function, next(turns))
-
-        inputs, calls = case.inputs(draw, 0), CALLS[device.type == "cuda"]
-        warm = timed = same_shape(inputs)
-        if case.variant == NEW_SHAPES:
-            calls = Calls(NEW_SHAPE_CALLS, NEW_SHAPE_CALLS)
-            total = 2 * (warm_up(rounds) + rounds) * NEW_SHAPE_CALLS
-            warm = new_shapes(1, WARM_UP_CALLS)
-            timed = new_shapes(1 + WARM_UP_CALLS, total)
-
-        def waited_for() -> None:
-            timed()
-            torch.cuda.synchronize(device)
-
-        for _ in range(WARM_UP_CALLS):
-            warm()
-        host = time_host(timed, device, calls=calls.ahead, repetitions=rounds)
-        waited = None  # on a CPU nothing is left to wait for
-        if device.type == "cuda":
-            waited = time_host(waited_for, device, calls=calls.waited, repetitions=rounds)
-        if provider == OURS and (problem := _disagreement(function, inputs)):
-            return replace(result, note=f"wrong: {problem}"), None
-        timed_result = replace(result, host=host, waited=waited)
-        return timed_result, None if case.variant == NEW_SHAPES else same_shape(inputs)
-    except Exception as error:
-        require_device(draw.device, error)
-        return replace(result, note=f"refuses: {first_line(error)[:120]}"), None
-
-
-def _results(function: Callable[..., Tensor], inputs: Inputs) -> list[Tensor]:
-    """Return the result and the gradients of the inputs that have one."""
-    leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-    result = function(*inputs)
-    grads = torch.autograd.grad(result, leaves) if result.requires_grad else ()
-    return [result.detach(), *grads]
-
-
-def _disagreement(function: Callable[..., Tensor], inputs: Inputs) -> str:
-    """Return how the results of warm calls differ from the reference; empty where they do not."""
-    results = _results(function, inputs)
-    with backend("reference"):
-        expected = _results(function, inputs)
-    for index, (got, truth) in enumerate(zip(results, expected, strict=True)):
-        error = float((got - truth).abs().max() / truth.abs().max().clamp(min=1))
-        if not error <= BOUND:
-            return f"{'gradient' if index else 'result'} off by {error:.3g}, allowed {BOUND:g}"
-    return ""
-
-
 def device_work(call: Call, device: torch.device) -> tuple[int, float] | None:
     """Return the number of kernels, copies and fills of a call, and their microseconds.
 
@@ -255,17 +174,19 @@ def first_call(op: str, provider: str, device: torch.device) -> FirstCall:
     return FirstCall(op, provider, seconds[EMPTY], seconds.get(FILLED), "")
 
 
-def _counted(results: HostResults, calls: dict[int, Call], device: torch.device) -> Iterator[str]:
-    """Count the device work of each call, after all times: a profiler slows later launches."""
-    for index, call in calls.items():
+def _counted(results: HostResults, trials: Sequence[Trial]) -> Iterator[str]:
+    """Count the device work of each trial, after all times: a profiler slows later launches."""
+    for index, trial in enumerate(trials):
+        if trial.counted is None:
+            continue
+        yield f"kernels of {trial.case.op}: {trial.provider}"
         found = results.measured[index]
-        yield f"kernels of {found.op}: {found.provider}"
         try:
-            if work := device_work(call, device):
+            if work := device_work(trial.counted, trial.draw.device):
                 kernels, device_us = work
                 results.measured[index] = replace(found, kernels=kernels, device_us=device_us)
         except Exception as error:
-            require_device(device, error)
+            require_device(trial.draw.device, error)
             note = f"not profiled: {first_line(error)[:120]}"
             results.measured[index] = replace(found, note=note)
 
@@ -273,20 +194,23 @@ def _counted(results: HostResults, calls: dict[int, Call], device: torch.device)
 def measure(plan: HostPlan, absent: Sequence[str] = ()) -> HostResults:
     """Measure everything with a progress bar; an interrupted run returns what it has."""
     results, draw = HostResults(), Draw(plan.device)
-    calls: dict[int, Call] = {}
     pairs = [(case, name) for case, names in plan.cases for name in names if name not in absent]
+    trials = [Trial(case, name, draw) for case, name in pairs]
     profiled = plan.device.type == "cuda"
-    total = len(pairs) + profiled * sum(case.variant != NEW_SHAPES for case, _ in pairs)
+    total = len(trials) * (1 + plan.rounds + profiled) + len(plan.first_calls)
     try:
-        with Progress(total + len(plan.first_calls)) as progress:
-            for case, name in pairs:
-                progress.say(f"{case.name}: {name}")
-                measurement, call = measure_case(case, name, draw, plan.rounds)
-                if call is not None:
-                    calls[len(results.measured)] = call
-                results.measured.append(measurement)
+        with Progress(total) as progress:
+            for trial in trials:
+                progress.say(f"{trial.case.name}: {trial.provider}")
+                trial.prepare(plan.rounds)
                 progress.advance()
-            for text in _counted(results, calls if profiled else {}, plan.device):
+            for number in range(1, plan.rounds + 1):
+                progress.say(f"round {number}")
+                for trial in trials:
+                    trial.time_round()
+                    progress.advance()
+            results.measured = [trial.measurement for trial in trials]
+            for text in _counted(results, trials if profiled else ()):
                 progress.say(text)
                 progress.advance()
             for op, name in plan.first_calls:
@@ -299,6 +223,8 @@ def measure(plan: HostPlan, absent: Sequence[str] = ()) -> HostResults:
         results.problem, results.code = f"the GPU no longer answers after {error}", 1
     else:
         results.code = int(bool(failures(results)))
+    if not results.measured:
+        results.measured = [trial.measurement for trial in trials if trial.ahead or trial.note]
     return results
 
 

@@ -350,6 +350,7 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t narg
 #include "replay.c"
 #include "eager.c"
 #include "known_calls.c"
+#include "native.c"
 #include "lengths.c"
 
 /* ---- the module ---- */
@@ -395,6 +396,8 @@ static PyMethodDef functions[] = {
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, "Launch one kernel."},
     {"padded_lengths", (PyCFunction)(void (*)(void))padded_lengths, METH_FASTCALL,
      "padded_lengths(kernel, targets, *rows): (N, S, longest, *lengths), or NotImplemented."},
+    {"serve", (PyCFunction)(void (*)(void))serve, METH_FASTCALL,
+     "serve(function, limit, input, dim): function(input, dim, False), or None."},
     {NULL}};
 
 static struct PyModuleDef definition = {

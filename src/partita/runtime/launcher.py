@@ -30,7 +30,10 @@ from .caches import register_cache
 
 KNOWN_TRITONS = ("3.6", "3.7", "3.8", "3.9")  # their metadata and order of parameters are alike
 MODULE = "partita_launcher"
-INCLUDED = ("modes.c", "replay.c", "eager.c", "gradients.c", "known_calls.c", "lengths.c")
+INCLUDED = (
+    *("modes.c", "replay.c", "eager.c", "gradients.c"),
+    *("known_calls.c", "native.c", "lengths.c"),
+)
 CUDA = 2  # DLPack's number
 WARP = 32
 DRIVER_FUNCTIONS = (
@@ -238,6 +241,11 @@ if hasattr(os, "register_at_fork"):
 def module() -> Any:
     """Return the C module, or None where Triton has to launch; wait while it is being loaded."""
     return (_found or _wait())[0]
+
+
+def loaded() -> Any:
+    """Return the C module if it is loaded, else None, without starting to load it."""
+    return _found and _found[0]
 
 
 def is_loading() -> bool:

@@ -9,13 +9,7 @@
 
 /* Return whether a tensor is one of integers in order, without gaps. */
 static int is_dense(const View *view, int bits) {
-    int64_t stride = 1;
-    if (view->dtype.code != 0 || view->dtype.bits != bits) return 0;
-    for (int i = view->ndim - 1; i >= 0; i--) {
-        if (view->shape[i] != 1 && view->strides[i] != stride) return 0;
-        stride *= view->shape[i];
-    }
-    return 1;
+    return view->dtype.code == 0 && view->dtype.bits == bits && dense_elements(view) >= 0;
 }
 
 /* Store words from a position on by launches of `store_words_kernel`; return 0 after an error. */

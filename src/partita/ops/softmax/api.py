@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...runtime import checks
+from ...runtime import checks, native
 from ...runtime.autograd import apply, native_serves, needs_no_derivative
 from ...runtime.backend import current_backend
 from .autograd import LogSumExpFunction, SoftmaxFunction, logsumexp_op, softmax_op
@@ -45,6 +45,8 @@ def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None, log: bool) -> T
     backend = current_backend()
     if backend == "auto" and _is_small_or_on_cpu(input) and native_serves(input):
         # PyTorch's function has the same contract there, and less host time.
+        if input.is_cuda:
+            native.note_call()
         return (torch.log_softmax if log else torch.softmax)(input, dim, dtype)
     dtype = dtype or _result_dtype(input)
     if ndim == 0:
@@ -88,6 +90,10 @@ def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> T
         tensor([[0.5000, 0.5000],
                 [0.0000, 1.0000]])
     """
+    if dtype is None:
+        found = native.serve(torch._softmax, SMALL_ELEMENTS, input, dim)
+        if found is not None:
+            return found
     return _softmax(input, dim, dtype, log=False)
 
 
@@ -113,6 +119,10 @@ def log_softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) 
         >>> partita.log_softmax(torch.zeros(1, 4))
         tensor([[-1.3863, -1.3863, -1.3863, -1.3863]])
     """
+    if dtype is None:
+        found = native.serve(torch._log_softmax, SMALL_ELEMENTS, input, dim)
+        if found is not None:
+            return found
     return _softmax(input, dim, dtype, log=True)
 
 

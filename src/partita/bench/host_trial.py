@@ -1,0 +1,154 @@
+"""A case of `partita bench host` by one provider: its calls, and the times of its rounds.
+
+The host of a shared machine is faster at one moment than at another. So the trials take turns, a
+round each, and what slows the host for a while slows all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cli.console import first_line
+from ..runtime.backend import backend
+from .host_cases import NEW_SHAPES, Draw, Function, HostCase, Inputs, step
+from .host_report import Measurement
+from .measure import Timing
+from .runner import require_device
+
+# The calls of a round. A call with a new shape needs inputs of its own.
+NEW_SHAPE_CALLS, WARM_UP_CALLS, FIRST_CALLS_OF_ROUND = 10, 20, 3
+BOUND = 1e-3  # of an error against the reference, over the greatest value or 1
+OURS = "partita"
+
+Call = Callable[[], object]
+
+
+class Calls(NamedTuple):
+    """The calls of a round: queued one after another, and each waited for."""
+
+    ahead: int
+    waited: int
+
+
+CALLS = (Calls(10, 10), Calls(50, 20))  # on a CPU, whose calls do the work, and on a GPU
+
+
+@dataclass
+class Trial:
+    """A case that a provider serves.
+
+    Fields:
+        case: the case.
+        provider: the name of the provider.
+        draw: draws the inputs.
+        timed: the call that is timed, or None once the provider has refused.
+        counted: a call whose device work can be counted, or None.
+        calls: the calls of a round.
+        ahead, waited: the milliseconds of a call in each round.
+        note: why the case is not timed.
+    """
+
+    case: HostCase
+    provider: str
+    draw: Draw
+    timed: Call | None = None
+    counted: Call | None = None
+    calls: Calls = CALLS[0]
+    ahead: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
+    note: str = ""
+
+    def prepare(self, rounds: int) -> None:
+        """Draw the inputs of all rounds, warm up, and check our own results."""
+        try:
+            function, case = self.case.functions[self.provider](), self.case
+            inputs, self.calls = case.inputs(self.draw, 0), CALLS[self.draw.device.type == "cuda"]
+            if case.variant == NEW_SHAPES:
+                self.calls = Calls(NEW_SHAPE_CALLS, NEW_SHAPE_CALLS)
+                a_round = sum(self.calls) + 2 * FIRST_CALLS_OF_ROUND
+                shapes = self._new_shapes(WARM_UP_CALLS + rounds * a_round)
+                self.timed = lambda: step(function, next(shapes))
+            else:
+                self.timed = self.counted = lambda: step(function, inputs)
+            for _ in range(WARM_UP_CALLS):
+                self.timed()
+            if self.provider == OURS and (problem := disagreement(function, inputs)):
+                self._give_up(f"wrong: {problem}")
+        except Exception as error:
+            require_device(self.draw.device, error)
+            self._give_up(f"refuses: {first_line(error)[:120]}")
+
+    def time_round(self) -> None:
+        """Time a round of calls, unless the provider has refused."""
+        if (timed := self.timed) is None:
+            return
+        device = self.draw.device
+
+        def waited_for() -> None:
+            timed()
+            torch.cuda.synchronize(device)
+
+        try:
+            self.ahead.append(time_calls(timed, self.calls.ahead, device))
+            if device.type == "cuda":  # on a CPU nothing is left to wait for
+                self.waited.append(time_calls(waited_for, self.calls.waited, device))
+        except Exception as error:
+            require_device(device, error)
+            self._give_up(f"refuses: {first_line(error)[:120]}")
+
+    @property
+    def measurement(self) -> Measurement:
+        """Return the times of the rounds so far."""
+        case = self.case
+        result = Measurement(case.op, case.variant, self.provider, case.unit, note=self.note)
+        if self.timed is None or not self.ahead:
+            return result
+        waited = Timing.of(self.waited) if self.waited else None
+        return replace(result, host=Timing.of(self.ahead), waited=waited)
+
+    def _new_shapes(self, number: int) -> Iterator[Inputs]:
+        return iter([self.case.inputs(self.draw, 1 + i) for i in range(number)])
+
+    def _give_up(self, note: str) -> None:
+        self.timed, self.counted, self.note = None, None, note
+
+
+def time_calls(call: Call, calls: int, device: torch.device) -> float:
+    """Return the milliseconds of a call on the host, which never waits for work so small.
+
+    The first calls bring code and data back into the caches, and are not timed.
+    """
+    for _ in range(FIRST_CALLS_OF_ROUND):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return 1e3 * (time.perf_counter() - start) / calls
+
+
+def _results(function: Function, inputs: Inputs) -> list[Tensor]:
+    """Return the result and the gradients of the inputs that have one."""
+    leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    result = function(*inputs)
+    grads = torch.autograd.grad(result, leaves) if result.requires_grad else ()
+    return [result.detach(), *grads]
+
+
+def disagreement(function: Function, inputs: Inputs) -> str:
+    """Return how the results of warm calls differ from the reference; empty where they do not."""
+    results = _results(function, inputs)
+    with backend("reference"):
+        expected = _results(function, inputs)
+    for index, (got, truth) in enumerate(zip(results, expected, strict=True)):
+        error = float((got - truth).abs().max() / truth.abs().max().clamp(min=1))
+        if not error <= BOUND:
+            return f"{'gradient' if index else 'result'} off by {error:.3g}, allowed {BOUND:g}"
+    return ""
