@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import quoted_figures  # noqa: F401, fills FIGURES
+import quoted_h100  # noqa: F401
 import quoted_host  # noqa: F401
 import quoted_linear  # noqa: F401
 import quoted_parallel  # noqa: F401

@@ -9,7 +9,7 @@ from quoted_figures import CHAIN, CRF, CTC, LINEAR, ROWS
 from quoted_rows import OURS, best_peer, digits, figure, number, ratio, row, rows, table
 
 
-def _compared(
+def compared(
     what: str, name: str, column: str = "median_ms", ours: str = OURS, **wanted: Any
 ) -> list[str]:
     """Return a line of the README's table: our time, and how many times as long others take."""
@@ -27,28 +27,28 @@ def _compared(
 
 def _readme_lines() -> Iterator[list[str]]:
     logits = {"op": "cross_entropy", "part": "total", "dtype": "bf16"}
-    yield _compared("`cross_entropy`, 2,048 × 131,072 logits, bf16", ROWS, **logits, columns=131072)
+    yield compared("`cross_entropy`, 2,048 × 131,072 logits, bf16", ROWS, **logits, columns=131072)
     hidden = {"part": "total", "tokens": 8192, "vocabulary": 128256}
-    yield _compared(
+    yield compared(
         "`linear_cross_entropy`, 8,192 × 4,096 × 128,256, bf16",
         LINEAR,
         ours="partita-fast",
         **hidden,
     )
     stats = {"op": "token_stats", "part": "total"}
-    yield _compared("`token_stats`, 8,192 × 131,072, bf16", "token_stats.csv", **stats)
+    yield compared("`token_stats`, 8,192 × 131,072, bf16", "token_stats.csv", **stats)
     ctc = {"op": "ctc", "part": "total", "steps": 1000}
-    yield _compared("`ctc_loss`, 1,000 steps × 64 × 32 classes, fp32", CTC, **ctc)
-    yield _compared("`ctc_crf_loss`, 2,000 steps × 64 × 4⁵ k-mers, fp32", CTC, **CRF)
+    yield compared("`ctc_loss`, 1,000 steps × 64 × 32 classes, fp32", CTC, **ctc)
+    yield compared("`ctc_crf_loss`, 2,000 steps × 64 × 4⁵ k-mers, fp32", CTC, **CRF)
     chain = {"op": "chain", "part": "total", "dtype": "fp32", "steps": 2000, "states": 1024}
-    yield _compared("`logz`, 2,000 steps × 64 × 1,024 states, fp32", CHAIN, **chain)
+    yield compared("`logz`, 2,000 steps × 64 × 1,024 states, fp32", CHAIN, **chain)
     step = "a training step of a small Llama, bf16 ¹"
-    yield _compared(step, "training_step.csv", "ms", ours="fuse")
+    yield compared(step, "training_step.csv", "ms", ours="fuse")
     ops = {"ctc_loss": "steps × 16 × 32 classes", "cross_entropy": "× 32,000 logits"}
     sizes = {"ctc_loss": 500, "cross_entropy": 512}
     for op, size in ops.items():
         name = f"`{op}`, {sizes[op]} {size}, fp32, **CPU** ²"
-        yield _compared(name, "cpu.csv", "min_ms", op=op)
+        yield compared(name, "cpu.csv", "min_ms", op=op)
 
 
 @figure

@@ -1,0 +1,45 @@
+"""The figures of the run on an H100; the name of a function is the name of a quote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quoted_figures import CRF
+from quoted_readme import compared
+from quoted_rows import figure, number, row, table
+
+ROWS, LINEAR, CTC = "h100/rows.csv", "h100/linear_cross_entropy.csv", "h100/ctc.csv"
+
+
+def _lines() -> Iterator[list[str]]:
+    for columns in (32768, 131072):
+        size = f"{2**28 // columns:,} × {columns:,}"
+        wanted = {"part": "total", "dtype": "bf16", "columns": columns}
+        yield compared(f"`softmax`, {size}, bf16", ROWS, op="softmax", **wanted)
+        yield compared(f"`cross_entropy`, {size}, bf16", ROWS, op="cross_entropy", **wanted)
+    for tokens, hidden, classes in ((8192, 4096, 128256), (16384, 2048, 262144)):
+        yield compared(
+            f"`linear_cross_entropy`, {tokens:,} × {hidden:,} × {classes:,}, bf16",
+            LINEAR,
+            ours="partita-fast",
+            part="total",
+            tokens=tokens,
+            vocabulary=classes,
+        )
+    ctc = {"op": "ctc", "part": "total"}
+    yield compared("`ctc_loss`, 1,000 steps × 64 × 32 classes, fp32", CTC, steps=1000, **ctc)
+    yield compared("`ctc_loss`, 150 steps × 128 × 5,000 classes, fp32", CTC, steps=150, **ctc)
+    yield compared("`ctc_crf_loss`, 2,000 steps × 64 × 4⁵ k-mers, fp32", CTC, **CRF)
+
+
+@figure
+def h100_machine() -> str:
+    machine = row(ROWS, op="machine", part="copy")
+    copy = number(ROWS, "gb_per_s", op="machine", part="copy")
+    torch = row(ROWS, op="version", provider="torch")["note"]
+    return f"{machine['provider']}, whose copies run at {copy / 1e3:.2f} TB/s, PyTorch {torch}"
+
+
+@figure
+def h100_speed() -> str:
+    return table(["forward + backward", "ms", "PyTorch takes", "the best peer takes"], _lines())
