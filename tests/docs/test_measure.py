@@ -72,6 +72,6 @@ def test_warm_ups_run_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture
     done = [tmp_path / name for name in ("a", "b")]
     commands = tuple(f"-c \"open('{path}', 'w')\"" for path in done)
     part = Part("part", "", "table.csv", 60, (*commands, '-c "import time; time.sleep(60)"'))
-    measure.fill_caches([part], tmp_path, dict(os.environ), 5.0, 2)
+    measure.fill_caches([part], tmp_path, dict(os.environ), 5.0, 2, 70)
     assert all(path.exists() for path in done)
     assert "part-2: stopped" in capsys.readouterr().out
