@@ -135,7 +135,9 @@ def cross_entropy_gradient(
         grad_loss = torch.where(ignored, 0, grad_loss)
         grad_logsumexp = torch.where(ignored, 0, grad_logsumexp)
         p = torch.where(ignored, 0, p)
-    sum_q = q.sum(-1, keepdim=True)
+    # The rounding of this sum would be in the gradients of all classes.
+    dtype = torch.float64 if x.device.type == "cpu" else x.dtype
+    sum_q = q.sum(-1, keepdim=True, dtype=dtype).to(x.dtype)
     if weight is None and not target.is_floating_point():
         # The exact sum is 0 or 1; rounding removes the error of adding many terms.
         sum_q = torch.where(sum_q == sum_q, sum_q.round(), torch.nan)

@@ -44,24 +44,26 @@ def divergence(
     t, teacher_maximum = scaled_rows(teacher_logits, temperature, softcap)
     logp, teacher_logp = x.log_softmax(-1), t.log_softmax(-1)
     p, q = logp.exp(), teacher_logp.exp()
+    sumexp, teacher_sumexp = x.exp().sum(-1), t.exp().sum(-1)
+    # Where one row alone decides the weights, logits are subtracted before the logarithms of the
+    # sums, which keeps the digits that they share.
     student = torch.zeros_like(maximum)
-    if beta:
-        student = expected(p, log_ratio(logp, teacher_logp, beta))
     if beta == 0:
-        # Logits are subtracted before their log-sum-exps, which keeps the digits that they share.
-        loss = expected(q, t - x) + (x.logsumexp(-1) - t.logsumexp(-1))
+        loss = expected(q, t - x) + (sumexp / teacher_sumexp).log()
     elif beta == 1:
-        loss = student
+        loss = expected(p, x - t) + (teacher_sumexp / sumexp).log()
+        student = loss.clone()
     else:
+        student = expected(p, log_ratio(logp, teacher_logp, beta))
         teacher = expected(q, teacher_logp - log_mixture(logp, teacher_logp, beta))
         loss = beta * teacher + (1 - beta) * student
     return DivergenceRows(
         loss=loss,
-        student=student if loss is not student else student.clone(),
+        student=student,
         maximum=maximum,
-        sumexp=x.exp().sum(-1),
+        sumexp=sumexp,
         teacher_maximum=teacher_maximum,
-        teacher_sumexp=t.exp().sum(-1),
+        teacher_sumexp=teacher_sumexp,
     )
 
 
