@@ -135,13 +135,14 @@ def cross_entropy_gradient(
         grad_loss = torch.where(ignored, 0, grad_loss)
         grad_logsumexp = torch.where(ignored, 0, grad_logsumexp)
         p = torch.where(ignored, 0, p)
-    # The rounding of this sum would be in the gradients of all classes.
+    # The rounding of these factors of a row would be in the gradients of all its classes.
     dtype = torch.float64 if x.device.type == "cpu" else x.dtype
-    sum_q = q.sum(-1, keepdim=True, dtype=dtype).to(x.dtype)
+    sum_q = q.sum(-1, keepdim=True, dtype=dtype)
     if weight is None and not target.is_floating_point():
         # The exact sum is 0 or 1; rounding removes the error of adding many terms.
         sum_q = torch.where(sum_q == sum_q, sum_q.round(), torch.nan)
-    grad = p * (grad_loss * sum_q + grad_logsumexp) - grad_loss * q
+    on_softmax = (grad_loss.to(dtype) * sum_q + grad_logsumexp.to(dtype)).to(x.dtype)
+    grad = p * on_softmax - grad_loss * q
     if softcap:
         grad = grad * softcap_slope(logits.movedim(1, -1), softcap)
     return grad.movedim(-1, 1).to(logits.dtype)
