@@ -153,6 +153,24 @@ def table_of(printed: str) -> list[list[str]]:
     ]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("instructions", ["default", "avx2"])
+def test_check_passes_on_cpus_with_fewer_instructions(instructions: str) -> None:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(_console.__file__).parents[2]),
+        "ATEN_CPU_CAPABILITY": instructions,  # which PyTorch reads when it starts
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "partita", "check", "--device", "cpu"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+    )
+    assert done.returncode == 0 and " 0 failed" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_check_passes(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["check", "--device", device])
