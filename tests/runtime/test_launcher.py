@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,6 +60,14 @@ def test_the_first_call_goes_on_while_the_module_is_loaded(threads: Threads) -> 
     threads.go_on.set()
     assert launcher.module() is MODULE and launcher.status() == "replays"
     assert not launcher.is_loading() and threads.connected == 1
+
+
+def test_a_call_that_can_do_without_the_module_neither_loads_it_nor_waits(threads: Threads) -> None:
+    assert launcher.loaded() is None and launcher._loading is None
+    assert launcher.is_loading() and launcher.loaded() is None
+    threads.go_on.set()
+    wait([launcher._load().module])
+    assert launcher.loaded() is MODULE and launcher.loaded() is MODULE
 
 
 def test_threads_that_need_the_module_wait_for_the_same(threads: Threads) -> None:

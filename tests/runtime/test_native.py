@@ -1,6 +1,5 @@
 """Small calls that the C module lets a function of PyTorch serve, with a driver of host memory."""
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -104,16 +103,13 @@ def test_the_functions_and_their_derivatives(
     assert torch.equal(torch.compile(function, backend="eager")(x), function(x))
 
 
-def test_many_calls_load_the_module_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    loading: list[threading.Thread] = []
-    monkeypatch.setattr(launcher, "module", lambda: loading.append(threading.current_thread()))
+def test_many_calls_start_to_load_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(launcher, "is_loading", lambda: started.append(1))
     monkeypatch.setattr(native, "_calls", iter(range(1, 100)))
     for _ in range(native.CALLS_BEFORE_LOADING - 1):
         native.note_call()
-    assert not loading
+    assert not started
     for _ in range(20):
         native.note_call()
-    for thread in threading.enumerate():
-        if thread.name == "partita":
-            thread.join()
-    assert len(loading) == 1 and loading[0] is not threading.main_thread()
+    assert started == [1]

@@ -244,8 +244,11 @@ def module() -> Any:
 
 
 def loaded() -> Any:
-    """Return the C module if it is loaded, else None, without starting to load it."""
-    return _found and _found[0]
+    """Return the C module if it has been loaded, else None, without starting to load it."""
+    if (found := _found) is not None:
+        return found[0]
+    loading = _loading
+    return module() if loading is not None and loading.module.done() else None
 
 
 def is_loading() -> bool:

@@ -7,7 +7,6 @@ function of ours, and our checks in Python take longer than its kernel. The C mo
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from . import launcher
 
-CALLS_BEFORE_LOADING = 16  # to load the C module takes longer than it saves in a few calls
+CALLS_BEFORE_LOADING = 16
 _calls = itertools.count(1)
 
 
@@ -36,10 +35,11 @@ def serve(function: Callable[..., Tensor], limit: int, input: Any, dim: Any) -> 
 
 
 def note_call() -> None:
-    """Note a call that Python has served, of which many start a thread that loads the C module.
+    """Note a call that Python has served, of which many start to load the C module.
 
-    Other ops load it at their first call, because they launch kernels. The import of Triton, which
-    that needs, would make the first of these calls wait.
+    Other ops do that at their first call, because they launch kernels. The import of Triton, which
+    comes first, takes as long as hundreds of thousands of these calls lose, so a few do not start
+    it. No thread imports it, because a process that is forked meanwhile could wait forever.
     """
     if next(_calls) == CALLS_BEFORE_LOADING:
-        threading.Thread(target=launcher.module, name="partita").start()
+        launcher.is_loading()
