@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quoted_figures import CRF
-from quoted_readme import compared
-from quoted_rows import figure, number, row, table
+from quoted_readme import compared, speed_table
+from quoted_rows import figure, number, row
 
 ROWS, LINEAR, CTC = "h100/rows.csv", "h100/linear_cross_entropy.csv", "h100/ctc.csv"
 
@@ -42,4 +42,4 @@ def h100_machine() -> str:
 
 @figure
 def h100_speed() -> str:
-    return table(["forward + backward", "ms", "PyTorch takes", "the best peer takes"], _lines())
+    return speed_table(_lines())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from quoted_figures import CHAIN, CRF, CTC, LINEAR, ROWS
@@ -12,7 +12,7 @@ from quoted_rows import OURS, best_peer, digits, figure, number, ratio, row, row
 def compared(
     what: str, name: str, column: str = "median_ms", ours: str = OURS, **wanted: Any
 ) -> list[str]:
-    """Return a line of the README's table: our time, and how many times as long others take."""
+    """Return a line of `speed_table`: our time, and how many times as long others take."""
     own = number(name, column, provider=ours, **wanted)
     torch = [float(each[column]) for each in rows(name, provider="torch", **wanted) if each[column]]
     try:
@@ -51,10 +51,13 @@ def _readme_lines() -> Iterator[list[str]]:
         yield compared(name, "cpu.csv", "min_ms", op=op)
 
 
+def speed_table(lines: Iterable[list[str]]) -> str:
+    return table(["forward + backward", "ms", "PyTorch takes", "the best peer takes"], lines)
+
+
 @figure
 def readme_speed() -> str:
-    header = ["forward + backward", "ms", "PyTorch takes", "the best peer takes"]
-    return table(header, _readme_lines())
+    return speed_table(_readme_lines())
 
 
 @figure

@@ -6,7 +6,6 @@ round each, and what slows the host for a while slows all of them.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from ..cli.console import first_line
 from ..runtime.backend import backend
 from .host_cases import NEW_SHAPES, Draw, Function, HostCase, Inputs, step
 from .host_report import Measurement
-from .measure import Timing
+from .measure import Timing, time_calls
 from .runner import require_device
 
 # The calls of a round. A call with a new shape needs inputs of its own.
@@ -81,8 +80,7 @@ class Trial:
             if self.provider == OURS and (problem := disagreement(function, inputs)):
                 self._give_up(f"wrong: {problem}")
         except Exception as error:
-            require_device(self.draw.device, error)
-            self._give_up(f"refuses: {first_line(error)[:120]}")
+            self._refuse(error)
 
     def time_round(self) -> None:
         """Time a round of calls, unless the provider has refused."""
@@ -95,12 +93,13 @@ class Trial:
             torch.cuda.synchronize(device)
 
         try:
+            _warm_caches(timed)
             self.ahead.append(time_calls(timed, self.calls.ahead, device))
             if device.type == "cuda":  # on a CPU nothing is left to wait for
+                _warm_caches(waited_for)
                 self.waited.append(time_calls(waited_for, self.calls.waited, device))
         except Exception as error:
-            require_device(device, error)
-            self._give_up(f"refuses: {first_line(error)[:120]}")
+            self._refuse(error)
 
     @property
     def measurement(self) -> Measurement:
@@ -115,23 +114,18 @@ class Trial:
     def _new_shapes(self, number: int) -> Iterator[Inputs]:
         return iter([self.case.inputs(self.draw, 1 + i) for i in range(number)])
 
+    def _refuse(self, error: Exception) -> None:
+        require_device(self.draw.device, error)
+        self._give_up(f"refuses: {first_line(error)[:120]}")
+
     def _give_up(self, note: str) -> None:
         self.timed, self.counted, self.note = None, None, note
 
 
-def time_calls(call: Call, calls: int, device: torch.device) -> float:
-    """Return the milliseconds of a call on the host, which never waits for work so small.
-
-    The first calls bring code and data back into the caches, and are not timed.
-    """
+def _warm_caches(call: Call) -> None:
+    """Bring code and data of a call back into the caches, after the turns of others."""
     for _ in range(FIRST_CALLS_OF_ROUND):
         call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return 1e3 * (time.perf_counter() - start) / calls
 
 
 def _results(function: Function, inputs: Inputs) -> list[Tensor]:

@@ -193,19 +193,22 @@ def time_do_bench(call: Callable[[], object]) -> Timing:
     return Timing.of(do_bench(call, return_mode="all"))
 
 
+def time_calls(call: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Return the milliseconds of one call on the host, of several that follow one another."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return 1e3 * (time.perf_counter() - start) / calls
+
+
 def time_host(
     call: Callable[[], object], device: torch.device, *, calls: int, repetitions: int = REPETITIONS
 ) -> Timing:
     """Time one call on the host, for work so small that the host never waits for the device."""
-    samples = []
     ahead = warm_up(repetitions)
-    for _ in range(ahead + repetitions):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        samples.append(1e3 * (time.perf_counter() - start) / calls)
+    samples = [time_calls(call, calls, device) for _ in range(ahead + repetitions)]
     return Timing.of(samples[ahead:])
 
 

@@ -27,6 +27,11 @@ def _result_dtype(input: Tensor) -> torch.dtype:
 
 def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None, log: bool) -> Tensor:
     """Check the arguments and return the softmax, or with `log` its logarithm."""
+    if dtype is None:
+        function = torch._log_softmax if log else torch._softmax
+        found = native.serve(function, SMALL_ELEMENTS, input, dim)
+        if found is not None:
+            return found
     checks.tensor("input", input)
     if dtype is not None:
         if dtype not in checks.FLOATING:
@@ -90,10 +95,6 @@ def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> T
         tensor([[0.5000, 0.5000],
                 [0.0000, 1.0000]])
     """
-    if dtype is None:
-        found = native.serve(torch._softmax, SMALL_ELEMENTS, input, dim)
-        if found is not None:
-            return found
     return _softmax(input, dim, dtype, log=False)
 
 
@@ -119,10 +120,6 @@ def log_softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) 
         >>> partita.log_softmax(torch.zeros(1, 4))
         tensor([[-1.3863, -1.3863, -1.3863, -1.3863]])
     """
-    if dtype is None:
-        found = native.serve(torch._log_softmax, SMALL_ELEMENTS, input, dim)
-        if found is not None:
-            return found
     return _softmax(input, dim, dtype, log=True)
 
 
