@@ -4,9 +4,7 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -242,53 +240,6 @@ def test_an_error_of_a_planned_kernel_is_raised_by_the_gradient_alone() -> None:
         first_call.run(launch, gradient, torch.ones(3))
 
 
-def test_sources_are_translated_one_after_another() -> None:
-    active: list[int] = []
-
-    class Source:
-        def make_ir(self, number: int) -> int:
-            active.append(number)
-            time.sleep(0.01)
-            assert active == [number]
-            active.remove(number)
-            if number == 3:
-                raise ValueError("syntax")
-            return number
-
-    turns = first_call._in_turn(Source)
-    assert first_call._in_turn(turns) is turns and first_call._in_turn(Source) is turns
-    with ThreadPoolExecutor(4) as pool:
-        futures = [pool.submit(turns().make_ir, number) for number in range(6)]
-    found = [future.result() for future in futures if not future.exception()]
-    assert found == [0, 1, 2, 4, 5]
-
-
-def test_waiting_threads_take_turns_in_the_order_of_their_numbers() -> None:
-    turns, order = first_call.Turns(), list[int]()
-
-    def wait(number: int) -> None:
-        with turns.turn(number):
-            order.append(number)
-
-    threads = [threading.Thread(target=wait, args=(number,)) for number in (4, 2, 5, 3)]
-    with turns.turn(9):
-        for thread in threads:
-            thread.start()
-        while len(turns._waiting) < len(threads):
-            time.sleep(0.001)
-    for thread in threads:
-        thread.join(60)
-    assert order == [2, 3, 4, 5] and not turns.is_taken
-
-
-def test_a_turn_ends_with_an_error() -> None:
-    turns = first_call.Turns()
-    with pytest.raises(ValueError, match="syntax"), turns.turn(0):
-        raise ValueError("syntax")
-    with turns.turn(1):
-        assert turns.is_taken
-
-
 def test_kernels_that_take_longest_compile_first(setup: Setup) -> None:
     """The launches keep their order. More code comes first, and then greater constants."""
 
@@ -335,16 +286,20 @@ def test_a_forked_process_has_no_compilations() -> None:
     """The child of a process that compiles has a free lock and a collector."""
     code = """
 import gc, os, sys
-from partita.runtime import first_call, waiting
+from partita.runtime import first_call, translation, waiting
+from triton.compiler.code_generator import CodeGenerator
 first_call._compilations.store("kernel", None)
+usual = CodeGenerator.visit
 interval = sys.getswitchinterval()
-with first_call._front_end.turn(0), waiting.paused_collector(), waiting.short_turns():
+turn = translation._turns.turn(0), translation._plain_visits()
+with turn[0], turn[1], waiting.paused_collector(), waiting.short_turns():
     child = os.fork()
     if child == 0:
-        free = not first_call._front_end.is_taken and sys.getswitchinterval() == interval
+        free = not translation._turns.is_taken and sys.getswitchinterval() == interval
+        free &= CodeGenerator.visit is usual
         os._exit(0 if free and gc.isenabled() and not first_call._compilations else 1)
     status = os.waitpid(child, 0)[1]
-    assert not gc.isenabled() and first_call._front_end.is_taken
+    assert not gc.isenabled() and translation._turns.is_taken
 assert gc.isenabled()
 print(os.waitstatus_to_exitcode(status))
 """

@@ -14,7 +14,6 @@ not wait for them: the first call of the gradient does.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import threading
@@ -31,6 +30,7 @@ from .caches import BoundedCache, register_cache
 from .compiler_options import compiler_options
 from .parts import tensor_of, with_views
 from .recording import ALLOCATIONS, FILLED_ALLOCATIONS, FILLS, has_no_tensors
+from .translation import in_turn, translate_ahead
 from .waiting import paused_collector, short_turns
 
 MAX_THREADS = 16
@@ -48,35 +48,6 @@ thread = _Thread()
 # by Triton's key. A process has some dozens.
 _compilations: BoundedCache[str, Any] = BoundedCache(1024)
 register_cache("runtime.first_call.compilations", _compilations.clear)
-_numbers = itertools.count()  # of sources, in the order in which they are submitted
-
-
-class Turns:
-    """A lock that goes to the waiting thread with the least number."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._waiting: list[int] = []
-        self.is_taken = False
-
-    @contextmanager
-    def turn(self, number: int) -> Iterator[None]:
-        """Wait for the turn of a number, and have the lock in the block."""
-        with self._condition:
-            self._waiting.append(number)
-            while self.is_taken or min(self._waiting) != number:
-                self._condition.wait()
-            self._waiting.remove(number)
-            self.is_taken = True
-        try:
-            yield
-        finally:
-            with self._condition:
-                self.is_taken = False
-                self._condition.notify_all()
-
-
-_front_end = Turns()
 
 
 class Launch(NamedTuple):
@@ -270,8 +241,6 @@ class DeferredLaunches(TorchDispatchMode):
 
 def _forget_threads() -> None:
     """Forget what threads were doing, which a forked process does not have."""
-    global _front_end
-    _front_end = Turns()
     _compilations.clear()
 
 
@@ -334,7 +303,8 @@ def _start_all(planned: Sequence[Launch], launches: Sequence[Launch]) -> list[An
     """Start to compile all kernels, and return what each of the launches waits for.
 
     The translation from Python runs for one kernel after the other, so those that take longest
-    come first: the rest of their compilation runs beside the translation of others.
+    come first: the rest of their compilation runs beside the translation of others. With an empty
+    cache it starts before the compiler is ready.
     """
     for launch in (*planned, *launches):
         with suppress(Exception):  # the compilation raises it again
@@ -342,7 +312,13 @@ def _start_all(planned: Sequence[Launch], launches: Sequence[Launch]) -> list[An
             _ = getattr(launch.kernel, "cache_key", None)
     found: list[Any] = [None] * len(launches)
     numbered = [*((-1, launch) for launch in planned), *enumerate(launches)]
-    for index, launch in sorted(numbered, key=lambda task: task[1].work, reverse=True):
+    numbered.sort(key=lambda task: task[1].work, reverse=True)
+    for _, (kernel, _, args, options) in numbered:
+        if not launcher.is_computing_key():
+            break
+        with suppress(Exception):  # the compilation raises it again
+            translate_ahead(kernel, with_views(args), {**options, **compiler_options()})
+    for index, launch in numbered:
         if index >= 0:
             found[index] = _start_to_compile(launch)
         else:
@@ -370,33 +346,5 @@ def _start_to_compile(launch: Launch) -> Any:
 
         # The first look at the cache of a device sets the class of the kernel's source.
         _ = kernel.device_caches[driver.active.get_current_device()]
-        kernel.ASTSource = _in_turn(kernel.ASTSource)
+        kernel.ASTSource = in_turn(kernel.ASTSource)
     return kernel.warmup(*with_views(args), grid=(programs,), **options, **compiler_options())
-
-
-@functools.lru_cache(maxsize=16)
-def _in_turn(source: type) -> type:
-    """Return a class of sources that Triton translates from Python one after another.
-
-    They keep the order in which they are made. This part of the compiler is Python, so threads
-    would only take it from each other: the first kernel would get to the parallel part when the
-    last one does. It also changes the filters of warnings, which is not safe in several threads.
-    """
-    if getattr(source, "takes_turns", False):
-        return source
-
-    class SourceInTurn(source):  # type: ignore[misc]
-        takes_turns = True
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.number = next(_numbers)
-
-        def make_ir(self, *args: Any, **kwargs: Any) -> Any:
-            with _front_end.turn(self.number):
-                return super().make_ir(*args, **kwargs)
-
-    return SourceInTurn
-
-
-register_cache("runtime.first_call.sources", _in_turn.cache_clear)

@@ -265,6 +265,16 @@ def wait_for_compiler() -> None:
         wait(loading.compiler)
 
 
+def is_computing_key() -> bool:
+    """Return whether Triton is not ready to compile, and has no stored kernels, as far as known.
+
+    Without the C module nothing is prepared, and with a known key kernels may be stored.
+    """
+    if (loading := _loading) is None or not triton_key.is_new.is_set() or not is_known_triton():
+        return False
+    return not all(future.done() for future in loading.compiler)
+
+
 def status() -> str:
     """Return a sentence for `partita info` that says what launches kernels."""
     return (_found or _wait())[1]

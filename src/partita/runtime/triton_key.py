@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 FILE = "partita_triton_key.txt"
+is_new = threading.Event()  # set before a key is computed that was not stored
 
 
 def use_stored() -> None:
@@ -30,6 +32,7 @@ def use_stored() -> None:
         manager = cache.get_cache_manager(stamp)
         path = manager.get_file(FILE)
         if path is None:
+            is_new.set()
             manager.put(compute(), FILE, binary=False)
             return
         key = Path(path).read_text(encoding="utf-8")
