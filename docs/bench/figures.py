@@ -2,7 +2,7 @@
 
     python docs/bench/figures.py
 
-`softmax.svg` and `cross_entropy.svg` show h200.csv, `ctc_exactness.svg` and `ctc_crf.svg` show
+`softmax.svg` and `cross_entropy.svg` show rows.csv, `ctc_exactness.svg` and `ctc_crf.svg` show
 ctc.csv, and `parallel.svg` shows parallel.csv and the arithmetic of its page. `chain.svg`,
 `ctc.svg`, `host.svg`, `linear_budget.svg` and `linear_cross_entropy.svg` show the tables of their
 names. `row_exactness.svg` and its table are arithmetic in fp32 on the CPU: two ways to form a loss
@@ -69,7 +69,7 @@ def cross_entropy(panels: Sequence[Axes]) -> None:
     for axes, dtype in zip(panels, ("fp32", "bf16"), strict=True):
         rows = [
             row
-            for row in rows_of("h200.csv", op="cross_entropy", part="total", dtype=dtype)
+            for row in rows_of("rows.csv", op="cross_entropy", part="total", dtype=dtype)
             if row["fraction"]
         ]
         for name in dict.fromkeys(row["provider"] for row in rows):
@@ -98,7 +98,7 @@ def cross_entropy(panels: Sequence[Axes]) -> None:
         axes.set_xticks([], minor=True)
         axes.spines[["top", "right"]].set_visible(False)
         figures_compared.label_ends(axes, 5)
-    panels[0].set_ylabel("% of the copy bandwidth of one H200\n(higher is better)")
+    panels[0].set_ylabel("% of the copy bandwidth of one H100\n(higher is better)")
 
 
 def ctc_exactness(panels: Sequence[Axes]) -> None:
@@ -118,7 +118,7 @@ def ctc_exactness(panels: Sequence[Axes]) -> None:
         yscale="log",
         xlabel="steps",
         ylabel="greatest error of a posterior",
-        title="CTC against fp64, logits in fp32, NVIDIA H200",
+        title="CTC against fp64, logits in fp32, NVIDIA H100",
     )
     axes.legend(fontsize=9, loc="upper left")
 
@@ -135,7 +135,7 @@ def linear_budget(panels: Sequence[Axes]) -> None:
     products = float(rows_of("linear_budget.csv", **size)[0]["products_ms"])
     axes.axhline(products, color=COLOURS["products"], linestyle="--", label="three products")
     axes.set(xlabel="workspace, GiB", ylabel="forward + backward, ms", ylim=(0, None))
-    title = "16,384 tokens of 2,048, 262,144 classes, bf16, one H200: lower is better"
+    title = "16,384 tokens of 2,048, 262,144 classes, bf16, one H100: lower is better"
     axes.set_title(title, fontsize=10)
     axes.legend()
 

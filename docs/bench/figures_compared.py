@@ -69,7 +69,7 @@ def label_ends(axes: Axes, gap: float) -> None:
 def softmax(panels: Sequence[Axes]) -> None:
     """Draw the bandwidth by the width of a row, with the copy bandwidth of the machine."""
     (axes,) = panels
-    with (HERE / "h200.csv").open(encoding="utf-8", newline="") as file:
+    with (HERE / "rows.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     copy = next(float(row["gb_per_s"]) for row in rows if row["part"] == "copy")
     rows = [row for row in rows if row["op"] == "softmax" and row["part"] == "replay"]
@@ -90,7 +90,7 @@ def softmax(panels: Sequence[Axes]) -> None:
         ylim=(0, 1.1 * copy),
         xlabel="columns",
         ylabel="bandwidth, GB/s (read + written)",
-        title="softmax, 4,096 rows, fp32, one H200: higher is better",
+        title="softmax, 4,096 rows, fp32, one H100: higher is better",
     )
     axes.set_xticks(range(0, right, 1000))
     axes.yaxis.set_major_formatter("{x:,.0f}")
@@ -129,7 +129,7 @@ def linear_cross_entropy(panels: Sequence[Axes]) -> None:
     axes.set(
         ylim=(1.0, HIGHEST + 0.55),
         ylabel="time / time of the three products",
-        title="loss and gradients from hidden states, bf16, one H200: lower is better (cut at 3)",
+        title="loss and gradients from hidden states, bf16, one H100: lower is better (cut at 3)",
     )
     axes.grid(alpha=0.3, axis="y")
     axes.set_axisbelow(True)
@@ -181,7 +181,7 @@ def ctc(panels: Sequence[Axes]) -> None:
     cases = {name: found[key] for key, name in CASES.items()}
     cases["basecaller, CTC-CRF"] = totals("ctc.csv", "ctc_crf")
     speed_ups(panels[0], cases, 400)
-    panels[0].set_title("Speed-up of CTC with its gradient, one H200: higher is better")
+    panels[0].set_title("Speed-up of CTC with its gradient, one H100: higher is better")
 
 
 def chain(panels: Sequence[Axes]) -> None:
@@ -202,7 +202,7 @@ def chain(panels: Sequence[Axes]) -> None:
     speed_ups(panels[0], cases, highest)
     panels[0].set_xticks([x for x in (1, 2, 5, 10, 20, 50, 100, 200, 500) if x <= highest])
     panels[0].set_xticks([], minor=True)
-    panels[0].set_title("Speed-up of log Z with its gradient, fp32, one H200: higher is better")
+    panels[0].set_title("Speed-up of log Z with its gradient, fp32, one H100: higher is better")
 
 
 def ctc_crf(panels: Sequence[Axes]) -> None:
@@ -227,5 +227,5 @@ def ctc_crf(panels: Sequence[Axes]) -> None:
         axes.set_axisbelow(True)
         axes.grid(alpha=0.3, axis="x")
     panels[0].figure.suptitle(
-        "CTC-CRF, 2,000 steps × 64 sequences × 4⁵ k-mers, fp32, one H200: lower is better"
+        "CTC-CRF, 2,000 steps × 64 sequences × 4⁵ k-mers, fp32, one H100: lower is better"
     )

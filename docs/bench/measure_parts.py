@@ -124,7 +124,7 @@ PARTS = (
     ),
     # These need QuACK, Liger and cut-cross-entropy.
     bench(
-        "h200",
+        "rows",
         "softmax cross_entropy --peers torch,compile,naive,quack,liger",
         260,
         [

@@ -18,12 +18,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import quoted_figures  # noqa: F401, fills FIGURES
-import quoted_h100  # noqa: F401
+import quoted_h200  # noqa: F401
 import quoted_host  # noqa: F401
 import quoted_linear  # noqa: F401
 import quoted_parallel  # noqa: F401
 import quoted_readme  # noqa: F401
 import quoted_rnnt  # noqa: F401
+import quoted_searches  # noqa: F401
 from quoted_rows import FIGURES
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from quoted_rows import GIB, OURS, digits, error, figure, number, row, rows, span, table
 
-LINEAR, CTC, CHAIN, ROWS = "linear_cross_entropy.csv", "ctc.csv", "chain.csv", "h200.csv"
+LINEAR, CTC, CHAIN, ROWS = "linear_cross_entropy.csv", "ctc.csv", "chain.csv", "rows.csv"
 HEADS = ((8192, 4096, 128256), (16384, 2048, 262144), (8192, 2048, 32768), (4096, 4096, 128256))
 CRF = {"op": "ctc_crf", "part": "total"}
 

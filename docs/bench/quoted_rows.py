@@ -19,7 +19,7 @@ NAMES = {
     "compile": "`torch.compile`",
     "quack": "quack",
     "liger": "Liger",
-    "liger-cute": "Liger's CuTe kernels",
+    "liger-cute": "Liger in CuTe",
     "megatron": "Megatron's way",
 }
 GIB = 2.0**30

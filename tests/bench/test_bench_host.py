@@ -154,11 +154,12 @@ def test_first_calls_use_one_cache_that_starts_empty(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     caches: list[tuple[str, Path, bool]] = []
+    bytecode: list[Path] = []
 
     def fake(module: str, arguments: list[str], environment: dict[str, str]) -> Any:
         assert module == "bench.first_call"
         folder = Path(environment["TRITON_CACHE_DIR"])
-        assert folder.parent == Path(environment["PYTHONPYCACHEPREFIX"]).parent
+        bytecode.append(Path(environment["PYTHONPYCACHEPREFIX"]))
         caches.append((arguments[1], folder, not folder.exists()))
         folder.mkdir(exist_ok=True)
         return {"first": 2.0 if caches[-1][2] else 0.5}
@@ -174,6 +175,8 @@ def test_first_calls_use_one_cache_that_starts_empty(
     ]
     assert caches[1][1] == caches[2][1] != caches[0][1]
     assert not any(folder.exists() for _, folder, _ in caches)
+    assert len(bytecode) == 3 and len(set(bytecode)) == 1
+    assert list(bytecode[0].rglob("host_cases.*.pyc"))  # as an installation has it
     rows = [row for row in read(path) if row["variant"] == host_report.FIRST_CALL]
     assert [(r["provider"], r["empty_cache_s"], r["filled_cache_s"]) for r in rows] == [
         ("torch", "2", ""),

@@ -7,7 +7,10 @@ autograd, of allocations and of launches.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
+import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -151,18 +154,34 @@ def device_work(call: Call, device: torch.device) -> tuple[int, float] | None:
     return (len(times), float(sum(times))) if times else None
 
 
+@functools.cache
+def _bytecode() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder with the bytecode of Partita and Triton, which an installation compiles.
+
+    Otherwise the first call of a package that runs from its sources would be longer.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="partita-")
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": folder.name, "PYTHONDONTWRITEBYTECODE": ""}
+    for name in ("partita", "triton"):
+        if found := importlib.util.find_spec(name):
+            command = [sys.executable, "-m", "compileall", "-q", "-j", "0"]
+            command += found.submodule_search_locations or []
+            # Files that Python cannot read are left to their import.
+            subprocess.run(command, env=environment, capture_output=True, check=False)
+    return folder
+
+
 def first_call(op: str, provider: str, device: torch.device) -> FirstCall:
     """Measure the first call in fresh processes: Triton's cache is empty, and then it is filled.
 
-    The cache is a temporary folder. PyTorch has none, so it gets one process. Python's bytecode is
-    cached beside it, as an installation does.
+    The cache is a temporary folder. PyTorch has none, so it gets one process.
     """
     seconds: dict[str, float] = {}
     states = (EMPTY, FILLED) if provider == OURS else (EMPTY,)
     with tempfile.TemporaryDirectory(prefix="partita-") as cache:
         environment = {
             "TRITON_CACHE_DIR": f"{cache}/triton",
-            "PYTHONPYCACHEPREFIX": f"{cache}/bytecode",
+            "PYTHONPYCACHEPREFIX": _bytecode().name,
             "PYTHONDONTWRITEBYTECODE": "",
         }
         try:

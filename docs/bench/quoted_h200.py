@@ -1,4 +1,4 @@
-"""The figures of the run on an H100; the name of a function is the name of a quote."""
+"""The figures of the run on an H200; the name of a function is the name of a quote."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quoted_figures import CRF
 from quoted_readme import compared, speed_table
 from quoted_rows import figure, number, row
 
-ROWS, LINEAR, CTC = "h100/rows.csv", "h100/linear_cross_entropy.csv", "h100/ctc.csv"
+ROWS, LINEAR, CTC = "h200/rows.csv", "h200/linear_cross_entropy.csv", "h200/ctc.csv"
 
 
 def _lines() -> Iterator[list[str]]:
@@ -33,7 +33,7 @@ def _lines() -> Iterator[list[str]]:
 
 
 @figure
-def h100_machine() -> str:
+def h200_machine() -> str:
     machine = row(ROWS, op="machine", part="copy")
     copy = number(ROWS, "gb_per_s", op="machine", part="copy")
     torch = row(ROWS, op="version", provider="torch")["note"]
@@ -41,5 +41,5 @@ def h100_machine() -> str:
 
 
 @figure
-def h100_speed() -> str:
+def h200_speed() -> str:
     return speed_table(_lines())
