@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from quoted_rows import digits
 
 from partita.bench.picture import COLOURS
 
@@ -120,7 +121,9 @@ def linear_cross_entropy(panels: Sequence[Axes]) -> None:
             color=LINEAR_COLOURS[name],
             label=NAMES[name],
         )
-        axes.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], padding=1, fontsize=6.5)
+        # The labels of bars that are cut stand side by side.
+        texts = [f"{ratio:.2f}" if ratio < HIGHEST else f"{ratio:.1f}" for ratio in ratios]
+        axes.bar_label(bars, texts, padding=1, fontsize=6.5)
     labels = [
         f"{int(tokens):,} tokens of {int(hidden):,}\n{int(vocabulary):,} classes"
         for tokens, hidden, vocabulary in sizes
@@ -202,7 +205,8 @@ def chain(panels: Sequence[Axes]) -> None:
     speed_ups(panels[0], cases, highest)
     panels[0].set_xticks([x for x in (1, 2, 5, 10, 20, 50, 100, 200, 500) if x <= highest])
     panels[0].set_xticks([], minor=True)
-    panels[0].set_title("Speed-up of log Z with its gradient, fp32, one H100: higher is better")
+    title = "Speed-up of log Z with its gradient, fp32, one H100: higher is better"
+    panels[0].set_title(title, fontsize=10)
 
 
 def ctc_crf(panels: Sequence[Axes]) -> None:
@@ -218,7 +222,7 @@ def ctc_crf(panels: Sequence[Axes]) -> None:
         bars = axes.barh(
             names, values, color=[COLOURS[row["provider"]] for row in rows], height=0.6
         )
-        axes.bar_label(bars, [f"{value:,.3g}" for value in values], padding=3, fontsize=9)
+        axes.bar_label(bars, [digits(value) for value in values], padding=3, fontsize=9)
         axes.set(xlabel=label, xlim=(0, 1.15 * max(values)))
         if column == "median_ms":
             axes.set(xscale="log", xlim=(1, 4 * max(values)))
