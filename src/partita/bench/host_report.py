@@ -232,7 +232,7 @@ def render(bars: Sequence[Bar], machine: str, format: str) -> bytes:
 
     def draw_bars(subplots: Sequence[Any]) -> None:
         (axes,) = subplots
-        picture.grouped_bars(axes, values, colours=COLOURS, gaps=False)
+        picture.grouped_bars(axes, values, colours=COLOURS, gaps=False, upright=False)
         axes.set_yscale("log")
         times = [bar[2] for bar in bars]
         axes.set_ylim(min(times) / 3, 4 * max(times))  # leaves room for the legend

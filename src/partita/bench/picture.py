@@ -152,10 +152,12 @@ def grouped_bars(
     *,
     colours: Mapping[str, str] = COLOURS,
     gaps: bool = True,
+    upright: bool = True,
 ) -> None:
     """Draw the bars of each name at the groups that have a value, with the value above.
 
-    With `gaps`, a name without a value leaves its place in the group empty.
+    With `gaps`, a name without a value leaves its place in the group empty. Values that are not
+    `upright` have room beside each other above narrow bars.
     """
     names, width = list(values), 0.84 / len(values)
 
@@ -174,8 +176,9 @@ def grouped_bars(
         axes.bar_label(
             bars,
             [f"{value:.3g}" if value < 1000 else f"{value:,.0f}" for value in own.values()],
-            padding=1,
+            padding=1 if upright else 3,
             fontsize=7.5,
+            rotation=0 if upright else 90,
         )
 
 
