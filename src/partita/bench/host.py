@@ -23,6 +23,7 @@ from ..cli.arguments import device_named, require_writable, words
 from ..cli.console import Progress, UsageError, first_line, print_table
 from ..cli.fresh_process import run_module
 from ..cli.info import no_gpu
+from ..runtime.caches import register_cache
 from . import host_report, providers
 from .host_cases import CASES, OPS, PROVIDERS, Draw, HostCase, usual_case
 from .host_report import FirstCall, Measurement
@@ -154,7 +155,7 @@ def device_work(call: Call, device: torch.device) -> tuple[int, float] | None:
     return (len(times), float(sum(times))) if times else None
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def _bytecode() -> tempfile.TemporaryDirectory[str]:
     """Return a folder with the bytecode of Partita and Triton, which an installation compiles.
 
@@ -169,6 +170,9 @@ def _bytecode() -> tempfile.TemporaryDirectory[str]:
             # Files that Python cannot read are left to their import.
             subprocess.run(command, env=environment, capture_output=True, check=False)
     return folder
+
+
+register_cache("bench.host.bytecode", _bytecode.cache_clear)
 
 
 def first_call(op: str, provider: str, device: torch.device) -> FirstCall:

@@ -19,6 +19,7 @@ import torch
 
 from .caches import register_cache
 from .environment import reader
+from .sources import quick_sources
 
 BACKENDS = ("auto", "reference", "triton", "numba")
 
@@ -55,7 +56,10 @@ class Backends:
         """Return the functions of one table."""
         loader = {"reference": self.reference, "gpu": self.gpu, "cpu": self.cpu}[table]
         assert loader is not None
-        return loader()
+        if table != "gpu":
+            return loader()
+        with quick_sources():  # the loader imports kernels
+            return loader()
 
 
 def _known(name: str, origin: str) -> str:
