@@ -26,6 +26,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parent))
 import figures_compared
+from figures_compared import CARD
 from scaling import loss_ms
 
 from partita.bench import host_report
@@ -98,7 +99,7 @@ def cross_entropy(panels: Sequence[Axes]) -> None:
         axes.set_xticks([], minor=True)
         axes.spines[["top", "right"]].set_visible(False)
         figures_compared.label_ends(axes, 5)
-    panels[0].set_ylabel("% of the copy bandwidth of one H100\n(higher is better)")
+    panels[0].set_ylabel(f"% of the copy bandwidth of one {CARD}\n(higher is better)")
 
 
 def ctc_exactness(panels: Sequence[Axes]) -> None:
@@ -118,7 +119,7 @@ def ctc_exactness(panels: Sequence[Axes]) -> None:
         yscale="log",
         xlabel="steps",
         ylabel="greatest error of a posterior",
-        title="CTC against fp64, logits in fp32, NVIDIA H100",
+        title=f"CTC against fp64, logits in fp32, NVIDIA {CARD}",
     )
     axes.legend(fontsize=9, loc="upper left")
 
@@ -135,7 +136,7 @@ def linear_budget(panels: Sequence[Axes]) -> None:
     products = float(rows_of("linear_budget.csv", **size)[0]["products_ms"])
     axes.axhline(products, color=COLOURS["products"], linestyle="--", label="three products")
     axes.set(xlabel="workspace, GiB", ylabel="forward + backward, ms", ylim=(0, None))
-    title = "16,384 tokens of 2,048, 262,144 classes, bf16, one H100: lower is better"
+    title = f"16,384 tokens of 2,048, 262,144 classes, bf16, one {CARD}: lower is better"
     axes.set_title(title, fontsize=10)
     axes.legend()
 

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from quoted_rows import digits
+from quoted_rows import card, digits
 
 from partita.bench.picture import COLOURS
 
 HERE = Path(__file__).parent
 Record = dict[str, str]
+CARD = card("rows.csv")
 HIGHEST = 3.0  # times the products; a longer bar ends here, and its number says how long it is
 NAMES = {
     "partita": "Partita",
@@ -91,7 +92,7 @@ def softmax(panels: Sequence[Axes]) -> None:
         ylim=(0, 1.1 * copy),
         xlabel="columns",
         ylabel="bandwidth, GB/s (read + written)",
-        title="softmax, 4,096 rows, fp32, one H100: higher is better",
+        title=f"softmax, 4,096 rows, fp32, one {CARD}: higher is better",
     )
     axes.set_xticks(range(0, right, 1000))
     axes.yaxis.set_major_formatter("{x:,.0f}")
@@ -129,10 +130,11 @@ def linear_cross_entropy(panels: Sequence[Axes]) -> None:
         for tokens, hidden, vocabulary in sizes
     ]
     axes.set_xticks(range(len(sizes)), labels, fontsize=9)
+    what = "loss and gradients from hidden states, bf16"
     axes.set(
         ylim=(1.0, HIGHEST + 0.55),
         ylabel="time / time of the three products",
-        title="loss and gradients from hidden states, bf16, one H100: lower is better (cut at 3)",
+        title=f"{what}, one {CARD}: lower is better (cut at 3)",
     )
     axes.grid(alpha=0.3, axis="y")
     axes.set_axisbelow(True)
@@ -184,7 +186,7 @@ def ctc(panels: Sequence[Axes]) -> None:
     cases = {name: found[key] for key, name in CASES.items()}
     cases["basecaller, CTC-CRF"] = totals("ctc.csv", "ctc_crf")
     speed_ups(panels[0], cases, 400)
-    panels[0].set_title("Speed-up of CTC with its gradient, one H100: higher is better")
+    panels[0].set_title(f"Speed-up of CTC with its gradient, one {CARD}: higher is better")
 
 
 def chain(panels: Sequence[Axes]) -> None:
@@ -205,7 +207,7 @@ def chain(panels: Sequence[Axes]) -> None:
     speed_ups(panels[0], cases, highest)
     panels[0].set_xticks([x for x in (1, 2, 5, 10, 20, 50, 100, 200, 500) if x <= highest])
     panels[0].set_xticks([], minor=True)
-    title = "Speed-up of log Z with its gradient, fp32, one H100: higher is better"
+    title = f"Speed-up of log Z with its gradient, fp32, one {CARD}: higher is better"
     panels[0].set_title(title, fontsize=10)
 
 
@@ -231,5 +233,5 @@ def ctc_crf(panels: Sequence[Axes]) -> None:
         axes.set_axisbelow(True)
         axes.grid(alpha=0.3, axis="x")
     panels[0].figure.suptitle(
-        "CTC-CRF, 2,000 steps × 64 sequences × 4⁵ k-mers, fp32, one H100: lower is better"
+        f"CTC-CRF, 2,000 steps × 64 sequences × 4⁵ k-mers, fp32, one {CARD}: lower is better"
     )

@@ -60,6 +60,11 @@ def row(name: str, **wanted: object) -> Record:
     return found[0]
 
 
+def card(name: str) -> str:
+    """Return the short name of the GPU of a table, such as H100."""
+    return row(name, op="machine", part="copy")["provider"].split()[1]
+
+
 def number(name: str, column: str, **wanted: object) -> float:
     return float(row(name, **wanted)[column])
 

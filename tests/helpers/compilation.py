@@ -80,8 +80,10 @@ def most_demanding(known: list[Launch], kind: Callable[[Launch], Any]) -> list[L
     return list(found.values())
 
 
-def compiled(launch: Launch, target: GPUTarget) -> Any:
-    """Compile a launch like `JITFunction.run`, for another GPU."""
+def compiled(
+    launch: Launch, target: GPUTarget, wrap: Callable[[type], type] = lambda source: source
+) -> Any:
+    """Compile a launch like `JITFunction.run`, for another GPU, from a wrapped class of sources."""
     backend = make_backend(target)
     binder = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
     bound, specialization, options = binder(*launch.args, **launch.options)
@@ -90,7 +92,9 @@ def compiled(launch: Launch, target: GPUTarget) -> Any:
     )
     kind = GluonASTSource if launch.kernel.is_gluon() else ASTSource
     return triton.compile(
-        kind(launch.kernel, signature, constexprs, attrs), target=target, options=options.__dict__
+        wrap(kind)(launch.kernel, signature, constexprs, attrs),
+        target=target,
+        options=options.__dict__,
     )
 
 

@@ -29,9 +29,7 @@ def module_of(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_all_device_functions_have_the_usual_lines(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_device_functions_have_the_usual_lines(path: Path) -> None:
     module = module_of(path)
     values = [
         value.fn if isinstance(value, JITFunction) else value for value in vars(module).values()

@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,11 @@ import torch
 
 pytest.importorskip("triton")
 import triton
+from helpers.compilation import TARGETS, compiled
 from helpers.launches import Launch, recording
 from helpers.rows import INTERPRETING
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompilationError, make_backend
+from triton.compiler import CompilationError
 from triton.compiler.code_generator import CodeGenerator
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.jit import create_function_from_signature
 
 import partita
 from partita.runtime import first_call, launcher, translation, triton_key
@@ -26,7 +25,7 @@ from partita.runtime import first_call, launcher, translation, triton_key
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from compare_ptx import canonical
 
-TARGET = GPUTarget("cuda", 90, 32)
+TARGET = TARGETS["sm_90"].target
 needs_compiler = pytest.mark.skipif(INTERPRETING, reason="kernels are functions of Python there")
 
 
@@ -50,17 +49,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     return [kinds[False], kinds[True]]
 
 
-def compiled(launch: Launch, in_turn: bool) -> str:
-    """Return the instructions of a launch, compiled as Triton's `JITFunction.run` would."""
-    kernel, backend = launch.kernel, make_backend(TARGET)
-    given = {**launch.options, "debug": False, "instrumentation_mode": ""}
-    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, options = bind(*launch.args, **given)
-    options, *parts = kernel._pack_args(backend, given, bound, specialization, options)
-    source = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = translation.in_turn(source) if in_turn else source
-    found = triton.compile(source(kernel, *parts), target=TARGET, options=options.__dict__)
-    return canonical(found.asm["ptx"])
+def instructions(launch: Launch, wrap: Callable[[type], type] = translation.in_turn) -> str:
+    return canonical(compiled(launch, TARGET, wrap).asm["ptx"])
 
 
 def test_sources_are_translated_one_after_another() -> None:
@@ -122,14 +112,14 @@ def test_a_translated_kernel_is_not_translated_again(
     visit = translation._visit
     monkeypatch.setattr(translation, "_visit", lambda *args: visited.append(args) or visit(*args))
     for launch in launches:
-        plain = compiled(launch, in_turn=False)
+        plain = instructions(launch, lambda source: source)
         assert not visited
         translation.translate_ahead(launch.kernel, launch.args, launch.options)
         assert visited and len(translation._translated) == 1
         visited.clear()
-        assert compiled(launch, in_turn=True) == plain
+        assert instructions(launch) == plain
         assert not visited and not translation._translated
-        assert compiled(launch, in_turn=True) == plain
+        assert instructions(launch) == plain
         assert visited
         visited.clear()
 
@@ -139,7 +129,7 @@ def test_other_options_are_translated_again(launches: list[Launch]) -> None:
     kernel, args, options = launches[0]
     translation.translate_ahead(kernel, args, {**options, "num_stages": 5})
     ((target, source, _),) = translation._translated
-    compiled(launches[0], in_turn=True)
+    instructions(launches[0])
     assert [key[:2] for key in translation._translated] == [(target, source)]
     translation._translated.clear()
 

@@ -239,13 +239,8 @@ class DeferredLaunches(TorchDispatchMode):
         return all(tensor.untyped_storage()._cdata not in self._used for tensor in tensors)
 
 
-def _forget_threads() -> None:
-    """Forget what threads were doing, which a forked process does not have."""
-    _compilations.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_threads)
+if hasattr(os, "register_at_fork"):  # a forked process does not have the threads that compile
+    os.register_at_fork(after_in_child=_compilations.clear)
 
 
 def _without_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
