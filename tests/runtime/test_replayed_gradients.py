@@ -44,7 +44,7 @@ def gradients(
         return "python", saved
 
     call = ops.driver.module.EagerCall(
-        *(ops.replay, ops.replay, None, (None, None, python), (), (0,), (), ()),
+        *(ops.replay, ops.replay, None, (None, None, None, python), (), (0,), (), ()),
         *(len(grads), len(saved), -1, -1, True, False),
     )
     ctx = SimpleNamespace(link=(options, positions, (), None), saved_tensors=saved)
@@ -135,7 +135,7 @@ NUMBERS = (1, 0, -1, -1, True, False)
 
 def test_a_context_without_a_link(ops: Ops) -> None:
     positions: tuple[Any, ...] = ((), (0,), (), ())
-    make, functions = ops.driver.module.EagerCall, (None, None, None)
+    make, functions = ops.driver.module.EagerCall, (None, None, None, None)
     call = make(ops.replay, ops.replay, None, functions, *positions, *NUMBERS)
     with torch.no_grad(), pytest.raises(AttributeError, match="link"):
         call.backward(SimpleNamespace(), aligned(8))
@@ -146,7 +146,7 @@ def test_the_arguments_of_eager_calls_are_checked(ops: Ops) -> None:
     with pytest.raises(TypeError):
         make(ops.replay, None, None, (None,), *positions, *NUMBERS)
     with pytest.raises(ValueError, match="at most 64 positions"):
-        functions, numbers = (None, None, None), tuple(range(65))
+        functions, numbers = (None, None, None, None), tuple(range(65))
         make(ops.replay, None, None, functions, numbers, *positions[1:], *NUMBERS)
 
 
@@ -158,7 +158,12 @@ def test_the_result_of_a_context_is_scaled_in_place(ops: Ops) -> None:
     assert ops.record(double, x, factor, "auto").reason is None
     in_python: list[Any] = []
     call = ops.driver.module.EagerCall(
-        *(ops.replay, ops.replay, None, (None, None, lambda *args: in_python.append(args[1:]))),
+        *(
+            ops.replay,
+            ops.replay,
+            None,
+            (None, None, None, lambda *args: in_python.append(args[1:])),
+        ),
         *((0,), (0,), (), (), 1, 0, -1, 1, False, True),
     )
     x = aligned(8)

@@ -12,7 +12,7 @@ typedef struct {
     Replay *forward, *gradient;  /* of the op, and of the op of its gradient or NULL */
     int scales;                  /* whether `gradient` multiplies the context's result in place */
     PyObject *apply;             /* of the autograd function; NULL where there is none */
-    PyObject *link, *run_forward, *run_backward;  /* functions of Python */
+    PyObject *link, *record, *run_forward, *run_backward;  /* functions of Python */
     /* Arguments of the op by position, results by ~ position in `saved`. */
     Positions inputs, values, saved, non_differentiable;
     int num_grads, num_tensors;  /* the arguments of the gradient that the context has not stored */
@@ -25,7 +25,8 @@ typedef struct {
     const EagerCall *function;
     PyObject *const *args;
     Py_ssize_t nargs;
-    Program *program;
+    Program *program;  /* or NULL, and the key under which Python stores one */
+    PyObject *key;
     const View *views;
     int device;
 } Running;
@@ -156,6 +157,21 @@ static PyObject *link_of(const EagerCall *self, const Running *call, PyObject *n
     return link;
 }
 
+/* Let Python serve a call without a program and record it; return the results, and what `eager.py`
+   links with the call. */
+static PyObject *record_call(const EagerCall *self, const Running *call, PyObject *needs_grad,
+                             PyObject **link) {
+    PyObject *args = PyTuple_New(call->nargs), *results = NULL;
+    for (Py_ssize_t i = 0; args && i < call->nargs; i++)
+        PyTuple_SET_ITEM(args, i, Py_NewRef(call->args[i]));
+    if (args) results = PyObject_CallFunctionObjArgs(self->record, call->key, args, NULL);
+    *link = NULL;
+    if (results)
+        *link = PyObject_CallFunctionObjArgs(self->link, args, needs_grad, Py_None, NULL);
+    Py_XDECREF(args);
+    return results;
+}
+
 /* Set an attribute of a context to an object, whose reference is taken. */
 static int set(PyObject *ctx, PyObject *name, PyObject *value) {
     int failed = !value || PyObject_SetAttr(ctx, name, value);
@@ -206,15 +222,20 @@ static PyObject *eager_forward(EagerCall *self, PyObject *const *args, Py_ssize_
     if (nargs == 0 || !call || call->function != self)
         return PyErr_Format(PyExc_RuntimeError, "no call of this function is under way");
     running = NULL;
-    PyObject *ctx = args[0], *results = NULL, *values = NULL, *block = NULL;
+    PyObject *ctx = args[0], *results = NULL, *values = NULL, *block = NULL, *link;
     uint64_t stored = 0;
     PyObject *needs_grad = PyObject_GetAttr(ctx, name_needs_input_grad);
     if (needs_grad && !PyTuple_Check(needs_grad))
         PyErr_SetString(PyExc_TypeError, "needs_input_grad: expected a tuple");
     if (!needs_grad || PyErr_Occurred()) goto done;
-    if (!set(ctx, name_link, link_of(self, call, needs_grad, &stored))) goto done;
-    results = run_program(call->program, call->views, call->device, self->needed & ~stored, stored,
-                          &block);
+    if (call->program) {
+        if (!set(ctx, name_link, link_of(self, call, needs_grad, &stored))) goto done;
+        results = run_program(call->program, call->views, call->device, self->needed & ~stored,
+                              stored, &block);
+    } else {
+        results = record_call(self, call, needs_grad, &link);
+        if (results && !set(ctx, name_link, link)) goto done;
+    }
     if (!results || !set(ctx, name_to_save, tensors_to_save(self, call, results, stored, block)))
         goto done;
     values = values_of(self, results);
@@ -226,7 +247,7 @@ done:
     return values;
 }
 
-/* Call the autograd function, whose forward pass runs the program. */
+/* Call the autograd function, whose forward pass runs the program or lets Python serve the call. */
 static PyObject *apply_function(const EagerCall *self, const Running *call) {
     PyObject *inputs[MAX_ARGS];
     Py_ssize_t count = 0;
@@ -240,18 +261,13 @@ static PyObject *apply_function(const EagerCall *self, const Running *call) {
     return values;
 }
 
-/* call(*args)
-
-   Return the values of the function for such arguments; NotImplemented in plain eager mode where no
-   program is recorded; or None where the mode is another one, and where values are checked. */
-static PyObject *eager_call(PyObject *object, PyObject *const *args, size_t nargsf,
-                            PyObject *names) {
-    EagerCall *self = (EagerCall *)object;
-    Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
+/* Serve a call; see `eager_call`. With `may_record` Python serves and records a call whose gradient
+   is wanted and that has no program. Its arguments were checked. */
+static PyObject *serve_call(EagerCall *self, PyObject *const *args, Py_ssize_t nargs, int may_record) {
     PyObject *given[MAX_ARGS], *answer, *values;
     View views[MAX_ARGS];
     int device, needs_gradient = 0;
-    if (names || nargs > MAX_ARGS) Py_RETURN_NONE;
+    if (nargs > MAX_ARGS) Py_RETURN_NONE;
     if (!is_plain() || is_set(name_check, "0") || !is_default_backend()) Py_RETURN_NONE;
     if (self->apply && returns(is_grad_enabled, Py_True))
         for (int i = 0; i < self->inputs.count && !needs_gradient; i++) {
@@ -266,26 +282,43 @@ static PyObject *eager_call(PyObject *object, PyObject *const *args, size_t narg
         given[self->save_flag] = needs_gradient ? Py_True : Py_False;
     }
     Program *program = find_program(self->forward, given, nargs, views, &device, &answer);
-    if (!program) {
-        if (!answer) return NULL;
+    if (!program && !answer) return NULL;
+    if (!program && !(may_record && needs_gradient && PyBytes_Check(answer))) {
         Py_DECREF(answer);
         Py_RETURN_NOTIMPLEMENTED;
     }
     if (needs_gradient) {
-        Running call = {self, given, nargs, program, views, device};
+        Running call = {self, given, nargs, program, answer, views, device};
         values = apply_function(self, &call);
     } else {
         PyObject *results = run_program(program, views, device, self->returned, 0, NULL);
         values = results ? values_of(self, results) : NULL;
         Py_XDECREF(results);
     }
-    Py_DECREF(program);
+    Py_XDECREF(answer);
+    Py_XDECREF(program);
     return values;
+}
+
+/* call(*args)
+
+   Return the values of the function for such arguments; NotImplemented in plain eager mode where no
+   program is recorded; or None where the mode is another one, and where values are checked. */
+static PyObject *eager_call(PyObject *self, PyObject *const *args, size_t nargsf,
+                            PyObject *names) {
+    if (names) Py_RETURN_NONE;
+    return serve_call((EagerCall *)self, args, PyVectorcall_NARGS(nargsf), 0);
+}
+
+static PyObject *eager_serve(EagerCall *self, PyObject *const *args, Py_ssize_t nargs) {
+    return serve_call(self, args, nargs, 1);
 }
 
 #include "gradients.c"
 
 static PyMethodDef eager_methods[] = {
+    {"serve", (PyCFunction)(void (*)(void))eager_serve, METH_FASTCALL,
+     "serve(*args): a call with checked arguments, which Python records if its gradient is wanted."},
     {"forward", (PyCFunction)(void (*)(void))eager_forward, METH_FASTCALL,
      "forward(ctx, *inputs): the forward pass of the autograd function."},
     {"backward", (PyCFunction)(void (*)(void))eager_backward, METH_FASTCALL,
@@ -308,6 +341,7 @@ static void eager_dealloc(EagerCall *self) {
     Py_XDECREF(self->gradient);
     Py_XDECREF(self->apply);
     Py_XDECREF(self->link);
+    Py_XDECREF(self->record);
     Py_XDECREF(self->run_forward);
     Py_XDECREF(self->run_backward);
     PyObject_Free(self);
@@ -335,7 +369,8 @@ static PyObject *eager_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     EagerCall *self = PyObject_New(EagerCall, type);
     if (!self) return NULL;
     self->forward = self->gradient = NULL, self->apply = NULL;
-    self->link = self->run_forward = self->run_backward = NULL, self->call = eager_call;
+    self->link = self->record = self->run_forward = self->run_backward = NULL;
+    self->call = eager_call;
     if (!PyArg_ParseTuple(args, "O!OOO!O!O!O!O!iiiipp", &replay_type, &forward, &gradient, &apply,
                           &PyTuple_Type, &functions, &PyTuple_Type, &inputs, &PyTuple_Type,
                           &values, &PyTuple_Type, &saved, &PyTuple_Type, &constants,
@@ -344,12 +379,14 @@ static PyObject *eager_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         !read_positions(inputs, &self->inputs) || !read_positions(values, &self->values) ||
         !read_positions(saved, &self->saved) ||
         !read_positions(constants, &self->non_differentiable) ||
-        !PyArg_ParseTuple(functions, "OOO", &self->link, &self->run_forward, &self->run_backward)) {
-        self->link = self->run_forward = self->run_backward = NULL;
+        !PyArg_ParseTuple(functions, "OOOO", &self->link, &self->record, &self->run_forward,
+                          &self->run_backward)) {
+        self->link = self->record = self->run_forward = self->run_backward = NULL;
         Py_DECREF(self);
         return NULL;
     }
-    Py_INCREF(self->link), Py_INCREF(self->run_forward), Py_INCREF(self->run_backward);
+    Py_INCREF(self->link), Py_INCREF(self->record);
+    Py_INCREF(self->run_forward), Py_INCREF(self->run_backward);
     self->forward = (Replay *)Py_NewRef(forward);
     if (gradient != Py_None) self->gradient = (Replay *)Py_NewRef(gradient);
     if (apply != Py_None) self->apply = Py_NewRef(apply);

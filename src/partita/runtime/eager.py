@@ -209,10 +209,10 @@ class EagerCall:
         if torch.compiler.is_compiling():
             return None
         replay = self._replay or self._connect(args[0])
-        found = None if replay is None else replay(*args)
+        found = None if replay is None else replay.serve(*args)
         if found is not NotImplemented:
             return found
-        function = self._function  # which records the call
+        function = self._function
         if function is None or not torch.is_grad_enabled():
             return None
         inputs = (args[i] for i in function.inputs)
@@ -240,7 +240,7 @@ def has_contexts(function: type[EagerFunction]) -> bool:
 def connect(module: Any, op: Op, function: type[EagerFunction] | None) -> Any:
     """Return the C module's form of the calls of an op, and let it serve the autograd function."""
     if function is None:
-        functions, positions = (None, None, None), ((), (), (), ())
+        functions, positions = (None, None, None, None), ((), (), (), ())
         options = (0, 0, -1, -1, True, False)
         return module.EagerCall(op.replay(), None, None, functions, *positions, *options)
     gradient, saved = function.gradient or function.scale, function.saved
@@ -248,7 +248,7 @@ def connect(module: Any, op: Op, function: type[EagerFunction] | None) -> Any:
         op.replay(),
         None if gradient is None else gradient.replay(),
         super(torch.autograd.Function, function).apply,  # type: ignore[misc]
-        (function.link, EagerFunction.forward, run_backward),
+        (function.link, op._record, EagerFunction.forward, run_backward),
         function.inputs,
         function.values,
         saved,
