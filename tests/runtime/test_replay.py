@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 from torch import Tensor
 
 from partita.runtime import launcher, recording
-from partita.runtime.recording import FORK, JOIN, LEAVE, Recorder
+from partita.runtime.programs import FORK, JOIN, LEAVE
+from partita.runtime.recording import Recorder
 
 
 def test_a_replay_computes_from_the_new_arguments(ops: Ops) -> None:

@@ -27,8 +27,7 @@ typedef struct {
     Py_ssize_t nargs;
     Program *program;  /* or NULL, and the key under which Python stores one */
     PyObject *key;
-    const View *views;
-    int device;
+    const Operands *operands;
 } Running;
 
 /* The call of this thread whose forward pass PyTorch has yet to start. */
@@ -64,10 +63,11 @@ static PyObject *values_of(const EagerCall *self, PyObject *results) {
 }
 
 /* Return the bits of the results that one tensor stores for the backward pass: those that are saved
-   and not returned, if they are several, and no result shares their memory. */
+   and not returned, if they are several, and no result shares their memory. The tensor's layout is
+   that of one number of rows. */
 static uint64_t stored_results(const EagerCall *self, const Program *program) {
     uint64_t stored = 0, used = 0, shared = 0;
-    if (program->results == Py_None || !PyList_Check(program->results)) return 0;
+    if (program->serves_any_rows || program->results == Py_None || !PyList_Check(program->results)) return 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(program->results); i++) {
         PyObject *entry = PyList_GET_ITEM(program->results, i);
         Py_ssize_t output = output_of(entry);
@@ -230,8 +230,7 @@ static PyObject *eager_forward(EagerCall *self, PyObject *const *args, Py_ssize_
     if (!needs_grad || PyErr_Occurred()) goto done;
     if (call->program) {
         if (!set(ctx, name_link, link_of(self, call, needs_grad, &stored))) goto done;
-        results = run_program(call->program, call->views, call->device, self->needed & ~stored,
-                              stored, &block);
+        results = run_program(call->program, call->operands, self->needed & ~stored, stored, &block);
     } else {
         results = record_call(self, call, needs_grad, &link);
         if (results && !set(ctx, name_link, link)) goto done;
@@ -265,8 +264,8 @@ static PyObject *apply_function(const EagerCall *self, const Running *call) {
    is wanted and that has no program. Its arguments were checked. */
 static PyObject *serve_call(EagerCall *self, PyObject *const *args, Py_ssize_t nargs, int may_record) {
     PyObject *given[MAX_ARGS], *answer, *values;
-    View views[MAX_ARGS];
-    int device, needs_gradient = 0;
+    Operands operands;
+    int needs_gradient = 0;
     if (nargs > MAX_ARGS) Py_RETURN_NONE;
     if (!is_plain() || is_set(name_check, "0") || !is_default_backend()) Py_RETURN_NONE;
     if (self->apply && returns(is_grad_enabled, Py_True))
@@ -281,17 +280,17 @@ static PyObject *serve_call(EagerCall *self, PyObject *const *args, Py_ssize_t n
         if (self->save_flag >= nargs) Py_RETURN_NONE;
         given[self->save_flag] = needs_gradient ? Py_True : Py_False;
     }
-    Program *program = find_program(self->forward, given, nargs, views, &device, &answer);
+    Program *program = find_program(self->forward, given, nargs, &operands, &answer);
     if (!program && !answer) return NULL;
     if (!program && !(may_record && needs_gradient && PyBytes_Check(answer))) {
         Py_DECREF(answer);
         Py_RETURN_NOTIMPLEMENTED;
     }
     if (needs_gradient) {
-        Running call = {self, given, nargs, program, answer, views, device};
+        Running call = {self, given, nargs, program, answer, &operands};
         values = apply_function(self, &call);
     } else {
-        PyObject *results = run_program(program, views, device, self->returned, 0, NULL);
+        PyObject *results = run_program(program, &operands, self->returned, 0, NULL);
         values = results ? values_of(self, results) : NULL;
         Py_XDECREF(results);
     }

@@ -60,24 +60,25 @@ static PyObject *replay_gradients(EagerCall *self, PyObject *const *grads, PyObj
                                   PyObject *link) {
     PyObject *args[MAX_ARGS], *answer;
     PyObject *options = PyTuple_GET_ITEM(link, 0), *positions = PyTuple_GET_ITEM(link, 1);
-    View views[MAX_ARGS];
+    Operands operands;
     int64_t numbers[MAX_NUMBERS];
     uint64_t wanted = 0;
-    int device, before = self->num_grads, first = before + self->num_tensors;
+    int before = self->num_grads, first = before + self->num_tensors;
     Py_ssize_t count = first + PyTuple_GET_SIZE(options);
     if (count > MAX_ARGS) Py_RETURN_NOTIMPLEMENTED;
     for (int i = 0; i < before; i++) args[i] = grads[i];
-    if (!add_saved(self, saved, PyTuple_GET_ITEM(link, 3), args + before, views + before, numbers))
+    if (!add_saved(self, saved, PyTuple_GET_ITEM(link, 3), args + before, operands.views + before,
+                   numbers))
         Py_RETURN_NOTIMPLEMENTED;
     for (Py_ssize_t i = first; i < count; i++) args[i] = PyTuple_GET_ITEM(options, i - first);
-    Program *program = find_program(self->gradient, args, count, views, &device, &answer);
+    Program *program = find_program(self->gradient, args, count, &operands, &answer);
     if (!program) return answer;
     Py_ssize_t size = PyTuple_GET_SIZE(positions);
     for (Py_ssize_t i = 0; i < size; i++) {
         PyObject *position = PyTuple_GET_ITEM(positions, i);
         if (position != Py_None) wanted |= (uint64_t)1 << (PyLong_AsSize_t(position) & 63);
     }
-    PyObject *results = run_program(program, views, device, wanted, 0, NULL);
+    PyObject *results = run_program(program, &operands, wanted, 0, NULL);
     PyObject *gradients = results ? PyTuple_New(size) : NULL;
     for (Py_ssize_t i = 0; gradients && i < size; i++) {
         PyObject *position = PyTuple_GET_ITEM(positions, i), *gradient = Py_None;
@@ -96,13 +97,12 @@ static PyObject *replay_scaling(EagerCall *self, PyObject *ctx, PyObject *grad, 
     PyObject *options = PyTuple_GET_ITEM(link, 0), *positions = PyTuple_GET_ITEM(link, 1);
     Py_ssize_t last = PyTuple_GET_SIZE(options) - 1, size = PyTuple_GET_SIZE(positions);
     PyObject *result = PyObject_GetAttr(ctx, name_result), *gradients = NULL, *answer;
-    View views[3];
-    int device;
+    Operands operands;
     if (!result) return NULL;
     PyObject *args[] = {result, grad, last < 0 ? Py_None : PyTuple_GET_ITEM(options, last)};
-    Program *program = find_program(self->gradient, args, 3, views, &device, &answer);
+    Program *program = find_program(self->gradient, args, 3, &operands, &answer);
     if (program && !PyObject_SetAttr(ctx, name_result, Py_None)) {
-        PyObject *none = run_program(program, views, device, ALL_RESULTS, 0, NULL);
+        PyObject *none = run_program(program, &operands, ALL_RESULTS, 0, NULL);
         gradients = none ? PyTuple_New(size) : NULL;
         for (Py_ssize_t i = 0; gradients && i < size; i++)
             PyTuple_SET_ITEM(gradients, i, Py_NewRef(i == 0 ? result : Py_None));

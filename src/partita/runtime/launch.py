@@ -15,6 +15,7 @@ from .backend import interpreting
 from .caches import BoundedCache, register_cache
 from .compiler_options import compiler_options
 from .parts import tensor_of, with_views
+from .programs import FORK, JOIN, LEAVE
 from .sizes import cdiv, next_power_of_2
 
 __all__ = [
@@ -51,12 +52,13 @@ def zeroed_words(device: torch.device, *words: int) -> list[Tensor | None]:
     Returns:
         A tensor for each kernel, or None for a kernel that needs no words.
     """
-    sizes = [size + size % 2 for size in words]  # each tensor starts on 16 bytes
-    if not any(sizes):
+    if not any(words):
         return [None] * len(words)
-    zeros = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-    if max(sizes) == len(zeros):  # one kernel needs them all, so the views of a split are spared
+    if max(words) == sum(words):  # one kernel needs them all, so the views of a split are spared
+        zeros = torch.zeros(sum(words), dtype=torch.int64, device=device)
         return [zeros if size else None for size in words]
+    sizes = [size + size % 2 for size in words]  # each tensor starts on 16 bytes
+    zeros = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
     return [part if size else None for part, size in zip(zeros.split(sizes), words, strict=True)]
 
 
@@ -154,18 +156,18 @@ class SideStream:
 
     def __enter__(self) -> None:
         if self.context is not None:
-            self._note(recording.FORK)
+            self._note(FORK)
             self.context.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         if self.context is not None:
             self.context.__exit__(*raised)
-            self._note(recording.LEAVE)
+            self._note(LEAVE)
 
     def join(self) -> None:
         """Let the current stream wait for the launches of the block."""
         if self.context is not None:
-            self._note(recording.JOIN)
+            self._note(JOIN)
             self.main.wait_stream(self.side)
 
     def _note(self, kind: int) -> None:

@@ -13,6 +13,8 @@
 #define MAX_ARGS 64         /* arguments of an op or of a kernel */
 #define MAX_SLOTS 128       /* arguments, outputs and the workspace of a program */
 #define MAX_PARAMETERS 96   /* parameters of a kernel */
+#define MAX_LIMITS 8        /* numbers of rows between which programs stay the same */
+#define MAX_PLACES 8        /* arguments of an op that have the number of rows */
 #define ALIGNMENT 127       /* the bits of an address that a plan may depend on */
 #define WORKSPACE_ALIGNMENT 256  /* bytes, as in recording.py */
 
@@ -347,6 +349,7 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t narg
     return (PyObject *)kernel;
 }
 
+#include "programs.c"
 #include "replay.c"
 #include "eager.c"
 #include "known_calls.c"

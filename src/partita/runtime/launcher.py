@@ -31,7 +31,7 @@ from .caches import register_cache
 KNOWN_TRITONS = ("3.6", "3.7", "3.8", "3.9")  # their metadata and order of parameters are alike
 MODULE = "partita_launcher"
 INCLUDED = (
-    *("modes.c", "replay.c", "eager.c", "gradients.c"),
+    *("modes.c", "programs.c", "replay.c", "eager.c", "gradients.c"),
     *("known_calls.c", "native.c", "lengths.c"),
 )
 CUDA = 2  # DLPack's number

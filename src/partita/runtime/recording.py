@@ -24,11 +24,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .parts import Part
+from .programs import ABSOLUTE, FILL, LAUNCH, Draft, aligned_size
 
 MAX_WORKSPACE = 2**26  # bytes; larger temporary tensors are freed and reused as the call goes on
-WORKSPACE_ALIGNMENT = 256
-ABSOLUTE = -1  # the slot of a value that is no address of an argument, an output or the workspace
-LAUNCH, FILL, FORK, LEAVE, JOIN = range(5)  # the kinds of steps, as in launcher.c
 
 _aten = torch.ops.aten
 ALLOCATIONS = {
@@ -262,11 +260,12 @@ class Recorder(TorchDispatchMode):
         around = [a for a in starts if a <= address and address + _span(tensor) <= ends[a]]
         return spans[around[0]] if around else None
 
-    def program(self, module: Any, result: Any) -> Any:
-        """Return the program of the call that returned `result`, or None if it was refused.
+    def draft(self, result: Any) -> Draft | None:
+        """Return what the program of the call that returned `result` is made of.
+
+        It is None if the call was refused.
 
         Args:
-            module: the C module.
             result: a tensor, a tuple of tensors, or None.
         """
         results = [result] if isinstance(result, Tensor) else list(result or ())
@@ -282,8 +281,8 @@ class Recorder(TorchDispatchMode):
         steps = tuple((*step[:-1], tuple(map(layout.cell, step[-1]))) for step in self._steps)
         spec = None if result is None else entries[0] if isinstance(result, Tensor) else entries
         references = (self.kernels, list(self.constants.values()), self.known)
-        outputs = tuple(layout.outputs)
-        return module.Program(len(self.args), outputs, spec, layout.workspace, steps, references)
+        sizes = (tuple(layout.outputs), spec, tuple(layout.temporaries), layout.workspace)
+        return Draft(len(self.args), *sizes, steps, references)
 
     def _result(self, layout: _Layout, tensor: Any) -> Any:
         """Return the entry of a result: the number of an output, or a view of one."""
@@ -318,6 +317,7 @@ class _Layout:
         self.args = args
         self.outputs: list[tuple[Any, ...]] = []
         self.workspace = 0
+        self.temporaries: list[int] = []  # the bytes of each buffer in the workspace
         self._slots_of_buffers: dict[int, tuple[bool, int]] = {}  # by number of the buffer
 
     def add_output(self, buffer: Buffer | None, spec: tuple[Any, ...]) -> int:
@@ -334,7 +334,8 @@ class _Layout:
         """Give a buffer that is no output its place in the workspace."""
         if buffer.number not in self._slots_of_buffers:
             self._slots_of_buffers[buffer.number] = False, self.workspace
-            self.workspace += -(-buffer.nbytes // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+            self.temporaries.append(buffer.nbytes)
+            self.workspace += aligned_size(buffer.nbytes)
 
     def cell(self, address: Address) -> tuple[int, int]:
         """Return the slot's number and the offset of an address."""

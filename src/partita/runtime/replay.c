@@ -1,287 +1,4 @@
-/* Programs, the recorded work of ops, and their replay. `launcher.c` includes this file. */
-
-enum { LAUNCH, FILL, FORK, LEAVE, JOIN };
-static const uint64_t ALL_RESULTS = ~(uint64_t)0;
-
-typedef struct { int slot; uint64_t value; } Cell;  /* slot -1: the value itself */
-typedef struct {
-    int kind;
-    void *function;
-    unsigned programs, block, shared;
-    int first, count;  /* the cells of the parameters; of a fill, the cell of its address */
-    uint64_t words;
-} Step;
-
-typedef struct {
-    PyObject_HEAD
-    int args, num_steps, uses_side_stream;
-    Py_ssize_t num_outputs, workspace;
-    Step *steps;
-    Cell *cells;
-    Py_ssize_t *sizes;  /* the bytes of each output, up to a multiple of WORKSPACE_ALIGNMENT */
-    PyObject *outputs, *results, *workspace_size, *unit_stride, *keep;
-    PyObject *link;  /* of the autograd function `linked_by` for the calls that `needed` tells */
-    const void *linked_by;
-    uint64_t needed, stored;
-} Program;
-
-static void program_dealloc(Program *self) {
-    PyMem_Free(self->steps);
-    PyMem_Free(self->cells);
-    PyMem_Free(self->sizes);
-    Py_XDECREF(self->outputs);
-    Py_XDECREF(self->results);
-    Py_XDECREF(self->workspace_size);
-    Py_XDECREF(self->unit_stride);
-    Py_XDECREF(self->keep);
-    Py_XDECREF(self->link);
-    PyObject_Free(self);
-}
-
-static int read_steps(Program *self, PyObject *steps) {
-    int used = 0, limit = self->args + (int)self->num_outputs + (self->workspace > 0);
-    for (int i = 0; i < self->num_steps; i++) {
-        Step *step = &self->steps[i];
-        unsigned long long function;
-        PyObject *cells;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(steps, i), "iKIIIKO!", &step->kind, &function,
-                              &step->programs, &step->block, &step->shared,
-                              (unsigned long long *)&step->words, &PyTuple_Type, &cells))
-            return 0;
-        step->function = (void *)(uintptr_t)function;
-        step->first = used, step->count = (int)PyTuple_GET_SIZE(cells);
-        self->uses_side_stream |= step->kind == FORK;
-        if (step->count + 2 > MAX_PARAMETERS) {
-            PyErr_SetString(PyExc_ValueError, "a kernel has too many parameters");
-            return 0;
-        }
-        for (int j = 0; j < step->count; j++, used++) {
-            unsigned long long value;
-            int slot;
-            if (!PyArg_ParseTuple(PyTuple_GET_ITEM(cells, j), "iK", &slot, &value)) return 0;
-            if (slot < -1 || slot >= limit) {
-                PyErr_Format(PyExc_ValueError, "expected a slot below %d, got %d", limit, slot);
-                return 0;
-            }
-            self->cells[used].slot = slot, self->cells[used].value = value;
-        }
-    }
-    return 1;
-}
-
-static int read_sizes(Program *self) {
-    for (Py_ssize_t i = 0; i < self->num_outputs; i++) {
-        PyObject *output = PyTuple_GET_ITEM(self->outputs, i);
-        if (!PyTuple_Check(output) || PyTuple_GET_SIZE(output) != 4) {
-            PyErr_SetString(PyExc_TypeError, "expected outputs of four fields");
-            return 0;
-        }
-        Py_ssize_t size = PyLong_AsSsize_t(PyTuple_GET_ITEM(output, 3));
-        if (PyErr_Occurred()) return 0;
-        Py_ssize_t units = (size + WORKSPACE_ALIGNMENT - 1) / WORKSPACE_ALIGNMENT;
-        self->sizes[i] = units * WORKSPACE_ALIGNMENT;
-    }
-    return 1;
-}
-
-static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    int count;
-    Py_ssize_t workspace;
-    PyObject *outputs, *results, *steps, *keep;
-    if (!PyArg_ParseTuple(args, "iO!OnO!O", &count, &PyTuple_Type, &outputs, &results, &workspace,
-                          &PyTuple_Type, &steps, &keep))
-        return NULL;
-    if (count + PyTuple_GET_SIZE(outputs) + 1 > MAX_SLOTS)
-        return PyErr_Format(PyExc_ValueError, "expected at most %d slots", MAX_SLOTS);
-    Py_ssize_t cells = 0;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(steps); i++) {
-        PyObject *step = PyTuple_GET_ITEM(steps, i);
-        if (!PyTuple_Check(step) || PyTuple_GET_SIZE(step) != 7)
-            return PyErr_Format(PyExc_TypeError, "expected steps of seven fields");
-        PyObject *of_step = PyTuple_GET_ITEM(step, 6);
-        cells += PyTuple_Check(of_step) ? PyTuple_GET_SIZE(of_step) : 0;
-    }
-    Program *self = PyObject_New(Program, type);
-    if (!self) return NULL;
-    self->args = count, self->num_steps = (int)PyTuple_GET_SIZE(steps), self->uses_side_stream = 0;
-    self->num_outputs = PyTuple_GET_SIZE(outputs), self->workspace = workspace;
-    self->steps = PyMem_Calloc(self->num_steps + 1, sizeof(Step));
-    self->cells = PyMem_Calloc(cells + 1, sizeof(Cell));
-    self->sizes = PyMem_Calloc(self->num_outputs + 1, sizeof(Py_ssize_t));
-    self->outputs = Py_NewRef(outputs), self->results = Py_NewRef(results);
-    self->workspace_size = Py_BuildValue("(n)", workspace);
-    self->unit_stride = Py_BuildValue("(i)", 1);
-    self->keep = Py_NewRef(keep);
-    self->link = NULL, self->linked_by = NULL, self->needed = self->stored = 0;
-    if (!self->steps || !self->cells || !self->sizes || !read_sizes(self) ||
-        !read_steps(self, steps)) {
-        Py_DECREF(self);
-        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
-    }
-    return (PyObject *)self;
-}
-
-static PyTypeObject program_type = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "partita.runtime.Program",
-    .tp_basicsize = sizeof(Program),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "Program(args, outputs, results, workspace, steps, keep): an op's recorded work.",
-    .tp_new = program_new,
-    .tp_dealloc = (destructor)program_dealloc,
-};
-
-/* Run all steps on the stream. The caller has released the GIL. Only what a step needs of the
-   arrays is written, because the stack of the thread of backward passes is in no cache. */
-static int run_steps(const Program *self, const uint64_t *slots, void *main, void *side,
-                     void *event) {
-    uint64_t cells[MAX_PARAMETERS];
-    void *pointers[MAX_PARAMETERS], *stream = main;
-    int num_pointers = 0;
-    for (int i = 0; i < self->num_steps; i++) {
-        const Step *step = &self->steps[i];
-        for (; num_pointers < step->count + 2; num_pointers++)
-            pointers[num_pointers] = &cells[num_pointers];
-        for (int j = 0; j < step->count; j++) {
-            Cell cell = self->cells[step->first + j];
-            cells[j] = cell.value + (cell.slot < 0 ? 0 : slots[cell.slot]);
-        }
-        /* Triton's kernels end with two pointers to scratch memory, which these do not use. */
-        cells[step->count] = cells[step->count + 1] = 0;
-        int status = 0;
-        if (step->kind == LAUNCH)
-            status = driver.launch(step->function, step->programs, 1, 1, step->block, 1, 1,
-                                   step->shared, stream, pointers, NULL);
-        else if (step->kind == FILL)
-            status = driver.fill(cells[0], (unsigned)step->programs, step->words, stream);
-        else if (step->kind == LEAVE)
-            stream = main;
-        else {
-            void *before = step->kind == FORK ? main : side;
-            stream = step->kind == FORK ? side : main;
-            status = driver.record_event(event, before);
-            if (!status) status = driver.wait_event(stream, event, 0);
-        }
-        if (status) return status;
-    }
-    return 0;
-}
-
-static PyObject *allocate_like(PyObject *size, PyObject *stride, PyObject *dtype, uint64_t *slot) {
-    PyObject *arguments[] = {size, stride, dtype};
-    PyObject *tensor = PyObject_Vectorcall(allocate, arguments, 3, NULL);
-    View view;
-    if (!tensor) return NULL;
-    if (exchange->describe(tensor, &view)) { Py_DECREF(tensor); return NULL; }
-    *slot = (uint64_t)(uintptr_t)(view.data + view.byte_offset);
-    return tensor;
-}
-
-/* Return the number of the output whose memory an entry of the results names. */
-static Py_ssize_t output_of(PyObject *entry) {
-    return PyLong_AsSsize_t(PyLong_Check(entry) ? entry : PyTuple_GET_ITEM(entry, 0));
-}
-
-/* Return the result that an entry names: an output, a view of one, or None without memory. */
-static PyObject *result_of(PyObject *entry, PyObject **outputs) {
-    PyObject *tensor = outputs[output_of(entry)];
-    if (!tensor) Py_RETURN_NONE;
-    if (PyLong_Check(entry)) return Py_NewRef(tensor);
-    PyObject *arguments[] = {tensor, PyTuple_GET_ITEM(entry, 1), PyTuple_GET_ITEM(entry, 2),
-                             PyTuple_GET_ITEM(entry, 3)};
-    return PyObject_VectorcallMethod(name_as_strided, arguments, 4, NULL);
-}
-
-static PyObject *results_of(Program *self, PyObject **outputs) {
-    if (self->results == Py_None) Py_RETURN_NONE;
-    if (!PyList_Check(self->results)) return result_of(self->results, outputs);
-    Py_ssize_t count = PyList_GET_SIZE(self->results);
-    PyObject *results = PyTuple_New(count);
-    for (Py_ssize_t i = 0; results && i < count; i++) {
-        PyObject *result = result_of(PyList_GET_ITEM(self->results, i), outputs);
-        if (!result) Py_CLEAR(results);
-        else PyTuple_SET_ITEM(results, i, result);
-    }
-    return results;
-}
-
-/* Where an output lies: in a tensor of its own, in the block with others, or in the workspace. */
-enum { TEMPORARY, OWN, STORED };
-
-/* Say where each output lies, given which results are wanted and which are stored in the block. */
-static void place_outputs(const Program *self, uint64_t wanted, uint64_t stored, char *place) {
-    int has_several = self->results != Py_None && PyList_Check(self->results);
-    int is_all = !has_several || wanted == ALL_RESULTS;
-    memset(place, is_all ? OWN : TEMPORARY, self->num_outputs);
-    if (is_all) return;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->results); i++) {
-        Py_ssize_t output = output_of(PyList_GET_ITEM(self->results, i));
-        if (i < 64 && stored >> i & 1) place[output] = STORED;
-        else if (i >= 64 || wanted >> i & 1) place[output] = OWN;
-    }
-}
-
-/* Return a tensor of so many bytes, and its address. */
-static PyObject *allocate_bytes(const Program *self, Py_ssize_t size, uint64_t *address) {
-    PyObject *shape = size == self->workspace ? Py_NewRef(self->workspace_size)
-                                              : Py_BuildValue("(n)", size);
-    PyObject *tensor = shape ? allocate_like(shape, self->unit_stride, byte_dtype, address) : NULL;
-    Py_XDECREF(shape);
-    return tensor;
-}
-
-/* Allocate the outputs and the workspace, run the steps, and return the results. Outputs that are
-   not wanted share the workspace, and those that are stored share `block`, since each allocation
-   takes the host as long as half a launch. */
-static PyObject *run_program(Program *self, const View *views, int device, uint64_t wanted,
-                             uint64_t stored, PyObject **block) {
-    uint64_t slots[MAX_SLOTS], of_block = 0;
-    char place[MAX_SLOTS];
-    PyObject *outputs[MAX_SLOTS], *workspace = NULL, *results = NULL, *streams = NULL;
-    void *stream, *side = NULL, *event = NULL;
-    Py_ssize_t size = self->workspace, block_size = 0;
-    uint64_t *of_outputs = &slots[self->args], *of_workspace = of_outputs + self->num_outputs;
-    for (int i = 0; i < self->args; i++) slots[i] = (uint64_t)(uintptr_t)views[i].data;
-    for (Py_ssize_t i = 0; i < self->num_outputs; i++) outputs[i] = NULL;
-    place_outputs(self, wanted, stored, place);
-    for (Py_ssize_t i = 0; i < self->num_outputs; i++) {
-        PyObject *spec = PyTuple_GET_ITEM(self->outputs, i);
-        Py_ssize_t *total = place[i] == STORED ? &block_size : &size;
-        if (place[i] != OWN) {
-            of_outputs[i] = *total;
-            *total += self->sizes[i];
-            continue;
-        }
-        outputs[i] = allocate_like(PyTuple_GET_ITEM(spec, 0), PyTuple_GET_ITEM(spec, 1),
-                                   PyTuple_GET_ITEM(spec, 2), &of_outputs[i]);
-        if (!outputs[i]) goto done;
-    }
-    if (size && !(workspace = allocate_bytes(self, size, of_workspace))) goto done;
-    if (stored && !(*block = allocate_bytes(self, block_size, &of_block))) goto done;
-    for (Py_ssize_t i = 0; i < self->num_outputs; i++)
-        if (place[i] == STORED) of_outputs[i] += of_block;
-        else if (place[i] == TEMPORARY && size) of_outputs[i] += *of_workspace;
-    if (exchange->current_stream(device_type, device, &stream)) goto done;
-    if (self->uses_side_stream) {
-        unsigned long long side_handle, event_handle;
-        streams = PyObject_CallFunction(side_stream, "i", device);
-        if (!streams || !PyArg_ParseTuple(streams, "KK", &side_handle, &event_handle)) goto done;
-        side = (void *)(uintptr_t)side_handle, event = (void *)(uintptr_t)event_handle;
-    }
-    int status;
-    Py_BEGIN_ALLOW_THREADS
-    status = run_steps(self, slots, stream, side, event);
-    Py_END_ALLOW_THREADS
-    results = status ? raise_driver_error(status) : results_of(self, outputs);
-done:
-    if (stored && !results) Py_CLEAR(*block);
-    for (Py_ssize_t i = 0; i < self->num_outputs; i++) Py_XDECREF(outputs[i]);
-    Py_XDECREF(workspace);
-    Py_XDECREF(streams);
-    return results;
-}
-
-/* ---- the calls of an op ---- */
+/* The calls of an op, which recorded programs replay. `launcher.c` includes this file. */
 
 typedef struct {
     PyObject_HEAD
@@ -289,7 +6,18 @@ typedef struct {
     PyObject *programs;
     PyObject *last_key;  /* that of the last call with a program, which most calls equal */
     unsigned long long by_identity;
+    unsigned long long with_rows;  /* bits of the arguments whose first size is the rows */
+    int num_limits;
+    int64_t limits[MAX_LIMITS];    /* a class of calls has more rows than one and not the next */
 } Replay;
+
+/* The key of a call, and where it has the number of rows, if a class of calls has that number. */
+typedef struct {
+    Key key;
+    int num_places;
+    Py_ssize_t places[MAX_PLACES];
+    int64_t rows;
+} CallKey;
 
 /* Add a tensor by what a plan may depend on, and by the first tensor that shares its address.
    A tensor whose values decide a plan counts by its identity and version too. */
@@ -311,21 +39,39 @@ static int put_tensor(Key *key, PyObject *arg, const View *views, Py_ssize_t ind
     return added;
 }
 
+static int is_last_key(const Replay *self, const Key *key) {
+#ifdef Py_GIL_DISABLED  /* another thread may replace the last one */
+    return 0;
+#else
+    return self->last_key && PyBytes_GET_SIZE(self->last_key) == key->used &&
+           !memcmp(PyBytes_AS_STRING(self->last_key), key->bytes, key->used);
+#endif
+}
+
 /* Return the key as an object. That of the last call has its hash already. */
 static PyObject *key_object(const Replay *self, const Key *key) {
-#ifndef Py_GIL_DISABLED  /* without the GIL another thread may replace the last one */
-    if (self->last_key && PyBytes_GET_SIZE(self->last_key) == key->used &&
-        !memcmp(PyBytes_AS_STRING(self->last_key), key->bytes, key->used))
-        return Py_NewRef(self->last_key);
-#endif
+    if (is_last_key(self, key)) return Py_NewRef(self->last_key);
     return PyBytes_FromStringAndSize(key->bytes, key->used);
+}
+
+/* Note that the key ends with the shape and the strides of a tensor that has the rows first. */
+static void note_rows(CallKey *call, const View *view) {
+    if (view->ndim == 0 || call->num_places < 0) return;
+    if (call->num_places == 0) call->rows = view->shape[0];
+    if (view->shape[0] != call->rows || call->num_places == MAX_PLACES)
+        call->num_places = -1;  /* no class has such a call */
+    else
+        call->places[call->num_places++] = call->key.used - 2 * view->ndim * sizeof(int64_t);
 }
 
 /* Describe the tensors of a call and make its key; return 0 where the call cannot be replayed. An
    argument that is NULL is described already. */
-static int put_call(const Replay *self, Key *key, PyObject *const *args, Py_ssize_t nargs,
-                    View *views, int *device) {
-    *device = -1;
+static int put_call(const Replay *self, CallKey *call, PyObject *const *args, Py_ssize_t nargs,
+                    Operands *operands) {
+    Key *key = &call->key;
+    View *views = operands->views;
+    int *device = &operands->device;
+    key->used = call->num_places = 0, operands->rows = 0, *device = -1;
     if (nargs > MAX_ARGS || nargs == 0 || !is_tensor(args[0])) return 0;
     for (Py_ssize_t i = 0; i < nargs; i++) {
         if (args[i] && !is_tensor(args[i])) {
@@ -338,23 +84,54 @@ static int put_call(const Replay *self, Key *key, PyObject *const *args, Py_ssiz
         if (*device >= 0 && *device != views[i].device.index) return 0;
         *device = views[i].device.index;
         if (!put_tensor(key, args[i], views, i, self->by_identity >> i & 1)) return 0;
+        if (self->with_rows >> i & 1) note_rows(call, &views[i]);
     }
     return current_device(*device) == *device;
+}
+
+/* Write a number where the key has the number of rows. */
+static void put_rows(CallKey *call, int64_t number) {
+    for (int i = 0; i < call->num_places; i++)
+        memcpy(call->key.bytes + call->places[i], &number, sizeof number);
+}
+
+/* Let the key be that of the class of the call, or return 0 if there is none. Triton compiles other
+   kernels for multiples of 16, so these are a class of their own. No size is negative. */
+static int put_class(const Replay *self, CallKey *call) {
+    int number = 0;
+    if (call->num_places <= 0) return 0;
+    while (number < self->num_limits && call->rows > self->limits[number]) number++;
+    if (number == 0 || number == self->num_limits) return 0;
+    put_rows(call, -2 * number - (call->rows % 16 == 0));
+    return 1;
+}
+
+/* Return the program with this key, or NULL, and the key as an object. */
+static Program *look_up_program(const Replay *self, const Key *key, PyObject **bytes) {
+    *bytes = key_object(self, key);
+    return *bytes ? (Program *)look_up(self->programs, *bytes) : NULL;
 }
 
 /* Return the program of a call and describe its tensors; or return NULL, with the answer of the
    call: the key under which to store a program where there is none, NotImplemented where the call
    cannot be replayed, or NULL after an error. */
-static Program *find_program(Replay *self, PyObject *const *args, Py_ssize_t nargs, View *views,
-                             int *device, PyObject **answer) {
-    Key key;
-    key.used = 0, *answer = NULL;
-    if (!put_call(self, &key, args, nargs, views, device)) {
+static Program *find_program(Replay *self, PyObject *const *args, Py_ssize_t nargs,
+                             Operands *operands, PyObject **answer) {
+    CallKey call;
+    *answer = NULL;
+    if (!put_call(self, &call, args, nargs, operands)) {
         *answer = Py_NewRef(Py_NotImplemented);
         return NULL;
     }
-    PyObject *bytes = key_object(self, &key);
-    Program *program = bytes ? (Program *)look_up(self->programs, bytes) : NULL;
+    PyObject *bytes;
+    Program *program = NULL;
+    if (!is_last_key(self, &call.key) && put_class(self, &call)) {
+        program = look_up_program(self, &call.key, &bytes);
+        if (!program && PyErr_Occurred()) { Py_XDECREF(bytes); return NULL; }
+        if (program) operands->rows = call.rows;
+        else { Py_DECREF(bytes); put_rows(&call, call.rows); }
+    }
+    if (!program) program = look_up_program(self, &call.key, &bytes);
     if (!program && !PyErr_Occurred()) {
         *answer = bytes;
         return NULL;
@@ -372,17 +149,32 @@ static Program *find_program(Replay *self, PyObject *const *args, Py_ssize_t nar
    under which to store one; or NotImplemented where the call cannot be replayed. */
 static PyObject *replay_call(PyObject *object, PyObject *const *args, size_t nargsf,
                              PyObject *names) {
-    View views[MAX_ARGS];
+    Operands call;
     PyObject *answer;
-    int device;
     if (names || is_set(name_check, "0") || !may_replay()) Py_RETURN_NOTIMPLEMENTED;
-    Program *program = find_program((Replay *)object, args, PyVectorcall_NARGS(nargsf), views,
-                                    &device, &answer);
+    Program *program =
+        find_program((Replay *)object, args, PyVectorcall_NARGS(nargsf), &call, &answer);
     if (!program) return answer;
-    PyObject *results = run_program(program, views, device, ALL_RESULTS, 0, NULL);
+    PyObject *results = run_program(program, &call, ALL_RESULTS, 0, NULL);
     Py_DECREF(program);
     return results;
 }
+
+static PyObject *replay_class_of(Replay *self, PyObject *const *args, Py_ssize_t nargs) {
+    CallKey call;
+    Operands operands;
+    int number = 0;
+    if (!put_call(self, &call, args, nargs, &operands) || !put_class(self, &call)) Py_RETURN_NONE;
+    while (call.rows > self->limits[number]) number++;
+    return Py_BuildValue("(y#LL)", call.key.bytes, call.key.used, (long long)call.rows,
+                         (long long)self->limits[number]);
+}
+
+static PyMethodDef replay_methods[] = {
+    {"class_of", (PyCFunction)(void (*)(void))replay_class_of, METH_FASTCALL,
+     "class_of(*args): the key of the call's class, its number of rows and the class's greatest "
+     "one; None where there is no class."},
+    {NULL}};
 
 static void replay_dealloc(Replay *self) {
     Py_XDECREF(self->programs);
@@ -391,15 +183,24 @@ static void replay_dealloc(Replay *self) {
 }
 
 static PyObject *replay_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *programs;
-    unsigned long long by_identity;
-    if (!PyArg_ParseTuple(args, "O!K", &PyDict_Type, &programs, &by_identity)) return NULL;
+    PyObject *programs, *limits = NULL;
+    unsigned long long by_identity, with_rows = 0;
+    if (!PyArg_ParseTuple(args, "O!K|KO!", &PyDict_Type, &programs, &by_identity, &with_rows,
+                          &PyTuple_Type, &limits))
+        return NULL;
+    Py_ssize_t num_limits = limits ? PyTuple_GET_SIZE(limits) : 0;
+    if (num_limits > MAX_LIMITS)
+        return PyErr_Format(PyExc_ValueError, "expected at most %d limits", MAX_LIMITS);
     Replay *self = PyObject_New(Replay, type);
     if (!self) return NULL;
+    self->with_rows = with_rows, self->num_limits = (int)num_limits;
+    for (Py_ssize_t i = 0; i < num_limits; i++)
+        self->limits[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(limits, i));
     self->call = replay_call;
     self->programs = Py_NewRef(programs);
     self->last_key = NULL;
     self->by_identity = by_identity;
+    if (PyErr_Occurred()) Py_CLEAR(self);
     return (PyObject *)self;
 }
 
@@ -410,7 +211,9 @@ static PyTypeObject replay_type = {
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
     .tp_vectorcall_offset = offsetof(Replay, call),
     .tp_call = PyVectorcall_Call,
-    .tp_doc = "Replay(programs, by_identity): calls of an op, served by recorded programs.",
+    .tp_methods = replay_methods,
+    .tp_doc = "Replay(programs, by_identity, with_rows=0, limits=()): calls of an op, served by "
+              "recorded programs.",
     .tp_new = replay_new,
     .tp_dealloc = (destructor)replay_dealloc,
 };

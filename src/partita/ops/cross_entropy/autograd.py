@@ -28,6 +28,7 @@ from . import reference
 from .backends import BACKENDS
 from .common import RowLosses, TokenStatsRows, mean_denominators
 from .gpu.plan import SMALL_GRADIENT
+from .rows import LOSS_ROWS, SCALED_ROWS
 
 
 def _check_labels(
@@ -112,6 +113,7 @@ cross_entropy_one_pass_op = register.define(
     lambda logits, *args: (logits.new_empty((), dtype=args[-1]), torch.empty_like(logits)),
     check=_check_one_pass,
     backends=BACKENDS,
+    rows=LOSS_ROWS,
 )
 cross_entropy_one_pass_inplace_op = register.define(
     f"cross_entropy_one_pass_(Tensor(a!) logits, {_INPUTS}, Tensor? denominator, {_NUMBERS},"
@@ -124,6 +126,7 @@ scale_gradient = register.define(
     "scale_(Tensor(a!) grad, Tensor factor, str backend) -> ()",
     lambda *_: None,
     backends=BACKENDS,
+    rows=SCALED_ROWS,
 )
 
 
@@ -340,10 +343,11 @@ def scale_by_upstream(
     if gradient.is_cpu and float(upstream) == 1.0:
         return
     is_small = gradient.numel() <= SMALL_GRADIENT and gradient.dtype == upstream.dtype
-    if is_small and (key is None or not scale_gradient.is_familiar(key)):
+    args = (gradient, upstream, backend)
+    if is_small and (key is None or not scale_gradient.is_familiar(key, args)):
         gradient.mul_(upstream)
     else:
-        scale_gradient(gradient, upstream, backend)
+        scale_gradient(*args)
 
 
 def cross_entropy_of_rows(

@@ -19,6 +19,7 @@ SCALE_PROGRAMS = 1024
 # The one-pass kernel also computes the denominators of the mean and reduces the loss, up to this
 # many rows, programs and elements. Each of its programs reads all labels, which takes less time
 # than a launch.
+FEW_ROWS = 128  # which it reads in a smaller block
 FUSED_ROWS = 1024
 FUSED_ELEMENTS = 2**22
 
@@ -52,7 +53,22 @@ def fused_block(rows: int, programs: int, classes: int) -> int:
     size = max(rows, programs)
     if programs == 0 or size > FUSED_ROWS or rows * classes > FUSED_ELEMENTS:
         return 0
-    return 128 if size <= 128 else FUSED_ROWS
+    return FEW_ROWS if size <= FEW_ROWS else FUSED_ROWS
+
+
+def has_row_programs(rows: int, width: int) -> bool:
+    """Return whether each row of a gradient is multiplied by a program of its own.
+
+    The number of programs then grows evenly with the rows.
+    """
+    return rows <= FUSED_ROWS and 0 < width <= SCALE_BLOCK
+
+
+def scale_programs(rows: int, width: int) -> int:
+    """Return how many programs multiply a gradient of so many rows by a factor."""
+    if has_row_programs(rows, width):
+        return rows
+    return min(-(-rows * width // SCALE_BLOCK), SCALE_PROGRAMS)
 
 
 def smoothing_mode(target: Tensor, label_smoothing: float) -> int:

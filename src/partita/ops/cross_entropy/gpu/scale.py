@@ -7,15 +7,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ....runtime.dtypes import acc_dtype
-from ....runtime.launch import cdiv, launch, tl_acc_dtype
-from .plan import SCALE_BLOCK, SCALE_PROGRAMS
+from ....runtime.launch import launch, tl_acc_dtype
+from .plan import SCALE_BLOCK, scale_programs
 
 
 @triton.jit
 def cross_entropy_scale_kernel(
-    grad_ptr,  # [elements]
+    grad_ptr,  # [rows, width]
     factor_ptr,  # []
-    elements,
+    rows,
+    width,  # the elements of a row
     ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -25,6 +26,7 @@ def cross_entropy_scale_kernel(
     """
     factor = tl.load(factor_ptr).to(ACC_DTYPE)
     if factor != 1.0:
+        elements = rows.to(tl.int64) * width
         start = tl.program_id(0).to(tl.int64) * BLOCK
         for first in range(start, elements, tl.num_programs(0) * BLOCK):
             index = first + tl.arange(0, BLOCK)
@@ -35,16 +37,18 @@ def cross_entropy_scale_kernel(
 
 def scale_(grad: Tensor, factor: Tensor) -> None:
     """Multiply a gradient in place by a scalar tensor."""
-    elements = grad.numel()
     if not _fills_its_memory(grad):
         grad.mul_(factor.to(acc_dtype(grad.dtype)))
         return
+    rows = grad.shape[0] if grad.ndim else 1
+    width = grad.numel() // max(rows, 1)
     launch(
         cross_entropy_scale_kernel,
-        min(cdiv(elements, SCALE_BLOCK), SCALE_PROGRAMS),
+        scale_programs(rows, width),
         grad,
         factor,
-        elements,
+        rows,
+        width,
         ACC_DTYPE=tl_acc_dtype(grad.dtype),
         BLOCK=SCALE_BLOCK,
         num_warps=8,
