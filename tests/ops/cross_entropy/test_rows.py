@@ -6,6 +6,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from helpers.compilation import TARGETS, compiled
+from helpers.launches import Launch
 from torch import Tensor
 
 from partita.ops.cross_entropy.gpu import launch as loss_launch
@@ -164,6 +166,21 @@ def test_scalings_of_all_rows_of_a_class(width: int, dtype: torch.dtype, launche
         return memory[: rows * width].view(rows, width), factor
 
     assert check_classes(SCALED_ROWS, scale.scale_, args_of) == (2 if width <= 4096 else 0)
+
+
+@pytest.mark.parametrize("shape", [(1, 37), (37, 1), (1, 1), (16, 48), (3, 5)])
+def test_the_scaling_compiles_for_sizes_that_are_constants(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Launch] = []
+
+    def note(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
+        found.append(Launch(kernel, args, options))
+
+    monkeypatch.setattr(scale, "launch", note)
+    scale.scale_(torch.ones(shape), torch.ones([]))
+    (launch,) = found
+    assert "cubin" in compiled(launch, TARGETS["sm_90"].target).asm
 
 
 def test_calls_of_which_no_program_serves_all_rows() -> None:

@@ -26,7 +26,7 @@ def cross_entropy_scale_kernel(
     """
     factor = tl.load(factor_ptr).to(ACC_DTYPE)
     if factor != 1.0:
-        elements = rows.to(tl.int64) * width
+        elements = tl.full([], rows, tl.int64) * width
         start = tl.program_id(0).to(tl.int64) * BLOCK
         for first in range(start, elements, tl.num_programs(0) * BLOCK):
             index = first + tl.arange(0, BLOCK)
