@@ -30,6 +30,26 @@ WIDTHS += [
     pytest.param("cuda", width, marks=pytest.mark.gpu)
     for width in (1, 2, 3, 64, 129, 300, 781, 1024, 4097, 8192, 16385, 32768, 50257, 131073, 262144)
 ]
+# Rows of several blocks, of which only the last one reaches beyond the row's end.
+WIDTHS += [
+    pytest.param("cuda", width, marks=pytest.mark.gpu)
+    for width in (
+        1028,
+        1032,
+        1280,
+        1784,
+        1792,
+        1800,
+        2304,
+        2560,
+        3584,
+        4128,
+        5120,
+        5248,
+        7160,
+        7168,
+    )
+]
 
 
 @pytest.mark.interpreted

@@ -98,6 +98,24 @@ def lane_sum(x, EXACT: tl.constexpr):
 
 
 @triton.jit
+def tile_max(tiles):
+    """Return the maximum of several blocks of one shape, element by element."""
+    highest = tiles[0]
+    for i in tl.static_range(1, len(tiles)):
+        highest = tl.maximum(highest, tiles[i])
+    return highest
+
+
+@triton.jit
+def tile_sum(tiles):
+    """Return the sum of several blocks of one shape, element by element."""
+    total = tiles[0]
+    for i in tl.static_range(1, len(tiles)):
+        total += tiles[i]
+    return total
+
+
+@triton.jit
 def row_sum(terms, LANES: tl.constexpr, dtype: tl.constexpr):
     """Return the sum of each row, [ROWS], of a block [ROWS, BLOCK], for a result of `dtype`.
 

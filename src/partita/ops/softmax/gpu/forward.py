@@ -21,7 +21,14 @@ from ....primitives.gpu.memory import (
     row_span,
     store_streaming,
 )
-from ....primitives.gpu.reduce import by_lane, merge_lanes, online_softmax, row_sum
+from ....primitives.gpu.reduce import (
+    by_lane,
+    merge_lanes,
+    online_softmax,
+    row_sum,
+    tile_max,
+    tile_sum,
+)
 from ....primitives.gpu.sync import exchange_normalizer, next_part
 
 
@@ -42,33 +49,46 @@ def softmax_tile_kernel(
     ACC_DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Compute the softmax of whole rows in one tile, with one read and one write."""
+    """Compute the softmax of whole rows in PARTS tiles, with one read and one write.
+
+    Only the last tile of a row reaches beyond its end.
+    """
+    DTYPE: tl.constexpr = output_ptr.dtype.element_ty
     blocks = tl.cdiv(rows, ROWS)
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     column = tl.arange(0, BLOCK_V)  # [BLOCK_V]
-    mask = (row < rows)[:, None] & (column < classes)[None, :]  # [ROWS, BLOCK_V]
+    row_mask = (row < rows)[:, None]
+    mask = row_mask & (column < classes - (PARTS - 1) * BLOCK_V)[None, :]  # [ROWS, BLOCK_V]
     input_ptrs = (
         input_ptr
         + batch * input_batch_stride
         + row[:, None] * input_row_stride
         + column.to(tl.int64)[None, :] * input_class_stride
     )
-    x = tl.load(input_ptrs, mask=mask, other=-float("inf")).to(ACC_DTYPE)
-    x -= finite_shift(tl.max(x, axis=1))[:, None]
-    if LOG:
-        y = x - log_exact(row_sum(exp(x), LANES, output_ptr.dtype.element_ty))[:, None]
-    else:
-        e = exp_for_dtype(x, output_ptr.dtype.element_ty)
-        y = e * reciprocal(row_sum(e, LANES, output_ptr.dtype.element_ty))[:, None]
+    x = ()
+    for i in tl.static_range(PARTS):
+        at = input_ptrs + i * BLOCK_V * input_class_stride
+        tile_mask = mask if i == PARTS - 1 else row_mask
+        x += (tl.load(at, mask=tile_mask, other=-float("inf")).to(ACC_DTYPE),)
+    shift = finite_shift(tl.max(tile_max(x), axis=1))[:, None]
+    terms = ()
+    for i in tl.static_range(PARTS):
+        terms += (exp(x[i] - shift) if LOG else exp_for_dtype(x[i] - shift, DTYPE),)
+    total = row_sum(tile_sum(terms), LANES, DTYPE)[:, None]
+    scale = log_exact(total) if LOG else reciprocal(total)
     output_ptrs = (
         output_ptr
         + batch * output_batch_stride
         + row[:, None] * output_row_stride
         + column.to(tl.int64)[None, :] * output_class_stride
     )
-    tl.store(output_ptrs, y.to(output_ptr.dtype.element_ty), mask=mask)
+    for i in tl.static_range(PARTS):
+        at = output_ptrs + i * BLOCK_V * output_class_stride
+        y = x[i] - shift - scale if LOG else terms[i] * scale
+        tl.store(at, y.to(DTYPE), mask=mask if i == PARTS - 1 else row_mask)
 
 
 @triton.jit

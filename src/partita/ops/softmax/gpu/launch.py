@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ....primitives.gpu.row_plan import (
+    RowPlan,
     RowView,
     classes_per_program,
     elementwise_plan,
@@ -20,6 +24,7 @@ from ....primitives.gpu.row_plan import (
     tile_options,
     with_output,
 )
+from ....runtime.caches import register_cache
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch
 from ..common import LogSumExp
@@ -57,8 +62,11 @@ def _softmax(view: RowView, log: bool) -> None:
             **row_options(plan, input.dtype),
         )
         return
+    parts = {}
+    if plan.kind == "tile":
+        plan, parts["PARTS"] = _in_parts(plan, view.classes, input.element_size())
     launch(
-        softmax_tile_kernel if plan.kind == "tile" else softmax_loop_kernel,
+        softmax_tile_kernel if parts else softmax_loop_kernel,
         view.batches * cdiv(view.rows, plan.rows),
         input,
         output,
@@ -68,8 +76,30 @@ def _softmax(view: RowView, log: bool) -> None:
         *output_strides,
         LOG=log,
         LANES=plan.lanes(input.element_size()),
+        **parts,
         **tile_options(plan, input.dtype),
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_parts(plan: RowPlan, classes: int, itemsize: int) -> tuple[RowPlan, int]:
+    """Return a plan of kind `tile` for the forward pass, and the number of blocks of a row.
+
+    The classes of a block are a power of two. If one block is the whole row, up to half of it may
+    lie beyond the row's end, and takes time and registers all the same. Of eight blocks, those
+    beyond the end are left out. Half as many warps then suffice, which wait less for one another.
+    That costs more than it saves where rows start anywhere, and for most rows of a half type.
+    """
+    if not 2048 <= plan.block <= 8192 or itemsize > 4 or not plan.contiguous:
+        return plan, 1
+    part = plan.block // 8
+    parts = cdiv(classes, part)
+    if parts > (7 if itemsize == 4 or plan.block == 2048 else 5):
+        return plan, 1
+    return replace(plan, block=part, num_warps=plan.block // 2048), parts
+
+
+register_cache("ops.softmax.plans_in_parts", _in_parts.cache_clear)
 
 
 def softmax_backward(
