@@ -67,7 +67,7 @@ static PyObject *values_of(const EagerCall *self, PyObject *results) {
    that of one number of rows. */
 static uint64_t stored_results(const EagerCall *self, const Program *program) {
     uint64_t stored = 0, used = 0, shared = 0;
-    if (program->serves_any_rows || program->results == Py_None || !PyList_Check(program->results)) return 0;
+    if (program->serves_any_rows || !PyList_Check(program->results)) return 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(program->results); i++) {
         PyObject *entry = PyList_GET_ITEM(program->results, i);
         Py_ssize_t output = output_of(entry);
@@ -230,7 +230,8 @@ static PyObject *eager_forward(EagerCall *self, PyObject *const *args, Py_ssize_
     if (!needs_grad || PyErr_Occurred()) goto done;
     if (call->program) {
         if (!set(ctx, name_link, link_of(self, call, needs_grad, &stored))) goto done;
-        results = run_program(call->program, call->operands, self->needed & ~stored, stored, &block);
+        results = run_program(call->program, call->operands, self->needed & ~stored, stored,
+                              &block);
     } else {
         results = record_call(self, call, needs_grad, &link);
         if (results && !set(ctx, name_link, link)) goto done;
@@ -262,7 +263,8 @@ static PyObject *apply_function(const EagerCall *self, const Running *call) {
 
 /* Serve a call; see `eager_call`. With `may_record` Python serves and records a call whose gradient
    is wanted and that has no program. Its arguments were checked. */
-static PyObject *serve_call(EagerCall *self, PyObject *const *args, Py_ssize_t nargs, int may_record) {
+static PyObject *serve_call(EagerCall *self, PyObject *const *args, Py_ssize_t nargs,
+                            int may_record) {
     PyObject *given[MAX_ARGS], *answer, *values;
     Operands operands;
     int needs_gradient = 0;
@@ -317,7 +319,7 @@ static PyObject *eager_serve(EagerCall *self, PyObject *const *args, Py_ssize_t 
 
 static PyMethodDef eager_methods[] = {
     {"serve", (PyCFunction)(void (*)(void))eager_serve, METH_FASTCALL,
-     "serve(*args): a call with checked arguments, which Python records if its gradient is wanted."},
+     "serve(*args): a checked call, which Python records if its gradient is wanted."},
     {"forward", (PyCFunction)(void (*)(void))eager_forward, METH_FASTCALL,
      "forward(ctx, *inputs): the forward pass of the autograd function."},
     {"backward", (PyCFunction)(void (*)(void))eager_backward, METH_FASTCALL,

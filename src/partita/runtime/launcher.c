@@ -16,7 +16,7 @@
 #define MAX_LIMITS 8        /* numbers of rows between which programs stay the same */
 #define MAX_PLACES 8        /* arguments of an op that have the number of rows */
 #define ALIGNMENT 127       /* the bits of an address that a plan may depend on */
-#define WORKSPACE_ALIGNMENT 256  /* bytes, as in recording.py */
+#define WORKSPACE_ALIGNMENT 256  /* bytes, as in programs.py */
 
 #ifndef Py_BEGIN_CRITICAL_SECTION  /* before Python 3.13, where the GIL is always there */
 #define Py_BEGIN_CRITICAL_SECTION(object) {

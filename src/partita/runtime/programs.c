@@ -189,7 +189,8 @@ static int run_steps(const Program *self, const uint64_t *slots, uint64_t rows, 
             status = driver.launch(step->function, programs, 1, 1, step->block, 1, 1,
                                    step->shared, stream, pointers, NULL);
         else if (step->kind == FILL)
-            status = driver.fill(cells[0], programs, step->words + step->words_growth * rows, stream);
+            status = driver.fill(cells[0], programs, step->words + step->words_growth * rows,
+                                 stream);
         else if (step->kind == LEAVE)
             stream = main;
         else {

@@ -26,7 +26,7 @@ def aligned_size(nbytes: int) -> int:
 
 
 class Draft(NamedTuple):
-    """What a program is made of.
+    """The parts that a program is made of.
 
     Fields:
         num_args: the number of arguments of the op.
@@ -36,7 +36,7 @@ class Draft(NamedTuple):
         temporaries: the bytes of each tensor in the workspace, in their order there.
         workspace: the bytes of the workspace.
         steps: kind, function, programs, threads, shared memory, words and cells of each step. A
-            cell is a slot and an offset; see `launcher.c`.
+            cell is a slot and an offset; see `programs.c`.
         references: the kernels in the order of their launches, constant tensors, and arguments
             that count by identity.
     """

@@ -95,15 +95,16 @@ static void put_rows(CallKey *call, int64_t number) {
         memcpy(call->key.bytes + call->places[i], &number, sizeof number);
 }
 
-/* Let the key be that of the class of the call, or return 0 if there is none. Triton compiles other
-   kernels for multiples of 16, so these are a class of their own. No size is negative. */
+/* Let the key be that of the class of the call, and return the index of the class's limit, or 0 if
+   there is no class. Triton compiles other kernels for multiples of 16, so these are a class of
+   their own. No size is negative. */
 static int put_class(const Replay *self, CallKey *call) {
     int number = 0;
     if (call->num_places <= 0) return 0;
     while (number < self->num_limits && call->rows > self->limits[number]) number++;
     if (number == 0 || number == self->num_limits) return 0;
     put_rows(call, -2 * number - (call->rows % 16 == 0));
-    return 1;
+    return number;
 }
 
 /* Return the program with this key, or NULL, and the key as an object. */
@@ -163,9 +164,9 @@ static PyObject *replay_call(PyObject *object, PyObject *const *args, size_t nar
 static PyObject *replay_class_of(Replay *self, PyObject *const *args, Py_ssize_t nargs) {
     CallKey call;
     Operands operands;
-    int number = 0;
-    if (!put_call(self, &call, args, nargs, &operands) || !put_class(self, &call)) Py_RETURN_NONE;
-    while (call.rows > self->limits[number]) number++;
+    if (!put_call(self, &call, args, nargs, &operands)) Py_RETURN_NONE;
+    int number = put_class(self, &call);
+    if (number == 0) Py_RETURN_NONE;
     return Py_BuildValue("(y#LL)", call.key.bytes, call.key.used, (long long)call.rows,
                          (long long)self->limits[number]);
 }
