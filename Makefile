@@ -5,7 +5,7 @@ TORCH := $(shell sed -n 's/.*"torch==\([^"]*\)".*/\1/p' pyproject.toml)
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 PICTURES := digits digit_lines digit_transducer language_model train_parallel alignment hmm tagger post_training basecaller
 
-.PHONY: help demo test test-kernels bench docs clean
+.PHONY: help demo test test-kernels test-gpu bench docs clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 14
@@ -22,6 +22,9 @@ test: $(READY)  ## lint, format, types and the tests on the CPU (ARGS="-k cross_
 test-kernels: $(READY)  ## run the kernels in Triton's interpreter, and compile them for four GPUs
 	TRITON_INTERPRET=1 PARTITA_BACKEND=triton $(PYTEST) -m "interpreted and not gpu" -W ignore $(ARGS)
 	$(PYTEST) tests/kernels $(ARGS)
+
+test-gpu:  ## run all tests that need a GPU, with $(PYTHON) and its PyTorch (ARGS="--resume" runs what has not passed)
+	PYTHONPATH=src:tests $(PYTHON) tests/run_gpu.py $(ARGS)
 
 bench: $(READY)  ## time the ops beside PyTorch and the installed peers (ARGS="softmax")
 	$(BIN)/python -m partita bench $(ARGS)

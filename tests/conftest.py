@@ -1,10 +1,6 @@
-import fcntl
 import gc
 import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +10,11 @@ NEEDED_GPUS = {"gpu": 1, "multigpu": 2, "whole_gpu": 1}
 MARKERS = {
     "gpu": "needs a GPU; skipped elsewhere",
     "multigpu": "needs 2 GPUs or more; skipped elsewhere",
-    "whole_gpu": "needs the memory of a whole GPU, so it runs alone there; skipped elsewhere",
+    "whole_gpu": "needs most of the memory of a GPU: make test-gpu; skipped elsewhere",
     "long": "takes many seconds, so it starts before the others",
     "interpreted": "runs on the CPU under Triton's interpreter too: make test-kernels",
 }
-RELEASED = 2**32  # bytes of cached GPU memory beyond which a test gives them back
+RELEASED = 2**30  # bytes of cached GPU memory beyond which a test gives them back
 
 # Collections of the oldest objects, of which the imports and compilers make millions, take 5 % of
 # the time otherwise.
@@ -72,31 +68,9 @@ def small_softmax_by_kernels(
         monkeypatch.setattr("partita.ops.softmax.api.SMALL_ELEMENTS", -1)
 
 
-@contextmanager
-def locked(name: str, operation: int) -> Iterator[None]:
-    """Lock a file that all test processes of this user share."""
-    with open(Path(tempfile.gettempdir()) / f"partita-tests-{os.getuid()}-{name}", "w") as file:
-        fcntl.flock(file, operation)
-        yield
-
-
 @pytest.fixture(autouse=True)
-def gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Let a test that needs the memory of a whole GPU run alone, and the others side by side.
-
-    Tests share one lock; a test that runs alone takes it exclusively. All tests pass the gate
-    first, so that a waiting test stops others from starting and does not starve.
-    """
-    alone = request.node.get_closest_marker("whole_gpu") is not None
-    if not (alone or request.node.get_closest_marker("gpu")) or not torch.cuda.is_available():
-        yield
-        return
-    with locked("gate", fcntl.LOCK_EX):
-        memory = locked("memory", fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        memory.__enter__()
-    try:
-        yield
-    finally:
-        if alone or torch.cuda.memory_reserved() > RELEASED:
-            torch.cuda.empty_cache()
-        memory.__exit__(None, None, None)
+def gpu_memory() -> Iterator[None]:
+    """Give cached memory of a GPU back, of which other test processes have need."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > RELEASED:
+        torch.cuda.empty_cache()

@@ -3,7 +3,6 @@
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -47,18 +46,6 @@ LONG_KERNELS = {
     "linear_chain_log_scan_kernel",
     "linear_chain_resident_scan_kernel",
     "tangent_kernel",
-}
-
-# These words had several meanings each. None of them is a name.
-RETIRED = {
-    *("held", "kept", "wide", "most", "count", "came", "there", "spoilt", "wrong", "every", "mine"),
-    *("spelt", "misspelt", "place", "places", "twice", "again", "giver", "walk", "lead", "pull"),
-    *("spread", "surprise", "boxes", "ticket", "deposit", "deposits", "offered", "beside"),
-}
-# These words are no part of a longer name either, and do not stand in the texts of the package.
-RETIRED_EVERYWHERE = {
-    *("held", "kept", "came", "spoilt", "mine", "spelt", "misspelt", "twice", "giver", "boxes"),
-    *("ticket", "deposit", "offered"),
 }
 
 
@@ -280,41 +267,3 @@ def test_a_long_kernel_is_found(tmp_path: Path) -> None:
 def test_formatting_is_seldom_switched_off() -> None:
     switch = "fmt:" + " skip"
     assert sum(path.read_text(encoding="utf-8").count(switch) for path in TEXTS) < 10
-
-
-def bound_names(tree: ast.AST) -> Iterator[str]:
-    """Yield the names that a file defines: functions, classes, parameters, variables, fields."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.arg):
-            yield node.arg
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.attr
-        elif isinstance(node, ast.alias):
-            yield (node.asname or node.name).rpartition(".")[2]
-
-
-@cache
-def words_of(name: str) -> list[str]:
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().strip("_").split("_")
-
-
-def test_names_use_the_terms_of_the_field() -> None:
-    """Words that had several meanings in this package are no names in it."""
-    retired = {
-        (name_of(path), name)
-        for path in TEXTS
-        for name in set(bound_names(tree_of(path)))
-        if "_".join(words_of(name)) in RETIRED
-        or (not name.startswith("test_") and RETIRED_EVERYWHERE & set(words_of(name)))
-    }
-    assert not retired
-
-
-def test_texts_use_the_terms_of_the_field() -> None:
-    words = re.compile(rf"\b({'|'.join(sorted(RETIRED_EVERYWHERE))})\b")
-    found = {name_of(path): words.findall(path.read_text(encoding="utf-8")) for path in FILES}
-    assert not {name: texts for name, texts in found.items() if texts}

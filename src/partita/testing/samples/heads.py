@@ -1,0 +1,251 @@
+"""Sample calls of functions of rows of hidden states, whose logits are a product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.linear_heads.api import linear_cross_entropy, linear_token_stats
+from ...ops.linear_heads.divergence import linear_divergence
+from ...ops.linear_heads.logprobs import linear_logprobs
+from ...ops.linear_heads.topk import linear_topk_logprobs
+from ...ops.linear_heads.topk_divergence import linear_topk_divergence
+from . import in_torch
+from .call import Bound, Call, Draw, Inputs, Sizes
+from .rows import (
+    IGNORED,
+    LOG_PROBABILITY,
+    PROBABILITY_GRADIENT,
+    SOFT,
+    all_options,
+    best_classes,
+    masked_rows,
+    probabilities,
+    row_labels,
+    some_classes,
+)
+
+HIDDEN = {"rows": 6, "classes": 300, "hidden": 5}
+USUAL_HIDDEN = {"rows": (1024,), "classes": (32000, 128256), "hidden": (1024,)}
+CHECKED_HIDDEN = ({"rows": 19, "classes": 781, "hidden": 781},)
+# Logits are rounded to the dtype of the hidden states, as PyTorch rounds them.
+LINEAR_BOUND: dict[str, Any] = {"forward": Bound(16.0), "backward": Bound(16.0), "rounds": True}
+
+
+def _hidden(draw: Draw, sizes: Sizes) -> Inputs:
+    rows, classes, hidden = sizes["rows"], sizes["classes"], sizes["hidden"]
+    weight = draw.scores(classes, hidden, plain=True).detach() / hidden**0.5
+    input = draw.scores(rows, hidden, plain=True)
+    return {"input": input, "linear_weight": weight.requires_grad_(draw.grad)}
+
+
+def _bias(draw: Draw, sizes: Sizes) -> Inputs:
+    return {"linear_bias": draw.scores(sizes["classes"], plain=True)}
+
+
+def _linear_cross_entropy(draw: Draw, sizes: Sizes) -> Inputs:
+    rest = {"target": row_labels(draw, sizes), "reduction": "none"}
+    return {**_hidden(draw, sizes), **rest}
+
+
+def _ignored_tokens(inputs: Inputs) -> dict[str, Tensor]:
+    target = inputs["target"]
+    if target.is_floating_point():
+        return {}
+    return {"input": (target == IGNORED).unsqueeze(-1).expand_as(inputs["input"])}
+
+
+def _lean(draw: Draw, sizes: Sizes, heads: int = 1) -> Inputs:
+    """Return a budget in bytes that holds the logits of half of the classes."""
+    row = sizes["classes"] // 2 * draw.dtype.itemsize + 64 + 4 * sizes["hidden"]
+    return {"memory_budget": heads * sizes["rows"] * row}
+
+
+def _lean_heads(draw: Draw, sizes: Sizes) -> Inputs:
+    """Return a budget for the logits and gradients of a student and of a teacher."""
+    return _lean(draw, sizes, heads=4)
+
+
+FAST = {"memory_budget": 2**20}
+BUDGETS: dict[str, Any] = {"lean": _lean, "fast": FAST}
+LINEAR_CROSS_ENTROPY: dict[str, Any] = {
+    **BUDGETS,
+    "mean": {"reduction": "mean"},
+    "sum, lean": lambda draw, sizes: {"reduction": "sum", **_lean(draw, sizes)},
+    "bias, all options": lambda draw, sizes: {**_bias(draw, sizes), **all_options(draw, sizes)},
+    "bias, all options, lean": lambda draw, sizes: {
+        **_bias(draw, sizes),
+        **all_options(draw, sizes),
+        **_lean(draw, sizes),
+    },
+    "bias, all options, mean, fast": lambda draw, sizes: {
+        **_bias(draw, sizes),
+        **all_options(draw, sizes),
+        "reduction": "mean",
+        **FAST,
+    },
+    "probabilities": probabilities,
+    "several leading dimensions": lambda draw, sizes: {
+        "input": draw.scores(2, sizes["rows"], sizes["hidden"], plain=True),
+        "target": draw.labels(0, sizes["classes"], 2, sizes["rows"]),
+    },
+}
+
+
+def _linear_token_stats(draw: Draw, sizes: Sizes) -> Inputs:
+    return {**_hidden(draw, sizes), "target": row_labels(draw, sizes)}
+
+
+LINEAR: dict[str, Any] = {
+    **BUDGETS,
+    "all options": lambda draw, sizes: {
+        **_bias(draw, sizes),
+        "temperature": 0.7,
+        "softcap": 5.0,
+        **_lean(draw, sizes),
+    },
+}
+
+
+def _linear_logprobs(draw: Draw, sizes: Sizes) -> Inputs:
+    """Ignore all ids of every third row, and one of the others."""
+    ids = torch.where(draw.counts(sizes["rows"]).unsqueeze(-1), some_classes(draw, sizes), IGNORED)
+    ids[:, 3] = IGNORED
+    return {**_hidden(draw, sizes), "ids": ids, "ignore_index": IGNORED}
+
+
+def _ignored_rows(inputs: Inputs) -> dict[str, Tensor]:
+    ignored = (inputs["ids"] == IGNORED).all(-1, keepdim=True)
+    return {"input": ignored.expand_as(inputs["input"])}
+
+
+def _linear_topk(draw: Draw, sizes: Sizes) -> Inputs:
+    return {**_hidden(draw, sizes), "k": min(3, sizes["classes"])}
+
+
+def _heads(draw: Draw, sizes: Sizes) -> Inputs:
+    rows, classes, hidden = sizes["rows"], sizes["classes"], sizes["hidden"] + 1
+    teacher_weight = draw.beside(classes, hidden, grad=False) / hidden**0.5
+    return {
+        **_hidden(draw, sizes),
+        "teacher_input": draw.beside(rows, hidden, grad=False),
+        "teacher_weight": teacher_weight,
+        "mask": draw.counts(rows),
+        "reduction": "none",
+    }
+
+
+SOFT_LINEAR: dict[str, Any] = {
+    **SOFT,
+    "lean": _lean_heads,
+    "beta 0.3, mean, fast": {"beta": 0.3, "reduction": "mean", **FAST},
+    "bias, beta 1, lean": lambda draw, sizes: {
+        **_bias(draw, sizes),
+        "beta": 1.0,
+        **_lean_heads(draw, sizes),
+    },
+}
+
+
+def _linear_topk_divergence(draw: Draw, sizes: Sizes) -> Inputs:
+    teacher = best_classes(draw.beside(sizes["rows"], sizes["classes"], grad=False))
+    rest = {"teacher": teacher, "mask": draw.counts(sizes["rows"]), "reduction": "none"}
+    return {**_hidden(draw, sizes), **rest}
+
+
+CALLS = (
+    Call(
+        "linear_cross_entropy",
+        linear_cross_entropy,
+        _linear_cross_entropy,
+        HIDDEN,
+        USUAL_HIDDEN,
+        LINEAR_CROSS_ENTROPY,
+        ("rows",),
+        values=(),
+        batch={"input": 0, "target": 0},
+        uncounted=_ignored_tokens,
+        in_torch=in_torch.from_hidden(in_torch.cross_entropy),
+        checked=CHECKED_HIDDEN,
+        **LINEAR_BOUND,
+    ),
+    Call(
+        "linear_token_stats",
+        linear_token_stats,
+        _linear_token_stats,
+        HIDDEN,
+        USUAL_HIDDEN,
+        {**LINEAR, "no target": {"target": None}},
+        ("rows",),
+        values=(),
+        batch={"input": 0, "target": 0},
+        in_torch=in_torch.from_hidden(in_torch.token_stats),
+        checked=CHECKED_HIDDEN,
+        **LINEAR_BOUND,
+    ),
+    Call(
+        "linear_logprobs",
+        linear_logprobs,
+        _linear_logprobs,
+        HIDDEN,
+        USUAL_HIDDEN,
+        LINEAR,
+        ("rows",),
+        values=(),
+        batch={"input": 0, "ids": 0},
+        uncounted=_ignored_rows,
+        in_torch=in_torch.from_hidden(in_torch.logprobs),
+        checked=CHECKED_HIDDEN,
+        **LINEAR_BOUND,
+    ),
+    Call(
+        "linear_topk_logprobs",
+        linear_topk_logprobs,
+        _linear_topk,
+        HIDDEN,
+        USUAL_HIDDEN,
+        LINEAR,
+        ("rows",),
+        values=(),
+        batch={"input": 0},
+        in_torch=in_torch.from_hidden(in_torch.topk_logprobs),
+        checked=CHECKED_HIDDEN,
+        **LINEAR_BOUND,
+    ),
+    Call(
+        "linear_divergence",
+        linear_divergence,
+        _heads,
+        HIDDEN,
+        USUAL_HIDDEN,
+        SOFT_LINEAR,
+        ("rows",),
+        values=(),
+        batch={"input": 0, "teacher_input": 0, "mask": 0},
+        uncounted=lambda inputs: masked_rows(inputs, "input", "teacher_input"),
+        in_torch=in_torch.linear_divergence,
+        scale=LOG_PROBABILITY,
+        grad_scale=PROBABILITY_GRADIENT,
+        checked=CHECKED_HIDDEN,
+        **LINEAR_BOUND,
+    ),
+    Call(
+        "linear_topk_divergence",
+        linear_topk_divergence,
+        _linear_topk_divergence,
+        HIDDEN,
+        USUAL_HIDDEN,
+        SOFT_LINEAR,
+        ("rows",),
+        values=(),
+        batch={"input": 0, "teacher": 0, "mask": 0},
+        uncounted=lambda inputs: masked_rows(inputs, "input"),
+        in_torch=in_torch.from_hidden(in_torch.topk_divergence),
+        scale=LOG_PROBABILITY,
+        grad_scale=PROBABILITY_GRADIENT,
+        checked=CHECKED_HIDDEN,
+        **LINEAR_BOUND,
+    ),
+)

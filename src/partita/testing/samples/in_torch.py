@@ -1,0 +1,432 @@
+"""Counterparts of the functions in plain PyTorch, with the same arguments.
+
+They compute in the dtype of their inputs, in fp32 at least, and PyTorch differentiates them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...ops.ctc_crf.api import debruijn_source
+from ...ops.logprobs.common import TopK
+from ...runtime.dtypes import acc_dtype
+
+
+def upcast(x: Tensor) -> Tensor:
+    return x.to(acc_dtype(x.dtype))
+
+
+def capped(logits: Tensor, softcap: float | None, temperature: float = 1.0) -> Tensor:
+    """Return soft-capped logits over the temperature."""
+    x = upcast(logits)
+    x = x if softcap is None else softcap * torch.tanh(x / softcap)
+    return x / temperature
+
+
+def reduced(losses: Tensor, reduction: str, counts: Tensor | None = None) -> Tensor:
+    """Return the losses, their sum, or their mean over the rows that count."""
+    if reduction == "none":
+        return losses
+    number = losses.numel() if counts is None else counts.sum()
+    return losses.sum() / number if reduction == "mean" else losses.sum()
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+) -> Tensor:
+    x = input if softcap is None else softcap * torch.tanh(input / softcap)
+    is_label = not target.is_floating_point()
+    loss = F.cross_entropy(
+        x,
+        target if is_label else target.to(x.dtype),
+        None if weight is None else weight.to(x.dtype),
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+    if not z_loss:
+        return loss
+    counts = target != ignore_index if is_label else torch.ones_like(x.select(1, 0)) > 0
+    squares = z_loss * torch.where(counts, x.logsumexp(1), 0).square()
+    return loss + reduced(squares, reduction, counts)
+
+
+def token_stats(
+    logits: Tensor,
+    target: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = capped(logits, softcap, temperature)
+    target = x.argmax(-1) if target is None else target
+    logp = x.log_softmax(-1)
+    p = logp.exp()
+    counts = target != ignore_index
+    picked = logp.gather(-1, torch.where(counts, target, 0).unsqueeze(-1)).squeeze(-1)
+    entropy = -(p * logp.masked_fill(p == 0, 0)).sum(-1)
+    return torch.where(counts, picked, 0), x.logsumexp(-1), entropy
+
+
+def logprobs(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int | None = None,
+) -> Tensor:
+    logp = capped(logits, softcap, temperature).log_softmax(-1)
+    counts = torch.ones_like(ids) > 0 if ignore_index is None else ids != ignore_index
+    return torch.where(counts, logp.gather(-1, torch.where(counts, ids, 0)), 0)
+
+
+def topk_logprobs(
+    logits: Tensor, k: int, *, temperature: float = 1.0, softcap: float | None = None
+) -> Tensor:
+    return capped(logits, softcap, temperature).log_softmax(-1).topk(k).values
+
+
+def kl(first: Tensor, second: Tensor) -> Tensor:
+    """Return KL(first || second) of probabilities and log-probabilities, both in log."""
+    return F.kl_div(second, first, reduction="none", log_target=True).sum(-1)
+
+
+def mixed(logq: Tensor, logp: Tensor, beta: float) -> Tensor:
+    """Return the divergence between a teacher q and a student p."""
+    if beta in (0.0, 1.0):
+        return kl(logp, logq) if beta else kl(logq, logp)
+    mixture = (beta * logq.exp() + (1 - beta) * logp.exp()).log()
+    return beta * kl(logq, mixture) + (1 - beta) * kl(logp, mixture)
+
+
+def counted(losses: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
+    """Reduce divergences over the rows of a mask."""
+    return reduced(losses if mask is None else torch.where(mask, losses, 0), reduction, mask)
+
+
+def divergence(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    logp, logq = (
+        capped(each, softcap, temperature).log_softmax(-1)
+        for each in (logits, teacher_logits.detach())
+    )
+    dtype = torch.promote_types(logp.dtype, logq.dtype)
+    return counted(mixed(logq.to(dtype), logp.to(dtype), beta), mask, reduction)
+
+
+def topk_divergence(
+    logits: Tensor,
+    teacher: TopK,
+    *,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    x = capped(logits, softcap, temperature)
+    known = torch.zeros_like(x, dtype=torch.bool).scatter(-1, teacher.indices, True)
+    rest = x.masked_fill(known, -torch.inf).logsumexp(-1, keepdim=True)
+    logp = torch.cat([x.gather(-1, teacher.indices), rest], -1) - x.logsumexp(-1, keepdim=True)
+    best = teacher.logprobs.to(logp.dtype)
+    logq = torch.cat([best, torch.log1p(-best.exp().sum(-1, keepdim=True))], -1)
+    return counted(mixed(logq, logp, beta), mask, reduction)
+
+
+def from_hidden(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of hidden states from one of logits."""
+
+    def call(
+        input: Tensor,
+        linear_weight: Tensor,
+        *,
+        linear_bias: Tensor | None = None,
+        memory_budget: int | None = None,
+        **others: Any,
+    ) -> Any:
+        return function(F.linear(input, linear_weight, linear_bias), **others)
+
+    return call
+
+
+def linear_divergence(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    memory_budget: int | None = None,
+    **options: Any,
+) -> Tensor:
+    teacher = F.linear(teacher_input, teacher_weight, teacher_bias)
+    return divergence(F.linear(input, linear_weight, linear_bias), teacher, **options)
+
+
+def ends(scores: Tensor, initial: Tensor | None, final: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return initial and final scores, zeros where there are none."""
+    zeros = scores.new_zeros(scores.shape[1:3])
+    return zeros if initial is None else initial, zeros if final is None else final
+
+
+def total_of_paths(
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor | None = None,
+    final: Tensor | None = None,
+    *,
+    total: Callable[[Tensor], Tensor] = lambda terms: terms.logsumexp(-1),
+) -> Tensor:
+    """Compute the sum over all paths, or the best score, of chains of one length."""
+    scores = upcast(scores)
+    alpha, last = ends(scores, initial, final)
+    for step in scores:
+        terms = step + alpha[:, source.clamp(min=0)]
+        alpha = total(terms.masked_fill(source < 0, -torch.inf))
+    return total(alpha + last)
+
+
+def expectation(
+    scores: Tensor,
+    source: Tensor,
+    values: Tensor,
+    initial: Tensor | None = None,
+    final: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute log Z and the expected sum of the values of a path; ends have the value 0."""
+    scores, values = upcast(scores), values.expand_as(scores)
+    alpha, last = ends(scores, initial, final)
+    mean = torch.zeros_like(alpha)
+    for step, value in zip(scores, values, strict=True):
+        terms = step + alpha[:, source.clamp(min=0)]
+        terms = terms.masked_fill(source < 0, -torch.inf)
+        mean = (terms.softmax(-1) * (value + mean[:, source.clamp(min=0)])).sum(-1)
+        alpha = terms.logsumexp(-1)
+    alpha = alpha + last
+    return alpha.logsumexp(-1), (alpha.softmax(-1) * mean).sum(-1)
+
+
+def linear_chain(
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None = None,
+    end: Tensor | None = None,
+) -> Tensor:
+    """Compute log Z of dense chains of one length."""
+    emissions = upcast(emissions)
+    alpha = emissions[0] if start is None else emissions[0] + start
+    for row in emissions[1:]:
+        alpha = (alpha[..., None] + transitions).logsumexp(1) + row
+    return (alpha if end is None else alpha + end).logsumexp(-1)
+
+
+def semi_markov_chain(
+    emissions: Tensor,
+    transitions: Tensor,
+    durations: Tensor,
+    start: Tensor | None = None,
+    end: Tensor | None = None,
+) -> Tensor:
+    """Compute log Z of segments over sequences of one length.
+
+    `ages[d]` has the scores of segments that are open since d + 1 steps.
+    """
+    emissions = upcast(emissions)
+    opened = torch.zeros_like(emissions[0]) if start is None else start + 0 * emissions[0]
+    ages = emissions[:0]
+    for row in emissions:
+        ages = torch.cat([opened[None], ages[: len(durations) - 1]]) + row
+        closed = (ages + durations[: len(ages), None]).logsumexp(0)
+        opened = (closed[..., None] + transitions).logsumexp(1)
+    return (closed if end is None else closed + end).logsumexp(-1)
+
+
+def ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+    *,
+    from_logits: bool = False,
+) -> Tensor:
+    x = upcast(log_probs)
+    x = x.log_softmax(-1) if from_logits else x
+    # PyTorch's gradient assumes log-probabilities; through a log-softmax it is that of any scores.
+    lengths = (input_lengths.cpu(), target_lengths.cpu())
+    return F.ctc_loss(x, targets, *lengths, blank, reduction, zero_infinity)
+
+
+def ctc_crf_loss(
+    scores: Tensor,
+    targets: Tensor,
+    target_lengths: Tensor,
+    *,
+    state_len: int,
+    alphabet_size: int,
+    reduction: str = "mean",
+) -> Tensor:
+    """Compute log Z of all paths minus log Z of the paths that emit the targets.
+
+    In the lattice of a target, a k-mer stays or is entered from the one before it.
+    """
+    bases, size = alphabet_size - 1, (alphabet_size - 1) ** state_len
+    scores = upcast(scores).reshape(*scores.shape[:2], size, alphabet_size)
+    source = debruijn_source(bases, state_len, device=scores.device)
+    totals = []
+    for n, (labels, length) in enumerate(
+        zip(targets.tolist(), target_lengths.tolist(), strict=True)
+    ):
+        labels = labels[:length]
+        kmers = [
+            sum((base - 1) * bases ** (state_len - 1 - i) for i, base in enumerate(window))
+            for window in (labels[i : i + state_len] for i in range(length - state_len + 1))
+        ]
+        stays = scores[:, n, kmers, 0]
+        moves = scores[:, n, kmers[1:], labels[: len(kmers) - 1]]
+        # -1e5 adds nothing to a sum, and -inf would make the gradients NaN.
+        alpha = scores.new_full((len(kmers),), -1e5)
+        alpha[0] = 0
+        for stay, move in zip(stays, moves, strict=True):
+            entered = torch.logaddexp(alpha[1:] + stay[1:], alpha[:-1] + move)
+            alpha = torch.cat([alpha[:1] + stay[:1], entered])
+        totals.append(alpha[-1])
+    losses = total_of_paths(scores, source) - torch.stack(totals)
+    return reduced(losses / target_lengths.to(losses) if reduction == "mean" else losses, reduction)
+
+
+def transducer(
+    token_logits: Tensor,
+    targets: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    duration_logits: Tensor | None = None,
+    durations: Sequence[int] = (),
+    sigma: float = 0.0,
+    blank: int = 0,
+) -> Tensor:
+    """Compute the loss of each sequence node by node; without durations it is that of RNN-T."""
+    log_tokens = upcast(token_logits).log_softmax(-1) - sigma
+    log_durations = None if duration_logits is None else upcast(duration_logits).log_softmax(-1)
+    losses = []
+    for b, (steps, labels) in enumerate(
+        zip(logit_lengths.tolist(), target_lengths.tolist(), strict=True)
+    ):
+        alpha: dict[tuple[int, int], list[Tensor]] = {(0, 0): [log_tokens.new_zeros(())]}
+        finished = []
+        for t in range(steps):
+            for u in range(labels + 1):
+                if (t, u) not in alpha:
+                    continue
+                total, node = torch.stack(alpha[t, u]).logsumexp(0), log_tokens[b, t, u]
+                arcs = [(1, 0, node[blank])]
+                arcs += [(0, 1, node[targets[b, u]])] if u < labels else []
+                if log_durations is not None:
+                    arcs = [
+                        (d, kind, token + log_durations[b, t, u, k])
+                        for _, kind, token in arcs
+                        for k, d in enumerate(durations)
+                        if d + kind > 0
+                    ]
+                for d, kind, score in arcs:
+                    to = (t + d, u + kind)
+                    if to == (steps, labels) and not kind:
+                        finished.append(total + score)
+                    elif to[0] < steps:
+                        alpha.setdefault(to, []).append(total + score)
+        losses.append(-torch.stack(finished).logsumexp(0))
+    return torch.stack(losses)
+
+
+def rnnt_loss(
+    logits: Tensor,
+    targets: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int = -1,
+    reduction: str = "mean",
+) -> Tensor:
+    blank %= logits.shape[-1]
+    losses = transducer(logits, targets, logit_lengths, target_lengths, blank=blank)
+    return reduced(losses, reduction)
+
+
+def tdt_loss(
+    token_logits: Tensor,
+    duration_logits: Tensor,
+    targets: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    blank_token_id: int,
+    durations: Sequence[int],
+    sigma: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    sequences = (targets, logit_lengths, target_lengths)
+    arcs = (duration_logits, durations, sigma)
+    losses = transducer(token_logits, *sequences, *arcs, blank=blank_token_id)
+    lengths = target_lengths.clamp(min=1).to(losses)
+    return reduced(losses / lengths if reduction == "mean" else losses, reduction)
+
+
+def joint(encoder: Tensor, predictor: Tensor, activation: str) -> Tensor:
+    """Return the hidden states of all nodes."""
+    return getattr(torch, activation)(encoder[:, :, None] + predictor[:, None])
+
+
+def linear_rnnt_loss(
+    encoder: Tensor,
+    predictor: Tensor,
+    linear_weight: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    activation: str = "relu",
+    memory_budget: int | None = None,
+    **others: Any,
+) -> Tensor:
+    logits = F.linear(joint(encoder, predictor, activation), linear_weight, linear_bias)
+    return rnnt_loss(logits, **others)
+
+
+def linear_tdt_loss(
+    encoder: Tensor,
+    predictor: Tensor,
+    linear_weight: Tensor,
+    duration_weight: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    duration_bias: Tensor | None = None,
+    activation: str = "relu",
+    memory_budget: int | None = None,
+    **others: Any,
+) -> Tensor:
+    hidden = joint(encoder, predictor, activation)
+    tokens = F.linear(hidden, linear_weight, linear_bias)
+    durations = F.linear(hidden, duration_weight, duration_bias)
+    return tdt_loss(tokens, durations, **others)

@@ -1,0 +1,336 @@
+"""Sample calls of functions of rows of logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.cross_entropy.api import cross_entropy, token_stats
+from ...ops.divergence.api import divergence, topk_divergence
+from ...ops.logprobs.api import logprobs, topk_logprobs
+from ...ops.logprobs.common import TopK
+from ...ops.softmax.api import log_softmax, logsumexp, softmax
+from ...runtime.dtypes import acc_dtype
+from . import in_torch
+from .call import Call, Draw, Inputs, Sizes, Values
+
+SMALL = {"rows": 6, "classes": 7}
+USUAL = {"rows": (1024,), "classes": (1000, 32000, 128256)}
+CHECKED = ({"rows": 19, "classes": 781}, {"rows": 3, "classes": 50_257})
+IGNORED = -100
+
+# What users mix: logits in a half type beside class weights, teachers and probabilities in fp32.
+BESIDE = ((torch.bfloat16, torch.float32), (torch.float16, torch.float32))
+# A divergence is a difference of log-probabilities down to -8, each rounded. So a probability has a
+# relative error of that size, and a gradient that of the greatest probability.
+LOG_PROBABILITY = torch.tensor(8.0)
+PROBABILITY_GRADIENT = LOG_PROBABILITY / 32
+
+
+def _logits(draw: Draw, sizes: Sizes) -> Inputs:
+    return {"input": draw.scores(sizes["rows"], sizes["classes"])}
+
+
+def row_labels(draw: Draw, sizes: Sizes, ignored: int = IGNORED) -> Tensor:
+    """Return labels, of which every third is ignored. Logits in the first column are never -inf."""
+    labels = draw.labels(0, sizes["classes"], sizes["rows"])
+    labels = torch.where(draw.counts(sizes["rows"]), labels, ignored)
+    return labels if draw.values in ("plain", "offset") else labels.clamp(max=0)
+
+
+def _ignored(inputs: Inputs) -> dict[str, Tensor]:
+    """Return the rows of labels that are ignored."""
+    logits, target = inputs["input"], inputs["target"]
+    ignored = target == inputs.get("ignore_index", IGNORED)
+    if logits.ndim > 1 and not target.is_floating_point():
+        return {"input": ignored.unsqueeze(1).expand_as(logits)}
+    return {}
+
+
+def _cross_entropy(draw: Draw, sizes: Sizes) -> Inputs:
+    return {
+        **_logits(draw, sizes),
+        "target": row_labels(draw, sizes),
+        "ignore_index": IGNORED,
+        "reduction": "none",
+    }
+
+
+def all_options(draw: Draw, sizes: Sizes) -> Inputs:
+    weight = draw.positive(sizes["classes"])
+    return {"weight": weight, "label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-2}
+
+
+def probabilities(draw: Draw, sizes: Sizes) -> Inputs:
+    target = draw.beside(sizes["rows"], sizes["classes"], grad=False).softmax(1)
+    return {"target": target.requires_grad_(draw.grad)}
+
+
+def _pixels(draw: Draw, sizes: Sizes) -> Inputs:
+    logits = draw.scores(sizes["rows"], sizes["classes"], 2, 3)
+    labels = draw.labels(0, sizes["classes"], sizes["rows"], 2, 3)
+    return {"input": logits, "target": torch.where(draw.counts(*labels.shape), labels, IGNORED)}
+
+
+def _one_row(draw: Draw, sizes: Sizes) -> Inputs:
+    return {"input": draw.scores(sizes["classes"]), "target": torch.tensor(1, device=draw.device)}
+
+
+CROSS_ENTROPY: dict[str, Any] = {
+    "mean": {"reduction": "mean"},
+    "sum": {"reduction": "sum"},
+    "ignored class": lambda draw, sizes: {
+        "target": row_labels(draw, sizes, 2),
+        "ignore_index": 2,
+        "reduction": "mean",
+    },
+    "softcap": {"softcap": 5.0},
+    "all options": all_options,
+    "all options, mean": lambda draw, sizes: {**all_options(draw, sizes), "reduction": "mean"},
+    "probabilities": probabilities,
+    "probabilities, all options": lambda draw, sizes: {
+        **probabilities(draw, sizes),
+        **all_options(draw, sizes),
+    },
+    "pixels": _pixels,
+    "one row": _one_row,
+}
+
+
+def _cross_entropy_inplace(input: Tensor, **others: Any) -> Tensor:
+    """Overwrite a copy, because a leaf can't be overwritten."""
+    return cross_entropy(input * 1, inplace=True, **others)
+
+
+def _named_logits(draw: Draw, sizes: Sizes) -> Inputs:
+    return {"logits": draw.scores(sizes["rows"], sizes["classes"])}
+
+
+STATISTICS: dict[str, Any] = {"temperature and softcap": {"temperature": 0.7, "softcap": 5.0}}
+
+
+def _token_stats(draw: Draw, sizes: Sizes) -> Inputs:
+    return {**_named_logits(draw, sizes), "target": row_labels(draw, sizes)}
+
+
+def _ignored_logprobs(inputs: Inputs) -> dict[str, Tensor]:
+    ignored = inputs["target"] == IGNORED
+    return {"logits": ignored.unsqueeze(-1).expand_as(inputs["logits"])}
+
+
+def some_classes(draw: Draw, sizes: Sizes) -> Tensor:
+    """Return four classes of each row, of which some are the same."""
+    ids = draw.labels(0, sizes["classes"], sizes["rows"], 2)
+    return torch.cat([ids, ids[:, :1], ids // 2], 1)
+
+
+def _logprobs(draw: Draw, sizes: Sizes) -> Inputs:
+    return {**_named_logits(draw, sizes), "ids": some_classes(draw, sizes)}
+
+
+def _topk(draw: Draw, sizes: Sizes) -> Inputs:
+    return {**_named_logits(draw, sizes), "k": min(3, sizes["classes"])}
+
+
+SOFT: dict[str, Any] = {
+    "beta 0.3": {"beta": 0.3},
+    "beta 1": {"beta": 1.0},
+    "beta 0.5, all options": {"beta": 0.5, "temperature": 0.7, "softcap": 5.0},
+    "beta 0, softcap": {"softcap": 5.0},
+    "mean": {"reduction": "mean"},
+    "beta 0.3, sum": {"beta": 0.3, "reduction": "sum"},
+    "no mask": {"mask": None, "reduction": "mean"},
+}
+
+
+def masked_rows(inputs: Inputs, *names: str) -> dict[str, Tensor]:
+    """Return the rows of these inputs that a mask leaves out."""
+    mask = inputs["mask"]
+    if mask is None:
+        return {}
+    return {name: ~mask.unsqueeze(-1).expand_as(inputs[name]) for name in names}
+
+
+def _divergence(draw: Draw, sizes: Sizes) -> Inputs:
+    shape = (sizes["rows"], sizes["classes"])
+    return {
+        "logits": draw.scores(*shape),
+        "teacher_logits": draw.beside(*shape, grad=False),
+        "mask": draw.counts(sizes["rows"]),
+        "reduction": "none",
+    }
+
+
+def best_classes(logits: Tensor, k: int = 3) -> TopK:
+    """Return the best classes of each row, and the log-sum-exp of all."""
+    x = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+    best = x.log_softmax(-1).topk(min(k, x.shape[-1]))
+    return TopK(best.values, best.indices, x.logsumexp(-1))
+
+
+def _topk_divergence(draw: Draw, sizes: Sizes) -> Inputs:
+    inputs = _divergence(draw, sizes)
+    return {
+        "logits": inputs.pop("logits"),
+        "teacher": best_classes(inputs.pop("teacher_logits")),
+    } | (inputs)
+
+
+FINITE: tuple[Values, ...] = ("offset", "wide", "equal")
+CALLS = (
+    *(
+        Call(
+            name,
+            function,
+            lambda draw, sizes: {**_logits(draw, sizes), "dim": -1},
+            SMALL,
+            USUAL,
+            {
+                "dim 0": {"dim": 0},
+                "in a wider dtype": lambda draw, sizes: {"dtype": acc_dtype(draw.dtype)},
+            },
+            ("rows",),
+            values=("offset", "wide", "huge", "equal", "masked", "inf_rows"),
+            batch={"input": 0},
+            rows=(0,),
+            in_torch=theirs,
+            scale="element" if name == "softmax" else -1,
+            checked=CHECKED,
+        )
+        for name, function, theirs in (
+            ("softmax", softmax, torch.softmax),
+            ("log_softmax", log_softmax, torch.log_softmax),
+        )
+    ),
+    Call(
+        "logsumexp",
+        logsumexp,
+        lambda draw, sizes: {**_logits(draw, sizes), "dim": -1},
+        SMALL,
+        USUAL,
+        {"dim 0": {"dim": 0}, "both": {"dim": (0, 1), "keepdim": True}},
+        ("rows", "classes"),
+        values=("offset", "wide", "equal", "masked", "inf_rows"),
+        batch={"input": 0},
+        rows=(0,),
+        in_torch=torch.logsumexp,
+        grad_scale="element",
+        checked=CHECKED,
+    ),
+    *(
+        Call(
+            name,
+            function,
+            _cross_entropy,
+            SMALL,
+            USUAL,
+            options,
+            ("rows",),
+            values=("offset", "wide", "equal", "masked", "inf_rows"),
+            mixtures=BESIDE,
+            batch={"input": 0, "target": 0},
+            rows=(0,),
+            uncounted=_ignored,
+            in_torch=in_torch.cross_entropy,
+            grad_scale=-1,
+            checked=CHECKED,
+            second_derivatives=function is cross_entropy,
+        )
+        for name, function, options in (
+            ("cross_entropy", cross_entropy, CROSS_ENTROPY),
+            (
+                "cross_entropy, in place",
+                _cross_entropy_inplace,
+                {name: CROSS_ENTROPY[name] for name in ("mean", "all options, mean")},
+            ),
+        )
+    ),
+    Call(
+        "token_stats",
+        token_stats,
+        _token_stats,
+        SMALL,
+        USUAL,
+        {**STATISTICS, "no target": {"target": None}},
+        ("rows",),
+        values=("offset", "wide", "equal", "masked"),
+        batch={"logits": 0, "target": 0},
+        rows=(0, 0, 0, 0),
+        in_torch=in_torch.token_stats,
+        checked=CHECKED,
+    ),
+    Call(
+        "token_stats, logprob",
+        lambda **inputs: token_stats(**inputs).logprob,
+        _token_stats,
+        SMALL,
+        options=STATISTICS,
+        batch={"logits": 0, "target": 0},
+        rows=(0,),
+        uncounted=_ignored_logprobs,
+    ),
+    Call(
+        "logprobs",
+        logprobs,
+        _logprobs,
+        SMALL,
+        USUAL,
+        STATISTICS,
+        ("rows",),
+        values=FINITE,
+        batch={"logits": 0, "ids": 0},
+        rows=(0,),
+        in_torch=in_torch.logprobs,
+        checked=CHECKED,
+    ),
+    Call(
+        "topk_logprobs",
+        topk_logprobs,
+        _topk,
+        SMALL,
+        USUAL,
+        STATISTICS,
+        ("rows",),
+        values=FINITE,
+        batch={"logits": 0},
+        rows=(0, 0, 0),
+        in_torch=in_torch.topk_logprobs,
+        checked=CHECKED,
+    ),
+    Call(
+        "divergence",
+        divergence,
+        _divergence,
+        SMALL,
+        USUAL,
+        SOFT,
+        ("rows",),
+        values=FINITE,
+        mixtures=(*BESIDE, (torch.float64, torch.float32)),
+        batch={"logits": 0, "teacher_logits": 0, "mask": 0},
+        rows=(0,),
+        uncounted=lambda inputs: masked_rows(inputs, "logits", "teacher_logits"),
+        in_torch=in_torch.divergence,
+        checked=CHECKED[:1],
+    ),
+    Call(
+        "topk_divergence",
+        topk_divergence,
+        _topk_divergence,
+        SMALL,
+        USUAL,
+        SOFT,
+        ("rows",),
+        values=FINITE,
+        mixtures=BESIDE,
+        batch={"logits": 0, "teacher": 0, "mask": 0},
+        rows=(0,),
+        uncounted=lambda inputs: masked_rows(inputs, "logits"),
+        in_torch=in_torch.topk_divergence,
+        scale=LOG_PROBABILITY,
+        grad_scale=PROBABILITY_GRADIENT,
+        checked=CHECKED[:1],
+    ),
+)
