@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 RECORD = ROOT / ".test-gpu.json"
 KINDS = ("multigpu", "whole_gpu", "gpu")
 GIB = 2**30
-ORDINARY, WHOLE = 2.5 * GIB, 36 * GIB  # what a worker of these tests may allocate
+ORDINARY, WHOLE = 5 * GIB, 36 * GIB  # what a worker of these tests may allocate; few need so much
 BATCH = 6  # tests that a worker gets at once
 LIMIT = 240.0  # seconds after which a test counts as hanging
 SECONDS_BETWEEN_LINES = 10.0
@@ -65,25 +65,29 @@ class Record:
 
 
 class Queue:
-    """The tests of one kind that are left, by file."""
+    """The tests of one kind that are left: the long ones, and the others by file."""
 
     def __init__(self, session: pytest.Session, indices: list[int], seconds: dict[str, float]):
         self.names, self.seconds = [item.nodeid for item in session.items], seconds
+        self.long: list[int] = []
         self.files: dict[str, list[int]] = defaultdict(list)
         self.workers: Counter[str] = Counter()  # how many are at a file
         for index in indices:
-            self.files[self.file(index)].append(index)
+            is_long = session.items[index].get_closest_marker("long")
+            (self.long if is_long else self.files[self.file(index)]).append(index)
 
     def file(self, index: int) -> str:
         return self.names[index].partition("::")[0]
 
     def take(self) -> list[int]:
-        """Return tests of the file that has most to do for each worker at it."""
+        """Return a long test, or tests of the file that has most to do for each worker at it."""
 
         def load(file: str) -> float:
             left = sum(self.seconds.get(self.names[index], 1.0) for index in self.files[file])
             return left / (1 + self.workers[file])
 
+        if self.long:
+            return [self.long.pop(0)]
         files = [file for file, rest in self.files.items() if rest]
         if not files:
             return []

@@ -7,7 +7,8 @@ import importlib.util
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -21,9 +22,9 @@ from partita.bench.cli import Measured
 from partita.bench.measure import Machine, Timing
 from partita.bench.runner import Row
 from partita.cli import check as _check_machine
-from partita.cli import check_ops as _check_ops
 from partita.cli import page as _page
 from partita.cli import report as _report
+from partita.testing.samples import CALLS, Call
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 NOTE = "no <b>kernel</b> & no luck"
@@ -33,18 +34,9 @@ def _fails(x: Tensor) -> Tensor:
     raise RuntimeError(f"{NOTE} in {Path.home()}/secret/kernel.py")
 
 
-def check(op: str, ours: _check_ops.Function) -> _check_machine.Check:
-    return _check_machine.Check(
-        op,
-        ours,
-        lambda x: torch.softmax(x, -1),
-        lambda x: (),
-        "element",
-        "tensor",
-        ((3, 16),),
-        ("plain",),
-        ("fp32",),
-    )
+def check(op: str, function: Callable[[Tensor], Tensor]) -> Call:
+    softmax = CALLS["softmax"]
+    return replace(softmax, name=op, function=lambda input, dim: function(input), options={})
 
 
 GOOD, BAD = check("softmax", lambda x: torch.softmax(x, -1)), check("broken", _fails)
@@ -109,8 +101,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_check_machine, "CHECKS", (GOOD,))
-    monkeypatch.setattr(_check_machine, "DECODERS", ())
+    monkeypatch.setattr(_check_machine, "CALLS", {"softmax": GOOD})
     monkeypatch.setattr(_report, "CPU_ELEMENTS", 2048)
     monkeypatch.setattr(_report, "CPU_REPETITIONS", 2)
 
@@ -130,8 +121,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
         install="pip install no-such-package",
     )
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(_check_machine, "CHECKS", (GOOD, BAD))
-        monkeypatch.setattr(_check_machine, "DECODERS", ())
+        monkeypatch.setattr(_check_machine, "CALLS", {"softmax": GOOD, "broken": BAD})
         monkeypatch.setattr(_report, "CPU_ELEMENTS", 2048)
         monkeypatch.setattr(_report, "CPU_REPETITIONS", 2)
         monkeypatch.setattr(providers, "PEERS", (providers.TORCH, absent))
@@ -259,7 +249,7 @@ def test_nobody_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             " /scratch/jane.q.zzyzx/file.py:3",
         )
     path = home / "box-17" / "janezzyzx.html"
-    monkeypatch.setattr(_check_machine, "CHECKS", (BAD,))
+    monkeypatch.setattr(_check_machine, "CALLS", {"broken": BAD})
     assert run(path, "--no-bench") == 1
     page = Page(path)
     assert "~/work on (user)@(host) and (host), …/file.py:3" in page.text

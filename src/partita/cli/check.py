@@ -5,30 +5,26 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from ..ops.cross_entropy.api import cross_entropy
 from ..runtime.backend import current_backend, resolve
-from ..testing import contract_errors, edge_rows
+from ..testing import sample_labels
+from ..testing.samples import CALLS, Call, Draw, Sample
 from .arguments import device_named
-from .check_decode import DECODERS, Decoder, decoder_error
-from .check_ops import CHECKS, COLUMNS, ROWS, Check, labels
 from .console import DTYPES, Progress, Table, UsageError, first_line, print_table
 from .info import BACKEND_NAMES, no_gpu
 
-DENSE_EDGES = ("plain", "offset", "leading_inf")
-# These dtypes run with all layouts and sizes. The others share their code, and compiling it for
-# each of them would take a minute more.
-THOROUGH = ("bf16", "fp32")
-
 DESCRIPTION = """\
-Run the ops that have a gradient, forward and backward, and the decoders, and compare them with
-fp64, on the CPU and on the current GPU. Decoded tokens and steps must be equal. Each error stands
-beside its bound, which is two times that of PyTorch, or 2 ulp. Errors are in ulp of the result's
-dtype. A sum whose terms cancel can be off by many ulp of its small result: then PyTorch's own error
-is as large, and so is the bound."""
+Run the sample calls of every function, forward and backward, and compare them with fp64, on the
+CPU and on the current GPU. Where a function has a counterpart in plain PyTorch, the error stands in
+ulp of the result's dtype beside its bound, which is two times PyTorch's own error, or 2 ulp. A sum
+whose terms cancel can be off by many ulp of its small result: then PyTorch's own error is as large,
+and so is the bound. For the other functions the error is a share of the bound that the
+documentation states, against the reference, and integers must be equal."""
 
 EPILOG = """\
 examples:
@@ -55,11 +51,10 @@ class Backend:
     def __str__(self) -> str:
         return f"{self.name} on {self.device}"
 
-    def of(self, check: Check | Decoder) -> Backend:
-        """Return the backend that serves this op on the device."""
-        return Backend(
-            BACKEND_NAMES[resolve(current_backend(), self.device, has_cpu=check.numba)], self.device
-        )
+    def of(self, call: Call) -> Backend:
+        """Return the backend that serves this call on the device."""
+        served = resolve(current_backend(), self.device, has_cpu=call.numba)
+        return Backend(BACKEND_NAMES[served], self.device)
 
 
 @dataclass(frozen=True)
@@ -75,70 +70,64 @@ class Line:
     passed: bool
     note: str = ""
 
-
-def _inputs(check: Check, dtype: str, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names and the logits of the inputs."""
-    thorough = dtype in THOROUGH or device.type == "cpu"
-    for rows, columns in check.sizes if thorough else check.sizes[:1]:
-        for edge in check.edges if columns == COLUMNS else ("plain",):
-            if thorough or edge in DENSE_EDGES:
-                yield (
-                    f"{edge} {rows} × {columns}",
-                    edge_rows(edge, rows, columns, dtype=DTYPES[dtype], device=device),
-                )
+    def measured(
+        self, error: float, bound: float, own: float | None, passed: bool, note: str
+    ) -> Line:
+        """Return the line with these numbers."""
+        torch_error = "" if own is None else f"{own:.2g}"
+        numbers = (f"{error:.2g}", f"{bound:.2g}", torch_error)
+        return Line(self.op, self.backend, self.dtype, *numbers, passed, note)
 
 
-def run(check: Check, backend: Backend, dtype: str) -> Line:
-    """Return the line with the worst error of all inputs, forward and backward."""
-    backend, worst = backend.of(check), 0.0
-    line = Line(check.op, str(backend), dtype, "0", "2", "0", True)
+def _compared(call: Call, draw: Draw) -> Iterator[Sample]:
+    """Yield samples that are compared with PyTorch, with some extreme values and other layouts.
+
+    In fp64 PyTorch's sums over paths are no better than ours, and its gradients are NaN where
+    scores of paths are -inf.
+    """
+    is_path = call.scale is None
+    if call.in_torch is None or (is_path and draw.dtype == torch.float64):
+        return
+    for number, sizes in enumerate(call.checked):
+        yield call.sample(draw, sizes=sizes)
+        for name, changed in call.extreme_draws(draw):
+            if not number and changed.values in ("plain", "offset", "masked")[: 3 - is_path]:
+                yield call.sample(changed, sizes=sizes, name=name)
+
+
+def run(call: Call, backend: Backend, dtype: str) -> Line:
+    """Return the line with the worst error of the samples of a call, forward and backward.
+
+    All samples are compared with the reference. Those of a call with a counterpart in PyTorch are
+    also compared with that, at other sizes, and their error is shown if no sample fails.
+    """
+    backend = backend.of(call)
+    draw = Draw(DTYPES[dtype], device=backend.device)
+    line = Line(call.name, str(backend), dtype, "", "", "", False)
+    found: list[tuple[Any, Line]] = []
+
+    def note(sample: Sample, shares: dict[str, float]) -> None:
+        for part, share in shares.items():
+            text = "" if share <= 1 else f"{sample.name}: {part} is beyond its bound"
+            measured = line.measured(share, 1.0, None, share <= 1, text)
+            found.append(((share > 1, False, share), measured))
+
     try:
-        for name, x in _inputs(check, dtype, backend.device):
-            errors = contract_errors(
-                check.ours,
-                check.theirs,
-                x,
-                *check.others(x),
-                scale=check.scale,
-                grad_scale=check.grad_scale,
-            )
-            for part in ("forward", "backward"):
-                for error in getattr(errors, part):
-                    if error.ulp / error.budget > worst:
-                        worst = error.ulp / error.budget
-                        note = "" if error.passed else f"{name}, {part}: {error}"
-                        line = Line(
-                            check.op,
-                            str(backend),
-                            dtype,
-                            f"{error.ulp:.2g}",
-                            f"{error.budget:.2g}",
-                            f"{error.baseline:.2g}",
-                            error.passed,
-                            note,
-                        )
+        for sample in _compared(call, draw):
+            if call.scale is None:
+                note(sample, sample.errors(in_torch=True))
+                continue
+            errors = sample.errors_beside_torch()
+            for error in (*errors.forward, *errors.backward):
+                cells = (error.ulp, error.budget, error.baseline)
+                text = "" if error.passed else f"{sample.name}: {error}"
+                rank = (not error.passed, True, error.ulp / error.budget)
+                found.append((rank, line.measured(*cells, error.passed, text)))
+        for sample in call.samples(draw) if dtype == "fp32" else [call.sample(draw)]:
+            note(sample, sample.errors())
     except Exception as error:
-        return Line(check.op, str(backend), dtype, "", "", "", False, first_line(error))
-    return line
-
-
-def run_decoder(check: Decoder, backend: Backend, dtype: str) -> Line:
-    """Return the line with the worst error of the scores; an error if other tokens were found."""
-    backend = backend.of(check)
-    lines = []
-    try:
-        for edge in check.edges:
-            x = edge_rows(edge, ROWS, COLUMNS, dtype=DTYPES[dtype], device=backend.device)
-            error = decoder_error(check, x)
-            found, bound, own = (
-                f"{value:.2g}" for value in (error.ulp, error.budget, error.baseline)
-            )
-            note = "" if error.passed else f"{edge} {ROWS} × {COLUMNS}: {error}"
-            line = Line(check.op, str(backend), dtype, found, bound, own, error.passed, note)
-            lines.append((error.ulp / error.budget, line))
-    except Exception as error:
-        return Line(check.op, str(backend), dtype, "", "", "", False, first_line(error))
-    return max(lines, key=lambda each: each[0])[1]
+        return replace(line, note=first_line(error))
+    return max(found, key=lambda each: each[0])[1]
 
 
 def run_bad_label(backend: Backend, dtype: str) -> Line:
@@ -146,32 +135,23 @@ def run_bad_label(backend: Backend, dtype: str) -> Line:
 
     It raises where values are checked. Elsewhere its row is NaN and the other rows are unchanged.
     """
-    op = "cross_entropy, bad label"
+    line = Line("cross_entropy, bad label", str(backend), dtype, "", "", "", False)
     try:
-        x = edge_rows("plain", ROWS, COLUMNS, dtype=DTYPES[dtype], device=backend.device)
-        good = labels(x)
+        x, good = sample_labels(19, 781, dtype=DTYPES[dtype], device=backend.device)
         bad = good.clone()
-        bad[1] = COLUMNS
+        bad[1] = x.shape[1]
         expected = cross_entropy(x, good, reduction="none")
         try:
             result = cross_entropy(x, bad, reduction="none")
         except IndexError:
-            return Line(op, str(backend), dtype, "IndexError", "", "", True)
-        mismatch = result.isnan() != (torch.arange(ROWS, device=x.device) == 1)
-        mismatch |= (result != expected) & ~result.isnan()
+            return replace(line, error="IndexError", passed=True)
+        wrong = result.isnan() != (torch.arange(len(x), device=x.device) == 1)
+        wrong |= (result != expected) & ~result.isnan()
     except Exception as error:
-        return Line(op, str(backend), dtype, "", "", "", False, first_line(error))
-    failed = mismatch.nonzero().flatten().tolist()
-    return Line(
-        op,
-        str(backend),
-        dtype,
-        "NaN in its row",
-        "",
-        "",
-        not failed,
-        f"wrong rows: {failed}" if failed else "",
-    )
+        return replace(line, note=first_line(error))
+    rows = wrong.nonzero().flatten().tolist()
+    note = f"wrong rows: {rows}" if rows else ""
+    return replace(line, error="NaN in its row", passed=not rows, note=note)
 
 
 def devices(name: str | None) -> list[torch.device]:
@@ -215,17 +195,12 @@ def served(name: str | None) -> Served:
 def run_all(chosen: Sequence[Backend]) -> list[Line]:
     """Run all checks with a progress bar and return them in the order of the table."""
     lines = []
-    each = sum(len(check.dtypes) for check in CHECKS) + sum(len(one.dtypes) for one in DECODERS)
-    with Progress(len(chosen) * (each + len(DTYPES))) as progress:
+    with Progress(len(chosen) * (len(CALLS) + 1) * len(DTYPES)) as progress:
         for backend in chosen:
             for dtype in DTYPES:
-                for check in [check for check in CHECKS if dtype in check.dtypes]:
-                    progress.say(f"{check.op} {dtype}, {backend}")
-                    lines.append(run(check, backend, dtype))
-                    progress.advance()
-                for decoder in [decoder for decoder in DECODERS if dtype in decoder.dtypes]:
-                    progress.say(f"{decoder.op} {dtype}, {backend}")
-                    lines.append(run_decoder(decoder, backend, dtype))
+                for call in CALLS.values():
+                    progress.say(f"{call.name} {dtype}, {backend}")
+                    lines.append(run(call, backend, dtype))
                     progress.advance()
                 lines.append(run_bad_label(backend, dtype))
                 progress.advance()

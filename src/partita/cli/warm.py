@@ -28,7 +28,9 @@ MEANINGS = {
     "steps": "steps of a sequence",
     "batch": "sequences of a batch",
     "labels": "labels of a target",
-    "states": "states of a chain, or tags",
+    "states": "states of a chain, tags, or k-mers",
+    "edges": "edges that enter each state",
+    "bases": "bases of CTC-CRF, without the blank",
     "durations": "steps of the longest segment of a semi-Markov chain",
 }
 
@@ -87,19 +89,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def sizes_of(args: argparse.Namespace) -> Sizes:
+def ops_of(args: argparse.Namespace) -> list[str]:
+    """Return the ops that the user named; `viterbi` names that method of every class.
+
+    Raises:
+        UsageError: an op is not known.
+    """
+    found = []
+    for word in args.ops:
+        ops = [op for op in OPS if word in (op, op.rpartition(".")[2])]
+        if not ops:
+            raise UsageError(f"op: expected some of {', '.join(OPS)}, got {word!r}")
+        found += ops
+    return list(dict.fromkeys(found)) or list(OPS)
+
+
+def sizes_of(args: argparse.Namespace, ops: Sequence[str]) -> Sizes:
     """Return the sizes that the user gave.
 
     Raises:
-        UsageError: an op is not known, or no op has one of the sizes.
+        UsageError: no op has one of the sizes.
     """
-    for op in args.ops:
-        if op not in OPS:
-            raise UsageError(f"op: expected some of {', '.join(OPS)}, got {op!r}")
     given = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
     for name in given:
-        users = [op for op in OPS if name in OPS[op].sizes]
-        if args.ops and not set(users) & set(args.ops):
+        users = [op for op in OPS if name in OPS[op].usual]
+        if not set(users) & set(ops):
             raise UsageError(f"--{name}: a size of {', '.join(users)}; not of these ops")
     return given
 
@@ -122,7 +136,7 @@ def nothing_to_warm(device: str) -> str | None:
 
 def warm_in_process(op: str, dtype: str, sizes: Sizes, device: str) -> WarmResult:
     """Warm an op in a process of its own, so that a failure leaves the others untouched."""
-    own = {name: value for name, value in sizes.items() if name in OPS[op].sizes}
+    own = {name: value for name, value in sizes.items() if name in OPS[op].usual}
     try:
         result = run_module("cli.warm_ops", [op, dtype, device, json.dumps(own)])
         return WarmResult(op, dtype, Warmed(**result))
@@ -179,14 +193,14 @@ def cache_folder() -> str:
 def main(args: argparse.Namespace) -> int:
     """Warm the ops, print a table, and return the exit code."""
     try:
-        sizes = sizes_of(args)
+        ops = ops_of(args)
+        sizes = sizes_of(args, ops)
         reason = nothing_to_warm(args.device)
     except UsageError as error:
         reason = str(error)
     if reason:
         print(f"partita warm: {reason}", file=sys.stderr)
         return 2
-    ops = list(dict.fromkeys(args.ops)) or list(OPS)
     results = warm_all(ops, args.dtype, sizes, args.device, args.jobs)
     print_table(*table(results))
     failures = [result for result in results if result.warmed is None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,26 +14,36 @@ from ...ops.decode.api import ctc_beam_search, ctc_greedy_search
 from ...ops.decode.crf import ctc_crf_decode
 from . import in_torch
 from .call import Bound, Call, Draw, Inputs, Sizes
+from .chains import past_lengths
 
 CTC = {"steps": 6, "batch": 3, "classes": 4, "labels": 2}
 USUAL_CTC = {"steps": (500,), "batch": (16,), "classes": (32, 1024), "labels": (64,)}
 CHECKED_CTC = ({"steps": 19, "batch": 1, "classes": 781, "labels": 2},)
-CRF = {"steps": 5, "batch": 3, "labels": 3, "state_len": 2, "bases": 2}
+CRF = {"steps": 5, "batch": 3, "labels": 3, "states": 4, "bases": 2}
 USUAL_CRF = {
     "steps": (500,),
     "batch": (16,),
     "labels": (64,),
-    "state_len": (3, 4, 5),
+    "states": (64, 256, 1024),
     "bases": (4,),
 }
-CHECKED_CRF = ({"steps": 19, "batch": 1, "labels": 6, "state_len": 3, "bases": 4},)
+CHECKED_CRF = ({"steps": 19, "batch": 1, "labels": 6, "states": 64, "bases": 4},)
 SEARCH = {"steps": 6, "batch": 3, "classes": 4}
 USUAL_SEARCH = {"steps": (500,), "batch": (16,), "classes": (5, 32, 1024)}
-PATHS: dict[str, Any] = {"forward": Bound(8.0, 1e-6), "backward": Bound(8.0, 4e-6)}
+PATHS: dict[str, Any] = {
+    "numba": True,
+    "scale": None,
+    "forward": Bound(8.0, 1e-6),
+    "backward": Bound(8.0, 4e-6),
+}
 
 
 def sequences(draw: Draw, sizes: Sizes, names: tuple[str, str], blank: int = 0) -> Inputs:
     """Return targets without the blank, and lengths for which each has an alignment."""
+    if sizes["classes"] < 2:
+        raise ValueError(
+            f"classes: expected 2 or more, a blank and a label, got {sizes['classes']}"
+        )
     targets = draw.labels(1, sizes["classes"], sizes["batch"], sizes["labels"])
     most, least = sizes["steps"], min(sizes["steps"], 2 * sizes["labels"])
     return {
@@ -60,10 +71,9 @@ def _ctc_align(draw: Draw, sizes: Sizes) -> Inputs:
 
 
 def _past_steps(inputs: Inputs) -> dict[str, Tensor]:
-    """Return the steps past each length, and the labels past each target's."""
-    scores, lengths = inputs["log_probs"], inputs["input_lengths"]
-    lengths = torch.as_tensor(lengths, device=scores.device)
-    past = torch.arange(len(scores), device=scores.device)[:, None] >= lengths
+    """Return the steps past each length."""
+    scores = inputs["log_probs"]
+    past = past_lengths(scores, inputs["input_lengths"])
     return {"log_probs": past[..., None].expand_as(scores)}
 
 
@@ -116,8 +126,17 @@ def _beam(draw: Draw, sizes: Sizes) -> Inputs:
     return {**_frames(draw, sizes), "beam_width": 4, "nbest": 2}
 
 
+def _state_len(sizes: Sizes) -> int:
+    """Return the number of bases of a state."""
+    bases, states = sizes["bases"], sizes["states"]
+    length = round(math.log(states, bases))
+    if bases**length != states or not length:
+        raise ValueError(f"states: expected a power of the number of bases, {bases}, got {states}")
+    return length
+
+
 def _crf_scores(draw: Draw, sizes: Sizes) -> Inputs:
-    bases, k = sizes["bases"], sizes["state_len"]
+    bases, k = sizes["bases"], _state_len(sizes)
     return {
         "scores": draw.scores(sizes["steps"], sizes["batch"], bases**k, bases + 1),
         "state_len": k,
@@ -127,7 +146,7 @@ def _crf_scores(draw: Draw, sizes: Sizes) -> Inputs:
 
 
 def _crf(draw: Draw, sizes: Sizes) -> Inputs:
-    least = min(sizes["state_len"], sizes["labels"])
+    least = min(_state_len(sizes), sizes["labels"])
     return {
         **_crf_scores(draw, sizes),
         "targets": draw.labels(1, sizes["bases"] + 1, sizes["batch"], sizes["labels"]),
@@ -143,7 +162,7 @@ def _crf_decode(draw: Draw, sizes: Sizes) -> Inputs:
 
 def _past_crf(inputs: Inputs) -> dict[str, Tensor]:
     scores = inputs["scores"]
-    past = torch.arange(len(scores), device=scores.device)[:, None] >= inputs["input_lengths"]
+    past = past_lengths(scores, inputs["input_lengths"])
     return {"scores": past.reshape(*past.shape, *[1] * (scores.ndim - 2)).expand_as(scores)}
 
 
@@ -224,7 +243,7 @@ CALLS = (
                 "scores": draw.scores(
                     sizes["steps"],
                     sizes["batch"],
-                    sizes["bases"] ** sizes["state_len"] * (sizes["bases"] + 1),
+                    sizes["states"] * (sizes["bases"] + 1),
                 ),
                 "input_lengths": None,
                 "reduction": "sum",
@@ -234,7 +253,7 @@ CALLS = (
         values=("offset", "wide"),
         batch={"scores": 1, "input_lengths": 0, "targets": 0, "target_lengths": 0},
         rows=(0,),
-        uncounted=lambda inputs: {} if inputs["input_lengths"] is None else _past_crf(inputs),
+        uncounted=_past_crf,
         in_torch=lambda input_lengths=None, **inputs: in_torch.ctc_crf_loss(**inputs),
         checked=CHECKED_CRF,
         **PATHS,

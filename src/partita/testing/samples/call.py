@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...runtime.backend import backend
 from ..budget import Scale
+from ..compare import Errors, contract_errors
 
 Sizes = Mapping[str, int]
 Inputs = dict[str, Any]
@@ -19,6 +20,8 @@ Layout = Literal["contiguous", "reversed", "framed", "every_other"]
 
 HALF, SINGLE = (torch.float16, torch.bfloat16), (torch.float32, torch.float64)
 ALL_DTYPES = (*HALF, *SINGLE)
+MANY = 65_521  # numbers of a tensor that all differ; no multiple of it is a usual size
+FP64 = 2e-5  # the share of an absolute error that is allowed in fp64
 
 
 @dataclass(frozen=True)
@@ -59,17 +62,25 @@ class Draw:
         """Draw normal numbers in fp64 on the CPU."""
         return torch.randn(shape, generator=self.generator(*shape), dtype=torch.float64)
 
+    def plain(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        """Draw normal numbers on the device. Many are some numbers again and again."""
+        number = torch.Size(shape).numel()
+        if number <= MANY:
+            return self.normal(*shape).to(self.device, dtype)
+        some = self.normal(MANY).to(self.device, dtype)
+        return some.repeat(-(-number // MANY))[:number].reshape(shape)
+
     def scores(self, *shape: int, plain: bool = False) -> Tensor:
         """Draw logits, scores or hidden states; `plain` ones are finite numbers near 0."""
-        x = self.normal(*shape)
-        x = x if plain else _VALUES[self.values](x, self.dtype)
-        x = _LAYOUTS[self.layout](x.to(self.dtype)).to(self.device)
-        return x.requires_grad_(self.grad)
+        if plain or self.values == "plain":
+            x = self.plain(self.dtype, *shape)
+        else:
+            x = _VALUES[self.values](self.normal(*shape), self.dtype)
+        return _LAYOUTS[self.layout](x.to(self.device, self.dtype)).requires_grad_(self.grad)
 
     def beside(self, *shape: int, grad: bool = True) -> Tensor:
         """Draw finite numbers of the second dtype, which are not those of `scores`."""
-        x = replace(self, seed=self.seed + 1).normal(*shape)
-        x = x.to(self.device, self.second or self.dtype)
+        x = replace(self, seed=self.seed + 1).plain(self.second or self.dtype, *shape)
         return x.requires_grad_(self.grad and grad)
 
     def positive(self, *shape: int) -> Tensor:
@@ -106,7 +117,7 @@ def _inf_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x
 
 
-_VALUES: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {
+_VALUES: dict[Values, Callable[[Tensor, torch.dtype], Tensor]] = {
     "plain": lambda x, dtype: x,
     "offset": lambda x, dtype: x + 1e4,
     "wide": lambda x, dtype: 10 * x,
@@ -124,7 +135,7 @@ def _framed(x: Tensor) -> Tensor:
     return frame[inner]
 
 
-_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+_LAYOUTS: dict[Layout, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
     "reversed": lambda x: (
         x.permute(*range(x.ndim)[::-1]).contiguous().permute(*range(x.ndim)[::-1])
@@ -142,7 +153,8 @@ class Bound(NamedTuple):
     Fields:
         ulps: units in the last place of its dtype, of the greatest magnitude in the tensor, or of
             1, the size of the weights of a gradient.
-        absolute: an absolute error beside them, as the contract allows marginals in fp32.
+        absolute: an absolute error beside them, as the contract allows marginals in fp32; in
+            fp64 a fraction of it, FP64.
     """
 
     ulps: float = 4.0
@@ -164,6 +176,7 @@ class Call:
         usual: sizes that users have, several of each; `partita warm` compiles for them.
         options: what each further sample changes in the inputs, by the name of the sample.
         empty: the sizes that may be 0.
+        numba: whether Numba serves it on a CPU.
         values: the kinds of values beside normal numbers for which the results are defined.
         dtypes: the dtypes of `Draw.dtype` that it serves.
         mixtures: pairs of `Draw.dtype` and `Draw.second` that it serves beside equal ones.
@@ -173,7 +186,8 @@ class Call:
         in_torch: the same function in plain PyTorch, if that is a few lines.
         forward, backward: the bounds of results and gradients.
         rounds: whether a product is rounded to the dtype of its factors on the way.
-        scale, grad_scale: the scales of `ulp_error` for a comparison with `in_torch`.
+        scale, grad_scale: the scales of `ulp_error` for a comparison with `in_torch`; None for
+            paths, whose bounds do not follow PyTorch's errors.
         checked: sizes at which `partita check` compares with `in_torch`.
         second_derivatives: whether they exist.
     """
@@ -185,6 +199,7 @@ class Call:
     usual: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     options: Mapping[str, Option] = field(default_factory=dict)
     empty: tuple[str, ...] = ()
+    numba: bool = False
     values: tuple[Values, ...] = ("offset", "masked")
     dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
     mixtures: tuple[tuple[torch.dtype, torch.dtype], ...] = ()
@@ -195,8 +210,8 @@ class Call:
     forward: Bound = EXACT
     backward: Bound = EXACT
     rounds: bool = False
-    scale: Scale = "tensor"
-    grad_scale: Scale = "tensor"
+    scale: Scale | None = "tensor"
+    grad_scale: Scale | None = "tensor"
     checked: tuple[Sizes, ...] = ()
     second_derivatives: bool = True
 
@@ -219,16 +234,18 @@ class Call:
         for size in self.empty:
             yield self.sample(draw, sizes={size: 0}, name=f"no {size}")
 
+    def extreme_draws(self, draw: Draw) -> Iterator[tuple[str, Draw]]:
+        """Yield draws of extreme values, and of other layouts in memory, with their names."""
+        for values in self.values:
+            yield values, replace(draw, values=values)
+        for layout in _LAYOUTS:
+            if layout != "contiguous":
+                yield layout, replace(draw, layout=layout)
+
     def extremes(self, draw: Draw = Draw()) -> Iterator[Sample]:
         """Yield small calls with extreme values, and with other layouts in memory."""
-        for values in self.values:
-            yield self.sample(replace(draw, values=values), name=values)
-        for layout in ("reversed", "framed", "every_other"):
-            yield self.sample(replace(draw, layout=layout), name=layout)
-
-    def largest(self, draw: Draw) -> Sample:
-        """Return a call of the greatest usual sizes."""
-        return self.sample(draw, sizes={name: max(of) for name, of in self.usual.items()})
+        for name, changed in self.extreme_draws(draw):
+            yield self.sample(changed, name=name)
 
 
 @dataclass(frozen=True)
@@ -273,15 +290,21 @@ class Sample:
         inputs = {name: x for name, x in self.inputs.items() if name != "memory_budget"}
         return replace(self, inputs=inputs, dtype=dtype).with_inputs(cast)
 
-    def errors(self) -> dict[str, float]:
-        """Return the error of each result and gradient against the reference in fp64.
+    def errors(self, *, in_torch: bool = False) -> dict[str, float]:
+        """Return the error of each result and gradient against fp64, as a share of its bound.
 
-        Errors are fractions of their bounds, so that 1 is the most that is allowed. It is infinite
-        where a NaN, an infinity or an integer is another one.
+        The share is infinite where a NaN, an infinity or an integer is another one.
+
+        Args:
+            in_torch: whether the truth is that of plain PyTorch and not that of the reference.
         """
         results = self.run()
         gradients = self.gradients(results)
         exact = self.to(torch.float64)
+        if in_torch:
+            assert self.call.in_torch is not None
+            exact = replace(exact, call=replace(self.call, function=self.call.in_torch))
+            results = tuple(result for result in results if result.requires_grad)
         with backend("reference"):
             truth = exact.run()
             true_gradients = exact.gradients(truth)
@@ -294,6 +317,24 @@ class Sample:
             for name in gradients
         }
 
+    def errors_beside_torch(self) -> Errors:
+        """Return the errors of results and gradients in ulp, bounded by those of plain PyTorch."""
+        call, leaves, in_torch = self.call, self.leaves, self.call.in_torch
+        assert in_torch is not None and call.scale is not None and call.grad_scale is not None
+
+        def ours(*tensors: Tensor) -> tuple[Tensor, ...]:
+            found = self.run(**dict(zip(leaves, tensors, strict=True)))
+            return tuple(each for each in found if each.requires_grad)
+
+        def theirs(*tensors: Tensor) -> tuple[Tensor, ...]:
+            sample = self.to(tensors[0].dtype)
+            inputs = {**sample.inputs, **dict(zip(leaves, tensors, strict=True))}
+            return tuple(tensors_of(in_torch(**inputs)))
+
+        scales: dict[str, Any] = {"scale": call.scale, "grad_scale": call.grad_scale}
+        errors: Errors = contract_errors(ours, theirs, *leaves.values(), **scales)
+        return errors
+
     def _error(self, ours: Tensor, truth: Tensor, bound: Bound) -> float:
         ours, truth = ours.detach(), truth.detach()
         if not ours.is_floating_point():
@@ -303,7 +344,8 @@ class Sample:
         dtypes = [ours.dtype, self.dtype] if self.call.rounds else [ours.dtype]
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
         magnitude = max(1.0, float(torch.where(truth.isfinite(), truth, 0).abs().max()))
-        allowed = bound.absolute + bound.ulps * eps * magnitude
+        absolute = bound.absolute * (FP64 if self.dtype == torch.float64 else 1.0)
+        allowed = absolute + bound.ulps * eps * magnitude
         same = (ours == truth.to(ours.dtype)) | (ours.isnan() & truth.isnan())
         error = torch.where(same, 0.0, (ours.double() - truth.double()).abs() / allowed)
         return float(error.nan_to_num(nan=torch.inf).max())

@@ -16,16 +16,28 @@ from . import in_torch
 from .call import Bound, Call, Draw, Inputs, Sizes
 
 SPARSE = {"steps": 4, "batch": 3, "states": 3, "edges": 2}
-USUAL_SPARSE = {"steps": (500,), "batch": (16,), "states": (64, 256, 1024), "edges": (5,)}
+USUAL_SPARSE: dict[str, Any] = {
+    "steps": (500,),
+    "batch": (16,),
+    "states": (64, 256, 1024),
+    "edges": (5,),
+}
 CHECKED_SPARSE = ({"steps": 19, "batch": 1, "states": 260, "edges": 3},)
 DENSE = {"steps": 4, "batch": 3, "states": 3}
-USUAL_DENSE = {"steps": (32, 100), "batch": (16,), "states": (16, 64)}
+USUAL_DENSE: dict[str, Any] = {"steps": (32, 100), "batch": (16,), "states": (16, 64)}
 CHECKED_DENSE = ({"steps": 19, "batch": 1, "states": 40},)
 SEGMENTS = {"steps": 4, "batch": 3, "states": 3, "durations": 2}
-USUAL_SEGMENTS = {"steps": (500,), "batch": (16,), "states": (24,), "durations": (50,)}
+USUAL_SEGMENTS: dict[str, Any] = {
+    "steps": (500,),
+    "batch": (16,),
+    "states": (24,),
+    "durations": (50,),
+}
 CHECKED_SEGMENTS = ({"steps": 19, "batch": 1, "states": 12, "durations": 7},)
 PATHS: dict[str, Any] = {
-    "forward": Bound(8.0, 1e-9),
+    "numba": True,
+    "scale": None,
+    "forward": Bound(8.0, 2e-6),
     "backward": Bound(8.0, 2e-6),  # marginals
     "values": ("offset", "wide", "masked"),
 }
@@ -54,17 +66,17 @@ def _chain(draw: Draw, sizes: Sizes) -> Inputs:
     }
 
 
-def _past(steps: int, lengths: Tensor | None, like: Tensor) -> Tensor:
-    """Return which steps `[T, N]` of a sequence lie past its length."""
-    if lengths is None:
-        return torch.zeros(like.shape[:2], dtype=torch.bool, device=like.device)
-    return torch.arange(steps, device=like.device)[:, None] >= lengths
+def past_lengths(scores: Tensor, lengths: Any) -> Tensor:
+    """Return which steps `[T, N]` of scores `[T, N, ...]` lie past the length of their sequence."""
+    steps = torch.arange(len(scores), device=scores.device)[:, None]
+    lengths = torch.full(scores.shape[1:2], len(scores)) if lengths is None else lengths
+    return steps >= torch.as_tensor(lengths, device=scores.device)
 
 
 def _past_edges(inputs: Inputs) -> dict[str, Tensor]:
     """Return the edges that are missing or past a length."""
     scores = inputs["scores"]
-    past = _past(len(scores), inputs["lengths"], scores)[..., None, None]
+    past = past_lengths(scores, inputs["lengths"])[..., None, None]
     return {"scores": (past | (inputs["source"] < 0)).expand_as(scores)}
 
 
@@ -135,7 +147,6 @@ def _sparse(name: str, method: Callable[..., Any], rows: tuple[int, ...], **fiel
     """Return the entry of a method of `Chain`."""
     fields = {
         "inputs": _chain,
-        "usual": USUAL_SPARSE,
         "options": CHAIN,
         "empty": ("steps", "batch"),
         "batch": SPARSE_BATCH,
@@ -143,7 +154,7 @@ def _sparse(name: str, method: Callable[..., Any], rows: tuple[int, ...], **fiel
         **PATHS,
         **fields,
     }
-    return Call(f"Chain.{name}", of_chain(method), small=SPARSE, rows=rows, **fields)
+    return Call(name, of_chain(method), small=SPARSE, rows=rows, **fields)
 
 
 def _linear(draw: Draw, sizes: Sizes) -> Inputs:
@@ -202,7 +213,7 @@ def of_linear_chain(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _past_tokens(inputs: Inputs) -> dict[str, Tensor]:
     emissions, mask = inputs["emissions"], inputs.get("mask")
-    past = ~mask if mask is not None else _past(len(emissions), inputs["lengths"], emissions)
+    past = past_lengths(emissions, inputs["lengths"]) if mask is None else ~mask
     return {"emissions": past[..., None].expand_as(emissions)}
 
 
@@ -240,7 +251,6 @@ def _dense(name: str, method: Callable[..., Any], rows: tuple[int, ...], **field
     """Return the entry of a method of `LinearChain`."""
     fields = {
         "inputs": _linear,
-        "usual": USUAL_DENSE,
         "options": LINEAR,
         "empty": ("batch",),
         "batch": {"emissions": 1, "end": 0, "lengths": 0},
@@ -249,7 +259,7 @@ def _dense(name: str, method: Callable[..., Any], rows: tuple[int, ...], **field
         **PATHS,
         **fields,
     }
-    return Call(f"LinearChain.{name}", of_linear_chain(method), small=DENSE, rows=rows, **fields)
+    return Call(name, of_linear_chain(method), small=DENSE, rows=rows, **fields)
 
 
 def _segments(draw: Draw, sizes: Sizes) -> Inputs:
@@ -292,7 +302,6 @@ def _semi(name: str, method: Callable[..., Any], rows: tuple[int, ...], **fields
     """Return the entry of a method of `SemiMarkovChain`."""
     fields = {
         "inputs": _segments,
-        "usual": USUAL_SEGMENTS,
         "options": {"no ends": LINEAR["no ends"]},
         "empty": ("batch",),
         "batch": {"emissions": 1, "end": 0, "lengths": 0},
@@ -301,7 +310,7 @@ def _semi(name: str, method: Callable[..., Any], rows: tuple[int, ...], **fields
         **PATHS,
         **fields,
     }
-    return Call(f"SemiMarkovChain.{name}", of_segments(method), small=SEGMENTS, rows=rows, **fields)
+    return Call(name, of_segments(method), small=SEGMENTS, rows=rows, **fields)
 
 
 def _sampled(chain: Any) -> Any:
@@ -309,43 +318,34 @@ def _sampled(chain: Any) -> Any:
     return chain.sample(2, generator=_generator(device))
 
 
-def _best_score(**inputs: Any) -> Tensor:
-    return in_torch.total_of_paths(**inputs, total=lambda terms: terms.amax(-1))
-
-
-PATH_OF = {"second_derivatives": False}
+PATH: dict[str, Any] = {"second_derivatives": False}
 CALLS = (
     _sparse(
         "logz",
         Chain.logz,
         (0,),
+        usual=USUAL_SPARSE,
         in_torch=without_lengths(in_torch.total_of_paths),
         checked=CHECKED_SPARSE,
     ),
+    _sparse("logz, Max", lambda chain: chain.logz(Max), (0,), **PATH),
+    _sparse("Chain.marginals", Chain.marginals, (1,)),
+    _sparse("Chain.viterbi", Chain.viterbi, (0, 1, 1), usual=USUAL_SPARSE, **PATH),
+    _sparse("Chain.nbest", lambda chain: chain.nbest(2), (1, 2, 2), **PATH),
+    _sparse("Chain.sample", _sampled, (2, 2), usual=USUAL_SPARSE, **PATH),
     _sparse(
-        "logz, Max",
-        lambda chain: chain.logz(Max),
-        (0,),
-        in_torch=without_lengths(_best_score),
-        checked=CHECKED_SPARSE,
-        second_derivatives=False,
-    ),
-    _sparse("marginals", Chain.marginals, (1,)),
-    _sparse("viterbi", Chain.viterbi, (0, 1, 1), **PATH_OF),
-    _sparse("nbest", lambda chain: chain.nbest(2), (1, 2, 2), **PATH_OF),
-    _sparse("sample", _sampled, (2, 2), **PATH_OF),
-    _sparse(
-        "expectation",
+        "Chain.expectation",
         lambda chain, values: chain.expectation(values),
         (0,),
         inputs=_values,
+        usual=USUAL_SPARSE,
         batch={**SPARSE_BATCH, "values": 1},
         in_torch=without_lengths(lambda **inputs: in_torch.expectation(**inputs)[1]),
         checked=CHECKED_SPARSE,
     ),
-    _sparse("entropy", Chain.entropy, (0,), values=("wide", "masked")),
+    _sparse("Chain.entropy", Chain.entropy, (0,), values=("wide", "masked")),
     _sparse(
-        "kl",
+        "Chain.kl",
         _kl,
         (0,),
         inputs=_other_chain,
@@ -353,31 +353,44 @@ CALLS = (
         values=("wide",),
     ),
     _sparse(
-        "log_prob",
+        "Chain.log_prob",
         lambda chain, edges: chain.log_prob(edges),
         (0,),
         inputs=_stay,
         batch={**SPARSE_BATCH, "edges": 1},
         values=("wide",),
     ),
-    _sparse("forward_scores", Chain.forward_scores, (1,)),
-    _sparse("backward_scores", Chain.backward_scores, (1,)),
+    _sparse(
+        "Chain.forward_scores",
+        Chain.forward_scores,
+        (1,),
+        inputs=lambda draw, sizes: {**_chain(draw, sizes), "final": None},
+    ),
+    _sparse(
+        "Chain.backward_scores",
+        Chain.backward_scores,
+        (1,),
+        inputs=lambda draw, sizes: {**_chain(draw, sizes), "initial": None},
+    ),
     _dense(
-        "logz",
+        "linear_chain",
         LinearChain.logz,
         (0,),
+        usual=USUAL_DENSE,
         in_torch=without_lengths(in_torch.linear_chain),
         checked=CHECKED_DENSE,
     ),
-    _dense("logz, Max", lambda chain: chain.logz(Max), (0,), second_derivatives=False),
-    _dense("state_marginals", LinearChain.state_marginals, (1,)),
-    _dense("marginals", LinearChain.marginals, (1,)),
-    _dense("expected_counts", LinearChain.expected_counts, (0, 0, 0)),
-    _dense("viterbi", LinearChain.viterbi, (0, 1), **PATH_OF),
-    _dense("nbest", lambda chain: chain.nbest(2), (1, 2), **PATH_OF),
-    _dense("sample", _sampled, (2,), **PATH_OF),
+    _dense("linear_chain, Max", lambda chain: chain.logz(Max), (0,), second_derivatives=False),
+    _dense("LinearChain.state_marginals", LinearChain.state_marginals, (1,)),
+    _dense("LinearChain.marginals", LinearChain.marginals, (1,)),
     _dense(
-        "expectation",
+        "LinearChain.expected_counts", LinearChain.expected_counts, (0, 0, 0), usual=USUAL_DENSE
+    ),
+    _dense("LinearChain.viterbi", LinearChain.viterbi, (0, 1), usual=USUAL_DENSE, **PATH),
+    _dense("LinearChain.nbest", lambda chain: chain.nbest(2), (1, 2), **PATH),
+    _dense("LinearChain.sample", _sampled, (2,), usual=USUAL_DENSE, **PATH),
+    _dense(
+        "LinearChain.expectation",
         lambda chain, emission_values, transition_values: chain.expectation(
             emission_values, transition_values
         ),
@@ -387,9 +400,9 @@ CALLS = (
         options={"no ends": LINEAR["no ends"]},
         mixtures=(),
     ),
-    _dense("entropy", LinearChain.entropy, (0,), values=("wide",)),
+    _dense("LinearChain.entropy", LinearChain.entropy, (0,), usual=USUAL_DENSE, values=("wide",)),
     _dense(
-        "kl",
+        "LinearChain.kl",
         _linear_kl,
         (0,),
         inputs=_other_emissions,
@@ -398,7 +411,7 @@ CALLS = (
         mixtures=(),
     ),
     _dense(
-        "log_prob",
+        "LinearChain.log_prob",
         lambda chain, states: chain.log_prob(states),
         (0,),
         inputs=_states,
@@ -406,19 +419,22 @@ CALLS = (
         values=("wide",),
     ),
     _semi(
-        "logz",
+        "semi_markov_chain",
         SemiMarkovChain.logz,
         (0,),
+        usual=USUAL_SEGMENTS,
         in_torch=without_lengths(in_torch.semi_markov_chain),
         checked=CHECKED_SEGMENTS,
     ),
-    _semi("state_marginals", SemiMarkovChain.state_marginals, (1,)),
-    _semi("segment_marginals", SemiMarkovChain.segment_marginals, (2,)),
-    _semi("viterbi", SemiMarkovChain.viterbi, (0, 1, 1), **PATH_OF),
-    _semi("sample", _sampled, (2, 2), **PATH_OF),
-    _semi("entropy", SemiMarkovChain.entropy, (0,), values=("wide",)),
+    _semi("SemiMarkovChain.state_marginals", SemiMarkovChain.state_marginals, (1,)),
+    _semi("SemiMarkovChain.segment_marginals", SemiMarkovChain.segment_marginals, (2,)),
     _semi(
-        "log_prob",
+        "SemiMarkovChain.viterbi", SemiMarkovChain.viterbi, (0, 1, 1), usual=USUAL_SEGMENTS, **PATH
+    ),
+    _semi("SemiMarkovChain.sample", _sampled, (2, 2), usual=USUAL_SEGMENTS, **PATH),
+    _semi("SemiMarkovChain.entropy", SemiMarkovChain.entropy, (0,), values=("wide",)),
+    _semi(
+        "SemiMarkovChain.log_prob",
         lambda chain, states, starts: chain.log_prob(states, starts),
         (0,),
         inputs=_segment_path,

@@ -47,8 +47,10 @@ def cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
 ) -> Tensor:
-    x = input if softcap is None else softcap * torch.tanh(input / softcap)
     is_label = not target.is_floating_point()
+    if is_label:  # A row that does not count has a finite gradient whatever it holds.
+        input = torch.where((target != ignore_index).unsqueeze(1), input, 0)
+    x = input if softcap is None else softcap * torch.tanh(input / softcap)
     loss = F.cross_entropy(
         x,
         target if is_label else target.to(x.dtype),
@@ -98,7 +100,11 @@ def logprobs(
 def topk_logprobs(
     logits: Tensor, k: int, *, temperature: float = 1.0, softcap: float | None = None
 ) -> Tensor:
-    return capped(logits, softcap, temperature).log_softmax(-1).topk(k).values
+    logp = capped(logits, softcap, temperature).log_softmax(-1)
+    # PyTorch's `topk` takes any of equal classes, and so their gradients would differ.
+    return logp.gather(
+        -1, torch.sort(logits, stable=True, dim=-1, descending=True).indices[..., :k]
+    )
 
 
 def kl(first: Tensor, second: Tensor) -> Tensor:
@@ -198,16 +204,14 @@ def total_of_paths(
     source: Tensor,
     initial: Tensor | None = None,
     final: Tensor | None = None,
-    *,
-    total: Callable[[Tensor], Tensor] = lambda terms: terms.logsumexp(-1),
 ) -> Tensor:
-    """Compute the sum over all paths, or the best score, of chains of one length."""
+    """Compute the sum over all paths of chains of one length."""
     scores = upcast(scores)
     alpha, last = ends(scores, initial, final)
     for step in scores:
         terms = step + alpha[:, source.clamp(min=0)]
-        alpha = total(terms.masked_fill(source < 0, -torch.inf))
-    return total(alpha + last)
+        alpha = terms.masked_fill(source < 0, -torch.inf).logsumexp(-1)
+    return (alpha + last).logsumexp(-1)
 
 
 def expectation(
@@ -256,7 +260,8 @@ def semi_markov_chain(
     `ages[d]` has the scores of segments that are open since d + 1 steps.
     """
     emissions = upcast(emissions)
-    opened = torch.zeros_like(emissions[0]) if start is None else start + 0 * emissions[0]
+    opened = emissions.new_zeros(()) if start is None else start
+    opened = opened.to(emissions.dtype).expand_as(emissions[0])
     ages = emissions[:0]
     for row in emissions:
         ages = torch.cat([opened[None], ages[: len(durations) - 1]]) + row

@@ -22,6 +22,8 @@ USUAL_HIDDEN = {**USUAL_RNNT, "hidden": (640,)}
 CHECKED_HIDDEN = ({"steps": 6, "batch": 1, "classes": 30, "labels": 2, "hidden": 40},)
 DURATIONS = [0, 1, 2]
 HEADS: dict[str, Any] = {
+    "numba": True,
+    "scale": None,
     "forward": Bound(16.0, 2e-6),
     "backward": Bound(16.0, 4e-6),
     "rounds": True,

@@ -1,0 +1,43 @@
+"""The catalogue of calls as parameters of tests."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers.rows import INTERPRETING
+from torch import Tensor
+
+from partita.testing import poisoned_memory
+from partita.testing.samples import CALLS, Draw, Sample
+
+BACKEND = "triton" if INTERPRETING else "auto"
+each_call = pytest.mark.parametrize("name", CALLS)
+DIFFERENTIABLE = [
+    name for name, call in CALLS.items() if any(r.requires_grad for r in call.sample(Draw()).run())
+]
+
+
+def all_samples(name: str, draw: Draw) -> Iterator[Sample]:
+    """Yield the samples of a call; fewer in the interpreter, which takes seconds for each."""
+    call = CALLS[name]
+    if INTERPRETING:
+        yield call.sample(draw)
+        return
+    yield from call.samples(draw)
+
+
+def outcome(sample: Sample) -> dict[str, Tensor]:
+    """Return the results and gradients of a sample by name, on poisoned memory."""
+    with poisoned_memory():
+        results = sample.run()
+        found = sample.gradients(results)
+    return {**{f"result {i}": result.detach() for i, result in enumerate(results)}, **found}
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal, NaN at the same places included."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
