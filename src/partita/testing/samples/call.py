@@ -366,15 +366,17 @@ class Sample:
 
     def gradients(self, results: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Return the gradients of a weighted sum of the finite elements of the results."""
-        total = torch.zeros((), dtype=torch.float64)
+        total: Tensor | float = 0.0
         for result in results:
             if result.requires_grad:
                 finite = torch.where(result.isfinite(), result, 0)
-                weights = torch.linspace(0.5, 1.5, result.numel(), dtype=torch.float64)
-                weights = weights.to(result.device, result.dtype).reshape(result.shape)
+                weights = torch.linspace(
+                    0.5, 1.5, result.numel(), dtype=torch.float64, device=result.device
+                )
+                weights = weights.to(result.dtype).reshape(result.shape)
                 total = total + (finite * weights).sum().double()
         leaves = self.leaves
-        if not total.requires_grad:
+        if isinstance(total, float):
             return {}
         found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
         return dict(zip(leaves, found, strict=True))

@@ -313,6 +313,8 @@ CALLS = (
         rows=(0,),
         uncounted=lambda inputs: masked_rows(inputs, "logits", "teacher_logits"),
         in_torch=in_torch.divergence,
+        scale=LOG_PROBABILITY,
+        grad_scale=PROBABILITY_GRADIENT,
         checked=CHECKED[:1],
     ),
     Call(

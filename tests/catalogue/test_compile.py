@@ -1,0 +1,116 @@
+"""Every call under torch.compile without a graph break, and under tracers."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.catalogue import DIFFERENTIABLE, each_call
+from helpers.rows import devices
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from partita.testing import poisoned_memory
+from partita.testing.samples import CALLS, Draw, Sample, map_tensors
+
+# A generator of random numbers is no argument that a compiler knows.
+TRACED = [name for name in CALLS if not name.endswith("sample")]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def typical(name: str, draw: Draw) -> Sample:
+    """Return the call as users make it: reduced, if it can be."""
+    call = CALLS[name]
+    return call.sample(draw, "mean" if "mean" in call.options else "")
+
+
+@devices
+@pytest.mark.parametrize("name", TRACED)
+def test_fullgraph(name: str, device: str) -> None:
+    sample = typical(name, Draw(device=device))
+    compiled = torch.compile(sample.call.function, fullgraph=True, backend="aot_eager")
+    with poisoned_memory():
+        errors = replace(sample, call=replace(sample.call, function=compiled)).errors()
+    assert not {part: error for part, error in errors.items() if error > 1}
+
+
+@devices
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_compiled_transforms_are_right_or_refused(name: str, device: str) -> None:
+    """Dynamo traces past an autograd function under `torch.func.grad`.
+
+    The ops that it finds there must not count as constants.
+    """
+    sample = typical(name, Draw(device=device))
+    first, x = next(iter(sample.leaves.items()))
+
+    def gradient(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: sample.run(**{first: x})[0].square().sum())(x)
+
+    try:
+        found = torch.compile(gradient, fullgraph=True, backend="aot_eager")(x.detach())
+    except (torch._dynamo.exc.TorchRuntimeError, torch._dynamo.exc.Unsupported) as refused:
+        assert "partita" in str(refused)
+        return
+    torch.testing.assert_close(found, gradient(x.detach()))
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize("name", TRACED)
+def test_a_tracer_sees_the_ops_and_not_their_kernels(name: str, device: str) -> None:
+    """A graph without the kernel would replay an output that nothing wrote."""
+    sample, other = (typical(name, Draw(device=device, seed=seed)) for seed in (0, 1))
+    names = list(sample.leaves) or ["log_probs" if "log_probs" in sample.inputs else "scores"]
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        changed = replace(
+            sample, inputs={**sample.inputs, **dict(zip(names, tensors, strict=True))}
+        )
+        results = changed.run()
+        return [*results, *changed.gradients(results).values()]
+
+    graph = make_fx(run)(*(sample.inputs[name] for name in names))
+    assert any("partita" in str(node.target) for node in graph.graph.nodes)
+    tensors = [other.inputs[name] for name in names]
+    for found, expected in zip(graph(*tensors), run(*tensors), strict=True):
+        torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+def layout(tensor: Tensor) -> tuple[object, ...]:
+    """Return what a compiler is told of a tensor; strides of single elements do not count."""
+    strides = [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    is_empty = not tensor.numel()
+    return tensor.shape, tensor.dtype, tensor.device, None if is_empty else strides
+
+
+@pytest.mark.interpreted
+@devices
+@each_call
+def test_results_lie_as_fakes_say(name: str, device: str) -> None:
+    """Shapes, dtypes and strides are those of the fakes, for inputs of every layout."""
+    call, wrong = CALLS[name], []
+    draw = Draw(torch.bfloat16, device=device)
+    for sample in (*call.samples(draw), *call.extremes(draw)):
+        results = sample.run()
+        real = [*results, *sample.gradients(results).values()]
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            inputs = {
+                name: map_tensors(mode.from_tensor, value) for name, value in sample.inputs.items()
+            }
+            faked = replace(sample, inputs=inputs)
+            results = faked.run()
+            fake = [*results, *faked.gradients(results).values()]
+        wrong += [
+            f"{sample}: {layout(a)} {layout(b)}"
+            for a, b in zip(real, fake, strict=True)
+            if layout(a) != layout(b)
+        ]
+    assert not wrong

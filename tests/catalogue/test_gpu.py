@@ -1,0 +1,102 @@
+"""Every call on a GPU: the same bits each time, captured, on any stream and device, without waits."""
+
+import pytest
+import torch
+from helpers.catalogue import each_call, outcome, same_bits
+from torch import Tensor
+
+from partita.testing.samples import CALLS, Draw, Sample
+
+pytestmark = pytest.mark.gpu
+# Best paths of a number that the user names, and samples from a generator, need the host.
+ON_THE_HOST = [name for name in CALLS if name.endswith(("nbest", "sample"))]
+CAPTURED = [name for name in CALLS if name not in ON_THE_HOST]
+
+
+def samples(name: str, device: str = "cuda", seed: int = 0) -> list[Sample]:
+    """Return a small call, a reduced one, and one of the size that `partita check` has."""
+    call, draw = CALLS[name], Draw(device=device, seed=seed)
+    options = [option for option in ("mean", "all options") if option in call.options]
+    found = [call.sample(draw), *(call.sample(draw, option) for option in options)]
+    return [*found, *(call.sample(draw, sizes=sizes, name="large") for sizes in call.checked[-1:])]
+
+
+def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return all(same_bits(found[part].to(truth.device), truth) for part, truth in expected.items())
+
+
+@each_call
+def test_replays_and_second_runs_have_the_bits_of_the_plain_path(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for sample in samples(name):
+        monkeypatch.setenv("PARTITA_REPLAY", "0")
+        expected = outcome(sample)
+        monkeypatch.delenv("PARTITA_REPLAY")
+        assert all(equal(outcome(sample), expected) for _ in range(4)), sample
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_capture_and_replay(name: str) -> None:
+    for sample, other in zip(samples(name), samples(name, seed=1), strict=True):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            outcome(sample)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = sample.run()
+            captured = [*results, *sample.gradients(results).values()]
+        with torch.no_grad():
+            for part, value in sample.inputs.items():
+                if isinstance(value, Tensor):
+                    value.copy_(other.inputs[part])
+        graph.replay()
+        graph.replay()
+        for found, truth in zip(captured, outcome(other).values(), strict=True):
+            assert same_bits(found.detach(), truth), sample
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_no_synchronisation_with_the_host(name: str) -> None:
+    for sample in samples(name):
+        sample.gradients(sample.run())
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            sample.gradients(sample.run())
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@each_call
+def test_runs_on_the_current_stream(name: str) -> None:
+    for sample in samples(name):
+        expected = outcome(sample)
+        late = sample.with_inputs(lambda x: torch.zeros_like(x, requires_grad=x.requires_grad))
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)
+            with torch.no_grad():
+                for part, value in late.inputs.items():
+                    if isinstance(value, Tensor):
+                        value.copy_(sample.inputs[part])
+            results = late.run()
+            found = [*results, *late.gradients(results).values()]
+        stream.synchronize()
+        for ours, truth in zip(found, expected.values(), strict=True):
+            assert same_bits(ours.detach(), truth), sample
+
+
+@pytest.mark.multigpu
+@each_call
+def test_tensors_on_a_device_that_is_not_the_current_one(name: str) -> None:
+    assert torch.cuda.current_device() == 0
+    for near, far in zip(samples(name), samples(name, "cuda:1"), strict=True):
+        expected = outcome(near)
+        for _ in range(4):
+            found = outcome(far)
+            assert {x.device for x in found.values()} == {torch.device("cuda:1")}
+            assert equal(found, expected), far
+    assert torch.cuda.current_device() == 0
