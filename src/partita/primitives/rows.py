@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +13,7 @@ from torch import Tensor
 from ..runtime.dtypes import acc_dtype
 
 # The elements of rows that are computed together on a CPU: their temporaries fit in a cache.
-ELEMENTS = 2**22
+ELEMENTS = 2**20
 
 
 def finite_shift(maximum: Tensor) -> Tensor:
@@ -27,6 +30,96 @@ def row_chunks(rows: Tensor) -> Iterator[slice]:
     """Return slices of the rows of `[M, V]`: small ones on a CPU, else one slice with all rows."""
     on_cpu = rows.device.type == "cpu"
     return chunks(len(rows), max(1, ELEMENTS // max(rows.shape[1], 1)) if on_cpu else len(rows))
+
+
+def by_rows(
+    function: Callable[..., Any], *, logits: int = 0, classes: int = -1, shared: Sequence[int] = ()
+) -> Callable[..., Any]:
+    """Return a function of rows that computes on a CPU a few rows at a time.
+
+    The temporary tensors of the function are as large as these rows then. It returns nothing, a
+    tensor or a tuple of tensors, all of them by rows.
+
+    Args:
+        function: takes positional arguments.
+        logits: the position of the logits, whose memory layout results of the same shape get.
+        classes: the dimension of the classes in the logits, 1 or -1.
+        shared: the positions of the tensors that all rows have in common.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        rows: Tensor = args[logits]
+        if rows.device.type != "cpu" or rows.numel() <= ELEMENTS:
+            return function(*args)
+        rows_shape, results = rows.select(classes, 0).shape, list[Tensor]()
+
+        def has_classes_second(tensor: Tensor) -> bool:
+            return classes == 1 and tensor.ndim == rows.ndim
+
+        def part(tensor: Tensor, index: tuple[slice, ...]) -> Tensor:
+            second = (slice(None),) if has_classes_second(tensor) else ()
+            return tensor[(index[0], *second, *index[1:])]
+
+        def memory(found: Tensor) -> Tensor:
+            if has_classes_second(found):
+                shape = torch.Size((rows_shape[0], found.shape[1], *rows_shape[1:]))
+            else:
+                shape = rows_shape + found.shape[len(rows_shape) :]
+            if shape == rows.shape:
+                return torch.empty_like(rows, dtype=found.dtype)
+            return found.new_empty(shape)
+
+        for index in _blocks(rows_shape, rows.shape[classes]):
+            of_block = (
+                part(arg, index) if isinstance(arg, Tensor) and i not in shared else arg
+                for i, arg in enumerate(args)
+            )
+            found = function(*of_block)
+            fields = (found,) if isinstance(found, Tensor) else found or ()
+            results = results or list(map(memory, fields))
+            for result, field in zip(results, fields, strict=True):
+                part(result, index).copy_(field)
+        return results[0] if isinstance(found, Tensor) else tuple(results) or None
+
+    return run
+
+
+def _blocks(shape: Sequence[int], classes: int) -> Iterator[tuple[slice, ...]]:
+    """Return indices of rows, `shape`, with about `ELEMENTS` elements each.
+
+    Two rows are the least, because PyTorch adds up a single row in another order.
+    """
+    total, elements = shape[0], torch.Size(shape[1:]).numel() * classes
+    if elements > ELEMENTS and len(shape) > 1:
+        for first in range(total):
+            yield from ((slice(first, first + 1), *rest) for rest in _blocks(shape[1:], classes))
+        return
+    number = max(min(-(-total * elements // ELEMENTS), total // 2), 1)
+    bounds = [total * i // number for i in range(number + 1)]
+    yield from ((slice(*pair),) for pair in itertools.pairwise(bounds))
+
+
+def inert_rows(statistics: Iterable[Tensor], grads: Iterable[Tensor | None]) -> Tensor:
+    """Return which rows no result depends on although their derivatives would be NaN, `[...]`.
+
+    These rows have no gradient, and a statistic that is not finite.
+
+    Args:
+        statistics: statistics of the rows, `[...]` each.
+        grads: the gradients of all results of the rows, `[...]` each or None for zeros.
+    """
+    is_inert = ~torch.stack([statistic.isfinite() for statistic in statistics]).all(0)
+    for grad in grads:
+        is_inert = is_inert if grad is None else is_inert & (grad == 0)
+    return is_inert
+
+
+def without_inert_rows(
+    rows: Tensor, statistics: Iterable[Tensor], grads: Iterable[Tensor | None]
+) -> Tensor:
+    """Return the rows, `[..., C]`, with zeros in the inert ones; see `inert_rows`."""
+    return torch.where(inert_rows(statistics, grads).unsqueeze(-1), 0, rows)
 
 
 def softcapped(logits: Tensor, softcap: float) -> Tensor:

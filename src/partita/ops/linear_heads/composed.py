@@ -14,6 +14,7 @@ from ...runtime.autograd import plain_eager, refuse_forward_mode
 from ...runtime.backend import current_backend
 from ...runtime.register import PLAIN
 from ..cross_entropy.api import cross_entropy
+from .rows_linear import rows_linear
 
 
 def is_plain(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None) -> bool:
@@ -60,7 +61,7 @@ def composed_cross_entropy(
     Returns:
         The loss, `[]` or `[M]`.
     """
-    logits = F.linear(input, weight, bias)
+    logits = rows_linear(input, weight, bias)
     if logits.dtype.itemsize == 2:
         logits = logits.float()
     is_native = logits.is_cpu and not (z_loss or (label_smoothing and class_weight is not None))

@@ -165,7 +165,9 @@ def gradient_coefficients(
         dlogits_coef = dlogits_coef + smoothing_loss * total_weight
         smoothing_coef = -smoothing_loss / temperature
     if entropy is not None and statistics.entropy.numel():
-        dlogits_coef = dlogits_coef - entropy * statistics.entropy
+        # A row without a gradient has the coefficient 0, whatever its entropy is.
+        of_row = torch.where(entropy == 0, 0, entropy * statistics.entropy)
+        dlogits_coef = dlogits_coef - of_row
         log_coef = -entropy / temperature
     return GradientCoefficients(
         dlogits_coef / temperature, label_coef / temperature, log_coef, smoothing_coef
