@@ -37,7 +37,8 @@ def by_rows(
 ) -> Callable[..., Any]:
     """Return a function of rows that computes on a CPU a few rows at a time.
 
-    The temporary tensors of the function are as large as these rows then. It returns nothing, a
+    The temporary tensors of the function are as large as these rows then, and it gets the classes
+    of a row next to each other, since PyTorch adds up others in another order. It returns a
     tensor or a tuple of tensors, all of them by rows.
 
     Args:
@@ -50,19 +51,25 @@ def by_rows(
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         rows: Tensor = args[logits]
-        if rows.device.type != "cpu" or rows.numel() <= ELEMENTS:
+        is_small = rows.numel() <= ELEMENTS and rows.movedim(classes, -1).is_contiguous()
+        if rows.device.type != "cpu" or not rows.numel() or is_small:
             return function(*args)
         rows_shape, results = rows.select(classes, 0).shape, list[Tensor]()
 
-        def has_classes_second(tensor: Tensor) -> bool:
-            return classes == 1 and tensor.ndim == rows.ndim
-
         def part(tensor: Tensor, index: tuple[slice, ...]) -> Tensor:
-            second = (slice(None),) if has_classes_second(tensor) else ()
-            return tensor[(index[0], *second, *index[1:])]
+            has_classes_second = classes == 1 and tensor.ndim == rows.ndim
+            return tensor[(index[0], slice(None), *index[1:]) if has_classes_second else index]
+
+        def argument(value: Any, position: int, index: tuple[slice, ...]) -> Any:
+            if not isinstance(value, Tensor) or position in shared:
+                return value
+            value = part(value, index)
+            if value.ndim < rows.ndim:
+                return value
+            return value.movedim(classes, -1).contiguous().movedim(-1, classes)
 
         def memory(found: Tensor) -> Tensor:
-            if has_classes_second(found):
+            if classes == 1 and found.ndim == rows.ndim:
                 shape = torch.Size((rows_shape[0], found.shape[1], *rows_shape[1:]))
             else:
                 shape = rows_shape + found.shape[len(rows_shape) :]
@@ -71,16 +78,14 @@ def by_rows(
             return found.new_empty(shape)
 
         for index in _blocks(rows_shape, rows.shape[classes]):
-            of_block = (
-                part(arg, index) if isinstance(arg, Tensor) and i not in shared else arg
-                for i, arg in enumerate(args)
-            )
-            found = function(*of_block)
-            fields = (found,) if isinstance(found, Tensor) else found or ()
+            found = function(*(argument(arg, i, index) for i, arg in enumerate(args)))
+            fields = (found,) if isinstance(found, Tensor) else found
             results = results or list(map(memory, fields))
             for result, field in zip(results, fields, strict=True):
                 part(result, index).copy_(field)
-        return results[0] if isinstance(found, Tensor) else tuple(results) or None
+        if isinstance(found, Tensor):
+            return results[0]
+        return found._make(results) if hasattr(found, "_make") else tuple(results)
 
     return run
 

@@ -169,13 +169,6 @@ def cross_entropy_backward(
     return laid_out_like(cross_entropy_gradient(grad_loss, grad_logsumexp, logits, *args), logits)
 
 
-def cross_entropy_backward_(
-    grad_loss: Tensor, grad_logsumexp: Tensor | None, logits: Tensor, *args: Any
-) -> None:
-    """Write the gradient of the logits over them."""
-    logits.copy_(cross_entropy_backward(grad_loss, grad_logsumexp, logits, *args))
-
-
 def scale_(grad: Tensor, factor: Tensor) -> None:
     """Multiply a gradient in place by a scalar tensor."""
     grad.mul_(factor.to(acc_dtype(grad.dtype)))

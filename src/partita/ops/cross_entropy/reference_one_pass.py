@@ -6,6 +6,8 @@ and their gradient, a few rows at a time.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,9 +24,13 @@ SMALLEST_PROBABILITY = 1e-30
 
 cross_entropy = by_rows(reference.cross_entropy, classes=1, shared=(2,))
 cross_entropy_backward = by_rows(reference.cross_entropy_backward, logits=2, classes=1, shared=(4,))
-cross_entropy_backward_ = by_rows(
-    reference.cross_entropy_backward_, logits=2, classes=1, shared=(4,)
-)
+
+
+def cross_entropy_backward_(
+    grad_loss: Tensor, grad_logsumexp: Tensor | None, logits: Tensor, *args: Any
+) -> None:
+    """Write the gradient of the logits over them."""
+    logits.copy_(cross_entropy_backward(grad_loss, grad_logsumexp, logits, *args))
 
 
 def _rows_of(tensor: Tensor) -> Tensor:

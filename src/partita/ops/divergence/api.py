@@ -92,8 +92,9 @@ def topk_divergence(
 ) -> Tensor:
     """Divergence of a student from a teacher whose k most probable classes are known.
 
-    All other classes count as one, with the probability that is left. The result is at most the
-    divergence over all classes.
+    All other classes count as one. The result is at most the divergence over all classes. The
+    student's other classes are summed by themselves; what the teacher leaves to its own is the
+    difference between 1 and a sum, which loses its digits below about 1e-6.
 
     Args:
         logits: the student's, `[..., C]`, floating dtype, any strides; may be -inf.

@@ -14,7 +14,6 @@ from ...runtime.autograd import plain_eager, refuse_forward_mode
 from ...runtime.backend import current_backend
 from ...runtime.register import PLAIN
 from ..cross_entropy.api import cross_entropy
-from .rows_linear import rows_linear
 
 
 def is_plain(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None) -> bool:
@@ -61,7 +60,9 @@ def composed_cross_entropy(
     Returns:
         The loss, `[]` or `[M]`.
     """
-    logits = rows_linear(input, weight, bias)
+    if not input.is_cpu:  # NaN in ignored rows would reach the gradient of the matrix
+        input = input.masked_fill((target == ignore_index).unsqueeze(1), 0.0)
+    logits = F.linear(input, weight, bias)
     if logits.dtype.itemsize == 2:
         logits = logits.float()
     is_native = logits.is_cpu and not (z_loss or (label_smoothing and class_weight is not None))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...runtime.autograd import apply, saved_tensors
+from ...runtime.autograd import apply, requires_grad, saved_tensors
 from .common import counted_rows
 
 
@@ -45,7 +45,7 @@ class RowsLinear(torch.autograd.Function):
 
 def rows_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `input @ weight.T + bias` of hidden states `[..., H]` and a matrix `[C, H]`."""
-    if weight.requires_grad and torch.is_grad_enabled():
+    if requires_grad(weight) and torch.is_grad_enabled():
         result: Tensor = apply(RowsLinear, input, weight, bias)
         return result
     return F.linear(input, weight, bias)

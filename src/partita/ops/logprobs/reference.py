@@ -197,8 +197,16 @@ def write_entries(
     return dlogits
 
 
+def accumulate_rest_of_rows(
+    logits: Tensor, first: int, ids: Tensor, rest: Tensor, temperature: float, softcap: float
+) -> None:
+    """Do the same for rows `[M, C]`, a few of them at a time on a CPU."""
+    for rows in row_chunks(logits):
+        accumulate_rest(logits[rows], first, ids[rows], rest[rows], temperature, softcap)
+
+
 ENTRY_KERNELS = EntryKernels(
-    gather_entries, finish_logprobs, row_totals, write_entries, accumulate_rest
+    gather_entries, finish_logprobs, row_totals, write_entries, accumulate_rest_of_rows
 )
 
 

@@ -18,7 +18,7 @@ def _reference() -> Functions:
 
     return {
         "softmax": _over_any_dim(by_rows(reference.softmax)),
-        "softmax_backward": _over_any_dim(by_rows(reference.softmax_backward)),
+        "softmax_backward": _over_any_dim(by_rows(reference.softmax_backward, logits=1)),
         "logsumexp": by_rows(reference.logsumexp),
         "logsumexp_backward": by_rows(reference.logsumexp_backward, logits=1),
     }
@@ -29,6 +29,8 @@ def _over_any_dim(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def run(*args: Any) -> Tensor:
         *tensors, dim, log, dtype = args
+        if dim == tensors[0].ndim - 1:
+            return function(*args)
         moved = (tensor.movedim(dim, -1) for tensor in tensors)
         result = function(*moved, -1, log, dtype).movedim(-1, dim)
         return laid_out_like(result, tensors[-1])
