@@ -173,15 +173,11 @@ def linear_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         found["linear_topk_logprobs"] += [
             (hidden, matrix, bias_or_none, 2, 0.7, numbers[1], 3, save) for save in (False, True)
         ]
-        found["linear_logprobs_backward"] += [
-            (picked[0], *of_ids, *picked[1:], 0.7, numbers[1], -100, 3, *wanted)
-            for picked in (
-                torch.ops.partita.linear_logprobs(
-                    *of_ids, 0.7, numbers[1], -100, rest, 3, False, BACKEND
-                )
-                for rest in (False, True)
-            )
-        ]
+        for rest in (False, True):
+            options = (0.7, numbers[1], -100)
+            picked = torch.ops.partita.linear_logprobs(*of_ids, *options, rest, 3, False, BACKEND)
+            arguments = (picked[0], *of_ids, *picked[1:], *options, 3, *wanted)
+            found["linear_logprobs_backward"].append(arguments)
     for bias_or_none, numbers, wanted in (
         (None, (0.0, 1.0, 0.0), (True, True, False)),
         (bias, (0.3, 0.7, 5.0), (True, False, True)),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.autograd import is_batched_gradient
 from ..runtime.dtypes import acc_dtype
 
 # The elements of rows that are computed together on a CPU: their temporaries fit in a cache.
@@ -52,7 +53,7 @@ def by_rows(
     def run(*args: Any) -> Any:
         rows: Tensor = args[logits]
         is_small = rows.numel() <= ELEMENTS and rows.movedim(classes, -1).is_contiguous()
-        if rows.device.type != "cpu" or not rows.numel() or is_small:
+        if rows.device.type != "cpu" or rows.ndim == 1 or not rows.numel() or is_small:
             return function(*args)
         rows_shape, results = rows.select(classes, 0).shape, list[Tensor]()
 
@@ -123,7 +124,13 @@ def inert_rows(statistics: Iterable[Tensor], grads: Iterable[Tensor | None]) -> 
 def without_inert_rows(
     rows: Tensor, statistics: Iterable[Tensor], grads: Iterable[Tensor | None]
 ) -> Tensor:
-    """Return the rows, `[..., C]`, with zeros in the inert ones; see `inert_rows`."""
+    """Return the rows, `[..., C]`, with zeros in the inert ones; see `inert_rows`.
+
+    Batched gradients, of which PyTorch knows few operations, find the rows as they are.
+    """
+    grads = list(grads)
+    if is_batched_gradient(*grads):
+        return rows
     return torch.where(inert_rows(statistics, grads).unsqueeze(-1), 0, rows)
 
 

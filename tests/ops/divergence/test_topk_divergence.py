@@ -162,8 +162,8 @@ def test_masked_rows_do_not_matter(beta: float, device: str) -> None:
     """Neither their logits nor the teacher's numbers and classes are used."""
     x, teacher = sample_rows(5, 40, device=device), teacher_of(5, 40, 4, device)
     mask = torch.tensor([1, 0, 1, 1, 0], device=device)
-    for softcap, wrong in ((None, -5), (5.0, 2**40)):
-        indices = teacher.indices.masked_fill(mask[:, None] == 0, wrong)
+    for softcap, no_class in ((None, -5), (5.0, 2**40)):
+        indices = teacher.indices.masked_fill(mask[:, None] == 0, no_class)
         options = {"beta": beta, "softcap": softcap, "mask": mask}
 
         def f(x: Tensor, q_: Tensor, indices=indices, options=options) -> Tensor:

@@ -47,7 +47,7 @@ def _fake(
     input: Tensor, weight: Tensor, bias: Any, ids: Tensor, *options: Any
 ) -> tuple[Tensor, ...]:
     *_, needs_rest, _, save_logits = options
-    saved = len(input) * padded_width(len(weight)) if save_logits else 0
+    saved = input.shape[0] * padded_width(weight.shape[0]) if save_logits else 0
     return *logprobs_fake(input, ids, needs_rest), input.new_empty(saved)
 
 

@@ -35,9 +35,10 @@ class RowsLinear(torch.autograd.Function):
         dinput = dweight = dbias = None
         if ctx.needs_input_grad[0]:
             dinput = grad @ weight
-        grad = grad[None].flatten(0, -2)
+        rows = input.shape[:-1].numel()  # a reshape that batched gradients know
+        grad = grad.reshape(rows, grad.shape[-1])
         if ctx.needs_input_grad[1]:
-            dweight = grad.T @ counted_rows(input[None].flatten(0, -2), grad)
+            dweight = grad.T @ counted_rows(input.reshape(rows, input.shape[-1]), grad)
         if ctx.needs_input_grad[2]:
             dbias = grad.sum(0)
         return dinput, dweight, dbias

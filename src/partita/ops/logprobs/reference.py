@@ -270,8 +270,8 @@ def logprobs_gradient(
     The statistics only say which rows are not finite.
     """
     labels, not_ignored, out_of_range = valid_targets(ids, logits.shape[-1], ignore_index)
-    on_ids = torch.where(not_ignored, grad[..., : ids.shape[-1]], 0)
-    on_rest = grad[..., ids.shape[-1] :]
+    on_ids, on_rest = grad.split([ids.shape[-1], rest.shape[-1] // 2], -1)
+    on_ids = torch.where(not_ignored, on_ids, 0)
     of_row = on_ids.abs().sum(-1) + on_rest.abs().sum(-1)
     logits = without_inert_rows(logits, (maximum, sumexp), (of_row,))
     x, _ = scaled_rows(logits, temperature, softcap)
@@ -279,7 +279,7 @@ def logprobs_gradient(
     totals = on_ids.sum(-1, keepdim=True) + on_rest.sum(-1, keepdim=True)
     result = -x.softmax(-1) * totals
     classes = torch.arange(logits.shape[-1], device=x.device)
-    is_id = torch.zeros_like(result, dtype=torch.bool)
+    is_id = torch.zeros_like(x, dtype=torch.bool)
     for k in range(ids.shape[-1]):
         is_class = classes == labels[..., k : k + 1]
         result = result + is_class.to(x.dtype) * on_ids[..., k : k + 1]
