@@ -29,8 +29,9 @@ def chunks(total: int, size: int) -> Iterator[slice]:
 
 def row_chunks(rows: Tensor) -> Iterator[slice]:
     """Return slices of the rows of `[M, V]`: small ones on a CPU, else one slice with all rows."""
-    on_cpu = rows.device.type == "cpu"
-    return chunks(len(rows), max(1, ELEMENTS // max(rows.shape[1], 1)) if on_cpu else len(rows))
+    if rows.device.type != "cpu" or not rows.numel():
+        return chunks(len(rows), len(rows))
+    return (index[0] for index in _blocks(rows.shape[:1], rows.shape[1]))
 
 
 def by_rows(
@@ -52,8 +53,9 @@ def by_rows(
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         rows: Tensor = args[logits]
-        is_small = rows.numel() <= ELEMENTS and rows.movedim(classes, -1).is_contiguous()
-        if rows.device.type != "cpu" or rows.ndim == 1 or not rows.numel() or is_small:
+        if rows.device.type != "cpu" or rows.ndim == 1 or not rows.numel():
+            return function(*args)
+        if rows.numel() <= ELEMENTS and rows.movedim(classes, -1).is_contiguous():
             return function(*args)
         rows_shape, results = rows.select(classes, 0).shape, list[Tensor]()
 
