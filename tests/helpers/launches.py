@@ -353,6 +353,9 @@ def call_rows(x: torch.Tensor) -> None:
         *(partita.logprobs(x, target[:, None].expand(-1, 3), softcap=c) for c in (None, 5.0)),
     ]
     results += [partita.topk_logprobs(x, 3, softcap=c).logprobs for c in (None, 5.0)]
+    indices = torch.arange(2).expand(len(x), -1)
+    teacher = partita.TopK(torch.zeros(len(x), 2, dtype=x.dtype), indices, x.detach()[:, 0])
+    results += [partita.topk_divergence(x, teacher, softcap=c) for c in (None, 5.0)]
     for beta, softcap in ((0.0, None), (0.5, None), (0.5, 5.0), (1.0, 5.0)):
         results += [
             partita.divergence(x, x.detach(), beta=beta, softcap=softcap, reduction=reduction)

@@ -61,7 +61,7 @@ def budgets(x: Batch) -> dict[str, int | None]:
     short.
     """
     (tokens, hidden), item = x.input.shape, x.input.dtype.itemsize
-    row_bytes = ROW_WORDS * 4 * tokens + (4 * tokens * hidden if item == 2 else 0)
+    row_bytes = ROW_WORDS * 4 * tokens + max(item, 4) * tokens * hidden
     all_at_once = partita.linear_cross_entropy_plan(tokens, hidden, len(x.weight), x.input.dtype)
     return {
         "small": None,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.rows import devices
+from helpers.uncounted import check_uncounted_rows
 from torch import Tensor
 
 from partita.integrations.trl import (
@@ -87,6 +88,32 @@ def test_both_in_one_read(entropy_grad: bool, masked: bool, device: str) -> None
     for ours, each in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, each * keep, rtol=1e-5, atol=1e-5)
     assert found[1].requires_grad == entropy_grad
+
+
+@devices
+@pytest.mark.parametrize("k", [None, 3])
+def test_masked_rows_do_not_matter(k: int | None, device: str) -> None:
+    logits = torch.linspace(-3, 3, 5 * 20, device=device).view(5, 20).sin() * 4
+    mask = torch.tensor([1, 0, 1, 0, 1], device=device)
+    index = torch.arange(5 * (k or 1), device=device).view(5, -1)
+    index, keep = (index[:, 0], mask) if k is None else (index, mask[:, None].expand(5, k))
+    check_uncounted_rows(
+        lambda x: selective_log_softmax(x, index, 0.7, row_mask=keep), mask == 0, x=logits
+    )
+    if k is None:
+        check_uncounted_rows(
+            lambda x: selective_log_softmax_and_entropy(x, index, True, 0.7, mask),
+            mask == 0,
+            x=logits,
+        )
+    labels = torch.where(mask == 1, 3, -100)
+    for is_probability in (False, True):
+        check_uncounted_rows(
+            lambda x, t_, p=is_probability: generalized_jsd_loss(x, t_, labels, logits_are_probs=p),
+            mask == 0,
+            x=logits.softmax(-1),
+            t_=logits.flip(0).softmax(-1),
+        )
 
 
 def test_bad_input() -> None:

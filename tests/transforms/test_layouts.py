@@ -226,10 +226,12 @@ def calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
             yield ops.divergence_backward, (grad, x, teacher, *found[1:], *numbers)
         ids = torch.randint(5, (3, 4, 2))
         numbers = (0.7, 5.0, -100)
-        yield ops.logprobs, (x, ids, *numbers)
         yield ops.topk_logprobs, (x, 3, 0.7, 5.0)
-        found = ops.logprobs(x, ids, *numbers, "auto")
-        yield ops.logprobs_backward, (torch.randn(3, 4, 2), x, ids, *found[1:], *numbers)
+        for needs_rest in (False, True):
+            yield ops.logprobs, (x, ids, *numbers, needs_rest)
+            found = ops.logprobs(x, ids, *numbers, needs_rest, "auto")
+            grad = torch.randn(found[0].shape)
+            yield ops.logprobs_backward, (grad, x, ids, *found[1:], *numbers)
     lengths, target_lengths = torch.tensor([6, 5]), torch.tensor([2, 2])
     targets = (torch.tensor([1, 2, 3, 1]), torch.tensor([0, 2]), lengths, target_lengths)
     for x in layouts(6, 2, 5):

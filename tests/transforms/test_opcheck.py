@@ -35,7 +35,8 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
     divergences = [(0.0, 1.0, 0.0), (0.3, 0.7, 5.0), (1.0, 0.7, 0.0)]
     local = torch.ops.partita.divergence(x, x.flip(0), *divergences[1], BACKEND)
     ids = torch.tensor([[0, 1, 0]], device=device).expand(N, -1).contiguous()
-    picked = torch.ops.partita.logprobs(x, ids, 0.7, 5.0, 1, BACKEND)
+    of_ids = [(x, ids, 0.7, 5.0, ignored, rest) for ignored, rest in ((-100, False), (1, True))]
+    picked = [torch.ops.partita.logprobs(*a, BACKEND) for a in of_ids]
     numbers, all_numbers = (-100, 0.0, 0.0), (-100, 0.1, 5.0)
     loss_arguments = [
         (x, labels, None, *numbers),
@@ -102,9 +103,9 @@ def samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         "divergence_state": [(x, x.flip(0), *n) for n in divergences],
         "divergence_mixture": [(x, x.flip(0), *local[2:], *divergences[1])],
         "divergence_local_gradient": [(one, x, x.flip(0), *local[1:], *n) for n in divergences],
-        "logprobs": [(x, ids, 0.7, 5.0, ignored) for ignored in (-100, 1)],
+        "logprobs": of_ids,
         "logprobs_backward": [
-            (ids.to(x.dtype), x, ids, *picked[1:], 0.7, 5.0, ignored) for ignored in (-100, 1)
+            (found[0], x, ids, *found[1:], *a[2:5]) for found, a in zip(picked, of_ids, strict=True)
         ],
         "topk_logprobs": [(x, 3, 1.0, 0.0), (half, 1, 0.7, 5.0)],
         "token_stats_backward": [(one, one, one, x, labels, *partial(x, labels), 1.0, 0.0, -100)],
@@ -166,18 +167,17 @@ def linear_samples(device: str) -> dict[str, list[tuple[Any, ...]]]:
         ids = torch.tensor([[0, 1, 0, -100]], device=device).expand(N, -1).contiguous()
         of_ids = (hidden, matrix, bias_or_none, ids)
         found["linear_logprobs"] += [
-            (*of_ids, 0.7, numbers[1], -100, chunk, save)
-            for chunk, save in ((3, False), (16, True))
+            (*of_ids, 0.7, numbers[1], -100, rest, chunk, save)
+            for rest, chunk, save in ((False, 3, False), (True, 16, True))
         ]
         found["linear_topk_logprobs"] += [
             (hidden, matrix, bias_or_none, 2, 0.7, numbers[1], 3, save) for save in (False, True)
         ]
-        picked = torch.ops.partita.linear_logprobs(
-            *of_ids, 0.7, numbers[1], -100, 3, False, BACKEND
-        )
-        found["linear_logprobs_backward"].append(
-            (ids.to(hidden.dtype), *of_ids, *picked[1:], 0.7, numbers[1], -100, 3, *wanted)
-        )
+        for rest in (False, True):
+            options = (0.7, numbers[1], -100)
+            picked = torch.ops.partita.linear_logprobs(*of_ids, *options, rest, 3, False, BACKEND)
+            arguments = (picked[0], *of_ids, *picked[1:], *options, 3, *wanted)
+            found["linear_logprobs_backward"].append(arguments)
     for bias_or_none, numbers, wanted in (
         (None, (0.0, 1.0, 0.0), (True, True, False)),
         (bias, (0.3, 0.7, 5.0), (True, False, True)),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..runtime.autograd import is_batched_gradient
 from ..runtime.dtypes import acc_dtype
 
 # The elements of rows that are computed together on a CPU: their temporaries fit in a cache.
-ELEMENTS = 2**22
+ELEMENTS = 2**20
 
 
 def finite_shift(maximum: Tensor) -> Tensor:
@@ -25,8 +29,111 @@ def chunks(total: int, size: int) -> Iterator[slice]:
 
 def row_chunks(rows: Tensor) -> Iterator[slice]:
     """Return slices of the rows of `[M, V]`: small ones on a CPU, else one slice with all rows."""
-    on_cpu = rows.device.type == "cpu"
-    return chunks(len(rows), max(1, ELEMENTS // max(rows.shape[1], 1)) if on_cpu else len(rows))
+    if rows.device.type != "cpu" or not rows.numel():
+        return chunks(len(rows), len(rows))
+    return (index[0] for index in _blocks(rows.shape[:1], rows.shape[1]))
+
+
+def by_rows(
+    function: Callable[..., Any], *, logits: int = 0, classes: int = -1, shared: Sequence[int] = ()
+) -> Callable[..., Any]:
+    """Return a function of rows that computes on a CPU a few rows at a time.
+
+    The temporary tensors of the function are as large as these rows then, and it gets the classes
+    of a row next to each other, since PyTorch adds up others in another order. It returns a
+    tensor or a tuple of tensors, all of them by rows.
+
+    Args:
+        function: takes positional arguments.
+        logits: the position of the logits, whose memory layout results of the same shape get.
+        classes: the dimension of the classes in the logits, 1 or -1.
+        shared: the positions of the tensors that all rows have in common.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        rows: Tensor = args[logits]
+        if rows.device.type != "cpu" or rows.ndim == 1 or not rows.numel():
+            return function(*args)
+        if rows.numel() <= ELEMENTS and rows.movedim(classes, -1).is_contiguous():
+            return function(*args)
+        rows_shape, results = rows.select(classes, 0).shape, list[Tensor]()
+
+        def part(tensor: Tensor, index: tuple[slice, ...]) -> Tensor:
+            has_classes_second = classes == 1 and tensor.ndim == rows.ndim
+            return tensor[(index[0], slice(None), *index[1:]) if has_classes_second else index]
+
+        def argument(value: Any, position: int, index: tuple[slice, ...]) -> Any:
+            if not isinstance(value, Tensor) or position in shared:
+                return value
+            value = part(value, index)
+            if value.ndim < rows.ndim:
+                return value
+            return value.movedim(classes, -1).contiguous().movedim(-1, classes)
+
+        def memory(found: Tensor) -> Tensor:
+            if classes == 1 and found.ndim == rows.ndim:
+                shape = torch.Size((rows_shape[0], found.shape[1], *rows_shape[1:]))
+            else:
+                shape = rows_shape + found.shape[len(rows_shape) :]
+            if shape == rows.shape:
+                return torch.empty_like(rows, dtype=found.dtype)
+            return found.new_empty(shape)
+
+        for index in _blocks(rows_shape, rows.shape[classes]):
+            found = function(*(argument(arg, i, index) for i, arg in enumerate(args)))
+            fields = (found,) if isinstance(found, Tensor) else found
+            results = results or list(map(memory, fields))
+            for result, field in zip(results, fields, strict=True):
+                part(result, index).copy_(field)
+        if isinstance(found, Tensor):
+            return results[0]
+        return found._make(results) if hasattr(found, "_make") else tuple(results)
+
+    return run
+
+
+def _blocks(shape: Sequence[int], classes: int) -> Iterator[tuple[slice, ...]]:
+    """Return indices of rows, `shape`, with about `ELEMENTS` elements each.
+
+    Two rows are the least, because PyTorch adds up a single row in another order.
+    """
+    total, elements = shape[0], torch.Size(shape[1:]).numel() * classes
+    if elements > ELEMENTS and len(shape) > 1:
+        for first in range(total):
+            yield from ((slice(first, first + 1), *rest) for rest in _blocks(shape[1:], classes))
+        return
+    number = max(min(-(-total * elements // ELEMENTS), total // 2), 1)
+    bounds = [total * i // number for i in range(number + 1)]
+    yield from ((slice(*pair),) for pair in itertools.pairwise(bounds))
+
+
+def inert_rows(statistics: Iterable[Tensor], grads: Iterable[Tensor | None]) -> Tensor:
+    """Return which rows no result depends on although their derivatives would be NaN, `[...]`.
+
+    These rows have no gradient, and a statistic that is not finite.
+
+    Args:
+        statistics: statistics of the rows, `[...]` each.
+        grads: the gradients of all results of the rows, `[...]` each or None for zeros.
+    """
+    is_inert = ~torch.stack([statistic.isfinite() for statistic in statistics]).all(0)
+    for grad in grads:
+        is_inert = is_inert if grad is None else is_inert & (grad == 0)
+    return is_inert
+
+
+def without_inert_rows(
+    rows: Tensor, statistics: Iterable[Tensor], grads: Iterable[Tensor | None]
+) -> Tensor:
+    """Return the rows, `[..., C]`, with zeros in the inert ones; see `inert_rows`.
+
+    Batched gradients, of which PyTorch knows few operations, find the rows as they are.
+    """
+    grads = list(grads)
+    if is_batched_gradient(*grads):
+        return rows
+    return torch.where(inert_rows(statistics, grads).unsqueeze(-1), 0, rows)
 
 
 def softcapped(logits: Tensor, softcap: float) -> Tensor:

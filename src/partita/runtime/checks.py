@@ -20,7 +20,7 @@ _setting = reader("PARTITA_CHECK")
 
 
 def tensor(name: str, value: Any) -> None:
-    """Raise `TypeError` unless the value is a dense tensor."""
+    """Raise `TypeError` unless the value is a dense tensor of one device."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a Tensor, got {type(value).__name__}")
     if value.is_nested or value.layout is not torch.strided:
@@ -29,8 +29,15 @@ def tensor(name: str, value: Any) -> None:
             if value.is_nested
             else f"{name}: expected a dense Tensor, got one of layout {value.layout}"
         )
-    if type(value) is not Tensor and isinstance(value, torch.masked.MaskedTensor):
+    if type(value) in (Tensor, torch.nn.Parameter):
+        return
+    if isinstance(value, torch.masked.MaskedTensor):
         raise TypeError(f"{name}: expected a dense Tensor, got a MaskedTensor")
+    if hasattr(value, "device_mesh"):
+        raise TypeError(
+            f"{name}: expected a plain Tensor, got a DTensor; functions of partita.parallel take a"
+            " vocabulary that lies on several ranks"
+        )
 
 
 def floating(name: str, value: Any) -> None:

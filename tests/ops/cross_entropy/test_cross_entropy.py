@@ -22,6 +22,7 @@ from helpers.rows import (
     targets_for,
 )
 from helpers.terms import cross_entropy_terms
+from helpers.uncounted import check_uncounted_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -221,21 +222,32 @@ def test_all_ignored(rows: int | None, reduction: str, device: str) -> None:
 @pytest.mark.interpreted
 @devices
 @reductions
-def test_the_logits_of_an_ignored_row_do_not_matter(reduction: str, device: str) -> None:
+@pytest.mark.parametrize(
+    "numbers", [{}, {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-3}], ids=["plain", "all"]
+)
+def test_the_logits_of_an_ignored_row_do_not_matter(
+    numbers: dict[str, float], reduction: str, device: str
+) -> None:
     logits, target = sample_labels(6, CLASSES, device=device)
     target[[1, 4]] = -100
-    clean, poisoned = logits.clone().requires_grad_(), logits.clone()
-    poisoned[1], poisoned[4] = torch.nan, -torch.inf
-    poisoned.requires_grad_()
-    results = [
-        partita.cross_entropy(x, target, reduction=reduction, z_loss=1e-3, label_smoothing=0.1)
-        for x in (clean, poisoned)
-    ]
-    grads = [
-        torch.autograd.grad(r.sum(), x)[0] for r, x in zip(results, (clean, poisoned), strict=True)
-    ]
-    assert torch.equal(*results)
-    assert torch.equal(*grads)
+    weight = class_weights(CLASSES, logits.dtype, device) + 0.1 if numbers else None
+    options = {"weight": weight, "reduction": reduction, **numbers}
+    check_uncounted_rows(
+        lambda x: partita.cross_entropy(x, target, **options), target == -100, x=logits
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_row_of_a_small_probability_does_not_change_the_others(dtype: torch.dtype) -> None:
+    """One pass computes the loss of such a row in another way, and of no other row."""
+    logits = sample_rows(2, 2**20, dtype=dtype)
+    target = torch.tensor([3, -100])
+    found = []
+    for last in (0.0, 1e4):
+        x = logits.clone()
+        x[1, 0] = last
+        found.append(partita.cross_entropy(x.requires_grad_(), target, reduction="sum"))
+    assert torch.equal(*found)
 
 
 @devices

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers.divergence import truth
 from helpers.rows import DTYPES, INTERPRETING, devices
+from helpers.uncounted import check_uncounted_rows
 from torch import Tensor
 
 import partita
@@ -204,6 +205,65 @@ def test_mask_and_reductions(beta: float, reduction: str, device: str) -> None:
     assert not grad[mask == 0].any() and grad[mask != 0].abs().amax(-1).all()
     nothing = partita.divergence(leaf, t, beta=beta, mask=torch.zeros_like(mask))
     assert nothing.isnan()
+
+
+@devices
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("beta", BETAS)
+def test_masked_rows_do_not_matter(beta: float, reduction: str, device: str) -> None:
+    x, t = sample(5, 20, device=device)
+    mask = torch.tensor([1, 0, 1, 1, 0], device=device)
+    for softcap in (None, 5.0):
+        options = {"beta": beta, "softcap": softcap, "mask": mask, "reduction": reduction}
+        check_uncounted_rows(
+            lambda x, t_, options=options: partita.divergence(x, t_, **options),
+            mask == 0,
+            x=x,
+            t_=t,
+        )
+
+
+@devices
+@pytest.mark.parametrize("beta", BETAS)
+def test_second_derivatives_of_impossible_classes(beta: float, device: str) -> None:
+    """A class that neither side has takes no part, and a tangent needs no gradient from above."""
+    x, t = (each.double() for each in sample(3, 12, device=device))
+    x[:, 3:5] = t[:, 3:5] = -torch.inf
+    v, rest = torch.linspace(-1, 1, 12, dtype=x.dtype, device=device).expand(3, -1), x.isfinite()
+
+    def second(x: Tensor, t: Tensor, v: Tensor) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        loss = partita.divergence(leaf, t, beta=beta, reduction="none")
+        (grad,) = torch.autograd.grad(loss.sum(), leaf, create_graph=True)
+        return torch.autograd.grad((grad * v).sum(), leaf)[0]
+
+    parts = [each[rest].view(3, -1) for each in (x, t, v)]
+    found = second(x, t, v)
+    assert not found[~rest].any()
+    torch.testing.assert_close(found[rest].view(3, -1), second(*parts))
+    x, t, v = parts
+
+    def loss(x: Tensor) -> Tensor:
+        return partita.divergence(x, t, beta=beta, reduction="none")
+
+    _, tangent = torch.autograd.functional.jvp(loss, x, v)
+    step = 1e-6 * v
+    expected = (loss(x + step) - loss(x - step)) / 2e-6
+    torch.testing.assert_close(tangent, expected, rtol=1e-6, atol=1e-8)
+
+
+@devices
+@pytest.mark.parametrize("beta", BETAS)
+def test_a_teacher_in_fp32_of_a_student_in_fp64(beta: float, device: str) -> None:
+    """The result has the digits of fp64, as if the teacher's numbers were fp64, and vice versa."""
+    x, t = (each.float() for each in sample(3, 20, device=device))
+    exact = partita.divergence(x.double(), t.double(), beta=beta, softcap=5.0)
+    for pair in ((x.double(), t), (x, t.double())):
+        leaf = pair[0].clone().requires_grad_()
+        loss = partita.divergence(leaf, pair[1], beta=beta, softcap=5.0)
+        (grad,) = torch.autograd.grad(loss, leaf)
+        assert loss.dtype == torch.float64 and grad.dtype == leaf.dtype
+        torch.testing.assert_close(loss, exact, rtol=1e-14, atol=1e-15)
 
 
 @devices

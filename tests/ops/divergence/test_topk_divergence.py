@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from helpers.linear import Batch, batch_of, budgets
 from helpers.rows import INTERPRETING, devices
+from helpers.uncounted import check_uncounted_rows
 from torch import Tensor
 
 import partita
@@ -109,6 +110,68 @@ def test_a_rest_below_the_resolution(device: str) -> None:
         assert loss.isfinite() and grad.isfinite().all()
 
 
+@devices
+@pytest.mark.parametrize("plan", ["logits", *PLANS])
+@pytest.mark.parametrize("confidence", [5.0, 20.0, 60.0])
+def test_a_student_surer_than_the_rounding_of_a_sum(
+    confidence: float, plan: str, device: str
+) -> None:
+    """Its rest is the log-sum-exp of the other classes, in fp32 as in fp64."""
+    x = torch.tensor([[confidence, 0.0, 1.0], [0.0, -1.0, 2.0]], device=device)
+    teacher = partita.topk_logprobs(torch.tensor([[3.0, -2.0, 0.0]] * 2, device=device), 1)
+    for beta in BETAS:
+        exact = x.double().requires_grad_()
+        expected = truth(exact, teacher, beta).sum()
+        (true,) = torch.autograd.grad(expected, exact)
+        leaf = x.clone().requires_grad_()
+        if plan == "logits":
+            loss = partita.topk_divergence(leaf, teacher, beta=beta, reduction="sum")
+        else:
+            eye = torch.eye(3, device=device)
+            batch = Batch(x, eye, None, teacher.indices[:, 0], None)
+            options = {"beta": beta, "reduction": "sum", "memory_budget": budgets(batch)[plan]}
+            loss = partita.linear_topk_divergence(leaf, eye, teacher, **options)
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+        (grad,) = torch.autograd.grad(loss, leaf)
+        torch.testing.assert_close(grad.double(), true, rtol=1e-5, atol=1e-7)
+
+
+@devices
+@pytest.mark.parametrize("beta", BETAS)
+def test_nothing_but_the_classes_of_the_teacher(beta: float, device: str) -> None:
+    """Where neither has other classes, rounding gives the teacher none."""
+    x = torch.full((1, 6), -torch.inf, device=device)
+    x[:, :3] = torch.tensor([0.3, -0.7, 0.1])
+    t = x.clone()
+    t[:, :3] *= -2.0
+    leaf = x.requires_grad_()
+    loss = partita.topk_divergence(leaf, partita.topk_logprobs(t, 3), beta=beta)
+    exact = leaf.detach()[:, :3].double().requires_grad_()
+    expected = truth(exact, partita.topk_logprobs(t[:, :3], 3), beta)
+    torch.testing.assert_close(loss.double(), expected.sum(), rtol=1e-5, atol=1e-6)
+    (grad,), (true,) = (
+        torch.autograd.grad(each.sum(), z) for each, z in ((loss, leaf), (expected, exact))
+    )
+    assert not grad[:, 3:].any()
+    torch.testing.assert_close(grad[:, :3].double(), true, rtol=1e-5, atol=1e-6)
+
+
+@devices
+@pytest.mark.parametrize("beta", BETAS)
+def test_masked_rows_do_not_matter(beta: float, device: str) -> None:
+    """Neither their logits nor the teacher's numbers and classes are used."""
+    x, teacher = sample_rows(5, 40, device=device), teacher_of(5, 40, 4, device)
+    mask = torch.tensor([1, 0, 1, 1, 0], device=device)
+    for softcap, no_class in ((None, -5), (5.0, 2**40)):
+        indices = teacher.indices.masked_fill(mask[:, None] == 0, no_class)
+        options = {"beta": beta, "softcap": softcap, "mask": mask}
+
+        def f(x: Tensor, q_: Tensor, indices=indices, options=options) -> Tensor:
+            return partita.topk_divergence(x, partita.TopK(q_, indices, q_), **options)
+
+        check_uncounted_rows(f, mask == 0, x=x, q_=teacher.logprobs)
+
+
 def leaves_of(x: Batch, dtype: torch.dtype | None = None) -> list[Tensor]:
     return [t.detach().to(dtype or t.dtype).requires_grad_() for t in x[:3]]
 
@@ -155,8 +218,8 @@ def test_compiled() -> None:
 def test_bad_input() -> None:
     x, teacher = torch.zeros(2, 6), teacher_of(2, 6, 3)
     for changed, error, message in (
-        ({"teacher": tuple(teacher)}, TypeError, "teacher: expected a TopK, got tuple"),
-        ({"teacher": teacher_of(3, 6, 3)}, ValueError, "ids: expected shape"),
+        ({"teacher": tuple(teacher)}, TypeError, r"expected a TopK\(.*got tuple; partita.TopK\("),
+        ({"teacher": teacher_of(3, 6, 3)}, ValueError, "teacher.indices: expected shape"),
         ({"teacher": teacher._replace(logprobs=x)}, ValueError, "teacher.logprobs: expected shape"),
         ({"beta": 2.0}, ValueError, "beta: expected"),
         ({"mask": torch.ones(3)}, ValueError, "mask: expected shape"),
@@ -167,5 +230,8 @@ def test_bad_input() -> None:
             partita.topk_divergence(x, **arguments)
         with pytest.raises(error, match=message):
             partita.linear_topk_divergence(torch.zeros(2, 3), torch.zeros(6, 3), **arguments)
-    with mock.patch.dict(os.environ, {"PARTITA_CHECK": "1"}), pytest.raises(IndexError):
+    with pytest.raises(TypeError, match="got a TopK, which topk_divergence takes"):
+        partita.divergence(x, teacher)
+    checked = mock.patch.dict(os.environ, {"PARTITA_CHECK": "1"})
+    with checked, pytest.raises(IndexError, match=r"teacher.indices: expected classes from 0 to 5"):
         partita.topk_divergence(x, teacher._replace(indices=teacher.indices + 5))

@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import os
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,6 +21,7 @@ from helpers.linear import (
     results,
 )
 from helpers.rows import devices
+from helpers.uncounted import check_uncounted_rows
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.flop_counter import FlopCounterMode
@@ -26,6 +29,57 @@ from torch.utils.flop_counter import FlopCounterMode
 import partita
 
 REDUCTIONS = ("none", "mean", "sum")
+
+
+def heads_of_uncounted_rows(x: Batch, plan: str) -> dict[str, Callable[..., Any]]:
+    """Return functions of hidden states and matrix, in which ignored rows do not count."""
+    budget, ignored = budgets(x)[plan], x.target == -100
+    teacher = torch.linspace(-1, 1, x.weight.numel(), device=x.weight.device).view_as(x.weight)
+    known = partita.linear_topk_logprobs(x.input, teacher, 3)
+    ids = torch.stack([x.target, x.target.clamp(min=0)], 1)
+    mask, masked = ~ignored, {"memory_budget": budget and 2 * budget, "mask": ~ignored}
+
+    def statistics(h: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        found = partita.linear_token_stats(h, w, x.target, softcap=5.0, memory_budget=budget)
+        return found.logprob, found.entropy.masked_fill(ignored, 0.0)
+
+    def logprobs(h: Tensor, w: Tensor) -> Tensor:
+        found = partita.linear_logprobs(h, w, ids, softcap=5.0, memory_budget=budget)
+        return torch.where(mask[:, None], found, 0.0)
+
+    def most_probable(h: Tensor, w: Tensor) -> Tensor:
+        found = partita.linear_topk_logprobs(h, w, 2, memory_budget=budget).logprobs
+        return torch.where(mask[:, None], found, 0.0)
+
+    return {
+        "loss": lambda h, w: ours(Batch(h, w, *x[2:]), budget, softcap=5.0, z_loss=0.1),
+        "losses": lambda h, w: ours(Batch(h, w, *x[2:]), budget, reduction="none"),
+        "statistics": statistics,
+        "logprobs": logprobs,
+        "topk_logprobs": most_probable,
+        **{
+            f"divergence {beta} {reduction}": lambda h, w, options=(beta, reduction): (
+                partita.linear_divergence(
+                    h, w, x.input, teacher, beta=options[0], reduction=options[1], **masked
+                )
+            )
+            for beta, reduction in ((0.0, "mean"), (0.5, "none"), (1.0, "mean"))
+        },
+        "topk_divergence": lambda h, w: partita.linear_topk_divergence(
+            h, w, known, softcap=5.0, **masked
+        ),
+    }
+
+
+@pytest.mark.interpreted
+@devices
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", heads_of_uncounted_rows(batch_of(), "small"))
+def test_hidden_states_of_ignored_rows_do_not_matter(name: str, plan: str, device: str) -> None:
+    """They reach no gradient of the matrix either."""
+    x = batch_of(9, 140, device=device)
+    f = heads_of_uncounted_rows(x, plan)[name]
+    check_uncounted_rows(f, x.target == -100, h=x.input, w=x.weight)
 
 
 @devices

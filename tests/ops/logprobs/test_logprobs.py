@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.rows import DTYPES, INTERPRETING, devices
+from helpers.uncounted import check_uncounted_rows
 from torch import Tensor
 
 import partita
@@ -143,6 +144,21 @@ def test_an_id_that_is_no_class_spoils_its_row_alone(device: str) -> None:
     assert torch.equal(found.isnan(), ids_with_no_class != ids)
     assert torch.equal(found[ids_with_no_class == ids], right[ids_with_no_class == ids])
     assert grad[[1, 3]].isnan().all() and torch.equal(grad[[0, 2]], true[[0, 2]])
+
+
+@devices
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_rows_without_a_gradient(softcap: float | None, device: str) -> None:
+    """Rows that a user masks contribute nothing, whatever their logits are."""
+    x, ids = sample(5, 40, device=device)
+    masked = torch.tensor([True, False, False, True, False], device=device)
+    options = {"temperature": 0.7, "softcap": softcap}
+
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        found = partita.logprobs(x, ids, **options), partita.topk_logprobs(x, 2, **options).logprobs
+        return tuple(each.masked_fill(masked[:, None], 0.0) for each in found)
+
+    check_uncounted_rows(f, masked, x=x)
 
 
 @devices

@@ -3,7 +3,8 @@
 A row with logits x over C classes and target weights q has the loss sum_c q_c (lse - x_c). For a
 label y and a smoothing s, q is w_y (1 - s) at y plus s w_c / C at every class c. For target
 probabilities t, q is w_c (t_c (1 - s) + s / C). With Q = sum_c q_c the gradient is
-Q softmax(x) - q. Soft-capping replaces x by cap tanh(x / cap).
+Q softmax(x) - q. Soft-capping replaces x by cap tanh(x / cap). Ignored rows count as rows of zeros,
+so that no derivative depends on what they hold.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...primitives.rows import finite_shift, laid_out_like, softcap_slope, softcapped
+from ...primitives.rows import (
+    finite_shift,
+    laid_out_like,
+    softcap_slope,
+    softcapped,
+    without_inert_rows,
+)
 from ...runtime.dtypes import acc_dtype
 from .common import RowLosses, TokenStatsRows, valid_targets
 
@@ -21,6 +28,13 @@ from .common import RowLosses, TokenStatsRows, valid_targets
 def capped(logits: Tensor, softcap: float) -> Tensor:
     """Return soft-capped logits in the accumulator's dtype, with the classes last."""
     return softcapped(logits.movedim(1, -1), softcap)
+
+
+def without_ignored(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """Return logits, `[N, C, ...]`, with zeros in rows whose label is ignored."""
+    if target.is_floating_point():
+        return logits
+    return logits.masked_fill((target.long() == ignore_index).unsqueeze(1), 0)
 
 
 def target_weights(
@@ -72,7 +86,7 @@ def cross_entropy(
 ) -> RowLosses:
     """Compute the loss and the statistics of each row."""
     classes = logits.shape[1]
-    x = capped(logits, softcap)
+    x = capped(without_ignored(logits, target, ignore_index), softcap)
     if classes == 0:
         zero = x.new_zeros(x.shape[:-1])
         loss = zero
@@ -121,7 +135,8 @@ def cross_entropy_gradient(
     It is differentiable in the first three arguments, in `weight` and in target probabilities. The
     saved statistics are not used here; they save a kernel work.
     """
-    classes = logits.shape[1]
+    classes, dtype = logits.shape[1], logits.dtype
+    logits = without_ignored(logits, target, ignore_index)
     x = capped(logits, softcap)
     p = x.softmax(-1)
     q = target_weights(target, weight, classes, ignore_index, label_smoothing, x)
@@ -134,18 +149,17 @@ def cross_entropy_gradient(
         ignored = (target.long() == ignore_index).unsqueeze(-1)
         grad_loss = torch.where(ignored, 0, grad_loss)
         grad_logsumexp = torch.where(ignored, 0, grad_logsumexp)
-        p = torch.where(ignored, 0, p)
     # The rounding of these factors of a row would be in the gradients of all its classes.
-    dtype = torch.float64 if x.device.type == "cpu" else x.dtype
-    sum_q = q.sum(-1, keepdim=True, dtype=dtype)
+    sum_dtype = torch.float64 if x.device.type == "cpu" else x.dtype
+    sum_q = q.sum(-1, keepdim=True, dtype=sum_dtype)
     if weight is None and not target.is_floating_point():
         # The exact sum is 0 or 1; rounding removes the error of adding many terms.
         sum_q = torch.where(sum_q == sum_q, sum_q.round(), torch.nan)
-    on_softmax = (grad_loss.to(dtype) * sum_q + grad_logsumexp.to(dtype)).to(x.dtype)
+    on_softmax = (grad_loss.to(sum_dtype) * sum_q + grad_logsumexp.to(sum_dtype)).to(x.dtype)
     grad = p * on_softmax - grad_loss * q
     if softcap:
         grad = grad * softcap_slope(logits.movedim(1, -1), softcap)
-    return grad.movedim(-1, 1).to(logits.dtype)
+    return grad.movedim(-1, 1).to(dtype)
 
 
 def cross_entropy_backward(
@@ -153,13 +167,6 @@ def cross_entropy_backward(
 ) -> Tensor:
     """Compute the gradient of the logits in their memory layout."""
     return laid_out_like(cross_entropy_gradient(grad_loss, grad_logsumexp, logits, *args), logits)
-
-
-def cross_entropy_backward_(
-    grad_loss: Tensor, grad_logsumexp: Tensor | None, logits: Tensor, *args: Any
-) -> None:
-    """Write the gradient of the logits over them."""
-    logits.copy_(cross_entropy_backward(grad_loss, grad_logsumexp, logits, *args))
 
 
 def scale_(grad: Tensor, factor: Tensor) -> None:
@@ -212,26 +219,27 @@ def token_stats_gradient(
     grad_entropy: Tensor | None,
     logits: Tensor,
     target: Tensor,
-    maximum: Tensor | None,
-    sumexp: Tensor | None,
-    entropy: Tensor | None,
+    maximum: Tensor,
+    sumexp: Tensor,
+    entropy: Tensor,
     temperature: float,
     softcap: float,
     ignore_index: int,
 ) -> Tensor:
     """Compute the gradient of the logits, differentiable in the first four arguments.
 
-    A gradient of None is zero. The saved statistics are not used here; they save a kernel work.
+    A gradient of None is zero. The statistics only say which rows are not finite.
     """
+    labels, not_ignored, out_of_range = valid_targets(target, logits.shape[-1], ignore_index)
+    on_label = torch.where(not_ignored, grad_logprob, 0)
+    logits = without_inert_rows(logits, (maximum, sumexp), (on_label, grad_logsumexp, grad_entropy))
     x, _ = scaled_rows(logits, temperature, softcap)
     logp = x.log_softmax(-1)
     p = logp.exp()
     # The select comes before the product, so that the second derivative is finite too.
     p_logp = p * torch.where(p == 0, 0, logp)
-    labels, not_ignored, out_of_range = valid_targets(target, x.shape[-1], ignore_index)
     one_hot = (torch.arange(x.shape[-1], device=x.device) == labels.unsqueeze(-1)).to(x.dtype)
-    on_label = torch.where(not_ignored, grad_logprob.to(x.dtype), 0).unsqueeze(-1)
-    grad = on_label * (one_hot - p)
+    grad = on_label.to(x.dtype).unsqueeze(-1) * (one_hot - p)
     if grad_logsumexp is not None:
         grad = grad + grad_logsumexp.to(x.dtype).unsqueeze(-1) * p
     if grad_entropy is not None:

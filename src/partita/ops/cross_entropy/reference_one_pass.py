@@ -1,22 +1,36 @@
 """Loss and gradient of cross-entropy together, and the loss alone, in plain PyTorch.
 
-They serve the CPU, where they take few calls and little temporary memory.
+They serve the CPU, where they take few calls and little temporary memory. So do the losses of rows
+and their gradient, a few rows at a time.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ...primitives.rows import finite_shift, row_chunks
+from ...primitives.rows import by_rows, finite_shift, row_chunks
 from ...runtime.dtypes import acc_dtype
 from ...runtime.register import resolved
+from . import reference
 from .common import OnePass, mean_shares, valid_targets
-from .reference import capped, cross_entropy, cross_entropy_backward, label_losses
+from .reference import capped, label_losses
 
 # A loss is the negative logarithm of a probability that is at least this large. That of a smaller
 # one, which is rounded to a denormal number or to 0, is computed from the maximum of the row.
 SMALLEST_PROBABILITY = 1e-30
+
+cross_entropy = by_rows(reference.cross_entropy, classes=1, shared=(2,))
+cross_entropy_backward = by_rows(reference.cross_entropy_backward, logits=2, classes=1, shared=(4,))
+
+
+def cross_entropy_backward_(
+    grad_loss: Tensor, grad_logsumexp: Tensor | None, logits: Tensor, *args: Any
+) -> None:
+    """Write the gradient of the logits over them."""
+    logits.copy_(cross_entropy_backward(grad_loss, grad_logsumexp, logits, *args))
 
 
 def _rows_of(tensor: Tensor) -> Tensor:
@@ -168,11 +182,13 @@ def _one_pass_of_chunk(
 
     label_p = p.gather(1, index)[:, 0].to(row_dtype)
     log_sumexp, label_loss = label_x, -label_p.log()  # only rows with a maximum need the former
-    if finds_maximum or bool((label_p < SMALLEST_PROBABILITY).any()):
+    is_small = label_p < SMALLEST_PROBABILITY
+    if finds_maximum or bool(is_small.any()):
         if not finds_maximum:
             maximum = finite_shift(x.amax(1))
         log_sumexp = -p.amax(1).to(row_dtype).log()  # the softmax of the maximum is 1 / sumexp
-        label_loss = log_sumexp + (maximum.to(row_dtype) - label_x)
+        exact_loss = log_sumexp + (maximum.to(row_dtype) - label_x)
+        label_loss = exact_loss if finds_maximum else torch.where(is_small, exact_loss, label_loss)
     loss = on_label * label_loss
     softmax_coef = scale * (on_label + smoothing / classes * sum_weight)
     if smoothing:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.dtypes import acc_dtype
 from ..logprobs.autograd import logprobs_of
 from ..logprobs.common import TopK
 from .autograd import divergence_of_classes, reduced_divergence
-from .common import IGNORED, check_teacher, ids_of_rows
+from .common import IGNORED, check_teacher, ids_of_rows, in_common_precision
 
 
 def divergence(
@@ -58,6 +56,10 @@ def divergence(
         (tensor(0.1308, grad_fn=<...>), tensor([[-0.2500,  0.2500]]))
     """
     _check_logits(logits)
+    if isinstance(teacher_logits, TopK):
+        raise TypeError(
+            "teacher_logits: expected a Tensor, got a TopK, which topk_divergence takes"
+        )
     checks.floating("teacher_logits", teacher_logits)
     checks.device("teacher_logits", teacher_logits, logits, "logits")
     if teacher_logits.shape != logits.shape:
@@ -74,9 +76,7 @@ def divergence(
         checks.tensor("mask", mask)
         checks.shape("mask", mask, logits.shape[:-1], "logits.shape[:-1]")
         checks.device("mask", mask, logits, "logits")
-    dtype = torch.promote_types(logits.dtype, teacher_logits.dtype)
-    if acc_dtype(dtype) != acc_dtype(logits.dtype):
-        logits = logits.to(dtype)
+    logits = in_common_precision(logits, teacher_logits)
     return reduced_divergence(logits, teacher_logits, mask, *numbers, reduction)
 
 
@@ -92,8 +92,9 @@ def topk_divergence(
 ) -> Tensor:
     """Divergence of a student from a teacher whose k most probable classes are known.
 
-    All other classes count as one, with the probability that is left. The result is at most the
-    divergence over all classes.
+    All other classes count as one. The result is at most the divergence over all classes. The
+    student's other classes are summed by themselves; what the teacher leaves to its own is the
+    difference between 1 and a sum, which loses its digits below about 1e-6.
 
     Args:
         logits: the student's, `[..., C]`, floating dtype, any strides; may be -inf.
@@ -123,9 +124,11 @@ def topk_divergence(
     """
     _check_logits(logits)
     numbers = checks.temperature_and_softcap(temperature, softcap)
-    check_teacher(teacher, logits, "logits", beta, mask, reduction)
-    logp = logprobs_of(logits, ids_of_rows(teacher, mask), *numbers, IGNORED)
-    return divergence_of_classes(logp, teacher, logits.shape[-1], float(beta), mask, reduction)
+    classes = logits.shape[-1]
+    check_teacher(teacher, logits, "logits", classes, beta, mask, reduction)
+    needs_rest = teacher.indices.shape[-1] < classes
+    logp = logprobs_of(logits, ids_of_rows(teacher, mask), *numbers, IGNORED, needs_rest)
+    return divergence_of_classes(logp, teacher, float(beta), mask, reduction)
 
 
 def _check_logits(logits: Tensor) -> None:

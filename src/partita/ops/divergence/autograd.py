@@ -27,6 +27,9 @@ from . import reference
 from .backends import BACKENDS
 from .common import DivergenceRows, reduced, row_factors
 
+# Rounding errors of log-probabilities that the sum of their exponentials may have.
+ROUNDING_ERRORS = 8
+
 _NUMBERS = "float beta, float temperature, float softcap, str backend"
 
 
@@ -230,34 +233,38 @@ def divergence_of_rows(
     return apply(DivergenceFunction, *call)[0]
 
 
-def _with_rest(logp: Tensor, resolution: float) -> Tensor:
-    """Return log-probabilities with that of all other classes, which have `resolution` at least."""
-    rest = (1.0 - logp.exp().sum(-1, keepdim=True)).clamp(min=resolution)
-    return torch.cat([logp, rest.log()], -1)
-
-
 def divergence_of_classes(
-    logp: Tensor, teacher: TopK, classes: int, beta: float, mask: Tensor | None, reduction: str
+    logp: Tensor, teacher: TopK, beta: float, mask: Tensor | None, reduction: str
 ) -> Tensor:
     """Return the reduced divergence from the student's log-probabilities of a teacher's classes.
 
-    The few numbers of a row are computed in fp64, since the rest is a difference.
+    The few numbers of a row are computed in fp64, since the teacher's rest is a difference.
 
     Args:
-        logp: the student's, `[..., k]`, 0 in rows that do not count.
+        logp: the student's, `[..., k]`; `[..., k + 1]` with that of all other classes together.
         teacher: the teacher's.
-        classes: the number of all classes. If the teacher has them all, there is no rest.
         beta: as in `divergence`.
         mask: `[...]`, 0 in rows that do not count, or None.
         reduction: `none`, `mean` or `sum`.
     """
     dtype = torch.promote_types(logp.dtype, acc_dtype(teacher.logprobs.dtype))
-    both = [logp.double(), teacher.logprobs.detach().double()]
+    student, of_teacher = logp.double(), teacher.logprobs.detach().double()
+    if logp.shape[-1] > of_teacher.shape[-1]:
+        rest = _rest_of_teacher(of_teacher, student[..., -1:], torch.finfo(dtype).eps)
+        of_teacher = torch.cat([of_teacher, rest], -1)
     if mask is not None:  # these rows must not give NaN, by which their gradient is multiplied
         is_valid = mask.unsqueeze(-1) != 0
-        both = [torch.where(is_valid, each, -1.0 - logp.shape[-1]) for each in both]
-    if logp.shape[-1] < classes:
-        both = [_with_rest(each, torch.finfo(dtype).eps) for each in both]
-    student, of_teacher = both
+        student, of_teacher = (torch.where(is_valid, each, 0) for each in (student, of_teacher))
     loss = divergence_of_rows(student, of_teacher, beta, 1.0, 0.0)
     return reduced(loss.to(dtype), mask, reduction)
+
+
+def _rest_of_teacher(logp: Tensor, student: Tensor, resolution: float) -> Tensor:
+    """Return the log-probability of all classes but the teacher's best, `[..., 1]`.
+
+    Rounding hides small probabilities. There the teacher has that of the student, `[..., 1]` in
+    log, but at most what its own numbers say.
+    """
+    rest = 1.0 - logp.exp().sum(-1, keepdim=True)
+    hidden = torch.minimum(student.detach().exp(), rest.clamp(min=resolution))
+    return torch.where(rest <= ROUNDING_ERRORS * resolution, hidden, rest).log()

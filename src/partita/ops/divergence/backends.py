@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...primitives.rows import by_rows
 from ...runtime.backend import Backends
 
 Functions = Mapping[str, Callable[..., Any]]
@@ -14,9 +15,9 @@ def _reference() -> Functions:
     from . import reference, reference_chunks
 
     return {
-        "divergence": reference.divergence,
-        "divergence_backward": reference.divergence_backward,
-        "divergence_one_pass": reference.divergence_one_pass,
+        "divergence": by_rows(reference.divergence),
+        "divergence_backward": by_rows(reference.divergence_backward, logits=1),
+        "divergence_one_pass": by_rows(reference.divergence_one_pass),
         "divergence_state": reference_chunks.divergence_state,
         "divergence_mixture": reference_chunks.divergence_mixture,
         "divergence_local_gradient": reference_chunks.divergence_local_gradient,

@@ -12,7 +12,7 @@ from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
 from ..logprobs.common import TopK, check_ids
 
-IGNORED = -100  # the id of a teacher's class in rows that do not count
+IGNORED = checks.NOTHING_IGNORED  # the id of a teacher's class in rows that do not count
 
 
 class DivergenceRows(NamedTuple):
@@ -85,6 +85,15 @@ def packed_without_classes(logits: Tensor) -> Tensor:
     return result
 
 
+def in_common_precision(logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """Return the student's logits in the dtype of both if that is fp64.
+
+    The dtype of the student's logits is that in which a divergence is computed.
+    """
+    dtype = torch.promote_types(logits.dtype, teacher_logits.dtype)
+    return logits.to(dtype) if dtype == torch.float64 else logits
+
+
 def reduced(loss: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
     """Reduce the losses of the rows of the mask."""
     if mask is not None:
@@ -108,12 +117,22 @@ def row_factors(mask: Tensor | None, like: Tensor, reduction: str) -> Tensor:
 
 
 def check_teacher(
-    teacher: TopK, rows: Tensor, name: str, beta: float, mask: Tensor | None, reduction: str
+    teacher: TopK,
+    rows: Tensor,
+    name: str,
+    classes: int,
+    beta: float,
+    mask: Tensor | None,
+    reduction: str,
 ) -> None:
     """Raise unless teacher and options fit the rows `[..., D]` of the named tensor."""
     if not isinstance(teacher, TopK):
-        raise TypeError(f"teacher: expected a TopK, got {type(teacher).__name__}")
-    check_ids(teacher.indices, rows, name)
+        advice = "; partita.TopK(*teacher) names its fields" if isinstance(teacher, tuple) else ""
+        raise TypeError(
+            "teacher: expected a TopK(logprobs, indices, logsumexp), as topk_logprobs returns it,"
+            f" got {type(teacher).__name__}{advice}"
+        )
+    check_ids(teacher.indices, rows, name, "teacher.indices")
     checks.floating("teacher.logprobs", teacher.logprobs)
     checks.device("teacher.logprobs", teacher.logprobs, rows, name)
     checks.shape("teacher.logprobs", teacher.logprobs, teacher.indices.shape, "teacher.indices")
@@ -123,6 +142,7 @@ def check_teacher(
         checks.tensor("mask", mask)
         checks.shape("mask", mask, rows.shape[:-1], f"{name}.shape[:-1]")
         checks.device("mask", mask, rows, name)
+    checks.labels("teacher.indices", ids_of_rows(teacher, mask), classes, IGNORED)
 
 
 def ids_of_rows(teacher: TopK, mask: Tensor | None) -> Tensor:

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from ...primitives.rows import laid_out_like, softcap_slope
+from ...primitives.rows import laid_out_like, softcap_slope, without_inert_rows
+from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.reference import scaled_rows
 from .common import DivergenceRows
 
@@ -23,9 +24,14 @@ def log_mixture(logp: Tensor, teacher_logp: Tensor, beta: float) -> Tensor:
 
 
 def log_ratio(logp: Tensor, teacher_logp: Tensor, beta: float) -> Tensor:
-    """Return log(student / teacher) for beta 1, else log(student / mixture); 0 where both are 0."""
+    """Return log(student / teacher) for beta 1, else log(student / mixture).
+
+    It is 0 where the student is 0, and its derivatives are finite there.
+    """
+    is_zero = logp == -torch.inf
+    logp = torch.where(is_zero, 0, logp)
     other = teacher_logp if beta == 1 else log_mixture(logp, teacher_logp, beta)
-    return torch.where(logp == -torch.inf, 0, logp - other)
+    return torch.where(is_zero, 0, logp - other)
 
 
 def divergence(
@@ -40,8 +46,9 @@ def divergence(
         temperature: what the soft-capped logits are divided by.
         softcap: the soft-cap, or 0.
     """
+    dtype = acc_dtype(logits.dtype)
     x, maximum = scaled_rows(logits, temperature, softcap)
-    t, teacher_maximum = scaled_rows(teacher_logits, temperature, softcap)
+    t, teacher_maximum = scaled_rows(teacher_logits.to(dtype), temperature, softcap)
     logp, teacher_logp = x.log_softmax(-1), t.log_softmax(-1)
     p, q = logp.exp(), teacher_logp.exp()
     sumexp, teacher_sumexp = x.exp().sum(-1), t.exp().sum(-1)
@@ -71,22 +78,25 @@ def divergence_gradient(
     grad: Tensor,
     logits: Tensor,
     teacher_logits: Tensor,
-    student: Tensor | None,
-    maximum: Tensor | None,
-    sumexp: Tensor | None,
-    teacher_maximum: Tensor | None,
-    teacher_sumexp: Tensor | None,
+    student: Tensor,
+    maximum: Tensor,
+    sumexp: Tensor,
+    teacher_maximum: Tensor,
+    teacher_sumexp: Tensor,
     beta: float,
     temperature: float,
     softcap: float,
 ) -> Tensor:
     """Compute the gradient of the student's logits, differentiable in the first two arguments.
 
-    The saved statistics are not used here; they save a kernel work. A row whose gradient is 0 has
-    the gradient 0, whatever its logits are.
+    The statistics only say which rows are not finite.
     """
+    statistics = (student, maximum, sumexp, teacher_maximum, teacher_sumexp)
+    logits, teacher_logits = (
+        without_inert_rows(each, statistics, (grad,)) for each in (logits, teacher_logits)
+    )
     x, _ = scaled_rows(logits, temperature, softcap)
-    t, _ = scaled_rows(teacher_logits, temperature, softcap)
+    t, _ = scaled_rows(teacher_logits.to(x.dtype), temperature, softcap)
     logp, teacher_logp = x.log_softmax(-1), t.log_softmax(-1)
     p = logp.exp()
     if beta == 0:
@@ -98,11 +108,10 @@ def divergence_gradient(
         terms = p * torch.where(p == 0, 0, ratio - mean)
         if beta != 1:
             terms = terms * (1 - beta)
-    on_row = (grad.to(x.dtype) / temperature).unsqueeze(-1)
-    result = on_row * terms
+    result = (grad.to(x.dtype) / temperature).unsqueeze(-1) * terms
     if softcap:
         result = result * softcap_slope(logits, softcap)
-    return torch.where(on_row == 0, 0 * on_row, result).to(logits.dtype)
+    return result.to(logits.dtype)
 
 
 def divergence_backward(grad: Tensor, logits: Tensor, *args: object) -> Tensor:
@@ -125,9 +134,8 @@ def divergence_one_pass(
     loss and gradient 0, whatever its logits are.
     """
     numbers = (beta, temperature, softcap)
-    loss = divergence(logits, teacher_logits, *numbers).loss
+    loss, *statistics = divergence(logits, teacher_logits, *numbers)
     if row_factor is None:
         row_factor = torch.full_like(loss, factor)
-    none = (None,) * 5
-    dlogits = divergence_backward(row_factor, logits, teacher_logits, *none, *numbers)
+    dlogits = divergence_backward(row_factor, logits, teacher_logits, *statistics, *numbers)
     return torch.where(row_factor == 0, 0, loss), dlogits

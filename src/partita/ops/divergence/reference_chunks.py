@@ -73,7 +73,8 @@ def accumulate(
 ) -> None:
     """Update the state in place with the logits of the classes from `first` on, `[M, C]` each."""
     for rows in row_chunks(logits):
-        x, t = (softcapped(each[rows], softcap) for each in (logits, teacher_logits))
+        x = softcapped(logits[rows], softcap)
+        t = softcapped(teacher_logits[rows].to(x.dtype), softcap)
         _accumulate_rows(x, t, state.part(rows), beta, temperature)
 
 
@@ -81,7 +82,6 @@ def _accumulate_rows(
     x: Tensor, t: Tensor, state: DivergenceState, beta: float, temperature: float
 ) -> None:
     rows, weighted = state
-    t = t.to(x.dtype)
     statistics = (rows.maximum, rows.sumexp)
     student = _Side(x, *statistics, torch.maximum(rows.maximum, x.amax(1)))
     statistics = (rows.teacher_maximum, rows.teacher_sumexp)
@@ -106,7 +106,7 @@ def _logp(
     logits: Tensor, maximum: Tensor, sumexp: Tensor, temperature: float, softcap: float
 ) -> Tensor:
     """Return log-probabilities from the statistics of the rows."""
-    x = softcapped(logits, softcap).to(maximum.dtype)
+    x = softcapped(logits.to(maximum.dtype), softcap)
     return (x - finite_shift(maximum)[:, None]) / temperature - sumexp.log()[:, None]
 
 

@@ -18,6 +18,7 @@ from .composed import is_plain
 from .inputs import cast_and_check, flat_inputs, is_usual, needs_logits
 from .loss import linear_loss
 from .plan import check_budget, is_small
+from .rows_linear import rows_linear
 
 
 def linear_cross_entropy(
@@ -152,7 +153,7 @@ def linear_token_stats(
         and is_small(input.shape[:-1].numel(), len(linear_weight), input.dtype, memory_budget)
     ):
         return token_stats(
-            torch.nn.functional.linear(input, linear_weight, linear_bias),
+            rows_linear(input, linear_weight, linear_bias),
             target,
             temperature=temperature,
             softcap=softcap,

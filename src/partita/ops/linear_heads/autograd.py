@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...primitives.rows import finite_shift, softcapped
+from ...primitives.rows import finite_shift, inert_rows, softcapped
 from ...runtime import checks, register
 from ...runtime.autograd import (
     double_backward,
@@ -27,6 +27,7 @@ from . import reference
 from .backends import BACKENDS
 from .common import RowStatistics
 from .plan import padded_width
+from .rows_linear import rows_linear
 
 _HEAD = "Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight"
 _WANTED = "bool input_grad, bool weight_grad, bool bias_grad"
@@ -174,12 +175,13 @@ def differentiable_statistics(
     ignore_index: int,
     needs_smoothing: bool,
     needs_entropy: bool,
+    is_inert: Tensor,
 ) -> tuple[Tensor, ...]:
     """Compute nll, log Z, smoothing loss and entropy from all logits at once.
 
-    The result is differentiable any number of times.
+    The result is differentiable any number of times. Inert rows, `[M]`, have zeros for logits.
     """
-    logits = torch.nn.functional.linear(input, weight, bias)
+    logits = torch.where(is_inert[:, None], 0, rows_linear(input, weight, bias))
     x = softcapped(logits, softcap)
     # Quotients of large logits would lose what tells the classes apart.
     shift = finite_shift(x.detach().amax(-1))
@@ -301,13 +303,15 @@ class LinearRows(torch.autograd.Function):
             for i, grad in enumerate(grads[:4])
             if grad is not None and sizes[i] == grad.numel()
         }
+        statistics, counted = RowStatistics(*outputs), dict(used)
+        if 0 in counted:  # that of nll
+            counted[0] = torch.where(target == ctx.ignore_index, 0, counted[0])
+        is_inert = inert_rows((statistics.maximum, statistics.sumexp), counted.values())
 
         def used_statistics(input: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
-            options = (*numbers, ctx.needs_smoothing, ctx.needs_entropy)
-            statistics = differentiable_statistics(
-                input, weight, bias, target, class_weight, *options
-            )
-            return [statistics[i] for i in used]
+            options = (*numbers, ctx.needs_smoothing, ctx.needs_entropy, is_inert)
+            found = differentiable_statistics(input, weight, bias, target, class_weight, *options)
+            return [found[i] for i in used]
 
         return double_backward(used_statistics, (input, weight, bias), wanted, list(used.values()))
 
@@ -334,7 +338,7 @@ def differentiable_loss(
     mean: bool,
 ) -> Tensor:
     """Compute the loss from all logits at once, differentiable any number of times."""
-    logits = torch.nn.functional.linear(input, weight, bias).to(acc_dtype(input.dtype))
+    logits = rows_linear(input, weight, bias).to(acc_dtype(input.dtype))
     return cross_entropy(
         logits,
         target,

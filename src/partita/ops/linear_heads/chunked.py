@@ -15,7 +15,13 @@ from torch import Tensor
 
 from ...primitives.rows import chunks
 from ...runtime.dtypes import acc_dtype
-from .common import GradientCoefficients, HeadGradients, RowState, RowStatistics
+from .common import (
+    GradientCoefficients,
+    HeadGradients,
+    RowState,
+    RowStatistics,
+    counted_states,
+)
 from .plan import CPU_CHUNK_TOKENS, LOSS_CHUNK_TOKENS, padded_width
 
 
@@ -204,11 +210,13 @@ def linear_rows_backward(
     input_grad: bool,
     weight_grad: bool,
     bias_grad: bool,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Compute the `HeadGradients` from the coefficients of the rows.
 
     Saved logits are overwritten with their gradient. An empty `saved` means that they were not
-    saved; they are then computed again, `chunk` classes at a time.
+    saved; they are then computed again, `chunk` classes at a time. `counts` says which rows have a
+    gradient, `[M]`; None for those that have a coefficient.
     """
     C, accumulator = len(weight), acc_dtype(input.dtype)
     result = empty_gradients(input, weight, bias, input_grad, weight_grad, bias_grad)
@@ -221,6 +229,11 @@ def linear_rows_backward(
     if input_grad and not one_chunk:
         dinput.zero_()
     coefficients = GradientCoefficients(dlogits_coef, label_coef, log_coef, smoothing_coef)
+    states = input
+    if weight_grad:
+        counts = coefficients.counts() if counts is None else counts
+        is_free = one_chunk or dinput is not result.input
+        states = counted_states(input, counts, result.input if is_free else input[:0])
     for part in chunks(C, chunk):
         if len(saved):
             logits = buffer.view(len(input), -1)[:, :C]
@@ -238,12 +251,12 @@ def linear_rows_backward(
             softcap,
             logits,
         )
+        if weight_grad:
+            torch.mm(logits.T, states, out=result.weight[part])
         if input_grad and one_chunk:
             torch.mm(logits, weight, out=dinput)
         elif input_grad:
             add_product(dinput, logits, weight[part])
-        if weight_grad:
-            torch.mm(logits.T, input, out=result.weight[part])
         if bias_grad:
             result.bias[part] = logits.sum(0, dtype=accumulator)
     if dinput is not result.input:
@@ -303,10 +316,12 @@ def linear_one_pass(
             divisors,
         )
         loss = part_loss if loss is None else loss + part_loss
-        if input_grad:
-            torch.mm(logits, weight, out=result.input[part])
+        dinput = result.input[part]
         if weight_grad:
-            add_product(dweight, logits.T, input[part], is_first=part.start == 0)
+            states = counted_states(input[part], target[part] != ignore_index, dinput)
+            add_product(dweight, logits.T, states, is_first=part.start == 0)
+        if input_grad:
+            torch.mm(logits, weight, out=dinput)
         if bias_grad:
             part_dbias = logits.sum(0, dtype=accumulator)
             dbias = part_dbias if dbias is None else dbias + part_dbias

@@ -15,7 +15,7 @@ from ...primitives.rows import chunks
 from ...runtime.dtypes import acc_dtype
 from ..divergence.common import DivergenceKernels, DivergenceRows, DivergenceState
 from .chunked import add_product, empty_gradients, logits_buffer, product
-from .common import HeadGradients
+from .common import HeadGradients, counted_states
 from .plan import CPU_CHUNK_TOKENS, padded_width
 
 
@@ -148,6 +148,9 @@ def _gradients_by_class(
     dinput = result.input
     if input_grad and len(parts) != 1:
         dinput = torch.zeros_like(student.input, dtype=accumulator)
+    states = student.input
+    if weight_grad:
+        states = counted_states(states, grad != 0, result.input)
     for part in parts:
         if saved and part.stop == C:
             logits, teacher_logits = (buffer.view(M, -1)[:, :saved] for buffer in buffers)
@@ -155,12 +158,12 @@ def _gradients_by_class(
             logits = student.logits(slice(None), part, buffers[0])
             teacher_logits = teacher.logits(slice(None), part, buffers[1])
         kernels.gradient(grad, logits, teacher_logits, rows, *numbers, logits)
+        if weight_grad:
+            torch.mm(logits.T, states, out=result.weight[part])
         if input_grad and len(parts) == 1:
             torch.mm(logits, student.weight, out=dinput)
         elif input_grad:
             add_product(dinput, logits, student.weight[part])
-        if weight_grad:
-            torch.mm(logits.T, student.input, out=result.weight[part])
         if bias_grad:
             result.bias[part] = logits.sum(0, dtype=accumulator)
     if dinput is not result.input:
@@ -292,10 +295,12 @@ def _gradients_by_token(
         of_part = state.part(part)
         _accumulate_rows(kernels, [(0, x, t)], of_part, numbers)
         kernels.gradient(factors[part], x, t, of_part.rows, *numbers, x)
-        if input_grad:
-            torch.mm(x, student.weight, out=result.input[part])
+        dinput = result.input[part]
         if weight_grad:
-            add_product(dweight, x.T, student.input[part], is_first=part.start == 0)
+            states = counted_states(student.input[part], factors[part] != 0, dinput)
+            add_product(dweight, x.T, states, is_first=part.start == 0)
+        if input_grad:
+            torch.mm(x, student.weight, out=dinput)
         if bias_grad:
             dbias += x.sum(0, dtype=accumulator)
         del x, t

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..logprobs.common import EntryKernels
+from ..logprobs.common import EntryKernels, new_rest, other_classes, with_ids, with_rest
 from .chunked import ChunkKernels, accumulate_hidden, linear_rows_backward
 from .common import RowState
 
@@ -26,28 +26,34 @@ def linear_logprobs(
     temperature: float,
     softcap: float,
     ignore_index: int,
+    needs_rest: bool,
     chunk: int,
     save_logits: bool,
 ) -> tuple[Tensor, ...]:
-    """Return log-probabilities, logits of the ids, maxima and sums, and the saved logits.
+    """Return the fields of `LogprobRows`, and the saved logits.
 
-    The fields are those of `LogprobRows`. The last result is empty if the logits are not saved.
+    The last result is empty if the logits are not saved.
     """
     M, C = len(input), len(weight)
     no_class = torch.full((M,), -1, dtype=torch.int64, device=input.device)
+    rest = new_rest(input, [M])
 
     def first_state(input: Tensor, *needs: bool) -> RowState:
-        # The state of a row's label holds the logits of all ids, for which the loop cuts it too.
+        # The fields of a row's label and origin hold the logits of all ids and the statistics of
+        # the rest, so that the loop cuts them into chunks too.
         state = kernels.new_state(input, *needs)
-        return state._replace(label=state.label.new_zeros(ids.shape))
+        return state._replace(label=state.label.new_zeros(ids.shape), origin=rest)
 
     def accumulate(
         logits: Tensor, first: int, ids: Tensor, _: Any, state: RowState, *options: float
     ) -> None:
-        rows = len(logits)
-        unused = state._replace(label=torch.empty_like(state.maximum))
-        kernels.accumulate_logits(logits, first, no_class[:rows], None, unused, *options)
         of_ids.gather(logits, first, C, ids, state.label, softcap, ignore_index)
+        if needs_rest:
+            of_ids.accumulate_rest(logits, first, ids, state.origin, *options)
+            return
+        rows = len(logits)
+        unused = state._replace(label=torch.empty_like(state.maximum), origin=None)
+        kernels.accumulate_logits(logits, first, no_class[:rows], None, unused, *options)
 
     needs_smoothing, needs_entropy = False, temperature != 1.0  # the kernel's sums need it then
     state, saved = accumulate_hidden(
@@ -65,9 +71,13 @@ def linear_logprobs(
         accumulate_logits=accumulate,
         first_state=first_state,
     )
-    of_rows = state.maximum, state.sumexp
-    found = of_ids.finish(state.label, ids.contiguous(), *of_rows, C, temperature, ignore_index)
-    return found, state.label, *of_rows, saved
+    of_rows, numbers = (state.maximum, state.sumexp), (C, temperature, ignore_index)
+    if needs_rest:
+        of_rows = with_ids(rest, state.label, ids, *numbers)
+    found = of_ids.finish(state.label, ids.contiguous(), *of_rows, *numbers)
+    if needs_rest:
+        found = with_rest(found, rest, *of_rows, temperature)
+    return found, state.label, *of_rows, rest if needs_rest else rest[:, :0].clone(), saved
 
 
 def linear_logprobs_backward(
@@ -81,6 +91,7 @@ def linear_logprobs_backward(
     entries: Tensor,
     maximum: Tensor,
     sumexp: Tensor,
+    rest: Tensor,
     saved: Tensor,
     temperature: float,
     softcap: float,
@@ -91,19 +102,24 @@ def linear_logprobs_backward(
     bias_grad: bool,
 ) -> tuple[Tensor, ...]:
     """Compute the `HeadGradients` from the gradient of the log-probabilities."""
-    C, grad, ids = len(weight), grad.contiguous(), ids.contiguous()
+    C, K, ids = len(weight), ids.shape[1], ids.contiguous()
+    on_ids, on_rest = grad[:, :K].contiguous(), grad[:, K:]
     entries, maximum, sumexp = entries.contiguous(), maximum.contiguous(), sumexp.contiguous()
-    totals, labels = of_ids.totals(grad, ids, C, ignore_index)
+    totals, labels = of_ids.totals(on_ids, ids, C, ignore_index)
+    if rest.shape[1]:
+        totals = totals + on_rest[:, 0]
     numbers = (temperature, softcap, ignore_index)
+    others = other_classes(grad, totals, maximum, sumexp, rest, temperature)
+    counts = ((on_ids != 0) & (ids != ignore_index)).any(1) | (on_rest != 0).any(1)
 
     def logits_gradient(logits: Tensor, first: int, *others: Any) -> None:
         kernels.logits_gradient(logits, first, *others)
-        of_ids.write(logits, first, C, grad, ids, totals, entries, maximum, sumexp, *numbers)
+        of_ids.write(logits, first, C, on_ids, ids, totals, entries, maximum, sumexp, *numbers)
 
     return linear_rows_backward(
         kernels._replace(logits_gradient=logits_gradient),
-        -totals / temperature,
-        totals / temperature,
+        others.factor / temperature,
+        torch.zeros_like(others.factor),
         None,
         None,
         input,
@@ -111,8 +127,8 @@ def linear_logprobs_backward(
         bias,
         labels,
         None,
-        maximum,
-        sumexp,
+        others.maximum,
+        others.sumexp,
         saved,
         temperature,
         softcap,
@@ -120,4 +136,5 @@ def linear_logprobs_backward(
         input_grad,
         weight_grad,
         bias_grad,
+        counts,
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import autocast_dtype, plain_eager
+from ...runtime.autograd import autocast_dtype, is_double_backward, plain_eager
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import valid_targets
 from .plan import MemoryPlan
@@ -28,6 +28,30 @@ def cast_to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         else tensor
         for tensor in tensors
     )
+
+
+def counted_rows(rows: Tensor, grad: Tensor) -> Tensor:
+    """Return hidden states, `[M, H]`, with zeros where the gradient of the logits is 0.
+
+    Where that gradient is differentiated too, rows stay unless their products may overflow.
+    """
+    counts = (grad != 0).any(1, keepdim=True)
+    if is_double_backward():
+        squares = rows.to(acc_dtype(rows.dtype)).square()
+        counts = counts | squares.isfinite().all(1, keepdim=True)
+    return torch.where(counts, rows, 0)
+
+
+def counted_states(input: Tensor, counts: Tensor, memory: Tensor) -> Tensor:
+    """Return the hidden states, `[M, H]`, with zeros in rows that do not count, `[M]`.
+
+    The gradient of the logits is 0 in these rows, and NaN times 0 would be NaN in the gradient of
+    the matrix. `memory` takes the result where it has that size, which saves an allocation.
+    """
+    if input.device.type == "cpu" and bool(counts.all()):
+        return input
+    out = memory if memory.shape == input.shape and memory.dtype == input.dtype else None
+    return torch.where(counts[:, None], input, input.new_zeros(()), out=out)
 
 
 def chunk_and_save(plan: MemoryPlan, classes: int) -> tuple[int, bool]:
@@ -172,6 +196,10 @@ class GradientCoefficients(NamedTuple):
     label_coef: Tensor
     log_coef: Tensor | None
     smoothing_coef: Tensor | None
+
+    def counts(self) -> Tensor:
+        """Return which rows have a gradient, `[M]`."""
+        return torch.stack([each != 0 for each in self if each is not None]).any(0)
 
 
 class HeadGradients(NamedTuple):

@@ -60,6 +60,8 @@ def composed_cross_entropy(
     Returns:
         The loss, `[]` or `[M]`.
     """
+    if not input.is_cpu:  # NaN in ignored rows would reach the gradient of the matrix
+        input = input.masked_fill((target == ignore_index).unsqueeze(1), 0.0)
     logits = F.linear(input, weight, bias)
     if logits.dtype.itemsize == 2:
         logits = logits.float()

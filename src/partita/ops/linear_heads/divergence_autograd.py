@@ -24,6 +24,7 @@ from ..divergence.common import DivergenceRows, reduced, row_factors
 from .autograd import gradients_fake, only_wanted
 from .backends import BACKENDS
 from .plan import padded_width
+from .rows_linear import rows_linear
 
 _HEADS = (
     "Tensor input, Tensor weight, Tensor? bias,"
@@ -100,7 +101,7 @@ def composed_rows(
     softcap: float,
 ) -> Tensor:
     """Compute the divergence of each row from all logits at once, `[...]`."""
-    logits = torch.nn.functional.linear(input, weight, bias)
+    logits = rows_linear(input, weight, bias)
     teacher_logits = torch.nn.functional.linear(teacher_input, teacher_weight, teacher_bias)
     if acc_dtype(teacher_logits.dtype) != acc_dtype(logits.dtype):
         teacher_logits = teacher_logits.to(acc_dtype(logits.dtype))

@@ -62,6 +62,8 @@ def divergence_plan(
     row_bytes = max(padded_width(vocabulary) * itemsize, 1)
     fixed_bytes = ROW_WORDS * 4 * tokens
     has_gradient = input_grad or weight_grad
+    if weight_grad and not input_grad:  # a copy of the hidden states in which masked rows are 0
+        fixed_bytes += tokens * hidden * dtype.itemsize
     default = DEFAULT_BUDGET if has_gradient else LOSS_BUDGET
     budget = default if memory_budget is None else memory_budget
     all_at_once = tokens * row_bytes + fixed_bytes

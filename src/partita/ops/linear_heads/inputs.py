@@ -13,6 +13,7 @@ from ...runtime.checks import FLOATING
 from ...runtime.register import PLAIN
 from .common import cast_to_autocast
 from .plan import MemoryPlan, memory_plan
+from .rows_linear import rows_linear
 
 
 class HeadInputs(NamedTuple):
@@ -149,9 +150,7 @@ def all_logits(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     The classes are in the last dimension for a matrix `[C, H]`, in dimension 1 for one with more
     dimensions.
     """
-    logits = torch.nn.functional.linear(
-        input, weight.flatten(0, -2), None if bias is None else bias.flatten()
-    )
+    logits = rows_linear(input, weight.flatten(0, -2), None if bias is None else bias.flatten())
     return logits if weight.ndim == 2 else logits.unflatten(1, weight.shape[:-1])
 
 

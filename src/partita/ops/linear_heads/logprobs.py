@@ -18,9 +18,8 @@ from ...runtime.autograd import (
     saved_tensors,
 )
 from ...runtime.backend import current_backend
-from ...runtime.dtypes import acc_dtype
 from ..logprobs.autograd import logprobs_of
-from ..logprobs.common import check_ids
+from ..logprobs.common import check_ids, logprobs_fake
 from .autograd import gradients_fake, only_wanted
 from .backends import BACKENDS
 from .common import chunk_and_save
@@ -28,7 +27,7 @@ from .composed import is_plain
 from .inputs import HeadInputs, all_logits, cast_and_check, needs_logits
 from .plan import check_budget, is_small, padded_width
 
-_NUMBERS = "float temperature, float softcap, int ignore_index, int chunk"
+_NUMBERS = "float temperature, float softcap, int ignore_index"
 
 
 def _check(
@@ -47,12 +46,9 @@ def _check(
 def _fake(
     input: Tensor, weight: Tensor, bias: Any, ids: Tensor, *options: Any
 ) -> tuple[Tensor, ...]:
-    M, dtype, save_logits = len(input), acc_dtype(input.dtype), options[-1]
-    return (
-        *(input.new_empty(ids.shape, dtype=dtype) for _ in range(2)),
-        *(input.new_empty(M, dtype=dtype) for _ in range(2)),
-        input.new_empty(M * padded_width(len(weight)) if save_logits else 0),
-    )
+    *_, needs_rest, _, save_logits = options
+    saved = input.shape[0] * padded_width(weight.shape[0]) if save_logits else 0
+    return *logprobs_fake(input, ids, needs_rest), input.new_empty(saved)
 
 
 def _backward_fake(
@@ -63,7 +59,8 @@ def _backward_fake(
 
 logprobs_op: register.Op = register.define(
     "linear_logprobs(Tensor input, Tensor weight, Tensor? bias, Tensor ids,"
-    f" {_NUMBERS}, bool save_logits, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f" {_NUMBERS}, bool needs_rest, int chunk, bool save_logits, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake,
     check=_check,
     vmap=lambda *batch: one_by_one(logprobs_op, *batch),
@@ -71,8 +68,8 @@ logprobs_op: register.Op = register.define(
 )
 logprobs_backward_op: register.Op = register.define(
     "linear_logprobs_backward(Tensor grad, Tensor input, Tensor weight, Tensor? bias, Tensor ids,"
-    " Tensor entries, Tensor maximum, Tensor sumexp, Tensor saved,"
-    f" {_NUMBERS}, bool input_grad, bool weight_grad, bool bias_grad, str backend)"
+    " Tensor entries, Tensor maximum, Tensor sumexp, Tensor rest, Tensor saved,"
+    f" {_NUMBERS}, int chunk, bool input_grad, bool weight_grad, bool bias_grad, str backend)"
     " -> (Tensor, Tensor, Tensor)",
     _backward_fake,
     vmap=lambda *batch: one_by_one(logprobs_backward_op, *batch),
@@ -98,18 +95,19 @@ class LinearLogprobs(torch.autograd.Function):
         temperature: float,
         softcap: float,
         ignore_index: int,
+        needs_rest: bool,
         chunk: int,
         save_logits: bool,
         backend: str,
     ) -> tuple[Tensor, ...]:
-        numbers = (temperature, softcap, ignore_index, chunk)
+        numbers = (temperature, softcap, ignore_index, needs_rest, chunk)
         return logprobs_op(input, weight, bias, ids, *numbers, save_logits, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *head, temperature, softcap, ignore_index, chunk, save_logits, ctx.backend = inputs
+        *head, temperature, softcap, ignore_index, ctx.needs_rest, ctx.chunk = inputs[:-2]
+        save_logits, ctx.backend = inputs[-2:]
         ctx.options = (temperature, softcap, ignore_index)
-        ctx.chunk = chunk
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*head, *output[1:-1])
         # Autograd must not see these logits, because the first backward pass overwrites them.
@@ -117,13 +115,13 @@ class LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        no_option_grads, wanted = (None,) * 7, tuple(ctx.needs_input_grad[:3])
+        no_option_grads, wanted = (None,) * 8, tuple(ctx.needs_input_grad[:3])
         tensors, grad = saved_tensors(ctx), grads[0]
         input, weight, bias, ids, *_ = tensors
         if is_double_backward(grad, input, weight, bias):
             gradients = double_backward(
                 lambda input, weight, bias: composed_logprobs(
-                    input, weight, bias, ids, *ctx.options
+                    input, weight, bias, ids, ctx.needs_rest, *ctx.options
                 ),
                 tensors[:3],
                 wanted,
@@ -144,12 +142,14 @@ def composed_logprobs(
     weight: Tensor,
     bias: Tensor | None,
     ids: Tensor,
+    needs_rest: bool,
     temperature: float,
     softcap: float,
     ignore_index: int,
 ) -> Tensor:
     """Compute the log-probabilities from all logits at once."""
-    return logprobs_of(all_logits(input, weight, bias), ids, temperature, softcap, ignore_index)
+    options = (temperature, softcap, ignore_index, needs_rest)
+    return logprobs_of(all_logits(input, weight, bias), ids, *options)
 
 
 def linear_logprobs(
@@ -193,12 +193,28 @@ def linear_logprobs(
         >>> partita.linear_logprobs(torch.zeros(1, 3), torch.zeros(4, 3), torch.tensor([[2, 0]]))
         tensor([[-1.3863, -1.3863]])
     """
+    options = (linear_bias, temperature, softcap, ignore_index, memory_budget)
+    return linear_logprobs_of(input, linear_weight, ids, *options)
+
+
+def linear_logprobs_of(
+    input: Tensor,
+    linear_weight: Tensor,
+    ids: Tensor,
+    linear_bias: Tensor | None,
+    temperature: float,
+    softcap: float | None,
+    ignore_index: int,
+    memory_budget: int | None,
+    needs_rest: bool = False,
+) -> Tensor:
+    """Return `linear_logprobs`, with the rest `[..., K + 1]`; see `reference.logprobs`."""
     input, linear_weight, linear_bias = cast_and_check(input, linear_weight, linear_bias, None)
     if linear_weight.ndim != 2:
         raise ValueError(f"linear_weight: expected shape [C, H], got {list(linear_weight.shape)}")
     check_ids(ids, input, "input")
-    numbers = *checks.temperature_and_softcap(temperature, softcap), ignore_index
     checks.python_int("ignore_index", ignore_index)
+    numbers = *checks.temperature_and_softcap(temperature, softcap), ignore_index
     check_budget(memory_budget)
     ids = ids.long()  # a narrow type would wrap the bounds
     tokens, classes = input.shape[:-1].numel(), len(linear_weight)
@@ -206,10 +222,11 @@ def linear_logprobs(
         is_plain(input, linear_weight, linear_bias, ids)
         and is_small(tokens, classes, input.dtype, memory_budget)
     ):
-        return composed_logprobs(input, linear_weight, linear_bias, ids, *numbers)
+        return composed_logprobs(input, linear_weight, linear_bias, ids, needs_rest, *numbers)
     flat = ids[None].flatten(0, -2).contiguous()
     inputs = HeadInputs(input[None].flatten(0, -2), linear_weight, linear_bias, flat)
     plan = inputs.plan(memory_budget, False)
     chunk, save_logits = chunk_and_save(plan, classes)
-    call = (*inputs, *numbers, chunk, save_logits, current_backend())
-    return apply(LinearLogprobs, *call)[0].reshape(ids.shape)
+    call = (*inputs, *numbers, needs_rest, chunk, save_logits, current_backend())
+    found = apply(LinearLogprobs, *call)[0]
+    return found.reshape(*ids.shape[:-1], found.shape[-1])

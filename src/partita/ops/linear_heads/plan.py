@@ -175,6 +175,10 @@ def memory_plan(
     else:
         name, chunk_tokens = "lean", tokens
         flops = product_flops * (1 + input_grad + weight_grad)
+        # The matrix's gradient needs a copy of the hidden states in which ignored rows are 0. It is
+        # in the memory of their own gradient, if that is not in use.
+        states_bytes = tokens * hidden * itemsize if weight_grad else 0
+        fixed_bytes += states_bytes if parallel or not input_grad else 0
         # Each rank sends and receives the gradient of the hidden states in fp32.
         exchanged_bytes = 8 * tokens * hidden * (parallel and input_grad)
         logits_bytes = row_bytes
@@ -203,7 +207,8 @@ def memory_plan(
             return MemoryPlan("fast", chunk, workspace_bytes, flops, CHUNKS_OF_TOKENS)
         reason = TOO_SMALL if takes_chunks else NO_CHUNKS_OF_TOKENS
         flops += product_flops
-        fixed_bytes += tokens * hidden * 4 if input_grad and half_type else 0
+        if input_grad:  # the gradient of half types is added up in fp32, that of others in place
+            fixed_bytes += tokens * hidden * 4 if half_type else states_bytes
     chunk_width = min(padded_width(MIN_CHUNK_CLASSES), padded_width(vocabulary))
     least = chunk_tokens * chunk_width * itemsize + fixed_bytes
     if memory_budget is not None and memory_budget < least:

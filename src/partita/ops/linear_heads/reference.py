@@ -6,12 +6,11 @@ This module says what is done to a chunk. The loops over chunks stand in `chunke
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from ...primitives.rows import chunks, finite_shift, softcap_slope, softcapped
+from ...primitives.rows import finite_shift, row_chunks, softcap_slope, softcapped
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import mean_shares, valid_targets
 from ..cross_entropy.reference_one_pass import one_pass
@@ -19,9 +18,6 @@ from ..logprobs.reference import ENTRY_KERNELS, topk_of_rows
 from . import chunked, chunked_logprobs, chunked_topk
 from .chunked import ChunkKernels
 from .common import GradientCoefficients, RowState, RowStatistics
-
-# The logits whose temporaries may exist at once on a CPU, where a memory budget has to hold.
-MAX_ELEMENTS = 2**20
 
 
 def new_state(like: Tensor, needs_smoothing: bool, needs_entropy: bool) -> RowState:
@@ -40,11 +36,6 @@ def new_state(like: Tensor, needs_smoothing: bool, needs_entropy: bool) -> RowSt
     )
 
 
-def _row_chunks(logits: Tensor) -> Iterator[slice]:
-    rows, classes = logits.shape
-    return chunks(rows, max(1, MAX_ELEMENTS // max(classes, 1)) if logits.is_cpu else rows)
-
-
 def accumulate_logits(
     logits: Tensor,
     first: int,
@@ -58,7 +49,7 @@ def accumulate_logits(
 
     `class_weight` holds the weights of these classes.
     """
-    for rows in _row_chunks(logits):
+    for rows in row_chunks(logits):
         _accumulate_rows(
             logits[rows],
             first,
@@ -165,7 +156,9 @@ def gradient_coefficients(
         dlogits_coef = dlogits_coef + smoothing_loss * total_weight
         smoothing_coef = -smoothing_loss / temperature
     if entropy is not None and statistics.entropy.numel():
-        dlogits_coef = dlogits_coef - entropy * statistics.entropy
+        # A row without a gradient has the coefficient 0, whatever its entropy is.
+        of_row = torch.where(entropy == 0, 0, entropy * statistics.entropy)
+        dlogits_coef = dlogits_coef - of_row
         log_coef = -entropy / temperature
     return GradientCoefficients(
         dlogits_coef / temperature, label_coef / temperature, log_coef, smoothing_coef
@@ -188,7 +181,7 @@ def logits_gradient(
 
     `result` may be the logits themselves. `class_weight` holds the weights of these classes.
     """
-    for rows in _row_chunks(logits):
+    for rows in row_chunks(logits):
         row_coefficients = (None if t is None else t[rows] for t in coefficients)
         _write_gradient(
             logits[rows],

@@ -78,7 +78,8 @@ class LinearTopK(torch.autograd.Function):
         ctx.options = (temperature, softcap, checks.NOTHING_IGNORED)
         ctx.mark_non_differentiable(*output[1:])
         rows = TopKRows(*output[:-1])
-        ctx.save_for_backward(*head, rows.indices, rows.entries, rows.maximum, rows.sumexp)
+        of_rows = (rows.entries, rows.maximum, rows.sumexp, rows.entries[:, :0])
+        ctx.save_for_backward(*head, rows.indices, *of_rows)
         # Autograd must not see these logits, because the first backward pass overwrites them.
         ctx.saved_logits = output[-1] if save_logits else None
 
@@ -90,7 +91,7 @@ class LinearTopK(torch.autograd.Function):
         if is_double_backward(grad, input, weight, bias):
             gradients = double_backward(
                 lambda input, weight, bias: composed_logprobs(
-                    input, weight, bias, ids, *ctx.options
+                    input, weight, bias, ids, False, *ctx.options
                 ),
                 tensors[:3],
                 wanted,

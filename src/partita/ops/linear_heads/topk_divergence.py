@@ -9,7 +9,7 @@ from ..divergence.autograd import divergence_of_classes
 from ..divergence.common import IGNORED, check_teacher, ids_of_rows
 from ..logprobs.common import TopK
 from .inputs import cast_and_check
-from .logprobs import linear_logprobs
+from .logprobs import linear_logprobs_of
 
 
 def linear_topk_divergence(
@@ -57,15 +57,9 @@ def linear_topk_divergence(
     if linear_weight.ndim != 2:
         raise ValueError(f"linear_weight: expected shape [C, H], got {list(linear_weight.shape)}")
     checks.temperature_and_softcap(temperature, softcap)
-    check_teacher(teacher, input, "input", beta, mask, reduction)
-    logp = linear_logprobs(
-        input,
-        linear_weight,
-        ids_of_rows(teacher, mask),
-        linear_bias=linear_bias,
-        temperature=temperature,
-        softcap=softcap,
-        ignore_index=IGNORED,
-        memory_budget=memory_budget,
-    )
-    return divergence_of_classes(logp, teacher, len(linear_weight), float(beta), mask, reduction)
+    classes = len(linear_weight)
+    check_teacher(teacher, input, "input", classes, beta, mask, reduction)
+    needs_rest = teacher.indices.shape[-1] < classes
+    options = (linear_bias, temperature, softcap, IGNORED, memory_budget, needs_rest)
+    logp = linear_logprobs_of(input, linear_weight, ids_of_rows(teacher, mask), *options)
+    return divergence_of_classes(logp, teacher, float(beta), mask, reduction)

@@ -17,45 +17,34 @@ from ...runtime.autograd import (
     saved_tensors,
 )
 from ...runtime.backend import current_backend
-from ...runtime.dtypes import acc_dtype
 from . import reference
 from .backends import BACKENDS
-from .common import LogprobRows, TopK, TopKRows, topk_fake
+from .common import TopK, TopKRows, logprobs_fake, topk_fake
 
 _NUMBERS = "float temperature, float softcap, int ignore_index"
 
 
 def _check_ids(
-    logits: Tensor, ids: Tensor, temperature: float, softcap: float, ignore_index: int
+    logits: Tensor, ids: Tensor, temperature: float, softcap: float, ignore_index: int, _: bool
 ) -> None:
     checks.labels("ids", ids, logits.shape[-1], ignore_index)
 
 
-def _fake(logits: Tensor, ids: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    dtype = acc_dtype(logits.dtype)
-    return LogprobRows(
-        *(logits.new_empty(ids.shape, dtype=dtype) for _ in range(2)),
-        *(logits.new_empty(logits.shape[:-1], dtype=dtype) for _ in range(2)),
-    )
-
-
 logprobs_op: register.Op = register.define(
-    f"logprobs(Tensor logits, Tensor ids, {_NUMBERS}, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    _fake,
+    f"logprobs(Tensor logits, Tensor ids, {_NUMBERS}, bool needs_rest, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    lambda logits, ids, *options: logprobs_fake(logits, ids, options[-1]),
     check=_check_ids,
     vmap=lambda *batch: all_at_once(logprobs_op, *batch),
     backends=BACKENDS,
 )
 logprobs_backward_op: register.Op = register.define(
     "logprobs_backward(Tensor grad, Tensor logits, Tensor ids, Tensor entries, Tensor maximum,"
-    f" Tensor sumexp, {_NUMBERS}, str backend) -> Tensor",
+    f" Tensor sumexp, Tensor rest, {_NUMBERS}, str backend) -> Tensor",
     lambda grad, logits, *_: torch.empty_like(logits),
     vmap=lambda *batch: all_at_once(logprobs_backward_op, *batch),
     backends=BACKENDS,
 )
-
-
 topk_op: register.Op = register.define(
     "topk_logprobs(Tensor logits, int k, float temperature, float softcap, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -77,19 +66,21 @@ class LogprobsFunction(torch.autograd.Function):
         temperature: float,
         softcap: float,
         ignore_index: int,
+        needs_rest: bool,
         backend: str,
     ) -> tuple[Tensor, ...]:
-        return logprobs_op(logits, ids, temperature, softcap, ignore_index, backend)
+        return logprobs_op(logits, ids, temperature, softcap, ignore_index, needs_rest, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        logits, ids, *ctx.options = inputs
+        logits, ids, *numbers, _, backend = inputs
+        ctx.options = (*numbers, backend)
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(logits, ids, *output[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return _logits_gradient(ctx, grads[0]), None, None, None, None, None
+        return _logits_gradient(ctx, grads[0]), *(None,) * 6
 
 
 class TopKFunction(torch.autograd.Function):
@@ -109,7 +100,10 @@ class TopKFunction(torch.autograd.Function):
         ctx.options = (temperature, softcap, checks.NOTHING_IGNORED, backend)
         ctx.mark_non_differentiable(*output[1:])
         rows = TopKRows(*output)
-        ctx.save_for_backward(logits, rows.indices, rows.entries, rows.maximum, rows.sumexp)
+        no_rest = rows.entries[..., :0]
+        ctx.save_for_backward(
+            logits, rows.indices, rows.entries, rows.maximum, rows.sumexp, no_rest
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -137,10 +131,15 @@ def topk_of(logits: Tensor, k: int, temperature: float, softcap: float) -> TopK:
 
 
 def logprobs_of(
-    logits: Tensor, ids: Tensor, temperature: float, softcap: float, ignore_index: int
+    logits: Tensor,
+    ids: Tensor,
+    temperature: float,
+    softcap: float,
+    ignore_index: int,
+    needs_rest: bool = False,
 ) -> Tensor:
-    """Return the log-probabilities of checked inputs, `[..., K]`."""
-    call = (logits, ids, temperature, softcap, ignore_index, current_backend())
+    """Return the log-probabilities of checked inputs, `[..., K]`, or `[..., K + 1]` with a rest."""
+    call = (logits, ids, temperature, softcap, ignore_index, needs_rest, current_backend())
     if needs_no_derivative(logits):
         return logprobs_op(*call)[0]
     return apply(LogprobsFunction, *call)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...primitives.rows import by_rows
 from ...runtime.backend import Backends
 
 Functions = Mapping[str, Callable[..., Any]]
@@ -14,9 +15,9 @@ def _reference() -> Functions:
     from . import reference
 
     return {
-        "logprobs": reference.logprobs,
-        "logprobs_backward": reference.logprobs_backward,
-        "topk_logprobs": reference.topk_logprobs,
+        "logprobs": by_rows(reference.logprobs),
+        "logprobs_backward": by_rows(reference.logprobs_backward, logits=1),
+        "topk_logprobs": by_rows(reference.topk_logprobs),
     }
 
 

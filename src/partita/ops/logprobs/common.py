@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...primitives.rows import finite_shift
 from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
+from ..cross_entropy.common import valid_targets
 
 
 class LogprobRows(NamedTuple):
     """The log-probabilities of some classes of each row, and what their gradient needs.
 
     Fields:
-        logprobs: log-probabilities of the given ids, 0 where an id is ignored, `[..., K]`.
+        logprobs: log-probabilities of the given ids, 0 where an id is ignored; with a rest also
+            that of all other classes together, `[..., K]` or `[..., K + 1]`.
         entries: the soft-capped logits of the ids, 0 where an id is no class, `[..., K]`.
         maximum: maximum of the soft-capped logits, `[...]`.
         sumexp: sum of exp((logits - maximum) / temperature), `[...]`.
+        rest: maximum and sum of the other classes, `[..., 2]`; `[..., 0]` without a rest.
     """
 
     logprobs: Tensor
     entries: Tensor
     maximum: Tensor
     sumexp: Tensor
+    rest: Tensor
 
 
 class TopK(NamedTuple):
@@ -66,12 +71,102 @@ class EntryKernels(NamedTuple):
         finish: returns log-probabilities from these logits and the statistics of the rows.
         totals: returns the sum of the gradients of each row's ids, and one of its classes.
         write: writes the gradient of the logits of the ids among some classes.
+        accumulate_rest: updates the statistics of the classes that are no ids.
     """
 
     gather: Callable[..., None]
     finish: Callable[..., Tensor]
     totals: Callable[..., tuple[Tensor, Tensor]]
     write: Callable[..., Tensor]
+    accumulate_rest: Callable[..., None]
+
+
+class OtherClasses(NamedTuple):
+    """What the gradient of the logits of the classes that are no ids is made of.
+
+    It is `factor` / temperature times a softmax.
+
+    Fields:
+        factor: the factor of each row, `[...]`.
+        maximum, sumexp: the statistics of the softmax, `[...]`.
+    """
+
+    factor: Tensor
+    maximum: Tensor
+    sumexp: Tensor
+
+
+def logprobs_fake(rows: Tensor, ids: Tensor, rest: bool) -> LogprobRows:
+    """Return the shapes of the results for rows `[..., D]`."""
+    dtype, shape, K = acc_dtype(rows.dtype), rows.shape[:-1], ids.shape[-1]
+    return LogprobRows(
+        logprobs=rows.new_empty((*shape, K + 1 if rest else K), dtype=dtype),
+        entries=rows.new_empty((*shape, K), dtype=dtype),
+        maximum=rows.new_empty(shape, dtype=dtype),
+        sumexp=rows.new_empty(shape, dtype=dtype),
+        rest=rows.new_empty((*shape, 2 if rest else 0), dtype=dtype),
+    )
+
+
+def new_rest(like: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return the statistics of no classes of rows of these sizes, `[..., 2]`."""
+    rest = like.new_zeros((*rows, 2), dtype=acc_dtype(like.dtype))
+    rest[..., 0] = -torch.inf
+    return rest
+
+
+def relative_to(maximum: Tensor, shift: Tensor, temperature: float) -> Tensor:
+    """Return exp((maximum - shift) / temperature)."""
+    return ((maximum - finite_shift(shift)) / temperature).exp()
+
+
+def with_ids(
+    rest: Tensor, entries: Tensor, ids: Tensor, classes: int, temperature: float, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """Return maximum and sum of all classes from those of the rest and the logits of the ids.
+
+    The ids of a row that are classes differ from each other.
+    """
+    _, not_ignored, out_of_range = valid_targets(ids, classes, ignore_index)
+    x = torch.where(not_ignored & ~out_of_range, entries, -torch.inf)
+    maximum = torch.cat([rest[..., :1], x], -1).amax(-1)
+    sumexp = rest[..., 1] * relative_to(rest[..., 0], maximum, temperature)
+    return maximum, sumexp + relative_to(x, maximum.unsqueeze(-1), temperature).sum(-1)
+
+
+def with_rest(
+    found: Tensor, rest: Tensor, maximum: Tensor, sumexp: Tensor, temperature: float
+) -> Tensor:
+    """Append the log-probability of all other classes together to those of the ids."""
+    relative = (rest[..., 0] - finite_shift(maximum)) / temperature
+    of_rest = relative + (rest[..., 1].log() - sumexp.log())
+    return torch.cat([found, of_rest.unsqueeze(-1)], -1)
+
+
+def other_classes(
+    grad: Tensor,
+    totals: Tensor,
+    maximum: Tensor,
+    sumexp: Tensor,
+    rest: Tensor,
+    temperature: float,
+) -> OtherClasses:
+    """Return how the classes that are no ids get their gradient.
+
+    Args:
+        grad: the gradient of the log-probabilities, of which the last is that of the rest.
+        totals: the sum of the gradients of each row, `[...]`.
+        maximum, sumexp, rest: as in `LogprobRows`.
+        temperature: what the logits are divided by.
+    """
+    if not rest.shape[-1]:
+        return OtherClasses(-totals, maximum, sumexp)
+    rest_maximum, rest_sumexp = rest.unbind(-1)
+    probability = rest_sumexp * relative_to(rest_maximum, maximum, temperature) / sumexp
+    # A row without a gradient has the factor 0, whatever its logits are.
+    factor = grad[..., -1] - torch.where(totals == 0, 0, totals * probability)
+    rest_sumexp = torch.where(rest_sumexp == 0, 1, rest_sumexp)
+    return OtherClasses(factor, rest_maximum.contiguous(), rest_sumexp)
 
 
 def topk_fake(rows: Tensor, k: int) -> TopKRows:
@@ -94,13 +189,13 @@ def check_k(k: object, classes: int) -> None:
         raise ValueError(f"k: expected a number from 1 to the {classes} classes, got {k}")
 
 
-def check_ids(ids: Tensor, rows: Tensor, name: str) -> None:
+def check_ids(ids: Tensor, rows: Tensor, name: str, name_of_ids: str = "ids") -> None:
     """Raise unless the ids are integers `[..., K]` for the rows of the named tensor `[..., D]`."""
-    checks.integer("ids", ids)
-    checks.device("ids", ids, rows, name)
+    checks.integer(name_of_ids, ids)
+    checks.device(name_of_ids, ids, rows, name)
     if ids.ndim != rows.ndim or ids.shape[:-1] != rows.shape[:-1]:
         expected = ", ".join([*map(str, rows.shape[:-1]), "K"])
         raise ValueError(
-            f"ids: expected shape [..., K] with the rows of {name} = [{expected}],"
+            f"{name_of_ids}: expected shape [..., K] with the rows of {name} = [{expected}],"
             f" got {list(ids.shape)}"
         )

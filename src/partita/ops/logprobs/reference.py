@@ -11,15 +11,30 @@ from ...primitives.rows import (
     row_chunks,
     softcap_slope,
     softcapped,
+    without_inert_rows,
 )
 from ...runtime import checks
+from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.common import valid_targets
 from ..cross_entropy.reference import scaled_rows
-from .common import EntryKernels, LogprobRows, TopKRows
+from .common import (
+    EntryKernels,
+    LogprobRows,
+    TopKRows,
+    new_rest,
+    other_classes,
+    with_ids,
+    with_rest,
+)
 
 
 def logprobs(
-    logits: Tensor, ids: Tensor, temperature: float, softcap: float, ignore_index: int
+    logits: Tensor,
+    ids: Tensor,
+    temperature: float,
+    softcap: float,
+    ignore_index: int,
+    needs_rest: bool,
 ) -> LogprobRows:
     """Compute the log-probabilities of the ids of each row.
 
@@ -29,14 +44,52 @@ def logprobs(
         temperature: what the soft-capped logits are divided by.
         softcap: the soft-cap, or 0.
         ignore_index: the ignored id.
+        needs_rest: whether the log-probability of all other classes together is appended. The ids
+            of a row differ from each other then.
     """
-    classes = logits.shape[-1]
-    x, maximum = scaled_rows(logits, temperature, softcap)
-    sumexp = x.exp().sum(-1)
-    entries = x.new_zeros(ids.shape)
+    classes, rows = logits.shape[-1], logits.shape[:-1]
+    entries = logits.new_zeros(ids.shape, dtype=acc_dtype(logits.dtype))
     gather_entries(logits, 0, classes, ids, entries, softcap, ignore_index)
-    found = finish_logprobs(entries, ids, maximum, sumexp, classes, temperature, ignore_index)
-    return LogprobRows(found, entries, maximum, sumexp)
+    numbers = (classes, temperature, ignore_index)
+    if needs_rest:
+        rest = new_rest(logits, rows)
+        accumulate_rest(logits, 0, ids, rest, temperature, softcap)
+        maximum, sumexp = with_ids(rest, entries, ids, *numbers)
+    else:
+        x, maximum = scaled_rows(logits, temperature, softcap)
+        rest, sumexp = x.new_empty(*rows, 0), x.exp().sum(-1)
+    found = finish_logprobs(entries, ids, maximum, sumexp, *numbers)
+    if needs_rest:
+        found = with_rest(found, rest, maximum, sumexp, temperature)
+    return LogprobRows(found, entries, maximum, sumexp, rest)
+
+
+def is_one_of(ids: Tensor, first: int, width: int) -> Tensor:
+    """Return which of `width` classes from `first` on are ids of their row, `[..., width]`."""
+    found = torch.zeros((*ids.shape[:-1], width + 1), dtype=torch.bool, device=ids.device)
+    columns = torch.where((ids >= first) & (ids < first + width), ids - first, width)
+    return found.scatter_(-1, columns, True)[..., :width]
+
+
+def accumulate_rest(
+    logits: Tensor, first: int, ids: Tensor, rest: Tensor, temperature: float, softcap: float
+) -> None:
+    """Update the statistics of the rest with the classes from `first` on that are no ids.
+
+    Args:
+        logits: the logits of these classes, `[..., C]`.
+        first: the first of them.
+        ids: `[..., K]` int64.
+        rest: maximum and sum of the rest, `[..., 2]`, updated in place.
+        temperature, softcap: the options.
+    """
+    is_id = is_one_of(ids, first, logits.shape[-1])
+    x = softcapped(logits, softcap).masked_fill(is_id, -torch.inf)
+    maximum = torch.maximum(rest[..., 0], x.amax(-1))
+    shift = finite_shift(maximum)
+    before = rest[..., 1] * ((rest[..., 0] - shift) / temperature).exp()
+    sumexp = before + ((x - shift.unsqueeze(-1)) / temperature).exp().sum(-1)
+    rest.copy_(torch.stack([maximum, sumexp], -1))
 
 
 def chunk_columns(
@@ -132,16 +185,29 @@ def write_entries(
     for other, of_other in zip(ids.unbind(-1), grad.unbind(-1), strict=True):
         on_class += torch.where(other.unsqueeze(-1) == ids, of_other.unsqueeze(-1), 0)
     p = ((entries - finite_shift(maximum).unsqueeze(-1)) / temperature).exp()
-    value = (on_class - p / sumexp.unsqueeze(-1) * totals.unsqueeze(-1)) / temperature
+    on_row = totals.unsqueeze(-1)
+    # A row without a gradient has the gradient 0, whatever its logits are.
+    value = on_class - torch.where(on_row == 0, 0, p / sumexp.unsqueeze(-1) * on_row)
+    value = value / temperature
     if softcap:
         t = entries / softcap
-        value = value * (1 - t) * (1 + t)
+        value = torch.where(value == 0, 0, value * (1 - t) * (1 + t))
     rows, k = in_chunk.nonzero(as_tuple=True)
     dlogits[rows, columns[rows, k]] = value[rows, k].to(dlogits.dtype)
     return dlogits
 
 
-ENTRY_KERNELS = EntryKernels(gather_entries, finish_logprobs, row_totals, write_entries)
+def accumulate_rest_of_rows(
+    logits: Tensor, first: int, ids: Tensor, rest: Tensor, temperature: float, softcap: float
+) -> None:
+    """Do the same for rows `[M, C]`, a few of them at a time on a CPU."""
+    for rows in row_chunks(logits):
+        accumulate_rest(logits[rows], first, ids[rows], rest[rows], temperature, softcap)
+
+
+ENTRY_KERNELS = EntryKernels(
+    gather_entries, finish_logprobs, row_totals, write_entries, accumulate_rest_of_rows
+)
 
 
 def topk_logprobs(logits: Tensor, k: int, temperature: float, softcap: float) -> TopKRows:
@@ -191,25 +257,38 @@ def logprobs_gradient(
     grad: Tensor,
     logits: Tensor,
     ids: Tensor,
-    entries: Tensor | None,
-    maximum: Tensor | None,
-    sumexp: Tensor | None,
+    entries: Tensor,
+    maximum: Tensor,
+    sumexp: Tensor,
+    rest: Tensor,
     temperature: float,
     softcap: float,
     ignore_index: int,
 ) -> Tensor:
     """Compute the gradient of the logits, differentiable in the first two arguments.
 
-    The saved statistics are not used here; they save a kernel work.
+    The statistics only say which rows are not finite.
     """
-    x, _ = scaled_rows(logits, temperature, softcap)
     labels, not_ignored, out_of_range = valid_targets(ids, logits.shape[-1], ignore_index)
-    on_ids = torch.where(not_ignored, grad.to(x.dtype), 0)
-    result = -x.softmax(-1) * on_ids.sum(-1, keepdim=True)
+    on_ids, on_rest = grad.split([ids.shape[-1], rest.shape[-1] // 2], -1)
+    on_ids = torch.where(not_ignored, on_ids, 0)
+    of_row = on_ids.abs().sum(-1) + on_rest.abs().sum(-1)
+    logits = without_inert_rows(logits, (maximum, sumexp), (of_row,))
+    x, _ = scaled_rows(logits, temperature, softcap)
+    on_ids, on_rest = on_ids.to(x.dtype), on_rest.to(x.dtype)
+    totals = on_ids.sum(-1, keepdim=True) + on_rest.sum(-1, keepdim=True)
+    result = -x.softmax(-1) * totals
     classes = torch.arange(logits.shape[-1], device=x.device)
+    is_id = torch.zeros_like(x, dtype=torch.bool)
     for k in range(ids.shape[-1]):
-        is_class = (classes == labels[..., k : k + 1]).to(x.dtype)
-        result = result + is_class * on_ids[..., k : k + 1]
+        is_class = classes == labels[..., k : k + 1]
+        result = result + is_class.to(x.dtype) * on_ids[..., k : k + 1]
+        is_id = is_id | (is_class & not_ignored[..., k : k + 1])
+    if rest.shape[-1]:
+        y = x.masked_fill(is_id, -torch.inf)
+        e = (y - finite_shift(y.detach().amax(-1, keepdim=True))).exp()
+        sum_e = e.sum(-1, keepdim=True)
+        result = result + on_rest * e / torch.where(sum_e == 0, 1, sum_e)
     result = result / temperature
     if softcap:
         result = result * softcap_slope(logits, softcap)
@@ -224,21 +303,24 @@ def logprobs_backward(
     entries: Tensor,
     maximum: Tensor,
     sumexp: Tensor,
+    rest: Tensor,
     temperature: float,
     softcap: float,
     ignore_index: int,
 ) -> Tensor:
     """Compute the gradient of the logits in their memory layout."""
-    classes = logits.shape[-1]
-    totals, _ = row_totals(grad, ids, classes, ignore_index)
-    x, _ = scaled_rows(logits, temperature, softcap)
-    # A row without a gradient has the gradient 0, whatever its logits are.
-    on_row = (-totals / temperature).unsqueeze(-1)
-    result = torch.where(on_row == 0, 0, x.softmax(-1) * on_row)
+    classes, K = logits.shape[-1], ids.shape[-1]
+    totals, _ = row_totals(grad[..., :K], ids, classes, ignore_index)
+    totals = totals + grad[..., K:].sum(-1)
+    others = other_classes(grad, totals, maximum, sumexp, rest, temperature)
+    factor, shift, of_row = (each.unsqueeze(-1) for each in others)
+    x = softcapped(logits, softcap)
+    result = ((x - finite_shift(shift)) / temperature).exp() * (factor / temperature / of_row)
     if softcap:
         result = result * softcap_slope(logits, softcap)
-    rows = result.to(logits.dtype).reshape(-1, classes)
-    grad, ids = (tensor.reshape(len(rows), ids.shape[-1]) for tensor in (grad, ids))
+    # A row without a gradient has the gradient 0, whatever its logits are.
+    rows = torch.where(factor == 0, 0, result).to(logits.dtype).reshape(-1, classes)
+    grad, ids = grad[..., :K].reshape(len(rows), K), ids.reshape(len(rows), K)
     of_rows = (totals.reshape(-1), entries.reshape(ids.shape), maximum.reshape(-1))
     options = (temperature, softcap, ignore_index)
     write_entries(rows, 0, classes, grad, ids, *of_rows, sumexp.reshape(-1), *options)

@@ -15,7 +15,7 @@ from ...runtime import register
 from ...runtime.autograd import is_double_backward
 from ...runtime.dtypes import acc_dtype
 from ..linear_heads import autograd as linear_heads
-from ..linear_heads.common import GradientCoefficients, RowStatistics
+from ..linear_heads.common import GradientCoefficients, RowStatistics, counted_states
 from ..linear_heads.plan import padded_width
 from .backends import BACKENDS
 from .common import packed_size
@@ -418,7 +418,8 @@ def _saved_gradients(
         d_input = _start_hidden_sum(ctx, matmul_in_acc_dtype(dlogits, weight))
     if to_weight:  # while the ranks add up the gradient of the hidden states
         multiply = matmul_during_collective if to_input else torch.mm
-        d_weight = multiply(dlogits.T, input)
+        states = counted_states(input, coefficients.counts(), d_weight)
+        d_weight = multiply(dlogits.T, states)
     if to_bias and bias is not None:
         d_bias = dlogits.sum(0, dtype=statistics.nll.dtype).to(bias.dtype)
     if to_input:

@@ -20,6 +20,7 @@ from ..divergence.autograd import (
     divergence_state_op,
 )
 from ..divergence.common import DivergenceRows
+from ..linear_heads.common import counted_rows
 from .autograd import ParallelRowOptions, merged_statistics, parallel_gradient, parallel_logits
 from .matmul import matmul_in_acc_dtype
 from .shard import VocabShard, gather_ranks, sum_over_ranks, wait_for
@@ -45,7 +46,7 @@ def merged_rows(gathered: Tensor, beta: float, temperature: float) -> Divergence
     kl = total / sums[0] / temperature + (sums[1] / sums[0]).log()
     pairs = [(maxima[0], sums[0]), (maxima[1], sums[1])]
     student, teacher = pairs if beta else pairs[::-1]
-    fields = (kl, kl if beta else torch.zeros_like(kl), *student, *teacher)
+    fields = (kl, kl.clone() if beta else torch.zeros_like(kl), *student, *teacher)
     return DivergenceRows(*(field.to(gathered.dtype) for field in fields))
 
 
@@ -142,10 +143,13 @@ class ParallelLogprobs(torch.autograd.Function):
         # Ids of the same class write the same number, which has the gradients of all of them.
         on_class = ((ids[:, :, None] == ids[:, None]) * grad[:, None]).sum(2)
         p = ((entries - finite_shift(maximum)[:, None]) / temperature).exp() / sumexp[:, None]
-        values = (on_class - p * total[:, None]) / temperature
+        # A row without a gradient has the gradient 0, whatever its logits are.
+        on_row = total[:, None]
+        values = (on_class - torch.where(on_row == 0, 0, p * on_row)) / temperature
         is_local, columns = _local_columns(ids, ctx.shard)
         if softcap:
-            values = values * softcap_slope(logits.gather(1, columns), softcap)
+            slope = softcap_slope(logits.gather(1, columns), softcap)
+            values = torch.where(values == 0, 0, values * slope)
         # The ids of other ranks write what the first column gets anyway.
         is_first = is_local & (columns == 0)
         chosen = torch.where(is_first, values, 0.0).gather(1, is_first.int().argmax(1, True))
@@ -193,7 +197,7 @@ class LocalLinear(torch.autograd.Function):
             summed = wait_for(sum_over_ranks(partial, ctx.shard))
             dinput = summed.to(input.dtype)
         if ctx.needs_input_grad[1]:
-            dweight = grad.T @ input
+            dweight = grad.T @ counted_rows(input, grad)
         if ctx.needs_input_grad[2]:
             dbias = grad.sum(0, dtype=acc_dtype(grad.dtype)).to(grad.dtype)
         return dinput, dweight, dbias, None

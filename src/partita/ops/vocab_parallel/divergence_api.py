@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ...runtime import checks
 from ...runtime.backend import current_backend
-from ...runtime.dtypes import acc_dtype
-from ..divergence.common import reduced
+from ..divergence.common import in_common_precision, reduced
 from ..linear_heads.common import cast_to_autocast
 from ..logprobs.common import check_ids
 from .divergence import LocalLinear, ParallelDivergence, ParallelLogprobs
@@ -90,8 +89,7 @@ def _divergence(
         _plain("mask", mask, floating=False)
         checks.shape("mask", mask, rows, "the rows of the student")
         checks.device("mask", mask, logits, "the student")
-    if acc_dtype(teacher_logits.dtype) != acc_dtype(logits.dtype):
-        teacher_logits = teacher_logits.to(acc_dtype(logits.dtype))
+    logits = in_common_precision(logits, teacher_logits)
     x, t = logits[None].flatten(0, -2), teacher_logits.detach()[None].flatten(0, -2)
     loss = ParallelDivergence.apply(x, t, *numbers, shard, current_backend())[0]
     return reduced(loss.reshape(rows), mask, reduction)

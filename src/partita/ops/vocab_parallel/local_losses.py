@@ -104,10 +104,10 @@ def check_loss_arguments(
 ) -> ParallelLossOptions:
     """Check target, class weights and options, and return the options."""
     weight = arguments.weight
-    checks.integer("target", target)
     for name, tensor in (("target", target), ("weight", weight)):
         if isinstance(tensor, DTensor):
             raise TypeError(f"{name}: expected a plain Tensor here, got a DTensor")
+    checks.integer("target", target)
     checks.device("target", target, input, "input")
     checks.labels("target", target, shard.classes, arguments.ignore_index)
     if weight is not None:

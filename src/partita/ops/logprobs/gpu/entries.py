@@ -214,8 +214,10 @@ def logprobs_gradient_kernel(
         is_same = tl.load(ids_ptr + other, mask=mask, other=-1) == at.id
         grad = tl.load(grad_ptr + other, mask=mask & is_same, other=0.0)
         on_class += grad
-    dlogit = (on_class - p * tl.load(totals_ptr + at.row, mask=mask, other=0.0)) * inverse
+    # A row without a gradient has the gradient 0, whatever its logits are.
+    on_row = tl.load(totals_ptr + at.row, mask=mask, other=0.0)
+    dlogit = (on_class - tl.where(on_row == 0.0, 0.0, p * on_row)) * inverse
     if HAS_SOFTCAP:
         t = x / tl.full([], softcap, x.dtype)
-        dlogit *= (1.0 - t) * (1.0 + t)
+        dlogit = tl.where(dlogit == 0.0, 0.0, dlogit * ((1.0 - t) * (1.0 + t)))
     tl.store(dlogits_ptr + at.offset, dlogit, mask=at.in_chunk)

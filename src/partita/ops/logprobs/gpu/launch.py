@@ -14,15 +14,26 @@ from ....runtime import checks
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2, tl_acc_dtype
 from ...cross_entropy.gpu.token_stats import token_stats, token_stats_backward
-from ..common import EntryKernels, LogprobRows
+from ..common import (
+    EntryKernels,
+    LogprobRows,
+    new_rest,
+    other_classes,
+    with_ids,
+    with_rest,
+)
 from .entries import (
     logprobs_gather_kernel,
     logprobs_gradient_kernel,
     logprobs_kernel,
     logprobs_totals_kernel,
 )
+from .rest import logprobs_rest_kernel
 
 BLOCK = 128  # entries of a program
+REST_BLOCK = 4096  # classes that a program reads together
+REST_WARPS = 8
+WARP = 32
 ROW_BLOCK = 1024  # entries of a program that sums over rows
 
 
@@ -97,17 +108,68 @@ def finish_logprobs(
     return result
 
 
+def accumulate_rest(
+    logits: Tensor, first: int, ids: Tensor, rest: Tensor, temperature: float, softcap: float
+) -> None:
+    """Update the statistics of the rest with the classes from `first` on that are no ids.
+
+    Args:
+        logits: the logits of these classes, `[..., C]`.
+        first: the first of them.
+        ids: `[..., K]` int64.
+        rest: maximum and sum of the rest, `[..., 2]`, contiguous, updated in place.
+        temperature, softcap: the options.
+    """
+    view = row_view_or_copy(-1, logits)
+    block = min(next_power_of_2(view.classes), REST_BLOCK)
+    num_warps = max(REST_WARPS * block // REST_BLOCK, 1)
+    lanes = WARP * num_warps
+    launch(
+        logprobs_rest_kernel,
+        rest.numel() // 2,
+        view.tensors[0],
+        ids.sort(-1).values.contiguous(),
+        rest,
+        ids.shape[-1],
+        view.classes,
+        first,
+        view.rows,
+        *view.strides[0],
+        temperature,
+        softcap,
+        HAS_SOFTCAP=softcap != 0,
+        ACC_DTYPE=tl_acc_dtype(logits.dtype),
+        LANES=lanes if block * logits.element_size() >= 16 * lanes else 1,
+        BLOCK=block,
+        num_warps=num_warps,
+    )
+
+
 def logprobs(
-    logits: Tensor, ids: Tensor, temperature: float, softcap: float, ignore_index: int
+    logits: Tensor,
+    ids: Tensor,
+    temperature: float,
+    softcap: float,
+    ignore_index: int,
+    needs_rest: bool,
 ) -> LogprobRows:
-    """Compute the log-probabilities of the ids of each row."""
-    statistics = token_stats(logits, None, temperature, softcap, checks.NOTHING_IGNORED)
+    """Compute the log-probabilities of the ids of each row, and of the rest if it is needed."""
     ids, classes = ids.contiguous(), logits.shape[-1]
     entries = logits.new_empty(ids.shape, dtype=acc_dtype(logits.dtype))
     gather_entries(logits, 0, classes, ids, entries, softcap, ignore_index)
-    of_rows = statistics.maximum, statistics.sumexp
-    found = finish_logprobs(entries, ids, *of_rows, classes, temperature, ignore_index)
-    return LogprobRows(found, entries, *of_rows)
+    numbers = (classes, temperature, ignore_index)
+    if needs_rest:
+        rest = new_rest(logits, ids.shape[:-1])
+        accumulate_rest(logits, 0, ids, rest, temperature, softcap)
+        maximum, sumexp = with_ids(rest, entries, ids, *numbers)
+    else:
+        statistics = token_stats(logits, None, temperature, softcap, checks.NOTHING_IGNORED)
+        maximum, sumexp = statistics.maximum, statistics.sumexp
+        rest = entries.new_empty(*ids.shape[:-1], 0)
+    found = finish_logprobs(entries, ids, maximum, sumexp, *numbers)
+    if needs_rest:
+        found = with_rest(found, rest, maximum, sumexp, temperature)
+    return LogprobRows(found, entries, maximum, sumexp, rest)
 
 
 def row_totals(grad: Tensor, ids: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -195,22 +257,40 @@ def logprobs_backward(
     entries: Tensor,
     maximum: Tensor,
     sumexp: Tensor,
+    rest: Tensor,
     temperature: float,
     softcap: float,
     ignore_index: int,
 ) -> Tensor:
     """Compute the gradient of the logits from the statistics of the rows."""
-    grad, ids, entries = grad.contiguous(), ids.contiguous(), entries.contiguous()
-    of_rows, classes = (maximum.contiguous(), sumexp.contiguous()), logits.shape[-1]
-    totals, labels = row_totals(grad, ids, classes, ignore_index)
+    classes, on_ids = logits.shape[-1], grad[..., : ids.shape[-1]].contiguous()
+    ids, entries = ids.contiguous(), entries.contiguous()
+    of_rows = maximum.contiguous(), sumexp.contiguous()
+    totals, labels = row_totals(on_ids, ids, classes, ignore_index)
     # All logits but those of the ids get their gradient here.
-    statistics = (labels, *of_rows, maximum, temperature, softcap, checks.NOTHING_IGNORED)
-    dlogits = token_stats_backward(totals, None, None, logits, *statistics)
+    on_label, factor, statistics = totals, None, of_rows
+    if rest.shape[-1]:
+        totals = totals + grad[..., -1]
+        factor, *statistics = other_classes(grad, totals, *of_rows, rest, temperature)
+        on_label = torch.zeros_like(factor)
+    dlogits = token_stats_backward(
+        on_label,
+        factor,
+        None,
+        logits,
+        labels,
+        statistics[0],
+        statistics[1],
+        statistics[0],  # no entropy
+        temperature,
+        softcap,
+        checks.NOTHING_IGNORED,
+    )
     return write_entries(
         dlogits,
         0,
         classes,
-        grad,
+        on_ids,
         ids,
         totals,
         entries,
@@ -221,4 +301,6 @@ def logprobs_backward(
     )
 
 
-ENTRY_KERNELS = EntryKernels(gather_entries, finish_logprobs, row_totals, write_entries)
+ENTRY_KERNELS = EntryKernels(
+    gather_entries, finish_logprobs, row_totals, write_entries, accumulate_rest
+)

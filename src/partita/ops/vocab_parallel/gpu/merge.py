@@ -205,7 +205,9 @@ def parallel_coefficients_kernel(
         tl.store(smoothing_coef_ptr + row, -grad_smoothing / temperature, mask=mask)
     if log_coef_ptr is not None:
         grad_entropy = tl.load(grad_entropy_ptr + row, mask=mask, other=0.0)
-        dlogits_coef -= grad_entropy * tl.load(entropy_ptr + row, mask=mask, other=0.0)
+        # A row without a gradient has the coefficient 0, whatever its entropy is.
+        of_row = grad_entropy * tl.load(entropy_ptr + row, mask=mask, other=0.0)
+        dlogits_coef -= tl.where(grad_entropy == 0.0, 0.0, of_row)
         tl.store(log_coef_ptr + row, -grad_entropy / temperature, mask=mask)
     tl.store(dlogits_coef_ptr + row, dlogits_coef / temperature, mask=mask)
     tl.store(label_coef_ptr + row, label_coef / temperature, mask=mask)
