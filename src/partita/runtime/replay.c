@@ -86,7 +86,7 @@ static int put_call(const Replay *self, CallKey *call, PyObject *const *args, Py
         if (!put_tensor(key, args[i], views, i, self->by_identity >> i & 1)) return 0;
         if (self->with_rows >> i & 1) note_rows(call, &views[i]);
     }
-    return current_device(*device) == *device;
+    return is_current(*device);
 }
 
 /* Write a number where the key has the number of rows. */
