@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..ops.chain.api import Chain
 from ..ops.ctc_crf.common import lattice_source
 from ..primitives.semiring import Log, Max, Semiring
 from ..runtime import checks
-from ..runtime.caches import register_cache
+from ..runtime.autograd import is_batched
+from ..runtime.caches import TableCache
 from ..runtime.constants import constant
 from ..runtime.dtypes import acc_dtype
 from ..runtime.lengths import lengths_on_device
@@ -32,8 +32,7 @@ __all__ = [
 
 semiring = Semiring
 
-# Maps each source table to its version and its copy on a device.
-_device_tables = WeakTensorKeyDictionary()
+_device_tables = TableCache("integrations.koi.device_tables")  # copies of tables on a device
 
 
 class SequenceDist:
@@ -122,15 +121,14 @@ def _on_device(idx: Tensor, device: torch.device) -> Tensor:
 
     The same table gives the same tensor each time, so that what is cached for a table is found.
     """
-    # The version of an inference tensor is unknown.
-    if idx.device == device or torch.compiler.is_compiling() or idx.is_inference():
+    if idx.device == device or torch.compiler.is_compiling() or is_batched(idx):
         return idx.to(device)
-    found = _device_tables.get(idx)
-    if found is None or found[0] != idx._version or found[1].device != device:
+    found: Tensor | None = _device_tables.get(idx)
+    if found is None or found.device != device:
         # A tensor made in inference mode could not be saved for a gradient later.
         with torch.inference_mode(False):
-            found = _device_tables[idx] = idx._version, idx.to(device)
-    return found[1]
+            found = _device_tables.store(idx, idx.to(device))
+    return found
 
 
 def _lattice(stay_scores: Tensor, move_scores: Tensor, target_lengths: Tensor) -> Chain:
@@ -304,6 +302,3 @@ def bwd_scores_cu_sparse(
     with torch.no_grad():
         initial = vT.new_zeros(()).expand_as(vT)
         return Chain(Ms, _on_device(idx, Ms.device), initial, vT).backward_scores(S)
-
-
-register_cache("integrations.koi.device_tables", _device_tables.clear)
