@@ -28,7 +28,7 @@ from .composed import is_plain
 from .inputs import HeadInputs, all_logits, cast_and_check, needs_logits
 from .plan import check_budget, is_small, padded_width
 
-_NUMBERS = "float temperature, float softcap, int ignore_index, int chunk"
+_NUMBERS = "float temperature, float softcap, int ignore_index, SymInt chunk"
 
 
 def _check(
@@ -47,11 +47,11 @@ def _check(
 def _fake(
     input: Tensor, weight: Tensor, bias: Any, ids: Tensor, *options: Any
 ) -> tuple[Tensor, ...]:
-    M, dtype, save_logits = len(input), acc_dtype(input.dtype), options[-1]
+    M, dtype, save_logits = input.shape[0], acc_dtype(input.dtype), options[-1]
     return (
         *(input.new_empty(ids.shape, dtype=dtype) for _ in range(2)),
         *(input.new_empty(M, dtype=dtype) for _ in range(2)),
-        input.new_empty(M * padded_width(len(weight)) if save_logits else 0),
+        input.new_empty(M * padded_width(weight.shape[0]) if save_logits else 0),
     )
 
 
@@ -201,10 +201,10 @@ def linear_logprobs(
     checks.python_int("ignore_index", ignore_index)
     check_budget(memory_budget)
     ids = ids.long()  # a narrow type would wrap the bounds
-    tokens, classes = input.shape[:-1].numel(), len(linear_weight)
+    classes = len(linear_weight)
     if needs_logits(linear_weight, None) or (
         is_plain(input, linear_weight, linear_bias, ids)
-        and is_small(tokens, classes, input.dtype, memory_budget)
+        and is_small(input.shape[:-1].numel(), classes, input.dtype, memory_budget)
     ):
         return composed_logprobs(input, linear_weight, linear_bias, ids, *numbers)
     flat = ids[None].flatten(0, -2).contiguous()

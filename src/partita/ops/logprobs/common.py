@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
+from ...runtime.sizes import same_sizes
 
 
 class LogprobRows(NamedTuple):
@@ -98,7 +99,7 @@ def check_ids(ids: Tensor, rows: Tensor, name: str) -> None:
     """Raise unless the ids are integers `[..., K]` for the rows of the named tensor `[..., D]`."""
     checks.integer("ids", ids)
     checks.device("ids", ids, rows, name)
-    if ids.ndim != rows.ndim or ids.shape[:-1] != rows.shape[:-1]:
+    if ids.ndim != rows.ndim or not same_sizes(ids.shape[:-1], rows.shape[:-1]):
         expected = ", ".join([*map(str, rows.shape[:-1]), "K"])
         raise ValueError(
             f"ids: expected shape [..., K] with the rows of {name} = [{expected}],"
