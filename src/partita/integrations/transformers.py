@@ -225,8 +225,9 @@ def fuse(
     Raises:
         TypeError: the model is none of transformers, or its head is no plain linear layer, as with
             PEFT adapters on the head.
-        ValueError: the loss of the model is not `ForCausalLMLoss`. The forward pass raises it for
-            a model that computes something else from its logits.
+        ValueError: the loss of the model is not `ForCausalLMLoss`, or its forward pass does not
+            call it; or the model is an encoder with a decoder. The forward pass raises it for a
+            model that computes something else from its logits.
 
     Source: `linear_causal_lm_loss`; the argument `skip_logits` is that of Liger Kernel 0.6.
 
