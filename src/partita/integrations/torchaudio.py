@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.serialization import add_safe_globals
 
 from ..nn import RNNTLoss
 from ..ops.ctc.api import ctc_align
@@ -75,6 +76,9 @@ class CUCTCHypothesis(NamedTuple):
     tokens: list[int]
     words: list[str]
     score: float
+
+
+add_safe_globals([CUCTCHypothesis, TokenSpan])  # `torch.load` reads them by default
 
 
 class CUCTCDecoder:
