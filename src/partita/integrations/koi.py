@@ -5,6 +5,8 @@ A sum over no path is -inf, not koi's finite stand-in, and its gradient is 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from ..runtime.caches import TableCache
 from ..runtime.constants import constant
 from ..runtime.dtypes import acc_dtype
 from ..runtime.lengths import lengths_on_device
+from .naming import REFUSALS, raise_renamed
 
 __all__ = [
     "Log",
@@ -129,6 +132,15 @@ def _on_device(idx: Tensor, device: torch.device) -> Tensor:
         with torch.inference_mode(False):
             found = _device_tables.store(idx, idx.to(device))
     return found
+
+
+def _in_koi_names(compute: Callable[[], Tensor]) -> Tensor:
+    """Return what a function of chains computes; its errors have koi's names of arguments."""
+    try:
+        return compute()
+    except REFUSALS as error:
+        names = {"scores": "Ms", "source": "idx", "initial": "v0", "final": "vT"}
+        raise_renamed(error, **names)
 
 
 def _lattice(stay_scores: Tensor, move_scores: Tensor, target_lengths: Tensor) -> Chain:
@@ -246,7 +258,7 @@ def logZ_cu_sparse(
         >>> koi.logZ_cu_sparse(torch.zeros(2, 1, 2, 3), idx, ends, ends).exp()
         tensor([18.])
     """
-    return Chain(Ms, _on_device(idx, Ms.device), v0, vT).logz(S)
+    return _in_koi_names(lambda: Chain(Ms, _on_device(idx, Ms.device), v0, vT).logz(S))
 
 
 def fwd_scores_cu_sparse(
@@ -273,7 +285,7 @@ def fwd_scores_cu_sparse(
         tensor([1., 3., 9.])
     """
     with torch.no_grad():
-        return Chain(Ms, _on_device(idx, Ms.device), v0).forward_scores(S)
+        return _in_koi_names(lambda: Chain(Ms, _on_device(idx, Ms.device), v0).forward_scores(S))
 
 
 def bwd_scores_cu_sparse(
@@ -301,4 +313,6 @@ def bwd_scores_cu_sparse(
     """
     with torch.no_grad():
         initial = vT.new_zeros(()).expand_as(vT)
-        return Chain(Ms, _on_device(idx, Ms.device), initial, vT).backward_scores(S)
+        return _in_koi_names(
+            lambda: Chain(Ms, _on_device(idx, Ms.device), initial, vT).backward_scores(S)
+        )
