@@ -8,7 +8,8 @@ from torch import Tensor
 from ..ops.cross_entropy.api import TokenStats, token_stats
 from ..ops.divergence.api import divergence
 from ..ops.linear_heads.api import linear_token_stats
-from ..ops.logprobs.api import logprobs
+from ..ops.logprobs.autograd import logprobs_of
+from ..ops.logprobs.common import check_ids
 from ..runtime import checks
 from .naming import REFUSALS, find_label, raise_renamed
 
@@ -56,13 +57,13 @@ def selective_log_softmax(
     checks.integer("index", index)
     if index.ndim == logits.ndim - 1:
         return _in_dtype(_statistics(logits, index, temperature, row_mask).logprob, logits)
-    is_masked = None if row_mask is None else _masked(index, row_mask)
-    ids = index if is_masked is None else index.masked_fill(is_masked, 0)
+    numbers = checks.temperature_and_softcap(temperature, None)
     try:
-        found = logprobs(logits, ids, temperature=temperature)
+        check_ids(index, logits, "logits")
+        ids, ignored = _with_ignored(index, row_mask)
+        return _in_dtype(logprobs_of(logits, ids, *numbers, ignored), logits)
     except REFUSALS as error:
         raise_renamed(error, ids="index")
-    return _in_dtype(found if is_masked is None else found.masked_fill(is_masked, 0.0), logits)
 
 
 def selective_log_softmax_and_entropy(
@@ -297,14 +298,18 @@ def _statistics(
     logits: Tensor, index: Tensor, temperature: float, row_mask: Tensor | None
 ) -> TokenStats:
     """Return the statistics of the rows, of which masked ones have log-probability 0."""
-    ignored = checks.NOTHING_IGNORED
-    if row_mask is not None:
-        ignored = NO_LABEL
-        index = index.long().masked_fill(_masked(index, row_mask), ignored)
+    labels, ignored = _with_ignored(index, row_mask)
     try:
-        return token_stats(logits, index, temperature=temperature, ignore_index=ignored)
+        return token_stats(logits, labels, temperature=temperature, ignore_index=ignored)
     except REFUSALS as error:
         raise_renamed(error, target="index")
+
+
+def _with_ignored(index: Tensor, row_mask: Tensor | None) -> tuple[Tensor, int]:
+    """Return the classes, those that are masked replaced by an ignored label, and that label."""
+    if row_mask is None:
+        return index.long(), checks.NOTHING_IGNORED
+    return index.long().masked_fill(_masked(index, row_mask), NO_LABEL), NO_LABEL
 
 
 def _masked(index: Tensor, row_mask: Tensor) -> Tensor:

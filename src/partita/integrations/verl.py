@@ -29,8 +29,8 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
 
     Args:
         logits: `[..., C]`, floating dtype.
-        labels: classes `[...]`, or in any shape with one for each row; any integer dtype. A row with
-            -100 has log-probability and gradient 0.
+        labels: classes `[...]`, or in any shape with one for each row; any integer dtype. A row
+            with -100 has log-probability and gradient 0.
         inplace_backward: whether the gradient takes the memory of the logits, which the backward
             pass then overwrites. A leaf keeps its memory.
 
