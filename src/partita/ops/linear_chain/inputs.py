@@ -64,7 +64,7 @@ def check_linear_chain(emissions: Tensor, transitions: Tensor) -> None:
     checks.device("transitions", transitions, emissions, "emissions")
     T, N, C = emissions.shape
     shapes = {2: (C, C), 3: (T - 1, C, C), 4: (T - 1, N, C, C)}
-    if not same_sizes(transitions.shape, shapes.get(transitions.ndim, ())):
+    if not same_sizes(transitions.shape, shapes.get(transitions.ndim, (-1,))):
         raise ValueError(
             "transitions: expected shape [C, C], [T - 1, C, C] or [T - 1, N, C, C] with"
             f" [T, N, C] = {[T, N, C]}, got {list(transitions.shape)}"
