@@ -16,7 +16,7 @@ from ...runtime import checks
 from ...runtime.autograd import is_batched, plain_eager
 from ...runtime.caches import BoundedCache, register_cache
 from ...runtime.lengths import Lengths, as_lengths, on_device, padded_lengths
-from ...runtime.sizes import holds
+from ...runtime.sizes import decide, holds
 from .common import ScoreOptions
 
 FEW = 64  # lengths of which Python finds the greatest in less time than PyTorch
@@ -192,10 +192,10 @@ def _longest(lengths: Tensor, targets: Tensor) -> int:
     """Return the greatest target length, or a bound of it where the lengths cannot be read."""
     # The length of a tensor by `len` is a function in Python.
     size, N = targets.shape[-1], lengths.shape[0]
+    if decide(N == 0, otherwise=False):
+        return 0
     if not lengths.is_cpu or torch.compiler.is_compiling() or is_batched(lengths):
         return size
-    if not N:
-        return 0
     longest = max(lengths.tolist()) if N <= FEW else int(lengths.max())
     return max(min(longest, size), 0)
 
