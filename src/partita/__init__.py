@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+from torch.serialization import add_safe_globals as _add_safe_globals
+
 from .ops.chain.api import Chain, logz
 from .ops.chain.edges import dense_source, edges_from_states
 from .ops.chain.results import ChainSample, ViterbiPath
@@ -22,6 +24,7 @@ from .ops.linear_chain.results import ExpectedCounts, LinearPath, LinearSample
 from .ops.linear_heads.api import linear_cross_entropy, linear_token_stats
 from .ops.linear_heads.divergence import linear_divergence
 from .ops.linear_heads.logprobs import linear_logprobs
+from .ops.linear_heads.plan import MemoryPlan as _MemoryPlan
 from .ops.linear_heads.plan import linear_cross_entropy_plan
 from .ops.linear_heads.topk import linear_topk_logprobs
 from .ops.linear_heads.topk_divergence import linear_topk_divergence
@@ -29,6 +32,7 @@ from .ops.logprobs.api import logprobs, topk_logprobs
 from .ops.logprobs.common import TopK
 from .ops.rnnt.api import RNNTAlignment, rnnt_align, rnnt_loss
 from .ops.rnnt.linear import linear_rnnt_loss, linear_tdt_loss
+from .ops.rnnt.plan import RNNTPlan as _RNNTPlan
 from .ops.rnnt.plan import linear_rnnt_plan
 from .ops.rnnt.tdt import tdt_align, tdt_loss
 from .ops.semi_markov.api import SemiMarkovChain, semi_markov_chain
@@ -109,6 +113,15 @@ for _name in __all__:
     _object = globals().get(_name)
     if callable(_object):
         _object.__module__ = __name__
+
+# By default `torch.load` reads the classes that it knows.
+_classes = [_object for _object in map(globals().get, __all__) if isinstance(_object, type)]
+_add_safe_globals(
+    [
+        *(_object for _object in _classes if issubclass(_object, tuple)),
+        *(Chain, LinearChain, SemiMarkovChain, _MemoryPlan, _RNNTPlan),
+    ]
+)
 
 _modules = ("integrations", "nn", "parallel", "testing")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.fresh import run_fresh
 
 import partita
 from partita.__main__ import main
@@ -42,6 +43,29 @@ def test_runs_as_a_module(command: list[str]) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "partita" in done.stdout
+
+
+def test_the_commands_need_torch_alone() -> None:
+    packages = ("numpy", "numba", "triton", "rich", "matplotlib", "pandas", "scipy", "sklearn")
+    code = f"""
+import importlib, pkgutil, sys
+sys.modules.update(dict.fromkeys({packages}))
+import partita
+from partita.__main__ import main
+
+assert main(["info"]) == 0
+for command in ("check", "bench", "warm", "report"):
+    try:
+        main([command, "--help"])
+    except SystemExit as end:
+        assert end.code == 0
+for package in ("bench", "cli", "integrations", "testing"):
+    for module in pkgutil.iter_modules([partita.__path__[0] + "/" + package]):
+        if module.name != "read_kernel":  # a kernel of Triton
+            importlib.import_module("partita." + package + "." + module.name)
+"""
+    finished = run_fresh(code)
+    assert finished.code == 0, finished.stderr
 
 
 def test_a_reader_that_ends_early_is_no_error() -> None:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from partita.runtime import launcher
 
 CPU = 1  # DLPack's number
+INVALID_CONTEXT, INVALID_HANDLE = 201, 400  # the driver's
 _integer, _pointer = ctypes.c_int, ctypes.c_void_p
 _SIGNATURES = {
     "cuLaunchKernel": (_pointer, *[ctypes.c_uint] * 7, *[_pointer] * 3),
@@ -32,6 +33,10 @@ class FakeDriver:
     Kernels are functions of (programs, cells), where cells are the parameters as 64-bit integers.
     `log` has the name of each call of the driver, `allocated` the size of each tensor that replays
     make, and `status` is what launches return.
+
+    `device` is the driver's current device, None in a new thread, and `current` is PyTorch's. They
+    differ after PyTorch went back to a device that has no context yet. All tensors, kernels and
+    streams belong to device 0, and an allocation makes PyTorch's device the driver's.
     """
 
     def __init__(self) -> None:
@@ -39,7 +44,8 @@ class FakeDriver:
         self.allocated: list[tuple[int, ...]] = []
         self.kernels: list[tuple[Callable[..., None], int]] = []
         self.status = 0
-        self.device = 0
+        self.device: int | None = 0
+        self.current = 0
         chain = SimpleNamespace
         self.knobs = SimpleNamespace(
             launch_enter_hook=chain(calls=[]), launch_exit_hook=chain(calls=[])
@@ -63,12 +69,14 @@ class FakeDriver:
 
         with mock.patch.object(build, "compile_module_from_src", compile_for_cpu):
             self.module = launcher.build(
-                launcher.exchange_api(), self.knobs, addresses, self.allocate, CPU
+                *(launcher.exchange_api(), self.knobs, addresses, self.allocate),
+                *(lambda: self.current, CPU),
             )
 
     def allocate(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of host memory for a replay."""
         self.allocated.append(size)
+        self.device = self.current
         return guards._empty_strided_cpu(size, stride, dtype)
 
     def kernel(self, function: Callable[..., None], *parameters: tuple[int, str]) -> Any:
@@ -80,6 +88,8 @@ class FakeDriver:
         kernel, num_parameters = self.kernels[function - 1]
         threads, shared, stream, params = rest[2], rest[5], rest[6], rest[7]
         self.log.append(("launch", kernel.__name__, programs, threads, shared, stream))
+        if self.device != 0:
+            return INVALID_HANDLE
         if not self.status:
             cells = ctypes.cast(params, ctypes.POINTER(ctypes.POINTER(ctypes.c_uint64)))
             values = [cells[i][0] for i in range(num_parameters + 2)]
@@ -103,16 +113,18 @@ class FakeDriver:
 
     def cuCtxGetDevice(self, device: Any) -> int:
         if self.device is None:
-            return 201
+            return INVALID_CONTEXT
         device[0] = self.device
         return 0
 
     def cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> int:
         self.log.append(("retain", device))
+        ctypes.cast(context, ctypes.POINTER(_pointer))[0] = device + 1
         return 0
 
     def cuCtxSetCurrent(self, context: Any) -> int:
         self.log.append(("set context",))
+        self.device = context - 1
         return 0
 
     def cuGetErrorString(self, status: int, text: Any) -> int:

@@ -2,11 +2,17 @@
 
 import copy
 import inspect
+import io
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.causal_lm import CLASSES, CausalLM, tokens
+from helpers.fresh import SOURCE, run_fresh
 from torch import Tensor, nn
 
 import partita
@@ -118,9 +124,21 @@ def test_unfuse() -> None:
     assert model.loss_function is causal_lm_loss
 
 
-def test_a_copy_is_a_model_of_its_own() -> None:
+def pickled(model: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+def test_a_copy_is_a_model_of_its_own(copied: Callable[[nn.Module], Any]) -> None:
     model = fuse(CausalLM())
-    other = copy.deepcopy(model)
+    other = copied(model)
     with torch.no_grad():
         other.lm_head.weight.mul_(3)
     expected = unfuse(copy.deepcopy(other))(INPUT_IDS, labels=LABELS)
@@ -129,6 +147,22 @@ def test_a_copy_is_a_model_of_its_own() -> None:
     torch.testing.assert_close(output.loss, expected.loss)
     assert model(INPUT_IDS, labels=LABELS).loss < output.loss
     assert model.lm_head.weight.grad is None
+
+
+def test_a_fused_model_is_loaded_in_a_fresh_process(tmp_path: Path) -> None:
+    model = fuse(CausalLM(), label_smoothing=0.1)
+    loss = float(model(INPUT_IDS, labels=LABELS).loss)
+    torch.save(model, tmp_path / "model.pt")
+    code = f"""
+import torch
+model = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
+output = model(torch.tensor({INPUT_IDS.tolist()}), labels=torch.tensor({LABELS.tolist()}))
+print(output.logits, float(output.loss) == {loss})
+"""
+    path = os.pathsep.join(map(str, (SOURCE, Path(__file__).parents[1])))
+    finished = run_fresh(code, {**os.environ, "PYTHONPATH": path})
+    assert finished.stdout == "None True\n", finished.stderr
+    assert list(model.state_dict()) == list(CausalLM().state_dict())
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -160,6 +194,14 @@ def test_autocast_and_accumulation() -> None:
     torch.testing.assert_close([p.grad for p in model.parameters()], whole)
 
 
+class OwnLoss(CausalLM):
+    """A model that ignores its loss function, as those of earlier years do."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        logits = self.lm_head(self.embedding(input_ids))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
 class Adapted(nn.Linear):
     """A head with an adapter."""
 
@@ -183,6 +225,13 @@ def test_models_that_are_refused() -> None:
     model = CausalLM()
     model.loss_function = nn.functional.cross_entropy
     with pytest.raises(ValueError, match="whose loss is ForCausalLMLoss, got cross_entropy"):
+        fuse(model)
+    model = CausalLM()
+    model.config.is_encoder_decoder = True
+    with pytest.raises(ValueError, match="got CausalLM, an encoder with a decoder"):
+        fuse(model)
+    model = OwnLoss()
+    with pytest.raises(ValueError, match="got OwnLoss, which computes its loss itself"):
         fuse(model)
     assert partita.integrations.transformers.STATE not in vars(model)
 

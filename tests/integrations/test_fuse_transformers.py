@@ -60,6 +60,28 @@ def step(model: Any, **arguments: Any) -> tuple[Any, list[Tensor]]:
     return output, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+T5 = {"vocab_size": CLASSES, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+BART = {"vocab_size": CLASSES, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2}
+BART |= {"decoder_ffn_dim": 16, "is_encoder_decoder": False}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "message"),
+    [
+        ("T5ForConditionalGeneration", T5, "an encoder with a decoder"),
+        ("BartForCausalLM", BART, "which computes its loss itself"),
+        ("BertForMaskedLM", SIZES, "which computes its loss itself"),
+    ],
+)
+def test_models_with_another_loss_are_refused(
+    family: str, sizes: dict[str, Any], message: str
+) -> None:
+    kind = getattr(transformers, family)
+    model = kind(kind.config_class(**sizes))
+    with pytest.raises(ValueError, match=f"got {family}, {message}"):
+        fuse(model)
+
+
 @families
 @pytest.mark.parametrize("items", [None, torch.tensor(9)], ids=str)
 @pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shift_labels"])

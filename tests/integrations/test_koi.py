@@ -268,3 +268,15 @@ def test_lattices_that_are_refused_and_lengths_in_a_list() -> None:
     ):
         with pytest.raises(error, match=message):
             koi.logZ_cu(*arguments)
+
+
+def test_errors_have_koi_s_names() -> None:
+    idx, ends = partita.debruijn_source(2, 1).int(), torch.zeros(1, 2)
+    with pytest.raises(ValueError, match=r"^idx: expected shape \[C, K\] of Ms"):
+        koi.logZ_cu_sparse(torch.zeros(2, 1, 2, 4), idx, ends, ends)
+    with pytest.raises(ValueError, match=r"^v0: expected shape"):
+        koi.fwd_scores_cu_sparse(torch.zeros(2, 1, 2, 3), idx, ends[:, :1])
+    with pytest.raises(ValueError, match=r"^idx: expected .* got 7 at \[0, 1\]"):
+        koi.logZ_cu_sparse(
+            torch.zeros(2, 1, 2, 3), torch.tensor([[0, 7, 1], [1, 0, 1]]), ends, ends
+        )

@@ -6,6 +6,7 @@ import torch
 from partita.integrations.transformers import causal_lm_loss, linear_causal_lm_loss
 
 LOGITS, LABELS = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
+BAD = torch.tensor([[9, 1, 2], [3, 0, 7]])
 
 
 @pytest.mark.parametrize(
@@ -32,9 +33,9 @@ LOGITS, LABELS = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
         ),
         ({"labels": LABELS[0, 0]}, ValueError, r"labels: expected shape \[..., T\], got \[\]"),
         (
-            {"labels": LABELS + 4},
+            {"labels": BAD},
             IndexError,
-            r"expected labels from 0 to 3 \(or ignore_index -100\), got 4 at \[0\]",
+            r"^labels: expected labels from 0 to 3 \(or ignore_index -100\), got 7 at \[1, 2\]",
         ),
         (
             {"shift_labels": LABELS[:1]},
@@ -95,7 +96,8 @@ def test_what_is_refused(changes: dict[str, object], error: type[Exception], mes
             ValueError,
             "labels: expected 6 labels, one for each position, got 3",
         ),
-        ({"labels": LABELS - 1}, IndexError, "expected labels from 0 to 3"),
+        ({"labels": BAD}, IndexError, r"^labels: expected labels from 0 to 3.*got 7 at \[1, 2\]"),
+        ({"shift_labels": BAD}, IndexError, r"^shift_labels: .*got 9 at \[0, 0\]"),
         ({"linear_bias": torch.zeros(3)}, ValueError, "linear_bias: expected shape"),
         (
             {"num_items_in_batch": True},

@@ -75,6 +75,15 @@ def test_masked_rows(k: int | None, device: str) -> None:
 
 
 @devices
+def test_a_masked_row_counts_for_nothing_whatever_it_holds(device: str) -> None:
+    logits = torch.tensor([[0.1, 0.2, 0.3], [torch.nan] * 3], device=device, requires_grad=True)
+    index, mask = torch.tensor([[1], [0]], device=device), torch.tensor([[1], [0]], device=device)
+    found = selective_log_softmax(logits, index, row_mask=mask)
+    (grad,) = torch.autograd.grad(found.sum(), logits)
+    assert found[1] == 0 and not grad[1].any() and grad[0].isfinite().all()
+
+
+@devices
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("entropy_grad", [False, True])
 def test_both_in_one_read(entropy_grad: bool, masked: bool, device: str) -> None:
@@ -120,9 +129,10 @@ def test_bad_input() -> None:
     logits = torch.zeros(2, 3, 4)
     with pytest.raises(TypeError, match="index: expected an integer dtype"):
         selective_log_softmax(logits, torch.zeros(2, 3))
-    with pytest.raises(IndexError, match="got 4 at"):
-        selective_log_softmax(logits, torch.full((2, 3), 4))
-    with pytest.raises(ValueError, match="ids: expected shape"):
+    for index in (torch.full((2, 3), 4), torch.full((2, 3, 1), 4)):
+        with pytest.raises(IndexError, match=r"^index: .*got 4 at \[0, 0"):
+            selective_log_softmax(logits, index)
+    with pytest.raises(ValueError, match="index: expected shape"):
         selective_log_softmax(logits, torch.zeros(2, 2, 1, dtype=torch.int64))
     labels = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="row_mask: expected shape the shape of index"):
@@ -162,6 +172,12 @@ def test_generalized_jsd_loss(labelled: bool, beta: float, device: str) -> None:
         found = torch.autograd.grad(loss, student)[0]
         true = torch.autograd.grad(truth, student, retain_graph=True)[0]
         torch.testing.assert_close(found, true, rtol=1e-4, atol=1e-6)
+    items = torch.tensor(7, device=device)
+    for number in (7, items):
+        loss = generalized_jsd_loss(
+            student, teacher, given, beta, 0.7, "sum", num_items_in_batch=number
+        )
+        torch.testing.assert_close(loss, expected["sum"].float() / 7, rtol=1e-5, atol=1e-6)
     p, q = student.softmax(-1), teacher.softmax(-1)
     found = generalized_jsd_loss(p, q, given, beta, 0.7, "sum", logits_are_probs=True)
     each = torch.where(keep, jsd(student, teacher, beta), 0.0)
@@ -207,6 +223,17 @@ def test_chunked_cross_entropy_loss(
     torch.testing.assert_close(of_shifted[0], loss, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("items", [None, 3])
+def test_a_batch_without_labels_has_no_divergence(items: int | None) -> None:
+    student, labels = torch.randn(2, 3, 4, requires_grad=True), torch.full((2, 3), -100)
+    teacher = torch.randn(2, 3, 4)
+    loss = generalized_jsd_loss(student, teacher, labels, num_items_in_batch=items)
+    loss.backward()
+    assert loss == 0 and not student.grad.any()
+    assert generalized_jsd_loss(student[:0], teacher[:0]) == 0
+    assert generalized_jsd_loss(student, teacher, labels, reduction="mean").isnan()
+
+
 def test_a_batch_without_labels_has_no_loss() -> None:
     hidden, matrix = torch.randn(1, 3, 4, requires_grad=True), torch.randn(8, 4)
     loss, *numbers = chunked_cross_entropy_loss(hidden, matrix, 4, torch.full((1, 3), -100))
@@ -226,3 +253,15 @@ def test_bad_input_of_losses() -> None:
         generalized_jsd_loss(torch.zeros(1, 2), torch.zeros(1, 2), reduction="none")
     with pytest.raises(TypeError, match="labels: expected an integer dtype"):
         generalized_jsd_loss(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1))
+    with pytest.raises(ValueError, match="teacher_logits: expected the shape of student_logits"):
+        generalized_jsd_loss(torch.zeros(1, 2), torch.zeros(1, 3))
+    with pytest.raises(ValueError, match=r"labels: expected shape student_logits\.shape\[:-1\]"):
+        generalized_jsd_loss(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(2).long())
+    with pytest.raises(TypeError, match="lm_head_weight: expected the dtype of hidden_states"):
+        chunked_cross_entropy_loss(
+            torch.zeros(1, 3, 4), torch.zeros(8, 4).double(), 4, torch.zeros(1, 3).long()
+        )
+    with pytest.raises(IndexError, match=r"^labels: .*to 7.* got 9 at \[0, 2\]"):
+        chunked_cross_entropy_loss(
+            torch.zeros(1, 3, 4), torch.zeros(8, 4), 4, torch.tensor([[9, 1, 9]])
+        )

@@ -78,12 +78,33 @@ def test_from_hidden_states(reduction: str, device: str) -> None:
         assert all(map(torch.equal, module, found))
 
 
+@devices
+def test_labels_of_any_shape(device: str) -> None:
+    """verl flattens the labels, and a packed batch `[1, T]` may have logits `[T, C]`."""
+    logits, labels = torch.randn(5, 7, device=device), torch.randint(7, (1, 5), device=device)
+    expected = logprobs_from_logits(logits, labels[0])
+    assert torch.equal(logprobs_from_logits(logits, labels), expected)
+    assert torch.equal(logprobs_from_logits(logits[None], labels[0]), expected[None])
+    matrix = torch.randn(9, 7, device=device)
+    found = linear_cross_entropy(logits, matrix, labels)
+    assert all(map(torch.equal, found, linear_cross_entropy(logits, matrix, labels[0])))
+    assert FusedLinearForPPO(impl_backend="torch")(logits, matrix, labels)[0].shape == (5,)
+
+
 def test_bad_input() -> None:
     logits, labels = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"labels: expected shape logits\.shape"):
+    hidden, matrix = logits, torch.zeros(6, 5)
+    message = r"labels: expected 6 classes, one for each row of \[2, 3\], got \[1, 3\]"
+    with pytest.raises(ValueError, match=message):
         logprobs_from_logits(logits, labels[:1])
-    with pytest.raises(IndexError, match="got 4 at"):
-        logprobs_from_logits(logits, labels + 4)
+    with pytest.raises(IndexError, match=r"^labels: .*to 3 .*got 4 at \[1, 0\]"):
+        logprobs_from_logits(logits, labels + torch.tensor([[0], [4]]))
+    with pytest.raises(ValueError, match=r"^hidden: expected shape .* with H = 5"):
+        linear_cross_entropy(hidden, matrix, labels)
+    with pytest.raises(IndexError, match=r"^input_ids: expected labels from 0 to 5"):
+        FusedLinearForPPO()(hidden, matrix[:, 1:], labels + 6)
+    with pytest.raises(TypeError, match=r"vocab_weights: expected the dtype of hidden_states"):
+        FusedLinearForPPO()(hidden, matrix[:, 1:].double(), labels)
     with pytest.raises(NotImplementedError, match="dist_process_group: expected None"):
         linear_cross_entropy(logits[0], torch.zeros(5, 4), labels[0], dist_process_group=object())
     with pytest.raises(ValueError, match="reduction: expected"):

@@ -1,11 +1,13 @@
 """The public names: sorted, documented in the same parts, and all there."""
 
 import inspect
+import io
 import re
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 import partita
 
@@ -152,3 +154,41 @@ def test_an_op_names_its_errors_and_the_source_of_its_method(name: str) -> None:
     doc = parts(inspect.getdoc(getattr(partita, name)) or "")
     assert {"Args", "Returns", "Raises", "Source", "Example"} <= doc.keys()
     assert re.search(r"\d{4}", doc["Source"])
+
+
+def records() -> dict[str, Any]:
+    """Return an instance of each public class that functions return."""
+    torchaudio = partita.integrations.torchaudio
+    names = (*PUBLIC, *((torchaudio, name) for name in torchaudio.__all__))
+    public = (getattr(module, name) for module, name in names)
+    plans = (
+        partita.linear_cross_entropy_plan(2, 3, 4, torch.float32),
+        partita.linear_rnnt_plan(1, 2, 3, 4, 5, torch.float32),
+    )
+    chains = (
+        partita.Chain(torch.zeros(3, 1, 2, 2), partita.dense_source(2)),
+        partita.linear_chain(torch.zeros(3, 1, 2), torch.zeros(2, 2)),
+        partita.semi_markov_chain(torch.zeros(3, 1, 2), torch.zeros(2, 2), torch.zeros(2, 2)),
+    )
+    found: dict[str, Any] = {type(record).__name__: record for record in (*plans, *chains)}
+    for kind in public:
+        fields = getattr(kind, "_fields", None) or list(getattr(kind, "__dataclass_fields__", ()))
+        if inspect.isclass(kind) and fields and kind is not partita.Semiring:
+            found[kind.__name__] = kind(*(torch.full((2,), float(i)) for i in range(len(fields))))
+    return found
+
+
+RECORDS = records()
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_results_load_by_default(name: str) -> None:
+    record, file = RECORDS[name], io.BytesIO()
+    torch.save({"records": [record]}, file)
+    file.seek(0)
+    found = torch.load(file)["records"][0]
+    assert type(found) is type(record)
+    values, expected = (
+        list(x) if isinstance(x, tuple) else list(vars(x).values()) for x in (found, record)
+    )
+    assert str(values) == str(expected)

@@ -106,7 +106,7 @@ def test_modes_and_other_devices_are_left_to_python(sender: Any, ops: Ops) -> No
     found: list[Any] = []
     torch.func.vmap(lambda x: found.append(call(sender, targets(2), ROW)) or x)(torch.ones(2))
     assert found == [NotImplemented]
-    ops.driver.device = 1
+    ops.driver.current = 1
     assert call(sender, targets(2), ROW) is NotImplemented
     assert call(None, targets(2), ROW) is NotImplemented
 

@@ -140,8 +140,11 @@ def test_the_same_table_in_the_same_version_only(ops: Ops) -> None:
     x, table, other = aligned(8), aligned(8), aligned(8)
     key = replay(x, table)
     assert key == replay(aligned(8), table) and key != replay(x, other)
-    table.add_(1)
-    assert key != replay(x, table)
+    keys = {key}
+    for change in (lambda: table.add_(1), lambda: setattr(table, "data", aligned(8))):
+        change()
+        keys.add(replay(x, table))
+    assert len(keys) == 3
     with torch.inference_mode():
         assert replay(x, aligned(8)) is NotImplemented  # such a tensor has no version
 
@@ -165,14 +168,45 @@ def test_a_profiler_s_hooks_and_other_devices_are_left_to_triton(ops: Ops) -> No
     ops.driver.knobs.launch_enter_hook = None
     assert isinstance(ops.replay(x), bytes)
     ops.driver.knobs.launch_enter_hook = hooks
-    ops.driver.device = 1
+    ops.driver.current = 1
     assert ops.replay(x) is NotImplemented
+    assert ops.driver.module.launch({}, scale_kernel, 1, (x,), {}) is NotImplemented
 
 
-def test_a_thread_without_a_context_gets_the_primary_one(ops: Ops) -> None:
-    ops.driver.device = None  # type: ignore[assignment]
-    assert isinstance(ops.replay(aligned(8)), bytes)
-    assert ops.driver.log == [("retain", 0), ("set context",)]
+def double(ops: Ops) -> Callable[[Tensor], Tensor]:
+    """Return an op of one launch."""
+
+    def op(x: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        ops.launch(x, result, x.numel(), 2.0)
+        return result
+
+    return op
+
+
+@pytest.mark.parametrize("device", [None, 1])
+def test_the_driver_launches_on_pytorch_s_device(device: int | None, ops: Ops) -> None:
+    """A new thread has no context. One that went back to an unused GPU has another's."""
+    ops.record(double(ops), aligned(8))
+    ops.driver.log.clear()
+    x, y = aligned(8), aligned(8)
+    ops.driver.device = device
+    torch.testing.assert_close(ops.replay(x), 2 * x)
+    assert ops.driver.log[:2] == [("retain", 0), ("set context",)]
+    ops.driver.device = device
+    ops.launch(x, y, x.numel(), 0.0)
+
+
+@pytest.mark.parametrize("device", [None, 0])
+def test_tensors_that_are_not_on_pytorch_s_device_are_left_to_python(
+    device: int | None, ops: Ops
+) -> None:
+    """The driver may have their device although PyTorch would allocate on its own."""
+    ops.record(double(ops), aligned(8))
+    x, launch = aligned(8), ops.driver.module.launch
+    ops.driver.current, ops.driver.device = 1, device
+    assert ops.replay(x) is NotImplemented
+    assert launch(ops.kernels, scale_kernel, 1, (x, x, 8, 0.0), {}) is NotImplemented
 
 
 @pytest.mark.parametrize(

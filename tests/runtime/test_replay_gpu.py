@@ -1,12 +1,15 @@
 """Replay on a GPU: the same bits as the plain path, from any thread, stream and launcher."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.eager import disconnect
+from helpers.fresh import SOURCE, run_fresh
 from torch import Tensor
 
 import partita
@@ -230,6 +233,37 @@ def test_triton_launches_where_there_is_no_c_module(
     disconnect(monkeypatch)
     for _ in range(3):
         assert_same(calls[name](), expected)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_process_that_uses_the_second_gpu_alone(current: int) -> None:
+    """PyTorch's device is that of no context while the first GPU is current and never used."""
+    code = f"""
+import torch
+import test_replay_gpu as tests
+
+import partita
+
+torch.cuda.set_device({current}) if {current} else None
+tests.DEVICE = "cuda:1"
+hidden, weight, targets = tests.numbers(8, 64), tests.numbers(1000, 64), tests.labels(0, 1000, 8)
+calls = tests.make_calls() | {{"linear_cross_entropy": lambda: tests.gradients(
+    lambda *x: partita.linear_cross_entropy(*x, targets), hidden, weight)}}
+for name, call in calls.items():
+    print(name, flush=True)
+    expected = call()
+    assert {{tensor.device.index for tensor in expected}} == {{1}}
+    for _ in range(4):
+        tests.assert_same(call(), expected)
+    torch.cuda.synchronize(1)
+    assert torch.cuda.current_device() == {current}
+    assert not torch._C._cuda_hasPrimaryContext(0)
+"""
+    folders = SOURCE, Path(__file__).parents[1], Path(__file__).parent
+    path = os.pathsep.join(map(str, folders))
+    finished = run_fresh(code, {**os.environ, "PYTHONPATH": path})
+    assert finished.code == 0, f"{finished.stdout.splitlines()[-1:]}: {finished.stderr}"
 
 
 class Subclass(torch.Tensor):

@@ -9,7 +9,6 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,7 +70,7 @@ def prepared(prepare: Callable[[Tensor], Any], search: Callable[[Any, int], Any]
 
 
 def _probabilities(log_probs: Tensor) -> list[Any]:
-    return [np.ascontiguousarray(each) for each in log_probs.float().exp().unbind(1)]
+    return [each.contiguous().numpy() for each in log_probs.float().exp().unbind(1)]
 
 
 def fast_ctc_decode_greedy() -> Function:
@@ -101,7 +100,7 @@ def pyctcdecode_beam() -> Function:
 
     def prepare(log_probs: Tensor) -> tuple[Any, list[Any]]:
         labels = ["", *characters(log_probs.shape[2])[1:]]
-        arrays = [np.ascontiguousarray(each) for each in log_probs.float().unbind(1)]
+        arrays = [each.contiguous().numpy() for each in log_probs.float().unbind(1)]
         return library.build_ctcdecoder(labels), arrays
 
     def search(prepared_inputs: tuple[Any, list[Any]], beam_width: int) -> list[str]:

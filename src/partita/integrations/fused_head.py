@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from inspect import Parameter, signature
-from types import MethodType
+from inspect import Parameter, Signature, signature, unwrap
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +75,8 @@ class SkippedLogits:
     def _refuse(self, *operands: Any) -> Any:
         raise TypeError(REFUSED)
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __rtruediv__ = __getitem__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __rtruediv__ = _refuse
+    __getitem__ = __setitem__ = _refuse
 
     def tanh(self) -> SkippedLogits:
         return self.after("tanh")
@@ -142,7 +142,7 @@ def arithmetic_of(config: Any) -> Arithmetic:
 
 
 class FusedHead:
-    """The parts that replace those of one model.
+    """The parts that replace those of one model. They are pickled and copied with it.
 
     Args:
         model: a causal language model of transformers.
@@ -157,6 +157,7 @@ class FusedHead:
         self.request: Request | None = None
         self.arithmetic = arithmetic_of(getattr(model, "config", None))
         self.head = _head_of(model)
+        _refuse_other_losses(model)
         self.stock_loss: Callable[..., Any] = model.loss_function  # type: ignore[assignment]
         if (name := getattr(self.stock_loss, "__name__", str(self.stock_loss))) not in LOSSES:
             raise ValueError(f"model: expected one whose loss is {LOSSES[0]}, got {name}")
@@ -167,8 +168,8 @@ class FusedHead:
         self.position = names.index("labels") if "labels" in names else len(names)
         for module in (model, self.head):
             setattr(module, STATE, self)
-        self.head.forward = MethodType(_head_forward, self.head)  # type: ignore[method-assign]
-        model.forward = MethodType(_forward_like(model), model)
+        self.head.forward = self.head_forward  # type: ignore[method-assign, assignment]
+        model.forward = FusedForward(model)
         model.loss_function = self.loss_function  # type: ignore[assignment]
 
     def remove(self, model: nn.Module) -> None:
@@ -183,9 +184,20 @@ class FusedHead:
         for module in (model, self.head):
             delattr(module, STATE)
 
+    def forward_of(self, model: Any) -> Callable[..., Any]:
+        """Return the forward pass of the model without `fuse`."""
+        own = self.own_forward
+        return type(model).forward.__get__(model) if own is None else own
+
+    def head_forward(self, hidden_states: Tensor) -> Any:
+        """Compute the loss if a forward pass of the model has requested it, and else logits."""
+        if self.request is None:
+            return type(self.head).forward(self.head, hidden_states)
+        return self.compute(hidden_states)
+
     def run(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward pass of the model, without logits if they are not needed."""
-        own = type(model).forward.__get__(model) if self.own_forward is None else self.own_forward
+        own = self.forward_of(model)
         skip = kwargs.pop("skip_logits", None)
         by_position = self.position < len(args)
         labels = args[self.position] if by_position else kwargs.get("labels")
@@ -271,26 +283,35 @@ def without_logits(output: Any) -> Any:
     return type(output)(**fields)
 
 
-def _forward_like(model: nn.Module) -> Callable[..., Any]:
-    """Return a forward pass with the signature of the model's, at which trainers look."""
+class FusedForward:
+    """The forward pass of a fused model.
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self, STATE).run(self, args, kwargs)
+    A bound method would be pickled by its name, which is that of the model's own forward pass.
+    """
 
-    own = signature(model.forward)
-    first = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
-    forward.__signature__ = own.replace(  # type: ignore[attr-defined]
-        parameters=[first, *own.parameters.values()]
-    )
-    return forward
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.model, STATE).run(self.model, args, kwargs)
 
-def _head_forward(head: Any, hidden_states: Tensor) -> Any:
-    """Compute the loss if a forward pass of the model has requested it, and otherwise logits."""
-    fused = getattr(head, STATE)
-    if fused.request is None:
-        return type(head).forward(head, hidden_states)
-    return fused.compute(hidden_states)
+    @property
+    def __signature__(self) -> Signature:
+        """The signature of the model's own forward pass, at which trainers look."""
+        return signature(getattr(self.model, STATE).forward_of(self.model))
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """The same as a function of the model too, which Accelerate wraps."""
+
+        def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+            return getattr(model, STATE).run(model, args, kwargs)
+
+        first, own = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), self.__signature__
+        forward.__signature__ = own.replace(  # type: ignore[attr-defined]
+            parameters=[first, *own.parameters.values()]
+        )
+        return forward
 
 
 def _refuse_replicas(model: nn.Module, args: Any) -> None:
@@ -312,3 +333,25 @@ def _head_of(model: nn.Module) -> nn.Linear:
     if "forward" in vars(head):
         raise TypeError("model: expected a head with its own forward, got one that is replaced")
     return head
+
+
+def _refuse_other_losses(model: nn.Module) -> None:
+    """Raise for a model that does not compute its loss from next tokens by its loss function."""
+    name = type(model).__name__
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ValueError(
+            f"model: expected a causal language model, got {name}, an encoder with a decoder,"
+            " whose labels are not the tokens that it reads"
+        )
+    for base in type(model).__mro__:
+        if "forward" not in vars(base):
+            continue
+        code = getattr(unwrap(vars(base)["forward"]), "__code__", None)
+        if code is None or "loss_function" in code.co_names:
+            return
+        if "super" not in code.co_names:
+            break
+    raise ValueError(
+        "model: expected one whose forward pass gives the logits of its head to its loss_function,"
+        f" got {name}, which computes its loss itself"
+    )

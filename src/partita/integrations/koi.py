@@ -5,18 +5,21 @@ A sum over no path is -inf, not koi's finite stand-in, and its gradient is 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..ops.chain.api import Chain
 from ..ops.ctc_crf.common import lattice_source
 from ..primitives.semiring import Log, Max, Semiring
 from ..runtime import checks
-from ..runtime.caches import register_cache
+from ..runtime.autograd import is_batched
+from ..runtime.caches import TableCache
 from ..runtime.constants import constant
 from ..runtime.dtypes import acc_dtype
 from ..runtime.lengths import lengths_on_device
+from .naming import REFUSALS, raise_renamed
 
 __all__ = [
     "Log",
@@ -32,8 +35,7 @@ __all__ = [
 
 semiring = Semiring
 
-# Maps each source table to its version and its copy on a device.
-_device_tables = WeakTensorKeyDictionary()
+_device_tables = TableCache("integrations.koi.device_tables")  # copies of tables on a device
 
 
 class SequenceDist:
@@ -122,15 +124,23 @@ def _on_device(idx: Tensor, device: torch.device) -> Tensor:
 
     The same table gives the same tensor each time, so that what is cached for a table is found.
     """
-    # The version of an inference tensor is unknown.
-    if idx.device == device or torch.compiler.is_compiling() or idx.is_inference():
+    if idx.device == device or torch.compiler.is_compiling() or is_batched(idx):
         return idx.to(device)
-    found = _device_tables.get(idx)
-    if found is None or found[0] != idx._version or found[1].device != device:
+    found: Tensor | None = _device_tables.get(idx)
+    if found is None or found.device != device:
         # A tensor made in inference mode could not be saved for a gradient later.
         with torch.inference_mode(False):
-            found = _device_tables[idx] = idx._version, idx.to(device)
-    return found[1]
+            found = _device_tables.store(idx, idx.to(device))
+    return found
+
+
+def _in_koi_names(compute: Callable[[], Tensor]) -> Tensor:
+    """Return what a function of chains computes; its errors have koi's names of arguments."""
+    try:
+        return compute()
+    except REFUSALS as error:
+        names = {"scores": "Ms", "source": "idx", "initial": "v0", "final": "vT"}
+        raise_renamed(error, **names)
 
 
 def _lattice(stay_scores: Tensor, move_scores: Tensor, target_lengths: Tensor) -> Chain:
@@ -248,7 +258,7 @@ def logZ_cu_sparse(
         >>> koi.logZ_cu_sparse(torch.zeros(2, 1, 2, 3), idx, ends, ends).exp()
         tensor([18.])
     """
-    return Chain(Ms, _on_device(idx, Ms.device), v0, vT).logz(S)
+    return _in_koi_names(lambda: Chain(Ms, _on_device(idx, Ms.device), v0, vT).logz(S))
 
 
 def fwd_scores_cu_sparse(
@@ -275,7 +285,7 @@ def fwd_scores_cu_sparse(
         tensor([1., 3., 9.])
     """
     with torch.no_grad():
-        return Chain(Ms, _on_device(idx, Ms.device), v0).forward_scores(S)
+        return _in_koi_names(lambda: Chain(Ms, _on_device(idx, Ms.device), v0).forward_scores(S))
 
 
 def bwd_scores_cu_sparse(
@@ -303,7 +313,6 @@ def bwd_scores_cu_sparse(
     """
     with torch.no_grad():
         initial = vT.new_zeros(()).expand_as(vT)
-        return Chain(Ms, _on_device(idx, Ms.device), initial, vT).backward_scores(S)
-
-
-register_cache("integrations.koi.device_tables", _device_tables.clear)
+        return _in_koi_names(
+            lambda: Chain(Ms, _on_device(idx, Ms.device), initial, vT).backward_scores(S)
+        )

@@ -9,12 +9,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.serialization import add_safe_globals
 
 from ..nn import RNNTLoss
 from ..ops.ctc.api import ctc_align
 from ..ops.decode.api import ctc_beam_search
 from ..ops.rnnt.api import rnnt_loss
 from ..runtime import checks
+from .naming import REFUSALS, raise_renamed
 
 __all__ = [
     "CUCTCDecoder",
@@ -75,6 +77,9 @@ class CUCTCHypothesis(NamedTuple):
     tokens: list[int]
     words: list[str]
     score: float
+
+
+add_safe_globals([CUCTCHypothesis, TokenSpan])  # `torch.load` reads them by default
 
 
 class CUCTCDecoder:
@@ -139,14 +144,18 @@ class CUCTCDecoder:
                 f"log_prob: expected shape [B, T, C] with C = {len(self.vocab_list)},"
                 f" got {list(log_prob.shape)}"
             )
-        found = ctc_beam_search(
-            log_prob.transpose(0, 1),
-            encoder_out_lens,
-            blank=self.blank_id,
-            beam_width=self.beam_size,
-            nbest=self.nbest,
-            blank_skip_threshold=self.blank_skip_threshold,
-        )
+        try:
+            found = ctc_beam_search(
+                log_prob.transpose(0, 1),
+                encoder_out_lens,
+                blank=self.blank_id,
+                beam_width=self.beam_size,
+                nbest=self.nbest,
+                blank_skip_threshold=self.blank_skip_threshold,
+            )
+        except REFUSALS as error:
+            names = {"input_lengths": "encoder_out_lens", "beam_width": "beam_size"}
+            raise_renamed(error, log_probs="log_prob", blank="blank_id", **names)
         rows = zip(*(x.tolist() for x in (found.tokens, found.lengths, found.scores)), strict=True)
         return [
             [

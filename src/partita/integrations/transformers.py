@@ -20,6 +20,7 @@ from ..runtime import checks
 from ..runtime.autograd import autocast_dtype, plain_eager
 from ..runtime.dtypes import acc_dtype, fp32_result
 from .fused_head import STATE, FusedHead
+from .naming import REFUSALS, find_label, raise_renamed
 
 __all__ = [
     "ParakeetForTDTLoss",
@@ -98,11 +99,15 @@ def causal_lm_loss(
         "z_loss": z_loss,
     }
     denominator = _denominator(num_items_in_batch, logits.device)
-    if denominator is not None:
-        loss = cross_entropy_over(rows, target, denominator, **options)
-        return _as_quotient(loss, num_items_in_batch)
-    with fp32_result(logits):
-        loss = cross_entropy(rows, target, reduction=reduction, **options)
+    try:
+        if denominator is not None:
+            loss = cross_entropy_over(rows, target, denominator, **options)
+            return _as_quotient(loss, num_items_in_batch)
+        with fp32_result(logits):
+            loss = cross_entropy(rows, target, reduction=reduction, **options)
+    except IndexError:
+        _find_label(labels, shift_labels, vocab_size, ignore_index)
+        raise
     return _divided(loss.to(acc_dtype(logits.dtype)), num_items_in_batch)
 
 
@@ -180,20 +185,24 @@ def linear_causal_lm_loss(
     target = _targets(labels, shift_labels, ignore_index, shape.numel(), hidden_states.device)
     reduction = _reduction(num_items_in_batch)
     denominator = _denominator(num_items_in_batch, hidden_states.device)
-    loss = linear_loss(
-        hidden_states,
-        lm_head_weight,
-        target.view(shape),
-        linear_bias,
-        None,
-        reduction,
-        ignore_index,
-        label_smoothing,
-        softcap,
-        z_loss,
-        memory_budget,
-        denominator,
-    )
+    try:
+        loss = linear_loss(
+            hidden_states,
+            lm_head_weight,
+            target.view(shape),
+            linear_bias,
+            None,
+            reduction,
+            ignore_index,
+            label_smoothing,
+            softcap,
+            z_loss,
+            memory_budget,
+            denominator,
+        )
+    except IndexError:
+        _find_label(labels, shift_labels, lm_head_weight.shape[0], ignore_index)
+        raise
     if denominator is not None:
         return _as_quotient(loss, num_items_in_batch)
     return _divided(loss, num_items_in_batch)
@@ -225,8 +234,9 @@ def fuse(
     Raises:
         TypeError: the model is none of transformers, or its head is no plain linear layer, as with
             PEFT adapters on the head.
-        ValueError: the loss of the model is not `ForCausalLMLoss`. The forward pass raises it for
-            a model that computes something else from its logits.
+        ValueError: the loss of the model is not `ForCausalLMLoss`, or its forward pass does not
+            call it; or the model is an encoder with a decoder. The forward pass raises it for a
+            model that computes something else from its logits.
 
     Source: `linear_causal_lm_loss`; the argument `skip_logits` is that of Liger Kernel 0.6.
 
@@ -326,6 +336,15 @@ def _targets(
     return target.reshape(-1).to(device)
 
 
+def _find_label(
+    labels: Tensor | None, shift_labels: Tensor | None, classes: int, ignore_index: int
+) -> None:
+    """Raise `IndexError` with the place of the first bad label in the tensor that was read."""
+    name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
+    assert given is not None
+    find_label(name, given, classes, ignore_index, shifted=shift_labels is None)
+
+
 def _reduction(num_items_in_batch: Any) -> str:
     if num_items_in_batch is None:
         return "mean"
@@ -416,4 +435,7 @@ def ParakeetForTDTLoss(
     """
     targets = labels.to(token_logits.device)
     inputs = (token_logits, duration_logits, targets, logit_lengths, label_lengths)
-    return tdt_loss(*inputs, blank_token_id, durations, sigma, reduction)
+    try:
+        return tdt_loss(*inputs, blank_token_id, durations, sigma, reduction)
+    except REFUSALS as error:
+        raise_renamed(error, targets="labels", target_lengths="label_lengths")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ..ops.cross_entropy.api import TokenStats, token_stats
 from ..ops.divergence.api import divergence
 from ..ops.linear_heads.api import linear_token_stats
-from ..ops.logprobs.api import logprobs
+from ..ops.logprobs.autograd import logprobs_of
+from ..ops.logprobs.common import check_ids
 from ..runtime import checks
+from .naming import REFUSALS, find_label, raise_renamed
 
 __all__ = [
     "chunked_cross_entropy_loss",
@@ -57,11 +57,13 @@ def selective_log_softmax(
     checks.integer("index", index)
     if index.ndim == logits.ndim - 1:
         return _in_dtype(_statistics(logits, index, temperature, row_mask).logprob, logits)
-    if row_mask is None:
-        return _in_dtype(logprobs(logits, index, temperature=temperature), logits)
-    is_masked = _masked(index, row_mask)
-    found = logprobs(logits, index.masked_fill(is_masked, 0), temperature=temperature)
-    return _in_dtype(found.masked_fill(is_masked, 0.0), logits)
+    numbers = checks.temperature_and_softcap(temperature, None)
+    try:
+        check_ids(index, logits, "logits")
+        ids, ignored = _with_ignored(index, row_mask)
+        return _in_dtype(logprobs_of(logits, ids, *numbers, ignored), logits)
+    except REFUSALS as error:
+        raise_renamed(error, ids="index")
 
 
 def selective_log_softmax_and_entropy(
@@ -135,6 +137,7 @@ def generalized_jsd_loss(
     temperature: float = 1.0,
     reduction: str = "batchmean",
     logits_are_probs: bool = False,
+    num_items_in_batch: Tensor | int | None = None,
 ) -> Tensor:
     """Generalised Jensen-Shannon divergence of a student from a teacher, for distillation.
 
@@ -145,14 +148,16 @@ def generalized_jsd_loss(
         reduction: `batchmean` (over the positions with a label; over N without labels), `mean`
             (over these positions and the C classes) or `sum`.
         logits_are_probs: whether both are probabilities, from which no temperature is taken.
+        num_items_in_batch: what the sum is divided by instead, a number.
 
     Returns:
         The divergence in nats, a number, fp32 (fp64 for fp64), differentiable in `student_logits`.
+        Without any label it is 0, and its `mean` NaN.
 
     Raises:
         TypeError, ValueError: as in `partita.divergence`.
 
-    Source: `GKDTrainer.generalized_jsd_loss` of TRL 1.16, 2026.
+    Source: `GKDTrainer.generalized_jsd_loss` and that of `GOLDTrainer` in TRL 1.16, 2026.
 
     Example:
         >>> import torch
@@ -173,14 +178,29 @@ def generalized_jsd_loss(
             p.clamp_min(SMALLEST_PROBABILITY).log() for p in (student_logits, teacher_logits)
         )
         temperature = 1.0
-    options: dict[str, Any] = {"beta": beta, "temperature": temperature}
+    is_mean = num_items_in_batch is None and (
+        reduction == "mean" or (reduction == "batchmean" and mask is not None)
+    )
+    try:
+        loss = divergence(
+            student_logits,
+            teacher_logits,
+            beta=beta,
+            temperature=temperature,
+            mask=mask,
+            reduction="mean" if is_mean else "sum",
+        )
+    except REFUSALS as error:
+        raise_renamed(error, logits="student_logits", mask="labels")
+    if num_items_in_batch is not None:
+        return loss / _on_device(num_items_in_batch, loss)
     if reduction == "mean":
-        mean = divergence(student_logits, teacher_logits, mask=mask, **options)
-        return mean / student_logits.shape[-1]
-    if reduction == "batchmean" and mask is not None:
-        return divergence(student_logits, teacher_logits, mask=mask, **options)
-    total = divergence(student_logits, teacher_logits, mask=mask, reduction="sum", **options)
-    return total / len(student_logits) if reduction == "batchmean" else total
+        return loss / student_logits.shape[-1]
+    if reduction == "sum":
+        return loss
+    if mask is None:
+        return loss / max(student_logits.shape[0], 1)
+    return loss.masked_fill(~mask.any(), 0.0)
 
 
 def chunked_cross_entropy_loss(
@@ -216,7 +236,7 @@ def chunked_cross_entropy_loss(
     Raises:
         TypeError, ValueError, IndexError: as in `partita.linear_token_stats`.
 
-    Source: `trl.trainer.sft_trainer._chunked_cross_entropy_loss` of TRL 1.16, 2026.
+    Source: `trl.trainer.sft_trainer._chunked_cross_entropy_loss` of TRL 1.12 to 1.14, 2026.
 
     Example:
         >>> import torch
@@ -229,31 +249,44 @@ def chunked_cross_entropy_loss(
         raise ValueError("labels: expected labels or shift_labels, got None for both")
     checks.number("logit_scale", logit_scale, low=0.0, open_low=True)
     checks.floating("hidden_states", hidden_states)
+    name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
+    assert given is not None
+    checks.integer(name, given)
     if shift_labels is None:
-        assert labels is not None
-        hidden_states, shift_labels = hidden_states[..., :-1, :], labels[..., 1:]
+        hidden_states, shift_labels = hidden_states[..., :-1, :], given[..., 1:]
     temperature = 1.0 / logit_scale
     if logit_scale != 1.0 and final_logit_softcapping is not None:
         # The cap comes after the factor, so the temperature, which comes last, cannot serve.
         temperature = 1.0
         hidden_states = hidden_states * logit_scale
         lm_head_bias = None if lm_head_bias is None else lm_head_bias * logit_scale
-    stats = linear_token_stats(
-        hidden_states,
-        lm_head_weight,
-        shift_labels,
-        linear_bias=lm_head_bias,
-        temperature=temperature,
-        softcap=final_logit_softcapping,
-    )
+    try:
+        stats = linear_token_stats(
+            hidden_states,
+            lm_head_weight,
+            shift_labels,
+            linear_bias=lm_head_bias,
+            temperature=temperature,
+            softcap=final_logit_softcapping,
+        )
+    except IndexError:
+        find_label(name, given, lm_head_weight.shape[0], IGNORED, shifted=name == "labels")
+        raise
+    except REFUSALS as error:
+        names = {"input": "hidden_states", "linear_weight": "lm_head_weight", "target": name}
+        names |= {"linear_bias": "lm_head_bias", "softcap": "final_logit_softcapping"}
+        raise_renamed(error, **names)
     is_valid = shift_labels != IGNORED
     number = is_valid.sum()
     correct = ((stats.argmax == shift_labels) & is_valid).sum().float()
     entropy = torch.where(is_valid, stats.entropy.detach(), 0.0).sum()
+    total = -stats.logprob.sum()
     denominator = number.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    if isinstance(denominator, Tensor):
-        denominator = denominator.to(stats.logprob.device)
-    return -stats.logprob.sum() / denominator, correct, entropy, number
+    return total / _on_device(denominator, total), correct, entropy, number
+
+
+def _on_device(number: Tensor | int, like: Tensor) -> Tensor | int:
+    return number.to(like.device) if isinstance(number, Tensor) else number
 
 
 def _in_dtype(found: Tensor, logits: Tensor) -> Tensor:
@@ -265,11 +298,18 @@ def _statistics(
     logits: Tensor, index: Tensor, temperature: float, row_mask: Tensor | None
 ) -> TokenStats:
     """Return the statistics of the rows, of which masked ones have log-probability 0."""
+    labels, ignored = _with_ignored(index, row_mask)
+    try:
+        return token_stats(logits, labels, temperature=temperature, ignore_index=ignored)
+    except REFUSALS as error:
+        raise_renamed(error, target="index")
+
+
+def _with_ignored(index: Tensor, row_mask: Tensor | None) -> tuple[Tensor, int]:
+    """Return the classes, those that are masked replaced by an ignored label, and that label."""
     if row_mask is None:
-        nothing = checks.NOTHING_IGNORED
-        return token_stats(logits, index, temperature=temperature, ignore_index=nothing)
-    index = index.long().masked_fill(_masked(index, row_mask), NO_LABEL)
-    return token_stats(logits, index, temperature=temperature, ignore_index=NO_LABEL)
+        return index.long(), checks.NOTHING_IGNORED
+    return index.long().masked_fill(_masked(index, row_mask), NO_LABEL), NO_LABEL
 
 
 def _masked(index: Tensor, row_mask: Tensor) -> Tensor:

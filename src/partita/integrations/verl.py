@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from ..ops.cross_entropy.api import cross_entropy, token_stats
+from ..ops.cross_entropy.api import TokenStats, cross_entropy, token_stats
 from ..ops.linear_heads.api import linear_token_stats
 from ..runtime import checks
 from ..runtime.dtypes import fp32_result
+from ..runtime.sizes import holds
+from .naming import REFUSALS, find_label, raise_renamed
 
 __all__ = [
     "FusedLinearForPPO",
@@ -17,14 +21,16 @@ __all__ = [
     "logprobs_from_logits",
 ]
 
+IGNORED = -100  # the label of a row without a log-probability
+
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
     """Log-probability of the label of each row.
 
     Args:
         logits: `[..., C]`, floating dtype.
-        labels: classes `[...]`, any integer dtype; -100 for a row with log-probability and gradient
-            0.
+        labels: classes `[...]`, or in any shape with one for each row; any integer dtype. A row
+            with -100 has log-probability and gradient 0.
         inplace_backward: whether the gradient takes the memory of the logits, which the backward
             pass then overwrites. A leaf keeps its memory.
 
@@ -46,12 +52,18 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
     checks.integer("labels", labels)
     if logits.ndim == 0:
         raise ValueError("logits: expected shape [..., C], got []")
-    checks.shape("labels", labels, logits.shape[:-1], "logits.shape[:-1]")
+    of_rows = _labels_of_rows("labels", labels, logits)
     inplace = inplace_backward and not logits.is_leaf
     rows = logits.reshape(-1, logits.shape[-1])
-    with fp32_result(logits):
-        loss = cross_entropy(rows, labels.reshape(-1), reduction="none", inplace=inplace)
-    return -loss.view(labels.shape)
+    try:
+        with fp32_result(logits):
+            loss = cross_entropy(rows, of_rows.reshape(-1), reduction="none", inplace=inplace)
+    except IndexError:
+        find_label("labels", labels, rows.shape[1], IGNORED)
+        raise
+    except REFUSALS as error:
+        raise_renamed(error, input="logits", target="labels")
+    return -loss.view(of_rows.shape)
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
@@ -90,7 +102,7 @@ def linear_cross_entropy(
     Args:
         hidden: hidden states `[..., H]`, floating dtype.
         weight: `[C, H]` in the same dtype.
-        labels: classes `[...]`, any integer dtype.
+        labels: classes `[...]`, or in any shape with one for each row; any integer dtype.
         temperature: positive; what the logits are divided by.
         reduction: of the log-probabilities: `none`, `mean` or `sum`.
         dist_process_group: None. `partita.parallel` has losses over a sharded vocabulary.
@@ -117,7 +129,8 @@ def linear_cross_entropy(
             "dist_process_group: expected None; partita.parallel.token_stats takes the logits of a"
             " sharded vocabulary"
         )
-    stats = linear_token_stats(hidden, weight, labels, temperature=temperature)
+    names = ("hidden", "weight", "labels")
+    stats = _statistics(names, hidden, weight, labels, temperature)
     logprobs = stats.logprob
     if reduction != "none":
         logprobs = logprobs.sum() if reduction == "sum" else logprobs.mean()
@@ -128,7 +141,8 @@ class FusedLinearForPPO(torch.nn.Module):
     """`linear_cross_entropy` as verl's module for policy gradients.
 
     Args:
-        chunk_size: taken for verl's signature, and not used: the chunks follow the sizes.
+        chunk_size, impl_backend: taken for verl's signature, and not used: the chunks follow the
+            sizes.
 
     Raises:
         TypeError, ValueError, IndexError: as in `partita.linear_token_stats`, by a call.
@@ -143,9 +157,9 @@ class FusedLinearForPPO(torch.nn.Module):
         (tensor([[-1.3863, -1.3863]]), tensor([[1.3863, 1.3863]]))
     """
 
-    def __init__(self, chunk_size: int = 512) -> None:
+    def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
         super().__init__()
-        self.chunk_size = chunk_size
+        self.chunk_size, self.impl_backend = chunk_size, impl_backend
 
     def forward(
         self,
@@ -159,7 +173,7 @@ class FusedLinearForPPO(torch.nn.Module):
         Args:
             hidden_states: `[..., H]`, floating dtype.
             vocab_weights: `[C, H]` in the same dtype.
-            input_ids: classes `[...]`, any integer dtype.
+            input_ids: classes `[...]`, or in any shape with one for each row; any integer dtype.
             temperature: positive; what the logits are divided by.
 
         Raises:
@@ -171,4 +185,34 @@ class FusedLinearForPPO(torch.nn.Module):
             >>> FusedLinearForPPO()(torch.zeros(1, 3), torch.zeros(4, 3), torch.tensor([2]))
             (tensor([-1.3863]), tensor([1.3863]))
         """
-        return linear_cross_entropy(hidden_states, vocab_weights, input_ids, temperature)
+        names = ("hidden_states", "vocab_weights", "input_ids")
+        stats = _statistics(names, hidden_states, vocab_weights, input_ids, temperature)
+        return stats.logprob, stats.entropy
+
+
+def _labels_of_rows(name: str, labels: Tensor, rows: Tensor) -> Tensor:
+    """Return the labels in the shape of the rows `[..., D]`, of which each has one."""
+    shape = rows.shape[:-1]
+    if not holds(labels.numel() == math.prod(shape)):
+        raise ValueError(
+            f"{name}: expected {math.prod(shape)} classes, one for each row of {list(shape)},"
+            f" got {list(labels.shape)}"
+        )
+    return labels.reshape(shape)
+
+
+def _statistics(
+    names: tuple[str, str, str], hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float
+) -> TokenStats:
+    """Return the statistics of the rows; errors give the tensors these names."""
+    checks.floating(names[0], hidden)
+    checks.integer(names[2], labels)
+    of_rows = _labels_of_rows(names[2], labels, hidden) if hidden.ndim else labels
+    try:
+        return linear_token_stats(hidden, weight, of_rows, temperature=temperature)
+    except IndexError:
+        find_label(names[2], labels, weight.shape[0], IGNORED)
+        raise
+    except REFUSALS as error:
+        ours = ("input", "linear_weight", "target")
+        raise_renamed(error, **dict(zip(ours, names, strict=True)))

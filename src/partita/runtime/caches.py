@@ -7,7 +7,10 @@ Tests that replace what a cached value was computed from call `clear_caches`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -32,6 +35,38 @@ class BoundedCache(dict[Key, Value]):
             self.clear()
         self[key] = value
         return value
+
+
+class TableCache:
+    """What was computed from the values of tensors, by tensor object.
+
+    A value is found again while PyTorch tells of no change: the tensor has the version that it had,
+    and the same memory in the same layout. A write through another tensor on that memory with a
+    version of its own, such as `table.data`, or through an array of NumPy, cannot be noticed.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._entries = WeakTensorKeyDictionary()
+        register_cache(name, self._entries.clear)
+
+    def get(self, table: Tensor) -> Any:
+        """Return the value for a table that has not changed, else None."""
+        found = self._entries.get(table)
+        return found[-1] if found is not None and found[0] == _state(table) else None
+
+    def store(self, table: Tensor, value: Any) -> Any:
+        """Store the value, unless inference mode gave the table no version, and return it."""
+        if (state := _state(table)) is not None:
+            # While the memory lives, no other values can have its address.
+            self._entries[table] = state, table.detach(), value
+        return value
+
+
+def _state(table: Tensor) -> tuple[Any, ...] | None:
+    """Return what changes with the values of a table, as far as PyTorch tells."""
+    if table.is_inference():
+        return None
+    return table._version, table.data_ptr(), table.dtype, table.shape, table.stride()
 
 
 def register_cache(name: str, clear: Callable[[], object]) -> None:

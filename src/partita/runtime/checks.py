@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .environment import reader
+from .sizes import same_sizes
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -57,9 +58,18 @@ def integer(name: str, value: Any) -> None:
 
 def shape(name: str, value: Tensor, expected: Sequence[int], meaning: str) -> None:
     """Raise `ValueError` unless the tensor has the expected shape, named by `meaning`."""
-    if tuple(value.shape) != tuple(expected):
+    if not same_sizes(value.shape, expected):
         raise ValueError(
             f"{name}: expected shape {meaning} = {list(expected)}, got {list(value.shape)}"
+        )
+
+
+def last_sizes(name: str, value: Tensor, expected: Sequence[int], meaning: str) -> None:
+    """Raise `ValueError` unless the last sizes of the tensor are as expected."""
+    if not same_sizes(value.shape[-len(expected) :], expected):
+        raise ValueError(
+            f"{name}: expected shape [..., {meaning}] with [{meaning}] = {list(expected)},"
+            f" got {list(value.shape)}"
         )
 
 

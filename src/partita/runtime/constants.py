@@ -19,7 +19,7 @@ from .caches import register_cache
 # A full cache takes no further tensors. It drops none, since a captured CUDA graph may read them.
 MAX_CONSTANTS = 1024
 
-_constants: dict[tuple[Any, ...], tuple[int, Tensor]] = {}
+_constants: dict[tuple[Any, ...], tuple[tuple[int, int], Tensor]] = {}
 register_cache("runtime.constants", _constants.clear)
 
 
@@ -36,8 +36,8 @@ def constant(make: Callable[..., Tensor], *args: Any, device: torch.device) -> T
     if device.type == "cpu" or not (plain_eager() or _is_watched()):
         return make(*args, device=device)
     key = (make, device, *args)
-    version, tensor = _constants.get(key, (0, None))
-    if tensor is not None and tensor._version == version:
+    written, tensor = _constants.get(key, (None, None))
+    if tensor is not None and (tensor._version, tensor.data_ptr()) == written:
         recording.keep(tensor)
         return tensor
     first_call.refuse_if_planning()
@@ -48,5 +48,5 @@ def constant(make: Callable[..., Tensor], *args: Any, device: torch.device) -> T
         if tensor.is_cuda:
             torch.cuda.current_stream(device).synchronize()
         if len(_constants) < MAX_CONSTANTS or key in _constants:
-            _constants[key] = tensor._version, tensor
+            _constants[key] = (tensor._version, tensor.data_ptr()), tensor
     return tensor

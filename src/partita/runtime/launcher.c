@@ -60,7 +60,8 @@ typedef struct {
 
 static Driver driver;
 static const Exchange *exchange;
-static PyObject *tensor_type, *parameter_type, *dtype_type, *allocate, *byte_dtype, *long_dtype;
+static PyObject *tensor_type, *parameter_type, *dtype_type, *byte_dtype, *long_dtype;
+static PyObject *allocate, *current_device;  /* functions, for PyTorch's current device */
 static PyObject *knobs, *enter_hook, *exit_hook, *side_stream;
 static PyObject *name_enter_hook, *name_exit_hook, *name_calls, *name_version, *name_as_strided;
 static PyObject *is_neg;  /* the method of tensors */
@@ -70,13 +71,18 @@ static PyObject *forward_globals, *name_level;  /* of torch.autograd.forward_ad 
 static PyObject *environment, *name_check, *name_replay, *name_backend;  /* os.environ */
 static PyObject *backend_of_block, *backend_globals, *name_default, *name_requires_grad;
 
-/* Make the device's primary context current in a thread that has none, and return the device. */
-static int current_device(int wanted) {
-    int device = -1;
-    if (driver.get_device(&device) == 0) return device;
+/* Return whether a device is PyTorch's current one, where it allocates, and let the driver, which
+   launches, have it as its current one too. The driver has none in a new thread. It has another one
+   after PyTorch went back to a device without a context, which PyTorch only notes. */
+static int is_current(int device) {
+    PyObject *of_pytorch = PyObject_CallNoArgs(current_device);
+    if (!of_pytorch) { PyErr_Clear(); return 0; }
+    int is_same = PyLong_AsLong(of_pytorch) == device, of_driver;
+    Py_DECREF(of_pytorch);
+    if (!is_same) return 0;
+    if (driver.get_device(&of_driver) == 0 && of_driver == device) return 1;
     void *context;
-    if (driver.retain_context(&context, wanted) || driver.set_context(context)) return -1;
-    return wanted;
+    return !driver.retain_context(&context, device) && !driver.set_context(context);
 }
 
 static PyObject *raise_driver_error(int status) {
@@ -316,7 +322,7 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t narg
         if (!put_tagged(&key, 'k', &name, sizeof name) || !put_value(&key, value))
             Py_RETURN_NOTIMPLEMENTED;
     if (!put(&key, &device, sizeof device)) Py_RETURN_NOTIMPLEMENTED;
-    if (device < 0 || current_device(device) != device) Py_RETURN_NOTIMPLEMENTED;
+    if (device < 0 || !is_current(device)) Py_RETURN_NOTIMPLEMENTED;
     PyObject *bytes = PyBytes_FromStringAndSize(key.bytes, key.used);
     if (!bytes) return NULL;
     Kernel *kernel = (Kernel *)look_up(args[0], bytes);
@@ -358,15 +364,16 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t narg
 
 /* ---- the module ---- */
 
-/* setup(device_type, types, allocate, dtypes, exchange, knobs, side_stream, modes, variables,
+/* setup(device_type, types, of_device, dtypes, exchange, knobs, side_stream, modes, variables,
          backend, addresses) */
 static PyObject *setup(PyObject *module, PyObject *args) {
-    PyObject *api, *types, *dtypes, *addresses, *modes, *variables, *backend;
+    PyObject *api, *types, *of_device, *dtypes, *addresses, *modes, *variables, *backend;
     unsigned long long address[8];
-    if (!PyArg_ParseTuple(args, "iO!OO!OOOO!O!O!O!", &device_type, &PyTuple_Type, &types,
-                          &allocate, &PyTuple_Type, &dtypes, &api, &knobs, &side_stream,
-                          &PyTuple_Type, &modes, &PyTuple_Type, &variables, &PyTuple_Type,
-                          &backend, &PyTuple_Type, &addresses) ||
+    if (!PyArg_ParseTuple(args, "iO!O!O!OOOO!O!O!O!", &device_type, &PyTuple_Type, &types,
+                          &PyTuple_Type, &of_device, &PyTuple_Type, &dtypes, &api, &knobs,
+                          &side_stream, &PyTuple_Type, &modes, &PyTuple_Type, &variables,
+                          &PyTuple_Type, &backend, &PyTuple_Type, &addresses) ||
+        !PyArg_ParseTuple(of_device, "OO", &allocate, &current_device) ||
         !PyArg_ParseTuple(dtypes, "OO", &byte_dtype, &long_dtype) ||
         !PyArg_ParseTuple(modes, "OOOOO!", &is_grad_enabled, &transform, &num_modes, &saved_hooks,
                           &PyDict_Type, &forward_globals) ||
@@ -388,7 +395,7 @@ static PyObject *setup(PyObject *module, PyObject *args) {
     exit_hook = PyObject_GetAttr(knobs, name_exit_hook);
     is_neg = PyObject_GetAttrString(tensor_type, "is_neg");
     if (!enter_hook || !exit_hook || !is_neg) return NULL;
-    Py_INCREF(types), Py_INCREF(allocate), Py_INCREF(dtypes), Py_INCREF(knobs);
+    Py_INCREF(types), Py_INCREF(of_device), Py_INCREF(dtypes), Py_INCREF(knobs);
     Py_INCREF(side_stream), Py_INCREF(api), Py_INCREF(modes), Py_INCREF(variables);
     Py_INCREF(backend);
     Py_RETURN_NONE;

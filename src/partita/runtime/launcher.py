@@ -59,7 +59,12 @@ _side = threading.local()
 
 
 def build(
-    exchange: Any, knobs: Any, driver: Mapping[str, int], allocate: Any, device_type: int = CUDA
+    exchange: Any,
+    knobs: Any,
+    driver: Mapping[str, int],
+    allocate: Any,
+    current_device: Any,
+    device_type: int = CUDA,
 ) -> Any:
     """Compile the C module, or load it from Triton's cache, and connect it.
 
@@ -68,6 +73,8 @@ def build(
         knobs: the object with Triton's launch hooks.
         driver: the address of each of the `DRIVER_FUNCTIONS`.
         allocate: a function of size, stride and dtype that returns a tensor on the current device.
+        current_device: a function of no arguments that returns the index of PyTorch's current
+            device. Calls with tensors on another one are left to Python.
         device_type: the number that DLPack has for the devices to serve.
     """
     from triton.runtime.build import compile_module_from_src
@@ -92,7 +99,8 @@ def build(
     chosen = (backend._chosen, vars(backend))
     tables = (modes, (environment.dictionary(), *names), chosen, addresses)
     dtypes = (torch.uint8, torch.int64)
-    module.setup(device_type, types, allocate, dtypes, *functions, *tables)
+    of_device = allocate, current_device
+    module.setup(device_type, types, of_device, dtypes, *functions, *tables)
     return module
 
 
@@ -211,7 +219,8 @@ def _connect() -> tuple[Any, str]:
             name: ctypes.cast(getattr(_library(), name), ctypes.c_void_p).value or 0
             for name in DRIVER_FUNCTIONS
         }
-        module = build(exchange, triton.knobs.runtime, driver, allocator())
+        current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+        module = build(exchange, triton.knobs.runtime, driver, allocator(), current_device)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else ""
         return None, f"Triton launches: the C launcher failed ({type(error).__name__}: {reason})"

@@ -109,7 +109,7 @@ static PyObject *padded_lengths(PyObject *module, PyObject *const *args, Py_ssiz
         Py_RETURN_NOTIMPLEMENTED;
     int64_t N = targets.shape[0], longest = targets.shape[1], greatest = 0;
     int device = targets.device.index;
-    if (N == 0 || current_device(device) != device) Py_RETURN_NOTIMPLEMENTED;
+    if (N == 0 || !is_current(device)) Py_RETURN_NOTIMPLEMENTED;
     if (args[0] == Py_None)
         for (int i = 0; i < count && is_done; i++) {
             is_done = is_tensor(args[2 + i]) && describe_memory(args[2 + i], &row) &&

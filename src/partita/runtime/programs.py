@@ -38,7 +38,7 @@ class Draft(NamedTuple):
         steps: kind, function, programs, threads, shared memory, words and cells of each step. A
             cell is a slot and an offset; see `programs.c`.
         references: the kernels in the order of their launches, constant tensors, and arguments
-            that count by identity.
+            that count by identity, with their memory.
     """
 
     num_args: int

@@ -280,7 +280,9 @@ class Recorder(TorchDispatchMode):
             return None
         steps = tuple((*step[:-1], tuple(map(layout.cell, step[-1]))) for step in self._steps)
         spec = None if result is None else entries[0] if isinstance(result, Tensor) else entries
-        references = (self.kernels, list(self.constants.values()), self.known)
+        # While their memory lives, no other values can have its address.
+        known = [*self.known, *(tensor.detach() for tensor in self.known)]
+        references = (self.kernels, list(self.constants.values()), known)
         sizes = (tuple(layout.outputs), spec, tuple(layout.temporaries), layout.workspace)
         return Draft(len(self.args), *sizes, steps, references)
 

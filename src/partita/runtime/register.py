@@ -198,6 +198,12 @@ def resolved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_neg()
 
 
+def like(expected: tuple[torch.Tensor, ...], results: tuple[torch.Tensor, ...]) -> Any:
+    """Return results in the expected shapes; one that has another shape holds nothing of use."""
+    pairs = zip(expected, results, strict=True)
+    return tuple(result if result.shape == empty.shape else empty for empty, result in pairs)
+
+
 def define(
     schema: str,
     fake: Callable[..., Any],
@@ -246,15 +252,13 @@ def define(
         if check is not None:
             check(first, *args)
         empty = reference_if_empty and not first.numel()
-        return implementation(backend, first.device, empty)(first, *args)
+        result = implementation(backend, first.device, empty)(first, *args)
+        return like(shapes(first, *rest), result) if empty and fake_by_backend else result
 
     def shapes(first: torch.Tensor, *rest: Any) -> Any:
         *args, backend = rest
         if fake_by_backend:
-            served_by = resolve(backend, first.device, has_cpu=has_cpu)
-            if reference_if_empty and 0 in first.shape:
-                served_by = "reference"
-            return fake(first, *args, served_by)
+            return fake(first, *args, resolve(backend, first.device, has_cpu=has_cpu))
         return fake(first, *args)
 
     def refuse_derivatives(*args: Any) -> Any:

@@ -20,7 +20,7 @@ typedef struct {
 } CallKey;
 
 /* Add a tensor by what a plan may depend on, and by the first tensor that shares its address.
-   A tensor whose values decide a plan counts by its identity and version too. */
+   A tensor whose values decide a plan counts by its identity, address and version too. */
 static int put_tensor(Key *key, PyObject *arg, const View *views, Py_ssize_t index, int identity) {
     const View *view = &views[index];
     int64_t alias = 0, properties[2];
@@ -34,7 +34,8 @@ static int put_tensor(Key *key, PyObject *arg, const View *views, Py_ssize_t ind
     if (!identity) return 1;
     PyObject *version = PyObject_GetAttr(arg, name_version);
     if (!version) { PyErr_Clear(); return 0; }
-    int added = put_tagged(key, 'p', &arg, sizeof arg) && put_value(key, version);
+    const void *place[] = {arg, view->data};
+    int added = put_tagged(key, 'p', place, sizeof place) && put_value(key, version);
     Py_DECREF(version);
     return added;
 }
@@ -86,7 +87,7 @@ static int put_call(const Replay *self, CallKey *call, PyObject *const *args, Py
         if (!put_tensor(key, args[i], views, i, self->by_identity >> i & 1)) return 0;
         if (self->with_rows >> i & 1) note_rows(call, &views[i]);
     }
-    return current_device(*device) == *device;
+    return is_current(*device);
 }
 
 /* Write a number where the key has the number of rows. */

@@ -1,5 +1,7 @@
 """The layout of tables of edges in the lanes of a block."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -86,3 +88,28 @@ def test_lanes_that_are_summed_have_the_same_last_base(bases: int, k: int) -> No
     """Sums of the lanes that differ in bits 2 and 3 are sums over states with one last base."""
     state = directed(partita.debruijn_source(bases, k)).state_of_lane.view(-1, 4, 4)
     assert torch.equal(state % 4, (state[:, :1] % 4).expand_as(state))
+
+
+def write_in_place(source: Tensor) -> None:
+    source[0, 0] = 2
+
+
+def assign_data(source: Tensor) -> None:
+    source.data = torch.tensor([[2, 1], [1, 2], [2, 0]])
+
+
+def assign_data_that_lies_otherwise(source: Tensor) -> None:
+    source.data = source.data.flatten().as_strided((3, 2), (1, 3))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [write_in_place, assign_data, assign_data_that_lies_otherwise],
+    ids=lambda f: f.__name__,
+)
+def test_a_table_that_changed_is_laid_out_anew(change: Callable[[Tensor], None]) -> None:
+    source = torch.tensor([[0, 1], [1, 2], [2, 0]])
+    table = edge_table(source)
+    assert edge_table(source) is table
+    change(source)
+    assert torch.equal(edge_table(source).source, source.int())

@@ -50,4 +50,3 @@ def test_saved_shapes_of_other_backends() -> None:
     assert saved_shape((7, 2, 5), 3, True, True, "cpu") == (2, 8, 10)
     assert saved_shape((7, 2, 5), 3, True, False, "cpu") == (0,)
     assert saved_shape((7, 2, 5), 3, True, True, "reference") == (0,)
-    assert saved_shape((0, 2, 5), 3, True, True, "gpu") == (0,)

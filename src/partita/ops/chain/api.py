@@ -12,6 +12,7 @@ from ...runtime import checks
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ...runtime.lengths import lengths_on_device
+from ...runtime.sizes import same_sizes
 from . import autograd, functional
 from .eager import eager_logz
 from .edges import edges_from_states
@@ -308,7 +309,7 @@ class Chain:
         checks.integer(name, given)
         assert given is not None
         checks.device(name, given, self.scores, "scores")
-        if given.shape[-2:] != (rows, N):
+        if not same_sizes(given.shape[-2:], (rows, N)):
             raise ValueError(
                 f"{name}: expected shape [..., {'T' if states is None else 'T + 1'}, N] with"
                 f" [T, N] = {[T, N]}, got {list(given.shape)}"

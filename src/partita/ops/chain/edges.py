@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
+from ...runtime.sizes import holds
 
 
 def dense_source(C: int, *, device: torch.device | str | None = None) -> Tensor:
@@ -66,7 +67,7 @@ def edges_from_states(states: Tensor, source: Tensor) -> Tensor:
     checks.integer("states", states)
     checks.integer("source", source)
     checks.device("source", source, states, "states")
-    if states.ndim < 2 or states.shape[-2] < 1:
+    if states.ndim < 2 or not holds(states.shape[-2] >= 1):
         raise ValueError(f"states: expected shape [..., T + 1, N], got {list(states.shape)}")
     if source.ndim != 2:
         raise ValueError(f"source: expected shape [C, K], got {list(source.shape)}")

@@ -150,9 +150,7 @@ def log_prob(chain: ChainTensors, edges: Tensor, first_state: Tensor | None) -> 
     result = torch.where(logz == -torch.inf, -torch.inf, score - logz)
     if first_state is not None:
         return result
-    if chain.lengths is None:
-        return result if len(chain.scores) else torch.zeros_like(result)
-    return torch.where((chain.lengths == 0) & (logz > -torch.inf), 0.0, result)
+    return torch.where((full_lengths(chain) == 0) & (logz > -torch.inf), 0.0, result)
 
 
 def nbest(chain: ChainTensors, k: int) -> tuple[Tensor, Tensor, Tensor]:

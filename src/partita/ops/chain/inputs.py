@@ -75,7 +75,7 @@ def check_same_paths(chain: ChainTensors, other: ChainTensors) -> None:
 def full_lengths(chain: ChainTensors) -> Tensor:
     """Return the lengths `[N]`; T for all chains if none were given."""
     if chain.lengths is None:
-        return chain.scores.new_full(chain.scores.shape[1:2], len(chain.scores))
+        return chain.scores.new_full(chain.scores.shape[1:2], chain.scores.shape[0])
     return chain.lengths
 
 

@@ -20,6 +20,7 @@ from ...runtime.backend import current_backend, resolve
 from ...runtime.checks import REDUCTIONS
 from ...runtime.known_calls import KnownCalls
 from ...runtime.register import PLAIN
+from ...runtime.sizes import same_sizes
 from .autograd import (
     CrossEntropyInPlace,
     CrossEntropyOnePass,
@@ -228,7 +229,7 @@ def check_inputs(
         raise ValueError("input: expected shape [N, C, ...] or [C], got []")
     if target.device != input.device:
         checks.device("target", target, input, "input")
-    if target.shape == shape and target.is_floating_point():
+    if target.is_floating_point() and same_sizes(target.shape, shape):
         if target.dtype not in checks.FLOATING:
             checks.floating("target", target)
         if ignore_index >= 0:
@@ -239,9 +240,9 @@ def check_inputs(
     else:
         if target.dtype not in checks.INTEGERS:
             checks.integer("target", target)
-        if len(shape) != 2 or target.shape != shape[:1]:
-            rows = [] if len(shape) == 1 else [shape[0], *shape[2:]]
-            if len(shape) > 2 and target.shape == shape[:-1] and list(shape[:-1]) != rows:
+        rows = [] if len(shape) == 1 else [shape[0], *shape[2:]]
+        if not same_sizes(target.shape, rows):
+            if len(shape) > 2 and target.shape == shape[:-1]:
                 raise ValueError(
                     f"target: expected shape [N, ...] of input without its classes = {rows},"
                     f" got {list(target.shape)}; classes are dimension 1 of input, which"

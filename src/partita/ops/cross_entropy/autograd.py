@@ -374,7 +374,7 @@ def cross_entropy_of_rows(
         return (loss if reduction == "none" else loss.sum()).to(options.dtype)
     if target.is_floating_point():
         rows = loss.numel()
-        result = loss.sum() / rows if rows else loss.sum() / 0.0
+        result = loss.sum() / rows
         return (result if z is None else result + z.sum() / rows).to(options.dtype)
     denominators = mean_denominators(target, weight, options.ignore_index, logits.shape[1])
     result = loss.sum() / denominators[0]

@@ -16,6 +16,7 @@ from ...runtime import checks
 from ...runtime.autograd import is_batched, plain_eager
 from ...runtime.caches import BoundedCache, register_cache
 from ...runtime.lengths import Lengths, as_lengths, on_device, padded_lengths
+from ...runtime.sizes import decide, holds
 from .common import ScoreOptions
 
 FEW = 64  # lengths of which Python finds the greatest in less time than PyTorch
@@ -71,7 +72,7 @@ def check_tensors(name: str, logits: Tensor, targets: Tensor, blank: int) -> Ten
     T, N, C = logits.shape
     if C == 0:
         raise ValueError(f"{name}: expected at least one class, got shape {list(logits.shape)}")
-    if targets.ndim != 1 and (targets.ndim != 2 or len(targets) != N):
+    if targets.ndim != 1 and (targets.ndim != 2 or not holds(targets.shape[0] == N)):
         raise ValueError(
             f"targets: expected shape [N, S] with N = {N}, or [sum of target_lengths],"
             f" got {list(targets.shape)}{_order_hint(name, targets, T)}"
@@ -180,7 +181,7 @@ def _lengths(name: str, value: Lengths, N: int) -> Tensor:
         and value.dtype is torch.int64
         and value.layout is torch.strided
         and value.ndim == 1
-        and value.shape[0] == N
+        and holds(value.shape[0] == N)
         and value.is_contiguous()
     ):
         return value
@@ -191,7 +192,7 @@ def _longest(lengths: Tensor, targets: Tensor) -> int:
     """Return the greatest target length, or a bound of it where the lengths cannot be read."""
     # The length of a tensor by `len` is a function in Python.
     size, N = targets.shape[-1], lengths.shape[0]
-    if not N:
+    if decide(N == 0, otherwise=False):
         return 0
     if not lengths.is_cpu or torch.compiler.is_compiling() or is_batched(lengths):
         return size

@@ -76,5 +76,9 @@ def gradient_per_sequence(grad: Tensor, target_lengths: Tensor, reduction: str) 
 
     Its value for an infinite loss is arbitrary: the gradient of such a sequence is 0 in any case.
     """
-    grad = grad.double().expand(len(target_lengths))
-    return grad / len(target_lengths) / target_lengths.clamp(min=1) if reduction == "mean" else grad
+    grad = grad.double().expand(target_lengths.shape)
+    return (
+        grad / target_lengths.shape[0] / target_lengths.clamp(min=1)
+        if reduction == "mean"
+        else grad
+    )

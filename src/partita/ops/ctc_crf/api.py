@@ -20,6 +20,7 @@ from ...runtime.constants import constant
 from ...runtime.known_calls import KnownCalls
 from ...runtime.lengths import Lengths, as_lengths, on_device, padded_lengths
 from ...runtime.register import PLAIN
+from ...runtime.sizes import holds
 from . import autograd as _crf
 from .common import kmer_source, lattice_source
 
@@ -89,7 +90,7 @@ def _check_targets(targets: Tensor, scores: Tensor) -> None:
     checks.integer("targets", targets)
     checks.device("targets", targets, scores, "scores")
     ndim, N = targets.ndim, scores.shape[1]
-    if ndim != 1 and (ndim != 2 or targets.shape[0] != N):
+    if ndim != 1 and (ndim != 2 or not holds(targets.shape[0] == N)):
         raise ValueError(
             f"targets: expected shape [N, S] with N = {N}, or [sum of target_lengths],"
             f" got {list(targets.shape)}"

@@ -77,7 +77,7 @@ def _loss_results(
     served_by: str,
 ) -> tuple[Tensor, ...]:
     """Return empty tensors with the shapes and dtypes of the results of `crf_loss`."""
-    T, N, C, L = *scores.shape[:2], len(source), len(lattice_source)
+    T, N, C, L = *scores.shape[:2], source.shape[0], lattice_source.shape[0]
     dtype = acc_dtype(scores.dtype)
     saved = (T + 1, N, C) if save and served_by != "reference" else (0,)
     return (

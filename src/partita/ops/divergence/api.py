@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...runtime import checks
+from ...runtime.sizes import same_sizes
 from ..logprobs.autograd import logprobs_of
 from ..logprobs.common import TopK
 from .autograd import divergence_of_classes, reduced_divergence
@@ -62,7 +63,7 @@ def divergence(
         )
     checks.floating("teacher_logits", teacher_logits)
     checks.device("teacher_logits", teacher_logits, logits, "logits")
-    if teacher_logits.shape != logits.shape:
+    if not same_sizes(teacher_logits.shape, logits.shape):
         same_rows = teacher_logits.shape[:-1] == logits.shape[:-1]
         advice = "; cut the longer rows to the classes that both have" if same_rows else ""
         raise ValueError(

@@ -61,13 +61,13 @@ divergence_one_pass_op: register.Op = register.define(
 )
 divergence_state_op: register.Op = register.define(
     f"divergence_state(Tensor logits, Tensor teacher_logits, {_NUMBERS}) -> Tensor",
-    lambda logits, *_: logits.new_empty(5, len(logits), dtype=acc_dtype(logits.dtype)),
+    lambda logits, *_: logits.new_empty(5, logits.shape[0], dtype=acc_dtype(logits.dtype)),
     backends=BACKENDS,
 )
 divergence_mixture_op: register.Op = register.define(
     "divergence_mixture(Tensor logits, Tensor teacher_logits, Tensor maximum, Tensor sumexp,"
     f" Tensor teacher_maximum, Tensor teacher_sumexp, {_NUMBERS}) -> Tensor",
-    lambda logits, teacher_logits, maximum, *_: maximum.new_empty(2, len(logits)),
+    lambda logits, teacher_logits, maximum, *_: maximum.new_empty(2, logits.shape[0]),
     backends=BACKENDS,
 )
 

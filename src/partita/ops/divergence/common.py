@@ -103,14 +103,16 @@ def reduced(loss: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
     if reduction == "sum":
         return loss.sum()
     if mask is None:
-        return loss.sum() / loss.numel() if loss.numel() else loss.sum() / 0.0
+        return loss.sum() / loss.numel()
     return loss.sum() / (mask != 0).sum()
 
 
 def row_factors(mask: Tensor | None, like: Tensor, reduction: str) -> Tensor:
     """Return the derivative of a reduced loss in the loss of each row, with the dtype of `like`."""
     if mask is None:
-        return torch.full_like(like, 1 / max(like.numel(), 1) if reduction == "mean" else 1.0)
+        return torch.full_like(
+            like, 1 / torch.sym_max(like.numel(), 1) if reduction == "mean" else 1.0
+        )
     is_valid = mask != 0
     factor = is_valid.sum().to(like.dtype).reciprocal() if reduction == "mean" else 1.0
     return torch.where(is_valid, factor, 0.0).to(like.dtype)

@@ -389,11 +389,7 @@ class LinearChain:
         """
         checks.integer("states", states)
         checks.device("states", states, self.emissions, "emissions")
-        if states.shape[-2:] != self.emissions.shape[:2]:
-            raise ValueError(
-                "states: expected shape [..., T, N] with [T, N] ="
-                f" {list(self.emissions.shape[:2])}, got {list(states.shape)}"
-            )
+        checks.last_sizes("states", states, self.emissions.shape[:2], "T, N")
         return self._to_result_dtype(functional.log_prob(self._tensors(), states.long()))
 
     def to_chain(self) -> Chain:

@@ -11,6 +11,7 @@ from ...primitives.semiring import Semiring
 from ...runtime import checks
 from ...runtime.constants import constant
 from ...runtime.known_calls import KnownCalls
+from ...runtime.sizes import holds, same_sizes
 
 _known_shapes = KnownCalls("linear_chain")  # True for emissions and transitions that were checked
 
@@ -55,7 +56,7 @@ def check_linear_chain(emissions: Tensor, transitions: Tensor) -> None:
     if known is True:
         return
     checks.floating("emissions", emissions)
-    if emissions.ndim != 3 or emissions.shape[0] < 1:
+    if emissions.ndim != 3 or not holds(emissions.shape[0] >= 1):
         raise ValueError(
             f"emissions: expected shape [T, N, C] with T of at least 1, got {list(emissions.shape)}"
         )
@@ -63,7 +64,7 @@ def check_linear_chain(emissions: Tensor, transitions: Tensor) -> None:
     checks.device("transitions", transitions, emissions, "emissions")
     T, N, C = emissions.shape
     shapes = {2: (C, C), 3: (T - 1, C, C), 4: (T - 1, N, C, C)}
-    if tuple(transitions.shape) != shapes.get(transitions.ndim):
+    if not same_sizes(transitions.shape, shapes.get(transitions.ndim, (-1,))):
         raise ValueError(
             "transitions: expected shape [C, C], [T - 1, C, C] or [T - 1, N, C, C] with"
             f" [T, N, C] = {[T, N, C]}, got {list(transitions.shape)}"

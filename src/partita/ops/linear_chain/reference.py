@@ -137,7 +137,8 @@ class StepSum:
     """
 
     def __init__(self, transitions: Tensor, d_state: Tensor) -> None:
-        self.transitions, self.steps = transitions, list[Tensor]()
+        self.transitions = transitions
+        self.steps: list[Tensor] = []
         # Without a step the sum is empty, which is NaN for an invalid sequence.
         self.total = 0.0 * d_state[:, :, None].expand(*d_state.shape, d_state.shape[1])
 

@@ -125,7 +125,7 @@ def _one_pass_fake(
 rows: register.Op = register.define(
     "linear_rows(Tensor input, Tensor weight, Tensor? bias, Tensor? target, Tensor? class_weight,"
     " float temperature, float softcap, int ignore_index,"
-    " bool needs_smoothing, bool needs_entropy, int chunk, bool save_logits, str backend)"
+    " bool needs_smoothing, bool needs_entropy, SymInt chunk, bool save_logits, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _rows_fake,
     check=_check_rows,
@@ -135,7 +135,7 @@ rows: register.Op = register.define(
 rows_backward: register.Op = register.define(
     "linear_rows_backward(Tensor dlogits_coef, Tensor label_coef, Tensor? log_coef,"
     f" Tensor? smoothing_coef, {_HEAD}, Tensor maximum, Tensor sumexp, Tensor saved,"
-    f" float temperature, float softcap, int chunk, {_WANTED}, str backend)"
+    f" float temperature, float softcap, SymInt chunk, {_WANTED}, str backend)"
     " -> (Tensor, Tensor, Tensor)",
     _rows_backward_fake,
     vmap=lambda *batch: one_by_one(rows_backward, *batch),
@@ -260,8 +260,8 @@ class LinearRows(torch.autograd.Function):
         coefficients = reference.gradient_coefficients(
             nll,
             logsumexp,
-            smoothing_loss,
-            entropy,
+            smoothing_loss if ctx.needs_smoothing else None,
+            entropy if ctx.needs_entropy else None,
             target,
             class_weight,
             statistics,

@@ -84,11 +84,11 @@ def linear_divergence(
         checks.shape("mask", mask, input.shape[:-1], "input without H")
         checks.device("mask", mask, input, "input")
     heads = (input, linear_weight, linear_bias, *teacher)
-    tokens, classes = input.shape[:-1].numel(), len(linear_weight)
+    classes = len(linear_weight)
     if needs_logits(linear_weight, None) or (
         is_plain(*heads[:3], mask)
         and is_plain(*heads[3:], None)
-        and is_small(2 * tokens, classes, input.dtype, memory_budget)
+        and is_small(2 * input.shape[:-1].numel(), classes, input.dtype, memory_budget)
     ):
         rows = autograd.composed_rows(*heads, *numbers)
         return reduced(rows, mask, reduction)
@@ -163,14 +163,15 @@ def _planned(
     )
     backend, sizes = current_backend(), plan[:3]
     if not one_pass:
-        save_logits = plan.saved > 0 and plain_eager()
-        call = (*heads, *numbers, plan.tokens, plan.chunk or len(weight), save_logits, backend)
+        save_logits = plain_eager() and plan.saved > 0
+        chunk = plan.chunk if any(wanted) else len(weight)
+        call = (*heads, *numbers, plan.tokens, chunk, save_logits, backend)
         return reduced(apply(autograd.LinearDivergence, *call)[0], mask, reduction)
     if plain_eager():
         options = (wanted, backend, numbers, sizes, reduction, mask)
         loss: Tensor = apply(autograd.LinearDivergenceOnePass, *options, *heads)
         return loss
-    like = input.new_empty(len(input), dtype=acc_dtype(input.dtype))
+    like = input.new_empty(tokens, dtype=acc_dtype(input.dtype))
     factors = row_factors(mask, like, reduction)
     call = (*heads, factors, mask, reduction, *numbers, *sizes, *wanted, backend)
     return apply(autograd.LinearDivergenceOnePassTraced, *call)[0]

@@ -43,9 +43,10 @@ def _rows_fake(
     *options: Any,
 ) -> tuple[Tensor, ...]:
     dtype, save_logits = acc_dtype(input.dtype), options[-1]
-    size = len(input) * padded_width(len(weight)) if save_logits else 0
+    M = input.shape[0]
+    size = M * padded_width(weight.shape[0]) if save_logits else 0
     return (
-        *(input.new_empty(len(input), dtype=dtype) for _ in DivergenceRows._fields),
+        *(input.new_empty(M, dtype=dtype) for _ in DivergenceRows._fields),
         input.new_empty(size),
         teacher_input.new_empty(size),
     )
@@ -60,7 +61,7 @@ def _backward_fake(
 def _one_pass_fake(
     input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    loss = input.new_empty(len(input), dtype=acc_dtype(input.dtype))
+    loss = input.new_empty(input.shape[0], dtype=acc_dtype(input.dtype))
     return loss, *gradients_fake(input, weight, bias, *rest[-3:])
 
 
@@ -188,7 +189,7 @@ class LinearDivergenceOnePass(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.wanted, ctx.backend, ctx.reduction = wanted, backend, reduction
         ctx.numbers, ctx.sizes = numbers, sizes
-        like = heads[0].new_empty(len(heads[0]), dtype=acc_dtype(heads[0].dtype))
+        like = heads[0].new_empty(heads[0].shape[0], dtype=acc_dtype(heads[0].dtype))
         factors = row_factors(mask, like, reduction)
         ctx.save_for_backward(*heads, mask, factors)
         rows, *ctx.gradients = one_pass_op(*heads, factors, *numbers, *sizes, *wanted, backend)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...runtime.sizes import choose, decide
 from .plan import MIN_CHUNK_CLASSES, MIN_CHUNK_TOKENS, ROW_WORDS, padded_width
 
 DEFAULT_BUDGET = 2**32  # bytes of workspace if no budget is given
@@ -66,57 +67,71 @@ def divergence_plan(
         fixed_bytes += tokens * hidden * dtype.itemsize
     default = DEFAULT_BUDGET if has_gradient else LOSS_BUDGET
     budget = default if memory_budget is None else memory_budget
-    all_at_once = tokens * row_bytes + fixed_bytes
-    if all_at_once <= budget:
-        saved = 0 if one_pass or not has_gradient else vocabulary
-        chunk = vocabulary if saved else 0
-        return DivergencePlan(max(tokens, 1), saved, chunk, all_at_once)
+    all_bytes = tokens * row_bytes + fixed_bytes
+    saved = 0 if one_pass or not has_gradient else vocabulary
+    at_once = DivergencePlan(torch.sym_max(tokens, 1), saved, vocabulary if saved else 0, all_bytes)
+    fits = all_bytes <= budget
+    if decide(fits, otherwise=False):
+        return at_once
     half_type = dtype.itemsize == 2
     dweight_bytes = hidden * vocabulary * 4 if weight_grad and half_type else 0
     rows = _round((budget - dweight_bytes - fixed_bytes) // row_bytes, 256)
-    if has_gradient and one_pass and rows >= MIN_CHUNK_TOKENS:
-        return DivergencePlan(rows, 0, 0, rows * row_bytes + dweight_bytes + fixed_bytes)
-    least_tokens, class_bytes = min(tokens, MIN_FORWARD_TOKENS), tokens * itemsize
+    by_tokens = DivergencePlan(rows, 0, 0, rows * row_bytes + dweight_bytes + fixed_bytes)
+    takes_tokens = has_gradient and one_pass
+    if takes_tokens and decide(rows >= MIN_CHUNK_TOKENS, otherwise=False):
+        return _choose(fits, at_once, by_tokens)
+    least_tokens, class_bytes = torch.sym_min(tokens, MIN_FORWARD_TOKENS), tokens * itemsize
     dinput_bytes, chunk_bytes = 0, 0
     if has_gradient:
         dinput_bytes = tokens * hidden * 4 if input_grad and half_type else 0
         chunk_bytes = min(MIN_CHUNK_CLASSES, padded_width(vocabulary)) * class_bytes
-    least = fixed_bytes + max(least_tokens * row_bytes, chunk_bytes + dinput_bytes)
-    if memory_budget is not None and memory_budget < least:
+    least = fixed_bytes + torch.sym_max(least_tokens * row_bytes, chunk_bytes + dinput_bytes)
+    if memory_budget is not None and decide(memory_budget < least, otherwise=False):
         raise ValueError(
             f"memory_budget: expected at least {least:,} bytes for {tokens:,} tokens, or None,"
             f" got {memory_budget:,}"
         )
-    room = max(budget, least) - fixed_bytes
+    room = torch.sym_max(budget, least) - fixed_bytes
+    fitting_rows = torch.sym_min(room // row_bytes, tokens)
+    fitting_classes = (room - dinput_bytes) // torch.sym_max(class_bytes, 1)
     saved = 0
-    if not (has_gradient and one_pass):
-        rows = _round(min(room // row_bytes, tokens, 4 * FORWARD_TOKENS), 128)
+    if not takes_tokens:
+        rows = _round(torch.sym_min(fitting_rows, 4 * FORWARD_TOKENS), 128)
     else:
-        rows = max(min(FORWARD_TOKENS, tokens, room // 4 // row_bytes), least_tokens)
+        quarter = torch.sym_min(room // 4 // row_bytes, tokens)
+        rows = torch.sym_max(torch.sym_min(quarter, FORWARD_TOKENS), least_tokens)
         # In the forward pass the logits of the saved classes exist for all tokens, and those of the
         # others for `rows`. In the backward pass the gradient of the hidden states is added up.
-        saved = min(
-            (room - rows * row_bytes) // (max(tokens - rows, 1) * itemsize),
-            (room - dinput_bytes) // class_bytes,
-            vocabulary - 1,
-        )
-        saved = max(saved, 0) // MIN_CHUNK_CLASSES * MIN_CHUNK_CLASSES
+        other_rows = torch.sym_max(tokens - rows, 1)
+        saved = torch.sym_min((room - rows * row_bytes) // (other_rows * itemsize), fitting_classes)
+        saved = torch.sym_max(torch.sym_min(saved, vocabulary - 1), 0)
+        saved = saved // MIN_CHUNK_CLASSES * MIN_CHUNK_CLASSES
     forward = rows * padded_width(vocabulary - saved) * itemsize + saved * class_bytes
     if not has_gradient:
-        return DivergencePlan(rows, 0, 0, forward + fixed_bytes)
-    chunk = _equal_chunk(vocabulary - saved, saved or (room - dinput_bytes) // class_bytes)
-    backward = padded_width(saved or chunk) * class_bytes + dinput_bytes
-    return DivergencePlan(rows, saved, chunk, max(forward, backward) + fixed_bytes)
+        return _choose(fits, at_once, DivergencePlan(rows, 0, 0, forward + fixed_bytes))
+    chunk = _equal_chunk(vocabulary - saved, choose(saved > 0, saved, fitting_classes))
+    backward = padded_width(choose(saved > 0, saved, chunk)) * class_bytes + dinput_bytes
+    workspace_bytes = torch.sym_max(forward, backward) + fixed_bytes
+    plan = DivergencePlan(rows, saved, chunk, workspace_bytes)
+    if takes_tokens:  # with rows whose number a compiler does not know
+        plan = _choose(by_tokens.tokens >= MIN_CHUNK_TOKENS, by_tokens, plan)
+    return _choose(fits, at_once, plan)
+
+
+def _choose(condition: bool, plan: DivergencePlan, otherwise: DivergencePlan) -> DivergencePlan:
+    """Return one of two plans; compiled code decides when it runs."""
+    pairs = zip(plan, otherwise, strict=True)
+    return DivergencePlan(*(choose(condition, number, other) for number, other in pairs))
 
 
 def _round(number: int, multiple: int) -> int:
     """Return the number rounded down to a multiple, if it is that large."""
-    return max(number // multiple * multiple or number, 1)
+    return torch.sym_max(choose(number >= multiple, number // multiple * multiple, number), 1)
 
 
 def _equal_chunk(classes: int, largest: int) -> int:
     """Return the classes of chunks of the same size, up to the rounding of their width."""
-    largest = max(largest // MIN_CHUNK_CLASSES, 1) * MIN_CHUNK_CLASSES
-    chunks = -(-classes // largest)
-    width = -(-classes // max(chunks * MIN_CHUNK_CLASSES, 1)) * MIN_CHUNK_CLASSES
-    return max(1, min(width, classes))
+    largest = torch.sym_max(largest // MIN_CHUNK_CLASSES, 1) * MIN_CHUNK_CLASSES
+    chunks = torch.sym_max(-(-classes // largest), 1)
+    width = -(-classes // (chunks * MIN_CHUNK_CLASSES)) * MIN_CHUNK_CLASSES
+    return torch.sym_max(torch.sym_min(width, classes), 1)

@@ -64,7 +64,8 @@ def is_usual(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor)
     one expression, since a small call takes little longer than its checks.
     """
     return (
-        type(input) in PLAIN
+        plain_eager()
+        and type(input) in PLAIN
         and type(weight) in PLAIN
         and type(target) is Tensor
         and input.layout is weight.layout is torch.strided
@@ -90,7 +91,6 @@ def is_usual(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor)
             )
         )
         and autocast_dtype(device) is None
-        and plain_eager()
     )
 
 

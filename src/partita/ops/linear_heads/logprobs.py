@@ -59,7 +59,7 @@ def _backward_fake(
 
 logprobs_op: register.Op = register.define(
     "linear_logprobs(Tensor input, Tensor weight, Tensor? bias, Tensor ids,"
-    f" {_NUMBERS}, bool needs_rest, int chunk, bool save_logits, str backend)"
+    f" {_NUMBERS}, bool needs_rest, SymInt chunk, bool save_logits, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake,
     check=_check,
@@ -69,7 +69,7 @@ logprobs_op: register.Op = register.define(
 logprobs_backward_op: register.Op = register.define(
     "linear_logprobs_backward(Tensor grad, Tensor input, Tensor weight, Tensor? bias, Tensor ids,"
     " Tensor entries, Tensor maximum, Tensor sumexp, Tensor rest, Tensor saved,"
-    f" {_NUMBERS}, int chunk, bool input_grad, bool weight_grad, bool bias_grad, str backend)"
+    f" {_NUMBERS}, SymInt chunk, bool input_grad, bool weight_grad, bool bias_grad, str backend)"
     " -> (Tensor, Tensor, Tensor)",
     _backward_fake,
     vmap=lambda *batch: one_by_one(logprobs_backward_op, *batch),
@@ -217,10 +217,10 @@ def linear_logprobs_of(
     numbers = *checks.temperature_and_softcap(temperature, softcap), ignore_index
     check_budget(memory_budget)
     ids = ids.long()  # a narrow type would wrap the bounds
-    tokens, classes = input.shape[:-1].numel(), len(linear_weight)
+    classes = len(linear_weight)
     if needs_logits(linear_weight, None) or (
         is_plain(input, linear_weight, linear_bias, ids)
-        and is_small(tokens, classes, input.dtype, memory_budget)
+        and is_small(input.shape[:-1].numel(), classes, input.dtype, memory_budget)
     ):
         return composed_logprobs(input, linear_weight, linear_bias, ids, needs_rest, *numbers)
     flat = ids[None].flatten(0, -2).contiguous()

@@ -8,6 +8,7 @@ import torch
 
 from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
+from ...runtime.sizes import choose, decide
 from .packing import packing_wanted, sizes_allow_packing
 
 # Bytes of logits in the accumulator dtype up to which an eager call keeps them between forward and
@@ -156,7 +157,11 @@ def memory_plan(
     parallel: bool,
     packs: bool,
 ) -> MemoryPlan:
-    """Return the `linear_cross_entropy_plan`; `packs` says whether the rows are packed."""
+    """Return the `linear_cross_entropy_plan`; `packs` says whether the rows are packed.
+
+    A compiler may not know the number of tokens. Then the chunk is an expression in it, and the
+    name is that of a plan for every number: `fast` if that is the plan of 2,048 tokens.
+    """
     for name, value in (("tokens", tokens), ("hidden", hidden), ("vocabulary", vocabulary)):
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
             raise ValueError(f"{name}: expected an int of at least 0, got {value!r}")
@@ -167,11 +172,12 @@ def memory_plan(
     product_flops = 2 * tokens * hidden * vocabulary
     row_bytes = max(padded_width(vocabulary) * itemsize, 1)
     # Programs that share a row exchange one byte for every 512 classes.
-    fixed_bytes = (ROW_WORDS * 4 + vocabulary // 512) * tokens
+    token_bytes = ROW_WORDS * 4 + vocabulary // 512
+    fixed_bytes = token_bytes * tokens
     reason = "a loss without gradients reads the logits of each chunk once"
     if not (input_grad or weight_grad):
-        name, chunk_tokens = "loss", min(tokens, LOSS_CHUNK_TOKENS)
-        flops = product_flops
+        name, chunk_tokens = "loss", torch.sym_min(tokens, LOSS_CHUNK_TOKENS)
+        flops, fits = product_flops, False
     else:
         name, chunk_tokens = "lean", tokens
         flops = product_flops * (1 + input_grad + weight_grad)
@@ -193,17 +199,23 @@ def memory_plan(
         if budget is None:
             budget = DEFAULT_BUDGET + tokens * packed_bytes
         room = budget - dweight_bytes - fixed_bytes
-        if memory_budget is None and takes_chunks and all_at_once > budget:
+        if memory_budget is None and takes_chunks:
             chunk = max(DEFAULT_CHUNK_BYTES, dweight_bytes) // logits_bytes // 256 * 256
             room = max(max(chunk, MIN_CHUNK_TOKENS) * row_bytes, dweight_bytes)
-            budget = room + dweight_bytes + fixed_bytes
-        if all_at_once <= budget:
+            budget = torch.sym_max(budget, room + dweight_bytes + fixed_bytes)
+        fits = all_at_once <= budget
+        if decide(fits, otherwise=False):
             return MemoryPlan("fast", max(tokens, 1), all_at_once, flops, ALL_AT_ONCE)
-        chunk = room // row_bytes // 256 * 256
-        if takes_chunks and chunk >= MIN_CHUNK_TOKENS and room >= dweight_bytes:
-            rows = -(-tokens // -(-tokens // chunk))  # all chunks get about the same length
-            chunk = -(-rows // 256) * 256
-            workspace_bytes = max(chunk * row_bytes, dweight_bytes) + dweight_bytes + fixed_bytes
+        least_room = max(MIN_CHUNK_TOKENS * row_bytes, dweight_bytes)
+        spare = 0 if memory_budget is None else memory_budget - dweight_bytes - least_room
+        has_room = decide(room >= least_room, otherwise=spare >= MIN_CHUNK_TOKENS * token_bytes)
+        if takes_chunks and has_room:
+            chunk = torch.sym_max(room // row_bytes // 256 * 256, 256)
+            chunks = torch.sym_max(-(-tokens // chunk), 1)
+            rows = -(-tokens // chunks)  # all chunks get about the same length
+            chunk = choose(fits, torch.sym_max(tokens, 1), -(-rows // 256) * 256)
+            logits_bytes = torch.sym_max(chunk * row_bytes, dweight_bytes)
+            workspace_bytes = logits_bytes + dweight_bytes + fixed_bytes
             return MemoryPlan("fast", chunk, workspace_bytes, flops, CHUNKS_OF_TOKENS)
         reason = TOO_SMALL if takes_chunks else NO_CHUNKS_OF_TOKENS
         flops += product_flops
@@ -211,7 +223,7 @@ def memory_plan(
             fixed_bytes += tokens * hidden * 4 if half_type else states_bytes
     chunk_width = min(padded_width(MIN_CHUNK_CLASSES), padded_width(vocabulary))
     least = chunk_tokens * chunk_width * itemsize + fixed_bytes
-    if memory_budget is not None and memory_budget < least:
+    if memory_budget is not None and decide(memory_budget < least, otherwise=False):
         raise ValueError(
             f"memory_budget: expected at least {least:,} bytes for {tokens:,} tokens, or None,"
             f" got {memory_budget:,}"
@@ -220,23 +232,22 @@ def memory_plan(
         chunk_bytes = memory_budget - fixed_bytes
     else:
         chunk_bytes = LEAN_CHUNK_BYTES if name == "lean" else LOSS_CHUNK_BYTES
-    chunk = _chunk_classes(chunk_bytes // max(chunk_tokens * itemsize, 1), vocabulary)
+    room = chunk_bytes // torch.sym_max(chunk_tokens * itemsize, 1)
+    chunk = choose(fits, vocabulary, _chunk_classes(room, vocabulary))
     workspace_bytes = chunk_tokens * padded_width(chunk) * itemsize + fixed_bytes
     return MemoryPlan(name, chunk, workspace_bytes, flops, reason)
 
 
 def _chunk_classes(room: int, vocabulary: int) -> int:
     """Return the classes in a chunk if the workspace has room for `room` classes."""
-    max_classes = max(
-        MIN_CHUNK_CLASSES,
-        min(room, MAX_CHUNK_CLASSES) // MIN_CHUNK_CLASSES * MIN_CHUNK_CLASSES,
-    )
-    if max_classes >= WAVE_CLASSES:
-        return min(max_classes // WAVE_CLASSES * WAVE_CLASSES, vocabulary)
+    largest = torch.sym_min(room, MAX_CHUNK_CLASSES) // MIN_CHUNK_CLASSES * MIN_CHUNK_CLASSES
+    largest = torch.sym_max(largest, MIN_CHUNK_CLASSES)
     # All chunks get the same width.
-    chunks = -(-vocabulary // max_classes)
-    width = -(-vocabulary // max(chunks * MIN_CHUNK_CLASSES, 1)) * MIN_CHUNK_CLASSES
-    return max(1, min(width, vocabulary))
+    chunks = torch.sym_max(-(-vocabulary // largest), 1)
+    width = -(-vocabulary // (chunks * MIN_CHUNK_CLASSES)) * MIN_CHUNK_CLASSES
+    waves = largest // WAVE_CLASSES * WAVE_CLASSES
+    classes = torch.sym_min(choose(largest >= WAVE_CLASSES, waves, width), vocabulary)
+    return torch.sym_max(classes, 1)
 
 
 def is_small(tokens: int, vocabulary: int, dtype: torch.dtype, memory_budget: int | None) -> bool:

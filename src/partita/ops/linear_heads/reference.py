@@ -141,7 +141,10 @@ def gradient_coefficients(
     temperature: float,
     ignore_index: int,
 ) -> GradientCoefficients:
-    """Return the coefficients of the rows from the gradients of their statistics."""
+    """Return the coefficients of the rows from the gradients of their statistics.
+
+    That of a statistic which is not there is None.
+    """
     _, valid, invalid = valid_targets(target, classes, ignore_index)
     dlogits_coef = torch.where(invalid, torch.nan, 0.0).to(statistics.maximum.dtype)
     label_coef, log_coef, smoothing_coef = torch.zeros_like(dlogits_coef), None, None
@@ -150,12 +153,12 @@ def gradient_coefficients(
         dlogits_coef = dlogits_coef - label_coef
     if logsumexp is not None:
         dlogits_coef = dlogits_coef + logsumexp
-    if smoothing_loss is not None and statistics.smoothing_loss.numel():
+    if smoothing_loss is not None:
         dtype = dlogits_coef.dtype
         total_weight = classes if class_weight is None else class_weight.to(dtype).sum()
         dlogits_coef = dlogits_coef + smoothing_loss * total_weight
         smoothing_coef = -smoothing_loss / temperature
-    if entropy is not None and statistics.entropy.numel():
+    if entropy is not None:
         # A row without a gradient has the coefficient 0, whatever its entropy is.
         of_row = torch.where(entropy == 0, 0, entropy * statistics.entropy)
         dlogits_coef = dlogits_coef - of_row

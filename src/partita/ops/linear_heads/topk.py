@@ -33,7 +33,7 @@ DEFAULT_BYTES = 2**30  # of the logits of some tokens, if no budget is given
 
 def _fake(input: Tensor, weight: Tensor, bias: Any, k: int, *options: Any) -> tuple[Tensor, ...]:
     save_logits = options[-1]
-    size = len(input) * padded_width(len(weight)) if save_logits else 0
+    size = input.shape[0] * padded_width(weight.shape[0]) if save_logits else 0
     return *topk_fake(input, k), input.new_empty(size)
 
 
@@ -149,13 +149,13 @@ def linear_topk_logprobs(
     input, linear_weight, linear_bias = cast_and_check(input, linear_weight, linear_bias, None)
     if linear_weight.ndim != 2:
         raise ValueError(f"linear_weight: expected shape [C, H], got {list(linear_weight.shape)}")
-    tokens, classes = input.shape[:-1].numel(), len(linear_weight)
+    classes = len(linear_weight)
     check_k(k, classes)
     numbers = checks.temperature_and_softcap(temperature, softcap)
     check_budget(memory_budget)
     if needs_logits(linear_weight, None) or (
         is_plain(input, linear_weight, linear_bias, None)
-        and is_small(tokens, classes, input.dtype, memory_budget)
+        and is_small(input.shape[:-1].numel(), classes, input.dtype, memory_budget)
     ):
         return topk_of(all_logits(input, linear_weight, linear_bias), k, *numbers)
     flat = input[None].flatten(0, -2)

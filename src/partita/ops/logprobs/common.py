@@ -11,6 +11,7 @@ from torch import Tensor
 from ...primitives.rows import finite_shift
 from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
+from ...runtime.sizes import same_sizes
 from ..cross_entropy.common import valid_targets
 
 
@@ -193,7 +194,7 @@ def check_ids(ids: Tensor, rows: Tensor, name: str, name_of_ids: str = "ids") ->
     """Raise unless the ids are integers `[..., K]` for the rows of the named tensor `[..., D]`."""
     checks.integer(name_of_ids, ids)
     checks.device(name_of_ids, ids, rows, name)
-    if ids.ndim != rows.ndim or ids.shape[:-1] != rows.shape[:-1]:
+    if ids.ndim != rows.ndim or not same_sizes(ids.shape[:-1], rows.shape[:-1]):
         expected = ", ".join([*map(str, rows.shape[:-1]), "K"])
         raise ValueError(
             f"{name_of_ids}: expected shape [..., K] with the rows of {name} = [{expected}],"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.lengths import Lengths, as_lengths, on_device, padded_lengths
+from ...runtime.sizes import holds
 
 MAX_DURATIONS = 8
 
@@ -41,7 +42,7 @@ def class_index(name: str, value: Any, classes: int) -> int:
 def node_logits(name: str, logits: Any, last: str) -> None:
     """Raise unless these are floating logits `[B, T, U + 1, X]` with an entry in the last two."""
     checks.floating(name, logits)
-    if logits.ndim != 4 or 0 in logits.shape[2:]:
+    if logits.ndim != 4 or not all(holds(size >= 1) for size in logits.shape[2:]):
         raise ValueError(
             f"{name}: expected shape [B, T, U + 1, {last}] with U >= 0 and {last} >= 1,"
             f" got {list(logits.shape)}"

@@ -45,9 +45,9 @@ def loss_factors(losses: Tensor, target_lengths: Tensor, reduction: str) -> Tens
     if reduction == "sum":
         return ones
     if reduction == "mean_batch":
-        return ones / len(losses)
+        return ones / losses.shape[0]
     if reduction == "mean_length":
-        return ones / target_lengths.clamp(min=1) / len(losses)
+        return ones / target_lengths.clamp(min=1) / losses.shape[0]
     return ones / target_lengths.sum().clamp(min=1)
 
 

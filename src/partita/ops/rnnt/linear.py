@@ -12,6 +12,7 @@ from ...runtime import checks
 from ...runtime.autograd import apply, refuse_forward_mode, top_transform
 from ...runtime.backend import current_backend
 from ...runtime.lengths import Lengths
+from ...runtime.sizes import holds, same_sizes
 from ..linear_heads.common import cast_to_autocast
 from .arguments import checked_durations, class_index, node_options, sequences_of
 from .common import ACTIVATIONS, REDUCTIONS, reduce_losses
@@ -22,7 +23,7 @@ from .linear_autograd import (
     linear_tdt,
     losses_of_joint,
 )
-from .plan import check_budget, linear_rnnt_plan
+from .plan import check_budget, joint_chunks
 
 
 def _check_inputs(named: dict[str, Any]) -> None:
@@ -41,7 +42,9 @@ def _check_inputs(named: dict[str, Any]) -> None:
     if encoder.ndim != 3:
         raise ValueError(f"encoder: expected shape [B, T, D], got {list(encoder.shape)}")
     B, _, D = encoder.shape
-    if predictor.ndim != 3 or predictor.shape[::2] != (B, D) or not predictor.shape[1]:
+    if predictor.ndim != 3 or not (
+        same_sizes(predictor.shape[::2], (B, D)) and holds(predictor.shape[1] >= 1)
+    ):
         raise ValueError(
             f"predictor: expected shape [B, U + 1, D] with B = {B}, U >= 0 and D = {D},"
             f" got {list(predictor.shape)}"
@@ -88,7 +91,7 @@ def _loss(
         losses = losses_of_joint(is_tdt, tensors, (*sequences, *options, backend))
         return reduce_losses(losses, sequences[2], reduction)
     B, T, D = encoder.shape
-    plan = linear_rnnt_plan(
+    cut = joint_chunks(
         B,
         T,
         predictor.shape[1] - 1,
@@ -100,8 +103,7 @@ def _loss(
         gradient=any(wanted),
         reduced=is_reduced,
     )
-    chunks = (plan.chunk, plan.name == "fast")
-    args = (*tensors, *sequences, *options, *chunks, *wanted)
+    args = (*tensors, *sequences, *options, cut.steps, cut.keeps_logits, *wanted)
     if not any(wanted):
         op, split = (linear_tdt, 9) if is_tdt else (linear_rnnt, 7)
         losses = op(*args[:split], None, *args[split:], backend)[0]

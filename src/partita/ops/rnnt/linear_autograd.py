@@ -73,7 +73,7 @@ def _fake(
 
 _INPUTS = "Tensor encoder, Tensor predictor, Tensor weight, Tensor? bias"
 _SEQUENCES = "Tensor targets, Tensor logit_lengths, Tensor target_lengths, Tensor? factor"
-_CHUNKS = "SymInt chunk, bool keep_logits"
+_CHUNKS = "SymInt chunk, SymInt keep_logits"
 _WANTED = "bool encoder_grad, bool predictor_grad, bool weight_grad, bool bias_grad"
 linear_rnnt: register.Op = register.define(
     f"linear_rnnt({_INPUTS}, {_SEQUENCES}, str activation, int blank, bool hat,"

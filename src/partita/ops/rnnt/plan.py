@@ -8,6 +8,7 @@ import torch
 
 from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
+from ...runtime.sizes import choose, decide
 
 DEFAULT_BUDGET = 2**30  # bytes of workspace if no budget is given
 # Bytes of logits in a chunk beyond which the products do not become faster.
@@ -101,6 +102,57 @@ def linear_rnnt_plan(
     check_budget(memory_budget)
     if dtype not in checks.FLOATING:
         raise TypeError(f"dtype: expected a floating torch.dtype, got {dtype!r}")
+    rows = batch * steps * (labels + 1)
+    product = 2 * rows * hidden * (vocabulary + durations)
+    cut = joint_chunks(
+        batch,
+        steps,
+        labels,
+        hidden,
+        vocabulary,
+        dtype,
+        durations=durations,
+        memory_budget=memory_budget,
+        gradient=gradient,
+        reduced=reduced,
+    )
+    if cut.keeps_logits:
+        name, products, reason = "fast", 3, ALL_AT_ONCE
+    elif not gradient:
+        name, products, reason = "loss", 1, ONE_PRODUCT
+    else:
+        name, (reason, products) = "lean", (TOO_SMALL, 4) if reduced else (UNREDUCED, 5)
+    return RNNTPlan(name, cut.steps, cut.workspace_bytes, products * product, reason)
+
+
+class JointChunks(NamedTuple):
+    """How the joint is cut. A compiler may have expressions in sizes that it does not know.
+
+    Fields:
+        steps: the steps, of all sequences, whose joint is in memory at a time.
+        keeps_logits: 1 if all logits stay in memory between the scan and the gradient, else 0.
+        workspace_bytes: as in `RNNTPlan`.
+    """
+
+    steps: int
+    keeps_logits: int
+    workspace_bytes: int
+
+
+def joint_chunks(
+    batch: int,
+    steps: int,
+    labels: int,
+    hidden: int,
+    vocabulary: int,
+    dtype: torch.dtype,
+    *,
+    durations: int,
+    memory_budget: int | None,
+    gradient: bool,
+    reduced: bool,
+) -> JointChunks:
+    """Return how the joint is cut; the arguments are those of `linear_rnnt_plan`."""
     itemsize, positions, rows = dtype.itemsize, labels + 1, batch * steps * (labels + 1)
     columns = padded_width(vocabulary) + (padded_width(durations) if durations else 0)
     step_logits = positions * columns * itemsize
@@ -112,29 +164,24 @@ def linear_rnnt_plan(
         # Sums over chunks are in fp32.
         sums = (vocabulary + durations) * (hidden + 1) + batch * (steps + positions) * hidden
         fixed += sums * acc_dtype(dtype).itemsize
-    product = 2 * rows * hidden * (vocabulary + durations)
-    total_steps = max(batch * steps, 1)
-    limit = max(CHUNK_BYTES // max(step_logits, 1), 1)
+    total_steps = torch.sym_max(batch * steps, 1)
+    limit = torch.sym_max(CHUNK_BYTES // torch.sym_max(step_logits, 1), 1)
     budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
-    least = fixed + step_logits + step_hidden
     all_logits = total_steps * step_logits
-    if gradient and reduced and fixed + all_logits + step_hidden <= budget:
-        room = (budget - fixed - all_logits) // max(step_hidden, 1)
-        chunk = min(max(room, 1), limit, total_steps)
-        workspace = fixed + all_logits + chunk * step_hidden
-        return RNNTPlan("fast", chunk, workspace, 3 * product, ALL_AT_ONCE)
-    if memory_budget is not None and memory_budget < least:
+    keeps_logits = 0
+    if gradient and reduced:
+        keeps_logits = choose(fixed + all_logits + step_hidden <= budget, 1, 0)
+    least = fixed + step_logits + step_hidden
+    if memory_budget is not None and decide(memory_budget < least, otherwise=False):
         raise ValueError(
             f"memory_budget: expected at least {least:,} bytes for {rows:,} nodes, or None,"
             f" got {memory_budget:,}"
         )
-    room = (budget - fixed) // max(step_logits + step_hidden, 1)
-    chunk = min(max(room, 1), limit, total_steps)
-    workspace = fixed + chunk * (step_logits + step_hidden)
-    if not gradient:
-        return RNNTPlan("loss", chunk, workspace, product, ONE_PRODUCT)
-    reason, products = (TOO_SMALL, 4) if reduced else (UNREDUCED, 5)
-    return RNNTPlan("lean", chunk, workspace, products * product, reason)
+    fixed += keeps_logits * all_logits
+    step_bytes = step_hidden + (1 - keeps_logits) * step_logits
+    room = (budget - fixed) // torch.sym_max(step_bytes, 1)
+    chunk = torch.sym_min(torch.sym_min(torch.sym_max(room, 1), limit), total_steps)
+    return JointChunks(chunk, keeps_logits, fixed + chunk * step_bytes)
 
 
 def check_budget(memory_budget: int | None) -> None:

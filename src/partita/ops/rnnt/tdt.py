@@ -11,6 +11,7 @@ from ...runtime import checks
 from ...runtime.autograd import apply, plain_eager, refuse_forward_mode, requires_grad
 from ...runtime.backend import current_backend
 from ...runtime.lengths import Lengths
+from ...runtime.sizes import same_sizes
 from . import autograd as _rnnt
 from .api import RNNTAlignment
 from .arguments import Sequences, checked_durations, class_index, node_logits, sequences_of
@@ -32,7 +33,7 @@ def _checked(
     node_logits("duration_logits", duration_logits, "K")
     checks.device("duration_logits", duration_logits, token_logits, "token_logits")
     nodes = token_logits.shape[:3]
-    if duration_logits.shape[:3] != nodes:
+    if not same_sizes(duration_logits.shape[:3], nodes):
         raise ValueError(
             f"duration_logits: expected shape [B, T, U + 1, K] = {[*nodes, 'K']},"
             f" got {list(duration_logits.shape)}"

@@ -216,11 +216,7 @@ class SemiMarkovChain:
         """
         checks.integer("states", states)
         checks.device("states", states, self.emissions, "emissions")
-        if states.shape[-2:] != self.emissions.shape[:2]:
-            raise ValueError(
-                "states: expected shape [..., T, N] with [T, N] ="
-                f" {list(self.emissions.shape[:2])}, got {list(states.shape)}"
-            )
+        checks.last_sizes("states", states, self.emissions.shape[:2], "T, N")
         checks.tensor("starts", starts)
         if starts.dtype != torch.bool:
             raise TypeError(f"starts: expected dtype torch.bool, got {starts.dtype}")

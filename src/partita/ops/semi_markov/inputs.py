@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.constants import constant
+from ...runtime.sizes import holds
 
 
 class SemiMarkovTensors(NamedTuple):
@@ -42,7 +43,7 @@ def scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 def check_semi_markov(emissions: Tensor, transitions: Tensor, durations: Tensor) -> None:
     """Raise for a wrong dtype, shape or device."""
     checks.floating("emissions", emissions)
-    if emissions.ndim != 3 or emissions.shape[0] < 1:
+    if emissions.ndim != 3 or not holds(emissions.shape[0] >= 1):
         raise ValueError(
             f"emissions: expected shape [T, N, C] with T of at least 1, got {list(emissions.shape)}"
         )

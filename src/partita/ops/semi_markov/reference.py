@@ -172,7 +172,8 @@ def posteriors(x: SemiMarkovInputs) -> Posteriors:
     logz = log_partition(x, forward.alpha)
     total = logz.masked_fill(logz == -torch.inf, torch.inf)[:, None]
     covering = torch.zeros_like(forward.opened[0])
-    states, segments = list[Tensor](), list[Tensor]()
+    states: list[Tensor] = []
+    segments: list[Tensor] = []
     for opened, beta in zip(reversed(forward.opened), reversed(backward.beta), strict=True):
         segments.insert(0, (opened + x.durations + (beta - total)).exp())
         # A segment that covers step t + 1 at the age d + 1 covers step t at the age d.

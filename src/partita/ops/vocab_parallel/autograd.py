@@ -129,7 +129,7 @@ parallel_logits = register.define(
     backends=BACKENDS,
 )
 parallel_linear = register.define(
-    f"parallel_linear(Tensor input, Tensor weight, Tensor? bias, {_STATE}, int chunk,"
+    f"parallel_linear(Tensor input, Tensor weight, Tensor? bias, {_STATE}, SymInt chunk,"
     " bool save_logits, str backend) -> (Tensor, Tensor)",
     _linear_fake,
     backends=BACKENDS,

@@ -97,12 +97,15 @@ def parallel_coefficients(
     """
     grads = (grad_nll, grad_logsumexp, grad_smoothing, grad_entropy)
     like = next(grad for grad in grads if grad is not None)
+    grads = (*grads[:2], grad_smoothing if smoothing else None, grad_entropy)
+    if not entropies.numel():
+        grads = (*grads[:3], None)
     empty = like.new_empty(0)
-    # Only the sizes of `smoothing_loss` and `maximum` matter here, and the dtype of the latter.
+    # Only the size and the dtype of `maximum` matter here.
     statistics = RowStatistics(
         nll=empty,
         logsumexp=empty,
-        smoothing_loss=like if smoothing else empty,
+        smoothing_loss=empty,
         entropy=entropies,
         argmax=empty,
         maximum=torch.empty_like(like),

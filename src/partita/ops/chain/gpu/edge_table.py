@@ -5,7 +5,7 @@ each state. So the table is transposed: first to compressed rows (`EdgeTable`, f
 size), then to a padded layout for each direction (`DirectedEdges`, for the register-resident
 kernels).
 
-Tables are cached by tensor object and version, because the transposition waits for the device.
+Tables are cached by tensor object, because the transposition waits for the device.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....runtime import recording
-from ....runtime.caches import register_cache
+from ....runtime.caches import TableCache
 
 
 class EdgeTable(NamedTuple):
@@ -69,26 +68,23 @@ Layout = TypeVar("Layout", EdgeTable, DirectedEdges)
 # kernels of PyTorch, which takes longer.
 MAX_EDGES_ON_HOST = 2**16
 
-_edge_tables = WeakTensorKeyDictionary()  # The values are (version, table).
+_edge_tables = TableCache("chain.gpu.edge_table.edge_tables")
 
 
 def edge_table(source: Tensor) -> EdgeTable:
-    """Return the table of this tensor object in its present version.
+    """Return the table of this tensor object with its present values.
 
     The first call for a tensor waits for the device.
     """
-    # Inference tensors have no version: their table is built at each call.
-    version = None if source.is_inference() else source._version
-    cached = None if version is None else _edge_tables.get(source)
-    if cached is not None and cached[0] == version:
+    found: EdgeTable | None = _edge_tables.get(source)
+    if found is not None:
         recording.depend_on(source)
-        recording.keep(*cached[1][:3])
-        return cached[1]
+        recording.keep(*found[:3])
+        return found
     _refuse_capture(source)
     table = _on_device(_build_edge_table(source.to(_builder(source))), source.device)
     _synchronize(source)
-    if version is not None:
-        _edge_tables[source] = version, table
+    _edge_tables.store(source, table)
     return table
 
 
@@ -214,6 +210,3 @@ def _build_directed_edges(table: EdgeTable, block: int, edge_block: int) -> Dire
         edge_positions[direction, : len(edge)] = torch.where(valid, position, -1).int()
     is_regular = not table.has_missing and table.max_out_degree == K and block == C
     return DirectedEdges(state_of_lane, neighbors, edges.clamp(min=0), edge_positions, is_regular)
-
-
-register_cache("chain.gpu.edge_table.edge_tables", _edge_tables.clear)

@@ -38,7 +38,8 @@ def best_paths(x: ChainInputs, k: int) -> tuple[Tensor, Tensor, Tensor]:
     score, slot = (part[:, :k].T for part in ends.sort(dim=1, descending=True, stable=True))
     exists = (score > Max.zero)[:, None]
     chain = torch.arange(N, device=slot.device)
-    states, edges = [slot // k], list[Tensor]()
+    states = [slot // k]
+    edges: list[Tensor] = []
     for t in reversed(range(len(ways))):
         state, way = slot // k, ways[t].flatten(1)[chain, slot]
         before = x.source[state, way // k] * k + way % k

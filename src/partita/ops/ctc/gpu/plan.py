@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
+from ....runtime.sizes import choose
+
 CHUNK = 32  # positions of a target in a chunk, one per lane of a warp
 SAVE_EVERY = 8  # steps from one saved state to the next
 TABLE_MARGIN = 24  # rows of the emission table before and after its steps
@@ -47,7 +51,7 @@ def ceil_div(number: int, by: int) -> int:
 
 def table_width(C: int, max_target_len: int) -> int:
     """Return the row length of the emission table: C rounded up to 8 for few classes, else 0."""
-    return ceil_div(C, 8) * 8 if C <= min(4 * max_target_len, 256) else 0
+    return choose(C <= torch.sym_min(4 * max_target_len, 256), ceil_div(C, 8) * 8, 0)
 
 
 def posterior_words(
@@ -61,9 +65,8 @@ def posterior_words(
     """
     T, N, C = shape
     num_chunks = max_target_len // CHUNK + 1
-    if from_logits and save and 4 * (CHUNK + 1) * num_chunks <= C:
-        return (N * num_chunks * T * (CHUNK + 1) + 1) // 2
-    return 0
+    words = (N * num_chunks * T * (CHUNK + 1) + 1) // 2 if from_logits and save else 0
+    return choose(4 * (CHUNK + 1) * num_chunks <= C, words, 0)
 
 
 def saved_shape(
@@ -83,7 +86,7 @@ def saved_shape(
     T, N, C = shape
     if backend_table == "cpu" and save:
         return N, T + 1, 2 * max_target_len + 4
-    if backend_table != "gpu" or 0 in shape:
+    if backend_table != "gpu":
         return (0,)
     num_blocks, num_chunks = (T + 16) // 16, max_target_len // CHUNK + 1
     states = 2 * (num_blocks * save + 1) * N * num_chunks * 2 * CHUNK
