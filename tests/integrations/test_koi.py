@@ -268,3 +268,16 @@ def test_lattices_that_are_refused_and_lengths_in_a_list() -> None:
     ):
         with pytest.raises(error, match=message):
             koi.logZ_cu(*arguments)
+
+
+def test_messages_name_the_arguments_of_koi() -> None:
+    Ms, idx, ends = torch.zeros(4, 2, 3, 2), torch.zeros(3, 2, dtype=torch.int32), torch.zeros(2, 3)
+    for call, message in (
+        (lambda: koi.logZ_cu_sparse(Ms[0], idx, ends, ends), "Ms: expected shape"),
+        (lambda: koi.logZ_cu_sparse(Ms, idx[:2], ends, ends), r"idx: .* \[C, K\] of Ms = \[3, 2\]"),
+        (lambda: koi.logZ_cu_sparse(Ms, idx + 3, ends, ends), r"idx: .* got 3 at \[0, 0\]"),
+        (lambda: koi.fwd_scores_cu_sparse(Ms, idx, ends[0]), r"v0: .* \[N, C\] of Ms = \[2, 3\]"),
+        (lambda: koi.bwd_scores_cu_sparse(Ms, idx, ends[0]), r"vT: .* \[N, C\] of Ms = \[2, 3\]"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call()

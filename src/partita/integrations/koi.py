@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..ops.chain.api import Chain
+from ..ops.chain.inputs import check_chain
 from ..ops.ctc_crf.common import lattice_source
 from ..primitives.semiring import Log, Max, Semiring
 from ..runtime import checks
@@ -133,6 +134,16 @@ def _on_device(idx: Tensor, device: torch.device) -> Tensor:
     return found[1]
 
 
+def _chain(Ms: Tensor, idx: Tensor, v0: Tensor | None, vT: Tensor | None) -> Chain:
+    """Return the chains of a user's arguments, of which messages speak."""
+    checks.tensor("Ms", Ms)
+    checks.integer("idx", idx)
+    source = _on_device(idx, Ms.device)
+    check_chain(Ms, source, v0, vT, ("Ms", "idx", "v0", "vT"))
+    checks.states("idx", source, Ms.shape[2], "for no edge")
+    return Chain(Ms, source, v0, vT)
+
+
 def _lattice(stay_scores: Tensor, move_scores: Tensor, target_lengths: Tensor) -> Chain:
     """Return the chain in which state i stays or is entered from state i - 1.
 
@@ -198,7 +209,7 @@ def viterbi_alignments(stay_scores: Tensor, move_scores: Tensor, target_lengths:
 
     Returns:
         `[T, N, L]`, 1 for the state that each step leaves and 0 elsewhere; all 0 for a lattice
-        without a path.
+        without a path, or with NaN.
 
     Raises:
         TypeError, ValueError: as in `logZ_cu`.
@@ -248,7 +259,7 @@ def logZ_cu_sparse(
         >>> koi.logZ_cu_sparse(torch.zeros(2, 1, 2, 3), idx, ends, ends).exp()
         tensor([18.])
     """
-    return Chain(Ms, _on_device(idx, Ms.device), v0, vT).logz(S)
+    return _chain(Ms, idx, v0, vT).logz(S)
 
 
 def fwd_scores_cu_sparse(
@@ -275,7 +286,7 @@ def fwd_scores_cu_sparse(
         tensor([1., 3., 9.])
     """
     with torch.no_grad():
-        return Chain(Ms, _on_device(idx, Ms.device), v0).forward_scores(S)
+        return _chain(Ms, idx, v0, None).forward_scores(S)
 
 
 def bwd_scores_cu_sparse(
@@ -302,8 +313,7 @@ def bwd_scores_cu_sparse(
         tensor([9., 3., 1.])
     """
     with torch.no_grad():
-        initial = vT.new_zeros(()).expand_as(vT)
-        return Chain(Ms, _on_device(idx, Ms.device), initial, vT).backward_scores(S)
+        return _chain(Ms, idx, None, vT).backward_scores(S)
 
 
 register_cache("integrations.koi.device_tables", _device_tables.clear)

@@ -13,8 +13,10 @@ from torch import Tensor
 from ..nn import RNNTLoss
 from ..ops.ctc.api import ctc_align
 from ..ops.decode.api import ctc_beam_search
+from ..ops.decode.common import MAX_BEAM_WIDTH
 from ..ops.rnnt.api import rnnt_loss
 from ..runtime import checks
+from ..runtime.lengths import as_lengths
 
 __all__ = [
     "CUCTCDecoder",
@@ -88,7 +90,7 @@ class CUCTCDecoder:
         blank_skip_threshold: a probability of the blank; a step above it is taken as a blank.
 
     Raises:
-        ValueError: the blank is no class.
+        ValueError: the blank is no class, or the beam has another size.
 
     Source: the class of this name in torchaudio 2.1, 2023; the method is that of
         `partita.ctc_beam_search`.
@@ -110,6 +112,8 @@ class CUCTCDecoder:
         blank_skip_threshold: float = 0.95,
     ) -> None:
         checks.blank(blank_id, len(vocab_list))
+        if not 1 <= beam_size <= MAX_BEAM_WIDTH:
+            raise ValueError(f"beam_size: expected 1 to {MAX_BEAM_WIDTH}, got {beam_size}")
         self.vocab_list, self.blank_id, self.beam_size = list(vocab_list), blank_id, beam_size
         self.nbest, self.blank_skip_threshold = nbest, blank_skip_threshold
 
@@ -124,7 +128,7 @@ class CUCTCDecoder:
             For each sequence a list of `CUCTCHypothesis`, the best first, with scores in nats.
 
         Raises:
-            TypeError, ValueError: wrong dtypes, shapes, lengths or numbers.
+            TypeError, ValueError: wrong dtypes, shapes, lengths or numbers; NaN or +inf.
 
         Example:
             >>> import torch
@@ -139,14 +143,22 @@ class CUCTCDecoder:
                 f"log_prob: expected shape [B, T, C] with C = {len(self.vocab_list)},"
                 f" got {list(log_prob.shape)}"
             )
+        B, T, _ = log_prob.shape
+        lengths = as_lengths("encoder_out_lens", encoder_out_lens, B)
+        checks.within("encoder_out_lens", lengths, 0, T, "steps")
         found = ctc_beam_search(
             log_prob.transpose(0, 1),
-            encoder_out_lens,
+            lengths,
             blank=self.blank_id,
             beam_width=self.beam_size,
             nbest=self.nbest,
             blank_skip_threshold=self.blank_skip_threshold,
         )
+        if (index := checks.first_index(found.scores.isnan())) is not None:
+            raise ValueError(
+                "log_prob: expected log-probabilities, got NaN or +inf in the sequence at"
+                f" {list(index[:1])}"
+            )
         rows = zip(*(x.tolist() for x in (found.tokens, found.lengths, found.scores)), strict=True)
         return [
             [

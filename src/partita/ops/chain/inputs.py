@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,27 +32,35 @@ class ChainTensors(NamedTuple):
     lengths: Tensor | None
 
 
+NAMES = ("scores", "source", "initial", "final")  # of the arguments of a chain, in messages
+
+
 def check_chain(
-    scores: Tensor, source: Tensor, initial: Tensor | None, final: Tensor | None
+    scores: Tensor,
+    source: Tensor,
+    initial: Tensor | None,
+    final: Tensor | None,
+    names: Sequence[str] = NAMES,
 ) -> None:
-    """Raise for a wrong dtype, shape or device."""
-    checks.floating("scores", scores)
+    """Raise for a wrong dtype, shape or device. `names` are those of the user's arguments."""
+    of_scores, of_source, of_initial, of_final = names
+    checks.floating(of_scores, scores)
     if scores.ndim != 4:
-        raise ValueError(f"scores: expected shape [T, N, C, K], got {list(scores.shape)}")
-    checks.integer("source", source)
-    checks.device("source", source, scores, "scores")
-    checks.shape("source", source, scores.shape[2:], "[C, K] of scores")
+        raise ValueError(f"{of_scores}: expected shape [T, N, C, K], got {list(scores.shape)}")
+    checks.integer(of_source, source)
+    checks.device(of_source, source, scores, of_scores)
+    checks.shape(of_source, source, scores.shape[2:], f"[C, K] of {of_scores}")
     if initial is not None:
-        check_end("initial", initial, scores)
+        check_end(of_initial, initial, scores, of_scores)
     if final is not None:
-        check_end("final", final, scores)
+        check_end(of_final, final, scores, of_scores)
 
 
-def check_end(name: str, end: Tensor, scores: Tensor) -> None:
+def check_end(name: str, end: Tensor, scores: Tensor, of_scores: str = "scores") -> None:
     """Raise where numbers of the first or last states have a wrong dtype, shape or device."""
     checks.floating(name, end)
-    checks.device(name, end, scores, "scores")
-    checks.shape(name, end, scores.shape[1:3], "[N, C] of scores")
+    checks.device(name, end, scores, of_scores)
+    checks.shape(name, end, scores.shape[1:3], f"[N, C] of {of_scores}")
 
 
 def check_semiring(semiring: Semiring) -> None:

@@ -12,7 +12,7 @@ from ...runtime import checks
 from ...runtime.backend import current_backend
 from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
-from ...runtime.lengths import lengths_on_device
+from ...runtime.lengths import lengths_of_chains
 from ..chain.api import Chain
 from ..chain.edges import dense_source
 from . import autograd, functional
@@ -46,6 +46,8 @@ class LinearChain:
             sequence; T if None.
         mask: `[T, N]` bool instead of lengths, True for the tokens of each sequence, which are a
             prefix of it.
+        batch_first: whether emissions are `[N, T, C]` and the mask `[N, T]`. All other arguments,
+            values and results of methods have the token first in any case, as documented there.
 
     Everything is differentiable in emissions, transitions, start and end. Emissions past a length
     have gradient 0. Half types give fp32 results.
@@ -78,26 +80,13 @@ class LinearChain:
         *,
         lengths: Tensor | Sequence[int] | None = None,
         mask: Tensor | None = None,
+        batch_first: bool = False,
     ) -> None:
-        check_linear_chain(emissions, transitions)
+        emissions = check_linear_chain(emissions, transitions, batch_first)
         self.emissions, self.transitions = emissions, transitions
         self.start = None if start is None else check_end("start", start, emissions)
         self.end = None if end is None else check_end("end", end, emissions)
-        self.lengths: Tensor | None = None
-        if mask is not None:
-            T, N, _ = emissions.shape
-            if lengths is not None:
-                raise TypeError("mask: expected either lengths or a mask, got both")
-            checks.tensor("mask", mask)
-            if mask.dtype != torch.bool:
-                raise TypeError(f"mask: expected dtype torch.bool, got {mask.dtype}")
-            checks.shape("mask", mask, (T, N), "[T, N] of emissions")
-            checks.device("mask", mask, emissions, "emissions")
-            self.lengths = functional.lengths_of_mask(mask)
-        elif lengths is not None:
-            T, N, _ = emissions.shape
-            self.lengths = lengths_on_device("lengths", lengths, N, emissions.device)[1]
-            checks.within("lengths", self.lengths, 1, T, "tokens")
+        self.lengths = lengths_of_chains(emissions, lengths, mask, batch_first, "token")
 
     def _tensors(self) -> LinearChainTensors:
         """Return the tensors that the registered ops take."""
@@ -426,11 +415,12 @@ def linear_chain(
     *,
     lengths: Tensor | Sequence[int] | None = None,
     mask: Tensor | None = None,
+    batch_first: bool = False,
 ) -> LinearChain:
     """Return the chain of a tagger or a hidden Markov model: T tokens, each with one of C states.
 
     Args:
-        emissions, transitions, start, end, lengths, mask: as in `LinearChain`.
+        emissions, transitions, start, end, lengths, mask, batch_first: as in `LinearChain`.
 
     Returns:
         A `LinearChain`.
@@ -447,4 +437,6 @@ def linear_chain(
         >>> linear_chain(emissions, torch.eye(2)).viterbi().states.flatten()
         tensor([0, 0, 0])
     """
-    return LinearChain(emissions, transitions, start, end, lengths=lengths, mask=mask)
+    return LinearChain(
+        emissions, transitions, start, end, lengths=lengths, mask=mask, batch_first=batch_first
+    )

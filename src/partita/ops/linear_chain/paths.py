@@ -70,7 +70,7 @@ def path_indicator(
     before, after = d_emissions[:-1], on_path[1:]
     if len(transitions[0]) == 2:
         # PyTorch's scatter would add in an order that varies on a GPU; a product does not.
-        d_transitions = before.flatten(0, 1).T @ after.flatten(0, 1)
+        d_transitions = before.reshape(-1, C).T @ after.reshape(-1, C)
     elif len(transitions[0]) == 3:
         d_transitions = before.transpose(1, 2) @ after
     else:
