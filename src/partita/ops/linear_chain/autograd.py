@@ -359,19 +359,18 @@ class BestScore(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        emissions, transitions, start, end, *_ = inputs
+        emissions, transitions, start, end, lengths, _ = inputs
         score, states = output
         ctx.mark_non_differentiable(states)
         skip_unused_gradients(ctx)
         ctx.likes = [
             None if t is None else (t.shape, t.dtype) for t in (emissions, transitions, start, end)
         ]
-        ctx.save_for_backward(score, states)
+        ctx.save_for_backward(score, states, lengths)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         grad_output = grads[0]
         if grad_output is None:
             return (None,) * 6
-        score, states = saved_tensors(ctx)
-        return *path_indicator(grad_output, score, states, ctx.likes), None, None
+        return *path_indicator(grad_output, *saved_tensors(ctx), ctx.likes), None, None

@@ -129,10 +129,10 @@ def as_steps(tensor: Tensor) -> Steps:
     return Steps(numbers.as_strided((extent,), (1,)).numpy(), np.array(numbers.stride()))
 
 
-def fill_nan(result: Tensor, invalid: Tensor) -> None:
-    """Write NaN for the invalid chains `[N]` into `[T, N, ...]`."""
-    if bool(invalid.any()) and result.numel():
-        result[:, invalid] = torch.nan
+def fill_nan(result: Tensor, failed: Tensor, steps: Tensor | None = None) -> None:
+    """Write NaN for the failed sequences `[N]` into their first steps, or all, of `[T, N, ...]`."""
+    for n in failed.nonzero().flatten().tolist() if result.numel() else ():
+        result[: None if steps is None else int(steps[n]), n] = torch.nan
 
 
 @functools.lru_cache(maxsize=16)

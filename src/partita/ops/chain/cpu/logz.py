@@ -172,7 +172,8 @@ def chain_gradient(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of log Z in scores (in `dtype`), initial and final."""
-    batch, invalid = chain_batch(scores, source, lengths)[0], logz.isnan()
+    (batch, invalid), failed = chain_batch(scores, source, lengths), logz.isnan()
+    steps = torch.from_numpy(batch.lengths).masked_fill(invalid, len(scores))
     d_scores = empty_batch(scores.shape, torch.promote_types(dtype, torch.float32))
     d_initial, d_final = (
         torch.empty(t.shape, dtype=torch.float64, device="cpu") for t in (initial, final)
@@ -181,7 +182,7 @@ def chain_gradient(
         chain_backward_kernel,
         batch,
         as_steps(scores),
-        resolved(grad_output).double().masked_fill(invalid, torch.nan).numpy(),
+        resolved(grad_output).double().masked_fill(failed, torch.nan).numpy(),
         as_array(final),
         saved.numpy(),
         logz.contiguous().numpy(),
@@ -189,5 +190,5 @@ def chain_gradient(
         d_initial.numpy(),
         d_final.numpy(),
     )
-    fill_nan(d_scores, invalid)
+    fill_nan(d_scores, failed, steps)
     return d_scores.to(dtype), d_initial.to(initial.dtype), d_final.to(final.dtype)

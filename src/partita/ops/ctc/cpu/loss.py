@@ -30,7 +30,15 @@ from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp, exp_floor, log
 from ....runtime.dtypes import acc_dtype
 from ..common import ScoreOptions
-from .batch import IMPOSSIBLE, as_batch, fill_emitted, fill_states, init_alpha, sequence_lengths
+from .batch import (
+    IMPOSSIBLE,
+    as_batch,
+    fill_emitted,
+    fill_states,
+    has_nan,
+    init_alpha,
+    sequence_lengths,
+)
 
 
 @jit
@@ -82,7 +90,7 @@ def forward_scan(
         highest = max(a, b)
         total = exp_floor(a - highest) + exp_floor(b - highest)
         losses[n] = INF if highest <= IMPOSSIBLE else -(highest + np.log(total))
-        if not valid:
+        if not valid or has_nan(last[: states + 2]):
             losses[n] = np.nan
 
 
@@ -161,10 +169,10 @@ def backward_scan(
         states = fill_states(batch, n, target_len, labels, skips)
         possible = losses[n] < INF
         own_grad = grad[n] / len(grad) / max(target_len, 1) if mean else grad[n]
-        failed = not valid or losses[n] != losses[n]
+        failed = losses[n] != losses[n]
         for t in range(0 if failed else length, len(result)):
             for c in range(batch.C):
-                result[t, n, c] = np.nan if failed else 0.0
+                result[t, n, c] = 0.0 if valid and t >= length else np.nan
         if failed:
             continue
         for c in range(states):
