@@ -78,11 +78,15 @@ def write_rnnt_gradient(
                 if fused:
                     row = node_row(logits, b, t, u, buffer)
                     factor = label if hat else blank + label
-                    softmax_row(row, lse[b, t, u], factor, blank_class if hat else -1, row_result)
-                    if hat:
-                        apart = 1.0 / (1.0 + np.exp(-row[blank_class]))
-                        row_result[blank_class] = (blank + label) * apart
-                row_result[blank_class] -= blank
+                    if lse[b, t, u] != -np.inf:  # as it is where all labels are impossible
+                        excluded = blank_class if hat else -1
+                        softmax_row(row, lse[b, t, u], factor, excluded, row_result)
+                if hat:  # The probability of the blank minus 1 would cancel.
+                    x = float(row[blank_class])
+                    apart, rest = 1.0 / (1.0 + np.exp(-x)), 1.0 / (1.0 + np.exp(x))
+                    row_result[blank_class] = label * apart - blank * rest
+                else:
+                    row_result[blank_class] -= blank
                 subtract_label(row_result, targets, b, u, label)
                 finish_row(row_result, clamp, grad[b])
             store_row(result, b, t, u, row_result)
