@@ -94,15 +94,15 @@ class LinearChain:
         return LinearChainTensors(self.emissions, self.transitions, *ends, self.lengths)
 
     def _full_precision(self) -> LinearChainTensors:
-        """Return the tensors with emissions in the dtype of results, which gradients have too."""
-        chain = self._tensors()
-        dtype = acc_dtype(self.emissions.dtype)
-        return chain._replace(
-            emissions=self.emissions.to(dtype),
-            transitions=self.transitions.to(torch.promote_types(dtype, self.transitions.dtype)),
-            start=None if self.start is None else self.start.to(dtype),
-            end=None if self.end is None else self.end.to(dtype),
-        )
+        """Return the tensors in the dtype of results or a wider one, which gradients have too."""
+
+        def widened(scores: Tensor | None) -> Tensor | None:
+            if scores is None:
+                return None
+            return scores.to(torch.promote_types(scores.dtype, acc_dtype(self.emissions.dtype)))
+
+        scores = map(widened, self._tensors()[:4])
+        return LinearChainTensors(*scores, self.lengths)  # type: ignore[arg-type]
 
     def _to_result_dtype(self, value: Tensor) -> Tensor:
         return value.to(acc_dtype(self.emissions.dtype))
@@ -187,7 +187,7 @@ class LinearChain:
         )
         if self.transitions.ndim != 2:
             counts = counts.sum(0)
-        return ExpectedCounts(start, self._to_result_dtype(counts), end)
+        return ExpectedCounts(*map(self._to_result_dtype, (start, counts, end)))
 
     def viterbi(self) -> LinearPath:
         """Return the best path of each sequence, as in `LinearPath`.
@@ -294,7 +294,7 @@ class LinearChain:
             >>> chain.expectation(transition_values=torch.eye(2))  # transitions that stay
             tensor([3.])
         """
-        chain = self._tensors()
+        chain = self._full_precision()
         ends = (
             value if value is None else check_end(name, value, self.emissions)
             for name, value in (("start_values", start_values), ("end_values", end_values))
@@ -329,7 +329,7 @@ class LinearChain:
             >>> partita.LinearChain(torch.zeros(4, 1, 2), torch.zeros(2, 2)).entropy()
             tensor([2.7726])
         """
-        return self._to_result_dtype(functional.entropy(self._tensors()))
+        return self._to_result_dtype(functional.entropy(self._full_precision()))
 
     def kl(self, other: LinearChain) -> Tensor:
         """Return KL(self ‖ other) of the paths in nats, `[N]`.
@@ -355,7 +355,7 @@ class LinearChain:
         shape = self.emissions.shape
         checks.shape("other.emissions", other.emissions, shape, "that of this chain")
         checks.device("other.emissions", other.emissions, self.emissions, "emissions")
-        chain, other_chain = self._tensors(), other._tensors()
+        chain, other_chain = self._full_precision(), other._full_precision()
         check_same_lengths(chain, other_chain)
         return self._to_result_dtype(functional.kl(chain, other_chain))
 

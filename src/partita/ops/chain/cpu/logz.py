@@ -22,7 +22,9 @@ from ....primitives.cpu.batch import (
     fill_nan,
     row_at,
     run_over_batch,
+    start_of,
 )
+from ....primitives.cpu.half import store_row
 from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp
 from ....runtime.dtypes import acc_dtype
@@ -37,7 +39,6 @@ from .steps import (
     posterior_offsets,
     repeat_past_length,
     sum_by_source,
-    zero_past_length,
 )
 
 
@@ -103,7 +104,7 @@ def chain_backward_kernel(
     C = final.shape[1]
     for n in chains:
         buffer = np.empty(C * batch.K, scores.numbers.dtype)
-        edges = np.empty(C * batch.K)
+        edges, d_row = np.empty(C * batch.K), np.empty(C * batch.K, d_scores.numbers.dtype)
         posterior, offset = np.empty(C), np.empty(C)
         length = batch.lengths[n]
         for c in range(C):
@@ -115,11 +116,18 @@ def chain_backward_kernel(
             posterior_offsets(posterior, alpha[t + 1, n], offset)
             next_alpha = alpha[max(t - 1, 0), n]
             add_source_values(batch.sources, alpha[t, n], offset, edges, row, next_alpha)
-            edge_posteriors(row, batch.sources, edges, grad_output[n], d_scores[t, n])
+            start = start_of(d_scores, t, n)
+            if not len(d_scores.words):
+                d_row = d_scores.numbers[start : start + C * batch.K]
+            edge_posteriors(row, batch.sources, edges, grad_output[n], d_row)
+            if len(d_scores.words):
+                store_row(d_scores, start, 1, d_row)
             sum_by_source(batch, edges, posterior)
         for c in range(C):
             d_initial[n, c] = posterior[c] * grad_output[n]
-        zero_past_length(d_scores, n, length)
+        zeros = np.zeros(C * batch.K)
+        for t in range(length, len(alpha) - 1):
+            store_row(d_scores, start_of(d_scores, t, n), 1, zeros)
 
 
 def chain_logz(
@@ -174,7 +182,7 @@ def chain_gradient(
     """Return the gradients of log Z in scores (in `dtype`), initial and final."""
     (batch, invalid), failed = chain_batch(scores, source, lengths), logz.isnan()
     steps = torch.from_numpy(batch.lengths).masked_fill(invalid, len(scores))
-    d_scores = empty_batch(scores.shape, torch.promote_types(dtype, torch.float32))
+    d_scores = empty_batch(scores.shape, dtype)
     d_initial, d_final = (
         torch.empty(t.shape, dtype=torch.float64, device="cpu") for t in (initial, final)
     )
@@ -186,9 +194,9 @@ def chain_gradient(
         as_array(final),
         saved.numpy(),
         logz.contiguous().numpy(),
-        d_scores.flatten(2).numpy(),
+        as_steps(d_scores),
         d_initial.numpy(),
         d_final.numpy(),
     )
     fill_nan(d_scores, failed, steps)
-    return d_scores.to(dtype), d_initial.to(initial.dtype), d_final.to(final.dtype)
+    return d_scores, d_initial.to(initial.dtype), d_final.to(final.dtype)

@@ -17,9 +17,10 @@ from ....primitives.cpu.batch import (
     centered_row,
     contiguous_row,
     logsumexp_row,
-    row_at,
     run_over_batch,
+    start_of,
 )
+from ....primitives.cpu.half import number_at
 from ....primitives.cpu.jit import jit
 from ....runtime.dtypes import acc_dtype
 from ..common import ScoreOptions
@@ -91,7 +92,8 @@ def viterbi_scan(
             labels_out[n, t] = label if label < batch.C else batch.star
             tokens[n, t] = state // 2 if state % 2 else -1
             if label < batch.C:
-                value = row_at(scores, t, n)[label * scores.strides[2]] - lse[t]
+                at = start_of(scores, t, n) + label * scores.strides[2]
+                value = number_at(scores, at) - lse[t]
                 if HUGE <= abs(lse[t]) < INF:
                     row = contiguous_row(scores, t, n, buffer)
                     row, norm = centered_row(row, lse[t], buffer, maxima, sums)

@@ -25,7 +25,9 @@ from ....primitives.cpu.batch import (
     empty_batch,
     logsumexp_row,
     run_over_batch,
+    start_of,
 )
+from ....primitives.cpu.half import store_row
 from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp, exp_floor, log
 from ....runtime.dtypes import acc_dtype
@@ -160,7 +162,7 @@ def backward_scan(
     `grad` is the gradient of each loss, or with `mean` that of the mean of loss / target length.
     """
     max_states, buffer = 2 * batch.max_target_len + 1, np.empty(batch.C, scores.numbers.dtype)
-    maxima, sums = np.empty(LANES), np.empty(LANES)
+    maxima, sums, d_row = np.empty(LANES), np.empty(LANES), np.empty(batch.C)
     for n in share:
         labels, skips = np.empty(max_states, np.int64), np.empty(max_states)
         after, before, parts = np.empty(max_states), np.empty(max_states), np.empty((3, max_states))
@@ -170,9 +172,9 @@ def backward_scan(
         possible = losses[n] < INF
         own_grad = grad[n] / len(grad) / max(target_len, 1) if mean else grad[n]
         failed = losses[n] != losses[n]
-        for t in range(0 if failed else length, len(result)):
-            for c in range(batch.C):
-                result[t, n, c] = 0.0 if valid and t >= length else np.nan
+        for t in range(0 if failed else length, batch.T):
+            d_row[:] = 0.0 if valid and t >= length else np.nan
+            store_row(result, start_of(result, t, n), 1, d_row)
         if failed:
             continue
         for c in range(states):
@@ -189,7 +191,8 @@ def backward_scan(
                 posterior[labels[c]] += after[c] * scale
             row, lse = contiguous_row(scores, t, n, buffer), alpha[n, t, max_states + 2]
             row, lse = centered_row(row, lse, buffer, maxima, sums)
-            gradient_row(row, lse, own_grad, from_logits and possible, posterior, result[t, n])
+            gradient_row(row, lse, own_grad, from_logits and possible, posterior, d_row)
+            store_row(result, start_of(result, t, n), 1, d_row)
             for c in range(states):
                 posterior[labels[c]] = 0.0
             posterior_step(alpha[n, t], skips, after, before, parts, states)
@@ -255,7 +258,7 @@ def ctc_gradient(
         return torch.empty(logits.shape, dtype=logits.dtype)
     targets = (labels, offsets, input_lengths, target_lengths, max_target_len, blank)
     batch = as_batch(logits, *targets, ScoreOptions(label_priors, prior_scale, star))
-    result = empty_batch(logits.shape, torch.promote_types(logits.dtype, torch.float32))
+    result = empty_batch(logits.shape, logits.dtype)
     inputs = (
         as_array(grad.expand(len(losses))),
         reduction == "mean",
@@ -263,5 +266,5 @@ def ctc_gradient(
         from_logits,
     )
     states = (saved.numpy(), losses.contiguous().numpy())
-    run_over_batch(backward_scan, batch, *inputs, *states, result.numpy())
-    return result.to(logits.dtype)
+    run_over_batch(backward_scan, batch, *inputs, *states, as_steps(result))
+    return result

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ....primitives.cpu.batch import INF, LOWEST, as_array, as_steps
+from ....primitives.cpu.half import load_row
 from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import LN2, exp, log
 from ....primitives.cpu.vectors import (
@@ -156,17 +157,16 @@ def load_tokens(
     sum of the maxima. The padding gets zeros.
     """
     C, width, total = start.shape[1], scores.shape[1], 0.0
-    numbers, strides, rows = emissions.numbers, emissions.strides, pointer_to(scores)
+    strides, rows = emissions.strides, pointer_to(scores)
     for k in range(len(scores)):
         t = first + k * by
         base = t * strides[0] + n * strides[1]
         if width > C:
             store(rows, (k + 1) * width - WIDTH, fill(-INF))
-        if strides[2] == 1:
-            copy_numbers(pointer_to(numbers), base, rows, k * width, C)
+        if strides[2] == 1 and not len(emissions.words):
+            copy_numbers(pointer_to(emissions.numbers), base, rows, k * width, C)
         else:
-            for c in range(C):
-                scores[k, c] = numbers[base + c * strides[2]]
+            load_row(emissions, base, strides[2], scores[k, :C])
         if t == 0:
             for c in range(C):
                 scores[k, c] += start[n, c]
@@ -195,17 +195,11 @@ def load_states(saved: Any, t: int, by: int, n: int, states: Any) -> None:
 @jit
 def load_weights(transitions: Any, t: int, n: int, transposed: int, weights: Any) -> None:
     """Write the transitions of the step from token t to t + 1, or values of them, `[C, C]`."""
-    numbers, strides, C = transitions.numbers, transitions.strides, len(weights)
+    strides, C = transitions.strides, len(weights)
     base = t * strides[0] + n * strides[1]
     rows, columns = (strides[3], strides[2]) if transposed else (strides[2], strides[3])
     for i in range(C):
-        row, values = weights[i, :C], numbers[base + i * rows :]
-        if columns == 1:
-            for j in range(C):
-                row[j] = values[j]
-        else:
-            for j in range(C):
-                row[j] = values[j * columns]
+        load_row(transitions, base + i * rows, columns, weights[i, :C])
 
 
 @jit

@@ -20,6 +20,7 @@ from ....primitives.cpu.batch import (
     fill_nan,
     run_over_sequences,
 )
+from ....primitives.cpu.half import load_row
 from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp
 from .steps import chain_arrays, copy_row, load_tokens, load_weights, log_of_sum, scan
@@ -55,9 +56,7 @@ def mean_step(
 def token_values(values: Any, t: int, n: int, result: Any) -> None:
     """Write the values of the states of a token."""
     strides = values.strides
-    row = values.numbers[t * strides[0] + n * strides[1] :]
-    for c in range(len(result)):
-        result[c] = row[c * strides[2]]
+    load_row(values, t * strides[0] + n * strides[1], strides[2], result)
 
 
 @jit

@@ -9,7 +9,7 @@ import numpy as np
 from ....primitives.cpu.batch import HUGE
 from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp
-from .batch import node_row, store_row
+from .batch import node_row, store_node
 
 
 @jit
@@ -89,7 +89,7 @@ def write_rnnt_gradient(
                     row_result[blank_class] -= blank
                 subtract_label(row_result, targets, b, u, label)
                 finish_row(row_result, clamp, grad[b])
-            store_row(result, b, t, u, row_result)
+            store_node(result, b, t, u, row_result)
 
 
 @jit(nogil=True)
@@ -133,5 +133,5 @@ def write_tdt_gradient(
                     duration_row[k] -= posteriors[2 + k, b, t, u]
                 finish_row(row_result, 0.0, grad[b])
                 finish_row(duration_row, 0.0, grad[b])
-            store_row(token_result, b, t, u, row_result)
-            store_row(duration_result, b, t, u, duration_row)
+            store_node(token_result, b, t, u, row_result)
+            store_node(duration_result, b, t, u, duration_row)

@@ -1,0 +1,103 @@
+"""Numbers of half types on the CPU: Numba has none there, so kernels read and write their words.
+
+A tensor of a half type is read in its own memory, row by row, so no copy of it in fp32 exists.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...runtime.register import resolved
+from .jit import jit
+
+NO_NUMBERS, NO_WORDS = np.empty(0, np.float32), np.empty(0, np.uint16)
+
+
+def memory_of(tensor: Tensor) -> tuple[Any, Any, bool]:
+    """Return the memory from the first to the last number, one-dimensional.
+
+    It is an array of numbers, an array of words of 16 bits, and whether these are bf16. The first
+    is empty for half types, and the second for others.
+    """
+    tensor = resolved(tensor.detach())
+    extent = 0
+    if tensor.numel():
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        extent = 1 + sum((size - 1) * stride for size, stride in sizes)
+    memory = tensor.as_strided((extent,), (1,))
+    if tensor.element_size() > 2:
+        return memory.numpy(), NO_WORDS, False
+    words = memory.view(torch.int16).numpy().view(np.uint16)
+    return NO_NUMBERS, words, tensor.dtype == torch.bfloat16
+
+
+@jit
+def from_word(word: int, is_bf16: bool) -> float:
+    """Return the number of a word in fp32."""
+    bits = np.uint32(word)
+    if is_bf16:
+        return np.uint32(bits << 16).view(np.float32)
+    # The exponent of fp16 has 3 bits less, and its bias is 112 less.
+    size = np.uint32((bits & 0x7FFF) << 13).view(np.float32) * np.float32(2.0**112)
+    not_finite = 0x7F800000 if bits & 0x7C00 == 0x7C00 else 0
+    bits = np.float32(size).view(np.uint32) | not_finite | (bits & 0x8000) << 16
+    return np.uint32(bits).view(np.float32)
+
+
+@jit
+def to_word(number: float, is_bf16: bool) -> int:
+    """Return the word of a number, rounded to the nearest as PyTorch does."""
+    bits = np.int64(np.float32(number).view(np.uint32))
+    sign, size = bits >> 16 & 0x8000, bits & 0x7FFFFFFF
+    if is_bf16:
+        word = size + 0x7FFF + (size >> 16 & 1) >> 16
+    else:
+        # Beside 0.5, fp32 has the digits of a subnormal number of fp16.
+        subnormal = np.float32(np.abs(np.float32(number)) + np.float32(0.5)).view(np.uint32)
+        word = size - (112 << 23) + 0xFFF + (size >> 13 & 1) >> 13
+        word = np.int64(subnormal) - 0x3F000000 if size < 0x38800000 else word
+        word = min(word, 0x7C00)
+    word = 0x7FFF if size > 0x7F800000 else word  # NaN
+    return np.uint16(sign | word)
+
+
+@jit
+def number_at(memory: Any, i: int) -> float:
+    """Return a number of the memory of `Steps` or `Rows`."""
+    return from_word(memory.words[i], memory.is_bf16) if len(memory.words) else memory.numbers[i]
+
+
+@jit
+def load_row(memory: Any, first: int, stride: int, row: Any) -> None:
+    """Copy numbers of the memory of `Steps` or `Rows` to a row."""
+    if stride == 1 and len(memory.words):
+        words = memory.words[first : first + len(row)]
+        for c in range(len(row)):
+            row[c] = from_word(words[c], memory.is_bf16)
+    elif stride == 1:
+        numbers = memory.numbers[first : first + len(row)]
+        for c in range(len(row)):
+            row[c] = numbers[c]
+    else:
+        for c in range(len(row)):
+            row[c] = number_at(memory, first + c * stride)
+
+
+@jit
+def store_row(memory: Any, first: int, stride: int, row: Any) -> None:
+    """Write a row into the memory of `Steps` or `Rows`."""
+    if len(memory.words):
+        words = memory.words[first:]
+        for c in range(len(row)):
+            words[c * stride] = to_word(row[c], memory.is_bf16)
+    elif stride == 1:
+        numbers = memory.numbers[first : first + len(row)]
+        for c in range(len(row)):
+            numbers[c] = row[c]
+    else:
+        for c in range(len(row)):
+            memory.numbers[first + c * stride] = row[c]
