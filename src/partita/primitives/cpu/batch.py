@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...primitives.cpu.half import load_row, memory_of
+from ...primitives.cpu.half import load_row, memory_of, store_row
 from ...primitives.cpu.jit import jit
 from ...primitives.cpu.math import exp_floor
 from ...runtime.caches import register_cache
@@ -60,6 +60,20 @@ def contiguous_row(scores: Any, t: int, n: int, buffer: Any) -> Any:
         return row_at(scores, t, n)[: len(buffer)]
     load_row(scores, start_of(scores, t, n), stride, buffer)
     return buffer
+
+
+@jit
+def row_to_write(result: Any, t: int, n: int, buffer: Any) -> Any:
+    """Return the row of a step to write to: a view, or the buffer, which `finish_row` rounds."""
+    first = start_of(result, t, n)
+    return buffer if len(result.words) else result.numbers[first : first + len(buffer)]
+
+
+@jit
+def finish_row(result: Any, t: int, n: int, row: Any) -> None:
+    """Store a row from `row_to_write`, whose numbers are contiguous in the result."""
+    if len(result.words):
+        store_row(result, start_of(result, t, n), 1, row)
 
 
 @jit

@@ -36,12 +36,16 @@ def memory_of(tensor: Tensor) -> tuple[Any, Any, bool]:
 
 
 @jit
-def from_word(word: int, is_bf16: bool) -> float:
+def from_bf16(word: int) -> float:
     """Return the number of a word in fp32."""
+    return np.uint32(np.uint32(word) << 16).view(np.float32)
+
+
+@jit
+def from_fp16(word: int) -> float:
+    """Return the number of a word in fp32."""
+    # The exponent has 3 bits less than in fp32, and its bias is 112 less.
     bits = np.uint32(word)
-    if is_bf16:
-        return np.uint32(bits << 16).view(np.float32)
-    # The exponent of fp16 has 3 bits less, and its bias is 112 less.
     size = np.uint32((bits & 0x7FFF) << 13).view(np.float32) * np.float32(2.0**112)
     not_finite = 0x7F800000 if bits & 0x7C00 == 0x7C00 else 0
     bits = np.float32(size).view(np.uint32) | not_finite | (bits & 0x8000) << 16
@@ -49,55 +53,65 @@ def from_word(word: int, is_bf16: bool) -> float:
 
 
 @jit
-def to_word(number: float, is_bf16: bool) -> int:
+def to_bf16(number: float) -> int:
     """Return the word of a number, rounded to the nearest as PyTorch does."""
-    bits = np.int64(np.float32(number).view(np.uint32))
-    sign, size = bits >> 16 & 0x8000, bits & 0x7FFFFFFF
-    if is_bf16:
-        word = size + 0x7FFF + (size >> 16 & 1) >> 16
-    else:
-        # Beside 0.5, fp32 has the digits of a subnormal number of fp16.
-        subnormal = np.float32(np.abs(np.float32(number)) + np.float32(0.5)).view(np.uint32)
-        word = size - (112 << 23) + 0xFFF + (size >> 13 & 1) >> 13
-        word = np.int64(subnormal) - 0x3F000000 if size < 0x38800000 else word
-        word = min(word, 0x7C00)
-    word = 0x7FFF if size > 0x7F800000 else word  # NaN
-    return np.uint16(sign | word)
+    bits = np.float32(number).view(np.uint32)
+    word = np.uint32(bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.uint16(word if number == number else 0x7FFF)
+
+
+@jit
+def to_fp16(number: float) -> int:
+    """Return the word of a number, rounded to the nearest as PyTorch does."""
+    bits = np.float32(number).view(np.uint32)
+    size = np.int32(bits & 0x7FFFFFFF)
+    # Beside 0.5, fp32 has the digits of a subnormal number of fp16.
+    subnormal = np.float32(np.abs(np.float32(number)) + np.float32(0.5)).view(np.int32)
+    word = np.int32(size - (112 << 23) + 0xFFF + (size >> 13 & 1)) >> 13
+    word = subnormal - 0x3F000000 if size < 0x38800000 else word
+    word = min(word, 0x7C00) if number == number else 0x7FFF
+    return np.uint16(bits >> 16 & 0x8000 | word)
 
 
 @jit
 def number_at(memory: Any, i: int) -> float:
     """Return a number of the memory of `Steps` or `Rows`."""
-    return from_word(memory.words[i], memory.is_bf16) if len(memory.words) else memory.numbers[i]
+    if not len(memory.words):
+        return memory.numbers[i]
+    return from_bf16(memory.words[i]) if memory.is_bf16 else from_fp16(memory.words[i])
 
 
 @jit
 def load_row(memory: Any, first: int, stride: int, row: Any) -> None:
     """Copy numbers of the memory of `Steps` or `Rows` to a row."""
-    if stride == 1 and len(memory.words):
-        words = memory.words[first : first + len(row)]
-        for c in range(len(row)):
-            row[c] = from_word(words[c], memory.is_bf16)
-    elif stride == 1:
-        numbers = memory.numbers[first : first + len(row)]
-        for c in range(len(row)):
-            row[c] = numbers[c]
-    else:
+    words, numbers = memory.words[first:], memory.numbers[first:]
+    if stride != 1:
         for c in range(len(row)):
             row[c] = number_at(memory, first + c * stride)
+    elif not len(words):
+        for c in range(len(row)):
+            row[c] = numbers[c]
+    elif memory.is_bf16:
+        for c in range(len(row)):
+            row[c] = from_bf16(words[c])
+    else:
+        for c in range(len(row)):
+            row[c] = from_fp16(words[c])
 
 
 @jit
 def store_row(memory: Any, first: int, stride: int, row: Any) -> None:
     """Write a row into the memory of `Steps` or `Rows`."""
-    if len(memory.words):
-        words = memory.words[first:]
-        for c in range(len(row)):
-            words[c * stride] = to_word(row[c], memory.is_bf16)
-    elif stride == 1:
-        numbers = memory.numbers[first : first + len(row)]
+    words, numbers = memory.words[first:], memory.numbers[first:]
+    if not len(words) and stride == 1:  # The loop becomes vector code.
         for c in range(len(row)):
             numbers[c] = row[c]
+    elif not len(words):
+        for c in range(len(row)):
+            numbers[c * stride] = row[c]
+    elif memory.is_bf16:
+        for c in range(len(row)):
+            words[c * stride] = to_bf16(row[c])
     else:
         for c in range(len(row)):
-            memory.numbers[first + c * stride] = row[c]
+            words[c * stride] = to_fp16(row[c])

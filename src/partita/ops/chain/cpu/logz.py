@@ -20,11 +20,11 @@ from ....primitives.cpu.batch import (
     as_steps,
     empty_batch,
     fill_nan,
+    finish_row,
     row_at,
+    row_to_write,
     run_over_batch,
-    start_of,
 )
-from ....primitives.cpu.half import store_row
 from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp
 from ....runtime.dtypes import acc_dtype
@@ -104,7 +104,7 @@ def chain_backward_kernel(
     C = final.shape[1]
     for n in chains:
         buffer = np.empty(C * batch.K, scores.numbers.dtype)
-        edges, d_row = np.empty(C * batch.K), np.empty(C * batch.K, d_scores.numbers.dtype)
+        edges, d_buffer = np.empty(C * batch.K), np.empty(C * batch.K, d_scores.numbers.dtype)
         posterior, offset = np.empty(C), np.empty(C)
         length = batch.lengths[n]
         for c in range(C):
@@ -116,18 +116,16 @@ def chain_backward_kernel(
             posterior_offsets(posterior, alpha[t + 1, n], offset)
             next_alpha = alpha[max(t - 1, 0), n]
             add_source_values(batch.sources, alpha[t, n], offset, edges, row, next_alpha)
-            start = start_of(d_scores, t, n)
-            if not len(d_scores.words):
-                d_row = d_scores.numbers[start : start + C * batch.K]
+            d_row = row_to_write(d_scores, t, n, d_buffer)
             edge_posteriors(row, batch.sources, edges, grad_output[n], d_row)
-            if len(d_scores.words):
-                store_row(d_scores, start, 1, d_row)
+            finish_row(d_scores, t, n, d_row)
             sum_by_source(batch, edges, posterior)
         for c in range(C):
             d_initial[n, c] = posterior[c] * grad_output[n]
-        zeros = np.zeros(C * batch.K)
         for t in range(length, len(alpha) - 1):
-            store_row(d_scores, start_of(d_scores, t, n), 1, zeros)
+            d_row = row_to_write(d_scores, t, n, d_buffer)
+            d_row[:] = 0.0
+            finish_row(d_scores, t, n, d_row)
 
 
 def chain_logz(

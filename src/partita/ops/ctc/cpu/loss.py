@@ -23,11 +23,11 @@ from ....primitives.cpu.batch import (
     centered_row,
     contiguous_row,
     empty_batch,
+    finish_row,
     logsumexp_row,
+    row_to_write,
     run_over_batch,
-    start_of,
 )
-from ....primitives.cpu.half import store_row
 from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp, exp_floor, log
 from ....runtime.dtypes import acc_dtype
@@ -162,7 +162,8 @@ def backward_scan(
     `grad` is the gradient of each loss, or with `mean` that of the mean of loss / target length.
     """
     max_states, buffer = 2 * batch.max_target_len + 1, np.empty(batch.C, scores.numbers.dtype)
-    maxima, sums, d_row = np.empty(LANES), np.empty(LANES), np.empty(batch.C)
+    maxima, sums = np.empty(LANES), np.empty(LANES)
+    d_buffer = np.empty(batch.C, result.numbers.dtype)
     for n in share:
         labels, skips = np.empty(max_states, np.int64), np.empty(max_states)
         after, before, parts = np.empty(max_states), np.empty(max_states), np.empty((3, max_states))
@@ -173,8 +174,9 @@ def backward_scan(
         own_grad = grad[n] / len(grad) / max(target_len, 1) if mean else grad[n]
         failed = losses[n] != losses[n]
         for t in range(0 if failed else length, batch.T):
+            d_row = row_to_write(result, t, n, d_buffer)
             d_row[:] = 0.0 if valid and t >= length else np.nan
-            store_row(result, start_of(result, t, n), 1, d_row)
+            finish_row(result, t, n, d_row)
         if failed:
             continue
         for c in range(states):
@@ -191,8 +193,9 @@ def backward_scan(
                 posterior[labels[c]] += after[c] * scale
             row, lse = contiguous_row(scores, t, n, buffer), alpha[n, t, max_states + 2]
             row, lse = centered_row(row, lse, buffer, maxima, sums)
+            d_row = row_to_write(result, t, n, d_buffer)
             gradient_row(row, lse, own_grad, from_logits and possible, posterior, d_row)
-            store_row(result, start_of(result, t, n), 1, d_row)
+            finish_row(result, t, n, d_row)
             for c in range(states):
                 posterior[labels[c]] = 0.0
             posterior_step(alpha[n, t], skips, after, before, parts, states)
