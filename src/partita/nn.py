@@ -341,11 +341,10 @@ class CRF(torch.nn.Module):
             )
         if mask is not None and mask.dtype == torch.uint8:
             mask = mask.bool()
-        if self.batch_first and emissions.ndim == 3:
-            emissions = emissions.transpose(0, 1)
-            mask = mask if mask is None else mask.mT
         ends = self.start_transitions, self.end_transitions
-        return linear_chain(emissions, self.transitions, *ends, mask=mask)
+        return linear_chain(
+            emissions, self.transitions, *ends, mask=mask, batch_first=self.batch_first
+        )
 
     def forward(
         self, emissions: Tensor, tags: Tensor, mask: Tensor | None = None, reduction: str = "sum"
@@ -367,16 +366,12 @@ class CRF(torch.nn.Module):
         """
         checks.choice("reduction", reduction, ("none", "sum", "mean", "token_mean"))
         chain = self.chain(emissions, mask)
-        tags = tags.mT if self.batch_first else tags
         checks.integer("tags", tags)
-        checks.shape("tags", tags, chain.emissions.shape[:2], "that of the emissions")
-        if checks.should_check_values(tags.device):
-            counted = tags
-            if chain.lengths is not None:
-                tokens = torch.arange(len(tags), device=tags.device)[:, None]
-                counted = tags.masked_fill(tokens >= chain.lengths, 0)
-            checks.labels("tags", counted, self.num_tags, 0)
-        log_likelihood = chain.log_prob(tags)
+        checks.shape("tags", tags, emissions.shape[:2], "that of the emissions")
+        if checks.can_check_values(tags):
+            counted = tags if mask is None else tags.masked_fill(mask == 0, 0)
+            checks.labels("tags", counted, self.num_tags, checks.NOTHING_IGNORED)
+        log_likelihood = chain.log_prob(tags.mT if self.batch_first else tags)
         if reduction == "none":
             return log_likelihood
         if reduction == "mean":

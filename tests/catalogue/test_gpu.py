@@ -1,4 +1,4 @@
-"""Every call on a GPU: the same bits each time, captured, on any stream and device, without waits."""
+"""Every call on a GPU: the same bits, captured, on any stream and device, without waits."""
 
 import pytest
 import torch

@@ -42,12 +42,22 @@ TARGETS = {
 def chosen(kernel: str, name: str) -> list[Launch]:
     """Return the launches that are compiled for a target.
 
+    A mixture of dtypes is compiled for each target, as a product may lack an instruction for it.
+    """
+    known = launches(None if name == "gfx942" else "13.0")[kernel]
+    mixtures = [launch for launch in known if launch.is_mixture]
+    others = [launch for launch in known if not launch.is_mixture]
+    return [*hardest(others, name), *most_demanding(mixtures, lambda launch: launch.dtypes)]
+
+
+def hardest(known: list[Launch], name: str) -> list[Launch]:
+    """Return the launches that demand most of a target.
+
     bf16 differs from fp32 in its loads alone, so fp32 stands for both wherever the compile-time
     arguments are the same. For the GPU that the plans were measured on these are each plan with the
     options that demand most, and each choice of options with the plan that does, plain and not.
     Elsewhere, and in fp64, they are the most demanding of each dtype, plain and not.
     """
-    known = launches(None if name == "gfx942" else "13.0")[kernel]
     in_fp32 = {launch.variant for launch in known if launch.dtype == torch.float32}
     known = [
         launch
@@ -58,12 +68,12 @@ def chosen(kernel: str, name: str) -> list[Launch]:
     if name != "sm_90" and torch.float32 in {launch.dtype for launch in known}:
         kinds = {kind: None for kind in kinds if kind[0] != torch.bfloat16}
     known = [launch for launch in known if (launch.dtype, launch.plain) in kinds]
-    hardest = most_demanding(known, lambda launch: (launch.dtype, launch.plain))
+    of_dtypes = most_demanding(known, lambda launch: (launch.dtype, launch.plain))
     if name != "sm_90":
-        return hardest
+        return of_dtypes
     known = [launch for launch in known if launch.dtype != torch.float64]
     each = (
-        hardest,
+        of_dtypes,
         most_demanding(known, lambda launch: (launch.dtype, launch.plain, launch.plan)),
         most_demanding(known, lambda launch: (launch.dtype, launch.plain, launch.choice)),
     )

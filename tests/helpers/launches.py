@@ -25,6 +25,11 @@ NAMES = sorted(
 # Compile-time arguments whose variants need registers of their own.
 OPTIONS = ("HAS_SMOOTHING", "SMOOTHING_MODE", "HAS_SOFTCAP")
 CHOICES = (*OPTIONS, "HAS_Z_LOSS", "HAS_ENTROPY", "MEAN")
+# The dtypes of three kinds of scores of a chain, as of emissions, transitions and ends.
+MIXTURES = (
+    (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float32, torch.float64),
+)
 
 
 class Launch(NamedTuple):
@@ -34,11 +39,19 @@ class Launch(NamedTuple):
         kernel: the kernel.
         args: the run-time arguments in order.
         options: the compile-time arguments by name.
+        is_mixture: whether dtypes of its tensors occur in calls of `call_mixture` alone.
     """
 
     kernel: Any
     args: tuple[Any, ...]
     options: dict[str, Any]
+    is_mixture: bool = False
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Return the dtypes of all floating tensors."""
+        tensors = [arg for arg in self.args if isinstance(arg, torch.Tensor)]
+        return tuple(tensor.dtype for tensor in tensors if tensor.is_floating_point())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -192,6 +205,63 @@ def call_linear_chains(dtype: torch.dtype) -> None:
                 chain.viterbi()
                 with mock.patch.object(plan, "MIN_TRACED_PAIRS", 1):
                     chain.viterbi()
+
+
+def call_mixture(*dtypes: torch.dtype) -> None:
+    """Call the ops of chains whose scores have several dtypes, or the same half type.
+
+    The dtypes are those of emissions or scores, of transitions, and of the ends.
+    """
+    for C, K in ((3, 2), (64, 5), (1024, 5), (40, 40)):
+        source = (torch.arange(C)[:, None] + torch.arange(K)) % C
+        for T in (3, 100) if C < 100 else (3,):
+            shapes = ((T, 2, C, K), (2, C), (2, C))
+            scores, initial, final = map(zeros_with_gradient, shapes, dtypes)
+            chain = partita.Chain(scores, source, initial, final)
+            torch.autograd.grad(chain.logz().sum(), (scores, initial, final))
+            torch.autograd.grad(chain.entropy().sum(), scores)
+            value = zeros_with_gradient((), dtypes[2])
+            torch.autograd.grad(chain.expectation(value).sum(), (scores, value))
+            chain = partita.Chain(scores.detach(), source, initial.detach(), final.detach())
+            for semiring in (partita.Log, partita.Max):
+                chain.logz(semiring)
+                chain.forward_scores(semiring)
+                chain.backward_scores(semiring)
+            chain.viterbi()
+            chain.sample(2)
+    sizes = (
+        (3, 5),
+        (3, 30),
+        (70, 30),
+        (3, 50),
+        (3, 200),
+        (3, 500),
+        (300, 5),
+        (300, 16),
+        (300, 100),
+    )
+    for T, C in sizes:
+        shapes = ((T, 2, C), (C, C), (C,), (C,))
+        scores = tuple(map(zeros_with_gradient, shapes, (*dtypes, dtypes[2])))
+        chain = partita.linear_chain(*scores)
+        torch.autograd.grad(chain.logz().sum(), scores)
+        chain = partita.linear_chain(*(tensor.detach() for tensor in scores))
+        chain.logz()
+        chain.viterbi()
+        chain.sample(2)
+    for C, D in ((24, 50), (64, 65)):
+        shapes = ((3, 2, C), (C, C), (D, C), (C,), (C,))
+        scores = tuple(map(zeros_with_gradient, shapes, (*dtypes, *dtypes[1:])))
+        chain = partita.semi_markov_chain(*scores)
+        torch.autograd.grad(chain.logz().sum(), scores)
+        chain = partita.semi_markov_chain(*(tensor.detach() for tensor in scores))
+        chain.segment_marginals()
+        chain.viterbi()
+        chain.sample(2)
+
+
+def zeros_with_gradient(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, requires_grad=True)
 
 
 def call_semi_markov(dtype: torch.dtype, C: int, D: int) -> None:
@@ -385,9 +455,11 @@ def call_long_rows(x: torch.Tensor) -> None:
 def launches(cuda: str | None) -> dict[str, list[Launch]]:
     """Return the launches of each kernel, one for each set of compile-time arguments and dtype.
 
-    They come from narrow and long rows, aligned and not, and from columns.
+    They come from narrow and long rows, aligned and not, and from columns. Mixtures of dtypes that
+    do not occur otherwise come last.
     """
     noted: list[Launch] = []
+    mixtures: list[Launch] = []
     with recording(noted, cuda):
         for dtype in (torch.bfloat16, torch.float32, torch.float64):
             for width in (100, 5000, 50_257, 131_072):
@@ -418,7 +490,15 @@ def launches(cuda: str | None) -> dict[str, list[Launch]]:
             for U, V in ((2, 40), (40, 1025)):
                 call_rnnt(dtype, U, V)
             call_rnnt_overlap(dtype)
+    with recording(mixtures, cuda):
+        for dtypes in MIXTURES:
+            call_mixture(*dtypes)
     found: dict[str, dict[str, Launch]] = defaultdict(dict)
     for each in noted:
         found[each.kernel.__name__].setdefault(f"{each.dtype} {each.variant}", each)
+    known = {(each.kernel.__name__, each.dtypes) for each in noted}
+    for each in mixtures:
+        if (each.kernel.__name__, each.dtypes) not in known:
+            mixture = each._replace(is_mixture=True)
+            found[each.kernel.__name__].setdefault(f"{each.dtypes} {each.variant}", mixture)
     return {name: list(each.values()) for name, each in found.items()}

@@ -45,6 +45,36 @@ def test_the_functions_of_fast_ctc_decode() -> None:
         fast_ctc_decode.beam_search(p, "NAB")
 
 
+@pytest.mark.parametrize("bad", ["nan", "inf", "logarithms", "zeros"])
+def test_fast_ctc_decode_raises_where_there_is_no_text(bad: str) -> None:
+    p = torch.randn(5, 4, generator=torch.Generator().manual_seed(2)).softmax(-1)
+    if bad in ("nan", "inf"):
+        p[1, 2] = float(bad)
+        for search in (fast_ctc_decode.beam_search, fast_ctc_decode.viterbi_search):
+            with pytest.raises(RuntimeError, match=rf"network_output: .* got {bad} at \[1, 2\]"):
+                search(p, "NABC")
+        return
+    p = p.log() if bad == "logarithms" else torch.zeros_like(p)
+    with pytest.raises(RuntimeError, match="network_output: expected probabilities"):
+        fast_ctc_decode.beam_search(p, "NABC")
+    best = p.argmax(1).unique_consecutive()  # only the order of the classes counts
+    text = "".join("NABC"[label] for label in best if label)
+    assert fast_ctc_decode.viterbi_search(p, "NABC")[0] == text
+
+
+def test_the_decoder_of_torchaudio_speaks_of_its_arguments() -> None:
+    x = torch.zeros(2, 5, 3)
+    decoder = cuda_ctc_decoder(["-", "a", "b"])
+    with pytest.raises(ValueError, match=r"encoder_out_lens: .* got 6 at \[1\]"):
+        decoder(x, torch.tensor([5, 6]))
+    x[1, 3, 0] = torch.nan
+    assert decoder(x, torch.tensor([5, 3]))  # past the length
+    with pytest.raises(ValueError, match=r"log_prob: .* NaN or \+inf in the sequence at \[1\]"):
+        decoder(x, torch.tensor([5, 5]))
+    with pytest.raises(ValueError, match="beam_size: expected 1 to 256, got 0"):
+        cuda_ctc_decoder(["-", "a"], beam_size=0)
+
+
 def test_the_package_finds_the_same_texts() -> None:
     """With a beam of all prefixes, and beside greedy search, where fast-ctc-decode is installed."""
     package = pytest.importorskip("fast_ctc_decode")

@@ -270,13 +270,14 @@ def test_lattices_that_are_refused_and_lengths_in_a_list() -> None:
             koi.logZ_cu(*arguments)
 
 
-def test_errors_have_koi_s_names() -> None:
-    idx, ends = partita.debruijn_source(2, 1).int(), torch.zeros(1, 2)
-    with pytest.raises(ValueError, match=r"^idx: expected shape \[C, K\] of Ms"):
-        koi.logZ_cu_sparse(torch.zeros(2, 1, 2, 4), idx, ends, ends)
-    with pytest.raises(ValueError, match=r"^v0: expected shape"):
-        koi.fwd_scores_cu_sparse(torch.zeros(2, 1, 2, 3), idx, ends[:, :1])
-    with pytest.raises(ValueError, match=r"^idx: expected .* got 7 at \[0, 1\]"):
-        koi.logZ_cu_sparse(
-            torch.zeros(2, 1, 2, 3), torch.tensor([[0, 7, 1], [1, 0, 1]]), ends, ends
-        )
+def test_messages_name_the_arguments_of_koi() -> None:
+    Ms, idx, ends = torch.zeros(4, 2, 3, 2), torch.zeros(3, 2, dtype=torch.int32), torch.zeros(2, 3)
+    for call, message in (
+        (lambda: koi.logZ_cu_sparse(Ms[0], idx, ends, ends), "Ms: expected shape"),
+        (lambda: koi.logZ_cu_sparse(Ms, idx[:2], ends, ends), r"idx: .* \[C, K\] of Ms = \[3, 2\]"),
+        (lambda: koi.logZ_cu_sparse(Ms, idx + 3, ends, ends), r"idx: .* got 3 at \[0, 0\]"),
+        (lambda: koi.fwd_scores_cu_sparse(Ms, idx, ends[0]), r"v0: .* \[N, C\] of Ms = \[2, 3\]"),
+        (lambda: koi.bwd_scores_cu_sparse(Ms, idx, ends[0]), r"vT: .* \[N, C\] of Ms = \[2, 3\]"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call()

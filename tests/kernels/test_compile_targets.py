@@ -198,14 +198,15 @@ def test_compiles(kernel: str, name: str, tmp_path: Path) -> None:
     """Check shared memory for all variants, and spills for plain ones.
 
     The terms of the options spill where registers are limited, and no bound on that follows from
-    anything. fp64 needs two registers for each number, and is no dtype of training.
+    anything. fp64 needs two registers for each number, and is no dtype of training. Mixtures of
+    dtypes have the code of one dtype apart from their loads.
     """
     target, limit = TARGETS[name]
     spills = []
     for launch in chosen(kernel, name):
         result = compiled(launch, target)
         assert result.metadata.shared <= limit, str(launch)
-        if launch.plain and launch.dtype != torch.float64:
+        if launch.plain and not launch.is_mixture and launch.dtype != torch.float64:
             size = spilled(result, target, tmp_path)
             spills += [f"{size} in {launch}"] * (size > SPILLED.get(kernel, 0))
     assert not spills, "\n".join(spills)

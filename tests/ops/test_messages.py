@@ -10,6 +10,20 @@ import partita
 X = torch.zeros(7, 4, 5)  # 7 sequences of 4 steps, as if ctc_loss took the batch first
 TARGETS = torch.ones(7, 2, dtype=torch.int64)
 CHAIN = partita.Chain(torch.zeros(3, 1, 3, 3), partita.dense_source(3))
+EMISSIONS, MOVES = torch.zeros(5, 2, 3), torch.zeros(3, 3)
+# Of batch-first tags: the second sequence has no third token.
+MASK = torch.tensor([[True] * 5, [True, True, False, True, True]])
+CRF = partita.nn.CRF(3, batch_first=True)
+
+
+def tagger(emissions: torch.Tensor, **options: object) -> object:
+    return partita.linear_chain(emissions, MOVES, **options)
+
+
+def segments(emissions: torch.Tensor, **options: object) -> object:
+    return partita.semi_markov_chain(emissions, MOVES, MOVES, **options)
+
+
 MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: partita.ctc_loss(X, TARGETS, [4] * 7, [2] * 7),
@@ -65,6 +79,62 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
         lambda: CHAIN.sample(1, generator=3),
         TypeError,
         "generator: expected a torch.Generator or None, got int",
+    ),
+    *(
+        (lambda chain=chain, args=args: chain(args[0], **args[1]), ValueError, message)
+        for chain in (tagger, segments)
+        for *args, message in (
+            (
+                EMISSIONS,
+                {"lengths": [3] * 5},
+                r"lengths: .* = \[2\], got \[5\]; emissions is \[T, N, C\], and batch_first=True",
+            ),
+            (
+                EMISSIONS.transpose(0, 1),
+                {"lengths": [3] * 2, "batch_first": False},
+                r"lengths: .* = \[5\], got \[2\]; .* batch_first=True takes \[N, T, C\]$",
+            ),
+            (
+                EMISSIONS,
+                {"lengths": [3] * 2, "batch_first": True},
+                r"lengths: .* = \[5\], got \[2\]; .* batch_first=False takes \[T, N, C\]$",
+            ),
+            (
+                EMISSIONS,
+                {"mask": MASK},
+                r"mask: .* \[T, N\] of emissions = \[5, 2\], got \[2, 5\];",
+            ),
+            (
+                EMISSIONS.transpose(0, 1),
+                {"mask": MASK, "batch_first": True},
+                r"mask: expected a prefix of each sequence, got a \w+ at \[1, 3\] after",
+            ),
+            (
+                EMISSIONS.transpose(0, 1),
+                {"mask": torch.tensor([[True, False, False, False, False], [True] * 5])},
+                r"mask: .* got a \w+ at \[1, 1\] after .* out; .* batch_first=True takes",
+            ),
+            (
+                EMISSIONS[:0].transpose(0, 1),
+                {"batch_first": True},
+                r"emissions: expected shape \[N, T, C\] with T of at least 1, got \[2, 0, 3\]",
+            ),
+        )
+    ),
+    (
+        lambda: CRF(EMISSIONS.transpose(0, 1), torch.tensor([[0, 1, -100, 2, 1], [0] * 5])),
+        IndexError,
+        r"tags: expected classes from 0 to 2, got -100 at \[0, 2\]$",
+    ),
+    (
+        lambda: CRF(EMISSIONS.transpose(0, 1), torch.zeros(2, 5, dtype=torch.int64), MASK),
+        ValueError,
+        r"mask: .* got a token at \[1, 3\] after",
+    ),
+    (
+        lambda: CRF(EMISSIONS.transpose(0, 1), torch.zeros(5, 2, dtype=torch.int64)),
+        ValueError,
+        r"tags: expected shape that of the emissions = \[2, 5\], got \[5, 2\]",
     ),
 ]
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.rows import INTERPRETING
 from torch import Tensor
 
 import partita
@@ -135,3 +136,65 @@ def test_integers(kind: str) -> None:
         partita.logz(torch.zeros(3, 2, 2, 2), odd)
     with pytest.raises(TypeError, match=f"^target: {message}$"):
         partita.token_stats(torch.zeros(2, 2, 5), odd)
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, requires_grad=True)
+
+
+NONE, EMPTY = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 2, dtype=torch.int64)
+SIZES = {"state_len": 2, "alphabet_size": 5}
+NO_SEQUENCES: dict[str, Callable[[], object]] = {
+    "Chain": lambda: partita.Chain(zeros(4, 0, 3, 3), partita.dense_source(3), lengths=NONE),
+    "LinearChain": lambda: partita.linear_chain(zeros(4, 0, 3), zeros(3, 3), lengths=NONE),
+    "LinearChain without states": lambda: partita.linear_chain(zeros(4, 2, 0), zeros(0, 0)),
+    "SemiMarkovChain": lambda: partita.semi_markov_chain(zeros(4, 0, 3), zeros(3, 3), zeros(2, 3)),
+    "ctc_loss": lambda: partita.ctc_loss(zeros(4, 0, 3), EMPTY, NONE, NONE, reduction="sum"),
+    "ctc_align": lambda: partita.ctc_align(zeros(4, 0, 3), EMPTY, NONE, NONE),
+    "ctc_crf_loss": lambda: partita.ctc_crf_loss(
+        zeros(4, 0, 80), EMPTY, NONE, **SIZES, reduction="sum"
+    ),
+    "ctc_beam_search": lambda: partita.ctc_beam_search(zeros(4, 0, 3), NONE),
+    "ctc_greedy_search": lambda: partita.ctc_greedy_search(zeros(4, 0, 3), NONE),
+    **{
+        f"ctc_crf_decode, {method}": lambda method=method: partita.ctc_crf_decode(
+            zeros(4, 0, 80), **SIZES, method=method
+        )
+        for method in ("viterbi", "posterior", "beam")
+    },
+    "rnnt_loss": lambda: partita.rnnt_loss(
+        zeros(0, 4, 3, 5), EMPTY, NONE, NONE, 0, reduction="sum"
+    ),
+    "rnnt_align": lambda: partita.rnnt_align(zeros(0, 4, 3, 5), EMPTY, NONE, NONE, 0),
+    "tdt_loss": lambda: partita.tdt_loss(
+        zeros(0, 4, 3, 5), zeros(0, 4, 3, 2), EMPTY, NONE, NONE, 0, [0, 1], reduction="sum"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "auto",
+        "reference",
+        pytest.param(
+            "triton",
+            marks=[
+                pytest.mark.interpreted,
+                pytest.mark.skipif(not INTERPRETING, reason="needs TRITON_INTERPRET=1"),
+            ],
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", NO_SEQUENCES)
+def test_no_sequences(name: str, backend: str) -> None:
+    with partita.backend(backend):
+        found = NO_SEQUENCES[name]()
+        if "Chain" in name:
+            chain = found
+            assert chain.viterbi().score.shape == chain.sample(2).states.shape[2:]
+            found = chain.logz().sum() + chain.entropy().sum()
+        if isinstance(found, torch.Tensor):
+            found.backward()
+        else:
+            assert all(len(field) == 0 for field in found if isinstance(field, torch.Tensor))

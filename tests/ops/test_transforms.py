@@ -30,6 +30,7 @@ TEACHER_MATRIX = numbers(5, 5, seed=8)
 IDS = torch.arange(2 * N).view(N, 2) % 3  # some rows repeat a class
 OTHER = numbers(3, N, 3, 3, seed=5)
 MOVES = numbers(3, 3, seed=9)
+TOKENS = numbers(4, N, 3, seed=10)
 
 
 def best_of(device: torch.device) -> partita.TopK:
@@ -53,6 +54,12 @@ def segments(scores: Tensor) -> partita.SemiMarkovChain:
     """Return semi-Markov chains of 3 states and segments of up to 2 steps."""
     others = (MOVES.to(scores.device), MOVES[:2].to(scores.device))
     return partita.SemiMarkovChain(scores, *others, lengths=[4, 3])
+
+
+def tags(scores: Tensor) -> partita.LinearChain:
+    """Return dense chains of 3 states with lengths 4 and 3, whose ends have scores too."""
+    moves = MOVES.to(scores.device)
+    return partita.linear_chain(scores, moves, moves[0], 0.5 * scores[0], lengths=[4, 3])
 
 
 def ctc(scores: Tensor, **options: object) -> Tensor:
@@ -171,10 +178,23 @@ LOSSES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "entropy": ((3, N, 3, 3), lambda x: chain(x).entropy()),
     "kl": ((3, N, 3, 3), lambda x: chain(OTHER.to(x.device)).kl(chain(x))),
     "expectation": ((3, N, 3, 3), lambda x: chain(x).expectation(OTHER.to(x.device))),
+    "linear_chain": ((4, N, 3), lambda x: tags(x).logz()),
+    "linear_chain, transitions": (
+        (3, N, 3, 3),
+        lambda x: partita.linear_chain(TOKENS.to(x.device), x, lengths=[4, 3]).logz(),
+    ),
+    "linear_chain, best score": ((4, N, 3), lambda x: tags(x).logz(partita.Max)),
+    "linear_chain, entropy": ((4, N, 3), lambda x: tags(x).entropy()),
+    "linear_chain, posteriors": ((4, N, 3), lambda x: tags(x).state_marginals()),
+    "linear_chain, counts": ((4, N, 3), lambda x: tags(x).expected_counts().transitions),
+    "linear_chain, path": (
+        (4, N, 3),
+        lambda x: tags(x).log_prob(torch.tensor([[0, 1]] * 4, device=x.device)),
+    ),
     "semi_markov_chain": ((4, N, 3), lambda x: segments(x).logz()),
     "posteriors of segments": ((4, N, 3), lambda x: segments(x).segment_marginals()),
 }
-CURVED = [name for name in LOSSES if name != "best score"]
+CURVED = [name for name in LOSSES if not name.endswith("best score")]
 SCANS = [name for name in CURVED if len(LOSSES[name][0]) > 2]
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 losses = pytest.mark.parametrize("name", LOSSES)
@@ -350,3 +370,52 @@ def test_zeros_without_memory(name: str, device: str) -> None:
     assert torch.equal(found, torch.zeros_like(x))
     leaf = torch._efficientzerotensor(x.shape, dtype=x.dtype, device=device)
     torch.testing.assert_close(function(leaf), function(torch.zeros_like(x)), **EXACT)
+
+
+SEARCHES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], object]]] = {
+    "Chain.viterbi": ((3, N, 3, 3), lambda x: chain(x).viterbi()),
+    "Chain.nbest": ((3, N, 3, 3), lambda x: chain(x).nbest(2)),
+    "Chain.backward_scores": ((3, N, 3, 3), lambda x: chain(x).backward_scores()),
+    "LinearChain.viterbi": ((4, N, 3), lambda x: tags(x).viterbi()),
+    "LinearChain.nbest": ((4, N, 3), lambda x: tags(x).nbest(2)),
+    "LinearChain.log_prob": ((4, N, 3), lambda x: tags(x).log_prob(x.argsort(2)[..., 0])),
+    "LinearChain of a mask": (
+        (4, N, 3),
+        lambda x: partita.linear_chain(x, MOVES.to(x.device), mask=(x < 9.0).all(2)).logz(),
+    ),
+    "SemiMarkovChain.viterbi": ((4, N, 3), lambda x: segments(x).viterbi()),
+    "ctc_align": (
+        (4, N, 3),
+        lambda x: partita.ctc_align(x, LABELS[:, None].to(x.device) % 3, [4, 3], [1, 0])[:4],
+    ),
+    "ctc_greedy_search": ((4, N, 3), lambda x: partita.ctc_greedy_search(x, [4, 3])),
+    "ctc_beam_search": ((4, N, 3), lambda x: partita.ctc_beam_search(x, [4, 3], nbest=2)),
+    **{
+        f"ctc_crf_decode, {method}": (
+            (4, N, 6),
+            lambda x, method=method: partita.ctc_crf_decode(
+                x, state_len=1, alphabet_size=3, input_lengths=[4, 3], method=method
+            ),
+        )
+        for method in ("viterbi", "posterior", "beam")
+    },
+    "rnnt_align": (
+        (N, 3, 3, 3),
+        lambda x: partita.rnnt_align(
+            x, torch.tensor([[1, 2], [2, 2]], device=x.device), [3, 2], [2, 1], 0
+        ),
+    ),
+}
+
+
+@devices
+@pytest.mark.parametrize("name", SEARCHES)
+def test_searches_take_a_batch_of_arguments(name: str, device: str) -> None:
+    shape, function = SEARCHES[name]
+    batch = numbers(3, *shape).to(device)
+    found = torch.vmap(function)(batch)
+    expected = [function(each) for each in batch]
+    if isinstance(found, Tensor):
+        found, expected = (found,), [(each,) for each in expected]
+    for field, *each in zip(found, *expected, strict=True):
+        torch.testing.assert_close(field, torch.stack(each), rtol=0, atol=0)

@@ -82,7 +82,7 @@ def test_parameters_are_those_of_pytorch_crf() -> None:
         ({"emissions": torch.zeros(T, N)}, ValueError, r"emissions: expected shape \[T, N, C\]"),
         ({"emissions": torch.zeros(T, N, C + 1)}, ValueError, "emissions: expected 3 tags"),
         ({"tags": torch.zeros(T, N + 1).long()}, ValueError, "tags: expected shape"),
-        ({"tags": torch.full((T, N), C)}, IndexError, "tags: expected labels from 0 to 2"),
+        ({"tags": torch.full((T, N), C)}, IndexError, "tags: expected classes from 0 to 2"),
         ({"mask": torch.ones(T, N + 1).bool()}, ValueError, "mask: expected shape"),
         ({"mask": torch.zeros(T, N).bool()}, ValueError, "mask: expected at least one token"),
         (

@@ -40,6 +40,8 @@ def beam_search(
 
     Raises:
         TypeError, ValueError: a wrong shape, dtype or number; `collapse_repeats=False`.
+        RuntimeError: a number is NaN or infinite, or no path has a probability above 0, as where
+            the numbers are log-probabilities.
 
     Source: the function of this name in fast-ctc-decode 0.3, 2019; the method is that of
         `partita.ctc_beam_search`.
@@ -56,8 +58,15 @@ def beam_search(
     checks.number("beam_cut_threshold", beam_cut_threshold, low=0.0, high=1.0)
     if not 1 <= beam_size <= MAX_BEAM_WIDTH:
         raise ValueError(f"beam_size: expected 1 to {MAX_BEAM_WIDTH}, got {beam_size}")
-    log_probs = _log_probs(network_output, alphabet, beam_cut_threshold)
-    return _text(ctc_beam_search(log_probs, beam_width=beam_size), alphabet)
+    numbers = _numbers(network_output, alphabet)
+    log_probs = numbers.masked_fill(numbers < beam_cut_threshold, 0.0).log()
+    found = ctc_beam_search(log_probs, beam_width=beam_size)
+    if found.scores[0, 0] == -torch.inf:
+        raise RuntimeError(
+            "network_output: expected probabilities, got numbers of which no path is above 0;"
+            " partita.ctc_beam_search takes log-probabilities"
+        )
+    return _text(found, alphabet)
 
 
 def viterbi_search(
@@ -66,7 +75,9 @@ def viterbi_search(
     """Decode one sequence by the most probable class of each step.
 
     Args:
-        network_output, alphabet: as in `beam_search`.
+        network_output: `[T, C]`, an array or a tensor on any device: probabilities, or any numbers
+            in their order, such as log-probabilities.
+        alphabet: as in `beam_search`.
         qstring: False; no quality follows the text.
 
     Returns:
@@ -74,6 +85,7 @@ def viterbi_search(
 
     Raises:
         TypeError, ValueError: a wrong shape or dtype; `qstring=True`.
+        RuntimeError: a number is NaN or +inf.
 
     Source: the function of this name in fast-ctc-decode 0.3, 2019.
 
@@ -86,18 +98,23 @@ def viterbi_search(
     """
     if qstring:
         raise ValueError("qstring: expected False, got True")
-    return _text(ctc_greedy_search(_log_probs(network_output, alphabet, 0.0)), alphabet)
+    return _text(ctc_greedy_search(_numbers(network_output, alphabet)), alphabet)
 
 
-def _log_probs(network_output: Any, alphabet: Sequence[str], threshold: float) -> Tensor:
-    probabilities = torch.as_tensor(network_output)
-    checks.floating("network_output", probabilities)
-    shape = list(probabilities.shape)
+def _numbers(network_output: Any, alphabet: Sequence[str]) -> Tensor:
+    """Return the numbers as a tensor, of which none is NaN or +inf."""
+    numbers = torch.as_tensor(network_output)
+    checks.floating("network_output", numbers)
+    shape = list(numbers.shape)
     if len(shape) != 2 or shape[1] != len(alphabet):
         raise ValueError(
             f"network_output: expected shape [T, C] with C = {len(alphabet)}, got {shape}"
         )
-    return probabilities.masked_fill(probabilities < threshold, 0.0).log()
+    if (index := checks.first_index(~(numbers < torch.inf))) is not None:
+        raise RuntimeError(
+            f"network_output: expected probabilities, got {float(numbers[index])} at {list(index)}"
+        )
+    return numbers
 
 
 def _text(found: Hypotheses, alphabet: Sequence[str]) -> tuple[str, list[int]]:

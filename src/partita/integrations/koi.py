@@ -208,7 +208,7 @@ def viterbi_alignments(stay_scores: Tensor, move_scores: Tensor, target_lengths:
 
     Returns:
         `[T, N, L]`, 1 for the state that each step leaves and 0 elsewhere; all 0 for a lattice
-        without a path.
+        without a path, or with NaN.
 
     Raises:
         TypeError, ValueError: as in `logZ_cu`.
@@ -312,7 +312,6 @@ def bwd_scores_cu_sparse(
         tensor([9., 3., 1.])
     """
     with torch.no_grad():
-        initial = vT.new_zeros(()).expand_as(vT)
         return _in_koi_names(
-            lambda: Chain(Ms, _on_device(idx, Ms.device), initial, vT).backward_scores(S)
+            lambda: Chain(Ms, _on_device(idx, Ms.device), None, vT).backward_scores(S)
         )

@@ -14,6 +14,7 @@ from torch.serialization import add_safe_globals
 from ..nn import RNNTLoss
 from ..ops.ctc.api import ctc_align
 from ..ops.decode.api import ctc_beam_search
+from ..ops.decode.common import MAX_BEAM_WIDTH
 from ..ops.rnnt.api import rnnt_loss
 from ..runtime import checks
 from .naming import REFUSALS, raise_renamed
@@ -93,7 +94,7 @@ class CUCTCDecoder:
         blank_skip_threshold: a probability of the blank; a step above it is taken as a blank.
 
     Raises:
-        ValueError: the blank is no class.
+        ValueError: the blank is no class, or the beam has another size.
 
     Source: the class of this name in torchaudio 2.1, 2023; the method is that of
         `partita.ctc_beam_search`.
@@ -115,6 +116,8 @@ class CUCTCDecoder:
         blank_skip_threshold: float = 0.95,
     ) -> None:
         checks.blank(blank_id, len(vocab_list))
+        if not 1 <= beam_size <= MAX_BEAM_WIDTH:
+            raise ValueError(f"beam_size: expected 1 to {MAX_BEAM_WIDTH}, got {beam_size}")
         self.vocab_list, self.blank_id, self.beam_size = list(vocab_list), blank_id, beam_size
         self.nbest, self.blank_skip_threshold = nbest, blank_skip_threshold
 
@@ -129,7 +132,7 @@ class CUCTCDecoder:
             For each sequence a list of `CUCTCHypothesis`, the best first, with scores in nats.
 
         Raises:
-            TypeError, ValueError: wrong dtypes, shapes, lengths or numbers.
+            TypeError, ValueError: wrong dtypes, shapes, lengths or numbers; NaN or +inf.
 
         Example:
             >>> import torch
@@ -156,6 +159,11 @@ class CUCTCDecoder:
         except REFUSALS as error:
             names = {"input_lengths": "encoder_out_lens", "beam_width": "beam_size"}
             raise_renamed(error, log_probs="log_prob", blank="blank_id", **names)
+        if (index := checks.first_index(found.scores.isnan())) is not None:
+            raise ValueError(
+                "log_prob: expected log-probabilities, got NaN or +inf in the sequence at"
+                f" {list(index[:1])}"
+            )
         rows = zip(*(x.tolist() for x in (found.tokens, found.lengths, found.scores)), strict=True)
         return [
             [

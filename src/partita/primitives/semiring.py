@@ -53,9 +53,17 @@ def _log_sum(x: Tensor, dim: int) -> Tensor:
 
 
 def log_dsum(x: Tensor, dim: int) -> Tensor:
-    """Return the softmax of x, which is 0 where all terms are -inf."""
-    total = _log_sum(x, dim)
-    return (x - total.masked_fill(total == -torch.inf, 0.0).unsqueeze(dim)).exp()
+    """Return the softmax of x, which is 0 where all terms are -inf.
+
+    It is no difference from the log-sum-exp, because that has no digits left for the number of
+    terms if they are huge.
+    """
+    if not x.shape[dim]:
+        return x.exp()
+    shift = x.detach().amax(dim, keepdim=True)
+    weights = (x - shift.masked_fill(shift == -torch.inf, 0.0)).exp()
+    total = weights.sum(dim, keepdim=True)
+    return weights / total.masked_fill(total == 0, 1.0)
 
 
 def _max_sum(x: Tensor, dim: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .autograd import is_batched
 from .environment import reader
 from .sizes import same_sizes
 
@@ -166,6 +167,14 @@ def should_check_values(where: torch.device) -> bool:
     return where.type == "cpu" if setting == "" else setting == "1"
 
 
+def can_check_values(value: Tensor) -> bool:
+    """Return whether the values of this tensor are checked here.
+
+    A meta tensor has none. One that `vmap` batches has them where the op runs, which checks them.
+    """
+    return not value.is_meta and not is_batched(value) and should_check_values(value.device)
+
+
 def first_index(mask: Tensor) -> tuple[int, ...] | None:
     """Return the index of the first true element, or None if there is none.
 
@@ -176,7 +185,7 @@ def first_index(mask: Tensor) -> tuple[int, ...] | None:
 
 def labels(name: str, value: Tensor, classes: int, ignore_index: int) -> None:
     """Raise `IndexError` with the first label that is neither a class nor `ignore_index`."""
-    if value.is_meta or not should_check_values(value.device):
+    if not can_check_values(value):
         return
     value = value.long()  # a narrow type would wrap the bounds
     invalid = ((value < 0) | (value >= classes)) & (value != ignore_index)
@@ -192,7 +201,7 @@ def labels(name: str, value: Tensor, classes: int, ignore_index: int) -> None:
 
 def within(name: str, value: Tensor, low: int, high: int, meaning: str) -> None:
     """Raise `ValueError` with the first number that is not from `low` to `high`."""
-    if value.is_meta or not should_check_values(value.device):
+    if not can_check_values(value):
         return
     value = value.long()  # a narrow type would wrap the bounds
     if (index := first_index((value < low) | (value > high))) is not None:
@@ -211,7 +220,7 @@ def states(name: str, value: Tensor, number: int, missing: str) -> None:
         number: the number of states.
         missing: the meaning of -1.
     """
-    if value.is_meta or not should_check_values(value.device):
+    if not can_check_values(value):
         return
     value = value.long()  # a narrow type would wrap the bounds
     if (index := first_index((value < -1) | (value >= number))) is not None:

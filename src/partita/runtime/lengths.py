@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from numbers import Integral
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from . import checks, launcher
 from .autograd import plain_eager
 from .caches import register_cache
+from .sizes import holds
 
 Lengths = Tensor | Sequence[int] | int
 
@@ -128,3 +129,75 @@ def lengths_on_device(
     """Return the lengths as int64 `[N]`, first where the user has them, then on the device."""
     lengths = as_lengths(name, value, N)
     return lengths, on_device(device, lengths)[0]
+
+
+def steps_first(emissions: Any, batch_first: bool) -> Tensor:
+    """Return emissions as `[T, N, C]`, or raise for a wrong dtype or shape."""
+    checks.floating("emissions", emissions)
+    if emissions.ndim != 3 or not holds(emissions.shape[1 if batch_first else 0] >= 1):
+        raise ValueError(
+            f"emissions: expected shape {_layout(batch_first)} with T of at least 1,"
+            f" got {list(emissions.shape)}"
+        )
+    return emissions.transpose(0, 1) if batch_first else emissions
+
+
+def lengths_of_chains(
+    emissions: Tensor, lengths: Lengths | None, mask: Tensor | None, batch_first: bool, unit: str
+) -> Tensor | None:
+    """Return the lengths of sequences, `[N]` on the device of the emissions; None for T of each.
+
+    Args:
+        emissions: `[T, N, C]`.
+        lengths: `[N]`, 1 to T, or None.
+        mask: `[T, N]` bool instead of lengths, True for a prefix of each sequence; or None.
+        batch_first: whether the mask is `[N, T]`, as the user's emissions are `[N, T, C]`.
+        unit: what a sequence consists of, in messages.
+    """
+    T, N, _ = emissions.shape
+    other_layout = (
+        f"; emissions is {_layout(batch_first)}, and batch_first={not batch_first} takes"
+        f" {_layout(not batch_first)}"
+    )
+    if lengths is None and mask is None:
+        return None
+    if mask is None:
+        try:
+            found = lengths_on_device("lengths", lengths, N, emissions.device)[1]  # type: ignore[arg-type]
+        except ValueError as error:
+            is_other = T != N and isinstance(lengths, Sized) and len(lengths) == T
+            raise ValueError(f"{error}{other_layout if is_other else ''}") from None
+        checks.within("lengths", found, 1, T, f"{unit}s")
+        return found
+    if lengths is not None:
+        raise TypeError("mask: expected either lengths or a mask, got both")
+    checks.tensor("mask", mask)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask: expected dtype torch.bool, got {mask.dtype}")
+    shape, meaning = ((N, T), "[N, T]") if batch_first else ((T, N), "[T, N]")
+    try:
+        checks.shape("mask", mask, shape, f"{meaning} of emissions")
+    except ValueError as error:
+        is_other = tuple(mask.shape) == shape[::-1]
+        raise ValueError(f"{error}{other_layout if is_other else ''}") from None
+    checks.device("mask", mask, emissions, "emissions")
+    steps = mask.mT if batch_first else mask
+    hole = steps[1:] & ~steps[:-1]
+    if checks.can_check_values(mask):
+        if (index := checks.first_index(hole.mT)) is not None:
+            n, t = index[0], index[1] + 1
+            is_other = bool(steps[:, 0].all()) and not bool((steps[:, 1:] & ~steps[:, :-1]).any())
+            raise ValueError(
+                f"mask: expected a prefix of each sequence, got a {unit} at"
+                f" {[n, t] if batch_first else [t, n]} after one that is left out"
+                f"{other_layout if is_other else ''}"
+            )
+        if (index := checks.first_index(~steps[0])) is not None:
+            raise ValueError(
+                f"mask: expected at least one {unit} in each sequence, got none in {index[0]}"
+            )
+    return torch.where(hole.any(0), -1, steps.sum(0))
+
+
+def _layout(batch_first: bool) -> str:
+    return "[N, T, C]" if batch_first else "[T, N, C]"

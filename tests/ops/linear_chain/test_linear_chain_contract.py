@@ -277,3 +277,15 @@ def test_memory_does_not_grow_with_the_transitions_of_all_tokens() -> None:
     """Scores [T - 1, N, C, C] would take 1.2 GiB."""
     assert resource.RUSAGE_SELF == 0
     assert int(run_fresh(MEMORY).stdout) < 400
+
+
+def test_batch_first_emissions_and_masks() -> None:
+    chain = random_linear_chain(T=4, N=3, kind="by sequence", seed=2)
+    mask = torch.arange(4) < chain.lengths[:, None]
+    scores = (chain.transitions, chain.start, chain.end)
+    other = partita.linear_chain(
+        chain.emissions.transpose(0, 1), *scores, mask=mask, batch_first=True
+    )
+    assert torch.equal(other.lengths, chain.lengths)
+    assert torch.equal(other.logz(), chain.logz())
+    assert torch.equal(other.viterbi().states, chain.viterbi().states)  # [T, N] in any case

@@ -196,3 +196,18 @@ def test_compiled_code_and_function_transforms() -> None:
             torch.func.grad(lambda x: SemiMarkovChain(x, *others).logz().sum())
         )(torch.stack([chain.emissions, chain.emissions.flip(0)]))
         torch.testing.assert_close(batched[0], chain.state_marginals())
+
+
+def test_masks_and_batch_first_emissions() -> None:
+    chain = random_semi_markov(T=4, N=3, seed=2)
+    mask = torch.arange(4) < chain.lengths[:, None]
+    scores = (chain.transitions, chain.durations, chain.start, chain.end)
+    for other in (
+        partita.semi_markov_chain(chain.emissions, *scores, mask=mask.T),
+        partita.semi_markov_chain(
+            chain.emissions.transpose(0, 1), *scores, mask=mask, batch_first=True
+        ),
+    ):
+        assert torch.equal(other.lengths, chain.lengths)
+        assert torch.equal(other.logz(), chain.logz())
+        assert torch.equal(other.viterbi().states, chain.viterbi().states)  # [T, N] in any case

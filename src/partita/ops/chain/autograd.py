@@ -300,14 +300,15 @@ class BestScore(torch.autograd.Function):
         score, states, edges, lengths = saved_tensors(ctx)
         T, N, C, K = ctx.shape
         if lengths is None:
-            last = torch.full((N,), T, device=grad_output.device)
-        else:
-            last = lengths.long().clamp(0, T)
-        zero = torch.where(score.isnan(), torch.nan, 0.0)  # NaN for an invalid chain, [N]
+            lengths = torch.full((N,), T, device=grad_output.device)
+        last, step = lengths.long().clamp(0, T), torch.arange(T, device=grad_output.device)
+        zero = torch.where(score.isnan(), torch.nan, 0.0)  # NaN for a chain with NaN, [N]
+        # Steps past a length have 0 but in an invalid chain.
+        counts = (step[:, None] < lengths) | (last != lengths)
 
-        def indicator(index: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+        def indicator(index: Tensor, zero: Tensor, size: int, dtype: torch.dtype) -> Tensor:
             """Return `[..., N, size]` with the gradient of each chain at its index."""
-            result = zero[:, None].expand(*index.shape, size)
+            result = zero[..., None].expand(*index.shape, size)
             if not size:
                 return result.to(dtype)
             values = torch.where(index >= 0, grad_output, zero)
@@ -315,9 +316,10 @@ class BestScore(torch.autograd.Function):
                 -1, index.clamp(min=0)[..., None], values.to(dtype)[..., None]
             )
 
-        d_scores = indicator(edges, C * K, ctx.dtypes[0]).reshape(ctx.shape)
-        d_initial = indicator(states[0], C, ctx.dtypes[1])
-        d_final = indicator(states.gather(0, last[None])[0], C, ctx.dtypes[2])
+        of_steps = torch.where(counts, zero, 0.0)
+        d_scores = indicator(edges, of_steps, C * K, ctx.dtypes[0]).reshape(ctx.shape)
+        d_initial = indicator(states[0], zero, C, ctx.dtypes[1])
+        d_final = indicator(states.gather(0, last[None])[0], zero, C, ctx.dtypes[2])
         return d_scores, None, d_initial, d_final, None, None, None
 
 

@@ -45,7 +45,7 @@ class CTCAlignment(NamedTuple):
 
     Fields:
         labels: `[N, T]` int64, the class that each step emits; -1 past the input's length and where
-            there is no alignment.
+            there is no alignment. A target with NaN among its scores has none, and scores of NaN.
         tokens: `[N, T]` int64, the position of that label in the target; -1 where `labels` is -1
             and on blanks.
         scores: `[N, T]`, the log-probability of that label in nats; 0 where there is none.

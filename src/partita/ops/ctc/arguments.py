@@ -113,7 +113,7 @@ def with_lengths(
             logits.device, steps, lengths, clamped.cumsum(0) - clamped
         )
     # Targets without gaps stay as they are, as above: a call has one key, whoever prepared it.
-    labels = targets if targets.is_contiguous() else targets.reshape(-1)
+    labels = targets.contiguous()
     if labels.dtype not in (torch.int32, torch.int64):
         labels = labels.long()  # comparisons with C or the blank would wrap in a narrow dtype
     return CTCArguments(logits, labels, offsets, steps, lengths, longest)

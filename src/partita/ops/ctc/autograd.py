@@ -72,7 +72,11 @@ def check_values(
         expected = f"labels from 0 to {C - 1}" + (
             f" or the star {star}" if star is not None else ""
         )
-        raise IndexError(f"targets: expected {expected}, got {int(padded[index])} at {list(index)}")
+        n, position = index
+        place = torch.unravel_index(offsets[n] + position, labels.shape)
+        raise IndexError(
+            f"targets: expected {expected}, got {int(padded[index])} at {[int(i) for i in place]}"
+        )
 
 
 def _loss_results(

@@ -75,9 +75,17 @@ def ctc_lattice(
     return CTCLattice(labels, scores, source, initial, final, invalid)
 
 
-def as_log_probs(logits: Tensor, from_logits: bool) -> Tensor:
-    """Return log-probabilities in fp64; the input holds them already unless `from_logits`."""
-    logits = logits.double()
+def within_lengths(logits: Tensor, input_lengths: Tensor) -> Tensor:
+    """Return which steps count, `[T, N, 1]`."""
+    return (torch.arange(len(logits), device=logits.device)[:, None] < input_lengths)[..., None]
+
+
+def as_log_probs(logits: Tensor, input_lengths: Tensor, from_logits: bool) -> Tensor:
+    """Return log-probabilities in fp64; the input holds them already unless `from_logits`.
+
+    Steps past a length are 0 before, because their derivative must not be NaN.
+    """
+    logits = torch.where(within_lengths(logits, input_lengths), logits, 0.0).double()
     return logits.log_softmax(-1) if from_logits else logits
 
 
@@ -100,7 +108,7 @@ def losses_of(
 
     It is inf, with the gradient 0, where there is no alignment, and NaN for an invalid sequence.
     """
-    scores = scores_of(as_log_probs(logits, from_logits), options)
+    scores = scores_of(as_log_probs(logits, input_lengths, from_logits), options)
     x = ctc_lattice(scores, targets, input_lengths, blank, options.star)
     chain = chain_inputs(x.scores, x.source, x.initial, x.final, input_lengths, Log)
     return torch.where(x.invalid, torch.nan, 0.0 - log_partition(chain, Log))
@@ -155,9 +163,9 @@ def ctc_gradient(
 
     For log-probabilities it is minus the posterior of each class at each step. For logits it is the
     softmax times the posterior of all classes but the star, minus the posterior of the class. It is
-    differentiable in `grad` and `logits`.
+    differentiable in `grad` and `logits`. Where the loss is NaN, so are all steps of the sequence.
     """
-    log_probs = as_log_probs(logits, from_logits)
+    log_probs = as_log_probs(logits, input_lengths, from_logits)
     targets = PackedTargets(labels, offsets, target_lengths, max_target_len)
     scores = scores_of(log_probs, ScoreOptions(label_priors, prior_scale, star))
     x = ctc_lattice(scores, targets, input_lengths, blank, star)
@@ -168,14 +176,17 @@ def ctc_gradient(
     result = log_probs.new_zeros(N, scores.shape[2], T)
     # A state whose label occurs before adds to the same class, here in a fixed order.
     result = result.index_put(index, -posterior.permute(1, 2, 0), accumulate=True).permute(2, 0, 1)
+    active = within_lengths(logits, input_lengths)
     if from_logits:
-        active = torch.arange(len(logits), device=logits.device)[:, None] < input_lengths
-        has_softmax = active & (losses < torch.inf)
+        has_softmax = active & (losses < torch.inf)[:, None]
         softmax = log_probs.exp()
         if star is not None:
             softmax = softmax * (1.0 + result[..., C:])
-        result = result[..., :C] + torch.where(has_softmax[..., None], softmax, 0.0)
+        result = result[..., :C] + torch.where(has_softmax, softmax, 0.0)
     result = result[..., :C] * gradient_per_sequence(grad, target_lengths, reduction)[:, None]
+    result = torch.where(
+        active & losses.isnan()[:, None], torch.nan, torch.where(active, result, 0.0)
+    )
     return torch.where(x.invalid[:, None], torch.nan, result).to(logits.dtype).contiguous()
 
 
@@ -192,7 +203,7 @@ def ctc_align(
     prior_scale: float = 1.0,
     star: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the best alignment of each target.
+    """Return the best alignment of each target; one with NaN has the labels -1 and scores of NaN.
 
     Returns:
         The label that each step emits, `[N, T]`; its position in the target, `[N, T]`, or -1; its
@@ -200,20 +211,21 @@ def ctc_align(
     """
     dtype = acc_dtype(logits.dtype)
     label_scores = scores_of(
-        as_log_probs(logits, from_logits), ScoreOptions(label_priors, prior_scale, star)
+        as_log_probs(logits, input_lengths, from_logits),
+        ScoreOptions(label_priors, prior_scale, star),
     )
     targets = PackedTargets(labels, offsets, target_lengths, max_target_len)
     x = ctc_lattice(label_scores, targets, input_lengths, blank, star)
     score, states, _ = chain_viterbi(x.scores, x.source, x.initial, x.final, input_lengths, True)
     score = torch.where(x.invalid, torch.nan, score)
     state = states[1:].T.contiguous()
-    mask = (state >= 0) & ~x.invalid[:, None]
+    mask = (state >= 0) & ~score.isnan()[:, None]
     if not mask.numel():
         return state, state, state.to(dtype), score.to(dtype)
     classes = torch.where(mask, x.labels.gather(1, state.clamp(min=0)), -1)
     tokens = torch.where(mask & (state % 2 == 1), state // 2, -1)
     scores = label_scores.transpose(0, 1).gather(2, classes.clamp(min=0)[..., None]).squeeze(-1)
-    scores = torch.where(x.invalid[:, None], torch.nan, scores.masked_fill(~mask, 0.0))
+    scores = torch.where(score.isnan()[:, None], torch.nan, scores.masked_fill(~mask, 0.0))
     if star is not None:
         classes = torch.where(classes == logits.shape[2], star, classes)
     return classes, tokens, scores.to(dtype), score.to(dtype)

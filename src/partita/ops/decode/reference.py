@@ -389,6 +389,7 @@ def first_base_posteriors(first: Tensor, digits: Tensor, bases: int) -> Tensor:
     """Return the posterior of each base of the first k-mer, `[N, k]` fp64, given its digits."""
     found = []
     for i in range(digits.shape[1]):
-        by_base = first.reshape(len(first), bases**i, bases, -1).sum((1, 3))
+        shape = (len(first), bases**i, bases, first.shape[1] // bases ** (i + 1))
+        by_base = first.reshape(shape).sum((1, 3))
         found.append(by_base.gather(1, digits[:, i : i + 1]))
     return torch.cat(found, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from ...runtime import checks
 from ...runtime.backend import current_backend
 from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
-from ...runtime.lengths import lengths_on_device
+from ...runtime.lengths import lengths_of_chains
 from ..chain.api import Chain
 from ..chain.edges import dense_source
 from . import autograd, functional
@@ -46,6 +47,8 @@ class LinearChain:
             sequence; T if None.
         mask: `[T, N]` bool instead of lengths, True for the tokens of each sequence, which are a
             prefix of it.
+        batch_first: whether emissions are `[N, T, C]` and the mask `[N, T]`. All other arguments,
+            values and results of methods have the token first in any case, as documented there.
 
     Everything is differentiable in emissions, transitions, start and end. Emissions past a length
     have gradient 0. Half types give fp32 results.
@@ -78,26 +81,13 @@ class LinearChain:
         *,
         lengths: Tensor | Sequence[int] | None = None,
         mask: Tensor | None = None,
+        batch_first: bool = False,
     ) -> None:
-        check_linear_chain(emissions, transitions)
+        emissions = check_linear_chain(emissions, transitions, batch_first)
         self.emissions, self.transitions = emissions, transitions
         self.start = None if start is None else check_end("start", start, emissions)
         self.end = None if end is None else check_end("end", end, emissions)
-        self.lengths: Tensor | None = None
-        if mask is not None:
-            T, N, _ = emissions.shape
-            if lengths is not None:
-                raise TypeError("mask: expected either lengths or a mask, got both")
-            checks.tensor("mask", mask)
-            if mask.dtype != torch.bool:
-                raise TypeError(f"mask: expected dtype torch.bool, got {mask.dtype}")
-            checks.shape("mask", mask, (T, N), "[T, N] of emissions")
-            checks.device("mask", mask, emissions, "emissions")
-            self.lengths = functional.lengths_of_mask(mask)
-        elif lengths is not None:
-            T, N, _ = emissions.shape
-            self.lengths = lengths_on_device("lengths", lengths, N, emissions.device)[1]
-            checks.within("lengths", self.lengths, 1, T, "tokens")
+        self.lengths = lengths_of_chains(emissions, lengths, mask, batch_first, "token")
 
     def _tensors(self) -> LinearChainTensors:
         """Return the tensors that the registered ops take."""
@@ -105,14 +95,16 @@ class LinearChain:
         return LinearChainTensors(self.emissions, self.transitions, *ends, self.lengths)
 
     def _full_precision(self) -> LinearChainTensors:
-        """Return the tensors with emissions in the dtype of results, which gradients have too."""
-        chain = self._tensors()
-        dtype = acc_dtype(self.emissions.dtype)
-        return chain._replace(
-            emissions=self.emissions.to(dtype),
-            transitions=self.transitions.to(torch.promote_types(dtype, self.transitions.dtype)),
-            start=None if self.start is None else self.start.to(dtype),
-            end=None if self.end is None else self.end.to(dtype),
+        """Return the tensors in the dtype of results or a wider one, which gradients have too."""
+
+        def widened(scores: Any) -> Any:
+            if scores is None:
+                return None
+            return scores.to(torch.promote_types(scores.dtype, acc_dtype(self.emissions.dtype)))
+
+        emissions, transitions, start, end, lengths = self._tensors()
+        return LinearChainTensors(
+            widened(emissions), widened(transitions), widened(start), widened(end), lengths
         )
 
     def _to_result_dtype(self, value: Tensor) -> Tensor:
@@ -198,7 +190,7 @@ class LinearChain:
         )
         if self.transitions.ndim != 2:
             counts = counts.sum(0)
-        return ExpectedCounts(start, self._to_result_dtype(counts), end)
+        return ExpectedCounts(*map(self._to_result_dtype, (start, counts, end)))
 
     def viterbi(self) -> LinearPath:
         """Return the best path of each sequence, as in `LinearPath`.
@@ -305,7 +297,7 @@ class LinearChain:
             >>> chain.expectation(transition_values=torch.eye(2))  # transitions that stay
             tensor([3.])
         """
-        chain = self._tensors()
+        chain = self._full_precision()
         ends = (
             value if value is None else check_end(name, value, self.emissions)
             for name, value in (("start_values", start_values), ("end_values", end_values))
@@ -340,7 +332,7 @@ class LinearChain:
             >>> partita.LinearChain(torch.zeros(4, 1, 2), torch.zeros(2, 2)).entropy()
             tensor([2.7726])
         """
-        return self._to_result_dtype(functional.entropy(self._tensors()))
+        return self._to_result_dtype(functional.entropy(self._full_precision()))
 
     def kl(self, other: LinearChain) -> Tensor:
         """Return KL(self ‖ other) of the paths in nats, `[N]`.
@@ -366,7 +358,7 @@ class LinearChain:
         shape = self.emissions.shape
         checks.shape("other.emissions", other.emissions, shape, "that of this chain")
         checks.device("other.emissions", other.emissions, self.emissions, "emissions")
-        chain, other_chain = self._tensors(), other._tensors()
+        chain, other_chain = self._full_precision(), other._full_precision()
         check_same_lengths(chain, other_chain)
         return self._to_result_dtype(functional.kl(chain, other_chain))
 
@@ -422,11 +414,12 @@ def linear_chain(
     *,
     lengths: Tensor | Sequence[int] | None = None,
     mask: Tensor | None = None,
+    batch_first: bool = False,
 ) -> LinearChain:
     """Return the chain of a tagger or a hidden Markov model: T tokens, each with one of C states.
 
     Args:
-        emissions, transitions, start, end, lengths, mask: as in `LinearChain`.
+        emissions, transitions, start, end, lengths, mask, batch_first: as in `LinearChain`.
 
     Returns:
         A `LinearChain`.
@@ -443,4 +436,6 @@ def linear_chain(
         >>> linear_chain(emissions, torch.eye(2)).viterbi().states.flatten()
         tensor([0, 0, 0])
     """
-    return LinearChain(emissions, transitions, start, end, lengths=lengths, mask=mask)
+    return LinearChain(
+        emissions, transitions, start, end, lengths=lengths, mask=mask, batch_first=batch_first
+    )

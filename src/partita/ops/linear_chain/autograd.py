@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +10,21 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks, register
-from ...runtime.autograd import apply, double_backward, is_double_backward
+from ...runtime.autograd import (
+    apply,
+    double_backward,
+    for_gradients,
+    is_batched_gradient,
+    is_double_backward,
+    is_vmapped,
+    one_by_one,
+    requires_grad,
+    saved_tensors,
+    skip_unused_gradients,
+    without_wrappers,
+)
 from ...runtime.eager import EagerCall, EagerFunction
-from . import fakes, reference_tangent
+from . import fakes, reference, reference_tangent
 from .backends import BACKENDS
 from .inputs import scalar
 from .paths import path_indicator
@@ -33,19 +46,21 @@ def check_values(
 _CHAIN = "Tensor emissions, Tensor transitions, Tensor? start, Tensor? end, Tensor? lengths"
 
 # It returns log Z [N] fp64, the same in the dtype of results, and what its gradient needs.
-logz = register.define(
+logz: register.Op = register.define(
     f"linear_chain_logz({_CHAIN}, bool save, str backend) -> (Tensor, Tensor, Tensor)",
     fakes.fake_logz,
     check=check_values,
     reference_if_empty=True,
     fake_by_backend=True,
+    vmap=lambda *batch: one_by_one(logz, *batch),
     backends=BACKENDS,
 )
 # It returns the gradients of sum(grad_output * log Z) in emissions, transitions, start and end.
-logz_gradient = register.define(
+logz_gradient: register.Op = register.define(
     f"linear_chain_gradient(Tensor grad_output, {_CHAIN}, Tensor logz, Tensor saved,"
     " bool need_transitions, bool per_sequence, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
     fakes.fake_gradient,
+    vmap=lambda *batch: one_by_one(logz_gradient, *batch),
     backends=BACKENDS,
 )
 
@@ -62,34 +77,39 @@ def _gradient_arguments(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> A
 
 logz.precedes(logz_gradient, _gradient_arguments)
 # It returns the best score [N] and the states of the best path [T, N].
-viterbi = register.define(
+viterbi: register.Op = register.define(
     f"linear_chain_viterbi({_CHAIN}, str backend) -> (Tensor, Tensor)",
     fakes.fake_viterbi,
     check=check_values,
     reference_if_empty=True,
+    vmap=lambda *batch: one_by_one(viterbi, *batch),
     backends=BACKENDS,
 )
 # It takes uniform numbers [T, k, N] fp64 and returns states [k, T, N].
-sample = register.define(
+sample: register.Op = register.define(
     f"linear_chain_sample({_CHAIN}, Tensor uniforms, str backend) -> Tensor",
     fakes.fake_sample,
     check=check_values,
     reference_if_empty=True,
+    vmap=lambda *batch: one_by_one(sample, *batch),
     backends=BACKENDS,
 )
 # It returns the derivative of log Z in the direction of the values [N], and the derivative in that
 # direction of the gradients of sum(grad_output * log Z), all in fp64.
-tangent = register.define(
+tangent: register.Op = register.define(
     f"linear_chain_tangent(Tensor grad_output, {_CHAIN}, Tensor emission_values,"
     " Tensor transition_values, Tensor? start_values, Tensor? end_values, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fakes.fake_tangent,
+    vmap=lambda *batch: one_by_one(tangent, *batch),
     backends=BACKENDS,
 )
 
 
 class LogZ(torch.autograd.Function):
     """Log Z of each sequence, `[N]`, in fp64 and in the dtype of results."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(
@@ -109,7 +129,7 @@ class LogZ(torch.autograd.Function):
         fp64, _, saved = output
         ctx.mark_non_differentiable(saved)
         # Zeros for the gradient of `saved` would take as much memory as `saved`.
-        ctx.set_materialize_grads(False)
+        skip_unused_gradients(ctx)
         ctx.save_for_backward(*tensors, fp64, saved)
 
     @staticmethod
@@ -123,14 +143,28 @@ class LogZ(torch.autograd.Function):
             grad_output = fp64 + rounded
         assert grad_output is not None
         options = ctx.needs_input_grad[1], False, ctx.backend
-        results = _logz_gradients(grad_output, *ctx.saved_tensors, *options)
+        results = _logz_gradients(grad_output, *saved_tensors(ctx), *options)
         needed = zip(results, ctx.needs_input_grad, strict=False)
         return *(grad if need else None for grad, need in needed), None, None, None
 
 
-def _logz_gradients(*args: Any) -> tuple[Tensor, ...]:
+def _logz_gradients(grad_output: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
     """Return the results of `logz_gradient`, which may be differentiated again."""
-    return apply(Marginals, *args) if is_double_backward() else logz_gradient(*args)
+    variables, lengths = args[:4], args[4]
+    results: tuple[Tensor | None, ...]
+    if not is_double_backward(grad_output, *variables):
+        results = for_gradients(logz_gradient, grad_output)(grad_output, *args)
+    elif is_vmapped() or is_batched_gradient(grad_output):
+        # PyTorch loses the derivative of a function that is applied to batched gradients.
+        results = double_backward(
+            lambda a, b, c, d: reference.linear_chain_logz(a, b, c, d, lengths, False)[0],
+            variables,
+            [requires_grad(variable) for variable in variables],
+            grad_output.double(),
+        )
+    else:
+        results = apply(Marginals, grad_output, *args)
+    return results
 
 
 class EagerLogZ(EagerFunction):
@@ -148,7 +182,7 @@ class EagerLogZ(EagerFunction):
 
     @staticmethod
     def differentiate(ctx: Any, grads: tuple[Any, ...], saved: tuple[Any, ...]) -> Any:
-        return _logz_gradients(*grads, *saved, *ctx.link.options)
+        return _logz_gradients(*grads, *without_wrappers(saved), *ctx.link.options)
 
 
 class EagerExactLogZ(EagerLogZ):
@@ -165,6 +199,8 @@ class Marginals(torch.autograd.Function):
 
     Its product with values is their posterior mean, so its gradient is the gradient of that mean.
     """
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(
@@ -187,39 +223,44 @@ class Marginals(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, _, _, ctx.need_transitions, _, ctx.backend = inputs
+        *tensors, _, _, ctx.need_transitions, ctx.per_sequence, ctx.backend = inputs
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *values: Tensor) -> tuple[Any, ...]:
-        grad_output, *chain = ctx.saved_tensors
+        grad_output, *chain = saved_tensors(ctx)
+        *scores, lengths = chain
+        _, transitions, start, end = scores
+        variables = (grad_output, *scores)
+        if is_double_backward(*variables, *values):
+            present = (True, ctx.need_transitions, start is not None, end is not None)
+
+            def gradients(*variables: Any) -> list[Tensor]:
+                # The reference reads neither log Z nor what was saved.
+                unread = (variables[0], variables[0])
+                args: Any = (*variables, lengths, *unread, ctx.need_transitions, ctx.per_sequence)
+                found = reference.linear_chain_gradient(*args)
+                return list(itertools.compress(found, present))
+
+            upstream = list(itertools.compress(values, present))
+            results = double_backward(gradients, variables, ctx.needs_input_grad[:5], upstream)
+            return *results, *(None,) * 6
         emission_values, transition_values, start_values, end_values = values
-        _, transitions, start, end, _ = chain
         directions = (
             emission_values,
             transition_values if ctx.need_transitions else _zeros_like(transitions),
             None if start is None else start_values,
             None if end is None else end_values,
         )
-        if is_double_backward():
-            mean = apply(Expectation, *chain, *directions, ctx.backend)
-            needed = [tensor is not None and tensor.requires_grad for tensor in chain[:4]]
-            lengths = chain[4]
-            results = double_backward(
-                lambda a, b, c, d: reference_tangent.expected_value(
-                    a, b, c, d, lengths, *directions
-                ),
-                chain[:4],
-                needed,
-                grad_output.double(),
-            )
-        else:
-            mean, *results = tangent(grad_output, *chain, *directions, ctx.backend)
-        return mean.to(grad_output.dtype), *_gradients(chain[:4], results), *(None,) * 6
+        op = for_gradients(tangent, *values)
+        mean, *results = op(grad_output, *chain, *directions, ctx.backend)
+        return mean.to(grad_output.dtype), *_gradients(scores, results), *(None,) * 6
 
 
 class Expectation(torch.autograd.Function):
     """The posterior mean of values along a path, `[N]` fp64."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(
@@ -245,10 +286,10 @@ class Expectation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        grad_output, tensors = grads[0], ctx.saved_tensors
+        grad_output, tensors = grads[0], saved_tensors(ctx)
         chain, values = tensors[:5], tensors[5:]
         needed = ctx.needs_input_grad
-        if is_double_backward():
+        if is_double_backward(grad_output, *tensors):
             results = double_backward(
                 reference_tangent.expected_value, tensors, needed[:9], grad_output
             )
@@ -256,7 +297,8 @@ class Expectation(torch.autograd.Function):
         d_scores: tuple[Tensor | None, ...] = (None,) * 4
         d_values: tuple[Tensor | None, ...] = (None,) * 4
         if any(needed[:4]):
-            d_scores = tangent(grad_output, *chain, *values, ctx.backend)[1:]
+            op = for_gradients(tangent, grad_output)
+            d_scores = op(grad_output, *chain, *values, ctx.backend)[1:]
         if any(needed[5:9]):
             d_values = _value_gradients(ctx, grad_output, chain, values)
         return *_gradients(chain[:4], d_scores), None, *_gradients(values, d_values), None
@@ -273,8 +315,11 @@ def _value_gradients(
     full = (emissions, transitions, *ends, lengths)
     per_sequence = values[1].ndim == 3 and transitions.ndim == 2
     fp64, _, saved = logz(*full, True, ctx.backend)
-    need = ctx.needs_input_grad[6]
-    return logz_gradient(grad_output, *full, fp64, saved, need, per_sequence, ctx.backend)
+    op, need = for_gradients(logz_gradient, grad_output), ctx.needs_input_grad[6]
+    results: tuple[Tensor, ...] = op(
+        grad_output, *full, fp64, saved, need, per_sequence, ctx.backend
+    )
+    return results
 
 
 def _gradients(tensors: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[Any]:
@@ -299,6 +344,8 @@ def _zeros_like(tensor: Tensor) -> Tensor:
 class BestScore(torch.autograd.Function):
     """The best score of each sequence, `[N]`; its gradient is the indicator of the best path."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
         emissions: Tensor,
@@ -312,19 +359,19 @@ class BestScore(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        emissions, transitions, start, end, *_ = inputs
+        emissions, transitions, start, end, lengths, _ = inputs
         score, states = output
         ctx.mark_non_differentiable(states)
-        ctx.set_materialize_grads(False)
+        skip_unused_gradients(ctx)
         ctx.likes = [
             None if t is None else (t.shape, t.dtype) for t in (emissions, transitions, start, end)
         ]
-        ctx.save_for_backward(score, states)
+        ctx.save_for_backward(score, states, lengths)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         grad_output = grads[0]
         if grad_output is None:
             return (None,) * 6
-        score, states = ctx.saved_tensors
-        return *path_indicator(grad_output, score, states, ctx.likes), None, None
+        score, states, lengths = saved_tensors(ctx)
+        return *path_indicator(grad_output, score, states, lengths, ctx.likes), None, None

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ...primitives.semiring import Log, Max, Semiring, differentiable
-from ...runtime import checks
 from ...runtime.autograd import (
     apply,
     needs_no_derivative,
     plain_eager,
     refuse_forward_mode,
+    requires_grad,
 )
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
@@ -29,11 +29,7 @@ def _needs_no_derivative(chain: LinearChainTensors) -> bool:
 
 
 def _needs_gradient(chain: LinearChainTensors) -> bool:
-    if torch.is_grad_enabled():
-        for tensor in chain[:4]:
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return False
+    return torch.is_grad_enabled() and any(map(requires_grad, chain[:4]))
 
 
 def _refuse_kernels(name: str) -> None:
@@ -167,27 +163,6 @@ def log_prob(chain: LinearChainTensors, states: Tensor) -> Tensor:
     logz = log_partition(chain)
     # A path that is given is not a path of a chain that has none.
     return torch.where(logz == -torch.inf, -torch.inf, path_score(chain, states) - logz)
-
-
-def lengths_of_mask(mask: Tensor) -> Tensor:
-    """Return the lengths `[N]` of sequences whose tokens are the prefixes that a mask marks.
-
-    A mask with a hole raises `ValueError` where values are checked, and otherwise its sequence gets
-    the length -1, which is invalid.
-    """
-    hole = mask[1:] & ~mask[:-1]
-    if not mask.is_meta and checks.should_check_values(mask.device):
-        if (index := checks.first_index(hole)) is not None:
-            t, n = index
-            raise ValueError(
-                f"mask: expected a prefix of each sequence, got a token at [{t + 1}, {n}] after"
-                " one that is left out"
-            )
-        if (index := checks.first_index(~mask[0])) is not None:
-            raise ValueError(
-                f"mask: expected at least one token in each sequence, got none in {index[0]}"
-            )
-    return torch.where(hole.any(0), -1, mask.sum(0))
 
 
 def nbest(chain: LinearChainTensors, k: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,8 @@ from ...primitives.semiring import Semiring
 from ...runtime import checks
 from ...runtime.constants import constant
 from ...runtime.known_calls import KnownCalls
-from ...runtime.sizes import holds, same_sizes
+from ...runtime.lengths import steps_first
+from ...runtime.sizes import same_sizes
 
 _known_shapes = KnownCalls("linear_chain")  # True for emissions and transitions that were checked
 
@@ -50,16 +51,12 @@ def full_lengths(chain: LinearChainTensors) -> Tensor:
     return chain.lengths
 
 
-def check_linear_chain(emissions: Tensor, transitions: Tensor) -> None:
-    """Raise for a wrong dtype, shape or device."""
-    known = _known_shapes.find(emissions, transitions)
+def check_linear_chain(emissions: Tensor, transitions: Tensor, batch_first: bool) -> Tensor:
+    """Return the emissions as `[T, N, C]`, or raise for a wrong dtype, shape or device."""
+    known = _known_shapes.find(emissions, transitions, batch_first)
     if known is True:
-        return
-    checks.floating("emissions", emissions)
-    if emissions.ndim != 3 or not holds(emissions.shape[0] >= 1):
-        raise ValueError(
-            f"emissions: expected shape [T, N, C] with T of at least 1, got {list(emissions.shape)}"
-        )
+        return emissions.transpose(0, 1) if batch_first else emissions
+    emissions = steps_first(emissions, batch_first)
     checks.floating("transitions", transitions)
     checks.device("transitions", transitions, emissions, "emissions")
     T, N, C = emissions.shape
@@ -70,6 +67,7 @@ def check_linear_chain(emissions: Tensor, transitions: Tensor) -> None:
             f" [T, N, C] = {[T, N, C]}, got {list(transitions.shape)}"
         )
     _known_shapes.store(known, True)
+    return emissions
 
 
 def check_end(name: str, end: Tensor, emissions: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ class LinearChainInputs(NamedTuple):
         start: `[N, C]` fp64; NaN for an invalid length.
         end: `[N, C]` fp64.
         active: `[T, N]`; True for a token before the length.
+        unused: `[N]` fp64: the gradient past a length, 0, or NaN for an invalid length.
     """
 
     emissions: Tensor
@@ -41,6 +42,7 @@ class LinearChainInputs(NamedTuple):
     start: Tensor
     end: Tensor
     active: Tensor
+    unused: Tensor
 
     def step(self, t: int) -> Tensor:
         """Return the transitions from token t - 1 to token t, `[N, C, C]`; 0 past a length."""
@@ -78,6 +80,7 @@ def linear_chain_inputs(
         (zeros if start is None else start.double()).masked_fill(invalid[:, None], torch.nan),
         zeros if end is None else end.double(),
         active,
+        torch.where(invalid, torch.nan, 0.0).double(),
     )
 
 
@@ -180,12 +183,12 @@ def linear_chain_gradient(
     # d_state is grad_output times the posterior of each state, [N, C].
     d_state = d_end = grad_output.double()[:, None] * log_dsum(alpha[-1] + x.end, -1)
     d_emissions: list[Tensor] = []
-    d_steps = StepSum(transitions, d_state)
+    d_steps, unused = StepSum(transitions, d_state), x.unused[:, None]
     for t in reversed(range(1, len(x.emissions))):
         active = x.active[t, :, None]
-        d_emissions.insert(0, torch.where(active, d_state, 0.0 * d_state))
+        d_emissions.insert(0, torch.where(active, d_state, unused))
         d_step = d_state[:, None] * log_dsum(alpha[t - 1][:, :, None] + x.step(t), 1)
-        d_steps.add(torch.where(active[..., None], d_step, 0.0 * d_state[:, None]))
+        d_steps.add(torch.where(active[..., None], d_step, unused[..., None]))
         d_state = torch.where(active, d_step.sum(2), d_state)
     stacked = torch.stack([d_state, *d_emissions])
     d_transitions = transitions.new_empty(0)

@@ -50,6 +50,7 @@ def _values_of(
         zeros if start_values is None else start_values.double(),
         zeros if end_values is None else end_values.double(),
         x.active,
+        x.unused,
     )
 
 
@@ -124,16 +125,16 @@ def linear_chain_tangent(
     mean_from = values.end
     d_end = _covariance(d_state, mean_into[-1] + mean_from - mean[:, None])
     d_emissions: list[Tensor] = []
-    d_steps = StepSum(transitions, d_state)
+    d_steps, unused = StepSum(transitions, d_state), x.unused[:, None]
     for t in reversed(range(1, len(x.emissions))):
         active = x.active[t, :, None]
         d_token = _covariance(d_state, mean_into[t] + mean_from - mean[:, None])
-        d_emissions.insert(0, torch.where(active, d_token, 0.0 * d_state))
+        d_emissions.insert(0, torch.where(active, d_token, unused))
         posterior_step = d_state[:, None] * log_dsum(alpha[t - 1][:, :, None] + x.step(t), 1)
         step_mean_from = values.step(t) + (values.emissions[t] + mean_from)[:, None]
         difference = mean_into[t - 1][:, :, None] + step_mean_from - mean[:, None, None]
         d_step = _covariance(posterior_step, difference)
-        d_steps.add(torch.where(active[..., None], d_step, 0.0 * d_state[:, None]))
+        d_steps.add(torch.where(active[..., None], d_step, unused[..., None]))
         d_previous = posterior_step.sum(2)
         weighted = _covariance(posterior_step, step_mean_from).sum(2)
         previous_mean = torch.where(d_previous == 0, 0.0, weighted / d_previous)

@@ -36,13 +36,19 @@ def class_scores(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(3, index[:, None, :, None].expand(-1, T, -1, -1)).squeeze(3)
 
 
+def is_label_possible(labels: Tensor) -> Tensor:
+    """Return whether a node has a label that is not -inf, `[B, T, U1, 1]`."""
+    return (labels != -torch.inf).any(-1, keepdim=True)
+
+
 def arc_scores(
     logits: Tensor, targets: Tensor, lengths: Lengths, blank: int, fused: bool, hat: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of blank and label at each node, and the log-sum-exp.
 
     The first is `[2, B, T, U1]` and the second `[B, T, U1]`, both fp64. With `hat` the log-sum-exp
-    is that of the labels. Logits at padding are not read.
+    is that of the labels; where all of them are impossible, so is the label, and the blank is as
+    probable as elsewhere. Logits at padding are not read.
     """
     _, T, U1, V = logits.shape
     mask = node_mask(lengths, T, U1)
@@ -56,8 +62,11 @@ def arc_scores(
         return torch.stack([y[..., blank], class_scores(y, index)]), x.logsumexp(-1)
     is_blank = torch.arange(V, device=x.device) == blank
     labels = x.masked_fill(is_blank, -torch.inf)
-    label = logsigmoid(-x[..., blank]) + class_scores(labels.log_softmax(-1), index)
-    return torch.stack([logsigmoid(x[..., blank]), label]), labels.logsumexp(-1)
+    possible = is_label_possible(labels)
+    safe = torch.where(possible, labels, 0.0)
+    label = logsigmoid(-x[..., blank]) + class_scores(safe.log_softmax(-1), index)
+    scores = [logsigmoid(x[..., blank]), torch.where(possible[..., 0], label, -torch.inf)]
+    return torch.stack(scores), torch.where(possible[..., 0], safe.logsumexp(-1), -torch.inf)
 
 
 def delayed(scores: Tensor, lengths: Lengths, delay_penalty: float) -> Tensor:
@@ -133,9 +142,9 @@ def rnnt_gradient(
 ) -> Tensor:
     """Return the gradient of the losses in the logits or log-probabilities.
 
-    A node whose posteriors are 0 has the gradient 0, and so has a sequence whose `grad` is 0;
-    their logits are not read. With `inplace` the gradient replaces the logits. The log-sum-exps
-    are not used here; they save a kernel work.
+    A node whose posteriors are NaN has the gradient NaN. One whose posteriors are 0 has the
+    gradient 0, and so has a sequence whose `grad` is 0; their logits are not read. With `inplace`
+    the gradient replaces the logits. The log-sum-exps are not used here; they save a kernel work.
     """
     U1, V = logits.shape[2:]
     blank_posterior, label_posterior = posteriors.double()
@@ -144,20 +153,26 @@ def rnnt_gradient(
     is_blank = index == blank
     is_label = index == label_index(targets, U1, V)[:, None, :, None]
     active = ((posteriors != 0).any(0) & (grad != 0)[:, None, None])[..., None]
-    expected = torch.where(is_blank, blank_posterior[..., None], 0.0)
-    expected = expected + torch.where(is_label, label_posterior[..., None], 0.0)
-    result = 0.0 - expected
-    if fused:
-        x = torch.where(active, logits, 0.0).double()
-        classes = (x.masked_fill(is_blank, -torch.inf) if hat else x).softmax(-1)
-        total = (blank_posterior + label_posterior)[..., None]
-        if hat:
-            row = torch.where(is_blank, total * x.sigmoid(), label_posterior[..., None] * classes)
-        else:
-            row = total * classes
-        result = result + row
+    blank_posterior, label_posterior = blank_posterior[..., None], label_posterior[..., None]
+    of_label = torch.where(is_label, label_posterior, 0.0)
+    of_blank = torch.where(is_blank, blank_posterior, 0.0)
+    x = torch.where(active, logits, 0.0).double()
+    if not fused:
+        result = 0.0 - of_blank - of_label
+    elif not hat:
+        result = (blank_posterior + label_posterior) * x.softmax(-1) - of_blank - of_label
+    else:
+        labels = x.masked_fill(is_blank, -torch.inf)
+        possible = is_label_possible(labels)
+        classes = torch.where(possible, labels, 0.0).softmax(-1)
+        result = torch.where(possible, label_posterior * classes, 0.0) - of_label
+        # The probability of the blank minus 1 would cancel.
+        d_blank = label_posterior * x.sigmoid() - blank_posterior * (-x).sigmoid()
+        result = torch.where(is_blank, d_blank, result)
     if clamp > 0:
         result = result.clamp(-clamp, clamp)
+    is_nan = (blank_posterior + label_posterior).isnan()
+    result = torch.where(is_nan, torch.nan, result)
     result = torch.where(active, result * grad.double()[:, None, None, None], 0.0)
     result = result.to(logits.dtype)
     return logits.copy_(result) if inplace else result.contiguous()

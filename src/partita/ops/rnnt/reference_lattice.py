@@ -195,7 +195,8 @@ def log_partition(
         after = pad(beta, (0, 0, 0, arc.steps + arc.labels), value=-torch.inf)
         after = _previous_label(after[:, arc.steps + arc.labels :], arc.labels)
         posteriors.append((alpha + score + after - shift).exp())
-    return logz, unskewed(torch.stack(posteriors), T + 1)[..., :T, :]
+    found = unskewed(torch.stack(posteriors), T + 1)[..., :T, :]
+    return logz, torch.where(node_mask(lengths, T, U1), found, 0.0)
 
 
 def best_paths(scores: Tensor, arcs: Sequence[Arc], lengths: Lengths) -> BestPaths:

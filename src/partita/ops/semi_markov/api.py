@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from ...runtime import checks
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
-from ...runtime.lengths import lengths_on_device
+from ...runtime.lengths import lengths_of_chains
 from . import autograd, functional
 from .inputs import SemiMarkovTensors, as_end, check_semi_markov
 from .results import SemiMarkovPath, SemiMarkovSample
@@ -35,14 +36,18 @@ class SemiMarkovChain:
             if None.
         lengths: `[N]` integers on any device, or a list, 1 to T: the number of steps of each
             sequence; T if None.
+        mask: `[T, N]` bool instead of lengths, True for the steps of each sequence, which are a
+            prefix of it.
+        batch_first: whether emissions are `[N, T, C]` and the mask `[N, T]`. All other arguments
+            and results of methods have the step first in any case, as documented there.
 
     Everything but the paths is differentiable in the scores. Emissions past a length have gradient
     0. Half types give fp32 results. Second derivatives run in plain PyTorch on every device.
 
     Raises:
-        TypeError, ValueError: a dtype, shape or device is wrong, or a length is out of range. On a
-            GPU lengths are checked only with `PARTITA_CHECK=1`. Otherwise the results of that
-            sequence are NaN.
+        TypeError, ValueError: a dtype, shape or device is wrong, a length is out of range, or a
+            mask has a hole. On a GPU the last two are checked only with `PARTITA_CHECK=1`.
+            Otherwise the results of that sequence are NaN.
 
     Source: Sarawagi and Cohen, Semi-Markov conditional random fields for information extraction,
     2004.
@@ -64,15 +69,13 @@ class SemiMarkovChain:
         end: Tensor | None = None,
         *,
         lengths: Tensor | Sequence[int] | None = None,
+        mask: Tensor | None = None,
+        batch_first: bool = False,
     ) -> None:
-        check_semi_markov(emissions, transitions, durations)
-        T, N, _ = emissions.shape
+        emissions = check_semi_markov(emissions, transitions, durations, batch_first)
         self.emissions, self.transitions, self.durations = emissions, transitions, durations
         self.start, self.end = as_end("start", start, emissions), as_end("end", end, emissions)
-        self.lengths: Tensor | None = None
-        if lengths is not None:
-            self.lengths = lengths_on_device("lengths", lengths, N, emissions.device)[1]
-            checks.within("lengths", self.lengths, 1, T, "steps")
+        self.lengths = lengths_of_chains(emissions, lengths, mask, batch_first, "step")
 
     def _tensors(self) -> SemiMarkovTensors:
         """Return the tensors that the registered ops take."""
@@ -233,11 +236,14 @@ def semi_markov_chain(
     end: Tensor | None = None,
     *,
     lengths: Tensor | Sequence[int] | None = None,
+    mask: Tensor | None = None,
+    batch_first: bool = False,
 ) -> SemiMarkovChain:
     """Return a chain of segments: each has one of C states and 1 to D steps.
 
     Args:
-        emissions, transitions, durations, start, end, lengths: as in `SemiMarkovChain`.
+        emissions, transitions, durations, start, end, lengths, mask, batch_first: as in
+            `SemiMarkovChain`.
 
     Returns:
         A `SemiMarkovChain`.
@@ -256,4 +262,5 @@ def semi_markov_chain(
         >>> path.starts.flatten()
         tensor([ True, False,  True, False])
     """
-    return SemiMarkovChain(emissions, transitions, durations, start, end, lengths=lengths)
+    options: Any = {"lengths": lengths, "mask": mask, "batch_first": batch_first}
+    return SemiMarkovChain(emissions, transitions, durations, start, end, **options)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.constants import constant
-from ...runtime.sizes import holds
+from ...runtime.lengths import steps_first
 
 
 class SemiMarkovTensors(NamedTuple):
@@ -40,13 +40,11 @@ def scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return constant(_scalar, value, dtype, device=device)
 
 
-def check_semi_markov(emissions: Tensor, transitions: Tensor, durations: Tensor) -> None:
-    """Raise for a wrong dtype, shape or device."""
-    checks.floating("emissions", emissions)
-    if emissions.ndim != 3 or not holds(emissions.shape[0] >= 1):
-        raise ValueError(
-            f"emissions: expected shape [T, N, C] with T of at least 1, got {list(emissions.shape)}"
-        )
+def check_semi_markov(
+    emissions: Tensor, transitions: Tensor, durations: Tensor, batch_first: bool
+) -> Tensor:
+    """Return the emissions as `[T, N, C]`, or raise for a wrong dtype, shape or device."""
+    emissions = steps_first(emissions, batch_first)
     C = emissions.shape[2]
     for name, scores in (("transitions", transitions), ("durations", durations)):
         checks.floating(name, scores)
@@ -60,6 +58,7 @@ def check_semi_markov(emissions: Tensor, transitions: Tensor, durations: Tensor)
             f"durations: expected shape [D, C] with D of at least 1 and C = {C},"
             f" got {list(durations.shape)}"
         )
+    return emissions
 
 
 def as_end(name: str, end: Tensor | None, emissions: Tensor) -> Tensor:

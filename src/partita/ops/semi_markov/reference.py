@@ -37,9 +37,9 @@ class SemiMarkovInputs(NamedTuple):
         emissions: `[T, N, C]` fp64; 0 past a length.
         transitions: `[C, C]` fp64.
         durations: `[D, 1, C]` fp64.
-        start: `[N, C]` fp64; NaN for an invalid length.
-        end: `[N, C]` fp64.
+        start, end: `[N, C]` fp64.
         last: the last step of each sequence, `[N]`, in range even where a length is invalid.
+        unused: `[N]` fp64: the gradient past a length, 0, or NaN for an invalid length.
     """
 
     emissions: Tensor
@@ -48,6 +48,22 @@ class SemiMarkovInputs(NamedTuple):
     start: Tensor
     end: Tensor
     last: Tensor
+    unused: Tensor
+
+    def step(self, t: int) -> Tensor:
+        """Return the transitions from step t - 1 to step t, `[N, C, C]`; 0 past a length."""
+        return torch.where((t <= self.last)[:, None, None], self.transitions, 0.0)
+
+    def closed(self, opened: Tensor, possible: Tensor) -> Tensor:
+        """Return the scores of segments by age with their durations, `[D, N, C]`.
+
+        They are -inf where a segment is not possible, `[D, N]`, whatever its duration's score is.
+        """
+        return torch.where(possible[..., None], opened + self.durations, -torch.inf)
+
+    def ages(self) -> Tensor:
+        """Return the ages of segments minus 1, `[D, 1]`."""
+        return torch.arange(len(self.durations), device=self.last.device)[:, None]
 
 
 class ForwardScores(NamedTuple):
@@ -114,9 +130,10 @@ def semi_markov_inputs(
         torch.where(active[..., None], emissions.double(), 0.0),
         transitions.double(),
         durations.double()[:, None],
-        start.double().masked_fill(invalid[:, None], torch.nan),
+        start.double(),
         end.double(),
         lengths.clamp(1, T) - 1,
+        torch.where(invalid, torch.nan, 0.0).double(),
     )
 
 
@@ -132,11 +149,12 @@ def forward_scores(x: SemiMarkovInputs, semiring: Semiring) -> ForwardScores:
     opened = begin.new_full((len(x.durations), *begin.shape), -torch.inf)
     for t, emission in enumerate(x.emissions):
         if t:
-            begin = semiring.sum(result.alpha[-1][:, :, None] + x.transitions, 1)
+            begin = semiring.sum(result.alpha[-1][:, :, None] + x.step(t), 1)
         opened = _age(begin, opened) + emission
+        possible = (x.ages() <= t) & (t <= x.last)
         result.begin.append(begin)
         result.opened.append(opened)
-        result.alpha.append(semiring.sum(opened + x.durations, 0))
+        result.alpha.append(semiring.sum(x.closed(opened, possible), 0))
     return result
 
 
@@ -148,8 +166,8 @@ def backward_scores(x: SemiMarkovInputs, semiring: Semiring) -> BackwardScores:
     for t in reversed(range(len(x.emissions))):
         beta = torch.where((x.last == t)[:, None], x.end, follows)
         closing = _age(beta, closing) + x.emissions[t]
-        begin = semiring.sum(closing + x.durations, 0)
-        follows = semiring.sum(x.transitions + begin[:, None], 2)
+        begin = semiring.sum(x.closed(closing, t + x.ages() <= x.last), 0)
+        follows = semiring.sum(x.step(t) + begin[:, None], 2)
         result.begin.insert(0, begin)
         result.beta.insert(0, beta)
     return result
@@ -162,7 +180,7 @@ def at_last_step(x: SemiMarkovInputs, steps: Tensor) -> Tensor:
 
 def log_partition(x: SemiMarkovInputs, alpha: list[Tensor], semiring: Semiring = Log) -> Tensor:
     """Return the ⊕ over all paths, `[N]` fp64; a sequence without a path has the gradient 0."""
-    logz = semiring.sum(at_last_step(x, torch.stack(alpha)) + x.end, -1)
+    logz = semiring.sum(at_last_step(x, torch.stack(alpha)) + x.end, -1) + x.unused
     return torch.where(logz == -torch.inf, logz.detach(), logz)
 
 
@@ -174,20 +192,23 @@ def posteriors(x: SemiMarkovInputs) -> Posteriors:
     covering = torch.zeros_like(forward.opened[0])
     states: list[Tensor] = []
     segments: list[Tensor] = []
-    for opened, beta in zip(reversed(forward.opened), reversed(backward.beta), strict=True):
-        segments.insert(0, (opened + x.durations + (beta - total)).exp())
+    for t in reversed(range(len(x.emissions))):
+        score = forward.opened[t] + (backward.beta[t] - total)
+        segments.insert(0, x.closed(score, (x.ages() <= t) & (t <= x.last)).exp())
         # A segment that covers step t + 1 at the age d + 1 covers step t at the age d.
         covering = segments[0] + torch.cat([covering[1:], torch.zeros_like(covering[:1])])
         states.insert(0, covering.sum(0))
-    # Without a step the sum is empty, which is NaN for an invalid sequence.
-    empty = torch.where(logz.isnan(), torch.nan, 0.0)[:, None, None].detach()
-    transitions = empty.expand(-1, *x.transitions.shape)
+    unused = x.unused[:, None]
+    transitions = unused[..., None].expand(-1, *x.transitions.shape)
     for t in range(1, len(states)):
-        step = forward.alpha[t - 1][:, :, None] + x.transitions + backward.begin[t][:, None]
-        transitions = transitions + (step - total[:, :, None]).exp()
-    stacked = torch.stack(segments)
+        step = forward.alpha[t - 1][:, :, None] + x.step(t) + backward.begin[t][:, None]
+        step = (step - total[:, :, None]).exp()
+        transitions = transitions + torch.where((t <= x.last)[:, None, None], step, 0.0)
+    stacked = torch.stack(segments) + unused
     last = at_last_step(x, stacked.sum(1))
-    return Posteriors(logz, torch.stack(states), stacked, transitions, covering[0], last)
+    return Posteriors(
+        logz, torch.stack(states) + unused, stacked, transitions, covering[0] + unused, last
+    )
 
 
 def semi_markov_logz(

@@ -43,7 +43,8 @@ def trace_back(
         entered = torch.where((last == t)[..., None], x.end, x.transitions.T[state])
         is_end = ends == t
         state = torch.where(is_end, choose(scores.alpha[t] + entered, t, STATE), state)
-        terms = (scores.opened[t] + x.durations)[:, sequence, state].movedim(0, -1)
+        terms = x.closed(scores.opened[t], (x.ages() <= t) & (t <= x.last))
+        terms = terms[:, sequence, state].movedim(0, -1)
         first = torch.where(is_end, t - choose(terms, t, DURATION), first)
         states[:, t] = torch.where(t <= last, state, -1)
         starts[:, t] = (t <= last) & (t == first)

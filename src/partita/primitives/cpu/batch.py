@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...primitives.cpu.half import load_row, memory_of, store_row
 from ...primitives.cpu.jit import jit
 from ...primitives.cpu.math import exp_floor
 from ...runtime.caches import register_cache
@@ -29,29 +30,50 @@ class Steps(NamedTuple):
     """The numbers of the edges of all steps, at any strides in memory.
 
     Fields:
-        numbers: the memory from the first to the last number, one-dimensional.
+        numbers, words, is_bf16: the memory, as from `memory_of`.
         strides: the strides of steps, chains, states and edges into a state, `[4]`.
     """
 
     numbers: Any
+    words: Any
+    is_bf16: bool
     strides: Any
 
 
 @jit
+def start_of(steps: Any, t: int, n: int) -> int:
+    """Return the index in memory of the first number of step t of chain n."""
+    return t * steps.strides[0] + n * steps.strides[1]
+
+
+@jit
 def row_at(steps: Any, t: int, n: int) -> Any:
-    """Return the memory from step t of chain n on."""
-    return steps.numbers[t * steps.strides[0] + n * steps.strides[1] :]
+    """Return the memory from step t of chain n on; it is empty for half types."""
+    return steps.numbers[start_of(steps, t, n) :]
 
 
 @jit
 def contiguous_row(scores: Any, t: int, n: int, buffer: Any) -> Any:
     """Return the scores of a step, `[C]`, contiguous: a view, or a copy in the buffer."""
-    row, stride = row_at(scores, t, n), scores.strides[2]
-    if stride == 1:
-        return row[: len(buffer)]
-    for c in range(len(buffer)):
-        buffer[c] = row[c * stride]
+    stride = scores.strides[2]
+    if stride == 1 and not len(scores.words):
+        return row_at(scores, t, n)[: len(buffer)]
+    load_row(scores, start_of(scores, t, n), stride, buffer)
     return buffer
+
+
+@jit
+def row_to_write(result: Any, t: int, n: int, buffer: Any) -> Any:
+    """Return the row of a step to write to: a view, or the buffer, which `finish_row` rounds."""
+    first = start_of(result, t, n)
+    return buffer if len(result.words) else result.numbers[first : first + len(buffer)]
+
+
+@jit
+def finish_row(result: Any, t: int, n: int, row: Any) -> None:
+    """Store a row from `row_to_write`, whose numbers are contiguous in the result."""
+    if len(result.words):
+        store_row(result, start_of(result, t, n), 1, row)
 
 
 @jit
@@ -108,6 +130,8 @@ def empty_batch(shape: Sequence[int], dtype: torch.dtype = torch.float64) -> Ten
 
     PyTorch's memory takes several times as long to touch for the first time.
     """
+    if dtype.itemsize == 2:  # NumPy has no bf16
+        return torch.from_numpy(np.empty(tuple(shape), np.int16)).view(dtype)
     return torch.from_numpy(np.empty(tuple(shape), dtype=str(dtype).removeprefix("torch.")))
 
 
@@ -117,22 +141,14 @@ def as_array(tensor: Tensor) -> Any:
 
 
 def as_steps(tensor: Tensor) -> Steps:
-    """Return `[T, N, C, K]` of any strides in its own memory; half types become fp32."""
-    numbers = resolved(tensor.detach())
-    numbers = numbers.float() if numbers.element_size() == 2 else numbers
-    if numbers.is_contiguous():
-        return Steps(numbers.numpy().reshape(-1), np.array(numbers.stride()))
-    extent = 0
-    if numbers.numel():
-        sizes = zip(numbers.shape, numbers.stride(), strict=True)
-        extent = 1 + sum((size - 1) * stride for size, stride in sizes)
-    return Steps(numbers.as_strided((extent,), (1,)).numpy(), np.array(numbers.stride()))
+    """Return `[T, N, C, K]` of any dtype and strides in its own memory."""
+    return Steps(*memory_of(tensor), np.array(tensor.stride()))
 
 
-def fill_nan(result: Tensor, invalid: Tensor) -> None:
-    """Write NaN for the invalid chains `[N]` into `[T, N, ...]`."""
-    if bool(invalid.any()) and result.numel():
-        result[:, invalid] = torch.nan
+def fill_nan(result: Tensor, failed: Tensor, steps: Tensor | None = None) -> None:
+    """Write NaN for the failed sequences `[N]` into their first steps, or all, of `[T, N, ...]`."""
+    for n in failed.nonzero().flatten().tolist() if result.numel() else ():
+        result[: None if steps is None else int(steps[n]), n] = torch.nan
 
 
 @functools.lru_cache(maxsize=16)

@@ -284,7 +284,8 @@ def chain_expectation_gradient(
 
     A gradient that is not needed is empty.
     """
-    batch, invalid = chain_batch(scores, source, lengths)[0], logz.isnan()
+    (batch, invalid), failed = chain_batch(scores, source, lengths), logz.isnan()
+    steps = torch.from_numpy(batch.lengths).masked_fill(invalid, len(scores))
     d_scores, d_values = (
         empty_batch(t.shape if need else (0,) * 4, torch.promote_types(t.dtype, torch.float32))
         for t, need in ((scores, need_score_grads), (values, need_value_grads))
@@ -294,7 +295,7 @@ def chain_expectation_gradient(
         chain_expectation_backward_kernel,
         batch,
         as_steps(scores),
-        resolved(grad_output).double().masked_fill(invalid, torch.nan).numpy(),
+        resolved(grad_output).double().masked_fill(failed, torch.nan).numpy(),
         as_array(final),
         as_steps(values),
         as_array(last_values),
@@ -308,7 +309,7 @@ def chain_expectation_gradient(
         need_value_grads,
     )
     for gradient in (d_scores, d_values):
-        fill_nan(gradient, invalid)
+        fill_nan(gradient, failed, steps)
     # Results of an op may not share memory.
     d_initial, d_final, d_first, d_last = (end.clone() for end in d_ends)
     grads = (d_scores, d_initial, d_final, d_values, d_first, d_last)

@@ -20,7 +20,9 @@ from ....primitives.cpu.batch import (
     as_steps,
     empty_batch,
     fill_nan,
+    finish_row,
     row_at,
+    row_to_write,
     run_over_batch,
 )
 from ....primitives.cpu.jit import jit
@@ -37,7 +39,6 @@ from .steps import (
     posterior_offsets,
     repeat_past_length,
     sum_by_source,
-    zero_past_length,
 )
 
 
@@ -103,7 +104,7 @@ def chain_backward_kernel(
     C = final.shape[1]
     for n in chains:
         buffer = np.empty(C * batch.K, scores.numbers.dtype)
-        edges = np.empty(C * batch.K)
+        edges, d_buffer = np.empty(C * batch.K), np.empty(C * batch.K, d_scores.numbers.dtype)
         posterior, offset = np.empty(C), np.empty(C)
         length = batch.lengths[n]
         for c in range(C):
@@ -115,11 +116,16 @@ def chain_backward_kernel(
             posterior_offsets(posterior, alpha[t + 1, n], offset)
             next_alpha = alpha[max(t - 1, 0), n]
             add_source_values(batch.sources, alpha[t, n], offset, edges, row, next_alpha)
-            edge_posteriors(row, batch.sources, edges, grad_output[n], d_scores[t, n])
+            d_row = row_to_write(d_scores, t, n, d_buffer)
+            edge_posteriors(row, batch.sources, edges, grad_output[n], d_row)
+            finish_row(d_scores, t, n, d_row)
             sum_by_source(batch, edges, posterior)
         for c in range(C):
             d_initial[n, c] = posterior[c] * grad_output[n]
-        zero_past_length(d_scores, n, length)
+        for t in range(length, len(alpha) - 1):
+            d_row = row_to_write(d_scores, t, n, d_buffer)
+            d_row[:] = 0.0
+            finish_row(d_scores, t, n, d_row)
 
 
 def chain_logz(
@@ -172,8 +178,9 @@ def chain_gradient(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of log Z in scores (in `dtype`), initial and final."""
-    batch, invalid = chain_batch(scores, source, lengths)[0], logz.isnan()
-    d_scores = empty_batch(scores.shape, torch.promote_types(dtype, torch.float32))
+    (batch, invalid), failed = chain_batch(scores, source, lengths), logz.isnan()
+    steps = torch.from_numpy(batch.lengths).masked_fill(invalid, len(scores))
+    d_scores = empty_batch(scores.shape, dtype)
     d_initial, d_final = (
         torch.empty(t.shape, dtype=torch.float64, device="cpu") for t in (initial, final)
     )
@@ -181,13 +188,13 @@ def chain_gradient(
         chain_backward_kernel,
         batch,
         as_steps(scores),
-        resolved(grad_output).double().masked_fill(invalid, torch.nan).numpy(),
+        resolved(grad_output).double().masked_fill(failed, torch.nan).numpy(),
         as_array(final),
         saved.numpy(),
         logz.contiguous().numpy(),
-        d_scores.flatten(2).numpy(),
+        as_steps(d_scores),
         d_initial.numpy(),
         d_final.numpy(),
     )
-    fill_nan(d_scores, invalid)
-    return d_scores.to(dtype), d_initial.to(initial.dtype), d_final.to(final.dtype)
+    fill_nan(d_scores, failed, steps)
+    return d_scores, d_initial.to(initial.dtype), d_final.to(final.dtype)

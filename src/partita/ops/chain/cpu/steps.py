@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....primitives.cpu.batch import INF, LOWEST, row_at
+from ....primitives.cpu.batch import INF, LOWEST, start_of
+from ....primitives.cpu.half import load_row, number_at
 from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp, exp_floor, log, prefetch
 from ....runtime.register import resolved
@@ -49,13 +50,15 @@ def load_edges(steps: Any, t: int, n: int, K: int, buffer: Any) -> Any:
 
     The result is a view where they are contiguous, and otherwise a copy in the buffer.
     """
-    numbers = row_at(steps, t, n)
-    stride_c, stride_k = steps.strides[2], steps.strides[3]
+    first, stride_c, stride_k = start_of(steps, t, n), steps.strides[2], steps.strides[3]
     if stride_k == 1 and stride_c == K:
-        return numbers[: len(buffer)]
-    for c in range(len(buffer) // max(K, 1)):
-        for k in range(K):
-            buffer[c * K + k] = numbers[c * stride_c + k * stride_k]
+        if not len(steps.words):
+            return steps.numbers[first : first + len(buffer)]
+        load_row(steps, first, 1, buffer)
+    else:
+        for c in range(len(buffer) // max(K, 1)):
+            for k in range(K):
+                buffer[c * K + k] = number_at(steps, first + c * stride_c + k * stride_k)
     return buffer
 
 

@@ -111,9 +111,10 @@ def best_middle_edge(
     """Find the best edge of the middle step.
 
     Returns:
-        The best score of a path, the position of the edge in the table [DEGREE, BLOCK_C], and
-        whether another edge has the same score.
+        The best score of a path, or NaN if a path has one, the position of the edge in the table
+        [DEGREE, BLOCK_C], and whether another edge has the same score.
     """
+    has_nan = tl.zeros([BLOCK_C], tl.int32)
     lane, maximum = tl.arange(0, BLOCK_C), tl.full([BLOCK_C], -float("inf"), tl.float64)
     position, has_equal, beta = lane, tl.zeros([BLOCK_C], tl.int32), tl.load(beta_ptr + lane)
     for k in tl.static_range(DEGREE):
@@ -127,10 +128,12 @@ def best_middle_edge(
         term = tl.load(alpha_ptr + neighbor, mask=neighbor >= 0, other=-float("inf")) + score + beta
         has_equal = tl.where(term > maximum, 0, has_equal | (term == maximum).to(tl.int32))
         position = tl.where(term > maximum, k * BLOCK_C + lane, position)
+        has_nan = has_nan | (term != term).to(tl.int32)
         maximum = tl.maximum(maximum, term)
     best_score = tl.max(maximum, axis=0)
     best_position = tl.min(tl.where(maximum == best_score, position, DEGREE * BLOCK_C), axis=0)
     num_best = tl.sum(tl.where(maximum == best_score, 1 + has_equal, 0), axis=0)
+    best_score = tl.where(tl.max(has_nan, axis=0) > 0, float("nan"), best_score)
     return best_score, tl.minimum(best_position, DEGREE * BLOCK_C - 1), num_best > 1
 
 
@@ -174,7 +177,9 @@ def best_state_of_empty(middle_ptr, direction_stride, state_of_lane_ptr, BLOCK_C
     lane = tl.arange(0, BLOCK_C)
     log_weight = tl.load(middle_ptr + lane) + tl.load(middle_ptr + direction_stride + lane)
     score, state = tl.max(log_weight, axis=0), tl.load(state_of_lane_ptr + lane)
-    return score, tl.min(tl.where(log_weight == score, state, BLOCK_C), axis=0)
+    is_nan = tl.max((log_weight != log_weight).to(tl.int32), axis=0) > 0
+    state = tl.min(tl.where(log_weight == score, state, BLOCK_C), axis=0)
+    return tl.where(is_nan, float("nan"), score), state
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from .resident_steps import (
     pack_compensated,
     score_offsets,
     skip_rows,
+    split_blocks,
     split_fp64,
 )
 from .steps import load_length
@@ -101,6 +102,23 @@ def program_direction(FORWARD_ONLY: gl.constexpr):
 
 
 @gluon.jit
+def add_nan(has_nan, scores, neighbors, shape):
+    """Return which states have had a NaN among the scores of their edges, 0 or 1.
+
+    Maxima skip NaN, and this test takes no part in the chain of dependent steps.
+    """
+    DEGREE: gl.constexpr = shape.DEGREE
+    lanes = split_blocks(neighbors, shape.BLOCK_C, shape.PADDED_DEGREE, shape.STATE)
+    for k in gl.static_range(DEGREE):
+        score = scores[k].to(gl.float32)
+        is_nan = score != score
+        if not shape.REGULAR:
+            is_nan = is_nan & (lanes[k] >= 0)
+        has_nan = has_nan | is_nan.to(gl.int32)
+    return has_nan
+
+
+@gluon.jit
 def scan_best(
     value,
     state,
@@ -115,16 +133,18 @@ def scan_best(
 ):
     """Return the states under Max after all steps, and store backpointers and states under Log.
 
+    A state is NaN if it was so before, or if the score of an edge into it was so at any step.
     `rows`, `backpointers` and `saved` are `StepRows`; what `saved` has first is `state`, packed.
     """
     PREFETCH: gl.constexpr = shape.PREFETCH
     neighbors, edges = table
-    prefetched = load_rows(rows, num_steps, PREFETCH)
+    prefetched, has_nan = load_rows(rows, num_steps, PREFETCH), (value != value).to(gl.int32)
     for i in range(0, num_steps, PREFETCH):
         scores = gather_scores(prefetched, edges, shape)
         rows = skip_rows(rows, PREFETCH)
         prefetched = load_rows(rows, num_steps - i - PREFETCH, PREFETCH)
         for u in gl.static_range(PREFETCH):
+            has_nan = add_nan(has_nan, scores[u], neighbors, shape)
             next_value, backpointer = max_step(value, scores[u], neighbors, shape)
             value = gl.where(i + u < num_steps, next_value, value)
             if TRACE:
@@ -138,7 +158,7 @@ def scan_best(
                 saved = skip_rows(saved, 1)
                 mask = saved.mask & (i + u < num_steps)
                 gl.store(saved.ptr + saved.offsets, state, mask=mask)
-    return value
+    return gl.where(has_nan > 0, float("nan"), value)
 
 
 @gluon.jit

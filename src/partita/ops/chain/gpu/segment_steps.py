@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp, finite_shift
-from .steps import edge_score, load_source, lse_add, lse_value, out_degree
+from .steps import edge_score, load_source, lse_add, lse_value, max_add, out_degree
 
 
 @triton.jit
@@ -74,10 +74,13 @@ def log_of_weights(maximum, total, ACC_DTYPE: tl.constexpr):
 
 @triton.jit
 def log_sum_of_terms(terms, DEGREE: tl.constexpr, ACC_DTYPE: tl.constexpr, IS_MAX: tl.constexpr):
-    """Return the log-sum-exp of DEGREE terms, or their maximum."""
+    """Return the log-sum-exp of DEGREE terms, or their maximum; NaN if a term is NaN."""
     maximum = terms[0]
     for j in tl.static_range(1, DEGREE):
-        maximum = tl.maximum(maximum, terms[j])
+        if IS_MAX:
+            maximum = max_add(maximum, terms[j])
+        else:
+            maximum = tl.maximum(maximum, terms[j])
     if IS_MAX:
         return maximum
     else:
@@ -123,7 +126,10 @@ def rows_step(
         for j in range(number_of_slots(edges, c, REVERSE)):
             slot = load_slot(edges, c, j, REVERSE)
             term = slot_value(x, slot) + slot_score(scores, slot, active)
-            maximum, rest = lse_add(maximum, rest, term)
+            if IS_MAX:
+                maximum = max_add(maximum, term)
+            else:
+                maximum, rest = lse_add(maximum, rest, term)
         value = maximum if IS_MAX else lse_value(maximum, rest)
     return tl.where(active, value, x)
 

@@ -84,6 +84,12 @@ def lse_add(maximum, rest, term):
 
 
 @triton.jit
+def max_add(maximum, term):
+    """Add one term to a maximum. NaN is greater than all numbers, so that it reaches the result."""
+    return tl.where((term > maximum) | (term != term), term, maximum)
+
+
+@triton.jit
 def lse_value(maximum, rest):
     """Return the value of a log-sum-exp of `lse_add`, fp64."""
     high, low = log1p_pair(rest)
@@ -148,13 +154,21 @@ def alpha_step(
         for k in tl.static_range(UNROLL_IN):
             source = source_states[k]
             a = tl.load(alpha_ptr + source, mask=source >= 0, other=-float("inf"))
-            maximum, rest = lse_add(maximum, rest, a + edge_scores[k])
+            term = a + edge_scores[k]
+            if IS_MAX:
+                maximum = max_add(maximum, term)
+            else:
+                maximum, rest = lse_add(maximum, rest, term)
     else:
         tl.debug_barrier()
         for k in range(edges.K):
             source, valid = load_source(edges, c, k)
             a = tl.load(alpha_ptr + source, mask=valid, other=-float("inf"))
-            maximum, rest = lse_add(maximum, rest, a + edge_score(scores, c, k, valid))
+            term = a + edge_score(scores, c, k, valid)
+            if IS_MAX:
+                maximum = max_add(maximum, term)
+            else:
+                maximum, rest = lse_add(maximum, rest, term)
     return maximum if IS_MAX else lse_value(maximum, rest)
 
 
@@ -186,14 +200,20 @@ def beta_step(
             beta = tl.load(
                 beta_ptr + target_states[j], mask=target_states[j] >= 0, other=-float("inf")
             )
-            maximum, rest = lse_add(maximum, rest, beta + edge_scores[j])
+            if IS_MAX:
+                maximum = max_add(maximum, beta + edge_scores[j])
+            else:
+                maximum, rest = lse_add(maximum, rest, beta + edge_scores[j])
     else:
         tl.debug_barrier()
         for j in range(tl.max(degree, axis=0)):
             edge = tl.load(edges.out_edges_ptr + start + j, mask=j < degree, other=0)
             beta = tl.load(beta_ptr + edge // K, mask=j < degree, other=-float("inf"))
-            score = edge_score(scores, edge // K, edge % K, j < degree)
-            maximum, rest = lse_add(maximum, rest, beta + score)
+            term = beta + edge_score(scores, edge // K, edge % K, j < degree)
+            if IS_MAX:
+                maximum = max_add(maximum, term)
+            else:
+                maximum, rest = lse_add(maximum, rest, term)
     return maximum if IS_MAX else lse_value(maximum, rest)
 
 

@@ -20,20 +20,24 @@ from .steps import (
     from_step,
     load_length,
     load_source,
+    max_add,
     store_boundary_scores,
 )
 
 
 @triton.jit
 def viterbi_step(alpha_ptr, scores, edges, c):
-    """Return alpha of the states c under Max and the lowest slot that attains it, [BLOCK_C]."""
+    """Return alpha of the states c under Max and the lowest slot that attains it, [BLOCK_C].
+
+    Alpha is NaN where a term is.
+    """
     maximum, backpointer = tl.full(c.shape, -float("inf"), tl.float64), tl.zeros(c.shape, tl.int32)
     for k in range(edges.K):
         source, valid = load_source(edges, c, k)
         a = tl.load(alpha_ptr + source, mask=valid, other=-float("inf"))
         term = a + edge_score(scores, c, k, valid)
         backpointer = tl.where(term > maximum, k, backpointer)
-        maximum = tl.maximum(maximum, term)
+        maximum = max_add(maximum, term)
     return maximum, backpointer
 
 
@@ -46,10 +50,10 @@ def best_final_state(alpha_ptr, final_ptr, C, final_c, invalid, BLOCK_C: tl.cons
         value = tl.load(alpha_ptr + c, mask=c < C, other=-float("inf"))
         value += tl.load(final_ptr + c * final_c, mask=c < C, other=-float("inf")).to(tl.float64)
         value = tl.where(c < C, value, -float("inf"))
-        block_max = tl.max(value, axis=0)
+        block_max, has_nan = tl.max(value, axis=0), tl.max((value != value).to(tl.int32), axis=0)
         block_state = tl.min(tl.where((value == block_max) & (c < C), c, C - 1), axis=0)
         best_state = tl.where(block_max > maximum, block_state, best_state)
-        maximum = tl.maximum(maximum, block_max)
+        maximum = max_add(maximum, tl.where(has_nan > 0, float("nan"), block_max))
     return maximum + invalid, best_state
 
 

@@ -106,17 +106,17 @@ def chain_expectation_gradient(
     def covariance(posterior: Tensor, value: Tensor) -> Tensor:
         return torch.where(posterior == 0, 0.0, posterior * value)
 
+    unused = x.unused[:, None, None]
     d_last, d_final = d_state, covariance(d_state, mean_into[-1] + mean_from - mean)
     d_scores, d_values = [torch.empty_like(x.scores[:0])], [torch.empty_like(x.scores[:0])]
     for t in reversed(range(len(x.scores))):
         active = x.active[t, :, None]
         d_edge = d_state[..., None] * log_dsum(edge_terms(x, t, alpha[t], Log), -1)
         edge_mean_from = values[t].double() + mean_from[..., None]
-        past_length = 0.0 * d_state[..., None]  # NaN for an invalid chain
         edge_mean = mean_into[t][:, x.source] + edge_mean_from
         d_score = covariance(d_edge, edge_mean - mean[..., None])
-        d_scores.insert(0, torch.where(active[..., None], d_score, past_length)[None])
-        d_values.insert(0, torch.where(active[..., None], d_edge, past_length)[None])
+        d_scores.insert(0, torch.where(active[..., None], d_score, unused)[None])
+        d_values.insert(0, torch.where(active[..., None], d_edge, unused)[None])
         d_previous = sum_by_source(x, d_edge)
         weighted = sum_by_source(x, covariance(d_edge, edge_mean_from))
         previous_mean = torch.where(d_previous == 0, 0.0, weighted / d_previous)

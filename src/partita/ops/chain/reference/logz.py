@@ -32,6 +32,7 @@ class ChainInputs(NamedTuple):
         missing: `[C, K]`; True for a missing edge.
         initial, final: `[N, C]` fp64; NaN for an invalid chain.
         active: `[T, N]`; True for a step before the chain's length.
+        unused: `[N]` fp64: the gradient past a length, 0, or NaN for an invalid chain.
     """
 
     scores: Tensor
@@ -40,6 +41,7 @@ class ChainInputs(NamedTuple):
     initial: Tensor
     final: Tensor
     active: Tensor
+    unused: Tensor
 
 
 def active_steps(scores: Tensor, source: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -73,7 +75,9 @@ def chain_inputs(
     )
     valid = active[:, :, None, None] & ~missing
     safe_scores = torch.where(valid, scores.double(), semiring.one)
-    return ChainInputs(safe_scores, source.clamp(0, max(C - 1, 0)), missing, initial, final, active)
+    unused = torch.where(invalid, torch.nan, 0.0).double().expand(N)
+    source = source.clamp(0, max(C - 1, 0))
+    return ChainInputs(safe_scores, source, missing, initial, final, active, unused)
 
 
 def edge_terms(x: ChainInputs, t: int, alpha: Tensor, semiring: Semiring) -> Tensor:
@@ -181,7 +185,7 @@ def chain_gradient(
     for t in reversed(range(len(x.scores))):
         active = x.active[t, :, None]
         d_edge = d_state[..., None] * log_dsum(edge_terms(x, t, alpha[t], Log), -1)
-        d_scores.insert(0, torch.where(active[..., None], d_edge, 0.0 * d_state[..., None]))
+        d_scores.insert(0, torch.where(active[..., None], d_edge, x.unused[:, None, None]))
         d_state = torch.where(active, sum_by_source(x, d_edge), d_state)
     stacked = torch.stack(d_scores) if d_scores else x.scores
     return stacked.to(dtype), d_state.to(initial.dtype), d_final.to(final.dtype)

@@ -17,13 +17,22 @@ from ....primitives.cpu.batch import (
     centered_row,
     contiguous_row,
     logsumexp_row,
-    row_at,
     run_over_batch,
+    start_of,
 )
+from ....primitives.cpu.half import number_at
 from ....primitives.cpu.jit import jit
 from ....runtime.dtypes import acc_dtype
 from ..common import ScoreOptions
-from .batch import IMPOSSIBLE, as_batch, fill_emitted, fill_states, init_alpha, sequence_lengths
+from .batch import (
+    IMPOSSIBLE,
+    as_batch,
+    fill_emitted,
+    fill_states,
+    has_nan,
+    init_alpha,
+    sequence_lengths,
+)
 
 
 @jit(nogil=True)
@@ -40,7 +49,8 @@ def viterbi_scan(
 ) -> None:
     """Find the best alignment of each sequence and trace it by pointers, `[N, T, M / 4]` bytes.
 
-    Steps without a label get the label -1 and the score 0, or NaN in an invalid sequence.
+    Steps without a label get the label -1 and the score 0. A sequence that is invalid or has NaN
+    gets the label -1 and the score NaN at all steps.
     """
     max_states, buffer = 2 * batch.max_target_len + 1, np.empty(batch.C, scores.numbers.dtype)
     maxima, sums = np.empty(LANES), np.empty(LANES)
@@ -72,18 +82,18 @@ def viterbi_scan(
             before, after = after, before
         state = states - 2 if states > 1 and before[states] >= before[states + 1] else states - 1
         score[n] = -INF if before[state + 2] <= IMPOSSIBLE else before[state + 2]
-        if (before[states] != before[states]) | (before[states + 1] != before[states + 1]):
-            score[n] = np.nan
-        if not valid:
+        if not valid or has_nan(before[: states + 2]):
             score[n] = np.nan
         for t in range(len(labels_out[n])):
-            labels_out[n, t], tokens[n, t], scores_out[n, t] = -1, -1, 0.0 if valid else np.nan
+            labels_out[n, t], tokens[n, t] = -1, -1
+            scores_out[n, t] = 0.0 if score[n] == score[n] else np.nan
         for t in range(length - 1 if score[n] > -INF else -1, -1, -1):
             label = labels[state]
             labels_out[n, t] = label if label < batch.C else batch.star
             tokens[n, t] = state // 2 if state % 2 else -1
             if label < batch.C:
-                value = row_at(scores, t, n)[label * scores.strides[2]] - lse[t]
+                at = start_of(scores, t, n) + label * scores.strides[2]
+                value = number_at(scores, at) - lse[t]
                 if HUGE <= abs(lse[t]) < INF:
                     row = contiguous_row(scores, t, n, buffer)
                     row, norm = centered_row(row, lse[t], buffer, maxima, sums)

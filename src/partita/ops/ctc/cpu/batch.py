@@ -132,3 +132,12 @@ def init_alpha(alpha: Any, states: int) -> None:
     for c in range(states + 2):
         alpha[c] = LOWEST
     alpha[2] = 0.0
+
+
+@jit
+def has_nan(alpha: Any) -> bool:
+    """Return whether a state is NaN, which it is from the first step on at which its label is."""
+    found = False
+    for c in range(len(alpha)):
+        found = found | (alpha[c] != alpha[c])
+    return found

@@ -23,14 +23,24 @@ from ....primitives.cpu.batch import (
     centered_row,
     contiguous_row,
     empty_batch,
+    finish_row,
     logsumexp_row,
+    row_to_write,
     run_over_batch,
 )
 from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp, exp_floor, log
 from ....runtime.dtypes import acc_dtype
 from ..common import ScoreOptions
-from .batch import IMPOSSIBLE, as_batch, fill_emitted, fill_states, init_alpha, sequence_lengths
+from .batch import (
+    IMPOSSIBLE,
+    as_batch,
+    fill_emitted,
+    fill_states,
+    has_nan,
+    init_alpha,
+    sequence_lengths,
+)
 
 
 @jit
@@ -82,7 +92,7 @@ def forward_scan(
         highest = max(a, b)
         total = exp_floor(a - highest) + exp_floor(b - highest)
         losses[n] = INF if highest <= IMPOSSIBLE else -(highest + np.log(total))
-        if not valid:
+        if not valid or has_nan(last[: states + 2]):
             losses[n] = np.nan
 
 
@@ -153,6 +163,7 @@ def backward_scan(
     """
     max_states, buffer = 2 * batch.max_target_len + 1, np.empty(batch.C, scores.numbers.dtype)
     maxima, sums = np.empty(LANES), np.empty(LANES)
+    d_buffer = np.empty(batch.C, result.numbers.dtype)
     for n in share:
         labels, skips = np.empty(max_states, np.int64), np.empty(max_states)
         after, before, parts = np.empty(max_states), np.empty(max_states), np.empty((3, max_states))
@@ -161,10 +172,11 @@ def backward_scan(
         states = fill_states(batch, n, target_len, labels, skips)
         possible = losses[n] < INF
         own_grad = grad[n] / len(grad) / max(target_len, 1) if mean else grad[n]
-        failed = not valid or losses[n] != losses[n]
-        for t in range(0 if failed else length, len(result)):
-            for c in range(batch.C):
-                result[t, n, c] = np.nan if failed else 0.0
+        failed = losses[n] != losses[n]
+        for t in range(0 if failed else length, batch.T):
+            d_row = row_to_write(result, t, n, d_buffer)
+            d_row[:] = 0.0 if valid and t >= length else np.nan
+            finish_row(result, t, n, d_row)
         if failed:
             continue
         for c in range(states):
@@ -181,7 +193,9 @@ def backward_scan(
                 posterior[labels[c]] += after[c] * scale
             row, lse = contiguous_row(scores, t, n, buffer), alpha[n, t, max_states + 2]
             row, lse = centered_row(row, lse, buffer, maxima, sums)
-            gradient_row(row, lse, own_grad, from_logits and possible, posterior, result[t, n])
+            d_row = row_to_write(result, t, n, d_buffer)
+            gradient_row(row, lse, own_grad, from_logits and possible, posterior, d_row)
+            finish_row(result, t, n, d_row)
             for c in range(states):
                 posterior[labels[c]] = 0.0
             posterior_step(alpha[n, t], skips, after, before, parts, states)
@@ -247,7 +261,7 @@ def ctc_gradient(
         return torch.empty(logits.shape, dtype=logits.dtype)
     targets = (labels, offsets, input_lengths, target_lengths, max_target_len, blank)
     batch = as_batch(logits, *targets, ScoreOptions(label_priors, prior_scale, star))
-    result = empty_batch(logits.shape, torch.promote_types(logits.dtype, torch.float32))
+    result = empty_batch(logits.shape, logits.dtype)
     inputs = (
         as_array(grad.expand(len(losses))),
         reduction == "mean",
@@ -255,5 +269,5 @@ def ctc_gradient(
         from_logits,
     )
     states = (saved.numpy(), losses.contiguous().numpy())
-    run_over_batch(backward_scan, batch, *inputs, *states, result.numpy())
-    return result.to(logits.dtype)
+    run_over_batch(backward_scan, batch, *inputs, *states, as_steps(result))
+    return result

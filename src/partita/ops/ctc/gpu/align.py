@@ -180,6 +180,10 @@ def ctc_viterbi_kernel(
             )
             pointers = pointers | (step_pointers << (4 * u))
         tl.store(pointers_ptr + p // BLOCK_T * 32, pointers)
+    # A state that is NaN stays so to the end, and maxima of its neighbours may skip it.
+    has_nan = (blank_score != blank_score) | (label_score != label_score)
+    if tl.max(has_nan.to(tl.int32), axis=0) > 0:
+        tl.atomic_or(flags_ptr + n, INVALID, sem="relaxed")
     store_end_scores(ends_ptr + n * 2, blank_score, label_score, position, target_len, lane)
 
 
@@ -263,7 +267,7 @@ def path_score(
 ):
     """Return the score of a sequence's best path, from the sums of its blocks of steps.
 
-    It is -inf where there is no path, and NaN where the path ends in NaN.
+    It is -inf where there is no path.
     """
     blank_score, label_score = (
         tl.load(ends_ptr + 2 * n),
@@ -276,9 +280,7 @@ def path_score(
         i = first + tl.arange(0, BLOCK_T)
         total += tl.load(sums_ptr + i, mask=i < num_blocks, other=0.0, volatile=True)
     score, end = tl.sum(total, axis=0), tl.maximum(blank_score, label_score)
-    score = tl.where((end == -float("inf")) & (invalid == 0), end, score)
-    is_nan = (blank_score != blank_score) | (label_score != label_score)
-    return tl.where(is_nan, float("nan"), score)
+    return tl.where((end == -float("inf")) & (invalid == 0), end, score)
 
 
 @triton.jit

@@ -96,8 +96,12 @@ def launch_normalize(
     table_width: int = 0,
     zeros: Part | None = None,
     num_zeros: int = 0,
+    flags: Tensor | None = None,
 ) -> None:
-    """Compute each row's log-sum-exp and the emission table, and zero words of `zeros`."""
+    """Compute each row's log-sum-exp and the emission table, and zero words of `zeros`.
+
+    The flags `[N]` mark sequences with a row that has no log-sum-exp.
+    """
     T, N, C = logits.shape
     tile = row_tile(logits, max(C, table_width))
     has_priors = table is not None and scores.priors is not None
@@ -111,6 +115,7 @@ def launch_normalize(
         sums,
         table,
         zeros,
+        flags,
         scores.priors if has_priors else None,
         num_zeros,
         T,

@@ -28,7 +28,7 @@ from .state import (
 
 # Bits of a sequence's flags.
 NEEDS_FP64 = tl.constexpr(1)  # a logit overflows the exponent of an emission
-INVALID = tl.constexpr(2)  # a label or a length is out of range
+INVALID = tl.constexpr(2)  # a label or a length is out of range, or an alignment has NaN
 
 # Triton compiles nothing anew for other values of these arguments.
 SIZES = [

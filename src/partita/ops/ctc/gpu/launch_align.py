@@ -54,7 +54,7 @@ def ctc_align(
     if from_logits:
         maxima = torch.empty((T, N), dtype=scores.dtype, device=device)
         sums = torch.empty((T, N), dtype=scores.dtype, device=device)
-        launch_normalize(logits, input_lengths, maxima, sums, options)
+        launch_normalize(logits, input_lengths, maxima, sums, options, flags=flags)
     launch_lanes(
         VITERBI,
         N * num_chunks,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ....primitives.gpu.math import exp, exp_for_dtype, finite_shift
+from .lattice import INVALID
 from .scores import prior_emission, priors_of, row_emission
 from .state import emission_of, multiply_emissions, pack_state
 
@@ -69,6 +70,7 @@ def ctc_normalize_kernel(
     sums_ptr,  # [T, N] or None
     table_ptr,  # [N, 24 + T + 24, TABLE_WIDTH] int64, or None
     zeros_ptr,  # [num_zeros] int64, or None
+    flags_ptr,  # [N] int64, which get INVALID for a row without a log-sum-exp, or None
     priors_ptr,  # [C], or None without priors or without a table
     num_zeros,
     T,
@@ -135,3 +137,7 @@ def ctc_normalize_kernel(
     if maxima_ptr is not None:
         tl.store(maxima_ptr + t * N + n, maximum, mask=mask)
         tl.store(sums_ptr + t * N + n, sum_exp, mask=mask)
+    if flags_ptr is not None:
+        # The sum is NaN, or 0 where all logits are -inf.
+        flag = tl.full([ROWS], INVALID, tl.int64)
+        tl.atomic_or(flags_ptr + n, flag, mask=mask & ~(sum_exp > 0.0), sem="relaxed")

@@ -130,9 +130,11 @@ def posterior_of(a, b, exponent, FP64: tl.constexpr):
     """Return a · b · 2**-exponent for a sum of states and a state.
 
     The exponent is that of the partition function, so the result is at most a small multiple of 1.
+    In fp64 it is bounded, because logarithms beyond 2**50 have lost so many digits that it would be
+    infinite otherwise.
     """
     if FP64:
-        return tl.exp2((a[0] + b[0]) - exponent)
+        return tl.exp2(tl.minimum((a[0] + b[0]) - exponent, 64.0))
     else:
         return (a[0] * b[0]) * exp2_int(a[1] + b[1] - exponent)
 

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....primitives.cpu.batch import INF, as_steps, row_at, run_over_sequences
+from ....primitives.cpu.batch import INF, as_steps, run_over_sequences, start_of
+from ....primitives.cpu.half import number_at
 from ....primitives.cpu.jit import jit
 from ....runtime.sizes import next_power_of_2
 from .beam import LABEL_SHIFT, NEW, Trie, insert, log_add, node_of
@@ -43,26 +44,28 @@ def start(later: Any, x: Any, y: Any, chosen: Any) -> int:
 
 @jit
 def candidates(
-    x: Any, y: Any, size: int, row: Any, strides: Any, later: Any, stays: Any, chosen: Any, A: int
+    x: Any, y: Any, size: int, step: Any, strides: Any, later: Any, stays: Any, chosen: Any, A: int
 ) -> int:
     """Compute the prefixes that stay and insert them and all extensions; return how many are best.
 
     Args:
+        step: the scores, and the index in memory of the first of the step.
         stays: the numbers `[2, width]` of the prefixes that stay, and whether their best path
             comes from the parent, `[width]`.
     """
-    scores, ties, child = chosen
+    (scores, first_score), (ranks, ties, child) = step, chosen
     numbers, enters = stays
     bases, top = A - 1, len(later) // (A - 1)
     child[:] = 0  # a bit for each base by which a prefix of the beam is extended in the beam
     found = 0
     for i in range(size):
         c, p = y[STATE, i], y[PARENT, i]
-        score = x[SCORE, i] + row[c * strides[2]]
-        best = x[BEST, i] + row[c * strides[2]]
+        stay = number_at(scores, first_score + c * strides[2])
+        score, best = x[SCORE, i] + stay, x[BEST, i] + stay
         enters[i] = False
         if p >= 0:
-            move = row[c * strides[2] + (1 + y[STATE, p] // top) * strides[3]]
+            k = 1 + y[STATE, p] // top
+            move = number_at(scores, first_score + c * strides[2] + k * strides[3])
             score = log_add(score, x[SCORE, p] + move)
             enters[i] = x[BEST, p] + move > best
             best = x[BEST, p] + move if enters[i] else best
@@ -70,17 +73,18 @@ def candidates(
         numbers[SCORE, i], numbers[BEST, i] = score, best
         if score + later[c] > -INF:
             tie = (c % bases + 1) << LABEL_SHIFT | i
-            found = insert(scores, ties, found, score + later[c], tie)
+            found = insert(ranks, ties, found, score + later[c], tie)
     for i in range(size):
         k, first = 1 + y[STATE, i] // top, y[STATE, i] * bases % len(later)
         for base in range(bases):
             if child[i] >> base & 1:
                 continue
             c = first + base
-            rank = x[SCORE, i] + row[c * strides[2] + k * strides[3]] + later[c]
+            move = number_at(scores, first_score + c * strides[2] + k * strides[3])
+            rank = x[SCORE, i] + move + later[c]
             if rank > -INF:
                 tie = (base + 1) << LABEL_SHIFT | NEW | i
-                found = insert(scores, ties, found, rank, tie)
+                found = insert(ranks, ties, found, rank, tie)
     return found
 
 
@@ -90,7 +94,7 @@ def enter(
     nodes: int,
     t: int,
     before: Any,
-    row: Any,
+    step: Any,
     strides: Any,
     states: int,
     stays: Any,
@@ -114,7 +118,7 @@ def enter(
             base = (ties[w] >> LABEL_SHIFT) - 1
             c = y[STATE, i] * bases % states + base
             k = 1 + y[STATE, i] // (states // bases)
-            move = row[c * strides[2] + k * strides[3]]
+            move = number_at(step[0], step[1] + c * strides[2] + k * strides[3])
             x2[SCORE, w], x2[BEST, w] = x[SCORE, i] + move, x[BEST, i] + move
             node = node_of(trie, nodes, y[NODE, i], base)
             returned = returned or node < nodes
@@ -190,11 +194,11 @@ def crf_beam_scan(
         nodes, b = C, 0
         size = start(later[0, n], x[0], y[0], chosen)
         for t in range(lengths[n]):
-            row = row_at(scores, t, n)
+            step = scores, start_of(scores, t, n)
             before, after = (x[b], y[b]), (x[1 - b], y[1 - b])
-            found = candidates(x[b], y[b], size, row, strides, later[t + 1, n], stays, chosen, A)
+            found = candidates(x[b], y[b], size, step, strides, later[t + 1, n], stays, chosen, A)
             nodes = enter(
-                trie, nodes, t, before, row, strides, C, stays, after, chosen, found, slots
+                trie, nodes, t, before, step, strides, C, stays, after, chosen, found, slots
             )
             size, b = found, 1 - b
         if size:

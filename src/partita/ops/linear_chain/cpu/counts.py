@@ -18,7 +18,6 @@ from .linear_steps import add_outer_products, scale_row
 
 @jit
 def add_counts(
-    linear: bool,
     alpha: Any,
     beta: Any,
     weights: Any,
@@ -30,22 +29,16 @@ def add_counts(
 ) -> None:
     """Add the posteriors of the transitions of a step, times grad_output, to `[C, C]`.
 
-    The weights may be transposed, the counts are not.
+    The arithmetic is that of the log domain. The weights may be transposed, the counts are not.
     """
     C = len(weights)
-    if not linear and total == -np.inf:
+    if total == -np.inf:
         return
     rows, columns = (beta, alpha) if transposed else (alpha, beta)
     for i in range(C):
-        w = weights[i]
-        if linear:
-            value = rows[i] * total
-            for j in range(C):
-                line[j] = value * w[j] * columns[j]
-        else:
-            value = rows[i] - total
-            for j in range(C):
-                line[j] = exp(value + w[j] + columns[j]) * grad_output
+        w, value = weights[i], rows[i] - total
+        for j in range(C):
+            line[j] = exp(value + w[j] + columns[j]) * grad_output
         if transposed:
             for j in range(C):
                 counts[j, i] += line[j]
@@ -77,13 +70,13 @@ def store_counts(
     linear arithmetic: without the factor exp(transitions), and transposed if time runs backwards.
 
     Args:
-        states: the states of this scan before each token; in linear arithmetic with constant
-            transitions they are scaled here.
+        states: the states of this scan before each token; in linear arithmetic they are scaled
+            here.
         others: the states of the other scan at each token.
         totals: those of `posteriors`.
     """
     backward, index = 1 if by < 0 else 0, n % counts.shape[1]
-    if linear and not varies:
+    if linear:
         width, rows = states.shape[1], pointer_to(states)
         for k in range(skip, len(totals)):
             scale_row(rows, k * width, width, totals[k])
@@ -99,6 +92,6 @@ def store_counts(
         if varies:
             row = token if backward else token - 1
         add_counts(
-            *(linear, alpha, beta, weights, backward, totals[k], grad_output, line),
+            *(alpha, beta, weights, backward, totals[k], grad_output, line),
             counts[row, index],
         )

@@ -118,7 +118,7 @@ def gradient_kernel(
             )
             if chain.varies and not starts:
                 step = t - 1 if forward else t
-                load_weights(chain.transitions, step, n, backward, chain.linear, weights)
+                load_weights(chain.transitions, step, n, backward, weights)
             scan(chain.linear, weights, scores[:K], sums[:K], states[: K + 1], starts)
             load_states(saved, t, by, n, others[:K])
             posteriors(chain.linear, others, sums, grad_output[n], totals[:K], weighted)
@@ -148,9 +148,10 @@ def linear_chain_gradient(
     per_sequence: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of sum(grad_output * log Z) in the dtypes of the arguments."""
-    chain = chain_arrays(emissions, transitions, start, end, lengths)[0]
-    invalid = logz.isnan()
-    upstream = grad_output.detach().double().masked_fill(invalid, torch.nan)
+    chain, invalid = chain_arrays(emissions, transitions, start, end, lengths)
+    failed = logz.isnan()
+    steps = torch.from_numpy(chain.lengths).masked_fill(invalid, len(emissions))
+    upstream = grad_output.detach().double().masked_fill(failed, torch.nan)
     upstream = upstream.masked_fill(logz == -torch.inf, 0.0)
     dtype = torch.promote_types(emissions.dtype, torch.float32)
     d_emissions = empty_batch(emissions.shape, dtype)
@@ -167,11 +168,11 @@ def linear_chain_gradient(
     if not need_transitions:
         run_over_sequences(gradient_kernel, *halves_of(chain), *args, NO_COUNTS)
     elif transitions.ndim > 2:
-        d_transitions = step_gradients(args, transitions, dtype, invalid)
+        d_transitions = step_gradients(args, transitions, dtype, failed, steps)
     else:
-        d_transitions = constant_gradients(args, transitions, invalid, per_sequence)
-    fill_nan(d_emissions, invalid)
-    d_ends[:, invalid] = torch.nan
+        d_transitions = constant_gradients(args, transitions, failed, per_sequence)
+    fill_nan(d_emissions, failed, steps)
+    d_ends[:, failed] = torch.nan
     # An op may not return one tensor as two results.
     d_start = d_emissions.new_empty(0) if start is None else d_ends[0].to(start.dtype, copy=True)
     d_end = d_emissions.new_empty(0) if end is None else d_ends[1].to(end.dtype, copy=True)
@@ -179,7 +180,7 @@ def linear_chain_gradient(
 
 
 def constant_gradients(
-    args: tuple[Any, ...], transitions: Tensor, invalid: Tensor, per_sequence: bool
+    args: tuple[Any, ...], transitions: Tensor, failed: Tensor, per_sequence: bool
 ) -> Tensor:
     """Return the gradient in constant transitions, of each sequence or their sum.
 
@@ -209,15 +210,19 @@ def constant_gradients(
     if chain.linear:
         result *= torch.from_numpy(chain.weights[0, :, :C])
     if per_sequence:
-        result[invalid] = torch.nan
+        result[failed] = torch.nan
         return result.to(acc_dtype(transitions.dtype))
-    if bool(invalid.any()):
+    if bool(failed.any()):
         result.fill_(torch.nan)
     return result[0].to(transitions.dtype)
 
 
 def step_gradients(
-    args: tuple[Any, ...], transitions: Tensor, dtype: torch.dtype, invalid: Tensor
+    args: tuple[Any, ...],
+    transitions: Tensor,
+    dtype: torch.dtype,
+    failed: Tensor,
+    steps: Tensor,
 ) -> Tensor:
     """Return the gradient in transitions that vary, in their shape and dtype."""
     chain = args[0]
@@ -228,7 +233,7 @@ def step_gradients(
             transitions.shape, dtype=torch.promote_types(transitions.dtype, dtype), device="cpu"
         )
         run_over_sequences(gradient_kernel, lengths, edges, *args, counts.numpy())
-        counts[:, invalid] = torch.nan
+        fill_nan(counts, failed, steps - 1)
         return counts.to(transitions.dtype)
     # All sequences add to the same steps, so they run one after another.
     counts = torch.zeros((T - 1, 1, C, C), dtype=torch.float64, device="cpu")
@@ -239,6 +244,5 @@ def step_gradients(
 
         part = lengths[2 * n : 2 * n + 2]
         run_over_sequences(kernel, part, edges, *args, counts.numpy())
-    if bool(invalid.any()):
-        counts.fill_(torch.nan)
+    fill_nan(counts.expand(-1, N, -1, -1), failed, steps - 1)
     return counts[:, 0].to(transitions.dtype)

@@ -58,9 +58,8 @@ def forward_kernel(
                 *(t, by, n, chain.linear, scores[:K]),
             )
             if k and chain.varies:
-                offset += load_weights(
-                    chain.transitions, t if backward else t - 1, n, backward, chain.linear, weights
-                )
+                step = t if backward else t - 1
+                load_weights(chain.transitions, step, n, backward, weights)
             offset += scan(chain.linear, weights, scores[:K], sums[:K], states[: K + 1], k == 0)
             store_states(states[1 : K + 1], t, by, n, saved[: len(saved) if save else 0])
             copy_row(states[K], states[0])
@@ -90,7 +89,7 @@ def join_kernel(sequences: Any, chain: Any, meeting: Any, log_scale: Any, logz: 
         if has_beta:
             offset += log_scale[2 * n + 1] + chain.shift
             if chain.varies:
-                offset += load_weights(chain.transitions, middle - 1, n, 1, chain.linear, weights)
+                load_weights(chain.transitions, middle - 1, n, 1, weights)
             copy_row(meeting[2 * n + 1], states[0])
         scan(chain.linear, weights, scores, sums, states, not has_beta)
         logz[n] = offset + log_of_sum(chain.linear, meeting[2 * n], sums[0])

@@ -54,7 +54,7 @@ def best_path_kernel(sequences: Any, chain: Any, pointers: Any, score: Any, stat
             alpha[c] = chain.start[n, c] + row[c]
         for t in range(1, length):
             if chain.varies:
-                load_weights(chain.transitions, t - 1, n, 0, False, weights)
+                load_weights(chain.transitions, t - 1, n, 0, weights)
             max_step(alpha, weights, best, origin)
             row, target = contiguous_row(chain.emissions, t, n, buffer), pointers[t, n]
             for c in range(C):
@@ -132,7 +132,7 @@ def sample_kernel(sequences: Any, chain: Any, uniforms: Any, states: Any) -> Non
                 *(t, 1, n, chain.linear, scores[:K]),
             )
             if t and chain.varies:
-                load_weights(chain.transitions, t - 1, n, 0, chain.linear, weights)
+                load_weights(chain.transitions, t - 1, n, 0, weights)
             scan(chain.linear, weights, scores[:K], sums[:K], alpha[t : t + K + 1], t == 0)
         total = scale + log_of_sum(chain.linear, alpha[length], ones)
         if not total > -INF:
@@ -144,7 +144,7 @@ def sample_kernel(sequences: Any, chain: Any, uniforms: Any, states: Any) -> Non
         weights = varying if chain.varies else chain.weights[1]
         for t in range(length - 2, -1, -1):
             if chain.varies:
-                load_weights(chain.transitions, t, n, 1, chain.linear, weights)
+                load_weights(chain.transitions, t, n, 1, weights)
             for s in range(samples):
                 row, uniform = weights[state[s]], uniforms[t, s, n]
                 state[s] = draw_previous(chain.linear, alpha[t + 1], row, uniform, terms)

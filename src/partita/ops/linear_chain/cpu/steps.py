@@ -3,7 +3,8 @@
 In linear arithmetic a step is a product with exp(transitions) in fp64. A state is scaled by powers
 of two, so that its maximum stays near 1. Transitions that span at most `MAX_SPAN` nats keep every
 state that matters in range: a state that underflows is improbable by e**-100.
-Otherwise, and for transitions of -inf, a step is a log-sum-exp, and a state has the maximum 0.
+Otherwise, and for transitions that vary or are -inf, a step is a log-sum-exp, and a state has the
+maximum 0.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ....primitives.cpu.batch import INF, LOWEST, as_array, as_steps
+from ....primitives.cpu.half import load_row
 from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import LN2, exp, log
 from ....primitives.cpu.vectors import (
@@ -48,7 +50,7 @@ class ChainArrays(NamedTuple):
         weights: `[2, C, W]` fp64: exp(transitions - shift), or the transitions themselves in the
             log domain, then their transpose. Transitions that vary have zeros here.
         shift: the maximum of constant transitions in linear arithmetic, otherwise 0.
-        linear: whether arithmetic is linear.
+        linear: whether arithmetic is linear, as it may be with constant transitions.
         varies: whether transitions vary.
     """
 
@@ -84,7 +86,7 @@ def chain_arrays(
     zeros = torch.zeros(1, 1, dtype=torch.float64, device="cpu").expand(N, C)
     varies = transitions.ndim > 2
     steps = transitions.detach()
-    low, high = (0.0, torch.inf) if log_domain else _range(steps)
+    low, high = (0.0, torch.inf) if log_domain or varies else _range(steps)
     linear = high - low <= MAX_SPAN  # False for NaN and infinities
     width = -(-max(C, 1) // WIDTH) * WIDTH if linear else C
     weights, shift = torch.zeros((2, C, width), dtype=torch.float64, device="cpu"), 0.0
@@ -155,17 +157,16 @@ def load_tokens(
     sum of the maxima. The padding gets zeros.
     """
     C, width, total = start.shape[1], scores.shape[1], 0.0
-    numbers, strides, rows = emissions.numbers, emissions.strides, pointer_to(scores)
+    strides, rows = emissions.strides, pointer_to(scores)
     for k in range(len(scores)):
         t = first + k * by
         base = t * strides[0] + n * strides[1]
         if width > C:
             store(rows, (k + 1) * width - WIDTH, fill(-INF))
-        if strides[2] == 1:
-            copy_numbers(pointer_to(numbers), base, rows, k * width, C)
+        if strides[2] == 1 and not len(emissions.words):
+            copy_numbers(pointer_to(emissions.numbers), base, rows, k * width, C)
         else:
-            for c in range(C):
-                scores[k, c] = numbers[base + c * strides[2]]
+            load_row(emissions, base, strides[2], scores[k, :C])
         if t == 0:
             for c in range(C):
                 scores[k, c] += start[n, c]
@@ -192,36 +193,13 @@ def load_states(saved: Any, t: int, by: int, n: int, states: Any) -> None:
 
 
 @jit
-def load_weights(
-    transitions: Any, t: int, n: int, transposed: int, linear: bool, weights: Any
-) -> float:
-    """Write the weights of the step from token t to t + 1, and return their shift.
-
-    The padding is left as it is.
-    """
-    numbers, strides, C = transitions.numbers, transitions.strides, len(weights)
+def load_weights(transitions: Any, t: int, n: int, transposed: int, weights: Any) -> None:
+    """Write the transitions of the step from token t to t + 1, or values of them, `[C, C]`."""
+    strides, C = transitions.strides, len(weights)
     base = t * strides[0] + n * strides[1]
     rows, columns = (strides[3], strides[2]) if transposed else (strides[2], strides[3])
-    highest = LOWEST
     for i in range(C):
-        row, values = weights[i, :C], numbers[base + i * rows :]
-        if columns == 1:
-            for j in range(C):
-                row[j] = values[j]
-        else:
-            for j in range(C):
-                row[j] = values[j * columns]
-    if not linear:
-        return 0.0
-    for i in range(C):
-        row = weights[i, :C]
-        for j in range(C):
-            highest = row[j] if row[j] > highest else highest
-    for i in range(C):
-        row = weights[i, :C]
-        for j in range(C):
-            row[j] = exp(row[j] - highest)
-    return float(highest)
+        load_row(transitions, base + i * rows, columns, weights[i, :C])
 
 
 @jit

@@ -12,7 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....primitives.cpu.batch import INF, as_array, as_steps, empty_batch, run_over_sequences
+from ....primitives.cpu.batch import (
+    INF,
+    as_array,
+    as_steps,
+    empty_batch,
+    fill_nan,
+    run_over_sequences,
+)
+from ....primitives.cpu.half import load_row
 from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp
 from .steps import chain_arrays, copy_row, load_tokens, load_weights, log_of_sum, scan
@@ -48,9 +56,7 @@ def mean_step(
 def token_values(values: Any, t: int, n: int, result: Any) -> None:
     """Write the values of the states of a token."""
     strides = values.strides
-    row = values.numbers[t * strides[0] + n * strides[1] :]
-    for c in range(len(result)):
-        result[c] = row[c * strides[2]]
+    load_row(values, t * strides[0] + n * strides[1], strides[2], result)
 
 
 @jit
@@ -115,11 +121,11 @@ def tangent_kernel(
             load_tokens(chain.emissions, chain.start, chain.end, length, t, 1, n, linear, scores)
             weights = varying if chain.varies else chain.weights[0]
             if t and chain.varies:
-                load_weights(chain.transitions, t - 1, n, 0, linear, weights)
+                load_weights(chain.transitions, t - 1, n, 0, weights)
             scan(linear, weights, scores, sums, alpha[t : t + 2], t == 0)
             token_values(emission_values, t, n, token)
             if t:
-                load_weights(step_values, t - 1, n, 0, False, values)
+                load_weights(step_values, t - 1, n, 0, values)
                 mean_step(linear, alpha[t], weights, sums[0], into[t - 1], values, entered)
             else:
                 copy_row(end_values[0, n], entered)
@@ -134,10 +140,10 @@ def tangent_kernel(
                 for c in range(C):
                     b[c] = one
             else:
-                load_weights(step_values, t, n, 1, False, values)
+                load_weights(step_values, t, n, 1, values)
                 weights = varying if chain.varies else chain.weights[1]
                 if chain.varies:
-                    load_weights(chain.transitions, t, n, 1, linear, weights)
+                    load_weights(chain.transitions, t, n, 1, weights)
                 token_values(emission_values, t + 1, n, token)
                 for c in range(C):
                     onwards[c] = token[c] + mean_from[c]
@@ -232,12 +238,14 @@ def linear_chain_tangent(
             d_transitions += counts.sum(1, keepdim=True)
     result = torch.from_numpy(means)
     result[invalid] = torch.nan
-    nan = result.isnan()
-    d_emissions[:, nan] = torch.nan
-    d_ends[:, nan] = torch.nan
-    if transitions.ndim == 4:
-        d_transitions[:, nan] = torch.nan
-    elif bool(nan.any()):
+    failed = result.isnan()
+    lengths_of_failed = torch.from_numpy(chain.lengths).masked_fill(invalid, T)
+    fill_nan(d_emissions, failed, lengths_of_failed)
+    d_ends[:, failed] = torch.nan
+    if transitions.ndim > 2:
+        of_sequences = d_transitions.expand(-1, N, -1, -1)
+        fill_nan(of_sequences, failed, lengths_of_failed - 1)
+    elif bool(failed.any()):
         d_transitions.fill_(torch.nan)
     return (
         result,

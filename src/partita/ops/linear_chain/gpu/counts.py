@@ -48,7 +48,7 @@ def entered_scores(emissions_ptr, end_ptr, maxima_ptr, tokens, row, c, sizes, st
     if end_ptr is not None:
         at = (n * end_n)[:, None] + (c.to(tl.int64) * end_c)[None, :]
         last = mask & (t == tokens - 1)[:, None]
-        score += tl.load(end_ptr + at, mask=last, other=0.0).to(tl.float64)
+        score += loaded_to_fp64(tl.load(end_ptr + at, mask=last, other=0.0))
     maximum = tl.load(maxima_ptr + row, mask=inside, other=0.0)
     return score - finite_shift(maximum)[:, None]
 

@@ -321,6 +321,10 @@ def linear_chain_gradient(
     """Return the gradients of sum(grad_output * log Z) in the dtypes of the arguments."""
     T, N, C = emissions.shape
     device = emissions.device
+    if not emissions.numel():  # The reference has served log Z, and saved nothing.
+        return empty_gradients(
+            emissions, transitions, start, end, need_transitions and per_sequence
+        )
     d_emissions = torch.empty((T, N, C), dtype=emissions.dtype, device=device)
     ends = [
         None if end is None else torch.empty((N, C), dtype=end.dtype, device=device)
@@ -340,7 +344,7 @@ def linear_chain_gradient(
     options = plan.row_options(C)
     launch(
         linear_chain_marginals_kernel,
-        cdiv(T * N, options["ROWS"]) if C else 0,
+        cdiv(T * N, options["ROWS"]),
         grad_output,
         lengths,
         states.span,
@@ -364,6 +368,26 @@ def linear_chain_gradient(
     return d_emissions, count_transitions(*inputs, per_sequence), d_start, d_end
 
 
+def empty_gradients(
+    emissions: Tensor,
+    transitions: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    per_sequence: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients where there are no sequences or no states."""
+    N, C = emissions.shape[1:]
+    shape, dtype = transitions.shape, transitions.dtype
+    if per_sequence and transitions.ndim == 2:
+        shape, dtype = torch.Size((N, C, C)), acc_dtype(dtype)
+    return (
+        emissions.new_zeros(emissions.shape),
+        transitions.new_zeros(shape, dtype=dtype),
+        emissions.new_empty(0) if start is None else start.new_zeros(start.shape),
+        emissions.new_empty(0) if end is None else end.new_zeros(end.shape),
+    )
+
+
 def count_transitions(
     grad_output: Tensor,
     emissions: Tensor,
@@ -384,8 +408,6 @@ def count_transitions(
     result = torch.empty(shape, dtype=dtype, device=device)
     if result.numel() == 0:
         return result
-    if N == 0:
-        return result.zero_()
     counts = result
     if parts:
         size = (groups.groups, groups.splits, C, C)

@@ -42,24 +42,6 @@ def load_tokens(lengths_ptr, n, T):
 
 
 @triton.jit
-def load_end(ptr, n, c, C, stride_n, stride_c):
-    """Return the scores of start or end, `[BLOCK_C]` fp64; zeros if there are none."""
-    if ptr is None:
-        return tl.zeros(c.shape, tl.float64)
-    else:
-        at = n * stride_n + c.to(tl.int64) * stride_c
-        return tl.load(ptr + at, mask=c < C, other=0.0).to(tl.float64)
-
-
-@triton.jit
-def fold_ends(score, t, tokens, start, end):
-    """Return the emissions of token t with the start score of the first and the end of the last."""
-    score = score.to(tl.float64)
-    score = tl.where(t == 0, score + start, score)
-    return tl.where(t == tokens - 1, score + end, score)
-
-
-@triton.jit
 def loaded_to_fp64(x):
     """Return loaded numbers of any dtype in fp64.
 
@@ -70,6 +52,24 @@ def loaded_to_fp64(x):
     if x.dtype.primitive_bitwidth < 32:
         result = tl.sum(tl.expand_dims(result, 0), axis=0)
     return result
+
+
+@triton.jit
+def load_end(ptr, n, c, C, stride_n, stride_c):
+    """Return the scores of start or end, `[BLOCK_C]` fp64; zeros if there are none."""
+    if ptr is None:
+        return tl.zeros(c.shape, tl.float64)
+    else:
+        at = n * stride_n + c.to(tl.int64) * stride_c
+        return loaded_to_fp64(tl.load(ptr + at, mask=c < C, other=0.0))
+
+
+@triton.jit
+def fold_ends(score, t, tokens, start, end):
+    """Return the emissions of token t with the start score of the first and the end of the last."""
+    score = score.to(tl.float64)
+    score = tl.where(t == 0, score + start, score)
+    return tl.where(t == tokens - 1, score + end, score)
 
 
 @triton.jit

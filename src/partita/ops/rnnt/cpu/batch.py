@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....primitives.cpu.half import load_row, memory_of, store_row
 from ....primitives.cpu.jit import jit
 from ....runtime.register import resolved
 
@@ -35,12 +36,14 @@ class Rows(NamedTuple):
     """The entries of all nodes, at any strides in memory.
 
     Fields:
-        numbers: the memory from the first to the last number, one-dimensional.
+        numbers, words, is_bf16: the memory, as from `memory_of`.
         strides: the strides of sequences, steps, positions and classes, `[4]`.
         size: the number of classes.
     """
 
     numbers: Any
+    words: Any
+    is_bf16: bool
     strides: Any
     size: int
 
@@ -73,47 +76,30 @@ def as_batch(
 
 
 def as_rows(tensor: Tensor) -> Rows:
-    """Return `[B, T, U1, X]` of any strides in its own memory; half types become fp32."""
-    numbers = resolved(tensor.detach())
-    numbers = numbers.float() if numbers.element_size() == 2 else numbers
-    strides, size = np.array(numbers.stride()), numbers.shape[3]
-    if numbers.is_contiguous():
-        return Rows(numbers.numpy().reshape(-1), strides, size)
-    extent = 0
-    if numbers.numel():
-        sizes = zip(numbers.shape, numbers.stride(), strict=True)
-        extent = 1 + sum((length - 1) * stride for length, stride in sizes)
-    return Rows(numbers.as_strided((extent,), (1,)).numpy(), strides, size)
+    """Return `[B, T, U1, X]` of any dtype and strides in its own memory."""
+    return Rows(*memory_of(tensor), np.array(tensor.stride()), tensor.shape[3])
 
 
 @jit
-def memory_of(rows: Any, b: int, t: int, u: int) -> Any:
-    """Return the memory from the first entry of a node on."""
-    return rows.numbers[b * rows.strides[0] + t * rows.strides[1] + u * rows.strides[2] :]
+def start_of_node(rows: Any, b: int, t: int, u: int) -> int:
+    """Return the index in memory of the first entry of a node."""
+    return b * rows.strides[0] + t * rows.strides[1] + u * rows.strides[2]
 
 
 @jit
 def node_row(rows: Any, b: int, t: int, u: int, buffer: Any) -> Any:
     """Return the entries of a node, contiguous: a view, or a copy in the buffer."""
-    memory, stride = memory_of(rows, b, t, u), rows.strides[3]
-    if stride == 1:
-        return memory[: rows.size]
-    for c in range(rows.size):
-        buffer[c] = memory[c * stride]
+    first, stride = start_of_node(rows, b, t, u), rows.strides[3]
+    if stride == 1 and not len(rows.words):
+        return rows.numbers[first : first + rows.size]
+    load_row(rows, first, stride, buffer)
     return buffer
 
 
 @jit
-def store_row(rows: Any, b: int, t: int, u: int, values: Any) -> None:
+def store_node(rows: Any, b: int, t: int, u: int, values: Any) -> None:
     """Write the entries of a node."""
-    memory, stride = memory_of(rows, b, t, u), rows.strides[3]
-    if stride == 1:
-        part = memory[: len(values)]
-        for c in range(len(values)):
-            part[c] = values[c]
-    else:
-        for c in range(len(values)):
-            memory[c * stride] = values[c]
+    store_row(rows, start_of_node(rows, b, t, u), rows.strides[3], values)
 
 
 def nodes_of_steps(batch: Batch) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 from ....primitives.cpu.batch import HUGE
 from ....primitives.cpu.jit import jit
 from ....primitives.cpu.math import exp
-from .batch import node_row, store_row
+from .batch import node_row, store_node
 
 
 @jit
@@ -78,14 +78,18 @@ def write_rnnt_gradient(
                 if fused:
                     row = node_row(logits, b, t, u, buffer)
                     factor = label if hat else blank + label
-                    softmax_row(row, lse[b, t, u], factor, blank_class if hat else -1, row_result)
-                    if hat:
-                        apart = 1.0 / (1.0 + np.exp(-row[blank_class]))
-                        row_result[blank_class] = (blank + label) * apart
-                row_result[blank_class] -= blank
+                    if lse[b, t, u] != -np.inf:  # as it is where all labels are impossible
+                        excluded = blank_class if hat else -1
+                        softmax_row(row, lse[b, t, u], factor, excluded, row_result)
+                if hat:  # The probability of the blank minus 1 would cancel.
+                    x = float(row[blank_class])
+                    apart, rest = 1.0 / (1.0 + np.exp(-x)), 1.0 / (1.0 + np.exp(x))
+                    row_result[blank_class] = label * apart - blank * rest
+                else:
+                    row_result[blank_class] -= blank
                 subtract_label(row_result, targets, b, u, label)
                 finish_row(row_result, clamp, grad[b])
-            store_row(result, b, t, u, row_result)
+            store_node(result, b, t, u, row_result)
 
 
 @jit(nogil=True)
@@ -129,5 +133,5 @@ def write_tdt_gradient(
                     duration_row[k] -= posteriors[2 + k, b, t, u]
                 finish_row(row_result, 0.0, grad[b])
                 finish_row(duration_row, 0.0, grad[b])
-            store_row(token_result, b, t, u, row_result)
-            store_row(duration_result, b, t, u, duration_row)
+            store_node(token_result, b, t, u, row_result)
+            store_node(duration_result, b, t, u, duration_row)

@@ -128,9 +128,7 @@ def rnnt_gradient(
     T, U1, V = logits.shape[1:]
     if not logits.numel():
         return logits if inplace else torch.empty(logits.shape, dtype=logits.dtype)
-    # The gradient of a half type is computed in fp32 and rounded once.
-    over_logits = inplace and logits.element_size() > 2
-    result = logits if over_logits else empty_batch(logits.shape, acc_dtype(logits.dtype))
+    result = logits if inplace else empty_batch(logits.shape, logits.dtype)
     lse = lse if fused else lse.new_empty(0, 0, 0)
     nodes = (as_rows(logits), lse.contiguous().numpy(), posteriors.contiguous().numpy())
     options = (fused, hat, clamp, 1.0 + fastemit_lambda)
@@ -138,9 +136,7 @@ def rnnt_gradient(
     args = (labels, blank, T, as_array(grad), *nodes, *options, as_rows(result))
     steps = np.full(len(logits) * T, U1)
     run_over_sequences(write_rnnt_gradient, steps, V, *args)
-    if inplace:
-        return logits if over_logits else logits.copy_(result)
-    return result.to(logits.dtype)
+    return result
 
 
 def tdt_forward(
@@ -184,11 +180,11 @@ def tdt_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients in the logits of tokens and durations."""
     inputs = (token_logits, duration_logits)
-    results = [empty_batch(x.shape, acc_dtype(x.dtype)) for x in inputs]
+    results = [empty_batch(x.shape, x.dtype) for x in inputs]
     if token_logits.numel():
         lses = (token_lse, duration_lse)
         write_tdt(grad, inputs, lses, posteriors, targets, blank, results)
-    return results[0].to(token_logits.dtype), results[1].to(duration_logits.dtype)
+    return results[0], results[1]
 
 
 def write_tdt(

@@ -149,13 +149,7 @@ def tdt_kernels(
         posteriors: Tensor,
         targets: Tensor,
     ) -> None:
-        if logits[0].element_size() > 2:
-            write_tdt(factor, logits, lses, posteriors, targets, blank, logits)
-            return
-        results = [torch.empty_like(x, dtype=torch.float32) for x in logits]
-        write_tdt(factor, logits, lses, posteriors, targets, blank, results)
-        for each, result in zip(logits, results, strict=True):
-            each.copy_(result)
+        write_tdt(factor, logits, lses, posteriors, targets, blank, logits)
 
     return JointKernels(read_nodes, scan_arcs, write_gradient)
 

@@ -36,6 +36,18 @@ def log_sum_of_row(row: Any, maxima: Any, sums: Any) -> tuple[float, float]:
     return shift, np.log(total)
 
 
+@jit
+def log_sum_of_labels(row: Any, maxima: Any, sums: Any) -> tuple[float, float]:
+    """Return what `log_sum_of_row` does, or 0 and -inf where all labels are impossible."""
+    shift, total = log_sum_of_row(row, maxima, sums)
+    if total == total:
+        return shift, total
+    for c in range(len(row)):
+        if row[c] != -np.inf:
+            return shift, total
+    return 0.0, -np.inf
+
+
 @jit(nogil=True)
 def read_rnnt_nodes(
     share: Any, batch: Any, logits: Any, fused: bool, hat: bool, arcs: Any, lse: Any
@@ -58,7 +70,7 @@ def read_rnnt_nodes(
                 for c in range(len(row)):
                     labels_only[c] = row[c]
                 labels_only[batch.blank] = -np.inf
-                shift, total = log_sum_of_row(labels_only, maxima, sums)
+                shift, total = log_sum_of_labels(labels_only, maxima, sums)
                 arcs[0, b, t, u] = log_sigmoid(blank)
             else:
                 if fused:
@@ -67,7 +79,7 @@ def read_rnnt_nodes(
             if fused:
                 lse[b, t, u] = shift + total
             arcs[1, b, t, u] = -np.inf
-            if u < batch.labels[b]:
+            if u < batch.labels[b] and total != -np.inf:
                 apart = log_sigmoid(-blank) if hat else 0.0
                 arcs[1, b, t, u] = row[batch.targets[b, u]] - shift - total + apart
 

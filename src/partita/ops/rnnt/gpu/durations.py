@@ -12,7 +12,7 @@ import triton.language as tl
 from ....primitives.gpu.math import LOG2E, finite_shift
 from .arc_words import IMPOSSIBLE_ARC, arc_word, exp2_parts, exp_parts, sum_of_terms
 from .lattice import SIZES, load_sequence, log_sum
-from .scan import INVALID
+from .scan import HAS_NAN
 
 
 @triton.jit
@@ -183,7 +183,7 @@ def tdt_arcs_kernel(
         tl.store(arcs_ptr + (K + k) * nodes + offset, arc, mask=in_array)
         has_nan = has_nan | is_nan
     if WORDS:
-        tl.store(flags_ptr + b + index * 0, INVALID, mask=has_nan)
+        tl.store(flags_ptr + b + index * 0, HAS_NAN, mask=has_nan)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -24,12 +24,11 @@ class NodeGradient(NamedTuple):
     """The terms of the gradient of a node's row.
 
     The gradient of a column is `factor` times its softmax. From that, `blank` and `label` are
-    subtracted at their columns. With HAT, `factor` is that of the labels only, and
-    `blank_factor` that of the blank's sigmoid.
+    subtracted at their columns. With HAT, `factor` is that of the labels only, and the blank's
+    column has `label` times its sigmoid minus `blank` times the rest to 1.
 
     Fields:
         factor: the factor of the exponentials.
-        blank_factor: the factor of the blank's sigmoid.
         blank: what the blank's column loses.
         label: what the label's column loses.
         label_index: the column of the label.
@@ -39,7 +38,6 @@ class NodeGradient(NamedTuple):
     """
 
     factor: tl.tensor
-    blank_factor: tl.tensor
     blank: tl.tensor
     label: tl.tensor
     label_index: tl.tensor
@@ -94,9 +92,11 @@ def special_gradient(
     loss = tl.where(column == row.label_index, row.label, 0.0) + tl.where(is_blank, row.blank, 0.0)
     if FUSED:
         grad = row.factor * row_exp(x, row.lse, dtype)
-        if HAT:
-            grad = tl.where(is_blank, row.blank_factor / (1.0 + tl.exp(-x)), grad)
-        return grad - loss
+        grad -= loss
+        if HAT:  # The probability of the blank minus 1 would cancel.
+            d_blank = row.label / (1.0 + tl.exp(-x)) - row.blank / (1.0 + tl.exp(x))
+            grad = tl.where(is_blank, d_blank, grad)
+        return grad
     else:
         return -loss
 
@@ -139,12 +139,14 @@ def node_gradient(
     pl *= fastemit
     if not CLIP:
         pb, pl = pb * scale, pl * scale
-    blank_factor, lse = pb + pl, tl.zeros([], DTYPE)
-    factor = pl if HAT else blank_factor
+    factor, lse = pl if HAT else pb + pl, tl.zeros([], DTYPE)
     if FUSED:
-        lse, correction = round_lse(tl.load(lse_ptr + index).to(tl.float64), dtype, DTYPE)
+        exact = tl.load(lse_ptr + index).to(tl.float64)
+        if HAT:  # It is -inf where all labels are impossible, and `pl` is 0 there.
+            exact = tl.where(exact == -float("inf"), 0.0, exact)
+        lse, correction = round_lse(exact, dtype, DTYPE)
         factor *= correction
-    return NodeGradient(factor, blank_factor, pb, pl, label_index, lse, scale, limit), active
+    return NodeGradient(factor, pb, pl, label_index, lse, scale, limit), active
 
 
 @triton.jit
@@ -194,7 +196,7 @@ def store_gradient(
                 x = load_piece(body_ptr, values, at, stride_v, VEC, DTYPE)
             pieces = pieces + (x,)
         for i in tl.static_range(PIECES):
-            d = tl.zeros([BLOCK_V], DTYPE)
+            d = tl.zeros([BLOCK_V], DTYPE) + tl.where(row.factor == row.factor, 0.0, row.factor)
             if FUSED:
                 e = row_exp(pieces[i], row.lse, dtype)
                 d = finish(row.factor * e, row, CLIP)

@@ -141,6 +141,8 @@ def rnnt_joint_gradient_kernel(
             predictor = predictor + (p,)
         for i in tl.static_range(UNROLL):
             x = e + predictor[i].to(DTYPE)[None, :]
+            # NaN of a counted step or label is not read in a padding node.
+            x = tl.where(mask & (first_u + i <= target_len), x, 0.0)
             dx = dhidden[i].to(DTYPE) * activation_slope(x, ACTIVATION)
             total += dx
             if partials_ptr is not None:

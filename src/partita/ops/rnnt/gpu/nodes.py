@@ -72,7 +72,10 @@ def load_node_label(targets_ptr, b, u, mask, target_stride, V):
 @triton.jit
 def log_sigmoid(x):
     """Return log(1 / (1 + e**-x)) in fp64."""
-    return tl.where(x < 0.0, x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
+    term = tl.exp(-tl.abs(x))
+    total = 1.0 + term
+    # The last term is what the sum has lost by rounding.
+    return tl.where(x < 0.0, x, 0.0) - (tl.log(total) + (term - (total - 1.0)) / total)
 
 
 @triton.jit
@@ -137,6 +140,8 @@ def score_arcs(
         label_score = (label_score - shifts) - log2_totals
         if HAT:
             label_score += log_sigmoid(-blank_x) * LOG2E
+            # Without a possible label the total is 0.
+            label_score = tl.where(totals == 0.0, -float("inf"), label_score)
             blank_score = log_sigmoid(blank_x) * LOG2E
         else:
             blank_score = (blank_score - shifts) - log2_totals

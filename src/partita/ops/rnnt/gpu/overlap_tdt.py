@@ -22,7 +22,7 @@ from .lattice import SIZES, node_offset
 from .nodes import NodeSource, score_arcs
 from .overlap import nodes_of_rank
 from .rows import column_offset
-from .scan import INVALID, ScanSizes, ScanTensors
+from .scan import HAS_NAN, ScanSizes, ScanTensors
 from .scan_tdt import tdt_scan_program
 
 
@@ -119,7 +119,7 @@ def store_duration_arcs(
             arc, is_nan = arc_word(token, (factor, exponent), valid, False)
             tl.store(ptr + label * K * sizes.nodes, arc, mask=valid)
             has_nan = has_nan | is_nan
-        tl.store(tensors.flags_ptr + (b + u * 0 + k * 0), INVALID, mask=has_nan)
+        tl.store(tensors.flags_ptr + (b + u * 0 + k * 0), HAS_NAN, mask=has_nan)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -16,6 +16,7 @@ from .arc_words import (
     state_of_word,
 )
 from .lattice import SIZES, load_sequence, node_offset
+from .scan import INVALID
 
 
 @triton.jit
@@ -93,7 +94,7 @@ def tdt_posterior_kernel(
         labels = load_kinds(label_ptr, beta_ptr + after, nodes, has_label, K, DURATIONS)
     flag, bits = tl.load(flags_ptr + b), tl.load(totals_ptr + b)
     total, exponent = bits.to(tl.float64, bitcast=True), tl.load(totals_ptr + B + b)
-    length, _, _ = load_sequence(b, logit_lengths_ptr, target_lengths_ptr, T, U1)
+    length, target_len, _ = load_sequence(b, logit_lengths_ptr, target_lengths_ptr, T, U1)
     has_path = (exponent >= LEAST_STATE) & (length > 0)
     if block == 0:
         logz = tl.log2(total) + (exponent - STATE_BIAS).to(tl.float64)
@@ -102,6 +103,8 @@ def tdt_posterior_kernel(
         tl.store(nll_ptr + b, nll.to(nll_ptr.dtype.element_ty))
     if posteriors_ptr is not None:
         scale = tl.where(flag > 0, float("nan"), tl.where(has_path, 1.0 / total, 0.0))
+        counts = ((t < length) & (u <= target_len)) | ((flag & INVALID) > 0)
+        scale = tl.where(counts, scale, 0.0)
         significand, alpha_exponent = state_of_word(alpha)
         significand, zero = significand * scale, scale * 0.0
         field = alpha_exponent + (1023 - ARC_BIAS - STATE_BIAS) - exponent.to(tl.int32)

@@ -31,7 +31,8 @@ from ....primitives.gpu.memory import prefetch_line
 from ...ctc.gpu.lanes import LaneKernel, lane_index
 from .lattice import MINUS_ZERO, SIZES, load_sequence, log2_add
 
-INVALID = tl.constexpr(1)  # the flag of a sequence with a length or a label out of range
+# The flags of a sequence with a length or a label out of range, and of one with NaN.
+INVALID, HAS_NAN = tl.constexpr(1), tl.constexpr(2)
 NO_CARRY = tl.constexpr(-(2**52))  # the bits of -inf
 PREFETCHED_ROWS = tl.constexpr(16)  # rows between a scan and the arcs that it brings into the cache
 

@@ -112,7 +112,7 @@ def semi_markov_states_kernel(
         # The sum is 1 but for the rounding errors of scores, which grow with log Z.
         normalizer = tl.sum(posterior, axis=1)[:, None]
         gradient = grad * posterior / tl.where(normalizer > 0.0, normalizer, 1.0)
-        gradient = tl.where(total == total, gradient, total)
+        gradient = tl.where(t < steps, tl.where(total == total, gradient, total), 0.0)
         gradient = rounded(gradient, d_emissions_ptr.dtype.element_ty)
         to = d_emissions_ptr + t * row_size + n * C + c
         tl.store(to, gradient, mask=(t < T) & (c < C))
@@ -156,7 +156,7 @@ def semi_markov_segments_kernel(
     n, split = program // splits % N, program % splits
     c = program // splits // N * BLOCK_C + tl.arange(0, BLOCK_C)
     column = c[None, :]
-    steps, _ = load_steps(lengths_ptr, n, T)
+    steps, invalid = load_steps(lengths_ptr, n, T)
     total = load_total(logz_ptr, n)
     part = tl.full([], T, tl.int64) * N * C
     row_size = tl.full([], N, tl.int64) * C
@@ -174,6 +174,7 @@ def semi_markov_segments_kernel(
             duration = tl.load(duration_at, mask=c < C, other=0.0).to(tl.float64)
             posterior = exp_term(score + (opened + duration[None, :]), EXACT)
             posterior = tl.where(total == total, posterior, total)
+            posterior = tl.where(mask, posterior, 0.0) + invalid
             if SEGMENTS:
                 to = ((t * D + d) * N + n) * C + column
                 value = rounded(posterior, result_ptr.dtype.element_ty)
@@ -211,7 +212,7 @@ def semi_markov_pairs_kernel(
     mask = (k < C) & (c < C)
     at = k * trans_k + c * trans_c
     transitions = tl.load(transitions_ptr + at, mask=mask, other=-float("inf")).to(tl.float64)
-    steps, _ = load_steps(lengths_ptr, n, T)
+    steps, invalid = load_steps(lengths_ptr, n, T)
     transitions -= load_total(logz_ptr, n)
     part = tl.full([], T, tl.int64) * N * C
     row_size = tl.full([], N, tl.int64) * C
@@ -222,8 +223,7 @@ def semi_markov_pairs_kernel(
         alpha = tl.load(row + part - row_size + k, mask=k < C, other=-float("inf"))
         opened = tl.load(row + 2 * part + c, mask=c < C, other=-float("inf"))
         sums += exp_term(alpha + opened + transitions, EXACT)
-    # Without a step the sum of an invalid sequence is NaN too.
-    sums += tl.where(transitions == transitions, 0.0, transitions)
+    sums += invalid  # Without a step the sum of an invalid sequence is NaN too.
     tl.store(pairs_ptr + ((n * splits + split) * C + k) * C + c, sums, mask=mask)
 
 

@@ -23,13 +23,7 @@ def sum_transitions(
         terms = tl.load(table_ptr + at, mask=mask, other=-float("inf"))
         terms += tl.load(closed_ptr + other, mask=other < C, other=0.0)
         maximum, total = add_terms(maximum, total, terms, EXACT)
-    return log_sum(maximum, total, EXACT)
-
-
-@triton.jit
-def log_sum(maximum, total, EXACT: tl.constexpr):
-    """Return the log of running sums of exponentials; -inf for those of no term."""
-    return tl.where(maximum == -float("inf"), maximum, log_of_sum(total, EXACT) + maximum)
+    return log_of_sum(total, EXACT) + maximum  # -inf without a term
 
 
 @triton.jit
@@ -61,7 +55,7 @@ def sum_durations(
         duration_at = durations_ptr + c[:, None].to(tl.int64) * (2 * slots) + slots - age
         durations = tl.load(duration_at, mask=mask, other=-float("inf"))
         maximum, total = add_terms(maximum, total, ring + durations, EXACT)
-    return log_sum(maximum, total, EXACT)
+    return log_of_sum(total, EXACT) + maximum
 
 
 @triton.jit

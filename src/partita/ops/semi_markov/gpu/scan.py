@@ -125,7 +125,8 @@ def exact_step(
     opened = log_of_sum(number, EXACT) + offset
     scores = load_open(sequence, ring_ptr, opened, k, D, BLOCK_C, SLOTS)
     at = durations_ptr + ((-k & (SLOTS - 1)) + slot) * (BLOCK_C + 1) + c
-    terms = scores + tl.load(at)
+    is_open = ((k - slot) & (SLOTS - 1)) <= k
+    terms = tl.where(is_open, scores + tl.load(at), -float("inf"))
     shift = finite_shift(tl.max(terms, axis=0))
     total = tl.sum(exp_term(terms - shift[None, :], EXACT), axis=0)
     tl.debug_barrier()  # the next step stores to what was read

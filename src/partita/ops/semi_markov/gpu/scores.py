@@ -73,7 +73,10 @@ def exponent_bits(x):
 
 @triton.jit
 def log_of_number(x, EXACT: tl.constexpr):
-    """Return the logarithm of 0 or a normal number, with an absolute error of 1e-12."""
+    """Return the logarithm of 0 or a normal number, with an absolute error of 1e-12.
+
+    That of NaN is NaN, and so is that of infinity.
+    """
     if EXACT:
         return tl.log(x)
     else:
@@ -81,7 +84,7 @@ def log_of_number(x, EXACT: tl.constexpr):
         power = ((bits >> 52) - 1023).to(tl.float64)
         significand = ((bits & 0xFFFFFFFFFFFFF) | ONE_BITS).to(tl.float64, bitcast=True)
         logarithm = power * LN2_FP64 + log_of_sum(significand, EXACT)
-        return tl.where(x == 0.0, -float("inf"), logarithm)
+        return tl.where((x > 0.0) & (x < float("inf")), logarithm, x - float("inf"))
 
 
 @triton.jit
