@@ -24,6 +24,7 @@ from helpers.rank_losses import (
     check_corners,
     check_cross_entropy,
     check_linear,
+    check_plain_collectives,
     check_token_stats,
     check_unfinished_collective,
 )
@@ -35,6 +36,7 @@ import partita
 from partita import parallel
 
 CHECKS = (
+    check_plain_collectives,
     check_cross_entropy,
     check_linear,
     check_corners,

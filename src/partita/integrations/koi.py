@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..ops.chain.api import Chain
 from ..ops.ctc_crf.common import lattice_source
 from ..primitives.semiring import Log, Max, Semiring
-from ..runtime import checks
+from ..runtime import checks, private_names
 from ..runtime.caches import register_cache
 from ..runtime.constants import constant
 from ..runtime.dtypes import acc_dtype
@@ -122,14 +122,16 @@ def _on_device(idx: Tensor, device: torch.device) -> Tensor:
 
     The same table gives the same tensor each time, so that what is cached for a table is found.
     """
-    # The version of an inference tensor is unknown.
-    if idx.device == device or torch.compiler.is_compiling() or idx.is_inference():
+    if idx.device == device or torch.compiler.is_compiling():
+        return idx.to(device)
+    version = private_names.version_of(idx)
+    if version is None:
         return idx.to(device)
     found = _device_tables.get(idx)
-    if found is None or found[0] != idx._version or found[1].device != device:
+    if found is None or found[0] != version or found[1].device != device:
         # A tensor made in inference mode could not be saved for a gradient later.
         with torch.inference_mode(False):
-            found = _device_tables[idx] = idx._version, idx.to(device)
+            found = _device_tables[idx] = version, idx.to(device)
     return found[1]
 
 

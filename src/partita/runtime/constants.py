@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import first_call, recording
+from . import first_call, private_names, recording
 from .autograd import is_capturing, plain_eager
 from .caches import register_cache
 
@@ -36,10 +36,10 @@ def constant(make: Callable[..., Tensor], *args: Any, device: torch.device) -> T
     if device.type == "cpu" or not (plain_eager() or _is_watched()):
         return make(*args, device=device)
     key = (make, device, *args)
-    version, tensor = _constants.get(key, (0, None))
-    if tensor is not None and tensor._version == version:
-        recording.keep(tensor)
-        return tensor
+    known = _constants.get(key)
+    if known is not None and private_names.version_of(known[1]) == known[0]:
+        recording.keep(known[1])
+        return known[1]
     first_call.refuse_if_planning()
     # A tensor that is made in inference mode cannot be saved for a gradient later.
     with torch.inference_mode(False):
@@ -47,6 +47,7 @@ def constant(make: Callable[..., Tensor], *args: Any, device: torch.device) -> T
     if not is_capturing(tensor):
         if tensor.is_cuda:
             torch.cuda.current_stream(device).synchronize()
-        if len(_constants) < MAX_CONSTANTS or key in _constants:
-            _constants[key] = tensor._version, tensor
+        version = private_names.version_of(tensor)
+        if version is not None and (len(_constants) < MAX_CONSTANTS or key in _constants):
+            _constants[key] = version, tensor
     return tensor

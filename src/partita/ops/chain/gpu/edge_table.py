@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ....runtime import recording
+from ....runtime import private_names, recording
 from ....runtime.caches import register_cache
 
 
@@ -77,8 +77,7 @@ def edge_table(source: Tensor) -> EdgeTable:
 
     The first call for a tensor waits for the device.
     """
-    # Inference tensors have no version: their table is built at each call.
-    version = None if source.is_inference() else source._version
+    version = private_names.version_of(source)  # without one, a table is built at each call
     cached = None if version is None else _edge_tables.get(source)
     if cached is not None and cached[0] == version:
         recording.depend_on(source)
