@@ -3,7 +3,9 @@
 The launches are those of real calls (see helpers/launches.py), so no GPU is needed.
 """
 
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from helpers.rows import INTERPRETING
 
 pytest.importorskip("triton")
+import triton
 from helpers.compilation import TARGETS, chosen, compiled, spilled
 from helpers.launches import NAMES, launches
 
@@ -38,6 +41,8 @@ SPILLED = {
     # With fewer registers, more programs run at the same time.
     "ctc_posterior_scan_kernel": 168,
 }
+# More bytes under Triton 3.8 and 3.9, whose LLVM orders the same instructions otherwise.
+SPILLED_SINCE_3_8: dict[str, int] = {}
 # The prefixes of kernels in Gluon, of one that reads their results, of those with products of fp64
 # matrices, and of those whose programs wait for others that compute.
 NVIDIA_ONLY = (
@@ -178,6 +183,15 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
     assert not missing
 
 
+def bound_on_spills(kernel: str) -> int:
+    """Return the bytes of stack that a thread of a kernel may have."""
+    is_later = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
+    since_3_8 = SPILLED_SINCE_3_8.get(kernel, 0) if is_later else 0
+    return max(SPILLED.get(kernel, 0), since_3_8)
+
+
+CHOSEN_TARGETS = os.environ.get("PARTITA_TEST_TARGETS", " ".join(TARGETS)).split()
+
 # It takes minutes, so it comes first: other workers compile the rest meanwhile.
 SLOWEST = ("ctc_posterior_scan_kernel", "gfx942")
 
@@ -188,26 +202,30 @@ SLOWEST = ("ctc_posterior_scan_kernel", "gfx942")
         (
             (kernel, name)
             for kernel in NAMES
-            for name in TARGETS
+            for name in CHOSEN_TARGETS
             if name != "gfx942" or not kernel.startswith(NVIDIA_ONLY)
         ),
         key=lambda pair: pair != SLOWEST,
     ),
 )
-def test_compiles(kernel: str, name: str, tmp_path: Path) -> None:
+def test_compiles(
+    kernel: str, name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     """Check shared memory for all variants, and spills for plain ones.
 
     The terms of the options spill where registers are limited, and no bound on that follows from
     anything. fp64 needs two registers for each number, and is no dtype of training.
     """
     target, limit = TARGETS[name]
-    spills = []
+    bound, sizes, spills = bound_on_spills(kernel), [0], []
     for launch in chosen(kernel, name):
         result = compiled(launch, target)
         assert result.metadata.shared <= limit, str(launch)
         if launch.plain and launch.dtype != torch.float64:
             size = spilled(result, target, tmp_path)
-            spills += [f"{size} in {launch}"] * (size > SPILLED.get(kernel, 0))
+            sizes.append(size)
+            spills += [f"{size} in {launch}"] * (size > bound)
+    record_property("spilled", max(sizes))
     assert not spills, "\n".join(spills)
 
 
