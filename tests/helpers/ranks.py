@@ -125,7 +125,8 @@ def start(rank: int, world: int, store: str, kind: str, what: str) -> int:
 
 def main(worlds: str, store: str, kind: str, what: str) -> None:
     """Run all ranks of one world after another, and print their exit codes, a line for each."""
-    if kind == "cpu" and what == "all":
+    # A build of PyTorch for GPUs starts threads for gradients, which a fork does not have.
+    if kind == "cpu" and what == "all" and not torch.backends.cuda.is_built():
         compile_a_training_step()
     for world in map(int, worlds.split(",")):
         ranks = [start(rank, world, f"{store}.{world}", kind, what) for rank in range(world)]

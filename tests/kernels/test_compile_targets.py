@@ -41,25 +41,37 @@ SPILLED = {
     # With fewer registers, more programs run at the same time.
     "ctc_posterior_scan_kernel": 168,
 }
-# Under Triton 3.8 and 3.9 a thread sums its values as a tree, of which it holds more values at a
-# time than of a running sum. With smaller blocks, kernels of Triton 3.6 would be slower.
-SPILLED_SINCE_3_8 = {
+# The same for Triton 3.7 to 3.9. Since 3.8 a thread sums its values as a tree, which holds more of
+# them at a time than a running sum does. With smaller blocks the kernels of 3.6 would be slower.
+SPILLED_SINCE_3_7 = {
     **SPILLED,
+    **dict.fromkeys(
+        (
+            "chain_expectation_gradient_kernel",
+            "chain_scan_kernel",
+            "ctc_crf_beam_search_kernel",
+            "ctc_crf_calls_kernel",
+            "linear_chain_prepare_kernel",
+            "linear_chain_resident_scan_kernel",
+            "linear_chain_rests_kernel",
+            "linear_chain_viterbi_kernel",
+            "rnnt_posterior_kernel",
+        ),
+        8,
+    ),
     "chain_gradient_kernel": 16,
     "chain_resident_gradient_kernel": 16,
-    "chain_scan_kernel": 8,
     "chain_viterbi_kernel": 16,
     "cross_entropy_row_kernel": 16,
-    "ctc_crf_calls_kernel": 8,
-    "ctc_posterior_scan_kernel": 224,
-    "linear_chain_resident_scan_kernel": 8,
-    "linear_chain_rests_kernel": 8,
-    "linear_chain_viterbi_kernel": 8,
     "parallel_row_kernel": 24,
-    "softmax_backward_row_kernel": 160,
-    "softmax_row_kernel": 144,
-    "tdt_overlap_kernel": 80,
     "token_stats_kernel": 32,
+    # In a loop of 435 instructions, 17 of which move spilled values.
+    "tdt_overlap_kernel": 80,
+    # Once in a row.
+    "softmax_row_kernel": 144,
+    "softmax_backward_row_kernel": 160,
+    # In the rare scan in fp64.
+    "ctc_posterior_scan_kernel": 224,
 }
 # The prefixes of kernels in Gluon, of one that reads their results, of those with products of fp64
 # matrices, and of those whose programs wait for others that compute.
@@ -203,8 +215,8 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
 
 def bound_on_spills(kernel: str) -> int:
     """Return the bytes of stack that a thread of a kernel may have."""
-    is_later = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
-    return (SPILLED_SINCE_3_8 if is_later else SPILLED).get(kernel, 0)
+    is_later = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
+    return (SPILLED_SINCE_3_7 if is_later else SPILLED).get(kernel, 0)
 
 
 CHOSEN_TARGETS = os.environ.get("PARTITA_TEST_TARGETS", " ".join(TARGETS)).split()
