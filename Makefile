@@ -5,10 +5,10 @@ TORCH := $(shell sed -n 's/.*"torch==\([^"]*\)".*/\1/p' pyproject.toml)
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 PICTURES := digits digit_lines digit_transducer language_model train_parallel alignment hmm tagger post_training basecaller
 
-.PHONY: help demo test test-kernels test-gpu bench docs clean
+.PHONY: help demo test test-kernels test-versions test-gpu bench docs clean
 
 help:  ## show this list
-	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 15
 
 demo: $(READY)  ## train CTC on lines of handwritten digits (ARGS="--batches 300 --out picture.png")
 	$(BIN)/python examples/digit_lines.py $(ARGS)
@@ -23,6 +23,9 @@ test-kernels: $(READY)  ## run the kernels in Triton's interpreter, and compile 
 	TRITON_INTERPRET=1 PARTITA_BACKEND=triton $(PYTEST) -m "interpreted and not gpu" -W ignore $(ARGS)
 	$(PYTEST) tests/kernels $(ARGS)
 
+test-versions:  ## test with each supported torch and triton (VERSIONS="oldest 2.14+3.9", ARGS="-k ctc")
+	$(PYTHON) tests/run_versions.py $(VERSIONS) --pytest="$(ARGS)"
+
 test-gpu:  ## run all tests that need a GPU, with $(PYTHON) and its PyTorch (ARGS="--resume" runs what has not passed)
 	PYTHONPATH=src:tests $(PYTHON) tests/run_gpu.py $(ARGS)
 
@@ -35,7 +38,7 @@ docs: .venv/.docs  ## build the documentation into site/, and print the command 
 	@echo "  $(BIN)/python -m http.server --bind 127.0.0.1 --directory site 8000   # then http://127.0.0.1:8000"
 
 clean:  ## remove the environment and all generated files
-	rm -rf .venv site .hypothesis .mypy_cache .pytest_cache .ruff_cache dist $(PICTURES:=.png)
+	rm -rf .venv .venv-versions site .hypothesis .mypy_cache .pytest_cache .ruff_cache dist $(PICTURES:=.png)
 	find src tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 # pip's own index may have the build of torch without CUDA. Otherwise uv knows where that build is.

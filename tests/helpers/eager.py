@@ -23,7 +23,7 @@ from partita.ops.ctc_crf import autograd as ctc_crf
 from partita.ops.linear_chain import autograd as linear_chain
 from partita.ops.linear_chain import inputs as linear_chain_inputs
 from partita.ops.linear_heads import loss as linear_loss
-from partita.runtime import caches, launcher
+from partita.runtime import caches, launcher, private_names
 from partita.runtime.eager import EagerCall, EagerFunction
 from partita.runtime.known_calls import KnownCalls
 from partita.runtime.register import Op
@@ -103,8 +103,8 @@ class Served:
             monkeypatch.setattr(backward, "apply", backward.apply)
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
         monkeypatch.setattr(torch.Tensor, "is_cpu", False)
-        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+        monkeypatch.setattr(private_names, "current_device", lambda: None)
+        monkeypatch.setattr(private_names, "current_raw_stream", lambda index: 0)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         tables = functools.cache(lambda make, *args, device: make(*args, device=device))
         monkeypatch.setattr(ctc_crf_api, "constant", tables)  # as on a GPU

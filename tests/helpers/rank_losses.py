@@ -23,6 +23,7 @@ from helpers.rank_data import (
 
 import partita
 from partita import parallel
+from partita.runtime import private_names
 
 
 def check_cross_entropy(device: torch.device) -> None:
@@ -241,3 +242,18 @@ def check_compile(device: torch.device) -> None:
             found.append((loss.detach(), *torch.autograd.grad(loss, x)))
     for a, b in zip(*found, strict=True):
         assert_close(a, b)
+
+
+def check_plain_collectives(device: torch.device) -> None:
+    """Compare the collectives that serve where PyTorch has none that compilers trace."""
+    traced, plain = private_names.collectives(), private_names.PlainCollectives
+    world, name = dist.get_world_size(), dist.group.WORLD.group_name
+    local = normal(2 * world, 3, device=device) + dist.get_rank()
+    for call in (
+        lambda each: each.all_gather_into_tensor(local, world, name),
+        lambda each: each.all_reduce(local, "sum", name),
+        lambda each: each.all_reduce_(local.clone(), "sum", name),
+        lambda each: each.reduce_scatter_tensor(local, "sum", world, name),
+    ):
+        found, expected = (each.wait_tensor(call(each)) for each in (plain, traced))
+        assert torch.equal(found, expected)

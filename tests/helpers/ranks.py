@@ -24,6 +24,7 @@ from helpers.rank_losses import (
     check_corners,
     check_cross_entropy,
     check_linear,
+    check_plain_collectives,
     check_token_stats,
     check_unfinished_collective,
 )
@@ -35,6 +36,7 @@ import partita
 from partita import parallel
 
 CHECKS = (
+    check_plain_collectives,
     check_cross_entropy,
     check_linear,
     check_corners,
@@ -123,7 +125,8 @@ def start(rank: int, world: int, store: str, kind: str, what: str) -> int:
 
 def main(worlds: str, store: str, kind: str, what: str) -> None:
     """Run all ranks of one world after another, and print their exit codes, a line for each."""
-    if kind == "cpu" and what == "all":
+    # A build of PyTorch for GPUs starts threads for gradients, which a fork does not have.
+    if kind == "cpu" and what == "all" and not torch.backends.cuda.is_built():
         compile_a_training_step()
     for world in map(int, worlds.split(",")):
         ranks = [start(rank, world, f"{store}.{world}", kind, what) for rank in range(world)]

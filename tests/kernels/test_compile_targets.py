@@ -3,7 +3,9 @@
 The launches are those of real calls (see helpers/launches.py), so no GPU is needed.
 """
 
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from helpers.rows import INTERPRETING
 
 pytest.importorskip("triton")
+import triton
 from helpers.compilation import TARGETS, chosen, compiled, spilled
 from helpers.launches import NAMES, launches
 
@@ -37,6 +40,38 @@ SPILLED = {
     # The spills stand before the loops of the fast scan (48 at most), and in the rare scan in fp64.
     # With fewer registers, more programs run at the same time.
     "ctc_posterior_scan_kernel": 168,
+}
+# The same for Triton 3.7 to 3.9. Since 3.8 a thread sums its values as a tree, which holds more of
+# them at a time than a running sum does. With smaller blocks the kernels of 3.6 would be slower.
+SPILLED_SINCE_3_7 = {
+    **SPILLED,
+    **dict.fromkeys(
+        (
+            "chain_expectation_gradient_kernel",
+            "chain_scan_kernel",
+            "ctc_crf_beam_search_kernel",
+            "ctc_crf_calls_kernel",
+            "linear_chain_prepare_kernel",
+            "linear_chain_resident_scan_kernel",
+            "linear_chain_rests_kernel",
+            "linear_chain_viterbi_kernel",
+            "rnnt_posterior_kernel",
+        ),
+        8,
+    ),
+    "chain_gradient_kernel": 16,
+    "chain_resident_gradient_kernel": 16,
+    "chain_viterbi_kernel": 16,
+    "cross_entropy_row_kernel": 16,
+    "parallel_row_kernel": 24,
+    "token_stats_kernel": 32,
+    # In a loop of 435 instructions, 17 of which move spilled values.
+    "tdt_overlap_kernel": 80,
+    # Once in a row.
+    "softmax_row_kernel": 144,
+    "softmax_backward_row_kernel": 160,
+    # In the rare scan in fp64.
+    "ctc_posterior_scan_kernel": 224,
 }
 # The prefixes of kernels in Gluon, of one that reads their results, of those with products of fp64
 # matrices, and of those whose programs wait for others that compute.
@@ -178,6 +213,14 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
     assert not missing
 
 
+def bound_on_spills(kernel: str) -> int:
+    """Return the bytes of stack that a thread of a kernel may have."""
+    is_later = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
+    return (SPILLED_SINCE_3_7 if is_later else SPILLED).get(kernel, 0)
+
+
+CHOSEN_TARGETS = os.environ.get("PARTITA_TEST_TARGETS", " ".join(TARGETS)).split()
+
 # It takes minutes, so it comes first: other workers compile the rest meanwhile.
 SLOWEST = ("ctc_posterior_scan_kernel", "gfx942")
 
@@ -188,13 +231,15 @@ SLOWEST = ("ctc_posterior_scan_kernel", "gfx942")
         (
             (kernel, name)
             for kernel in NAMES
-            for name in TARGETS
+            for name in CHOSEN_TARGETS
             if name != "gfx942" or not kernel.startswith(NVIDIA_ONLY)
         ),
         key=lambda pair: pair != SLOWEST,
     ),
 )
-def test_compiles(kernel: str, name: str, tmp_path: Path) -> None:
+def test_compiles(
+    kernel: str, name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     """Check shared memory for all variants, and spills for plain ones.
 
     The terms of the options spill where registers are limited, and no bound on that follows from
@@ -202,13 +247,15 @@ def test_compiles(kernel: str, name: str, tmp_path: Path) -> None:
     dtypes have the code of one dtype apart from their loads.
     """
     target, limit = TARGETS[name]
-    spills = []
+    bound, sizes, spills = bound_on_spills(kernel), [0], []
     for launch in chosen(kernel, name):
         result = compiled(launch, target)
         assert result.metadata.shared <= limit, str(launch)
         if launch.plain and not launch.is_mixture and launch.dtype != torch.float64:
             size = spilled(result, target, tmp_path)
-            spills += [f"{size} in {launch}"] * (size > SPILLED.get(kernel, 0))
+            sizes.append(size)
+            spills += [f"{size} in {launch}"] * (size > bound)
+    record_property("spilled", max(sizes))
     assert not spills, "\n".join(spills)
 
 

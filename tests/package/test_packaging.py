@@ -2,13 +2,24 @@
 
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from partita.runtime.launcher import KNOWN_TRITONS
+
 pytest.importorskip("hatchling", reason="builds the wheel")
 ROOT = Path(__file__).parents[2]
+
+
+def test_supported_versions_are_those_that_the_package_knows() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    pairs = [pair.split("+") for pair in project["tool"]["partita"]["versions"]]
+    oldest = pairs[0][0].rpartition(".")[0]
+    assert project["project"]["dependencies"] == [f"torch>={oldest}"]
+    assert {triton.rpartition(".")[0] for _, triton in pairs} == set(KNOWN_TRITONS)
 
 
 @pytest.fixture(scope="module")

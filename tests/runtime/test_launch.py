@@ -114,9 +114,9 @@ def test_an_error_inside_leaves_the_main_stream_current(streams: Any) -> None:
 def test_kernels_have_no_checks_of_overflow_except_in_debug_mode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert compiler_options() == {"sanitize_overflow": False}
+    assert compiler_options() == {"enable_fp_fusion": True, "sanitize_overflow": False}
     monkeypatch.setattr(triton.knobs.runtime, "debug", True)
-    assert compiler_options() == {}
+    assert compiler_options() == {"enable_fp_fusion": True}
     monkeypatch.undo()
     monkeypatch.setattr(triton, "__version__", "2.9.0")
     assert compiler_options() == {}

@@ -14,7 +14,7 @@ from helpers.fresh import run_fresh
 pytest.importorskip("triton")
 import triton
 
-from partita.runtime import first_call, launch, launcher, register, triton_key
+from partita.runtime import first_call, launch, launcher, private_names, register, triton_key
 
 MODULE = SimpleNamespace(Kernel=type(None))
 
@@ -200,7 +200,7 @@ def test_a_call_beside_the_load_counts_as_the_first_of_its_key(
 
     replay = SimpleNamespace(Replay=lambda programs, by_identity: lambda *args: b"key")
     threads.connect = lambda: (replay, "replays")
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(private_names, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     op = register.Op("test_launcher", run, run)
     x = torch.ones(3).as_subclass(OnGPU)

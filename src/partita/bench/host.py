@@ -150,8 +150,7 @@ def device_work(call: Call, device: torch.device) -> tuple[int, float] | None:
         call()
         torch.cuda.synchronize(device)
     events = profiler.events() or []
-    on_device = torch._C._autograd.DeviceType.CUDA
-    times = [event.device_time for event in events if event.device_type == on_device]
+    times = [event.device_time for event in events if event.device_type.name == "CUDA"]
     return (len(times), float(sum(times))) if times else None
 
 

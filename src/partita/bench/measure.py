@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..cli.console import first_line
+from ..runtime import private_names
 from ..testing.timing import between, mark
 
 WARM_UP = 3
@@ -111,7 +112,7 @@ def time_steps(
             step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        torch.cuda._sleep(HEAD_START_CYCLES)
+        private_names.sleep(HEAD_START_CYCLES)
     marks = []
     for _ in range(repetitions):
         if before is not None:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from ..runtime import private_names
 
 STATE = "_partita_fused_head"  # the attribute of the model and of its head
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -111,7 +112,7 @@ def _with_leaf(leaves: Iterable[Any], context: Any) -> SkippedLogits:
 
 
 # Earlier versions of FSDP2 find tensors in the nodes that are registered here.
-pytree.register_pytree_node(SkippedLogits, _leaf, _with_leaf)
+private_names.register_pytree_node(SkippedLogits, _leaf, _with_leaf)
 
 
 class Arithmetic(NamedTuple):
@@ -315,7 +316,7 @@ class FusedForward:
 
 
 def _refuse_replicas(model: nn.Module, args: Any) -> None:
-    if getattr(model, "_is_replica", False):
+    if private_names.is_replica(model):
         raise RuntimeError(
             "model: expected one process for each GPU, as with DistributedDataParallel,"
             " got a replica of nn.DataParallel"

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from . import private_names
+
 # The dtypes in which PyTorch's results are as exact as those of our ops.
 FULL_PRECISION = (torch.float32, torch.float64)
 
@@ -47,13 +49,13 @@ def top_transform() -> Any:
     """Return the innermost function transform that is active, or None."""
     if torch.compiler.is_compiling():
         return None
-    return torch._C._functorch.peek_interpreter_stack()
+    return private_names.peek_interpreter_stack()
 
 
 def is_vmapped() -> bool:
     """Return whether the innermost active function transform is `vmap`."""
     top = top_transform()
-    return top is not None and top.key() == torch._C._functorch.TransformType.Vmap
+    return top is not None and private_names.is_vmap(top)
 
 
 def is_batched_gradient(*grads: Tensor | None) -> bool:
@@ -63,7 +65,7 @@ def is_batched_gradient(*grads: Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    is_batched = torch._C._functorch.is_legacy_batchedtensor
+    is_batched = private_names.is_legacy_batchedtensor
     for grad in grads:  # noqa: SIM110 - a generator costs more than these calls
         if grad is not None and is_batched(grad):
             return True
@@ -82,11 +84,7 @@ def is_batched(tensor: Tensor) -> bool:
     """Return whether `vmap` gives the tensor a batch dimension, so that it has no one value."""
     if top_transform() is None:
         return False
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        if torch._C._functorch.is_batchedtensor(tensor):
-            return True
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return False
+    return private_names.at_some_level(tensor, private_names.is_batchedtensor)
 
 
 def requires_grad(tensor: Tensor | None) -> bool:
@@ -96,12 +94,9 @@ def requires_grad(tensor: Tensor | None) -> bool:
     """
     if tensor is None or tensor.requires_grad:
         return tensor is not None
-    if top_transform() is not None:
-        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            tensor = torch._C._functorch.get_unwrapped(tensor)
-            if tensor.requires_grad:
-                return True
-    return False
+    if top_transform() is None:
+        return False
+    return private_names.at_some_level(tensor, lambda inner: inner.requires_grad)
 
 
 def saved_tensors(ctx: Any) -> tuple[Any, ...]:
@@ -117,7 +112,7 @@ def without_wrappers(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return saved tensors, each without the wrapper of a transform that has ended."""
     if torch.compiler.is_compiling():
         return tensors
-    unwrap = torch._C._functorch.unwrap_if_dead
+    unwrap = private_names.unwrap_if_dead
     return tuple(None if tensor is None else unwrap(tensor) for tensor in tensors)
 
 
@@ -201,7 +196,7 @@ def double_backward(
 
 def refuse_forward_mode(*tensors: Tensor | None) -> None:
     """Raise for tensors with a forward-mode tangent, which would be dropped in silence."""
-    if torch.autograd.forward_ad._current_level >= 0:
+    if private_names.may_have_tangents():
         for tensor in tensors:
             if (
                 tensor is not None
@@ -261,8 +256,8 @@ def plain_eager() -> bool:
     if torch.compiler.is_compiling():
         return False
     return (
-        torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._len_torch_dispatch_stack() == 0
+        private_names.peek_interpreter_stack() is None
+        and private_names.len_torch_dispatch_stack() == 0
     )
 
 
@@ -292,7 +287,7 @@ def native_serves(input: Tensor) -> bool:
         input.dtype in FULL_PRECISION
         and input.is_contiguous()
         and plain_eager()
-        and torch.autograd.forward_ad._current_level < 0
+        and not private_names.may_have_tangents()
     )
 
 
@@ -325,7 +320,7 @@ def is_capturing(tensor: Tensor) -> bool:
 
 def check_inplace(logits: Tensor) -> None:
     """Raise unless a gradient may be written over the memory of the logits."""
-    base = logits._base if logits._is_view() else logits
+    base = private_names.base_of(logits)
     if logits.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
         raise RuntimeError(
             "inplace: expected logits that were computed from something, got a leaf, whose values"

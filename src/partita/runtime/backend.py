@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from . import private_names
 from .caches import register_cache
 from .environment import reader
 from .sources import quick_sources
@@ -144,6 +145,7 @@ def numba_problem() -> str | None:
     """
     try:
         importlib.import_module("numba")
+        private_names.numba_make_array()
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "numba":
             return "the package numba is not installed; pip install numba brings it"

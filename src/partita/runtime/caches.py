@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from . import private_names
+
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -55,7 +57,7 @@ class TableCache:
         return found[-1] if found is not None and found[0] == _state(table) else None
 
     def store(self, table: Tensor, value: Any) -> Any:
-        """Store the value, unless inference mode gave the table no version, and return it."""
+        """Store the value, unless the table has no version, and return it."""
         if (state := _state(table)) is not None:
             # While the memory lives, no other values can have its address.
             self._entries[table] = state, table.detach(), value
@@ -64,9 +66,10 @@ class TableCache:
 
 def _state(table: Tensor) -> tuple[Any, ...] | None:
     """Return what changes with the values of a table, as far as PyTorch tells."""
-    if table.is_inference():
+    version = private_names.version_of(table)
+    if version is None:
         return None
-    return table._version, table.data_ptr(), table.dtype, table.shape, table.stride()
+    return version, table.data_ptr(), table.dtype, table.shape, table.stride()
 
 
 def register_cache(name: str, clear: Callable[[], object]) -> None:

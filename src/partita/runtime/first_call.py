@@ -23,9 +23,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import launcher
+from . import launcher, private_names
 from .caches import BoundedCache, register_cache
 from .compiler_options import compiler_options
 from .parts import tensor_of, with_views
@@ -110,7 +109,7 @@ def run(
         *args: its arguments.
         then: a function of the arguments and the results that calls the gradient.
     """
-    thread.may_defer = True
+    thread.may_defer = private_names.HAS_DISPATCH_MODES
     try:
         result = function(*args)
         if then is not None and (deferred := thread.deferred) is not None:
@@ -153,7 +152,7 @@ def defer(
     return True
 
 
-class DeferredLaunches(TorchDispatchMode):
+class DeferredLaunches(private_names.TorchDispatchMode):
     """The launches of an op that wait for their kernels.
 
     Args:
@@ -187,7 +186,7 @@ class DeferredLaunches(TorchDispatchMode):
         self._launches.append(launch)
         tensors = map(tensor_of, launch.args)
         storages = (arg.untyped_storage() for arg in tensors if isinstance(arg, Tensor))
-        self._used.update(storage._cdata for storage in storages)
+        self._used.update(storage.data_ptr() for storage in storages)
 
     def plan(
         self, then: Callable[[tuple[Any, ...], Any], None], args: tuple[Any, ...], result: Any
@@ -211,7 +210,8 @@ class DeferredLaunches(TorchDispatchMode):
             with _side_by_side():
                 found = _start_all(planned, launches)
             for compiled in found:
-                if hasattr(compiled, "result"):  # a kernel that is compiled already has no future
+                # A compiled kernel has no result, and a failed one of Triton 3.9 no future.
+                if hasattr(compiled, "result") and getattr(compiled, "future", 0) is not None:
                     compiled.result()
         may_defer, thread.may_defer = thread.may_defer, False
         try:
@@ -236,7 +236,7 @@ class DeferredLaunches(TorchDispatchMode):
             return True
         lists = [list(arg) if isinstance(arg, (list, tuple)) else [arg] for arg in args]
         tensors = [arg for arg in itertools.chain(*lists) if isinstance(arg, Tensor)]
-        return all(tensor.untyped_storage()._cdata not in self._used for tensor in tensors)
+        return all(tensor.untyped_storage().data_ptr() not in self._used for tensor in tensors)
 
 
 if hasattr(os, "register_at_fork"):  # a forked process does not have the threads that compile
@@ -274,13 +274,11 @@ def _side_by_side() -> Iterator[None]:
     The block does not wait for them. A kernel that is being compiled is not compiled again.
     """
     import triton
-    from triton.runtime import _async_compile
 
     executor = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
     mode = triton.AsyncCompileMode(executor)
     for key, compilation in list(_compilations.items()):
-        future = compilation.future
-        if compilation.kernel is not None or (future.done() and future.exception()):
+        if compilation.kernel is not None or _has_failed(compilation.future):
             _compilations.pop(key, None)
         else:
             mode.future_kernels[key] = compilation
@@ -288,10 +286,15 @@ def _side_by_side() -> Iterator[None]:
     try:
         yield
     finally:
-        _async_compile.active_mode.set(None)  # leaving the mode would wait for all kernels
+        private_names.leave_compile_mode(mode)
         executor.shutdown(wait=False)
         for key, compilation in mode.future_kernels.items():
             _compilations.store(key, compilation)
+
+
+def _has_failed(future: Any) -> bool:
+    """Return whether a compilation has failed; Triton 3.9 then drops its future."""
+    return future is None or (future.done() and future.exception() is not None)
 
 
 def _start_all(planned: Sequence[Launch], launches: Sequence[Launch]) -> list[Any]:
@@ -337,9 +340,7 @@ def _start_to_compile(launch: Launch) -> Any:
     kernel, programs, args, options = launch
     launcher.wait_for_compiler()
     if hasattr(kernel, "device_caches"):
-        from triton.runtime import driver
-
         # The first look at the cache of a device sets the class of the kernel's source.
-        _ = kernel.device_caches[driver.active.get_current_device()]
+        _ = kernel.device_caches[private_names.current_device()]
         kernel.ASTSource = in_turn(kernel.ASTSource)
     return kernel.warmup(*with_views(args), grid=(programs,), **options, **compiler_options())

@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from . import first_call, launcher, recording
+from . import first_call, launcher, private_names, recording
 from .backend import interpreting
 from .caches import BoundedCache, register_cache
 from .compiler_options import compiler_options
@@ -100,7 +100,7 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> Any:
                 active.launch(bound, programs, args)
             return bound
     first = tensor_of(args[0])
-    if first.is_cuda and first.device.index != torch._C._cuda_getDevice():
+    if first.is_cuda and first.device.index != private_names.current_device():
         with torch.cuda.device(first.device):
             return launch(kernel, programs, *args, **options)
     if (active := recording.recorder()) is not None:

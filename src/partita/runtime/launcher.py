@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import backend, environment, triton_key
+from . import backend, environment, private_names, triton_key
 from .backend import has_triton, interpreting
 from .caches import register_cache
 
@@ -77,22 +77,20 @@ def build(
             device. Calls with tensors on another one are left to Python.
         device_type: the number that DLPack has for the devices to serve.
     """
-    from triton.runtime.build import compile_module_from_src
-
     folder = Path(__file__).parent
     source = (folder / "launcher.c").read_text()
     for name in INCLUDED:  # in one source text, because it is the key of Triton's cache
         source = source.replace(f'#include "{name}"', (folder / name).read_text())
     # Triton's -O3 doubles the time of the C compiler, and makes no call faster.
-    module = compile_module_from_src(source, MODULE, ccflags=["-O1"])
+    module = private_names.build_c_module(source, MODULE, ["-O1"])
     types = (torch.Tensor, torch.nn.Parameter, torch.dtype)
     addresses = tuple(driver[name] for name in DRIVER_FUNCTIONS)
     functions = (exchange, knobs, side_stream_handles)
     modes = (
         torch.is_grad_enabled,
-        torch._C._functorch.peek_interpreter_stack,
-        torch._C._len_torch_dispatch_stack,
-        getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None),
+        private_names.peek_interpreter_stack,
+        private_names.len_torch_dispatch_stack,
+        private_names.top_saved_tensors_hooks,
         vars(torch.autograd.forward_ad),
     )
     names = (b"PARTITA_CHECK", b"PARTITA_REPLAY", b"PARTITA_BACKEND")
@@ -202,11 +200,9 @@ def _load_driver() -> None:
 
     It compiles or loads its module of driver functions, and asks its assembler for the version.
     """
-    from triton.compiler import make_backend
-    from triton.runtime import driver
-
-    _ = driver.active.utils
-    make_backend(driver.active.get_current_target()).hash()
+    driver = private_names.triton_driver()
+    _ = driver.utils
+    private_names.triton_backend(driver.get_current_target()).hash()
 
 
 def _connect() -> tuple[Any, str]:
@@ -219,8 +215,8 @@ def _connect() -> tuple[Any, str]:
             name: ctypes.cast(getattr(_library(), name), ctypes.c_void_p).value or 0
             for name in DRIVER_FUNCTIONS
         }
-        current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-        module = build(exchange, triton.knobs.runtime, driver, allocator(), current_device)
+        of_device = private_names.empty_strided_cuda, private_names.current_device
+        module = build(exchange, triton.knobs.runtime, driver, *of_device)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else ""
         return None, f"Triton launches: the C launcher failed ({type(error).__name__}: {reason})"
@@ -297,16 +293,6 @@ def exchange_api() -> Any:
     raise RuntimeError("this PyTorch has no C exchange API of DLPack")
 
 
-def allocator() -> Any:
-    """Return the fastest function of size, stride and dtype that makes a CUDA tensor."""
-    from torch._C._dynamo import guards
-
-    def slow(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
-
-    return getattr(guards, "_empty_strided_cuda", slow)
-
-
 def side_stream_handles(index: int) -> tuple[int, int]:
     """Return the handles of this thread's side stream and of an event for its forks and joins."""
     handles: dict[int, tuple[Any, Any]] = _side.__dict__.setdefault("handles", {})
@@ -361,19 +347,17 @@ def needs_more_than_a_launch(metadata: Any) -> bool:
 
 
 def _load_function(compiled: Any) -> int | None:
-    """Return the driver's handle of a kernel, or None where the GPU has too little for it.
+    """Return the driver's handle of a kernel, or None where only Triton can load it.
 
     Triton would load it in the same way, but it would first build a launcher for its signature.
     """
-    from triton.runtime import driver
-
     metadata, device = compiled.metadata, torch.cuda.current_device()
     properties: Any = torch.cuda.get_device_properties(device)
     if metadata.shared > properties.shared_memory_per_block_optin:
         return None
-    loaded = driver.active.utils.load_binary(
-        metadata.name, compiled.kernel, metadata.shared, device
-    )
+    loaded = private_names.load_binary(metadata.name, compiled.kernel, metadata.shared, device)
+    if loaded is None:
+        return None
     _, function, _, _, max_threads = loaded
     return None if metadata.num_warps * WARP > max_threads else function
 

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .parts import Part
+from .private_names import TorchDispatchMode
 from .programs import ABSOLUTE, FILL, LAUNCH, Draft, aligned_size
 
 MAX_WORKSPACE = 2**26  # bytes; larger temporary tensors are freed and reused as the call goes on

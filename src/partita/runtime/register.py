@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import first_call, launcher, recording
+from . import first_call, launcher, private_names, recording
 from .autograd import plain_eager
 from .backend import Backends, resolve
 from .caches import BoundedCache, register_cache
@@ -79,7 +79,7 @@ class Op:
             return self._record(found, (first, *rest))
         if found is not NotImplemented:
             return found
-        if first.device.index != torch._C._cuda_getDevice():
+        if first.device.index != private_names.current_device():
             with torch.cuda.device(first.device):
                 return self.eager(first, *rest)
         return self.run(*without_lazy_bits(first, *rest))
@@ -87,7 +87,7 @@ class Op:
     def replay(self) -> Callable[..., Any] | None:
         """Return the C module's form of this op, or None without the module."""
         module = launcher.module()
-        if self._replay is None and module is not None:
+        if self._replay is None and module is not None and private_names.HAS_DISPATCH_MODES:
             by_identity = sum(1 << position for position in self.by_identity)
             options = () if self.by_rows is None else self.by_rows.options
             self._replay = module.Replay(self.programs, by_identity, *options)
@@ -115,7 +115,7 @@ class Op:
 
         The kernels start to compile before the module is there, and the launches wait for it.
         """
-        if first.device.index != torch._C._cuda_getDevice():
+        if first.device.index != private_names.current_device():
             with torch.cuda.device(first.device):
                 return self.eager(first, *rest)
         args = without_lazy_bits(first, *rest)
@@ -193,7 +193,7 @@ def without_lazy_bits(*args: Any) -> tuple[Any, ...]:
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or a copy where its memory does not hold its values."""
-    if tensor._is_zerotensor():
+    if private_names.is_zerotensor(tensor):
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor.resolve_neg()
 
@@ -263,7 +263,7 @@ def define(
 
     def refuse_derivatives(*args: Any) -> Any:
         """Raise where a transform would bypass the autograd functions and lose the derivative."""
-        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        transformed = private_names.peek_interpreter_stack() is not None
         needs_grad = torch.is_grad_enabled() and any(
             isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args
         )
@@ -272,12 +272,13 @@ def define(
                 f"{qualified}: no derivative here; compile the function inside of"
                 " torch.func.grad, not the transform itself"
             )
-        with torch._C._AutoDispatchBelowAutograd():
+        with private_names.AutoDispatchBelowAutograd():
             return dispatched(*args)
 
     _library.define(schema)
     _library.impl(name, run, "CompositeExplicitAutograd")
-    _library.impl(name, refuse_derivatives, "Autograd")
+    if private_names.AutoDispatchBelowAutograd is not None:
+        _library.impl(name, refuse_derivatives, "Autograd")
     torch.library.register_fake(qualified, shapes, lib=_library)
     if vmap is not None:
         torch.library.register_vmap(qualified, vmap, lib=_library)

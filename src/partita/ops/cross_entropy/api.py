@@ -19,6 +19,7 @@ from ...runtime.autograd import (
 from ...runtime.backend import current_backend, resolve
 from ...runtime.checks import REDUCTIONS
 from ...runtime.known_calls import KnownCalls
+from ...runtime.private_names import CAN_WRITE_OVER_LOGITS
 from ...runtime.register import PLAIN
 from ...runtime.sizes import same_sizes
 from .autograd import (
@@ -295,7 +296,7 @@ def loss_of_batch(
         if reduction == "none" or options.z_loss:
             return cross_entropy_of_rows(logits, target, weight, options, reduction)
         return cross_entropy_reduced_op(logits, target, weight, *options[:3], *options[4:])
-    inplace = inplace and logits.requires_grad
+    inplace = inplace and logits.requires_grad and CAN_WRITE_OVER_LOGITS
     if inplace:
         check_inplace(logits)
         if others_need_grad:

@@ -24,6 +24,7 @@ from ...runtime.autograd import (
 )
 from ...runtime.dtypes import acc_dtype
 from ...runtime.eager import EagerCall, EagerFunction
+from ...runtime.private_names import version_of
 from . import reference
 from .backends import BACKENDS
 from .common import RowLosses, TokenStatsRows, mean_denominators
@@ -279,7 +280,8 @@ class CrossEntropyInPlace(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         loss: Tensor = cross_entropy_one_pass_inplace_op(logits, target, weight, None, *options)
         torch.autograd.graph.increment_version(logits)
-        ctx.gradient, ctx.version, ctx.backend = logits.detach(), logits._version, options.backend
+        ctx.gradient, ctx.backend = logits.detach(), options.backend
+        ctx.version = version_of(logits)
         return loss
 
     @staticmethod
@@ -293,7 +295,7 @@ class CrossEntropyInPlace(torch.autograd.Function):
                 "inplace=True wrote the gradient over the logits: it serves one backward pass and"
                 " no second derivative"
             )
-        if gradient._version != ctx.version:
+        if version_of(gradient) != ctx.version:
             raise RuntimeError(
                 "inplace=True wrote the gradient over the logits, and that memory has been written"
                 " to since: there is no gradient any more"

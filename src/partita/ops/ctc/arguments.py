@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime import checks
+from ...runtime import checks, private_names
 from ...runtime.autograd import is_batched, plain_eager
 from ...runtime.caches import BoundedCache, register_cache
 from ...runtime.lengths import Lengths, as_lengths, on_device, padded_lengths
@@ -165,7 +165,7 @@ def _cached_row_offsets(N: int, size: int, device: torch.device) -> Tensor:
     if torch.cuda.is_current_stream_capturing():
         return torch.arange(N, device=device) * size
     index = device.index
-    key = N, size, index, torch._C._cuda_getCurrentRawStream(index)
+    key = N, size, index, private_names.current_raw_stream(index)
     offsets = _cached_offsets.get(key)
     if offsets is None:
         # A tensor that is made in inference mode cannot be saved for a gradient later.

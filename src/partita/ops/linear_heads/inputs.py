@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import autocast_dtype, plain_eager
+from ...runtime.autograd import autocast_dtype, plain_eager, top_transform
 from ...runtime.checks import FLOATING
 from ...runtime.register import PLAIN
 from .common import cast_to_autocast
@@ -156,9 +156,6 @@ def all_logits(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def needs_logits(linear_weight: Tensor, target: Tensor | None) -> bool:
     """Return whether the loss has to be computed from all logits at once."""
-    transformed = (
-        not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is not None
-    )
+    transformed = top_transform() is not None
     has_probabilities = target is not None and target.is_floating_point()
     return linear_weight.ndim > 2 or has_probabilities or transformed

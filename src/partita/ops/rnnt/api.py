@@ -17,6 +17,7 @@ from ...runtime.autograd import (
 )
 from ...runtime.backend import current_backend
 from ...runtime.lengths import Lengths
+from ...runtime.private_names import CAN_WRITE_OVER_LOGITS
 from . import autograd as _rnnt
 from .arguments import clamp_bound, class_index, node_logits, node_options, sequences_of
 from .common import REDUCTIONS, reduce_losses
@@ -111,7 +112,7 @@ def rnnt_loss(
     nodes = (blank, bool(fused_log_softmax), hat, delay)
     backend = current_backend()
     if (torch.is_grad_enabled() and requires_grad(logits)) or not plain_eager():
-        inplace = inplace and plain_eager() and logits.requires_grad
+        inplace = inplace and plain_eager() and logits.requires_grad and CAN_WRITE_OVER_LOGITS
         if inplace:
             check_inplace(logits)
             # The version changes before the logits are saved, so that only this backward pass may

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...runtime import checks, native
+from ...runtime import checks, native, private_names
 from ...runtime.autograd import apply, native_serves, needs_no_derivative
 from ...runtime.backend import current_backend
 from .autograd import LogSumExpFunction, SoftmaxFunction, logsumexp_op, softmax_op
@@ -28,8 +28,8 @@ def _result_dtype(input: Tensor) -> torch.dtype:
 def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None, log: bool) -> Tensor:
     """Check the arguments and return the softmax, or with `log` its logarithm."""
     if dtype is None:
-        function = torch._log_softmax if log else torch._softmax
-        found = native.serve(function, SMALL_ELEMENTS, input, dim)
+        function = private_names.log_softmax if log else private_names.softmax
+        found = function and native.serve(function, SMALL_ELEMENTS, input, dim)
         if found is not None:
             return found
     checks.tensor("input", input)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from ...runtime import private_names
 from ...runtime.autograd import is_double_backward
 from ...runtime.backend import current_backend, resolve
 from ...runtime.register import PLAIN
@@ -80,7 +80,7 @@ def loss_and_gradient(
     Returns None on all ranks where they do not share memory.
     """
     shard = options.shard
-    group = dist.distributed_c10d._resolve_process_group(shard.group)  # type: ignore[attr-defined]
+    group = private_names.resolve_process_group(shard.group)
     slots = slot_count(len(logits), shard.sizes, logits.element_size())
     call = next_call_slots(group, logits.device, slots)
     if call is None:

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # registers the collectives below
 from torch import Tensor
 
-from ...runtime import checks
+from ...runtime import checks, private_names
 from ...runtime.autograd import plain_eager
+
+_collectives = private_names.collectives()
 
 Classes = int | Sequence[int] | None  # the `classes` argument of the public functions
 
@@ -87,7 +88,7 @@ def vocab_shard(
 
 def gather_ranks(tensor: Tensor, shard: VocabShard) -> Tensor:
     """Return the tensors of all ranks, stacked along a new first dimension."""
-    gathered = torch.ops._c10d_functional.all_gather_into_tensor(
+    gathered = _collectives.all_gather_into_tensor(
         tensor.contiguous()[None], len(shard.sizes), shard.group
     )
     return wait_for(gathered)
@@ -99,17 +100,15 @@ def sum_over_ranks(tensor: Tensor, shard: VocabShard) -> Tensor:
     The sum overwrites the input in plain eager code.
     """
     if plain_eager():
-        return torch.ops._c10d_functional.all_reduce_(tensor, "sum", shard.group)
-    return torch.ops._c10d_functional.all_reduce(tensor, "sum", shard.group)
+        return _collectives.all_reduce_(tensor, "sum", shard.group)
+    return _collectives.all_reduce(tensor, "sum", shard.group)
 
 
 def sum_and_scatter(tensor: Tensor, shard: VocabShard) -> Tensor:
     """Start the sum over the ranks, and return this rank's share of it, a tensor to wait for."""
-    return torch.ops._c10d_functional.reduce_scatter_tensor(
-        tensor, "sum", len(shard.sizes), shard.group
-    )
+    return _collectives.reduce_scatter_tensor(tensor, "sum", len(shard.sizes), shard.group)
 
 
 def wait_for(tensor: Tensor) -> Tensor:
     """Return the result of a collective, which later work on the current stream may read."""
-    return torch.ops._c10d_functional.wait_tensor(tensor)
+    return _collectives.wait_tensor(tensor)

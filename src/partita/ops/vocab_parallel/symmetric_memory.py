@@ -18,15 +18,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    PrefixStore,
-    ProcessGroup,
-    Store,
-    _register_process_group,
-    _unregister_process_group,
-)
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store
 
+from ...runtime import private_names
 from ...runtime.autograd import is_capturing, plain_eager
 
 MIN_SLOTS = 2**17
@@ -132,6 +126,7 @@ def may_share_memory(tensor: Tensor) -> bool:
         raise ValueError(f"PARTITA_PEERS: expected 0, 1 or nothing, got {setting!r}")
     return (
         setting != "0"
+        and private_names.CAN_SHARE_MEMORY
         and tensor.is_cuda
         and torch.version.hip is None
         and plain_eager()
@@ -148,21 +143,21 @@ def _true_on_all_ranks(value: bool, group: ProcessGroup, device: torch.device) -
 @contextlib.contextmanager
 def _rendezvous_group(group: ProcessGroup, token: str) -> Iterator[Any]:
     """Register a group of the same ranks with a store of its own, and yield its name."""
-    store = RenumberedStore(PrefixStore(f"partita-{token}", _get_process_group_store(group)))
+    store = private_names.process_group_store(group)
+    store = RenumberedStore(PrefixStore(f"partita-{token}", store))
     name: Any = f"partita-{token}"
     # PyTorch holds no reference to the group or its store, so this frame has to.
     temporary = ProcessGroup(store, dist.get_rank(group), dist.get_world_size(group))
-    _register_process_group(name, temporary)
+    private_names.register_process_group(name, temporary)
     try:
         yield name
     finally:
-        _unregister_process_group(name)
+        private_names.unregister_process_group(name)
 
 
 def _rendezvous(group: ProcessGroup, device: torch.device, slots: int, token: str) -> SharedSlots:
     """Allocate two sets of slots, and exchange their addresses with the other ranks."""
-    import torch.distributed._symmetric_memory as symmetric
-
+    symmetric = private_names.symmetric_memory()
     memory = symmetric.empty(2 * slots, dtype=torch.int64, device=device).zero_()
     with _rendezvous_group(group, token) as name:
         handle = symmetric.rendezvous(memory, name)
@@ -211,9 +206,7 @@ def allocate(group: ProcessGroup, device: torch.device, slots: int) -> SharedSlo
 
 def max_polls(group: ProcessGroup, device: torch.device) -> int:
     """Return how often a program reads its slots within the timeout of the group."""
-    seconds = DEFAULT_TIMEOUT_S
-    with contextlib.suppress(AttributeError, RuntimeError):
-        seconds = group._get_backend(device).options._timeout.total_seconds()
+    seconds = private_names.timeout_of(group, device) or DEFAULT_TIMEOUT_S
     return int(seconds * POLLS_PER_SECOND)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
-from numba.np.arrayobj import make_array
 
+from ...runtime.private_names import numba_make_array
 from .jit import jit
 
 # 1.5 * 2**52: a number that is added to it loses its fraction, and its integer is in the low bits.
@@ -56,7 +56,7 @@ def prefetch(context: Any, array: Any, index: Any) -> Any:
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = make_array(signature.args[0])(context, builder, args[0]).data
+        data = numba_make_array()(signature.args[0])(context, builder, args[0]).data
         address = builder.bitcast(builder.gep(data, [args[1]]), ir.PointerType(ir.IntType(8)))
         word = ir.IntType(32)
         function = builder.module.declare_intrinsic(

@@ -13,11 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.core.errors import TypingError
+from numba import TypingError, types
 from numba.extending import intrinsic, models, register_model
-from numba.np.arrayobj import make_array
 
+from ...runtime.private_names import numba_make_array
 from .jit import jit
 from .math import EXP_POLYNOMIAL, LEAST, LN2, LOG2E, ROUND
 
@@ -59,7 +58,7 @@ def pointer_to(context: Any, array: Any) -> Any:
         raise TypingError(f"expected a contiguous array of float32 or float64, got {array}")
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return make_array(signature.args[0])(context, builder, args[0]).data
+        return numba_make_array()(signature.args[0])(context, builder, args[0]).data
 
     return types.CPointer(array.dtype)(array), generate
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...runtime.private_names import TorchDispatchMode
 from ...runtime.register import Op
 
 

@@ -109,9 +109,10 @@ def logits_of(words, cap, DTYPE: gl.constexpr, HAS_SOFTCAP: gl.constexpr):
         if DTYPE == gl.bfloat16
         else "{.reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;}"
     )
-    dtypes: gl.constexpr = (gl.float32, gl.float32)
     # If it were pure, the compiler would keep the logits, which need two registers for each word.
-    low, high = gl.inline_asm_elementwise(asm, "=f,=f,r", [words], dtypes, False, 1)
+    low, high = gl.inline_asm_elementwise(
+        asm, "=f,=f,r", [words], (gl.float32, gl.float32), False, 1
+    )
     return apply_softcap(low, cap, HAS_SOFTCAP), apply_softcap(high, cap, HAS_SOFTCAP)
 
 

@@ -1,0 +1,261 @@
+"""The private names of PyTorch, Triton and Numba: no other file reads one.
+
+A release may move or drop any of them. Then what stands beside the name serves: it costs time,
+memory or a feature, which a comment names, and no right result. A test removes each name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+NAMES: dict[str, bool] = {}  # the names below `torch`, and whether this release has them
+
+
+def _find(path: str, otherwise: Any = None) -> Any:
+    """Return what a path below `torch` names, or else what serves without it."""
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    NAMES[path] = found is not None
+    return otherwise if found is None else found
+
+
+# Function transforms (`torch.func`). Where one of these names is missing, a call is served as if
+# `vmap` were active: through PyTorch's dispatcher, with derivatives of the reference.
+peek_interpreter_stack = _find("_C._functorch.peek_interpreter_stack", lambda: "unknown")
+is_batchedtensor = _find("_C._functorch.is_batchedtensor", lambda tensor: True)
+is_legacy_batchedtensor = _find("_C._functorch.is_legacy_batchedtensor", lambda tensor: True)
+# A view of the wrapper of a transform that has ended is a view of the tensor inside.
+unwrap_if_dead = _find("_C._functorch.unwrap_if_dead", lambda tensor: tensor.view_as(tensor))
+_VMAP = _find("_C._functorch.TransformType.Vmap")
+_is_wrapper = _find("_C._functorch.is_functorch_wrapped_tensor")
+_get_unwrapped = _find("_C._functorch.get_unwrapped")
+
+
+def is_vmap(transform: Any) -> bool:
+    """Return whether a transform, which `peek_interpreter_stack` has returned, is `vmap`."""
+    return _VMAP is None or transform == "unknown" or transform.key() == _VMAP
+
+
+def at_some_level(tensor: Tensor, has_property: Callable[[Tensor], bool]) -> bool:
+    """Return whether a tensor, or what it wraps at some level of the transforms, has a property."""
+    if _is_wrapper is None or _get_unwrapped is None:
+        return True
+    while not has_property(tensor):
+        if not _is_wrapper(tensor):
+            return False
+        tensor = _get_unwrapped(tensor)
+    return True
+
+
+# Dispatch modes. Without the number of active ones each call goes through PyTorch's dispatcher.
+# Without the class nothing is replayed, and kernels compile one by one where they are launched.
+len_torch_dispatch_stack = _find("_C._len_torch_dispatch_stack", lambda: 1)
+HAS_DISPATCH_MODES = _find("utils._python_dispatch.TorchDispatchMode") is not None
+if HAS_DISPATCH_MODES:
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+else:
+
+    class TorchDispatchMode:  # type: ignore[no-redef]
+        """A mode that sees nothing."""
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *raised: Any) -> None:
+            pass
+
+
+# Autograd. Without the guard, nothing refuses a transform of an op that would lose a derivative.
+AutoDispatchBelowAutograd = _find("_C._AutoDispatchBelowAutograd")
+_HAS_LEVEL = _find("autograd.forward_ad._current_level") is not None
+
+
+def may_have_tangents() -> bool:
+    """Return whether forward mode is active; without its level, it may be."""
+    return not _HAS_LEVEL or torch.autograd.forward_ad._current_level >= 0
+
+
+# The C module asks for the hooks of saved tensors. Without the function it builds no graph.
+top_saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
+
+# Tensors. Without versions nothing that was made from a tensor is cached, and without any of the
+# three a gradient is not written over its logits.
+_HAS_VERSION = _find("Tensor._version") is not None
+CAN_WRITE_OVER_LOGITS = _HAS_VERSION and None not in (
+    _find("Tensor._base"),
+    _find("Tensor._is_view"),
+)
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Return how often a tensor was written to, or None if nobody counts, as in inference mode."""
+    return tensor._version if _HAS_VERSION and not tensor.is_inference() else None
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return the tensor of which this is a view, or else the tensor itself."""
+    return tensor._base if tensor._is_view() else tensor
+
+
+def _has_no_memory(tensor: Tensor) -> bool:
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
+is_zerotensor = _find("Tensor._is_zerotensor", _has_no_memory)
+# Without this, early versions of FSDP2 find no tensors in the result of a fused model.
+register_pytree_node = _find("utils._pytree.register_pytree_node", lambda *args: None)
+
+
+def is_replica(model: torch.nn.Module) -> bool:
+    """Return whether `nn.DataParallel` made a model, which is then refused."""
+    return getattr(model, "_is_replica", False)
+
+
+# Functions of PyTorch that the C module calls for small inputs. Without them, the op is called.
+softmax = _find("_softmax")
+log_softmax = _find("_log_softmax")
+
+
+# CUDA. The functions that serve instead do the same in more time.
+def _empty_strided(
+    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+def _current_raw_stream(index: int) -> int:
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+current_device = _find("_C._cuda_getDevice", torch.cuda.current_device)
+current_raw_stream = _find("_C._cuda_getCurrentRawStream", _current_raw_stream)
+empty_strided_cuda = _find("_C._dynamo.guards._empty_strided_cuda", _empty_strided)
+# Without this, times of small kernels have some of the host's time in them.
+sleep = _find("cuda._sleep", lambda cycles: None)
+
+
+# Distributed. Without `_functional_collectives`, parallel losses run in eager mode alone. Without
+# one of the others, the GPUs of a host share no memory, and the ranks gather their statistics.
+resolve_process_group = _find("distributed.distributed_c10d._resolve_process_group")
+process_group_store = _find("distributed.distributed_c10d._get_process_group_store")
+register_process_group = _find("_C._distributed_c10d._register_process_group")
+unregister_process_group = _find("_C._distributed_c10d._unregister_process_group")
+CAN_SHARE_MEMORY = None not in (
+    resolve_process_group,
+    process_group_store,
+    register_process_group,
+    unregister_process_group,
+)
+
+
+def collectives() -> Any:
+    """Return the collectives of groups that have a name, as functions of tensors."""
+    try:
+        import torch.distributed._functional_collectives  # registers them
+    except ImportError:
+        return PlainCollectives
+    return torch.ops._c10d_functional
+
+
+class PlainCollectives:
+    """The same collectives by the functions of `torch.distributed`, which finish at once."""
+
+    @staticmethod
+    def all_gather_into_tensor(tensor: Tensor, world: int, name: Any) -> Tensor:
+        result = tensor.new_empty(world * len(tensor), *tensor.shape[1:])
+        dist.all_gather_into_tensor(result, tensor, resolve_process_group(name))
+        return result
+
+    @staticmethod
+    def all_reduce_(tensor: Tensor, operation: str, name: Any) -> Tensor:
+        assert operation == "sum"
+        dist.all_reduce(tensor, group=resolve_process_group(name))
+        return tensor
+
+    @staticmethod
+    def all_reduce(tensor: Tensor, operation: str, name: Any) -> Tensor:
+        return PlainCollectives.all_reduce_(tensor.clone(), operation, name)
+
+    @staticmethod
+    def reduce_scatter_tensor(tensor: Tensor, operation: str, world: int, name: Any) -> Tensor:
+        assert operation == "sum"
+        result = tensor.new_empty(len(tensor) // world, *tensor.shape[1:])
+        dist.reduce_scatter_tensor(result, tensor, group=resolve_process_group(name))
+        return result
+
+    @staticmethod
+    def wait_tensor(tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def symmetric_memory() -> Any:
+    """Return the module of PyTorch whose tensors every GPU of a group can write to."""
+    import torch.distributed._symmetric_memory
+
+    return torch.distributed._symmetric_memory
+
+
+def timeout_of(group: Any, device: torch.device) -> float | None:
+    """Return the seconds after which collectives of a group fail, or None if they are unknown."""
+    with contextlib.suppress(AttributeError, RuntimeError):
+        return group._get_backend(device).options._timeout.total_seconds()
+    return None
+
+
+# Triton. Where one of these is missing, Triton launches the kernels, and nothing of its compiler is
+# prepared beside the first call.
+def triton_driver() -> Any:
+    """Return the driver of the GPUs that Triton has found."""
+    from triton.runtime.driver import driver
+
+    return driver.active
+
+
+def load_binary(*args: Any) -> Any:
+    """Load a compiled kernel as Triton would, or return None."""
+    with contextlib.suppress(ImportError, AttributeError):
+        return triton_driver().utils.load_binary(*args)
+    return None
+
+
+def triton_backend(target: Any) -> Any:
+    """Return the part of Triton's compiler for a GPU."""
+    from triton.compiler import make_backend
+
+    return make_backend(target)
+
+
+def build_c_module(source: str, name: str, flags: list[str]) -> Any:
+    """Compile a C module, or load it from Triton's cache."""
+    from triton.runtime.build import compile_module_from_src
+
+    return compile_module_from_src(source, name, ccflags=flags)
+
+
+def leave_compile_mode(mode: Any) -> None:
+    """End a `triton.AsyncCompileMode` without waiting for its kernels; without the name, wait."""
+    try:
+        from triton.runtime._async_compile import active_mode
+    except ImportError:
+        mode.__exit__(None, None, None)
+    else:
+        active_mode.set(None)
+
+
+# Numba. Without this, chains, CTC and transducers on a CPU run in PyTorch, as without Numba.
+def numba_make_array() -> Any:
+    """Return Numba's function that finds the fields of an array in generated code."""
+    from numba.np.arrayobj import make_array
+
+    return make_array
