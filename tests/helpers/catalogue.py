@@ -18,12 +18,14 @@ DIFFERENTIABLE = [
 
 
 def all_samples(name: str, draw: Draw) -> Iterator[Sample]:
-    """Yield the samples of a call; fewer in the interpreter, which takes seconds for each."""
+    """Yield the samples of a call; few in the interpreter, which takes seconds for each."""
     call = CALLS[name]
-    if INTERPRETING:
-        yield call.sample(draw)
+    if not INTERPRETING:
+        yield from call.samples(draw)
         return
-    yield from call.samples(draw)
+    yield call.sample(draw)
+    for size in call.empty:
+        yield call.sample(draw, sizes={size: 0}, name=f"no {size}")
 
 
 def outcome(sample: Sample) -> dict[str, Tensor]:

@@ -1,15 +1,11 @@
-"""Derivatives of the losses beyond one backward pass.
-
-The tests cover repeated and accumulated gradients, second derivatives and function transforms, and
-check that arguments and results do not change.
-"""
+"""Derivatives in several arguments, of arguments that depend on others, and of third order."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.rows import class_weights, devices, dtypes, leaf, plain_cross_entropy, targets_for
+from helpers.rows import class_weights, devices, leaf, plain_cross_entropy, targets_for
 from helpers.stats import plain_token_stats
 from torch import Tensor
 
@@ -26,7 +22,6 @@ OPTIONS = {
     "mean, all": ALL,
 }
 each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-kinds = pytest.mark.parametrize("kind", ["labels", "probabilities"])
 
 
 def token_sum(function: Callable, logits: Tensor, target: Tensor) -> Tensor:
@@ -42,23 +37,6 @@ LOSSES = {
     for name, options in OPTIONS.items()
 }
 LOSSES["token_stats"] = lambda x, t: token_sum(partita.token_stats, x, t)
-losses = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-
-
-@pytest.mark.interpreted
-@devices
-@kinds
-@each_option
-def test_first_and_second_derivatives(options: dict, kind: str, device: str) -> None:
-    x = leaf(3, CLASSES, dtype=torch.float64, device=device)
-    target = targets_for(x.detach(), kind, ignored=-100, seed=3)
-    weight = class_weights(CLASSES, torch.float64, device) if "softcap" in options else None
-    assert torch.autograd.gradcheck(
-        lambda x: partita.cross_entropy(x, target, weight, **options), x
-    )
-    assert torch.autograd.gradgradcheck(
-        lambda x: partita.cross_entropy(x, target, weight, **options), x
-    )
 
 
 @devices
@@ -86,130 +64,12 @@ def test_second_derivatives_in_probabilities_and_weights(options: dict, device: 
     torch.testing.assert_close(*second)
 
 
-@pytest.mark.interpreted
-@devices
-def test_first_and_second_derivatives_of_token_stats(device: str) -> None:
-    x = leaf(3, CLASSES, dtype=torch.float64, device=device)
-    target = targets_for(x.detach(), "labels", ignored=-100, seed=3)
-    for labels, options in (
-        (target, {}),
-        (target, {"temperature": 0.7}),
-        (None, {"temperature": 0.7, "softcap": 2.0}),
-    ):
-
-        def stats(x: Tensor, labels=labels, options=options) -> tuple[Tensor, ...]:
-            return partita.token_stats(x, labels, **options)[:3]
-
-        assert torch.autograd.gradcheck(stats, x)
-        assert torch.autograd.gradgradcheck(stats, x)
-
-
-@pytest.mark.interpreted
-@devices
-@dtypes
-@losses
-def test_a_second_backward_pass_gives_equal_bits_and_accumulates(
-    loss: Callable, dtype: torch.dtype, device: str
-) -> None:
-    x = leaf(6, 70, dtype=dtype, device=device)
-    result = loss(x, targets_for(x, "labels", ignored=-100))
-    upstream = (
-        torch.linspace(0.5, 2.5, result.numel(), device=device)
-        .reshape(result.shape)
-        .to(result.dtype)
-    )
-    first, second = (
-        torch.autograd.grad(result, x, upstream, retain_graph=True)[0] for _ in range(2)
-    )
-    assert torch.equal(first, second)
-    result = loss(x, targets_for(x, "labels", ignored=-100))
-    result.backward(upstream, retain_graph=True)
-    assert torch.equal(x.grad, first)
-    result.backward(upstream, retain_graph=True)
-    assert torch.equal(x.grad, first + first)
-    result.backward(upstream)
-    assert torch.equal(x.grad, first + first + first)
-
-
-@pytest.mark.interpreted
-@devices
-@losses
-def test_gradients_of_two_losses_of_the_same_logits_add_up(loss: Callable, device: str) -> None:
-    x = leaf(6, 70, device=device)
-    target = targets_for(x, "labels")
-    (single,) = torch.autograd.grad(loss(x, target).sum(), x)
-    h = x * 1
-    (loss(h, target).sum() + loss(h, target).sum()).backward()
-    torch.testing.assert_close(x.grad, 2 * single)
-
-
-@pytest.mark.interpreted
-@devices
-@losses
-def test_leaves_its_arguments_alone(loss: Callable, device: str) -> None:
-    x = leaf(6, 70, device=device)
-    target = targets_for(x, "labels", ignored=-100)
-    before, version = (x.detach().clone(), target.clone()), (x._version, target._version)
-    result = loss(x, target)
-    upstream = torch.full_like(result, 1.5)
-    result.backward(upstream)
-    assert torch.equal(x, before[0])
-    assert torch.equal(target, before[1])
-    assert (x._version, target._version) == version
-    assert torch.equal(upstream, torch.full_like(upstream, 1.5))
-
-
-@pytest.mark.interpreted
-@devices
-@losses
-def test_two_runs_give_the_same_bits(loss: Callable, device: str) -> None:
-    x = leaf(33, 129, device=device)
-    target = targets_for(x, "labels", ignored=-100)
-    runs = []
-    for _ in range(2):
-        result = loss(x, target)
-        runs.append((result, *torch.autograd.grad(result, x, torch.full_like(result, 1.5))))
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
-@pytest.mark.interpreted
-@devices
-@losses
-def test_no_gradient_needed_gives_the_same_loss(loss: Callable, device: str) -> None:
-    x = leaf(6, 70, device=device)
-    target = targets_for(x, "labels", ignored=-100)
-    tracked = loss(x, target)
-    assert tracked.requires_grad
-    with torch.no_grad():
-        untracked = loss(x, target)
-    assert not untracked.requires_grad
-    torch.testing.assert_close(untracked, tracked.detach())
-
-
 PAIRS = {
     name: (LOSSES[name], lambda x, t, options=options: plain_cross_entropy(x, t, **options))
     for name, options in OPTIONS.items()
 }
 PAIRS["token_stats"] = (LOSSES["token_stats"], lambda x, t: token_sum(plain_token_stats, x, t))
 pairs = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-
-
-@pytest.mark.interpreted
-@devices
-@pairs
-def test_transforms(pair: tuple[Callable, Callable], device: str) -> None:
-    x = sample_rows(4, CLASSES, dtype=torch.float64, device=device)
-    target = targets_for(x, "labels", ignored=-100)
-    gradients, values, jacobians, hessians = [], [], [], []
-    for function in pair:
-        gradients.append(torch.func.grad(lambda x, f=function: f(x, target).sum())(x))
-        values.append(torch.func.grad_and_value(lambda x, f=function: f(x, target).sum())(x)[1])
-        jacobians.append(torch.func.jacrev(lambda x, f=function: f(x, target))(x))
-        hessians.append(
-            torch.func.jacrev(torch.func.grad(lambda x, f=function: f(x, target).sum()))(x)
-        )
-    for ours, theirs in (gradients, values, jacobians, hessians):
-        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.interpreted
@@ -267,24 +127,6 @@ def test_vmap_over_class_weights_is_refused() -> None:
         NotImplementedError, match=r"^weight: class weights that differ over a vmapped dimension"
     ):
         torch.vmap(partita.cross_entropy, (None, None, 0))(logits, labels, weight)
-
-
-@losses
-def test_forward_mode_raises(loss: Callable) -> None:
-    logits, labels = sample_labels(4, CLASSES)
-    with pytest.raises((RuntimeError, NotImplementedError), match=r"forward.mode|jvp"):
-        torch.func.jvp(lambda x: loss(x, labels), (logits,), (logits,))
-
-
-@losses
-def test_checkpointed(loss: Callable) -> None:
-    x = leaf(4, CLASSES)
-    target = targets_for(x, "labels")
-    (plain,) = torch.autograd.grad(loss(x, target).sum(), x)
-    checkpointed = torch.utils.checkpoint.checkpoint(
-        lambda x: loss(x, target).sum(), x, use_reentrant=False
-    )
-    assert torch.equal(torch.autograd.grad(checkpointed, x)[0], plain)
 
 
 def _expectation_of_own_scores(scores: Tensor) -> Tensor:

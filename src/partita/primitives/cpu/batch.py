@@ -142,7 +142,7 @@ def as_array(tensor: Tensor) -> Any:
 
 def as_steps(tensor: Tensor) -> Steps:
     """Return `[T, N, C, K]` of any dtype and strides in its own memory."""
-    return Steps(*memory_of(tensor), np.array(tensor.stride()))
+    return Steps(*memory_of(tensor))
 
 
 def fill_nan(result: Tensor, failed: Tensor, steps: Tensor | None = None) -> None:

@@ -17,22 +17,22 @@ from .jit import jit
 NO_NUMBERS, NO_WORDS = np.empty(0, np.float32), np.empty(0, np.uint16)
 
 
-def memory_of(tensor: Tensor) -> tuple[Any, Any, bool]:
-    """Return the memory from the first to the last number, one-dimensional.
+def memory_of(tensor: Tensor) -> tuple[Any, Any, bool, Any]:
+    """Return the memory from the first to the last number, one-dimensional, and the strides.
 
-    It is an array of numbers, an array of words of 16 bits, and whether these are bf16. The first
-    is empty for half types, and the second for others.
+    The memory is an array of numbers, an array of words of 16 bits, and whether these are bf16. The
+    first is empty for half types, and the second for others.
     """
     tensor = resolved(tensor.detach())
     extent = 0
     if tensor.numel():
         sizes = zip(tensor.shape, tensor.stride(), strict=True)
         extent = 1 + sum((size - 1) * stride for size, stride in sizes)
-    memory = tensor.as_strided((extent,), (1,))
+    memory, strides = tensor.as_strided((extent,), (1,)), np.array(tensor.stride())
     if tensor.element_size() > 2:
-        return memory.numpy(), NO_WORDS, False
+        return memory.numpy(), NO_WORDS, False, strides
     words = memory.view(torch.int16).numpy().view(np.uint16)
-    return NO_NUMBERS, words, tensor.dtype == torch.bfloat16
+    return NO_NUMBERS, words, tensor.dtype == torch.bfloat16, strides
 
 
 @jit

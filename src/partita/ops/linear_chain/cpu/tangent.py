@@ -215,7 +215,7 @@ def linear_chain_tangent(
     d_transitions = torch.zeros((steps, rows, C, C), dtype=torch.float64, device="cpu")
     args = (
         chain,
-        grad_output.detach().double().contiguous().numpy(),
+        as_array(grad_output),
         as_steps(emission_values),
         as_steps(step_values.expand(T - 1, N, C, C)),
         ends,

@@ -77,7 +77,7 @@ def as_batch(
 
 def as_rows(tensor: Tensor) -> Rows:
     """Return `[B, T, U1, X]` of any dtype and strides in its own memory."""
-    return Rows(*memory_of(tensor), np.array(tensor.stride()), tensor.shape[3])
+    return Rows(*memory_of(tensor), tensor.shape[3])
 
 
 @jit
