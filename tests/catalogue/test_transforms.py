@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.catalogue import BACKEND, DIFFERENTIABLE, same_bits
+from helpers.catalogue import BACKEND, DIFFERENTIABLE, is_score, same_bits
 from helpers.rows import devices
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,10 +50,6 @@ class Problem:
         """Return the gradients of a plain backward pass."""
         copies = [leaf.detach().clone().requires_grad_() for leaf in leaves]
         return torch.autograd.grad(self(*copies), copies, upstream, materialize_grads=True)
-
-
-def is_score(x: object) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def problem(name: str, device: str) -> Problem:

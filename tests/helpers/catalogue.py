@@ -36,6 +36,11 @@ def outcome(sample: Sample) -> dict[str, Tensor]:
     return {**{f"result {i}": result.detach() for i, result in enumerate(results)}, **found}
 
 
+def is_score(x: object) -> bool:
+    """Return whether an input is a tensor of floating numbers."""
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are equal, NaN at the same places included."""
     if a.shape != b.shape or a.dtype != b.dtype:

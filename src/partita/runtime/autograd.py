@@ -45,11 +45,21 @@ class _FirstDerivative(torch.autograd.Function):
         return None, None, None, *results, *(None for _ in rest)
 
 
+def is_traced() -> bool:
+    """Return whether a compiler or a tracer follows the call, for which tensors have no values."""
+    return torch.compiler.is_compiling() or private_names.is_tracing()
+
+
 def top_transform() -> Any:
     """Return the innermost function transform that is active, or None."""
     if torch.compiler.is_compiling():
         return None
     return private_names.peek_interpreter_stack()
+
+
+def is_traced_transform() -> bool:
+    """Return whether a compiler traces a function transform in which the call is."""
+    return torch.compiler.is_compiling() and private_names.has_traced_level()
 
 
 def is_vmapped() -> bool:
@@ -91,8 +101,9 @@ def requires_grad(tensor: Tensor | None) -> bool:
     """Return whether autograd follows the tensor, in or outside of the active transforms.
 
     The attribute of a tensor inside of `vmap` is False even if the tensor outside needs a gradient.
+    A compiler that traces a transform does not know it, so there each tensor does.
     """
-    if tensor is None or tensor.requires_grad:
+    if tensor is None or tensor.requires_grad or is_traced_transform():
         return tensor is not None
     if top_transform() is None:
         return False
@@ -114,6 +125,18 @@ def without_wrappers(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         return tensors
     unwrap = private_names.unwrap_if_dead
     return tuple(None if tensor is None else unwrap(tensor) for tensor in tensors)
+
+
+def needed_gradients(ctx: Any, *inputs: Any) -> tuple[bool, ...]:
+    """Return for each of the first inputs of an autograd function whether its gradient is needed.
+
+    A compiler does not know it inside of a function transform that it traces, so there all are.
+    """
+    all_are = is_traced_transform()
+    return tuple(
+        x is not None and (need or all_are)
+        for x, need in zip(inputs, ctx.needs_input_grad, strict=False)
+    )
 
 
 def skip_unused_gradients(ctx: Any, is_plain: bool = False) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .autograd import is_batched
+from .autograd import is_batched, is_traced
 from .environment import reader
 from .sizes import same_sizes
 
@@ -154,7 +154,7 @@ def should_check_values(where: torch.device) -> bool:
     The variable `PARTITA_CHECK` decides; without it only values on the CPU are checked. A compiler
     cannot look at values while it traces a call, so then the op checks them when it runs.
     """
-    if torch.compiler.is_compiling():
+    if is_traced():
         return False
     setting = _setting()
     if setting not in ("", "0", "1"):

@@ -33,6 +33,10 @@ is_batchedtensor = _find("_C._functorch.is_batchedtensor", lambda tensor: True)
 is_legacy_batchedtensor = _find("_C._functorch.is_legacy_batchedtensor", lambda tensor: True)
 # A view of the wrapper of a transform that has ended is a view of the tensor inside.
 unwrap_if_dead = _find("_C._functorch.unwrap_if_dead", lambda tensor: tensor.view_as(tensor))
+_level = _find("_C._functorch.maybe_current_level", lambda: None)
+_depth = _find("_C._functorch.get_dynamic_layer_stack_depth")
+# The compiler of PyTorch 2.11 knows the level alone, and breaks the graph where there is one.
+_KNOWS_DEPTH = _depth is not None and torch.__version__ >= "2.12"
 _VMAP = _find("_C._functorch.TransformType.Vmap")
 _is_wrapper = _find("_C._functorch.is_functorch_wrapped_tensor")
 _get_unwrapped = _find("_C._functorch.get_unwrapped")
@@ -41,6 +45,11 @@ _get_unwrapped = _find("_C._functorch.get_unwrapped")
 def is_vmap(transform: Any) -> bool:
     """Return whether a transform, which `peek_interpreter_stack` has returned, is `vmap`."""
     return _VMAP is None or transform == "unknown" or transform.key() == _VMAP
+
+
+def has_traced_level() -> bool:
+    """Return whether the compiler that traces this call is inside of a function transform."""
+    return _depth() > 0 if _KNOWS_DEPTH else _level() is not None
 
 
 def at_some_level(tensor: Tensor, has_property: Callable[[Tensor], bool]) -> bool:
@@ -70,6 +79,23 @@ else:
 
         def __exit__(self, *raised: Any) -> None:
             pass
+
+
+# Tracers. Without these names a check reads the values of a tensor that a tracer follows, which
+# PyTorch refuses.
+_get_dispatch_mode = _find("_C._get_dispatch_mode")
+_TRACERS = tuple(
+    key
+    for name in ("FAKE", "PROXY", "FUNCTIONAL")
+    if (key := _find(f"_C._TorchDispatchModeKey.{name}")) is not None
+)
+
+
+def is_tracing() -> bool:
+    """Return whether a tracer follows the call."""
+    if _get_dispatch_mode is None or not len_torch_dispatch_stack():
+        return False
+    return any(_get_dispatch_mode(key) is not None for key in _TRACERS)
 
 
 # Autograd. Without the guard, nothing refuses a transform of an op that would lose a derivative.

@@ -16,6 +16,7 @@ from ...runtime.autograd import (
     is_batched_gradient,
     is_double_backward,
     is_vmapped,
+    needed_gradients,
     one_by_one,
     plain_eager,
     refuse_forward_mode,
@@ -361,8 +362,9 @@ class Expectation(torch.autograd.Function):
             needed = ctx.needs_input_grad[:8]
             return *double_backward(expected_value, tensors, needed, grad_output), None, None
         # The inputs are scores, source, initial, final, lengths, and three tensors of values.
-        need_score_grads = any(ctx.needs_input_grad[i] for i in (0, 2, 3))
-        need_value_grads = any(ctx.needs_input_grad[i] for i in (5, 6, 7))
+        needed = needed_gradients(ctx, *tensors)
+        need_score_grads = any(needed[i] for i in (0, 2, 3))
+        need_value_grads = any(needed[i] for i in (5, 6, 7))
         op = for_gradients(expectation_gradient, grad_output)
         args = (grad_output, *tensors, mean, logz, saved)
         results = op(*args, need_score_grads, need_value_grads, ctx.backend)
@@ -408,6 +410,5 @@ def scan_inputs(chain: ChainTensors, semiring: Semiring, name: str) -> reference
             f"backend {backend!r}: {name} has no kernel;"
             " it runs in PyTorch (backend 'auto' or 'reference')"
         )
-    if not torch.compiler.is_compiling():
-        check_values(*chain)
+    check_values(*chain)
     return reference.chain_inputs(*chain, semiring)

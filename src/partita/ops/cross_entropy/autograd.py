@@ -18,6 +18,7 @@ from ...runtime.autograd import (
     for_gradients,
     is_batched_gradient,
     is_double_backward,
+    needed_gradients,
     needs_no_derivative,
     plain_eager,
     saved_tensors,
@@ -215,7 +216,8 @@ class CrossEntropyRows(torch.autograd.Function):
                 *tensors[2:],
             )
         grad_target, grad_weight = None, None
-        if has_probabilities and (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
+        needed = needed_gradients(ctx, logits, target, weight)
+        if has_probabilities and (needed[1] or needed[2]):
             others = [target] if weight is None else [target, weight]
             vjp = torch.func.vjp(
                 lambda target, weight=None: (

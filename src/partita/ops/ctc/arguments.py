@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks, private_names
-from ...runtime.autograd import is_batched, plain_eager
+from ...runtime.autograd import is_batched, is_traced, plain_eager
 from ...runtime.caches import BoundedCache, register_cache
 from ...runtime.lengths import Lengths, as_lengths, on_device, padded_lengths
 from ...runtime.sizes import decide, holds
@@ -194,7 +194,7 @@ def _longest(lengths: Tensor, targets: Tensor) -> int:
     size, N = targets.shape[-1], lengths.shape[0]
     if decide(N == 0, otherwise=False):
         return 0
-    if not lengths.is_cpu or torch.compiler.is_compiling() or is_batched(lengths):
+    if not lengths.is_cpu or is_traced() or is_batched(lengths):
         return size
     longest = max(lengths.tolist()) if N <= FEW else int(lengths.max())
     return max(min(longest, size), 0)
@@ -203,8 +203,7 @@ def _longest(lengths: Tensor, targets: Tensor) -> int:
 def _check_sum(lengths: Tensor, targets: Tensor) -> None:
     """Raise `ValueError` unless concatenated targets have as many labels as the lengths say."""
     if (
-        not torch.compiler.is_compiling()
-        and checks.should_check_values(targets.device)
+        checks.should_check_values(targets.device)
         and not is_batched(lengths)
         and int(lengths.sum()) != len(targets)
     ):

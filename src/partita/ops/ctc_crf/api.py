@@ -11,6 +11,7 @@ from ...runtime import checks
 from ...runtime.autograd import (
     apply,
     is_batched,
+    is_traced,
     plain_eager,
     refuse_forward_mode,
     requires_grad,
@@ -122,7 +123,7 @@ def _lengths(
         return CRFLengths(found[-1], found[3] if inputs else None, found[2])
     N, device, longest = scores.shape[1], scores.device, targets.shape[-1]
     lengths = as_lengths("target_lengths", target_lengths, N)
-    is_known = lengths.is_cpu and not torch.compiler.is_compiling() and not is_batched(lengths)
+    is_known = lengths.is_cpu and not is_traced() and not is_batched(lengths)
     if is_known and lengths.numel():
         longest = min(longest, int(lengths.max()))
     if input_lengths is None:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...runtime.checks import first_index
+
 ALPHABET = "NACGT"
 BEST_PHRED, FIRST_PHRED = 50, 33  # the greatest quality, and the character of quality 0
 
@@ -18,7 +20,8 @@ class Basecalls(NamedTuple):
     Fields:
         labels: `[N, S]` int64 from 1, as in the targets of `ctc_crf_loss`; 0 past the length.
         lengths: `[N]` int64, the number of bases; 0 where there is no path.
-        log_probs: `[N, S]`, the log-probability in nats of each base; 0 past the length.
+        log_probs: `[N, S]`, the log-probability in nats of each base; 0 past the length, and NaN
+            everywhere in a sequence whose scores have NaN or +inf.
         steps: `[N, S]` int64, the step of each base's move; -1 for the first k and past the length.
         moves: `[N, T]` bool, whether a step moves into another k-mer.
     """
@@ -69,7 +72,7 @@ class Basecalls(NamedTuple):
             another one, at most 50.
 
         Raises:
-            ValueError: another number of names than of sequences.
+            ValueError: another number of names than of sequences; NaN among the log-probabilities.
 
         Example:
             >>> import torch, partita
@@ -81,6 +84,10 @@ class Basecalls(NamedTuple):
         """
         if names is not None and len(names) != len(self.labels):
             raise ValueError(f"names: expected {len(self.labels)} names, got {len(names)}")
+        if (index := first_index(self.log_probs.isnan().any(1))) is not None:
+            raise ValueError(
+                f"log_probs: expected numbers, got NaN in sequence {index[0]}, whose scores had NaN"
+            )
         error = -torch.expm1(self.log_probs.double())
         phred = (-10 * error.log10()).clamp(0, BEST_PHRED).round().long() + FIRST_PHRED
         texts = []

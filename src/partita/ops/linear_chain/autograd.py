@@ -17,6 +17,7 @@ from ...runtime.autograd import (
     is_batched_gradient,
     is_double_backward,
     is_vmapped,
+    needed_gradients,
     one_by_one,
     requires_grad,
     saved_tensors,
@@ -142,10 +143,11 @@ class LogZ(torch.autograd.Function):
         else:
             grad_output = fp64 + rounded
         assert grad_output is not None
-        options = ctx.needs_input_grad[1], False, ctx.backend
-        results = _logz_gradients(grad_output, *saved_tensors(ctx), *options)
-        needed = zip(results, ctx.needs_input_grad, strict=False)
-        return *(grad if need else None for grad, need in needed), None, None, None
+        tensors = saved_tensors(ctx)
+        needed = needed_gradients(ctx, *tensors[:4])
+        results = _logz_gradients(grad_output, *tensors, needed[1], False, ctx.backend)
+        pairs = zip(results, needed, strict=True)
+        return *(grad if need else None for grad, need in pairs), None, None, None
 
 
 def _logz_gradients(grad_output: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
@@ -288,7 +290,7 @@ class Expectation(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         grad_output, tensors = grads[0], saved_tensors(ctx)
         chain, values = tensors[:5], tensors[5:]
-        needed = ctx.needs_input_grad
+        needed = needed_gradients(ctx, *tensors)
         if is_double_backward(grad_output, *tensors):
             results = double_backward(
                 reference_tangent.expected_value, tensors, needed[:9], grad_output
@@ -315,7 +317,7 @@ def _value_gradients(
     full = (emissions, transitions, *ends, lengths)
     per_sequence = values[1].ndim == 3 and transitions.ndim == 2
     fp64, _, saved = logz(*full, True, ctx.backend)
-    op, need = for_gradients(logz_gradient, grad_output), ctx.needs_input_grad[6]
+    op, need = for_gradients(logz_gradient, grad_output), needed_gradients(ctx, *chain, *values)[6]
     results: tuple[Tensor, ...] = op(
         grad_output, *full, fp64, saved, need, per_sequence, ctx.backend
     )

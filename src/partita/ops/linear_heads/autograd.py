@@ -14,6 +14,7 @@ from ...runtime.autograd import (
     for_gradients,
     is_batched_gradient,
     is_double_backward,
+    needed_gradients,
     one_by_one,
     plain_eager,
     saved_tensors,
@@ -251,8 +252,8 @@ class LinearRows(torch.autograd.Function):
         no_option_grads = (None,) * 10
         if all(grad is None for grad in grads[:4]):
             return None, None, None, *no_option_grads
-        wanted = tuple(ctx.needs_input_grad[:3])
         input, weight, bias, target, class_weight, *outputs = saved_tensors(ctx)
+        wanted = needed_gradients(ctx, input, weight, bias)
         if is_double_backward(*grads[:4], input, weight, bias):
             return *LinearRows._differentiable_gradients(ctx, grads, wanted), *no_option_grads
         statistics = RowStatistics(*outputs)

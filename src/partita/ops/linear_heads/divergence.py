@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import apply, plain_eager
+from ...runtime.autograd import apply, plain_eager, requires_grad
 from ...runtime.backend import current_backend
 from ...runtime.dtypes import acc_dtype
 from ..divergence.common import reduced, row_factors
@@ -144,7 +144,7 @@ def _planned(
     input, weight, bias, teacher_input, *_ = heads
     assert input is not None and weight is not None and teacher_input is not None
     enabled = torch.is_grad_enabled()
-    wanted = tuple(enabled and t is not None and t.requires_grad for t in (input, weight, bias))
+    wanted = tuple(enabled and requires_grad(t) for t in (input, weight, bias))
     has_one_pass = plain_eager() or torch.compiler.is_compiling()
     # The gradients of fp16 would underflow before a loss scale is known.
     is_reduced = reduction != "none" and input.dtype != torch.float16

@@ -13,6 +13,7 @@ from ...runtime.autograd import (
     for_gradients,
     is_batched_gradient,
     is_double_backward,
+    needed_gradients,
     one_by_one,
     plain_eager,
     saved_tensors,
@@ -148,8 +149,8 @@ class LinearDivergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        no_other_grads, wanted = (None,) * 10, tuple(ctx.needs_input_grad[:3])
-        tensors, grad = saved_tensors(ctx), grads[0]
+        no_other_grads, tensors, grad = (None,) * 10, saved_tensors(ctx), grads[0]
+        wanted = needed_gradients(ctx, *tensors[:3])
         heads = tensors[:6]
         if is_double_backward(grad, *heads[:3]):
             gradients = double_backward(

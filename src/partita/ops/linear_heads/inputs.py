@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import autocast_dtype, plain_eager, top_transform
+from ...runtime.autograd import autocast_dtype, plain_eager, requires_grad, top_transform
 from ...runtime.checks import FLOATING
 from ...runtime.register import PLAIN
 from .common import cast_to_autocast
@@ -36,8 +36,7 @@ class HeadInputs(NamedTuple):
         """Return whether hidden states, matrix and bias need a gradient."""
         if not torch.is_grad_enabled():
             return False, False, False
-        bias_grad = self.bias is not None and self.bias.requires_grad
-        return self.input.requires_grad, self.weight.requires_grad, bias_grad
+        return requires_grad(self.input), requires_grad(self.weight), requires_grad(self.bias)
 
     def plan(self, memory_budget: int | None, reduced: bool, packs: bool = False) -> MemoryPlan:
         """Return the plan of these tensors; `packs` says whether the rows are packed."""

@@ -13,6 +13,7 @@ from ...runtime.autograd import (
     double_backward,
     for_gradients,
     is_double_backward,
+    needed_gradients,
     one_by_one,
     plain_eager,
     saved_tensors,
@@ -115,8 +116,8 @@ class LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        no_option_grads, wanted = (None,) * 8, tuple(ctx.needs_input_grad[:3])
-        tensors, grad = saved_tensors(ctx), grads[0]
+        no_option_grads, tensors, grad = (None,) * 8, saved_tensors(ctx), grads[0]
+        wanted = needed_gradients(ctx, *tensors[:3])
         input, weight, bias, ids, *_ = tensors
         if is_double_backward(grad, input, weight, bias):
             gradients = double_backward(

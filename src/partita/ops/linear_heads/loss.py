@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import apply, autocast_dtype, plain_eager
+from ...runtime.autograd import apply, autocast_dtype, plain_eager, requires_grad
 from ...runtime.backend import current_backend
 from ...runtime.checks import REDUCTIONS
 from ...runtime.dtypes import acc_dtype
@@ -87,7 +87,7 @@ def linear_loss(
     if memory_budget is not None:
         check_budget(memory_budget)
     ignore_index = -100 if ignore_index is None else ignore_index
-    weight_grad = weight is not None and weight.requires_grad
+    weight_grad = requires_grad(weight)
     if weight_grad or (not usual and needs_logits(linear_weight, target)):
         dtype = acc_dtype(input.dtype)
         logits = all_logits(input, linear_weight, linear_bias).to(dtype)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...runtime.autograd import apply, requires_grad, saved_tensors
+from ...runtime.autograd import apply, needed_gradients, requires_grad, saved_tensors
 from .common import counted_rows
 
 
@@ -27,19 +27,20 @@ class RowsLinear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:2])
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (input, weight) = grads, saved_tensors(ctx)
+        (grad,), (input, weight, bias) = grads, saved_tensors(ctx)
         dinput = dweight = dbias = None
-        if ctx.needs_input_grad[0]:
+        of_input, of_weight, of_bias = needed_gradients(ctx, input, weight, bias)
+        if of_input:
             dinput = grad @ weight
         rows = input.shape[:-1].numel()  # a reshape that batched gradients know
         grad = grad.reshape(rows, grad.shape[-1])
-        if ctx.needs_input_grad[1]:
+        if of_weight:
             dweight = grad.T @ counted_rows(input.reshape(rows, input.shape[-1]), grad)
-        if ctx.needs_input_grad[2]:
+        if of_bias:
             dbias = grad.sum(0)
         return dinput, dweight, dbias
 

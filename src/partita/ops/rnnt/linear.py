@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import checks
-from ...runtime.autograd import apply, refuse_forward_mode, top_transform
+from ...runtime.autograd import apply, refuse_forward_mode, requires_grad, top_transform
 from ...runtime.backend import current_backend
 from ...runtime.lengths import Lengths
 from ...runtime.sizes import holds, same_sizes
@@ -85,7 +85,7 @@ def _loss(
     assert encoder is not None and predictor is not None and weight is not None
     refuse_forward_mode(*tensors)
     grad_enabled = torch.is_grad_enabled()
-    wanted = [grad_enabled and x is not None and x.requires_grad for x in tensors]
+    wanted = [grad_enabled and requires_grad(x) for x in tensors]
     is_reduced = reduction != "none" and encoder.dtype != torch.float16
     if top_transform() is not None:
         losses = losses_of_joint(is_tdt, tensors, (*sequences, *options, backend))

@@ -13,6 +13,7 @@ from ...runtime.autograd import (
     first_derivative,
     for_gradients,
     is_double_backward,
+    needed_gradients,
     one_by_one,
     saved_tensors,
     skip_unused_gradients,
@@ -138,8 +139,9 @@ class LogZ(torch.autograd.Function):
         else:
             grad_output = fp64 + rounded
         assert grad_output is not None
-        results = differentiable_gradient(grad_output, *saved_tensors(ctx), False, ctx.backend)
-        needed = zip(results, ctx.needs_input_grad, strict=False)
+        tensors = saved_tensors(ctx)
+        results = differentiable_gradient(grad_output, *tensors, False, ctx.backend)
+        needed = zip(results, needed_gradients(ctx, *tensors[:5]), strict=True)
         return *(grad if need else None for grad, need in needed), None, None, None
 
 
