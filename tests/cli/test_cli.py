@@ -232,7 +232,8 @@ def test_check_finds_what_is_wrong(
     kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function, note = BROKEN[kind]
-    broken = dataclasses.replace(CALLS["softmax"], function=lambda input, dim: function(input))
+    softmax = CALLS["softmax"]
+    broken = dataclasses.replace(softmax, function=lambda input, dim: function(input), options={})
     monkeypatch.setattr(_check_machine, "CALLS", {"softmax": broken})
     assert main(["check", "--device", "cpu"]) == 1
     printed = capsys.readouterr().out

@@ -229,18 +229,8 @@ def call_mixture(*dtypes: torch.dtype) -> None:
                 chain.backward_scores(semiring)
             chain.viterbi()
             chain.sample(2)
-    sizes = (
-        (3, 5),
-        (3, 30),
-        (70, 30),
-        (3, 50),
-        (3, 200),
-        (3, 500),
-        (300, 5),
-        (300, 16),
-        (300, 100),
-    )
-    for T, C in sizes:
+    short, long = (5, 30, 50, 200, 500), (5, 16, 100)
+    for T, C in (*((3, C) for C in short), (70, 30), *((300, C) for C in long)):
         shapes = ((T, 2, C), (C, C), (C,), (C,))
         scores = tuple(map(zeros_with_gradient, shapes, (*dtypes, dtypes[2])))
         chain = partita.linear_chain(*scores)

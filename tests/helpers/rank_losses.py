@@ -133,7 +133,7 @@ def check_corners(device: torch.device) -> None:
     exact = hidden.double().requires_grad_()
     truth = F.cross_entropy(exact @ matrix.double().T, target.long())
     (expected,) = torch.autograd.grad(truth, exact)
-    for budget in (None, 20 * 128 * 4 + 24 * 4 * 20):
+    for budget in (None, 20 * 128 * 4 + 48 * 4 * 20):
         leaf = hidden.clone().requires_grad_()
         rows = local_shard(matrix, sizes, 0).clone().requires_grad_()
         loss = parallel.linear_cross_entropy(

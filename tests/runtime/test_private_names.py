@@ -21,7 +21,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "triton": ("triton.knobs", "triton.language", "triton.testing", "triton.experimental.gluon"),
     "numba": ("numba.types", "numba.njit", "numba.extending", "numba.TypingError"),
 }
-NAMEDTUPLE = {"_replace", "_fields", "_asdict"}
+NAMEDTUPLE = {"_replace", "_fields", "_asdict", "_make"}
 # Issue 17 removes these files, or what they read.
 REMOVED_BY_ISSUE_17 = (
     "primitives/cpu/jit.py",

@@ -126,7 +126,7 @@ def test_a_translated_kernel_is_not_translated_again(
 
 @needs_compiler
 def test_other_options_are_translated_again(launches: list[Launch]) -> None:
-    kernel, args, options = launches[0]
+    kernel, args, options = launches[0][:3]
     translation.translate_ahead(kernel, args, {**options, "num_stages": 5})
     ((target, source, _),) = translation._translated
     instructions(launches[0])

@@ -118,11 +118,12 @@ def run(call: Call, backend: Backend, dtype: str) -> Line:
                 note(sample, sample.errors(in_torch=True))
                 continue
             errors = sample.errors_beside_torch()
-            for error in (*errors.forward, *errors.backward):
-                cells = (error.ulp, error.budget, error.baseline)
-                text = "" if error.passed else f"{sample.name}: {error}"
-                rank = (not error.passed, True, error.ulp / error.budget)
-                found.append((rank, line.measured(*cells, error.passed, text)))
+            for name, parts in (("forward", errors.forward), ("backward", errors.backward)):
+                for error in parts:
+                    cells = (error.ulp, error.budget, error.baseline)
+                    text = "" if error.passed else f"{sample.name}, {name}: {error}"
+                    rank = (not error.passed, True, error.ulp / error.budget)
+                    found.append((rank, line.measured(*cells, error.passed, text)))
         for sample in call.samples(draw) if dtype == "fp32" else [call.sample(draw)]:
             note(sample, sample.errors())
     except Exception as error:

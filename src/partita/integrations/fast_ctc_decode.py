@@ -76,7 +76,7 @@ def viterbi_search(
 
     Args:
         network_output: `[T, C]`, an array or a tensor on any device: probabilities, or any numbers
-            in their order, such as log-probabilities.
+            in their order, such as their logarithms.
         alphabet: as in `beam_search`.
         qstring: False; no quality follows the text.
 
