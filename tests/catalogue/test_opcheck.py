@@ -4,6 +4,7 @@ It tests the schema, the fake, the autograd registration and AOT dispatch.
 """
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from helpers.rows import INTERPRETING, devices
 import partita
 import partita.parallel
 from partita.testing import poisoned_memory
-from partita.testing.samples import CALLS, Draw, OpCall, recorded_ops
+from partita.testing.samples import CALLS, Call, Draw, OpCall, Sample, recorded_ops
 from partita.testing.samples.shards import CALLS as SHARDS
 
 OPS = sorted(
@@ -37,25 +38,41 @@ def kind(call: OpCall) -> tuple[Any, ...]:
     )
 
 
+def all_samples(call: Call, device: str) -> Iterator[Sample]:
+    """Yield samples without and with gradients, so that all that an op saves is written."""
+    for draw in (Draw(device=device, grad=grad, ragged=False) for grad in (True, False)):
+        if INTERPRETING:
+            yield call.sample(draw)
+            continue
+        yield from call.samples(draw)
+        if call.name == "cross_entropy":
+            # The gradient of fewer logits is scaled by a function of PyTorch.
+            yield call.sample(draw, "all options, mean", sizes=call.checked[1])
+
+
 @functools.cache
 def op_calls(device: str) -> dict[str, list[OpCall]]:
-    """Return calls of each op, one of each kind, as compiled and as plain eager code makes them."""
-    found: dict[tuple[Any, ...], OpCall] = {}
+    """Return calls of each op, one of each kind, as compiled code makes them, or else eager code.
+
+    The backward ops of plain eager code may write over logits that the forward op has saved.
+    """
+    found: dict[bool, dict[tuple[Any, ...], OpCall]] = {False: {}, True: {}}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with partita.backend(BACKEND):
             for call in (*CALLS.values(), *SHARDS.values()):
-                for draw in (Draw(device=device), Draw(device=device, grad=False)):
-                    samples = [call.sample(draw)] if INTERPRETING else call.samples(draw)
-                    for sample in samples:
-                        for eager in (False, True):
-                            with recorded_ops(eager=eager) as noted:
-                                sample.gradients(sample.run())
-                            for each in noted:
-                                found.setdefault(kind(each), each)
+                for sample in all_samples(call, device):
+                    for eager, calls in found.items():
+                        with recorded_ops(eager=eager) as noted:
+                            sample.gradients(sample.run())
+                        for each in noted:
+                            calls.setdefault(kind(each), each)
     finally:
         dist.destroy_process_group()
-    return {name: [call for call in found.values() if call.name == name] for name in OPS}
+    compiled, eager = ([*calls.values()] for calls in found.values())
+    known = {call.name for call in compiled}
+    served = [*compiled, *(call for call in eager if call.name not in known)]
+    return {name: [call for call in served if call.name == name] for name in OPS}
 
 
 # The GPU alone has these.

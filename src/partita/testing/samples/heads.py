@@ -73,6 +73,11 @@ BUDGETS: dict[str, Any] = {"lean": _lean, "fast": FAST}
 LINEAR_CROSS_ENTROPY: dict[str, Any] = {
     **BUDGETS,
     "mean": {"reduction": "mean"},
+    "mean, chunks of tokens": lambda draw, sizes: {
+        **_linear_cross_entropy(draw, {**sizes, "rows": 4500}),
+        "reduction": "mean",
+        "memory_budget": 4_000_000,
+    },
     "sum, lean": lambda draw, sizes: {"reduction": "sum", **_lean(draw, sizes)},
     "bias, all options": lambda draw, sizes: {**_bias(draw, sizes), **all_options(draw, sizes)},
     "bias, all options, lean": lambda draw, sizes: {
