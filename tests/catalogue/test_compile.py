@@ -5,15 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch._dynamo.testing
 from helpers.catalogue import DIFFERENTIABLE, is_score
 from helpers.rows import devices
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+import partita
 from partita.testing import poisoned_memory
-from partita.testing.samples import CALLS, Draw, Sample, map_tensors
+from partita.testing.samples import CALLS, Draw, Sample, map_tensors, tensors_of
 
 # A generator of random numbers is no argument that a compiler knows.
 TRACED = [name for name in CALLS if not name.endswith("sample")]
@@ -136,3 +139,79 @@ def test_results_lie_as_fakes_say(name: str, device: str) -> None:
             if layout(a) != layout(b)
         ]
     assert not wrong
+
+
+# The derivatives of semi-Markov chains run the reference, step by step.
+UNROLLED = [
+    f"SemiMarkovChain.{method}" for method in ("state_marginals", "segment_marginals", "entropy")
+]
+SIZED = [
+    (name, size)
+    for name in TRACED
+    if name not in COMPOSED
+    for size in ("rows", "batch", "steps", "labels")
+    if size in CALLS[name].small and not (name in UNROLLED and size == "steps")
+]
+
+
+def of_size(name: str, size: str, number: int, device: str) -> Sample:
+    sizes = {size: number} if size != "labels" else {size: number, "steps": 12}
+    return CALLS[name].sample(Draw(device=device), sizes=sizes)
+
+
+def tensors_and_dims(name: str, size: str, device: str) -> list[tuple[Tensor, int | None]]:
+    """Return the tensors of a call of size 5, each with the dimension that follows the size."""
+    five, seven = (tree_leaves(of_size(name, size, n, device).inputs) for n in (5, 7))
+    return [
+        (x, next((dim for dim in range(x.ndim) if x.shape[dim] != y.shape[dim]), None))
+        for x, y in zip(five, seven, strict=True)
+        if isinstance(x, Tensor)
+    ]
+
+
+@devices
+@pytest.mark.parametrize("mark", ["mark_dynamic", "mark_unbacked"])
+@pytest.mark.parametrize(("name", "size"), SIZED)
+def test_one_compilation_serves_all_sizes(name: str, size: str, mark: str, device: str) -> None:
+    if name == "SemiMarkovChain.log_prob" and mark == "mark_unbacked":
+        pytest.skip("PyTorch's cummax asks whether there are elements")
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(CALLS[name].function, fullgraph=True, backend=counter)
+    dims = [dim for _, dim in tensors_and_dims(name, size, device)]
+    with partita.backend("reference" if device == "cpu" else "auto"):
+        for number in (5, 3):
+            sample = of_size(name, size, number, device)
+            tensors = [x for x in tree_leaves(sample.inputs) if isinstance(x, Tensor)]
+            for x, dim in zip(tensors, dims, strict=True):
+                if dim is not None:
+                    getattr(torch._dynamo.decorators, mark)(x, dim)
+            expected = sample.run()
+            found = replace(sample, call=replace(sample.call, function=compiled)).run()
+            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(sample.gradients(found), sample.gradients(expected))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(("name", "size"), SIZED)
+def test_export_with_a_size_without_bounds(name: str, size: str) -> None:
+    leaves, structure = tree_flatten(of_size(name, size, 5, "cpu").inputs)
+
+    class Exported(torch.nn.Module):
+        def forward(self, *tensors: Tensor) -> object:
+            rest = iter(tensors)
+            inputs = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            return CALLS[name].function(**tree_unflatten(inputs, structure))
+
+    # PyTorch's own slices of all but one step know that a size of 1 broadcasts.
+    number = torch.export.Dim("number", min=3 if size in ("steps", "labels") else None)
+    other = of_size(name, size, 7, "cpu")
+    tensors, dims = zip(*tensors_and_dims(name, size, "cpu"), strict=True)
+    # A tensor with one row more than labels has the size `number + 1`.
+    shapes = tuple(
+        None if dim is None else {dim: number + (x.shape[dim] - 5) if x.shape[dim] > 5 else number}
+        for x, dim in zip(tensors, dims, strict=True)
+    )
+    with partita.backend("reference"):
+        exported = torch.export.export(Exported(), tensors, dynamic_shapes=(shapes,)).module()
+        found = exported(*(x for x in tree_leaves(other.inputs) if isinstance(x, Tensor)))
+        torch.testing.assert_close(tuple(tensors_of(found)), other.run())

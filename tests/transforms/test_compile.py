@@ -1,14 +1,12 @@
 """torch.compile without a graph break, with dynamic shapes too, and torch.export."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch._dynamo.testing
 from helpers.rows import class_weights, devices, leaf, targets_for
-from helpers.sized_calls import CALLS, SizedCall, varying_dims
 from torch import Tensor
 
 import partita
@@ -117,45 +115,3 @@ def test_export(device: str) -> None:
     for size in (6, 9):
         x, target = sample_rows(size, 8, device=device), torch.arange(size, device=device) % 7
         torch.testing.assert_close(exported(x, target), model(x, target))
-
-
-def with_gradients(function: Callable, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the results of a call and the gradients of their sums."""
-    found = function(*tensors)
-    results = [found] if isinstance(found, Tensor) else list(found)
-    sums = [result.sum() for result in results if result.requires_grad]
-    inputs = [tensor for tensor in tensors if tensor.requires_grad]
-    of_inputs = torch.autograd.grad(sums, inputs, allow_unused=True) if sums else ()
-    return [*results, *(gradient for gradient in of_inputs if gradient is not None)]
-
-
-@devices
-@pytest.mark.parametrize("mark", ["mark_dynamic", "mark_unbacked"])
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_one_compilation_serves_all_sizes(call: SizedCall, mark: str, device: str) -> None:
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(call.function, fullgraph=True, backend=counter)
-    with partita.backend("reference" if device == "cpu" else "auto"):
-        for size in (5, 3):
-            tensors = [tensor.to(device).detach() for tensor in call.tensors(size)]
-            for tensor, dim in zip(tensors, varying_dims(call), strict=True):
-                tensor.requires_grad_(tensor.is_floating_point())
-                if dim is not None:
-                    getattr(torch._dynamo.decorators, mark)(tensor, dim)
-            expected = with_gradients(call.function, tensors)
-            torch.testing.assert_close(with_gradients(compiled, tensors), expected)
-    assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_export_with_a_size_without_bounds(call: SizedCall) -> None:
-    class Exported(torch.nn.Module):
-        def forward(self, *tensors: Tensor) -> Any:
-            return call.function(*tensors)
-
-    size = torch.export.Dim("size")
-    dims = tuple({} if dim is None else {dim: size} for dim in varying_dims(call))
-    with partita.backend("reference"):
-        exported = torch.export.export(Exported(), call.tensors(5), dynamic_shapes=(dims,)).module()
-        tensors = call.tensors(7)
-        torch.testing.assert_close(exported(*tensors), call.function(*tensors))

@@ -27,7 +27,6 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ),
     "token_stats": lambda x, t: torch.stack(partita.token_stats(x, t)[:3]),
 }
-calls = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 halves = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 
 

@@ -125,29 +125,6 @@ def test_forward_and_backward_scores(semiring: Semiring) -> None:
     assert torch.equal(alpha[0], chain.initial) and torch.equal(beta[-1], chain.final)
 
 
-@pytest.mark.parametrize("kind", TABLES)
-def test_first_and_second_derivatives(kind: str) -> None:
-    chain = random_chain(3, 2, 3, 2, kind=kind, forbidden=0.0, seed=2)
-    scores = torch.where(chain.scores.isnan(), 0.0, chain.scores).requires_grad_()
-    ends = [t.clone().requires_grad_() for t in (chain.initial, chain.final)]
-
-    def value(*tensors: torch.Tensor) -> torch.Tensor:
-        return partita.logz(tensors[0], chain.source, *tensors[1:], lengths=chain.lengths)
-
-    assert torch.autograd.gradcheck(value, (scores, *ends))
-    assert torch.autograd.gradgradcheck(value, (scores, *ends))
-
-    def others(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        one = Chain(tensors[0], chain.source, *tensors[1:], lengths=chain.lengths)
-        return (
-            one.entropy(),
-            one.expectation(tensors[0].square()),
-            one.kl(Chain(2 * tensors[0], chain.source, lengths=chain.lengths)),
-        )
-
-    assert torch.autograd.gradcheck(others, (scores, *ends))
-
-
 def test_impossible_chains_have_no_gradient() -> None:
     scores = torch.full((2, 2, 2, 2), -torch.inf)
     scores[:, 1] = 0.0

@@ -2,11 +2,10 @@
 
 import math
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.chains import NUMBER_OF_PATHS, assert_close_fp64, random_chain
+from helpers.chains import NUMBER_OF_PATHS, random_chain
 
 import partita
 from partita import Chain, Max, edges_from_states
@@ -21,37 +20,6 @@ def test_kl_of_another_table_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
         False,
         True,
     ]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_dtypes(dtype: torch.dtype) -> None:
-    chain = random_chain(30, 4, 5, 3, dtype=dtype, forbidden=0.05)
-    exact = Chain(
-        chain.scores.double(),
-        chain.source,
-        chain.initial.double(),
-        chain.final.double(),
-        lengths=chain.lengths,
-    )
-    result_dtype = torch.promote_types(dtype, torch.float32)
-    for name in ("logz", "entropy", "marginals"):
-        result, truth = getattr(chain, name)(), getattr(exact, name)()
-        assert result.dtype == result_dtype
-        torch.testing.assert_close(result, truth.to(result_dtype), rtol=1e-6, atol=1e-6)
-
-
-def test_strides_and_nothing_written() -> None:
-    chain = random_chain(5, 3, 4, 3, ragged=False, forbidden=0.0)
-    frame = torch.full((3, 5, 3, 8), torch.nan, dtype=torch.float64).permute(1, 0, 3, 2)[:, :, ::2]
-    frame.copy_(chain.scores)
-    other = Chain(frame, chain.source, chain.initial, chain.final)
-    assert (
-        not frame.is_contiguous()
-        and torch.equal(other.logz(), chain.logz())
-        and torch.equal(frame, chain.scores)
-    )
-    one = chain.scores[:1].expand(5, -1, -1, -1)
-    assert_close_fp64(Chain(one, chain.source).logz(), Chain(one.contiguous(), chain.source).logz())
 
 
 BAD = {
@@ -181,18 +149,6 @@ def test_unchecked_lengths_and_sources_make_nan(monkeypatch: pytest.MonkeyPatch)
     assert Chain(chain.scores, chain.source + 3).logz().isnan().all()
 
 
-def test_empty() -> None:
-    assert Chain(torch.zeros(3, 0, 2, 2), partita.dense_source(2)).logz().shape == (0,)
-    assert Chain(torch.zeros(0, 2, 2, 2), partita.dense_source(2)).logz().tolist() == pytest.approx(
-        [math.log(2)] * 2
-    )
-    no_edges = Chain(torch.zeros(2, 1, 2, 1), torch.full((2, 1), -1))
-    assert no_edges.logz().tolist() == [-math.inf] and no_edges.viterbi().edges.tolist() == [
-        [-1],
-        [-1],
-    ]
-
-
 def test_unchecked_values_under_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
     monkeypatch.setenv("PARTITA_CHECK", "0")
@@ -287,25 +243,6 @@ def test_no_semiring() -> None:
     scores, source = torch.zeros(2, 1, 2, 2), partita.dense_source(2)
     with pytest.raises(TypeError, match="semiring: expected a Semiring, as Log or Max, got 'Log'"):
         partita.logz(scores, source, semiring="Log")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("needs_grad", [False, True])
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda chain: chain.logz(),
-        lambda chain: chain.logz(Max),
-        lambda chain: chain.entropy(),
-        lambda chain: chain.expectation(torch.ones(())),
-    ],
-)
-def test_forward_mode_is_refused(function: Callable[[Chain], object], needs_grad: bool) -> None:
-    """A tangent is never lost, although calls without a gradient go past autograd."""
-    scores = torch.zeros(2, 1, 2, 2, requires_grad=needs_grad)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(scores, torch.ones(2, 1, 2, 2))
-        with pytest.raises((NotImplementedError, RuntimeError)):
-            function(Chain(dual, partita.dense_source(2)))
 
 
 def test_calls_without_a_gradient_keep_no_graph() -> None:

@@ -1,11 +1,9 @@
 """The kernels of chains against the reference, under the interpreter and on a GPU."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from helpers.chains import TABLES, random_chain
-from helpers.rows import INTERPRETING, KERNEL_DEVICES, kernel_devices
+from helpers.rows import KERNEL_DEVICES, kernel_devices
 
 import partita
 from partita import Chain
@@ -196,42 +194,6 @@ def path_of(chain: Chain, backend: str) -> partita.ViterbiPath:
 
 
 @kernel_devices
-def test_second_derivatives(device: str) -> None:
-    chain = random_chain(5, 3, 4, 3, device=device)
-    found = []
-    for backend in ("triton", "reference"):
-        tensors = [
-            t.clone().nan_to_num(0.0).requires_grad_()
-            for t in (chain.scores, chain.initial, chain.final)
-        ]
-        with partita.backend(backend):
-            z = Chain(tensors[0], chain.source, *tensors[1:], lengths=chain.lengths).logz()
-            grads = torch.autograd.grad(z.square().sum(), tensors, create_graph=True)
-            found.append(torch.autograd.grad(sum(g.square().sum() for g in grads), tensors))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-
-
-@kernel_devices
-def test_strides(device: str) -> None:
-    chain = random_chain(6, 3, 4, 3, ragged=False, device=device)
-    frame = torch.full((3, 6, 3, 8), torch.nan, dtype=torch.float64, device=device).permute(
-        1, 0, 3, 2
-    )[:, :, ::2]
-    frame.copy_(chain.scores)
-    assert_matches_reference(Chain(frame, chain.source, chain.initial, chain.final), torch.float64)
-    assert_matches_reference(
-        Chain(
-            chain.scores[:1].expand(6, -1, -1, -1),
-            chain.source,
-            chain.initial[:1].expand(3, -1),
-            chain.final,
-        ),
-        torch.float32,
-    )
-
-
-@kernel_devices
 @pytest.mark.parametrize("backend", ["triton", "auto", "reference"])
 def test_gradients_of_results_in_any_stride(backend: str, device: str) -> None:
     """`sum().backward()` gives a gradient of stride 0, which no copy makes contiguous."""
@@ -285,13 +247,6 @@ def test_invalid_lengths_and_sources_make_nan(device: str, monkeypatch: pytest.M
 
 
 @kernel_devices
-def test_results_are_deterministic(device: str) -> None:
-    chain = random_chain(12, 3, 9, 3, seed=4, device=device)
-    for a, b in zip(*(results(chain, "triton", torch.float32) for _ in range(2)), strict=True):
-        assert torch.equal(a.nan_to_num(-1.0), b.nan_to_num(-1.0))
-
-
-@kernel_devices
 def test_table_is_built_anew_when_it_changes(device: str) -> None:
     chain = random_chain(5, 2, 4, 2, ragged=False, forbidden=0.0, device=device)
     assert_matches_reference(chain, torch.float32)
@@ -314,52 +269,3 @@ def test_long_chains(states: int, device: str) -> None:
         expected = Chain(scores.double(), source)
         assert (z - expected.logz()).abs() <= 1e-6 * expected.logz().abs() + 2e-5
         assert (marginals - expected.marginals()).abs().max() <= 2e-6
-
-
-@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
-def test_capture_and_replay(device: str) -> None:
-    chain = random_chain(
-        9, 3, 16, 4, ragged=False, forbidden=0.0, device=device, dtype=torch.float32
-    )
-    scores = chain.scores.clone().requires_grad_()
-
-    def step() -> tuple[torch.Tensor, torch.Tensor]:
-        z = partita.logz(scores, chain.source, chain.initial, chain.final)
-        return z, torch.autograd.grad(z.sum(), scores)[0]
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = step()
-    with torch.no_grad():
-        scores.mul_(0.5)
-    graph.replay()
-    for a, b in zip(captured, step(), strict=True):
-        assert torch.equal(a, b)
-
-
-FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "logz": lambda scores, source: partita.logz(scores, source).sum(),
-    "max": lambda scores, source: partita.logz(scores, source, semiring=partita.Max).sum(),
-    "method": lambda scores, source: partita.Chain(scores, source).logz().sum(),
-    "entropy": lambda scores, source: partita.Chain(scores, source).entropy().sum(),
-}
-
-
-@pytest.mark.parametrize("device", ["cpu", KERNEL_DEVICES[1]])
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_fullgraph(name: str, device: str) -> None:
-    if INTERPRETING:
-        pytest.skip("the interpreter runs kernels as Python functions")
-    chain = random_chain(
-        5, 3, 4, 3, ragged=False, forbidden=0.0, device=device, dtype=torch.float32
-    )
-    scores = chain.scores.clone().requires_grad_()
-    expected = torch.autograd.grad(FUNCTIONS[name](scores, chain.source), scores)[0]
-    compiled = torch.compile(FUNCTIONS[name], fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(
-        torch.autograd.grad(compiled(scores, chain.source), scores)[0], expected
-    )

@@ -19,7 +19,6 @@ from partita.primitives.cpu import math as cpu_math
 from partita.primitives.cpu.batch import empty_batch
 
 RING = torch.tensor([[0, 3], [1, 0], [2, 1], [3, 2]])
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WIDTHS = (
     (0, 2, 3, 2),
     (3, 0, 3, 2),
@@ -118,11 +117,6 @@ def test_tables_with_one_out_degree(source: torch.Tensor) -> None:
     assert_matches_reference(Chain(scores, source, lengths=[7, 0, 4]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes(dtype: torch.dtype) -> None:
-    assert_matches_reference(random_chain(9, 4, 6, 3, dtype=dtype, seed=8))
-
-
 def test_values_of_another_dtype_and_without_a_stride() -> None:
     chain = random_chain(6, 3, 4, 3, kind="missing", seed=4, dtype=torch.float32)
     values = torch.randn(4, 3, dtype=torch.float16)
@@ -174,20 +168,6 @@ def test_finite_numbers_that_stand_for_minus_infinity() -> None:
     with partita.backend("numba"):  # all paths have the least score
         marginals = Chain(scores, chain.source, torch.full((3, 4), -1e38)).marginals()
     assert ((marginals >= 0) & (marginals <= 1)).all()
-
-
-def test_strides() -> None:
-    chain = random_chain(5, 3, 4, 3, ragged=False)
-    frame = torch.full((3, 5, 3, 8), torch.nan, dtype=torch.float64).permute(1, 0, 3, 2)[:, :, ::2]
-    frame.copy_(chain.scores)
-    assert_matches_reference(Chain(frame, chain.source, chain.initial, chain.final), frame)
-    assert_matches_reference(
-        Chain(chain.scores.transpose(0, 1), chain.source), chain.scores.transpose(0, 1)
-    )
-    one = chain.scores[:1].expand(5, -1, -1, -1)
-    assert_matches_reference(
-        Chain(one, chain.source, chain.initial[:1].expand(3, -1)), one[..., :1].expand(one.shape)
-    )
 
 
 def test_more_slots_than_a_byte_counts() -> None:
@@ -298,17 +278,6 @@ def test_gradients_of_expectations(kind: str) -> None:
             )
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
-
-
-@pytest.mark.parametrize("kind", TABLES)
-def test_second_derivatives(kind: str) -> None:
-    chain = random_chain(3, 2, 3, 2, kind=kind, forbidden=0.0, seed=2)
-    scores = torch.where(chain.scores.isnan(), 0.0, chain.scores)
-    tensors = tuple(t.requires_grad_() for t in (scores, chain.initial, chain.final))
-    with partita.backend("numba"):
-        assert torch.autograd.gradgradcheck(
-            lambda *t: partita.logz(t[0], chain.source, *t[1:], lengths=chain.lengths), tensors
-        )
 
 
 @pytest.mark.parametrize("source", [RING, debruijn_source(4, 2)], ids=["ring", "k-mers"])

@@ -22,7 +22,6 @@ from helpers.rows import (
     targets_for,
 )
 from helpers.terms import cross_entropy_terms
-from helpers.uncounted import check_uncounted_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -219,24 +218,6 @@ def test_all_ignored(rows: int | None, reduction: str, device: str) -> None:
     assert torch.equal(grad, torch.zeros_like(grad))
 
 
-@pytest.mark.interpreted
-@devices
-@reductions
-@pytest.mark.parametrize(
-    "numbers", [{}, {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-3}], ids=["plain", "all"]
-)
-def test_the_logits_of_an_ignored_row_do_not_matter(
-    numbers: dict[str, float], reduction: str, device: str
-) -> None:
-    logits, target = sample_labels(6, CLASSES, device=device)
-    target[[1, 4]] = -100
-    weight = class_weights(CLASSES, logits.dtype, device) + 0.1 if numbers else None
-    options = {"weight": weight, "reduction": reduction, **numbers}
-    check_uncounted_rows(
-        lambda x: partita.cross_entropy(x, target, **options), target == -100, x=logits
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_row_of_a_small_probability_does_not_change_the_others(dtype: torch.dtype) -> None:
     """One pass computes the loss of such a row in another way, and of no other row."""
@@ -293,12 +274,6 @@ def test_result_has_the_dtype_that_torch_gives(kind: str, dtype: torch.dtype, de
                 partita.cross_entropy(logits, target.to(other)).dtype
                 == F.cross_entropy(logits, target.to(other)).dtype
             )
-
-
-@devices
-def test_class_weights_in_fp32_with_half_logits(device: str) -> None:
-    logits = sample_rows(4, CLASSES, dtype=torch.bfloat16, device=device)
-    check_loss(logits, targets_for(logits, "labels"), class_weights(CLASSES, torch.float32, device))
 
 
 @pytest.mark.interpreted

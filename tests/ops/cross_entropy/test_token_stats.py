@@ -4,7 +4,6 @@ import pytest
 import torch
 from helpers.rows import DTYPES, devices, dtypes, hypothesis_settings, leaf, strided, targets_for
 from helpers.stats import check_stats, plain_token_stats
-from helpers.uncounted import check_uncounted_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -152,27 +151,6 @@ def test_only_the_log_probability_of_ignored_rows_is_zero(device: str) -> None:
     ignored = partita.token_stats(logits, torch.full_like(labels, -100))
     assert torch.equal(ignored.logprob, torch.zeros_like(ignored.logprob))
     assert all(torch.equal(a, b) for a, b in zip(stats[1:], ignored[1:], strict=True))
-
-
-@pytest.mark.interpreted
-@devices
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_ignored_rows_have_no_gradient(softcap: float | None, device: str) -> None:
-    """Their log-probability counts as 0, and the other fields only where they are used."""
-    logits, target = sample_labels(5, CLASSES, device=device)
-    target[[0, 3]] = -100
-    ignored = target == -100
-
-    def of_labels(x: torch.Tensor) -> torch.Tensor:
-        return partita.token_stats(x, target, temperature=0.7, softcap=softcap).logprob
-
-    def of_all(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found = partita.token_stats(x, target, temperature=0.7, softcap=softcap)
-        masked = (field.masked_fill(ignored, 0.0) for field in found[1:3])
-        return found.logprob, *masked
-
-    for f in (of_labels, of_all):
-        check_uncounted_rows(f, ignored, x=logits)
 
 
 @pytest.mark.interpreted

@@ -58,15 +58,6 @@ def test_a_loss_without_a_gradient_calls_the_op_directly() -> None:
             partita.ctc_loss(x, *rest, from_logits=True)
 
 
-def test_forward_mode_is_refused() -> None:
-    rest = torch.tensor([[1, 2]]), torch.tensor([4]), torch.tensor([2])
-    x = torch.zeros(4, 1, 3)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-        with pytest.raises(NotImplementedError, match="forward-mode"):
-            partita.ctc_loss(dual, *rest)
-
-
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_offsets_are_made_once_for_each_stream(device: str) -> None:
     arguments._cached_offsets.clear()

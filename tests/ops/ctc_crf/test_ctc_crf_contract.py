@@ -1,12 +1,9 @@
 """The contract of CTC-CRF: invalid values, errors, compiled code, streams and memory."""
 
-from unittest import mock
-
 import pytest
 import torch
 from helpers.ctc import backends
-from helpers.ctc_crf import CRF_SIZES, crf_loss, crf_sample
-from helpers.rows import devices
+from helpers.ctc_crf import CRF_SIZES, crf_loss
 
 import partita
 
@@ -31,56 +28,6 @@ def test_unchecked_values_make_nan_of_their_sequence(
             reduction="none",
         )
         assert joined.isnan().tolist() == [False, True, True]
-
-
-def test_empty_batches() -> None:
-    x, targets = torch.zeros(3, 0, 9, 4, requires_grad=True), torch.zeros(0, 2, dtype=torch.int64)
-    assert crf_loss(x, (targets, [], []), reduction="sum") == 0
-    assert crf_loss(x, (targets, [], [])).isnan()
-    assert crf_loss(x, (targets.reshape(-1), [], []), reduction="none").shape == (0,)
-    (grad,) = torch.autograd.grad(crf_loss(x, (targets, [], []), reduction="sum"), x)
-    assert grad.shape == x.shape
-
-
-@devices
-def test_fullgraph(device: str) -> None:
-    scores, *rest = (t.to(device) for t in crf_sample(torch.float32))
-    x = scores.requires_grad_()
-    f = lambda x: crf_loss(x, rest, reduction="none").nan_to_num(posinf=0.0).sum()  # noqa: E731
-    expected = torch.autograd.grad(f(x), x)[0]
-    with mock.patch.dict("os.environ", {"PARTITA_CHECK": "0"}):
-        compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(torch.autograd.grad(compiled(x), x)[0], expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("joined", [False, True])
-def test_no_synchronisation_with_the_host(joined: bool) -> None:
-    scores, targets, lengths, inputs = (t.cuda() for t in crf_sample(torch.float32))
-    rest = targets.flatten()[: int(lengths.sum())] if joined else targets, lengths, inputs
-    x = scores.requires_grad_()
-    torch.autograd.grad(crf_loss(x, rest), x)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        torch.autograd.grad(crf_loss(x, rest), x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-def test_capture_and_replay() -> None:
-    scores, *rest = (t.cuda() for t in crf_sample(torch.float32))
-    x = scores.requires_grad_()
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        torch.autograd.grad(crf_loss(x, rest), x)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = torch.autograd.grad(crf_loss(x, rest), x)[0]
-    with torch.no_grad():
-        x.mul_(0.5)
-    graph.replay()
-    assert torch.equal(captured, torch.autograd.grad(crf_loss(x, rest), x)[0])
 
 
 @pytest.mark.gpu

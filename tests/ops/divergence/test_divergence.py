@@ -4,7 +4,6 @@ import pytest
 import torch
 from helpers.divergence import truth
 from helpers.rows import DTYPES, INTERPRETING, devices
-from helpers.uncounted import check_uncounted_rows
 from torch import Tensor
 
 import partita
@@ -132,20 +131,6 @@ def test_rows_of_many_classes(classes: int, dtype: torch.dtype, beta: float, dev
 
 @devices
 @pytest.mark.parametrize("beta", BETAS)
-def test_second_derivatives_of_the_mean(beta: float, device: str) -> None:
-    x, t = sample(3, 5, dtype=torch.float64, device=device)
-    x.requires_grad_()
-    f = lambda x: partita.divergence(x, t, beta=beta, temperature=0.7)  # noqa: E731
-    assert torch.autograd.gradcheck(f, x, fast_mode=True)
-    assert torch.autograd.gradgradcheck(f, x, fast_mode=True)
-    batch = torch.tensor([1.0, 3.0], dtype=torch.float64, device=device)
-    (found,) = torch.autograd.grad(f(x), x, batch, is_grads_batched=True)
-    (one,) = torch.autograd.grad(f(x), x)
-    torch.testing.assert_close(found, torch.stack([one, 3 * one]))
-
-
-@devices
-@pytest.mark.parametrize("beta", BETAS)
 def test_offsets_cancel(beta: float, device: str) -> None:
     x, t = sample(4, 200, device=device)
     x, t = x.round(decimals=1), t.round(decimals=1)
@@ -208,22 +193,6 @@ def test_mask_and_reductions(beta: float, reduction: str, device: str) -> None:
 
 
 @devices
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("beta", BETAS)
-def test_masked_rows_do_not_matter(beta: float, reduction: str, device: str) -> None:
-    x, t = sample(5, 20, device=device)
-    mask = torch.tensor([1, 0, 1, 1, 0], device=device)
-    for softcap in (None, 5.0):
-        options = {"beta": beta, "softcap": softcap, "mask": mask, "reduction": reduction}
-        check_uncounted_rows(
-            lambda x, t_, options=options: partita.divergence(x, t_, **options),
-            mask == 0,
-            x=x,
-            t_=t,
-        )
-
-
-@devices
 @pytest.mark.parametrize("beta", BETAS)
 def test_second_derivatives_of_impossible_classes(beta: float, device: str) -> None:
     """A class that neither side has takes no part, and a tangent needs no gradient from above."""
@@ -264,65 +233,6 @@ def test_a_teacher_in_fp32_of_a_student_in_fp64(beta: float, device: str) -> Non
         (grad,) = torch.autograd.grad(loss, leaf)
         assert loss.dtype == torch.float64 and grad.dtype == leaf.dtype
         torch.testing.assert_close(loss, exact, rtol=1e-14, atol=1e-15)
-
-
-@devices
-def test_strides_and_dtypes_of_the_teacher(device: str) -> None:
-    x, t = sample(4, 3, 50, device=device)
-    for beta in BETAS:
-        expected = partita.divergence(x, t, beta=beta)
-        columns = x.permute(2, 1, 0).contiguous().permute(2, 1, 0)
-        padded = torch.full((4, 3, 99), torch.nan, device=device)
-        padded[..., ::2] = t
-        torch.testing.assert_close(
-            partita.divergence(columns, padded[..., ::2], beta=beta), expected
-        )
-        half = partita.divergence(x.bfloat16(), t.double(), beta=beta)
-        assert half.dtype == torch.float64
-        exact = truth(x.bfloat16(), t, beta).mean()
-        torch.testing.assert_close(half, exact, rtol=1e-9, atol=1e-12)
-
-
-@devices
-def test_no_rows_and_the_same_bits_twice(device: str) -> None:
-    x, t = sample(6, 700, dtype=torch.bfloat16, device=device)
-    for beta in BETAS:
-        empty = partita.divergence(x[:0], t[:0], beta=beta, reduction="none")
-        assert empty.shape == (0,) and partita.divergence(x[:0], t[:0], beta=beta).isnan()
-        found = []
-        for _ in range(2):
-            leaf = x.clone().requires_grad_()
-            loss = partita.divergence(leaf, t, beta=beta)
-            found.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
-        assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
-
-
-@devices
-@pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize(
-    "backend",
-    ["auto", pytest.param("reference", marks=pytest.mark.skipif(INTERPRETING, reason="no kernel"))],
-)
-def test_derivatives(backend: str, beta: float, device: str) -> None:
-    x, t = sample(3, 5, dtype=torch.float64, device=device)
-    x.requires_grad_()
-    options = {"beta": beta, "temperature": 0.7, "softcap": 3.0, "reduction": "none"}
-    with partita.backend(backend):
-        f = lambda x: partita.divergence(x, t, **options)  # noqa: E731
-        assert torch.autograd.gradcheck(f, x, fast_mode=True)
-        assert torch.autograd.gradgradcheck(f, x, fast_mode=True)
-
-
-@pytest.mark.skipif(INTERPRETING, reason="a compiler sees kernels of Python there")
-@devices
-@pytest.mark.parametrize("beta", BETAS)
-def test_compiled(beta: float, device: str) -> None:
-    x, t = sample(4, 20, device=device)
-    leaf = x.requires_grad_()
-    f = lambda x: partita.divergence(x, t, beta=beta)  # noqa: E731
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")(leaf)
-    torch.testing.assert_close(compiled, f(leaf))
-    torch.testing.assert_close(gradients(compiled, leaf), gradients(f(leaf), leaf))
 
 
 def test_the_teacher_gets_no_gradient() -> None:

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from helpers.linear import Batch, batch_of, budgets
 from helpers.rows import INTERPRETING, devices
-from helpers.uncounted import check_uncounted_rows
 from torch import Tensor
 
 import partita
@@ -156,22 +155,6 @@ def test_nothing_but_the_classes_of_the_teacher(beta: float, device: str) -> Non
     torch.testing.assert_close(grad[:, :3].double(), true, rtol=1e-5, atol=1e-6)
 
 
-@devices
-@pytest.mark.parametrize("beta", BETAS)
-def test_masked_rows_do_not_matter(beta: float, device: str) -> None:
-    """Neither their logits nor the teacher's numbers and classes are used."""
-    x, teacher = sample_rows(5, 40, device=device), teacher_of(5, 40, 4, device)
-    mask = torch.tensor([1, 0, 1, 1, 0], device=device)
-    for softcap, no_class in ((None, -5), (5.0, 2**40)):
-        indices = teacher.indices.masked_fill(mask[:, None] == 0, no_class)
-        options = {"beta": beta, "softcap": softcap, "mask": mask}
-
-        def f(x: Tensor, q_: Tensor, indices=indices, options=options) -> Tensor:
-            return partita.topk_divergence(x, partita.TopK(q_, indices, q_), **options)
-
-        check_uncounted_rows(f, mask == 0, x=x, q_=teacher.logprobs)
-
-
 def leaves_of(x: Batch, dtype: torch.dtype | None = None) -> list[Tensor]:
     return [t.detach().to(dtype or t.dtype).requires_grad_() for t in x[:3]]
 
@@ -195,24 +178,6 @@ def test_hidden_states(dtype: torch.dtype, plan: str, device: str) -> None:
         for grad, true in zip(found, torch.autograd.grad(expected, exact), strict=True):
             bound = 32 * eps * true.abs().amax().item()
             torch.testing.assert_close(grad.double(), true, rtol=0, atol=bound)
-
-
-def test_derivatives() -> None:
-    x = sample_rows(3, 9).double().requires_grad_()
-    teacher = teacher_of(3, 9, 4)
-    for beta in BETAS:
-        f = lambda x, beta=beta: partita.topk_divergence(x, teacher, beta=beta)  # noqa: E731
-        assert torch.autograd.gradcheck(f, x, fast_mode=True)
-        assert torch.autograd.gradgradcheck(f, x, fast_mode=True)
-
-
-@pytest.mark.skipif(INTERPRETING, reason="a compiler sees kernels of Python there")
-def test_compiled() -> None:
-    x, teacher = sample_rows(3, 40).requires_grad_(), teacher_of(3, 40, 4)
-    f = lambda x: partita.topk_divergence(x, teacher, beta=0.5)  # noqa: E731
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")(x)
-    (a,), (b,) = (torch.autograd.grad(loss, x) for loss in (compiled, f(x)))
-    torch.testing.assert_close(a, b)
 
 
 def test_bad_input() -> None:

@@ -3,17 +3,13 @@
 import contextlib
 import itertools
 import os
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.linear import (
-    CLASSES,
     PLANS,
-    TOKENS,
     Batch,
     batch_of,
     budgets,
@@ -21,7 +17,6 @@ from helpers.linear import (
     results,
 )
 from helpers.rows import devices
-from helpers.uncounted import check_uncounted_rows
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.flop_counter import FlopCounterMode
@@ -29,57 +24,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import partita
 
 REDUCTIONS = ("none", "mean", "sum")
-
-
-def heads_of_uncounted_rows(x: Batch, plan: str) -> dict[str, Callable[..., Any]]:
-    """Return functions of hidden states and matrix, in which ignored rows do not count."""
-    budget, ignored = budgets(x)[plan], x.target == -100
-    teacher = torch.linspace(-1, 1, x.weight.numel(), device=x.weight.device).view_as(x.weight)
-    known = partita.linear_topk_logprobs(x.input, teacher, 3)
-    ids = torch.stack([x.target, x.target.clamp(min=0)], 1)
-    mask, masked = ~ignored, {"memory_budget": budget and 2 * budget, "mask": ~ignored}
-
-    def statistics(h: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        found = partita.linear_token_stats(h, w, x.target, softcap=5.0, memory_budget=budget)
-        return found.logprob, found.entropy.masked_fill(ignored, 0.0)
-
-    def logprobs(h: Tensor, w: Tensor) -> Tensor:
-        found = partita.linear_logprobs(h, w, ids, softcap=5.0, memory_budget=budget)
-        return torch.where(mask[:, None], found, 0.0)
-
-    def most_probable(h: Tensor, w: Tensor) -> Tensor:
-        found = partita.linear_topk_logprobs(h, w, 2, memory_budget=budget).logprobs
-        return torch.where(mask[:, None], found, 0.0)
-
-    return {
-        "loss": lambda h, w: ours(Batch(h, w, *x[2:]), budget, softcap=5.0, z_loss=0.1),
-        "losses": lambda h, w: ours(Batch(h, w, *x[2:]), budget, reduction="none"),
-        "statistics": statistics,
-        "logprobs": logprobs,
-        "topk_logprobs": most_probable,
-        **{
-            f"divergence {beta} {reduction}": lambda h, w, options=(beta, reduction): (
-                partita.linear_divergence(
-                    h, w, x.input, teacher, beta=options[0], reduction=options[1], **masked
-                )
-            )
-            for beta, reduction in ((0.0, "mean"), (0.5, "none"), (1.0, "mean"))
-        },
-        "topk_divergence": lambda h, w: partita.linear_topk_divergence(
-            h, w, known, softcap=5.0, **masked
-        ),
-    }
-
-
-@pytest.mark.interpreted
-@devices
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", heads_of_uncounted_rows(batch_of(), "small"))
-def test_hidden_states_of_ignored_rows_do_not_matter(name: str, plan: str, device: str) -> None:
-    """They reach no gradient of the matrix either."""
-    x = batch_of(9, 140, device=device)
-    f = heads_of_uncounted_rows(x, plan)[name]
-    check_uncounted_rows(f, x.target == -100, h=x.input, w=x.weight)
 
 
 @devices
@@ -226,38 +170,3 @@ def test_under_a_dispatch_mode_second_derivatives_are_right() -> None:
         found.append(torch.autograd.grad((grad**2).sum(), leaf)[0])
     torch.testing.assert_close(*found)
     assert found[0].any()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_capture_and_replay(reduction: str, plan: str) -> None:
-    x = batch_of(device="cuda", dtype=torch.bfloat16)
-    hidden, matrix = x.input.clone().requires_grad_(), x.weight.clone().requires_grad_()
-
-    def step() -> tuple[Tensor, ...]:
-        loss = partita.linear_cross_entropy(
-            hidden, matrix, x.target, reduction=reduction, memory_budget=budgets(x)[plan]
-        )
-        return loss.detach(), *torch.autograd.grad(loss.sum(), (hidden, matrix))
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for seed in range(3):
-        torch.manual_seed(seed)
-        hidden.data.copy_(torch.randn_like(hidden))
-        x.target.copy_(torch.randint(CLASSES, (TOKENS,)))
-        graph.replay()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            expected = step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        for a, b in zip(captured, expected, strict=True):
-            assert torch.equal(a, b)

@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 from helpers.rows import DTYPES, INTERPRETING, devices
-from helpers.uncounted import check_uncounted_rows
 from torch import Tensor
 
 import partita
@@ -144,58 +143,6 @@ def test_an_id_that_is_no_class_spoils_its_row_alone(device: str) -> None:
     assert torch.equal(found.isnan(), ids_with_no_class != ids)
     assert torch.equal(found[ids_with_no_class == ids], right[ids_with_no_class == ids])
     assert grad[[1, 3]].isnan().all() and torch.equal(grad[[0, 2]], true[[0, 2]])
-
-
-@devices
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_rows_without_a_gradient(softcap: float | None, device: str) -> None:
-    """Rows that a user masks contribute nothing, whatever their logits are."""
-    x, ids = sample(5, 40, device=device)
-    masked = torch.tensor([True, False, False, True, False], device=device)
-    options = {"temperature": 0.7, "softcap": softcap}
-
-    def f(x: Tensor) -> tuple[Tensor, ...]:
-        found = partita.logprobs(x, ids, **options), partita.topk_logprobs(x, 2, **options).logprobs
-        return tuple(each.masked_fill(masked[:, None], 0.0) for each in found)
-
-    check_uncounted_rows(f, masked, x=x)
-
-
-@devices
-def test_the_same_bits_twice(device: str) -> None:
-    logits, ids = sample(6, 700, dtype=torch.bfloat16, device=device)
-    many = ids[..., :1].expand(-1, 40) % 5
-    first, second = (both(lambda x: partita.logprobs(x, many), logits) for _ in range(2))
-    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
-
-
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "auto",
-        pytest.param(
-            "reference",
-            marks=pytest.mark.skipif(INTERPRETING, reason="the interpreter runs kernels alone"),
-        ),
-    ],
-)
-@devices
-def test_derivatives(backend: str, device: str) -> None:
-    logits, ids = sample(3, 6, dtype=torch.float64, device=device)
-    with partita.backend(backend):
-        f = lambda x: partita.logprobs(x, ids, temperature=0.7, softcap=3.0)  # noqa: E731
-        x = logits.requires_grad_()
-        assert torch.autograd.gradcheck(f, x, nondet_tol=0.0)
-        assert torch.autograd.gradgradcheck(f, x, nondet_tol=0.0)
-
-
-@pytest.mark.skipif(INTERPRETING, reason="a compiler sees kernels of Python there")
-@devices
-def test_compiled(device: str) -> None:
-    logits, ids = sample(4, 20, device=device)
-    f = lambda x: partita.logprobs(x, ids, temperature=0.7)  # noqa: E731
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(both(compiled, logits), both(f, logits))
 
 
 BAD = {

@@ -136,25 +136,6 @@ def test_padding_is_not_read(name: str, backend: str) -> None:
             )
 
 
-@backends
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_dtypes(dtype: torch.dtype, backend: str) -> None:
-    eps = torch.finfo(dtype).eps
-    for name in ("rnnt", "tdt"):
-        tensors = joint_tensors(dtype)[: 4 if name == "rnnt" else 6]
-        rest = joint_tensors(dtype)[len(tensors) :]
-        truth = [tensor.detach().double().requires_grad_() for tensor in tensors]
-        with partita.backend(backend):
-            loss = linear_loss(name, [*tensors, *rest])
-            expected = linear_loss(name, [*truth, *(t.double() for t in rest)])
-        assert loss.dtype == torch.float32
-        torch.testing.assert_close(loss.double(), expected, rtol=4 * eps, atol=4 * eps)
-        grads = torch.autograd.grad(loss, tensors), torch.autograd.grad(expected, truth)
-        for found, true in zip(*grads, strict=True):
-            assert found.dtype == dtype
-            torch.testing.assert_close(found.double(), true, rtol=16 * eps, atol=16 * eps)
-
-
 @pytest.mark.parametrize("name", ["rnnt", "tdt"])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_derivatives_beyond_one_backward_pass(reduction: str, name: str) -> None:

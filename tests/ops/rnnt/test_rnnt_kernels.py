@@ -383,22 +383,6 @@ def test_many_chunks_are_the_same_each_time(device: str) -> None:
         assert all(all(map(torch.equal, run(), first)) for _ in range(5))
 
 
-@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
-def test_capture_in_a_graph(device: str) -> None:
-    x = batch_of((4, 20, 40, 65), device)
-    expected = rnnt(x, "triton", 0)
-    tokens = x.tokens.detach().requires_grad_()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream), partita.backend("triton"):
-        rnnt(x, "triton", 0)
-        with torch.cuda.graph(graph, stream=stream):
-            losses = partita.rnnt_loss(tokens, *x[2:], 0, reduction="none")
-    graph.replay()
-    assert torch.equal(losses.detach(), expected[0].detach())
-
-
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_classes_may_lie_more_than_2_31_elements_apart(device: str) -> None:
     stride = 1_100_000_000

@@ -7,7 +7,7 @@ from helpers.semi_markov import all_segment_paths, random_semi_markov, segment_p
 from torch import Tensor
 
 import partita
-from partita import SemiMarkovChain, linear_chain, semi_markov_chain
+from partita import linear_chain, semi_markov_chain
 
 backends = pytest.mark.parametrize("backend", ["reference", "numba"])
 # Scores of which some are -inf, and scores of a range that linear arithmetic does not hold.
@@ -80,31 +80,6 @@ def test_gradients_are_those_of_the_enumeration(
     expected = torch.autograd.grad(sum(sums), inputs, materialize_grads=True)
     for a, b in zip(found, expected, strict=True):
         assert_close_fp64(a, b.nan_to_num(0.0))
-
-
-@backends
-def test_first_and_second_derivatives(backend: str) -> None:
-    chain = random_semi_markov(4, 2, 2, 3, seed=2, ragged=False)
-    inputs = [chain.emissions, chain.transitions, chain.durations, chain.start, chain.end]
-    for tensor in inputs:
-        tensor.requires_grad_()
-    paths = torch.tensor([[[0, 0, 1, 1]]]).mT, torch.tensor([[[True, False, True, True]]]).mT
-
-    def quantities(*inputs: Tensor) -> tuple[Tensor, ...]:
-        chain = SemiMarkovChain(*inputs, lengths=[4, 3])
-        return (
-            chain.logz(),
-            chain.state_marginals(),
-            chain.segment_marginals(),
-            chain.entropy(),
-            chain.log_prob(*(field.expand(-1, -1, 2) for field in paths)),
-        )
-
-    with partita.backend(backend):
-        assert torch.autograd.gradcheck(quantities, inputs, fast_mode=True)
-        assert torch.autograd.gradgradcheck(
-            lambda *inputs: SemiMarkovChain(*inputs, lengths=[4, 3]).logz(), inputs, fast_mode=True
-        )
 
 
 @backends

@@ -4,7 +4,6 @@ import pytest
 import torch
 from helpers.rows import (
     DTYPES,
-    INTERPRETING,
     OPS,
     Op,
     check_op,
@@ -140,20 +139,6 @@ def test_logsumexp_over_several_dims(dim: tuple[int, ...], keepdim: bool, device
 
 @pytest.mark.interpreted
 @devices
-@pytest.mark.parametrize(
-    ("shape", "dim"), [((0,), 0), ((3, 0), 1), ((0, 3), 1), ((2, 0, 3), 1)], ids=str
-)
-@ops
-def test_empty_tensors(op: Op, shape: tuple[int, ...], dim: int, device: str) -> None:
-    x = torch.zeros(shape, device=device, requires_grad=True)
-    result = op.ours(x, dim)
-    assert torch.equal(result, op.theirs(x, dim))
-    result.sum().backward()
-    assert x.grad.shape == x.shape
-
-
-@pytest.mark.interpreted
-@devices
 def test_rows_of_infinities(device: str) -> None:
     inf = torch.inf
     x = torch.tensor(
@@ -204,15 +189,6 @@ def test_autocast_gives_the_dtype_that_torch_gives(op: Op, dtype: torch.dtype, d
 
 
 @pytest.mark.interpreted
-@ops
-def test_first_and_second_derivatives(op: Op) -> None:
-    x = leaf(3, 4, dtype=torch.float64)
-    for dim in (0, 1):
-        assert torch.autograd.gradcheck(lambda x, dim=dim: op.ours(x, dim), x)
-        assert torch.autograd.gradgradcheck(lambda x, dim=dim: op.ours(x, dim), x)
-
-
-@pytest.mark.interpreted
 @devices
 @ops
 def test_two_backward_passes_give_equal_bits(op: Op, device: str) -> None:
@@ -246,25 +222,6 @@ def test_leaves_its_arguments_alone(op: Op, device: str) -> None:
 @pytest.mark.interpreted
 @devices
 @ops
-def test_vmap_and_per_sample_gradients(op: Op, device: str) -> None:
-    x = sample_rows(3, 8, device=device).reshape(3, 2, 4)
-    for in_dim in range(3):
-        for dim in (0, 1, -1):
-            mapped = torch.vmap(lambda x, dim=dim: op.ours(x, dim), in_dims=in_dim)(x)
-            one_by_one = torch.stack([op.ours(part, dim) for part in x.unbind(in_dim)])
-            torch.testing.assert_close(mapped, one_by_one)
-    each = torch.vmap(torch.func.grad(lambda x: op.ours(x, 0).square().sum()))(x)
-    torch.testing.assert_close(
-        each,
-        torch.stack(
-            [torch.func.grad(lambda x: op.theirs(x, 0).square().sum())(part) for part in x]
-        ),
-    )
-
-
-@pytest.mark.interpreted
-@devices
-@ops
 def test_jacobians_and_hessians(op: Op, device: str) -> None:
     x = sample_rows(3, 4, dtype=torch.float64, device=device)
     jacobians = [torch.func.jacrev(lambda x, f=f: f(x, 1))(x) for f in (op.ours, op.theirs)]
@@ -274,25 +231,6 @@ def test_jacobians_and_hessians(op: Op, device: str) -> None:
     ]
     torch.testing.assert_close(*jacobians)
     torch.testing.assert_close(*hessians)
-
-
-@ops
-def test_forward_mode_raises(op: Op) -> None:
-    x = sample_rows(2, 4)
-    with pytest.raises((RuntimeError, NotImplementedError), match=r"forward.mode|jvp"):
-        torch.func.jvp(lambda x: op.ours(x, -1), (x,), (x,))
-
-
-@pytest.mark.interpreted
-@devices
-@ops
-def test_two_runs_give_the_same_bits(op: Op, device: str) -> None:
-    x = leaf(300 if not INTERPRETING else 10, 129, device=device)
-    runs = []
-    for _ in range(2):
-        result = op.ours(x, -1)
-        runs.append((result, *torch.autograd.grad(result, x, torch.ones_like(result))))
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def ctc_lattice(
 
 def within_lengths(logits: Tensor, input_lengths: Tensor) -> Tensor:
     """Return which steps count, `[T, N, 1]`."""
-    return (torch.arange(len(logits), device=logits.device)[:, None] < input_lengths)[..., None]
+    return (torch.arange(logits.shape[0], device=logits.device)[:, None] < input_lengths)[..., None]
 
 
 def as_log_probs(logits: Tensor, input_lengths: Tensor, from_logits: bool) -> Tensor:

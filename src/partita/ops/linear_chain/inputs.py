@@ -78,7 +78,7 @@ def check_end(name: str, end: Tensor, emissions: Tensor) -> Tensor:
     checks.floating(name, end)
     checks.device(name, end, emissions, "emissions")
     N, C = emissions.shape[1:]
-    if tuple(end.shape) not in ((C,), (N, C)):
+    if not same_sizes(end.shape, (C,) if end.ndim == 1 else (N, C)):
         raise ValueError(
             f"{name}: expected shape [C] or [N, C] with [N, C] = {[N, C]}, got {list(end.shape)}"
         )

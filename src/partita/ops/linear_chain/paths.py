@@ -30,16 +30,15 @@ def path_score(chain: LinearChainTensors, states: Tensor) -> Tensor:
     possible = ((index == states) | ~active).all(-2)
     scores = torch.where(active, emissions[token, sequence, index].double(), 0.0)
     total = scores.sum(-2)
-    if T > 1:
-        before, after = index[..., :-1, :], index[..., 1:, :]
-        # The gradient of a shared number is a sum over many steps, so it is formed in fp64.
-        if transitions.ndim == 2:
-            steps = transitions.double()[before, after]
-        elif transitions.ndim == 3:
-            steps = transitions.double()[token[:-1], before, after]
-        else:
-            steps = transitions[token[:-1], sequence, before, after]
-        total = total + torch.where(active[1:], steps.double(), 0.0).sum(-2)
+    before, after = index[..., :-1, :], index[..., 1:, :]
+    # The gradient of a shared number is a sum over many steps, so it is formed in fp64.
+    if transitions.ndim == 2:
+        steps = transitions.double()[before, after]
+    elif transitions.ndim == 3:
+        steps = transitions.double()[token[:-1], before, after]
+    else:
+        steps = transitions[token[:-1], sequence, before, after]
+    total = total + torch.where(active[1:], steps.double(), 0.0).sum(-2)
     if start is not None:
         total = total + start[sequence, index[..., 0, :]].double()
     if end is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...runtime import checks
 from ...runtime.constants import constant
 from ...runtime.lengths import steps_first
+from ...runtime.sizes import same_sizes
 
 
 class SemiMarkovTensors(NamedTuple):
@@ -68,7 +69,7 @@ def as_end(name: str, end: Tensor | None, emissions: Tensor) -> Tensor:
         return scalar(0.0, emissions.dtype, emissions.device).expand(N, C)
     checks.floating(name, end)
     checks.device(name, end, emissions, "emissions")
-    if tuple(end.shape) not in ((C,), (N, C)):
+    if not same_sizes(end.shape, (C,) if end.ndim == 1 else (N, C)):
         raise ValueError(
             f"{name}: expected shape [C] or [N, C] with [N, C] = {[N, C]}, got {list(end.shape)}"
         )

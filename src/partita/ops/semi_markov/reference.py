@@ -63,7 +63,7 @@ class SemiMarkovInputs(NamedTuple):
 
     def ages(self) -> Tensor:
         """Return the ages of segments minus 1, `[D, 1]`."""
-        return torch.arange(len(self.durations), device=self.last.device)[:, None]
+        return torch.arange(self.durations.shape[0], device=self.last.device)[:, None]
 
 
 class ForwardScores(NamedTuple):
@@ -175,7 +175,7 @@ def backward_scores(x: SemiMarkovInputs, semiring: Semiring) -> BackwardScores:
 
 def at_last_step(x: SemiMarkovInputs, steps: Tensor) -> Tensor:
     """Return the entries `[N, C]` of `[T, N, C]` at the last step of each sequence."""
-    return steps[x.last, torch.arange(len(x.last), device=steps.device)]
+    return steps[x.last, torch.arange(x.last.shape[0], device=steps.device)]
 
 
 def log_partition(x: SemiMarkovInputs, alpha: list[Tensor], semiring: Semiring = Log) -> Tensor:

@@ -82,7 +82,9 @@ def _past_edges(inputs: Inputs) -> dict[str, Tensor]:
 
 CHAIN: dict[str, Any] = {
     "no ends": {"initial": None, "final": None, "lengths": None},
-    "lengths as a list": {"lengths": [4, 0, 2]},
+    "lengths as a list": lambda draw, sizes: {
+        "lengths": draw.lengths(sizes["batch"], sizes["steps"]).tolist()
+    },
 }
 
 

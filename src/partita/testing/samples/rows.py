@@ -14,7 +14,7 @@ from ...ops.logprobs.common import TopK
 from ...ops.softmax.api import log_softmax, logsumexp, softmax
 from ...runtime.dtypes import acc_dtype
 from . import in_torch
-from .call import Call, Draw, Inputs, Sizes, Values
+from .call import Bound, Call, Draw, Inputs, Sizes, Values
 
 SMALL = {"rows": 6, "classes": 7}
 USUAL = {"rows": (1024,), "classes": (1000, 32000, 128256)}
@@ -27,6 +27,7 @@ BESIDE = ((torch.bfloat16, torch.float32), (torch.float16, torch.float32))
 # relative error of that size, and a gradient that of the greatest probability.
 LOG_PROBABILITY = torch.tensor(8.0)
 PROBABILITY_GRADIENT = LOG_PROBABILITY / 32
+SUM_OF_DIFFERENCES = Bound(16.0)
 
 
 def _logits(draw: Draw, sizes: Sizes) -> Inputs:
@@ -313,6 +314,7 @@ CALLS = (
         rows=(0,),
         uncounted=lambda inputs: masked_rows(inputs, "logits", "teacher_logits"),
         in_torch=in_torch.divergence,
+        forward=SUM_OF_DIFFERENCES,
         scale=LOG_PROBABILITY,
         grad_scale=PROBABILITY_GRADIENT,
         checked=CHECKED[:1],
@@ -331,6 +333,7 @@ CALLS = (
         rows=(0,),
         uncounted=lambda inputs: masked_rows(inputs, "logits"),
         in_torch=in_torch.topk_divergence,
+        forward=SUM_OF_DIFFERENCES,
         scale=LOG_PROBABILITY,
         grad_scale=PROBABILITY_GRADIENT,
         checked=CHECKED[:1],

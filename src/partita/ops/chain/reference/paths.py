@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ....primitives.semiring import Log, Max, log_dsum
 from ....runtime.dtypes import acc_dtype
+from ....runtime.sizes import decide
 from .logz import ChainInputs, active_steps, chain_inputs, edge_terms, forward_scores
 
 
@@ -141,7 +142,7 @@ def path_score(
         state = first_state.clamp(0, initial.shape[1] - 1)
         ends = initial[chain, state].double() + final[chain, state].double()
         no_steps = no_steps + torch.where(state == first_state, ends, -torch.inf)
-    if T == 0 or source.numel() == 0:
+    if not source.numel() or decide(T == 0, otherwise=False):
         return no_steps
     edge = edges.clamp(0, source.numel() - 1)
     entered, k = edge // K, edge % K
