@@ -59,7 +59,7 @@ def test_draws(name: str, device: str) -> None:
         # The small budget is one for the small call.
         options = [option for option in call.options if option != "small budget"]
         option = data.draw(st.sampled_from(["", *options]), "option")
-        if option and draw.values not in ("plain", "offset"):
+        if draw.values != "plain":
             option = ""
         with partita.backend(BACKEND), poisoned_memory():
             errors = call.sample(draw, option, sizes).errors()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.catalogue import BACKEND, all_samples, outcome, same_bits
+from helpers.catalogue import BACKEND, DIFFERENTIABLE, all_samples, outcome, same_bits
 from helpers.rows import INTERPRETING, devices
 from torch import Tensor
 
@@ -23,6 +23,20 @@ def filled(sample: Sample, masks: dict[str, Tensor], value: float) -> Sample:
     return Sample(sample.call, sample.name, inputs, sample.dtype)
 
 
+def second_derivatives(sample: Sample) -> dict[str, Tensor]:
+    """Return the gradients of the sum of the squares of the gradients."""
+    leaves = sample.leaves
+    total = sum(
+        torch.where(r.isfinite(), r, 0).square().sum() for r in sample.run() if r.requires_grad
+    )
+    first = torch.autograd.grad(
+        total, list(leaves.values()), create_graph=True, materialize_grads=True
+    )
+    total = sum(gradient.square().sum() for gradient in first)
+    second = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    return dict(zip(leaves, second, strict=True))
+
+
 @pytest.mark.interpreted
 @devices
 @backends
@@ -31,6 +45,15 @@ def test_what_does_not_count_contributes_nothing(name: str, backend: str, device
     """It reaches no bit of a result or of a gradient, which is 0 there, whatever it holds."""
     wrong = []
     with partita.backend(backend):
+        if name in DIFFERENTIABLE and CALLS[name].second_derivatives and not INTERPRETING:
+            sample = CALLS[name].sample(Draw(device=device))
+            masks = sample.call.uncounted(sample.inputs)
+            expected, found = (
+                second_derivatives(filled(sample, masks, x)) for x in (0.0, FILLS[0])
+            )
+            wrong += [
+                f"second derivatives in {x}" for x in found if not same_bits(found[x], expected[x])
+            ]
         for sample in all_samples(name, Draw(device=device)):
             masks = sample.call.uncounted(sample.inputs)
             masks = {name: mask for name, mask in masks.items() if mask.any()}
