@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch._dynamo.testing
-from helpers.catalogue import DIFFERENTIABLE, is_score
+from helpers.catalogue import VARIANTS, is_score
 from helpers.rows import devices
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -32,13 +32,14 @@ def fresh() -> Iterator[None]:
 
 
 def typical(name: str, draw: Draw) -> Sample:
-    """Return the call as users make it: reduced, if it can be."""
-    call = CALLS[name]
-    return call.sample(draw, "mean" if "mean" in call.options else "")
+    """Return the call as users make it: reduced, if it can be and has no other option."""
+    call, option = VARIANTS.get(name, (name, ""))
+    options = CALLS[call].options
+    return CALLS[call].sample(draw, option or ("mean" if "mean" in options else ""))
 
 
 @devices
-@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize("name", list(dict.fromkeys([*TRACED, *VARIANTS])))
 def test_fullgraph(name: str, device: str) -> None:
     sample = typical(name, Draw(device=device))
     compiled = torch.compile(sample.call.function, fullgraph=True, backend="aot_eager")
@@ -47,36 +48,30 @@ def test_fullgraph(name: str, device: str) -> None:
     assert not {part: error for part, error in errors.items() if error > 1}
 
 
-# The kinds of calls whose autograd functions differ.
-KINDS = ("probabilities, all options", "lean", "bias, all options, lean", "bias, beta 1, lean")
-
-
 @devices
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_compiled_transforms_are_right_or_refused(name: str, device: str) -> None:
     """Dynamo traces past an autograd function under `torch.func.grad`.
 
     The ops that it finds there must not count as constants. Nor must an input whose gradient the
     transform takes, where another one needs a gradient outside of it.
     """
-    draw, call = Draw(device=device), CALLS[name]
-    kinds = [kind for kind in KINDS if kind in call.options]
-    for sample in (typical(name, draw), *(call.sample(draw, kind) for kind in kinds)):
-        for part, x in sample.leaves.items():
+    sample = typical(name, Draw(device=device))
+    for part, x in sample.leaves.items():
 
-            def gradient(x: Tensor, part: str = part, sample: Sample = sample) -> Tensor:
-                def total(x: Tensor) -> Tensor:
-                    return sum(r.square().sum() for r in sample.run(**{part: x}) if is_score(r))
+        def gradient(x: Tensor, part: str = part) -> Tensor:
+            def total(x: Tensor) -> Tensor:
+                return sum(r.square().sum() for r in sample.run(**{part: x}) if is_score(r))
 
-                return torch.func.grad(total)(x)
+            return torch.func.grad(total)(x)
 
-            torch._dynamo.reset()
-            try:
-                found = torch.compile(gradient, fullgraph=True, backend="eager")(x.detach())
-            except (torch._dynamo.exc.TorchRuntimeError, torch._dynamo.exc.Unsupported) as refused:
-                assert "partita" in str(refused)
-                continue
-            torch.testing.assert_close(found, gradient(x.detach()), rtol=1e-4, atol=1e-4)
+        torch._dynamo.reset()
+        try:
+            found = torch.compile(gradient, fullgraph=True, backend="eager")(x.detach())
+        except (torch._dynamo.exc.TorchRuntimeError, torch._dynamo.exc.Unsupported) as refused:
+            assert "partita" in str(refused)
+            continue
+        torch.testing.assert_close(found, gradient(x.detach()), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.interpreted

@@ -7,18 +7,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.catalogue import BACKEND, DIFFERENTIABLE, is_score, same_bits
+from helpers.catalogue import BACKEND, DIFFERENTIABLE, VARIANTS, is_score, same_bits
 from helpers.rows import devices
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import partita
 from partita.testing.samples import CALLS, Draw, Sample
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
-TWICE = [name for name in DIFFERENTIABLE if CALLS[name].second_derivatives]
+TWICE = [name for name, (call, _) in VARIANTS.items() if CALLS[call].second_derivatives]
 SEARCHES = [name for name in CALLS if name not in DIFFERENTIABLE and not name.endswith("sample")]
-each_call = pytest.mark.parametrize("name", DIFFERENTIABLE)
+each_call = pytest.mark.parametrize("name", VARIANTS)
 
 
 @pytest.fixture(params=[BACKEND, "reference"], autouse=True)
@@ -53,7 +54,8 @@ class Problem:
 
 
 def problem(name: str, device: str) -> Problem:
-    return Problem(CALLS[name].sample(Draw(torch.float64, device=device)))
+    call, option = VARIANTS[name]
+    return Problem(CALLS[call].sample(Draw(torch.float64, device=device), option))
 
 
 def assert_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
@@ -123,6 +125,27 @@ def test_a_batch_of_arguments(name: str, device: str) -> None:
     each = [of.gradients(list(row), up) for row, up in zip(rows, of.upstream, strict=True)]
     expected = tuple(map(torch.stack, zip(*each, strict=True), dims))
     assert_close(found, expected)
+
+
+@devices
+@pytest.mark.parametrize("name", [name for name in CALLS if not name.endswith("sample")])
+def test_a_batch_of_all_tensors(name: str, device: str) -> None:
+    """Labels, lengths and masks may be batched too."""
+    draws = [Draw(torch.float64, device=device, seed=seed, grad=False) for seed in (0, 1)]
+    samples = [CALLS[name].sample(draw) for draw in draws]
+    trees = [tree_flatten(sample.inputs) for sample in samples]
+    which = [i for i, x in enumerate(trees[0][0]) if isinstance(x, Tensor)]
+
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves, structure = list(trees[0][0]), trees[0][1]
+        for i, x in zip(which, tensors, strict=True):
+            leaves[i] = x
+        return samples[0].run(**tree_unflatten(leaves, structure))
+
+    batch = [torch.stack([leaves[i] for leaves, _ in trees]) for i in which]
+    found = torch.vmap(run)(*batch)
+    for result, *expected in zip(found, *(sample.run() for sample in samples), strict=True):
+        torch.testing.assert_close(result, torch.stack(expected), **EXACT)
 
 
 @devices

@@ -16,6 +16,15 @@ DIFFERENTIABLE = [
     name for name, call in CALLS.items() if any(r.requires_grad for r in call.sample(Draw()).run())
 ]
 
+# The kinds of calls that have autograd functions of their own.
+KINDS = ("probabilities, all options", "lean", "bias, all options, lean", "bias, beta 1, lean")
+VARIANTS = {name: (name, "") for name in DIFFERENTIABLE} | {
+    f"{name}, {kind}": (name, kind)
+    for name in DIFFERENTIABLE
+    for kind in KINDS
+    if kind in CALLS[name].options
+}
+
 
 def all_samples(name: str, draw: Draw) -> Iterator[Sample]:
     """Yield the samples of a call; few in the interpreter, which takes seconds for each."""

@@ -1,4 +1,4 @@
-"""Rules for the docstrings of public names: shapes, units, errors, sources and examples."""
+"""Rules for the docstrings of public names: shapes, errors, sources and examples."""
 
 import ast
 import builtins
@@ -6,14 +6,11 @@ import importlib
 import inspect
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
-
-import torch
 
 MODULES = (
     "partita",
@@ -49,37 +46,8 @@ NEEDS = {
     "partita.integrations.transformers.fuse": "transformers",
     "partita.integrations.transformers.unfuse": "transformers",
 }
-OUT = ("", "Fields", "Returns")
-IN_AND_OUT = ("", "Args", "Fields", "Returns")
-# A quantity, the sections that may mention it, and the unit that these sections must name then.
-UNITS = (
-    (r"(?<!-)\bloss(es)?\b", OUT, "nats"),
-    (r"\blog-probabilit|\bentropy\b|\blog Z\b|\bKL\b", IN_AND_OUT, "nats"),
-    (r"\bmemory_budget\b|\bworkspace\b|_bytes\b", IN_AND_OUT, "bytes"),
-    (r"\b[Ee]rrors? (of|that)\b", IN_AND_OUT, "ulp"),
-    (r"\bTimes? (of|the)\b|\btime as\b", IN_AND_OUT, "milliseconds"),
-)
-# The exceptions that the checks of `partita.runtime.checks` raise. A function that calls a check
-# documents them.
-CHECKS = {
-    "tensor": {"TypeError"},
-    "floating": {"TypeError"},
-    "integer": {"TypeError"},
-    "shape": {"ValueError"},
-    "device": {"ValueError"},
-    "python_int": {"TypeError"},
-    "dimension": {"TypeError", "IndexError"},
-    "choice": {"ValueError"},
-    "number": {"TypeError", "ValueError"},
-    "labels": {"IndexError"},
-    "within": {"ValueError"},
-    "states": {"ValueError"},
-    "temperature_and_softcap": {"TypeError", "ValueError"},
-    "blank": {"ValueError"},
-}
 TENSOR = re.compile(r"\b(Tensor|Lengths)\b")
 SHAPE = re.compile(r"`\[[^`]*\]`|[Aa] number\b|as in `|\bas `")
-LOOK_UP = re.compile(r"(?:\bas in|\bas) ((?:`[\w.]+`(?: and |, )?)+)")
 STANDS_BY_ITS_CLASS = "the example of its class calls it"
 FOLLOWS_NOTHING = "it computes nothing that has a source"
 SUBCLASS_DEFINES = "without a body: a subclass defines it, as in the example of its class"
@@ -124,8 +92,6 @@ EXCEPTIONS = {  # name and rule: why it does not hold; a test says that each is 
     ("partita.integrations.koi.SequenceDist.ctc_loss", "example"): SUBCLASS_DEFINES,
     ("partita.integrations.koi.SequenceDist.logZ", "example"): SUBCLASS_DEFINES,
     ("partita.integrations.koi.SequenceDist.viterbi", "example"): SUBCLASS_DEFINES,
-    ("partita.ops.linear_heads.plan.MemoryPlan", "units"): "`loss` is the name of a plan",
-    ("partita.ops.rnnt.plan.RNNTPlan", "units"): "`loss` is the name of a plan",
 }
 
 
@@ -249,23 +215,6 @@ def parameters(public: Public) -> dict[str, str]:
     }
 
 
-def torch_or_ours(path: str, near: str) -> Any:
-    """Return the object that a name in backticks means.
-
-    The name is one of torch, or a public name, written in full or relative to `near`.
-    """
-    if path.startswith("torch."):
-        value: Any = torch
-        for part in path.split(".")[1:]:
-            value = getattr(value, part)
-        return value
-    around = [near.rsplit(".", depth)[0] for depth in range(1, near.count(".") + 1)]
-    for full in (path, *(f"{prefix}.{path}" for prefix in around)):
-        if full in BY_NAME:
-            return BY_NAME[full]
-    raise LookupError(path)
-
-
 def purpose(public: Public) -> Iterator[str]:
     first, *rest = doc_of(public).splitlines() or [""]
     if not re.fullmatch(r".{10,149}[.]", first):
@@ -290,26 +239,8 @@ def arguments(public: Public) -> Iterator[str]:
         text = said.get(name)
         if text is None:
             yield f"Args: expected {name}"
-        elif (where := LOOK_UP.search(text)) is not None:
-            for path in re.findall(r"`([\w.]+)`", where[1]):
-                yield from looked_up(public, name, path)
         elif TENSOR.search(annotation) and not SHAPE.search(text):
             yield f"Args: expected the shape of {name}, got {text!r}"
-
-
-def looked_up(public: Public, parameter: str, path: str) -> Iterator[str]:
-    try:
-        other = torch_or_ours(path, public.name)
-    except (AttributeError, LookupError):
-        yield f"Args: {parameter} is said to be as in {path}, which is not there"
-        return
-    found = (
-        parameters(other)
-        if isinstance(other, Public) and other.kind in ("function", "method", "class")
-        else {}
-    )
-    if isinstance(other, Public) and found and parameter not in found:
-        yield f"Args: {parameter} is said to be as in {path}, which has none"
 
 
 def fields(public: Public) -> Iterator[str]:
@@ -346,24 +277,8 @@ def returns(public: Public) -> Iterator[str]:
         yield f"Returns: expected the shape, got {text.strip()!r}"
 
 
-def raised(public: Public) -> set[str]:
-    """Return the exceptions that the function raises itself or through the checks that it calls."""
-    names: set[str] = set()
-    value = (
-        vars(public.value).get("__init__")
-        if public.kind == "class"
-        else inspect.unwrap(public.value)
-    )
-    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(value)) if value else "")):
-        if isinstance(node, ast.Raise) and node.exc:
-            names.add(ast.unparse(node.exc).partition("(")[0])
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("checks."):
-            names |= CHECKS.get(ast.unparse(node.func).removeprefix("checks."), set())
-    return names
-
-
 def raises(public: Public) -> Iterator[str]:
-    """Check that Raises names at least the exceptions that the function raises itself."""
+    """Check that Raises names exceptions."""
     said = entries(sections(doc_of(public)).get("Raises", ""))
     if not said and parameters(public):
         yield "expected Raises"
@@ -371,8 +286,6 @@ def raises(public: Public) -> Iterator[str]:
         name for name in said if not issubclass(getattr(builtins, name, int), Exception)
     ]:
         yield f"Raises: {unknown} are no exceptions"
-    if missing := raised(public) - set(said):
-        yield f"Raises: expected {sorted(missing)}"
 
 
 def source(public: Public) -> Iterator[str]:
@@ -384,14 +297,6 @@ def source(public: Public) -> Iterator[str]:
 def example(public: Public) -> Iterator[str]:
     if ">>> " not in sections(doc_of(public)).get("Example", ""):
         yield "expected an Example"
-
-
-def units(public: Public) -> Iterator[str]:
-    parts = sections(doc_of(public))
-    for quantity, where, unit in UNITS:
-        text = "".join(parts.get(name, "") for name in where)
-        if (spoken := re.search(quantity, text)) and not re.search(rf"\b{unit}\b", text):
-            yield f"expected the unit of {spoken[0]!r}: {unit}"
 
 
 def shown(public: Public) -> Iterator[str]:
@@ -419,21 +324,17 @@ def same(public: Public) -> Iterator[str]:
         yield f"expected {ALIASES[public.name]}"
 
 
-CALLABLE = (purpose, order, arguments, returns, raises, example, units)
+CALLABLE = (purpose, order, arguments, returns, raises, example)
 RULES: dict[str, tuple[Callable[[Public], Iterator[str]], ...]] = {
     "alias": (same,),
-    "class": (purpose, order, arguments, raises, source, example, units),
+    "class": (purpose, order, arguments, raises, source, example),
     "constant": (purpose, shown),
     "function": (*CALLABLE, source),
     "method": CALLABLE,  # its source is among those of its class
     "module": (purpose, exemplified),
     "property": (purpose,),
-    "record": (
-        purpose,
-        order,
-        fields,
-        units,
-    ),  # errors, source and example are those of what returns it
+    # Its errors, source and example are those of what returns it.
+    "record": (purpose, order, fields),
 }
 
 

@@ -211,18 +211,3 @@ def test_a_loss_without_a_gradient_gives_none_to_the_logits() -> None:
         partita.ctc_loss(x, targets, inputs, lengths, from_logits=True)
     ).backward()
     assert x.grad is None
-
-
-@backends
-def test_targets_and_lengths_may_be_batched(backend: str) -> None:
-    logits = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(0))
-    targets = torch.tensor([[[1, 2], [2, 2]], [[2, 1], [1, 0]]])
-    steps, lengths = torch.tensor([[4, 3], [4, 3]]), torch.tensor([[2, 1], [2, 1]])
-
-    def losses(*sequences: Tensor) -> Tensor:
-        return partita.ctc_loss(logits, *sequences, reduction="none", from_logits=True)
-
-    with partita.backend(backend):
-        found = torch.vmap(losses)(targets, steps, lengths)
-        each = [losses(*batch) for batch in zip(targets, steps, lengths, strict=True)]
-    torch.testing.assert_close(found, torch.stack(each))

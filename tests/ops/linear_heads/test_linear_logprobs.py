@@ -133,24 +133,6 @@ def test_an_id_that_is_no_class_spoils_its_row_alone(plan: str, device: str) -> 
     assert grad[2].isnan().all() and not grad[:2].isnan().any() and not grad[3:].isnan().any()
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_derivatives(plan: str) -> None:
-    g = torch.Generator().manual_seed(0)
-    hidden, matrix, bias = (
-        torch.randn(*size, generator=g, dtype=torch.float64, requires_grad=True)
-        for size in ((4, 3), (200, 3), (200,))
-    )
-    ids = torch.tensor([[3, 199, 3], [0, -100, 1], [-100, -100, -100], [7, 8, 9]])
-    budget = budgets(Batch(hidden, matrix, bias, ids, None))[plan]
-
-    def f(hidden: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
-        options = {"temperature": 0.7, "softcap": 3.0, "memory_budget": budget}
-        return partita.linear_logprobs(hidden, matrix, ids, linear_bias=bias, **options)
-
-    assert torch.autograd.gradcheck(f, (hidden, matrix, bias), fast_mode=True)
-    assert torch.autograd.gradgradcheck(f, (hidden, matrix, bias), fast_mode=True)
-
-
 @devices
 def test_leading_dimensions_and_no_ids(device: str) -> None:
     x = batch_of(device=device)
@@ -169,21 +151,6 @@ def test_leading_dimensions_and_no_ids(device: str) -> None:
             x.input[:rows], x.weight, none, memory_budget=budgets(x)[plan]
         )
         assert found.shape == (rows, k)
-
-
-@pytest.mark.skipif(INTERPRETING, reason="a compiler sees kernels of Python there")
-@pytest.mark.parametrize("plan", ["fast", "lean"])
-def test_compiled(plan: str) -> None:
-    x = leaves_of(batch_of(bias=True))
-    ids, budget = ids_of(x), budgets(x)[plan]
-
-    def f(hidden: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
-        return partita.linear_logprobs(hidden, matrix, ids, linear_bias=bias, memory_budget=budget)
-
-    with mock.patch.dict(os.environ, {"PARTITA_CHECK": "0"}):
-        compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-        for a, b in zip(gradients(compiled(*x[:3]), x), gradients(f(*x[:3]), x), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_bad_input() -> None:

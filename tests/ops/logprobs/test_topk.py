@@ -163,31 +163,6 @@ def test_hidden_states_of_few_tokens_at_a_time(device: str) -> None:
     assert torch.equal(padded.indices.flatten(0, 1), whole.indices[:38])
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_derivatives(plan: str) -> None:
-    x = Batch(*(t.double() for t in batch_of(4, 200, bias=True)[:3]), None, None)
-    leaves = [t.detach().requires_grad_() for t in x[:3]]
-
-    def f(hidden: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
-        options = {"linear_bias": bias, "softcap": 9.0, "memory_budget": budgets(x)[plan]}
-        return partita.linear_topk_logprobs(hidden, matrix, 3, **options).logprobs
-
-    assert torch.autograd.gradcheck(f, leaves, fast_mode=True)
-    assert torch.autograd.gradgradcheck(f, leaves, fast_mode=True)
-
-
-@pytest.mark.skipif(INTERPRETING, reason="a compiler sees kernels of Python there")
-def test_compiled() -> None:
-    x = leaves_of(batch_of(bias=True))
-    for f in (
-        lambda *head: partita.linear_topk_logprobs(*head[:2], 3, linear_bias=head[2]).logprobs,
-        lambda *head: partita.topk_logprobs(F.linear(*head), 3).logprobs,
-    ):
-        compiled = torch.compile(f, fullgraph=True, backend="aot_eager")(*x[:3])
-        for a, b in zip(gradients(compiled, *x[:3]), gradients(f(*x[:3]), *x[:3]), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
 def test_bad_input() -> None:
     x = torch.zeros(2, 5)
     for call, error, message in (

@@ -136,48 +136,6 @@ def test_padding_is_not_read(name: str, backend: str) -> None:
             )
 
 
-@pytest.mark.parametrize("name", ["rnnt", "tdt"])
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_derivatives_beyond_one_backward_pass(reduction: str, name: str) -> None:
-    tensors = joint_tensors()[: 4 if name == "rnnt" else 6]
-    rest = [t.detach() for t in joint_tensors()[len(tensors) :]]
-
-    def loss(*inputs: Tensor) -> Tensor:
-        return linear_loss(name, [*inputs, *rest], activation="tanh", reduction=reduction).sum()
-
-    value = loss(*tensors)
-    first = torch.autograd.grad(value, tensors, retain_graph=True)
-    torch.testing.assert_close(torch.autograd.grad(2 * value, tensors), tuple(2 * g for g in first))
-    graph = torch.autograd.grad(loss(*tensors), tensors, create_graph=True)
-    torch.testing.assert_close(graph, first)
-    second = torch.autograd.grad(sum(g.sum() for g in graph), tensors)
-
-    def moved_gradient(step: float) -> tuple[Tensor, ...]:
-        moved = [(t + step).detach().requires_grad_() for t in tensors]
-        return torch.autograd.grad(loss(*moved), moved)
-
-    moved = zip(moved_gradient(1e-5), moved_gradient(-1e-5), strict=True)
-    expected = tuple((a - b) / 2e-5 for a, b in moved)
-    torch.testing.assert_close(second, expected, rtol=1e-6, atol=1e-7)
-    functional = torch.func.grad(loss, tuple(range(len(tensors))))(*(t.detach() for t in tensors))
-    torch.testing.assert_close(functional, first)
-
-
-@pytest.mark.parametrize("name", ["rnnt", "tdt"])
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_compiled_code(reduction: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
-    tensors = joint_tensors()[: 4 if name == "rnnt" else 6]
-    rest = [t.detach() for t in joint_tensors()[len(tensors) :]]
-    plain = lambda *t: linear_loss(name, [*t, *rest], reduction=reduction).sum()  # noqa: E731
-    compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
-    loss, expected = compiled(*tensors), plain(*tensors)
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(
-        torch.autograd.grad(loss, tensors), torch.autograd.grad(expected, tensors)
-    )
-
-
 def test_autocast_and_unused_gradients() -> None:
     tensors = joint_tensors(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

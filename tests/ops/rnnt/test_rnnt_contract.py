@@ -276,16 +276,3 @@ def test_bad_input_of_tdt(name: str) -> None:
     }
     with pytest.raises(error, match=f"^{message}"):
         partita.tdt_loss(**{**good, **changes})
-
-
-@losses
-def test_compiled_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PARTITA_CHECK", "0")
-    x = X.clone().requires_grad_()
-    expected = LOSSES[name](x, TARGETS, STEPS, LABELS)
-    compiled = torch.compile(LOSSES[name], fullgraph=True, backend="aot_eager", dynamic=True)
-    found = compiled(x, TARGETS, STEPS, LABELS)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(
-        torch.autograd.grad(found.sum(), x), torch.autograd.grad(expected.sum(), x)
-    )

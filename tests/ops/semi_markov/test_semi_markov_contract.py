@@ -176,28 +176,6 @@ def test_posteriors_of_a_long_sequence() -> None:
     torch.testing.assert_close(short.logz(), logz, rtol=1e-6, atol=0)
 
 
-def test_compiled_code_and_function_transforms() -> None:
-    """Compiled functions run at several T, with lengths as a tensor."""
-    chain = random_semi_markov(ragged=False, dtype=torch.float32)
-    others = scores_of(chain)[1:]
-    tag = torch.compile(
-        lambda x, n: SemiMarkovChain(x, *others, lengths=n).logz(),
-        fullgraph=True,
-        backend="aot_eager",
-    )
-    with partita.backend("reference"):
-        for steps in (3, 4, 5):
-            x = chain.emissions[:steps].clone().requires_grad_()
-            lengths = torch.tensor([steps, 2, 1])
-            expected = SemiMarkovChain(x, *others, lengths=lengths)
-            (gradient,) = torch.autograd.grad(tag(x, lengths).sum(), x)
-            torch.testing.assert_close(gradient, expected.state_marginals())
-        batched = torch.func.vmap(
-            torch.func.grad(lambda x: SemiMarkovChain(x, *others).logz().sum())
-        )(torch.stack([chain.emissions, chain.emissions.flip(0)]))
-        torch.testing.assert_close(batched[0], chain.state_marginals())
-
-
 def test_masks_and_batch_first_emissions() -> None:
     chain = random_semi_markov(T=4, N=3, seed=2)
     mask = torch.arange(4) < chain.lengths[:, None]

@@ -95,5 +95,6 @@ def check_same_lengths(chain: LinearChainTensors, other: LinearChainTensors) -> 
     """Raise where another chain has other lengths; the values are read only if checked."""
     if chain.lengths is other.lengths or not checks.should_check_values(chain.emissions.device):
         return
-    if not torch.equal(full_lengths(other), full_lengths(chain)):
+    lengths = full_lengths(other), full_lengths(chain)
+    if all(map(checks.can_check_values, lengths)) and not torch.equal(*lengths):
         raise ValueError("other.lengths: expected the lengths of this chain, got others")

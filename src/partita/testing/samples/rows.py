@@ -94,6 +94,7 @@ CROSS_ENTROPY: dict[str, Any] = {
     "probabilities, all options": lambda draw, sizes: {
         **probabilities(draw, sizes),
         **all_options(draw, sizes),
+        "weight": draw.positive(sizes["classes"]).requires_grad_(draw.grad),
     },
     "pixels": _pixels,
     "one row": _one_row,
