@@ -161,15 +161,15 @@ def lengths_of_chains(
     )
     if lengths is None and mask is None:
         return None
-    if mask is None:
+    if lengths is not None and mask is None:
         try:
-            found = lengths_on_device("lengths", lengths, N, emissions.device)[1]  # type: ignore[arg-type]
+            found = lengths_on_device("lengths", lengths, N, emissions.device)[1]
         except ValueError as error:
             is_other = T != N and isinstance(lengths, Sized) and len(lengths) == T
             raise ValueError(f"{error}{other_layout if is_other else ''}") from None
         checks.within("lengths", found, 1, T, f"{unit}s")
         return found
-    if lengths is not None:
+    if lengths is not None or mask is None:
         raise TypeError("mask: expected either lengths or a mask, got both")
     checks.tensor("mask", mask)
     if mask.dtype != torch.bool:

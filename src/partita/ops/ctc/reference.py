@@ -221,7 +221,7 @@ def ctc_align(
     state = states[1:].T.contiguous()
     mask = (state >= 0) & ~score.isnan()[:, None]
     if not mask.numel():
-        return state, state.clone(), state.to(dtype), score.to(dtype)
+        return state.clone(), state.clone(), state.to(dtype), score.to(dtype)
     classes = torch.where(mask, x.labels.gather(1, state.clamp(min=0)), -1)
     tokens = torch.where(mask & (state % 2 == 1), state // 2, -1)
     scores = label_scores.transpose(0, 1).gather(2, classes.clamp(min=0)[..., None]).squeeze(-1)
