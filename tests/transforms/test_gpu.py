@@ -110,6 +110,7 @@ def test_more_than_2_to_the_31_elements(columns: int, name: str) -> None:
     assert ours[0].isfinite().all()
 
 
+@pytest.mark.whole_gpu
 def test_strides_beyond_2_to_the_31() -> None:
     """There are few elements, far apart."""
     x = torch.zeros(2**31 + 4096, device="cuda", dtype=torch.float16).as_strided(

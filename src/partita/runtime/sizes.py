@@ -17,6 +17,19 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def larger(a: int, b: int) -> int:
+    """Return the maximum of two sizes, of which a compiler may not know each."""
+    # Dynamo makes this a `sym_max`, which older versions of it do not take for two known numbers.
+    number: int = max(a, b) if torch.compiler.is_dynamo_compiling() else torch.sym_max(a, b)
+    return number
+
+
+def smaller(a: int, b: int) -> int:
+    """Return the minimum of two sizes, as `larger` does."""
+    number: int = min(a, b) if torch.compiler.is_dynamo_compiling() else torch.sym_min(a, b)
+    return number
+
+
 def holds(condition: bool | torch.SymBool) -> bool:
     """Return whether a condition on sizes holds that every call has to meet.
 

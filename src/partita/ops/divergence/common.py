@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
+from ...runtime.sizes import larger
 from ..logprobs.common import TopK, check_ids
 
 IGNORED = checks.NOTHING_IGNORED  # the id of a teacher's class in rows that do not count
@@ -110,9 +111,7 @@ def reduced(loss: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
 def row_factors(mask: Tensor | None, like: Tensor, reduction: str) -> Tensor:
     """Return the derivative of a reduced loss in the loss of each row, with the dtype of `like`."""
     if mask is None:
-        return torch.full_like(
-            like, 1 / torch.sym_max(like.numel(), 1) if reduction == "mean" else 1.0
-        )
+        return torch.full_like(like, 1 / larger(like.numel(), 1) if reduction == "mean" else 1.0)
     is_valid = mask != 0
     factor = is_valid.sum().to(like.dtype).reciprocal() if reduction == "mean" else 1.0
     return torch.where(is_valid, factor, 0.0).to(like.dtype)

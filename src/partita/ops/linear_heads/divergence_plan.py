@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...runtime.sizes import choose, decide
+from ...runtime.sizes import choose, decide, larger, smaller
 from .plan import MIN_CHUNK_CLASSES, MIN_CHUNK_TOKENS, ROW_WORDS, padded_width
 
 DEFAULT_BUDGET = 2**32  # bytes of workspace if no budget is given
@@ -69,7 +69,7 @@ def divergence_plan(
     budget = default if memory_budget is None else memory_budget
     all_bytes = tokens * row_bytes + fixed_bytes
     saved = 0 if one_pass or not has_gradient else vocabulary
-    at_once = DivergencePlan(torch.sym_max(tokens, 1), saved, vocabulary if saved else 0, all_bytes)
+    at_once = DivergencePlan(larger(tokens, 1), saved, vocabulary if saved else 0, all_bytes)
     fits = all_bytes <= budget
     if decide(fits, otherwise=False):
         return at_once
@@ -80,38 +80,38 @@ def divergence_plan(
     takes_tokens = has_gradient and one_pass
     if takes_tokens and decide(rows >= MIN_CHUNK_TOKENS, otherwise=False):
         return _choose(fits, at_once, by_tokens)
-    least_tokens, class_bytes = torch.sym_min(tokens, MIN_FORWARD_TOKENS), tokens * itemsize
+    least_tokens, class_bytes = smaller(tokens, MIN_FORWARD_TOKENS), tokens * itemsize
     dinput_bytes, chunk_bytes = 0, 0
     if has_gradient:
         dinput_bytes = tokens * hidden * 4 if input_grad and half_type else 0
         chunk_bytes = min(MIN_CHUNK_CLASSES, padded_width(vocabulary)) * class_bytes
-    least = fixed_bytes + torch.sym_max(least_tokens * row_bytes, chunk_bytes + dinput_bytes)
+    least = fixed_bytes + larger(least_tokens * row_bytes, chunk_bytes + dinput_bytes)
     if memory_budget is not None and decide(memory_budget < least, otherwise=False):
         raise ValueError(
             f"memory_budget: expected at least {least:,} bytes for {tokens:,} tokens, or None,"
             f" got {memory_budget:,}"
         )
-    room = torch.sym_max(budget, least) - fixed_bytes
-    fitting_rows = torch.sym_min(room // row_bytes, tokens)
-    fitting_classes = (room - dinput_bytes) // torch.sym_max(class_bytes, 1)
+    room = larger(budget, least) - fixed_bytes
+    fitting_rows = smaller(room // row_bytes, tokens)
+    fitting_classes = (room - dinput_bytes) // larger(class_bytes, 1)
     saved = 0
     if not takes_tokens:
-        rows = _round(torch.sym_min(fitting_rows, 4 * FORWARD_TOKENS), 128)
+        rows = _round(smaller(fitting_rows, 4 * FORWARD_TOKENS), 128)
     else:
-        quarter = torch.sym_min(room // 4 // row_bytes, tokens)
-        rows = torch.sym_max(torch.sym_min(quarter, FORWARD_TOKENS), least_tokens)
+        quarter = smaller(room // 4 // row_bytes, tokens)
+        rows = larger(smaller(quarter, FORWARD_TOKENS), least_tokens)
         # In the forward pass the logits of the saved classes exist for all tokens, and those of the
         # others for `rows`. In the backward pass the gradient of the hidden states is added up.
-        other_rows = torch.sym_max(tokens - rows, 1)
-        saved = torch.sym_min((room - rows * row_bytes) // (other_rows * itemsize), fitting_classes)
-        saved = torch.sym_max(torch.sym_min(saved, vocabulary - 1), 0)
+        other_rows = larger(tokens - rows, 1)
+        saved = smaller((room - rows * row_bytes) // (other_rows * itemsize), fitting_classes)
+        saved = larger(smaller(saved, vocabulary - 1), 0)
         saved = saved // MIN_CHUNK_CLASSES * MIN_CHUNK_CLASSES
     forward = rows * padded_width(vocabulary - saved) * itemsize + saved * class_bytes
     if not has_gradient:
         return _choose(fits, at_once, DivergencePlan(rows, 0, 0, forward + fixed_bytes))
     chunk = _equal_chunk(vocabulary - saved, choose(saved > 0, saved, fitting_classes))
     backward = padded_width(choose(saved > 0, saved, chunk)) * class_bytes + dinput_bytes
-    workspace_bytes = torch.sym_max(forward, backward) + fixed_bytes
+    workspace_bytes = larger(forward, backward) + fixed_bytes
     plan = DivergencePlan(rows, saved, chunk, workspace_bytes)
     if takes_tokens:  # with rows whose number a compiler does not know
         plan = _choose(by_tokens.tokens >= MIN_CHUNK_TOKENS, by_tokens, plan)
@@ -126,12 +126,12 @@ def _choose(condition: bool, plan: DivergencePlan, otherwise: DivergencePlan) ->
 
 def _round(number: int, multiple: int) -> int:
     """Return the number rounded down to a multiple, if it is that large."""
-    return torch.sym_max(choose(number >= multiple, number // multiple * multiple, number), 1)
+    return larger(choose(number >= multiple, number // multiple * multiple, number), 1)
 
 
 def _equal_chunk(classes: int, largest: int) -> int:
     """Return the classes of chunks of the same size, up to the rounding of their width."""
-    largest = torch.sym_max(largest // MIN_CHUNK_CLASSES, 1) * MIN_CHUNK_CLASSES
-    chunks = torch.sym_max(-(-classes // largest), 1)
+    largest = larger(largest // MIN_CHUNK_CLASSES, 1) * MIN_CHUNK_CLASSES
+    chunks = larger(-(-classes // largest), 1)
     width = -(-classes // (chunks * MIN_CHUNK_CLASSES)) * MIN_CHUNK_CLASSES
-    return torch.sym_max(torch.sym_min(width, classes), 1)
+    return larger(smaller(width, classes), 1)

@@ -8,7 +8,7 @@ import torch
 
 from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
-from ...runtime.sizes import choose, decide
+from ...runtime.sizes import choose, decide, larger, smaller
 from .packing import packing_wanted, sizes_allow_packing
 
 # Bytes of logits in the accumulator dtype up to which an eager call keeps them between forward and
@@ -176,7 +176,7 @@ def memory_plan(
     fixed_bytes = token_bytes * tokens
     reason = "a loss without gradients reads the logits of each chunk once"
     if not (input_grad or weight_grad):
-        name, chunk_tokens = "loss", torch.sym_min(tokens, LOSS_CHUNK_TOKENS)
+        name, chunk_tokens = "loss", smaller(tokens, LOSS_CHUNK_TOKENS)
         flops, fits = product_flops, False
     else:
         name, chunk_tokens = "lean", tokens
@@ -186,7 +186,7 @@ def memory_plan(
         states_bytes = tokens * hidden * itemsize if weight_grad else 0
         fixed_bytes += states_bytes if parallel or not input_grad else 0
         # Each rank sends and receives the gradient of the hidden states in fp32.
-        exchanged_bytes = 8 * tokens * hidden * (parallel and input_grad)
+        exchanged_bytes = 8 * tokens * hidden if parallel and input_grad else 0
         logits_bytes = row_bytes
         packed_bytes = hidden * itemsize * packs
         row_bytes += packed_bytes
@@ -202,7 +202,7 @@ def memory_plan(
         if memory_budget is None and takes_chunks:
             chunk = max(DEFAULT_CHUNK_BYTES, dweight_bytes) // logits_bytes // 256 * 256
             room = max(max(chunk, MIN_CHUNK_TOKENS) * row_bytes, dweight_bytes)
-            budget = torch.sym_max(budget, room + dweight_bytes + fixed_bytes)
+            budget = larger(budget, room + dweight_bytes + fixed_bytes)
         fits = all_at_once <= budget
         if decide(fits, otherwise=False):
             return MemoryPlan("fast", max(tokens, 1), all_at_once, flops, ALL_AT_ONCE)
@@ -210,11 +210,11 @@ def memory_plan(
         spare = 0 if memory_budget is None else memory_budget - dweight_bytes - least_room
         has_room = decide(room >= least_room, otherwise=spare >= MIN_CHUNK_TOKENS * token_bytes)
         if takes_chunks and has_room:
-            chunk = torch.sym_max(room // row_bytes // 256 * 256, 256)
-            chunks = torch.sym_max(-(-tokens // chunk), 1)
+            chunk = larger(room // row_bytes // 256 * 256, 256)
+            chunks = larger(-(-tokens // chunk), 1)
             rows = -(-tokens // chunks)  # all chunks get about the same length
-            chunk = choose(fits, torch.sym_max(tokens, 1), -(-rows // 256) * 256)
-            logits_bytes = torch.sym_max(chunk * row_bytes, dweight_bytes)
+            chunk = choose(fits, larger(tokens, 1), -(-rows // 256) * 256)
+            logits_bytes = larger(chunk * row_bytes, dweight_bytes)
             workspace_bytes = logits_bytes + dweight_bytes + fixed_bytes
             return MemoryPlan("fast", chunk, workspace_bytes, flops, CHUNKS_OF_TOKENS)
         reason = TOO_SMALL if takes_chunks else NO_CHUNKS_OF_TOKENS
@@ -232,7 +232,7 @@ def memory_plan(
         chunk_bytes = memory_budget - fixed_bytes
     else:
         chunk_bytes = LEAN_CHUNK_BYTES if name == "lean" else LOSS_CHUNK_BYTES
-    room = chunk_bytes // torch.sym_max(chunk_tokens * itemsize, 1)
+    room = chunk_bytes // larger(chunk_tokens * itemsize, 1)
     chunk = choose(fits, vocabulary, _chunk_classes(room, vocabulary))
     workspace_bytes = chunk_tokens * padded_width(chunk) * itemsize + fixed_bytes
     return MemoryPlan(name, chunk, workspace_bytes, flops, reason)
@@ -240,14 +240,14 @@ def memory_plan(
 
 def _chunk_classes(room: int, vocabulary: int) -> int:
     """Return the classes in a chunk if the workspace has room for `room` classes."""
-    largest = torch.sym_min(room, MAX_CHUNK_CLASSES) // MIN_CHUNK_CLASSES * MIN_CHUNK_CLASSES
-    largest = torch.sym_max(largest, MIN_CHUNK_CLASSES)
+    largest = smaller(room, MAX_CHUNK_CLASSES) // MIN_CHUNK_CLASSES * MIN_CHUNK_CLASSES
+    largest = larger(largest, MIN_CHUNK_CLASSES)
     # All chunks get the same width.
-    chunks = torch.sym_max(-(-vocabulary // largest), 1)
+    chunks = larger(-(-vocabulary // largest), 1)
     width = -(-vocabulary // (chunks * MIN_CHUNK_CLASSES)) * MIN_CHUNK_CLASSES
     waves = largest // WAVE_CLASSES * WAVE_CLASSES
-    classes = torch.sym_min(choose(largest >= WAVE_CLASSES, waves, width), vocabulary)
-    return torch.sym_max(classes, 1)
+    classes = smaller(choose(largest >= WAVE_CLASSES, waves, width), vocabulary)
+    return larger(classes, 1)
 
 
 def is_small(tokens: int, vocabulary: int, dtype: torch.dtype, memory_budget: int | None) -> bool:

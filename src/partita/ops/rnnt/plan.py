@@ -8,7 +8,7 @@ import torch
 
 from ...runtime import checks
 from ...runtime.dtypes import acc_dtype
-from ...runtime.sizes import choose, decide
+from ...runtime.sizes import choose, decide, larger, smaller
 
 DEFAULT_BUDGET = 2**30  # bytes of workspace if no budget is given
 # Bytes of logits in a chunk beyond which the products do not become faster.
@@ -164,8 +164,8 @@ def joint_chunks(
         # Sums over chunks are in fp32.
         sums = (vocabulary + durations) * (hidden + 1) + batch * (steps + positions) * hidden
         fixed += sums * acc_dtype(dtype).itemsize
-    total_steps = torch.sym_max(batch * steps, 1)
-    limit = torch.sym_max(CHUNK_BYTES // torch.sym_max(step_logits, 1), 1)
+    total_steps = larger(batch * steps, 1)
+    limit = larger(CHUNK_BYTES // larger(step_logits, 1), 1)
     budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
     all_logits = total_steps * step_logits
     keeps_logits = 0
@@ -179,8 +179,8 @@ def joint_chunks(
         )
     fixed += keeps_logits * all_logits
     step_bytes = step_hidden + (1 - keeps_logits) * step_logits
-    room = (budget - fixed) // torch.sym_max(step_bytes, 1)
-    chunk = torch.sym_min(torch.sym_min(torch.sym_max(room, 1), limit), total_steps)
+    room = (budget - fixed) // larger(step_bytes, 1)
+    chunk = smaller(smaller(larger(room, 1), limit), total_steps)
     return JointChunks(chunk, keeps_logits, fixed + chunk * step_bytes)
 
 

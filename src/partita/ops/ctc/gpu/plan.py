@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
-from ....runtime.sizes import choose
+from ....runtime.sizes import choose, smaller
 
 CHUNK = 32  # positions of a target in a chunk, one per lane of a warp
 SAVE_EVERY = 8  # steps from one saved state to the next
@@ -51,7 +49,7 @@ def ceil_div(number: int, by: int) -> int:
 
 def table_width(C: int, max_target_len: int) -> int:
     """Return the row length of the emission table: C rounded up to 8 for few classes, else 0."""
-    return choose(C <= torch.sym_min(4 * max_target_len, 256), ceil_div(C, 8) * 8, 0)
+    return choose(C <= smaller(4 * max_target_len, 256), ceil_div(C, 8) * 8, 0)
 
 
 def posterior_words(
