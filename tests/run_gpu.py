@@ -87,7 +87,9 @@ class Queue:
             return left / (1 + self.workers[file])
 
         if self.long:
-            return [self.long.pop(0)]
+            index = self.long.pop(0)
+            self.workers[self.file(index)] += 1
+            return [index]
         files = [file for file, rest in self.files.items() if rest]
         if not files:
             return []
