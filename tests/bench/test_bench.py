@@ -129,7 +129,7 @@ def test_all_ops_with_table_csv_and_picture(
         measured_part = row["part"] == "total" or row["op"] == "ctc_align"
         assert bool(row["extra_memory_bytes"]) == (
             device == "cuda"
-            and row["op"] in (*LINEAR, "cross_entropy", *CHAINS, *CTC, *RNNT)
+            and row["op"] in (*LINEAR, "cross_entropy", "divergence", *CHAINS, *CTC, *RNNT)
             and measured_part
         )
     sizes = {

@@ -117,7 +117,8 @@ def test_results_lie_as_fakes_say(name: str, device: str) -> None:
     """Shapes, dtypes and strides are those of the fakes, for inputs of every layout."""
     call, wrong = CALLS[name], []
     draw = Draw(torch.bfloat16, device=device)
-    for sample in (*call.samples(draw), *call.extremes(draw)):
+    layouts = [changed for _, changed in call.extreme_draws(draw) if changed.layout != draw.layout]
+    for sample in (*call.samples(draw), *map(call.sample, layouts)):
         with Dispatched():
             results = sample.run()
             real = [*results, *sample.gradients(results).values()]

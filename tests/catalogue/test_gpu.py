@@ -4,12 +4,14 @@ import pytest
 import torch
 from helpers.catalogue import each_call, outcome, same_bits
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from partita.testing.samples import CALLS, Draw, Sample
 
 pytestmark = pytest.mark.gpu
-# Best paths of a number that the user names, and samples from a generator, need the host.
-ON_THE_HOST = [name for name in CALLS if name.endswith(("nbest", "sample"))]
+# Best paths of a number that the user names, samples from a generator, and the edges that leave a
+# state need the host.
+ON_THE_HOST = [name for name in CALLS if name.endswith(("nbest", "sample", "backward_scores"))]
 CAPTURED = [name for name in CALLS if name not in ON_THE_HOST]
 
 
@@ -23,6 +25,13 @@ def samples(name: str, device: str = "cuda", seed: int = 0) -> list[Sample]:
 
 def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return all(same_bits(found[part].to(truth.device), truth) for part, truth in expected.items())
+
+
+def copy_inputs(to: Sample, other: Sample) -> None:
+    with torch.no_grad():
+        for value, new in zip(tree_leaves(to.inputs), tree_leaves(other.inputs), strict=True):
+            if isinstance(value, Tensor):
+                value.copy_(new)
 
 
 @each_call
@@ -48,10 +57,7 @@ def test_capture_and_replay(name: str) -> None:
         with torch.cuda.graph(graph):
             results = sample.run()
             captured = [*results, *sample.gradients(results).values()]
-        with torch.no_grad():
-            for part, value in sample.inputs.items():
-                if isinstance(value, Tensor):
-                    value.copy_(other.inputs[part])
+        copy_inputs(sample, other)
         graph.replay()
         graph.replay()
         for found, truth in zip(captured, outcome(other).values(), strict=True):
@@ -78,10 +84,7 @@ def test_runs_on_the_current_stream(name: str) -> None:
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(20_000_000)
-            with torch.no_grad():
-                for part, value in late.inputs.items():
-                    if isinstance(value, Tensor):
-                        value.copy_(sample.inputs[part])
+            copy_inputs(late, sample)
             results = late.run()
             found = [*results, *late.gradients(results).values()]
         stream.synchronize()

@@ -19,7 +19,9 @@ def test_errors(name: str, dtype: torch.dtype, device: str) -> None:
     if INTERPRETING and dtype != torch.float32:
         pytest.skip("the interpreter takes long, and rounds bf16 in its own way")
     draw = Draw(dtype, device=device)
-    samples = list(all_samples(name, draw))
+    # Kernels for fp16 are those for bf16.
+    few = device == "cuda" and dtype == torch.float16
+    samples = [call.sample(draw)] if few else list(all_samples(name, draw))
     if not INTERPRETING:
         samples += call.extremes(draw)
         pairs = [pair for pair in call.mixtures if pair[0] == dtype]

@@ -53,9 +53,10 @@ def ragged_batch(
 
 
 def bits(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the tensors as integers, so that NaN equals NaN and 0.0 is not -0.0."""
+    """Return the tensors as integers, so that NaN equals any NaN and 0.0 is not -0.0."""
     words = {2: torch.int16, 4: torch.int32}
-    return [each.contiguous().view(words[each.element_size()]) for each in tensors]
+    one_nan = (each.masked_fill(each.isnan(), torch.nan).contiguous() for each in tensors)
+    return [each.view(words[each.element_size()]) for each in one_nan]
 
 
 def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:

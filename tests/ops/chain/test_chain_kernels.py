@@ -158,12 +158,9 @@ def test_other_ops_match_the_reference(shape: tuple[int, ...], kind: str, device
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", (*SHAPES, *LARGE), ids=str)
-def test_other_ops_in_training_dtypes(
-    shape: tuple[int, ...], dtype: torch.dtype, device: str
-) -> None:
-    chain = random_chain(*shape, seed=sum(shape), device=device, dtype=dtype)
+def test_other_ops_in_bf16(shape: tuple[int, ...], device: str) -> None:
+    chain = random_chain(*shape, seed=sum(shape), device=device, dtype=torch.bfloat16)
     assert_other_ops_match_reference(chain)
 
 

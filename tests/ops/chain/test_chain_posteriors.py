@@ -95,7 +95,7 @@ def test_posteriors_of_states(
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["regular", "missing", "strided"])
+@pytest.mark.parametrize("kind", ["regular", "strided"])
 @pytest.mark.parametrize("modulus", [1, 2, 4])
 @pytest.mark.parametrize(
     "shape",

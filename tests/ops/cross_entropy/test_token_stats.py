@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from helpers.rows import DTYPES, devices, dtypes, hypothesis_settings, leaf, strided, targets_for
+from helpers.rows import devices, dtypes, leaf, targets_for
 from helpers.stats import check_stats, plain_token_stats
-from hypothesis import given
-from hypothesis import strategies as st
 
 import partita
 from partita.testing import EDGES, edge_rows, sample_labels, sample_rows
@@ -95,31 +93,6 @@ def test_widths_and_temperatures(
 ) -> None:
     logits = 3 * sample_rows(5 + 600 // width, width, dtype=dtype, device=device)
     check_stats(logits, targets_for(logits, "labels"), temperature=temperature)
-
-
-@pytest.mark.interpreted
-@devices
-@hypothesis_settings
-@given(data=st.data())
-def test_any_call(data: st.DataObject, device: str) -> None:
-    draw = data.draw
-    shape = [*draw(st.lists(st.integers(0, 5), max_size=3)), draw(st.integers(1, 70))]
-    order = draw(st.permutations(range(len(shape))))
-    steps = draw(st.lists(st.sampled_from((1, 1, 2, 0)), min_size=len(shape), max_size=len(shape)))
-    dtype = draw(st.sampled_from(DTYPES))
-    logits = strided(shape, order, steps, dtype=dtype, device=device, seed=draw(st.integers(0, 9)))
-    ignore_index = draw(st.sampled_from((-100, 0)))
-    target = targets_for(
-        logits.movedim(-1, min(1, logits.ndim - 1)), "labels", ignored=ignore_index
-    )
-    check_stats(
-        logits,
-        draw(st.sampled_from((target, target, None))),
-        few=True,
-        temperature=draw(st.sampled_from((1.0, 0.5, 3.0))),
-        softcap=draw(st.sampled_from((None, None, 2.0))),
-        ignore_index=ignore_index,
-    )
 
 
 @pytest.mark.interpreted

@@ -14,8 +14,6 @@ from helpers.ctc_batches import (
     results,
 )
 from helpers.rows import KERNEL_DEVICES, kernel_devices
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import partita
 
@@ -251,24 +249,3 @@ def test_reductions(reduction: str, classes: int, zero_infinity: bool, device: s
         )
         assert loss.dtype == dtype and loss.isfinite() == zero_infinity
         torch.testing.assert_close((loss, grad), (expected, truth), rtol=2e-6, atol=2e-6)
-
-
-@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
-@settings(max_examples=150, deadline=None)
-@given(
-    st.integers(0, 70),
-    st.integers(0, 5),
-    st.sampled_from([2, 3, 9, 33, 70, 300]),
-    st.integers(0, 70),
-    st.integers(0, 2**20),
-    st.booleans(),
-)
-def test_any_batch(
-    device: str, steps: int, N: int, classes: int, max_target_len: int, seed: int, from_logits: bool
-) -> None:
-    x = batch_of(
-        steps, N, classes, max_target_len, device=device, seed=seed, holes=0.05 * (seed % 3)
-    )
-    assert_matches_reference(
-        x if from_logits else x._replace(logits=x.logits.log_softmax(-1)), from_logits=from_logits
-    )

@@ -9,14 +9,10 @@ from helpers.rows import (
     check_op,
     devices,
     dtypes,
-    hypothesis_settings,
     leaf,
     ops,
     strided,
-    tensors,
 )
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 import partita
 from partita.testing import EDGES, assert_within_budget, edge_rows, poisoned_memory, sample_rows
@@ -109,18 +105,6 @@ def test_a_shape_that_no_block_divides(device: str) -> None:
     x = sample_rows(1823, 781, device=device)
     assert torch.allclose(partita.softmax(x, 1), torch.softmax(x, 1))
     check_op(OPS["softmax"], x, 1)
-
-
-@pytest.mark.interpreted
-@devices
-@hypothesis_settings
-@given(data=st.data())
-def test_any_tensor(data: st.DataObject, device: str) -> None:
-    x = data.draw(tensors(device))
-    op = OPS[data.draw(st.sampled_from(sorted(OPS)))]
-    dim = data.draw(st.integers(-max(x.ndim, 1), max(x.ndim, 1) - 1))
-    assume(x.ndim == 0 or x.shape[dim] > 0)
-    check_op(op, x, dim, few=True)
 
 
 @pytest.mark.interpreted

@@ -87,7 +87,7 @@ def saved_shape(
     if backend_table != "gpu":
         return (0,)
     num_blocks, num_chunks = (T + 16) // 16, max_target_len // CHUNK + 1
-    states = 2 * (num_blocks * save + 1) * N * num_chunks * 2 * CHUNK
+    states = 2 * ((num_blocks if save else 0) + 1) * N * num_chunks * 2 * CHUNK
     carries = 2 * N * num_chunks * num_blocks * SAVE_EVERY
     table = (T + 2 * TABLE_MARGIN) * table_width(C, max_target_len)
     posteriors = posterior_words(shape, max_target_len, from_logits, save)
