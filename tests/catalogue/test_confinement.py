@@ -1,8 +1,18 @@
 """What does not count contributes nothing, and what is wrong with a row stays in that row."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
-from helpers.catalogue import BACKEND, DIFFERENTIABLE, all_samples, outcome, same_bits
+from helpers.catalogue import (
+    BACKEND,
+    DIFFERENTIABLE,
+    EVERY,
+    all_samples,
+    one_rank,
+    outcome,
+    same_bits,
+)
 from helpers.rows import INTERPRETING, devices
 from torch import Tensor
 
@@ -40,11 +50,12 @@ def second_derivatives(sample: Sample) -> dict[str, Tensor]:
 @pytest.mark.interpreted
 @devices
 @backends
-@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.uncounted])
+@pytest.mark.parametrize("name", [name for name, call in EVERY.items() if call.uncounted])
 def test_what_does_not_count_contributes_nothing(name: str, backend: str, device: str) -> None:
     """It reaches no bit of a result or of a gradient, which is 0 there, whatever it holds."""
     wrong = []
-    with partita.backend(backend):
+    ranks = nullcontext() if name in CALLS else one_rank(device)
+    with ranks, partita.backend(backend):
         if name in DIFFERENTIABLE and CALLS[name].second_derivatives and not INTERPRETING:
             sample = CALLS[name].sample(Draw(device=device))
             masks = sample.call.uncounted(sample.inputs)

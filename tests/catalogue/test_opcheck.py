@@ -4,20 +4,17 @@ It tests the schema, the fake, the autograd registration and AOT dispatch.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from helpers.catalogue import BACKEND
+from helpers.catalogue import BACKEND, EVERY, one_rank
 from helpers.rows import INTERPRETING, devices
 
 import partita
 import partita.parallel
 from partita.testing import poisoned_memory
-from partita.testing.samples import CALLS, Call, Draw, OpCall, Sample, recorded_ops
-from partita.testing.samples.shards import CALLS as SHARDS
+from partita.testing.samples import Call, Draw, OpCall, Sample, recorded_ops
 
 
 def kind(call: OpCall) -> tuple[Any, ...]:
@@ -44,17 +41,6 @@ def all_samples(call: Call, device: str) -> Iterator[Sample]:
             yield call.sample(draw, "all options, mean", sizes=call.checked[1])
 
 
-@contextmanager
-def one_rank(device: str) -> Iterator[None]:
-    """Make the group of one process in which the sharded calls run."""
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def op_calls(name: str, device: str) -> list[OpCall]:
     """Return the calls of ops that a call makes, one of each kind.
 
@@ -74,7 +60,6 @@ def op_calls(name: str, device: str) -> list[OpCall]:
     return [*compiled, *(call for call in eager if call.name not in known)]
 
 
-EVERY = {**CALLS, **SHARDS}
 OPS = {
     name.removeprefix("partita::")
     for name in torch._C._dispatch_get_all_op_names()

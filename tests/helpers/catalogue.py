@@ -1,16 +1,20 @@
 """The catalogue of calls as parameters of tests."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.rows import INTERPRETING
 from torch import Tensor
 
 from partita.testing import poisoned_memory
 from partita.testing.samples import CALLS, Draw, Sample
+from partita.testing.samples.shards import CALLS as SHARDS
 
 BACKEND = "triton" if INTERPRETING else "auto"
+EVERY = {**CALLS, **SHARDS}
 each_call = pytest.mark.parametrize("name", CALLS)
 DIFFERENTIABLE = [
     name for name, call in CALLS.items() if any(r.requires_grad for r in call.sample(Draw()).run())
@@ -28,7 +32,7 @@ VARIANTS = {name: (name, "") for name in DIFFERENTIABLE} | {
 
 def all_samples(name: str, draw: Draw) -> Iterator[Sample]:
     """Yield the samples of a call; few in the interpreter, which takes seconds for each."""
-    call = CALLS[name]
+    call = EVERY[name]
     if not INTERPRETING:
         yield from call.samples(draw)
         return
@@ -43,6 +47,17 @@ def outcome(sample: Sample) -> dict[str, Tensor]:
         results = sample.run()
         found = sample.gradients(results)
     return {**{f"result {i}": result.detach() for i, result in enumerate(results)}, **found}
+
+
+@contextmanager
+def one_rank(device: str) -> Iterator[None]:
+    """Make the group of one process in which the sharded calls run."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def is_score(x: object) -> bool:

@@ -4,17 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import CHECKS
 from helpers.rows import INTERPRETING
-from helpers.uncounted import check_uncounted_rows
-from torch import Tensor
 
 import partita
 from partita import parallel
@@ -84,55 +81,6 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-def heads_of_uncounted_rows() -> dict[str, Callable[..., Any]]:
-    """Return functions of logits or of a head, in which rows 1 and 3 do not count."""
-    target = torch.tensor([2, -100, 0, -100, 5])
-    mask, ids = target != -100, torch.tensor([[0, 3]] * 5)
-    teacher, matrix = sample_rows(5, 7, seed=3), sample_rows(7, 4, seed=4)
-
-    def of_counted(found: Tensor) -> Tensor:
-        return torch.where(mask.view(-1, *(1,) * (found.ndim - 1)), found, 0.0)
-
-    def statistics(x: Tensor) -> tuple[Tensor, ...]:
-        found = parallel.token_stats(x, target, temperature=0.7)
-        return found.logprob, of_counted(found.entropy), of_counted(found.logsumexp)
-
-    options = {"softcap": 5.0, "z_loss": 0.1, "label_smoothing": 0.1}
-    losses = {
-        "loss": lambda x: parallel.cross_entropy(x, target, **options),
-        "statistics": statistics,
-        "logprobs": lambda x: of_counted(parallel.logprobs(x, ids, softcap=5.0)),
-        "linear loss": lambda h, w: parallel.linear_cross_entropy(h, w, target, **options),
-        "linear losses, lean": lambda h, w: parallel.linear_cross_entropy(
-            h, w, target, reduction="none", memory_budget=10_000
-        ),
-        "linear logprobs": lambda h, w: of_counted(parallel.linear_logprobs(h, w, ids)),
-    }
-    for beta in (0.0, 0.5, 1.0):
-        masked = {"beta": beta, "mask": mask, "softcap": 5.0}
-        losses[f"divergence {beta}"] = lambda x, t_, masked=masked: parallel.divergence(
-            x, t_, **masked
-        )
-        losses[f"linear divergence {beta}"] = lambda h, w, masked=masked: (
-            parallel.linear_divergence(h, w, teacher[:, :4], matrix, **masked)
-        )
-    return losses
-
-
-@pytest.mark.interpreted
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("name", heads_of_uncounted_rows())
-def test_rows_that_do_not_count(name: str) -> None:
-    f, uncounted = heads_of_uncounted_rows()[name], torch.tensor([0, 1, 0, 1, 0]) == 1
-    if "linear" in name:
-        tensors = {"h": sample_rows(5, 4), "w": sample_rows(7, 4, seed=1)}
-    else:
-        tensors = {"x": sample_rows(5, 7)}
-    if name.startswith("divergence"):
-        tensors["t_"] = sample_rows(5, 7, seed=2)
-    check_uncounted_rows(f, uncounted, second=False, **tensors)
 
 
 @pytest.mark.interpreted
