@@ -209,7 +209,8 @@ class Runner:
             every = ",".join(map(str, range(self.gpus)))
             self.phase([("multigpu", every)] * 2, kinds.pop("multigpu", []))
             alone = [("whole_gpu", str(gpu)) for gpu in range(self.gpus)]
-            ordinary = max(self.gpus, self.cores - len(alone) * bool(kinds["whole_gpu"]))
+            # Some wait for the GPU while others compile.
+            ordinary = max(self.gpus, self.cores + self.cores // 8)
             side_by_side = [("gpu", str(i % self.gpus)) for i in range(ordinary)]
             self.phase([*alone, *side_by_side], kinds["whole_gpu"] + kinds["gpu"])
         finally:

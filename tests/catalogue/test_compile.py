@@ -118,7 +118,8 @@ def test_results_lie_as_fakes_say(name: str, device: str) -> None:
     call, wrong = CALLS[name], []
     draw = Draw(torch.bfloat16, device=device)
     layouts = [changed for _, changed in call.extreme_draws(draw) if changed.layout != draw.layout]
-    for sample in (*call.samples(draw), *map(call.sample, layouts)):
+    samples = list(call.samples(draw))[: None if device == "cpu" else 2]
+    for sample in (*samples, *map(call.sample, layouts)):
         with Dispatched():
             results = sample.run()
             real = [*results, *sample.gradients(results).values()]

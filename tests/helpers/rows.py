@@ -39,6 +39,15 @@ KERNEL_DEVICES = [
     ),
 ]
 kernel_devices = pytest.mark.parametrize("device", KERNEL_DEVICES)
+# The dtypes of training; on a GPU, where each option is a kernel to compile, the usual one.
+training = pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        pytest.param("cpu", torch.bfloat16, id="bfloat16-cpu"),
+        pytest.param("cpu", torch.float32, id="float32-cpu"),
+        pytest.param("cuda", torch.bfloat16, id="bfloat16-cuda", marks=pytest.mark.gpu),
+    ],
+)
 dtypes = pytest.mark.parametrize(
     "dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch.")
 )

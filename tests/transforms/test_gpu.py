@@ -27,7 +27,6 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ),
     "token_stats": lambda x, t: torch.stack(partita.token_stats(x, t)[:3]),
 }
-training = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 
 
 def run(call: Callable, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,10 +38,9 @@ def run(call: Callable, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 # One width in each regime: several rows in a tile, one row in a program, one row in a loop, and one
 # row shared by programs.
 @pytest.mark.parametrize("columns", [300, 5000, 50257, 131073])
-@training
 @pytest.mark.parametrize("edge", EDGES)
-def test_edges_at_every_width(edge: str, dtype: torch.dtype, columns: int) -> None:
-    x = edge_rows(edge, 6, columns, dtype=dtype, device="cuda")
+def test_edges_at_every_width(edge: str, columns: int) -> None:
+    x = edge_rows(edge, 6, columns, dtype=torch.bfloat16, device="cuda")
     for op in OPS.values():
         check_op(op, x, -1)
     target = targets_for(x, "labels", ignored=-100)
@@ -54,9 +52,8 @@ def test_edges_at_every_width(edge: str, dtype: torch.dtype, columns: int) -> No
 
 
 @pytest.mark.parametrize("columns", [2**20, 2**20 + 1])
-@training
-def test_a_million_columns(dtype: torch.dtype, columns: int) -> None:
-    x = 3 * sample_rows(3, columns, dtype=dtype, device="cuda")
+def test_a_million_columns(columns: int) -> None:
+    x = 3 * sample_rows(3, columns, dtype=torch.bfloat16, device="cuda")
     for op in OPS.values():
         check_op(op, x, -1)
     target = targets_for(x, "labels", ignored=-100)

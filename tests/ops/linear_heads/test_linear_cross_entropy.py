@@ -20,7 +20,7 @@ from helpers.linear import (
     plain,
     results,
 )
-from helpers.rows import INTERPRETING, devices, hypothesis_settings
+from helpers.rows import INTERPRETING, devices, hypothesis_settings, training
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,8 +39,7 @@ dtypes = pytest.mark.parametrize(
 
 
 @pytest.mark.interpreted
-@devices
-@dtypes
+@training
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize(("bias", "weighted", "label_smoothing", "softcap", "z_loss"), OPTIONS)

@@ -42,7 +42,7 @@ class ScoreOptions(NamedTuple):
     def lattice_shape(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """Return the number of steps, sequences and classes of the lattice, given `[T, N, C]`."""
         T, N, C = shape
-        return T, N, C + (self.star is not None)
+        return T, N, C if self.star is None else C + 1
 
 
 def padded_targets(targets: PackedTargets) -> tuple[Tensor, Tensor]:

@@ -183,7 +183,8 @@ def tdt_arcs_kernel(
         tl.store(arcs_ptr + (K + k) * nodes + offset, arc, mask=in_array)
         has_nan = has_nan | is_nan
     if WORDS:
-        tl.store(flags_ptr + b + index * 0, HAS_NAN, mask=has_nan)
+        flag = index * 0 + HAS_NAN
+        tl.atomic_or(flags_ptr + b + index * 0, flag, mask=has_nan, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -119,7 +119,10 @@ def store_duration_arcs(
             arc, is_nan = arc_word(token, (factor, exponent), valid, False)
             tl.store(ptr + label * K * sizes.nodes, arc, mask=valid)
             has_nan = has_nan | is_nan
-        tl.store(tensors.flags_ptr + (b + u * 0 + k * 0), HAS_NAN, mask=has_nan)
+        # The scan, which runs beside this, may have set the other flag.
+        lanes = u * 0 + k * 0
+        flags_ptr = tensors.flags_ptr + b + lanes
+        tl.atomic_or(flags_ptr, lanes + HAS_NAN, mask=has_nan, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=SIZES)
