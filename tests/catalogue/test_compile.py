@@ -118,8 +118,8 @@ def test_results_lie_as_fakes_say(name: str, device: str) -> None:
     call, wrong = CALLS[name], []
     draw = Draw(torch.bfloat16, device=device)
     layouts = [changed for _, changed in call.extreme_draws(draw) if changed.layout != draw.layout]
-    samples = list(call.samples(draw))[: None if device == "cpu" else 2]
-    for sample in (*samples, *map(call.sample, layouts)):
+    few = None if device == "cpu" else 2  # A GPU compiles a kernel for each.
+    for sample in (*list(call.samples(draw))[:few], *map(call.sample, layouts[:few])):
         with Dispatched():
             results = sample.run()
             real = [*results, *sample.gradients(results).values()]
@@ -170,6 +170,8 @@ def tensors_and_dims(name: str, size: str, device: str) -> list[tuple[Tensor, in
 @pytest.mark.parametrize("mark", ["mark_dynamic", "mark_unbacked"])
 @pytest.mark.parametrize(("name", "size"), SIZED)
 def test_one_compilation_serves_all_sizes(name: str, size: str, mark: str, device: str) -> None:
+    if device == "cuda" and mark == "mark_dynamic":
+        pytest.skip("what serves sizes that are not known serves these too")
     if name == "SemiMarkovChain.log_prob" and mark == "mark_unbacked":
         pytest.skip("PyTorch's cummax asks whether there are elements")
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.catalogue import BACKEND, DIFFERENTIABLE, VARIANTS, is_score, same_bits
-from helpers.rows import devices
+from helpers.catalogue import BACKEND, DIFFERENTIABLE, VARIANTS, is_score, places, same_bits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -20,12 +19,14 @@ EXACT = {"rtol": 1e-9, "atol": 1e-11}
 TWICE = [name for name, (call, _) in VARIANTS.items() if CALLS[call].second_derivatives]
 SEARCHES = [name for name in CALLS if name not in DIFFERENTIABLE and not name.endswith("sample")]
 each_call = pytest.mark.parametrize("name", VARIANTS)
+in_places = pytest.mark.parametrize(*places.args, indirect=["backend"])
 
 
-@pytest.fixture(params=[BACKEND, "reference"], autouse=True)
+@pytest.fixture(autouse=True)
 def backend(request: pytest.FixtureRequest) -> object:
-    with partita.backend(request.param):
-        yield request.param
+    chosen = getattr(request, "param", BACKEND)
+    with partita.backend(chosen):
+        yield chosen
 
 
 class Problem:
@@ -63,7 +64,7 @@ def assert_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Non
         torch.testing.assert_close(a, b, **EXACT)
 
 
-@devices
+@in_places
 @each_call
 def test_batched_gradients(name: str, device: str) -> None:
     if "in place" in name:
@@ -85,7 +86,7 @@ def test_batched_gradients(name: str, device: str) -> None:
         assert_close(found, expected)
 
 
-@devices
+@in_places
 @each_call
 def test_functional_gradients(name: str, device: str) -> None:
     of = problem(name, device)
@@ -105,7 +106,7 @@ def test_functional_gradients(name: str, device: str) -> None:
     assert_close((product,), expected[:1])
 
 
-@devices
+@in_places
 @each_call
 def test_a_batch_of_arguments(name: str, device: str) -> None:
     if name == "cross_entropy, probabilities, all options":
@@ -129,7 +130,7 @@ def test_a_batch_of_arguments(name: str, device: str) -> None:
     assert_close(found, expected)
 
 
-@devices
+@in_places
 @pytest.mark.parametrize("name", [name for name in CALLS if not name.endswith("sample")])
 def test_a_batch_of_all_tensors(name: str, device: str) -> None:
     """Labels, lengths and masks may be batched too."""
@@ -150,7 +151,7 @@ def test_a_batch_of_all_tensors(name: str, device: str) -> None:
         torch.testing.assert_close(result, torch.stack(expected), **EXACT)
 
 
-@devices
+@in_places
 @pytest.mark.parametrize("name", SEARCHES)
 def test_searches_take_a_batch_of_arguments(name: str, device: str) -> None:
     sample = CALLS[name].sample(Draw(torch.float64, device=device))
@@ -166,7 +167,7 @@ def test_searches_take_a_batch_of_arguments(name: str, device: str) -> None:
         assert same_bits(result, torch.stack(expected))
 
 
-@devices
+@in_places
 @pytest.mark.parametrize("name", TWICE)
 def test_second_derivatives(name: str, device: str) -> None:
     """Compare those of a functional Hessian and of a graph with differences of gradients."""
@@ -233,7 +234,7 @@ LAZY: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@devices
+@in_places
 @each_call
 def test_tensors_whose_memory_does_not_hold_their_values(name: str, device: str) -> None:
     of = problem(name, device)
@@ -246,7 +247,7 @@ def test_tensors_whose_memory_does_not_hold_their_values(name: str, device: str)
         assert_close(grads, expected)
 
 
-@devices
+@in_places
 @each_call
 def test_zeros_without_memory(name: str, device: str) -> None:
     of = problem(name, device)

@@ -49,6 +49,17 @@ def outcome(sample: Sample) -> dict[str, Tensor]:
     return {**{f"result {i}": result.detach() for i, result in enumerate(results)}, **found}
 
 
+# The reference on a GPU is PyTorch's own code there.
+places = pytest.mark.parametrize(
+    ("device", "backend"),
+    [
+        ("cpu", BACKEND),
+        ("cpu", "reference"),
+        pytest.param("cuda", BACKEND, marks=pytest.mark.gpu),
+    ],
+)
+
+
 @contextmanager
 def one_rank(device: str) -> Iterator[None]:
     """Make the group of one process in which the sharded calls run."""

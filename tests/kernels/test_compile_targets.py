@@ -175,9 +175,11 @@ def test_every_kernel_is_launched_in_every_dtype() -> None:
             torch.float64,
         ),
         "divergence_mixture_row_kernel": torch.bfloat16,  # for 16-bit logits alone
-        # Posteriors of scores in a half type are in fp32.
+        # Posteriors and entropies of scores in a half type are in fp32.
         **dict.fromkeys(
             (
+                "linear_chain_means_kernel",
+                "linear_chain_rests_kernel",
                 "ctc_crf_base_posteriors_kernel",
                 "ctc_crf_base_sums_kernel",
                 "ctc_crf_first_posteriors_kernel",

@@ -35,9 +35,8 @@ def run(call: Callable, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return result, torch.autograd.grad(result, x, upstream)[0]
 
 
-# One width in each regime: several rows in a tile, one row in a program, one row in a loop, and one
-# row shared by programs.
-@pytest.mark.parametrize("columns", [300, 5000, 50257, 131073])
+# One program has a row, or several programs share it.
+@pytest.mark.parametrize("columns", [5000, 131073])
 @pytest.mark.parametrize("edge", EDGES)
 def test_edges_at_every_width(edge: str, columns: int) -> None:
     x = edge_rows(edge, 6, columns, dtype=torch.bfloat16, device="cuda")

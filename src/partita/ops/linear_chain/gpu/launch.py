@@ -15,6 +15,7 @@ from torch import Tensor
 from ....runtime.dtypes import acc_dtype
 from ....runtime.launch import cdiv, launch, next_power_of_2
 from ..common import saved_sizes
+from ..fakes import fake_gradient
 from . import plan
 from .counts import (
     linear_chain_counts_kernel,
@@ -322,9 +323,9 @@ def linear_chain_gradient(
     T, N, C = emissions.shape
     device = emissions.device
     if not emissions.numel():  # The reference has served log Z, and saved nothing.
-        return empty_gradients(
-            emissions, transitions, start, end, need_transitions and per_sequence
-        )
+        tensors = (grad_output, emissions, transitions, start, end, lengths, logz, saved)
+        d_emissions, *others = fake_gradient(*tensors, need_transitions, per_sequence)
+        return d_emissions, *(other.zero_() for other in others)  # type: ignore[return-value]
     d_emissions = torch.empty((T, N, C), dtype=emissions.dtype, device=device)
     ends = [
         None if end is None else torch.empty((N, C), dtype=end.dtype, device=device)
@@ -366,26 +367,6 @@ def linear_chain_gradient(
         return d_emissions, transitions.new_empty(0), d_start, d_end
     inputs = (grad_output, emissions, transitions, end, lengths, states, factors)
     return d_emissions, count_transitions(*inputs, per_sequence), d_start, d_end
-
-
-def empty_gradients(
-    emissions: Tensor,
-    transitions: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    per_sequence: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients where there are no sequences or no states."""
-    N, C = emissions.shape[1:]
-    shape, dtype = transitions.shape, transitions.dtype
-    if per_sequence and transitions.ndim == 2:
-        shape, dtype = torch.Size((N, C, C)), acc_dtype(dtype)
-    return (
-        emissions.new_zeros(emissions.shape),
-        transitions.new_zeros(shape, dtype=dtype),
-        emissions.new_empty(0) if start is None else start.new_zeros(start.shape),
-        emissions.new_empty(0) if end is None else end.new_zeros(end.shape),
-    )
 
 
 def count_transitions(
