@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 import partita
@@ -50,13 +48,6 @@ training = pytest.mark.parametrize(
 )
 dtypes = pytest.mark.parametrize(
     "dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch.")
-)
-hypothesis_settings = settings(
-    max_examples=10 if INTERPRETING else 100,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
 )
 
 
@@ -268,22 +259,6 @@ def strided(
     x = memory.permute([order.index(d) for d in range(len(order))])
     x = x[tuple(slice(None, None, max(step, 1)) for step in steps)]
     return x[tuple(slice(0, size) for size in shape)].expand(shape)
-
-
-@st.composite
-def tensors(draw: st.DrawFn, device: str, *, min_dims: int = 0, max_dims: int = 4) -> Tensor:
-    """Draw a tensor of any shape, strides and floating dtype."""
-    shape = draw(
-        st.lists(st.integers(0, 9) | st.integers(10, 70), min_size=min_dims, max_size=max_dims)
-    )
-    shape = [
-        size if i == 0 else min(size, 12) for i, size in enumerate(sorted(shape, reverse=True))
-    ]
-    shape = draw(st.permutations(shape))
-    order = draw(st.permutations(range(len(shape))))
-    steps = draw(st.lists(st.sampled_from((1, 1, 2, 0)), min_size=len(shape), max_size=len(shape)))
-    dtype = draw(st.sampled_from(DTYPES))
-    return strided(shape, order, steps, dtype=dtype, device=device, seed=draw(st.integers(0, 9)))
 
 
 def leaf(
