@@ -110,8 +110,8 @@ class Worker:
         since: when it began, or got the batch.
     """
 
-    def __init__(self, session: pytest.Session, kind: str, gpu: str, threads: int) -> None:
-        self.kind, self.gpu, self.threads = kind, gpu, threads
+    def __init__(self, session: pytest.Session, kind: str, gpu: str) -> None:
+        self.kind, self.gpu = kind, gpu
         self.batch: list[int] = []
         self.started, self.since = False, time.monotonic()
         self.connection, other = multiprocessing.Pipe()
@@ -119,7 +119,7 @@ class Worker:
         if not self.pid:
             try:
                 self.connection.close()
-                serve(session, other, kind, gpu, threads)
+                serve(session, other, kind, gpu)
             finally:
                 os._exit(0)
         other.close()
@@ -134,11 +134,11 @@ class Worker:
         os.waitpid(self.pid, 0)
 
 
-def serve(session: Any, connection: Any, kind: str, gpu: str, threads: int) -> None:
+def serve(session: Any, connection: Any, kind: str, gpu: str) -> None:
     """Run the tests that the connection names, and send their reports."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ |= {"CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": str(threads)}
-    torch.set_num_threads(threads)
+    os.environ |= {"CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)  # Those that the parent has started do not live in this process.
     output = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
     for number in (1, 2):
         os.dup2(output.fileno(), number)
@@ -223,11 +223,10 @@ class Runner:
             of = [i for i in indices if self.session.items[i].get_closest_marker(kind)]
             of = [i for i in of if kind != "gpu" or not self.is_whole(i)]
             self.queues[kind] = Queue(self.session, of, self.record.seconds)
-        threads = max(1, self.cores // len(places))
         self.workers: list[Worker] = []
         try:
             for kind, gpu in places:
-                self.employ(kind, gpu, threads)
+                self.employ(kind, gpu)
             while self.workers:
                 connections = [worker.connection for worker in self.workers]
                 ready = multiprocessing.connection.wait(connections, 1.0)
@@ -244,11 +243,11 @@ class Runner:
     def is_whole(self, index: int) -> bool:
         return self.session.items[index].get_closest_marker("whole_gpu") is not None
 
-    def employ(self, kind: str, gpu: str, threads: int, batch: list[int] | None = None) -> None:
+    def employ(self, kind: str, gpu: str, batch: list[int] | None = None) -> None:
         """Fork a worker for a batch, or for the next one of its kind if there is one."""
         batch = batch or self.queues[kind].take()
         if batch:
-            worker = Worker(self.session, kind, gpu, threads)
+            worker = Worker(self.session, kind, gpu)
             self.workers.append(worker)
             worker.give(batch)
 
@@ -295,7 +294,7 @@ class Runner:
             self.fail(self.session.items[index].nodeid, why)
             if not worker.batch:
                 self.leave(worker, index)
-        self.employ(worker.kind, worker.gpu, worker.threads, worker.batch)
+        self.employ(worker.kind, worker.gpu, worker.batch)
 
     def note(self, report: Any, printed: str) -> None:
         """Count a report, and print a failure at once."""

@@ -188,7 +188,7 @@ def memory_plan(
         # Each rank sends and receives the gradient of the hidden states in fp32.
         exchanged_bytes = 8 * tokens * hidden if parallel and input_grad else 0
         logits_bytes = row_bytes
-        packed_bytes = hidden * itemsize * packs
+        packed_bytes = hidden * itemsize if packs else 0
         row_bytes += packed_bytes
         all_at_once = tokens * row_bytes + fixed_bytes + exchanged_bytes
         # The matrix's gradient is added up in fp32. It is rounded into its result, which is half as
