@@ -3,7 +3,7 @@
 A default run draws a few hundred calls on the CPU, and one of each on a GPU. `PARTITA_DRAWS=10000`
 sets the number of draws, which the calls share:
 
-    PARTITA_DRAWS=10000 python -m pytest tests/test_draws.py -k cuda
+    PARTITA_DRAWS=10000 python -m pytest tests/catalogue/test_draws.py -k cuda
 """
 
 import os
