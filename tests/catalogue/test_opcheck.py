@@ -78,7 +78,6 @@ OPS = {
     for name in torch._C._dispatch_get_all_op_names()
     if name.startswith("partita::")
 }
-# The GPU alone has these.
 GPU_ONLY = {"divergence_one_pass", "linear_divergence_one_pass", "linear_packed_one_pass"}
 _checked: set[tuple[Any, ...]] = set()  # kinds of calls, of which several functions make the same
 

@@ -35,7 +35,6 @@ def run(call: Callable, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return result, torch.autograd.grad(result, x, upstream)[0]
 
 
-# One program has a row, or several programs share it.
 @pytest.mark.parametrize("columns", [5000, 131073])
 @pytest.mark.parametrize("edge", EDGES)
 def test_edges_at_every_width(edge: str, columns: int) -> None:

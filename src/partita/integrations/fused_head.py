@@ -8,6 +8,7 @@ it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import Parameter, Signature, signature, unwrap
@@ -188,7 +189,7 @@ class FusedHead:
     def forward_of(self, model: Any) -> Callable[..., Any]:
         """Return the forward pass of the model without `fuse`."""
         own = self.own_forward
-        return type(model).forward.__get__(model) if own is None else own
+        return functools.partial(type(model).forward, model) if own is None else own
 
     def head_forward(self, hidden_states: Tensor) -> Any:
         """Compute the loss if a forward pass of the model has requested it, and else logits."""
