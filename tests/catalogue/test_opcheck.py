@@ -31,7 +31,7 @@ def kind(call: OpCall) -> tuple[Any, ...]:
     )
 
 
-def all_samples(call: Call, device: str) -> Iterator[Sample]:
+def written_samples(call: Call, device: str) -> Iterator[Sample]:
     """Yield samples without and with gradients, so that all that an op saves is written."""
     for draw in (Draw(device=device, grad=grad, ragged=False) for grad in (True, False)):
         if INTERPRETING:
@@ -62,7 +62,7 @@ def op_calls(name: str, device: str) -> list[OpCall]:
     """
     found: dict[bool, dict[tuple[Any, ...], OpCall]] = {False: {}, True: {}}
     with partita.backend(BACKEND):
-        for sample in all_samples(EVERY[name], device):
+        for sample in written_samples(EVERY[name], device):
             for eager, calls in found.items():
                 with recorded_ops(eager=eager) as noted:
                     sample.gradients(sample.run())
@@ -79,7 +79,7 @@ OPS = {
     if name.startswith("partita::")
 }
 GPU_ONLY = {"divergence_one_pass", "linear_divergence_one_pass", "linear_packed_one_pass"}
-_checked: set[tuple[Any, ...]] = set()  # kinds of calls, of which several functions make the same
+_checked: set[tuple[Any, ...]] = set()  # kinds of calls, as functions may make the same
 
 
 def test_the_catalogue_calls_every_op() -> None:

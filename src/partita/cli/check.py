@@ -86,12 +86,13 @@ def _compared(call: Call, draw: Draw) -> Iterator[Sample]:
     scores of paths are -inf.
     """
     is_path = call.scale is None
+    values = {"plain", "offset"} if is_path else {"plain", "offset", "masked"}
     if call.in_torch is None or (is_path and draw.dtype == torch.float64):
         return
     for number, sizes in enumerate(call.checked):
         yield call.sample(draw, sizes=sizes)
         for name, changed in call.extreme_draws(draw):
-            if not number and changed.values in ("plain", "offset", "masked")[: 3 - is_path]:
+            if number == 0 and changed.values in values:
                 yield call.sample(changed, sizes=sizes, name=name)
 
 

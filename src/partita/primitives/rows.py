@@ -111,13 +111,17 @@ def _blocks(shape: Sequence[int], classes: int) -> Iterator[tuple[slice, ...]]:
 def inert_rows(statistics: Iterable[Tensor], grads: Iterable[Tensor | None]) -> Tensor:
     """Return which rows no result depends on although their derivatives would be NaN, `[...]`.
 
-    These rows have no gradient, and a statistic that is not finite.
+    These rows have no gradient, and a statistic that is not finite. There are none for batched
+    gradients, of which PyTorch knows few operations.
 
     Args:
         statistics: statistics of the rows, `[...]` each.
         grads: the gradients of all results of the rows, `[...]` each or None for zeros.
     """
+    grads = list(grads)
     is_inert = ~torch.stack([statistic.isfinite() for statistic in statistics]).all(0)
+    if is_batched_gradient(*grads):
+        return torch.zeros_like(is_inert)
     for grad in grads:
         is_inert = is_inert if grad is None else is_inert & (grad == 0)
     return is_inert
@@ -126,13 +130,7 @@ def inert_rows(statistics: Iterable[Tensor], grads: Iterable[Tensor | None]) -> 
 def without_inert_rows(
     rows: Tensor, statistics: Iterable[Tensor], grads: Iterable[Tensor | None]
 ) -> Tensor:
-    """Return the rows, `[..., C]`, with zeros in the inert ones; see `inert_rows`.
-
-    Batched gradients, of which PyTorch knows few operations, find the rows as they are.
-    """
-    grads = list(grads)
-    if is_batched_gradient(*grads):
-        return rows
+    """Return the rows, `[..., C]`, with zeros in the inert ones; see `inert_rows`."""
     return torch.where(inert_rows(statistics, grads).unsqueeze(-1), 0, rows)
 
 

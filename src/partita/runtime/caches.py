@@ -40,7 +40,7 @@ class BoundedCache(dict[Key, Value]):
 
 
 class TableCache:
-    """What was computed from the values of tensors, by tensor object.
+    """A cache of what was computed from the values of tensors, by tensor object.
 
     A value is found again while PyTorch tells of no change: the tensor has the version that it had,
     and the same memory in the same layout. A write through another tensor on that memory with a
@@ -64,12 +64,16 @@ class TableCache:
         return value
 
 
+def memory_state(tensor: Tensor) -> tuple[int, int] | None:
+    """Return what changes with the memory of a tensor; None if nobody counts writes to it."""
+    version = private_names.version_of(tensor)
+    return None if version is None else (version, tensor.data_ptr())
+
+
 def _state(table: Tensor) -> tuple[Any, ...] | None:
     """Return what changes with the values of a table, as far as PyTorch tells."""
-    version = private_names.version_of(table)
-    if version is None:
-        return None
-    return version, table.data_ptr(), table.dtype, table.shape, table.stride()
+    memory = memory_state(table)
+    return None if memory is None else (*memory, table.dtype, table.shape, table.stride())
 
 
 def register_cache(name: str, clear: Callable[[], object]) -> None:

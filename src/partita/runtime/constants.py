@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import first_call, private_names, recording
+from . import first_call, recording
 from .autograd import is_capturing, plain_eager
-from .caches import register_cache
+from .caches import memory_state, register_cache
 
 # A full cache takes no further tensors. It drops none, since a captured CUDA graph may read them.
 MAX_CONSTANTS = 1024
 
-_constants: dict[tuple[Any, ...], tuple[tuple[int | None, int], Tensor]] = {}
+_constants: dict[tuple[Any, ...], tuple[tuple[int, int], Tensor]] = {}
 register_cache("runtime.constants", _constants.clear)
 
 
@@ -37,7 +37,7 @@ def constant(make: Callable[..., Tensor], *args: Any, device: torch.device) -> T
         return make(*args, device=device)
     key = (make, device, *args)
     written, tensor = _constants.get(key, (None, None))
-    if tensor is not None and _state(tensor) == written:
+    if tensor is not None and memory_state(tensor) == written:
         recording.keep(tensor)
         return tensor
     first_call.refuse_if_planning()
@@ -47,12 +47,7 @@ def constant(make: Callable[..., Tensor], *args: Any, device: torch.device) -> T
     if not is_capturing(tensor):
         if tensor.is_cuda:
             torch.cuda.current_stream(device).synchronize()
-        state = _state(tensor)
-        if state[0] is not None and (len(_constants) < MAX_CONSTANTS or key in _constants):
+        state = memory_state(tensor)
+        if state is not None and (len(_constants) < MAX_CONSTANTS or key in _constants):
             _constants[key] = state, tensor
     return tensor
-
-
-def _state(tensor: Tensor) -> tuple[int | None, int]:
-    """Return what changes with the values of a tensor, as far as PyTorch tells."""
-    return private_names.version_of(tensor), tensor.data_ptr()

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import checks, launcher
 from .autograd import plain_eager
 from .caches import register_cache
-from .sizes import holds
+from .sizes import holds, same_sizes
 
 Lengths = Tensor | Sequence[int] | int
 
@@ -142,6 +142,21 @@ def steps_first(emissions: Any, batch_first: bool) -> Tensor:
     return emissions.transpose(0, 1) if batch_first else emissions
 
 
+def end_of_chains(name: str, end: Tensor, emissions: Tensor) -> Tensor:
+    """Return numbers of the first or last states, `[C]` or `[N, C]`, as `[N, C]`.
+
+    A wrong dtype, shape or device raises.
+    """
+    checks.floating(name, end)
+    checks.device(name, end, emissions, "emissions")
+    N, C = emissions.shape[1:]
+    if not same_sizes(end.shape, (C,) if end.ndim == 1 else (N, C)):
+        raise ValueError(
+            f"{name}: expected shape [C] or [N, C] with [N, C] = {[N, C]}, got {list(end.shape)}"
+        )
+    return end.expand(N, C)
+
+
 def lengths_of_chains(
     emissions: Tensor, lengths: Lengths | None, mask: Tensor | None, batch_first: bool, unit: str
 ) -> Tensor | None:
@@ -155,21 +170,17 @@ def lengths_of_chains(
         unit: what a sequence consists of, in messages.
     """
     T, N, _ = emissions.shape
-    other_layout = (
-        f"; emissions is {_layout(batch_first)}, and batch_first={not batch_first} takes"
-        f" {_layout(not batch_first)}"
-    )
-    if lengths is None and mask is None:
-        return None
-    if lengths is not None and mask is None:
+    if mask is None:
+        if lengths is None:
+            return None
         try:
             found = lengths_on_device("lengths", lengths, N, emissions.device)[1]
         except ValueError as error:
             is_other = T != N and isinstance(lengths, Sized) and len(lengths) == T
-            raise ValueError(f"{error}{other_layout if is_other else ''}") from None
+            raise ValueError(f"{error}{_other_layout(batch_first, is_other)}") from None
         checks.within("lengths", found, 1, T, f"{unit}s")
         return found
-    if lengths is not None or mask is None:
+    if lengths is not None:
         raise TypeError("mask: expected either lengths or a mask, got both")
     checks.tensor("mask", mask)
     if mask.dtype != torch.bool:
@@ -179,7 +190,7 @@ def lengths_of_chains(
         checks.shape("mask", mask, shape, f"{meaning} of emissions")
     except ValueError as error:
         is_other = tuple(mask.shape) == shape[::-1]
-        raise ValueError(f"{error}{other_layout if is_other else ''}") from None
+        raise ValueError(f"{error}{_other_layout(batch_first, is_other)}") from None
     checks.device("mask", mask, emissions, "emissions")
     steps = mask.mT if batch_first else mask
     hole = steps[1:] & ~steps[:-1]
@@ -190,7 +201,7 @@ def lengths_of_chains(
             raise ValueError(
                 f"mask: expected a prefix of each sequence, got a {unit} at"
                 f" {[n, t] if batch_first else [t, n]} after one that is left out"
-                f"{other_layout if is_other else ''}"
+                f"{_other_layout(batch_first, is_other)}"
             )
         if (index := checks.first_index(~steps[0])) is not None:
             raise ValueError(
@@ -201,3 +212,13 @@ def lengths_of_chains(
 
 def _layout(batch_first: bool) -> str:
     return "[N, T, C]" if batch_first else "[T, N, C]"
+
+
+def _other_layout(batch_first: bool, is_meant: bool) -> str:
+    """Return the end of a message to a user who seems to mean the other layout, or nothing."""
+    if not is_meant:
+        return ""
+    return (
+        f"; emissions is {_layout(batch_first)}, and batch_first={not batch_first} takes"
+        f" {_layout(not batch_first)}"
+    )

@@ -13,13 +13,12 @@ from ...runtime import checks
 from ...runtime.backend import current_backend
 from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
-from ...runtime.lengths import lengths_of_chains
+from ...runtime.lengths import end_of_chains, lengths_of_chains
 from ..chain.api import Chain
 from ..chain.edges import dense_source
 from . import autograd, functional
 from .inputs import (
     LinearChainTensors,
-    check_end,
     check_linear_chain,
     check_same_lengths,
     check_semiring,
@@ -85,8 +84,8 @@ class LinearChain:
     ) -> None:
         emissions = check_linear_chain(emissions, transitions, batch_first)
         self.emissions, self.transitions = emissions, transitions
-        self.start = None if start is None else check_end("start", start, emissions)
-        self.end = None if end is None else check_end("end", end, emissions)
+        self.start = None if start is None else end_of_chains("start", start, emissions)
+        self.end = None if end is None else end_of_chains("end", end, emissions)
         self.lengths = lengths_of_chains(emissions, lengths, mask, batch_first, "token")
 
     def _tensors(self) -> LinearChainTensors:
@@ -299,7 +298,7 @@ class LinearChain:
         """
         chain = self._full_precision()
         ends = (
-            value if value is None else check_end(name, value, self.emissions)
+            value if value is None else end_of_chains(name, value, self.emissions)
             for name, value in (("start_values", start_values), ("end_values", end_values))
         )
         mean = functional.expectation(

@@ -70,21 +70,6 @@ def check_linear_chain(emissions: Tensor, transitions: Tensor, batch_first: bool
     return emissions
 
 
-def check_end(name: str, end: Tensor, emissions: Tensor) -> Tensor:
-    """Return numbers of the first or last states as `[N, C]`.
-
-    A wrong dtype, shape or device raises.
-    """
-    checks.floating(name, end)
-    checks.device(name, end, emissions, "emissions")
-    N, C = emissions.shape[1:]
-    if not same_sizes(end.shape, (C,) if end.ndim == 1 else (N, C)):
-        raise ValueError(
-            f"{name}: expected shape [C] or [N, C] with [N, C] = {[N, C]}, got {list(end.shape)}"
-        )
-    return end.expand(N, C)
-
-
 def check_semiring(semiring: Semiring) -> None:
     """Raise for an argument that is not a semiring."""
     if not isinstance(semiring, Semiring):

@@ -307,10 +307,7 @@ class LinearRows(torch.autograd.Function):
         statistics, counted = RowStatistics(*outputs), dict(used)
         if 0 in counted:  # that of nll
             counted[0] = torch.where(target == ctx.ignore_index, 0, counted[0])
-        if is_batched_gradient(*counted.values()):  # see `without_inert_rows`
-            is_inert = torch.zeros_like(statistics.maximum, dtype=torch.bool)
-        else:
-            is_inert = inert_rows((statistics.maximum, statistics.sumexp), counted.values())
+        is_inert = inert_rows((statistics.maximum, statistics.sumexp), counted.values())
 
         def used_statistics(input: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
             options = (*numbers, ctx.needs_smoothing, ctx.needs_entropy, is_inert)

@@ -83,7 +83,7 @@ class EntryKernels(NamedTuple):
 
 
 class OtherClasses(NamedTuple):
-    """What the gradient of the logits of the classes that are no ids is made of.
+    """The terms of the gradient of the logits of the classes that are no ids.
 
     It is `factor` / temperature times a softmax.
 

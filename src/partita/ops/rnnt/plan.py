@@ -126,7 +126,7 @@ def linear_rnnt_plan(
 
 
 class JointChunks(NamedTuple):
-    """How the joint is cut. A compiler may have expressions in sizes that it does not know.
+    """The chunks of the joint, which a compiler has as expressions in sizes that it does not know.
 
     Fields:
         steps: the steps, of all sequences, whose joint is in memory at a time.

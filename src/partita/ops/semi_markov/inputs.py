@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ...runtime import checks
 from ...runtime.constants import constant
-from ...runtime.lengths import steps_first
-from ...runtime.sizes import same_sizes
+from ...runtime.lengths import end_of_chains, steps_first
 
 
 class SemiMarkovTensors(NamedTuple):
@@ -64,16 +63,9 @@ def check_semi_markov(
 
 def as_end(name: str, end: Tensor | None, emissions: Tensor) -> Tensor:
     """Return the scores of the first or last states as `[N, C]`, or raise for a wrong argument."""
-    N, C = emissions.shape[1:]
     if end is None:
-        return scalar(0.0, emissions.dtype, emissions.device).expand(N, C)
-    checks.floating(name, end)
-    checks.device(name, end, emissions, "emissions")
-    if not same_sizes(end.shape, (C,) if end.ndim == 1 else (N, C)):
-        raise ValueError(
-            f"{name}: expected shape [C] or [N, C] with [N, C] = {[N, C]}, got {list(end.shape)}"
-        )
-    return end.expand(N, C)
+        return scalar(0.0, emissions.dtype, emissions.device).expand(emissions.shape[1:])
+    return end_of_chains(name, end, emissions)
 
 
 def full_lengths(chain: SemiMarkovTensors) -> Tensor:

@@ -324,8 +324,10 @@ def linear_chain_gradient(
     device = emissions.device
     if not emissions.numel():  # The reference has served log Z, and saved nothing.
         tensors = (grad_output, emissions, transitions, start, end, lengths, logz, saved)
-        d_emissions, *others = fake_gradient(*tensors, need_transitions, per_sequence)
-        return d_emissions, *(other.zero_() for other in others)  # type: ignore[return-value]
+        gradients = fake_gradient(*tensors, need_transitions, per_sequence)
+        for gradient in gradients:
+            gradient.zero_()
+        return gradients
     d_emissions = torch.empty((T, N, C), dtype=emissions.dtype, device=device)
     ends = [
         None if end is None else torch.empty((N, C), dtype=end.dtype, device=device)
