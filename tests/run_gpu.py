@@ -34,7 +34,7 @@ RECORD = ROOT / ".test-gpu.json"
 KINDS = ("multigpu", "whole_gpu", "gpu")
 GIB = 2**30
 ORDINARY, WHOLE = 7 * GIB, 36 * GIB  # what a worker of these tests may allocate; few need so much
-BATCH = 6  # tests that a worker gets at once
+BATCH = 6  # tests that a worker gets at once, while there are many
 LIMIT = 400.0  # seconds after which a test counts as hanging
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -67,8 +67,12 @@ class Record:
 class Queue:
     """The tests of one kind that are left: the long ones, and the others by file."""
 
-    def __init__(self, session: pytest.Session, indices: list[int], seconds: dict[str, float]):
+    def __init__(
+        self, session: pytest.Session, indices: list[int], seconds: dict[str, float], workers: int
+    ):
         self.names, self.seconds = [item.nodeid for item in session.items], seconds
+        self.left, self.each = len(indices), 2 * workers
+        self.spent: dict[str, list[float]] = defaultdict(list)  # by the finished tests of a file
         self.long: list[int] = []
         self.files: dict[str, list[int]] = defaultdict(list)
         self.workers: Counter[str] = Counter()  # how many are at a file
@@ -83,11 +87,14 @@ class Queue:
         """Return a long test, or tests of the file that has most to do for each worker at it."""
 
         def load(file: str) -> float:
-            left = sum(self.seconds.get(self.names[index], 1.0) for index in self.files[file])
+            spent = self.spent[file]
+            usual = sum(spent) / len(spent) if spent else 1.5
+            left = sum(self.seconds.get(self.names[index], usual) for index in self.files[file])
             return left / (1 + self.workers[file])
 
         if self.long:
             index = self.long.pop(0)
+            self.left -= 1
             self.workers[self.file(index)] += 1
             return [index]
         files = [file for file, rest in self.files.items() if rest]
@@ -95,7 +102,9 @@ class Queue:
             return []
         file = max(files, key=load)
         rest = self.files[file]
-        batch, self.files[file] = rest[:BATCH], rest[BATCH:]
+        number = max(1, min(BATCH, self.left // self.each))  # so that all end at about one time
+        batch, self.files[file] = rest[:number], rest[number:]
+        self.left -= len(batch)
         self.workers[file] += 1
         return batch
 
@@ -222,7 +231,8 @@ class Runner:
         for kind in dict(places):
             of = [i for i in indices if self.session.items[i].get_closest_marker(kind)]
             of = [i for i in of if kind != "gpu" or not self.is_whole(i)]
-            self.queues[kind] = Queue(self.session, of, self.record.seconds)
+            workers = sum(each == kind for each, _ in places)
+            self.queues[kind] = Queue(self.session, of, self.record.seconds, workers)
         self.workers: list[Worker] = []
         try:
             for kind, gpu in places:
@@ -279,7 +289,10 @@ class Runner:
     def finish(self, worker: Worker) -> int:
         """Count the test that a worker runs as finished, and return its index."""
         self.finished += 1
-        return worker.batch.pop(0)
+        index = worker.batch.pop(0)
+        queue = self.queues[worker.kind]
+        queue.spent[queue.file(index)].append(time.monotonic() - worker.since)
+        return index
 
     def leave(self, worker: Worker, index: int) -> None:
         queue = self.queues[worker.kind]

@@ -37,6 +37,15 @@ KERNEL_DEVICES = [
     ),
 ]
 kernel_devices = pytest.mark.parametrize("device", KERNEL_DEVICES)
+# A GPU compiles a kernel for each dtype: it runs the usual ones. The catalogue has the others.
+devices_and_dtypes = pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        *(pytest.param("cpu", dtype, id=f"cpu-{str(dtype)[6:]}") for dtype in DTYPES),
+        pytest.param("cuda", torch.bfloat16, id="cuda-bfloat16", marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.float32, id="cuda-float32", marks=pytest.mark.gpu),
+    ],
+)
 # The dtypes of training; on a GPU, where each option is a kernel to compile, the usual one.
 training = pytest.mark.parametrize(
     ("device", "dtype"),

@@ -251,6 +251,7 @@ def test_table_is_built_anew_when_it_changes(device: str) -> None:
     assert_matches_reference(chain, torch.float32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 @pytest.mark.parametrize("states", [64, 256])
 def test_long_chains(states: int, device: str) -> None:

@@ -94,8 +94,9 @@ def test_posteriors_of_states(
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["regular", "strided"])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(torch.float32, "strided"), (torch.bfloat16, "regular")]
+)
 @pytest.mark.parametrize("modulus", [1, 2, 4])
 @pytest.mark.parametrize(
     "shape",
@@ -124,6 +125,7 @@ def test_states_that_do_not_fill_a_block_have_no_sums(device: str) -> None:
     assert stored_posteriors(chain, with_viterbi=True, modulus=4)[0].shape == (6, 2, 16)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
 @pytest.mark.parametrize("stay", [0.0, 8.0])
 def test_posteriors_of_long_chains(stay: float, device: str) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.rows import check_loss, class_weights, devices, dtypes, leaf, targets_for
+from helpers.rows import check_loss, class_weights, devices, devices_and_dtypes, leaf, targets_for
 from torch import Tensor
 
 import partita
@@ -15,8 +15,7 @@ reductions = pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 
 
 @pytest.mark.interpreted
-@devices
-@dtypes
+@devices_and_dtypes
 @reductions
 @pytest.mark.parametrize("kind", ["labels", "probabilities"])
 @pytest.mark.parametrize(
@@ -38,8 +37,7 @@ def test_against_fp64(
 
 
 @pytest.mark.interpreted
-@devices
-@dtypes
+@devices_and_dtypes
 @reductions
 def test_the_gradient_lies_where_the_logits_were(
     reduction: str, dtype: torch.dtype, device: str

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.rows import devices, dtypes, leaf, targets_for
+from helpers.rows import devices, devices_and_dtypes, dtypes, leaf, targets_for
 from helpers.stats import check_stats, plain_token_stats
 
 import partita
@@ -12,8 +12,7 @@ CLASSES = 37
 
 
 @pytest.mark.interpreted
-@devices
-@dtypes
+@devices_and_dtypes
 @pytest.mark.parametrize("edge", EDGES)
 def test_against_fp64(edge: str, dtype: torch.dtype, device: str) -> None:
     logits = edge_rows(edge, 16, CLASSES, dtype=dtype, device=device)
@@ -21,8 +20,7 @@ def test_against_fp64(edge: str, dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.interpreted
-@devices
-@dtypes
+@devices_and_dtypes
 @pytest.mark.parametrize("edge", ["plain", "wide", "scattered_inf", "transposed", "framed"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_soft_capping(temperature: float, edge: str, dtype: torch.dtype, device: str) -> None:
@@ -44,8 +42,7 @@ def test_arg_max_of_soft_capped_logits(width: int, device: str) -> None:
 
 
 @pytest.mark.interpreted
-@devices
-@dtypes
+@devices_and_dtypes
 @pytest.mark.parametrize("edge", EDGES)
 def test_without_a_target_the_arg_max_is_the_target(
     edge: str, dtype: torch.dtype, device: str

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.divergence import truth
-from helpers.rows import DTYPES, INTERPRETING, devices
+from helpers.rows import INTERPRETING, devices, devices_and_dtypes
 from torch import Tensor
 
 import partita
@@ -27,8 +27,7 @@ def gradients(loss: Tensor, x: Tensor) -> Tensor:
     return torch.autograd.grad(loss, x, upstream.to(loss))[0]
 
 
-@devices
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@devices_and_dtypes
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, None), (1.5, 4.0)])
 @pytest.mark.parametrize("shape", [(5, 37), (2, 3, 300), (2, 9000), (4, 1)], ids=str)
@@ -59,8 +58,7 @@ def test_values_and_gradients(
     torch.testing.assert_close(grad.double(), true, rtol=bound, atol=64 * eps)
 
 
-@devices
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@devices_and_dtypes
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize(
     ("temperature", "softcap", "masked"), [(1.0, None, False), (0.7, 4.0, True)]

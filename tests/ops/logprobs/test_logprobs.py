@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.rows import DTYPES, INTERPRETING, devices
+from helpers.rows import INTERPRETING, devices, devices_and_dtypes
 from torch import Tensor
 
 import partita
@@ -46,8 +46,7 @@ def both(
     return result.detach(), torch.autograd.grad(result, leaf, upstream)[0]
 
 
-@devices
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@devices_and_dtypes
 @pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, None), (1.3, 4.0)])
 @pytest.mark.parametrize("shape", [(5, 37), (2, 3, 300), (3, 5000), (4, 1)], ids=str)
 def test_values_and_gradients(

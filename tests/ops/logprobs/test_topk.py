@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.linear import Batch, batch_of, budgets
-from helpers.rows import DTYPES, INTERPRETING, devices
+from helpers.rows import INTERPRETING, devices, devices_and_dtypes
 from torch import Tensor
 
 import partita
@@ -31,8 +31,7 @@ def gradients(found: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(found, leaves, upstream.to(found))
 
 
-@devices
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@devices_and_dtypes
 @pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, 4.0)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_values_and_gradients(

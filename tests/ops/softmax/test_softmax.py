@@ -2,17 +2,7 @@
 
 import pytest
 import torch
-from helpers.rows import (
-    DTYPES,
-    OPS,
-    Op,
-    check_op,
-    devices,
-    dtypes,
-    leaf,
-    ops,
-    strided,
-)
+from helpers.rows import DTYPES, OPS, Op, check_op, devices, devices_and_dtypes, leaf, ops, strided
 
 import partita
 from partita.testing import EDGES, assert_within_budget, edge_rows, poisoned_memory, sample_rows
@@ -48,8 +38,7 @@ WIDTHS += [
 
 
 @pytest.mark.interpreted
-@devices
-@dtypes
+@devices_and_dtypes
 @pytest.mark.parametrize("edge", EDGES)
 @ops
 def test_against_fp64(op: Op, edge: str, dtype: torch.dtype, device: str) -> None:
@@ -132,8 +121,7 @@ def test_rows_of_infinities(device: str) -> None:
         assert torch.equal(op.ours(x, -1).nan_to_num(nan=7.0), op.theirs(x, -1).nan_to_num(nan=7.0))
 
 
-@devices
-@dtypes
+@devices_and_dtypes
 @pytest.mark.parametrize("wanted", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_dtype_argument(name: str, wanted: torch.dtype, dtype: torch.dtype, device: str) -> None:
@@ -163,8 +151,7 @@ def test_dtype_argument_casts_integers(name: str, device: str) -> None:
     )
 
 
-@devices
-@dtypes
+@devices_and_dtypes
 @ops
 def test_autocast_gives_the_dtype_that_torch_gives(op: Op, dtype: torch.dtype, device: str) -> None:
     x = sample_rows(3, 5, dtype=dtype, device=device)
