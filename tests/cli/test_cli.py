@@ -197,6 +197,7 @@ def test_check_passes_on_cpus_with_fewer_instructions(instructions: str) -> None
     assert done.returncode == 0 and " 0 failed" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_check_passes(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["check", "--device", device])
