@@ -216,7 +216,8 @@ class Runner:
                 self.skip([i for of in kinds.values() for i in of], "needs a GPU")
                 return True
             every = ",".join(map(str, range(self.gpus)))
-            self.phase([("multigpu", every)] * 2, kinds.pop("multigpu", []))
+            workers = max(2, self.cores // 8)  # their tests start a process for each GPU
+            self.phase([("multigpu", every)] * workers, kinds.pop("multigpu", []))
             alone = [("whole_gpu", str(gpu)) for gpu in range(self.gpus)]
             ordinary = max(self.gpus, self.cores)
             side_by_side = [("gpu", str(i % self.gpus)) for i in range(ordinary)]

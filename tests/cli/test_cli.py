@@ -197,14 +197,30 @@ def test_check_passes_on_cpus_with_fewer_instructions(instructions: str) -> None
     assert done.returncode == 0 and " 0 failed" in done.stdout, done.stdout + done.stderr
 
 
+# A GPU compiles hundreds of kernels for each dtype, so each has a test of its own there.
 @pytest.mark.long
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_check_passes(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("device", "dtypes"),
+    [
+        ("cpu", tuple(_check_machine.DTYPES)),
+        pytest.param("cuda", ("fp32",), marks=pytest.mark.gpu),
+        pytest.param("cuda", ("bf16",), marks=pytest.mark.gpu),
+    ],
+    ids=str,
+)
+def test_check_passes(
+    device: str,
+    dtypes: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen = {name: _check_machine.DTYPES[name] for name in dtypes}
+    monkeypatch.setattr(_check_machine, "DTYPES", chosen)
     code = main(["check", "--device", device])
     printed = capsys.readouterr().out
     assert code == 0, printed
     table = table_of(printed)
-    assert len(table) == 4 * (len(CALLS) + 1)
+    assert len(table) == len(dtypes) * (len(CALLS) + 1)
     assert {cells[0] for cells in table} == {*CALLS, "cross_entropy, bad label"}
     assert all(cells[-1] == "pass" for cells in table)
     assert max(map(len, printed.splitlines())) <= 80

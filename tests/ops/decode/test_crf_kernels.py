@@ -173,18 +173,18 @@ def test_sums_of_posteriors_by_base(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("method", "dtype"),
+    ("method", "dtype", "bases", "k"),
     [
-        ("viterbi", torch.float32),
-        ("viterbi", torch.float16),
-        ("viterbi", torch.bfloat16),
-        ("beam", torch.float32),
+        *(
+            ("viterbi", torch.float16, *table)
+            for table in ((1, 1), (2, 3), (2, 5), (2, 10), (3, 5), (4, 3), (4, 5), (5, 2), (7, 3))
+        ),
+        ("viterbi", torch.float32, 4, 5),
+        ("viterbi", torch.bfloat16, 4, 5),
+        *(("beam", torch.float32, *table) for table in ((1, 1), (2, 10), (4, 3), (4, 5), (7, 3))),
     ],
 )
-@pytest.mark.parametrize(
-    ("bases", "k"), [(1, 1), (2, 3), (2, 5), (2, 10), (3, 5), (4, 3), (4, 5), (5, 2), (7, 3)]
-)
-def test_qualities_on_a_gpu(bases: int, k: int, method: str, dtype: torch.dtype) -> None:
+def test_qualities_on_a_gpu(method: str, dtype: torch.dtype, bases: int, k: int) -> None:
     """Qualities of all ways to sum posteriors, as on the CPU, and the same bits twice."""
     scores, lengths = batch(60, 5, bases, k, 3, 2.0)
     lengths[1:4] = torch.tensor([1, 0, 37])

@@ -7,7 +7,6 @@ from ...runtime.backend import interpreting
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_LOW = tl.constexpr(1.925963033500e-8)  # the part of log2(e) that fp32 drops
-ROUNDING = tl.constexpr(1.5 * 2.0**23)  # fp32 numbers around this one are the integers
 # The interpreter rounds inside a multiply-add, but its exponential and logarithm are exact.
 UNFUSED = tl.constexpr(interpreting())
 LN2 = tl.constexpr(0.6931471805599453)
@@ -37,30 +36,18 @@ def exp(x):
 
 @triton.jit
 def exp_exact(x):
-    """Return e**x for x <= 0, in fp32 to 1 ulp; 0 below the normal numbers.
+    """Return e**x for x <= 0, in fp32 to about 2 ulp.
 
-    The processor's exponential has an error of 2 ulp. A polynomial takes the multipliers no longer
-    than that takes the unit of special functions.
-
-    Source: x = n ln(2) + f by Cody and Waite, Software manual for the elementary functions, 1980.
-    The coefficients minimise the greatest relative error for |f| <= ln(2) / 2.
+    The product with log2(e) is carried in two parts.
     """
     if x.dtype == tl.float64 or UNFUSED:
         return tl.exp(x)
     else:
-        # The sum rounds to an integer, whose bits are the last of the significand.
-        shifted = tl.fma(x, LOG2E, ROUNDING)
-        n = shifted - ROUNDING
-        f = tl.fma(n, -LN2_LOW, tl.fma(n, -LN2_HIGH, x))
-        p = tl.fma(f, 0.0013814466074109077, 0.008368780836462975)
-        p = tl.fma(f, p, 0.04166839271783829)
-        p = tl.fma(f, p, 0.1666651964187622)
-        p = tl.fma(f, p, 0.4999999403953552)
-        e = 1.0 + tl.fma(f * f, p, f)
-        power = ((shifted.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(
-            tl.float32, bitcast=True
-        )
-        return tl.where(x < -87.0, 0.0, e * power)
+        x = tl.where(x < -150.0, -150.0, x)
+        high = x * LOG2E
+        low = tl.fma(x, LOG2E, -high) + x * LOG2E_LOW
+        e = tl.exp2(high)
+        return tl.fma(e, low * LN2, e)
 
 
 @triton.jit

@@ -187,7 +187,8 @@ class Call:
         forward, backward: the bounds of results and gradients.
         rounds: whether a product is rounded to the dtype of its factors on the way.
         scale, grad_scale: the scales of `ulp_error` for a comparison with `in_torch`; None for
-            paths, whose bounds do not follow PyTorch's errors.
+            paths, whose bounds do not follow PyTorch's errors. That of gradients may be a function
+            of the inputs.
         checked: sizes at which `partita check` compares with `in_torch`.
         second_derivatives: whether they exist.
     """
@@ -211,7 +212,7 @@ class Call:
     backward: Bound = EXACT
     rounds: bool = False
     scale: Scale | None = "tensor"
-    grad_scale: Scale | None = "tensor"
+    grad_scale: Scale | Callable[[Inputs], Tensor] | None = "tensor"
     checked: tuple[Sizes, ...] = ()
     second_derivatives: bool = True
 
@@ -331,7 +332,8 @@ class Sample:
             inputs = {**sample.inputs, **dict(zip(leaves, tensors, strict=True))}
             return tuple(tensors_of(in_torch(**inputs)))
 
-        scales: dict[str, Any] = {"scale": call.scale, "grad_scale": call.grad_scale}
+        grad_scale = call.grad_scale(self.inputs) if callable(call.grad_scale) else call.grad_scale
+        scales: dict[str, Any] = {"scale": call.scale, "grad_scale": grad_scale}
         errors: Errors = contract_errors(ours, theirs, *leaves.values(), **scales)
         return errors
 

@@ -34,6 +34,16 @@ def _logits(draw: Draw, sizes: Sizes) -> Inputs:
     return {"input": draw.scores(sizes["rows"], sizes["classes"])}
 
 
+def _probability_error(inputs: Inputs) -> Tensor:
+    """Return the greatest magnitude whose ulp is an error of a probability p, which is p - p log p.
+
+    The logarithm of p is rounded, and the gradient has p as a factor.
+    """
+    logits: Tensor = inputs["input"].detach()
+    p = logits.to(acc_dtype(logits.dtype)).softmax(inputs["dim"])
+    return (p - p.xlogy(p)).nan_to_num(0.0).max()
+
+
 def row_labels(draw: Draw, sizes: Sizes, ignored: int = IGNORED) -> Tensor:
     """Return labels, of which every third is ignored. Logits in the first column are never -inf."""
     labels = draw.labels(0, sizes["classes"], sizes["rows"])
@@ -199,6 +209,7 @@ CALLS = (
             rows=(0,),
             in_torch=theirs,
             scale="element" if name == "softmax" else -1,
+            grad_scale=_probability_error if name == "softmax" else "tensor",
             checked=CHECKED,
         )
         for name, function, theirs in (

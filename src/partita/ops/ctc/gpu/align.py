@@ -182,8 +182,8 @@ def ctc_viterbi_kernel(
         tl.store(pointers_ptr + p // BLOCK_T * 32, pointers)
     # A state that is NaN stays so to the end, and maxima of its neighbours may skip it.
     has_nan = (blank_score != blank_score) | (label_score != label_score)
-    if tl.max(has_nan.to(tl.int32), axis=0) > 0:
-        tl.atomic_or(flags_ptr + n, INVALID, sem="relaxed")
+    flag = (lane * 0 + INVALID).to(tl.int64)
+    tl.atomic_or(flags_ptr + n + lane * 0, flag, mask=has_nan, sem="relaxed")
     store_end_scores(ends_ptr + n * 2, blank_score, label_score, position, target_len, lane)
 
 

@@ -97,7 +97,7 @@ def semi_markov_best_scan_kernel(
         at = scores_ptr + ((-k & (SLOTS - 1)) + slot) * (BLOCK_C + 1) + c[None, :]
         durations = tl.load(at)
         ring += score[None, :]
-        is_older = (age > 0) & (age < D) & (age <= k)
+        is_older = (age > 0) & (age < tl.minimum(D, k + 1))
         older = tl.where(is_older, ring + durations, -float("inf"))
         # The choice orders segments by their age. It has the state before, which is below 2**8.
         choice = (age << 8) | before
