@@ -174,7 +174,7 @@ def table_of(printed: str) -> list[list[str]]:
     return [
         cells
         for line in printed.splitlines()
-        if len(cells := [c.strip() for c in line.split("  ") if c]) >= 4
+        if len(cells := [c.strip() for c in line.split("  ") if c.strip()]) >= 3
         and cells[1] in _check_machine.DTYPES
     ]
 
