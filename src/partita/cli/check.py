@@ -153,7 +153,7 @@ def run_bad_label(backend: Backend, dtype: str) -> Line:
         return replace(line, note=first_line(error))
     rows = wrong.nonzero().flatten().tolist()
     note = f"wrong rows: {rows}" if rows else ""
-    return replace(line, error="NaN in its row", passed=not rows, note=note)
+    return replace(line, error="NaN", passed=not rows, note=note)
 
 
 def devices(name: str | None) -> list[torch.device]:
