@@ -109,7 +109,6 @@ class Served:
         tables = functools.cache(lambda make, *args, device: make(*args, device=device))
         monkeypatch.setattr(ctc_crf_api, "constant", tables)  # as on a GPU
         monkeypatch.setattr(launcher, "module", lambda: driver.module)
-        monkeypatch.setattr(launcher, "is_loading", lambda: False)
         monkeypatch.setattr(Op, "_record", lambda op, *call: self.record(op, *call))
         caches.clear_caches()
 

@@ -38,9 +38,6 @@ BACKEND_LAYERS = ("reference", "gpu", "cpu")
 SHARED = ("common", "plan")  # what all layers of a family, and other families, may import
 PUBLISHED = ("api", "autograd", "edges")  # what the host code of other families may import too
 
-# The lines that a kernel or a device function may have.
-# Those that are still longer. No name is added here.
-
 
 class Import(NamedTuple):
     """One name that a module imports from the package.

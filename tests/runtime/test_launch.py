@@ -12,7 +12,6 @@ import torch
 pytest.importorskip("triton")
 import triton
 
-from partita.runtime import first_call
 from partita.runtime.caches import BoundedCache
 from partita.runtime.compiler_options import compiler_options
 from partita.runtime.launch import SideStream
@@ -75,17 +74,6 @@ def test_all_in_their_order_where_it_is_not_wanted_or_there_are_no_streams(
     with side_stream:
         assert streams.now is streams.main
     side_stream.join()
-    assert streams.main.waits == []
-
-
-def test_a_first_call_has_one_stream(streams: Any) -> None:
-    def op() -> None:
-        side_stream = SideStream(GPU, True)
-        with side_stream:
-            assert streams.now is streams.main
-        side_stream.join()
-
-    first_call.run(op)
     assert streams.main.waits == []
 
 

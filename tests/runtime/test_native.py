@@ -103,9 +103,9 @@ def test_the_functions_and_their_derivatives(
     assert torch.equal(torch.compile(function, backend="eager")(x), function(x))
 
 
-def test_many_calls_start_to_load_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_calls_load_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
-    monkeypatch.setattr(launcher, "is_loading", lambda: started.append(1))
+    monkeypatch.setattr(launcher, "module", lambda: started.append(1))
     monkeypatch.setattr(native, "_calls", iter(range(1, 100)))
     for _ in range(native.CALLS_BEFORE_LOADING - 1):
         native.note_call()

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,8 +25,6 @@ NAMEDTUPLE = {"_replace", "_fields", "_asdict", "_make"}
 REMOVED_BY_ISSUE_17 = (
     "primitives/cpu/jit.py",
     "runtime/eager.py",
-    "runtime/translation.py",
-    "runtime/triton_key.py",
 )
 # Attributes of Python's own objects, and of packages that the benchmark is compared with.
 OTHERS = {
@@ -271,17 +268,6 @@ def test_triton_launches_without_its_builder_or_driver(monkeypatch: pytest.Monke
     assert launcher._connect()[0] is None
     monkeypatch.setitem(sys.modules, "triton.runtime.driver", None)
     assert private_names.load_binary("kernel", b"", 0, 0) is None
-
-
-def test_a_first_call_waits_for_all_kernels_without_the_mode_of_triton(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setitem(sys.modules, "triton.runtime._async_compile", None)
-    log = []
-    mode = SimpleNamespace(__exit__=lambda *raised: log.append("waited"))
-    private_names.leave_compile_mode(mode)
-    assert log == ["waited"]
 
 
 def test_a_numba_whose_arrays_moved_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.util
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -294,9 +295,10 @@ def main(args: argparse.Namespace) -> int:
         print(message)
     machine = machine_of(plan)
     print(report.describe(machine), flush=True)
-    measured = measure(
-        plan, [provider for provider in plan.providers if provider.name not in absent], machine
-    )
+    present = [provider for provider in plan.providers if provider.name not in absent]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\._")  # its compiler comments on choices
+        measured = measure(plan, present, machine)
     if measured.problem:
         print(f"partita bench: {measured.problem}", file=sys.stderr)
     _report(measured.rows, machine, plan)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -114,7 +113,6 @@ OVER_TIME: dict[str, Function] = {
 def _compiled(function: Function) -> Function:
     # Without a reset, a function is compiled for a few shapes and then runs eagerly.
     torch.compiler.reset()
-    warnings.filterwarnings("ignore", module=r"torch\._")  # the compiler comments on its choices
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 

@@ -67,11 +67,9 @@ def _compilations(device: torch.device) -> Iterator[list[bool]]:
         return
     from triton import knobs
 
-    knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
-    try:
+    with knobs.compilation.scope():
+        knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
         yield found
-    finally:
-        knobs.compilation.listener = None
 
 
 def _run(call: Call, draw: Draw, size: Size) -> None:

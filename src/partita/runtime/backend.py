@@ -20,7 +20,6 @@ import torch
 from . import private_names
 from .caches import register_cache
 from .environment import reader
-from .sources import quick_sources
 
 BACKENDS = ("auto", "reference", "triton", "numba")
 
@@ -57,10 +56,7 @@ class Backends:
         """Return the functions of one table."""
         loader = {"reference": self.reference, "gpu": self.gpu, "cpu": self.cpu}[table]
         assert loader is not None
-        if table != "gpu":
-            return loader()
-        with quick_sources():  # the loader imports kernels
-            return loader()
+        return loader()
 
 
 def _known(name: str, origin: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import first_call, recording
+from . import recording
 from .autograd import is_capturing, plain_eager
 from .caches import memory_state, register_cache
 
@@ -23,24 +23,19 @@ _constants: dict[tuple[Any, ...], tuple[tuple[int, int], Tensor]] = {}
 register_cache("runtime.constants", _constants.clear)
 
 
-def _is_watched() -> bool:
-    """Return whether one of our own dispatch modes makes this call look as if it were traced."""
-    return recording.recorder() is not None or first_call.watching()
-
-
 def constant(make: Callable[..., Tensor], *args: Any, device: torch.device) -> Tensor:
     """Return `make(*args, device=device)`; on a GPU the same tensor for the same arguments.
 
     The first call waits for the GPU, because later calls may read the tensor on other streams.
     """
-    if device.type == "cpu" or not (plain_eager() or _is_watched()):
+    # A recorder is a dispatch mode, so that a call under it looks as if it were traced.
+    if device.type == "cpu" or not (plain_eager() or recording.recorder() is not None):
         return make(*args, device=device)
     key = (make, device, *args)
     written, tensor = _constants.get(key, (None, None))
     if tensor is not None and memory_state(tensor) == written:
         recording.keep(tensor)
         return tensor
-    first_call.refuse_if_planning()
     # A tensor that is made in inference mode cannot be saved for a gradient later.
     with torch.inference_mode(False):
         tensor = make(*args, device=device)

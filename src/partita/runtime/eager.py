@@ -222,7 +222,7 @@ class EagerCall:
 
     def _connect(self, first: Any) -> Any:
         """Return the C module's form of the calls, or None without the module or a GPU."""
-        if not isinstance(first, Tensor) or not first.is_cuda or launcher.is_loading():
+        if not isinstance(first, Tensor) or not first.is_cuda:
             return None
         module = launcher.module()
         if module is not None and (self._function is None or has_contexts(self._function)):

@@ -50,7 +50,7 @@ class KnownCalls:
 
     def _connect(self, first: Any) -> Any:
         """Return the C module's form of the decisions, or None without the module or a GPU."""
-        if isinstance(first, torch.Tensor) and first.is_cuda and not launcher.is_loading():
+        if isinstance(first, torch.Tensor) and first.is_cuda:
             module = launcher.module()
             if module is not None:
                 self._look_up = module.KnownCalls(self._decisions, self._by_size)

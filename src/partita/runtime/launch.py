@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from . import first_call, launcher, private_names, recording
+from . import launcher, private_names, recording
 from .backend import interpreting
 from .caches import BoundedCache, register_cache
 from .compiler_options import compiler_options
@@ -65,9 +65,8 @@ def zeroed_words(device: torch.device, *words: int) -> list[Tensor | None]:
 def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> Any:
     """Run `kernel` on the device and the current stream of its first tensor.
 
-    A kernel that was compiled for such arguments is launched by the C module. Triton launches the
-    first call, which compiles, and every call that the C module does not serve. A first call goes
-    on while the C module is being loaded, and launches later.
+    The C module launches the kernel, which Triton compiles at the first call for such arguments.
+    Triton launches it where the C module does not serve.
 
     Args:
         kernel: the Triton kernel.
@@ -80,21 +79,11 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> Any:
     """
     if programs == 0:
         return None
-    if first_call.thread.may_defer and launcher.is_loading():
-        first_call.defer(launch, kernel, programs, args, options, is_compiled=False)
-        return None
     module = launcher.module()
     if module is not None:
-        if first_call.thread.deferred is not None and first_call.defer(
-            launch, kernel, programs, args, options, is_compiled=True
-        ):
-            return None  # an earlier launch waits, or this one of a gradient is only to be compiled
         bound = module.launch(_kernels, kernel, programs, args, options)
-        if type(bound) is bytes:
-            if first_call.defer(launch, kernel, programs, args, options, is_compiled=False):
-                return None
-            if _compile(bound, kernel, programs, args, options):
-                bound = module.launch(_kernels, kernel, programs, args, options)
+        if type(bound) is bytes and _compile(bound, kernel, programs, args, options):
+            bound = module.launch(_kernels, kernel, programs, args, options)
         if type(bound) is module.Kernel:
             if (active := recording.thread.recorder) is not None:
                 active.launch(bound, programs, args)
@@ -142,8 +131,7 @@ class SideStream:
 
     def __init__(self, tensor: Tensor, wanted: bool) -> None:
         self.context: AbstractContextManager[Any] | None = None
-        # Kernels of a first call compile side by side only if all launches are on one stream.
-        if not wanted or not tensor.is_cuda or first_call.may_defer():
+        if not wanted or not tensor.is_cuda:
             return
         self.recorder = recording.recorder()
         self.main = torch.cuda.current_stream(tensor.device)

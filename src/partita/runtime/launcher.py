@@ -3,8 +3,8 @@
 A launch through Triton takes the host about 11 µs, and PyTorch's allocations and views around it
 take as long again. The C module of `launcher.c` and of the files that it includes launches one
 kernel in about 3 µs, or all recorded work of an op in one call (see `recording.py`). It also finds
-the decisions of `known_calls.py`. Triton's own build function compiles it once, and Triton's cache
-keeps it. Threads do that beside the first call, which waits for the module where it launches.
+the decisions of `known_calls.py`. Triton's own build function compiles it at the first call, and
+Triton's cache keeps it.
 
 Triton launches instead wherever this module cannot: without a C compiler, on AMD GPUs, with
 versions of Triton that are not known here, for kernels that need more than a plain launch
@@ -18,13 +18,12 @@ import functools
 import os
 import threading
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from . import backend, environment, private_names, triton_key
+from . import backend, environment, private_names
 from .backend import has_triton, interpreting
 from .caches import register_cache
 
@@ -108,34 +107,8 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-class _Loading(NamedTuple):
-    """The work of the threads that prepare the first launch.
-
-    Fields:
-        module: gives the connected C module, or None, and a sentence about it.
-        compiler: what Triton needs before it compiles a kernel.
-    """
-
-    module: Future[tuple[Any, str]]
-    compiler: tuple[Future[None], ...]
-
-
 _lock = threading.Lock()
-_loading: _Loading | None = None
-_found: tuple[Any, str] | None = None  # the result of `_loading.module`
-
-
-def _load() -> _Loading:
-    """Start to load the C module unless a thread has, and return what to wait for."""
-    global _loading
-    if (loading := _loading) is not None:
-        return loading
-    if (reason := _refusal()) is None:
-        import triton  # noqa: F401  # before the threads, which would wait for this import
-    with _lock:
-        if _loading is None:
-            _loading = _start() if reason is None else _Loading(_finished((None, reason)), ())
-        return _loading
+_found: tuple[Any, str] | None = None  # the connected C module, or None, and a sentence about it
 
 
 def _refusal() -> str | None:
@@ -156,59 +129,14 @@ def is_known_triton() -> bool:
     return bool(triton.__version__.startswith(tuple(f"{known}." for known in KNOWN_TRITONS)))
 
 
-def _start() -> _Loading:
-    """Start the threads. With an empty cache each takes a good part of a second.
-
-    They rarely hold the GIL, so that the caller goes on meanwhile.
-    """
-    import triton
-
-    executor = ThreadPoolExecutor(3, "partita")
-    try:
-        compiler = executor.submit(triton_key.use_stored), executor.submit(_load_driver)
-        if is_known_triton():
-            return _Loading(executor.submit(_connect), compiler)
-        reason = f"Triton launches: version {triton.__version__} of Triton is not known here"
-        return _Loading(_finished((None, reason)), compiler)
-    finally:
-        executor.shutdown(wait=False)
-
-
-def _finished(result: tuple[Any, str]) -> Future[tuple[Any, str]]:
-    """Return a future that has its result."""
-    future: Future[tuple[Any, str]] = Future()
-    future.set_result(result)
-    return future
-
-
-def _wait() -> tuple[Any, str]:
-    """Wait for the threads, and return the C module, or None, and a sentence about it."""
-    global _found, _loading
-    loading = _load()
-    try:
-        wait(loading.compiler)
-        found = loading.module.result()
-    except Exception:
-        _loading = None  # the next call tries again
-        raise
-    _found = found
-    return found
-
-
-def _load_driver() -> None:
-    """Let Triton prepare what it needs of the system. A launch would, and raises.
-
-    It compiles or loads its module of driver functions, and asks its assembler for the version.
-    """
-    driver = private_names.triton_driver()
-    _ = driver.utils
-    private_names.triton_backend(driver.get_current_target()).hash()
-
-
 def _connect() -> tuple[Any, str]:
     """Return the connected C module, or None, and a sentence about it."""
+    if (reason := _refusal()) is not None:
+        return None, reason
     import triton
 
+    if not is_known_triton():
+        return None, f"Triton launches: version {triton.__version__} of Triton is not known here"
     try:
         exchange = exchange_api()
         driver = {
@@ -223,66 +151,46 @@ def _connect() -> tuple[Any, str]:
     return module, "the C launcher replays calls"
 
 
+def _load() -> tuple[Any, str]:
+    """Return the connected C module, or None, and a sentence about it; the first call loads it."""
+    global _found
+    with _lock:
+        if _found is None:
+            _found = _connect()
+        return _found
+
+
 def _forget() -> None:
     """Forget the C module, so that the next call loads it anew."""
-    global _found, _loading
-    _found = _loading = None
+    global _found
+    _found = None
 
 
-def _forget_threads() -> None:
-    """Forget the threads that load the C module, which a forked process does not have."""
+def _forget_lock() -> None:
+    """Forget the lock, which a thread that a forked process does not have may hold."""
     global _lock
     _lock = threading.Lock()
-    if _found is None:
-        _forget()
 
 
 register_cache("runtime.launcher.library", _library.cache_clear)
 register_cache("runtime.launcher.module", _forget)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_threads)
+    os.register_at_fork(after_in_child=_forget_lock)
 
 
 def module() -> Any:
-    """Return the C module, or None where Triton has to launch; wait while it is being loaded."""
-    return (_found or _wait())[0]
+    """Return the C module, or None where Triton has to launch."""
+    return (_found or _load())[0]
 
 
 def loaded() -> Any:
-    """Return the C module if it has been loaded, else None, without starting to load it."""
-    if (found := _found) is not None:
-        return found[0]
-    loading = _loading
-    return module() if loading is not None and loading.module.done() else None
-
-
-def is_loading() -> bool:
-    """Return whether the C module is being loaded; the first call starts that."""
-    return _found is None and not _load().module.done()
-
-
-def wait_for_compiler() -> None:
-    """Wait for what Triton needs before it compiles a kernel, if threads prepare it.
-
-    An error there is raised again where Triton looks for the same.
-    """
-    if (loading := _loading) is not None:
-        wait(loading.compiler)
-
-
-def is_computing_key() -> bool:
-    """Return whether Triton is not ready to compile, and has no stored kernels, as far as known.
-
-    Without the C module nothing is prepared, and with a known key kernels may be stored.
-    """
-    if (loading := _loading) is None or not triton_key.is_new.is_set() or not is_known_triton():
-        return False
-    return not all(future.done() for future in loading.compiler)
+    """Return the C module if it has been loaded, else None."""
+    return None if _found is None else _found[0]
 
 
 def status() -> str:
     """Return a sentence for `partita info` that says what launches kernels."""
-    return (_found or _wait())[1]
+    return (_found or _load())[1]
 
 
 def exchange_api() -> Any:

@@ -34,7 +34,7 @@ def padded_lengths(targets: Tensor, *rows: Lengths) -> tuple[Any, ...] | None:
     The C module does all of it for dense targets `[N, S]` in int32 or int64 on a GPU, with int64
     lengths there or on the host. The result is None for any others, which need checks.
     """
-    if torch.compiler.is_compiling() or not targets.is_cuda or launcher.is_loading():
+    if torch.compiler.is_compiling() or not targets.is_cuda:
         return None
     last, sender = rows[-1], None
     if not (isinstance(last, Tensor) and last.is_cuda):
@@ -56,8 +56,7 @@ def on_device(device: torch.device, *rows: Tensor) -> list[Tensor]:
         return [row.to(device) for row in rows]  # a copy to the CPU has to wait
     words, copied = len(on_host) * rows[0].shape[0], None
     is_short = 0 < words <= LAUNCHED_WORDS
-    # The first call of a process has other kernels to compile than that of these launches.
-    if is_short and plain_eager() and not launcher.is_loading() and launcher.module() is not None:
+    if is_short and plain_eager() and launcher.module() is not None:
         copied = launch_together(on_host, device)
     if copied is None:
         pinned = words > UNPINNED_WORDS or torch.cuda.is_current_stream_capturing()
@@ -72,12 +71,10 @@ def launch_together(rows: Sequence[Tensor], device: torch.device) -> list[Tensor
     """Return 64-bit tensors `[N]` on a GPU whose values are sent as parameters of launches.
 
     Each starts on 16 bytes, so that kernels are compiled for aligned pointers. The result is None
-    where a value is too large, and while the kernel is being compiled.
+    where a value is too large.
     """
-    from .words import LIMIT, are_compiled, words_on_device  # which imports Triton
+    from .words import LIMIT, words_on_device  # which imports Triton
 
-    if device.type == "cuda" and not are_compiled(device):
-        return None
     N = rows[0].shape[0]
     padding, values = [0] * (N % 2), []
     for row in rows:

@@ -39,7 +39,7 @@ def note_call() -> None:
 
     Other ops do that at their first call, because they launch kernels. The import of Triton, which
     comes first, takes as long as hundreds of thousands of these calls lose, so a few do not start
-    it. No thread imports it, because a process that is forked meanwhile could wait forever.
+    it.
     """
     if next(_calls) == CALLS_BEFORE_LOADING:
-        launcher.is_loading()
+        launcher.module()

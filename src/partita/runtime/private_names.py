@@ -255,28 +255,11 @@ def load_binary(*args: Any) -> Any:
     return None
 
 
-def triton_backend(target: Any) -> Any:
-    """Return the part of Triton's compiler for a GPU."""
-    from triton.compiler import make_backend
-
-    return make_backend(target)
-
-
 def build_c_module(source: str, name: str, flags: list[str]) -> Any:
     """Compile a C module, or load it from Triton's cache."""
     from triton.runtime.build import compile_module_from_src
 
     return compile_module_from_src(source, name, ccflags=flags)
-
-
-def leave_compile_mode(mode: Any) -> None:
-    """End a `triton.AsyncCompileMode` without waiting for its kernels; without the name, wait."""
-    try:
-        from triton.runtime._async_compile import active_mode
-    except ImportError:
-        mode.__exit__(None, None, None)
-    else:
-        active_mode.set(None)
 
 
 # Numba. Without this, chains, CTC and transducers on a CPU run in PyTorch, as without Numba.

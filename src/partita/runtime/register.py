@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import first_call, launcher, private_names, recording
+from . import launcher, private_names, recording
 from .autograd import plain_eager
 from .backend import Backends, resolve
 from .caches import BoundedCache, register_cache
@@ -16,7 +16,6 @@ from .programs import RowPrograms, Rows
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 MAX_PROGRAMS = 1024  # recorded programs of an op; a full cache is emptied
-YOUNG_KEYS = 64  # keys of an op whose first call compiles kernels side by side
 MAX_TRIES = 2  # recordings of a key that may be refused
 
 _library = torch.library.Library("partita", "DEF")
@@ -55,7 +54,6 @@ class Op:
         self.reasons: BoundedCache[bytes, str] = BoundedCache(MAX_PROGRAMS)
         self.by_rows = None if rows is None else RowPrograms(name, rows, self.programs)
         self._replay: Any = None
-        self._then: Callable[[tuple[Any, ...], Any], None] | None = None
         register_cache(f"runtime.register.{name}.programs", self.programs.clear)
         register_cache(f"runtime.register.{name}.tries", self.tries.clear)
         register_cache(f"runtime.register.{name}.reasons", self.reasons.clear)
@@ -69,8 +67,6 @@ class Op:
         """Serve a call in plain eager mode."""
         if not first.is_cuda or recording.recorder() is not None:
             return self.run(first, *rest)
-        if self._replay is None and launcher.is_loading():
-            return self._run_meanwhile(first, *rest)
         replay = self._replay or self.replay()
         if replay is None:
             return self.run(*without_lazy_bits(first, *rest))
@@ -110,23 +106,6 @@ class Op:
         """Return the class of a call that has no program; see `RowPrograms.key_of_class`."""
         return None if self.by_rows is None else self.by_rows.key_of_class(self._replay, args)
 
-    def _run_meanwhile(self, first: torch.Tensor, *rest: Any) -> Any:
-        """Run the first call of the process while the C module is being loaded.
-
-        The kernels start to compile before the module is there, and the launches wait for it.
-        """
-        if first.device.index != private_names.current_device():
-            with torch.cuda.device(first.device):
-                return self.eager(first, *rest)
-        args = without_lazy_bits(first, *rest)
-        if args[-1] == "reference" or torch.cuda.is_current_stream_capturing():
-            return self.run(*args)
-        result = first_call.run(self.run, *args, then=self._then)
-        replay = None if launcher.is_loading() else self.replay()
-        if replay is not None and type(key := replay(*args)) is bytes:
-            self.tries.store(key, 1)  # the next call with this key is recorded
-        return result
-
     def _record(self, key: bytes, args: tuple[Any, ...]) -> Any:
         """Run a call that has no program, and record it if its key, or class, was seen before.
 
@@ -138,13 +117,8 @@ class Op:
         counted = key if of_class is None else of_class[0]
         tries = self.tries.get(counted, 0)
         self.tries.store(counted, tries + 1)
-        # After many keys, such as those of ragged batches, new kernels are rare.
-        if tries == 0 and len(self.tries) > YOUNG_KEYS:
+        if not 0 < tries <= MAX_TRIES or torch.cuda.is_current_stream_capturing():
             return self.run(*args)
-        if tries > MAX_TRIES or torch.cuda.is_current_stream_capturing():
-            return self.run(*args)
-        if tries == 0:
-            return first_call.run(self.run, *args, then=self._then)
         with recording.Recorder(args, self.by_identity) as recorder:
             result = self.run(*args)
         draft = recorder.draft(result)
@@ -156,28 +130,6 @@ class Op:
         if self.by_rows is not None and of_class is not None:
             self.by_rows.add(launcher.module(), of_class, draft)
         return result
-
-    def precedes(
-        self, gradient: Op, arguments: Callable[[tuple[Any, ...], Any], tuple[Any, ...] | None]
-    ) -> None:
-        """Say which op computes the gradient, so that its kernels compile in the same first call.
-
-        Args:
-            gradient: the op.
-            arguments: a function of the arguments and the results of this op. It returns the
-                arguments of `gradient`, or None where no gradient follows.
-        """
-
-        def then(args: tuple[Any, ...], result: Any) -> None:
-            if (found := arguments(args, result)) is not None:
-                gradient.run(*found)
-
-        self._then = then
-
-
-def usual_grad_output(result: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like the gradient of a result in `result.backward()` or `result.sum()`."""
-    return result.as_strided(result.shape, (0,) * result.ndim)
 
 
 def without_lazy_bits(*args: Any) -> tuple[Any, ...]:

@@ -4,7 +4,6 @@ A copy from ordinary memory may wait for the work that the GPU has, and pinned m
 allocate. A launch does neither.
 """
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .caches import register_cache
-from .first_call import compile_aside
 from .launch import launch
 
 WORDS = 16  # the integers of a launch
@@ -63,33 +60,6 @@ def store_words_kernel(
     tl.store(words + 13, w13)
     tl.store(words + 14, w14)
     tl.store(words + 15, w15)
-
-
-_compilations: dict[torch.device, Any] = {}  # None once the kernel is compiled
-register_cache("runtime.words.compilations", _compilations.clear)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_compilations.clear)  # a forked child has no threads
-
-
-def are_compiled(device: torch.device) -> bool:
-    """Return whether the kernel is compiled for a GPU; the first call starts that.
-
-    A first call with lengths on the CPU would wait for it before it compiles its own kernels.
-    """
-    if _compilations.get(device, device) is None:
-        return True
-    if device not in _compilations:
-        with torch.cuda.device(device):
-            words = torch.empty(WORDS, dtype=torch.int64, device=device)
-            zeros = [0.0] * WORDS
-            _compilations[device] = compile_aside(store_words_kernel, words, 0, *zeros, num_warps=1)
-    compilation = _compilations[device]
-    if hasattr(compilation, "result"):
-        if not compilation.future.done():
-            return False
-        compilation.result()
-        _compilations[device] = None
-    return True
 
 
 def words_on_device(values: Sequence[int], device: torch.device) -> tuple[Tensor, Any]:

@@ -74,20 +74,6 @@ logz_gradient: register.Op = register.define(
     by_identity=("source",),
 )
 
-
-def _gradient_arguments(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Any:
-    """Return the arguments of `logz_gradient` after a call of `logz` or of `rounded_logz`."""
-    scores, source, initial, final, lengths, save, backend = args
-    if not save:
-        return None
-    *_, logz, saved = results
-    grad_output = register.usual_grad_output(results[0])
-    ends = (initial, final, source, lengths)
-    return grad_output, scores, *ends, logz, saved, scores.dtype, backend
-
-
-logz.precedes(logz_gradient, _gradient_arguments)
-rounded_logz.precedes(logz_gradient, _gradient_arguments)
 scan: register.Op = register.define(
     f"chain_scan({_CHAIN}, bool use_max, bool reverse, str backend) -> Tensor",
     fakes.fake_scan,

@@ -130,19 +130,6 @@ gradient: register.Op = register.define(
     reference_if_empty=True,
 )
 
-
-def _gradient_arguments(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Any:
-    """Return the arguments of `gradient` after a call of `loss`."""
-    *tensors, max_target_len, blank, from_logits, reduction, _, save = args[:11]
-    if not save:
-        return None
-    value, losses, saved = results
-    label_priors, *scores = args[11:]
-    options = (max_target_len, blank, from_logits, reduction, *scores)
-    return register.usual_grad_output(value), *tensors, losses, saved, label_priors, *options
-
-
-loss.precedes(gradient, _gradient_arguments)
 align: register.Op = register.define(
     f"ctc_align(Tensor logits, {_TARGETS}, SymInt max_target_len, int blank, bool from_logits,"
     f" {_SCORES}, str backend) -> (Tensor, Tensor, Tensor, Tensor)",

@@ -115,18 +115,6 @@ gradient: register.Op = register.define(
 )
 
 
-def _gradient_arguments(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Any:
-    """Return the arguments of `gradient` after a call of `loss`."""
-    scores, source, _, _, target_lengths, _, _, reduction, save, backend = args
-    if not save:
-        return None
-    grad_output = register.usual_grad_output(results[0])
-    return grad_output, scores, source, target_lengths, *results[1:], reduction, backend
-
-
-loss.precedes(gradient, _gradient_arguments)
-
-
 def loss_of_chains(
     scores: Tensor,
     source: Tensor,

@@ -65,18 +65,6 @@ logz_gradient: register.Op = register.define(
     backends=BACKENDS,
 )
 
-
-def _gradient_arguments(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Any:
-    """Return the arguments of `logz_gradient` after a call of `logz`."""
-    *tensors, save, backend = args
-    if not save:
-        return None
-    fp64, rounded, saved = results
-    grad_output = register.usual_grad_output(rounded)
-    return grad_output, *tensors, fp64, saved, tensors[1].requires_grad, False, backend
-
-
-logz.precedes(logz_gradient, _gradient_arguments)
 # It returns the best score [N] and the states of the best path [T, N].
 viterbi: register.Op = register.define(
     f"linear_chain_viterbi({_CHAIN}, str backend) -> (Tensor, Tensor)",

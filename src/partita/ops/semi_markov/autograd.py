@@ -61,17 +61,6 @@ gradient: register.Op = register.define(
     backends=BACKENDS,
 )
 
-
-def _gradient_arguments(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Any:
-    """Return the arguments of `gradient` after a call of `logz`."""
-    *tensors, save, backend = args
-    if not save:
-        return None
-    fp64, rounded, saved = results
-    return register.usual_grad_output(rounded), *tensors, fp64, saved, False, backend
-
-
-logz.precedes(gradient, _gradient_arguments)
 # It returns the posterior probabilities of segments, [T, D, N, C].
 segments: register.Op = register.define(
     f"semi_markov_segments({_CHAIN}, Tensor logz, Tensor saved, str backend) -> Tensor",

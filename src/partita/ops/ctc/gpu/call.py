@@ -266,7 +266,7 @@ class CTCCall(NamedTuple):
 
         A run in fp64 serves the sequences that are flagged NEEDS_FP64. It comes first, stores the
         order of the labels, and clears the words of the other run. The two are kernels of their
-        own, because they compile side by side then.
+        own.
         """
         plan = self.plan
         prepares = memory.order is not None or memory.counter is not None
