@@ -33,7 +33,8 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     from .bench import cli as bench
-    from .cli import check, info, report, warm
+    from .bench import report_cli as report
+    from .cli import check, info, warm
 
     formatter = argparse.RawDescriptionHelpFormatter
     parser = _Parser(

@@ -115,6 +115,8 @@ def allowed(importer: tuple[str, ...], module: tuple[str, ...]) -> bool:
         return target == "runtime"
     if top == "primitives":
         return target in ("runtime", "primitives")
+    if (top, target) == ("cli", "bench"):  # which imports the command's parts
+        return False
     if target != "ops":
         return target in ("runtime", "primitives") if top == "ops" else True
     if top != "ops":  # the namespaces, the command, the benchmark and the integrations

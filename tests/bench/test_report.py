@@ -18,12 +18,12 @@ from torch import Tensor
 
 from partita.__main__ import main
 from partita.bench import chain, cli, providers
+from partita.bench import page as _page
+from partita.bench import report_cli as _report
 from partita.bench.cli import Measured
 from partita.bench.measure import Machine, Timing
 from partita.bench.runner import Row
 from partita.cli import check as _check_machine
-from partita.cli import page as _page
-from partita.cli import report as _report
 from partita.testing.samples import CALLS, Call
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}

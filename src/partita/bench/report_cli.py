@@ -9,12 +9,12 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ..bench import cli
-from ..bench.providers import PEERS
-from . import check
-from .arguments import require_writable
-from .console import UsageError, first_line
+from ..cli import check
+from ..cli.arguments import require_writable
+from ..cli.console import UsageError, first_line
+from . import cli
 from .page import Bench, Report, page, verdicts
+from .providers import PEERS
 
 # The quick bench on a CPU has fewer logits and repetitions than the bench itself, and one peer
 # less, so that it takes a minute or two.

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import torch
 
 from .. import __version__
-from ..bench import picture
-from ..bench.cli import Measured
-from ..bench.measure import Machine
-from ..bench.providers import is_ours
-from ..bench.report import describe, summary, times
-from ..bench.runner import Row, failed
-from . import check, info
-from .check import Line
-from .console import Table
+from ..cli import check, info
+from ..cli.check import Line
+from ..cli.console import Table
+from . import picture
+from .cli import Measured
+from .measure import Machine
+from .providers import is_ours
+from .report import describe, summary, times
+from .runner import Row, failed
 
 # The page loads nothing and runs nothing. The policy makes a browser enforce that.
 HEAD = """\
