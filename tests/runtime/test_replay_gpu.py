@@ -13,7 +13,7 @@ from helpers.fresh import SOURCE, run_fresh
 from torch import Tensor
 
 import partita
-from partita.runtime import eager, launcher, recording, register
+from partita.runtime import launcher, recording, register
 from partita.runtime.caches import clear_caches
 
 pytestmark = pytest.mark.gpu
@@ -197,29 +197,6 @@ def test_replays_have_the_bits_of_the_plain_path(
     assert launcher.module() is not None and refusals == []
 
 
-@pytest.mark.parametrize("name", ["token_stats", "ctc_loss", "logz", "linear_chain"])
-def test_a_backward_pass_is_one_call_of_the_c_module(
-    name: str, calls: dict[str, Callable[[], list[Tensor]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    in_python: list[Any] = []
-    backward = eager.run_backward
-
-    def noted(*args: Any) -> Any:
-        in_python.append(args)
-        return backward(*args)
-
-    assert launcher.module() is not None  # Until it is loaded, no call counts.
-    disconnect(monkeypatch)
-    monkeypatch.setattr(eager, "run_backward", noted)
-    clear_caches()
-    seen = []
-    for _ in range(4):
-        in_python.clear()
-        calls[name]()
-        seen.append(len(in_python))
-    assert seen == [1, 1, 0, 0]
-
-
 def test_the_calls_are_all(calls: dict[str, Callable[[], list[Tensor]]]) -> None:
     assert list(calls) == NAMES
 
@@ -312,18 +289,10 @@ def test_new_shapes_of_ctc_have_the_bits_of_triton_s_launches(
         assert_same(call(*shape), results)
 
 
-def test_decisions_are_stored_and_values_are_still_checked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from partita.ops.cross_entropy import api
-
+def test_values_are_checked_after_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     clear_caches()
     x, targets = numbers(8, 1000).requires_grad_(), labels(0, 1000, 8)
-    expected = partita.cross_entropy(x, targets)
-    assert len(api._known_losses._decisions) == 1
-    monkeypatch.setattr(api, "check_inputs", None)  # calls of equal tensors no longer get there
-    assert torch.equal(partita.cross_entropy(x, targets), expected)
-    monkeypatch.undo()
+    assert len({partita.cross_entropy(x, targets).item() for _ in range(4)}) == 1
     monkeypatch.setenv("PARTITA_CHECK", "1")
     with pytest.raises(IndexError, match="1000"):
         partita.cross_entropy(x, torch.full_like(targets, 1000))

@@ -15,7 +15,7 @@ from .backend import interpreting
 from .caches import BoundedCache, register_cache
 from .compiler_options import compiler_options
 from .parts import tensor_of, with_views
-from .programs import FORK, JOIN, LEAVE
+from .recording import FORK, JOIN, LEAVE
 from .sizes import cdiv, next_power_of_2
 
 __all__ = [

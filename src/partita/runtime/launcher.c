@@ -13,10 +13,7 @@
 #define MAX_ARGS 64         /* arguments of an op or of a kernel */
 #define MAX_SLOTS 128       /* arguments, outputs and the workspace of a program */
 #define MAX_PARAMETERS 96   /* parameters of a kernel */
-#define MAX_LIMITS 8        /* numbers of rows between which programs stay the same */
-#define MAX_PLACES 8        /* arguments of an op that have the number of rows */
 #define ALIGNMENT 127       /* the bits of an address that a plan may depend on */
-#define WORKSPACE_ALIGNMENT 256  /* bytes, as in programs.py */
 
 #ifndef Py_BEGIN_CRITICAL_SECTION  /* before Python 3.13, where the GIL is always there */
 #define Py_BEGIN_CRITICAL_SECTION(object) {
@@ -65,11 +62,10 @@ static PyObject *allocate, *current_device;  /* functions, for PyTorch's current
 static PyObject *knobs, *enter_hook, *exit_hook, *side_stream;
 static PyObject *name_enter_hook, *name_exit_hook, *name_calls, *name_version, *name_as_strided;
 static PyObject *is_neg;  /* the method of tensors */
-static PyObject *is_grad_enabled, *transform, *num_modes;  /* functions of no arguments */
-static PyObject *saved_hooks;  /* a function that returns the hooks of saved tensors, or None */
+static PyObject *transform, *num_modes;  /* functions of no arguments */
 static PyObject *forward_globals, *name_level;  /* of torch.autograd.forward_ad */
 static PyObject *environment, *name_check, *name_replay, *name_backend;  /* os.environ */
-static PyObject *backend_of_block, *backend_globals, *name_default, *name_requires_grad;
+static PyObject *backend_of_block, *backend_globals, *name_default;
 
 /* Return whether a device is PyTorch's current one, where it allocates, and let the driver, which
    launches, have it as its current one too. The driver has none in a new thread. It has another one
@@ -357,8 +353,6 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t narg
 
 #include "programs.c"
 #include "replay.c"
-#include "eager.c"
-#include "known_calls.c"
 #include "native.c"
 #include "lengths.c"
 
@@ -375,8 +369,7 @@ static PyObject *setup(PyObject *module, PyObject *args) {
                           &PyTuple_Type, &backend, &PyTuple_Type, &addresses) ||
         !PyArg_ParseTuple(of_device, "OO", &allocate, &current_device) ||
         !PyArg_ParseTuple(dtypes, "OO", &byte_dtype, &long_dtype) ||
-        !PyArg_ParseTuple(modes, "OOOOO!", &is_grad_enabled, &transform, &num_modes, &saved_hooks,
-                          &PyDict_Type, &forward_globals) ||
+        !PyArg_ParseTuple(modes, "OOO!", &transform, &num_modes, &PyDict_Type, &forward_globals) ||
         !PyArg_ParseTuple(variables, "OSSS", &environment, &name_check, &name_replay,
                           &name_backend) ||
         !PyArg_ParseTuple(backend, "OO!", &backend_of_block, &PyDict_Type, &backend_globals) ||
@@ -421,19 +414,10 @@ PyMODINIT_FUNC PyInit_partita_launcher(void) {
     name_as_strided = PyUnicode_InternFromString("as_strided");
     name_level = PyUnicode_InternFromString("_current_level");
     name_default = PyUnicode_InternFromString("_default");
-    name_requires_grad = PyUnicode_InternFromString("requires_grad");
-    name_needs_input_grad = PyUnicode_InternFromString("needs_input_grad");
-    name_saved_tensors = PyUnicode_InternFromString("saved_tensors");
-    name_to_save = PyUnicode_InternFromString("to_save");
-    name_materialize_grads = PyUnicode_InternFromString("materialize_grads");
-    name_non_differentiable = PyUnicode_InternFromString("non_differentiable");
-    name_link = PyUnicode_InternFromString("link");
-    name_result = PyUnicode_InternFromString("result");
     PyObject *module = PyModule_Create(&definition);
     if (!module) return NULL;
     if (PyModule_AddType(module, &kernel_type) || PyModule_AddType(module, &program_type) ||
-        PyModule_AddType(module, &replay_type) || PyModule_AddType(module, &eager_call_type) ||
-        PyModule_AddType(module, &known_calls_type)) {
+        PyModule_AddType(module, &replay_type)) {
         Py_DECREF(module);
         return NULL;
     }

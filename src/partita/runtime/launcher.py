@@ -3,7 +3,7 @@
 A launch through Triton takes the host about 11 µs, and PyTorch's allocations and views around it
 take as long again. The C module of `launcher.c` and of the files that it includes launches one
 kernel in about 3 µs, or all recorded work of an op in one call (see `recording.py`). It also finds
-the decisions of `known_calls.py`. Triton's own build function compiles it at the first call, and
+the lengths of `lengths.py`. Triton's own build function compiles it at the first call, and
 Triton's cache keeps it.
 
 Triton launches instead wherever this module cannot: without a C compiler, on AMD GPUs, with
@@ -29,10 +29,7 @@ from .caches import register_cache
 
 KNOWN_TRITONS = ("3.6", "3.7", "3.8", "3.9")  # their metadata and order of parameters are alike
 MODULE = "partita_launcher"
-INCLUDED = (
-    *("modes.c", "programs.c", "replay.c", "eager.c", "gradients.c"),
-    *("known_calls.c", "native.c", "lengths.c"),
-)
+INCLUDED = ("modes.c", "programs.c", "replay.c", "native.c", "lengths.c")
 CUDA = 2  # DLPack's number
 WARP = 32
 DRIVER_FUNCTIONS = (
@@ -86,10 +83,8 @@ def build(
     addresses = tuple(driver[name] for name in DRIVER_FUNCTIONS)
     functions = (exchange, knobs, side_stream_handles)
     modes = (
-        torch.is_grad_enabled,
         private_names.peek_interpreter_stack,
         private_names.len_torch_dispatch_stack,
-        private_names.top_saved_tensors_hooks,
         vars(torch.autograd.forward_ad),
     )
     names = (b"PARTITA_CHECK", b"PARTITA_REPLAY", b"PARTITA_BACKEND")

@@ -108,9 +108,6 @@ def may_have_tangents() -> bool:
     return not _HAS_LEVEL or torch.autograd.forward_ad._current_level >= 0
 
 
-# The C module asks for the hooks of saved tensors. Without the function it builds no graph.
-top_saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
-
 # Tensors. Without versions nothing that was made from a tensor is cached, and without any of the
 # three a gradient is not written over its logits.
 _HAS_VERSION = _find("Tensor._version") is not None

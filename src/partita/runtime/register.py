@@ -12,7 +12,6 @@ from . import launcher, private_names, recording
 from .autograd import plain_eager
 from .backend import Backends, resolve
 from .caches import BoundedCache, register_cache
-from .programs import RowPrograms, Rows
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 MAX_PROGRAMS = 1024  # recorded programs of an op; a full cache is emptied
@@ -34,7 +33,6 @@ class Op:
         dispatched: the op as PyTorch's dispatcher knows it.
         by_identity: the positions of tensors whose values decide what the op does. They count by
             identity and version.
-        rows: which calls one program serves with any number of rows, or None.
 
     `programs` holds the recorded calls by key, and `reasons` says why calls of a key are not
     replayed.
@@ -46,13 +44,11 @@ class Op:
         run: Callable[..., Any],
         dispatched: Callable[..., Any],
         by_identity: Sequence[int] = (),
-        rows: Rows | None = None,
     ) -> None:
         self.run, self.dispatched, self.by_identity = run, dispatched, by_identity
         self.programs: BoundedCache[bytes, Any] = BoundedCache(MAX_PROGRAMS)
         self.tries: BoundedCache[bytes, int] = BoundedCache(4 * MAX_PROGRAMS)
         self.reasons: BoundedCache[bytes, str] = BoundedCache(MAX_PROGRAMS)
-        self.by_rows = None if rows is None else RowPrograms(name, rows, self.programs)
         self._replay: Any = None
         register_cache(f"runtime.register.{name}.programs", self.programs.clear)
         register_cache(f"runtime.register.{name}.tries", self.tries.clear)
@@ -85,50 +81,28 @@ class Op:
         module = launcher.module()
         if self._replay is None and module is not None and private_names.HAS_DISPATCH_MODES:
             by_identity = sum(1 << position for position in self.by_identity)
-            options = () if self.by_rows is None else self.by_rows.options
-            self._replay = module.Replay(self.programs, by_identity, *options)
+            self._replay = module.Replay(self.programs, by_identity)
         return self._replay
 
-    def is_familiar(self, key: bytes, args: tuple[Any, ...]) -> bool:
-        """Return whether a call had this key, or class, before, and note that one has it now.
-
-        A function of PyTorch that does the same may serve the first call, for which an op takes
-        more time.
-        """
-        of_class = self._class_of(args)
-        counted = key if of_class is None else of_class[0]
-        if counted in self.tries:
-            return True
-        self.tries.store(counted, 1)
-        return False
-
-    def _class_of(self, args: tuple[Any, ...]) -> tuple[bytes, int, int] | None:
-        """Return the class of a call that has no program; see `RowPrograms.key_of_class`."""
-        return None if self.by_rows is None else self.by_rows.key_of_class(self._replay, args)
-
     def _record(self, key: bytes, args: tuple[Any, ...]) -> Any:
-        """Run a call that has no program, and record it if its key, or class, was seen before.
+        """Run a call that has no program, and record it if its key was seen before.
 
         A second try follows a refusal, which may be due to a cached table that the call built.
         """
         if args[-1] == "reference":  # which is no sequence of launches
             return self.run(*args)
-        of_class = self._class_of(args)
-        counted = key if of_class is None else of_class[0]
-        tries = self.tries.get(counted, 0)
-        self.tries.store(counted, tries + 1)
+        tries = self.tries.get(key, 0)
+        self.tries.store(key, tries + 1)
         if not 0 < tries <= MAX_TRIES or torch.cuda.is_current_stream_capturing():
             return self.run(*args)
         with recording.Recorder(args, self.by_identity) as recorder:
             result = self.run(*args)
-        draft = recorder.draft(result)
-        if draft is None:
+        program = recorder.program(launcher.module(), result)
+        if program is None:
             self.reasons.store(key, recorder.reason or "")
-            return result
-        self.programs.store(key, draft.program(launcher.module()))
-        self.tries.store(counted, 1)  # a cache that was emptied is filled again
-        if self.by_rows is not None and of_class is not None:
-            self.by_rows.add(launcher.module(), of_class, draft)
+        else:
+            self.programs.store(key, program)
+            self.tries.store(key, 1)  # a cache that was emptied is filled again
         return result
 
 
@@ -166,7 +140,6 @@ def define(
     fake_by_backend: bool = False,
     reference_if_empty: bool = False,
     by_identity: Sequence[str] = (),
-    rows: Rows | None = None,
 ) -> Op:
     """Register `partita::<schema>` and return it.
 
@@ -184,8 +157,6 @@ def define(
         reference_if_empty: whether the reference serves calls whose first tensor has no elements.
         by_identity: the names of tensors whose values decide what the op does, such as a table of
             edges. A replay serves the same tensor in the same version only.
-        rows: which calls one program serves with any number of rows. What an autograd function
-            links with such a call may not depend on that number.
     """
     name = schema.partition("(")[0]
     qualified = f"partita::{name}"
@@ -236,4 +207,4 @@ def define(
         torch.library.register_vmap(qualified, vmap, lib=_library)
     dispatched = getattr(torch.ops.partita, name).default
     names = [part.split()[-1] for part in schema[schema.index("(") + 1 :].split(")")[0].split(",")]
-    return Op(name, run, dispatched, [names.index(tensor) for tensor in by_identity], rows)
+    return Op(name, run, dispatched, [names.index(tensor) for tensor in by_identity])

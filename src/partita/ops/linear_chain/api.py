@@ -127,13 +127,6 @@ class LinearChain:
             >>> partita.LinearChain(torch.ones(3, 1, 2), torch.zeros(2, 2)).logz(partita.Max)
             tensor([3.])
         """
-        if semiring is Log:
-            ends = self.start, self.end
-            value = autograd.eager_logz.find(
-                self.emissions, self.transitions, *ends, self.lengths, True, "auto"
-            )
-            if value is not None:
-                return value
         check_semiring(semiring)
         return functional.partition(self._tensors(), semiring)
 
