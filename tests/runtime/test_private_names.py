@@ -22,9 +22,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
 }
 NAMEDTUPLE = {"_replace", "_fields", "_asdict", "_make"}
 # Issue 17 removes these files, or what they read.
-REMOVED_BY_ISSUE_17 = (
-    "runtime/eager.py",
-)
+REMOVED_BY_ISSUE_17 = ("runtime/eager.py",)
 # Attributes of Python's own objects, and of packages that the benchmark is compared with.
 OTHERS = {
     ("runtime/backend.py", "_getframe"),
