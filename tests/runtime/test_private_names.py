@@ -21,8 +21,6 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "numba": ("numba.types", "numba.njit", "numba.extending", "numba.TypingError"),
 }
 NAMEDTUPLE = {"_replace", "_fields", "_asdict", "_make"}
-# Issue 17 removes these files, or what they read.
-REMOVED_BY_ISSUE_17 = ("primitives/cpu/jit.py",)
 # Attributes of Python's own objects, and of packages that the benchmark is compared with.
 OTHERS = {
     ("runtime/backend.py", "_getframe"),
@@ -90,7 +88,7 @@ def test_private_names_are_read_in_one_file() -> None:
         if (name := str(path.relative_to(SOURCE))) != "runtime/private_names.py"
         for private in private_names_in(path.read_text(encoding="utf-8"), own)
     }
-    assert {item for item in found if item[0] not in REMOVED_BY_ISSUE_17} == OTHERS
+    assert found == OTHERS
 
 
 def test_a_private_name_is_found() -> None:

@@ -119,6 +119,18 @@ def saved_tensors(ctx: Any) -> tuple[Any, ...]:
     return without_wrappers(ctx.saved_tensors)
 
 
+def spend(ctx: Any, *saved: Tensor) -> tuple[Tensor, ...] | None:
+    """Return saved tensors for the first backward pass to write over, and None for later ones.
+
+    The context's `is_spent` says whether they were written over. These writes are no new version
+    of the saved tensors: a later pass asks for them all, and computes again what is spent.
+    """
+    if ctx.is_spent:
+        return None
+    ctx.is_spent = True
+    return tuple(tensor.data for tensor in saved)
+
+
 def without_wrappers(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return saved tensors, each without the wrapper of a transform that has ended."""
     if torch.compiler.is_compiling():

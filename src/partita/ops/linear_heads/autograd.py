@@ -19,6 +19,7 @@ from ...runtime.autograd import (
     plain_eager,
     saved_tensors,
     skip_unused_gradients,
+    spend,
 )
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.api import cross_entropy
@@ -243,16 +244,15 @@ class LinearRows(torch.autograd.Function):
         skip_unused_gradients(ctx)
         if head[3] is None:
             head[3] = RowStatistics(*output[:-1]).argmax
-        ctx.save_for_backward(*head, *output[:-1])
-        # Autograd must not see these logits, because the first backward pass overwrites them.
-        ctx.saved_logits = output[-1] if save_logits else None
+        ctx.save_for_backward(*head, *output)
+        ctx.is_spent = not save_logits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         no_option_grads = (None,) * 10
         if all(grad is None for grad in grads[:4]):
             return None, None, None, *no_option_grads
-        input, weight, bias, target, class_weight, *outputs = saved_tensors(ctx)
+        input, weight, bias, target, class_weight, *outputs, logits = saved_tensors(ctx)
         wanted = needed_gradients(ctx, input, weight, bias)
         if is_double_backward(*grads[:4], input, weight, bias):
             return *LinearRows._differentiable_gradients(ctx, grads, wanted), *no_option_grads
@@ -273,7 +273,7 @@ class LinearRows(torch.autograd.Function):
         saved, op = None, for_gradients(rows_backward, *grads[:4])
         if plain_eager() and op is rows_backward:
             # A batch of gradients would overwrite the logits more than once.
-            saved, ctx.saved_logits = ctx.saved_logits, None
+            saved = spend(ctx, logits)
         gradients = op(
             *coefficients,
             input,
@@ -283,7 +283,7 @@ class LinearRows(torch.autograd.Function):
             class_weight,
             statistics.maximum,
             statistics.sumexp,
-            input.new_empty(0) if saved is None else saved,
+            *(saved or (input.new_empty(0),)),
             ctx.temperature,
             ctx.softcap,
             ctx.chunk,
@@ -296,7 +296,7 @@ class LinearRows(torch.autograd.Function):
     def _differentiable_gradients(
         ctx: Any, grads: tuple[Tensor | None, ...], wanted: tuple[bool, ...]
     ) -> tuple[Tensor | None, ...]:
-        input, weight, bias, target, class_weight, *outputs = saved_tensors(ctx)
+        input, weight, bias, target, class_weight, *outputs, _ = saved_tensors(ctx)
         numbers = (ctx.temperature, ctx.softcap, ctx.ignore_index)
         sizes = [output.numel() for output in outputs]
         used = {
@@ -372,8 +372,9 @@ class LinearOnePass(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.op = packed_one_pass if packs else one_pass
         ctx.wanted, ctx.backend, ctx.numbers, ctx.chunk = wanted, backend, numbers, chunk
-        ctx.save_for_backward(*head)
-        loss, *ctx.gradients = ctx.op(*head, *numbers, chunk, *wanted, backend)
+        loss, *gradients = ctx.op(*head, *numbers, chunk, *wanted, backend)
+        ctx.save_for_backward(*head, *gradients)
+        ctx.is_spent = False
         return loss
 
     @staticmethod
@@ -381,25 +382,25 @@ class LinearOnePass(torch.autograd.Function):
         (grad,), no_option_grads = grads, (None,) * 5
         if grad is None:
             return *no_option_grads, *(None,) * 6
-        head = ctx.saved_tensors
+        saved: tuple[Any, ...] = ctx.saved_tensors
+        head, gradients = saved[:-3], saved[-3:]
         if torch.is_grad_enabled():
             denominator = head[5]
             if denominator is not None:
                 grad = (grad / denominator).to(grad.dtype)
-            gradients = double_backward(
+            results = double_backward(
                 lambda *inputs: differentiable_loss(*inputs, *head[3:5], *ctx.numbers),
                 head[:3],
                 ctx.wanted,
                 grad,
             )
-            return *no_option_grads, *gradients, None, None, None
-        gradients = ctx.gradients
-        if gradients is None:
+            return *no_option_grads, *results, None, None, None
+        if ctx.is_spent:
             gradients = ctx.op(*head, *ctx.numbers, ctx.chunk, *ctx.wanted, ctx.backend)[1:]
         if is_batched_gradient(grad):
             scaled = tuple(scaled_by_batch(gradient, grad) for gradient in gradients)
             return *no_option_grads, *only_wanted(scaled, ctx.wanted), None, None, None
-        ctx.gradients = None
+        ctx.is_spent = True
         for gradient, wants in zip(gradients, ctx.wanted, strict=True):
             if wants:
                 scale_by_upstream(gradient, grad, ctx.backend)

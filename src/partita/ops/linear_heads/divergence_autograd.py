@@ -17,6 +17,7 @@ from ...runtime.autograd import (
     one_by_one,
     plain_eager,
     saved_tensors,
+    spend,
 )
 from ...runtime.dtypes import acc_dtype
 from ..cross_entropy.autograd import scale_by_upstream, scaled_by_batch
@@ -143,13 +144,13 @@ class LinearDivergence(torch.autograd.Function):
         *heads, beta, temperature, softcap, _, ctx.chunk, save_logits, ctx.backend = inputs
         ctx.options = (beta, temperature, softcap)
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*heads, *output[1:-2])
-        # Autograd must not see these logits, because the first backward pass overwrites them.
-        ctx.saved_logits = output[-2:] if save_logits else None
+        ctx.save_for_backward(*heads, *output[1:])
+        ctx.is_spent = not save_logits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        no_other_grads, tensors, grad = (None,) * 10, saved_tensors(ctx), grads[0]
+        no_other_grads, grad = (None,) * 10, grads[0]
+        *tensors, logits, teacher_logits = saved_tensors(ctx)
         wanted = needed_gradients(ctx, *tensors[:3])
         heads = tensors[:6]
         if is_double_backward(grad, *heads[:3]):
@@ -163,9 +164,8 @@ class LinearDivergence(torch.autograd.Function):
         saved, op = None, for_gradients(divergence_backward_op, grad)
         if plain_eager() and op is divergence_backward_op:
             # A batch of gradients would overwrite the logits more than once.
-            saved, ctx.saved_logits = ctx.saved_logits, None
-        if saved is None:
-            saved = heads[0].new_empty(0), heads[3].new_empty(0)
+            saved = spend(ctx, logits, teacher_logits)
+        saved = saved or (heads[0].new_empty(0), heads[3].new_empty(0))
         gradients = op(grad, *tensors, *saved, *ctx.options, ctx.chunk, *wanted, ctx.backend)
         return *only_wanted(gradients, wanted), *no_other_grads
 
@@ -192,8 +192,9 @@ class LinearDivergenceOnePass(torch.autograd.Function):
         ctx.numbers, ctx.sizes = numbers, sizes
         like = heads[0].new_empty(heads[0].shape[0], dtype=acc_dtype(heads[0].dtype))
         factors = row_factors(mask, like, reduction)
-        ctx.save_for_backward(*heads, mask, factors)
-        rows, *ctx.gradients = one_pass_op(*heads, factors, *numbers, *sizes, *wanted, backend)
+        rows, *gradients = one_pass_op(*heads, factors, *numbers, *sizes, *wanted, backend)
+        ctx.save_for_backward(*heads, mask, factors, *gradients)
+        ctx.is_spent = False
         return reduced(rows, mask, reduction)
 
     @staticmethod
@@ -201,23 +202,23 @@ class LinearDivergenceOnePass(torch.autograd.Function):
         (grad,), no_option_grads = grads, (None,) * 6
         if grad is None:
             return *no_option_grads, *(None,) * 6
-        *heads, mask, factors = ctx.saved_tensors
+        saved: tuple[Any, ...] = ctx.saved_tensors
+        (*heads, mask, factors), gradients = saved[:-3], saved[-3:]
         if torch.is_grad_enabled():
 
             def loss(*student: Any) -> Tensor:
                 rows = composed_rows(*student, *heads[3:], *ctx.numbers)
                 return reduced(rows, mask, ctx.reduction)
 
-            gradients = double_backward(loss, heads[:3], ctx.wanted, grad)
-            return *no_option_grads, *gradients, None, None, None
-        gradients = ctx.gradients
-        if gradients is None:
+            results = double_backward(loss, heads[:3], ctx.wanted, grad)
+            return *no_option_grads, *results, None, None, None
+        if ctx.is_spent:
             call = (*heads, factors, *ctx.numbers, *ctx.sizes, *ctx.wanted, ctx.backend)
             gradients = one_pass_op(*call)[1:]
         if is_batched_gradient(grad):
             scaled = tuple(scaled_by_batch(gradient, grad) for gradient in gradients)
             return *no_option_grads, *only_wanted(scaled, ctx.wanted), None, None, None
-        ctx.gradients = None
+        ctx.is_spent = True
         for gradient, wants in zip(gradients, ctx.wanted, strict=True):
             if wants:
                 scale_by_upstream(gradient, grad, ctx.backend)

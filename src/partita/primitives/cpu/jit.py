@@ -6,36 +6,74 @@ in `__pycache__` beside the source, or in the user's cache directory where that 
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from numba import njit, types
+import numpy as np
+from numba import njit
+
+from ...runtime.caches import register_cache
 
 # A division that may raise is a branch. No sum may be reordered.
 FLAGS: dict[str, Any] = {"fastmath": {"contract"}, "error_model": "numpy"}
+# Numba compiles a function anew for each literal that a kernel passes to it, such as 1 or True, but
+# not for a number of NumPy. LLVM knows the value of both.
+MINUS_ONE: Any = np.int64(-1)
+ZERO: Any = np.int64(0)
+ONE: Any = np.int64(1)
+PACKAGE = Path(__file__).parents[2]
+STAMP = "partita-sources.txt"  # beside stored code: the hash of the sources that it is from
 
 
-def _stamp_of_sources() -> tuple[tuple[str, int, int], ...]:
-    """Return name, time and size of each file whose functions a kernel may have compiled in."""
-    package = Path(__file__).parents[2]
-    files = sorted([*package.glob("**/cpu/*.py"), *package.glob("**/cpu.py")])
-    stats = ((str(file.relative_to(package)), file.stat()) for file in files)
-    return tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
+@functools.lru_cache(maxsize=1)
+def sources_hash(package: Path) -> bytes:
+    """Return the hash of all files whose functions a kernel may have compiled in."""
+    found = sha256()
+    for file in sorted([*package.glob("**/cpu/*.py"), *package.glob("**/cpu.py")]):
+        text = file.read_bytes()
+        found.update(f"{file.relative_to(package)} {len(text)}\n".encode() + text)
+    return found.hexdigest().encode()
 
 
-STAMP = _stamp_of_sources()
+@functools.lru_cache(maxsize=64)
+def discard_stale_code(folder: Path, package: Path) -> None:
+    """Delete the code that Numba stored in a folder if a file of the CPU kernels has changed since.
+
+    Numba compares the contents of a function's file with those that its stored code is from, but
+    not the files of the functions that it calls, even after an update of the whole package.
+
+    Args:
+        folder: where Numba stores the code of one folder of the package, and of no other.
+        package: the folder of all sources.
+    """
+    # Other processes may do the same at this moment. Where nothing can be written, Numba has not
+    # stored anything either.
+    with contextlib.suppress(OSError):
+        stamp, current = folder / STAMP, sources_hash(package)
+        if stamp.exists() and stamp.read_bytes() == current:
+            return
+        for file in [*folder.glob("*.nbi"), *folder.glob("*.nbc")]:
+            file.unlink(missing_ok=True)
+        # The stamp comes last, so that a process that ends before leaves none on stale code.
+        written = folder / f"{STAMP}.{os.getpid()}"
+        written.write_bytes(current)
+        written.replace(stamp)
+
+
+register_cache("primitives.cpu.jit.sources_hash", sources_hash.cache_clear)
+register_cache("primitives.cpu.jit.checked_folders", discard_stale_code.cache_clear)
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Compile a function at its first call, or load what an earlier process compiled.
 
-    Numba compares the file of a function with that of its stored code, but not the files of the
-    functions that it calls. Here a change of any file of the CPU kernels makes all stored code
-    stale. Without a directory to write to, each process compiles.
-
-    Numba compiles a function anew for each constant that its callers pass. Here one version serves
-    all values of an argument, which takes a quarter less time.
+    A change of any file of the CPU kernels makes all stored code stale. Without a directory to
+    write to, each process compiles.
 
     Args:
         function: the function; None to use this as a decorator with options.
@@ -46,20 +84,7 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     options = {**FLAGS, **options}
     try:
         dispatcher = njit(cache=True, **options)(function)
-        stored = dispatcher._cache._cache_file
-        stored._source_stamp = (stored._source_stamp, STAMP)
-    except (AttributeError, RuntimeError):  # another version of Numba, or no such directory
-        dispatcher = njit(**options)(function)
-    return _for_all_values(dispatcher)
-
-
-def _for_all_values(dispatcher: Any) -> Any:
-    """Return a dispatcher whose callers in other kernels share one version of each type."""
-    template_for = dispatcher.get_call_template
-
-    def template_for_types(args: Any, kws: Any) -> Any:
-        kws = {name: types.unliteral(kind) for name, kind in kws.items()}
-        return template_for(tuple(types.unliteral(kind) for kind in args), kws)
-
-    dispatcher.get_call_template = template_for_types
+    except RuntimeError:  # no such directory
+        return njit(**options)(function)
+    discard_stale_code(Path(dispatcher.stats.cache_path), PACKAGE)
     return dispatcher

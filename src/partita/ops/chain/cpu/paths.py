@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....primitives.cpu.batch import INF, as_array, as_steps, row_at, run_over_batch
-from ....primitives.cpu.jit import jit
+from ....primitives.cpu.jit import ZERO, jit
 from ....primitives.cpu.math import exp
 from ....runtime.dtypes import acc_dtype
 from .logz import chain_forward_kernel
@@ -70,7 +70,7 @@ def chain_best_path_kernel(
             edge_terms(row, batch.sources, alpha[now, n], terms, max_term, next_row)
             max_over_edges(terms, alpha[after, n], pointers[t if trace else 0, n])
         last_alpha = alpha[batch.lengths[n] if save else batch.lengths[n] % 2, n]
-        best, last_state = -INF, 0
+        best, last_state = -INF, ZERO
         for c in range(C):
             value = last_alpha[c] + final[n, c]
             if (value > best) | (value != value):

@@ -54,7 +54,7 @@ def load_edges(steps: Any, t: int, n: int, K: int, buffer: Any) -> Any:
     if stride_k == 1 and stride_c == K:
         if not len(steps.words):
             return steps.numbers[first : first + len(buffer)]
-        load_row(steps, first, 1, buffer)
+        load_row(steps, first, stride_k, buffer)
     else:
         for c in range(len(buffer) // max(K, 1)):
             for k in range(K):

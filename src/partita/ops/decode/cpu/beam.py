@@ -22,7 +22,7 @@ from ....primitives.cpu.batch import (
     logsumexp_row,
     run_over_sequences,
 )
-from ....primitives.cpu.jit import jit
+from ....primitives.cpu.jit import ONE, ZERO, jit
 from ....primitives.cpu.math import exp, log
 from ....runtime.dtypes import acc_dtype
 from ....runtime.sizes import next_power_of_2
@@ -316,7 +316,7 @@ def beam_scan(
         np.empty(capacity, np.int32),
     )
     for n in share:
-        valid, nodes, size, b = 0 <= lengths[n] <= options.T, 1, 1, 0
+        valid, nodes, size, b = 0 <= lengths[n] <= options.T, ONE, ONE, 0
         trie.table[:] = 0
         x[0, :, 0], y[0, :, 0] = -INF, -1
         x[0, BLANK, 0] = x[0, BEST_BLANK, 0] = x[0, TOTAL, 0] = 0.0
@@ -328,7 +328,7 @@ def beam_scan(
             log_blank = row[options.blank] - lse
             skips = log_blank > options.skipped
             stay(x[b], y[b], size, row, lse, log_blank, skips, stays)
-            found = 0
+            found = ZERO
             for i in range(size):
                 if stays[0][TOTAL, i] > -INF:
                     tie = (y[b, LAST, i] + 1) << LABEL_SHIFT | i

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....primitives.cpu.batch import INF, as_steps, run_over_sequences, start_of
 from ....primitives.cpu.half import number_at
-from ....primitives.cpu.jit import jit
+from ....primitives.cpu.jit import ZERO, jit
 from ....runtime.sizes import next_power_of_2
 from .beam import LABEL_SHIFT, NEW, Trie, insert, log_add, node_of
 
@@ -30,7 +30,7 @@ EVENT, NODE, PARENT_NODE, STATE, PARENT = range(5)
 def start(later: Any, x: Any, y: Any, chosen: Any) -> int:
     """Put the best k-mers into the beam, and return their number."""
     scores, ties = chosen[0], chosen[1]
-    found = 0
+    found = ZERO
     for c in range(len(later)):
         if later[c] > -INF:
             found = insert(scores, ties, found, later[c], c)
@@ -57,7 +57,7 @@ def candidates(
     numbers, enters = stays
     bases, top = A - 1, len(later) // (A - 1)
     child[:] = 0  # a bit for each base by which a prefix of the beam is extended in the beam
-    found = 0
+    found = ZERO
     for i in range(size):
         c, p = y[STATE, i], y[PARENT, i]
         stay = number_at(scores, first_score + c * strides[2])

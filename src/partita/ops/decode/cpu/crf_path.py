@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....primitives.cpu.batch import as_steps, row_at, run_over_sequences
-from ....primitives.cpu.jit import jit
+from ....primitives.cpu.jit import ZERO, jit
 from ...chain.cpu.logz import chain_gradient, chain_logz
 from ...chain.cpu.paths import chain_viterbi
 from ...chain.cpu.state_scores import chain_scan
@@ -50,7 +50,7 @@ def crf_posteriors_scan(
                     total += row[c * marginals.strides[2] + a * marginals.strides[3]]
                 by_base[t, n, c % bases] += total
         if length:
-            leaving_posteriors(row_at(marginals, 0, n), marginals.strides, sizes, first[n])
+            leaving_posteriors(row_at(marginals, ZERO, n), marginals.strides, sizes, first[n])
         else:
             first[n, :] = 1.0 / C
 

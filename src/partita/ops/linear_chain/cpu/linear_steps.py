@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....primitives.cpu.batch import LOWEST
-from ....primitives.cpu.jit import jit
+from ....primitives.cpu.jit import ZERO, jit
 from ....primitives.cpu.math import bits_of, from_bits
 from ....primitives.cpu.vectors import (
     WIDTH,
@@ -68,10 +68,10 @@ def scale_row(rows: Any, first: int, width: int, factor: float) -> None:
 @jit
 def product(states: Any, first: int, weights: Any, C: int, width: int, result: Any) -> None:
     """Write the product of a row of the states and a matrix `[C, W]` to that row of the result."""
-    j = 0
     if C > MOST_IN_COLUMNS:
         product_by_rows(states, first, weights, C, width, result)
         return
+    j = ZERO
     while width - j >= 4 * WIDTH:
         four_columns_of_product(states, first, weights, C, width, j, result)
         j += 4 * WIDTH
@@ -233,7 +233,7 @@ def add_outer_products(left: Any, right: Any, first: int, last: int, counts: Any
     width = counts.shape[1]
     x, y, sums = pointer_to(left), pointer_to(right), pointer_to(counts)
     for i in range(0, width, 4):
-        j = 0
+        j = ZERO
         while j + 2 * WIDTH <= width:
             add_wide_block(x, y, first * width, last * width, width, i, j, sums)
             j += 2 * WIDTH

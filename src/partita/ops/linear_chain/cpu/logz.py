@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ....primitives.cpu.batch import empty_batch, run_over_sequences
-from ....primitives.cpu.jit import jit
+from ....primitives.cpu.jit import ONE, jit
 from ....primitives.cpu.vectors import copy_numbers, pointer_to
 from ....runtime.dtypes import acc_dtype
 from .steps import (
@@ -89,7 +89,7 @@ def join_kernel(sequences: Any, chain: Any, meeting: Any, log_scale: Any, logz: 
         if has_beta:
             offset += log_scale[2 * n + 1] + chain.shift
             if chain.varies:
-                load_weights(chain.transitions, middle - 1, n, 1, weights)
+                load_weights(chain.transitions, middle - 1, n, ONE, weights)
             copy_row(meeting[2 * n + 1], states[0])
         scan(chain.linear, weights, scores, sums, states, not has_beta)
         logz[n] = offset + log_of_sum(chain.linear, meeting[2 * n], sums[0])

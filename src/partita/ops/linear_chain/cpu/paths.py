@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....primitives.cpu.batch import INF, contiguous_row, run_over_sequences
-from ....primitives.cpu.jit import jit
+from ....primitives.cpu.jit import ONE, ZERO, jit
 from ....runtime.dtypes import acc_dtype
 from ...chain.cpu.paths import cumulative_exp, draw_index, pointer_dtype
 from .steps import BLOCK, chain_arrays, load_tokens, load_weights, log_of_sum, scan
@@ -49,12 +49,12 @@ def best_path_kernel(sequences: Any, chain: Any, pointers: Any, score: Any, stat
     for n in sequences:
         length = chain.lengths[n]
         weights = varying if chain.varies else chain.weights[0]
-        row = contiguous_row(chain.emissions, 0, n, buffer)
+        row = contiguous_row(chain.emissions, ZERO, n, buffer)
         for c in range(C):
             alpha[c] = chain.start[n, c] + row[c]
         for t in range(1, length):
             if chain.varies:
-                load_weights(chain.transitions, t - 1, n, 0, weights)
+                load_weights(chain.transitions, t - 1, n, ZERO, weights)
             max_step(alpha, weights, best, origin)
             row, target = contiguous_row(chain.emissions, t, n, buffer), pointers[t, n]
             for c in range(C):
@@ -129,10 +129,10 @@ def sample_kernel(sequences: Any, chain: Any, uniforms: Any, states: Any) -> Non
             K = min(size, length - t)
             scale += load_tokens(
                 *(chain.emissions, chain.start, chain.end, length),
-                *(t, 1, n, chain.linear, scores[:K]),
+                *(t, ONE, n, chain.linear, scores[:K]),
             )
             if t and chain.varies:
-                load_weights(chain.transitions, t - 1, n, 0, weights)
+                load_weights(chain.transitions, t - 1, n, ZERO, weights)
             scan(chain.linear, weights, scores[:K], sums[:K], alpha[t : t + K + 1], t == 0)
         total = scale + log_of_sum(chain.linear, alpha[length], ones)
         if not total > -INF:
@@ -144,7 +144,7 @@ def sample_kernel(sequences: Any, chain: Any, uniforms: Any, states: Any) -> Non
         weights = varying if chain.varies else chain.weights[1]
         for t in range(length - 2, -1, -1):
             if chain.varies:
-                load_weights(chain.transitions, t, n, 1, weights)
+                load_weights(chain.transitions, t, n, ONE, weights)
             for s in range(samples):
                 row, uniform = weights[state[s]], uniforms[t, s, n]
                 state[s] = draw_previous(chain.linear, alpha[t + 1], row, uniform, terms)

@@ -21,7 +21,7 @@ from ....primitives.cpu.batch import (
     run_over_sequences,
 )
 from ....primitives.cpu.half import load_row
-from ....primitives.cpu.jit import jit
+from ....primitives.cpu.jit import MINUS_ONE, ONE, ZERO, jit
 from ....primitives.cpu.math import exp
 from .steps import chain_arrays, copy_row, load_tokens, load_weights, log_of_sum, scan
 
@@ -118,14 +118,14 @@ def tangent_kernel(
     for n in sequences:
         length = chain.lengths[n]
         for t in range(length):
-            load_tokens(chain.emissions, chain.start, chain.end, length, t, 1, n, linear, scores)
+            load_tokens(chain.emissions, chain.start, chain.end, length, t, ONE, n, linear, scores)
             weights = varying if chain.varies else chain.weights[0]
             if t and chain.varies:
-                load_weights(chain.transitions, t - 1, n, 0, weights)
+                load_weights(chain.transitions, t - 1, n, ZERO, weights)
             scan(linear, weights, scores, sums, alpha[t : t + 2], t == 0)
             token_values(emission_values, t, n, token)
             if t:
-                load_weights(step_values, t - 1, n, 0, values)
+                load_weights(step_values, t - 1, n, ZERO, values)
                 mean_step(linear, alpha[t], weights, sums[0], into[t - 1], values, entered)
             else:
                 copy_row(end_values[0, n], entered)
@@ -135,23 +135,24 @@ def tangent_kernel(
         copy_row(end_values[1, n], mean_from)
         for t in range(length - 1, -1, -1):
             # sums is beta of this token without its emission, mean_from the mean after it.
-            a, b = alpha[t + 1], sums[0]
-            if t == length - 1:
+            a, b, is_last = alpha[t + 1], sums[0], t == length - 1
+            if is_last:
                 for c in range(C):
                     b[c] = one
             else:
-                load_weights(step_values, t, n, 1, values)
+                load_weights(step_values, t, n, ONE, values)
                 weights = varying if chain.varies else chain.weights[1]
                 if chain.varies:
-                    load_weights(chain.transitions, t, n, 1, weights)
+                    load_weights(chain.transitions, t, n, ONE, weights)
                 token_values(emission_values, t + 1, n, token)
                 for c in range(C):
                     onwards[c] = token[c] + mean_from[c]
                 copy_row(states[1], states[0])
                 load_tokens(
-                    chain.emissions, chain.start, chain.end, length, t, -1, n, linear, scores
+                    *(chain.emissions, chain.start, chain.end, length),
+                    *(t, MINUS_ONE, n, linear, scores),
                 )
-                scan(linear, weights, scores, sums, states, False)
+                scan(linear, weights, scores, sums, states, is_last)
                 mean_step(linear, states[0], weights, b, onwards, values, mean_from)
             log_total = log_of_sum(linear, a, b)
             total = np.exp(log_total) if linear else log_total
@@ -168,12 +169,13 @@ def tangent_kernel(
                 p, difference = entered[c], into[t, c] + mean_from[c] - mean
                 token[c] = grad_output[n] * p * difference if p != 0.0 else 0.0
             copy_row(token, d_emissions[t, n])
-            if t == length - 1:
+            if is_last:
                 copy_row(token, d_ends[1, n])
                 load_tokens(
-                    chain.emissions, chain.start, chain.end, length, t, -1, n, linear, scores
+                    *(chain.emissions, chain.start, chain.end, length),
+                    *(t, MINUS_ONE, n, linear, scores),
                 )
-                scan(linear, chain.weights[1], scores, sums, states, True)
+                scan(linear, chain.weights[1], scores, sums, states, is_last)
             elif len(counts):
                 index = counts[t if chain.varies else 0, n % counts.shape[1]]
                 add_covariances(

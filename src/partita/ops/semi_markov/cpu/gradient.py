@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from ....primitives.cpu.batch import INF, as_array, empty_batch, fill_nan, run_over_sequences
-from ....primitives.cpu.jit import jit
+from ....primitives.cpu.jit import ONE, jit
 from ....primitives.cpu.math import exp
 from ....runtime.dtypes import acc_dtype
 from .steps import add_durations, add_transitions, semi_markov_arrays, work_of
@@ -121,7 +121,7 @@ def gradient_kernel(
                 add_pairs(saved[1, t, n], total, maxima, by_state, pairs[n])
             rows = min(length - t, D)
             add_durations(
-                *(ring, t % D, 1, rows, chain.emissions[n, t], chain.durations),
+                *(ring, t % D, ONE, rows, chain.emissions[n, t], chain.durations),
                 *(by_duration, maxima, entered),
             )
             add_segments(

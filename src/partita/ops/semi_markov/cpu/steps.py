@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ....primitives.cpu.batch import INF, LOWEST, as_array
-from ....primitives.cpu.jit import jit
+from ....primitives.cpu.jit import MINUS_ONE, jit
 from ....primitives.cpu.math import exp, log
 
 
@@ -166,7 +166,7 @@ def scan_forward(chain: Any, n: int, begin: Any, alpha: Any) -> float:
             newest[c] = entered[c]
         rows, result = min(t + 1, D), alpha[t % size]
         add_durations(
-            *(ring, t % D, -1, rows, emissions[t], chain.durations, weights, maxima, result)
+            *(ring, t % D, MINUS_ONE, rows, emissions[t], chain.durations, weights, maxima, result)
         )
     last, highest, total = alpha[(length - 1) % size], LOWEST, 0.0
     for c in range(C):
