@@ -23,7 +23,6 @@ from ...runtime.autograd import (
     saved_tensors,
 )
 from ...runtime.dtypes import acc_dtype
-from ...runtime.private_names import version_of
 from . import reference
 from .backends import BACKENDS
 from .common import RowLosses, TokenStatsRows, mean_denominators
@@ -284,8 +283,8 @@ class CrossEntropyInPlace(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         loss: Tensor = cross_entropy_one_pass_inplace_op(logits, target, weight, None, *options)
         torch.autograd.graph.increment_version(logits)
-        ctx.gradient, ctx.backend = logits.detach(), options.backend
-        ctx.version = version_of(logits)
+        ctx.save_for_backward(logits)
+        ctx.backend, ctx.is_spent = options.backend, False
         return loss
 
     @staticmethod
@@ -293,20 +292,15 @@ class CrossEntropyInPlace(torch.autograd.Function):
         (grad,) = grads
         if grad is None:
             return None, None, None, None
-        gradient = ctx.gradient
-        if torch.is_grad_enabled() or gradient is None:
+        if torch.is_grad_enabled() or ctx.is_spent:
             raise RuntimeError(
                 "inplace=True wrote the gradient over the logits: it serves one backward pass and"
                 " no second derivative"
             )
-        if version_of(gradient) != ctx.version:
-            raise RuntimeError(
-                "inplace=True wrote the gradient over the logits, and that memory has been written"
-                " to since: there is no gradient any more"
-            )
+        gradient = ctx.saved_tensors[0].detach()  # It raises if that memory was written to since.
         if is_batched_gradient(grad):
             return scaled_by_batch(gradient, grad), None, None, None
-        ctx.gradient = None
+        ctx.is_spent = True
         scale_by_upstream(gradient, grad, ctx.backend)
         return gradient, None, None, None
 
