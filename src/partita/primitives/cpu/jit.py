@@ -48,7 +48,7 @@ def discard_stale_code(folder: Path, package: Path) -> None:
     not the files of the functions that it calls, even after an update of the whole package.
 
     Args:
-        folder: where Numba stores the code of one folder of the package, and of no other.
+        folder: where Numba stores the code of one folder of sources, and of no other.
         package: the folder of all sources.
     """
     # Other processes may do the same at this moment. Where nothing can be written, Numba has not
