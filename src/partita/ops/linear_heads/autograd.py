@@ -353,62 +353,12 @@ def differentiable_loss(
 
 
 class LinearOnePass(torch.autograd.Function):
-    """The reduced loss, whose gradients are computed in the forward pass; eager mode only.
+    """The reduced loss and its gradients, which are not differentiable outputs.
 
-    The first backward pass scales these gradients. Later backward passes compute them again. A
-    denominator, `[]`, divides a sum before the gradients are rounded.
+    The first backward pass of eager code scales the saved gradients in place, and later ones
+    compute them again. A compiler keeps them as tensors of its graph. A denominator, `[]`, divides
+    a sum before the gradients are rounded.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        wanted: tuple[bool, bool, bool],
-        backend: str,
-        numbers: tuple[Any, ...],
-        chunk: int,
-        packs: bool,
-        *head: Any,
-    ) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.op = packed_one_pass if packs else one_pass
-        ctx.wanted, ctx.backend, ctx.numbers, ctx.chunk = wanted, backend, numbers, chunk
-        loss, *gradients = ctx.op(*head, *numbers, chunk, *wanted, backend)
-        ctx.save_for_backward(*head, *gradients)
-        ctx.is_spent = False
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        (grad,), no_option_grads = grads, (None,) * 5
-        if grad is None:
-            return *no_option_grads, *(None,) * 6
-        saved: tuple[Any, ...] = ctx.saved_tensors
-        head, gradients = saved[:-3], saved[-3:]
-        if torch.is_grad_enabled():
-            denominator = head[5]
-            if denominator is not None:
-                grad = (grad / denominator).to(grad.dtype)
-            results = double_backward(
-                lambda *inputs: differentiable_loss(*inputs, *head[3:5], *ctx.numbers),
-                head[:3],
-                ctx.wanted,
-                grad,
-            )
-            return *no_option_grads, *results, None, None, None
-        if ctx.is_spent:
-            gradients = ctx.op(*head, *ctx.numbers, ctx.chunk, *ctx.wanted, ctx.backend)[1:]
-        if is_batched_gradient(grad):
-            scaled = tuple(scaled_by_batch(gradient, grad) for gradient in gradients)
-            return *no_option_grads, *only_wanted(scaled, ctx.wanted), None, None, None
-        ctx.is_spent = True
-        for gradient, wants in zip(gradients, ctx.wanted, strict=True):
-            if wants:
-                scale_by_upstream(gradient, grad, ctx.backend)
-        return *no_option_grads, *only_wanted(gradients, ctx.wanted), None, None, None
-
-
-class LinearOnePassTraced(torch.autograd.Function):
-    """`LinearOnePass` for compilers, which keep the gradients as tensors of their graph."""
 
     @staticmethod
     def forward(
@@ -427,23 +377,62 @@ class LinearOnePassTraced(torch.autograd.Function):
         input_grad: bool,
         weight_grad: bool,
         bias_grad: bool,
+        packs: bool,
         backend: str,
     ) -> tuple[Tensor, ...]:
         head = (input, weight, bias, target, class_weight, denominator)
         numbers = (ignore_index, label_smoothing, softcap, z_loss, mean, chunk)
-        return one_pass(*head, *numbers, input_grad, weight_grad, bias_grad, backend)
+        op = packed_one_pass if packs else one_pass
+        return op(*head, *numbers, input_grad, weight_grad, bias_grad, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.wanted = inputs[12:15]
+        head, ctx.numbers, ctx.rest = inputs[:6], inputs[6:11], (inputs[11], *inputs[12:15])
+        ctx.wanted, (ctx.packs, ctx.backend) = inputs[12:15], inputs[15:]
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*head, *output[1:])
+        ctx.is_spent = False
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        grad = grads[0]
-        gradients = (
-            (gradient.to(grad.dtype) * grad).to(gradient.dtype) if wants else None
-            for gradient, wants in zip(ctx.saved_tensors, ctx.wanted, strict=True)
-        )
-        return *gradients, *(None,) * 13
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        grad, no_option_grads = grads[0], (None,) * 14
+        if grad is None:
+            return None, None, None, *no_option_grads
+        saved: tuple[Any, ...] = ctx.saved_tensors
+        head, gradients = saved[:6], saved[6:]
+        if is_double_backward():
+            denominator = head[5]
+            if denominator is not None:
+                grad = (grad / denominator).to(grad.dtype)
+            results = double_backward(
+                lambda *inputs: differentiable_loss(*inputs, *head[3:5], *ctx.numbers),
+                head[:3],
+                ctx.wanted,
+                grad,
+            )
+            return *results, *no_option_grads
+        if ctx.is_spent:
+            op = packed_one_pass if ctx.packs else one_pass
+            gradients = op(*head, *ctx.numbers, *ctx.rest, ctx.backend)[1:]
+        return *scaled_gradients(ctx, gradients, grad), *no_option_grads
+
+
+def scaled_gradients(
+    ctx: Any, gradients: tuple[Tensor, ...], grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a one-pass loss, in eager code in their own memory, which is spent.
+
+    Args:
+        ctx: the context, with `wanted`, `backend` and `is_spent`.
+        gradients: those that the forward pass computed.
+        grad: the gradient of the loss.
+    """
+    if torch.compiler.is_compiling() or is_batched_gradient(grad):
+        scaled = tuple(scaled_by_batch(gradient, grad) for gradient in gradients)
+        return only_wanted(scaled, ctx.wanted)
+    ctx.is_spent = True
+    for gradient, wants in zip(gradients, ctx.wanted, strict=True):
+        if wants:
+            scale_by_upstream(gradient, grad, ctx.backend)
+    return only_wanted(gradients, ctx.wanted)

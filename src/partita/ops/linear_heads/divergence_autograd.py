@@ -11,7 +11,6 @@ from ...runtime import register
 from ...runtime.autograd import (
     double_backward,
     for_gradients,
-    is_batched_gradient,
     is_double_backward,
     needed_gradients,
     one_by_one,
@@ -20,10 +19,9 @@ from ...runtime.autograd import (
     spend,
 )
 from ...runtime.dtypes import acc_dtype
-from ..cross_entropy.autograd import scale_by_upstream, scaled_by_batch
 from ..divergence.autograd import divergence_of_rows
-from ..divergence.common import DivergenceRows, reduced, row_factors
-from .autograd import gradients_fake, only_wanted
+from ..divergence.common import DivergenceRows, reduced
+from .autograd import gradients_fake, only_wanted, scaled_gradients
 from .backends import BACKENDS
 from .plan import padded_width
 from .rows_linear import rows_linear
@@ -171,64 +169,10 @@ class LinearDivergence(torch.autograd.Function):
 
 
 class LinearDivergenceOnePass(torch.autograd.Function):
-    """The reduced divergence, whose gradients are computed in the forward pass; eager mode only.
+    """The reduced divergence and its gradients, which are not differentiable outputs.
 
-    The first backward pass scales these gradients. Later backward passes compute them again.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        wanted: tuple[bool, bool, bool],
-        backend: str,
-        numbers: tuple[float, float, float],
-        sizes: tuple[int, int, int],
-        reduction: str,
-        mask: Tensor | None,
-        *heads: Any,
-    ) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.wanted, ctx.backend, ctx.reduction = wanted, backend, reduction
-        ctx.numbers, ctx.sizes = numbers, sizes
-        like = heads[0].new_empty(heads[0].shape[0], dtype=acc_dtype(heads[0].dtype))
-        factors = row_factors(mask, like, reduction)
-        rows, *gradients = one_pass_op(*heads, factors, *numbers, *sizes, *wanted, backend)
-        ctx.save_for_backward(*heads, mask, factors, *gradients)
-        ctx.is_spent = False
-        return reduced(rows, mask, reduction)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        (grad,), no_option_grads = grads, (None,) * 6
-        if grad is None:
-            return *no_option_grads, *(None,) * 6
-        saved: tuple[Any, ...] = ctx.saved_tensors
-        (*heads, mask, factors), gradients = saved[:-3], saved[-3:]
-        if torch.is_grad_enabled():
-
-            def loss(*student: Any) -> Tensor:
-                rows = composed_rows(*student, *heads[3:], *ctx.numbers)
-                return reduced(rows, mask, ctx.reduction)
-
-            results = double_backward(loss, heads[:3], ctx.wanted, grad)
-            return *no_option_grads, *results, None, None, None
-        if ctx.is_spent:
-            call = (*heads, factors, *ctx.numbers, *ctx.sizes, *ctx.wanted, ctx.backend)
-            gradients = one_pass_op(*call)[1:]
-        if is_batched_gradient(grad):
-            scaled = tuple(scaled_by_batch(gradient, grad) for gradient in gradients)
-            return *no_option_grads, *only_wanted(scaled, ctx.wanted), None, None, None
-        ctx.is_spent = True
-        for gradient, wants in zip(gradients, ctx.wanted, strict=True):
-            if wants:
-                scale_by_upstream(gradient, grad, ctx.backend)
-        return *no_option_grads, *only_wanted(gradients, ctx.wanted), None, None, None
-
-
-class LinearDivergenceOnePassTraced(torch.autograd.Function):
-    """The sum of the divergences with factors, and the divergences, for compilers.
-
-    They keep the gradients, which the forward pass computes, as tensors of their graph.
+    The first backward pass of eager code scales the saved gradients in place, and later ones
+    compute them again. A compiler keeps them as tensors of its graph.
     """
 
     @staticmethod
@@ -261,15 +205,28 @@ class LinearDivergenceOnePassTraced(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.wanted = inputs[15:18]
+        ctx.reduction, ctx.numbers, ctx.sizes = inputs[8], inputs[9:12], inputs[12:15]
+        ctx.wanted, ctx.backend = inputs[15:18], inputs[18]
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:8], *output[1:])
+        ctx.is_spent = False
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        grad = grads[0]
-        gradients = (
-            (gradient.to(grad.dtype) * grad).to(gradient.dtype) if wants else None
-            for gradient, wants in zip(ctx.saved_tensors, ctx.wanted, strict=True)
-        )
-        return *gradients, *(None,) * 16
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        grad, no_option_grads = grads[0], (None,) * 16
+        if grad is None:
+            return None, None, None, *no_option_grads
+        saved: tuple[Any, ...] = ctx.saved_tensors
+        (*heads, factors, mask), gradients = saved[:8], saved[8:]
+        if is_double_backward():
+
+            def loss(*student: Any) -> Tensor:
+                rows = composed_rows(*student, *heads[3:], *ctx.numbers)
+                return reduced(rows, mask, ctx.reduction)
+
+            return *double_backward(loss, heads[:3], ctx.wanted, grad), *no_option_grads
+        if ctx.is_spent:
+            call = (*heads, factors, *ctx.numbers, *ctx.sizes, *ctx.wanted, ctx.backend)
+            gradients = one_pass_op(*call)[1:]
+        return *scaled_gradients(ctx, gradients, grad), *no_option_grads

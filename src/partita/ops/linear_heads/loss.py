@@ -162,12 +162,10 @@ def _planned_loss(call: LossCall) -> Tensor:
         if not (divisor is None or isinstance(divisor, Tensor)):
             dtype = acc_dtype(inputs.input.dtype)
             divisor = torch.full((), divisor, dtype=dtype, device=inputs.input.device)
-        if plain_eager():
-            args = (loss_options, plan.chunk, packs, *head, divisor)
-            return apply(autograd.LinearOnePass, wanted, backend, *args)
-        if torch.compiler.is_compiling():
-            traced = (*head, divisor, *loss_options, plan.chunk, *wanted, backend)
-            return apply(autograd.LinearOnePassTraced, *traced)[0]
+        if plain_eager() or torch.compiler.is_compiling():
+            packs = packs and plain_eager()
+            call_args = (*head, divisor, *loss_options, plan.chunk, *wanted, packs, backend)
+            return apply(autograd.LinearOnePass, *call_args)[0]
     ignore_index, label_smoothing, softcap, _ = options
     classes = len(inputs.weight)
     chunk, save_logits = chunk_and_save(plan, classes)
