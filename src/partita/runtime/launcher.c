@@ -57,7 +57,7 @@ typedef struct {
 
 static Driver driver;
 static const Exchange *exchange;
-static PyObject *tensor_type, *parameter_type, *dtype_type, *byte_dtype, *long_dtype;
+static PyObject *tensor_type, *parameter_type, *dtype_type, *byte_dtype;
 static PyObject *allocate, *current_device;  /* functions, for PyTorch's current device */
 static PyObject *knobs, *enter_hook, *exit_hook, *side_stream;
 static PyObject *name_enter_hook, *name_exit_hook, *name_calls, *name_version, *name_as_strided;
@@ -354,21 +354,19 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t narg
 #include "programs.c"
 #include "replay.c"
 #include "native.c"
-#include "lengths.c"
 
 /* ---- the module ---- */
 
 /* setup(device_type, types, of_device, dtypes, exchange, knobs, side_stream, modes, variables,
          backend, addresses) */
 static PyObject *setup(PyObject *module, PyObject *args) {
-    PyObject *api, *types, *of_device, *dtypes, *addresses, *modes, *variables, *backend;
+    PyObject *api, *types, *of_device, *addresses, *modes, *variables, *backend;
     unsigned long long address[8];
-    if (!PyArg_ParseTuple(args, "iO!O!O!OOOO!O!O!O!", &device_type, &PyTuple_Type, &types,
-                          &PyTuple_Type, &of_device, &PyTuple_Type, &dtypes, &api, &knobs,
-                          &side_stream, &PyTuple_Type, &modes, &PyTuple_Type, &variables,
+    if (!PyArg_ParseTuple(args, "iO!O!OOOOO!O!O!O!", &device_type, &PyTuple_Type, &types,
+                          &PyTuple_Type, &of_device, &byte_dtype, &api, &knobs, &side_stream,
+                          &PyTuple_Type, &modes, &PyTuple_Type, &variables,
                           &PyTuple_Type, &backend, &PyTuple_Type, &addresses) ||
         !PyArg_ParseTuple(of_device, "OO", &allocate, &current_device) ||
-        !PyArg_ParseTuple(dtypes, "OO", &byte_dtype, &long_dtype) ||
         !PyArg_ParseTuple(modes, "OOO!", &transform, &num_modes, &PyDict_Type, &forward_globals) ||
         !PyArg_ParseTuple(variables, "OSSS", &environment, &name_check, &name_replay,
                           &name_backend) ||
@@ -388,7 +386,7 @@ static PyObject *setup(PyObject *module, PyObject *args) {
     exit_hook = PyObject_GetAttr(knobs, name_exit_hook);
     is_neg = PyObject_GetAttrString(tensor_type, "is_neg");
     if (!enter_hook || !exit_hook || !is_neg) return NULL;
-    Py_INCREF(types), Py_INCREF(of_device), Py_INCREF(dtypes), Py_INCREF(knobs);
+    Py_INCREF(types), Py_INCREF(of_device), Py_INCREF(byte_dtype), Py_INCREF(knobs);
     Py_INCREF(side_stream), Py_INCREF(api), Py_INCREF(modes), Py_INCREF(variables);
     Py_INCREF(backend);
     Py_RETURN_NONE;
@@ -397,8 +395,6 @@ static PyObject *setup(PyObject *module, PyObject *args) {
 static PyMethodDef functions[] = {
     {"setup", setup, METH_VARARGS, "Store what the other functions call."},
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, "Launch one kernel."},
-    {"padded_lengths", (PyCFunction)(void (*)(void))padded_lengths, METH_FASTCALL,
-     "padded_lengths(kernel, targets, *rows): (N, S, longest, *lengths), or NotImplemented."},
     {"serve", (PyCFunction)(void (*)(void))serve, METH_FASTCALL,
      "serve(function, limit, input, dim): function(input, dim, False), or None."},
     {NULL}};

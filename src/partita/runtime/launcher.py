@@ -2,9 +2,8 @@
 
 A launch through Triton takes the host about 11 µs, and PyTorch's allocations and views around it
 take as long again. The C module of `launcher.c` and of the files that it includes launches one
-kernel in about 3 µs, or all recorded work of an op in one call (see `recording.py`). It also finds
-the lengths of `lengths.py`. Triton's own build function compiles it at the first call, and
-Triton's cache keeps it.
+kernel in about 3 µs, or all recorded work of an op in one call (see `recording.py`). Triton's own
+build function compiles it at the first call, and Triton's cache keeps it.
 
 Triton launches instead wherever this module cannot: without a C compiler, on AMD GPUs, with
 versions of Triton that are not known here, for kernels that need more than a plain launch
@@ -29,7 +28,7 @@ from .caches import register_cache
 
 KNOWN_TRITONS = ("3.6", "3.7", "3.8", "3.9")  # their metadata and order of parameters are alike
 MODULE = "partita_launcher"
-INCLUDED = ("modes.c", "programs.c", "replay.c", "native.c", "lengths.c")
+INCLUDED = ("modes.c", "programs.c", "replay.c", "native.c")
 CUDA = 2  # DLPack's number
 WARP = 32
 DRIVER_FUNCTIONS = (
@@ -90,9 +89,8 @@ def build(
     names = (b"PARTITA_CHECK", b"PARTITA_REPLAY", b"PARTITA_BACKEND")
     chosen = (backend._chosen, vars(backend))
     tables = (modes, (environment.dictionary(), *names), chosen, addresses)
-    dtypes = (torch.uint8, torch.int64)
     of_device = allocate, current_device
-    module.setup(device_type, types, of_device, dtypes, *functions, *tables)
+    module.setup(device_type, types, of_device, torch.uint8, *functions, *tables)
     return module
 
 

@@ -9,41 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, launcher
-from .autograd import plain_eager
-from .caches import register_cache
+from . import checks
 from .sizes import holds, same_sizes
 
 Lengths = Tensor | Sequence[int] | int
 
-# A copy costs the host less time than launches that send more words.
-LAUNCHED_WORDS = 64
 # CUDA takes up to 64 KB from ordinary memory without waiting for the copy. Pinned memory costs more
 # host time.
 UNPINNED_WORDS = 4096
-
-
-# By the index of the GPU, the C module's form of the kernel that sends lengths; see `words.py`.
-_senders: dict[int | None, Any] = {}
-register_cache("runtime.lengths.senders", _senders.clear)
-
-
-def padded_lengths(targets: Tensor, *rows: Lengths) -> tuple[Any, ...] | None:
-    """Return N, S, a bound of the last lengths, and lengths `[N]` on the device of the targets.
-
-    The C module does all of it for dense targets `[N, S]` in int32 or int64 on a GPU, with int64
-    lengths there or on the host. The result is None for any others, which need checks.
-    """
-    if torch.compiler.is_compiling() or not targets.is_cuda:
-        return None
-    last, sender = rows[-1], None
-    if not (isinstance(last, Tensor) and last.is_cuda):
-        sender = _senders.get(targets.device.index)
-        if sender is None:
-            return None
-    module = launcher.module()
-    found = NotImplemented if module is None else module.padded_lengths(sender, targets, *rows)
-    return None if found is NotImplemented else found
 
 
 def on_device(device: torch.device, *rows: Tensor) -> list[Tensor]:
@@ -54,36 +27,13 @@ def on_device(device: torch.device, *rows: Tensor) -> list[Tensor]:
     on_host = [row for row in rows if row.is_cpu]
     if device.type != "cuda" or not on_host:
         return [row.to(device) for row in rows]  # a copy to the CPU has to wait
-    words, copied = len(on_host) * rows[0].shape[0], None
-    is_short = 0 < words <= LAUNCHED_WORDS
-    if is_short and plain_eager() and launcher.module() is not None:
-        copied = launch_together(on_host, device)
-    if copied is None:
-        pinned = words > UNPINNED_WORDS or torch.cuda.is_current_stream_capturing()
-        copied = copy_together(on_host, device, pinned)
+    words = len(on_host) * rows[0].shape[0]
+    pinned = words > UNPINNED_WORDS or torch.cuda.is_current_stream_capturing()
+    copied = copy_together(on_host, device, pinned)
     if len(copied) == len(rows):
         return copied
     copies = iter(copied)
     return [next(copies) if row.is_cpu else row.to(device) for row in rows]
-
-
-def launch_together(rows: Sequence[Tensor], device: torch.device) -> list[Tensor] | None:
-    """Return 64-bit tensors `[N]` on a GPU whose values are sent as parameters of launches.
-
-    Each starts on 16 bytes, so that kernels are compiled for aligned pointers. The result is None
-    where a value is too large.
-    """
-    from .words import LIMIT, words_on_device  # which imports Triton
-
-    N = rows[0].shape[0]
-    padding, values = [0] * (N % 2), []
-    for row in rows:
-        values += row.tolist() + padding
-    if max(values) > LIMIT or min(values) < -LIMIT:
-        return None
-    words, _senders[device.index] = words_on_device(values, device)
-    # This view takes the host less time than `narrow`.
-    return [words.as_strided((N,), (1,), i * (N + N % 2)) for i in range(len(rows))]
 
 
 def copy_together(rows: Sequence[Tensor], device: torch.device, pinned: bool) -> list[Tensor]:

@@ -18,7 +18,7 @@ from ...runtime.autograd import (
 )
 from ...runtime.backend import current_backend
 from ...runtime.constants import constant
-from ...runtime.lengths import Lengths, as_lengths, on_device, padded_lengths
+from ...runtime.lengths import Lengths, as_lengths, on_device
 from ...runtime.sizes import holds
 from . import autograd as _crf
 from .common import kmer_source, lattice_source
@@ -113,10 +113,6 @@ def _lengths(
     scores: Tensor, targets: Tensor, input_lengths: Lengths | None, target_lengths: Lengths
 ) -> CRFLengths:
     """Return the lengths of checked scores and targets."""
-    inputs = () if input_lengths is None else (input_lengths,)
-    found = padded_lengths(targets, *inputs, target_lengths) if targets.ndim == 2 else None
-    if found is not None:
-        return CRFLengths(found[-1], found[3] if inputs else None, found[2])
     N, device, longest = scores.shape[1], scores.device, targets.shape[-1]
     lengths = as_lengths("target_lengths", target_lengths, N)
     is_known = lengths.is_cpu and not is_traced() and not is_batched(lengths)
