@@ -32,7 +32,8 @@ class FakeDriver:
 
     Kernels are functions of (programs, cells), where cells are the parameters as 64-bit integers.
     `log` has the name of each call of the driver, `allocated` the size of each tensor that replays
-    make, and `status` is what launches return.
+    make, and `status` is what launches return. The allocation of the number `failing`, from 0 on,
+    is out of memory.
 
     `device` is the driver's current device, None in a new thread, and `current` is PyTorch's. They
     differ after PyTorch went back to a device that has no context yet. All tensors, kernels and
@@ -44,6 +45,7 @@ class FakeDriver:
         self.allocated: list[tuple[int, ...]] = []
         self.kernels: list[tuple[Callable[..., None], int]] = []
         self.status = 0
+        self.failing: int | None = None
         self.device: int | None = 0
         self.current = 0
         chain = SimpleNamespace
@@ -75,6 +77,8 @@ class FakeDriver:
 
     def allocate(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of host memory for a replay."""
+        if len(self.allocated) == self.failing:
+            raise torch.OutOfMemoryError("out of memory")
         self.allocated.append(size)
         self.device = self.current
         return guards._empty_strided_cpu(size, stride, dtype)

@@ -20,7 +20,7 @@ def ops(compiled: Ops) -> Iterator[Ops]:
     driver.allocated.clear()
     compiled.programs.clear()
     yield compiled
-    driver.status, driver.device, driver.current = 0, 0, 0
+    driver.status, driver.device, driver.current, driver.failing = 0, 0, 0, None
     driver.knobs.launch_enter_hook.calls.clear()
 
 

@@ -1,5 +1,7 @@
 """Recording and replay of an op's work by the C module, with a driver of host memory."""
 
+import gc
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -61,6 +63,51 @@ def test_what_is_freed_and_allocated_again_has_its_own_place(ops: Ops) -> None:
     assert ops.record(op, aligned(100)).reason is None
     x = aligned(100)
     torch.testing.assert_close(ops.replay(x), 3 * x)
+
+
+def with_all_kinds_of_memory(ops: Ops) -> Tensor:
+    """Record an op with two outputs, a view and a workspace, and return its argument."""
+
+    def op(x: Tensor) -> tuple[Tensor, ...]:
+        temporary, first, second = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
+        ops.launch(x, temporary, x.numel(), 2.0)
+        ops.launch(temporary, first, x.numel(), 1.0)
+        ops.launch(temporary, second, x.numel(), 3.0)
+        return first, second, second[1:]
+
+    x = aligned(100)
+    assert ops.record(op, x).reason is None
+    return x
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_an_allocation_that_fails_is_an_error_and_nothing_else(number: int, ops: Ops) -> None:
+    x = with_all_kinds_of_memory(ops)
+    expected = ops.replay(x)
+    ops.driver.allocated.clear()
+    ops.driver.log.clear()
+    ops.driver.failing = number
+    with pytest.raises(torch.OutOfMemoryError):
+        ops.replay(x)
+    assert len(ops.driver.allocated) == number and not ops.driver.log
+    ops.driver.failing = None
+    assert all(map(torch.equal, ops.replay(x), expected))
+
+
+def test_ten_thousand_calls_leave_nothing(ops: Ops) -> None:
+    x = with_all_kinds_of_memory(ops)
+
+    def call(count: int) -> int:
+        for _ in range(count):
+            ops.replay(x)
+            ops.replay(x[1:])  # whose key has no program
+        ops.driver.log.clear()
+        ops.driver.allocated.clear()
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    call(10)
+    assert call(10_000) - call(10) < 100
 
 
 @pytest.mark.parametrize(
