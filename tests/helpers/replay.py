@@ -46,7 +46,7 @@ class Ops:
         assert isinstance(key, bytes)
         with Recorder(args) as recorder:
             result = op(*args)
-        program = recorder.program(self.driver.module, result)
+        program = recorder.program(self.driver.module, result, lambda: None)
         if program is not None:
             self.programs[key] = program
         return recorder

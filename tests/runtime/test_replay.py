@@ -3,6 +3,7 @@
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -193,6 +194,27 @@ def test_the_same_table_in_the_same_version_only(ops: Ops) -> None:
     assert len(keys) == 3
     with torch.inference_mode():
         assert replay(x, aligned(8)) is NotImplemented  # such a tensor has no version
+
+
+@pytest.mark.parametrize("freed", ["tensor", "memory"])
+def test_a_program_holds_no_table_alive_and_goes_with_it(freed: str, ops: Ops) -> None:
+    programs: dict[bytes, Any] = {}
+    replay = ops.driver.module.Replay(programs, 0b10)
+    x, table = aligned(8), torch.randn(8)
+    memory = weakref.ref(table.untyped_storage())
+    ops.kernels, key = {}, replay(x, table)
+    with recording.Recorder((x, table), by_identity=(1,)) as recorder:
+        result = torch.zeros_like(x)
+        ops.launch(x, result, 8, 1.0)
+        ops.launch(table, result, 8, 1.0)
+    programs[key] = recorder.program(ops.driver.module, result, lambda: programs.pop(key, None))
+    torch.testing.assert_close(replay(x, table), x + table)
+    del recorder
+    if freed == "tensor":
+        del table
+    else:
+        table.data = torch.randn(8)
+    assert not programs and memory() is None
 
 
 @pytest.mark.parametrize(("name", "value"), [("PARTITA_CHECK", "1"), ("PARTITA_REPLAY", "0")])

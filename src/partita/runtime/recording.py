@@ -16,7 +16,8 @@ import itertools
 import math
 import struct
 import threading
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -262,12 +263,14 @@ class Recorder(TorchDispatchMode):
         around = [a for a in starts if a <= address and address + _span(tensor) <= ends[a]]
         return spans[around[0]] if around else None
 
-    def program(self, module: Any, result: Any) -> Any:
+    def program(self, module: Any, result: Any, drop: Callable[[], object]) -> Any:
         """Return the program of the call that returned `result`, or None if it was refused.
 
         Args:
             module: the C module.
             result: a tensor, a tuple of tensors, or None.
+            drop: drops the program. It is called when an argument that counts by identity, or its
+                memory, is freed: then other values may get its address.
         """
         results = [result] if isinstance(result, Tensor) else list(result or ())
         layout = _Layout(len(self.args))
@@ -281,9 +284,9 @@ class Recorder(TorchDispatchMode):
             return None
         steps = tuple((*step[:-1], tuple(map(layout.cell, step[-1]))) for step in self._steps)
         spec = None if result is None else entries[0] if isinstance(result, Tensor) else entries
-        # While their memory lives, no other values can have its address.
-        known = [*self.known, *(tensor.detach() for tensor in self.known)]
-        references = (self.kernels, list(self.constants.values()), known)
+        owners = [*self.known, *(tensor.untyped_storage() for tensor in self.known)]
+        watches = [weakref.ref(owner, lambda _: drop()) for owner in owners]
+        references = (self.kernels, list(self.constants.values()), watches)
         sizes = (tuple(layout.outputs), spec, layout.workspace)
         return module.Program(len(self.args), *sizes, steps, references)
 

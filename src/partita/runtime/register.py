@@ -97,7 +97,8 @@ class Op:
             return self.run(*args)
         with recording.Recorder(args, self.by_identity) as recorder:
             result = self.run(*args)
-        program = recorder.program(launcher.module(), result)
+        drop = functools.partial(self.programs.pop, key, None)
+        program = recorder.program(launcher.module(), result, drop)
         if program is None:
             self.reasons.store(key, recorder.reason or "")
         else:
