@@ -71,14 +71,14 @@ class Queue:
         self, session: pytest.Session, indices: list[int], seconds: dict[str, float], workers: int
     ):
         self.names, self.seconds = [item.nodeid for item in session.items], seconds
-        self.left, self.each = len(indices), 2 * workers
-        self.spent: dict[str, list[float]] = defaultdict(list)  # by the finished tests of a file
+        self.num_workers = workers
         self.long: list[int] = []
         self.files: dict[str, list[int]] = defaultdict(list)
         self.workers: Counter[str] = Counter()  # how many are at a file
         for index in indices:
             is_long = session.items[index].get_closest_marker("long")
             (self.long if is_long else self.files[self.file(index)]).append(index)
+        self.all_of_files = {file: list(of) for file, of in self.files.items()}
 
     def file(self, index: int) -> str:
         return self.names[index].partition("::")[0]
@@ -87,14 +87,14 @@ class Queue:
         """Return a long test, or tests of the file that has most to do for each worker at it."""
 
         def load(file: str) -> float:
-            spent = self.spent[file]
-            usual = sum(spent) / len(spent) if spent else 1.5
+            names = [self.names[index] for index in self.all_of_files[file]]
+            known = [self.seconds[name] for name in names if name in self.seconds]
+            usual = sum(known) / len(known) if known else 1.5
             left = sum(self.seconds.get(self.names[index], usual) for index in self.files[file])
             return left / (1 + self.workers[file])
 
         if self.long:
             index = self.long.pop(0)
-            self.left -= 1
             self.workers[self.file(index)] += 1
             return [index]
         files = [file for file, rest in self.files.items() if rest]
@@ -102,9 +102,10 @@ class Queue:
             return []
         file = max(files, key=load)
         rest = self.files[file]
-        number = max(1, min(BATCH, self.left // self.each))  # so that all end at about one time
+        # Near the end the batches are small, so that all workers end at about one time.
+        left = sum(map(len, self.files.values()))
+        number = max(1, min(BATCH, left // (2 * self.num_workers)))
         batch, self.files[file] = rest[:number], rest[number:]
-        self.left -= len(batch)
         self.workers[file] += 1
         return batch
 
@@ -290,10 +291,7 @@ class Runner:
     def finish(self, worker: Worker) -> int:
         """Count the test that a worker runs as finished, and return its index."""
         self.finished += 1
-        index = worker.batch.pop(0)
-        queue = self.queues[worker.kind]
-        queue.spent[queue.file(index)].append(time.monotonic() - worker.since)
-        return index
+        return worker.batch.pop(0)
 
     def leave(self, worker: Worker, index: int) -> None:
         queue = self.queues[worker.kind]

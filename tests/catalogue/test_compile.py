@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch._dynamo.testing
-from helpers.catalogue import VARIANTS, is_score
+from helpers.catalogue import COMPOSED, VARIANTS, is_score
 from helpers.rows import devices
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,8 +20,6 @@ from partita.testing.samples import CALLS, Draw, Sample, map_tensors, tensors_of
 
 # A generator of random numbers is no argument that a compiler knows.
 TRACED = [name for name in CALLS if not name.endswith("sample")]
-# These are no ops but PyTorch's own.
-COMPOSED = [name for name in TRACED if name.endswith(("nbest", "_scores"))]
 
 
 @pytest.fixture(autouse=True)

@@ -41,10 +41,11 @@ kernel_devices = pytest.mark.parametrize("device", KERNEL_DEVICES)
 devices_and_dtypes = pytest.mark.parametrize(
     ("device", "dtype"),
     [
-        *(pytest.param("cpu", dtype, id=f"cpu-{str(dtype)[6:]}") for dtype in DTYPES),
-        pytest.param("cuda", torch.bfloat16, id="cuda-bfloat16", marks=pytest.mark.gpu),
-        pytest.param("cuda", torch.float32, id="cuda-float32", marks=pytest.mark.gpu),
+        *(("cpu", dtype) for dtype in DTYPES),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
     ],
+    ids=str,
 )
 # The dtypes of training; on a GPU, where each option is a kernel to compile, the usual one.
 training = pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..cli.fresh_process import end_process
 from .host_cases import Draw, step, usual_case
 
 
@@ -40,13 +41,14 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> int:
     op, provider, device = argv
     chosen = torch.empty(0, device=device).device
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     print(json.dumps(seconds(op, provider, chosen)))
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    end_process(main(sys.argv[1:]))

@@ -19,6 +19,7 @@ import torch
 from ..testing.samples import CALLS as SAMPLES
 from ..testing.samples import Call, Draw
 from .console import DTYPES, first_line
+from .fresh_process import end_process
 
 Sizes = Mapping[str, tuple[int, ...]]
 Size = Mapping[str, int]
@@ -113,4 +114,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

@@ -35,11 +35,10 @@ def serve(function: Callable[..., Tensor], limit: int, input: Any, dim: Any) -> 
 
 
 def note_call() -> None:
-    """Note a call that Python has served, of which many start to load the C module.
+    """Note a call that Python has served, and load the C module after many.
 
-    Other ops do that at their first call, because they launch kernels. The import of Triton, which
-    comes first, takes as long as hundreds of thousands of these calls lose, so a few do not start
-    it.
+    Other ops load it at their first call, because they launch kernels. The import of Triton, which
+    comes first, takes as long as hundreds of thousands of these calls lose, so a few do without.
     """
     if next(_calls) == CALLS_BEFORE_LOADING:
         launcher.module()

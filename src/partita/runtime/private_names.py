@@ -236,8 +236,7 @@ def timeout_of(group: Any, device: torch.device) -> float | None:
     return None
 
 
-# Triton. Where one of these is missing, Triton launches the kernels, and nothing of its compiler is
-# prepared beside the first call.
+# Triton. Where one of these is missing, Triton launches the kernels.
 def triton_driver() -> Any:
     """Return the driver of the GPUs that Triton has found."""
     from triton.runtime.driver import driver
