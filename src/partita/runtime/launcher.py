@@ -141,6 +141,8 @@ def _connect() -> tuple[Any, str]:
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else ""
         return None, f"Triton launches: the C launcher failed ({type(error).__name__}: {reason})"
+    if not private_names.HAS_DISPATCH_MODES:
+        return module, "the C launcher launches kernels, and this PyTorch lets no call be recorded"
     return module, "the C launcher replays calls"
 
 

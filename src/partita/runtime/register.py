@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,12 @@ from .caches import BoundedCache, register_cache
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 MAX_PROGRAMS = 1024  # recorded programs of an op; a full cache is emptied
 MAX_TRIES = 2  # recordings of a key that may be refused
+
+# How a call was served, beside the reasons why a recording was refused.
+REPLAYED, RECORDED = "replayed", "recorded"
+NOT_RECORDED = "no equal call was recorded"
+LEFT_TO_PYTHON = "an argument, a variable of the environment or a profiler rules replay out"
+BY_REFERENCE = "the backend 'reference' serves it"
 
 _library = torch.library.Library("partita", "DEF")
 
@@ -35,7 +42,8 @@ class Op:
             identity and version.
 
     `programs` holds the recorded calls by key, and `reasons` says why calls of a key are not
-    replayed.
+    replayed. `latest` says how the latest call that was not replayed was served; replays leave it
+    alone, which spares them its time.
     """
 
     def __init__(
@@ -45,7 +53,8 @@ class Op:
         dispatched: Callable[..., Any],
         by_identity: Sequence[int] = (),
     ) -> None:
-        self.run, self.dispatched, self.by_identity = run, dispatched, by_identity
+        self.name, self.run, self.dispatched, self.by_identity = name, run, dispatched, by_identity
+        self.latest = NOT_RECORDED
         self.programs: BoundedCache[bytes, Any] = BoundedCache(MAX_PROGRAMS)
         self.tries: BoundedCache[bytes, int] = BoundedCache(4 * MAX_PROGRAMS)
         self.reasons: BoundedCache[bytes, str] = BoundedCache(MAX_PROGRAMS)
@@ -65,6 +74,7 @@ class Op:
             return self.run(first, *rest)
         replay = self._replay or self.replay()
         if replay is None:
+            self.latest = launcher.status()
             return self.run(*without_lazy_bits(first, *rest))
         found = replay(first, *rest)
         if type(found) is bytes:
@@ -74,6 +84,7 @@ class Op:
         if first.device.index != private_names.current_device():
             with torch.cuda.device(first.device):
                 return self.eager(first, *rest)
+        self.latest = LEFT_TO_PYTHON
         return self.run(*without_lazy_bits(first, *rest))
 
     def replay(self) -> Callable[..., Any] | None:
@@ -90,21 +101,50 @@ class Op:
         A second try follows a refusal, which may be due to a cached table that the call built.
         """
         if args[-1] == "reference":  # which is no sequence of launches
+            self.latest = BY_REFERENCE
             return self.run(*args)
         tries = self.tries.get(key, 0)
         self.tries.store(key, tries + 1)
         if not 0 < tries <= MAX_TRIES or torch.cuda.is_current_stream_capturing():
+            self.latest = self.reasons.get(key, NOT_RECORDED)
             return self.run(*args)
         with recording.Recorder(args, self.by_identity) as recorder:
             result = self.run(*args)
         drop = functools.partial(self.programs.pop, key, None)
         program = recorder.program(launcher.module(), result, drop)
         if program is None:
-            self.reasons.store(key, recorder.reason or "")
+            self.latest = self.reasons.store(key, recorder.reason or "")
         else:
+            self.latest = RECORDED
             self.programs.store(key, program)
             self.tries.store(key, 1)  # a cache that was emptied is filled again
         return result
+
+
+@contextlib.contextmanager
+def watch() -> Iterator[list[tuple[str, str]]]:
+    """Yield a list that gets the name of each op that is called inside, and how it was served.
+
+    That is `REPLAYED`, `RECORDED`, or the reason why the call took the plain path. The list has the
+    plain eager calls of all threads on a GPU. A public function that adds nothing to it calls no
+    op, because PyTorch's own functions serve it. Outside of the block no call takes longer.
+    """
+    calls: list[tuple[str, str]] = []
+    serve = Op.eager
+
+    def note(self: Op, first: torch.Tensor, *rest: Any) -> Any:
+        if not first.is_cuda or recording.recorder() is not None:  # or a part of a recorded call
+            return serve(self, first, *rest)
+        self.latest = REPLAYED
+        result = serve(self, first, *rest)
+        calls.append((self.name, self.latest))
+        return result
+
+    Op.eager = note  # type: ignore[method-assign]
+    try:
+        yield calls
+    finally:
+        Op.eager = serve  # type: ignore[method-assign]
 
 
 def without_lazy_bits(*args: Any) -> tuple[Any, ...]:
