@@ -26,6 +26,7 @@ REMOVED_BY_ISSUE_17 = ("runtime/eager.py",)
 # Attributes of Python's own objects, and of packages that the benchmark is compared with.
 OTHERS = {
     ("runtime/backend.py", "_getframe"),
+    ("cli/fresh_process.py", "_exit"),
     ("runtime/environment.py", "_data"),
     ("bench/ctc_peers.py", "_fwd_bwd_cupy"),
     ("bench/ctc_peers.py", "_Logz"),
