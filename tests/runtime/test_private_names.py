@@ -24,6 +24,7 @@ NAMEDTUPLE = {"_replace", "_fields", "_asdict", "_make"}
 # Attributes of Python's own objects, and of packages that the benchmark is compared with.
 OTHERS = {
     ("runtime/backend.py", "_getframe"),
+    ("cli/fresh_process.py", "_exit"),
     ("runtime/environment.py", "_data"),
     ("bench/ctc_peers.py", "_fwd_bwd_cupy"),
     ("bench/ctc_peers.py", "_Logz"),
