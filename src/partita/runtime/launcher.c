@@ -62,10 +62,7 @@ static PyObject *allocate, *current_device;  /* functions, for PyTorch's current
 static PyObject *knobs, *enter_hook, *exit_hook, *side_stream;
 static PyObject *name_enter_hook, *name_exit_hook, *name_calls, *name_version, *name_as_strided;
 static PyObject *is_neg;  /* the method of tensors */
-static PyObject *transform, *num_modes;  /* functions of no arguments */
-static PyObject *forward_globals, *name_level;  /* of torch.autograd.forward_ad */
-static PyObject *environment, *name_check, *name_replay, *name_backend;  /* os.environ */
-static PyObject *backend_of_block, *backend_globals, *name_default;
+static PyObject *environment, *name_check, *name_replay;  /* os.environ */
 
 /* Return whether a device is PyTorch's current one, where it allocates, and let the driver, which
    launches, have it as its current one too. The driver has none in a new thread. It has another one
@@ -353,24 +350,18 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t narg
 
 #include "programs.c"
 #include "replay.c"
-#include "native.c"
 
 /* ---- the module ---- */
 
-/* setup(device_type, types, of_device, dtypes, exchange, knobs, side_stream, modes, variables,
-         backend, addresses) */
+/* setup(device_type, types, of_device, dtypes, exchange, knobs, side_stream, variables, addresses) */
 static PyObject *setup(PyObject *module, PyObject *args) {
-    PyObject *api, *types, *of_device, *addresses, *modes, *variables, *backend;
+    PyObject *api, *types, *of_device, *addresses, *variables;
     unsigned long long address[8];
-    if (!PyArg_ParseTuple(args, "iO!O!OOOOO!O!O!O!", &device_type, &PyTuple_Type, &types,
+    if (!PyArg_ParseTuple(args, "iO!O!OOOOO!O!", &device_type, &PyTuple_Type, &types,
                           &PyTuple_Type, &of_device, &byte_dtype, &api, &knobs, &side_stream,
-                          &PyTuple_Type, &modes, &PyTuple_Type, &variables,
-                          &PyTuple_Type, &backend, &PyTuple_Type, &addresses) ||
+                          &PyTuple_Type, &variables, &PyTuple_Type, &addresses) ||
         !PyArg_ParseTuple(of_device, "OO", &allocate, &current_device) ||
-        !PyArg_ParseTuple(modes, "OOO!", &transform, &num_modes, &PyDict_Type, &forward_globals) ||
-        !PyArg_ParseTuple(variables, "OSSS", &environment, &name_check, &name_replay,
-                          &name_backend) ||
-        !PyArg_ParseTuple(backend, "OO!", &backend_of_block, &PyDict_Type, &backend_globals) ||
+        !PyArg_ParseTuple(variables, "OSS", &environment, &name_check, &name_replay) ||
         !PyArg_ParseTuple(types, "OOO", &tensor_type, &parameter_type, &dtype_type) ||
         !PyArg_ParseTuple(addresses, "KKKKKKKK", &address[0], &address[1], &address[2], &address[3],
                           &address[4], &address[5], &address[6], &address[7]))
@@ -387,16 +378,13 @@ static PyObject *setup(PyObject *module, PyObject *args) {
     is_neg = PyObject_GetAttrString(tensor_type, "is_neg");
     if (!enter_hook || !exit_hook || !is_neg) return NULL;
     Py_INCREF(types), Py_INCREF(of_device), Py_INCREF(byte_dtype), Py_INCREF(knobs);
-    Py_INCREF(side_stream), Py_INCREF(api), Py_INCREF(modes), Py_INCREF(variables);
-    Py_INCREF(backend);
+    Py_INCREF(side_stream), Py_INCREF(api), Py_INCREF(variables);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef functions[] = {
     {"setup", setup, METH_VARARGS, "Store what the other functions call."},
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, "Launch one kernel."},
-    {"serve", (PyCFunction)(void (*)(void))serve, METH_FASTCALL,
-     "serve(function, limit, input, dim): function(input, dim, False), or None."},
     {NULL}};
 
 static struct PyModuleDef definition = {
@@ -408,8 +396,6 @@ PyMODINIT_FUNC PyInit_partita_launcher(void) {
     name_calls = PyUnicode_InternFromString("calls");
     name_version = PyUnicode_InternFromString("_version");
     name_as_strided = PyUnicode_InternFromString("as_strided");
-    name_level = PyUnicode_InternFromString("_current_level");
-    name_default = PyUnicode_InternFromString("_default");
     PyObject *module = PyModule_Create(&definition);
     if (!module) return NULL;
     if (PyModule_AddType(module, &kernel_type) || PyModule_AddType(module, &program_type) ||

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from . import backend, environment, private_names
+from . import environment, private_names
 from .backend import has_triton, interpreting
 from .caches import register_cache
 
 KNOWN_TRITONS = ("3.6", "3.7", "3.8", "3.9")  # their metadata and order of parameters are alike
 MODULE = "partita_launcher"
-INCLUDED = ("modes.c", "programs.c", "replay.c", "native.c")
+INCLUDED = ("modes.c", "programs.c", "replay.c")
 CUDA = 2  # DLPack's number
 WARP = 32
 DRIVER_FUNCTIONS = (
@@ -81,16 +81,9 @@ def build(
     types = (torch.Tensor, torch.nn.Parameter, torch.dtype)
     addresses = tuple(driver[name] for name in DRIVER_FUNCTIONS)
     functions = (exchange, knobs, side_stream_handles)
-    modes = (
-        private_names.peek_interpreter_stack,
-        private_names.len_torch_dispatch_stack,
-        vars(torch.autograd.forward_ad),
-    )
-    names = (b"PARTITA_CHECK", b"PARTITA_REPLAY", b"PARTITA_BACKEND")
-    chosen = (backend._chosen, vars(backend))
-    tables = (modes, (environment.dictionary(), *names), chosen, addresses)
+    variables = environment.dictionary(), b"PARTITA_CHECK", b"PARTITA_REPLAY"
     of_device = allocate, current_device
-    module.setup(device_type, types, of_device, torch.uint8, *functions, *tables)
+    module.setup(device_type, types, of_device, torch.uint8, *functions, variables, addresses)
     return module
 
 

@@ -46,39 +46,7 @@ static int is_set(PyObject *name, const char *other_than) {
     return is_other;
 }
 
-/* Return whether a function of no arguments returns this object or, with NULL, zero. */
-static int returns(PyObject *function, PyObject *expected) {
-    PyObject *result = PyObject_CallNoArgs(function);
-    if (!result) { PyErr_Clear(); return 0; }
-    int found = expected ? result == expected : PyLong_Check(result) && PyLong_AsLong(result) == 0;
-    Py_DECREF(result);
-    return found;
-}
-
-/* Return whether the user has chosen no backend, by a block, for the process or by a variable. */
-static int is_default_backend(void) {
-    PyObject *chosen;
-    if (PyContextVar_Get(backend_of_block, Py_None, &chosen) < 0) { PyErr_Clear(); return 0; }
-    int is_default = chosen == Py_None;
-    Py_XDECREF(chosen);
-    PyObject *of_process = look_up(backend_globals, name_default);
-    if (!of_process) PyErr_Clear();
-    is_default = is_default && of_process == Py_None && !is_set(name_backend, "");
-    Py_XDECREF(of_process);
-    return is_default;
-}
-
 /* Return whether nobody has turned replay off: no user by a variable, and no profiler by a hook. */
 static int may_replay(void) {
     return !is_set(name_replay, "1") && !has_hooks();
-}
-
-/* Return whether no function transform, dispatch mode or level of forward mode is active. */
-static int is_plain(void) {
-    if (!returns(transform, Py_None) || !returns(num_modes, NULL)) return 0;
-    PyObject *level = look_up(forward_globals, name_level);
-    int is_off = level && PyLong_Check(level) && PyLong_AsLong(level) < 0;
-    if (!level) PyErr_Clear();
-    Py_XDECREF(level);
-    return is_off;
 }

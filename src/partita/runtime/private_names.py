@@ -145,11 +145,6 @@ def is_replica(model: torch.nn.Module) -> bool:
     return getattr(model, "_is_replica", False)
 
 
-# Functions of PyTorch that the C module calls for small inputs. Without them, the op is called.
-softmax = _find("_softmax")
-log_softmax = _find("_log_softmax")
-
-
 # CUDA. The functions that serve instead do the same in more time.
 def _empty_strided(
     size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
