@@ -51,6 +51,7 @@ def test_small_dense_tensors_are_served(
         torch.zeros(3, 4, dtype=torch.complex64),
         torch.zeros(3, 4, device="meta"),
         torch.zeros(3, 4).as_subclass(Subclass),
+        torch.zeros(0).as_strided((0, 2**40, 2**40), (1, 2**40, 1)),
         [0.0, 1.0],
     ],
     ids=[
@@ -62,6 +63,7 @@ def test_small_dense_tensors_are_served(
         "complex",
         "meta",
         "subclass",
+        "sizes",
         "list",
     ],
 )

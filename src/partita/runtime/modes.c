@@ -2,12 +2,17 @@
 
 /* Return a new reference to the value of a key, or NULL, with an exception after an error only. */
 static PyObject *look_up(PyObject *dict, PyObject *key) {
-#if PY_VERSION_HEX >= 0x030D0000
-    PyObject *value;
-    return PyDict_GetItemRef(dict, key, &value) < 0 ? NULL : value;
-#else
     return Py_XNewRef(PyDict_GetItemWithError(dict, key));
-#endif
+}
+
+/* Look up a value that has to be of a type of this module. */
+static void *look_up_as(PyTypeObject *type, PyObject *dict, PyObject *key) {
+    PyObject *value = look_up(dict, key);
+    if (value && !Py_IS_TYPE(value, type)) {
+        PyErr_Format(PyExc_TypeError, "expected a %s, got %R", type->tp_name, value);
+        Py_CLEAR(value);
+    }
+    return value;
 }
 
 /* Return whether profilers have asked to see launches, which only Triton's launcher reports. */
@@ -50,7 +55,7 @@ static int is_set(PyObject *name, const char *other_than) {
 static int returns(PyObject *function, PyObject *expected) {
     PyObject *result = PyObject_CallNoArgs(function);
     if (!result) { PyErr_Clear(); return 0; }
-    int found = expected ? result == expected : PyLong_Check(result) && PyLong_AsLong(result) == 0;
+    int found = expected ? result == expected : PyLong_Check(result) && !PyObject_IsTrue(result);
     Py_DECREF(result);
     return found;
 }
@@ -66,11 +71,6 @@ static int is_default_backend(void) {
     is_default = is_default && of_process == Py_None && !is_set(name_backend, "");
     Py_XDECREF(of_process);
     return is_default;
-}
-
-/* Return whether nobody has turned replay off: no user by a variable, and no profiler by a hook. */
-static int may_replay(void) {
-    return !is_set(name_replay, "1") && !has_hooks();
 }
 
 /* Return whether no function transform, dispatch mode or level of forward mode is active. */
