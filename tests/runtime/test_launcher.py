@@ -68,11 +68,9 @@ def test_a_build_that_fails_is_the_status(gpu: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("missing", "error"), [("compiler", "FileNotFoundError"), ("builder", "ImportError")]
-)
+@pytest.mark.parametrize("missing", ["compiler", "builder"])
 def test_triton_launches_without_a_c_compiler_or_its_builder(
-    missing: str, error: str, gpu: pytest.MonkeyPatch, tmp_path: Path
+    missing: str, gpu: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if missing == "compiler":
         gpu.setenv("CC", str(tmp_path / "nowhere"))
@@ -82,7 +80,9 @@ def test_triton_launches_without_a_c_compiler_or_its_builder(
     kernel = Kernel()
     launch.launch(kernel, 1, torch.ones(3))
     assert kernel.log == ["launch"] and launcher.loaded() is None
-    assert launcher.status().startswith(f"Triton launches: the C launcher failed ({error}: ")
+    error = "No such file" if missing == "compiler" else "cannot import name"
+    assert launcher.status().startswith("Triton launches: the C launcher failed (")
+    assert error in launcher.status()
 
 
 def test_an_unknown_triton_launches(gpu: pytest.MonkeyPatch) -> None:
