@@ -56,10 +56,14 @@ class FakeDriver:
             name: ctypes.CFUNCTYPE(_integer, *types)(getattr(self, name))
             for name, types in _SIGNATURES.items()
         }
-        addresses = {
+        self.addresses = {
             name: ctypes.cast(callback, _pointer).value or 0
             for name, callback in self._callbacks.items()
         }
+        self.connect()
+
+    def connect(self, exchange: Any = None, **addresses: int) -> None:
+        """Build the C module and connect it, with another table or other addresses if given."""
         from triton.runtime import build
 
         compile_source = build.compile_module_from_src
@@ -71,7 +75,8 @@ class FakeDriver:
 
         with mock.patch.object(build, "compile_module_from_src", compile_for_cpu):
             self.module = launcher.build(
-                *(launcher.exchange_api(), self.knobs, addresses, self.allocate),
+                launcher.exchange_api() if exchange is None else exchange,
+                *(self.knobs, {**self.addresses, **addresses}, self.allocate),
                 *(lambda: self.current, CPU),
             )
 

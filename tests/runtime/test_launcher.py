@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,6 +66,23 @@ def test_a_build_that_fails_is_the_status(gpu: pytest.MonkeyPatch) -> None:
     assert launcher.status() == (
         "Triton launches: the C launcher failed (RuntimeError: Failed to find C compiler.)"
     )
+
+
+@pytest.mark.parametrize("missing", ["compiler", "builder"])
+def test_triton_launches_without_a_c_compiler_or_its_builder(
+    missing: str, gpu: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if missing == "compiler":
+        gpu.setenv("CC", str(tmp_path / "nowhere"))
+        gpu.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    else:
+        gpu.delattr("triton.runtime.build.compile_module_from_src")
+    kernel = Kernel()
+    launch.launch(kernel, 1, torch.ones(3))
+    assert kernel.log == ["launch"] and launcher.loaded() is None
+    error = "No such file" if missing == "compiler" else "cannot import name"
+    assert launcher.status().startswith("Triton launches: the C launcher failed (")
+    assert error in launcher.status()
 
 
 def test_an_unknown_triton_launches(gpu: pytest.MonkeyPatch) -> None:

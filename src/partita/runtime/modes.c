@@ -2,12 +2,17 @@
 
 /* Return a new reference to the value of a key, or NULL, with an exception after an error only. */
 static PyObject *look_up(PyObject *dict, PyObject *key) {
-#if PY_VERSION_HEX >= 0x030D0000
-    PyObject *value;
-    return PyDict_GetItemRef(dict, key, &value) < 0 ? NULL : value;
-#else
     return Py_XNewRef(PyDict_GetItemWithError(dict, key));
-#endif
+}
+
+/* Look up a value that has to be of a type of this module. */
+static void *look_up_as(PyTypeObject *type, PyObject *dict, PyObject *key) {
+    PyObject *value = look_up(dict, key);
+    if (value && !Py_IS_TYPE(value, type)) {
+        PyErr_Format(PyExc_TypeError, "expected a %s, got %R", type->tp_name, value);
+        Py_CLEAR(value);
+    }
+    return value;
 }
 
 /* Return whether profilers have asked to see launches, which only Triton's launcher reports. */

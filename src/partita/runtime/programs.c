@@ -43,8 +43,8 @@ static int read_steps(Program *self, PyObject *steps) {
         Step *step = &self->steps[i];
         unsigned long long function;
         PyObject *cells;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(steps, i), "iKIIIKO!", &step->kind, &function,
-                              &step->programs, &step->block, &step->shared,
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(steps, i), "iKIIIKO!;expected steps of seven fields",
+                              &step->kind, &function, &step->programs, &step->block, &step->shared,
                               (unsigned long long *)&step->words, &PyTuple_Type, &cells))
             return 0;
         step->function = (void *)(uintptr_t)function;
@@ -54,6 +54,9 @@ static int read_steps(Program *self, PyObject *steps) {
             PyErr_SetString(PyExc_ValueError, "a kernel has too many parameters");
             return 0;
         }
+        Cell *grown = PyMem_Realloc(self->cells, (used + step->count) * sizeof(Cell));
+        if (!grown) return 0;
+        self->cells = grown;
         for (int j = 0; j < step->count; j++, used++) {
             unsigned long long value;
             int slot;
@@ -68,14 +71,29 @@ static int read_steps(Program *self, PyObject *steps) {
     return 1;
 }
 
+/* Return whether an entry of the results names an output, or a view of one. */
+static int is_entry(PyObject *entry, Py_ssize_t num_outputs) {
+    if (PyTuple_Check(entry) && PyTuple_GET_SIZE(entry) == 4) entry = PyTuple_GET_ITEM(entry, 0);
+    int overflow;  /* for which the number is -1 */
+    long number = PyLong_Check(entry) ? PyLong_AsLongAndOverflow(entry, &overflow) : -1;
+    return number >= 0 && number < num_outputs;
+}
+
+static int check_results(PyObject *results, Py_ssize_t num_outputs) {
+    int is_list = PyList_Check(results);
+    int is_right = is_list || results == Py_None || is_entry(results, num_outputs);
+    for (Py_ssize_t i = 0; is_list && is_right && i < PyList_GET_SIZE(results); i++)
+        is_right = is_entry(PyList_GET_ITEM(results, i), num_outputs);
+    if (!is_right) PyErr_SetString(PyExc_ValueError, "expected results that name outputs");
+    return is_right;
+}
+
 static int check_outputs(PyObject *outputs) {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(outputs); i++) {
-        PyObject *output = PyTuple_GET_ITEM(outputs, i);
-        if (!PyTuple_Check(output) || PyTuple_GET_SIZE(output) != 3) {
-            PyErr_SetString(PyExc_TypeError, "expected outputs of three fields");
+    PyObject *size, *stride, *dtype;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(outputs); i++)
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(outputs, i), "OOO;expected outputs of three fields",
+                              &size, &stride, &dtype))
             return 0;
-        }
-    }
     return 1;
 }
 
@@ -86,29 +104,24 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     if (!PyArg_ParseTuple(args, "iO!OnO!O", &count, &PyTuple_Type, &outputs, &results, &workspace,
                           &PyTuple_Type, &steps, &keep))
         return NULL;
-    if (count + PyTuple_GET_SIZE(outputs) + 1 > MAX_SLOTS)
-        return PyErr_Format(PyExc_ValueError, "expected at most %d slots", MAX_SLOTS);
-    Py_ssize_t cells = 0;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(steps); i++) {
-        PyObject *step = PyTuple_GET_ITEM(steps, i);
-        if (!PyTuple_Check(step) || PyTuple_GET_SIZE(step) != 7)
-            return PyErr_Format(PyExc_TypeError, "expected steps of seven fields");
-        PyObject *of_step = PyTuple_GET_ITEM(step, 6);
-        cells += PyTuple_Check(of_step) ? PyTuple_GET_SIZE(of_step) : 0;
-    }
+    if (count < 0 || count > MAX_ARGS || workspace < 0 ||
+        count + PyTuple_GET_SIZE(outputs) + 1 > MAX_SLOTS)
+        return PyErr_Format(PyExc_ValueError, "expected 0 to %d arguments, at most %d slots and a "
+                            "size of the workspace", MAX_ARGS, MAX_SLOTS);
     Program *self = PyObject_New(Program, type);
     if (!self) return NULL;
     self->args = count, self->num_steps = (int)PyTuple_GET_SIZE(steps);
     self->uses_side_stream = 0;
     self->num_outputs = PyTuple_GET_SIZE(outputs), self->workspace = workspace;
     self->steps = PyMem_Calloc(self->num_steps + 1, sizeof(Step));
-    self->cells = PyMem_Calloc(cells + 1, sizeof(Cell));
+    self->cells = NULL;
     self->outputs = Py_NewRef(outputs), self->results = Py_NewRef(results);
     self->workspace_size = Py_BuildValue("(n)", workspace);
     self->unit_stride = Py_BuildValue("(i)", 1);
     self->keep = Py_NewRef(keep);
-    if (!self->steps || !self->cells || !self->workspace_size || !self->unit_stride ||
-        !check_outputs(outputs) || !read_steps(self, steps)) {
+    if (!self->steps || !self->workspace_size || !self->unit_stride ||
+        !check_outputs(outputs) || !check_results(results, self->num_outputs) ||
+        !read_steps(self, steps)) {
         Py_DECREF(self);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
@@ -227,8 +240,13 @@ static PyObject *run_program(Program *self, const Operands *call) {
     int status;
     Py_BEGIN_ALLOW_THREADS
     status = run_steps(self, slots, stream, side, event);
+    if (status && side) {  /* Work that was launched there may still use the call's memory. */
+        driver.record_event(event, side);
+        driver.wait_event(stream, event, 0);
+    }
     Py_END_ALLOW_THREADS
-    results = status ? raise_driver_error(status) : results_of(self, outputs);
+    if (status) raise_driver_error(status);
+    else results = results_of(self, outputs);
 done:
     for (Py_ssize_t i = 0; i < self->num_outputs; i++) Py_XDECREF(outputs[i]);
     Py_XDECREF(workspace);

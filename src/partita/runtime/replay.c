@@ -29,18 +29,12 @@ static int put_tensor(Key *key, PyObject *arg, const View *views, Py_ssize_t ind
     return added;
 }
 
-static int is_last_key(const Replay *self, const Key *key) {
-#ifdef Py_GIL_DISABLED  /* another thread may replace the last one */
-    return 0;
-#else
-    return self->last_key && PyBytes_GET_SIZE(self->last_key) == key->used &&
-           !memcmp(PyBytes_AS_STRING(self->last_key), key->bytes, key->used);
-#endif
-}
-
 /* Return the key as an object. That of the last call has its hash already. */
 static PyObject *key_object(const Replay *self, const Key *key) {
-    if (is_last_key(self, key)) return Py_NewRef(self->last_key);
+    PyObject *last = self->last_key;
+    if (last && PyBytes_GET_SIZE(last) == key->used &&
+        !memcmp(PyBytes_AS_STRING(last), key->bytes, key->used))
+        return Py_NewRef(last);
     return PyBytes_FromStringAndSize(key->bytes, key->used);
 }
 
@@ -66,44 +60,30 @@ static int put_call(const Replay *self, Key *key, PyObject *const *args, Py_ssiz
     return is_current(*device);
 }
 
-/* Return the program of a call and describe its tensors; or return NULL, with the answer of the
-   call: the key under which to store a program where there is none, NotImplemented where the call
-   cannot be replayed, or NULL after an error. */
-static Program *find_program(Replay *self, PyObject *const *args, Py_ssize_t nargs,
-                             Operands *operands, PyObject **answer) {
-    Key key;
-    *answer = NULL;
-    if (!put_call(self, &key, args, nargs, operands)) {
-        *answer = Py_NewRef(Py_NotImplemented);
-        return NULL;
-    }
-    PyObject *bytes = key_object(self, &key);
-    Program *program = bytes ? (Program *)look_up(self->programs, bytes) : NULL;
-    if (!program && !PyErr_Occurred()) {
-        *answer = bytes;
-        return NULL;
-    }
-#ifndef Py_GIL_DISABLED
-    if (program && bytes != self->last_key) Py_XSETREF(self->last_key, Py_NewRef(bytes));
-#endif
-    Py_XDECREF(bytes);
-    return program;
-}
-
 /* replay(*args)
 
    Return the results of the recorded program for such arguments; where there is none, the key
-   under which to store one; or NotImplemented where the call cannot be replayed. */
+   under which to store one; or NotImplemented where the call cannot be replayed: a variable turned
+   replay off or checks on, a profiler has hooks, or the key would not say all. */
 static PyObject *replay_call(PyObject *object, PyObject *const *args, size_t nargsf,
                              PyObject *names) {
+    Replay *self = (Replay *)object;
+    Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
     Operands call;
-    PyObject *answer;
-    if (names || is_set(name_check, "0") || !may_replay()) Py_RETURN_NOTIMPLEMENTED;
-    Program *program =
-        find_program((Replay *)object, args, PyVectorcall_NARGS(nargsf), &call, &answer);
-    if (!program) return answer;
-    PyObject *results = run_program(program, &call);
-    Py_DECREF(program);
+    Key key;
+    if (names || is_set(name_check, "0") || is_set(name_replay, "1") || has_hooks() ||
+        !put_call(self, &key, args, nargs, &call))
+        Py_RETURN_NOTIMPLEMENTED;
+    PyObject *bytes = key_object(self, &key), *results = NULL;
+    Program *program = bytes ? look_up_as(&program_type, self->programs, bytes) : NULL;
+    if (!program && !PyErr_Occurred()) return bytes;
+    if (program && bytes != self->last_key) Py_XSETREF(self->last_key, Py_NewRef(bytes));
+    if (program && program->args != nargs)
+        PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", program->args, nargs);
+    else if (program)
+        results = run_program(program, &call);
+    Py_XDECREF(bytes);
+    Py_XDECREF(program);
     return results;
 }
 
