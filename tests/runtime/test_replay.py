@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -379,6 +379,51 @@ def test_a_part_of_a_tensor_is_an_argument_of_a_launch(ops: Ops) -> None:
     torch.testing.assert_close(ops.replay(x), 6 * x)
 
 
+class Pair(NamedTuple):
+    tensor: Tensor
+    number: int
+
+
+class Swapped(NamedTuple):
+    number: Tensor
+    tensor: int
+
+
+def test_tuples_are_arguments_of_a_launch(ops: Ops) -> None:
+    def op(x: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        ops.launch((x, Pair(result, x.numel())), (3.0,))
+        return result
+
+    assert ops.record(op, aligned(8)).reason is None
+    x = aligned(8)
+    torch.testing.assert_close(ops.replay(x), 3 * x)
+
+
+def test_the_key_of_a_launch_has_the_structure_and_the_types_of_tuples(ops: Ops) -> None:
+    x = aligned(8)
+    launch = ops.driver.module.launch
+    different: list[tuple[Any, ...]] = [
+        (x, 3, x, 3),
+        ((x, 3), (x, 3)),
+        ((x, 3, x), 3),
+        (((x,), 3), (x, 3)),
+        (Pair(x, 3), (x, 3)),
+        (Swapped(x, 3), (x, 3)),
+        (Pair(x, 1), (x, 3)),
+        ((x, 3), (x, 3), ()),
+    ]
+    keys = [launch({}, scale_kernel, 1, args, {}) for args in different]
+    assert all(type(key) is bytes for key in keys) and len(set(keys)) == len(keys)
+    assert launch({}, scale_kernel, 1, (Pair(aligned(8), 5), (x, 7)), {}) == keys[4]
+    many = (x,) + ((3,) * 40,) * 2
+    assert launch({}, scale_kernel, 1, many, {}) is NotImplemented  # more than 64 arguments
+    deep: Any = x
+    for _ in range(5000):
+        deep = (deep,)
+    assert launch({}, scale_kernel, 1, deep, {}) is NotImplemented
+
+
 def test_the_key_of_a_launch_has_the_dtype_and_the_alignment_of_a_part(ops: Ops) -> None:
     buffer = aligned(64)
     parts = [(buffer, 0, torch.float32), (buffer, 4, torch.float32), (buffer, 0, torch.int32)]
@@ -395,7 +440,8 @@ def test_the_key_of_a_launch_has_the_dtype_and_the_alignment_of_a_part(ops: Ops)
     [
         torch.ones(2).as_subclass(Subclass),
         (torch.ones(2).as_subclass(Subclass), 0, torch.float32),
-        (torch.ones(2), 0),
+        (torch.ones(2), object()),
+        ((torch.ones(2), [0]),),
         [torch.ones(2)],
         object(),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
@@ -10,15 +11,12 @@ import torch
 from torch import Tensor
 
 from .autograd import is_batched, is_traced
-from .environment import reader
 from .sizes import same_sizes
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 REDUCTIONS = ("none", "mean", "sum")
 NOTHING_IGNORED = -(2**63)  # the lowest number of int64, a label that nobody gives
-
-_setting = reader("PARTITA_CHECK")
 
 
 def tensor(name: str, value: Any) -> None:
@@ -156,7 +154,7 @@ def should_check_values(where: torch.device) -> bool:
     """
     if is_traced():
         return False
-    setting = _setting()
+    setting = os.environ.get("PARTITA_CHECK", "")
     if setting not in ("", "0", "1"):
         raise ValueError(f"PARTITA_CHECK: expected 0, 1 or nothing, got {setting!r}")
     if setting == "1" and where.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -14,7 +14,7 @@ from . import launcher, private_names, recording
 from .backend import interpreting
 from .caches import BoundedCache, register_cache
 from .compiler_options import compiler_options
-from .parts import tensor_of, with_views
+from .parts import first_tensor, tuple_types, with_views
 from .recording import FORK, JOIN, LEAVE
 from .sizes import cdiv, next_power_of_2
 
@@ -71,8 +71,10 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> Any:
     Args:
         kernel: the Triton kernel.
         programs: the number of programs; nothing runs if it is 0.
-        *args: the run-time arguments in the order of the signature; tensors may be parts.
-        **options: the constexpr arguments and the launch options.
+        *args: the run-time arguments in the order of the signature. Tensors may be parts, and what
+            belongs together may be a tuple.
+        **options: further run-time arguments by name, the constexpr arguments and the launch
+            options.
 
     Returns:
         The C module's form of the kernel, or None where it did not launch.
@@ -81,6 +83,8 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> Any:
         return None
     module = launcher.module()
     if module is not None:
+        if names := _names_after(kernel, len(args)):
+            args += tuple(options.pop(name) for name in names)
         bound = module.launch(_kernels, kernel, programs, args, options)
         if type(bound) is bytes and _compile(bound, kernel, programs, args, options):
             bound = module.launch(_kernels, kernel, programs, args, options)
@@ -88,7 +92,7 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> Any:
             if (active := recording.thread.recorder) is not None:
                 active.launch(bound, programs, args)
             return bound
-    first = tensor_of(args[0])
+    first = first_tensor(args)
     if first.is_cuda and first.device.index != private_names.current_device():
         with torch.cuda.device(first.device):
             return launch(kernel, programs, *args, **options)
@@ -100,13 +104,21 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> Any:
     return None
 
 
+def _names_after(kernel: Any, number: int) -> list[str]:
+    """Return the names of the run-time parameters after the first ones; constexprs follow them."""
+    names: list[str] = kernel.arg_names
+    end = kernel.constexprs[0] if kernel.constexprs else len(names)
+    return names[number:end] if number < end else []
+
+
 def _compile(
     key: bytes, kernel: Any, programs: int, args: tuple[Any, ...], options: dict[str, Any]
 ) -> bool:
     """Compile a kernel and store it under its key; return whether the C module can launch it."""
     compiled = kernel.warmup(*with_views(args), grid=(programs,), **options, **compiler_options())
     # The key names objects by their addresses, so they live as long as its entry.
-    bound = launcher.bind(compiled, kernel.arg_names, len(args), (kernel, options))
+    keep = kernel, options, list(tuple_types(args))
+    bound = launcher.bind(compiled, kernel.arg_names, len(args), keep)
     if bound is not None:
         _kernels.store(key, bound)
     return bound is not None

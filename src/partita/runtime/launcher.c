@@ -2,8 +2,7 @@
 
    Parts. This file has the table of the driver's functions, keys, kernels, `launch`, and the start
    of the module. `modes.c` says whether a call is plain, `programs.c` runs the recorded work of an
-   op, `replay.c` finds the program of a call, and `native.c` passes small calls to PyTorch. They
-   are one source text. It reads tensors through DLPack's C exchange API and gets the driver's
+   op, and `replay.c` finds the program of a call. They are one source text. It reads tensors through DLPack's C exchange API and gets the driver's
    functions as addresses, so it needs no header of PyTorch and links with nothing.
 
    References. `setup` keeps its arguments for ever, and the global variables borrow from them. A
@@ -17,9 +16,9 @@
    of the same stream only. These types take no part in garbage collection, as ops live for ever.
 
    Threads. Any thread may call, a thread of autograd's too. The GIL is held, except around the
-   driver's launches, which read the stack, a Kernel or a Program, none of which changes. All
-   mutable state here is the last key of a Replay and what `setup` stores, so the GIL is needed and
-   the module does not declare that it runs without: a Python that can then turns the GIL on.
+   driver's launches, which read the stack, a Kernel or a Program, none of which changes. No test
+   runs it without the GIL, so the module does not declare that it could: a Python that can do
+   without then turns the GIL on.
 
    Errors. What a key cannot describe, and an exception while a key is made, is NotImplemented:
    Python serves the call and raises what there is to raise. A failed allocation of PyTorch is
@@ -82,7 +81,6 @@ static PyObject *allocate, *current_device;  /* functions, for PyTorch's current
 static PyObject *knobs, *enter_hook, *exit_hook, *side_stream;
 static PyObject *name_enter_hook, *name_exit_hook, *name_calls, *name_version, *name_as_strided;
 static PyObject *is_neg;  /* the method of tensors */
-static PyObject *environment, *name_check, *name_replay;  /* os.environ */
 
 /* Return whether a device is PyTorch's current one, where it allocates, and let the driver, which
    launches, have it as its current one too. The driver has none in a new thread. It has another one
@@ -313,36 +311,59 @@ static int put_specialization(Key *key, PyObject *arg, View *view, int *device) 
     return is_constant(arg) && put_value(key, arg);
 }
 
+/* The arguments of a launch: those of tuples are listed one by one. */
+typedef struct {
+    PyObject *values[MAX_ARGS];
+    View views[MAX_ARGS];
+    int count, device;
+} Arguments;
+
+/* Add an argument, or each member of a tuple, whose type says how a kernel reads it. */
+static int put_argument(Key *key, PyObject *arg, Arguments *found) {
+    if (PyTuple_Check(arg) && !is_part(arg)) {
+        PyTypeObject *type = Py_TYPE(arg);
+        int is_put = put_tagged(key, '(', &type, sizeof type);
+        for (Py_ssize_t i = 0; is_put && i < PyTuple_GET_SIZE(arg); i++)
+            is_put = put_argument(key, PyTuple_GET_ITEM(arg, i), found);
+        return is_put && put(key, ")", 1);
+    }
+    if (found->count == MAX_ARGS) return 0;
+    int i = found->count++;
+    found->values[i] = arg;
+    return put_specialization(key, arg, &found->views[i], &found->device);
+}
+
 /* Add all that a launch depends on and return 1, or 0 where Triton has to launch. */
-static int put_launch(Key *key, PyObject *function, PyObject *values, PyObject *options,
-                      View *views, int *device) {
+static int put_launch(Key *key, PyObject *function, PyObject *args, PyObject *options,
+                      Arguments *found) {
+    key->used = 0, found->count = 0, found->device = -1;
     if (!put(key, &function, sizeof function)) return 0;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(values); i++)
-        if (!put_specialization(key, PyTuple_GET_ITEM(values, i), &views[i], device)) return 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++)
+        if (!put_argument(key, PyTuple_GET_ITEM(args, i), found)) return 0;
     Py_ssize_t position = 0;
     PyObject *name, *value;
     while (PyDict_Next(options, &position, &name, &value))
         if (!put_tagged(key, 'k', &name, sizeof name) || !put_value(key, value)) return 0;
-    return put(key, device, sizeof *device) && *device >= 0 && is_current(*device);
+    int device = found->device;
+    return put(key, &device, sizeof device) && device >= 0 && is_current(device);
 }
 
 /* Launch a kernel for arguments with its key; return 0 and set an exception after an error. */
-static int launch_kernel(const Kernel *kernel, unsigned programs, PyObject *values,
-                         const View *views, int device) {
+static int launch_kernel(const Kernel *kernel, unsigned programs, const Arguments *found) {
     uint64_t cells[MAX_PARAMETERS] = {0};
     void *pointers[MAX_PARAMETERS], *stream;
     for (int i = 0; i < kernel->count + 2; i++) pointers[i] = &cells[i];
     for (int i = 0; i < kernel->count; i++) {
         int arg = kernel->parameters[i].arg;
-        if (arg < 0 || arg >= PyTuple_GET_SIZE(values)) {
+        char type = kernel->parameters[i].type;
+        if (arg < 0 || arg >= found->count) {
             PyErr_Format(PyExc_IndexError, "a kernel has a parameter without an argument: %d", arg);
             return 0;
         }
-        if (kernel->parameters[i].type == 'p') cells[i] = (uint64_t)(uintptr_t)views[arg].data;
-        else if (!pack(PyTuple_GET_ITEM(values, arg), kernel->parameters[i].type, &cells[i]))
-            return 0;
+        if (type == 'p') cells[i] = (uint64_t)(uintptr_t)found->views[arg].data;
+        else if (!pack(found->values[arg], type, &cells[i])) return 0;
     }
-    if (exchange->current_stream(device_type, device, &stream)) return 0;
+    if (exchange->current_stream(device_type, found->device, &stream)) return 0;
     int status;
     Py_BEGIN_ALLOW_THREADS
     status = driver.launch(kernel->function, programs, 1, 1, kernel->block, 1, 1, kernel->shared,
@@ -359,22 +380,18 @@ static int launch_kernel(const Kernel *kernel, unsigned programs, PyObject *valu
 static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 5 || !PyDict_Check(args[0]) || !PyTuple_Check(args[3]) || !PyDict_Check(args[4]))
         return PyErr_Format(PyExc_TypeError, "launch: expected (dict, function, int, tuple, dict)");
-    PyObject *values = args[3];
     long programs = PyLong_AsLong(args[2]);
     if (programs == -1 && PyErr_Occurred()) return NULL;
     Key key;
-    View views[MAX_ARGS];
-    int device = -1;
-    key.used = 0;
-    if (programs < 1 || programs > INT32_MAX || PyTuple_GET_SIZE(values) > MAX_ARGS ||
-        has_hooks() || !put_launch(&key, args[1], values, args[4], views, &device))
+    Arguments found;
+    if (programs < 1 || programs > INT32_MAX || has_hooks() ||
+        !put_launch(&key, args[1], args[3], args[4], &found))
         Py_RETURN_NOTIMPLEMENTED;
     PyObject *bytes = PyBytes_FromStringAndSize(key.bytes, key.used);
     Kernel *kernel = bytes ? look_up_as(&kernel_type, args[0], bytes) : NULL;
     if (!kernel && !PyErr_Occurred()) return bytes;
     Py_XDECREF(bytes);
-    if (kernel && !launch_kernel(kernel, (unsigned)programs, values, views, device))
-        Py_CLEAR(kernel);
+    if (kernel && !launch_kernel(kernel, (unsigned)programs, &found)) Py_CLEAR(kernel);
     return (PyObject *)kernel;
 }
 
@@ -383,16 +400,15 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t narg
 
 /* ---- the module ---- */
 
-/* setup(device_type, types, of_device, dtypes, exchange, knobs, side_stream, variables, addresses) */
+/* setup(device_type, types, of_device, dtypes, exchange, knobs, side_stream, addresses) */
 static PyObject *setup(PyObject *module, PyObject *args) {
-    PyObject *api, *types, *of_device, *addresses, *variables;
+    PyObject *api, *types, *of_device, *addresses;
     unsigned long long address[8];
     Py_INCREF(args);  /* for ever: another thread may still use what an earlier call stored */
-    if (!PyArg_ParseTuple(args, "iO!O!OOOOO!O!", &device_type, &PyTuple_Type, &types,
+    if (!PyArg_ParseTuple(args, "iO!O!OOOOO!", &device_type, &PyTuple_Type, &types,
                           &PyTuple_Type, &of_device, &byte_dtype, &api, &knobs, &side_stream,
-                          &PyTuple_Type, &variables, &PyTuple_Type, &addresses) ||
+                          &PyTuple_Type, &addresses) ||
         !PyArg_ParseTuple(of_device, "OO", &allocate, &current_device) ||
-        !PyArg_ParseTuple(variables, "OSS", &environment, &name_check, &name_replay) ||
         !PyArg_ParseTuple(types, "OOO", &tensor_type, &parameter_type, &dtype_type) ||
         !PyArg_ParseTuple(addresses, "KKKKKKKK", &address[0], &address[1], &address[2], &address[3],
                           &address[4], &address[5], &address[6], &address[7]))

@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
-from . import environment, private_names
+from . import private_names
 from .backend import has_triton, interpreting
 from .caches import register_cache
+from .parts import members
 
 KNOWN_TRITONS = ("3.6", "3.7", "3.8", "3.9")  # their metadata and order of parameters are alike
 MODULE = "partita_launcher"
@@ -81,9 +82,8 @@ def build(
     types = (torch.Tensor, torch.nn.Parameter, torch.dtype)
     addresses = tuple(driver[name] for name in DRIVER_FUNCTIONS)
     functions = (exchange, knobs, side_stream_handles)
-    variables = environment.dictionary(), b"PARTITA_CHECK", b"PARTITA_REPLAY"
     of_device = allocate, current_device
-    module.setup(device_type, types, of_device, torch.uint8, *functions, variables, addresses)
+    module.setup(device_type, types, of_device, torch.uint8, *functions, addresses)
     return module
 
 
@@ -214,8 +214,7 @@ def bind(compiled: Any, arg_names: list[str], num_args: int, keep: Any) -> Any:
         return None
     metadata, signature = compiled.metadata, compiled.src.signature
     parameters, sizes = [], []
-    for i, name in enumerate(arg_names[:num_args]):
-        kind = signature[name]
+    for i, kind in enumerate(members(tuple(signature[name] for name in arg_names[:num_args]))):
         if kind == "constexpr":  # a None, or an integer that is 1
             continue
         letter = "p" if str(kind).startswith("*") else PARAMETER_TYPES.get(kind)

@@ -34,24 +34,8 @@ static int has_hooks(void) {
     return has_hook(name_enter_hook, enter_hook) || has_hook(name_exit_hook, exit_hook);
 }
 
-/* Return whether a variable has another value than "" and `other_than`.
-
-   getenv reads the start of every variable up to this one, which costs more than all else in a key
-   where the caches are cold, so the variable is looked up in the dictionary of os.environ. */
-static int is_set(PyObject *name, const char *other_than) {
-    if (!PyDict_Check(environment)) {
-        const char *text = getenv(PyBytes_AS_STRING(name));
-        return text && *text && strcmp(text, other_than) != 0;
-    }
-    PyObject *value = look_up(environment, name);
-    if (!value) { PyErr_Clear(); return 0; }
-    const char *text = PyBytes_Check(value) ? PyBytes_AS_STRING(value) : "not bytes";
-    int is_other = *text && strcmp(text, other_than) != 0;
-    Py_DECREF(value);
-    return is_other;
-}
-
-/* Return whether nobody has turned replay off: no user by a variable, and no profiler by a hook. */
-static int may_replay(void) {
-    return !is_set(name_replay, "1") && !has_hooks();
+/* Return whether a variable of the environment has another value than "" and `other_than`. */
+static int is_set(const char *name, const char *other_than) {
+    const char *text = getenv(name);
+    return text && *text && strcmp(text, other_than) != 0;
 }

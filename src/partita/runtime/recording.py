@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .parts import Part
+from .parts import is_part, members
 from .private_names import TorchDispatchMode
 
 WORKSPACE_ALIGNMENT = 256
@@ -204,12 +204,12 @@ class Recorder(TorchDispatchMode):
         if self.reason is not None:
             return
         function, threads, shared, parameters = kernel.description
-        cells = []
+        cells, found = [], list(members(args))
         for i, letter in parameters:
             if letter == "p":
-                cell = self._locate_argument(args[i])
+                cell = self._locate_argument(found[i])
             else:
-                cell = Address(ABSOLUTE, _bits(args[i], letter))
+                cell = Address(ABSOLUTE, _bits(found[i], letter))
             if cell is None:
                 return
             cells.append(cell)
@@ -221,9 +221,9 @@ class Recorder(TorchDispatchMode):
         if self.reason is None:
             self._steps.append((kind, 0, 0, 0, 0, 0, ()))
 
-    def _locate_argument(self, arg: Tensor | Part) -> Address | None:
+    def _locate_argument(self, arg: Any) -> Address | None:
         """Return where an argument of a launch lies; see `_locate`."""
-        if not isinstance(arg, tuple):
+        if not is_part(arg):
             return self._locate(arg)
         tensor, offset, _ = arg
         address = self._locate(tensor)

@@ -4,7 +4,6 @@ typedef struct {
     PyObject_HEAD
     vectorcallfunc call;
     PyObject *programs;
-    PyObject *last_key;  /* that of the last call with a program, which most calls equal */
     unsigned long long by_identity;
 } Replay;
 
@@ -27,15 +26,6 @@ static int put_tensor(Key *key, PyObject *arg, const View *views, Py_ssize_t ind
     int added = put_tagged(key, 'p', place, sizeof place) && put_value(key, version);
     Py_DECREF(version);
     return added;
-}
-
-/* Return the key as an object. That of the last call has its hash already. */
-static PyObject *key_object(const Replay *self, const Key *key) {
-    PyObject *last = self->last_key;
-    if (last && PyBytes_GET_SIZE(last) == key->used &&
-        !memcmp(PyBytes_AS_STRING(last), key->bytes, key->used))
-        return Py_NewRef(last);
-    return PyBytes_FromStringAndSize(key->bytes, key->used);
 }
 
 /* Describe the tensors of a call and make its key; return 0 where the call cannot be replayed. */
@@ -71,13 +61,12 @@ static PyObject *replay_call(PyObject *object, PyObject *const *args, size_t nar
     Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
     Operands call;
     Key key;
-    if (names || is_set(name_check, "0") || is_set(name_replay, "1") || has_hooks() ||
+    if (names || is_set("PARTITA_CHECK", "0") || is_set("PARTITA_REPLAY", "1") || has_hooks() ||
         !put_call(self, &key, args, nargs, &call))
         Py_RETURN_NOTIMPLEMENTED;
-    PyObject *bytes = key_object(self, &key), *results = NULL;
+    PyObject *bytes = PyBytes_FromStringAndSize(key.bytes, key.used), *results = NULL;
     Program *program = bytes ? look_up_as(&program_type, self->programs, bytes) : NULL;
     if (!program && !PyErr_Occurred()) return bytes;
-    if (program && bytes != self->last_key) Py_XSETREF(self->last_key, Py_NewRef(bytes));
     if (program && program->args != nargs)
         PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", program->args, nargs);
     else if (program)
@@ -89,7 +78,6 @@ static PyObject *replay_call(PyObject *object, PyObject *const *args, size_t nar
 
 static void replay_dealloc(Replay *self) {
     Py_XDECREF(self->programs);
-    Py_XDECREF(self->last_key);
     PyObject_Free(self);
 }
 
@@ -101,7 +89,6 @@ static PyObject *replay_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (!self) return NULL;
     self->call = replay_call;
     self->programs = Py_NewRef(programs);
-    self->last_key = NULL;
     self->by_identity = by_identity;
     return (PyObject *)self;
 }
