@@ -226,7 +226,7 @@ OF_RANKS = ("distributed.", "_C._distributed")
 def test_ops_do_without_each_name(device: str) -> None:
     paths = [path for path in private_names.NAMES if not path.startswith(OF_RANKS)]
     paths = [path for path in paths if path.startswith(OF_GPUS) == (device == "cuda")]
-    assert len(paths) > 5
+    assert len(paths) > 3
     code = f"PATHS, DEVICE = {paths}, {device!r}\n{WITHOUT}"
     chosen = {"PARTITA_BACKEND": "reference"} if device == "cpu" else {}
     done = run_fresh(code, {**os.environ, "PYTHONPATH": str(SOURCE.parent), **chosen})
