@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import build
 
 import partita
 from partita.runtime import launcher, private_names
@@ -60,25 +58,6 @@ def assert_nothing_is_left(before: int) -> None:
     while memory() > before:
         assert time.monotonic() < end, f"{memory() - before} bytes are left"
         time.sleep(0.001)
-
-
-def test_triton_launches_without_a_c_compiler(
-    calls: Calls, unloaded: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Triton has its own C modules, as in an image whose cache was filled with a compiler."""
-    names = ("cross_entropy", "ctc_loss")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launcher, "module", lambda: None)
-        expected = {name: calls[name]() for name in names}
-    unloaded.setenv("CC", str(tmp_path / "nowhere"))
-    unloaded.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    build.compile_module_from_src.cache_clear()  # Triton returns what it has loaded before.
-    for name in names:
-        for _ in range(WARM):
-            poison()
-            assert_same(calls[name](), expected[name])
-    assert launcher.module() is None
-    assert launcher.status().startswith("Triton launches: the C launcher failed (")
 
 
 @pytest.mark.parametrize("moved", ["build_c_module", "load_binary"])
