@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 
 from partita.runtime.caches import BoundedCache
-from partita.runtime.compiler_options import compiler_options
-from partita.runtime.launch import SideStream, launch
+from partita.runtime.launch import SideStream, compiler_options, launch
 from partita.runtime.parts import first_tensor, members, tuple_types, with_views
 
 

@@ -12,6 +12,7 @@ import torch
 from helpers.fresh import run_fresh
 
 import partita
+from partita.ops.vocab_parallel.collectives import PlainCollectives, collectives
 from partita.runtime import backend, launcher, private_names
 
 SOURCE = Path(partita.__file__).parent
@@ -250,9 +251,9 @@ def test_plain_collectives_serve_without_those_that_compilers_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The ranks of `test_parallel` compare both."""
-    assert private_names.collectives() is torch.ops._c10d_functional
+    assert collectives() is torch.ops._c10d_functional
     monkeypatch.setitem(sys.modules, "torch.distributed._functional_collectives", None)
-    assert private_names.collectives() is private_names.PlainCollectives
+    assert collectives() is PlainCollectives
 
 
 def test_triton_launches_without_its_builder_or_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
 /* The C module that launches kernels with little host time. `launcher.py` builds and documents it.
 
    Parts. This file has the table of the driver's functions, keys, kernels, `launch`, and the start
-   of the module. `modes.c` says whether a call is plain, `programs.c` runs the recorded work of an
-   op, and `replay.c` finds the program of a call. They are one source text. It reads tensors through DLPack's C exchange API and gets the driver's
-   functions as addresses, so it needs no header of PyTorch and links with nothing.
+   of the module. `programs.c` runs the recorded work of an op, and `replay.c` finds the program of a
+   call. They are one source text. It reads tensors through DLPack's C exchange API and gets the
+   driver's functions as addresses, so it needs no header of PyTorch and links with nothing.
 
    References. `setup` keeps its arguments for ever, and the global variables borrow from them. A
    Kernel owns the compiled code and the objects whose addresses its key has. A Program owns its
@@ -102,7 +102,35 @@ static void raise_driver_error(int status) {
     PyErr_Format(PyExc_RuntimeError, "launch of a kernel failed: %s (%d)", text, status);
 }
 
-#include "modes.c"
+/* Return whether profilers have asked to see launches, which only Triton's launcher reports. */
+static int has_hook(PyObject *name, PyObject *empty_chain) {
+    PyObject *chain = PyObject_GetAttr(knobs, name);
+    if (!chain) { PyErr_Clear(); return 1; }
+    int found = chain != empty_chain && chain != Py_None;
+    if (chain == empty_chain && chain != Py_None) {
+        PyObject *calls = PyObject_GetAttr(chain, name_calls);
+        found = !calls || !PyList_Check(calls) || PyList_GET_SIZE(calls) > 0;
+        if (!calls) PyErr_Clear();
+        Py_XDECREF(calls);
+    }
+    Py_DECREF(chain);
+    return found;
+}
+
+static int has_hooks(void) {
+    return has_hook(name_enter_hook, enter_hook) || has_hook(name_exit_hook, exit_hook);
+}
+
+/* Return a new reference to the value of a key, which has to be of a type of this module, or NULL,
+   with an exception after an error only. */
+static void *look_up(PyTypeObject *type, PyObject *dict, PyObject *key) {
+    PyObject *value = Py_XNewRef(PyDict_GetItemWithError(dict, key));
+    if (value && !Py_IS_TYPE(value, type)) {
+        PyErr_Format(PyExc_TypeError, "expected a %s, got %R", type->tp_name, value);
+        Py_CLEAR(value);
+    }
+    return value;
+}
 
 /* ---- keys ---- */
 
@@ -388,7 +416,7 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t narg
         !put_launch(&key, args[1], args[3], args[4], &found))
         Py_RETURN_NOTIMPLEMENTED;
     PyObject *bytes = PyBytes_FromStringAndSize(key.bytes, key.used);
-    Kernel *kernel = bytes ? look_up_as(&kernel_type, args[0], bytes) : NULL;
+    Kernel *kernel = bytes ? look_up(&kernel_type, args[0], bytes) : NULL;
     if (!kernel && !PyErr_Occurred()) return bytes;
     Py_XDECREF(bytes);
     if (kernel && !launch_kernel(kernel, (unsigned)programs, &found)) Py_CLEAR(kernel);
@@ -400,7 +428,7 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t narg
 
 /* ---- the module ---- */
 
-/* setup(device_type, types, of_device, dtypes, exchange, knobs, side_stream, addresses) */
+/* setup(device_type, types, of_device, byte_dtype, exchange, knobs, side_stream, addresses) */
 static PyObject *setup(PyObject *module, PyObject *args) {
     PyObject *api, *types, *of_device, *addresses;
     unsigned long long address[8];

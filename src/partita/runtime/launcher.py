@@ -29,7 +29,7 @@ from .parts import members
 
 KNOWN_TRITONS = ("3.6", "3.7", "3.8", "3.9")  # their metadata and order of parameters are alike
 MODULE = "partita_launcher"
-INCLUDED = ("modes.c", "programs.c", "replay.c")
+INCLUDED = ("programs.c", "replay.c")
 CUDA = 2  # DLPack's number
 WARP = 32
 DRIVER_FUNCTIONS = (
@@ -97,17 +97,6 @@ _lock = threading.Lock()
 _found: tuple[Any, str] | None = None  # the connected C module, or None, and a sentence about it
 
 
-def _refusal() -> str | None:
-    """Return why there is no C module, or None."""
-    if not torch.cuda.is_available() or not has_triton():
-        return "no GPU that Triton serves was found"
-    if torch.version.hip is not None:
-        return "Triton launches: the C launcher is for NVIDIA GPUs"
-    if interpreting():
-        return "Triton's interpreter runs the kernels"
-    return None
-
-
 def is_known_triton() -> bool:
     """Return whether this package knows the installed version of Triton."""
     import triton
@@ -117,8 +106,12 @@ def is_known_triton() -> bool:
 
 def _connect() -> tuple[Any, str]:
     """Return the connected C module, or None, and a sentence about it."""
-    if (reason := _refusal()) is not None:
-        return None, reason
+    if not torch.cuda.is_available() or not has_triton():
+        return None, "no GPU that Triton serves was found"
+    if torch.version.hip is not None:
+        return None, "Triton launches: the C launcher is for NVIDIA GPUs"
+    if interpreting():
+        return None, "Triton's interpreter runs the kernels"
     import triton
 
     if not is_known_triton():
@@ -169,11 +162,6 @@ if hasattr(os, "register_at_fork"):
 def module() -> Any:
     """Return the C module, or None where Triton has to launch."""
     return (_found or _load())[0]
-
-
-def loaded() -> Any:
-    """Return the C module if it has been loaded, else None."""
-    return None if _found is None else _found[0]
 
 
 def status() -> str:

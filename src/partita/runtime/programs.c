@@ -184,15 +184,10 @@ static PyObject *allocate_like(PyObject *size, PyObject *stride, PyObject *dtype
     return tensor;
 }
 
-/* Return the number of the output whose memory an entry of the results names. */
-static Py_ssize_t output_of(PyObject *entry) {
-    return PyLong_AsSsize_t(PyLong_Check(entry) ? entry : PyTuple_GET_ITEM(entry, 0));
-}
-
-/* Return the result that an entry names: an output or a view of one. */
+/* Return the result that an entry names: an output by its number, or a view of one. */
 static PyObject *result_of(PyObject *entry, PyObject **outputs) {
-    PyObject *tensor = outputs[output_of(entry)];
-    if (PyLong_Check(entry)) return Py_NewRef(tensor);
+    if (PyLong_Check(entry)) return Py_NewRef(outputs[PyLong_AsSsize_t(entry)]);
+    PyObject *tensor = outputs[PyLong_AsSsize_t(PyTuple_GET_ITEM(entry, 0))];
     PyObject *arguments[] = {tensor, PyTuple_GET_ITEM(entry, 1), PyTuple_GET_ITEM(entry, 2),
                              PyTuple_GET_ITEM(entry, 3)};
     return PyObject_VectorcallMethod(name_as_strided, arguments, 4, NULL);

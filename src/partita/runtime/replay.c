@@ -7,6 +7,12 @@ typedef struct {
     unsigned long long by_identity;
 } Replay;
 
+/* Return whether a variable of the environment has another value than "" and `other_than`. */
+static int is_set(const char *name, const char *other_than) {
+    const char *text = getenv(name);
+    return text && *text && strcmp(text, other_than) != 0;
+}
+
 /* Add a tensor by what a plan may depend on, and by the first tensor that shares its address.
    A tensor whose values decide a plan counts by its identity, address and version too. */
 static int put_tensor(Key *key, PyObject *arg, const View *views, Py_ssize_t index, int identity) {
@@ -65,7 +71,7 @@ static PyObject *replay_call(PyObject *object, PyObject *const *args, size_t nar
         !put_call(self, &key, args, nargs, &call))
         Py_RETURN_NOTIMPLEMENTED;
     PyObject *bytes = PyBytes_FromStringAndSize(key.bytes, key.used), *results = NULL;
-    Program *program = bytes ? look_up_as(&program_type, self->programs, bytes) : NULL;
+    Program *program = bytes ? look_up(&program_type, self->programs, bytes) : NULL;
     if (!program && !PyErr_Occurred()) return bytes;
     if (program && program->args != nargs)
         PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", program->args, nargs);

@@ -13,10 +13,10 @@ from ...runtime import checks
 from ...runtime.backend import current_backend
 from ...runtime.constants import constant
 from ...runtime.dtypes import acc_dtype
-from ...runtime.lengths import end_of_chains, lengths_of_chains
 from ..chain.api import Chain
 from ..chain.edges import dense_source
 from . import autograd, functional
+from .common import end_of_chains, lengths_of_chains
 from .inputs import (
     LinearChainTensors,
     check_linear_chain,

@@ -10,8 +10,8 @@ from torch import Tensor
 from ...primitives.semiring import Semiring
 from ...runtime import checks
 from ...runtime.constants import constant
-from ...runtime.lengths import steps_first
 from ...runtime.sizes import same_sizes
+from .common import steps_first
 
 
 class LinearChainTensors(NamedTuple):
