@@ -93,8 +93,9 @@ def test_ten_thousand_calls_leave_nothing(ending: str, ops: Ops) -> None:
 
     blocks, references = counts(10)
     more_blocks, more_references = counts(10_000)
-    assert more_references == references
-    assert more_blocks - blocks < 5_000  # A block for each call would be 10,000 or more.
+    # Each call would add or take 10,000. A dtype is held by what else the process frees, too.
+    assert all(abs(b - a) < 5_000 for a, b in zip(references, more_references, strict=True))
+    assert more_blocks - blocks < 5_000
 
 
 def test_ten_thousand_calls_from_eight_threads(ops: Ops) -> None:
