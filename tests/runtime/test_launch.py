@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from partita.runtime.caches import BoundedCache
-from partita.runtime.launch import SideStream, compiler_options, launch
+from partita.runtime.caches import BoundedCache, clear_caches
+from partita.runtime.launch import SideStream, _kernels, compiler_options, launch
 from partita.runtime.parts import first_tensor, members, tuple_types, with_views
 
 
@@ -154,6 +154,7 @@ def scaled_sum_kernel(pair, result, others, size, BLOCK: tl.constexpr):
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_first", [False, True])
 def test_kernels_take_tuples_and_arguments_by_name(has_first: bool) -> None:
+    clear_caches()
     x, y, z = torch.randn(3, 20, device="cuda")
     others = (y if has_first else None, (z,))
     for number in (1, 3, 4, 16):  # of which Triton compiles 1 and 16 apart
@@ -161,9 +162,12 @@ def test_kernels_take_tuples_and_arguments_by_name(has_first: bool) -> None:
         expected = number * x + z + (y if has_first else 0)
         for result in results[:2]:
             names = {"others": others, "size": 20, "result": result}
-            assert launch(scaled_sum_kernel, 1, Pair(x, number), **names, BLOCK=32) is not None
-        assert launch(scaled_sum_kernel, 1, Pair(x, number), results[2], others, 20, BLOCK=32)
+            launch(scaled_sum_kernel, 1, Pair(x, number), **names, BLOCK=32)
+        launch(scaled_sum_kernel, 1, Pair(x, number), results[2], others, 20, BLOCK=32)
         assert all(torch.allclose(result, expected) for result in results)
     part = (torch.stack([z, x]), 80, torch.float32)
     launch(scaled_sum_kernel, 1, Pair(part, 2), result, others, size=20, BLOCK=32)
     assert torch.allclose(result, 2 * x + z + (y if has_first else 0))
+    # The C module has launched them: with 1, with 16, with other numbers, and with a part. Whether
+    # an argument has a name makes no difference.
+    assert len(_kernels) == 4
